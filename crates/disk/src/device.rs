@@ -1,0 +1,77 @@
+//! What every door serves: a block device.
+
+use crate::Result;
+use isobath_storage::IoBuf;
+use std::future::Future;
+
+/// How a request to write zeroes may be carried out.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ZeroFlags {
+    /// The range may be unmapped (NBD: `NBD_CMD_FLAG_NO_HOLE` not set).
+    pub may_unmap: bool,
+    /// Fail with `ENOTSUP` unless it is faster than writing the zeroes (NBD: `FAST_ZERO`).
+    pub only_fast: bool,
+}
+
+/// The state of a run of guest bytes (QEMU's block status).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BlockStatus {
+    /// Length of the run in bytes, at least 1.
+    pub length: u64,
+    /// The run is allocated in some layer of the chain.
+    pub allocated: bool,
+    /// The run is known to read as zeroes.
+    pub zero: bool,
+    /// The run is stored compressed.
+    pub compressed: bool,
+    /// The layer that decides the content: 0 is the active layer. Where nothing is allocated, the
+    /// chain's length.
+    pub depth: u32,
+    /// Which layer's file, and where in it, plain data lies: layer as in `depth`, byte offset.
+    pub host: Option<(u32, u64)>,
+}
+
+/// A disk as its doors see it. Offsets and lengths are in bytes, with no alignment demanded.
+///
+/// Requests may run concurrently. Overlapping writes in flight together take effect in some order,
+/// each as a whole per cluster; a request issued after another's reply sees its effect.
+pub trait BlockDevice: Send + Sync + 'static {
+    /// The disk's size in bytes.
+    fn size(&self) -> u64;
+
+    /// Whether writes are refused.
+    fn is_read_only(&self) -> bool;
+
+    /// The size in bytes to which requests are best aligned (the cluster or subcluster size).
+    fn preferred_block(&self) -> u32;
+
+    /// Reads `buf.len()` bytes at `offset`.
+    fn read(&self, offset: u64, buf: IoBuf) -> impl Future<Output = Result<IoBuf>>;
+
+    /// Writes `buf` at `offset` and gives the buffer back.
+    fn write(&self, offset: u64, buf: IoBuf) -> impl Future<Output = Result<IoBuf>>;
+
+    /// Makes a range read as zeroes.
+    fn write_zeroes(
+        &self,
+        offset: u64,
+        length: u64,
+        flags: ZeroFlags,
+    ) -> impl Future<Output = Result<()>>;
+
+    /// Gives a range's space back where that can be done; it then reads as zeroes or as before,
+    /// never as something older.
+    fn discard(&self, offset: u64, length: u64) -> impl Future<Output = Result<()>>;
+
+    /// Makes everything that completed before this call durable.
+    fn flush(&self) -> impl Future<Output = Result<()>>;
+
+    /// Describes the range in runs, in order and without gaps, at most `max_runs` of them; the runs
+    /// returned may end before the range does, or be the whole of it.
+    fn block_status(
+        &self,
+        offset: u64,
+        length: u64,
+        max_runs: usize,
+    ) -> impl Future<Output = Result<Vec<BlockStatus>>>;
+}

@@ -1,0 +1,195 @@
+//! Owned memory for I/O.
+
+use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
+use std::any::Any;
+use std::fmt;
+use std::ops::{Deref, DerefMut};
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+/// Alignment of memory from [`IoBuf::zeroed`]: enough for `O_DIRECT` on any device with blocks up to
+/// a page.
+pub const ALIGNMENT: usize = 4096;
+
+/// An owned run of bytes whose address never changes.
+///
+/// The kernel, or a guest, may hold the address while an operation is in flight, so the bytes
+/// belong to the operation until it gives the buffer back. A buffer can be split in two and joined
+/// again without copying; no two buffers ever cover the same byte.
+pub struct IoBuf {
+    start: NonNull<u8>,
+    length: usize,
+    /// Keeps the memory alive; `None` only for an empty buffer.
+    owner: Option<Arc<dyn Any + Send + Sync>>,
+}
+
+// SAFETY: an `IoBuf` is the only access to its bytes (no two cover the same one), and the owner that
+// keeps them alive is itself `Send + Sync`.
+unsafe impl Send for IoBuf {}
+// SAFETY: shared access gives only `&[u8]`.
+unsafe impl Sync for IoBuf {}
+
+struct Region {
+    start: NonNull<u8>,
+    layout: Layout,
+}
+
+// SAFETY: the region is only a handle for freeing; access goes through `IoBuf`.
+unsafe impl Send for Region {}
+// SAFETY: as above; it has no methods that touch the memory.
+unsafe impl Sync for Region {}
+
+impl Drop for Region {
+    fn drop(&mut self) {
+        // SAFETY: `start` came from `alloc_zeroed` with this layout, and every buffer that pointed
+        // into it held the `Arc` that is now gone.
+        unsafe { dealloc(self.start.as_ptr(), self.layout) }
+    }
+}
+
+impl IoBuf {
+    /// An empty buffer; allocates nothing.
+    pub const fn empty() -> Self {
+        Self { start: NonNull::dangling(), length: 0, owner: None }
+    }
+
+    /// `length` zero bytes, aligned to [`ALIGNMENT`].
+    pub fn zeroed(length: usize) -> Self {
+        if length == 0 {
+            return Self::empty();
+        }
+        let Ok(layout) = Layout::from_size_align(length, ALIGNMENT) else {
+            handle_alloc_error(Layout::new::<u8>())
+        };
+        // SAFETY: the layout has a size above zero.
+        let memory = unsafe { alloc_zeroed(layout) };
+        let Some(start) = NonNull::new(memory) else { handle_alloc_error(layout) };
+        Self { start, length, owner: Some(Arc::new(Region { start, layout })) }
+    }
+
+    /// A copy of `bytes`, aligned to [`ALIGNMENT`].
+    pub fn copy_of(bytes: &[u8]) -> Self {
+        let mut buf = Self::zeroed(bytes.len());
+        buf.copy_from_slice(bytes);
+        buf
+    }
+
+    /// A buffer over memory that somebody else owns: a pool's, or a guest's.
+    ///
+    /// # Safety
+    /// `start` must be valid for reads and writes of `length` bytes for as long as `owner` lives,
+    /// and no other Rust reference or `IoBuf` may cover them meanwhile.
+    pub unsafe fn from_owner(
+        start: NonNull<u8>,
+        length: usize,
+        owner: Arc<dyn Any + Send + Sync>,
+    ) -> Self {
+        Self { start, length, owner: Some(owner) }
+    }
+
+    /// The number of bytes.
+    pub const fn len(&self) -> usize {
+        self.length
+    }
+
+    /// Whether there are no bytes.
+    pub const fn is_empty(&self) -> bool {
+        self.length == 0
+    }
+
+    /// Splits after `at` bytes: `self` keeps the bytes from `at` on, the first `at` are returned.
+    ///
+    /// # Panics
+    /// If `at` is beyond the end.
+    #[must_use = "the first part is returned"]
+    pub fn split_to(&mut self, at: usize) -> Self {
+        assert!(at <= self.length, "split at {at} of {} bytes", self.length);
+        let first = Self { start: self.start, length: at, owner: self.owner.clone() };
+        // SAFETY: `at` is within the buffer or at its end.
+        self.start = unsafe { self.start.add(at) };
+        self.length -= at;
+        first
+    }
+
+    /// Joins the part that followed this one before a [`split_to`](Self::split_to).
+    ///
+    /// # Panics
+    /// If `next` is not the adjacent part of the same memory.
+    pub fn unsplit(&mut self, next: Self) {
+        if self.is_empty() {
+            *self = next;
+            return;
+        }
+        if next.is_empty() {
+            return;
+        }
+        let same = match (&self.owner, &next.owner) {
+            (Some(a), Some(b)) => Arc::ptr_eq(a, b),
+            _ => false,
+        };
+        // SAFETY: the end of the buffer's own memory.
+        let end = unsafe { self.start.add(self.length) };
+        assert!(same && end == next.start, "the parts are not adjacent");
+        self.length += next.length;
+    }
+}
+
+impl Deref for IoBuf {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        // SAFETY: `start` is valid for `length` initialised bytes while the owner lives, and `self`
+        // is the only handle to them.
+        unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.length) }
+    }
+}
+
+impl DerefMut for IoBuf {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as in `deref`, and `&mut self` makes the access unique.
+        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.length) }
+    }
+}
+
+impl From<Vec<u8>> for IoBuf {
+    fn from(bytes: Vec<u8>) -> Self {
+        Self::copy_of(&bytes)
+    }
+}
+
+impl fmt::Debug for IoBuf {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "IoBuf({} bytes at {:p})", self.length, self.start)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_split_and_join_without_moving() {
+        let mut rest = IoBuf::copy_of(b"isobath");
+        let address = rest.as_ptr();
+        let mut first = rest.split_to(3);
+        assert_eq!((&*first, &*rest), (&b"iso"[..], &b"bath"[..]));
+        rest.fill(b'!');
+        first.unsplit(rest);
+        assert_eq!((&*first, first.as_ptr()), (&b"iso!!!!"[..], address));
+    }
+
+    #[test]
+    #[should_panic(expected = "not adjacent")]
+    fn strangers_do_not_join() {
+        let mut a = IoBuf::copy_of(b"a");
+        a.unsplit(IoBuf::copy_of(b"b"));
+    }
+
+    #[test]
+    fn memory_outlives_the_other_part() {
+        let mut rest = IoBuf::copy_of(b"abcd");
+        drop(rest.split_to(2));
+        assert_eq!(&*rest, b"cd");
+        assert_eq!(IoBuf::zeroed(1).as_ptr() as usize % ALIGNMENT, 0);
+    }
+}

@@ -1,0 +1,102 @@
+//! Errors of the storage below an image.
+
+use std::fmt;
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// What was attempted when a [`StorageError`] arose.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Operation {
+    /// Opening an existing file.
+    Open,
+    /// Creating or truncating a file.
+    Create,
+    /// Taking an image lock.
+    Lock,
+    /// Removing a file.
+    Remove,
+    /// Reading bytes.
+    Read,
+    /// Writing bytes.
+    Write,
+    /// Writing zeroes.
+    WriteZeroes,
+    /// Giving space back.
+    Discard,
+    /// Making writes durable.
+    Flush,
+    /// Asking for the length or for holes.
+    Query,
+    /// Changing the length.
+    SetLength,
+}
+
+impl fmt::Display for Operation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Open => "open",
+            Self::Create => "create",
+            Self::Lock => "lock",
+            Self::Remove => "remove",
+            Self::Read => "read",
+            Self::Write => "write",
+            Self::WriteZeroes => "write zeroes to",
+            Self::Discard => "discard in",
+            Self::Flush => "flush",
+            Self::Query => "query",
+            Self::SetLength => "resize",
+        })
+    }
+}
+
+/// A failed storage operation: what, where and why.
+#[derive(Debug, thiserror::Error)]
+pub struct StorageError {
+    /// The operation that failed.
+    pub operation: Operation,
+    /// The file it was meant for.
+    pub name: PathBuf,
+    /// Byte offset and length, where the operation has them.
+    pub range: Option<(u64, u64)>,
+    /// The cause.
+    #[source]
+    pub source: io::Error,
+}
+
+impl StorageError {
+    /// An error without a byte range.
+    pub fn new(operation: Operation, name: &Path, source: io::Error) -> Self {
+        Self { operation, name: name.to_owned(), range: None, source }
+    }
+
+    /// An error of `length` bytes at `offset`.
+    pub fn at(
+        operation: Operation,
+        name: &Path,
+        offset: u64,
+        length: u64,
+        source: io::Error,
+    ) -> Self {
+        Self { operation, name: name.to_owned(), range: Some((offset, length)), source }
+    }
+
+    /// The kind of the cause.
+    pub fn kind(&self) -> io::ErrorKind {
+        self.source.kind()
+    }
+
+    /// The operating system's error number of the cause, or `EIO`.
+    pub fn errno(&self) -> i32 {
+        self.source.raw_os_error().unwrap_or(libc::EIO)
+    }
+}
+
+impl fmt::Display for StorageError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "could not {} '{}'", self.operation, self.name.display())?;
+        if let Some((offset, length)) = self.range {
+            write!(f, " at offset {offset} (length {length})")?;
+        }
+        write!(f, ": {}", self.source)
+    }
+}

@@ -1,0 +1,149 @@
+//! Where the bytes of an image are kept.
+//!
+//! The engine above this crate sees only two traits: [`Host`] opens and creates files by name, and
+//! [`Storage`] reads, writes and flushes one of them. Files on Linux go through io_uring
+//! ([`file::FileHost`] on a [`ring::Executor`]); tests keep bytes in memory ([`memory::MemoryHost`]) and
+//! may inject faults or record what happens.
+//!
+//! Futures returned here need no particular runtime. They are not `Send`: a future stays on the
+//! thread that first polled it, since that thread's ring holds its operation.
+
+pub mod buf;
+pub mod error;
+
+pub use buf::IoBuf;
+pub use error::{Operation, StorageError};
+
+use std::future::Future;
+use std::path::{Path, PathBuf};
+
+/// The result of a storage operation.
+pub type Result<T> = std::result::Result<T, StorageError>;
+
+/// How [`Storage::write_zeroes`] may reach its goal.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ZeroMode {
+    /// The range may be deallocated, as long as it then reads as zeroes.
+    pub may_unmap: bool,
+    /// Fail with [`std::io::ErrorKind::Unsupported`] instead of writing zeroes as data.
+    pub only_fast: bool,
+}
+
+/// Whether a range of a file holds data.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Allocation {
+    /// Bytes from the asked offset to which the answer applies; at least 1 unless at end of file.
+    pub length: u64,
+    /// `true` where the file has data, `false` in a hole (which reads as zeroes).
+    pub data: bool,
+}
+
+/// What tells one file from another, whatever its name: device and inode, or a number of the host's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct FileId {
+    /// The device that holds the file.
+    pub device: u64,
+    /// The file on that device.
+    pub inode: u64,
+}
+
+/// One open file or block device.
+///
+/// Operations may be issued concurrently; overlapping writes in flight together have no order, and
+/// nothing is durable before [`flush`](Storage::flush) returns. Dropping a future does not undo its
+/// operation: the buffer it owned is kept until the operation has ended.
+pub trait Storage: Send + Sync + 'static {
+    /// The name given to [`Host::open`], for messages.
+    fn name(&self) -> &Path;
+
+    /// What identifies the file, to find loops and files opened twice.
+    fn id(&self) -> FileId;
+
+    /// Reads `buf.len()` bytes at `offset`. Bytes past the end of the file read as zeroes.
+    fn read_at(&self, offset: u64, buf: IoBuf) -> impl Future<Output = Result<IoBuf>>;
+
+    /// Writes all of `buf` at `offset`, extending the file where needed, and gives the buffer back.
+    fn write_at(&self, offset: u64, buf: IoBuf) -> impl Future<Output = Result<IoBuf>>;
+
+    /// Writes the buffers one after another at `offset`, as one request where possible.
+    fn write_vectored_at(
+        &self,
+        offset: u64,
+        bufs: Vec<IoBuf>,
+    ) -> impl Future<Output = Result<Vec<IoBuf>>>;
+
+    /// Makes a range read as zeroes, extending the file where needed.
+    fn write_zeroes(
+        &self,
+        offset: u64,
+        length: u64,
+        mode: ZeroMode,
+    ) -> impl Future<Output = Result<()>>;
+
+    /// Gives a range's space back where the host can; its content is undefined afterwards. Does
+    /// nothing, successfully, where the host cannot.
+    fn discard(&self, offset: u64, length: u64) -> impl Future<Output = Result<()>>;
+
+    /// Makes every write that completed before this call durable (fdatasync).
+    fn flush(&self) -> impl Future<Output = Result<()>>;
+
+    /// Tells the file's present length in bytes.
+    fn len(&self) -> impl Future<Output = Result<u64>>;
+
+    /// Truncates or extends the file; new bytes read as zeroes.
+    fn set_len(&self, length: u64) -> impl Future<Output = Result<()>>;
+
+    /// Tells whether the bytes from `offset` on are data or a hole. Storage that cannot tell answers
+    /// data up to the end of the file.
+    fn allocation(&self, offset: u64) -> impl Future<Output = Result<Allocation>>;
+
+    /// Whether writes are refused.
+    fn is_read_only(&self) -> bool;
+
+    /// Whether a newly extended range of the file is known to read as zeroes (true of regular
+    /// files, not of block devices).
+    fn extends_with_zeroes(&self) -> bool;
+}
+
+/// How other programs may use a file while it is open here; QEMU's image locks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum Locking {
+    /// Refuse the open while another program writes, and keep writers out (QEMU's default for
+    /// readers), or for a writable open keep out everybody.
+    #[default]
+    Exclusive,
+    /// Take no lock and honour none (`qemu-img -U`, `force-share=on`).
+    Unlocked,
+}
+
+/// Options of [`Host::open`] and [`Host::create`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub struct OpenMode {
+    /// Allow writes.
+    pub writable: bool,
+    /// Bypass the page cache (`O_DIRECT`, `--cache none`).
+    pub direct: bool,
+    /// Image locks to take.
+    pub locking: Locking,
+}
+
+/// Opens files by name.
+pub trait Host: Send + Sync + 'static {
+    /// What an open gives.
+    type File: Storage;
+
+    /// Opens an existing file.
+    fn open(&self, name: &Path, mode: OpenMode) -> impl Future<Output = Result<Self::File>>;
+
+    /// Creates an empty file, or truncates an existing one once its lock is held, open for writing.
+    fn create(&self, name: &Path, mode: OpenMode) -> impl Future<Output = Result<Self::File>>;
+
+    /// Removes a file.
+    fn remove(&self, name: &Path) -> impl Future<Output = Result<()>>;
+
+    /// The name under which `name`, as written in the header of the image `referrer`, is opened:
+    /// relative names are relative to the referrer's directory.
+    fn resolve(&self, referrer: &Path, name: &str) -> PathBuf {
+        referrer.parent().map_or_else(|| PathBuf::from(name), |parent| parent.join(name))
+    }
+}
