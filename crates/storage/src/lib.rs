@@ -10,9 +10,13 @@
 
 pub mod buf;
 pub mod error;
+mod lock;
+pub mod memory;
+mod wait;
 
 pub use buf::IoBuf;
 pub use error::{Operation, StorageError};
+pub use wait::block_on;
 
 use std::future::Future;
 use std::path::{Path, PathBuf};
@@ -52,6 +56,7 @@ pub struct FileId {
 /// Operations may be issued concurrently; overlapping writes in flight together have no order, and
 /// nothing is durable before [`flush`](Storage::flush) returns. Dropping a future does not undo its
 /// operation: the buffer it owned is kept until the operation has ended.
+#[allow(clippy::len_without_is_empty)]
 pub trait Storage: Send + Sync + 'static {
     /// The name given to [`Host::open`], for messages.
     fn name(&self) -> &Path;

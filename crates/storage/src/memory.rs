@@ -1,0 +1,360 @@
+//! Files in memory, for tests and simulation.
+//!
+//! Every operation completes at its first poll, so a run depends on nothing but its inputs. Files are
+//! sparse in pages of 64 KiB: a disk of many TiB costs what was written to it.
+
+use crate::error::{Operation, StorageError};
+use crate::lock;
+use crate::{Allocation, FileId, Host, IoBuf, Locking, OpenMode, Result, Storage, ZeroMode};
+use parking_lot::Mutex;
+use std::collections::BTreeMap;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// Bytes in a page of a file in memory; holes are told at this grain.
+pub const PAGE: u64 = 64 * 1024;
+
+/// The greatest length of a file, as on Linux.
+const MAX_LENGTH: u64 = i64::MAX as u64;
+
+type Page = Box<[u8]>;
+
+#[derive(Clone, Default)]
+struct Contents {
+    length: u64,
+    pages: BTreeMap<u64, Page>,
+}
+
+impl Contents {
+    fn read(&self, offset: u64, buf: &mut [u8]) {
+        for (page, within, part) in parts_mut(offset, buf) {
+            match self.pages.get(&page) {
+                Some(data) => part.copy_from_slice(&data[within..within + part.len()]),
+                None => part.fill(0),
+            }
+        }
+    }
+
+    fn write(&mut self, offset: u64, buf: &[u8]) {
+        let mut done = 0;
+        while done < buf.len() {
+            let at = offset + done as u64;
+            let (page, within) = (at / PAGE, (at % PAGE) as usize);
+            let count = (PAGE as usize - within).min(buf.len() - done);
+            let data =
+                self.pages.entry(page).or_insert_with(|| vec![0; PAGE as usize].into_boxed_slice());
+            data[within..within + count].copy_from_slice(&buf[done..done + count]);
+            done += count;
+        }
+        self.length = self.length.max(offset + buf.len() as u64);
+    }
+
+    /// Zeroes `[start, end)`, giving whole pages back.
+    fn zero(&mut self, start: u64, end: u64) {
+        if start >= end {
+            return;
+        }
+        let touched: Vec<u64> =
+            self.pages.range(start / PAGE..=(end - 1) / PAGE).map(|(page, _)| *page).collect();
+        for page in touched {
+            let (from, to) =
+                ((page * PAGE).max(start), (page * PAGE).saturating_add(PAGE).min(end));
+            if to - from == PAGE {
+                self.pages.remove(&page);
+            } else if let Some(data) = self.pages.get_mut(&page) {
+                data[(from - page * PAGE) as usize..(to - page * PAGE) as usize].fill(0);
+            }
+        }
+    }
+
+    fn set_length(&mut self, length: u64) {
+        self.zero(length, self.length);
+        self.length = length;
+    }
+
+    fn allocation(&self, offset: u64) -> Allocation {
+        if offset >= self.length {
+            return Allocation { length: 0, data: false };
+        }
+        let first = offset / PAGE;
+        let data = self.pages.contains_key(&first);
+        let end = if data {
+            let mut next = first + 1;
+            for page in self.pages.range(next..).map(|(page, _)| *page) {
+                if page != next {
+                    break;
+                }
+                next += 1;
+            }
+            next.saturating_mul(PAGE)
+        } else {
+            self.pages.range(first..).next().map_or(u64::MAX, |(page, _)| page * PAGE)
+        };
+        Allocation { length: end.min(self.length) - offset, data }
+    }
+}
+
+/// The parts of `buf` that fall into each page: page, offset within it, bytes.
+fn parts_mut(offset: u64, mut buf: &mut [u8]) -> impl Iterator<Item = (u64, usize, &mut [u8])> {
+    let mut at = offset;
+    std::iter::from_fn(move || {
+        if buf.is_empty() {
+            return None;
+        }
+        let (page, within) = (at / PAGE, (at % PAGE) as usize);
+        let count = (PAGE as usize - within).min(buf.len());
+        let (part, rest) = std::mem::take(&mut buf).split_at_mut(count);
+        buf = rest;
+        at += count as u64;
+        Some((page, within, part))
+    })
+}
+
+#[derive(Default)]
+struct Users {
+    readers: usize,
+    writers: usize,
+}
+
+struct Node {
+    id: u64,
+    contents: Mutex<Contents>,
+    users: Mutex<Users>,
+}
+
+#[derive(Default)]
+struct Directory {
+    next_id: u64,
+    files: BTreeMap<PathBuf, Arc<Node>>,
+}
+
+impl Directory {
+    fn add(&mut self, name: &Path, contents: Contents) -> Arc<Node> {
+        self.next_id += 1;
+        let node = Arc::new(Node {
+            id: self.next_id,
+            contents: Mutex::new(contents),
+            users: Mutex::default(),
+        });
+        self.files.insert(name.to_owned(), node.clone());
+        node
+    }
+}
+
+/// Named files in memory. Clones share the files.
+#[derive(Clone, Default)]
+pub struct MemoryHost {
+    directory: Arc<Mutex<Directory>>,
+}
+
+impl MemoryHost {
+    /// A host without files.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Puts a file with these bytes in place, replacing one of the same name.
+    pub fn insert(&self, name: impl AsRef<Path>, bytes: &[u8]) {
+        let mut contents = Contents::default();
+        contents.write(0, bytes);
+        self.directory.lock().add(name.as_ref(), contents);
+    }
+
+    /// All bytes of a file; `None` if there is none of that name.
+    pub fn contents(&self, name: impl AsRef<Path>) -> Option<Vec<u8>> {
+        let node = self.directory.lock().files.get(name.as_ref()).cloned()?;
+        let contents = node.contents.lock();
+        let mut bytes = vec![0; usize::try_from(contents.length).ok()?];
+        contents.read(0, &mut bytes);
+        Some(bytes)
+    }
+
+    /// The names of all files, in order.
+    pub fn names(&self) -> Vec<PathBuf> {
+        self.directory.lock().files.keys().cloned().collect()
+    }
+
+    /// A host with copies of all files as they are now, none of them open.
+    #[must_use = "the copy is returned"]
+    pub fn deep_copy(&self) -> Self {
+        let directory = self.directory.lock();
+        let copy = Self::new();
+        {
+            let mut target = copy.directory.lock();
+            for (name, node) in &directory.files {
+                let contents = node.contents.lock().clone();
+                target.add(name, contents);
+            }
+        }
+        copy
+    }
+
+    fn attach(node: Arc<Node>, name: &Path, mode: OpenMode) -> Result<MemoryFile> {
+        let locked = mode.locking == Locking::Exclusive;
+        if locked {
+            let mut users = node.users.lock();
+            if mode.writable {
+                if users.readers + users.writers > 0 {
+                    return Err(lock::busy(name, lock::Conflict::WRITE));
+                }
+                users.writers += 1;
+            } else {
+                if users.writers > 0 {
+                    return Err(lock::busy(name, lock::Conflict::SHARED_WRITE));
+                }
+                users.readers += 1;
+            }
+        }
+        Ok(MemoryFile { name: name.to_owned(), node, writable: mode.writable, locked })
+    }
+}
+
+impl Host for MemoryHost {
+    type File = MemoryFile;
+
+    async fn open(&self, name: &Path, mode: OpenMode) -> Result<MemoryFile> {
+        let node = self.directory.lock().files.get(name).cloned();
+        let node = node.ok_or_else(|| missing(Operation::Open, name))?;
+        Self::attach(node, name, mode)
+    }
+
+    async fn create(&self, name: &Path, mode: OpenMode) -> Result<MemoryFile> {
+        let node = {
+            let mut directory = self.directory.lock();
+            match directory.files.get(name) {
+                Some(node) => node.clone(),
+                None => directory.add(name, Contents::default()),
+            }
+        };
+        let file = Self::attach(node, name, OpenMode { writable: true, ..mode })?;
+        *file.node.contents.lock() = Contents::default();
+        Ok(file)
+    }
+
+    async fn remove(&self, name: &Path) -> Result<()> {
+        let removed = self.directory.lock().files.remove(name);
+        removed.map(drop).ok_or_else(|| missing(Operation::Remove, name))
+    }
+}
+
+fn missing(operation: Operation, name: &Path) -> StorageError {
+    StorageError::new(operation, name, io::Error::from_raw_os_error(libc::ENOENT))
+}
+
+/// An open file of a [`MemoryHost`].
+pub struct MemoryFile {
+    name: PathBuf,
+    node: Arc<Node>,
+    writable: bool,
+    locked: bool,
+}
+
+impl MemoryFile {
+    /// The end of the range, once the operation is allowed there.
+    fn check(&self, operation: Operation, offset: u64, length: u64) -> Result<u64> {
+        let error = |code| {
+            let source = io::Error::from_raw_os_error(code);
+            Err(StorageError::at(operation, &self.name, offset, length, source))
+        };
+        if !self.writable && operation != Operation::Read {
+            return error(libc::EBADF);
+        }
+        match offset.checked_add(length) {
+            Some(end) if end <= MAX_LENGTH => Ok(end),
+            _ => error(if operation == Operation::Read { libc::EINVAL } else { libc::EFBIG }),
+        }
+    }
+}
+
+impl Drop for MemoryFile {
+    fn drop(&mut self) {
+        if self.locked {
+            let mut users = self.node.users.lock();
+            if self.writable {
+                users.writers -= 1;
+            } else {
+                users.readers -= 1;
+            }
+        }
+    }
+}
+
+impl Storage for MemoryFile {
+    fn name(&self) -> &Path {
+        &self.name
+    }
+
+    fn id(&self) -> FileId {
+        FileId { device: 0, inode: self.node.id }
+    }
+
+    async fn read_at(&self, offset: u64, mut buf: IoBuf) -> Result<IoBuf> {
+        self.check(Operation::Read, offset, buf.len() as u64)?;
+        self.node.contents.lock().read(offset, &mut buf);
+        Ok(buf)
+    }
+
+    async fn write_at(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
+        self.check(Operation::Write, offset, buf.len() as u64)?;
+        if !buf.is_empty() {
+            self.node.contents.lock().write(offset, &buf);
+        }
+        Ok(buf)
+    }
+
+    async fn write_vectored_at(&self, offset: u64, bufs: Vec<IoBuf>) -> Result<Vec<IoBuf>> {
+        let length = bufs.iter().map(|buf| buf.len() as u64).sum();
+        self.check(Operation::Write, offset, length)?;
+        let mut contents = self.node.contents.lock();
+        let mut at = offset;
+        for buf in bufs.iter().filter(|buf| !buf.is_empty()) {
+            contents.write(at, buf);
+            at += buf.len() as u64;
+        }
+        drop(contents);
+        Ok(bufs)
+    }
+
+    async fn write_zeroes(&self, offset: u64, length: u64, _mode: ZeroMode) -> Result<()> {
+        let end = self.check(Operation::WriteZeroes, offset, length)?;
+        if length > 0 {
+            let mut contents = self.node.contents.lock();
+            contents.zero(offset, end);
+            contents.length = contents.length.max(end);
+        }
+        Ok(())
+    }
+
+    async fn discard(&self, offset: u64, length: u64) -> Result<()> {
+        let end = self.check(Operation::Discard, offset, length)?;
+        self.node.contents.lock().zero(offset, end);
+        Ok(())
+    }
+
+    async fn flush(&self) -> Result<()> {
+        Ok(())
+    }
+
+    async fn len(&self) -> Result<u64> {
+        Ok(self.node.contents.lock().length)
+    }
+
+    async fn set_len(&self, length: u64) -> Result<()> {
+        self.check(Operation::SetLength, length, 0)?;
+        self.node.contents.lock().set_length(length);
+        Ok(())
+    }
+
+    async fn allocation(&self, offset: u64) -> Result<Allocation> {
+        Ok(self.node.contents.lock().allocation(offset))
+    }
+
+    fn is_read_only(&self) -> bool {
+        !self.writable
+    }
+
+    fn extends_with_zeroes(&self) -> bool {
+        true
+    }
+}
