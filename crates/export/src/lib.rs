@@ -1,1 +1,4 @@
-//! TODO
+//! Doors to a virtual disk: the protocols by which other programs reach a
+//! [`BlockDevice`](isobath_disk::BlockDevice).
+
+pub mod nbd;

@@ -1,0 +1,442 @@
+//! The handshake: fixed newstyle negotiation as a state machine without I/O.
+//!
+//! Feed what the client sent to [`Handshake::advance`]; it consumes whole messages, appends what is
+//! to be sent, and says when the transmission phase begins.
+
+use super::context::{Context, Contexts};
+use super::wire::{
+    Cursor, GREETING_MAGIC, MAX_PAYLOAD, MAX_STRING, OPTION_MAGIC, OPTION_REPLY_MAGIC,
+    handshake_flag, info, option, option_reply, transmission_flag,
+};
+
+/// Longest data of an option that is read, in bytes. Longer data are skipped and refused.
+pub const MAX_OPTION: usize = 64 << 10;
+/// Longest data of an option that is skipped, in bytes. Beyond it the session ends.
+pub const MAX_SKIP: u32 = 32 << 20;
+
+const OPTION_HEADER: usize = 16;
+const CLIENT_FLAGS: usize = 4;
+
+/// What the handshake tells of an export.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ExportInfo {
+    /// The name by which clients choose the export.
+    pub name: String,
+    /// A description for people; may be empty.
+    pub description: String,
+    /// Size in bytes.
+    pub size: u64,
+    /// Whether writes are refused.
+    pub read_only: bool,
+    /// The size in bytes to which requests are best aligned.
+    pub preferred_block: u32,
+}
+
+impl ExportInfo {
+    /// The transmission flags.
+    pub fn flags(&self, structured: bool) -> u16 {
+        use transmission_flag as flag;
+        let writes = if self.read_only {
+            flag::READ_ONLY
+        } else {
+            flag::SEND_TRIM | flag::SEND_WRITE_ZEROES | flag::SEND_FAST_ZERO
+        };
+        let fragments = if structured { flag::SEND_DF } else { 0 };
+        flag::HAS_FLAGS
+            | flag::SEND_FLUSH
+            | flag::SEND_FUA
+            | flag::SEND_CACHE
+            | flag::CAN_MULTI_CONN
+            | writes
+            | fragments
+    }
+
+    /// The preferred block size as the protocol wants it: a power of two, 512 bytes to the maximum.
+    fn preferred(&self) -> u32 {
+        self.preferred_block.clamp(512, MAX_PAYLOAD).next_power_of_two()
+    }
+}
+
+/// What the client and the server agreed on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Agreement {
+    /// Index of the export chosen.
+    pub export: usize,
+    /// Whether replies are structured.
+    pub structured: bool,
+    /// The metadata contexts selected for this export.
+    pub contexts: Contexts,
+}
+
+/// Where a handshake stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// More input is needed.
+    More,
+    /// The client has ended the session: send what is to be sent and close.
+    Aborted,
+    /// The transmission phase begins with the next byte of input.
+    Transmission(Agreement),
+}
+
+/// The result of one call of [`Handshake::advance`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Step {
+    /// Bytes of input used up; the rest must be given again, with more behind it.
+    pub consumed: usize,
+    /// Where the handshake stands now.
+    pub outcome: Outcome,
+}
+
+/// What the client did that ends the session at once.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Violation {
+    /// Client flags that were not offered.
+    #[error("client flags {0:#x} were not offered")]
+    ClientFlags(u32),
+    /// An option without the option magic.
+    #[error("option magic is {0:#018x}, not {OPTION_MAGIC:#018x}")]
+    OptionMagic(u64),
+    /// An option that needs fixed newstyle from a client that did not ask for it.
+    #[error("option {0} from a client without fixed newstyle")]
+    NotFixed(u32),
+    /// An option longer than can be skipped.
+    #[error("option {option} has {length} bytes of data, more than {MAX_SKIP}")]
+    OptionTooLong {
+        /// The option.
+        option: u32,
+        /// Its length in bytes.
+        length: u32,
+    },
+    /// `EXPORT_NAME` for an export that does not exist; the protocol has no other answer.
+    #[error("no export is named '{0}'")]
+    NoSuchExport(String),
+}
+
+/// A fixed newstyle handshake, the server's side.
+#[derive(Debug, Default)]
+pub struct Handshake {
+    greeted: bool,
+    fixed: bool,
+    no_zeroes: bool,
+    structured: bool,
+    /// The export for which contexts were selected, and which.
+    selected: Option<(usize, Contexts)>,
+    /// Bytes of refused option data still to come.
+    skip: u32,
+}
+
+/// Why an option is refused: an error type and a message for people.
+type Refusal = (u32, &'static str);
+
+const MALFORMED: Refusal = (option_reply::ERR_INVALID, "the option's data are malformed");
+const NO_DATA: Refusal = (option_reply::ERR_INVALID, "the option takes no data");
+const UNKNOWN: Refusal = (option_reply::ERR_UNKNOWN, "no export has this name");
+const UNSTRUCTURED: Refusal =
+    (option_reply::ERR_INVALID, "metadata contexts need structured replies");
+const TOO_LONG: Refusal = (option_reply::ERR_TOO_BIG, "the option's data are too long");
+const NAME_TOO_LONG: Refusal = (option_reply::ERR_TOO_BIG, "a name is longer than 4096 bytes");
+const UNSUPPORTED: Refusal = (option_reply::ERR_UNSUP, "this server does not support the option");
+
+impl Handshake {
+    /// The greeting that the server sends before anything else.
+    pub fn greeting() -> [u8; 18] {
+        let mut greeting = [0; 18];
+        let flags = handshake_flag::FIXED_NEWSTYLE | handshake_flag::NO_ZEROES;
+        greeting[..8].copy_from_slice(&GREETING_MAGIC.to_be_bytes());
+        greeting[8..16].copy_from_slice(&OPTION_MAGIC.to_be_bytes());
+        greeting[16..].copy_from_slice(&flags.to_be_bytes());
+        greeting
+    }
+
+    /// Takes the next messages from `input` and appends the replies to `output`.
+    ///
+    /// Input that stops within a message is left unconsumed. A message is at most [`MAX_OPTION`] and
+    /// a header long, so a buffer of that size always makes progress.
+    ///
+    /// # Errors
+    /// A violation after which the session must be closed without a reply.
+    pub fn advance(
+        &mut self,
+        exports: &[ExportInfo],
+        input: &[u8],
+        output: &mut Vec<u8>,
+    ) -> Result<Step, Violation> {
+        let mut cursor = Cursor(input);
+        let mut consumed = 0;
+        loop {
+            let outcome = self.message(exports, &mut cursor, output)?;
+            let Some(outcome) = outcome else {
+                return Ok(Step { consumed, outcome: Outcome::More });
+            };
+            consumed = input.len() - cursor.0.len();
+            if outcome != Outcome::More {
+                return Ok(Step { consumed, outcome });
+            }
+        }
+    }
+
+    /// Handles one message; `None` if it has not come as a whole.
+    fn message(
+        &mut self,
+        exports: &[ExportInfo],
+        cursor: &mut Cursor<'_>,
+        output: &mut Vec<u8>,
+    ) -> Result<Option<Outcome>, Violation> {
+        if !self.greeted {
+            return self.client_flags(cursor);
+        }
+        if self.skip > 0 {
+            let take = cursor.0.len().min(self.skip as usize);
+            if take == 0 {
+                return Ok(None);
+            }
+            cursor.bytes(take);
+            self.skip -= take as u32;
+            return Ok(Some(Outcome::More));
+        }
+        if cursor.0.len() < OPTION_HEADER {
+            return Ok(None);
+        }
+        let mut ahead = *cursor;
+        let (Some(magic), Some(kind), Some(length)) = (ahead.u64(), ahead.u32(), ahead.u32())
+        else {
+            return Ok(None);
+        };
+        if magic != OPTION_MAGIC {
+            return Err(Violation::OptionMagic(magic));
+        }
+        if !self.fixed && kind != option::EXPORT_NAME {
+            return Err(Violation::NotFixed(kind));
+        }
+        let limit = if kind == option::EXPORT_NAME { MAX_STRING as u32 } else { MAX_SKIP };
+        if length > limit {
+            return Err(Violation::OptionTooLong { option: kind, length });
+        }
+        if length as usize > MAX_OPTION {
+            *cursor = ahead;
+            self.skip = length;
+            self.forget(kind);
+            refuse(output, kind, TOO_LONG);
+            return Ok(Some(Outcome::More));
+        }
+        let Some(data) = ahead.bytes(length as usize) else { return Ok(None) };
+        *cursor = ahead;
+        self.option(exports, kind, data, output).map(Some)
+    }
+
+    fn client_flags(&mut self, cursor: &mut Cursor<'_>) -> Result<Option<Outcome>, Violation> {
+        if cursor.0.len() < CLIENT_FLAGS {
+            return Ok(None);
+        }
+        let flags = cursor.u32().unwrap_or_default();
+        let fixed = u32::from(handshake_flag::FIXED_NEWSTYLE);
+        let no_zeroes = u32::from(handshake_flag::NO_ZEROES);
+        if flags & !(fixed | no_zeroes) != 0 {
+            return Err(Violation::ClientFlags(flags));
+        }
+        self.fixed = flags & fixed != 0;
+        self.no_zeroes = flags & no_zeroes != 0;
+        self.greeted = true;
+        Ok(Some(Outcome::More))
+    }
+
+    /// A failed or refused selection of contexts leaves none selected.
+    fn forget(&mut self, kind: u32) {
+        if kind == option::SET_META_CONTEXT {
+            self.selected = None;
+        }
+    }
+
+    fn option(
+        &mut self,
+        exports: &[ExportInfo],
+        kind: u32,
+        data: &[u8],
+        output: &mut Vec<u8>,
+    ) -> Result<Outcome, Violation> {
+        self.forget(kind);
+        let result = match kind {
+            option::EXPORT_NAME => return self.export_name(exports, data, output),
+            option::ABORT => {
+                reply(output, kind, option_reply::ACK, &[]);
+                return Ok(Outcome::Aborted);
+            }
+            option::LIST if data.is_empty() => {
+                list(exports, output);
+                Ok(())
+            }
+            option::STRUCTURED_REPLY if data.is_empty() => {
+                self.structured = true;
+                Ok(())
+            }
+            option::LIST | option::STRUCTURED_REPLY => Err(NO_DATA),
+            option::INFO | option::GO => match self.describe(exports, kind, data, output) {
+                Ok(export) if kind == option::GO => {
+                    reply(output, kind, option_reply::ACK, &[]);
+                    return Ok(Outcome::Transmission(self.agreement(export)));
+                }
+                described => described.map(drop),
+            },
+            option::LIST_META_CONTEXT | option::SET_META_CONTEXT => {
+                self.contexts(exports, kind, data, output)
+            }
+            _ => Err(UNSUPPORTED),
+        };
+        match result {
+            Ok(()) => reply(output, kind, option_reply::ACK, &[]),
+            Err(refusal) => refuse(output, kind, refusal),
+        }
+        Ok(Outcome::More)
+    }
+
+    fn agreement(&self, export: usize) -> Agreement {
+        let contexts = match self.selected {
+            Some((selected, contexts)) if selected == export => contexts,
+            _ => Contexts::default(),
+        };
+        Agreement { export, structured: self.structured, contexts }
+    }
+
+    fn export_name(
+        &self,
+        exports: &[ExportInfo],
+        name: &[u8],
+        output: &mut Vec<u8>,
+    ) -> Result<Outcome, Violation> {
+        let Some((index, export)) = find(exports, name) else {
+            let name = String::from_utf8_lossy(name).into_owned();
+            return Err(Violation::NoSuchExport(name));
+        };
+        output.extend_from_slice(&export.size.to_be_bytes());
+        output.extend_from_slice(&export.flags(self.structured).to_be_bytes());
+        if !self.no_zeroes {
+            output.extend_from_slice(&[0; 124]);
+        }
+        Ok(Outcome::Transmission(self.agreement(index)))
+    }
+
+    /// `INFO` and `GO`, up to the final acknowledgement.
+    fn describe(
+        &self,
+        exports: &[ExportInfo],
+        kind: u32,
+        data: &[u8],
+        output: &mut Vec<u8>,
+    ) -> Result<usize, Refusal> {
+        let mut cursor = Cursor(data);
+        let name = cursor.string().ok_or(MALFORMED)?;
+        let count = cursor.u16().ok_or(MALFORMED)?;
+        if cursor.0.len() != usize::from(count) * 2 {
+            return Err(MALFORMED);
+        }
+        if name.len() > MAX_STRING {
+            return Err(NAME_TOO_LONG);
+        }
+        let (index, export) = find(exports, name).ok_or(UNKNOWN)?;
+        let (mut wants_name, mut wants_description) = (false, false);
+        while let Some(wanted) = cursor.u16() {
+            wants_name |= wanted == info::NAME;
+            wants_description |= wanted == info::DESCRIPTION;
+        }
+        let mut item = |number: u16, parts: &[&[u8]]| {
+            let number = number.to_be_bytes();
+            let mut payload: Vec<&[u8]> = vec![&number];
+            payload.extend_from_slice(parts);
+            reply(output, kind, option_reply::INFO, &payload);
+        };
+        if wants_name {
+            item(info::NAME, &[export.name.as_bytes()]);
+        }
+        if wants_description && !export.description.is_empty() {
+            item(info::DESCRIPTION, &[export.description.as_bytes()]);
+        }
+        let sizes = [1, export.preferred(), MAX_PAYLOAD].map(u32::to_be_bytes);
+        item(info::BLOCK_SIZE, &[&sizes[0], &sizes[1], &sizes[2]]);
+        let flags = export.flags(self.structured).to_be_bytes();
+        item(info::EXPORT, &[&export.size.to_be_bytes(), &flags]);
+        Ok(index)
+    }
+
+    /// `LIST_META_CONTEXT` and `SET_META_CONTEXT`, up to the final acknowledgement.
+    fn contexts(
+        &mut self,
+        exports: &[ExportInfo],
+        kind: u32,
+        data: &[u8],
+        output: &mut Vec<u8>,
+    ) -> Result<(), Refusal> {
+        if !self.structured {
+            return Err(UNSTRUCTURED);
+        }
+        let mut cursor = Cursor(data);
+        let name = cursor.string().ok_or(MALFORMED)?;
+        let count = cursor.u32().ok_or(MALFORMED)?;
+        let listing = kind == option::LIST_META_CONTEXT;
+        let mut found = Contexts::default();
+        for _ in 0..count {
+            let query = cursor.string().ok_or(MALFORMED)?;
+            if query.len() > MAX_STRING {
+                return Err(NAME_TOO_LONG);
+            }
+            for context in Context::ALL {
+                if context.is_selected_by(query) || listing && context.is_listed_by(query) {
+                    found.insert(context);
+                }
+            }
+        }
+        if !cursor.is_empty() {
+            return Err(MALFORMED);
+        }
+        if name.len() > MAX_STRING {
+            return Err(NAME_TOO_LONG);
+        }
+        let (index, _) = find(exports, name).ok_or(UNKNOWN)?;
+        if listing && count == 0 {
+            Context::ALL.into_iter().for_each(|context| found.insert(context));
+        }
+        for context in found.iter() {
+            let id = if listing { 0 } else { context.id() };
+            let payload = [&id.to_be_bytes()[..], context.name().as_bytes()];
+            reply(output, kind, option_reply::META_CONTEXT, &payload);
+        }
+        if !listing {
+            self.selected = Some((index, found));
+        }
+        Ok(())
+    }
+}
+
+/// Finds an export by name; the empty name is the first one's.
+fn find<'a>(exports: &'a [ExportInfo], name: &[u8]) -> Option<(usize, &'a ExportInfo)> {
+    let named = exports.iter().enumerate().find(|(_, export)| export.name.as_bytes() == name);
+    named.or_else(|| exports.first().filter(|_| name.is_empty()).map(|first| (0, first)))
+}
+
+fn list(exports: &[ExportInfo], output: &mut Vec<u8>) {
+    for export in exports {
+        let length = (export.name.len() as u32).to_be_bytes();
+        let payload = [&length[..], export.name.as_bytes(), export.description.as_bytes()];
+        reply(output, option::LIST, option_reply::SERVER, &payload);
+    }
+}
+
+fn refuse(output: &mut Vec<u8>, kind: u32, (error, message): Refusal) {
+    reply(output, kind, error, &[message.as_bytes()]);
+}
+
+fn reply(output: &mut Vec<u8>, kind: u32, reply: u32, payload: &[&[u8]]) {
+    let length: usize = payload.iter().map(|part| part.len()).sum();
+    output.extend_from_slice(&OPTION_REPLY_MAGIC.to_be_bytes());
+    output.extend_from_slice(&kind.to_be_bytes());
+    output.extend_from_slice(&reply.to_be_bytes());
+    output.extend_from_slice(&(length as u32).to_be_bytes());
+    for part in payload {
+        output.extend_from_slice(part);
+    }
+}
+
+#[cfg(test)]
+#[path = "handshake_tests.rs"]
+mod tests;
