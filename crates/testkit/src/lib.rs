@@ -1,1 +1,41 @@
-//! TODO
+//! Test support: QEMU as oracle, real guests, chains of images, and a model of what they hold.
+//!
+//! For tests, benchmarks and the demo; no part of the program depends on it. Everything here panics
+//! where a test should fail, with a message that says what was run and what came of it. A program
+//! that is not installed is a failure that names its package ([`tools::require`]), never a skip.
+//!
+//! * [`tools`] finds programs, [`process`] runs them, [`qemu`] runs QEMU's and judges images by them.
+//! * [`ops`] are the operations of a test, [`model`] says what an image must hold after them,
+//!   [`chain`] makes backing chains with them by any mixture of programs.
+//! * [`guest`] boots a Linux kernel on a disk and runs a script there, [`fs`] makes and checks the
+//!   file systems for it.
+//! * [`seed`] makes random tests repeatable.
+//!
+//! The environment: `ISOBATH_SEED` repeats a random test, `ISOBATH_QEMU_DIR` chooses another QEMU
+//! (`scripts/qemu10` unpacks one), `ISOBATH_GUEST_DIR` another kernel than `target/guest`,
+//! `ISOBATH_GUEST_ACCEL` another accelerator than `tcg`.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by a panic")]
+
+pub mod chain;
+pub mod fs;
+pub mod guest;
+pub mod model;
+pub mod ops;
+pub mod process;
+pub mod qemu;
+pub mod seed;
+pub mod tools;
+
+/// Arguments of mixed types (`&str`, `String`, `&Path`, ...) as a `Vec<OsString>`.
+///
+/// ```
+/// let image = std::path::Path::new("/tmp/a b.qcow2");
+/// assert_eq!(isobath_testkit::args!["info", image].len(), 2);
+/// ```
+#[macro_export]
+macro_rules! args {
+    ($($argument:expr),* $(,)?) => {
+        vec![$(::std::ffi::OsString::from($argument)),*]
+    };
+}

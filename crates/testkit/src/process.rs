@@ -1,0 +1,329 @@
+//! Running programs: to their end, or as servers beside a test.
+
+use std::ffi::OsStr;
+use std::fmt::Write as _;
+use std::io::{Read, Seek};
+use std::path::Path;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+use tempfile::NamedTempFile;
+
+/// A program that has not ended by then is killed, and the test fails: it hangs.
+pub const PATIENCE: Duration = Duration::from_mins(5);
+
+/// A command that has run to its end.
+#[derive(Clone, Debug)]
+pub struct Finished {
+    /// The command line, for messages.
+    pub command: String,
+    /// How the program ended.
+    pub status: ExitStatus,
+    /// What it wrote to its standard output.
+    pub stdout: Vec<u8>,
+    /// What it wrote to its standard error.
+    pub stderr: String,
+}
+
+impl Finished {
+    /// The exit code; -1 after a signal.
+    pub fn code(&self) -> i32 {
+        self.status.code().unwrap_or(-1)
+    }
+
+    /// Fails the test unless the exit code is 0.
+    #[track_caller]
+    #[must_use = "the output is there to be looked at; `let _ =` says otherwise"]
+    pub fn ok(self) -> Self {
+        self.exits(0)
+    }
+
+    /// Fails the test unless the exit code is this.
+    #[track_caller]
+    #[must_use = "the output is there to be looked at; `let _ =` says otherwise"]
+    pub fn exits(self, code: i32) -> Self {
+        assert!(self.status.code() == Some(code), "expected exit code {code}\n{}", self.report());
+        self
+    }
+
+    /// The standard output as text.
+    pub fn text(&self) -> String {
+        String::from_utf8_lossy(&self.stdout).into_owned()
+    }
+
+    /// The standard output as JSON; fails the test where it is none.
+    #[track_caller]
+    pub fn json(&self) -> serde_json::Value {
+        serde_json::from_slice(&self.stdout)
+            .unwrap_or_else(|error| panic!("not JSON: {error}\n{}", self.report()))
+    }
+
+    /// The command, its status and its output, for a message.
+    pub fn report(&self) -> String {
+        let mut report = format!("{}\n{}\n", self.command, self.status);
+        for (name, text) in [("stdout", self.text()), ("stderr", self.stderr.clone())] {
+            if !text.is_empty() {
+                let _ = writeln!(report, "--- {name}\n{}", text.trim_end());
+            }
+        }
+        report
+    }
+}
+
+/// Runs a command to its end, with an empty standard input.
+#[track_caller]
+pub fn run(command: &mut Command) -> Finished {
+    let mut running = Running::start(command);
+    let status = running.wait(PATIENCE);
+    running.finished(status)
+}
+
+/// Runs a program with arguments to its end; see [`run`] and [`args!`](crate::args).
+#[track_caller]
+pub fn run_program<P, I>(program: P, arguments: I) -> Finished
+where
+    P: AsRef<OsStr>,
+    I: IntoIterator,
+    I::Item: AsRef<OsStr>,
+{
+    run(Command::new(program).args(arguments))
+}
+
+/// What tells that a [`Server`] takes requests.
+#[derive(Clone, Copy, Debug)]
+pub enum Ready<'a> {
+    /// The file exists and is not empty, such as a `--pid-file`.
+    File(&'a Path),
+    /// The unix socket exists.
+    Socket(&'a Path),
+    /// The standard output has a line that contains the text.
+    Line(&'a str),
+}
+
+/// A server that runs beside a test, and is killed when dropped.
+#[derive(Debug)]
+pub struct Server {
+    running: Running,
+}
+
+impl Server {
+    /// Starts the server and waits until it is ready; fails the test if it ends before.
+    #[track_caller]
+    pub fn start(command: &mut Command, ready: Ready<'_>) -> Self {
+        let mut running = Running::start(command);
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let is_ready = match ready {
+                Ready::File(path) => path.metadata().is_ok_and(|data| data.len() > 0),
+                Ready::Socket(path) => path.exists(),
+                Ready::Line(text) => running.output().lines().any(|line| line.contains(text)),
+            };
+            if is_ready {
+                return Self { running };
+            }
+            if let Some(status) = running.child.try_wait().expect("wait for the server") {
+                panic!(
+                    "the server ended before it was ready\n{}",
+                    running.finished(status).report()
+                );
+            }
+            if Instant::now() > deadline {
+                let status = running.end();
+                panic!("the server is not ready\n{}", running.finished(status).report());
+            }
+            thread::sleep(Duration::from_millis(2));
+        }
+    }
+
+    /// The server's process id.
+    pub fn pid(&self) -> u32 {
+        self.running.child.id()
+    }
+
+    /// What the server has written to its standard output so far.
+    pub fn output(&self) -> String {
+        self.running.output()
+    }
+
+    /// What the server has written to its standard error so far.
+    pub fn log(&self) -> String {
+        self.running.log()
+    }
+
+    /// Sends a signal, such as `libc::SIGSTOP`.
+    #[track_caller]
+    pub fn signal(&self, signal: i32) {
+        self.running.signal(signal);
+    }
+
+    /// Ends the server with SIGTERM and waits for it.
+    #[track_caller]
+    pub fn stop(mut self) -> Finished {
+        self.running.signal(libc::SIGTERM);
+        self.finish()
+    }
+
+    /// Kills the server (SIGKILL), as a crash of the program would.
+    #[track_caller]
+    pub fn kill(mut self) -> Finished {
+        let status = self.running.end();
+        self.running.finished(status)
+    }
+
+    /// Waits for the server to end by itself.
+    #[track_caller]
+    pub fn wait(mut self) -> Finished {
+        self.finish()
+    }
+
+    #[track_caller]
+    fn finish(&mut self) -> Finished {
+        let status = self.running.wait(PATIENCE);
+        self.running.finished(status)
+    }
+}
+
+/// A child whose output goes to files, so that a child of its own that lives on (a daemon) keeps
+/// nobody waiting for the end of a pipe.
+#[derive(Debug)]
+pub(crate) struct Running {
+    pub(crate) child: Child,
+    command: String,
+    stdout: NamedTempFile,
+    stderr: NamedTempFile,
+}
+
+impl Running {
+    #[track_caller]
+    pub(crate) fn start(command: &mut Command) -> Self {
+        Self::start_with_input(command, Stdio::null())
+    }
+
+    #[track_caller]
+    pub(crate) fn start_with_input(command: &mut Command, input: Stdio) -> Self {
+        let stdout = NamedTempFile::new().expect("a temporary file");
+        let stderr = NamedTempFile::new().expect("a temporary file");
+        let line = command_line(command);
+        let child = command
+            .stdin(input)
+            .stdout(stdout.as_file().try_clone().expect("a second descriptor"))
+            .stderr(stderr.as_file().try_clone().expect("a second descriptor"))
+            .spawn()
+            .unwrap_or_else(|error| panic!("cannot run {line}: {error}"));
+        Self { child, command: line, stdout, stderr }
+    }
+
+    pub(crate) fn output(&self) -> String {
+        String::from_utf8_lossy(&contents(&self.stdout)).into_owned()
+    }
+
+    pub(crate) fn log(&self) -> String {
+        String::from_utf8_lossy(&contents(&self.stderr)).into_owned()
+    }
+
+    #[track_caller]
+    pub(crate) fn signal(&self, signal: i32) {
+        // SAFETY: kill takes two integers; the child is not reaped yet, so the id is still its own.
+        let result = unsafe { libc::kill(self.child.id() as libc::pid_t, signal) };
+        assert!(result == 0, "cannot signal {}", self.command);
+    }
+
+    /// Waits for the end; fails the test, with the output so far, if that takes too long.
+    #[track_caller]
+    pub(crate) fn wait(&mut self, patience: Duration) -> ExitStatus {
+        if let Some(status) = self.wait_for(patience) {
+            return status;
+        }
+        let status = self.end();
+        panic!("killed: ran for more than {patience:?}\n{}", self.finished(status).report());
+    }
+
+    /// Waits for the end for so long.
+    pub(crate) fn wait_for(&mut self, patience: Duration) -> Option<ExitStatus> {
+        let deadline = Instant::now() + patience;
+        let mut pause = Duration::from_micros(100);
+        loop {
+            if let Some(status) = self.child.try_wait().expect("wait for a child") {
+                return Some(status);
+            }
+            if Instant::now() > deadline {
+                return None;
+            }
+            thread::sleep(pause);
+            pause = (pause * 2).min(Duration::from_millis(5));
+        }
+    }
+
+    /// Kills the child where it still runs.
+    pub(crate) fn end(&mut self) -> ExitStatus {
+        let _ = self.child.kill();
+        self.child.wait().expect("wait for a killed child")
+    }
+
+    pub(crate) fn finished(&self, status: ExitStatus) -> Finished {
+        Finished {
+            command: self.command.clone(),
+            status,
+            stdout: contents(&self.stdout),
+            stderr: self.log(),
+        }
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn contents(file: &NamedTempFile) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    let mut file = file.reopen().expect("open a temporary file again");
+    file.rewind().expect("rewind a temporary file");
+    file.read_to_end(&mut bytes).expect("read a temporary file");
+    bytes
+}
+
+fn command_line(command: &Command) -> String {
+    let mut line = command.get_program().to_string_lossy().into_owned();
+    for argument in command.get_args() {
+        let argument = argument.to_string_lossy();
+        let plain = |c: char| c.is_ascii_alphanumeric() || "-_=./:,+%@".contains(c);
+        if !argument.is_empty() && argument.chars().all(plain) {
+            let _ = write!(line, " {argument}");
+        } else {
+            let _ = write!(line, " '{argument}'");
+        }
+    }
+    line
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_failure_shows_the_command_and_both_outputs() {
+        let done = run_program("sh", ["-c", "echo out; echo err >&2; exit 3"]).exits(3);
+        let report = done.report();
+        for part in ["sh -c 'echo out", "exit status: 3", "--- stdout\nout", "--- stderr\nerr"] {
+            assert!(report.contains(part), "{part:?} is not in {report:?}");
+        }
+    }
+
+    #[test]
+    fn a_daemon_that_lives_on_does_not_keep_the_caller() {
+        assert_eq!(run_program("sh", ["-c", "sleep 3 & echo $!"]).ok().text().lines().count(), 1);
+    }
+
+    #[test]
+    fn a_server_is_ready_by_its_line_and_ends_by_sigterm() {
+        let mut command = Command::new("sh");
+        command
+            .args(["-c", "trap 'echo bye; exit 7' TERM; echo ready; while :; do sleep 0.01; done"]);
+        let server = Server::start(&mut command, Ready::Line("ready"));
+        let done = server.stop().exits(7);
+        assert_eq!(done.text(), "ready\nbye\n");
+    }
+}
