@@ -1,0 +1,276 @@
+//! Header extensions (section "Header extensions").
+
+use crate::bytes;
+use crate::error::{FormatError, printable};
+use crate::features::FeatureNameTable;
+use crate::offset::HostOffset;
+
+const END: u32 = 0;
+const BACKING_FORMAT: u32 = 0xe279_2aca;
+const FEATURE_NAMES: u32 = 0x6803_f857;
+const BITMAPS: u32 = 0x2385_2875;
+const ENCRYPTION: u32 = 0x0537_be77;
+const DATA_FILE: u32 = 0x4441_5441;
+
+/// Longest backing format name, in bytes (QEMU's limit).
+pub const MAX_BACKING_FORMAT_BYTES: usize = 15;
+
+/// Bytes of type and length before an extension's data.
+const HEAD: usize = 8;
+
+/// A header extension.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Extension {
+    /// The backing file's format.
+    BackingFormat(String),
+    /// Names for feature bits.
+    FeatureNames(FeatureNameTable),
+    /// Where the bitmap directory is.
+    Bitmaps(BitmapsExtension),
+    /// The external data file's name.
+    DataFile(String),
+    /// Where the encryption header is: its offset, and its length in bytes.
+    EncryptionHeader {
+        /// First byte of the encryption header.
+        offset: HostOffset,
+        /// Its length in bytes.
+        length: u64,
+    },
+    /// One that this implementation does not know; kept as it is.
+    Unknown {
+        /// The extension's type.
+        magic: u32,
+        /// Its data, without padding.
+        data: Vec<u8>,
+    },
+}
+
+/// The bitmaps extension: where the bitmap directory is (section "Bitmaps extension"). Consistent
+/// only with the autoclear bit [`BITMAPS`](crate::AutoclearFeatures::BITMAPS).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BitmapsExtension {
+    /// Bitmaps in the directory.
+    pub count: u32,
+    /// The directory's length in bytes.
+    pub directory_size: u64,
+    /// Where it starts.
+    pub directory_offset: HostOffset,
+    /// The reserved field, which must be 0.
+    pub reserved: u32,
+}
+
+impl BitmapsExtension {
+    const SIZE: usize = 24;
+
+    fn parse(data: &[u8]) -> Option<Self> {
+        if data.len() != Self::SIZE {
+            return None;
+        }
+        Some(Self {
+            count: bytes::be32(data, 0)?,
+            reserved: bytes::be32(data, 4)?,
+            directory_size: bytes::be64(data, 8)?,
+            directory_offset: HostOffset::new(bytes::be64(data, 16)?),
+        })
+    }
+
+    fn encode(&self) -> Vec<u8> {
+        let mut data = Vec::with_capacity(Self::SIZE);
+        data.extend(self.count.to_be_bytes());
+        data.extend(self.reserved.to_be_bytes());
+        data.extend(self.directory_size.to_be_bytes());
+        data.extend(self.directory_offset.get().to_be_bytes());
+        data
+    }
+}
+
+impl Extension {
+    /// The extensions in `area`: the bytes between the header and the backing file name, or the end
+    /// of the first cluster.
+    ///
+    /// # Errors
+    /// If an extension is longer than what is left of the area, or one of a known type has a length
+    /// or text that QEMU refuses.
+    pub fn parse_all(area: &[u8]) -> Result<Vec<Self>, FormatError> {
+        let mut extensions = Vec::new();
+        let mut rest = area;
+        while let (Some(magic), Some(length)) = (bytes::be32(rest, 0), bytes::be32(rest, 4)) {
+            if magic == END {
+                break;
+            }
+            let body = rest.get(HEAD..).unwrap_or_default();
+            let Some(data) = body.get(..length as usize) else {
+                return Err(FormatError::invalid(
+                    format!("header extension {magic:#010x}'s length"),
+                    length,
+                    format!("only {} bytes are left in the header cluster", body.len()),
+                ));
+            };
+            extensions.push(Self::parse(magic, data)?);
+            // What is left after the padding; an area may end in the padding.
+            rest = body.get((length as usize).next_multiple_of(8)..).unwrap_or_default();
+        }
+        Ok(extensions)
+    }
+
+    fn parse(magic: u32, data: &[u8]) -> Result<Self, FormatError> {
+        match magic {
+            BACKING_FORMAT => {
+                if data.len() > MAX_BACKING_FORMAT_BYTES {
+                    return Err(FormatError::too_large(
+                        "backing file format name's length",
+                        data.len(),
+                        format!("must not exceed {MAX_BACKING_FORMAT_BYTES} bytes"),
+                    ));
+                }
+                text("backing file format name", data).map(Self::BackingFormat)
+            }
+            FEATURE_NAMES => Ok(Self::FeatureNames(FeatureNameTable::parse(data))),
+            BITMAPS => BitmapsExtension::parse(data).map(Self::Bitmaps).ok_or_else(|| {
+                FormatError::invalid("bitmaps extension's length", data.len(), "must be 24 bytes")
+            }),
+            DATA_FILE => text("external data file name", data).map(Self::DataFile),
+            ENCRYPTION => match (bytes::be64(data, 0), bytes::be64(data, 8), data.len()) {
+                (Some(offset), Some(length), 16) => {
+                    Ok(Self::EncryptionHeader { offset: HostOffset::new(offset), length })
+                }
+                _ => Err(FormatError::invalid(
+                    "full disk encryption header pointer's length",
+                    data.len(),
+                    "must be 16 bytes",
+                )),
+            },
+            _ => Ok(Self::Unknown { magic, data: data.to_vec() }),
+        }
+    }
+
+    /// The extension's type on disk.
+    pub fn magic(&self) -> u32 {
+        match self {
+            Self::BackingFormat(_) => BACKING_FORMAT,
+            Self::FeatureNames(_) => FEATURE_NAMES,
+            Self::Bitmaps(_) => BITMAPS,
+            Self::DataFile(_) => DATA_FILE,
+            Self::EncryptionHeader { .. } => ENCRYPTION,
+            Self::Unknown { magic, .. } => *magic,
+        }
+    }
+
+    /// Appends the extension with its type, length and padding.
+    pub fn encode(&self, out: &mut Vec<u8>) {
+        let data = match self {
+            Self::BackingFormat(text) | Self::DataFile(text) => text.as_bytes().to_vec(),
+            Self::FeatureNames(table) => table.encode(),
+            Self::Bitmaps(bitmaps) => bitmaps.encode(),
+            Self::EncryptionHeader { offset, length } => {
+                [offset.get().to_be_bytes(), length.to_be_bytes()].concat()
+            }
+            Self::Unknown { data, .. } => data.clone(),
+        };
+        out.extend(self.magic().to_be_bytes());
+        out.extend((data.len() as u32).to_be_bytes());
+        out.extend(&data);
+        out.resize(out.len().next_multiple_of(8), 0);
+    }
+
+    /// Appends the mark that ends the extensions.
+    pub fn encode_end(out: &mut Vec<u8>) {
+        out.extend([0; HEAD]);
+    }
+}
+
+/// A string in the image, up to its first NUL as QEMU reads it.
+pub(crate) fn text(field: &'static str, data: &[u8]) -> Result<String, FormatError> {
+    let data = data.split(|&b| b == 0).next().unwrap_or_default();
+    String::from_utf8(data.to_vec()).map_err(|_| {
+        FormatError::invalid(field, format!("\"{}\"", printable(data)), "must be UTF-8")
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn encoded(extensions: &[Extension]) -> Vec<u8> {
+        let mut area = Vec::new();
+        for extension in extensions {
+            extension.encode(&mut area);
+        }
+        Extension::encode_end(&mut area);
+        area
+    }
+
+    #[test]
+    fn every_kind_round_trips_in_order() {
+        let all = [
+            Extension::BackingFormat("qcow2".into()),
+            Extension::Unknown { magic: 0x1234_5678, data: vec![1, 2, 3] },
+            Extension::DataFile("disk.raw".into()),
+            Extension::FeatureNames(FeatureNameTable::known()),
+            Extension::Bitmaps(BitmapsExtension {
+                count: 1,
+                directory_size: 32,
+                directory_offset: HostOffset::new(0x50000),
+                reserved: 0,
+            }),
+            Extension::EncryptionHeader { offset: HostOffset::new(0x40000), length: 592 },
+            Extension::Unknown { magic: 0x1234_5678, data: Vec::new() },
+        ];
+        let area = encoded(&all);
+        assert_eq!(area.len() % 8, 0);
+        assert_eq!(Extension::parse_all(&area), Ok(all.to_vec()));
+    }
+
+    #[test]
+    fn nothing_after_the_end_mark_is_read() {
+        let mut area = encoded(&[]);
+        area.extend([0xff; 64]);
+        assert_eq!(Extension::parse_all(&area), Ok(Vec::new()));
+        assert_eq!(Extension::parse_all(&[]), Ok(Vec::new()));
+        assert_eq!(Extension::parse_all(&[1, 2, 3]), Ok(Vec::new()));
+    }
+
+    #[test]
+    fn too_long_an_extension_names_itself() {
+        let mut area = 0x1234_5678_u32.to_be_bytes().to_vec();
+        area.extend(u32::MAX.to_be_bytes());
+        area.extend([0; 16]);
+        let error = Extension::parse_all(&area).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "header extension 0x12345678's length is 4294967295: only 16 bytes are left in the \
+             header cluster"
+        );
+    }
+
+    #[test]
+    fn what_qemu_refuses_is_refused() {
+        let long = encoded(&[Extension::BackingFormat("0123456789abcdef".into())]);
+        assert!(Extension::parse_all(&long).is_err());
+        for (magic, length) in [(BITMAPS, 23), (BITMAPS, 32), (ENCRYPTION, 8), (ENCRYPTION, 24)] {
+            let area = encoded(&[Extension::Unknown { magic, data: vec![0; length] }]);
+            assert!(Extension::parse_all(&area).is_err(), "{magic:#x} {length}");
+        }
+        let area = encoded(&[Extension::Unknown { magic: DATA_FILE, data: vec![0xff] }]);
+        assert!(Extension::parse_all(&area).is_err());
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_parse_or_fail_and_encode_back(
+            area in prop::collection::vec(any::<u8>(), 0..256),
+            magic in prop::sample::select(vec![BACKING_FORMAT, FEATURE_NAMES, BITMAPS, DATA_FILE, ENCRYPTION, 7]),
+            length in 0u32..64,
+        ) {
+            let mut all = magic.to_be_bytes().to_vec();
+            all.extend(length.to_be_bytes());
+            all.extend(&area);
+            for area in [&area, &all] {
+                if let Ok(extensions) = Extension::parse_all(area) {
+                    prop_assert_eq!(Extension::parse_all(&encoded(&extensions)), Ok(extensions));
+                }
+            }
+        }
+    }
+}

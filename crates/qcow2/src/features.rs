@@ -1,0 +1,272 @@
+//! Feature bits and their names (sections "Header" and "Feature name table").
+
+use crate::error::printable;
+
+macro_rules! features {
+    ($(#[$doc:meta])* $name:ident { $($(#[$bit_doc:meta])* $bit:ident = $n:literal, $text:literal;)* }) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+        pub struct $name(u64);
+
+        impl $name {
+            $($(#[$bit_doc])* pub const $bit: Self = Self(1 << $n);)*
+
+            /// The bits that this implementation knows, with the names that QEMU gives them.
+            pub const KNOWN: &'static [(u8, &'static str)] = &[$(($n, $text)),*];
+
+            /// The set with these bits.
+            pub const fn from_bits(bits: u64) -> Self {
+                Self(bits)
+            }
+
+            /// The bits, as on disk.
+            pub const fn bits(self) -> u64 {
+                self.0
+            }
+
+            /// Whether no bit is set.
+            pub const fn is_empty(self) -> bool {
+                self.0 == 0
+            }
+
+            /// Whether every bit of `other` is set.
+            pub const fn contains(self, other: Self) -> bool {
+                self.0 & other.0 == other.0
+            }
+
+            /// The set with the bits of `other` too.
+            #[must_use]
+            pub const fn with(self, other: Self) -> Self {
+                Self(self.0 | other.0)
+            }
+
+            /// The set without the bits of `other`.
+            #[must_use]
+            pub const fn without(self, other: Self) -> Self {
+                Self(self.0 & !other.0)
+            }
+
+            /// The bits that this implementation does not know.
+            #[must_use]
+            pub const fn unknown(self) -> Self {
+                self.without(Self(0 $(| 1 << $n)*))
+            }
+        }
+    };
+}
+
+features! {
+    /// Features that must be known to open the image.
+    IncompatibleFeatures {
+        /// Refcounts may be wrong; they are rebuilt before the first write.
+        DIRTY = 0, "dirty bit";
+        /// Any structure may be wrong; only a repair may write.
+        CORRUPT = 1, "corrupt bit";
+        /// Guest data is in an external data file.
+        DATA_FILE = 2, "external data file";
+        /// The compression type is not deflate.
+        COMPRESSION_TYPE = 3, "compression type";
+        /// L2 entries are 16 bytes long and describe subclusters.
+        EXTENDED_L2 = 4, "extended L2 entries";
+    }
+}
+
+features! {
+    /// Features that may be ignored and are kept.
+    CompatibleFeatures {
+        /// Refcounts may be updated late, under the dirty bit.
+        LAZY_REFCOUNTS = 0, "lazy refcounts";
+    }
+}
+
+features! {
+    /// Features that who does not know them clears before writing.
+    AutoclearFeatures {
+        /// The bitmaps extension is consistent.
+        BITMAPS = 0, "bitmaps";
+        /// The external data file alone is the disk's content.
+        DATA_FILE_RAW = 1, "raw external data";
+    }
+}
+
+/// Which of the header's three feature fields a bit belongs to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FeatureKind {
+    /// `incompatible_features`
+    Incompatible,
+    /// `compatible_features`
+    Compatible,
+    /// `autoclear_features`
+    Autoclear,
+    /// A type that the specification does not define.
+    Other(u8),
+}
+
+impl FeatureKind {
+    fn from_byte(byte: u8) -> Self {
+        match byte {
+            0 => Self::Incompatible,
+            1 => Self::Compatible,
+            2 => Self::Autoclear,
+            other => Self::Other(other),
+        }
+    }
+
+    fn byte(self) -> u8 {
+        match self {
+            Self::Incompatible => 0,
+            Self::Compatible => 1,
+            Self::Autoclear => 2,
+            Self::Other(other) => other,
+        }
+    }
+}
+
+/// Longest feature name, in bytes.
+pub const FEATURE_NAME_BYTES: usize = 46;
+
+/// An entry of the feature name table.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FeatureName {
+    /// The field that holds the bit.
+    pub kind: FeatureKind,
+    /// The bit's number; 0 to 63 are valid.
+    pub bit: u8,
+    /// The name as stored, padded with zeroes. Hostile text: print [`text`](Self::text).
+    pub name: [u8; FEATURE_NAME_BYTES],
+}
+
+impl FeatureName {
+    const SIZE: usize = 2 + FEATURE_NAME_BYTES;
+
+    /// An entry with this name, cut at 46 bytes.
+    pub fn new(kind: FeatureKind, bit: u8, text: &str) -> Self {
+        let mut name = [0; FEATURE_NAME_BYTES];
+        name.iter_mut().zip(text.bytes()).for_each(|(to, from)| *to = from);
+        Self { kind, bit, name }
+    }
+
+    /// The name made safe to print.
+    pub fn text(&self) -> String {
+        printable(self.name.split(|&b| b == 0).next().unwrap_or_default())
+    }
+}
+
+/// The feature name table: what a program that does not know a feature can call it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct FeatureNameTable {
+    /// The entries, in order.
+    pub entries: Vec<FeatureName>,
+}
+
+impl FeatureNameTable {
+    /// The table that QEMU writes: every feature that it (and this implementation) knows.
+    pub fn known() -> Self {
+        let name = |kind| move |&(bit, text): &(u8, &str)| FeatureName::new(kind, bit, text);
+        let entries = (IncompatibleFeatures::KNOWN.iter().map(name(FeatureKind::Incompatible)))
+            .chain(CompatibleFeatures::KNOWN.iter().map(name(FeatureKind::Compatible)))
+            .chain(AutoclearFeatures::KNOWN.iter().map(name(FeatureKind::Autoclear)))
+            .collect();
+        Self { entries }
+    }
+
+    /// [`known`](Self::known), followed by the entries of this table that name other bits.
+    #[must_use]
+    pub fn completed(&self) -> Self {
+        let mut table = Self::known();
+        for entry in &self.entries {
+            if table.find(entry.kind, entry.bit).is_none() {
+                table.entries.push(entry.clone());
+            }
+        }
+        table
+    }
+
+    /// The entry of a bit.
+    pub fn find(&self, kind: FeatureKind, bit: u8) -> Option<&FeatureName> {
+        self.entries.iter().find(|entry| entry.kind == kind && entry.bit == bit)
+    }
+
+    /// Names for the bits set in `bits`, from this table or as "bit N", joined by commas.
+    pub fn describe(&self, kind: FeatureKind, bits: u64) -> String {
+        let names: Vec<String> = (0..64u8)
+            .filter(|bit| bits >> bit & 1 != 0)
+            .map(|bit| match self.find(kind, bit).map(FeatureName::text) {
+                Some(text) if !text.is_empty() => format!("\"{text}\" (bit {bit})"),
+                _ => format!("bit {bit}"),
+            })
+            .collect();
+        names.join(", ")
+    }
+
+    /// The table in an extension's data; an incomplete entry at the end is dropped.
+    pub(crate) fn parse(data: &[u8]) -> Self {
+        let entries = data
+            .as_chunks::<{ Self::ENTRY }>()
+            .0
+            .iter()
+            .filter_map(|entry| {
+                let (&[kind, bit], name) = entry.split_first_chunk()?;
+                let name = *name.first_chunk()?;
+                Some(FeatureName { kind: FeatureKind::from_byte(kind), bit, name })
+            })
+            .collect();
+        Self { entries }
+    }
+
+    const ENTRY: usize = FeatureName::SIZE;
+
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        self.entries
+            .iter()
+            .flat_map(|entry| [entry.kind.byte(), entry.bit].into_iter().chain(entry.name))
+            .collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bits() {
+        let f = IncompatibleFeatures::DIRTY.with(IncompatibleFeatures::EXTENDED_L2);
+        assert_eq!(f.bits(), 0x11);
+        assert!(f.contains(IncompatibleFeatures::DIRTY));
+        assert!(!f.contains(IncompatibleFeatures::CORRUPT));
+        assert!(f.without(f).is_empty());
+        assert_eq!(IncompatibleFeatures::from_bits(0x3f).unknown().bits(), 0x20);
+        assert_eq!(AutoclearFeatures::from_bits(7).unknown().bits(), 4);
+    }
+
+    #[test]
+    fn unknown_bits_are_named_by_the_image_and_printed_safely() {
+        let mut table = FeatureNameTable::default();
+        table.entries.push(FeatureName::new(FeatureKind::Incompatible, 9, "fast\x1b[2Jer"));
+        assert_eq!(
+            table.describe(FeatureKind::Incompatible, 1 << 9 | 1 << 63),
+            "\"fast?[2Jer\" (bit 9), bit 63"
+        );
+        assert_eq!(table.describe(FeatureKind::Autoclear, 1 << 9), "bit 9");
+    }
+
+    #[test]
+    fn completing_keeps_other_names() {
+        let mut table = FeatureNameTable::default();
+        let other = FeatureName::new(FeatureKind::Autoclear, 40, "map index");
+        table.entries.push(FeatureName::new(FeatureKind::Incompatible, 0, "called otherwise"));
+        table.entries.push(other.clone());
+        let complete = table.completed();
+        assert_eq!(complete.entries.len(), 9);
+        assert_eq!(complete.entries.last(), Some(&other));
+        assert_eq!(complete.entries[0].text(), "dirty bit");
+        assert_eq!(FeatureNameTable::parse(&complete.encode()), complete);
+        assert_eq!(complete.completed(), complete);
+    }
+
+    #[test]
+    fn a_name_of_full_length_has_no_terminator() {
+        let name = FeatureName::new(FeatureKind::Compatible, 1, &"x".repeat(60));
+        assert_eq!(name.text().len(), FEATURE_NAME_BYTES);
+    }
+}

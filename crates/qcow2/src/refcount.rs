@@ -1,0 +1,249 @@
+//! Refcounts of 1 to 64 bits, and the refcount table (section "Host cluster management").
+
+use crate::bytes;
+use crate::error::FormatError;
+use crate::geometry::Geometry;
+use crate::offset::HostOffset;
+
+/// The width of a refcount as the header gives it: the base-2 logarithm of its bits, 0 to 6.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct RefcountOrder(u8);
+
+impl RefcountOrder {
+    /// 16 bits: the width of version 2 images and QEMU's default.
+    pub const BITS_16: Self = Self(4);
+
+    /// The width with this `refcount_order`.
+    ///
+    /// # Errors
+    /// If it exceeds 6 (64 bits).
+    pub fn new(order: u32) -> Result<Self, FormatError> {
+        if order > 6 {
+            return Err(FormatError::invalid(
+                "refcount_order",
+                order,
+                "must not exceed 6 (64-bit refcounts)",
+            ));
+        }
+        Ok(Self(order as u8))
+    }
+
+    /// The order, 0 to 6.
+    #[inline]
+    pub const fn get(self) -> u32 {
+        self.0 as u32
+    }
+
+    /// The width in bits, 1 to 64.
+    #[inline]
+    pub const fn bits(self) -> u32 {
+        1 << self.0
+    }
+
+    /// The largest refcount of this width.
+    #[inline]
+    pub const fn max(self) -> u64 {
+        u64::MAX >> (64 - self.bits())
+    }
+
+    /// Refcount `index` of a refcount block's bytes; `None` past its end.
+    #[inline]
+    pub fn read(self, block: &[u8], index: usize) -> Option<u64> {
+        match self.0 {
+            0..=2 => {
+                let (byte, shift) = self.place(index);
+                Some(u64::from(block.get(byte)? >> shift) & self.max())
+            }
+            3 => block.get(index).map(|&byte| u64::from(byte)),
+            4 => bytes::be16(block, index.checked_mul(2)?).map(u64::from),
+            5 => bytes::be32(block, index.checked_mul(4)?).map(u64::from),
+            _ => bytes::be64(block, index.checked_mul(8)?),
+        }
+    }
+
+    /// Puts refcount `index` into a refcount block's bytes.
+    ///
+    /// # Errors
+    /// If the value exceeds [`max`](Self::max), or the index is past the block's end. Nothing is
+    /// written then.
+    #[inline]
+    pub fn write(self, block: &mut [u8], index: usize, value: u64) -> Result<(), FormatError> {
+        if value > self.max() {
+            return Err(FormatError::too_large(
+                "refcount",
+                value,
+                format!("does not fit {} bits", self.bits()),
+            ));
+        }
+        let done = match self.0 {
+            0..=2 => {
+                let (byte, shift) = self.place(index);
+                block.get_mut(byte).map(|byte| {
+                    *byte = *byte & !((self.max() as u8) << shift) | (value as u8) << shift;
+                })
+            }
+            3 => block.get_mut(index).map(|byte| *byte = value as u8),
+            4 => Self::put(block, index, (value as u16).to_be_bytes()),
+            5 => Self::put(block, index, (value as u32).to_be_bytes()),
+            _ => Self::put(block, index, value.to_be_bytes()),
+        };
+        done.ok_or_else(|| FormatError::invalid("refcount index", index, "is past the block's end"))
+    }
+
+    /// The byte and the shift of a refcount narrower than a byte: the least significant bits first.
+    #[inline]
+    const fn place(self, index: usize) -> (usize, u32) {
+        let per_byte = 3 - self.0 as u32;
+        (index >> per_byte, ((index & ((1 << per_byte) - 1)) as u32) << self.0)
+    }
+
+    fn put<const N: usize>(block: &mut [u8], index: usize, value: [u8; N]) -> Option<()> {
+        *block.get_mut(index.checked_mul(N)?..)?.first_chunk_mut::<N>()? = value;
+        Some(())
+    }
+}
+
+const RESERVED: u64 = 0x1ff;
+
+/// Bytes of a refcount table entry.
+pub const REFCOUNT_TABLE_ENTRY_SIZE: usize = 8;
+
+/// A refcount table entry: where a refcount block is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct RefcountTableEntry(u64);
+
+impl RefcountTableEntry {
+    /// The entry of a refcount block at `offset`.
+    ///
+    /// # Errors
+    /// If the offset is 0 or not aligned to a cluster, or not below 2^56.
+    pub fn new(offset: HostOffset, geometry: &Geometry) -> Result<Self, FormatError> {
+        geometry.check_offset("refcount table entry", offset)?;
+        if offset.get() == 0 {
+            return Err(FormatError::invalid("refcount table entry", 0, "is the header's place"));
+        }
+        Ok(Self(offset.get()))
+    }
+
+    /// The entry where there is no refcount block: all its refcounts are 0.
+    pub const fn unallocated() -> Self {
+        Self(0)
+    }
+
+    /// The entry with this value on disk.
+    pub const fn from_raw(raw: u64) -> Self {
+        Self(raw)
+    }
+
+    /// The value on disk.
+    pub const fn raw(self) -> u64 {
+        self.0
+    }
+
+    /// Where the refcount block is; `None` if there is none, and all its refcounts are 0. Reserved
+    /// bits are ignored, as QEMU does; see [`reserved_bits`](Self::reserved_bits).
+    ///
+    /// # Errors
+    /// If the offset is not aligned to a cluster, or not below 2^56.
+    #[inline]
+    pub fn offset(self, geometry: &Geometry) -> Result<Option<HostOffset>, FormatError> {
+        let offset = self.0 & !RESERVED;
+        if offset == 0 {
+            return Ok(None);
+        }
+        geometry.check_offset("refcount table entry", HostOffset::new(offset)).map(Some)
+    }
+
+    /// Reserved bits that are set; a check reports them.
+    pub const fn reserved_bits(self) -> u64 {
+        self.0 & RESERVED
+    }
+
+    /// Entry `index` of a refcount table's bytes; `None` past its end.
+    #[inline]
+    pub fn read(table: &[u8], index: usize) -> Option<Self> {
+        bytes::entry64(table, index).map(Self)
+    }
+
+    /// Puts the entry at `index` of a refcount table's bytes; `None`, and nothing written, past its
+    /// end.
+    #[inline]
+    #[must_use = "nothing is written past the table's end"]
+    pub fn write(self, table: &mut [u8], index: usize) -> Option<()> {
+        bytes::put_entry64(table, index, self.0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn order(order: u32) -> RefcountOrder {
+        RefcountOrder::new(order).unwrap()
+    }
+
+    #[test]
+    fn widths() {
+        let max: Vec<_> = (0..=6).map(|o| order(o).max()).collect();
+        assert_eq!(max, [1, 3, 15, 255, 65535, u64::from(u32::MAX), u64::MAX]);
+        assert!(RefcountOrder::new(7).is_err());
+    }
+
+    #[test]
+    fn narrow_widths_start_at_the_least_significant_bit() {
+        let block = [0b1000_0110, 0x21];
+        assert_eq!(order(0).read(&block, 0), Some(0));
+        assert_eq!(order(0).read(&block, 1), Some(1));
+        assert_eq!(order(0).read(&block, 7), Some(1));
+        assert_eq!(order(1).read(&block, 0), Some(2));
+        assert_eq!(order(1).read(&block, 3), Some(2));
+        assert_eq!(order(2).read(&block, 2), Some(1));
+        assert_eq!(order(2).read(&block, 3), Some(2));
+        assert_eq!(order(4).read(&block, 0), Some(0x8621));
+        assert_eq!(order(2).read(&block, 4), None);
+    }
+
+    #[test]
+    fn too_large_a_value_or_index_writes_nothing() {
+        let mut block = [0u8; 8];
+        assert!(order(1).write(&mut block, 0, 4).is_err());
+        assert!(order(6).write(&mut block, 1, 1).is_err());
+        assert!(order(0).write(&mut block, 64, 1).is_err());
+        assert!(order(4).write(&mut block, usize::MAX, 1).is_err());
+        assert_eq!(block, [0; 8]);
+    }
+
+    #[test]
+    fn table_entry() {
+        let g = Geometry::new(3, 16, 4, false, false).unwrap();
+        let entry = RefcountTableEntry::new(HostOffset::new(0x20000), &g).unwrap();
+        assert_eq!(entry.offset(&g), Ok(Some(HostOffset::new(0x20000))));
+        assert_eq!(RefcountTableEntry::unallocated().offset(&g), Ok(None));
+        assert!(RefcountTableEntry::from_raw(0x20200).offset(&g).is_err());
+        assert!(RefcountTableEntry::from_raw(1 << 60).offset(&g).is_err());
+        assert_eq!(RefcountTableEntry::from_raw(0x20003).reserved_bits(), 3);
+        let mut table = [0; 16];
+        entry.write(&mut table, 1).unwrap();
+        assert_eq!(RefcountTableEntry::read(&table, 1), Some(entry));
+        assert_eq!(entry.write(&mut table, 2), None);
+    }
+
+    proptest! {
+        #[test]
+        fn a_write_changes_its_refcount_alone(
+            o in 0u32..=6, before in prop::collection::vec(any::<u8>(), 64), at: usize, value: u64,
+        ) {
+            let o = order(o);
+            let count = 64 * 8 / o.bits() as usize;
+            let (at, value) = (at % count, value & o.max());
+            let mut block = before.clone();
+            o.write(&mut block, at, value).unwrap();
+            for i in 0..count {
+                let expected = if i == at { Some(value) } else { o.read(&before, i) };
+                prop_assert_eq!(o.read(&block, i), expected);
+            }
+            prop_assert_eq!(o.read(&block, count), None);
+        }
+    }
+}
