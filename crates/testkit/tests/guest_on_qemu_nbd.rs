@@ -1,10 +1,9 @@
-//! A guest works on a chain that qemu-nbd serves: what the harness itself can and cannot do.
+//! Guests on disks that qemu-nbd serves: what the harness can do, and that it notices failure.
 
 use isobath_testkit::chain::{Chain, Commands};
 use isobath_testkit::guest::Guest;
 use isobath_testkit::ops::Op;
 use isobath_testkit::{args, fs, qemu};
-use std::time::Instant;
 
 #[test]
 fn a_root_file_system_on_a_chain_survives_a_workload() {
@@ -13,10 +12,8 @@ fn a_root_file_system_on_a_chain_survives_a_workload() {
     fs::make_root(&path("root.raw"), 64 << 20);
     let _ = qemu::img(args!["convert", "-O", "qcow2", path("root.raw"), path("base.qcow2")]).ok();
     let mut chain = Chain::on(directory.path(), &path("base.qcow2"), "qcow2");
-    let writer = Commands::qemu();
-    chain.alternate(&[&writer], 3, |_| (String::new(), vec![Op::Flush]));
+    chain.alternate(&[&Commands::qemu()], 3, |_| (String::new(), vec![Op::Flush]));
     let server = qemu::nbd(chain.active(), "qcow2", &path("nbd.sock"), &[]);
-    let start = Instant::now();
     let done = Guest::new().nbd(&path("nbd.sock"), "").root().run(
         "dd if=/dev/urandom of=/data/random bs=64k count=40 conv=fsync 2>/dev/null
          cp /data/random /data/copy
@@ -28,7 +25,6 @@ fn a_root_file_system_on_a_chain_survives_a_workload() {
          fstrim /
          grep ' / ' /proc/mounts",
     );
-    eprintln!("{:?}\n{}", start.elapsed(), done.console);
     let _ = server.stop();
     let sums = done.values("sum");
     assert_eq!(sums.len(), 2, "{}", done.output);
@@ -36,8 +32,56 @@ fn a_root_file_system_on_a_chain_survives_a_workload() {
     assert!(done.output.contains("/dev/vda / ext4"), "{}", done.output);
     chain.assert_clean();
     fs::assert_ext4_clean(chain.active(), "qcow2");
-    // The workload's bytes are in the active layer, and only there.
-    let copy = path("copy");
-    fs::read_ext4_file(chain.active(), "qcow2", "/data/copy", &copy);
-    assert_eq!(copy.metadata().unwrap().len(), 40 << 16);
+    fs::read_ext4_file(chain.active(), "qcow2", "/data/copy", &path("copy"));
+    assert_eq!(path("copy").metadata().unwrap().len(), 40 << 16);
+}
+
+#[test]
+fn programs_of_the_host_run_in_the_guest_on_two_disks() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = |name: &str| directory.path().join(name);
+    qemu::create(&path("one.qcow2"), "qcow2", 16 << 20, "cluster_size=4k");
+    fs::make_ext4(&path("two.raw"), 16 << 20);
+    let server = qemu::nbd(&path("one.qcow2"), "qcow2", &path("nbd.sock"), &[]);
+    let done = Guest::new()
+        .nbd(&path("nbd.sock"), "")
+        .drive(&format!("file={},format=raw", path("two.raw").display()))
+        .program("fio")
+        .file("/note", b"from the host")
+        .memory(512)
+        .run(
+            "fio --name=verify --filename=/dev/vda --rw=randwrite --bsrange=512-16k --size=8m \
+                 --ioengine=io_uring --iodepth=8 --direct=1 --verify=crc32c --do_verify=1 \
+                 --fsync=100 --output=/tmp/report || { cat /tmp/report; exit 9; }
+             mount -t ext4 /dev/vdb /mnt
+             cp /note /mnt/note
+             umount /mnt",
+        );
+    assert_eq!(done.status, 0);
+    let _ = server.stop();
+    qemu::assert_clean(&path("one.qcow2"));
+    fs::assert_ext4_clean(&path("two.raw"), "raw");
+    fs::read_ext4_file(&path("two.raw"), "raw", "note", &path("note"));
+    assert_eq!(std::fs::read(path("note")).unwrap(), b"from the host");
+}
+
+#[test]
+fn a_test_talks_to_a_running_guest_and_pulls_its_plug() {
+    let mut guest = Guest::new().spawn("read -r word; echo heard $word; sleep 1000");
+    guest.type_line("hello");
+    guest.wait_for("heard hello");
+    let console = guest.kill();
+    assert!(!console.contains("GUEST-EXIT"), "{console}");
+}
+
+#[test]
+fn a_failing_script_gives_its_status() {
+    let done = Guest::new().spawn("echo before; false; echo after").wait();
+    assert_eq!((done.status, done.output.trim()), (1, "before"));
+}
+
+#[test]
+#[should_panic(expected = "the guest did not power off by itself")]
+fn a_guest_that_crashes_fails_the_test() {
+    let _ = Guest::new().spawn("echo c >/proc/sysrq-trigger; sleep 1000").wait();
 }

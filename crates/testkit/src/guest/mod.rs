@@ -244,27 +244,36 @@ impl RunningGuest {
     /// Waits until the script has written a line with this text.
     #[track_caller]
     pub fn wait_for(&mut self, text: &str) {
+        self.wait_until(text, |console| {
+            script_output(console).lines().any(|line| line.contains(text))
+        });
+    }
+
+    /// Types a line on the console, once the script runs, which gets it by `read`.
+    #[track_caller]
+    pub fn type_line(&mut self, line: &str) {
+        // What is typed before the kernel's console driver is up is lost.
+        self.wait_until(BEGIN, |console| console.lines().any(|line| line == BEGIN));
+        let console = self.qemu.child.stdin.as_mut().expect("the console's input");
+        console.write_all(format!("{line}\n").as_bytes()).expect("type on the console");
+    }
+
+    #[track_caller]
+    fn wait_until(&mut self, what: &str, is_there: impl Fn(&str) -> bool) {
         let deadline = Instant::now() + self.patience;
         loop {
-            if script_output(&self.console()).lines().any(|line| line.contains(text)) {
+            let ended = self.qemu.wait_for(Duration::ZERO).is_some();
+            if is_there(&self.console()) {
                 return;
             }
-            let ended = self.qemu.wait_for(Duration::ZERO).is_some();
             assert!(
                 !ended && Instant::now() < deadline,
-                "the guest did not write {text:?}\n{}\n{}",
+                "the guest did not write {what:?}\n{}\n{}",
                 self.console(),
                 self.qemu.log()
             );
             thread::sleep(Duration::from_millis(5));
         }
-    }
-
-    /// Types a line on the console; the script gets it by `read`.
-    #[track_caller]
-    pub fn type_line(&mut self, line: &str) {
-        let console = self.qemu.child.stdin.as_mut().expect("the console's input");
-        console.write_all(format!("{line}\n").as_bytes()).expect("type on the console");
     }
 
     /// Kills the guest's machine, as a loss of power would, and gives what was on the console.
