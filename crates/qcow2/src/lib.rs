@@ -8,12 +8,16 @@
 //! - [`Header`]: the first cluster, with its [`Extension`]s; [`Geometry`]: the sizes it fixes.
 //! - [`L1Entry`], [`L2Entry`], [`ClusterKind`]: where guest clusters are.
 //! - [`RefcountTableEntry`], [`RefcountOrder`]: which host clusters are in use.
-//! - [`compress`]: compressed clusters.
+//! - [`compress`]: compressed clusters; [`Snapshot`]: internal snapshots; [`Bitmap`]: persistent
+//!   bitmaps.
+//! - [`NewImage`]: what to write for a new image.
 
 // A `Geometry` goes by reference everywhere, as in the public functions.
 #![allow(clippy::trivially_copy_pass_by_ref)]
 
+pub mod bitmap;
 pub mod compress;
+pub mod create;
 pub mod error;
 pub mod extension;
 pub mod features;
@@ -23,10 +27,13 @@ pub mod l1;
 pub mod l2;
 pub mod offset;
 pub mod refcount;
+pub mod snapshot;
 
 mod bytes;
 
+pub use bitmap::{Bitmap, BitmapCluster, BitmapFlags};
 pub use compress::CompressionType;
+pub use create::{NewImage, Plan};
 pub use error::{FormatError, FormatErrorKind};
 pub use extension::{BitmapsExtension, Extension};
 pub use features::{
@@ -39,3 +46,4 @@ pub use l1::L1Entry;
 pub use l2::{ClusterKind, CompressedCluster, L2Entry};
 pub use offset::{ClusterIndex, GuestOffset, HostCluster, HostOffset};
 pub use refcount::{RefcountOrder, RefcountTableEntry};
+pub use snapshot::Snapshot;
