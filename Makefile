@@ -1,0 +1,45 @@
+# make demo: sets the machine up, makes a chain, serves it and boots a guest on it.
+# make test: sets the machine up and runs every check that CI runs.
+
+SOAK_SECONDS ?= 3600
+FUZZ_SECONDS ?= 60
+
+export PATH := $(PATH):$(HOME)/.cargo/bin
+DENY := target/tools/bin/cargo-deny
+
+.PHONY: setup build test demo soak fuzz bench clean
+
+setup:
+	@scripts/setup
+
+build: setup
+	cargo build --locked --release --workspace
+
+test: setup $(DENY)
+	cargo fmt --all --check
+	cargo clippy --locked --workspace --all-targets -- -D warnings
+	$(DENY) --locked check --hide-inclusion-graph bans licenses sources
+	RUSTDOCFLAGS='-D warnings' cargo doc --locked --workspace --no-deps
+	cargo test --locked --workspace
+
+demo: setup
+	@scripts/demo
+
+# The random comparison with QEMU, for SOAK_SECONDS.
+soak: setup
+	ISOBATH_SOAK_SECONDS=$(SOAK_SECONDS) cargo test --locked --release -p isobath-cli --test differential -- --nocapture
+
+# Each fuzz target, for FUZZ_SECONDS.
+fuzz:
+	FUZZ_SECONDS=$(FUZZ_SECONDS) scripts/fuzz
+
+bench: build
+	bench/run
+
+clean:
+	cargo clean
+	rm -rf fuzz/target bench/results
+
+# Compiled here, without optimisation: it takes less than a minute, and runs for a second.
+$(DENY):
+	cargo install --locked --quiet --debug --version 0.20.2 --root target/tools cargo-deny
