@@ -8,7 +8,7 @@
 //! * [`ops`] are the operations of a test, [`model`] says what an image must hold after them,
 //!   [`chain`] makes backing chains with them by any mixture of programs.
 //! * [`guest`] boots a Linux kernel on a disk and runs a script there, [`fs`] makes and checks the
-//!   file systems for it.
+//!   file systems for it, [`scenario`] is a guest's root disk on a long chain.
 //! * [`seed`] makes random tests repeatable.
 //!
 //! The environment: `ISOBATH_SEED` repeats a random test, `ISOBATH_QEMU_DIR` chooses another QEMU
@@ -24,6 +24,7 @@ pub mod model;
 pub mod ops;
 pub mod process;
 pub mod qemu;
+pub mod scenario;
 pub mod seed;
 pub mod tools;
 

@@ -125,9 +125,10 @@ pub fn to_raw(image: &Path, format: &str, raw: &Path) {
 #[track_caller]
 pub fn nbd(image: &Path, format: &str, socket: &Path, options: &[&str]) -> Server {
     let mut command = Command::new(program("qemu-nbd"));
+    let pid_file = socket.with_extension("pid");
     command.args(["--persistent", "--shared=0", "--discard=unmap", "--format", format]);
-    command.arg("--socket").arg(socket).args(options).arg(image);
-    Server::start(&mut command, Ready::Socket(socket))
+    command.arg("--socket").arg(socket).arg("--pid-file").arg(&pid_file).args(options).arg(image);
+    Server::start(&mut command, Ready::File(&pid_file))
 }
 
 #[cfg(test)]
