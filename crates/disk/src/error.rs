@@ -1,6 +1,8 @@
 //! Errors of a disk: which image, which field, what to do.
 
+use isobath_qcow2::FormatError;
 use isobath_storage::StorageError;
+use std::path::PathBuf;
 
 /// The result of a disk operation.
 pub type Result<T> = std::result::Result<T, DiskError>;
@@ -12,6 +14,41 @@ pub enum DiskError {
     /// The storage below failed.
     #[error(transparent)]
     Storage(#[from] StorageError),
+    /// A field of an image cannot be accepted.
+    #[error("'{}': {source}", image.display())]
+    Format {
+        /// The image.
+        image: PathBuf,
+        /// The field, its value and the way out.
+        source: FormatError,
+    },
+    /// An image is not opened, or not used in this way, for a reason beyond one field.
+    #[error("'{}': {reason}", image.display())]
+    Refused {
+        /// The image.
+        image: PathBuf,
+        /// Why, and the way out.
+        reason: String,
+    },
+    /// A backing file could not be opened.
+    #[error("the backing file of '{}' could not be opened: {source}", overlay.display())]
+    Backing {
+        /// The image that names it.
+        overlay: PathBuf,
+        /// What went wrong there.
+        source: Box<DiskError>,
+    },
+    /// The image's own tables contradict each other; nothing was changed.
+    #[error("'{}' is corrupt: {reason}; run 'isobath check -r all' on it", image.display())]
+    Corrupt {
+        /// The image.
+        image: PathBuf,
+        /// What is wrong, and where.
+        reason: String,
+    },
+    /// An earlier failure left it unknown what is durable, so writes are refused.
+    #[error("the disk takes no more writes since an earlier failure: {0}; reopen it")]
+    Poisoned(String),
     /// The request reaches past the end of the disk.
     #[error("request of {length} bytes at {offset} reaches past the end of the disk ({size} bytes)")]
     OutOfRange {
@@ -35,6 +72,9 @@ impl DiskError {
     pub fn errno(&self) -> i32 {
         match self {
             Self::Storage(error) => error.errno(),
+            Self::Backing { source, .. } => source.errno(),
+            Self::Format { .. } | Self::Refused { .. } | Self::Corrupt { .. } => libc::EIO,
+            Self::Poisoned(_) => libc::EIO,
             Self::OutOfRange { .. } => libc::EINVAL,
             Self::ReadOnly => libc::EPERM,
             Self::Unsupported(_) => libc::ENOTSUP,

@@ -1,5 +1,45 @@
 //! A virtual disk over a chain of qcow2 images.
+//!
+//! [`Disk::open`] opens an image and its backing chain; reads, writes, zero-writes, discards and
+//! flushes may then run concurrently. It sees its files only through
+//! [`Host`](isobath_storage::Host) and [`Storage`](isobath_storage::Storage), and runs on any
+//! executor.
+//!
+//! ```
+//! use isobath_disk::{BlockDevice, Disk, NewDisk, OpenOptions, create};
+//! use isobath_storage::{IoBuf, memory::MemoryHost};
+//! use std::path::Path;
+//!
+//! # futures_executor::block_on(async {
+//! let host = MemoryHost::default();
+//! create(&host, Path::new("disk.qcow2"), &NewDisk { size: Some(1 << 30), ..NewDisk::default() }).await?;
+//! let options = OpenOptions { writable: true, ..OpenOptions::default() };
+//! let disk = Disk::open(host, Path::new("disk.qcow2"), &options).await?;
+//! disk.write(4096, IoBuf::copy_of(b"isobath")).await?;
+//! disk.flush().await?;
+//! assert_eq!(&*disk.read(4096, IoBuf::zeroed(7)).await?, b"isobath");
+//! disk.close().await?;
+//! # Ok::<(), isobath_disk::DiskError>(())
+//! # }).unwrap();
+//! ```
+
+mod alloc;
+mod chain;
 pub mod device;
+mod disk;
+mod durability;
 pub mod error;
+mod map;
+mod range_lock;
+mod read;
+mod read_gate;
+mod status;
+mod tables;
+mod write;
+
+pub use chain::{ImageFormat, Layer, LayerIndex, MAX_LAYERS, OpenOptions, Trust};
 pub use device::{BlockDevice, BlockStatus, ZeroFlags};
+pub use disk::{DEFAULT_MAP_CACHE, Disk};
+pub use durability::MetadataMode;
 pub use error::{DiskError, Result};
+pub use map::MapStats;

@@ -1,0 +1,327 @@
+//! Host clusters: which are free, and the refcounts that say so.
+//!
+//! Refcounts in memory are ahead of the file in one direction only. An increment may reach the file
+//! at any time: after a crash it is a leak at worst. A decrement is applied, in memory too, only once
+//! nothing durable refers to the cluster any more (see [`durability`](crate::durability)), so that
+//! writing a block's present content is always safe.
+
+mod block;
+mod grow;
+
+use crate::chain::{Layer, Qcow2};
+use crate::{DiskError, Result};
+use async_lock::{Mutex, MutexGuard};
+use block::Block;
+use futures_util::future::try_join_all;
+use isobath_qcow2::{Geometry, HostCluster, HostOffset, RefcountTableEntry};
+use isobath_storage::{IoBuf, Storage};
+use parking_lot::RwLock;
+use std::collections::{BTreeMap, HashSet};
+use std::ops::Range;
+use std::sync::Arc;
+
+/// Bytes of clean refcount blocks that may stay in memory.
+const CACHE_BYTES: u64 = 16 << 20;
+
+/// A run of adjacent host clusters.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Run {
+    /// The first.
+    pub(crate) start: HostCluster,
+    /// How many.
+    pub(crate) count: u64,
+    /// Whether the file is known to hold zeroes there.
+    pub(crate) zeroed: bool,
+}
+
+/// Gives out and takes back the host clusters of one image.
+pub(crate) struct Allocator<S> {
+    layer: Arc<Layer<S>>,
+    geometry: Geometry,
+    state: Mutex<State>,
+    /// Host clusters that hold the image's own tables: never given out, never a guest's.
+    metadata: RwLock<HashSet<u64>>,
+}
+
+struct State {
+    table_offset: HostOffset,
+    /// The refcount table as it will be; as long as the clusters it takes.
+    table: Vec<RefcountTableEntry>,
+    blocks: BTreeMap<u64, Block>,
+    /// Block indexes whose entry in the table is not in the file.
+    unlisted: Vec<u64>,
+    /// Clusters of tables that larger ones replace, once the header points to those.
+    replaced_tables: Vec<Range<u64>>,
+    /// No cluster below this is free.
+    first_maybe_free: u64,
+    /// No cluster from here on was ever used: the file ends before it.
+    never_used: u64,
+    /// Where the next compressed cluster goes: host byte offset, in a cluster with room left.
+    packing: Option<u64>,
+}
+
+impl<S: Storage> Allocator<S> {
+    /// Reads the refcount table of `layer`. `metadata` holds the clusters of the tables that the
+    /// caller knows; those of the refcount structure are added.
+    pub(crate) async fn open(layer: Arc<Layer<S>>, qcow2: &Qcow2, mut metadata: HashSet<u64>) -> Result<Self> {
+        let geometry = qcow2.geometry;
+        let (table_offset, clusters) = {
+            let header = qcow2.header.read();
+            (header.refcount_table_offset, u64::from(header.refcount_table_clusters))
+        };
+        let bytes = clusters << geometry.cluster_bits();
+        let length = layer.storage().len().await?;
+        if table_offset.checked_add(bytes).is_none_or(|end| end.get() > length) {
+            return Err(DiskError::Corrupt {
+                image: layer.name().to_owned(),
+                reason: format!(
+                    "its refcount table (refcount_table_offset {table_offset}, \
+                     {clusters} clusters) reaches past the end of the file ({length} bytes)"
+                ),
+            });
+        }
+        let raw = layer.storage().read_at(table_offset.get(), IoBuf::zeroed(bytes as usize)).await?;
+        let mut table = Vec::with_capacity(bytes as usize / 8);
+        for index in 0..bytes as usize / 8 {
+            let entry = RefcountTableEntry::read(&raw, index).unwrap_or(RefcountTableEntry::unallocated());
+            if let Some(offset) = entry.offset(&geometry).map_err(|e| layer.format_error(e))? {
+                metadata.insert(geometry.host_cluster_of(offset).get());
+            }
+            table.push(entry);
+        }
+        let first = geometry.host_cluster_of(table_offset).get();
+        metadata.extend(first..first + clusters);
+        let state = State {
+            table_offset,
+            table,
+            blocks: BTreeMap::new(),
+            unlisted: Vec::new(),
+            replaced_tables: Vec::new(),
+            first_maybe_free: 1,
+            never_used: geometry.clusters_for(length),
+            packing: None,
+        };
+        Ok(Self { layer, geometry, state: Mutex::new(state), metadata: RwLock::new(metadata) })
+    }
+
+    /// Whether a host cluster holds one of the image's own tables.
+    pub(crate) fn is_metadata(&self, cluster: HostCluster) -> bool {
+        self.metadata.read().contains(&cluster.get())
+    }
+
+    /// Says that a run holds a table from now on.
+    pub(crate) fn mark_metadata(&self, run: Range<u64>) {
+        self.metadata.write().extend(run);
+    }
+
+    /// Says that a run no longer holds a table.
+    pub(crate) fn unmark_metadata(&self, run: Range<u64>) {
+        let mut set = self.metadata.write();
+        for cluster in run {
+            set.remove(&cluster);
+        }
+    }
+
+    /// Takes between 1 and `want` adjacent free clusters.
+    pub(crate) async fn allocate(&self, want: u64) -> Result<Run> {
+        let mut state = self.lock().await;
+        let start = self.find_free(&mut state).await?;
+        let mut count = 1;
+        while count < want && self.is_free(&mut state, start + count).await? {
+            count += 1;
+        }
+        self.take(&mut state, start, count)
+    }
+
+    /// Takes `count` adjacent clusters past everything ever used.
+    pub(crate) async fn allocate_adjacent(&self, count: u64) -> Result<Run> {
+        let mut state = self.lock().await;
+        self.take_adjacent(&mut state, count).await
+    }
+
+    /// Takes room for `length` bytes of compressed data (at most a cluster's), packed behind
+    /// earlier ones, and gives its host offset.
+    pub(crate) async fn allocate_packed(&self, length: u64) -> Result<HostOffset> {
+        let size = self.geometry.cluster_size();
+        let mut state = self.lock().await;
+        if let Some(at) = state.packing {
+            let cluster = at / size;
+            let room = size - at % size;
+            let shared = self.refcount_in(&mut state, cluster).await?;
+            if shared < self.geometry.refcount_order().max() {
+                if length <= room {
+                    self.set(&mut state, cluster, shared + 1)?;
+                    state.packing = (length < room).then_some(at + length);
+                    return Ok(HostOffset::new(at));
+                }
+                if self.is_free(&mut state, cluster + 1).await? {
+                    self.take(&mut state, cluster + 1, 1)?;
+                    self.set(&mut state, cluster, shared + 1)?;
+                    state.packing = Some(at + length);
+                    return Ok(HostOffset::new(at));
+                }
+            }
+        }
+        let start = self.find_free(&mut state).await?;
+        self.take(&mut state, start, 1)?;
+        let at = start * size;
+        state.packing = (length < size).then_some(at + length);
+        Ok(HostOffset::new(at))
+    }
+
+    /// Gives back references to clusters, one for each time a cluster is listed. Nothing durable
+    /// may refer to them through these references any more. Returns those that became free.
+    pub(crate) async fn release(&self, clusters: &[HostCluster]) -> Result<Vec<HostCluster>> {
+        let mut state = self.lock().await;
+        let mut free = Vec::new();
+        for cluster in clusters {
+            self.shrink_cache(&mut state);
+            let cluster = cluster.get();
+            let count = self.refcount_in(&mut state, cluster).await?;
+            let Some(less) = count.checked_sub(1) else {
+                return Err(self.corrupt(format!("host cluster {cluster} is in use but its refcount is 0")));
+            };
+            self.set(&mut state, cluster, less)?;
+            if less == 0 {
+                state.first_maybe_free = state.first_maybe_free.min(cluster);
+                let size = self.geometry.cluster_size();
+                if state.packing.is_some_and(|at| at / size == cluster) {
+                    state.packing = None;
+                }
+                free.push(HostCluster::new(cluster));
+            }
+        }
+        Ok(free)
+    }
+
+    /// The refcount of a host cluster.
+    pub(crate) async fn refcount(&self, cluster: HostCluster) -> Result<u64> {
+        let mut state = self.lock().await;
+        self.refcount_in(&mut state, cluster.get()).await
+    }
+
+    /// Whether the file lacks any change.
+    pub(crate) async fn is_dirty(&self) -> bool {
+        let state = self.state.lock().await;
+        !state.unlisted.is_empty() || state.blocks.values().any(Block::is_dirty)
+    }
+
+    /// Writes every changed part of the blocks; not yet durable.
+    pub(crate) async fn write_blocks(&self) -> Result<()> {
+        let parts = {
+            let mut state = self.state.lock().await;
+            let mut parts: Vec<_> = state.blocks.values_mut().flat_map(Block::take_dirty).collect();
+            parts.sort_by_key(|(offset, _)| *offset);
+            parts
+        };
+        self.write_all(parts).await
+    }
+
+    async fn write_all(&self, parts: Vec<(u64, IoBuf)>) -> Result<()> {
+        let storage = self.layer.storage();
+        try_join_all(parts.into_iter().map(|(offset, bytes)| storage.write_at(offset, bytes))).await?;
+        Ok(())
+    }
+
+    /// Locks the state, with clean blocks beyond the cache's size dropped.
+    async fn lock(&self) -> MutexGuard<'_, State> {
+        let mut state = self.state.lock().await;
+        self.shrink_cache(&mut state);
+        state
+    }
+
+    /// Drops clean blocks beyond the cache's size, half of it at once. Blocks that the operation
+    /// under way relies on must not go, so this comes before the first is looked at.
+    fn shrink_cache(&self, state: &mut MutexGuard<'_, State>) {
+        let keep = (CACHE_BYTES / self.geometry.cluster_size()).max(4) as usize;
+        if state.blocks.len() > keep {
+            let mut excess = state.blocks.len() - keep / 2;
+            state.blocks.retain(|_, block| {
+                let drop = excess > 0 && !block.is_dirty();
+                excess -= usize::from(drop);
+                !drop
+            });
+        }
+    }
+
+    fn corrupt(&self, reason: String) -> DiskError {
+        DiskError::Corrupt { image: self.layer.name().to_owned(), reason }
+    }
+
+    /// The first free cluster.
+    async fn find_free(&self, state: &mut MutexGuard<'_, State>) -> Result<u64> {
+        loop {
+            let cluster = state.first_maybe_free;
+            if self.is_free(state, cluster).await? {
+                return Ok(cluster);
+            }
+            // A block was perhaps put there just now, or the cluster is in use: look at the next.
+            state.first_maybe_free = cluster + 1;
+        }
+    }
+
+    /// Whether a cluster is free, after giving it a refcount block if it has none.
+    async fn is_free(&self, state: &mut MutexGuard<'_, State>, cluster: u64) -> Result<bool> {
+        self.cover(state, cluster).await?;
+        Ok(self.refcount_in(state, cluster).await? == 0)
+    }
+
+    /// Takes free clusters that have refcount blocks.
+    fn take(&self, state: &mut MutexGuard<'_, State>, start: u64, count: u64) -> Result<Run> {
+        let metadata = self.metadata.read();
+        if let Some(cluster) = (start..start + count).find(|cluster| metadata.contains(cluster)) {
+            return Err(self.corrupt(format!(
+                "host cluster {cluster} holds one of its tables but has refcount 0"
+            )));
+        }
+        for cluster in start..start + count {
+            self.set(state, cluster, 1)?;
+        }
+        let zeroed = start >= state.never_used && self.layer.storage().extends_with_zeroes();
+        state.never_used = state.never_used.max(start + count);
+        if state.first_maybe_free == start {
+            state.first_maybe_free = start + count;
+        }
+        Ok(Run { start: HostCluster::new(start), count, zeroed })
+    }
+
+    async fn take_adjacent(&self, state: &mut MutexGuard<'_, State>, count: u64) -> Result<Run> {
+        let mut start = state.never_used;
+        let mut end = start;
+        while end < start + count {
+            if self.is_free(state, end).await? {
+                end += 1;
+            } else {
+                end += 1;
+                start = end;
+            }
+        }
+        self.take(state, start, count)
+    }
+
+    async fn refcount_in(&self, state: &mut MutexGuard<'_, State>, cluster: u64) -> Result<u64> {
+        let (index, within) = self.geometry.refcount_position(HostCluster::new(cluster));
+        if let Some(block) = state.blocks.get(&index) {
+            return Ok(block.get(within));
+        }
+        let Some(entry) = state.table.get(index as usize) else { return Ok(0) };
+        let Some(offset) = entry.offset(&self.geometry).map_err(|e| self.layer.format_error(e))? else {
+            return Ok(0);
+        };
+        let length = self.geometry.cluster_size() as usize;
+        let bytes = self.layer.storage().read_at(offset.get(), IoBuf::zeroed(length)).await?;
+        let block = Block::loaded(offset, bytes, self.geometry.refcount_order());
+        let count = block.get(within);
+        state.blocks.insert(index, block);
+        Ok(count)
+    }
+
+    /// Sets the refcount of a cluster whose block is in memory.
+    fn set(&self, state: &mut MutexGuard<'_, State>, cluster: u64, value: u64) -> Result<()> {
+        let (index, within) = self.geometry.refcount_position(HostCluster::new(cluster));
+        let block = state.blocks.get_mut(&index).ok_or_else(|| {
+            self.corrupt(format!("host cluster {cluster} has no refcount block"))
+        })?;
+        block.set(within, value).map_err(|e| self.layer.format_error(e))
+    }
+}

@@ -1,0 +1,173 @@
+//! One image of a chain.
+
+use crate::{DiskError, Result};
+use isobath_qcow2::{FormatError, Geometry, Header, L1Entry};
+use isobath_storage::Storage;
+use parking_lot::RwLock;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// The format of an image.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ImageFormat {
+    /// qcow2, version 2 or 3.
+    Qcow2,
+    /// The guest's bytes as they are.
+    Raw,
+}
+
+impl ImageFormat {
+    /// QEMU's name of the format.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Qcow2 => "qcow2",
+            Self::Raw => "raw",
+        }
+    }
+
+    /// The format of that name, or `None` for one that is not handled here.
+    pub fn from_name(name: &str) -> Option<Self> {
+        match name {
+            "qcow2" => Some(Self::Qcow2),
+            "raw" => Some(Self::Raw),
+            _ => None,
+        }
+    }
+}
+
+/// An open image: its file and, for qcow2, its header and L1 table.
+pub struct Layer<S> {
+    name: PathBuf,
+    storage: Arc<S>,
+    data: Arc<S>,
+    /// Guest bytes.
+    size: AtomicU64,
+    /// Guest bytes that can be seen through the layers above.
+    visible: AtomicU64,
+    /// Bytes in the file when last asked.
+    file_length: AtomicU64,
+    qcow2: Option<Qcow2>,
+}
+
+/// What a qcow2 layer adds to a raw one.
+pub(crate) struct Qcow2 {
+    pub(crate) header: RwLock<Header>,
+    pub(crate) geometry: Geometry,
+    /// The active L1 table as it is in the file; the writer keeps what is not yet there.
+    pub(crate) l1: RwLock<Vec<L1Entry>>,
+}
+
+impl<S: Storage> Layer<S> {
+    /// The size of a raw disk is its file's, in whole sectors.
+    pub(crate) fn raw(name: PathBuf, storage: Arc<S>, length: u64) -> Self {
+        let size = length.next_multiple_of(512);
+        Self {
+            name,
+            data: Arc::clone(&storage),
+            storage,
+            size: AtomicU64::new(size),
+            visible: AtomicU64::new(size),
+            file_length: AtomicU64::new(length),
+            qcow2: None,
+        }
+    }
+
+    pub(crate) fn qcow2(
+        name: PathBuf,
+        storage: Arc<S>,
+        data: Option<Arc<S>>,
+        file_length: u64,
+        header: Header,
+        geometry: Geometry,
+        l1: Vec<L1Entry>,
+    ) -> Self {
+        let size = header.disk_size();
+        Self {
+            name,
+            data: data.unwrap_or_else(|| Arc::clone(&storage)),
+            storage,
+            size: AtomicU64::new(size),
+            visible: AtomicU64::new(size),
+            file_length: AtomicU64::new(file_length),
+            qcow2: Some(Qcow2 { header: RwLock::new(header), geometry, l1: RwLock::new(l1) }),
+        }
+    }
+
+    /// The name under which it was opened.
+    pub fn name(&self) -> &Path {
+        &self.name
+    }
+
+    /// The image's file.
+    pub fn storage(&self) -> &Arc<S> {
+        &self.storage
+    }
+
+    /// The file with the guest's data: an external data file, or the image's own.
+    pub fn data(&self) -> &Arc<S> {
+        &self.data
+    }
+
+    /// Its format.
+    pub fn format(&self) -> ImageFormat {
+        if self.qcow2.is_some() { ImageFormat::Qcow2 } else { ImageFormat::Raw }
+    }
+
+    /// The guest's size of this layer, in bytes.
+    pub fn size(&self) -> u64 {
+        self.size.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn set_size(&self, size: u64) {
+        self.size.store(size, Ordering::Relaxed);
+        self.visible.store(size, Ordering::Relaxed);
+    }
+
+    /// Guest bytes of this layer that the layers above do not cut off.
+    pub(crate) fn visible(&self) -> u64 {
+        self.visible.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn limit_visible(&self, to: u64) {
+        self.visible.fetch_min(to, Ordering::Relaxed);
+    }
+
+    pub(crate) fn file_length(&self) -> u64 {
+        self.file_length.load(Ordering::Relaxed)
+    }
+
+    /// Asks for the file's length again: an active layer grows.
+    pub(crate) async fn refresh_file_length(&self) -> Result<u64> {
+        let length = self.data.len().await?;
+        self.file_length.store(length, Ordering::Relaxed);
+        Ok(length)
+    }
+
+    pub(crate) fn as_qcow2(&self) -> Option<&Qcow2> {
+        self.qcow2.as_ref()
+    }
+
+    /// A copy of the header, of a qcow2 layer.
+    pub fn header(&self) -> Option<Header> {
+        self.qcow2.as_ref().map(|q| q.header.read().clone())
+    }
+
+    /// log2 of the smallest piece of the disk that the layer's tables tell apart, in bytes; `None`
+    /// for raw.
+    pub(crate) fn unit_bits(&self) -> Option<u32> {
+        self.qcow2.as_ref().map(|q| q.geometry.subcluster_size().trailing_zeros())
+    }
+
+    /// An error of the format, with this image's name.
+    pub(crate) fn format_error(&self, source: FormatError) -> DiskError {
+        DiskError::Format { image: self.name.clone(), source }
+    }
+}
+
+impl Qcow2 {
+    /// The entry of the L1 table in the file; unallocated past its end.
+    pub(crate) fn l1_entry(&self, index: u64) -> L1Entry {
+        self.l1.read().get(index as usize).copied().unwrap_or(L1Entry::unallocated())
+    }
+}

@@ -1,0 +1,238 @@
+//! Opening a chain: from the active layer down, by the names in the headers.
+
+use super::name::plain_file_name;
+use super::{Chain, ImageFormat, Layer, MAX_LAYERS};
+use crate::{DiskError, Result};
+use isobath_qcow2::{Header, IncompatibleFeatures, L1Entry, is_qcow2};
+use isobath_storage::{FileId, Host, IoBuf, Locking, OpenMode, Storage};
+use std::collections::HashSet;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// How far the names in an image's header are believed.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Trust {
+    /// The image comes from its user: any file that it names is opened, and a backing file without
+    /// a named format is probed, as QEMU does.
+    #[default]
+    Full,
+    /// The image may come from a stranger: it may only name files below these directories (links
+    /// followed), and must name their format.
+    Within(Vec<PathBuf>),
+}
+
+/// How to open a disk.
+#[derive(Clone, Debug)]
+pub struct OpenOptions {
+    /// Allow writes to the active layer.
+    pub writable: bool,
+    /// Bypass the page cache (`--cache none`).
+    pub direct: bool,
+    /// Image locks to take.
+    pub locking: Locking,
+    /// The active layer's format; `None` probes.
+    pub format: Option<ImageFormat>,
+    /// Whether to open the backing chain; without it, what it holds reads as zeroes.
+    pub backing: bool,
+    /// How far names in headers are believed.
+    pub trust: Trust,
+    /// Bytes of memory for the map; `None` takes what the disk needs, up to
+    /// [`DEFAULT_MAP_CACHE`](crate::DEFAULT_MAP_CACHE).
+    pub map_cache: Option<usize>,
+}
+
+impl Default for OpenOptions {
+    fn default() -> Self {
+        Self {
+            writable: false,
+            direct: false,
+            locking: Locking::default(),
+            format: None,
+            backing: true,
+            trust: Trust::default(),
+            map_cache: None,
+        }
+    }
+}
+
+impl OpenOptions {
+    fn mode(&self, writable: bool) -> OpenMode {
+        OpenMode { writable, direct: self.direct, locking: self.locking }
+    }
+}
+
+/// Opens `name` and everything below it.
+pub(crate) async fn open_chain<H: Host>(
+    host: &H,
+    name: &Path,
+    options: &OpenOptions,
+) -> Result<Chain<H::File>> {
+    let mut layers: Vec<Arc<Layer<H::File>>> = Vec::new();
+    let mut seen: HashSet<FileId> = HashSet::new();
+    let mut next = Some((name.to_owned(), options.format));
+    let mut visible = u64::MAX;
+    while let Some((name, format)) = next.take() {
+        if layers.len() == MAX_LAYERS {
+            return Err(DiskError::Refused {
+                image: name,
+                reason: format!("its chain has more than {MAX_LAYERS} layers"),
+            });
+        }
+        let writable = options.writable && layers.is_empty();
+        let opened = open_layer(host, &name, format, writable, options).await;
+        let layer = match (opened, layers.last()) {
+            (Ok(layer), _) => layer,
+            (Err(error), None) => return Err(error),
+            (Err(error), Some(above)) => {
+                return Err(DiskError::Backing {
+                    overlay: above.name().to_owned(),
+                    source: Box::new(error),
+                });
+            }
+        };
+        if !seen.insert(layer.storage().id()) {
+            return Err(DiskError::Refused {
+                image: layer.name().to_owned(),
+                reason: "it is its own backing file, directly or through others; mend the chain \
+                         with 'qemu-img rebase -u'"
+                    .into(),
+            });
+        }
+        layer.limit_visible(visible);
+        visible = layer.visible();
+        if options.backing {
+            next = backing_of(host, &layer, &options.trust)?;
+        }
+        layers.push(Arc::new(layer));
+    }
+    layers.reverse();
+    Ok(Chain { layers })
+}
+
+/// The name and format of a layer's backing file.
+fn backing_of<H: Host>(
+    host: &H,
+    layer: &Layer<H::File>,
+    trust: &Trust,
+) -> Result<Option<(PathBuf, Option<ImageFormat>)>> {
+    let Some(header) = layer.header() else { return Ok(None) };
+    let Some(name) = &header.backing_file else { return Ok(None) };
+    let path = referenced_file(host, layer.name(), "backing file", name, trust)?;
+    let format = match header.backing_format() {
+        Some(format) => Some(ImageFormat::from_name(format).ok_or_else(|| DiskError::Refused {
+            image: layer.name().to_owned(),
+            reason: format!(
+                "its backing file format is '{}'; only qcow2 and raw are supported",
+                format.escape_debug()
+            ),
+        })?),
+        None if *trust != Trust::Full => {
+            return Err(DiskError::Refused {
+                image: layer.name().to_owned(),
+                reason: "it does not name its backing file's format, and an untrusted image's \
+                         backing file is not probed; name it with 'qemu-img rebase -u -F FORMAT'"
+                    .into(),
+            });
+        }
+        None => None,
+    };
+    Ok(Some((path, format)))
+}
+
+/// The path of a file that the image `referrer` names, once it may be opened.
+fn referenced_file<H: Host>(
+    host: &H,
+    referrer: &Path,
+    field: &str,
+    name: &str,
+    trust: &Trust,
+) -> Result<PathBuf> {
+    let path = host.resolve(referrer, plain_file_name(referrer, field, name)?);
+    if let Trust::Within(directories) = trust {
+        let real = host.canonical(&path)?;
+        if !directories.iter().any(|directory| real.starts_with(directory)) {
+            return Err(DiskError::Refused {
+                image: referrer.to_owned(),
+                reason: format!(
+                    "its {field} '{}' lies outside the directories allowed to an untrusted image",
+                    name.escape_debug()
+                ),
+            });
+        }
+    }
+    Ok(path)
+}
+
+/// Opens one image, without what is below it.
+pub(crate) async fn open_layer<H: Host>(
+    host: &H,
+    name: &Path,
+    format: Option<ImageFormat>,
+    writable: bool,
+    options: &OpenOptions,
+) -> Result<Layer<H::File>> {
+    let storage = Arc::new(host.open(name, options.mode(writable)).await?);
+    let length = storage.len().await?;
+    let start = storage.read_at(0, IoBuf::zeroed(4096)).await?;
+    let qcow2 = match format {
+        Some(format) => format == ImageFormat::Qcow2,
+        None => is_qcow2(&start),
+    };
+    if !qcow2 {
+        return Ok(Layer::raw(name.to_owned(), storage, length));
+    }
+    let error = |source| DiskError::Format { image: name.to_owned(), source };
+    let head = Header::probe_length(&start).map_err(error)?.min(length as usize);
+    let bytes = if head > start.len() {
+        storage.read_at(0, IoBuf::zeroed(head)).await?
+    } else {
+        start
+    };
+    let header = Header::parse(bytes.get(..head).unwrap_or(&bytes)).map_err(error)?;
+    let geometry = header.geometry().map_err(error)?;
+    let l1 = read_l1(&*storage, name, &header, length).await?;
+    let data = if header.incompatible.contains(IncompatibleFeatures::DATA_FILE) {
+        let Some(file) = header.data_file() else {
+            return Err(DiskError::Refused {
+                image: name.to_owned(),
+                reason: "it keeps its data in an external file but does not name it; name it with \
+                         'qemu-img amend -o data_file=NAME'"
+                    .into(),
+            });
+        };
+        let path = referenced_file(host, name, "data file", file, &options.trust)?;
+        Some(Arc::new(host.open(&path, options.mode(writable)).await?))
+    } else {
+        None
+    };
+    let file_length = match &data {
+        Some(data) => data.len().await?,
+        None => length,
+    };
+    Ok(Layer::qcow2(name.to_owned(), storage, data, file_length, header, geometry, l1))
+}
+
+/// Reads the active L1 table.
+async fn read_l1<S: Storage>(
+    storage: &S,
+    name: &Path,
+    header: &Header,
+    file_length: u64,
+) -> Result<Vec<L1Entry>> {
+    let bytes = u64::from(header.l1_size) * 8;
+    let offset = header.l1_table_offset;
+    if offset.get().checked_add(bytes).is_none_or(|end| end > file_length) {
+        return Err(DiskError::Refused {
+            image: name.to_owned(),
+            reason: format!(
+                "its L1 table (l1_table_offset {offset}, l1_size {}) reaches past the end of the \
+                 file ({file_length} bytes): the file was cut short; restore it from a copy",
+                header.l1_size
+            ),
+        });
+    }
+    let table = storage.read_at(offset.get(), IoBuf::zeroed(bytes as usize)).await?;
+    Ok((0..header.l1_size as usize)
+        .map(|index| L1Entry::read(&table, index).unwrap_or(L1Entry::unallocated()))
+        .collect())
+}

@@ -1,0 +1,172 @@
+//! An open disk.
+
+use crate::chain::{Chain, Layer, LayerIndex, Qcow2, open_chain};
+use crate::device::{BlockDevice, BlockStatus, ZeroFlags};
+use crate::map::{Map, MapStats, SLICE_UNITS};
+use crate::read::Readers;
+use crate::write::Writer;
+use crate::{DiskError, OpenOptions, Result};
+use isobath_storage::{Host, IoBuf};
+use std::path::Path;
+use std::sync::Arc;
+
+/// The most memory that the map takes unless told otherwise: enough for a disk of 1 TiB in 64 KiB
+/// clusters.
+pub const DEFAULT_MAP_CACHE: usize = 132 << 20;
+
+/// A virtual disk: an image and its backing chain.
+///
+/// All methods may be called concurrently. Dropping a disk that was written loses what was not
+/// flushed; [`close`](Self::close) flushes and leaves no cluster leaked.
+pub struct Disk<H: Host> {
+    host: H,
+    pub(crate) chain: Chain<H::File>,
+    pub(crate) map: Map,
+    pub(crate) readers: Readers,
+    /// Present when the disk was opened for writing.
+    pub(crate) writer: Option<Writer<H::File>>,
+    /// Keeps two tasks from resolving the same slice; by slice number.
+    pub(crate) resolving: Box<[async_lock::Mutex<()>]>,
+}
+
+impl<H: Host> Disk<H> {
+    /// Opens the image `name` and its backing chain. The backing files are opened read-only.
+    ///
+    /// Opening for writing repairs the refcounts of an image that was not closed
+    /// (`lazy_refcounts`), and says in the image's header that bitmaps and extensions unknown here
+    /// no longer match its data.
+    ///
+    /// # Errors
+    /// If a file cannot be opened or locked, is not a valid image, is encrypted, has features
+    /// unknown here, or the chain has a loop; or, for writing, if it is marked corrupt.
+    pub async fn open(host: H, name: &Path, options: &OpenOptions) -> Result<Self> {
+        let chain = open_chain(&host, name, options).await?;
+        let unit_bits = chain.top_down().filter_map(|(_, layer)| layer.unit_bits()).min();
+        let unit_bits = unit_bits.unwrap_or(16);
+        let budget = options.map_cache.unwrap_or_else(|| {
+            let slices = chain.active().size().div_ceil((SLICE_UNITS as u64) << unit_bits);
+            slices.saturating_mul(9 << 10).min(DEFAULT_MAP_CACHE as u64) as usize
+        });
+        let writer = match (options.writable, chain.active().as_qcow2()) {
+            (true, Some(qcow2)) => {
+                let alone = chain.len() == 1;
+                Some(Writer::open(chain.active(), qcow2, alone).await?)
+            }
+            (true, None) => Some(Writer::raw(chain.active())),
+            (false, _) => None,
+        };
+        Ok(Self {
+            host,
+            map: Map::new(unit_bits, budget),
+            readers: Readers::default(),
+            writer,
+            resolving: (0..64).map(|_| async_lock::Mutex::new(())).collect(),
+            chain,
+        })
+    }
+
+    /// Where the disk's files are.
+    pub fn host(&self) -> &H {
+        &self.host
+    }
+
+    /// The number of layers in the chain.
+    pub fn depth(&self) -> usize {
+        self.chain.len()
+    }
+
+    /// The layers, from the active one down to the base.
+    pub fn layers(&self) -> impl Iterator<Item = &Arc<Layer<H::File>>> {
+        self.chain.top_down().map(|(_, layer)| layer)
+    }
+
+    /// The map's counters.
+    pub fn map_stats(&self) -> MapStats {
+        self.map.stats()
+    }
+
+    pub(crate) fn active_index(&self) -> LayerIndex {
+        self.chain.active_index()
+    }
+
+    pub(crate) fn active_qcow2(&self) -> Option<&Qcow2> {
+        self.chain.active().as_qcow2()
+    }
+
+    /// Flushes and brings the image into its final state: no leaked clusters, bitmaps valid where
+    /// they can be. The disk takes no more requests.
+    ///
+    /// # Errors
+    /// As [`flush`](BlockDevice::flush); the image is then as after a crash.
+    pub async fn close(self) -> Result<()> {
+        match &self.writer {
+            Some(writer) => writer.close(&self.readers).await,
+            None => Ok(()),
+        }
+    }
+
+    pub(crate) fn check_range(&self, offset: u64, length: u64) -> Result<()> {
+        let size = self.size();
+        if offset.checked_add(length).is_none_or(|end| end > size) {
+            return Err(DiskError::OutOfRange { offset, length, size });
+        }
+        Ok(())
+    }
+
+    pub(crate) fn writer(&self) -> Result<&Writer<H::File>> {
+        let writer = self.writer.as_ref().ok_or(DiskError::ReadOnly)?;
+        writer.check()?;
+        Ok(writer)
+    }
+}
+
+impl<H: Host> BlockDevice for Disk<H> {
+    fn size(&self) -> u64 {
+        self.chain.active().size()
+    }
+
+    fn is_read_only(&self) -> bool {
+        self.writer.is_none()
+    }
+
+    fn preferred_block(&self) -> u32 {
+        1 << self.chain.active().unit_bits().unwrap_or(12)
+    }
+
+    async fn read(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
+        self.check_range(offset, buf.len() as u64)?;
+        self.read_range(offset, buf).await
+    }
+
+    async fn write(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
+        self.check_range(offset, buf.len() as u64)?;
+        self.write_range(offset, buf).await
+    }
+
+    async fn write_zeroes(&self, offset: u64, length: u64, flags: ZeroFlags) -> Result<()> {
+        self.check_range(offset, length)?;
+        self.zero_range(offset, length, flags).await
+    }
+
+    async fn discard(&self, offset: u64, length: u64) -> Result<()> {
+        self.check_range(offset, length)?;
+        self.discard_range(offset, length).await
+    }
+
+    async fn flush(&self) -> Result<()> {
+        match &self.writer {
+            Some(writer) => writer.commit(&self.readers).await,
+            None => Ok(()),
+        }
+    }
+
+    async fn block_status(
+        &self,
+        offset: u64,
+        length: u64,
+        max_runs: usize,
+    ) -> Result<Vec<BlockStatus>> {
+        self.check_range(offset, length)?;
+        self.status_of(offset, length, max_runs).await
+    }
+}

@@ -1,0 +1,453 @@
+//! The unified map: which layer holds a guest range, and where.
+//!
+//! One cache serves the whole chain. It is divided into *units*, the smallest cluster or subcluster
+//! size of any layer, and kept in *slices* of [`SLICE_UNITS`] units. A look-up costs the same at any
+//! depth; the first look-up in a slice merges it over the layers (see [`resolve`]).
+
+mod entry;
+pub(crate) mod resolve;
+
+pub(crate) use entry::{Unit, UnitKind};
+
+use crate::chain::LayerIndex;
+use isobath_qcow2::CompressedCluster;
+use parking_lot::{Mutex, RwLock};
+use std::collections::{HashMap, VecDeque};
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+/// Units in a slice: with 64 KiB clusters, 64 MiB of the disk in 8 KiB of memory.
+pub(crate) const SLICE_UNITS: usize = 1024;
+const SHARDS: usize = 64;
+/// What a slice costs beside its units: the allocation, the shard's entry and the clock's.
+const SLICE_OVERHEAD: usize = 192;
+
+/// A run of guest bytes with one source.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Extent {
+    /// First guest byte.
+    pub(crate) guest: u64,
+    /// Bytes; never zero.
+    pub(crate) length: u64,
+    /// Where they come from.
+    pub(crate) source: Source,
+}
+
+/// Where the bytes of an extent come from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Source {
+    /// No layer has them: zeroes.
+    Absent,
+    /// A layer marks them as zeroes.
+    Zero(LayerIndex),
+    /// Plain data.
+    Data {
+        layer: LayerIndex,
+        /// Byte offset in the layer's data file of the extent's first byte.
+        host: u64,
+        /// In the active layer and owned by it alone: writes may go there.
+        in_place: bool,
+    },
+    /// A compressed cluster of which the extent is a part.
+    Compressed {
+        layer: LayerIndex,
+        cluster: CompressedCluster,
+    },
+    /// The layer's tables are not valid here: reading is an error.
+    Invalid(LayerIndex),
+}
+
+/// A slice of the map.
+pub(crate) struct Slice {
+    units: Box<[AtomicU64]>,
+    /// Compressed clusters that units name by index; only ever appended to.
+    compressed: RwLock<Vec<CompressedCluster>>,
+    used: AtomicBool,
+}
+
+impl Slice {
+    pub(crate) fn new(units: &[Unit], compressed: Vec<CompressedCluster>) -> Self {
+        Self {
+            units: units.iter().map(|unit| AtomicU64::new(unit.bits())).collect(),
+            compressed: RwLock::new(compressed),
+            used: AtomicBool::new(true),
+        }
+    }
+
+    fn unit(&self, index: usize) -> Unit {
+        self.units
+            .get(index)
+            .map_or(Unit::ABSENT, |unit| Unit::from_bits(unit.load(Ordering::Acquire)))
+    }
+
+    fn set(&self, range: Range<usize>, value: impl Fn(usize) -> Unit) {
+        for (step, unit) in self.units.get(range).unwrap_or_default().iter().enumerate() {
+            unit.store(value(step).bits(), Ordering::Release);
+        }
+    }
+
+    fn add_compressed(&self, cluster: CompressedCluster) -> u32 {
+        let mut list = self.compressed.write();
+        list.push(cluster);
+        (list.len() - 1) as u32
+    }
+
+    fn source(&self, unit: Unit, within: u64, unit_bits: u32) -> Source {
+        let layer = unit.layer();
+        match unit.kind() {
+            UnitKind::Absent => Source::Absent,
+            UnitKind::Zero => Source::Zero(layer),
+            UnitKind::Invalid => Source::Invalid(layer),
+            UnitKind::Data => Source::Data {
+                layer,
+                host: unit.host(unit_bits) + within,
+                in_place: unit.in_place(),
+            },
+            UnitKind::Compressed => {
+                let list = self.compressed.read();
+                match list.get(unit.compressed_index() as usize) {
+                    Some(&cluster) => Source::Compressed { layer, cluster },
+                    None => Source::Absent,
+                }
+            }
+        }
+    }
+
+    fn cost(&self) -> usize {
+        self.units.len() * 8 + SLICE_OVERHEAD
+    }
+}
+
+#[derive(Default)]
+struct Shard {
+    slices: HashMap<u64, Arc<Slice>>,
+    /// Raised by every update, so that a slice resolved meanwhile is not taken for current.
+    generation: u64,
+}
+
+/// Counters of the map, each since the disk was opened.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct MapStats {
+    /// Look-ups answered from the cache.
+    pub hits: u64,
+    /// Hits that found no layer owning the range.
+    pub unallocated_hits: u64,
+    /// Look-ups that had to resolve a slice.
+    pub misses: u64,
+    /// Bytes of memory that the cached slices take.
+    pub bytes: u64,
+    /// The limit of `bytes`.
+    pub budget: u64,
+}
+
+/// The unified cache.
+pub(crate) struct Map {
+    unit_bits: u32,
+    shards: Box<[RwLock<Shard>]>,
+    clock: Mutex<VecDeque<u64>>,
+    budget: usize,
+    bytes: AtomicU64,
+    hits: AtomicU64,
+    unallocated: AtomicU64,
+    misses: AtomicU64,
+}
+
+/// What a look-up found.
+pub(crate) enum Lookup {
+    /// The extents cover the range.
+    Found,
+    /// This slice must be resolved first.
+    Missing(u64),
+}
+
+impl Map {
+    /// A map of units of `1 << unit_bits` bytes that keeps at most `budget` bytes of slices (but
+    /// always at least a few).
+    pub(crate) fn new(unit_bits: u32, budget: usize) -> Self {
+        let least = 4 * (SLICE_UNITS * 8 + SLICE_OVERHEAD);
+        Self {
+            unit_bits,
+            shards: (0..SHARDS).map(|_| RwLock::default()).collect(),
+            clock: Mutex::default(),
+            budget: budget.max(least),
+            bytes: AtomicU64::new(0),
+            hits: AtomicU64::new(0),
+            unallocated: AtomicU64::new(0),
+            misses: AtomicU64::new(0),
+        }
+    }
+
+    /// log2 of the unit's size in bytes.
+    pub(crate) const fn unit_bits(&self) -> u32 {
+        self.unit_bits
+    }
+
+    /// log2 of the bytes that a slice covers.
+    pub(crate) const fn slice_bits(&self) -> u32 {
+        self.unit_bits + SLICE_UNITS.trailing_zeros()
+    }
+
+    fn shard(&self, slice: u64) -> &RwLock<Shard> {
+        &self.shards[slice as usize % SHARDS]
+    }
+
+    /// Appends the extents of the guest bytes in `range`, merged where they continue each other.
+    pub(crate) fn lookup(&self, range: Range<u64>, extents: &mut Vec<Extent>) -> Lookup {
+        let mut at = range.start;
+        while at < range.end {
+            let slice_index = at >> self.slice_bits();
+            let slice_start = slice_index << self.slice_bits();
+            let end = range.end.min(slice_start + (1 << self.slice_bits()));
+            let shard = self.shard(slice_index).read();
+            let Some(slice) = shard.slices.get(&slice_index) else {
+                self.misses.fetch_add(1, Ordering::Relaxed);
+                return Lookup::Missing(slice_index);
+            };
+            if !slice.used.load(Ordering::Relaxed) {
+                slice.used.store(true, Ordering::Relaxed);
+            }
+            self.hits.fetch_add(1, Ordering::Relaxed);
+            self.lookup_in(slice, slice_start, at..end, extents);
+            at = end;
+        }
+        Lookup::Found
+    }
+
+    fn lookup_in(
+        &self,
+        slice: &Slice,
+        slice_start: u64,
+        range: Range<u64>,
+        extents: &mut Vec<Extent>,
+    ) {
+        let mut at = range.start;
+        let mut index = ((at - slice_start) >> self.unit_bits) as usize;
+        while at < range.end {
+            let first = slice.unit(index);
+            let within = at - (slice_start + ((index as u64) << self.unit_bits));
+            let mut last = first;
+            loop {
+                index += 1;
+                if slice_start + ((index as u64) << self.unit_bits) >= range.end {
+                    break;
+                }
+                let next = slice.unit(index);
+                if !last.continues(next) {
+                    break;
+                }
+                last = next;
+            }
+            let end = range.end.min(slice_start + ((index as u64) << self.unit_bits));
+            if first.kind() == UnitKind::Absent {
+                self.unallocated.fetch_add(1, Ordering::Relaxed);
+            }
+            let extent = Extent {
+                guest: at,
+                length: end - at,
+                source: slice.source(first, within, self.unit_bits),
+            };
+            push_extent(extents, extent);
+            at = end;
+        }
+    }
+
+    /// Where to begin resolving a slice: hand this to [`insert`](Self::insert).
+    pub(crate) fn generation(&self, slice: u64) -> u64 {
+        self.shard(slice).read().generation
+    }
+
+    /// Adds a slice resolved since `generation`. `false` if an update came in between: resolve
+    /// again.
+    pub(crate) fn insert(&self, index: u64, generation: u64, slice: Slice) -> bool {
+        let cost = slice.cost() as u64;
+        let mut clock = self.clock.lock();
+        {
+            let mut shard = self.shard(index).write();
+            if shard.generation != generation {
+                return false;
+            }
+            if shard.slices.insert(index, Arc::new(slice)).is_some() {
+                return true;
+            }
+        }
+        clock.push_back(index);
+        let bytes = self.bytes.fetch_add(cost, Ordering::Relaxed) + cost;
+        if bytes > self.budget as u64 {
+            self.evict(&mut clock);
+        }
+        true
+    }
+
+    /// Second chance: a slice used since the hand last passed stays for another round.
+    fn evict(&self, clock: &mut VecDeque<u64>) {
+        let mut steps = clock.len() * 2;
+        while self.bytes.load(Ordering::Relaxed) > self.budget as u64 && steps > 0 {
+            steps -= 1;
+            let Some(index) = clock.pop_front() else { return };
+            let mut shard = self.shard(index).write();
+            let Some(slice) = shard.slices.get(&index) else { continue };
+            if slice.used.swap(false, Ordering::Relaxed) {
+                clock.push_back(index);
+                continue;
+            }
+            let cost = slice.cost() as u64;
+            shard.slices.remove(&index);
+            self.bytes.fetch_sub(cost, Ordering::Relaxed);
+        }
+    }
+
+    /// Changes the units of `range` (aligned to units), where they are cached: `unit` is called
+    /// with the byte offset of each unit from the range's start.
+    pub(crate) fn update(&self, range: Range<u64>, unit: impl Fn(u64) -> Unit) {
+        self.change(range, |slice, units, from_start| {
+            slice.set(units, |step| unit(from_start + ((step as u64) << self.unit_bits)));
+        });
+    }
+
+    /// Makes the units of `range` part of a compressed cluster.
+    pub(crate) fn update_compressed(
+        &self,
+        range: Range<u64>,
+        layer: LayerIndex,
+        cluster: CompressedCluster,
+    ) {
+        self.change(range, |slice, units, _| {
+            let index = slice.add_compressed(cluster);
+            slice.set(units, |_| Unit::compressed(layer, index));
+        });
+    }
+
+    fn change(&self, range: Range<u64>, apply: impl Fn(&Slice, Range<usize>, u64)) {
+        let mut at = range.start;
+        while at < range.end {
+            let slice_index = at >> self.slice_bits();
+            let slice_start = slice_index << self.slice_bits();
+            let end = range.end.min(slice_start + (1 << self.slice_bits()));
+            let mut shard = self.shard(slice_index).write();
+            shard.generation += 1;
+            if let Some(slice) = shard.slices.get(&slice_index) {
+                let first = ((at - slice_start) >> self.unit_bits) as usize;
+                let count = (end - at).div_ceil(1 << self.unit_bits) as usize;
+                apply(slice, first..first + count, at - range.start);
+            }
+            at = end;
+        }
+    }
+
+    /// Forgets everything, as after a change of the chain or of the disk's size.
+    pub(crate) fn clear(&self) {
+        let mut clock = self.clock.lock();
+        clock.clear();
+        for shard in &self.shards {
+            let mut shard = shard.write();
+            shard.generation += 1;
+            for (_, slice) in shard.slices.drain() {
+                self.bytes.fetch_sub(slice.cost() as u64, Ordering::Relaxed);
+            }
+        }
+    }
+
+    /// The counters.
+    pub(crate) fn stats(&self) -> MapStats {
+        MapStats {
+            hits: self.hits.load(Ordering::Relaxed),
+            unallocated_hits: self.unallocated.load(Ordering::Relaxed),
+            misses: self.misses.load(Ordering::Relaxed),
+            bytes: self.bytes.load(Ordering::Relaxed),
+            budget: self.budget as u64,
+        }
+    }
+}
+
+/// Appends an extent, or lengthens the last one where the new one continues it (over a slice's
+/// border).
+fn push_extent(extents: &mut Vec<Extent>, extent: Extent) {
+    if let Some(last) = extents.last_mut() {
+        let continues = match (last.source, extent.source) {
+            (
+                Source::Data { layer, host, in_place },
+                Source::Data { layer: next_layer, host: next_host, in_place: next_in_place },
+            ) => {
+                layer == next_layer && in_place == next_in_place && host + last.length == next_host
+            }
+            (a, b) => a == b,
+        };
+        if continues && last.guest + last.length == extent.guest {
+            last.length += extent.length;
+            return;
+        }
+    }
+    extents.push(extent);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TOP: LayerIndex = LayerIndex::new(3);
+
+    fn filled(map: &Map, index: u64, unit: impl Fn(usize) -> Unit) {
+        let units: Vec<_> = (0..SLICE_UNITS).map(unit).collect();
+        assert!(map.insert(index, map.generation(index), Slice::new(&units, Vec::new())));
+    }
+
+    fn data(n: u64) -> Unit {
+        Unit::data(TOP, n << 16, 16, true).unwrap()
+    }
+
+    #[test]
+    fn extents_merge_within_and_across_slices() {
+        let map = Map::new(16, 1 << 20);
+        let mut extents = Vec::new();
+        assert!(matches!(map.lookup(0..1, &mut extents), Lookup::Missing(0)));
+        filled(&map, 0, |n| data(n as u64));
+        filled(&map, 1, |n| data((SLICE_UNITS + n) as u64));
+        let range = 100..(1 << 26) + 100;
+        assert!(matches!(map.lookup(range, &mut extents), Lookup::Found));
+        let source = Source::Data { layer: TOP, host: 100, in_place: true };
+        assert_eq!(extents, [Extent { guest: 100, length: 1 << 26, source }]);
+    }
+
+    #[test]
+    fn an_update_is_seen_and_outdates_a_slice_being_resolved() {
+        let map = Map::new(16, 1 << 20);
+        filled(&map, 0, |_| Unit::ABSENT);
+        let generation = map.generation(64);
+        map.update(1 << 16..3 << 16, |from| Unit::data(TOP, (9 << 16) + from, 16, true).unwrap());
+        let mut extents = Vec::new();
+        map.lookup(0..4 << 16, &mut extents);
+        let lengths: Vec<_> = extents.iter().map(|e| e.length >> 16).collect();
+        assert_eq!(lengths, [1, 2, 1]);
+        // Slice 64 shares the shard of slice 0.
+        assert!(!map.insert(64, generation, Slice::new(&[Unit::ABSENT], Vec::new())));
+    }
+
+    #[test]
+    fn the_budget_is_kept_and_used_slices_stay() {
+        let map = Map::new(16, 8 * (SLICE_UNITS * 8 + SLICE_OVERHEAD));
+        let mut extents = Vec::new();
+        for index in 0..100 {
+            filled(&map, index, |_| Unit::ABSENT);
+            map.lookup(0..1, &mut extents);
+            assert!(map.stats().bytes <= map.stats().budget);
+        }
+        extents.clear();
+        assert!(matches!(map.lookup(0..1, &mut extents), Lookup::Found));
+        assert!(matches!(map.lookup(1 << 26..(1 << 26) + 1, &mut extents), Lookup::Missing(1)));
+    }
+
+    #[test]
+    fn compressed_units_name_their_cluster() {
+        let map = Map::new(16, 1 << 20);
+        filled(&map, 0, |_| Unit::ABSENT);
+        let cluster = CompressedCluster::new(isobath_qcow2::HostOffset::new(12345), 678);
+        map.update_compressed(0..1 << 16, TOP, cluster);
+        let mut extents = Vec::new();
+        map.lookup(10..20, &mut extents);
+        assert_eq!(extents[0].source, Source::Compressed { layer: TOP, cluster });
+        map.clear();
+        assert!(matches!(map.lookup(0..1, &mut extents), Lookup::Missing(0)));
+        assert_eq!(map.stats().bytes, 0);
+    }
+}

@@ -1,0 +1,291 @@
+//! Resolving a slice: one pass over the layers, from the active one down, that ends as soon as every
+//! unit is decided. Tables are read in batches, all reads of a batch at once.
+
+use super::{SLICE_UNITS, Slice, Unit};
+use crate::chain::{Chain, Layer, LayerIndex, Qcow2};
+use crate::{DiskError, Result};
+use futures_util::future::try_join_all;
+use isobath_qcow2::{ClusterIndex, ClusterKind, CompressedCluster, GuestOffset, L2Entry};
+use isobath_storage::{IoBuf, Storage};
+use std::future::Future;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// Layers whose tables are read together; doubled from batch to batch, since most slices are
+/// decided near the top and some only at the base.
+const FIRST_BATCH: usize = 4;
+const LARGEST_BATCH: usize = 128;
+
+/// The L2 entries of the active layer as its writer knows them, newer than those in the file.
+pub(crate) trait ActiveEntries {
+    /// The entries of `count` clusters from `first` on, all in one L2 table.
+    fn entries(
+        &self,
+        first: ClusterIndex,
+        count: u64,
+    ) -> impl Future<Output = Result<Vec<L2Entry>>>;
+}
+
+/// Merges the guest bytes of `range`, a slice's, over the chain.
+pub(crate) async fn resolve<S: Storage, A: ActiveEntries>(
+    chain: &Chain<S>,
+    writer: Option<&A>,
+    range: Range<u64>,
+    unit_bits: u32,
+) -> Result<Slice> {
+    let mut merge = Merge {
+        start: range.start,
+        unit_bits,
+        units: vec![Unit::ABSENT; SLICE_UNITS],
+        decided: vec![false; SLICE_UNITS],
+        left: SLICE_UNITS,
+        compressed: Vec::new(),
+    };
+    let active = chain.active_index();
+    let mut batch = FIRST_BATCH;
+    let mut pending: Vec<(LayerIndex, &Arc<Layer<S>>, Portion)> = Vec::new();
+    for (index, layer) in chain.top_down() {
+        let visible = range.start..range.end.min(layer.visible());
+        if visible.is_empty() {
+            break;
+        }
+        let Some(qcow2) = layer.as_qcow2() else {
+            merge_pending(&mut merge, &mut pending).await?;
+            merge.decide(visible, |guest| Unit::data(index, guest, unit_bits, index == active));
+            break;
+        };
+        for portion in portions(qcow2, visible) {
+            if index == active
+                && let Some(writer) = writer
+            {
+                layer.refresh_file_length().await?;
+                let entries = writer.entries(portion.first, portion.count).await?;
+                merge.apply(layer, index, true, portion.first, &entries);
+            } else if portion.table != Table::Absent {
+                pending.push((index, layer, portion));
+            }
+        }
+        if pending.len() >= batch {
+            merge_pending(&mut merge, &mut pending).await?;
+            batch = (batch * 2).min(LARGEST_BATCH);
+        }
+        if merge.left == 0 {
+            break;
+        }
+    }
+    merge_pending(&mut merge, &mut pending).await?;
+    Ok(Slice::new(&merge.units, merge.compressed))
+}
+
+/// Reads the tables of the layers in `pending` and merges them in order.
+async fn merge_pending<S: Storage>(
+    merge: &mut Merge,
+    pending: &mut Vec<(LayerIndex, &Arc<Layer<S>>, Portion)>,
+) -> Result<()> {
+    if merge.left > 0 {
+        let reads = pending.iter().map(|(_, layer, portion)| read_entries(layer, portion));
+        let tables = try_join_all(reads).await?;
+        for ((index, layer, portion), entries) in pending.iter().zip(&tables) {
+            match entries {
+                Some(entries) => merge.apply(layer, *index, false, portion.first, entries),
+                None => merge.invalid(layer, *index, portion),
+            }
+        }
+    }
+    pending.clear();
+    Ok(())
+}
+
+/// Entries of one L2 table that fall into a slice.
+struct Portion {
+    first: ClusterIndex,
+    count: u64,
+    table: Table,
+}
+
+#[derive(PartialEq, Eq)]
+enum Table {
+    Absent,
+    /// Byte offset of the first entry.
+    At(u64),
+    /// The L1 entry is not valid.
+    Invalid,
+}
+
+/// The portions of `range` in a layer's tables, in order.
+fn portions(qcow2: &Qcow2, range: Range<u64>) -> Vec<Portion> {
+    let geometry = &qcow2.geometry;
+    let mut list = Vec::new();
+    let last = geometry.cluster_of(GuestOffset::new(range.end - 1)).get();
+    let mut first = geometry.cluster_of(GuestOffset::new(range.start)).get();
+    while first <= last {
+        let (l1_index, l2_index) = geometry.table_position(ClusterIndex::new(first));
+        let count = (geometry.l2_entries() - l2_index as u64).min(last - first + 1);
+        let table = match qcow2.l1_entry(l1_index).offset(geometry) {
+            Ok(None) => Table::Absent,
+            Ok(Some(offset)) => Table::At(offset.get() + (l2_index * geometry.l2_entry_size()) as u64),
+            Err(_) => Table::Invalid,
+        };
+        list.push(Portion { first: ClusterIndex::new(first), count, table });
+        first += count;
+    }
+    list
+}
+
+/// The portion's entries; `None` where the L1 entry is not valid.
+async fn read_entries<S: Storage>(
+    layer: &Layer<S>,
+    portion: &Portion,
+) -> Result<Option<Vec<L2Entry>>> {
+    let (Some(qcow2), Table::At(offset)) = (layer.as_qcow2(), &portion.table) else {
+        return Ok(None);
+    };
+    let length = portion.count as usize * qcow2.geometry.l2_entry_size();
+    let bytes = layer.storage().read_at(*offset, IoBuf::zeroed(length)).await?;
+    Ok(Some(
+        (0..portion.count as usize)
+            .filter_map(|index| L2Entry::read(&bytes, index, &qcow2.geometry))
+            .collect(),
+    ))
+}
+
+/// Why a layer's tables say nothing valid about the byte at `guest`.
+pub(crate) async fn explain_invalid<S: Storage>(layer: &Layer<S>, guest: u64) -> DiskError {
+    let Some(qcow2) = layer.as_qcow2() else {
+        return DiskError::Corrupt { image: layer.name().to_owned(), reason: "unknown".into() };
+    };
+    let geometry = &qcow2.geometry;
+    let (l1_index, _) = geometry.table_position(geometry.cluster_of(GuestOffset::new(guest)));
+    if let Err(error) = qcow2.l1_entry(l1_index).offset(geometry) {
+        return layer.format_error(error);
+    }
+    for portion in portions(qcow2, guest..guest + 1) {
+        let entry = match read_entries(layer, &portion).await {
+            Err(error) => return error,
+            Ok(entries) => entries.and_then(|list| list.first().copied()),
+        };
+        match entry.map(|entry| entry.kind(geometry)) {
+            Some(Err(error)) => return layer.format_error(error),
+            Some(Ok(kind)) => {
+                return DiskError::Corrupt {
+                    image: layer.name().to_owned(),
+                    reason: format!(
+                        "the L2 entry of guest offset {guest} is {kind:?}, past the end of the \
+                         file ({} bytes), which may have been cut short",
+                        layer.file_length()
+                    ),
+                };
+            }
+            None => {}
+        }
+    }
+    DiskError::Corrupt {
+        image: layer.name().to_owned(),
+        reason: format!("the L2 entry of guest offset {guest} is not valid"),
+    }
+}
+
+/// A slice being merged.
+struct Merge {
+    start: u64,
+    unit_bits: u32,
+    units: Vec<Unit>,
+    decided: Vec<bool>,
+    left: usize,
+    compressed: Vec<CompressedCluster>,
+}
+
+impl Merge {
+    /// Decides the units in `range` that no layer above has: `unit` is called with the guest offset
+    /// of each and may leave it to the layers below only by not being called. `None` stands for an
+    /// offset that the map cannot hold.
+    fn decide(&mut self, range: Range<u64>, unit: impl Fn(u64) -> Option<Unit>) {
+        let limit = self.start + ((SLICE_UNITS as u64) << self.unit_bits);
+        let begin = range.start.max(self.start);
+        let end = range.end.min(limit);
+        if begin >= end {
+            return;
+        }
+        let first = ((begin - self.start) >> self.unit_bits) as usize;
+        let last = ((end - 1 - self.start) >> self.unit_bits) as usize;
+        for index in first..=last {
+            if !self.decided[index] {
+                let guest = self.start + ((index as u64) << self.unit_bits);
+                self.decided[index] = true;
+                self.left -= 1;
+                self.units[index] = unit(guest).unwrap_or(Unit::invalid(LayerIndex::new(0)));
+            }
+        }
+    }
+
+    /// Merges a layer's entries of consecutive clusters.
+    fn apply<S: Storage>(
+        &mut self,
+        layer: &Layer<S>,
+        index: LayerIndex,
+        writable: bool,
+        first: ClusterIndex,
+        entries: &[L2Entry],
+    ) {
+        let Some(qcow2) = layer.as_qcow2() else { return };
+        let geometry = &qcow2.geometry;
+        let size = geometry.cluster_size();
+        let past_end = if geometry.has_data_file() {
+            u64::MAX
+        } else {
+            layer.file_length().next_multiple_of(size)
+        };
+        for (step, entry) in entries.iter().enumerate() {
+            let start = (first.get() + step as u64) << geometry.cluster_bits();
+            let range = start..(start + size).min(layer.visible());
+            let unit_bits = self.unit_bits;
+            let data = |host: u64, copied: bool, from: u64| {
+                move |guest: u64| {
+                    if host >= past_end {
+                        return Some(Unit::invalid(index));
+                    }
+                    let unit = Unit::data(index, host + (guest - from), unit_bits, copied && writable);
+                    unit.or(Some(Unit::invalid(index)))
+                }
+            };
+            match entry.kind(geometry) {
+                Ok(ClusterKind::Unallocated) => {}
+                Ok(ClusterKind::ZeroPlain | ClusterKind::ZeroAllocated { .. }) => {
+                    self.decide(range, |_| Some(Unit::zero(index)));
+                }
+                Ok(ClusterKind::Data { offset, copied }) => {
+                    self.decide(range, data(offset.get(), copied, start));
+                }
+                Ok(ClusterKind::Compressed(cluster)) => {
+                    self.compressed.push(cluster);
+                    let at = (self.compressed.len() - 1) as u32;
+                    self.decide(range, |_| Some(Unit::compressed(index, at)));
+                }
+                Ok(ClusterKind::Subclusters { offset, copied, allocated, zero }) => {
+                    let sub = geometry.subcluster_size();
+                    for n in 0..u64::from(geometry.subclusters_per_cluster()) {
+                        let from = start + n * sub;
+                        let range = from..(from + sub).min(layer.visible());
+                        if zero >> n & 1 == 1 {
+                            self.decide(range, |_| Some(Unit::zero(index)));
+                        } else if allocated >> n & 1 == 1
+                            && let Some(offset) = offset
+                        {
+                            self.decide(range, data(offset.get(), copied, start));
+                        }
+                    }
+                }
+                Err(_) => self.decide(range, |_| Some(Unit::invalid(index))),
+            }
+        }
+    }
+
+    /// Marks what an invalid L1 entry covers.
+    fn invalid<S: Storage>(&mut self, layer: &Layer<S>, index: LayerIndex, portion: &Portion) {
+        if let Some(qcow2) = layer.as_qcow2() {
+            let start = portion.first.get() << qcow2.geometry.cluster_bits();
+            let end = start + (portion.count << qcow2.geometry.cluster_bits());
+            self.decide(start..end.min(layer.visible()), |_| Some(Unit::invalid(index)));
+        }
+    }
+}

@@ -1,0 +1,43 @@
+//! Changes that reach the file together.
+
+use isobath_qcow2::{ClusterIndex, Geometry, HostCluster, HostOffset, L1Entry, L2Entry};
+use isobath_storage::IoBuf;
+use std::collections::BTreeMap;
+
+/// A set of table changes. Maps are ordered so that the same history issues the same writes.
+#[derive(Default)]
+pub(super) struct Batch {
+    /// New L2 entries by guest cluster.
+    pub(super) entries: BTreeMap<u64, L2Entry>,
+    /// New L1 entries by index.
+    pub(super) l1: BTreeMap<u64, L1Entry>,
+    /// New tables by L1 index: host offset, and content without this batch's entries.
+    pub(super) fresh: BTreeMap<u64, (HostOffset, IoBuf)>,
+    /// References that end once the batch is durable.
+    pub(super) releases: Vec<HostCluster>,
+    /// The guest discarded some of what is released.
+    pub(super) discarded: bool,
+    /// Data must be durable before the entries.
+    pub(super) ordered: bool,
+}
+
+impl Batch {
+    pub(super) fn is_empty(&self) -> bool {
+        self.entries.is_empty() && self.l1.is_empty() && self.releases.is_empty()
+    }
+
+    /// The new tables with this batch's entries in them: host offset and content.
+    pub(super) fn complete_tables(&self, geometry: &Geometry) -> Vec<(u64, IoBuf)> {
+        let mut tables = Vec::with_capacity(self.fresh.len());
+        for (&l1_index, (offset, content)) in &self.fresh {
+            let mut bytes = IoBuf::copy_of(content);
+            let first = geometry.first_cluster_of_l1(l1_index).unwrap_or(ClusterIndex::new(0)).get();
+            for (&cluster, entry) in self.entries.range(first..first + geometry.l2_entries()) {
+                // In range: a table has a place for each of its clusters.
+                let _ = entry.write(&mut bytes, (cluster - first) as usize, geometry);
+            }
+            tables.push((offset.get(), bytes));
+        }
+        tables
+    }
+}

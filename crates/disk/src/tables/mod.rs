@@ -1,0 +1,371 @@
+//! The active layer's L1 and L2 tables as its writer knows them.
+//!
+//! A change is recorded in the *open* batch and seen by every later look-up at once. A commit closes
+//! the batch, and only what it holds reaches the file, in the steps that the
+//! [`durability`](crate::durability) mode demands; changes made meanwhile gather in the next batch.
+//! Cached pages of tables always equal the file, but for the closed batch during its commit.
+
+mod batch;
+mod pages;
+
+use crate::alloc::Allocator;
+use crate::chain::{Layer, Qcow2};
+use crate::map::resolve::ActiveEntries;
+use crate::{DiskError, Result};
+use async_lock::Mutex as AsyncMutex;
+use batch::Batch;
+use futures_util::future::try_join_all;
+use isobath_qcow2::{ClusterIndex, Geometry, HostCluster, HostOffset, L1Entry, L2Entry};
+use isobath_storage::{IoBuf, Storage};
+use pages::Pages;
+use parking_lot::Mutex;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// L1 entries written together: a 512-byte sector of them.
+const L1_CHUNK: u64 = 64;
+
+/// The write side of an image's L1 and L2 tables.
+pub(crate) struct Tables<S> {
+    layer: Arc<Layer<S>>,
+    geometry: Geometry,
+    state: Mutex<State>,
+    /// Held while a table is made, so that no two are made for one L1 entry.
+    growth: AsyncMutex<()>,
+}
+
+struct State {
+    open: Batch,
+    closed: Option<Batch>,
+    pages: Pages,
+    /// Raised when a commit ends: a page read from the file before may be out of date.
+    generation: u64,
+}
+
+impl State {
+    fn batches(&self) -> impl Iterator<Item = &Batch> {
+        std::iter::once(&self.open).chain(&self.closed)
+    }
+}
+
+/// What a finished commit leaves to do.
+#[derive(Default)]
+pub(crate) struct Released {
+    /// References to host clusters that nothing durable makes any more.
+    pub(crate) clusters: Vec<HostCluster>,
+    /// Whether the guest discarded some of them, so that their space is to be given back.
+    pub(crate) discarded: bool,
+}
+
+impl<S: Storage> Tables<S> {
+    pub(crate) fn new(layer: Arc<Layer<S>>, qcow2: &Qcow2) -> Self {
+        let geometry = qcow2.geometry;
+        let state = State {
+            open: Batch::default(),
+            closed: None,
+            pages: Pages::new(geometry.cluster_size()),
+            generation: 0,
+        };
+        Self { layer, geometry, state: Mutex::new(state), growth: AsyncMutex::new(()) }
+    }
+
+    pub(crate) fn geometry(&self) -> Geometry {
+        self.geometry
+    }
+
+    fn l1_entry(&self, state: &State, index: u64) -> L1Entry {
+        let changed = state.batches().find_map(|batch| batch.l1.get(&index).copied());
+        changed.unwrap_or_else(|| {
+            self.layer.as_qcow2().map_or(L1Entry::unallocated(), |qcow2| qcow2.l1_entry(index))
+        })
+    }
+
+    fn table_offset(&self, state: &State, index: u64) -> Result<Option<HostOffset>> {
+        let entry = self.l1_entry(state, index);
+        entry.offset(&self.geometry).map_err(|error| self.layer.format_error(error))
+    }
+
+    /// Sees to it that the L2 table at `l1_index` exists and belongs to the active L1 table alone.
+    pub(crate) async fn ensure_table(&self, l1_index: u64, alloc: &Allocator<S>) -> Result<()> {
+        if self.is_owned(l1_index) {
+            return Ok(());
+        }
+        let _growth = self.growth.lock().await;
+        if self.is_owned(l1_index) {
+            return Ok(());
+        }
+        let size = self.geometry.cluster_size() as usize;
+        let old = self.table_offset(&self.state.lock(), l1_index)?;
+        let run = alloc.allocate(1).await?;
+        let made = self.make_table(run.start, old, size).await;
+        let (offset, entry, bytes) = match made {
+            Ok(made) => made,
+            Err(error) => {
+                alloc.release(&[run.start]).await?;
+                return Err(error);
+            }
+        };
+        alloc.mark_metadata(run.start.get()..run.start.get() + 1);
+        let mut state = self.state.lock();
+        state.pages.forget(offset, size as u64);
+        state.open.l1.insert(l1_index, entry);
+        state.open.fresh.insert(l1_index, (offset, bytes));
+        if let Some(old) = old {
+            // A snapshot still uses it: its clusters stay the image's own.
+            state.open.releases.push(self.geometry.host_cluster_of(old));
+        }
+        Ok(())
+    }
+
+    fn is_owned(&self, l1_index: u64) -> bool {
+        let entry = self.l1_entry(&self.state.lock(), l1_index);
+        entry.is_copied() && matches!(entry.offset(&self.geometry), Ok(Some(_)))
+    }
+
+    async fn make_table(
+        &self,
+        home: HostCluster,
+        old: Option<HostOffset>,
+        size: usize,
+    ) -> Result<(HostOffset, L1Entry, IoBuf)> {
+        let error = |error| self.layer.format_error(error);
+        let offset = self.geometry.host_cluster_start(home).unwrap_or(HostOffset::new(u64::MAX));
+        let entry = L1Entry::new(offset, true, &self.geometry).map_err(error)?;
+        let bytes = match old {
+            Some(old) => self.layer.storage().read_at(old.get(), IoBuf::zeroed(size)).await?,
+            None => IoBuf::zeroed(size),
+        };
+        Ok((offset, entry, bytes))
+    }
+
+    /// Records the new entry of a cluster whose table [exists](Self::ensure_table). `releases` are
+    /// the references that the old entry made. `ordered` says that data or other clusters must be
+    /// durable before the entry.
+    pub(crate) fn record(
+        &self,
+        cluster: ClusterIndex,
+        entry: L2Entry,
+        releases: &[HostCluster],
+        ordered: bool,
+    ) {
+        let mut state = self.state.lock();
+        state.open.entries.insert(cluster.get(), entry);
+        state.open.releases.extend_from_slice(releases);
+        state.open.ordered |= ordered;
+    }
+
+    /// Says that space released in the open batch is to be given back to the host.
+    pub(crate) fn mark_discarded(&self) {
+        self.state.lock().open.discarded = true;
+    }
+
+    /// Changes that no commit has taken yet.
+    pub(crate) fn pending(&self) -> usize {
+        let state = self.state.lock();
+        state.open.entries.len() + state.open.releases.len()
+    }
+
+    /// Closes the open batch for a commit.
+    pub(crate) fn begin_commit(&self) -> CommitNeeds {
+        let mut state = self.state.lock();
+        let batch = std::mem::take(&mut state.open);
+        let needs = CommitNeeds {
+            changes: !batch.is_empty(),
+            ordered: batch.ordered || !batch.fresh.is_empty(),
+        };
+        state.closed = Some(batch);
+        needs
+    }
+
+    /// Writes the closed batch's new tables, which nothing durable refers to.
+    pub(crate) async fn write_fresh(&self) -> Result<()> {
+        let tables: Vec<_> = {
+            let state = self.state.lock();
+            let Some(batch) = &state.closed else { return Ok(()) };
+            batch.complete_tables(&self.geometry)
+        };
+        let storage = self.layer.storage();
+        try_join_all(tables.into_iter().map(|(at, bytes)| storage.write_at(at, bytes))).await?;
+        Ok(())
+    }
+
+    /// Writes the closed batch's entries into existing tables, and its L1 entries.
+    pub(crate) async fn write_updates(&self) -> Result<()> {
+        let by_page = {
+            let state = self.state.lock();
+            let Some(batch) = &state.closed else { return Ok(()) };
+            let mut by_page: BTreeMap<u64, Vec<(usize, L2Entry)>> = BTreeMap::new();
+            for (&cluster, &entry) in &batch.entries {
+                let (l1_index, l2_index) = self.geometry.table_position(ClusterIndex::new(cluster));
+                if batch.fresh.contains_key(&l1_index) {
+                    continue;
+                }
+                let table = batch.l1.get(&l1_index).copied().unwrap_or_else(|| {
+                    self.layer.as_qcow2().map_or(L1Entry::unallocated(), |q| q.l1_entry(l1_index))
+                });
+                let table = table.offset(&self.geometry).map_err(|e| self.layer.format_error(e))?;
+                let Some(table) = table else { continue };
+                let at = table.get() + (l2_index * self.geometry.l2_entry_size()) as u64;
+                let (page, within) = state.pages.position(at);
+                by_page
+                    .entry(page)
+                    .or_default()
+                    .push((within / self.geometry.l2_entry_size(), entry));
+            }
+            by_page
+        };
+        let storage = self.layer.storage();
+        self.load_pages(by_page.keys().copied().collect()).await?;
+        let mut writes = Vec::new();
+        {
+            let mut state = self.state.lock();
+            for (page, entries) in by_page {
+                let Some(bytes) = state.pages.get_mut(page) else {
+                    return Err(DiskError::Corrupt {
+                        image: self.layer.name().to_owned(),
+                        reason: format!("the L2 table page at {page} left the cache"),
+                    });
+                };
+                for (index, entry) in entries {
+                    // In range: the page was found by the entry's offset.
+                    let _ = entry.write(bytes, index, &self.geometry);
+                }
+                writes.push((page, IoBuf::copy_of(bytes)));
+            }
+            writes.extend(self.l1_writes(&state));
+        }
+        try_join_all(writes.into_iter().map(|(at, bytes)| storage.write_at(at, bytes))).await?;
+        Ok(())
+    }
+
+    /// The sectors of the L1 table that the closed batch changes.
+    fn l1_writes(&self, state: &State) -> Vec<(u64, IoBuf)> {
+        let (Some(batch), Some(qcow2)) = (&state.closed, self.layer.as_qcow2()) else {
+            return Vec::new();
+        };
+        let offset = qcow2.header.read().l1_table_offset.get();
+        let table = qcow2.l1.read();
+        let mut chunks: Vec<u64> = batch.l1.keys().map(|index| index / L1_CHUNK).collect();
+        chunks.dedup();
+        let chunk_bytes = |chunk: u64| {
+            let first = chunk * L1_CHUNK;
+            let last = (first + L1_CHUNK).min(table.len() as u64);
+            let mut bytes = IoBuf::zeroed((last - first) as usize * 8);
+            for index in first..last {
+                let entry = batch.l1.get(&index).copied().unwrap_or_else(|| table[index as usize]);
+                // In range: the buffer has a place for each.
+                let _ = entry.write(&mut bytes, (index - first) as usize);
+            }
+            (offset + first * 8, bytes)
+        };
+        chunks.into_iter().map(chunk_bytes).collect()
+    }
+
+    /// Ends a commit: the closed batch is durable. The references returned may be released once no
+    /// request uses the old mappings.
+    pub(crate) fn finish_commit(&self) -> Released {
+        let mut state = self.state.lock();
+        let Some(batch) = state.closed.take() else { return Released::default() };
+        if let Some(qcow2) = self.layer.as_qcow2() {
+            let mut table = qcow2.l1.write();
+            for (index, entry) in batch.l1 {
+                if let Some(slot) = table.get_mut(index as usize) {
+                    *slot = entry;
+                }
+            }
+        }
+        for (offset, _) in batch.fresh.values() {
+            state.pages.forget(*offset, self.geometry.cluster_size());
+        }
+        state.pages.unpin();
+        state.generation += 1;
+        Released { clusters: batch.releases, discarded: batch.discarded }
+    }
+
+    /// Reads pages into the cache and keeps them there until the commit ends.
+    async fn load_pages(&self, pages: Vec<u64>) -> Result<()> {
+        let missing: Vec<u64> = {
+            let mut state = self.state.lock();
+            pages.into_iter().filter(|page| !state.pages.pin(*page)).collect()
+        };
+        let storage = self.layer.storage();
+        let length = self.state.lock().pages.page_size();
+        let reads = missing.iter().map(|page| storage.read_at(*page, IoBuf::zeroed(length)));
+        let loaded = try_join_all(reads).await?;
+        let mut state = self.state.lock();
+        for (page, bytes) in missing.into_iter().zip(loaded) {
+            state.pages.insert(page, bytes);
+            state.pages.pin(page);
+        }
+        Ok(())
+    }
+
+    /// The entry of one cluster.
+    pub(crate) async fn entry(&self, cluster: ClusterIndex) -> Result<L2Entry> {
+        let entries = self.entries(cluster, 1).await?;
+        Ok(entries.first().copied().unwrap_or(L2Entry::unallocated()))
+    }
+}
+
+impl<S: Storage> ActiveEntries for Tables<S> {
+    async fn entries(&self, first: ClusterIndex, count: u64) -> Result<Vec<L2Entry>> {
+        let (l1_index, l2_index) = self.geometry.table_position(first);
+        let size = self.geometry.l2_entry_size();
+        loop {
+            let (missing, length, generation) = {
+                let mut state = self.state.lock();
+                let mut entries = Vec::with_capacity(count as usize);
+                let mut missing = Vec::new();
+                let fresh = state.batches().find_map(|batch| batch.fresh.get(&l1_index));
+                if let Some((_, bytes)) = fresh {
+                    entries.extend((0..count as usize).map(|step| {
+                        L2Entry::read(bytes, l2_index + step, &self.geometry)
+                            .unwrap_or(L2Entry::unallocated())
+                    }));
+                } else if let Some(table) = self.table_offset(&state, l1_index)? {
+                    for step in 0..count {
+                        let at = table.get() + (l2_index as u64 + step) * size as u64;
+                        let (page, within) = state.pages.position(at);
+                        match state.pages.get(page) {
+                            Some(bytes) => entries.push(
+                                L2Entry::read(bytes, within / size, &self.geometry)
+                                    .unwrap_or(L2Entry::unallocated()),
+                            ),
+                            None if missing.last() == Some(&page) => {}
+                            None => missing.push(page),
+                        }
+                    }
+                } else {
+                    entries.resize(count as usize, L2Entry::unallocated());
+                }
+                if missing.is_empty() {
+                    for (step, entry) in entries.iter_mut().enumerate() {
+                        let cluster = first.get() + step as u64;
+                        let newest = state.batches().find_map(|b| b.entries.get(&cluster));
+                        *entry = newest.copied().unwrap_or(*entry);
+                    }
+                    return Ok(entries);
+                }
+                (missing, state.pages.page_size(), state.generation)
+            };
+            let storage = self.layer.storage();
+            let reads = missing.iter().map(|page| storage.read_at(*page, IoBuf::zeroed(length)));
+            let loaded = try_join_all(reads).await?;
+            let mut state = self.state.lock();
+            if state.generation == generation {
+                for (page, bytes) in missing.into_iter().zip(loaded) {
+                    state.pages.insert(page, bytes);
+                }
+            }
+        }
+    }
+}
+
+/// What a commit must do for the batch it closed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct CommitNeeds {
+    /// There are entries to write.
+    pub(crate) changes: bool,
+    /// Something must be durable before they are written.
+    pub(crate) ordered: bool,
+}

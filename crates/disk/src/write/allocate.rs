@@ -1,0 +1,272 @@
+//! Writes that need new clusters, and the copy-on-write that comes with them.
+
+use super::plan::Plan;
+use super::{Qcow2Writer, Writer};
+use crate::disk::Disk;
+use crate::map::resolve::ActiveEntries;
+use crate::map::{Source, Unit};
+use crate::{DiskError, Result};
+use futures_util::future::try_join_all;
+use isobath_qcow2::{ClusterIndex, ClusterKind, Geometry, HostCluster, HostOffset, L2Entry};
+use isobath_storage::{Host, IoBuf, Storage};
+use std::ops::Range;
+
+/// Buffers in one vectored write; the kernel takes 1024.
+const MAX_VECTOR: usize = 512;
+
+/// One cluster of a write.
+struct Target {
+    cluster: ClusterIndex,
+    /// The written part, from the cluster's start.
+    written: Range<u64>,
+    plan: Plan,
+    host: HostOffset,
+    /// The host cluster is new and known to hold zeroes.
+    zeroed: bool,
+}
+
+/// Bytes for one place in the data file.
+struct Piece {
+    host: u64,
+    length: u64,
+    /// Copied content; `None` for the request's own bytes.
+    copy: Option<IoBuf>,
+}
+
+impl<S: Storage> Qcow2Writer<S> {
+    /// The entries of adjacent clusters, over as many tables as they lie in.
+    pub(super) async fn entries(&self, clusters: Range<u64>) -> Result<Vec<L2Entry>> {
+        let geometry = self.geometry();
+        let mut entries = Vec::with_capacity((clusters.end - clusters.start) as usize);
+        let mut first = clusters.start;
+        while first < clusters.end {
+            let (_, l2_index) = geometry.table_position(ClusterIndex::new(first));
+            let count = (geometry.l2_entries() - l2_index as u64).min(clusters.end - first);
+            entries.extend(self.metadata.tables.entries(ClusterIndex::new(first), count).await?);
+            first += count;
+        }
+        Ok(entries)
+    }
+
+    /// Sees to it that adjacent clusters have tables that may be changed.
+    pub(super) async fn ensure_tables(&self, clusters: Range<u64>) -> Result<()> {
+        let geometry = self.geometry();
+        let (first, _) = geometry.table_position(ClusterIndex::new(clusters.start));
+        let (last, _) = geometry.table_position(ClusterIndex::new(clusters.end - 1));
+        for l1_index in first..=last {
+            self.metadata.tables.ensure_table(l1_index, &self.metadata.alloc).await?;
+        }
+        Ok(())
+    }
+
+    pub(super) fn geometry(&self) -> Geometry {
+        self.metadata.tables.geometry()
+    }
+}
+
+impl<H: Host> Disk<H> {
+    /// Writes with whole clusters to itself.
+    pub(super) async fn write_allocating(
+        &self,
+        writer: &Writer<H::File>,
+        offset: u64,
+        buf: IoBuf,
+    ) -> Result<IoBuf> {
+        let qcow2 = writer.qcow2().ok_or(DiskError::ReadOnly)?;
+        let geometry = qcow2.geometry();
+        let size = geometry.cluster_size();
+        let end = offset + buf.len() as u64;
+        let clusters = offset / size..end.div_ceil(size);
+        let _range = writer.ranges.lock(clusters.start * size..clusters.end * size).await;
+        let _pass = self.readers.gate.enter();
+        qcow2.ensure_tables(clusters.clone()).await?;
+        let entries = qcow2.entries(clusters.clone()).await?;
+        let mut targets = Vec::with_capacity(entries.len());
+        for (cluster, entry) in clusters.zip(entries) {
+            let start = cluster * size;
+            let written = offset.max(start) - start..end.min(start + size) - start;
+            let plan = Plan::new(&qcow2.metadata.layer, &geometry, entry, &written)?;
+            let host = plan.host.unwrap_or(HostOffset::new(start));
+            let cluster = ClusterIndex::new(cluster);
+            targets.push(Target { cluster, written, plan, host, zeroed: false });
+        }
+        let mut taken = Vec::new();
+        let done = self.fill_targets(qcow2, &mut targets, &mut taken, buf).await;
+        if done.is_err() && !taken.is_empty() {
+            // Nothing refers to them yet.
+            qcow2.metadata.alloc.release(&taken).await?;
+        }
+        let buf = done?;
+        for target in &targets {
+            if target.plan.changes {
+                let entry = target.plan.entry(target.host);
+                self.record(qcow2, target.cluster, entry, &target.plan.releases, true)?;
+            }
+        }
+        Ok(buf)
+    }
+
+    /// Gives every target a host cluster and writes to it.
+    async fn fill_targets(
+        &self,
+        qcow2: &Qcow2Writer<H::File>,
+        targets: &mut [Target],
+        taken: &mut Vec<HostCluster>,
+        buf: IoBuf,
+    ) -> Result<IoBuf> {
+        let geometry = qcow2.geometry();
+        if !geometry.has_data_file() {
+            let mut homeless: Vec<_> =
+                targets.iter_mut().filter(|target| target.plan.host.is_none()).collect();
+            let mut next = 0;
+            while next < homeless.len() {
+                let run = qcow2.metadata.alloc.allocate((homeless.len() - next) as u64).await?;
+                for step in 0..run.count {
+                    let cluster = HostCluster::new(run.start.get() + step);
+                    taken.push(cluster);
+                    let host = geometry.host_cluster_start(cluster);
+                    if let (Some(target), Some(host)) = (homeless.get_mut(next), host) {
+                        target.host = host;
+                        target.zeroed = run.zeroed;
+                    }
+                    next += 1;
+                }
+            }
+        }
+        let copies = try_join_all(targets.iter().map(|t| self.copies(t, geometry.cluster_size())));
+        let mut pieces: Vec<Piece> = Vec::new();
+        for (target, copies) in targets.iter().zip(copies.await?) {
+            add_pieces(&mut pieces, target, copies);
+        }
+        self.write_pieces(pieces, buf).await
+    }
+
+    /// What must be written beside a target's own data: place in the cluster, and bytes.
+    async fn copies(&self, target: &Target, size: u64) -> Result<Vec<(u64, IoBuf)>> {
+        let start = target.cluster.get() * size;
+        let mut copies = Vec::new();
+        for part in &target.plan.copy {
+            let extents = self.extents(start + part.start..start + part.end).await?;
+            let zero = extents.iter().all(|e| matches!(e.source, Source::Absent | Source::Zero(_)));
+            if zero && target.zeroed {
+                continue;
+            }
+            let bytes = IoBuf::zeroed((part.end - part.start) as usize);
+            let bytes = if zero { bytes } else { self.read_extents(&extents, bytes).await? };
+            copies.push((part.start, bytes));
+        }
+        Ok(copies)
+    }
+
+    /// Writes the pieces, adjacent ones together, all at once; gives back the request's buffer.
+    async fn write_pieces(&self, pieces: Vec<Piece>, mut buf: IoBuf) -> Result<IoBuf> {
+        let data = self.chain.active().data();
+        let mut writes: Vec<(u64, u64, Vec<IoBuf>)> = Vec::new();
+        let mut own = Vec::with_capacity(pieces.len());
+        for piece in pieces {
+            own.push(piece.copy.is_none());
+            let bytes = piece.copy.unwrap_or_else(|| buf.split_to(piece.length as usize));
+            match writes.last_mut() {
+                Some((_, end, bufs)) if *end == piece.host && bufs.len() < MAX_VECTOR => {
+                    *end += piece.length;
+                    bufs.push(bytes);
+                }
+                _ => writes.push((piece.host, piece.host + piece.length, vec![bytes])),
+            }
+        }
+        let writes = writes.into_iter().map(|(host, _, bufs)| data.write_vectored_at(host, bufs));
+        let written = try_join_all(writes).await?;
+        let mut whole = IoBuf::empty();
+        for (bytes, own) in written.into_iter().flatten().zip(own) {
+            if own {
+                whole.unsplit(bytes);
+            }
+        }
+        Ok(whole)
+    }
+
+    /// Records a cluster's new entry and shows it to readers.
+    pub(super) fn record(
+        &self,
+        qcow2: &Qcow2Writer<H::File>,
+        cluster: ClusterIndex,
+        entry: L2Entry,
+        releases: &[HostCluster],
+        ordered: bool,
+    ) -> Result<()> {
+        let geometry = qcow2.geometry();
+        let kind =
+            entry.kind(&geometry).map_err(|error| qcow2.metadata.layer.format_error(error))?;
+        qcow2.metadata.tables.record(cluster, entry, releases, ordered);
+        let layer = self.active_index();
+        let start = cluster.get() << geometry.cluster_bits();
+        let size = geometry.cluster_size();
+        let unit_bits = self.map.unit_bits();
+        let data = |host: HostOffset, skip: u64| {
+            move |from: u64| {
+                Unit::data(layer, host.get() + skip + from, unit_bits, true)
+                    .unwrap_or(Unit::invalid(layer))
+            }
+        };
+        match kind {
+            ClusterKind::Unallocated => self.map.update(start..start + size, |_| Unit::ABSENT),
+            ClusterKind::ZeroPlain | ClusterKind::ZeroAllocated { .. } => {
+                self.map.update(start..start + size, |_| Unit::zero(layer));
+            }
+            ClusterKind::Data { offset, .. } => {
+                self.map.update(start..start + size, data(offset, 0));
+            }
+            ClusterKind::Compressed(compressed) => {
+                self.map.update_compressed(start..start + size, layer, compressed);
+            }
+            ClusterKind::Subclusters { offset, allocated, zero, .. } => {
+                let sub = geometry.subcluster_size();
+                for n in 0..geometry.subclusters_per_cluster() {
+                    let skip = u64::from(n) * sub;
+                    let range = start + skip..start + skip + sub;
+                    match offset {
+                        Some(offset) if allocated >> n & 1 == 1 => {
+                            self.map.update(range, data(offset, skip));
+                        }
+                        _ if zero >> n & 1 == 1 => self.map.update(range, |_| Unit::zero(layer)),
+                        _ if qcow2.alone => self.map.update(range, |_| Unit::ABSENT),
+                        _ => {}
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Adds a target's pieces in the order of their places; its own data stays one piece with the data
+/// before it where the places are adjacent.
+fn add_pieces(pieces: &mut Vec<Piece>, target: &Target, copies: Vec<(u64, IoBuf)>) {
+    let host = target.host.get();
+    let own = Piece {
+        host: host + target.written.start,
+        length: target.written.end - target.written.start,
+        copy: None,
+    };
+    let mut own = Some(own);
+    for (at, bytes) in copies {
+        if at >= target.written.end
+            && let Some(own) = own.take()
+        {
+            push_own(pieces, own);
+        }
+        pieces.push(Piece { host: host + at, length: bytes.len() as u64, copy: Some(bytes) });
+    }
+    if let Some(own) = own {
+        push_own(pieces, own);
+    }
+}
+
+fn push_own(pieces: &mut Vec<Piece>, own: Piece) {
+    match pieces.last_mut() {
+        Some(last) if last.copy.is_none() && last.host + last.length == own.host => {
+            last.length += own.length;
+        }
+        _ => pieces.push(own),
+    }
+}

@@ -1,0 +1,107 @@
+//! Compressed clusters: writing them, and turning them into plain ones.
+
+use super::Qcow2Writer;
+use super::plan::referenced;
+use crate::disk::Disk;
+use crate::{BlockDevice, DiskError, Result};
+use isobath_qcow2::compress::compress;
+use isobath_qcow2::{ClusterIndex, HostOffset, L2Entry};
+use isobath_storage::{Host, IoBuf, Storage};
+use std::ops::Range;
+
+impl<H: Host> Disk<H> {
+    /// Writes one cluster, compressed where that makes it smaller. `offset` is a cluster's start;
+    /// the buffer holds a cluster, or what the disk has of its last one.
+    ///
+    /// # Errors
+    /// As [`write`](BlockDevice::write); [`DiskError::Unsupported`] if the range is no cluster, or
+    /// the image cannot hold compressed clusters.
+    pub async fn write_compressed(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
+        self.check_range(offset, buf.len() as u64)?;
+        let writer = self.writer()?;
+        let Some(qcow2) = writer.qcow2() else {
+            return Err(DiskError::Unsupported("a raw image cannot be compressed".into()));
+        };
+        let geometry = qcow2.geometry();
+        let size = geometry.cluster_size();
+        if geometry.has_data_file() {
+            return Err(DiskError::Unsupported(
+                "an image with an external data file cannot be compressed".into(),
+            ));
+        }
+        let reaches_end = offset + buf.len() as u64 == self.size();
+        if offset % size != 0 || (buf.len() as u64 != size && !reaches_end) {
+            return Err(DiskError::Unsupported(format!(
+                "compressed writes take whole clusters of {size} bytes"
+            )));
+        }
+        let compression = match qcow2.metadata.layer.header() {
+            Some(header) => header.compression_type,
+            None => return Err(DiskError::ReadOnly),
+        };
+        let packed = if buf.len() as u64 == size {
+            compress(compression, &buf)
+        } else {
+            let mut padded = IoBuf::zeroed(size as usize);
+            padded[..buf.len()].copy_from_slice(&buf);
+            compress(compression, &padded)
+        };
+        let Some(packed) = packed else { return self.write_range(offset, buf).await };
+        qcow2.note_write(offset..offset + buf.len() as u64).await?;
+        writer.commit_if_much(&self.readers).await?;
+        let cluster = ClusterIndex::new(offset / size);
+        let _range = writer.ranges.lock(offset..offset + size).await;
+        let _pass = self.readers.gate.enter();
+        qcow2.ensure_tables(cluster.get()..cluster.get() + 1).await?;
+        let old = qcow2.metadata.tables.entry(cluster).await?;
+        let kind = old.kind(&geometry).map_err(|error| qcow2.metadata.layer.format_error(error))?;
+        let length = packed.len() as u64;
+        let host = qcow2.metadata.alloc.allocate_packed(length).await?;
+        let written = self.chain.active().data().write_at(host.get(), IoBuf::copy_of(&packed)).await;
+        let entry = L2Entry::compressed(host, length, geometry.cluster_bits())
+            .map_err(|error| qcow2.metadata.layer.format_error(error));
+        match (written, entry) {
+            (Ok(_), Ok(entry)) => {
+                self.record(qcow2, cluster, entry, &referenced(&geometry, &kind), true)?;
+                Ok(buf)
+            }
+            (written, entry) => {
+                let first = geometry.host_cluster_of(host).get();
+                let last = geometry.host_cluster_of(HostOffset::new(host.get() + length - 1)).get();
+                let taken: Vec<_> = (first..=last).map(isobath_qcow2::HostCluster::new).collect();
+                qcow2.metadata.alloc.release(&taken).await?;
+                written?;
+                entry.map(|_| buf)
+            }
+        }
+    }
+
+    /// Makes a compressed cluster of an image with subclusters a plain one of which `zero`, whole
+    /// subclusters, reads as zeroes. The caller holds the cluster.
+    pub(super) async fn expand_compressed(
+        &self,
+        qcow2: &Qcow2Writer<H::File>,
+        cluster: u64,
+        zero: &Range<u64>,
+    ) -> Result<()> {
+        let geometry = qcow2.geometry();
+        let size = geometry.cluster_size();
+        let index = ClusterIndex::new(cluster);
+        let old = qcow2.metadata.tables.entry(index).await?;
+        let kind = old.kind(&geometry).map_err(|error| qcow2.metadata.layer.format_error(error))?;
+        let start = cluster * size;
+        let extents = self.extents(start..start + size).await?;
+        let bytes = self.read_extents(&extents, IoBuf::zeroed(size as usize)).await?;
+        let run = qcow2.metadata.alloc.allocate(1).await?;
+        let host = geometry.host_cluster_start(run.start).unwrap_or(HostOffset::new(0));
+        if let Err(error) = self.chain.active().data().write_at(host.get(), bytes).await {
+            qcow2.metadata.alloc.release(&[run.start]).await?;
+            return Err(error.into());
+        }
+        let sub = geometry.subcluster_size();
+        let count = (zero.end - zero.start) / sub;
+        let mask = (((1_u64 << count) - 1) << (zero.start / sub)) as u32;
+        let entry = L2Entry::subclustered(Some(host), true, !mask, mask);
+        self.record(qcow2, index, entry, &referenced(&geometry, &kind), true)
+    }
+}

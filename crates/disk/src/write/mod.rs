@@ -1,0 +1,167 @@
+//! Writes: in place where the active layer owns the cluster alone, else to newly allocated clusters.
+
+mod allocate;
+mod bitmaps;
+mod compressed;
+mod discard;
+mod open;
+mod plan;
+mod zero;
+
+use crate::disk::Disk;
+use crate::durability::{Durability, GroupCommit, Metadata, Ordered};
+use crate::map::{Extent, Source};
+use crate::chain::Layer;
+use crate::range_lock::RangeLocks;
+use crate::read::Readers;
+use crate::tables::Tables;
+use crate::Result;
+use futures_util::future::try_join_all;
+use isobath_storage::{Host, IoBuf, Storage};
+use std::sync::Arc;
+
+/// Changes that gather without a flush from the guest before a commit is made all the same: they
+/// take memory until then.
+const PENDING_LIMIT: usize = 64 << 10;
+
+/// The write side of a disk.
+pub(crate) struct Writer<S> {
+    /// Held by requests that change the disk; see [`RangeLocks`].
+    pub(crate) ranges: RangeLocks,
+    group: GroupCommit,
+    durability: Ordered,
+    /// What a qcow2 image needs and a raw one does not.
+    qcow2: Option<Qcow2Writer<S>>,
+    layer: Arc<Layer<S>>,
+}
+
+/// The write side of a qcow2 image.
+pub(crate) struct Qcow2Writer<S> {
+    pub(crate) metadata: Metadata<S>,
+    /// There is no layer below: what is unallocated reads as zeroes.
+    pub(crate) alone: bool,
+    bitmaps: bitmaps::Bitmaps,
+}
+
+impl<S: Storage> Writer<S> {
+    pub(crate) fn raw(layer: &Arc<Layer<S>>) -> Self {
+        Self::new(layer, None)
+    }
+
+    fn new(layer: &Arc<Layer<S>>, qcow2: Option<Qcow2Writer<S>>) -> Self {
+        Self {
+            ranges: RangeLocks::default(),
+            group: GroupCommit::default(),
+            durability: Ordered,
+            qcow2,
+            layer: Arc::clone(layer),
+        }
+    }
+
+    /// Fails if an earlier failure forbids writes.
+    pub(crate) fn check(&self) -> Result<()> {
+        self.group.check()
+    }
+
+    pub(crate) fn tables(&self) -> Option<&Tables<S>> {
+        self.qcow2.as_ref().map(|qcow2| &qcow2.metadata.tables)
+    }
+
+    pub(crate) fn qcow2(&self) -> Option<&Qcow2Writer<S>> {
+        self.qcow2.as_ref()
+    }
+
+    /// Makes everything done so far durable.
+    pub(crate) async fn commit(&self, readers: &Readers) -> Result<()> {
+        self.group
+            .run(|| async {
+                match &self.qcow2 {
+                    Some(qcow2) => self.durability.commit(&qcow2.metadata, readers).await,
+                    None => Ok(self.layer.storage().flush().await?),
+                }
+            })
+            .await
+    }
+
+    /// Commits if much has gathered. The caller is not inside the gate and holds no range.
+    async fn commit_if_much(&self, readers: &Readers) -> Result<()> {
+        if self.tables().is_some_and(|tables| tables.pending() >= PENDING_LIMIT) {
+            self.commit(readers).await?;
+        }
+        Ok(())
+    }
+
+    /// Commits, and writes what a commit leaves to the next one.
+    pub(crate) async fn close(&self, readers: &Readers) -> Result<()> {
+        self.commit(readers).await?;
+        if let Some(qcow2) = &self.qcow2 {
+            if qcow2.metadata.alloc.is_dirty().await {
+                self.commit(readers).await?;
+            }
+            qcow2.pad_file().await?;
+        }
+        Ok(())
+    }
+}
+
+impl<S: Storage> Qcow2Writer<S> {
+    /// Lengthens the file to whole sectors: compressed data may end anywhere.
+    async fn pad_file(&self) -> Result<()> {
+        let storage = self.metadata.layer.storage();
+        let length = storage.len().await?;
+        if length % 512 != 0 {
+            storage.set_len(length.next_multiple_of(512)).await?;
+        }
+        Ok(())
+    }
+}
+
+/// Whether writes may go to where the extent is.
+fn in_place(extent: &Extent) -> Option<u64> {
+    match extent.source {
+        Source::Data { host, in_place: true, .. } => Some(host),
+        _ => None,
+    }
+}
+
+impl<H: Host> Disk<H> {
+    pub(crate) async fn write_range(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
+        let writer = self.writer()?;
+        if buf.is_empty() {
+            return Ok(buf);
+        }
+        let end = offset + buf.len() as u64;
+        if let Some(qcow2) = writer.qcow2() {
+            qcow2.note_write(offset..end).await?;
+        } else {
+            return Ok(writer.layer.storage().write_at(offset, buf).await?);
+        }
+        {
+            let _range = writer.ranges.lock(offset..end).await;
+            let _pass = self.readers.gate.enter();
+            let extents = self.extents(offset..end).await?;
+            if extents.iter().all(|extent| in_place(extent).is_some()) {
+                return self.write_in_place(&extents, buf).await;
+            }
+        }
+        writer.commit_if_much(&self.readers).await?;
+        self.write_allocating(writer, offset, buf).await
+    }
+
+    async fn write_in_place(&self, extents: &[Extent], mut buf: IoBuf) -> Result<IoBuf> {
+        let data = self.chain.active().data();
+        if let [Extent { source: Source::Data { host, .. }, .. }] = extents {
+            return Ok(data.write_at(*host, buf).await?);
+        }
+        let writes: Vec<_> = extents
+            .iter()
+            .filter_map(|extent| in_place(extent).map(|host| (host, extent.length)))
+            .map(|(host, length)| data.write_at(host, buf.split_to(length as usize)))
+            .collect();
+        let mut whole = IoBuf::empty();
+        for part in try_join_all(writes).await? {
+            whole.unsplit(part);
+        }
+        Ok(whole)
+    }
+}

@@ -1,0 +1,89 @@
+//! Opening an image for writing: what its header must say from then on.
+
+use super::bitmaps::Bitmaps;
+use super::{Qcow2Writer, Writer};
+use crate::alloc::Allocator;
+use crate::chain::{Layer, Qcow2};
+use crate::durability::Metadata;
+use crate::tables::Tables;
+use crate::{DiskError, Result};
+use isobath_qcow2::header::field;
+use isobath_qcow2::{AutoclearFeatures, Header, IncompatibleFeatures, Snapshot};
+use isobath_storage::{IoBuf, Storage};
+use std::collections::HashSet;
+use std::sync::Arc;
+
+/// Read of the snapshot table at once.
+const SNAPSHOT_READ: u64 = 1 << 20;
+
+impl<S: Storage> Writer<S> {
+    /// Prepares a qcow2 image for writes. `alone` says that nothing is below it.
+    pub(crate) async fn open(layer: &Arc<Layer<S>>, qcow2: &Qcow2, alone: bool) -> Result<Self> {
+        let header = qcow2.header.read().clone();
+        if header.incompatible.contains(IncompatibleFeatures::CORRUPT) {
+            return Err(DiskError::Corrupt {
+                image: layer.name().to_owned(),
+                reason: "its header says so (corrupt bit); it can be read, not written".into(),
+            });
+        }
+        for entry in qcow2.l1.read().iter() {
+            entry.offset(&qcow2.geometry).map_err(|error| layer.format_error(error))?;
+        }
+        let metadata = own_clusters(layer, qcow2, &header).await?;
+        let alloc = Allocator::open(Arc::clone(layer), qcow2, metadata).await?;
+        let bitmaps = Bitmaps::open(layer, &header).await?;
+        clear_unknown_autoclear(layer, qcow2).await?;
+        let tables = Tables::new(Arc::clone(layer), qcow2);
+        let metadata = Metadata { layer: Arc::clone(layer), tables, alloc };
+        Ok(Self::new(layer, Some(Qcow2Writer { metadata, alone, bitmaps })))
+    }
+}
+
+/// Autoclear features unknown here describe data that is about to change: their bits go, as the
+/// specification asks.
+async fn clear_unknown_autoclear<S: Storage>(layer: &Layer<S>, qcow2: &Qcow2) -> Result<()> {
+    let known = AutoclearFeatures::BITMAPS.with(AutoclearFeatures::DATA_FILE_RAW);
+    let autoclear = qcow2.header.read().autoclear;
+    if autoclear.unknown().is_empty() {
+        return Ok(());
+    }
+    let kept = AutoclearFeatures::from_bits(autoclear.bits() & known.bits());
+    let bytes = IoBuf::copy_of(&kept.bits().to_be_bytes());
+    layer.storage().write_at(field::AUTOCLEAR_FEATURES as u64, bytes).await?;
+    layer.storage().flush().await?;
+    qcow2.header.write().autoclear = kept;
+    Ok(())
+}
+
+/// The host clusters that hold the image's own tables, but for its refcounts'.
+async fn own_clusters<S: Storage>(
+    layer: &Layer<S>,
+    qcow2: &Qcow2,
+    header: &Header,
+) -> Result<HashSet<u64>> {
+    let geometry = &qcow2.geometry;
+    let bits = geometry.cluster_bits();
+    let mut own = HashSet::from([0]);
+    let mut add = |offset: u64, length: u64| {
+        if length > 0 {
+            own.extend(offset >> bits..=offset.saturating_add(length - 1) >> bits);
+        }
+    };
+    add(header.l1_table_offset.get(), u64::from(header.l1_size) * 8);
+    for entry in qcow2.l1.read().iter() {
+        if let Ok(Some(offset)) = entry.offset(geometry) {
+            add(offset.get(), 1);
+        }
+    }
+    let mut at = header.snapshots_offset.get();
+    for _ in 0..header.nb_snapshots {
+        let bytes = layer.storage().read_at(at, IoBuf::zeroed(SNAPSHOT_READ as usize)).await?;
+        let (snapshot, length) =
+            Snapshot::parse(&bytes).map_err(|error| layer.format_error(error))?;
+        snapshot.check(geometry).map_err(|error| layer.format_error(error))?;
+        add(at, length as u64);
+        add(snapshot.l1_table_offset.get(), u64::from(snapshot.l1_size) * 8);
+        at = at.saturating_add(length as u64).next_multiple_of(8);
+    }
+    Ok(own)
+}

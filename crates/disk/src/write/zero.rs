@@ -1,0 +1,168 @@
+//! Zero-writes.
+
+use super::plan::referenced;
+use super::Qcow2Writer;
+use crate::device::ZeroFlags;
+use crate::disk::Disk;
+use crate::map::Source;
+use crate::{DiskError, Result};
+use isobath_qcow2::{AutoclearFeatures, ClusterIndex, ClusterKind, Geometry, HostCluster, L2Entry};
+use isobath_storage::{Host, IoBuf, Storage, ZeroMode};
+use std::ops::Range;
+
+/// The most that is written as data at once.
+const CHUNK: u64 = 1 << 20;
+/// Clusters whose entries change under one lock.
+const CLUSTERS_AT_ONCE: u64 = 32 << 10;
+
+impl<S: Storage> Qcow2Writer<S> {
+    /// Whether the data file alone must hold the disk's content.
+    pub(super) fn data_file_raw(&self) -> bool {
+        self.metadata.layer.as_qcow2().is_some_and(|qcow2| {
+            qcow2.geometry.has_data_file()
+                && qcow2.header.read().autoclear.contains(AutoclearFeatures::DATA_FILE_RAW)
+        })
+    }
+}
+
+impl<H: Host> Disk<H> {
+    pub(crate) async fn zero_range(
+        &self,
+        offset: u64,
+        length: u64,
+        flags: ZeroFlags,
+    ) -> Result<()> {
+        let writer = self.writer()?;
+        if length == 0 {
+            return Ok(());
+        }
+        let active = self.chain.active();
+        let mode = ZeroMode { may_unmap: flags.may_unmap, only_fast: flags.only_fast };
+        let Some(qcow2) = writer.qcow2() else {
+            return Ok(active.storage().write_zeroes(offset, length, mode).await?);
+        };
+        qcow2.note_write(offset..offset + length).await?;
+        let geometry = qcow2.geometry();
+        // What one bit or one entry says: version 2 has neither.
+        let granule = geometry.subcluster_size();
+        let end = offset + length;
+        let (mut first, mut last) = (offset.next_multiple_of(granule), end / granule * granule);
+        if end == self.chain.active().size() {
+            last = end.next_multiple_of(granule);
+        }
+        if geometry.version() < 3 && !qcow2.alone {
+            (first, last) = (end, end);
+        }
+        if first >= last {
+            return self.zero_as_data(offset..end, flags).await;
+        }
+        self.zero_as_data(offset..first, flags).await?;
+        let step = CLUSTERS_AT_ONCE * geometry.cluster_size();
+        let mut at = first;
+        while at < last {
+            // A first step that ends at a cluster's border keeps the others aligned.
+            let next = last.min(at / step * step + step);
+            writer.commit_if_much(&self.readers).await?;
+            self.zero_entries(at..next, mode).await?;
+            at = next;
+        }
+        self.zero_as_data(last.min(end)..end, flags).await
+    }
+
+    /// Writes zeroes as data, but for what reads as zeroes already.
+    async fn zero_as_data(&self, range: Range<u64>, flags: ZeroFlags) -> Result<()> {
+        let mut at = range.start;
+        while at < range.end {
+            let next = range.end.min(at + CHUNK);
+            let extents = {
+                let _pass = self.readers.gate.enter();
+                self.extents(at..next).await?
+            };
+            for extent in extents {
+                if matches!(extent.source, Source::Absent | Source::Zero(_)) {
+                    continue;
+                }
+                if flags.only_fast {
+                    return Err(DiskError::Unsupported(
+                        "zeroes can only be written as data here, which is not fast".into(),
+                    ));
+                }
+                self.write_range(extent.guest, IoBuf::zeroed(extent.length as usize)).await?;
+            }
+            at = next;
+        }
+        Ok(())
+    }
+
+    /// Marks whole granules as zero in the tables.
+    async fn zero_entries(&self, range: Range<u64>, mode: ZeroMode) -> Result<()> {
+        let writer = self.writer()?;
+        let qcow2 = writer.qcow2().ok_or(DiskError::ReadOnly)?;
+        let geometry = qcow2.geometry();
+        let size = geometry.cluster_size();
+        let clusters = range.start / size..range.end.div_ceil(size);
+        let _range = writer.ranges.lock(clusters.start * size..clusters.end * size).await;
+        let _pass = self.readers.gate.enter();
+        if qcow2.data_file_raw() {
+            let end = range.end.min(self.chain.active().size());
+            self.chain.active().data().write_zeroes(range.start, end - range.start, mode).await?;
+        }
+        qcow2.ensure_tables(clusters.clone()).await?;
+        let entries = qcow2.entries(clusters.clone()).await?;
+        for (cluster, entry) in clusters.zip(entries) {
+            let start = cluster * size;
+            let part = range.start.max(start) - start..range.end.min(start + size) - start;
+            if geometry.extended_l2() && entry.is_compressed() && part != (0..size) {
+                // The entry cannot tell its subclusters apart: they become data first.
+                self.expand_compressed(qcow2, cluster, &part).await?;
+                continue;
+            }
+            let kind = entry
+                .kind(&geometry)
+                .map_err(|error| qcow2.metadata.layer.format_error(error))?;
+            let may_unmap = mode.may_unmap && !qcow2.data_file_raw();
+            let (new, releases) = zeroed(&geometry, kind, &part, may_unmap);
+            if new != entry {
+                self.record(qcow2, ClusterIndex::new(cluster), new, &releases, false)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The entry of a cluster of which `part`, whole subclusters, reads as zeroes from now on, and the
+/// references that go.
+fn zeroed(
+    geometry: &Geometry,
+    kind: ClusterKind,
+    part: &Range<u64>,
+    may_unmap: bool,
+) -> (L2Entry, Vec<HostCluster>) {
+    if let ClusterKind::Subclusters { offset, copied, allocated, zero } = kind {
+        let size = geometry.subcluster_size();
+        let (first, last) = (part.start / size, part.end / size);
+        let mask = (((1_u64 << (last - first)) - 1) << first) as u32;
+        let (allocated, zero) = (allocated & !mask, zero | mask);
+        return match offset {
+            Some(_) if allocated == 0 && (may_unmap || !copied) => {
+                (L2Entry::subclustered(None, false, 0, zero), referenced(geometry, &kind))
+            }
+            _ => (L2Entry::subclustered(offset, copied, allocated, zero), Vec::new()),
+        };
+    }
+    if geometry.extended_l2() {
+        return (L2Entry::subclustered(None, false, 0, u32::MAX), referenced(geometry, &kind));
+    }
+    if geometry.version() < 3 {
+        return (L2Entry::unallocated(), referenced(geometry, &kind));
+    }
+    match kind {
+        ClusterKind::Data { offset, copied: true }
+        | ClusterKind::ZeroAllocated { offset, copied: true }
+            if !may_unmap =>
+        {
+            (L2Entry::zero_allocated(offset, true), Vec::new())
+        }
+        _ => (L2Entry::zero_plain(), referenced(geometry, &kind)),
+    }
+}
