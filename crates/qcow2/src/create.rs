@@ -7,7 +7,7 @@ use crate::features::{
     AutoclearFeatures, CompatibleFeatures, FeatureNameTable, IncompatibleFeatures,
 };
 use crate::geometry::{Geometry, HOST_OFFSET_LIMIT, MAX_REFCOUNT_TABLE_BYTES};
-use crate::header::{Header, ParseMode, V2_LENGTH, V3_LENGTH};
+use crate::header::{FEATURE_NAMES_CLUSTER_BITS, Header, ParseMode, V2_LENGTH, V3_LENGTH};
 use crate::l1::L1Entry;
 use crate::l2::L2Entry;
 use crate::offset::{HostCluster, HostOffset};
@@ -220,9 +220,7 @@ impl NewImage {
         let mut extensions = Vec::new();
         extensions.extend(self.backing_format.clone().map(Extension::BackingFormat));
         extensions.extend(self.data_file.clone().map(Extension::DataFile));
-        // With the smallest clusters QEMU leaves the names out, and the backing file name needs the
-        // room.
-        if self.version >= 3 && self.cluster_bits > 9 {
+        if self.version >= 3 && self.cluster_bits >= FEATURE_NAMES_CLUSTER_BITS {
             extensions.push(Extension::FeatureNames(FeatureNameTable::known()));
         }
         Header {

@@ -89,15 +89,12 @@ impl Extension {
     /// of the first cluster.
     ///
     /// # Errors
-    /// If an extension is longer than what is left of the area, or one of a known type has a length
+    /// If an extension, or the mark that ends them, is longer than what is left of the area, or one of a known type has a length
     /// or text that QEMU refuses.
     pub fn parse_all(area: &[u8]) -> Result<Vec<Self>, FormatError> {
         let mut extensions = Vec::new();
         let mut rest = area;
         while let (Some(magic), Some(length)) = (bytes::be32(rest, 0), bytes::be32(rest, 4)) {
-            if magic == END {
-                break;
-            }
             let body = rest.get(HEAD..).unwrap_or_default();
             let Some(data) = body.get(..length as usize) else {
                 return Err(FormatError::invalid(
@@ -106,6 +103,9 @@ impl Extension {
                     format!("only {} bytes are left in the header cluster", body.len()),
                 ));
             };
+            if magic == END {
+                break;
+            }
             extensions.push(Self::parse(magic, data)?);
             // What is left after the padding; an area may end in the padding.
             rest = body.get((length as usize).next_multiple_of(8)..).unwrap_or_default();
@@ -227,6 +227,8 @@ mod tests {
         let mut area = encoded(&[]);
         area.extend([0xff; 64]);
         assert_eq!(Extension::parse_all(&area), Ok(Vec::new()));
+        area[7] = 65; // QEMU looks at the length of the end mark too.
+        assert!(Extension::parse_all(&area).is_err());
         assert_eq!(Extension::parse_all(&[]), Ok(Vec::new()));
         assert_eq!(Extension::parse_all(&[1, 2, 3]), Ok(Vec::new()));
     }

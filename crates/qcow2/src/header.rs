@@ -24,6 +24,8 @@ pub const V2_LENGTH: u32 = 72;
 pub const V3_MIN_LENGTH: u32 = 104;
 /// Bytes of the version 3 header that QEMU writes, with the compression type.
 pub const V3_LENGTH: u32 = 112;
+/// With smaller clusters QEMU writes no feature name table, to leave room for the backing file name.
+pub(crate) const FEATURE_NAMES_CLUSTER_BITS: u32 = 13;
 /// Bytes of the smallest snapshot table entry.
 const SNAPSHOT_ENTRY_MIN: u64 = 40;
 
@@ -508,14 +510,15 @@ impl Header {
     }
 
     /// The header cluster: fixed fields, extensions, backing file name, and zeroes. The extensions
-    /// keep their order. A version 3 image gets the feature name table that QEMU writes, with the
-    /// image's names for other bits kept, where it fits and clusters exceed 512 bytes.
+    /// keep their order. A version 3 image with clusters of 8 KiB or more gets the feature name table
+    /// that QEMU writes, with the image's names for other bits kept; others keep the table they
+    /// have. A table for which there is no room is left out.
     ///
     /// # Errors
     /// If the header is not valid, or exceeds a cluster.
     pub fn encode(&self) -> Result<Vec<u8>, FormatError> {
         self.validate(ParseMode::Check)?;
-        let complete = (self.version >= 3 && self.cluster_bits > 9)
+        let complete = (self.version >= 3 && self.cluster_bits >= FEATURE_NAMES_CLUSTER_BITS)
             .then(|| self.encode_with(&self.named_extensions()))
             .flatten();
         // Without room for every name, as it is; then without any.
