@@ -1,0 +1,291 @@
+//! What a header must be.
+
+use super::{Header, MAX_BACKING_FILE_BYTES, MAX_SNAPSHOTS, ParseMode};
+use crate::compress::CompressionType;
+use crate::error::{FormatError, FormatErrorKind, printable};
+use crate::extension::{Extension, MAX_BACKING_FORMAT_BYTES};
+use crate::features::IncompatibleFeatures;
+use crate::geometry::{Geometry, HOST_OFFSET_LIMIT, MAX_L1_BYTES, MAX_REFCOUNT_TABLE_BYTES};
+use crate::offset::HostOffset;
+
+/// Bytes of the smallest snapshot table entry.
+const SNAPSHOT_ENTRY_MIN: u64 = 40;
+
+impl Header {
+    /// Checks everything that can be checked without the tables.
+    ///
+    /// # Errors
+    /// As [`parse`](Self::parse).
+    pub fn validate(&self, mode: ParseMode) -> Result<(), FormatError> {
+        let geometry = self.geometry()?;
+        match self.crypt_method {
+            0 => {}
+            1 | 2 => {
+                return Err(FormatError::new(
+                    FormatErrorKind::Encrypted,
+                    "crypt_method",
+                    if self.crypt_method == 1 { "1 (AES)" } else { "2 (LUKS)" },
+                    "encrypted images are not supported; decrypt it with qemu-img convert",
+                ));
+            }
+            other => {
+                return Err(FormatError::unsupported(
+                    "crypt_method",
+                    other,
+                    "this encryption method is not known",
+                ));
+            }
+        }
+        self.validate_features()?;
+        self.validate_strings()?;
+        self.validate_tables(&geometry, mode)
+    }
+
+    fn validate_features(&self) -> Result<(), FormatError> {
+        let has = |feature| self.incompatible.contains(feature);
+        if has(IncompatibleFeatures::COMPRESSION_TYPE)
+            != (self.compression_type != CompressionType::Zlib)
+        {
+            return Err(FormatError::invalid(
+                "compression_type",
+                self.compression_type,
+                "the incompatible feature bit \"compression type\" must be set for any but zlib, \
+                 and only then",
+            ));
+        }
+        if self.version == 2
+            && !(self.incompatible.is_empty()
+                && self.compatible.is_empty()
+                && self.autoclear.is_empty()
+                && self.refcount_order == 4
+                && self.unknown_fields.is_empty())
+        {
+            return Err(FormatError::invalid(
+                "version",
+                2,
+                "features and refcount widths other than 16 bits need version 3 (compat 1.1)",
+            ));
+        }
+        Ok(())
+    }
+
+    /// Strings that would not be read as they are written.
+    fn validate_strings(&self) -> Result<(), FormatError> {
+        let check = |field: &'static str, text: &str, most: usize| {
+            if text.len() > most {
+                return Err(FormatError::too_large(
+                    format!("{field}'s length"),
+                    text.len(),
+                    format!("must not exceed {most} bytes"),
+                ));
+            }
+            if text.contains('\0') {
+                let text = printable(text.as_bytes());
+                return Err(FormatError::invalid(field, text, "must have no NUL in it"));
+            }
+            Ok(())
+        };
+        if let Some(name) = &self.backing_file {
+            check("backing file name", name, MAX_BACKING_FILE_BYTES as usize)?;
+        }
+        for extension in &self.extensions {
+            match extension {
+                Extension::BackingFormat(format) => {
+                    check("backing file format name", format, MAX_BACKING_FORMAT_BYTES)?;
+                }
+                Extension::DataFile(name) => check("external data file name", name, usize::MAX)?,
+                Extension::Unknown { magic: 0, .. } => {
+                    return Err(FormatError::invalid(
+                        "header extension's type",
+                        0,
+                        "marks the end of the extensions",
+                    ));
+                }
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    fn validate_tables(&self, geometry: &Geometry, mode: ParseMode) -> Result<(), FormatError> {
+        let l1_bytes = u64::from(self.l1_size) * 8;
+        if l1_bytes > MAX_L1_BYTES {
+            return Err(FormatError::too_large(
+                "l1_size",
+                self.l1_size,
+                format!("must not exceed {} entries (32 MiB)", MAX_L1_BYTES / 8),
+            ));
+        }
+        if self.size > i64::MAX as u64 {
+            return Err(FormatError::too_large("size", self.size, "must be below 2^63"));
+        }
+        let needed = geometry.l1_size_for(self.size);
+        if needed > u64::from(self.l1_size) {
+            return Err(FormatError::invalid(
+                "l1_size",
+                self.l1_size,
+                format!("is too small for a disk of {} bytes: needs {needed}", self.size),
+            ));
+        }
+        let l1 = table("l1_table_offset", self.l1_table_offset, l1_bytes, geometry)?;
+
+        let clusters = u64::from(self.refcount_table_clusters);
+        if clusters > MAX_REFCOUNT_TABLE_BYTES >> self.cluster_bits {
+            return Err(FormatError::too_large(
+                "refcount_table_clusters",
+                clusters,
+                format!(
+                    "must not exceed {} (8 MiB)",
+                    MAX_REFCOUNT_TABLE_BYTES >> self.cluster_bits
+                ),
+            ));
+        }
+        let bytes = clusters << self.cluster_bits;
+        let refcounts =
+            table("refcount_table_offset", self.refcount_table_offset, bytes, geometry)?;
+        if mode == ParseMode::Check {
+            return Ok(());
+        }
+        if clusters == 0 {
+            return Err(FormatError::invalid(
+                "refcount_table_clusters",
+                0,
+                "the image has no refcount table; repair it with check -r all",
+            ));
+        }
+        if self.nb_snapshots > MAX_SNAPSHOTS {
+            return Err(FormatError::too_large(
+                "nb_snapshots",
+                self.nb_snapshots,
+                format!("must not exceed {MAX_SNAPSHOTS}"),
+            ));
+        }
+        let bytes = u64::from(self.nb_snapshots) * SNAPSHOT_ENTRY_MIN;
+        let snapshots = table("snapshots_offset", self.snapshots_offset, bytes, geometry)?;
+        let tables = [
+            ("l1_table_offset", l1),
+            ("refcount_table_offset", refcounts),
+            ("snapshots_offset", snapshots),
+        ];
+        for (i, (field, a)) in tables.iter().enumerate() {
+            for (other, b) in tables.iter().skip(i + 1) {
+                if a.start < b.end && b.start < a.end {
+                    return Err(FormatError::invalid(
+                        *field,
+                        HostOffset::new(a.start),
+                        format!(
+                            "the table overlaps the one of {other}, {}; run a check on the image",
+                            HostOffset::new(b.start)
+                        ),
+                    ));
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Checks a table's place; returns the bytes that it covers.
+fn table(
+    field: &'static str,
+    offset: HostOffset,
+    bytes: u64,
+    geometry: &Geometry,
+) -> Result<std::ops::Range<u64>, FormatError> {
+    geometry.check_offset(field, offset)?;
+    if bytes == 0 {
+        return Ok(0..0);
+    }
+    if offset.get() == 0 {
+        return Err(FormatError::invalid(field, offset, "the table overlaps the header"));
+    }
+    match offset.get().checked_add(bytes) {
+        Some(end) if end <= HOST_OFFSET_LIMIT => Ok(offset.get()..end),
+        _ => Err(FormatError::invalid(field, offset, "the table ends beyond 2^56")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::header::tests::sample;
+
+    fn refusal(change: impl Fn(&mut Header)) -> FormatError {
+        let mut header = sample();
+        change(&mut header);
+        header.validate(ParseMode::Open).unwrap_err()
+    }
+
+    #[test]
+    fn limits_of_tables() {
+        assert_eq!(sample().validate(ParseMode::Open), Ok(()));
+        let kind = |change: &dyn Fn(&mut Header)| refusal(change).kind();
+        assert_eq!(kind(&|h| h.l1_size = (4 << 20) + 1), FormatErrorKind::TooLarge);
+        assert_eq!(kind(&|h| h.l1_size = 1), FormatErrorKind::Invalid);
+        assert_eq!(kind(&|h| h.size = 1 << 63), FormatErrorKind::TooLarge);
+        assert_eq!(kind(&|h| h.refcount_table_clusters = 129), FormatErrorKind::TooLarge);
+        assert_eq!(kind(&|h| h.refcount_table_clusters = 0), FormatErrorKind::Invalid);
+        assert_eq!(kind(&|h| h.nb_snapshots = 65537), FormatErrorKind::TooLarge);
+        assert_eq!(kind(&|h| h.nb_snapshots = 1), FormatErrorKind::Invalid);
+        for offset in [0, 512, 1 << 56, u64::MAX, (1 << 56) - 65536] {
+            let offset = HostOffset::new(offset);
+            // The last one fits a cluster: two clusters of refcount table end too far.
+            assert_eq!(
+                kind(&|h| {
+                    h.refcount_table_offset = offset;
+                    h.refcount_table_clusters = 2;
+                }),
+                FormatErrorKind::Invalid
+            );
+        }
+    }
+
+    #[test]
+    fn tables_that_overlap_are_left_to_a_check() {
+        let mut header = sample();
+        header.l1_table_offset = header.refcount_table_offset;
+        let error = header.validate(ParseMode::Open).unwrap_err();
+        assert!(error.to_string().contains("overlaps the one of refcount_table_offset"), "{error}");
+        assert_eq!(header.validate(ParseMode::Check), Ok(()));
+        header.refcount_table_clusters = 0;
+        header.nb_snapshots = u32::MAX;
+        header.snapshots_offset = HostOffset::new(7);
+        assert_eq!(header.validate(ParseMode::Check), Ok(()));
+    }
+
+    #[test]
+    fn features_that_contradict_each_other() {
+        let error = refusal(|h| h.compression_type = CompressionType::Zstd);
+        assert_eq!(error.field(), "compression_type");
+        let error = refusal(|h| {
+            h.incompatible = h.incompatible.with(IncompatibleFeatures::COMPRESSION_TYPE);
+        });
+        assert_eq!(error.field(), "compression_type");
+        let error = refusal(|h| {
+            h.version = 2;
+            h.refcount_order = 5;
+        });
+        assert_eq!(error.field(), "version");
+    }
+
+    #[test]
+    fn encryption_has_its_own_kind() {
+        for (method, kind) in [
+            (1, FormatErrorKind::Encrypted),
+            (2, FormatErrorKind::Encrypted),
+            (3, FormatErrorKind::Unsupported),
+        ] {
+            assert_eq!(refusal(|h| h.crypt_method = method).kind(), kind);
+        }
+    }
+
+    #[test]
+    fn strings_that_would_be_read_otherwise() {
+        let long = refusal(|h| h.backing_file = Some("x".repeat(1024)));
+        assert_eq!(long.kind(), FormatErrorKind::TooLarge);
+        refusal(|h| h.backing_file = Some("a\0b".into()));
+        refusal(|h| h.extensions.push(Extension::BackingFormat("x".repeat(16))));
+        refusal(|h| h.extensions.push(Extension::DataFile("\0".into())));
+        refusal(|h| h.extensions.push(Extension::Unknown { magic: 0, data: Vec::new() }));
+    }
+}
