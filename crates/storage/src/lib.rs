@@ -12,6 +12,7 @@ pub mod buf;
 pub mod error;
 mod lock;
 pub mod memory;
+pub mod ring;
 mod wait;
 
 pub use buf::IoBuf;
@@ -145,6 +146,11 @@ pub trait Host: Send + Sync + 'static {
 
     /// Removes a file.
     fn remove(&self, name: &Path) -> impl Future<Output = Result<()>>;
+
+    /// The name of a file with every link in it followed, to tell where it really lies.
+    fn canonical(&self, name: &Path) -> Result<PathBuf> {
+        Ok(name.to_owned())
+    }
 
     /// The name under which `name`, as written in the header of the image `referrer`, is opened:
     /// relative names are relative to the referrer's directory.

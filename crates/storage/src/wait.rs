@@ -16,7 +16,12 @@ impl Wake for Unpark {
 
 /// Runs one future to its end, parking the thread while it waits. Storage then works without a
 /// ring: in memory, or with blocking system calls.
+///
+/// # Panics
+/// Inside [`Executor::block_on`](crate::ring::Executor::block_on): the future's operations would go to
+/// that executor, which could not run.
 pub fn block_on<F: Future>(future: F) -> F::Output {
+    assert!(!crate::ring::is_running(), "block_on inside an executor would wait for itself");
     let mut future = pin!(future);
     let waker = Waker::from(Arc::new(Unpark(std::thread::current())));
     let mut context = Context::from_waker(&waker);

@@ -1,0 +1,27 @@
+//! System calls that block and that io_uring does not have.
+
+use super::oneshot;
+use super::remote::RemoteJoin;
+use super::task::JoinError;
+use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::thread;
+
+/// Runs `call` without holding up this thread's tasks: on a thread of its own inside an executor, in
+/// place elsewhere. Meant for what happens seldom.
+pub(crate) async fn unblock<T: Send + 'static>(
+    call: impl FnOnce() -> io::Result<T> + Send + 'static,
+) -> io::Result<T> {
+    if !super::is_running() {
+        return call();
+    }
+    let (sender, receiver) = oneshot::channel();
+    thread::Builder::new().name("blocking-call".into()).spawn(move || {
+        let result = catch_unwind(AssertUnwindSafe(call));
+        sender.send(result.map_err(JoinError::panicked));
+    })?;
+    match RemoteJoin::new(receiver).await {
+        Ok(result) => result,
+        Err(error) => error.resume(),
+    }
+}

@@ -1,0 +1,386 @@
+//! The ring itself: operations in flight, what they own, and how they end.
+
+use super::op::Keep;
+use io_uring::types::{SubmitArgs, Timespec};
+use io_uring::{IoUring, cqueue, opcode, squeue};
+use slab::Slab;
+use std::cell::{Cell, RefCell};
+use std::collections::VecDeque;
+use std::io;
+use std::mem::MaybeUninit;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::task::Waker;
+use std::time::Duration;
+
+/// `user_data` of a cancellation, whose outcome nobody needs.
+const CANCEL: u64 = u64::MAX;
+/// `user_data` of the read that other threads' wake-ups end.
+pub(super) const WAKE: u64 = u64::MAX - 1;
+
+/// Completions taken from the queue at a time.
+const REAP: usize = 64;
+
+/// How an operation whose future is dropped ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Abandon {
+    /// It runs to its end: file I/O, which ends soon.
+    Finish,
+    /// It is cancelled, since it could wait without end.
+    Cancel,
+}
+
+enum State {
+    Waiting(Option<Waker>),
+    Orphan,
+    Done(i32),
+}
+
+struct Slot {
+    /// Tells this operation's completion from those of the slot's earlier tenants.
+    serial: u32,
+    state: State,
+    abandon: Abandon,
+    keep: Keep,
+    /// Keeps the descriptor from being closed, and its number from being given to another file,
+    /// before the kernel has taken the entry.
+    file: Option<Arc<OwnedFd>>,
+}
+
+/// How long [`Driver::enter`] waits for a completion.
+#[derive(Clone, Copy)]
+pub(super) enum Wait {
+    No,
+    Forever,
+    For(Duration),
+}
+
+/// Names an operation in flight.
+#[derive(Clone, Copy)]
+pub(super) struct Key(u32);
+
+pub(super) struct Driver {
+    ring: RefCell<IoUring>,
+    slots: RefCell<Slab<Slot>>,
+    /// Entries for which the ring has no room yet, in order.
+    backlog: RefCell<VecDeque<squeue::Entry>>,
+    serial: Cell<u32>,
+    /// Entries written to the submission queue that the kernel has not taken.
+    unsubmitted: Cell<usize>,
+    /// Entries in the submission queue or the kernel.
+    in_ring: Cell<usize>,
+    /// Operations in flight whose futures are gone.
+    orphans: Cell<usize>,
+    closed: Cell<bool>,
+    batch: usize,
+}
+
+impl Driver {
+    pub(super) fn new(entries: u32, batch: usize) -> io::Result<Self> {
+        let ring = build(entries)?;
+        Ok(Self {
+            ring: RefCell::new(ring),
+            slots: RefCell::default(),
+            backlog: RefCell::default(),
+            serial: Cell::new(0),
+            unsubmitted: Cell::new(0),
+            in_ring: Cell::new(0),
+            orphans: Cell::new(0),
+            closed: Cell::new(false),
+            batch,
+        })
+    }
+
+    /// Puts an operation into the ring.
+    ///
+    /// # Safety
+    /// The memory that `entry` points to must stay valid, and be left alone, for as long as `keep`
+    /// lives; its descriptor must be the one of `file`, or be otherwise kept open.
+    pub(super) unsafe fn start(
+        &self,
+        entry: squeue::Entry,
+        keep: Keep,
+        file: Option<Arc<OwnedFd>>,
+        abandon: Abandon,
+    ) -> Key {
+        // Serials stay below `u32::MAX`, so no operation has the `user_data` of WAKE or CANCEL.
+        let serial = self.serial.get();
+        self.serial.set((serial + 1) % u32::MAX);
+        let closed = self.closed.get();
+        let state = if closed { State::Done(-libc::ECANCELED) } else { State::Waiting(None) };
+        let key = self.slots.borrow_mut().insert(Slot { serial, state, abandon, keep, file });
+        if !closed {
+            self.push(entry.user_data(u64::from(serial) << 32 | key as u64));
+        }
+        Key(key as u32)
+    }
+
+    /// Starts the read of `word` that a wake-up ends.
+    ///
+    /// # Safety
+    /// `word` must be valid until the read's completion, which [`drain`](Self::drain) waits for.
+    pub(super) unsafe fn start_wake_read(&self, eventfd: i32, word: *mut u64) {
+        let entry = opcode::Read::new(io_uring::types::Fd(eventfd), word.cast(), 8).build();
+        self.push(entry.user_data(WAKE));
+    }
+
+    fn push(&self, entry: squeue::Entry) {
+        let mut backlog = self.backlog.borrow_mut();
+        backlog.push_back(entry);
+        let mut ring = self.ring.borrow_mut();
+        self.refill(&mut ring, &mut backlog);
+        if self.unsubmitted.get() >= self.batch {
+            self.submit(&ring);
+        }
+    }
+
+    /// Moves entries from the backlog into the submission queue.
+    fn refill(&self, ring: &mut IoUring, backlog: &mut VecDeque<squeue::Entry>) {
+        while let Some(entry) = backlog.front() {
+            // SAFETY: whoever made the entry keeps what it points to until its completion.
+            let mut pushed = unsafe { ring.submission().push(entry) };
+            if pushed.is_err() {
+                self.submit(ring);
+                // SAFETY: as above.
+                pushed = unsafe { ring.submission().push(entry) };
+            }
+            if pushed.is_err() {
+                break;
+            }
+            backlog.pop_front();
+            self.in_ring.set(self.in_ring.get() + 1);
+            self.unsubmitted.set(self.unsubmitted.get() + 1);
+        }
+    }
+
+    /// Gives the queued entries to the kernel without waiting. What it does not take now it is
+    /// offered again at the next turn.
+    fn submit(&self, ring: &IoUring) {
+        match ring.submit() {
+            Ok(taken) => self.taken(taken),
+            Err(error) => check(&error),
+        }
+    }
+
+    fn taken(&self, count: usize) {
+        self.unsubmitted.set(self.unsubmitted.get().saturating_sub(count));
+    }
+
+    /// Submits what is queued, waits as told, and handles the completions that are there. Tells
+    /// whether the wake-up read was among them.
+    #[must_use = "the wake-up read must be started again"]
+    pub(super) fn enter(&self, wait: Wait) -> bool {
+        {
+            let mut ring = self.ring.borrow_mut();
+            self.refill(&mut ring, &mut self.backlog.borrow_mut());
+            let result = match wait {
+                Wait::No => {
+                    let queue = ring.submission();
+                    let idle =
+                        self.unsubmitted.get() == 0 && !queue.taskrun() && !queue.cq_overflow();
+                    drop(queue);
+                    if idle { Ok(0) } else { ring.submit() }
+                }
+                Wait::Forever => ring.submit_and_wait(1),
+                Wait::For(duration) => {
+                    let time = Timespec::from(duration);
+                    ring.submitter().submit_with_args(1, &SubmitArgs::new().timespec(&time))
+                }
+            };
+            match result {
+                Ok(taken) => self.taken(taken),
+                // The wait ended otherwise than by a completion; what was taken is not told.
+                Err(error) => {
+                    check(&error);
+                    self.unsubmitted.set(ring.submission().len());
+                }
+            }
+        }
+        self.reap()
+    }
+
+    fn reap(&self) -> bool {
+        let mut woken = false;
+        loop {
+            let mut space = [const { MaybeUninit::<cqueue::Entry>::uninit() }; REAP];
+            let entries = {
+                let mut ring = self.ring.borrow_mut();
+                let entries = ring.completion().fill(&mut space);
+                self.in_ring.set(self.in_ring.get() - entries.len());
+                &*entries
+            };
+            for entry in entries {
+                match entry.user_data() {
+                    WAKE => woken = true,
+                    CANCEL => {}
+                    user_data => self.complete(user_data, entry.result()),
+                }
+            }
+            if entries.len() < REAP {
+                return woken;
+            }
+        }
+    }
+
+    fn complete(&self, user_data: u64, result: i32) {
+        let (key, serial) = ((user_data as u32) as usize, (user_data >> 32) as u32);
+        let mut slots = self.slots.borrow_mut();
+        let Some(slot) = slots.get_mut(key).filter(|slot| slot.serial == serial) else {
+            tracing::error!(key, serial, result, "io_uring completed an operation never started");
+            return;
+        };
+        slot.file = None;
+        match std::mem::replace(&mut slot.state, State::Done(result)) {
+            State::Waiting(waker) => {
+                drop(slots);
+                if let Some(waker) = waker {
+                    waker.wake();
+                }
+            }
+            State::Orphan => {
+                let slot = slots.remove(key);
+                drop(slots);
+                self.orphans.set(self.orphans.get() - 1);
+                drop(slot);
+            }
+            State::Done(first) => {
+                tracing::error!(
+                    key,
+                    serial,
+                    first,
+                    result,
+                    "io_uring completed an operation twice"
+                );
+            }
+        }
+    }
+
+    /// The result and the kept resources of an operation, once it is done; the key is then void.
+    pub(super) fn poll(&self, key: Key, waker: &Waker) -> Option<(i32, Keep)> {
+        let mut slots = self.slots.borrow_mut();
+        let slot = slots.get_mut(key.0 as usize)?;
+        match &mut slot.state {
+            State::Done(result) => {
+                let result = *result;
+                Some((result, slots.remove(key.0 as usize).keep))
+            }
+            State::Waiting(Some(known)) if known.will_wake(waker) => None,
+            State::Waiting(place) => {
+                let old = place.replace(waker.clone());
+                drop(slots);
+                drop(old);
+                None
+            }
+            State::Orphan => None,
+        }
+    }
+
+    /// The future of an operation is gone before its end was seen; the key is then void.
+    pub(super) fn abandon(&self, key: Key) {
+        let index = key.0 as usize;
+        let mut slots = self.slots.borrow_mut();
+        let Some(slot) = slots.get_mut(index) else { return };
+        if let State::Done(_) = slot.state {
+            let slot = slots.remove(index);
+            drop(slots);
+            drop(slot);
+            return;
+        }
+        let waker = std::mem::replace(&mut slot.state, State::Orphan);
+        let cancel =
+            (slot.abandon == Abandon::Cancel).then(|| u64::from(slot.serial) << 32 | index as u64);
+        drop(slots);
+        drop(waker);
+        self.orphans.set(self.orphans.get() + 1);
+        if let Some(target) = cancel {
+            self.cancel(target);
+        }
+    }
+
+    fn cancel(&self, target: u64) {
+        self.push(opcode::AsyncCancel::new(target).build().user_data(CANCEL));
+    }
+
+    /// Whether an operation without a future is in flight.
+    pub(super) fn has_orphans(&self) -> bool {
+        self.orphans.get() > 0
+    }
+
+    /// Ends every operation: cancels what could wait without end and waits for the rest. Operations
+    /// started from now on fail with `ECANCELED`.
+    pub(super) fn drain(&self) {
+        self.closed.set(true);
+        self.cancel(WAKE);
+        let targets: Vec<u64> = self
+            .slots
+            .borrow()
+            .iter()
+            .filter(|(_, slot)| {
+                matches!(slot.state, State::Waiting(_)) && slot.abandon == Abandon::Cancel
+            })
+            .map(|(key, slot)| u64::from(slot.serial) << 32 | key as u64)
+            .collect();
+        for target in targets {
+            self.cancel(target);
+        }
+        while self.in_ring.get() > 0 || !self.backlog.borrow().is_empty() {
+            let _ = self.enter(Wait::Forever);
+        }
+    }
+
+    /// Operations whose end has not been seen by their futures.
+    #[cfg(test)]
+    pub(super) fn occupied(&self) -> usize {
+        self.slots.borrow().len()
+    }
+}
+
+/// Errors of `io_uring_enter` that the next turn mends; any other means that the ring is lost.
+fn check(error: &io::Error) {
+    match error.raw_os_error() {
+        Some(libc::EAGAIN | libc::EBUSY | libc::EINTR | libc::ETIME) => {}
+        _ => panic!("io_uring_enter failed: {error}"),
+    }
+}
+
+/// Makes a ring with the best flags that the kernel has.
+fn build(entries: u32) -> io::Result<IoUring> {
+    let mut last = None;
+    for level in (0..3).rev() {
+        let mut builder = IoUring::builder();
+        builder.setup_clamp().setup_cqsize(entries.saturating_mul(4)).dontfork();
+        if level >= 1 {
+            builder.setup_submit_all().setup_coop_taskrun().setup_taskrun_flag();
+        }
+        if level >= 2 {
+            builder.setup_single_issuer().setup_defer_taskrun();
+        }
+        match builder.build(entries) {
+            Ok(ring) => {
+                let have = ring.params();
+                if have.is_feature_nodrop()
+                    && have.is_feature_ext_arg()
+                    && have.is_feature_fast_poll()
+                {
+                    return Ok(ring);
+                }
+                let text = "this kernel's io_uring is too old; Linux 5.11 or later is needed";
+                return Err(io::Error::new(io::ErrorKind::Unsupported, text));
+            }
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => last = Some(error),
+            Err(error) => {
+                let hint = match error.raw_os_error() {
+                    Some(libc::EPERM | libc::EACCES) => {
+                        "; sysctl kernel.io_uring_disabled or a seccomp filter forbids it"
+                    }
+                    Some(libc::ENOSYS) => "; Linux 5.11 or later is needed",
+                    Some(libc::ENOMEM) => "; the limit of locked memory (ulimit -l) may be too low",
+                    _ => "",
+                };
+                let text = format!("could not set up io_uring: {error}{hint}");
+                return Err(io::Error::new(error.kind(), text));
+            }
+        }
+    }
+    Err(last.unwrap_or_else(|| io::Error::from_raw_os_error(libc::EINVAL)))
+}

@@ -1,0 +1,200 @@
+//! What one thread's executor consists of.
+
+use super::driver::{Driver, Wait};
+use super::executor::Config;
+use super::op::Vectored;
+use super::remote::{Handle, Remote};
+use super::task::{JoinHandle, Run, Task};
+use super::timer::Timers;
+use slab::Slab;
+use std::cell::{Cell, RefCell};
+use std::collections::VecDeque;
+use std::future::Future;
+use std::io;
+use std::os::fd::AsRawFd;
+use std::rc::Rc;
+use std::sync::Arc;
+
+thread_local! {
+    static CURRENT: RefCell<Option<Rc<Local>>> = const { RefCell::new(None) };
+}
+
+/// This thread's executor, inside `block_on`.
+pub(crate) fn current() -> Option<Rc<Local>> {
+    CURRENT.try_with(|current| current.borrow().clone()).ok().flatten()
+}
+
+/// This thread's executor.
+///
+/// # Panics
+/// Outside `block_on`.
+pub(super) fn required() -> Rc<Local> {
+    current().unwrap_or_else(|| panic!("this thread is not inside Executor::block_on"))
+}
+
+/// Puts a task into the run queue of the executor that owns it, from whatever thread.
+pub(super) fn schedule(remote: &Remote, task: Arc<dyn Run>) {
+    let mut task = Some(task);
+    let _ = CURRENT.try_with(|current| {
+        if let Some(local) = &*current.borrow()
+            && std::ptr::eq(&raw const *local.remote, remote)
+        {
+            local.run_queue.borrow_mut().extend(task.take());
+        }
+    });
+    if let Some(task) = task {
+        remote.schedule(task);
+    }
+}
+
+/// Whether this thread is inside `block_on` of the executor that `remote` reaches.
+pub(super) fn is_current(remote: &Remote) -> bool {
+    current().is_some_and(|local| std::ptr::eq(&raw const *local.remote, remote))
+}
+
+/// Makes an executor the thread's current one until it is dropped.
+pub(super) struct Entered(());
+
+impl Drop for Entered {
+    fn drop(&mut self) {
+        let _ = CURRENT.try_with(|current| current.borrow_mut().take());
+    }
+}
+
+/// One thread's executor. Everything here is touched by that thread alone, but for `remote`.
+pub(crate) struct Local {
+    pub(super) driver: Driver,
+    pub(super) timers: Timers,
+    /// Descriptions of vectored operations, for reuse; boxed, since the kernel holds their addresses.
+    #[allow(clippy::vec_box)]
+    pub(super) spare: RefCell<Vec<Box<Vectored>>>,
+    pub(super) remote: Arc<Remote>,
+    run_queue: RefCell<VecDeque<Arc<dyn Run>>>,
+    tasks: RefCell<Slab<Arc<dyn Run>>>,
+    /// Where the kernel puts the eventfd's count; read by nobody.
+    word: Box<Cell<u64>>,
+    closed: Cell<bool>,
+}
+
+impl Local {
+    pub(super) fn new(config: &Config) -> io::Result<Rc<Self>> {
+        let local = Rc::new(Self {
+            driver: Driver::new(config.entries.max(1), config.batch.max(1))?,
+            timers: Timers::default(),
+            spare: RefCell::default(),
+            remote: Arc::new(Remote::new()?),
+            run_queue: RefCell::default(),
+            tasks: RefCell::default(),
+            word: Box::default(),
+            closed: Cell::new(false),
+        });
+        local.listen();
+        Ok(local)
+    }
+
+    /// Starts the read that a wake-up from another thread ends.
+    fn listen(&self) {
+        // SAFETY: `word` lives as long as the driver, which is drained before both are freed, and
+        // nothing here reads or writes it.
+        unsafe {
+            self.driver.start_wake_read(self.remote.eventfd.as_raw_fd(), self.word.as_ptr());
+        }
+    }
+
+    /// Makes this the thread's current executor; `None` if another one is.
+    pub(super) fn enter(self: &Rc<Self>) -> Option<Entered> {
+        CURRENT
+            .try_with(|current| {
+                let mut current = current.borrow_mut();
+                current.is_none().then(|| *current = Some(self.clone()))
+            })
+            .ok()
+            .flatten()
+            .map(Entered)
+    }
+
+    pub(super) fn handle(&self) -> Handle {
+        Handle::new(self.remote.clone())
+    }
+
+    pub(super) fn spawn<F>(&self, future: F) -> JoinHandle<F::Output>
+    where
+        F: Future + 'static,
+        F::Output: 'static,
+    {
+        let task = Arc::new(Task::new(future, self.remote.clone()));
+        if self.closed.get() {
+            task.clone().end();
+        } else {
+            let key = self.tasks.borrow_mut().insert(task.clone());
+            task.set_key(key);
+            self.run_queue.borrow_mut().push_back(task.clone());
+        }
+        JoinHandle::new(task)
+    }
+
+    /// A task has ended and needs no owner any more.
+    pub(super) fn forget(&self, key: usize) {
+        let task = self.tasks.borrow_mut().try_remove(key);
+        drop(task);
+    }
+
+    /// Runs what is ready, then takes completions; waits for one if nothing is ready and
+    /// `busy` says so.
+    pub(super) fn turn(self: &Rc<Self>, busy: impl Fn() -> bool) {
+        self.take_mail();
+        let ready = self.run_queue.borrow().len();
+        for _ in 0..ready {
+            let task = self.run_queue.borrow_mut().pop_front();
+            let Some(task) = task else { break };
+            task.run();
+        }
+        let next = self.timers.expire();
+        let idle = self.run_queue.borrow().is_empty() && !busy() && self.remote.prepare_sleep();
+        let wait = match next {
+            _ if !idle => Wait::No,
+            None => Wait::Forever,
+            Some(duration) => Wait::For(duration),
+        };
+        if self.driver.enter(wait) {
+            self.listen();
+        }
+    }
+
+    /// Waits until no dropped operation is in flight. Tasks do not run meanwhile.
+    pub(super) fn settle(&self) {
+        while self.driver.has_orphans() {
+            if self.driver.enter(Wait::Forever) {
+                self.listen();
+            }
+        }
+    }
+
+    fn take_mail(&self) {
+        let Some(mail) = self.remote.take() else { return };
+        self.run_queue.borrow_mut().extend(mail.tasks);
+        for job in mail.jobs {
+            job();
+        }
+    }
+
+    /// Ends every task and operation.
+    pub(super) fn close(self: &Rc<Self>) {
+        let entered = self.enter();
+        self.closed.set(true);
+        self.remote.close();
+        loop {
+            let tasks: Vec<_> = self.tasks.borrow_mut().drain().collect();
+            if tasks.is_empty() {
+                break;
+            }
+            for task in tasks {
+                task.end();
+            }
+        }
+        let left = self.run_queue.take();
+        drop(left);
+        self.driver.drain();
+        drop(entered);
+    }
+}

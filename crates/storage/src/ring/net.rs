@@ -1,0 +1,304 @@
+//! Sockets on the ring.
+
+use super::local;
+use super::op::ops;
+use crate::IoBuf;
+use std::fs;
+use std::io;
+use std::net::{Shutdown, SocketAddr, TcpListener};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::FileTypeExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// A socket that takes connections: unix or TCP.
+///
+/// It may be made on one thread and used on another. A unix socket's file is removed with it.
+#[derive(Debug)]
+pub struct Listener {
+    socket: Arc<OwnedFd>,
+    address: Address,
+}
+
+/// Where a [`Listener`] listens.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Address {
+    /// A socket file.
+    Unix(PathBuf),
+    /// A TCP address; the port is the one really bound.
+    Tcp(SocketAddr),
+}
+
+impl Listener {
+    /// Listens on a socket file. One that is left over from a program that is gone is replaced.
+    ///
+    /// # Errors
+    /// `EADDRINUSE` if somebody listens there or the path is something else than a socket; and
+    /// whatever the file system says.
+    pub fn bind_unix(path: &Path) -> io::Result<Self> {
+        let listener = match UnixListener::bind(path) {
+            Err(error) if error.kind() == io::ErrorKind::AddrInUse && is_stale(path) => {
+                fs::remove_file(path)?;
+                UnixListener::bind(path)?
+            }
+            other => other?,
+        };
+        listener.set_nonblocking(true)?;
+        let address = Address::Unix(path.to_owned());
+        Ok(Self { socket: Arc::new(listener.into()), address })
+    }
+
+    /// Listens on a TCP address; port 0 takes a free one.
+    ///
+    /// # Errors
+    /// As `bind(2)` and `listen(2)`.
+    pub fn bind_tcp(address: SocketAddr) -> io::Result<Self> {
+        let listener = TcpListener::bind(address)?;
+        listener.set_nonblocking(true)?;
+        let address = Address::Tcp(listener.local_addr()?);
+        Ok(Self { socket: Arc::new(listener.into()), address })
+    }
+
+    /// Where it listens.
+    pub fn address(&self) -> &Address {
+        &self.address
+    }
+
+    /// Waits for a connection. TCP connections get `TCP_NODELAY`. Dropping the future loses none.
+    ///
+    /// # Errors
+    /// As `accept(2)`. `ECONNABORTED` and a lack of descriptors (`EMFILE`, `ENFILE`) say nothing
+    /// against the next call.
+    ///
+    /// # Panics
+    /// Outside [`Executor::block_on`](super::Executor::block_on).
+    pub async fn accept(&self) -> io::Result<Stream> {
+        let local = local::required();
+        loop {
+            // Polled and then taken: a cancelled IORING_OP_ACCEPT can swallow the wake-up of the next
+            // one, since the kernel wakes a single waiter for a connection.
+            match socket2::SockRef::from(&self.socket).accept() {
+                Ok((socket, _)) => {
+                    let stream = Stream::from(OwnedFd::from(socket));
+                    if let Address::Tcp(_) = self.address {
+                        stream.reference().set_tcp_nodelay(true)?;
+                    }
+                    return Ok(stream);
+                }
+                Err(error) if is_transient(&error) => {}
+                Err(error) => return Err(error),
+            }
+            match ops::poll(&local, &self.socket, libc::POLLIN as u32).await {
+                Err(error) if !is_transient(&error) => return Err(error),
+                _ => {}
+            }
+        }
+    }
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        if let Address::Unix(path) = &self.address {
+            let _ = fs::remove_file(path);
+        }
+    }
+}
+
+/// Whether a socket file exists and nobody listens on it.
+fn is_stale(path: &Path) -> bool {
+    let socket = fs::symlink_metadata(path).is_ok_and(|meta| meta.file_type().is_socket());
+    socket
+        && UnixStream::connect(path)
+            .is_err_and(|error| error.kind() == io::ErrorKind::ConnectionRefused)
+}
+
+fn is_transient(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EINTR | libc::EAGAIN))
+}
+
+/// A connected socket.
+///
+/// Clones are the same connection, so that one task may receive while another sends; two sends at a
+/// time would mix their bytes. It may move between threads; each operation runs on the ring of
+/// the thread that polls it.
+#[derive(Clone, Debug)]
+pub struct Stream {
+    socket: Arc<OwnedFd>,
+}
+
+impl From<OwnedFd> for Stream {
+    /// Takes over a connected stream socket, for example of a `std` `UnixStream`.
+    ///
+    /// It is set to blocking mode: in the other one the ring would not wait for data.
+    fn from(socket: OwnedFd) -> Self {
+        let stream = Self { socket: Arc::new(socket) };
+        // Fails only for what is no socket, which the first operation then tells.
+        let _ = stream.reference().set_nonblocking(false);
+        stream
+    }
+}
+
+impl AsFd for Stream {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}
+
+impl Stream {
+    /// Connects to a socket file.
+    ///
+    /// # Errors
+    /// As `connect(2)`.
+    ///
+    /// # Panics
+    /// Outside [`Executor::block_on`](super::Executor::block_on), as every operation here.
+    pub async fn connect_unix(path: &Path) -> io::Result<Self> {
+        Self::connect(socket2::Domain::UNIX, socket2::SockAddr::unix(path)?).await
+    }
+
+    /// Connects to a TCP address and sets `TCP_NODELAY`.
+    ///
+    /// # Errors
+    /// As `connect(2)`.
+    pub async fn connect_tcp(address: SocketAddr) -> io::Result<Self> {
+        let stream = Self::connect(socket2::Domain::for_address(address), address.into()).await?;
+        stream.reference().set_tcp_nodelay(true)?;
+        Ok(stream)
+    }
+
+    async fn connect(domain: socket2::Domain, address: socket2::SockAddr) -> io::Result<Self> {
+        let socket = socket2::Socket::new(domain, socket2::Type::STREAM, None)?;
+        let stream = Self::from(OwnedFd::from(socket));
+        ops::connect(&local::required(), &stream.socket, address).await?;
+        Ok(stream)
+    }
+
+    /// Waits for data and receives what is there, up to the buffer's length. 0 bytes mean that the
+    /// peer has ended its side (or that the buffer is empty).
+    ///
+    /// Dropping the future cancels it; what arrives at that moment is lost, so the stream is then
+    /// fit only to be closed.
+    pub async fn recv(&self, buf: IoBuf) -> (io::Result<usize>, IoBuf) {
+        self.recv_from(buf, 0).await
+    }
+
+    async fn recv_from(&self, mut buf: IoBuf, from: usize) -> (io::Result<usize>, IoBuf) {
+        if from == buf.len() {
+            return (Ok(0), buf);
+        }
+        let local = local::required();
+        loop {
+            let (result, back) = ops::recv(&local, &self.socket, buf, from).await;
+            match result {
+                Err(error) if is_transient(&error) => buf = back,
+                result => return (result, back),
+            }
+        }
+    }
+
+    /// Fills the whole buffer. Tells `UnexpectedEof` if the peer ends its side before.
+    pub async fn recv_exact(&self, mut buf: IoBuf) -> (io::Result<()>, IoBuf) {
+        let mut done = 0;
+        while done < buf.len() {
+            let (result, back) = self.recv_from(buf, done).await;
+            buf = back;
+            match result {
+                Ok(0) => return (Err(io::ErrorKind::UnexpectedEof.into()), buf),
+                Ok(count) => done += count,
+                Err(error) => return (Err(error), buf),
+            }
+        }
+        (Ok(()), buf)
+    }
+
+    /// Sends the whole buffer. A peer that is gone is an error (`EPIPE`), not a signal.
+    ///
+    /// Dropping the future cancels it; how much was sent is then unknown.
+    pub async fn send_all(&self, mut buf: IoBuf) -> (io::Result<()>, IoBuf) {
+        let local = local::required();
+        let mut done = 0;
+        while done < buf.len() {
+            let (result, back) = ops::send(&local, &self.socket, buf, done).await;
+            buf = back;
+            match result {
+                Ok(count) => done += count,
+                Err(error) if is_transient(&error) => {}
+                Err(error) => return (Err(error), buf),
+            }
+        }
+        (Ok(()), buf)
+    }
+
+    /// Sends all buffers one after another, as one message where possible; otherwise as
+    /// [`send_all`](Self::send_all).
+    pub async fn send_vectored(&self, bufs: Vec<IoBuf>) -> (io::Result<()>, Vec<IoBuf>) {
+        let local = local::required();
+        let mut vectored = local.vectored(bufs);
+        let mut done = 0;
+        while vectored.describe(done) > 0 {
+            let (result, back) = ops::sendmsg(&local, &self.socket, vectored).await;
+            vectored = back;
+            match result {
+                Ok(count) => done += count,
+                Err(error) if is_transient(&error) => {}
+                Err(error) => return (Err(error), local.reuse(vectored)),
+            }
+        }
+        (Ok(()), local.reuse(vectored))
+    }
+
+    /// Ends one or both directions; receivers and senders in flight then end as well.
+    ///
+    /// # Errors
+    /// As `shutdown(2)`: `ENOTCONN` if the peer has ended both already.
+    pub fn shutdown(&self, how: Shutdown) -> io::Result<()> {
+        self.reference().shutdown(how)
+    }
+
+    fn reference(&self) -> socket2::SockRef<'_> {
+        socket2::SockRef::from(&self.socket)
+    }
+}
+
+/// A descriptor whose readiness can be awaited: an eventfd, a pipe.
+#[derive(Clone, Debug)]
+pub struct Readiness {
+    file: Arc<OwnedFd>,
+}
+
+impl From<OwnedFd> for Readiness {
+    fn from(file: OwnedFd) -> Self {
+        Self { file: Arc::new(file) }
+    }
+}
+
+impl AsFd for Readiness {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
+    }
+}
+
+impl Readiness {
+    /// The descriptor's number, for system calls beside the ring.
+    pub fn number(&self) -> i32 {
+        self.file.as_raw_fd()
+    }
+
+    /// Waits until one of `events` (`libc::POLLIN` and so on) holds, and returns those that do.
+    ///
+    /// # Errors
+    /// The descriptor cannot be polled.
+    ///
+    /// # Panics
+    /// Outside [`Executor::block_on`](super::Executor::block_on).
+    pub async fn ready(&self, events: i16) -> io::Result<i16> {
+        let local = local::required();
+        loop {
+            match ops::poll(&local, &self.file, u32::from(events as u16)).await {
+                Err(error) if is_transient(&error) => {}
+                result => return result.map(|events| events as i16),
+            }
+        }
+    }
+}

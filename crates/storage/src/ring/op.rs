@@ -1,0 +1,304 @@
+//! Futures of single operations, and the operations themselves.
+
+use super::driver::{Abandon, Key};
+use super::local::Local;
+use crate::IoBuf;
+use io_uring::squeue;
+use std::future::Future;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::pin::Pin;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+/// The most buffers in one vectored operation (`IOV_MAX`).
+const MAX_VECTORS: usize = 1024;
+
+/// The most bytes asked of the kernel in one operation.
+pub(crate) const MAX_BYTES: usize = 1 << 30;
+
+/// Several buffers for one operation, with the kernel's description of them.
+pub(crate) struct Vectored {
+    pub(crate) bufs: Vec<IoBuf>,
+    iovecs: Vec<libc::iovec>,
+    header: libc::msghdr,
+}
+
+impl Vectored {
+    fn empty() -> Self {
+        // SAFETY: a message header of zeroes is valid and empty.
+        let header = unsafe { std::mem::zeroed() };
+        Self { bufs: Vec::new(), iovecs: Vec::new(), header }
+    }
+
+    /// Describes the bytes from `skip` on, as far as one operation takes them; returns how many.
+    pub(crate) fn describe(&mut self, mut skip: usize) -> usize {
+        self.iovecs.clear();
+        let mut total = 0;
+        for buf in &self.bufs {
+            if skip >= buf.len() {
+                skip -= buf.len();
+                continue;
+            }
+            if self.iovecs.len() == MAX_VECTORS || total >= MAX_BYTES {
+                break;
+            }
+            let part = &buf[skip..];
+            let part = &part[..part.len().min(MAX_BYTES - total)];
+            self.iovecs.push(libc::iovec {
+                iov_base: part.as_ptr().cast_mut().cast(),
+                iov_len: part.len(),
+            });
+            total += part.len();
+            skip = 0;
+        }
+        self.header.msg_iov = self.iovecs.as_mut_ptr();
+        self.header.msg_iovlen = self.iovecs.len();
+        total
+    }
+
+    /// The description made last.
+    pub(crate) fn iovecs(&self) -> &[libc::iovec] {
+        &self.iovecs
+    }
+}
+
+/// What an operation in flight owns.
+pub(crate) enum Keep {
+    Nothing,
+    Buf(IoBuf),
+    Vectored(Box<Vectored>),
+    /// Never read here, only by the kernel.
+    Address(#[expect(dead_code)] Box<socket2::SockAddr>),
+}
+
+/// An operation in flight. Dropped before its end, it leaves its resources with the ring.
+pub(super) struct Op {
+    local: Rc<Local>,
+    key: Option<Key>,
+}
+
+impl Future for Op {
+    type Output = (io::Result<u32>, Keep);
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+        let Some(key) = self.key else {
+            panic!("an operation was polled after its end");
+        };
+        let Some((result, keep)) = self.local.driver.poll(key, context.waker()) else {
+            return Poll::Pending;
+        };
+        self.key = None;
+        let result = u32::try_from(result).map_err(|_| io::Error::from_raw_os_error(-result));
+        Poll::Ready((result, keep))
+    }
+}
+
+impl Drop for Op {
+    fn drop(&mut self) {
+        if let Some(key) = self.key {
+            self.local.driver.abandon(key);
+        }
+    }
+}
+
+impl Local {
+    /// Starts an operation.
+    ///
+    /// # Safety
+    /// As for [`Driver::start`](super::driver::Driver::start).
+    unsafe fn op(
+        self: &Rc<Self>,
+        entry: squeue::Entry,
+        keep: Keep,
+        file: &Arc<OwnedFd>,
+        abandon: Abandon,
+    ) -> Op {
+        // SAFETY: passed on to the caller.
+        let key = unsafe { self.driver.start(entry, keep, Some(file.clone()), abandon) };
+        Op { local: self.clone(), key: Some(key) }
+    }
+
+    /// A description for `bufs`, reusing the memory of earlier ones.
+    #[allow(clippy::unnecessary_box_returns)] // its address must not change
+    pub(crate) fn vectored(&self, bufs: Vec<IoBuf>) -> Box<Vectored> {
+        let mut vectored =
+            self.spare.borrow_mut().pop().unwrap_or_else(|| Box::new(Vectored::empty()));
+        vectored.bufs = bufs;
+        vectored
+    }
+
+    /// Takes the buffers back and keeps the description for the next operation.
+    pub(crate) fn reuse(&self, mut vectored: Box<Vectored>) -> Vec<IoBuf> {
+        let bufs = std::mem::take(&mut vectored.bufs);
+        let mut spare = self.spare.borrow_mut();
+        if spare.len() < 64 {
+            spare.push(vectored);
+        }
+        bufs
+    }
+}
+
+/// The operations, each one system call's worth: short transfers are the caller's to continue.
+pub(crate) mod ops {
+    use super::{Abandon, Arc, IoBuf, Keep, Local, MAX_BYTES, OwnedFd, Rc, Vectored, io};
+    use io_uring::{opcode, types};
+    use std::os::fd::AsRawFd;
+
+    /// An operation's result, and the buffer back.
+    pub(crate) type Transfer<B = IoBuf> = (io::Result<usize>, B);
+
+    fn fd(file: &Arc<OwnedFd>) -> types::Fd {
+        types::Fd(file.as_raw_fd())
+    }
+
+    fn length(buf: &IoBuf, from: usize) -> u32 {
+        (buf.len() - from).min(MAX_BYTES) as u32
+    }
+
+    fn buf_back((result, keep): (io::Result<u32>, Keep)) -> Transfer {
+        let Keep::Buf(buf) = keep else { unreachable!("the operation was started with a buffer") };
+        (result.map(|count| count as usize), buf)
+    }
+
+    fn vectored_back((result, keep): (io::Result<u32>, Keep)) -> Transfer<Box<Vectored>> {
+        let Keep::Vectored(vectored) = keep else {
+            unreachable!("the operation was started with several buffers")
+        };
+        (result.map(|count| count as usize), vectored)
+    }
+
+    /// Reads at `offset` of a file into `buf[from..]`.
+    pub(crate) async fn read(
+        local: &Rc<Local>,
+        file: &Arc<OwnedFd>,
+        offset: u64,
+        mut buf: IoBuf,
+        from: usize,
+    ) -> Transfer {
+        let length = length(&buf, from);
+        let entry = opcode::Read::new(fd(file), buf[from..].as_mut_ptr(), length);
+        let entry = entry.offset(offset).build();
+        // SAFETY: the entry points into `buf`, which the operation keeps.
+        buf_back(unsafe { local.op(entry, Keep::Buf(buf), file, Abandon::Finish) }.await)
+    }
+
+    /// Writes `buf[from..]` at `offset` of a file.
+    pub(crate) async fn write(
+        local: &Rc<Local>,
+        file: &Arc<OwnedFd>,
+        offset: u64,
+        buf: IoBuf,
+        from: usize,
+    ) -> Transfer {
+        let length = length(&buf, from);
+        let entry = opcode::Write::new(fd(file), buf[from..].as_ptr(), length);
+        let entry = entry.offset(offset).build();
+        // SAFETY: the entry points into `buf`, which the operation keeps.
+        buf_back(unsafe { local.op(entry, Keep::Buf(buf), file, Abandon::Finish) }.await)
+    }
+
+    /// Writes what `vectored` describes at `offset` of a file.
+    pub(crate) async fn writev(
+        local: &Rc<Local>,
+        file: &Arc<OwnedFd>,
+        offset: u64,
+        vectored: Box<Vectored>,
+    ) -> Transfer<Box<Vectored>> {
+        let (iovecs, count) = (vectored.iovecs.as_ptr(), vectored.iovecs.len() as u32);
+        let entry = opcode::Writev::new(fd(file), iovecs, count).offset(offset).build();
+        // SAFETY: the entry points to the description, and that to buffers, which the operation keeps.
+        let op = unsafe { local.op(entry, Keep::Vectored(vectored), file, Abandon::Finish) };
+        vectored_back(op.await)
+    }
+
+    /// Makes a file's data durable, and the metadata needed to read it.
+    pub(crate) async fn fdatasync(local: &Rc<Local>, file: &Arc<OwnedFd>) -> io::Result<()> {
+        let entry = opcode::Fsync::new(fd(file)).flags(types::FsyncFlags::DATASYNC).build();
+        // SAFETY: the entry points to no memory.
+        unsafe { local.op(entry, Keep::Nothing, file, Abandon::Finish) }.await.0.map(drop)
+    }
+
+    /// `fallocate(2)`.
+    pub(crate) async fn fallocate(
+        local: &Rc<Local>,
+        file: &Arc<OwnedFd>,
+        mode: i32,
+        offset: u64,
+        length: u64,
+    ) -> io::Result<()> {
+        let entry = opcode::Fallocate::new(fd(file), length).offset(offset).mode(mode).build();
+        // SAFETY: the entry points to no memory.
+        unsafe { local.op(entry, Keep::Nothing, file, Abandon::Finish) }.await.0.map(drop)
+    }
+
+    /// Connects a socket.
+    pub(crate) async fn connect(
+        local: &Rc<Local>,
+        socket: &Arc<OwnedFd>,
+        address: socket2::SockAddr,
+    ) -> io::Result<()> {
+        let address = Box::new(address);
+        let entry =
+            opcode::Connect::new(fd(socket), address.as_ptr().cast(), address.len()).build();
+        // SAFETY: the entry points to the boxed address, which the operation keeps.
+        let op = unsafe { local.op(entry, Keep::Address(address), socket, Abandon::Cancel) };
+        op.await.0.map(drop)
+    }
+
+    /// Receives what has arrived, at least a byte, into `buf[from..]`; 0 means that the peer has
+    /// ended its side.
+    pub(crate) async fn recv(
+        local: &Rc<Local>,
+        socket: &Arc<OwnedFd>,
+        mut buf: IoBuf,
+        from: usize,
+    ) -> Transfer {
+        let length = length(&buf, from);
+        let entry = opcode::Recv::new(fd(socket), buf[from..].as_mut_ptr(), length).build();
+        // SAFETY: the entry points into `buf`, which the operation keeps.
+        buf_back(unsafe { local.op(entry, Keep::Buf(buf), socket, Abandon::Cancel) }.await)
+    }
+
+    const SEND_FLAGS: i32 = libc::MSG_NOSIGNAL | libc::MSG_WAITALL;
+
+    /// Sends `buf[from..]`.
+    pub(crate) async fn send(
+        local: &Rc<Local>,
+        socket: &Arc<OwnedFd>,
+        buf: IoBuf,
+        from: usize,
+    ) -> Transfer {
+        let length = length(&buf, from);
+        let entry = opcode::Send::new(fd(socket), buf[from..].as_ptr(), length);
+        let entry = entry.flags(SEND_FLAGS).build();
+        // SAFETY: the entry points into `buf`, which the operation keeps.
+        buf_back(unsafe { local.op(entry, Keep::Buf(buf), socket, Abandon::Cancel) }.await)
+    }
+
+    /// Sends what `vectored` describes.
+    pub(crate) async fn sendmsg(
+        local: &Rc<Local>,
+        socket: &Arc<OwnedFd>,
+        vectored: Box<Vectored>,
+    ) -> Transfer<Box<Vectored>> {
+        let entry = opcode::SendMsg::new(fd(socket), &raw const vectored.header);
+        let entry = entry.flags(SEND_FLAGS as u32).build();
+        // SAFETY: the entry points to the boxed description, and that to buffers, which the
+        // operation keeps.
+        let op = unsafe { local.op(entry, Keep::Vectored(vectored), socket, Abandon::Cancel) };
+        vectored_back(op.await)
+    }
+
+    /// Waits until one of `events` (`POLLIN` and so on) holds, and tells which.
+    pub(crate) async fn poll(
+        local: &Rc<Local>,
+        file: &Arc<OwnedFd>,
+        events: u32,
+    ) -> io::Result<u32> {
+        let entry = opcode::PollAdd::new(fd(file), events).build();
+        // SAFETY: the entry points to no memory.
+        unsafe { local.op(entry, Keep::Nothing, file, Abandon::Cancel) }.await.0
+    }
+}

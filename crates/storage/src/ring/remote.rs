@@ -1,0 +1,168 @@
+//! How other threads reach an executor.
+
+use super::oneshot;
+use super::task::{JoinError, Run};
+use parking_lot::Mutex;
+use std::future::Future;
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context, Poll};
+
+type Job = Box<dyn FnOnce() + Send>;
+
+/// What other threads left for the executor.
+#[derive(Default)]
+pub(super) struct Mail {
+    pub(super) tasks: Vec<Arc<dyn Run>>,
+    pub(super) jobs: Vec<Job>,
+}
+
+#[derive(Default)]
+struct Mailbox {
+    mail: Mail,
+    /// The executor waits in the kernel, or is about to, and only the eventfd wakes it.
+    sleeping: bool,
+    closed: bool,
+}
+
+/// The part of an executor that other threads may touch.
+pub(super) struct Remote {
+    mailbox: Mutex<Mailbox>,
+    /// Something happened since the last [`take`](Self::take). Written under the lock.
+    news: AtomicBool,
+    pub(super) eventfd: OwnedFd,
+}
+
+impl Remote {
+    pub(super) fn new() -> io::Result<Self> {
+        // SAFETY: a plain system call.
+        let fd = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
+        if fd < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: the descriptor was made just now, for this owner.
+        let eventfd = unsafe { OwnedFd::from_raw_fd(fd) };
+        Ok(Self { mailbox: Mutex::default(), news: AtomicBool::new(false), eventfd })
+    }
+
+    /// Leaves something in the mailbox; gives it back if the executor has ended.
+    fn post<T>(&self, item: T, put: impl FnOnce(&mut Mail, T)) -> Option<T> {
+        let mut mailbox = self.mailbox.lock();
+        if mailbox.closed {
+            return Some(item);
+        }
+        put(&mut mailbox.mail, item);
+        self.news.store(true, Ordering::Release);
+        if std::mem::take(&mut mailbox.sleeping) {
+            // A full counter (EAGAIN) wakes the reader as well, so the outcome does not matter.
+            // SAFETY: the eventfd is open, and 8 bytes are read from a live value.
+            unsafe { libc::write(self.eventfd.as_raw_fd(), (&raw const ONE).cast(), 8) };
+        }
+        None
+    }
+
+    /// Has the executor run a task. The task is dropped if the executor has ended; its future is
+    /// then gone already.
+    pub(super) fn schedule(&self, task: Arc<dyn Run>) {
+        drop(self.post(task, |mail, task| mail.tasks.push(task)));
+    }
+
+    /// Has the executor look at its main future.
+    pub(super) fn notify(&self) {
+        let _ = self.post((), |_, ()| {});
+    }
+
+    pub(super) fn take(&self) -> Option<Mail> {
+        if !self.news.load(Ordering::Acquire) {
+            return None;
+        }
+        let mut mailbox = self.mailbox.lock();
+        self.news.store(false, Ordering::Release);
+        mailbox.sleeping = false;
+        Some(std::mem::take(&mut mailbox.mail))
+    }
+
+    /// Announces that the executor will wait in the kernel; `false` if there is mail to see first.
+    pub(super) fn prepare_sleep(&self) -> bool {
+        let mut mailbox = self.mailbox.lock();
+        mailbox.sleeping = !self.news.load(Ordering::Acquire);
+        mailbox.sleeping
+    }
+
+    pub(super) fn close(&self) {
+        let mail = {
+            let mut mailbox = self.mailbox.lock();
+            mailbox.closed = true;
+            std::mem::take(&mut mailbox.mail)
+        };
+        drop(mail);
+    }
+}
+
+static ONE: u64 = 1;
+
+/// Starts tasks on an executor from any thread.
+#[derive(Clone)]
+pub struct Handle {
+    remote: Arc<Remote>,
+}
+
+impl Handle {
+    pub(super) fn new(remote: Arc<Remote>) -> Self {
+        Self { remote }
+    }
+
+    /// Has the executor's thread call `make` and run the future that it returns as a task; the
+    /// future itself need not be `Send`.
+    ///
+    /// The result arrives at the returned [`RemoteJoin`], which may be dropped.
+    pub fn spawn_with<M, F>(&self, make: M) -> RemoteJoin<F::Output>
+    where
+        M: FnOnce() -> F + Send + 'static,
+        F: Future + 'static,
+        F::Output: Send + 'static,
+    {
+        let (sender, receiver) = oneshot::channel();
+        let job: Job = Box::new(move || {
+            let local = super::local::required();
+            let task = local.spawn(async move { make().await });
+            let forward = local.spawn(async move { sender.send(task.await) });
+            drop(forward);
+        });
+        drop(self.remote.post(job, |mail, job| mail.jobs.push(job)));
+        RemoteJoin { receiver }
+    }
+}
+
+/// The result of a task on another thread; a future. Dropping it leaves the task running.
+pub struct RemoteJoin<T> {
+    receiver: oneshot::Receiver<Result<T, JoinError>>,
+}
+
+impl<T> RemoteJoin<T> {
+    pub(super) fn new(receiver: oneshot::Receiver<Result<T, JoinError>>) -> Self {
+        Self { receiver }
+    }
+
+    /// Blocks the thread until the result is there.
+    ///
+    /// # Errors
+    /// As the future: the task panicked, or its executor ended first.
+    ///
+    /// # Panics
+    /// Inside [`Executor::block_on`](super::Executor::block_on), which would wait for itself.
+    pub fn wait(self) -> Result<T, JoinError> {
+        crate::block_on(self)
+    }
+}
+
+impl<T> Future for RemoteJoin<T> {
+    type Output = Result<T, JoinError>;
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+        self.receiver.poll(context).map(|sent| sent.unwrap_or_else(|| Err(JoinError::aborted())))
+    }
+}

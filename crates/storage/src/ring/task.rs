@@ -1,0 +1,303 @@
+//! Tasks: futures that an executor runs by themselves.
+
+use super::local;
+use super::remote::Remote;
+use std::any::Any;
+use std::cell::UnsafeCell;
+use std::fmt;
+use std::future::Future;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::task::{Context, Poll, Wake, Waker};
+
+/// Why a task has no result.
+pub struct JoinError {
+    /// `None` if the task was ended from outside.
+    panic: Option<Box<dyn Any + Send>>,
+}
+
+impl JoinError {
+    pub(super) fn aborted() -> Self {
+        Self { panic: None }
+    }
+
+    pub(super) fn panicked(payload: Box<dyn Any + Send>) -> Self {
+        Self { panic: Some(payload) }
+    }
+
+    /// Whether the task panicked; otherwise it was aborted or its executor ended.
+    pub fn is_panic(&self) -> bool {
+        self.panic.is_some()
+    }
+
+    /// Goes on with the task's panic here.
+    ///
+    /// # Panics
+    /// Always: with the task's panic, or saying that the task was aborted.
+    pub fn resume(self) -> ! {
+        match self.panic {
+            Some(payload) => std::panic::resume_unwind(payload),
+            None => panic!("the task was aborted"),
+        }
+    }
+
+    fn message(&self) -> &str {
+        let Some(payload) = &self.panic else { return "aborted" };
+        payload
+            .downcast_ref::<&str>()
+            .copied()
+            .or_else(|| payload.downcast_ref::<String>().map(String::as_str))
+            .unwrap_or("of another type than text")
+    }
+}
+
+impl fmt::Display for JoinError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.panic {
+            Some(_) => write!(f, "the task panicked: {}", self.message()),
+            None => f.write_str("the task was aborted"),
+        }
+    }
+}
+
+impl fmt::Debug for JoinError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+impl std::error::Error for JoinError {}
+
+/// What an executor does with a task.
+pub(super) trait Run: Send + Sync {
+    /// Polls the task. Called by the owning thread only, never while it runs.
+    fn run(self: Arc<Self>);
+    /// Drops the task's future. Called by the owning thread only, never while it runs.
+    fn end(self: Arc<Self>);
+}
+
+struct Outcome<T> {
+    result: Option<Result<T, JoinError>>,
+    /// The future is gone.
+    ended: bool,
+    /// Nobody will ask for the result.
+    detached: bool,
+    waker: Option<Waker>,
+}
+
+/// A task in one allocation. All but the atomics is touched by the owning thread alone.
+pub(super) struct Task<F: Future> {
+    remote: Arc<Remote>,
+    /// The task is in a run queue or a mailbox.
+    queued: AtomicBool,
+    aborted: AtomicBool,
+    key: AtomicUsize,
+    /// Touched only by `run` and `end`.
+    future: UnsafeCell<Option<F>>,
+    /// Borrowed only for moments that run no code of others.
+    outcome: UnsafeCell<Outcome<F::Output>>,
+}
+
+// SAFETY: other threads only wake a task or hold a reference to it: they touch the atomics, `remote`
+// and the reference count. The future is polled by the owning thread, and dropped by it before the
+// executor gives up its own reference; the result is taken or dropped by the owning thread, since it
+// is stored only while a `JoinHandle`, which is not `Send`, waits for it. So whichever thread frees
+// the allocation finds neither in it.
+unsafe impl<F: Future> Send for Task<F> {}
+// SAFETY: as above.
+unsafe impl<F: Future> Sync for Task<F> {}
+
+impl<F: Future> Task<F> {
+    pub(super) fn new(future: F, remote: Arc<Remote>) -> Self {
+        Self {
+            remote,
+            queued: AtomicBool::new(true),
+            aborted: AtomicBool::new(false),
+            key: AtomicUsize::new(usize::MAX),
+            future: UnsafeCell::new(Some(future)),
+            outcome: UnsafeCell::new(Outcome {
+                result: None,
+                ended: false,
+                detached: false,
+                waker: None,
+            }),
+        }
+    }
+
+    pub(super) fn set_key(&self, key: usize) {
+        self.key.store(key, Ordering::Relaxed);
+    }
+
+    fn outcome<R>(&self, change: impl FnOnce(&mut Outcome<F::Output>) -> R) -> R {
+        // SAFETY: called by the owning thread, with closures that only move values, so that no two
+        // borrows meet.
+        change(unsafe { &mut *self.outcome.get() })
+    }
+
+    /// Drops the future and leaves the result.
+    fn finish(&self, result: Result<F::Output, JoinError>) {
+        // SAFETY: called by `run` and `end`, which do not meet.
+        let future = unsafe { &mut *self.future.get() };
+        let dropped = catch_unwind(AssertUnwindSafe(|| *future = None));
+        let result = match dropped {
+            Ok(()) => result,
+            Err(payload) => Err(JoinError { panic: Some(payload) }),
+        };
+        let (waker, unwanted) = self.outcome(|outcome| {
+            outcome.ended = true;
+            let unwanted = if outcome.detached {
+                Some(result)
+            } else {
+                outcome.result = Some(result);
+                None
+            };
+            (outcome.waker.take(), unwanted)
+        });
+        if let Some(waker) = waker {
+            waker.wake();
+        }
+        if let Some(Err(error)) = unwanted
+            && error.is_panic()
+        {
+            tracing::error!("a task panicked: {}", error.message());
+        }
+    }
+}
+
+impl<F: Future + 'static> Wake for Task<F>
+where
+    F::Output: 'static,
+{
+    fn wake(self: Arc<Self>) {
+        if !self.queued.swap(true, Ordering::AcqRel) {
+            let remote = self.remote.clone();
+            local::schedule(&remote, self);
+        }
+    }
+
+    fn wake_by_ref(self: &Arc<Self>) {
+        if !self.queued.load(Ordering::Acquire) {
+            self.clone().wake();
+        }
+    }
+}
+
+impl<F: Future + 'static> Run for Task<F>
+where
+    F::Output: 'static,
+{
+    fn run(self: Arc<Self>) {
+        self.queued.swap(false, Ordering::AcqRel);
+        // SAFETY: called by the owning thread, never while it runs, so this is the only borrow.
+        let Some(future) = (unsafe { &mut *self.future.get() }) else { return };
+        let result = if self.aborted.load(Ordering::Relaxed) {
+            Err(JoinError::aborted())
+        } else {
+            let waker = Waker::from(self.clone());
+            let mut context = Context::from_waker(&waker);
+            // SAFETY: the future stays in its allocation until it is dropped there.
+            let future = unsafe { Pin::new_unchecked(future) };
+            match catch_unwind(AssertUnwindSafe(|| future.poll(&mut context))) {
+                Ok(Poll::Pending) => return,
+                Ok(Poll::Ready(output)) => Ok(output),
+                Err(payload) => Err(JoinError { panic: Some(payload) }),
+            }
+        };
+        self.finish(result);
+        if let Some(local) = local::current() {
+            local.forget(self.key.load(Ordering::Relaxed));
+        }
+    }
+
+    fn end(self: Arc<Self>) {
+        // SAFETY: as in `run`.
+        if unsafe { &*self.future.get() }.is_some() {
+            self.finish(Err(JoinError::aborted()));
+        }
+    }
+}
+
+/// What a [`JoinHandle`] does with its task.
+trait Join<T> {
+    fn poll(&self, context: &mut Context<'_>) -> Poll<Result<T, JoinError>>;
+    fn detach(&self);
+    fn abort(self: Arc<Self>);
+    fn is_finished(&self) -> bool;
+}
+
+impl<F: Future + 'static> Join<F::Output> for Task<F>
+where
+    F::Output: 'static,
+{
+    fn poll(&self, context: &mut Context<'_>) -> Poll<Result<F::Output, JoinError>> {
+        let waker = context.waker().clone();
+        let (poll, old) = self.outcome(|outcome| {
+            if outcome.ended {
+                let result = outcome.result.take().unwrap_or_else(|| Err(JoinError::aborted()));
+                (Poll::Ready(result), Some(waker))
+            } else {
+                (Poll::Pending, outcome.waker.replace(waker))
+            }
+        });
+        drop(old);
+        poll
+    }
+
+    fn detach(&self) {
+        let old = self.outcome(|outcome| {
+            outcome.detached = true;
+            (outcome.result.take(), outcome.waker.take())
+        });
+        drop(old);
+    }
+
+    fn abort(self: Arc<Self>) {
+        self.aborted.store(true, Ordering::Relaxed);
+        self.wake();
+    }
+
+    fn is_finished(&self) -> bool {
+        self.outcome(|outcome| outcome.ended)
+    }
+}
+
+/// The result of a task on this thread; a future. Dropping it leaves the task running.
+pub struct JoinHandle<T> {
+    task: Arc<dyn Join<T>>,
+}
+
+impl<T> JoinHandle<T> {
+    pub(super) fn new<F: Future<Output = T> + 'static>(task: Arc<Task<F>>) -> Self
+    where
+        T: 'static,
+    {
+        Self { task }
+    }
+
+    /// Drops the task's future when its turn comes, unless it ends before; operations that it
+    /// waits for are cancelled or left to end by themselves.
+    pub fn abort(&self) {
+        self.task.clone().abort();
+    }
+
+    /// Whether the task has ended.
+    pub fn is_finished(&self) -> bool {
+        self.task.is_finished()
+    }
+}
+
+impl<T> Future for JoinHandle<T> {
+    type Output = Result<T, JoinError>;
+
+    fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+        self.task.poll(context)
+    }
+}
+
+impl<T> Drop for JoinHandle<T> {
+    fn drop(&mut self) {
+        self.task.detach();
+    }
+}
