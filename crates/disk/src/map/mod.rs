@@ -71,7 +71,7 @@ impl Slice {
         Self {
             units: units.iter().map(|unit| AtomicU64::new(unit.bits())).collect(),
             compressed: RwLock::new(compressed),
-            used: AtomicBool::new(true),
+            used: AtomicBool::new(false),
         }
     }
 
@@ -441,7 +441,7 @@ mod tests {
     fn compressed_units_name_their_cluster() {
         let map = Map::new(16, 1 << 20);
         filled(&map, 0, |_| Unit::ABSENT);
-        let cluster = CompressedCluster::new(isobath_qcow2::HostOffset::new(12345), 678);
+        let cluster = CompressedCluster { offset: isobath_qcow2::HostOffset::new(12345), length: 678 };
         map.update_compressed(0..1 << 16, TOP, cluster);
         let mut extents = Vec::new();
         map.lookup(10..20, &mut extents);
