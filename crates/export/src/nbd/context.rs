@@ -87,12 +87,7 @@ impl Contexts {
 
 /// Turns runs into the extents of one context: `(length, flags)`, neighbours with equal flags
 /// joined, cut to `length` bytes in all and to the first extent if `one`.
-pub fn extents(
-    context: Context,
-    runs: &[BlockStatus],
-    length: u32,
-    one: bool,
-) -> Vec<(u32, u32)> {
+pub fn extents(context: Context, runs: &[BlockStatus], length: u32, one: bool) -> Vec<(u32, u32)> {
     let mut left = length;
     let mut extents: Vec<(u32, u32)> = Vec::with_capacity(if one { 1 } else { runs.len() });
     for run in runs {

@@ -14,6 +14,8 @@ pub const MAX_OPTION: usize = 64 << 10;
 /// Longest data of an option that is skipped, in bytes. Beyond it the session ends.
 pub const MAX_SKIP: u32 = 32 << 20;
 
+/// Once this many bytes wait to be sent, no further option is handled before they are.
+const MAX_OUTPUT: usize = 64 << 10;
 const OPTION_HEADER: usize = 16;
 const CLIENT_FLAGS: usize = 4;
 
@@ -153,7 +155,8 @@ impl Handshake {
     /// Takes the next messages from `input` and appends the replies to `output`.
     ///
     /// Input that stops within a message is left unconsumed. A message is at most [`MAX_OPTION`] and
-    /// a header long, so a buffer of that size always makes progress.
+    /// a header long, so a buffer of that size always makes progress. Some messages may be left for
+    /// the next call once there is much to send.
     ///
     /// # Errors
     /// A violation after which the session must be closed without a reply.
@@ -171,7 +174,7 @@ impl Handshake {
                 return Ok(Step { consumed, outcome: Outcome::More });
             };
             consumed = input.len() - cursor.0.len();
-            if outcome != Outcome::More {
+            if outcome != Outcome::More || output.len() > MAX_OUTPUT {
                 return Ok(Step { consumed, outcome });
             }
         }
@@ -394,7 +397,9 @@ impl Handshake {
         }
         let (index, _) = find(exports, name).ok_or(UNKNOWN)?;
         if listing && count == 0 {
-            Context::ALL.into_iter().for_each(|context| found.insert(context));
+            for context in Context::ALL {
+                found.insert(context);
+            }
         }
         for context in found.iter() {
             let id = if listing { 0 } else { context.id() };

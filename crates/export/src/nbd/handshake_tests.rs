@@ -27,14 +27,18 @@ fn string(text: &str) -> Vec<u8> {
 fn go(name: &str, requests: &[u16]) -> Vec<u8> {
     let mut data = string(name);
     data.extend_from_slice(&(requests.len() as u16).to_be_bytes());
-    requests.iter().for_each(|request| data.extend_from_slice(&request.to_be_bytes()));
+    for request in requests {
+        data.extend_from_slice(&request.to_be_bytes());
+    }
     data
 }
 
 fn contexts(name: &str, queries: &[&str]) -> Vec<u8> {
     let mut data = string(name);
     data.extend_from_slice(&(queries.len() as u32).to_be_bytes());
-    queries.iter().for_each(|query| data.extend_from_slice(&string(query)));
+    for query in queries {
+        data.extend_from_slice(&string(query));
+    }
     data
 }
 
@@ -257,6 +261,15 @@ fn long_options_are_skipped_and_longer_ones_end_the_session() {
 }
 
 #[test]
+fn options_wait_while_much_is_to_be_sent() {
+    let input = option_bytes(option::LIST, &[]).repeat(8000);
+    let mut output = Vec::new();
+    let step = greeted().advance(&exports(), &input, &mut output).unwrap();
+    assert!(step.consumed < input.len() && step.consumed.is_multiple_of(OPTION_HEADER));
+    assert!(output.len() < MAX_OUTPUT + 1000);
+}
+
+#[test]
 fn violations_end_the_session() {
     let flags = Handshake::default().advance(&exports(), &[0, 0, 0, 4], &mut Vec::new());
     assert_eq!(flags, Err(Violation::ClientFlags(4)));
@@ -280,9 +293,8 @@ fn parts() -> impl Strategy<Value = Vec<Part>> {
         Just(Part::Option(option::LIST, vec![])),
         Just(Part::Option(option::STRUCTURED_REPLY, vec![])),
         name.clone().prop_map(|name| Part::Option(option::INFO, go(name, &[1, 2]))),
-        (name, prop::collection::vec(query, 0..4), 9_u32..11).prop_map(|(name, queries, kind)| {
-            Part::Option(kind, contexts(name, &queries))
-        }),
+        (name, prop::collection::vec(query, 0..4), 9_u32..11)
+            .prop_map(|(name, queries, kind)| { Part::Option(kind, contexts(name, &queries)) }),
     ];
     let noisy = (0_u32..13, prop::collection::vec(any::<u8>(), 0..80))
         .prop_map(|(kind, data)| Part::Option(kind, data));

@@ -1,8 +1,55 @@
 //! NBD, the network block device protocol: a server for any
 //! [`BlockDevice`](isobath_disk::BlockDevice).
+//!
+//! It speaks fixed newstyle with simple and structured replies, and describes its exports by the
+//! metadata contexts `base:allocation` and `qemu:allocation-depth`. TLS and extended headers are
+//! refused as not supported.
+//!
+//! ```no_run
+//! # use isobath_disk::BlockDevice;
+//! use isobath_export::nbd::{Export, Limits, Server};
+//! use isobath_storage::ring::net::Listener;
+//! use isobath_storage::ring::{Config, Executor, Signals, Worker, spawn};
+//! use std::path::Path;
+//! use std::sync::Arc;
+//!
+//! # fn serve<D: BlockDevice>(device: Arc<D>) -> Result<(), Box<dyn std::error::Error>> {
+//! let export = Export { name: "disk".into(), description: String::new(), device };
+//! let server = Arc::new(Server::new(vec![export], Limits::default())?);
+//! let listener = Listener::bind_unix(Path::new("/run/disk.sock"))?;
+//! // Connections are spread over these threads; without any they share the accepting one.
+//! let workers = [Worker::start("nbd-0", &Config::default())?];
+//! let handles = workers.each_ref().map(|worker| worker.handle().clone());
+//!
+//! Executor::new(&Config::default())?.block_on(async {
+//!     let mut signals = Signals::new(&[libc::SIGTERM, libc::SIGINT])?;
+//!     let stopping = server.clone();
+//!     spawn(async move {
+//!         let _ = signals.recv().await;
+//!         stopping.stop();
+//!     });
+//!     server.serve(listener, &handles).await
+//! })?;
+//! # Ok(())
+//! # }
+//! ```
 
 pub mod context;
 pub mod handshake;
+mod live;
+mod outbox;
+mod pool;
 pub mod reply;
 pub mod request;
+mod serve;
+mod server;
+mod session;
+mod slots;
+mod stop;
+mod transport;
+mod window;
 pub mod wire;
+
+pub use server::{Export, Limits, Server, ServerError};
+pub use session::{InFlight, SessionError};
+pub use transport::Transport;

@@ -195,6 +195,18 @@ impl NbdError {
         }
     }
 
+    /// What an error reply says to people.
+    pub const fn message(self) -> &'static str {
+        match self {
+            Self::Perm => "the export is read-only",
+            Self::Io => "the storage below the export failed; the server's log has the cause",
+            Self::Invalid => "the request is not valid for this export",
+            Self::NoSpace => "no space is left, or the request reaches past the end of the export",
+            Self::Overflow => "the request is longer than 32 MiB",
+            Self::NotSupported => "that cannot be done faster than by writing",
+        }
+    }
+
     /// The value on the wire.
     pub const fn value(self) -> u32 {
         self as u32

@@ -1,0 +1,156 @@
+//! One request after another is carried out here, and its reply queued.
+
+use super::context::extents;
+use super::pool::Pooled;
+use super::reply;
+use super::request::Command;
+use super::session::{Session, Ticket};
+use super::transport::Transport;
+use super::wire::NbdError;
+use isobath_disk::{BlockDevice, DiskError};
+
+/// Bytes read at a time for `CACHE`.
+const CACHE_STEP: u32 = 1 << 20;
+/// The most extents asked of the device for one `BLOCK_STATUS`, and for one with `REQ_ONE`.
+const MAX_RUNS: (usize, usize) = (4096, 64);
+
+impl<D: BlockDevice, T: Transport> Session<'_, D, T> {
+    /// Carries out one request and queues the reply.
+    pub(crate) async fn serve(&self, ticket: Ticket, command: Command, payload: Option<Pooled>) {
+        let done = match command {
+            Command::Read { offset, length } => {
+                return self.serve_read(ticket, offset, length).await;
+            }
+            Command::BlockStatus { offset, length, one } => {
+                return self.serve_block_status(ticket, offset, length, one).await;
+            }
+            Command::Write { offset, fua, .. } => {
+                let result = self.serve_write(offset, payload).await;
+                self.durable(fua, result).await
+            }
+            Command::Trim { offset, length, fua } => {
+                let result = match length {
+                    0 => Ok(()),
+                    _ => self.device.discard(offset, u64::from(length)).await,
+                };
+                self.durable(fua, result).await
+            }
+            Command::WriteZeroes { offset, length, flags, fua } => {
+                let result = match length {
+                    0 => Ok(()),
+                    _ => self.device.write_zeroes(offset, u64::from(length), flags).await,
+                };
+                self.durable(fua, result).await
+            }
+            Command::Flush => self.device.flush().await,
+            Command::Cache { offset, length } => self.serve_cache(offset, length).await,
+            Command::Disconnect => Ok(()),
+        };
+        match done {
+            Ok(()) => self.reply(ticket, &reply::simple(ticket.cookie, None), None),
+            Err(error) => self.fail_device(ticket, command, &error),
+        }
+    }
+
+    async fn durable(&self, fua: bool, result: Result<(), DiskError>) -> Result<(), DiskError> {
+        if fua && result.is_ok() { self.device.flush().await } else { result }
+    }
+
+    async fn serve_read(&self, ticket: Ticket, offset: u64, length: u32) {
+        let Ticket { cookie, .. } = ticket;
+        if length == 0 {
+            return if self.agreement.structured {
+                self.reply(ticket, &reply::empty_read(cookie), None);
+            } else {
+                self.reply(ticket, &reply::simple(cookie, None), None);
+            };
+        }
+        let Pooled { data, spare } = self.pool.take(length as usize);
+        match self.device.read(offset, data).await {
+            Ok(data) if data.len() == length as usize => {
+                let data = Some(Pooled { data, spare });
+                if self.agreement.structured {
+                    self.reply(ticket, &reply::read_header(cookie, offset, length), data);
+                } else {
+                    self.reply(ticket, &reply::simple(cookie, None), data);
+                }
+            }
+            Ok(data) => {
+                tracing::error!(offset, length, got = data.len(), "a read gave another length");
+                self.fail(ticket, NbdError::Io);
+            }
+            Err(error) => {
+                self.fail_device(ticket, Command::Read { offset, length }, &error);
+            }
+        }
+    }
+
+    async fn serve_write(&self, offset: u64, payload: Option<Pooled>) -> Result<(), DiskError> {
+        if let Some(Pooled { data, spare }) = payload
+            && !data.is_empty()
+        {
+            let data = self.device.write(offset, data).await?;
+            self.pool.put(Pooled { data, spare });
+        }
+        Ok(())
+    }
+
+    /// Reads the range and drops what was read. Nothing is lost by ending early.
+    async fn serve_cache(&self, mut offset: u64, mut length: u32) -> Result<(), DiskError> {
+        while length > 0 && !self.stop.is_requested() && !self.is_broken() {
+            let step = length.min(CACHE_STEP);
+            let Pooled { data, spare } = self.pool.take(step as usize);
+            let data = self.device.read(offset, data).await?;
+            self.pool.put(Pooled { data, spare });
+            offset += u64::from(step);
+            length -= step;
+        }
+        Ok(())
+    }
+
+    async fn serve_block_status(&self, ticket: Ticket, offset: u64, length: u32, one: bool) {
+        let max = if one { MAX_RUNS.1 } else { MAX_RUNS.0 };
+        let runs = match self.device.block_status(offset, u64::from(length), max).await {
+            Ok(runs) => runs,
+            Err(error) => {
+                let command = Command::BlockStatus { offset, length, one };
+                return self.fail_device(ticket, command, &error);
+            }
+        };
+        if runs.first().is_none_or(|run| run.length == 0) {
+            tracing::error!(offset, length, "the disk described no extent");
+            return self.fail(ticket, NbdError::Io);
+        }
+        let mut chunks = Vec::new();
+        let mut contexts = self.agreement.contexts.iter().peekable();
+        while let Some(context) = contexts.next() {
+            let extents = extents(context, &runs, length, one);
+            let last = contexts.peek().is_none();
+            reply::block_status(&mut chunks, ticket.cookie, context.id(), &extents, last);
+        }
+        self.reply(ticket, &chunks, None);
+    }
+
+    fn fail_device(&self, ticket: Ticket, command: Command, error: &DiskError) {
+        let number = NbdError::from_errno(error.errno());
+        if number == NbdError::NotSupported {
+            tracing::debug!(?command, %error, "request refused");
+        } else {
+            tracing::warn!(?command, %error, "request failed");
+        }
+        self.fail(ticket, number);
+    }
+
+    pub(crate) fn fail(&self, ticket: Ticket, error: NbdError) {
+        if self.agreement.structured {
+            let message = error.message();
+            self.reply(ticket, &reply::structured_error(ticket.cookie, error, message), None);
+        } else {
+            self.reply(ticket, &reply::simple(ticket.cookie, Some(error)), None);
+        }
+    }
+
+    fn reply(&self, ticket: Ticket, header: &[u8], data: Option<Pooled>) {
+        self.outbox.borrow_mut().push(header, data, ticket.reserved);
+    }
+}

@@ -1,0 +1,357 @@
+//! A client's session: the handshake, then requests and replies until either side ends it.
+
+use super::handshake::{Agreement, ExportInfo, Handshake, Outcome, Violation};
+use super::outbox::Outbox;
+use super::pool::{Pool, Pooled};
+use super::request::{BadMagic, Command, Request, Terms};
+use super::slots::Slots;
+use super::stop::Stop;
+use super::transport::Transport;
+use super::window::{NARROW, WINDOW, Window};
+use isobath_disk::BlockDevice;
+use isobath_storage::IoBuf;
+use std::cell::{Cell, RefCell};
+use std::future::{Future, poll_fn};
+use std::io;
+use std::pin::pin;
+use std::task::Poll;
+
+/// Payloads up to this length in bytes go through the window.
+const SMALL_PAYLOAD: usize = 32 << 10;
+/// How much a session may have in flight: received and not yet answered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct InFlight {
+    /// Requests, at least 1.
+    pub requests: usize,
+    /// Bytes of the reads and writes among them. A single larger request is let through alone.
+    pub bytes: usize,
+}
+
+/// Why a session ended.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum SessionError {
+    /// The client broke the rules of the handshake.
+    #[error(transparent)]
+    Violation(#[from] Violation),
+    /// The client sent something that is not a request.
+    #[error(transparent)]
+    BadMagic(#[from] BadMagic),
+    /// The connection failed.
+    #[error("the connection failed: {0}")]
+    Io(#[from] io::Error),
+    /// The client went away in the middle of a message.
+    #[error("the client went away in the middle of a message")]
+    Truncated,
+}
+
+/// Why no more requests are taken.
+enum End {
+    /// The client said so, or closed its side between requests.
+    Closed,
+    /// The server stops, or the replies have no way out any more.
+    Stopped,
+    Failed(SessionError),
+}
+
+impl<E: Into<SessionError>> From<E> for End {
+    fn from(error: E) -> Self {
+        Self::Failed(error.into())
+    }
+}
+
+/// A connection whose handshake is done, and what the client sent after it.
+pub(crate) struct Negotiated {
+    /// What was agreed on.
+    pub(crate) agreement: Agreement,
+    pub(crate) window: Window,
+}
+
+/// Carries out the handshake. `None` if the client ended it, or left before it had chosen an export.
+///
+/// # Errors
+/// If the client broke the rules, or the connection failed.
+pub(crate) async fn negotiate<T: Transport>(
+    transport: &T,
+    exports: &[ExportInfo],
+) -> Result<Option<Negotiated>, SessionError> {
+    let mut handshake = Handshake::default();
+    let mut window = Window::new();
+    let mut output = Handshake::greeting().to_vec();
+    loop {
+        if !output.is_empty() {
+            transport.send(vec![IoBuf::copy_of(&output)]).await.0?;
+            output.clear();
+        }
+        let step = handshake.advance(exports, window.unread(), &mut output)?;
+        window.skip(step.consumed);
+        if step.outcome != Outcome::More && !output.is_empty() {
+            transport.send(vec![IoBuf::copy_of(&output)]).await.0?;
+            output.clear();
+        }
+        match step.outcome {
+            Outcome::Transmission(agreement) => return Ok(Some(Negotiated { agreement, window })),
+            Outcome::Aborted => return Ok(None),
+            Outcome::More if !output.is_empty() => {}
+            Outcome::More => {
+                if window.fill(transport, WINDOW).await? == 0 {
+                    return Ok(None);
+                }
+            }
+        }
+    }
+}
+
+/// The transmission phase of one connection.
+pub(crate) struct Session<'a, D, T> {
+    pub(crate) device: &'a D,
+    transport: &'a T,
+    pub(crate) agreement: Agreement,
+    limit: InFlight,
+    pub(crate) pool: &'a Pool,
+    pub(crate) stop: &'a Stop,
+    pub(crate) outbox: RefCell<Outbox>,
+    requests: Cell<usize>,
+    bytes: Cell<usize>,
+    /// Sends completed, to notice that there is room again.
+    sends: Cell<u64>,
+    /// Why nothing can be sent any more.
+    broken: RefCell<Option<io::Error>>,
+}
+
+/// A request under way: what the reply needs.
+#[derive(Clone, Copy)]
+pub(crate) struct Ticket {
+    pub(crate) cookie: u64,
+    pub(crate) reserved: usize,
+}
+
+impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
+    pub(crate) fn new(
+        device: &'a D,
+        transport: &'a T,
+        agreement: Agreement,
+        limit: InFlight,
+        pool: &'a Pool,
+        stop: &'a Stop,
+    ) -> Self {
+        Self {
+            device,
+            transport,
+            agreement,
+            limit,
+            pool,
+            stop,
+            outbox: RefCell::new(Outbox::new()),
+            requests: Cell::new(0),
+            bytes: Cell::new(0),
+            sends: Cell::new(0),
+            broken: RefCell::new(None),
+        }
+    }
+
+    /// Serves requests until the client leaves, breaks the protocol, or the server stops; then waits
+    /// for what was begun, and sends the replies if they can still be sent.
+    pub(crate) async fn run(&self, mut window: Window) -> Result<(), SessionError> {
+        let slots = RefCell::new(Slots::new());
+        let start = |ticket: Ticket, command: Command, payload: Option<Pooled>| {
+            slots.borrow_mut().start(self.serve(ticket, command, payload));
+        };
+        let mut reader = pin!(self.read(&mut window, start));
+        let mut writer = pin!(self.write());
+        let mut stop = pin!(self.stop.requested());
+        let mut ended = None;
+        let mut stopped = false;
+        poll_fn(|cx| {
+            stopped = stopped || stop.as_mut().poll(cx).is_ready();
+            loop {
+                slots.borrow_mut().poll(cx);
+                if ended.is_none()
+                    && let Poll::Ready(end) = reader.as_mut().poll(cx)
+                {
+                    ended = Some(end);
+                }
+                let sends = self.sends.get();
+                if writer.as_mut().poll(cx).is_ready() || self.sends.get() == sends {
+                    break;
+                }
+            }
+            let idle = slots.borrow().is_empty() && self.requests.get() == 0;
+            if ended.is_some() && idle { Poll::Ready(()) } else { Poll::Pending }
+        })
+        .await;
+        if let Some(error) = self.broken.take() {
+            return Err(error.into());
+        }
+        match ended {
+            Some(End::Failed(error)) => Err(error),
+            _ => Ok(()),
+        }
+    }
+
+    fn terms(&self) -> Terms {
+        Terms {
+            size: self.device.size(),
+            read_only: self.device.is_read_only(),
+            structured: self.agreement.structured,
+            contexts: self.agreement.contexts,
+        }
+    }
+
+    /// Takes requests from the connection and starts them.
+    async fn read(
+        &self,
+        window: &mut Window,
+        start: impl Fn(Ticket, Command, Option<Pooled>),
+    ) -> End {
+        let mut size = WINDOW;
+        loop {
+            while let Some(header) = window.unread().first_chunk().copied() {
+                match self.read_one(header, window, &start).await {
+                    Ok(large) => size = if large { NARROW } else { WINDOW },
+                    Err(end) => return end,
+                }
+            }
+            match self.unless_stopped(window.fill(self.transport, size)).await {
+                Ok(Ok(0)) if window.unread().is_empty() => return End::Closed,
+                Ok(Ok(0)) => return SessionError::Truncated.into(),
+                Ok(Ok(_)) => size = WINDOW,
+                Ok(Err(error)) => return error.into(),
+                Err(end) => return end,
+            }
+        }
+    }
+
+    /// Takes one request; tells whether it had a large payload.
+    async fn read_one(
+        &self,
+        header: [u8; Request::SIZE],
+        window: &mut Window,
+        start: &impl Fn(Ticket, Command, Option<Pooled>),
+    ) -> Result<bool, End> {
+        let request = Request::parse(&header)?;
+        window.skip(Request::SIZE);
+        let command = request.check(&self.terms());
+        let reserved = match command {
+            Ok(Command::Disconnect) => return Err(End::Closed),
+            Ok(Command::Read { length, .. } | Command::Write { length, .. }) => length as usize,
+            _ => 0,
+        };
+        self.reserve(reserved).await?;
+        let ticket = Ticket { cookie: request.cookie, reserved };
+        let length = request.payload() as usize;
+        let payload = match command {
+            Ok(Command::Write { .. }) => self.payload(window, length).await.map(Some),
+            _ => self.discard(window, length).await.map(|()| None),
+        };
+        let payload = payload.inspect_err(|_| self.release(1, reserved))?;
+        match command {
+            Ok(command) => start(ticket, command, payload),
+            Err(error) => self.fail(ticket, error),
+        }
+        Ok(length > SMALL_PAYLOAD)
+    }
+
+    /// Waits for input, but no longer than it makes sense. What a receive given up had in hand is
+    /// lost.
+    async fn unless_stopped<F: Future>(&self, receive: F) -> Result<F::Output, End> {
+        let mut receive = pin!(receive);
+        poll_fn(|cx| match receive.as_mut().poll(cx) {
+            Poll::Ready(received) => Poll::Ready(Ok(received)),
+            Poll::Pending if self.is_broken() || self.stop.is_requested() => {
+                Poll::Ready(Err(End::Stopped))
+            }
+            Poll::Pending => Poll::Pending,
+        })
+        .await
+    }
+
+    /// Receives more into the window in the middle of a message.
+    async fn fill(&self, window: &mut Window) -> Result<(), End> {
+        match self.unless_stopped(window.fill(self.transport, WINDOW)).await?? {
+            0 => Err(SessionError::Truncated.into()),
+            _ => Ok(()),
+        }
+    }
+
+    /// Collects a write's payload: what the window has is copied, the rest received in place.
+    async fn payload(&self, window: &mut Window, length: usize) -> Result<Pooled, End> {
+        let mut pooled = self.pool.take(length);
+        while length <= SMALL_PAYLOAD && window.unread().len() < length {
+            self.fill(window).await?;
+        }
+        let have = window.unread().len().min(length);
+        if let (Some(to), Some(from)) = (pooled.data.get_mut(..have), window.unread().get(..have)) {
+            to.copy_from_slice(from);
+        }
+        let mut filled = window.skip(have);
+        while filled < length {
+            let data = std::mem::replace(&mut pooled.data, IoBuf::empty());
+            let received = self.unless_stopped(self.transport.receive(data, filled)).await?;
+            pooled.data = received.1;
+            match received.0? {
+                0 => return Err(SessionError::Truncated.into()),
+                count => filled += count,
+            }
+        }
+        Ok(pooled)
+    }
+
+    /// Receives and drops the payload of a request that is refused.
+    async fn discard(&self, window: &mut Window, length: usize) -> Result<(), End> {
+        let mut left = length - window.skip(length);
+        while left > 0 {
+            self.fill(window).await?;
+            left -= window.skip(left);
+        }
+        Ok(())
+    }
+
+    pub(crate) fn is_broken(&self) -> bool {
+        self.broken.borrow().is_some()
+    }
+
+    /// Waits until one more request with `bytes` bytes may be in flight. The task is polled again
+    /// whenever a send has made room.
+    async fn reserve(&self, bytes: usize) -> Result<(), End> {
+        poll_fn(|_| {
+            let (requests, held) = (self.requests.get(), self.bytes.get());
+            let fits = held.saturating_add(bytes) <= self.limit.bytes;
+            if self.is_broken() {
+                Poll::Ready(Err(End::Stopped))
+            } else if requests == 0 || requests < self.limit.requests && fits {
+                self.requests.set(requests + 1);
+                self.bytes.set(held + bytes);
+                Poll::Ready(Ok(()))
+            } else {
+                Poll::Pending
+            }
+        })
+        .await
+    }
+
+    fn release(&self, requests: usize, bytes: usize) {
+        self.requests.set(self.requests.get() - requests);
+        self.bytes.set(self.bytes.get() - bytes);
+    }
+
+    /// Sends replies as they gather. Ends only when sending fails; replies are dropped from then on.
+    async fn write(&self) {
+        loop {
+            let batch =
+                poll_fn(|_| self.outbox.borrow_mut().take().map_or(Poll::Pending, Poll::Ready));
+            let mut batch = batch.await;
+            if !self.is_broken() {
+                let bufs = std::mem::take(&mut batch.bufs);
+                let (result, bufs) = self.transport.send(bufs).await;
+                batch.bufs = bufs;
+                if let Err(error) = result {
+                    self.broken.replace(Some(error));
+                }
+            }
+            self.release(batch.replies, batch.reserved);
+            self.outbox.borrow_mut().recycle(batch, self.pool);
+            self.sends.set(self.sends.get() + 1);
+        }
+    }
+}

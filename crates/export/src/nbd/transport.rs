@@ -1,0 +1,18 @@
+//! What a session talks through.
+
+use isobath_storage::IoBuf;
+use std::future::Future;
+use std::io;
+
+/// A stream of bytes to and from a client.
+///
+/// At most one receive and one send are in flight at a time. A dropped future may lose its buffers
+/// and what it would have received.
+pub trait Transport {
+    /// Receives what has arrived, at least one byte, into `buf[from..]`, which is not empty. The
+    /// count is 0 once the client has ended its side.
+    fn receive(&self, buf: IoBuf, from: usize) -> impl Future<Output = (io::Result<usize>, IoBuf)>;
+
+    /// Sends all of the buffers in order, and gives them back.
+    fn send(&self, bufs: Vec<IoBuf>) -> impl Future<Output = (io::Result<()>, Vec<IoBuf>)>;
+}

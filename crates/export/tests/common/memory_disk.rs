@@ -1,0 +1,220 @@
+//! A disk in memory, for tests of what serves it.
+#![allow(dead_code, unreachable_pub, clippy::unwrap_used, clippy::expect_used)]
+
+use isobath_disk::{BlockDevice, BlockStatus, DiskError, Result, ZeroFlags};
+use isobath_storage::{IoBuf, Operation, StorageError};
+use parking_lot::Mutex;
+use std::future::poll_fn;
+use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::task::Poll;
+
+/// Bytes for which the disk keeps one state.
+pub const BLOCK: u64 = 4096;
+
+/// What a block holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Block {
+    /// Nothing, in any layer.
+    Absent,
+    /// Zeroes, in a layer.
+    Zero(u32),
+    /// Data, in a layer.
+    Data(u32),
+}
+
+#[derive(Debug)]
+pub struct Content {
+    bytes: Vec<u8>,
+    blocks: Vec<Block>,
+}
+
+/// A disk whose content and history can be looked at.
+pub struct MemoryDisk {
+    pub content: Mutex<Content>,
+    pub read_only: bool,
+    /// Zeroing is never fast.
+    pub slow_zeroes: bool,
+    /// Requests that touch this byte fail with this error number.
+    pub broken: Option<(u64, i32)>,
+    /// Flushes fail.
+    pub broken_flush: bool,
+    /// How often a request gives way before it is carried out.
+    pub delay: usize,
+    pub flushes: AtomicUsize,
+    /// Requests under way.
+    pub running: AtomicUsize,
+    /// The most requests that were under way at once.
+    pub most_running: AtomicUsize,
+}
+
+struct Running<'a>(&'a MemoryDisk);
+
+impl Drop for Running<'_> {
+    fn drop(&mut self) {
+        self.0.running.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+impl MemoryDisk {
+    pub fn new(size: usize) -> Self {
+        let blocks = vec![Block::Absent; size.div_ceil(BLOCK as usize)];
+        Self {
+            content: Mutex::new(Content { bytes: vec![0; size], blocks }),
+            read_only: false,
+            slow_zeroes: false,
+            broken: None,
+            broken_flush: false,
+            delay: 0,
+            flushes: AtomicUsize::new(0),
+            running: AtomicUsize::new(0),
+            most_running: AtomicUsize::new(0),
+        }
+    }
+
+    /// Fills a range with a byte, as data of a layer.
+    #[must_use]
+    pub fn with(self, offset: usize, length: usize, byte: u8, layer: u32) -> Self {
+        self.update(offset as u64, length as u64, Block::Data(layer), |bytes| bytes.fill(byte));
+        self
+    }
+
+    pub fn bytes(&self, offset: usize, length: usize) -> Vec<u8> {
+        self.content.lock().bytes[offset..offset + length].to_vec()
+    }
+
+    fn update(&self, offset: u64, length: u64, state: Block, write: impl FnOnce(&mut [u8])) {
+        let mut content = self.content.lock();
+        let end = offset + length;
+        write(&mut content.bytes[offset as usize..end as usize]);
+        // A block that is only partly zeroed or discarded still counts as data.
+        let whole = matches!(state, Block::Data(_));
+        let (first, last) = if whole {
+            (offset / BLOCK, end.div_ceil(BLOCK))
+        } else {
+            (
+                offset.div_ceil(BLOCK),
+                if end == content.bytes.len() as u64 { end.div_ceil(BLOCK) } else { end / BLOCK },
+            )
+        };
+        for block in first..last {
+            content.blocks[block as usize] = state;
+        }
+    }
+
+    async fn enter(&self, offset: u64, length: u64) -> Result<Running<'_>> {
+        let running = self.running.fetch_add(1, Ordering::Relaxed) + 1;
+        self.most_running.fetch_max(running, Ordering::Relaxed);
+        let running = Running(self);
+        let mut left = self.delay;
+        poll_fn(|cx| {
+            if left == 0 {
+                return Poll::Ready(());
+            }
+            left -= 1;
+            cx.waker().wake_by_ref();
+            Poll::Pending
+        })
+        .await;
+        let size = self.size();
+        if offset.checked_add(length).is_none_or(|end| end > size) {
+            return Err(DiskError::OutOfRange { offset, length, size });
+        }
+        match self.broken {
+            Some((byte, errno)) if (offset..offset + length).contains(&byte) => {
+                let error = std::io::Error::from_raw_os_error(errno);
+                let name = Path::new("broken.img");
+                Err(StorageError::at(Operation::Read, name, offset, length, error).into())
+            }
+            _ => Ok(running),
+        }
+    }
+}
+
+impl BlockDevice for MemoryDisk {
+    fn size(&self) -> u64 {
+        self.content.lock().bytes.len() as u64
+    }
+
+    fn is_read_only(&self) -> bool {
+        self.read_only
+    }
+
+    fn preferred_block(&self) -> u32 {
+        BLOCK as u32
+    }
+
+    async fn read(&self, offset: u64, mut buf: IoBuf) -> Result<IoBuf> {
+        let _running = self.enter(offset, buf.len() as u64).await?;
+        let content = self.content.lock();
+        let range = offset as usize..offset as usize + buf.len();
+        buf.copy_from_slice(&content.bytes[range]);
+        Ok(buf)
+    }
+
+    async fn write(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
+        let _running = self.enter(offset, buf.len() as u64).await?;
+        let length = buf.len() as u64;
+        self.update(offset, length, Block::Data(0), |bytes| bytes.copy_from_slice(&buf));
+        Ok(buf)
+    }
+
+    async fn write_zeroes(&self, offset: u64, length: u64, flags: ZeroFlags) -> Result<()> {
+        let _running = self.enter(offset, length).await?;
+        if flags.only_fast && self.slow_zeroes {
+            return Err(DiskError::Unsupported("zeroing is not fast here".into()));
+        }
+        let state = if flags.may_unmap { Block::Zero(0) } else { Block::Data(0) };
+        self.update(offset, length, state, |bytes| bytes.fill(0));
+        Ok(())
+    }
+
+    async fn discard(&self, offset: u64, length: u64) -> Result<()> {
+        let _running = self.enter(offset, length).await?;
+        self.update(offset, length, Block::Zero(0), |bytes| bytes.fill(0));
+        Ok(())
+    }
+
+    async fn flush(&self) -> Result<()> {
+        let _running = self.enter(0, 0).await?;
+        if self.broken_flush {
+            let error = std::io::Error::from_raw_os_error(libc::EIO);
+            let name = Path::new("broken.img");
+            return Err(StorageError::new(Operation::Flush, name, error).into());
+        }
+        self.flushes.fetch_add(1, Ordering::Relaxed);
+        Ok(())
+    }
+
+    async fn block_status(
+        &self,
+        offset: u64,
+        length: u64,
+        max_runs: usize,
+    ) -> Result<Vec<BlockStatus>> {
+        let _running = self.enter(offset, length).await?;
+        let content = self.content.lock();
+        let mut runs: Vec<BlockStatus> = Vec::new();
+        let (mut at, end) = (offset, offset + length);
+        while at < end && runs.len() < max_runs {
+            let block = content.blocks[(at / BLOCK) as usize];
+            let next = ((at / BLOCK + 1) * BLOCK).min(end);
+            let (allocated, zero, depth) = match block {
+                Block::Absent => (false, true, 9),
+                Block::Zero(layer) => (true, true, layer),
+                Block::Data(layer) => (true, false, layer),
+            };
+            let length = next - at;
+            runs.push(BlockStatus {
+                length,
+                allocated,
+                zero,
+                compressed: false,
+                depth,
+                host: None,
+            });
+            at = next;
+        }
+        Ok(runs)
+    }
+}

@@ -1,0 +1,334 @@
+//! Clients that misbehave, leave, dawdle or crowd: the others are served, nothing that was accepted
+//! is lost, and the server ends cleanly.
+#![allow(clippy::unwrap_used, clippy::large_stack_arrays)]
+
+#[path = "common/memory_disk.rs"]
+mod memory_disk;
+#[path = "common/script.rs"]
+mod script;
+#[path = "common/served.rs"]
+mod served;
+
+use isobath_export::nbd::wire::{command, command_flag, option};
+use isobath_export::nbd::{InFlight, Limits};
+use isobath_storage::ring::net::Listener;
+use memory_disk::MemoryDisk;
+use script::{flags, go, handshake, option as option_bytes, request};
+use served::{Served, export};
+use std::io::{ErrorKind, Read, Write};
+use std::net::Shutdown;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::sync::atomic::Ordering;
+use std::thread;
+use std::time::Duration;
+
+const MIB: usize = 1 << 20;
+
+/// A client that speaks simple replies.
+struct Client(UnixStream);
+
+impl Client {
+    fn connect(served: &Served) -> Self {
+        let stream = UnixStream::connect(&served.socket).unwrap();
+        stream.set_read_timeout(Some(Duration::from_mins(1))).unwrap();
+        Self(stream)
+    }
+
+    /// Connects and chooses the default export.
+    fn ready(served: &Served) -> Self {
+        let mut client = Self::connect(served);
+        client.send(&[flags(), option_bytes(option::EXPORT_NAME, b"")].concat());
+        client.take::<28>();
+        client
+    }
+
+    fn send(&mut self, bytes: &[u8]) {
+        self.0.write_all(bytes).unwrap();
+    }
+
+    fn take<const N: usize>(&mut self) -> [u8; N] {
+        let mut bytes = [0; N];
+        self.0.read_exact(&mut bytes).unwrap();
+        bytes
+    }
+
+    /// Everything until the server closes. A reset counts as a close.
+    fn rest(&mut self) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        match self.0.read_to_end(&mut bytes) {
+            Err(error) if error.kind() != ErrorKind::ConnectionReset => panic!("{error}"),
+            _ => bytes,
+        }
+    }
+
+    /// The error and the cookie of a reply.
+    fn reply(&mut self) -> (u32, u64) {
+        let reply: [u8; 16] = self.take();
+        assert_eq!(reply[..4], 0x6744_6698_u32.to_be_bytes());
+        let error = u32::from_be_bytes(reply[4..8].try_into().unwrap());
+        (error, u64::from_be_bytes(reply[8..].try_into().unwrap()))
+    }
+
+    fn write(&mut self, offset: u64, data: &[u8]) {
+        self.send(&request(command::WRITE, 0, 7, (offset, data.len() as u32), data));
+        assert_eq!(self.reply(), (0, 7));
+    }
+
+    fn read(&mut self, offset: u64, length: u32) -> Vec<u8> {
+        self.send(&request(command::READ, 0, 8, (offset, length), &[]));
+        assert_eq!(self.reply(), (0, 8));
+        let mut data = vec![0; length as usize];
+        self.0.read_exact(&mut data).unwrap();
+        data
+    }
+
+    fn disconnect(mut self) {
+        self.send(&request(command::DISC, 0, 0, (0, 0), &[]));
+        assert_eq!(self.rest(), b"");
+    }
+}
+
+fn until(what: &str, condition: impl Fn() -> bool) {
+    for _ in 0..30_000 {
+        if condition() {
+            return;
+        }
+        thread::sleep(Duration::from_millis(1));
+    }
+    panic!("{what} did not come about");
+}
+
+#[test]
+fn a_handshake_cut_anywhere_leaves_nothing_behind() {
+    let served = Served::new(vec![export("disk", MemoryDisk::new(MIB))]);
+    let whole = handshake(true);
+    for length in 0..whole.len() {
+        let mut client = Client::connect(&served);
+        client.send(&whole[..length]);
+        client.0.shutdown(Shutdown::Write).unwrap();
+        client.rest();
+    }
+    for length in (0..whole.len()).step_by(3) {
+        let mut client = Client::connect(&served);
+        client.send(&whole[..length]);
+    }
+    until("the end of every connection", || served.server.connections() == 0);
+    Client::ready(&served).disconnect();
+}
+
+#[test]
+fn garbage_closes_only_its_own_connection() {
+    let served = Served::new(vec![export("disk", MemoryDisk::new(MIB))]);
+    let mut good = Client::ready(&served);
+    let huge = [&option_bytes(option::GO, &[])[..12], &u32::MAX.to_be_bytes()].concat();
+    let garbage = [
+        vec![0xff; 4096],
+        0xdead_beef_u32.to_be_bytes().to_vec(),
+        [flags(), vec![0; 16]].concat(),
+        [flags(), huge].concat(),
+        [flags(), option_bytes(option::EXPORT_NAME, b"nobody")].concat(),
+        [vec![0; 4], option_bytes(option::LIST, b"")].concat(),
+        [handshake(false), vec![0xaa; 100]].concat(),
+        [handshake(true), vec![0; 28]].concat(),
+    ];
+    for bytes in garbage {
+        let mut bad = Client::connect(&served);
+        bad.send(&bytes);
+        bad.rest();
+        good.write(0, b"good");
+    }
+    assert_eq!(good.read(0, 4), b"good");
+}
+
+#[test]
+fn an_aborted_handshake_is_acknowledged() {
+    let served = Served::new(vec![export("disk", MemoryDisk::new(MIB))]);
+    let mut client = Client::connect(&served);
+    client.send(&[flags(), option_bytes(option::ABORT, &[])].concat());
+    let ack = b"\0\x03\xe8\x89\x04\x55\x65\xa9\0\0\0\x02\0\0\0\x01\0\0\0\0";
+    assert_eq!(client.rest()[18..], *ack);
+}
+
+#[test]
+fn refused_requests_do_not_end_the_session() {
+    let disk = MemoryDisk { slow_zeroes: true, ..MemoryDisk::new(MIB) };
+    let served = Served::new(vec![export("disk", disk)]);
+    let mut client = Client::ready(&served);
+    let end = MIB as u64;
+    let fast = command_flag::FAST_ZERO;
+    for (command, flags, range, payload, error) in [
+        (command::WRITE, 0, (end - 1, 2), 2, 28),
+        (command::WRITE, 0, (u64::MAX, u32::MAX >> 4), u32::MAX >> 4, 75),
+        (command::WRITE, 0x8000, (0, 4096), 4096, 22),
+        (command::READ, 0, (end, 1), 0, 22),
+        (command::READ, command_flag::DF, (0, 1), 0, 22),
+        (command::READ, 0, (0, u32::MAX), 0, 75),
+        (command::WRITE_ZEROES, fast, (0, 4096), 0, 95),
+        (command::WRITE_ZEROES, 0, (1, end as u32), 0, 28),
+        (command::TRIM, 0, (end, 1), 0, 22),
+        (command::BLOCK_STATUS, 0, (0, 1), 0, 22),
+        (command::FLUSH, 0, (0, 1), 0, 22),
+        (99, 0, (0, 1), 0, 22),
+    ] {
+        client.send(&request(command, flags, 5, range, &vec![0xee; payload as usize]));
+        assert_eq!(client.reply(), (error, 5), "command {command}, flags {flags}, {range:?}");
+    }
+    for command in [command::READ, command::WRITE, command::WRITE_ZEROES, command::TRIM] {
+        client.send(&request(command, 0, 6, (end, 0), &[]));
+        assert_eq!(client.reply(), (0, 6), "an empty request at the end");
+    }
+    assert_eq!(client.read(0, 4096), [0; 4096]);
+    client.disconnect();
+}
+
+#[test]
+fn a_disconnect_in_mid_request_loses_no_accepted_write() {
+    let disk = MemoryDisk { delay: 3, ..MemoryDisk::new(MIB) };
+    let served = Served::with(vec![export("disk", disk)], Limits::default(), 1);
+    for round in 1..=50_u8 {
+        let mut client = Client::ready(&served);
+        client.write(0, &[round; 512]);
+        let requests: Vec<u8> = (1..=20)
+            .flat_map(|block| {
+                request(command::WRITE, 0, block, (block * 4096, 4096), &[round; 4096])
+            })
+            .collect();
+        client.send(&requests);
+        client.send(&request(command::WRITE, 0, 99, (0, 65536), &[0xee; 1000]));
+        drop(client);
+        until("the end of the connection", || served.server.connections() == 0);
+        assert_eq!(served.disk(0).running.load(Ordering::Relaxed), 0);
+        assert_eq!(served.disk(0).bytes(0, 512), [round; 512], "the cut write is not carried out");
+    }
+}
+
+#[test]
+fn connections_see_each_others_writes() {
+    let served = Served::with(vec![export("disk", MemoryDisk::new(MIB))], Limits::default(), 2);
+    let mut clients: Vec<_> = (0..6).map(|_| Client::ready(&served)).collect();
+    for round in 0..100_u64 {
+        let writer = round as usize % clients.len();
+        let data = [round as u8 + 1; 700];
+        clients[writer].write(round * 100, &data);
+        for client in &mut clients {
+            assert_eq!(client.read(round * 100, 700), data);
+        }
+    }
+    let requests = command::FLUSH;
+    for client in &mut clients {
+        client.send(&request(requests, 0, 3, (0, 0), &[]));
+        assert_eq!(client.reply(), (0, 3));
+    }
+    assert_eq!(served.disk(0).flushes.load(Ordering::Relaxed), 6);
+}
+
+#[test]
+fn a_client_that_reads_nothing_holds_up_nobody() {
+    let in_flight = InFlight { requests: 16, bytes: MIB };
+    let limits = Limits { in_flight, drain: Duration::from_millis(50), ..Limits::default() };
+    let mut served = Served::with(vec![export("disk", MemoryDisk::new(4 * MIB))], limits, 1);
+    let mut lazy = Client::ready(&served);
+    let reads: Vec<u8> =
+        (0..64).flat_map(|cookie| request(command::READ, 0, cookie, (0, 1 << 20), &[])).collect();
+    lazy.send(&reads);
+    let mut other = Client::ready(&served);
+    for round in 0..200_u64 {
+        other.write(round * 512, &[1; 512]);
+    }
+    assert_eq!(other.read(0, 512), [1; 512]);
+    assert!(served.disk(0).most_running.load(Ordering::Relaxed) <= 17);
+    served.stop();
+    let mut replies = Vec::new();
+    let _ = lazy.0.read_to_end(&mut replies);
+    assert!(replies.len() < 64 << 20, "the rest was given up");
+}
+
+#[test]
+fn disc_and_stop_answer_what_was_begun() {
+    for workers in [0, 1] {
+        let disk = MemoryDisk { delay: 200, ..MemoryDisk::new(4 * MIB) };
+        let mut served = Served::with(vec![export("disk", disk)], Limits::default(), workers);
+        let mut leaving = Client::ready(&served);
+        let mut staying = Client::ready(&served);
+        let mut requests = Vec::new();
+        for cookie in 0..40_u64 {
+            requests.extend(request(command::WRITE, 0, cookie, (cookie * 512, 512), &[9; 512]));
+        }
+        staying.send(&requests);
+        requests.extend(request(command::DISC, 0, 0, (0, 0), &[]));
+        leaving.send(&requests);
+        assert_eq!(leaving.rest().len(), 40 * 16);
+        assert_eq!(staying.reply().0, 0);
+        served.stop();
+        let rest = staying.rest();
+        assert_eq!((rest.len() / 16, rest.len() % 16), (39, 0));
+        assert_eq!(served.disk(0).bytes(0, 40 * 512), [9; 40 * 512]);
+    }
+}
+
+#[test]
+fn idle_and_unfinished_clients_do_not_hold_up_a_stop() {
+    let mut served = Served::new(vec![export("disk", MemoryDisk::new(MIB))]);
+    let _mute = Client::connect(&served);
+    let mut dawdling = Client::connect(&served);
+    dawdling.send(&flags());
+    let mut idle = Client::ready(&served);
+    let mut partial = Client::ready(&served);
+    partial.send(&request(command::WRITE, 0, 1, (0, 65536), &[1; 100]));
+    let mut refused = Client::ready(&served);
+    refused.send(&request(command::WRITE, 0, 1, (MIB as u64, 65536), &[1; 100]));
+    until("five connections", || served.server.connections() == 5);
+    served.stop();
+    assert_eq!(idle.rest(), b"");
+    assert_eq!(partial.rest(), b"");
+}
+
+#[test]
+fn slow_handshakes_and_crowds_are_turned_away() {
+    let limits =
+        Limits { connections: 3, handshake: Duration::from_millis(300), ..Limits::default() };
+    let served = Served::with(vec![export("disk", MemoryDisk::new(MIB))], limits, 1);
+    let mut clients: Vec<_> = (0..3).map(|_| Client::ready(&served)).collect();
+    assert_eq!(Client::connect(&served).rest(), b"", "closed before any greeting");
+    clients.pop().unwrap().disconnect();
+    until("room", || served.server.connections() == 2);
+    let mut slow = Client::connect(&served);
+    slow.send(&flags());
+    assert_eq!(slow.rest().len(), 18, "the greeting, then the end");
+    for client in &mut clients {
+        client.write(0, b"still here");
+    }
+    until("room", || served.server.connections() == 2);
+    Client::ready(&served).disconnect();
+}
+
+#[test]
+fn exports_are_chosen_by_name() {
+    let disk = |byte| MemoryDisk::new(MIB).with(0, 16, byte, 0);
+    let served =
+        Served::new(vec![export("one", disk(1)), export("two", disk(2)), export("дом", disk(3))]);
+    for (name, byte) in [("", 1), ("one", 1), ("two", 2), ("дом", 3)] {
+        let mut client = Client::connect(&served);
+        client.send(&[flags(), option_bytes(option::EXPORT_NAME, name.as_bytes())].concat());
+        client.take::<28>();
+        assert_eq!(client.read(0, 16), [byte; 16]);
+    }
+    let mut client = Client::connect(&served);
+    client.send(&[flags(), go("three"), go("two")].concat());
+    let greeting_and_refusal: [u8; 38] = client.take();
+    assert_eq!(greeting_and_refusal[30..34], 0x8000_0006_u32.to_be_bytes());
+}
+
+#[test]
+fn a_stale_socket_is_replaced_and_a_live_one_is_not() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("nbd.sock");
+    drop(UnixListener::bind(&path).unwrap());
+    assert!(path.exists(), "left over");
+    let listener = Listener::bind_unix(&path).unwrap();
+    let error = Listener::bind_unix(&path).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::AddrInUse);
+    assert!(UnixStream::connect(&path).is_ok());
+    drop(listener);
+    assert!(!path.exists());
+}
