@@ -50,7 +50,9 @@ pub enum DiskError {
     #[error("the disk takes no more writes since an earlier failure: {0}; reopen it")]
     Poisoned(String),
     /// The request reaches past the end of the disk.
-    #[error("request of {length} bytes at {offset} reaches past the end of the disk ({size} bytes)")]
+    #[error(
+        "request of {length} bytes at {offset} reaches past the end of the disk ({size} bytes)"
+    )]
     OutOfRange {
         /// First byte asked for.
         offset: u64,
@@ -73,8 +75,10 @@ impl DiskError {
         match self {
             Self::Storage(error) => error.errno(),
             Self::Backing { source, .. } => source.errno(),
-            Self::Format { .. } | Self::Refused { .. } | Self::Corrupt { .. } => libc::EIO,
-            Self::Poisoned(_) => libc::EIO,
+            Self::Format { .. }
+            | Self::Refused { .. }
+            | Self::Corrupt { .. }
+            | Self::Poisoned(_) => libc::EIO,
             Self::OutOfRange { .. } => libc::EINVAL,
             Self::ReadOnly => libc::EPERM,
             Self::Unsupported(_) => libc::ENOTSUP,

@@ -23,6 +23,9 @@
 //! # }).unwrap();
 //! ```
 
+// A `Geometry` goes by reference everywhere, as in the format's own functions.
+#![allow(clippy::trivially_copy_pass_by_ref)]
+
 mod alloc;
 mod chain;
 pub mod device;

@@ -83,9 +83,10 @@ impl<H: Host> Disk<H> {
             if matches!(self.map.lookup(start..start + 1, &mut present), Lookup::Found) {
                 return Ok(());
             }
-            let tables = self.writer.as_ref().and_then(|writer| writer.tables());
+            let writer = self.writer.as_ref().and_then(|writer| writer.qcow2());
+            let metadata = writer.map(|writer| &writer.metadata);
             let resolved =
-                resolve(&self.chain, tables, start..start + (1 << bits), self.map.unit_bits());
+                resolve(&self.chain, metadata, start..start + (1 << bits), self.map.unit_bits());
             if self.map.insert(slice, generation, resolved.await?) {
                 return Ok(());
             }
@@ -162,9 +163,7 @@ impl<H: Host> Disk<H> {
                 buf.copy_from_slice(part);
                 Ok(buf)
             }
-            Source::Invalid(layer) => {
-                Err(explain_invalid(self.layer(layer)?, extent.guest).await)
-            }
+            Source::Invalid(layer) => Err(explain_invalid(self.layer(layer)?, extent.guest).await),
         }
     }
 

@@ -14,7 +14,11 @@ use isobath_storage::{IoBuf, Storage};
 
 impl<S: Storage> Allocator<S> {
     /// Sees to it that a cluster has a refcount block in memory, creating one where none is.
-    pub(super) async fn cover(&self, state: &mut MutexGuard<'_, State>, cluster: u64) -> Result<()> {
+    pub(super) async fn cover(
+        &self,
+        state: &mut MutexGuard<'_, State>,
+        cluster: u64,
+    ) -> Result<()> {
         let (index, _) = self.geometry.refcount_position(HostCluster::new(cluster));
         if state.blocks.contains_key(&index) {
             return Ok(());
@@ -32,7 +36,8 @@ impl<S: Storage> Allocator<S> {
         let grows = index as usize >= state.table.len();
         if grows {
             let entries = self.geometry.cluster_size() / 8;
-            let wanted = (index + 1).max(state.table.len() as u64 * 3 / 2).next_multiple_of(entries);
+            let wanted =
+                (index + 1).max(state.table.len() as u64 * 3 / 2).next_multiple_of(entries);
             let limit = MAX_REFCOUNT_TABLE_BYTES / 8;
             if index >= limit {
                 return Err(self.corrupt(format!(

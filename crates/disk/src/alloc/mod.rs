@@ -63,7 +63,11 @@ struct State {
 impl<S: Storage> Allocator<S> {
     /// Reads the refcount table of `layer`. `metadata` holds the clusters of the tables that the
     /// caller knows; those of the refcount structure are added.
-    pub(crate) async fn open(layer: Arc<Layer<S>>, qcow2: &Qcow2, mut metadata: HashSet<u64>) -> Result<Self> {
+    pub(crate) async fn open(
+        layer: Arc<Layer<S>>,
+        qcow2: &Qcow2,
+        mut metadata: HashSet<u64>,
+    ) -> Result<Self> {
         let geometry = qcow2.geometry;
         let (table_offset, clusters) = {
             let header = qcow2.header.read();
@@ -80,10 +84,12 @@ impl<S: Storage> Allocator<S> {
                 ),
             });
         }
-        let raw = layer.storage().read_at(table_offset.get(), IoBuf::zeroed(bytes as usize)).await?;
+        let raw =
+            layer.storage().read_at(table_offset.get(), IoBuf::zeroed(bytes as usize)).await?;
         let mut table = Vec::with_capacity(bytes as usize / 8);
         for index in 0..bytes as usize / 8 {
-            let entry = RefcountTableEntry::read(&raw, index).unwrap_or(RefcountTableEntry::unallocated());
+            let entry =
+                RefcountTableEntry::read(&raw, index).unwrap_or(RefcountTableEntry::unallocated());
             if let Some(offset) = entry.offset(&geometry).map_err(|e| layer.format_error(e))? {
                 metadata.insert(geometry.host_cluster_of(offset).get());
             }
@@ -179,7 +185,9 @@ impl<S: Storage> Allocator<S> {
             let cluster = cluster.get();
             let count = self.refcount_in(&mut state, cluster).await?;
             let Some(less) = count.checked_sub(1) else {
-                return Err(self.corrupt(format!("host cluster {cluster} is in use but its refcount is 0")));
+                return Err(
+                    self.corrupt(format!("host cluster {cluster} is in use but its refcount is 0"))
+                );
             };
             self.set(&mut state, cluster, less)?;
             if less == 0 {
@@ -219,7 +227,8 @@ impl<S: Storage> Allocator<S> {
 
     async fn write_all(&self, parts: Vec<(u64, IoBuf)>) -> Result<()> {
         let storage = self.layer.storage();
-        try_join_all(parts.into_iter().map(|(offset, bytes)| storage.write_at(offset, bytes))).await?;
+        try_join_all(parts.into_iter().map(|(offset, bytes)| storage.write_at(offset, bytes)))
+            .await?;
         Ok(())
     }
 
@@ -305,7 +314,8 @@ impl<S: Storage> Allocator<S> {
             return Ok(block.get(within));
         }
         let Some(entry) = state.table.get(index as usize) else { return Ok(0) };
-        let Some(offset) = entry.offset(&self.geometry).map_err(|e| self.layer.format_error(e))? else {
+        let Some(offset) = entry.offset(&self.geometry).map_err(|e| self.layer.format_error(e))?
+        else {
             return Ok(0);
         };
         let length = self.geometry.cluster_size() as usize;
@@ -319,9 +329,10 @@ impl<S: Storage> Allocator<S> {
     /// Sets the refcount of a cluster whose block is in memory.
     fn set(&self, state: &mut MutexGuard<'_, State>, cluster: u64, value: u64) -> Result<()> {
         let (index, within) = self.geometry.refcount_position(HostCluster::new(cluster));
-        let block = state.blocks.get_mut(&index).ok_or_else(|| {
-            self.corrupt(format!("host cluster {cluster} has no refcount block"))
-        })?;
+        let block = state
+            .blocks
+            .get_mut(&index)
+            .ok_or_else(|| self.corrupt(format!("host cluster {cluster} has no refcount block")))?;
         block.set(within, value).map_err(|e| self.layer.format_error(e))
     }
 }

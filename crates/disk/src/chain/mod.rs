@@ -4,8 +4,8 @@ mod layer;
 mod name;
 mod open;
 
-pub use layer::{ImageFormat, Layer};
 pub(crate) use layer::Qcow2;
+pub use layer::{ImageFormat, Layer};
 pub(crate) use open::open_chain;
 pub use open::{OpenOptions, Trust};
 

@@ -43,7 +43,9 @@ mod tests {
             assert!(check(good).is_ok(), "{good}");
         }
         assert_eq!(check("file:base.raw").unwrap(), "base.raw");
-        for bad in ["json:{\"driver\":\"file\"}", "nbd:localhost:1", "http://x/y", "fat:/etc", "", "a\0b"] {
+        for bad in
+            ["json:{\"driver\":\"file\"}", "nbd:localhost:1", "http://x/y", "fat:/etc", "", "a\0b"]
+        {
             let error = check(bad).unwrap_err().to_string();
             assert!(error.contains("a.qcow2"), "{error}");
         }

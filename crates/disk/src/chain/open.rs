@@ -183,11 +183,8 @@ pub(crate) async fn open_layer<H: Host>(
     }
     let error = |source| DiskError::Format { image: name.to_owned(), source };
     let head = Header::probe_length(&start).map_err(error)?.min(length as usize);
-    let bytes = if head > start.len() {
-        storage.read_at(0, IoBuf::zeroed(head)).await?
-    } else {
-        start
-    };
+    let bytes =
+        if head > start.len() { storage.read_at(0, IoBuf::zeroed(head)).await? } else { start };
     let header = Header::parse(bytes.get(..head).unwrap_or(&bytes)).map_err(error)?;
     let geometry = header.geometry().map_err(error)?;
     let l1 = read_l1(&*storage, name, &header, length).await?;

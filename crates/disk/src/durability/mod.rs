@@ -9,8 +9,10 @@ pub(crate) use ordered::Ordered;
 use crate::Result;
 use crate::alloc::Allocator;
 use crate::chain::Layer;
+use crate::map::resolve::ActiveEntries;
 use crate::read::Readers;
 use crate::tables::Tables;
+use isobath_qcow2::{ClusterIndex, HostOffset, L2Entry};
 use isobath_storage::Storage;
 use std::future::Future;
 use std::sync::Arc;
@@ -50,6 +52,17 @@ impl<S: Storage> Metadata<S> {
         }
         storage.flush().await?;
         Ok(())
+    }
+}
+
+impl<S: Storage> ActiveEntries for Metadata<S> {
+    async fn entries(&self, first: ClusterIndex, count: u64) -> Result<Vec<L2Entry>> {
+        self.tables.entries(first, count).await
+    }
+
+    fn is_metadata(&self, offset: HostOffset) -> bool {
+        let geometry = self.tables.geometry();
+        !geometry.has_data_file() && self.alloc.is_metadata(geometry.host_cluster_of(offset))
     }
 }
 

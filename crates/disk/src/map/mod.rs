@@ -50,10 +50,7 @@ pub(crate) enum Source {
         in_place: bool,
     },
     /// A compressed cluster of which the extent is a part.
-    Compressed {
-        layer: LayerIndex,
-        cluster: CompressedCluster,
-    },
+    Compressed { layer: LayerIndex, cluster: CompressedCluster },
     /// The layer's tables are not valid here: reading is an error.
     Invalid(LayerIndex),
 }
@@ -441,7 +438,8 @@ mod tests {
     fn compressed_units_name_their_cluster() {
         let map = Map::new(16, 1 << 20);
         filled(&map, 0, |_| Unit::ABSENT);
-        let cluster = CompressedCluster { offset: isobath_qcow2::HostOffset::new(12345), length: 678 };
+        let cluster =
+            CompressedCluster { offset: isobath_qcow2::HostOffset::new(12345), length: 678 };
         map.update_compressed(0..1 << 16, TOP, cluster);
         let mut extents = Vec::new();
         map.lookup(10..20, &mut extents);

@@ -5,7 +5,9 @@ use super::{SLICE_UNITS, Slice, Unit};
 use crate::chain::{Chain, Layer, LayerIndex, Qcow2};
 use crate::{DiskError, Result};
 use futures_util::future::try_join_all;
-use isobath_qcow2::{ClusterIndex, ClusterKind, CompressedCluster, GuestOffset, L2Entry};
+use isobath_qcow2::{
+    ClusterIndex, ClusterKind, CompressedCluster, GuestOffset, HostOffset, L2Entry,
+};
 use isobath_storage::{IoBuf, Storage};
 use std::future::Future;
 use std::ops::Range;
@@ -24,6 +26,9 @@ pub(crate) trait ActiveEntries {
         first: ClusterIndex,
         count: u64,
     ) -> impl Future<Output = Result<Vec<L2Entry>>>;
+
+    /// Whether a host cluster holds one of the image's own tables, which no guest data may share.
+    fn is_metadata(&self, offset: HostOffset) -> bool;
 }
 
 /// Merges the guest bytes of `range`, a slice's, over the chain.
@@ -60,7 +65,7 @@ pub(crate) async fn resolve<S: Storage, A: ActiveEntries>(
             {
                 layer.refresh_file_length().await?;
                 let entries = writer.entries(portion.first, portion.count).await?;
-                merge.apply(layer, index, true, portion.first, &entries);
+                merge.apply(layer, index, Some(writer), portion.first, &entries);
             } else if portion.table != Table::Absent {
                 pending.push((index, layer, portion));
             }
@@ -87,7 +92,9 @@ async fn merge_pending<S: Storage>(
         let tables = try_join_all(reads).await?;
         for ((index, layer, portion), entries) in pending.iter().zip(&tables) {
             match entries {
-                Some(entries) => merge.apply(layer, *index, false, portion.first, entries),
+                Some(entries) => {
+                    merge.apply(layer, *index, None::<&NoWriter>, portion.first, entries);
+                }
                 None => merge.invalid(layer, *index, portion),
             }
         }
@@ -123,7 +130,9 @@ fn portions(qcow2: &Qcow2, range: Range<u64>) -> Vec<Portion> {
         let count = (geometry.l2_entries() - l2_index as u64).min(last - first + 1);
         let table = match qcow2.l1_entry(l1_index).offset(geometry) {
             Ok(None) => Table::Absent,
-            Ok(Some(offset)) => Table::At(offset.get() + (l2_index * geometry.l2_entry_size()) as u64),
+            Ok(Some(offset)) => {
+                Table::At(offset.get() + (l2_index * geometry.l2_entry_size()) as u64)
+            }
             Err(_) => Table::Invalid,
         };
         list.push(Portion { first: ClusterIndex::new(first), count, table });
@@ -185,6 +194,19 @@ pub(crate) async fn explain_invalid<S: Storage>(layer: &Layer<S>, guest: u64) ->
     }
 }
 
+/// Stands for the writer of a layer that has none.
+enum NoWriter {}
+
+impl ActiveEntries for NoWriter {
+    async fn entries(&self, _: ClusterIndex, _: u64) -> Result<Vec<L2Entry>> {
+        match *self {}
+    }
+
+    fn is_metadata(&self, _: HostOffset) -> bool {
+        match *self {}
+    }
+}
+
 /// A slice being merged.
 struct Merge {
     start: u64,
@@ -219,11 +241,11 @@ impl Merge {
     }
 
     /// Merges a layer's entries of consecutive clusters.
-    fn apply<S: Storage>(
+    fn apply<S: Storage, A: ActiveEntries>(
         &mut self,
         layer: &Layer<S>,
         index: LayerIndex,
-        writable: bool,
+        writer: Option<&A>,
         first: ClusterIndex,
         entries: &[L2Entry],
     ) {
@@ -239,12 +261,14 @@ impl Merge {
             let start = (first.get() + step as u64) << geometry.cluster_bits();
             let range = start..(start + size).min(layer.visible());
             let unit_bits = self.unit_bits;
-            let data = |host: u64, copied: bool, from: u64| {
+            let data = |host: HostOffset, copied: bool| {
+                let wrong = host.get() >= past_end || writer.is_some_and(|w| w.is_metadata(host));
                 move |guest: u64| {
-                    if host >= past_end {
+                    if wrong {
                         return Some(Unit::invalid(index));
                     }
-                    let unit = Unit::data(index, host + (guest - from), unit_bits, copied && writable);
+                    let in_place = copied && writer.is_some();
+                    let unit = Unit::data(index, host.get() + (guest - start), unit_bits, in_place);
                     unit.or(Some(Unit::invalid(index)))
                 }
             };
@@ -254,7 +278,7 @@ impl Merge {
                     self.decide(range, |_| Some(Unit::zero(index)));
                 }
                 Ok(ClusterKind::Data { offset, copied }) => {
-                    self.decide(range, data(offset.get(), copied, start));
+                    self.decide(range, data(offset, copied));
                 }
                 Ok(ClusterKind::Compressed(cluster)) => {
                     self.compressed.push(cluster);
@@ -271,7 +295,7 @@ impl Merge {
                         } else if allocated >> n & 1 == 1
                             && let Some(offset) = offset
                         {
-                            self.decide(range, data(offset.get(), copied, start));
+                            self.decide(range, data(offset, copied));
                         }
                     }
                 }

@@ -31,7 +31,8 @@ impl Batch {
         let mut tables = Vec::with_capacity(self.fresh.len());
         for (&l1_index, (offset, content)) in &self.fresh {
             let mut bytes = IoBuf::copy_of(content);
-            let first = geometry.first_cluster_of_l1(l1_index).unwrap_or(ClusterIndex::new(0)).get();
+            let first =
+                geometry.first_cluster_of_l1(l1_index).unwrap_or(ClusterIndex::new(0)).get();
             for (&cluster, entry) in self.entries.range(first..first + geometry.l2_entries()) {
                 // In range: a table has a place for each of its clusters.
                 let _ = entry.write(&mut bytes, (cluster - first) as usize, geometry);

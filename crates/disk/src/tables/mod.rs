@@ -10,7 +10,6 @@ mod pages;
 
 use crate::alloc::Allocator;
 use crate::chain::{Layer, Qcow2};
-use crate::map::resolve::ActiveEntries;
 use crate::{DiskError, Result};
 use async_lock::Mutex as AsyncMutex;
 use batch::Batch;
@@ -305,15 +304,14 @@ impl<S: Storage> Tables<S> {
         let entries = self.entries(cluster, 1).await?;
         Ok(entries.first().copied().unwrap_or(L2Entry::unallocated()))
     }
-}
 
-impl<S: Storage> ActiveEntries for Tables<S> {
-    async fn entries(&self, first: ClusterIndex, count: u64) -> Result<Vec<L2Entry>> {
+    /// The entries of `count` clusters from `first` on, all in one L2 table.
+    pub(crate) async fn entries(&self, first: ClusterIndex, count: u64) -> Result<Vec<L2Entry>> {
         let (l1_index, l2_index) = self.geometry.table_position(first);
         let size = self.geometry.l2_entry_size();
         loop {
             let (missing, length, generation) = {
-                let mut state = self.state.lock();
+                let state = self.state.lock();
                 let mut entries = Vec::with_capacity(count as usize);
                 let mut missing = Vec::new();
                 let fresh = state.batches().find_map(|batch| batch.fresh.get(&l1_index));

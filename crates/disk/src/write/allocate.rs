@@ -86,6 +86,15 @@ impl<H: Host> Disk<H> {
             let start = cluster * size;
             let written = offset.max(start) - start..end.min(start + size) - start;
             let plan = Plan::new(&qcow2.metadata.layer, &geometry, entry, &written)?;
+            if let Some(host) = plan.host.filter(|host| qcow2.metadata.is_metadata(*host)) {
+                return Err(DiskError::Corrupt {
+                    image: qcow2.metadata.layer.name().to_owned(),
+                    reason: format!(
+                        "guest offset {start} is mapped to host offset {host}, where one of the \
+                         image's own tables lies"
+                    ),
+                });
+            }
             let host = plan.host.unwrap_or(HostOffset::new(start));
             let cluster = ClusterIndex::new(cluster);
             targets.push(Target { cluster, written, plan, host, zeroed: false });

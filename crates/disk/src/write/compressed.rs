@@ -30,7 +30,7 @@ impl<H: Host> Disk<H> {
             ));
         }
         let reaches_end = offset + buf.len() as u64 == self.size();
-        if offset % size != 0 || (buf.len() as u64 != size && !reaches_end) {
+        if !offset.is_multiple_of(size) || (buf.len() as u64 != size && !reaches_end) {
             return Err(DiskError::Unsupported(format!(
                 "compressed writes take whole clusters of {size} bytes"
             )));
@@ -57,7 +57,8 @@ impl<H: Host> Disk<H> {
         let kind = old.kind(&geometry).map_err(|error| qcow2.metadata.layer.format_error(error))?;
         let length = packed.len() as u64;
         let host = qcow2.metadata.alloc.allocate_packed(length).await?;
-        let written = self.chain.active().data().write_at(host.get(), IoBuf::copy_of(&packed)).await;
+        let written =
+            self.chain.active().data().write_at(host.get(), IoBuf::copy_of(&packed)).await;
         let entry = L2Entry::compressed(host, length, geometry.cluster_bits())
             .map_err(|error| qcow2.metadata.layer.format_error(error));
         match (written, entry) {

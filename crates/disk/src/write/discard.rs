@@ -57,9 +57,8 @@ impl<H: Host> Disk<H> {
         let _pass = self.readers.gate.enter();
         let entries = qcow2.entries(clusters.clone()).await?;
         for (cluster, entry) in clusters.zip(entries) {
-            let kind = entry
-                .kind(&geometry)
-                .map_err(|error| qcow2.metadata.layer.format_error(error))?;
+            let kind =
+                entry.kind(&geometry).map_err(|error| qcow2.metadata.layer.format_error(error))?;
             let new = discarded(&geometry, qcow2.alone);
             let nothing_here = matches!(
                 kind,

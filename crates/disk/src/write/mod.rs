@@ -8,14 +8,13 @@ mod open;
 mod plan;
 mod zero;
 
+use crate::Result;
+use crate::chain::Layer;
 use crate::disk::Disk;
 use crate::durability::{Durability, GroupCommit, Metadata, Ordered};
 use crate::map::{Extent, Source};
-use crate::chain::Layer;
 use crate::range_lock::RangeLocks;
 use crate::read::Readers;
-use crate::tables::Tables;
-use crate::Result;
 use futures_util::future::try_join_all;
 use isobath_storage::{Host, IoBuf, Storage};
 use std::sync::Arc;
@@ -63,10 +62,6 @@ impl<S: Storage> Writer<S> {
         self.group.check()
     }
 
-    pub(crate) fn tables(&self) -> Option<&Tables<S>> {
-        self.qcow2.as_ref().map(|qcow2| &qcow2.metadata.tables)
-    }
-
     pub(crate) fn qcow2(&self) -> Option<&Qcow2Writer<S>> {
         self.qcow2.as_ref()
     }
@@ -85,7 +80,8 @@ impl<S: Storage> Writer<S> {
 
     /// Commits if much has gathered. The caller is not inside the gate and holds no range.
     async fn commit_if_much(&self, readers: &Readers) -> Result<()> {
-        if self.tables().is_some_and(|tables| tables.pending() >= PENDING_LIMIT) {
+        let pending = self.qcow2.as_ref().map_or(0, |qcow2| qcow2.metadata.tables.pending());
+        if pending >= PENDING_LIMIT {
             self.commit(readers).await?;
         }
         Ok(())

@@ -1,7 +1,7 @@
 //! Zero-writes.
 
-use super::plan::referenced;
 use super::Qcow2Writer;
+use super::plan::referenced;
 use crate::device::ZeroFlags;
 use crate::disk::Disk;
 use crate::map::Source;
@@ -117,9 +117,8 @@ impl<H: Host> Disk<H> {
                 self.expand_compressed(qcow2, cluster, &part).await?;
                 continue;
             }
-            let kind = entry
-                .kind(&geometry)
-                .map_err(|error| qcow2.metadata.layer.format_error(error))?;
+            let kind =
+                entry.kind(&geometry).map_err(|error| qcow2.metadata.layer.format_error(error))?;
             let may_unmap = mode.may_unmap && !qcow2.data_file_raw();
             let (new, releases) = zeroed(&geometry, kind, &part, may_unmap);
             if new != entry {
