@@ -172,6 +172,15 @@ impl Geometry {
         size.div_ceil(self.l1_entry_span())
     }
 
+    /// Where VM state is kept: the first guest offset that no L1 entry of a disk of `size` bytes
+    /// covers. `None` past 2^64.
+    pub const fn vm_state_start(&self, size: u64) -> Option<GuestOffset> {
+        match self.l1_size_for(size).checked_mul(self.l1_entry_span()) {
+            Some(offset) => Some(GuestOffset::new(offset)),
+            None => None,
+        }
+    }
+
     /// The largest disk, in bytes, that the largest L1 table (32 MiB) can describe; at most 2^63 - 512.
     pub const fn max_disk_size(&self) -> u64 {
         // At most 2^22 entries of 2^39 bytes each: no overflow.
@@ -301,6 +310,8 @@ mod tests {
         assert_eq!(g.l1_size_for(1 << 30), 2);
         assert_eq!(g.l1_size_for((1 << 30) + 512), 3);
         assert_eq!(g.l1_size_for(0), 0);
+        assert_eq!(g.vm_state_start((1 << 30) + 512), Some(GuestOffset::new(3 << 29)));
+        assert_eq!(g.vm_state_start(u64::MAX), None);
         assert_eq!(g.subcluster_size(), 65536);
         assert_eq!(
             g.position(GuestOffset::new((512 << 20) + 65536 + 7)),

@@ -7,9 +7,10 @@ mod common;
 use common::{Image, patch};
 use isobath_qcow2::header::field;
 use isobath_qcow2::{
-    AutoclearFeatures, CompatibleFeatures, Extension, FeatureKind, FeatureName, FormatErrorKind,
-    Header, IncompatibleFeatures,
+    AutoclearFeatures, Bitmap, CompatibleFeatures, Extension, FeatureKind, FeatureName,
+    FormatError, FormatErrorKind, Header, IncompatibleFeatures, Snapshot,
 };
+use isobath_testkit::process::Finished;
 use isobath_testkit::{args, qemu};
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
@@ -204,6 +205,18 @@ fn encrypted_images_are_refused_by_their_method() {
 const ODD: [u64; 12] =
     [0, 1, 3, 7, 22, 104, 1024, 65537, (1 << 22) + 1, 1 << 31, 1 << 56, u64::MAX];
 
+/// What QEMU says of a file, and what is said here. QEMU reads the snapshot table on opening; here
+/// whoever opens the file does.
+fn verdicts(path: &Path, bytes: &[u8]) -> (Finished, Result<(), FormatError>) {
+    fs::write(path, bytes).unwrap();
+    let qemu = qemu::img(args!["info", "-f", "qcow2", path]);
+    let ours = Header::parse(bytes).and_then(|header| {
+        let table = bytes.get(header.snapshots_offset.get() as usize..).unwrap_or_default();
+        Snapshot::parse_table(table, header.nb_snapshots)
+    });
+    (qemu, ours.map(|_| ()))
+}
+
 #[test]
 fn what_qemu_refuses_is_refused() {
     let directory = tempfile::tempdir().unwrap();
@@ -238,14 +251,7 @@ fn what_qemu_refuses_is_refused() {
         for value in ODD.into_iter().filter(|&v| width == 8 || v < 1 << (8 * width)) {
             let mut bytes = good.clone();
             bytes[offset..offset + width].copy_from_slice(&value.to_be_bytes()[8 - width..]);
-            fs::write(&path, &bytes).unwrap();
-            let qemu = qemu::img(args!["info", "-f", "qcow2", &path]);
-            let ours = Header::parse(&bytes).map(|header| {
-                // QEMU reads the snapshot table on opening; here whoever opens the file does.
-                let table = bytes.get(header.snapshots_offset.get() as usize..);
-                isobath_qcow2::Snapshot::parse_table(table.unwrap_or_default(), header.nb_snapshots)
-            });
-            let ours = ours.and_then(|snapshots| snapshots);
+            let (qemu, ours) = verdicts(&path, &bytes);
             if qemu.code() != 0 {
                 refused += 1;
                 assert!(ours.is_err(), "byte {offset} = {value:#x}: QEMU: {}", qemu.stderr);
@@ -265,4 +271,53 @@ fn what_qemu_refuses_is_refused() {
         "snapshots_offset",
     ];
     assert_eq!(stricter, expected.map(str::to_owned).into());
+}
+
+#[test]
+fn extensions_that_qemu_refuses_are_refused() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("i.qcow2");
+    qemu::create(&path, "qcow2", 4 << 20, "cluster_size=4096");
+    let good = fs::read(&path).unwrap();
+    let mut refused = 0;
+    for magic in [0xe279_2aca_u32, 0x6803_f857, 0x2385_2875, 0x0537_be77, 0x4441_5441, 7] {
+        for length in [0u32, 1, 15, 16, 24, 100, 3968, 3977] {
+            let mut bytes = good.clone();
+            bytes[112..116].copy_from_slice(&magic.to_be_bytes());
+            bytes[116..120].copy_from_slice(&length.to_be_bytes());
+            bytes[120..136].fill(b'x');
+            let (qemu, ours) = verdicts(&path, &bytes);
+            refused += u32::from(qemu.code() != 0);
+            assert_eq!(qemu.code() != 0, ours.is_err(), "{magic:#x} {length}: {}", qemu.stderr);
+        }
+    }
+    assert!(refused > 15, "{refused}");
+
+    fs::write(&path, &good).unwrap();
+    let _ = qemu::img(args!["bitmap", "--add", &path, "b"]).ok();
+    let good = fs::read(&path).unwrap();
+    let magic = 0x2385_2875_u32.to_be_bytes();
+    let at = 8 + good.windows(4).position(|bytes| bytes == magic).unwrap();
+    let mut refused = 0;
+    for (offset, width) in [(0, 4), (4, 4), (8, 8), (16, 8)] {
+        for value in ODD.into_iter().filter(|&v| width == 8 || v < 1 << (8 * width)) {
+            let mut bytes = good.clone();
+            let field = at + offset..at + offset + width;
+            bytes[field].copy_from_slice(&value.to_be_bytes()[8 - width..]);
+            let (qemu, ours) = verdicts(&path, &bytes);
+            // QEMU reads the directory too.
+            let ours = ours.and_then(|()| {
+                let bitmaps = *Header::parse(&bytes)?.bitmaps().unwrap();
+                let start = bitmaps.directory_offset.get() as usize;
+                let end = start.saturating_add(bitmaps.directory_size as usize);
+                let directory = bytes.get(start..end).unwrap_or_default();
+                Bitmap::parse_directory(directory, bitmaps.count)
+            });
+            refused += u32::from(qemu.code() != 0);
+            if qemu.code() != 0 {
+                assert!(ours.is_err(), "byte {offset} = {value:#x}: QEMU: {}", qemu.stderr);
+            }
+        }
+    }
+    assert!(refused > 15, "{refused}");
 }

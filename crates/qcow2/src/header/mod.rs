@@ -58,8 +58,8 @@ pub mod field {
 pub enum ParseMode {
     /// For reading and writing the disk.
     Open,
-    /// For a check or repair: a missing refcount table, an impossible snapshot table, and tables
-    /// that overlap are left for the check to report.
+    /// For a check or repair: a missing refcount table, an impossible snapshot table or bitmap
+    /// directory, and tables that overlap are left for the check to report.
     Check,
 }
 

@@ -4,7 +4,7 @@ use super::{Header, MAX_BACKING_FILE_BYTES, MAX_SNAPSHOTS, ParseMode};
 use crate::compress::CompressionType;
 use crate::error::{FormatError, FormatErrorKind, printable};
 use crate::extension::{Extension, MAX_BACKING_FORMAT_BYTES};
-use crate::features::IncompatibleFeatures;
+use crate::features::{AutoclearFeatures, IncompatibleFeatures};
 use crate::geometry::{Geometry, HOST_OFFSET_LIMIT, MAX_L1_BYTES, MAX_REFCOUNT_TABLE_BYTES};
 use crate::offset::HostOffset;
 
@@ -38,6 +38,9 @@ impl Header {
         }
         self.validate_features()?;
         self.validate_strings()?;
+        if mode == ParseMode::Open {
+            self.validate_pointers(&geometry)?;
+        }
         self.validate_tables(&geometry, mode)
     }
 
@@ -65,6 +68,28 @@ impl Header {
                 2,
                 "features and refcount widths other than 16 bits need version 3 (compat 1.1)",
             ));
+        }
+        Ok(())
+    }
+
+    /// What extensions point to.
+    fn validate_pointers(&self, geometry: &Geometry) -> Result<(), FormatError> {
+        for extension in &self.extensions {
+            match extension {
+                Extension::EncryptionHeader { offset, .. } => {
+                    return Err(FormatError::invalid(
+                        "full disk encryption header pointer",
+                        offset,
+                        "must only be there with LUKS encryption",
+                    ));
+                }
+                Extension::Bitmaps(bitmaps)
+                    if self.autoclear.contains(AutoclearFeatures::BITMAPS) =>
+                {
+                    bitmaps.validate(geometry)?;
+                }
+                _ => {}
+            }
         }
         Ok(())
     }
@@ -208,6 +233,7 @@ fn table(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::extension::BitmapsExtension;
     use crate::header::tests::sample;
 
     fn refusal(change: impl Fn(&mut Header)) -> FormatError {
@@ -266,6 +292,26 @@ mod tests {
             h.refcount_order = 5;
         });
         assert_eq!(error.field(), "version");
+    }
+
+    #[test]
+    fn pointers_to_what_cannot_be() {
+        let offset = HostOffset::new(0x50000);
+        let crypto = Extension::EncryptionHeader { offset, length: 592 };
+        assert_eq!(refusal(|h| h.extensions.push(crypto.clone())).kind(), FormatErrorKind::Invalid);
+        let bitmaps = BitmapsExtension {
+            count: 0,
+            directory_size: 32,
+            directory_offset: offset,
+            reserved: 0,
+        };
+        let mut header = sample();
+        header.extensions.push(Extension::Bitmaps(bitmaps));
+        // Without the autoclear bit they are inconsistent anyway.
+        assert_eq!(header.validate(ParseMode::Open), Ok(()));
+        header.autoclear = header.autoclear.with(AutoclearFeatures::BITMAPS);
+        assert_eq!(header.validate(ParseMode::Open).unwrap_err().field(), "nb_bitmaps");
+        assert_eq!(header.validate(ParseMode::Check), Ok(()));
     }
 
     #[test]
