@@ -50,7 +50,7 @@ impl<H: Host> Disk<H> {
         let writer = match (options.writable, chain.active().as_qcow2()) {
             (true, Some(qcow2)) => {
                 let alone = chain.len() == 1;
-                Some(Writer::open(chain.active(), qcow2, alone).await?)
+                Some(Writer::open(chain.active(), qcow2, options.metadata, alone).await?)
             }
             (true, None) => Some(Writer::raw(chain.active())),
             (false, _) => None,

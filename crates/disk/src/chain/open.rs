@@ -2,7 +2,7 @@
 
 use super::name::plain_file_name;
 use super::{Chain, ImageFormat, Layer, MAX_LAYERS};
-use crate::{DiskError, Result};
+use crate::{DiskError, MetadataMode, Result};
 use isobath_qcow2::{Header, IncompatibleFeatures, L1Entry, is_qcow2};
 use isobath_storage::{FileId, Host, IoBuf, Locking, OpenMode, Storage};
 use std::collections::HashSet;
@@ -36,6 +36,8 @@ pub struct OpenOptions {
     pub backing: bool,
     /// How far names in headers are believed.
     pub trust: Trust,
+    /// How changes of metadata reach the file.
+    pub metadata: MetadataMode,
     /// Bytes of memory for the map; `None` takes what the disk needs, up to
     /// [`DEFAULT_MAP_CACHE`](crate::DEFAULT_MAP_CACHE).
     pub map_cache: Option<usize>,
@@ -50,6 +52,7 @@ impl Default for OpenOptions {
             format: None,
             backing: true,
             trust: Trust::default(),
+            metadata: MetadataMode::default(),
             map_cache: None,
         }
     }

@@ -33,6 +33,11 @@ impl MetadataMode {
             Self::Ordered => "ordered",
         }
     }
+
+    /// The mode of that name.
+    pub fn from_name(name: &str) -> Option<Self> {
+        (name == "ordered").then_some(Self::Ordered)
+    }
 }
 
 /// What a commit works on.

@@ -6,7 +6,7 @@ use crate::alloc::Allocator;
 use crate::chain::{Layer, Qcow2};
 use crate::durability::Metadata;
 use crate::tables::Tables;
-use crate::{DiskError, Result};
+use crate::{DiskError, MetadataMode, Result};
 use isobath_qcow2::header::field;
 use isobath_qcow2::{AutoclearFeatures, Header, IncompatibleFeatures, Snapshot};
 use isobath_storage::{IoBuf, Storage};
@@ -18,7 +18,13 @@ const SNAPSHOT_READ: u64 = 1 << 20;
 
 impl<S: Storage> Writer<S> {
     /// Prepares a qcow2 image for writes. `alone` says that nothing is below it.
-    pub(crate) async fn open(layer: &Arc<Layer<S>>, qcow2: &Qcow2, alone: bool) -> Result<Self> {
+    pub(crate) async fn open(
+        layer: &Arc<Layer<S>>,
+        qcow2: &Qcow2,
+        mode: MetadataMode,
+        alone: bool,
+    ) -> Result<Self> {
+        let MetadataMode::Ordered = mode;
         let header = qcow2.header.read().clone();
         if header.incompatible.contains(IncompatibleFeatures::CORRUPT) {
             return Err(DiskError::Corrupt {
