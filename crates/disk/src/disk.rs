@@ -94,11 +94,11 @@ impl<H: Host> Disk<H> {
     }
 
     /// Flushes and brings the image into its final state: no leaked clusters, bitmaps valid where
-    /// they can be. The disk takes no more requests.
+    /// they can be. Changes are refused from then on.
     ///
     /// # Errors
     /// As [`flush`](BlockDevice::flush); the image is then as after a crash.
-    pub async fn close(self) -> Result<()> {
+    pub async fn close(&self) -> Result<()> {
         match &self.writer {
             Some(writer) => writer.close(&self.readers).await,
             None => Ok(()),

@@ -49,6 +49,9 @@ pub enum DiskError {
     /// An earlier failure left it unknown what is durable, so writes are refused.
     #[error("the disk takes no more writes since an earlier failure: {0}; reopen it")]
     Poisoned(String),
+    /// The disk was closed.
+    #[error("the disk is closed")]
+    Closed,
     /// The request reaches past the end of the disk.
     #[error(
         "request of {length} bytes at {offset} reaches past the end of the disk ({size} bytes)"
@@ -79,6 +82,7 @@ impl DiskError {
             | Self::Refused { .. }
             | Self::Corrupt { .. }
             | Self::Poisoned(_) => libc::EIO,
+            Self::Closed => libc::ESHUTDOWN,
             Self::OutOfRange { .. } => libc::EINVAL,
             Self::ReadOnly => libc::EPERM,
             Self::Unsupported(_) => libc::ENOTSUP,

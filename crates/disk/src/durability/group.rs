@@ -4,7 +4,7 @@ use crate::{DiskError, Result};
 use async_lock::Mutex;
 use parking_lot::RwLock;
 use std::future::Future;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 /// Runs commits one after another. Whoever asks while one runs shares the next.
 ///
@@ -16,11 +16,20 @@ pub(crate) struct GroupCommit {
     started: AtomicU64,
     finished: AtomicU64,
     failure: RwLock<Option<String>>,
+    closed: AtomicBool,
 }
 
 impl GroupCommit {
-    /// Fails if an earlier commit did.
+    /// Refuses changes from now on, since the image is in its final state.
+    pub(crate) fn close(&self) {
+        self.closed.store(true, Ordering::SeqCst);
+    }
+
+    /// Fails if an earlier commit did, or the image is closed.
     pub(crate) fn check(&self) -> Result<()> {
+        if self.closed.load(Ordering::SeqCst) {
+            return Err(DiskError::Closed);
+        }
         match &*self.failure.read() {
             None => Ok(()),
             Some(reason) => Err(DiskError::Poisoned(reason.clone())),

@@ -96,6 +96,7 @@ impl<S: Storage> Writer<S> {
             }
             qcow2.pad_file().await?;
         }
+        self.group.close();
         Ok(())
     }
 }
