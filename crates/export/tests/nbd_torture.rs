@@ -16,7 +16,7 @@ use memory_disk::MemoryDisk;
 use script::{flags, go, handshake, option as option_bytes, request};
 use served::{Served, export};
 use std::io::{ErrorKind, Read, Write};
-use std::net::Shutdown;
+use std::net::{Shutdown, TcpStream};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::atomic::Ordering;
 use std::thread;
@@ -264,6 +264,31 @@ fn disc_and_stop_answer_what_was_begun() {
         assert_eq!((rest.len() / 16, rest.len() % 16), (39, 0));
         assert_eq!(served.disk(0).bytes(0, 40 * 512), [9; 40 * 512]);
     }
+}
+
+#[test]
+fn replies_reach_a_tcp_client_whose_requests_are_left_unread() {
+    let disk = MemoryDisk { delay: 100, ..MemoryDisk::new(MIB) };
+    let in_flight = InFlight { requests: 1, bytes: MIB };
+    let limits = Limits { in_flight, ..Limits::default() };
+    let mut served = Served::with(vec![export("disk", disk)], limits, 0);
+    let mut stream = TcpStream::connect(served.tcp).unwrap();
+    let hello = [flags(), option_bytes(option::EXPORT_NAME, b"")].concat();
+    stream.write_all(&hello).unwrap();
+    stream.read_exact(&mut [0; 28]).unwrap();
+    // More than the server's window takes, so that some stays in the socket.
+    let requests: Vec<u8> =
+        (0..20_000).flat_map(|cookie| request(command::READ, 0, cookie, (0, 65536), &[])).collect();
+    let mut writer = stream.try_clone().unwrap();
+    let writing = thread::spawn(move || writer.write_all(&requests));
+    stream.read_exact(&mut [0; 16]).unwrap();
+    served.server.stop();
+    let mut rest = Vec::new();
+    let _ = stream.read_to_end(&mut rest);
+    assert_eq!((rest.len() + 16) % (65536 + 16), 0, "only whole replies");
+    drop(stream);
+    let _ = writing.join().unwrap();
+    served.stop();
 }
 
 #[test]

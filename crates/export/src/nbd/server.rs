@@ -14,6 +14,7 @@ use isobath_storage::ring::{Handle, sleep, spawn, timeout};
 use std::future::{Future, pending, poll_fn};
 use std::io;
 use std::net::Shutdown;
+use std::os::fd::{AsFd, AsRawFd};
 use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -24,6 +25,8 @@ use std::time::Duration;
 const POOL_BYTES: usize = 32 << 20;
 /// How long to wait for descriptors to become free before accepting again.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+/// How long to wait before looking again whether the last replies have arrived.
+const DELIVERY_PAUSE: Duration = Duration::from_millis(2);
 
 thread_local! {
     static POOL: Rc<Pool> = Rc::new(Pool::new(POOL_BYTES));
@@ -245,10 +248,26 @@ impl<D: BlockDevice> Server<D> {
             }
             Some(Ok(Err(error))) => Err(error),
         };
+        self.deliver(stream).await;
         match result {
             Ok(()) => tracing::debug!("a client has left"),
             Err(error) => tracing::info!(%error, "a connection ended"),
         }
+    }
+
+    /// Waits until the peer's kernel has the last replies: closing a TCP socket that holds unread
+    /// input throws away what is still to be sent.
+    async fn deliver(&self, stream: &Stream) {
+        let is_unix = |address: socket2::SockAddr| address.is_unix();
+        if socket2::SockRef::from(stream).local_addr().is_ok_and(is_unix) {
+            return;
+        }
+        let delivered = async {
+            while unsent(stream) > 0 {
+                sleep(DELIVERY_PAUSE).await;
+            }
+        };
+        let _ = timeout(self.limits.drain, delivered).await;
     }
 
     /// Serves one client over any transport, from the greeting to the end, without time limits.
@@ -281,6 +300,14 @@ impl<D: BlockDevice> Server<D> {
     }
 }
 
+/// Bytes that the peer has not acknowledged; 0 if the connection is gone.
+fn unsent(stream: &Stream) -> i32 {
+    let mut bytes = 0;
+    // SAFETY: the descriptor is open, and TIOCOUTQ writes one int.
+    let result = unsafe { libc::ioctl(stream.as_fd().as_raw_fd(), libc::TIOCOUTQ, &raw mut bytes) };
+    if result < 0 { 0 } else { bytes }
+}
+
 /// The output of whichever future ends first; the first one if both do.
 async fn first<O>(one: impl Future<Output = O>, other: impl Future<Output = O>) -> O {
     let (mut one, mut other) = (pin!(one), pin!(other));
@@ -301,5 +328,74 @@ impl Transport for Stream {
 
     async fn send(&self, bufs: Vec<IoBuf>) -> (io::Result<()>, Vec<IoBuf>) {
         self.send_vectored(bufs).await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use isobath_disk::{BlockStatus, Result, ZeroFlags};
+
+    struct NoDisk;
+
+    impl BlockDevice for NoDisk {
+        fn size(&self) -> u64 {
+            0
+        }
+
+        fn is_read_only(&self) -> bool {
+            true
+        }
+
+        fn preferred_block(&self) -> u32 {
+            0
+        }
+
+        async fn read(&self, _: u64, buf: IoBuf) -> Result<IoBuf> {
+            Ok(buf)
+        }
+
+        async fn write(&self, _: u64, buf: IoBuf) -> Result<IoBuf> {
+            Ok(buf)
+        }
+
+        async fn write_zeroes(&self, _: u64, _: u64, _: ZeroFlags) -> Result<()> {
+            Ok(())
+        }
+
+        async fn discard(&self, _: u64, _: u64) -> Result<()> {
+            Ok(())
+        }
+
+        async fn flush(&self) -> Result<()> {
+            Ok(())
+        }
+
+        async fn block_status(&self, _: u64, _: u64, _: usize) -> Result<Vec<BlockStatus>> {
+            Ok(Vec::new())
+        }
+    }
+
+    fn new(names: &[&str], description: &str, limits: Limits) -> Option<ServerError> {
+        let export = |name: &&str| Export {
+            name: (*name).into(),
+            description: description.into(),
+            device: Arc::new(NoDisk),
+        };
+        Server::new(names.iter().map(export).collect(), limits).err()
+    }
+
+    #[test]
+    fn what_cannot_be_served_is_refused() {
+        let limits = Limits::default();
+        assert_eq!(new(&["", "a"], &"d".repeat(4096), limits), None);
+        assert_eq!(new(&[], "", limits), Some(ServerError::NoExport));
+        let twice = ServerError::DuplicateName("a".into());
+        assert_eq!(new(&["a", "b", "a"], "", limits), Some(twice));
+        let long = |field| Some(ServerError::TooLong { field, length: 4097 });
+        assert_eq!(new(&[&"n".repeat(4097)], "", limits), long("name"));
+        assert_eq!(new(&["a"], &"d".repeat(4097), limits), long("description"));
+        let none = Limits { connections: 0, ..limits };
+        assert_eq!(new(&["a"], "", none), Some(ServerError::ZeroLimit("connections")));
     }
 }

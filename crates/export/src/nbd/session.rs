@@ -317,7 +317,7 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
         poll_fn(|_| {
             let (requests, held) = (self.requests.get(), self.bytes.get());
             let fits = held.saturating_add(bytes) <= self.limit.bytes;
-            if self.is_broken() {
+            if self.is_broken() || self.stop.is_requested() {
                 Poll::Ready(Err(End::Stopped))
             } else if requests == 0 || requests < self.limit.requests && fits {
                 self.requests.set(requests + 1);
