@@ -1,0 +1,23 @@
+//! `isobath completions`
+
+use crate::Cli;
+use crate::failure::Outcome;
+use clap::CommandFactory;
+use clap_complete::Shell;
+use std::io::Write;
+
+/// Print a shell's completion script
+///
+/// For bash: `isobath completions bash > /etc/bash_completion.d/isobath`
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// The shell
+    shell: Shell,
+}
+
+pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
+    let mut script = Vec::new();
+    clap_complete::generate(args.shell, &mut Cli::command(), "isobath", &mut script);
+    out.write_all(&script)?;
+    Ok(0)
+}

@@ -1,0 +1,30 @@
+//! The commands, a file each.
+
+mod completions;
+
+use crate::failure::Outcome;
+use clap::Subcommand;
+use std::io::Write;
+
+macro_rules! commands {
+    ($($(#[$attribute:meta])* $name:ident = $module:ident;)*) => {
+        /// What `isobath` can be asked to do. A command's help is the documentation of its `Args`.
+        #[derive(Subcommand)]
+        pub(crate) enum Command {
+            $($(#[$attribute])* $name($module::Args),)*
+        }
+
+        impl Command {
+            /// Carries the command out; what it prints as its result goes to `out`.
+            pub(crate) fn run(self, out: &mut dyn Write) -> Outcome {
+                match self {
+                    $(Self::$name(args) => $module::run(&args, out),)*
+                }
+            }
+        }
+    };
+}
+
+commands! {
+    Completions = completions;
+}

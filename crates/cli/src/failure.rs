@@ -1,0 +1,57 @@
+//! How a command ends when it does not succeed.
+
+use isobath_disk::DiskError;
+use isobath_storage::StorageError;
+use std::fmt;
+use std::io;
+
+/// The exit code of a command that did what it was asked to: 0, or one that its `--help` explains.
+pub(crate) type Outcome = Result<u8, Failure>;
+
+/// Why a command failed: printed as `isobath: MESSAGE` on stderr.
+#[derive(Debug)]
+pub(crate) struct Failure {
+    /// What to print; `None` when there is nobody to read it or everything is said already.
+    pub(crate) message: Option<String>,
+    /// The exit code; qemu-img's is 1 unless a command says otherwise.
+    pub(crate) code: u8,
+}
+
+impl Failure {
+    /// A failure with exit code 1.
+    pub(crate) fn new(message: impl fmt::Display) -> Self {
+        Self { message: Some(message.to_string()), code: 1 }
+    }
+
+    /// The same failure with another exit code.
+    pub(crate) fn with_code(self, code: u8) -> Self {
+        Self { code, ..self }
+    }
+
+    /// The same failure, with what was attempted before its message.
+    pub(crate) fn context(self, what: impl fmt::Display) -> Self {
+        Self { message: self.message.map(|message| format!("{what}: {message}")), ..self }
+    }
+}
+
+impl From<DiskError> for Failure {
+    fn from(error: DiskError) -> Self {
+        Self::new(error)
+    }
+}
+
+impl From<StorageError> for Failure {
+    fn from(error: StorageError) -> Self {
+        Self::new(error)
+    }
+}
+
+impl From<io::Error> for Failure {
+    /// An error of the standard output. A reader that has left, such as `head`, is no news.
+    fn from(error: io::Error) -> Self {
+        if error.kind() == io::ErrorKind::BrokenPipe {
+            return Self { message: None, code: 1 };
+        }
+        Self::new(format_args!("could not write to the standard output: {error}"))
+    }
+}

@@ -1,0 +1,136 @@
+//! Sizes as qemu-img reads and prints them.
+
+/// Parses a size such as `512`, `10G`, `1.5M` or `0x10000`: bytes, or with a suffix in powers of
+/// 1024 (`k`, `M`, `G`, `T`, `P`, `E`; `b` for bytes), case ignored.
+///
+/// # Errors
+/// If it is none, or exceeds 2^63 - 1 bytes.
+pub(crate) fn parse(text: &str) -> Result<u64, String> {
+    const MOST: u64 = i64::MAX as u64;
+    let invalid = || {
+        format!(
+            "Invalid image size '{text}' specified. You may use k, M, G, T, P or E suffixes for \
+             kilobytes, megabytes, gigabytes, terabytes, petabytes and exabytes."
+        )
+    };
+    let too_large = || format!("Image size '{text}' must be less than 8 EiB!");
+    if let Some(digits) = text.strip_prefix("0x").or_else(|| text.strip_prefix("0X")) {
+        let size = u64::from_str_radix(digits, 16).map_err(|_| invalid())?;
+        return if size > MOST { Err(too_large()) } else { Ok(size) };
+    }
+    let digits = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
+    let (number, suffix) = text.split_at(digits);
+    let shift = match suffix {
+        "" | "b" | "B" => 0,
+        "k" | "K" => 10,
+        "m" | "M" => 20,
+        "g" | "G" => 30,
+        "t" | "T" => 40,
+        "p" | "P" => 50,
+        "e" | "E" => 60,
+        _ => return Err(invalid()),
+    };
+    let (whole, fraction) = number.split_once('.').unwrap_or((number, ""));
+    if whole.is_empty() || (number.contains('.') && (fraction.is_empty() || shift == 0)) {
+        return Err(invalid());
+    }
+    if !fraction.bytes().all(|b| b.is_ascii_digit()) {
+        return Err(invalid());
+    }
+    let whole: u128 = whole.parse().map_err(|_| too_large())?;
+    // Nineteen digits say more than a u64 can hold.
+    let fraction = &fraction[..fraction.len().min(19)];
+    let part = if fraction.is_empty() {
+        0
+    } else {
+        let scale = 10u128.pow(fraction.len() as u32);
+        // At most 10^19 * 2^60: no overflow.
+        ((fraction.parse::<u128>().map_err(|_| invalid())? << shift) + scale / 2) / scale
+    };
+    let bytes = whole.checked_mul(1 << shift).and_then(|bytes| bytes.checked_add(part));
+    match bytes.map(u64::try_from) {
+        Some(Ok(size)) if size <= MOST => Ok(size),
+        _ => Err(too_large()),
+    }
+}
+
+/// A size as QEMU prints it for people: three significant digits and a binary unit, `10 GiB`,
+/// `196 KiB`, `1.5 TiB`, `0 B`.
+pub(crate) fn human(bytes: u64) -> String {
+    const UNITS: [&str; 7] = ["", "Ki", "Mi", "Gi", "Ti", "Pi", "Ei"];
+    // The unit changes at 1000 of the smaller one, so that three digits always suffice.
+    let mut unit = 0;
+    let mut value = bytes as f64;
+    while value >= 1000.0 && unit + 1 < UNITS.len() {
+        value /= 1024.0;
+        unit += 1;
+    }
+    format!("{} {}B", three_digits(value), UNITS[unit])
+}
+
+/// `printf("%0.3g")` of a number below 1024.
+fn three_digits(value: f64) -> String {
+    let mut decimals = match value {
+        v if v < 1.0 => 3,
+        v if v < 10.0 => 2,
+        v if v < 100.0 => 1,
+        _ => 0,
+    };
+    let mut text = format!("{value:.decimals$}");
+    // Rounding may have carried into another digit before the point.
+    if decimals > 0 && text.find('.').unwrap_or(text.len()) > 3 - decimals.min(2) {
+        decimals -= 1;
+        text = format!("{value:.decimals$}");
+    }
+    if text.contains('.') {
+        text.truncate(text.trim_end_matches('0').trim_end_matches('.').len());
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_read_as_qemu_img_reads_them() {
+        for (text, size) in [
+            ("0", 0),
+            ("512", 512),
+            ("10G", 10 << 30),
+            ("1.5M", 3 << 19),
+            ("0.1k", 102),
+            ("64k", 65536),
+            ("7b", 7),
+            ("0x1000", 4096),
+            ("7E", 7 << 60),
+        ] {
+            assert_eq!(parse(text), Ok(size), "{text}");
+        }
+        for text in ["", "x", "1x", "-1", "1.5", "1.M", ".5M", "1.2.3M", "8E", "99999999999999999E"]
+        {
+            assert!(parse(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn sizes_are_printed_as_qemu_img_prints_them() {
+        for (bytes, text) in [
+            (0, "0 B"),
+            (512, "512 B"),
+            (999, "999 B"),
+            (1000, "0.977 KiB"),
+            (1023, "0.999 KiB"),
+            (1024, "1 KiB"),
+            (200_704, "196 KiB"),
+            (1_000_448, "977 KiB"),
+            (10 << 20, "10 MiB"),
+            (3 << 29, "1.5 GiB"),
+            (1 << 30, "1 GiB"),
+            (1000 << 30, "0.977 TiB"),
+            (10_695_475, "10.2 MiB"),
+        ] {
+            assert_eq!(human(bytes), text, "{bytes}");
+        }
+    }
+}
