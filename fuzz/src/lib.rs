@@ -1,0 +1,42 @@
+//! What the fuzzers run: everything that reads bytes from an image or a peer, with the properties
+//! that must hold whatever the bytes are. A target that returns has found nothing.
+//!
+//! `make fuzz` runs them under libFuzzer; the tests run them on damaged seeds.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a finding is a panic")]
+
+mod format;
+mod image;
+mod nbd;
+mod seeds;
+
+pub use format::{bitmaps, compressed, extensions, header, l1_l2, refcount, snapshots};
+pub use image::image;
+pub use nbd::{nbd_handshake, nbd_request};
+pub use seeds::seeds;
+
+/// A fuzz target.
+pub type Target = fn(&[u8]);
+
+/// Every target with its name, as in `fuzz_targets/`.
+pub const TARGETS: &[(&str, Target)] = &[
+    ("header", header),
+    ("extensions", extensions),
+    ("l1_l2", l1_l2),
+    ("refcount", refcount),
+    ("compressed", compressed),
+    ("snapshots", snapshots),
+    ("bitmaps", bitmaps),
+    ("nbd_handshake", nbd_handshake),
+    ("nbd_request", nbd_request),
+    ("image", image),
+];
+
+/// Takes bytes for the target's own choices from the front of its input; zeroes when it runs out.
+fn take<const N: usize>(input: &mut &[u8]) -> [u8; N] {
+    let mut bytes = [0; N];
+    let (taken, rest) = input.split_at(N.min(input.len()));
+    bytes[..taken.len()].copy_from_slice(taken);
+    *input = rest;
+    bytes
+}

@@ -1,0 +1,111 @@
+//! Valid inputs for the fuzzers to start from.
+
+use isobath_export::nbd::request::Request;
+use isobath_qcow2::{CompressionType, Extension, NewImage, Snapshot, compress};
+
+/// Valid inputs of a target, by its name.
+pub fn seeds(target: &str) -> Vec<Vec<u8>> {
+    let images = || images().iter().map(image).collect::<Vec<_>>();
+    let prefixed = |prefix: &[u8], bytes: &[u8]| [prefix, bytes].concat();
+    match target {
+        "header" | "image" => images(),
+        "extensions" => {
+            let mut area = Vec::new();
+            Extension::BackingFormat("qcow2".into()).encode(&mut area);
+            Extension::DataFile("data.raw".into()).encode(&mut area);
+            Extension::encode_end(&mut area);
+            vec![area]
+        }
+        "l1_l2" | "refcount" | "bitmaps" => {
+            // Whatever is in an image, as if it were a table of it.
+            let prefixes: &[&[u8]] = match target {
+                "l1_l2" => &[&[2, 9, 0], &[3, 12, 2], &[3, 14, 1]],
+                "refcount" => &[&[0, 9, 3, 1], &[4, 12, 200, 7], &[6, 16, 1, 255]],
+                _ => &[&[0, 9], &[1, 16]],
+            };
+            let ends = images().into_iter().map(|image| image[image.len() / 2..].to_vec());
+            ends.flat_map(|end| prefixes.iter().map(move |prefix| prefixed(prefix, &end))).collect()
+        }
+        "compressed" => {
+            let cluster: Vec<u8> = (0..4096u32).map(|at| (at / 7) as u8).collect();
+            [(0, CompressionType::Zlib), (1, CompressionType::Zstd)]
+                .into_iter()
+                .filter_map(|(kind, name)| {
+                    Some(prefixed(&[kind, 3], &compress::compress(name, &cluster)?))
+                })
+                .collect()
+        }
+        "snapshots" => {
+            let snapshot = Snapshot { name: b"one".into(), id: b"1".into(), ..Snapshot::default() };
+            let table = Snapshot::encode_table(&[snapshot.clone(), snapshot]).expect("valid");
+            vec![prefixed(&[2], &table)]
+        }
+        "nbd_handshake" => vec![handshake(255), handshake(0)],
+        "nbd_request" => {
+            let request = |command, offset, length| {
+                let header = Request { flags: 0, command, cookie: 7, offset, length }.encode();
+                prefixed(&[6, 0, 0, 0, 0, 0x40, 0, 0, 0], &header)
+            };
+            (0..8).map(|command| request(command, 4096, 512)).collect()
+        }
+        _ => Vec::new(),
+    }
+}
+
+/// Small images of many kinds.
+fn images() -> Vec<NewImage> {
+    let plain = |cluster_bits| NewImage {
+        cluster_bits,
+        preallocate: true,
+        ..NewImage::new(20 * (1 << cluster_bits))
+    };
+    vec![
+        NewImage { version: 2, ..plain(9) },
+        NewImage { refcount_order: 0, lazy_refcounts: true, ..plain(9) },
+        NewImage { refcount_order: 6, compression_type: CompressionType::Zstd, ..plain(9) },
+        NewImage {
+            backing_file: Some("base".into()),
+            backing_format: Some("raw".into()),
+            preallocate: false,
+            ..plain(12)
+        },
+        NewImage { extended_l2: true, size: 100_000, ..plain(14) },
+        NewImage {
+            backing_file: Some("image".into()),
+            backing_format: Some("qcow2".into()),
+            preallocate: false,
+            ..plain(9)
+        },
+    ]
+}
+
+fn image(new: &NewImage) -> Vec<u8> {
+    let plan = new.plan().expect("valid options");
+    let mut bytes = vec![0; plan.file_length() as usize];
+    for (offset, part) in plan.writes() {
+        let start = offset.get() as usize;
+        bytes[start..start + part.len()].copy_from_slice(&part);
+    }
+    bytes
+}
+
+/// A client's part of a handshake: structured replies, a list, a context, and the export `disk`.
+fn handshake(piece: u8) -> Vec<u8> {
+    let mut bytes = vec![piece];
+    bytes.extend(3u32.to_be_bytes());
+    let mut option = |number: u32, data: &[u8]| {
+        bytes.extend(b"IHAVEOPT");
+        bytes.extend(number.to_be_bytes());
+        bytes.extend((data.len() as u32).to_be_bytes());
+        bytes.extend(data);
+    };
+    let text = |text: &str| [&(text.len() as u32).to_be_bytes(), text.as_bytes()].concat();
+    let context = [text("disk"), 1u32.to_be_bytes().to_vec(), text("base:allocation")].concat();
+    option(8, &[]);
+    option(3, &[]);
+    option(9, &context);
+    option(10, &context);
+    option(6, &[text("disk"), vec![0, 1, 0, 3]].concat());
+    option(7, &[text("disk"), vec![0, 0]].concat());
+    bytes
+}
