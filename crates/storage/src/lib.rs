@@ -10,6 +10,7 @@
 
 pub mod buf;
 pub mod error;
+pub mod file;
 mod lock;
 pub mod memory;
 pub mod ring;
@@ -148,6 +149,9 @@ pub trait Host: Send + Sync + 'static {
     fn remove(&self, name: &Path) -> impl Future<Output = Result<()>>;
 
     /// The name of a file with every link in it followed, to tell where it really lies.
+    ///
+    /// # Errors
+    /// There is no such file, or it cannot be reached.
     fn canonical(&self, name: &Path) -> Result<PathBuf> {
         Ok(name.to_owned())
     }

@@ -5,10 +5,43 @@
 mod common;
 
 use isobath_storage::block_on;
+use isobath_storage::file::FileHost;
 use isobath_storage::memory::MemoryHost;
+use isobath_storage::ring::{Config, Executor};
 use std::path::Path;
+use tempfile::TempDir;
+
+/// On the disk of the build, since a file system in memory can lack `O_DIRECT`.
+fn directory() -> TempDir {
+    TempDir::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
+}
 
 #[test]
 fn memory() {
     block_on(common::conformance(&MemoryHost::new(), Path::new("/images"), false));
+}
+
+#[test]
+fn files_through_the_page_cache() {
+    let executor = Executor::new(&Config::default()).unwrap();
+    executor.block_on(common::conformance(&FileHost, directory().path(), false));
+}
+
+#[test]
+fn files_past_the_page_cache() {
+    let executor = Executor::new(&Config::default()).unwrap();
+    executor.block_on(common::conformance(&FileHost, directory().path(), true));
+}
+
+#[test]
+fn files_with_a_tiny_ring() {
+    let executor = Executor::new(&Config { entries: 1, batch: 1 }).unwrap();
+    executor.block_on(common::conformance(&FileHost, directory().path(), false));
+    executor.block_on(common::conformance(&FileHost, directory().path(), true));
+}
+
+#[test]
+fn files_without_a_ring() {
+    block_on(common::conformance(&FileHost, directory().path(), false));
+    block_on(common::conformance(&FileHost, directory().path(), true));
 }

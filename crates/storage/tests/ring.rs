@@ -78,7 +78,7 @@ fn tasks_left_over_go_on_in_the_next_block_on_and_are_dropped_with_the_executor(
     let first = steps.get();
     executor.block_on(async {
         for _ in 0..5 {
-            yield_now().await
+            yield_now().await;
         }
     });
     assert!(steps.get() >= first + 4);
@@ -126,7 +126,7 @@ fn an_aborted_task_drops_its_future() {
         task.abort();
         assert!(!task.await.unwrap_err().is_panic());
         // The stream went with the future once the receive was cancelled: the peer reads its end.
-        peer.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+        peer.set_read_timeout(Some(Duration::from_mins(1))).unwrap();
         sleep(Duration::from_millis(1)).await;
         assert_eq!(peer.read(&mut [0]).unwrap(), 0);
     });
@@ -146,7 +146,7 @@ fn timers_end_in_order_and_can_be_dropped() {
             })
             .into();
         let start = Instant::now();
-        drop(sleep(Duration::from_secs(3600)));
+        drop(sleep(Duration::from_hours(1)));
         assert_eq!(timeout(Duration::from_millis(5), pending::<()>()).await, Err(Elapsed));
         assert!(start.elapsed() >= Duration::from_millis(5));
         assert_eq!(timeout(Duration::MAX, async { 3 }).await, Ok(3));

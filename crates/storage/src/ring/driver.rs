@@ -1,6 +1,6 @@
 //! The ring itself: operations in flight, what they own, and how they end.
 
-use super::op::Keep;
+use super::op::{Keep, Lease};
 use io_uring::types::{SubmitArgs, Timespec};
 use io_uring::{IoUring, cqueue, opcode, squeue};
 use slab::Slab;
@@ -8,8 +8,6 @@ use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 use std::io;
 use std::mem::MaybeUninit;
-use std::os::fd::OwnedFd;
-use std::sync::Arc;
 use std::task::Waker;
 use std::time::Duration;
 
@@ -44,7 +42,7 @@ struct Slot {
     keep: Keep,
     /// Keeps the descriptor from being closed, and its number from being given to another file,
     /// before the kernel has taken the entry.
-    file: Option<Arc<OwnedFd>>,
+    lease: Option<Lease>,
 }
 
 /// How long [`Driver::enter`] waits for a completion.
@@ -95,12 +93,12 @@ impl Driver {
     ///
     /// # Safety
     /// The memory that `entry` points to must stay valid, and be left alone, for as long as `keep`
-    /// lives; its descriptor must be the one of `file`, or be otherwise kept open.
+    /// lives; `lease` must keep its descriptor open.
     pub(super) unsafe fn start(
         &self,
         entry: squeue::Entry,
         keep: Keep,
-        file: Option<Arc<OwnedFd>>,
+        lease: Lease,
         abandon: Abandon,
     ) -> Key {
         // Serials stay below `u32::MAX`, so no operation has the `user_data` of WAKE or CANCEL.
@@ -108,7 +106,13 @@ impl Driver {
         self.serial.set((serial + 1) % u32::MAX);
         let closed = self.closed.get();
         let state = if closed { State::Done(-libc::ECANCELED) } else { State::Waiting(None) };
-        let key = self.slots.borrow_mut().insert(Slot { serial, state, abandon, keep, file });
+        let key = self.slots.borrow_mut().insert(Slot {
+            serial,
+            state,
+            abandon,
+            keep,
+            lease: Some(lease),
+        });
         if !closed {
             self.push(entry.user_data(u64::from(serial) << 32 | key as u64));
         }
@@ -229,7 +233,7 @@ impl Driver {
             tracing::error!(key, serial, result, "io_uring completed an operation never started");
             return;
         };
-        slot.file = None;
+        let _lease = slot.lease.take();
         match std::mem::replace(&mut slot.state, State::Done(result)) {
             State::Waiting(waker) => {
                 drop(slots);
@@ -326,12 +330,6 @@ impl Driver {
         while self.in_ring.get() > 0 || !self.backlog.borrow().is_empty() {
             let _ = self.enter(Wait::Forever);
         }
-    }
-
-    /// Operations whose end has not been seen by their futures.
-    #[cfg(test)]
-    pub(super) fn occupied(&self) -> usize {
-        self.slots.borrow().len()
     }
 }
 

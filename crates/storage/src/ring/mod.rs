@@ -39,8 +39,8 @@ pub use timer::{Elapsed, Sleep, sleep, sleep_until, timeout};
 pub use worker::Worker;
 
 pub(crate) use blocking::unblock;
-pub(crate) use local::{Local, current};
-pub(crate) use op::{Vectored, ops};
+pub(crate) use local::current;
+pub(crate) use op::{Lease, Vectored, ops};
 
 use std::future::Future;
 use std::pin::Pin;

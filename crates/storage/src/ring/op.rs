@@ -4,6 +4,7 @@ use super::driver::{Abandon, Key};
 use super::local::Local;
 use crate::IoBuf;
 use io_uring::squeue;
+use std::any::Any;
 use std::future::Future;
 use std::io;
 use std::os::fd::OwnedFd;
@@ -26,10 +27,11 @@ pub(crate) struct Vectored {
 }
 
 impl Vectored {
-    fn empty() -> Self {
+    #[allow(clippy::unnecessary_box_returns)] // its address must not change
+    pub(crate) fn boxed(bufs: Vec<IoBuf>) -> Box<Self> {
         // SAFETY: a message header of zeroes is valid and empty.
         let header = unsafe { std::mem::zeroed() };
-        Self { bufs: Vec::new(), iovecs: Vec::new(), header }
+        Box::new(Self { bufs, iovecs: Vec::new(), header })
     }
 
     /// Describes the bytes from `skip` on, as far as one operation takes them; returns how many.
@@ -63,6 +65,10 @@ impl Vectored {
         &self.iovecs
     }
 }
+
+/// Whatever an operation in flight keeps alive besides its memory: its file, or a guard that holds the
+/// file.
+pub(crate) type Lease = Arc<dyn Any + Send + Sync>;
 
 /// What an operation in flight owns.
 pub(crate) enum Keep {
@@ -112,21 +118,24 @@ impl Local {
         self: &Rc<Self>,
         entry: squeue::Entry,
         keep: Keep,
-        file: &Arc<OwnedFd>,
+        lease: Lease,
         abandon: Abandon,
     ) -> Op {
         // SAFETY: passed on to the caller.
-        let key = unsafe { self.driver.start(entry, keep, Some(file.clone()), abandon) };
+        let key = unsafe { self.driver.start(entry, keep, lease, abandon) };
         Op { local: self.clone(), key: Some(key) }
     }
 
     /// A description for `bufs`, reusing the memory of earlier ones.
     #[allow(clippy::unnecessary_box_returns)] // its address must not change
     pub(crate) fn vectored(&self, bufs: Vec<IoBuf>) -> Box<Vectored> {
-        let mut vectored =
-            self.spare.borrow_mut().pop().unwrap_or_else(|| Box::new(Vectored::empty()));
-        vectored.bufs = bufs;
-        vectored
+        match self.spare.borrow_mut().pop() {
+            Some(mut vectored) => {
+                vectored.bufs = bufs;
+                vectored
+            }
+            None => Vectored::boxed(bufs),
+        }
     }
 
     /// Takes the buffers back and keeps the description for the next operation.
@@ -142,7 +151,7 @@ impl Local {
 
 /// The operations, each one system call's worth: short transfers are the caller's to continue.
 pub(crate) mod ops {
-    use super::{Abandon, Arc, IoBuf, Keep, Local, MAX_BYTES, OwnedFd, Rc, Vectored, io};
+    use super::{Abandon, Arc, IoBuf, Keep, Lease, Local, MAX_BYTES, OwnedFd, Rc, Vectored, io};
     use io_uring::{opcode, types};
     use std::os::fd::AsRawFd;
 
@@ -173,6 +182,7 @@ pub(crate) mod ops {
     pub(crate) async fn read(
         local: &Rc<Local>,
         file: &Arc<OwnedFd>,
+        lease: &Lease,
         offset: u64,
         mut buf: IoBuf,
         from: usize,
@@ -181,13 +191,14 @@ pub(crate) mod ops {
         let entry = opcode::Read::new(fd(file), buf[from..].as_mut_ptr(), length);
         let entry = entry.offset(offset).build();
         // SAFETY: the entry points into `buf`, which the operation keeps.
-        buf_back(unsafe { local.op(entry, Keep::Buf(buf), file, Abandon::Finish) }.await)
+        buf_back(unsafe { local.op(entry, Keep::Buf(buf), lease.clone(), Abandon::Finish) }.await)
     }
 
     /// Writes `buf[from..]` at `offset` of a file.
     pub(crate) async fn write(
         local: &Rc<Local>,
         file: &Arc<OwnedFd>,
+        lease: &Lease,
         offset: u64,
         buf: IoBuf,
         from: usize,
@@ -196,20 +207,22 @@ pub(crate) mod ops {
         let entry = opcode::Write::new(fd(file), buf[from..].as_ptr(), length);
         let entry = entry.offset(offset).build();
         // SAFETY: the entry points into `buf`, which the operation keeps.
-        buf_back(unsafe { local.op(entry, Keep::Buf(buf), file, Abandon::Finish) }.await)
+        buf_back(unsafe { local.op(entry, Keep::Buf(buf), lease.clone(), Abandon::Finish) }.await)
     }
 
     /// Writes what `vectored` describes at `offset` of a file.
     pub(crate) async fn writev(
         local: &Rc<Local>,
         file: &Arc<OwnedFd>,
+        lease: &Lease,
         offset: u64,
         vectored: Box<Vectored>,
     ) -> Transfer<Box<Vectored>> {
         let (iovecs, count) = (vectored.iovecs.as_ptr(), vectored.iovecs.len() as u32);
         let entry = opcode::Writev::new(fd(file), iovecs, count).offset(offset).build();
         // SAFETY: the entry points to the description, and that to buffers, which the operation keeps.
-        let op = unsafe { local.op(entry, Keep::Vectored(vectored), file, Abandon::Finish) };
+        let op =
+            unsafe { local.op(entry, Keep::Vectored(vectored), lease.clone(), Abandon::Finish) };
         vectored_back(op.await)
     }
 
@@ -217,20 +230,21 @@ pub(crate) mod ops {
     pub(crate) async fn fdatasync(local: &Rc<Local>, file: &Arc<OwnedFd>) -> io::Result<()> {
         let entry = opcode::Fsync::new(fd(file)).flags(types::FsyncFlags::DATASYNC).build();
         // SAFETY: the entry points to no memory.
-        unsafe { local.op(entry, Keep::Nothing, file, Abandon::Finish) }.await.0.map(drop)
+        unsafe { local.op(entry, Keep::Nothing, file.clone(), Abandon::Finish) }.await.0.map(drop)
     }
 
     /// `fallocate(2)`.
     pub(crate) async fn fallocate(
         local: &Rc<Local>,
         file: &Arc<OwnedFd>,
+        lease: &Lease,
         mode: i32,
         offset: u64,
         length: u64,
     ) -> io::Result<()> {
         let entry = opcode::Fallocate::new(fd(file), length).offset(offset).mode(mode).build();
         // SAFETY: the entry points to no memory.
-        unsafe { local.op(entry, Keep::Nothing, file, Abandon::Finish) }.await.0.map(drop)
+        unsafe { local.op(entry, Keep::Nothing, lease.clone(), Abandon::Finish) }.await.0.map(drop)
     }
 
     /// Connects a socket.
@@ -243,7 +257,8 @@ pub(crate) mod ops {
         let entry =
             opcode::Connect::new(fd(socket), address.as_ptr().cast(), address.len()).build();
         // SAFETY: the entry points to the boxed address, which the operation keeps.
-        let op = unsafe { local.op(entry, Keep::Address(address), socket, Abandon::Cancel) };
+        let op =
+            unsafe { local.op(entry, Keep::Address(address), socket.clone(), Abandon::Cancel) };
         op.await.0.map(drop)
     }
 
@@ -258,7 +273,7 @@ pub(crate) mod ops {
         let length = length(&buf, from);
         let entry = opcode::Recv::new(fd(socket), buf[from..].as_mut_ptr(), length).build();
         // SAFETY: the entry points into `buf`, which the operation keeps.
-        buf_back(unsafe { local.op(entry, Keep::Buf(buf), socket, Abandon::Cancel) }.await)
+        buf_back(unsafe { local.op(entry, Keep::Buf(buf), socket.clone(), Abandon::Cancel) }.await)
     }
 
     const SEND_FLAGS: i32 = libc::MSG_NOSIGNAL | libc::MSG_WAITALL;
@@ -274,7 +289,7 @@ pub(crate) mod ops {
         let entry = opcode::Send::new(fd(socket), buf[from..].as_ptr(), length);
         let entry = entry.flags(SEND_FLAGS).build();
         // SAFETY: the entry points into `buf`, which the operation keeps.
-        buf_back(unsafe { local.op(entry, Keep::Buf(buf), socket, Abandon::Cancel) }.await)
+        buf_back(unsafe { local.op(entry, Keep::Buf(buf), socket.clone(), Abandon::Cancel) }.await)
     }
 
     /// Sends what `vectored` describes.
@@ -287,7 +302,8 @@ pub(crate) mod ops {
         let entry = entry.flags(SEND_FLAGS as u32).build();
         // SAFETY: the entry points to the boxed description, and that to buffers, which the
         // operation keeps.
-        let op = unsafe { local.op(entry, Keep::Vectored(vectored), socket, Abandon::Cancel) };
+        let op =
+            unsafe { local.op(entry, Keep::Vectored(vectored), socket.clone(), Abandon::Cancel) };
         vectored_back(op.await)
     }
 
@@ -299,6 +315,6 @@ pub(crate) mod ops {
     ) -> io::Result<u32> {
         let entry = opcode::PollAdd::new(fd(file), events).build();
         // SAFETY: the entry points to no memory.
-        unsafe { local.op(entry, Keep::Nothing, file, Abandon::Cancel) }.await.0
+        unsafe { local.op(entry, Keep::Nothing, file.clone(), Abandon::Cancel) }.await.0
     }
 }

@@ -1,0 +1,156 @@
+//! Making writes durable, and remembering when that failed.
+
+use super::transfer;
+use crate::ring;
+use parking_lot::Mutex;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Whether a file's writes can still become durable.
+///
+/// The kernel reports a failed write-back to one flush and then forgets it, so a later flush that
+/// succeeds proves nothing about the lost writes. After a failed one the file therefore refuses every
+/// flush and change. Flushes go one at a time, so that none succeeds beside one that fails.
+#[derive(Default)]
+pub(super) struct Durability {
+    turn: async_lock::Mutex<()>,
+    poisoned: AtomicBool,
+    cause: Mutex<String>,
+    /// The directory of a file that was created, until its entry is durable.
+    directory: Mutex<Option<Arc<OwnedFd>>>,
+}
+
+impl Durability {
+    /// State of a file whose entry in `directory` is new.
+    pub(super) fn created(directory: OwnedFd) -> Self {
+        Self { directory: Mutex::new(Some(Arc::new(directory))), ..Self::default() }
+    }
+
+    /// Fails after a failed flush.
+    pub(super) fn check(&self) -> io::Result<()> {
+        if !self.poisoned.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        Err(io::Error::other(format!(
+            "an earlier flush failed ({}), so writes before it may be lost; \
+             close the image, check its disk, and open it again",
+            self.cause.lock()
+        )))
+    }
+
+    fn poison(&self, cause: &str) {
+        let mut stored = self.cause.lock();
+        if !self.poisoned.load(Ordering::Relaxed) {
+            cause.clone_into(&mut stored);
+            self.poisoned.store(true, Ordering::Release);
+        }
+    }
+
+    /// `fdatasync`. Its outcome is seen even if the future is dropped.
+    pub(super) async fn flush(self: &Arc<Self>, file: &Arc<OwnedFd>) -> io::Result<()> {
+        self.check()?;
+        let (this, file) = (self.clone(), file.clone());
+        let flush = async move { this.flush_now(&file).await };
+        match ring::current() {
+            Some(_) => {
+                let joined = ring::spawn(flush).await;
+                joined.map_err(|error| io::Error::other(error.to_string()))?
+            }
+            None => flush.await,
+        }
+    }
+
+    async fn flush_now(&self, file: &Arc<OwnedFd>) -> io::Result<()> {
+        let _turn = self.turn.lock().await;
+        self.check()?;
+        let mut unseen = Unseen(Some(self));
+        let directory = self.directory.lock().take();
+        let mut result = transfer::fdatasync(file).await;
+        if let (Ok(()), Some(directory)) = (&result, directory) {
+            result = transfer::fdatasync(&directory).await;
+        }
+        unseen.0 = None;
+        if let Err(error) = &result {
+            self.poison(&error.to_string());
+        }
+        result
+    }
+}
+
+/// Poisons if a flush ends without its outcome having been seen.
+struct Unseen<'a>(Option<&'a Durability>);
+
+impl Drop for Unseen<'_> {
+    fn drop(&mut self) {
+        if let Some(durability) = self.0 {
+            durability.poison("its thread ended before it did");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ring::{Config, Executor, yield_now};
+    use std::fs::File;
+
+    #[test]
+    fn a_failed_flush_poisons() {
+        let executor = Executor::new(&Config::default()).unwrap();
+        // A pipe cannot be flushed.
+        let (pipe, _end) = std::io::pipe().unwrap();
+        let pipe: Arc<OwnedFd> = Arc::new(pipe.into());
+        let file: Arc<OwnedFd> = Arc::new(File::open("/").unwrap().into());
+        let durability = Arc::new(Durability::default());
+        executor.block_on(async {
+            durability.flush(&file).await.unwrap();
+            let error = durability.flush(&pipe).await.unwrap_err();
+            assert_eq!(error.raw_os_error(), Some(libc::EINVAL));
+            for _ in 0..2 {
+                let error = durability.flush(&file).await.unwrap_err();
+                assert!(error.to_string().contains("an earlier flush failed (Invalid"), "{error}");
+            }
+            assert!(durability.check().is_err());
+        });
+        assert!(crate::block_on(durability.flush(&file)).is_err());
+    }
+
+    #[test]
+    fn the_outcome_of_a_dropped_flush_is_seen() {
+        let executor = Executor::new(&Config::default()).unwrap();
+        let (pipe, _end) = std::io::pipe().unwrap();
+        let pipe: Arc<OwnedFd> = Arc::new(pipe.into());
+        let durability = Arc::new(Durability::default());
+        executor.block_on(async {
+            {
+                let mut flush = std::pin::pin!(durability.flush(&pipe));
+                std::future::poll_fn(|context| {
+                    assert!(flush.as_mut().poll(context).is_pending());
+                    std::task::Poll::Ready(())
+                })
+                .await;
+            }
+            while durability.check().is_ok() {
+                yield_now().await;
+            }
+        });
+
+        // What the executor's end does to a flush.
+        let durability = Durability::default();
+        executor.block_on(async {
+            {
+                let mut flush = std::pin::pin!(durability.flush_now(&pipe));
+                assert!(
+                    std::future::poll_fn(|context| {
+                        std::task::Poll::Ready(flush.as_mut().poll(context).is_pending())
+                    })
+                    .await
+                );
+            }
+            let error = durability.check().unwrap_err();
+            assert!(error.to_string().contains("its thread ended"), "{error}");
+        });
+    }
+}

@@ -1,0 +1,246 @@
+//! Files and block devices of the operating system.
+//!
+//! Inside an [`Executor`](crate::ring::Executor) operations go through that thread's ring; elsewhere they are
+//! blocking system calls, so the same file works on any executor. What a ring cannot do (`ioctl`,
+//! cutting a file) runs on a thread of its own when it can take long.
+//!
+//! A write future that is dropped before its end leaves its range undefined until the kernel is done
+//! with it, which nobody is told: callers that write to the range again keep the future.
+//!
+//! After a failed flush the file is poisoned: each later flush and change fails with an error that
+//! says so, since a retried `fdatasync` can report success for data that is lost.
+
+mod direct;
+mod flush;
+mod open;
+mod ranges;
+mod sys;
+mod transfer;
+mod zero;
+
+pub use open::FileHost;
+
+use crate::error::{Operation, StorageError};
+use crate::ring::unblock;
+use crate::{Allocation, FileId, IoBuf, Result, Storage, ZeroMode};
+use direct::Direct;
+use flush::Durability;
+use std::fmt;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use transfer::Target;
+use zero::Abilities;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    Regular,
+    /// A block device with logical blocks of this many bytes.
+    Device {
+        block: u64,
+    },
+}
+
+/// An open regular file or block device.
+pub struct FileStorage {
+    name: PathBuf,
+    id: FileId,
+    target: Target,
+    kind: Kind,
+    read_only: bool,
+    direct: Option<Direct>,
+    durability: Arc<Durability>,
+    abilities: Abilities,
+}
+
+impl fmt::Debug for FileStorage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("FileStorage")
+            .field("name", &self.name)
+            .field("kind", &self.kind)
+            .field("read_only", &self.read_only)
+            .finish_non_exhaustive()
+    }
+}
+
+impl FileStorage {
+    fn at(
+        &self,
+        operation: Operation,
+        offset: u64,
+        length: u64,
+        source: io::Error,
+    ) -> StorageError {
+        StorageError::at(operation, &self.name, offset, length, source)
+    }
+
+    fn error(&self, operation: Operation, source: io::Error) -> StorageError {
+        StorageError::new(operation, &self.name, source)
+    }
+
+    /// The end of a range in which an operation is allowed.
+    fn check(&self, operation: Operation, offset: u64, length: u64) -> Result<u64> {
+        let changes = operation != Operation::Read;
+        let result = match offset.checked_add(length).filter(|end| i64::try_from(*end).is_ok()) {
+            None if changes => Err(io::Error::from_raw_os_error(libc::EFBIG)),
+            None => Err(io::Error::from_raw_os_error(libc::EINVAL)),
+            Some(_) if changes && self.read_only => Err(io::Error::from_raw_os_error(libc::EBADF)),
+            Some(end) if changes => self.durability.check().map(|()| end),
+            Some(end) => Ok(end),
+        };
+        result.map_err(|error| self.at(operation, offset, length, error))
+    }
+
+    async fn write_buf(&self, offset: u64, buf: IoBuf) -> (io::Result<()>, IoBuf) {
+        match &self.direct {
+            Some(direct) => direct.write(&self.target, offset, buf).await,
+            None => transfer::write(&self.target, offset, buf).await,
+        }
+    }
+
+    fn present_length(&self) -> io::Result<u64> {
+        match self.kind {
+            Kind::Regular => Ok(sys::stat(&self.target.file)?.st_size as u64),
+            Kind::Device { .. } => sys::device_length(&self.target.file),
+        }
+    }
+
+    async fn change_length(&self, length: u64) -> io::Result<()> {
+        if let Kind::Device { .. } = self.kind {
+            let have = self.present_length()?;
+            return if length <= have { Ok(()) } else { Err(io::ErrorKind::StorageFull.into()) };
+        }
+        let guard = match &self.direct {
+            Some(direct) => Some(direct.hold_from(&self.target.file, 0).await),
+            None => None,
+        };
+        if length >= self.present_length()? {
+            return sys::ftruncate(&self.target.file, length);
+        }
+        let file = self.target.file.clone();
+        unblock(move || {
+            let _guard = guard;
+            sys::ftruncate(&file, length)
+        })
+        .await
+    }
+
+    fn find_allocation(&self, offset: u64) -> io::Result<Allocation> {
+        let file = &self.target.file;
+        let end = self.present_length()?;
+        if offset >= end {
+            return Ok(Allocation { length: 0, data: false });
+        }
+        let (stop, data) = match sys::seek(file, offset, libc::SEEK_DATA) {
+            Ok(None) => (end, false),
+            Ok(Some(start)) if start > offset => (start, false),
+            Ok(Some(_)) => (sys::seek(file, offset, libc::SEEK_HOLE)?.unwrap_or(end), true),
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => (end, true),
+            Err(error) => return Err(error),
+        };
+        // The file may have changed between the two calls; at least one byte is answered for.
+        Ok(Allocation { length: stop.min(end).max(offset + 1) - offset, data })
+    }
+}
+
+impl Storage for FileStorage {
+    fn name(&self) -> &Path {
+        &self.name
+    }
+
+    fn id(&self) -> FileId {
+        self.id
+    }
+
+    async fn read_at(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
+        let length = buf.len();
+        self.check(Operation::Read, offset, length as u64)?;
+        let (result, mut buf) = match &self.direct {
+            Some(direct) => direct.read(&self.target, offset, buf).await,
+            None => transfer::read(&self.target, offset, buf, 1).await,
+        };
+        match result {
+            Ok(count) => {
+                buf[count..].fill(0);
+                Ok(buf)
+            }
+            Err(error) => Err(self.at(Operation::Read, offset, length as u64, error)),
+        }
+    }
+
+    async fn write_at(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
+        let length = buf.len() as u64;
+        self.check(Operation::Write, offset, length)?;
+        if length == 0 {
+            return Ok(buf);
+        }
+        let (result, buf) = self.write_buf(offset, buf).await;
+        result.map_err(|error| self.at(Operation::Write, offset, length, error))?;
+        Ok(buf)
+    }
+
+    async fn write_vectored_at(&self, offset: u64, bufs: Vec<IoBuf>) -> Result<Vec<IoBuf>> {
+        let length = bufs.iter().map(|buf| buf.len() as u64).sum();
+        self.check(Operation::Write, offset, length)?;
+        if length == 0 {
+            return Ok(bufs);
+        }
+        let (result, bufs) = match &self.direct {
+            Some(direct) => direct.write_vectored(&self.target, offset, bufs).await,
+            None => transfer::write_vectored(&self.target, offset, bufs).await,
+        };
+        result.map_err(|error| self.at(Operation::Write, offset, length, error))?;
+        Ok(bufs)
+    }
+
+    async fn write_zeroes(&self, offset: u64, length: u64, mode: ZeroMode) -> Result<()> {
+        let end = self.check(Operation::WriteZeroes, offset, length)?;
+        if length == 0 {
+            return Ok(());
+        }
+        let result = self.zero(offset, end, mode).await;
+        result.map_err(|error| self.at(Operation::WriteZeroes, offset, length, error))
+    }
+
+    async fn discard(&self, offset: u64, length: u64) -> Result<()> {
+        let end = self.check(Operation::Discard, offset, length)?;
+        if length == 0 {
+            return Ok(());
+        }
+        let result = self.punch(offset, end).await;
+        result.map_err(|error| self.at(Operation::Discard, offset, length, error))
+    }
+
+    async fn flush(&self) -> Result<()> {
+        if self.read_only {
+            return Ok(());
+        }
+        let result = self.durability.flush(&self.target.file).await;
+        result.map_err(|error| self.error(Operation::Flush, error))
+    }
+
+    async fn len(&self) -> Result<u64> {
+        if let Some(direct) = &self.direct {
+            drop(direct.settled(&self.target.file).await);
+        }
+        self.present_length().map_err(|error| self.error(Operation::Query, error))
+    }
+
+    async fn set_len(&self, length: u64) -> Result<()> {
+        self.check(Operation::SetLength, length, 0)?;
+        let result = self.change_length(length).await;
+        result.map_err(|error| self.at(Operation::SetLength, length, 0, error))
+    }
+
+    async fn allocation(&self, offset: u64) -> Result<Allocation> {
+        self.find_allocation(offset).map_err(|error| self.at(Operation::Query, offset, 0, error))
+    }
+
+    fn is_read_only(&self) -> bool {
+        self.read_only
+    }
+
+    fn extends_with_zeroes(&self) -> bool {
+        self.kind == Kind::Regular
+    }
+}

@@ -1,0 +1,134 @@
+//! The system calls, with errors as results.
+
+use std::io;
+use std::mem::MaybeUninit;
+use std::os::fd::{AsRawFd, OwnedFd};
+
+const BLKSSZGET: libc::Ioctl = 0x1268;
+const BLKDISCARD: libc::Ioctl = 0x1277;
+const BLKGETSIZE64: libc::Ioctl = 0x8008_1272_u32 as libc::Ioctl;
+
+fn count(result: isize) -> io::Result<usize> {
+    usize::try_from(result).map_err(|_| io::Error::last_os_error())
+}
+
+fn done(result: libc::c_int) -> io::Result<()> {
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+fn signed(value: u64) -> io::Result<i64> {
+    i64::try_from(value).map_err(|_| io::Error::from_raw_os_error(libc::EINVAL))
+}
+
+pub(super) fn pread(file: &OwnedFd, buf: &mut [u8], offset: u64) -> io::Result<usize> {
+    let offset = signed(offset)?;
+    // SAFETY: the buffer is writable for its length.
+    count(unsafe { libc::pread(file.as_raw_fd(), buf.as_mut_ptr().cast(), buf.len(), offset) })
+}
+
+pub(super) fn pwrite(file: &OwnedFd, buf: &[u8], offset: u64) -> io::Result<usize> {
+    let offset = signed(offset)?;
+    // SAFETY: the buffer is readable for its length.
+    count(unsafe { libc::pwrite(file.as_raw_fd(), buf.as_ptr().cast(), buf.len(), offset) })
+}
+
+/// # Safety
+/// The vectors must describe readable memory.
+pub(super) unsafe fn pwritev(
+    file: &OwnedFd,
+    vectors: &[libc::iovec],
+    offset: u64,
+) -> io::Result<usize> {
+    let (offset, length) = (signed(offset)?, vectors.len() as libc::c_int);
+    // SAFETY: passed on to the caller.
+    count(unsafe { libc::pwritev(file.as_raw_fd(), vectors.as_ptr(), length, offset) })
+}
+
+pub(super) fn fdatasync(file: &OwnedFd) -> io::Result<()> {
+    // SAFETY: a plain system call.
+    done(unsafe { libc::fdatasync(file.as_raw_fd()) })
+}
+
+pub(super) fn fallocate(file: &OwnedFd, mode: i32, offset: u64, length: u64) -> io::Result<()> {
+    let (offset, length) = (signed(offset)?, signed(length)?);
+    // SAFETY: a plain system call.
+    done(unsafe { libc::fallocate(file.as_raw_fd(), mode, offset, length) })
+}
+
+pub(super) fn ftruncate(file: &OwnedFd, length: u64) -> io::Result<()> {
+    let length = signed(length)?;
+    // SAFETY: a plain system call.
+    done(unsafe { libc::ftruncate(file.as_raw_fd(), length) })
+}
+
+pub(super) fn stat(file: &OwnedFd) -> io::Result<libc::stat> {
+    let mut stat = MaybeUninit::uninit();
+    // SAFETY: there is room for the answer, which is complete on success.
+    unsafe {
+        done(libc::fstat(file.as_raw_fd(), stat.as_mut_ptr()))?;
+        Ok(stat.assume_init())
+    }
+}
+
+/// `lseek` with `SEEK_DATA` or `SEEK_HOLE`; `None` past the last data or the end of the file.
+pub(super) fn seek(file: &OwnedFd, offset: u64, whence: libc::c_int) -> io::Result<Option<u64>> {
+    let Ok(offset) = i64::try_from(offset) else { return Ok(None) };
+    // SAFETY: a plain system call; nobody uses the file's position.
+    let found = unsafe { libc::lseek(file.as_raw_fd(), offset, whence) };
+    match u64::try_from(found) {
+        Ok(found) => Ok(Some(found)),
+        Err(_) => match io::Error::last_os_error() {
+            error if error.raw_os_error() == Some(libc::ENXIO) => Ok(None),
+            error => Err(error),
+        },
+    }
+}
+
+/// Takes `O_NONBLOCK` away, which is wanted only while opening.
+pub(super) fn set_blocking(file: &OwnedFd) -> io::Result<()> {
+    // SAFETY: plain system calls.
+    unsafe {
+        let flags = libc::fcntl(file.as_raw_fd(), libc::F_GETFL);
+        done(flags)?;
+        done(libc::fcntl(file.as_raw_fd(), libc::F_SETFL, flags & !libc::O_NONBLOCK))
+    }
+}
+
+/// The length of a block device in bytes.
+pub(super) fn device_length(file: &OwnedFd) -> io::Result<u64> {
+    let mut length = 0_u64;
+    // SAFETY: the kernel writes eight bytes.
+    done(unsafe { libc::ioctl(file.as_raw_fd(), BLKGETSIZE64, &raw mut length) })?;
+    Ok(length)
+}
+
+/// The logical block size of a block device in bytes.
+pub(super) fn device_block(file: &OwnedFd) -> io::Result<u64> {
+    let mut block: libc::c_int = 0;
+    // SAFETY: the kernel writes an int.
+    done(unsafe { libc::ioctl(file.as_raw_fd(), BLKSSZGET, &raw mut block) })?;
+    u64::try_from(block).map_err(|_| io::Error::from_raw_os_error(libc::EINVAL))
+}
+
+/// Discards blocks of a block device.
+pub(super) fn device_discard(file: &OwnedFd, offset: u64, length: u64) -> io::Result<()> {
+    let range = [offset, length];
+    // SAFETY: the kernel reads two 64-bit numbers.
+    done(unsafe { libc::ioctl(file.as_raw_fd(), BLKDISCARD, range.as_ptr()) })
+}
+
+/// The alignment that `O_DIRECT` wants of memory and of offsets and lengths, in bytes; `None` if the
+/// kernel does not tell (before Linux 6.1), zeroes if the file cannot be used that way.
+pub(super) fn direct_alignment(file: &OwnedFd) -> Option<(u64, u64)> {
+    let mut stat = MaybeUninit::<libc::statx>::zeroed();
+    // SAFETY: the path is empty and terminated; there is room for the answer.
+    let stat = unsafe {
+        let (flags, mask) = (libc::AT_EMPTY_PATH, libc::STATX_DIOALIGN);
+        if libc::statx(file.as_raw_fd(), c"".as_ptr(), flags, mask, stat.as_mut_ptr()) < 0 {
+            return None;
+        }
+        stat.assume_init()
+    };
+    (stat.stx_mask & libc::STATX_DIOALIGN != 0)
+        .then(|| (u64::from(stat.stx_dio_mem_align), u64::from(stat.stx_dio_offset_align)))
+}

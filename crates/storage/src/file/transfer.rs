@@ -1,0 +1,158 @@
+//! Whole transfers: through this thread's ring, or by system calls where there is none.
+
+use super::sys;
+use crate::IoBuf;
+use crate::ring::{self, ops};
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+/// A file to operate on, and what operations in flight keep besides: the file itself, or a guard.
+#[derive(Clone)]
+pub(super) struct Target {
+    pub(super) file: Arc<OwnedFd>,
+    pub(super) lease: ring::Lease,
+}
+
+impl Target {
+    pub(super) fn new(file: &Arc<OwnedFd>) -> Self {
+        Self { file: file.clone(), lease: file.clone() }
+    }
+}
+
+fn interrupted(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EINTR | libc::EAGAIN))
+}
+
+/// Reads until the buffer is full or the file ends; returns how much was read. After a read that
+/// does not end at a multiple of `align` the file has ended.
+pub(super) async fn read(
+    target: &Target,
+    offset: u64,
+    mut buf: IoBuf,
+    align: u64,
+) -> (io::Result<usize>, IoBuf) {
+    let local = ring::current();
+    let mut done = 0;
+    while done < buf.len() {
+        let at = offset + done as u64;
+        let result = if let Some(local) = &local {
+            let (result, back) = ops::read(local, &target.file, &target.lease, at, buf, done).await;
+            buf = back;
+            result
+        } else {
+            sys::pread(&target.file, &mut buf[done..], at)
+        };
+        match result {
+            Ok(0) => break,
+            Ok(count) => {
+                done += count;
+                if !(done as u64).is_multiple_of(align) {
+                    break;
+                }
+            }
+            Err(error) if interrupted(&error) => {}
+            Err(error) => return (Err(error), buf),
+        }
+    }
+    (Ok(done), buf)
+}
+
+/// Writes the whole buffer.
+pub(super) async fn write(target: &Target, offset: u64, mut buf: IoBuf) -> (io::Result<()>, IoBuf) {
+    let local = ring::current();
+    let mut done = 0;
+    while done < buf.len() {
+        let at = offset + done as u64;
+        let result = if let Some(local) = &local {
+            let (result, back) =
+                ops::write(local, &target.file, &target.lease, at, buf, done).await;
+            buf = back;
+            result
+        } else {
+            sys::pwrite(&target.file, &buf[done..], at)
+        };
+        match result {
+            Ok(0) => return (Err(io::ErrorKind::WriteZero.into()), buf),
+            Ok(count) => done += count,
+            Err(error) if interrupted(&error) => {}
+            Err(error) => return (Err(error), buf),
+        }
+    }
+    (Ok(()), buf)
+}
+
+/// Writes all buffers, one after another.
+pub(super) async fn write_vectored(
+    target: &Target,
+    offset: u64,
+    bufs: Vec<IoBuf>,
+) -> (io::Result<()>, Vec<IoBuf>) {
+    let local = ring::current();
+    let mut vectored = match &local {
+        Some(local) => local.vectored(bufs),
+        None => ring::Vectored::boxed(bufs),
+    };
+    let mut done = 0;
+    let result = loop {
+        if vectored.describe(done) == 0 {
+            break Ok(());
+        }
+        let at = offset + done as u64;
+        let result = if let Some(local) = &local {
+            let (result, back) =
+                ops::writev(local, &target.file, &target.lease, at, vectored).await;
+            vectored = back;
+            result
+        } else {
+            // SAFETY: the vectors describe the buffers, which stay there.
+            unsafe { sys::pwritev(&target.file, vectored.iovecs(), at) }
+        };
+        match result {
+            Ok(0) => break Err(io::ErrorKind::WriteZero.into()),
+            Ok(count) => done += count,
+            Err(error) if interrupted(&error) => {}
+            Err(error) => break Err(error),
+        }
+    };
+    let bufs = match &local {
+        Some(local) => local.reuse(vectored),
+        None => vectored.bufs,
+    };
+    (result, bufs)
+}
+
+/// `fallocate(2)`.
+pub(super) async fn fallocate(
+    target: &Target,
+    mode: i32,
+    offset: u64,
+    length: u64,
+) -> io::Result<()> {
+    loop {
+        let result = match ring::current() {
+            Some(local) => {
+                ops::fallocate(&local, &target.file, &target.lease, mode, offset, length).await
+            }
+            None => sys::fallocate(&target.file, mode, offset, length),
+        };
+        match result {
+            Err(error) if interrupted(&error) => {}
+            result => return result,
+        }
+    }
+}
+
+/// `fdatasync(2)`.
+pub(super) async fn fdatasync(file: &Arc<OwnedFd>) -> io::Result<()> {
+    loop {
+        let result = match ring::current() {
+            Some(local) => ops::fdatasync(&local, file).await,
+            None => sys::fdatasync(file),
+        };
+        match result {
+            Err(error) if interrupted(&error) => {}
+            result => return result,
+        }
+    }
+}

@@ -1,0 +1,147 @@
+//! Zeroes and holes.
+
+use super::transfer::{self, Target};
+use super::{FileStorage, Kind, sys};
+use crate::ring::unblock;
+use crate::{IoBuf, ZeroMode};
+use std::io;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+const PUNCH: i32 = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+const ZERO: i32 = libc::FALLOC_FL_ZERO_RANGE;
+
+/// The most zeroes written as data at a time, in bytes.
+const CHUNK: u64 = 1 << 20;
+
+/// What the file system has refused so far, so that it is not asked again.
+#[derive(Default)]
+pub(super) struct Abilities {
+    no_punch: AtomicBool,
+    no_zero: AtomicBool,
+}
+
+fn unsupported(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EOPNOTSUPP | libc::ENOSYS | libc::ENODEV))
+}
+
+impl FileStorage {
+    /// `fallocate`, kept apart from partial writes to the same blocks; `false` if the file system
+    /// cannot do that.
+    async fn allocate(&self, mode: i32, start: u64, end: u64) -> io::Result<bool> {
+        let refused = match mode {
+            PUNCH => &self.abilities.no_punch,
+            _ => &self.abilities.no_zero,
+        };
+        if refused.load(Ordering::Relaxed) {
+            return Ok(false);
+        }
+        let target = match &self.direct {
+            Some(direct) => Target {
+                file: self.target.file.clone(),
+                lease: direct.share(&self.target.file, start, end).await,
+            },
+            None => self.target.clone(),
+        };
+        match transfer::fallocate(&target, mode, start, end - start).await {
+            Ok(()) => Ok(true),
+            Err(error) if unsupported(&error) => {
+                refused.store(true, Ordering::Relaxed);
+                Ok(false)
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Makes `[start, end)` read as zeroes.
+    pub(super) async fn zero(&self, start: u64, end: u64, mode: ZeroMode) -> io::Result<()> {
+        match self.kind {
+            Kind::Regular => self.zero_file(start, end, mode).await,
+            Kind::Device { block } => self.zero_device(start, end, mode, block).await,
+        }
+    }
+
+    async fn zero_file(&self, start: u64, end: u64, mode: ZeroMode) -> io::Result<()> {
+        if mode.may_unmap && self.allocate(PUNCH, start, end).await? {
+            if end <= self.present_length()? {
+                return Ok(());
+            }
+            // Extends in one step, unlike setting the length, which could cut off what another write
+            // has added meanwhile.
+            return self.write_buf(end - 1, IoBuf::zeroed(1)).await.0;
+        }
+        if self.allocate(ZERO, start, end).await? {
+            return Ok(());
+        }
+        if mode.only_fast {
+            return Err(io::Error::from_raw_os_error(libc::EOPNOTSUPP));
+        }
+        self.write_zero_data(start, end).await
+    }
+
+    /// As [`zero_file`](Self::zero_file); the kernel takes whole blocks only, and writes data for
+    /// [`ZERO`] where the device has nothing better.
+    async fn zero_device(
+        &self,
+        start: u64,
+        end: u64,
+        mode: ZeroMode,
+        block: u64,
+    ) -> io::Result<()> {
+        if end > self.present_length()? {
+            return Err(io::ErrorKind::StorageFull.into());
+        }
+        let (first, last) = (start.next_multiple_of(block), end / block * block);
+        if first >= last {
+            return self.write_zero_data(start, end).await;
+        }
+        let fast = mode.may_unmap && self.allocate(PUNCH, first, last).await?;
+        if !fast {
+            if mode.only_fast {
+                return Err(io::Error::from_raw_os_error(libc::EOPNOTSUPP));
+            }
+            if !self.allocate(ZERO | libc::FALLOC_FL_KEEP_SIZE, first, last).await? {
+                return self.write_zero_data(start, end).await;
+            }
+        }
+        self.write_zero_data(start, first).await?;
+        self.write_zero_data(last, end).await
+    }
+
+    async fn write_zero_data(&self, mut start: u64, end: u64) -> io::Result<()> {
+        let mut zeroes = IoBuf::zeroed((end - start).min(CHUNK) as usize);
+        while start < end {
+            let count = (end - start).min(CHUNK);
+            drop(zeroes.split_to(zeroes.len() - count as usize));
+            let (result, back) = self.write_buf(start, zeroes).await;
+            result?;
+            zeroes = back;
+            start += count;
+        }
+        Ok(())
+    }
+
+    /// Gives the space of `[start, end)` back where that can be done.
+    pub(super) async fn punch(&self, start: u64, end: u64) -> io::Result<()> {
+        let Kind::Device { block } = self.kind else {
+            return self.allocate(PUNCH, start, end).await.map(drop);
+        };
+        let end = end.min(self.present_length()?);
+        let (first, last) = (start.next_multiple_of(block), end / block * block);
+        if first >= last {
+            return Ok(());
+        }
+        let guard = match &self.direct {
+            Some(direct) => Some(direct.share(&self.target.file, first, last).await),
+            None => None,
+        };
+        let file = self.target.file.clone();
+        let result = unblock(move || {
+            let _guard = guard;
+            sys::device_discard(&file, first, last - first)
+        });
+        match result.await {
+            Err(error) if unsupported(&error) => Ok(()),
+            result => result,
+        }
+    }
+}
