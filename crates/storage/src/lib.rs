@@ -10,9 +10,11 @@
 
 pub mod buf;
 pub mod error;
+pub mod fault;
 pub mod file;
 mod lock;
 pub mod memory;
+pub mod recorder;
 pub mod ring;
 mod wait;
 

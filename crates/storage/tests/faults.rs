@@ -1,0 +1,85 @@
+//! Planned faults and recorded changes.
+
+#![allow(clippy::unwrap_used)]
+
+mod common;
+
+use common::WRITABLE;
+use isobath_storage::fault::{Fault, FaultHost, Plan};
+use isobath_storage::memory::MemoryHost;
+use isobath_storage::recorder::{Change, Entry, Fate, RecorderHost};
+use isobath_storage::{Host, IoBuf, Operation, Storage, ZeroMode, block_on};
+use std::path::Path;
+
+const NAME: &str = "/disk";
+
+#[test]
+fn wrappers_without_a_plan_change_nothing() {
+    let plan = Plan::new();
+    plan.delay(7);
+    let host = RecorderHost::new(FaultHost::new(MemoryHost::new(), plan.clone()));
+    block_on(common::conformance(&host, Path::new("/images"), false));
+    assert_eq!(plan.injected(), 0);
+    assert!(!host.record().is_empty());
+}
+
+#[test]
+fn operations_fail_where_planned() {
+    let plan = Plan::new();
+    let memory = MemoryHost::new();
+    let host = FaultHost::new(memory.clone(), plan.clone());
+    block_on(async {
+        let file = host.create(Path::new(NAME), WRITABLE).await.unwrap();
+        let other = host.create(Path::new("/other"), WRITABLE).await.unwrap();
+        plan.add(Fault { torn: 2, ..Fault::new(Operation::Write, 1).of(NAME) }.errno(libc::ENOSPC));
+        plan.add(Fault::new(Operation::Flush, 0).forever());
+        let write = |bytes: &'static [u8]| file.write_at(0, IoBuf::copy_of(bytes));
+        write(b"aaaa").await.unwrap();
+        other.write_at(0, IoBuf::copy_of(b"other")).await.unwrap();
+        let error = write(b"bbbb").await.unwrap_err();
+        assert_eq!((error.errno(), error.range), (libc::ENOSPC, Some((0, 4))));
+        assert_eq!(memory.contents(NAME).unwrap(), b"bbaa");
+        write(b"cccc").await.unwrap();
+        for _ in 0..3 {
+            assert_eq!(file.flush().await.unwrap_err().errno(), libc::EIO);
+        }
+        assert_eq!(plan.injected(), 4);
+        plan.clear();
+        file.flush().await.unwrap();
+        plan.add(Fault::new(Operation::Open, 0));
+        drop(file);
+        assert!(host.open(Path::new(NAME), WRITABLE).await.is_err());
+        host.open(Path::new(NAME), WRITABLE).await.unwrap();
+    });
+}
+
+#[test]
+fn a_crash_keeps_what_was_flushed_and_what_fate_chooses() {
+    let base = MemoryHost::new();
+    base.insert(NAME, b"........");
+    let host = RecorderHost::new(base.deep_copy());
+    let record = host.record();
+    block_on(async {
+        let file = host.open(Path::new(NAME), WRITABLE).await.unwrap();
+        file.write_at(0, IoBuf::copy_of(b"AA")).await.unwrap();
+        file.flush().await.unwrap();
+        file.write_at(2, IoBuf::copy_of(b"BBBB")).await.unwrap();
+        file.write_zeroes(0, 1, ZeroMode::default()).await.unwrap();
+        file.set_len(7).await.unwrap();
+
+        assert_eq!(record.durable(record.len()), [true, false, false, false, false]);
+        assert_eq!(record.durable(1), [false], "the flush came after the crash");
+        let crash = async |end, fate: &dyn Fn(usize, &Entry) -> Fate| {
+            record.replay(&base, end, fate).await.unwrap().contents(NAME).unwrap()
+        };
+        assert_eq!(crash(record.len(), &|_, _| Fate::Lost).await, b"AA......");
+        assert_eq!(crash(record.len(), &|_, _| Fate::Kept).await, b"\0ABBBB.");
+        assert_eq!(crash(record.len(), &|_, _| Fate::Torn(1)).await, b"\0AB....");
+        assert_eq!(crash(0, &|_, _| Fate::Kept).await, b"........");
+        assert_eq!(crash(1, &|_, _| Fate::Lost).await, b"........");
+        let only_zero = |_: usize, entry: &Entry| {
+            if matches!(entry.change, Change::Zero(_)) { Fate::Kept } else { Fate::Lost }
+        };
+        assert_eq!(crash(record.len(), &only_zero).await, b"\0A......");
+    });
+}

@@ -1,0 +1,163 @@
+//! Image locks against QEMU, in both directions.
+
+#![allow(clippy::unwrap_used)]
+
+use isobath_storage::file::{FileHost, FileStorage};
+use isobath_storage::{Host, Locking, OpenMode, Result, block_on};
+use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use tempfile::TempDir;
+
+const READ: OpenMode = OpenMode { writable: false, direct: false, locking: Locking::Exclusive };
+const WRITE: OpenMode = OpenMode { writable: true, ..READ };
+
+fn open(path: &Path, mode: OpenMode) -> Result<FileStorage> {
+    block_on(FileHost.open(path, mode))
+}
+
+fn run(program: &str, arguments: &[&str]) -> Output {
+    match Command::new(program).args(arguments).output() {
+        Ok(output) => output,
+        Err(error) => panic!("{program}: {error}; install qemu-utils"),
+    }
+}
+
+/// A qcow2 overlay and its backing file.
+fn chain() -> (TempDir, PathBuf, PathBuf) {
+    let directory = TempDir::new().unwrap();
+    let (base, top) = (directory.path().join("base.qcow2"), directory.path().join("top.qcow2"));
+    let (b, t) = (base.to_str().unwrap(), top.to_str().unwrap());
+    assert!(run("qemu-img", &["create", "-q", "-f", "qcow2", b, "1M"]).status.success());
+    let arguments = ["create", "-q", "-f", "qcow2", "-b", b, "-F", "qcow2", t];
+    assert!(run("qemu-img", &arguments).status.success());
+    (directory, base, top)
+}
+
+/// A `qemu-io` that keeps its images open until it is dropped.
+struct QemuIo(Child);
+
+impl QemuIo {
+    fn open(arguments: &[&str], image: &Path) -> Self {
+        let child = Command::new("qemu-io")
+            .args(arguments)
+            .arg(image)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn();
+        let mut child =
+            child.unwrap_or_else(|error| panic!("qemu-io: {error}; install qemu-utils"));
+        // Its answer to a command shows that the image is open.
+        child.stdin.as_mut().unwrap().write_all(b"length\n").unwrap();
+        let mut line = String::new();
+        BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
+        assert!(line.contains("1 MiB"), "qemu-io could not open the image: {line:?}");
+        Self(child)
+    }
+}
+
+impl Drop for QemuIo {
+    fn drop(&mut self) {
+        drop(self.0.stdin.take());
+        let _ = self.0.wait();
+    }
+}
+
+/// Has `qemu-io` open the image once; returns what it says if it cannot.
+fn qemu_opens(arguments: &[&str], image: &Path) -> std::result::Result<(), String> {
+    let all = [arguments, &["-c", "length", image.to_str().unwrap()]].concat();
+    let output = run("qemu-io", &all);
+    let text = String::from_utf8_lossy(&output.stderr).into_owned();
+    if output.status.success() { Ok(()) } else { Err(text) }
+}
+
+#[test]
+fn qemu_keeps_out_of_what_is_written_here() {
+    let (_directory, _, top) = chain();
+    let file = open(&top, WRITE).unwrap();
+    let error = qemu_opens(&[], &top).unwrap_err();
+    assert!(error.contains("Failed to get \"write\" lock"), "{error}");
+    let error = qemu_opens(&["-r"], &top).unwrap_err();
+    assert!(error.contains("Failed to get shared \"write\" lock"), "{error}");
+    qemu_opens(&["-r", "-U"], &top).unwrap();
+    let info = run("qemu-img", &["info", top.to_str().unwrap()]);
+    assert!(!info.status.success());
+    drop(file);
+    qemu_opens(&[], &top).unwrap();
+}
+
+#[test]
+fn qemu_reads_what_is_read_here_and_does_not_write_it() {
+    let (_directory, base, top) = chain();
+    let file = open(&top, READ).unwrap();
+    qemu_opens(&["-r"], &top).unwrap();
+    let error = qemu_opens(&[], &top).unwrap_err();
+    assert!(error.contains("Failed to get \"write\" lock"), "{error}");
+    drop(file);
+
+    // A backing file is opened for reading: an overlay on it may be written, itself not.
+    let backing = open(&base, READ).unwrap();
+    qemu_opens(&[], &top).unwrap();
+    assert!(qemu_opens(&[], &base).is_err());
+    drop(backing);
+    qemu_opens(&[], &base).unwrap();
+}
+
+#[test]
+fn what_qemu_writes_is_refused_here() {
+    let (_directory, base, top) = chain();
+    let qemu = QemuIo::open(&[], &top);
+    let error = open(&top, WRITE).unwrap_err().to_string();
+    assert!(error.contains("Failed to get \"write\" lock"), "{error}");
+    assert!(error.contains("Is another process using the image ["), "{error}");
+    let error = open(&top, READ).unwrap_err().to_string();
+    assert!(error.contains("Failed to get shared \"write\" lock"), "{error}");
+    assert!(error.contains("-U (--force-share)"), "{error}");
+    open(&top, OpenMode { locking: Locking::Unlocked, ..READ }).unwrap();
+    // Its backing file it only reads.
+    open(&base, READ).unwrap();
+    assert!(open(&base, WRITE).is_err());
+    drop(qemu);
+    open(&top, WRITE).unwrap();
+    open(&base, WRITE).unwrap();
+}
+
+#[test]
+fn what_qemu_reads_can_be_read_here_and_not_written() {
+    let (_directory, _, top) = chain();
+    let qemu = QemuIo::open(&["-r"], &top);
+    open(&top, READ).unwrap();
+    let error = open(&top, WRITE).unwrap_err().to_string();
+    assert!(error.contains("Failed to get \"write\" lock"), "{error}");
+    assert!(block_on(FileHost.create(&top, WRITE)).is_err());
+    assert!(top.metadata().unwrap().len() > 0, "a locked image is not truncated");
+    drop(qemu);
+    open(&top, WRITE).unwrap();
+}
+
+#[test]
+fn a_raw_image_that_qemu_writes_is_refused_here() {
+    let directory = TempDir::new().unwrap();
+    let raw = directory.path().join("disk.raw");
+    std::fs::write(&raw, vec![0; 1 << 20]).unwrap();
+    let qemu = QemuIo::open(&["-f", "raw"], &raw);
+    assert!(open(&raw, READ).is_err());
+    assert!(open(&raw, WRITE).is_err());
+    drop(qemu);
+    let file = open(&raw, WRITE).unwrap();
+    assert!(qemu_opens(&["-f", "raw"], &raw).is_err());
+    drop(file);
+    let file = open(&raw, READ).unwrap();
+    assert!(qemu_opens(&["-f", "raw"], &raw).is_err());
+    qemu_opens(&["-r", "-f", "raw"], &raw).unwrap();
+    drop(file);
+}
+
+#[test]
+fn an_image_that_another_process_holds_is_free_again_when_it_is_killed() {
+    let (_directory, _, top) = chain();
+    let mut qemu = QemuIo::open(&[], &top);
+    qemu.0.kill().unwrap();
+    qemu.0.wait().unwrap();
+    open(&top, WRITE).unwrap();
+}
