@@ -1,0 +1,96 @@
+//! A number for each host cluster.
+
+use std::collections::HashMap;
+
+/// Clusters in a page.
+pub(super) const PAGE: u64 = 256;
+
+/// Stands for a number kept in `wide`.
+const WIDE: u16 = u16::MAX;
+
+/// A number for each host cluster, 0 unless set. Takes two bytes a cluster in parts of the file that
+/// are referred to at all, and next to nothing elsewhere: what a hostile image costs is in proportion
+/// to its bytes, not to the offsets that it claims.
+#[derive(Default)]
+pub(super) struct Counts {
+    pages: Vec<Option<Box<[u16; PAGE as usize]>>>,
+    wide: HashMap<u64, u64>,
+}
+
+impl Counts {
+    pub(super) fn get(&self, cluster: u64) -> u64 {
+        let page = self.pages.get((cluster / PAGE) as usize).and_then(Option::as_ref);
+        match page.map_or(0, |page| page[(cluster % PAGE) as usize]) {
+            WIDE => self.wide.get(&cluster).copied().unwrap_or(0),
+            narrow => u64::from(narrow),
+        }
+    }
+
+    pub(super) fn set(&mut self, cluster: u64, value: u64) {
+        let index = (cluster / PAGE) as usize;
+        if index >= self.pages.len() {
+            self.pages.resize_with(index + 1, || None);
+        }
+        let page = self.pages[index].get_or_insert_with(|| Box::new([0; PAGE as usize]));
+        let slot = &mut page[(cluster % PAGE) as usize];
+        if *slot == WIDE {
+            self.wide.remove(&cluster);
+        }
+        *slot = match u16::try_from(value) {
+            Ok(narrow) if narrow < WIDE => narrow,
+            _ => {
+                self.wide.insert(cluster, value);
+                WIDE
+            }
+        };
+    }
+
+    /// Whether any cluster of the page that holds `cluster` was ever set.
+    pub(super) fn has_page(&self, cluster: u64) -> bool {
+        self.pages.get((cluster / PAGE) as usize).is_some_and(Option::is_some)
+    }
+
+    /// One past the last cluster whose page was ever set.
+    pub(super) fn end(&self) -> u64 {
+        self.pages.len() as u64 * PAGE
+    }
+
+    /// The clusters with a number above 0, in order.
+    pub(super) fn nonzero(&self) -> impl Iterator<Item = u64> + '_ {
+        let pages = self.pages.iter().enumerate().filter_map(|(n, page)| Some((n, page.as_ref()?)));
+        pages.flat_map(|(n, page)| {
+            let first = n as u64 * PAGE;
+            (first..).zip(page.iter()).filter(|(_, value)| **value > 0).map(|(at, _)| at)
+        })
+    }
+
+    /// The last cluster with a number above 0.
+    pub(super) fn highest(&self) -> Option<u64> {
+        let pages = self.pages.iter().enumerate().rev();
+        pages.filter_map(|(n, page)| Some((n, page.as_ref()?))).find_map(|(n, page)| {
+            let within = page.iter().rposition(|value| *value > 0)?;
+            Some(n as u64 * PAGE + within as u64)
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_of_any_width_are_kept() {
+        let mut counts = Counts::default();
+        assert_eq!((counts.get(5), counts.highest()), (0, None));
+        for (cluster, value) in [(0, 1), (5, 65534), (6, 65535), (7, u64::MAX), (100_000, 3)] {
+            counts.set(cluster, value);
+            assert_eq!(counts.get(cluster), value);
+        }
+        assert_eq!(counts.highest(), Some(100_000));
+        assert_eq!(counts.nonzero().collect::<Vec<_>>(), [0, 5, 6, 7, 100_000]);
+        counts.set(7, 2);
+        counts.set(100_000, 0);
+        assert_eq!((counts.get(7), counts.highest(), counts.wide.len()), (2, Some(7), 1));
+        assert!(counts.has_page(255) && !counts.has_page(256));
+    }
+}

@@ -1,0 +1,472 @@
+//! Counting the references to every host cluster.
+
+use super::counts::Counts;
+use super::entry::{Refers, inspect};
+use super::image::Image;
+use super::log::Log;
+use super::refcounts::Structure;
+use crate::Result;
+use futures_util::future::try_join_all;
+use isobath_qcow2::geometry::MAX_L1_BYTES;
+use isobath_qcow2::header::MAX_SNAPSHOTS;
+use isobath_qcow2::snapshot::{ENTRY_HEAD_BYTES, MAX_TABLE_BYTES};
+use isobath_qcow2::{
+    AutoclearFeatures, Bitmap, BitmapCluster, ClusterIndex, HostOffset, L1Entry, L2Entry, Snapshot,
+};
+use isobath_storage::Storage;
+use std::collections::BTreeMap;
+
+/// Bytes of tables read at once.
+const READ_AT_ONCE: u64 = 4 << 20;
+/// Bytes written at once into a table: what changes, with its neighbours.
+pub(super) const PIECE: usize = 4096;
+
+/// How often an L2 table is referred to.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct TableUse {
+    /// From the active L1 table.
+    pub(super) active: u64,
+    /// From all L1 tables.
+    pub(super) total: u64,
+    /// The first entry of an L1 table that refers to it.
+    l1_index: u64,
+}
+
+/// A new value for an L2 entry.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Fix {
+    /// Where its table starts.
+    table: u64,
+    index: usize,
+    entry: L2Entry,
+    /// Errors that it mends.
+    errors: u64,
+}
+
+/// The references that an image's structures make.
+pub(super) struct Survey {
+    pub(super) counts: Counts,
+    /// The active L1 table.
+    pub(super) l1: Vec<L1Entry>,
+    /// The L2 tables by their offset.
+    pub(super) tables: BTreeMap<u64, TableUse>,
+    fixes: Vec<Fix>,
+    /// New values for entries of the active L1 table, each of which mends one error.
+    l1_fixes: Vec<(usize, L1Entry)>,
+    /// The refcount table and its blocks, which `counts` includes.
+    pub(super) structure: Structure,
+    /// Something leads nowhere: clusters that seem unused may not be.
+    pub(super) lost: bool,
+    /// Guest clusters counted from the active L1 table.
+    allocated: u64,
+    fragmented: u64,
+    compressed: u64,
+}
+
+impl Survey {
+    /// Walks every structure; `None` if one cannot be read at all, and the rest would mean nothing.
+    pub(super) async fn take<S: Storage>(
+        image: &Image<S>,
+        log: &mut Log<'_>,
+    ) -> Result<Option<Self>> {
+        let mut survey = Self {
+            counts: Counts::default(),
+            l1: Vec::new(),
+            tables: BTreeMap::new(),
+            fixes: Vec::new(),
+            l1_fixes: Vec::new(),
+            structure: Structure::default(),
+            lost: false,
+            allocated: 0,
+            fragmented: 0,
+            compressed: 0,
+        };
+        survey.refer(image, 0, image.geometry.cluster_size(), 1, log);
+        let header = &image.header;
+        let l1_bytes = u64::from(header.l1_size) * 8;
+        survey.refer(image, header.l1_table_offset.get(), l1_bytes, 1, log);
+        survey.l1 = read_l1(image, header.l1_table_offset, l1_bytes).await?;
+        let l1 = std::mem::take(&mut survey.l1);
+        survey.visit_l1(image, &l1, 1, 1, log);
+        survey.l1 = l1;
+        if !survey.visit_snapshots(image, log).await? {
+            return Ok(None);
+        }
+        survey.visit_tables(image, log).await?;
+        survey.visit_bitmaps(image, log).await?;
+        survey.structure = Structure::load(image, &mut survey, log).await?;
+        log.report.allocated_clusters = survey.allocated;
+        log.report.fragmented_clusters = survey.fragmented;
+        log.report.compressed_clusters = survey.compressed;
+        Ok(Some(survey))
+    }
+
+    /// Counts `weight` references to each cluster of a range.
+    pub(super) fn refer<S: Storage>(
+        &mut self,
+        image: &Image<S>,
+        offset: u64,
+        length: u64,
+        weight: u64,
+        log: &mut Log<'_>,
+    ) {
+        if length == 0 {
+            return;
+        }
+        let bits = image.geometry.cluster_bits();
+        let end = offset.checked_add(length);
+        // The file's last cluster may be cut short.
+        let Some(end) = end.filter(|end| {
+            end.checked_sub(image.length).is_none_or(|past| past < image.geometry.cluster_size())
+        }) else {
+            self.lost = true;
+            log.corruption(&format!(
+                "ERROR: counting reference for region exceeding the end of the file by one cluster \
+                 or more: offset {offset:#x} size {length:#x}"
+            ));
+            return;
+        };
+        let most = image.geometry.refcount_order().max();
+        for cluster in offset >> bits..=(end - 1) >> bits {
+            let count = self.counts.get(cluster).saturating_add(weight);
+            if count > most {
+                self.lost = true;
+                let at = cluster << bits;
+                log.corruption(&format!(
+                    "ERROR: overflow cluster offset={at:#x}: it has more references than refcounts \
+                     of {} bits can count; convert the image to one with refcount_bits=16",
+                    image.geometry.refcount_bits()
+                ));
+            }
+            self.counts.set(cluster, count.min(most));
+        }
+    }
+
+    /// Takes note of the L2 tables that an L1 table refers to. `weight` is the number of L1 tables
+    /// with these entries, `active` of them in use by the guest.
+    fn visit_l1<S: Storage>(
+        &mut self,
+        image: &Image<S>,
+        l1: &[L1Entry],
+        active: u64,
+        weight: u64,
+        log: &mut Log<'_>,
+    ) {
+        let cluster_size = image.geometry.cluster_size();
+        for (index, entry) in l1.iter().enumerate().filter(|(_, entry)| entry.raw() != 0) {
+            let reserved = entry.reserved_bits();
+            if reserved != 0 {
+                log.corruption(&format!(
+                    "ERROR found L1 entry with reserved bits set: {:x}",
+                    entry.raw()
+                ));
+                if active > 0 {
+                    self.l1_fixes.push((index, L1Entry::from_raw(entry.raw() & !reserved)));
+                }
+            }
+            let offset = entry.with_copied(false).raw() & !reserved;
+            if offset == 0 {
+                continue;
+            }
+            self.refer(image, offset, cluster_size, weight, log);
+            if !offset.is_multiple_of(cluster_size) {
+                self.lost = true;
+                log.corruption(&format!(
+                    "ERROR l2_offset={offset:x}: Table is not cluster aligned; L1 entry corrupted"
+                ));
+            } else if offset < image.length {
+                let table = self
+                    .tables
+                    .entry(offset)
+                    .or_insert(TableUse { l1_index: index as u64, ..TableUse::default() });
+                table.active += active;
+                table.total += weight;
+            }
+        }
+    }
+
+    /// Walks the snapshot table; `false` if it cannot be read.
+    async fn visit_snapshots<S: Storage>(
+        &mut self,
+        image: &Image<S>,
+        log: &mut Log<'_>,
+    ) -> Result<bool> {
+        let header = &image.header;
+        let start = header.snapshots_offset.get();
+        if header.nb_snapshots == 0 {
+            return Ok(true);
+        }
+        let mut fail = |reason: &str| {
+            log.check_error(&format!("ERROR failed to read the snapshot table: {reason}"));
+            Ok(false)
+        };
+        if header.nb_snapshots > MAX_SNAPSHOTS {
+            return fail(&format!("nb_snapshots {} exceeds {MAX_SNAPSHOTS}", header.nb_snapshots));
+        }
+        if !image.geometry.is_aligned(header.snapshots_offset) || start == 0 {
+            return fail(&format!("snapshots_offset {} is no cluster's", header.snapshots_offset));
+        }
+        // Snapshots that share an L1 table make the same references.
+        let mut tables: BTreeMap<(u64, u32), u64> = BTreeMap::new();
+        let (mut at, mut window, mut window_at) = (start, Vec::new(), start);
+        let mut bad = Vec::new();
+        for number in 0..header.nb_snapshots {
+            let rest = window.get((at - window_at) as usize..).unwrap_or_default();
+            // An entry takes at most 132,152 bytes.
+            if rest.len() < (1 << 18)
+                && window_at.saturating_add(window.len() as u64) < image.length
+            {
+                (window, window_at) = (image.read_existing(at, 1 << 20).await?.to_vec(), at);
+            }
+            let rest = window.get((at - window_at) as usize..).unwrap_or_default();
+            let (snapshot, length) = match Snapshot::parse(rest) {
+                Ok(parsed) => parsed,
+                Err(error) => return fail(&error.to_string()),
+            };
+            at += length as u64;
+            if at - start > MAX_TABLE_BYTES as u64 || rest.len() < ENTRY_HEAD_BYTES {
+                return fail(&format!("it exceeds {MAX_TABLE_BYTES} bytes"));
+            }
+            let label = format!("{} ({})", snapshot.id_text(), snapshot.name_text());
+            if header.version >= 3 && snapshot.disk_size.is_none() {
+                bad.push(format!("ERROR snapshot table entry {number} is incomplete"));
+            }
+            let l1 = snapshot.l1_table_offset;
+            if !image.geometry.is_aligned(l1) {
+                bad.push(format!(
+                    "ERROR snapshot {label} l1_offset={l1}: L1 table is not cluster aligned; \
+                     snapshot table entry corrupted"
+                ));
+                self.lost = true;
+            } else if u64::from(snapshot.l1_size) * 8 > MAX_L1_BYTES {
+                bad.push(format!(
+                    "ERROR snapshot {label} l1_size={:#x}: L1 table is too large; snapshot table \
+                     entry corrupted",
+                    snapshot.l1_size
+                ));
+                self.lost = true;
+            } else {
+                *tables.entry((l1.get(), snapshot.l1_size)).or_default() += 1;
+            }
+        }
+        bad.iter().for_each(|error| log.corruption(error));
+        for ((offset, l1_size), weight) in tables {
+            let bytes = u64::from(l1_size) * 8;
+            self.refer(image, offset, bytes, weight, log);
+            let l1 = read_l1(image, HostOffset::new(offset), bytes).await?;
+            self.visit_l1(image, &l1, 0, weight, log);
+        }
+        self.refer(image, start, at - start, 1, log);
+        Ok(true)
+    }
+
+    /// Reads every L2 table once, in the order of the file.
+    async fn visit_tables<S: Storage>(
+        &mut self,
+        image: &Image<S>,
+        log: &mut Log<'_>,
+    ) -> Result<()> {
+        let tables: Vec<(u64, TableUse)> =
+            self.tables.iter().map(|(&at, &uses)| (at, uses)).collect();
+        let total = tables.len() as u64;
+        let mut done = 0;
+        log.progress(0, total);
+        for batch in tables.chunks(tables_at_once(image)) {
+            let size = image.geometry.cluster_size() as usize;
+            let contents = try_join_all(batch.iter().map(|(at, _)| image.read(*at, size))).await?;
+            for ((at, uses), bytes) in batch.iter().zip(contents) {
+                self.visit_table(image, *at, *uses, &bytes, log);
+            }
+            done += batch.len() as u64;
+            log.progress(done, total);
+        }
+        Ok(())
+    }
+
+    fn visit_table<S: Storage>(
+        &mut self,
+        image: &Image<S>,
+        table: u64,
+        uses: TableUse,
+        bytes: &[u8],
+        log: &mut Log<'_>,
+    ) {
+        let geometry = &image.geometry;
+        let raw_data = image.header.autoclear.contains(AutoclearFeatures::DATA_FILE_RAW);
+        let mut contiguous = 0;
+        for index in 0..geometry.l2_entries() as usize {
+            let entry = L2Entry::read(bytes, index, geometry).unwrap_or(L2Entry::unallocated());
+            if entry == L2Entry::unallocated() {
+                continue;
+            }
+            let guest = if raw_data {
+                geometry
+                    .first_cluster_of_l1(uses.l1_index)
+                    .and_then(|first| first.checked_add(index as u64))
+                    .and_then(|cluster: ClusterIndex| geometry.cluster_start(cluster))
+            } else {
+                None
+            };
+            let found = inspect(entry, index, guest, geometry);
+            found.errors.iter().for_each(|error| log.corruption(error));
+            self.lost |= found.lost;
+            if let Some(entry) = found.mended {
+                let errors = found.errors.len() as u64;
+                self.fixes.push(Fix { table, index, entry, errors });
+            }
+            match found.refers {
+                Refers::Nothing => {}
+                Refers::Cluster(offset) => {
+                    self.allocated += uses.active;
+                    if contiguous != 0 && offset != contiguous {
+                        self.fragmented += uses.active;
+                    }
+                    contiguous = offset + geometry.cluster_size();
+                    if !geometry.has_data_file() {
+                        self.refer(image, offset, geometry.cluster_size(), uses.total, log);
+                    }
+                }
+                Refers::Compressed(offset, length) => {
+                    self.allocated += uses.active;
+                    self.compressed += uses.active;
+                    self.fragmented += uses.active;
+                    self.refer(image, offset, length, uses.total, log);
+                }
+            }
+        }
+    }
+
+    /// Walks the bitmaps, where the image says that they are consistent.
+    async fn visit_bitmaps<S: Storage>(
+        &mut self,
+        image: &Image<S>,
+        log: &mut Log<'_>,
+    ) -> Result<()> {
+        let consistent = image.header.autoclear.contains(AutoclearFeatures::BITMAPS);
+        let Some(extension) = image.header.bitmaps().filter(|_| consistent) else { return Ok(()) };
+        let mut wrong = |survey: &mut Self, error: &dyn std::fmt::Display| {
+            survey.lost = true;
+            log.corruption(&format!("ERROR {error}"));
+        };
+        if let Err(error) = extension.validate(&image.geometry) {
+            wrong(self, &error);
+            return Ok(());
+        }
+        let (at, size) = (extension.directory_offset.get(), extension.directory_size);
+        let directory = image.read_existing(at, size).await?;
+        let bitmaps = match Bitmap::parse_directory(&directory, extension.count) {
+            Ok(bitmaps) => bitmaps,
+            Err(error) => {
+                wrong(self, &error);
+                return Ok(());
+            }
+        };
+        self.refer(image, at, size, 1, log);
+        for bitmap in bitmaps {
+            if let Err(error) = bitmap.validate(&image.geometry, image.header.disk_size()) {
+                self.lost = true;
+                log.corruption(&format!("ERROR {error}"));
+                continue;
+            }
+            let (at, bytes) = (bitmap.table_offset.get(), u64::from(bitmap.table_size) * 8);
+            self.refer(image, at, bytes, 1, log);
+            let table = image.read_existing(at, bytes).await?;
+            for raw in table.chunks_exact(8).filter_map(|raw| raw.first_chunk::<8>()) {
+                match BitmapCluster::from_raw(u64::from_be_bytes(*raw), &image.geometry) {
+                    Ok(BitmapCluster::Data(offset)) => {
+                        self.refer(image, offset.get(), image.geometry.cluster_size(), 1, log);
+                    }
+                    Ok(_) => {}
+                    Err(error) => {
+                        self.lost = true;
+                        log.corruption(&format!("ERROR {error}"));
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether the table at `offset` is an L2 table and nothing else.
+    pub(super) fn is_only_table<S: Storage>(&self, image: &Image<S>, offset: u64) -> bool {
+        let uses = self.tables.get(&offset).map_or(0, |uses| uses.total);
+        self.counts.get(offset >> image.geometry.cluster_bits()) == uses
+    }
+
+    /// Whether there are entries to mend.
+    pub(super) fn has_fixes(&self) -> bool {
+        !self.fixes.is_empty() || !self.l1_fixes.is_empty()
+    }
+
+    /// Writes the mended entries, durably, where their tables are nothing but tables. Returns how
+    /// many errors that mends.
+    pub(super) async fn apply_fixes<S: Storage>(&self, image: &Image<S>) -> Result<u64> {
+        let mut fixed = 0;
+        for (index, entry) in &self.l1_fixes {
+            write_l1_entry(image, *index, *entry).await?;
+            fixed += 1;
+        }
+        for fixes in self.fixes.chunk_by(|a, b| a.table == b.table) {
+            let Some(first) = fixes.first() else { continue };
+            if !self.is_only_table(image, first.table) {
+                continue;
+            }
+            let entries = fixes.iter().map(|fix| (fix.index, fix.entry));
+            write_entries(image, first.table, entries).await?;
+            fixed += fixes.iter().map(|fix| fix.errors).sum::<u64>();
+        }
+        image.flush().await?;
+        Ok(fixed)
+    }
+}
+
+/// Puts an entry into the active L1 table.
+pub(super) async fn write_l1_entry<S: Storage>(
+    image: &Image<S>,
+    index: usize,
+    entry: L1Entry,
+) -> Result<()> {
+    let at = image.header.l1_table_offset.get() + index as u64 * 8;
+    image.write(at, &entry.raw().to_be_bytes()).await
+}
+
+/// How many tables to read at once.
+pub(super) fn tables_at_once<S: Storage>(image: &Image<S>) -> usize {
+    (READ_AT_ONCE >> image.geometry.cluster_bits()).clamp(1, 64) as usize
+}
+
+/// Puts entries, in order of their indexes, into the L2 table at `table`.
+pub(super) async fn write_entries<S: Storage>(
+    image: &Image<S>,
+    table: u64,
+    entries: impl Iterator<Item = (usize, L2Entry)>,
+) -> Result<()> {
+    let geometry = &image.geometry;
+    let size = geometry.cluster_size() as usize;
+    let mut bytes = image.read(table, size).await?.to_vec();
+    let piece = PIECE.min(size);
+    let mut changed: Vec<usize> = Vec::new();
+    for (index, entry) in entries {
+        // In range: the index came from this table.
+        let _ = entry.write(&mut bytes, index, geometry);
+        changed.push(index * geometry.l2_entry_size() / piece);
+    }
+    changed.dedup();
+    for at in changed {
+        let part = bytes.get(at * piece..(at + 1) * piece).unwrap_or_default();
+        image.write(table + (at * piece) as u64, part).await?;
+    }
+    Ok(())
+}
+
+/// Reads the entries of an L1 table that the file has.
+async fn read_l1<S: Storage>(
+    image: &Image<S>,
+    offset: HostOffset,
+    bytes: u64,
+) -> Result<Vec<L1Entry>> {
+    let table = image.read_existing(offset.get(), bytes).await?;
+    Ok((0..table.len() / 8)
+        .map(|index| L1Entry::read(&table, index).unwrap_or(L1Entry::unallocated()))
+        .collect())
+}
