@@ -80,11 +80,21 @@ impl Direct {
         &self,
         target: &Target,
         offset: u64,
-        mut buf: IoBuf,
+        buf: IoBuf,
     ) -> (io::Result<usize>, IoBuf) {
         if self.in_blocks(offset) && self.is_aligned(&buf) {
             return transfer::read(target, offset, buf, self.block).await;
         }
+        Box::pin(self.read_copy(target, offset, buf)).await
+    }
+
+    /// Reads whole blocks and copies what is wanted.
+    async fn read_copy(
+        &self,
+        target: &Target,
+        offset: u64,
+        mut buf: IoBuf,
+    ) -> (io::Result<usize>, IoBuf) {
         let end = offset + buf.len() as u64;
         let mut at = offset;
         while at < end {
@@ -121,7 +131,8 @@ impl Direct {
             let target = Target { file: target.file.clone(), lease: guard };
             return transfer::write(&target, offset, buf).await;
         }
-        let result = self.write_copy(&target.file, offset, std::slice::from_ref(&buf)).await;
+        let result =
+            Box::pin(self.write_copy(&target.file, offset, std::slice::from_ref(&buf))).await;
         (result, buf)
     }
 
@@ -138,7 +149,7 @@ impl Direct {
             let target = Target { file: target.file.clone(), lease: guard };
             return transfer::write_vectored(&target, offset, bufs).await;
         }
-        let result = self.write_copy(&target.file, offset, &bufs).await;
+        let result = Box::pin(self.write_copy(&target.file, offset, &bufs)).await;
         (result, bufs)
     }
 

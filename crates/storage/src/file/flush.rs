@@ -40,7 +40,7 @@ impl Durability {
         )))
     }
 
-    fn poison(&self, cause: &str) {
+    pub(super) fn poison(&self, cause: &str) {
         let mut stored = self.cause.lock();
         if !self.poisoned.load(Ordering::Relaxed) {
             cause.clone_into(&mut stored);

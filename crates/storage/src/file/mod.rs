@@ -244,3 +244,69 @@ impl Storage for FileStorage {
         self.kind == Kind::Regular
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Host, OpenMode, block_on};
+
+    const WRITABLE: OpenMode =
+        OpenMode { writable: true, direct: false, locking: crate::Locking::Exclusive };
+
+    #[test]
+    fn a_poisoned_file_can_only_be_read() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("image");
+        block_on(async {
+            let file = FileHost.create(&path, WRITABLE).await.unwrap();
+            file.write_at(0, IoBuf::copy_of(b"kept")).await.unwrap();
+            file.durability.poison("Input/output error");
+            let refused = [
+                file.write_at(0, IoBuf::copy_of(b"x")).await.err(),
+                file.write_vectored_at(0, vec![IoBuf::copy_of(b"x")]).await.err(),
+                file.write_zeroes(0, 1, ZeroMode::default()).await.err(),
+                file.discard(0, 1).await.err(),
+                file.set_len(1).await.err(),
+                file.flush().await.err(),
+            ];
+            for error in refused {
+                let error = error.unwrap();
+                assert_eq!(error.errno(), libc::EIO);
+                assert!(error.to_string().contains("flush failed (Input/output error)"), "{error}");
+            }
+            assert_eq!(&*file.read_at(0, IoBuf::zeroed(4)).await.unwrap(), b"kept");
+        });
+    }
+
+    /// Larger blocks than the test machine's disk may have, and stricter memory.
+    #[test]
+    fn blocks_of_a_page_keep_their_bytes() {
+        let directory = tempfile::tempdir().unwrap();
+        block_on(async {
+            let mut file =
+                FileHost.create(&directory.path().join("image"), WRITABLE).await.unwrap();
+            file.direct = Some(Direct::new(4096, 4096, true).unwrap());
+            let mut model = Vec::new();
+            for step in 0..300_u64 {
+                let (offset, length) = (step * 7919 % 30_000, 1 + step * 104_729 % 9000);
+                let end = (offset + length) as usize;
+                if model.len() < end {
+                    model.resize(end, 0);
+                }
+                model[offset as usize..end].fill(step as u8);
+                let half = vec![step as u8; length as usize / 2];
+                let rest = vec![step as u8; length as usize - half.len()];
+                let bufs = vec![IoBuf::copy_of(&half), IoBuf::copy_of(&rest)];
+                file.write_vectored_at(offset, bufs).await.unwrap();
+                assert_eq!(file.len().await.unwrap(), model.len() as u64);
+                let read = file.read_at(step * 13, IoBuf::zeroed(5000)).await.unwrap();
+                let mut wanted = model.get(step as usize * 13..).unwrap_or_default().to_vec();
+                wanted.resize(5000, 0);
+                assert!(*read == wanted, "step {step}");
+            }
+        });
+        assert!(Direct::new(512, 4095, true).is_err());
+        assert!(Direct::new(8192, 8192, true).is_err());
+        assert!(Direct::new(0, 512, true).is_err());
+    }
+}

@@ -130,9 +130,14 @@ impl Driver {
 
     fn push(&self, entry: squeue::Entry) {
         let mut backlog = self.backlog.borrow_mut();
-        backlog.push_back(entry);
         let mut ring = self.ring.borrow_mut();
-        self.refill(&mut ring, &mut backlog);
+        // SAFETY: whoever made the entry keeps what it points to until its completion.
+        if backlog.is_empty() && unsafe { ring.submission().push(&entry) }.is_ok() {
+            self.pushed();
+        } else {
+            backlog.push_back(entry);
+            self.refill(&mut ring, &mut backlog);
+        }
         if self.unsubmitted.get() >= self.batch {
             self.submit(&ring);
         }
@@ -152,9 +157,13 @@ impl Driver {
                 break;
             }
             backlog.pop_front();
-            self.in_ring.set(self.in_ring.get() + 1);
-            self.unsubmitted.set(self.unsubmitted.get() + 1);
+            self.pushed();
         }
+    }
+
+    fn pushed(&self) {
+        self.in_ring.set(self.in_ring.get() + 1);
+        self.unsubmitted.set(self.unsubmitted.get() + 1);
     }
 
     /// Gives the queued entries to the kernel without waiting. What it does not take now it is
