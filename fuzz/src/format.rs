@@ -144,17 +144,24 @@ pub fn refcount(data: &[u8]) {
     }
 }
 
-/// Compressed clusters: damaged data, and round trips.
+/// Compressed clusters: arbitrary data, round trips, and what was compressed here, damaged.
 pub fn compressed(data: &[u8]) {
     let Some((&[kind, bits], data)) = data.split_first_chunk() else { return };
     let kind = if kind & 1 == 0 { CompressionType::Zlib } else { CompressionType::Zstd };
     let mut cluster = vec![0; 1 << (9 + bits % 8)];
     let _ = decompress(kind, data, &mut cluster);
-    if let Some(packed) = compress(kind, data) {
+    if let Some(mut packed) = compress(kind, data) {
         assert!(packed.len() < data.len());
         let mut back = vec![0; data.len()];
         decompress(kind, &packed, &mut back).expect("what was compressed here");
         assert_eq!(back, data);
+        // The input's ends say where and how.
+        let [at, change] = [data.first(), data.last()].map(|byte| byte.copied().unwrap_or(0));
+        let at = usize::from(at) % packed.len();
+        packed[at] ^= change;
+        let _ = decompress(kind, &packed, &mut back);
+        let _ = decompress(kind, &packed[at..], &mut cluster);
+        let _ = decompress(kind, &packed[..at], &mut cluster);
     }
 }
 
