@@ -1,0 +1,28 @@
+"""Load: fio's nbd engine."""
+
+import json
+
+from . import tools
+
+
+def load(server, *, rw, block, depth, seconds, jobs=1, extra=()):
+    """Runs fio against a server and gives the figures of the run."""
+    before = server.cpu()
+    out = tools.run(
+        "fio", "--name=load", "--ioengine=nbd", f"--uri={server.uri}", f"--rw={rw}",
+        f"--bs={block}", f"--iodepth={depth}", f"--numjobs={jobs}", "--group_reporting",
+        "--time_based", f"--runtime={seconds}", "--randrepeat=0", "--norandommap",
+        "--output-format=json", *extra,
+    )  # fmt: skip
+    cpu = server.cpu() - before
+    # fio prints notes before its JSON.
+    job = json.loads(out[out.index("{"):])["jobs"][0]
+    side = job["write" if "write" in rw else "read"]
+    requests = side["total_ios"]
+    return {
+        "iops": side["iops"],
+        "bytes_per_second": side["bw_bytes"],
+        "cpu_us_per_request": cpu / max(requests, 1) * 1e6,
+        "p99_us": side["clat_ns"].get("percentile", {}).get("99.000000", 0) / 1000,
+        "requests": requests,
+    }
