@@ -106,6 +106,21 @@ pub trait Storage: Send + Sync + 'static {
     /// data up to the end of the file.
     fn allocation(&self, offset: u64) -> impl Future<Output = Result<Allocation>>;
 
+    /// Bytes that the file takes where it is kept, whatever its length.
+    fn allocated(&self) -> impl Future<Output = Result<u64>> {
+        async move {
+            let (mut offset, mut total) = (0u64, 0);
+            loop {
+                let run = self.allocation(offset).await?;
+                if run.length == 0 {
+                    return Ok(total);
+                }
+                total += if run.data { run.length } else { 0 };
+                offset += run.length;
+            }
+        }
+    }
+
     /// Whether writes are refused.
     fn is_read_only(&self) -> bool;
 

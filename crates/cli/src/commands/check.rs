@@ -1,0 +1,168 @@
+//! `isobath check`
+
+use crate::failure::{Failure, Outcome};
+use crate::options::{self, OutputFormat, printable};
+use crate::{json, runtime};
+use clap::ValueEnum;
+use isobath_disk::{CheckEvent, CheckOptions, CheckReport, DiskError, ImageFormat, Repair, check};
+use isobath_storage::Locking;
+use isobath_storage::file::FileHost;
+use serde_json::{Map, Value, json};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+/// Check an image's consistency, and repair it
+///
+/// Looks at one image, not at its backing files. Findings go to stderr.
+///
+/// Exit codes: 0 the image is consistent; 1 the check failed; 2 the image is corrupt; 3 it has leaked
+/// clusters but is not corrupt; 63 its format has no checks.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// The image's format; found out unless given
+    #[arg(short, long, value_name = "FMT", value_parser = options::format)]
+    format: Option<ImageFormat>,
+    /// How to print the result
+    #[arg(long, value_name = "FMT", default_value = "human")]
+    output: OutputFormat,
+    /// Repair the image
+    #[arg(short, long, value_name = "WHAT")]
+    repair: Option<What>,
+    /// Print nothing but findings and errors
+    #[arg(short, long)]
+    quiet: bool,
+    /// Take no lock on the image, and honour none
+    #[arg(short = 'U', long, conflicts_with = "repair")]
+    force_share: bool,
+    /// The image
+    image: PathBuf,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum What {
+    /// Free clusters that nothing refers to
+    Leaks,
+    /// Correct everything that can be corrected without guessing
+    All,
+}
+
+pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
+    let repair = match args.repair {
+        None => Repair::None,
+        Some(What::Leaks) => Repair::Leaks,
+        Some(What::All) => Repair::All,
+    };
+    let locking = if args.force_share { Locking::Unlocked } else { Locking::Exclusive };
+    let options = CheckOptions { repair, locking, format: args.format };
+    let human = args.output == OutputFormat::Human;
+    let mut report = examine(&args.image, &options)?;
+    if report.corruptions_fixed > 0 || report.leaks_fixed > 0 {
+        if human && !args.quiet {
+            writeln!(
+                out,
+                "The following inconsistencies were found and repaired:\n\n    {} leaked \
+                 clusters\n    {} corruptions\n\nDouble checking the fixed image now...",
+                report.leaks_fixed, report.corruptions_fixed
+            )?;
+            out.flush()?;
+        }
+        let again = examine(&args.image, &CheckOptions { repair: Repair::None, ..options })?;
+        report = CheckReport {
+            corruptions_fixed: report.corruptions_fixed,
+            leaks_fixed: report.leaks_fixed,
+            ..again
+        };
+    }
+    match args.output {
+        OutputFormat::Human if args.quiet => {}
+        OutputFormat::Human => print(out, &report)?,
+        OutputFormat::Json => json::print(out, &to_json(&args.image, &report))?,
+    }
+    Ok(match report {
+        CheckReport { check_errors: 1.., .. } => {
+            out.flush()?;
+            return Err(Failure::new("Check failed"));
+        }
+        CheckReport { corruptions: 1.., .. } => 2,
+        CheckReport { leaks: 1.., .. } => 3,
+        _ => 0,
+    })
+}
+
+fn examine(image: &Path, options: &CheckOptions) -> Result<CheckReport, Failure> {
+    runtime::block_on(async || {
+        let mut findings = io::stderr().lock();
+        let mut events = |event: CheckEvent<'_>| {
+            if let CheckEvent::Finding(text) = event {
+                // The report has what cannot be told here.
+                let _ = writeln!(findings, "{}", printable(text));
+            }
+        };
+        match check(&FileHost, image, options, &mut events).await {
+            Err(error @ DiskError::Unsupported(_)) => Err(Failure::from(error).with_code(63)),
+            result => Ok(result?),
+        }
+    })
+}
+
+/// The report as qemu-img prints it.
+fn print(out: &mut dyn Write, report: &CheckReport) -> io::Result<()> {
+    if report.is_clean() {
+        writeln!(out, "No errors were found on the image.")?;
+    }
+    if report.corruptions > 0 {
+        writeln!(
+            out,
+            "\n{} errors were found on the image.\nData may be corrupted, or further writes to the \
+             image may corrupt it.",
+            report.corruptions
+        )?;
+    }
+    if report.leaks > 0 {
+        writeln!(
+            out,
+            "\n{} leaked clusters were found on the image.\nThis means waste of disk space, but no \
+             harm to data.",
+            report.leaks
+        )?;
+    }
+    if report.check_errors > 0 {
+        writeln!(out, "\n{} internal errors have occurred during the check.", report.check_errors)?;
+    }
+    let (total, allocated) = (report.total_clusters, report.allocated_clusters);
+    if total > 0 && allocated > 0 {
+        let percent = |part: u64, whole: u64| part as f64 * 100.0 / whole as f64;
+        writeln!(
+            out,
+            "{allocated}/{total} = {:.2}% allocated, {:.2}% fragmented, {:.2}% compressed clusters",
+            percent(allocated, total),
+            percent(report.fragmented_clusters, allocated),
+            percent(report.compressed_clusters, allocated)
+        )?;
+    }
+    if report.image_end_offset > 0 {
+        writeln!(out, "Image end offset: {}", report.image_end_offset)?;
+    }
+    Ok(())
+}
+
+/// The object that `qemu-img check --output=json` prints: numbers above 0, in its order.
+fn to_json(image: &Path, report: &CheckReport) -> Value {
+    let number = |number: u64| (number > 0).then(|| json!(number));
+    let pairs = [
+        ("image-end-offset", number(report.image_end_offset)),
+        ("compressed-clusters", number(report.compressed_clusters)),
+        ("total-clusters", number(report.total_clusters)),
+        ("corruptions", number(report.corruptions)),
+        ("corruptions-fixed", number(report.corruptions_fixed)),
+        ("check-errors", Some(json!(report.check_errors))),
+        ("leaks", number(report.leaks)),
+        ("leaks-fixed", number(report.leaks_fixed)),
+        ("allocated-clusters", number(report.allocated_clusters)),
+        ("filename", Some(json!(image.display().to_string()))),
+        ("format", Some(json!("qcow2"))),
+        ("fragmented-clusters", number(report.fragmented_clusters)),
+    ];
+    let pairs = pairs.into_iter().filter_map(|(key, value)| Some((key.to_owned(), value?)));
+    Value::Object(pairs.collect::<Map<_, _>>())
+}

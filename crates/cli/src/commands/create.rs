@@ -1,0 +1,186 @@
+//! `isobath create`
+
+use crate::failure::{Failure, Outcome};
+use crate::{options, runtime, size};
+use isobath_disk::{ImageFormat, NewDisk, Preallocation, create};
+use isobath_qcow2::CompressionType;
+use isobath_storage::file::FileHost;
+use std::fmt::Write as _;
+use std::io::Write;
+use std::path::PathBuf;
+
+/// Create an image
+///
+/// The size is in bytes, or with a suffix in powers of 1024: k, M, G, T, P, E. Without one the disk
+/// is as large as its backing file. An image of that name is overwritten, unless it is in use.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// The new image's format
+    #[arg(short, long, value_name = "FMT", default_value = "raw", value_parser = options::format)]
+    format: ImageFormat,
+    /// The backing file, as the image is to name it: relative to the image's directory
+    #[arg(short, long, value_name = "FILE")]
+    backing_file: Option<String>,
+    /// The backing file's format
+    #[arg(short = 'F', long, value_name = "FMT")]
+    backing_format: Option<String>,
+    /// Do not open the backing file; the size must then be given
+    #[arg(short, long = "unsafe")]
+    unchecked: bool,
+    /// Options as NAME=VALUE, separated by commas (two of them stand for one); '-o help' lists them
+    #[arg(short, long, value_name = "OPTIONS")]
+    options: Vec<String>,
+    /// Print nothing
+    #[arg(short, long)]
+    quiet: bool,
+    /// The new image
+    #[arg(required_unless_present = "options")]
+    image: Option<PathBuf>,
+    /// The disk's size
+    size: Option<String>,
+}
+
+/// The options of `-o`, as qemu-img lists them.
+const HELP: &[(&str, &str)] = &[
+    ("backing_file=<str>", "File name of a base image"),
+    ("backing_fmt=<str>", "Image format of the base image"),
+    ("cluster_size=<size>", "qcow2 cluster size"),
+    ("compat=<str>", "Compatibility level (v2 [0.10] or v3 [1.1])"),
+    ("compression_type=<str>", "Compression method used for image cluster compression"),
+    ("data_file=<str>", "File name of an external data file"),
+    ("data_file_raw=<bool (on/off)>", "The external data file must stay valid as a raw image"),
+    ("extended_l2=<bool (on/off)>", "Extended L2 tables"),
+    ("lazy_refcounts=<bool (on/off)>", "Postpone refcount updates"),
+    ("preallocation=<str>", "Preallocation mode (allowed values: off, metadata, falloc, full)"),
+    ("refcount_bits=<num>", "Width of a reference count entry in bits"),
+    ("size=<size>", "Virtual disk size"),
+];
+
+pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
+    let given = options::parse(&args.options);
+    if given.iter().any(|(name, _)| name == "help" || name == "?") {
+        return help(args.format, out);
+    }
+    let Some(image) = &args.image else { return Err(Failure::new("Expecting image file name")) };
+    let failure = |message: &dyn std::fmt::Display| Failure::new(message).context(image.display());
+    let mut new =
+        NewDisk { format: args.format, open_backing: !args.unchecked, ..NewDisk::default() };
+    for (name, value) in &given {
+        apply(&mut new, name, value).map_err(|error| failure(&error))?;
+    }
+    new.backing_file = args.backing_file.clone().or(new.backing_file);
+    new.backing_format = args.backing_format.clone().or(new.backing_format);
+    if let Some(text) = &args.size {
+        new.size = Some(size::parse(text).map_err(Failure::new)?);
+    }
+    let made = runtime::block_on(async || Ok(create(&FileHost, image, &new).await?))?;
+    if !args.quiet {
+        let name = options::printable(&image.display().to_string());
+        writeln!(out, "Formatting '{name}', {}", describe(&new, made, &given))?;
+    }
+    Ok(0)
+}
+
+fn help(format: ImageFormat, out: &mut dyn Write) -> Outcome {
+    writeln!(out, "Supported {} options:", format.name())?;
+    let raw = ["preallocation", "size"];
+    for (option, meaning) in HELP {
+        let name = option.split('=').next().unwrap_or(option);
+        if format == ImageFormat::Qcow2 || raw.contains(&name) {
+            writeln!(out, "  {option:<22} - {meaning}")?;
+        }
+    }
+    Ok(0)
+}
+
+/// Applies an option of `-o`.
+fn apply(new: &mut NewDisk, name: &str, value: &str) -> Result<(), String> {
+    if new.format == ImageFormat::Raw && !matches!(name, "size" | "preallocation") {
+        return Err(match name {
+            "backing_file" => "Backing file not supported for file format 'raw'".to_owned(),
+            "backing_fmt" => "Backing file format not supported for file format 'raw'".to_owned(),
+            _ => format!("Invalid parameter '{name}'"),
+        });
+    }
+    let refuse =
+        || format!("Parameter '{}' does not accept value '{value}'", name.replace('_', "-"));
+    match name {
+        "size" => new.size = Some(size::parse(value)?),
+        "backing_file" => new.backing_file = Some(value.to_owned()),
+        "backing_fmt" => new.backing_format = Some(value.to_owned()),
+        "cluster_size" => new.cluster_size = size::parse(value)?,
+        "compat" => {
+            new.version = match value {
+                "0.10" | "v2" => 2,
+                "1.1" | "v3" => 3,
+                _ => return Err(format!("Parameter 'version' does not accept value '{value}'")),
+            }
+        }
+        "compression_type" => {
+            new.compression_type = [CompressionType::Zlib, CompressionType::Zstd]
+                .into_iter()
+                .find(|kind| kind.name() == value)
+                .ok_or_else(refuse)?;
+        }
+        "data_file" => new.data_file = Some(value.to_owned()),
+        "data_file_raw" => new.data_file_raw = options::on_off(name, value)?,
+        "extended_l2" => new.extended_l2 = options::on_off(name, value)?,
+        "lazy_refcounts" => new.lazy_refcounts = options::on_off(name, value)?,
+        "preallocation" => {
+            new.preallocation = Preallocation::from_name(value).ok_or_else(refuse)?;
+        }
+        "refcount_bits" => {
+            new.refcount_bits =
+                value.parse().map_err(|_| format!("Parameter '{name}' expects a number"))?;
+        }
+        "encryption" | "encrypt.format" => {
+            return Err(format!("Parameter '{name}': encrypted images are not supported"));
+        }
+        _ => return Err(format!("Invalid parameter '{name}'")),
+    }
+    Ok(())
+}
+
+/// The options of a new disk, as qemu-img prints them.
+fn describe(new: &NewDisk, size: u64, given: &[(String, String)]) -> String {
+    let on_off = |on| if on { "on" } else { "off" };
+    let was_given = |name: &str| given.iter().any(|(given, _)| given == name);
+    let mut text = format!("fmt={}", new.format.name());
+    // Writing to a string cannot fail.
+    let mut put = |name: &str, value: &str| {
+        let _ = write!(text, " {name}={value}");
+    };
+    if new.format == ImageFormat::Raw {
+        put("size", &size.to_string());
+        if was_given("preallocation") {
+            put("preallocation", new.preallocation.name());
+        }
+        return text;
+    }
+    put("cluster_size", &new.cluster_size.to_string());
+    put("extended_l2", on_off(new.extended_l2));
+    if was_given("preallocation") {
+        put("preallocation", new.preallocation.name());
+    }
+    put("compression_type", new.compression_type.name());
+    put("size", &size.to_string());
+    if let Some((_, compat)) = given.iter().rfind(|(name, _)| name == "compat") {
+        put("compat", compat);
+    }
+    let names = [
+        ("backing_file", &new.backing_file),
+        ("backing_fmt", &new.backing_format),
+        ("data_file", &new.data_file),
+    ];
+    for (option, name) in names {
+        if let Some(name) = name {
+            put(option, &options::printable(name));
+        }
+    }
+    if was_given("data_file_raw") {
+        put("data_file_raw", on_off(new.data_file_raw));
+    }
+    put("lazy_refcounts", on_off(new.lazy_refcounts));
+    put("refcount_bits", &new.refcount_bits.to_string());
+    text
+}

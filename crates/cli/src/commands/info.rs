@@ -1,0 +1,138 @@
+//! `isobath info`
+
+mod text;
+
+use crate::failure::{Failure, Outcome};
+use crate::options::{self, OutputFormat};
+use crate::{json, runtime};
+use isobath_disk::{ImageFormat, ImageInfo, InfoOptions, Qcow2Info, backing_chain_info, info};
+use isobath_qcow2::Snapshot;
+use isobath_storage::Locking;
+use isobath_storage::file::FileHost;
+use serde_json::{Map, Value, json};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+pub(crate) use text::snapshot_list;
+
+/// Show what an image says of itself
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// The image's format; found out unless given
+    #[arg(short, long, value_name = "FMT", value_parser = options::format)]
+    format: Option<ImageFormat>,
+    /// How to print it
+    #[arg(long, value_name = "FMT", default_value = "human")]
+    output: OutputFormat,
+    /// Show every image of the backing chain
+    #[arg(long)]
+    backing_chain: bool,
+    /// Take no lock on the image, and honour none
+    #[arg(short = 'U', long)]
+    force_share: bool,
+    /// The image
+    image: PathBuf,
+}
+
+pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
+    let locking = if args.force_share { Locking::Unlocked } else { Locking::Exclusive };
+    let chain = read(&args.image, args.format, locking, args.backing_chain)?;
+    match args.output {
+        OutputFormat::Human => {
+            for (number, info) in chain.iter().enumerate() {
+                if number > 0 {
+                    writeln!(out)?;
+                }
+                text::print(out, info)?;
+            }
+        }
+        OutputFormat::Json if args.backing_chain => {
+            let chain: Vec<Value> = chain.iter().map(to_json).collect();
+            json::print(out, &chain)?;
+        }
+        OutputFormat::Json => chain.iter().try_for_each(|info| json::print(out, &to_json(info)))?,
+    }
+    Ok(0)
+}
+
+/// What an image says of itself, or each of its chain.
+pub(crate) fn read(
+    image: &Path,
+    format: Option<ImageFormat>,
+    locking: Locking,
+    whole_chain: bool,
+) -> Result<Vec<ImageInfo>, Failure> {
+    let look = InfoOptions { locking, format };
+    runtime::block_on(async || {
+        if whole_chain {
+            Ok(backing_chain_info(&FileHost, image, &look).await?)
+        } else {
+            Ok(vec![info(&FileHost, image, &look).await?])
+        }
+    })
+}
+
+/// An object with the keys that have a value, in QEMU's order.
+fn object<const N: usize>(pairs: [(&str, Option<Value>); N]) -> Value {
+    let pairs = pairs.into_iter().filter_map(|(key, value)| Some((key.to_owned(), value?)));
+    Value::Object(pairs.collect::<Map<_, _>>())
+}
+
+/// The object that `qemu-img info --output=json` prints.
+pub(crate) fn to_json(info: &ImageInfo) -> Value {
+    let snapshots: Vec<Value> = info.snapshots.iter().map(snapshot_to_json).collect();
+    let qcow2 = info.qcow2.as_ref();
+    object([
+        ("backing-filename-format", info.backing_format.as_ref().map(|format| json!(format))),
+        ("snapshots", (!snapshots.is_empty()).then_some(Value::Array(snapshots))),
+        ("virtual-size", Some(json!(info.virtual_size))),
+        ("filename", Some(json!(info.filename.display().to_string()))),
+        ("cluster-size", qcow2.map(|qcow2| json!(qcow2.cluster_size))),
+        ("format", Some(json!(info.format.name()))),
+        ("actual-size", Some(json!(info.actual_size))),
+        ("format-specific", qcow2.map(|qcow2| json!({"type": "qcow2", "data": data(qcow2)}))),
+        (
+            "full-backing-filename",
+            info.full_backing_filename.as_ref().map(|name| json!(name.display().to_string())),
+        ),
+        ("backing-filename", info.backing_filename.as_ref().map(|name| json!(name))),
+        ("dirty-flag", Some(json!(qcow2.is_some_and(|qcow2| qcow2.dirty)))),
+    ])
+}
+
+fn data(qcow2: &Qcow2Info) -> Value {
+    let v3 = qcow2.version >= 3;
+    let bitmaps: Vec<Value> = (qcow2.bitmaps.iter())
+        .map(|bitmap| {
+            let flags = [("in-use", bitmap.in_use), ("auto", bitmap.auto)];
+            let flags: Vec<&str> =
+                flags.into_iter().filter(|(_, set)| *set).map(|(flag, _)| flag).collect();
+            json!({"flags": flags, "name": bitmap.name, "granularity": bitmap.granularity})
+        })
+        .collect();
+    object([
+        ("compat", Some(json!(if v3 { "1.1" } else { "0.10" }))),
+        ("compression-type", Some(json!(qcow2.compression_type.name()))),
+        ("lazy-refcounts", v3.then(|| json!(qcow2.lazy_refcounts))),
+        ("bitmaps", (!bitmaps.is_empty()).then_some(Value::Array(bitmaps))),
+        ("refcount-bits", Some(json!(qcow2.refcount_bits))),
+        ("data-file", qcow2.data_file.as_ref().map(|name| json!(name))),
+        ("data-file-raw", qcow2.data_file_raw.map(|raw| json!(raw))),
+        ("corrupt", v3.then(|| json!(qcow2.corrupt))),
+        ("extended-l2", v3.then(|| json!(qcow2.extended_l2))),
+    ])
+}
+
+fn snapshot_to_json(snapshot: &Snapshot) -> Value {
+    let icount = snapshot.icount.filter(|count| *count != u64::MAX);
+    object([
+        ("icount", icount.map(|count| json!(count))),
+        ("vm-clock-nsec", Some(json!(snapshot.vm_clock_nsec % 1_000_000_000))),
+        ("name", Some(json!(snapshot.name_text()))),
+        ("date-sec", Some(json!(snapshot.date_sec))),
+        ("date-nsec", Some(json!(snapshot.date_nsec))),
+        ("vm-clock-sec", Some(json!(snapshot.vm_clock_nsec / 1_000_000_000))),
+        ("id", Some(json!(snapshot.id_text()))),
+        ("vm-state-size", Some(json!(snapshot.vm_state_size))),
+    ])
+}

@@ -1,0 +1,136 @@
+//! What an image says of itself, as qemu-img prints it for people.
+
+use crate::options::printable;
+use crate::size::human;
+use isobath_disk::{ImageInfo, Qcow2Info};
+use isobath_qcow2::Snapshot;
+use std::io::{self, Write};
+use std::mem::MaybeUninit;
+
+pub(super) fn print(out: &mut dyn Write, info: &ImageInfo) -> io::Result<()> {
+    let name = |path: &std::path::Path| printable(&path.display().to_string());
+    writeln!(out, "image: {}", name(&info.filename))?;
+    writeln!(out, "file format: {}", info.format.name())?;
+    let size = info.virtual_size;
+    writeln!(out, "virtual size: {} ({size} bytes)", human(size))?;
+    writeln!(out, "disk size: {}", human(info.actual_size))?;
+    if let Some(qcow2) = &info.qcow2 {
+        writeln!(out, "cluster_size: {}", qcow2.cluster_size)?;
+        if qcow2.dirty {
+            writeln!(out, "cleanly shut down: no")?;
+        }
+    }
+    if let Some(backing) = &info.backing_filename {
+        let backing = printable(backing);
+        write!(out, "backing file: {backing}")?;
+        match info.full_backing_filename.as_deref().map(name) {
+            Some(full) if full != backing => writeln!(out, " (actual path: {full})")?,
+            _ => writeln!(out)?,
+        }
+    }
+    if let Some(format) = &info.backing_format {
+        writeln!(out, "backing file format: {}", printable(format))?;
+    }
+    snapshot_list(out, &info.snapshots)?;
+    if let Some(qcow2) = &info.qcow2 {
+        print_qcow2(out, qcow2)?;
+    }
+    Ok(())
+}
+
+fn print_qcow2(out: &mut dyn Write, qcow2: &Qcow2Info) -> io::Result<()> {
+    let v3 = qcow2.version >= 3;
+    writeln!(out, "Format specific information:")?;
+    writeln!(out, "    compat: {}", if v3 { "1.1" } else { "0.10" })?;
+    writeln!(out, "    compression type: {}", qcow2.compression_type.name())?;
+    if v3 {
+        writeln!(out, "    lazy refcounts: {}", qcow2.lazy_refcounts)?;
+    }
+    if !qcow2.bitmaps.is_empty() {
+        writeln!(out, "    bitmaps:")?;
+        for (number, bitmap) in qcow2.bitmaps.iter().enumerate() {
+            writeln!(out, "        [{number}]:")?;
+            writeln!(out, "            flags:")?;
+            let flags = [("in-use", bitmap.in_use), ("auto", bitmap.auto)];
+            let set = flags.into_iter().filter(|(_, set)| *set);
+            for (number, (flag, _)) in set.enumerate() {
+                writeln!(out, "                [{number}]: {flag}")?;
+            }
+            writeln!(out, "            name: {}", bitmap.name)?;
+            writeln!(out, "            granularity: {}", bitmap.granularity)?;
+        }
+    }
+    writeln!(out, "    refcount bits: {}", qcow2.refcount_bits)?;
+    if let Some(file) = &qcow2.data_file {
+        writeln!(out, "    data file: {}", printable(file))?;
+    }
+    if let Some(raw) = qcow2.data_file_raw {
+        writeln!(out, "    data file raw: {raw}")?;
+    }
+    if v3 {
+        writeln!(out, "    corrupt: {}", qcow2.corrupt)?;
+        writeln!(out, "    extended l2: {}", qcow2.extended_l2)?;
+    }
+    Ok(())
+}
+
+/// The list of internal snapshots; nothing without any.
+pub(crate) fn snapshot_list(out: &mut dyn Write, snapshots: &[Snapshot]) -> io::Result<()> {
+    if snapshots.is_empty() {
+        return Ok(());
+    }
+    writeln!(out, "Snapshot list:")?;
+    writeln!(
+        out,
+        "{:<9} {:<16} {:>8}{:>20}{:>13}{:>11}",
+        "ID", "TAG", "VM SIZE", "DATE", "VM CLOCK", "ICOUNT"
+    )?;
+    for snapshot in snapshots {
+        let seconds = snapshot.vm_clock_nsec / 1_000_000_000;
+        let clock = format!(
+            "{:02}:{:02}:{:02}.{:03}",
+            seconds / 3600,
+            seconds / 60 % 60,
+            seconds % 60,
+            snapshot.vm_clock_nsec / 1_000_000 % 1000
+        );
+        let icount = snapshot.icount.filter(|count| *count != u64::MAX);
+        writeln!(
+            out,
+            "{} {} {:>8}{:>20}{clock:>13}{:>11}",
+            padded(&snapshot.id_text(), 9),
+            padded(&snapshot.name_text(), 16),
+            human(snapshot.vm_state_size),
+            local_time(snapshot.date_sec),
+            icount.map_or_else(String::new, |count| count.to_string())
+        )?;
+    }
+    Ok(())
+}
+
+/// Text padded to a width in bytes, as C does it.
+fn padded(text: &str, width: usize) -> String {
+    format!("{text}{:1$}", "", width.saturating_sub(text.len()))
+}
+
+/// A moment as `2026-01-31 23:59:59` in the local time zone.
+fn local_time(seconds: u32) -> String {
+    let seconds = libc::time_t::from(seconds);
+    let mut parts = MaybeUninit::<libc::tm>::uninit();
+    // SAFETY: both pointers are valid; the function fills the second, or returns null.
+    let parts = unsafe {
+        if libc::localtime_r(&raw const seconds, parts.as_mut_ptr()).is_null() {
+            return seconds.to_string();
+        }
+        parts.assume_init()
+    };
+    format!(
+        "{:04}-{:02}-{:02} {:02}:{:02}:{:02}",
+        parts.tm_year + 1900,
+        parts.tm_mon + 1,
+        parts.tm_mday,
+        parts.tm_hour,
+        parts.tm_min,
+        parts.tm_sec
+    )
+}

@@ -1,0 +1,33 @@
+//! `isobath snapshot`
+
+use super::info;
+use crate::failure::Outcome;
+use crate::options;
+use isobath_disk::ImageFormat;
+use isobath_storage::Locking;
+use std::io::Write;
+use std::path::PathBuf;
+
+/// List an image's internal snapshots
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// List the snapshots; this is what happens anyway
+    #[arg(short)]
+    list: bool,
+    /// The image's format; found out unless given
+    #[arg(short, long, value_name = "FMT", value_parser = options::format)]
+    format: Option<ImageFormat>,
+    /// Take no lock on the image, and honour none
+    #[arg(short = 'U', long)]
+    force_share: bool,
+    /// The image
+    image: PathBuf,
+}
+
+pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
+    let locking = if args.force_share { Locking::Unlocked } else { Locking::Exclusive };
+    for image in info::read(&args.image, args.format, locking, false)? {
+        info::snapshot_list(out, &image.snapshots)?;
+    }
+    Ok(0)
+}

@@ -1,0 +1,72 @@
+//! Options that several commands have, as qemu-img reads them.
+
+use clap::ValueEnum;
+use isobath_disk::ImageFormat;
+
+/// `--output`: for people or for programs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub(crate) enum OutputFormat {
+    /// Text
+    #[default]
+    Human,
+    /// JSON
+    Json,
+}
+
+/// A format by QEMU's name.
+pub(crate) fn format(name: &str) -> Result<ImageFormat, String> {
+    ImageFormat::from_name(name)
+        .ok_or_else(|| format!("Unknown file format '{name}'; there are qcow2 and raw"))
+}
+
+/// The pairs in the values of `-o`: `NAME=VALUE` separated by commas, two of which stand for one. A
+/// name alone stands for `NAME=on`.
+pub(crate) fn parse(values: &[String]) -> Vec<(String, String)> {
+    let mut pairs = Vec::new();
+    for value in values {
+        let mut option = String::new();
+        let mut rest = value.chars().peekable();
+        loop {
+            match rest.next() {
+                Some(',') if rest.next_if_eq(&',').is_some() => option.push(','),
+                Some(',') => pairs.extend(pair(&std::mem::take(&mut option))),
+                Some(c) => option.push(c),
+                None => break,
+            }
+        }
+        pairs.extend(pair(&option));
+    }
+    pairs
+}
+
+fn pair(option: &str) -> Option<(String, String)> {
+    let (name, value) = option.split_once('=').unwrap_or((option, "on"));
+    (!name.is_empty()).then(|| (name.to_owned(), value.to_owned()))
+}
+
+/// The value of an option that is on or off.
+pub(crate) fn on_off(name: &str, value: &str) -> Result<bool, String> {
+    match value {
+        "on" => Ok(true),
+        "off" => Ok(false),
+        _ => Err(format!("Parameter '{name}' expects 'on' or 'off'")),
+    }
+}
+
+/// A name from an image or a file system made safe to print.
+pub(crate) fn printable(name: &str) -> String {
+    name.chars().map(|c| if c.is_control() { '?' } else { c }).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn options_are_split_as_qemu_img_splits_them() {
+        let pairs = parse(&["a=1,b=x,,y,c".to_owned(), String::new(), "d=e=f".to_owned()]);
+        let expected = [("a", "1"), ("b", "x,y"), ("c", "on"), ("d", "e=f")];
+        let pairs: Vec<_> = pairs.iter().map(|(a, b)| (a.as_str(), b.as_str())).collect();
+        assert_eq!(pairs, expected);
+    }
+}
