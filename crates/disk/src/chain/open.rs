@@ -2,6 +2,7 @@
 
 use super::name::plain_file_name;
 use super::{Chain, ImageFormat, Layer, MAX_LAYERS};
+use crate::check::repair_dirty;
 use crate::{DiskError, MetadataMode, Result};
 use isobath_qcow2::{Header, IncompatibleFeatures, L1Entry, is_qcow2};
 use isobath_storage::{FileId, Host, IoBuf, Locking, OpenMode, Storage};
@@ -175,7 +176,7 @@ pub(crate) async fn open_layer<H: Host>(
     options: &OpenOptions,
 ) -> Result<Layer<H::File>> {
     let storage = Arc::new(host.open(name, options.mode(writable)).await?);
-    let length = storage.len().await?;
+    let mut length = storage.len().await?;
     let start = storage.read_at(0, IoBuf::zeroed(4096)).await?;
     let qcow2 = match format {
         Some(format) => format == ImageFormat::Qcow2,
@@ -184,12 +185,22 @@ pub(crate) async fn open_layer<H: Host>(
     if !qcow2 {
         return Ok(Layer::raw(name.to_owned(), storage, length));
     }
-    let error = |source| DiskError::Format { image: name.to_owned(), source };
-    let head = Header::probe_length(&start).map_err(error)?.min(length as usize);
-    let bytes =
-        if head > start.len() { storage.read_at(0, IoBuf::zeroed(head)).await? } else { start };
-    let header = Header::parse(bytes.get(..head).unwrap_or(&bytes)).map_err(error)?;
-    let geometry = header.geometry().map_err(error)?;
+    let mut header = read_header(&*storage, name, start, length).await?;
+    if writable && header.incompatible.contains(IncompatibleFeatures::CORRUPT) {
+        return Err(DiskError::Corrupt {
+            image: name.to_owned(),
+            reason: "its header says so (corrupt bit); it can be read, not written".into(),
+        });
+    }
+    if writable && header.incompatible.contains(IncompatibleFeatures::DIRTY) {
+        repair_dirty(&storage, name).await?;
+        length = storage.len().await?;
+        let start = storage.read_at(0, IoBuf::zeroed(4096)).await?;
+        header = read_header(&*storage, name, start, length).await?;
+    }
+    let geometry = header
+        .geometry()
+        .map_err(|source| DiskError::Format { image: name.to_owned(), source })?;
     let l1 = read_l1(&*storage, name, &header, length).await?;
     let data = if header.incompatible.contains(IncompatibleFeatures::DATA_FILE) {
         let Some(file) = header.data_file() else {
@@ -210,6 +221,20 @@ pub(crate) async fn open_layer<H: Host>(
         None => length,
     };
     Ok(Layer::qcow2(name.to_owned(), storage, data, file_length, header, geometry, l1))
+}
+
+/// Reads the header cluster, of which `start` is the beginning.
+async fn read_header<S: Storage>(
+    storage: &S,
+    name: &Path,
+    start: IoBuf,
+    file_length: u64,
+) -> Result<Header> {
+    let error = |source| DiskError::Format { image: name.to_owned(), source };
+    let head = Header::probe_length(&start).map_err(error)?.min(file_length as usize);
+    let bytes =
+        if head > start.len() { storage.read_at(0, IoBuf::zeroed(head)).await? } else { start };
+    Header::parse(bytes.get(..head).unwrap_or(&bytes)).map_err(error)
 }
 
 /// Reads the active L1 table.

@@ -6,9 +6,9 @@ use crate::alloc::Allocator;
 use crate::chain::{Layer, Qcow2};
 use crate::durability::Metadata;
 use crate::tables::Tables;
-use crate::{DiskError, MetadataMode, Result};
+use crate::{MetadataMode, Result};
 use isobath_qcow2::header::field;
-use isobath_qcow2::{AutoclearFeatures, Header, IncompatibleFeatures, Snapshot};
+use isobath_qcow2::{AutoclearFeatures, Header, Snapshot};
 use isobath_storage::{IoBuf, Storage};
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -26,12 +26,6 @@ impl<S: Storage> Writer<S> {
     ) -> Result<Self> {
         let MetadataMode::Ordered = mode;
         let header = qcow2.header.read().clone();
-        if header.incompatible.contains(IncompatibleFeatures::CORRUPT) {
-            return Err(DiskError::Corrupt {
-                image: layer.name().to_owned(),
-                reason: "its header says so (corrupt bit); it can be read, not written".into(),
-            });
-        }
         for entry in qcow2.l1.read().iter() {
             entry.offset(&qcow2.geometry).map_err(|error| layer.format_error(error))?;
         }
