@@ -3,9 +3,12 @@
 //! A command is a file under `commands/` with an `Args` and a `run`, and a line in
 //! [`commands::Command`].
 
+mod cache;
 mod commands;
+mod descriptors;
 mod failure;
 mod json;
+mod options;
 mod runtime;
 mod size;
 

@@ -1,6 +1,12 @@
 //! The commands, a file each.
 
+mod check;
 mod completions;
+mod create;
+mod info;
+mod io;
+mod serve;
+mod snapshot;
 
 use crate::failure::Outcome;
 use clap::Subcommand;
@@ -26,5 +32,11 @@ macro_rules! commands {
 }
 
 commands! {
+    Create = create;
+    Info = info;
+    Check = check;
+    Snapshot = snapshot;
     Completions = completions;
+    Io = io;
+    Serve = serve;
 }

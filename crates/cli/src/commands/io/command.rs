@@ -76,7 +76,14 @@ const COMMANDS: &[Command] = &[
         "read a range into several buffers",
     ),
     command("sleep", "", (1, Some(1)), "", "ms", "wait for some milliseconds"),
-    command("truncate", "t", (1, Some(1)), "", "off", "change the disk's size"),
+    command(
+        "truncate",
+        "t",
+        (1, Some(3)),
+        "m:",
+        "[-m preallocation] off",
+        "change the disk's size",
+    ),
     command(
         "write",
         "w",
@@ -101,6 +108,7 @@ const LETTERS: &[(char, &str)] = &[
     ('C', "statistics for programs: bytes,requests,time,bytes/s,requests/s"),
     ('f', "make it durable before it counts as done"),
     ('l', "how many bytes to verify (with -P)"),
+    ('m', "what to allocate of the new part: off, metadata, falloc or full"),
     ('n', "fail if zeroes would have to be written as data (with -z)"),
     ('P', "the byte to write (205 unless told otherwise) or to verify"),
     ('q', "no statistics"),

@@ -114,8 +114,7 @@ mod tests {
 
     #[test]
     fn statistics_for_people_and_for_programs() {
-        let done =
-            Done { verb: "wrote", offset: 7, bytes: 1024, time: Duration::from_millis(500) };
+        let done = Done { verb: "wrote", offset: 7, bytes: 1024, time: Duration::from_millis(500) };
         assert_eq!(
             done.for_people(),
             "wrote 1024/1024 bytes at offset 7\n1 KiB, 1 ops; 00.50 sec (2 KiB/sec and 2.0000 ops/sec)\n"

@@ -1,0 +1,150 @@
+//! What is printed once exports can be reached.
+
+use super::endpoint::reachable;
+use crate::size;
+use isobath_storage::ring::net::Address;
+use std::borrow::Cow;
+use std::fmt::Write as _;
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+
+/// A disk that is served, for people.
+pub(super) struct Announcement<'a> {
+    /// The export's name.
+    pub(super) name: &'a str,
+    /// Its number among the exports, from 0.
+    pub(super) number: usize,
+    /// Bytes.
+    pub(super) size: u64,
+    /// Images in its chain.
+    pub(super) layers: usize,
+    pub(super) read_only: bool,
+}
+
+impl Announcement<'_> {
+    /// The export in one line, and below it, for each address, its URI and QEMU's options for it.
+    pub(super) fn text(&self, addresses: &[Address]) -> String {
+        let mode = if self.read_only { "read-only" } else { "read-write" };
+        let plural = if self.layers == 1 { "" } else { "s" };
+        let mut text = format!(
+            "{}: {}, {} layer{plural}, {mode}\n",
+            self.name.escape_debug(),
+            size::human(self.size),
+            self.layers
+        );
+        for address in addresses {
+            let uri = uri(address, self.name);
+            let _ = writeln!(text, "  {uri}");
+            let (drive, blockdev) = if self.read_only {
+                (",readonly=on", ",read-only=on")
+            } else {
+                (",discard=unmap", ",discard=unmap")
+            };
+            let drive = format!("file={uri},format=raw,if=virtio{drive}");
+            let _ = writeln!(text, "    -drive {}", quoted(&drive));
+            let node = format!("disk{}", self.number);
+            let server = match address {
+                Address::Unix(path) => {
+                    let path = absolute(path).to_string_lossy().replace(',', ",,");
+                    format!("server.type=unix,server.path={path}")
+                }
+                Address::Tcp(address) => {
+                    let address = reachable(*address);
+                    format!(
+                        "server.type=inet,server.host={},server.port={}",
+                        address.ip(),
+                        address.port()
+                    )
+                }
+            };
+            let export = self.name.replace(',', ",,");
+            let blockdev =
+                format!("driver=nbd,node-name={node},{server},export={export}{blockdev}");
+            let _ = writeln!(
+                text,
+                "    -blockdev {} -device virtio-blk-pci,drive={node}",
+                quoted(&blockdev)
+            );
+        }
+        text
+    }
+}
+
+/// An export's NBD URI.
+fn uri(address: &Address, name: &str) -> String {
+    let name = percent_encoded(name.as_bytes(), b"");
+    match address {
+        Address::Unix(path) => {
+            let path = absolute(path);
+            let path = percent_encoded(path.as_os_str().as_bytes(), b"/");
+            format!("nbd+unix:///{name}?socket={path}")
+        }
+        Address::Tcp(address) => format!("nbd://{}/{name}", reachable(*address)),
+    }
+}
+
+fn absolute(path: &Path) -> Cow<'_, Path> {
+    std::path::absolute(path).map_or(Cow::Borrowed(path), Cow::Owned)
+}
+
+/// Bytes as a part of a URI; `also` need no encoding either.
+fn percent_encoded(bytes: &[u8], also: &[u8]) -> String {
+    let mut text = String::new();
+    for byte in bytes {
+        if byte.is_ascii_alphanumeric() || b"-._~".contains(byte) || also.contains(byte) {
+            text.push(char::from(*byte));
+        } else {
+            let _ = write!(text, "%{byte:02X}");
+        }
+    }
+    text
+}
+
+/// A word as a shell takes it.
+fn quoted(word: &str) -> Cow<'_, str> {
+    if word.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-._~/:,=+%@".contains(&byte)) {
+        Cow::Borrowed(word)
+    } else {
+        Cow::Owned(format!("'{}'", word.replace('\'', r"'\''")))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn text(name: &str, address: Address, read_only: bool) -> String {
+        Announcement { name, number: 0, size: 10 << 30, layers: 3, read_only }.text(&[address])
+    }
+
+    #[test]
+    fn lines_to_paste_for_a_unix_socket() {
+        assert_eq!(
+            text("root", Address::Unix("/run/disk.sock".into()), false),
+            "root: 10 GiB, 3 layers, read-write\n  \
+               nbd+unix:///root?socket=/run/disk.sock\n    \
+                 -drive 'file=nbd+unix:///root?socket=/run/disk.sock,format=raw,if=virtio,discard=unmap'\n    \
+                 -blockdev driver=nbd,node-name=disk0,server.type=unix,server.path=/run/disk.sock,\
+                 export=root,discard=unmap -device virtio-blk-pci,drive=disk0\n"
+        );
+    }
+
+    #[test]
+    fn lines_to_paste_for_tcp() {
+        assert_eq!(
+            text("root", Address::Tcp(([0, 0, 0, 0], 10809).into()), true),
+            "root: 10 GiB, 3 layers, read-only\n  \
+               nbd://127.0.0.1:10809/root\n    \
+                 -drive file=nbd://127.0.0.1:10809/root,format=raw,if=virtio,readonly=on\n    \
+                 -blockdev driver=nbd,node-name=disk0,server.type=inet,server.host=127.0.0.1,\
+                 server.port=10809,export=root,read-only=on -device virtio-blk-pci,drive=disk0\n"
+        );
+    }
+
+    #[test]
+    fn odd_names_are_encoded_and_quoted() {
+        let text = text("it's, é", Address::Unix("/a,b".into()), false);
+        assert!(text.contains("nbd+unix:///it%27s%2C%20%C3%A9?socket=/a%2Cb"), "{text}");
+        assert!(text.contains(r"server.path=/a,,b,export=it'\''s,, é,discard"), "{text}");
+    }
+}

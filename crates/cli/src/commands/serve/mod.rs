@@ -1,0 +1,366 @@
+//! `isobath serve`
+
+mod announce;
+mod daemon;
+mod endpoint;
+mod pid_file;
+
+use crate::cache::Cache;
+use crate::failure::{Failure, Outcome};
+use crate::{options, runtime, size};
+use announce::Announcement;
+use daemon::Daemon;
+use endpoint::{Endpoint, is_public};
+use isobath_disk::{BlockDevice, Disk, ImageFormat, MetadataMode, OpenOptions, Trust};
+use isobath_export::nbd::{Export, Limits, Server};
+use isobath_storage::file::FileHost;
+use isobath_storage::ring::net::{Address, Listener};
+use isobath_storage::ring::{Config, Handle, Signals, Worker, spawn};
+use pid_file::PidFile;
+use std::io::Write;
+use std::num::NonZeroUsize;
+use std::path::{Path, PathBuf};
+use std::pin::pin;
+use std::sync::Arc;
+use std::task::Poll;
+use std::{fs, future, io, process, thread};
+
+type FileDisk = Disk<FileHost>;
+
+/// The most threads unless more are asked for.
+const THREADS: usize = 8;
+/// What ends the server.
+const SIGNALS: [i32; 3] = [libc::SIGTERM, libc::SIGINT, libc::SIGHUP];
+
+/// Serve images to virtual machines and other clients over NBD
+///
+/// Once clients can connect, prints each export's address and options for QEMU that use it. Then
+/// writes only to its log, on stderr. SIGTERM, SIGINT or SIGHUP ends it: requests under way are
+/// finished and answered, the images flushed and closed. A second signal ends it at once, as a crash
+/// would: nothing flushed is lost.
+///
+/// There is neither authentication nor encryption: whoever can connect can read, and unless
+/// --read-only is given write, the disk. Give a unix socket's directory the permissions that clients
+/// need.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// Where to listen, may be given several times: a socket file, or a TCP port, on the loopback
+    /// interface unless a HOST is named [default: 127.0.0.1:10809]
+    #[arg(long, value_name = "unix:PATH|[HOST:]PORT")]
+    nbd: Vec<Endpoint>,
+    /// The export's name; with several images, may be given for each in turn [default: the image's
+    /// file name without its extension]. The first export is also found by the empty name
+    #[arg(long, value_name = "NAME")]
+    export_name: Vec<String>,
+    /// Refuse writes, and let other programs read the images meanwhile
+    #[arg(short, long)]
+    read_only: bool,
+    /// How the host caches the images and their backing files
+    #[arg(long, value_name = "MODE", default_value = "writeback")]
+    cache: Cache,
+    /// How changes of metadata reach an image: 'ordered' leaves it consistent after a crash at any
+    /// point
+    #[arg(long, value_name = "MODE", default_value = "ordered", value_parser = metadata)]
+    metadata: MetadataMode,
+    /// Memory for each disk's map, such as 64M [default: what the disk needs, at most 132M]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    map_cache: Option<u64>,
+    /// The images' format; found out unless given. A raw image that is written needs it
+    #[arg(short, long, value_name = "FMT", value_parser = options::format)]
+    format: Option<ImageFormat>,
+    /// The images may come from strangers: open only files in --backing-dir that they name, and
+    /// trust no guess at a backing file's format
+    #[arg(long)]
+    untrusted: bool,
+    /// A directory whose files an untrusted image may name, may be given several times [default:
+    /// the image's own]
+    #[arg(long, value_name = "DIR", requires = "untrusted")]
+    backing_dir: Vec<PathBuf>,
+    /// Threads that serve clients, each client on one of them [default: one per CPU, at most 8]
+    #[arg(long, value_name = "N")]
+    threads: Option<NonZeroUsize>,
+    /// Write the process's number to this file, once clients can connect
+    #[arg(long, value_name = "FILE")]
+    pid_file: Option<PathBuf>,
+    /// Go into the background; the command returns once clients can connect. There is no log then
+    #[arg(long)]
+    daemonize: bool,
+    /// The images, each an export
+    #[arg(required = true, value_name = "IMAGE")]
+    images: Vec<PathBuf>,
+}
+
+fn metadata(name: &str) -> Result<MetadataMode, String> {
+    MetadataMode::from_name(name).ok_or_else(|| format!("there is no mode '{name}', but 'ordered'"))
+}
+
+pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
+    let names = export_names(&args.images, &args.export_name)?;
+    let daemon = match args.daemonize.then(Daemon::start) {
+        None => None,
+        Some(Ok(daemon)) => Some(daemon),
+        Some(Err(error)) => return Err(Failure::new(error).context("cannot start a daemon")),
+    };
+    runtime::block_on(async || {
+        let mut signals = Signals::new(&SIGNALS)
+            .map_err(|error| Failure::new(error).context("cannot receive signals"))?;
+        let disks = match unless_signalled(&mut signals, open(args)).await {
+            Some(disks) => disks?,
+            None => return Err(Failure::new("stopped by a signal before it was ready")),
+        };
+        let served = serve(args, names, &disks, signals, out, daemon).await;
+        let closed = close(&disks).await;
+        served.and(closed).map(|()| 0)
+    })
+}
+
+/// Opens every image.
+async fn open(args: &Args) -> Result<Vec<Arc<FileDisk>>, Failure> {
+    let mut disks = Vec::new();
+    for image in &args.images {
+        let options = OpenOptions {
+            writable: !args.read_only,
+            direct: args.cache == Cache::None,
+            format: args.format,
+            metadata: args.metadata,
+            map_cache: args.map_cache.map(|bytes| usize::try_from(bytes).unwrap_or(usize::MAX)),
+            trust: trust(args, image)?,
+            ..OpenOptions::default()
+        };
+        let disk = Disk::open(FileHost, image, &options).await?;
+        let format = disk.layers().next().map(|layer| layer.format());
+        if format == Some(ImageFormat::Raw) && args.format.is_none() && !args.read_only {
+            return Err(Failure::new(format_args!(
+                "'{}' is taken for a raw image, and a guest that may write to a raw image can make \
+                 it look like another format at the next start; say what it is with --format raw",
+                image.display()
+            )));
+        }
+        disks.push(Arc::new(disk));
+    }
+    Ok(disks)
+}
+
+/// How far the names in an image are believed.
+fn trust(args: &Args, image: &Path) -> Result<Trust, Failure> {
+    if !args.untrusted {
+        return Ok(Trust::Full);
+    }
+    let own = [match image.parent() {
+        Some(parent) if parent != Path::new("") => parent.to_owned(),
+        _ => PathBuf::from("."),
+    }];
+    let directories = if args.backing_dir.is_empty() { &own[..] } else { &args.backing_dir };
+    let canonical = |directory: &PathBuf| {
+        fs::canonicalize(directory)
+            .map_err(|error| Failure::new(error).context(format_args!("'{}'", directory.display())))
+    };
+    Ok(Trust::Within(directories.iter().map(canonical).collect::<Result<_, _>>()?))
+}
+
+/// Serves the disks until a signal arrives.
+async fn serve(
+    args: &Args,
+    names: Vec<String>,
+    disks: &[Arc<FileDisk>],
+    mut signals: Signals,
+    out: &mut dyn Write,
+    daemon: Option<Daemon>,
+) -> Result<(), Failure> {
+    let exports = names.into_iter().zip(disks).map(|(name, disk)| Export {
+        name,
+        description: String::new(),
+        device: disk.clone(),
+    });
+    let server = Server::new(exports.collect(), Limits::default());
+    let server = Arc::new(server.map_err(Failure::new)?);
+    let listeners = listen(&args.nbd)?;
+    let workers = start_workers(args.threads)?;
+    let handles: Vec<Handle> = workers.iter().map(|worker| worker.handle().clone()).collect();
+
+    let addresses: Vec<_> = listeners.iter().map(|listener| listener.address().clone()).collect();
+    // Whatever happens to a reader of the announcement, the disks are there for the others.
+    if let Err(error) = announce(out, &server, disks, &addresses) {
+        tracing::warn!(%error, "the exports' addresses could not be printed");
+    }
+    let pid_file = args.pid_file.as_deref().map(create_pid_file).transpose()?;
+    if let Some(daemon) = daemon {
+        daemon.ready().map_err(|error| Failure::new(error).context("/dev/null"))?;
+    }
+    notify(&[sd_notify::NotifyState::Ready]);
+
+    let stopping = server.clone();
+    spawn(async move {
+        wait_for_signal(&mut signals).await;
+        tracing::info!("stopping");
+        notify(&[sd_notify::NotifyState::Stopping]);
+        stopping.stop();
+        wait_for_signal(&mut signals).await;
+        tracing::warn!("a second signal: ending at once");
+        process::exit(1);
+    });
+    let mut listening = Vec::new();
+    for listener in listeners {
+        let (server, handles) = (server.clone(), handles.clone());
+        listening.push(spawn(async move {
+            let result = server.serve(listener, &handles).await;
+            if result.is_err() {
+                server.stop();
+            }
+            result
+        }));
+    }
+    let mut result = Ok(());
+    for ended in listening {
+        match ended.await {
+            Ok(Ok(())) => {}
+            Ok(Err(error)) => result = Err(Failure::new(error).context("a listener failed")),
+            Err(panicked) => panicked.resume(),
+        }
+    }
+    drop(workers);
+    drop(pid_file);
+    result
+}
+
+/// Flushes and closes every disk, also when one fails.
+async fn close(disks: &[Arc<FileDisk>]) -> Result<(), Failure> {
+    let mut result = Ok(());
+    for disk in disks {
+        if let Err(error) = disk.close().await {
+            if let Err(Failure { message: Some(message), .. }) = &result {
+                tracing::error!("{message}");
+            }
+            result = Err(error.into());
+        }
+    }
+    result
+}
+
+/// Binds every endpoint.
+fn listen(endpoints: &[Endpoint]) -> Result<Vec<Listener>, Failure> {
+    let default = [Endpoint::default()];
+    let endpoints = if endpoints.is_empty() { &default } else { endpoints };
+    let bind = |endpoint: &Endpoint| {
+        let listener = endpoint.bind().map_err(|error| {
+            let hint = if error.kind() == io::ErrorKind::AddrInUse {
+                "; somebody listens there already, choose another with --nbd"
+            } else {
+                ""
+            };
+            Failure::new(format_args!("cannot listen on {endpoint}: {error}{hint}"))
+        })?;
+        if is_public(listener.address()) {
+            tracing::warn!(
+                "{endpoint} may be reached from other machines, without authentication or encryption"
+            );
+        }
+        Ok(listener)
+    };
+    endpoints.iter().map(bind).collect()
+}
+
+/// Starts the threads for clients; a single one would gain nothing over this thread.
+fn start_workers(wanted: Option<NonZeroUsize>) -> Result<Vec<Worker>, Failure> {
+    let count = wanted.map_or_else(
+        || thread::available_parallelism().map_or(1, NonZeroUsize::get).min(THREADS),
+        NonZeroUsize::get,
+    );
+    let numbers = if count == 1 { 0..0 } else { 0..count };
+    let start = |number| Worker::start(&format!("nbd-{number}"), &Config::default());
+    let workers = numbers.map(start).collect::<io::Result<_>>();
+    workers.map_err(|error| Failure::new(error).context("cannot start a thread"))
+}
+
+fn announce(
+    out: &mut dyn Write,
+    server: &Server<FileDisk>,
+    disks: &[Arc<FileDisk>],
+    addresses: &[Address],
+) -> io::Result<()> {
+    for (number, (export, disk)) in server.exports().iter().zip(disks).enumerate() {
+        let announcement = Announcement {
+            name: &export.name,
+            number,
+            size: disk.size(),
+            layers: disk.depth(),
+            read_only: disk.is_read_only(),
+        };
+        out.write_all(announcement.text(addresses).as_bytes())?;
+    }
+    out.flush()
+}
+
+fn create_pid_file(path: &Path) -> Result<PidFile, Failure> {
+    PidFile::create(path).map_err(|error| {
+        let reason = if error.kind() == io::ErrorKind::ResourceBusy {
+            "another process holds it".to_owned()
+        } else {
+            error.to_string()
+        };
+        Failure::new(format_args!("cannot write the pid file '{}': {reason}", path.display()))
+    })
+}
+
+/// Tells a service manager that waits to be told.
+fn notify(state: &[sd_notify::NotifyState<'_>]) {
+    if let Err(error) = sd_notify::notify(state) {
+        tracing::warn!(%error, "the service manager could not be told");
+    }
+}
+
+/// Waits for a signal; for ever where none can be received.
+async fn wait_for_signal(signals: &mut Signals) {
+    if let Err(error) = signals.recv().await {
+        tracing::error!(%error, "signals cannot be received");
+        future::pending::<()>().await;
+    }
+}
+
+/// The output of `work`, unless a signal arrives before.
+async fn unless_signalled<F: Future>(signals: &mut Signals, work: F) -> Option<F::Output> {
+    let mut work = pin!(work);
+    let mut signal = pin!(wait_for_signal(signals));
+    future::poll_fn(|context| match work.as_mut().poll(context) {
+        Poll::Ready(output) => Poll::Ready(Some(output)),
+        Poll::Pending => signal.as_mut().poll(context).map(|()| None),
+    })
+    .await
+}
+
+/// A name for each image: those given, then the files', told apart by numbers where they are equal.
+fn export_names(images: &[PathBuf], given: &[String]) -> Result<Vec<String>, Failure> {
+    if given.len() > images.len() {
+        return Err(Failure::new(format_args!(
+            "there are {} export names for {} images",
+            given.len(),
+            images.len()
+        )));
+    }
+    let mut names = given.to_vec();
+    for image in images.iter().skip(given.len()) {
+        let stem = image.file_stem().map_or_else(|| "disk".into(), |stem| stem.to_string_lossy());
+        let mut name = stem.clone().into_owned();
+        let mut number = 2;
+        while names.contains(&name) {
+            name = format!("{stem}-{number}");
+            number += 1;
+        }
+        names.push(name);
+    }
+    Ok(names)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_export_has_a_name_of_its_own() {
+        let images = ["a/x.qcow2", "b/x.qcow2", "x-2", "y.img"].map(PathBuf::from);
+        assert_eq!(export_names(&images, &[]).unwrap(), ["x", "x-2", "x-2-2", "y"]);
+        let given = ["y".to_owned(), "z".to_owned()];
+        assert_eq!(export_names(&images, &given).unwrap(), ["y", "z", "x-2", "y-2"]);
+        assert!(export_names(&images[..1], &given).is_err());
+    }
+}
