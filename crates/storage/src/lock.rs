@@ -18,6 +18,7 @@ use crate::error::{Operation, StorageError};
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::Path;
+use std::sync::Arc;
 
 /// The first byte for permissions in use.
 const USED: i64 = 100;
@@ -60,17 +61,34 @@ pub(crate) fn busy(name: &Path, conflict: Conflict) -> StorageError {
     StorageError::new(Operation::Lock, name, source)
 }
 
-/// Takes the locks of an image; they last until the file is closed.
+/// The locks of an open image; dropped, they are given back.
+///
+/// Closing the file would do that as well, but not while a child of this process has the file open
+/// between its fork and its exec.
+pub(crate) struct Locks(Arc<OwnedFd>);
+
+impl Drop for Locks {
+    fn drop(&mut self) {
+        let _ = call(&self.0, libc::F_OFD_SETLK, libc::F_UNLCK, 0, 0);
+    }
+}
+
+/// Takes the locks of an image.
 ///
 /// # Errors
 /// Another user's locks conflict, or the file system has no locks.
-pub(crate) fn take(file: &OwnedFd, name: &Path, writable: bool) -> Result<(), StorageError> {
+pub(crate) fn take(
+    file: &Arc<OwnedFd>,
+    name: &Path,
+    writable: bool,
+) -> Result<Locks, StorageError> {
+    let locks = Locks(file.clone());
     let used: &[Permission] = if writable { &[READ, WRITE, RESIZE] } else { &[READ] };
     let denied = [WRITE, RESIZE];
     let failed = |source| StorageError::new(Operation::Lock, name, source);
     let bytes = used.iter().map(|(n, _)| USED + n).chain(denied.iter().map(|(n, _)| DENIED + n));
     for byte in bytes {
-        match call(file, libc::F_OFD_SETLK, libc::F_RDLCK, byte) {
+        match call(file, libc::F_OFD_SETLK, libc::F_RDLCK, byte, 1) {
             Ok(_) => {}
             Err(error) if matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EACCES)) => {
                 let conflict = if writable { Conflict::WRITE } else { Conflict::SHARED_WRITE };
@@ -85,7 +103,7 @@ pub(crate) fn take(file: &OwnedFd, name: &Path, writable: bool) -> Result<(), St
             }
         }
     }
-    let taken = |byte| call(file, libc::F_OFD_GETLK, libc::F_WRLCK, byte).map_err(failed);
+    let taken = |byte| call(file, libc::F_OFD_GETLK, libc::F_WRLCK, byte, 1).map_err(failed);
     for (number, permission) in used {
         if taken(DENIED + number)? {
             return Err(busy(name, Conflict { permission, shared: false }));
@@ -96,17 +114,24 @@ pub(crate) fn take(file: &OwnedFd, name: &Path, writable: bool) -> Result<(), St
             return Err(busy(name, Conflict { permission, shared: true }));
         }
     }
-    Ok(())
+    Ok(locks)
 }
 
-/// Sets or tests a lock on one byte; tells whether another's lock is in the way of the one tested.
-fn call(file: &OwnedFd, command: libc::c_int, kind: libc::c_int, byte: i64) -> io::Result<bool> {
+/// Sets or tests a lock on `length` bytes (0: to the end); tells whether another's lock is in the way of
+/// the one tested.
+fn call(
+    file: &OwnedFd,
+    command: libc::c_int,
+    kind: libc::c_int,
+    start: i64,
+    length: i64,
+) -> io::Result<bool> {
     // SAFETY: a description of zeroes is valid, and open file locks want the process left at 0.
     let mut lock: libc::flock = unsafe { std::mem::zeroed() };
     lock.l_type = kind as libc::c_short;
     lock.l_whence = libc::SEEK_SET as libc::c_short;
-    lock.l_start = byte;
-    lock.l_len = 1;
+    lock.l_start = start;
+    lock.l_len = length;
     loop {
         // SAFETY: the kernel reads and writes the description, which is live.
         if unsafe { libc::fcntl(file.as_raw_fd(), command, &raw mut lock) } == 0 {

@@ -10,6 +10,7 @@ use super::ranges::{Guard, Ranges};
 use super::sys;
 use super::transfer::{self, Target};
 use crate::IoBuf;
+use crate::ring::Lease;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -61,18 +62,18 @@ impl Direct {
     }
 
     /// Keeps partial writes out of the blocks of `[start, end)`.
-    pub(super) async fn share(&self, file: &Arc<OwnedFd>, start: u64, end: u64) -> Arc<Guard> {
-        self.ranges.hold(file, self.down(start), self.up(end), false).await
+    pub(super) async fn share(&self, lease: &Lease, start: u64, end: u64) -> Arc<Guard> {
+        self.ranges.hold(lease, self.down(start), self.up(end), false).await
     }
 
     /// Keeps all changes out of the blocks from `start` on.
-    pub(super) async fn hold_from(&self, file: &Arc<OwnedFd>, start: u64) -> Arc<Guard> {
-        self.ranges.hold(file, self.down(start), u64::MAX, true).await
+    pub(super) async fn hold_from(&self, lease: &Lease, start: u64) -> Arc<Guard> {
+        self.ranges.hold(lease, self.down(start), u64::MAX, true).await
     }
 
     /// Waits until no write is about to cut the file.
-    pub(super) async fn settled(&self, file: &Arc<OwnedFd>) -> Arc<Guard> {
-        self.ranges.hold(file, u64::MAX - 1, u64::MAX, false).await
+    pub(super) async fn settled(&self, lease: &Lease) -> Arc<Guard> {
+        self.ranges.hold(lease, u64::MAX - 1, u64::MAX, false).await
     }
 
     /// Reads until the buffer is full or the file ends; returns how much was read.
@@ -127,12 +128,11 @@ impl Direct {
         buf: IoBuf,
     ) -> (io::Result<()>, IoBuf) {
         if self.in_blocks(offset) && self.is_aligned(&buf) {
-            let guard = self.share(&target.file, offset, offset + buf.len() as u64).await;
+            let guard = self.share(&target.lease, offset, offset + buf.len() as u64).await;
             let target = Target { file: target.file.clone(), lease: guard };
             return transfer::write(&target, offset, buf).await;
         }
-        let result =
-            Box::pin(self.write_copy(&target.file, offset, std::slice::from_ref(&buf))).await;
+        let result = Box::pin(self.write_copy(target, offset, std::slice::from_ref(&buf))).await;
         (result, buf)
     }
 
@@ -145,28 +145,28 @@ impl Direct {
     ) -> (io::Result<()>, Vec<IoBuf>) {
         if self.in_blocks(offset) && bufs.iter().all(|buf| self.is_aligned(buf)) {
             let length: u64 = bufs.iter().map(|buf| buf.len() as u64).sum();
-            let guard = self.share(&target.file, offset, offset + length).await;
+            let guard = self.share(&target.lease, offset, offset + length).await;
             let target = Target { file: target.file.clone(), lease: guard };
             return transfer::write_vectored(&target, offset, bufs).await;
         }
-        let result = Box::pin(self.write_copy(&target.file, offset, &bufs)).await;
+        let result = Box::pin(self.write_copy(target, offset, &bufs)).await;
         (result, bufs)
     }
 
     /// Writes copies of the buffers, in whole blocks.
-    async fn write_copy(&self, file: &Arc<OwnedFd>, offset: u64, bufs: &[IoBuf]) -> io::Result<()> {
+    async fn write_copy(&self, target: &Target, offset: u64, bufs: &[IoBuf]) -> io::Result<()> {
         let end = offset + bufs.iter().map(|buf| buf.len() as u64).sum::<u64>();
         let (first, last) = (self.down(offset), self.up(end));
         let partial = first < offset || end < last;
-        let mut guard = self.ranges.hold(file, first, last, partial).await;
+        let mut guard = self.ranges.hold(&target.lease, first, last, partial).await;
         let mut cut = None;
-        if self.extends && end < last && last > length(file)? {
+        if self.extends && end < last && last > length(&target.file)? {
             drop(guard);
-            guard = self.hold_from(file, first).await;
-            let length = length(file)?;
+            guard = self.hold_from(&target.lease, first).await;
+            let length = length(&target.file)?;
             cut = (last > length).then_some(length);
         }
-        let target = Target { file: file.clone(), lease: guard.clone() };
+        let target = Target { file: target.file.clone(), lease: guard.clone() };
         let mut source = Source { bufs, skip: 0 };
         let mut at = first;
         let mut result = Ok(());
@@ -179,7 +179,7 @@ impl Direct {
             at = stop;
         }
         if let Some(length) = cut {
-            sys::ftruncate(file, length.max(at.min(end)))?;
+            sys::ftruncate(&target.file, length.max(at.min(end)))?;
         }
         drop(guard);
         result

@@ -108,19 +108,23 @@ impl FileStorage {
     async fn change_length(&self, length: u64) -> io::Result<()> {
         if let Kind::Device { .. } = self.kind {
             let have = self.present_length()?;
-            return if length <= have { Ok(()) } else { Err(io::ErrorKind::StorageFull.into()) };
+            return if length <= have {
+                Ok(())
+            } else {
+                Err(io::Error::from_raw_os_error(libc::ENOSPC))
+            };
         }
         let guard = match &self.direct {
-            Some(direct) => Some(direct.hold_from(&self.target.file, 0).await),
+            Some(direct) => Some(direct.hold_from(&self.target.lease, 0).await),
             None => None,
         };
         if length >= self.present_length()? {
             return sys::ftruncate(&self.target.file, length);
         }
-        let file = self.target.file.clone();
+        let target = self.target.clone();
         unblock(move || {
             let _guard = guard;
-            sys::ftruncate(&file, length)
+            sys::ftruncate(&target.file, length)
         })
         .await
     }
@@ -221,7 +225,7 @@ impl Storage for FileStorage {
 
     async fn len(&self) -> Result<u64> {
         if let Some(direct) = &self.direct {
-            drop(direct.settled(&self.target.file).await);
+            drop(direct.settled(&self.target.lease).await);
         }
         self.present_length().map_err(|error| self.error(Operation::Query, error))
     }
@@ -234,6 +238,13 @@ impl Storage for FileStorage {
 
     async fn allocation(&self, offset: u64) -> Result<Allocation> {
         self.find_allocation(offset).map_err(|error| self.at(Operation::Query, offset, 0, error))
+    }
+
+    async fn allocated(&self) -> Result<u64> {
+        let stat = sys::stat(&self.target.file);
+        let stat = stat.map_err(|error| self.error(Operation::Query, error))?;
+        // Counted in 512 bytes, whatever the file system's blocks.
+        Ok(stat.st_blocks as u64 * 512)
     }
 
     fn is_read_only(&self) -> bool {

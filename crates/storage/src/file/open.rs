@@ -6,6 +6,7 @@ use super::transfer::Target;
 use super::zero::Abilities;
 use super::{FileStorage, Kind, sys};
 use crate::error::{Operation, StorageError};
+use crate::ring::Lease;
 use crate::{FileId, Host, Locking, OpenMode, Result, lock};
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -128,14 +129,15 @@ fn attach(
     } else {
         FileId { device: stat.st_dev, inode: stat.st_ino }
     };
-    if mode.locking == Locking::Exclusive {
-        lock::take(&file, name, mode.writable)?;
-    }
+    let lease: Lease = match mode.locking {
+        Locking::Exclusive => Arc::new(lock::take(&file, name, mode.writable)?),
+        Locking::Unlocked => file.clone(),
+    };
     let direct = if mode.direct { Some(direct(&file, kind)?) } else { None };
     Ok(FileStorage {
         name: name.to_owned(),
         id,
-        target: Target::new(&file),
+        target: Target { file, lease },
         kind,
         read_only: !mode.writable,
         direct,

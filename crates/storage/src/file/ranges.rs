@@ -1,8 +1,8 @@
 //! Ranges of a file that operations hold while they are in flight.
 
+use crate::ring::Lease;
 use parking_lot::Mutex;
 use std::future::poll_fn;
-use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::task::{Poll, Waker};
 
@@ -31,8 +31,8 @@ pub(super) struct Ranges(Mutex<State>);
 /// keep it.
 pub(super) struct Guard {
     ranges: Arc<Ranges>,
-    /// Kept open for as long as the range is held.
-    _file: Arc<OwnedFd>,
+    /// What keeps the file open, and locked, for as long as the range is held.
+    _lease: Lease,
     id: u64,
 }
 
@@ -40,7 +40,7 @@ impl Ranges {
     /// Waits until `[start, end)` can be held.
     pub(super) async fn hold(
         self: &Arc<Self>,
-        file: &Arc<OwnedFd>,
+        lease: &Lease,
         start: u64,
         end: u64,
         exclusive: bool,
@@ -65,7 +65,7 @@ impl Ranges {
             Poll::Ready(id)
         })
         .await;
-        Arc::new(Guard { ranges: self.clone(), _file: file.clone(), id })
+        Arc::new(Guard { ranges: self.clone(), _lease: lease.clone(), id })
     }
 }
 
@@ -87,21 +87,21 @@ impl Drop for Guard {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::fs::File;
     use std::pin::pin;
     use std::task::Context;
 
     #[test]
     fn exclusive_holders_are_alone() {
-        let file: Arc<OwnedFd> = Arc::new(File::open("/dev/null").unwrap().into());
+        let lease: Lease = Arc::new(());
         let ranges = Arc::new(Ranges::default());
         let mut context = Context::from_waker(Waker::noop());
-        let mut hold = |start, end, exclusive| match pin!(ranges.hold(&file, start, end, exclusive))
-            .poll(&mut context)
-        {
-            Poll::Ready(guard) => Some(guard),
-            Poll::Pending => None,
-        };
+        let mut hold =
+            |start, end, exclusive| match pin!(ranges.hold(&lease, start, end, exclusive))
+                .poll(&mut context)
+            {
+                Poll::Ready(guard) => Some(guard),
+                Poll::Pending => None,
+            };
         let shared = [hold(0, 10, false).unwrap(), hold(5, 15, false).unwrap()];
         assert!(hold(14, 20, true).is_none());
         let exclusive = hold(15, 20, true).unwrap();

@@ -7,17 +7,12 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-/// A file to operate on, and what operations in flight keep besides: the file itself, or a guard.
+/// A file to operate on, and what operations in flight keep: the file, its locks, the range
+/// that they hold.
 #[derive(Clone)]
 pub(super) struct Target {
     pub(super) file: Arc<OwnedFd>,
     pub(super) lease: ring::Lease,
-}
-
-impl Target {
-    pub(super) fn new(file: &Arc<OwnedFd>) -> Self {
-        Self { file: file.clone(), lease: file.clone() }
-    }
 }
 
 fn interrupted(error: &io::Error) -> bool {

@@ -38,7 +38,7 @@ impl FileStorage {
         let target = match &self.direct {
             Some(direct) => Target {
                 file: self.target.file.clone(),
-                lease: direct.share(&self.target.file, start, end).await,
+                lease: direct.share(&self.target.lease, start, end).await,
             },
             None => self.target.clone(),
         };
@@ -88,7 +88,7 @@ impl FileStorage {
         block: u64,
     ) -> io::Result<()> {
         if end > self.present_length()? {
-            return Err(io::ErrorKind::StorageFull.into());
+            return Err(io::Error::from_raw_os_error(libc::ENOSPC));
         }
         let (first, last) = (start.next_multiple_of(block), end / block * block);
         if first >= last {
@@ -131,13 +131,13 @@ impl FileStorage {
             return Ok(());
         }
         let guard = match &self.direct {
-            Some(direct) => Some(direct.share(&self.target.file, first, last).await),
+            Some(direct) => Some(direct.share(&self.target.lease, first, last).await),
             None => None,
         };
-        let file = self.target.file.clone();
+        let target = self.target.clone();
         let result = unblock(move || {
             let _guard = guard;
-            sys::device_discard(&file, first, last - first)
+            sys::device_discard(&target.file, first, last - first)
         });
         match result.await {
             Err(error) if unsupported(&error) => Ok(()),

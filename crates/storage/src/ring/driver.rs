@@ -75,8 +75,11 @@ pub(super) struct Driver {
 
 impl Driver {
     pub(super) fn new(entries: u32, batch: usize) -> io::Result<Self> {
-        let ring = build(entries)?;
-        Ok(Self {
+        Ok(Self::on(build(entries, FLAGS.len())?, batch))
+    }
+
+    fn on(ring: IoUring, batch: usize) -> Self {
+        Self {
             ring: RefCell::new(ring),
             slots: RefCell::default(),
             backlog: RefCell::default(),
@@ -86,7 +89,7 @@ impl Driver {
             orphans: Cell::new(0),
             closed: Cell::new(false),
             batch,
-        })
+        }
     }
 
     /// Puts an operation into the ring.
@@ -350,44 +353,123 @@ fn check(error: &io::Error) {
     }
 }
 
-/// Makes a ring with the best flags that the kernel has.
-fn build(entries: u32) -> io::Result<IoUring> {
-    let mut last = None;
-    for level in (0..3).rev() {
+/// Flags by the kernel that brought them: 5.19, 6.0 (and 6.1, which they need to be of use).
+const FLAGS: [fn(&mut io_uring::Builder); 2] = [
+    |builder| {
+        builder.setup_submit_all().setup_coop_taskrun().setup_taskrun_flag();
+    },
+    |builder| {
+        builder.setup_single_issuer().setup_defer_taskrun();
+    },
+];
+
+/// Makes a ring with the best flags that the kernel has, of the first `most` groups of them.
+fn build(entries: u32, most: usize) -> io::Result<IoUring> {
+    let mut groups = most;
+    loop {
         let mut builder = IoUring::builder();
         builder.setup_clamp().setup_cqsize(entries.saturating_mul(4)).dontfork();
-        if level >= 1 {
-            builder.setup_submit_all().setup_coop_taskrun().setup_taskrun_flag();
-        }
-        if level >= 2 {
-            builder.setup_single_issuer().setup_defer_taskrun();
+        for set in &FLAGS[..groups] {
+            set(&mut builder);
         }
         match builder.build(entries) {
-            Ok(ring) => {
-                let have = ring.params();
-                if have.is_feature_nodrop()
-                    && have.is_feature_ext_arg()
-                    && have.is_feature_fast_poll()
-                {
-                    return Ok(ring);
-                }
-                let text = "this kernel's io_uring is too old; Linux 5.11 or later is needed";
-                return Err(io::Error::new(io::ErrorKind::Unsupported, text));
-            }
-            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => last = Some(error),
-            Err(error) => {
-                let hint = match error.raw_os_error() {
-                    Some(libc::EPERM | libc::EACCES) => {
-                        "; sysctl kernel.io_uring_disabled or a seccomp filter forbids it"
-                    }
-                    Some(libc::ENOSYS) => "; Linux 5.11 or later is needed",
-                    Some(libc::ENOMEM) => "; the limit of locked memory (ulimit -l) may be too low",
-                    _ => "",
-                };
-                let text = format!("could not set up io_uring: {error}{hint}");
-                return Err(io::Error::new(error.kind(), text));
-            }
+            Ok(ring) => return check_features(ring),
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) && groups > 0 => groups -= 1,
+            Err(error) => return Err(explain(&error)),
         }
     }
-    Err(last.unwrap_or_else(|| io::Error::from_raw_os_error(libc::EINVAL)))
+}
+
+fn check_features(ring: IoUring) -> io::Result<IoUring> {
+    let have = ring.params();
+    if have.is_feature_nodrop() && have.is_feature_ext_arg() && have.is_feature_fast_poll() {
+        return Ok(ring);
+    }
+    let text = "this kernel's io_uring is too old; Linux 5.11 or later is needed";
+    Err(io::Error::new(io::ErrorKind::Unsupported, text))
+}
+
+fn explain(error: &io::Error) -> io::Error {
+    let hint = match error.raw_os_error() {
+        Some(libc::EPERM | libc::EACCES) => {
+            "; sysctl kernel.io_uring_disabled or a seccomp filter forbids it"
+        }
+        Some(libc::ENOSYS) => "; Linux 5.11 or later is needed",
+        Some(libc::ENOMEM) => "; the limit of locked memory (ulimit -l) may be too low",
+        _ => "",
+    };
+    io::Error::new(error.kind(), format!("could not set up io_uring: {error}{hint}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::IoBuf;
+    use std::os::fd::{AsRawFd, OwnedFd};
+    use std::sync::Arc;
+
+    #[test]
+    fn rings_work_with_the_flags_of_every_kernel() {
+        for groups in 0..=FLAGS.len() {
+            let driver = Driver::on(build(4, groups).unwrap(), 2);
+            let zero: OwnedFd = std::fs::File::open("/dev/zero").unwrap().into();
+            let mut keys = Vec::new();
+            for _ in 0..100 {
+                let mut buf = IoBuf::copy_of(&[1; 512]);
+                let fd = io_uring::types::Fd(zero.as_raw_fd());
+                let entry = opcode::Read::new(fd, buf.as_mut_ptr(), 512).build();
+                // SAFETY: the operation keeps the buffer, and `zero` stays open until it is done.
+                keys.push(unsafe {
+                    driver.start(entry, Keep::Buf(buf), Arc::new(()), Abandon::Finish)
+                });
+            }
+            for (index, key) in keys.into_iter().enumerate() {
+                if index % 3 == 0 {
+                    driver.abandon(key);
+                    continue;
+                }
+                let (result, keep) = loop {
+                    match driver.poll(key, Waker::noop()) {
+                        Some(done) => break done,
+                        None => assert!(!driver.enter(Wait::Forever)),
+                    }
+                };
+                let Keep::Buf(buf) = keep else { panic!("the buffer comes back") };
+                assert_eq!((result, &*buf), (512, &[0; 512][..]));
+            }
+            driver.drain();
+            assert!(driver.slots.borrow().is_empty() && !driver.has_orphans());
+            let nop = opcode::Nop::new().build();
+            // SAFETY: the entry points to no memory.
+            let late = unsafe { driver.start(nop, Keep::Nothing, Arc::new(()), Abandon::Finish) };
+            let (result, _) = driver.poll(late, Waker::noop()).unwrap();
+            assert_eq!(result, -libc::ECANCELED);
+        }
+    }
+
+    #[test]
+    fn waits_without_end_are_cancelled() {
+        let (pipe, _end) = std::io::pipe().unwrap();
+        for groups in 0..=FLAGS.len() {
+            let driver = Driver::on(build(2, groups).unwrap(), 1);
+            let fd = io_uring::types::Fd(pipe.as_raw_fd());
+            let mut keys = (0..50).map(|_| {
+                let entry = opcode::PollAdd::new(fd, libc::POLLIN as u32).build();
+                // SAFETY: the entry points to no memory; the pipe outlives the driver.
+                unsafe { driver.start(entry, Keep::Nothing, Arc::new(()), Abandon::Cancel) }
+            });
+            for key in keys.by_ref().take(25) {
+                driver.abandon(key);
+            }
+            while driver.has_orphans() {
+                let _ = driver.enter(Wait::Forever);
+            }
+            let held: Vec<Key> = keys.collect();
+            driver.drain();
+            for key in held {
+                assert_eq!(driver.poll(key, Waker::noop()).unwrap().0, -libc::ECANCELED);
+            }
+            assert!(driver.slots.borrow().is_empty());
+        }
+    }
 }
