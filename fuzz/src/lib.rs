@@ -8,11 +8,13 @@
 mod format;
 mod image;
 mod nbd;
+mod nbd_session;
 mod seeds;
 
 pub use format::{bitmaps, compressed, extensions, header, l1_l2, refcount, snapshots};
 pub use image::image;
 pub use nbd::{nbd_handshake, nbd_request};
+pub use nbd_session::nbd_session;
 pub use seeds::seeds;
 
 /// A fuzz target.
@@ -29,6 +31,7 @@ pub const TARGETS: &[(&str, Target)] = &[
     ("bitmaps", bitmaps),
     ("nbd_handshake", nbd_handshake),
     ("nbd_request", nbd_request),
+    ("nbd_session", nbd_session),
     ("image", image),
 ];
 

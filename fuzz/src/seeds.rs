@@ -1,5 +1,6 @@
 //! Valid inputs for the fuzzers to start from.
 
+use crate::nbd_session::{FRAMED, GREETED, STRUCTURED, script};
 use isobath_export::nbd::request::Request;
 use isobath_qcow2::{CompressionType, Extension, NewImage, Snapshot, compress};
 
@@ -41,6 +42,7 @@ pub fn seeds(target: &str) -> Vec<Vec<u8>> {
             vec![prefixed(&[2], &table)]
         }
         "nbd_handshake" => vec![handshake(255), handshake(0)],
+        "nbd_session" => sessions(),
         "nbd_request" => {
             let request = |command, offset, length| {
                 let header = Request { flags: 0, command, cookie: 7, offset, length }.encode();
@@ -108,4 +110,18 @@ fn handshake(piece: u8) -> Vec<u8> {
     option(6, &[text("disk"), vec![0, 1, 0, 3]].concat());
     option(7, &[text("disk"), vec![0, 0]].concat());
     bytes
+}
+
+/// NBD sessions: the requests in short form, and whole conversations as a client sends them.
+fn sessions() -> Vec<Vec<u8>> {
+    let short: Vec<u8> =
+        (0..8).flat_map(|command| [command, 1, 16, 0, 2, 0, 9, command]).collect();
+    let framed = [[GREETED | STRUCTURED | FRAMED, 60, 1, 0].as_slice(), &short].concat();
+    let write = script::request(1, 1, 7, (4096, 3), b"abc");
+    let read = script::request(0, 4, 8, (4095, 5), &[]);
+    let status = script::request(7, 0, 9, (0, 65536), &[]);
+    let greeted = [&[GREETED | STRUCTURED, 200, 0, 0][..], &write, &read, &status].concat();
+    // The flags come before the input.
+    let whole = [&[0, 30, 0, 0][..], &script::handshake(true)[4..], &write, &read].concat();
+    vec![framed, greeted, whole]
 }

@@ -119,6 +119,21 @@ pub(crate) struct Session<'a, D, T> {
     broken: RefCell<Option<io::Error>>,
 }
 
+/// Lets the requests just begun go to the kernel before the next receive. Those that end at once,
+/// as reads of cached data do, are answered first, and more requests have come by then to be taken
+/// together.
+async fn give_way() {
+    let mut first = true;
+    poll_fn(|cx| {
+        if std::mem::take(&mut first) {
+            cx.waker().wake_by_ref();
+            return Poll::Pending;
+        }
+        Poll::Ready(())
+    })
+    .await;
+}
+
 /// A request under way: what the reply needs.
 #[derive(Clone, Copy)]
 pub(crate) struct Ticket {
@@ -157,7 +172,8 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
         let start = |ticket: Ticket, command: Command, payload: Option<Pooled>| {
             slots.borrow_mut().start(self.serve(ticket, command, payload));
         };
-        let mut reader = pin!(self.read(&mut window, start));
+        let busy = || !slots.borrow().is_empty();
+        let mut reader = pin!(self.read(&mut window, start, busy));
         let mut writer = pin!(self.write());
         let mut stop = pin!(self.stop.requested());
         let mut ended = None;
@@ -166,6 +182,7 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
             stopped = stopped || stop.as_mut().poll(cx).is_ready();
             loop {
                 slots.borrow_mut().poll(cx);
+                let _ = writer.as_mut().poll(cx);
                 if ended.is_none()
                     && let Poll::Ready(end) = reader.as_mut().poll(cx)
                 {
@@ -203,6 +220,7 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
         &self,
         window: &mut Window,
         start: impl Fn(Ticket, Command, Option<Pooled>),
+        busy: impl Fn() -> bool,
     ) -> End {
         let mut size = WINDOW;
         loop {
@@ -211,6 +229,9 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
                     Ok(large) => size = if large { NARROW } else { WINDOW },
                     Err(end) => return end,
                 }
+            }
+            if busy() {
+                give_way().await;
             }
             match self.unless_stopped(window.fill(self.transport, size)).await {
                 Ok(Ok(0)) if window.unread().is_empty() => return End::Closed,
