@@ -114,8 +114,7 @@ fn handshake(piece: u8) -> Vec<u8> {
 
 /// NBD sessions: the requests in short form, and whole conversations as a client sends them.
 fn sessions() -> Vec<Vec<u8>> {
-    let short: Vec<u8> =
-        (0..8).flat_map(|command| [command, 1, 16, 0, 2, 0, 9, command]).collect();
+    let short: Vec<u8> = (0..8).flat_map(|command| [command, 1, 16, 0, 2, 0, 9, command]).collect();
     let framed = [[GREETED | STRUCTURED | FRAMED, 60, 1, 0].as_slice(), &short].concat();
     let write = script::request(1, 1, 7, (4096, 3), b"abc");
     let read = script::request(0, 4, 8, (4095, 5), &[]);
