@@ -22,6 +22,8 @@ pub struct Disk<H: Host> {
     host: H,
     pub(crate) chain: Chain<H::File>,
     pub(crate) map: Map,
+    /// The map's limit follows the disk's size.
+    map_fits: bool,
     pub(crate) readers: Readers,
     /// Present when the disk was opened for writing.
     pub(crate) writer: Option<Writer<H::File>>,
@@ -43,10 +45,8 @@ impl<H: Host> Disk<H> {
         let chain = open_chain(&host, name, options).await?;
         let unit_bits = chain.top_down().filter_map(|(_, layer)| layer.unit_bits()).min();
         let unit_bits = unit_bits.unwrap_or(16);
-        let budget = options.map_cache.unwrap_or_else(|| {
-            let slices = chain.active().size().div_ceil((SLICE_UNITS as u64) << unit_bits);
-            slices.saturating_mul(9 << 10).min(DEFAULT_MAP_CACHE as u64) as usize
-        });
+        let wanted = whole_map(chain.active().size(), unit_bits);
+        let budget = options.map_cache.unwrap_or(wanted);
         let writer = match (options.writable, chain.active().as_qcow2()) {
             (true, Some(qcow2)) => {
                 let alone = chain.len() == 1;
@@ -58,6 +58,7 @@ impl<H: Host> Disk<H> {
         Ok(Self {
             host,
             map: Map::new(unit_bits, budget),
+            map_fits: options.map_cache.is_none(),
             readers: Readers::default(),
             writer,
             resolving: (0..64).map(|_| async_lock::Mutex::new(())).collect(),
@@ -83,6 +84,13 @@ impl<H: Host> Disk<H> {
     /// The map's counters.
     pub fn map_stats(&self) -> MapStats {
         self.map.stats()
+    }
+
+    /// Lets the map grow with the disk, up to the default limit.
+    pub(crate) fn refit_map(&self) {
+        if self.map_fits {
+            self.map.raise_budget(whole_map(self.size(), self.map.unit_bits()));
+        }
     }
 
     pub(crate) fn active_index(&self) -> LayerIndex {
@@ -118,6 +126,12 @@ impl<H: Host> Disk<H> {
         writer.check()?;
         Ok(writer)
     }
+}
+
+/// The memory for the map of a whole disk of `size` bytes, up to the default limit.
+fn whole_map(size: u64, unit_bits: u32) -> usize {
+    let slices = size.div_ceil((SLICE_UNITS as u64) << unit_bits);
+    slices.saturating_mul(9 << 10).min(DEFAULT_MAP_CACHE as u64) as usize
 }
 
 impl<H: Host> BlockDevice for Disk<H> {

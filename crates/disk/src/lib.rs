@@ -28,21 +28,29 @@
 
 mod alloc;
 mod chain;
+mod check;
+mod create;
 pub mod device;
 mod disk;
 mod durability;
 pub mod error;
+mod info;
 mod map;
 mod range_lock;
 mod read;
 mod read_gate;
+mod resize;
 mod status;
 mod tables;
 mod write;
 
 pub use chain::{ImageFormat, Layer, LayerIndex, MAX_LAYERS, OpenOptions, Trust};
+pub use check::{CheckEvent, CheckOptions, CheckReport, Repair, check};
+pub use create::{NewDisk, create};
 pub use device::{BlockDevice, BlockStatus, ZeroFlags};
 pub use disk::{DEFAULT_MAP_CACHE, Disk};
 pub use durability::MetadataMode;
 pub use error::{DiskError, Result};
+pub use info::{BitmapInfo, ImageInfo, InfoOptions, Qcow2Info, backing_chain_info, info};
 pub use map::MapStats;
+pub use resize::Preallocation;

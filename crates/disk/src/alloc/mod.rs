@@ -6,6 +6,7 @@
 //! writing a block's present content is always safe.
 
 mod block;
+mod cut;
 mod grow;
 
 use crate::chain::{Layer, Qcow2};

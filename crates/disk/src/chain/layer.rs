@@ -121,12 +121,15 @@ impl<S: Storage> Layer<S> {
 
     pub(crate) fn set_size(&self, size: u64) {
         self.size.store(size, Ordering::Relaxed);
-        self.visible.store(size, Ordering::Relaxed);
     }
 
     /// Guest bytes of this layer that the layers above do not cut off.
     pub(crate) fn visible(&self) -> u64 {
         self.visible.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn set_visible(&self, to: u64) {
+        self.visible.store(to, Ordering::Relaxed);
     }
 
     pub(crate) fn limit_visible(&self, to: u64) {

@@ -66,6 +66,22 @@ impl GroupCommit {
             }
         }
     }
+
+    /// Runs `change` while no commit runs. If it fails it is unknown what is durable, as after a
+    /// failed commit.
+    pub(crate) async fn exclusively<F: Future<Output = Result<()>>>(
+        &self,
+        change: impl FnOnce() -> F,
+    ) -> Result<()> {
+        let _turn = self.turn.lock().await;
+        self.check()?;
+        let done = change().await;
+        if let Err(error) = &done {
+            tracing::error!(%error, "a change of the image failed: the disk takes no more writes");
+            self.poison(error);
+        }
+        done
+    }
 }
 
 #[cfg(test)]

@@ -15,7 +15,7 @@ use parking_lot::{Mutex, RwLock};
 use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
 /// Units in a slice: with 64 KiB clusters, 64 MiB of the disk in 8 KiB of memory.
 pub(crate) const SLICE_UNITS: usize = 1024;
@@ -143,7 +143,7 @@ pub(crate) struct Map {
     unit_bits: u32,
     shards: Box<[RwLock<Shard>]>,
     clock: Mutex<VecDeque<u64>>,
-    budget: usize,
+    budget: AtomicUsize,
     bytes: AtomicU64,
     hits: AtomicU64,
     unallocated: AtomicU64,
@@ -167,12 +167,21 @@ impl Map {
             unit_bits,
             shards: (0..SHARDS).map(|_| RwLock::default()).collect(),
             clock: Mutex::default(),
-            budget: budget.max(least),
+            budget: AtomicUsize::new(budget.max(least)),
             bytes: AtomicU64::new(0),
             hits: AtomicU64::new(0),
             unallocated: AtomicU64::new(0),
             misses: AtomicU64::new(0),
         }
+    }
+
+    /// Raises the limit to `budget` bytes of slices if it is lower.
+    pub(crate) fn raise_budget(&self, budget: usize) {
+        self.budget.fetch_max(budget, Ordering::Relaxed);
+    }
+
+    fn budget(&self) -> u64 {
+        self.budget.load(Ordering::Relaxed) as u64
     }
 
     /// log2 of the unit's size in bytes.
@@ -270,7 +279,7 @@ impl Map {
         }
         clock.push_back(index);
         let bytes = self.bytes.fetch_add(cost, Ordering::Relaxed) + cost;
-        if bytes > self.budget as u64 {
+        if bytes > self.budget() {
             self.evict(&mut clock);
         }
         true
@@ -279,7 +288,7 @@ impl Map {
     /// Second chance: a slice used since the hand last passed stays for another round.
     fn evict(&self, clock: &mut VecDeque<u64>) {
         let mut steps = clock.len() * 2;
-        while self.bytes.load(Ordering::Relaxed) > self.budget as u64 && steps > 0 {
+        while self.bytes.load(Ordering::Relaxed) > self.budget() && steps > 0 {
             steps -= 1;
             let Some(index) = clock.pop_front() else { return };
             let mut shard = self.shard(index).write();
@@ -352,7 +361,7 @@ impl Map {
             unallocated_hits: self.unallocated.load(Ordering::Relaxed),
             misses: self.misses.load(Ordering::Relaxed),
             bytes: self.bytes.load(Ordering::Relaxed),
-            budget: self.budget as u64,
+            budget: self.budget(),
         }
     }
 }

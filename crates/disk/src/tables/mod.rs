@@ -6,6 +6,7 @@
 //! Cached pages of tables always equal the file, but for the closed batch during its commit.
 
 mod batch;
+mod l1;
 mod pages;
 
 use crate::alloc::Allocator;

@@ -49,7 +49,7 @@ impl<S: Storage> Qcow2Writer<S> {
     }
 
     /// Sees to it that adjacent clusters have tables that may be changed.
-    pub(super) async fn ensure_tables(&self, clusters: Range<u64>) -> Result<()> {
+    pub(crate) async fn ensure_tables(&self, clusters: Range<u64>) -> Result<()> {
         let geometry = self.geometry();
         let (first, _) = geometry.table_position(ClusterIndex::new(clusters.start));
         let (last, _) = geometry.table_position(ClusterIndex::new(clusters.end - 1));
@@ -59,7 +59,7 @@ impl<S: Storage> Qcow2Writer<S> {
         Ok(())
     }
 
-    pub(super) fn geometry(&self) -> Geometry {
+    pub(crate) fn geometry(&self) -> Geometry {
         self.metadata.tables.geometry()
     }
 }
@@ -79,6 +79,7 @@ impl<H: Host> Disk<H> {
         let clusters = offset / size..end.div_ceil(size);
         let _range = writer.ranges.lock(clusters.start * size..clusters.end * size).await;
         let _pass = self.readers.gate.enter();
+        self.check_visible(offset..end)?;
         qcow2.ensure_tables(clusters.clone()).await?;
         let entries = qcow2.entries(clusters.clone()).await?;
         let mut targets = Vec::with_capacity(entries.len());
@@ -195,7 +196,7 @@ impl<H: Host> Disk<H> {
     }
 
     /// Records a cluster's new entry and shows it to readers.
-    pub(super) fn record(
+    pub(crate) fn record(
         &self,
         qcow2: &Qcow2Writer<H::File>,
         cluster: ClusterIndex,

@@ -50,8 +50,15 @@ impl<H: Host> Disk<H> {
         qcow2.note_write(offset..offset + buf.len() as u64).await?;
         writer.commit_if_much(&self.readers).await?;
         let cluster = ClusterIndex::new(offset / size);
-        let _range = writer.ranges.lock(offset..offset + size).await;
-        let _pass = self.readers.gate.enter();
+        let range = writer.ranges.lock(offset..offset + size).await;
+        let pass = self.readers.gate.enter();
+        let end = offset + buf.len() as u64;
+        self.check_visible(offset..end)?;
+        if end < offset + size && end != self.chain.active().visible() {
+            // The disk has grown meanwhile: the cluster holds more.
+            drop((pass, range));
+            return self.write_range(offset, buf).await;
+        }
         qcow2.ensure_tables(cluster.get()..cluster.get() + 1).await?;
         let old = qcow2.metadata.tables.entry(cluster).await?;
         let kind = old.kind(&geometry).map_err(|error| qcow2.metadata.layer.format_error(error))?;

@@ -21,6 +21,8 @@ impl<H: Host> Disk<H> {
         }
         let end = offset + length;
         let Some(qcow2) = writer.qcow2() else {
+            let _pass = self.readers.gate.enter();
+            self.check_visible(offset..end)?;
             return Ok(self.chain.active().storage().discard(offset, length).await?);
         };
         if qcow2.data_file_raw() {
@@ -42,19 +44,28 @@ impl<H: Host> Disk<H> {
         while at < last {
             let next = last.min(at + CLUSTERS_AT_ONCE);
             writer.commit_if_much(&self.readers).await?;
-            self.discard_clusters(at..next).await?;
+            self.discard_clusters(at..next, end).await?;
             at = next;
         }
         Ok(())
     }
 
-    async fn discard_clusters(&self, clusters: Range<u64>) -> Result<()> {
+    /// Discards whole clusters; the last may reach past `end` if the disk ends there.
+    async fn discard_clusters(&self, mut clusters: Range<u64>, end: u64) -> Result<()> {
         let writer = self.writer()?;
         let qcow2 = writer.qcow2().ok_or(DiskError::ReadOnly)?;
         let geometry = qcow2.geometry();
         let size = geometry.cluster_size();
         let _range = writer.ranges.lock(clusters.start * size..clusters.end * size).await;
         let _pass = self.readers.gate.enter();
+        self.check_visible(clusters.start * size..end.min(clusters.end * size))?;
+        if clusters.end * size > end && self.chain.active().visible() > end {
+            // The disk has grown meanwhile: the last cluster holds more.
+            clusters.end -= 1;
+        }
+        if clusters.is_empty() {
+            return Ok(());
+        }
         let entries = qcow2.entries(clusters.clone()).await?;
         for (cluster, entry) in clusters.zip(entries) {
             let kind =

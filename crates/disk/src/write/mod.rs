@@ -8,16 +8,20 @@ mod open;
 mod plan;
 mod zero;
 
-use crate::Result;
 use crate::chain::Layer;
 use crate::disk::Disk;
 use crate::durability::{Durability, GroupCommit, Metadata, Ordered};
 use crate::map::{Extent, Source};
 use crate::range_lock::RangeLocks;
 use crate::read::Readers;
+use crate::{DiskError, Result};
 use futures_util::future::try_join_all;
 use isobath_storage::{Host, IoBuf, Storage};
+use std::future::Future;
+use std::ops::Range;
 use std::sync::Arc;
+
+pub(crate) use plan::referenced;
 
 /// Changes that gather without a flush from the guest before a commit is made all the same: they
 /// take memory until then.
@@ -29,6 +33,8 @@ pub(crate) struct Writer<S> {
     pub(crate) ranges: RangeLocks,
     group: GroupCommit,
     durability: Ordered,
+    /// Held by a change of the disk's size.
+    pub(crate) resizing: async_lock::Mutex<()>,
     /// What a qcow2 image needs and a raw one does not.
     qcow2: Option<Qcow2Writer<S>>,
     layer: Arc<Layer<S>>,
@@ -52,6 +58,7 @@ impl<S: Storage> Writer<S> {
             ranges: RangeLocks::default(),
             group: GroupCommit::default(),
             durability: Ordered,
+            resizing: async_lock::Mutex::default(),
             qcow2,
             layer: Arc::clone(layer),
         }
@@ -68,18 +75,27 @@ impl<S: Storage> Writer<S> {
 
     /// Makes everything done so far durable.
     pub(crate) async fn commit(&self, readers: &Readers) -> Result<()> {
-        self.group
-            .run(|| async {
-                match &self.qcow2 {
-                    Some(qcow2) => self.durability.commit(&qcow2.metadata, readers).await,
-                    None => Ok(self.layer.storage().flush().await?),
-                }
-            })
-            .await
+        self.group.run(|| self.commit_alone(readers)).await
+    }
+
+    /// As [`commit`](Self::commit), for a caller that has seen to it that no other runs.
+    pub(crate) async fn commit_alone(&self, readers: &Readers) -> Result<()> {
+        match &self.qcow2 {
+            Some(qcow2) => self.durability.commit(&qcow2.metadata, readers).await,
+            None => Ok(self.layer.storage().flush().await?),
+        }
+    }
+
+    /// Runs `change` while no commit runs; its failure forbids writes.
+    pub(crate) async fn exclusively<F: Future<Output = Result<()>>>(
+        &self,
+        change: impl FnOnce() -> F,
+    ) -> Result<()> {
+        self.group.exclusively(change).await
     }
 
     /// Commits if much has gathered. The caller is not inside the gate and holds no range.
-    async fn commit_if_much(&self, readers: &Readers) -> Result<()> {
+    pub(crate) async fn commit_if_much(&self, readers: &Readers) -> Result<()> {
         let pending = self.qcow2.as_ref().map_or(0, |qcow2| qcow2.metadata.tables.pending());
         if pending >= PENDING_LIMIT {
             self.commit(readers).await?;
@@ -131,11 +147,14 @@ impl<H: Host> Disk<H> {
         if let Some(qcow2) = writer.qcow2() {
             qcow2.note_write(offset..end).await?;
         } else {
+            let _pass = self.readers.gate.enter();
+            self.check_visible(offset..end)?;
             return Ok(writer.layer.storage().write_at(offset, buf).await?);
         }
         {
             let _range = writer.ranges.lock(offset..end).await;
             let _pass = self.readers.gate.enter();
+            self.check_visible(offset..end)?;
             let extents = self.extents(offset..end).await?;
             if extents.iter().all(|extent| in_place(extent).is_some()) {
                 return self.write_in_place(&extents, buf).await;
@@ -143,6 +162,17 @@ impl<H: Host> Disk<H> {
         }
         writer.commit_if_much(&self.readers).await?;
         self.write_allocating(writer, offset, buf).await
+    }
+
+    /// Fails if the disk was shrunk since the request was let in. The caller is inside the gate,
+    /// for which a shrink waits.
+    fn check_visible(&self, range: Range<u64>) -> Result<()> {
+        let size = self.chain.active().visible();
+        if range.end > size {
+            let length = range.end - range.start;
+            return Err(DiskError::OutOfRange { offset: range.start, length, size });
+        }
+        Ok(())
     }
 
     async fn write_in_place(&self, extents: &[Extent], mut buf: IoBuf) -> Result<IoBuf> {

@@ -117,7 +117,7 @@ fn outside(written: &Range<u64>, range: Range<u64>) -> Vec<Range<u64>> {
 
 /// The host clusters to which an entry of the image's own holds a reference. Clusters in an external
 /// data file have none.
-pub(super) fn referenced(geometry: &Geometry, kind: &ClusterKind) -> Vec<HostCluster> {
+pub(crate) fn referenced(geometry: &Geometry, kind: &ClusterKind) -> Vec<HostCluster> {
     match kind {
         _ if geometry.has_data_file() => Vec::new(),
         ClusterKind::Compressed(cluster) => {

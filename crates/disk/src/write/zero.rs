@@ -17,7 +17,7 @@ const CLUSTERS_AT_ONCE: u64 = 32 << 10;
 
 impl<S: Storage> Qcow2Writer<S> {
     /// Whether the data file alone must hold the disk's content.
-    pub(super) fn data_file_raw(&self) -> bool {
+    pub(crate) fn data_file_raw(&self) -> bool {
         self.metadata.layer.as_qcow2().is_some_and(|qcow2| {
             qcow2.geometry.has_data_file()
                 && qcow2.header.read().autoclear.contains(AutoclearFeatures::DATA_FILE_RAW)
@@ -39,6 +39,8 @@ impl<H: Host> Disk<H> {
         let active = self.chain.active();
         let mode = ZeroMode { may_unmap: flags.may_unmap, only_fast: flags.only_fast };
         let Some(qcow2) = writer.qcow2() else {
+            let _pass = self.readers.gate.enter();
+            self.check_visible(offset..offset + length)?;
             return Ok(active.storage().write_zeroes(offset, length, mode).await?);
         };
         qcow2.note_write(offset..offset + length).await?;
@@ -47,7 +49,7 @@ impl<H: Host> Disk<H> {
         let granule = geometry.subcluster_size();
         let end = offset + length;
         let (mut first, mut last) = (offset.next_multiple_of(granule), end / granule * granule);
-        if end == self.chain.active().size() {
+        if end == active.visible() {
             last = end.next_multiple_of(granule);
         }
         if geometry.version() < 3 && !qcow2.alone {
@@ -63,7 +65,9 @@ impl<H: Host> Disk<H> {
             // A first step that ends at a cluster's border keeps the others aligned.
             let next = last.min(at / step * step + step);
             writer.commit_if_much(&self.readers).await?;
-            self.zero_entries(at..next, mode).await?;
+            if !self.zero_entries(at..next, end, mode).await? {
+                return Box::pin(self.zero_range(at, end - at, flags)).await;
+            }
             at = next;
         }
         self.zero_as_data(last.min(end)..end, flags).await
@@ -94,8 +98,9 @@ impl<H: Host> Disk<H> {
         Ok(())
     }
 
-    /// Marks whole granules as zero in the tables.
-    async fn zero_entries(&self, range: Range<u64>, mode: ZeroMode) -> Result<()> {
+    /// Marks whole granules as zero in the tables. `end` is the end of what is to be zero; the range
+    /// may go on to the end of its granule where the disk ends there. `false` if it no longer does.
+    async fn zero_entries(&self, range: Range<u64>, end: u64, mode: ZeroMode) -> Result<bool> {
         let writer = self.writer()?;
         let qcow2 = writer.qcow2().ok_or(DiskError::ReadOnly)?;
         let geometry = qcow2.geometry();
@@ -103,8 +108,13 @@ impl<H: Host> Disk<H> {
         let clusters = range.start / size..range.end.div_ceil(size);
         let _range = writer.ranges.lock(clusters.start * size..clusters.end * size).await;
         let _pass = self.readers.gate.enter();
+        let visible = self.chain.active().visible();
+        self.check_visible(range.start..range.end.min(end))?;
+        if range.end > end && visible > end {
+            return Ok(false);
+        }
         if qcow2.data_file_raw() {
-            let end = range.end.min(self.chain.active().size());
+            let end = range.end.min(visible);
             self.chain.active().data().write_zeroes(range.start, end - range.start, mode).await?;
         }
         qcow2.ensure_tables(clusters.clone()).await?;
@@ -125,7 +135,7 @@ impl<H: Host> Disk<H> {
                 self.record(qcow2, ClusterIndex::new(cluster), new, &releases, false)?;
             }
         }
-        Ok(())
+        Ok(true)
     }
 }
 

@@ -1,0 +1,46 @@
+//! Giving a free tail of the file back.
+
+use super::Allocator;
+use crate::Result;
+use isobath_qcow2::HostCluster;
+use isobath_storage::Storage;
+
+impl<S: Storage> Allocator<S> {
+    /// Cuts the file behind its last cluster in use.
+    pub(crate) async fn cut_tail(&self) -> Result<()> {
+        let mut state = self.lock().await;
+        let storage = self.layer.storage();
+        let length = storage.len().await?;
+        let mut end = state.never_used.max(self.geometry.clusters_for(length));
+        while end > 1 {
+            let last = end - 1;
+            let (index, within) = self.geometry.refcount_position(HostCluster::new(last));
+            let entry = state.table.get(index as usize).copied();
+            let offset = match entry {
+                Some(entry) => {
+                    entry.offset(&self.geometry).map_err(|e| self.layer.format_error(e))?
+                }
+                None => None,
+            };
+            if offset.is_none() {
+                // No block, so nothing that it would count is in use.
+                end -= (within as u64 + 1).min(end - 1);
+                continue;
+            }
+            if self.refcount_in(&mut state, last).await? > 0
+                || self.is_metadata(HostCluster::new(last))
+            {
+                break;
+            }
+            end = last;
+            self.shrink_cache(&mut state);
+        }
+        state.never_used = end;
+        state.first_maybe_free = state.first_maybe_free.min(end);
+        let cut = end << self.geometry.cluster_bits();
+        if cut < length {
+            storage.set_len(cut).await?;
+        }
+        Ok(())
+    }
+}

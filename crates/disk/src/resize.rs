@@ -1,0 +1,445 @@
+//! Changing a disk's size while it is in use.
+//!
+//! Growing: the L1 table is replaced by a longer one where it must be; what an earlier shrink or a
+//! larger backing file would show in the new part is turned into zeroes; space is preallocated; and
+//! only when all that is durable does the header's `size` change. Shrinking: the header's `size`
+//! changes first, then the clusters past the end are released, and the file is cut where its tail
+//! became free. A crash leaves the disk at its old size or at its new one, and at worst lost space.
+
+mod preallocate;
+
+use crate::chain::{Layer, Qcow2};
+use crate::device::{BlockDevice, ZeroFlags};
+use crate::disk::Disk;
+use crate::map::Source;
+use crate::write::{Qcow2Writer, Writer, referenced};
+use crate::{DiskError, Result};
+use isobath_qcow2::header::field;
+use isobath_qcow2::{AutoclearFeatures, ClusterIndex, ClusterKind, GuestOffset, L2Entry};
+use isobath_storage::{Host, IoBuf, Storage, ZeroMode};
+use std::ops::Range;
+
+/// Guest bytes looked at in one go.
+const WINDOW: u64 = 64 << 20;
+/// Released references that gather before they are committed.
+const RELEASES_AT_ONCE: usize = 64 << 10;
+
+/// What is allocated for the new part of a disk that grows (`--preallocation`).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Preallocation {
+    /// Nothing.
+    #[default]
+    Off,
+    /// Tables and clusters, which take no space in the host's file system yet.
+    Metadata,
+    /// Tables and clusters, with space reserved by the host's file system.
+    Falloc,
+    /// Tables and clusters, filled with zeroes.
+    Full,
+}
+
+impl Preallocation {
+    /// QEMU's name of the mode.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Off => "off",
+            Self::Metadata => "metadata",
+            Self::Falloc => "falloc",
+            Self::Full => "full",
+        }
+    }
+
+    /// The mode of that name.
+    pub fn from_name(name: &str) -> Option<Self> {
+        [Self::Off, Self::Metadata, Self::Falloc, Self::Full]
+            .into_iter()
+            .find(|mode| mode.name() == name)
+    }
+}
+
+impl<H: Host> Disk<H> {
+    /// Changes the disk's size to `size` bytes, durably. What is new reads as zeroes. With `shrink`
+    /// the size may become smaller; what lay past it is gone.
+    ///
+    /// Other requests may run meanwhile. Those that reach past the end of a disk that shrinks fail.
+    ///
+    /// # Errors
+    /// If the size is no multiple of 512 bytes or beyond what the image's tables can describe; if
+    /// it is smaller and `shrink` is not set or preallocation is asked for; if the image is of
+    /// version 2 and has internal snapshots, or has persistent bitmaps; or the storage fails. After
+    /// a failure of the storage the disk may take no more writes.
+    pub async fn resize(
+        &self,
+        size: u64,
+        preallocation: Preallocation,
+        shrink: bool,
+    ) -> Result<()> {
+        let writer = self.writer()?;
+        let _alone = writer.resizing.lock().await;
+        let old = self.size();
+        if size < old && !shrink {
+            return Err(self.refused(format!(
+                "its size is {old} bytes; shrinking it to {size} deletes all data past the new \
+                 end and must be asked for (--shrink)"
+            )));
+        }
+        if size < old && preallocation != Preallocation::Off {
+            return Err(self.refused("preallocation can only be used for growing images".into()));
+        }
+        match (writer.qcow2(), self.active_qcow2()) {
+            (Some(qcow2), Some(image)) => {
+                self.check_resize(image, size)?;
+                if size < old {
+                    self.shrink(writer, qcow2, image, size).await?;
+                } else if size > old {
+                    self.grow(writer, qcow2, image, old..size, preallocation).await?;
+                }
+            }
+            _ => self.resize_raw(writer, old, size, preallocation).await?,
+        }
+        self.refit_map();
+        Ok(())
+    }
+
+    fn refused(&self, reason: String) -> DiskError {
+        DiskError::Refused { image: self.chain.active().name().to_owned(), reason }
+    }
+
+    /// Whether the image can have another size at all, and this one.
+    fn check_resize(&self, image: &Qcow2, size: u64) -> Result<()> {
+        let header = image.header.read();
+        if !size.is_multiple_of(512) {
+            return Err(self.refused(format!("the new size {size} is no multiple of 512")));
+        }
+        let most = image.geometry.max_disk_size();
+        if size > most {
+            return Err(self.refused(format!(
+                "the new size {size} is too large for clusters of {} bytes, which allow {most}",
+                image.geometry.cluster_size()
+            )));
+        }
+        if header.version < 3 && header.nb_snapshots > 0 {
+            return Err(self.refused(
+                "a version 2 image with internal snapshots cannot be resized; delete them, or \
+                 upgrade it with 'qemu-img amend -o compat=1.1'"
+                    .into(),
+            ));
+        }
+        let bitmaps = header.autoclear.contains(AutoclearFeatures::BITMAPS);
+        if bitmaps && header.bitmaps().is_some_and(|bitmaps| bitmaps.count > 0) {
+            return Err(self.refused(
+                "it has persistent bitmaps, which would no longer match its size; remove them \
+                 with 'qemu-img bitmap --remove'"
+                    .into(),
+            ));
+        }
+        Ok(())
+    }
+
+    /// Sets how much of each layer can be seen.
+    fn show(&self, size: u64) {
+        let mut visible = size;
+        for (index, layer) in self.chain.top_down() {
+            if index != self.active_index() {
+                visible = visible.min(layer.size());
+            }
+            layer.set_visible(visible);
+        }
+        self.map.clear();
+    }
+
+    async fn grow(
+        &self,
+        writer: &Writer<H::File>,
+        qcow2: &Qcow2Writer<H::File>,
+        image: &Qcow2,
+        new: Range<u64>,
+        preallocation: Preallocation,
+    ) -> Result<()> {
+        self.grow_l1(writer, qcow2, image, image.geometry.l1_size_for(new.end)).await?;
+        let layer = self.chain.active();
+        if image.geometry.has_data_file() && layer.data().len().await? < new.end {
+            layer.data().set_len(new.end).await?;
+        }
+        // Requests are still held to the old size, but the new part can be looked at.
+        self.show(new.end);
+        let prepared = async {
+            self.clear_new_part(image, new.clone()).await?;
+            let preallocation = match preallocation {
+                // A raw data file must be whole without the image's tables.
+                Preallocation::Off if qcow2.data_file_raw() => Preallocation::Metadata,
+                other => other,
+            };
+            if preallocation != Preallocation::Off {
+                self.preallocate(writer, qcow2, new.clone(), preallocation).await?;
+            }
+            writer.commit(&self.readers).await
+        };
+        if let Err(error) = prepared.await {
+            self.show(new.start);
+            return Err(error);
+        }
+        writer.exclusively(|| write_size(layer, image, new.end)).await?;
+        layer.set_size(new.end);
+        Ok(())
+    }
+
+    /// Sees to it that the L1 table has at least `entries` entries.
+    async fn grow_l1(
+        &self,
+        writer: &Writer<H::File>,
+        qcow2: &Qcow2Writer<H::File>,
+        image: &Qcow2,
+        entries: u64,
+    ) -> Result<()> {
+        let geometry = image.geometry;
+        let (old_size, old_offset) = {
+            let header = image.header.read();
+            (u64::from(header.l1_size), header.l1_table_offset)
+        };
+        if entries <= old_size {
+            return Ok(());
+        }
+        let alloc = &qcow2.metadata.alloc;
+        let run = alloc.allocate_adjacent(geometry.clusters_for(entries * 8)).await?;
+        let Some(offset) = geometry.host_cluster_start(run.start) else {
+            return Err(self.refused(format!("host cluster {} has no offset", run.start)));
+        };
+        alloc.mark_metadata(run.start.get()..run.start.get() + run.count);
+        let storage = self.chain.active().storage();
+        writer
+            .exclusively(|| async {
+                // The new table's refcounts, and every L1 entry that is to be copied.
+                writer.commit_alone(&self.readers).await?;
+                let mut table = IoBuf::zeroed((run.count << geometry.cluster_bits()) as usize);
+                for (index, entry) in image.l1.read().iter().enumerate() {
+                    // In range: the new table is longer.
+                    let _ = entry.write(&mut table, index);
+                }
+                storage.write_at(offset.get(), table).await?;
+                storage.flush().await?;
+                let mut fields = IoBuf::zeroed(12);
+                fields[..4].copy_from_slice(&(entries as u32).to_be_bytes());
+                fields[4..].copy_from_slice(&offset.get().to_be_bytes());
+                storage.write_at(field::L1_SIZE as u64, fields).await?;
+                storage.flush().await?;
+                let mut header = image.header.write();
+                header.l1_size = entries as u32;
+                header.l1_table_offset = offset;
+                image.l1.write().resize(entries as usize, isobath_qcow2::L1Entry::unallocated());
+                Ok(())
+            })
+            .await?;
+        let first = geometry.host_cluster_of(old_offset).get();
+        let old = first..first + geometry.clusters_for(old_size * 8);
+        alloc.unmark_metadata(old.clone());
+        let old: Vec<_> = old.map(isobath_qcow2::HostCluster::new).collect();
+        alloc.release(&old).await?;
+        Ok(())
+    }
+
+    /// Makes what is not zero in the new part zero: what the active layer kept from before it was
+    /// shrunk, and what the smaller size hid of the backing file.
+    async fn clear_new_part(&self, image: &Qcow2, new: Range<u64>) -> Result<()> {
+        let below = self.chain.top_down().nth(1).map_or(0, |(_, layer)| layer.size());
+        self.clear(new.start..new.end.min(below)).await?;
+        let span = image.geometry.l1_entry_span();
+        let tables: Vec<u64> = {
+            let l1 = image.l1.read();
+            let first = new.start / span;
+            // The table in which the old end lies may be known to nobody but the open batch.
+            (first..new.end.div_ceil(span))
+                .take(l1.len().saturating_sub(first as usize))
+                .filter(|index| {
+                    let entry = l1.get(*index as usize);
+                    *index == first
+                        || entry.is_some_and(|e| *e != isobath_qcow2::L1Entry::unallocated())
+                })
+                .collect()
+        };
+        for index in tables {
+            let start = (index * span).max(new.start);
+            self.clear(start..(index * span).saturating_add(span).min(new.end)).await?;
+        }
+        Ok(())
+    }
+
+    async fn clear(&self, range: Range<u64>) -> Result<()> {
+        let flags = ZeroFlags { may_unmap: true, only_fast: false };
+        let mut at = range.start;
+        while at < range.end {
+            let next = range.end.min(at - at % WINDOW + WINDOW);
+            let extents = {
+                let _pass = self.readers.gate.enter();
+                self.extents(at..next).await?
+            };
+            for extent in extents {
+                if !matches!(extent.source, Source::Absent | Source::Zero(_)) {
+                    self.zero_range(extent.guest, extent.length, flags).await?;
+                }
+            }
+            at = next;
+        }
+        Ok(())
+    }
+
+    async fn shrink(
+        &self,
+        writer: &Writer<H::File>,
+        qcow2: &Qcow2Writer<H::File>,
+        image: &Qcow2,
+        size: u64,
+    ) -> Result<()> {
+        let layer = self.chain.active();
+        writer
+            .exclusively(|| async {
+                layer.set_size(size);
+                self.show(size);
+                // From here on nobody changes anything past the new end.
+                self.readers.drain().await;
+                writer.commit_alone(&self.readers).await?;
+                write_size(layer, image, size).await?;
+                self.drop_past(writer, qcow2, image, size).await?;
+                writer.commit_alone(&self.readers).await?;
+                // The refcounts of what that released.
+                writer.commit_alone(&self.readers).await?;
+                if image.geometry.has_data_file() {
+                    layer.data().set_len(size).await?;
+                    layer.data().flush().await?;
+                }
+                qcow2.metadata.alloc.cut_tail().await
+            })
+            .await?;
+        self.clear_last_cluster(writer, qcow2, size).await
+    }
+
+    /// Releases the clusters that lie wholly past the end, and the tables that describe no others.
+    async fn drop_past(
+        &self,
+        writer: &Writer<H::File>,
+        qcow2: &Qcow2Writer<H::File>,
+        image: &Qcow2,
+        size: u64,
+    ) -> Result<()> {
+        let geometry = image.geometry;
+        let tables = &qcow2.metadata.tables;
+        let end = geometry.clusters_for(size);
+        let (first_table, _) = geometry.table_position(ClusterIndex::new(end));
+        let l1_size = image.l1.read().len() as u64;
+        for l1_index in first_table..l1_size {
+            let Some((table, owned)) = tables.table(l1_index)? else { continue };
+            let Some(first) = geometry.first_cluster_of_l1(l1_index) else { break };
+            let start = end.max(first.get());
+            let count = first.get() + geometry.l2_entries() - start;
+            let entries = tables.entries(ClusterIndex::new(start), count).await?;
+            let mut releases = Vec::new();
+            for (step, entry) in (0..).zip(&entries) {
+                match entry.kind(&geometry) {
+                    Ok(kind) if start == first.get() => {
+                        releases.extend(referenced(&geometry, &kind));
+                    }
+                    Ok(ClusterKind::Unallocated) => {}
+                    Ok(kind) => {
+                        let cluster = start + step;
+                        qcow2.ensure_tables(cluster..cluster + 1).await?;
+                        let releases = referenced(&geometry, &kind);
+                        let none = L2Entry::unallocated();
+                        tables.record(ClusterIndex::new(cluster), none, &releases, false);
+                    }
+                    // What it means is unknown: its space, if any, stays allocated.
+                    Err(error) => tracing::warn!(%error, "left alone past the end of the disk"),
+                }
+            }
+            if start == first.get() {
+                releases.push(geometry.host_cluster_of(table));
+                if owned {
+                    let cluster = geometry.host_cluster_of(table).get();
+                    qcow2.metadata.alloc.unmark_metadata(cluster..cluster + 1);
+                }
+                tables.drop_table(l1_index, &releases);
+            }
+            tables.mark_discarded();
+            if tables.pending() > RELEASES_AT_ONCE {
+                writer.commit_alone(&self.readers).await?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Zeroes the rest of the cluster in which the disk ends: a program that grows the disk later
+    /// may show it.
+    async fn clear_last_cluster(
+        &self,
+        writer: &Writer<H::File>,
+        qcow2: &Qcow2Writer<H::File>,
+        end: u64,
+    ) -> Result<()> {
+        let geometry = qcow2.geometry();
+        let size = geometry.cluster_size();
+        let within = end % size;
+        if within == 0 || geometry.has_data_file() {
+            return Ok(());
+        }
+        let cluster = geometry.cluster_of(GuestOffset::new(end));
+        let _range = writer.ranges.lock(end - within..end - within + size).await;
+        let _pass = self.readers.gate.enter();
+        let entry = qcow2.metadata.tables.entry(cluster).await?;
+        let host = match entry.kind(&geometry) {
+            Ok(
+                ClusterKind::Data { offset, copied: true }
+                | ClusterKind::Subclusters { offset: Some(offset), copied: true, .. },
+            ) => offset.get(),
+            _ => return Ok(()),
+        };
+        let mode = ZeroMode { may_unmap: true, only_fast: false };
+        let storage = self.chain.active().storage();
+        Ok(storage.write_zeroes(host + within, size - within, mode).await?)
+    }
+
+    async fn resize_raw(
+        &self,
+        writer: &Writer<H::File>,
+        old: u64,
+        size: u64,
+        preallocation: Preallocation,
+    ) -> Result<()> {
+        let layer = self.chain.active();
+        let storage = layer.storage();
+        if preallocation == Preallocation::Metadata {
+            return Err(DiskError::Unsupported(
+                "Unsupported preallocation mode: metadata; a raw image has none".into(),
+            ));
+        }
+        let whole = size
+            .checked_next_multiple_of(512)
+            .ok_or_else(|| self.refused(format!("the new size {size} is too large")))?;
+        writer
+            .exclusively(|| async {
+                if size < old {
+                    layer.set_size(whole);
+                    self.show(whole);
+                    self.readers.drain().await;
+                }
+                storage.set_len(size).await?;
+                if size > old && preallocation != Preallocation::Off {
+                    preallocate::fill(&**storage, old..size, preallocation).await?;
+                }
+                storage.flush().await?;
+                if size >= old {
+                    self.show(whole);
+                    layer.set_size(whole);
+                }
+                Ok(())
+            })
+            .await
+    }
+}
+
+/// Changes the header's `size`, durably.
+async fn write_size<S: Storage>(layer: &Layer<S>, image: &Qcow2, size: u64) -> Result<()> {
+    let storage = layer.storage();
+    storage.write_at(field::SIZE as u64, IoBuf::copy_of(&size.to_be_bytes())).await?;
+    storage.flush().await?;
+    image.header.write().size = size;
+    Ok(())
+}

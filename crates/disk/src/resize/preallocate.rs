@@ -1,0 +1,131 @@
+//! Clusters allocated before anything is written to them.
+
+use super::Preallocation;
+use crate::Result;
+use crate::disk::Disk;
+use crate::write::{Qcow2Writer, Writer, referenced};
+use isobath_qcow2::{ClusterIndex, ClusterKind, HostCluster, HostOffset, L2Entry};
+use isobath_storage::{Host, IoBuf, Storage, ZeroMode};
+use std::ops::Range;
+
+/// Zeroes written at once.
+const CHUNK: u64 = 1 << 20;
+
+impl<H: Host> Disk<H> {
+    /// Allocates the clusters that begin in `new` and are not allocated yet. All of them read as
+    /// zeroes.
+    pub(super) async fn preallocate(
+        &self,
+        writer: &Writer<H::File>,
+        qcow2: &Qcow2Writer<H::File>,
+        new: Range<u64>,
+        mode: Preallocation,
+    ) -> Result<()> {
+        let geometry = qcow2.geometry();
+        let size = geometry.cluster_size();
+        let mut at = new.start.div_ceil(size);
+        let end = new.end.div_ceil(size);
+        while at < end {
+            // One table at a time.
+            let next =
+                end.min(at / geometry.l2_entries() * geometry.l2_entries() + geometry.l2_entries());
+            writer.commit_if_much(&self.readers).await?;
+            self.preallocate_clusters(writer, qcow2, at..next, mode).await?;
+            at = next;
+        }
+        Ok(())
+    }
+
+    async fn preallocate_clusters(
+        &self,
+        writer: &Writer<H::File>,
+        qcow2: &Qcow2Writer<H::File>,
+        clusters: Range<u64>,
+        mode: Preallocation,
+    ) -> Result<()> {
+        let geometry = qcow2.geometry();
+        let size = geometry.cluster_size();
+        let bytes = clusters.start * size..clusters.end * size;
+        let count = clusters.end - clusters.start;
+        let _range = writer.ranges.lock(bytes.clone()).await;
+        let _pass = self.readers.gate.enter();
+        qcow2.ensure_tables(clusters.clone()).await?;
+        let entries =
+            qcow2.metadata.tables.entries(ClusterIndex::new(clusters.start), count).await?;
+        let mut wanted = Vec::new();
+        for (cluster, entry) in clusters.zip(entries) {
+            let kind = entry.kind(&geometry).map_err(|e| qcow2.metadata.layer.format_error(e))?;
+            if reads_as_zero(&kind) {
+                wanted.push((cluster, kind));
+            }
+        }
+        if wanted.is_empty() {
+            return Ok(());
+        }
+        let mut taken = Vec::new();
+        let host = if geometry.has_data_file() {
+            bytes.start..bytes.end.min(self.chain.active().visible())
+        } else {
+            let run = qcow2.metadata.alloc.allocate_adjacent(wanted.len() as u64).await?;
+            taken.extend((run.start.get()..).take(wanted.len()).map(HostCluster::new));
+            let start = run.start.get() << geometry.cluster_bits();
+            start..start + run.count * size
+        };
+        let data = self.chain.active().data();
+        if let Err(error) = fill(&**data, host.clone(), mode).await {
+            qcow2.metadata.alloc.release(&taken).await?;
+            return Err(error);
+        }
+        for (step, (cluster, kind)) in (0..).zip(wanted) {
+            let host = match geometry.has_data_file() {
+                true => HostOffset::new(cluster * size),
+                false => HostOffset::new(host.start + step * size),
+            };
+            let entry = if geometry.extended_l2() {
+                L2Entry::subclustered(Some(host), true, u32::MAX, 0)
+            } else {
+                L2Entry::data(host, true)
+            };
+            let releases = referenced(&geometry, &kind);
+            self.record(qcow2, ClusterIndex::new(cluster), entry, &releases, true)?;
+        }
+        Ok(())
+    }
+}
+
+/// Whether a cluster that no layer below has reads as zeroes.
+fn reads_as_zero(kind: &ClusterKind) -> bool {
+    matches!(
+        kind,
+        ClusterKind::Unallocated
+            | ClusterKind::ZeroPlain
+            | ClusterKind::ZeroAllocated { .. }
+            | ClusterKind::Subclusters { allocated: 0, .. }
+    )
+}
+
+/// Makes a new part of a file read as zeroes, with as much space behind it as `mode` says.
+pub(super) async fn fill<S: Storage>(
+    storage: &S,
+    range: Range<u64>,
+    mode: Preallocation,
+) -> Result<()> {
+    if range.is_empty() {
+        return Ok(());
+    }
+    if mode != Preallocation::Full {
+        let may_unmap = mode == Preallocation::Metadata;
+        let zeroes = ZeroMode { may_unmap, only_fast: false };
+        return Ok(storage.write_zeroes(range.start, range.end - range.start, zeroes).await?);
+    }
+    let mut buf = IoBuf::zeroed(CHUNK.min(range.end - range.start) as usize);
+    let mut at = range.start;
+    while at < range.end {
+        if range.end - at < buf.len() as u64 {
+            buf = IoBuf::zeroed((range.end - at) as usize);
+        }
+        buf = storage.write_at(at, buf).await?;
+        at += buf.len() as u64;
+    }
+    Ok(())
+}
