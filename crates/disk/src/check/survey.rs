@@ -130,7 +130,6 @@ impl Survey {
         for cluster in offset >> bits..=(end - 1) >> bits {
             let count = self.counts.get(cluster).saturating_add(weight);
             if count > most {
-                self.lost = true;
                 let at = cluster << bits;
                 log.corruption(&format!(
                     "ERROR: overflow cluster offset={at:#x}: it has more references than refcounts \
