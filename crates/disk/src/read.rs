@@ -62,11 +62,14 @@ impl<H: Host> Disk<H> {
     /// owner cut off count as absent.
     pub(crate) async fn extents(&self, range: Range<u64>) -> Result<Vec<Extent>> {
         let mut extents = Vec::with_capacity(4);
+        let mut at = range.start;
         loop {
-            match self.map.lookup(range.clone(), &mut extents) {
+            match self.map.lookup(at..range.end, &mut extents) {
                 Lookup::Found => return Ok(self.clipped(extents)),
                 Lookup::Missing(slice) => {
-                    extents.clear();
+                    // What was found stays good: the caller is inside the gate. The map may be too
+                    // small for all slices of the range at once.
+                    at = at.max(slice << self.map.slice_bits());
                     self.resolve_slice(slice).await?;
                 }
             }

@@ -1,0 +1,28 @@
+//! Requests that need more of the map than may stay in memory.
+
+use futures_executor::block_on;
+use futures_util::future::join_all;
+use isobath_disk::{BlockDevice, Disk, NewDisk, OpenOptions, create};
+use isobath_storage::IoBuf;
+use isobath_storage::memory::MemoryHost;
+use std::path::Path;
+
+#[test]
+fn a_request_larger_than_the_map_is_answered() {
+    block_on(async {
+        let host = MemoryHost::new();
+        let name = Path::new("disk.qcow2");
+        let new = NewDisk { size: Some(16 << 20), cluster_size: 512, ..NewDisk::default() };
+        create(&host, name, &new).await.unwrap();
+        let options = OpenOptions { writable: true, map_cache: Some(0), ..OpenOptions::default() };
+        let disk = Disk::open(host, name, &options).await.unwrap();
+        disk.write(8 << 20, IoBuf::copy_of(&[7; 512])).await.unwrap();
+        let runs = disk.block_status(0, 16 << 20, 9).await.unwrap();
+        assert_eq!(runs.len(), 3, "{runs:?}");
+        let reads = (0..3).map(|_| disk.read(0, IoBuf::zeroed(16 << 20)));
+        for read in join_all(reads).await {
+            assert_eq!(read.unwrap().iter().filter(|byte| **byte == 7).count(), 512);
+        }
+        disk.close().await.unwrap();
+    });
+}
