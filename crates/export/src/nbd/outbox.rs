@@ -20,6 +20,8 @@ pub(crate) struct Outbox {
     spare: Vec<Batch>,
     /// The part of the present header block that is free.
     headers: IoBuf,
+    /// Bytes that wait to be sent.
+    queued: usize,
     /// Whether the last buffer of `last` ends where `headers` begins.
     adjacent: bool,
 }
@@ -45,6 +47,7 @@ impl Outbox {
             last: Batch::default(),
             spare: Vec::new(),
             headers: IoBuf::empty(),
+            queued: 0,
             adjacent: false,
         }
     }
@@ -54,6 +57,7 @@ impl Outbox {
         self.push_header(header);
         if let Some(Pooled { data, spare }) = data {
             self.last.length += data.len();
+            self.queued += data.len();
             self.last.pooled.push((self.last.bufs.len(), spare));
             self.last.bufs.push(data);
             self.adjacent = false;
@@ -69,6 +73,7 @@ impl Outbox {
 
     fn push_header(&mut self, header: &[u8]) {
         self.last.length += header.len();
+        self.queued += header.len();
         if self.headers.len() < header.len() {
             self.headers = IoBuf::zeroed(HEADER_BLOCK.max(header.len()));
             self.adjacent = false;
@@ -84,15 +89,22 @@ impl Outbox {
 
     /// The next replies to send.
     pub(crate) fn take(&mut self) -> Option<Batch> {
-        if let Some(batch) = self.full.pop_front() {
-            return Some(batch);
-        }
-        if self.last.replies == 0 {
+        let batch = if let Some(batch) = self.full.pop_front() {
+            batch
+        } else if self.last.replies == 0 {
             return None;
-        }
-        self.adjacent = false;
-        let next = self.spare.pop().unwrap_or_default();
-        Some(std::mem::replace(&mut self.last, next))
+        } else {
+            self.adjacent = false;
+            let next = self.spare.pop().unwrap_or_default();
+            std::mem::replace(&mut self.last, next)
+        };
+        self.queued -= batch.length;
+        Some(batch)
+    }
+
+    /// Bytes that wait to be sent.
+    pub(crate) const fn queued(&self) -> usize {
+        self.queued
     }
 
     /// Takes a batch back after its buffers came back from the send.
@@ -148,8 +160,10 @@ mod tests {
         }
         outbox.push(&vec![0xff; HEADER_BLOCK + 1], Some(pool.take(FULL_BYTES)), 0);
         outbox.push(b"end", None, 0);
+        assert_eq!(outbox.queued(), 600 * 10 + HEADER_BLOCK + 1 + FULL_BYTES + 3);
         let batches: Vec<_> = std::iter::from_fn(|| outbox.take()).collect();
         assert_eq!(batches.iter().map(|batch| batch.replies).collect::<Vec<_>>(), [500, 101, 1]);
+        assert_eq!(outbox.queued(), 0);
         assert_eq!(batches[1].bufs[0][..], 500_u16.to_be_bytes());
         assert_eq!(text(&batches[2]), b"end");
     }

@@ -18,6 +18,10 @@ use std::task::Poll;
 
 /// Payloads up to this length in bytes go through the window.
 const SMALL_PAYLOAD: usize = 32 << 10;
+/// With more bytes than this waiting to be sent no request is begun: the disk is faster than the
+/// client, and data fetched just in time is still in the processor's cache when it is sent.
+const MAX_QUEUED: usize = 2 << 20;
+
 /// How much a session may have in flight: received and not yet answered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InFlight {
@@ -337,7 +341,8 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
     async fn reserve(&self, bytes: usize) -> Result<(), End> {
         poll_fn(|_| {
             let (requests, held) = (self.requests.get(), self.bytes.get());
-            let fits = held.saturating_add(bytes) <= self.limit.bytes;
+            let fits = held.saturating_add(bytes) <= self.limit.bytes
+                && self.outbox.borrow().queued() < MAX_QUEUED;
             if self.is_broken() || self.stop.is_requested() {
                 Poll::Ready(Err(End::Stopped))
             } else if requests == 0 || requests < self.limit.requests && fits {
