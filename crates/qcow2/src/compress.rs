@@ -58,9 +58,12 @@ impl fmt::Display for CompressionType {
 thread_local! {
     static INFLATE: RefCell<Decompress> = RefCell::new(Decompress::new(false));
     static UNZSTD: RefCell<Option<DCtx<'static>>> = RefCell::new(DCtx::try_create());
-    static DEFLATE: RefCell<Compress> = RefCell::new(
-        Compress::new_with_window_bits(Compression::default(), false, DEFLATE_WINDOW_BITS));
+    static DEFLATE: RefCell<Compress> = RefCell::new(deflate());
     static ZSTD: RefCell<Option<CCtx<'static>>> = RefCell::new(CCtx::try_create());
+}
+
+fn deflate() -> Compress {
+    Compress::new_with_window_bits(Compression::default(), false, DEFLATE_WINDOW_BITS)
 }
 
 /// Decompresses a cluster: fills `output`, whose length is the cluster size, from the start of
@@ -135,8 +138,14 @@ pub fn compress(compression: CompressionType, input: &[u8]) -> Option<Vec<u8>> {
     let length = match compression {
         CompressionType::Zlib => DEFLATE.with_borrow_mut(|deflate| {
             deflate.reset();
-            let status = deflate.compress(input, &mut output, FlushCompress::Finish).ok()?;
-            (status == Status::StreamEnd).then(|| deflate.total_out() as usize)
+            let status = deflate.compress(input, &mut output, FlushCompress::Finish);
+            if matches!(status, Ok(Status::StreamEnd)) {
+                return Some(deflate.total_out() as usize);
+            }
+            // A reset does not free the space of output that was left in it (zlib-rs 0.6.8): the next
+            // cluster might not find enough.
+            *deflate = self::deflate();
+            None
         })?,
         CompressionType::Zstd => ZSTD.with_borrow_mut(|context| {
             let level = zstd::DEFAULT_COMPRESSION_LEVEL;
@@ -280,6 +289,27 @@ mod tests {
                 let mut output = vec![0; input.len()];
                 decompress(kind, &packed, &mut output).unwrap();
                 prop_assert_eq!(output, input);
+            }
+        }
+    }
+
+    #[test]
+    fn clusters_that_do_not_compress_leave_nothing_behind() {
+        let mut state = 1_u32;
+        let noisy: Vec<u8> = (0..1 << 14)
+            .map(|_| {
+                state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                (state >> 24) as u8
+            })
+            .collect();
+        let cluster = text(1 << 14);
+        for compression in BOTH {
+            for _ in 0..8 {
+                assert_eq!(compress(compression, &noisy), None);
+                let packed = compress(compression, &cluster).unwrap();
+                let mut unpacked = vec![0; cluster.len()];
+                decompress(compression, &packed, &mut unpacked).unwrap();
+                assert!(unpacked == cluster);
             }
         }
     }
