@@ -10,3 +10,25 @@ pub(crate) enum Cache {
     /// The page cache; a flush makes durable
     Writeback,
 }
+
+/// qemu-img's cache modes: of `-t` for what is written, of `-T` for what is read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum CacheMode {
+    /// `O_DIRECT`
+    None,
+    /// The page cache
+    Writeback,
+    /// The page cache
+    Writethrough,
+    /// `O_DIRECT`
+    Directsync,
+    /// The page cache
+    Unsafe,
+}
+
+impl CacheMode {
+    /// Whether the page cache is bypassed.
+    pub(crate) fn is_direct(self) -> bool {
+        matches!(self, Self::None | Self::Directsync)
+    }
+}

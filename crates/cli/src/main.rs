@@ -11,6 +11,7 @@ mod json;
 mod options;
 mod runtime;
 mod size;
+mod workers;
 
 use clap::Parser;
 use std::io::{self, Write};

@@ -28,7 +28,10 @@
 
 mod alloc;
 mod chain;
+mod chain_map;
 mod check;
+mod compare;
+mod copy;
 mod create;
 pub mod device;
 mod disk;
@@ -44,8 +47,11 @@ mod status;
 mod tables;
 mod write;
 
+pub use chain_map::MapEntry;
 pub use chain::{ImageFormat, Layer, LayerIndex, MAX_LAYERS, OpenOptions, Trust};
 pub use check::{CheckEvent, CheckOptions, CheckReport, Repair, check};
+pub use compare::{Compare, CompareError, Difference};
+pub use copy::{Copy, CopyOptions};
 pub use create::{NewDisk, create};
 pub use device::{BlockDevice, BlockStatus, ZeroFlags};
 pub use disk::{DEFAULT_MAP_CACHE, Disk};

@@ -21,6 +21,16 @@ impl<H: Host> Disk<H> {
         let mut runs: Vec<BlockStatus> = Vec::new();
         let mut at = offset;
         while at < end {
+            let untouched = self.untouched_until(at, end);
+            if untouched > at {
+                let extent = Extent { guest: at, length: untouched - at, source: Source::Absent };
+                if push_run(&mut runs, self.run(&extent, 0).await?) > max_runs {
+                    runs.pop();
+                    return Ok(runs);
+                }
+                at = untouched;
+                continue;
+            }
             let next = end.min(at - at % WINDOW + WINDOW);
             for extent in self.extents(at..next).await? {
                 let mut done = 0;
@@ -76,7 +86,9 @@ impl<H: Host> Disk<H> {
                     // The tables say nothing about a raw layer, but its host's holes do.
                     Some(layer) if layer.as_qcow2().is_none() => {
                         let found = layer.storage().allocation(host).await?;
-                        let known = if found.length == 0 { length } else { found.length };
+                        // The disk's last sector may be longer than the file.
+                        let known = (host + found.length).next_multiple_of(512) - host;
+                        let known = if found.length == 0 { length } else { known };
                         let zero = !found.data || found.length == 0;
                         BlockStatus { length: length.min(known), zero, ..data }
                     }

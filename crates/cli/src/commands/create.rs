@@ -76,7 +76,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     let made = runtime::block_on(async || Ok(create(&FileHost, image, &new).await?))?;
     if !args.quiet {
         let name = options::printable(&image.display().to_string());
-        writeln!(out, "Formatting '{name}', {}", describe(&new, made, &given))?;
+        writeln!(out, "Formatting '{name}', {}", describe(&new, new.size.unwrap_or(made), &given))?;
     }
     Ok(0)
 }
@@ -94,7 +94,7 @@ fn help(format: ImageFormat, out: &mut dyn Write) -> Outcome {
 }
 
 /// Applies an option of `-o`.
-fn apply(new: &mut NewDisk, name: &str, value: &str) -> Result<(), String> {
+pub(crate) fn apply(new: &mut NewDisk, name: &str, value: &str) -> Result<(), String> {
     if new.format == ImageFormat::Raw && !matches!(name, "size" | "preallocation") {
         return Err(match name {
             "backing_file" => "Backing file not supported for file format 'raw'".to_owned(),

@@ -1,10 +1,14 @@
 //! The commands, a file each.
 
 mod check;
+mod compare;
 mod completions;
+mod convert;
 mod create;
 mod info;
 mod io;
+mod map;
+mod resize;
 mod serve;
 mod snapshot;
 
@@ -36,6 +40,10 @@ commands! {
     Info = info;
     Check = check;
     Snapshot = snapshot;
+    Map = map;
+    Compare = compare;
+    Convert = convert;
+    Resize = resize;
     Completions = completions;
     Io = io;
     Serve = serve;

@@ -77,10 +77,9 @@ impl<H: Host> Disk<H> {
             return Err(error);
         }
         for (step, (cluster, kind)) in (0..).zip(wanted) {
-            let host = match geometry.has_data_file() {
-                true => HostOffset::new(cluster * size),
-                false => HostOffset::new(host.start + step * size),
-            };
+            let at =
+                if geometry.has_data_file() { cluster * size } else { host.start + step * size };
+            let host = HostOffset::new(at);
             let entry = if geometry.extended_l2() {
                 L2Entry::subclustered(Some(host), true, u32::MAX, 0)
             } else {

@@ -1,0 +1,128 @@
+//! `isobath compare`
+
+use crate::cache::CacheMode;
+use crate::failure::{Failure, Outcome};
+use crate::workers::{self, Progress};
+use crate::{options, runtime};
+use isobath_disk::{
+    BlockDevice, Compare, CompareError, Difference, Disk, ImageFormat, OpenOptions,
+};
+use isobath_storage::Locking;
+use isobath_storage::file::FileHost;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// Reads in flight.
+const TASKS: usize = 8;
+
+/// Compare the content of two disks
+///
+/// A shorter disk counts as followed by zeroes.
+///
+/// Exit codes: 0 the disks are identical; 1 they differ; 2 an image cannot be opened; 3 what is
+/// allocated cannot be told; 4 a disk cannot be read.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// The first image's format; found out unless given
+    #[arg(short, long, value_name = "FMT", value_parser = options::format)]
+    format: Option<ImageFormat>,
+    /// The second image's format; found out unless given
+    #[arg(short = 'F', long, value_name = "FMT", value_parser = options::format)]
+    second_format: Option<ImageFormat>,
+    /// How to cache what is read
+    #[arg(short = 'T', long, value_name = "MODE", default_value = "writeback")]
+    source_cache: CacheMode,
+    /// Also fail if the sizes differ, or what is allocated
+    #[arg(short, long)]
+    strict: bool,
+    /// Show progress
+    #[arg(short, long)]
+    progress: bool,
+    /// Print nothing but errors
+    #[arg(short, long)]
+    quiet: bool,
+    /// Take no lock on the images, and honour none
+    #[arg(short = 'U', long)]
+    force_share: bool,
+    /// The first image
+    first: PathBuf,
+    /// The second image
+    second: PathBuf,
+}
+
+pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
+    let mut say = |text: &str| if args.quiet { Ok(()) } else { writeln!(out, "{text}") };
+    runtime::block_on(async || {
+        let one = open(args, &args.first, args.format).await?;
+        let other = open(args, &args.second, args.second_format).await?;
+        let same_size = one.size() == other.size();
+        let shared = one.size().min(other.size());
+        if args.strict && !same_size {
+            say("Strict mode: Image size mismatch!")?;
+            return Ok(1);
+        }
+        let compare = Arc::new(Compare::new(one, other, args.strict));
+        let shown = compare.clone();
+        let progress = Progress::show(args.progress && !args.quiet, move || shown.progress());
+        let make = {
+            let compare = compare.clone();
+            move || {
+                let compare = compare.clone();
+                async move { compare.work().await }
+            }
+        };
+        let results = workers::run(TASKS, make).await?;
+        let difference = compare.difference();
+        let failed = results.into_iter().find_map(Result::err);
+        progress.end(failed.is_none() && difference.is_none());
+        if let Some(error) = failed {
+            return Err(failure(args, error));
+        }
+        let early = difference.is_some_and(|found| match found {
+            Difference::Status(_) => true,
+            Difference::Content(offset) => offset < shared,
+        });
+        if !same_size && !early {
+            say("Warning: Image size mismatch!")?;
+        }
+        match difference {
+            None => say("Images are identical.")?,
+            Some(Difference::Content(offset)) => {
+                say(&format!("Content mismatch at offset {offset}!"))?;
+            }
+            Some(Difference::Status(offset)) => {
+                say(&format!("Strict mode: Offset {offset} block status mismatch!"))?;
+            }
+        }
+        Ok(u8::from(difference.is_some()))
+    })
+}
+
+async fn open(
+    args: &Args,
+    image: &Path,
+    format: Option<ImageFormat>,
+) -> Result<Arc<Disk<FileHost>>, Failure> {
+    let locking = if args.force_share { Locking::Unlocked } else { Locking::Exclusive };
+    let direct = args.source_cache.is_direct();
+    let options = OpenOptions { format, locking, direct, ..OpenOptions::default() };
+    match Disk::open(FileHost, image, &options).await {
+        Ok(disk) => Ok(Arc::new(disk)),
+        Err(error) => Err(Failure::from(error).with_code(2)),
+    }
+}
+
+fn failure(args: &Args, error: CompareError) -> Failure {
+    let name = |side: usize| if side == 0 { &args.first } else { &args.second }.display();
+    match error {
+        CompareError::Status(side, error) => {
+            let what = format!("Sector allocation test failed for {}", name(side));
+            Failure::from(error).context(what).with_code(3)
+        }
+        CompareError::Read(side, offset, error) => {
+            let what = format!("Error while reading offset {offset} of {}", name(side));
+            Failure::from(error).context(what).with_code(4)
+        }
+    }
+}

@@ -1,0 +1,131 @@
+//! `isobath map`
+
+use crate::failure::{Failure, Outcome};
+use crate::options::{self, OutputFormat, printable};
+use crate::{runtime, size};
+use isobath_disk::{BlockDevice, Disk, ImageFormat, MapEntry, OpenOptions};
+use isobath_storage::file::FileHost;
+use isobath_storage::{IoBuf, Locking};
+use std::io::Write;
+use std::path::PathBuf;
+
+/// Show which image of a chain holds what, and where
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// The image's format; found out unless given
+    #[arg(short, long, value_name = "FMT", value_parser = options::format)]
+    format: Option<ImageFormat>,
+    /// Where to begin
+    #[arg(short, long, value_name = "OFFSET", value_parser = size::parse, default_value = "0")]
+    start_offset: u64,
+    /// The most to describe
+    #[arg(short = 'l', long, value_name = "LEN", value_parser = size::parse)]
+    max_length: Option<u64>,
+    /// How to print it
+    #[arg(long, value_name = "FMT", default_value = "human")]
+    output: OutputFormat,
+    /// Take no lock on the images, and honour none
+    #[arg(short = 'U', long)]
+    force_share: bool,
+    /// The image
+    image: PathBuf,
+}
+
+pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
+    let locking = if args.force_share { Locking::Unlocked } else { Locking::Exclusive };
+    let options = OpenOptions { format: args.format, locking, ..OpenOptions::default() };
+    runtime::block_on(async || {
+        let disk = Disk::open(FileHost, &args.image, &options).await?;
+        let length = args.max_length.unwrap_or(u64::MAX);
+        let end = disk.size().min(args.start_offset.saturating_add(length));
+        let range = args.start_offset.min(end)..end;
+        match args.output {
+            OutputFormat::Human => human(&disk, range, out).await,
+            OutputFormat::Json => json(&disk, range, args.start_offset, out).await,
+        }
+    })?;
+    Ok(0)
+}
+
+async fn json(
+    disk: &Disk<FileHost>,
+    range: std::ops::Range<u64>,
+    start: u64,
+    out: &mut dyn Write,
+) -> Result<(), Failure> {
+    let mut result = write!(out, "[");
+    let mut between = "";
+    let mut print = |entry: &MapEntry| {
+        if result.is_ok() {
+            let MapEntry { start, length, depth, present, zero, data, .. } = entry;
+            let offset =
+                entry.offset.map_or(String::new(), |offset| format!(", \"offset\": {offset}"));
+            result = write!(
+                out,
+                "{between}{{ \"start\": {start}, \"length\": {length}, \"depth\": {depth}, \
+                 \"present\": {present}, \"zero\": {zero}, \"data\": {data}{offset}}}"
+            );
+            between = ",\n";
+        }
+    };
+    if range.is_empty() {
+        // qemu-img describes nothing by one entry.
+        print(&MapEntry {
+            start,
+            length: 0,
+            depth: 0,
+            present: false,
+            zero: false,
+            data: false,
+            compressed: false,
+            offset: None,
+        });
+    } else {
+        disk.chain_map(range, &mut print).await?;
+    }
+    result?;
+    writeln!(out, "]")?;
+    Ok(())
+}
+
+async fn human(
+    disk: &Disk<FileHost>,
+    range: std::ops::Range<u64>,
+    out: &mut dyn Write,
+) -> Result<(), Failure> {
+    let names: Vec<String> = disk
+        .layers()
+        .map(|layer| {
+            let name = isobath_storage::Storage::name(&**layer.data());
+            printable(&name.display().to_string())
+        })
+        .collect();
+    let mut result =
+        writeln!(out, "{:<16}{:<16}{:<16}File", "Offset", "Length", "Mapped to").map(|()| None);
+    let mut print = |entry: &MapEntry| {
+        if !matches!(result, Ok(None)) || !entry.data || entry.zero {
+            return;
+        }
+        let Some(offset) = entry.offset else {
+            result = Ok(Some(entry.start));
+            return;
+        };
+        let name = names.get(entry.depth as usize).map_or("", String::as_str);
+        let (start, length) = (hex(entry.start), hex(entry.length));
+        result = writeln!(out, "{start:<16}{length:<16}{:<16}{name}", hex(offset)).map(|()| None);
+    };
+    if !range.is_empty() {
+        disk.chain_map(range, &mut print).await?;
+    }
+    if let Some(start) = result? {
+        // Reading says what is wrong with a table that is not valid.
+        disk.read(start, IoBuf::zeroed(1)).await?;
+        return Err(Failure::new("File contains external, encrypted or compressed clusters."));
+    }
+    Ok(())
+}
+
+/// `printf("%#x")`.
+fn hex(number: u64) -> String {
+    if number == 0 { "0".into() } else { format!("{number:#x}") }
+}

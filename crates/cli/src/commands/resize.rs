@@ -1,0 +1,74 @@
+//! `isobath resize`
+
+use crate::failure::{Failure, Outcome};
+use crate::{options, runtime, size};
+use isobath_disk::{BlockDevice, Disk, ImageFormat, OpenOptions, Preallocation};
+use isobath_storage::file::FileHost;
+use std::io::Write;
+use std::path::PathBuf;
+
+/// Change the size of a disk
+///
+/// A guest's partitions and file systems must be made smaller before the disk is, and may use a
+/// larger disk only once they are made larger.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// The image's format; found out unless given
+    #[arg(short, long, value_name = "FMT", value_parser = options::format)]
+    format: Option<ImageFormat>,
+    /// What to allocate for the new part: off, metadata, falloc or full
+    #[arg(long, value_name = "MODE", default_value = "off", value_parser = preallocation)]
+    preallocation: Preallocation,
+    /// Allow the disk to become smaller, which deletes all data past its new end
+    #[arg(long)]
+    shrink: bool,
+    /// Print nothing
+    #[arg(short, long)]
+    quiet: bool,
+    /// The image
+    image: PathBuf,
+    /// The new size, or with + or - the difference
+    #[arg(allow_hyphen_values = true)]
+    size: String,
+}
+
+fn preallocation(name: &str) -> Result<Preallocation, String> {
+    Preallocation::from_name(name).ok_or_else(|| format!("Invalid preallocation mode '{name}'"))
+}
+
+pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
+    let (sign, number) = match args.size.split_at_checked(1) {
+        Some((sign @ ("+" | "-"), number)) => (Some(sign), number),
+        _ => (None, args.size.as_str()),
+    };
+    let number = size::parse(number).map_err(Failure::new)?;
+    let options = OpenOptions { writable: true, format: args.format, ..OpenOptions::default() };
+    runtime::block_on(async || {
+        let disk = Disk::open(FileHost, &args.image, &options).await?;
+        let old = disk.size();
+        let new = match sign {
+            Some("+") => old.checked_add(number),
+            Some(_) => old.checked_sub(number),
+            None => Some(number),
+        };
+        let Some(new) = new.filter(|new| *new > 0) else {
+            return Err(Failure::new("New image size must be positive"));
+        };
+        if new < old && !args.shrink {
+            return Err(Failure::new(
+                "Use the --shrink option to perform a shrink operation; it deletes all data \
+                 beyond the new end",
+            ));
+        }
+        if new <= old && args.preallocation != Preallocation::Off {
+            return Err(Failure::new("Preallocation can only be used for growing images"));
+        }
+        disk.resize(new, args.preallocation, args.shrink).await?;
+        disk.close().await?;
+        Ok(())
+    })?;
+    if !args.quiet {
+        writeln!(out, "Image resized.")?;
+    }
+    Ok(0)
+}

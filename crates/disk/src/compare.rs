@@ -1,0 +1,232 @@
+//! Comparing two disks.
+
+use crate::device::{BlockDevice, BlockStatus};
+use crate::disk::Disk;
+use crate::{DiskError, Result};
+use async_lock::Mutex;
+use isobath_storage::{Host, IoBuf};
+use parking_lot::Mutex as SyncMutex;
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+/// Bytes compared at once.
+const CHUNK: u64 = 1 << 20;
+/// Guest bytes whose status is asked for in one go.
+const WINDOW: u64 = 1 << 30;
+const RUNS: usize = 4096;
+/// Differences are told by sectors.
+const SECTOR: usize = 512;
+
+/// How two disks differ.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Difference {
+    /// One is allocated otherwise than the other at this byte offset (strict mode).
+    Status(u64),
+    /// The content of the sector at this byte offset.
+    Content(u64),
+}
+
+impl Difference {
+    fn offset(self) -> u64 {
+        match self {
+            Self::Status(offset) | Self::Content(offset) => offset,
+        }
+    }
+}
+
+/// What could not be done to compare.
+#[derive(Debug)]
+pub enum CompareError {
+    /// What is allocated in one of the disks (0 or 1) could not be told.
+    Status(usize, DiskError),
+    /// One of the disks (0 or 1) could not be read at this offset.
+    Read(usize, u64, DiskError),
+}
+
+/// A comparison of two disks, done by any number of [`work`](Self::work)ers at once. Where both are
+/// known to be zero nothing is read. A shorter disk counts as followed by zeroes.
+pub struct Compare<H: Host> {
+    sides: [Side<H>; 2],
+    strict: bool,
+    end: u64,
+    next: Mutex<u64>,
+    first: SyncMutex<Option<Difference>>,
+    stopped: AtomicBool,
+    done: AtomicU64,
+}
+
+struct Side<H: Host> {
+    disk: Arc<Disk<H>>,
+    /// What is known of the bytes from the present offset on.
+    runs: Mutex<VecDeque<BlockStatus>>,
+}
+
+struct Piece {
+    offset: u64,
+    length: u64,
+    /// Which disks must be read; the other is zero.
+    read: [bool; 2],
+}
+
+impl<H: Host> Side<H> {
+    /// The run at `offset`; past the end of the disk, zeroes.
+    async fn status(&self, offset: u64, end: u64) -> Result<BlockStatus> {
+        let size = self.disk.size();
+        if offset >= size {
+            let length = end - offset;
+            let absent = BlockStatus {
+                length,
+                allocated: false,
+                zero: true,
+                compressed: false,
+                depth: 0,
+                host: None,
+            };
+            return Ok(absent);
+        }
+        let mut runs = self.runs.lock().await;
+        if runs.is_empty() {
+            let window = WINDOW.min(size - offset);
+            *runs = self.disk.block_status(offset, window, RUNS).await?.into();
+        }
+        runs.front().copied().ok_or(DiskError::OutOfRange { offset, length: 1, size })
+    }
+
+    async fn pass(&self, offset: u64, length: u64) {
+        if offset >= self.disk.size() {
+            return;
+        }
+        let mut runs = self.runs.lock().await;
+        if let Some(front) = runs.front_mut() {
+            front.length -= length;
+            front.host = front.host.map(|(layer, host)| (layer, host + length));
+            if front.length == 0 {
+                runs.pop_front();
+            }
+        }
+    }
+}
+
+impl<H: Host> Compare<H> {
+    /// Compares `one` and `other`; `strict` also whether they are allocated alike.
+    pub fn new(one: Arc<Disk<H>>, other: Arc<Disk<H>>, strict: bool) -> Self {
+        let end = one.size().max(other.size());
+        let sides = [one, other].map(|disk| Side { disk, runs: Mutex::default() });
+        Self {
+            sides,
+            strict,
+            end,
+            next: Mutex::new(0),
+            first: SyncMutex::new(None),
+            stopped: AtomicBool::new(false),
+            done: AtomicU64::new(0),
+        }
+    }
+
+    /// Bytes compared so far, and in all.
+    pub fn progress(&self) -> (u64, u64) {
+        (self.done.load(Ordering::Relaxed), self.end)
+    }
+
+    /// The first difference, once all workers have ended without error.
+    pub fn difference(&self) -> Option<Difference> {
+        *self.first.lock()
+    }
+
+    fn found(&self, difference: Difference) {
+        let mut first = self.first.lock();
+        if first.is_none_or(|known| difference.offset() < known.offset()) {
+            *first = Some(difference);
+        }
+        self.stopped.store(true, Ordering::Relaxed);
+    }
+
+    /// Takes part in the comparison until it is done or a difference is found.
+    ///
+    /// # Errors
+    /// If a disk cannot be read; the others then stop too.
+    pub async fn work(&self) -> std::result::Result<(), CompareError> {
+        let result = self.compare_pieces().await;
+        if result.is_err() {
+            self.stopped.store(true, Ordering::Relaxed);
+        }
+        result
+    }
+
+    async fn compare_pieces(&self) -> std::result::Result<(), CompareError> {
+        while let Some(piece) = self.next_piece().await? {
+            let [one, other] = [self.read(0, &piece).await?, self.read(1, &piece).await?];
+            let sector = match (&one, &other) {
+                (Some(one), Some(other)) if **one == **other => None,
+                (Some(one), Some(other)) => {
+                    one.chunks(SECTOR).zip(other.chunks(SECTOR)).position(|(a, b)| a != b)
+                }
+                (Some(bytes), None) | (None, Some(bytes)) => {
+                    bytes.chunks(SECTOR).position(|sector| sector.iter().any(|byte| *byte != 0))
+                }
+                (None, None) => None,
+            };
+            if let Some(sector) = sector {
+                self.found(Difference::Content(piece.offset + (sector * SECTOR) as u64));
+            }
+            self.done.fetch_add(piece.length, Ordering::Relaxed);
+        }
+        Ok(())
+    }
+
+    async fn read(
+        &self,
+        side: usize,
+        piece: &Piece,
+    ) -> std::result::Result<Option<IoBuf>, CompareError> {
+        if !piece.read[side] {
+            return Ok(None);
+        }
+        let buf = IoBuf::zeroed(piece.length as usize);
+        match self.sides[side].disk.read(piece.offset, buf).await {
+            Ok(buf) => Ok(Some(buf)),
+            Err(error) => Err(CompareError::Read(side, piece.offset, error)),
+        }
+    }
+
+    /// The next piece that must be read.
+    async fn next_piece(&self) -> std::result::Result<Option<Piece>, CompareError> {
+        let mut next = self.next.lock().await;
+        loop {
+            let offset = *next;
+            if offset >= self.end || self.stopped.load(Ordering::Relaxed) {
+                return Ok(None);
+            }
+            let mut runs = [None; 2];
+            for (number, side) in self.sides.iter().enumerate() {
+                let run = side.status(offset, self.end).await;
+                runs[number] = Some(run.map_err(|error| CompareError::Status(number, error))?);
+            }
+            let [Some(one), Some(other)] = runs else { return Ok(None) };
+            let alike = |run: &BlockStatus| (run.allocated, run.zero, run.host.is_some());
+            let shared = self.sides.iter().all(|side| offset < side.disk.size());
+            if self.strict && shared && alike(&one) != alike(&other) {
+                self.found(Difference::Status(offset));
+                return Ok(None);
+            }
+            let known = one.length.min(other.length);
+            let read = [!one.zero, !other.zero];
+            // A zero run is read beside data of the other only in the other.
+            let length = if read == [false; 2] {
+                known
+            } else {
+                known.min(offset - offset % CHUNK + CHUNK - offset)
+            };
+            for side in &self.sides {
+                side.pass(offset, length).await;
+            }
+            *next = offset + length;
+            if read == [false; 2] {
+                self.done.fetch_add(length, Ordering::Relaxed);
+                continue;
+            }
+            return Ok(Some(Piece { offset, length, read }));
+        }
+    }
+}

@@ -1,0 +1,335 @@
+//! Copying disks into another one, without reading what is known to be zero.
+
+mod sources;
+mod zeroes;
+
+use crate::device::{BlockDevice, ZeroFlags};
+use crate::disk::Disk;
+use crate::{DiskError, Result};
+use async_lock::Mutex;
+use event_listener::Event;
+use isobath_storage::{Host, IoBuf};
+use sources::{Content, Sources};
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use zeroes::runs;
+
+/// Bytes read and written at once.
+const CHUNK: u64 = 2 << 20;
+/// The least that is read at once to be compressed.
+const COMPRESSED_CHUNK: u64 = 256 << 10;
+
+/// How to copy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CopyOptions {
+    /// Write to the target in the order of the disk.
+    pub in_order: bool,
+    /// Bytes of zeroes in a row, a multiple of 512, that are not written as data. With 0 everything
+    /// is, also what is known to be zero.
+    pub sparse: u64,
+    /// Write compressed clusters.
+    pub compressed: bool,
+    /// The target reads as zeroes where nothing is written.
+    pub target_is_zero: bool,
+    /// The target has a backing file of this many bytes, with the content of the source's backing
+    /// file: only what the source's active layer holds is copied.
+    pub backing: Option<u64>,
+}
+
+impl Default for CopyOptions {
+    fn default() -> Self {
+        Self {
+            in_order: true,
+            sparse: 4096,
+            compressed: false,
+            target_is_zero: false,
+            backing: None,
+        }
+    }
+}
+
+/// A copy of disks, one after another, into one, done by any number of [`work`](Self::work)ers at
+/// once, on any threads.
+pub struct Copy<H: Host> {
+    sources: Sources<H>,
+    target: Arc<Disk<H>>,
+    options: CopyOptions,
+    /// Bytes that a piece is a multiple of, but for the last.
+    chunk: u64,
+    planned: Mutex<Planned>,
+    /// The ticket whose turn it is to write.
+    turn: AtomicU64,
+    next_turn: Event,
+    stopped: AtomicBool,
+    done: AtomicU64,
+    total: AtomicU64,
+}
+
+#[derive(Default)]
+struct Planned {
+    offset: u64,
+    tickets: u64,
+}
+
+struct Piece {
+    ticket: u64,
+    range: Range<u64>,
+    zero: bool,
+}
+
+impl<H: Host> Copy<H> {
+    /// Copies `sources` to the start of `target`.
+    ///
+    /// # Errors
+    /// If the target is too small, or options do not go together.
+    pub fn new(
+        sources: Vec<Arc<Disk<H>>>,
+        target: Arc<Disk<H>>,
+        options: CopyOptions,
+    ) -> Result<Self> {
+        let sources = Sources::new(sources, options.backing);
+        let refuse = |reason: &str| Err(DiskError::Unsupported(reason.into()));
+        if target.size() < sources.size() {
+            return refuse("output file is smaller than input file");
+        }
+        if options.backing.is_some() && sources.count() != 1 {
+            return refuse(
+                "Having a base image makes no sense when concatenating multiple input images",
+            );
+        }
+        if !options.sparse.is_multiple_of(512) {
+            return refuse("the least run of zeroes must be a multiple of 512 bytes");
+        }
+        let chunk = match target.active_qcow2() {
+            Some(image) if options.compressed => {
+                image.geometry.cluster_size().max(COMPRESSED_CHUNK)
+            }
+            None if options.compressed => {
+                return refuse("Compression not supported for this file format");
+            }
+            _ => CHUNK,
+        };
+        let total = AtomicU64::new(sources.size());
+        Ok(Self {
+            sources,
+            target,
+            options,
+            chunk,
+            planned: Mutex::default(),
+            turn: AtomicU64::new(0),
+            next_turn: Event::new(),
+            stopped: AtomicBool::new(false),
+            done: AtomicU64::new(0),
+            total,
+        })
+    }
+
+    /// Bytes of data copied so far, and in all: an estimate until
+    /// [`count_data`](Self::count_data) has been called.
+    pub fn progress(&self) -> (u64, u64) {
+        (self.done.load(Ordering::Relaxed), self.total.load(Ordering::Relaxed))
+    }
+
+    /// Finds out how much data there is to copy, for [`progress`](Self::progress). To be called
+    /// before any worker begins.
+    ///
+    /// # Errors
+    /// If a source's tables cannot be read.
+    pub async fn count_data(&self) -> Result<()> {
+        let (mut offset, mut data) = (0, 0);
+        while offset < self.sources.size() {
+            let (content, length) = self.sources.content(offset).await?;
+            if self.moves(content) {
+                data += length;
+            }
+            offset += length;
+        }
+        self.total.store(data, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Ends the copy early: the workers finish what they have begun.
+    pub fn stop(&self) {
+        self.stopped.store(true, Ordering::Relaxed);
+        self.next_turn.notify(usize::MAX);
+    }
+
+    /// Whether the copy was ended early.
+    pub fn is_stopped(&self) -> bool {
+        self.stopped.load(Ordering::Relaxed)
+    }
+
+    /// Takes part in the copy until it is done. The target is not flushed.
+    ///
+    /// # Errors
+    /// If a source cannot be read or the target cannot be written; the others then stop too.
+    pub async fn work(&self) -> Result<()> {
+        let result = self.copy_pieces().await;
+        if result.is_err() {
+            self.stop();
+        }
+        result
+    }
+
+    /// Whether a run's bytes are moved rather than known.
+    fn moves(&self, content: Content) -> bool {
+        match content {
+            Content::Data => true,
+            Content::Zero => self.options.sparse == 0,
+            Content::Backing => false,
+        }
+    }
+
+    async fn copy_pieces(&self) -> Result<()> {
+        let mut spare = IoBuf::empty();
+        while let Some(piece) = self.next_piece().await? {
+            let length = piece.range.end - piece.range.start;
+            if piece.zero {
+                if self.wait_for(piece.ticket).await {
+                    let flags = ZeroFlags { may_unmap: true, only_fast: false };
+                    self.target.write_zeroes(piece.range.start, length, flags).await?;
+                    self.pass_on(piece.ticket);
+                }
+                continue;
+            }
+            if (spare.len() as u64) < length {
+                spare = IoBuf::zeroed(self.chunk.max(length) as usize);
+            }
+            let buf = spare.split_to(length as usize);
+            let buf = self.sources.read(piece.range.start, buf).await?;
+            let mut buf = if self.options.compressed {
+                self.write_compressed(piece.range.start, buf).await?
+            } else if self.wait_for(piece.ticket).await {
+                let buf = self.write(piece.range.start, buf).await?;
+                self.pass_on(piece.ticket);
+                buf
+            } else {
+                return Ok(());
+            };
+            buf.unsplit(spare);
+            spare = buf;
+            self.done.fetch_add(length, Ordering::Relaxed);
+        }
+        Ok(())
+    }
+
+    /// Waits for a piece's turn to be written; `false` if the copy has ended.
+    async fn wait_for(&self, ticket: u64) -> bool {
+        loop {
+            let listener = self.next_turn.listen();
+            if self.is_stopped() {
+                return false;
+            }
+            if !self.in_turns() || self.turn.load(Ordering::SeqCst) == ticket {
+                return true;
+            }
+            listener.await;
+        }
+    }
+
+    fn pass_on(&self, ticket: u64) {
+        if self.in_turns() {
+            self.turn.store(ticket + 1, Ordering::SeqCst);
+            self.next_turn.notify(usize::MAX);
+        }
+    }
+
+    /// Compressed clusters are packed in any order.
+    fn in_turns(&self) -> bool {
+        self.options.in_order && !self.options.compressed
+    }
+
+    async fn write(&self, start: u64, mut rest: IoBuf) -> Result<IoBuf> {
+        if self.options.sparse == 0 {
+            return self.target.write(start, rest).await;
+        }
+        let mut whole = IoBuf::empty();
+        for (zero, length) in runs(&rest, start, self.options.sparse) {
+            let at = start + whole.len() as u64;
+            let part = rest.split_to(length);
+            let part = if zero {
+                self.write_zero(at, part).await?
+            } else {
+                self.target.write(at, part).await?
+            };
+            whole.unsplit(part);
+        }
+        Ok(whole)
+    }
+
+    async fn write_zero(&self, at: u64, part: IoBuf) -> Result<IoBuf> {
+        if !self.options.target_is_zero {
+            let flags = ZeroFlags { may_unmap: true, only_fast: false };
+            self.target.write_zeroes(at, part.len() as u64, flags).await?;
+        }
+        Ok(part)
+    }
+
+    async fn write_compressed(&self, start: u64, mut rest: IoBuf) -> Result<IoBuf> {
+        let cluster = self.target.active_qcow2().map_or(CHUNK, |q| q.geometry.cluster_size());
+        let mut whole = IoBuf::empty();
+        while !rest.is_empty() {
+            let at = start + whole.len() as u64;
+            let part = rest.split_to((cluster as usize).min(rest.len()));
+            let ends_within =
+                (part.len() as u64) < cluster && at + (part.len() as u64) < self.target.size();
+            let part = if self.options.sparse > 0 && zeroes::is_zero(&part) {
+                self.write_zero(at, part).await?
+            } else if ends_within {
+                self.target.write(at, part).await?
+            } else {
+                self.target.write_compressed(at, part).await?
+            };
+            whole.unsplit(part);
+        }
+        Ok(whole)
+    }
+
+    /// The next piece to copy. What needs no work is passed over.
+    async fn next_piece(&self) -> Result<Option<Piece>> {
+        let mut planned = self.planned.lock().await;
+        while planned.offset < self.sources.size() && !self.is_stopped() {
+            let start = planned.offset;
+            let (content, end) = self.plan(start).await?;
+            planned.offset = end;
+            let zero = !self.moves(content);
+            if zero && (content == Content::Backing || self.options.target_is_zero) {
+                continue;
+            }
+            let ticket = planned.tickets;
+            planned.tickets += 1;
+            return Ok(Some(Piece { ticket, range: start..end, zero }));
+        }
+        Ok(None)
+    }
+
+    /// What to do from `start` on, and up to where.
+    async fn plan(&self, start: u64) -> Result<(Content, u64)> {
+        let size = self.sources.size();
+        let border = size.min(start - start % self.chunk + self.chunk);
+        let (content, length) = self.sources.content(start).await?;
+        let mut end = start + length;
+        if self.options.compressed {
+            // Whole clusters: those of which only a part is known are read.
+            return Ok(if self.moves(content) || end < border {
+                (Content::Data, border)
+            } else if end < size {
+                (content, end - end % self.chunk)
+            } else {
+                (content, end)
+            });
+        }
+        if !self.moves(content) {
+            return Ok((content, end));
+        }
+        while end < border {
+            let (content, length) = self.sources.content(end).await?;
+            if !self.moves(content) {
+                break;
+            }
+            end += length;
+        }
+        Ok((content, end.min(border)))
+    }
+}

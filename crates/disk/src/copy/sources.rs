@@ -1,0 +1,131 @@
+//! Disks one after another, as one.
+
+use crate::Result;
+use crate::device::{BlockDevice, BlockStatus};
+use crate::disk::Disk;
+use async_lock::Mutex;
+use isobath_storage::{Host, IoBuf};
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+/// Guest bytes whose status is asked for in one go.
+const WINDOW: u64 = 1 << 30;
+const RUNS: usize = 4096;
+
+/// What a run of bytes is to a copy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Content {
+    /// Must be read.
+    Data,
+    /// Zeroes.
+    Zero,
+    /// The target's backing file has it.
+    Backing,
+}
+
+pub(super) struct Sources<H: Host> {
+    /// With the offset at which each starts.
+    disks: Vec<(u64, Arc<Disk<H>>)>,
+    size: u64,
+    /// The size of the target's backing file.
+    backing: Option<u64>,
+    known: Mutex<Known>,
+}
+
+/// Runs from `start` on.
+#[derive(Default)]
+struct Known {
+    start: u64,
+    runs: VecDeque<(Content, u64)>,
+}
+
+impl<H: Host> Sources<H> {
+    pub(super) fn new(disks: Vec<Arc<Disk<H>>>, backing: Option<u64>) -> Self {
+        let mut size = 0;
+        let mut placed = Vec::with_capacity(disks.len());
+        for disk in disks {
+            let length = disk.size();
+            placed.push((size, disk));
+            size += length;
+        }
+        Self { disks: placed, size, backing, known: Mutex::default() }
+    }
+
+    pub(super) fn size(&self) -> u64 {
+        self.size
+    }
+
+    pub(super) fn count(&self) -> usize {
+        self.disks.len()
+    }
+
+    /// The disk that holds `offset`: where it starts, and itself.
+    fn at(&self, offset: u64) -> Option<(u64, &Arc<Disk<H>>)> {
+        let (start, disk) = self.disks.iter().rfind(|(start, _)| *start <= offset)?;
+        (offset - start < disk.size()).then_some((*start, disk))
+    }
+
+    /// What is at `offset`, which is below the size, and for how long. Quick for offsets that grow.
+    pub(super) async fn content(&self, offset: u64) -> Result<(Content, u64)> {
+        let mut known = self.known.lock().await;
+        if offset < known.start {
+            known.runs.clear();
+        }
+        while let Some((content, length)) = known.runs.front().copied() {
+            let end = known.start + length;
+            if offset < end {
+                return Ok((content, end - offset));
+            }
+            known.start = end;
+            known.runs.pop_front();
+        }
+        let Some((start, disk)) = self.at(offset) else { return Ok((Content::Zero, 1)) };
+        let within = offset - start;
+        let mut at = within;
+        known.start = offset;
+        for run in disk.block_status(within, WINDOW.min(disk.size() - within), RUNS).await? {
+            let end = at + run.length;
+            while at < end {
+                let (content, until) = self.judge(disk, at, &run);
+                let next = end.min(until);
+                known.runs.push_back((content, next - at));
+                at = next;
+            }
+        }
+        let first = known.runs.front().copied();
+        Ok(first.unwrap_or((Content::Data, 1)))
+    }
+
+    /// What a run is at `at`, and up to where at most.
+    fn judge(&self, disk: &Disk<H>, at: u64, run: &BlockStatus) -> (Content, u64) {
+        let plain = if run.zero { Content::Zero } else { Content::Data };
+        let Some(backing) = self.backing else { return (plain, u64::MAX) };
+        if run.allocated {
+            return if run.depth == 0 { (plain, u64::MAX) } else { (Content::Backing, u64::MAX) };
+        }
+        let (depth, until) = disk.search_ends(at);
+        if depth > 0 {
+            (Content::Backing, until)
+        } else if at >= backing {
+            // Past the end of the target's backing file there is nothing to hide.
+            (Content::Backing, u64::MAX)
+        } else {
+            (Content::Zero, until.min(backing))
+        }
+    }
+
+    pub(super) async fn read(&self, offset: u64, mut rest: IoBuf) -> Result<IoBuf> {
+        let mut whole = IoBuf::empty();
+        let mut at = offset;
+        while !rest.is_empty() {
+            let Some((start, disk)) = self.at(at) else { break };
+            let within = at - start;
+            let length = rest.len().min((disk.size() - within) as usize);
+            let part = disk.read(within, rest.split_to(length)).await?;
+            at += length as u64;
+            whole.unsplit(part);
+        }
+        whole.unsplit(rest);
+        Ok(whole)
+    }
+}
