@@ -1,19 +1,45 @@
 //! JSON as QEMU prints it: indented by four, with everything but ASCII escaped.
 
 use serde::Serialize;
-use serde_json::ser::{Formatter, PrettyFormatter, Serializer};
+use serde_json::ser::{Formatter, Serializer};
 use std::io::{self, Write};
 
 /// Prints a value and a newline.
 pub(crate) fn print(out: &mut dyn Write, value: &impl Serialize) -> io::Result<()> {
     let mut bytes = Vec::new();
-    let formatter = Qemu(PrettyFormatter::with_indent(b"    "));
-    value.serialize(&mut Serializer::with_formatter(&mut bytes, formatter))?;
+    value.serialize(&mut Serializer::with_formatter(&mut bytes, Qemu::default()))?;
     bytes.push(b'\n');
     out.write_all(&bytes)
 }
 
-struct Qemu(PrettyFormatter<'static>);
+/// The formatter's state.
+#[derive(Default)]
+struct Qemu {
+    depth: usize,
+}
+
+impl Qemu {
+    fn new_line<W: ?Sized + Write>(&self, writer: &mut W) -> io::Result<()> {
+        write!(writer, "\n{:1$}", "", self.depth * 4)
+    }
+
+    fn begin<W: ?Sized + Write>(&mut self, writer: &mut W, bracket: &str) -> io::Result<()> {
+        self.depth += 1;
+        writer.write_all(bracket.as_bytes())
+    }
+
+    /// Also what is empty ends on a line of its own.
+    fn end<W: ?Sized + Write>(&mut self, writer: &mut W, bracket: &str) -> io::Result<()> {
+        self.depth -= 1;
+        self.new_line(writer)?;
+        writer.write_all(bracket.as_bytes())
+    }
+
+    fn next<W: ?Sized + Write>(&self, writer: &mut W, first: bool) -> io::Result<()> {
+        writer.write_all(if first { b"" } else { b"," })?;
+        self.new_line(writer)
+    }
+}
 
 impl Formatter for Qemu {
     fn write_string_fragment<W: ?Sized + Write>(
@@ -35,11 +61,11 @@ impl Formatter for Qemu {
     }
 
     fn begin_array<W: ?Sized + Write>(&mut self, writer: &mut W) -> io::Result<()> {
-        self.0.begin_array(writer)
+        self.begin(writer, "[")
     }
 
     fn end_array<W: ?Sized + Write>(&mut self, writer: &mut W) -> io::Result<()> {
-        self.0.end_array(writer)
+        self.end(writer, "]")
     }
 
     fn begin_array_value<W: ?Sized + Write>(
@@ -47,19 +73,15 @@ impl Formatter for Qemu {
         writer: &mut W,
         first: bool,
     ) -> io::Result<()> {
-        self.0.begin_array_value(writer, first)
-    }
-
-    fn end_array_value<W: ?Sized + Write>(&mut self, writer: &mut W) -> io::Result<()> {
-        self.0.end_array_value(writer)
+        self.next(writer, first)
     }
 
     fn begin_object<W: ?Sized + Write>(&mut self, writer: &mut W) -> io::Result<()> {
-        self.0.begin_object(writer)
+        self.begin(writer, "{")
     }
 
     fn end_object<W: ?Sized + Write>(&mut self, writer: &mut W) -> io::Result<()> {
-        self.0.end_object(writer)
+        self.end(writer, "}")
     }
 
     fn begin_object_key<W: ?Sized + Write>(
@@ -67,15 +89,11 @@ impl Formatter for Qemu {
         writer: &mut W,
         first: bool,
     ) -> io::Result<()> {
-        self.0.begin_object_key(writer, first)
+        self.next(writer, first)
     }
 
     fn begin_object_value<W: ?Sized + Write>(&mut self, writer: &mut W) -> io::Result<()> {
-        self.0.begin_object_value(writer)
-    }
-
-    fn end_object_value<W: ?Sized + Write>(&mut self, writer: &mut W) -> io::Result<()> {
-        self.0.end_object_value(writer)
+        writer.write_all(b": ")
     }
 }
 
@@ -96,7 +114,8 @@ mod tests {
             "\u00E9\uD83D\uDCBE": true
         }
     ],
-    "a": {}
+    "a": {
+    }
 }
 "#;
         assert_eq!(text, expected);

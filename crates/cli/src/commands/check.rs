@@ -55,7 +55,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     let locking = if args.force_share { Locking::Unlocked } else { Locking::Exclusive };
     let options = CheckOptions { repair, locking, format: args.format };
     let human = args.output == OutputFormat::Human;
-    let mut report = examine(&args.image, &options)?;
+    let mut report = examine(&args.image, options)?;
     if report.corruptions_fixed > 0 || report.leaks_fixed > 0 {
         if human && !args.quiet {
             writeln!(
@@ -66,7 +66,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
             )?;
             out.flush()?;
         }
-        let again = examine(&args.image, &CheckOptions { repair: Repair::None, ..options })?;
+        let again = examine(&args.image, CheckOptions { repair: Repair::None, ..options })?;
         report = CheckReport {
             corruptions_fixed: report.corruptions_fixed,
             leaks_fixed: report.leaks_fixed,
@@ -89,7 +89,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     })
 }
 
-fn examine(image: &Path, options: &CheckOptions) -> Result<CheckReport, Failure> {
+fn examine(image: &Path, options: CheckOptions) -> Result<CheckReport, Failure> {
     runtime::block_on(async || {
         let mut findings = io::stderr().lock();
         let mut events = |event: CheckEvent<'_>| {
@@ -98,7 +98,7 @@ fn examine(image: &Path, options: &CheckOptions) -> Result<CheckReport, Failure>
                 let _ = writeln!(findings, "{}", printable(text));
             }
         };
-        match check(&FileHost, image, options, &mut events).await {
+        match check(&FileHost, image, &options, &mut events).await {
             Err(error @ DiskError::Unsupported(_)) => Err(Failure::from(error).with_code(63)),
             result => Ok(result?),
         }

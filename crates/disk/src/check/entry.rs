@@ -87,17 +87,12 @@ fn compressed(entry: L2Entry, index: usize, geometry: &Geometry) -> Inspection {
              entry={raw:#x}"
         ));
     }
-    match mended.kind(geometry) {
-        Ok(ClusterKind::Compressed(cluster)) => {
-            found.refers = Refers::Compressed(cluster.offset.get(), cluster.length);
-            found.mended = Some(mended);
-        }
-        _ => {
-            found
-                .errors
-                .push(format!("ERROR compressed cluster {index} past 2^56, entry={raw:#x}"));
-            found.lost = true;
-        }
+    if let Ok(ClusterKind::Compressed(cluster)) = mended.kind(geometry) {
+        found.refers = Refers::Compressed(cluster.offset.get(), cluster.length);
+        found.mended = Some(mended);
+    } else {
+        found.errors.push(format!("ERROR compressed cluster {index} past 2^56, entry={raw:#x}"));
+        found.lost = true;
     }
     found
 }

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// Most host clusters that are counted (QEMU's limit).
-const MAX_CLUSTERS: u64 = i32::MAX as u64;
+pub(super) const MAX_CLUSTERS: u64 = i32::MAX as u64;
 
 /// An image whose header can be used.
 pub(super) struct Image<S> {

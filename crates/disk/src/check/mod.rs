@@ -126,12 +126,12 @@ pub async fn check<H: Host>(
 /// If the file cannot be read or written, or errors remain; the bit is then still set.
 pub(crate) async fn repair_dirty<S: Storage>(storage: &Arc<S>, name: &Path) -> Result<()> {
     let mut image = Image::open(storage, name, Some(ImageFormat::Qcow2)).await?;
-    let mut last = String::new();
+    let mut first = String::new();
     let mut events = |event: CheckEvent<'_>| {
         if let CheckEvent::Finding(text) = event {
             tracing::debug!(image = %name.display(), "{text}");
-            if text.starts_with("ERROR") {
-                text.clone_into(&mut last);
+            if first.is_empty() && text.starts_with("ERROR") {
+                text.clone_into(&mut first);
             }
         }
     };
@@ -141,7 +141,7 @@ pub(crate) async fn repair_dirty<S: Storage>(storage: &Arc<S>, name: &Path) -> R
             image: name.to_owned(),
             reason: format!(
                 "it was not closed (dirty bit) and could not be repaired; {} errors remain, the \
-                 last is '{last}'",
+                 first that was found is '{first}'",
                 report.corruptions + report.check_errors
             ),
         });

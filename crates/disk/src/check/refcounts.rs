@@ -2,7 +2,7 @@
 
 use super::Repair;
 use super::counts::{Counts, PAGE};
-use super::image::Image;
+use super::image::{Image, MAX_CLUSTERS};
 use super::log::Log;
 use super::rebuild;
 use super::survey::{Survey, tables_at_once};
@@ -11,6 +11,9 @@ use futures_util::future::try_join_all;
 use isobath_qcow2::RefcountTableEntry;
 use isobath_storage::Storage;
 use std::collections::BTreeMap;
+
+/// Clusters past the end of the file, besides as many as the file has, whose refcounts a repair sees.
+const PAST_END: u64 = 1 << 16;
 
 /// Where an image's refcounts are.
 #[derive(Default)]
@@ -126,7 +129,7 @@ pub(super) async fn check<S: Storage>(
     repair: Repair,
     log: &mut Log<'_>,
 ) -> Result<Refcounts> {
-    let compared = Comparison::run(image, survey, log).await?;
+    let compared = Comparison::run(image, survey, repair, log).await?;
     log.report.corruptions += compared.too_low;
     log.report.leaks += compared.too_high;
     let broken = survey.structure.broken;
@@ -175,11 +178,21 @@ struct Comparison {
 }
 
 impl Comparison {
-    async fn run<S: Storage>(image: &Image<S>, survey: &Survey, log: &mut Log<'_>) -> Result<Self> {
+    async fn run<S: Storage>(
+        image: &Image<S>,
+        survey: &Survey,
+        repair: Repair,
+        log: &mut Log<'_>,
+    ) -> Result<Self> {
         let entries = image.geometry.refcount_block_entries();
         let size = image.geometry.cluster_size() as usize;
         let order = image.geometry.refcount_order();
-        let clusters = image.clusters().max(survey.counts.highest().map_or(0, |last| last + 1));
+        let used = survey.counts.highest().map_or(0, |last| last + 1);
+        let clusters = match repair {
+            Repair::None => image.clusters().max(used),
+            // Refcounts past the end of the file are no leaks yet, but will be when it grows.
+            _ => (image.clusters().max(used) * 2 + PAST_END).min(MAX_CLUSTERS),
+        };
         let mut result = Self {
             refcounts: Refcounts { different: Counts::default(), highest: None },
             too_low: 0,

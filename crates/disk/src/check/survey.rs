@@ -248,7 +248,9 @@ impl Survey {
                 *tables.entry((l1.get(), snapshot.l1_size)).or_default() += 1;
             }
         }
-        bad.iter().for_each(|error| log.corruption(error));
+        for error in bad {
+            log.corruption(&error);
+        }
         for ((offset, l1_size), weight) in tables {
             let bytes = u64::from(l1_size) * 8;
             self.refer(image, offset, bytes, weight, log);
@@ -307,7 +309,9 @@ impl Survey {
                 None
             };
             let found = inspect(entry, index, guest, geometry);
-            found.errors.iter().for_each(|error| log.corruption(error));
+            for error in &found.errors {
+                log.corruption(error);
+            }
             self.lost |= found.lost;
             if let Some(entry) = found.mended {
                 let errors = found.errors.len() as u64;
