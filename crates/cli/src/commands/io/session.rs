@@ -109,6 +109,10 @@ impl<'a, H: Host> Session<'a, H> {
             text: match refusal {
                 Refusal::Usage => command.usage(),
                 Refusal::Because(reason) => format!("{reason}\n"),
+                Refusal::Complaint(reason) => {
+                    eprintln!("{reason}");
+                    String::new()
+                }
             },
             good: false,
         });
@@ -185,8 +189,7 @@ impl<'a, H: Host> Session<'a, H> {
         let size = number(size)?;
         let mode = words.value('m').unwrap_or("off");
         let Some(mode) = Preallocation::from_name(mode) else {
-            eprintln!("isobath: Invalid preallocation mode '{mode}'");
-            return Ok(Ended { text: String::new(), good: false });
+            return Err(Refusal::Complaint(format!("Invalid preallocation mode '{mode}'")));
         };
         if self.writing(Ok(()))?.is_none() {
             return Ok(read_only());

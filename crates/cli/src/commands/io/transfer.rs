@@ -30,6 +30,8 @@ pub(super) enum Refusal {
     Usage,
     /// What qemu-io says then.
     Because(String),
+    /// What qemu-io writes to stderr.
+    Complaint(String),
 }
 
 impl From<String> for Refusal {
@@ -214,7 +216,6 @@ impl Write {
                 usize::from(zeroes) + usize::from(byte.is_some()) + usize::from(file.is_some()) > 1,
                 "Only one of -z, -P, and -s can be specified at the same time",
             ),
-            (compressed && zeroes, "-c and -z cannot be specified at the same time"),
             (durable && compressed, "-f and -b or -c cannot be specified at the same time"),
             (words.has('n') && !zeroes, "-n requires -z to be specified"),
             (words.has('u') && !zeroes, "-u requires -z to be specified"),
@@ -291,11 +292,11 @@ impl Write {
 /// The content of a file, with which a write is filled again and again.
 fn pattern_file(name: &str) -> Result<Vec<u8>, Refusal> {
     match std::fs::read(name) {
-        Ok(bytes) if bytes.is_empty() => Err(format!("{name}: file is empty").into()),
+        Ok(bytes) if bytes.is_empty() => Err(Refusal::Complaint(format!("{name}: file is empty"))),
         Ok(bytes) => Ok(bytes),
         Err(error) => {
             let text = error.raw_os_error().map_or_else(|| error.to_string(), message_of);
-            Err(format!("{name}: {text}").into())
+            Err(Refusal::Complaint(format!("{name}: {text}")))
         }
     }
 }

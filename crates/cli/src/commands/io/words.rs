@@ -20,7 +20,8 @@ pub(super) enum BadOption {
 
 impl<'a> Words<'a> {
     /// Takes `words` apart. `options` are the letters allowed, those with a value followed by a colon.
-    /// Options and arguments may be mixed; after `--` there are only arguments.
+    /// Options and arguments may be mixed; after `--`, and for a command without options, there are
+    /// only arguments.
     pub(super) fn parse(options: &str, words: &[&'a str]) -> Result<Self, BadOption> {
         let mut parsed = Self { flags: Vec::new(), values: Vec::new(), arguments: Vec::new() };
         let mut words = words.iter().copied();
@@ -29,7 +30,8 @@ impl<'a> Words<'a> {
                 parsed.arguments.extend(words);
                 break;
             }
-            let Some(letters) = word.strip_prefix('-').filter(|letters| !letters.is_empty()) else {
+            let letters = word.strip_prefix('-').filter(|letters| !letters.is_empty());
+            let Some(letters) = letters.filter(|_| !options.is_empty()) else {
                 parsed.arguments.push(word);
                 continue;
             };
@@ -103,6 +105,7 @@ mod tests {
         assert_eq!(words.value('P'), Some("8"));
         assert_eq!(words.arguments, ["0", "4k", "-z"]);
         assert_eq!(Words::parse("qP:", &["-"]).unwrap().arguments, ["-"]);
+        assert_eq!(Words::parse("", &["-1"]).unwrap().arguments, ["-1"]);
         assert_eq!(Words::parse("qP:", &["-qx"]), Err(BadOption::Unknown('x')));
         assert_eq!(Words::parse("qP:", &["-:"]), Err(BadOption::Unknown(':')));
         assert_eq!(Words::parse("qP:", &["-P"]), Err(BadOption::NoValue('P')));
