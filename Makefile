@@ -27,7 +27,7 @@ demo: setup
 
 # The random comparison with QEMU, for SOAK_SECONDS.
 soak: setup
-	ISOBATH_SOAK_SECONDS=$(SOAK_SECONDS) cargo test --locked --release -p isobath-cli --test differential -- --nocapture
+	ISOBATH_DIFF_SECONDS=$(SOAK_SECONDS) cargo test --locked --release -p isobath-disk --test opposite_qemu -- --nocapture
 
 # Each fuzz target, for FUZZ_SECONDS.
 fuzz:

@@ -212,9 +212,9 @@ impl<H: Host> Disk<H> {
         let start = cluster.get() << geometry.cluster_bits();
         let size = geometry.cluster_size();
         let unit_bits = self.map.unit_bits();
-        let data = |host: HostOffset, skip: u64| {
+        let data = |host: HostOffset, skip: u64, copied: bool| {
             move |from: u64| {
-                Unit::data(layer, host.get() + skip + from, unit_bits, true)
+                Unit::data(layer, host.get() + skip + from, unit_bits, copied)
                     .unwrap_or(Unit::invalid(layer))
             }
         };
@@ -223,20 +223,20 @@ impl<H: Host> Disk<H> {
             ClusterKind::ZeroPlain | ClusterKind::ZeroAllocated { .. } => {
                 self.map.update(start..start + size, |_| Unit::zero(layer));
             }
-            ClusterKind::Data { offset, .. } => {
-                self.map.update(start..start + size, data(offset, 0));
+            ClusterKind::Data { offset, copied } => {
+                self.map.update(start..start + size, data(offset, 0, copied));
             }
             ClusterKind::Compressed(compressed) => {
                 self.map.update_compressed(start..start + size, layer, compressed);
             }
-            ClusterKind::Subclusters { offset, allocated, zero, .. } => {
+            ClusterKind::Subclusters { offset, copied, allocated, zero } => {
                 let sub = geometry.subcluster_size();
                 for n in 0..geometry.subclusters_per_cluster() {
                     let skip = u64::from(n) * sub;
                     let range = start + skip..start + skip + sub;
                     match offset {
                         Some(offset) if allocated >> n & 1 == 1 => {
-                            self.map.update(range, data(offset, skip));
+                            self.map.update(range, data(offset, skip, copied));
                         }
                         _ if zero >> n & 1 == 1 => self.map.update(range, |_| Unit::zero(layer)),
                         _ if qcow2.alone => self.map.update(range, |_| Unit::ABSENT),

@@ -1,0 +1,196 @@
+//! Operations through the library.
+
+use crate::history::{Fill, Op, Session};
+use futures_util::future::join_all;
+use isobath_disk::{BlockDevice, Disk, OpenOptions, ZeroFlags};
+use isobath_disk::{CheckEvent, CheckOptions, CheckReport, check};
+use isobath_storage::IoBuf;
+use isobath_storage::file::FileHost;
+use isobath_storage::ring::{self, Config, Executor};
+use isobath_testkit::model::Model;
+use std::fmt::Display;
+use std::path::Path;
+use std::pin::Pin;
+use std::time::Duration;
+
+type Request<'a> = Pin<Box<dyn Future<Output = ()> + 'a>>;
+
+/// A request that has not ended by then hangs.
+const PATIENCE: Duration = Duration::from_mins(5);
+
+/// Runs `work` on a ring of its own.
+pub(crate) fn on_ring<T>(work: impl Future<Output = T>) -> T {
+    let executor = Executor::new(&Config::default()).unwrap();
+    executor
+        .block_on(ring::timeout(PATIENCE, work))
+        .unwrap_or_else(|_| panic!("isobath hangs: nothing for {PATIENCE:?}"))
+}
+
+/// The bytes of a fill.
+pub(crate) fn bytes(fill: Fill, noises: &[Vec<u8>], length: u64) -> Vec<u8> {
+    match fill {
+        Fill::Byte(byte) => vec![byte; length as usize],
+        Fill::Noise(number) => {
+            noises[usize::from(number)].iter().copied().cycle().take(length as usize).collect()
+        }
+    }
+}
+
+async fn open(image: &Path, options: OpenOptions) -> Disk<FileHost> {
+    done(Disk::open(FileHost, image, &options).await, "open")
+}
+
+fn done<T, E: Display>(result: Result<T, E>, what: impl Display) -> T {
+    result.unwrap_or_else(|error| panic!("isobath: {what}: {error}"))
+}
+
+/// Opens the image, carries out the batches one after another, each all at once, and closes it. The
+/// model tells what reads must give, and takes the changes.
+pub(crate) async fn session(
+    image: &Path,
+    session: Session,
+    batches: &[Vec<Op>],
+    noises: &[Vec<u8>],
+    model: &mut Model,
+) {
+    let options = OpenOptions {
+        writable: true,
+        direct: session.direct,
+        map_cache: Some(session.map_cache),
+        ..OpenOptions::default()
+    };
+    let disk = open(image, options).await;
+    let cluster = 1 << disk.layers().next().unwrap().header().unwrap().cluster_bits;
+    for batch in batches {
+        join_all(batch.iter().map(|op| request(&disk, *op, cluster, noises, model))).await;
+        for op in batch {
+            apply(model, *op, model.size(), cluster, noises);
+            if let Op::Race { .. } = op {
+                settle(&disk, *op, model).await;
+            }
+        }
+    }
+    if session.dropped {
+        done(disk.flush().await, "flush");
+    } else {
+        done(disk.close().await, "close");
+    }
+}
+
+fn request<'a>(
+    disk: &'a Disk<FileHost>,
+    op: Op,
+    cluster: u64,
+    noises: &'a [Vec<u8>],
+    model: &'a Model,
+) -> Request<'a> {
+    let (offset, length) = op.range(disk.size(), cluster);
+    Box::pin(async move {
+        match op {
+            Op::Write { fill, .. } => {
+                let data = bytes(fill, noises, length);
+                let buf = done(disk.write(offset, IoBuf::copy_of(&data)).await, op);
+                assert!(*buf == *data, "isobath: {op}: the buffer came back changed");
+            }
+            Op::Zero { unmap, .. } => {
+                let flags = ZeroFlags { may_unmap: unmap, only_fast: false };
+                done(disk.write_zeroes(offset, length, flags).await, op);
+            }
+            Op::Discard { .. } => done(disk.discard(offset, length).await, op),
+            Op::Compressed { fill, .. } => {
+                let data = bytes(fill, noises, length);
+                for (at, part) in
+                    (offset..).step_by(cluster as usize).zip(data.chunks(cluster as usize))
+                {
+                    done(disk.write_compressed(at, IoBuf::copy_of(part)).await, op);
+                }
+            }
+            Op::Read { .. } => {
+                let data = done(disk.read(offset, IoBuf::zeroed(length as usize)).await, op);
+                done(model.check_range(offset, &data), op);
+            }
+            Op::Race { .. } => {
+                join_all(op.racers().into_iter().map(|(offset, length, byte)| async move {
+                    let data = IoBuf::copy_of(&vec![byte; length as usize]);
+                    done(disk.write(offset, data).await, op);
+                }))
+                .await;
+            }
+            Op::Flush => done(disk.flush().await, op),
+        }
+    })
+}
+
+/// Every byte of a race's range must be that of one of its writes; the model takes it over.
+async fn settle(disk: &Disk<FileHost>, op: Op, model: &mut Model) {
+    let (start, length) = op.range(disk.size(), 1);
+    let data = done(disk.read(start, IoBuf::zeroed(length as usize)).await, op);
+    for (offset, length, byte) in op.racers() {
+        for at in offset..offset + length {
+            let seen = data[(at - start) as usize];
+            let of_one = op.racers().iter().any(|(offset, length, byte)| {
+                seen == *byte && (*offset..offset + length).contains(&at)
+            });
+            assert!(of_one, "isobath: {op}: byte {at} is {seen:#04x}, which none wrote ({byte})");
+        }
+        model.write(offset, &data[(offset - start) as usize..(offset - start + length) as usize]);
+    }
+}
+
+/// Does to the model what the operation does to the disk.
+pub(crate) fn apply(model: &mut Model, op: Op, size: u64, cluster: u64, noises: &[Vec<u8>]) {
+    let (offset, length) = op.range(size, cluster);
+    match op {
+        Op::Write { fill, .. } | Op::Compressed { fill, .. } => {
+            model.write(offset, &bytes(fill, noises, length));
+        }
+        Op::Zero { .. } => model.fill(offset, length, 0),
+        Op::Discard { .. } => model.discard(offset, length),
+        Op::Race { .. } => {
+            for (offset, length, byte) in op.racers() {
+                model.fill(offset, length, byte);
+            }
+        }
+        Op::Read { .. } | Op::Flush => {}
+    }
+}
+
+/// Reads the whole disk, and what it says of its state, against the model.
+pub(crate) async fn verify(image: &Path, model: &Model) {
+    let options = OpenOptions { map_cache: Some(64 << 10), ..OpenOptions::default() };
+    let disk = open(image, options).await;
+    assert!(disk.size() == model.size(), "isobath: size {} not {}", disk.size(), model.size());
+    let offsets: Vec<u64> = (0..disk.size()).step_by(1 << 20).collect();
+    let disk = &disk;
+    join_all(offsets.iter().map(|offset| async move {
+        let length = (disk.size() - offset).min(1 << 20);
+        let data = done(disk.read(*offset, IoBuf::zeroed(length as usize)).await, "read");
+        done(model.check_range(*offset, &data), "read of the whole disk");
+    }))
+    .await;
+    let mut at = 0;
+    while at < disk.size() {
+        let runs = done(disk.block_status(at, disk.size() - at, 64).await, "block status");
+        assert!(!runs.is_empty(), "isobath: no status at {at}");
+        for run in runs {
+            let end = at + run.length;
+            assert!(run.length > 0 && end <= disk.size(), "isobath: status up to {end}");
+            let reads_zero = || model.read(at, run.length as usize).iter().all(|byte| *byte == 0);
+            assert!(!run.zero || reads_zero(), "isobath: status of {at}: {run:?} is not zero");
+            at = end;
+        }
+    }
+    assert!(at == disk.size(), "isobath: status up to {at}");
+}
+
+/// What Isobath's own check says of an image, and its lines.
+pub(crate) fn checked(image: &Path) -> (CheckReport, Vec<String>) {
+    let mut lines = Vec::new();
+    let report =
+        on_ring(check(&FileHost, image, &CheckOptions::default(), &mut |event| {
+            if let CheckEvent::Finding(line) = event {
+                lines.push(line.to_owned());
+            }
+        }));
+    (done(report, "check"), lines)
+}
