@@ -12,7 +12,8 @@ pub(crate) use entry::{Unit, UnitKind};
 use crate::chain::LayerIndex;
 use isobath_qcow2::CompressedCluster;
 use parking_lot::{Mutex, RwLock};
-use std::collections::{HashMap, VecDeque};
+use rustc_hash::FxHashMap;
+use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -118,7 +119,7 @@ impl Slice {
 
 #[derive(Default)]
 struct Shard {
-    slices: HashMap<u64, Arc<Slice>>,
+    slices: FxHashMap<u64, Arc<Slice>>,
     /// Raised by every update, so that a slice resolved meanwhile is not taken for current.
     generation: u64,
 }
