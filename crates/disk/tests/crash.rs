@@ -157,12 +157,10 @@ async fn history(
             }
         }
         let flush = rng.random_bool(0.3);
-        let (written, zeroed, discarded, flushed) = futures_util::join!(
-            join_all(writes),
-            join_all(zeroes),
-            join_all(discards),
-            async { if flush { disk.flush().await } else { Ok(()) } },
-        );
+        let (written, zeroed, discarded, flushed) =
+            futures_util::join!(join_all(writes), join_all(zeroes), join_all(discards), async {
+                if flush { disk.flush().await } else { Ok(()) }
+            },);
         written.into_iter().for_each(|result| drop(result.unwrap()));
         zeroed.into_iter().chain(discarded).for_each(|result| result.unwrap());
         flushed.unwrap();

@@ -198,9 +198,8 @@ pub(crate) async fn open_layer<H: Host>(
         let start = storage.read_at(0, IoBuf::zeroed(4096)).await?;
         header = read_header(&*storage, name, start, length).await?;
     }
-    let geometry = header
-        .geometry()
-        .map_err(|source| DiskError::Format { image: name.to_owned(), source })?;
+    let geometry =
+        header.geometry().map_err(|source| DiskError::Format { image: name.to_owned(), source })?;
     let l1 = read_l1(&*storage, name, &header, length).await?;
     let data = if header.incompatible.contains(IncompatibleFeatures::DATA_FILE) {
         let Some(file) = header.data_file() else {
