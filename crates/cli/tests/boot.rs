@@ -1,6 +1,6 @@
 //! The main job: a Linux guest boots from a disk that `isobath serve` gives it, over a chain of ten
 //! layers by different writers, and works on it.
-#![allow(clippy::unwrap_used)]
+#![allow(clippy::unwrap_used, clippy::expect_used)]
 
 mod serving;
 

@@ -103,7 +103,7 @@ impl<'a, H: Host> Session<'a, H> {
             "map" => self.map().await,
             "length" => Ok(good(format!("{}\n", amount(self.disk.size() as f64)))),
             "info" => Ok(good(self.info())),
-            _ => help(&words),
+            _ => Ok(help(&words)),
         };
         let ended = ended.unwrap_or_else(|refusal| Ended {
             text: match refusal {
@@ -287,12 +287,12 @@ async fn pause(words: &Words<'_>) -> Result<Ended, Refusal> {
     Ok(good(String::new()))
 }
 
-fn help(words: &Words<'_>) -> Result<Ended, Refusal> {
-    Ok(match words.arguments.first() {
+fn help(words: &Words<'_>) -> Ended {
+    match words.arguments.first() {
         None => good(Command::all()),
         Some(name) => match Command::find(name) {
             Some(command) => good(command.explanation()),
             None => Ended { text: format!("command {name} not found\n"), good: false },
         },
-    })
+    }
 }

@@ -327,7 +327,7 @@ async fn write_compressed<H: Host>(
     let (size, length) = (geometry.cluster_size(), buf.len() as u64);
     let end = offset.checked_add(length).filter(|end| *end <= disk.size());
     let end = end.ok_or(Fault::Errno(libc::EIO))?;
-    if offset % size != 0 || (length % size != 0 && end != disk.size()) {
+    if !offset.is_multiple_of(size) || (!length.is_multiple_of(size) && end != disk.size()) {
         return Err(Fault::Errno(libc::EINVAL));
     }
     for at in (offset..end).step_by(size as usize) {

@@ -38,7 +38,7 @@ impl<'a> Words<'a> {
             for (at, letter) in letters.char_indices() {
                 let known = options.find(letter).filter(|_| letter != ':');
                 let known = known.ok_or(BadOption::Unknown(letter))?;
-                if options[known..].as_bytes().get(1) != Some(&b':') {
+                if options.as_bytes().get(known + letter.len_utf8()) != Some(&b':') {
                     parsed.flags.push(letter);
                     continue;
                 }
