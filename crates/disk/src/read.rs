@@ -99,7 +99,7 @@ impl<H: Host> Disk<H> {
     /// Turns the part of an extent past its layer's visible end into an absent one.
     fn clipped(&self, extents: Vec<Extent>) -> Vec<Extent> {
         let visible = |extent: &Extent| match extent.source {
-            Source::Data { layer, .. } | Source::Compressed { layer, .. } => {
+            Source::Data { layer, .. } | Source::Compressed { layer, .. } | Source::Zero(layer) => {
                 self.chain.get(layer).map_or(u64::MAX, |layer| layer.visible())
             }
             _ => u64::MAX,
