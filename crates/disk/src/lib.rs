@@ -47,8 +47,8 @@ mod status;
 mod tables;
 mod write;
 
-pub use chain_map::MapEntry;
 pub use chain::{ImageFormat, Layer, LayerIndex, MAX_LAYERS, OpenOptions, Trust};
+pub use chain_map::MapEntry;
 pub use check::{CheckEvent, CheckOptions, CheckReport, Repair, check};
 pub use compare::{Compare, CompareError, Difference};
 pub use copy::{Copy, CopyOptions};

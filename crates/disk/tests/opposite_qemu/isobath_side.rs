@@ -186,11 +186,10 @@ pub(crate) async fn verify(image: &Path, model: &Model) {
 /// What Isobath's own check says of an image, and its lines.
 pub(crate) fn checked(image: &Path) -> (CheckReport, Vec<String>) {
     let mut lines = Vec::new();
-    let report =
-        on_ring(check(&FileHost, image, &CheckOptions::default(), &mut |event| {
-            if let CheckEvent::Finding(line) = event {
-                lines.push(line.to_owned());
-            }
-        }));
+    let report = on_ring(check(&FileHost, image, &CheckOptions::default(), &mut |event| {
+        if let CheckEvent::Finding(line) = event {
+            lines.push(line.to_owned());
+        }
+    }));
     (done(report, "check"), lines)
 }
