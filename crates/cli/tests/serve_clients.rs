@@ -8,6 +8,8 @@ use isobath_testkit::ops::{Op, Shape};
 use isobath_testkit::process::{run, run_program};
 use isobath_testkit::seed::Seed;
 use isobath_testkit::{args, qemu, tools};
+use rand::RngExt;
+use rand::seq::SliceRandom;
 use serving::{ISOBATH, QemuIo, Served, assert_same_bytes};
 use std::fs;
 use std::path::Path;
@@ -161,6 +163,52 @@ fn a_reply_to_one_client_is_seen_by_the_others() {
     drop(clients);
     let _ = served.stop();
     qemu::assert_clean(&image);
+}
+
+#[test]
+fn clients_that_share_clusters_do_not_harm_each_other() {
+    const CLIENTS: u64 = 4;
+    let directory = tempfile::tempdir().unwrap();
+    let seed = Seed::new();
+    let mut rng = seed.rng();
+    let mut chain = chain(directory.path(), &seed);
+    for options in ["cluster_size=4k", "extended_l2=on", "cluster_size=2M,lazy_refcounts=on"] {
+        chain.add(&Commands::qemu(), options, &[]);
+        let served = Served::start(&[chain.active()], &["--threads", "3"]);
+        // Every fourth piece of some 1000 bytes is one client's.
+        let mut commands: Vec<Vec<String>> = Vec::new();
+        for client in 0..CLIENTS {
+            let mut pieces: Vec<u64> = (0..600).collect();
+            pieces.shuffle(&mut rng);
+            let mut all = Vec::new();
+            for (number, piece) in pieces.iter().enumerate() {
+                let offset = 5_000_003 + (piece * CLIENTS + client) * 1001;
+                let length = rng.random_range(1..=1001);
+                let op = match number % 6 {
+                    5 => Op::Zero { offset, length, unmap: number % 4 == 1 },
+                    _ => Op::Write { offset, length, pattern: rng.random() },
+                };
+                chain.model_mut().apply(&op);
+                all.push(format!("aio_{op}"));
+                if number % 50 == 49 {
+                    all.push("flush".to_owned());
+                }
+            }
+            all.push("aio_flush".to_owned());
+            commands.push(all);
+        }
+        let uri = served.uri("");
+        std::thread::scope(|scope| {
+            for commands in &commands {
+                scope.spawn(|| {
+                    let done = qemu::io(Path::new(&uri), "raw", commands).ok();
+                    assert!(!done.text().contains("failed"), "{}", done.report());
+                });
+            }
+        });
+        let _ = served.stop();
+        chain.verify();
+    }
 }
 
 #[test]

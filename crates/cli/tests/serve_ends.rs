@@ -52,11 +52,11 @@ impl Drop for Load {
 
 /// Serves an overlay, has it written to under load with a flush after each write, ends the server by
 /// the signal, and looks for what was flushed. Gives what the server and `qemu-img check` said.
-fn ended_under_load(signal: i32) -> (Finished, Finished) {
+fn ended_under_load(signal: i32, cache: &str) -> (Finished, Finished) {
     let directory = tempfile::tempdir().unwrap();
     let image = overlay(directory.path());
     let empty = image.metadata().unwrap().len();
-    let served = Served::start(&[&image], &["--threads", "2"]);
+    let served = Served::start(&[&image], &["--threads", "2", "--cache", cache]);
     let _load = Load::start(&served.uri(""));
     let mut client = QemuIo::open("raw", served.uri(""));
     let mut flushed = Vec::new();
@@ -92,8 +92,8 @@ fn ended_under_load(signal: i32) -> (Finished, Finished) {
 
 #[test]
 fn sigterm_under_load_leaves_a_clean_image() {
-    for signal in [libc::SIGTERM, libc::SIGINT] {
-        let (done, check) = ended_under_load(signal);
+    for (signal, cache) in [(libc::SIGTERM, "writeback"), (libc::SIGINT, "none")] {
+        let (done, check) = ended_under_load(signal, cache);
         let _ = done.ok();
         let _ = check.ok();
     }
@@ -101,7 +101,7 @@ fn sigterm_under_load_leaves_a_clean_image() {
 
 #[test]
 fn sigkill_under_load_leaves_no_more_than_leaks() {
-    let (done, check) = ended_under_load(libc::SIGKILL);
+    let (done, check) = ended_under_load(libc::SIGKILL, "writeback");
     assert_eq!(done.code(), -1);
     assert!([0, 3].contains(&check.code()), "{}", check.report());
 }
