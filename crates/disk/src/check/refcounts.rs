@@ -45,7 +45,6 @@ impl Structure {
             structure.refer(image, survey, at, bytes, log);
         }
         let table = image.read_existing(at, if at == 0 { 0 } else { bytes }).await?;
-        let mut last = None;
         for index in 0..table.len() / 8 {
             let entry = RefcountTableEntry::read(&table, index).unwrap_or_default();
             if entry.raw() == 0 {
@@ -75,10 +74,8 @@ impl Structure {
                 continue;
             }
             structure.blocks.insert(index as u64, offset.get());
-            last = Some(index);
         }
         structure.broken = log.report.corruptions - before;
-        tracing::trace!(blocks = structure.blocks.len(), ?last, "refcount structure read");
         Ok(structure)
     }
 
