@@ -343,6 +343,7 @@ impl<H: Host> Disk<H> {
                         let cluster = start + step;
                         qcow2.ensure_tables(cluster..cluster + 1).await?;
                         let releases = referenced(&geometry, &kind);
+                        qcow2.check_releases(&releases)?;
                         let none = L2Entry::unallocated();
                         tables.record(ClusterIndex::new(cluster), none, &releases, false);
                     }
@@ -351,6 +352,7 @@ impl<H: Host> Disk<H> {
                 }
             }
             if start == first.get() {
+                qcow2.check_releases(&releases)?;
                 releases.push(geometry.host_cluster_of(table));
                 if owned {
                     let cluster = geometry.host_cluster_of(table).get();

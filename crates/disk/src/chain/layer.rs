@@ -1,7 +1,7 @@
 //! One image of a chain.
 
 use crate::{DiskError, Result};
-use isobath_qcow2::{FormatError, Geometry, Header, L1Entry};
+use isobath_qcow2::{FormatError, FormatErrorKind, Geometry, Header, HostOffset, L1Entry};
 use isobath_storage::Storage;
 use parking_lot::RwLock;
 use std::path::{Path, PathBuf};
@@ -54,6 +54,8 @@ pub struct Layer<S> {
 pub(crate) struct Qcow2 {
     pub(crate) header: RwLock<Header>,
     pub(crate) geometry: Geometry,
+    /// Bytes in the image's file when it was opened.
+    pub(crate) opened_length: u64,
     /// The active L1 table as it is in the file; the writer keeps what is not yet there.
     pub(crate) l1: RwLock<Vec<L1Entry>>,
 }
@@ -78,11 +80,9 @@ impl<S: Storage> Layer<S> {
         storage: Arc<S>,
         data: Option<Arc<S>>,
         file_length: u64,
-        header: Header,
-        geometry: Geometry,
-        l1: Vec<L1Entry>,
+        qcow2: Qcow2,
     ) -> Self {
-        let size = header.disk_size();
+        let size = qcow2.header.read().disk_size();
         Self {
             name,
             data: data.unwrap_or_else(|| Arc::clone(&storage)),
@@ -90,7 +90,7 @@ impl<S: Storage> Layer<S> {
             size: AtomicU64::new(size),
             visible: AtomicU64::new(size),
             file_length: AtomicU64::new(file_length),
-            qcow2: Some(Qcow2 { header: RwLock::new(header), geometry, l1: RwLock::new(l1) }),
+            qcow2: Some(qcow2),
         }
     }
 
@@ -169,6 +169,23 @@ impl<S: Storage> Layer<S> {
 }
 
 impl Qcow2 {
+    /// Where the L2 table of an L1 entry lies, which must be within the file.
+    pub(crate) fn l2_table(
+        &self,
+        entry: L1Entry,
+    ) -> std::result::Result<Option<HostOffset>, FormatError> {
+        let offset = entry.offset(&self.geometry)?;
+        match offset {
+            Some(offset) if offset.get() >= self.opened_length => Err(FormatError::new(
+                FormatErrorKind::Truncated,
+                "L1 entry",
+                format!("{:#x}", entry.raw()),
+                "is past the end of the file, which may have been cut short",
+            )),
+            _ => Ok(offset),
+        }
+    }
+
     /// The entry of the L1 table in the file; unallocated past its end.
     pub(crate) fn l1_entry(&self, index: u64) -> L1Entry {
         self.l1.read().get(index as usize).copied().unwrap_or(L1Entry::unallocated())

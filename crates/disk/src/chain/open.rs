@@ -1,7 +1,7 @@
 //! Opening a chain: from the active layer down, by the names in the headers.
 
 use super::name::plain_file_name;
-use super::{Chain, ImageFormat, Layer, MAX_LAYERS};
+use super::{Chain, ImageFormat, Layer, MAX_LAYERS, Qcow2};
 use crate::check::repair_dirty;
 use crate::{DiskError, MetadataMode, Result};
 use isobath_qcow2::{Header, IncompatibleFeatures, L1Entry, is_qcow2};
@@ -219,7 +219,8 @@ pub(crate) async fn open_layer<H: Host>(
         Some(data) => data.len().await?,
         None => length,
     };
-    Ok(Layer::qcow2(name.to_owned(), storage, data, file_length, header, geometry, l1))
+    let qcow2 = Qcow2 { header: header.into(), geometry, opened_length: length, l1: l1.into() };
+    Ok(Layer::qcow2(name.to_owned(), storage, data, file_length, qcow2))
 }
 
 /// Reads the header cluster, of which `start` is the beginning.

@@ -53,6 +53,10 @@ impl Durability for Ordered {
 async fn give_back<S: Storage>(metadata: &Metadata<S>, released: &[HostCluster]) -> Result<()> {
     let mut last = Vec::new();
     for cluster in released {
+        // A table that a snapshot's entry, or a hostile one, has in common with the image.
+        if metadata.alloc.is_metadata(*cluster) {
+            continue;
+        }
         if metadata.alloc.refcount(*cluster).await? == 1 {
             last.push(cluster.get());
         }

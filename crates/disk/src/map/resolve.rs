@@ -128,7 +128,7 @@ fn portions(qcow2: &Qcow2, range: Range<u64>) -> Vec<Portion> {
     while first <= last {
         let (l1_index, l2_index) = geometry.table_position(ClusterIndex::new(first));
         let count = (geometry.l2_entries() - l2_index as u64).min(last - first + 1);
-        let table = match qcow2.l1_entry(l1_index).offset(geometry) {
+        let table = match qcow2.l2_table(qcow2.l1_entry(l1_index)) {
             Ok(None) => Table::Absent,
             Ok(Some(offset)) => {
                 Table::At(offset.get() + (l2_index * geometry.l2_entry_size()) as u64)
@@ -165,7 +165,14 @@ pub(crate) async fn explain_invalid<S: Storage>(layer: &Layer<S>, guest: u64) ->
     };
     let geometry = &qcow2.geometry;
     let (l1_index, _) = geometry.table_position(geometry.cluster_of(GuestOffset::new(guest)));
-    if let Err(error) = qcow2.l1_entry(l1_index).offset(geometry) {
+    let entry = qcow2.l1_entry(l1_index);
+    if let Err(error) = entry.offset(geometry) {
+        return layer.format_error(error);
+    }
+    // A table made since the image was opened may lie past what was its end.
+    if let Err(error) = qcow2.l2_table(entry)
+        && entry.offset(geometry).ok().flatten().is_some_and(|at| at.get() >= layer.file_length())
+    {
         return layer.format_error(error);
     }
     for portion in portions(qcow2, guest..guest + 1) {

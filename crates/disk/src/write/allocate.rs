@@ -59,6 +59,20 @@ impl<S: Storage> Qcow2Writer<S> {
         Ok(())
     }
 
+    /// Refuses references of guest data to the image's own tables: giving them back would free those.
+    pub(crate) fn check_releases(&self, releases: &[HostCluster]) -> Result<()> {
+        let alloc = &self.metadata.alloc;
+        match releases.iter().find(|cluster| alloc.is_metadata(**cluster)) {
+            None => Ok(()),
+            Some(cluster) => Err(DiskError::Corrupt {
+                image: self.metadata.layer.name().to_owned(),
+                reason: format!(
+                    "guest data lies in host cluster {cluster}, which holds one of its own tables"
+                ),
+            }),
+        }
+    }
+
     pub(crate) fn geometry(&self) -> Geometry {
         self.metadata.tables.geometry()
     }
@@ -207,6 +221,7 @@ impl<H: Host> Disk<H> {
         let geometry = qcow2.geometry();
         let kind =
             entry.kind(&geometry).map_err(|error| qcow2.metadata.layer.format_error(error))?;
+        qcow2.check_releases(releases)?;
         qcow2.metadata.tables.record(cluster, entry, releases, ordered);
         let layer = self.active_index();
         let start = cluster.get() << geometry.cluster_bits();

@@ -6,7 +6,7 @@ use crate::alloc::Allocator;
 use crate::chain::{Layer, Qcow2};
 use crate::durability::Metadata;
 use crate::tables::Tables;
-use crate::{MetadataMode, Result};
+use crate::{DiskError, MetadataMode, Result};
 use isobath_qcow2::header::field;
 use isobath_qcow2::{AutoclearFeatures, Header, Snapshot};
 use isobath_storage::{IoBuf, Storage};
@@ -15,6 +15,13 @@ use std::sync::Arc;
 
 /// Read of the snapshot table at once.
 const SNAPSHOT_READ: u64 = 1 << 20;
+
+/// No entry of a snapshot table is longer: its head, extra data, ID and name.
+const LONGEST_ENTRY: usize = 256 << 10;
+
+/// More clusters of tables than this are not kept in memory. Each snapshot of a disk of 2 TiB in
+/// 64 KiB clusters has an L1 table of one.
+const MAX_OWN_CLUSTERS: usize = 4 << 20;
 
 impl<S: Storage> Writer<S> {
     /// Prepares a qcow2 image for writes. `alone` says that nothing is below it.
@@ -27,7 +34,7 @@ impl<S: Storage> Writer<S> {
         let MetadataMode::Ordered = mode;
         let header = qcow2.header.read().clone();
         for entry in qcow2.l1.read().iter() {
-            entry.offset(&qcow2.geometry).map_err(|error| layer.format_error(error))?;
+            qcow2.l2_table(*entry).map_err(|error| layer.format_error(error))?;
         }
         let metadata = own_clusters(layer, qcow2, &header).await?;
         let alloc = Allocator::open(Arc::clone(layer), qcow2, metadata).await?;
@@ -68,6 +75,7 @@ async fn own_clusters<S: Storage>(
         if length > 0 {
             own.extend(offset >> bits..=offset.saturating_add(length - 1) >> bits);
         }
+        own.len()
     };
     add(header.l1_table_offset.get(), u64::from(header.l1_size) * 8);
     for entry in qcow2.l1.read().iter() {
@@ -75,14 +83,42 @@ async fn own_clusters<S: Storage>(
             add(offset.get(), 1);
         }
     }
+    let corrupt = |reason: String| DiskError::Corrupt { image: layer.name().to_owned(), reason };
+    let file_length = layer.storage().len().await?;
+    let count = header.nb_snapshots;
     let mut at = header.snapshots_offset.get();
-    for _ in 0..header.nb_snapshots {
-        let bytes = layer.storage().read_at(at, IoBuf::zeroed(SNAPSHOT_READ as usize)).await?;
-        let (snapshot, length) =
-            Snapshot::parse(&bytes).map_err(|error| layer.format_error(error))?;
+    let mut window = IoBuf::empty();
+    let mut window_start = at;
+    for number in 0..count {
+        let mut rest = window.get((at - window_start) as usize..).unwrap_or_default();
+        if rest.len() < LONGEST_ENTRY {
+            let length = SNAPSHOT_READ.min(file_length.saturating_sub(at));
+            window = layer.storage().read_at(at, IoBuf::zeroed(length as usize)).await?;
+            window_start = at;
+            rest = &window;
+        }
+        let (snapshot, length) = Snapshot::parse(rest).map_err(|error| {
+            corrupt(format!(
+                "entry {number} of its snapshot table (snapshots_offset {}, nb_snapshots {count}), \
+                 at {at} of {file_length} bytes: {error}",
+                header.snapshots_offset
+            ))
+        })?;
         snapshot.check(geometry).map_err(|error| layer.format_error(error))?;
+        let (l1, l1_bytes) = (snapshot.l1_table_offset.get(), u64::from(snapshot.l1_size) * 8);
+        if l1.saturating_add(l1_bytes) > file_length {
+            return Err(corrupt(format!(
+                "the L1 table of snapshot {number} (l1_table_offset {l1:#x}, l1_size {}) reaches \
+                 past the end of the file ({file_length} bytes)",
+                snapshot.l1_size
+            )));
+        }
         add(at, length as u64);
-        add(snapshot.l1_table_offset.get(), u64::from(snapshot.l1_size) * 8);
+        if add(l1, l1_bytes) > MAX_OWN_CLUSTERS {
+            return Err(corrupt(format!(
+                "the L1 tables of its first {number} snapshots take {MAX_OWN_CLUSTERS} clusters"
+            )));
+        }
         at = at.saturating_add(length as u64).next_multiple_of(8);
     }
     Ok(own)

@@ -1,0 +1,194 @@
+//! Names in headers, and files that are no images.
+
+use crate::images::plain;
+use crate::survive::guarded;
+use isobath_disk::{BlockDevice, Disk, ImageFormat, NewDisk, OpenOptions, Result, Trust, create};
+use isobath_storage::file::FileHost;
+use isobath_storage::{IoBuf, block_on};
+use std::ffi::CString;
+use std::fs;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+use tempfile::TempDir;
+
+/// A directory with an image in it that names this backing file.
+fn naming(backing: &str, format: Option<&str>) -> (TempDir, PathBuf) {
+    let directory = tempfile::tempdir().unwrap();
+    let image = directory.path().join("image.qcow2");
+    overlay(&image, backing, format);
+    (directory, image)
+}
+
+fn overlay(image: &Path, backing: &str, format: Option<&str>) {
+    let new = NewDisk {
+        size: Some(1 << 20),
+        backing_file: Some(backing.into()),
+        backing_format: Some(format.unwrap_or("qcow2").into()),
+        open_backing: false,
+        ..plain()
+    };
+    // Under another name first: an image over itself is not made willingly.
+    let made = image.with_extension("new");
+    block_on(create(&FileHost, &made, &new)).unwrap();
+    fs::rename(&made, image).unwrap();
+    if format.is_none() {
+        // The format's extension becomes one that is not known.
+        let mut bytes = fs::read(image).unwrap();
+        let place = bytes.windows(4).position(|four| four == [0xe2, 0x79, 0x2a, 0xca]).unwrap();
+        bytes[place..place + 4].copy_from_slice(b"none");
+        fs::write(image, bytes).unwrap();
+    }
+}
+
+async fn read_first(image: PathBuf, trust: Trust) -> Result<Vec<u8>> {
+    let options = OpenOptions { trust, ..OpenOptions::default() };
+    let disk = Disk::open(FileHost, &image, &options).await?;
+    Ok(disk.read(0, IoBuf::zeroed(4096)).await?.to_vec())
+}
+
+/// What opening an image and reading from it says.
+#[track_caller]
+fn refusal(image: &Path, trust: Trust) -> String {
+    let path = image.to_owned();
+    let result = guarded("open", move || block_on(read_first(path, trust)));
+    let message = result.expect_err("opens and reads").to_string();
+    assert!(message.contains(".qcow2"), "{message}");
+    assert!(!message.contains(|c: char| c.is_control()), "{message:?}");
+    message
+}
+
+fn within(directory: &Path) -> Trust {
+    Trust::Within(vec![directory.canonicalize().unwrap()])
+}
+
+#[test]
+fn names_that_are_instructions_are_not_followed() {
+    for name in [
+        "json:{\"driver\":\"file\",\"filename\":\"/etc/shadow\"}",
+        "nbd:localhost:10809",
+        "nbd+unix:///export?socket=/tmp/s",
+        "ssh://root@localhost/etc/shadow",
+        "http://localhost/x",
+        "fat:rw:/etc",
+        "blkdebug:rules:image",
+        "file:json:{}",
+        "file:nbd:x",
+        "a\u{1b}[2J\nb:c",
+    ] {
+        let (directory, image) = naming(name, Some("raw"));
+        for trust in [Trust::Full, within(directory.path())] {
+            let message = refusal(&image, trust);
+            assert!(message.contains("backing file"), "{message}");
+        }
+    }
+}
+
+#[test]
+fn an_untrusted_image_names_files_of_its_own_directory_only() {
+    let outside = tempfile::tempdir().unwrap();
+    let secret = outside.path().join("secret");
+    fs::write(&secret, [0x5e; 4096]).unwrap();
+    let secret = secret.to_str().unwrap();
+    for name in ["/etc/shadow", secret, "../../../../../../etc/shadow", "link", "directory/secret"]
+    {
+        let (directory, image) = naming(name, Some("raw"));
+        symlink(secret, directory.path().join("link")).unwrap();
+        symlink(outside.path(), directory.path().join("directory")).unwrap();
+        let message = refusal(&image, within(directory.path()));
+        assert!(message.contains("outside"), "{message}");
+    }
+    // Through a second image, and as a data file.
+    let (directory, image) = naming("middle.qcow2", Some("qcow2"));
+    overlay(&directory.path().join("middle.qcow2"), secret, Some("raw"));
+    assert!(refusal(&image, within(directory.path())).contains("outside"));
+    let data = outside.path().join("data");
+    let image = directory.path().join("data-image.qcow2");
+    let new =
+        NewDisk { size: Some(1 << 20), data_file: Some(data.to_str().unwrap().into()), ..plain() };
+    block_on(create(&FileHost, &image, &new)).unwrap();
+    let message = refusal(&image, within(directory.path()));
+    assert!(message.contains("data file") && message.contains("outside"), "{message}");
+    // What lies inside is read.
+    let (directory, image) = naming("base.raw", Some("raw"));
+    fs::write(directory.path().join("base.raw"), [7; 4096]).unwrap();
+    let bytes = block_on(read_first(image, within(directory.path()))).unwrap();
+    assert_eq!(bytes, [7; 4096]);
+}
+
+#[test]
+fn an_untrusted_images_backing_file_is_not_probed() {
+    let (directory, image) = naming("base", None);
+    let inner = directory.path().join("base");
+    fs::write(&inner, [7; 4096]).unwrap();
+    assert!(refusal(&image, within(directory.path())).contains("format"));
+    assert_eq!(block_on(read_first(image, Trust::Full)).unwrap(), [7; 4096]);
+}
+
+#[test]
+fn chains_that_loop_end_in_an_error() {
+    let (directory, image) = naming("image.qcow2", Some("qcow2"));
+    assert!(refusal(&image, Trust::Full).contains("its own backing file"));
+    // Two of them, and one through links with ever new names.
+    let other = directory.path().join("other.qcow2");
+    fs::remove_file(&image).unwrap();
+    overlay(&image, "other.qcow2", Some("qcow2"));
+    overlay(&other, "./image.qcow2", Some("qcow2"));
+    assert!(refusal(&image, Trust::Full).contains("its own backing file"));
+    let again = directory.path().join("again");
+    symlink(directory.path(), &again).unwrap();
+    fs::remove_file(&image).unwrap();
+    overlay(&image, "again/image.qcow2", Some("qcow2"));
+    assert!(refusal(&image, Trust::Full).contains("its own backing file"));
+    // A second name of the same file.
+    fs::remove_file(&image).unwrap();
+    overlay(&image, "hard.qcow2", Some("qcow2"));
+    fs::hard_link(&image, directory.path().join("hard.qcow2")).unwrap();
+    assert!(refusal(&image, Trust::Full).contains("its own backing file"));
+    // For writing, where the first lock stands in the way of the second.
+    let options = OpenOptions { writable: true, ..OpenOptions::default() };
+    let error = guarded("writable loop", move || {
+        block_on(Disk::open(FileHost, &image, &options)).err().map(|error| error.to_string())
+    });
+    assert!(error.unwrap().contains("hard.qcow2"));
+}
+
+#[test]
+fn what_is_no_file_is_no_backing_file() {
+    for format in ["raw", "qcow2"] {
+        let (directory, image) = naming("thing", Some(format));
+        let thing = directory.path().join("thing");
+        let path = CString::new(thing.as_os_str().as_bytes()).unwrap();
+        // SAFETY: the path is a C string that lives during the call.
+        assert_eq!(unsafe { libc::mkfifo(path.as_ptr(), 0o600) }, 0);
+        refusal(&image, Trust::Full);
+        fs::remove_file(&thing).unwrap();
+        fs::create_dir(&thing).unwrap();
+        refusal(&image, Trust::Full);
+        fs::remove_dir(&thing).unwrap();
+        for device in ["/dev/zero", "/dev/tty", "/dev/random", "/proc/self/mem", "/dev/stdin"] {
+            symlink(device, &thing).unwrap();
+            refusal(&image, within(directory.path()));
+            if device.starts_with("/dev/z") || device.starts_with("/dev/r") {
+                refusal(&image, Trust::Full);
+            }
+            fs::remove_file(&thing).unwrap();
+        }
+    }
+}
+
+#[test]
+fn a_raw_image_that_starts_as_a_qcow2_is_raw_where_the_user_says_so() {
+    // A guest has written a header that names a file of the host onto its raw disk.
+    let (directory, image) = naming("/etc/hostname", Some("raw"));
+    let options = OpenOptions { format: Some(ImageFormat::Raw), ..OpenOptions::default() };
+    let disk = block_on(Disk::open(FileHost, &image, &options)).unwrap();
+    assert_eq!(disk.depth(), 1);
+    let bytes = block_on(disk.read(0, IoBuf::zeroed(4096))).unwrap();
+    assert_eq!(bytes[..4], *b"QFI\xfb");
+    // And as a backing file that the overlay calls raw.
+    let top = directory.path().join("top.qcow2");
+    overlay(&top, "image.qcow2", Some("raw"));
+    let bytes = block_on(read_first(top, Trust::Full)).unwrap();
+    assert_eq!(bytes[..4], *b"QFI\xfb");
+}

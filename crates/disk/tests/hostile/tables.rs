@@ -1,0 +1,229 @@
+//! Tables that point where they must not.
+
+use crate::images::{Image, at, made, overlay, plain, with_snapshot_and_bitmap};
+use crate::survive::{guarded, host_with, open, start_of, survive, unharmed, writable};
+use futures_executor::block_on;
+use isobath_disk::{BlockDevice, OpenOptions, ZeroFlags};
+use isobath_storage::IoBuf;
+
+const COPIED: u64 = 1 << 63;
+
+/// Where the header's changeable fields end; QEMU's and ours write only to those before.
+const HEADER: usize = 112;
+
+/// What reading the first cluster, and writing to it in several ways, says. The tables at `kept` must
+/// be as they were.
+fn first_cluster(image: &Image, kept: &[std::ops::Range<usize>]) -> (String, String) {
+    let bytes = image.bytes.clone();
+    let kept = kept.to_vec();
+    guarded("first cluster", move || {
+        block_on(async {
+            let host = host_with(&bytes);
+            let read = match open(host.clone(), &OpenOptions::default()).await {
+                Ok(disk) => disk.read(0, IoBuf::zeroed(4096)).await.map(drop),
+                Err(error) => Err(error),
+            };
+            let mut written = Vec::new();
+            for way in 0..5 {
+                let host = host_with(&bytes);
+                let result = match open(host.clone(), &writable()).await {
+                    Ok(disk) => {
+                        let unmap = ZeroFlags { may_unmap: way == 2, only_fast: false };
+                        let result = match way {
+                            0 => disk.write(100, IoBuf::copy_of(&[0xee; 200])).await.map(drop),
+                            1 | 2 => disk.write_zeroes(0, 4096, unmap).await,
+                            3 => disk.discard(0, 4096).await,
+                            _ => disk.write(0, IoBuf::copy_of(&[0xee; 9000])).await.map(drop),
+                        };
+                        // What was released must not be given out, and overwritten, either.
+                        let more = IoBuf::copy_of(&[0xdd; 300_000]);
+                        let _ = disk.flush().await;
+                        let _ = disk.write(400_000, more).await;
+                        let _ = disk.close().await;
+                        result
+                    }
+                    Err(error) => Err(error),
+                };
+                let after = start_of(&host, bytes.len()).await;
+                for range in &kept {
+                    assert!(
+                        after[range.clone()] == bytes[range.clone()],
+                        "way {way}: the table at {range:?} was overwritten"
+                    );
+                }
+                unharmed(&host);
+                written.extend(result.err().map(|error| error.to_string()));
+            }
+            let read = read.err().map_or(String::new(), |error| error.to_string());
+            (read, written.first().cloned().unwrap_or_default())
+        })
+    })
+}
+
+#[test]
+fn guest_data_upon_the_images_own_tables_is_not_written() {
+    let valid = block_on(made(&plain()));
+    let l1 = valid.get64(at::L1_OFFSET);
+    let block = valid.refcount_block() as u64;
+    let table = valid.get64(at::REFCOUNT_TABLE);
+    let l2 = valid.l2() as u64;
+    for (name, target) in
+        [("L1 table", l1), ("L2 table", l2), ("block", block), ("refcount table", table)]
+    {
+        let mut image = valid.clone();
+        image.put64(valid.l2(), COPIED | target);
+        let kept = [0..8, target as usize..target as usize + 64];
+        let (_, written) = first_cluster(&image, &kept[..1]);
+        assert!(
+            written.contains("image.qcow2"),
+            "{name}: written as if nothing were wrong: {written}"
+        );
+        survive(name, &image.bytes);
+    }
+}
+
+#[test]
+fn an_l2_table_upon_other_tables_is_not_written() {
+    let valid = block_on(made(&plain()));
+    let l1 = valid.get64(at::L1_OFFSET) as usize;
+    let block = valid.refcount_block() as u64;
+    let table = valid.get64(at::REFCOUNT_TABLE);
+    for target in [l1 as u64, block, table] {
+        let mut image = valid.clone();
+        image.put64(l1, COPIED | target);
+        let (_, written) = first_cluster(&image, &[0..HEADER]);
+        assert!(!written.is_empty(), "an L2 table at {target} is written to");
+        survive("an L2 table upon another", &image.bytes);
+    }
+}
+
+#[test]
+fn offsets_past_the_end_or_unaligned_are_named() {
+    let valid = block_on(made(&plain()));
+    let l1 = valid.get64(at::L1_OFFSET) as usize;
+    let l2 = valid.l2();
+    for (place, entry, word) in
+        [(l1, COPIED | (1 << 50), "L1"), (l1, COPIED | 0x1200, "L1"), (l2, COPIED | 0x1200, "L2")]
+    {
+        let mut image = valid.clone();
+        image.put64(place, entry);
+        let (read, written) = first_cluster(&image, &[0..HEADER]);
+        for message in [read, written] {
+            assert!(
+                message.contains("image.qcow2") && message.contains(word),
+                "{entry:#x}: {message:?}"
+            );
+        }
+        survive("an offset", &image.bytes);
+    }
+    // Data past the end: it was cut off.
+    let mut image = valid.clone();
+    image.put64(l2, COPIED | (1 << 50));
+    survive("data past the end", &image.bytes);
+}
+
+#[test]
+fn two_guest_clusters_in_one_host_cluster_survive() {
+    let valid = block_on(made(&plain()));
+    let mut image = valid.clone();
+    let first = valid.get64(valid.l2());
+    image.put64(valid.l2() + 8, first);
+    image.put64(valid.l2() + 16, first);
+    survive("a shared cluster", &image.bytes);
+    let (_, _) = first_cluster(&image, &[0..HEADER]);
+}
+
+#[test]
+fn damaged_compressed_data_is_an_error() {
+    let mut valid = block_on(made(&plain()));
+    let entry = valid.get64(valid.l2() + 5 * 8);
+    assert!(entry >> 62 == 1, "cluster 5 is compressed");
+    let place = (entry & ((1 << 58) - 1)) as usize;
+    valid.bytes[place..place + 20].fill(0xff);
+    let bytes = valid.bytes.clone();
+    let message = guarded("damaged compressed data", move || {
+        block_on(async {
+            let disk = open(host_with(&bytes), &OpenOptions::default()).await.unwrap();
+            disk.read(5 * 4096, IoBuf::zeroed(4096)).await.unwrap_err().to_string()
+        })
+    });
+    assert!(message.contains("image.qcow2") && message.contains("compressed"), "{message}");
+    survive("damaged compressed data", &valid.bytes);
+    // Far away, past the end, and of the greatest length.
+    for entry in [1 << 62 | 0x3fff_ffff_ffff_ffff, 1 << 62 | (1 << 45), 1 << 62] {
+        let mut image = valid.clone();
+        image.put64(valid.l2() + 5 * 8, entry);
+        survive("a compressed cluster elsewhere", &image.bytes);
+    }
+}
+
+#[test]
+fn hostile_refcounts_give_out_no_cluster_in_use() {
+    // All refcounts zero: every cluster looks free, the tables' own too.
+    for new in [plain(), overlay()] {
+        let mut image = block_on(made(&new));
+        let block = image.refcount_block();
+        image.bytes[block..block + 4096].fill(0);
+        let l1 = image.get64(at::L1_OFFSET) as usize;
+        let _ = first_cluster(&image, &[0..48, l1..l1 + 8]);
+        survive("refcounts of zero", &image.bytes);
+        // All at their maximum.
+        image.bytes[block..block + 4096].fill(0xff);
+        survive("refcounts at their maximum", &image.bytes);
+    }
+}
+
+#[test]
+fn hostile_snapshot_tables_and_bitmap_directories() {
+    let valid = with_snapshot_and_bitmap();
+    let table = valid.get64(at::SNAPSHOTS_OFFSET) as usize;
+    // l1_table_offset, l1_size, id and name sizes, extra data size.
+    for (place, value) in [
+        (table, u64::MAX),
+        (table, 0x1001),
+        (table, valid.get64(at::L1_OFFSET)),
+        (table + 8, u64::MAX),
+        (table + 8, 0x7fff_ffff_0001_0001),
+        (table + 32, u64::MAX),
+        (table + 32, 0x0000_0000_ffff_ffff),
+    ] {
+        let mut image = valid.clone();
+        image.put64(place, value);
+        survive("a snapshot table", &image.bytes);
+    }
+    let mut image = valid.clone();
+    image.put32(at::SNAPSHOTS, 65_536);
+    survive("65536 snapshots", &image.bytes);
+    // The table upon the header, upon the L1 table, and where it repeats itself without end.
+    for offset in [0, valid.get64(at::L1_OFFSET), table as u64] {
+        let mut image = valid.clone();
+        image.put64(at::SNAPSHOTS_OFFSET, offset);
+        image.put32(at::SNAPSHOTS, 40_000);
+        survive("a snapshot table elsewhere", &image.bytes);
+    }
+    let bitmaps = (112..400).step_by(8).find(|at| valid.get32(*at) == 0x2385_2875).unwrap();
+    for (place, value) in [
+        (bitmaps + 8, u64::from(u32::MAX) << 32),
+        (bitmaps + 16, u64::MAX),
+        (bitmaps + 16, 64 << 20),
+        (bitmaps + 24, u64::MAX),
+        (bitmaps + 24, 0),
+        (bitmaps + 24, valid.get64(at::L1_OFFSET)),
+        (bitmaps + 24, valid.refcount_block() as u64),
+    ] {
+        let mut image = valid.clone();
+        image.put64(place, value);
+        let kept = valid.refcount_block();
+        let _ = first_cluster(&image, &[0..8, kept..kept]);
+        survive("a bitmap directory", &image.bytes);
+    }
+}
+
+#[test]
+fn an_image_marked_dirty_whose_tables_are_bad_is_not_written() {
+    let valid = block_on(made(&plain()));
+    let mut image = valid.clone();
+    image.put64(at::INCOMPATIBLE, 1);
+    image.put64(valid.l2(), COPIED | 0x1200);
+    survive("dirty with bad tables", &image.bytes);
+}
