@@ -63,7 +63,7 @@ fn zeroes_writes_and_discards_spare_the_snapshot() {
             for (n, offset) in (0..SIZE - 200_000).step_by(70_001).enumerate() {
                 let flags = ZeroFlags { may_unmap: n % 2 == 0, only_fast: false };
                 disk.write_zeroes(offset, 30_000, flags).await.unwrap();
-                disk.write(offset + 20_000, IoBuf::copy_of(&[9; 20_000])).await.unwrap();
+                disk.write(offset + 20_000, IoBuf::copy_of(&vec![9; 20_000])).await.unwrap();
                 disk.discard(offset + 45_000, 65_536).await.unwrap();
             }
             disk.close().await.unwrap();

@@ -40,12 +40,15 @@ fn says(message: &str, words: &[&str]) {
     }
 }
 
+/// What is done to an image, and words of what is then said.
+type Case<'a> = (&'a dyn Fn(&mut Image), &'a [&'a str]);
+
 #[test]
 fn a_field_out_of_range_is_named_with_its_value() {
     let valid = block_on(made(&plain()));
     let snapshots = with_snapshot_and_bitmap();
     let end = valid.bytes.len() as u64;
-    let cases: &[(&dyn Fn(&mut Image), &[&str])] = &[
+    let cases: &[Case] = &[
         (&|i| i.put32(4, 4), &["version", "4"]),
         (&|i| i.put32(at::CLUSTER_BITS, 8), &["cluster_bits", "8"]),
         (&|i| i.put32(at::CLUSTER_BITS, 22), &["cluster_bits", "22"]),
@@ -72,14 +75,14 @@ fn a_field_out_of_range_is_named_with_its_value() {
         (
             &|i| {
                 i.put32(at::BACKING_SIZE, 1024);
-                i.put64(at::BACKING_OFFSET, 200)
+                i.put64(at::BACKING_OFFSET, 200);
             },
             &["backing_file_size", "1024"],
         ),
         (
             &|i| {
                 i.put32(at::BACKING_SIZE, 9);
-                i.put64(at::BACKING_OFFSET, 1 << 40)
+                i.put64(at::BACKING_OFFSET, 1 << 40);
             },
             &["backing_file_offset"],
         ),
@@ -95,7 +98,7 @@ fn a_field_out_of_range_is_named_with_its_value() {
         survive(&format!("case {index}"), &image.bytes);
     }
     // These matter to those who write.
-    let cases: &[(&dyn Fn(&mut Image), &[&str])] = &[
+    let cases: &[Case] = &[
         (&|i| i.put64(at::REFCOUNT_TABLE, 1 << 40), &["refcount_table_offset"]),
         (&|i| i.put64(at::REFCOUNT_TABLE, 0), &["refcount"]),
         (&|i| i.put32(at::REFCOUNT_CLUSTERS, 2048), &["refcount_table_offset"]),

@@ -15,6 +15,11 @@ pub(crate) const BASE: &str = "/disks/base.raw";
 /// A file that none of them names.
 pub(crate) const SECRET: &str = "/disks/secret";
 
+/// What [`BASE`] holds.
+pub(crate) fn base() -> Vec<u8> {
+    vec![0xba; 70_000]
+}
+
 /// An image's bytes, and which of them are its tables.
 #[derive(Clone)]
 pub(crate) struct Image {
@@ -106,12 +111,12 @@ impl Image {
 /// An image made here, with data, zeroes, compressed clusters and holes.
 pub(crate) async fn made(new: &NewDisk) -> Image {
     let host = MemoryHost::new();
-    host.insert(BASE, &[0xba; 70_000]);
+    host.insert(BASE, &base());
     create(&host, Path::new(IMAGE), &NewDisk { size: Some(1 << 20), ..new.clone() }).await.unwrap();
     let options = OpenOptions { writable: true, ..OpenOptions::default() };
     let disk = Disk::open(host.clone(), Path::new(IMAGE), &options).await.unwrap();
     let cluster = new.cluster_size;
-    disk.write(0, IoBuf::copy_of(&[1; 100_000])).await.unwrap();
+    disk.write(0, IoBuf::copy_of(&vec![1; 100_000])).await.unwrap();
     disk.write_zeroes(2 * cluster, 2 * cluster, ZeroFlags::default()).await.unwrap();
     for n in 5..8 {
         let data = IoBuf::copy_of(&vec![n as u8; cluster as usize]);

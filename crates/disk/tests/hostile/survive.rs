@@ -1,15 +1,15 @@
 //! Everything that can be asked of an image, whatever it is.
 
-use crate::images::{BASE, IMAGE, SECRET};
+use crate::images::{BASE, IMAGE, SECRET, base};
 use crate::memory;
 use isobath_disk::{
     BlockDevice, CheckOptions, Disk, InfoOptions, OpenOptions, Preallocation, Repair, Result,
-    Trust, ZeroFlags, check, info,
+    ZeroFlags, check, info,
 };
 use isobath_qcow2::Header;
 use isobath_storage::memory::MemoryHost;
 use isobath_storage::{Host, IoBuf, OpenMode, Storage};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::mpsc;
 use std::thread;
 use std::time::Duration;
@@ -48,18 +48,13 @@ pub(crate) fn guarded<T: Send + 'static>(
 pub(crate) fn host_with(image: &[u8]) -> MemoryHost {
     let host = MemoryHost::new();
     host.insert(IMAGE, image);
-    host.insert(BASE, &[0xba; 70_000]);
+    host.insert(BASE, &base());
     host.insert(SECRET, &[0x5e; 5000]);
     host
 }
 
 pub(crate) fn writable() -> OpenOptions {
     OpenOptions { writable: true, ..OpenOptions::default() }
-}
-
-pub(crate) fn untrusted() -> OpenOptions {
-    let trust = Trust::Within(vec![PathBuf::from("/disks")]);
-    OpenOptions { trust, ..OpenOptions::default() }
 }
 
 pub(crate) async fn open<H: Host>(host: H, options: &OpenOptions) -> Result<Disk<H>> {
@@ -173,7 +168,7 @@ pub(crate) fn survive(what: &str, image: &[u8]) {
 /// Nothing happened to the other files.
 pub(crate) fn unharmed(host: &MemoryHost) {
     assert!(host.contents(SECRET).unwrap() == [0x5e; 5000], "another file was changed");
-    assert!(host.contents(BASE).unwrap() == [0xba; 70_000], "the backing file was changed");
+    assert!(host.contents(BASE).unwrap() == base(), "the backing file was changed");
     assert_eq!(host.names().len(), 3, "files: {:?}", host.names());
 }
 
