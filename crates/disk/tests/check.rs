@@ -273,7 +273,7 @@ fn an_image_that_was_not_closed_is_repaired_when_it_is_opened_for_writing() {
         assert!(!examine(&host, Repair::None).await.unwrap().is_clean());
         let options = OpenOptions { writable: true, ..OpenOptions::default() };
         let disk = Disk::open(host.clone(), name(), &options).await.unwrap();
-        disk.write(1 << 20, IoBuf::copy_of(&[9; 100_000])).await.unwrap();
+        disk.write(1 << 20, IoBuf::copy_of(&vec![9; 100_000])).await.unwrap();
         disk.close().await.unwrap();
         drop(disk);
         let report = examine(&host, Repair::None).await.unwrap();
