@@ -3,12 +3,12 @@
 
 mod serving;
 
-use isobath_testkit::process::{Finished, run, run_program};
+use isobath_testkit::process::{Finished, Ready, Server, run, run_program};
 use isobath_testkit::{args, qemu, tools};
 use serving::{ISOBATH, QemuIo, Served};
 use std::fs;
 use std::io::{Read, Write};
-use std::os::unix::net::UnixStream;
+use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::thread;
@@ -228,6 +228,23 @@ fn a_daemon_is_ready_when_the_command_returns() {
     }
     qemu::assert_clean(&image);
     let _ = qemu::io(&image, "qcow2", &["read -P 5 0 1M"]).ok();
+}
+
+#[test]
+fn a_service_manager_is_told() {
+    let directory = tempfile::tempdir().unwrap();
+    let image = overlay(directory.path());
+    let path = directory.path().join("notify.sock");
+    let manager = UnixDatagram::bind(&path).unwrap();
+    let mut command = Command::new(ISOBATH);
+    command.args(["serve", "--nbd", "0"]).arg(&image).env("NOTIFY_SOCKET", &path);
+    let server = Server::start(&mut command, Ready::Line("-blockdev"));
+    let mut message = [0; 100];
+    let length = manager.recv(&mut message).unwrap();
+    assert_eq!(message[..length].trim_ascii(), b"READY=1");
+    let _ = server.stop().ok();
+    let length = manager.recv(&mut message).unwrap();
+    assert_eq!(message[..length].trim_ascii(), b"STOPPING=1");
 }
 
 #[test]
