@@ -1,5 +1,6 @@
 //! Comparing two disks.
 
+use crate::copy::is_zero;
 use crate::device::{BlockDevice, BlockStatus};
 use crate::disk::Disk;
 use crate::{DiskError, Result};
@@ -17,6 +18,7 @@ const WINDOW: u64 = 1 << 30;
 const RUNS: usize = 4096;
 /// Differences are told by sectors.
 const SECTOR: usize = 512;
+const PAGE: usize = 4096;
 
 /// How two disks differ.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -108,6 +110,13 @@ impl<H: Host> Side<H> {
     }
 }
 
+/// The first sector that is not zero.
+fn first_data(bytes: &[u8]) -> Option<usize> {
+    let sector = |part: &[u8]| part.chunks(SECTOR).position(|s| s.iter().any(|byte| *byte != 0));
+    let page = bytes.chunks(PAGE).position(|page| !is_zero(page))?;
+    sector(bytes.get(page * PAGE..)?).map(|sector| sector + page * PAGE / SECTOR)
+}
+
 impl<H: Host> Compare<H> {
     /// Compares `one` and `other`; `strict` also whether they are allocated alike.
     pub fn new(one: Arc<Disk<H>>, other: Arc<Disk<H>>, strict: bool) -> Self {
@@ -155,22 +164,36 @@ impl<H: Host> Compare<H> {
     }
 
     async fn compare_pieces(&self) -> std::result::Result<(), CompareError> {
+        // Kept from piece to piece: fresh memory costs more than reading into it.
+        let mut spare = [IoBuf::empty(), IoBuf::empty()];
         while let Some(piece) = self.next_piece().await? {
-            let [one, other] = [self.read(0, &piece).await?, self.read(1, &piece).await?];
-            let sector = match (&one, &other) {
-                (Some(one), Some(other)) if **one == **other => None,
-                (Some(one), Some(other)) => {
+            let mut bufs = [IoBuf::empty(), IoBuf::empty()];
+            for side in 0..2 {
+                if spare[side].is_empty() && piece.read[side] {
+                    spare[side] = IoBuf::zeroed(CHUNK as usize);
+                }
+                if piece.read[side] {
+                    let buf = spare[side].split_to(piece.length as usize);
+                    bufs[side] = self.read(side, piece.offset, buf).await?;
+                }
+            }
+            let [mut one, mut other] = bufs;
+            let sector = match piece.read {
+                [true, true] if *one == *other => None,
+                [true, true] => {
                     one.chunks(SECTOR).zip(other.chunks(SECTOR)).position(|(a, b)| a != b)
                 }
-                (Some(bytes), None) | (None, Some(bytes)) => {
-                    bytes.chunks(SECTOR).position(|sector| sector.iter().any(|byte| *byte != 0))
-                }
-                (None, None) => None,
+                [true, false] => first_data(&one),
+                [false, _] => first_data(&other),
             };
             if let Some(sector) = sector {
                 self.found(Difference::Content(piece.offset + (sector * SECTOR) as u64));
             }
             self.done.fetch_add(piece.length, Ordering::Relaxed);
+            let [rest, other_rest] = spare;
+            one.unsplit(rest);
+            other.unsplit(other_rest);
+            spare = [one, other];
         }
         Ok(())
     }
@@ -178,16 +201,11 @@ impl<H: Host> Compare<H> {
     async fn read(
         &self,
         side: usize,
-        piece: &Piece,
-    ) -> std::result::Result<Option<IoBuf>, CompareError> {
-        if !piece.read[side] {
-            return Ok(None);
-        }
-        let buf = IoBuf::zeroed(piece.length as usize);
-        match self.sides[side].disk.read(piece.offset, buf).await {
-            Ok(buf) => Ok(Some(buf)),
-            Err(error) => Err(CompareError::Read(side, piece.offset, error)),
-        }
+        offset: u64,
+        buf: IoBuf,
+    ) -> std::result::Result<IoBuf, CompareError> {
+        let read = self.sides[side].disk.read(offset, buf).await;
+        read.map_err(|error| CompareError::Read(side, offset, error))
     }
 
     /// The next piece that must be read.

@@ -10,9 +10,13 @@ use async_lock::Mutex;
 use event_listener::Event;
 use isobath_storage::{Host, IoBuf};
 use sources::{Content, Sources};
+use std::future::{Future, poll_fn};
 use std::ops::Range;
+use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::task::Poll;
+pub(crate) use zeroes::is_zero;
 use zeroes::runs;
 
 /// Bytes read and written at once.
@@ -23,7 +27,7 @@ const COMPRESSED_CHUNK: u64 = 256 << 10;
 /// How to copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CopyOptions {
-    /// Write to the target in the order of the disk.
+    /// Begin writes to the target in the order of the disk.
     pub in_order: bool,
     /// Bytes of zeroes in a row, a multiple of 512, that are not written as data. With 0 everything
     /// is, also what is known to be zero.
@@ -201,9 +205,14 @@ impl<H: Host> Copy<H> {
             let mut buf = if self.options.compressed {
                 self.write_compressed(piece.range.start, buf).await?
             } else if self.wait_for(piece.ticket).await {
-                let buf = self.write(piece.range.start, buf).await?;
+                let mut write = pin!(self.write(piece.range.start, buf));
+                let begun = poll_fn(|context| Poll::Ready(write.as_mut().poll(context))).await;
+                // Begun in order is enough: it decides where the target's clusters lie.
                 self.pass_on(piece.ticket);
-                buf
+                match begun {
+                    Poll::Ready(written) => written?,
+                    Poll::Pending => write.await?,
+                }
             } else {
                 return Ok(());
             };
@@ -274,7 +283,7 @@ impl<H: Host> Copy<H> {
             let part = rest.split_to((cluster as usize).min(rest.len()));
             let ends_within =
                 (part.len() as u64) < cluster && at + (part.len() as u64) < self.target.size();
-            let part = if self.options.sparse > 0 && zeroes::is_zero(&part) {
+            let part = if self.options.sparse > 0 && is_zero(&part) {
                 self.write_zero(at, part).await?
             } else if ends_within {
                 self.target.write(at, part).await?

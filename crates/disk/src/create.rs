@@ -154,7 +154,7 @@ async fn backing<H: Host>(host: &H, name: &Path, new: &NewDisk) -> Result<Option
 }
 
 /// The layout of a qcow2 image.
-fn plan(name: &Path, new: &NewDisk, size: u64) -> Result<Plan> {
+pub(crate) fn plan(name: &Path, new: &NewDisk, size: u64) -> Result<Plan> {
     let refused =
         |reason: &str| DiskError::Refused { image: name.to_owned(), reason: reason.into() };
     if !new.cluster_size.is_power_of_two() || !(512..=2 << 20).contains(&new.cluster_size) {

@@ -8,6 +8,7 @@ mod create;
 mod info;
 mod io;
 mod map;
+mod measure;
 mod resize;
 mod serve;
 mod snapshot;
@@ -44,6 +45,7 @@ commands! {
     Compare = compare;
     Convert = convert;
     Resize = resize;
+    Measure = measure;
     Completions = completions;
     Io = io;
     Serve = serve;

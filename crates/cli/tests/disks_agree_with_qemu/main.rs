@@ -1,8 +1,9 @@
-//! `isobath map`, `compare`, `convert` and `resize` beside `qemu-img`'s, on random chains that QEMU
+//! `isobath map`, `compare`, `convert`, `resize` and `measure` beside `qemu-img`'s, on random chains that QEMU
 //! made.
 
 mod chains;
 mod compare;
 mod convert;
 mod map;
+mod measure;
 mod resize;

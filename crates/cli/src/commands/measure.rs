@@ -1,0 +1,78 @@
+//! `isobath measure`
+
+use crate::commands::create;
+use crate::failure::{Failure, Outcome};
+use crate::options::{self, OutputFormat};
+use crate::{json, runtime, size};
+use isobath_disk::{Disk, ImageFormat, NewDisk, OpenOptions, measure};
+use isobath_storage::Locking;
+use isobath_storage::file::FileHost;
+use serde_json::{Map, Value};
+use std::io::Write;
+use std::path::PathBuf;
+
+/// Tell how large a new image would be
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// The format of the image to be copied; found out unless given
+    #[arg(short, long, value_name = "FMT", value_parser = options::format)]
+    format: Option<ImageFormat>,
+    /// The new image's format
+    #[arg(short = 'O', long, value_name = "FMT", default_value = "raw", value_parser = options::format)]
+    output_format: ImageFormat,
+    /// Options of the new image as NAME=VALUE, as of 'isobath create'
+    #[arg(short, value_name = "OPTIONS")]
+    options: Vec<String>,
+    /// The size of an empty disk, in place of an image to be copied
+    #[arg(long, value_parser = size::parse)]
+    size: Option<u64>,
+    /// How to print it
+    #[arg(long, value_name = "FMT", default_value = "human")]
+    output: OutputFormat,
+    /// Take no lock on the image, and honour none
+    #[arg(short = 'U', long)]
+    force_share: bool,
+    /// The image to be copied
+    #[arg(required_unless_present = "size", conflicts_with = "size")]
+    image: Option<PathBuf>,
+}
+
+pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
+    let mut new = NewDisk { format: args.output_format, size: args.size, ..NewDisk::default() };
+    for (name, value) in options::parse(&args.options) {
+        create::apply(&mut new, &name, &value).map_err(Failure::new)?;
+    }
+    let (measured, bitmaps) = runtime::block_on(async || {
+        let Some(image) = &args.image else {
+            return Ok((measure::<FileHost>(&new, None).await?, None));
+        };
+        let locking = if args.force_share { Locking::Unlocked } else { Locking::Exclusive };
+        let options = OpenOptions { format: args.format, locking, ..OpenOptions::default() };
+        let disk = Disk::open(FileHost, image, &options).await?;
+        // Bitmaps are not copied; QEMU names them where both images can have some.
+        let header = disk.layers().next().and_then(|layer| layer.header());
+        let can = new.format == ImageFormat::Qcow2
+            && new.version >= 3
+            && header.is_some_and(|header| header.version >= 3 && header.bitmaps().is_none());
+        Ok((measure(&new, Some(&disk)).await?, can.then_some(0_u64)))
+    })?;
+    match args.output {
+        OutputFormat::Human => {
+            writeln!(out, "required size: {}", measured.required)?;
+            writeln!(out, "fully allocated size: {}", measured.fully_allocated)?;
+            if let Some(bitmaps) = bitmaps {
+                writeln!(out, "bitmaps size: {bitmaps}")?;
+            }
+        }
+        OutputFormat::Json => {
+            let mut object = Map::new();
+            if let Some(bitmaps) = bitmaps {
+                object.insert("bitmaps".into(), bitmaps.into());
+            }
+            object.insert("required".into(), measured.required.into());
+            object.insert("fully-allocated".into(), measured.fully_allocated.into());
+            json::print(out, &Value::Object(object))?;
+        }
+    }
+    Ok(0)
+}

@@ -1,0 +1,92 @@
+//! How large an image would be.
+
+use crate::create::plan;
+use crate::device::BlockDevice;
+use crate::disk::Disk;
+use crate::{DiskError, ImageFormat, NewDisk, Preallocation, Result};
+use isobath_qcow2::geometry::MAX_REFCOUNT_TABLE_BYTES;
+use isobath_storage::Host;
+use std::path::Path;
+
+/// Guest bytes whose status is asked for in one go.
+const WINDOW: u64 = 1 << 30;
+
+/// The size of an image file, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Measure {
+    /// With the data that there is, and the tables of a full image: what a copy needs at most.
+    pub required: u64,
+    /// With every cluster allocated.
+    pub fully_allocated: u64,
+}
+
+/// How large the image `new` would be after a copy of `source`, or without one with nothing in it.
+/// The disk is as large as `source`, or as `new` says.
+///
+/// # Errors
+/// If options exclude each other, neither a source nor a size is given, or the source's tables
+/// cannot be read.
+pub async fn measure<H: Host>(new: &NewDisk, source: Option<&Disk<H>>) -> Result<Measure> {
+    let unsupported = |reason: &str| DiskError::Unsupported(reason.into());
+    let size = source.map(BlockDevice::size).or(new.size);
+    let size = size.ok_or_else(|| unsupported("either an image or a size must be given"))?;
+    let too_large = || unsupported("the size is too large for these options");
+    let size = size.checked_next_multiple_of(512).ok_or_else(too_large)?;
+    if new.format == ImageFormat::Raw {
+        return Ok(Measure { required: size, fully_allocated: size });
+    }
+    // Checks the options too.
+    let name = Path::new("the new image");
+    let error = |source| DiskError::Format { image: name.to_owned(), source };
+    let geometry = plan(name, new, size)?.header().geometry().map_err(error)?;
+    let cluster = geometry.cluster_size();
+    let clusters = geometry.clusters_for(size);
+    // Whole tables, as QEMU counts.
+    let l2 = geometry.clusters_for(clusters * geometry.l2_entry_size() as u64);
+    let l1 = geometry.clusters_for(l2 * 8);
+    let counted = 1 + l2 + l1 + clusters;
+    let (mut blocks, mut table) = (0, 0);
+    loop {
+        let total = counted + blocks + table;
+        let next_blocks = total.div_ceil(geometry.refcount_block_entries());
+        let next_table = geometry.clusters_for(next_blocks * 8);
+        if (next_blocks, next_table) == (blocks, table) {
+            break;
+        }
+        (blocks, table) = (next_blocks, next_table);
+    }
+    if table * cluster > MAX_REFCOUNT_TABLE_BYTES {
+        return Err(too_large());
+    }
+    let fully_allocated = (counted + blocks + table) * cluster;
+    let full = matches!(new.preallocation, Preallocation::Falloc | Preallocation::Full);
+    let data = match source {
+        // How much of it the backing file will have is not known.
+        _ if full => clusters,
+        Some(_) if new.backing_file.is_some() => clusters,
+        Some(source) => data_clusters(source, cluster).await?,
+        None => 0,
+    };
+    Ok(Measure {
+        required: fully_allocated - (clusters - data.min(clusters)) * cluster,
+        fully_allocated,
+    })
+}
+
+/// Clusters of `cluster` bytes that hold data.
+async fn data_clusters<H: Host>(source: &Disk<H>, cluster: u64) -> Result<u64> {
+    let (mut at, mut count, mut counted) = (0, 0, 0);
+    while at < source.size() {
+        for run in source.block_status(at, WINDOW.min(source.size() - at), usize::MAX).await? {
+            let end = at + run.length;
+            if run.allocated && !run.zero {
+                let first = counted.max(at / cluster);
+                let last = end.div_ceil(cluster);
+                count += last.saturating_sub(first);
+                counted = last.max(counted);
+            }
+            at = end;
+        }
+    }
+    Ok(count)
+}
