@@ -1,8 +1,7 @@
 //! Random histories.
 
-use crate::history::{
-    Base, DataFile, Fill, History, ImageOptions, Op, Preallocation, Session, Side, Step,
-};
+use crate::history::{Base, DataFile, Fill, History, ImageOptions, Op, Session, Side, Step};
+use isobath_disk::Preallocation;
 use rand::rngs::StdRng;
 use rand::{Rng, RngExt};
 
@@ -36,7 +35,7 @@ pub(crate) fn history(rng: &mut StdRng) -> History {
     for layer in 0..rng.random_range(1..=4) {
         let backed = layer > 0 || base != Base::None;
         let options = image_options(rng, backed);
-        let by = side(rng, options);
+        let by = side(rng);
         let given = match rng.random_range(0..10) {
             _ if layer == 0 => Some(size),
             0 => Some(rng.random_range(1..=most / 512) * 512),
@@ -52,13 +51,8 @@ pub(crate) fn history(rng: &mut StdRng) -> History {
     History { twin, base, steps }
 }
 
-fn side(rng: &mut StdRng, options: ImageOptions) -> Side {
-    use Preallocation::{Falloc, Full};
-    if matches!(options.preallocation, Falloc | Full) || rng.random() {
-        Side::Qemu
-    } else {
-        Side::Isobath
-    }
+fn side(rng: &mut StdRng) -> Side {
+    if rng.random() { Side::Isobath } else { Side::Qemu }
 }
 
 fn image_options(rng: &mut StdRng, backed: bool) -> ImageOptions {
@@ -104,7 +98,7 @@ fn between(rng: &mut StdRng, steps: &mut Vec<Step>, size: &mut u64, most: u64, l
                 2 => (*size).saturating_sub(rng.random_range(0..200) * 512).max(512),
                 _ => size.next_multiple_of(1 << rng.random_range(12..=20)),
             };
-            steps.push(Step::Resize(*size));
+            steps.push(Step::Resize { by: side(rng), size: *size });
         }
         10..22 => steps.push(Step::Snapshot),
         22..26 => steps.push(Step::Apply),
@@ -119,7 +113,7 @@ fn stretch(rng: &mut StdRng, steps: &mut Vec<Step>, size: u64, cluster: u64, exa
     let by = if rng.random_bool(0.6) { Side::Isobath } else { Side::Qemu };
     let width = [1, 2, 8, 32][rng.random_range(0..4)];
     let map_cache = if rng.random() { 64 << 10 } else { 4 << 20 };
-    let dropped = by == Side::Isobath && rng.random_bool(0.1);
+    let dropped = rng.random_bool(0.1);
     steps.push(Step::Open(Session { by, width, map_cache, direct: rng.random_bool(0.2), dropped }));
     // Some stretches keep to a place, so that requests meet the traces of others.
     let window = if rng.random() {

@@ -1,7 +1,8 @@
 //! A history: what happens to a disk, in steps that are readable, and that mean something wherever
 //! others are left out.
 
-use isobath_qcow2::{CompressionType, NewImage};
+use isobath_disk::{NewDisk, Preallocation};
+use isobath_qcow2::CompressionType;
 use std::fmt;
 use std::path::Path;
 
@@ -41,8 +42,11 @@ pub(crate) enum Step {
         options: ImageOptions,
         size: Option<u64>,
     },
-    /// `qemu-img resize`.
-    Resize(u64),
+    /// A new size.
+    Resize {
+        by: Side,
+        size: u64,
+    },
     /// `qemu-img snapshot -c`.
     Snapshot,
     /// `qemu-img snapshot -a`, of the newest.
@@ -68,7 +72,8 @@ pub(crate) struct Session {
     pub(crate) map_cache: usize,
     /// Past the page cache, by Isobath.
     pub(crate) direct: bool,
-    /// Not closed, but flushed and dropped, by Isobath: clusters may leak, nothing else.
+    /// Flushed at its end and not closed: by Isobath dropped, by QEMU killed. Clusters may leak, and
+    /// refcounts that QEMU keeps lazily are wrong until they are repaired.
     pub(crate) dropped: bool,
 }
 
@@ -137,14 +142,6 @@ pub(crate) enum DataFile {
     Raw,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Preallocation {
-    Off,
-    Metadata,
-    Falloc,
-    Full,
-}
-
 impl Default for ImageOptions {
     fn default() -> Self {
         Self {
@@ -178,22 +175,22 @@ impl ImageOptions {
         size: u64,
         backing: Option<(&Path, &str)>,
         data: &Path,
-    ) -> NewImage {
+    ) -> NewDisk {
         let text = |path: &Path| path.to_str().unwrap().to_owned();
-        NewImage {
+        NewDisk {
+            size: Some(size),
             version: if self.v2 { 2 } else { 3 },
-            cluster_bits: self.cluster_bits,
-            refcount_order: self.refcount_order,
+            cluster_size: self.cluster(),
+            refcount_bits: 1 << self.refcount_order,
             extended_l2: self.extended_l2,
             compression_type: if self.zstd { CompressionType::Zstd } else { CompressionType::Zlib },
             lazy_refcounts: self.lazy,
+            preallocation: self.preallocation,
             backing_file: backing.map(|(path, _)| text(path)),
             backing_format: backing.map(|(_, format)| format.to_owned()),
             data_file: (self.data_file != DataFile::Inside).then(|| text(data)),
             data_file_raw: self.data_file == DataFile::Raw,
-            preallocate: self.preallocation != Preallocation::Off
-                || self.data_file == DataFile::Raw,
-            ..NewImage::new(size)
+            ..NewDisk::default()
         }
     }
 }
@@ -325,7 +322,7 @@ impl fmt::Display for Step {
                 write!(out, "{by}: create -o {options}")?;
                 size.map_or(Ok(()), |size| write!(out, " {size}"))
             }
-            Self::Resize(size) => write!(out, "qemu: resize {size}"),
+            Self::Resize { by, size } => write!(out, "{by}: resize {size}"),
             Self::Snapshot => out.write_str("qemu: snapshot -c"),
             Self::Apply => out.write_str("qemu: snapshot -a"),
             Self::Delete => out.write_str("qemu: snapshot -d"),

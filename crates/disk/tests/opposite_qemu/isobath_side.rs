@@ -2,8 +2,10 @@
 
 use crate::history::{Fill, Op, Session};
 use futures_util::future::join_all;
-use isobath_disk::{BlockDevice, Disk, OpenOptions, ZeroFlags};
-use isobath_disk::{CheckEvent, CheckOptions, CheckReport, check};
+use isobath_disk::{
+    BlockDevice, CheckEvent, CheckOptions, CheckReport, Disk, NewDisk, OpenOptions, Preallocation,
+    ZeroFlags, check, create,
+};
 use isobath_storage::IoBuf;
 use isobath_storage::file::FileHost;
 use isobath_storage::ring::{self, Config, Executor};
@@ -192,4 +194,27 @@ pub(crate) fn checked(image: &Path) -> (CheckReport, Vec<String>) {
         }
     }));
     (done(report, "check"), lines)
+}
+
+/// Makes an image.
+pub(crate) fn make(image: &Path, new: &NewDisk) {
+    done(on_ring(create(&FileHost, image, new)), "create");
+}
+
+/// Changes the size of an image's disk.
+pub(crate) fn resize(image: &Path, size: u64) {
+    on_ring(async {
+        let disk = open(image, OpenOptions { writable: true, ..OpenOptions::default() }).await;
+        done(disk.resize(size, Preallocation::Off, true).await, "resize");
+        assert!(disk.size() == size, "isobath: resize: the size is {}", disk.size());
+        done(disk.close().await, "close");
+    });
+}
+
+/// Opens an image for writing and closes it: what a crash left is mended.
+pub(crate) fn mend(image: &Path) {
+    on_ring(async {
+        let disk = open(image, OpenOptions { writable: true, ..OpenOptions::default() }).await;
+        done(disk.close().await, "close");
+    });
 }

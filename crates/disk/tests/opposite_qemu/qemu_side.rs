@@ -8,12 +8,19 @@ use std::path::Path;
 /// Commands on one command line.
 const COMMANDS: usize = 500;
 
-/// Opens the image, carries out the batches one after another, closes it. What is in a batch goes on
-/// together, as far as `qemu-io` can.
+/// Opens the image, carries out the batches one after another, closes it, or flushes and is
+/// killed. What is in a batch goes on together, as far as `qemu-io` can.
 ///
 /// Compressed writes have an opening of their own: where QEMU 7.2 has freed the host cluster in which
 /// it packed compressed data, and used it anew, it still packs more there.
-pub(crate) fn session(image: &Path, noises: &Path, batches: &[Vec<Op>], size: u64, cluster: u64) {
+pub(crate) fn session(
+    image: &Path,
+    noises: &Path,
+    batches: &[Vec<Op>],
+    size: u64,
+    cluster: u64,
+    killed: bool,
+) {
     let mut commands = Vec::new();
     for batch in batches {
         let (alone, together): (Vec<Op>, Vec<Op>) =
@@ -31,9 +38,13 @@ pub(crate) fn session(image: &Path, noises: &Path, batches: &[Vec<Op>], size: u6
             run(image, &std::mem::take(&mut commands));
         }
     }
+    if killed {
+        commands.extend(["flush".to_owned(), format!("sigraise {}", libc::SIGKILL)]);
+    }
     run(image, &commands);
 }
 
+/// Runs commands, of which the last may kill the program.
 fn run(image: &Path, commands: &[String]) {
     for part in commands.chunks(COMMANDS) {
         let mut arguments = args!["-f", "qcow2", "-t", "unsafe", "-d", "unmap"];
@@ -41,7 +52,10 @@ fn run(image: &Path, commands: &[String]) {
             arguments.extend([OsString::from("-c"), command.into()]);
         }
         arguments.push(image.into());
-        let done = run_program(qemu::program("qemu-io"), arguments).ok();
+        let done = run_program(qemu::program("qemu-io"), arguments);
+        let killed = part.last().is_some_and(|last| last.starts_with("sigraise"));
+        let expected = if killed { -1 } else { 0 };
+        assert!(done.code() == expected, "qemu-io failed\n{}", done.report());
         assert!(!done.text().contains("failed"), "qemu-io failed\n{}", done.report());
     }
 }

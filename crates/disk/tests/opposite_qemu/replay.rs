@@ -3,13 +3,12 @@
 use crate::generate::NOISES;
 use crate::history::{Base, DataFile, Fill, History, ImageOptions, Op, Session, Side, Step};
 use crate::{generate, isobath_side, qemu_side};
-use isobath_qcow2::NewImage;
+use isobath_disk::Preallocation;
 use isobath_testkit::model::Model;
 use isobath_testkit::{args, qemu};
 use rand::SeedableRng;
 use rand::rngs::StdRng;
-use std::fs::{self, File};
-use std::io::{Seek, SeekFrom, Write};
+use std::fs;
 use std::ops::AddAssign;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
@@ -235,15 +234,20 @@ impl<'a> World<'a> {
                     .collect();
                 return self.session(*session, &ops);
             }
-            Step::Resize(to) => {
+            Step::Resize { by, size: to } => {
                 // Version 2 cannot hide what a backing file has there, nor resize with snapshots.
                 if options.v2 && (backed || !active.snapshots.is_empty()) {
                     return;
                 }
                 active.drop_bitmaps();
                 active.size = *to;
-                let to = to.to_string();
-                let _ = qemu::img(args!["resize", "-q", "--shrink", "-f", "qcow2", path, to]).ok();
+                match self.only.unwrap_or(*by) {
+                    Side::Isobath => isobath_side::resize(&path, *to),
+                    Side::Qemu => {
+                        let command = args!["resize", "-q", "--shrink", "-f", "qcow2"];
+                        let _ = qemu::img([command, args![path, to.to_string()]].concat()).ok();
+                    }
+                }
             }
             Step::Snapshot => {
                 // A refcount must hold one more.
@@ -284,8 +288,8 @@ impl<'a> World<'a> {
             }
             Step::Commit => return self.commit(),
         }
-        if let Step::Resize(to) = first {
-            self.model.resize(*to);
+        if let Step::Resize { size, .. } = first {
+            self.model.resize(*size);
         }
         self.verify(false);
     }
@@ -298,7 +302,7 @@ impl<'a> World<'a> {
                 options.data_file = DataFile::Inside;
             }
             if !options.extended_l2 {
-                options.preallocation = crate::history::Preallocation::Off;
+                options.preallocation = Preallocation::Off;
             }
         }
         let size = if size == 0 { 1 << 20 } else { size };
@@ -321,7 +325,7 @@ impl<'a> World<'a> {
                 let _ = qemu::img(arguments).ok();
             }
             Side::Isobath => {
-                create(&path, data.as_deref(), &options.for_isobath(size, below, &data_name));
+                isobath_side::make(&path, &options.for_isobath(size, below, &data_name));
             }
         }
         self.model.resize(size);
@@ -371,7 +375,11 @@ impl<'a> World<'a> {
         self.totals.sessions += 1;
         match session.by {
             Side::Qemu => {
-                qemu_side::session(&path, &self.noises.directory, &batches, size, cluster);
+                let noises = &self.noises.directory;
+                qemu_side::session(&path, noises, &batches, size, cluster, session.dropped);
+                if session.dropped && options.lazy {
+                    isobath_side::mend(&path);
+                }
                 for op in &ops {
                     isobath_side::apply(&mut self.model, *op, size, cluster, &self.noises.blocks);
                 }
@@ -394,7 +402,7 @@ impl<'a> World<'a> {
                 assert!(changed || still == valid, "bitmaps {valid:?} became {still:?}");
             }
         }
-        self.verify(session.dropped && session.by == Side::Isobath);
+        self.verify(session.dropped);
     }
 
     /// The active image is in order, and shows both sides what the model says. The layers below are
@@ -538,17 +546,4 @@ fn batches(ops: &[Op], width: usize, size: u64, cluster: u64) -> Vec<Vec<Op>> {
 fn stamp(path: &Path) -> (PathBuf, SystemTime, u64) {
     let data = path.metadata().unwrap();
     (path.to_owned(), data.modified().unwrap(), data.len())
-}
-
-fn create(path: &Path, data: Option<&Path>, image: &NewImage) {
-    let plan = image.plan().unwrap();
-    let mut file = File::create_new(path).unwrap();
-    for (offset, bytes) in plan.writes() {
-        file.seek(SeekFrom::Start(offset.get())).unwrap();
-        file.write_all(&bytes).unwrap();
-    }
-    file.set_len(plan.file_length().max(file.metadata().unwrap().len())).unwrap();
-    if let (Some(data), Some(length)) = (data, plan.data_file_length()) {
-        File::create_new(data).unwrap().set_len(length).unwrap();
-    }
 }

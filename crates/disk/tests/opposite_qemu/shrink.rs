@@ -174,20 +174,22 @@ fn simpler_ops(op: Op) -> Vec<Op> {
 mod tests {
     use super::*;
     use crate::generate;
+    use crate::history::Side;
     use rand::SeedableRng;
     use rand::rngs::StdRng;
 
     #[test]
     fn two_steps_of_many_are_left() {
         let rng = &mut StdRng::seed_from_u64(7);
+        let resize = |size| Step::Resize { by: Side::Qemu, size };
         let mut history = generate::history(rng);
-        history.steps.insert(3, Step::Resize(111));
-        history.steps.push(Step::Resize(222));
+        history.steps.insert(3, resize(111));
+        history.steps.push(resize(222));
         let small = shrink(&history, 10_000, |h| {
-            let at = |size| h.steps.iter().position(|step| *step == Step::Resize(size));
+            let at = |size| h.steps.iter().position(|step| *step == resize(size));
             matches!((at(111), at(222)), (Some(a), Some(b)) if a < b)
         });
-        assert_eq!(small.steps, [Step::Resize(111), Step::Resize(222)]);
+        assert_eq!(small.steps, [resize(111), resize(222)]);
         assert!(!small.twin && small.base == Base::None);
     }
 }
