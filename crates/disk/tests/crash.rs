@@ -161,8 +161,12 @@ async fn history(
             futures_util::join!(join_all(writes), join_all(zeroes), join_all(discards), async {
                 if flush { disk.flush().await } else { Ok(()) }
             },);
-        written.into_iter().for_each(|result| drop(result.unwrap()));
-        zeroed.into_iter().chain(discarded).for_each(|result| result.unwrap());
+        for result in written {
+            result.unwrap();
+        }
+        for result in zeroed.into_iter().chain(discarded) {
+            result.unwrap();
+        }
         flushed.unwrap();
         // Any moment since the last one, as far as the oracle is the same: nothing was flushed
         // that it counts as flushed.
