@@ -1,7 +1,7 @@
 //! Errors of a disk: which image, which field, what to do.
 
 use isobath_qcow2::FormatError;
-use isobath_storage::StorageError;
+use isobath_storage::{StorageError, shown};
 use std::path::PathBuf;
 
 /// The result of a disk operation.
@@ -15,7 +15,7 @@ pub enum DiskError {
     #[error(transparent)]
     Storage(#[from] StorageError),
     /// A field of an image cannot be accepted.
-    #[error("'{}': {source}", image.display())]
+    #[error("'{}': {source}", shown(image))]
     Format {
         /// The image.
         image: PathBuf,
@@ -23,7 +23,7 @@ pub enum DiskError {
         source: FormatError,
     },
     /// An image is not opened, or not used in this way, for a reason beyond one field.
-    #[error("'{}': {reason}", image.display())]
+    #[error("'{}': {reason}", shown(image))]
     Refused {
         /// The image.
         image: PathBuf,
@@ -31,7 +31,7 @@ pub enum DiskError {
         reason: String,
     },
     /// A backing file could not be opened.
-    #[error("the backing file of '{}' could not be opened: {source}", overlay.display())]
+    #[error("the backing file of '{}' could not be opened: {source}", shown(overlay))]
     Backing {
         /// The image that names it.
         overlay: PathBuf,
@@ -39,7 +39,7 @@ pub enum DiskError {
         source: Box<DiskError>,
     },
     /// The image's own tables contradict each other; nothing was changed.
-    #[error("'{}' is corrupt: {reason}; run 'isobath check -r all' on it", image.display())]
+    #[error("'{}' is corrupt: {reason}; run 'isobath check -r all' on it", shown(image))]
     Corrupt {
         /// The image.
         image: PathBuf,

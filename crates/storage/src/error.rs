@@ -91,12 +91,39 @@ impl StorageError {
     }
 }
 
+/// A file's name for messages. Names come from images too: control characters, which could make a
+/// terminal do something, are escaped.
+pub fn shown(name: &Path) -> impl fmt::Display + '_ {
+    struct Shown<'a>(&'a Path);
+    impl fmt::Display for Shown<'_> {
+        fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            for c in self.0.to_string_lossy().chars() {
+                if c.is_control() { write!(f, "{}", c.escape_debug())? } else { write!(f, "{c}")? }
+            }
+            Ok(())
+        }
+    }
+    Shown(name)
+}
+
 impl fmt::Display for StorageError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "could not {} '{}'", self.operation, self.name.display())?;
+        write!(f, "could not {} '{}'", self.operation, shown(&self.name))?;
         if let Some((offset, length)) = self.range {
             write!(f, " at offset {offset} (length {length})")?;
         }
         write!(f, ": {}", self.source)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_do_nothing_to_a_terminal() {
+        let source = io::Error::from_raw_os_error(libc::ENOENT);
+        let error = StorageError::new(Operation::Open, Path::new("\u{1b}[2Jä\nb"), source);
+        assert!(error.to_string().starts_with("could not open '\\u{1b}[2Jä\\nb': "), "{error}");
     }
 }

@@ -19,7 +19,7 @@ pub mod ring;
 mod wait;
 
 pub use buf::IoBuf;
-pub use error::{Operation, StorageError};
+pub use error::{Operation, StorageError, shown};
 pub use wait::block_on;
 
 use std::future::Future;

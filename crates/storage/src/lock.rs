@@ -55,7 +55,7 @@ pub(crate) fn busy(name: &Path, conflict: Conflict) -> StorageError {
         "Failed to get {shared}\"{}\" lock. Is another process using the image [{}]? \
          Close it there first; -U (--force-share) reads it as it is meanwhile",
         conflict.permission,
-        name.display()
+        crate::shown(name)
     );
     let source = io::Error::new(io::ErrorKind::ResourceBusy, message);
     StorageError::new(Operation::Lock, name, source)

@@ -85,6 +85,13 @@ fn names_that_are_instructions_are_not_followed() {
 }
 
 #[test]
+fn a_name_does_nothing_to_a_terminal() {
+    let (_directory, image) = naming("\u{1b}[2J\u{7}evil\nnext", Some("raw"));
+    let message = refusal(&image, Trust::Full);
+    assert!(message.contains("evil\\nnext"), "{message}");
+}
+
+#[test]
 fn an_untrusted_image_names_files_of_its_own_directory_only() {
     let outside = tempfile::tempdir().unwrap();
     let secret = outside.path().join("secret");
