@@ -146,7 +146,9 @@ fn text_and_exit_codes_are_qemu_imgs() {
     let _ = qemu::io(&image, "qcow2", &["write 0 512k"]).ok();
     let same = |options: &[&str]| {
         let copies = [directory.path().join("one"), directory.path().join("two")];
-        copies.iter().for_each(|copy| drop(fs::copy(&image, copy).unwrap()));
+        for copy in &copies {
+            fs::copy(&image, copy).unwrap();
+        }
         let run = |program: &Path, copy: &Path| {
             let mut arguments = args!["check"];
             arguments.extend(options.iter().map(OsString::from));

@@ -9,7 +9,7 @@ use std::fs;
 use std::path::Path;
 
 /// Options that change what a check must understand.
-pub const OPTIONS: &[&str] = &[
+pub(crate) const OPTIONS: &[&str] = &[
     "",
     "cluster_size=4k",
     "cluster_size=512",
@@ -29,7 +29,7 @@ const SIZE: u64 = 3 << 20;
 
 /// Makes an image with data, zeroes, discards, compressed clusters, an internal snapshot and a
 /// bitmap, as far as the options let it have them.
-pub fn make(image: &Path, options: &str, rng: &mut StdRng) {
+pub(crate) fn make(image: &Path, options: &str, rng: &mut StdRng) {
     qemu::create(image, "qcow2", SIZE, options);
     let write = |rng: &mut StdRng, kind: &str| {
         let offset = rng.random_range(0..SIZE / 512) * 512;
@@ -69,7 +69,7 @@ pub fn make(image: &Path, options: &str, rng: &mut StdRng) {
 
 /// What was done to an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Damage {
+pub(crate) enum Damage {
     /// A cluster's refcount is another.
     Refcount,
     /// A COPIED flag is flipped.
@@ -91,7 +91,7 @@ pub enum Damage {
 }
 
 impl Damage {
-    pub const ALL: [Self; 9] = [
+    pub(crate) const ALL: [Self; 9] = [
         Self::Refcount,
         Self::Copied,
         Self::EntryLost,
@@ -104,12 +104,12 @@ impl Damage {
     ];
 
     /// Whether a repair can make the image consistent without guessing.
-    pub fn is_repairable(self) -> bool {
+    pub(crate) fn is_repairable(self) -> bool {
         !matches!(self, Self::EntryMisaligned | Self::TablePastEnd)
     }
 
     /// Whether QEMU counts it as is done here.
-    pub fn is_counted_alike(self) -> bool {
+    pub(crate) fn is_counted_alike(self) -> bool {
         matches!(self, Self::Refcount | Self::Copied | Self::EntryLost | Self::EntryElsewhere)
     }
 }
@@ -161,7 +161,7 @@ impl Open {
 }
 
 /// Damages an image in one place; `false` if it has no such place.
-pub fn inflict(image: &Path, damage: Damage, rng: &mut StdRng) -> bool {
+pub(crate) fn inflict(image: &Path, damage: Damage, rng: &mut StdRng) -> bool {
     let bytes = fs::read(image).unwrap();
     let header = Header::parse(&bytes).unwrap();
     let geometry = header.geometry().unwrap();
