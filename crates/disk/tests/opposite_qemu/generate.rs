@@ -114,7 +114,9 @@ fn stretch(rng: &mut StdRng, steps: &mut Vec<Step>, size: u64, cluster: u64, exa
     let width = [1, 2, 8, 32][rng.random_range(0..4)];
     let map_cache = if rng.random() { 64 << 10 } else { 4 << 20 };
     let dropped = rng.random_bool(0.1);
-    steps.push(Step::Open(Session { by, width, map_cache, direct: rng.random_bool(0.2), dropped }));
+    let direct = rng.random_bool(0.2);
+    let two_threads = rng.random_bool(0.3);
+    steps.push(Step::Open(Session { by, width, map_cache, direct, two_threads, dropped }));
     // Some stretches keep to a place, so that requests meet the traces of others.
     let window = if rng.random() {
         let length = size.min(cluster * rng.random_range(2..40));

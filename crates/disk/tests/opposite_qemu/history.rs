@@ -72,6 +72,8 @@ pub(crate) struct Session {
     pub(crate) map_cache: usize,
     /// Past the page cache, by Isobath.
     pub(crate) direct: bool,
+    /// Every other request comes from a second thread, to Isobath.
+    pub(crate) two_threads: bool,
     /// Flushed at its end and not closed: by Isobath dropped, by QEMU killed. Clusters may leak, and
     /// refcounts that QEMU keeps lazily are wrong until they are repaired.
     pub(crate) dropped: bool,
@@ -328,11 +330,12 @@ impl fmt::Display for Step {
             Self::Delete => out.write_str("qemu: snapshot -d"),
             Self::Bitmap(granularity) => write!(out, "qemu: bitmap --add -g {granularity}"),
             Self::Commit => out.write_str("qemu: commit"),
-            Self::Open(Session { by, width, map_cache, direct, dropped }) => {
+            Self::Open(Session { by, width, map_cache, direct, two_threads, dropped }) => {
                 write!(out, "{by}: open, {width} at once")?;
                 if *by == Side::Isobath {
                     write!(out, ", map cache {map_cache}")?;
                     out.write_str(if *direct { ", direct" } else { "" })?;
+                    out.write_str(if *two_threads { ", two threads" } else { "" })?;
                 }
                 out.write_str(if *dropped { ", dropped at the end:" } else { ":" })
             }

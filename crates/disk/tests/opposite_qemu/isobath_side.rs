@@ -1,21 +1,22 @@
 //! Operations through the library.
 
 use crate::history::{Fill, Op, Session};
-use futures_util::future::join_all;
+use futures_util::future::{join_all, try_join_all};
 use isobath_disk::{
     BlockDevice, CheckEvent, CheckOptions, CheckReport, Disk, NewDisk, OpenOptions, Preallocation,
     ZeroFlags, check, create,
 };
 use isobath_storage::IoBuf;
 use isobath_storage::file::FileHost;
-use isobath_storage::ring::{self, Config, Executor};
+use isobath_storage::ring::{self, Config, Executor, Worker};
 use isobath_testkit::model::Model;
 use std::fmt::Display;
 use std::path::Path;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::time::Duration;
 
-type Request<'a> = Pin<Box<dyn Future<Output = ()> + 'a>>;
+type Request = Pin<Box<dyn Future<Output = Result<Vec<u8>, String>>>>;
 
 /// A request that has not ended by then hangs.
 const PATIENCE: Duration = Duration::from_mins(5);
@@ -52,7 +53,7 @@ pub(crate) async fn session(
     image: &Path,
     session: Session,
     batches: &[Vec<Op>],
-    noises: &[Vec<u8>],
+    noises: &Arc<[Vec<u8>]>,
     model: &mut Model,
 ) {
     let options = OpenOptions {
@@ -61,10 +62,26 @@ pub(crate) async fn session(
         map_cache: Some(session.map_cache),
         ..OpenOptions::default()
     };
-    let disk = open(image, options).await;
+    let disk = Arc::new(open(image, options).await);
     let cluster = 1 << disk.layers().next().unwrap().header().unwrap().cluster_bits;
+    let second = session.two_threads.then(|| Worker::start("second", &Config::default()).unwrap());
     for batch in batches {
-        join_all(batch.iter().map(|op| request(&disk, *op, cluster, noises, model))).await;
+        let requests = batch.iter().enumerate().map(|(number, op)| {
+            let request = request(disk.clone(), *op, cluster, noises.clone());
+            let second = second.as_ref().filter(|_| number % 2 == 1);
+            async move {
+                match second {
+                    Some(worker) => done(worker.handle().spawn_with(|| request()).await, op),
+                    None => request().await,
+                }
+            }
+        });
+        for (op, answer) in batch.iter().zip(join_all(requests).await) {
+            let bytes = done(answer, op);
+            if let Op::Read { offset, .. } = op {
+                done(model.check_range(*offset, &bytes), op);
+            }
+        }
         for op in batch {
             apply(model, *op, model.size(), cluster, noises);
             if let Op::Race { .. } = op {
@@ -72,55 +89,68 @@ pub(crate) async fn session(
             }
         }
     }
+    // Its tasks hold the disk.
+    drop(second);
     if session.dropped {
         done(disk.flush().await, "flush");
     } else {
+        let disk = Arc::into_inner(disk).unwrap();
         done(disk.close().await, "close");
     }
 }
 
-fn request<'a>(
-    disk: &'a Disk<FileHost>,
+/// One operation: what starts it on a thread. Gives the bytes of a read, or what failed.
+fn request(
+    disk: Arc<Disk<FileHost>>,
     op: Op,
     cluster: u64,
-    noises: &'a [Vec<u8>],
-    model: &'a Model,
-) -> Request<'a> {
+    noises: Arc<[Vec<u8>]>,
+) -> impl FnOnce() -> Request + Send {
+    move || {
+        Box::pin(async move {
+            carry_out(&disk, op, cluster, &noises).await.map_err(|error| error.to_string())
+        })
+    }
+}
+
+async fn carry_out(
+    disk: &Disk<FileHost>,
+    op: Op,
+    cluster: u64,
+    noises: &[Vec<u8>],
+) -> isobath_disk::Result<Vec<u8>> {
     let (offset, length) = op.range(disk.size(), cluster);
-    Box::pin(async move {
-        match op {
-            Op::Write { fill, .. } => {
-                let data = bytes(fill, noises, length);
-                let buf = done(disk.write(offset, IoBuf::copy_of(&data)).await, op);
-                assert!(*buf == *data, "isobath: {op}: the buffer came back changed");
-            }
-            Op::Zero { unmap, .. } => {
-                let flags = ZeroFlags { may_unmap: unmap, only_fast: false };
-                done(disk.write_zeroes(offset, length, flags).await, op);
-            }
-            Op::Discard { .. } => done(disk.discard(offset, length).await, op),
-            Op::Compressed { fill, .. } => {
-                let data = bytes(fill, noises, length);
-                for (at, part) in
-                    (offset..).step_by(cluster as usize).zip(data.chunks(cluster as usize))
-                {
-                    done(disk.write_compressed(at, IoBuf::copy_of(part)).await, op);
-                }
-            }
-            Op::Read { .. } => {
-                let data = done(disk.read(offset, IoBuf::zeroed(length as usize)).await, op);
-                done(model.check_range(offset, &data), op);
-            }
-            Op::Race { .. } => {
-                join_all(op.racers().into_iter().map(|(offset, length, byte)| async move {
-                    let data = IoBuf::copy_of(&vec![byte; length as usize]);
-                    done(disk.write(offset, data).await, op);
-                }))
-                .await;
-            }
-            Op::Flush => done(disk.flush().await, op),
+    match op {
+        Op::Write { fill, .. } => {
+            let data = bytes(fill, noises, length);
+            let buf = disk.write(offset, IoBuf::copy_of(&data)).await?;
+            assert!(*buf == *data, "isobath: {op}: the buffer came back changed");
         }
-    })
+        Op::Zero { unmap, .. } => {
+            let flags = ZeroFlags { may_unmap: unmap, only_fast: false };
+            disk.write_zeroes(offset, length, flags).await?;
+        }
+        Op::Discard { .. } => disk.discard(offset, length).await?,
+        Op::Compressed { fill, .. } => {
+            let data = bytes(fill, noises, length);
+            for (at, part) in
+                (offset..).step_by(cluster as usize).zip(data.chunks(cluster as usize))
+            {
+                disk.write_compressed(at, IoBuf::copy_of(part)).await?;
+            }
+        }
+        Op::Read { .. } => {
+            return Ok(disk.read(offset, IoBuf::zeroed(length as usize)).await?.to_vec());
+        }
+        Op::Race { .. } => {
+            try_join_all(op.racers().into_iter().map(|(offset, length, byte)| async move {
+                disk.write(offset, IoBuf::copy_of(&vec![byte; length as usize])).await
+            }))
+            .await?;
+        }
+        Op::Flush => disk.flush().await?,
+    }
+    Ok(Vec::new())
 }
 
 /// Every byte of a race's range must be that of one of its writes; the model takes it over.

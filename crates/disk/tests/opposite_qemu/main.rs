@@ -23,8 +23,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Histories that are tried to make a failing one smaller.
-const SHRINK_BUDGET: usize = 600;
+/// Histories that are tried to make a failing one smaller, and for how long.
+const SHRINK_BUDGET: usize = 1000;
+const SHRINK_TIME: Duration = Duration::from_mins(3);
 
 thread_local! {
     /// During an attempt on this thread, what the last panic said, with its place.
@@ -68,7 +69,11 @@ fn explain(seed: u64, history: &History, message: &str) -> String {
     eprintln!("seed {seed:#x} fails: {message}\nshrinking it");
     let kind_of = kind(message);
     let mut last = message.to_owned();
+    let begin = Instant::now();
     let small = shrink::shrink(history, SHRINK_BUDGET, |candidate| {
+        if begin.elapsed() > SHRINK_TIME {
+            return false;
+        }
         let failure = attempt(candidate).err().filter(|message| kind(message) == kind_of);
         if let Some(message) = &failure {
             last.clone_from(message);

@@ -11,6 +11,7 @@ use rand::rngs::StdRng;
 use std::fs;
 use std::ops::AddAssign;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::SystemTime;
 
 /// What was done.
@@ -70,13 +71,13 @@ fn parts(steps: &[Step]) -> Vec<&[Step]> {
 
 struct Noises {
     directory: PathBuf,
-    blocks: Vec<Vec<u8>>,
+    blocks: Arc<[Vec<u8>]>,
 }
 
 impl Noises {
     fn make(directory: &Path) -> Self {
         let mut rng = StdRng::seed_from_u64(1);
-        let blocks: Vec<_> = (0..NOISES).map(|_| generate::noise(&mut rng)).collect();
+        let blocks: Arc<[_]> = (0..NOISES).map(|_| generate::noise(&mut rng)).collect();
         for (number, block) in blocks.iter().enumerate() {
             fs::write(directory.join(format!("noise{number}")), block).unwrap();
         }

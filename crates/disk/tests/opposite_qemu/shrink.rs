@@ -1,6 +1,6 @@
 //! From a history that fails to a small one that fails in the same way.
 
-use crate::history::{Base, Fill, History, ImageOptions, Op, Step};
+use crate::history::{Base, Fill, History, ImageOptions, Op, Session, Step};
 
 /// Leaves out of the history what is not needed for `fails` to hold, and simplifies the rest.
 /// `fails` is asked at most `budget` times.
@@ -122,15 +122,14 @@ fn simpler_steps(step: &Step) -> Vec<Step> {
             .map(|options| Step::Layer { by, options, size })
             .collect()
         }
-        Step::Open(session) => {
-            let mut one = session;
-            one.width = 1;
-            let mut closed = session;
-            closed.dropped = false;
-            let mut cached = session;
-            cached.direct = false;
-            vec![Step::Open(one), Step::Open(closed), Step::Open(cached)]
-        }
+        Step::Open(session) => [
+            Session { width: 1, ..session },
+            Session { dropped: false, ..session },
+            Session { direct: false, ..session },
+            Session { two_threads: false, ..session },
+        ]
+        .map(Step::Open)
+        .to_vec(),
         Step::Op(op) => simpler_ops(op).into_iter().map(Step::Op).collect(),
         _ => Vec::new(),
     }
