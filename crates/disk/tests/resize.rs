@@ -315,3 +315,23 @@ fn what_cannot_be_resized_is_refused_unchanged() {
     refuse("", &[], (1 << 20) + 1, "multiple of 512");
     refuse("", &[], 1 << 19, "--shrink");
 }
+
+#[test]
+fn tables_may_be_longer_than_what_a_refcount_block_counts() {
+    block_on(async {
+        let host = MemoryHost::new();
+        let mut image = NewImage::new(1 << 20);
+        // Blocks of 64 refcounts.
+        (image.cluster_bits, image.refcount_order) = (9, 6);
+        make(&host, TOP, &image).await;
+        let disk = open(&host, TOP).await;
+        // An L1 table of 80 clusters, and refcounts for 144 MiB, with a table of 71 clusters.
+        disk.resize(144 << 20, Preallocation::Metadata, false).await.unwrap();
+        disk.resize(160 << 20, Preallocation::Off, false).await.unwrap();
+        disk.write(159 << 20, IoBuf::copy_of(&[1; 4096])).await.unwrap();
+        disk.close().await.unwrap();
+        let directory = copy_out(&host);
+        qemu::assert_clean(&directory.path().join(TOP));
+        assert!(host.contents(TOP).unwrap().len() > 144 << 20);
+    });
+}

@@ -1,8 +1,8 @@
 //! Growth of the refcount structure itself.
 //!
-//! A new block counts its own cluster. It is written and made durable before the table lists it, and
-//! a new table before the header points to it, so a crash in between leaves the old structure whole:
-//! what only the new one counted is then not referenced either.
+//! A new block, and the one that counts its cluster, are written and made durable before the table
+//! lists it, and a new table before the header points to it, so a crash in between leaves the old
+//! structure whole: what only the new one counted is then not referenced either.
 
 use super::block::Block;
 use super::{Allocator, Run, State};
@@ -33,31 +33,138 @@ impl<S: Storage> Allocator<S> {
             self.refcount_in(state, cluster).await?;
             return Ok(());
         }
-        let grows = index as usize >= state.table.len();
-        if grows {
-            let entries = self.geometry.cluster_size() / 8;
-            let wanted =
-                (index + 1).max(state.table.len() as u64 * 3 / 2).next_multiple_of(entries);
-            let limit = MAX_REFCOUNT_TABLE_BYTES / 8;
-            if index >= limit {
-                return Err(self.corrupt(format!(
-                    "the file would need refcounts for host cluster {cluster}, more than a refcount \
-                     table can hold"
-                )));
+        if index as usize >= state.table.len() {
+            // The caller may have found this cluster, and free ones below it.
+            state.never_used = state.never_used.max(cluster + 1);
+            self.grow_table(state, cluster + 1).await?;
+            if state.blocks.contains_key(&index) {
+                return Ok(());
             }
-            let length = wanted.min(limit) as usize;
-            let old = self.geometry.host_cluster_of(state.table_offset).get();
-            let old_clusters = state.table.len() as u64 / entries;
-            state.table.resize(length, RefcountTableEntry::unallocated());
-            self.create_block(state, index, cluster)?;
-            // Boxed: taking clusters may need further blocks, for which the table is long enough.
-            let run = Box::pin(self.take_adjacent(state, length as u64 / entries)).await?;
-            self.mark_metadata(run.start.get()..run.start.get() + run.count);
-            state.replaced_tables.push(old..old + old_clusters);
-            state.table_offset = self.start_of(run)?;
-        } else {
-            self.create_block(state, index, cluster)?;
         }
+        self.create_block(state, index, cluster)?;
+        self.set(state, cluster, 1)?;
+        state.never_used = state.never_used.max(cluster + 1);
+        Ok(())
+    }
+
+    /// Takes `count` adjacent clusters past everything ever used. The refcount blocks that they
+    /// need go behind them, since a run may be longer than what a block counts.
+    pub(super) async fn take_adjacent(
+        &self,
+        state: &mut MutexGuard<'_, State>,
+        count: u64,
+    ) -> Result<Run> {
+        loop {
+            let (start, missing) = self.find_adjacent(state, count).await?;
+            let homes = start + count..start + count + missing.len() as u64;
+            if missing.last().is_some_and(|last| *last as usize >= state.table.len()) {
+                self.grow_table(state, homes.end).await?;
+                continue;
+            }
+            return self.take_with_blocks(state, start, count, missing);
+        }
+    }
+
+    /// Where `count` adjacent clusters are free, and behind them as many as blocks are missing to
+    /// count all of these: the start, and the indexes of those blocks.
+    async fn find_adjacent(
+        &self,
+        state: &mut MutexGuard<'_, State>,
+        count: u64,
+    ) -> Result<(u64, Vec<u64>)> {
+        let mut start = state.never_used;
+        'start: loop {
+            let mut missing = Vec::new();
+            let mut cluster = start;
+            let mut covered = None;
+            while cluster < start + count + missing.len() as u64 {
+                let (index, _) = self.geometry.refcount_position(HostCluster::new(cluster));
+                if covered != Some(index) && !self.has_block(state, index)? {
+                    missing.push(index);
+                }
+                covered = Some(index);
+                if missing.last() != Some(&index) && self.refcount_in(state, cluster).await? > 0 {
+                    start = cluster + 1;
+                    continue 'start;
+                }
+                cluster += 1;
+            }
+            return Ok((start, missing));
+        }
+    }
+
+    fn take_with_blocks(
+        &self,
+        state: &mut MutexGuard<'_, State>,
+        start: u64,
+        count: u64,
+        missing: Vec<u64>,
+    ) -> Result<Run> {
+        let homes = start + count..start + count + missing.len() as u64;
+        for (index, home) in missing.into_iter().zip(homes.clone()) {
+            self.create_block(state, index, home)?;
+        }
+        let run = self.take(state, start, count)?;
+        for home in homes.clone() {
+            self.set(state, home, 1)?;
+        }
+        state.never_used = state.never_used.max(homes.end);
+        Ok(run)
+    }
+
+    /// Whether there is a refcount block at an index.
+    fn has_block(&self, state: &MutexGuard<'_, State>, index: u64) -> Result<bool> {
+        if state.blocks.contains_key(&index) {
+            return Ok(true);
+        }
+        let Some(entry) = state.table.get(index as usize) else { return Ok(false) };
+        Ok(entry.offset(&self.geometry).map_err(|e| self.layer.format_error(e))?.is_some())
+    }
+
+    /// Replaces the refcount table by a longer one, for host clusters up to `end` and for its own.
+    async fn grow_table(&self, state: &mut MutexGuard<'_, State>, end: u64) -> Result<()> {
+        let entries = self.geometry.cluster_size() / 8;
+        let counted = self.geometry.refcount_block_entries();
+        let old_length = state.table.len();
+        let end = end.max(state.never_used);
+        let mut length = (old_length as u64 * 3 / 2).next_multiple_of(entries);
+        loop {
+            let clusters = length / entries;
+            // The table itself and the blocks that count it come behind.
+            let reach = end + clusters + clusters.div_ceil(counted) + 2;
+            let needed = reach.div_ceil(counted);
+            if needed <= length {
+                break;
+            }
+            length = needed.next_multiple_of(entries);
+        }
+        let limit = MAX_REFCOUNT_TABLE_BYTES / 8;
+        if length > limit && end.div_ceil(counted) < limit {
+            length = limit;
+        }
+        if length > limit {
+            return Err(self.corrupt(format!(
+                "the file would need refcounts for {end} host clusters, more than a refcount table \
+                 can hold"
+            )));
+        }
+        state.table.resize(length as usize, RefcountTableEntry::unallocated());
+        let clusters = length / entries;
+        let found = self.find_adjacent(state, clusters).await;
+        let fits = |missing: &[u64]| missing.last().is_none_or(|last| *last < length);
+        let (start, missing) = match found {
+            Ok((start, missing)) if fits(&missing) => (start, missing),
+            other => {
+                state.table.truncate(old_length);
+                other?;
+                return Err(self.corrupt("its refcount table cannot grow any more".into()));
+            }
+        };
+        let run = self.take_with_blocks(state, start, clusters, missing)?;
+        self.mark_metadata(run.start.get()..run.start.get() + run.count);
+        let old = self.geometry.host_cluster_of(state.table_offset).get();
+        state.replaced_tables.push(old..old + old_length as u64 / entries);
+        state.table_offset = self.start_of(run)?;
         Ok(())
     }
 
@@ -67,29 +174,21 @@ impl<S: Storage> Allocator<S> {
         })
     }
 
-    /// Makes `cluster`, which has no refcount block, the home of the block that counts it.
-    fn create_block(
-        &self,
-        state: &mut MutexGuard<'_, State>,
-        index: u64,
-        cluster: u64,
-    ) -> Result<()> {
-        let order = self.geometry.refcount_order();
-        let size = self.geometry.cluster_size() as usize;
-        let (_, within) = self.geometry.refcount_position(HostCluster::new(cluster));
-        let run = Run { start: HostCluster::new(cluster), count: 1, zeroed: false };
+    /// Makes the block at `index` of the table, in the free cluster `home`, whose refcount the
+    /// caller raises.
+    fn create_block(&self, state: &mut MutexGuard<'_, State>, index: u64, home: u64) -> Result<()> {
+        let run = Run { start: HostCluster::new(home), count: 1, zeroed: false };
         let offset = self.start_of(run)?;
-        let mut block = Block::fresh(offset, size, order);
-        block.set(within, 1).map_err(|e| self.layer.format_error(e))?;
+        let size = self.geometry.cluster_size() as usize;
         let entry = RefcountTableEntry::new(offset, &self.geometry)
             .map_err(|e| self.layer.format_error(e))?;
         if let Some(slot) = state.table.get_mut(index as usize) {
             *slot = entry;
         }
+        let block = Block::fresh(offset, size, self.geometry.refcount_order());
         state.blocks.insert(index, block);
         state.unlisted.push(index);
-        state.never_used = state.never_used.max(cluster + 1);
-        self.mark_metadata(cluster..cluster + 1);
+        self.mark_metadata(home..home + 1);
         Ok(())
     }
 
@@ -103,12 +202,8 @@ impl<S: Storage> Allocator<S> {
         }
         let storage = self.layer.storage();
         let indexes = std::mem::take(&mut state.unlisted);
-        let mut parts = Vec::new();
-        for index in &indexes {
-            if let Some(block) = state.blocks.get_mut(index) {
-                parts.extend(block.take_dirty());
-            }
-        }
+        // All of them: a new block's own cluster may be counted in another.
+        let mut parts: Vec<_> = state.blocks.values_mut().flat_map(Block::take_dirty).collect();
         let replaced = std::mem::take(&mut state.replaced_tables);
         if !replaced.is_empty() {
             let mut bytes = IoBuf::zeroed(state.table.len() * 8);
@@ -117,10 +212,6 @@ impl<S: Storage> Allocator<S> {
                 let _ = entry.write(&mut bytes, index);
             }
             parts.push((state.table_offset.get(), bytes));
-            // The table's own clusters and others may be counted in blocks that existed before.
-            for block in state.blocks.values_mut() {
-                parts.extend(block.take_dirty());
-            }
         }
         self.write_all(parts).await?;
         storage.flush().await?;

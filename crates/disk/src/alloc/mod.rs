@@ -295,20 +295,6 @@ impl<S: Storage> Allocator<S> {
         Ok(Run { start: HostCluster::new(start), count, zeroed })
     }
 
-    async fn take_adjacent(&self, state: &mut MutexGuard<'_, State>, count: u64) -> Result<Run> {
-        let mut start = state.never_used;
-        let mut end = start;
-        while end < start + count {
-            if self.is_free(state, end).await? {
-                end += 1;
-            } else {
-                end += 1;
-                start = end;
-            }
-        }
-        self.take(state, start, count)
-    }
-
     async fn refcount_in(&self, state: &mut MutexGuard<'_, State>, cluster: u64) -> Result<u64> {
         let (index, within) = self.geometry.refcount_position(HostCluster::new(cluster));
         if let Some(block) = state.blocks.get(&index) {
