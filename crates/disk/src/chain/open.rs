@@ -211,7 +211,17 @@ pub(crate) async fn open_layer<H: Host>(
             });
         };
         let path = referenced_file(host, name, "data file", file, &options.trust)?;
-        Some(Arc::new(host.open(&path, options.mode(writable)).await?))
+        let data = host.open(&path, options.mode(writable)).await?;
+        if data.id() == storage.id() {
+            return Err(DiskError::Refused {
+                image: name.to_owned(),
+                reason:
+                    "it is named as its own external data file: guest data would overwrite its \
+                         tables"
+                        .into(),
+            });
+        }
+        Some(Arc::new(data))
     } else {
         None
     };

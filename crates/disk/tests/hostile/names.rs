@@ -4,7 +4,7 @@ use crate::images::plain;
 use crate::survive::guarded;
 use isobath_disk::{BlockDevice, Disk, ImageFormat, NewDisk, OpenOptions, Result, Trust, create};
 use isobath_storage::file::FileHost;
-use isobath_storage::{IoBuf, block_on};
+use isobath_storage::{IoBuf, Locking, block_on};
 use std::ffi::CString;
 use std::fs;
 use std::os::unix::ffi::OsStrExt;
@@ -158,6 +158,28 @@ fn chains_that_loop_end_in_an_error() {
         block_on(Disk::open(FileHost, &image, &options)).err().map(|error| error.to_string())
     });
     assert!(error.unwrap().contains("hard.qcow2"));
+}
+
+#[test]
+fn an_image_is_not_its_own_data_file() {
+    let directory = tempfile::tempdir().unwrap();
+    let image = directory.path().join("image.qcow2");
+    let other = directory.path().join("other");
+    let data_file = Some(other.to_str().unwrap().to_owned());
+    let new = NewDisk { size: Some(1 << 20), data_file, ..plain() };
+    block_on(create(&FileHost, &image, &new)).unwrap();
+    fs::remove_file(&other).unwrap();
+    fs::hard_link(&image, &other).unwrap();
+    for (writable, locking) in
+        [(false, Locking::Exclusive), (false, Locking::Unlocked), (true, Locking::Unlocked)]
+    {
+        let options = OpenOptions { writable, locking, ..OpenOptions::default() };
+        let error = block_on(Disk::open(FileHost, &image, &options)).err().unwrap().to_string();
+        assert!(error.contains("image.qcow2") && error.contains("data file"), "{error}");
+    }
+    // The first lock stands in the way of the second.
+    let options = OpenOptions { writable: true, ..OpenOptions::default() };
+    assert!(block_on(Disk::open(FileHost, &image, &options)).is_err());
 }
 
 #[test]

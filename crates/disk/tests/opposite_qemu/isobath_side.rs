@@ -71,7 +71,7 @@ pub(crate) async fn session(
             let second = second.as_ref().filter(|_| number % 2 == 1);
             async move {
                 match second {
-                    Some(worker) => done(worker.handle().spawn_with(|| request()).await, op),
+                    Some(worker) => done(worker.handle().spawn_with(request).await, op),
                     None => request().await,
                 }
             }
