@@ -14,7 +14,7 @@ mod size;
 mod workers;
 
 use clap::Parser;
-use std::io::{self, Write};
+use std::io::{self, IsTerminal, Write};
 use std::process::ExitCode;
 use tracing_subscriber::EnvFilter;
 
@@ -44,6 +44,7 @@ fn main() -> ExitCode {
             EnvFilter::try_from_env("ISOBATH_LOG").unwrap_or_else(|_| EnvFilter::new("warn")),
         )
         .with_writer(io::stderr)
+        .with_ansi(io::stderr().is_terminal())
         .init();
     let mut out = io::stdout().lock();
     let result = cli.command.run(&mut out);
