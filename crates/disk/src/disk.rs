@@ -49,7 +49,8 @@ impl<H: Host> Disk<H> {
         let budget = options.map_cache.unwrap_or(wanted);
         let writer = match (options.writable, chain.active().as_qcow2()) {
             (true, Some(qcow2)) => {
-                let alone = chain.len() == 1;
+                // Also without its backing file open: others will read it with that.
+                let alone = qcow2.header.read().backing_file.is_none();
                 Some(Writer::open(chain.active(), qcow2, options.metadata, alone).await?)
             }
             (true, None) => Some(Writer::raw(chain.active())),
