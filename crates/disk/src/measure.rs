@@ -3,13 +3,10 @@
 use crate::create::plan;
 use crate::device::BlockDevice;
 use crate::disk::Disk;
-use crate::{DiskError, ImageFormat, NewDisk, Preallocation, Result};
+use crate::{DiskError, ImageFormat, MapEntry, NewDisk, Preallocation, Result};
 use isobath_qcow2::geometry::MAX_REFCOUNT_TABLE_BYTES;
 use isobath_storage::Host;
 use std::path::Path;
-
-/// Guest bytes whose status is asked for in one go.
-const WINDOW: u64 = 1 << 30;
 
 /// The size of an image file, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -73,20 +70,17 @@ pub async fn measure<H: Host>(new: &NewDisk, source: Option<&Disk<H>>) -> Result
     })
 }
 
-/// Clusters of `cluster` bytes that hold data.
+/// Clusters of `cluster` bytes that hold data, and not only space for some.
 async fn data_clusters<H: Host>(source: &Disk<H>, cluster: u64) -> Result<u64> {
-    let (mut at, mut count, mut counted) = (0, 0, 0);
-    while at < source.size() {
-        for run in source.block_status(at, WINDOW.min(source.size() - at), usize::MAX).await? {
-            let end = at + run.length;
-            if run.allocated && !run.zero {
-                let first = counted.max(at / cluster);
-                let last = end.div_ceil(cluster);
-                count += last.saturating_sub(first);
-                counted = last.max(counted);
-            }
-            at = end;
+    let (mut count, mut counted) = (0, 0);
+    let mut add = |entry: &MapEntry| {
+        if entry.present && !entry.zero {
+            let first = counted.max(entry.start / cluster);
+            let last = (entry.start + entry.length).div_ceil(cluster);
+            count += last.saturating_sub(first);
+            counted = last.max(counted);
         }
-    }
+    };
+    source.chain_map(0..source.size(), &mut add).await?;
     Ok(count)
 }
