@@ -12,7 +12,7 @@ use std::path::Path;
 fn even_when_the_overlay_was_open_without_its_base() {
     block_on(async {
         let host = MemoryHost::new();
-        host.insert("base", &[7; 1 << 20]);
+        host.insert("base", &vec![7; 1 << 20]);
         let name = Path::new("overlay");
         let new = NewDisk {
             backing_file: Some("base".into()),
@@ -22,7 +22,7 @@ fn even_when_the_overlay_was_open_without_its_base() {
         create(&host, name, &new).await.unwrap();
         let alone = OpenOptions { writable: true, backing: false, ..OpenOptions::default() };
         let disk = Disk::open(host.clone(), name, &alone).await.unwrap();
-        disk.write(0, IoBuf::copy_of(&[1; 1 << 17])).await.unwrap();
+        disk.write(0, IoBuf::copy_of(&vec![1; 1 << 17])).await.unwrap();
         disk.discard(0, 1 << 17).await.unwrap();
         disk.close().await.unwrap();
         drop(disk);
