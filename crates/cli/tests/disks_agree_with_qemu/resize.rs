@@ -25,6 +25,7 @@ fn random_chains_grow_alike() {
             let mode = if chain.format == "raw" { "off" } else { mode };
             let preallocation = format!("--preallocation={mode}");
             println!("{by} {mode}");
+            let before = qemu::read_disk(&copy, chain.format);
             let arguments = |name| args!["resize", "-f", chain.format, &preallocation, name, &by];
             let ours = isobath(chain.path(), arguments(chain.name())).ok();
             assert_eq!(ours.text(), "Image resized.\n");
@@ -40,6 +41,11 @@ fn random_chains_grow_alike() {
             };
             if chain.format == "qcow2" {
                 qemu::assert_clean(&chain.top);
+            }
+            assert!(qemu::read_disk(&chain.top, chain.format).starts_with(&before));
+            if !qemu::read_disk(&copy, chain.format).starts_with(&before) {
+                // QEMU 7.2 preallocates over a last cluster that is compressed, and loses it.
+                break;
             }
             assert_same_content(&chain.top, chain.format, &copy, chain.format);
             // The same into both, for what comes next. What a discard or a
