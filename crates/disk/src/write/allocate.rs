@@ -1,7 +1,7 @@
 //! Writes that need new clusters, and the copy-on-write that comes with them.
 
 use super::plan::Plan;
-use super::{Qcow2Writer, Writer};
+use super::{Qcow2Writer, Writer, finish_writes};
 use crate::disk::Disk;
 use crate::map::resolve::ActiveEntries;
 use crate::map::{Source, Unit};
@@ -199,7 +199,7 @@ impl<H: Host> Disk<H> {
             }
         }
         let writes = writes.into_iter().map(|(host, _, bufs)| data.write_vectored_at(host, bufs));
-        let written = try_join_all(writes).await?;
+        let written = finish_writes(writes).await?;
         let mut whole = IoBuf::empty();
         for (bytes, own) in written.into_iter().flatten().zip(own) {
             if own {

@@ -15,7 +15,7 @@ use crate::map::{Extent, Source};
 use crate::range_lock::RangeLocks;
 use crate::read::Readers;
 use crate::{DiskError, Result};
-use futures_util::future::try_join_all;
+use futures_util::future::join_all;
 use isobath_storage::{Host, IoBuf, Storage};
 use std::future::Future;
 use std::ops::Range;
@@ -137,6 +137,14 @@ fn in_place(extent: &Extent) -> Option<u64> {
     }
 }
 
+/// Waits for every write to end, also after one has failed: a write given up could still land when
+/// its range or its cluster is somebody else's.
+async fn finish_writes<T, F: Future<Output = isobath_storage::Result<T>>>(
+    writes: impl IntoIterator<Item = F>,
+) -> Result<Vec<T>> {
+    Ok(join_all(writes).await.into_iter().collect::<isobath_storage::Result<_>>()?)
+}
+
 impl<H: Host> Disk<H> {
     pub(crate) async fn write_range(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
         let writer = self.writer()?;
@@ -186,7 +194,7 @@ impl<H: Host> Disk<H> {
             .map(|(host, length)| data.write_at(host, buf.split_to(length as usize)))
             .collect();
         let mut whole = IoBuf::empty();
-        for part in try_join_all(writes).await? {
+        for part in finish_writes(writes).await? {
             whole.unsplit(part);
         }
         Ok(whole)
