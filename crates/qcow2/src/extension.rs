@@ -3,6 +3,7 @@
 use crate::bytes;
 use crate::error::{FormatError, printable};
 use crate::features::FeatureNameTable;
+use crate::index::IndexExtension;
 use crate::offset::HostOffset;
 
 const END: u32 = 0;
@@ -36,6 +37,8 @@ pub enum Extension {
         /// Its length in bytes.
         length: u64,
     },
+    /// Where the direct-access index is.
+    Index(IndexExtension),
     /// One that this implementation does not know; kept as it is.
     Unknown {
         /// The extension's type.
@@ -140,7 +143,11 @@ impl Extension {
                     "must be 16 bytes",
                 )),
             },
-            _ => Ok(Self::Unknown { magic, data: data.to_vec() }),
+            // One of another version is kept, and the image used without it.
+            _ => Ok(match IndexExtension::parse(data).filter(|_| magic == IndexExtension::MAGIC) {
+                Some(index) => Self::Index(index),
+                None => Self::Unknown { magic, data: data.to_vec() },
+            }),
         }
     }
 
@@ -152,6 +159,7 @@ impl Extension {
             Self::Bitmaps(_) => BITMAPS,
             Self::DataFile(_) => DATA_FILE,
             Self::EncryptionHeader { .. } => ENCRYPTION,
+            Self::Index(_) => IndexExtension::MAGIC,
             Self::Unknown { magic, .. } => *magic,
         }
     }
@@ -165,6 +173,7 @@ impl Extension {
             Self::EncryptionHeader { offset, length } => {
                 [offset.get().to_be_bytes(), length.to_be_bytes()].concat()
             }
+            Self::Index(index) => index.encode(),
             Self::Unknown { data, .. } => data.clone(),
         };
         out.extend(self.magic().to_be_bytes());

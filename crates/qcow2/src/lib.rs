@@ -10,6 +10,7 @@
 //! - [`RefcountTableEntry`], [`RefcountOrder`]: which host clusters are in use.
 //! - [`compress`]: compressed clusters; [`Snapshot`]: internal snapshots; [`Bitmap`]: persistent
 //!   bitmaps.
+//! - [`index`]: the direct-access index, an extension of the format.
 //! - [`NewImage`]: what to write for a new image.
 
 // A `Geometry` goes by reference everywhere, as in the public functions.
@@ -23,6 +24,7 @@ pub mod extension;
 pub mod features;
 pub mod geometry;
 pub mod header;
+pub mod index;
 pub mod l1;
 pub mod l2;
 pub mod offset;

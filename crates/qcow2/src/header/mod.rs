@@ -10,6 +10,7 @@ use crate::error::FormatError;
 use crate::extension::{BitmapsExtension, Extension};
 use crate::features::{AutoclearFeatures, CompatibleFeatures, IncompatibleFeatures};
 use crate::geometry::{Geometry, MAX_CLUSTER_BITS};
+use crate::index::IndexExtension;
 use crate::offset::HostOffset;
 
 /// "QFI\xfb"
@@ -158,6 +159,14 @@ impl Header {
     pub fn bitmaps(&self) -> Option<&BitmapsExtension> {
         self.extensions.iter().find_map(|extension| match extension {
             Extension::Bitmaps(bitmaps) => Some(bitmaps),
+            _ => None,
+        })
+    }
+
+    /// Where the image's direct-access index is, if it has one of a known version.
+    pub fn index(&self) -> Option<&IndexExtension> {
+        self.extensions.iter().find_map(|extension| match extension {
+            Extension::Index(index) => Some(index),
             _ => None,
         })
     }
