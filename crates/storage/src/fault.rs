@@ -4,7 +4,7 @@
 //! opened through it consults: the same plan and the same operations give the same faults.
 
 use crate::error::{Operation, StorageError};
-use crate::{Allocation, FileId, Host, IoBuf, OpenMode, Result, Storage, ZeroMode};
+use crate::{Allocation, FileId, Host, IoBuf, OpenMode, Result, Stamp, Storage, ZeroMode};
 use parking_lot::Mutex;
 use std::future::poll_fn;
 use std::io;
@@ -277,6 +277,16 @@ impl<S: Storage> Storage for FaultFile<S> {
     async fn allocation(&self, offset: u64) -> Result<Allocation> {
         self.apply(Operation::Query).await?;
         self.inner.allocation(offset).await
+    }
+
+    async fn stamp(&self) -> Result<Option<Stamp>> {
+        self.apply(Operation::Query).await?;
+        self.inner.stamp().await
+    }
+
+    async fn settled_stamp(&self) -> Result<Option<Stamp>> {
+        self.apply(Operation::Query).await?;
+        self.inner.settled_stamp().await
     }
 
     fn is_read_only(&self) -> bool {

@@ -55,6 +55,24 @@ pub struct FileId {
     pub inode: u64,
 }
 
+/// What changes whenever a file's content does, and is cheap to ask for.
+///
+/// It follows writes, changes of length and anything else that the file system gives a time for. What
+/// it misses: stores to a page that a program has mapped and already written to, a clock set back, and
+/// a crash of the machine, after which data may be newer than the times kept with it (`fdatasync`
+/// makes data durable without them).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Stamp {
+    /// Bytes in the file.
+    pub length: u64,
+    /// When the content was last modified (mtime), in nanoseconds since the epoch.
+    pub modified: i64,
+    /// When content or attributes last changed (ctime), in nanoseconds since the epoch.
+    pub changed: i64,
+    /// The file on its device.
+    pub inode: u64,
+}
+
 /// One open file or block device.
 ///
 /// Operations may be issued concurrently; overlapping writes in flight together have no order, and
@@ -119,6 +137,24 @@ pub trait Storage: Send + Sync + 'static {
                 offset += run.length;
             }
         }
+    }
+
+    /// The file's stamp, or `None` where nothing of the kind can be trusted: block devices, and file
+    /// systems that others may change through another machine or a program.
+    ///
+    /// The clock behind it is coarse: a change soon after this call can leave the stamp as it is. A
+    /// stamp to be compared with later ones comes from [`settled_stamp`](Self::settled_stamp).
+    fn stamp(&self) -> impl Future<Output = Result<Option<Stamp>>> {
+        async { Ok(None) }
+    }
+
+    /// A stamp from which any later one differs if a write or another change of the content has begun
+    /// in between; `None` also where the last change is too recent to tell, or lies in the future.
+    ///
+    /// Waits up to about 50 ms for the clock to move on. Writes already in flight are the caller's to
+    /// keep out: the kernel sets a file's times when a write begins.
+    fn settled_stamp(&self) -> impl Future<Output = Result<Option<Stamp>>> {
+        async { Ok(None) }
     }
 
     /// Whether writes are refused.

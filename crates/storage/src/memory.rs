@@ -1,11 +1,12 @@
 //! Files in memory, for tests and simulation.
 //!
 //! Every operation completes at its first poll, so a run depends on nothing but its inputs. Files are
-//! sparse in pages of 64 KiB: a disk of many TiB costs what was written to it.
+//! sparse in pages of 64 KiB: a disk of many TiB costs what was written to it. There is no clock: a
+//! stamp holds the number of changes and a digest of them in place of times.
 
 use crate::error::{Operation, StorageError};
 use crate::lock;
-use crate::{Allocation, FileId, Host, IoBuf, Locking, OpenMode, Result, Storage, ZeroMode};
+use crate::{Allocation, FileId, Host, IoBuf, Locking, OpenMode, Result, Stamp, Storage, ZeroMode};
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::io;
@@ -23,6 +24,10 @@ type Page = Box<[u8]>;
 #[derive(Clone, Default)]
 struct Contents {
     length: u64,
+    /// How many changes there were.
+    changes: u64,
+    /// A digest of all changes, so that copies that went different ways differ.
+    history: u64,
     pages: BTreeMap<u64, Page>,
 }
 
@@ -36,7 +41,22 @@ impl Contents {
         }
     }
 
+    /// Notes a change for the stamp.
+    fn changed(&mut self, offset: u64, length: u64, bytes: &[u8]) {
+        let mix = |digest: u64, word: u64| {
+            (digest.rotate_left(5) ^ word).wrapping_mul(0x9E37_79B9_7F4A_7C15)
+        };
+        self.changes += 1;
+        let digest = mix(mix(self.history, offset), length);
+        self.history = bytes.chunks(8).fold(digest, |digest, chunk| {
+            let mut word = [0; 8];
+            word[..chunk.len()].copy_from_slice(chunk);
+            mix(digest, u64::from_le_bytes(word))
+        });
+    }
+
     fn write(&mut self, offset: u64, buf: &[u8]) {
+        self.changed(offset, buf.len() as u64, buf);
         let mut done = 0;
         while done < buf.len() {
             let at = offset + done as u64;
@@ -55,6 +75,7 @@ impl Contents {
         if start >= end {
             return;
         }
+        self.changed(start, end - start, &[]);
         let touched: Vec<u64> =
             self.pages.range(start / PAGE..=(end - 1) / PAGE).map(|(page, _)| *page).collect();
         for page in touched {
@@ -70,6 +91,7 @@ impl Contents {
 
     fn set_length(&mut self, length: u64) {
         self.zero(length, self.length);
+        self.changed(length, 0, &[]);
         self.length = length;
     }
 
@@ -175,7 +197,8 @@ impl MemoryHost {
         self.directory.lock().files.keys().cloned().collect()
     }
 
-    /// A host with copies of all files as they are now, none of them open.
+    /// A host with copies of all files as they are now, none of them open. They keep their identity
+    /// and stamp.
     #[must_use = "the copy is returned"]
     pub fn deep_copy(&self) -> Self {
         let directory = self.directory.lock();
@@ -183,9 +206,11 @@ impl MemoryHost {
         {
             let mut target = copy.directory.lock();
             for (name, node) in &directory.files {
-                let contents = node.contents.lock().clone();
-                target.add(name, contents);
+                let contents = Mutex::new(node.contents.lock().clone());
+                let node = Node { id: node.id, contents, users: Mutex::default() };
+                target.files.insert(name.clone(), Arc::new(node));
             }
+            target.next_id = directory.next_id;
         }
         copy
     }
@@ -228,7 +253,7 @@ impl Host for MemoryHost {
             }
         };
         let file = Self::attach(node, name, OpenMode { writable: true, ..mode })?;
-        *file.node.contents.lock() = Contents::default();
+        file.node.contents.lock().set_length(0);
         Ok(file)
     }
 
@@ -348,6 +373,20 @@ impl Storage for MemoryFile {
 
     async fn allocation(&self, offset: u64) -> Result<Allocation> {
         Ok(self.node.contents.lock().allocation(offset))
+    }
+
+    async fn stamp(&self) -> Result<Option<Stamp>> {
+        let contents = self.node.contents.lock();
+        Ok(Some(Stamp {
+            length: contents.length,
+            modified: contents.history as i64,
+            changed: contents.changes as i64,
+            inode: self.node.id,
+        }))
+    }
+
+    async fn settled_stamp(&self) -> Result<Option<Stamp>> {
+        self.stamp().await
     }
 
     fn is_read_only(&self) -> bool {

@@ -5,7 +5,7 @@
 //! [`Record::replay`] makes the files that it leaves.
 
 use crate::memory::MemoryHost;
-use crate::{Allocation, FileId, Host, IoBuf, OpenMode, Result, Storage, ZeroMode};
+use crate::{Allocation, FileId, Host, IoBuf, OpenMode, Result, Stamp, Storage, ZeroMode};
 use parking_lot::Mutex;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -259,6 +259,14 @@ impl<S: Storage> Storage for RecorderFile<S> {
 
     async fn allocation(&self, offset: u64) -> Result<Allocation> {
         self.inner.allocation(offset).await
+    }
+
+    async fn stamp(&self) -> Result<Option<Stamp>> {
+        self.inner.stamp().await
+    }
+
+    async fn settled_stamp(&self) -> Result<Option<Stamp>> {
+        self.inner.settled_stamp().await
     }
 
     fn is_read_only(&self) -> bool {

@@ -14,6 +14,7 @@ mod direct;
 mod flush;
 mod open;
 mod ranges;
+mod stamp;
 mod sys;
 mod transfer;
 mod zero;
@@ -22,13 +23,13 @@ pub use open::FileHost;
 
 use crate::error::{Operation, StorageError};
 use crate::ring::unblock;
-use crate::{Allocation, FileId, IoBuf, Result, Storage, ZeroMode};
+use crate::{Allocation, FileId, IoBuf, Result, Stamp, Storage, ZeroMode};
 use direct::Direct;
 use flush::Durability;
 use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use transfer::Target;
 use zero::Abilities;
 
@@ -51,6 +52,8 @@ pub struct FileStorage {
     direct: Option<Direct>,
     durability: Arc<Durability>,
     abilities: Abilities,
+    /// Whether the file system's times can be trusted, once asked.
+    timed: OnceLock<bool>,
 }
 
 impl fmt::Debug for FileStorage {
@@ -245,6 +248,15 @@ impl Storage for FileStorage {
         let stat = stat.map_err(|error| self.error(Operation::Query, error))?;
         // Counted in 512 bytes, whatever the file system's blocks.
         Ok(stat.st_blocks as u64 * 512)
+    }
+
+    async fn stamp(&self) -> Result<Option<Stamp>> {
+        self.present_stamp().map_err(|error| self.error(Operation::Query, error))
+    }
+
+    async fn settled_stamp(&self) -> Result<Option<Stamp>> {
+        let stamp = self.wait_for_stamp().await;
+        stamp.map_err(|error| self.error(Operation::Query, error))
     }
 
     fn is_read_only(&self) -> bool {

@@ -13,7 +13,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 /// Opens files and block devices by path. Relative paths start at the working directory.
 #[derive(Clone, Copy, Debug, Default)]
@@ -143,6 +143,7 @@ fn attach(
         direct,
         durability: Arc::new(durability),
         abilities: Abilities::default(),
+        timed: OnceLock::new(),
     })
 }
 

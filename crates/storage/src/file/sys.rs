@@ -70,6 +70,29 @@ pub(super) fn stat(file: &OwnedFd) -> io::Result<libc::stat> {
     }
 }
 
+/// The number of the kind of file system that holds the file.
+pub(super) fn file_system(file: &OwnedFd) -> io::Result<u64> {
+    let mut found = MaybeUninit::<libc::statfs>::uninit();
+    // SAFETY: there is room for the answer, which is complete on success.
+    unsafe {
+        done(libc::fstatfs(file.as_raw_fd(), found.as_mut_ptr()))?;
+        Ok(found.assume_init().f_type as u64)
+    }
+}
+
+/// A clock's time in nanoseconds since the epoch; `None` past the year 2262.
+pub(super) fn clock(clock: libc::clockid_t) -> Option<i64> {
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: there is room for the answer.
+    done(unsafe { libc::clock_gettime(clock, &raw mut time) }).ok()?;
+    nanoseconds(time.tv_sec, time.tv_nsec)
+}
+
+/// A time of the kernel's in nanoseconds since the epoch; `None` if they do not fit.
+pub(super) fn nanoseconds(seconds: i64, nanoseconds: i64) -> Option<i64> {
+    seconds.checked_mul(1_000_000_000)?.checked_add(nanoseconds)
+}
+
 /// `lseek` with `SEEK_DATA` or `SEEK_HOLE`; `None` past the last data or the end of the file.
 pub(super) fn seek(file: &OwnedFd, offset: u64, whence: libc::c_int) -> io::Result<Option<u64>> {
     let Ok(offset) = i64::try_from(offset) else { return Ok(None) };
