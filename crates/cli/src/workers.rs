@@ -48,7 +48,8 @@ where
     Ok(results)
 }
 
-fn panicked(error: JoinError) -> Failure {
+/// Goes on with the panic of a task, or tells that it was cut short.
+pub(crate) fn panicked(error: JoinError) -> Failure {
     if error.is_panic() {
         error.resume();
     }

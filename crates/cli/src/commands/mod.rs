@@ -1,5 +1,6 @@
 //! The commands, a file each.
 
+mod chain;
 mod check;
 mod compare;
 mod completions;
@@ -49,4 +50,5 @@ commands! {
     Completions = completions;
     Io = io;
     Serve = serve;
+    Chain = chain;
 }

@@ -1,0 +1,154 @@
+//! `isobath chain generate`
+
+use crate::failure::{Failure, Outcome};
+use crate::workers::{self, Progress};
+use crate::{runtime, size};
+use clap::ValueEnum;
+use isobath_generate::{Chain, Data, Distribution, Fill, GenerateError, Ownership, trace};
+use isobath_storage::ring::{Config, Signals, Worker};
+use std::cell::Cell;
+use std::fs::File;
+use std::io::{BufReader, Write};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// Make a whole backing chain of qcow2 images
+///
+/// The layers are layer-00000.qcow2 (the base), layer-00001.qcow2 and so on; the last is the active
+/// one, whose path is printed. The same options give the same bytes.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// Layers of the chain, the base among them
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    layers: u32,
+    /// The disk's size
+    #[arg(long, default_value = "4G", value_parser = disk_size)]
+    size: u64,
+    /// The share of the disk that is allocated, such as 90% or 0.9 [default: 90%]
+    #[arg(long, value_name = "SHARE")]
+    fill: Option<Fill>,
+    /// Which layer owns a cluster: uniform (each as likely), zipf (a few own most), sequential (each
+    /// owns one part of the disk), or trace:FILE with a line 'LAYER OFFSET LENGTH' a write
+    #[arg(long, value_name = "HOW", default_value = "uniform", value_parser = owners)]
+    distribution: Owners,
+    /// Bytes of a cluster
+    #[arg(long, value_name = "SIZE", default_value = "64k", value_parser = cluster_bits)]
+    cluster_size: u32,
+    /// What the clusters hold; with pattern each sector says its layer and offset
+    #[arg(long, value_name = "WHAT", default_value = "random")]
+    data: Contents,
+    /// The seed of all that is random
+    #[arg(long, value_name = "N", default_value = "0")]
+    seed: u64,
+    /// Show progress
+    #[arg(short, long)]
+    progress: bool,
+    /// The directory to make the images in, new or empty
+    directory: PathBuf,
+}
+
+/// `--data`
+#[derive(Clone, Copy, ValueEnum)]
+enum Contents {
+    Random,
+    Zero,
+    Pattern,
+}
+
+/// `--distribution`
+#[derive(Clone)]
+enum Owners {
+    Drawn(Distribution),
+    Trace(PathBuf),
+}
+
+fn owners(text: &str) -> Result<Owners, String> {
+    match text.split_once(':').unwrap_or((text, "")) {
+        ("uniform", "") => Ok(Owners::Drawn(Distribution::Uniform)),
+        ("zipf", "") => Ok(Owners::Drawn(Distribution::Zipf)),
+        ("sequential", "") => Ok(Owners::Drawn(Distribution::Sequential)),
+        ("trace", file) if !file.is_empty() => Ok(Owners::Trace(file.into())),
+        _ => Err("there are uniform, zipf, sequential and trace:FILE".into()),
+    }
+}
+
+fn disk_size(text: &str) -> Result<u64, String> {
+    let size = size::parse(text)?;
+    let whole = size.checked_next_multiple_of(512).filter(|size| *size > 0);
+    whole.ok_or_else(|| "a disk needs at least one sector".into())
+}
+
+fn cluster_bits(text: &str) -> Result<u32, String> {
+    let size = size::parse(text)?;
+    if size.is_power_of_two() && (512..=2 << 20).contains(&size) {
+        return Ok(size.trailing_zeros());
+    }
+    Err("Cluster size must be a power of two between 512 and 2048k".into())
+}
+
+pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
+    let chain = Chain {
+        layers: args.layers,
+        size: args.size,
+        cluster_bits: args.cluster_size,
+        data: match args.data {
+            Contents::Random => Data::Random,
+            Contents::Zero => Data::Zero,
+            Contents::Pattern => Data::Pattern,
+        },
+        seed: args.seed,
+    };
+    let ownership = match (&args.distribution, args.fill) {
+        (Owners::Drawn(distribution), fill) => {
+            let fill = fill.map_or_else(|| Fill::new(0.9), Ok).map_err(Failure::new)?;
+            Ownership::draw(&chain, fill, *distribution).map_err(Failure::new)?
+        }
+        (Owners::Trace(_), Some(_)) => {
+            return Err(Failure::new("a trace says itself what is allocated: leave --fill out"));
+        }
+        (Owners::Trace(file), None) => read_trace(&chain, file)?,
+    };
+    let active = runtime::block_on(async || generate(args, chain, ownership).await)?;
+    writeln!(out, "{}", active.display())?;
+    Ok(0)
+}
+
+fn read_trace(chain: &Chain, path: &Path) -> Result<Ownership, Failure> {
+    let about = |error: &dyn std::fmt::Display| {
+        Failure::new(format_args!("the trace '{}': {error}", path.display()))
+    };
+    let file = File::open(path).map_err(|error| about(&error))?;
+    trace::read(chain, BufReader::new(file)).map_err(|error| about(&error))
+}
+
+/// Generates the chain on another thread, while this one shows progress and waits for signals.
+async fn generate(args: &Args, chain: Chain, ownership: Ownership) -> Result<PathBuf, Failure> {
+    let mut signals = Signals::new(&[libc::SIGINT, libc::SIGTERM])?;
+    let worker = Worker::start("generate", &Config::default())
+        .map_err(|error| Failure::new(format_args!("could not start a thread: {error}")))?;
+    let total = ownership.total();
+    let done = Arc::new(isobath_generate::Progress::default());
+    let shown = Progress::show(args.progress, {
+        let done = done.clone();
+        move || (done.clusters(), total)
+    });
+    let work = worker.handle().spawn_with({
+        let (directory, done) = (args.directory.clone(), done.clone());
+        move || async move { isobath_generate::generate(&chain, &ownership, &directory, &done) }
+    });
+    let interrupted = Cell::new(None);
+    let result = workers::until_signal(work, &mut signals, |signal| {
+        interrupted.set(Some(signal));
+        done.stop();
+    })
+    .await;
+    let result = result.map_err(workers::panicked)?;
+    shown.end(result.is_ok());
+    match (result, interrupted.get()) {
+        (Err(GenerateError::Stopped), Some(signal)) => {
+            let failure = Failure::new("interrupted; what was made was removed");
+            Err(failure.with_code(128 + signal as u8))
+        }
+        (result, _) => result.map_err(Failure::new),
+    }
+}

@@ -1,0 +1,25 @@
+//! `isobath chain`: tools for whole chains and for many of them.
+
+mod generate;
+
+use crate::failure::Outcome;
+use clap::Subcommand;
+use std::io::Write;
+
+/// Make chains for tests and measurements
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    Generate(generate::Args),
+}
+
+pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
+    match &args.command {
+        Command::Generate(args) => generate::run(args, out),
+    }
+}
