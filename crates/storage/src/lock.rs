@@ -73,21 +73,24 @@ impl Drop for Locks {
     }
 }
 
+fn used(writable: bool) -> &'static [Permission] {
+    if writable { &[READ, WRITE, RESIZE] } else { &[READ] }
+}
+
+const SHUT_OUT: [Permission; 2] = [WRITE, RESIZE];
+
 /// Takes the locks of an image.
 ///
 /// # Errors
-/// Another user's locks conflict, or the file system has no locks.
+/// Another user's locks conflict ([`io::ErrorKind::ResourceBusy`]), or the file system has no locks.
 pub(crate) fn take(
     file: &Arc<OwnedFd>,
     name: &Path,
     writable: bool,
 ) -> Result<Locks, StorageError> {
     let locks = Locks(file.clone());
-    let used: &[Permission] = if writable { &[READ, WRITE, RESIZE] } else { &[READ] };
-    let denied = [WRITE, RESIZE];
-    let failed = |source| StorageError::new(Operation::Lock, name, source);
-    let bytes = used.iter().map(|(n, _)| USED + n).chain(denied.iter().map(|(n, _)| DENIED + n));
-    for byte in bytes {
+    let bytes = used(writable).iter().map(|(n, _)| USED + n);
+    for byte in bytes.chain(SHUT_OUT.iter().map(|(n, _)| DENIED + n)) {
         match call(file, libc::F_OFD_SETLK, libc::F_RDLCK, byte, 1) {
             Ok(_) => {}
             Err(error) if matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EACCES)) => {
@@ -99,22 +102,40 @@ pub(crate) fn take(
                     "the file system refuses image locks: {error}; \
                      -U (--force-share) reads the image without them"
                 );
-                return Err(failed(io::Error::new(error.kind(), text)));
+                let source = io::Error::new(error.kind(), text);
+                return Err(StorageError::new(Operation::Lock, name, source));
             }
         }
     }
-    let taken = |byte| call(file, libc::F_OFD_GETLK, libc::F_WRLCK, byte, 1).map_err(failed);
-    for (number, permission) in used {
-        if taken(DENIED + number)? {
+    look(file, name, writable)?;
+    Ok(locks)
+}
+
+/// Looks whether another user's locks conflict with those that this open would take or has taken.
+///
+/// # Errors
+/// As [`take`].
+pub(crate) fn look(file: &OwnedFd, name: &Path, writable: bool) -> Result<(), StorageError> {
+    let taken = |first: i64, last: i64| {
+        let taken = call(file, libc::F_OFD_GETLK, libc::F_WRLCK, first, last - first + 1);
+        taken.map_err(|source| StorageError::new(Operation::Lock, name, source))
+    };
+    // All that matters at once: with readers alone nobody holds anything there.
+    let (first, last) = (USED + WRITE.0, DENIED + if writable { RESIZE.0 } else { READ.0 });
+    if !taken(first, last)? {
+        return Ok(());
+    }
+    for (number, permission) in used(writable) {
+        if taken(DENIED + number, DENIED + number)? {
             return Err(busy(name, Conflict { permission, shared: false }));
         }
     }
-    for (number, permission) in denied {
-        if taken(USED + number)? {
+    for (number, permission) in SHUT_OUT {
+        if taken(USED + number, USED + number)? {
             return Err(busy(name, Conflict { permission, shared: true }));
         }
     }
-    Ok(locks)
+    Ok(())
 }
 
 /// Sets or tests a lock on `length` bytes (0: to the end); tells whether another's lock is in the way of

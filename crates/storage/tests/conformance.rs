@@ -45,3 +45,11 @@ fn files_without_a_ring() {
     block_on(common::conformance(&FileHost, directory().path(), false));
     block_on(common::conformance(&FileHost, directory().path(), true));
 }
+
+#[test]
+fn files_that_share_descriptors() {
+    let host = FileHost::with_descriptors(2);
+    let executor = Executor::new(&Config::default()).unwrap();
+    executor.block_on(common::conformance(&host, directory().path(), false));
+    block_on(common::conformance(&host, directory().path(), true));
+}

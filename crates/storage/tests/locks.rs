@@ -3,10 +3,12 @@
 #![allow(clippy::unwrap_used)]
 
 use isobath_storage::file::{FileHost, FileStorage};
+use isobath_storage::ring::{Config, Executor, sleep, spawn};
 use isobath_storage::{Host, Locking, OpenMode, Result, block_on};
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
+use std::time::Duration;
 use tempfile::TempDir;
 
 const READ: OpenMode = OpenMode { writable: false, direct: false, locking: Locking::Exclusive };
@@ -160,4 +162,38 @@ fn an_image_that_another_process_holds_is_free_again_when_it_is_killed() {
     qemu.0.kill().unwrap();
     qemu.0.wait().unwrap();
     open(&top, WRITE).unwrap();
+}
+
+/// A killed program's locks outlive it by the time that its last operations take.
+#[test]
+fn an_image_that_is_let_go_of_soon_is_waited_for() {
+    const SOON: Duration = Duration::from_millis(50);
+    let (_directory, _, top) = chain();
+    let executor = Executor::new(&Config::default()).unwrap();
+    for (held, wanted) in [(WRITE, WRITE), (WRITE, READ), (READ, WRITE)] {
+        let file = open(&top, held).unwrap();
+        executor.block_on(async {
+            let holder = spawn(async move {
+                sleep(SOON).await;
+                drop(file);
+            });
+            FileHost.open(&top, wanted).await.unwrap();
+            holder.await.unwrap();
+        });
+        let file = open(&top, held).unwrap();
+        let holder = std::thread::spawn(move || {
+            std::thread::sleep(SOON);
+            drop(file);
+        });
+        open(&top, wanted).unwrap();
+        holder.join().unwrap();
+    }
+    let file = open(&top, WRITE).unwrap();
+    let qemu = qemu_opens(&[], &top).unwrap_err();
+    let error = executor.block_on(FileHost.open(&top, WRITE)).unwrap_err().to_string();
+    assert!(
+        qemu.contains("\"write\" lock") && error.contains("Failed to get \"write\" lock"),
+        "{error}"
+    );
+    drop(file);
 }

@@ -7,27 +7,40 @@
 //! A write future that is dropped before its end leaves its range undefined until the kernel is done
 //! with it, which nobody is told: callers that write to the range again keep the future.
 //!
+//! A chain can have more files than a process may open. Files opened for reading after half the limit
+//! (`RLIMIT_NOFILE` when the first file is opened, less a reserve) therefore share the rest of it: near
+//! the limit, those not used lately give their descriptor up and are opened again, by name, when they
+//! are next used. The image locks of such a file are gone with its descriptor, until then. A file that
+//! was meanwhile replaced, removed, made longer or shorter, or given another modification time fails
+//! its operation.
+//!
 //! After a failed flush the file is poisoned: each later flush and change fails with an error that
 //! says so, since a retried `fdatasync` can report success for data that is lost.
 
+mod descriptors;
 mod direct;
 mod flush;
 mod open;
 mod ranges;
+mod shared;
 mod stamp;
 mod sys;
 mod transfer;
 mod zero;
 
-pub use open::FileHost;
+pub use open::{FileHost, LimitedHost};
 
 use crate::error::{Operation, StorageError};
 use crate::ring::unblock;
 use crate::{Allocation, FileId, IoBuf, Result, Stamp, Storage, ZeroMode};
+use descriptors::Keep;
 use direct::Direct;
 use flush::Durability;
+use shared::Shared;
 use std::fmt;
 use std::io;
+use std::ops::Deref;
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 use transfer::Target;
@@ -42,11 +55,36 @@ enum Kind {
     },
 }
 
+/// Where an open file's descriptor is.
+enum Source {
+    Kept(Target),
+    Shared(Arc<Shared>),
+}
+
+/// A file's descriptor in use.
+enum Using<'a> {
+    Kept(&'a Target),
+    Shared(Arc<Target>),
+}
+
+impl Deref for Using<'_> {
+    type Target = Target;
+
+    fn deref(&self) -> &Target {
+        match self {
+            Self::Kept(target) => target,
+            Self::Shared(target) => target,
+        }
+    }
+}
+
 /// An open regular file or block device.
 pub struct FileStorage {
     name: PathBuf,
     id: FileId,
-    target: Target,
+    source: Source,
+    /// The right to keep the descriptor of a file that is only read.
+    _keep: Option<Keep>,
     kind: Kind,
     read_only: bool,
     direct: Option<Direct>,
@@ -67,6 +105,25 @@ impl fmt::Debug for FileStorage {
 }
 
 impl FileStorage {
+    /// The descriptor; of a file that gave it up, a new one.
+    async fn target(&self) -> Result<Using<'_>> {
+        match &self.source {
+            Source::Kept(target) => Ok(Using::Kept(target)),
+            Source::Shared(shared) => Ok(Using::Shared(match shared.ready() {
+                Some(target) => target,
+                None => Box::pin(shared.reopen()).await?,
+            })),
+        }
+    }
+
+    /// The descriptor of a file that may be changed.
+    fn kept(&self) -> io::Result<&Target> {
+        match &self.source {
+            Source::Kept(target) => Ok(target),
+            Source::Shared(_) => Err(io::Error::from_raw_os_error(libc::EBADF)),
+        }
+    }
+
     fn at(
         &self,
         operation: Operation,
@@ -95,17 +152,25 @@ impl FileStorage {
     }
 
     async fn write_buf(&self, offset: u64, buf: IoBuf) -> (io::Result<()>, IoBuf) {
+        let target = match self.kept() {
+            Ok(target) => target,
+            Err(error) => return (Err(error), buf),
+        };
         match &self.direct {
-            Some(direct) => direct.write(&self.target, offset, buf).await,
-            None => transfer::write(&self.target, offset, buf).await,
+            Some(direct) => direct.write(target, offset, buf).await,
+            None => transfer::write(target, offset, buf).await,
+        }
+    }
+
+    fn length_of(&self, file: &OwnedFd) -> io::Result<u64> {
+        match self.kind {
+            Kind::Regular => Ok(sys::stat(file)?.st_size as u64),
+            Kind::Device { .. } => sys::device_length(file),
         }
     }
 
     fn present_length(&self) -> io::Result<u64> {
-        match self.kind {
-            Kind::Regular => Ok(sys::stat(&self.target.file)?.st_size as u64),
-            Kind::Device { .. } => sys::device_length(&self.target.file),
-        }
+        self.length_of(&self.kept()?.file)
     }
 
     async fn change_length(&self, length: u64) -> io::Result<()> {
@@ -117,14 +182,14 @@ impl FileStorage {
                 Err(io::Error::from_raw_os_error(libc::ENOSPC))
             };
         }
+        let target = self.kept()?.clone();
         let guard = match &self.direct {
-            Some(direct) => Some(direct.hold_from(&self.target.lease, 0).await),
+            Some(direct) => Some(direct.hold_from(&target.lease, 0).await),
             None => None,
         };
         if length >= self.present_length()? {
-            return sys::ftruncate(&self.target.file, length);
+            return sys::ftruncate(&target.file, length);
         }
-        let target = self.target.clone();
         unblock(move || {
             let _guard = guard;
             sys::ftruncate(&target.file, length)
@@ -132,9 +197,8 @@ impl FileStorage {
         .await
     }
 
-    fn find_allocation(&self, offset: u64) -> io::Result<Allocation> {
-        let file = &self.target.file;
-        let end = self.present_length()?;
+    fn find_allocation(&self, file: &OwnedFd, offset: u64) -> io::Result<Allocation> {
+        let end = self.length_of(file)?;
         if offset >= end {
             return Ok(Allocation { length: 0, data: false });
         }
@@ -162,9 +226,10 @@ impl Storage for FileStorage {
     async fn read_at(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
         let length = buf.len();
         self.check(Operation::Read, offset, length as u64)?;
+        let target = self.target().await?;
         let (result, mut buf) = match &self.direct {
-            Some(direct) => direct.read(&self.target, offset, buf).await,
-            None => transfer::read(&self.target, offset, buf, 1).await,
+            Some(direct) => direct.read(&target, offset, buf).await,
+            None => transfer::read(&target, offset, buf, 1).await,
         };
         match result {
             Ok(count) => {
@@ -192,9 +257,11 @@ impl Storage for FileStorage {
         if length == 0 {
             return Ok(bufs);
         }
+        let target =
+            self.kept().map_err(|error| self.at(Operation::Write, offset, length, error))?;
         let (result, bufs) = match &self.direct {
-            Some(direct) => direct.write_vectored(&self.target, offset, bufs).await,
-            None => transfer::write_vectored(&self.target, offset, bufs).await,
+            Some(direct) => direct.write_vectored(target, offset, bufs).await,
+            None => transfer::write_vectored(target, offset, bufs).await,
         };
         result.map_err(|error| self.at(Operation::Write, offset, length, error))?;
         Ok(bufs)
@@ -222,15 +289,19 @@ impl Storage for FileStorage {
         if self.read_only {
             return Ok(());
         }
-        let result = self.durability.flush(&self.target.file).await;
+        let result = match self.kept() {
+            Ok(target) => self.durability.flush(&target.file).await,
+            Err(error) => Err(error),
+        };
         result.map_err(|error| self.error(Operation::Flush, error))
     }
 
     async fn len(&self) -> Result<u64> {
+        let target = self.target().await?;
         if let Some(direct) = &self.direct {
-            drop(direct.settled(&self.target.lease).await);
+            drop(direct.settled(&target.lease).await);
         }
-        self.present_length().map_err(|error| self.error(Operation::Query, error))
+        self.length_of(&target.file).map_err(|error| self.error(Operation::Query, error))
     }
 
     async fn set_len(&self, length: u64) -> Result<()> {
@@ -240,22 +311,26 @@ impl Storage for FileStorage {
     }
 
     async fn allocation(&self, offset: u64) -> Result<Allocation> {
-        self.find_allocation(offset).map_err(|error| self.at(Operation::Query, offset, 0, error))
+        let target = self.target().await?;
+        let found = self.find_allocation(&target.file, offset);
+        found.map_err(|error| self.at(Operation::Query, offset, 0, error))
     }
 
     async fn allocated(&self) -> Result<u64> {
-        let stat = sys::stat(&self.target.file);
+        let stat = sys::stat(&self.target().await?.file);
         let stat = stat.map_err(|error| self.error(Operation::Query, error))?;
         // Counted in 512 bytes, whatever the file system's blocks.
         Ok(stat.st_blocks as u64 * 512)
     }
 
     async fn stamp(&self) -> Result<Option<Stamp>> {
-        self.present_stamp().map_err(|error| self.error(Operation::Query, error))
+        let target = self.target().await?;
+        self.present_stamp(&target.file).map_err(|error| self.error(Operation::Query, error))
     }
 
     async fn settled_stamp(&self) -> Result<Option<Stamp>> {
-        let stamp = self.wait_for_stamp().await;
+        let target = self.target().await?;
+        let stamp = self.wait_for_stamp(&target.file).await;
         stamp.map_err(|error| self.error(Operation::Query, error))
     }
 

@@ -1,33 +1,59 @@
 //! Opening files.
 
+use super::descriptors::{Permit, Pool};
 use super::direct::Direct;
 use super::flush::Durability;
+use super::shared::Shared;
+use super::stamp::pause;
 use super::transfer::Target;
 use super::zero::Abilities;
-use super::{FileStorage, Kind, sys};
+use super::{FileStorage, Kind, Source, sys};
 use crate::error::{Operation, StorageError};
-use crate::ring::Lease;
-use crate::{FileId, Host, Locking, OpenMode, Result, lock};
+use crate::lock::{self, Locks};
+use crate::{FileId, Host, Locking, OpenMode, Result};
 use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+/// Waits for another user of an image to let go: a program that was killed holds its locks for some
+/// milliseconds more, until the kernel has ended its operations.
+const LOCK_STEP: Duration = Duration::from_millis(10);
+const LOCK_STEPS: u32 = 25;
 
 /// Opens files and block devices by path. Relative paths start at the working directory.
+///
+/// All its files share the descriptors that the process may have (see [`file`](super)).
 #[derive(Clone, Copy, Debug, Default)]
 pub struct FileHost;
+
+impl FileHost {
+    /// A host whose files share `count` descriptors, apart from all others; at least 2. Files opened
+    /// for writing keep theirs even beyond that.
+    pub fn with_descriptors(count: usize) -> LimitedHost {
+        LimitedHost { pool: Arc::new(Pool::new(count.max(2))) }
+    }
+}
+
+/// A [`FileHost`] with its own limit on descriptors.
+#[derive(Clone)]
+pub struct LimitedHost {
+    pool: Arc<Pool>,
+}
 
 impl Host for FileHost {
     type File = FileStorage;
 
     async fn open(&self, name: &Path, mode: OpenMode) -> Result<FileStorage> {
-        open(name, mode).map_err(|error| error.named(Operation::Open, name))
+        open(name, mode, Pool::of_process()).await
     }
 
     async fn create(&self, name: &Path, mode: OpenMode) -> Result<FileStorage> {
-        create(name, mode).map_err(|error| error.named(Operation::Create, name))
+        let created = create(name, mode, Pool::of_process()).await;
+        created.map_err(|error| error.named(Operation::Create, name))
     }
 
     async fn remove(&self, name: &Path) -> Result<()> {
@@ -38,6 +64,27 @@ impl Host for FileHost {
     fn canonical(&self, name: &Path) -> Result<PathBuf> {
         let found = fs::canonicalize(name);
         found.map_err(|error| StorageError::new(Operation::Query, name, error))
+    }
+}
+
+impl Host for LimitedHost {
+    type File = FileStorage;
+
+    async fn open(&self, name: &Path, mode: OpenMode) -> Result<FileStorage> {
+        open(name, mode, &self.pool).await
+    }
+
+    async fn create(&self, name: &Path, mode: OpenMode) -> Result<FileStorage> {
+        let created = create(name, mode, &self.pool).await;
+        created.map_err(|error| error.named(Operation::Create, name))
+    }
+
+    async fn remove(&self, name: &Path) -> Result<()> {
+        FileHost.remove(name).await
+    }
+
+    fn canonical(&self, name: &Path) -> Result<PathBuf> {
+        FileHost.canonical(name)
     }
 }
 
@@ -68,36 +115,70 @@ impl From<StorageError> for Failure {
     }
 }
 
-fn open(name: &Path, mode: OpenMode) -> std::result::Result<FileStorage, Failure> {
-    // Looked at before it is opened, since opening a device can have effects.
-    check_type(fs::metadata(name)?.file_type())?;
-    let file = options(mode).open(name).map_err(|error| explain_direct(error, mode))?;
-    attach(file, name, mode, Durability::default())
+type Attempt<T> = std::result::Result<T, Failure>;
+
+/// A descriptor just opened, with the locks that were asked for.
+pub(super) struct Opened {
+    pub(super) target: Target,
+    pub(super) id: FileId,
+    kind: Kind,
 }
 
-fn create(name: &Path, mode: OpenMode) -> std::result::Result<FileStorage, Failure> {
+/// What keeps a file's descriptor, its locks and its place in the pool; given back in this order.
+struct Held {
+    _locks: Option<Locks>,
+    _file: Arc<OwnedFd>,
+    _permit: Permit,
+}
+
+/// Opens the existing file at `path`, which messages call `name`.
+pub(super) async fn descriptor(
+    path: &Path,
+    name: &Path,
+    mode: OpenMode,
+    pool: &Arc<Pool>,
+) -> Result<Opened> {
+    let opened = async {
+        // Looked at before it is opened, since opening a device can have effects.
+        check_type(fs::metadata(path)?.mode())?;
+        let permit = pool.admit().await;
+        let file = pool.open(|| options(mode).open(path)).await;
+        attach(file.map_err(|error| explain_direct(error, mode))?, name, mode, permit).await
+    };
+    opened.await.map_err(|error: Failure| error.named(Operation::Open, name))
+}
+
+async fn open(name: &Path, mode: OpenMode, pool: &Arc<Pool>) -> Result<FileStorage> {
+    let opened = descriptor(name, name, mode, pool).await?;
+    let storage = storage(opened, name, mode, Durability::default(), pool);
+    storage.map_err(|error| error.named(Operation::Open, name))
+}
+
+async fn create(name: &Path, mode: OpenMode, pool: &Arc<Pool>) -> Attempt<FileStorage> {
     let mode = OpenMode { writable: true, ..mode };
     let found = match fs::metadata(name) {
         Ok(found) => {
-            check_type(found.file_type())?;
+            check_type(found.mode())?;
             true
         }
         Err(error) if error.kind() == io::ErrorKind::NotFound => false,
         Err(error) => return Err(error.into()),
     };
-    let file = options(mode).create(true).truncate(false).open(name);
+    let permit = pool.admit().await;
+    let file = pool.open(|| options(mode).create(true).truncate(false).open(name)).await;
     let file = file.map_err(|error| explain_direct(error, mode))?;
     let durability = if found {
         Durability::default()
     } else {
         let directory = name.parent().filter(|parent| !parent.as_os_str().is_empty());
-        Durability::created(File::open(directory.unwrap_or(Path::new(".")))?.into())
+        let directory = directory.unwrap_or(Path::new("."));
+        Durability::created(pool.open(|| File::open(directory)).await?.into())
     };
-    let storage = attach(file, name, mode, durability)?;
-    if storage.kind == Kind::Regular {
-        sys::ftruncate(&storage.target.file, 0)?;
+    let opened = attach(file, name, mode, permit).await?;
+    if opened.kind == Kind::Regular {
+        sys::ftruncate(&opened.target.file, 0)?;
     }
-    Ok(storage)
+    storage(opened, name, mode, durability, pool)
 }
 
 /// `O_NONBLOCK`, so that no open waits, whatever the name has come to mean meanwhile.
@@ -109,18 +190,12 @@ fn options(mode: OpenMode) -> OpenOptions {
     options
 }
 
-fn attach(
-    file: File,
-    name: &Path,
-    mode: OpenMode,
-    durability: Durability,
-) -> std::result::Result<FileStorage, Failure> {
-    let kind = file.metadata()?.file_type();
-    check_type(kind)?;
-    let device = kind.is_block_device();
+async fn attach(file: File, name: &Path, mode: OpenMode, permit: Permit) -> Attempt<Opened> {
     let file: Arc<OwnedFd> = Arc::new(file.into());
-    sys::set_blocking(&file)?;
     let stat = sys::stat(&file)?;
+    check_type(stat.st_mode)?;
+    sys::set_blocking(&file, mode.direct)?;
+    let device = stat.st_mode & libc::S_IFMT == libc::S_IFBLK;
     let kind =
         if device { Kind::Device { block: sys::device_block(&file)? } } else { Kind::Regular };
     let id = if device {
@@ -129,15 +204,50 @@ fn attach(
     } else {
         FileId { device: stat.st_dev, inode: stat.st_ino }
     };
-    let lease: Lease = match mode.locking {
-        Locking::Exclusive => Arc::new(lock::take(&file, name, mode.writable)?),
-        Locking::Unlocked => file.clone(),
+    let locks = match mode.locking {
+        Locking::Exclusive => Some(wait_for_locks(&file, name, mode.writable).await?),
+        Locking::Unlocked => None,
     };
-    let direct = if mode.direct { Some(direct(&file, kind)?) } else { None };
+    let lease = Arc::new(Held { _locks: locks, _file: file.clone(), _permit: permit });
+    Ok(Opened { target: Target { file, lease }, id, kind })
+}
+
+/// Takes the image's locks, waiting a little for another user to let go of them.
+async fn wait_for_locks(file: &Arc<OwnedFd>, name: &Path, writable: bool) -> Result<Locks> {
+    let busy = |error: &StorageError| error.kind() == io::ErrorKind::ResourceBusy;
+    let mut taken = lock::take(file, name, writable);
+    for _ in 0..LOCK_STEPS {
+        if !taken.as_ref().is_err_and(busy) {
+            break;
+        }
+        pause(LOCK_STEP).await;
+        // Only looked first, so that others do not meet locks that come and go.
+        taken = lock::look(file, name, writable).and_then(|()| lock::take(file, name, writable));
+    }
+    taken
+}
+
+fn storage(
+    opened: Opened,
+    name: &Path,
+    mode: OpenMode,
+    durability: Durability,
+    pool: &Arc<Pool>,
+) -> Attempt<FileStorage> {
+    let (id, kind) = (opened.id, opened.kind);
+    let direct = if mode.direct { Some(direct(&opened.target.file, kind)?) } else { None };
+    let always = mode.writable || kind != Kind::Regular;
+    let keep = if always { None } else { pool.keep() };
+    let source = if always || keep.is_some() {
+        Source::Kept(opened.target)
+    } else {
+        Source::Shared(Shared::new(name, std::path::absolute(name)?, mode, opened, pool)?)
+    };
     Ok(FileStorage {
         name: name.to_owned(),
         id,
-        target: Target { file, lease },
+        source,
+        _keep: keep,
         kind,
         read_only: !mode.writable,
         direct,
@@ -147,17 +257,14 @@ fn attach(
     })
 }
 
-fn check_type(kind: fs::FileType) -> io::Result<()> {
-    let what = if kind.is_file() || kind.is_block_device() {
-        return Ok(());
-    } else if kind.is_dir() {
-        return Err(io::Error::from_raw_os_error(libc::EISDIR));
-    } else if kind.is_fifo() {
-        "a named pipe"
-    } else if kind.is_socket() {
-        "a socket"
-    } else {
-        "a character device"
+/// Checks the type in a file's mode.
+fn check_type(mode: u32) -> io::Result<()> {
+    let what = match mode & libc::S_IFMT {
+        libc::S_IFREG | libc::S_IFBLK => return Ok(()),
+        libc::S_IFDIR => return Err(io::Error::from_raw_os_error(libc::EISDIR)),
+        libc::S_IFIFO => "a named pipe",
+        libc::S_IFSOCK => "a socket",
+        _ => "a character device",
     };
     let text = format!("it is {what}; an image is a regular file or a block device");
     Err(io::Error::new(io::ErrorKind::InvalidInput, text))

@@ -89,21 +89,20 @@ impl FileStorage {
         Ok(*self.timed.get_or_init(|| timed))
     }
 
-    pub(super) fn present_stamp(&self) -> io::Result<Option<Stamp>> {
-        let file = &self.target.file;
+    pub(super) fn present_stamp(&self, file: &OwnedFd) -> io::Result<Option<Stamp>> {
         if !self.is_timed(file)? {
             return Ok(None);
         }
         Ok(of(&sys::stat(file)?))
     }
 
-    pub(super) async fn wait_for_stamp(&self) -> io::Result<Option<Stamp>> {
+    pub(super) async fn wait_for_stamp(&self, file: &OwnedFd) -> io::Result<Option<Stamp>> {
         let mut waited = 0;
         loop {
             // The clocks first: a change between the two calls then makes the stamp recent.
             let clocks =
                 sys::clock(libc::CLOCK_REALTIME_COARSE).zip(sys::clock(libc::CLOCK_REALTIME));
-            let Some((stamp, (coarse, fine))) = self.present_stamp()?.zip(clocks) else {
+            let Some((stamp, (coarse, fine))) = self.present_stamp(file)?.zip(clocks) else {
                 return Ok(None);
             };
             match age(&stamp, coarse, fine) {

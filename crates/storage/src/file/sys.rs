@@ -107,14 +107,12 @@ pub(super) fn seek(file: &OwnedFd, offset: u64, whence: libc::c_int) -> io::Resu
     }
 }
 
-/// Takes `O_NONBLOCK` away, which is wanted only while opening.
-pub(super) fn set_blocking(file: &OwnedFd) -> io::Result<()> {
-    // SAFETY: plain system calls.
-    unsafe {
-        let flags = libc::fcntl(file.as_raw_fd(), libc::F_GETFL);
-        done(flags)?;
-        done(libc::fcntl(file.as_raw_fd(), libc::F_SETFL, flags & !libc::O_NONBLOCK))
-    }
+/// Takes `O_NONBLOCK` away, which is wanted only while opening. Sets `O_DIRECT` or takes it away too;
+/// the other flags that can be changed are not in use.
+pub(super) fn set_blocking(file: &OwnedFd, direct: bool) -> io::Result<()> {
+    let flags = if direct { libc::O_DIRECT } else { 0 };
+    // SAFETY: a plain system call.
+    done(unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETFL, flags) })
 }
 
 /// The length of a block device in bytes.

@@ -35,12 +35,12 @@ impl FileStorage {
         if refused.load(Ordering::Relaxed) {
             return Ok(false);
         }
+        let target = self.kept()?.clone();
         let target = match &self.direct {
-            Some(direct) => Target {
-                file: self.target.file.clone(),
-                lease: direct.share(&self.target.lease, start, end).await,
-            },
-            None => self.target.clone(),
+            Some(direct) => {
+                Target { lease: direct.share(&target.lease, start, end).await, file: target.file }
+            }
+            None => target,
         };
         match transfer::fallocate(&target, mode, start, end - start).await {
             Ok(()) => Ok(true),
@@ -130,11 +130,11 @@ impl FileStorage {
         if first >= last {
             return Ok(());
         }
+        let target = self.kept()?.clone();
         let guard = match &self.direct {
-            Some(direct) => Some(direct.share(&self.target.lease, first, last).await),
+            Some(direct) => Some(direct.share(&target.lease, first, last).await),
             None => None,
         };
-        let target = self.target.clone();
         let result = unblock(move || {
             let _guard = guard;
             sys::device_discard(&target.file, first, last - first)

@@ -1,0 +1,190 @@
+//! The process's file descriptors, shared out among open files.
+//!
+//! A [`Pool`] counts the descriptors of the files opened through it. Files opened for writing keep
+//! theirs, and so do the first files opened for reading, up to half the limit. Those after them are
+//! [`Shared`](super::shared::Shared): at the limit, one that was not used lately and is not in use gives
+//! its descriptor up.
+//!
+//! The limit is soft: where nothing can be given up it is passed, and what then fails is for the
+//! system to say. Lock order: the pool's queue, then a shared file's descriptor.
+
+use super::shared::{GiveUp, Shared};
+use super::stamp::pause;
+use parking_lot::Mutex;
+use std::collections::VecDeque;
+use std::io;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, LazyLock, Weak};
+use std::time::Duration;
+
+/// Waits for an operation to end, a millisecond each, before the limit is passed.
+const PATIENCE: usize = 100;
+
+/// The pool of all files of a [`FileHost`](super::FileHost).
+static PROCESS: LazyLock<Arc<Pool>> = LazyLock::new(|| Arc::new(Pool::new(process_limit())));
+
+/// The soft limit on open files without a reserve for sockets, rings and the like: an eighth, at
+/// least 64.
+fn process_limit() -> usize {
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: there is room for the answer.
+    if unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit) } != 0 {
+        return less_reserve(1024);
+    }
+    less_reserve(limit.rlim_cur)
+}
+
+fn less_reserve(soft: u64) -> usize {
+    let left = soft.saturating_sub((soft / 8).max(64));
+    usize::try_from(left).unwrap_or(usize::MAX).max(2)
+}
+
+/// What came of asking for a descriptor to be given up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Given {
+    Up,
+    /// Every shared one is in use.
+    InUse,
+    /// None is shared.
+    Nothing,
+}
+
+/// Files that share a number of descriptors.
+pub(super) struct Pool {
+    limit: usize,
+    /// Descriptors in use.
+    open: AtomicUsize,
+    /// Those of files opened for reading that keep them.
+    kept: AtomicUsize,
+    /// The shared files that have a descriptor, roughly in the order of their last use.
+    queue: Mutex<VecDeque<Weak<Shared>>>,
+}
+
+/// A descriptor's place in the pool, until it is dropped.
+pub(super) struct Permit(Arc<Pool>);
+
+impl Drop for Permit {
+    fn drop(&mut self) {
+        self.0.open.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
+/// A file's right to keep its descriptor though it is only read, until it is dropped.
+pub(super) struct Keep(Arc<Pool>);
+
+impl Drop for Keep {
+    fn drop(&mut self) {
+        self.0.kept.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
+impl Pool {
+    pub(super) fn new(limit: usize) -> Self {
+        Self {
+            limit,
+            open: AtomicUsize::new(0),
+            kept: AtomicUsize::new(0),
+            queue: Mutex::default(),
+        }
+    }
+
+    pub(super) fn of_process() -> &'static Arc<Self> {
+        &PROCESS
+    }
+
+    /// Most descriptors in use at a time.
+    pub(super) fn limit(&self) -> usize {
+        self.limit
+    }
+
+    /// The right to keep a descriptor, while there are some.
+    pub(super) fn keep(self: &Arc<Self>) -> Option<Keep> {
+        let more = |kept| (kept < self.limit / 2).then_some(kept + 1);
+        let counted = self.kept.fetch_update(Ordering::AcqRel, Ordering::Acquire, more);
+        counted.is_ok().then(|| Keep(self.clone()))
+    }
+
+    fn take(self: &Arc<Self>) -> Option<Permit> {
+        let more = |open| (open < self.limit).then_some(open + 1);
+        let counted = self.open.fetch_update(Ordering::AcqRel, Ordering::Acquire, more);
+        counted.is_ok().then(|| Permit(self.clone()))
+    }
+
+    /// A place for one more descriptor; others give theirs up for it.
+    pub(super) async fn admit(self: &Arc<Self>) -> Permit {
+        let mut waits = 0;
+        loop {
+            if let Some(permit) = self.take() {
+                return permit;
+            }
+            match self.give_up() {
+                Given::Up => {}
+                Given::InUse if waits < PATIENCE => {
+                    waits += 1;
+                    pause(Duration::from_millis(1)).await;
+                }
+                Given::InUse | Given::Nothing => {
+                    self.open.fetch_add(1, Ordering::AcqRel);
+                    return Permit(self.clone());
+                }
+            }
+        }
+    }
+
+    /// Opens a file; others give their descriptors up where the system has no more.
+    pub(super) async fn open<T>(&self, mut open: impl FnMut() -> io::Result<T>) -> io::Result<T> {
+        let mut waits = 0;
+        loop {
+            let error = match open() {
+                Err(error) if matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE)) => {
+                    error
+                }
+                result => return result,
+            };
+            match self.give_up() {
+                Given::Up => {}
+                Given::InUse if waits < PATIENCE => {
+                    waits += 1;
+                    pause(Duration::from_millis(1)).await;
+                }
+                Given::InUse | Given::Nothing => return Err(error),
+            }
+        }
+    }
+
+    /// Enters a shared file that has a descriptor.
+    pub(super) fn offer(&self, file: Weak<Shared>) {
+        let mut queue = self.queue.lock();
+        if queue.len() > self.limit.saturating_mul(2) {
+            queue.retain(|file| file.strong_count() > 0);
+        }
+        queue.push_back(file);
+    }
+
+    /// Has one shared file give its descriptor up.
+    fn give_up(&self) -> Given {
+        let mut queue = self.queue.lock();
+        let mut result = Given::Nothing;
+        let mut closed = None;
+        // Twice round: what was used lately is passed over once.
+        for _ in 0..queue.len() * 2 {
+            let Some(file) = queue.pop_front() else { break };
+            let Some(shared) = file.upgrade() else { continue };
+            match shared.give_up() {
+                GiveUp::Done(target) => {
+                    closed = Some((target, shared));
+                    result = Given::Up;
+                    break;
+                }
+                GiveUp::InUse => {
+                    result = Given::InUse;
+                    queue.push_back(file);
+                }
+            }
+        }
+        drop(queue);
+        // Closing, and the last of a file that was dropped meanwhile, wait for no lock.
+        drop(closed);
+        result
+    }
+}

@@ -1,0 +1,182 @@
+//! A file opened for reading whose descriptor can be given up and got back.
+
+use super::descriptors::Pool;
+use super::open::{self, Opened};
+use super::sys;
+use super::transfer::Target;
+use crate::error::{Operation, StorageError};
+use crate::{FileId, OpenMode, Result};
+use parking_lot::Mutex;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// What is compared when a file is opened again. The time of the last change of attributes is not:
+/// a new link, owner or security label changes no byte.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Seen {
+    id: FileId,
+    length: i64,
+    /// Seconds and nanoseconds.
+    modified: (i64, i64),
+}
+
+impl Seen {
+    /// Asked with the locks taken, so that no user that honours them is changing the file.
+    fn of(opened: &Opened) -> io::Result<Self> {
+        let stat = sys::stat(&opened.target.file)?;
+        let modified = (stat.st_mtime, stat.st_mtime_nsec);
+        Ok(Self { id: opened.id, length: stat.st_size, modified })
+    }
+
+    /// How `now` differs.
+    fn difference(&self, now: &Self) -> Option<String> {
+        let FileId { device, inode } = self.id;
+        if now.id != self.id {
+            return Some(format!(
+                "it was replaced by another file while in use (device {device} inode {inode}, now \
+                 device {} inode {})",
+                now.id.device, now.id.inode
+            ));
+        }
+        if now.length != self.length {
+            return Some(format!(
+                "it was modified while in use (length {}, now {})",
+                self.length, now.length
+            ));
+        }
+        let ((seconds, nanoseconds), (seconds_now, nanoseconds_now)) =
+            (self.modified, now.modified);
+        (now.modified != self.modified).then(|| {
+            format!(
+                "it was modified while in use (modification time {seconds}.{nanoseconds:09}, now \
+                 {seconds_now}.{nanoseconds_now:09})"
+            )
+        })
+    }
+}
+
+/// What came of asking a file to give its descriptor up.
+pub(super) enum GiveUp {
+    /// It closes once this is dropped.
+    Done(Option<Arc<Target>>),
+    InUse,
+}
+
+/// An open file, with a descriptor or without.
+pub(super) struct Shared {
+    /// The name given to the open, for messages.
+    name: PathBuf,
+    /// The same from the root, whatever becomes of the working directory; links are not followed.
+    path: PathBuf,
+    mode: OpenMode,
+    seen: Seen,
+    pool: Arc<Pool>,
+    /// Used since this was last asked.
+    used: AtomicBool,
+    target: Mutex<Option<Arc<Target>>>,
+}
+
+impl Shared {
+    /// A file that has just been opened.
+    pub(super) fn new(
+        name: &Path,
+        path: PathBuf,
+        mode: OpenMode,
+        opened: Opened,
+        pool: &Arc<Pool>,
+    ) -> io::Result<Arc<Self>> {
+        let this = Arc::new(Self {
+            name: name.to_owned(),
+            path,
+            mode,
+            seen: Seen::of(&opened)?,
+            pool: pool.clone(),
+            used: AtomicBool::new(true),
+            target: Mutex::new(Some(Arc::new(opened.target))),
+        });
+        pool.offer(Arc::downgrade(&this));
+        Ok(this)
+    }
+
+    /// The descriptor, if it is there.
+    pub(super) fn ready(&self) -> Option<Arc<Target>> {
+        if !self.used.load(Ordering::Relaxed) {
+            self.used.store(true, Ordering::Relaxed);
+        }
+        self.target.lock().clone()
+    }
+
+    /// Gets a descriptor again, of the same file with the same content.
+    pub(super) async fn reopen(self: &Arc<Self>) -> Result<Arc<Target>> {
+        let opened = open::descriptor(&self.path, &self.name, self.mode, &self.pool).await;
+        let opened = opened.map_err(|error| self.explain(error))?;
+        let now = Seen::of(&opened);
+        let now = now.map_err(|error| StorageError::new(Operation::Open, &self.name, error))?;
+        if let Some(difference) = self.seen.difference(&now) {
+            let text = format!(
+                "{difference}; backing files must not change while they are used: put it back, and \
+                 open the disk again"
+            );
+            let source = io::Error::other(text);
+            return Err(StorageError::new(Operation::Open, &self.name, source));
+        }
+        let mut target = self.target.lock();
+        if let Some(target) = &*target {
+            // Another thread was faster.
+            return Ok(target.clone());
+        }
+        let found = Arc::new(opened.target);
+        *target = Some(found.clone());
+        drop(target);
+        self.pool.offer(Arc::downgrade(self));
+        Ok(found)
+    }
+
+    /// Gives the descriptor up unless it is in use or was lately.
+    pub(super) fn give_up(&self) -> GiveUp {
+        let Some(mut target) = self.target.try_lock() else { return GiveUp::InUse };
+        let lately = self.used.swap(false, Ordering::Relaxed);
+        // Only under the lock can there be more of them.
+        if target.as_ref().is_some_and(|target| lately || Arc::strong_count(target) > 1) {
+            return GiveUp::InUse;
+        }
+        GiveUp::Done(target.take())
+    }
+
+    /// An error of opening the file again.
+    fn explain(&self, error: StorageError) -> StorageError {
+        if error.operation == Operation::Lock {
+            return error;
+        }
+        let text = format!(
+            "{} (it was open before, and opened again to share {} descriptors among more files; keep \
+             backing files in place while they are used, or raise the limit on open files)",
+            error.source,
+            self.pool.limit()
+        );
+        StorageError::new(Operation::Open, &self.name, io::Error::new(error.source.kind(), text))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_difference_is_named() {
+        let id = FileId { device: 1, inode: 2 };
+        let seen = Seen { id, length: 3, modified: (4, 5) };
+        assert_eq!(seen.difference(&seen), None);
+        for (now, words) in [
+            (Seen { id: FileId { inode: 7, ..id }, ..seen }, "inode 2, now device 1 inode 7"),
+            (Seen { id: FileId { device: 7, ..id }, ..seen }, "now device 7 inode 2"),
+            (Seen { length: 8, ..seen }, "length 3, now 8"),
+            (Seen { modified: (4, 6), ..seen }, "4.000000005, now 4.000000006"),
+        ] {
+            let difference = seen.difference(&now).unwrap();
+            assert!(difference.contains(words), "{difference}");
+        }
+    }
+}
