@@ -1,6 +1,8 @@
 """Servers under test: started on an image, stopped afterwards, their CPU time and memory read."""
 
 import os
+import signal
+import socket as sockets
 import subprocess
 import time
 from pathlib import Path
@@ -10,25 +12,50 @@ from . import tools
 TICK = os.sysconf("SC_CLK_TCK")
 
 
-class Server:
-    """A running NBD server on a unix socket."""
+class Crashed(tools.Failed):
+    """A program that a signal has ended."""
 
-    def __init__(self, name, command, socket, export=""):
+
+def greets(path):
+    """Whether an NBD server on a unix socket greets whoever connects."""
+    with sockets.socket(sockets.AF_UNIX) as client:
+        try:
+            client.connect(str(path))
+            client.settimeout(60)
+            return client.recv(8) == b"NBDMAGIC"
+        except (FileNotFoundError, ConnectionError):
+            return False
+
+
+class Server:
+    """A running NBD server on a unix socket.
+
+    `ready` are the seconds from its start until it greeted a client.
+    """
+
+    def __init__(self, name, command, socket, export="", patience=60):
         self.name = name
         self.socket = Path(socket)
         self.uri = f"nbd+unix:///{export}?socket={socket}"
         self.socket.unlink(missing_ok=True)
-        began = time.monotonic()
         self.log = open(f"{socket}.log", "w+")
+        began = time.perf_counter()
         self.process = subprocess.Popen(
             [str(part) for part in command], stdout=self.log, stderr=subprocess.STDOUT
         )
-        while not self.socket.exists():
-            if self.process.poll() is not None or time.monotonic() - began > 60:
-                self.log.seek(0)
-                raise RuntimeError(f"{name} did not start: {self.log.read()}")
-            time.sleep(0.005)
-        self.ready = time.monotonic() - began
+        try:
+            while not greets(self.socket):
+                status = self.process.poll()
+                if status is not None and status < 0:
+                    raise Crashed(f"{name} crashed: {signal.Signals(-status).name}")
+                if status is not None or time.perf_counter() - began > patience:
+                    self.log.seek(0)
+                    raise tools.Failed(f"{name} did not start: {self.log.read()[-2000:]}")
+                time.sleep(0.0002)
+        except BaseException:
+            self.__exit__()
+            raise
+        self.ready = time.perf_counter() - began
 
     def cpu(self):
         """Seconds of CPU used so far, all threads."""
@@ -37,8 +64,15 @@ class Server:
 
     def peak_rss(self):
         """The most memory it has taken, in bytes."""
+        return self._status("VmHWM:")
+
+    def rss(self):
+        """The memory it has, in bytes."""
+        return self._status("VmRSS:")
+
+    def _status(self, name):
         for line in Path(f"/proc/{self.process.pid}/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
+            if line.startswith(name):
                 return int(line.split()[1]) * 1024
         return 0
 
@@ -62,11 +96,11 @@ def isobath(image, *options):
     return Server("isobath", command, socket)
 
 
-def qemu_nbd(image, *options):
+def qemu_nbd(image, *options, name="qemu-nbd", program="qemu-nbd", patience=60):
     socket = tools.WORK / "qemu-nbd.sock"
-    command = ["qemu-nbd", "--persistent", "--shared=16", "--format=qcow2", "--aio=io_uring"]
+    command = [program, "--persistent", "--shared=16", "--format=qcow2", "--aio=io_uring"]
     command += ["--cache=writeback", f"--socket={socket}", *options, image]
-    return Server("qemu-nbd", command, socket)
+    return Server(name, command, socket, patience=patience)
 
 
 def nbdkit(raw, *options):

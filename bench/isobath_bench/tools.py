@@ -1,9 +1,11 @@
 """Programs the benchmarks run, and where their files lie."""
 
 import os
+import resource
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -12,8 +14,14 @@ ISOBATH = Path(os.environ.get("ISOBATH", TARGET / "release" / "isobath"))
 # On a disk, not in memory: io_uring on tmpfs goes through worker threads.
 WORK = Path(os.environ.get("ISOBATH_BENCH_DIR", ROOT / "target" / "bench"))
 
+# QEMU 10, where scripts/qemu10 has unpacked it.
+QEMU10 = ROOT / "target" / "qemu10" / "bin"
+# Small disks and short chains, to try a scenario out; set by bench/run --quick.
+QUICK = False
+
 PACKAGES = {
     "fio": "fio",
+    "nbdcopy": "libnbd-bin",
     "nbdkit": "nbdkit",
     "qemu-img": "qemu-utils",
     "qemu-nbd": "qemu-utils",
@@ -28,14 +36,41 @@ def require_all():
     if not ISOBATH.exists():
         sys.exit(f"bench: {ISOBATH} is not there: make build")
     WORK.mkdir(parents=True, exist_ok=True)
+    # A chain takes a descriptor a layer.
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+class Failed(RuntimeError):
+    """A program that did not do what it was run for."""
 
 
 def run(*command, **options):
-    """Runs a command and gives its output; its error text ends the benchmark."""
+    """Runs a command and gives its output."""
     done = subprocess.run([str(part) for part in command], capture_output=True, text=True, **options)
     if done.returncode != 0:
-        sys.exit(f"bench: {' '.join(map(str, command))} failed:\n{done.stdout}{done.stderr}")
+        said = (done.stdout + done.stderr).strip()[-2000:]
+        raise Failed(f"{' '.join(map(str, command))} failed with {done.returncode}:\n{said}")
     return done.stdout
+
+
+def timed(*command):
+    """Runs a command and gives the seconds it took."""
+    began = time.perf_counter()
+    run(*command)
+    return time.perf_counter() - began
+
+
+def drop_caches():
+    """Empties the page cache, but for the programs that are measured."""
+    os.sync()
+    try:
+        Path("/proc/sys/vm/drop_caches").write_text("3\n")
+    except OSError as error:
+        raise Failed(f"the page cache cannot be dropped: {error}; run as root") from error
+    for program in (ISOBATH, "qemu-nbd", "fio", QEMU10 / "qemu-nbd"):
+        if shutil.which(program):
+            run(program, "--version")
 
 
 def version(*command):

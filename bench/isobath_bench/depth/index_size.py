@@ -1,0 +1,71 @@
+"""What the index takes a snapshot, when a hundredth of the disk changes in between."""
+
+import random
+import shutil
+import statistics
+
+from .. import plot, report, tools
+from . import chains
+
+CLUSTER = 65536
+STEADY = 16
+# Sizes of the disk, and whether the base holds all of it already.
+DISKS = {"4 GiB, full": (4 << 30, True), "50 GiB, sparse": (50 << 30, False)}
+
+
+def measure(disk):
+    """Takes snapshots and writes to random clusters in between; gives the index's bytes in each."""
+    size, full = DISKS[disk]
+    count = 6 if tools.QUICK else 44
+    if tools.QUICK:
+        size >>= 4
+    directory = tools.WORK / "snapshots"
+    shutil.rmtree(directory, ignore_errors=True)
+    generator = random.Random(1)
+    clusters = size // CLUSTER
+    try:
+        tools.run(
+            tools.ISOBATH, "chain", "generate", "--layers", 1, "--size", size,
+            "--fill", "100%" if full else "0%", "--data", "zero", directory,
+        )  # fmt: skip
+        active = directory / "layer-00000.qcow2"
+        tools.run(tools.ISOBATH, "index", active)
+        sizes = []
+        for number in range(count):
+            overlay = directory / f"snapshot-{number:03}.qcow2"
+            tools.run(tools.ISOBATH, "create", "-q", "-f", "qcow2", "-b", active.name, "-F", "qcow2", overlay)
+            active = overlay
+            changed = generator.sample(range(clusters), clusters // 100)
+            commands = "".join(f"write -q -P {number + 1} {cluster * CLUSTER} 512\n" for cluster in changed)
+            tools.run(tools.ISOBATH, "io", active, input=commands)
+            sizes.append(chains.index_bytes(active))
+        if None in sizes:
+            raise tools.Failed(f"snapshot {sizes.index(None)} has no index after its writes")
+        return {"sizes": sizes, "steady": statistics.mean(sizes[-STEADY:]), "whole": clusters * 8}
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def run(rounds, seconds):
+    del rounds, seconds
+    samples = chains.Samples()
+    if chains.can_index():
+        for disk in DISKS:
+            samples.attempt(disk, lambda: measure(disk))
+    rows, goals, curves = [], [], {}
+    for disk in DISKS:
+        quotient = report.ratio(samples.median(disk, "steady"), samples.median(disk, "whole"))
+        rows.append([disk, samples.text(disk, "steady"), samples.text(disk, "whole"), "-" if quotient is None else f"{quotient:.3f}x"])
+        why = samples.failure(disk) or "no command `index`"
+        goals.append(report.limit(f"index a snapshot, 1 % changed, {disk}: ÷ 8 B a cluster", quotient, at_most=0.1, why=why))
+        if quotient is not None:
+            curves[disk] = list(enumerate((size / 1024 for size in samples[disk][0]["sizes"]), 1))
+    figure = plot.lines("chain_depth-index.svg", "The index of each snapshot, 1 % of the clusters changed", "snapshot", "KiB", curves, log_y=True)
+    table = {
+        "title": "Index",
+        "text": f"Bytes of the active layer's index after writes to 1 % of the clusters, chosen at random, in each of many snapshots: mean of the last {STEADY}, beside 8 bytes for every cluster of the disk.",
+        "columns": ["disk", "bytes a snapshot", "8 B a cluster", "ratio"],
+        "rows": rows,
+    }
+    notes = [f"{disk}: {each['why']}" for disk in DISKS for each in samples.get(disk, ()) if "why" in each]
+    return {"samples": samples.raw(), "tables": [table], "goals": goals, "figures": [figure], "notes": notes}
