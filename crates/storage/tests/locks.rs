@@ -6,6 +6,7 @@ use isobath_storage::file::{FileHost, FileStorage};
 use isobath_storage::ring::{Config, Executor, sleep, spawn};
 use isobath_storage::{Host, Locking, OpenMode, Result, block_on};
 use std::io::{BufRead, BufReader, Write};
+use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::Duration;
@@ -196,4 +197,38 @@ fn an_image_that_is_let_go_of_soon_is_waited_for() {
         "{error}"
     );
     drop(file);
+}
+
+/// Holds a lock on one byte of a file until it is dropped.
+fn lock_byte(path: &Path, byte: i64) -> std::fs::File {
+    let file = std::fs::File::open(path).unwrap();
+    // SAFETY: a description of zeroes is valid; the kernel reads it during the call.
+    unsafe {
+        let mut lock: libc::flock = std::mem::zeroed();
+        lock.l_type = libc::F_RDLCK as libc::c_short;
+        (lock.l_start, lock.l_len) = (byte, 1);
+        assert_eq!(libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw const lock), 0);
+    }
+    file
+}
+
+/// Permission by permission: in use from byte 100 on, denied from byte 200 on.
+#[test]
+fn only_the_permissions_that_matter_conflict() {
+    let (_directory, _, top) = chain();
+    let conflicts = |byte| {
+        let _other = lock_byte(&top, byte);
+        let reader = open(&top, READ).is_err();
+        (reader, open(&top, WRITE).is_err())
+    };
+    for byte in [102, 104, 150, 202, 204] {
+        assert_eq!(conflicts(byte), (false, false), "byte {byte}");
+    }
+    for byte in [101, 103, 200] {
+        assert_eq!(conflicts(byte), (true, true), "byte {byte}");
+    }
+    for byte in [201, 203] {
+        assert_eq!(conflicts(byte), (false, true), "byte {byte}");
+    }
+    assert_eq!(conflicts(100), (false, false), "reading is denied to nobody");
 }

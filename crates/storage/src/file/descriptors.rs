@@ -188,3 +188,33 @@ impl Pool {
         result
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_reserve_is_left_to_others() {
+        for (soft, left) in [(20_000, 17_500), (1024, 896), (256, 192), (64, 2), (0, 2)] {
+            assert_eq!(less_reserve(soft), left);
+        }
+        assert!(less_reserve(libc::RLIM_INFINITY) > 1 << 60);
+    }
+
+    #[test]
+    fn the_limit_is_passed_when_nothing_can_be_given_up() {
+        let pool = Arc::new(Pool::new(2));
+        crate::block_on(async {
+            let permits = [pool.admit().await, pool.admit().await, pool.admit().await];
+            assert!(pool.take().is_none());
+            drop(permits);
+            assert!(pool.take().is_some());
+            let full = || Err::<(), _>(io::Error::from_raw_os_error(libc::ENFILE));
+            assert_eq!(pool.open(full).await.unwrap_err().raw_os_error(), Some(libc::ENFILE));
+        });
+        let kept = pool.keep().unwrap();
+        assert!(pool.keep().is_none());
+        drop(kept);
+        assert!(pool.keep().is_some());
+    }
+}
