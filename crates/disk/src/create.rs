@@ -1,8 +1,10 @@
 //! Creating images.
 
-use crate::chain::open_chain;
+use crate::chain::{Chain, open_chain};
+use crate::index::{Built, Folding, Place, build};
 use crate::{DiskError, ImageFormat, OpenOptions, Preallocation, Result};
-use isobath_qcow2::{CompressionType, FormatError, NewImage, Plan};
+use isobath_qcow2::index::IndexExtension;
+use isobath_qcow2::{CompressionType, FormatError, HostOffset, NewImage, Plan};
 use isobath_storage::{FileId, Host, IoBuf, Locking, OpenMode, Storage, StorageError, ZeroMode};
 use std::io;
 use std::path::{Path, PathBuf};
@@ -42,6 +44,9 @@ pub struct NewDisk {
     /// Open the backing file, to see that it can be opened and to know its size. Without this
     /// (`-u`) `size` must be given.
     pub open_backing: bool,
+    /// Write the direct-access index of the layers below. It needs an open backing file, and is left
+    /// out where the chain is not suited.
+    pub index: bool,
 }
 
 impl Default for NewDisk {
@@ -61,6 +66,7 @@ impl Default for NewDisk {
             backing_file: None,
             backing_format: None,
             open_backing: true,
+            index: true,
         }
     }
 }
@@ -81,9 +87,11 @@ pub async fn create<H: Host>(host: &H, name: &Path, new: &NewDisk) -> Result<u64
     }
     let backing = backing(host, name, &new).await?;
     let mut others: Vec<FileId> = Vec::new();
-    if let Some(backing) = backing {
-        others.extend(backing.files);
-        new.size = new.size.or(Some(backing.size));
+    if let Some(backing) = &backing {
+        others.extend(
+            backing.layers().flat_map(|(_, layer)| [layer.storage().id(), layer.data().id()]),
+        );
+        new.size = new.size.or(Some(backing.active().size()));
     }
     let size = new.size.ok_or_else(|| refused("Image creation needs a size parameter"))?;
     let size = size
@@ -91,7 +99,19 @@ pub async fn create<H: Host>(host: &H, name: &Path, new: &NewDisk) -> Result<u64
         .filter(|size| i64::try_from(*size).is_ok())
         .ok_or_else(|| refused("the size must be below 8 EiB"))?;
     let plan = match new.format {
-        ImageFormat::Qcow2 => Some(plan(name, &new, size)?),
+        ImageFormat::Qcow2 => {
+            // The options are checked before the chain is looked at.
+            let plain = plan(name, &new, size, None)?;
+            let index = match &backing {
+                Some(backing) if new.index => index_of(host, backing, &new).await?,
+                _ => None,
+            };
+            // A header without room for the extension does without the index.
+            let indexed = index.and_then(|index| {
+                Some((plan(name, &new, size, Some(index.extension)).ok()?, index.bytes))
+            });
+            Some(indexed.unwrap_or((plain, Vec::new())))
+        }
         ImageFormat::Raw => {
             check_raw(name, &new)?;
             None
@@ -99,7 +119,7 @@ pub async fn create<H: Host>(host: &H, name: &Path, new: &NewDisk) -> Result<u64
     };
     let mut fresh = Fresh { host, names: Vec::new() };
     let result = match &plan {
-        Some(plan) => write_qcow2(&mut fresh, name, &new, plan, &others).await,
+        Some((plan, index)) => write_qcow2(&mut fresh, name, &new, plan, index, &others).await,
         None => write_raw(&mut fresh, name, size, new.preallocation).await,
     };
     if result.is_err() {
@@ -108,14 +128,8 @@ pub async fn create<H: Host>(host: &H, name: &Path, new: &NewDisk) -> Result<u64
     result.map(|()| size)
 }
 
-struct Backing {
-    size: u64,
-    /// The files of the chain.
-    files: Vec<FileId>,
-}
-
 /// Sees to the backing file that `new` names.
-async fn backing<H: Host>(host: &H, name: &Path, new: &NewDisk) -> Result<Option<Backing>> {
+async fn backing<H: Host>(host: &H, name: &Path, new: &NewDisk) -> Result<Option<Chain<H::File>>> {
     let refused = |reason: String| DiskError::Refused { image: name.to_owned(), reason };
     let Some(file) = &new.backing_file else {
         if new.backing_format.is_some() && new.format == ImageFormat::Raw {
@@ -141,20 +155,48 @@ async fn backing<H: Host>(host: &H, name: &Path, new: &NewDisk) -> Result<Option
     }
     let format = ImageFormat::from_name(format)
         .ok_or_else(|| refused(format!("Unknown driver '{}'", format.escape_debug())))?;
-    // Others may be using it: nothing of its content is needed.
+    // Others may be using it: that it can be opened is enough.
     let options =
         OpenOptions { format: Some(format), locking: Locking::Unlocked, ..OpenOptions::default() };
     let chain = open_chain(host, &path, &options).await.map_err(|source| DiskError::Backing {
         overlay: name.to_owned(),
         source: Box::new(source),
     })?;
-    let files =
-        chain.top_down().flat_map(|(_, layer)| [layer.storage().id(), layer.data().id()]).collect();
-    Ok(Some(Backing { size: chain.active().size(), files }))
+    Ok(Some(chain))
+}
+
+/// The index that the overlay of a chain is to hold, if the chain is suited.
+async fn index_of<H: Host>(
+    host: &H,
+    chain: &Chain<H::File>,
+    new: &NewDisk,
+) -> Result<Option<Built>> {
+    let top = chain.active();
+    let place = Place {
+        at: HostOffset::new(new.cluster_size),
+        cluster_size: new.cluster_size,
+        position: chain.len() as u32,
+    };
+    // What a writer has open is still changing; it is frozen only when the overlay takes its place.
+    let frozen = host.open(top.name(), OpenMode::default()).await.is_ok();
+    let name = new.backing_file.as_deref().unwrap_or_default();
+    if frozen {
+        return build(chain, name, place, Folding::InTurn, |_, _| {}).await;
+    }
+    let below = top.header().and_then(|header| header.backing_file).unwrap_or_default();
+    match chain.below_with_index(chain.len() - 1) {
+        Some(frozen) => build(&frozen, &below, place, Folding::InTurn, |_, _| {}).await,
+        None => Ok(None),
+    }
 }
 
 /// The layout of a qcow2 image.
-pub(crate) fn plan(name: &Path, new: &NewDisk, size: u64) -> Result<Plan> {
+pub(crate) fn plan(
+    name: &Path,
+    new: &NewDisk,
+    size: u64,
+    index: Option<IndexExtension>,
+) -> Result<Plan> {
     let refused =
         |reason: &str| DiskError::Refused { image: name.to_owned(), reason: reason.into() };
     if !new.cluster_size.is_power_of_two() || !(512..=2 << 20).contains(&new.cluster_size) {
@@ -177,6 +219,7 @@ pub(crate) fn plan(name: &Path, new: &NewDisk, size: u64) -> Result<Plan> {
         data_file_raw: new.data_file_raw,
         // The data file alone can be the content only where every cluster is in it.
         preallocate: new.preallocation != Preallocation::Off || new.data_file_raw,
+        index,
     };
     let error = |source: FormatError| DiskError::Format { image: name.to_owned(), source };
     image.plan().map_err(error)
@@ -194,6 +237,7 @@ fn check_raw(name: &Path, new: &NewDisk) -> Result<()> {
         format: ImageFormat::Raw,
         preallocation: new.preallocation,
         open_backing: new.open_backing,
+        index: new.index,
         ..NewDisk::default()
     };
     if *new != plain {
@@ -245,6 +289,7 @@ async fn write_qcow2<H: Host>(
     name: &Path,
     new: &NewDisk,
     plan: &Plan,
+    index: &[u8],
     others: &[FileId],
 ) -> Result<()> {
     let file = fresh.file(name, others).await?;
@@ -265,6 +310,13 @@ async fn write_qcow2<H: Host>(
     clear(&file, plan.file_length()).await?;
     let (at, length) = plan.data();
     preallocate(&file, at.get(), length, new.preallocation).await?;
+    if let Some(extension) = plan.header().index() {
+        let mut at = extension.area_offset.get();
+        for piece in index.chunks(CHUNK as usize) {
+            file.write_at(at, IoBuf::copy_of(piece)).await?;
+            at += piece.len() as u64;
+        }
+    }
     for (at, bytes) in plan.writes() {
         if at.get() == 0 {
             // The header makes it an image: what it names is there before it.

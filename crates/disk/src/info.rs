@@ -1,5 +1,6 @@
 //! What an image says of itself.
 
+use crate::index::{IndexInfo, index_info};
 use crate::{DiskError, ImageFormat, Result};
 use isobath_qcow2::header::ParseMode;
 use isobath_qcow2::{
@@ -70,6 +71,8 @@ pub struct Qcow2Info {
     pub data_file_raw: Option<bool>,
     /// The persistent bitmaps.
     pub bitmaps: Vec<BitmapInfo>,
+    /// The direct-access index.
+    pub index: Option<IndexInfo>,
 }
 
 /// A persistent bitmap.
@@ -91,7 +94,16 @@ pub struct BitmapInfo {
 /// If the file cannot be opened, locked or read, or its header, snapshot table or bitmap directory
 /// cannot be used.
 pub async fn info<H: Host>(host: &H, name: &Path, options: &InfoOptions) -> Result<ImageInfo> {
-    Ok(look(host, name, options).await?.0)
+    let mut info = look(host, name, options).await?.0;
+    check_index(host, &mut info, options).await;
+    Ok(info)
+}
+
+/// Looks whether an image's index describes the layers below as they are.
+async fn check_index<H: Host>(host: &H, info: &mut ImageInfo, options: &InfoOptions) {
+    if let Some(index) = info.qcow2.as_mut().and_then(|qcow2| qcow2.index.as_mut()) {
+        *index = index_info(host, &info.filename, index, options.locking).await;
+    }
 }
 
 /// Looks at an image and its backing chain, from the image down.
@@ -129,6 +141,9 @@ pub async fn backing_chain_info<H: Host>(
             next = Some((backing.clone(), InfoOptions { format, ..options }));
         }
         chain.push(info);
+    }
+    if let Some(active) = chain.first_mut() {
+        check_index(host, active, options).await;
     }
     Ok(chain)
 }
@@ -185,6 +200,7 @@ async fn look<H: Host>(
         data_file_raw: data_file
             .then(|| header.autoclear.contains(AutoclearFeatures::DATA_FILE_RAW)),
         bitmaps,
+        index: header.index().map(IndexInfo::unchecked),
     });
     info.backing_filename = header.backing_file;
     info.snapshots = snapshots;

@@ -35,7 +35,7 @@ pub async fn measure<H: Host>(new: &NewDisk, source: Option<&Disk<H>>) -> Result
     // Checks the options too.
     let name = Path::new("the new image");
     let error = |source| DiskError::Format { image: name.to_owned(), source };
-    let geometry = plan(name, new, size)?.header().geometry().map_err(error)?;
+    let geometry = plan(name, new, size, None)?.header().geometry().map_err(error)?;
     let cluster = geometry.cluster_size();
     let clusters = geometry.clusters_for(size);
     // Whole tables, as QEMU counts.

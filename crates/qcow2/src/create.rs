@@ -8,6 +8,7 @@ use crate::features::{
 };
 use crate::geometry::{Geometry, HOST_OFFSET_LIMIT, MAX_REFCOUNT_TABLE_BYTES};
 use crate::header::{FEATURE_NAMES_CLUSTER_BITS, Header, ParseMode, V2_LENGTH, V3_LENGTH};
+use crate::index::IndexExtension;
 use crate::l1::L1Entry;
 use crate::l2::L2Entry;
 use crate::offset::{HostCluster, HostOffset};
@@ -43,6 +44,10 @@ pub struct NewImage {
     /// in a new file they read as zeroes. Together with a backing file it needs extended L2 entries,
     /// which leave the subclusters unallocated.
     pub preallocate: bool,
+    /// The direct-access index that the image will hold. Its area starts at the second cluster,
+    /// with refcount 0; the caller writes what is in it. Everything else comes behind, so that
+    /// QEMU, which takes what follows the last cluster in use for zeroes, does not show it.
+    pub index: Option<IndexExtension>,
 }
 
 impl NewImage {
@@ -61,10 +66,11 @@ impl NewImage {
             data_file: None,
             data_file_raw: false,
             preallocate: false,
+            index: None,
         }
     }
 
-    /// Lays the image out: header, refcount table, refcount blocks, L1 table, and with
+    /// Lays the image out: header, the index's area, refcount table, refcount blocks, L1 table, and with
     /// preallocation L2 tables and guest clusters, each after the other.
     ///
     /// # Errors
@@ -97,10 +103,11 @@ impl NewImage {
             (true, true) => (l1_size, 0),
             (true, false) => (l1_size, geometry.clusters_for(size)),
         };
+        let index = self.index_clusters(&geometry)?;
         // The refcounts count themselves too, so grow them until they suffice.
         let (mut table, mut blocks) = (1, 1);
         let (table, blocks, total) = loop {
-            let total = 1 + table + blocks + l1 + l2 + data;
+            let total = 1 + index + table + blocks + l1 + l2 + data;
             let needed_blocks = total.div_ceil(geometry.refcount_block_entries());
             let needed_table = geometry.clusters_for(needed_blocks * 8);
             if (needed_table, needed_blocks) == (table, blocks) {
@@ -114,12 +121,13 @@ impl NewImage {
             return Err(too_large());
         }
         let at = |cluster: u64| HostOffset::new(cluster << self.cluster_bits);
-        let l1_cluster = 1 + table + blocks;
+        let table_cluster = 1 + index;
+        let l1_cluster = table_cluster + table + blocks;
         let header = self.header(
             size,
             l1_size as u32,
             if l1_size == 0 { HostOffset::new(0) } else { at(l1_cluster) },
-            at(1),
+            at(table_cluster),
             table as u32,
         );
         header.validate(ParseMode::Open)?;
@@ -127,6 +135,7 @@ impl NewImage {
             first_cluster: header.encode()?,
             header,
             geometry,
+            table_cluster,
             table_clusters: table,
             blocks,
             l1_cluster,
@@ -135,6 +144,20 @@ impl NewImage {
             data_cluster: l1_cluster + l1 + l2,
             data_clusters: data,
         })
+    }
+
+    /// Clusters of the index's area.
+    fn index_clusters(&self, geometry: &Geometry) -> Result<u64, FormatError> {
+        let Some(index) = &self.index else { return Ok(0) };
+        let size = geometry.cluster_size();
+        if index.area_offset.get() != size || !index.area_length.is_multiple_of(size) {
+            return Err(FormatError::invalid(
+                "the index's area",
+                format_args!("{} bytes at {}", index.area_length, index.area_offset),
+                format!("must be whole clusters of {size} bytes behind the first"),
+            ));
+        }
+        Ok(index.area_length / size)
     }
 
     fn check(&self) -> Result<(), FormatError> {
@@ -223,6 +246,7 @@ impl NewImage {
         if self.version >= 3 && self.cluster_bits >= FEATURE_NAMES_CLUSTER_BITS {
             extensions.push(Extension::FeatureNames(FeatureNameTable::known()));
         }
+        extensions.extend(self.index.map(Extension::Index));
         Header {
             version: self.version,
             backing_file: self.backing_file.clone(),
@@ -261,6 +285,7 @@ pub struct Plan {
     header: Header,
     geometry: Geometry,
     first_cluster: Vec<u8>,
+    table_cluster: u64,
     table_clusters: u64,
     blocks: u64,
     l1_cluster: u64,
@@ -276,7 +301,7 @@ impl Plan {
         &self.header
     }
 
-    /// The image file's length in bytes. Every cluster up to it is in use.
+    /// The image file's length in bytes. Every cluster up to it is in use, but for the index's.
     pub fn file_length(&self) -> u64 {
         (self.data_cluster + self.data_clusters) << self.geometry.cluster_bits()
     }
@@ -322,20 +347,21 @@ impl Plan {
     }
 
     fn refcount_table(&self) -> (HostOffset, Vec<u8>) {
-        let first = 1 + self.table_clusters;
+        let first = self.table_cluster + self.table_clusters;
         let table = (first..first + self.blocks)
             .flat_map(|block| {
                 RefcountTableEntry::from_raw(self.at(block).get()).raw().to_be_bytes()
             })
             .collect();
-        (self.at(1), table)
+        (self.at(self.table_cluster), table)
     }
 
-    /// Refcount block `block`: 1 for every cluster of the file.
+    /// Refcount block `block`: 1 for every cluster of the file, but for the index's.
     fn refcount_block(&self, block: u64) -> (HostOffset, Vec<u8>) {
         let total = self.data_cluster + self.data_clusters;
         let entries = self.geometry.refcount_block_entries();
-        let used = total.saturating_sub(block * entries).min(entries);
+        let first = block * entries;
+        let used = total.saturating_sub(first).min(entries);
         let order = self.geometry.refcount_order();
         // Ones repeat every eight entries, each of which is `bits` bits: a whole number of bytes.
         let mut eight = vec![0; order.bits() as usize];
@@ -350,7 +376,11 @@ impl Plan {
         }
         bytes.extend(rest);
         bytes.truncate(self.geometry.cluster_size() as usize);
-        (self.at(1 + self.table_clusters + block), bytes)
+        for cluster in first.max(1)..self.table_cluster.min(first + used) {
+            // In range, as above.
+            let _ = order.write(&mut bytes, (cluster - first) as usize, 0);
+        }
+        (self.at(self.table_cluster + self.table_clusters + block), bytes)
     }
 
     fn l1_table(&self) -> (HostOffset, Vec<u8>) {
@@ -390,6 +420,7 @@ impl Plan {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::index::BlockHash;
 
     fn error(image: &NewImage) -> String {
         image.plan().unwrap_err().to_string()
@@ -461,6 +492,39 @@ mod tests {
         ] {
             assert!(image.plan().is_err(), "{image:?}");
         }
+    }
+
+    #[test]
+    fn everything_comes_behind_an_index() {
+        let size = 1u64 << 16;
+        let index = |clusters: u64| IndexExtension {
+            area_offset: HostOffset::new(size),
+            area_length: clusters * size,
+            root_offset: HostOffset::new(size),
+            root_length: 100,
+            root_hash: BlockHash::default(),
+        };
+        // More than a refcount block counts.
+        for clusters in [0, 1, 3, 40_000] {
+            let image = NewImage { index: Some(index(clusters)), ..NewImage::new(1 << 30) };
+            let plan = image.plan().unwrap();
+            let header = plan.header();
+            assert_eq!(header.index(), Some(&index(clusters)));
+            assert_eq!(header.refcount_table_offset.get(), (1 + clusters) * size);
+            let order = plan.geometry.refcount_order();
+            let entries = plan.geometry.refcount_block_entries();
+            let total = plan.file_length() / size;
+            for number in 0..plan.blocks {
+                let (_, block) = plan.refcount_block(number);
+                for cluster in number * entries..total.min((number + 1) * entries) {
+                    let count = order.read(&block, (cluster % entries) as usize).unwrap();
+                    assert_eq!(count, u64::from(cluster == 0 || cluster > clusters), "{cluster}");
+                }
+            }
+        }
+        let mut odd = index(1);
+        odd.area_length = 5;
+        assert!(error(&NewImage { index: Some(odd), ..NewImage::new(1 << 30) }).contains("whole"));
     }
 
     #[test]

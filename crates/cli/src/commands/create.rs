@@ -30,6 +30,9 @@ pub(crate) struct Args {
     /// Options as NAME=VALUE, separated by commas (two of them stand for one); '-o help' lists them
     #[arg(short, long, value_name = "OPTIONS")]
     options: Vec<String>,
+    /// Write no direct-access index of the layers below
+    #[arg(long)]
+    no_index: bool,
     /// Print nothing
     #[arg(short, long)]
     quiet: bool,
@@ -63,8 +66,12 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     }
     let Some(image) = &args.image else { return Err(Failure::new("Expecting image file name")) };
     let failure = |message: &dyn std::fmt::Display| Failure::new(message).context(image.display());
-    let mut new =
-        NewDisk { format: args.format, open_backing: !args.unchecked, ..NewDisk::default() };
+    let mut new = NewDisk {
+        format: args.format,
+        open_backing: !args.unchecked,
+        index: !args.no_index,
+        ..NewDisk::default()
+    };
     for (name, value) in &given {
         apply(&mut new, name, value).map_err(|error| failure(&error))?;
     }

@@ -5,7 +5,9 @@ mod text;
 use crate::failure::{Failure, Outcome};
 use crate::options::{self, OutputFormat};
 use crate::{json, runtime};
-use isobath_disk::{ImageFormat, ImageInfo, InfoOptions, Qcow2Info, backing_chain_info, info};
+use isobath_disk::{
+    ImageFormat, ImageInfo, IndexInfo, IndexState, InfoOptions, Qcow2Info, backing_chain_info, info,
+};
 use isobath_qcow2::Snapshot;
 use isobath_storage::Locking;
 use isobath_storage::file::FileHost;
@@ -120,6 +122,30 @@ fn data(qcow2: &Qcow2Info) -> Value {
         ("data-file-raw", qcow2.data_file_raw.map(|raw| json!(raw))),
         ("corrupt", v3.then(|| json!(qcow2.corrupt))),
         ("extended-l2", v3.then(|| json!(qcow2.extended_l2))),
+        ("direct-access-index", qcow2.index.as_ref().map(index_to_json)),
+    ])
+}
+
+fn index_to_json(index: &IndexInfo) -> Value {
+    object([
+        (
+            "valid",
+            match &index.state {
+                IndexState::Valid => Some(json!(true)),
+                IndexState::Invalid(_) => Some(json!(false)),
+                IndexState::Unchecked => None,
+            },
+        ),
+        (
+            "reason",
+            match &index.state {
+                IndexState::Invalid(reason) => Some(json!(reason)),
+                _ => None,
+            },
+        ),
+        ("layers", (index.layers > 0).then(|| json!(index.layers))),
+        ("bytes", Some(json!(index.bytes))),
+        ("granularity", (index.granularity > 0).then(|| json!(index.granularity))),
     ])
 }
 

@@ -6,6 +6,7 @@ mod compare;
 mod completions;
 mod convert;
 mod create;
+mod index;
 mod info;
 mod io;
 mod map;
@@ -46,6 +47,7 @@ commands! {
     Compare = compare;
     Convert = convert;
     Resize = resize;
+    Index = index;
     Measure = measure;
     Completions = completions;
     Io = io;

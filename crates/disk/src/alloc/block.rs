@@ -28,6 +28,12 @@ impl Block {
         Self { offset, bytes: IoBuf::zeroed(length), order, dirty }
     }
 
+    /// Puts the block elsewhere in the file, which does not have it there yet; returns where it was.
+    pub(super) fn move_to(&mut self, offset: HostOffset) -> HostOffset {
+        self.dirty = (0..self.bytes.len().div_ceil(PAGE)).collect();
+        std::mem::replace(&mut self.offset, offset)
+    }
+
     /// The refcount at `index`; 0 past the end.
     pub(super) fn get(&self, index: usize) -> u64 {
         self.order.read(&self.bytes, index).unwrap_or(0)

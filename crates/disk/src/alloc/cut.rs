@@ -22,12 +22,13 @@ impl<S: Storage> Allocator<S> {
                 }
                 None => None,
             };
-            if offset.is_none() {
+            if offset.is_none() && !state.is_kept(last) {
                 // No block, so nothing that it would count is in use.
                 end -= (within as u64 + 1).min(end - 1);
                 continue;
             }
-            if self.refcount_in(&mut state, last).await? > 0
+            if state.is_kept(last)
+                || self.refcount_in(&mut state, last).await? > 0
                 || self.is_metadata(HostCluster::new(last))
             {
                 break;

@@ -5,6 +5,7 @@
 //! nothing durable refers to the cluster any more (see [`durability`](crate::durability)), so that
 //! writing a block's present content is always safe.
 
+mod area;
 mod block;
 mod cut;
 mod grow;
@@ -57,8 +58,17 @@ struct State {
     first_maybe_free: u64,
     /// No cluster from here on was ever used: the file ends before it.
     never_used: u64,
+    /// Areas of indexes: free in the file, and not given out.
+    areas: Vec<Range<u64>>,
     /// Where the next compressed cluster goes: host byte offset, in a cluster with room left.
     packing: Option<u64>,
+}
+
+impl State {
+    /// Whether a cluster belongs to an area.
+    fn is_kept(&self, cluster: u64) -> bool {
+        self.areas.iter().any(|area| area.contains(&cluster))
+    }
 }
 
 impl<S: Storage> Allocator<S> {
@@ -106,6 +116,7 @@ impl<S: Storage> Allocator<S> {
             replaced_tables: Vec::new(),
             first_maybe_free: 1,
             never_used: geometry.clusters_for(length),
+            areas: Vec::new(),
             packing: None,
         };
         Ok(Self { layer, geometry, state: Mutex::new(state), metadata: RwLock::new(metadata) })
@@ -273,7 +284,7 @@ impl<S: Storage> Allocator<S> {
     /// Whether a cluster is free, after giving it a refcount block if it has none.
     async fn is_free(&self, state: &mut MutexGuard<'_, State>, cluster: u64) -> Result<bool> {
         self.cover(state, cluster).await?;
-        Ok(self.refcount_in(state, cluster).await? == 0)
+        Ok(!state.is_kept(cluster) && self.refcount_in(state, cluster).await? == 0)
     }
 
     /// Takes free clusters that have refcount blocks.

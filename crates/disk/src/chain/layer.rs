@@ -47,7 +47,7 @@ pub struct Layer<S> {
     visible: AtomicU64,
     /// Bytes in the file when last asked.
     file_length: AtomicU64,
-    qcow2: Option<Qcow2>,
+    qcow2: Option<Arc<Qcow2>>,
 }
 
 /// What a qcow2 layer adds to a raw one.
@@ -90,7 +90,20 @@ impl<S: Storage> Layer<S> {
             size: AtomicU64::new(size),
             visible: AtomicU64::new(size),
             file_length: AtomicU64::new(file_length),
-            qcow2: Some(qcow2),
+            qcow2: Some(Arc::new(qcow2)),
+        }
+    }
+
+    /// The same image as part of another chain, of which more may be visible.
+    pub(crate) fn in_other_chain(&self) -> Self {
+        Self {
+            name: self.name.clone(),
+            storage: Arc::clone(&self.storage),
+            data: Arc::clone(&self.data),
+            size: AtomicU64::new(self.size()),
+            visible: AtomicU64::new(self.size()),
+            file_length: AtomicU64::new(self.file_length()),
+            qcow2: self.qcow2.clone(),
         }
     }
 
@@ -140,6 +153,17 @@ impl<S: Storage> Layer<S> {
         self.file_length.load(Ordering::Relaxed)
     }
 
+    /// No cluster of data starts here or behind: the file ends before. Raw data and external data
+    /// files may be short.
+    pub(crate) fn data_end(&self) -> u64 {
+        match self.as_qcow2() {
+            Some(qcow2) if !qcow2.geometry.has_data_file() => {
+                self.file_length().next_multiple_of(qcow2.geometry.cluster_size())
+            }
+            _ => u64::MAX,
+        }
+    }
+
     /// Asks for the file's length again: an active layer grows.
     pub(crate) async fn refresh_file_length(&self) -> Result<u64> {
         let length = self.data.len().await?;
@@ -148,7 +172,7 @@ impl<S: Storage> Layer<S> {
     }
 
     pub(crate) fn as_qcow2(&self) -> Option<&Qcow2> {
-        self.qcow2.as_ref()
+        self.qcow2.as_deref()
     }
 
     /// A copy of the header, of a qcow2 layer.

@@ -3,12 +3,19 @@
 use super::name::plain_file_name;
 use super::{Chain, ImageFormat, Layer, MAX_LAYERS, Qcow2};
 use crate::check::repair_dirty;
+use crate::index::{self, Ahead};
 use crate::{DiskError, MetadataMode, Result};
+use futures_util::future::join_all;
+use isobath_qcow2::index::RecordedFormat;
 use isobath_qcow2::{Header, IncompatibleFeatures, L1Entry, is_qcow2};
 use isobath_storage::{FileId, Host, IoBuf, Locking, OpenMode, Storage};
+use parking_lot::RwLock;
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+
+/// Layers opened together.
+const OPENED_AT_ONCE: usize = 128;
 
 /// How far the names in an image's header are believed.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -65,8 +72,21 @@ impl OpenOptions {
     }
 }
 
-/// Opens `name` and everything below it.
+/// Opens `name` and everything below it, and the index that describes it, if one holds.
 pub(crate) async fn open_chain<H: Host>(
+    host: &H,
+    name: &Path,
+    options: &OpenOptions,
+) -> Result<Chain<H::File>> {
+    let chain = open_layers(host, name, options).await?;
+    if options.backing {
+        chain.set_index(index::find(&chain).await);
+    }
+    Ok(chain)
+}
+
+/// Opens `name` and everything below it, together where an index says what there is.
+pub(crate) async fn open_layers<H: Host>(
     host: &H,
     name: &Path,
     options: &OpenOptions,
@@ -75,6 +95,7 @@ pub(crate) async fn open_chain<H: Host>(
     let mut seen: HashSet<FileId> = HashSet::new();
     let mut next = Some((name.to_owned(), options.format));
     let mut visible = u64::MAX;
+    let mut ahead = OpenedAhead::default();
     while let Some((name, format)) = next.take() {
         if layers.len() == MAX_LAYERS {
             return Err(DiskError::Refused {
@@ -83,9 +104,12 @@ pub(crate) async fn open_chain<H: Host>(
             });
         }
         let writable = options.writable && layers.is_empty();
-        let opened = open_layer(host, &name, format, writable, options).await;
+        let opened = match ahead.take(&name, format) {
+            Some(layer) => Ok(layer),
+            None => open_layer(host, &name, format, writable, options).await,
+        };
         let layer = match (opened, layers.last()) {
-            (Ok(layer), _) => layer,
+            (Ok(layer), _) => Arc::new(layer),
             (Err(error), None) => return Err(error),
             (Err(error), Some(above)) => {
                 return Err(DiskError::Backing {
@@ -106,11 +130,107 @@ pub(crate) async fn open_chain<H: Host>(
         visible = layer.visible();
         if options.backing {
             next = backing_of(host, &layer, &options.trust)?;
+            if next.is_some() && ahead.is_empty() {
+                ahead = open_ahead(host, &layer, options).await;
+            }
         }
-        layers.push(Arc::new(layer));
+        layers.push(layer);
     }
     layers.reverse();
-    Ok(Chain { layers })
+    Ok(Chain { layers, index: RwLock::default() })
+}
+
+/// Layers opened because an index names them, the next one of the chain last. Each is used only
+/// where the header above it names the very same file.
+struct OpenedAhead<S> {
+    layers: Vec<Layer<S>>,
+}
+
+impl<S> Default for OpenedAhead<S> {
+    fn default() -> Self {
+        Self { layers: Vec::new() }
+    }
+}
+
+impl<S: Storage> OpenedAhead<S> {
+    fn is_empty(&self) -> bool {
+        self.layers.is_empty()
+    }
+
+    /// The next layer, if it is what the chain asks for; otherwise nothing that follows is, either.
+    fn take(&mut self, name: &Path, format: Option<ImageFormat>) -> Option<Layer<S>> {
+        let layer = self.layers.pop()?;
+        // What is not named is probed, which finds qcow2 where it is.
+        let expected = format.unwrap_or(ImageFormat::Qcow2);
+        if layer.name() != name || layer.format() != expected {
+            self.layers.clear();
+            return None;
+        }
+        Some(layer)
+    }
+}
+
+/// Opens the layers below `holder` that its index names, many at once.
+async fn open_ahead<H: Host>(
+    host: &H,
+    holder: &Arc<Layer<H::File>>,
+    options: &OpenOptions,
+) -> OpenedAhead<H::File> {
+    let mut opened = OpenedAhead::default();
+    let Some(root) = index::read_root(holder).await else { return opened };
+    if root.covers != root.position {
+        return opened;
+    }
+    let (position, covers) = (root.position as usize, root.covers as usize);
+    let mut ahead = Ahead::new(root);
+    let mut referrer = holder.name().to_owned();
+    // From the top down, as the names are known.
+    let mut layers: Vec<Layer<H::File>> = Vec::with_capacity(covers);
+    loop {
+        let mut wanted = Vec::new();
+        for number in (ahead.lowest()..covers - layers.len()).rev() {
+            let Some(record) = ahead.record(number) else { break };
+            let path =
+                referenced_file(host, &referrer, "backing file", &record.name, &options.trust);
+            let Ok(path) = path else { break };
+            let format = match record.format {
+                RecordedFormat::Raw => ImageFormat::Raw,
+                RecordedFormat::Qcow2 => ImageFormat::Qcow2,
+            };
+            referrer.clone_from(&path);
+            wanted.push((path, format));
+        }
+        'opening: for batch in wanted.chunks(OPENED_AT_ONCE) {
+            let opening = batch
+                .iter()
+                .map(|(path, format)| open_layer(host, path, Some(*format), false, options));
+            for layer in join_all(opening).await {
+                // Whoever asks for one that fails by the header's name finds out why.
+                let Ok(layer) = layer else { break 'opening };
+                layers.push(layer);
+            }
+        }
+        if covers - layers.len() != ahead.lowest() {
+            break;
+        }
+        let Some(chapter) = ahead.next_chapter().map(|chapter| chapter.layer as usize) else {
+            break;
+        };
+        let read = if chapter == position {
+            ahead.read_chapter(holder).await
+        } else {
+            match layers.get((covers - 1).wrapping_sub(chapter)) {
+                Some(layer) => ahead.read_chapter(layer).await,
+                None => false,
+            }
+        };
+        if !read {
+            break;
+        }
+    }
+    layers.reverse();
+    opened.layers = layers;
+    opened
 }
 
 /// The name and format of a layer's backing file.

@@ -112,6 +112,11 @@ impl Slice {
         }
     }
 
+    /// Where the bytes of a unit come from.
+    pub(crate) fn unit_source(&self, index: usize, unit_bits: u32) -> Source {
+        self.source(self.unit(index), 0, unit_bits)
+    }
+
     fn cost(&self) -> usize {
         self.units.len() * 8 + SLICE_OVERHEAD
     }

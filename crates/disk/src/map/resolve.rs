@@ -3,8 +3,10 @@
 
 use super::{SLICE_UNITS, Slice, Unit};
 use crate::chain::{Chain, Layer, LayerIndex, Qcow2};
+use crate::index::ChainIndex;
 use crate::{DiskError, Result};
 use futures_util::future::try_join_all;
+use isobath_qcow2::index::{Page, PageEntry};
 use isobath_qcow2::{
     ClusterIndex, ClusterKind, CompressedCluster, GuestOffset, HostOffset, L2Entry,
 };
@@ -31,7 +33,8 @@ pub(crate) trait ActiveEntries {
     fn is_metadata(&self, offset: HostOffset) -> bool;
 }
 
-/// Merges the guest bytes of `range`, a slice's, over the chain.
+/// Merges the guest bytes of `range`, a slice's, over the chain: the layers above its index one by
+/// one, the others as the index has them.
 pub(crate) async fn resolve<S: Storage, A: ActiveEntries>(
     chain: &Chain<S>,
     writer: Option<&A>,
@@ -46,16 +49,63 @@ pub(crate) async fn resolve<S: Storage, A: ActiveEntries>(
         left: SLICE_UNITS,
         compressed: Vec::new(),
     };
+    let index = chain.index();
+    let described = index.as_ref().map_or(0, |index| index.covers());
+    let above = chain.top_down().take_while(|(index, _)| index.get() as usize >= described);
+    merge_layers(&mut merge, chain, above, writer, &range).await?;
+    if merge.left > 0
+        && let Some(index) = index.filter(|_| described > 0)
+        && !merge_described(&mut merge, chain, &index, &range).await?
+    {
+        let below = chain.top_down().skip_while(|(index, _)| index.get() as usize >= described);
+        merge_layers(&mut merge, chain, below, None::<&NoWriter>, &range).await?;
+    }
+    Ok(Slice::new(&merge.units, merge.compressed))
+}
+
+/// Merges the layers that an index describes; whether it could be read.
+async fn merge_described<S: Storage>(
+    merge: &mut Merge,
+    chain: &Chain<S>,
+    index: &ChainIndex<S>,
+    range: &Range<u64>,
+) -> Result<bool> {
+    let Some(owners) = index.owners(chain, range.start).await else { return Ok(false) };
+    let newer = owners.newer.iter().rev().filter_map(|layer| {
+        let layer = LayerIndex::new(*layer);
+        Some((layer, chain.get(layer)?))
+    });
+    merge_layers(merge, chain, newer, None::<&NoWriter>, range).await?;
+    if let Some(page) = owners.page {
+        let root = index.root();
+        let start = range.start >> root.page_bits() << root.page_bits();
+        merge.apply_page(chain, &page, start, root.unit_bits);
+    }
+    Ok(true)
+}
+
+/// Merges `layers`, from the top down, until every unit is decided.
+async fn merge_layers<'a, S: Storage, A: ActiveEntries>(
+    merge: &mut Merge,
+    chain: &'a Chain<S>,
+    layers: impl Iterator<Item = (LayerIndex, &'a Arc<Layer<S>>)>,
+    writer: Option<&A>,
+    range: &Range<u64>,
+) -> Result<()> {
     let active = chain.active_index();
     let mut batch = FIRST_BATCH;
     let mut pending: Vec<(LayerIndex, &Arc<Layer<S>>, Portion)> = Vec::new();
-    for (index, layer) in chain.top_down() {
+    for (index, layer) in layers {
+        if merge.left == 0 {
+            break;
+        }
         let visible = range.start..range.end.min(layer.visible());
         if visible.is_empty() {
             break;
         }
         let Some(qcow2) = layer.as_qcow2() else {
-            merge_pending(&mut merge, &mut pending).await?;
+            merge_pending(merge, &mut pending).await?;
+            let unit_bits = merge.unit_bits;
             merge.decide(visible, |guest| Unit::data(index, guest, unit_bits, index == active));
             break;
         };
@@ -71,15 +121,11 @@ pub(crate) async fn resolve<S: Storage, A: ActiveEntries>(
             }
         }
         if pending.len() >= batch {
-            merge_pending(&mut merge, &mut pending).await?;
+            merge_pending(merge, &mut pending).await?;
             batch = (batch * 2).min(LARGEST_BATCH);
         }
-        if merge.left == 0 {
-            break;
-        }
     }
-    merge_pending(&mut merge, &mut pending).await?;
-    Ok(Slice::new(&merge.units, merge.compressed))
+    merge_pending(merge, &mut pending).await
 }
 
 /// Reads the tables of the layers in `pending` and merges them in order.
@@ -202,7 +248,7 @@ pub(crate) async fn explain_invalid<S: Storage>(layer: &Layer<S>, guest: u64) ->
 }
 
 /// Stands for the writer of a layer that has none.
-enum NoWriter {}
+pub(crate) enum NoWriter {}
 
 impl ActiveEntries for NoWriter {
     async fn entries(&self, _: ClusterIndex, _: u64) -> Result<Vec<L2Entry>> {
@@ -259,11 +305,7 @@ impl Merge {
         let Some(qcow2) = layer.as_qcow2() else { return };
         let geometry = &qcow2.geometry;
         let size = geometry.cluster_size();
-        let past_end = if geometry.has_data_file() {
-            u64::MAX
-        } else {
-            layer.file_length().next_multiple_of(size)
-        };
+        let past_end = layer.data_end();
         for (step, entry) in entries.iter().enumerate() {
             let start = (first.get() + step as u64) << geometry.cluster_bits();
             let range = start..(start + size).min(layer.visible());
@@ -307,6 +349,42 @@ impl Merge {
                     }
                 }
                 Err(_) => self.decide(range, |_| Some(Unit::invalid(index))),
+            }
+        }
+    }
+
+    /// Merges a page of an index, whose first guest byte is `page_start`.
+    fn apply_page<S: Storage>(
+        &mut self,
+        chain: &Chain<S>,
+        page: &Page,
+        page_start: u64,
+        page_unit_bits: u32,
+    ) {
+        let unit_bits = self.unit_bits;
+        for run in &page.runs {
+            let Some(number) = run.entry.layer() else { continue };
+            let index = LayerIndex::new(number);
+            let Some(layer) = chain.get(index) else { continue };
+            let start = page_start + ((run.first as u64) << page_unit_bits);
+            let end = start + ((run.count as u64) << page_unit_bits);
+            let range = start..end.min(layer.visible());
+            match run.entry {
+                PageEntry::Absent => {}
+                PageEntry::Zero { .. } => self.decide(range, |_| Some(Unit::zero(index))),
+                PageEntry::Data { host, .. } => {
+                    let past_end = layer.data_end();
+                    self.decide(range, |guest| {
+                        let host = host.get() + (guest - start);
+                        let unit = Unit::data(index, host, unit_bits, false);
+                        unit.filter(|_| host < past_end).or(Some(Unit::invalid(index)))
+                    });
+                }
+                PageEntry::Compressed { cluster, .. } => {
+                    self.compressed.push(cluster);
+                    let at = (self.compressed.len() - 1) as u32;
+                    self.decide(range, |_| Some(Unit::compressed(index, at)));
+                }
             }
         }
     }

@@ -5,6 +5,7 @@ use super::{Qcow2Writer, Writer};
 use crate::alloc::Allocator;
 use crate::chain::{Layer, Qcow2};
 use crate::durability::Metadata;
+use crate::index;
 use crate::tables::Tables;
 use crate::{DiskError, MetadataMode, Result};
 use isobath_qcow2::header::field;
@@ -38,6 +39,11 @@ impl<S: Storage> Writer<S> {
         }
         let metadata = own_clusters(layer, qcow2, &header).await?;
         let alloc = Allocator::open(Arc::clone(layer), qcow2, metadata).await?;
+        if let Some(area) = header.index().and_then(|index| index::clusters(qcow2, index))
+            && index::read_root(layer).await.is_some()
+        {
+            alloc.keep_area(area).await;
+        }
         let bitmaps = Bitmaps::open(layer, &header).await?;
         clear_unknown_autoclear(layer, qcow2).await?;
         let tables = Tables::new(Arc::clone(layer), qcow2);

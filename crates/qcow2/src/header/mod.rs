@@ -1,8 +1,11 @@
 //! The header: the first cluster of an image (section "Header").
 
+mod edit;
 mod encode;
 mod parse;
 mod validate;
+
+pub use edit::HeaderWrite;
 
 use crate::bytes;
 use crate::compress::CompressionType;

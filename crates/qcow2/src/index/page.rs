@@ -132,7 +132,8 @@ impl Page {
             let entry = kind << KIND_SHIFT | u64::from(layer) << LAYER_SHIFT | payload;
             heads.extend(entry.to_be_bytes());
         }
-        let mut out = Vec::with_capacity(HEAD + BITMAP + heads.len() + compressed.len() * COMPRESSED);
+        let mut out =
+            Vec::with_capacity(HEAD + BITMAP + heads.len() + compressed.len() * COMPRESSED);
         out.extend(MAGIC);
         out.extend(self.number.to_be_bytes());
         out.extend((self.runs.len() as u16).to_be_bytes());
@@ -209,10 +210,8 @@ mod tests {
         prop_oneof![
             Just(PageEntry::Absent),
             any::<u16>().prop_map(|layer| PageEntry::Zero { layer }),
-            (any::<u16>(), 0u64..1 << 40).prop_map(|(layer, n)| PageEntry::Data {
-                layer,
-                host: HostOffset::new(n << 16)
-            }),
+            (any::<u16>(), 0u64..1 << 40)
+                .prop_map(|(layer, n)| PageEntry::Data { layer, host: HostOffset::new(n << 16) }),
             (any::<u16>(), 0u64..1 << 56, 1u64..1 << 20).prop_map(|(layer, offset, length)| {
                 let cluster = CompressedCluster { offset: HostOffset::new(offset), length };
                 PageEntry::Compressed { layer, cluster }
@@ -283,7 +282,9 @@ mod tests {
     fn a_page_that_lies_about_its_runs_is_refused() {
         let page = Page::new(0, 16, &[PageEntry::Zero { layer: 1 }; PAGE_UNITS]);
         let good = page.encode(16).unwrap();
-        for (at, value) in [(0, b'X'), (9, 2), (11, 1), (HEAD, 0xff), (HEAD + 1, 0), (HEAD + BITMAP, 0xf0)] {
+        for (at, value) in
+            [(0, b'X'), (9, 2), (11, 1), (HEAD, 0xff), (HEAD + 1, 0), (HEAD + BITMAP, 0xf0)]
+        {
             let mut bad = good.clone();
             bad[at] = value;
             assert_eq!(Page::decode(&bad, 0, 16), None, "{at}");

@@ -2,7 +2,7 @@
 
 use crate::options::printable;
 use crate::size::human;
-use isobath_disk::{ImageInfo, Qcow2Info};
+use isobath_disk::{ImageInfo, IndexState, Qcow2Info};
 use isobath_qcow2::Snapshot;
 use std::io::{self, Write};
 use std::mem::MaybeUninit;
@@ -70,6 +70,20 @@ fn print_qcow2(out: &mut dyn Write, qcow2: &Qcow2Info) -> io::Result<()> {
     if v3 {
         writeln!(out, "    corrupt: {}", qcow2.corrupt)?;
         writeln!(out, "    extended l2: {}", qcow2.extended_l2)?;
+    }
+    if let Some(index) = &qcow2.index {
+        writeln!(out, "    direct-access index:")?;
+        match &index.state {
+            IndexState::Valid => writeln!(out, "        valid: true")?,
+            IndexState::Invalid(reason) => {
+                writeln!(out, "        valid: false ({})", printable(reason))?;
+            }
+            IndexState::Unchecked => {}
+        }
+        if index.layers > 0 {
+            writeln!(out, "        layers: {}", index.layers)?;
+        }
+        writeln!(out, "        size: {}", human(index.bytes))?;
     }
     Ok(())
 }

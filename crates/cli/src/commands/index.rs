@@ -1,0 +1,101 @@
+//! `isobath index`
+
+use crate::failure::{Failure, Outcome};
+use crate::size::human;
+use crate::workers::Progress;
+use crate::{options, runtime};
+use isobath_disk::{Disk, ImageFormat, IndexProgress, OpenOptions};
+use isobath_storage::Locking;
+use isobath_storage::file::FileHost;
+use std::cell::Cell;
+use std::io::Write;
+use std::path::PathBuf;
+use std::rc::Rc;
+
+/// Write the direct-access index of the layers below an image into it
+///
+/// With it, opening a chain and first touching its parts cost the same at any depth. `create -b`
+/// writes one by itself; this command writes it for chains made by others, and anew where it is out
+/// of date. The image must not be in use. Any QEMU reads and writes images with an index as before.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// Remove the index
+    #[arg(long, conflicts_with = "verify")]
+    drop: bool,
+    /// Compare the index with the layers' own tables; exits with 2 if it does not hold
+    #[arg(long)]
+    verify: bool,
+    /// Show the progress
+    #[arg(short, long)]
+    progress: bool,
+    /// Print nothing
+    #[arg(short, long)]
+    quiet: bool,
+    /// With --verify: read the image although another program writes to it
+    #[arg(short = 'U', long, requires = "verify")]
+    force_share: bool,
+    /// The image
+    image: PathBuf,
+}
+
+pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
+    let options = OpenOptions {
+        writable: !args.verify,
+        format: Some(ImageFormat::Qcow2),
+        locking: if args.force_share { Locking::Unlocked } else { Locking::Exclusive },
+        ..OpenOptions::default()
+    };
+    runtime::block_on(async || {
+        let disk = Disk::open(FileHost, &args.image, &options).await?;
+        let name = options::printable(&args.image.display().to_string());
+        if args.drop {
+            let dropped = disk.drop_index().await?;
+            disk.close().await?;
+            if !args.quiet {
+                let what = if dropped { "Index removed." } else { "There was no index." };
+                writeln!(out, "{what}")?;
+            }
+            return Ok(0);
+        }
+        let state = Rc::new(Cell::new((0, 0)));
+        let progress = Progress::show(args.progress && !args.quiet, {
+            let state = Rc::clone(&state);
+            move || state.get()
+        });
+        let told = |now: IndexProgress| state.set((now.done, now.total));
+        if args.verify {
+            let verified = disk.verify_index(told).await;
+            progress.end(verified.is_ok());
+            return match verified? {
+                Err(reason) => Err(Failure::new(format_args!(
+                    "the index of '{name}' is out of date and not used: {reason}; 'isobath index \
+                     {name}' writes it anew"
+                ))
+                .with_code(2)),
+                Ok(differ) if differ.is_empty() => {
+                    if !args.quiet {
+                        writeln!(out, "The index says what the layers say.")?;
+                    }
+                    Ok(0)
+                }
+                Ok(differ) => {
+                    for part in &differ {
+                        writeln!(out, "differs at {} ({} bytes)", part.offset, part.length)?;
+                    }
+                    Err(Failure::new(format_args!(
+                        "the index of '{name}' is damaged; 'isobath index {name}' writes it anew"
+                    ))
+                    .with_code(2))
+                }
+            };
+        }
+        let written = disk.write_index(told).await;
+        progress.end(written.is_ok());
+        let info = written?;
+        disk.close().await?;
+        if !args.quiet {
+            writeln!(out, "Index written: {} layers, {}.", info.layers, human(info.bytes))?;
+        }
+        Ok(0)
+    })
+}

@@ -1,0 +1,79 @@
+//! The area of a direct-access index: clusters that stay free in the file's own eyes (refcount 0),
+//! but are not given out here.
+//!
+//! QEMU takes what follows the last cluster in use for zeroes, so one in use must come behind an
+//! area, and one that is never moved: a refcount block.
+
+use super::Allocator;
+use crate::Result;
+use isobath_qcow2::{HostCluster, HostOffset, RefcountTableEntry};
+use isobath_storage::Storage;
+use std::ops::Range;
+
+impl<S: Storage> Allocator<S> {
+    /// The first cluster past everything ever used, and its offset.
+    pub(crate) async fn end(&self) -> Result<(HostCluster, HostOffset)> {
+        let state = self.lock().await;
+        let cluster = HostCluster::new(state.never_used);
+        let offset = self.geometry.host_cluster_start(cluster);
+        let offset = offset.ok_or_else(|| self.corrupt("it cannot grow any more".into()))?;
+        Ok((cluster, offset))
+    }
+
+    /// Gives none of these clusters out from now on, if they lie in the file.
+    pub(crate) async fn keep_area(&self, area: Range<u64>) {
+        let mut state = self.state.lock().await;
+        if area.end <= state.never_used {
+            state.areas.push(area);
+        }
+    }
+
+    /// Whether these clusters are kept.
+    pub(crate) async fn is_kept(&self, area: &Range<u64>) -> bool {
+        self.state.lock().await.areas.contains(area)
+    }
+
+    /// Gives them out again.
+    pub(crate) async fn forget_area(&self, area: &Range<u64>) {
+        let mut state = self.state.lock().await;
+        state.areas.retain(|kept| kept != area);
+        state.first_maybe_free = state.first_maybe_free.min(area.start);
+    }
+
+    /// Keeps an area that starts at [`end`](Self::end) and puts a refcount block behind it. Returns
+    /// the clusters to be released once the structure was written and is durable.
+    pub(crate) async fn append_area(&self, area: Range<u64>) -> Result<Vec<HostCluster>> {
+        let mut state = self.lock().await;
+        if area.start < state.never_used {
+            return Err(self.corrupt("it grew while its index was made".into()));
+        }
+        let home = area.end;
+        state.never_used = home;
+        state.areas.push(area);
+        self.cover(&mut state, home).await?;
+        state.never_used = state.never_used.max(home + 1);
+        if self.refcount_in(&mut state, home).await? > 0 {
+            // A block was missing here, and was put where it counts itself.
+            return Ok(Vec::new());
+        }
+        // The first block counts the header: it is there as long as the image is.
+        self.refcount_in(&mut state, 0).await?;
+        let offset = self.geometry.host_cluster_start(HostCluster::new(home));
+        let offset = offset.ok_or_else(|| self.corrupt("it cannot grow any more".into()))?;
+        let entry = RefcountTableEntry::new(offset, &self.geometry)
+            .map_err(|error| self.layer.format_error(error))?;
+        let old = match state.blocks.get_mut(&0) {
+            Some(block) => block.move_to(offset),
+            None => return Err(self.corrupt("its first refcount block is missing".into())),
+        };
+        if let Some(slot) = state.table.first_mut() {
+            *slot = entry;
+        }
+        state.unlisted.push(0);
+        self.set(&mut state, home, 1)?;
+        let old = self.geometry.host_cluster_of(old);
+        self.mark_metadata(home..home + 1);
+        self.unmark_metadata(old.get()..old.get() + 1);
+        Ok(vec![old])
+    }
+}

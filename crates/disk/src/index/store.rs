@@ -1,0 +1,258 @@
+//! The index of an existing image: writing, verifying, removing.
+//!
+//! The area goes to the end of the file with a refcount block behind it, which are durable before the
+//! blocks are written into it; these are durable before the header points to them. A crash leaves
+//! the index that was there before, or none, and at worst lost space.
+
+use super::build::{Built, Folding, Place, build, page_of};
+use super::{IndexInfo, IndexState, load};
+use crate::chain::{Chain, Qcow2};
+use crate::disk::Disk;
+use crate::map::resolve::{NoWriter, resolve};
+use crate::write::{Qcow2Writer, Writer};
+use crate::{DiskError, Result};
+use isobath_qcow2::index::IndexExtension;
+use isobath_qcow2::{Header, HostCluster};
+use isobath_storage::{Host, IoBuf, Storage, ZeroMode};
+use std::ops::Range;
+
+/// How far the work on an index has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct IndexProgress {
+    /// Pages of the disk done.
+    pub done: u64,
+    /// Pages of the disk.
+    pub total: u64,
+}
+
+/// A part of the disk of which an index says something else than the layers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct IndexMismatch {
+    /// First guest byte.
+    pub offset: u64,
+    /// Bytes.
+    pub length: u64,
+}
+
+/// Bytes written at once.
+const PIECE: usize = 1 << 20;
+
+impl<H: Host> Disk<H> {
+    /// Writes the index of all layers below the active one into its image, in place of the one that
+    /// it has. The disk may be read meanwhile; writes wait.
+    ///
+    /// # Errors
+    /// If the disk is read-only, has no backing file or is too large for an index; the header has
+    /// no room; or the storage fails.
+    pub async fn write_index(&self, mut progress: impl FnMut(IndexProgress)) -> Result<IndexInfo> {
+        let (writer, qcow2, image) = self.indexable()?;
+        let _alone = writer.resizing.lock().await;
+        let _range = writer.ranges.lock(0..u64::MAX).await;
+        writer.commit(&self.readers).await?;
+        let name = image.header.read().backing_file.clone().unwrap_or_default();
+        let Some(below) = self.chain.below(self.chain.len() - 1) else {
+            return Err(self.no_index("it has no backing file, and nothing to index"));
+        };
+        let (start, at) = qcow2.metadata.alloc.end().await?;
+        let place =
+            Place { at, cluster_size: image.geometry.cluster_size(), position: below.len() as u32 };
+        let told = |done, total| progress(IndexProgress { done, total });
+        let Some(built) = build(&below, &name, place, Folding::Whole, told).await? else {
+            return Err(self.no_index("it is too large for an index; use larger clusters"));
+        };
+        // Before anything is written: whether the header has room.
+        edits(self.chain.active().storage().as_ref(), image, Some(&built.extension))
+            .await
+            .map_err(|error| self.chain.active().format_error(error))?;
+        let clusters = built.extension.area_length >> image.geometry.cluster_bits();
+        let area = start.get()..start.get() + clusters;
+        writer.exclusively(|| self.store(qcow2, image, area, &built)).await?;
+        writer.commit(&self.readers).await?;
+        self.chain.set_index(load::find(&self.chain).await);
+        let covers = below.len() as u32;
+        let unit = self.chain.index().map_or(0, |index| 1 << index.root().unit_bits);
+        let used = built.bytes.len() as u64;
+        Ok(IndexInfo { layers: covers, bytes: used, granularity: unit, state: IndexState::Valid })
+    }
+
+    async fn store(
+        &self,
+        qcow2: &Qcow2Writer<H::File>,
+        image: &Qcow2,
+        area: Range<u64>,
+        built: &Built,
+    ) -> Result<()> {
+        let storage = self.chain.active().storage();
+        let alloc = &qcow2.metadata.alloc;
+        let old = image.header.read().index().copied();
+        let mut released = alloc.append_area(area).await?;
+        released.extend(alloc.write_structure().await?);
+        alloc.write_blocks().await?;
+        storage.flush().await?;
+        let mut at = built.extension.area_offset.get();
+        for piece in built.bytes.chunks(PIECE) {
+            storage.write_at(at, IoBuf::copy_of(piece)).await?;
+            at += piece.len() as u64;
+        }
+        storage.flush().await?;
+        self.point_to(image, Some(&built.extension)).await?;
+        alloc.release(&released).await?;
+        match old {
+            Some(old) => self.give_back(qcow2, image, &old).await,
+            None => Ok(()),
+        }
+    }
+
+    /// Removes the index from the active image; whether it had one. Those of images above it may
+    /// have pointed into it, and are then not used any more.
+    ///
+    /// # Errors
+    /// If the disk is read-only, or the storage fails.
+    pub async fn drop_index(&self) -> Result<bool> {
+        let (writer, qcow2, image) = self.indexable()?;
+        let _alone = writer.resizing.lock().await;
+        let Some(old) = image.header.read().index().copied() else { return Ok(false) };
+        self.chain.set_index(None);
+        writer
+            .exclusively(|| async {
+                self.point_to(image, None).await?;
+                self.give_back(qcow2, image, &old).await
+            })
+            .await?;
+        Ok(true)
+    }
+
+    /// Compares what the active image's index says with the layers' own tables, page by page, and
+    /// returns where they differ. `Err` inside tells why the index is not used at all.
+    ///
+    /// # Errors
+    /// If the image has no index, or the storage fails.
+    pub async fn verify_index(
+        &self,
+        mut progress: impl FnMut(IndexProgress),
+    ) -> Result<std::result::Result<Vec<IndexMismatch>, String>> {
+        let image = self.active_qcow2().filter(|image| image.header.read().index().is_some());
+        if image.is_none() {
+            return Err(self.no_index("it has no index; 'isobath index' writes one"));
+        }
+        let root = match load::examine(&self.chain).await {
+            Ok(root) => root,
+            Err(reason) => return Ok(Err(reason)),
+        };
+        let Some(plain) = self.chain.below(root.covers as usize) else { return Ok(Ok(Vec::new())) };
+        let Some(indexed) = self.chain.below(root.covers as usize) else {
+            return Ok(Ok(Vec::new()));
+        };
+        indexed.set_index(load::find(&self.chain).await);
+        let mut differ = Vec::new();
+        let length = 1 << root.page_bits();
+        let total = root.size.div_ceil(length);
+        for number in 0..total {
+            let ours = page(&indexed, number, root.page_bits(), root.unit_bits).await?;
+            let theirs = page(&plain, number, root.page_bits(), root.unit_bits).await?;
+            let broken = indexed.index().is_none_or(|index| index.covers() == 0);
+            if broken || ours != theirs {
+                differ.push(IndexMismatch { offset: number * length, length });
+            }
+            if broken {
+                break;
+            }
+            progress(IndexProgress { done: number + 1, total });
+        }
+        Ok(Ok(differ))
+    }
+
+    fn no_index(&self, reason: &str) -> DiskError {
+        DiskError::Refused {
+            image: self.chain.active().name().to_owned(),
+            reason: reason.to_owned(),
+        }
+    }
+
+    fn indexable(&self) -> Result<(&Writer<H::File>, &Qcow2Writer<H::File>, &Qcow2)> {
+        let writer = self.writer()?;
+        match (writer.qcow2(), self.active_qcow2()) {
+            (Some(qcow2), Some(image)) => Ok((writer, qcow2, image)),
+            _ => Err(self.no_index("only a qcow2 image can hold an index")),
+        }
+    }
+
+    /// Makes the header point to an index, or to none, durably.
+    async fn point_to(&self, image: &Qcow2, index: Option<&IndexExtension>) -> Result<()> {
+        let layer = self.chain.active();
+        let storage = layer.storage();
+        let writes = edits(storage.as_ref(), image, index).await;
+        for (at, bytes) in writes.map_err(|error| layer.format_error(error))? {
+            storage.write_at(at as u64, IoBuf::copy_of(&bytes)).await?;
+            storage.flush().await?;
+        }
+        let size = image.geometry.cluster_size() as usize;
+        let cluster = storage.read_at(0, IoBuf::zeroed(size)).await?;
+        let header = Header::parse(&cluster).map_err(|error| layer.format_error(error))?;
+        image.header.write().extensions = header.extensions;
+        Ok(())
+    }
+
+    /// Makes the area of an index that nothing points to free space, of zeroes as it was before.
+    async fn give_back(
+        &self,
+        qcow2: &Qcow2Writer<H::File>,
+        image: &Qcow2,
+        index: &IndexExtension,
+    ) -> Result<()> {
+        let Some(area) = clusters(image, index) else { return Ok(()) };
+        let alloc = &qcow2.metadata.alloc;
+        if !alloc.is_kept(&area).await {
+            return Ok(());
+        }
+        let storage = self.chain.active().storage();
+        let size = image.geometry.cluster_size();
+        let zero = ZeroMode { may_unmap: true, only_fast: false };
+        // QEMU may have taken some of it for data.
+        for cluster in area.clone() {
+            if alloc.refcount(HostCluster::new(cluster)).await? == 0 {
+                storage.write_zeroes(cluster * size, size, zero).await?;
+            }
+        }
+        storage.flush().await?;
+        alloc.forget_area(&area).await;
+        Ok(())
+    }
+}
+
+/// The host clusters of an index's area; `None` if it is not made of whole clusters.
+pub(crate) fn clusters(image: &Qcow2, index: &IndexExtension) -> Option<Range<u64>> {
+    let size = image.geometry.cluster_size();
+    let (start, length) = (index.area_offset.get(), index.area_length);
+    let whole = start.is_multiple_of(size) && length.is_multiple_of(size) && start > 0;
+    whole.then(|| start / size..(start + length) / size)
+}
+
+async fn edits<S: Storage>(
+    storage: &S,
+    image: &Qcow2,
+    index: Option<&IndexExtension>,
+) -> std::result::Result<Vec<isobath_qcow2::header::HeaderWrite>, isobath_qcow2::FormatError> {
+    let size = image.geometry.cluster_size() as usize;
+    match storage.read_at(0, IoBuf::zeroed(size)).await {
+        Ok(cluster) => Header::edit_index(&cluster, index),
+        Err(error) => Err(isobath_qcow2::FormatError::new(
+            isobath_qcow2::FormatErrorKind::Truncated,
+            "header cluster",
+            "unreadable",
+            error.to_string(),
+        )),
+    }
+}
+
+/// A page as a chain has it; `None` where a table is not valid.
+async fn page<S: Storage>(
+    chain: &Chain<S>,
+    number: u64,
+    page_bits: u32,
+    unit_bits: u32,
+) -> Result<Option<isobath_qcow2::index::Page>> {
+    let range = number << page_bits..(number + 1) << page_bits;
+    let slice = resolve(chain, None::<&NoWriter>, range, unit_bits).await?;
+    Ok(page_of(&slice, number as u32, unit_bits))
+}
