@@ -1,12 +1,13 @@
 //! `isobath chain`: tools for whole chains and for many of them.
 
 mod generate;
+mod survey;
 
 use crate::failure::Outcome;
 use clap::Subcommand;
 use std::io::Write;
 
-/// Make chains for tests and measurements
+/// Make chains for tests and measurements, or look at those that there are
 #[derive(clap::Args)]
 pub(crate) struct Args {
     #[command(subcommand)]
@@ -16,10 +17,12 @@ pub(crate) struct Args {
 #[derive(Subcommand)]
 enum Command {
     Generate(generate::Args),
+    Survey(survey::Args),
 }
 
 pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     match &args.command {
         Command::Generate(args) => generate::run(args, out),
+        Command::Survey(args) => survey::run(args, out),
     }
 }

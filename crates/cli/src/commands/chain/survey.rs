@@ -1,0 +1,240 @@
+//! `isobath chain survey`
+
+use crate::failure::{Failure, Outcome};
+use crate::json;
+use clap::ValueEnum;
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use isobath_qcow2::is_qcow2;
+use isobath_survey::render::{self, Listing};
+use isobath_survey::{Options, Phase, Progress, SortBy, Survey, cost, shown, survey};
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+use std::fs::File;
+use std::io::{self, BufWriter, IsTerminal, Read, Write};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
+
+/// The exit code after a signal, once what was seen is told.
+const INTERRUPTED: u8 = 130;
+
+/// Survey a fleet: how long its chains are, how often snapshots are made, what they cost
+///
+/// Looks at every qcow2 image below the paths and follows their backing files. Reads headers only,
+/// unless told otherwise, writes nothing and takes no locks. Exit codes: 0 the fleet was surveyed,
+/// whatever is wrong with its images; 1 it was not; 130 it was interrupted, and what had been seen
+/// was told.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// Directories and images
+    #[arg(required = true, value_name = "PATH")]
+    paths: Vec<PathBuf>,
+    /// Read the L1 and L2 tables too, to count bytes that no disk shows any more
+    #[arg(long)]
+    bytes: bool,
+    /// How to print it; csv and parquet have every chain
+    #[arg(long, value_name = "FMT", default_value = "human")]
+    output: Output,
+    /// Print it to a file
+    #[arg(long, value_name = "FILE")]
+    file: Option<PathBuf>,
+    /// Write a page with charts for a browser
+    #[arg(long, value_name = "FILE")]
+    html: Option<PathBuf>,
+    /// How many chains to list
+    #[arg(long, value_name = "N", default_value_t = 20)]
+    top: usize,
+    /// Which chains to list: those with the most of this
+    #[arg(long, value_name = "WHAT", default_value = "length")]
+    sort: Sort,
+    /// Advise merging from this length on
+    #[arg(long, value_name = "N", default_value_t = cost::STREAMING_THRESHOLD,
+          value_parser = clap::value_parser!(u32).range(2..))]
+    merge_at: u32,
+    /// What dates a snapshot: when the file was born (or last written, where the file system does
+    /// not tell), or when it was last written
+    #[arg(long, value_name = "WHAT", default_value = "birth")]
+    times: Times,
+    /// Leave other file systems alone
+    #[arg(short = 'x', long)]
+    one_file_system: bool,
+    /// Threads that read
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    threads: Option<u16>,
+    /// Show no progress
+    #[arg(short, long)]
+    quiet: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Output {
+    /// Tables
+    Human,
+    /// JSON
+    Json,
+    /// CSV
+    Csv,
+    /// Parquet
+    Parquet,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Sort {
+    /// Files
+    Length,
+    /// Memory in QEMU
+    Memory,
+    /// Bytes of the chain's files
+    Held,
+    /// Bytes that no disk shows; with --bytes
+    Hidden,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Times {
+    /// Birth
+    Birth,
+    /// Last write
+    Modified,
+}
+
+pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
+    let to_terminal = args.file.is_none() && io::stdout().is_terminal();
+    if args.output == Output::Parquet && to_terminal {
+        return Err(Failure::new("parquet is nothing for a terminal: name a file with --file"));
+    }
+    if args.sort == Sort::Hidden && !args.bytes {
+        return Err(Failure::new("--sort hidden needs --bytes, which counts them"));
+    }
+    let surveyed = watched(args)?;
+    let report = surveyed.report();
+    let listing = Listing {
+        count: args.top,
+        sort: match args.sort {
+            Sort::Length => SortBy::Length,
+            Sort::Memory => SortBy::Memory,
+            Sort::Held => SortBy::Held,
+            Sort::Hidden => SortBy::Hidden,
+        },
+    };
+    if let Some(path) = &args.html {
+        let page = render::html(&surveyed, &report, listing);
+        to_file(path, |file| file.write_all(page.as_bytes()))?;
+    }
+    match (&args.file, args.output) {
+        (Some(path), Output::Parquet) => to_file(path, |file| render::parquet(&surveyed, file))?,
+        (None, Output::Parquet) => {
+            // Its writer may go to another thread, as the standard output's lock may not.
+            let mut bytes = Vec::new();
+            render::parquet(&surveyed, &mut bytes)?;
+            out.write_all(&bytes)?;
+        }
+        (file, output) => {
+            let print = |out: &mut dyn Write| match output {
+                Output::Json => json::print(out, &render::json(&surveyed, &report, listing)),
+                Output::Csv => render::csv(&surveyed, out),
+                _ => render::text(&surveyed, &report, listing, out),
+            };
+            match file {
+                Some(path) => to_file(path, |file| print(file))?,
+                None => print(out)?,
+            }
+        }
+    }
+    Ok(if surveyed.is_interrupted() { INTERRUPTED } else { 0 })
+}
+
+/// Surveys, with progress on the terminal; the first signal ends it with what is known.
+fn watched(args: &Args) -> Result<Survey, Failure> {
+    let defaults = Options::default();
+    let options = Options {
+        threads: args.threads.map_or(defaults.threads, usize::from),
+        one_file_system: args.one_file_system,
+        births: args.times == Times::Birth,
+        clusters: args.bytes,
+        merge_at: args.merge_at,
+    };
+    let progress = Arc::new(Progress::default());
+    let failed =
+        |error: io::Error| Failure::new(format_args!("could not wait for signals: {error}"));
+    let mut signals = Signals::new([SIGINT, SIGTERM]).map_err(failed)?;
+    let handle = signals.handle();
+    let watcher = {
+        let progress = progress.clone();
+        thread::spawn(move || {
+            for signal in &mut signals {
+                if progress.is_stopped() {
+                    // A second one means it.
+                    let _ = signal_hook::low_level::emulate_default_handler(signal);
+                }
+                progress.stop();
+            }
+        })
+    };
+    let result = thread::scope(|scope| {
+        let work = scope.spawn(|| survey(&args.paths, &options, &progress));
+        let bar = bar(args.quiet);
+        while !work.is_finished() {
+            show(&bar, &progress);
+            thread::sleep(Duration::from_millis(20));
+        }
+        bar.finish_and_clear();
+        work.join()
+    });
+    handle.close();
+    let _ = watcher.join();
+    match result {
+        Ok(result) => result.map_err(Failure::new),
+        Err(panic) => std::panic::resume_unwind(panic),
+    }
+}
+
+fn bar(quiet: bool) -> ProgressBar {
+    // On stderr, and nothing at all where that is no terminal.
+    let target =
+        if quiet { ProgressDrawTarget::hidden() } else { ProgressDrawTarget::stderr_with_hz(5) };
+    let bar = ProgressBar::with_draw_target(None, target);
+    if let Ok(style) = ProgressStyle::with_template("{spinner} {elapsed} {msg}") {
+        bar.set_style(style);
+    }
+    bar
+}
+
+fn show(bar: &ProgressBar, progress: &Progress) {
+    let (directories, files, images) = progress.walked();
+    let found = format!("{directories} directories, {files} files, {images} images");
+    bar.set_message(match progress.phase() {
+        Phase::Walking => found,
+        Phase::Linking => format!("{found}; making chains"),
+        Phase::Counting => format!("{found}; counted the clusters of {}", progress.counted()),
+    });
+    bar.tick();
+}
+
+fn to_file(
+    path: &Path,
+    print: impl FnOnce(&mut BufWriter<File>) -> io::Result<()>,
+) -> Result<(), Failure> {
+    let write = || {
+        refuse_image(path)?;
+        let mut file = BufWriter::new(File::create(path)?);
+        print(&mut file)?;
+        file.flush()
+    };
+    write().map_err(|error| {
+        let name = shown(path.as_os_str().as_bytes());
+        Failure::new(format_args!("could not write '{name}': {error}"))
+    })
+}
+
+/// Among so many names of images, one in the wrong place must cost nothing.
+fn refuse_image(path: &Path) -> io::Result<()> {
+    let mut start = [0; 4];
+    let is_file = path.metadata().is_ok_and(|data| data.is_file());
+    if is_file && File::open(path)?.read_exact(&mut start).is_ok() && is_qcow2(&start) {
+        return Err(io::Error::new(io::ErrorKind::AlreadyExists, "it is a qcow2 image"));
+    }
+    Ok(())
+}

@@ -1,0 +1,203 @@
+//! Characterises a fleet of backing chains: how long they are, how often snapshots are made, what
+//! they cost, and what is worth merging.
+//!
+//! [`survey`] walks directories and reads headers; nothing is written and no image lock is taken.
+//! Of every image 72 bytes and its file's name are kept, and some 60 bytes more once chains are made
+//! of them; directories' names are kept once. [`Report`] sums it up, [`render`] prints it.
+//!
+//! The measures are those of section III of "SVD: A Scalable Virtual Disk" (chain lengths over
+//! chains and over files, the longest chain over time, the time between snapshots) and its cost
+//! model, equation (1); see [`cost`].
+
+mod chain;
+mod clusters;
+pub mod cost;
+mod fleet;
+mod link;
+mod name;
+mod probe;
+mod problem;
+pub mod render;
+mod report;
+mod statistics;
+mod walk;
+
+pub use chain::{Advice, ChainRow, SortBy};
+pub use name::{exact, shown};
+pub use problem::{MAX_PROBLEMS, Problem, Problems, Trouble};
+pub use report::{Clusters, Counts, Held, Report};
+pub use statistics::{Bin, LengthShare, Lengths, Spread, Timeline};
+
+use fleet::Fleet;
+use link::Links;
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
+
+/// How to survey.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Threads that read directories and images; at least 1.
+    pub threads: usize,
+    /// Stay on the file systems of the paths given.
+    pub one_file_system: bool,
+    /// Take the time of a file's birth, where the file system tells it, for that of the snapshot;
+    /// otherwise the time of the last write.
+    pub births: bool,
+    /// Read the L1 and L2 tables too, to count clusters that nobody sees.
+    pub clusters: bool,
+    /// Chains of this length or more are worth merging.
+    pub merge_at: u32,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            threads: std::thread::available_parallelism().map_or(1, usize::from).max(2),
+            one_file_system: false,
+            births: true,
+            clusters: false,
+            merge_at: cost::STREAMING_THRESHOLD,
+        }
+    }
+}
+
+/// What is being done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Phase {
+    /// Directories are read.
+    Walking,
+    /// Chains are made of images.
+    Linking,
+    /// Tables are read.
+    Counting,
+}
+
+/// How far a survey is, and how to end it early.
+#[derive(Debug, Default)]
+pub struct Progress {
+    pub(crate) directories: AtomicU64,
+    pub(crate) files: AtomicU64,
+    pub(crate) images: AtomicU64,
+    pub(crate) links: AtomicU64,
+    pub(crate) special: AtomicU64,
+    pub(crate) mounts: AtomicU64,
+    pub(crate) counted: AtomicU64,
+    phase: AtomicU8,
+    stopped: AtomicBool,
+}
+
+impl Progress {
+    /// Ends the survey as soon as possible, with what is known by then. May be called from a signal
+    /// handler.
+    pub fn stop(&self) {
+        self.stopped.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether [`stop`](Self::stop) was called.
+    pub fn is_stopped(&self) -> bool {
+        self.stopped.load(Ordering::Relaxed)
+    }
+
+    /// What is being done.
+    pub fn phase(&self) -> Phase {
+        match self.phase.load(Ordering::Relaxed) {
+            0 => Phase::Walking,
+            1 => Phase::Linking,
+            _ => Phase::Counting,
+        }
+    }
+
+    /// Directories read, files looked at, images found.
+    pub fn walked(&self) -> (u64, u64, u64) {
+        let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        (load(&self.directories), load(&self.files), load(&self.images))
+    }
+
+    /// Images whose tables were read.
+    pub fn counted(&self) -> u64 {
+        self.counted.load(Ordering::Relaxed)
+    }
+
+    fn enter(&self, phase: Phase) {
+        self.phase.store(phase as u8, Ordering::Relaxed);
+    }
+}
+
+/// A path that cannot be surveyed.
+#[derive(Debug)]
+pub struct SurveyError {
+    path: PathBuf,
+    reason: String,
+}
+
+impl SurveyError {
+    fn new(path: &Path, reason: impl fmt::Display) -> Self {
+        Self { path: path.to_owned(), reason: reason.to_string() }
+    }
+}
+
+impl fmt::Display for SurveyError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        use std::os::unix::ffi::OsStrExt;
+        write!(f, "'{}': {}", shown(self.path.as_os_str().as_bytes()), self.reason)
+    }
+}
+
+impl std::error::Error for SurveyError {}
+
+/// A surveyed fleet.
+#[derive(Debug)]
+pub struct Survey {
+    fleet: Fleet,
+    links: Links,
+    clusters: Option<clusters::Counted>,
+    sums: Vec<chain::Sums>,
+    options: Options,
+    counts: Counts,
+    paths: Vec<PathBuf>,
+    /// Seconds since 1970.
+    taken_at: i64,
+    seconds: f64,
+    interrupted: bool,
+}
+
+/// Surveys every qcow2 image below the paths, which may be files too.
+///
+/// # Errors
+/// If a path cannot be looked at, or is neither a directory nor a regular file. Whatever is wrong
+/// below them is told in the [`Report`].
+pub fn survey(
+    paths: &[PathBuf],
+    options: &Options,
+    progress: &Progress,
+) -> Result<Survey, SurveyError> {
+    let begin = Instant::now();
+    let taken_at = SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .ok()
+        .and_then(|since| i64::try_from(since.as_secs()).ok())
+        .unwrap_or(0);
+    let mut fleet = walk::walk(paths, options, progress)?;
+    progress.enter(Phase::Linking);
+    let links = link::link(&mut fleet, paths, options, progress);
+    let clusters = options.clusters.then(|| {
+        progress.enter(Phase::Counting);
+        clusters::count(&mut fleet, &links, options, progress)
+    });
+    let sums = chain::sums(&fleet, &links, clusters.as_ref());
+    let counts = Counts::of(&fleet, &links, progress);
+    Ok(Survey {
+        fleet,
+        links,
+        clusters,
+        sums,
+        options: options.clone(),
+        counts,
+        paths: paths.to_vec(),
+        taken_at,
+        seconds: begin.elapsed().as_secs_f64(),
+        interrupted: progress.is_stopped(),
+    })
+}

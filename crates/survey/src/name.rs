@@ -1,0 +1,104 @@
+//! File names: what a name in a header may mean, and how a name is shown.
+
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
+
+/// Why a backing file's name is not followed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Refused {
+    /// It begins with `json:`.
+    Json,
+    /// It begins with a protocol, such as `nbd:`.
+    Protocol,
+    /// It holds a NUL byte, or is empty.
+    NoFileName,
+}
+
+/// The path that a backing file's name in the header of `referrer` stands for: relative names start
+/// at the referrer's directory, and only plain names are followed (`file:` in front is allowed).
+pub(crate) fn resolve(referrer: &Path, name: &str) -> Result<PathBuf, Refused> {
+    if name.contains('\0') {
+        return Err(Refused::NoFileName);
+    }
+    let plain = name.strip_prefix("file:").unwrap_or(name);
+    match plain.split('/').next().and_then(|first| first.split_once(':')) {
+        Some(("json", _)) => Err(Refused::Json),
+        Some(_) => Err(Refused::Protocol),
+        None if plain.is_empty() => Err(Refused::NoFileName),
+        None => Ok(referrer
+            .parent()
+            .map_or_else(|| PathBuf::from(plain), |directory| directory.join(plain))),
+    }
+}
+
+/// A file name for programs: as it is, but for bytes that are not UTF-8 (`\xff`) and backslashes
+/// (`\\`), so that it can be read back.
+pub fn exact(name: &[u8]) -> String {
+    escaped(name, |_| false)
+}
+
+/// A file name for people: as [`exact`], and with characters escaped (`\u{202e}`) that a terminal
+/// would obey or that would reorder or hide what is shown.
+pub fn shown(name: &[u8]) -> String {
+    escaped(name, |c| {
+        c.is_control()
+            || matches!(c,
+                '\u{61c}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}'
+                | '\u{2060}'..='\u{206f}' | '\u{feff}' | '\u{fff9}'..='\u{fffb}'
+                | '\u{e0000}'..='\u{e007f}')
+    })
+}
+
+fn escaped(name: &[u8], unsafe_to_show: impl Fn(char) -> bool) -> String {
+    let mut text = String::with_capacity(name.len());
+    for chunk in name.utf8_chunks() {
+        for c in chunk.valid().chars() {
+            if c == '\\' {
+                text.push_str("\\\\");
+            } else if unsafe_to_show(c) {
+                text.extend(c.escape_unicode());
+            } else {
+                text.push(c);
+            }
+        }
+        for byte in chunk.invalid() {
+            // Writing to a string does not fail.
+            let _ = write!(text, "\\x{byte:02x}");
+        }
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_plain_names_are_followed() {
+        let resolve = |name| resolve(Path::new("/pool/vm/a.qcow2"), name);
+        for (name, path) in [
+            ("base.raw", "/pool/vm/base.raw"),
+            ("/a/b:c", "/a/b:c"),
+            ("./x:y", "/pool/vm/./x:y"),
+            ("file:../b", "/pool/vm/../b"),
+            ("dir/nbd:x", "/pool/vm/dir/nbd:x"),
+        ] {
+            assert_eq!(resolve(name), Ok(PathBuf::from(path)));
+        }
+        assert_eq!(resolve("json:{\"driver\":\"file\"}"), Err(Refused::Json));
+        for name in ["nbd:localhost:1", "http://x/y", "fat:/etc", "file:nbd:x"] {
+            assert_eq!(resolve(name), Err(Refused::Protocol), "{name}");
+        }
+        for name in ["", "a\0b", "file:"] {
+            assert_eq!(resolve(name), Err(Refused::NoFileName), "{name:?}");
+        }
+    }
+
+    #[test]
+    fn names_are_shown_without_harm_and_can_be_read_back() {
+        assert_eq!(exact("né 🙂\n".as_bytes()), "né 🙂\n");
+        assert_eq!(exact(b"a\\x\xff"), "a\\\\x\\xff");
+        assert_eq!(shown("a\x1b[31m\u{202e}b".as_bytes()), "a\\u{1b}[31m\\u{202e}b");
+        assert_eq!(shown(b"<script>"), "<script>");
+    }
+}

@@ -1,0 +1,215 @@
+//! Looking at one file: what it is, and what its header says. Reading only, with no lock.
+
+use crate::name::{self, Refused};
+use crate::problem::Trouble;
+use isobath_qcow2::{
+    Extension, FormatError, FormatErrorKind, Geometry, Header, IncompatibleFeatures, ParseMode,
+    is_qcow2,
+};
+use std::fs::{self, File, Metadata, OpenOptions};
+use std::io;
+use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::time::UNIX_EPOCH;
+
+/// What is read of a file first. Nearly every header, with the backing file's name, fits.
+const START: usize = 4096;
+/// Where `crypt_method` lies in a header.
+const CRYPT_METHOD: std::ops::Range<usize> = 32..36;
+
+/// What tells one file from another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(crate) struct Id {
+    pub(crate) device: u64,
+    pub(crate) inode: u64,
+}
+
+impl Id {
+    pub(crate) fn of(data: &Metadata) -> Self {
+        Self { device: data.dev(), inode: data.ino() }
+    }
+}
+
+/// What a file's metadata says.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Facts {
+    pub(crate) id: Id,
+    /// Bytes from start to end.
+    pub(crate) length: u64,
+    /// Bytes that the file takes where it is kept.
+    pub(crate) held: u64,
+    /// Seconds since 1970: when the file was made, where the file system tells.
+    pub(crate) born: Option<i64>,
+    /// Seconds since 1970: when it was last written.
+    pub(crate) modified: i64,
+}
+
+impl Facts {
+    fn of(data: &Metadata) -> Self {
+        let born = data.created().ok().and_then(|time| match time.duration_since(UNIX_EPOCH) {
+            // A file system that has no birth time of a file may say 1970.
+            Ok(since) => i64::try_from(since.as_secs()).ok().filter(|&seconds| seconds > 0),
+            Err(_) => None,
+        });
+        Self {
+            id: Id::of(data),
+            length: data.len(),
+            held: data.blocks().saturating_mul(512),
+            born,
+            modified: data.mtime(),
+        }
+    }
+}
+
+/// What a header says, as far as a survey wants it.
+#[derive(Clone, Debug)]
+pub(crate) struct Summary {
+    pub(crate) geometry: Geometry,
+    /// The disk's size in bytes.
+    pub(crate) disk: u64,
+    pub(crate) l1_size: u32,
+    pub(crate) l1_offset: u64,
+    pub(crate) encrypted: bool,
+    pub(crate) internal_snapshots: bool,
+    pub(crate) indexed: bool,
+    pub(crate) backing: Option<Backing>,
+}
+
+/// The backing file as the header names it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Backing {
+    pub(crate) name: String,
+    /// The header says that it is of a format other than qcow2.
+    pub(crate) other_format: bool,
+    /// The header says that it is qcow2.
+    pub(crate) qcow2: bool,
+}
+
+/// A regular file that was looked at.
+#[derive(Debug)]
+pub(crate) enum Kind {
+    /// It does not begin as a qcow2 image does.
+    Other,
+    Qcow2(Box<Summary>),
+    /// It begins as one, but its header cannot be used.
+    Broken(FormatError),
+}
+
+/// Opens a file for reading in a way that changes nothing and never waits.
+///
+/// # Errors
+/// Where it cannot be opened, or is no regular file.
+pub(crate) fn open(path: &Path, follow_link: bool) -> io::Result<(File, Metadata)> {
+    let link = if follow_link { 0 } else { libc::O_NOFOLLOW };
+    let with = |extra: i32| {
+        let mut options = OpenOptions::new();
+        options.read(true).custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY | link | extra);
+        options.open(path)
+    };
+    // Only a file's owner may leave its access time alone.
+    let file = match with(libc::O_NOATIME) {
+        Err(error) if error.raw_os_error() == Some(libc::EPERM) => with(0)?,
+        other => other?,
+    };
+    let data = file.metadata()?;
+    if !data.is_file() {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is no regular file"));
+    }
+    Ok((file, data))
+}
+
+/// Opens and looks at a file. It must be known to be a regular one: opening a device can have
+/// effects.
+pub(crate) fn look(path: &Path, follow_link: bool) -> io::Result<(Facts, Kind)> {
+    let (file, data) = open(path, follow_link)?;
+    Ok((Facts::of(&data), header(&file, data.len())?))
+}
+
+/// What the header of an open file says.
+pub(crate) fn header(file: &File, length: u64) -> io::Result<Kind> {
+    let mut start = [0; START];
+    let start = read_up_to(file, 0, &mut start)?;
+    if !is_qcow2(start) {
+        return Ok(Kind::Other);
+    }
+    if let Ok(summary) = parse(start) {
+        return Ok(Kind::Qcow2(Box::new(summary)));
+    }
+    let whole = match Header::probe_length(start) {
+        Ok(whole) => whole.min(usize::try_from(length).unwrap_or(usize::MAX)),
+        Err(error) => return Ok(Kind::Broken(error)),
+    };
+    let mut bytes = vec![0; whole.max(start.len())];
+    let bytes = read_up_to(file, 0, &mut bytes)?;
+    Ok(match parse(bytes) {
+        Ok(summary) => Kind::Qcow2(Box::new(summary)),
+        Err(error) if error.kind() == FormatErrorKind::NotQcow2 => Kind::Other,
+        Err(error) => Kind::Broken(error),
+    })
+}
+
+fn parse(bytes: &[u8]) -> Result<Summary, FormatError> {
+    let (header, encrypted) = match Header::parse_for(bytes, ParseMode::Check) {
+        Err(error) if error.kind() == FormatErrorKind::Encrypted => {
+            // Only the guest's data is encrypted: tables and names can be read.
+            let mut plain = bytes.to_vec();
+            if let Some(method) = plain.get_mut(CRYPT_METHOD) {
+                method.fill(0);
+            }
+            (Header::parse_for(&plain, ParseMode::Check)?, true)
+        }
+        other => (other?, false),
+    };
+    let backing_format = header.backing_format();
+    Ok(Summary {
+        geometry: header.geometry()?,
+        disk: header.disk_size(),
+        l1_size: header.l1_size,
+        l1_offset: header.l1_table_offset.get(),
+        encrypted,
+        internal_snapshots: header.nb_snapshots > 0
+            || header.incompatible.contains(IncompatibleFeatures::DATA_FILE),
+        indexed: header.extensions.iter().any(|one| matches!(one, Extension::Index(_))),
+        backing: header.backing_file.clone().map(|name| Backing {
+            name,
+            other_format: backing_format.is_some_and(|format| format != "qcow2"),
+            qcow2: backing_format == Some("qcow2"),
+        }),
+    })
+}
+
+/// Reads until the buffer is full or the file ends.
+pub(crate) fn read_up_to<'a>(
+    file: &File,
+    offset: u64,
+    buffer: &'a mut [u8],
+) -> io::Result<&'a [u8]> {
+    let mut done = 0;
+    while let Some(rest) = buffer.get_mut(done..).filter(|rest| !rest.is_empty()) {
+        match file.read_at(rest, offset.saturating_add(done as u64)) {
+            Ok(0) => break,
+            Ok(count) => done += count,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(buffer.get(..done).unwrap_or_default())
+}
+
+/// Where a backing file's name leads.
+pub(crate) fn find(referrer: &Path, backing: &Backing) -> Result<(PathBuf, Id), Trouble> {
+    let path = name::resolve(referrer, &backing.name).map_err(|why| match why {
+        Refused::Json => Trouble::Json,
+        Refused::Protocol => Trouble::Protocol,
+        Refused::NoFileName => Trouble::NoFileName,
+    })?;
+    let data = fs::metadata(&path).map_err(|error| Trouble::of_backing(&error))?;
+    let kind = data.file_type();
+    if kind.is_file() {
+        Ok((path, Id::of(&data)))
+    } else if kind.is_block_device() {
+        Err(Trouble::Device)
+    } else {
+        Err(Trouble::NoRegularFile)
+    }
+}

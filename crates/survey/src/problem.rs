@@ -1,0 +1,148 @@
+//! What is wrong with a fleet's images.
+
+use serde::{Serialize, Serializer};
+use std::io;
+
+macro_rules! troubles {
+    ($($(#[$doc:meta])* $name:ident = $word:literal, $text:literal;)*) => {
+        /// What is wrong with an image, or with the name of its backing file.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+        pub enum Trouble {
+            $($(#[$doc])* $name,)*
+        }
+
+        impl Trouble {
+            /// Every kind.
+            pub const ALL: &[Self] = &[$(Self::$name,)*];
+
+            /// A word for programs.
+            pub fn word(self) -> &'static str {
+                match self { $(Self::$name => $word,)* }
+            }
+
+            /// What it means, for people.
+            pub fn text(self) -> &'static str {
+                match self { $(Self::$name => $text,)* }
+            }
+        }
+    };
+}
+
+troubles! {
+    /// There is no file of the backing file's name.
+    Missing = "missing", "its backing file is missing";
+    /// The images name each other in a circle.
+    Loop = "loop", "its chain runs in a circle";
+    /// Symbolic links lead in a circle.
+    LinkLoop = "link-loop", "its backing file's name is a circle of symbolic links";
+    /// The backing file may not be looked at.
+    BackingDenied = "backing-denied", "its backing file may not be read";
+    /// The backing file cannot be looked at for another reason.
+    BackingUnreadable = "backing-unreadable", "its backing file cannot be read";
+    /// The backing file is a FIFO, a socket, a directory or a character device.
+    NoRegularFile = "not-a-file", "its backing file is a FIFO, a socket, a directory or a terminal";
+    /// The backing file is a block device, which is not opened.
+    Device = "device", "its backing file is a block device, which is not looked at";
+    /// The name begins with `json:`.
+    Json = "json", "its backing file's name is a 'json:' description, which is not followed";
+    /// The name begins with a protocol.
+    Protocol = "protocol", "its backing file's name has a protocol in front, which is not followed";
+    /// The name holds a NUL byte or is empty.
+    NoFileName = "no-file-name", "its backing file's name is no file name";
+    /// The header says qcow2, the backing file is none.
+    NotQcow2 = "not-qcow2", "its backing file should be qcow2 and is not";
+    /// It begins as a qcow2 image, but its header cannot be used.
+    BadHeader = "bad-header", "its header is corrupt or not supported";
+    /// The image, or a directory, may not be read.
+    Denied = "denied", "it may not be read";
+    /// The image, or a directory, cannot be read for another reason.
+    Unreadable = "unreadable", "it cannot be read";
+    /// Its tables are corrupt or cannot be read; found only where clusters are counted.
+    BadTables = "bad-tables", "its tables are corrupt or cannot be read";
+    /// The tree is too large for its clusters to be counted.
+    TooLarge = "too-large", "the disk has too many clusters to be counted";
+}
+
+impl Serialize for Trouble {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(self.word())
+    }
+}
+
+impl Trouble {
+    /// Why a backing file cannot be looked at.
+    pub(crate) fn of_backing(error: &io::Error) -> Self {
+        match error.kind() {
+            io::ErrorKind::NotFound | io::ErrorKind::NotADirectory => Self::Missing,
+            io::ErrorKind::PermissionDenied => Self::BackingDenied,
+            _ if error.raw_os_error() == Some(libc::ELOOP) => Self::LinkLoop,
+            _ => Self::BackingUnreadable,
+        }
+    }
+
+    /// Why an image or a directory cannot be looked at.
+    pub(crate) fn of_image(error: &io::Error) -> Self {
+        if error.kind() == io::ErrorKind::PermissionDenied {
+            Self::Denied
+        } else {
+            Self::Unreadable
+        }
+    }
+}
+
+/// Something that is wrong, and where.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Problem {
+    /// The file's name, as bytes.
+    pub image: Vec<u8>,
+    /// What is wrong.
+    pub trouble: Trouble,
+    /// More about it: the name that is not followed, or the system's or the format's message.
+    pub detail: String,
+}
+
+/// Problems that are kept whole; more are only counted.
+pub const MAX_PROBLEMS: usize = 10_000;
+
+/// Problems by kind, and the first of them.
+#[derive(Clone, Debug, Default)]
+pub struct Problems {
+    counts: std::collections::BTreeMap<Trouble, u64>,
+    kept: Vec<Problem>,
+}
+
+impl Problems {
+    pub(crate) fn add(&mut self, image: &[u8], trouble: Trouble, detail: impl ToString) {
+        *self.counts.entry(trouble).or_default() += 1;
+        if self.kept.len() < MAX_PROBLEMS {
+            self.kept.push(Problem { image: image.to_vec(), trouble, detail: detail.to_string() });
+        }
+    }
+
+    pub(crate) fn merge(&mut self, other: Self) {
+        for (trouble, count) in other.counts {
+            *self.counts.entry(trouble).or_default() += count;
+        }
+        let room = MAX_PROBLEMS.saturating_sub(self.kept.len());
+        self.kept.extend(other.kept.into_iter().take(room));
+    }
+
+    pub(crate) fn sort(&mut self) {
+        self.kept.sort();
+    }
+
+    /// How many there are of each kind.
+    pub fn counts(&self) -> impl Iterator<Item = (Trouble, u64)> {
+        self.counts.iter().map(|(trouble, count)| (*trouble, *count))
+    }
+
+    /// How many there are.
+    pub fn total(&self) -> u64 {
+        self.counts.values().sum()
+    }
+
+    /// The first [`MAX_PROBLEMS`], by name.
+    pub fn list(&self) -> &[Problem] {
+        &self.kept
+    }
+}

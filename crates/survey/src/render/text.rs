@@ -1,0 +1,247 @@
+//! A survey for a terminal.
+
+use super::Listing;
+use super::format::{bytes, date, microseconds, number, percent, span, time};
+use crate::{Advice, Report, Survey, cost, shown};
+use std::io::{self, Write};
+
+/// Lengths up to which the share of chains is told.
+const STEPS: [u32; 9] = [1, 2, 5, 10, 20, 30, 100, 300, 1000];
+/// Problems that are told one by one.
+const PROBLEMS: usize = 20;
+
+/// The summary, the first chains and the first problems.
+///
+/// # Errors
+/// Those of `out`.
+pub fn text(
+    survey: &Survey,
+    report: &Report,
+    listing: Listing,
+    out: &mut dyn Write,
+) -> io::Result<()> {
+    found(report, out)?;
+    if report.counts.chains > 0 {
+        lengths(report, out)?;
+        snapshots(report, out)?;
+        held(report, out)?;
+        chains(survey, listing, out)?;
+        advice(report, out)?;
+    }
+    problems(report, out)
+}
+
+fn found(report: &Report, out: &mut dyn Write) -> io::Result<()> {
+    let counts = &report.counts;
+    writeln!(
+        out,
+        "{} files in {} directories, {:.1} s, {}",
+        number(counts.files),
+        number(counts.directories),
+        report.seconds,
+        time(report.taken_at),
+    )?;
+    if report.interrupted {
+        writeln!(out, "INTERRUPTED: this is what had been seen, chains may be longer")?;
+    }
+    writeln!(
+        out,
+        "{} qcow2 images make {} chains of {} files",
+        number(counts.images),
+        number(counts.chains),
+        number(counts.files_in_chains),
+    )?;
+    let also = [
+        (counts.shared, "files shared by several overlays"),
+        (counts.raw_bases, "bases that are not qcow2"),
+        (counts.outside, "files outside the paths surveyed"),
+        (counts.incomplete, "chains that are not whole"),
+        (counts.in_loops, "images on circles, in no chain"),
+        (counts.broken, "images with a header that cannot be used"),
+        (counts.encrypted, "encrypted images"),
+        (counts.indexed, "images with a direct-access index"),
+        (counts.other_names, "further names of the same files"),
+        (counts.symbolic_links, "symbolic links, not followed"),
+        (counts.special_files, "FIFOs, sockets and devices, not opened"),
+        (counts.other_file_systems, "other file systems, left alone"),
+    ];
+    for (count, what) in also.into_iter().filter(|(count, _)| *count > 0) {
+        writeln!(out, "{:>12} {what}", number(count))?;
+    }
+    Ok(())
+}
+
+fn lengths(report: &Report, out: &mut dyn Write) -> io::Result<()> {
+    let lengths = &report.lengths;
+    writeln!(
+        out,
+        "\nChain length: median {}, mean {:.1}, 90 % up to {}, 99 % up to {}, longest {}",
+        lengths.median, lengths.mean, lengths.p90, lengths.p99, lengths.longest,
+    )?;
+    writeln!(out, "{:>12} {:>10} {:>10}", "length", "of chains", "of files")?;
+    for step in STEPS.into_iter().filter(|&step| step < lengths.longest).chain([lengths.longest]) {
+        let (chains, files) = lengths.up_to(step);
+        let up_to = format!("<= {step}");
+        writeln!(out, "{up_to:>12} {:>10} {:>10}", percent(chains), percent(files))?;
+    }
+    Ok(())
+}
+
+fn snapshots(report: &Report, out: &mut dyn Write) -> io::Result<()> {
+    let (intervals, ages) = (&report.intervals, &report.ages);
+    if intervals.count > 0 {
+        let share = |at: usize| {
+            let most = intervals.at_most.get(at).copied().unwrap_or(0);
+            percent(most as f64 / intervals.count as f64)
+        };
+        writeln!(
+            out,
+            "\nTime between layers: median {}, a tenth up to {}; within an hour {}, a day {}, a week {}",
+            span(intervals.median),
+            span(intervals.p10),
+            share(1),
+            share(2),
+            share(3),
+        )?;
+    } else {
+        writeln!(out)?;
+    }
+    if ages.count > 0 {
+        writeln!(
+            out,
+            "Age of backing files: median {}, oldest {}",
+            span(ages.median),
+            span(ages.most)
+        )?;
+    }
+    if let (Some(first), Some(last)) = (report.longest.first(), report.longest.last()) {
+        writeln!(
+            out,
+            "Longest chain: {} on {}, {} since {}",
+            first.1,
+            date(first.0),
+            last.1,
+            date(last.0)
+        )?;
+    }
+    let notes = [
+        (report.clones, "overlays of shared files, not counted as snapshots"),
+        (report.out_of_order, "layers older than the one below, not counted as snapshots"),
+        (report.counts.without_birth, "files dated by their last write"),
+    ];
+    for (count, what) in notes.into_iter().filter(|(count, _)| *count > 0) {
+        writeln!(out, "{:>12} {what}", number(count))?;
+    }
+    Ok(())
+}
+
+fn held(report: &Report, out: &mut dyn Write) -> io::Result<()> {
+    let held = &report.held;
+    writeln!(
+        out,
+        "\nFiles hold {} for disks of {}: active images {}, layers below {} ({} of them shared)",
+        bytes(held.held_bytes),
+        bytes(held.disk_bytes),
+        bytes(held.active_bytes),
+        bytes(held.lower_bytes),
+        bytes(held.shared_bytes),
+    )?;
+    match &report.clusters {
+        Some(clusters) => writeln!(
+            out,
+            "No disk shows at least {} of the {} in clusters ({} images counted)",
+            bytes(clusters.hidden_bytes),
+            bytes(clusters.data_bytes),
+            number(clusters.images),
+        )?,
+        None => writeln!(out, "How much of that no disk shows was not counted; --bytes does")?,
+    }
+    writeln!(
+        out,
+        "Memory for all chains: QEMU up to {}, isobath up to {}",
+        bytes(report.qemu_memory_bytes),
+        bytes(report.isobath_memory_bytes),
+    )
+}
+
+fn chains(survey: &Survey, listing: Listing, out: &mut dyn Write) -> io::Result<()> {
+    let rows = survey.top(listing.count, listing.sort);
+    if rows.is_empty() {
+        return Ok(());
+    }
+    writeln!(
+        out,
+        "\n{:>7} {:>10} {:>10} {:>11} {:>11} {:>10} {:>10}  {:<12} image",
+        "length", "held", "hidden", "cold QEMU", "isobath", "mem. QEMU", "isobath", "advice",
+    )?;
+    for row in rows {
+        let advice = match row.advice {
+            Advice::Merge => format!("merge to {}", row.length_after),
+            other => other.word().to_owned(),
+        };
+        let cold = if row.indexed { row.indexed_cold_us } else { row.isobath_cold_us };
+        writeln!(
+            out,
+            "{:>7} {:>10} {:>10} {:>11} {:>11} {:>10} {:>10}  {advice:<12} {}",
+            format!("{}{}", number(row.length.into()), if row.whole { "" } else { "+" }),
+            bytes(row.held_bytes),
+            row.hidden_bytes.map_or_else(|| "-".to_owned(), bytes),
+            microseconds(row.qemu_cold_us),
+            microseconds(cold),
+            bytes(row.qemu_memory_bytes),
+            bytes(row.isobath_memory_bytes),
+            for_people(&row.image),
+        )?;
+    }
+    Ok(())
+}
+
+/// A name that is exact already, without what a terminal would obey.
+pub(super) fn for_people(exact: &str) -> String {
+    // Backslashes are doubled in both, and must not be again.
+    let parts: Vec<String> = exact.split('\\').map(|part| shown(part.as_bytes())).collect();
+    parts.join("\\")
+}
+
+fn advice(report: &Report, out: &mut dyn Write) -> io::Result<()> {
+    let parts: Vec<String> = report
+        .advice
+        .iter()
+        .filter(|(_, count)| *count > 0)
+        .map(|(advice, count)| format!("{} {}", advice.word(), number(*count)))
+        .collect();
+    writeln!(out, "\nAdvice: {}", parts.join(", "))?;
+    if report.files_merged > 0 {
+        writeln!(
+            out,
+            "Merging does away with {} files; an index makes a cold look-up one read, {}",
+            number(report.files_merged),
+            microseconds(cost::indexed_cold() / 1000.0),
+        )?;
+    }
+    Ok(())
+}
+
+fn problems(report: &Report, out: &mut dyn Write) -> io::Result<()> {
+    if report.problems.total() == 0 {
+        return Ok(());
+    }
+    writeln!(out, "\nProblems: {}", number(report.problems.total()))?;
+    for (trouble, count) in report.problems.counts() {
+        writeln!(out, "{:>12} {}", number(count), trouble.text())?;
+    }
+    for problem in report.problems.list().iter().take(PROBLEMS) {
+        writeln!(
+            out,
+            "  {}: {} ({})",
+            shown(&problem.image),
+            problem.trouble.text(),
+            for_people(&problem.detail)
+        )?;
+    }
+    let more = report.problems.total().saturating_sub(PROBLEMS as u64);
+    if more > 0 {
+        writeln!(out, "  and {} more; --output json lists them", number(more))?;
+    }
+    Ok(())
+}

@@ -1,0 +1,245 @@
+//! Going through directories, on several threads.
+
+use crate::fleet::{Fleet, Seen};
+use crate::name;
+use crate::probe::{self, Id, Kind};
+use crate::problem::Trouble;
+use crate::{Options, Progress, SurveyError};
+use parking_lot::{Condvar, Mutex};
+use std::ffi::OsString;
+use std::fs;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+use std::thread;
+
+/// File names that are handed on together.
+const BATCH: usize = 128;
+/// Tasks waiting; with more, who finds files looks at them itself.
+const MAX_WAITING: usize = 1024;
+
+enum Task {
+    Directory { path: PathBuf, device: u64 },
+    Files { directory: Arc<Path>, names: Vec<OsString> },
+    File(PathBuf),
+}
+
+struct Queue {
+    tasks: Vec<Task>,
+    /// Threads at work, which may still add tasks.
+    busy: usize,
+}
+
+struct Walk<'a> {
+    options: &'a Options,
+    progress: &'a Progress,
+    queue: Mutex<Queue>,
+    changed: Condvar,
+    fleet: Mutex<Fleet>,
+}
+
+/// Looks at every regular file below the paths; gives the qcow2 images among them.
+pub(crate) fn walk(
+    paths: &[PathBuf],
+    options: &Options,
+    progress: &Progress,
+) -> Result<Fleet, SurveyError> {
+    let mut tasks = Vec::new();
+    for path in paths {
+        let data = fs::metadata(path).map_err(|error| {
+            SurveyError::new(path, format_args!("could not look at it: {error}"))
+        })?;
+        if data.is_dir() {
+            tasks.push(Task::Directory { path: path.clone(), device: data.dev() });
+        } else if data.is_file() {
+            tasks.push(Task::File(path.clone()));
+        } else {
+            return Err(SurveyError::new(path, "it is neither a directory nor a regular file"));
+        }
+    }
+    let walk = Walk {
+        options,
+        progress,
+        queue: Mutex::new(Queue { tasks, busy: 0 }),
+        changed: Condvar::new(),
+        fleet: Mutex::default(),
+    };
+    thread::scope(|scope| {
+        for _ in 1..options.threads.max(1) {
+            // Without further threads this one does it all.
+            let _ = thread::Builder::new().spawn_scoped(scope, || walk.work());
+        }
+        walk.work();
+    });
+    Ok(walk.fleet.into_inner())
+}
+
+impl Walk<'_> {
+    fn work(&self) {
+        let mut queue = self.queue.lock();
+        while !self.progress.is_stopped() {
+            if let Some(task) = queue.tasks.pop() {
+                queue.busy += 1;
+                drop(queue);
+                match task {
+                    Task::Directory { path, device } => self.directory(&path, device),
+                    Task::Files { directory, names } => self.files(&directory, names),
+                    Task::File(path) => self.take(self.file(path, true).into_iter().collect()),
+                }
+                queue = self.queue.lock();
+                queue.busy -= 1;
+            } else if queue.busy == 0 {
+                break;
+            } else {
+                self.changed.wait(&mut queue);
+            }
+        }
+        self.changed.notify_all();
+    }
+
+    /// Adds a task, or gives it back where too many are waiting.
+    fn hand_on(&self, task: Task) -> Option<Task> {
+        let mut queue = self.queue.lock();
+        // Directories lie on the stack above, and are few beside files.
+        if queue.tasks.len() >= MAX_WAITING && matches!(task, Task::Files { .. }) {
+            return Some(task);
+        }
+        queue.tasks.push(task);
+        drop(queue);
+        self.changed.notify_one();
+        None
+    }
+
+    fn directory(&self, path: &Path, device: u64) {
+        self.progress.directories.fetch_add(1, Relaxed);
+        let shared: Arc<Path> = path.into();
+        let mut names = Vec::new();
+        let flush = |names: &mut Vec<OsString>| {
+            let task = Task::Files { directory: shared.clone(), names: std::mem::take(names) };
+            if let Some(Task::Files { directory, names }) = self.hand_on(task) {
+                self.files(&directory, names);
+            }
+        };
+        let entries = match fs::read_dir(path) {
+            Ok(entries) => entries,
+            Err(error) => return self.problem(path, Trouble::of_image(&error), &error),
+        };
+        for entry in entries {
+            if self.progress.is_stopped() {
+                return;
+            }
+            let entry = match entry {
+                Ok(entry) => entry,
+                Err(error) => {
+                    self.problem(path, Trouble::of_image(&error), &error);
+                    break;
+                }
+            };
+            match entry.file_type() {
+                Ok(kind) if kind.is_dir() => self.sub_directory(entry.path(), device),
+                Ok(kind) if kind.is_file() => {
+                    names.push(entry.file_name());
+                    if names.len() == BATCH {
+                        flush(&mut names);
+                    }
+                }
+                Ok(kind) => {
+                    let counter = if kind.is_symlink() {
+                        &self.progress.links
+                    } else {
+                        &self.progress.special
+                    };
+                    counter.fetch_add(1, Relaxed);
+                }
+                // It has gone meanwhile.
+                Err(_) => {}
+            }
+        }
+        if !names.is_empty() {
+            flush(&mut names);
+        }
+    }
+
+    fn sub_directory(&self, path: PathBuf, device: u64) {
+        if self.options.one_file_system
+            && fs::metadata(&path).is_ok_and(|data| data.dev() != device)
+        {
+            self.progress.mounts.fetch_add(1, Relaxed);
+            return;
+        }
+        self.hand_on(Task::Directory { path, device });
+    }
+
+    fn files(&self, directory: &Path, names: Vec<OsString>) {
+        let found = names
+            .into_iter()
+            .take_while(|_| !self.progress.is_stopped())
+            .filter_map(|name| self.file(directory.join(name), false))
+            .collect();
+        self.take(found);
+    }
+
+    /// Looks at a file; gives it if it is an image.
+    fn file(&self, path: PathBuf, follow_link: bool) -> Option<(Seen, Option<(Trouble, String)>)> {
+        self.progress.files.fetch_add(1, Relaxed);
+        match look(path.clone(), follow_link, false) {
+            Ok((seen, _)) if matches!(seen.kind, Kind::Other) => None,
+            Ok(found) => Some(found),
+            Err(error) => {
+                // What has gone meanwhile was never there.
+                if error.kind() != std::io::ErrorKind::NotFound {
+                    self.problem(&path, Trouble::of_image(&error), &error);
+                }
+                None
+            }
+        }
+    }
+
+    fn take(&self, found: Vec<(Seen, Option<(Trouble, String)>)>) {
+        if found.is_empty() {
+            return;
+        }
+        self.progress.images.fetch_add(found.len() as u64, Relaxed);
+        let mut fleet = self.fleet.lock();
+        for (seen, trouble) in found {
+            let path = seen.path.as_os_str().as_bytes();
+            if let Some((trouble, detail)) = trouble {
+                fleet.problems.add(path, trouble, detail);
+            }
+            if fleet.add(&seen, self.options.births).is_none() {
+                fleet.problems.add(path, Trouble::Unreadable, "there are too many images");
+            }
+        }
+    }
+
+    fn problem(&self, path: &Path, trouble: Trouble, detail: &std::io::Error) {
+        self.fleet.lock().problems.add(path.as_os_str().as_bytes(), trouble, detail);
+    }
+}
+
+/// Looks at a file and at where its backing file's name leads.
+pub(crate) fn look(
+    path: PathBuf,
+    follow_link: bool,
+    outside: bool,
+) -> std::io::Result<(Seen, Option<(Trouble, String)>)> {
+    let (facts, kind) = probe::look(&path, follow_link)?;
+    let mut backing: Option<Id> = None;
+    let trouble = match &kind {
+        Kind::Other => None,
+        Kind::Broken(error) => Some((Trouble::BadHeader, error.to_string())),
+        Kind::Qcow2(summary) => {
+            summary.backing.as_ref().and_then(|named| match probe::find(&path, named) {
+                Ok((_, id)) => {
+                    backing = Some(id);
+                    None
+                }
+                Err(trouble) => Some((trouble, name::exact(named.name.as_bytes()))),
+            })
+        }
+    };
+    let cut = trouble.is_some();
+    Ok((Seen { path, facts, kind, backing, cut, outside }, trouble))
+}
