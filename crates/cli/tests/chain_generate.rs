@@ -64,6 +64,18 @@ fn a_trace_says_which_layer_wrote_what() {
 }
 
 #[test]
+fn a_raw_image_gives_size_and_content() {
+    let directory = tempfile::tempdir().unwrap();
+    let raw = directory.path().join("raw");
+    let disk: Vec<_> = (0..300_032_u32).map(|byte| (byte / 700) as u8).collect();
+    fs::write(&raw, &disk).unwrap();
+    let chain = directory.path().join("chain");
+    let options = format!("--layers 3 --cluster-size 4k --data raw:{}", raw.display());
+    let _ = generate(&chain, &options).ok();
+    assert!(qemu::read_disk(&chain.join("layer-00002.qcow2"), "qcow2") == disk);
+}
+
+#[test]
 fn bad_values_are_named() {
     let directory = tempfile::tempdir().unwrap();
     for (options, message) in [
@@ -75,6 +87,9 @@ fn bad_values_are_named() {
         ("--layers 1 --distribution trace:", "uniform, zipf, sequential"),
         ("--layers 1 --distribution trace:/no/such", "the trace '/no/such': No such file"),
         ("--layers 1 --size 1T --cluster-size 512", "too large for this cluster size"),
+        ("--layers 1 --data ones", "random, zero, pattern"),
+        ("--layers 1 --data raw:/no/such", "the raw image '/no/such': No such file"),
+        ("--layers 1 --data raw:/no/such --fill 50%", "leave --fill out"),
         ("--layers 1", "is not empty"),
     ] {
         fs::write(directory.path().join("something"), "").unwrap();

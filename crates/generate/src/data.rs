@@ -3,9 +3,13 @@
 use isobath_qcow2::GuestOffset;
 use rand::rngs::Xoshiro256PlusPlus;
 use rand::{Rng, SeedableRng};
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::sync::Arc;
 
 /// What the clusters hold.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug)]
 pub enum Data {
     /// Random bytes.
     Random,
@@ -13,6 +17,8 @@ pub enum Data {
     Zero,
     /// Each sector of 512 bytes says which layer wrote it and where; see [`pattern`].
     Pattern,
+    /// What a raw disk image holds there; zeroes past its end.
+    Raw(Arc<File>),
 }
 
 /// Bytes of a sector of [`Data::Pattern`].
@@ -65,10 +71,11 @@ impl Filler {
     }
 
     /// Fills a cluster, or the part of the last one before the disk's end: a multiple of 512 bytes.
-    pub(crate) fn fill(&mut self, offset: GuestOffset, bytes: &mut [u8]) {
-        match self.data {
+    pub(crate) fn fill(&mut self, offset: GuestOffset, bytes: &mut [u8]) -> io::Result<()> {
+        match &self.data {
             Data::Zero => bytes.fill(0),
             Data::Random => self.random.fill_bytes(bytes),
+            Data::Raw(file) => return read(file, offset.get(), bytes),
             Data::Pattern => {
                 for (number, sector) in bytes.chunks_mut(PATTERN_BYTES).enumerate() {
                     let mut at = offset.get() + (number * PATTERN_BYTES) as u64;
@@ -82,7 +89,25 @@ impl Filler {
                 }
             }
         }
+        Ok(())
     }
+}
+
+/// Reads from `offset` on into `bytes`, with zeroes from the file's end on.
+fn read(file: &File, offset: u64, bytes: &mut [u8]) -> io::Result<()> {
+    let mut done = 0;
+    while done < bytes.len() {
+        match file.read_at(&mut bytes[done..], offset + done as u64) {
+            Ok(0) => {
+                bytes[done..].fill(0);
+                break;
+            }
+            Ok(count) => done += count,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
 }
 
 #[cfg(test)]
@@ -103,7 +128,7 @@ mod tests {
         for layer in [0, 99_999, 100_000, u32::MAX] {
             let mut bytes = [0; 4096];
             let start = 0xffff_ffff_f000;
-            Filler::new(Data::Pattern, 0, layer).fill(GuestOffset::new(start), &mut bytes);
+            Filler::new(Data::Pattern, 0, layer).fill(GuestOffset::new(start), &mut bytes).unwrap();
             for (number, sector) in (0..).zip(bytes.chunks(512)) {
                 assert_eq!(sector, pattern(layer, GuestOffset::new(start + 512 * number)));
             }
@@ -114,7 +139,7 @@ mod tests {
     fn random_layers_differ_and_repeat() {
         let cluster = |seed, layer| {
             let mut bytes = [0; 512];
-            Filler::new(Data::Random, seed, layer).fill(GuestOffset::new(0), &mut bytes);
+            Filler::new(Data::Random, seed, layer).fill(GuestOffset::new(0), &mut bytes).unwrap();
             bytes
         };
         assert_eq!(cluster(1, 1), cluster(1, 1));

@@ -54,6 +54,9 @@ pub enum GenerateError {
         /// The system's answer.
         error: io::Error,
     },
+    /// The raw image that the clusters are filled from could not be read.
+    #[error("could not read the raw image: {0}")]
+    Source(io::Error),
     /// [`Progress::stop`](crate::Progress::stop) was called.
     #[error("stopped")]
     Stopped,

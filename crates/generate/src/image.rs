@@ -142,19 +142,21 @@ pub(crate) fn write(
             host += 1;
         }
     }
-    let mut filler = Filler::new(chain.data, chain.seed, layer);
+    let mut filler = Filler::new(chain.data.clone(), chain.seed, layer);
     for some in clusters.chunks(64) {
         if progress.is_stopped() {
             return Err(GenerateError::Stopped.into());
         }
-        if chain.data == Data::Zero {
+        if matches!(chain.data, Data::Zero) {
             output.skip(some.len() as u64)?;
         } else {
             for cluster in some {
                 let place = output.cluster()?;
                 let start = geometry.cluster_start(*cluster).unwrap_or_default();
                 let inside = chain.size.saturating_sub(start.get()).min(place.len() as u64);
-                filler.fill(start, &mut place[..inside as usize]);
+                filler
+                    .fill(start, &mut place[..inside as usize])
+                    .map_err(|error| Failed::Other(GenerateError::Source(error)))?;
             }
         }
         progress.advance(some.len() as u64);

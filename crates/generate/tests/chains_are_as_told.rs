@@ -126,10 +126,28 @@ fn random_clusters_are_random_and_the_seed_repeats_them_to_the_byte() {
     };
     let (first, disk) = make(&chain, &ownership);
     assert!(first == make(&chain, &ownership).0);
-    let other = Chain { seed: 4, ..chain };
+    let other = Chain { seed: 4, ..chain.clone() };
     assert!(first != make(&other, &ownership).0);
     let clusters: std::collections::HashSet<_> = disk.chunks(65536).collect();
     assert_eq!(clusters.len(), 64, "no two clusters are alike");
+}
+
+#[test]
+fn a_raw_image_is_spread_over_the_layers() {
+    let directory = tempfile::tempdir().unwrap();
+    let raw = directory.path().join("raw");
+    let mut disk = vec![0; 3 * MIB as usize + 512];
+    let length = disk.len() - 100;
+    for (number, byte) in disk[..length].iter_mut().enumerate() {
+        *byte = (number / 1000) as u8;
+    }
+    fs::write(&raw, &disk[..length]).unwrap();
+    let data = Data::Raw(fs::File::open(&raw).unwrap().into());
+    let chain = chain(7, disk.len() as u64, 16, data);
+    let ownership = draw(&chain, 1.0, Distribution::Uniform);
+    let made = directory.path().join("chain");
+    let active = generate(&chain, &ownership, &made, &Progress::default()).unwrap();
+    assert!(qemu::read_disk(&active, "qcow2") == disk);
 }
 
 #[test]

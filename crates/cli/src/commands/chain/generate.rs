@@ -3,7 +3,6 @@
 use crate::failure::{Failure, Outcome};
 use crate::workers::{self, Progress};
 use crate::{runtime, size};
-use clap::ValueEnum;
 use isobath_generate::{Chain, Data, Distribution, Fill, GenerateError, Ownership, trace};
 use isobath_storage::ring::{Config, Signals, Worker};
 use std::cell::Cell;
@@ -21,9 +20,9 @@ pub(crate) struct Args {
     /// Layers of the chain, the base among them
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     layers: u32,
-    /// The disk's size
-    #[arg(long, default_value = "4G", value_parser = disk_size)]
-    size: u64,
+    /// The disk's size [default: 4G, or the raw image's]
+    #[arg(long, value_parser = disk_size)]
+    size: Option<u64>,
     /// The share of the disk that is allocated, such as 90% or 0.9 [default: 90%]
     #[arg(long, value_name = "SHARE")]
     fill: Option<Fill>,
@@ -34,8 +33,9 @@ pub(crate) struct Args {
     /// Bytes of a cluster
     #[arg(long, value_name = "SIZE", default_value = "64k", value_parser = cluster_bits)]
     cluster_size: u32,
-    /// What the clusters hold; with pattern each sector says its layer and offset
-    #[arg(long, value_name = "WHAT", default_value = "random")]
+    /// What the clusters hold: random bytes, zero, pattern (each sector says its layer and offset),
+    /// or raw:FILE to spread a raw disk image over the layers
+    #[arg(long, value_name = "WHAT", default_value = "random", value_parser = contents)]
     data: Contents,
     /// The seed of all that is random
     #[arg(long, value_name = "N", default_value = "0")]
@@ -48,11 +48,10 @@ pub(crate) struct Args {
 }
 
 /// `--data`
-#[derive(Clone, Copy, ValueEnum)]
+#[derive(Clone)]
 enum Contents {
-    Random,
-    Zero,
-    Pattern,
+    Made(Data),
+    Raw(PathBuf),
 }
 
 /// `--distribution`
@@ -72,6 +71,16 @@ fn owners(text: &str) -> Result<Owners, String> {
     }
 }
 
+fn contents(text: &str) -> Result<Contents, String> {
+    match text.split_once(':').unwrap_or((text, "")) {
+        ("random", "") => Ok(Contents::Made(Data::Random)),
+        ("zero", "") => Ok(Contents::Made(Data::Zero)),
+        ("pattern", "") => Ok(Contents::Made(Data::Pattern)),
+        ("raw", file) if !file.is_empty() => Ok(Contents::Raw(file.into())),
+        _ => Err("there are random, zero, pattern and raw:FILE".into()),
+    }
+}
+
 fn disk_size(text: &str) -> Result<u64, String> {
     let size = size::parse(text)?;
     let whole = size.checked_next_multiple_of(512).filter(|size| *size > 0);
@@ -87,20 +96,24 @@ fn cluster_bits(text: &str) -> Result<u32, String> {
 }
 
 pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
+    let (data, length) = match &args.data {
+        Contents::Made(data) => (data.clone(), None),
+        Contents::Raw(_) if args.fill.is_some() => {
+            return Err(Failure::new("a raw image is spread as a whole: leave --fill out"));
+        }
+        Contents::Raw(path) => open_raw(path).map(|(data, length)| (data, Some(length)))?,
+    };
     let chain = Chain {
         layers: args.layers,
-        size: args.size,
+        size: args.size.or(length).unwrap_or(4 << 30),
         cluster_bits: args.cluster_size,
-        data: match args.data {
-            Contents::Random => Data::Random,
-            Contents::Zero => Data::Zero,
-            Contents::Pattern => Data::Pattern,
-        },
+        data,
         seed: args.seed,
     };
     let ownership = match (&args.distribution, args.fill) {
         (Owners::Drawn(distribution), fill) => {
-            let fill = fill.map_or_else(|| Fill::new(0.9), Ok).map_err(Failure::new)?;
+            let share = if length.is_some() { 1.0 } else { 0.9 };
+            let fill = fill.map_or_else(|| Fill::new(share), Ok).map_err(Failure::new)?;
             Ownership::draw(&chain, fill, *distribution).map_err(Failure::new)?
         }
         (Owners::Trace(_), Some(_)) => {
@@ -111,6 +124,14 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     let active = runtime::block_on(async || generate(args, chain, ownership).await)?;
     writeln!(out, "{}", active.display())?;
     Ok(0)
+}
+
+/// A raw image, and its length in whole sectors.
+fn open_raw(path: &Path) -> Result<(Data, u64), Failure> {
+    let about = |error| Failure::new(format_args!("the raw image '{}': {error}", path.display()));
+    let file = File::open(path).map_err(about)?;
+    let length = file.metadata().map_err(about)?.len();
+    Ok((Data::Raw(Arc::new(file)), length.next_multiple_of(512)))
 }
 
 fn read_trace(chain: &Chain, path: &Path) -> Result<Ownership, Failure> {
