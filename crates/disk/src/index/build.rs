@@ -99,7 +99,7 @@ pub(crate) async fn build<S: Storage>(
     if size.div_ceil(1 << root.segment_bits()) > MOST_SEGMENTS || place.position >= 1 << 16 {
         return Ok(None);
     }
-    let first = base.map_or(0, |base| base.covers());
+    let first = base.map_or(0, ChainIndex::covers);
     if folding == Folding::InTurn {
         let added = chain.layers().skip(first).map(|(_, layer)| scan::table_bytes(layer));
         if chain.len() - first > FOLD_AT && added.sum::<u64>() > MOST_TO_SCAN {
@@ -125,8 +125,10 @@ pub(crate) async fn build<S: Storage>(
     let pages = size.div_ceil(1 << root.page_bits());
     let mut segments = Vec::with_capacity(count as usize);
     for number in 0..count {
-        let Some(segment) = work.segment(number, &mut out).await? else { return Ok(None) };
-        segments.push(segment);
+        match work.segment(number, &mut out).await? {
+            Made::Segment(segment) => segments.push(segment),
+            Made::Broken => return Ok(None),
+        }
         progress(pages.min((u64::from(number) + 1) * SEGMENT_PAGES as u64), pages);
     }
     root.segments = segments;
@@ -217,6 +219,14 @@ impl Owned {
     }
 }
 
+/// What became of a segment.
+enum Made {
+    /// Where it is, if it is anywhere.
+    Segment(Option<BlockPointer>),
+    /// The index below is broken.
+    Broken,
+}
+
 struct Work<'a, S> {
     chain: &'a Chain<S>,
     base: Option<&'a ChainIndex<S>>,
@@ -227,22 +237,17 @@ struct Work<'a, S> {
 }
 
 impl<S: Storage> Work<'_, S> {
-    /// A segment's pointer; `None` if the index below is broken.
-    async fn segment(
-        &mut self,
-        number: u32,
-        out: &mut Out,
-    ) -> Result<Option<Option<BlockPointer>>> {
+    async fn segment(&mut self, number: u32, out: &mut Out) -> Result<Made> {
         let before = self.base.and_then(|base| base.root().segments.get(number as usize).copied());
         let before = before.flatten();
         let owned = self.owned.of_segment(number);
         if owned.is_empty() {
-            return Ok(Some(before));
+            return Ok(Made::Segment(before));
         }
         let mut pages = match (self.base, &before) {
             (Some(base), Some(pointer)) => match base.segment(self.chain, number, pointer).await {
                 Some(segment) => segment.pages.clone(),
-                None => return Ok(None),
+                None => return Ok(Made::Broken),
             },
             _ => Vec::new(),
         };
@@ -281,7 +286,7 @@ impl<S: Storage> Work<'_, S> {
             }
         }
         let block = Segment { number, pages }.encode();
-        Ok(Some(Some(out.put(&block))))
+        Ok(Made::Segment(Some(out.put(&block))))
     }
 
     fn is_due(&self, page: u64, record: &PageRecord) -> bool {
@@ -307,9 +312,9 @@ impl<S: Storage> Work<'_, S> {
 
 /// A resolved slice as a page; `None` where a unit is not valid.
 pub(super) fn page_of(slice: &Slice, number: u32, unit_bits: u32) -> Option<Page> {
-    let mut entries = [PageEntry::Absent; PAGE_UNITS];
-    for (index, entry) in entries.iter_mut().enumerate() {
-        *entry = match slice.unit_source(index, unit_bits) {
+    let mut entries = Vec::with_capacity(PAGE_UNITS);
+    for index in 0..PAGE_UNITS {
+        entries.push(match slice.unit_source(index, unit_bits) {
             Source::Absent => PageEntry::Absent,
             Source::Zero(layer) => PageEntry::Zero { layer: layer.get() },
             Source::Data { layer, host, .. } => {
@@ -319,9 +324,9 @@ pub(super) fn page_of(slice: &Slice, number: u32, unit_bits: u32) -> Option<Page
                 PageEntry::Compressed { layer: layer.get(), cluster }
             }
             Source::Invalid(_) => return None,
-        };
+        });
     }
-    Some(Page::new(number, unit_bits, &entries))
+    Some(Page::new(number, unit_bits, entries))
 }
 
 const _: () = assert!(PAGE_UNITS == crate::map::SLICE_UNITS);

@@ -37,6 +37,8 @@ pub struct IndexMismatch {
 /// Bytes written at once.
 const PIECE: usize = 1 << 20;
 
+type Indexable<'a, S> = (&'a Writer<S>, &'a Qcow2Writer<S>, &'a Qcow2);
+
 impl<H: Host> Disk<H> {
     /// Writes the index of all layers below the active one into its image, in place of the one that
     /// it has. The disk may be read meanwhile; writes wait.
@@ -169,7 +171,8 @@ impl<H: Host> Disk<H> {
         }
     }
 
-    fn indexable(&self) -> Result<(&Writer<H::File>, &Qcow2Writer<H::File>, &Qcow2)> {
+    /// The writer, its qcow2 side and the image of a disk that can hold an index.
+    fn indexable(&self) -> Result<Indexable<'_, H::File>> {
         let writer = self.writer()?;
         match (writer.qcow2(), self.active_qcow2()) {
             (Some(qcow2), Some(image)) => Ok((writer, qcow2, image)),

@@ -53,14 +53,9 @@ impl BlockPointer {
     /// Bytes of a pointer.
     pub const BYTES: usize = 32;
 
-    /// The pointer at `at`; `None` past the end of `bytes`, and `Some(None)` for a pointer to
-    /// nothing.
-    pub(super) fn read(bytes: &[u8], at: usize) -> Option<Option<Self>> {
-        let offset = bytes::be64(bytes, at)?;
-        let length = bytes::be32(bytes, at + 8)?;
-        let layer = bytes::be16(bytes, at + 12)?;
-        let hash = BlockHash(bytes::array(bytes, at + 16)?);
-        Some((length != 0).then_some(Self { layer, offset: HostOffset::new(offset), length, hash }))
+    /// Whether it points to a block at all.
+    fn is_some(&self) -> bool {
+        self.length != 0
     }
 
     /// Appends a pointer, or one to nothing.
@@ -177,8 +172,15 @@ impl<'a> Fields<'a> {
         bytes::array(self.take(16)?, 0).map(BlockHash)
     }
 
-    pub(super) fn pointer(&mut self) -> Option<Option<BlockPointer>> {
-        BlockPointer::read(self.take(BlockPointer::BYTES)?, 0)
+    /// A pointer into `place`, or nothing where it points to nothing.
+    pub(super) fn pointer(&mut self, place: &mut Option<BlockPointer>) -> Option<()> {
+        let offset = HostOffset::new(self.u64()?);
+        let length = self.u32()?;
+        let layer = self.u16()?;
+        self.take(2)?;
+        let hash = self.hash()?;
+        *place = Some(BlockPointer { layer, offset, length, hash }).filter(BlockPointer::is_some);
+        Some(())
     }
 
     /// Skips padding up to a multiple of 8 bytes from the block's start.

@@ -85,18 +85,19 @@ pub struct Page {
 }
 
 impl Page {
-    /// The page of these entries, one a unit.
-    pub fn new(number: u32, unit_bits: u32, entries: &[PageEntry; PAGE_UNITS]) -> Self {
+    /// The page of these entries, one a unit; units without one are absent.
+    pub fn new(number: u32, unit_bits: u32, entries: impl IntoIterator<Item = PageEntry>) -> Self {
         let mut runs: Vec<PageRun> = Vec::new();
         let mut last = None;
-        for (first, entry) in entries.iter().enumerate() {
+        let all = entries.into_iter().chain(std::iter::repeat(PageEntry::Absent));
+        for (first, entry) in all.take(PAGE_UNITS).enumerate() {
             match (&last, runs.last_mut()) {
-                (Some(last), Some(run)) if PageEntry::continues(last, entry, unit_bits) => {
+                (Some(last), Some(run)) if PageEntry::continues(last, &entry, unit_bits) => {
                     run.count += 1;
                 }
-                _ => runs.push(PageRun { first, count: 1, entry: *entry }),
+                _ => runs.push(PageRun { first, count: 1, entry }),
             }
-            last = Some(*entry);
+            last = Some(entry);
         }
         Self { number, runs }
     }
@@ -225,7 +226,7 @@ mod tests {
         fn a_page_comes_back(
             few in prop::collection::vec((entry(), 1usize..200), 1..40),
         ) {
-            let mut entries = [PageEntry::Absent; PAGE_UNITS];
+            let mut entries = vec![PageEntry::Absent; PAGE_UNITS];
             let mut at = 0;
             for (entry, count) in few.iter().cycle() {
                 for step in 0..*count {
@@ -241,7 +242,7 @@ mod tests {
                 }
                 if at >= PAGE_UNITS { break }
             }
-            let page = Page::new(7, 16, &entries);
+            let page = Page::new(7, 16, entries.iter().copied());
             let bytes = page.encode(16).unwrap();
             prop_assert!(bytes.len() <= MAX_PAGE_BYTES as usize);
             prop_assert_eq!(Page::decode(&bytes, 7, 16), Some(page.clone()));
@@ -267,23 +268,21 @@ mod tests {
     #[test]
     fn sequential_data_is_one_run_and_a_random_page_costs_8_bytes_a_unit() {
         let data = |n: u64| PageEntry::Data { layer: 3, host: HostOffset::new(n << 16) };
-        let sequential = std::array::from_fn(|n| data(n as u64 + 5));
-        let page = Page::new(0, 16, &sequential);
+        let page = Page::new(0, 16, (5..1029).map(data));
         assert_eq!(page.runs.len(), 1);
         assert_eq!(page.encode(16).unwrap().len(), HEAD + BITMAP + 8);
-        let scattered = std::array::from_fn(|n| data(n as u64 * 2));
-        let page = Page::new(0, 16, &scattered).encode(16).unwrap();
+        let page = Page::new(0, 16, (0..1024).map(|n| data(n * 2))).encode(16).unwrap();
         assert_eq!(page.len(), HEAD + BITMAP + PAGE_UNITS * 8);
-        let far = [PageEntry::Data { layer: 0, host: HostOffset::new(1 << 55) }; PAGE_UNITS];
-        assert_eq!(Page::new(0, 9, &far).encode(9), None);
+        let far = PageEntry::Data { layer: 0, host: HostOffset::new(1 << 55) };
+        assert_eq!(Page::new(0, 9, [far]).encode(9), None);
     }
 
     #[test]
     fn a_page_that_lies_about_its_runs_is_refused() {
-        let page = Page::new(0, 16, &[PageEntry::Zero { layer: 1 }; PAGE_UNITS]);
+        let page = Page::new(0, 16, vec![PageEntry::Zero { layer: 1 }; 1000]);
         let good = page.encode(16).unwrap();
         for (at, value) in
-            [(0, b'X'), (9, 2), (11, 1), (HEAD, 0xff), (HEAD + 1, 0), (HEAD + BITMAP, 0xf0)]
+            [(0, b'X'), (9, 3), (11, 1), (HEAD, 0xff), (HEAD + 1, 0), (HEAD + BITMAP, 0xf0)]
         {
             let mut bad = good.clone();
             bad[at] = value;

@@ -93,11 +93,15 @@ impl Root {
             return None;
         }
         for _ in 0..chapter_count {
-            root.chapters.push(fields.pointer()??);
+            let mut chapter = None;
+            fields.pointer(&mut chapter)?;
+            root.chapters.push(chapter?);
         }
         root.tail = LayerRecord::read_all(&mut fields, covers as usize % CHAPTER_LAYERS)?;
         for _ in 0..segment_count {
-            root.segments.push(fields.pointer()?);
+            let mut segment = None;
+            fields.pointer(&mut segment)?;
+            root.segments.push(segment);
         }
         (fields.rest() == 0).then_some(root)
     }
@@ -123,13 +127,13 @@ mod tests {
         LayerRecord {
             name: format!("layer-{n}.qcow2"),
             format: if n == 0 { RecordedFormat::Raw } else { RecordedFormat::Qcow2 },
-            stamp: (n % 3 != 0).then_some(LayerStamp {
+            stamp: (!n.is_multiple_of(3)).then_some(LayerStamp {
                 length: 1 << 20,
                 modified: -5,
                 changed: i64::MAX,
                 inode: 9,
             }),
-            digest: (n % 2 == 0).then_some(BlockHash::of(b"x")),
+            digest: n.is_multiple_of(2).then_some(BlockHash::of(b"x")),
         }
     }
 

@@ -57,7 +57,8 @@ impl Segment {
         }
         let mut pages = Vec::with_capacity(count);
         for _ in 0..count {
-            let page = fields.pointer()?;
+            let mut page = None;
+            fields.pointer(&mut page)?;
             let folded = fields.u32()?;
             let length = fields.u32()? as usize;
             let mut list = Fields::new(fields.take(length.checked_mul(2)?)?);
