@@ -51,17 +51,14 @@ def nice_step(span):
 
 
 def number(value):
-    """A value, short."""
-    for unit, factor in (("M", 1e6), ("k", 1e3)):
-        if abs(value) >= factor * 10 or (unit == "M" and abs(value) >= factor):
-            return f"{value / factor:g}{unit}"
-    return f"{value:.6g}"
+    """A value as an axis shows it."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:g}"
 
 
 class Picture:
     """SVG elements, and text in one font."""
 
-    def __init__(self, title, height=HEIGHT):
+    def __init__(self, title, height=HEIGHT, left=LEFT):
         self.height = height
         self.parts = [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" '
@@ -69,7 +66,7 @@ class Picture:
             f"<title>{escape(title)}</title>",
             f'<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>',
         ]
-        self.text(LEFT, 26, title, size=16, weight="bold")
+        self.text(left, 26, title, size=16, weight="bold")
 
     def text(self, x, y, text, *, anchor="start", size=13, weight="normal", colour="#222222", turn=None):
         turned = f' transform="rotate({turn} {x:.1f} {y:.1f})"' if turn else ""
@@ -139,7 +136,7 @@ def bars(name, title, x_label, groups, *, log=False, unit=""):
     left, row, gap = 200, 22, 30
     count = sum(map(len, groups.values()))
     height = TOP + count * row + len(groups) * gap + BOTTOM
-    picture = Picture(title, height)
+    picture = Picture(title, height, left=16)
     bottom = height - BOTTOM
     axis = Axis([v for each in groups.values() for v in each.values()], left, WIDTH - RIGHT - 70, log)
     if log:

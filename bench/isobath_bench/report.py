@@ -70,7 +70,8 @@ def table(name, description, result, output=None):
         lines += ["", f"### {each['title']}", ""] + ([each["text"], ""] if each.get("text") else [])
         lines += ["| " + " | ".join(each["columns"]) + " |", "|---" * len(each["columns"]) + "|"]
         lines += ["| " + " | ".join(map(str, row)) + " |" for row in each["rows"]]
-    lines += ["", "| goal | to reach | measured | |", "|---|---|---|---|"]
+    if result["goals"]:
+        lines += ["", "| goal | to reach | measured | |", "|---|---|---|---|"]
     for goal in result["goals"]:
         verdict = {True: "reached", False: "**missed**", None: "**not measured**"}[goal["reached"]]
         measured = goal.get("measured") or f"{goal['ratio']:.2f}x"

@@ -5,7 +5,7 @@ import sys
 import time
 
 from isobath_bench import tools
-from isobath_bench.depth import first_pass, index_size, lookup, overlays, reads, ready
+from isobath_bench.depth import boot, first_pass, index_size, lookup, overlays, reads, ready
 
 PARTS = {
     "reads": reads,
@@ -14,6 +14,7 @@ PARTS = {
     "overlays": overlays,
     "index_size": index_size,
     "lookup": lookup,
+    "boot": boot,
 }
 
 

@@ -19,10 +19,11 @@ def make(layers, *, size=None, data="random", fill="90%", indexed=False):
     """The active layer of a chain; made unless it is there. Ownership is uniform."""
     size = size or disk_size()
     kind = f"{layers}-layers-{size >> 20}M-{fill.replace('%', 'pct')}-{data}"
-    directory = tools.WORK / (f"chain-{kind}-indexed" if indexed else f"chain-{kind}")
+    name = f"chain-{kind}-indexed" if indexed else f"chain-{kind}"
+    directory = tools.WORK / name
     active = directory / f"layer-{layers - 1:05}.qcow2"
     # The mark stands beside the chain, and is made last.
-    done = directory.with_suffix(".done")
+    done = tools.WORK / f"{name}.done"
     if not done.exists():
         shutil.rmtree(directory, ignore_errors=True)
         tools.run(

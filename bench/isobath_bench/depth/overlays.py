@@ -41,7 +41,7 @@ def run(rounds, seconds):
                 why = samples.failure((name, disk)) or samples.failure((peer, disk))
                 goals.append(report.limit(f"new overlay on 1,000 layers, {disk}: {name} ÷ {peer}", value, at_most=1.5, why=why))
     bars = {disk: {name: samples.median((name, disk), "milliseconds") for name in chains.names()} for disk in DISKS}
-    figure = plot.bars("chain_depth-overlays.svg", f"A new overlay on {LAYERS:,} layers", "milliseconds", bars, unit="ms")
+    figure = plot.bars("chain_depth-overlays.svg", f"A new overlay on {LAYERS:,} layers", "milliseconds", bars, log=True, unit="ms")
     table = {
         "title": "New overlay",
         "text": f"`create -b` on a chain of {LAYERS:,} layers, page cache warm; three a round, of QEMU's one.",

@@ -1,0 +1,83 @@
+"""A guest that boots from the chain: through isobath's NBD server, and with QEMU opening the chain."""
+
+import json
+import os
+import shutil
+
+from .. import plot, servers, tools
+from . import chains
+
+DEPTHS = [1, 50, 500, 1000]
+
+
+def example(*arguments, qemu=""):
+    """Runs the example `boot` of the test support."""
+    environment = os.environ | {"RUST_BACKTRACE": "0"} | ({"ISOBATH_QEMU_DIR": qemu} if qemu else {})
+    command = ["cargo", "run", "--quiet", "--release", "--package=isobath-testkit", "--example=boot", "--"]
+    try:
+        return tools.run(*command, *arguments, cwd=tools.ROOT, env=environment)
+    except tools.Failed as error:
+        if "SIGSEGV" in str(error):
+            raise servers.Crashed(str(error)) from error
+        raise
+
+
+def make(layers, indexed):
+    """The guest's disk, spread over the layers."""
+    name = f"boot-{layers}-layers" + "-indexed" * indexed
+    directory, done = tools.WORK / name, tools.WORK / f"{name}.done"
+    active = directory / f"layer-{layers - 1:05}.qcow2"
+    if not done.exists():
+        raw = tools.WORK / "boot.raw"
+        if not raw.exists():
+            example("root", raw)
+        shutil.rmtree(directory, ignore_errors=True)
+        tools.run(tools.ISOBATH, "chain", "generate", "--layers", layers, "--data", f"raw:{raw}", directory)
+        if indexed:
+            tools.run(tools.ISOBATH, "index", active)
+        done.touch()
+    return active
+
+
+def measure(name, layers):
+    """Boots once, on a copy of the active layer, since the guest writes."""
+    active = make(layers, name == chains.INDEXED)
+    image = active.with_name("run.qcow2")
+    shutil.copyfile(active, image)
+    chains.warm(active)
+    try:
+        if name in chains.qemus():
+            return {"seconds": json.loads(example("qcow2", image, qemu=chains.qemus()[name]))["seconds"]}
+        with servers.isobath(image) as server:
+            # From the server's start: QEMU's own time has the opening of the chain in it too.
+            return {"seconds": server.ready + json.loads(example("nbd", server.socket))["seconds"]}
+    finally:
+        image.unlink(missing_ok=True)
+
+
+def run(rounds, seconds):
+    del seconds
+    samples = chains.Samples()
+    names = [name for name in chains.names() if name != chains.INDEXED]
+    keys = [(name, layers) for name in names for layers in DEPTHS]
+    for number in range(min(rounds, 3)):
+        for key in chains.rotated(keys, number * 4):
+            # QEMU takes long on deep chains: once.
+            if key not in samples or key[0] == chains.ISOBATH or key[1] < 500:
+                samples.attempt(key, lambda: measure(*key))
+    columns = [f"{layers:,} layer{'s' * (layers > 1)}, s" for layers in DEPTHS]
+    rows = [[name, *(samples.text((name, layers), "seconds", "{:,.1f}") for layers in DEPTHS)] for name in names]
+    curves = {name: [(layers, samples.median((name, layers), "seconds")) for layers in DEPTHS] for name in names}
+    figure = plot.lines(
+        "chain_depth-boot.svg", "A guest boots and reads 96 MiB", "layers", "seconds", curves,
+        log_x=True, log_y=True, x_ticks=[1, 10, 50, 100, 500, 1000],
+    )  # fmt: skip
+    table = {
+        "title": "Boot",
+        "text": "A Linux guest (TCG) boots from the chain, reads a file of 96 MiB that is spread over all layers, and "
+        "powers off: through `isobath serve`, its start included, and with QEMU opening the chain itself.",
+        "columns": ["disk by", *columns],
+        "rows": rows,
+    }
+    notes = [f"{key}: {each['why']}" for key in keys for each in samples.get(key, ()) if each.get("failed") == "failed"]
+    return {"samples": samples.raw(), "tables": [table], "goals": [], "figures": [figure], "notes": notes}
