@@ -82,6 +82,11 @@ impl<H: Host> Disk<H> {
         self.chain.top_down().map(|(_, layer)| layer)
     }
 
+    /// Layers, from the base, that the direct-access index in use describes; 0 without one.
+    pub fn indexed_layers(&self) -> usize {
+        self.chain.index().map_or(0, |index| index.covers())
+    }
+
     /// The map's counters.
     pub fn map_stats(&self) -> MapStats {
         self.map.stats()

@@ -245,7 +245,7 @@ impl<S: Storage> Work<'_, S> {
             return Ok(Made::Segment(before));
         }
         let mut pages = match (self.base, &before) {
-            (Some(base), Some(pointer)) => match base.segment(self.chain, number, pointer).await {
+            (Some(base), Some(pointer)) => match base.segment(number, pointer).await {
                 Some(segment) => segment.pages.clone(),
                 None => return Ok(Made::Broken),
             },

@@ -1,6 +1,6 @@
 //! Finding the index of a chain, and deciding whether it still holds.
 
-use super::{ChainIndex, read_block_in, scan};
+use super::{ChainIndex, read_block, scan};
 use crate::chain::{Chain, Layer, LayerIndex};
 use futures_util::future::join_all;
 use isobath_qcow2::index::{
@@ -25,7 +25,7 @@ pub(crate) async fn read_root<S: Storage>(layer: &Layer<S>) -> Option<Root> {
         length: extension.root_length,
         hash: extension.root_hash,
     };
-    Root::decode(&read_block_in(layer, &pointer, MAX_BLOCK_BYTES).await?)
+    Root::decode(&read_block(layer, &pointer, MAX_BLOCK_BYTES).await?)
 }
 
 /// The names that an index gives to the layers below, so that these can be opened together.
@@ -59,7 +59,7 @@ impl Ahead {
     /// Reads the next chapter from the layer that holds it; whether it was as it should be.
     pub(crate) async fn read_chapter<S: Storage>(&mut self, holder: &Layer<S>) -> bool {
         let Some(pointer) = self.next_chapter() else { return false };
-        let Some(bytes) = read_block_in(holder, pointer, MAX_BLOCK_BYTES).await else {
+        let Some(bytes) = read_block(holder, pointer, MAX_BLOCK_BYTES).await else {
             return false;
         };
         let Some(mut records) = LayerRecord::decode_chapter(&bytes, CHAPTER_LAYERS) else {
@@ -97,7 +97,7 @@ pub(crate) async fn find<S: Storage>(chain: &Chain<S>) -> Option<Arc<ChainIndex<
             Some(root) => check(chain, position, root).await,
         };
         match checked {
-            Ok(root) => return Some(Arc::new(ChainIndex::new(Arc::clone(layer), root))),
+            Ok(root) => return Some(Arc::new(ChainIndex::new(chain, root))),
             Err(stale) => {
                 tries += 1;
                 limit = limit.min(stale.layer);

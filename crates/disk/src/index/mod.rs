@@ -21,7 +21,7 @@ pub use status::{IndexInfo, IndexState};
 pub(crate) use store::clusters;
 pub use store::{IndexMismatch, IndexProgress};
 
-use crate::chain::{Chain, Layer, LayerIndex};
+use crate::chain::{Chain, Layer};
 use isobath_qcow2::index::{
     BlockHash, BlockPointer, MAX_BLOCK_BYTES, MAX_PAGE_BYTES, Page, PageRecord, Root,
     SEGMENT_PAGES, Segment,
@@ -37,8 +37,9 @@ const CACHED_SEGMENTS: usize = 256;
 
 /// An index in use.
 pub(crate) struct ChainIndex<S> {
-    /// The image that holds it; the chain that uses it may end below.
-    holder: Arc<Layer<S>>,
+    /// The layers from the base up to the one that holds it, which is last. The chain that uses it
+    /// may end below.
+    layers: Vec<Arc<Layer<S>>>,
     root: Root,
     segments: Mutex<FxHashMap<u32, Arc<Segment>>>,
     /// A block was not what it should be.
@@ -54,8 +55,10 @@ pub(crate) struct Owners {
 }
 
 impl<S: Storage> ChainIndex<S> {
-    fn new(holder: Arc<Layer<S>>, root: Root) -> Self {
-        Self { holder, root, segments: Mutex::default(), broken: AtomicBool::new(false) }
+    fn new(chain: &Chain<S>, root: Root) -> Self {
+        let layers = chain.layers().take(root.position as usize + 1);
+        let layers = layers.map(|(_, layer)| Arc::clone(layer)).collect();
+        Self { layers, root, segments: Mutex::default(), broken: AtomicBool::new(false) }
     }
 
     /// Layers that it describes, from the base; 0 once a block of it was found to be broken.
@@ -67,14 +70,19 @@ impl<S: Storage> ChainIndex<S> {
         &self.root
     }
 
+    /// The image that holds it.
+    fn holder(&self) -> &Layer<S> {
+        &self.layers[self.root.position as usize]
+    }
+
     /// What it says of the page around the guest byte at `guest`; `None` if it is broken there, and
     /// not used any more.
-    pub(crate) async fn owners(&self, chain: &Chain<S>, guest: u64) -> Option<Owners> {
+    pub(crate) async fn owners(&self, guest: u64) -> Option<Owners> {
         let number = guest >> self.root.page_bits();
-        let found = match self.record(chain, number).await {
+        let found = match self.record(number).await {
             Some(record) => {
                 let page = match &record.page {
-                    Some(pointer) => self.page(chain, number, &record, pointer).await.map(Some),
+                    Some(pointer) => self.page(number, &record, pointer).await.map(Some),
                     None => Some(None),
                 };
                 page.map(|page| Owners { newer: record.newer, page })
@@ -85,34 +93,29 @@ impl<S: Storage> ChainIndex<S> {
             tracing::warn!(
                 "the index of '{}' is damaged and not used; the layers' own tables serve. \
                  'isobath index' writes it anew",
-                isobath_storage::shown(self.holder.name())
+                isobath_storage::shown(self.holder().name())
             );
         }
         found
     }
 
-    async fn record(&self, chain: &Chain<S>, number: u64) -> Option<PageRecord> {
+    async fn record(&self, number: u64) -> Option<PageRecord> {
         let segment = u32::try_from(number / SEGMENT_PAGES as u64).ok()?;
         let Some(pointer) = self.root.segments.get(segment as usize).copied().flatten() else {
             return Some(PageRecord::default());
         };
-        let segment = self.segment(chain, segment, &pointer).await?;
+        let segment = self.segment(segment, &pointer).await?;
         let within = (number % SEGMENT_PAGES as u64) as usize;
         Some(segment.pages.get(within).cloned().unwrap_or_default())
     }
 
     /// A segment, from memory or from its file.
-    async fn segment(
-        &self,
-        chain: &Chain<S>,
-        number: u32,
-        pointer: &BlockPointer,
-    ) -> Option<Arc<Segment>> {
+    async fn segment(&self, number: u32, pointer: &BlockPointer) -> Option<Arc<Segment>> {
         let cached = self.segments.lock().get(&number).map(Arc::clone);
         if cached.is_some() {
             return cached;
         }
-        let bytes = self.block(chain, pointer, MAX_BLOCK_BYTES).await?;
+        let bytes = self.block(pointer, MAX_BLOCK_BYTES).await?;
         let segment = Arc::new(Segment::decode(&bytes, number, self.root.covers)?);
         let mut segments = self.segments.lock();
         if segments.len() >= CACHED_SEGMENTS {
@@ -122,32 +125,21 @@ impl<S: Storage> ChainIndex<S> {
         Some(segment)
     }
 
-    async fn page(
-        &self,
-        chain: &Chain<S>,
-        number: u64,
-        record: &PageRecord,
-        pointer: &BlockPointer,
-    ) -> Option<Page> {
-        let bytes = self.block(chain, pointer, MAX_PAGE_BYTES).await?;
+    async fn page(&self, number: u64, record: &PageRecord, pointer: &BlockPointer) -> Option<Page> {
+        let bytes = self.block(pointer, MAX_PAGE_BYTES).await?;
         let page = Page::decode(&bytes, u32::try_from(number).ok()?, self.root.unit_bits)?;
         let known = |layer: u16| u32::from(layer) < record.folded;
         page.runs.iter().all(|run| run.entry.layer().is_none_or(known)).then_some(page)
     }
 
     /// A block, from the layer whose file has it.
-    async fn block(&self, chain: &Chain<S>, pointer: &BlockPointer, most: u32) -> Option<IoBuf> {
-        let layer = if u32::from(pointer.layer) == self.root.position {
-            &self.holder
-        } else {
-            chain.get(LayerIndex::new(pointer.layer))?
-        };
-        read_block_in(layer, pointer, most).await
+    async fn block(&self, pointer: &BlockPointer, most: u32) -> Option<IoBuf> {
+        read_block(self.layers.get(pointer.layer as usize)?, pointer, most).await
     }
 }
 
-/// Reads a block from the layer that holds it; `None` if it is not what the pointer says.
-async fn read_block_in<S: Storage>(
+/// Reads a block from a layer's file; `None` if it is not what the pointer says.
+async fn read_block<S: Storage>(
     layer: &Layer<S>,
     pointer: &BlockPointer,
     most: u32,

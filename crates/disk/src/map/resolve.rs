@@ -70,7 +70,7 @@ async fn merge_described<S: Storage>(
     index: &ChainIndex<S>,
     range: &Range<u64>,
 ) -> Result<bool> {
-    let Some(owners) = index.owners(chain, range.start).await else { return Ok(false) };
+    let Some(owners) = index.owners(range.start).await else { return Ok(false) };
     let newer = owners.newer.iter().rev().filter_map(|layer| {
         let layer = LayerIndex::new(*layer);
         Some((layer, chain.get(layer)?))

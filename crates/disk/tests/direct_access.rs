@@ -1,0 +1,446 @@
+//! The direct-access index: a disk with one reads as it does without, whatever happened to the
+//! chain, to the index or to the writing of it.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by a panic")]
+
+use futures_executor::block_on;
+use isobath_disk::{BlockDevice, Disk, NewDisk, OpenOptions, ZeroFlags, create};
+use isobath_qcow2::CompressionType;
+use isobath_qcow2::index::IndexExtension;
+use isobath_storage::memory::MemoryHost;
+use isobath_storage::recorder::{Fate, RecorderHost};
+use isobath_storage::{Host, IoBuf};
+use isobath_testkit::{model::Model, qemu, seed::Seed};
+use rand::rngs::StdRng;
+use rand::{Rng, RngExt};
+use std::path::{Path, PathBuf};
+
+/// A chain in memory, and what its active layer reads as.
+struct Chain {
+    host: MemoryHost,
+    layers: Vec<(String, &'static str)>,
+    model: Model,
+}
+
+impl Chain {
+    /// A chain that begins with nothing, or with a raw image.
+    fn new(rng: &mut StdRng, size: u64) -> Self {
+        let host = MemoryHost::new();
+        let mut chain = Self { host, layers: Vec::new(), model: Model::new(size) };
+        if rng.random_bool(0.3) {
+            let mut bytes = vec![0; rng.random_range(1..=size as usize)];
+            rng.fill_bytes(&mut bytes);
+            chain.host.insert("base.raw", &bytes);
+            chain.model = Model::from_bytes(&bytes);
+            chain.layers.push(("base.raw".into(), "raw"));
+        }
+        chain
+    }
+
+    fn name(&self) -> PathBuf {
+        self.layers.last().unwrap().0.clone().into()
+    }
+
+    /// Adds a layer, with an index or without.
+    async fn add(&mut self, new: NewDisk) {
+        let name = format!("layer{}.qcow2", self.layers.len());
+        let below = self.layers.last();
+        let new = NewDisk {
+            backing_file: below.map(|(name, _)| name.clone()),
+            backing_format: below.map(|(_, format)| (*format).to_owned()),
+            ..new
+        };
+        self.model.resize(new.size.unwrap());
+        create(&self.host, Path::new(&name), &new).await.unwrap();
+        self.layers.push((name, "qcow2"));
+    }
+
+    async fn open(&self, writable: bool) -> Disk<MemoryHost> {
+        let options = OpenOptions { writable, ..OpenOptions::default() };
+        Disk::open(self.host.clone(), &self.name(), &options).await.unwrap()
+    }
+
+    /// Writes, zeroes and compressed clusters in the active layer.
+    async fn fill(&mut self, rng: &mut StdRng, requests: u32) {
+        let disk = self.open(true).await;
+        let header = disk.layers().next().unwrap().header().unwrap();
+        let cluster = 1u64 << header.cluster_bits;
+        for _ in 0..rng.random_range(0..requests) {
+            let offset = rng.random_range(0..disk.size());
+            let length = rng.random_range(1..=3 * cluster.min(1 << 15)).min(disk.size() - offset);
+            match rng.random_range(0..10) {
+                0..6 => {
+                    let mut bytes = vec![0; length as usize];
+                    rng.fill_bytes(&mut bytes);
+                    self.model.write(offset, &bytes);
+                    disk.write(offset, IoBuf::copy_of(&bytes)).await.unwrap();
+                }
+                6..8 => {
+                    self.model.fill(offset, length, 0);
+                    disk.write_zeroes(offset, length, ZeroFlags::default()).await.unwrap();
+                }
+                _ => {
+                    let at = offset / cluster * cluster;
+                    let length = cluster.min(disk.size() - at);
+                    let byte = rng.random();
+                    self.model.fill(at, length, byte);
+                    let bytes = vec![byte; length as usize];
+                    disk.write_compressed(at, IoBuf::copy_of(&bytes)).await.unwrap();
+                }
+            }
+        }
+        disk.close().await.unwrap();
+    }
+
+    /// The active layer reads as it should, and its index, if it is used, says what the layers say.
+    /// Returns how many of them the index describes that serves, and whether it is the active's.
+    async fn check(&self) -> (usize, bool) {
+        let disk = self.open(false).await;
+        compare(&disk, &self.model).await;
+        let own = match disk.verify_index(|_| {}).await {
+            Ok(Ok(differ)) => {
+                assert_eq!(differ, []);
+                true
+            }
+            _ => false,
+        };
+        (disk.indexed_layers(), own)
+    }
+
+    async fn write_index(&self) {
+        let disk = self.open(true).await;
+        disk.write_index(|_| {}).await.unwrap();
+        disk.close().await.unwrap();
+    }
+
+    /// QEMU finds the active image in order and reads the same.
+    fn assert_qemu_agrees(&self) {
+        let directory = export(&self.host);
+        let image = directory.path().join(self.name());
+        qemu::assert_clean(&image);
+        self.model.check(&qemu::read_disk(&image, "qcow2")).unwrap();
+    }
+}
+
+fn export(host: &MemoryHost) -> tempfile::TempDir {
+    let directory = tempfile::tempdir().unwrap();
+    for file in host.names() {
+        std::fs::write(directory.path().join(&file), host.contents(&file).unwrap()).unwrap();
+    }
+    directory
+}
+
+async fn compare<H: Host>(disk: &Disk<H>, model: &Model) {
+    let bytes = disk.read(0, IoBuf::zeroed(disk.size() as usize)).await.unwrap();
+    model.check(&bytes).unwrap();
+}
+
+fn random_disk(rng: &mut StdRng, size: u64) -> NewDisk {
+    let version = if rng.random_bool(0.15) { 2 } else { 3 };
+    let extended_l2 = version == 3 && rng.random_bool(0.2);
+    let least = if extended_l2 { 14 } else { 9 };
+    let zstd = version == 3 && rng.random();
+    NewDisk {
+        size: Some(size),
+        version,
+        cluster_size: 1 << rng.random_range(least..=16),
+        extended_l2,
+        compression_type: if zstd { CompressionType::Zstd } else { CompressionType::Zlib },
+        refcount_bits: if version == 3 { 1 << rng.random_range(0..=6) } else { 16 },
+        index: rng.random_bool(0.7),
+        ..NewDisk::default()
+    }
+}
+
+#[test]
+fn random_chains_read_the_same_with_an_index_anywhere() {
+    let mut rng = Seed::new().rng();
+    for _ in 0..25 {
+        block_on(async {
+            let size = rng.random_range(1..=2048) * 512;
+            let mut chain = Chain::new(&mut rng, size);
+            for _ in 0..rng.random_range(1..12) {
+                let size = rng.random_range(size / 1024 + 1..=size / 512) * 512;
+                let new = random_disk(&mut rng, size);
+                println!("{new:?}");
+                chain.add(new).await;
+                chain.fill(&mut rng, 12).await;
+                let below = chain.layers.len() > 1;
+                let disk = chain.open(true).await;
+                match rng.random_range(0..6) {
+                    // A header of 512 bytes may have no room.
+                    0 if below => drop(disk.write_index(|_| {}).await),
+                    1 if below => drop(disk.drop_index().await.unwrap()),
+                    _ => {}
+                }
+                disk.close().await.unwrap();
+                drop(disk);
+                chain.check().await;
+            }
+            chain.assert_qemu_agrees();
+        });
+    }
+}
+
+/// Enough layers for pages to be folded in turn and for chapters.
+#[test]
+fn long_chains_share_what_did_not_change() {
+    let mut rng = Seed::new().rng();
+    block_on(async {
+        // 32 pages of 512 KiB.
+        let size = 16 << 20;
+        let mut chain = Chain::new(&mut rng, size);
+        let new = NewDisk { size: Some(size), cluster_size: 512, ..NewDisk::default() };
+        for number in 0..150 {
+            chain.add(new.clone()).await;
+            chain.fill(&mut rng, 12).await;
+            if number % 29 == 28 {
+                assert_eq!(chain.check().await, (chain.layers.len() - 1, true));
+            }
+        }
+        chain.add(new).await;
+        let file = chain.host.contents(chain.name()).unwrap();
+        let header = isobath_qcow2::Header::parse(&file[..512]).unwrap();
+        let index = *header.index().unwrap();
+        let bytes = index.root_offset.get() + u64::from(index.root_length) - 512;
+        // A whole index takes 8 bytes a cluster.
+        assert!(bytes < size / 512 * 8 / 4, "{bytes}");
+        chain.assert_qemu_agrees();
+    });
+}
+
+#[test]
+fn a_changed_layer_is_noticed_and_the_index_below_it_serves() {
+    let mut rng = Seed::new().rng();
+    for _ in 0..20 {
+        block_on(async {
+            let size = 256 << 10;
+            let mut chain = Chain::new(&mut rng, size);
+            for _ in 0..6 {
+                let new = NewDisk { size: Some(size), cluster_size: 4096, ..NewDisk::default() };
+                chain.add(new).await;
+                chain.fill(&mut rng, 8).await;
+            }
+            let count = chain.layers.len();
+            assert_eq!(chain.check().await, (count - 1, true));
+            // Somebody writes to a layer below, behind everybody's back.
+            let changed = rng.random_range(1..count - 1);
+            let name = PathBuf::from(&chain.layers[changed].0);
+            let options = OpenOptions { writable: true, ..OpenOptions::default() };
+            let disk = Disk::open(chain.host.clone(), &name, &options).await.unwrap();
+            for cluster in 0..size / 4096 {
+                if rng.random() {
+                    disk.write(cluster * 4096, IoBuf::copy_of(&[7; 4096])).await.unwrap();
+                }
+            }
+            disk.close().await.unwrap();
+            drop(disk);
+            let directory = export(&chain.host);
+            let image = directory.path().join(chain.name());
+            chain.model = Model::from_bytes(&qemu::read_disk(&image, "qcow2"));
+            let (indexed, own) = chain.check().await;
+            assert!(indexed <= changed && !own, "{indexed}");
+            chain.write_index().await;
+            assert_eq!(chain.check().await, (count - 1, true));
+        });
+    }
+}
+
+#[test]
+fn copied_layers_keep_their_index() {
+    let mut rng = Seed::new().rng();
+    block_on(async {
+        let size = 1 << 20;
+        let mut chain = Chain::new(&mut rng, size);
+        for _ in 0..5 {
+            chain.add(random_disk(&mut rng, size)).await;
+            chain.fill(&mut rng, 8).await;
+        }
+        chain.add(NewDisk { size: Some(size), ..NewDisk::default() }).await;
+        // Other files with the same bytes: their stamps say nothing.
+        let copy = MemoryHost::new();
+        for name in chain.host.names() {
+            copy.insert(&name, &[0]);
+            copy.insert(&name, &chain.host.contents(&name).unwrap());
+        }
+        chain.host = copy;
+        assert_eq!(chain.check().await, (chain.layers.len() - 1, true));
+    });
+}
+
+#[test]
+fn a_flipped_bit_anywhere_in_the_index_changes_no_byte() {
+    let mut rng = Seed::new().rng();
+    block_on(async {
+        let size = 1 << 20;
+        let mut chain = Chain::new(&mut rng, size);
+        for number in 0..40 {
+            let cluster_size = 4096;
+            let new = NewDisk { size: Some(size), cluster_size, ..NewDisk::default() };
+            chain.add(NewDisk { index: number > 20, ..new }).await;
+            chain.fill(&mut rng, 10).await;
+        }
+        let name = chain.name();
+        chain.write_index().await;
+        let good = chain.host.contents(&name).unwrap();
+        let index: IndexExtension =
+            *isobath_qcow2::Header::parse(&good[..4096]).unwrap().index().unwrap();
+        let (start, length) = (index.area_offset.get(), index.area_length);
+        let end = index.root_offset.get() + u64::from(index.root_length);
+        let mut refused = 0;
+        for step in 0..300 {
+            let at = if step % 5 == 0 {
+                rng.random_range(104..4096)
+            } else {
+                rng.random_range(start..(start + length).min(end))
+            };
+            let mut bad = good.clone();
+            bad[at as usize] ^= 1 << rng.random_range(0..8);
+            chain.host.insert(&name, &bad);
+            let options = OpenOptions::default();
+            // The rest of the header may become one that is refused.
+            let opened = Disk::open(chain.host.clone(), &name, &options).await;
+            match opened {
+                Ok(disk) => {
+                    compare(&disk, &chain.model).await;
+                    refused += u32::from(disk.indexed_layers() < chain.layers.len() - 1);
+                }
+                Err(_) => assert!(step % 5 == 0, "refused by a bit at {at}"),
+            }
+        }
+        assert!(refused > 200, "only {refused} of the flips were noticed");
+    });
+}
+
+/// A crash while an index is written or removed: the disk is as it was, and so is its order.
+#[test]
+fn a_crash_leaves_the_disk_and_a_whole_index_or_none() {
+    let mut rng = Seed::new().rng();
+    for _ in 0..12 {
+        block_on(async {
+            let size = rng.random_range(100..2048) * 512;
+            let mut chain = Chain::new(&mut rng, size);
+            for _ in 0..3 {
+                let new = random_disk(&mut rng, size);
+                chain.add(NewDisk { cluster_size: new.cluster_size.max(1024), ..new }).await;
+                chain.fill(&mut rng, 8).await;
+            }
+            let host = RecorderHost::new(chain.host.deep_copy());
+            let record = host.record();
+            let options = OpenOptions { writable: true, ..OpenOptions::default() };
+            let disk = Disk::open(host, &chain.name(), &options).await.unwrap();
+            disk.write_index(|_| {}).await.unwrap();
+            if rng.random() {
+                disk.drop_index().await.unwrap();
+                if rng.random() {
+                    disk.write_index(|_| {}).await.unwrap();
+                }
+            }
+            drop(disk);
+            for _ in 0..12 {
+                let keep: f64 = rng.random();
+                let end = rng.random_range(0..=record.len());
+                let fate = |_: usize, _: &_| match rng.random_bool(keep) {
+                    true if rng.random_bool(0.2) => Fate::Torn(512 * rng.random_range(0..16)),
+                    true => Fate::Kept,
+                    false => Fate::Lost,
+                };
+                let left = record.replay(&chain.host, end, fate).await.unwrap();
+                let directory = export(&left);
+                let checked = qemu::check(&directory.path().join(chain.name()));
+                assert!([0, 3].contains(&checked.code()), "{}", checked.report());
+                let disk = Disk::open(left, &chain.name(), &options).await.unwrap();
+                compare(&disk, &chain.model).await;
+                if let Ok(Ok(differ)) = disk.verify_index(|_| {}).await {
+                    assert_eq!(differ, []);
+                }
+                disk.write_index(|_| {}).await.unwrap();
+                assert_eq!(disk.verify_index(|_| {}).await.unwrap(), Ok(Vec::new()));
+                disk.close().await.unwrap();
+            }
+        });
+    }
+}
+
+/// Writes after an index was written stay out of it, and what is written into the freed place of
+/// one is not lost.
+#[test]
+fn writes_keep_off_the_index() {
+    let mut rng = Seed::new().rng();
+    block_on(async {
+        let size = 4 << 20;
+        let mut chain = Chain::new(&mut rng, size);
+        for _ in 0..4 {
+            let new = NewDisk { size: Some(size), cluster_size: 4096, ..NewDisk::default() };
+            chain.add(new).await;
+            chain.fill(&mut rng, 40).await;
+        }
+        for _ in 0..6 {
+            chain.fill(&mut rng, 60).await;
+            assert!(chain.check().await.1);
+            chain.write_index().await;
+            chain.fill(&mut rng, 60).await;
+            chain.assert_qemu_agrees();
+        }
+    });
+}
+
+/// While the layer below is in use, it may still change: the index leaves it out.
+#[test]
+fn an_overlay_of_an_image_in_use_describes_what_is_below_that() {
+    let mut rng = Seed::new().rng();
+    block_on(async {
+        let size = 1 << 20;
+        let mut chain = Chain::new(&mut rng, size);
+        for _ in 0..3 {
+            chain.add(NewDisk { size: Some(size), ..NewDisk::default() }).await;
+            chain.fill(&mut rng, 20).await;
+        }
+        for _ in 0..20 {
+            let count = chain.layers.len();
+            let running = chain.open(true).await;
+            chain.add(NewDisk { size: Some(size), ..NewDisk::default() }).await;
+            let bytes = IoBuf::copy_of(&[rng.random(); 70_000]);
+            let offset = rng.random_range(0..size - 70_000);
+            chain.model.write(offset, &bytes);
+            running.write(offset, bytes).await.unwrap();
+            running.close().await.unwrap();
+            drop(running);
+            assert_eq!(chain.check().await, (count - 1, true));
+        }
+    });
+}
+
+#[test]
+fn an_index_that_lies_about_its_area_costs_nothing() {
+    let mut rng = Seed::new().rng();
+    block_on(async {
+        let size = 1 << 20;
+        let mut chain = Chain::new(&mut rng, size);
+        for _ in 0..2 {
+            chain.add(NewDisk { size: Some(size), ..NewDisk::default() }).await;
+            chain.fill(&mut rng, 5).await;
+        }
+        let name = chain.name();
+        let good = chain.host.contents(&name).unwrap();
+        let header = &good[..65536];
+        let parsed = isobath_qcow2::Header::parse(header).unwrap();
+        let index = *parsed.index().unwrap();
+        for (area_offset, area_length) in [(1 << 16, 1 << 55), (0, 1 << 20), (1 << 16, 3 << 16)] {
+            let lie = IndexExtension {
+                area_offset: isobath_qcow2::HostOffset::new(area_offset),
+                area_length,
+                ..index
+            };
+            let mut lying = good.clone();
+            for (at, bytes) in isobath_qcow2::Header::edit_index(header, Some(&lie)).unwrap() {
+                lying[at..at + bytes.len()].copy_from_slice(&bytes);
+            }
+            chain.host.insert(&name, &lying);
+            chain.check().await;
+        }
+        chain.fill(&mut rng, 30).await;
+        chain.check().await;
+        chain.assert_qemu_agrees();
+    });
+}
