@@ -24,6 +24,8 @@ def example(*arguments, qemu=""):
 
 def make(layers, indexed):
     """The guest's disk, spread over the layers."""
+    # The index is of the layers below.
+    indexed = indexed and layers > 1
     name = f"boot-{layers}-layers" + "-indexed" * indexed
     directory, done = tools.WORK / name, tools.WORK / f"{name}.done"
     active = directory / f"layer-{layers - 1:05}.qcow2"

@@ -18,6 +18,8 @@ def disk_size():
 def make(layers, *, size=None, data="random", fill="90%", indexed=False):
     """The active layer of a chain; made unless it is there. Ownership is uniform."""
     size = size or disk_size()
+    # The index is of the layers below.
+    indexed = indexed and layers > 1
     kind = f"{layers}-layers-{size >> 20}M-{fill.replace('%', 'pct')}-{data}"
     name = f"chain-{kind}-indexed" if indexed else f"chain-{kind}"
     directory = tools.WORK / name

@@ -1,4 +1,7 @@
-"""What the index takes a snapshot, when a hundredth of the disk changes in between."""
+"""What the index takes a snapshot, when a hundredth of the disk changes in between.
+
+A snapshot is a new overlay, which `create -b` gives an index of the layers below it.
+"""
 
 import random
 import shutil
@@ -29,7 +32,6 @@ def measure(disk):
             "--fill", "100%" if full else "0%", "--data", "zero", directory,
         )  # fmt: skip
         active = directory / "layer-00000.qcow2"
-        tools.run(tools.ISOBATH, "index", active)
         sizes = []
         for number in range(count):
             overlay = directory / f"snapshot-{number:03}.qcow2"
@@ -40,7 +42,7 @@ def measure(disk):
             tools.run(tools.ISOBATH, "io", active, input=commands)
             sizes.append(chains.index_bytes(active))
         if None in sizes:
-            raise tools.Failed(f"snapshot {sizes.index(None)} has no index after its writes")
+            raise tools.Failed(f"snapshot {sizes.index(None)} has no index")
         return {"sizes": sizes, "steady": statistics.mean(sizes[-STEADY:]), "whole": clusters * 8}
     finally:
         shutil.rmtree(directory, ignore_errors=True)
@@ -63,7 +65,7 @@ def run(rounds, seconds):
     figure = plot.lines("chain_depth-index.svg", "The index of each snapshot, 1 % of the clusters changed", "snapshot", "KiB", curves, log_y=True)
     table = {
         "title": "Index",
-        "text": f"Bytes of the active layer's index after writes to 1 % of the clusters, chosen at random, in each of many snapshots: mean of the last {STEADY}, beside 8 bytes for every cluster of the disk.",
+        "text": f"Bytes of the index in each of many snapshots, between which 1 % of the clusters, chosen at random, are written: mean of the last {STEADY}, beside 8 bytes for every cluster of the disk.",
         "columns": ["disk", "bytes a snapshot", "8 B a cluster", "ratio"],
         "rows": rows,
     }
