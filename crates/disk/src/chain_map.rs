@@ -1,9 +1,10 @@
 //! Which layer holds what, and where, as `qemu-img map` tells it.
 
 use crate::Result;
-use crate::chain::{Layer, LayerIndex};
+use crate::chain::Layer;
 use crate::device::BlockStatus;
 use crate::disk::Disk;
+use crate::touched::Touched;
 use isobath_qcow2::{ClusterIndex, ClusterKind, GuestOffset, L2Entry, RefcountTableEntry};
 use isobath_storage::{Host, IoBuf, Storage};
 use std::ops::Range;
@@ -242,30 +243,9 @@ impl<H: Host> Disk<H> {
     /// Up to where nothing from `at` on is allocated, at most `end`; `at` where that is not known at
     /// once.
     pub(crate) fn untouched_until(&self, at: u64, end: u64) -> u64 {
-        /// L1 entries looked at in one go.
-        const ENTRIES: u64 = 4096;
         if self.writer.is_some() {
             return at;
         }
-        let mut until = end;
-        for index in (0..=self.active_index().get()).rev() {
-            let Some(layer) = self.chain.get(LayerIndex::new(index)) else { return at };
-            if at >= layer.visible() {
-                break;
-            }
-            let Some(qcow2) = layer.as_qcow2() else { return at };
-            let span = qcow2.geometry.l1_entry_span();
-            let first = at / span;
-            until = until.min((first + ENTRIES).saturating_mul(span));
-            let last = until.min(layer.visible()).div_ceil(span);
-            let l1 = qcow2.l1.read();
-            let entries = l1.get(first as usize..l1.len().min(last as usize)).unwrap_or_default();
-            match entries.iter().position(|e| *e != isobath_qcow2::L1Entry::unallocated()) {
-                Some(0) => return at,
-                Some(step) => until = until.min((first + step as u64) * span),
-                None => {}
-            }
-        }
-        until
+        self.touched.get_or_init(|| Touched::new(&self.chain)).next(at).clamp(at, end)
     }
 }

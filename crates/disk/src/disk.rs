@@ -4,11 +4,12 @@ use crate::chain::{Chain, Layer, LayerIndex, Qcow2, open_chain};
 use crate::device::{BlockDevice, BlockStatus, ZeroFlags};
 use crate::map::{Map, MapStats, SLICE_UNITS};
 use crate::read::Readers;
+use crate::touched::Touched;
 use crate::write::Writer;
 use crate::{DiskError, OpenOptions, Result};
 use isobath_storage::{Host, IoBuf};
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 /// The most memory that the map takes unless told otherwise: enough for a disk of 1 TiB in 64 KiB
 /// clusters.
@@ -27,6 +28,8 @@ pub struct Disk<H: Host> {
     pub(crate) readers: Readers,
     /// Present when the disk was opened for writing.
     pub(crate) writer: Option<Writer<H::File>>,
+    /// What a disk that is only read has tables for; found out once, where somebody asks.
+    pub(crate) touched: OnceLock<Touched>,
     /// Keeps two tasks from resolving the same slice; by slice number.
     pub(crate) resolving: Box<[async_lock::Mutex<()>]>,
 }
@@ -62,6 +65,7 @@ impl<H: Host> Disk<H> {
             map_fits: options.map_cache.is_none(),
             readers: Readers::default(),
             writer,
+            touched: OnceLock::new(),
             resolving: (0..64).map(|_| async_lock::Mutex::new(())).collect(),
             chain,
         })

@@ -47,6 +47,7 @@ mod read_gate;
 mod resize;
 mod status;
 mod tables;
+mod touched;
 mod write;
 
 pub use chain::{ImageFormat, Layer, LayerIndex, MAX_LAYERS, OpenOptions, Trust};

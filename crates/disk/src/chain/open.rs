@@ -362,8 +362,8 @@ async fn read_header<S: Storage>(
 ) -> Result<Header> {
     let error = |source| DiskError::Format { image: name.to_owned(), source };
     let head = Header::probe_length(&start).map_err(error)?.min(file_length as usize);
-    let bytes =
-        if head > start.len() { storage.read_at(0, IoBuf::zeroed(head)).await? } else { start };
+    let enough = head <= start.len() || Header::ends_in(&start);
+    let bytes = if enough { start } else { storage.read_at(0, IoBuf::zeroed(head)).await? };
     Header::parse(bytes.get(..head).unwrap_or(&bytes)).map_err(error)
 }
 

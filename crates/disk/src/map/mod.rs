@@ -5,18 +5,21 @@
 //! depth; the first look-up in a slice merges it over the layers (see [`resolve`]).
 
 mod entry;
+mod latency;
 pub(crate) mod resolve;
 
 pub(crate) use entry::{Unit, UnitKind};
 
 use crate::chain::LayerIndex;
 use isobath_qcow2::CompressedCluster;
+use latency::Latencies;
 use parking_lot::{Mutex, RwLock};
 use rustc_hash::FxHashMap;
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::time::Instant;
 
 /// Units in a slice: with 64 KiB clusters, 64 MiB of the disk in 8 KiB of memory.
 pub(crate) const SLICE_UNITS: usize = 1024;
@@ -142,6 +145,11 @@ pub struct MapStats {
     pub bytes: u64,
     /// The limit of `bytes`.
     pub budget: u64,
+    /// The median time of a look-up answered from the cache, in nanoseconds, from a sample of one in
+    /// 64, with the clock's own cost in it; 0 without any.
+    pub lookup_median_ns: u64,
+    /// The time that 99 of 100 of them do not exceed.
+    pub lookup_p99_ns: u64,
 }
 
 /// The unified cache.
@@ -154,7 +162,11 @@ pub(crate) struct Map {
     hits: AtomicU64,
     unallocated: AtomicU64,
     misses: AtomicU64,
+    latencies: Latencies,
 }
+
+/// One look-up in so many is timed.
+const TIMED: u64 = 64;
 
 /// What a look-up found.
 pub(crate) enum Lookup {
@@ -178,6 +190,7 @@ impl Map {
             hits: AtomicU64::new(0),
             unallocated: AtomicU64::new(0),
             misses: AtomicU64::new(0),
+            latencies: Latencies::default(),
         }
     }
 
@@ -206,6 +219,18 @@ impl Map {
 
     /// Appends the extents of the guest bytes in `range`, merged where they continue each other.
     pub(crate) fn lookup(&self, range: Range<u64>, extents: &mut Vec<Extent>) -> Lookup {
+        if !self.hits.load(Ordering::Relaxed).is_multiple_of(TIMED) {
+            return self.look(range, extents);
+        }
+        let begin = Instant::now();
+        let found = self.look(range, extents);
+        if matches!(found, Lookup::Found) {
+            self.latencies.record(begin.elapsed());
+        }
+        found
+    }
+
+    fn look(&self, range: Range<u64>, extents: &mut Vec<Extent>) -> Lookup {
         let mut at = range.start;
         while at < range.end {
             let slice_index = at >> self.slice_bits();
@@ -368,6 +393,8 @@ impl Map {
             misses: self.misses.load(Ordering::Relaxed),
             bytes: self.bytes.load(Ordering::Relaxed),
             budget: self.budget(),
+            lookup_median_ns: self.latencies.quantile(0.5),
+            lookup_p99_ns: self.latencies.quantile(0.99),
         }
     }
 }

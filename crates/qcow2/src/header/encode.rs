@@ -135,6 +135,22 @@ mod tests {
     }
 
     #[test]
+    fn the_beginning_is_enough_where_everything_is_in_it() {
+        let header = sample();
+        let encoded = header.encode().unwrap();
+        let enough = (0..encoded.len()).find(|n| Header::ends_in(&encoded[..*n])).unwrap();
+        assert!(enough < 4096);
+        assert_eq!(Header::parse(&encoded[..enough]).as_ref(), Ok(&header));
+        let big = Extension::Unknown { magic: 9, data: vec![1; 5000] };
+        let header = Header { extensions: vec![big], ..sample() };
+        let encoded = header.encode().unwrap();
+        assert!(!Header::ends_in(&encoded[..4096]));
+        assert!(Header::ends_in(&encoded));
+        let header = Header { backing_file: None, extensions: Vec::new(), ..sample() };
+        assert!(Header::ends_in(&header.encode().unwrap()[..4096]));
+    }
+
+    #[test]
     fn an_overlong_header_keeps_its_unknown_fields() {
         let unknown_fields: Vec<u8> = (0..23).collect();
         let header = Header { header_length: 128, unknown_fields, ..sample() };

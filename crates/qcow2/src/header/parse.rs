@@ -23,6 +23,28 @@ impl Header {
         Ok(geometry.cluster_size() as usize)
     }
 
+    /// Whether `start`, the first bytes of an image, are enough for [`parse`](Self::parse): what it
+    /// looks at ends there, though the header cluster may go on.
+    pub fn ends_in(start: &[u8]) -> bool {
+        Self::find_end(start).is_some()
+    }
+
+    /// Where the extensions end, if all of them and the backing file name are in `start`.
+    fn find_end(start: &[u8]) -> Option<usize> {
+        let (version, _) = Self::parse_start(start).ok()?;
+        let name = bytes::be64(start, 8)?.checked_add(u64::from(bytes::be32(start, 16)?))?;
+        start.get(..usize::try_from(name).ok()?)?;
+        let mut at = if version == 2 { V2_LENGTH } else { bytes::be32(start, 100)? } as usize;
+        loop {
+            let length = bytes::be32(start, at.checked_add(4)?)? as usize;
+            match bytes::be32(start, at)? {
+                // A mark with a length is for the parser to judge.
+                0 => return (length == 0).then_some(at),
+                _ => at = at.checked_add(8)?.checked_add(length.checked_next_multiple_of(8)?)?,
+            }
+        }
+    }
+
     /// The version and `cluster_bits`, unchecked.
     fn parse_start(start: &[u8]) -> Result<(u32, u32), FormatError> {
         if !start.starts_with(&MAGIC) {

@@ -223,7 +223,7 @@ async fn serve(
     result
 }
 
-/// Flushes and closes every disk, also when one fails.
+/// Flushes and closes every disk, also when one fails, and logs what its map did.
 async fn close(disks: &[Arc<FileDisk>]) -> Result<(), Failure> {
     let mut result = Ok(());
     for disk in disks {
@@ -233,6 +233,16 @@ async fn close(disks: &[Arc<FileDisk>]) -> Result<(), Failure> {
             }
             result = Err(error.into());
         }
+        let map = disk.map_stats();
+        tracing::info!(
+            hits = map.hits,
+            unallocated_hits = map.unallocated_hits,
+            misses = map.misses,
+            bytes = map.bytes,
+            lookup_median_ns = map.lookup_median_ns,
+            lookup_p99_ns = map.lookup_p99_ns,
+            "the map's counters"
+        );
     }
     result
 }

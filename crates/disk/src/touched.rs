@@ -1,0 +1,89 @@
+//! Parts of a disk for which no layer has a table, so that a look at a large and empty disk takes
+//! no look at each layer.
+
+use crate::chain::Chain;
+use isobath_qcow2::L1Entry;
+use isobath_storage::Storage;
+
+/// The parts of a disk for which any layer has an L2 table.
+pub(crate) struct Touched {
+    /// log2 of the bytes in a part.
+    bits: u32,
+    /// A bit for each part.
+    parts: Vec<u64>,
+}
+
+impl Touched {
+    /// More parts are not told apart.
+    const MOST_PARTS: u64 = 1 << 22;
+
+    /// Looks once at the L1 tables of all layers.
+    pub(crate) fn new<S: Storage>(chain: &Chain<S>) -> Self {
+        let size = chain.active().size();
+        let spans = chain.layers().filter_map(|(_, layer)| layer.as_qcow2());
+        let least = spans.map(|qcow2| qcow2.geometry.l1_entry_span()).min().unwrap_or(1 << 30);
+        let mut bits = least.trailing_zeros();
+        while size >> bits >= Self::MOST_PARTS {
+            bits += 1;
+        }
+        let count = size.div_ceil(1 << bits);
+        let mut touched = Self { bits, parts: vec![0; count.div_ceil(64) as usize] };
+        for (_, layer) in chain.layers() {
+            let visible = layer.visible();
+            let Some(qcow2) = layer.as_qcow2() else {
+                touched.touch(0, visible);
+                continue;
+            };
+            let span = qcow2.geometry.l1_entry_span();
+            for (index, entry) in qcow2.l1.read().iter().enumerate() {
+                if *entry != L1Entry::unallocated() {
+                    let start = (index as u64).saturating_mul(span);
+                    touched.touch(start, start.saturating_add(span).min(visible));
+                }
+            }
+        }
+        touched
+    }
+
+    fn touch(&mut self, start: u64, end: u64) {
+        let most = self.parts.len() as u64 * 64;
+        for part in start >> self.bits..end.div_ceil(1 << self.bits).min(most) {
+            if let Some(word) = self.parts.get_mut((part / 64) as usize) {
+                *word |= 1 << (part % 64);
+            }
+        }
+    }
+
+    /// Where the first touched part at `at` or behind begins; past the end if there is none.
+    pub(crate) fn next(&self, at: u64) -> u64 {
+        let first = at >> self.bits;
+        let mut mask = u64::MAX << (first % 64);
+        for (index, word) in self.parts.iter().enumerate().skip((first / 64) as usize) {
+            let found = word & mask;
+            if found != 0 {
+                return (index as u64 * 64 + u64::from(found.trailing_zeros())) << self.bits;
+            }
+            mask = u64::MAX;
+        }
+        u64::MAX
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_next_touched_part_is_found() {
+        let mut touched = Touched { bits: 4, parts: vec![0; 3] };
+        assert_eq!(touched.next(0), u64::MAX);
+        touched.touch(16 * 70 + 3, 16 * 71 + 1);
+        assert_eq!(touched.next(0), 16 * 70);
+        assert_eq!(touched.next(16 * 70 + 9), 16 * 70);
+        assert_eq!(touched.next(16 * 71), 16 * 71);
+        assert_eq!(touched.next(16 * 72), u64::MAX);
+        touched.touch(16 * 191, u64::MAX);
+        assert_eq!(touched.next(16 * 72), 16 * 191);
+        assert_eq!(touched.next(1 << 20), u64::MAX);
+    }
+}
