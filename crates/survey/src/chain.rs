@@ -170,10 +170,15 @@ impl Survey {
         self.links.active.iter().map(|&number| self.row(number))
     }
 
+    /// How many chains there are.
+    pub fn chain_count(&self) -> usize {
+        self.links.active.len()
+    }
+
     /// The first `count` chains by `sort`, and by name where that is equal.
     pub fn top(&self, count: usize, sort: SortBy) -> Vec<ChainRow> {
         // The smallest of those kept is on top, to be replaced.
-        let mut kept: BinaryHeap<Reverse<(u64, Reverse<Vec<u8>>, u32)>> = BinaryHeap::new();
+        let mut kept: BinaryHeap<Reverse<Ranked>> = BinaryHeap::new();
         for &number in &self.links.active {
             let value = self.value(number, sort);
             if kept.len() == count {
@@ -289,6 +294,9 @@ impl Survey {
         }
     }
 }
+
+/// A chain by what it is listed by, its name (the first in order ranks highest) and its number.
+type Ranked = (u64, Reverse<Vec<u8>>, u32);
 
 /// Sums over the files that one chain alone uses.
 #[derive(Default)]

@@ -146,7 +146,7 @@ fn named(image: &Path) -> io::Result<Option<Backing>> {
 
 fn attach(fleet: &mut Fleet, image: u32, parent: u32) {
     let below = fleet.image(parent).flags;
-    let own = &mut fleet.image_mut(image);
+    let own = fleet.image_mut(image);
     own.parent = parent;
     if below.has(Flags::RAW) && own.flags.has(Flags::QCOW2_BACKING) {
         own.flags.set(Flags::CUT, true);

@@ -55,10 +55,15 @@ impl Facts {
             id: Id::of(data),
             length: data.len(),
             held: data.blocks().saturating_mul(512),
-            born,
-            modified: data.mtime(),
+            born: born.map(clamp),
+            modified: clamp(data.mtime()),
         }
     }
+}
+
+/// A time in years 1 to 9999: no file is of another, whatever its file system says.
+fn clamp(seconds: i64) -> i64 {
+    seconds.clamp(-62_135_596_800, 253_402_300_799)
 }
 
 /// What a header says, as far as a survey wants it.

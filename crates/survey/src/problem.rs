@@ -1,6 +1,7 @@
 //! What is wrong with a fleet's images.
 
 use serde::{Serialize, Serializer};
+use std::fmt;
 use std::io;
 
 macro_rules! troubles {
@@ -112,7 +113,7 @@ pub struct Problems {
 }
 
 impl Problems {
-    pub(crate) fn add(&mut self, image: &[u8], trouble: Trouble, detail: impl ToString) {
+    pub(crate) fn add(&mut self, image: &[u8], trouble: Trouble, detail: impl fmt::Display) {
         *self.counts.entry(trouble).or_default() += 1;
         if self.kept.len() < MAX_PROBLEMS {
             self.kept.push(Problem { image: image.to_vec(), trouble, detail: detail.to_string() });

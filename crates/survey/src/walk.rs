@@ -86,7 +86,7 @@ impl Walk<'_> {
                 match task {
                     Task::Directory { path, device } => self.directory(&path, device),
                     Task::Files { directory, names } => self.files(&directory, names),
-                    Task::File(path) => self.take(self.file(path, true).into_iter().collect()),
+                    Task::File(path) => self.take(self.file(&path, true).into_iter().collect()),
                 }
                 queue = self.queue.lock();
                 queue.busy -= 1;
@@ -176,21 +176,21 @@ impl Walk<'_> {
         let found = names
             .into_iter()
             .take_while(|_| !self.progress.is_stopped())
-            .filter_map(|name| self.file(directory.join(name), false))
+            .filter_map(|name| self.file(&directory.join(name), false))
             .collect();
         self.take(found);
     }
 
     /// Looks at a file; gives it if it is an image.
-    fn file(&self, path: PathBuf, follow_link: bool) -> Option<(Seen, Option<(Trouble, String)>)> {
+    fn file(&self, path: &Path, follow_link: bool) -> Option<(Seen, Option<(Trouble, String)>)> {
         self.progress.files.fetch_add(1, Relaxed);
-        match look(path.clone(), follow_link, false) {
+        match look(path.to_owned(), follow_link, false) {
             Ok((seen, _)) if matches!(seen.kind, Kind::Other) => None,
             Ok(found) => Some(found),
             Err(error) => {
                 // What has gone meanwhile was never there.
                 if error.kind() != std::io::ErrorKind::NotFound {
-                    self.problem(&path, Trouble::of_image(&error), &error);
+                    self.problem(path, Trouble::of_image(&error), &error);
                 }
                 None
             }

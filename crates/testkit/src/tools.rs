@@ -20,6 +20,7 @@ const PACKAGES: &[(&str, &str)] = &[
     ("debugfs", "e2fsprogs"),
     ("mkfs.xfs", "xfsprogs"),
     ("busybox", "busybox-static"),
+    ("chromium-headless-shell", "chromium-headless-shell"),
     ("ldd", "libc-bin"),
 ];
 

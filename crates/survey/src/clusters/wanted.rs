@@ -24,7 +24,7 @@ impl Wanted {
     pub(super) fn everything(units: u64) -> Self {
         let mut chunks = Vec::new();
         chunks.resize_with((units / CHUNK) as usize, || Chunk::All);
-        if units % CHUNK != 0 {
+        if !units.is_multiple_of(CHUNK) {
             chunks.push(Chunk::All);
         }
         let mut all = Self { chunks };

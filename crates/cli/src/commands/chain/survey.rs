@@ -231,7 +231,7 @@ fn to_file(
 
 /// Among so many names of images, one in the wrong place must cost nothing.
 fn refuse_image(path: &Path) -> io::Result<()> {
-    let mut start = [0; 4];
+    let mut start = [0; 8];
     let is_file = path.metadata().is_ok_and(|data| data.is_file());
     if is_file && File::open(path)?.read_exact(&mut start).is_ok() && is_qcow2(&start) {
         return Err(io::Error::new(io::ErrorKind::AlreadyExists, "it is a qcow2 image"));
