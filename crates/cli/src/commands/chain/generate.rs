@@ -3,7 +3,9 @@
 use crate::failure::{Failure, Outcome};
 use crate::workers::{self, Progress};
 use crate::{runtime, size};
+use isobath_disk::{Disk, OpenOptions};
 use isobath_generate::{Chain, Data, Distribution, Fill, GenerateError, Ownership, trace};
+use isobath_storage::file::FileHost;
 use isobath_storage::ring::{Config, Signals, Worker};
 use std::cell::Cell;
 use std::fs::File;
@@ -40,6 +42,12 @@ pub(crate) struct Args {
     /// The seed of all that is random
     #[arg(long, value_name = "N", default_value = "0")]
     seed: u64,
+    /// Write the direct-access index into the active layer, as 'isobath index' does
+    #[arg(long)]
+    indexed: bool,
+    /// Write no index, as any QEMU would [default]
+    #[arg(long, conflicts_with = "indexed")]
+    plain: bool,
     /// Show progress
     #[arg(short, long)]
     progress: bool,
@@ -121,7 +129,17 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         }
         (Owners::Trace(file), None) => read_trace(&chain, file)?,
     };
-    let active = runtime::block_on(async || generate(args, chain, ownership).await)?;
+    let indexed = args.indexed && chain.layers > 1;
+    let active = runtime::block_on(async || {
+        let active = generate(args, chain, ownership).await?;
+        if indexed {
+            let options = OpenOptions { writable: true, ..OpenOptions::default() };
+            let disk = Disk::open(FileHost, &active, &options).await?;
+            disk.write_index(|_| {}).await?;
+            disk.close().await?;
+        }
+        Ok(active)
+    })?;
     writeln!(out, "{}", active.display())?;
     Ok(0)
 }
