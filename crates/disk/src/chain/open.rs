@@ -7,7 +7,7 @@ use crate::index::{self, Ahead};
 use crate::{DiskError, MetadataMode, Result};
 use futures_util::future::join_all;
 use isobath_qcow2::index::RecordedFormat;
-use isobath_qcow2::{Header, IncompatibleFeatures, L1Entry, is_qcow2};
+use isobath_qcow2::{Extension, Header, IncompatibleFeatures, L1Entry, is_qcow2};
 use isobath_storage::{FileId, Host, IoBuf, Locking, OpenMode, Storage};
 use parking_lot::RwLock;
 use std::collections::HashSet;
@@ -317,6 +317,11 @@ pub(crate) async fn open_layer<H: Host>(
         length = storage.len().await?;
         let start = storage.read_at(0, IoBuf::zeroed(4096)).await?;
         header = read_header(&*storage, name, start, length).await?;
+    }
+    if !writable {
+        // Of use only to explain a refusal; there may be thousands of layers.
+        header.extensions.retain(|extension| !matches!(extension, Extension::FeatureNames(_)));
+        header.extensions.shrink_to_fit();
     }
     let geometry =
         header.geometry().map_err(|source| DiskError::Format { image: name.to_owned(), source })?;

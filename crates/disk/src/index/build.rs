@@ -77,14 +77,27 @@ pub(crate) async fn build<S: Storage>(
     folding: Folding,
     mut progress: impl FnMut(u64, u64),
 ) -> Result<Option<Built>> {
-    let base = match folding {
-        Folding::InTurn => chain.index(),
-        Folding::Whole => None,
-    };
-    let base = base.as_deref();
+    if let Some(base) = chain.index().filter(|_| folding == Folding::InTurn) {
+        let built = build_on(Some(&*base), chain, above, place, folding, &mut progress).await?;
+        if built.is_some() {
+            return Ok(built);
+        }
+    }
+    build_on(None, chain, above, place, folding, &mut progress).await
+}
+
+/// As [`build`], from an index of the lower layers; `None` also if that is damaged.
+async fn build_on<S: Storage>(
+    base: Option<&ChainIndex<S>>,
+    chain: &Chain<S>,
+    above: &str,
+    place: Place,
+    folding: Folding,
+    progress: &mut impl FnMut(u64, u64),
+) -> Result<Option<Built>> {
     let unit = chain.top_down().filter_map(|(_, layer)| layer.unit_bits()).min();
     let unit_bits = unit.unwrap_or(RAW_UNIT_BITS);
-    let base = base.filter(|base| base.covers() > 0 && base.root().unit_bits <= unit_bits);
+    let base = base.filter(|base| base.root().unit_bits <= unit_bits);
     let unit_bits = base.map_or(unit_bits, |base| base.root().unit_bits);
     let size = base.map_or(0, |base| base.root().size).max(chain.active().size());
     let mut root = Root {

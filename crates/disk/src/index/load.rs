@@ -7,6 +7,7 @@ use isobath_qcow2::index::{
     BlockPointer, CHAPTER_LAYERS, LayerRecord, LayerStamp, MAX_BLOCK_BYTES, RecordedFormat, Root,
 };
 use isobath_storage::{Stamp, Storage, shown};
+use std::collections::VecDeque;
 use std::sync::Arc;
 
 /// Bytes of L2 tables that opening a chain reads to make sure of layers whose files were touched.
@@ -32,12 +33,12 @@ pub(crate) async fn read_root<S: Storage>(layer: &Layer<S>) -> Option<Root> {
 pub(crate) struct Ahead {
     pub(crate) root: Root,
     /// Records known so far: those of the last layers described.
-    records: Vec<LayerRecord>,
+    records: VecDeque<LayerRecord>,
 }
 
 impl Ahead {
     pub(crate) fn new(root: Root) -> Self {
-        let records = root.tail.clone();
+        let records = root.tail.clone().into();
         Self { root, records }
     }
 
@@ -62,11 +63,12 @@ impl Ahead {
         let Some(bytes) = read_block(holder, pointer, MAX_BLOCK_BYTES).await else {
             return false;
         };
-        let Some(mut records) = LayerRecord::decode_chapter(&bytes, CHAPTER_LAYERS) else {
+        let Some(records) = LayerRecord::decode_chapter(&bytes, CHAPTER_LAYERS) else {
             return false;
         };
-        records.append(&mut self.records);
-        self.records = records;
+        for record in records.into_iter().rev() {
+            self.records.push_front(record);
+        }
         true
     }
 }

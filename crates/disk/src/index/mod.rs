@@ -42,8 +42,8 @@ pub(crate) struct ChainIndex<S> {
     layers: Vec<Arc<Layer<S>>>,
     root: Root,
     segments: Mutex<FxHashMap<u32, Arc<Segment>>>,
-    /// A block was not what it should be.
-    broken: AtomicBool,
+    /// A block was not what it should be, and that was said.
+    damaged: AtomicBool,
 }
 
 /// What an index says of one page of the disk.
@@ -58,12 +58,12 @@ impl<S: Storage> ChainIndex<S> {
     fn new(chain: &Chain<S>, root: Root) -> Self {
         let layers = chain.layers().take(root.position as usize + 1);
         let layers = layers.map(|(_, layer)| Arc::clone(layer)).collect();
-        Self { layers, root, segments: Mutex::default(), broken: AtomicBool::new(false) }
+        Self { layers, root, segments: Mutex::default(), damaged: AtomicBool::new(false) }
     }
 
-    /// Layers that it describes, from the base; 0 once a block of it was found to be broken.
+    /// Layers that it describes, from the base.
     pub(crate) fn covers(&self) -> usize {
-        if self.broken.load(Ordering::Relaxed) { 0 } else { self.root.covers as usize }
+        self.root.covers as usize
     }
 
     pub(crate) fn root(&self) -> &Root {
@@ -75,28 +75,27 @@ impl<S: Storage> ChainIndex<S> {
         &self.layers[self.root.position as usize]
     }
 
-    /// What it says of the page around the guest byte at `guest`; `None` if it is broken there, and
-    /// not used any more.
+    /// What it says of the page around the guest byte at `guest`; `None` if its block is damaged,
+    /// which is said once.
     pub(crate) async fn owners(&self, guest: u64) -> Option<Owners> {
-        let number = guest >> self.root.page_bits();
-        let found = match self.record(number).await {
-            Some(record) => {
-                let page = match &record.page {
-                    Some(pointer) => self.page(number, &record, pointer).await.map(Some),
-                    None => Some(None),
-                };
-                page.map(|page| Owners { newer: record.newer, page })
-            }
-            None => None,
-        };
-        if found.is_none() && !self.broken.swap(true, Ordering::Relaxed) {
+        let owners = self.read_owners(guest >> self.root.page_bits()).await;
+        if owners.is_none() && !self.damaged.swap(true, Ordering::Relaxed) {
             tracing::warn!(
-                "the index of '{}' is damaged and not used; the layers' own tables serve. \
+                "the index of '{}' is damaged; where it is, the layers' own tables serve. \
                  'isobath index' writes it anew",
                 isobath_storage::shown(self.holder().name())
             );
         }
-        found
+        owners
+    }
+
+    async fn read_owners(&self, number: u64) -> Option<Owners> {
+        let record = self.record(number).await?;
+        let page = match &record.page {
+            Some(pointer) => Some(self.page(number, &record, pointer).await?),
+            None => None,
+        };
+        Some(Owners { newer: record.newer, page })
     }
 
     async fn record(&self, number: u64) -> Option<PageRecord> {

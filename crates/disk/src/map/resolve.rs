@@ -54,7 +54,7 @@ pub(crate) async fn resolve<S: Storage, A: ActiveEntries>(
     let above = chain.top_down().take_while(|(index, _)| index.get() as usize >= described);
     merge_layers(&mut merge, chain, above, writer, &range).await?;
     if merge.left > 0
-        && let Some(index) = index.filter(|_| described > 0)
+        && let Some(index) = index
         && !merge_described(&mut merge, chain, &index, &range).await?
     {
         let below = chain.top_down().skip_while(|(index, _)| index.get() as usize >= described);
