@@ -178,7 +178,8 @@ async fn index_of<H: Host>(
         position: chain.len() as u32,
     };
     // What a writer has open is still changing; it is frozen only when the overlay takes its place.
-    let frozen = host.open(top.name(), OpenMode::default()).await.is_ok();
+    let look = OpenMode { locking: Locking::Immediate, ..OpenMode::default() };
+    let frozen = host.open(top.name(), look).await.is_ok();
     let name = new.backing_file.as_deref().unwrap_or_default();
     if frozen {
         return build(chain, name, place, Folding::InTurn, |_, _| {}).await;

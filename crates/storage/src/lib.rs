@@ -172,6 +172,9 @@ pub enum Locking {
     /// readers), or for a writable open keep out everybody.
     #[default]
     Exclusive,
+    /// As [`Exclusive`](Self::Exclusive), but without waiting a moment for a user that is about to
+    /// let go.
+    Immediate,
     /// Take no lock and honour none (`qemu-img -U`, `force-share=on`).
     Unlocked,
 }

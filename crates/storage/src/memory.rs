@@ -216,7 +216,7 @@ impl MemoryHost {
     }
 
     fn attach(node: Arc<Node>, name: &Path, mode: OpenMode) -> Result<MemoryFile> {
-        let locked = mode.locking == Locking::Exclusive;
+        let locked = mode.locking != Locking::Unlocked;
         if locked {
             let mut users = node.users.lock();
             if mode.writable {

@@ -206,6 +206,7 @@ async fn attach(file: File, name: &Path, mode: OpenMode, permit: Permit) -> Atte
     };
     let locks = match mode.locking {
         Locking::Exclusive => Some(wait_for_locks(&file, name, mode.writable).await?),
+        Locking::Immediate => Some(lock::take(&file, name, mode.writable)?),
         Locking::Unlocked => None,
     };
     let lease = Arc::new(Held { _locks: locks, _file: file.clone(), _permit: permit });
