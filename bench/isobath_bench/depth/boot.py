@@ -22,11 +22,9 @@ def example(*arguments, qemu=""):
         raise
 
 
-def make(layers, indexed):
+def make(layers):
     """The guest's disk, spread over the layers."""
-    # The index is of the layers below.
-    indexed = indexed and layers > 1
-    name = f"boot-{layers}-layers" + "-indexed" * indexed
+    name = f"boot-{layers}-layers"
     directory, done = tools.WORK / name, tools.WORK / f"{name}.done"
     active = directory / f"layer-{layers - 1:05}.qcow2"
     if not done.exists():
@@ -35,15 +33,13 @@ def make(layers, indexed):
             example("root", raw)
         shutil.rmtree(directory, ignore_errors=True)
         tools.run(tools.ISOBATH, "chain", "generate", "--layers", layers, "--data", f"raw:{raw}", directory)
-        if indexed:
-            tools.run(tools.ISOBATH, "index", active)
         done.touch()
     return active
 
 
 def measure(name, layers):
     """Boots once, on a copy of the active layer, since the guest writes."""
-    active = make(layers, name == chains.INDEXED)
+    active = make(layers)
     image = active.with_name("run.qcow2")
     shutil.copyfile(active, image)
     chains.warm(active)

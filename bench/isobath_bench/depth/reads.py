@@ -3,7 +3,7 @@
 from .. import fio, plot, report, servers, tools
 from . import chains
 
-DEPTHS = {chains.ISOBATH: [1, 50, 500, 1000, 10000], chains.INDEXED: [1, 1000]}
+DEPTHS = {chains.ISOBATH: [1, 50, 500, 1000, 10000], chains.INDEXED: [1, 1000, 10000]}
 QEMU_DEPTHS = [1, 50, 500, 1000]
 SMALL = dict(rw="randread", block="4k", depth=32)
 LARGE = dict(rw="read", block="1m", depth=4)
