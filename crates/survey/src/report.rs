@@ -59,19 +59,12 @@ impl Counts {
         let (directories, files, _) = progress.walked();
         let all = fleet.numbers().count() as u64;
         let (raw_bases, broken) = (count(Flags::RAW), count(Flags::BROKEN));
-        let broken_bases = fleet
-            .numbers()
-            .filter(|&one| {
-                fleet.image(one).flags.has(Flags::BROKEN)
-                    && links.children.get(one as usize).is_some_and(|&users| users > 0)
-            })
-            .count() as u64;
         Self {
             directories,
             files,
             images: all - raw_bases - broken,
             chains: links.active.len() as u64,
-            files_in_chains: all - broken - links.in_loops + broken_bases,
+            files_in_chains: links.top_down.len() as u64,
             shared: links.children.iter().filter(|&&users| users > 1).count() as u64,
             raw_bases,
             outside: count(Flags::OUTSIDE),
@@ -265,9 +258,6 @@ impl Layers {
         let mut sum = Self::default();
         for &number in &links.top_down {
             let image = fleet.image(number);
-            if image.flags.has(Flags::BROKEN) && users(number) == 0 {
-                continue;
-            }
             sum.held.held_bytes = sum.held.held_bytes.saturating_add(image.held);
             if users(number) == 0 {
                 sum.held.disk_bytes = sum.held.disk_bytes.saturating_add(image.disk);
