@@ -46,6 +46,15 @@ pub struct Allocation {
     pub data: bool,
 }
 
+/// How a file is read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    /// The host may read ahead as it thinks best.
+    Normal,
+    /// Here and there: what lies behind is not wanted.
+    Random,
+}
+
 /// What tells one file from another, whatever its name: device and inode, or a number of the host's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct FileId {
@@ -155,6 +164,12 @@ pub trait Storage: Send + Sync + 'static {
     /// keep out: the kernel sets a file's times when a write begins.
     fn settled_stamp(&self) -> impl Future<Output = Result<Option<Stamp>>> {
         async { Ok(None) }
+    }
+
+    /// Tells the host how the file is read from now on: a hint, without effect on what is read.
+    fn advise(&self, access: Access) -> impl Future<Output = ()> {
+        let _ = access;
+        async {}
     }
 
     /// Whether writes are refused.

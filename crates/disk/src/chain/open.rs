@@ -8,7 +8,7 @@ use crate::{DiskError, MetadataMode, Result};
 use futures_util::future::join_all;
 use isobath_qcow2::index::RecordedFormat;
 use isobath_qcow2::{Extension, Header, IncompatibleFeatures, L1Entry, is_qcow2};
-use isobath_storage::{FileId, Host, IoBuf, Locking, OpenMode, Storage};
+use isobath_storage::{Access, FileId, Host, IoBuf, Locking, OpenMode, Storage};
 use parking_lot::RwLock;
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
@@ -296,6 +296,21 @@ pub(crate) async fn open_layer<H: Host>(
     options: &OpenOptions,
 ) -> Result<Layer<H::File>> {
     let storage = Arc::new(host.open(name, options.mode(writable)).await?);
+    // A header here, a table there: of thousands of layers nothing else is wanted yet.
+    storage.advise(Access::Random).await;
+    let layer = load_layer(host, name, format, writable, options, &storage).await?;
+    storage.advise(Access::Normal).await;
+    Ok(layer)
+}
+
+async fn load_layer<H: Host>(
+    host: &H,
+    name: &Path,
+    format: Option<ImageFormat>,
+    writable: bool,
+    options: &OpenOptions,
+    storage: &Arc<H::File>,
+) -> Result<Layer<H::File>> {
     let mut length = storage.len().await?;
     let start = storage.read_at(0, IoBuf::zeroed(4096)).await?;
     let qcow2 = match format {
@@ -303,9 +318,9 @@ pub(crate) async fn open_layer<H: Host>(
         None => is_qcow2(&start),
     };
     if !qcow2 {
-        return Ok(Layer::raw(name.to_owned(), storage, length));
+        return Ok(Layer::raw(name.to_owned(), Arc::clone(storage), length));
     }
-    let mut header = read_header(&*storage, name, start, length).await?;
+    let mut header = read_header(&**storage, name, start, length).await?;
     if writable && header.incompatible.contains(IncompatibleFeatures::CORRUPT) {
         return Err(DiskError::Corrupt {
             image: name.to_owned(),
@@ -313,10 +328,10 @@ pub(crate) async fn open_layer<H: Host>(
         });
     }
     if writable && header.incompatible.contains(IncompatibleFeatures::DIRTY) {
-        repair_dirty(&storage, name).await?;
+        repair_dirty(storage, name).await?;
         length = storage.len().await?;
         let start = storage.read_at(0, IoBuf::zeroed(4096)).await?;
-        header = read_header(&*storage, name, start, length).await?;
+        header = read_header(&**storage, name, start, length).await?;
     }
     if !writable {
         // Of use only to explain a refusal; there may be thousands of layers.
@@ -325,7 +340,7 @@ pub(crate) async fn open_layer<H: Host>(
     }
     let geometry =
         header.geometry().map_err(|source| DiskError::Format { image: name.to_owned(), source })?;
-    let l1 = read_l1(&*storage, name, &header, length).await?;
+    let l1 = read_l1(&**storage, name, &header, length).await?;
     let data = if header.incompatible.contains(IncompatibleFeatures::DATA_FILE) {
         let Some(file) = header.data_file() else {
             return Err(DiskError::Refused {
@@ -355,7 +370,7 @@ pub(crate) async fn open_layer<H: Host>(
         None => length,
     };
     let qcow2 = Qcow2 { header: header.into(), geometry, opened_length: length, l1: l1.into() };
-    Ok(Layer::qcow2(name.to_owned(), storage, data, file_length, qcow2))
+    Ok(Layer::qcow2(name.to_owned(), Arc::clone(storage), data, file_length, qcow2))
 }
 
 /// Reads the header cluster, of which `start` is the beginning.

@@ -32,7 +32,7 @@ pub use open::{FileHost, LimitedHost};
 
 use crate::error::{Operation, StorageError};
 use crate::ring::unblock;
-use crate::{Allocation, FileId, IoBuf, Result, Stamp, Storage, ZeroMode};
+use crate::{Access, Allocation, FileId, IoBuf, Result, Stamp, Storage, ZeroMode};
 use descriptors::Keep;
 use direct::Direct;
 use flush::Durability;
@@ -332,6 +332,16 @@ impl Storage for FileStorage {
         let target = self.target().await?;
         let stamp = self.wait_for_stamp(&target.file).await;
         stamp.map_err(|error| self.error(Operation::Query, error))
+    }
+
+    async fn advise(&self, access: Access) {
+        let advice = match access {
+            Access::Normal => libc::POSIX_FADV_NORMAL,
+            Access::Random => libc::POSIX_FADV_RANDOM,
+        };
+        if let Ok(target) = self.target().await {
+            sys::advise(&target.file, advice);
+        }
     }
 
     fn is_read_only(&self) -> bool {

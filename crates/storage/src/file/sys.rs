@@ -55,6 +55,12 @@ pub(super) fn fallocate(file: &OwnedFd, mode: i32, offset: u64, length: u64) -> 
     done(unsafe { libc::fallocate(file.as_raw_fd(), mode, offset, length) })
 }
 
+/// A hint: its failure changes nothing.
+pub(super) fn advise(file: &OwnedFd, advice: libc::c_int) {
+    // SAFETY: the call takes no memory.
+    unsafe { libc::posix_fadvise(file.as_raw_fd(), 0, 0, advice) };
+}
+
 pub(super) fn ftruncate(file: &OwnedFd, length: u64) -> io::Result<()> {
     let length = signed(length)?;
     // SAFETY: a plain system call.
