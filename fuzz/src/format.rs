@@ -1,9 +1,13 @@
 //! The qcow2 format's parsers: what they accept is encoded again and says the same.
 
 use isobath_qcow2::compress::{compress, decompress};
+use isobath_qcow2::index::{
+    BlockHash, IndexExtension, LayerRecord, PAGE_UNITS, Page, Root, Segment,
+};
 use isobath_qcow2::{
     Bitmap, BitmapCluster, ClusterKind, CompressionType, Extension, Geometry, GuestOffset, Header,
-    L1Entry, L2Entry, NewImage, ParseMode, RefcountOrder, RefcountTableEntry, Snapshot, is_qcow2,
+    HostOffset, L1Entry, L2Entry, NewImage, ParseMode, RefcountOrder, RefcountTableEntry, Snapshot,
+    is_qcow2,
 };
 
 fn check_header(bytes: &[u8]) {
@@ -205,5 +209,61 @@ pub fn bitmaps(data: &[u8]) {
     }
     if let Ok(encoded) = Bitmap::encode_directory(&bitmaps) {
         assert_eq!(Bitmap::parse_directory(&encoded, count.into()), Ok(bitmaps));
+    }
+}
+
+/// The blocks of a direct-access index, and the edit of a header that points to one.
+pub fn index(data: &[u8]) {
+    let Some((&[kind, unit], bytes)) = data.split_first_chunk() else { return };
+    let unit_bits = 9 + u32::from(unit) % 13;
+    match kind % 5 {
+        0 => {
+            let Some(root) = Root::decode(bytes) else { return };
+            assert_eq!(Root::decode(&root.encode()), Some(root));
+        }
+        1 => {
+            let covers = u32::from(unit) * 64;
+            let Some(segment) = Segment::decode(bytes, 0, covers) else { return };
+            assert_eq!(Segment::decode(&segment.encode(), 0, covers), Some(segment));
+        }
+        2 => {
+            let Some(page) = Page::decode(bytes, 0, unit_bits) else { return };
+            assert_eq!(page.runs.iter().map(|run| run.count).sum::<usize>(), PAGE_UNITS);
+            let again = page.encode(unit_bits).expect("what was decoded here");
+            assert_eq!(Page::decode(&again, 0, unit_bits), Some(page));
+        }
+        3 => {
+            let count = usize::from(unit);
+            let Some(records) = LayerRecord::decode_chapter(bytes, count) else { return };
+            let again = LayerRecord::encode_chapter(&records);
+            assert_eq!(LayerRecord::decode_chapter(&again, count), Some(records));
+        }
+        _ => edit_header(bytes),
+    }
+}
+
+/// After each write of an edit the header is whole.
+fn edit_header(bytes: &[u8]) {
+    let Ok(before) = Header::parse(bytes) else { return };
+    let index = IndexExtension {
+        area_offset: HostOffset::new(1 << 21),
+        area_length: 1 << 21,
+        root_offset: HostOffset::new(1 << 21),
+        root_length: 1,
+        root_hash: BlockHash::of(bytes),
+    };
+    for wanted in [Some(&index), None] {
+        let mut cluster = bytes.to_vec();
+        cluster.resize(cluster.len().max(1 << before.cluster_bits), 0);
+        let Ok(writes) = Header::edit_index(&cluster, wanted) else { continue };
+        for (at, new) in writes {
+            cluster[at..at + new.len()].copy_from_slice(&new);
+            let now = Header::parse(&cluster).expect("a whole header");
+            assert_eq!(now.backing_file, before.backing_file);
+        }
+        if wanted.is_some() {
+            let now = Header::parse(&cluster).expect("a whole header");
+            assert!(now.extensions.contains(&Extension::Index(index)));
+        }
     }
 }

@@ -11,7 +11,7 @@ mod nbd;
 mod nbd_session;
 mod seeds;
 
-pub use format::{bitmaps, compressed, extensions, header, l1_l2, refcount, snapshots};
+pub use format::{bitmaps, compressed, extensions, header, index, l1_l2, refcount, snapshots};
 pub use image::image;
 pub use nbd::{nbd_handshake, nbd_request};
 pub use nbd_session::nbd_session;
@@ -29,6 +29,7 @@ pub const TARGETS: &[(&str, Target)] = &[
     ("compressed", compressed),
     ("snapshots", snapshots),
     ("bitmaps", bitmaps),
+    ("index", index),
     ("nbd_handshake", nbd_handshake),
     ("nbd_request", nbd_request),
     ("nbd_session", nbd_session),

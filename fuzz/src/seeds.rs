@@ -2,7 +2,11 @@
 
 use crate::nbd_session::{FRAMED, GREETED, STRUCTURED, script};
 use isobath_export::nbd::request::Request;
-use isobath_qcow2::{CompressionType, Extension, NewImage, Snapshot, compress};
+use isobath_qcow2::index::{
+    BlockHash, BlockPointer, LayerRecord, LayerStamp, Page, PageEntry, PageRecord, RecordedFormat,
+    Root, Segment,
+};
+use isobath_qcow2::{CompressionType, Extension, HostOffset, NewImage, Snapshot, compress};
 
 /// Valid inputs of a target, by its name.
 pub fn seeds(target: &str) -> Vec<Vec<u8>> {
@@ -41,6 +45,12 @@ pub fn seeds(target: &str) -> Vec<Vec<u8>> {
             let table = Snapshot::encode_table(&[snapshot.clone(), snapshot]).expect("valid");
             vec![prefixed(&[2], &table)]
         }
+        "index" => {
+            let mut seeds: Vec<_> =
+                indexes().iter().map(|(kind, bytes)| prefixed(&[*kind, 7], bytes)).collect();
+            seeds.extend(images().iter().map(|image| prefixed(&[4, 0], image)));
+            seeds
+        }
         "nbd_handshake" => vec![handshake(255), handshake(0)],
         "nbd_session" => sessions(),
         "nbd_request" => {
@@ -52,6 +62,41 @@ pub fn seeds(target: &str) -> Vec<Vec<u8>> {
         }
         _ => Vec::new(),
     }
+}
+
+/// Blocks of an index, by their kind.
+fn indexes() -> Vec<(u8, Vec<u8>)> {
+    let pointer = BlockPointer {
+        layer: 1,
+        offset: HostOffset::new(1 << 16),
+        length: 100,
+        hash: BlockHash::of(b"block"),
+    };
+    let record = LayerRecord {
+        name: "base.qcow2".into(),
+        format: RecordedFormat::Qcow2,
+        stamp: Some(LayerStamp { length: 1 << 20, modified: 5, changed: 6, inode: 7 }),
+        digest: Some(BlockHash::of(b"tables")),
+    };
+    let root = Root {
+        unit_bits: 16,
+        position: 3,
+        covers: 3,
+        size: 1 << 30,
+        chapters: Vec::new(),
+        tail: vec![record.clone(), record.clone(), record.clone()],
+        segments: vec![Some(pointer)],
+    };
+    let listed = PageRecord { page: Some(pointer), folded: 1, newer: vec![1, 2] };
+    let segment = Segment { number: 0, pages: vec![listed, PageRecord::default()] };
+    let data = (0..500).map(|n| PageEntry::Data { layer: n % 3, host: HostOffset::new(1 << 20) });
+    let page = Page::new(0, 16, data).encode(16).expect("small offsets");
+    vec![
+        (0, root.encode()),
+        (1, segment.encode()),
+        (2, page),
+        (3, LayerRecord::encode_chapter(&vec![record; 7])),
+    ]
 }
 
 /// Small images of many kinds.

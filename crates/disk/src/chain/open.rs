@@ -25,7 +25,7 @@ pub enum Trust {
     #[default]
     Full,
     /// The image may come from a stranger: it may only name files below these directories (links
-    /// followed), and must name their format.
+    /// followed), and must name their format. Direct-access indexes are not used.
     Within(Vec<PathBuf>),
 }
 
@@ -67,6 +67,12 @@ impl Default for OpenOptions {
 }
 
 impl OpenOptions {
+    /// Whether an index is believed. One made to harm could show parts of the files below that no
+    /// guest may see.
+    fn may_use_index(&self) -> bool {
+        self.trust == Trust::Full
+    }
+
     fn mode(&self, writable: bool) -> OpenMode {
         OpenMode { writable, direct: self.direct, locking: self.locking }
     }
@@ -79,7 +85,7 @@ pub(crate) async fn open_chain<H: Host>(
     options: &OpenOptions,
 ) -> Result<Chain<H::File>> {
     let chain = open_layers(host, name, options).await?;
-    if options.backing {
+    if options.backing && options.may_use_index() {
         chain.set_index(index::find(&chain).await);
     }
     Ok(chain)
@@ -130,7 +136,7 @@ pub(crate) async fn open_layers<H: Host>(
         visible = layer.visible();
         if options.backing {
             next = backing_of(host, &layer, &options.trust)?;
-            if next.is_some() && ahead.is_empty() {
+            if next.is_some() && ahead.is_empty() && options.may_use_index() {
                 ahead = open_ahead(host, &layer, options).await;
             }
         }

@@ -33,6 +33,9 @@ pub struct IndexMismatch {
     pub offset: u64,
     /// Bytes.
     pub length: u64,
+    /// Whether a read notices by a hash, as where something else was written over the index, and
+    /// goes to the layers' tables.
+    pub noticed: bool,
 }
 
 /// Bytes written at once.
@@ -156,7 +159,7 @@ impl<H: Host> Disk<H> {
             let ours = page(&indexed, number, root.page_bits(), root.unit_bits).await?;
             let theirs = page(&plain, number, root.page_bits(), root.unit_bits).await?;
             if !whole || ours != theirs {
-                differ.push(IndexMismatch { offset: number * length, length });
+                differ.push(IndexMismatch { offset: number * length, length, noticed: !whole });
             }
             progress(IndexProgress { done: number + 1, total });
         }

@@ -87,17 +87,20 @@ impl Places {
         let name_at = bytes::be64(cluster, BACKING_FILE_OFFSET).unwrap_or(0) as usize;
         let name = header.backing_file.as_deref().unwrap_or_default().as_bytes();
         // The mark must be there: without one, what it would replace is the name itself.
-        let marked = name.is_empty() || name_at >= self.end + HEAD;
+        let marked = name_at == 0 || name_at >= self.end + HEAD;
         if !marked || after > size || cluster.get(self.end..self.end + HEAD) != Some(&[0; HEAD]) {
             return Err(no_room());
         }
         let mut writes = Vec::new();
-        if !name.is_empty() && name_at < after {
+        // An offset without a name bounds the extensions too.
+        if name_at != 0 && name_at < after {
             let to = after.max(name_at + name.len()).next_multiple_of(8);
             if to + name.len() > size {
                 return Err(no_room());
             }
-            writes.push((to, name.to_vec()));
+            if !name.is_empty() {
+                writes.push((to, name.to_vec()));
+            }
             writes.push((BACKING_FILE_OFFSET, (to as u64).to_be_bytes().to_vec()));
         }
         writes.push((self.end + HEAD, data));
@@ -159,6 +162,16 @@ mod tests {
             edit(&mut cluster, None);
             edit(&mut cluster, Some(&index(3)));
         }
+    }
+
+    #[test]
+    fn an_offset_without_a_name_makes_room() {
+        let header = Header { backing_file: None, extensions: Vec::new(), ..sample() };
+        let mut cluster = header.encode().unwrap();
+        let end = Places::find(&cluster, &header).end;
+        cluster[BACKING_FILE_OFFSET..16].copy_from_slice(&(end as u64 + 8).to_be_bytes());
+        edit(&mut cluster, Some(&index(1)));
+        edit(&mut cluster, None);
     }
 
     #[test]
