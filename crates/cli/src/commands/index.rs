@@ -80,7 +80,8 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
                 }
                 Ok(differ) => {
                     for part in &differ {
-                        writeln!(out, "differs at {} ({} bytes)", part.offset, part.length)?;
+                        let how = if part.noticed { "overwritten" } else { "differs" };
+                        writeln!(out, "{how} at {} ({} bytes)", part.offset, part.length)?;
                     }
                     Err(Failure::new(format_args!(
                         "the index of '{name}' is damaged; 'isobath index {name}' writes it anew"
