@@ -115,7 +115,7 @@ async fn merge_layers<'a, S: Storage, A: ActiveEntries>(
             {
                 layer.refresh_file_length().await?;
                 let entries = writer.entries(portion.first, portion.count).await?;
-                merge.apply(layer, index, Some(writer), portion.first, &entries);
+                merge.apply(layer, index, Some(writer), portion.first, entries.into_iter());
             } else if portion.table != Table::Absent {
                 pending.push((index, layer, portion));
             }
@@ -134,14 +134,15 @@ async fn merge_pending<S: Storage>(
     pending: &mut Vec<(LayerIndex, &Arc<Layer<S>>, Portion)>,
 ) -> Result<()> {
     if merge.left > 0 {
-        let reads = pending.iter().map(|(_, layer, portion)| read_entries(layer, portion));
+        let reads = pending.iter().map(|(_, layer, portion)| read_portion(layer, portion));
         let tables = try_join_all(reads).await?;
-        for ((index, layer, portion), entries) in pending.iter().zip(&tables) {
-            match entries {
-                Some(entries) => {
+        for ((index, layer, portion), table) in pending.iter().zip(&tables) {
+            match (table, layer.as_qcow2()) {
+                (Some(table), Some(qcow2)) => {
+                    let entries = entries(table, qcow2);
                     merge.apply(layer, *index, None::<&NoWriter>, portion.first, entries);
                 }
-                None => merge.invalid(layer, *index, portion),
+                _ => merge.invalid(layer, *index, portion),
             }
         }
     }
@@ -187,21 +188,19 @@ fn portions(qcow2: &Qcow2, range: Range<u64>) -> Vec<Portion> {
     list
 }
 
-/// The portion's entries; `None` where the L1 entry is not valid.
-async fn read_entries<S: Storage>(
-    layer: &Layer<S>,
-    portion: &Portion,
-) -> Result<Option<Vec<L2Entry>>> {
+/// The portion's part of its table; `None` where the L1 entry is not valid.
+async fn read_portion<S: Storage>(layer: &Layer<S>, portion: &Portion) -> Result<Option<IoBuf>> {
     let (Some(qcow2), Table::At(offset)) = (layer.as_qcow2(), &portion.table) else {
         return Ok(None);
     };
     let length = portion.count as usize * qcow2.geometry.l2_entry_size();
-    let bytes = layer.storage().read_at(*offset, IoBuf::zeroed(length)).await?;
-    Ok(Some(
-        (0..portion.count as usize)
-            .filter_map(|index| L2Entry::read(&bytes, index, &qcow2.geometry))
-            .collect(),
-    ))
+    Ok(Some(layer.storage().read_at(*offset, IoBuf::zeroed(length)).await?))
+}
+
+/// The entries in a part of a table.
+fn entries<'a>(table: &'a [u8], qcow2: &'a Qcow2) -> impl Iterator<Item = L2Entry> + 'a {
+    let count = table.len() / qcow2.geometry.l2_entry_size();
+    (0..count).filter_map(|index| L2Entry::read(table, index, &qcow2.geometry))
 }
 
 /// Why a layer's tables say nothing valid about the byte at `guest`.
@@ -222,9 +221,9 @@ pub(crate) async fn explain_invalid<S: Storage>(layer: &Layer<S>, guest: u64) ->
         return layer.format_error(error);
     }
     for portion in portions(qcow2, guest..guest + 1) {
-        let entry = match read_entries(layer, &portion).await {
+        let entry = match read_portion(layer, &portion).await {
             Err(error) => return error,
-            Ok(entries) => entries.and_then(|list| list.first().copied()),
+            Ok(table) => table.and_then(|table| entries(&table, qcow2).next()),
         };
         match entry.map(|entry| entry.kind(geometry)) {
             Some(Err(error)) => return layer.format_error(error),
@@ -300,13 +299,13 @@ impl Merge {
         index: LayerIndex,
         writer: Option<&A>,
         first: ClusterIndex,
-        entries: &[L2Entry],
+        entries: impl Iterator<Item = L2Entry>,
     ) {
         let Some(qcow2) = layer.as_qcow2() else { return };
         let geometry = &qcow2.geometry;
         let size = geometry.cluster_size();
         let past_end = layer.data_end();
-        for (step, entry) in entries.iter().enumerate() {
+        for (step, entry) in entries.enumerate() {
             let start = (first.get() + step as u64) << geometry.cluster_bits();
             let range = start..(start + size).min(layer.visible());
             let unit_bits = self.unit_bits;
