@@ -200,3 +200,40 @@ impl<H: Host> Disk<H> {
         Ok(whole)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use futures_executor::block_on;
+    use futures_util::future::LocalBoxFuture;
+    use isobath_storage::{Operation, StorageError};
+    use std::cell::Cell;
+    use std::future::poll_fn;
+    use std::io;
+    use std::task::Poll;
+
+    #[test]
+    fn a_write_that_fails_waits_for_those_under_way() {
+        let ended = Cell::new(false);
+        let failing = async {
+            let error = io::Error::from_raw_os_error(libc::EIO);
+            Err(StorageError::new(Operation::Write, "disk", error))
+        };
+        let slow = async {
+            let mut turns = 5;
+            poll_fn(|context| {
+                turns -= 1;
+                context.waker().wake_by_ref();
+                if turns == 0 { Poll::Ready(()) } else { Poll::Pending }
+            })
+            .await;
+            ended.set(true);
+            Ok(())
+        };
+        let writes: [LocalBoxFuture<'_, isobath_storage::Result<()>>; 2] =
+            [Box::pin(failing), Box::pin(slow)];
+        let error = block_on(finish_writes(writes)).unwrap_err();
+        assert_eq!(error.errno(), libc::EIO);
+        assert!(ended.get());
+    }
+}
