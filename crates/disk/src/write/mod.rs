@@ -210,6 +210,7 @@ mod tests {
     use std::cell::Cell;
     use std::future::poll_fn;
     use std::io;
+    use std::path::Path;
     use std::task::Poll;
 
     #[test]
@@ -217,7 +218,7 @@ mod tests {
         let ended = Cell::new(false);
         let failing = async {
             let error = io::Error::from_raw_os_error(libc::EIO);
-            Err(StorageError::new(Operation::Write, "disk", error))
+            Err(StorageError::new(Operation::Write, Path::new("disk"), error))
         };
         let slow = async {
             let mut turns = 5;
