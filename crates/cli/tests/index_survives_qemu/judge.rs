@@ -41,6 +41,8 @@ pub(crate) fn on_each_layer(
             if operation(&chain, layer) {
                 done += 1;
                 judge(&chain, effect, layer, flavour);
+            } else {
+                println!("not done");
             }
         }
     }
