@@ -5,7 +5,7 @@ use super::{Chain, ImageFormat, Layer, MAX_LAYERS, Qcow2};
 use crate::check::repair_dirty;
 use crate::index::{self, Ahead};
 use crate::{DiskError, MetadataMode, Result};
-use futures_util::future::join_all;
+use futures_util::stream::{self, StreamExt};
 use isobath_qcow2::index::RecordedFormat;
 use isobath_qcow2::{Extension, Header, IncompatibleFeatures, L1Entry, is_qcow2};
 use isobath_storage::{Access, FileId, Host, IoBuf, Locking, OpenMode, Storage};
@@ -192,6 +192,11 @@ async fn open_ahead<H: Host>(
     let mut referrer = holder.name().to_owned();
     // From the top down, as the names are known.
     let mut layers: Vec<Layer<H::File>> = Vec::with_capacity(covers);
+    while ahead.next_chapter().is_some_and(|chapter| chapter.layer as usize == position) {
+        if !ahead.read_chapter(holder).await {
+            return opened;
+        }
+    }
     loop {
         let mut wanted = Vec::new();
         for number in (ahead.lowest()..covers - layers.len()).rev() {
@@ -206,15 +211,14 @@ async fn open_ahead<H: Host>(
             referrer.clone_from(&path);
             wanted.push((path, format));
         }
-        'opening: for batch in wanted.chunks(OPENED_AT_ONCE) {
-            let opening = batch
-                .iter()
-                .map(|(path, format)| open_layer(host, path, Some(*format), false, options));
-            for layer in join_all(opening).await {
-                // Whoever asks for one that fails by the header's name finds out why.
-                let Ok(layer) = layer else { break 'opening };
-                layers.push(layer);
-            }
+        let opening = wanted
+            .iter()
+            .map(|(path, format)| open_layer(host, path, Some(*format), false, options));
+        let mut opening = stream::iter(opening).buffered(OPENED_AT_ONCE);
+        while let Some(layer) = opening.next().await {
+            // Whoever asks for one that fails by the header's name finds out why.
+            let Ok(layer) = layer else { break };
+            layers.push(layer);
         }
         if covers - layers.len() != ahead.lowest() {
             break;
@@ -222,13 +226,9 @@ async fn open_ahead<H: Host>(
         let Some(chapter) = ahead.next_chapter().map(|chapter| chapter.layer as usize) else {
             break;
         };
-        let read = if chapter == position {
-            ahead.read_chapter(holder).await
-        } else {
-            match layers.get((covers - 1).wrapping_sub(chapter)) {
-                Some(layer) => ahead.read_chapter(layer).await,
-                None => false,
-            }
+        let read = match layers.get((covers - 1).wrapping_sub(chapter)) {
+            Some(layer) => ahead.read_chapter(layer).await,
+            None => false,
         };
         if !read {
             break;
