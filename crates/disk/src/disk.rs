@@ -15,6 +15,9 @@ use std::sync::{Arc, OnceLock};
 /// clusters.
 pub const DEFAULT_MAP_CACHE: usize = 132 << 20;
 
+/// Slices resolved at once, each with at most 64 tables' parts in memory.
+const RESOLVERS: usize = 8;
+
 /// A virtual disk: an image and its backing chain.
 ///
 /// All methods may be called concurrently. Dropping a disk that was written loses what was not
@@ -32,6 +35,8 @@ pub struct Disk<H: Host> {
     pub(crate) touched: OnceLock<Touched>,
     /// Keeps two tasks from resolving the same slice; by slice number.
     pub(crate) resolving: Box<[async_lock::Mutex<()>]>,
+    /// Slices resolved at once: each holds the tables of many layers in memory.
+    pub(crate) resolvers: async_lock::Semaphore,
 }
 
 impl<H: Host> Disk<H> {
@@ -67,6 +72,7 @@ impl<H: Host> Disk<H> {
             writer,
             touched: OnceLock::new(),
             resolving: (0..64).map(|_| async_lock::Mutex::new(())).collect(),
+            resolvers: async_lock::Semaphore::new(RESOLVERS),
             chain,
         })
     }

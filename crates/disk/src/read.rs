@@ -86,6 +86,7 @@ impl<H: Host> Disk<H> {
             if matches!(self.map.lookup(start..start + 1, &mut present), Lookup::Found) {
                 return Ok(());
             }
+            let _permit = self.resolvers.acquire().await;
             let writer = self.writer.as_ref().and_then(|writer| writer.qcow2());
             let metadata = writer.map(|writer| &writer.metadata);
             let resolved =

@@ -12,8 +12,10 @@ use std::sync::Arc;
 
 /// Bytes of L2 tables that opening a chain reads to make sure of layers whose files were touched.
 const MOST_TO_COMPARE: u64 = 256 << 20;
-/// Indexes tried, from the top down, before the chain is served without one.
+/// Indexes compared with the layers, from the top down, before the chain is served without one.
 const TRIES: usize = 8;
+/// Roots looked at in vain before that.
+const LOOKS: usize = 64;
 /// Layers asked for their stamps at once.
 const AT_ONCE: usize = 256;
 
@@ -83,9 +85,9 @@ struct Stale {
 /// The highest index in the chain that holds.
 pub(crate) async fn find<S: Storage>(chain: &Chain<S>) -> Option<Arc<ChainIndex<S>>> {
     let mut limit = usize::MAX;
-    let mut tries = 0;
+    let (mut tries, mut looks, mut said) = (0, 0, false);
     for (position, layer) in chain.top_down() {
-        if tries == TRIES {
+        if tries == TRIES || looks == LOOKS {
             break;
         }
         let position = position.get() as usize;
@@ -93,17 +95,21 @@ pub(crate) async fn find<S: Storage>(chain: &Chain<S>) -> Option<Arc<ChainIndex<
         if !announced || position == 0 {
             continue;
         }
+        looks += 1;
         let checked = match read_root(layer).await {
             None => Err(Stale { layer: limit, reason: "its root was overwritten".into() }),
             Some(root) if root.covers as usize > limit || root.covers == 0 => continue,
-            Some(root) => check(chain, position, root).await,
+            Some(root) => {
+                tries += 1;
+                check(chain, position, root).await
+            }
         };
         match checked {
             Ok(root) => return Some(Arc::new(ChainIndex::new(chain, root))),
             Err(stale) => {
-                tries += 1;
                 limit = limit.min(stale.layer);
-                if tries == 1 {
+                if !said {
+                    said = true;
                     tracing::warn!(
                         "the index of '{}' is out of date and not used: {}. \
                          'isobath index' writes it anew",

@@ -18,7 +18,7 @@ use std::sync::Arc;
 /// Layers whose tables are read together; doubled from batch to batch, since most slices are
 /// decided near the top and some only at the base.
 const FIRST_BATCH: usize = 4;
-const LARGEST_BATCH: usize = 128;
+const LARGEST_BATCH: usize = 64;
 
 /// The L2 entries of the active layer as its writer knows them, newer than those in the file.
 pub(crate) trait ActiveEntries {
