@@ -15,7 +15,7 @@ use std::process::Command;
 const ISOBATH: &str = env!("CARGO_BIN_EXE_isobath");
 
 /// Runs a command that may open so many files.
-fn limited(files: u64, arguments: &[OsString]) {
+fn limited(files: u64, arguments: impl IntoIterator<Item = OsString>) {
     let mut command = Command::new(ISOBATH);
     command.args(arguments);
     let limit = move || {
@@ -38,7 +38,7 @@ fn generate(directory: &Path, layers: u32, more: &[&str]) {
     arguments.extend(args!["--cluster-size", "4k", "--data", "pattern"]);
     arguments.extend(more.iter().map(OsString::from));
     arguments.push(directory.into());
-    limited(1024, &arguments);
+    limited(1024, arguments);
 }
 
 #[test]
@@ -50,13 +50,13 @@ fn descriptors_are_shared_out() {
     let few = at("few.raw");
     let many = at("many.raw");
     let active = |chain: &str| at(chain).join("layer-00399.qcow2");
-    limited(1024, &args!["convert", "-O", "raw", active("plain"), &many]);
+    limited(1024, args!["convert", "-O", "raw", active("plain"), &many]);
     for chain in ["plain", "indexed"] {
-        limited(128, &args!["convert", "-O", "raw", active(chain), &few]);
+        limited(128, args!["convert", "-O", "raw", active(chain), &few]);
         assert!(fs::read(&few).unwrap() == fs::read(&many).unwrap(), "{chain}");
     }
-    limited(128, &args!["index", "--verify", active("indexed")]);
-    limited(128, &args!["info", "--backing-chain", active("indexed")]);
+    limited(128, args!["index", "--verify", active("indexed")]);
+    limited(128, args!["info", "--backing-chain", active("indexed")]);
 }
 
 #[test]
@@ -66,7 +66,7 @@ fn qemu_reads_the_same_from_an_indexed_chain() {
     generate(&chain, 70, &["--indexed", "--distribution", "zipf"]);
     let active = chain.join("layer-00069.qcow2");
     let raw = directory.path().join("disk.raw");
-    limited(64 + 70, &args!["convert", "-O", "raw", &active, &raw]);
+    limited(64 + 70, args!["convert", "-O", "raw", &active, &raw]);
     qemu::assert_clean(&active);
     assert!(qemu::read_disk(&active, "qcow2") == fs::read(&raw).unwrap());
 }
