@@ -45,7 +45,7 @@ pub(crate) struct Args {
     /// Write the direct-access index into the active layer, as 'isobath index' does
     #[arg(long)]
     indexed: bool,
-    /// Write no index, as any QEMU would [default]
+    /// Write no index, as any QEMU would (the default)
     #[arg(long, conflicts_with = "indexed")]
     plain: bool,
     /// Show progress
