@@ -130,7 +130,9 @@ fn fio_verifies_what_it_writes() {
         let uri = format!("--uri={}", served.uri(""));
         let mut command = Command::new(tools::require("fio"));
         command.args(["--name=verify", "--ioengine=nbd", &uri, "--size=16m", "--fsync=50"]);
-        command.args(["--verify=crc32c", "--do_verify=1", "--verify_fatal=1"]).args(job);
+        command
+            .args(["--verify=crc32c", "--do_verify=1", "--verify_fatal=1", "--verify_state_save=0"])
+            .args(job);
         let done = run(&mut command).ok();
         assert!(done.text().contains("err= 0"), "{}", done.report());
     }

@@ -146,7 +146,14 @@ fn fio_verifies_what_it_writes() {
         ],
         ["--rw=randrw", "--bs=4k", "--iodepth=8", "--numjobs=1", "--size=16m"],
     ] {
-        let common = ["--name=verify", "--ioengine=nbd", &uri, "--verify=crc32c", "--fsync=64"];
+        let common = [
+            "--name=verify",
+            "--ioengine=nbd",
+            &uri,
+            "--verify=crc32c",
+            "--fsync=64",
+            "--verify_state_save=0",
+        ];
         let arguments = common.iter().chain(job.iter());
         let finished = run("fio", arguments).ok();
         assert!(finished.text().contains("err= 0"), "{}", finished.report());
