@@ -1,6 +1,7 @@
 //! One image of a chain.
 
 use crate::{DiskError, Result};
+use isobath_qcow2::index::RecordedFormat;
 use isobath_qcow2::{FormatError, FormatErrorKind, Geometry, Header, HostOffset, L1Entry};
 use isobath_storage::Storage;
 use parking_lot::RwLock;
@@ -32,6 +33,24 @@ impl ImageFormat {
             "qcow2" => Some(Self::Qcow2),
             "raw" => Some(Self::Raw),
             _ => None,
+        }
+    }
+}
+
+impl From<RecordedFormat> for ImageFormat {
+    fn from(format: RecordedFormat) -> Self {
+        match format {
+            RecordedFormat::Raw => Self::Raw,
+            RecordedFormat::Qcow2 => Self::Qcow2,
+        }
+    }
+}
+
+impl From<ImageFormat> for RecordedFormat {
+    fn from(format: ImageFormat) -> Self {
+        match format {
+            ImageFormat::Raw => Self::Raw,
+            ImageFormat::Qcow2 => Self::Qcow2,
         }
     }
 }

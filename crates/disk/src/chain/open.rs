@@ -6,7 +6,6 @@ use crate::check::repair_dirty;
 use crate::index::{self, Ahead};
 use crate::{DiskError, MetadataMode, Result};
 use futures_util::stream::{self, StreamExt};
-use isobath_qcow2::index::RecordedFormat;
 use isobath_qcow2::{Extension, Header, IncompatibleFeatures, L1Entry, is_qcow2};
 use isobath_storage::{Access, FileId, Host, IoBuf, Locking, OpenMode, Storage};
 use parking_lot::RwLock;
@@ -204,12 +203,8 @@ async fn open_ahead<H: Host>(
             let path =
                 referenced_file(host, &referrer, "backing file", &record.name, &options.trust);
             let Ok(path) = path else { break };
-            let format = match record.format {
-                RecordedFormat::Raw => ImageFormat::Raw,
-                RecordedFormat::Qcow2 => ImageFormat::Qcow2,
-            };
             referrer.clone_from(&path);
-            wanted.push((path, format));
+            wanted.push((path, record.format.into()));
         }
         let opening = wanted
             .iter()

@@ -9,15 +9,15 @@
 use super::ChainIndex;
 use super::load::layer_stamp;
 use super::scan::{self, Scan};
+use crate::Result;
 use crate::chain::{Chain, Layer, LayerIndex};
 use crate::map::resolve::{NoWriter, resolve};
 use crate::map::{Slice, Source};
-use crate::{ImageFormat, Result};
 use futures_util::future::try_join_all;
 use isobath_qcow2::HostOffset;
 use isobath_qcow2::index::{
     BlockHash, BlockPointer, CHAPTER_LAYERS, IndexExtension, LayerRecord, PAGE_UNITS, Page,
-    PageEntry, PageRecord, RecordedFormat, Root, SEGMENT_PAGES, Segment,
+    PageEntry, PageRecord, Root, SEGMENT_PAGES, Segment,
 };
 use isobath_storage::Storage;
 use std::collections::BTreeMap;
@@ -193,10 +193,7 @@ async fn record<S: Storage>(
     let after = layer.storage().stamp().await?;
     let record = LayerRecord {
         name,
-        format: match layer.format() {
-            ImageFormat::Raw => RecordedFormat::Raw,
-            ImageFormat::Qcow2 => RecordedFormat::Qcow2,
-        },
+        format: layer.format().into(),
         stamp: before.filter(|_| before == after).map(layer_stamp),
         digest,
     };
@@ -282,20 +279,19 @@ impl<S: Storage> Work<'_, S> {
             .collect();
         self.folds += due.len();
         for batch in due.chunks(FOLDS_AT_ONCE) {
-            let folded = batch.iter().map(|page| self.fold(first + *page as u64));
-            for (page, folded) in batch.iter().zip(try_join_all(folded).await?) {
-                if let (Some(record), Some(folded)) = (pages.get_mut(*page), folded) {
-                    let bytes =
-                        if folded.is_absent() { None } else { folded.encode(self.root.unit_bits) };
-                    if bytes.is_none() && !folded.is_absent() {
-                        continue;
-                    }
-                    *record = PageRecord {
-                        page: bytes.map(|bytes| out.put(&bytes)),
-                        folded: self.chain.len() as u32,
-                        newer: Vec::new(),
-                    };
+            let folded =
+                batch.iter().map(|number| page(self.chain, self.root, first + *number as u64));
+            for (number, folded) in batch.iter().zip(try_join_all(folded).await?) {
+                let (Some(record), Some(folded)) = (pages.get_mut(*number), folded) else {
+                    continue;
+                };
+                let mut place = None;
+                if !folded.is_absent() {
+                    let Some(bytes) = folded.encode(self.root.unit_bits) else { continue };
+                    place = Some(out.put(&bytes));
                 }
+                *record =
+                    PageRecord { page: place, folded: self.chain.len() as u32, newer: Vec::new() };
             }
         }
         let block = Segment { number, pages }.encode();
@@ -312,19 +308,21 @@ impl<S: Storage> Work<'_, S> {
             }
         }
     }
+}
 
-    /// A page over all layers; `None` where a table is not valid, which only a read may say.
-    async fn fold(&self, number: u64) -> Result<Option<Page>> {
-        let bits = self.root.page_bits();
-        let range = number << bits..(number + 1) << bits;
-        let unit_bits = self.root.unit_bits;
-        let slice = resolve(self.chain, None::<&NoWriter>, range, unit_bits).await?;
-        Ok(page_of(&slice, number as u32, unit_bits))
-    }
+/// A page as a chain has it; `None` where a table is not valid, which only a read may say.
+pub(super) async fn page<S: Storage>(
+    chain: &Chain<S>,
+    root: &Root,
+    number: u64,
+) -> Result<Option<Page>> {
+    let range = number << root.page_bits()..(number + 1) << root.page_bits();
+    let slice = resolve(chain, None::<&NoWriter>, range, root.unit_bits).await?;
+    Ok(page_of(&slice, number as u32, root.unit_bits))
 }
 
 /// A resolved slice as a page; `None` where a unit is not valid.
-pub(super) fn page_of(slice: &Slice, number: u32, unit_bits: u32) -> Option<Page> {
+fn page_of(slice: &Slice, number: u32, unit_bits: u32) -> Option<Page> {
     let mut entries = Vec::with_capacity(PAGE_UNITS);
     for index in 0..PAGE_UNITS {
         entries.push(match slice.unit_source(index, unit_bits) {

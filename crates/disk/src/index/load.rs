@@ -4,7 +4,7 @@ use super::{ChainIndex, read_block, scan};
 use crate::chain::{Chain, Layer, LayerIndex};
 use futures_util::future::join_all;
 use isobath_qcow2::index::{
-    BlockPointer, CHAPTER_LAYERS, LayerRecord, LayerStamp, MAX_BLOCK_BYTES, RecordedFormat, Root,
+    BlockPointer, CHAPTER_LAYERS, LayerRecord, LayerStamp, MAX_BLOCK_BYTES, Root,
 };
 use isobath_storage::{Stamp, Storage, shown};
 use std::collections::VecDeque;
@@ -189,11 +189,7 @@ async fn compare<S: Storage>(
     };
     let name = shown(layer.name());
     let stale = |reason: String| Err(Stale { layer: number, reason });
-    let format = match record.format {
-        RecordedFormat::Raw => crate::ImageFormat::Raw,
-        RecordedFormat::Qcow2 => crate::ImageFormat::Qcow2,
-    };
-    if layer.format() != format {
+    if layer.format() != record.format.into() {
         return stale(format!("'{name}' has another format"));
     }
     let Some(digest) = record.digest else {

@@ -4,17 +4,18 @@
 //! blocks are written into it; these are durable before the header points to them. A crash leaves
 //! the index that was there before, or none, and at worst lost space.
 
-use super::build::{Built, Folding, Place, build, page_of};
-use super::{IndexInfo, IndexState, load};
-use crate::chain::{Chain, Qcow2};
+use super::build::{Built, Folding, Place, build, page};
+use super::{ChainIndex, IndexInfo, IndexState, load};
+use crate::chain::Qcow2;
 use crate::disk::Disk;
-use crate::map::resolve::{NoWriter, resolve};
 use crate::write::{Qcow2Writer, Writer};
 use crate::{DiskError, Result};
+use isobath_qcow2::header::HeaderWrite;
 use isobath_qcow2::index::IndexExtension;
 use isobath_qcow2::{Header, HostCluster};
 use isobath_storage::{Host, IoBuf, Storage, ZeroMode};
 use std::ops::Range;
+use std::sync::Arc;
 
 /// How far the work on an index has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -67,9 +68,7 @@ impl<H: Host> Disk<H> {
             return Err(self.no_index("it is too large for an index; use larger clusters"));
         };
         // Before anything is written: whether the header has room.
-        edits(self.chain.active().storage().as_ref(), image, Some(&built.extension))
-            .await
-            .map_err(|error| self.chain.active().format_error(error))?;
+        self.edits(image, Some(&built.extension)).await?;
         let clusters = built.extension.area_length >> image.geometry.cluster_bits();
         let area = start.get()..start.get() + clusters;
         writer.exclusively(|| self.store(qcow2, image, area, &built)).await?;
@@ -145,19 +144,21 @@ impl<H: Host> Disk<H> {
             Ok(root) => root,
             Err(reason) => return Ok(Err(reason)),
         };
-        let Some(plain) = self.chain.below(root.covers as usize) else { return Ok(Ok(Vec::new())) };
-        let Some(indexed) = self.chain.below(root.covers as usize) else {
+        let covers = root.covers as usize;
+        let (Some(plain), Some(indexed)) = (self.chain.below(covers), self.chain.below(covers))
+        else {
             return Ok(Ok(Vec::new()));
         };
-        indexed.set_index(load::find(&self.chain).await);
+        let index = Arc::new(ChainIndex::new(&self.chain, root));
+        indexed.set_index(Some(Arc::clone(&index)));
+        let root = index.root();
         let mut differ = Vec::new();
         let length = 1 << root.page_bits();
         let total = root.size.div_ceil(length);
-        let Some(index) = indexed.index() else { return Ok(Ok(Vec::new())) };
         for number in 0..total {
             let whole = index.owners(number * length).await.is_some();
-            let ours = page(&indexed, number, root.page_bits(), root.unit_bits).await?;
-            let theirs = page(&plain, number, root.page_bits(), root.unit_bits).await?;
+            let ours = page(&indexed, root, number).await?;
+            let theirs = page(&plain, root, number).await?;
             if !whole || ours != theirs {
                 differ.push(IndexMismatch { offset: number * length, length, noticed: !whole });
             }
@@ -182,12 +183,23 @@ impl<H: Host> Disk<H> {
         }
     }
 
+    /// What to write, in order, so that the header points to an index, or to none.
+    async fn edits(
+        &self,
+        image: &Qcow2,
+        index: Option<&IndexExtension>,
+    ) -> Result<Vec<HeaderWrite>> {
+        let layer = self.chain.active();
+        let size = image.geometry.cluster_size() as usize;
+        let cluster = layer.storage().read_at(0, IoBuf::zeroed(size)).await?;
+        Header::edit_index(&cluster, index).map_err(|error| layer.format_error(error))
+    }
+
     /// Makes the header point to an index, or to none, durably.
     async fn point_to(&self, image: &Qcow2, index: Option<&IndexExtension>) -> Result<()> {
         let layer = self.chain.active();
         let storage = layer.storage();
-        let writes = edits(storage.as_ref(), image, index).await;
-        for (at, bytes) in writes.map_err(|error| layer.format_error(error))? {
+        for (at, bytes) in self.edits(image, index).await? {
             storage.write_at(at as u64, IoBuf::copy_of(&bytes)).await?;
             storage.flush().await?;
         }
@@ -231,33 +243,4 @@ pub(crate) fn clusters(image: &Qcow2, index: &IndexExtension) -> Option<Range<u6
     let (start, length) = (index.area_offset.get(), index.area_length);
     let whole = start.is_multiple_of(size) && length.is_multiple_of(size) && start > 0;
     whole.then(|| start / size..(start + length) / size)
-}
-
-async fn edits<S: Storage>(
-    storage: &S,
-    image: &Qcow2,
-    index: Option<&IndexExtension>,
-) -> std::result::Result<Vec<isobath_qcow2::header::HeaderWrite>, isobath_qcow2::FormatError> {
-    let size = image.geometry.cluster_size() as usize;
-    match storage.read_at(0, IoBuf::zeroed(size)).await {
-        Ok(cluster) => Header::edit_index(&cluster, index),
-        Err(error) => Err(isobath_qcow2::FormatError::new(
-            isobath_qcow2::FormatErrorKind::Truncated,
-            "header cluster",
-            "unreadable",
-            error.to_string(),
-        )),
-    }
-}
-
-/// A page as a chain has it; `None` where a table is not valid.
-async fn page<S: Storage>(
-    chain: &Chain<S>,
-    number: u64,
-    page_bits: u32,
-    unit_bits: u32,
-) -> Result<Option<isobath_qcow2::index::Page>> {
-    let range = number << page_bits..(number + 1) << page_bits;
-    let slice = resolve(chain, None::<&NoWriter>, range, unit_bits).await?;
-    Ok(page_of(&slice, number as u32, unit_bits))
 }
