@@ -3,15 +3,18 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by a panic")]
 
+mod common;
+
+use common::{assert_consistent, random_fates};
 use futures_executor::block_on;
 use futures_util::future::join_all;
 use isobath_disk::{BlockDevice, Disk, OpenOptions, ZeroFlags};
 use isobath_qcow2::NewImage;
 use isobath_storage::fault::{FaultHost, Plan};
 use isobath_storage::memory::MemoryHost;
-use isobath_storage::recorder::{Fate, RecorderHost};
+use isobath_storage::recorder::RecorderHost;
 use isobath_storage::{Host, IoBuf, OpenMode, Storage};
-use isobath_testkit::{qemu, seed::Seed};
+use isobath_testkit::seed::Seed;
 use rand::RngExt;
 use rand::rngs::StdRng;
 use std::path::Path;
@@ -87,16 +90,6 @@ async fn open<H: Host>(host: H) -> Disk<H> {
 async fn tags<H: Host>(disk: &Disk<H>) -> Vec<Option<u64>> {
     let bytes = disk.read(0, IoBuf::zeroed(disk.size() as usize)).await.unwrap();
     bytes.chunks(SECTOR as usize).map(tag).collect()
-}
-
-/// QEMU finds nothing wrong but leaks.
-fn assert_consistent(host: &MemoryHost) {
-    let directory = tempfile::tempdir().unwrap();
-    for file in host.names() {
-        std::fs::write(directory.path().join(&file), host.contents(&file).unwrap()).unwrap();
-    }
-    let checked = qemu::check(&directory.path().join(NAME));
-    assert!([0, 3].contains(&checked.code()), "{}", checked.report());
 }
 
 struct Crash {
@@ -214,13 +207,9 @@ async fn crash_and_recover(rng: &mut StdRng) {
     let record = host.record();
     for crash in history(host, &mut oracle, rng, overlay).await {
         let keep: f64 = rng.random();
-        let fate = |_: usize, _: &_| match rng.random_bool(keep) {
-            true if rng.random_bool(0.2) => Fate::Torn(512 * rng.random_range(0..16)),
-            true => Fate::Kept,
-            false => Fate::Lost,
-        };
+        let fate = random_fates(rng, keep);
         let left = record.replay(&base, crash.end, fate).await.unwrap();
-        assert_consistent(&left);
+        assert_consistent(&left, NAME);
         let disk = open(left.clone()).await;
         for (sector, found) in tags(&disk).await.into_iter().enumerate() {
             crash.oracle.check(sector, found, crash.end);
@@ -229,7 +218,7 @@ async fn crash_and_recover(rng: &mut StdRng) {
         let bytes = sector(7).repeat(sectors.min(100) as usize);
         disk.write(0, IoBuf::copy_of(&bytes)).await.unwrap();
         disk.close().await.unwrap();
-        assert_consistent(&left);
+        assert_consistent(&left, NAME);
     }
 }
 

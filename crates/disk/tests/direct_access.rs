@@ -3,12 +3,15 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by a panic")]
 
+mod common;
+
+use common::{assert_consistent, export, random_fates};
 use futures_executor::block_on;
 use isobath_disk::{BlockDevice, Disk, NewDisk, OpenOptions, ZeroFlags, create};
 use isobath_qcow2::CompressionType;
 use isobath_qcow2::index::IndexExtension;
 use isobath_storage::memory::MemoryHost;
-use isobath_storage::recorder::{Fate, RecorderHost};
+use isobath_storage::recorder::RecorderHost;
 use isobath_storage::{Host, IoBuf};
 use isobath_testkit::{model::Model, qemu, seed::Seed};
 use rand::rngs::StdRng;
@@ -120,14 +123,6 @@ impl Chain {
         qemu::assert_clean(&image);
         self.model.check(&qemu::read_disk(&image, "qcow2")).unwrap();
     }
-}
-
-fn export(host: &MemoryHost) -> tempfile::TempDir {
-    let directory = tempfile::tempdir().unwrap();
-    for file in host.names() {
-        std::fs::write(directory.path().join(&file), host.contents(&file).unwrap()).unwrap();
-    }
-    directory
 }
 
 async fn compare<H: Host>(disk: &Disk<H>, model: &Model) {
@@ -346,15 +341,9 @@ fn a_crash_leaves_the_disk_and_a_whole_index_or_none() {
             for _ in 0..12 {
                 let keep: f64 = rng.random();
                 let end = rng.random_range(0..=record.len());
-                let fate = |_: usize, _: &_| match rng.random_bool(keep) {
-                    true if rng.random_bool(0.2) => Fate::Torn(512 * rng.random_range(0..16)),
-                    true => Fate::Kept,
-                    false => Fate::Lost,
-                };
+                let fate = random_fates(&mut rng, keep);
                 let left = record.replay(&chain.host, end, fate).await.unwrap();
-                let directory = export(&left);
-                let checked = qemu::check(&directory.path().join(chain.name()));
-                assert!([0, 3].contains(&checked.code()), "{}", checked.report());
+                assert_consistent(&left, chain.name());
                 let disk = Disk::open(left, &chain.name(), &options).await.unwrap();
                 compare(&disk, &chain.model).await;
                 if let Ok(Ok(differ)) = disk.verify_index(|_| {}).await {

@@ -2,12 +2,15 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by a panic")]
 
+mod common;
+
+use common::{assert_consistent, random_fates};
 use futures_executor::block_on;
 use isobath_disk::{BlockDevice, Disk, NewDisk, OpenOptions, Preallocation, create};
 use isobath_storage::memory::MemoryHost;
-use isobath_storage::recorder::{Fate, RecorderHost};
+use isobath_storage::recorder::RecorderHost;
 use isobath_storage::{Host, IoBuf};
-use isobath_testkit::{model::Model, qemu, seed::Seed};
+use isobath_testkit::{model::Model, seed::Seed};
 use rand::rngs::StdRng;
 use rand::{Rng, RngExt};
 use std::path::Path;
@@ -60,16 +63,6 @@ async fn prepare(rng: &mut StdRng) -> (MemoryHost, Model) {
     (host, model)
 }
 
-/// QEMU finds nothing wrong but leaks.
-fn assert_consistent(host: &MemoryHost) {
-    let directory = tempfile::tempdir().unwrap();
-    for file in host.names() {
-        std::fs::write(directory.path().join(&file), host.contents(&file).unwrap()).unwrap();
-    }
-    let checked = qemu::check(&directory.path().join(NAME));
-    assert!([0, 3].contains(&checked.code()), "{}", checked.report());
-}
-
 async fn crash(rng: &mut StdRng) {
     let (base, old) = prepare(rng).await;
     let size = random_size(rng);
@@ -89,13 +82,9 @@ async fn crash(rng: &mut StdRng) {
     for _ in 0..6 {
         let keep: f64 = rng.random();
         let end = rng.random_range(0..=record.len());
-        let fate = |_: usize, _: &_| match rng.random_bool(keep) {
-            true if rng.random_bool(0.2) => Fate::Torn(512 * rng.random_range(0..16)),
-            true => Fate::Kept,
-            false => Fate::Lost,
-        };
+        let fate = random_fates(rng, keep);
         let left = record.replay(&base, end, fate).await.unwrap();
-        assert_consistent(&left);
+        assert_consistent(&left, NAME);
         let disk = open(left.clone()).await;
         let found = disk.read(0, IoBuf::zeroed(disk.size() as usize)).await.unwrap();
         let model = if disk.size() == size { &new } else { &old };
@@ -111,7 +100,7 @@ async fn crash(rng: &mut StdRng) {
         let found = disk.read(0, IoBuf::zeroed(3 << 20)).await.unwrap();
         model.check(&found).unwrap();
         disk.close().await.unwrap();
-        assert_consistent(&left);
+        assert_consistent(&left, NAME);
     }
 }
 

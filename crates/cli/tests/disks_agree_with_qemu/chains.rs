@@ -1,33 +1,25 @@
 //! Random chains made by QEMU, for tests that do the same with `isobath` and `qemu-img`.
 
+pub(crate) use crate::programs::{isobath, qemu_img};
+
 use isobath_testkit::args;
-use isobath_testkit::process::{Finished, run};
 use isobath_testkit::qemu;
 use rand::RngExt;
 use rand::rngs::StdRng;
-use std::ffi::OsStr;
+use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
-/// Runs `isobath` in a directory.
+/// Both commands say the same, with the same exit code.
 #[track_caller]
-pub(crate) fn isobath<I>(directory: &Path, arguments: I) -> Finished
-where
-    I: IntoIterator,
-    I::Item: AsRef<OsStr>,
-{
-    let program = env!("CARGO_BIN_EXE_isobath");
-    run(Command::new(program).current_dir(directory).args(arguments))
-}
-
-/// Runs `qemu-img` in a directory.
-#[track_caller]
-pub(crate) fn qemu_img<I>(directory: &Path, arguments: I) -> Finished
-where
-    I: IntoIterator,
-    I::Item: AsRef<OsStr>,
-{
-    run(Command::new(qemu::program("qemu-img")).current_dir(directory).args(arguments))
+pub(crate) fn assert_same(directory: &Path, arguments: &[OsString]) {
+    let theirs = qemu_img(directory, arguments);
+    let ours = isobath(directory, arguments);
+    assert!(
+        (theirs.code(), theirs.text()) == (ours.code(), ours.text()),
+        "{}\n{}",
+        theirs.report(),
+        ours.report()
+    );
 }
 
 /// Options of a qcow2 image, as for `-o`.

@@ -1,24 +1,10 @@
 //! `isobath compare` says what `qemu-img compare` says, with the same exit code.
 
-use crate::chains::{isobath, qemu_img, random_chain, scribble};
+use crate::chains::{assert_same, isobath, qemu_img, random_chain, scribble};
 use isobath_testkit::args;
 use isobath_testkit::seed::Seed;
 use rand::RngExt;
-use std::ffi::OsString;
 use std::fs;
-use std::path::Path;
-
-#[track_caller]
-fn assert_same(directory: &Path, arguments: &[OsString]) {
-    let theirs = qemu_img(directory, arguments);
-    let ours = isobath(directory, arguments);
-    assert!(
-        (theirs.code(), theirs.text()) == (ours.code(), ours.text()),
-        "{}\n{}",
-        theirs.report(),
-        ours.report()
-    );
-}
 
 #[test]
 fn random_chains_and_copies() {

@@ -9,4 +9,6 @@ mod compare;
 mod convert;
 mod map;
 mod measure;
+#[path = "../programs/mod.rs"]
+mod programs;
 mod resize;

@@ -1,23 +1,9 @@
 //! `isobath map` prints what `qemu-img map` prints, on chains of every kind.
 
-use crate::chains::{isobath, qemu_img, random_chain};
+use crate::chains::{assert_same, qemu_img, random_chain};
 use isobath_testkit::args;
 use isobath_testkit::seed::Seed;
 use rand::RngExt;
-use std::ffi::OsString;
-use std::path::Path;
-
-#[track_caller]
-fn assert_same(directory: &Path, arguments: &[OsString]) {
-    let theirs = qemu_img(directory, arguments);
-    let ours = isobath(directory, arguments);
-    assert!(
-        (theirs.code(), theirs.text()) == (ours.code(), ours.text()),
-        "{}\n{}",
-        theirs.report(),
-        ours.report()
-    );
-}
 
 #[test]
 fn random_chains() {

@@ -1,10 +1,12 @@
 //! Chains of five layers with an index, all alike, to do things to.
 
+pub(crate) use crate::programs::{isobath, qemu_img};
+
 use isobath_qcow2::Header;
 use isobath_qcow2::index::{BlockHash, Root};
 use isobath_testkit::args;
 use isobath_testkit::ops::Shape;
-use isobath_testkit::process::{Finished, run};
+use isobath_testkit::process::run;
 use isobath_testkit::qemu;
 use isobath_testkit::seed::Seed;
 use rand::RngExt;
@@ -20,27 +22,6 @@ pub(crate) const TOP: usize = LAYERS - 1;
 
 /// The name of the active image.
 pub(crate) const TOP_NAME: &str = "l4";
-
-/// Runs `isobath` in a directory.
-#[track_caller]
-pub(crate) fn isobath<I>(directory: &Path, arguments: I) -> Finished
-where
-    I: IntoIterator,
-    I::Item: AsRef<OsStr>,
-{
-    let program = env!("CARGO_BIN_EXE_isobath");
-    run(Command::new(program).current_dir(directory).args(arguments))
-}
-
-/// Runs `qemu-img` in a directory.
-#[track_caller]
-pub(crate) fn qemu_img<I>(directory: &Path, arguments: I) -> Finished
-where
-    I: IntoIterator,
-    I::Item: AsRef<OsStr>,
-{
-    run(Command::new(qemu::program("qemu-img")).current_dir(directory).args(arguments))
-}
 
 /// How a chain came by its index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -11,4 +11,6 @@ mod files;
 mod judge;
 mod live;
 mod operations;
+#[path = "../programs/mod.rs"]
+mod programs;
 mod sound;

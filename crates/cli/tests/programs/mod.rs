@@ -1,0 +1,28 @@
+//! `isobath` and `qemu-img`, run in a directory.
+
+use isobath_testkit::process::{Finished, run};
+use isobath_testkit::qemu;
+use std::ffi::OsStr;
+use std::path::Path;
+use std::process::Command;
+
+/// Runs `isobath` in a directory.
+#[track_caller]
+pub(crate) fn isobath<I>(directory: &Path, arguments: I) -> Finished
+where
+    I: IntoIterator,
+    I::Item: AsRef<OsStr>,
+{
+    let program = env!("CARGO_BIN_EXE_isobath");
+    run(Command::new(program).current_dir(directory).args(arguments))
+}
+
+/// Runs `qemu-img` in a directory.
+#[track_caller]
+pub(crate) fn qemu_img<I>(directory: &Path, arguments: I) -> Finished
+where
+    I: IntoIterator,
+    I::Item: AsRef<OsStr>,
+{
+    run(Command::new(qemu::program("qemu-img")).current_dir(directory).args(arguments))
+}
