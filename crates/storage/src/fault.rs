@@ -296,4 +296,8 @@ impl<S: Storage> Storage for FaultFile<S> {
     fn extends_with_zeroes(&self) -> bool {
         self.inner.extends_with_zeroes()
     }
+
+    fn gains_from_written_space(&self) -> bool {
+        self.inner.gains_from_written_space()
+    }
 }

@@ -178,6 +178,19 @@ pub trait Storage: Send + Sync + 'static {
     /// Whether a newly extended range of the file is known to read as zeroes (true of regular
     /// files, not of block devices).
     fn extends_with_zeroes(&self) -> bool;
+
+    /// Whether a [`flush`](Self::flush) costs less where the bytes written since the last one lie in
+    /// space that has been written before, be it with zeroes.
+    ///
+    /// A file system that overwrites in place and keeps a journal (ext4, XFS) commits that journal in an
+    /// `fdatasync` when blocks were added to the file or first written to, also those that `fallocate`
+    /// has reserved: another flush of the device. For blocks written before and flushed it does not. Who
+    /// writes zeroes ahead and flushes them apart, or uses freed space again, then saves half of a
+    /// flush's cost. Elsewhere that is work for nothing: on file systems that never overwrite (Btrfs), in
+    /// memory, on block devices, and over a network, whose far side is not known.
+    fn gains_from_written_space(&self) -> bool {
+        false
+    }
 }
 
 /// How other programs may use a file while it is open here; QEMU's image locks.

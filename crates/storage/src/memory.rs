@@ -12,6 +12,7 @@ use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Bytes in a page of a file in memory; holes are told at this grain.
 pub const PAGE: u64 = 64 * 1024;
@@ -168,12 +169,19 @@ impl Directory {
 #[derive(Clone, Default)]
 pub struct MemoryHost {
     directory: Arc<Mutex<Directory>>,
+    gains: Arc<AtomicBool>,
 }
 
 impl MemoryHost {
     /// A host without files.
     pub fn new() -> Self {
         Self::default()
+    }
+
+    /// What [`Storage::gains_from_written_space`] answers for this host's files, open ones too; `false`
+    /// unless set.
+    pub fn set_gains_from_written_space(&self, gains: bool) {
+        self.gains.store(gains, Ordering::Relaxed);
     }
 
     /// Puts a file with these bytes in place, replacing one of the same name.
@@ -198,11 +206,12 @@ impl MemoryHost {
     }
 
     /// A host with copies of all files as they are now, none of them open. They keep their identity
-    /// and stamp.
+    /// and stamp, and what was set.
     #[must_use = "the copy is returned"]
     pub fn deep_copy(&self) -> Self {
         let directory = self.directory.lock();
         let copy = Self::new();
+        copy.set_gains_from_written_space(self.gains.load(Ordering::Relaxed));
         {
             let mut target = copy.directory.lock();
             for (name, node) in &directory.files {
@@ -215,7 +224,7 @@ impl MemoryHost {
         copy
     }
 
-    fn attach(node: Arc<Node>, name: &Path, mode: OpenMode) -> Result<MemoryFile> {
+    fn attach(&self, node: Arc<Node>, name: &Path, mode: OpenMode) -> Result<MemoryFile> {
         let locked = mode.locking != Locking::Unlocked;
         if locked {
             let mut users = node.users.lock();
@@ -231,7 +240,8 @@ impl MemoryHost {
                 users.readers += 1;
             }
         }
-        Ok(MemoryFile { name: name.to_owned(), node, writable: mode.writable, locked })
+        let (name, gains) = (name.to_owned(), self.gains.clone());
+        Ok(MemoryFile { name, node, gains, writable: mode.writable, locked })
     }
 }
 
@@ -241,7 +251,7 @@ impl Host for MemoryHost {
     async fn open(&self, name: &Path, mode: OpenMode) -> Result<MemoryFile> {
         let node = self.directory.lock().files.get(name).cloned();
         let node = node.ok_or_else(|| missing(Operation::Open, name))?;
-        Self::attach(node, name, mode)
+        self.attach(node, name, mode)
     }
 
     async fn create(&self, name: &Path, mode: OpenMode) -> Result<MemoryFile> {
@@ -252,7 +262,7 @@ impl Host for MemoryHost {
                 None => directory.add(name, Contents::default()),
             }
         };
-        let file = Self::attach(node, name, OpenMode { writable: true, ..mode })?;
+        let file = self.attach(node, name, OpenMode { writable: true, ..mode })?;
         file.node.contents.lock().set_length(0);
         Ok(file)
     }
@@ -271,6 +281,7 @@ fn missing(operation: Operation, name: &Path) -> StorageError {
 pub struct MemoryFile {
     name: PathBuf,
     node: Arc<Node>,
+    gains: Arc<AtomicBool>,
     writable: bool,
     locked: bool,
 }
@@ -395,5 +406,9 @@ impl Storage for MemoryFile {
 
     fn extends_with_zeroes(&self) -> bool {
         true
+    }
+
+    fn gains_from_written_space(&self) -> bool {
+        self.gains.load(Ordering::Relaxed)
     }
 }

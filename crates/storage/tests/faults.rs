@@ -83,3 +83,18 @@ fn a_crash_keeps_what_was_flushed_and_what_fate_chooses() {
         assert_eq!(crash(record.len(), &only_zero).await, b"\0A......");
     });
 }
+
+#[test]
+fn what_a_host_gains_from_written_space_is_passed_on() {
+    let memory = MemoryHost::new();
+    let host = FaultHost::new(RecorderHost::new(memory.clone()), Plan::new());
+    block_on(async {
+        let file = host.create(Path::new("image"), WRITABLE).await.unwrap();
+        assert!(!file.gains_from_written_space());
+        memory.set_gains_from_written_space(true);
+        assert!(file.gains_from_written_space());
+        let copy = memory.deep_copy();
+        let file = copy.open(Path::new("image"), WRITABLE).await.unwrap();
+        assert!(file.gains_from_written_space());
+    });
+}

@@ -295,3 +295,21 @@ fn more_operations_than_the_ring_holds() {
         assert!(bytes.chunks(8).zip(0..).all(|(chunk, n): (_, u64)| chunk == n.to_be_bytes()));
     });
 }
+
+#[test]
+fn flushes_are_cheaper_in_written_space_on_ext4_and_xfs_only() {
+    let kind = |directory: &Path| {
+        let mut command = std::process::Command::new("stat");
+        let found = command.args(["--file-system", "--format=%T"]).arg(directory).output().unwrap();
+        String::from_utf8(found.stdout).unwrap().trim().to_owned()
+    };
+    block_on(async {
+        for directory in [TempDir::new_in("/dev/shm").unwrap(), directory()] {
+            let kind = kind(directory.path());
+            let name = directory.path().join("image");
+            let file = FileHost.create(&name, WRITABLE).await.unwrap();
+            let gains = ["ext2/ext3", "xfs"].contains(&&*kind);
+            assert_eq!(file.gains_from_written_space(), gains, "{kind}");
+        }
+    });
+}

@@ -6,7 +6,34 @@ use parking_lot::Mutex;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+/// File systems that overwrite in place and journal what they know of a file's blocks, by their numbers
+/// in `statfs(2)`: measured, an `fdatasync` of 64 KiB in new space is two flushes of the device there,
+/// in written space one.
+const WRITTEN_IN_PLACE: [u64; 2] = [
+    0xEF53,      // ext4, and ext2 and ext3
+    0x5846_5342, // XFS
+];
+
+/// Whether a file system is one where flushes are cheaper in written space.
+pub(super) fn gains_from_written_space(file_system: u64) -> bool {
+    WRITTEN_IN_PLACE.contains(&file_system)
+}
+
+/// Of this process.
+static SYNCS: AtomicU64 = AtomicU64::new(0);
+
+/// How many times this process has asked the kernel for an `fdatasync` of a [`FileHost`](super::FileHost)'s
+/// file, or of the directory of one that it has created: what its flushes have come to.
+pub fn syncs() -> u64 {
+    SYNCS.load(Ordering::Relaxed)
+}
+
+async fn fdatasync(file: &Arc<OwnedFd>) -> io::Result<()> {
+    SYNCS.fetch_add(1, Ordering::Relaxed);
+    transfer::fdatasync(file).await
+}
 
 /// Whether a file's writes can still become durable.
 ///
@@ -67,9 +94,9 @@ impl Durability {
         self.check()?;
         let mut unseen = Unseen(Some(self));
         let directory = self.directory.lock().take();
-        let mut result = transfer::fdatasync(file).await;
+        let mut result = fdatasync(file).await;
         if let (Ok(()), Some(directory)) = (&result, directory) {
-            result = transfer::fdatasync(&directory).await;
+            result = fdatasync(&directory).await;
         }
         unseen.0 = None;
         if let Err(error) = &result {
@@ -95,6 +122,23 @@ mod tests {
     use super::*;
     use crate::ring::{Config, Executor, yield_now};
     use std::fs::File;
+
+    #[test]
+    fn only_file_systems_that_overwrite_in_place_gain() {
+        let numbers = [
+            (libc::EXT4_SUPER_MAGIC, true),
+            (libc::XFS_SUPER_MAGIC, true),
+            (libc::BTRFS_SUPER_MAGIC, false),
+            (libc::TMPFS_MAGIC, false),
+            (libc::F2FS_SUPER_MAGIC, false),
+            (libc::NFS_SUPER_MAGIC, false),
+            (libc::FUSE_SUPER_MAGIC, false),
+            (libc::OVERLAYFS_SUPER_MAGIC, false),
+        ];
+        for (number, gains) in numbers {
+            assert_eq!(gains_from_written_space(number as u64), gains, "{number:#x}");
+        }
+    }
 
     #[test]
     fn a_failed_flush_poisons() {

@@ -28,6 +28,7 @@ mod sys;
 mod transfer;
 mod zero;
 
+pub use flush::syncs;
 pub use open::{FileHost, LimitedHost};
 
 use crate::error::{Operation, StorageError};
@@ -92,6 +93,8 @@ pub struct FileStorage {
     abilities: Abilities,
     /// Whether the file system's times can be trusted, once asked.
     timed: OnceLock<bool>,
+    /// Whether flushes are cheaper in written space, once asked.
+    gains: OnceLock<bool>,
 }
 
 impl fmt::Debug for FileStorage {
@@ -350,6 +353,13 @@ impl Storage for FileStorage {
 
     fn extends_with_zeroes(&self) -> bool {
         self.kind == Kind::Regular
+    }
+
+    fn gains_from_written_space(&self) -> bool {
+        *self.gains.get_or_init(|| {
+            let found = self.kept().and_then(|target| sys::file_system(&target.file));
+            self.kind == Kind::Regular && found.is_ok_and(flush::gains_from_written_space)
+        })
     }
 }
 

@@ -255,6 +255,7 @@ fn storage(
         durability: Arc::new(durability),
         abilities: Abilities::default(),
         timed: OnceLock::new(),
+        gains: OnceLock::new(),
     })
 }
 

@@ -13,7 +13,7 @@ use daemon::Daemon;
 use endpoint::{Endpoint, is_public};
 use isobath_disk::{BlockDevice, Disk, ImageFormat, MetadataMode, OpenOptions, Trust};
 use isobath_export::nbd::{Export, Limits, Server};
-use isobath_storage::file::FileHost;
+use isobath_storage::file::{self, FileHost};
 use isobath_storage::ring::net::{Address, Listener};
 use isobath_storage::ring::{Config, Handle, Signals, Worker, spawn};
 use pid_file::PidFile;
@@ -223,7 +223,8 @@ async fn serve(
     result
 }
 
-/// Flushes and closes every disk, also when one fails, and logs what its map did.
+/// Flushes and closes every disk, also when one fails, and logs what its map did and how often the host
+/// had to sync.
 async fn close(disks: &[Arc<FileDisk>]) -> Result<(), Failure> {
     let mut result = Ok(());
     for disk in disks {
@@ -244,6 +245,7 @@ async fn close(disks: &[Arc<FileDisk>]) -> Result<(), Failure> {
             "the map's counters"
         );
     }
+    tracing::info!(syncs = file::syncs(), "fdatasyncs of all images");
     result
 }
 
