@@ -12,10 +12,11 @@ use crate::chain::{Layer, Qcow2};
 use crate::device::{BlockDevice, ZeroFlags};
 use crate::disk::Disk;
 use crate::map::Source;
+use crate::tables::References;
 use crate::write::{Qcow2Writer, Writer, referenced};
 use crate::{DiskError, Result};
 use isobath_qcow2::header::field;
-use isobath_qcow2::{AutoclearFeatures, ClusterIndex, ClusterKind, GuestOffset, L2Entry};
+use isobath_qcow2::{AutoclearFeatures, ClusterIndex, ClusterKind, GuestOffset, HostCluster, L2Entry};
 use isobath_storage::{Host, IoBuf, Storage, ZeroMode};
 use std::ops::Range;
 
@@ -206,6 +207,9 @@ impl<H: Host> Disk<H> {
             return Err(self.refused(format!("host cluster {} has no offset", run.start)));
         };
         alloc.mark_metadata(run.start.get()..run.start.get() + run.count);
+        let table: Vec<_> =
+            (run.start.get()..run.start.get() + run.count).map(HostCluster::new).collect();
+        alloc.publish(&table).await?;
         let storage = self.chain.active().storage();
         writer
             .exclusively(|| async {
@@ -233,7 +237,7 @@ impl<H: Host> Disk<H> {
         let first = geometry.host_cluster_of(old_offset).get();
         let old = first..first + geometry.clusters_for(old_size * 8);
         alloc.unmark_metadata(old.clone());
-        let old: Vec<_> = old.map(isobath_qcow2::HostCluster::new).collect();
+        let old: Vec<_> = old.map(HostCluster::new).collect();
         alloc.release(&old).await?;
         Ok(())
     }
@@ -345,7 +349,8 @@ impl<H: Host> Disk<H> {
                         let releases = referenced(&geometry, &kind);
                         qcow2.check_releases(&releases)?;
                         let none = L2Entry::unallocated();
-                        tables.record(ClusterIndex::new(cluster), none, &releases, false);
+                        let references = References { released: &releases, ..References::default() };
+                        tables.record(ClusterIndex::new(cluster), none, references);
                     }
                     // What it means is unknown: its space, if any, stays allocated.
                     Err(error) => tracing::warn!(%error, "left alone past the end of the disk"),

@@ -70,7 +70,7 @@ impl<S: Storage> Allocator<S> {
             *slot = entry;
         }
         state.unlisted.push(0);
-        self.set(&mut state, home, 1)?;
+        self.count_own(&mut state, home)?;
         let old = self.geometry.host_cluster_of(old);
         self.mark_metadata(home..home + 1);
         self.unmark_metadata(old.get()..old.get() + 1);

@@ -40,19 +40,55 @@ impl Block {
     }
 
     pub(super) fn set(&mut self, index: usize, value: u64) -> Result<(), FormatError> {
-        self.order.write(&mut self.bytes, index, value)?;
-        let byte = (index << self.order.get()) / 8;
-        self.dirty.insert(byte / PAGE);
-        Ok(())
+        self.order.write(&mut self.bytes, index, value)
+    }
+
+    /// Says that the file is to be told the refcount at `index`.
+    pub(super) fn mark(&mut self, index: usize) {
+        self.dirty.insert(self.byte_of(index) / PAGE);
+    }
+
+    /// The byte in which the refcount at `index` begins.
+    pub(super) fn byte_of(&self, index: usize) -> usize {
+        (index << self.order.get()) / 8
+    }
+
+    /// The bytes that hold the refcount at `index`, and maybe its neighbours'.
+    pub(super) fn bytes_of(&self, index: usize) -> Range<usize> {
+        let start = self.byte_of(index);
+        start..start + (1 << self.order.get() >> 3).max(1)
+    }
+
+    /// The indexes whose refcounts lie in these bytes.
+    pub(super) fn indexes_in(&self, bytes: &Range<usize>) -> Range<usize> {
+        bytes.start * 8 >> self.order.get()..bytes.end * 8 >> self.order.get()
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.bytes.len()
+    }
+
+    /// A copy of some bytes in which each of `less` (an index and a number) counts that much less.
+    pub(super) fn copy_with_less(
+        &self,
+        bytes: Range<usize>,
+        less: impl Iterator<Item = (usize, u64)>,
+    ) -> Result<IoBuf, FormatError> {
+        let mut copy = IoBuf::copy_of(&self.bytes[bytes.clone()]);
+        let first = self.indexes_in(&bytes).start;
+        for (index, less) in less {
+            let now = self.order.read(&copy, index - first).unwrap_or(0);
+            self.order.write(&mut copy, index - first, now.saturating_sub(less))?;
+        }
+        Ok(copy)
     }
 
     pub(super) fn is_dirty(&self) -> bool {
         !self.dirty.is_empty()
     }
 
-    /// Copies of the changed parts with their byte offsets in the file, adjacent ones joined. The
-    /// block then counts as clean.
-    pub(super) fn take_dirty(&mut self) -> Vec<(u64, IoBuf)> {
+    /// The bytes that changed, by whole pages, adjacent ones joined. The block then counts as clean.
+    pub(super) fn take_dirty(&mut self) -> Vec<Range<usize>> {
         let mut runs: Vec<Range<usize>> = Vec::new();
         for page in std::mem::take(&mut self.dirty) {
             let end = ((page + 1) * PAGE).min(self.bytes.len());
@@ -61,9 +97,7 @@ impl Block {
                 _ => runs.push(page * PAGE..end),
             }
         }
-        runs.into_iter()
-            .map(|run| (self.offset.get() + run.start as u64, IoBuf::copy_of(&self.bytes[run])))
-            .collect()
+        runs
     }
 }
 
@@ -79,11 +113,31 @@ mod tests {
         assert!(!block.is_dirty());
         for index in [0, 2047, 2048, 3 * 2048, 32767] {
             block.set(index, 7).unwrap();
+            block.mark(index);
         }
-        let parts: Vec<_> =
-            block.take_dirty().iter().map(|(at, b)| (at - (1 << 20), b.len())).collect();
-        assert_eq!(parts, [(0, 8192), (12288, 4096), (61440, 4096)]);
+        assert_eq!(block.take_dirty(), [0..8192, 12288..16384, 61440..65536]);
         assert!(!block.is_dirty());
         assert_eq!(block.get(3 * 2048), 7);
+    }
+
+    #[test]
+    fn a_copy_tells_less_at_any_width() {
+        for order in 0..=6 {
+            let order = RefcountOrder::new(order).unwrap();
+            let mut block = Block::fresh(HostOffset::new(1 << 20), 512, order);
+            for index in 0..8 {
+                block.set(index, 1).unwrap();
+            }
+            for index in 0..8 {
+                let bytes = block.bytes_of(index);
+                let indexes = block.indexes_in(&bytes);
+                assert!(indexes.contains(&index), "{order:?}");
+                let copy = block.copy_with_less(bytes, [(index, 1)].into_iter()).unwrap();
+                for (step, other) in indexes.enumerate() {
+                    let expected = u64::from(other != index && other < 8);
+                    assert_eq!(order.read(&copy, step), Some(expected), "{order:?}");
+                }
+            }
+        }
     }
 }

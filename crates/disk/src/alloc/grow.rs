@@ -9,6 +9,7 @@ use super::{Allocator, Run, State};
 use crate::Result;
 use async_lock::MutexGuard;
 use isobath_qcow2::geometry::MAX_REFCOUNT_TABLE_BYTES;
+use isobath_qcow2::header::field;
 use isobath_qcow2::{HostCluster, HostOffset, RefcountTableEntry};
 use isobath_storage::{IoBuf, Storage};
 
@@ -42,7 +43,7 @@ impl<S: Storage> Allocator<S> {
             }
         }
         self.create_block(state, index, cluster)?;
-        self.set(state, cluster, 1)?;
+        self.count_own(state, cluster)?;
         state.never_used = state.never_used.max(cluster + 1);
         Ok(())
     }
@@ -106,7 +107,7 @@ impl<S: Storage> Allocator<S> {
         }
         let run = self.take(state, start, count)?;
         for home in homes.clone() {
-            self.set(state, home, 1)?;
+            self.count_own(state, home)?;
         }
         state.never_used = state.never_used.max(homes.end);
         Ok(run)
@@ -162,6 +163,7 @@ impl<S: Storage> Allocator<S> {
         };
         let run = self.take_with_blocks(state, start, clusters, missing)?;
         self.mark_metadata(run.start.get()..run.start.get() + run.count);
+        state.own.extend(run.start.get()..run.start.get() + run.count);
         let old = self.geometry.host_cluster_of(state.table_offset).get();
         state.replaced_tables.push(old..old + old_length as u64 / entries);
         state.table_offset = self.start_of(run)?;
@@ -201,17 +203,13 @@ impl<S: Storage> Allocator<S> {
             return Ok(Vec::new());
         }
         let storage = self.layer.storage();
+        self.publish_own(&mut state)?;
         let indexes = std::mem::take(&mut state.unlisted);
         // All of them: a new block's own cluster may be counted in another.
-        let mut parts: Vec<_> = state.blocks.values_mut().flat_map(Block::take_dirty).collect();
+        let mut parts = self.take_dirty(&mut state)?;
         let replaced = std::mem::take(&mut state.replaced_tables);
         if !replaced.is_empty() {
-            let mut bytes = IoBuf::zeroed(state.table.len() * 8);
-            for (index, entry) in state.table.iter().enumerate() {
-                // In range: the buffer has a place for each entry.
-                let _ = entry.write(&mut bytes, index);
-            }
-            parts.push((state.table_offset.get(), bytes));
+            parts.push((state.table_offset.get(), state.table_bytes()));
         }
         self.write_all(parts).await?;
         storage.flush().await?;
@@ -227,22 +225,40 @@ impl<S: Storage> Allocator<S> {
             self.write_all(entries).await?;
             return Ok(Vec::new());
         }
-        let offset = state.table_offset;
-        let clusters = (state.table.len() as u64 * 8) >> self.geometry.cluster_bits();
+        let (at, pointer) = self.point_to_table(&state);
         drop(state);
-        if let Some(qcow2) = self.layer.as_qcow2() {
-            let mut header = qcow2.header.write();
-            header.refcount_table_offset = offset;
-            header.refcount_table_clusters = clusters as u32;
-        }
-        // refcount_table_offset and refcount_table_clusters: bytes 48 to 59 of the header.
-        let mut field = IoBuf::zeroed(12);
-        field[..8].copy_from_slice(&offset.get().to_be_bytes());
-        field[8..].copy_from_slice(&(clusters as u32).to_be_bytes());
-        storage.write_at(48, field).await?;
+        storage.write_at(at, pointer).await?;
         for table in &replaced {
             self.unmark_metadata(table.clone());
         }
         Ok(replaced.into_iter().flatten().map(HostCluster::new).collect())
+    }
+
+    /// Says in the header in memory where the table is; the same for the header in the file: byte
+    /// offset and bytes.
+    pub(super) fn point_to_table(&self, state: &State) -> (u64, IoBuf) {
+        let clusters = (state.table.len() as u64 * 8) >> self.geometry.cluster_bits();
+        if let Some(qcow2) = self.layer.as_qcow2() {
+            let mut header = qcow2.header.write();
+            header.refcount_table_offset = state.table_offset;
+            header.refcount_table_clusters = clusters as u32;
+        }
+        // refcount_table_clusters follows refcount_table_offset.
+        let mut pointer = IoBuf::zeroed(12);
+        pointer[..8].copy_from_slice(&state.table_offset.get().to_be_bytes());
+        pointer[8..].copy_from_slice(&(clusters as u32).to_be_bytes());
+        (field::REFCOUNT_TABLE_OFFSET as u64, pointer)
+    }
+}
+
+impl State {
+    /// The whole refcount table.
+    pub(super) fn table_bytes(&self) -> IoBuf {
+        let mut bytes = IoBuf::zeroed(self.table.len() * 8);
+        for (index, entry) in self.table.iter().enumerate() {
+            // In range: the buffer has a place for each entry.
+            let _ = entry.write(&mut bytes, index);
+        }
+        bytes
     }
 }

@@ -1,14 +1,16 @@
 //! Host clusters: which are free, and the refcounts that say so.
 //!
-//! Refcounts in memory are ahead of the file in one direction only. An increment may reach the file
-//! at any time: after a crash it is a leak at worst. A decrement is applied, in memory too, only once
-//! nothing durable refers to the cluster any more (see [`durability`](crate::durability)), so that
-//! writing a block's present content is always safe.
+//! Refcounts in memory are ahead of the file in one direction only. A cluster counts from the moment
+//! it is given out, so that nobody else gets it; the file is told once a change that refers to it is
+//! about to become durable ([`publish`](Allocator::publish)). A decrement is applied, in memory too,
+//! only once nothing durable refers to the cluster any more (see
+//! [`durability`](crate::durability)), so that writing what the file is to be told is always safe.
 
 mod area;
 mod block;
 mod cut;
 mod grow;
+mod stage;
 
 use crate::chain::{Layer, Qcow2};
 use crate::{DiskError, Result};
@@ -18,7 +20,8 @@ use futures_util::future::try_join_all;
 use isobath_qcow2::{Geometry, HostCluster, HostOffset, RefcountTableEntry};
 use isobath_storage::{IoBuf, Storage};
 use parking_lot::RwLock;
-use std::collections::{BTreeMap, HashSet};
+use std::collections::btree_map::Entry;
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -54,6 +57,12 @@ struct State {
     unlisted: Vec<u64>,
     /// Clusters of tables that larger ones replace, once the header points to those.
     replaced_tables: Vec<Range<u64>>,
+    /// References that the file is not to be told of yet, by cluster.
+    unpublished: BTreeMap<u64, u64>,
+    /// Clusters of the refcount structure among them: the file is told with `unlisted`.
+    own: Vec<u64>,
+    /// What a journal takes care of, while there is one.
+    journaled: Option<Journaled>,
     /// No cluster below this is free.
     first_maybe_free: u64,
     /// No cluster from here on was ever used: the file ends before it.
@@ -64,10 +73,30 @@ struct State {
     packing: Option<u64>,
 }
 
+/// What the next record of a journal must tell, and what is in the journal but not in its place.
+#[derive(Default)]
+struct Journaled {
+    /// Clusters whose published refcount changed since the last record.
+    changed: BTreeSet<u64>,
+    /// Entries of the refcount table that are in the journal only.
+    entries: BTreeSet<u64>,
+    /// A new place of the refcount table is in the journal only.
+    moved: bool,
+}
+
 impl State {
     /// Whether a cluster belongs to an area.
     fn is_kept(&self, cluster: u64) -> bool {
         self.areas.iter().any(|area| area.contains(&cluster))
+    }
+
+    fn forget_unpublished(&mut self, cluster: u64) {
+        if let Entry::Occupied(mut count) = self.unpublished.entry(cluster) {
+            *count.get_mut() -= 1;
+            if *count.get() == 0 {
+                count.remove();
+            }
+        }
     }
 }
 
@@ -114,6 +143,9 @@ impl<S: Storage> Allocator<S> {
             blocks: BTreeMap::new(),
             unlisted: Vec::new(),
             replaced_tables: Vec::new(),
+            unpublished: BTreeMap::new(),
+            own: Vec::new(),
+            journaled: None,
             first_maybe_free: 1,
             never_used: geometry.clusters_for(length),
             areas: Vec::new(),
@@ -168,13 +200,13 @@ impl<S: Storage> Allocator<S> {
             let shared = self.refcount_in(&mut state, cluster).await?;
             if shared < self.geometry.refcount_order().max() {
                 if length <= room {
-                    self.set(&mut state, cluster, shared + 1)?;
+                    self.reserve(&mut state, cluster, shared + 1)?;
                     state.packing = (length < room).then_some(at + length);
                     return Ok(HostOffset::new(at));
                 }
                 if self.is_free(&mut state, cluster + 1).await? {
                     self.take(&mut state, cluster + 1, 1)?;
-                    self.set(&mut state, cluster, shared + 1)?;
+                    self.reserve(&mut state, cluster, shared + 1)?;
                     state.packing = Some(at + length);
                     return Ok(HostOffset::new(at));
                 }
@@ -187,31 +219,55 @@ impl<S: Storage> Allocator<S> {
         Ok(HostOffset::new(at))
     }
 
+    /// Says that a change refers to clusters that were given out, one reference for each time a
+    /// cluster is listed: whatever tells the file of that change tells it of the references.
+    pub(crate) async fn publish(&self, clusters: &[HostCluster]) -> Result<()> {
+        let mut state = self.state.lock().await;
+        for cluster in clusters {
+            state.forget_unpublished(cluster.get());
+            self.mark(&mut state, cluster.get())?;
+        }
+        Ok(())
+    }
+
+    /// Takes back references to clusters to which nothing came to refer.
+    pub(crate) async fn cancel(&self, clusters: &[HostCluster]) -> Result<()> {
+        let mut state = self.state.lock().await;
+        for cluster in clusters {
+            state.forget_unpublished(cluster.get());
+            self.lower(&mut state, cluster.get()).await?;
+        }
+        Ok(())
+    }
+
     /// Gives back references to clusters, one for each time a cluster is listed. Nothing durable
-    /// may refer to them through these references any more. Returns those that became free.
-    pub(crate) async fn release(&self, clusters: &[HostCluster]) -> Result<Vec<HostCluster>> {
+    /// may refer to them through these references any more.
+    pub(crate) async fn release(&self, clusters: &[HostCluster]) -> Result<()> {
         let mut state = self.lock().await;
-        let mut free = Vec::new();
         for cluster in clusters {
             self.shrink_cache(&mut state);
-            let cluster = cluster.get();
-            let count = self.refcount_in(&mut state, cluster).await?;
-            let Some(less) = count.checked_sub(1) else {
-                return Err(
-                    self.corrupt(format!("host cluster {cluster} is in use but its refcount is 0"))
-                );
-            };
-            self.set(&mut state, cluster, less)?;
-            if less == 0 {
-                state.first_maybe_free = state.first_maybe_free.min(cluster);
-                let size = self.geometry.cluster_size();
-                if state.packing.is_some_and(|at| at / size == cluster) {
-                    state.packing = None;
-                }
-                free.push(HostCluster::new(cluster));
+            self.lower(&mut state, cluster.get()).await?;
+            self.mark(&mut state, cluster.get())?;
+        }
+        Ok(())
+    }
+
+    async fn lower(&self, state: &mut MutexGuard<'_, State>, cluster: u64) -> Result<()> {
+        let count = self.refcount_in(state, cluster).await?;
+        let Some(less) = count.checked_sub(1) else { return Err(self.unbalanced(cluster)) };
+        self.set(state, cluster, less)?;
+        if less == 0 {
+            state.first_maybe_free = state.first_maybe_free.min(cluster);
+            let size = self.geometry.cluster_size();
+            if state.packing.is_some_and(|at| at / size == cluster) {
+                state.packing = None;
             }
         }
-        Ok(free)
+        Ok(())
+    }
+
+    fn unbalanced(&self, cluster: u64) -> DiskError {
+        self.corrupt(format!("host cluster {cluster} is in use but its refcount is 0"))
     }
 
     /// The refcount of a host cluster.
@@ -228,13 +284,42 @@ impl<S: Storage> Allocator<S> {
 
     /// Writes every changed part of the blocks; not yet durable.
     pub(crate) async fn write_blocks(&self) -> Result<()> {
-        let parts = {
-            let mut state = self.state.lock().await;
-            let mut parts: Vec<_> = state.blocks.values_mut().flat_map(Block::take_dirty).collect();
-            parts.sort_by_key(|(offset, _)| *offset);
-            parts
-        };
+        let parts = self.take_dirty(&mut self.state.lock().await)?;
         self.write_all(parts).await
+    }
+
+    /// The changed parts of the blocks, as the file is to have them: byte offsets and bytes. The
+    /// blocks then count as clean.
+    fn take_dirty(&self, state: &mut MutexGuard<'_, State>) -> Result<Vec<(u64, IoBuf)>> {
+        let state = &mut **state;
+        let mut parts = Vec::new();
+        for (&index, block) in &mut state.blocks {
+            if state.journaled.is_some() && state.unlisted.contains(&index) {
+                // The next record tells of it.
+                continue;
+            }
+            for run in block.take_dirty() {
+                let less = self.counted_in(&state.unpublished, index, block.indexes_in(&run));
+                let at = block.offset.get() + run.start as u64;
+                let bytes = block.copy_with_less(run, less);
+                parts.push((at, bytes.map_err(|error| self.layer.format_error(error))?));
+            }
+        }
+        parts.sort_by_key(|(offset, _)| *offset);
+        Ok(parts)
+    }
+
+    /// Of `counts`, by cluster, those of some refcounts of the block at `index`: by their places in
+    /// it.
+    fn counted_in<'a>(
+        &self,
+        counts: &'a BTreeMap<u64, u64>,
+        index: u64,
+        places: Range<usize>,
+    ) -> impl Iterator<Item = (usize, u64)> + 'a {
+        let first = index * self.geometry.refcount_block_entries();
+        let clusters = first + places.start as u64..first + places.end as u64;
+        counts.range(clusters).map(move |(cluster, count)| ((cluster - first) as usize, *count))
     }
 
     async fn write_all(&self, parts: Vec<(u64, IoBuf)>) -> Result<()> {
@@ -255,14 +340,22 @@ impl<S: Storage> Allocator<S> {
     /// under way relies on must not go, so this comes before the first is looked at.
     fn shrink_cache(&self, state: &mut MutexGuard<'_, State>) {
         let keep = (CACHE_BYTES / self.geometry.cluster_size()).max(4) as usize;
+        let state = &mut **state;
         if state.blocks.len() > keep {
             let mut excess = state.blocks.len() - keep / 2;
-            state.blocks.retain(|_, block| {
-                let drop = excess > 0 && !block.is_dirty();
+            let unpublished = &state.unpublished;
+            state.blocks.retain(|index, block| {
+                let mut ahead = self.counted_in(unpublished, *index, 0..self.entries());
+                let drop = excess > 0 && !block.is_dirty() && ahead.next().is_none();
                 excess -= usize::from(drop);
                 !drop
             });
         }
+    }
+
+    /// Refcounts in a block.
+    fn entries(&self) -> usize {
+        self.geometry.refcount_block_entries() as usize
     }
 
     fn corrupt(&self, reason: String) -> DiskError {
@@ -296,7 +389,7 @@ impl<S: Storage> Allocator<S> {
             )));
         }
         for cluster in start..start + count {
-            self.set(state, cluster, 1)?;
+            self.reserve(state, cluster, 1)?;
         }
         let zeroed = start >= state.never_used && self.layer.storage().extends_with_zeroes();
         state.never_used = state.never_used.max(start + count);
@@ -324,13 +417,55 @@ impl<S: Storage> Allocator<S> {
         Ok(count)
     }
 
+    /// Adds a reference that the file is not told of yet.
+    fn reserve(&self, state: &mut MutexGuard<'_, State>, cluster: u64, count: u64) -> Result<()> {
+        self.set(state, cluster, count)?;
+        *state.unpublished.entry(cluster).or_default() += 1;
+        Ok(())
+    }
+
+    /// Counts a cluster of the refcount structure itself.
+    fn count_own(&self, state: &mut MutexGuard<'_, State>, cluster: u64) -> Result<()> {
+        self.reserve(state, cluster, 1)?;
+        state.own.push(cluster);
+        Ok(())
+    }
+
+    /// The file is about to be told of the structure's new clusters.
+    fn publish_own(&self, state: &mut MutexGuard<'_, State>) -> Result<()> {
+        for cluster in std::mem::take(&mut state.own) {
+            state.forget_unpublished(cluster);
+            self.mark(state, cluster)?;
+        }
+        Ok(())
+    }
+
     /// Sets the refcount of a cluster whose block is in memory.
     fn set(&self, state: &mut MutexGuard<'_, State>, cluster: u64, value: u64) -> Result<()> {
         let (index, within) = self.geometry.refcount_position(HostCluster::new(cluster));
-        let block = state
+        let block = self.block(state, index, cluster)?;
+        block.set(within, value).map_err(|e| self.layer.format_error(e))
+    }
+
+    /// Says that the file is to be told the refcount of a cluster whose block is in memory.
+    fn mark(&self, state: &mut MutexGuard<'_, State>, cluster: u64) -> Result<()> {
+        let (index, within) = self.geometry.refcount_position(HostCluster::new(cluster));
+        self.block(state, index, cluster)?.mark(within);
+        if let Some(journaled) = &mut state.journaled {
+            journaled.changed.insert(cluster);
+        }
+        Ok(())
+    }
+
+    fn block<'a>(
+        &self,
+        state: &'a mut MutexGuard<'_, State>,
+        index: u64,
+        cluster: u64,
+    ) -> Result<&'a mut Block> {
+        state
             .blocks
             .get_mut(&index)
-            .ok_or_else(|| self.corrupt(format!("host cluster {cluster} has no refcount block")))?;
-        block.set(within, value).map_err(|e| self.layer.format_error(e))
+            .ok_or_else(|| self.corrupt(format!("host cluster {cluster} has no refcount block")))
     }
 }

@@ -24,6 +24,7 @@ impl Durability for Ordered {
     async fn commit<S: Storage>(&self, metadata: &Metadata<S>, readers: &Readers) -> Result<()> {
         let Metadata { tables, alloc, .. } = metadata;
         let needs = tables.begin_commit();
+        alloc.publish(&needs.allocated).await?;
         let replaced = alloc.write_structure().await?;
         if alloc.is_dirty().await || needs.ordered || !needs.changes || !replaced.is_empty() {
             alloc.write_blocks().await?;

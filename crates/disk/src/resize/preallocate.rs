@@ -3,6 +3,7 @@
 use super::Preallocation;
 use crate::Result;
 use crate::disk::Disk;
+use crate::tables::References;
 use crate::write::{Qcow2Writer, Writer, referenced};
 use isobath_qcow2::{ClusterIndex, ClusterKind, HostCluster, HostOffset, L2Entry};
 use isobath_storage::{Host, IoBuf, Storage, ZeroMode};
@@ -73,7 +74,7 @@ impl<H: Host> Disk<H> {
         };
         let data = self.chain.active().data();
         if let Err(error) = fill(&**data, host.clone(), mode).await {
-            qcow2.metadata.alloc.release(&taken).await?;
+            qcow2.metadata.alloc.cancel(&taken).await?;
             return Err(error);
         }
         for (step, (cluster, kind)) in (0..).zip(wanted) {
@@ -86,7 +87,13 @@ impl<H: Host> Disk<H> {
                 L2Entry::data(host, true)
             };
             let releases = referenced(&geometry, &kind);
-            self.record(qcow2, ClusterIndex::new(cluster), entry, &releases, true)?;
+            let taken = [geometry.host_cluster_of(host)];
+            let references = References {
+                taken: if geometry.has_data_file() { &[] } else { &taken },
+                released: &releases,
+                ordered: true,
+            };
+            self.record(qcow2, ClusterIndex::new(cluster), entry, references)?;
         }
         Ok(())
     }

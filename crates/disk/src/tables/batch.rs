@@ -13,6 +13,8 @@ pub(super) struct Batch {
     pub(super) l1: BTreeMap<u64, L1Entry>,
     /// New tables by L1 index: host offset, and content without this batch's entries.
     pub(super) fresh: BTreeMap<u64, (HostOffset, IoBuf)>,
+    /// Clusters to which the batch refers, once for each new reference.
+    pub(super) allocated: Vec<HostCluster>,
     /// References that end once the batch is durable.
     pub(super) releases: Vec<HostCluster>,
     /// The guest discarded some of what is released.

@@ -101,7 +101,7 @@ impl<S: Storage> Tables<S> {
         let (offset, entry, bytes) = match made {
             Ok(made) => made,
             Err(error) => {
-                alloc.release(&[run.start]).await?;
+                alloc.cancel(&[run.start]).await?;
                 return Err(error);
             }
         };
@@ -110,6 +110,7 @@ impl<S: Storage> Tables<S> {
         state.pages.forget(offset, size as u64);
         state.open.l1.insert(l1_index, entry);
         state.open.fresh.insert(l1_index, (offset, bytes));
+        state.open.allocated.push(run.start);
         if let Some(old) = old {
             // A snapshot still uses it: its clusters stay the image's own.
             state.open.releases.push(self.geometry.host_cluster_of(old));
@@ -138,20 +139,13 @@ impl<S: Storage> Tables<S> {
         Ok((offset, entry, bytes))
     }
 
-    /// Records the new entry of a cluster whose table [exists](Self::ensure_table). `releases` are
-    /// the references that the old entry made. `ordered` says that data or other clusters must be
-    /// durable before the entry.
-    pub(crate) fn record(
-        &self,
-        cluster: ClusterIndex,
-        entry: L2Entry,
-        releases: &[HostCluster],
-        ordered: bool,
-    ) {
+    /// Records the new entry of a cluster whose table [exists](Self::ensure_table).
+    pub(crate) fn record(&self, cluster: ClusterIndex, entry: L2Entry, change: References<'_>) {
         let mut state = self.state.lock();
         state.open.entries.insert(cluster.get(), entry);
-        state.open.releases.extend_from_slice(releases);
-        state.open.ordered |= ordered;
+        state.open.allocated.extend_from_slice(change.taken);
+        state.open.releases.extend_from_slice(change.released);
+        state.open.ordered |= change.ordered;
     }
 
     /// Says that space released in the open batch is to be given back to the host.
@@ -168,8 +162,9 @@ impl<S: Storage> Tables<S> {
     /// Closes the open batch for a commit.
     pub(crate) fn begin_commit(&self) -> CommitNeeds {
         let mut state = self.state.lock();
-        let batch = std::mem::take(&mut state.open);
+        let mut batch = std::mem::take(&mut state.open);
         let needs = CommitNeeds {
+            allocated: std::mem::take(&mut batch.allocated),
             changes: !batch.is_empty(),
             ordered: batch.ordered || !batch.fresh.is_empty(),
         };
@@ -360,9 +355,22 @@ impl<S: Storage> Tables<S> {
     }
 }
 
+/// What the change of an entry does to references.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct References<'a> {
+    /// Those that the new entry makes and the old one did not.
+    pub(crate) taken: &'a [HostCluster],
+    /// Those that the old entry made and the new one does not.
+    pub(crate) released: &'a [HostCluster],
+    /// Data must be durable before the entry.
+    pub(crate) ordered: bool,
+}
+
 /// What a commit must do for the batch it closed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct CommitNeeds {
+    /// Clusters to which the batch refers, to be published.
+    pub(crate) allocated: Vec<HostCluster>,
     /// There are entries to write.
     pub(crate) changes: bool,
     /// Something must be durable before they are written.

@@ -5,6 +5,7 @@ use super::{Qcow2Writer, Writer, finish_writes};
 use crate::disk::Disk;
 use crate::map::resolve::ActiveEntries;
 use crate::map::{Source, Unit};
+use crate::tables::References;
 use crate::{DiskError, Result};
 use futures_util::future::try_join_all;
 use isobath_qcow2::{ClusterIndex, ClusterKind, Geometry, HostCluster, HostOffset, L2Entry};
@@ -118,13 +119,20 @@ impl<H: Host> Disk<H> {
         let done = self.fill_targets(qcow2, &mut targets, &mut taken, buf).await;
         if done.is_err() && !taken.is_empty() {
             // Nothing refers to them yet.
-            qcow2.metadata.alloc.release(&taken).await?;
+            qcow2.metadata.alloc.cancel(&taken).await?;
         }
         let buf = done?;
         for target in &targets {
             if target.plan.changes {
                 let entry = target.plan.entry(target.host);
-                self.record(qcow2, target.cluster, entry, &target.plan.releases, true)?;
+                let taken = [geometry.host_cluster_of(target.host)];
+                let new = target.plan.host.is_none() && !geometry.has_data_file();
+                let references = References {
+                    taken: if new { &taken } else { &[] },
+                    released: &target.plan.releases,
+                    ordered: true,
+                };
+                self.record(qcow2, target.cluster, entry, references)?;
             }
         }
         Ok(buf)
@@ -215,14 +223,13 @@ impl<H: Host> Disk<H> {
         qcow2: &Qcow2Writer<H::File>,
         cluster: ClusterIndex,
         entry: L2Entry,
-        releases: &[HostCluster],
-        ordered: bool,
+        references: References<'_>,
     ) -> Result<()> {
         let geometry = qcow2.geometry();
         let kind =
             entry.kind(&geometry).map_err(|error| qcow2.metadata.layer.format_error(error))?;
-        qcow2.check_releases(releases)?;
-        qcow2.metadata.tables.record(cluster, entry, releases, ordered);
+        qcow2.check_releases(references.released)?;
+        qcow2.metadata.tables.record(cluster, entry, references);
         let layer = self.active_index();
         let start = cluster.get() << geometry.cluster_bits();
         let size = geometry.cluster_size();

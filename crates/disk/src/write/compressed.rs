@@ -3,6 +3,7 @@
 use super::Qcow2Writer;
 use super::plan::referenced;
 use crate::disk::Disk;
+use crate::tables::References;
 use crate::{BlockDevice, DiskError, Result};
 use isobath_qcow2::compress::compress;
 use isobath_qcow2::{ClusterIndex, HostOffset, L2Entry};
@@ -64,20 +65,22 @@ impl<H: Host> Disk<H> {
         let kind = old.kind(&geometry).map_err(|error| qcow2.metadata.layer.format_error(error))?;
         let length = packed.len() as u64;
         let host = qcow2.metadata.alloc.allocate_packed(length).await?;
+        let first = geometry.host_cluster_of(host).get();
+        let last = geometry.host_cluster_of(HostOffset::new(host.get() + length - 1)).get();
+        let taken: Vec<_> = (first..=last).map(isobath_qcow2::HostCluster::new).collect();
         let written =
             self.chain.active().data().write_at(host.get(), IoBuf::copy_of(&packed)).await;
         let entry = L2Entry::compressed(host, length, geometry.cluster_bits())
             .map_err(|error| qcow2.metadata.layer.format_error(error));
         match (written, entry) {
             (Ok(_), Ok(entry)) => {
-                self.record(qcow2, cluster, entry, &referenced(&geometry, &kind), true)?;
+                let released = &referenced(&geometry, &kind);
+                let references = References { taken: &taken, released, ordered: true };
+                self.record(qcow2, cluster, entry, references)?;
                 Ok(buf)
             }
             (written, entry) => {
-                let first = geometry.host_cluster_of(host).get();
-                let last = geometry.host_cluster_of(HostOffset::new(host.get() + length - 1)).get();
-                let taken: Vec<_> = (first..=last).map(isobath_qcow2::HostCluster::new).collect();
-                qcow2.metadata.alloc.release(&taken).await?;
+                qcow2.metadata.alloc.cancel(&taken).await?;
                 written?;
                 entry.map(|_| buf)
             }
@@ -103,13 +106,15 @@ impl<H: Host> Disk<H> {
         let run = qcow2.metadata.alloc.allocate(1).await?;
         let host = geometry.host_cluster_start(run.start).unwrap_or(HostOffset::new(0));
         if let Err(error) = self.chain.active().data().write_at(host.get(), bytes).await {
-            qcow2.metadata.alloc.release(&[run.start]).await?;
+            qcow2.metadata.alloc.cancel(&[run.start]).await?;
             return Err(error.into());
         }
         let sub = geometry.subcluster_size();
         let count = (zero.end - zero.start) / sub;
         let mask = (((1_u64 << count) - 1) << (zero.start / sub)) as u32;
         let entry = L2Entry::subclustered(Some(host), true, !mask, mask);
-        self.record(qcow2, index, entry, &referenced(&geometry, &kind), true)
+        let released = &referenced(&geometry, &kind);
+        let references = References { taken: &[run.start], released, ordered: true };
+        self.record(qcow2, index, entry, references)
     }
 }

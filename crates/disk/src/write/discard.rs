@@ -3,6 +3,7 @@
 use super::plan::referenced;
 use crate::device::ZeroFlags;
 use crate::disk::Disk;
+use crate::tables::References;
 use crate::{DiskError, Result};
 use isobath_qcow2::{ClusterIndex, ClusterKind, Geometry, L2Entry};
 use isobath_storage::{Host, Storage};
@@ -80,7 +81,8 @@ impl<H: Host> Disk<H> {
             }
             qcow2.ensure_tables(cluster..cluster + 1).await?;
             let releases = referenced(&geometry, &kind);
-            self.record(qcow2, ClusterIndex::new(cluster), new, &releases, false)?;
+            let references = References { released: &releases, ..References::default() };
+            self.record(qcow2, ClusterIndex::new(cluster), new, references)?;
             qcow2.metadata.tables.mark_discarded();
         }
         Ok(())

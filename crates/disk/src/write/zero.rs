@@ -5,6 +5,7 @@ use super::plan::referenced;
 use crate::device::ZeroFlags;
 use crate::disk::Disk;
 use crate::map::Source;
+use crate::tables::References;
 use crate::{DiskError, Result};
 use isobath_qcow2::{AutoclearFeatures, ClusterIndex, ClusterKind, Geometry, HostCluster, L2Entry};
 use isobath_storage::{Host, IoBuf, Storage, ZeroMode};
@@ -132,7 +133,8 @@ impl<H: Host> Disk<H> {
             let may_unmap = mode.may_unmap && !qcow2.data_file_raw();
             let (new, releases) = zeroed(&geometry, kind, &part, may_unmap);
             if new != entry {
-                self.record(qcow2, ClusterIndex::new(cluster), new, &releases, false)?;
+                let references = References { released: &releases, ..References::default() };
+                self.record(qcow2, ClusterIndex::new(cluster), new, references)?;
             }
         }
         Ok(true)
