@@ -4,11 +4,12 @@ use crate::bytes;
 use crate::error::{FormatError, printable};
 use crate::features::FeatureNameTable;
 use crate::index::IndexExtension;
+use crate::journal::JournalExtension;
 use crate::offset::HostOffset;
 
 const END: u32 = 0;
 const BACKING_FORMAT: u32 = 0xe279_2aca;
-const FEATURE_NAMES: u32 = 0x6803_f857;
+pub(crate) const FEATURE_NAMES: u32 = 0x6803_f857;
 const BITMAPS: u32 = 0x2385_2875;
 const ENCRYPTION: u32 = 0x0537_be77;
 const DATA_FILE: u32 = 0x4441_5441;
@@ -16,8 +17,8 @@ const DATA_FILE: u32 = 0x4441_5441;
 /// Longest backing format name, in bytes (QEMU's limit).
 pub const MAX_BACKING_FORMAT_BYTES: usize = 15;
 
-/// Bytes of type and length before an extension's data.
-const HEAD: usize = 8;
+/// Bytes of type and length before an extension's data, and of the mark that ends the extensions.
+pub(crate) const HEAD: usize = 8;
 
 /// A header extension.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -39,6 +40,9 @@ pub enum Extension {
     },
     /// Where the direct-access index is.
     Index(IndexExtension),
+    /// Where the journal is. It counts only with the feature
+    /// [`JOURNAL`](crate::IncompatibleFeatures::JOURNAL).
+    Journal(JournalExtension),
     /// One that this implementation does not know; kept as it is.
     Unknown {
         /// The extension's type.
@@ -92,26 +96,24 @@ impl Extension {
     /// of the first cluster.
     ///
     /// # Errors
-    /// If an extension, or the mark that ends them, is longer than what is left of the area, or one of a known type has a length
-    /// or text that QEMU refuses.
+    /// If an extension, or the mark that ends them, is longer than what is left of the area, or one
+    /// of a known type has a length or text that QEMU refuses.
     pub fn parse_all(area: &[u8]) -> Result<Vec<Self>, FormatError> {
         let mut extensions = Vec::new();
-        let mut rest = area;
-        while let (Some(magic), Some(length)) = (bytes::be32(rest, 0), bytes::be32(rest, 4)) {
-            let body = rest.get(HEAD..).unwrap_or_default();
-            let Some(data) = body.get(..length as usize) else {
+        for extent in Extents::new(area, 0) {
+            let Some(data) = extent.data else {
                 return Err(FormatError::invalid(
-                    format!("header extension {magic:#010x}'s length"),
-                    length,
-                    format!("only {} bytes are left in the header cluster", body.len()),
+                    format!("header extension {:#010x}'s length", extent.magic),
+                    extent.length,
+                    format!(
+                        "only {} bytes are left in the header cluster",
+                        area.len().saturating_sub(extent.at + HEAD)
+                    ),
                 ));
             };
-            if magic == END {
-                break;
+            if !extent.is_end() {
+                extensions.push(Self::parse(extent.magic, data)?);
             }
-            extensions.push(Self::parse(magic, data)?);
-            // What is left after the padding; an area may end in the padding.
-            rest = body.get((length as usize).next_multiple_of(8)..).unwrap_or_default();
         }
         Ok(extensions)
     }
@@ -143,11 +145,15 @@ impl Extension {
                     "must be 16 bytes",
                 )),
             },
-            // One of another version is kept, and the image used without it.
-            _ => Ok(match IndexExtension::parse(data).filter(|_| magic == IndexExtension::MAGIC) {
-                Some(index) => Self::Index(index),
-                None => Self::Unknown { magic, data: data.to_vec() },
-            }),
+            // Those of another version are kept as they are.
+            _ => {
+                let own = match magic {
+                    IndexExtension::MAGIC => IndexExtension::parse(data).map(Self::Index),
+                    JournalExtension::MAGIC => JournalExtension::parse(data).map(Self::Journal),
+                    _ => None,
+                };
+                Ok(own.unwrap_or_else(|| Self::Unknown { magic, data: data.to_vec() }))
+            }
         }
     }
 
@@ -160,6 +166,7 @@ impl Extension {
             Self::DataFile(_) => DATA_FILE,
             Self::EncryptionHeader { .. } => ENCRYPTION,
             Self::Index(_) => IndexExtension::MAGIC,
+            Self::Journal(_) => JournalExtension::MAGIC,
             Self::Unknown { magic, .. } => *magic,
         }
     }
@@ -174,6 +181,7 @@ impl Extension {
                 [offset.get().to_be_bytes(), length.to_be_bytes()].concat()
             }
             Self::Index(index) => index.encode(),
+            Self::Journal(journal) => journal.encode(),
             Self::Unknown { data, .. } => data.clone(),
         };
         out.extend(self.magic().to_be_bytes());
@@ -185,6 +193,59 @@ impl Extension {
     /// Appends the mark that ends the extensions.
     pub fn encode_end(out: &mut Vec<u8>) {
         out.extend([0; HEAD]);
+    }
+}
+
+/// A header extension, or the mark that ends them, where it lies.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Extent<'a> {
+    /// Where its type is.
+    pub(crate) at: usize,
+    /// Its type.
+    pub(crate) magic: u32,
+    /// The length that it says its data has.
+    pub(crate) length: u32,
+    /// Its data without padding; `None` if it does not end in the bytes searched.
+    pub(crate) data: Option<&'a [u8]>,
+}
+
+impl Extent<'_> {
+    /// Whether it is the mark that ends the extensions.
+    pub(crate) fn is_end(&self) -> bool {
+        self.magic == END
+    }
+
+    /// Where the next one is.
+    pub(crate) fn next(&self) -> Option<usize> {
+        self.at.checked_add(HEAD)?.checked_add((self.length as usize).next_multiple_of(8))
+    }
+}
+
+/// The extensions in some bytes, and last the mark that ends them where it is there. An area may end
+/// without it, also in the padding of an extension.
+pub(crate) struct Extents<'a> {
+    bytes: &'a [u8],
+    next: Option<usize>,
+}
+
+impl<'a> Extents<'a> {
+    /// Those from `first` on.
+    pub(crate) fn new(bytes: &'a [u8], first: usize) -> Self {
+        Self { bytes, next: Some(first) }
+    }
+}
+
+impl<'a> Iterator for Extents<'a> {
+    type Item = Extent<'a>;
+
+    fn next(&mut self) -> Option<Extent<'a>> {
+        let at = self.next.take()?;
+        let head = self.bytes.get(at..)?;
+        let (magic, length) = (bytes::be32(head, 0)?, bytes::be32(head, 4)?);
+        let data = head.get(HEAD..)?.get(..length as usize);
+        let extent = Extent { at, magic, length, data };
+        self.next = if extent.is_end() { None } else { extent.next() };
+        Some(extent)
     }
 }
 

@@ -3,7 +3,7 @@
 use crate::error::printable;
 
 macro_rules! features {
-    ($(#[$doc:meta])* $name:ident { $($(#[$bit_doc:meta])* $bit:ident = $n:literal, $text:literal;)* }) => {
+    ($(#[$doc:meta])* $name:ident { $($(#[$bit_doc:meta])* $bit:ident = $n:literal, $text:expr;)* }) => {
         $(#[$doc])*
         #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
         pub struct $name(u64);
@@ -11,7 +11,8 @@ macro_rules! features {
         impl $name {
             $($(#[$bit_doc])* pub const $bit: Self = Self(1 << $n);)*
 
-            /// The bits that this implementation knows, with the names that QEMU gives them.
+            /// The bits that this implementation knows, with the names that QEMU gives them; those
+            /// that QEMU does not know have a name of this implementation's.
             pub const KNOWN: &'static [(u8, &'static str)] = &[$(($n, $text)),*];
 
             /// The set with these bits.
@@ -68,7 +69,15 @@ features! {
         COMPRESSION_TYPE = 3, "compression type";
         /// L2 entries are 16 bytes long and describe subclusters.
         EXTENDED_L2 = 4, "extended L2 entries";
+        /// The [journal](crate::journal) must be replayed before anything else is read. Not known to
+        /// QEMU, which refuses the image by this name.
+        JOURNAL = 61, "journal; run 'isobath check -r all IMAGE'";
     }
+}
+
+impl IncompatibleFeatures {
+    /// The bits that QEMU does not know.
+    const OWN: Self = Self::JOURNAL;
 }
 
 features! {
@@ -137,13 +146,24 @@ pub struct FeatureName {
 }
 
 impl FeatureName {
-    const SIZE: usize = 2 + FEATURE_NAME_BYTES;
+    pub(crate) const SIZE: usize = 2 + FEATURE_NAME_BYTES;
+
+    /// The name of the incompatible feature [`JOURNAL`](IncompatibleFeatures::JOURNAL).
+    pub fn journal() -> Self {
+        let bit = IncompatibleFeatures::JOURNAL.bits().trailing_zeros() as u8;
+        let known = IncompatibleFeatures::KNOWN.iter().find(|known| known.0 == bit);
+        Self::new(FeatureKind::Incompatible, bit, known.map_or("", |known| known.1))
+    }
 
     /// An entry with this name, cut at 46 bytes.
     pub fn new(kind: FeatureKind, bit: u8, text: &str) -> Self {
         let mut name = [0; FEATURE_NAME_BYTES];
         name.iter_mut().zip(text.bytes()).for_each(|(to, from)| *to = from);
         Self { kind, bit, name }
+    }
+
+    pub(crate) fn encode(&self) -> impl Iterator<Item = u8> + use<> {
+        [self.kind.byte(), self.bit].into_iter().chain(self.name)
     }
 
     /// The name made safe to print.
@@ -163,7 +183,10 @@ impl FeatureNameTable {
     /// The table that QEMU writes: every feature that it (and this implementation) knows.
     pub fn known() -> Self {
         let name = |kind| move |&(bit, text): &(u8, &str)| FeatureName::new(kind, bit, text);
-        let entries = (IncompatibleFeatures::KNOWN.iter().map(name(FeatureKind::Incompatible)))
+        let incompatible = IncompatibleFeatures::KNOWN
+            .iter()
+            .filter(|(bit, _)| IncompatibleFeatures::OWN.bits() >> bit & 1 == 0);
+        let entries = (incompatible.map(name(FeatureKind::Incompatible)))
             .chain(CompatibleFeatures::KNOWN.iter().map(name(FeatureKind::Compatible)))
             .chain(AutoclearFeatures::KNOWN.iter().map(name(FeatureKind::Autoclear)))
             .collect();
@@ -217,10 +240,7 @@ impl FeatureNameTable {
     const ENTRY: usize = FeatureName::SIZE;
 
     pub(crate) fn encode(&self) -> Vec<u8> {
-        self.entries
-            .iter()
-            .flat_map(|entry| [entry.kind.byte(), entry.bit].into_iter().chain(entry.name))
-            .collect()
+        self.entries.iter().flat_map(FeatureName::encode).collect()
     }
 }
 
@@ -262,6 +282,17 @@ mod tests {
         assert_eq!(complete.entries[0].text(), "dirty bit");
         assert_eq!(FeatureNameTable::parse(&complete.encode()), complete);
         assert_eq!(complete.completed(), complete);
+    }
+
+    #[test]
+    fn the_journal_has_its_whole_name_but_not_in_the_table_that_qemu_writes() {
+        let name = FeatureName::journal();
+        assert_eq!((name.kind, name.bit), (FeatureKind::Incompatible, 61));
+        assert_eq!(name.text(), "journal; run 'isobath check -r all IMAGE'");
+        assert_eq!(FeatureNameTable::known().find(name.kind, name.bit), None);
+        let with = FeatureNameTable { entries: vec![name.clone()] };
+        assert_eq!(with.completed().entries.last(), Some(&name));
+        assert!(IncompatibleFeatures::JOURNAL.unknown().is_empty());
     }
 
     #[test]

@@ -11,6 +11,7 @@
 //! - [`compress`]: compressed clusters; [`Snapshot`]: internal snapshots; [`Bitmap`]: persistent
 //!   bitmaps.
 //! - [`index`]: the direct-access index, an extension of the format.
+//! - [`journal`]: the metadata journal, another extension.
 //! - [`NewImage`]: what to write for a new image.
 
 // A `Geometry` goes by reference everywhere, as in the public functions.
@@ -25,6 +26,7 @@ pub mod features;
 pub mod geometry;
 pub mod header;
 pub mod index;
+pub mod journal;
 pub mod l1;
 pub mod l2;
 pub mod offset;

@@ -1,18 +1,71 @@
 //! Changing one extension of a header in place, so that a crash between any two writes leaves a
 //! header that is whole, with the old extension or the new one.
 
-use super::{Header, V2_LENGTH};
+use super::{FEATURE_NAMES_CLUSTER_BITS, Header, ParseMode};
 use crate::bytes;
 use crate::error::FormatError;
-use crate::extension::Extension;
+use crate::extension::{Extension, Extent, Extents, FEATURE_NAMES, HEAD};
+use crate::features::{FeatureName, FeatureNameTable, IncompatibleFeatures};
 use crate::index::IndexExtension;
+use crate::journal::JournalExtension;
 
 /// Bytes to be written at an offset in the header cluster, durable before the next are.
 pub type HeaderWrite = (usize, Vec<u8>);
 
-/// An extension's type and length, and the mark that ends them.
-const HEAD: usize = 8;
 const BACKING_FILE_OFFSET: usize = 8;
+const BACKING_FILE_SIZE: usize = 16;
+/// What is written in one piece if it does not cross a multiple of this.
+const SECTOR: usize = 512;
+/// The type, "IBX0", of an extension that covers others while they are moved. A crash may leave one.
+const MOVING: u32 = 0x4942_5830;
+
+/// An extension of a fixed length that is no longer valid once its first eight bytes are zeroes.
+trait Editable: Copy {
+    const MAGIC: u32;
+    const BYTES: usize;
+    /// What it is called.
+    const NAME: &'static str;
+    /// What it is found in: its own kind of [`Extension`].
+    fn of(self) -> Extension;
+    fn is_valid(data: &[u8]) -> bool;
+    fn encode(&self) -> Vec<u8>;
+}
+
+impl Editable for IndexExtension {
+    const MAGIC: u32 = Self::MAGIC;
+    const BYTES: usize = Self::BYTES;
+    const NAME: &'static str = "a direct-access index";
+
+    fn of(self) -> Extension {
+        Extension::Index(self)
+    }
+
+    fn is_valid(data: &[u8]) -> bool {
+        Self::parse(data).is_some()
+    }
+
+    fn encode(&self) -> Vec<u8> {
+        Self::encode(self)
+    }
+}
+
+impl Editable for JournalExtension {
+    const MAGIC: u32 = Self::MAGIC;
+    const BYTES: usize = Self::BYTES;
+    const NAME: &'static str = "a journal";
+
+    fn of(self) -> Extension {
+        Extension::Journal(self)
+    }
+
+    fn is_valid(data: &[u8]) -> bool {
+        Self::parse(data).is_some()
+    }
+
+    fn encode(&self) -> Vec<u8> {
+        Self::encode(self)
+    }
+}
 
 impl Header {
     /// The writes that make `index` the index of the image with this header cluster, or remove the
@@ -24,92 +77,239 @@ impl Header {
         cluster: &[u8],
         index: Option<&IndexExtension>,
     ) -> Result<Vec<HeaderWrite>, FormatError> {
-        let header = Self::parse(cluster)?;
-        let places = Places::find(cluster, &header);
-        match (places.index, index) {
-            (Some(at), Some(index)) => Ok(vec![(at + HEAD, index.encode())]),
-            (None, Some(index)) => places.insert(cluster, &header, index),
-            (Some(at), None) => {
-                let last = at + HEAD + IndexExtension::BYTES == places.end;
-                // Its first bytes hold its version, without which it is no index.
-                Ok(vec![(if last { at } else { at + HEAD }, vec![0; HEAD])])
-            }
-            (None, None) => Ok(Vec::new()),
+        let places = Places::find(cluster)?;
+        match index {
+            Some(index) => places.set(index),
+            None => Ok(places.remove::<IndexExtension>()),
         }
+    }
+
+    /// The writes that make `journal` the place of the journal of the image with this header cluster,
+    /// or remove the one that it has. The feature bit
+    /// [`JOURNAL`](IncompatibleFeatures::JOURNAL), without which it means nothing, stays as it is;
+    /// the bit gets its name in the feature name table, where there is room for that.
+    ///
+    /// While the bit is set the journal cannot be removed, and only be changed where one sector holds
+    /// what changes, such as the last field alone.
+    ///
+    /// # Errors
+    /// If the header is not valid, is of version 2, or has no room; if the journal does not fit the
+    /// image's clusters; if the bit is set and does not allow the change.
+    pub fn edit_journal(
+        cluster: &[u8],
+        journal: Option<&JournalExtension>,
+    ) -> Result<Vec<HeaderWrite>, FormatError> {
+        let places = Places::find(cluster)?;
+        let in_use = places.header.incompatible.contains(IncompatibleFeatures::JOURNAL);
+        let refused = || {
+            FormatError::invalid(
+                "incompatible_features",
+                format_args!("{:#x}", places.header.incompatible.bits()),
+                "the journal is in use (bit 61), and must be replayed before it is moved or removed",
+            )
+        };
+        let Some(journal) = journal else {
+            return if in_use { Err(refused()) } else { Ok(places.remove::<JournalExtension>()) };
+        };
+        if places.header.version < 3 {
+            return Err(FormatError::invalid(
+                "version",
+                places.header.version,
+                "a journal needs version 3; upgrade the image with qemu-img amend -o compat=1.1",
+            ));
+        }
+        journal.validate(&places.header.geometry()?)?;
+        let mut writes = places.set(journal)?;
+        let in_one_piece =
+            |(at, bytes): &HeaderWrite| at / SECTOR == (at + bytes.len().max(1) - 1) / SECTOR;
+        if in_use && (writes.len() > 1 || !writes.iter().all(in_one_piece)) {
+            return Err(refused());
+        }
+        let mut cluster = cluster.to_vec();
+        for (at, bytes) in &writes {
+            let _ = bytes::put(&mut cluster, *at, bytes);
+        }
+        // A name is of use to who reads the refusal; the bit refuses without it too.
+        writes.extend(Places::find(&cluster)?.name_journal().unwrap_or_default());
+        Ok(writes)
     }
 }
 
 /// Where extensions are in a header cluster.
-struct Places {
-    /// The index's head.
-    index: Option<usize>,
-    /// The mark that ends the extensions.
-    end: usize,
+struct Places<'a> {
+    cluster: &'a [u8],
+    header: Header,
+    extents: Vec<Extent<'a>>,
+    /// The mark that ends the extensions, if it is there and nothing but zeroes.
+    end: Option<usize>,
 }
 
-impl Places {
-    fn find(cluster: &[u8], header: &Header) -> Self {
-        let mut at = header.header_length.max(V2_LENGTH) as usize;
-        let mut index = None;
-        while let (Some(magic), Some(length)) =
-            (bytes::be32(cluster, at), bytes::be32(cluster, at + 4))
-        {
-            if magic == 0 {
-                break;
-            }
-            let data = cluster.get(at + HEAD..at + HEAD + length as usize).unwrap_or_default();
-            if magic == IndexExtension::MAGIC && data.len() == IndexExtension::BYTES {
-                index = Some(at);
-            }
-            at += HEAD + (length as usize).next_multiple_of(8);
-        }
-        Self { index, end: at }
+impl<'a> Places<'a> {
+    fn find(cluster: &'a [u8]) -> Result<Self, FormatError> {
+        let header = Header::parse_for(cluster, ParseMode::Check)?;
+        let name_at = bytes::be64(cluster, BACKING_FILE_OFFSET).unwrap_or(0) as usize;
+        let end = 1 << header.cluster_bits;
+        // Extensions end where the name begins.
+        let end = if name_at == 0 { end } else { name_at.min(end) };
+        let area = cluster.get(..end).unwrap_or(cluster);
+        let mut extents: Vec<_> = Extents::new(area, header.header_length as usize).collect();
+        let mark = extents.pop_if(|extent| extent.is_end());
+        let end = mark.filter(|mark| mark.length == 0).map(|mark| mark.at);
+        Ok(Self { cluster, header, extents, end })
     }
 
-    fn insert(
-        &self,
-        cluster: &[u8],
-        header: &Header,
-        index: &IndexExtension,
-    ) -> Result<Vec<HeaderWrite>, FormatError> {
-        let no_room = || {
-            FormatError::too_large(
-                "header cluster",
-                format_args!("{} bytes", 1u64 << header.cluster_bits),
-                "has no room for the extension of a direct-access index; use a shorter backing \
-                 file name or larger clusters",
-            )
+    /// The extensions of a type that are of the right length.
+    fn of_type<E: Editable>(&self) -> impl DoubleEndedIterator<Item = (&Extent<'a>, &'a [u8])> {
+        self.extents.iter().filter_map(|extent| {
+            let data = extent.data.filter(|data| data.len() == E::BYTES)?;
+            (extent.magic == E::MAGIC).then_some((extent, data))
+        })
+    }
+
+    /// Writes that make `new` the one of its type that counts: in the place of the one that does now,
+    /// or of one that was removed, or behind the others.
+    fn set<E: Editable>(&self, new: &E) -> Result<Vec<HeaderWrite>, FormatError> {
+        let counts = self.of_type::<E>().find(|(_, data)| E::is_valid(data));
+        let Some((place, old)) = counts.or_else(|| self.of_type::<E>().next()) else {
+            return self.insert(&[new.of()]).ok_or_else(|| self.no_room(E::NAME));
         };
-        let size = 1usize << header.cluster_bits;
-        let mut data = index.encode();
-        data.extend([0; HEAD]);
-        let after = self.end + HEAD + data.len();
-        let name_at = bytes::be64(cluster, BACKING_FILE_OFFSET).unwrap_or(0) as usize;
-        let name = header.backing_file.as_deref().unwrap_or_default().as_bytes();
-        // The mark must be there: without one, what it would replace is the name itself.
-        let marked = name_at == 0 || name_at >= self.end + HEAD;
-        if !marked || after > size || cluster.get(self.end..self.end + HEAD) != Some(&[0; HEAD]) {
-            return Err(no_room());
-        }
         let mut writes = Vec::new();
-        // An offset without a name bounds the extensions too.
-        if name_at != 0 && name_at < after {
-            let to = after.max(name_at + name.len()).next_multiple_of(8);
-            if to + name.len() > size {
-                return Err(no_room());
-            }
-            if !name.is_empty() {
-                writes.push((to, name.to_vec()));
-            }
-            writes.push((BACKING_FILE_OFFSET, (to as u64).to_be_bytes().to_vec()));
+        let new = new.encode();
+        let mut differing = (0..new.len()).filter(|&at| old.get(at) != new.get(at));
+        if let Some(first) = differing.next() {
+            let end = (differing.next_back().unwrap_or(first) + 1).next_multiple_of(8);
+            let first = first & !7;
+            let part = new.get(first..end).unwrap_or_default().to_vec();
+            writes.push((place.at + HEAD + first, part));
         }
-        writes.push((self.end + HEAD, data));
-        let mut head = Vec::new();
-        Extension::Index(*index).encode(&mut head);
-        head.truncate(HEAD);
-        writes.push((self.end, head));
+        let others =
+            self.of_type::<E>().filter(|(other, data)| other.at != place.at && E::is_valid(data));
+        writes.extend(others.map(|(other, _)| (other.at + HEAD, vec![0; HEAD])));
         Ok(writes)
     }
+
+    /// Writes that remove every extension of a type: the last of all is cut off, others are made
+    /// invalid.
+    fn remove<E: Editable>(&self) -> Vec<HeaderWrite> {
+        let mut end = self.end;
+        let mut writes = Vec::new();
+        for (extent, data) in self.of_type::<E>().rev() {
+            if end.is_some() && extent.next() == end {
+                end = Some(extent.at);
+                writes.push((extent.at, vec![0; HEAD]));
+            } else if E::is_valid(data) {
+                writes.push((extent.at + HEAD, vec![0; HEAD]));
+            }
+        }
+        writes
+    }
+
+    /// Writes that put extensions behind the others.
+    fn insert(&self, extensions: &[Extension]) -> Option<Vec<HeaderWrite>> {
+        let end = self.end?;
+        let list = encode_all(extensions);
+        let (head, rest) = list.split_at_checked(HEAD)?;
+        let mut writes = self.make_room(end + list.len())?;
+        writes.push((end + HEAD, rest.to_vec()));
+        writes.push((end, head.to_vec()));
+        Some(writes)
+    }
+
+    /// Writes that replace all extensions by those of `list`, which ends with the mark. A copy of the
+    /// list is put behind where it belongs; then one write makes everything before the copy the data
+    /// of one extension; then the list is written into that, and another write uncovers it.
+    fn replace(&self, list: &[u8]) -> Option<Vec<HeaderWrite>> {
+        let first = self.header.header_length as usize;
+        let copy = (self.end? + HEAD).max(first + list.len());
+        let (head, rest) = list.split_at_checked(HEAD)?;
+        let mut writes = self.make_room(copy + list.len())?;
+        let covered = copy.checked_sub(first + HEAD)? as u32;
+        writes.push((copy, list.to_vec()));
+        writes.push((first, [MOVING.to_be_bytes(), covered.to_be_bytes()].concat()));
+        writes.push((first + HEAD, rest.to_vec()));
+        writes.push((first, head.to_vec()));
+        Some(writes)
+    }
+
+    /// Writes that move the backing file name where it is in the way of extensions that end at `end`.
+    fn make_room(&self, end: usize) -> Option<Vec<HeaderWrite>> {
+        let size = 1usize << self.header.cluster_bits;
+        let name_at = bytes::be64(self.cluster, BACKING_FILE_OFFSET)? as usize;
+        if end > size {
+            return None;
+        }
+        // An offset without a name bounds the extensions too.
+        if name_at == 0 || name_at >= end {
+            return Some(Vec::new());
+        }
+        let length = bytes::be32(self.cluster, BACKING_FILE_SIZE)? as usize;
+        let name = self.cluster.get(name_at..name_at.checked_add(length)?)?;
+        let to = end.max(name_at + length).next_multiple_of(8);
+        if to + length > size {
+            return None;
+        }
+        let mut writes = Vec::new();
+        if !name.is_empty() {
+            writes.push((to, name.to_vec()));
+        }
+        writes.push((BACKING_FILE_OFFSET, (to as u64).to_be_bytes().to_vec()));
+        Some(writes)
+    }
+
+    /// Writes that give the journal's feature bit its name in the feature name table: in the one that
+    /// is there, or in a new one, which has the other names where QEMU would write one. They also
+    /// clear up after a crash in the middle of others like them. `None` if there is no room.
+    fn name_journal(&self) -> Option<Vec<HeaderWrite>> {
+        let name = FeatureName::journal();
+        let tables = || self.extents.iter().filter(|extent| extent.magic == FEATURE_NAMES);
+        let has_name = |extent: &Extent<'_>| {
+            let table = FeatureNameTable::parse(extent.data.unwrap_or_default());
+            table.find(name.kind, name.bit).is_some()
+        };
+        let named = tables().any(has_name);
+        let Some(last) = tables().next_back() else {
+            let names_all = self.header.cluster_bits >= FEATURE_NAMES_CLUSTER_BITS;
+            let mut table =
+                if names_all { FeatureNameTable::known() } else { FeatureNameTable::default() };
+            table.entries.push(name);
+            return self.insert(&[Extension::FeatureNames(table)]);
+        };
+        if named && self.extents.iter().all(|extent| extent.magic != MOVING) {
+            return Some(Vec::new());
+        }
+        let mut list = Vec::new();
+        for extent in self.extents.iter().filter(|extent| extent.magic != MOVING) {
+            let mut data = extent.data?.to_vec();
+            if !named && extent.at == last.at {
+                data.truncate(data.len() - data.len() % FeatureName::SIZE);
+                data.extend(name.encode());
+            }
+            Extension::Unknown { magic: extent.magic, data }.encode(&mut list);
+        }
+        Extension::encode_end(&mut list);
+        self.replace(&list)
+    }
+
+    fn no_room(&self, what: &str) -> FormatError {
+        FormatError::too_large(
+            "header cluster",
+            format_args!("{} bytes", 1u64 << self.header.cluster_bits),
+            format!(
+                "has no room for the extension of {what}; use a shorter backing file name or larger \
+                 clusters"
+            ),
+        )
+    }
+}
+
+/// Extensions as they are on disk, with the mark that ends them.
+fn encode_all(extensions: &[Extension]) -> Vec<u8> {
+    let mut list = Vec::new();
+    for extension in extensions {
+        extension.encode(&mut list);
+    }
+    Extension::encode_end(&mut list);
+    list
 }
 
 #[cfg(test)]
@@ -168,7 +368,7 @@ mod tests {
     fn an_offset_without_a_name_makes_room() {
         let header = Header { backing_file: None, extensions: Vec::new(), ..sample() };
         let mut cluster = header.encode().unwrap();
-        let end = Places::find(&cluster, &header).end;
+        let end = Places::find(&cluster).unwrap().end.unwrap();
         cluster[BACKING_FILE_OFFSET..16].copy_from_slice(&(end as u64 + 8).to_be_bytes());
         edit(&mut cluster, Some(&index(1)));
         edit(&mut cluster, None);

@@ -14,6 +14,7 @@ use crate::extension::{BitmapsExtension, Extension};
 use crate::features::{AutoclearFeatures, CompatibleFeatures, IncompatibleFeatures};
 use crate::geometry::{Geometry, MAX_CLUSTER_BITS};
 use crate::index::IndexExtension;
+use crate::journal::JournalExtension;
 use crate::offset::HostOffset;
 
 /// "QFI\xfb"
@@ -170,6 +171,19 @@ impl Header {
     pub fn index(&self) -> Option<&IndexExtension> {
         self.extensions.iter().find_map(|extension| match extension {
             Extension::Index(index) => Some(index),
+            _ => None,
+        })
+    }
+
+    /// Where the image's journal is, if it has one that must be replayed: without the feature
+    /// [`JOURNAL`](IncompatibleFeatures::JOURNAL) the extension means nothing.
+    pub fn journal(&self) -> Option<&JournalExtension> {
+        self.journals().find(|_| self.incompatible.contains(IncompatibleFeatures::JOURNAL))
+    }
+
+    fn journals(&self) -> impl Iterator<Item = &JournalExtension> {
+        self.extensions.iter().filter_map(|extension| match extension {
+            Extension::Journal(journal) => Some(journal),
             _ => None,
         })
     }

@@ -4,7 +4,7 @@ use super::{Header, MAGIC, MAX_BACKING_FILE_BYTES, ParseMode, V2_LENGTH, V3_MIN_
 use crate::bytes;
 use crate::compress::CompressionType;
 use crate::error::{FormatError, FormatErrorKind};
-use crate::extension::{self, Extension};
+use crate::extension::{self, Extension, Extents};
 use crate::features::{
     AutoclearFeatures, CompatibleFeatures, FeatureKind, FeatureNameTable, IncompatibleFeatures,
 };
@@ -26,23 +26,15 @@ impl Header {
     /// Whether `start`, the first bytes of an image, are enough for [`parse`](Self::parse): what it
     /// looks at ends there, though the header cluster may go on.
     pub fn ends_in(start: &[u8]) -> bool {
-        Self::find_end(start).is_some()
-    }
-
-    /// Where the extensions end, if all of them and the backing file name are in `start`.
-    fn find_end(start: &[u8]) -> Option<usize> {
-        let (version, _) = Self::parse_start(start).ok()?;
-        let name = bytes::be64(start, 8)?.checked_add(u64::from(bytes::be32(start, 16)?))?;
-        start.get(..usize::try_from(name).ok()?)?;
-        let mut at = if version == 2 { V2_LENGTH } else { bytes::be32(start, 100)? } as usize;
-        loop {
-            let length = bytes::be32(start, at.checked_add(4)?)? as usize;
-            match bytes::be32(start, at)? {
-                // A mark with a length is for the parser to judge.
-                0 => return (length == 0).then_some(at),
-                _ => at = at.checked_add(8)?.checked_add(length.checked_next_multiple_of(8)?)?,
-            }
-        }
+        let ends = || {
+            let (version, _) = Self::parse_start(start).ok()?;
+            let name = bytes::be64(start, 8)?.checked_add(u64::from(bytes::be32(start, 16)?))?;
+            start.get(..usize::try_from(name).ok()?)?;
+            let first = if version == 2 { V2_LENGTH } else { bytes::be32(start, 100)? };
+            // A mark with a length is for the parser to judge.
+            Extents::new(start, first as usize).find(|extent| extent.is_end() && extent.length == 0)
+        };
+        ends().is_some()
     }
 
     /// The version and `cluster_bits`, unchecked.

@@ -6,6 +6,7 @@ use crate::error::{FormatError, FormatErrorKind, printable};
 use crate::extension::{Extension, MAX_BACKING_FORMAT_BYTES};
 use crate::features::{AutoclearFeatures, IncompatibleFeatures};
 use crate::geometry::{Geometry, HOST_OFFSET_LIMIT, MAX_L1_BYTES, MAX_REFCOUNT_TABLE_BYTES};
+use crate::journal::{self, JournalExtension};
 use crate::offset::HostOffset;
 
 /// Bytes of the smallest snapshot table entry.
@@ -37,6 +38,7 @@ impl Header {
             }
         }
         self.validate_features()?;
+        self.validate_journal(&geometry)?;
         self.validate_strings()?;
         if mode == ParseMode::Open {
             self.validate_pointers(&geometry)?;
@@ -70,6 +72,29 @@ impl Header {
             ));
         }
         Ok(())
+    }
+
+    /// The journal must be replayed before anything else is done, so there must be one.
+    fn validate_journal(&self, geometry: &Geometry) -> Result<(), FormatError> {
+        if !self.incompatible.contains(IncompatibleFeatures::JOURNAL) {
+            return Ok(());
+        }
+        let mut journals = self.journals();
+        let there = self.extensions.iter().filter(|e| e.magic() == JournalExtension::MAGIC).count();
+        match (journals.next(), journals.next()) {
+            (Some(journal), None) => journal.validate(geometry),
+            (Some(_), Some(_)) => Err(journal::irrecoverable(
+                "journal extension",
+                format_args!("there {there} times"),
+                "one must say where the journal is",
+            )),
+            _ => Err(journal::irrecoverable(
+                "journal extension",
+                if there == 0 { "missing" } else { "not valid" },
+                "the image needs what is in its journal (incompatible feature bit 61), and nothing \
+                 says where that is",
+            )),
+        }
     }
 
     /// What extensions point to.

@@ -1,0 +1,181 @@
+//! Finding the records of an area that count.
+
+use super::checksum::Sums;
+use super::extension::JournalExtension;
+use super::operation::Kind;
+use super::record::{SUMMED, View};
+use super::replay::Replay;
+use super::{BLOCK, irrecoverable};
+use crate::error::FormatError;
+use crate::offset::HostOffset;
+
+/// A record that was found in an area.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Found {
+    /// Its sequence.
+    pub sequence: u64,
+    /// The first record whose metadata must be replayed, as of this one.
+    pub tail: u64,
+    /// The first record whose data must be replayed, as of this one.
+    pub data_from: u64,
+    /// Bytes from the area's start to the record's.
+    pub at: usize,
+    /// Bytes that it takes in the area: whole [blocks](BLOCK).
+    pub length: usize,
+}
+
+/// The records of an area that can be used after a crash.
+#[derive(Debug)]
+pub struct Journal<'a> {
+    first_sequence: u64,
+    /// By sequence.
+    records: Vec<(usize, View<'a>)>,
+    /// Those that are needed, in `records`: the last ones.
+    needed: usize,
+    dropped: bool,
+}
+
+impl<'a> Journal<'a> {
+    /// The records in `area`, all its bytes. Blocks where no whole record of this journal with
+    /// `first_sequence` or a later one begins are passed over: they are free, or hold what a crash has
+    /// left of a record.
+    ///
+    /// # Errors
+    /// If the area is cut short, two records have the same sequence, a record that the last one
+    /// needs is missing, or one is whole but not understood.
+    pub fn scan(area: &'a [u8], extension: &JournalExtension) -> Result<Self, FormatError> {
+        if area.len() as u64 != extension.area_length {
+            return Err(irrecoverable(
+                "journal area",
+                format_args!("{} bytes long", area.len()),
+                format_args!("the header says {}", extension.area_length),
+            ));
+        }
+        let sums = Sums::new(area);
+        let mut records: Vec<(usize, View<'a>)> = Vec::new();
+        let mut at = 0;
+        while let Some(rest) = area.get(at..).filter(|rest| !rest.is_empty()) {
+            let record = View::may_start(rest, extension.id)
+                .then(|| View::at(rest, extension.id).ok())
+                .flatten()
+                .filter(|view| view.sequence >= extension.first_sequence)
+                .filter(|view| sums.of(at + SUMMED, at + view.length) == Some(view.crc));
+            let Some(view) = record else {
+                at += BLOCK;
+                continue;
+            };
+            // It was written like this: to leave it out would be to lose what it says.
+            view.check()?;
+            records.push((at, view));
+            at += view.length.next_multiple_of(BLOCK);
+        }
+        records.sort_unstable_by_key(|(_, view)| view.sequence);
+        let twice = records.array_windows().find(|[(_, a), (_, b)]| a.sequence == b.sequence);
+        if let Some([(at, view), (other, _)]) = twice {
+            return Err(irrecoverable(
+                "journal record's sequence",
+                view.sequence,
+                format_args!("two records have it, at {at:#x} and {other:#x} in the journal"),
+            ));
+        }
+        let mut journal =
+            Self { first_sequence: extension.first_sequence, records, needed: 0, dropped: false };
+        journal.needed = journal.find_needed()?;
+        Ok(journal)
+    }
+
+    /// Where the records begin that the last one needs, all of which must be there.
+    fn find_needed(&self) -> Result<usize, FormatError> {
+        let Some((_, last)) = self.records.last() else { return Ok(0) };
+        let from = last.tail.max(self.first_sequence);
+        let mut expected = last.sequence;
+        for (index, (_, view)) in self.records.iter().enumerate().rev() {
+            if view.sequence != expected {
+                break;
+            }
+            if expected == from {
+                return Ok(index);
+            }
+            expected -= 1;
+        }
+        Err(self.missing(expected))
+    }
+
+    fn missing(&self, sequence: u64) -> FormatError {
+        let last = self.last().map_or(0, |last| last.sequence);
+        irrecoverable(
+            "journal record",
+            format_args!("{sequence} is missing"),
+            format_args!("the journal is damaged: record {last}, the last one, needs it"),
+        )
+    }
+
+    /// The last record: the one that decides. `None` if there are none, and nothing is to be done.
+    pub fn last(&self) -> Option<Found> {
+        self.records.last().map(|&(at, view)| Found {
+            sequence: view.sequence,
+            tail: view.tail,
+            data_from: view.data_from,
+            at,
+            length: view.length.next_multiple_of(BLOCK),
+        })
+    }
+
+    /// What the file must hold before the last record may be used: its [covers](super::Operation::Cover)
+    /// as offset, length in bytes, and [CRC-32C](super::Crc32c). None once a record was dropped: the
+    /// one before was durable before that was written.
+    pub fn covers(&self) -> impl Iterator<Item = (HostOffset, u32, u32)> {
+        let last = self.records.last().filter(|_| !self.dropped);
+        let items = last.into_iter().flat_map(|(_, view)| view.items().flatten());
+        items.filter_map(|item| match item.kind {
+            Kind::Cover(crc) => Some((item.offset, item.length, crc)),
+            _ => None,
+        })
+    }
+
+    /// Forgets the last record: its data did not all reach the disk. The one before decides then.
+    ///
+    /// # Errors
+    /// If the record before is not there, or one that it needs; if one was dropped before; if there is
+    /// none.
+    pub fn drop_last(&mut self) -> Result<(), FormatError> {
+        let Some(last) = self.last() else {
+            return Err(irrecoverable("journal", "empty", "there is no record to drop"));
+        };
+        if self.dropped {
+            return Err(irrecoverable(
+                "journal record",
+                format_args!("{}, the last one", last.sequence),
+                "it was durable before a later record was written, and cannot be left out",
+            ));
+        }
+        if last.sequence > self.first_sequence {
+            let before = self.records.iter().rev().nth(1);
+            if before.is_none_or(|(_, view)| view.sequence != last.sequence - 1) {
+                return Err(irrecoverable(
+                    "journal record",
+                    format_args!("{} is missing", last.sequence - 1),
+                    format_args!(
+                        "the journal is damaged: record {}, the last one, is not complete",
+                        last.sequence
+                    ),
+                ));
+            }
+        }
+        self.records.pop();
+        self.dropped = true;
+        self.needed = self.find_needed()?;
+        Ok(())
+    }
+
+    /// What the file must hold, by what the last record needs.
+    pub fn replay(&self) -> Replay<'a> {
+        let needed = self.records.get(self.needed..).unwrap_or_default();
+        let data_from = self.records.last().map_or(0, |(_, last)| last.data_from);
+        let mut replay = Replay::default();
+        for (_, view) in needed {
+            replay.add(view, view.sequence >= data_from);
+        }
+        replay
+    }
+}

@@ -1,0 +1,346 @@
+//! Records: what one commit puts into the journal.
+
+use super::checksum::Crc32c;
+use super::extension::MAX_AREA;
+use super::operation::{Item, Items, Operation};
+use super::{BLOCK, irrecoverable};
+use crate::bytes;
+use crate::error::FormatError;
+
+const MAGIC: [u8; 4] = *b"IBJR";
+const CRC: usize = 4;
+/// First byte that the sum covers.
+pub(super) const SUMMED: usize = 8;
+/// Bytes of a record before its operations.
+pub const HEAD_BYTES: usize = 64;
+
+/// A record: operations that take effect together or not at all.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Record {
+    /// One more than that of the record before.
+    pub sequence: u64,
+    /// The first record whose metadata must be replayed, as of this one; at most `sequence`.
+    pub tail: u64,
+    /// The first record whose data must be replayed, as of this one; at most `sequence`. Data of
+    /// records before `tail` is not replayed in any case.
+    pub data_from: u64,
+    /// The operations, in order.
+    pub operations: Vec<Operation>,
+}
+
+impl Record {
+    /// Bytes that [`encode`](Self::encode) gives: whole [blocks](BLOCK).
+    pub fn encoded_length(&self) -> usize {
+        self.length().next_multiple_of(BLOCK)
+    }
+
+    fn length(&self) -> usize {
+        HEAD_BYTES + self.operations.iter().map(Operation::encoded_length).sum::<usize>()
+    }
+
+    /// The record's blocks in the journal `id`, with zeroes behind the record.
+    ///
+    /// # Errors
+    /// If the record is one that [`parse`](Self::parse) would refuse, or longer than [`MAX_AREA`].
+    pub fn encode(&self, id: u64) -> Result<Vec<u8>, FormatError> {
+        let length = self.length();
+        if length as u64 > MAX_AREA {
+            return Err(FormatError::too_large(
+                "journal record's length",
+                length,
+                format!("must not exceed {MAX_AREA} bytes"),
+            ));
+        }
+        let mut out = Vec::with_capacity(self.encoded_length());
+        out.extend(MAGIC);
+        out.extend([0; 4]);
+        for field in [id, self.sequence, self.tail, self.data_from] {
+            out.extend(field.to_be_bytes());
+        }
+        out.extend((length as u32).to_be_bytes());
+        out.extend((self.operations.len() as u32).to_be_bytes());
+        out.resize(HEAD_BYTES, 0);
+        for operation in &self.operations {
+            operation.write(&mut out);
+        }
+        let crc = Crc32c::of(out.get(SUMMED..).unwrap_or_default());
+        out.resize(self.encoded_length(), 0);
+        let _ = bytes::put(&mut out, CRC, &crc.to_be_bytes());
+        View::at(&out, id)?.check()?;
+        Ok(out)
+    }
+
+    /// The record of the journal `id` at the start of `bytes`; what follows it is not looked at.
+    ///
+    /// # Errors
+    /// If there is none, it is cut short, or its sum, a field or an operation is not valid.
+    pub fn parse(bytes: &[u8], id: u64) -> Result<Self, FormatError> {
+        let view = View::at(bytes, id)?;
+        let crc = bytes.get(SUMMED..view.length).map(Crc32c::of);
+        if crc != Some(view.crc) {
+            return Err(irrecoverable(
+                "journal record's checksum",
+                format_args!("{:#010x}", view.crc),
+                format_args!("its bytes give {:#010x}", crc.unwrap_or_default()),
+            ));
+        }
+        view.check()?;
+        let items: Result<Vec<_>, _> = view.items().collect();
+        Ok(Self {
+            sequence: view.sequence,
+            tail: view.tail,
+            data_from: view.data_from,
+            operations: items?.into_iter().map(Item::to_operation).collect(),
+        })
+    }
+}
+
+/// A record where it lies.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct View<'a> {
+    pub(super) crc: u32,
+    pub(super) sequence: u64,
+    pub(super) tail: u64,
+    pub(super) data_from: u64,
+    /// Bytes of the record, without padding.
+    pub(super) length: usize,
+    count: u32,
+    reserved: &'a [u8],
+    operations: &'a [u8],
+}
+
+impl<'a> View<'a> {
+    /// Whether a record of the journal `id` may start here; cheap.
+    pub(super) fn may_start(bytes: &[u8], id: u64) -> bool {
+        bytes.starts_with(&MAGIC) && bytes::be64(bytes, 8) == Some(id)
+    }
+
+    /// The record at the start of `bytes`, in which it ends. Its sum and everything that
+    /// [`check`](Self::check) looks at are still to be checked.
+    pub(super) fn at(bytes: &'a [u8], id: u64) -> Result<Self, FormatError> {
+        let Some((head, _)) = bytes.split_at_checked(HEAD_BYTES) else {
+            return Err(irrecoverable(
+                "journal record",
+                format_args!("{} bytes long", bytes.len()),
+                format_args!("it needs {HEAD_BYTES}"),
+            ));
+        };
+        if !Self::may_start(head, id) {
+            return Err(irrecoverable(
+                "journal record's start",
+                format_args!("{:02x?}", head.get(..16).unwrap_or(head)),
+                format_args!(
+                    "a record of this journal starts with \"IBJR\" and has the id {id:#x}"
+                ),
+            ));
+        }
+        let field = |at| bytes::be64(head, at).unwrap_or_default();
+        let length = bytes::be32(head, 40).unwrap_or_default() as usize;
+        let Some(operations) = bytes.get(HEAD_BYTES..length) else {
+            return Err(irrecoverable(
+                "journal record's length",
+                length,
+                format_args!("must be from {HEAD_BYTES} to {}", bytes.len()),
+            ));
+        };
+        Ok(Self {
+            crc: bytes::be32(head, CRC).unwrap_or_default(),
+            sequence: field(16),
+            tail: field(24),
+            data_from: field(32),
+            length,
+            count: bytes::be32(head, 44).unwrap_or_default(),
+            reserved: head.get(48..).unwrap_or_default(),
+            operations,
+        })
+    }
+
+    /// Checks every field and operation.
+    pub(super) fn check(&self) -> Result<(), FormatError> {
+        for (field, value) in [("tail", self.tail), ("data_from", self.data_from)] {
+            if value > self.sequence {
+                return Err(irrecoverable(
+                    format!("journal record's {field}"),
+                    value,
+                    format_args!("must not exceed the record's sequence, {}", self.sequence),
+                ));
+            }
+        }
+        if self.reserved.iter().any(|byte| *byte != 0) {
+            return Err(irrecoverable(
+                "journal record's reserved bytes",
+                format_args!("{:02x?}", self.reserved),
+                "must be 0",
+            ));
+        }
+        let mut found = 0u32;
+        for item in self.items() {
+            item?;
+            found = found.saturating_add(1);
+        }
+        if found != self.count {
+            return Err(irrecoverable(
+                "journal record's operations",
+                self.count,
+                format_args!("its bytes hold {found}"),
+            ));
+        }
+        Ok(())
+    }
+
+    /// The operations; the last is an error if one is not valid.
+    pub(super) fn items(&self) -> Items<'a> {
+        Items::new(self.operations)
+    }
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+    use crate::error::FormatErrorKind;
+    use crate::offset::HostOffset;
+    use proptest::prelude::*;
+
+    const ID: u64 = 0xfeed_beef_0bad_cafe;
+
+    pub(in crate::journal) fn operation(offsets: u64) -> impl Strategy<Value = Operation> {
+        let bytes = prop::collection::vec(any::<u8>(), 0..40);
+        (0..5, 0..offsets, bytes, 0u32..40, any::<u32>()).prop_map(
+            |(kind, offset, bytes, length, crc)| {
+                let offset = HostOffset::new(offset);
+                match kind {
+                    0 => Operation::Patch { offset, bytes },
+                    1 => Operation::Zero { offset, length },
+                    2 => Operation::Data { offset, bytes },
+                    3 => Operation::Cover { offset, length, crc },
+                    _ => Operation::Revoke { offset, length },
+                }
+            },
+        )
+    }
+
+    fn sample() -> Record {
+        let offset = HostOffset::new(0x5_0000);
+        Record {
+            sequence: 9,
+            tail: 4,
+            data_from: 6,
+            operations: vec![
+                Operation::Patch { offset, bytes: b"123456789".to_vec() },
+                Operation::Zero { offset, length: u32::MAX },
+                Operation::Data { offset, bytes: vec![7; 4096] },
+                Operation::Cover { offset, length: 512, crc: 0x0102_0304 },
+                Operation::Revoke { offset, length: 65536 },
+            ],
+        }
+    }
+
+    /// The sample's blocks with a change, and its sum made right again.
+    fn changed(change: impl FnOnce(&mut Vec<u8>)) -> FormatError {
+        let mut blocks = sample().encode(ID).unwrap();
+        change(&mut blocks);
+        let length = (bytes::be32(&blocks, 40).unwrap() as usize).clamp(SUMMED, blocks.len());
+        let crc = Crc32c::of(&blocks[SUMMED..length]).to_be_bytes();
+        blocks[4..8].copy_from_slice(&crc);
+        Record::parse(&blocks, ID).unwrap_err()
+    }
+
+    #[test]
+    fn the_layout_is_as_specified() {
+        let blocks = sample().encode(ID).unwrap();
+        assert_eq!(blocks.len(), 2 * BLOCK);
+        assert_eq!(blocks.len(), sample().encoded_length());
+        let length = 64 + 16 + 16 + 16 + 16 + 4096 + 16 + 8 + 16;
+        assert_eq!(&blocks[..4], b"IBJR");
+        assert_eq!(blocks[4..8], Crc32c::of(&blocks[8..length]).to_be_bytes());
+        assert_eq!(blocks[8..16], ID.to_be_bytes());
+        assert_eq!(blocks[16..24], 9u64.to_be_bytes());
+        assert_eq!(blocks[24..32], 4u64.to_be_bytes());
+        assert_eq!(blocks[32..40], 6u64.to_be_bytes());
+        assert_eq!(blocks[40..44], (length as u32).to_be_bytes());
+        assert_eq!(blocks[44..48], 5u32.to_be_bytes());
+        assert_eq!(blocks[48..64], [0; 16]);
+        let patch = [&[1, 0, 0, 0, 0, 0, 0, 9, 0, 0, 0, 0, 0, 5, 0, 0][..], b"123456789", &[0; 7]];
+        assert_eq!(blocks[64..96], patch.concat());
+        let cover = [4, 0, 0, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 5, 0, 0, 1, 2, 3, 4, 0, 0, 0, 0];
+        assert_eq!(blocks[length - 40..length - 16], cover);
+        assert!(blocks[length..].iter().all(|byte| *byte == 0));
+        assert_eq!(Record::parse(&blocks[..length], ID), Ok(sample()));
+    }
+
+    #[test]
+    fn what_is_not_valid_is_refused_by_name() {
+        let fields = [
+            ("start", changed(|b| b[0] = b'X')),
+            ("start", changed(|b| b[8] ^= 1)),
+            ("tail", changed(|b| b[31] = 10)),
+            ("data_from", changed(|b| b[39] = 10)),
+            ("length", changed(|b| b[40] = 1)),
+            ("length", changed(|b| b[40..44].copy_from_slice(&63u32.to_be_bytes()))),
+            ("operations", changed(|b| b[47] = 4)),
+            ("operations", changed(|b| b[47] = 6)),
+            ("reserved bytes", changed(|b| b[63] = 1)),
+            ("operation", changed(|b| b[64 + 1] = 1)),
+            ("operation", changed(|b| b[64 + 31] = 1)),
+            ("operation", changed(|b| b[64 + 4] = 1)),
+            ("operation", changed(|b| b[64 + 8] = 1)),
+            ("operation", changed(|b| b[64 + 8..64 + 16].fill(0xff))),
+            // Garbage behind the last one.
+            ("operation", changed(|b| b[43] += 8)),
+        ];
+        for (field, error) in fields {
+            assert!(error.field().ends_with(field), "{field}: {error}");
+            assert!(error.to_string().contains("restore it from a backup"), "{error}");
+        }
+        for kind in [0, 6, 255] {
+            let error = changed(|b| b[64] = kind);
+            assert_eq!(error.kind(), FormatErrorKind::Unsupported, "{error}");
+        }
+        let mut blocks = sample().encode(ID).unwrap();
+        blocks[5] ^= 1;
+        assert!(Record::parse(&blocks, ID).unwrap_err().field().ends_with("checksum"));
+        assert!(Record::parse(&blocks[..63], ID).is_err());
+        assert!(Record::parse(&[], ID).is_err());
+    }
+
+    #[test]
+    fn what_could_not_be_read_is_not_written() {
+        let end = HostOffset::new((1 << 56) - 1);
+        for operations in [
+            vec![Operation::Zero { offset: end, length: 2 }],
+            vec![Operation::Patch { offset: HostOffset::new(0), bytes: vec![0; 64 << 20] }],
+        ] {
+            assert!(Record { operations, ..sample() }.encode(ID).is_err());
+        }
+        assert!(Record { tail: 10, ..sample() }.encode(ID).is_err());
+        assert!(Record { data_from: 10, ..sample() }.encode(ID).is_err());
+        let last = Record {
+            sequence: u64::MAX,
+            operations: vec![Operation::Zero { offset: end, length: 1 }],
+            ..Record::default()
+        };
+        assert_eq!(Record::parse(&last.encode(0).unwrap(), 0), Ok(last));
+    }
+
+    proptest! {
+        #[test]
+        fn a_record_comes_back(
+            operations in prop::collection::vec(operation(1 << 40), 0..20),
+            id: u64, sequence: u64, tail: u64, data_from: u64,
+        ) {
+            let (tail, data_from) = (tail.min(sequence), data_from.min(sequence));
+            let record = Record { sequence, tail, data_from, operations };
+            let blocks = record.encode(id).unwrap();
+            prop_assert_eq!(blocks.len() % BLOCK, 0);
+            prop_assert_eq!(Record::parse(&blocks, id), Ok(record));
+            prop_assert!(Record::parse(&blocks, id ^ 1).is_err());
+        }
+
+        #[test]
+        fn any_change_of_a_byte_is_noticed(at in 0usize..4248, by in 1u8..) {
+            let mut blocks = sample().encode(ID).unwrap();
+            blocks[at] ^= by;
+            prop_assert!(Record::parse(&blocks, ID).is_err());
+        }
+    }
+}
