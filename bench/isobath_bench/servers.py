@@ -5,6 +5,7 @@ import signal
 import socket as sockets
 import subprocess
 import time
+from functools import cache
 from pathlib import Path
 
 from . import tools
@@ -30,10 +31,11 @@ def greets(path):
 class Server:
     """A running NBD server on a unix socket.
 
-    `ready` are the seconds from its start until it greeted a client.
+    `ready` are the seconds from its start until it greeted a client, `said` is what it had logged when
+    it had ended.
     """
 
-    def __init__(self, name, command, socket, export="", patience=60):
+    def __init__(self, name, command, socket, export="", patience=60, environment=None):
         self.name = name
         self.socket = Path(socket)
         self.uri = f"nbd+unix:///{export}?socket={socket}"
@@ -41,8 +43,9 @@ class Server:
         self.log = open(f"{socket}.log", "w+")
         began = time.perf_counter()
         self.process = subprocess.Popen(
-            [str(part) for part in command], stdout=self.log, stderr=subprocess.STDOUT
-        )
+            [str(part) for part in command], stdout=self.log, stderr=subprocess.STDOUT,
+            env=os.environ | (environment or {}),
+        )  # fmt: skip
         try:
             while not greets(self.socket):
                 status = self.process.poll()
@@ -86,19 +89,21 @@ class Server:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+        self.log.seek(0)
+        self.said = self.log.read()
         self.log.close()
         self.socket.unlink(missing_ok=True)
 
 
-def isobath(image, *options):
+def isobath(image, *options, log="warn"):
     socket = tools.WORK / "isobath.sock"
     command = [tools.ISOBATH, "serve", image, "--nbd", f"unix:{socket}", *options]
-    return Server("isobath", command, socket)
+    return Server("isobath", command, socket, environment={"ISOBATH_LOG": log})
 
 
-def qemu_nbd(image, *options, name="qemu-nbd", program="qemu-nbd", patience=60):
+def qemu_nbd(image, *options, name="qemu-nbd", program="qemu-nbd", patience=60, form="qcow2"):
     socket = tools.WORK / "qemu-nbd.sock"
-    command = [program, "--persistent", "--shared=16", "--format=qcow2", "--aio=io_uring"]
+    command = [program, "--persistent", "--shared=16", f"--format={form}", "--aio=io_uring"]
     command += ["--cache=writeback", f"--socket={socket}", *options, image]
     return Server(name, command, socket, patience=patience)
 
@@ -107,3 +112,17 @@ def nbdkit(raw, *options):
     socket = tools.WORK / "nbdkit.sock"
     command = ["nbdkit", "--foreground", f"--unix={socket}", *options, "file", raw]
     return Server("nbdkit raw", command, socket)
+
+
+@cache
+def qemus():
+    """The installed QEMU and, where it is unpacked, QEMU 10: names to directories, "" for `PATH`."""
+    found = {qemu_name("qemu-img"): ""}
+    if (tools.QEMU10 / "qemu-nbd").exists():
+        found[qemu_name(tools.QEMU10 / "qemu-img")] = str(tools.QEMU10) + "/"
+    return found
+
+
+def qemu_name(program):
+    version = tools.version(program, "--version").split("version ")[1].split()[0]
+    return "QEMU " + ".".join(version.split(".")[:2])

@@ -5,6 +5,7 @@ import os
 import shutil
 
 from .. import plot, servers, tools
+from ..rounds import Samples, rotated
 from . import chains
 
 DEPTHS = [1, 50, 500, 1000]
@@ -44,8 +45,8 @@ def measure(name, layers):
     shutil.copyfile(active, image)
     chains.warm(active)
     try:
-        if name in chains.qemus():
-            return {"seconds": json.loads(example("qcow2", image, qemu=chains.qemus()[name]))["seconds"]}
+        if name in servers.qemus():
+            return {"seconds": json.loads(example("qcow2", image, qemu=servers.qemus()[name]))["seconds"]}
         with servers.isobath(image) as server:
             # From the server's start: QEMU's own time has the opening of the chain in it too.
             return {"seconds": server.ready + json.loads(example("nbd", server.socket))["seconds"]}
@@ -55,11 +56,11 @@ def measure(name, layers):
 
 def run(rounds, seconds):
     del seconds
-    samples = chains.Samples()
+    samples = Samples()
     names = [name for name in chains.names() if name != chains.INDEXED]
     keys = [(name, layers) for name in names for layers in DEPTHS]
     for number in range(min(rounds, 3)):
-        for key in chains.rotated(keys, number * 4):
+        for key in rotated(keys, number * 4):
             # QEMU takes long on deep chains: once.
             if key not in samples or key[0] == chains.ISOBATH or key[1] < 500:
                 samples.attempt(key, lambda: measure(*key))

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import statistics
 from functools import cache
 
 from .. import servers, tools
@@ -75,20 +74,6 @@ def index_bytes(image):
     return data.get("direct-access-index", {}).get("bytes")
 
 
-@cache
-def qemus():
-    """The installed QEMU and, where it is unpacked, QEMU 10: names to directories, "" for `PATH`."""
-    found = {qemu_name("qemu-img"): ""}
-    if (tools.QEMU10 / "qemu-nbd").exists():
-        found[qemu_name(tools.QEMU10 / "qemu-img")] = str(tools.QEMU10) + "/"
-    return found
-
-
-def qemu_name(program):
-    version = tools.version(program, "--version").split("version ")[1].split()[0]
-    return "QEMU " + ".".join(version.split(".")[:2])
-
-
 def server(name, active):
     """Starts a server by its name in the tables on a chain, read-only."""
     if name in (ISOBATH, INDEXED):
@@ -99,53 +84,13 @@ def server(name, active):
 
 def chains_program(name, program):
     """A program of one of the QEMUs."""
-    return qemus()[name] + program
+    return servers.qemus()[name] + program
 
 
 def names():
     """All that are measured side by side."""
-    return [ISOBATH, *([INDEXED] if can_index() else []), *qemus()]
+    return [ISOBATH, *([INDEXED] if can_index() else []), *servers.qemus()]
 
 
 def no_index_note():
     return [] if can_index() else ["Without an index: this isobath has no command `index`."]
-
-
-class Samples(dict):
-    """Samples by key; a crash stays on record in place of them."""
-
-    def add(self, key, sample):
-        self.setdefault(key, []).append(sample)
-
-    def attempt(self, key, measure):
-        """Adds what `measure` gives, or that it failed; does not repeat what crashed."""
-        if self.failure(key):
-            return
-        try:
-            self.add(key, measure())
-        except tools.Failed as error:
-            what = "crashed" if isinstance(error, servers.Crashed) else "failed"
-            self.add(key, {"failed": what, "why": str(error)})
-
-    def failure(self, key):
-        return next((sample["failed"] for sample in self.get(key, ()) if "failed" in sample), None)
-
-    def median(self, key, field):
-        """The median of a field; `None` where nothing was measured."""
-        values = [sample[field] for sample in self.get(key, ()) if sample.get(field) is not None]
-        return statistics.median(values) if values and not self.failure(key) else None
-
-    def text(self, key, field, form="{:,.0f}", factor=1.0):
-        """The median for a table, or what became of it."""
-        value = self.median(key, field)
-        return self.failure(key) or "-" if value is None else form.format(value * factor)
-
-    def raw(self):
-        """As JSON keeps them."""
-        return {" / ".join(map(str, key if isinstance(key, tuple) else (key,))): each for key, each in self.items()}
-
-
-def rotated(items, number):
-    """The items in another order each round."""
-    number %= max(len(items), 1)
-    return items[number:] + items[:number]

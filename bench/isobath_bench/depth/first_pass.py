@@ -1,6 +1,7 @@
 """The first pass over a cold chain without an index: the whole disk, in order."""
 
 from .. import fio, plot, report, tools
+from ..rounds import Samples, rotated
 from . import chains
 
 LAYERS = 500
@@ -23,10 +24,10 @@ def measure(name):
 
 def run(rounds, seconds):
     del seconds
-    samples = chains.Samples()
+    samples = Samples()
     names = [name for name in chains.names() if name != chains.INDEXED]
     for number in range(rounds):
-        for name in chains.rotated(names, number):
+        for name in rotated(names, number):
             # Once is enough for those that take the whole time box.
             if name == chains.ISOBATH or name not in samples:
                 samples.attempt(name, lambda: measure(name))

@@ -8,6 +8,7 @@ import shutil
 import statistics
 
 from .. import plot, report, tools
+from ..rounds import Samples
 from . import chains
 
 CLUSTER = 65536
@@ -50,7 +51,7 @@ def measure(disk):
 
 def run(rounds, seconds):
     del rounds, seconds
-    samples = chains.Samples()
+    samples = Samples()
     if chains.can_index():
         for disk in DISKS:
             samples.attempt(disk, lambda: measure(disk))

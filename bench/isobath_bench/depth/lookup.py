@@ -3,6 +3,7 @@
 import json
 
 from .. import report, tools
+from ..rounds import Samples
 from . import chains
 
 EXAMPLE = "lookup_latency"
@@ -20,7 +21,7 @@ def measure(layers):
 
 def run(rounds, seconds):
     del seconds
-    samples = chains.Samples()
+    samples = Samples()
     there = (tools.ROOT / "crates/disk/examples" / f"{EXAMPLE}.rs").exists()
     for _ in range(rounds if there else 0):
         for layers in DEPTHS:

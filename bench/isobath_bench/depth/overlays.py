@@ -1,6 +1,7 @@
 """A new overlay on a long chain: `create -b`."""
 
-from .. import plot, report, tools
+from .. import plot, report, servers, tools
+from ..rounds import Samples, rotated
 from . import chains
 
 LAYERS = 1000
@@ -23,20 +24,20 @@ def measure(name, disk):
 
 def run(rounds, seconds):
     del seconds
-    samples = chains.Samples()
+    samples = Samples()
     keys = [(name, disk) for disk in DISKS for name in chains.names()]
     for key in keys:
         samples.attempt(("first", *key), lambda: measure(*key))
     for number in range(rounds * 3):
-        for key in chains.rotated(keys, number):
+        for key in rotated(keys, number):
             # QEMU takes seconds, and varies less.
-            if number % 3 == 0 or key[0] not in chains.qemus():
+            if number % 3 == 0 or key[0] not in servers.qemus():
                 samples.attempt(key, lambda: measure(*key))
     rows = [[disk, name, samples.text((name, disk), "milliseconds", "{:,.1f}")] for name, disk in keys]
     goals = []
     for disk in DISKS:
         for name in filter(chains.names().__contains__, (chains.ISOBATH, chains.INDEXED)):
-            for peer in chains.qemus():
+            for peer in servers.qemus():
                 value = report.ratio(samples.median((name, disk), "milliseconds"), samples.median((peer, disk), "milliseconds"))
                 why = samples.failure((name, disk)) or samples.failure((peer, disk))
                 goals.append(report.limit(f"new overlay on 1,000 layers, {disk}: {name} ÷ {peer}", value, at_most=1.5, why=why))

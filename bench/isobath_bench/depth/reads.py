@@ -1,6 +1,7 @@
 """Warm reads: random IOPS, CPU, sequential throughput and memory by depth."""
 
 from .. import fio, plot, report, servers, tools
+from ..rounds import Samples, rotated
 from . import chains
 
 DEPTHS = {chains.ISOBATH: [1, 50, 500, 1000, 10000], chains.INDEXED: [1, 1000, 10000]}
@@ -41,10 +42,10 @@ def measure(name, layers, seconds):
 
 
 def run(rounds, seconds):
-    samples = chains.Samples()
+    samples = Samples()
     keys = [(name, layers) for name in chains.names() for layers in DEPTHS.get(name, QEMU_DEPTHS)]
     for number in range(rounds):
-        for key in chains.rotated(keys, number * 5):
+        for key in rotated(keys, number * 5):
             samples.attempt(key, lambda: measure(*key, seconds))
     rows = []
     for name, layers in keys:

@@ -1,6 +1,7 @@
 """From a server's start to its greeting, warm and with an empty page cache."""
 
 from .. import plot, report, tools
+from ..rounds import Samples, rotated
 from . import chains
 
 DEPTHS = [1, 1000]
@@ -23,10 +24,10 @@ def measure(name, layers, cold):
 
 def run(rounds, seconds):
     del seconds
-    samples = chains.Samples()
+    samples = Samples()
     keys = [(name, layers, cold) for name in chains.names() for layers in DEPTHS for cold in STATES]
     for number in range(rounds):
-        for key in chains.rotated(keys, number * 4):
+        for key in rotated(keys, number * 4):
             samples.attempt(key, lambda: measure(*key))
 
     def middle(*key):
