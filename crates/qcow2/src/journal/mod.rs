@@ -11,6 +11,8 @@ mod extension;
 mod operation;
 mod record;
 mod replay;
+#[cfg(test)]
+mod tests;
 
 pub use area::{Found, Journal};
 pub use checksum::Crc32c;
