@@ -285,6 +285,12 @@ mod tests {
                 reserved: 0,
             }),
             Extension::EncryptionHeader { offset: HostOffset::new(0x40000), length: 592 },
+            Extension::Journal(JournalExtension {
+                area_offset: HostOffset::new(0x10_0000),
+                area_length: 1 << 20,
+                id: 1,
+                first_sequence: 2,
+            }),
             Extension::Unknown { magic: 0x1234_5678, data: Vec::new() },
         ];
         let area = encoded(&all);

@@ -397,4 +397,201 @@ mod tests {
         assert!(error.to_string().contains("no room"), "{error}");
         assert_eq!(Header::edit_index(&cluster, None), Ok(Vec::new()));
     }
+
+    #[test]
+    fn of_several_indexes_the_one_that_counts_is_edited() {
+        let mut header = sample();
+        header.extensions.insert(0, Extension::Index(index(1)));
+        header.extensions.push(Extension::Index(index(2)));
+        let mut cluster = header.encode().unwrap();
+        let apply = |cluster: &mut [u8], wanted: Option<&IndexExtension>| {
+            for (at, bytes) in Header::edit_index(cluster, wanted).unwrap() {
+                cluster[at..at + bytes.len()].copy_from_slice(&bytes);
+            }
+            assert_eq!(Header::parse(cluster).unwrap().index(), wanted);
+        };
+        let mut copy = cluster.clone();
+        apply(&mut copy, None);
+        apply(&mut cluster, Some(&index(3)));
+        apply(&mut cluster, None);
+    }
+
+    fn journal(n: u64) -> JournalExtension {
+        JournalExtension {
+            area_offset: HostOffset::new(n << 16),
+            area_length: n << 16,
+            id: n << 32,
+            first_sequence: n,
+        }
+    }
+
+    fn found(cluster: &[u8]) -> Option<JournalExtension> {
+        Header::parse(cluster).unwrap().journals().next().copied()
+    }
+
+    fn put(cluster: &[u8], at: usize, bytes: &[u8]) -> Vec<u8> {
+        let mut cluster = cluster.to_vec();
+        cluster[at..at + bytes.len()].copy_from_slice(bytes);
+        cluster
+    }
+
+    /// What is not to change, and the names of the features that QEMU knows.
+    fn rest(cluster: &[u8]) -> (Header, Vec<String>) {
+        let mut header = Header::parse(cluster).unwrap();
+        let names = header.extensions.iter().find_map(|extension| match extension {
+            Extension::FeatureNames(table) => Some(table.entries.clone()),
+            _ => None,
+        });
+        let known = FeatureNameTable { entries: names.unwrap_or_default() };
+        let names = known.entries.iter().filter(|name| name.bit != 61).map(FeatureName::text);
+        let names = names.collect();
+        header.extensions.retain(|extension| {
+            ![JournalExtension::MAGIC, MOVING, FEATURE_NAMES].contains(&extension.magic())
+        });
+        (header, names)
+    }
+
+    fn has_name(cluster: &[u8]) -> bool {
+        Header::parse(cluster).unwrap().extensions.iter().any(|extension| match extension {
+            Extension::FeatureNames(table) => table.entries.contains(&FeatureName::journal()),
+            _ => false,
+        })
+    }
+
+    /// Applies an edit; the header is whole after each write, and after a part of one.
+    fn apply(cluster: &mut Vec<u8>, wanted: Option<&JournalExtension>, depth: u32) {
+        let (before, (header, names)) = (found(cluster), rest(cluster));
+        for (at, bytes) in Header::edit_journal(cluster, wanted).unwrap() {
+            assert_eq!(at % 8, 0);
+            let mut states: Vec<_> = (0..bytes.len())
+                .filter(|n| *n == 0 || (at + n).is_multiple_of(SECTOR))
+                .map(|n| {
+                    put(cluster, at + n, &bytes[n..bytes.len().min(n + SECTOR - (at + n) % SECTOR)])
+                })
+                .collect();
+            *cluster = put(cluster, at, &bytes);
+            states.push(cluster.clone());
+            for mut state in states {
+                let (now, now_names) = rest(&state);
+                assert_eq!(now, header);
+                assert!(now_names == names || names.is_empty(), "{now_names:?}");
+                assert!([before.as_ref(), wanted].contains(&found(&state).as_ref()));
+                if depth > 0 {
+                    apply(&mut state, wanted, depth - 1);
+                    assert!(
+                        !Header::parse(&state)
+                            .unwrap()
+                            .extensions
+                            .iter()
+                            .any(|e| e.magic() == MOVING)
+                    );
+                }
+            }
+        }
+        assert_eq!(found(cluster).as_ref(), wanted);
+    }
+
+    #[test]
+    fn a_journal_is_set_moved_and_removed_by_whole_steps() {
+        let index = Extension::Index(index(9));
+        let filler = Extension::Unknown { magic: 5, data: vec![1; 280] };
+        for (bits, name, behind, named) in [
+            (16, Some("base"), None, true),
+            (16, None, None, true),
+            (16, Some("base"), Some(&index), true),
+            (13, Some("base"), Some(&index), true),
+            (12, Some("base"), None, true),
+            (9, Some("base"), None, true),
+            (9, None, Some(&filler), false),
+        ] {
+            let extensions = [Extension::BackingFormat("qcow2".into())].into_iter();
+            let header = Header {
+                cluster_bits: bits,
+                l1_size: 32768,
+                l1_table_offset: HostOffset::new(1 << 30),
+                backing_file: name.map(str::to_owned),
+                extensions: extensions.chain(behind.cloned()).collect(),
+                ..sample()
+            };
+            let mut cluster = header.encode().unwrap();
+            let mut used = None;
+            for n in 1..4 {
+                apply(&mut cluster, Some(&journal(n)), 1);
+                apply(&mut cluster, Some(&journal(n + 10)), 0);
+                assert_eq!(has_name(&cluster), named, "{bits} {name:?}");
+                let name_at = bytes::be64(&cluster, BACKING_FILE_OFFSET).unwrap();
+                let now = (Places::find(&cluster).unwrap().end.unwrap(), name_at);
+                assert_eq!(*used.get_or_insert(now), now, "the header grows");
+                apply(&mut cluster, None, 1);
+                assert_eq!(Header::edit_journal(&cluster, None), Ok(Vec::new()));
+            }
+        }
+    }
+
+    #[test]
+    fn a_journal_among_others_is_disarmed_and_its_place_taken_again() {
+        let mut cluster = sample().encode().unwrap();
+        apply(&mut cluster, Some(&journal(1)), 0);
+        edit(&mut cluster, Some(&index(1)));
+        apply(&mut cluster, None, 1);
+        let end = Places::find(&cluster).unwrap().end;
+        apply(&mut cluster, Some(&journal(2)), 1);
+        assert_eq!(Places::find(&cluster).unwrap().end, end);
+        assert_eq!(Header::parse(&cluster).unwrap().index(), Some(&index(1)));
+    }
+
+    #[test]
+    fn a_journal_in_use_stays_where_it_is() {
+        // The extension's data is from 496 to 528.
+        let filler = Extension::Unknown { magic: 5, data: vec![0; 368] };
+        let bits = IncompatibleFeatures::JOURNAL;
+        let extensions = vec![filler, Extension::Journal(journal(1))];
+        let header =
+            Header { incompatible: bits, cluster_bits: 12, extensions, l1_size: 512, ..sample() };
+        let cluster = header.encode().unwrap();
+        assert_eq!(Header::parse(&cluster).unwrap().journal(), Some(&journal(1)));
+        for wanted in
+            [None, Some(journal(2)), Some(JournalExtension { area_length: 1 << 17, ..journal(2) })]
+        {
+            let error = Header::edit_journal(&cluster, wanted.as_ref()).unwrap_err();
+            assert!(error.to_string().contains("must be replayed before"), "{error}");
+        }
+        for wanted in [
+            JournalExtension { first_sequence: u64::MAX, ..journal(1) },
+            JournalExtension { id: 77, first_sequence: 78, ..journal(1) },
+            JournalExtension { area_length: 1 << 17, ..journal(1) },
+        ] {
+            let mut cluster = cluster.clone();
+            apply(&mut cluster, Some(&wanted), 1);
+            assert!(has_name(&cluster));
+        }
+    }
+
+    #[test]
+    fn a_journal_that_cannot_be_is_not_set() {
+        let v2 = Header {
+            version: 2,
+            incompatible: IncompatibleFeatures::default(),
+            compatible: crate::CompatibleFeatures::default(),
+            autoclear: crate::AutoclearFeatures::default(),
+            refcount_order: 4,
+            header_length: 72,
+            unknown_fields: Vec::new(),
+            ..sample()
+        };
+        let error = Header::edit_journal(&v2.encode().unwrap(), Some(&journal(1))).unwrap_err();
+        assert!(error.to_string().contains("compat=1.1"), "{error}");
+        let cluster = sample().encode().unwrap();
+        let odd = JournalExtension { area_length: 20 << 10, ..journal(1) };
+        assert_eq!(Header::edit_journal(&cluster, Some(&odd)).unwrap_err().field(), "journal area");
+        let full = Header {
+            cluster_bits: 9,
+            l1_size: 32768,
+            backing_file: Some("n".repeat(300)),
+            extensions: Vec::new(),
+            ..sample()
+        };
+        let error = Header::edit_journal(&full.encode().unwrap(), Some(&journal(1))).unwrap_err();
+        assert!(error.to_string().contains("no room for the extension of a journal"), "{error}");
+    }
 }

@@ -340,6 +340,38 @@ mod tests {
     }
 
     #[test]
+    fn a_journal_that_is_needed_must_be_known() {
+        let journal = JournalExtension {
+            area_offset: HostOffset::new(0x100_0000),
+            area_length: 1 << 20,
+            id: 7,
+            first_sequence: 1,
+        };
+        let mut header = sample();
+        header.extensions.push(Extension::Journal(journal));
+        assert_eq!((header.journal(), header.validate(ParseMode::Open)), (None, Ok(())));
+        header.incompatible = header.incompatible.with(IncompatibleFeatures::JOURNAL);
+        assert_eq!((header.journal(), header.validate(ParseMode::Open)), (Some(&journal), Ok(())));
+        let refusals = |header: &Header| {
+            let errors = [ParseMode::Open, ParseMode::Check].map(|mode| header.validate(mode));
+            let errors = errors.map(|error| error.unwrap_err().to_string());
+            assert_eq!(errors[0], errors[1]);
+            assert!(errors[0].contains("cannot be recovered automatically"), "{}", errors[0]);
+            errors[0].clone()
+        };
+        header.extensions.push(Extension::Journal(journal));
+        assert!(refusals(&header).starts_with("journal extension is there 2 times: "));
+        header.extensions.truncate(3);
+        assert!(refusals(&header).starts_with("journal extension is missing: "));
+        let data = vec![0; 32];
+        header.extensions.push(Extension::Unknown { magic: JournalExtension::MAGIC, data });
+        assert!(refusals(&header).starts_with("journal extension is not valid: "));
+        let area_offset = HostOffset::new(0x100_1000);
+        header.extensions.push(Extension::Journal(JournalExtension { area_offset, ..journal }));
+        assert!(refusals(&header).starts_with("journal area is 1048576 bytes at 0x1001000: "));
+    }
+
+    #[test]
     fn encryption_has_its_own_kind() {
         for (method, kind) in [
             (1, FormatErrorKind::Encrypted),
