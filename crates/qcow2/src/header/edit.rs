@@ -119,18 +119,24 @@ impl Header {
             ));
         }
         journal.validate(&places.header.geometry()?)?;
-        let mut writes = places.set(journal)?;
+        // A name is of use to who reads the refusal; the bit refuses without it too.
+        let mut writes = places.name_journal().unwrap_or_default();
+        let mut named = cluster.to_vec();
+        for (at, bytes) in &writes {
+            let _ = bytes::put(&mut named, *at, bytes);
+        }
+        let set = if let Ok(set) = Places::find(&named)?.set(journal) {
+            set
+        } else {
+            writes.clear();
+            places.set(journal)?
+        };
         let in_one_piece =
             |(at, bytes): &HeaderWrite| at / SECTOR == (at + bytes.len().max(1) - 1) / SECTOR;
-        if in_use && (writes.len() > 1 || !writes.iter().all(in_one_piece)) {
+        if in_use && (set.len() > 1 || !set.iter().all(in_one_piece)) {
             return Err(refused());
         }
-        let mut cluster = cluster.to_vec();
-        for (at, bytes) in &writes {
-            let _ = bytes::put(&mut cluster, *at, bytes);
-        }
-        // A name is of use to who reads the refusal; the bit refuses without it too.
-        writes.extend(Places::find(&cluster)?.name_journal().unwrap_or_default());
+        writes.extend(set);
         Ok(writes)
     }
 }
