@@ -7,12 +7,14 @@
 
 mod format;
 mod image;
+mod journal;
 mod nbd;
 mod nbd_session;
 mod seeds;
 
 pub use format::{bitmaps, compressed, extensions, header, index, l1_l2, refcount, snapshots};
 pub use image::image;
+pub use journal::journal;
 pub use nbd::{nbd_handshake, nbd_request};
 pub use nbd_session::nbd_session;
 pub use seeds::seeds;
@@ -30,6 +32,7 @@ pub const TARGETS: &[(&str, Target)] = &[
     ("snapshots", snapshots),
     ("bitmaps", bitmaps),
     ("index", index),
+    ("journal", journal),
     ("nbd_handshake", nbd_handshake),
     ("nbd_request", nbd_request),
     ("nbd_session", nbd_session),

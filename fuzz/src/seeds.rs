@@ -6,6 +6,7 @@ use isobath_qcow2::index::{
     BlockHash, BlockPointer, LayerRecord, LayerStamp, Page, PageEntry, PageRecord, RecordedFormat,
     Root, Segment,
 };
+use isobath_qcow2::journal::{Operation, Record};
 use isobath_qcow2::{CompressionType, Extension, HostOffset, NewImage, Snapshot, compress};
 
 /// Valid inputs of a target, by its name.
@@ -51,6 +52,7 @@ pub fn seeds(target: &str) -> Vec<Vec<u8>> {
             seeds.extend(images().iter().map(|image| prefixed(&[4, 0], image)));
             seeds
         }
+        "journal" => journals(),
         "nbd_handshake" => vec![handshake(255), handshake(0)],
         "nbd_session" => sessions(),
         "nbd_request" => {
@@ -97,6 +99,25 @@ fn indexes() -> Vec<(u8, Vec<u8>)> {
         (2, page),
         (3, LayerRecord::encode_chapter(&vec![record; 7])),
     ]
+}
+
+/// A record, an area of several, and headers to be edited.
+fn journals() -> Vec<Vec<u8>> {
+    let offset = HostOffset::new(1 << 16);
+    let operations = vec![
+        Operation::Patch { offset, bytes: vec![1; 100] },
+        Operation::Zero { offset, length: 1 << 16 },
+        Operation::Revoke { offset, length: 50 },
+        Operation::Data { offset, bytes: vec![2; 5000] },
+        Operation::Cover { offset, length: 512, crc: 3 },
+    ];
+    let record =
+        |sequence| Record { sequence, tail: 1, data_from: 1, operations: operations.clone() };
+    let blocks = |sequence| record(sequence).encode(crate::journal::ID).expect("a valid record");
+    let area = [blocks(2), blocks(3), blocks(1)].concat();
+    let mut seeds = vec![[&[0][..], &blocks(3)].concat(), [&[1][..], &area].concat()];
+    seeds.extend(images().iter().map(|new| [&[2][..], &image(new)].concat()));
+    seeds
 }
 
 /// Small images of many kinds.

@@ -66,7 +66,13 @@ impl Record {
         let crc = Crc32c::of(out.get(SUMMED..).unwrap_or_default());
         out.resize(self.encoded_length(), 0);
         let _ = bytes::put(&mut out, CRC, &crc.to_be_bytes());
-        View::at(&out, id)?.check()?;
+        View::at(&out, id).and_then(|view| view.check()).map_err(|error| {
+            FormatError::invalid(
+                error.field().to_owned(),
+                error.value(),
+                "a record with it could not be replayed, so it is not written",
+            )
+        })?;
         Ok(out)
     }
 
