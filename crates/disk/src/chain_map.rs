@@ -135,7 +135,7 @@ impl<H: Host> Disk<H> {
                 }
                 let mut done = 0;
                 while done < run.length {
-                    let found = layer.data().allocation(host + done).await?;
+                    let found = layer.allocation(host + done).await?;
                     let rest = run.length - done;
                     let length = if found.length == 0 { rest } else { rest.min(found.length) };
                     entries.push(MapEntry {
@@ -184,7 +184,7 @@ impl<H: Host> Disk<H> {
             let size = geometry.l2_entry_size();
             let from = table.get() + (position.l2_index * size) as u64;
             let bytes = IoBuf::zeroed(count as usize * size);
-            let bytes = layer.storage().read_at(from, bytes).await?;
+            let bytes = layer.read_at(from, bytes).await?;
             for step in 0..count {
                 let found = L2Entry::read(&bytes, step as usize, &geometry);
                 let start = ClusterIndex::new(first + step).get() << geometry.cluster_bits();
@@ -221,14 +221,14 @@ async fn has_preallocated_metadata<S: Storage>(layer: &Layer<S>) -> Result<bool>
         (header.refcount_table_offset, u64::from(header.refcount_table_clusters))
     };
     let table = IoBuf::zeroed((length << geometry.cluster_bits()) as usize);
-    let table = storage.read_at(offset.get(), table).await?;
+    let table = layer.read_at(offset.get(), table).await?;
     let entries = geometry.refcount_block_entries();
     let mut used = 0;
     for block in 0..clusters.div_ceil(entries) {
         let entry = RefcountTableEntry::read(&table, block as usize);
         let Some(Ok(Some(at))) = entry.map(|entry| entry.offset(&geometry)) else { continue };
         let bytes = IoBuf::zeroed(geometry.cluster_size() as usize);
-        let bytes = storage.read_at(at.get(), bytes).await?;
+        let bytes = layer.read_at(at.get(), bytes).await?;
         let order = geometry.refcount_order();
         let count = entries.min(clusters - block * entries) as usize;
         used += (0..count).filter(|n| order.read(&bytes, *n).is_some_and(|c| c > 0)).count() as u64;

@@ -59,7 +59,7 @@ impl<H: Host> Disk<H> {
             (true, Some(qcow2)) => {
                 // Also without its backing file open: others will read it with that.
                 let alone = qcow2.header.read().backing_file.is_none();
-                Some(Writer::open(chain.active(), qcow2, options.metadata, alone).await?)
+                Some(Writer::open(chain.active(), qcow2, options, alone).await?)
             }
             (true, None) => Some(Writer::raw(chain.active())),
             (false, _) => None,

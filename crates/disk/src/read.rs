@@ -7,7 +7,7 @@ use crate::read_gate::ReadGate;
 use crate::{DiskError, LayerIndex, Result};
 use futures_util::future::try_join_all;
 use isobath_qcow2::{CompressedCluster, compress::decompress};
-use isobath_storage::{Host, IoBuf, Storage};
+use isobath_storage::{Host, IoBuf};
 use parking_lot::Mutex;
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -153,9 +153,14 @@ impl<H: Host> Disk<H> {
                 buf.fill(0);
                 Ok(buf)
             }
-            Source::Data { layer, host, .. } => {
-                let layer = self.layer(layer)?;
-                Ok(layer.data().read_at(host, buf).await?)
+            Source::Data { layer: index, host, .. } => {
+                let layer = self.layer(index)?;
+                match self.writer.as_ref().and_then(|writer| writer.qcow2()) {
+                    Some(qcow2) if index == self.active_index() => {
+                        qcow2.metadata.read(host, buf).await
+                    }
+                    _ => layer.read_data_at(host, buf).await,
+                }
             }
             Source::Compressed { layer, cluster } => {
                 let bytes = self.decompressed(layer, cluster).await?;
@@ -192,10 +197,8 @@ impl<H: Host> Disk<H> {
             return Err(explain_invalid(layer, 0).await);
         };
         let compression = qcow2.header.read().compression_type;
-        let input = layer
-            .storage()
-            .read_at(cluster.offset.get(), IoBuf::zeroed(cluster.length as usize))
-            .await?;
+        let input =
+            layer.read_at(cluster.offset.get(), IoBuf::zeroed(cluster.length as usize)).await?;
         let mut output = IoBuf::zeroed(qcow2.geometry.cluster_size() as usize);
         decompress(compression, &input, &mut output).map_err(|error| DiskError::Corrupt {
             image: layer.name().to_owned(),

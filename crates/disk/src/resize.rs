@@ -90,11 +90,16 @@ impl<H: Host> Disk<H> {
         match (writer.qcow2(), self.active_qcow2()) {
             (Some(qcow2), Some(image)) => {
                 self.check_resize(image, size)?;
-                if size < old {
-                    self.shrink(writer, qcow2, image, size).await?;
-                } else if size > old {
-                    self.grow(writer, qcow2, image, old..size, preallocation).await?;
-                }
+                let change = async {
+                    if size < old {
+                        self.shrink(writer, qcow2, image, size).await
+                    } else if size > old {
+                        self.grow(writer, qcow2, image, old..size, preallocation).await
+                    } else {
+                        Ok(())
+                    }
+                };
+                writer.without_journal(change).await?;
             }
             _ => self.resize_raw(writer, old, size, preallocation).await?,
         }

@@ -4,7 +4,7 @@ use crate::Result;
 use crate::device::BlockStatus;
 use crate::disk::Disk;
 use crate::map::{Extent, Source};
-use isobath_storage::{Host, Storage};
+use isobath_storage::Host;
 
 /// Guest bytes looked at in one go.
 const WINDOW: u64 = 64 << 20;
@@ -85,7 +85,7 @@ impl<H: Host> Disk<H> {
                 match self.chain.get(index) {
                     // The tables say nothing about a raw layer, but its host's holes do.
                     Some(layer) if layer.as_qcow2().is_none() => {
-                        let found = layer.storage().allocation(host).await?;
+                        let found = layer.allocation(host).await?;
                         // The disk's last sector may be longer than the file.
                         let known = (host + found.length).next_multiple_of(512) - host;
                         let known = if found.length == 0 { length } else { known };

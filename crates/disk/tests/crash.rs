@@ -8,7 +8,7 @@ mod common;
 use common::{assert_consistent, random_fates};
 use futures_executor::block_on;
 use futures_util::future::join_all;
-use isobath_disk::{BlockDevice, Disk, OpenOptions, ZeroFlags};
+use isobath_disk::{BlockDevice, Disk, MetadataMode, OpenOptions, ZeroFlags};
 use isobath_qcow2::NewImage;
 use isobath_storage::fault::{FaultHost, Plan};
 use isobath_storage::memory::MemoryHost;
@@ -82,8 +82,13 @@ async fn make(host: &MemoryHost, image: &NewImage) {
     file.set_len(plan.file_length()).await.unwrap();
 }
 
-async fn open<H: Host>(host: H) -> Disk<H> {
-    let options = OpenOptions { writable: true, ..OpenOptions::default() };
+async fn open<H: Host>(host: H, metadata: MetadataMode) -> Disk<H> {
+    let options = OpenOptions {
+        writable: true,
+        metadata,
+        journal_size: Some(128 << 10),
+        ..OpenOptions::default()
+    };
     Disk::open(host, Path::new(NAME), &options).await.unwrap()
 }
 
@@ -103,9 +108,10 @@ async fn history(
     oracle: &mut Oracle,
     rng: &mut StdRng,
     overlay: bool,
+    mode: MetadataMode,
 ) -> Vec<Crash> {
     let record = host.record();
-    let disk = open(host).await;
+    let disk = open(host, mode).await;
     let sectors = disk.size() / SECTOR;
     let mut next_tag = 1 << 32;
     let mut crashes = Vec::new();
@@ -198,19 +204,19 @@ async fn crash_and_recover(rng: &mut StdRng) {
         image.backing_format = Some("raw".into());
         flushed = tags;
     }
-    println!("{image:?}");
+    let mode = MetadataMode::ALL[rng.random_range(0..3)];
+    println!("{mode:?} {image:?}");
     make(&base, &image).await;
     let mut oracle = Oracle { later: vec![Vec::new(); flushed.len()], flushed };
     let plan = Plan::new();
     plan.delay(rng.random());
     let host = RecorderHost::new(FaultHost::new(base.deep_copy(), plan));
     let record = host.record();
-    for crash in history(host, &mut oracle, rng, overlay).await {
+    for crash in history(host, &mut oracle, rng, overlay, mode).await {
         let keep: f64 = rng.random();
         let fate = random_fates(rng, keep);
         let left = record.replay(&base, crash.end, fate).await.unwrap();
-        assert_consistent(&left, NAME);
-        let disk = open(left.clone()).await;
+        let disk = open(left.clone(), mode).await;
         for (sector, found) in tags(&disk).await.into_iter().enumerate() {
             crash.oracle.check(sector, found, crash.end);
         }

@@ -1,14 +1,18 @@
-//! The area of a direct-access index: clusters that stay free in the file's own eyes (refcount 0),
-//! but are not given out here.
+//! Areas: clusters that stay free in the file's own eyes (refcount 0), but are not given out here.
+//! A direct-access index has one, and so does a journal.
 //!
 //! QEMU takes what follows the last cluster in use for zeroes, so one in use must come behind an
-//! area, and one that is never moved: a refcount block.
+//! index's area, and one that is never moved: a refcount block. A journal's is gone before QEMU may
+//! look at the image.
 
 use super::Allocator;
 use crate::Result;
 use isobath_qcow2::{HostCluster, HostOffset, RefcountTableEntry};
 use isobath_storage::Storage;
 use std::ops::Range;
+
+/// Clusters looked at for an area before it is put at the end.
+const LOOKED_AT: u64 = 64 << 10;
 
 impl<S: Storage> Allocator<S> {
     /// The first cluster past everything ever used, and its offset.
@@ -26,6 +30,31 @@ impl<S: Storage> Allocator<S> {
         if area.end <= state.never_used {
             state.areas.push(area);
         }
+    }
+
+    /// Finds `count` adjacent free clusters, behind everything ever used if not soon before, and
+    /// keeps them.
+    pub(crate) async fn reserve_area(&self, count: u64) -> Result<Range<u64>> {
+        let mut state = self.lock().await;
+        let first = state.first_maybe_free;
+        let end = state.never_used.min(first + LOOKED_AT);
+        let mut start = first;
+        for cluster in first..end {
+            self.shrink_cache(&mut state);
+            let free = !state.is_kept(cluster) && self.refcount_in(&mut state, cluster).await? == 0;
+            if !free {
+                start = cluster + 1;
+            } else if cluster + 1 - start == count {
+                break;
+            }
+        }
+        if end.saturating_sub(start) < count {
+            start = state.never_used;
+        }
+        let area = start..start + count;
+        state.never_used = state.never_used.max(area.end);
+        state.areas.push(area.clone());
+        Ok(area)
     }
 
     /// Whether these clusters are kept.

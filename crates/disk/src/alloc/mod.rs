@@ -12,6 +12,8 @@ mod cut;
 mod grow;
 mod stage;
 
+pub(crate) use stage::{Staged, not_zero};
+
 use crate::chain::{Layer, Qcow2};
 use crate::{DiskError, Result};
 use async_lock::{Mutex, MutexGuard};
@@ -376,8 +378,11 @@ impl<S: Storage> Allocator<S> {
 
     /// Whether a cluster is free, after giving it a refcount block if it has none.
     async fn is_free(&self, state: &mut MutexGuard<'_, State>, cluster: u64) -> Result<bool> {
+        if state.is_kept(cluster) {
+            return Ok(false);
+        }
         self.cover(state, cluster).await?;
-        Ok(!state.is_kept(cluster) && self.refcount_in(state, cluster).await? == 0)
+        Ok(self.refcount_in(state, cluster).await? == 0)
     }
 
     /// Takes free clusters that have refcount blocks.

@@ -37,6 +37,15 @@ impl<S: Storage> Allocator<S> {
         changed || !state.unlisted.is_empty() || !state.replaced_tables.is_empty()
     }
 
+    /// Bytes that what is not staged takes in a record at most, with room for what tells of it.
+    pub(crate) async fn staged_bytes(&self) -> u64 {
+        let state = self.state.lock().await;
+        let changed = state.journaled.as_ref().map_or(0, |j| j.changed.len()) + state.own.len();
+        let blocks = state.unlisted.len() as u64 * 2 * self.geometry.cluster_size();
+        let table = if state.replaced_tables.is_empty() { 0 } else { 16 * state.table.len() };
+        blocks + 32 * (changed + state.unlisted.len() + 4) as u64 + table as u64
+    }
+
     /// What the next record tells: everything published since the last, less one reference for each
     /// time a cluster is in `releases`. Those are still counted in memory, and are to be
     /// [released](Self::release) together with those returned once the record is durable.

@@ -1,9 +1,10 @@
 //! One image of a chain.
 
+use crate::durability::journal::Replayed;
 use crate::{DiskError, Result};
 use isobath_qcow2::index::RecordedFormat;
 use isobath_qcow2::{FormatError, FormatErrorKind, Geometry, Header, HostOffset, L1Entry};
-use isobath_storage::Storage;
+use isobath_storage::{Allocation, IoBuf, Storage};
 use parking_lot::RwLock;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -67,6 +68,8 @@ pub struct Layer<S> {
     /// Bytes in the file when last asked.
     file_length: AtomicU64,
     qcow2: Option<Arc<Qcow2>>,
+    /// What the journal of an image that was not closed puts over what is in the file.
+    replayed: Option<Arc<Replayed>>,
 }
 
 /// What a qcow2 layer adds to a raw one.
@@ -91,6 +94,7 @@ impl<S: Storage> Layer<S> {
             visible: AtomicU64::new(size),
             file_length: AtomicU64::new(length),
             qcow2: None,
+            replayed: None,
         }
     }
 
@@ -100,6 +104,7 @@ impl<S: Storage> Layer<S> {
         data: Option<Arc<S>>,
         file_length: u64,
         qcow2: Qcow2,
+        replayed: Option<Replayed>,
     ) -> Self {
         let size = qcow2.header.read().disk_size();
         Self {
@@ -110,6 +115,7 @@ impl<S: Storage> Layer<S> {
             visible: AtomicU64::new(size),
             file_length: AtomicU64::new(file_length),
             qcow2: Some(Arc::new(qcow2)),
+            replayed: replayed.map(Arc::new),
         }
     }
 
@@ -123,7 +129,33 @@ impl<S: Storage> Layer<S> {
             visible: AtomicU64::new(self.size()),
             file_length: AtomicU64::new(self.file_length()),
             qcow2: self.qcow2.clone(),
+            replayed: self.replayed.clone(),
         }
+    }
+
+    /// Reads the image's file, with what a journal that is in use puts over it.
+    pub(crate) async fn read_at(&self, at: u64, buf: IoBuf) -> Result<IoBuf> {
+        let mut buf = self.storage.read_at(at, buf).await?;
+        if let Some(replayed) = &self.replayed {
+            replayed.put_over(at, &mut buf);
+        }
+        Ok(buf)
+    }
+
+    /// Reads the guest's data, as [`read_at`](Self::read_at).
+    pub(crate) async fn read_data_at(&self, at: u64, buf: IoBuf) -> Result<IoBuf> {
+        if Arc::ptr_eq(&self.storage, &self.data) {
+            return self.read_at(at, buf).await;
+        }
+        Ok(self.data.read_at(at, buf).await?)
+    }
+
+    /// Tells whether the guest's data from `at` on takes space.
+    pub(crate) async fn allocation(&self, at: u64) -> Result<Allocation> {
+        let found = self.data.allocation(at).await?;
+        let replayed = self.replayed.as_ref();
+        let newer = replayed.is_some_and(|replayed| replayed.touches(at, found.length.max(1)));
+        Ok(Allocation { data: found.data || newer, ..found })
     }
 
     /// The name under which it was opened.

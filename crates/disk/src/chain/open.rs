@@ -3,6 +3,7 @@
 use super::name::plain_file_name;
 use super::{Chain, ImageFormat, Layer, MAX_LAYERS, Qcow2};
 use crate::check::repair_dirty;
+use crate::durability::journal::{self, Replayed};
 use crate::index::{self, Ahead};
 use crate::{DiskError, MetadataMode, Result};
 use futures_util::stream::{self, StreamExt};
@@ -45,6 +46,8 @@ pub struct OpenOptions {
     pub trust: Trust,
     /// How changes of metadata reach the file.
     pub metadata: MetadataMode,
+    /// Bytes of the journal, if there is one; `None` takes 1/32 of the disk's size, 256 KiB to 4 MiB.
+    pub journal_size: Option<u64>,
     /// Bytes of memory for the map; `None` takes what the disk needs, up to
     /// [`DEFAULT_MAP_CACHE`](crate::DEFAULT_MAP_CACHE).
     pub map_cache: Option<usize>,
@@ -60,6 +63,7 @@ impl Default for OpenOptions {
             backing: true,
             trust: Trust::default(),
             metadata: MetadataMode::default(),
+            journal_size: None,
             map_cache: None,
         }
     }
@@ -328,6 +332,21 @@ async fn load_layer<H: Host>(
             reason: "its header says so (corrupt bit); it can be read, not written".into(),
         });
     }
+    let mut replayed = None;
+    if header.incompatible.contains(IncompatibleFeatures::JOURNAL) {
+        if writable {
+            journal::recover(&**storage, name, &header).await?;
+        } else {
+            replayed = Some(journal::examine(&**storage, name, &header).await?);
+        }
+        length = storage.len().await?;
+        let mut start = storage.read_at(0, IoBuf::zeroed(4096)).await?;
+        if let Some(replayed) = &replayed {
+            length = length.max(replayed.end());
+            replayed.put_over(0, &mut start);
+        }
+        header = read_header(&**storage, name, start, length).await?;
+    }
     if writable && header.incompatible.contains(IncompatibleFeatures::DIRTY) {
         repair_dirty(storage, name).await?;
         length = storage.len().await?;
@@ -341,7 +360,7 @@ async fn load_layer<H: Host>(
     }
     let geometry =
         header.geometry().map_err(|source| DiskError::Format { image: name.to_owned(), source })?;
-    let l1 = read_l1(&**storage, name, &header, length).await?;
+    let l1 = read_l1(&**storage, name, &header, length, replayed.as_ref()).await?;
     let data = if header.incompatible.contains(IncompatibleFeatures::DATA_FILE) {
         let Some(file) = header.data_file() else {
             return Err(DiskError::Refused {
@@ -371,7 +390,7 @@ async fn load_layer<H: Host>(
         None => length,
     };
     let qcow2 = Qcow2 { header: header.into(), geometry, opened_length: length, l1: l1.into() };
-    Ok(Layer::qcow2(name.to_owned(), Arc::clone(storage), data, file_length, qcow2))
+    Ok(Layer::qcow2(name.to_owned(), Arc::clone(storage), data, file_length, qcow2, replayed))
 }
 
 /// Reads the header cluster, of which `start` is the beginning.
@@ -394,6 +413,7 @@ async fn read_l1<S: Storage>(
     name: &Path,
     header: &Header,
     file_length: u64,
+    replayed: Option<&Replayed>,
 ) -> Result<Vec<L1Entry>> {
     let bytes = u64::from(header.l1_size) * 8;
     let offset = header.l1_table_offset;
@@ -407,7 +427,10 @@ async fn read_l1<S: Storage>(
             ),
         });
     }
-    let table = storage.read_at(offset.get(), IoBuf::zeroed(bytes as usize)).await?;
+    let mut table = storage.read_at(offset.get(), IoBuf::zeroed(bytes as usize)).await?;
+    if let Some(replayed) = replayed {
+        replayed.put_over(offset.get(), &mut table);
+    }
     Ok((0..header.l1_size as usize)
         .map(|index| L1Entry::read(&table, index).unwrap_or(L1Entry::unallocated()))
         .collect())

@@ -1,5 +1,6 @@
 //! The image under examination.
 
+use crate::durability::journal::{self, Replayed};
 use crate::{DiskError, ImageFormat, Result};
 use isobath_qcow2::header::{ParseMode, field};
 use isobath_qcow2::{AutoclearFeatures, Geometry, Header, IncompatibleFeatures, is_qcow2};
@@ -18,15 +19,20 @@ pub(super) struct Image<S> {
     pub(super) geometry: Geometry,
     /// The file's length in bytes.
     pub(super) length: u64,
+    /// What a journal that is in use puts over what is read.
+    replayed: Option<Replayed>,
 }
 
 impl<S: Storage> Image<S> {
+    /// Opens the image; its journal, if it was not closed, is replayed in memory, or with `recover`
+    /// in the file.
     pub(super) async fn open(
         storage: &Arc<S>,
         name: &Path,
         format: Option<ImageFormat>,
+        recover: bool,
     ) -> Result<Self> {
-        let length = storage.len().await?;
+        let mut length = storage.len().await?;
         let start = storage.read_at(0, IoBuf::zeroed(4096)).await?;
         let qcow2 = format.map_or_else(|| is_qcow2(&start), |f| f == ImageFormat::Qcow2);
         if !qcow2 {
@@ -34,11 +40,25 @@ impl<S: Storage> Image<S> {
         }
         let error = |source| DiskError::Format { image: name.to_owned(), source };
         let head = Header::probe_length(&start).map_err(error)?.min(length as usize);
-        let bytes = storage.read_at(0, IoBuf::zeroed(head)).await?;
-        let header = Header::parse_for(&bytes, ParseMode::Check).map_err(error)?;
+        let mut bytes = storage.read_at(0, IoBuf::zeroed(head)).await?;
+        let mut header = Header::parse_for(&bytes, ParseMode::Check).map_err(error)?;
+        let mut replayed = None;
+        if header.incompatible.contains(IncompatibleFeatures::JOURNAL) {
+            if recover {
+                journal::recover(&**storage, name, &header).await?;
+                length = storage.len().await?;
+                bytes = storage.read_at(0, bytes).await?;
+            } else {
+                let journal = journal::examine(&**storage, name, &header).await?;
+                journal.put_over(0, &mut bytes);
+                length = length.max(journal.end());
+                replayed = Some(journal);
+            }
+            header = Header::parse_for(&bytes, ParseMode::Check).map_err(error)?;
+        }
         let geometry = header.geometry().map_err(error)?;
-        let image =
-            Self { storage: Arc::clone(storage), name: name.to_owned(), header, geometry, length };
+        let (storage, name) = (Arc::clone(storage), name.to_owned());
+        let image = Self { storage, name, header, geometry, length, replayed };
         if image.clusters() > MAX_CLUSTERS {
             return Err(image.refused(format!(
                 "the file has {} clusters; a check counts at most {MAX_CLUSTERS}",
@@ -67,7 +87,11 @@ impl<S: Storage> Image<S> {
 
     /// Reads bytes; what lies past the end of the file reads as zeroes.
     pub(super) async fn read(&self, offset: u64, length: usize) -> Result<IoBuf> {
-        Ok(self.storage.read_at(offset, IoBuf::zeroed(length)).await?)
+        let mut bytes = self.storage.read_at(offset, IoBuf::zeroed(length)).await?;
+        if let Some(replayed) = &self.replayed {
+            replayed.put_over(offset, &mut bytes);
+        }
+        Ok(bytes)
     }
 
     /// Reads at most `length` bytes: what the file has of them.

@@ -101,7 +101,9 @@ impl CheckReport {
     }
 }
 
-/// Checks one image, without its backing files, and repairs it as far as `options` allow.
+/// Checks one image, without its backing files, and repairs it as far as `options` allow. An image
+/// whose journal is in use, since it was not closed, is recovered by any repair; without one the
+/// check sees it as it would be then.
 ///
 /// # Errors
 /// If the file cannot be opened, locked, read or written; it is no qcow2 image
@@ -116,7 +118,7 @@ pub async fn check<H: Host>(
     let writable = options.repair != Repair::None;
     let mode = OpenMode { writable, direct: false, locking: options.locking };
     let storage = Arc::new(host.open(name, mode).await?);
-    let mut image = Image::open(&storage, name, options.format).await?;
+    let mut image = Image::open(&storage, name, options.format, writable).await?;
     check_image(&mut image, options.repair, &mut Log::new(events)).await
 }
 
@@ -125,7 +127,7 @@ pub async fn check<H: Host>(
 /// # Errors
 /// If the file cannot be read or written, or errors remain; the bit is then still set.
 pub(crate) async fn repair_dirty<S: Storage>(storage: &Arc<S>, name: &Path) -> Result<()> {
-    let mut image = Image::open(storage, name, Some(ImageFormat::Qcow2)).await?;
+    let mut image = Image::open(storage, name, Some(ImageFormat::Qcow2), true).await?;
     let mut first = String::new();
     let mut events = |event: CheckEvent<'_>| {
         if let CheckEvent::Finding(text) = event {

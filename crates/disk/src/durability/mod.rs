@@ -1,10 +1,11 @@
 //! How changes of metadata reach the file.
 
 mod group;
+pub(crate) mod guard;
+pub(crate) mod journal;
 mod ordered;
 
 pub(crate) use group::GroupCommit;
-pub(crate) use ordered::Ordered;
 
 use crate::Result;
 use crate::alloc::Allocator;
@@ -12,31 +13,45 @@ use crate::chain::Layer;
 use crate::map::resolve::ActiveEntries;
 use crate::read::Readers;
 use crate::tables::Tables;
+use guard::{Cover, Guard, Way, covers, cut};
 use isobath_qcow2::{ClusterIndex, HostOffset, L2Entry};
-use isobath_storage::Storage;
+use isobath_storage::{IoBuf, Storage};
+use journal::Journal;
+use ordered::Ordered;
 use std::future::Future;
 use std::sync::Arc;
 
 /// A way to make recorded changes durable (`--metadata`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum MetadataMode {
-    /// Writes in an order that leaves a consistent image after a crash at any point; lost space at
-    /// worst.
+    /// As [`Journal`](Self::Journal) once there were some flushes, where the image can have a journal;
+    /// as [`Ordered`](Self::Ordered) otherwise.
     #[default]
+    Auto,
+    /// Writes in an order that leaves a consistent image after a crash at any point; lost space at
+    /// worst. A flush after allocations makes two syncs.
     Ordered,
+    /// Writes a journal inside the image, which is not usable without it until it is closed or
+    /// recovered. A flush makes one sync; a crash loses no space.
+    Journal,
 }
 
 impl MetadataMode {
+    /// All modes.
+    pub const ALL: [Self; 3] = [Self::Auto, Self::Ordered, Self::Journal];
+
     /// The name on the command line.
     pub const fn name(self) -> &'static str {
         match self {
+            Self::Auto => "auto",
             Self::Ordered => "ordered",
+            Self::Journal => "journal",
         }
     }
 
     /// The mode of that name.
     pub fn from_name(name: &str) -> Option<Self> {
-        (name == "ordered").then_some(Self::Ordered)
+        Self::ALL.into_iter().find(|mode| mode.name() == name)
     }
 }
 
@@ -45,18 +60,98 @@ pub(crate) struct Metadata<S> {
     pub(crate) layer: Arc<Layer<S>>,
     pub(crate) tables: Tables<S>,
     pub(crate) alloc: Allocator<S>,
+    pub(crate) guard: Guard,
 }
 
 impl<S: Storage> Metadata<S> {
     /// Makes what was written so far durable: the image's file, and the data file where there is
     /// one.
     async fn sync(&self) -> Result<()> {
-        let (storage, data) = (self.layer.storage(), self.layer.data());
-        if !Arc::ptr_eq(storage, data) {
-            data.flush().await?;
+        if self.has_data_apart() {
+            self.layer.data().flush().await?;
         }
-        storage.flush().await?;
+        self.layer.storage().flush().await?;
         Ok(())
+    }
+
+    fn has_data_apart(&self) -> bool {
+        !Arc::ptr_eq(self.layer.storage(), self.layer.data())
+    }
+
+    fn cluster_size(&self) -> u64 {
+        self.tables.geometry().cluster_size()
+    }
+
+    /// Writes guest data to its place, or keeps it for the next record where its place must not
+    /// change yet.
+    pub(crate) async fn write(&self, at: u64, buf: IoBuf) -> Result<IoBuf> {
+        match self.guard.write(at, std::slice::from_ref(&buf)) {
+            Way::Straight(_busy) => Ok(self.layer.data().write_at(at, buf).await?),
+            Way::Parts(parts, _busy) => {
+                self.write_parts(at, parts, std::slice::from_ref(&buf)).await?;
+                Ok(buf)
+            }
+        }
+    }
+
+    /// As [`write`](Self::write), of buffers that follow one another.
+    pub(crate) async fn write_vectored(&self, at: u64, bufs: Vec<IoBuf>) -> Result<Vec<IoBuf>> {
+        match self.guard.write(at, &bufs) {
+            Way::Straight(_busy) => Ok(self.layer.data().write_vectored_at(at, bufs).await?),
+            Way::Parts(parts, _busy) => {
+                self.write_parts(at, parts, &bufs).await?;
+                Ok(bufs)
+            }
+        }
+    }
+
+    /// As [`write_vectored`](Self::write_vectored), to places that nothing durable refers to. What is
+    /// returned is to be [covered](Guard::cover) before anything is recorded that refers to it.
+    pub(crate) async fn write_new(
+        &self,
+        at: u64,
+        bufs: Vec<IoBuf>,
+    ) -> Result<(Vec<IoBuf>, Vec<Cover>)> {
+        if self.has_data_apart() {
+            return Ok((self.layer.data().write_vectored_at(at, bufs).await?, Vec::new()));
+        }
+        let size = self.cluster_size();
+        match self.guard.write(at, &bufs) {
+            Way::Straight(_busy) => {
+                let covers = covers(at, &bufs, size, self.guard.is_active());
+                Ok((self.layer.data().write_vectored_at(at, bufs).await?, covers))
+            }
+            Way::Parts(parts, _busy) => {
+                let uncounted = |part| Cover { range: part, crc: None };
+                let covers = parts.iter().cloned().map(uncounted).collect();
+                self.write_parts(at, parts, &bufs).await?;
+                Ok((bufs, covers))
+            }
+        }
+    }
+
+    async fn write_parts(
+        &self,
+        at: u64,
+        parts: Vec<std::ops::Range<u64>>,
+        bufs: &[IoBuf],
+    ) -> Result<()> {
+        for part in parts {
+            let bytes = cut(bufs, (part.start - at) as usize..(part.end - at) as usize);
+            self.layer.data().write_at(part.start, IoBuf::copy_of(&bytes)).await?;
+        }
+        Ok(())
+    }
+
+    /// Reads guest data: what is kept is newer than what is in its place.
+    pub(crate) async fn read(&self, at: u64, buf: IoBuf) -> Result<IoBuf> {
+        let kept = self.guard.kept_in(&(at..at + buf.len() as u64));
+        let mut buf = self.layer.data().read_at(at, buf).await?;
+        for piece in kept {
+            let from = (piece.at - at) as usize;
+            buf[from..from + piece.bytes.len()].copy_from_slice(&piece.bytes);
+        }
+        Ok(buf)
     }
 }
 
@@ -81,3 +176,55 @@ pub(crate) trait Durability {
         readers: &Readers,
     ) -> impl Future<Output = Result<()>>;
 }
+
+/// The mode in use.
+pub(crate) enum Mode {
+    Ordered(Ordered),
+    Journal(Journal),
+}
+
+impl Mode {
+    /// `journal_size` is what [`OpenOptions::journal_size`](crate::OpenOptions::journal_size) says,
+    /// of a disk of `disk_size` bytes.
+    pub(crate) fn new(mode: MetadataMode, journal_size: Option<u64>, disk_size: u64) -> Self {
+        let size = journal_size.unwrap_or((disk_size / 32).clamp(MIN_JOURNAL, MAX_JOURNAL));
+        match mode {
+            MetadataMode::Ordered => Self::Ordered(Ordered),
+            MetadataMode::Auto => Self::Journal(Journal::new(false, size)),
+            MetadataMode::Journal => Self::Journal(Journal::new(true, size)),
+        }
+    }
+
+    pub(crate) async fn commit<S: Storage>(
+        &self,
+        metadata: &Metadata<S>,
+        readers: &Readers,
+    ) -> Result<()> {
+        match self {
+            Self::Ordered(mode) => mode.commit(metadata, readers).await,
+            Self::Journal(mode) => mode.commit(metadata, readers).await,
+        }
+    }
+
+    /// Refuses an image that cannot have the journal that was asked for.
+    pub(crate) async fn refuse_without_journal<S: Storage>(&self, layer: &Layer<S>) -> Result<()> {
+        match self {
+            Self::Journal(journal) => journal.refuse_without_room(layer).await,
+            Self::Ordered(_) => Ok(()),
+        }
+    }
+
+    /// The journal, if there may be one.
+    pub(crate) fn journal(&self) -> Option<&Journal> {
+        match self {
+            Self::Ordered(_) => None,
+            Self::Journal(journal) => Some(journal),
+        }
+    }
+}
+
+/// Bytes of a journal's area unless told otherwise: enough to write pages of tables to their places
+/// seldom, little enough to be read in no time.
+const MAX_JOURNAL: u64 = 4 << 20;
+/// The same for small disks.
+const MIN_JOURNAL: u64 = 256 << 10;

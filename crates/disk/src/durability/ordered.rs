@@ -13,6 +13,7 @@
 use super::{Durability, Metadata};
 use crate::Result;
 use crate::read::Readers;
+use crate::tables::CommitNeeds;
 use isobath_qcow2::HostCluster;
 use isobath_storage::Storage;
 use std::ops::Range;
@@ -22,36 +23,53 @@ pub(crate) struct Ordered;
 
 impl Durability for Ordered {
     async fn commit<S: Storage>(&self, metadata: &Metadata<S>, readers: &Readers) -> Result<()> {
-        let Metadata { tables, alloc, .. } = metadata;
-        let needs = tables.begin_commit();
-        alloc.publish(&needs.allocated).await?;
-        let replaced = alloc.write_structure().await?;
-        if alloc.is_dirty().await || needs.ordered || !needs.changes || !replaced.is_empty() {
-            alloc.write_blocks().await?;
-            tables.write_fresh().await?;
-            metadata.sync().await?;
-        }
-        if needs.changes {
-            tables.write_updates().await?;
-            metadata.sync().await?;
-        }
-        let released = tables.finish_commit();
-        if released.clusters.is_empty() && replaced.is_empty() {
-            return Ok(());
-        }
-        readers.drain().await;
-        if released.discarded {
-            give_back(metadata, &released.clusters).await?;
-        }
-        alloc.release(&released.clusters).await?;
-        alloc.release(&replaced).await?;
+        let needs = metadata.tables.begin_commit();
+        // What a journal that is being set up gathers from here on is not in this batch.
+        let releases = metadata.tables.closed_releases();
+        metadata.guard.close(0, &releases, metadata.cluster_size());
+        finish(metadata, readers, needs).await?;
+        metadata.guard.unneeded();
         Ok(())
     }
 }
 
+/// Makes the closed batch durable.
+pub(super) async fn finish<S: Storage>(
+    metadata: &Metadata<S>,
+    readers: &Readers,
+    needs: CommitNeeds,
+) -> Result<()> {
+    let Metadata { tables, alloc, .. } = metadata;
+    alloc.publish(&needs.allocated).await?;
+    let replaced = alloc.write_structure().await?;
+    if alloc.is_dirty().await || needs.ordered || !needs.changes || !replaced.is_empty() {
+        alloc.write_blocks().await?;
+        tables.write_fresh().await?;
+        metadata.sync().await?;
+    }
+    if needs.changes {
+        tables.write_updates().await?;
+        metadata.sync().await?;
+    }
+    let released = tables.finish_commit();
+    if released.clusters.is_empty() && replaced.is_empty() {
+        return Ok(());
+    }
+    readers.drain().await;
+    if released.discarded {
+        give_back(metadata, &released.clusters).await?;
+    }
+    alloc.release(&released.clusters).await?;
+    alloc.release(&replaced).await?;
+    Ok(())
+}
+
 /// Gives the space of clusters that are about to become free back to the host: before they can be
 /// allocated again. Failure to do so costs space, not data, so it is only logged.
-async fn give_back<S: Storage>(metadata: &Metadata<S>, released: &[HostCluster]) -> Result<()> {
+pub(super) async fn give_back<S: Storage>(
+    metadata: &Metadata<S>,
+    released: &[HostCluster],
+) -> Result<()> {
     let mut last = Vec::new();
     for cluster in released {
         // A table that a snapshot's entry, or a hostile one, has in common with the image.

@@ -67,7 +67,7 @@ pub(super) async fn scan<S: Storage>(layer: &Layer<S>, page_bits: u32, limit: u6
     for batch in tables.chunks((READ_AT_ONCE / size).max(1) as usize) {
         let reads = batch
             .iter()
-            .map(|(_, offset)| layer.storage().read_at(offset.get(), IoBuf::zeroed(size as usize)));
+            .map(|(_, offset)| layer.read_at(offset.get(), IoBuf::zeroed(size as usize)));
         for ((start, _), table) in batch.iter().zip(try_join_all(reads).await?) {
             hasher.update(&table);
             for index in 0..geometry.l2_entries() {

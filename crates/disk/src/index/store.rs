@@ -51,7 +51,12 @@ impl<H: Host> Disk<H> {
     /// # Errors
     /// If the disk is read-only, has no backing file or is too large for an index; the header has
     /// no room; or the storage fails.
-    pub async fn write_index(&self, mut progress: impl FnMut(IndexProgress)) -> Result<IndexInfo> {
+    pub async fn write_index(&self, progress: impl FnMut(IndexProgress)) -> Result<IndexInfo> {
+        let (writer, ..) = self.indexable()?;
+        writer.without_journal(self.replace_index(progress)).await
+    }
+
+    async fn replace_index(&self, mut progress: impl FnMut(IndexProgress)) -> Result<IndexInfo> {
         let (writer, qcow2, image) = self.indexable()?;
         let _alone = writer.resizing.lock().await;
         let _range = writer.ranges.lock(0..u64::MAX).await;
@@ -118,12 +123,11 @@ impl<H: Host> Disk<H> {
         let _alone = writer.resizing.lock().await;
         let Some(old) = image.header.read().index().copied() else { return Ok(false) };
         self.chain.set_index(None);
-        writer
-            .exclusively(|| async {
-                self.point_to(image, None).await?;
-                self.give_back(qcow2, image, &old).await
-            })
-            .await?;
+        let removed = writer.exclusively(|| async {
+            self.point_to(image, None).await?;
+            self.give_back(qcow2, image, &old).await
+        });
+        writer.without_journal(removed).await?;
         Ok(true)
     }
 

@@ -194,7 +194,7 @@ async fn read_portion<S: Storage>(layer: &Layer<S>, portion: &Portion) -> Result
         return Ok(None);
     };
     let length = portion.count as usize * qcow2.geometry.l2_entry_size();
-    Ok(Some(layer.storage().read_at(*offset, IoBuf::zeroed(length)).await?))
+    Ok(Some(layer.read_at(*offset, IoBuf::zeroed(length)).await?))
 }
 
 /// The entries in a part of a table.

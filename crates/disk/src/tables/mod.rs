@@ -8,6 +8,9 @@
 mod batch;
 mod l1;
 mod pages;
+mod stage;
+
+pub(crate) use stage::StagedTables;
 
 use crate::alloc::Allocator;
 use crate::chain::{Layer, Qcow2};
@@ -19,7 +22,7 @@ use isobath_qcow2::{ClusterIndex, Geometry, HostCluster, HostOffset, L1Entry, L2
 use isobath_storage::{IoBuf, Storage};
 use pages::Pages;
 use parking_lot::Mutex;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 /// L1 entries written together: a 512-byte sector of them.
@@ -40,6 +43,8 @@ struct State {
     pages: Pages,
     /// Raised when a commit ends: a page read from the file before may be out of date.
     generation: u64,
+    /// Indexes of L1 entries that are in a journal only.
+    journaled_l1: BTreeSet<u64>,
 }
 
 impl State {
@@ -65,6 +70,7 @@ impl<S: Storage> Tables<S> {
             closed: None,
             pages: Pages::new(geometry.cluster_size()),
             generation: 0,
+            journaled_l1: BTreeSet::new(),
         };
         Self { layer, geometry, state: Mutex::new(state), growth: AsyncMutex::new(()) }
     }
@@ -179,75 +185,101 @@ impl<S: Storage> Tables<S> {
             let Some(batch) = &state.closed else { return Ok(()) };
             batch.complete_tables(&self.geometry)
         };
-        let storage = self.layer.storage();
-        try_join_all(tables.into_iter().map(|(at, bytes)| storage.write_at(at, bytes))).await?;
-        Ok(())
+        self.write_all(tables).await
     }
 
     /// Writes the closed batch's entries into existing tables, and its L1 entries.
     pub(crate) async fn write_updates(&self) -> Result<()> {
-        let by_page = {
-            let state = self.state.lock();
-            let Some(batch) = &state.closed else { return Ok(()) };
-            let mut by_page: BTreeMap<u64, Vec<(usize, L2Entry)>> = BTreeMap::new();
-            for (&cluster, &entry) in &batch.entries {
-                let (l1_index, l2_index) = self.geometry.table_position(ClusterIndex::new(cluster));
-                if batch.fresh.contains_key(&l1_index) {
-                    continue;
-                }
-                let table = batch.l1.get(&l1_index).copied().unwrap_or_else(|| {
-                    self.layer.as_qcow2().map_or(L1Entry::unallocated(), |q| q.l1_entry(l1_index))
-                });
-                let table = table.offset(&self.geometry).map_err(|e| self.layer.format_error(e))?;
-                let Some(table) = table else { continue };
-                let at = table.get() + (l2_index * self.geometry.l2_entry_size()) as u64;
-                let (page, within) = state.pages.position(at);
-                by_page
-                    .entry(page)
-                    .or_default()
-                    .push((within / self.geometry.l2_entry_size(), entry));
-            }
-            by_page
-        };
-        let storage = self.layer.storage();
-        self.load_pages(by_page.keys().copied().collect()).await?;
-        let mut writes = Vec::new();
-        {
+        let by_page = self.load_updates().await?;
+        let writes = {
             let mut state = self.state.lock();
-            for (page, entries) in by_page {
-                let Some(bytes) = state.pages.get_mut(page) else {
-                    return Err(DiskError::Corrupt {
-                        image: self.layer.name().to_owned(),
-                        reason: format!("the L2 table page at {page} left the cache"),
-                    });
-                };
-                for (index, entry) in entries {
-                    // In range: the page was found by the entry's offset.
-                    let _ = entry.write(bytes, index, &self.geometry);
-                }
-                writes.push((page, IoBuf::copy_of(bytes)));
-            }
-            writes.extend(self.l1_writes(&state));
-        }
+            let mut writes = self.apply(&mut state, &by_page)?;
+            let changed: Vec<u64> =
+                state.closed.iter().flat_map(|batch| batch.l1.keys().copied()).collect();
+            writes.extend(self.l1_writes(state.closed.as_ref(), changed));
+            writes
+        };
+        self.write_all(writes).await
+    }
+
+    async fn write_all(&self, writes: Vec<(u64, IoBuf)>) -> Result<()> {
+        let storage = self.layer.storage();
         try_join_all(writes.into_iter().map(|(at, bytes)| storage.write_at(at, bytes))).await?;
         Ok(())
     }
 
-    /// The sectors of the L1 table that the closed batch changes.
-    fn l1_writes(&self, state: &State) -> Vec<(u64, IoBuf)> {
-        let (Some(batch), Some(qcow2)) = (&state.closed, self.layer.as_qcow2()) else {
-            return Vec::new();
-        };
+    /// The closed batch's entries in tables that exist, by page: places in the page, and entries.
+    /// Their pages are in the cache then, and stay there until the commit ends.
+    async fn load_updates(&self) -> Result<BTreeMap<u64, Vec<(usize, L2Entry)>>> {
+        let mut by_page: BTreeMap<u64, Vec<(usize, L2Entry)>> = BTreeMap::new();
+        {
+            let state = self.state.lock();
+            let Some(batch) = &state.closed else { return Ok(by_page) };
+            for (at, entry) in self.entry_places(batch)? {
+                let (page, within) = state.pages.position(at);
+                let place = within / self.geometry.l2_entry_size();
+                by_page.entry(page).or_default().push((place, entry));
+            }
+        }
+        self.load_pages(by_page.keys().copied().collect()).await?;
+        Ok(by_page)
+    }
+
+    /// The entries of a batch for tables that exist, and their offsets in the file.
+    fn entry_places(&self, batch: &Batch) -> Result<Vec<(u64, L2Entry)>> {
+        let mut places = Vec::with_capacity(batch.entries.len());
+        for (&cluster, &entry) in &batch.entries {
+            let (l1_index, l2_index) = self.geometry.table_position(ClusterIndex::new(cluster));
+            if batch.fresh.contains_key(&l1_index) {
+                continue;
+            }
+            let table = batch.l1.get(&l1_index).copied().unwrap_or_else(|| {
+                self.layer.as_qcow2().map_or(L1Entry::unallocated(), |q| q.l1_entry(l1_index))
+            });
+            let table = table.offset(&self.geometry).map_err(|e| self.layer.format_error(e))?;
+            let Some(table) = table else { continue };
+            places.push((table.get() + (l2_index * self.geometry.l2_entry_size()) as u64, entry));
+        }
+        Ok(places)
+    }
+
+    /// Puts entries into their cached pages; returns the pages.
+    fn apply(
+        &self,
+        state: &mut State,
+        by_page: &BTreeMap<u64, Vec<(usize, L2Entry)>>,
+    ) -> Result<Vec<(u64, IoBuf)>> {
+        let mut pages = Vec::with_capacity(by_page.len());
+        for (&page, entries) in by_page {
+            let Some(bytes) = state.pages.get_mut(page) else {
+                return Err(DiskError::Corrupt {
+                    image: self.layer.name().to_owned(),
+                    reason: format!("the L2 table page at {page} left the cache"),
+                });
+            };
+            for &(index, entry) in entries {
+                // In range: the page was found by the entry's offset.
+                let _ = entry.write(bytes, index, &self.geometry);
+            }
+            pages.push((page, IoBuf::copy_of(bytes)));
+        }
+        Ok(pages)
+    }
+
+    /// The sectors of the L1 table in which these entries lie, with those of `batch`.
+    fn l1_writes(&self, batch: Option<&Batch>, changed: Vec<u64>) -> Vec<(u64, IoBuf)> {
+        let Some(qcow2) = self.layer.as_qcow2() else { return Vec::new() };
         let offset = qcow2.header.read().l1_table_offset.get();
         let table = qcow2.l1.read();
-        let mut chunks: Vec<u64> = batch.l1.keys().map(|index| index / L1_CHUNK).collect();
+        let mut chunks: Vec<u64> = changed.into_iter().map(|index| index / L1_CHUNK).collect();
         chunks.dedup();
         let chunk_bytes = |chunk: u64| {
             let first = chunk * L1_CHUNK;
             let last = (first + L1_CHUNK).min(table.len() as u64);
             let mut bytes = IoBuf::zeroed((last - first) as usize * 8);
             for index in first..last {
-                let entry = batch.l1.get(&index).copied().unwrap_or_else(|| table[index as usize]);
+                let newer = batch.and_then(|batch| batch.l1.get(&index).copied());
+                let entry = newer.unwrap_or_else(|| table[index as usize]);
                 // In range: the buffer has a place for each.
                 let _ = entry.write(&mut bytes, (index - first) as usize);
             }
@@ -261,6 +293,13 @@ impl<S: Storage> Tables<S> {
     pub(crate) fn finish_commit(&self) -> Released {
         let mut state = self.state.lock();
         let Some(batch) = state.closed.take() else { return Released::default() };
+        for (offset, _) in batch.fresh.values() {
+            state.pages.forget(*offset, self.geometry.cluster_size());
+        }
+        self.finish(&mut state, batch)
+    }
+
+    fn finish(&self, state: &mut State, batch: Batch) -> Released {
         if let Some(qcow2) = self.layer.as_qcow2() {
             let mut table = qcow2.l1.write();
             for (index, entry) in batch.l1 {
@@ -268,9 +307,6 @@ impl<S: Storage> Tables<S> {
                     *slot = entry;
                 }
             }
-        }
-        for (offset, _) in batch.fresh.values() {
-            state.pages.forget(*offset, self.geometry.cluster_size());
         }
         state.pages.unpin();
         state.generation += 1;

@@ -7,6 +7,10 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 /// Bytes of pages that may stay in memory beside those of a commit.
 const CACHE_BYTES: usize = 8 << 20;
 const PAGE: u64 = 4096;
+/// Pages looked at for one that may go.
+const MAX_STEPS: usize = 64;
+/// Bytes of pages written together.
+const MAX_RUN: usize = 256 << 10;
 
 /// A cache of table pages by host offset; the oldest goes first.
 pub(super) struct Pages {
@@ -15,6 +19,8 @@ pub(super) struct Pages {
     age: VecDeque<u64>,
     /// Pages that a commit changes: they stay until it ends.
     pinned: BTreeSet<u64>,
+    /// Pages that are newer than the file: they stay until it has them.
+    dirty: BTreeSet<u64>,
 }
 
 impl Pages {
@@ -24,6 +30,7 @@ impl Pages {
             cached: BTreeMap::new(),
             age: VecDeque::new(),
             pinned: BTreeSet::new(),
+            dirty: BTreeSet::new(),
         }
     }
 
@@ -51,11 +58,11 @@ impl Pages {
         }
         self.cached.insert(page, bytes);
         self.age.push_back(page);
-        let mut steps = self.age.len();
+        let mut steps = self.age.len().min(MAX_STEPS);
         while self.cached.len() * self.page as usize > CACHE_BYTES && steps > 0 {
             steps -= 1;
             let Some(oldest) = self.age.pop_front() else { return };
-            if self.pinned.contains(&oldest) || oldest == page {
+            if self.pinned.contains(&oldest) || self.dirty.contains(&oldest) || oldest == page {
                 self.age.push_back(oldest);
             } else {
                 self.cached.remove(&oldest);
@@ -82,8 +89,38 @@ impl Pages {
         let pages: Vec<u64> = self.cached.range(range).map(|(page, _)| *page).collect();
         for page in pages {
             self.cached.remove(&page);
+            self.dirty.remove(&page);
             self.age.retain(|aged| *aged != page);
         }
+    }
+
+    /// Says that a cached page is newer than the file.
+    pub(super) fn mark_dirty(&mut self, page: u64) {
+        self.dirty.insert(page);
+    }
+
+    pub(super) fn dirty_count(&self) -> usize {
+        self.dirty.len()
+    }
+
+    /// Copies of the pages that are newer than the file, adjacent ones joined, with their offsets.
+    pub(super) fn dirty(&self) -> Vec<(u64, IoBuf)> {
+        let mut runs: Vec<(u64, Vec<u8>)> = Vec::new();
+        for page in &self.dirty {
+            let Some(bytes) = self.cached.get(page) else { continue };
+            match runs.last_mut() {
+                Some((at, run)) if *at + run.len() as u64 == *page && run.len() < MAX_RUN => {
+                    run.extend_from_slice(bytes);
+                }
+                _ => runs.push((*page, bytes.to_vec())),
+            }
+        }
+        runs.into_iter().map(|(at, run)| (at, IoBuf::copy_of(&run))).collect()
+    }
+
+    /// The file has everything.
+    pub(super) fn clean(&mut self) {
+        self.dirty.clear();
     }
 }
 

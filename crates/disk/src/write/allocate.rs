@@ -26,10 +26,20 @@ struct Target {
     zeroed: bool,
 }
 
+/// Adjacent pieces, written together.
+struct Run {
+    start: u64,
+    end: u64,
+    new: bool,
+    bufs: Vec<IoBuf>,
+}
+
 /// Bytes for one place in the data file.
 struct Piece {
     host: u64,
     length: u64,
+    /// Nothing durable refers to the place.
+    new: bool,
     /// Copied content; `None` for the request's own bytes.
     copy: Option<IoBuf>,
 }
@@ -170,7 +180,7 @@ impl<H: Host> Disk<H> {
         for (target, copies) in targets.iter().zip(copies.await?) {
             add_pieces(&mut pieces, target, copies);
         }
-        self.write_pieces(pieces, buf).await
+        self.write_pieces(qcow2, pieces, buf).await
     }
 
     /// What must be written beside a target's own data: place in the cluster, and bytes.
@@ -191,25 +201,48 @@ impl<H: Host> Disk<H> {
     }
 
     /// Writes the pieces, adjacent ones together, all at once; gives back the request's buffer.
-    async fn write_pieces(&self, pieces: Vec<Piece>, mut buf: IoBuf) -> Result<IoBuf> {
-        let data = self.chain.active().data();
-        let mut writes: Vec<(u64, u64, Vec<IoBuf>)> = Vec::new();
+    async fn write_pieces(
+        &self,
+        qcow2: &Qcow2Writer<H::File>,
+        pieces: Vec<Piece>,
+        mut buf: IoBuf,
+    ) -> Result<IoBuf> {
+        let mut writes: Vec<Run> = Vec::new();
         let mut own = Vec::with_capacity(pieces.len());
         for piece in pieces {
             own.push(piece.copy.is_none());
             let bytes = piece.copy.unwrap_or_else(|| buf.split_to(piece.length as usize));
             match writes.last_mut() {
-                Some((_, end, bufs)) if *end == piece.host && bufs.len() < MAX_VECTOR => {
-                    *end += piece.length;
-                    bufs.push(bytes);
+                Some(run)
+                    if run.end == piece.host
+                        && run.new == piece.new
+                        && run.bufs.len() < MAX_VECTOR =>
+                {
+                    run.end += piece.length;
+                    run.bufs.push(bytes);
                 }
-                _ => writes.push((piece.host, piece.host + piece.length, vec![bytes])),
+                _ => writes.push(Run {
+                    start: piece.host,
+                    end: piece.host + piece.length,
+                    new: piece.new,
+                    bufs: vec![bytes],
+                }),
             }
         }
-        let writes = writes.into_iter().map(|(host, _, bufs)| data.write_vectored_at(host, bufs));
-        let written = finish_writes(writes).await?;
+        let data = &qcow2.metadata;
+        let writes = writes.into_iter().map(|run| async move {
+            if run.new {
+                return data.write_new(run.start, run.bufs).await;
+            }
+            Ok((data.write_vectored(run.start, run.bufs).await?, Vec::new()))
+        });
         let mut whole = IoBuf::empty();
-        for (bytes, own) in written.into_iter().flatten().zip(own) {
+        let mut written = Vec::with_capacity(own.len());
+        for (bufs, covers) in finish_writes(writes).await? {
+            written.extend(bufs);
+            data.guard.cover(covers);
+        }
+        for (bytes, own) in written.into_iter().zip(own) {
             if own {
                 whole.unsplit(bytes);
             }
@@ -278,6 +311,7 @@ fn add_pieces(pieces: &mut Vec<Piece>, target: &Target, copies: Vec<(u64, IoBuf)
     let own = Piece {
         host: host + target.written.start,
         length: target.written.end - target.written.start,
+        new: target.plan.changes,
         copy: None,
     };
     let mut own = Some(own);
@@ -287,7 +321,8 @@ fn add_pieces(pieces: &mut Vec<Piece>, target: &Target, copies: Vec<(u64, IoBuf)
         {
             push_own(pieces, own);
         }
-        pieces.push(Piece { host: host + at, length: bytes.len() as u64, copy: Some(bytes) });
+        let length = bytes.len() as u64;
+        pieces.push(Piece { host: host + at, length, new: true, copy: Some(bytes) });
     }
     if let Some(own) = own {
         push_own(pieces, own);
@@ -296,7 +331,11 @@ fn add_pieces(pieces: &mut Vec<Piece>, target: &Target, copies: Vec<(u64, IoBuf)
 
 fn push_own(pieces: &mut Vec<Piece>, own: Piece) {
     match pieces.last_mut() {
-        Some(last) if last.copy.is_none() && last.host + last.length == own.host => {
+        Some(last)
+            if last.copy.is_none()
+                && last.host + last.length == own.host
+                && last.new == own.new =>
+        {
             last.length += own.length;
         }
         _ => pieces.push(own),

@@ -7,7 +7,7 @@ use crate::tables::References;
 use crate::{BlockDevice, DiskError, Result};
 use isobath_qcow2::compress::compress;
 use isobath_qcow2::{ClusterIndex, HostOffset, L2Entry};
-use isobath_storage::{Host, IoBuf, Storage};
+use isobath_storage::{Host, IoBuf};
 use std::ops::Range;
 
 impl<H: Host> Disk<H> {
@@ -69,11 +69,12 @@ impl<H: Host> Disk<H> {
         let last = geometry.host_cluster_of(HostOffset::new(host.get() + length - 1)).get();
         let taken: Vec<_> = (first..=last).map(isobath_qcow2::HostCluster::new).collect();
         let written =
-            self.chain.active().data().write_at(host.get(), IoBuf::copy_of(&packed)).await;
+            qcow2.metadata.write_new(host.get(), vec![IoBuf::copy_of(&packed)]).await;
         let entry = L2Entry::compressed(host, length, geometry.cluster_bits())
             .map_err(|error| qcow2.metadata.layer.format_error(error));
         match (written, entry) {
-            (Ok(_), Ok(entry)) => {
+            (Ok((_, covers)), Ok(entry)) => {
+                qcow2.metadata.guard.cover(covers);
                 let released = &referenced(&geometry, &kind);
                 let references = References { taken: &taken, released, ordered: true };
                 self.record(qcow2, cluster, entry, references)?;
@@ -105,9 +106,12 @@ impl<H: Host> Disk<H> {
         let bytes = self.read_extents(&extents, IoBuf::zeroed(size as usize)).await?;
         let run = qcow2.metadata.alloc.allocate(1).await?;
         let host = geometry.host_cluster_start(run.start).unwrap_or(HostOffset::new(0));
-        if let Err(error) = self.chain.active().data().write_at(host.get(), bytes).await {
-            qcow2.metadata.alloc.cancel(&[run.start]).await?;
-            return Err(error.into());
+        match qcow2.metadata.write_new(host.get(), vec![bytes]).await {
+            Ok((_, covers)) => qcow2.metadata.guard.cover(covers),
+            Err(error) => {
+                qcow2.metadata.alloc.cancel(&[run.start]).await?;
+                return Err(error);
+            }
         }
         let sub = geometry.subcluster_size();
         let count = (zero.end - zero.start) / sub;

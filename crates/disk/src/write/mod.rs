@@ -10,7 +10,7 @@ mod zero;
 
 use crate::chain::Layer;
 use crate::disk::Disk;
-use crate::durability::{Durability, GroupCommit, Metadata, Ordered};
+use crate::durability::{GroupCommit, Metadata, MetadataMode, Mode};
 use crate::map::{Extent, Source};
 use crate::range_lock::RangeLocks;
 use crate::read::Readers;
@@ -27,12 +27,17 @@ pub(crate) use plan::referenced;
 /// take memory until then.
 const PENDING_LIMIT: usize = 64 << 10;
 
+/// Bytes of one write that may be kept for the next record.
+const MOST_KEPT: u64 = 256 << 10;
+/// Records after which nothing of before is guarded any more, unless it was written to meanwhile.
+const SEALS: u32 = 3;
+
 /// The write side of a disk.
 pub(crate) struct Writer<S> {
     /// Held by requests that change the disk; see [`RangeLocks`].
     pub(crate) ranges: RangeLocks,
     group: GroupCommit,
-    durability: Ordered,
+    mode: Mode,
     /// Held by a change of the disk's size.
     pub(crate) resizing: async_lock::Mutex<()>,
     /// What a qcow2 image needs and a raw one does not.
@@ -50,14 +55,14 @@ pub(crate) struct Qcow2Writer<S> {
 
 impl<S: Storage> Writer<S> {
     pub(crate) fn raw(layer: &Arc<Layer<S>>) -> Self {
-        Self::new(layer, None)
+        Self::new(layer, Mode::new(MetadataMode::Ordered, None, 0), None)
     }
 
-    fn new(layer: &Arc<Layer<S>>, qcow2: Option<Qcow2Writer<S>>) -> Self {
+    fn new(layer: &Arc<Layer<S>>, mode: Mode, qcow2: Option<Qcow2Writer<S>>) -> Self {
         Self {
             ranges: RangeLocks::default(),
             group: GroupCommit::default(),
-            durability: Ordered,
+            mode,
             resizing: async_lock::Mutex::default(),
             qcow2,
             layer: Arc::clone(layer),
@@ -81,7 +86,7 @@ impl<S: Storage> Writer<S> {
     /// As [`commit`](Self::commit), for a caller that has seen to it that no other runs.
     pub(crate) async fn commit_alone(&self, readers: &Readers) -> Result<()> {
         match &self.qcow2 {
-            Some(qcow2) => self.durability.commit(&qcow2.metadata, readers).await,
+            Some(qcow2) => self.mode.commit(&qcow2.metadata, readers).await,
             None => Ok(self.layer.storage().flush().await?),
         }
     }
@@ -96,17 +101,46 @@ impl<S: Storage> Writer<S> {
 
     /// Commits if much has gathered. The caller is not inside the gate and holds no range.
     pub(crate) async fn commit_if_much(&self, readers: &Readers) -> Result<()> {
-        let pending = self.qcow2.as_ref().map_or(0, |qcow2| qcow2.metadata.tables.pending());
-        if pending >= PENDING_LIMIT {
+        let Some(qcow2) = &self.qcow2 else { return Ok(()) };
+        let pending = qcow2.metadata.tables.pending();
+        let kept = qcow2.metadata.guard.pending();
+        let due = self.mode.journal().is_some_and(|journal| journal.is_due(pending, kept));
+        if due || pending >= PENDING_LIMIT {
             self.commit(readers).await?;
         }
         Ok(())
+    }
+
+    /// Commits with a record also if there is nothing to tell, so that what the last one vouches for
+    /// is free to change.
+    async fn seal(&self, readers: &Readers) -> Result<()> {
+        if let Some(journal) = self.mode.journal() {
+            journal.ask_for_record();
+        }
+        self.commit(readers).await
+    }
+
+    /// Runs `change`, which commits and writes metadata itself, with the journal out of use. Other
+    /// requests may change the disk meanwhile.
+    pub(crate) async fn without_journal<T>(
+        &self,
+        change: impl Future<Output = Result<T>>,
+    ) -> Result<T> {
+        let (Some(journal), Some(qcow2)) = (self.mode.journal(), &self.qcow2) else {
+            return change.await;
+        };
+        let _held = journal.hold();
+        self.exclusively(|| journal.settle(&qcow2.metadata)).await?;
+        change.await
     }
 
     /// Commits, and writes what a commit leaves to the next one.
     pub(crate) async fn close(&self, readers: &Readers) -> Result<()> {
         self.commit(readers).await?;
         if let Some(qcow2) = &self.qcow2 {
+            if let Some(journal) = self.mode.journal() {
+                self.exclusively(|| journal.close(&qcow2.metadata)).await?;
+            }
             if qcow2.metadata.alloc.is_dirty().await {
                 self.commit(readers).await?;
             }
@@ -118,6 +152,12 @@ impl<S: Storage> Writer<S> {
 }
 
 impl<S: Storage> Qcow2Writer<S> {
+    /// Bytes of a write in place that would be kept.
+    fn guarded(&self, extents: &[Extent]) -> u64 {
+        let places = extents.iter().filter_map(|e| Some((in_place(e)?, e.length)));
+        places.map(|(host, length)| self.metadata.guard.guarded(&(host..host + length))).sum()
+    }
+
     /// Lengthens the file to whole sectors: compressed data may end anywhere.
     async fn pad_file(&self) -> Result<()> {
         let storage = self.metadata.layer.storage();
@@ -139,10 +179,10 @@ fn in_place(extent: &Extent) -> Option<u64> {
 
 /// Waits for every write to end, also after one has failed: a write given up could still land when
 /// its range or its cluster is somebody else's.
-async fn finish_writes<T, F: Future<Output = isobath_storage::Result<T>>>(
+async fn finish_writes<T, F: Future<Output = Result<T>>>(
     writes: impl IntoIterator<Item = F>,
 ) -> Result<Vec<T>> {
-    Ok(join_all(writes).await.into_iter().collect::<isobath_storage::Result<_>>()?)
+    join_all(writes).await.into_iter().collect()
 }
 
 impl<H: Host> Disk<H> {
@@ -152,21 +192,29 @@ impl<H: Host> Disk<H> {
             return Ok(buf);
         }
         let end = offset + buf.len() as u64;
-        if let Some(qcow2) = writer.qcow2() {
-            qcow2.note_write(offset..end).await?;
-        } else {
+        let Some(qcow2) = writer.qcow2() else {
             let _pass = self.readers.gate.enter();
             self.check_visible(offset..end)?;
             return Ok(writer.layer.storage().write_at(offset, buf).await?);
-        }
-        {
-            let _range = writer.ranges.lock(offset..end).await;
-            let _pass = self.readers.gate.enter();
-            self.check_visible(offset..end)?;
-            let extents = self.extents(offset..end).await?;
-            if extents.iter().all(|extent| in_place(extent).is_some()) {
-                return self.write_in_place(&extents, buf).await;
+        };
+        qcow2.note_write(offset..end).await?;
+        let mut sealed = 0;
+        loop {
+            {
+                let _range = writer.ranges.lock(offset..end).await;
+                let _pass = self.readers.gate.enter();
+                self.check_visible(offset..end)?;
+                let extents = self.extents(offset..end).await?;
+                if extents.iter().any(|extent| in_place(extent).is_none()) {
+                    break;
+                }
+                if sealed == SEALS || qcow2.guarded(&extents) <= MOST_KEPT {
+                    return self.write_in_place(qcow2, &extents, buf).await;
+                }
             }
+            // Much would be kept in memory: a record more, and its place may change.
+            sealed += 1;
+            writer.seal(&self.readers).await?;
         }
         writer.commit_if_much(&self.readers).await?;
         self.write_allocating(writer, offset, buf).await
@@ -183,15 +231,20 @@ impl<H: Host> Disk<H> {
         Ok(())
     }
 
-    async fn write_in_place(&self, extents: &[Extent], mut buf: IoBuf) -> Result<IoBuf> {
-        let data = self.chain.active().data();
+    async fn write_in_place(
+        &self,
+        qcow2: &Qcow2Writer<H::File>,
+        extents: &[Extent],
+        mut buf: IoBuf,
+    ) -> Result<IoBuf> {
+        let data = &qcow2.metadata;
         if let [Extent { source: Source::Data { host, .. }, .. }] = extents {
-            return Ok(data.write_at(*host, buf).await?);
+            return data.write(*host, buf).await;
         }
         let writes: Vec<_> = extents
             .iter()
             .filter_map(|extent| in_place(extent).map(|host| (host, extent.length)))
-            .map(|(host, length)| data.write_at(host, buf.split_to(length as usize)))
+            .map(|(host, length)| data.write(host, buf.split_to(length as usize)))
             .collect();
         let mut whole = IoBuf::empty();
         for part in finish_writes(writes).await? {
@@ -218,7 +271,7 @@ mod tests {
         let ended = Cell::new(false);
         let failing = async {
             let error = io::Error::from_raw_os_error(libc::EIO);
-            Err(StorageError::new(Operation::Write, Path::new("disk"), error))
+            Err(StorageError::new(Operation::Write, Path::new("disk"), error).into())
         };
         let slow = async {
             let mut turns = 5;
@@ -231,7 +284,7 @@ mod tests {
             ended.set(true);
             Ok(())
         };
-        let writes: [LocalBoxFuture<'_, isobath_storage::Result<()>>; 2] =
+        let writes: [LocalBoxFuture<'_, Result<()>>; 2] =
             [Box::pin(failing), Box::pin(slow)];
         let error = block_on(finish_writes(writes)).unwrap_err();
         assert_eq!(error.errno(), libc::EIO);

@@ -4,10 +4,11 @@ use super::bitmaps::Bitmaps;
 use super::{Qcow2Writer, Writer};
 use crate::alloc::Allocator;
 use crate::chain::{Layer, Qcow2};
-use crate::durability::Metadata;
+use crate::durability::guard::Guard;
+use crate::durability::{Metadata, Mode};
 use crate::index;
 use crate::tables::Tables;
-use crate::{DiskError, MetadataMode, Result};
+use crate::{DiskError, MetadataMode, OpenOptions, Result};
 use isobath_qcow2::header::field;
 use isobath_qcow2::{AutoclearFeatures, Header, Snapshot};
 use isobath_storage::{IoBuf, Storage};
@@ -29,10 +30,9 @@ impl<S: Storage> Writer<S> {
     pub(crate) async fn open(
         layer: &Arc<Layer<S>>,
         qcow2: &Qcow2,
-        mode: MetadataMode,
+        options: &OpenOptions,
         alone: bool,
     ) -> Result<Self> {
-        let MetadataMode::Ordered = mode;
         let header = qcow2.header.read().clone();
         for entry in qcow2.l1.read().iter() {
             qcow2.l2_table(*entry).map_err(|error| layer.format_error(error))?;
@@ -47,8 +47,12 @@ impl<S: Storage> Writer<S> {
         let bitmaps = Bitmaps::open(layer, &header).await?;
         clear_unknown_autoclear(layer, qcow2).await?;
         let tables = Tables::new(Arc::clone(layer), qcow2);
-        let metadata = Metadata { layer: Arc::clone(layer), tables, alloc };
-        Ok(Self::new(layer, Some(Qcow2Writer { metadata, alone, bitmaps })))
+        let mode = Mode::new(options.metadata, options.journal_size, layer.size());
+        if options.metadata == MetadataMode::Journal {
+            mode.refuse_without_journal(layer).await?;
+        }
+        let metadata = Metadata { layer: Arc::clone(layer), tables, alloc, guard: Guard::default() };
+        Ok(Self::new(layer, mode, Some(Qcow2Writer { metadata, alone, bitmaps })))
     }
 }
 

@@ -1,0 +1,314 @@
+//! `--metadata journal`: one sync for one flush.
+//!
+//! A commit writes one record into an area of the image's file: every change of metadata since the
+//! last one (L1 and L2 entries, refcounts, new tables), and for data written to newly referred
+//! places the CRC32C that tells after a crash whether it is there. Data was written before; so one
+//! sync makes data and record durable, and the change with them, whole or not at all. This is the
+//! internal journal of the FAST '16 paper (section 3.1); where it differs, `docs/decisions/0007` says
+//! why.
+//!
+//! - **Checkpoints**: pages that records changed stay in memory until the area is half full, and are
+//!   then written to their places, each once however often it changed. The sync of the next commit makes
+//!   that durable, and the record after it says so (`tail`).
+//! - **What proves what**: a record is written only when the one before it is durable. So only the
+//!   last record's data is checked after a crash, and must stay as it was until then: see
+//!   [`guard`](super::guard).
+//! - **Revocation**: where a released cluster has anything in records that a recovery would replay,
+//!   the record that releases it says that it is not to be.
+//! - While the area is in use an incompatible feature bit keeps other programs out. Closing, and
+//!   every change that goes another way (a resize, an index), [settles](Journal::settle) the journal:
+//!   what is in it goes to its place, and the bit goes.
+
+mod build;
+mod recover;
+mod ring;
+mod setup;
+
+pub(crate) use recover::{Replayed, examine, recover};
+
+use super::guard::Kept;
+use super::ordered::{self, Ordered};
+use super::{Durability, Metadata};
+use crate::read::Readers;
+use crate::{DiskError, Result};
+use async_lock::Mutex;
+use futures_util::future::try_join_all;
+use isobath_qcow2::journal::{BLOCK, JournalExtension};
+use isobath_storage::{IoBuf, Storage};
+use ring::Ring;
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+/// Commits that change something before a journal is set up where it is not asked for: who flushes
+/// less often does not gain from one.
+const COMMITS_BEFORE: u32 = 3;
+
+/// The mode's state.
+pub(crate) struct Journal {
+    ordered: Ordered,
+    /// Set up without waiting for commits that show that it pays.
+    at_once: bool,
+    /// Bytes of the area that is set up.
+    size: u64,
+    /// Changes under way that the journal must not see.
+    held: AtomicUsize,
+    /// Changes that gather before a commit is due.
+    due: AtomicUsize,
+    /// The next commit is to write a record whatever it has to tell.
+    asked: AtomicBool,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    /// Commits that changed something.
+    commits: u32,
+    /// The image cannot have a journal.
+    impossible: bool,
+    /// Clusters of the area, kept also while it is not in use.
+    area: Option<Range<u64>>,
+    active: Option<Active>,
+    /// The last record's sequence.
+    sequence: u64,
+}
+
+/// A journal in use.
+struct Active {
+    extension: JournalExtension,
+    ring: Ring,
+    /// The last record whose metadata is in its place.
+    metadata: Placed,
+    /// The last record whose data is in its place.
+    data: Placed,
+    /// Clusters that records tell of, and the last that does.
+    told: BTreeMap<u64, u64>,
+}
+
+/// How far what records tell is in its place.
+#[derive(Clone, Copy)]
+struct Placed {
+    written: u64,
+    durable: u64,
+}
+
+impl Placed {
+    fn up_to(sequence: u64) -> Self {
+        Self { written: sequence, durable: sequence }
+    }
+}
+
+impl Active {
+    /// The first record of which a recovery replays metadata, and data.
+    fn replayed_from(&self) -> (u64, u64) {
+        let data = self.data.durable + 1;
+        ((self.metadata.durable + 1).min(data), data)
+    }
+
+    /// What was written before the sync that has ended is durable.
+    fn synced(&mut self, metadata: u64, data: u64) {
+        self.metadata.durable = self.metadata.durable.max(metadata);
+        self.data.durable = self.data.durable.max(data);
+    }
+}
+
+impl Journal {
+    /// `at_once` sets the journal up with the first commit. `size` is the area's, in bytes, as far as
+    /// clusters and blocks allow.
+    pub(crate) fn new(at_once: bool, size: u64) -> Self {
+        Self {
+            ordered: Ordered,
+            at_once,
+            size,
+            held: AtomicUsize::new(0),
+            due: AtomicUsize::new(usize::MAX),
+            asked: AtomicBool::new(false),
+            state: Mutex::default(),
+        }
+    }
+
+    /// Whether so many changes have gathered that a commit should take them.
+    pub(crate) fn is_due(&self, changes: usize, kept: u64) -> bool {
+        let due = self.due.load(Ordering::Relaxed);
+        changes >= due || kept >= (due as u64).saturating_mul(build::BYTES_PER_CHANGE as u64)
+    }
+
+    /// Has the next commit write a record whatever it has to tell.
+    pub(crate) fn ask_for_record(&self) {
+        self.asked.store(true, Ordering::SeqCst);
+    }
+
+    /// Keeps the journal from coming into use as long as the caller has what is returned. The caller
+    /// settles it.
+    pub(crate) fn hold(&self) -> Held<'_> {
+        self.held.fetch_add(1, Ordering::SeqCst);
+        Held(self)
+    }
+
+    async fn commit_record<S: Storage>(
+        &self,
+        state: &mut State,
+        metadata: &Metadata<S>,
+        readers: &Readers,
+    ) -> Result<()> {
+        let Metadata { layer, tables, alloc, guard } = metadata;
+        let Some(active) = &mut state.active else { return Ok(()) };
+        let needs = tables.begin_commit();
+        let releases = tables.closed_releases();
+        let sequence = state.sequence + 1;
+        let size = metadata.cluster_size();
+        let closed = guard.close(sequence, &releases, size);
+        closed.settled().await;
+        let placed = (active.metadata.written, active.data.written);
+        let asked = self.asked.swap(false, Ordering::SeqCst);
+        if !needs.changes && !guard.keeps() && !asked && !alloc.has_unstaged().await {
+            metadata.sync().await?;
+            active.synced(placed.0, placed.1);
+            guard.unneeded();
+            tables.finish_commit();
+            return Ok(());
+        }
+        let apart = metadata.has_data_apart();
+        if apart || closed.too_much {
+            layer.data().flush().await?;
+        }
+        let covers = if apart || closed.too_much { Vec::new() } else { closed.covers };
+        let tables_staged = tables.stage().await?;
+        let room = active.ring.room(self.most_blocks(active));
+        let most = self.most_blocks(active) * BLOCK as u64;
+        let estimate =
+            build::estimate(&tables_staged, alloc, &needs, &releases, &covers, &closed.kept).await;
+        if room.is_none() || estimate > most {
+            // Too much for one record, or for what is left of the area.
+            self.void(state, metadata).await?;
+            return ordered::finish(metadata, readers, needs).await;
+        }
+        alloc.publish(&needs.allocated).await?;
+        let refcounts = alloc.stage(&releases).await?;
+        let mut record = build::Builder::new(size, sequence, active.replayed_from());
+        record.revoke(&active.told, releases.iter().chain(&refcounts.replaced));
+        record.tables(&tables_staged);
+        record.refcounts(&refcounts);
+        record.data(&closed.kept);
+        record.cover(&**layer.data(), covers).await?;
+        let (told, record) = record.finish();
+        let bytes = record.encode(active.extension.id).map_err(|e| layer.format_error(e))?;
+        let count = (bytes.len() / BLOCK) as u64;
+        let Some(start) = active.ring.room(count) else {
+            return Err(DiskError::Corrupt {
+                image: layer.name().to_owned(),
+                reason: format!("its journal has no room for {count} blocks"),
+            });
+        };
+        let at = active.extension.area_offset.get() + start * BLOCK as u64;
+        layer.storage().write_at(at, IoBuf::copy_of(&bytes)).await?;
+        layer.storage().flush().await?;
+
+        state.sequence = sequence;
+        active.ring.take(sequence, start, count);
+        active.ring.release(record.tail);
+        active.synced(placed.0, placed.1);
+        active.told.retain(|_, last| *last >= record.tail);
+        active.told.extend(told.into_iter().map(|cluster| (cluster, sequence)));
+        guard.sealed(record.data_from);
+        let released = tables.finish_journaled(&tables_staged)?;
+        if !released.clusters.is_empty() || !refcounts.replaced.is_empty() {
+            readers.drain().await;
+            guard.forget(&released.clusters, size);
+            if released.discarded {
+                ordered::give_back(metadata, &released.clusters).await?;
+            }
+            alloc.release(&released.clusters).await?;
+            alloc.release(&refcounts.replaced).await?;
+        }
+        place(metadata, &guard.in_record(sequence)).await?;
+        active.data.written = sequence;
+        let half = active.ring.used() * 2 > active.ring.blocks();
+        if half || tables.dirty_bytes() > MAX_DIRTY {
+            write_home(metadata).await?;
+            active.metadata.written = sequence;
+        }
+        Ok(())
+    }
+
+    /// The most blocks that a record may take: so many that there is room for one after a checkpoint
+    /// that is not durable yet.
+    fn most_blocks(&self, active: &Active) -> u64 {
+        active.ring.blocks() / 8
+    }
+
+    /// Brings everything that is in the journal to its place and takes the journal out of use.
+    /// Nothing else commits meanwhile.
+    async fn void<S: Storage>(&self, state: &mut State, metadata: &Metadata<S>) -> Result<()> {
+        if state.active.is_none() {
+            return Ok(());
+        }
+        write_home(metadata).await?;
+        metadata.sync().await?;
+        setup::clear_bit(&metadata.layer).await?;
+        state.active = None;
+        self.due.store(usize::MAX, Ordering::Relaxed);
+        metadata.alloc.end_journal().await;
+        metadata.guard.deactivate();
+        loop {
+            let kept = metadata.guard.all_kept();
+            if kept.is_empty() {
+                return Ok(());
+            }
+            place(metadata, &kept).await?;
+            metadata.guard.placed(&kept);
+        }
+    }
+
+    /// Takes the journal out of use, until the next commit if nobody [holds](Self::hold) it. The
+    /// image is then as after a commit without one.
+    pub(crate) async fn settle<S: Storage>(&self, metadata: &Metadata<S>) -> Result<()> {
+        self.void(&mut *self.state.lock().await, metadata).await
+    }
+}
+
+/// See [`Journal::hold`].
+pub(crate) struct Held<'a>(&'a Journal);
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        self.0.held.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+/// Bytes of table pages that gather before a checkpoint.
+const MAX_DIRTY: usize = 8 << 20;
+
+impl Durability for Journal {
+    async fn commit<S: Storage>(&self, metadata: &Metadata<S>, readers: &Readers) -> Result<()> {
+        let mut state = self.state.lock().await;
+        let state = &mut *state;
+        if state.active.is_some() {
+            return self.commit_record(state, metadata, readers).await;
+        }
+        let changes = metadata.tables.pending() > 0;
+        state.commits = state.commits.saturating_add(u32::from(changes));
+        let wanted = self.at_once || state.commits > COMMITS_BEFORE;
+        let held = self.held.load(Ordering::SeqCst) > 0;
+        if !changes || !wanted || held || state.impossible {
+            return self.ordered.commit(metadata, readers).await;
+        }
+        metadata.guard.activate();
+        self.ordered.commit(metadata, readers).await?;
+        self.set_up(state, metadata).await
+    }
+}
+
+/// Writes what records have of metadata to its place.
+async fn write_home<S: Storage>(metadata: &Metadata<S>) -> Result<()> {
+    metadata.tables.write_home().await?;
+    metadata.alloc.write_home().await
+}
+
+/// Writes pieces of data to their places.
+async fn place<S: Storage>(metadata: &Metadata<S>, pieces: &[Kept]) -> Result<()> {
+    let data = metadata.layer.data();
+    try_join_all(pieces.iter().map(|kept| data.write_at(kept.at, IoBuf::copy_of(&kept.bytes))))
+        .await?;
+    Ok(())
+}

@@ -1,0 +1,107 @@
+//! The area's blocks: where the next record goes, and how long records stay.
+
+use std::collections::VecDeque;
+
+/// Blocks in use, oldest record first. Records are whole runs of blocks, placed one behind the other
+/// and again from the start where the area ends.
+pub(super) struct Ring {
+    blocks: u64,
+    /// Where the next record would go.
+    head: u64,
+    records: VecDeque<Slot>,
+}
+
+struct Slot {
+    sequence: u64,
+    start: u64,
+    count: u64,
+}
+
+impl Ring {
+    pub(super) fn new(blocks: u64) -> Self {
+        Self { blocks, head: 0, records: VecDeque::new() }
+    }
+
+    pub(super) fn blocks(&self) -> u64 {
+        self.blocks
+    }
+
+    /// The first of `count` adjacent free blocks.
+    pub(super) fn room(&self, count: u64) -> Option<u64> {
+        let Some(oldest) = self.records.front().map(|slot| slot.start) else {
+            let start = if self.head + count <= self.blocks { self.head } else { 0 };
+            return (count <= self.blocks).then_some(start);
+        };
+        if self.head > oldest {
+            if self.head + count <= self.blocks {
+                return Some(self.head);
+            }
+            return (count <= oldest).then_some(0);
+        }
+        (self.head + count <= oldest).then_some(self.head)
+    }
+
+    /// Takes the blocks of a record, which [`room`](Self::room) has found.
+    pub(super) fn take(&mut self, sequence: u64, start: u64, count: u64) {
+        self.records.push_back(Slot { sequence, start, count });
+        self.head = start + count;
+    }
+
+    /// Gives the blocks of records before `sequence` back.
+    pub(super) fn release(&mut self, sequence: u64) {
+        while self.records.front().is_some_and(|slot| slot.sequence < sequence) {
+            self.records.pop_front();
+        }
+    }
+
+    /// Blocks that are not free, with those that were left because a record did not fit.
+    pub(super) fn used(&self) -> u64 {
+        match (self.records.front(), self.records.back()) {
+            (Some(oldest), Some(newest)) if newest.start >= oldest.start => {
+                newest.start + newest.count - oldest.start
+            }
+            (Some(oldest), Some(newest)) => {
+                self.blocks - oldest.start + newest.start + newest.count
+            }
+            _ => 0,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeMap;
+
+    #[test]
+    fn records_never_overlap_and_space_comes_back() {
+        for blocks in [4, 7, 16, 1024] {
+            let mut ring = Ring::new(blocks);
+            let mut live: BTreeMap<u64, std::ops::Range<u64>> = BTreeMap::new();
+            let mut oldest = 1;
+            let mut state = 12345_u64;
+            for sequence in 1..5000 {
+                state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                let count = 1 + (state >> 33) % (blocks / 2);
+                let start = loop {
+                    if let Some(start) = ring.room(count) {
+                        break start;
+                    }
+                    assert!(!live.is_empty(), "an empty area has room");
+                    oldest += 1;
+                    ring.release(oldest);
+                    live.retain(|sequence, _| *sequence >= oldest);
+                };
+                let taken = start..start + count;
+                assert!(taken.end <= blocks);
+                for other in live.values() {
+                    assert!(taken.end <= other.start || other.end <= taken.start);
+                }
+                ring.take(sequence, start, count);
+                live.insert(sequence, taken);
+                let held: u64 = live.values().map(|range| range.end - range.start).sum();
+                assert!(ring.used() >= held && ring.used() <= blocks);
+            }
+        }
+    }
+}
