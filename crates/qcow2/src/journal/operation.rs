@@ -42,7 +42,7 @@ pub enum Operation {
         bytes: Vec<u8>,
     },
     /// Data that was written to its place beside the record: if the file does not hold it, the record
-    /// is not valid.
+    /// is not complete. Neither earlier records nor this one are replayed on this range.
     Cover {
         /// Where.
         offset: HostOffset,

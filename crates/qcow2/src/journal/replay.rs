@@ -64,7 +64,7 @@ impl<'a> Replay<'a> {
     pub(super) fn add(&mut self, record: &View<'a>, with_data: bool) {
         let items = || record.items().flatten();
         // These are about what came before the record, wherever in it they are.
-        for item in items().filter(|item| matches!(item.kind, Kind::Revoke | Kind::Cover(_))) {
+        for item in items().filter(|item| matches!(item.kind, Kind::Revoke)) {
             self.cut(item.offset.get(), u64::from(item.length));
         }
         for item in items() {
@@ -79,6 +79,10 @@ impl<'a> Replay<'a> {
             if let Some(piece) = piece.filter(|piece| piece.length() > 0) {
                 self.pieces.insert(start, piece);
             }
+        }
+        // Not even by the record itself: it would not hold when a replay is begun again.
+        for item in items().filter(|item| matches!(item.kind, Kind::Cover(_))) {
+            self.cut(item.offset.get(), u64::from(item.length));
         }
     }
 

@@ -102,9 +102,9 @@ fn what_is_in_its_place_is_not_overwritten_by_what_is_older() {
     let records = [
         record(100, 100, vec![patch(0, b"0123456789")]),
         record(101, 100, vec![data(b"ab")]),
-        Record { data_from: 102, ..record(102, 100, vec![cover]) },
+        Record { data_from: 102, ..record(102, 100, vec![cover, patch(7, b"xy")]) },
     ];
-    assert_eq!(replayed(&records), [bytes(0, b"01"), bytes(4, b"45"), bytes(8, b"89")]);
+    assert_eq!(replayed(&records), [bytes(0, b"01"), bytes(4, b"45"), bytes(8, b"y9")]);
     assert_eq!(replayed(&records[..2]), [bytes(0, b"01ab456789")]);
 }
 
@@ -220,6 +220,10 @@ fn model(records: &[Record], at: u64) -> Option<u8> {
         (offset.get()..offset.get() + length as u64).contains(&at)
     };
     for record in records.iter().rev().filter(|record| record.sequence >= last.tail) {
+        let covered = |operation: &Operation| matches!(operation, Operation::Cover { offset, length, .. } if hit(offset, *length as usize));
+        if record.operations.iter().any(covered) {
+            return None;
+        }
         for operation in record.operations.iter().rev() {
             match operation {
                 Operation::Patch { offset, bytes } if hit(offset, bytes.len()) => {
@@ -235,13 +239,8 @@ fn model(records: &[Record], at: u64) -> Option<u8> {
                 _ => {}
             }
         }
-        let stops = record.operations.iter().any(|operation| match operation {
-            Operation::Revoke { offset, length } | Operation::Cover { offset, length, .. } => {
-                hit(offset, *length as usize)
-            }
-            _ => false,
-        });
-        if stops {
+        let revoked = |operation: &Operation| matches!(operation, Operation::Revoke { offset, length } if hit(offset, *length as usize));
+        if record.operations.iter().any(revoked) {
             return None;
         }
     }
