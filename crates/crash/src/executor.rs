@@ -1,0 +1,68 @@
+//! Runs one future on this thread, and notices when it can never end.
+
+use std::future::Future;
+use std::pin::pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context, Poll, Wake, Waker};
+
+/// Far more polls than any history needs.
+const MOST_POLLS: u64 = 20_000_000;
+
+#[derive(Default)]
+struct Woken(AtomicBool);
+
+impl Wake for Woken {
+    fn wake(self: Arc<Self>) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+
+    fn wake_by_ref(self: &Arc<Self>) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+/// Polls `future` to its end.
+///
+/// # Errors
+/// It waits for something that nothing will bring about, or does not end.
+pub fn run<T>(future: impl Future<Output = T>) -> Result<T, String> {
+    let woken = Arc::new(Woken::default());
+    let waker = Waker::from(woken.clone());
+    let mut context = Context::from_waker(&waker);
+    let mut future = pin!(future);
+    for _ in 0..MOST_POLLS {
+        woken.0.store(false, Ordering::Relaxed);
+        if let Poll::Ready(output) = future.as_mut().poll(&mut context) {
+            return Ok(output);
+        }
+        if !woken.0.load(Ordering::Relaxed) {
+            return Err("a request waits for ever: nothing is left that could wake it".into());
+        }
+    }
+    Err(format!("the requests did not end within {MOST_POLLS} polls"))
+}
+
+/// Gives way a number of times.
+pub async fn pause(mut turns: u32) {
+    std::future::poll_fn(|context| {
+        if turns == 0 {
+            return Poll::Ready(());
+        }
+        turns -= 1;
+        context.waker().wake_by_ref();
+        Poll::Pending
+    })
+    .await;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_future_that_nobody_wakes_is_told() {
+        assert_eq!(run(pause(5)), Ok(()));
+        assert!(run(std::future::pending::<()>()).is_err());
+    }
+}

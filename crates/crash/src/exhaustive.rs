@@ -1,0 +1,1 @@
+//! Small histories, with every crash there is.

@@ -1,0 +1,422 @@
+//! The images that histories start from.
+
+use crate::executor::run;
+use crate::guest::Value;
+use crate::record::Files;
+use isobath_disk::{
+    BlockDevice, CheckOptions, Disk, NewDisk, OpenOptions, Repair, ZeroFlags, check, create,
+};
+use isobath_qcow2::{CompressionType, Header, HostOffset, Snapshot};
+use isobath_storage::IoBuf;
+use isobath_storage::memory::MemoryHost;
+use rand::RngExt;
+use rand::rngs::SmallRng;
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// The active image's file.
+pub const IMAGE: &str = "disk.qcow2";
+/// Its external data file.
+const DATA: &str = "data.raw";
+
+/// What a history is about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Kind {
+    /// An image without a backing file.
+    Plain,
+    /// An overlay of a raw image.
+    Overlay,
+    /// An overlay of a chain of qcow2 images.
+    Chain,
+    /// An image with an internal snapshot.
+    Snapshot,
+    /// An image with compressed clusters; compressed writes.
+    Compressed,
+    /// Extended L2 entries.
+    Subclusters,
+    /// An external data file.
+    DataFile,
+    /// Refcounts of 1 to 64 bits; small clusters, so that their structure grows.
+    Refcounts,
+    /// An image that was not closed, with lazy refcounts.
+    Lazy,
+    /// Version 2.
+    Version2,
+    /// Changes of the disk's size.
+    Resize,
+    /// Direct-access indexes, written and dropped.
+    Index,
+    /// What a journal must get right: appends, overwrites and discards, each flushed.
+    Flushes,
+}
+
+/// All kinds.
+pub const KINDS: [Kind; 13] = [
+    Kind::Plain,
+    Kind::Overlay,
+    Kind::Chain,
+    Kind::Snapshot,
+    Kind::Compressed,
+    Kind::Subclusters,
+    Kind::DataFile,
+    Kind::Refcounts,
+    Kind::Lazy,
+    Kind::Version2,
+    Kind::Resize,
+    Kind::Index,
+    Kind::Flushes,
+];
+
+impl Kind {
+    /// The name on the command line.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Plain => "plain",
+            Self::Overlay => "overlay",
+            Self::Chain => "chain",
+            Self::Snapshot => "snapshot",
+            Self::Compressed => "compressed",
+            Self::Subclusters => "subclusters",
+            Self::DataFile => "data-file",
+            Self::Refcounts => "refcounts",
+            Self::Lazy => "lazy",
+            Self::Version2 => "version-2",
+            Self::Resize => "resize",
+            Self::Index => "index",
+            Self::Flushes => "flushes",
+        }
+    }
+
+    /// The kind of that name.
+    pub fn from_name(name: &str) -> Option<Self> {
+        KINDS.into_iter().find(|kind| kind.name() == name)
+    }
+}
+
+impl fmt::Display for Kind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+/// An internal snapshot.
+#[derive(Clone, Debug)]
+pub struct Kept {
+    /// Where its L1 table is.
+    pub l1_offset: u64,
+    /// How many entries that has.
+    pub l1_size: u32,
+    /// The disk as it was.
+    pub content: Arc<Vec<u8>>,
+}
+
+/// What a history starts from.
+#[derive(Clone, Debug)]
+pub struct Start {
+    /// Every file.
+    pub files: Files,
+    /// What the disk holds.
+    pub content: Arc<Vec<u8>>,
+    /// How the image was made.
+    pub new: NewDisk,
+    /// Its internal snapshot.
+    pub snapshot: Option<Kept>,
+    /// The dirty bit is set.
+    pub dirty: bool,
+}
+
+impl Start {
+    /// The disk's size in bytes.
+    pub fn size(&self) -> u64 {
+        self.content.len() as u64
+    }
+
+    /// Whether discarded clusters read as zeroes.
+    pub fn discards(&self) -> bool {
+        self.new.version > 2 || self.new.backing_file.is_none()
+    }
+
+    /// Whether clusters can be compressed.
+    pub fn compresses(&self) -> bool {
+        self.new.data_file.is_none()
+    }
+
+    /// In a few words.
+    pub fn describe(&self) -> String {
+        let new = &self.new;
+        let mut text = format!(
+            "{} bytes, clusters of {}, version {}, refcounts of {} bits",
+            self.size(),
+            new.cluster_size,
+            new.version,
+            new.refcount_bits
+        );
+        for (on, what) in [
+            (new.extended_l2, ", extended L2"),
+            (new.lazy_refcounts, ", lazy refcounts"),
+            (self.dirty, ", dirty"),
+            (new.data_file.is_some(), ", data file"),
+            (new.backing_file.is_some(), ", backing file"),
+            (self.snapshot.is_some(), ", internal snapshot"),
+        ] {
+            if on {
+                text.push_str(what);
+            }
+        }
+        text
+    }
+}
+
+fn shape(kind: Kind, rng: &mut SmallRng) -> NewDisk {
+    let bits = match kind {
+        Kind::Subclusters => [14, 14, 15, 16][rng.random_range(0..4)],
+        Kind::Refcounts => 9,
+        _ => [9, 9, 9, 10, 11, 12, 12, 13, 14, 16][rng.random_range(0..10)],
+    };
+    let cluster_size = 1_u64 << bits;
+    let version = if kind == Kind::Version2 { 2 } else { 3 };
+    let most = (1 << 20_u64).min(cluster_size * 256);
+    let least = (cluster_size * 4).max(16 << 10);
+    // Mostly small: what is small is tried more often.
+    let size = least + (rng.random_range(0..=most - least) >> rng.random_range(0..4));
+    let any_width = 1 << rng.random_range(0..=6);
+    let refcount_bits = match kind {
+        _ if version == 2 => 16,
+        Kind::Snapshot => any_width.max(4),
+        Kind::Refcounts => any_width,
+        _ if rng.random_bool(0.3) => any_width,
+        _ => 16,
+    };
+    let zstd = version > 2 && rng.random_bool(0.3);
+    NewDisk {
+        size: Some(size / 512 * 512),
+        cluster_size,
+        version,
+        refcount_bits,
+        extended_l2: kind == Kind::Subclusters
+            || (version > 2 && bits >= 14 && rng.random_bool(0.3)),
+        compression_type: if zstd { CompressionType::Zstd } else { CompressionType::Zlib },
+        lazy_refcounts: kind == Kind::Lazy,
+        data_file: (kind == Kind::DataFile).then(|| DATA.into()),
+        index: kind == Kind::Index && rng.random(),
+        ..NewDisk::default()
+    }
+}
+
+/// Puts something into an image: patterns from number `first` on.
+async fn fill(
+    host: &MemoryHost,
+    name: &str,
+    first: u32,
+    compressed: bool,
+    rng: &mut SmallRng,
+) -> isobath_disk::Result<()> {
+    let options = OpenOptions { writable: true, ..OpenOptions::default() };
+    let disk = Disk::open(host.clone(), Path::new(name), &options).await?;
+    let size = disk.size();
+    let cluster = 1 << disk.layers().next().and_then(|l| l.header()).map_or(16, |h| h.cluster_bits);
+    for number in 0..rng.random_range(0..8) {
+        let value = Value::Pattern(first + number);
+        let offset = rng.random_range(0..size) / 512 * 512;
+        let length = (rng.random_range(1..=cluster * 6) / 512 * 512 + 512).min(size - offset);
+        match rng.random_range(0..10) {
+            0 => disk.write_zeroes(offset, length, ZeroFlags::default()).await?,
+            1 => disk.discard(offset, length).await?,
+            draw if compressed && draw < 6 => {
+                let start = offset / cluster * cluster;
+                for at in (start..(start + 3 * cluster).min(size)).step_by(cluster as usize) {
+                    let bytes = value.bytes(at..(at + cluster).min(size));
+                    disk.write_compressed(at, IoBuf::copy_of(&bytes)).await?;
+                }
+            }
+            _ => {
+                let bytes = value.bytes(offset..offset + length);
+                disk.write(offset, IoBuf::copy_of(&bytes)).await?;
+            }
+        }
+    }
+    disk.close().await
+}
+
+async fn content(host: &MemoryHost, name: &str) -> isobath_disk::Result<Arc<Vec<u8>>> {
+    let disk = Disk::open(host.clone(), Path::new(name), &OpenOptions::default()).await?;
+    let bytes = disk.read(0, IoBuf::zeroed(disk.size() as usize)).await?;
+    Ok(Arc::new(bytes.to_vec()))
+}
+
+/// Makes the layers below the active image.
+async fn layers(
+    host: &MemoryHost,
+    kind: Kind,
+    new: &mut NewDisk,
+    rng: &mut SmallRng,
+) -> isobath_disk::Result<()> {
+    let (raw, depth) = match kind {
+        Kind::Overlay => (true, 0),
+        Kind::Chain | Kind::Index => (rng.random(), rng.random_range(1..=3)),
+        Kind::Plain | Kind::Refcounts | Kind::Lazy | Kind::Flushes => (false, 0),
+        _ => (rng.random_bool(0.3), u32::from(rng.random_bool(0.3))),
+    };
+    let size = new.size.unwrap_or(0);
+    // A backing file is as long as the disk, or shorter, or longer.
+    let length = |rng: &mut SmallRng| match rng.random_range(0..3) {
+        0 => size,
+        1 => rng.random_range(1..=size / 512) * 512,
+        _ => size + rng.random_range(1..64) * 512,
+    };
+    if raw {
+        let length = length(rng);
+        host.insert("base.raw", &Value::Pattern(1).bytes(0..length));
+        new.backing_file = Some("base.raw".into());
+        new.backing_format = Some("raw".into());
+    }
+    for layer in 0..depth {
+        let name = format!("layer{layer}.qcow2");
+        let image = NewDisk {
+            size: Some(length(rng)),
+            cluster_size: 1 << rng.random_range(9..=13),
+            backing_file: new.backing_file.take(),
+            backing_format: new.backing_format.take(),
+            index: false,
+            ..NewDisk::default()
+        };
+        create(host, Path::new(&name), &image).await?;
+        fill(host, &name, 10 * (layer + 1), true, rng).await?;
+        new.backing_file = Some(name);
+        new.backing_format = Some("qcow2".into());
+    }
+    Ok(())
+}
+
+/// Adds an internal snapshot of the disk as it is.
+async fn take_snapshot(host: &MemoryHost) -> Result<Kept, String> {
+    let shown = |error: &dyn fmt::Display| format!("the internal snapshot: {error}");
+    let content = content(host, IMAGE).await.map_err(|error| shown(&error))?;
+    let mut bytes = host.contents(IMAGE).unwrap_or_default();
+    let mut header = Header::parse(&bytes).map_err(|error| shown(&error))?;
+    let cluster = 1 << header.cluster_bits;
+    bytes.resize(bytes.len().next_multiple_of(cluster), 0);
+    let l1_offset = bytes.len() as u64;
+    let start = header.l1_table_offset.get() as usize;
+    let mut l1 = bytes[start..start + header.l1_size as usize * 8].to_vec();
+    for entry in l1.chunks_exact_mut(8) {
+        entry[0] &= 0x7f;
+    }
+    bytes.extend(l1);
+    bytes.resize(bytes.len().next_multiple_of(cluster), 0);
+    let snapshot = Snapshot {
+        l1_table_offset: HostOffset::new(l1_offset),
+        l1_size: header.l1_size,
+        id: b"1".to_vec(),
+        name: b"kept".to_vec(),
+        date_sec: 0,
+        date_nsec: 0,
+        vm_clock_nsec: 0,
+        vm_state_size: 0,
+        disk_size: Some(header.size),
+        icount: None,
+        unknown_extra: Vec::new(),
+    };
+    header.snapshots_offset = HostOffset::new(bytes.len() as u64);
+    header.nb_snapshots = 1;
+    bytes.extend(Snapshot::encode_table(&[snapshot]).map_err(|error| shown(&error))?);
+    bytes.resize(bytes.len().next_multiple_of(cluster), 0);
+    let first = header.encode().map_err(|error| shown(&error))?;
+    bytes[..first.len()].copy_from_slice(&first);
+    host.insert(IMAGE, &bytes);
+    // The new references are counted by a repair.
+    repair(host).await?;
+    Ok(Kept { l1_offset, l1_size: header.l1_size, content })
+}
+
+async fn repair(host: &MemoryHost) -> Result<(), String> {
+    let options = CheckOptions { repair: Repair::All, ..CheckOptions::default() };
+    let mut quiet = |_: isobath_disk::CheckEvent<'_>| {};
+    let report = check(host, Path::new(IMAGE), &options, &mut quiet)
+        .await
+        .map_err(|error| format!("the first image: {error}"))?;
+    if report.is_clean() { Ok(()) } else { Err(format!("the first image: {report:?}")) }
+}
+
+/// Makes what a history of a kind starts from.
+///
+/// # Errors
+/// The engine cannot make it.
+pub fn make(kind: Kind, rng: &mut SmallRng) -> Result<Start, String> {
+    run(make_image(kind, rng))?.map_err(|error| format!("while the image was made: {error}"))
+}
+
+async fn make_image(kind: Kind, rng: &mut SmallRng) -> Result<Start, String> {
+    let host = MemoryHost::new();
+    let shown = |error: isobath_disk::DiskError| error.to_string();
+    let mut new = shape(kind, rng);
+    layers(&host, kind, &mut new, rng).await.map_err(shown)?;
+    create(&host, Path::new(IMAGE), &new).await.map_err(shown)?;
+    let compressed = kind == Kind::Compressed || new.data_file.is_none() && rng.random_bool(0.2);
+    fill(&host, IMAGE, 50, compressed, rng).await.map_err(shown)?;
+    let mut snapshot = None;
+    if kind == Kind::Snapshot {
+        snapshot = Some(take_snapshot(&host).await?);
+        if rng.random() {
+            fill(&host, IMAGE, 60, compressed, rng).await.map_err(shown)?;
+        }
+    }
+    let content = content(&host, IMAGE).await.map_err(shown)?;
+    let dirty = kind == Kind::Lazy && rng.random_bool(0.7);
+    if dirty {
+        let mut bytes = host.contents(IMAGE).unwrap_or_default();
+        spoil(&mut bytes, rng)?;
+        host.insert(IMAGE, &bytes);
+    }
+    let files = host
+        .names()
+        .into_iter()
+        .map(|name| {
+            let bytes = host.contents(&name).unwrap_or_default();
+            (name, Arc::new(bytes))
+        })
+        .collect();
+    Ok(Start { files, content, new, snapshot, dirty })
+}
+
+/// Sets the dirty bit, and makes some refcounts wrong as lazy ones may be: the first block's, from
+/// the clusters behind the tables on.
+fn spoil(bytes: &mut [u8], rng: &mut SmallRng) -> Result<(), String> {
+    let header = Header::parse(bytes).map_err(|error| error.to_string())?;
+    bytes[79] |= 1;
+    let table = header.refcount_table_offset.get() as usize;
+    let block = bytes.get(table..table + 8).and_then(|entry| entry.first_chunk::<8>());
+    let block = block.map_or(0, |entry| u64::from_be_bytes(*entry)) as usize;
+    let clusters = bytes.len() >> header.cluster_bits;
+    let first = (header.l1_table_offset.get() >> header.cluster_bits) as usize + 1;
+    let bits = 1_usize << header.refcount_order;
+    for cluster in first.min(clusters)..clusters {
+        if rng.random_bool(0.5) {
+            for bit in cluster * bits..(cluster + 1) * bits {
+                if bit / 8 < 1 << header.cluster_bits {
+                    bytes[block + bit / 8] &= !(1 << (bit % 8));
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The files of `start`'s disk as its snapshot shows them: the header of the image leads to the
+/// snapshot's tables.
+pub fn show_snapshot(files: &Files, kept: &Kept) -> Files {
+    files
+        .iter()
+        .map(|(name, bytes)| {
+            if *name != PathBuf::from(IMAGE) {
+                return (name.clone(), bytes.clone());
+            }
+            let mut bytes = bytes.to_vec();
+            bytes[24..32].copy_from_slice(&(kept.content.len() as u64).to_be_bytes());
+            bytes[36..40].copy_from_slice(&kept.l1_size.to_be_bytes());
+            bytes[40..48].copy_from_slice(&kept.l1_offset.to_be_bytes());
+            (name.clone(), Arc::new(bytes))
+        })
+        .collect()
+}

@@ -1,0 +1,22 @@
+//! The crash simulator: the engine's own code on simulated storage, on one thread, from a seed.
+//!
+//! A history of guest requests runs on a disk whose files remember every change, when it was asked
+//! for, when it took effect and when it was answered ([`host`], [`record`]). From that record come
+//! the states that a crash at any moment can leave ([`state`]), each of which is recovered and
+//! judged: by what the guest was promised ([`guest`]), by the engine's check, and now and then by
+//! QEMU's ([`recover`]).
+
+#![allow(clippy::missing_errors_doc, reason = "an error is what the simulator has found")]
+
+pub mod campaign;
+pub mod executor;
+pub mod exhaustive;
+pub mod guest;
+pub mod history;
+pub mod host;
+pub mod image;
+pub mod mode;
+pub mod plan;
+pub mod record;
+pub mod recover;
+pub mod state;

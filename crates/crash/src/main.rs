@@ -1,0 +1,176 @@
+//! `isobath-crash`: runs the crash simulator.
+
+use clap::Parser;
+use isobath_crash::campaign::{Failure, Settings, Totals, history_seed, run_history};
+use isobath_crash::image::Kind;
+use isobath_crash::mode::{MODES, Mode};
+use std::process::ExitCode;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// Runs histories on simulated disks, crashes them, and judges what recovery makes of it.
+#[derive(Parser)]
+struct Arguments {
+    /// Crash states to test.
+    #[arg(long, default_value_t = 100_000)]
+    states: u64,
+    /// How metadata is kept; all modes without it.
+    #[arg(long)]
+    mode: Option<String>,
+    /// The campaign's seed.
+    #[arg(long, default_value_t = 1, value_parser = number)]
+    seed: u64,
+    /// Threads; as many as there are processors without it.
+    #[arg(long)]
+    threads: Option<usize>,
+    /// Only histories of this kind.
+    #[arg(long)]
+    kind: Option<String>,
+    /// Runs one history again, by its own seed.
+    #[arg(long, value_parser = number)]
+    repeat: Option<u64>,
+    /// Lets flushes from this one on do nothing, to see that it is noticed.
+    #[arg(long)]
+    sabotage: Option<u64>,
+    /// Leaves faults of the storage out.
+    #[arg(long)]
+    faultless: bool,
+}
+
+/// A number, decimal or hexadecimal with `0x`.
+fn number(text: &str) -> Result<u64, std::num::ParseIntError> {
+    match text.strip_prefix("0x") {
+        Some(digits) => u64::from_str_radix(digits, 16),
+        None => text.parse(),
+    }
+}
+
+fn main() -> ExitCode {
+    let arguments = Arguments::parse();
+    let kind = match arguments.kind.as_deref().map(|name| (name, Kind::from_name(name))) {
+        Some((name, None)) => {
+            eprintln!("there is no kind '{name}'");
+            return ExitCode::from(2);
+        }
+        kind => kind.and_then(|(_, kind)| kind),
+    };
+    let modes: Vec<&'static Mode> = match &arguments.mode {
+        None => MODES.iter().collect(),
+        Some(name) => match Mode::from_name(name) {
+            Some(mode) => vec![mode],
+            None => {
+                eprintln!("there is no mode '{name}'");
+                return ExitCode::from(2);
+            }
+        },
+    };
+    for mode in modes {
+        let settings = Settings {
+            kind,
+            sabotage: arguments.sabotage,
+            faultless: arguments.faultless,
+            ..Settings::new(mode)
+        };
+        if let Err(failure) = campaign(&arguments, &settings) {
+            report(&arguments, &settings, &failure);
+            return ExitCode::FAILURE;
+        }
+    }
+    ExitCode::SUCCESS
+}
+
+fn campaign(arguments: &Arguments, settings: &Settings) -> Result<(), Box<Failure>> {
+    if let Some(seed) = arguments.repeat {
+        let totals = run_history(settings, seed)?;
+        println!("{}: {} states passed", settings.mode.name(), totals.states);
+        return Ok(());
+    }
+    let threads =
+        arguments.threads.unwrap_or_else(|| thread::available_parallelism().map_or(1, usize::from));
+    let (next, stop) = (AtomicU64::new(0), AtomicBool::new(false));
+    let totals = Mutex::new(Totals::default());
+    let failure: Mutex<Option<Box<Failure>>> = Mutex::new(None);
+    let begun = Instant::now();
+    let lock = |totals: &Mutex<Totals>, more: &Totals| {
+        let mut totals = totals.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        totals.add(more);
+        totals.states
+    };
+    std::panic::set_hook(Box::new(|_| ()));
+    thread::scope(|scope| {
+        for _ in 0..threads {
+            scope.spawn(|| {
+                while !stop.load(Ordering::Relaxed) {
+                    let number = next.fetch_add(1, Ordering::Relaxed);
+                    match run_history(settings, history_seed(arguments.seed, number)) {
+                        Ok(more) => {
+                            if lock(&totals, &more) >= arguments.states {
+                                stop.store(true, Ordering::Relaxed);
+                            }
+                        }
+                        Err(found) => {
+                            stop.store(true, Ordering::Relaxed);
+                            let mut failure =
+                                failure.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+                            failure.get_or_insert(found);
+                        }
+                    }
+                }
+            });
+        }
+        let mut told = Instant::now();
+        while !stop.load(Ordering::Relaxed) {
+            thread::sleep(Duration::from_millis(50));
+            if told.elapsed() < Duration::from_secs(10) {
+                continue;
+            }
+            told = Instant::now();
+            let done = lock(&totals, &Totals::default());
+            let seconds = begun.elapsed().as_secs_f64();
+            let rate = done as f64 / seconds;
+            let left = (arguments.states.saturating_sub(done)) as f64 / rate.max(1.0);
+            eprintln!(
+                "{}: {done} of {} states, {rate:.0} a second, {left:.0} s left",
+                settings.mode.name(),
+                arguments.states
+            );
+        }
+    });
+    let totals = totals.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let seconds = begun.elapsed().as_secs_f64();
+    println!(
+        "{}: {} states of {} histories passed in {seconds:.0} s ({:.0} a second), {} judged by QEMU",
+        settings.mode.name(),
+        totals.states,
+        totals.histories,
+        totals.states as f64 / seconds,
+        totals.qemu
+    );
+    print!("{}", totals.table());
+    let failure = failure.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
+    failure.map_or(Ok(()), Err)
+}
+
+fn report(arguments: &Arguments, settings: &Settings, failure: &Failure) {
+    println!("FAILED: {}", failure.what);
+    for line in &failure.story {
+        println!("{line}");
+    }
+    let mut command = format!(
+        "cargo run --release -p isobath-crash -- --mode {} --repeat {:#x}",
+        settings.mode.name(),
+        failure.seed
+    );
+    if let Some(kind) = settings.kind {
+        command.push_str(&format!(" --kind {kind}"));
+    }
+    if let Some(number) = arguments.sabotage {
+        command.push_str(&format!(" --sabotage {number}"));
+    }
+    if arguments.faultless {
+        command.push_str(" --faultless");
+    }
+    println!("to repeat: {command}");
+}

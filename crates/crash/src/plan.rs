@@ -1,0 +1,295 @@
+//! What a guest is going to do.
+
+use crate::image::{Kind, Start};
+use rand::RngExt;
+use rand::rngs::SmallRng;
+
+/// One request. Offsets and lengths in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Request {
+    /// Bytes are written.
+    Write(u64, u64),
+    /// As one compressed cluster.
+    Compressed(u64, u64),
+    /// A range becomes zeroes, and may be unmapped.
+    Zero(u64, u64, bool),
+    /// A range is discarded.
+    Discard(u64, u64),
+    /// A range is read.
+    Read(u64, u64),
+    /// All is made durable.
+    Flush,
+}
+
+/// What is done to the disk as a whole.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Act {
+    /// Nothing.
+    None,
+    /// It gets another size.
+    Resize(u64),
+    /// A direct-access index is written.
+    WriteIndex,
+    /// Its index is dropped.
+    DropIndex,
+    /// It is closed and opened again.
+    Reopen,
+}
+
+/// Requests of several tasks at the same time.
+#[derive(Clone, Debug, Default)]
+pub struct Phase {
+    /// What each task does, one after another.
+    pub tasks: Vec<Vec<Request>>,
+    /// What is done beside them.
+    pub beside: Option<Act>,
+    /// What is done when they have ended.
+    pub then: Option<Act>,
+}
+
+/// A whole history.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    /// One after another.
+    pub phases: Vec<Phase>,
+    /// Whether the disk is closed in the end.
+    pub close: bool,
+}
+
+/// What a disk allows.
+#[derive(Clone, Copy, Debug)]
+pub struct Disk {
+    /// Its size in bytes.
+    pub size: u64,
+    /// Bytes in a cluster.
+    pub cluster: u64,
+    /// Whether clusters can be compressed.
+    pub compresses: bool,
+}
+
+impl Disk {
+    /// Of a start.
+    pub fn of(start: &Start) -> Self {
+        Self { size: start.size(), cluster: start.new.cluster_size, compresses: start.compresses() }
+    }
+
+    /// A range within the disk: mostly short and aligned to sectors, mostly where it is busy.
+    fn range(&self, rng: &mut SmallRng) -> (u64, u64) {
+        let size = self.size;
+        let offset = if rng.random_bool(0.6) {
+            rng.random_range(0..size.min(self.cluster * 4))
+        } else {
+            rng.random_range(0..size)
+        };
+        let length = match rng.random_range(0..10) {
+            0..3 => 512,
+            3..6 => 4096,
+            6..8 => self.cluster,
+            _ => rng.random_range(1..=(self.cluster * 5).min(128 << 10)),
+        };
+        let unit = match rng.random_range(0..20) {
+            0..2 => 1,
+            2..10 => 512,
+            10..15 => 4096,
+            _ => self.cluster,
+        };
+        let offset = offset / unit * unit;
+        (offset, length.next_multiple_of(unit).min(size - offset))
+    }
+
+    fn cluster(&self, rng: &mut SmallRng) -> (u64, u64) {
+        let offset = self.range(rng).0 / self.cluster * self.cluster;
+        (offset, self.cluster.min(self.size - offset))
+    }
+
+    /// A request of any kind.
+    pub fn request(&self, kind: Kind, rng: &mut SmallRng) -> Request {
+        let (offset, length) = self.range(rng);
+        let compressed = self.compresses && (kind == Kind::Compressed || rng.random_bool(0.1));
+        match rng.random_range(0..100) {
+            0..15 if compressed => {
+                let (offset, length) = self.cluster(rng);
+                Request::Compressed(offset, length)
+            }
+            0..52 => Request::Write(offset, length),
+            52..65 => Request::Zero(offset, length, rng.random()),
+            65..77 => {
+                let (offset, length) =
+                    if rng.random_bool(0.7) { self.cluster(rng) } else { (offset, length) };
+                Request::Discard(offset, length)
+            }
+            77..87 => Request::Read(offset, length),
+            _ => Request::Flush,
+        }
+    }
+
+    fn random_tasks(&self, kind: Kind, rng: &mut SmallRng) -> Vec<Vec<Request>> {
+        let most = if rng.random_bool(0.1) { 14 } else { 6 };
+        (0..rng.random_range(1..=5))
+            .map(|_| (0..rng.random_range(1..=most)).map(|_| self.request(kind, rng)).collect())
+            .collect()
+    }
+
+    /// What a log, a database or a file system does: small writes, each flushed, `times` times.
+    pub fn pattern(&self, number: u32, times: u64, rng: &mut SmallRng) -> Vec<Vec<Request>> {
+        let unit = 4096.min(self.cluster);
+        let place = |rng: &mut SmallRng| {
+            let cluster = rng.random_range(0..(self.size / self.cluster).max(1));
+            (cluster * self.cluster).min(self.size - unit)
+        };
+        let (start, other) = (place(rng), place(rng));
+        let within = |offset: u64| offset.min(self.size - unit);
+        match number {
+            // Appends, each flushed.
+            0 => vec![
+                (0..times)
+                    .flat_map(|n| [Request::Write(within(start + n * unit), unit), Request::Flush])
+                    .collect(),
+            ],
+            // One block again and again.
+            1 => vec![
+                (0..times).flat_map(|_| [Request::Write(start, unit), Request::Flush]).collect(),
+            ],
+            // What was just flushed goes, and its space is taken by others.
+            2 => vec![
+                (0..times)
+                    .flat_map(|n| {
+                        [
+                            Request::Write(start, self.cluster.min(self.size - start)),
+                            Request::Flush,
+                            Request::Discard(start, self.cluster.min(self.size - start)),
+                            Request::Write(within(other + n * self.cluster), unit),
+                            Request::Flush,
+                        ]
+                    })
+                    .collect(),
+            ],
+            // The whole of a tiny image, so that its structure grows.
+            3 => {
+                let clusters = (self.size / self.cluster).min(48);
+                vec![
+                    (0..clusters)
+                        .map(|n| Request::Write(n * self.cluster, self.cluster))
+                        .chain([Request::Flush])
+                        .collect(),
+                ]
+            }
+            // One flushes while others write.
+            4 => {
+                let mut tasks = vec![vec![Request::Flush; 6]];
+                for _ in 0..3 {
+                    let writes = (0..4).map(|_| {
+                        let (offset, length) = self.range(rng);
+                        Request::Write(offset, length)
+                    });
+                    tasks.push(writes.collect());
+                }
+                tasks
+            }
+            // Zeroes over what was flushed, and data over that.
+            5 => vec![
+                (0..times)
+                    .flat_map(|n| {
+                        [
+                            Request::Write(start, unit),
+                            Request::Flush,
+                            Request::Zero(start, unit, n % 2 == 0),
+                            Request::Flush,
+                            Request::Write(start, unit),
+                        ]
+                    })
+                    .collect(),
+            ],
+            // Two append to the same cluster, each with its own flush.
+            6 => (0..2)
+                .map(|task| {
+                    (0..times)
+                        .flat_map(|n| {
+                            let offset = within(start + (2 * n + task) * 512);
+                            [Request::Write(offset, 512), Request::Flush]
+                        })
+                        .collect()
+                })
+                .collect(),
+            // Compressed clusters, overwritten in part.
+            7 if self.compresses => vec![
+                (0..times)
+                    .flat_map(|_| {
+                        let whole = self.cluster.min(self.size - start);
+                        [
+                            Request::Compressed(start, whole),
+                            Request::Flush,
+                            Request::Write(start, unit),
+                            Request::Flush,
+                        ]
+                    })
+                    .collect(),
+            ],
+            // Far apart, so that tables are allocated.
+            _ => vec![
+                (0..times)
+                    .flat_map(|n| {
+                        let offset = self.size / times * n / 512 * 512;
+                        [Request::Write(offset, 512.min(self.size - offset)), Request::Flush]
+                    })
+                    .collect(),
+            ],
+        }
+    }
+
+    /// How many patterns there are.
+    pub const PATTERNS: u32 = 9;
+}
+
+/// A random history of a kind.
+pub fn random(kind: Kind, start: &Start, rng: &mut SmallRng) -> Plan {
+    let mut disk = Disk::of(start);
+    let long = rng.random_bool(0.05);
+    let phases = rng.random_range(1..=if long { 12 } else { 4 });
+    let mut plan = Plan { phases: Vec::new(), close: rng.random_bool(0.4) };
+    for _ in 0..phases {
+        let often = if kind == Kind::Flushes { 0.8 } else { 0.1 };
+        let mut phase = Phase::default();
+        let act = match kind {
+            Kind::Resize if rng.random_bool(0.8) => {
+                let size = if rng.random() {
+                    disk.size + rng.random_range(0..200) * 512
+                } else {
+                    rng.random_range(16..=(disk.size / 512).max(16)) * 512
+                };
+                Some(Act::Resize(size))
+            }
+            Kind::Index if rng.random_bool(0.7) => {
+                Some(if rng.random_bool(0.7) { Act::WriteIndex } else { Act::DropIndex })
+            }
+            _ if rng.random_bool(0.1) => Some(Act::Reopen),
+            _ => None,
+        };
+        let beside = rng.random_bool(0.5) && act != Some(Act::Reopen);
+        if let (Some(Act::Resize(size)), true) = (act, beside) {
+            // Requests keep away from the end that moves.
+            let low = disk.size.min(size);
+            disk.size = if low >= disk.cluster { low / disk.cluster * disk.cluster } else { low };
+        }
+        phase.tasks = if rng.random_bool(often) {
+            let number = rng.random_range(0..Disk::PATTERNS);
+            disk.pattern(number, rng.random_range(2..=8), rng)
+        } else {
+            disk.random_tasks(kind, rng)
+        };
+        if let (Some(Act::Resize(size)), true) = (act, beside) {
+            for task in &mut phase.tasks {
+                task.retain(|request| {
+                    !matches!(request, Request::Discard(..) | Request::Compressed(..))
+                });
+            }
+            disk.size = size;
+        }
+        if let (Some(Act::Resize(size)), false) = (act, beside) {
+            disk.size = size;
+        }
+        *(if beside { &mut phase.beside } else { &mut phase.then }) = act;
+        plan.phases.push(phase);
+    }
+    plan
+}

@@ -1,0 +1,122 @@
+//! What happened to the simulated files, and when.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+/// A moment of a history: every event has one of its own.
+pub type Tick = u64;
+
+/// The tick of what has not happened yet.
+pub const NEVER: Tick = Tick::MAX;
+
+/// Files by name.
+pub type Files = Vec<(PathBuf, Arc<Vec<u8>>)>;
+
+/// What is done to a file.
+#[derive(Clone, Debug)]
+pub enum Action {
+    /// Bytes are put at an offset.
+    Write(u64, Arc<[u8]>),
+    /// `length` bytes at an offset become one byte, which is 0 but for discards; only up to the end
+    /// of the file where `extend` is not set.
+    Fill {
+        /// Where.
+        offset: u64,
+        /// How many bytes.
+        length: u64,
+        /// With what.
+        byte: u8,
+        /// Whether the file is lengthened.
+        extend: bool,
+    },
+    /// The length is set.
+    SetLength(u64),
+}
+
+impl Action {
+    /// The bytes that it touches in a file that is `length` bytes long: start and end.
+    pub fn range(&self, length: u64) -> (u64, u64) {
+        match self {
+            Self::Write(offset, bytes) => (*offset, *offset + bytes.len() as u64),
+            Self::Fill { offset, length: count, extend: true, .. } => (*offset, offset + count),
+            Self::Fill { offset, length: count, .. } => {
+                ((*offset).min(length), (offset + count).min(length))
+            }
+            Self::SetLength(new) => (*new, length.max(*new)),
+        }
+    }
+
+    /// The file's length afterwards.
+    pub fn length_after(&self, length: u64) -> u64 {
+        match self {
+            Self::SetLength(new) => *new,
+            _ => length.max(self.range(length).1),
+        }
+    }
+
+    /// Does it to the whole of `bytes`.
+    pub fn apply(&self, bytes: &mut Vec<u8>) {
+        let length = bytes.len() as u64;
+        let after = self.length_after(length) as usize;
+        if after != bytes.len() {
+            bytes.resize(after, 0);
+        }
+        let (start, end) = self.range(length);
+        if !matches!(self, Self::SetLength(_)) {
+            self.apply_part(bytes, start, end);
+        }
+    }
+
+    /// Does it to the bytes from `start` to `end` only, all within its range and the file.
+    pub fn apply_part(&self, bytes: &mut [u8], start: u64, end: u64) {
+        let part = &mut bytes[start as usize..end as usize];
+        match self {
+            Self::Write(offset, new) => {
+                part.copy_from_slice(&new[(start - offset) as usize..(end - offset) as usize]);
+            }
+            Self::Fill { byte, .. } => part.fill(*byte),
+            Self::SetLength(_) => part.fill(0),
+        }
+    }
+}
+
+/// One change of a file.
+#[derive(Clone, Debug)]
+pub struct Change {
+    /// The file's number.
+    pub file: usize,
+    /// When it was asked for.
+    pub issued: Tick,
+    /// When reads began to see it.
+    pub applied: Tick,
+    /// When it was answered.
+    pub completed: Tick,
+    /// Whether a flush still covers it: one that failed may have made the host forget it.
+    pub sync: bool,
+    /// What was done.
+    pub action: Action,
+}
+
+/// One flush of a file that was answered with success, and did its work.
+#[derive(Clone, Copy, Debug)]
+pub struct Flush {
+    /// The file's number.
+    pub file: usize,
+    /// When it was asked for: what completed before is durable.
+    pub issued: Tick,
+    /// When it was answered.
+    pub completed: Tick,
+}
+
+/// The record of a history.
+#[derive(Clone, Debug)]
+pub struct Record {
+    /// The files as they were at the beginning, all of it durable.
+    pub start: Files,
+    /// All changes, as they were asked for.
+    pub changes: Vec<Change>,
+    /// All flushes, as they were answered.
+    pub flushes: Vec<Flush>,
+    /// The tick after the last event.
+    pub end: Tick,
+}

@@ -1,0 +1,438 @@
+//! Recovery from a crash, and whether it did its duty.
+
+use crate::executor::run;
+use crate::guest::{Before, Log, Oracle};
+use crate::history::Guest;
+use crate::host::{Conduct, SimHost};
+use crate::image::{IMAGE, Kind, Start, show_snapshot};
+use crate::mode::Mode;
+use crate::plan;
+use crate::record::Files;
+use crate::state::{Fate, Replay};
+use isobath_disk::{
+    BlockDevice, CheckEvent, CheckOptions, CheckReport, Disk, OpenOptions, Repair, check,
+};
+use isobath_storage::{IoBuf, Locking};
+use isobath_testkit::qemu;
+use rand::rngs::SmallRng;
+use rand::{RngExt, SeedableRng};
+use std::fmt::Write as _;
+use std::path::Path;
+use std::sync::Arc;
+
+/// What is done with what a crash has left.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Way {
+    /// It is opened for writing.
+    Open,
+    /// It is opened read-only, and then for writing.
+    ReadFirst,
+    /// It is repaired by `isobath check -r all` before.
+    Repair,
+    /// The recovery crashes too, and again at most so many times.
+    Crash(u32),
+}
+
+impl Way {
+    /// One of them.
+    pub fn random(rng: &mut SmallRng) -> Self {
+        match rng.random_range(0..20) {
+            0..11 => Self::Open,
+            11..14 => Self::ReadFirst,
+            14..16 => Self::Repair,
+            _ => Self::Crash(2),
+        }
+    }
+
+    /// The name, for totals.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Open => "opened",
+            Self::ReadFirst => "read, then opened",
+            Self::Repair => "check -r all, then opened",
+            Self::Crash(2) => "crashed in recovery",
+            Self::Crash(_) => "crashed in recovery of recovery",
+        }
+    }
+}
+
+/// What a crash has left, and what is to be expected of it.
+#[derive(Clone)]
+pub struct Case<'a> {
+    /// How metadata is kept.
+    pub mode: &'a Mode,
+    /// What the history began from.
+    pub start: &'a Start,
+    /// What the history was about.
+    pub kind: Kind,
+    /// What the disk may hold.
+    pub oracle: Arc<Oracle>,
+    /// How often the guest has lived.
+    pub lives: u32,
+    /// Whether QEMU judges too.
+    pub qemu: bool,
+}
+
+/// A state that was recovered.
+#[derive(Clone, Copy, Debug)]
+pub struct Passed {
+    /// How.
+    pub way: Way,
+    /// Whether QEMU has judged it.
+    pub qemu: bool,
+}
+
+async fn examine(host: &SimHost, repair: Repair) -> Result<(CheckReport, Vec<String>), String> {
+    let options = CheckOptions { repair, locking: Locking::Unlocked, ..CheckOptions::default() };
+    let mut findings = Vec::new();
+    let mut events = |event: CheckEvent<'_>| {
+        if let CheckEvent::Finding(text) = event {
+            findings.push(text.to_owned());
+        }
+    };
+    let report = check(host, Path::new(IMAGE), &options, &mut events).await;
+    report.map(|report| (report, findings)).map_err(|error| format!("the check failed: {error}"))
+}
+
+fn sound(what: &str, report: &CheckReport, findings: &[String]) -> Result<(), String> {
+    if report.corruptions == 0 && report.check_errors == 0 {
+        return Ok(());
+    }
+    Err(format!("{what} the image is corrupt:\n    {}", findings.join("\n    ")))
+}
+
+/// The dirty bit of an image.
+fn is_dirty(files: &Files) -> bool {
+    let image = files.iter().find(|(name, _)| *name == Path::new(IMAGE));
+    image.is_some_and(|(_, bytes)| {
+        bytes.get(7) == Some(&3) && bytes.get(79).is_some_and(|b| b & 1 == 1)
+    })
+}
+
+/// The files, the image with room behind its end.
+fn lengthened(files: &Files) -> Files {
+    let mut files = files.clone();
+    for (name, bytes) in &mut files {
+        if *name == Path::new(IMAGE) {
+            let length = bytes.len() + (4 << 20);
+            Arc::make_mut(bytes).resize(length, 0);
+        }
+    }
+    files
+}
+
+/// The files that no history may change.
+fn untouched(case: &Case<'_>, files: &Files) -> Result<(), String> {
+    for (name, bytes) in &case.start.files {
+        let own = *name == Path::new(IMAGE)
+            || case.start.new.data_file.as_ref().is_some_and(|data| name == Path::new(data));
+        let now = files.iter().find(|(other, _)| other == name).map(|(_, bytes)| bytes);
+        if !own && now != Some(bytes) {
+            return Err(format!("{} was changed", name.display()));
+        }
+    }
+    Ok(())
+}
+
+async fn read_all(files: &Files, case: &Case<'_>) -> Result<Vec<u8>, String> {
+    let host = SimHost::new(files.clone(), Conduct::default());
+    let disk = Disk::open(host, Path::new(IMAGE), &case.mode.options(false, 0)).await;
+    let disk = disk.map_err(|error| format!("it could not be opened read-only: {error}"))?;
+    let read = disk.read(0, IoBuf::zeroed(disk.size() as usize)).await;
+    read.map(|bytes| bytes.to_vec()).map_err(|error| format!("it could not be read: {error}"))
+}
+
+async fn snapshot_stays(files: &Files, case: &Case<'_>) -> Result<(), String> {
+    let Some(kept) = &case.start.snapshot else { return Ok(()) };
+    let host = SimHost::new(show_snapshot(files, kept), Conduct::default());
+    let disk = Disk::open(host, Path::new(IMAGE), &OpenOptions::default()).await;
+    let disk = disk.map_err(|error| format!("the snapshot could not be opened: {error}"))?;
+    let read = disk.read(0, IoBuf::zeroed(disk.size() as usize)).await;
+    let bytes = read.map_err(|error| format!("the snapshot could not be read: {error}"))?;
+    match bytes.iter().zip(kept.content.iter()).position(|(now, then)| now != then) {
+        None => Ok(()),
+        Some(at) => Err(format!("the internal snapshot has changed at byte {at}")),
+    }
+}
+
+/// A few requests for a disk that goes on.
+fn few(case: &Case<'_>, size: u64, rng: &mut SmallRng) -> Vec<Vec<plan::Request>> {
+    let disk = plan::Disk { size, ..plan::Disk::of(case.start) };
+    let task = |rng: &mut SmallRng| {
+        let count = rng.random_range(1..=3);
+        (0..count).map(|_| disk.request(case.kind, rng)).collect::<Vec<_>>()
+    };
+    (0..rng.random_range(1..=2)).map(|_| task(rng)).collect()
+}
+
+/// Opens the disk after a crash, looks, works on, and leaves it as it should be.
+async fn go_on(
+    host: &SimHost,
+    case: &Case<'_>,
+    way: Way,
+    rng: &mut SmallRng,
+) -> Result<(), String> {
+    let mut log = Arc::default();
+    let gone_on = recover_and_use(host, case, way, rng, &mut log).await;
+    gone_on.map_err(|error| {
+        let requests = log.tell(u64::MAX).join("\n    ");
+        format!("{error}\nafter these requests since the crash:\n    {requests}")
+    })
+}
+
+async fn recover_and_use(
+    host: &SimHost,
+    case: &Case<'_>,
+    way: Way,
+    rng: &mut SmallRng,
+    told: &mut Arc<Log>,
+) -> Result<(), String> {
+    let left = host.files();
+    let mut leaked = u64::MAX;
+    if case.mode.consistent && !is_dirty(&left) {
+        let (report, findings) = examine(host, Repair::None).await?;
+        sound("after the crash", &report, &findings)?;
+        leaked = report.leaks;
+    }
+    let mut read = None;
+    if way == Way::ReadFirst {
+        let bytes = read_all(&left, case).await?;
+        case.oracle.check(&bytes).map_err(|error| format!("opened read-only, {error}"))?;
+        read = Some(bytes);
+    }
+    if way == Way::Repair {
+        let (report, findings) = examine(host, Repair::All).await?;
+        sound("after check -r all", &report, &findings)?;
+        if report.leaks > 0 {
+            return Err(format!("check -r all leaves {} clusters leaked", report.leaks));
+        }
+        leaked = 0;
+    }
+    let guest =
+        Guest::new(host, case.start, case.mode, Before::default(), case.lives + 1, rng.random());
+    let disk = guest.open().await?;
+    let found = guest.look(&disk).await?;
+    case.oracle.check(&found)?;
+    if read.is_some_and(|read| read != found) {
+        return Err("read-only it showed something else than after recovery".into());
+    }
+    if !case.mode.leaks {
+        let (report, findings) = examine(host, Repair::None).await?;
+        sound("after recovery", &report, &findings)?;
+        if report.leaks > 0 {
+            return Err(format!(
+                "{} clusters are leaked after recovery:\n    {}",
+                report.leaks,
+                findings.join("\n    ")
+            ));
+        }
+    }
+    guest.found(found);
+    guest.tasks(&disk, &few(case, disk.size(), rng), None).await?;
+    let last = guest.look(&disk).await?;
+    let closed = rng.random_bool(0.8);
+    if closed {
+        guest.close(&disk).await?;
+    } else {
+        guest.tasks(&disk, &[vec![plan::Request::Flush]], None).await?;
+    }
+    drop(disk);
+    let log = Arc::new(guest.into_log());
+    *told = Arc::clone(&log);
+    log.check_reads(u64::MAX)?;
+    let oracle = Oracle::of_present(&log, host.tick());
+    oracle.check(&last).map_err(|error| format!("working on after recovery, {error}"))?;
+    if !closed {
+        let again = Guest::new(host, case.start, case.mode, Before::default(), 0, rng.random());
+        let disk = again.open().await?;
+        let bytes = again.look(&disk).await?;
+        oracle.check(&bytes).map_err(|error| format!("opened once more, {error}"))?;
+        again.close(&disk).await?;
+        leaked = u64::MAX;
+    }
+    let files = host.files();
+    let (report, findings) = examine(host, Repair::None).await?;
+    sound("after it was closed", &report, &findings)?;
+    let mut most = if case.mode.leaks { leaked } else { 0 };
+    if report.leaks > most && case.mode.leaks {
+        // References to what lies past the end of the file are no leaks until the file grows.
+        let host = SimHost::new(lengthened(&left), Conduct::default());
+        most = examine(&host, Repair::None).await?.0.leaks;
+    }
+    if report.leaks > most {
+        return Err(format!(
+            "closed, it has {} leaked clusters, {most} before:\n    {}",
+            report.leaks,
+            findings.join("\n    ")
+        ));
+    }
+    if report.leaks > 0 {
+        examine(host, Repair::Leaks).await?;
+        let (report, findings) = examine(host, Repair::None).await?;
+        if !report.is_clean() {
+            let findings = findings.join("\n    ");
+            return Err(format!("check -r leaks does not mend it:\n    {findings}"));
+        }
+    }
+    let bytes = read_all(&files, case).await?;
+    oracle.check(&bytes).map_err(|error| format!("after it was closed, {error}"))?;
+    snapshot_stays(&files, case).await?;
+    untouched(case, &files)?;
+    if case.qemu {
+        ask_qemu(case, &host.files(), &bytes)?;
+    }
+    Ok(())
+}
+
+/// QEMU finds an image in order, and reads the same from it.
+fn ask_qemu(case: &Case<'_>, files: &Files, bytes: &[u8]) -> Result<(), String> {
+    let directory = tempfile::tempdir().map_err(|error| format!("no directory: {error}"))?;
+    for (name, bytes) in files {
+        std::fs::write(directory.path().join(name), &**bytes)
+            .map_err(|error| format!("no file: {error}"))?;
+    }
+    let path = |name: &str| directory.path().join(name).display().to_string();
+    let mut image = format!("driver=qcow2,file.driver=file,file.filename={}", path(IMAGE));
+    if let Some(data) = &case.start.new.data_file {
+        let _ = write!(image, ",data-file.driver=file,data-file.filename={}", path(data));
+    }
+    let checked = qemu::img(["check", "--image-opts", "--output=json", &image]);
+    if checked.code() != 0 {
+        return Err(format!("qemu-img check: {}", checked.report()));
+    }
+    let raw = path("disk");
+    let converted = qemu::img(["convert", "--image-opts", "-O", "raw", &image, &raw]);
+    if converted.code() != 0 {
+        return Err(format!("qemu-img convert: {}", converted.report()));
+    }
+    match std::fs::read(raw) {
+        Ok(read) if read == bytes => Ok(()),
+        Ok(_) => Err("QEMU reads something else".into()),
+        Err(error) => Err(format!("what QEMU has read: {error}")),
+    }
+}
+
+/// Recovers one state and judges it; with [`Way::Crash`] also states of crashes during that.
+pub fn recover(
+    files: Files,
+    case: &Case<'_>,
+    way: Way,
+    seed: u64,
+    passed: &mut Vec<Passed>,
+) -> Result<(), String> {
+    let mut rng = SmallRng::seed_from_u64(seed);
+    let Way::Crash(depth) = way else {
+        let host = SimHost::new(files, Conduct::default());
+        run(go_on(&host, case, way, &mut rng))??;
+        passed.push(Passed { way, qemu: case.qemu });
+        return Ok(());
+    };
+    let conduct = Conduct {
+        seed: rng.random(),
+        delay: rng.random_range(0..4),
+        record: true,
+        ..Conduct::default()
+    };
+    let host = SimHost::new(files, conduct);
+    let guest =
+        Guest::new(&host, case.start, case.mode, Before::default(), case.lives + 1, rng.random());
+    let looked = run(async {
+        if rng.random_bool(0.15) {
+            examine(&host, Repair::All).await?;
+        }
+        let disk = guest.open().await?;
+        let found = guest.look(&disk).await?;
+        case.oracle.check(&found)?;
+        let looked = guest.found(found);
+        guest.tasks(&disk, &few(case, disk.size(), &mut rng), None).await?;
+        guest.close(&disk).await?;
+        Ok::<_, String>(looked)
+    })??;
+    let log = Arc::new(guest.into_log());
+    let record = host.record();
+    let mut replay = Replay::new(&record);
+    let mut ticks: Vec<u64> =
+        (0..rng.random_range(1..=3)).map(|_| rng.random_range(1..=record.end)).collect();
+    // Recovery itself is short: some crashes are aimed at it.
+    if let Some(first) = ticks.first_mut().filter(|_| rng.random()) {
+        *first = rng.random_range(1..=looked);
+    }
+    ticks.sort_unstable();
+    for tick in ticks {
+        replay.advance(tick);
+        let fate = Fate::random(replay.pending(), &mut rng);
+        let grain = if rng.random() { 512 } else { 4096 };
+        let state = replay.build(&fate, grain, &mut rng);
+        // What the guest has seen after the first recovery stays so.
+        let oracle = if tick <= looked {
+            Arc::clone(&case.oracle)
+        } else {
+            Arc::new(Oracle::of_crash(&log, tick))
+        };
+        let case = Case { oracle, lives: case.lives + 1, ..case.clone() };
+        let next = if depth > 1 && rng.random_bool(0.5) {
+            Way::Crash(depth - 1)
+        } else {
+            [Way::Open, Way::ReadFirst, Way::Repair][rng.random_range(0..3)]
+        };
+        recover(state.files, &case, next, rng.random(), passed).map_err(|error| {
+            format!(
+                "recovery crashed at {tick} of {} (its own changes: {}; {}): {error}",
+                record.end,
+                replay.pending(),
+                fate.name()
+            )
+        })?;
+        passed.push(Passed { way, qemu: false });
+    }
+    Ok(())
+}
+
+/// Recovers a state of which nothing is promised: with an error that names the image, or a clean
+/// image.
+pub fn recover_wild(files: Files, case: &Case<'_>, seed: u64) -> Result<(), String> {
+    let mut rng = SmallRng::seed_from_u64(seed);
+    let host = SimHost::new(files, Conduct::default());
+    run(async {
+        let named = |what: &str, error: String| {
+            if error.contains(IMAGE)
+                || case.start.files.iter().any(|(name, _)| error.contains(&*name.to_string_lossy()))
+            {
+                Ok(())
+            } else {
+                Err(format!("{what}: the error does not name the image: {error}"))
+            }
+        };
+        let (report, _) = match examine(&host, Repair::All).await {
+            Ok(examined) => examined,
+            Err(error) => return named("check -r all", error),
+        };
+        let mended = report.corruptions == 0 && report.check_errors == 0;
+        if mended {
+            let (report, findings) = examine(&host, Repair::None).await?;
+            sound("after check -r all that mended everything", &report, &findings)?;
+        }
+        let options = case.mode.options(true, rng.random());
+        let disk = match Disk::open(host.clone(), Path::new(IMAGE), &options).await {
+            Ok(disk) => disk,
+            Err(error) => return named("open", error.to_string()),
+        };
+        for at in (0..disk.size()).step_by(4096) {
+            let length = (disk.size() - at).min(4096) as usize;
+            if let Err(error) = disk.read(at, IoBuf::zeroed(length)).await {
+                named("read", error.to_string())?;
+                if mended {
+                    return Err(format!("a clean image cannot be read: {error}"));
+                }
+            }
+        }
+        if mended {
+            disk.write(0, IoBuf::zeroed(512)).await.map_err(|error| error.to_string())?;
+            disk.close().await.map_err(|error| error.to_string())?;
+            drop(disk);
+            let (report, findings) = examine(&host, Repair::None).await?;
+            sound("after it was mended and closed", &report, &findings)?;
+        }
+        untouched(case, &host.files())
+    })?
+}
