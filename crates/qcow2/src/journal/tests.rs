@@ -203,6 +203,7 @@ fn records_of_others_and_inside_of_others_are_passed_over() {
     put(&mut area, 0, &record(99, 99, vec![patch(0, b"too early")]));
     let other = record(105, 105, vec![patch(0, b"of another journal")]).encode(ID + 1).unwrap();
     area[4096..8192].copy_from_slice(&other);
+    assert_eq!(Journal::scan(&area, &extension(&area)).unwrap().last(), None);
     // A whole record as the payload of another, at the start of a block.
     let mut inner = vec![0; 4096 - 64 - 16];
     inner.extend(record(106, 106, vec![]).encode(ID).unwrap());
