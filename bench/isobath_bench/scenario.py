@@ -18,5 +18,5 @@ def run(modules, rounds, seconds, parts):
         print(f"{name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
         result["samples"][name] = part["samples"]
         for key, all_of_them in lists.items():
-            all_of_them += filter(None, part[key])
+            all_of_them += [each for each in part[key] if each and each not in all_of_them]
     return result | lists

@@ -73,6 +73,13 @@ class Server:
         """The memory it has, in bytes."""
         return self._status("VmRSS:")
 
+    def state(self):
+        """Whether it runs, and the last that it has logged."""
+        status = self.process.poll()
+        self.log.flush()
+        said = Path(self.log.name).read_text()[-500:]
+        return f"{self.name} {'runs' if status is None else f'has ended with {status}'}: {said}"
+
     def _status(self, name):
         for line in Path(f"/proc/{self.process.pid}/status").read_text().splitlines():
             if line.startswith(name):
@@ -95,8 +102,8 @@ class Server:
         self.socket.unlink(missing_ok=True)
 
 
-def isobath(image, *options, log="warn"):
-    socket = tools.WORK / "isobath.sock"
+def isobath(image, *options, log="warn", socket="isobath"):
+    socket = tools.WORK / f"{socket}.sock"
     command = [tools.ISOBATH, "serve", image, "--nbd", f"unix:{socket}", *options]
     return Server("isobath", command, socket, environment={"ISOBATH_LOG": log})
 

@@ -2,11 +2,14 @@
 Isobath's ways of writing metadata beside QEMU's configurations and raw files that are fully written."""
 
 from isobath_bench import scenario
-from isobath_bench.flush import space, syncs
+from isobath_bench.flush import apps, latency, no_flush, space, syncs
 
 PARTS = {
     "space": space,
     "syncs": syncs,
+    "latency": latency,
+    "apps": apps,
+    "no_flush": no_flush,
 }
 
 

@@ -55,38 +55,45 @@ class Contender:
         """Whether an image of the kind makes a difference to it."""
         return kind == THIN or not self.options.startswith("preallocation")
 
-    def image(self, directory, kind):
-        """A new image of a kind in a directory."""
+    def image(self, directory, kind="", disk=None):
+        """A new image of a kind in a directory; or one of the bytes of `disk`, zeroes unallocated."""
         path = directory / "disk.qcow2"
         path.unlink(missing_ok=True)
+        options = ["-o", self.options] if self.options else []
+        if disk:
+            tools.run("qemu-img", "convert", "-f", "raw", "-O", "qcow2", *options, disk, path)
+            return path
         if kind == FULL:
             full = directory / "full.qcow2"
             if not full.exists():
-                tools.run("qemu-img", "convert", "-f", "raw", "-O", "qcow2", written(directory), full)
+                tools.run("qemu-img", "convert", "-f", "raw", "-O", "qcow2", written(directory / "disk.raw"), full)
             tools.run("cp", "--reflink=never", full, path)
             if self.options:
                 tools.run("qemu-img", "amend", "-o", self.options, path)
             return path
         base = ["-b", base_of(directory), "-F", "qcow2"] if kind == OVERLAY else []
-        options = ["-o", self.options] if self.options else []
         tools.run("qemu-img", "create", "-q", "-f", "qcow2", *base, *options, path, size())
         return path
 
 
 class Raw(Contender):
-    """A raw file, all of it written: what the others are measured against."""
+    """A raw file, all of it written."""
 
     def __init__(self, name, serve):
         super().__init__(name, serve, thin=False)
 
-    def image(self, directory, kind):
+    def image(self, directory, kind="", disk=None):
+        """A raw file without holes: of the bytes of `disk` if there is one."""
         del kind
-        return written(directory)
+        path = directory / f"{self.name.replace(' ', '-')}.raw"
+        if disk:
+            tools.run("cp", "--sparse=never", "--reflink=never", disk, path)
+            return path
+        return written(path)
 
 
-def written(directory):
+def written(path):
     """A raw file without holes."""
-    path = directory / "disk.raw"
     if not path.exists():
         with open(path, "wb") as file:
             for number in range(size() >> 20):
@@ -98,7 +105,7 @@ def base_of(directory):
     """An image that has all its clusters, to lie under overlays."""
     path = directory / "base.qcow2"
     if not path.exists():
-        tools.run("qemu-img", "convert", "-f", "raw", "-O", "qcow2", written(directory), path)
+        tools.run("qemu-img", "convert", "-f", "raw", "-O", "qcow2", written(directory / "disk.raw"), path)
     return path
 
 
@@ -107,6 +114,11 @@ RAW, RAW_QEMU = "raw by isobath", "raw by QEMU"
 
 def isobath(mode):
     return lambda image: servers.isobath(image, "--metadata", mode, log="info")
+
+
+def reference():
+    """The raw file that others are measured beside, by isobath."""
+    return Raw("reference", lambda image: servers.isobath(image, "--format=raw", socket="reference"))
 
 
 def qemu(program, form="qcow2"):

@@ -1,15 +1,18 @@
 """I/O logs that fio replays over NBD: writes at given places, flushes where they are wanted."""
 
+import contextlib
 import json
+import statistics
 
 from .. import tools
 
+SYNC = ("sync", 0, 0)
 HEADER = "fio version 2 iolog\nnbd add\nnbd open\n"
 
 
 def write_and_flush(offsets, block):
     """A write at each offset, a flush after each."""
-    return [step for offset in offsets for step in (("write", offset, block), ("sync", 0, 0))]
+    return [step for offset in offsets for step in (("write", offset, block), SYNC)]
 
 
 def replay(server, *logs):
@@ -23,6 +26,8 @@ def replay(server, *logs):
         command += [f"--name=client-{number}", "--ioengine=nbd", f"--uri={server.uri}", f"--read_iolog={path}"]
     try:
         out = tools.run(*command)
+    except tools.Failed as error:
+        raise tools.Failed(f"{server.state()}; {str(error)[-200:]}") from error
     finally:
         for path in paths:
             path.unlink()
@@ -32,5 +37,29 @@ def replay(server, *logs):
     intended = [sum(what == kind for steps in logs for what, *_ in steps) for kind in ("sync", "write")]
     if any(job["error"] for job in jobs) or [flushes, writes] != intended:
         raise tools.Failed(f"{server.name}: {flushes} flushes and {writes} writes were done, of {intended}")
-    seconds = max(job["job_runtime"] for job in jobs) / 1000
-    return {"flushes": flushes, "writes": writes, "seconds": seconds, "flushes_per_second": flushes / max(seconds, 1e-3)}
+    # What each client waited for its requests, without fio's own start.
+    waited = sum(job[side]["lat_ns"]["mean"] * job[side]["total_ios"] for job in jobs for side in ("write", "sync") if job[side].get("total_ios"))
+    return {"flushes": flushes, "writes": writes, "seconds": waited / len(jobs) / 1e9}
+
+
+def take_turns(server, raw, slices, around=contextlib.nullcontext):
+    """Replays slices of logs on `server`, and each on `raw` beside it: `of_raw` is the median of the slices'
+    ratios, since whatever else the machine does in between holds both up. `around` is entered for each
+    slice on `server`."""
+    done = []
+    for number, logs in enumerate(slices):
+        def own():
+            with around():
+                return replay(server, *logs)
+
+        runs = {"own": own, "raw": lambda: replay(raw, *logs)}
+        # Neither is always the first.
+        order = sorted(runs, reverse=number % 2 == 1)
+        done.append({which: runs[which]() for which in order})
+    each = [slice["own"] for slice in done]
+    return {
+        "of_raw": statistics.median(slice["raw"]["seconds"] / slice["own"]["seconds"] for slice in done),
+        "seconds": sum(part["seconds"] for part in each),
+        "flushes": sum(part["flushes"] for part in each),
+        "flushes_per_second": statistics.median(part["flushes"] / part["seconds"] for part in each),
+    }

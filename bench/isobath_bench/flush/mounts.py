@@ -15,7 +15,7 @@ KINDS = {
     "btrfs": (["mkfs.btrfs", "-q", "-f"], "noatime"),
     "btrfs nodatacow": (["mkfs.btrfs", "-q", "-f"], "noatime,nodatacow"),
 }
-BYTES = 6 << 30
+BYTES = 3 << 30
 
 
 class FileSystem:
@@ -32,36 +32,48 @@ class FileSystem:
 
 
 def _clean(image, directory):
-    """Takes away what a run left behind."""
+    """Takes away what is mounted, by this run or one before."""
     if os.path.ismount(directory):
         tools.run("umount", directory)
     for line in tools.run("losetup", "--associated", image).splitlines() if image.exists() else ():
         tools.run("losetup", "--detach", line.split(":")[0])
-    image.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
-def mounted(kind, filled=False):
-    """A new, empty file system of a kind. `filled`: its backing file has all its blocks written, so that
-    the file system below it takes no part in the time of a flush."""
-    make, options = KINDS[kind]
-    name = f"flush-{kind.replace(' ', '-')}"
-    image, directory = tools.WORK / f"{name}.img", tools.WORK / name
+def attached(image, *, make=(), options="noatime", direct=False):
+    """A loop device on a file, and a directory where it is mounted; `make` makes a file system first."""
+    directory = image.with_name(f"{image.name}.mount")
     directory.mkdir(parents=True, exist_ok=True)
     # A signal that ends the run unwinds as an interrupt from the keyboard does.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit("bench: ended by a signal"))
     _clean(image, directory)
     try:
-        if filled:
-            tools.run("dd", "if=/dev/zero", f"of={image}", "bs=4M", f"count={BYTES >> 22}", "conv=fsync")
-        else:
-            tools.run("truncate", f"--size={BYTES}", image)
-        device = tools.run("losetup", "--find", "--show", image).strip()
-        # Discards of a new file system would make holes.
-        keep = {"mkfs.ext4": ["-E", "nodiscard"], "mkfs.xfs": ["-K"], "mkfs.btrfs": ["-K"]}[make[0]] if filled else []
-        tools.run(*make, *keep, device)
+        device = tools.run("losetup", "--find", "--show", *(["--direct-io=on"] if direct else []), image).strip()
+        if make:
+            tools.run(*make, device)
         tools.run("mount", "-o", options, device, directory)
-        yield FileSystem(kind, directory, Path(device))
+        yield Path(device), directory
     finally:
         _clean(image, directory)
+        directory.rmdir()
         signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def mounted(kind, filled=False):
+    """A new, empty file system of a kind. `filled` is for measuring times: its backing file has all its
+    blocks written and is used without the page cache, so that the file system below has little part in them."""
+    make, options = KINDS[kind]
+    image = tools.WORK / f"flush-{kind.replace(' ', '-')}.img"
+    try:
+        if filled:
+            tools.run("dd", "if=/dev/zero", f"of={image}", "bs=4M", f"count={BYTES >> 22}", "conv=fsync,notrunc")
+            # Discards of a new file system would make holes.
+            make = [*make, *{"mkfs.ext4": ["-E", "nodiscard"]}.get(make[0], ["-K"])]
+        else:
+            image.unlink(missing_ok=True)
+            tools.run("truncate", f"--size={BYTES}", image)
+        with attached(image, make=make, options=options, direct=filled) as (device, directory):
+            yield FileSystem(kind, directory, device)
+    finally:
+        image.unlink(missing_ok=True)
