@@ -129,6 +129,19 @@ impl<H: Host> Disk<H> {
         }
     }
 
+    /// Does what makes flushes cheap before it is needed, such as growing the file, until the disk is
+    /// [closed](Self::close). Run it beside the requests, as a task of its own; without it the same
+    /// is done in some of the flushes.
+    ///
+    /// # Errors
+    /// If the storage fails in a way that flushes will notice too.
+    pub async fn upkeep(&self) -> Result<()> {
+        match self.writer.as_ref().and_then(|writer| writer.qcow2()) {
+            Some(qcow2) => qcow2.metadata.attend().await,
+            None => Ok(()),
+        }
+    }
+
     pub(crate) fn check_range(&self, offset: u64, length: u64) -> Result<()> {
         let size = self.size();
         if offset.checked_add(length).is_none_or(|end| end > size) {

@@ -207,6 +207,7 @@ async fn crash_and_recover(rng: &mut StdRng) {
     let mode = MetadataMode::ALL[rng.random_range(0..3)];
     println!("{mode:?} {image:?}");
     make(&base, &image).await;
+    base.set_gains_from_written_space(rng.random());
     let mut oracle = Oracle { later: vec![Vec::new(); flushed.len()], flushed };
     let plan = Plan::new();
     plan.delay(rng.random());

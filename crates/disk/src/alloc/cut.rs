@@ -37,6 +37,7 @@ impl<S: Storage> Allocator<S> {
             self.shrink_cache(&mut state);
         }
         state.never_used = end;
+        state.prepared = 0..0;
         state.first_maybe_free = state.first_maybe_free.min(end);
         let cut = end << self.geometry.cluster_bits();
         if cut < length {

@@ -190,6 +190,9 @@ impl<S: Storage> Allocator<S> {
         let block = Block::fresh(offset, size, self.geometry.refcount_order());
         state.blocks.insert(index, block);
         state.unlisted.push(index);
+        if state.prepared.contains(&home) {
+            state.prepared.start = home + 1;
+        }
         self.mark_metadata(home..home + 1);
         Ok(())
     }

@@ -6,6 +6,7 @@
 //! only once nothing durable refers to the cluster any more (see
 //! [`durability`](crate::durability)), so that writing what the file is to be told is always safe.
 
+mod ahead;
 mod area;
 mod block;
 mod cut;
@@ -16,6 +17,7 @@ pub(crate) use stage::{Staged, not_zero};
 
 use crate::chain::{Layer, Qcow2};
 use crate::{DiskError, Result};
+use ahead::Growth;
 use async_lock::{Mutex, MutexGuard};
 use block::Block;
 use futures_util::future::try_join_all;
@@ -69,8 +71,11 @@ struct State {
     first_maybe_free: u64,
     /// No cluster from here on was ever used: the file ends before it.
     never_used: u64,
-    /// Areas of indexes: free in the file, and not given out.
+    /// Areas: free in the file, and not given out.
     areas: Vec<Range<u64>>,
+    /// Free clusters that were filled with zeroes.
+    prepared: Range<u64>,
+    growth: Growth,
     /// Where the next compressed cluster goes: host byte offset, in a cluster with room left.
     packing: Option<u64>,
 }
@@ -151,6 +156,8 @@ impl<S: Storage> Allocator<S> {
             first_maybe_free: 1,
             never_used: geometry.clusters_for(length),
             areas: Vec::new(),
+            prepared: 0..0,
+            growth: Growth::default(),
             packing: None,
         };
         Ok(Self { layer, geometry, state: Mutex::new(state), metadata: RwLock::new(metadata) })
@@ -396,8 +403,17 @@ impl<S: Storage> Allocator<S> {
         for cluster in start..start + count {
             self.reserve(state, cluster, 1)?;
         }
-        let zeroed = start >= state.never_used && self.layer.storage().extends_with_zeroes();
-        state.never_used = state.never_used.max(start + count);
+        let end = start + count;
+        let prepared = state.prepared.start <= start && end <= state.prepared.end;
+        let unused = start >= state.never_used && self.layer.storage().extends_with_zeroes();
+        if prepared || unused {
+            state.growth.add(count << self.geometry.cluster_bits());
+        }
+        if start < state.prepared.end && state.prepared.start < end {
+            state.prepared.start = end.min(state.prepared.end);
+        }
+        let zeroed = prepared || unused;
+        state.never_used = state.never_used.max(end);
         if state.first_maybe_free == start {
             state.first_maybe_free = start + count;
         }

@@ -4,6 +4,7 @@ mod group;
 pub(crate) mod guard;
 pub(crate) mod journal;
 mod ordered;
+mod upkeep;
 
 pub(crate) use group::GroupCommit;
 
@@ -20,6 +21,7 @@ use journal::Journal;
 use ordered::Ordered;
 use std::future::Future;
 use std::sync::Arc;
+pub(crate) use upkeep::Upkeep;
 
 /// A way to make recorded changes durable (`--metadata`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -61,6 +63,7 @@ pub(crate) struct Metadata<S> {
     pub(crate) tables: Tables<S>,
     pub(crate) alloc: Allocator<S>,
     pub(crate) guard: Guard,
+    pub(crate) upkeep: Upkeep,
 }
 
 impl<S: Storage> Metadata<S> {

@@ -136,6 +136,9 @@ impl<S: Storage> Writer<S> {
 
     /// Commits, and writes what a commit leaves to the next one.
     pub(crate) async fn close(&self, readers: &Readers) -> Result<()> {
+        if let Some(qcow2) = &self.qcow2 {
+            qcow2.metadata.end_upkeep().await;
+        }
         self.commit(readers).await?;
         if let Some(qcow2) = &self.qcow2 {
             if let Some(journal) = self.mode.journal() {

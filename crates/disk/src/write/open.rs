@@ -5,7 +5,7 @@ use super::{Qcow2Writer, Writer};
 use crate::alloc::Allocator;
 use crate::chain::{Layer, Qcow2};
 use crate::durability::guard::Guard;
-use crate::durability::{Metadata, Mode};
+use crate::durability::{Metadata, Mode, Upkeep};
 use crate::index;
 use crate::tables::Tables;
 use crate::{DiskError, MetadataMode, OpenOptions, Result};
@@ -51,7 +51,13 @@ impl<S: Storage> Writer<S> {
         if options.metadata == MetadataMode::Journal {
             mode.refuse_without_journal(layer).await?;
         }
-        let metadata = Metadata { layer: Arc::clone(layer), tables, alloc, guard: Guard::default() };
+        let metadata = Metadata {
+            layer: Arc::clone(layer),
+            tables,
+            alloc,
+            guard: Guard::default(),
+            upkeep: Upkeep::default(),
+        };
         Ok(Self::new(layer, mode, Some(Qcow2Writer { metadata, alone, bitmaps })))
     }
 }

@@ -58,9 +58,10 @@ pub(crate) struct Args {
     /// How the host caches the images and their backing files
     #[arg(long, value_name = "MODE", default_value = "writeback")]
     cache: Cache,
-    /// How changes of metadata reach an image: 'ordered' leaves it consistent after a crash at any
-    /// point
-    #[arg(long, value_name = "MODE", default_value = "ordered", value_parser = metadata)]
+    /// How changes of metadata reach an image: 'journal' makes one sync for each flush, and keeps other
+    /// programs out of an image that was not closed ('isobath check -r all' recovers it); 'ordered'
+    /// makes two, and leaves the image usable by all; 'auto' takes a journal for who flushes
+    #[arg(long, value_name = "MODE", default_value = "auto", value_parser = metadata)]
     metadata: MetadataMode,
     /// Memory for each disk's map, such as 64M [default: what the disk needs, at most 132M]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
@@ -91,7 +92,10 @@ pub(crate) struct Args {
 }
 
 fn metadata(name: &str) -> Result<MetadataMode, String> {
-    MetadataMode::from_name(name).ok_or_else(|| format!("there is no mode '{name}', but 'ordered'"))
+    MetadataMode::from_name(name).ok_or_else(|| {
+        let modes = MetadataMode::ALL.map(MetadataMode::name).join(", ");
+        format!("there is no mode '{name}', but {modes}")
+    })
 }
 
 pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
@@ -199,6 +203,14 @@ async fn serve(
         tracing::warn!("a second signal: ending at once");
         process::exit(1);
     });
+    for disk in disks {
+        let disk = disk.clone();
+        spawn(async move {
+            if let Err(error) = disk.upkeep().await {
+                tracing::warn!(%error, "upkeep ended");
+            }
+        });
+    }
     let mut listening = Vec::new();
     for listener in listeners {
         let (server, handles) = (server.clone(), handles.clone());

@@ -151,7 +151,7 @@ impl Journal {
         metadata: &Metadata<S>,
         readers: &Readers,
     ) -> Result<()> {
-        let Metadata { layer, tables, alloc, guard } = metadata;
+        let Metadata { layer, tables, alloc, guard, .. } = metadata;
         let Some(active) = &mut state.active else { return Ok(()) };
         let needs = tables.begin_commit();
         let releases = tables.closed_releases();
@@ -228,7 +228,7 @@ impl Journal {
             write_home(metadata).await?;
             active.metadata.written = sequence;
         }
-        Ok(())
+        metadata.grow_ahead().await
     }
 
     /// The most blocks that a record may take: so many that there is room for one after a checkpoint

@@ -1,0 +1,161 @@
+//! Growth ahead of need (adaptive preallocation, section 3.2 of the FAST '16 paper).
+//!
+//! A flush after the file has grown makes the host's file system commit its own journal; one after
+//! writes to blocks that were written before does not. So where that pays
+//! ([`gains_from_written_space`](isobath_storage::Storage::gains_from_written_space)) zeroes are
+//! written behind the file's end before they are needed, as much as the rate of growth asks for.
+//! Space that was only reserved (`fallocate`) saves nothing. What was not used is given back when the
+//! image is closed.
+
+use super::Allocator;
+use crate::Result;
+use isobath_storage::{IoBuf, Storage};
+use std::ops::Range;
+
+/// The least and the most that are prepared at once, in bytes.
+const STEPS: Range<u64> = 1 << 20..32 << 20;
+/// Who writes more than this between commits gains less from cheap flushes than writing everything
+/// twice costs.
+const MOST_BETWEEN: u64 = 4 << 20;
+/// Commits for which a step should last, at least and at most.
+const LASTS: Range<u32> = 256..4096;
+/// Bytes of zeroes written at once.
+const PIECE: u64 = 1 << 20;
+
+/// How much to prepare, and when.
+#[derive(Debug)]
+pub(super) struct Growth {
+    step: u64,
+    /// Commits since a step was prepared.
+    commits: u32,
+    /// Bytes given out behind everything used before, since the last commit.
+    grown: u64,
+    /// The same for each commit, on average.
+    average: u64,
+    /// The host could not give more space.
+    exhausted: bool,
+}
+
+impl Default for Growth {
+    fn default() -> Self {
+        Self { step: STEPS.start, commits: 0, grown: 0, average: 0, exhausted: false }
+    }
+}
+
+impl Growth {
+    pub(super) fn add(&mut self, bytes: u64) {
+        self.grown += bytes;
+    }
+
+    /// Called at each commit, with the bytes that are prepared and not used: how many more are
+    /// wanted.
+    fn committed(&mut self, left: u64) -> Option<u64> {
+        let grown = std::mem::take(&mut self.grown);
+        self.commits = self.commits.saturating_add(1);
+        self.average = (self.average * 7 + grown) / 8;
+        if grown == 0 || self.exhausted || left >= self.step / 2 || self.average > MOST_BETWEEN {
+            return None;
+        }
+        if self.commits < LASTS.start {
+            self.step = (self.step * 2).min(STEPS.end);
+        } else if self.commits > LASTS.end {
+            self.step = (self.step / 2).max(STEPS.start);
+        }
+        self.commits = 0;
+        Some(self.step)
+    }
+}
+
+impl<S: Storage> Allocator<S> {
+    /// Called at each commit: bytes to [prepare](Self::prepare).
+    pub(crate) async fn growth_wanted(&self) -> Option<u64> {
+        if !self.layer.storage().gains_from_written_space() {
+            return None;
+        }
+        let mut state = self.state.lock().await;
+        let left = (state.prepared.end - state.prepared.start) * self.geometry.cluster_size();
+        state.growth.committed(left)
+    }
+
+    /// Writes zeroes behind the file's end. Whoever allocates meanwhile gets space before or behind
+    /// them. With `durable` the next flush does not pay for them.
+    pub(crate) async fn prepare(&self, bytes: u64, durable: bool) -> Result<()> {
+        let size = self.geometry.cluster_size();
+        let region = {
+            let mut state = self.state.lock().await;
+            let start = state.never_used;
+            let region = start..start + bytes.div_ceil(size);
+            state.never_used = region.end;
+            state.areas.push(region.clone());
+            region
+        };
+        let written = self.write_zeroes(region.start * size..region.end * size, durable).await;
+        let mut state = self.state.lock().await;
+        state.areas.retain(|area| *area != region);
+        state.first_maybe_free = state.first_maybe_free.min(region.start);
+        match &written {
+            Ok(()) if state.prepared.end == region.start => state.prepared.end = region.end,
+            Ok(()) => state.prepared = region,
+            Err(error) => {
+                // Space is short: what is needed will say so itself.
+                tracing::debug!(%error, "the file was not prepared for growth");
+                state.growth.exhausted = true;
+            }
+        }
+        Ok(())
+    }
+
+    async fn write_zeroes(&self, range: Range<u64>, durable: bool) -> Result<()> {
+        let storage = self.layer.storage();
+        let mut at = range.start;
+        while at < range.end {
+            let length = PIECE.min(range.end - at);
+            storage.write_at(at, IoBuf::zeroed(length as usize)).await?;
+            at += length;
+        }
+        if durable {
+            storage.flush().await?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn steps_follow_the_rate_of_growth() {
+        let mut growth = Growth::default();
+        let mut left = 0;
+        let mut prepared = Vec::new();
+        // 64 KiB a commit: 64 MiB in all.
+        for _ in 0..1024_u64 {
+            growth.add(64 << 10);
+            left = i64::max(0, left - (64 << 10));
+            if let Some(step) = growth.committed(left as u64) {
+                prepared.push(step >> 20);
+                left += step as i64;
+            }
+        }
+        assert_eq!(prepared, [2, 4, 8, 16, 32, 32]);
+        // 64 bytes a commit, after that.
+        for _ in 0..3_000_000 {
+            growth.add(64);
+            left = i64::max(0, left - 64);
+            left += growth.committed(left as u64).unwrap_or(0) as i64;
+        }
+        assert_eq!(growth.step, STEPS.start);
+    }
+
+    #[test]
+    fn who_seldom_flushes_and_who_does_not_grow_prepare_nothing() {
+        let mut growth = Growth::default();
+        for _ in 0..100 {
+            growth.add(64 << 20);
+            assert_eq!(growth.committed(0), None);
+        }
+        let mut growth = Growth::default();
+        assert_eq!(growth.committed(0), None);
+    }
+}
