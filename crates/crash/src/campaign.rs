@@ -12,9 +12,11 @@ use crate::recover::{Case, Passed, Way, recover, recover_wild};
 use crate::state::{Fate, Replay};
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
-use rustc_hash::FxHashSet;
+use rustc_hash::{FxHashSet, FxHasher};
+use std::any::Any;
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
+use std::hash::{Hash, Hasher};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
@@ -30,6 +32,8 @@ pub struct Totals {
     pub states: u64,
     /// Of those, how many QEMU has judged too.
     pub qemu: u64,
+    /// A digest of all that happened, so that two runs can be compared.
+    pub digest: u64,
     /// States by what their history was about, by their fate, by their recovery, by faults.
     pub sorts: BTreeMap<(&'static str, &'static str), u64>,
 }
@@ -44,6 +48,7 @@ impl Totals {
         self.histories += other.histories;
         self.states += other.states;
         self.qemu += other.qemu;
+        self.digest ^= other.digest;
         for ((sort, name), states) in &other.sorts {
             self.count(sort, name, *states);
         }
@@ -73,6 +78,34 @@ pub struct Failure {
     pub what: String,
     /// How it came to that.
     pub story: Vec<String>,
+    /// Of a small history: of how many changes all subsets were tried.
+    pub bits: Option<u32>,
+}
+
+impl Failure {
+    /// All of it as text, and how to repeat it.
+    pub fn report(&self, settings: &Settings) -> String {
+        let mut text = format!("FAILED: {}\n{}\n", self.what, self.story.join("\n"));
+        let mode = settings.mode.name();
+        let _ = write!(
+            text,
+            "to repeat: cargo run --release -p isobath-crash -- --mode {mode} --repeat {:#x}",
+            self.seed
+        );
+        if let Some(bits) = self.bits {
+            let _ = write!(text, " --exhaustive --bits {bits}");
+        }
+        if let Some(kind) = settings.kind {
+            let _ = write!(text, " --kind {kind}");
+        }
+        if let Some(number) = settings.sabotage {
+            let _ = write!(text, " --sabotage {number}");
+        }
+        if settings.faultless {
+            text.push_str(" --faultless");
+        }
+        text
+    }
 }
 
 /// The choices of a campaign.
@@ -82,18 +115,27 @@ pub struct Settings {
     pub mode: &'static Mode,
     /// Only histories of this kind.
     pub kind: Option<Kind>,
-    /// Flushes from this one on do nothing, silently: the simulator must notice.
+    /// This flush of each history does nothing, silently: the simulator must notice.
     pub sabotage: Option<u64>,
     /// Faults are left out.
     pub faultless: bool,
     /// One state of so many is judged by QEMU; 0 for none.
     pub qemu_every: u64,
+    /// A failure tells all that was done to the files.
+    pub trace: bool,
 }
 
 impl Settings {
     /// All kinds of histories, with faults.
     pub const fn new(mode: &'static Mode) -> Self {
-        Self { mode, kind: None, sabotage: None, faultless: false, qemu_every: QEMU_EVERY }
+        Self {
+            mode,
+            kind: None,
+            sabotage: None,
+            faultless: false,
+            qemu_every: QEMU_EVERY,
+            trace: false,
+        }
     }
 }
 
@@ -149,6 +191,16 @@ pub struct Happened {
     pub log: Arc<Log>,
 }
 
+impl Happened {
+    /// A digest of all that the storage and the guest saw.
+    fn digest(&self) -> u64 {
+        let mut hasher = FxHasher::default();
+        self.record.tell().hash(&mut hasher);
+        self.log.tell(NEVER).hash(&mut hasher);
+        hasher.finish()
+    }
+}
+
 /// Lets a history happen, and checks what was read while it did.
 pub fn happen(
     settings: &Settings,
@@ -176,19 +228,20 @@ pub fn happen(
 
 /// Runs one history with all its crashes.
 pub fn run_history(settings: &Settings, seed: u64) -> Result<Totals, Box<Failure>> {
-    let mut totals = Totals::default();
-    let mut story = Vec::new();
-    let ran = catch_unwind(AssertUnwindSafe(|| history(settings, seed, &mut totals, &mut story)));
-    let what = match ran {
-        Ok(Ok(())) => return Ok(totals),
-        Ok(Err(what)) => what,
-        Err(panic) => {
-            let text = panic.downcast_ref::<String>().map(String::as_str);
-            let text = text.or_else(|| panic.downcast_ref::<&str>().copied());
-            format!("the engine panicked: {}", text.unwrap_or("(no message)"))
-        }
-    };
-    Err(Box::new(Failure { seed, what, story }))
+    guarded(seed, |totals, story| history(settings, seed, totals, story))
+}
+
+/// Runs what tests a history, and makes of errors and panics the failure of that seed.
+pub(crate) fn guarded(
+    seed: u64,
+    test: impl FnOnce(&mut Totals, &mut Vec<String>) -> Result<(), String>,
+) -> Result<Totals, Box<Failure>> {
+    let (mut totals, mut story) = (Totals::default(), Vec::new());
+    let tested = catch_unwind(AssertUnwindSafe(|| test(&mut totals, &mut story)));
+    match tested.unwrap_or_else(|panic| Err(panicked(&*panic))) {
+        Ok(()) => Ok(totals),
+        Err(what) => Err(Box::new(Failure { seed, what, story, bits: None })),
+    }
 }
 
 fn history(
@@ -200,7 +253,7 @@ fn history(
     let mut rng = SmallRng::seed_from_u64(seed);
     let drawn = KINDS[rng.random_range(0..KINDS.len())];
     let kind = settings.kind.unwrap_or(drawn);
-    let start = image::make(kind, &mut rng)?;
+    let start = image::make(kind, false, &mut rng)?;
     story.push(format!("{kind}: {}", start.describe()));
     let plan = plan::random(kind, &start, &mut rng);
     let (mut faults, mut fault) = faults(&mut rng, &start);
@@ -210,7 +263,7 @@ fn history(
     if let Some(number) = settings.sabotage {
         faults = Faults::default();
         faults.flush = Some((number, FlushFault::Lies));
-        faults.flushes_failing = u64::MAX;
+        faults.flushes_failing = 1;
         fault = "sabotage";
     }
     let lies = faults.lies() && settings.sabotage.is_none();
@@ -224,9 +277,10 @@ fn history(
     };
     let happened = happen(settings, kind, start, plan, conduct, rng.random())?;
     totals.histories += 1;
+    totals.digest = happened.digest();
     let record = &happened.record;
     let mut replay = Replay::new(record);
-    let mut seen = FxHashSet::default();
+    let mut crashes = Crashes::new(settings, &happened, fault, lies, totals, story);
     let mut ticks: Vec<Tick> =
         (0..rng.random_range(20..60)).map(|_| rng.random_range(1..=record.end)).collect();
     ticks.push(record.end);
@@ -234,72 +288,112 @@ fn history(
     ticks.dedup();
     for tick in ticks {
         replay.advance(tick);
-        let events = happened.log.events_before(tick) as u64;
         let oracle = Arc::new(Oracle::of_crash(&happened.log, tick));
-        let fates = 1 + replay.pending().min(3);
-        for _ in 0..fates {
+        for _ in 0..=replay.pending().min(3) {
             let fate = Fate::random(replay.pending(), &mut rng);
             let grain = if rng.random() { 512 } else { 4096 };
-            let state_seed: u64 = rng.random();
-            let mut state_rng = SmallRng::seed_from_u64(state_seed);
-            let state = replay.build(&fate, grain, &mut state_rng);
-            if !seen.insert(state.print ^ events.wrapping_mul(0x9E37_79B9_7F4A_7C15)) {
-                continue;
-            }
-            let number = totals.states;
-            let case = Case {
-                mode: settings.mode,
-                start: &happened.start,
-                kind,
-                oracle: Arc::clone(&oracle),
-                lives: 1,
-                qemu: settings.qemu_every > 0
-                    && (seed ^ number).is_multiple_of(settings.qemu_every),
-            };
-            let mut passed = Vec::new();
-            let way = Way::random(&mut state_rng);
-            let judged = catch_unwind(AssertUnwindSafe(|| {
-                if lies {
-                    passed.push(Passed { way: Way::Repair, qemu: false });
-                    return recover_wild(state.files, &case, state_rng.random());
-                }
-                recover(state.files, &case, way, state_rng.random(), &mut passed)
-            }));
-            let judged = judged.unwrap_or_else(|panic| {
-                let text = panic.downcast_ref::<String>().map(String::as_str);
-                let text = text.or_else(|| panic.downcast_ref::<&str>().copied());
-                Err(format!("the engine panicked: {}", text.unwrap_or("(no message)")))
-            });
-            if let Err(error) = judged {
-                tell(story, &happened, &replay, tick, &fate, grain);
-                return Err(format!("crash at {tick}, {}, {way:?}: {error}", fate.name()));
-            }
-            let count = passed.len() as u64;
-            totals.states += count;
-            totals.count("history", kind.name(), count);
-            totals.count("fate", fate.name(), count);
-            totals.count("fault", fault, count);
-            for passed in passed {
-                totals.count("recovery", passed.way.name(), 1);
-                totals.qemu += u64::from(passed.qemu);
-            }
+            let way = Way::random(&mut rng);
+            crashes.judge(&replay, tick, &oracle, fate, grain, way, rng.random())?;
         }
     }
     Ok(())
 }
 
-/// Tells how it came to a failure.
-pub fn tell(
-    story: &mut Vec<String>,
-    happened: &Happened,
-    replay: &Replay<'_>,
-    tick: Tick,
-    fate: &Fate,
-    grain: u64,
-) {
-    story.push(format!("the guest's requests up to the crash at {tick}:"));
-    let requests = happened.log.tell(tick);
-    story.extend(requests.into_iter().map(|line| format!("  {line}")));
-    story.push(format!("{fate:?} in grains of {grain} bytes, of these changes:"));
-    story.extend(replay.describe().into_iter().map(|line| format!("  {line}")));
+/// The crashes of one history.
+pub struct Crashes<'a> {
+    settings: &'a Settings,
+    happened: &'a Happened,
+    fault: &'static str,
+    /// Nothing was promised.
+    lies: bool,
+    seen: FxHashSet<u64>,
+    totals: &'a mut Totals,
+    story: &'a mut Vec<String>,
+}
+
+impl<'a> Crashes<'a> {
+    /// None so far.
+    pub fn new(
+        settings: &'a Settings,
+        happened: &'a Happened,
+        fault: &'static str,
+        lies: bool,
+        totals: &'a mut Totals,
+        story: &'a mut Vec<String>,
+    ) -> Self {
+        Self { settings, happened, fault, lies, seen: FxHashSet::default(), totals, story }
+    }
+
+    /// Recovers and judges what one fate leaves of a crash at `tick`, to which `replay` has come and
+    /// which `oracle` knows, unless that was done already.
+    #[allow(clippy::too_many_arguments, reason = "all of it makes one state")]
+    pub fn judge(
+        &mut self,
+        replay: &Replay<'_>,
+        tick: Tick,
+        oracle: &Arc<Oracle>,
+        fate: Fate,
+        grain: u64,
+        way: Way,
+        seed: u64,
+    ) -> Result<(), String> {
+        let mut rng = SmallRng::seed_from_u64(seed);
+        let state = replay.build(&fate, grain, &mut rng);
+        let events = self.happened.log.events_before(tick) as u64;
+        if !self.seen.insert(state.print ^ events.wrapping_mul(0x9E37_79B9_7F4A_7C15)) {
+            return Ok(());
+        }
+        let every = self.settings.qemu_every;
+        let case = Case {
+            mode: self.settings.mode,
+            start: &self.happened.start,
+            kind: self.happened.kind,
+            oracle: Arc::clone(oracle),
+            lives: 1,
+            qemu: every > 0 && seed.is_multiple_of(every),
+        };
+        let mut passed = Vec::new();
+        let judged = catch_unwind(AssertUnwindSafe(|| {
+            if self.lies {
+                passed.push(Passed { way: Way::Wild, qemu: false });
+                return recover_wild(state.files, &case, rng.random());
+            }
+            recover(state.files, &case, way, rng.random(), &mut passed)
+        }));
+        let judged = judged.unwrap_or_else(|panic| Err(panicked(&*panic)));
+        if let Err(error) = judged {
+            self.tell(replay, tick, &fate, grain);
+            return Err(format!("crash at {tick}, {}, {}: {error}", fate.name(), way.name()));
+        }
+        let count = passed.len() as u64;
+        self.totals.states += count;
+        self.totals.count("history", self.happened.kind.name(), count);
+        self.totals.count("fate", fate.name(), count);
+        self.totals.count("fault", self.fault, count);
+        for passed in passed {
+            self.totals.count("recovery", passed.way.name(), 1);
+            self.totals.qemu += u64::from(passed.qemu);
+        }
+        Ok(())
+    }
+
+    /// Tells how it came to a failure.
+    fn tell(&mut self, replay: &Replay<'_>, tick: Tick, fate: &Fate, grain: u64) {
+        self.story.push(format!("the guest's requests up to the crash at {tick}:"));
+        let requests = self.happened.log.tell(tick);
+        self.story.extend(requests.into_iter().map(|line| format!("  {line}")));
+        if self.settings.trace {
+            self.story.push("what was done to the files:".into());
+            self.story.extend(self.happened.record.tell());
+        }
+        self.story.push(format!("{fate:?} in grains of {grain} bytes, of these changes:"));
+        self.story.extend(replay.describe().into_iter().map(|line| format!("  {line}")));
+    }
+}
+
+/// What a panic said.
+fn panicked(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    let text = text.or_else(|| panic.downcast_ref::<&str>().copied());
+    format!("the engine panicked: {}", text.unwrap_or("(no message)"))
 }

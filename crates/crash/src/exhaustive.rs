@@ -1,1 +1,102 @@
-//! Small histories, with every crash there is.
+//! Small histories, with every crash there is: each moment, each subset of the changes that no flush
+//! covers, and each of them torn.
+
+use crate::campaign::{Crashes, Failure, Settings, Totals, guarded, happen};
+use crate::guest::Oracle;
+use crate::host::Conduct;
+use crate::image::{self, KINDS};
+use crate::plan::{Act, Disk, Phase, Plan};
+use crate::recover::Way;
+use crate::state::{Fate, Replay};
+use rand::rngs::SmallRng;
+use rand::{RngExt, SeedableRng};
+use std::sync::Arc;
+
+/// Images and orders of execution of each small history.
+const VARIANTS: u64 = 3;
+/// Random subsets where there are too many for all.
+const RANDOM: usize = 64;
+
+/// How many small histories there are.
+pub const COUNT: u64 = KINDS.len() as u64 * Disk::PATTERNS as u64 * VARIANTS;
+
+/// Runs one small history, from 0 on. All subsets of up to `bits` changes are tried; where there are
+/// more, those of the first so many, and random ones.
+pub fn run_small(settings: &Settings, number: u64, bits: u32) -> Result<Totals, Box<Failure>> {
+    let tested = guarded(number, |totals, story| small(settings, number, bits, totals, story));
+    tested.map_err(|failure| Box::new(Failure { bits: Some(bits), ..*failure }))
+}
+
+fn small(
+    settings: &Settings,
+    number: u64,
+    bits: u32,
+    totals: &mut Totals,
+    story: &mut Vec<String>,
+) -> Result<(), String> {
+    let mut rng = SmallRng::seed_from_u64(number);
+    let variant = number % VARIANTS;
+    let pattern = (number / VARIANTS % u64::from(Disk::PATTERNS)) as u32;
+    let kind = KINDS[(number / VARIANTS / u64::from(Disk::PATTERNS)) as usize % KINDS.len()];
+    let start = image::make(kind, true, &mut rng)?;
+    story.push(format!("{kind}, pattern {pattern}: {}", start.describe()));
+    let tasks = Disk::of(&start).pattern(pattern, 2, &mut rng);
+    let then = match kind {
+        image::Kind::Resize => Some(Act::Resize(start.size() / 1024 * 512 + 512 * variant * 40)),
+        image::Kind::Index => Some(if variant == 2 { Act::DropIndex } else { Act::WriteIndex }),
+        _ => None,
+    };
+    let plan = Plan { phases: vec![Phase { tasks, beside: None, then }], close: variant == 0 };
+    let conduct = Conduct {
+        seed: rng.random(),
+        delay: variant as u32 * 2,
+        record: true,
+        ..Conduct::default()
+    };
+    let happened = happen(settings, kind, start, plan, conduct, rng.random())?;
+    totals.histories += 1;
+    let mut replay = Replay::new(&happened.record);
+    let mut crashes = Crashes::new(settings, &happened, "none", false, totals, story);
+    let mut last = None;
+    for tick in 1..=happened.record.end {
+        replay.advance(tick);
+        let moment = (replay.moment(), happened.log.events_before(tick));
+        if last.replace(moment) == Some(moment) {
+            continue;
+        }
+        let oracle = Arc::new(Oracle::of_crash(&happened.log, tick));
+        for fate in fates(replay.pending(), bits, &mut rng) {
+            let way = match rng.random_range(0..8) {
+                0 => Way::ReadFirst,
+                1 => Way::Repair,
+                2 => Way::Crash(2),
+                _ => Way::Open,
+            };
+            crashes.judge(&replay, tick, &oracle, fate, 512, way, rng.random())?;
+        }
+    }
+    Ok(())
+}
+
+fn fates(changes: usize, bits: u32, rng: &mut SmallRng) -> Vec<Fate> {
+    let mut fates = vec![Fate::ALL_LOST, Fate::ALL_KEPT];
+    let some = changes.min(bits as usize);
+    fates.extend((0..1_u64 << some).map(Fate::Subset));
+    if some < changes {
+        fates.extend((0..changes).flat_map(|change| {
+            [
+                Fate::First(change),
+                Fate::Kept { but: Some(change) },
+                Fate::Lost { but: Some(change) },
+            ]
+        }));
+        fates.extend((0..RANDOM).map(|_| Fate::Some(rng.random_range(0.1..0.9))));
+    }
+    for change in 0..changes {
+        for choice in 0..8 {
+            let (front, before, after) = (choice & 1 == 1, choice & 2 == 2, choice & 4 == 4);
+            fates.push(Fate::Torn { change, front, before, after });
+        }
+    }
+    fates
+}

@@ -277,14 +277,14 @@ impl Oracle {
             && (written.ended <= self.settled || written.durable && written.ended < self.now)
     }
 
-    /// Whether `written`, or what was before where it is `None`, may be in `range`.
+    /// Whether `written`, or what was before where it is `None`, may be in all of `range`.
     fn may_show(&self, written: Option<&Written>, range: &Range<u64>, on: &[u32]) -> bool {
         let ended = written.map_or(0, |written| written.ended);
         !on.iter().any(|number| {
             let later = &self.log.written[*number as usize];
             later.began > ended
-                && later.range.start <= range.start
-                && range.end <= later.range.end
+                && later.range.start < range.end
+                && range.start < later.range.end
                 && self.settles(later)
         })
     }
@@ -364,7 +364,7 @@ impl Oracle {
         while at < end {
             let next = (at / SECTOR * SECTOR + SECTOR).min(end);
             let part = &bytes[(at - offset) as usize..(next - offset) as usize];
-            let fits = if at % 8 == 0 && next % 8 == 0 {
+            let fits = if at.is_multiple_of(8) && next.is_multiple_of(8) {
                 self.allows(at, part)
             } else {
                 part.iter().zip(at..).all(|(byte, at)| self.allows_byte(at, *byte))

@@ -12,7 +12,7 @@ use isobath_storage::memory::MemoryHost;
 use rand::RngExt;
 use rand::rngs::SmallRng;
 use std::fmt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
 /// The active image's file.
@@ -168,10 +168,11 @@ impl Start {
     }
 }
 
-fn shape(kind: Kind, rng: &mut SmallRng) -> NewDisk {
+fn shape(kind: Kind, small: bool, rng: &mut SmallRng) -> NewDisk {
     let bits = match kind {
         Kind::Subclusters => [14, 14, 15, 16][rng.random_range(0..4)],
         Kind::Refcounts => 9,
+        _ if small => [9, 9, 12][rng.random_range(0..3)],
         _ => [9, 9, 9, 10, 11, 12, 12, 13, 14, 16][rng.random_range(0..10)],
     };
     let cluster_size = 1_u64 << bits;
@@ -179,7 +180,8 @@ fn shape(kind: Kind, rng: &mut SmallRng) -> NewDisk {
     let most = (1 << 20_u64).min(cluster_size * 256);
     let least = (cluster_size * 4).max(16 << 10);
     // Mostly small: what is small is tried more often.
-    let size = least + (rng.random_range(0..=most - least) >> rng.random_range(0..4));
+    let more = rng.random_range(0..=most.saturating_sub(least)) >> rng.random_range(0..4);
+    let size = least + if small { more.min(16 << 10) } else { more };
     let any_width = 1 << rng.random_range(0..=6);
     let refcount_bits = match kind {
         _ if version == 2 => 16,
@@ -339,18 +341,18 @@ async fn repair(host: &MemoryHost) -> Result<(), String> {
     if report.is_clean() { Ok(()) } else { Err(format!("the first image: {report:?}")) }
 }
 
-/// Makes what a history of a kind starts from.
+/// Makes what a history of a kind starts from, with `small` a small disk.
 ///
 /// # Errors
 /// The engine cannot make it.
-pub fn make(kind: Kind, rng: &mut SmallRng) -> Result<Start, String> {
-    run(make_image(kind, rng))?.map_err(|error| format!("while the image was made: {error}"))
+pub fn make(kind: Kind, small: bool, rng: &mut SmallRng) -> Result<Start, String> {
+    run(make_image(kind, small, rng))?.map_err(|error| format!("while the image was made: {error}"))
 }
 
-async fn make_image(kind: Kind, rng: &mut SmallRng) -> Result<Start, String> {
+async fn make_image(kind: Kind, small: bool, rng: &mut SmallRng) -> Result<Start, String> {
     let host = MemoryHost::new();
     let shown = |error: isobath_disk::DiskError| error.to_string();
-    let mut new = shape(kind, rng);
+    let mut new = shape(kind, small, rng);
     layers(&host, kind, &mut new, rng).await.map_err(shown)?;
     create(&host, Path::new(IMAGE), &new).await.map_err(shown)?;
     let compressed = kind == Kind::Compressed || new.data_file.is_none() && rng.random_bool(0.2);
@@ -409,7 +411,7 @@ pub fn show_snapshot(files: &Files, kept: &Kept) -> Files {
     files
         .iter()
         .map(|(name, bytes)| {
-            if *name != PathBuf::from(IMAGE) {
+            if *name != Path::new(IMAGE) {
                 return (name.clone(), bytes.clone());
             }
             let mut bytes = bytes.to_vec();

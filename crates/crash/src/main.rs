@@ -2,6 +2,7 @@
 
 use clap::Parser;
 use isobath_crash::campaign::{Failure, Settings, Totals, history_seed, run_history};
+use isobath_crash::exhaustive::{COUNT, run_small};
 use isobath_crash::image::Kind;
 use isobath_crash::mode::{MODES, Mode};
 use std::process::ExitCode;
@@ -28,12 +29,21 @@ struct Arguments {
     /// Only histories of this kind.
     #[arg(long)]
     kind: Option<String>,
-    /// Runs one history again, by its own seed.
+    /// Runs small histories with every crash there is, instead of random ones.
+    #[arg(long)]
+    exhaustive: bool,
+    /// Of how many changes all subsets are tried.
+    #[arg(long, default_value_t = 12, value_parser = clap::value_parser!(u32).range(0..=20))]
+    bits: u32,
+    /// Runs one history again, by its own seed (a small one: by its number).
     #[arg(long, value_parser = number)]
     repeat: Option<u64>,
-    /// Lets flushes from this one on do nothing, to see that it is noticed.
+    /// Lets this flush of each history do nothing, to see that it is noticed.
     #[arg(long)]
     sabotage: Option<u64>,
+    /// A failure tells all that was done to the files.
+    #[arg(long)]
+    trace: bool,
     /// Leaves faults of the storage out.
     #[arg(long)]
     faultless: bool,
@@ -58,32 +68,39 @@ fn main() -> ExitCode {
     };
     let modes: Vec<&'static Mode> = match &arguments.mode {
         None => MODES.iter().collect(),
-        Some(name) => match Mode::from_name(name) {
-            Some(mode) => vec![mode],
-            None => {
-                eprintln!("there is no mode '{name}'");
-                return ExitCode::from(2);
-            }
-        },
+        Some(name) => Mode::from_name(name).into_iter().collect(),
     };
+    if modes.is_empty() {
+        eprintln!("there is no such mode");
+        return ExitCode::from(2);
+    }
     for mode in modes {
         let settings = Settings {
             kind,
             sabotage: arguments.sabotage,
             faultless: arguments.faultless,
+            trace: arguments.trace,
             ..Settings::new(mode)
         };
         if let Err(failure) = campaign(&arguments, &settings) {
-            report(&arguments, &settings, &failure);
+            println!("{}", failure.report(&settings));
             return ExitCode::FAILURE;
         }
     }
     ExitCode::SUCCESS
 }
 
+/// Runs one history.
+fn one(arguments: &Arguments, settings: &Settings, seed: u64) -> Result<Totals, Box<Failure>> {
+    if arguments.exhaustive {
+        return run_small(settings, seed, arguments.bits);
+    }
+    run_history(settings, seed)
+}
+
 fn campaign(arguments: &Arguments, settings: &Settings) -> Result<(), Box<Failure>> {
     if let Some(seed) = arguments.repeat {
-        let totals = run_history(settings, seed)?;
+        let totals = one(arguments, settings, seed)?;
         println!("{}: {} states passed", settings.mode.name(), totals.states);
         return Ok(());
     }
@@ -104,9 +121,18 @@ fn campaign(arguments: &Arguments, settings: &Settings) -> Result<(), Box<Failur
             scope.spawn(|| {
                 while !stop.load(Ordering::Relaxed) {
                     let number = next.fetch_add(1, Ordering::Relaxed);
-                    match run_history(settings, history_seed(arguments.seed, number)) {
+                    let seed = if arguments.exhaustive {
+                        number
+                    } else {
+                        history_seed(arguments.seed, number)
+                    };
+                    if arguments.exhaustive && number >= COUNT {
+                        stop.store(true, Ordering::Relaxed);
+                        break;
+                    }
+                    match one(arguments, settings, seed) {
                         Ok(more) => {
-                            if lock(&totals, &more) >= arguments.states {
+                            if lock(&totals, &more) >= arguments.states && !arguments.exhaustive {
                                 stop.store(true, Ordering::Relaxed);
                             }
                         }
@@ -151,26 +177,4 @@ fn campaign(arguments: &Arguments, settings: &Settings) -> Result<(), Box<Failur
     print!("{}", totals.table());
     let failure = failure.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
     failure.map_or(Ok(()), Err)
-}
-
-fn report(arguments: &Arguments, settings: &Settings, failure: &Failure) {
-    println!("FAILED: {}", failure.what);
-    for line in &failure.story {
-        println!("{line}");
-    }
-    let mut command = format!(
-        "cargo run --release -p isobath-crash -- --mode {} --repeat {:#x}",
-        settings.mode.name(),
-        failure.seed
-    );
-    if let Some(kind) = settings.kind {
-        command.push_str(&format!(" --kind {kind}"));
-    }
-    if let Some(number) = arguments.sabotage {
-        command.push_str(&format!(" --sabotage {number}"));
-    }
-    if arguments.faultless {
-        command.push_str(" --faultless");
-    }
-    println!("to repeat: {command}");
 }

@@ -166,7 +166,7 @@ impl Disk {
             ],
             // The whole of a tiny image, so that its structure grows.
             3 => {
-                let clusters = (self.size / self.cluster).min(48);
+                let clusters = (self.size / self.cluster).min(times * 6);
                 vec![
                     (0..clusters)
                         .map(|n| Request::Write(n * self.cluster, self.cluster))

@@ -1,6 +1,6 @@
 //! What happened to the simulated files, and when.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// A moment of a history: every event has one of its own.
@@ -119,4 +119,43 @@ pub struct Record {
     pub flushes: Vec<Flush>,
     /// The tick after the last event.
     pub end: Tick,
+}
+
+impl Change {
+    /// In a few words.
+    pub fn tell(&self, files: &Files) -> String {
+        let name = files.get(self.file).map_or(Path::new("?"), |(name, _)| name).display();
+        let action = match &self.action {
+            Action::Write(offset, bytes) => format!("write {offset:#x}+{:#x}", bytes.len()),
+            Action::Fill { offset, length, byte, .. } => {
+                format!("fill {offset:#x}+{length:#x} with {byte}")
+            }
+            Action::SetLength(length) => format!("set length {length:#x}"),
+        };
+        format!(
+            "{name} {action} issued {} applied {} completed {}",
+            shown(self.issued),
+            shown(self.applied),
+            shown(self.completed)
+        )
+    }
+}
+
+impl Record {
+    /// Everything, one event a line.
+    pub fn tell(&self) -> Vec<String> {
+        let changes = self.changes.iter().map(|change| (change.issued, change.tell(&self.start)));
+        let flushes = self.flushes.iter().map(|flush| {
+            let name = self.start.get(flush.file).map_or(Path::new("?"), |(name, _)| name);
+            let text = format!("{} flush {}..{}", name.display(), flush.issued, flush.completed);
+            (flush.issued, text)
+        });
+        let mut lines: Vec<(Tick, String)> = changes.chain(flushes).collect();
+        lines.sort();
+        lines.into_iter().map(|(_, line)| format!("  {line}")).collect()
+    }
+}
+
+fn shown(tick: Tick) -> String {
+    if tick == NEVER { "never".into() } else { tick.to_string() }
 }

@@ -201,22 +201,25 @@ impl<'a> Replay<'a> {
         self.pending.len()
     }
 
+    /// A digest of what a crash would decide about.
+    pub fn moment(&self) -> u64 {
+        let mut hasher = FxHasher::default();
+        self.done_count.hash(&mut hasher);
+        for pending in &self.pending {
+            (pending.change, pending.durable).hash(&mut hasher);
+        }
+        hasher.finish()
+    }
+
     /// What is asked for at this moment: one line for each change that has a fate.
     pub fn describe(&self) -> Vec<String> {
         self.pending
             .iter()
             .enumerate()
             .map(|(position, pending)| {
-                let change = &self.record.changes[pending.change];
-                let name = self.base[change.file].0.display();
+                let change = self.record.changes[pending.change].tell(&self.base);
                 let durable = if pending.durable { " (durable)" } else { "" };
-                format!(
-                    "#{position} {name} {} issued {} applied {} completed {}{durable}",
-                    described(&change.action),
-                    shown(change.issued),
-                    shown(change.applied),
-                    shown(change.completed)
-                )
+                format!("#{position} {change}{durable}")
             })
             .collect()
     }
@@ -353,20 +356,5 @@ impl<'a> Replay<'a> {
         bytes.resize(lengths[seen] as usize, 0);
         (cuts, seen, pending.len()).hash(print);
         bytes
-    }
-}
-
-fn shown(tick: Tick) -> String {
-    if tick == Tick::MAX { "never".into() } else { tick.to_string() }
-}
-
-/// An action in a few words.
-pub fn described(action: &Action) -> String {
-    match action {
-        Action::Write(offset, bytes) => format!("write {:#x}+{:#x}", offset, bytes.len()),
-        Action::Fill { offset, length, byte, .. } => {
-            format!("fill {offset:#x}+{length:#x} with {byte}")
-        }
-        Action::SetLength(length) => format!("set length {length:#x}"),
     }
 }

@@ -1,0 +1,74 @@
+//! States of crashes by the ten thousand, in every mode.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by a panic")]
+
+use isobath_crash::campaign::{Failure, Settings, Totals, history_seed, run_history};
+use isobath_crash::exhaustive::{COUNT, run_small};
+use isobath_crash::mode::MODES;
+use isobath_testkit::seed::Seed;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread;
+
+/// States of random histories, for all modes together.
+const STATES: u64 = 24_000;
+
+/// Runs histories on two threads until there are enough states, or `None` says that there are no
+/// more.
+fn run(
+    settings: &Settings,
+    states: u64,
+    history: impl Fn(u64) -> Option<Result<Totals, Box<Failure>>> + Sync,
+) -> Totals {
+    let next = AtomicU64::new(0);
+    let totals = Mutex::new(Totals::default());
+    thread::scope(|scope| {
+        let work = || {
+            while let Some(tested) = history(next.fetch_add(1, Ordering::Relaxed)) {
+                let tested =
+                    tested.unwrap_or_else(|failure| panic!("{}", failure.report(settings)));
+                let mut totals = totals.lock().unwrap();
+                totals.add(&tested);
+                if totals.states >= states {
+                    break;
+                }
+            }
+        };
+        let threads = [scope.spawn(work), scope.spawn(work)];
+        for thread in threads {
+            if let Err(panic) = thread.join() {
+                std::panic::resume_unwind(panic);
+            }
+        }
+    });
+    totals.into_inner().unwrap()
+}
+
+#[test]
+fn random_histories_survive_random_crashes() {
+    let seed = Seed::new();
+    for mode in MODES {
+        let settings = Settings { qemu_every: 200, ..Settings::new(mode) };
+        let wanted = STATES / MODES.len() as u64;
+        let totals = run(&settings, wanted, |number| {
+            Some(run_history(&settings, history_seed(seed.value(), number)))
+        });
+        println!("{}: {totals:?}", mode.name());
+        assert!(totals.states >= wanted && totals.qemu > 0);
+    }
+}
+
+#[test]
+fn small_histories_survive_every_crash() {
+    for (shift, mode) in MODES.iter().enumerate() {
+        let settings = Settings { qemu_every: 1000, ..Settings::new(mode) };
+        // A share of them: all take minutes.
+        let step = 11 * MODES.len() as u64;
+        let totals = run(&settings, u64::MAX, |number| {
+            let number = number * step + shift as u64;
+            (number < COUNT).then(|| run_small(&settings, number, 4))
+        });
+        println!("{}: {totals:?}", mode.name());
+        assert!(totals.states > 0 && totals.histories > COUNT / step);
+    }
+}
