@@ -16,8 +16,11 @@ use crate::tables::References;
 use crate::write::{Qcow2Writer, Writer, referenced};
 use crate::{DiskError, Result};
 use isobath_qcow2::header::field;
-use isobath_qcow2::{AutoclearFeatures, ClusterIndex, ClusterKind, GuestOffset, HostCluster, L2Entry};
+use isobath_qcow2::{
+    AutoclearFeatures, ClusterIndex, ClusterKind, GuestOffset, HostCluster, L2Entry,
+};
 use isobath_storage::{Host, IoBuf, Storage, ZeroMode};
+use std::cmp::Ordering;
 use std::ops::Range;
 
 /// Guest bytes looked at in one go.
@@ -91,12 +94,12 @@ impl<H: Host> Disk<H> {
             (Some(qcow2), Some(image)) => {
                 self.check_resize(image, size)?;
                 let change = async {
-                    if size < old {
-                        self.shrink(writer, qcow2, image, size).await
-                    } else if size > old {
-                        self.grow(writer, qcow2, image, old..size, preallocation).await
-                    } else {
-                        Ok(())
+                    match size.cmp(&old) {
+                        Ordering::Less => self.shrink(writer, qcow2, image, size).await,
+                        Ordering::Equal => Ok(()),
+                        Ordering::Greater => {
+                            self.grow(writer, qcow2, image, old..size, preallocation).await
+                        }
                     }
                 };
                 writer.without_journal(change).await?;
@@ -354,7 +357,8 @@ impl<H: Host> Disk<H> {
                         let releases = referenced(&geometry, &kind);
                         qcow2.check_releases(&releases)?;
                         let none = L2Entry::unallocated();
-                        let references = References { released: &releases, ..References::default() };
+                        let references =
+                            References { released: &releases, ..References::default() };
                         tables.record(ClusterIndex::new(cluster), none, references);
                     }
                     // What it means is unknown: its space, if any, stays allocated.

@@ -61,7 +61,8 @@ impl Block {
 
     /// The indexes whose refcounts lie in these bytes.
     pub(super) fn indexes_in(&self, bytes: &Range<usize>) -> Range<usize> {
-        bytes.start * 8 >> self.order.get()..bytes.end * 8 >> self.order.get()
+        let index_of = |byte: usize| (byte * 8) >> self.order.get();
+        index_of(bytes.start)..index_of(bytes.end)
     }
 
     pub(super) fn len(&self) -> usize {

@@ -5,7 +5,7 @@ use crate::Result;
 use async_lock::MutexGuard;
 use isobath_qcow2::HostCluster;
 use isobath_storage::{IoBuf, Storage};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 /// Changes of the refcount structure that become durable with a record.
@@ -65,14 +65,14 @@ impl<S: Storage> Allocator<S> {
             }
         }
         self.publish_own(&mut state)?;
-        self.stage_table(&mut state, &mut staged)?;
+        self.stage_table(&mut state, &mut staged);
         let fresh = std::mem::take(&mut state.unlisted);
         for index in &fresh {
             self.stage_block(&state, &less, *index, &mut staged)?;
         }
         let mut changed = match &mut state.journaled {
             Some(journaled) => std::mem::take(&mut journaled.changed),
-            None => Default::default(),
+            None => BTreeSet::new(),
         };
         changed.extend(less.keys());
         let mut runs: Vec<(u64, Range<usize>)> = Vec::new();
@@ -98,7 +98,7 @@ impl<S: Storage> Allocator<S> {
     }
 
     /// Entries of new blocks, or a whole new table and the header's pointer to it.
-    fn stage_table(&self, state: &mut MutexGuard<'_, State>, staged: &mut Staged) -> Result<()> {
+    fn stage_table(&self, state: &mut MutexGuard<'_, State>, staged: &mut Staged) {
         let at = state.table_offset.get();
         if staged.replaced.is_empty() {
             let mut entries = Vec::new();
@@ -112,7 +112,7 @@ impl<S: Storage> Allocator<S> {
             if let Some(journaled) = &mut state.journaled {
                 journaled.entries.extend(entries);
             }
-            return Ok(());
+            return;
         }
         let table = state.table_bytes();
         staged.fresh.push((at, table.len() as u64));
@@ -121,7 +121,6 @@ impl<S: Storage> Allocator<S> {
         if let Some(journaled) = &mut state.journaled {
             journaled.moved = true;
         }
-        Ok(())
     }
 
     /// A new block, whole.

@@ -184,7 +184,7 @@ impl Guard {
         if !self.is_active() && !self.keeps() {
             return Way::Straight(Busy(None));
         }
-        let length: usize = bufs.iter().map(|buf| buf.len()).sum();
+        let length: usize = bufs.iter().map(IoBuf::len).sum();
         let range = at..at + length as u64;
         let mut state = self.state.lock();
         let busy = state.open.touch(&range);
@@ -214,7 +214,7 @@ impl Guard {
         if self.is_active() {
             let mut state = self.state.lock();
             for cover in covers {
-                state.open.add(cover);
+                state.open.add(&cover);
             }
         }
     }
@@ -306,7 +306,8 @@ impl Guard {
         let mut found = Vec::new();
         for at in state.overlapping(range) {
             if let Some(piece) = state.kept.get(&at) {
-                let (start, end) = (at.max(range.start), range.end.min(at + piece.part.len() as u64));
+                let (start, end) =
+                    (at.max(range.start), range.end.min(at + piece.part.len() as u64));
                 let bytes = &piece.bytes()[(start - at) as usize..(end - at) as usize];
                 found.push(Kept { at: start, bytes: bytes.to_vec() });
             }
@@ -322,11 +323,11 @@ impl Guard {
 }
 
 impl Covers {
-    fn add(&mut self, cover: Cover) {
+    fn add(&mut self, cover: &Cover) {
         if self.too_much || cover.range.is_empty() {
             return;
         }
-        let Range { mut start, mut end } = cover.range;
+        let Range { mut start, mut end } = cover.range.clone();
         let mut crc = cover.crc;
         for (at, (until, _)) in self.overlapping(&(start..end)) {
             self.ranges.remove(&at);
@@ -374,7 +375,8 @@ impl Covers {
 impl State {
     /// The parts of a range that must not be written to, in order and apart from each other.
     fn guarded(&self, range: &Range<u64>) -> Vec<Range<u64>> {
-        let covers = self.last.overlapping(range).into_iter().chain(self.closing.overlapping(range));
+        let covers =
+            self.last.overlapping(range).into_iter().chain(self.closing.overlapping(range));
         let kept = self.overlapping(range).into_iter();
         let kept = kept.map(|at| (at, at + self.kept.get(&at).map_or(0, |p| p.part.len() as u64)));
         let mut parts: Vec<Range<u64>> = covers

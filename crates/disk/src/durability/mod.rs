@@ -183,7 +183,7 @@ pub(crate) trait Durability {
 /// The mode in use.
 pub(crate) enum Mode {
     Ordered(Ordered),
-    Journal(Journal),
+    Journal(Box<Journal>),
 }
 
 impl Mode {
@@ -193,8 +193,8 @@ impl Mode {
         let size = journal_size.unwrap_or((disk_size / 32).clamp(MIN_JOURNAL, MAX_JOURNAL));
         match mode {
             MetadataMode::Ordered => Self::Ordered(Ordered),
-            MetadataMode::Auto => Self::Journal(Journal::new(false, size)),
-            MetadataMode::Journal => Self::Journal(Journal::new(true, size)),
+            MetadataMode::Auto => Self::Journal(Box::new(Journal::new(false, size))),
+            MetadataMode::Journal => Self::Journal(Box::new(Journal::new(true, size))),
         }
     }
 

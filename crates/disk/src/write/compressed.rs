@@ -68,8 +68,7 @@ impl<H: Host> Disk<H> {
         let first = geometry.host_cluster_of(host).get();
         let last = geometry.host_cluster_of(HostOffset::new(host.get() + length - 1)).get();
         let taken: Vec<_> = (first..=last).map(isobath_qcow2::HostCluster::new).collect();
-        let written =
-            qcow2.metadata.write_new(host.get(), vec![IoBuf::copy_of(&packed)]).await;
+        let written = qcow2.metadata.write_new(host.get(), vec![IoBuf::copy_of(&packed)]).await;
         let entry = L2Entry::compressed(host, length, geometry.cluster_bits())
             .map_err(|error| qcow2.metadata.layer.format_error(error));
         match (written, entry) {

@@ -287,8 +287,7 @@ mod tests {
             ended.set(true);
             Ok(())
         };
-        let writes: [LocalBoxFuture<'_, Result<()>>; 2] =
-            [Box::pin(failing), Box::pin(slow)];
+        let writes: [LocalBoxFuture<'_, Result<()>>; 2] = [Box::pin(failing), Box::pin(slow)];
         let error = block_on(finish_writes(writes)).unwrap_err();
         assert_eq!(error.errno(), libc::EIO);
         assert!(ended.get());

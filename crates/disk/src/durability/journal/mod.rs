@@ -29,9 +29,11 @@ pub(crate) use recover::{Replayed, examine, recover};
 use super::guard::Kept;
 use super::ordered::{self, Ordered};
 use super::{Durability, Metadata};
+use crate::chain::Layer;
 use crate::read::Readers;
 use crate::{DiskError, Result};
 use async_lock::Mutex;
+use build::Builder;
 use futures_util::future::try_join_all;
 use isobath_qcow2::journal::{BLOCK, JournalExtension};
 use isobath_storage::{IoBuf, Storage};
@@ -105,11 +107,40 @@ impl Active {
         ((self.metadata.durable + 1).min(data), data)
     }
 
-    /// What was written before the sync that has ended is durable.
-    fn synced(&mut self, metadata: u64, data: u64) {
+    /// What was written to its place before the sync that has ended, of metadata and of data, is
+    /// durable.
+    fn synced(&mut self, (metadata, data): (u64, u64)) {
         self.metadata.durable = self.metadata.durable.max(metadata);
         self.data.durable = self.data.durable.max(data);
     }
+
+    /// Writes a record and makes it durable, with all data written before.
+    async fn write<S: Storage>(&mut self, layer: &Layer<S>, record: Builder) -> Result<()> {
+        let (told, record) = record.finish();
+        let error = |error| layer.format_error(error);
+        let bytes = record.encode(self.extension.id).map_err(error)?;
+        let count = (bytes.len() / BLOCK) as u64;
+        let Some(start) = self.ring.room(count) else {
+            return Err(DiskError::Corrupt {
+                image: layer.name().to_owned(),
+                reason: format!("its journal has no room for {count} blocks"),
+            });
+        };
+        let at = self.extension.area_offset.get() + start * BLOCK as u64;
+        layer.storage().write_at(at, IoBuf::copy_of(&bytes)).await?;
+        layer.storage().flush().await?;
+        self.ring.take(record.sequence, start, count);
+        self.ring.release(record.tail);
+        self.told.retain(|_, last| *last >= record.tail);
+        self.told.extend(told.into_iter().map(|cluster| (cluster, record.sequence)));
+        Ok(())
+    }
+}
+
+/// The most blocks that a record may take: so many that there is room for one after a checkpoint
+/// that is not durable yet.
+fn most_blocks(ring: &Ring) -> u64 {
+    ring.blocks() / 8
 }
 
 impl Journal {
@@ -145,6 +176,7 @@ impl Journal {
         Held(self)
     }
 
+    /// Commits by a record, if there is anything to tell.
     async fn commit_record<S: Storage>(
         &self,
         state: &mut State,
@@ -156,65 +188,51 @@ impl Journal {
         let needs = tables.begin_commit();
         let releases = tables.closed_releases();
         let sequence = state.sequence + 1;
-        let size = metadata.cluster_size();
-        let closed = guard.close(sequence, &releases, size);
+        let closed = guard.close(sequence, &releases, metadata.cluster_size());
         closed.settled().await;
-        let placed = (active.metadata.written, active.data.written);
         let asked = self.asked.swap(false, Ordering::SeqCst);
-        if !needs.changes && !guard.keeps() && !asked && !alloc.has_unstaged().await {
+        let changed = needs.changes || guard.keeps() || asked || alloc.has_unstaged().await;
+        // Data that no record can vouch for is durable before the record is written.
+        let before = changed && (closed.too_much || metadata.has_data_apart());
+        if before {
+            layer.data().flush().await?;
+        }
+        let written = (active.metadata.written, active.data.written);
+        if !changed {
             metadata.sync().await?;
-            active.synced(placed.0, placed.1);
+            active.synced(written);
             guard.unneeded();
             tables.finish_commit();
             return Ok(());
         }
-        let apart = metadata.has_data_apart();
-        if apart || closed.too_much {
-            layer.data().flush().await?;
-        }
-        let covers = if apart || closed.too_much { Vec::new() } else { closed.covers };
-        let tables_staged = tables.stage().await?;
-        let room = active.ring.room(self.most_blocks(active));
-        let most = self.most_blocks(active) * BLOCK as u64;
+        let covers = if before { Vec::new() } else { closed.covers };
+        let staged = tables.stage().await?;
+        let most = most_blocks(&active.ring);
         let estimate =
-            build::estimate(&tables_staged, alloc, &needs, &releases, &covers, &closed.kept).await;
-        if room.is_none() || estimate > most {
+            build::estimate(&staged, alloc, &needs, &releases, &covers, &closed.kept).await;
+        if active.ring.room(most).is_none() || estimate > most * BLOCK as u64 {
             // Too much for one record, or for what is left of the area.
             self.void(state, metadata).await?;
             return ordered::finish(metadata, readers, needs).await;
         }
         alloc.publish(&needs.allocated).await?;
         let refcounts = alloc.stage(&releases).await?;
-        let mut record = build::Builder::new(size, sequence, active.replayed_from());
+        let from = active.replayed_from();
+        let mut record = Builder::new(metadata.cluster_size(), sequence, from);
         record.revoke(&active.told, releases.iter().chain(&refcounts.replaced));
-        record.tables(&tables_staged);
+        record.tables(&staged);
         record.refcounts(&refcounts);
         record.data(&closed.kept);
         record.cover(&**layer.data(), covers).await?;
-        let (told, record) = record.finish();
-        let bytes = record.encode(active.extension.id).map_err(|e| layer.format_error(e))?;
-        let count = (bytes.len() / BLOCK) as u64;
-        let Some(start) = active.ring.room(count) else {
-            return Err(DiskError::Corrupt {
-                image: layer.name().to_owned(),
-                reason: format!("its journal has no room for {count} blocks"),
-            });
-        };
-        let at = active.extension.area_offset.get() + start * BLOCK as u64;
-        layer.storage().write_at(at, IoBuf::copy_of(&bytes)).await?;
-        layer.storage().flush().await?;
-
+        active.write(layer, record).await?;
+        active.synced(written);
         state.sequence = sequence;
-        active.ring.take(sequence, start, count);
-        active.ring.release(record.tail);
-        active.synced(placed.0, placed.1);
-        active.told.retain(|_, last| *last >= record.tail);
-        active.told.extend(told.into_iter().map(|cluster| (cluster, sequence)));
-        guard.sealed(record.data_from);
-        let released = tables.finish_journaled(&tables_staged)?;
+
+        guard.sealed(from.1);
+        let released = tables.finish_journaled(&staged)?;
         if !released.clusters.is_empty() || !refcounts.replaced.is_empty() {
             readers.drain().await;
-            guard.forget(&released.clusters, size);
+            guard.forget(&released.clusters, metadata.cluster_size());
             if released.discarded {
                 ordered::give_back(metadata, &released.clusters).await?;
             }
@@ -229,12 +247,6 @@ impl Journal {
             active.metadata.written = sequence;
         }
         metadata.grow_ahead().await
-    }
-
-    /// The most blocks that a record may take: so many that there is room for one after a checkpoint
-    /// that is not durable yet.
-    fn most_blocks(&self, active: &Active) -> u64 {
-        active.ring.blocks() / 8
     }
 
     /// Brings everything that is in the journal to its place and takes the journal out of use.

@@ -75,14 +75,11 @@ impl Replayed {
         let (at, length) = (span.start, span.end - span.start);
         if length > PIECE {
             // One range: the area holds no more bytes than that, or they are zeroes.
-            match self.ranges.get(&at) {
-                Some(Content::Bytes(bytes)) => {
-                    storage.write_at(at, IoBuf::copy_of(bytes)).await?;
-                }
-                _ => {
-                    let mode = ZeroMode { may_unmap: false, only_fast: false };
-                    storage.write_zeroes(at, length, mode).await?;
-                }
+            if let Some(Content::Bytes(bytes)) = self.ranges.get(&at) {
+                storage.write_at(at, IoBuf::copy_of(bytes)).await?;
+            } else {
+                let mode = ZeroMode { may_unmap: false, only_fast: false };
+                storage.write_zeroes(at, length, mode).await?;
             }
             return Ok(());
         }

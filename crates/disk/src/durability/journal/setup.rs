@@ -18,7 +18,7 @@ const PIECE: u64 = 1 << 20;
 
 impl Journal {
     /// Puts the area into use. Everything is in its place, and the guard is active. An image whose
-    /// header has no room goes on without a journal.
+    /// header has no room, or whose file system has none, goes on without a journal.
     pub(super) async fn set_up<S: Storage>(
         &self,
         state: &mut State,
@@ -26,22 +26,15 @@ impl Journal {
     ) -> Result<()> {
         let Metadata { layer, alloc, guard, .. } = metadata;
         let size = metadata.cluster_size();
-        let area = match state.area.clone() {
-            Some(area) => area,
-            None => {
-                let length = area_length(self.size, size);
-                let area = alloc.reserve_area(length / size).await?;
-                let extension = extension(&area, size, 0, 0);
-                if let Err(error) = edits(layer, Some(&extension)).await? {
-                    tracing::info!(image = %layer.name().display(), %error, "no journal");
-                    state.impossible = true;
-                    guard.deactivate();
-                    alloc.forget_area(&area).await;
-                    return Ok(());
-                }
-                zero(&**layer.storage(), area.start * size..area.end * size).await?;
-                state.area.insert(area).clone()
-            }
+        if state.area.is_none()
+            && let Err(error) = self.find_area(state, metadata).await
+        {
+            tracing::warn!(image = %layer.name().display(), %error, "it goes on without a journal");
+            state.impossible = true;
+        }
+        let Some(area) = state.area.clone() else {
+            guard.deactivate();
+            return Ok(());
         };
         // Refcounts that the last commit gave back.
         alloc.write_blocks().await?;
@@ -65,6 +58,24 @@ impl Journal {
             told: BTreeMap::new(),
         });
         Ok(())
+    }
+
+    /// Finds an area and fills it with zeroes. Nothing is changed otherwise.
+    async fn find_area<S: Storage>(&self, state: &mut State, metadata: &Metadata<S>) -> Result<()> {
+        let Metadata { layer, alloc, .. } = metadata;
+        let size = metadata.cluster_size();
+        let area = alloc.reserve_area(area_length(self.size, size) / size).await?;
+        let bytes = area.start * size..area.end * size;
+        let found = match edits(layer, Some(&extension(&area, size, 0, 0))).await {
+            Ok(Ok(_)) => zero(&**layer.storage(), bytes).await,
+            Ok(Err(error)) => Err(layer.format_error(error)),
+            Err(error) => Err(error),
+        };
+        match found {
+            Ok(()) => state.area = Some(area),
+            Err(_) => alloc.forget_area(&area).await,
+        }
+        found
     }
 
     /// Refuses an image whose header has no room for a journal.
@@ -121,10 +132,7 @@ async fn zero<S: Storage>(storage: &S, range: Range<u64>) -> Result<()> {
 type Edits = std::result::Result<Vec<(usize, Vec<u8>)>, FormatError>;
 
 /// What to write, in order, so that the header points to a journal, or to none.
-async fn edits<S: Storage>(
-    layer: &Layer<S>,
-    journal: Option<&JournalExtension>,
-) -> Result<Edits> {
+async fn edits<S: Storage>(layer: &Layer<S>, journal: Option<&JournalExtension>) -> Result<Edits> {
     let Some(qcow2) = layer.as_qcow2() else { return Ok(Ok(Vec::new())) };
     let size = qcow2.geometry.cluster_size() as usize;
     let cluster = layer.storage().read_at(0, IoBuf::zeroed(size)).await?;
