@@ -5,7 +5,7 @@
 
 mod common;
 
-use common::{assert_consistent, random_fates};
+use common::{assert_consistent, make, random_fates};
 use futures_executor::block_on;
 use futures_util::future::join_all;
 use isobath_disk::{BlockDevice, Disk, MetadataMode, OpenOptions, ZeroFlags};
@@ -13,7 +13,7 @@ use isobath_qcow2::NewImage;
 use isobath_storage::fault::{FaultHost, Plan};
 use isobath_storage::memory::MemoryHost;
 use isobath_storage::recorder::RecorderHost;
-use isobath_storage::{Host, IoBuf, OpenMode, Storage};
+use isobath_storage::{Host, IoBuf};
 use isobath_testkit::seed::Seed;
 use rand::RngExt;
 use rand::rngs::StdRng;
@@ -70,16 +70,6 @@ impl Oracle {
             self.flushed[sector], self.later[sector]
         );
     }
-}
-
-async fn make(host: &MemoryHost, image: &NewImage) {
-    let plan = image.plan().unwrap();
-    let mode = OpenMode { writable: true, ..OpenMode::default() };
-    let file = host.create(Path::new(NAME), mode).await.unwrap();
-    for (offset, bytes) in plan.writes() {
-        file.write_at(offset.get(), IoBuf::copy_of(&bytes)).await.unwrap();
-    }
-    file.set_len(plan.file_length()).await.unwrap();
 }
 
 async fn open<H: Host>(host: H, metadata: MetadataMode) -> Disk<H> {
@@ -206,7 +196,7 @@ async fn crash_and_recover(rng: &mut StdRng) {
     }
     let mode = MetadataMode::ALL[rng.random_range(0..3)];
     println!("{mode:?} {image:?}");
-    make(&base, &image).await;
+    make(&base, NAME, &image).await;
     base.set_gains_from_written_space(rng.random());
     let mut oracle = Oracle { later: vec![Vec::new(); flushed.len()], flushed };
     let plan = Plan::new();

@@ -2,28 +2,19 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by a panic")]
 
+mod common;
+
+use common::make;
 use futures_executor::block_on;
 use futures_util::future::join_all;
 use isobath_disk::{BlockDevice, Disk, OpenOptions, ZeroFlags};
 use isobath_qcow2::{CompressionType, NewImage};
+use isobath_storage::IoBuf;
 use isobath_storage::memory::MemoryHost;
-use isobath_storage::{Host, IoBuf, OpenMode, Storage};
 use isobath_testkit::{model::Model, qemu, seed::Seed};
 use rand::rngs::StdRng;
 use rand::{Rng, RngExt};
 use std::path::Path;
-
-async fn make(host: &MemoryHost, name: &str, image: &NewImage) {
-    let plan = image.plan().unwrap();
-    let mode = OpenMode { writable: true, ..OpenMode::default() };
-    let file = host.create(Path::new(name), mode).await.unwrap();
-    for (offset, bytes) in plan.writes() {
-        file.write_at(offset.get(), IoBuf::copy_of(&bytes)).await.unwrap();
-    }
-    if file.len().await.unwrap() < plan.file_length() {
-        file.set_len(plan.file_length()).await.unwrap();
-    }
-}
 
 fn random_image(rng: &mut StdRng, size: u64) -> NewImage {
     let mut image = NewImage::new(size);

@@ -1,0 +1,270 @@
+//! A journal in the image: what it costs, what it leaves, and who may look at it meanwhile.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by a panic")]
+
+mod common;
+
+use common::{assert_consistent, export, make};
+use futures_executor::block_on;
+use futures_util::future::join_all;
+use isobath_disk::{
+    BlockDevice, CheckOptions, Disk, MetadataMode, OpenOptions, Preallocation, Repair, check,
+};
+use isobath_qcow2::{IncompatibleFeatures, NewImage};
+use isobath_storage::memory::MemoryHost;
+use isobath_storage::recorder::{Change, Record, RecorderHost};
+use isobath_storage::{Host, IoBuf};
+use isobath_testkit::qemu;
+use std::path::Path;
+
+const NAME: &str = "disk.qcow2";
+const CLUSTER: u64 = 64 << 10;
+
+async fn open<H: Host>(host: H, metadata: MetadataMode) -> Disk<H> {
+    let options = OpenOptions { writable: true, metadata, ..OpenOptions::default() };
+    Disk::open(host, Path::new(NAME), &options).await.unwrap()
+}
+
+async fn close<H: Host>(disk: Disk<H>) {
+    disk.close().await.unwrap();
+}
+
+async fn open_read_only(host: &MemoryHost) -> Disk<MemoryHost> {
+    Disk::open(host.clone(), Path::new(NAME), &OpenOptions::default()).await.unwrap()
+}
+
+fn bytes(tag: u8, length: u64) -> IoBuf {
+    IoBuf::copy_of(&vec![tag; length as usize])
+}
+
+async fn write<H: Host>(disk: &Disk<H>, at: u64, tag: u8, length: u64) {
+    disk.write(at, bytes(tag, length)).await.unwrap();
+}
+
+async fn assert_reads<H: Host>(disk: &Disk<H>, at: u64, tag: u8, length: u64) {
+    let found = disk.read(at, IoBuf::zeroed(length as usize)).await.unwrap();
+    assert!(found.iter().all(|byte| *byte == tag), "at {at} for {tag}: {:?}", &found[..16]);
+}
+
+fn syncs(record: &Record) -> usize {
+    record.entries().iter().filter(|e| matches!(e.change, Change::Flush { .. })).count()
+}
+
+fn has_journal(host: &MemoryHost) -> bool {
+    let start = host.contents(NAME).unwrap();
+    let bits = u64::from_be_bytes(start[72..80].try_into().unwrap());
+    IncompatibleFeatures::from_bits(bits).contains(IncompatibleFeatures::JOURNAL)
+}
+
+/// An image with a base of 64 MiB, written all over.
+async fn overlay() -> MemoryHost {
+    let host = MemoryHost::new();
+    host.insert("base.raw", &vec![0xbb; 64 << 20]);
+    let mut image = NewImage::new(64 << 20);
+    image.backing_file = Some("base.raw".into());
+    image.backing_format = Some("raw".into());
+    make(&host, NAME, &image).await;
+    host
+}
+
+#[test]
+fn one_flush_is_one_sync() {
+    block_on(async {
+        let host = RecorderHost::new(overlay().await);
+        let record = host.record();
+        let disk = open(host, MetadataMode::Journal).await;
+        write(&disk, 0, 1, CLUSTER).await;
+        disk.flush().await.unwrap();
+        let mut expected = syncs(&record);
+        for n in 1..500 {
+            // Appends of whole clusters, parts that are copied from the base, writes again to what was
+            // just flushed, and to what was flushed long ago.
+            match n % 4 {
+                0 => write(&disk, n * CLUSTER, 2, CLUSTER).await,
+                1 => write(&disk, n * CLUSTER + 4096, 3, 4096).await,
+                2 => write(&disk, (n - 1) * CLUSTER + 8192, 4, 4096).await,
+                _ => write(&disk, 0, 5, 4096).await,
+            }
+            disk.flush().await.unwrap();
+            expected += 1;
+            assert_eq!(syncs(&record), expected, "flush {n}");
+        }
+        // Nothing to tell is one sync too; several at once share.
+        disk.flush().await.unwrap();
+        assert_eq!(syncs(&record), expected + 1);
+        join_all((0..8).map(|n| {
+            let disk = &disk;
+            async move {
+                write(disk, (600 + n) * CLUSTER, 6, 4096).await;
+                disk.flush().await.unwrap();
+            }
+        }))
+        .await;
+        assert!(syncs(&record) <= expected + 1 + 8);
+        close(disk).await;
+    });
+}
+
+#[test]
+fn an_image_that_was_not_closed_is_refused_by_qemu_read_here_and_recovered() {
+    block_on(async {
+        let host = overlay().await;
+        let disk = open(host.clone(), MetadataMode::Journal).await;
+        for n in 0..40 {
+            write(&disk, n * CLUSTER, n as u8, 4096).await;
+            disk.flush().await.unwrap();
+            // What the last record vouches for is written again, and kept for the next.
+            write(&disk, n * CLUSTER + 512, n as u8 | 0x80, 512).await;
+            assert_reads(&disk, n * CLUSTER + 512, n as u8 | 0x80, 512).await;
+        }
+        disk.flush().await.unwrap();
+        drop(disk);
+        assert!(has_journal(&host));
+        let directory = export(&host);
+        let refused = qemu::check(&directory.path().join(NAME));
+        assert_ne!(refused.code(), 0);
+        assert!(refused.report().contains("isobath check -r all"), "{}", refused.report());
+
+        let before = host.contents(NAME).unwrap();
+        let disk = open_read_only(&host).await;
+        let holds = async |disk: &Disk<MemoryHost>| {
+            for n in 0..40 {
+                assert_reads(disk, n * CLUSTER, n as u8, 512).await;
+                assert_reads(disk, n * CLUSTER + 512, n as u8 | 0x80, 512).await;
+                assert_reads(disk, n * CLUSTER + 1024, n as u8, 3072).await;
+                assert_reads(disk, n * CLUSTER + 4096, 0xbb, 4096).await;
+            }
+        };
+        holds(&disk).await;
+        drop(disk);
+        let options = CheckOptions::default();
+        let report = check(&host, Path::new(NAME), &options, &mut |_| {}).await.unwrap();
+        assert!(report.is_clean() && report.allocated_clusters == 40, "{report:?}");
+        assert!(before == host.contents(NAME).unwrap(), "a check without repair wrote something");
+
+        let options = CheckOptions { repair: Repair::All, ..CheckOptions::default() };
+        let report = check(&host, Path::new(NAME), &options, &mut |_| {}).await.unwrap();
+        assert!(report.is_clean() && report.leaks_fixed == 0, "{report:?}");
+        assert!(!has_journal(&host));
+        assert_consistent(&host, NAME);
+        holds(&open_read_only(&host).await).await;
+    });
+}
+
+#[test]
+fn a_close_leaves_a_plain_image_that_is_as_short_as_can_be() {
+    block_on(async {
+        let host = MemoryHost::new();
+        host.set_gains_from_written_space(true);
+        make(&host, NAME, &NewImage::new(1 << 30)).await;
+        let disk = open(host.clone(), MetadataMode::Journal).await;
+        for n in 0..300 {
+            write(&disk, n * CLUSTER, 7, CLUSTER).await;
+            disk.flush().await.unwrap();
+        }
+        let open_length = host.contents(NAME).unwrap().len() as u64;
+        close(disk).await;
+        assert!(!has_journal(&host));
+        assert_consistent(&host, NAME);
+        let length = host.contents(NAME).unwrap().len() as u64;
+        assert!(length < open_length, "nothing was ahead");
+        // Header, tables, data, and the hole where the journal was.
+        assert!(length <= 310 * CLUSTER + (4 << 20), "{length}");
+        // A second session finds room for its journal there.
+        let disk = open(host.clone(), MetadataMode::Journal).await;
+        write(&disk, 300 * CLUSTER, 7, 4096).await;
+        disk.flush().await.unwrap();
+        close(disk).await;
+        assert!(host.contents(NAME).unwrap().len() as u64 <= length + CLUSTER);
+        assert_consistent(&host, NAME);
+    });
+}
+
+#[test]
+fn who_seldom_flushes_gets_no_journal_unless_it_is_asked_for() {
+    block_on(async {
+        let host = overlay().await;
+        let disk = open(host.clone(), MetadataMode::Auto).await;
+        for n in 0..3 {
+            write(&disk, n * CLUSTER, 1, 4096).await;
+            disk.flush().await.unwrap();
+            disk.flush().await.unwrap();
+            assert!(!has_journal(&host), "after {n}");
+        }
+        write(&disk, 9 * CLUSTER, 1, 4096).await;
+        disk.flush().await.unwrap();
+        assert!(has_journal(&host));
+        close(disk).await;
+
+        let host = MemoryHost::new();
+        let mut image = NewImage::new(1 << 20);
+        image.version = 2;
+        make(&host, NAME, &image).await;
+        let options = OpenOptions {
+            writable: true,
+            metadata: MetadataMode::Journal,
+            ..OpenOptions::default()
+        };
+        let refused = Disk::open(host.clone(), Path::new(NAME), &options).await.err().unwrap();
+        assert!(refused.to_string().contains("version 3"), "{refused}");
+        let disk = open(host.clone(), MetadataMode::Auto).await;
+        for n in 0..9 {
+            write(&disk, n * CLUSTER, 1, 4096).await;
+            disk.flush().await.unwrap();
+        }
+        close(disk).await;
+        assert_consistent(&host, NAME);
+    });
+}
+
+#[test]
+fn a_journal_makes_way_for_other_changes_and_comes_back() {
+    block_on(async {
+        let host = overlay().await;
+        let disk = open(host.clone(), MetadataMode::Journal).await;
+        let step = async |n: u64| {
+            write(&disk, n * CLUSTER, n as u8, 4096).await;
+            disk.flush().await.unwrap();
+            assert!(has_journal(&host));
+        };
+        step(1).await;
+        disk.resize(128 << 20, Preallocation::Off, false).await.unwrap();
+        step(2).await;
+        disk.write_index(|_| {}).await.unwrap();
+        step(3).await;
+        disk.resize(32 << 20, Preallocation::Off, true).await.unwrap();
+        step(4).await;
+        assert!(disk.drop_index().await.unwrap());
+        step(5).await;
+        for n in 1..=5 {
+            assert_reads(&disk, n * CLUSTER, n as u8, 4096).await;
+        }
+        close(disk).await;
+        assert_consistent(&host, NAME);
+    });
+}
+
+#[test]
+fn what_is_too_much_for_a_record_goes_without_one() {
+    block_on(async {
+        let host = MemoryHost::new();
+        make(&host, NAME, &NewImage { cluster_bits: 9, ..NewImage::new(64 << 20) }).await;
+        let options = OpenOptions {
+            writable: true,
+            metadata: MetadataMode::Journal,
+            journal_size: Some(16 << 10),
+            ..OpenOptions::default()
+        };
+        let disk = Disk::open(host.clone(), Path::new(NAME), &options).await.unwrap();
+        for round in 0..3 {
+            write(&disk, round << 20, 1 + round as u8, 8 << 20).await;
+            disk.flush().await.unwrap();
+        }
+        assert_reads(&disk, 2 << 20, 3, 8 << 20).await;
+        close(disk).await;
+        assert_consistent(&host, NAME);
+        let disk = open_read_only(&host).await;
+        assert_reads(&disk, 0, 1, 1 << 20).await;
+        assert_reads(&disk, 2 << 20, 3, 8 << 20).await;
+    });
+}
