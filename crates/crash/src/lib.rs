@@ -11,6 +11,7 @@
 pub mod campaign;
 pub mod executor;
 pub mod exhaustive;
+pub mod files;
 pub mod guest;
 pub mod history;
 pub mod host;

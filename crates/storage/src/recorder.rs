@@ -40,6 +40,9 @@ pub struct Entry {
     pub file: Arc<Path>,
     /// What happened to it.
     pub change: Change,
+    /// The length of the record when it was asked for: from there on the file may hold it, whole or in
+    /// part.
+    pub asked: usize,
 }
 
 /// What happens to an entry in a crash.
@@ -73,8 +76,8 @@ impl Record {
         self.len() == 0
     }
 
-    fn add(&self, file: &Arc<Path>, change: Change) {
-        self.0.lock().push(Entry { file: file.clone(), change });
+    fn add(&self, file: &Arc<Path>, asked: usize, change: Change) {
+        self.0.lock().push(Entry { file: file.clone(), change, asked });
     }
 
     /// Which of the first `end` entries are durable: those that a later flush of their file, itself
@@ -175,14 +178,16 @@ impl<H: Host> Host for RecorderHost<H> {
     }
 
     async fn create(&self, name: &Path, mode: OpenMode) -> Result<Self::File> {
+        let asked = self.record.len();
         let file = self.wrap(self.inner.create(name, mode).await?);
-        self.record.add(&file.name, Change::Create);
+        self.record.add(&file.name, asked, Change::Create);
         Ok(file)
     }
 
     async fn remove(&self, name: &Path) -> Result<()> {
+        let asked = self.record.len();
         self.inner.remove(name).await?;
-        self.record.add(&name.into(), Change::Remove);
+        self.record.add(&name.into(), asked, Change::Remove);
         Ok(())
     }
 
@@ -216,34 +221,38 @@ impl<S: Storage> Storage for RecorderFile<S> {
     }
 
     async fn write_at(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
+        let asked = self.record.len();
         let buf = self.inner.write_at(offset, buf).await?;
-        self.record.add(&self.name, Change::Write(offset, Arc::from(&*buf)));
+        self.record.add(&self.name, asked, Change::Write(offset, Arc::from(&*buf)));
         Ok(buf)
     }
 
     async fn write_vectored_at(&self, offset: u64, bufs: Vec<IoBuf>) -> Result<Vec<IoBuf>> {
+        let asked = self.record.len();
         let bufs = self.inner.write_vectored_at(offset, bufs).await?;
         let bytes = bufs.iter().flat_map(|buf| buf.iter().copied()).collect();
-        self.record.add(&self.name, Change::Write(offset, bytes));
+        self.record.add(&self.name, asked, Change::Write(offset, bytes));
         Ok(bufs)
     }
 
     async fn write_zeroes(&self, offset: u64, length: u64, mode: ZeroMode) -> Result<()> {
+        let asked = self.record.len();
         self.inner.write_zeroes(offset, length, mode).await?;
-        self.record.add(&self.name, Change::Zero(offset..offset + length));
+        self.record.add(&self.name, asked, Change::Zero(offset..offset + length));
         Ok(())
     }
 
     async fn discard(&self, offset: u64, length: u64) -> Result<()> {
+        let asked = self.record.len();
         self.inner.discard(offset, length).await?;
-        self.record.add(&self.name, Change::Discard(offset..offset + length));
+        self.record.add(&self.name, asked, Change::Discard(offset..offset + length));
         Ok(())
     }
 
     async fn flush(&self) -> Result<()> {
         let started = self.record.len();
         self.inner.flush().await?;
-        self.record.add(&self.name, Change::Flush { started });
+        self.record.add(&self.name, started, Change::Flush { started });
         Ok(())
     }
 
@@ -252,8 +261,9 @@ impl<S: Storage> Storage for RecorderFile<S> {
     }
 
     async fn set_len(&self, length: u64) -> Result<()> {
+        let asked = self.record.len();
         self.inner.set_len(length).await?;
-        self.record.add(&self.name, Change::SetLength(length));
+        self.record.add(&self.name, asked, Change::SetLength(length));
         Ok(())
     }
 

@@ -1,0 +1,90 @@
+//! `isobath-crash-files`: records a server at work on real files, and crashes it.
+
+use clap::Parser;
+use isobath_crash::files::campaign::{Settings, Totals, run};
+use isobath_crash::files::workload::Workload;
+use isobath_disk::MetadataMode;
+use std::process::ExitCode;
+use std::thread;
+use std::time::Instant;
+
+/// Records what a server does to an image, makes images that crashes would have left, and judges what
+/// recovery makes of them; `qemu-img check` judges each as well.
+#[derive(Parser)]
+struct Arguments {
+    /// States of crashes for each workload and mode.
+    #[arg(long, default_value_t = 200)]
+    states: usize,
+    /// States of one run of a workload.
+    #[arg(long, default_value_t = 200)]
+    each: usize,
+    /// One workload: append, overwrite, random, writers or guest; all without it.
+    #[arg(long)]
+    workload: Option<String>,
+    /// How metadata is kept; all modes without it.
+    #[arg(long)]
+    mode: Option<String>,
+    /// The first run's seed; the next ones count on.
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+    /// States judged at a time; as many as there are processors without it.
+    #[arg(long)]
+    threads: Option<usize>,
+    /// Lets every other sync do nothing, to see that it is noticed.
+    #[arg(long)]
+    sabotage: bool,
+}
+
+fn main() -> ExitCode {
+    let arguments = Arguments::parse();
+    let workloads = match &arguments.workload {
+        None => Workload::ALL.to_vec(),
+        Some(name) => Workload::from_name(name).into_iter().collect(),
+    };
+    let modes = match &arguments.mode {
+        None => MetadataMode::ALL.to_vec(),
+        Some(name) => MetadataMode::from_name(name).into_iter().collect(),
+    };
+    if workloads.is_empty() || modes.is_empty() {
+        eprintln!("there is no such workload, or no such mode");
+        return ExitCode::from(2);
+    }
+    let threads =
+        arguments.threads.unwrap_or_else(|| thread::available_parallelism().map_or(1, usize::from));
+    for &workload in &workloads {
+        for &mode in &modes {
+            let begun = Instant::now();
+            let mut totals = Totals::default();
+            let mut seed = arguments.seed;
+            while totals.states < arguments.states as u64 {
+                let left = arguments.states - totals.states as usize;
+                let states = arguments.each.clamp(1, left);
+                let sabotage = arguments.sabotage;
+                match run(&Settings { workload, mode, states, seed, threads, sabotage }) {
+                    Ok(more) => totals.add(&more),
+                    Err(found) => {
+                        println!("{found}");
+                        return ExitCode::FAILURE;
+                    }
+                }
+                seed += 1;
+            }
+            println!(
+                "{} {}: {} states passed, {} of them different; before recovery {} refused by QEMU, \
+                 {} leaking; {} read by QEMU; seeds {}..{seed}, {} changes and {} syncs, {:.0} s",
+                workload.name(),
+                mode.name(),
+                totals.states,
+                totals.different.len(),
+                totals.refused,
+                totals.leaking,
+                totals.read_by_qemu,
+                arguments.seed,
+                totals.changes,
+                totals.syncs,
+                begun.elapsed().as_secs_f64()
+            );
+        }
+    }
+    ExitCode::SUCCESS
+}

@@ -1,0 +1,181 @@
+//! What clients wrote, what they were promised, and so what each sector may hold after a crash.
+
+use isobath_storage::recorder;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// The grain of promises.
+pub const SECTOR: usize = 512;
+/// The number under which the disk was filled before the clients came, where it was.
+pub const BEFORE: u64 = 1;
+
+/// A moment: of the clients, and of the server's record.
+#[derive(Clone, Copy, Debug)]
+pub struct Moment {
+    order: u64,
+    /// Entries of the record: no more when a request was sent, no fewer when it was answered.
+    position: usize,
+}
+
+/// What all clients tell the time by.
+pub struct Clock {
+    order: AtomicU64,
+    record: recorder::Record,
+}
+
+impl Clock {
+    /// A clock beside a record.
+    pub fn new(record: recorder::Record) -> Self {
+        Self { order: AtomicU64::new(0), record }
+    }
+
+    /// To be called before a request is sent, and after its reply has come.
+    pub fn now(&self) -> Moment {
+        let position = self.record.len();
+        Moment { order: self.order.fetch_add(1, Ordering::SeqCst), position }
+    }
+}
+
+/// What a client asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum What {
+    /// [`fill`]ed sectors of this number.
+    Write(u64),
+    /// Zeroes.
+    Zero,
+    /// Zeroes, or what was there.
+    Discard,
+    /// That all before it be durable.
+    Flush,
+}
+
+/// A request that was answered.
+#[derive(Clone, Debug)]
+pub struct Request {
+    /// What it was.
+    pub what: What,
+    /// The first sector.
+    pub sector: usize,
+    /// How many.
+    pub count: usize,
+    /// Before it was sent.
+    pub sent: Moment,
+    /// After it was answered.
+    pub answered: Moment,
+}
+
+/// Fills sectors from number `first` on with bytes that tell write and sector.
+pub fn fill(bytes: &mut [u8], number: u64, first: usize) {
+    for (at, sector) in bytes.chunks_mut(SECTOR).enumerate() {
+        let place = (first + at) as u64;
+        let mut state = number.rotate_left(32) ^ place.wrapping_mul(0x9E37_79B9_7F4A_7C15);
+        for (word, place_in) in sector.chunks_mut(8).enumerate() {
+            let value = match word {
+                0 => number,
+                1 => place,
+                _ => {
+                    state = state.wrapping_add(0x9E37_79B9_7F4A_7C15);
+                    (state ^ (state >> 31)).wrapping_mul(0xBF58_476D_1CE4_E5B9)
+                }
+            };
+            place_in.copy_from_slice(&value.to_be_bytes()[..place_in.len()]);
+        }
+    }
+}
+
+/// The number of the write whose bytes these are.
+fn number(sector: &[u8], place: usize) -> Option<u64> {
+    let number = u64::from_be_bytes(*sector.first_chunk()?);
+    let mut whole = [0; SECTOR];
+    fill(&mut whole, number, place);
+    (number >= BEFORE && whole == sector).then_some(number)
+}
+
+/// All that was asked for, and what follows from it.
+pub struct Sectors {
+    requests: Vec<Request>,
+    /// For each sector the requests that change it, as they were sent.
+    of: Vec<Vec<u32>>,
+    /// Whether the disk was filled with [`BEFORE`]; with zeroes otherwise.
+    filled: bool,
+}
+
+impl Sectors {
+    /// From the requests of all clients.
+    pub fn new(mut requests: Vec<Request>, sectors: usize, filled: bool) -> Self {
+        requests.sort_by_key(|request| request.sent.order);
+        let mut of = vec![Vec::new(); sectors];
+        for (index, request) in requests.iter().enumerate() {
+            if request.what != What::Flush {
+                for sector in &mut of[request.sector..request.sector + request.count] {
+                    sector.push(index as u32);
+                }
+            }
+        }
+        Self { requests, of, filled }
+    }
+
+    /// Checks what a disk holds after a crash that came when the record had `position` entries.
+    ///
+    /// What was answered before a flush was sent that was answered before the crash is there, or
+    /// something that was sent after it.
+    pub fn check(&self, position: usize, disk: &[u8]) -> Result<(), String> {
+        let flushed = self
+            .requests
+            .iter()
+            .filter(|flush| flush.what == What::Flush && flush.answered.position <= position)
+            .map(|flush| flush.sent.order)
+            .max()
+            .unwrap_or(0);
+        if disk.len() != self.of.len() * SECTOR {
+            return Err(format!("the disk has {} bytes", disk.len()));
+        }
+        for (place, (sector, changes)) in disk.chunks(SECTOR).zip(&self.of).enumerate() {
+            let requests = || changes.iter().map(|index| &self.requests[*index as usize]);
+            let promised = requests()
+                .filter(|one| one.what != What::Discard && one.answered.order < flushed)
+                .map(|one| one.sent.order)
+                .max();
+            let may_be = |one: &&Request| {
+                one.sent.position <= position && promised.is_none_or(|by| one.answered.order >= by)
+            };
+            let mut allowed = requests().filter(may_be);
+            let found = if sector.iter().all(|byte| *byte == 0) {
+                None
+            } else if let Some(number) = number(sector, place) {
+                Some(number)
+            } else {
+                return Err(format!("sector {place} holds what nobody wrote there: {sector:x?}"));
+            };
+            let as_before = promised.is_none() && found == self.filled.then_some(BEFORE);
+            let is_there = allowed.any(|one| match (one.what, found) {
+                (What::Write(number), Some(found)) => number == found,
+                (What::Zero | What::Discard, None) => true,
+                _ => false,
+            });
+            if !as_before && !is_there {
+                let found = found.map_or("zeroes".into(), |number| format!("write {number}"));
+                let told: Vec<String> =
+                    requests().map(|one| format!("\n    {}", one.tell())).collect();
+                return Err(format!(
+                    "sector {place} holds {found}, but a flush sent at {flushed} was answered \
+                     before the crash (entry {position}); its requests:{}",
+                    told.concat()
+                ));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Request {
+    fn tell(&self) -> String {
+        format!(
+            "{:?} sent {} (entry {}) answered {} (entry {})",
+            self.what,
+            self.sent.order,
+            self.sent.position,
+            self.answered.order,
+            self.answered.position
+        )
+    }
+}

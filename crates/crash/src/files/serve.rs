@@ -1,0 +1,88 @@
+//! A server as `isobath serve` is one, whose changes of files are written down.
+
+use isobath_disk::{Disk, OpenOptions};
+use isobath_export::nbd::{Export, Limits, Server};
+use isobath_storage::file::FileHost;
+use isobath_storage::recorder::{Entry, Record, RecorderHost};
+use isobath_storage::ring::net::Listener;
+use isobath_storage::ring::{Config, Executor, Worker, spawn};
+use std::fmt::Display;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::mpsc::{self, Sender};
+use std::thread;
+
+type Host = RecorderHost<FileHost>;
+
+/// Threads that serve clients, besides the one that accepts them.
+const WORKERS: usize = 2;
+
+/// Where a server is to be found, and what it has written so far.
+pub struct Door {
+    /// The unix socket.
+    pub socket: PathBuf,
+    /// The changes of files.
+    pub record: Record,
+}
+
+/// Serves `image` while `work` runs, and closes it. Gives all changes of files, and what `work` gave.
+pub fn record<T>(
+    image: &Path,
+    options: &OpenOptions,
+    work: impl FnOnce(&Door) -> Result<T, String>,
+) -> Result<(Vec<Entry>, T), String> {
+    let directory = tempfile::tempdir().map_err(|error| format!("no directory: {error}"))?;
+    let host = RecorderHost::new(FileHost);
+    let door = Door { socket: directory.path().join("nbd.sock"), record: host.record() };
+    let (ready, started) = mpsc::channel();
+    let done = thread::scope(|scope| {
+        let serving = scope.spawn(|| serve(host, image, options, &door.socket, ready));
+        let server = started.recv();
+        let done = server.map_or_else(
+            |_| Err("the server did not start".into()),
+            |server| {
+                let done = work(&door);
+                server.stop();
+                done
+            },
+        );
+        match serving.join() {
+            Ok(served) => served.and(done),
+            Err(panic) => std::panic::resume_unwind(panic),
+        }
+    })?;
+    Ok((door.record.entries(), done))
+}
+
+fn told(error: impl Display) -> String {
+    error.to_string()
+}
+
+fn serve(
+    host: Host,
+    image: &Path,
+    options: &OpenOptions,
+    socket: &Path,
+    ready: Sender<Arc<Server<Disk<Host>>>>,
+) -> Result<(), String> {
+    Executor::new(&Config::default()).map_err(told)?.block_on(async {
+        let disk = Arc::new(Disk::open(host, image, options).await.map_err(told)?);
+        let export =
+            Export { name: "disk".into(), description: String::new(), device: disk.clone() };
+        let server = Arc::new(Server::new(vec![export], Limits::default()).map_err(told)?);
+        let listener = Listener::bind_unix(socket).map_err(told)?;
+        let start = |number| Worker::start(&format!("nbd-{number}"), &Config::default());
+        let workers: Vec<Worker> =
+            (0..WORKERS).map(start).collect::<Result<_, _>>().map_err(told)?;
+        let handles: Vec<_> = workers.iter().map(|worker| worker.handle().clone()).collect();
+        let attended = disk.clone();
+        let upkeep = spawn(async move { attended.upkeep().await });
+        // Nobody waits for it any more where its receiver is gone.
+        let _ = ready.send(server.clone());
+        drop(ready);
+        server.serve(listener, &handles).await.map_err(told)?;
+        drop(workers);
+        disk.close().await.map_err(told)?;
+        upkeep.await.map_err(told)?.map_err(told)
+    })
+}
