@@ -3,11 +3,13 @@
 
 SOAK_SECONDS ?= 3600
 FUZZ_SECONDS ?= 60
+CRASH_STATES ?= 1000000
+CRASH_SEED ?= 1
 
 export PATH := $(PATH):$(HOME)/.cargo/bin
 DENY := target/tools/bin/cargo-deny
 
-.PHONY: setup build test demo soak fuzz bench clean
+.PHONY: setup build test demo soak crash fuzz bench clean
 
 setup:
 	@scripts/setup
@@ -28,6 +30,12 @@ demo: setup
 # The random comparison with QEMU, for SOAK_SECONDS.
 soak: setup
 	ISOBATH_DIFF_SECONDS=$(SOAK_SECONDS) cargo test --locked --release -p isobath-disk --test opposite_qemu -- --nocapture
+
+# The crash simulator, in every mode: small histories with every crash there is, then random ones
+# until CRASH_STATES states have passed.
+crash: setup
+	cargo run --locked --release -p isobath-crash --bin isobath-crash -- --exhaustive
+	cargo run --locked --release -p isobath-crash --bin isobath-crash -- --states $(CRASH_STATES) --seed $(CRASH_SEED)
 
 # Each fuzz target, for FUZZ_SECONDS.
 fuzz:

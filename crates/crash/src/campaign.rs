@@ -89,7 +89,7 @@ impl Failure {
         let mode = settings.mode.name();
         let _ = write!(
             text,
-            "to repeat: cargo run --release -p isobath-crash -- --mode {mode} --repeat {:#x}",
+            "to repeat: cargo run --release -p isobath-crash --bin isobath-crash -- --mode {mode} --repeat {:#x}",
             self.seed
         );
         if let Some(bits) = self.bits {
@@ -253,6 +253,9 @@ fn history(
     let mut rng = SmallRng::seed_from_u64(seed);
     let drawn = KINDS[rng.random_range(0..KINDS.len())];
     let kind = settings.kind.unwrap_or(drawn);
+    if kind.version() < settings.mode.version {
+        return Ok(());
+    }
     let start = image::make(kind, false, &mut rng)?;
     story.push(format!("{kind}: {}", start.describe()));
     let plan = plan::random(kind, &start, &mut rng);
@@ -350,6 +353,7 @@ impl<'a> Crashes<'a> {
             kind: self.happened.kind,
             oracle: Arc::clone(oracle),
             lives: 1,
+            leaked: 0,
             qemu: every > 0 && seed.is_multiple_of(every),
         };
         let mut passed = Vec::new();

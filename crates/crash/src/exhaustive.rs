@@ -38,6 +38,9 @@ fn small(
     let variant = number % VARIANTS;
     let pattern = (number / VARIANTS % u64::from(Disk::PATTERNS)) as u32;
     let kind = KINDS[(number / VARIANTS / u64::from(Disk::PATTERNS)) as usize % KINDS.len()];
+    if kind.version() < settings.mode.version {
+        return Ok(());
+    }
     let start = image::make(kind, true, &mut rng)?;
     story.push(format!("{kind}, pattern {pattern}: {}", start.describe()));
     let tasks = Disk::of(&start).pattern(pattern, 2, &mut rng);

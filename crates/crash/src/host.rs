@@ -341,7 +341,9 @@ impl SimFile {
         }
         let fault = self.fault(operation, end);
         if let Some((_, landed)) = fault {
-            let part = ((end - start) as f64 * landed) as u64 / 512 * 512;
+            // Whole sectors of the file land.
+            let reached = start + ((end - start) as f64 * landed) as u64;
+            let part = (reached / 512 * 512).saturating_sub(start);
             action = match action {
                 Action::Write(offset, bytes) => {
                     Action::Write(offset, bytes[..part as usize].into())

@@ -4,7 +4,8 @@ use crate::executor::run;
 use crate::guest::Value;
 use crate::record::Files;
 use isobath_disk::{
-    BlockDevice, CheckOptions, Disk, NewDisk, OpenOptions, Repair, ZeroFlags, check, create,
+    BlockDevice, CheckOptions, Disk, MetadataMode, NewDisk, OpenOptions, Repair, ZeroFlags, check,
+    create,
 };
 use isobath_qcow2::{CompressionType, Header, HostOffset, Snapshot};
 use isobath_storage::IoBuf;
@@ -86,6 +87,11 @@ impl Kind {
             Self::Index => "index",
             Self::Flushes => "flushes",
         }
+    }
+
+    /// The qcow2 version of its images.
+    pub const fn version(self) -> u32 {
+        if matches!(self, Self::Version2) { 2 } else { 3 }
     }
 
     /// The kind of that name.
@@ -176,7 +182,7 @@ fn shape(kind: Kind, small: bool, rng: &mut SmallRng) -> NewDisk {
         _ => [9, 9, 9, 10, 11, 12, 12, 13, 14, 16][rng.random_range(0..10)],
     };
     let cluster_size = 1_u64 << bits;
-    let version = if kind == Kind::Version2 { 2 } else { 3 };
+    let version = kind.version();
     let most = (1 << 20_u64).min(cluster_size * 256);
     let least = (cluster_size * 4).max(16 << 10);
     // Mostly small: what is small is tried more often.
@@ -214,7 +220,8 @@ async fn fill(
     compressed: bool,
     rng: &mut SmallRng,
 ) -> isobath_disk::Result<()> {
-    let options = OpenOptions { writable: true, ..OpenOptions::default() };
+    let metadata = MetadataMode::Ordered;
+    let options = OpenOptions { writable: true, metadata, ..OpenOptions::default() };
     let disk = Disk::open(host.clone(), Path::new(name), &options).await?;
     let size = disk.size();
     let cluster = 1 << disk.layers().next().and_then(|l| l.header()).map_or(16, |h| h.cluster_bits);

@@ -157,11 +157,18 @@ fn campaign(arguments: &Arguments, settings: &Settings) -> Result<(), Box<Failur
             let seconds = begun.elapsed().as_secs_f64();
             let rate = done as f64 / seconds;
             let left = (arguments.states.saturating_sub(done)) as f64 / rate.max(1.0);
-            eprintln!(
-                "{}: {done} of {} states, {rate:.0} a second, {left:.0} s left",
-                settings.mode.name(),
-                arguments.states
-            );
+            let mode = settings.mode.name();
+            if arguments.exhaustive {
+                let number = next.load(Ordering::Relaxed).min(COUNT);
+                eprintln!(
+                    "{mode}: {number} of {COUNT} histories, {done} states, {rate:.0} a second"
+                );
+            } else {
+                let wanted = arguments.states;
+                eprintln!(
+                    "{mode}: {done} of {wanted} states, {rate:.0} a second, {left:.0} s left"
+                );
+            }
         }
     });
     let totals = totals.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);

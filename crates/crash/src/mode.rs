@@ -7,15 +7,21 @@ use isobath_disk::{MetadataMode, OpenOptions};
 pub struct Mode {
     /// The engine's mode.
     pub metadata: MetadataMode,
-    /// Clusters may be leaked after recovery, until `isobath check -r leaks`.
-    pub leaks: bool,
     /// `isobath check` finds no corruption in what a crash left, before any recovery.
     pub consistent: bool,
+    /// The oldest version of an image that is opened for writing.
+    pub version: u32,
 }
 
 /// All modes.
-pub const MODES: &[Mode] =
-    &[Mode { metadata: MetadataMode::Ordered, leaks: true, consistent: true }];
+pub const MODES: &[Mode] = &[
+    Mode { metadata: MetadataMode::Ordered, consistent: true, version: 2 },
+    Mode { metadata: MetadataMode::Journal, consistent: true, version: 3 },
+    Mode { metadata: MetadataMode::Auto, consistent: true, version: 2 },
+];
+
+/// Sizes of journals: so small that they wrap around, up to the engine's own choice.
+const JOURNALS: [Option<u64>; 5] = [Some(16 << 10), Some(32 << 10), Some(64 << 10), Some(0), None];
 
 impl Mode {
     /// The name on the command line.
@@ -33,6 +39,7 @@ impl Mode {
         OpenOptions {
             writable,
             metadata: self.metadata,
+            journal_size: JOURNALS[(draw / 3 % JOURNALS.len() as u64) as usize],
             // A small map makes the engine read tables again.
             map_cache: draw.is_multiple_of(3).then_some(16 << 10),
             ..OpenOptions::default()
