@@ -11,6 +11,7 @@ use super::Allocator;
 use crate::Result;
 use isobath_storage::{IoBuf, Storage};
 use std::ops::Range;
+use std::sync::atomic::Ordering;
 
 /// The least and the most that are prepared at once, in bytes.
 const STEPS: Range<u64> = 1 << 20..32 << 20;
@@ -28,9 +29,7 @@ pub(super) struct Growth {
     step: u64,
     /// Commits since a step was prepared.
     commits: u32,
-    /// Bytes given out behind everything used before, since the last commit.
-    grown: u64,
-    /// The same for each commit, on average.
+    /// Bytes used anew by each commit, on average.
     average: u64,
     /// The host could not give more space.
     exhausted: bool,
@@ -38,19 +37,14 @@ pub(super) struct Growth {
 
 impl Default for Growth {
     fn default() -> Self {
-        Self { step: STEPS.start, commits: 0, grown: 0, average: 0, exhausted: false }
+        Self { step: STEPS.start, commits: 0, average: 0, exhausted: false }
     }
 }
 
 impl Growth {
-    pub(super) fn add(&mut self, bytes: u64) {
-        self.grown += bytes;
-    }
-
-    /// Called at each commit, with the bytes that are prepared and not used: how many more are
-    /// wanted.
-    fn committed(&mut self, left: u64) -> Option<u64> {
-        let grown = std::mem::take(&mut self.grown);
+    /// Called at each commit, with the bytes used anew since the last, and those that are prepared:
+    /// how many more are wanted.
+    fn committed(&mut self, grown: u64, left: u64) -> Option<u64> {
         self.commits = self.commits.saturating_add(1);
         self.average = (self.average * 7 + grown) / 8;
         if grown == 0 || self.exhausted || left >= self.step / 2 || self.average > MOST_BETWEEN {
@@ -67,14 +61,20 @@ impl Growth {
 }
 
 impl<S: Storage> Allocator<S> {
+    /// Says that so many bytes are used in their places that were behind everything used before.
+    pub(crate) fn note_growth(&self, bytes: u64) {
+        self.grown.fetch_add(bytes, Ordering::Relaxed);
+    }
+
     /// Called at each commit: bytes to [prepare](Self::prepare).
     pub(crate) async fn growth_wanted(&self) -> Option<u64> {
+        let grown = self.grown.swap(0, Ordering::Relaxed);
         if !self.layer.storage().gains_from_written_space() {
             return None;
         }
         let mut state = self.state.lock().await;
         let left = (state.prepared.end - state.prepared.start) * self.geometry.cluster_size();
-        state.growth.committed(left)
+        state.growth.committed(grown, left)
     }
 
     /// Writes zeroes behind the file's end. Whoever allocates meanwhile gets space before or behind
@@ -131,9 +131,8 @@ mod tests {
         let mut prepared = Vec::new();
         // 64 KiB a commit: 64 MiB in all.
         for _ in 0..1024_u64 {
-            growth.add(64 << 10);
             left = i64::max(0, left - (64 << 10));
-            if let Some(step) = growth.committed(left as u64) {
+            if let Some(step) = growth.committed(64 << 10, left as u64) {
                 prepared.push(step >> 20);
                 left += step as i64;
             }
@@ -141,9 +140,8 @@ mod tests {
         assert_eq!(prepared, [2, 4, 8, 16, 32, 32]);
         // 64 bytes a commit, after that.
         for _ in 0..3_000_000 {
-            growth.add(64);
             left = i64::max(0, left - 64);
-            left += growth.committed(left as u64).unwrap_or(0) as i64;
+            left += growth.committed(64, left as u64).unwrap_or(0) as i64;
         }
         assert_eq!(growth.step, STEPS.start);
     }
@@ -152,10 +150,9 @@ mod tests {
     fn who_seldom_flushes_and_who_does_not_grow_prepare_nothing() {
         let mut growth = Growth::default();
         for _ in 0..100 {
-            growth.add(64 << 20);
-            assert_eq!(growth.committed(0), None);
+            assert_eq!(growth.committed(64 << 20, 0), None);
         }
         let mut growth = Growth::default();
-        assert_eq!(growth.committed(0), None);
+        assert_eq!(growth.committed(0, 0), None);
     }
 }

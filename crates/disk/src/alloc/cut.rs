@@ -42,6 +42,7 @@ impl<S: Storage> Allocator<S> {
         let cut = end << self.geometry.cluster_bits();
         if cut < length {
             storage.set_len(cut).await?;
+            self.layer.cut_at(cut);
         }
         Ok(())
     }

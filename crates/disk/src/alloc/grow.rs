@@ -179,7 +179,7 @@ impl<S: Storage> Allocator<S> {
     /// Makes the block at `index` of the table, in the free cluster `home`, whose refcount the
     /// caller raises.
     fn create_block(&self, state: &mut MutexGuard<'_, State>, index: u64, home: u64) -> Result<()> {
-        let run = Run { start: HostCluster::new(home), count: 1, zeroed: false };
+        let run = Run { start: HostCluster::new(home), count: 1, zeroed: false, beyond: false };
         let offset = self.start_of(run)?;
         let size = self.geometry.cluster_size() as usize;
         let entry = RefcountTableEntry::new(offset, &self.geometry)

@@ -28,6 +28,7 @@ use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 
 /// Bytes of clean refcount blocks that may stay in memory.
 const CACHE_BYTES: u64 = 16 << 20;
@@ -41,6 +42,8 @@ pub(crate) struct Run {
     pub(crate) count: u64,
     /// Whether the file is known to hold zeroes there.
     pub(crate) zeroed: bool,
+    /// Whether the file does not reach there yet: writing there makes it grow.
+    pub(crate) beyond: bool,
 }
 
 /// Gives out and takes back the host clusters of one image.
@@ -50,6 +53,8 @@ pub(crate) struct Allocator<S> {
     state: Mutex<State>,
     /// Host clusters that hold the image's own tables: never given out, never a guest's.
     metadata: RwLock<HashSet<u64>>,
+    /// Bytes newly used in their places behind everything used before, since the last commit.
+    grown: AtomicU64,
 }
 
 struct State {
@@ -160,7 +165,13 @@ impl<S: Storage> Allocator<S> {
             growth: Growth::default(),
             packing: None,
         };
-        Ok(Self { layer, geometry, state: Mutex::new(state), metadata: RwLock::new(metadata) })
+        Ok(Self {
+            layer,
+            geometry,
+            state: Mutex::new(state),
+            metadata: RwLock::new(metadata),
+            grown: AtomicU64::new(0),
+        })
     }
 
     /// Whether a host cluster holds one of the image's own tables.
@@ -405,19 +416,17 @@ impl<S: Storage> Allocator<S> {
         }
         let end = start + count;
         let prepared = state.prepared.start <= start && end <= state.prepared.end;
-        let unused = start >= state.never_used && self.layer.storage().extends_with_zeroes();
-        if prepared || unused {
-            state.growth.add(count << self.geometry.cluster_bits());
-        }
+        let beyond = start >= state.never_used && self.layer.storage().extends_with_zeroes();
         if start < state.prepared.end && state.prepared.start < end {
             state.prepared.start = end.min(state.prepared.end);
         }
-        let zeroed = prepared || unused;
+        let zeroed = prepared || beyond;
         state.never_used = state.never_used.max(end);
+        self.layer.give_out(end << self.geometry.cluster_bits());
         if state.first_maybe_free == start {
             state.first_maybe_free = start + count;
         }
-        Ok(Run { start: HostCluster::new(start), count, zeroed })
+        Ok(Run { start: HostCluster::new(start), count, zeroed, beyond })
     }
 
     async fn refcount_in(&self, state: &mut MutexGuard<'_, State>, cluster: u64) -> Result<u64> {

@@ -67,6 +67,8 @@ pub struct Layer<S> {
     visible: AtomicU64,
     /// Bytes in the file when last asked.
     file_length: AtomicU64,
+    /// Bytes of the file that its writer has given out, also past its end so far.
+    given_out: AtomicU64,
     qcow2: Option<Arc<Qcow2>>,
     /// What the journal of an image that was not closed puts over what is in the file.
     replayed: Option<Arc<Replayed>>,
@@ -93,6 +95,7 @@ impl<S: Storage> Layer<S> {
             size: AtomicU64::new(size),
             visible: AtomicU64::new(size),
             file_length: AtomicU64::new(length),
+            given_out: AtomicU64::new(0),
             qcow2: None,
             replayed: None,
         }
@@ -114,6 +117,7 @@ impl<S: Storage> Layer<S> {
             size: AtomicU64::new(size),
             visible: AtomicU64::new(size),
             file_length: AtomicU64::new(file_length),
+            given_out: AtomicU64::new(0),
             qcow2: Some(Arc::new(qcow2)),
             replayed: replayed.map(Arc::new),
         }
@@ -128,6 +132,7 @@ impl<S: Storage> Layer<S> {
             size: AtomicU64::new(self.size()),
             visible: AtomicU64::new(self.size()),
             file_length: AtomicU64::new(self.file_length()),
+            given_out: AtomicU64::new(0),
             qcow2: self.qcow2.clone(),
             replayed: self.replayed.clone(),
         }
@@ -200,8 +205,20 @@ impl<S: Storage> Layer<S> {
         self.visible.fetch_min(to, Ordering::Relaxed);
     }
 
+    /// Bytes in the file when last asked, or as many as there will be.
     pub(crate) fn file_length(&self) -> u64 {
-        self.file_length.load(Ordering::Relaxed)
+        let given_out = self.given_out.load(Ordering::Relaxed);
+        self.file_length.load(Ordering::Relaxed).max(given_out)
+    }
+
+    /// Says that the writer uses the file up to here.
+    pub(crate) fn give_out(&self, end: u64) {
+        self.given_out.fetch_max(end, Ordering::Relaxed);
+    }
+
+    /// Says that the writer has cut the file here.
+    pub(crate) fn cut_at(&self, end: u64) {
+        self.given_out.fetch_min(end, Ordering::Relaxed);
     }
 
     /// No cluster of data starts here or behind: the file ends before. Raw data and external data

@@ -4,9 +4,10 @@
 //! CRC32C), so that data and record can be made durable by one sync: after a crash the last record
 //! counts only if all of its covers hold. They must hold until the next record is durable, which
 //! proves that this one was. Until then a write to a covered range does not go to its place but is
-//! *kept*, in memory and as data in the next record, and goes to its place once that is durable
-//! (full journaling, section 3.1 of the FAST '16 paper). What is kept stays so until no record that a
-//! recovery would replay has it.
+//! *kept*, in memory and as data in the next record, and goes to its place with a checkpoint (full
+//! journaling, section 3.1 of the FAST '16 paper). What is kept stays so until no record that a
+//! recovery would replay has it. Small writes that would make the file grow are kept too: the record's
+//! space is there already.
 //!
 //! The order of all this is the commits'; see [`journal`](super::journal).
 
@@ -22,6 +23,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
 /// Data that one record may vouch for, in bytes: a recovery reads it all.
 const MAX_COVERED: u64 = 32 << 20;
+
+/// Small writes are kept as long as there is no more than this, in bytes.
+const MAX_PENDING: u64 = 128 << 10;
 
 /// In place of a record's number: the piece is of a cluster that is about to be free.
 const NO_RECORD: u64 = u64::MAX;
@@ -209,6 +213,19 @@ impl Guard {
         Way::Parts(straight, busy)
     }
 
+    /// Keeps newly written data for the next record, unless it has much already. What refers to the
+    /// data is recorded after this.
+    pub(crate) fn keep(&self, at: u64, bufs: &[IoBuf]) -> bool {
+        if !self.is_active() || self.pending() > MAX_PENDING {
+            return false;
+        }
+        let length = bufs.iter().map(IoBuf::len).sum();
+        let mut state = self.state.lock();
+        state.keep(at, cut(bufs, 0..length).into());
+        self.count(&state);
+        true
+    }
+
     /// Has the next record vouch for newly written data. What refers to it is recorded after this.
     pub(crate) fn cover(&self, covers: Vec<Cover>) {
         if self.is_active() {
@@ -243,11 +260,11 @@ impl Guard {
         Closed { covers, kept, too_much: closing.too_much, writes }
     }
 
-    /// Record `sequence` is durable, and a recovery replays no data of records before `data_from`.
-    pub(crate) fn sealed(&self, data_from: u64) {
+    /// The record under way is durable, and a recovery replays no record before `tail`.
+    pub(crate) fn sealed(&self, tail: u64) {
         let mut state = self.state.lock();
         state.last = std::mem::take(&mut state.closing);
-        state.kept.retain(|_, piece| piece.record.is_none_or(|record| record >= data_from));
+        state.kept.retain(|_, piece| piece.record.is_none_or(|record| record >= tail));
         self.count(&state);
     }
 
@@ -256,9 +273,9 @@ impl Guard {
         self.state.lock().closing = Covers::default();
     }
 
-    /// What record `sequence` has of data, to be written to its place.
-    pub(crate) fn in_record(&self, sequence: u64) -> Vec<Kept> {
-        self.list(|piece| piece.record == Some(sequence))
+    /// What records up to `sequence` have of data, to be written to its place.
+    pub(crate) fn recorded(&self, sequence: u64) -> Vec<Kept> {
+        self.list(|piece| piece.record.is_some_and(|record| record <= sequence))
     }
 
     /// Everything kept.

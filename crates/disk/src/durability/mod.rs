@@ -20,6 +20,7 @@ use isobath_storage::{IoBuf, Storage};
 use journal::Journal;
 use ordered::Ordered;
 use std::future::Future;
+use std::ops::Range;
 use std::sync::Arc;
 pub(crate) use upkeep::Upkeep;
 
@@ -56,6 +57,23 @@ impl MetadataMode {
         Self::ALL.into_iter().find(|mode| mode.name() == name)
     }
 }
+
+/// What a write finds in its place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Place {
+    /// Data of its own, which it replaces.
+    InUse,
+    /// Nothing that anything durable refers to.
+    New,
+    /// The same, in space that was prepared for growth.
+    Prepared,
+    /// The same, where the file does not reach yet.
+    Beyond,
+}
+
+/// A write of at most so many bytes that would make the file grow goes into the next record rather
+/// than to its place, if that makes the flush cheaper.
+const SMALL: usize = 16 << 10;
 
 /// What a commit works on.
 pub(crate) struct Metadata<S> {
@@ -97,48 +115,50 @@ impl<S: Storage> Metadata<S> {
         }
     }
 
-    /// As [`write`](Self::write), of buffers that follow one another.
-    pub(crate) async fn write_vectored(&self, at: u64, bufs: Vec<IoBuf>) -> Result<Vec<IoBuf>> {
-        match self.guard.write(at, &bufs) {
-            Way::Straight(_busy) => Ok(self.layer.data().write_vectored_at(at, bufs).await?),
-            Way::Parts(parts, _busy) => {
-                self.write_parts(at, parts, &bufs).await?;
-                Ok(bufs)
-            }
-        }
-    }
-
-    /// As [`write_vectored`](Self::write_vectored), to places that nothing durable refers to. What is
-    /// returned is to be [covered](Guard::cover) before anything is recorded that refers to it.
-    pub(crate) async fn write_new(
+    /// Writes buffers that follow one another. What is returned is to be [covered](Guard::cover)
+    /// before anything is recorded that refers to it.
+    pub(crate) async fn write_to(
         &self,
+        place: Place,
         at: u64,
         bufs: Vec<IoBuf>,
     ) -> Result<(Vec<IoBuf>, Vec<Cover>)> {
+        let data = self.layer.data();
         if self.has_data_apart() {
-            return Ok((self.layer.data().write_vectored_at(at, bufs).await?, Vec::new()));
+            return Ok((data.write_vectored_at(at, bufs).await?, Vec::new()));
         }
-        let size = self.cluster_size();
+        let length: usize = bufs.iter().map(IoBuf::len).sum();
+        if place == Place::Beyond
+            && length <= SMALL
+            && self.layer.storage().gains_from_written_space()
+            && self.guard.keep(at, &bufs)
+        {
+            return Ok((bufs, Vec::new()));
+        }
+        if matches!(place, Place::Beyond | Place::Prepared) {
+            self.alloc.note_growth(length as u64);
+        }
+        let checked = place != Place::InUse;
         match self.guard.write(at, &bufs) {
             Way::Straight(_busy) => {
-                let covers = covers(at, &bufs, size, self.guard.is_active());
-                Ok((self.layer.data().write_vectored_at(at, bufs).await?, covers))
+                let size = self.cluster_size();
+                let covers = if checked {
+                    covers(at, &bufs, size, self.guard.is_active())
+                } else {
+                    Vec::new()
+                };
+                Ok((data.write_vectored_at(at, bufs).await?, covers))
             }
             Way::Parts(parts, _busy) => {
-                let uncounted = |part| Cover { range: part, crc: None };
-                let covers = parts.iter().cloned().map(uncounted).collect();
+                let unread = |part: &Range<u64>| Cover { range: part.clone(), crc: None };
+                let covers = parts.iter().filter(|_| checked).map(unread).collect();
                 self.write_parts(at, parts, &bufs).await?;
                 Ok((bufs, covers))
             }
         }
     }
 
-    async fn write_parts(
-        &self,
-        at: u64,
-        parts: Vec<std::ops::Range<u64>>,
-        bufs: &[IoBuf],
-    ) -> Result<()> {
+    async fn write_parts(&self, at: u64, parts: Vec<Range<u64>>, bufs: &[IoBuf]) -> Result<()> {
         for part in parts {
             let bytes = cut(bufs, (part.start - at) as usize..(part.end - at) as usize);
             self.layer.data().write_at(part.start, IoBuf::copy_of(&bytes)).await?;

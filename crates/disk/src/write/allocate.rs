@@ -3,6 +3,7 @@
 use super::plan::Plan;
 use super::{Qcow2Writer, Writer, finish_writes};
 use crate::disk::Disk;
+use crate::durability::Place;
 use crate::map::resolve::ActiveEntries;
 use crate::map::{Source, Unit};
 use crate::tables::References;
@@ -24,13 +25,26 @@ struct Target {
     host: HostOffset,
     /// The host cluster is new and known to hold zeroes.
     zeroed: bool,
+    /// The file does not reach there yet.
+    beyond: bool,
+}
+
+impl Target {
+    fn place(&self) -> Place {
+        match (self.plan.changes, self.beyond, self.zeroed) {
+            (false, ..) => Place::InUse,
+            (true, true, _) => Place::Beyond,
+            (true, false, true) => Place::Prepared,
+            (true, false, false) => Place::New,
+        }
+    }
 }
 
 /// Adjacent pieces, written together.
 struct Run {
     start: u64,
     end: u64,
-    new: bool,
+    place: Place,
     bufs: Vec<IoBuf>,
 }
 
@@ -38,8 +52,7 @@ struct Run {
 struct Piece {
     host: u64,
     length: u64,
-    /// Nothing durable refers to the place.
-    new: bool,
+    place: Place,
     /// Copied content; `None` for the request's own bytes.
     copy: Option<IoBuf>,
 }
@@ -123,7 +136,7 @@ impl<H: Host> Disk<H> {
             }
             let host = plan.host.unwrap_or(HostOffset::new(start));
             let cluster = ClusterIndex::new(cluster);
-            targets.push(Target { cluster, written, plan, host, zeroed: false });
+            targets.push(Target { cluster, written, plan, host, zeroed: false, beyond: false });
         }
         let mut taken = Vec::new();
         let done = self.fill_targets(qcow2, &mut targets, &mut taken, buf).await;
@@ -169,7 +182,7 @@ impl<H: Host> Disk<H> {
                     let host = geometry.host_cluster_start(cluster);
                     if let (Some(target), Some(host)) = (homeless.get_mut(next), host) {
                         target.host = host;
-                        target.zeroed = run.zeroed;
+                        (target.zeroed, target.beyond) = (run.zeroed, run.beyond);
                     }
                     next += 1;
                 }
@@ -215,7 +228,7 @@ impl<H: Host> Disk<H> {
             match writes.last_mut() {
                 Some(run)
                     if run.end == piece.host
-                        && run.new == piece.new
+                        && run.place == piece.place
                         && run.bufs.len() < MAX_VECTOR =>
                 {
                     run.end += piece.length;
@@ -224,18 +237,15 @@ impl<H: Host> Disk<H> {
                 _ => writes.push(Run {
                     start: piece.host,
                     end: piece.host + piece.length,
-                    new: piece.new,
+                    place: piece.place,
                     bufs: vec![bytes],
                 }),
             }
         }
         let data = &qcow2.metadata;
-        let writes = writes.into_iter().map(|run| async move {
-            if run.new {
-                return data.write_new(run.start, run.bufs).await;
-            }
-            Ok((data.write_vectored(run.start, run.bufs).await?, Vec::new()))
-        });
+        let writes = writes
+            .into_iter()
+            .map(|run| async move { data.write_to(run.place, run.start, run.bufs).await });
         let mut whole = IoBuf::empty();
         let mut written = Vec::with_capacity(own.len());
         for (bufs, covers) in finish_writes(writes).await? {
@@ -311,7 +321,7 @@ fn add_pieces(pieces: &mut Vec<Piece>, target: &Target, copies: Vec<(u64, IoBuf)
     let own = Piece {
         host: host + target.written.start,
         length: target.written.end - target.written.start,
-        new: target.plan.changes,
+        place: target.place(),
         copy: None,
     };
     let mut own = Some(own);
@@ -322,7 +332,7 @@ fn add_pieces(pieces: &mut Vec<Piece>, target: &Target, copies: Vec<(u64, IoBuf)
             push_own(pieces, own);
         }
         let length = bytes.len() as u64;
-        pieces.push(Piece { host: host + at, length, new: true, copy: Some(bytes) });
+        pieces.push(Piece { host: host + at, length, place: target.place(), copy: Some(bytes) });
     }
     if let Some(own) = own {
         push_own(pieces, own);
@@ -334,7 +344,7 @@ fn push_own(pieces: &mut Vec<Piece>, own: Piece) {
         Some(last)
             if last.copy.is_none()
                 && last.host + last.length == own.host
-                && last.new == own.new =>
+                && last.place == own.place =>
         {
             last.length += own.length;
         }

@@ -3,6 +3,7 @@
 use super::Qcow2Writer;
 use super::plan::referenced;
 use crate::disk::Disk;
+use crate::durability::Place;
 use crate::tables::References;
 use crate::{BlockDevice, DiskError, Result};
 use isobath_qcow2::compress::compress;
@@ -68,7 +69,8 @@ impl<H: Host> Disk<H> {
         let first = geometry.host_cluster_of(host).get();
         let last = geometry.host_cluster_of(HostOffset::new(host.get() + length - 1)).get();
         let taken: Vec<_> = (first..=last).map(isobath_qcow2::HostCluster::new).collect();
-        let written = qcow2.metadata.write_new(host.get(), vec![IoBuf::copy_of(&packed)]).await;
+        let packed = vec![IoBuf::copy_of(&packed)];
+        let written = qcow2.metadata.write_to(Place::New, host.get(), packed).await;
         let entry = L2Entry::compressed(host, length, geometry.cluster_bits())
             .map_err(|error| qcow2.metadata.layer.format_error(error));
         match (written, entry) {
@@ -105,7 +107,7 @@ impl<H: Host> Disk<H> {
         let bytes = self.read_extents(&extents, IoBuf::zeroed(size as usize)).await?;
         let run = qcow2.metadata.alloc.allocate(1).await?;
         let host = geometry.host_cluster_start(run.start).unwrap_or(HostOffset::new(0));
-        match qcow2.metadata.write_new(host.get(), vec![bytes]).await {
+        match qcow2.metadata.write_to(Place::New, host.get(), vec![bytes]).await {
             Ok((_, covers)) => qcow2.metadata.guard.cover(covers),
             Err(error) => {
                 qcow2.metadata.alloc.cancel(&[run.start]).await?;

@@ -40,8 +40,8 @@ pub(super) struct Builder {
 }
 
 impl Builder {
-    pub(super) fn new(cluster_size: u64, sequence: u64, (tail, data_from): (u64, u64)) -> Self {
-        let record = Record { sequence, tail, data_from, operations: Vec::new() };
+    pub(super) fn new(cluster_size: u64, sequence: u64, tail: u64) -> Self {
+        let record = Record { sequence, tail, data_from: tail, operations: Vec::new() };
         Self { cluster_size, record, told: BTreeSet::new() }
     }
 

@@ -7,8 +7,8 @@
 //! internal journal of the FAST '16 paper (section 3.1); where it differs, `docs/decisions/0007` says
 //! why.
 //!
-//! - **Checkpoints**: pages that records changed stay in memory until the area is half full, and are
-//!   then written to their places, each once however often it changed. The sync of the next commit makes
+//! - **Checkpoints**: what records changed stays in memory until the area is half full, and is then
+//!   written to its place, once however often it changed. The sync of the next commit makes
 //!   that durable, and the record after it says so (`tail`).
 //! - **What proves what**: a record is written only when the one before it is durable. So only the
 //!   last record's data is checked after a crash, and must stay as it was until then: see
@@ -79,39 +79,19 @@ struct State {
 struct Active {
     extension: JournalExtension,
     ring: Ring,
-    /// The last record whose metadata is in its place.
-    metadata: Placed,
-    /// The last record whose data is in its place.
-    data: Placed,
+    /// The last record of which all is written to its place.
+    written: u64,
+    /// The last record of which all is durable in its place.
+    durable: u64,
     /// Clusters that records tell of, and the last that does.
     told: BTreeMap<u64, u64>,
 }
 
-/// How far what records tell is in its place.
-#[derive(Clone, Copy)]
-struct Placed {
-    written: u64,
-    durable: u64,
-}
-
-impl Placed {
-    fn up_to(sequence: u64) -> Self {
-        Self { written: sequence, durable: sequence }
-    }
-}
-
 impl Active {
-    /// The first record of which a recovery replays metadata, and data.
-    fn replayed_from(&self) -> (u64, u64) {
-        let data = self.data.durable + 1;
-        ((self.metadata.durable + 1).min(data), data)
-    }
-
-    /// What was written to its place before the sync that has ended, of metadata and of data, is
+    /// What was written to its place before the sync that has ended, up to record `written`, is
     /// durable.
-    fn synced(&mut self, (metadata, data): (u64, u64)) {
-        self.metadata.durable = self.metadata.durable.max(metadata);
-        self.data.durable = self.data.durable.max(data);
+    fn synced(&mut self, written: u64) {
+        self.durable = self.durable.max(written);
     }
 
     /// Writes a record and makes it durable, with all data written before.
@@ -191,13 +171,14 @@ impl Journal {
         let closed = guard.close(sequence, &releases, metadata.cluster_size());
         closed.settled().await;
         let asked = self.asked.swap(false, Ordering::SeqCst);
-        let changed = needs.changes || guard.keeps() || asked || alloc.has_unstaged().await;
+        let tells = needs.changes || !closed.kept.is_empty() || asked;
+        let changed = tells || alloc.has_unstaged().await;
         // Data that no record can vouch for is durable before the record is written.
         let before = changed && (closed.too_much || metadata.has_data_apart());
         if before {
             layer.data().flush().await?;
         }
-        let written = (active.metadata.written, active.data.written);
+        let written = active.written;
         if !changed {
             metadata.sync().await?;
             active.synced(written);
@@ -217,8 +198,8 @@ impl Journal {
         }
         alloc.publish(&needs.allocated).await?;
         let refcounts = alloc.stage(&releases).await?;
-        let from = active.replayed_from();
-        let mut record = Builder::new(metadata.cluster_size(), sequence, from);
+        let tail = active.durable + 1;
+        let mut record = Builder::new(metadata.cluster_size(), sequence, tail);
         record.revoke(&active.told, releases.iter().chain(&refcounts.replaced));
         record.tables(&staged);
         record.refcounts(&refcounts);
@@ -228,7 +209,7 @@ impl Journal {
         active.synced(written);
         state.sequence = sequence;
 
-        guard.sealed(from.1);
+        guard.sealed(tail);
         let released = tables.finish_journaled(&staged)?;
         if !released.clusters.is_empty() || !refcounts.replaced.is_empty() {
             readers.drain().await;
@@ -239,12 +220,10 @@ impl Journal {
             alloc.release(&released.clusters).await?;
             alloc.release(&refcounts.replaced).await?;
         }
-        place(metadata, &guard.in_record(sequence)).await?;
-        active.data.written = sequence;
         let half = active.ring.used() * 2 > active.ring.blocks();
         if half || tables.dirty_bytes() > MAX_DIRTY {
-            write_home(metadata).await?;
-            active.metadata.written = sequence;
+            write_home(metadata, sequence).await?;
+            active.written = sequence;
         }
         metadata.grow_ahead().await
     }
@@ -255,7 +234,7 @@ impl Journal {
         if state.active.is_none() {
             return Ok(());
         }
-        write_home(metadata).await?;
+        write_home(metadata, state.sequence).await?;
         metadata.sync().await?;
         setup::clear_bit(&metadata.layer).await?;
         state.active = None;
@@ -311,8 +290,9 @@ impl Durability for Journal {
     }
 }
 
-/// Writes what records have of metadata to its place.
-async fn write_home<S: Storage>(metadata: &Metadata<S>) -> Result<()> {
+/// Writes what records up to `sequence`, the last, have to its place.
+async fn write_home<S: Storage>(metadata: &Metadata<S>, sequence: u64) -> Result<()> {
+    place(metadata, &metadata.guard.recorded(sequence)).await?;
     metadata.tables.write_home().await?;
     metadata.alloc.write_home().await
 }

@@ -1,6 +1,6 @@
 //! Putting the journal's area into use, and out of it.
 
-use super::{Active, Journal, Placed, Ring, State};
+use super::{Active, Journal, Ring, State};
 use crate::Result;
 use crate::chain::Layer;
 use crate::durability::Metadata;
@@ -53,8 +53,8 @@ impl Journal {
         state.active = Some(Active {
             extension,
             ring: Ring::new(blocks),
-            metadata: Placed::up_to(state.sequence),
-            data: Placed::up_to(state.sequence),
+            written: state.sequence,
+            durable: state.sequence,
             told: BTreeMap::new(),
         });
         Ok(())
