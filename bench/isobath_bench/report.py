@@ -93,14 +93,14 @@ def goal(loads, what, load, key, server, peer, *, at_least=None, at_most=None):
     return {"what": what, "to_reach": to_reach, "ratio": ratio, "reached": reached}
 
 
-def limit(what, value, *, at_least=None, at_most=None, unit="x", why=None):
+def limit(what, value, *, at_least=None, at_most=None, unit="x", why=None, digits=None):
     """A figure against what is to be reached; `None` where it could not be measured."""
     to_reach = f"≥ {at_least} {unit}" if at_least is not None else f"≤ {at_most} {unit}"
     to_reach = to_reach.replace(" x", "x").strip()
     if value is None:
         return {"what": what, "to_reach": to_reach, "measured": why or "-", "reached": None}
     reached = value >= at_least if at_least is not None else value <= at_most
-    digits = 2 if abs(value) < 100 else 0
+    digits = digits or (2 if abs(value) < 100 else 0)
     measured = f"{value:,.{digits}f} {unit}".replace(" x", "x").strip()
     return {"what": what, "to_reach": to_reach, "measured": measured, "value": value, "reached": reached}
 

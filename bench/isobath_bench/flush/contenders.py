@@ -6,7 +6,7 @@ from functools import cache
 from .. import servers, tools
 
 # Of `isobath serve --metadata`; those that it does not have are left out, and said so.
-MODES = ["ordered", "journal"]
+MODES = ["ordered", "journal", "auto"]
 # The one that is to reach the goals.
 GOAL = "journal"
 # What `qemu-img create` is told, by the name in the tables.

@@ -122,10 +122,10 @@ def summary(samples, names):
         values = [samples.median((kind, name, workload), "syncs") for kind in SYSTEMS]
         value = None if None in values else max(values)
         limit = 0.5 if workload == CONCURRENT else 1.0
-        goals.append(report.limit(f"host syncs a guest flush, {workload}, any file system", value, at_most=limit, unit="", why=why))
+        goals.append(report.limit(f"host syncs a guest flush, {workload}, any file system", value, at_most=limit, unit="", why=why, digits=4))
     for kind in ("ext4", "XFS"):
         value = samples.median((kind, name, APPEND), "flushes")
-        goals.append(report.limit(f"device flushes a guest flush, {APPEND}, thin image on {kind}", value, at_most=1.05, unit="", why=why))
+        goals.append(report.limit(f"device flushes a guest flush, {APPEND}, thin image on {kind}", value, at_most=1.05, unit="", why=why, digits=4))
     notes = [f"{key}: {sample['why']}" for key, each in samples.items() for sample in each if sample.get("failed")]
     figures = []
     for field, title in (("syncs", "Syncs of the image"), ("flushes", "Flushes of the device")):
