@@ -5,11 +5,12 @@ SOAK_SECONDS ?= 3600
 FUZZ_SECONDS ?= 60
 CRASH_STATES ?= 1000000
 CRASH_SEED ?= 1
+CRASH_FILES_STATES ?= 2000
 
 export PATH := $(PATH):$(HOME)/.cargo/bin
 DENY := target/tools/bin/cargo-deny
 
-.PHONY: setup build test demo soak crash fuzz bench clean
+.PHONY: setup build test demo soak crash crash-files fuzz bench clean
 
 setup:
 	@scripts/setup
@@ -36,6 +37,10 @@ soak: setup
 crash: setup
 	cargo run --locked --release -p isobath-crash --bin isobath-crash -- --exhaustive
 	cargo run --locked --release -p isobath-crash --bin isobath-crash -- --states $(CRASH_STATES) --seed $(CRASH_SEED)
+
+# Crashes of a server on real files: CRASH_FILES_STATES states of each workload in every mode.
+crash-files: setup
+	cargo run --locked --release -p isobath-crash --bin isobath-crash-files -- --states $(CRASH_FILES_STATES) --seed $(CRASH_SEED)
 
 # Each fuzz target, for FUZZ_SECONDS.
 fuzz:

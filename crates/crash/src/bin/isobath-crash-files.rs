@@ -71,7 +71,7 @@ fn main() -> ExitCode {
             }
             println!(
                 "{} {}: {} states passed, {} of them different; before recovery {} refused by QEMU, \
-                 {} leaking; {} read by QEMU; seeds {}..{seed}, {} changes and {} syncs, {:.0} s",
+                 {} leaking; {} read by QEMU; lost: data in {}, metadata in {}, journal in {}; seeds {}..{seed}, {} changes and {} syncs, {:.0} s",
                 workload.name(),
                 mode.name(),
                 totals.states,
@@ -79,6 +79,9 @@ fn main() -> ExitCode {
                 totals.refused,
                 totals.leaking,
                 totals.read_by_qemu,
+                totals.losses.data,
+                totals.losses.metadata,
+                totals.losses.journal,
                 arguments.seed,
                 totals.changes,
                 totals.syncs,

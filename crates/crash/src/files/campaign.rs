@@ -2,6 +2,7 @@
 
 use super::guest;
 use super::judge::{Before, Judge, Promises, Way};
+use super::loss::Losses;
 use super::serve;
 use super::trace;
 use super::workload::Workload;
@@ -14,7 +15,7 @@ use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
 use std::collections::HashSet;
 use std::fs;
-use std::path::PathBuf;
+use std::io;
 use std::sync::Mutex;
 use std::thread;
 
@@ -31,7 +32,7 @@ pub struct Settings {
     pub seed: u64,
     /// How many states are judged at a time.
     pub threads: usize,
-    /// Forgets all but every other promise of durability that the host gave, to see that it is noticed.
+    /// Lets every other sync of the host do nothing, to see that it is noticed.
     pub sabotage: bool,
 }
 
@@ -46,7 +47,9 @@ pub struct Totals {
     pub leaking: u64,
     /// States whose recovered disk QEMU read as well.
     pub read_by_qemu: u64,
-    /// States in which something that was not durable was lost.
+    /// States that lost something.
+    pub losses: Losses,
+    /// Changes of the files.
     pub changes: u64,
     /// Syncs of the files.
     pub syncs: u64,
@@ -61,6 +64,7 @@ impl Totals {
         self.refused += other.refused;
         self.leaking += other.leaking;
         self.read_by_qemu += other.read_by_qemu;
+        self.losses += other.losses;
         self.changes += other.changes;
         self.syncs += other.syncs;
         self.different.extend(&other.different);
@@ -117,7 +121,7 @@ fn run_workload(settings: &Settings) -> Result<Totals, String> {
         let mut replay = Replay::new(&record);
         for (position, seed) in moments.iter().skip(thread).step_by(threads) {
             replay.advance(trace::crash(*position));
-            let more = one(&judge, &replay, *position, *seed)?;
+            let more = one(settings, &judge, &replay, *position, *seed)?;
             totals.lock().unwrap_or_else(std::sync::PoisonError::into_inner).add(&more);
         }
         Ok::<_, String>(())
@@ -170,6 +174,7 @@ fn sabotaged(mut record: Record) -> Record {
 
 /// Makes one state, and judges it.
 fn one(
+    settings: &Settings,
     judge: &Judge<'_>,
     replay: &Replay<'_>,
     position: usize,
@@ -181,27 +186,28 @@ fn one(
     let state = replay.build(&fate, grain, &mut rng);
     let way = if rng.random() { Way::Open } else { Way::Repair };
     let by_qemu = rng.random_range(0..10) == 0;
-    let Some((_, bytes)) = state.files.first() else { return Err("there is no image".into()) };
+    let whole = replay.build(&Fate::ALL_KEPT, grain, &mut rng);
+    let (Some((_, bytes)), Some((_, whole))) = (state.files.first(), whole.files.first()) else {
+        return Err("there is no image".into());
+    };
     match judge.judge(bytes, position, way, by_qemu) {
         Ok(before) => Ok(Totals {
             states: 1,
             refused: u64::from(before == Before::Refused),
             leaking: u64::from(before == Before::Leaking),
             read_by_qemu: u64::from(by_qemu),
+            losses: Losses::of(bytes, whole),
             different: HashSet::from([state.print]),
             ..Totals::default()
         }),
         Err(error) => {
-            let kept = keep(bytes, seed);
+            let kept = if settings.sabotage { Ok("not kept".into()) } else { keep(bytes, seed) };
+            let kept = kept.unwrap_or_else(|error| format!("not kept: {error}"));
             Err(format!(
                 "a crash after entry {position} of the record, {} in grains of {grain} bytes, {} \
-                 changes pending, recovered by {way:?}; the image it left is {}\n{error}\n{}",
+                 changes pending, recovered by {way:?}; the image it left is {kept}\n{error}\n{}",
                 fate.name(),
                 replay.pending(),
-                kept.map_or_else(
-                    |error| format!("not kept: {error}"),
-                    |path| path.display().to_string()
-                ),
                 replay.describe().join("\n")
             ))
         }
@@ -209,8 +215,8 @@ fn one(
 }
 
 /// Leaves an image for somebody to look at.
-fn keep(bytes: &[u8], seed: u64) -> std::io::Result<PathBuf> {
+fn keep(bytes: &[u8], seed: u64) -> io::Result<String> {
     let path = std::env::temp_dir().join(format!("isobath-crash-{seed:016x}.qcow2"));
     fs::write(&path, bytes)?;
-    Ok(path)
+    Ok(path.display().to_string())
 }

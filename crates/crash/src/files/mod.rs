@@ -16,6 +16,7 @@ pub mod campaign;
 pub mod client;
 pub mod guest;
 pub mod judge;
+pub mod loss;
 pub mod oracle;
 pub mod serve;
 pub mod trace;

@@ -82,6 +82,12 @@ pub fn fill(bytes: &mut [u8], number: u64, first: usize) {
     }
 }
 
+/// Whether these are a sector's bytes from [`fill`], of any write to any sector.
+pub fn is_filled(sector: &[u8]) -> bool {
+    let place = sector.get(8..16).and_then(|bytes| bytes.try_into().ok()).map(u64::from_be_bytes);
+    place.is_some_and(|place| number(sector, place as usize).is_some())
+}
+
 /// The number of the write whose bytes these are.
 fn number(sector: &[u8], place: usize) -> Option<u64> {
     let number = u64::from_be_bytes(*sector.first_chunk()?);
@@ -177,5 +183,48 @@ impl Request {
             self.answered.order,
             self.answered.position
         )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn moment(order: u64, position: usize) -> Moment {
+        Moment { order, position }
+    }
+
+    fn disk(sectors: [u64; 2]) -> Vec<u8> {
+        let mut disk = vec![0; 2 * SECTOR];
+        for (place, number) in sectors.into_iter().enumerate().filter(|(_, number)| *number > 0) {
+            fill(&mut disk[place * SECTOR..][..SECTOR], number, place);
+        }
+        disk
+    }
+
+    #[test]
+    fn flushed_writes_and_later_ones_are_allowed() {
+        let request =
+            |what, count, sent, answered| Request { what, sector: 0, count, sent, answered };
+        let requests = vec![
+            request(What::Write(2), 2, moment(0, 0), moment(1, 1)),
+            request(What::Flush, 0, moment(2, 1), moment(3, 3)),
+            request(What::Write(3), 1, moment(4, 3), moment(5, 4)),
+            request(What::Zero, 2, moment(6, 4), moment(7, 5)),
+        ];
+        let sectors = Sectors::new(requests, 2, false);
+        let allowed = |position, held| sectors.check(position, &disk(held)).is_ok();
+        // Before the flush is answered: each sector as before, or written.
+        assert!(allowed(2, [0, 2]) && allowed(2, [2, 0]) && allowed(2, [2, 2]));
+        assert!(!allowed(2, [3, 2]), "from the future");
+        // After it: the write, or what was sent later.
+        assert!(allowed(3, [2, 2]) && allowed(3, [3, 2]));
+        assert!(!allowed(3, [2, 0]), "a flushed write is lost");
+        assert!(!allowed(3, [2, 3]), "not written there");
+        assert!(allowed(4, [0, 2]) && allowed(4, [3, 0]));
+        let mut torn = disk([2, 2]);
+        torn[100] ^= 1;
+        assert!(sectors.check(4, &torn).is_err());
+        assert!(is_filled(&disk([2, 2])[SECTOR..]) && !is_filled(&torn[..SECTOR]));
     }
 }

@@ -58,8 +58,7 @@ impl Workload {
     /// Bytes of its disk.
     pub const fn disk_size(self) -> u64 {
         match self {
-            Self::Append | Self::Overwrite => 8 << 20,
-            Self::Random | Self::Writers => 4 << 20,
+            Self::Append | Self::Overwrite | Self::Random | Self::Writers => 4 << 20,
             Self::Guest => 64 << 20,
         }
     }
@@ -93,8 +92,8 @@ impl Workload {
                 requests: Vec::new(),
             };
             match self {
-                Self::Append => writer.append(100, false)?,
-                Self::Overwrite => writer.append(60, true)?,
+                Self::Append => writer.append(60, false)?,
+                Self::Overwrite => writer.append(40, true)?,
                 Self::Random => writer.one_block_at_a_time(self.disk_size(), 150)?,
                 Self::Writers | Self::Guest => writer.beside_others(self.disk_size(), 40)?,
             }

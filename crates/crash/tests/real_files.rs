@@ -1,0 +1,59 @@
+//! A real server on real files, crashed between its syncs (section 4.1 of the FAST '16 paper).
+
+#![allow(clippy::unwrap_used, reason = "a test fails by a panic")]
+
+use isobath_crash::files::campaign::{Settings, Totals, run};
+use isobath_crash::files::workload::Workload;
+use isobath_disk::MetadataMode;
+use isobath_testkit::seed::Seed;
+
+/// As many as in the paper, for each of its workloads.
+const AS_IN_THE_PAPER: usize = 200;
+
+fn settings(workload: Workload, mode: MetadataMode, states: usize, seed: &Seed) -> Settings {
+    Settings { workload, mode, states, seed: seed.value(), threads: 2, sabotage: false }
+}
+
+fn passed(workload: Workload, mode: MetadataMode, states: usize, seed: &Seed) -> Totals {
+    let totals =
+        run(&settings(workload, mode, states, seed)).unwrap_or_else(|found| panic!("{found}"));
+    assert_eq!(totals.states, states as u64);
+    totals
+}
+
+#[test]
+fn the_papers_workloads_survive_its_crashes() {
+    let seed = Seed::new();
+    for workload in [Workload::Append, Workload::Overwrite] {
+        let journal = passed(workload, MetadataMode::Journal, AS_IN_THE_PAPER, &seed);
+        assert!(journal.refused > 0, "no journal was in use");
+        assert!(journal.losses.data > 0 && journal.losses.journal > 0);
+        let ordered = passed(workload, MetadataMode::Ordered, AS_IN_THE_PAPER, &seed);
+        assert_eq!(ordered.refused, 0, "an ordered image is open to all");
+        assert!(ordered.losses.data > 0 && ordered.losses.metadata > 0);
+    }
+}
+
+#[test]
+fn scattered_and_concurrent_writes_survive() {
+    let seed = Seed::new();
+    for workload in [Workload::Random, Workload::Writers] {
+        for mode in MetadataMode::ALL {
+            passed(workload, mode, 40, &seed);
+        }
+    }
+}
+
+#[test]
+fn a_guest_finds_its_synced_files() {
+    passed(Workload::Guest, MetadataMode::Auto, 20, &Seed::new());
+}
+
+#[test]
+fn lying_syncs_are_noticed() {
+    let seed = Seed::new();
+    for mode in [MetadataMode::Journal, MetadataMode::Ordered] {
+        let honest = settings(Workload::Append, mode, 200, &seed);
+        run(&Settings { sabotage: true, ..honest }).unwrap_err();
+    }
+}
