@@ -6,7 +6,7 @@ import os
 from .. import plot, report
 from ..rounds import Samples, rotated
 from . import contenders, counts, log, mounts, traces
-from .latency import spread, text_of_ratio
+from .latency import spread, text_of_ratio, too_noisy
 
 SIZE = 512 << 20
 SLICES = 8
@@ -57,7 +57,9 @@ def run(rounds, seconds):
             ])  # fmt: skip
         name = f"isobath {contenders.GOAL}"
         why = None if name in names else f"no mode {contenders.GOAL}"
-        goals.append(report.limit(f"{application} ÷ raw, fully written", of_raw.get(name), at_least=0.95, why=why))
+        noise = too_noisy(of_raw)
+        value = None if noise else of_raw.get(name)
+        goals.append(report.limit(f"{application} ÷ raw, fully written", value, at_least=0.95, why=why or noise))
         bars[application] = of_raw
     about = "; ".join(
         f"{application}: {sum(what == 'write' for what, *_ in steps):,} writes of {sum(length for what, _, length in steps) >> 20} MiB, "

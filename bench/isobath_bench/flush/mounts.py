@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ KINDS = {
     "btrfs": (["mkfs.btrfs", "-q", "-f"], "noatime"),
     "btrfs nodatacow": (["mkfs.btrfs", "-q", "-f"], "noatime,nodatacow"),
 }
+PACKAGES = {"mkfs.ext4": "e2fsprogs", "mkfs.xfs": "xfsprogs", "mkfs.btrfs": "btrfs-progs"}
 BYTES = 3 << 30
 
 
@@ -64,6 +66,8 @@ def mounted(kind, filled=False):
     """A new, empty file system of a kind. `filled` is for measuring times: its backing file has all its
     blocks written and is used without the page cache, so that the file system below has little part in them."""
     make, options = KINDS[kind]
+    if not shutil.which(make[0]):
+        raise tools.Failed(f"{make[0]} is missing: apt-get install {PACKAGES[make[0]]}")
     image = tools.WORK / f"flush-{kind.replace(' ', '-')}.img"
     try:
         if filled:
