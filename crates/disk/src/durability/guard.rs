@@ -16,7 +16,7 @@ use isobath_qcow2::HostCluster;
 use isobath_qcow2::journal::Crc32c;
 use isobath_storage::IoBuf;
 use parking_lot::Mutex;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -26,6 +26,9 @@ const MAX_COVERED: u64 = 32 << 20;
 
 /// Small writes are kept as long as there is no more than this, in bytes.
 const MAX_PENDING: u64 = 128 << 10;
+
+/// Clusters remembered as not written.
+const MAX_UNWRITTEN: usize = 16 << 10;
 
 /// In place of a record's number: the piece is of a cluster that is about to be free.
 const NO_RECORD: u64 = u64::MAX;
@@ -52,6 +55,8 @@ pub(crate) struct Guard {
 
 #[derive(Default)]
 struct State {
+    /// Clusters of which the file has at most parts: all that was written to them was kept at first.
+    unwritten: HashSet<u64>,
     /// What the next record will vouch for.
     open: Covers,
     /// What the record under way vouches for.
@@ -162,6 +167,7 @@ impl Guard {
         state.open = Covers::default();
         state.closing = Covers::default();
         state.last = Covers::default();
+        state.unwritten.clear();
     }
 
     /// Bytes kept that no record has yet.
@@ -213,14 +219,25 @@ impl Guard {
         Way::Parts(straight, busy)
     }
 
-    /// Keeps newly written data for the next record, unless it has much already. What refers to the
-    /// data is recorded after this.
-    pub(crate) fn keep(&self, at: u64, bufs: &[IoBuf]) -> bool {
+    /// Keeps a small write to space that the file does not have yet for the next record, unless that has
+    /// much already. `beyond` says that the write is the first to its clusters, of `size` bytes, and
+    /// that nothing refers to them yet; it is kept then, and what refers to it is recorded after this.
+    /// Otherwise it is kept if such a write was the first to all of them.
+    pub(crate) fn keep(&self, at: u64, bufs: &[IoBuf], beyond: bool, size: u64) -> bool {
         if !self.is_active() || self.pending() > MAX_PENDING {
             return false;
         }
         let length = bufs.iter().map(IoBuf::len).sum();
+        let mut clusters = at / size..(at + length as u64).div_ceil(size);
         let mut state = self.state.lock();
+        if beyond {
+            if state.unwritten.len() > MAX_UNWRITTEN {
+                state.unwritten.clear();
+            }
+            state.unwritten.extend(clusters);
+        } else if !clusters.all(|cluster| state.unwritten.contains(&cluster)) {
+            return false;
+        }
         state.keep(at, cut(bufs, 0..length).into());
         self.count(&state);
         true
@@ -303,11 +320,9 @@ impl Guard {
 
     /// Forgets what is kept of clusters that nothing refers to any more, of `size` bytes each.
     pub(crate) fn forget(&self, released: &[HostCluster], size: u64) {
-        if !self.keeps() {
-            return;
-        }
         let mut state = self.state.lock();
         for cluster in released {
+            state.unwritten.remove(&cluster.get());
             state.cut_out(&(cluster.get() * size..(cluster.get() + 1) * size));
         }
         self.count(&state);
@@ -374,6 +389,17 @@ impl Covers {
         Busy(Some(Arc::clone(&self.writes)))
     }
 
+    /// Vouches no more for a range; what lies beside it in the same covers is read back.
+    fn cut_out(&mut self, range: &Range<u64>) {
+        for (at, (end, _)) in self.overlapping(range) {
+            self.ranges.remove(&at);
+            self.bytes -= end - at;
+            for rest in [at..range.start.max(at), range.end.min(end)..end] {
+                self.add(&Cover { range: rest, crc: None });
+            }
+        }
+    }
+
     fn forget(&mut self, range: &Range<u64>) {
         for (at, (end, _)) in self.overlapping(range) {
             self.ranges.remove(&at);
@@ -422,7 +448,10 @@ impl State {
 
     fn keep(&mut self, at: u64, bytes: Arc<[u8]>) {
         let part = 0..bytes.len();
-        self.cut_out(&(at..at + bytes.len() as u64));
+        let range = at..at + bytes.len() as u64;
+        // One record does not vouch for what it has itself.
+        self.open.cut_out(&range);
+        self.cut_out(&range);
         self.kept.insert(at, Piece { bytes, part, record: None });
     }
 
@@ -499,4 +528,123 @@ pub(crate) fn covers(at: u64, bufs: &[IoBuf], size: u64, checked: bool) -> Vec<C
         covers.push(Cover { range: start..place, crc: checked.then(|| crc.finish()) });
     }
     covers
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SIZE: u64 = 65536;
+
+    fn buf(tag: u8, length: usize) -> IoBuf {
+        IoBuf::copy_of(&vec![tag; length])
+    }
+
+    /// A write to its place is told by the parts that go there.
+    fn straight(guard: &Guard, at: u64, tag: u8, length: usize) -> Vec<Range<u64>> {
+        match guard.write(at, &[buf(tag, length)]) {
+            Way::Straight(_) => vec![at..at + length as u64],
+            Way::Parts(parts, _) => parts,
+        }
+    }
+
+    fn active() -> Guard {
+        let guard = Guard::default();
+        guard.activate();
+        guard
+    }
+
+    fn all(at: u64, length: u64) -> Vec<Range<u64>> {
+        let whole = at..at + length;
+        vec![whole]
+    }
+
+    #[test]
+    fn what_the_last_record_vouches_for_is_kept_until_the_next_is_durable() {
+        let guard = active();
+        guard.cover(covers(0, &[buf(1, 8192)], SIZE, true));
+        // Not in a record yet: it goes there, and is read back.
+        assert_eq!(straight(&guard, 4096, 2, 4096), all(4096, 4096));
+        let closed = guard.close(1, &[], SIZE);
+        assert_eq!(closed.covers, [Cover { range: 0..8192, crc: None }]);
+        // While the record is written, and after.
+        assert_eq!(straight(&guard, 4096, 3, 8192), all(8192, 4096));
+        guard.sealed(1);
+        assert_eq!(straight(&guard, 0, 4, 512), []);
+        assert_eq!(guard.pending(), 4096 + 512);
+        let kept = guard.kept_in(&(0..16384));
+        assert_eq!(kept.len(), 2);
+        assert_eq!(kept[0], Kept { at: 0, bytes: vec![4; 512] });
+        // The next record has them, and then nothing is vouched for any more.
+        assert_eq!(guard.close(2, &[], SIZE).kept, kept);
+        guard.sealed(1);
+        assert_eq!(straight(&guard, 1024, 5, 512), all(1024, 512));
+        // What is kept stays as long as it may be replayed.
+        assert_eq!(straight(&guard, 0, 6, 512), []);
+        guard.close(3, &[], SIZE);
+        guard.sealed(3);
+        assert_eq!(guard.kept_in(&(0..16384)), [Kept { at: 0, bytes: vec![6; 512] }]);
+        guard.close(4, &[], SIZE);
+        guard.sealed(4);
+        assert!(!guard.keeps());
+    }
+
+    #[test]
+    fn a_record_does_not_vouch_for_what_it_has() {
+        let guard = active();
+        guard.cover(covers(0, &[buf(1, 12288)], SIZE, true));
+        assert!(guard.keep(4096, &[buf(2, 4096)], true, SIZE));
+        let closed = guard.close(1, &[], SIZE);
+        let unread = |range| Cover { range, crc: None };
+        assert_eq!(closed.covers, [unread(0..4096), unread(8192..12288)]);
+        assert_eq!(closed.kept.len(), 1);
+    }
+
+    #[test]
+    fn nothing_is_said_of_released_clusters_and_kept_pieces_stay_readable_until_forgotten() {
+        let guard = active();
+        guard.cover(covers(SIZE - 4096, &[buf(1, 8192)], SIZE, true));
+        assert!(guard.keep(2 * SIZE - 512, &[buf(2, 1024)], true, SIZE));
+        let closed = guard.close(1, &[HostCluster::new(1)], SIZE);
+        assert_eq!(closed.covers.len(), 1);
+        assert_eq!(closed.covers[0].range, SIZE - 4096..SIZE);
+        assert_eq!(closed.kept, [Kept { at: 2 * SIZE, bytes: vec![2; 512] }]);
+        assert_eq!(guard.kept_in(&(0..4 * SIZE)).len(), 2);
+        guard.sealed(1);
+        guard.forget(&[HostCluster::new(1)], SIZE);
+        assert_eq!(guard.recorded(1).len(), 1);
+        assert_eq!(guard.kept_in(&(0..2 * SIZE)), []);
+    }
+
+    #[test]
+    fn small_writes_to_clusters_that_the_file_does_not_have_are_kept_up_to_a_limit() {
+        let guard = active();
+        assert!(!guard.keep(0, &[buf(1, 4096)], false, SIZE));
+        let mut at = 0;
+        while guard.keep(at, &[buf(1, 4096)], at.is_multiple_of(SIZE), SIZE) {
+            at += 4096;
+        }
+        assert_eq!(guard.pending(), MAX_PENDING + 4096);
+        guard.deactivate();
+        assert!(!guard.keep(0, &[buf(1, 4096)], true, SIZE));
+        let kept = guard.all_kept();
+        guard.placed(&kept);
+        assert!(!guard.keeps());
+    }
+
+    #[test]
+    fn covers_are_made_for_each_cluster_whatever_the_buffers() {
+        let bytes: Vec<u8> = (0..100_000_u32).map(|n| (n * 7 / 3) as u8).collect();
+        let bufs = [&bytes[..10], &bytes[10..70_000], &bytes[70_000..]].map(IoBuf::copy_of);
+        let made = covers(SIZE / 2, &bufs, SIZE, true);
+        let ends = [SIZE / 2, SIZE, 2 * SIZE, SIZE / 2 + 100_000];
+        assert_eq!(made.len(), 3);
+        for (cover, ends) in made.iter().zip(ends.windows(2)) {
+            assert_eq!(cover.range, ends[0]..ends[1]);
+            let skip = (cover.range.start - SIZE / 2) as usize;
+            let length = (cover.range.end - cover.range.start) as usize;
+            assert_eq!(cover.crc, Some(Crc32c::of(&bytes[skip..skip + length])));
+        }
+        assert_eq!(covers(0, &[buf(1, 512)], SIZE, false)[0].crc, None);
+    }
 }

@@ -106,6 +106,9 @@ impl<S: Storage> Metadata<S> {
     /// Writes guest data to its place, or keeps it for the next record where its place must not
     /// change yet.
     pub(crate) async fn write(&self, at: u64, buf: IoBuf) -> Result<IoBuf> {
+        if buf.len() <= SMALL && self.keep(Place::InUse, at, std::slice::from_ref(&buf)) {
+            return Ok(buf);
+        }
         match self.guard.write(at, std::slice::from_ref(&buf)) {
             Way::Straight(_busy) => Ok(self.layer.data().write_at(at, buf).await?),
             Way::Parts(parts, _busy) => {
@@ -128,14 +131,11 @@ impl<S: Storage> Metadata<S> {
             return Ok((data.write_vectored_at(at, bufs).await?, Vec::new()));
         }
         let length: usize = bufs.iter().map(IoBuf::len).sum();
-        if place == Place::Beyond
-            && length <= SMALL
-            && self.layer.storage().gains_from_written_space()
-            && self.guard.keep(at, &bufs)
-        {
-            return Ok((bufs, Vec::new()));
-        }
-        if matches!(place, Place::Beyond | Place::Prepared) {
+        if length <= SMALL {
+            if self.keep(place, at, &bufs) {
+                return Ok((bufs, Vec::new()));
+            }
+        } else if matches!(place, Place::Beyond | Place::Prepared) {
             self.alloc.note_growth(length as u64);
         }
         let checked = place != Place::InUse;
@@ -156,6 +156,14 @@ impl<S: Storage> Metadata<S> {
                 Ok((bufs, covers))
             }
         }
+    }
+
+    /// Keeps a small write where the next record takes it without the file growing.
+    fn keep(&self, place: Place, at: u64, bufs: &[IoBuf]) -> bool {
+        let may = matches!(place, Place::Beyond | Place::InUse) && self.guard.is_active();
+        may && !self.has_data_apart()
+            && self.layer.storage().gains_from_written_space()
+            && self.guard.keep(at, bufs, place == Place::Beyond, self.cluster_size())
     }
 
     async fn write_parts(&self, at: u64, parts: Vec<Range<u64>>, bufs: &[IoBuf]) -> Result<()> {
