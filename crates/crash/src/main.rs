@@ -75,6 +75,10 @@ fn main() -> ExitCode {
         return ExitCode::from(2);
     }
     for mode in modes {
+        if kind.is_some_and(|kind| kind.version() < mode.version) {
+            println!("{}: takes no images of version 2", mode.name());
+            continue;
+        }
         let settings = Settings {
             kind,
             sabotage: arguments.sabotage,
