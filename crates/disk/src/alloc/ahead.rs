@@ -78,8 +78,8 @@ impl<S: Storage> Allocator<S> {
     }
 
     /// Writes zeroes behind the file's end. Whoever allocates meanwhile gets space before or behind
-    /// them. With `durable` the next flush does not pay for them.
-    pub(crate) async fn prepare(&self, bytes: u64, durable: bool) -> Result<()> {
+    /// them. The next flush pays for the file's growth; the zeroes are on their way by then.
+    pub(crate) async fn prepare(&self, bytes: u64) -> Result<()> {
         let size = self.geometry.cluster_size();
         let region = {
             let mut state = self.state.lock().await;
@@ -89,7 +89,7 @@ impl<S: Storage> Allocator<S> {
             state.areas.push(region.clone());
             region
         };
-        let written = self.write_zeroes(region.start * size..region.end * size, durable).await;
+        let written = self.write_zeroes(region.start * size..region.end * size).await;
         let mut state = self.state.lock().await;
         state.areas.retain(|area| *area != region);
         state.first_maybe_free = state.first_maybe_free.min(region.start);
@@ -105,16 +105,14 @@ impl<S: Storage> Allocator<S> {
         Ok(())
     }
 
-    async fn write_zeroes(&self, range: Range<u64>, durable: bool) -> Result<()> {
+    async fn write_zeroes(&self, range: Range<u64>) -> Result<()> {
         let storage = self.layer.storage();
         let mut at = range.start;
         while at < range.end {
             let length = PIECE.min(range.end - at);
             storage.write_at(at, IoBuf::zeroed(length as usize)).await?;
+            storage.write_back(at, length as u32).await;
             at += length;
-        }
-        if durable {
-            storage.flush().await?;
         }
         Ok(())
     }

@@ -296,6 +296,39 @@ impl<S: Storage> Allocator<S> {
         self.refcount_in(&mut state, cluster.get()).await
     }
 
+    /// Whether a reference is the only one to its cluster. Nothing more is packed into that then, so
+    /// that it stays the only one.
+    pub(crate) async fn is_last(&self, cluster: HostCluster) -> Result<bool> {
+        let mut state = self.lock().await;
+        let last = self.refcount_in(&mut state, cluster.get()).await? == 1;
+        let size = self.geometry.cluster_size();
+        if last && state.packing.is_some_and(|at| at / size == cluster.get()) {
+            state.packing = None;
+        }
+        Ok(last)
+    }
+
+    /// Those of the clusters that will have no reference left when these are released, each once.
+    /// Nothing more is packed into them.
+    pub(crate) async fn freed_by(&self, releases: &[HostCluster]) -> Result<Vec<HostCluster>> {
+        let mut state = self.state.lock().await;
+        let mut counts: BTreeMap<HostCluster, u64> = BTreeMap::new();
+        for cluster in releases {
+            *counts.entry(*cluster).or_default() += 1;
+        }
+        let size = self.geometry.cluster_size();
+        let mut freed = Vec::new();
+        for (cluster, released) in counts {
+            if self.refcount_in(&mut state, cluster.get()).await? == released {
+                freed.push(cluster);
+                if state.packing.is_some_and(|at| at / size == cluster.get()) {
+                    state.packing = None;
+                }
+            }
+        }
+        Ok(freed)
+    }
+
     /// Whether the file lacks any change.
     pub(crate) async fn is_dirty(&self) -> bool {
         let state = self.state.lock().await;

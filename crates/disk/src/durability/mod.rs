@@ -14,7 +14,8 @@ use crate::chain::Layer;
 use crate::map::resolve::ActiveEntries;
 use crate::read::Readers;
 use crate::tables::Tables;
-use guard::{Cover, Guard, Way, covers, cut};
+use futures_util::future::try_join_all;
+use guard::{Cover, Guard, Kept, Way, covers, cut};
 use isobath_qcow2::{ClusterIndex, HostOffset, L2Entry};
 use isobath_storage::{IoBuf, Storage};
 use journal::Journal;
@@ -164,6 +165,14 @@ impl<S: Storage> Metadata<S> {
         may && !self.has_data_apart()
             && self.layer.storage().gains_from_written_space()
             && self.guard.keep(at, bufs, place == Place::Beyond, self.cluster_size())
+    }
+
+    /// Writes pieces of data to their places.
+    async fn place(&self, pieces: &[Kept]) -> Result<()> {
+        let data = self.layer.data();
+        let writes = pieces.iter().map(|kept| data.write_at(kept.at, IoBuf::copy_of(&kept.bytes)));
+        try_join_all(writes).await?;
+        Ok(())
     }
 
     async fn write_parts(&self, at: u64, parts: Vec<Range<u64>>, bufs: &[IoBuf]) -> Result<()> {

@@ -25,8 +25,8 @@ impl Durability for Ordered {
     async fn commit<S: Storage>(&self, metadata: &Metadata<S>, readers: &Readers) -> Result<()> {
         let needs = metadata.tables.begin_commit();
         // What a journal that is being set up gathers from here on is not in this batch.
-        let releases = metadata.tables.closed_releases();
-        metadata.guard.close(0, &releases, metadata.cluster_size());
+        let closed = metadata.guard.close(0, &[], metadata.cluster_size());
+        metadata.place(&closed.kept).await?;
         finish(metadata, readers, needs).await?;
         metadata.guard.unneeded();
         Ok(())
@@ -76,7 +76,7 @@ pub(super) async fn give_back<S: Storage>(
         if metadata.alloc.is_metadata(*cluster) {
             continue;
         }
-        if metadata.alloc.refcount(*cluster).await? == 1 {
+        if metadata.alloc.is_last(*cluster).await? {
             last.push(cluster.get());
         }
     }

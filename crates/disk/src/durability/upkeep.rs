@@ -35,7 +35,7 @@ impl<S: Storage> Metadata<S> {
         }
         let Some(bytes) = self.alloc.growth_wanted().await else { return Ok(()) };
         if self.upkeep.attendants.load(Ordering::SeqCst) == 0 {
-            return self.alloc.prepare(bytes, false).await;
+            return self.alloc.prepare(bytes).await;
         }
         self.upkeep.wanted.fetch_max(bytes, Ordering::SeqCst);
         self.upkeep.changed.notify(usize::MAX);
@@ -56,7 +56,7 @@ impl<S: Storage> Metadata<S> {
                 }
                 let bytes = upkeep.wanted.swap(0, Ordering::SeqCst);
                 if bytes > 0 {
-                    self.alloc.prepare(bytes, true).await?;
+                    self.alloc.prepare(bytes).await?;
                     continue;
                 }
             }

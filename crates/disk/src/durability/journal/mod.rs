@@ -26,7 +26,6 @@ mod setup;
 
 pub(crate) use recover::{Replayed, examine, recover};
 
-use super::guard::Kept;
 use super::ordered::{self, Ordered};
 use super::{Durability, Metadata};
 use crate::chain::Layer;
@@ -34,7 +33,6 @@ use crate::read::Readers;
 use crate::{DiskError, Result};
 use async_lock::Mutex;
 use build::Builder;
-use futures_util::future::try_join_all;
 use isobath_qcow2::journal::{BLOCK, JournalExtension};
 use isobath_storage::{IoBuf, Storage};
 use ring::Ring;
@@ -167,8 +165,9 @@ impl Journal {
         let Some(active) = &mut state.active else { return Ok(()) };
         let needs = tables.begin_commit();
         let releases = tables.closed_releases();
+        let freed = alloc.freed_by(&releases).await?;
         let sequence = state.sequence + 1;
-        let closed = guard.close(sequence, &releases, metadata.cluster_size());
+        let closed = guard.close(sequence, &freed, metadata.cluster_size());
         closed.settled().await;
         let asked = self.asked.swap(false, Ordering::SeqCst);
         let tells = needs.changes || !closed.kept.is_empty() || asked;
@@ -200,7 +199,7 @@ impl Journal {
         let refcounts = alloc.stage(&releases).await?;
         let tail = active.durable + 1;
         let mut record = Builder::new(metadata.cluster_size(), sequence, tail);
-        record.revoke(&active.told, releases.iter().chain(&refcounts.replaced));
+        record.revoke(&active.told, freed.iter().chain(&refcounts.replaced));
         record.tables(&staged);
         record.refcounts(&refcounts);
         record.data(&closed.kept);
@@ -213,7 +212,7 @@ impl Journal {
         let released = tables.finish_journaled(&staged)?;
         if !released.clusters.is_empty() || !refcounts.replaced.is_empty() {
             readers.drain().await;
-            guard.forget(&released.clusters, metadata.cluster_size());
+            guard.forget(&freed, metadata.cluster_size());
             if released.discarded {
                 ordered::give_back(metadata, &released.clusters).await?;
             }
@@ -222,7 +221,7 @@ impl Journal {
         }
         let half = active.ring.used() * 2 > active.ring.blocks();
         if half || tables.dirty_bytes() > MAX_DIRTY {
-            write_home(metadata, sequence).await?;
+            write_home(metadata).await?;
             active.written = sequence;
         }
         metadata.grow_ahead().await
@@ -234,7 +233,7 @@ impl Journal {
         if state.active.is_none() {
             return Ok(());
         }
-        write_home(metadata, state.sequence).await?;
+        write_home(metadata).await?;
         metadata.sync().await?;
         setup::clear_bit(&metadata.layer).await?;
         state.active = None;
@@ -242,11 +241,11 @@ impl Journal {
         metadata.alloc.end_journal().await;
         metadata.guard.deactivate();
         loop {
-            let kept = metadata.guard.all_kept();
+            let kept = metadata.guard.unrecorded();
             if kept.is_empty() {
                 return Ok(());
             }
-            place(metadata, &kept).await?;
+            metadata.place(&kept).await?;
             metadata.guard.placed(&kept);
         }
     }
@@ -290,17 +289,9 @@ impl Durability for Journal {
     }
 }
 
-/// Writes what records up to `sequence`, the last, have to its place.
-async fn write_home<S: Storage>(metadata: &Metadata<S>, sequence: u64) -> Result<()> {
-    place(metadata, &metadata.guard.recorded(sequence)).await?;
+/// Writes what durable records have to its place.
+async fn write_home<S: Storage>(metadata: &Metadata<S>) -> Result<()> {
+    metadata.place(&metadata.guard.recorded()).await?;
     metadata.tables.write_home().await?;
     metadata.alloc.write_home().await
-}
-
-/// Writes pieces of data to their places.
-async fn place<S: Storage>(metadata: &Metadata<S>, pieces: &[Kept]) -> Result<()> {
-    let data = metadata.layer.data();
-    try_join_all(pieces.iter().map(|kept| data.write_at(kept.at, IoBuf::copy_of(&kept.bytes))))
-        .await?;
-    Ok(())
 }

@@ -11,18 +11,21 @@
 //!
 //! The order of all this is the commits'; see [`journal`](super::journal).
 
-use event_listener::Event;
+mod covers;
+mod pieces;
+
+pub(crate) use covers::{Busy, Cover, covers};
+pub(crate) use pieces::Kept;
+
+use covers::{Covers, InFlight};
 use isobath_qcow2::HostCluster;
-use isobath_qcow2::journal::Crc32c;
 use isobath_storage::IoBuf;
 use parking_lot::Mutex;
-use std::collections::{BTreeMap, HashSet};
+use pieces::Pieces;
+use std::collections::HashSet;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-
-/// Data that one record may vouch for, in bytes: a recovery reads it all.
-const MAX_COVERED: u64 = 32 << 20;
 
 /// Small writes are kept as long as there is no more than this, in bytes.
 const MAX_PENDING: u64 = 128 << 10;
@@ -32,14 +35,6 @@ const MAX_UNWRITTEN: usize = 16 << 10;
 
 /// In place of a record's number: the piece is of a cluster that is about to be free.
 const NO_RECORD: u64 = u64::MAX;
-
-/// A range of the data file that holds newly written guest data.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Cover {
-    pub(crate) range: Range<u64>,
-    /// CRC32C of what was written there; `None` if it must be read back.
-    pub(crate) crc: Option<u32>,
-}
 
 /// What must not change in its place, and what is kept instead.
 #[derive(Default)]
@@ -63,58 +58,12 @@ struct State {
     closing: Covers,
     /// What the last durable record vouches for.
     last: Covers,
-    kept: BTreeMap<u64, Piece>,
-}
-
-#[derive(Default)]
-struct Covers {
-    ranges: BTreeMap<u64, (u64, Option<u32>)>,
-    bytes: u64,
-    /// There is too much: the data is made durable before the record instead.
-    too_much: bool,
-    writes: Arc<InFlight>,
-}
-
-/// A piece of data that is not in its place.
-#[derive(Clone)]
-struct Piece {
-    bytes: Arc<[u8]>,
-    part: Range<usize>,
-    /// The record that has it, or [`NO_RECORD`]; `None` before one does.
-    record: Option<u64>,
-}
-
-impl Piece {
-    fn bytes(&self) -> &[u8] {
-        &self.bytes[self.part.clone()]
-    }
-}
-
-/// Bytes that are newer than those in their place.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Kept {
-    pub(crate) at: u64,
-    pub(crate) bytes: Vec<u8>,
-}
-
-/// Writes to ranges that the next record will vouch for.
-#[derive(Default)]
-struct InFlight {
-    count: AtomicU64,
-    ended: Event,
-}
-
-/// A write to such a range; ends when dropped.
-pub(crate) struct Busy(Option<Arc<InFlight>>);
-
-impl Drop for Busy {
-    fn drop(&mut self) {
-        if let Some(writes) = &self.0
-            && writes.count.fetch_sub(1, Ordering::SeqCst) == 1
-        {
-            writes.ended.notify(usize::MAX);
-        }
-    }
+    /// Data that durable records have, by their numbers, and of clusters about to be free.
+    recorded: Pieces,
+    /// Data that the record under way has.
+    under_way: Pieces,
+    /// Data that the next record will have.
+    pending: Pieces,
 }
 
 /// Where a write goes.
@@ -139,13 +88,7 @@ pub(crate) struct Closed {
 impl Closed {
     /// Waits for the writes to covered ranges that were under way at the close.
     pub(crate) async fn settled(&self) {
-        loop {
-            let ended = self.writes.ended.listen();
-            if self.writes.count.load(Ordering::SeqCst) == 0 {
-                return;
-            }
-            ended.await;
-        }
+        self.writes.ended().await;
     }
 }
 
@@ -160,14 +103,21 @@ impl Guard {
         self.active.store(true, Ordering::SeqCst);
     }
 
-    /// No record vouches for anything any more, and no recovery replays one.
+    /// No record vouches for anything any more, and no recovery replays one. What durable records had
+    /// is durable in its place.
     pub(crate) fn deactivate(&self) {
         let mut state = self.state.lock();
+        let state = &mut *state;
         self.active.store(false, Ordering::SeqCst);
+        let newer = std::mem::take(&mut state.pending);
+        state.pending = std::mem::take(&mut state.under_way);
+        state.pending.put_all(newer);
+        state.recorded = Pieces::default();
         state.open = Covers::default();
         state.closing = Covers::default();
         state.last = Covers::default();
         state.unwritten.clear();
+        self.count(state);
     }
 
     /// Bytes kept that no record has yet.
@@ -192,7 +142,7 @@ impl Guard {
     /// the rest and then drops what it was given.
     pub(crate) fn write(&self, at: u64, bufs: &[IoBuf]) -> Way {
         if !self.is_active() && !self.keeps() {
-            return Way::Straight(Busy(None));
+            return Way::Straight(Busy::none());
         }
         let length: usize = bufs.iter().map(IoBuf::len).sum();
         let range = at..at + length as u64;
@@ -253,79 +203,80 @@ impl Guard {
         }
     }
 
-    /// Begins record `sequence`. Nothing is said of clusters in `released`, of `size` bytes each.
-    pub(crate) fn close(&self, sequence: u64, released: &[HostCluster], size: u64) -> Closed {
+    /// Begins record `sequence`. Nothing is said of clusters in `freed`, of `size` bytes each, to which
+    /// nothing will refer any more.
+    pub(crate) fn close(&self, sequence: u64, freed: &[HostCluster], size: u64) -> Closed {
         let mut state = self.state.lock();
+        let state = &mut *state;
         state.closing = std::mem::take(&mut state.open);
-        for cluster in released {
+        state.under_way = std::mem::take(&mut state.pending);
+        state.under_way.mark(None, sequence);
+        for cluster in freed {
             let range = cluster.get() * size..(cluster.get() + 1) * size;
             state.closing.forget(&range);
-            state.forget_pending(&range);
+            // It stays for those who still look at the old mapping.
+            state.under_way.mark(Some(&range), NO_RECORD);
         }
-        let mut kept = Vec::new();
-        for (&at, piece) in &mut state.kept {
-            if piece.record.is_none() {
-                piece.record = Some(sequence);
-                kept.push(Kept { at, bytes: piece.bytes().to_vec() });
-            }
-        }
-        self.count(&state);
+        self.count(state);
         let closing = &state.closing;
         let covers = closing.ranges.iter();
-        let covers = covers.map(|(&at, &(end, crc))| Cover { range: at..end, crc }).collect();
-        let writes = Arc::clone(&closing.writes);
-        Closed { covers, kept, too_much: closing.too_much, writes }
+        Closed {
+            covers: covers.map(|(&at, &(end, crc))| Cover { range: at..end, crc }).collect(),
+            kept: state.under_way.list(|mark| mark != NO_RECORD),
+            too_much: closing.too_much,
+            writes: Arc::clone(&closing.writes),
+        }
     }
 
     /// The record under way is durable, and a recovery replays no record before `tail`.
     pub(crate) fn sealed(&self, tail: u64) {
         let mut state = self.state.lock();
+        let state = &mut *state;
         state.last = std::mem::take(&mut state.closing);
-        state.kept.retain(|_, piece| piece.record.is_none_or(|record| record >= tail));
+        let newer = std::mem::take(&mut state.under_way);
+        state.recorded.put_all(newer);
+        state.recorded.retain(|record| record >= tail);
+        self.count(state);
+    }
+
+    /// The commit under way wrote no record, and all data is durable in its place.
+    pub(crate) fn unneeded(&self) {
+        let mut state = self.state.lock();
+        state.closing = Covers::default();
+        state.under_way = Pieces::default();
         self.count(&state);
     }
 
-    /// The commit under way needed no record: all data is durable.
-    pub(crate) fn unneeded(&self) {
-        self.state.lock().closing = Covers::default();
+    /// What durable records have of data, to be written to its place.
+    pub(crate) fn recorded(&self) -> Vec<Kept> {
+        self.state.lock().recorded.list(|record| record != NO_RECORD)
     }
 
-    /// What records up to `sequence` have of data, to be written to its place.
-    pub(crate) fn recorded(&self, sequence: u64) -> Vec<Kept> {
-        self.list(|piece| piece.record.is_some_and(|record| record <= sequence))
-    }
-
-    /// Everything kept.
-    pub(crate) fn all_kept(&self) -> Vec<Kept> {
-        self.list(|_| true)
-    }
-
-    fn list(&self, wanted: impl Fn(&Piece) -> bool) -> Vec<Kept> {
-        let state = self.state.lock();
-        let pieces = state.kept.iter().filter(|(_, piece)| wanted(piece));
-        pieces.map(|(&at, piece)| Kept { at, bytes: piece.bytes().to_vec() }).collect()
+    /// What is kept and in no durable record. With the journal out of use, it goes to its place.
+    pub(crate) fn unrecorded(&self) -> Vec<Kept> {
+        self.state.lock().pending.list(|_| true)
     }
 
     /// Forgets pieces that are in their places, unless something newer is kept there.
     pub(crate) fn placed(&self, pieces: &[Kept]) {
         let mut state = self.state.lock();
         for done in pieces {
-            let same = state.kept.get(&done.at).is_some_and(|piece| piece.bytes() == done.bytes);
-            if same {
-                state.kept.remove(&done.at);
-            }
+            state.pending.remove(done);
         }
         self.count(&state);
     }
 
     /// Forgets what is kept of clusters that nothing refers to any more, of `size` bytes each.
-    pub(crate) fn forget(&self, released: &[HostCluster], size: u64) {
+    pub(crate) fn forget(&self, freed: &[HostCluster], size: u64) {
         let mut state = self.state.lock();
-        for cluster in released {
+        let state = &mut *state;
+        for cluster in freed {
             state.unwritten.remove(&cluster.get());
-            state.cut_out(&(cluster.get() * size..(cluster.get() + 1) * size));
+            let range = cluster.get() * size..(cluster.get() + 1) * size;
+            state.recorded.cut_out(&range);
+            state.pending.cut_out(&range);
         }
-        self.count(&state);
+        self.count(state);
     }
 
     /// What is kept of a range. Asked for before the range is read, and put over what was read:
@@ -335,83 +286,14 @@ impl Guard {
             return Vec::new();
         }
         let state = self.state.lock();
-        let mut found = Vec::new();
-        for at in state.overlapping(range) {
-            if let Some(piece) = state.kept.get(&at) {
-                let (start, end) =
-                    (at.max(range.start), range.end.min(at + piece.part.len() as u64));
-                let bytes = &piece.bytes()[(start - at) as usize..(end - at) as usize];
-                found.push(Kept { at: start, bytes: bytes.to_vec() });
-            }
-        }
-        found
+        let layers = [&state.recorded, &state.under_way, &state.pending];
+        layers.into_iter().flat_map(|pieces| pieces.copies_of(range)).collect()
     }
 
     fn count(&self, state: &State) {
-        let pending = state.kept.values().filter(|piece| piece.record.is_none());
-        self.pending.store(pending.map(|p| p.part.len() as u64).sum(), Ordering::Relaxed);
-        self.kept.store(state.kept.len(), Ordering::Release);
-    }
-}
-
-impl Covers {
-    fn add(&mut self, cover: &Cover) {
-        if self.too_much || cover.range.is_empty() {
-            return;
-        }
-        let Range { mut start, mut end } = cover.range.clone();
-        let mut crc = cover.crc;
-        for (at, (until, _)) in self.overlapping(&(start..end)) {
-            self.ranges.remove(&at);
-            self.bytes -= until - at;
-            // Written twice: only what is there now counts.
-            crc = if (at, until) == (start, end) { crc } else { None };
-            (start, end) = (start.min(at), end.max(until));
-        }
-        self.bytes += end - start;
-        self.ranges.insert(start, (end, crc));
-        if self.bytes > MAX_COVERED {
-            self.too_much = true;
-            self.ranges.clear();
-        }
-    }
-
-    /// Says that a write to a range begins: what it overlaps must be read back.
-    fn touch(&mut self, range: &Range<u64>) -> Busy {
-        let found = self.overlapping(range);
-        if found.is_empty() {
-            return Busy(None);
-        }
-        for (at, (end, _)) in found {
-            self.ranges.insert(at, (end, None));
-        }
-        self.writes.count.fetch_add(1, Ordering::SeqCst);
-        Busy(Some(Arc::clone(&self.writes)))
-    }
-
-    /// Vouches no more for a range; what lies beside it in the same covers is read back.
-    fn cut_out(&mut self, range: &Range<u64>) {
-        for (at, (end, _)) in self.overlapping(range) {
-            self.ranges.remove(&at);
-            self.bytes -= end - at;
-            for rest in [at..range.start.max(at), range.end.min(end)..end] {
-                self.add(&Cover { range: rest, crc: None });
-            }
-        }
-    }
-
-    fn forget(&mut self, range: &Range<u64>) {
-        for (at, (end, _)) in self.overlapping(range) {
-            self.ranges.remove(&at);
-            self.bytes -= end - at;
-        }
-    }
-
-    fn overlapping(&self, range: &Range<u64>) -> Vec<(u64, (u64, Option<u32>))> {
-        let before = self.ranges.range(..range.start).next_back();
-        let before = before.filter(|(_, (end, _))| *end > range.start);
-        let inside = self.ranges.range(range.clone());
-        before.into_iter().chain(inside).map(|(at, cover)| (*at, *cover)).collect()
+        self.pending.store(state.pending.bytes(), Ordering::Relaxed);
+        let kept = state.recorded.len() + state.under_way.len() + state.pending.len();
+        self.kept.store(kept, Ordering::Release);
     }
 }
 
@@ -420,13 +302,10 @@ impl State {
     fn guarded(&self, range: &Range<u64>) -> Vec<Range<u64>> {
         let covers =
             self.last.overlapping(range).into_iter().chain(self.closing.overlapping(range));
-        let kept = self.overlapping(range).into_iter();
-        let kept = kept.map(|at| (at, at + self.kept.get(&at).map_or(0, |p| p.part.len() as u64)));
-        let mut parts: Vec<Range<u64>> = covers
-            .map(|(at, (end, _))| (at, end))
-            .chain(kept)
-            .map(|(at, end)| at.max(range.start)..end.min(range.end))
-            .collect();
+        let covers = covers.map(|(at, (end, _))| at.max(range.start)..end.min(range.end));
+        let kept = [&self.recorded, &self.under_way, &self.pending];
+        let kept = kept.into_iter().flat_map(|pieces| pieces.parts_of(range));
+        let mut parts: Vec<Range<u64>> = covers.chain(kept).collect();
         parts.sort_unstable_by_key(|part| part.start);
         let mut joined: Vec<Range<u64>> = Vec::with_capacity(parts.len());
         for part in parts {
@@ -438,53 +317,10 @@ impl State {
         joined
     }
 
-    /// Where the pieces start that overlap a range.
-    fn overlapping(&self, range: &Range<u64>) -> Vec<u64> {
-        let before = self.kept.range(..range.start).next_back();
-        let before = before.filter(|(at, piece)| **at + piece.part.len() as u64 > range.start);
-        let inside = self.kept.range(range.clone());
-        before.into_iter().chain(inside).map(|(at, _)| *at).collect()
-    }
-
     fn keep(&mut self, at: u64, bytes: Arc<[u8]>) {
-        let part = 0..bytes.len();
-        let range = at..at + bytes.len() as u64;
         // One record does not vouch for what it has itself.
-        self.open.cut_out(&range);
-        self.cut_out(&range);
-        self.kept.insert(at, Piece { bytes, part, record: None });
-    }
-
-    /// Forgets what is kept of a range; what lies beside it in the same pieces stays.
-    fn cut_out(&mut self, range: &Range<u64>) {
-        self.split(range.start);
-        self.split(range.end);
-        for at in self.overlapping(range) {
-            self.kept.remove(&at);
-        }
-    }
-
-    /// Has no record take what is kept of a range and is in none. It stays for those who still look
-    /// at the range.
-    fn forget_pending(&mut self, range: &Range<u64>) {
-        self.split(range.start);
-        self.split(range.end);
-        for (_, piece) in self.kept.range_mut(range.clone()) {
-            piece.record.get_or_insert(NO_RECORD);
-        }
-    }
-
-    /// Makes two pieces of one that reaches over `place`.
-    fn split(&mut self, place: u64) {
-        let Some(at) = self.overlapping(&(place..place + 1)).first().copied() else { return };
-        if at < place
-            && let Some(piece) = self.kept.get_mut(&at)
-        {
-            let middle = piece.part.start + (place - at) as usize;
-            let second = Piece { part: middle..piece.part.end, ..piece.clone() };
-            piece.part.end = middle;
-            self.kept.insert(place, second);
-        }
+        self.open.cut_out(&(at..at + bytes.len() as u64));
+        self.pending.put(at, bytes, 0);
     }
 }
 
@@ -501,38 +337,10 @@ pub(crate) fn cut(bufs: &[IoBuf], part: Range<usize>) -> Vec<u8> {
     bytes
 }
 
-/// Covers of `bufs`, written at `at`, one for each cluster of `size` bytes. Checksums are only made
-/// when `checked`.
-pub(crate) fn covers(at: u64, bufs: &[IoBuf], size: u64, checked: bool) -> Vec<Cover> {
-    let mut covers = Vec::new();
-    let mut crc = Crc32c::default();
-    let (mut start, mut place) = (at, at);
-    for buf in bufs {
-        let mut rest: &[u8] = buf;
-        while !rest.is_empty() {
-            let room = size - place % size;
-            let (piece, more) = rest.split_at(rest.len().min(room as usize));
-            if checked {
-                crc.update(piece);
-            }
-            place += piece.len() as u64;
-            rest = more;
-            if place.is_multiple_of(size) {
-                let crc = std::mem::take(&mut crc);
-                covers.push(Cover { range: start..place, crc: checked.then(|| crc.finish()) });
-                start = place;
-            }
-        }
-    }
-    if start < place {
-        covers.push(Cover { range: start..place, crc: checked.then(|| crc.finish()) });
-    }
-    covers
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use isobath_qcow2::journal::Crc32c;
 
     const SIZE: u64 = 65536;
 
@@ -543,7 +351,7 @@ mod tests {
     /// A write to its place is told by the parts that go there.
     fn straight(guard: &Guard, at: u64, tag: u8, length: usize) -> Vec<Range<u64>> {
         match guard.write(at, &[buf(tag, length)]) {
-            Way::Straight(_) => vec![at..at + length as u64],
+            Way::Straight(_) => all(at, length as u64),
             Way::Parts(parts, _) => parts,
         }
     }
@@ -612,7 +420,7 @@ mod tests {
         assert_eq!(guard.kept_in(&(0..4 * SIZE)).len(), 2);
         guard.sealed(1);
         guard.forget(&[HostCluster::new(1)], SIZE);
-        assert_eq!(guard.recorded(1).len(), 1);
+        assert_eq!(guard.recorded().len(), 1);
         assert_eq!(guard.kept_in(&(0..2 * SIZE)), []);
     }
 
@@ -627,7 +435,7 @@ mod tests {
         assert_eq!(guard.pending(), MAX_PENDING + 4096);
         guard.deactivate();
         assert!(!guard.keep(0, &[buf(1, 4096)], true, SIZE));
-        let kept = guard.all_kept();
+        let kept = guard.unrecorded();
         guard.placed(&kept);
         assert!(!guard.keeps());
     }
