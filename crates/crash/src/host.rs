@@ -249,7 +249,8 @@ impl Host for SimHost {
             StorageError::new(Operation::Open, name, cause)
         })?;
         let host = self.clone();
-        Ok(SimFile { host, name: name.to_owned(), number, writable: mode.writable })
+        let gains = host.0.lock().conduct.seed & 2 > 0;
+        Ok(SimFile { host, name: name.to_owned(), number, writable: mode.writable, gains })
     }
 
     async fn create(&self, name: &Path, _mode: OpenMode) -> Result<SimFile> {
@@ -270,6 +271,8 @@ pub struct SimFile {
     name: PathBuf,
     number: usize,
     writable: bool,
+    /// What [`Storage::gains_from_written_space`] says.
+    gains: bool,
 }
 
 /// A change under way. Given up, it still takes effect.
@@ -500,5 +503,10 @@ impl Storage for SimFile {
 
     fn extends_with_zeroes(&self) -> bool {
         true
+    }
+
+    /// In half of the histories, so that the engine grows files ahead.
+    fn gains_from_written_space(&self) -> bool {
+        self.gains
     }
 }

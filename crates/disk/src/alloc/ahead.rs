@@ -74,7 +74,9 @@ impl<S: Storage> Allocator<S> {
         }
         let mut state = self.state.lock().await;
         let left = (state.prepared.end - state.prepared.start) * self.geometry.cluster_size();
-        state.growth.committed(grown, left)
+        let step = state.growth.committed(grown, left)?;
+        // A small disk never needs that much.
+        Some(step.min(self.layer.size() / 8)).filter(|step| *step > 0)
     }
 
     /// Writes zeroes behind the file's end. Whoever allocates meanwhile gets space before or behind
