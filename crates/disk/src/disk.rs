@@ -21,7 +21,8 @@ const RESOLVERS: usize = 8;
 /// A virtual disk: an image and its backing chain.
 ///
 /// All methods may be called concurrently. Dropping a disk that was written loses what was not
-/// flushed; [`close`](Self::close) flushes and leaves no cluster leaked.
+/// flushed, as a crash does; [`close`](Self::close) flushes and leaves a plain qcow2 image, with no
+/// journal and no cluster leaked.
 pub struct Disk<H: Host> {
     host: H,
     pub(crate) chain: Chain<H::File>,
@@ -42,8 +43,8 @@ pub struct Disk<H: Host> {
 impl<H: Host> Disk<H> {
     /// Opens the image `name` and its backing chain. The backing files are opened read-only.
     ///
-    /// Opening for writing repairs the refcounts of an image that was not closed
-    /// (`lazy_refcounts`), and says in the image's header that bitmaps and extensions unknown here
+    /// Opening for writing recovers an image that was not closed from its journal, or repairs its
+    /// refcounts (`lazy_refcounts`), and says in the image's header that bitmaps and extensions unknown here
     /// no longer match its data.
     ///
     /// # Errors

@@ -61,6 +61,8 @@ pub struct Qcow2Info {
     pub refcount_bits: u32,
     /// It was not closed, and its refcounts may be wrong.
     pub dirty: bool,
+    /// It was not closed, and its journal holds what is not in its place.
+    pub journal: bool,
     /// It is marked corrupt.
     pub corrupt: bool,
     /// L2 entries have subclusters.
@@ -194,6 +196,7 @@ async fn look<H: Host>(
         lazy_refcounts: header.compatible.contains(CompatibleFeatures::LAZY_REFCOUNTS),
         refcount_bits: geometry.refcount_bits(),
         dirty: has(IncompatibleFeatures::DIRTY),
+        journal: has(IncompatibleFeatures::JOURNAL),
         corrupt: has(IncompatibleFeatures::CORRUPT),
         extended_l2: geometry.extended_l2(),
         data_file: header.data_file().filter(|_| data_file).map(str::to_owned),

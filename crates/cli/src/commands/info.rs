@@ -122,6 +122,7 @@ fn data(qcow2: &Qcow2Info) -> Value {
         ("data-file-raw", qcow2.data_file_raw.map(|raw| json!(raw))),
         ("corrupt", v3.then(|| json!(qcow2.corrupt))),
         ("extended-l2", v3.then(|| json!(qcow2.extended_l2))),
+        ("journal", qcow2.journal.then(|| json!("in use"))),
         ("direct-access-index", qcow2.index.as_ref().map(index_to_json)),
     ])
 }

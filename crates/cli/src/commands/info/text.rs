@@ -71,6 +71,12 @@ fn print_qcow2(out: &mut dyn Write, qcow2: &Qcow2Info) -> io::Result<()> {
         writeln!(out, "    corrupt: {}", qcow2.corrupt)?;
         writeln!(out, "    extended l2: {}", qcow2.extended_l2)?;
     }
+    if qcow2.journal {
+        writeln!(
+            out,
+            "    journal: in use; 'isobath check -r all' or any writer recovers the image"
+        )?;
+    }
     if let Some(index) = &qcow2.index {
         writeln!(out, "    direct-access index:")?;
         match &index.state {
