@@ -186,6 +186,11 @@ pub trait Storage: Send + Sync + 'static {
     /// files, not of block devices).
     fn extends_with_zeroes(&self) -> bool;
 
+    /// Bytes that the file may still grow by, as far as the host can tell at once.
+    fn free_space(&self) -> Option<u64> {
+        None
+    }
+
     /// Whether a [`flush`](Self::flush) costs less where the bytes written since the last one lie in
     /// space that has been written before, be it with zeroes.
     ///

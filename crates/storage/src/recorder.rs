@@ -287,6 +287,10 @@ impl<S: Storage> Storage for RecorderFile<S> {
         self.inner.extends_with_zeroes()
     }
 
+    fn free_space(&self) -> Option<u64> {
+        self.inner.free_space()
+    }
+
     fn gains_from_written_space(&self) -> bool {
         self.inner.gains_from_written_space()
     }

@@ -163,6 +163,7 @@ impl<S: Storage> Metadata<S> {
     fn keep(&self, place: Place, at: u64, bufs: &[IoBuf]) -> bool {
         let may = matches!(place, Place::Beyond | Place::InUse) && self.guard.is_active();
         may && !self.has_data_apart()
+            && self.upkeep.has_room()
             && self.layer.storage().gains_from_written_space()
             && self.guard.keep(at, bufs, place == Place::Beyond, self.cluster_size())
     }

@@ -15,8 +15,21 @@ pub(crate) struct Upkeep {
     changed: Event,
     attendants: AtomicUsize,
     ended: AtomicBool,
+    /// Space on the host is short.
+    short: AtomicBool,
     /// Held while something is done.
     busy: Mutex<()>,
+}
+
+/// With less free space, in bytes, nothing is done ahead or put off: who writes is to be told that there
+/// is none.
+const SHORT: u64 = 64 << 20;
+
+impl Upkeep {
+    /// Whether what is written later will find space.
+    pub(super) fn has_room(&self) -> bool {
+        !self.short.load(Ordering::Relaxed)
+    }
 }
 
 struct Attendant<'a>(&'a Upkeep);
@@ -28,9 +41,12 @@ impl Drop for Attendant<'_> {
 }
 
 impl<S: Storage> Metadata<S> {
-    /// Called after each commit: sees to it that the file grows ahead of need.
+    /// Called after each commit: sees to it that the file grows ahead of need, as long as the host has
+    /// space.
     pub(super) async fn grow_ahead(&self) -> Result<()> {
-        if self.upkeep.ended.load(Ordering::SeqCst) {
+        let free = self.layer.storage().free_space();
+        self.upkeep.short.store(free.is_some_and(|free| free < SHORT), Ordering::Relaxed);
+        if self.upkeep.ended.load(Ordering::SeqCst) || !self.upkeep.has_room() {
             return Ok(());
         }
         let Some(bytes) = self.alloc.growth_wanted().await else { return Ok(()) };

@@ -363,6 +363,11 @@ impl Storage for FileStorage {
         self.kind == Kind::Regular
     }
 
+    fn free_space(&self) -> Option<u64> {
+        let target = self.kept().ok().filter(|_| self.kind == Kind::Regular)?;
+        sys::free_space(&target.file).ok()
+    }
+
     fn gains_from_written_space(&self) -> bool {
         *self.gains.get_or_init(|| {
             let found = self.kept().and_then(|target| sys::file_system(&target.file));

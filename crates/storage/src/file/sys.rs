@@ -84,11 +84,21 @@ pub(super) fn stat(file: &OwnedFd) -> io::Result<libc::stat> {
 
 /// The number of the kind of file system that holds the file.
 pub(super) fn file_system(file: &OwnedFd) -> io::Result<u64> {
+    Ok(statfs(file)?.f_type as u64)
+}
+
+/// Bytes that users may still take of the file system that holds the file.
+pub(super) fn free_space(file: &OwnedFd) -> io::Result<u64> {
+    let found = statfs(file)?;
+    Ok(found.f_bavail.saturating_mul(found.f_bsize as u64))
+}
+
+fn statfs(file: &OwnedFd) -> io::Result<libc::statfs> {
     let mut found = MaybeUninit::<libc::statfs>::uninit();
     // SAFETY: there is room for the answer, which is complete on success.
     unsafe {
         done(libc::fstatfs(file.as_raw_fd(), found.as_mut_ptr()))?;
-        Ok(found.assume_init().f_type as u64)
+        Ok(found.assume_init())
     }
 }
 
