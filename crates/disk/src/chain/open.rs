@@ -46,7 +46,7 @@ pub struct OpenOptions {
     pub trust: Trust,
     /// How changes of metadata reach the file.
     pub metadata: MetadataMode,
-    /// Bytes of the journal, if there is one; `None` takes 1/32 of the disk's size, 256 KiB to 4 MiB.
+    /// Bytes of the journal, if there is one; `None` takes 1/32 of the disk's size, 1 to 4 MiB.
     pub journal_size: Option<u64>,
     /// Bytes of memory for the map; `None` takes what the disk needs, up to
     /// [`DEFAULT_MAP_CACHE`](crate::DEFAULT_MAP_CACHE).

@@ -36,7 +36,7 @@ pub enum MetadataMode {
     /// worst. A flush after allocations makes two syncs.
     Ordered,
     /// Writes a journal inside the image, which is not usable without it until it is closed or
-    /// recovered. A flush makes one sync; a crash loses no space.
+    /// recovered. A flush makes one sync, and while the journal is in use a crash loses no space.
     Journal,
 }
 
@@ -268,4 +268,4 @@ impl Mode {
 /// seldom, little enough to be read in no time.
 const MAX_JOURNAL: u64 = 4 << 20;
 /// The same for small disks.
-const MIN_JOURNAL: u64 = 256 << 10;
+const MIN_JOURNAL: u64 = 1 << 20;

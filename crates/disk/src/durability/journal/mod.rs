@@ -187,10 +187,10 @@ impl Journal {
         }
         let covers = if before { Vec::new() } else { closed.covers };
         let staged = tables.stage().await?;
-        let most = most_blocks(&active.ring);
         let estimate =
             build::estimate(&staged, alloc, &needs, &releases, &covers, &closed.kept).await;
-        if active.ring.room(most).is_none() || estimate > most * BLOCK as u64 {
+        let blocks = estimate.div_ceil(BLOCK as u64);
+        if blocks > most_blocks(&active.ring) || active.ring.room(blocks).is_none() {
             // Too much for one record, or for what is left of the area.
             self.void(state, metadata).await?;
             return ordered::finish(metadata, readers, needs).await;
