@@ -166,13 +166,6 @@ pub trait Storage: Send + Sync + 'static {
         async { Ok(None) }
     }
 
-    /// Has the host start writing a range out, so that a later [`flush`](Self::flush) has less to wait
-    /// for: a hint, which makes nothing durable and tells of no error, so that flushes do.
-    fn write_back(&self, offset: u64, length: u32) -> impl Future<Output = ()> {
-        let _ = (offset, length);
-        async {}
-    }
-
     /// Tells the host how the file is read from now on: a hint, without effect on what is read.
     fn advise(&self, access: Access) -> impl Future<Output = ()> {
         let _ = access;

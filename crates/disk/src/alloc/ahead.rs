@@ -14,7 +14,7 @@ use std::ops::Range;
 use std::sync::atomic::Ordering;
 
 /// The least and the most that are prepared at once, in bytes.
-const STEPS: Range<u64> = 1 << 20..32 << 20;
+const STEPS: Range<u64> = 1 << 20..16 << 20;
 /// Who writes more than this between commits gains less from cheap flushes than writing everything
 /// twice costs.
 const MOST_BETWEEN: u64 = 4 << 20;
@@ -80,7 +80,9 @@ impl<S: Storage> Allocator<S> {
     }
 
     /// Writes zeroes behind the file's end. Whoever allocates meanwhile gets space before or behind
-    /// them. The next flush pays for the file's growth; the zeroes are on their way by then.
+    /// them. The next flush pays for them, and for the file's growth.
+    ///
+    /// All at once: flushes in between would each pay for a part of the growth.
     pub(crate) async fn prepare(&self, bytes: u64) -> Result<()> {
         let size = self.geometry.cluster_size();
         let region = {
@@ -113,7 +115,6 @@ impl<S: Storage> Allocator<S> {
         while at < range.end {
             let length = PIECE.min(range.end - at);
             storage.write_at(at, IoBuf::zeroed(length as usize)).await?;
-            storage.write_back(at, length as u32).await;
             at += length;
         }
         Ok(())
@@ -137,7 +138,7 @@ mod tests {
                 left += step as i64;
             }
         }
-        assert_eq!(prepared, [2, 4, 8, 16, 32, 32]);
+        assert_eq!(prepared, [2, 4, 8, 16, 16, 16, 16]);
         // 64 bytes a commit, after that.
         for _ in 0..3_000_000 {
             left = i64::max(0, left - 64);

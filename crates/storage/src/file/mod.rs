@@ -337,14 +337,6 @@ impl Storage for FileStorage {
         stamp.map_err(|error| self.error(Operation::Query, error))
     }
 
-    async fn write_back(&self, offset: u64, length: u32) {
-        if let Ok(target) = self.kept()
-            && let Err(error) = transfer::write_back(&target.file, offset, length).await
-        {
-            tracing::debug!(%error, file = %self.name().display(), "write-back was not started");
-        }
-    }
-
     async fn advise(&self, access: Access) {
         let advice = match access {
             Access::Normal => libc::POSIX_FADV_NORMAL,

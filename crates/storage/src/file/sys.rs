@@ -56,12 +56,6 @@ pub(super) fn fallocate(file: &OwnedFd, mode: i32, offset: u64, length: u64) -> 
 }
 
 /// A hint: its failure changes nothing.
-pub(super) fn write_back(file: &OwnedFd, offset: u64, length: u32) -> io::Result<()> {
-    let (fd, offset, length) = (file.as_raw_fd(), offset as libc::off64_t, i64::from(length));
-    // SAFETY: no memory is passed.
-    done(unsafe { libc::sync_file_range(fd, offset, length, libc::SYNC_FILE_RANGE_WRITE) })
-}
-
 pub(super) fn advise(file: &OwnedFd, advice: libc::c_int) {
     // SAFETY: the call takes no memory.
     unsafe { libc::posix_fadvise(file.as_raw_fd(), 0, 0, advice) };

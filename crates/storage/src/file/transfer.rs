@@ -138,14 +138,6 @@ pub(super) async fn fallocate(
     }
 }
 
-/// `sync_file_range(2)` that starts writing and waits for nothing.
-pub(super) async fn write_back(file: &Arc<OwnedFd>, offset: u64, length: u32) -> io::Result<()> {
-    match ring::current() {
-        Some(local) => ops::write_back(&local, file, offset, length).await,
-        None => sys::write_back(file, offset, length),
-    }
-}
-
 /// `fdatasync(2)`.
 pub(super) async fn fdatasync(file: &Arc<OwnedFd>) -> io::Result<()> {
     loop {

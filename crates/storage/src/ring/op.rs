@@ -233,21 +233,6 @@ pub(crate) mod ops {
         unsafe { local.op(entry, Keep::Nothing, file.clone(), Abandon::Finish) }.await.0.map(drop)
     }
 
-    /// `sync_file_range(2)` that starts writing and waits for nothing.
-    pub(crate) async fn write_back(
-        local: &Rc<Local>,
-        file: &Arc<OwnedFd>,
-        offset: u64,
-        length: u32,
-    ) -> io::Result<()> {
-        let entry = opcode::SyncFileRange::new(fd(file), length)
-            .offset(offset)
-            .flags(libc::SYNC_FILE_RANGE_WRITE)
-            .build();
-        // SAFETY: the entry points to no memory.
-        unsafe { local.op(entry, Keep::Nothing, file.clone(), Abandon::Finish) }.await.0.map(drop)
-    }
-
     /// `fallocate(2)`.
     pub(crate) async fn fallocate(
         local: &Rc<Local>,
