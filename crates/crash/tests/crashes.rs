@@ -69,6 +69,7 @@ fn small_histories_survive_every_crash() {
             (number < COUNT).then(|| run_small(&settings, number, 4))
         });
         println!("{}: {totals:?}", mode.name());
-        assert!(totals.states > 0 && totals.histories > COUNT / step);
+        // A journal leaves version 2 out.
+        assert!(totals.states > 0 && totals.histories > COUNT / step / 2);
     }
 }

@@ -4,7 +4,7 @@ use crate::history::{Fill, Op, Session};
 use futures_util::future::{join_all, try_join_all};
 use isobath_disk::{
     BlockDevice, CheckEvent, CheckOptions, CheckReport, Disk, NewDisk, OpenOptions, Preallocation,
-    ZeroFlags, check, create,
+    Repair, ZeroFlags, check, create,
 };
 use isobath_storage::IoBuf;
 use isobath_storage::file::FileHost;
@@ -224,6 +224,13 @@ pub(crate) fn checked(image: &Path) -> (CheckReport, Vec<String>) {
         }
     }));
     (done(report, "check"), lines)
+}
+
+/// Brings what the journal of an image holds to its place.
+pub(crate) fn recover(image: &Path) {
+    let options = CheckOptions { repair: Repair::All, ..CheckOptions::default() };
+    let report = done(on_ring(check(&FileHost, image, &options, &mut |_| {})), "check -r all");
+    assert!(report.is_clean() && report.leaks_fixed == 0, "{report:?}");
 }
 
 /// Makes an image.
