@@ -93,7 +93,8 @@ impl<S: Storage> Allocator<S> {
             state.areas.push(region.clone());
             region
         };
-        let written = self.write_zeroes(region.start * size..region.end * size).await;
+        let bytes = region.start * size..region.end * size;
+        let written = write_zeroes(&**self.layer.storage(), bytes).await;
         let mut state = self.state.lock().await;
         state.areas.retain(|area| *area != region);
         state.first_maybe_free = state.first_maybe_free.min(region.start);
@@ -108,17 +109,21 @@ impl<S: Storage> Allocator<S> {
         }
         Ok(())
     }
+}
 
-    async fn write_zeroes(&self, range: Range<u64>) -> Result<()> {
-        let storage = self.layer.storage();
-        let mut at = range.start;
-        while at < range.end {
-            let length = PIECE.min(range.end - at);
-            storage.write_at(at, IoBuf::zeroed(length as usize)).await?;
-            at += length;
+/// Writes zeroes as data.
+pub(crate) async fn write_zeroes<S: Storage>(storage: &S, range: Range<u64>) -> Result<()> {
+    let mut buf = IoBuf::empty();
+    let mut at = range.start;
+    while at < range.end {
+        let length = PIECE.min(range.end - at) as usize;
+        if buf.len() != length {
+            buf = IoBuf::zeroed(length);
         }
-        Ok(())
+        buf = storage.write_at(at, buf).await?;
+        at += length as u64;
     }
+    Ok(())
 }
 
 #[cfg(test)]

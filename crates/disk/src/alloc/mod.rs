@@ -13,6 +13,7 @@ mod cut;
 mod grow;
 mod stage;
 
+pub(crate) use ahead::write_zeroes;
 pub(crate) use stage::{Staged, not_zero};
 
 use crate::chain::{Layer, Qcow2};

@@ -2,15 +2,13 @@
 
 use super::Preallocation;
 use crate::Result;
+use crate::alloc::write_zeroes;
 use crate::disk::Disk;
 use crate::tables::References;
 use crate::write::{Qcow2Writer, Writer, referenced};
 use isobath_qcow2::{ClusterIndex, ClusterKind, HostCluster, HostOffset, L2Entry};
-use isobath_storage::{Host, IoBuf, Storage, ZeroMode};
+use isobath_storage::{Host, Storage, ZeroMode};
 use std::ops::Range;
-
-/// Zeroes written at once.
-const CHUNK: u64 = 1 << 20;
 
 impl<H: Host> Disk<H> {
     /// Allocates the clusters that begin in `new` and are not allocated yet. All of them read as
@@ -124,14 +122,5 @@ pub(super) async fn fill<S: Storage>(
         let zeroes = ZeroMode { may_unmap, only_fast: false };
         return Ok(storage.write_zeroes(range.start, range.end - range.start, zeroes).await?);
     }
-    let mut buf = IoBuf::zeroed(CHUNK.min(range.end - range.start) as usize);
-    let mut at = range.start;
-    while at < range.end {
-        if range.end - at < buf.len() as u64 {
-            buf = IoBuf::zeroed((range.end - at) as usize);
-        }
-        buf = storage.write_at(at, buf).await?;
-        at += buf.len() as u64;
-    }
-    Ok(())
+    write_zeroes(storage, range).await
 }

@@ -2,6 +2,7 @@
 
 use super::{Active, Journal, Ring, State};
 use crate::Result;
+use crate::alloc::write_zeroes;
 use crate::chain::Layer;
 use crate::durability::Metadata;
 use isobath_qcow2::header::field;
@@ -12,9 +13,6 @@ use std::collections::BTreeMap;
 use std::hash::{BuildHasher, RandomState};
 use std::ops::Range;
 use std::sync::atomic::Ordering;
-
-/// Bytes of zeroes written at once.
-const PIECE: u64 = 1 << 20;
 
 impl Journal {
     /// Puts the area into use. Everything is in its place, and the guard is active. An image whose
@@ -60,14 +58,15 @@ impl Journal {
         Ok(())
     }
 
-    /// Finds an area and fills it with zeroes. Nothing is changed otherwise.
+    /// Finds an area and fills it with zeroes: space that was written before is what makes a flush
+    /// cheap. Nothing is changed otherwise.
     async fn find_area<S: Storage>(&self, state: &mut State, metadata: &Metadata<S>) -> Result<()> {
         let Metadata { layer, alloc, .. } = metadata;
         let size = metadata.cluster_size();
         let area = alloc.reserve_area(area_length(self.size, size) / size).await?;
         let bytes = area.start * size..area.end * size;
         let found = match edits(layer, Some(&extension(&area, size, 0, 0))).await {
-            Ok(Ok(_)) => zero(&**layer.storage(), bytes).await,
+            Ok(Ok(_)) => write_zeroes(&**layer.storage(), bytes).await,
             Ok(Err(error)) => Err(layer.format_error(error)),
             Err(error) => Err(error),
         };
@@ -116,17 +115,6 @@ fn extension(area: &Range<u64>, size: u64, id: u64, first_sequence: u64) -> Jour
         id,
         first_sequence,
     }
-}
-
-/// Writes zeroes as data: space that was written before is what makes a flush cheap.
-async fn zero<S: Storage>(storage: &S, range: Range<u64>) -> Result<()> {
-    let mut at = range.start;
-    while at < range.end {
-        let length = PIECE.min(range.end - at);
-        storage.write_at(at, IoBuf::zeroed(length as usize)).await?;
-        at += length;
-    }
-    Ok(())
 }
 
 type Edits = std::result::Result<Vec<(usize, Vec<u8>)>, FormatError>;
