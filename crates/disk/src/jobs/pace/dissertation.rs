@@ -1,0 +1,156 @@
+//! The dissertation's adaptive streaming, sections 3.3 and 3.4.
+//!
+//! The guest's throughput is the mean of three windows of 5 s before anything is copied, and the
+//! threshold a share of it. After each piece of 512 KiB, the throughput since the last look is held
+//! against the threshold, and the job pauses where it is above. After ten minutes of pauses the job
+//! streams normally.
+//!
+//! One choice is our own. The published prototype looks at the time since its last look, which is a
+//! single piece while the job runs: a few milliseconds, in which a burst's queue may complete
+//! nothing, or everything. Here a look covers the last 100 ms at least. After a pause both cover the
+//! pause, and the piece that follows it.
+
+use super::{FAR, GuestCounts, KIB, Wish, Work};
+use std::collections::VecDeque;
+use std::time::Duration;
+
+const WINDOW: Duration = Duration::from_secs(5);
+const WINDOWS: usize = 3;
+const PIECE: u64 = 512 * KIB;
+const MOST_PAUSING: Duration = Duration::from_mins(10);
+/// What a look at the throughput covers at least, and how often it is written down for that.
+const LOOK: Duration = Duration::from_millis(100);
+const NOTE_EACH: Duration = Duration::from_millis(5);
+
+#[derive(Debug)]
+enum State {
+    /// Before anything is copied: the windows' throughputs so far, and where this one started.
+    Sampling { done: [f64; WINDOWS], count: usize, from: Option<(Duration, u64)> },
+    /// A piece may start. `look`: whether the throughput is looked at first.
+    Running { look: bool },
+    /// Paused since, until.
+    Paused(Duration, Duration),
+    /// Copies whatever the guest does.
+    Normal,
+}
+
+#[derive(Debug)]
+pub(super) struct Dissertation {
+    state: State,
+    ratio: f64,
+    /// Bytes per second.
+    threshold: f64,
+    pause_time: Duration,
+    /// The sum of all pauses.
+    paused: Duration,
+    /// Times and the guest's bytes up to then: the last look, and what is younger than [`LOOK`].
+    notes: VecDeque<(Duration, u64)>,
+    /// The last look: nothing before it is looked at again, but for the last [`LOOK`].
+    last_look: (Duration, u64),
+    started: Duration,
+}
+
+impl Dissertation {
+    pub(super) fn new(threshold: f64, pause_time: Duration, now: Duration) -> Self {
+        let explicit = threshold > 1.0;
+        let state = if explicit {
+            State::Running { look: false }
+        } else {
+            State::Sampling { done: [0.0; WINDOWS], count: 0, from: None }
+        };
+        Self {
+            state,
+            ratio: threshold,
+            threshold: if explicit { threshold } else { 0.0 },
+            pause_time,
+            paused: Duration::ZERO,
+            notes: VecDeque::new(),
+            last_look: (now, 0),
+            started: now,
+        }
+    }
+
+    pub(super) fn next(&mut self, now: Duration, guest: &GuestCounts, work: &Work) -> Wish {
+        self.note(now, guest.bytes());
+        if let State::Sampling { done, count, from } = &mut self.state {
+            let (start, bytes) = *from.get_or_insert((self.started, guest.bytes()));
+            let due = start + WINDOW;
+            if now < due {
+                return Wish::Pause(due);
+            }
+            if let Some(window) = done.get_mut(*count) {
+                *window = throughput(start, bytes, now, guest.bytes());
+            }
+            *count += 1;
+            *from = Some((now, guest.bytes()));
+            if *count < WINDOWS {
+                return Wish::Pause(now + WINDOW);
+            }
+            self.threshold = self.ratio * done.iter().sum::<f64>() / WINDOWS as f64;
+            self.last_look = (now, guest.bytes());
+            self.state = State::Running { look: false };
+        }
+        if let State::Paused(since, until) = self.state {
+            if now < until {
+                return Wish::Pause(until);
+            }
+            self.paused += now.saturating_sub(since);
+            self.state = if self.paused > MOST_PAUSING {
+                State::Normal
+            } else {
+                State::Running { look: false }
+            };
+        }
+        if work.pieces > 0 {
+            return Wish::Drain(now + FAR);
+        }
+        if let State::Running { look: true } = self.state {
+            let exceeds = self.look(now, guest.bytes()) > self.threshold;
+            self.state = State::Running { look: false };
+            if exceeds && !self.pause_time.is_zero() {
+                let until = now + self.pause_time;
+                self.state = State::Paused(now, until);
+                return Wish::Pause(until);
+            }
+        }
+        Wish::Copy(PIECE)
+    }
+
+    /// A piece was copied.
+    pub(super) fn copied(&mut self) {
+        if let State::Running { look } = &mut self.state {
+            *look = true;
+        }
+    }
+
+    fn note(&mut self, now: Duration, bytes: u64) {
+        if self.notes.is_empty() {
+            self.last_look = (self.last_look.0, bytes);
+        }
+        if self.notes.back().is_none_or(|&(at, _)| now >= at + NOTE_EACH) {
+            self.notes.push_back((now, bytes));
+        }
+        // The first note is the youngest that is at least a look old.
+        while self.notes.get(1).is_some_and(|&(at, _)| now >= at + LOOK) {
+            self.notes.pop_front();
+        }
+    }
+
+    /// The guest's throughput since the last look, or over the last [`LOOK`] where that is longer.
+    fn look(&mut self, now: Duration, bytes: u64) -> f64 {
+        let (mut at, mut before) = self.last_look;
+        if let Some(&(first, then)) = self.notes.front()
+            && first < at
+        {
+            (at, before) = (first, then);
+        }
+        self.last_look = (now, bytes);
+        throughput(at, before, now, bytes)
+    }
+}
+
+/// Bytes per second.
+fn throughput(from: Duration, before: u64, to: Duration, after: u64) -> f64 {
+    let seconds = to.saturating_sub(from).as_secs_f64();
+    if seconds > 0.0 { after.saturating_sub(before) as f64 / seconds } else { 0.0 }
+}
