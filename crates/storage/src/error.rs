@@ -29,6 +29,10 @@ pub enum Operation {
     Query,
     /// Changing the length.
     SetLength,
+    /// Sharing the space of another file's bytes.
+    Clone,
+    /// Giving up writing.
+    Retire,
 }
 
 impl fmt::Display for Operation {
@@ -45,6 +49,8 @@ impl fmt::Display for Operation {
             Self::Flush => "flush",
             Self::Query => "query",
             Self::SetLength => "resize",
+            Self::Clone => "clone into",
+            Self::Retire => "end writing to",
         })
     }
 }

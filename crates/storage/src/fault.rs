@@ -293,6 +293,31 @@ impl<S: Storage> Storage for FaultFile<S> {
         self.inner.is_read_only()
     }
 
+    async fn retire(&self) -> Result<()> {
+        self.apply(Operation::Retire).await?;
+        self.inner.retire().await
+    }
+
+    async fn admit_writer(&self, admit: bool) -> Result<()> {
+        self.apply(Operation::Lock).await?;
+        self.inner.admit_writer(admit).await
+    }
+
+    async fn clone_range(
+        &self,
+        from: &Self,
+        from_offset: u64,
+        to_offset: u64,
+        length: u64,
+    ) -> Result<bool> {
+        self.apply(Operation::Clone).await?;
+        self.inner.clone_range(&from.inner, from_offset, to_offset, length).await
+    }
+
+    fn clone_alignment(&self) -> Option<u64> {
+        self.inner.clone_alignment()
+    }
+
     fn extends_with_zeroes(&self) -> bool {
         self.inner.extends_with_zeroes()
     }

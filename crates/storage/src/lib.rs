@@ -175,6 +175,67 @@ pub trait Storage: Send + Sync + 'static {
     /// Whether writes are refused.
     fn is_read_only(&self) -> bool;
 
+    /// Ends writing through this handle: an image that becomes a backing file while it is open.
+    ///
+    /// From the call on, changes begun later fail; those under way end as they would have. Then
+    /// what was written is made durable, and the locks of a writer are exchanged for a reader's: other
+    /// programs may open the image for reading, and none for writing at any moment in between. The
+    /// handle reads on, as if it had been opened for reading. Does nothing to one that was.
+    ///
+    /// Dropped before its end, the future leaves the handle read-only or writable; called again, it
+    /// completes what is left.
+    ///
+    /// # Errors
+    /// The file cannot be opened for reading: the handle is as it was. Or the flush failed: the handle
+    /// is read-only, and [`flush`](Self::flush) goes on failing.
+    fn retire(&self) -> impl Future<Output = Result<()>> {
+        async { Ok(()) }
+    }
+
+    /// Lets others write to the file that this handle reads (`true`), or keeps them out again (`false`,
+    /// as when it was opened).
+    ///
+    /// For a job that writes to a backing file: this process then opens the file once more,
+    /// [`writable`](OpenMode::writable), which keeps all other programs out, while this handle reads
+    /// on and takes no change for a fault. Before writers are kept out again that one is dropped, or
+    /// [retired](Self::retire). Whichever was asked last holds; asking twice is asking once.
+    ///
+    /// # Errors
+    /// The handle is writable; or the file is still written to ([`std::io::ErrorKind::ResourceBusy`]):
+    /// nothing has changed then.
+    fn admit_writer(&self, admit: bool) -> impl Future<Output = Result<()>> {
+        let _ = admit;
+        async { Ok(()) }
+    }
+
+    /// Makes `length` bytes of this file the same as those of `from`, by sharing the space that holds
+    /// them (a reflink), so that no data moves; extends this file where needed. Both files belong to
+    /// the same host, or are the same file with ranges apart.
+    ///
+    /// `false` where the host cannot do it here: the range may then hold any part of the bytes, and is to
+    /// be written as usual. All offsets and the length are multiples of
+    /// [`clone_alignment`](Self::clone_alignment), but for a length that ends with `from`. Changes in
+    /// flight in either range leave undefined bytes, as they would for a copy.
+    ///
+    /// # Errors
+    /// The file is read-only, or the host failed in an attempt, such as for lack of space.
+    fn clone_range(
+        &self,
+        from: &Self,
+        from_offset: u64,
+        to_offset: u64,
+        length: u64,
+    ) -> impl Future<Output = Result<bool>> {
+        let _ = (from, from_offset, to_offset, length);
+        async { Ok(false) }
+    }
+
+    /// The block size in bytes, a power of two, by which [`clone_range`](Self::clone_range) may share
+    /// another file's space in this one; `None` where it is known that it cannot.
+    fn clone_alignment(&self) -> Option<u64> {
+        None
+    }
+
     /// Whether a newly extended range of the file is known to read as zeroes (true of regular
     /// files, not of block devices).
     fn extends_with_zeroes(&self) -> bool;

@@ -88,6 +88,50 @@ pub(crate) fn take(
     name: &Path,
     writable: bool,
 ) -> Result<Locks, StorageError> {
+    let locks = set(file, name, writable)?;
+    look(file, name, writable)?;
+    Ok(locks)
+}
+
+/// Takes the locks of a reader for another descriptor of a file whose writer's locks this process holds:
+/// nobody else can hold any that conflict, and its own do not count.
+///
+/// # Errors
+/// The file system has no locks.
+pub(crate) fn join(file: &Arc<OwnedFd>, name: &Path) -> Result<Locks, StorageError> {
+    set(file, name, false)
+}
+
+/// Denies nothing to others any more, of locks taken by a reader.
+///
+/// # Errors
+/// The file system fails it.
+pub(crate) fn admit(file: &OwnedFd, name: &Path) -> Result<(), StorageError> {
+    for (number, _) in SHUT_OUT {
+        call(file, libc::F_OFD_SETLK, libc::F_UNLCK, DENIED + number, 1)
+            .map_err(|source| StorageError::new(Operation::Lock, name, source))?;
+    }
+    Ok(())
+}
+
+/// Takes back what [`admit`] gave up.
+///
+/// # Errors
+/// Somebody writes ([`io::ErrorKind::ResourceBusy`]); nothing has changed then.
+pub(crate) fn deny(file: &OwnedFd, name: &Path) -> Result<(), StorageError> {
+    for (number, _) in SHUT_OUT {
+        call(file, libc::F_OFD_SETLK, libc::F_RDLCK, DENIED + number, 1)
+            .map_err(|source| StorageError::new(Operation::Lock, name, source))?;
+    }
+    let free = look(file, name, false);
+    if free.is_err() {
+        admit(file, name)?;
+    }
+    free
+}
+
+/// Takes locks without looking at those of others.
+fn set(file: &Arc<OwnedFd>, name: &Path, writable: bool) -> Result<Locks, StorageError> {
     let locks = Locks(file.clone());
     let bytes = used(writable).iter().map(|(n, _)| USED + n);
     for byte in bytes.chain(SHUT_OUT.iter().map(|(n, _)| DENIED + n)) {
@@ -107,7 +151,6 @@ pub(crate) fn take(
             }
         }
     }
-    look(file, name, writable)?;
     Ok(locks)
 }
 

@@ -12,7 +12,7 @@ use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 /// Bytes in a page of a file in memory; holes are told at this grain.
 pub const PAGE: u64 = 64 * 1024;
@@ -169,7 +169,20 @@ impl Directory {
 #[derive(Clone, Default)]
 pub struct MemoryHost {
     directory: Arc<Mutex<Directory>>,
-    gains: Arc<AtomicBool>,
+    settings: Arc<Settings>,
+}
+
+/// What a host's files answer when asked what they can.
+struct Settings {
+    gains: AtomicBool,
+    /// 0 where nothing is cloned.
+    clone_alignment: AtomicU64,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self { gains: AtomicBool::new(false), clone_alignment: AtomicU64::new(4096) }
+    }
 }
 
 impl MemoryHost {
@@ -181,7 +194,14 @@ impl MemoryHost {
     /// What [`Storage::gains_from_written_space`] answers for this host's files, open ones too; `false`
     /// unless set.
     pub fn set_gains_from_written_space(&self, gains: bool) {
-        self.gains.store(gains, Ordering::Relaxed);
+        self.settings.gains.store(gains, Ordering::Relaxed);
+    }
+
+    /// What [`Storage::clone_alignment`] answers for this host's writable files, open ones too: a power
+    /// of two, 4096 unless set. They clone by copying. `None` refuses to.
+    pub fn set_clone_alignment(&self, alignment: Option<u64>) {
+        let alignment = alignment.unwrap_or(0);
+        self.settings.clone_alignment.store(alignment, Ordering::Relaxed);
     }
 
     /// Puts a file with these bytes in place, replacing one of the same name.
@@ -211,7 +231,9 @@ impl MemoryHost {
     pub fn deep_copy(&self) -> Self {
         let directory = self.directory.lock();
         let copy = Self::new();
-        copy.set_gains_from_written_space(self.gains.load(Ordering::Relaxed));
+        copy.set_gains_from_written_space(self.settings.gains.load(Ordering::Relaxed));
+        let alignment = self.settings.clone_alignment.load(Ordering::Relaxed);
+        copy.set_clone_alignment(Some(alignment));
         {
             let mut target = copy.directory.lock();
             for (name, node) in &directory.files {
@@ -225,8 +247,9 @@ impl MemoryHost {
     }
 
     fn attach(&self, node: Arc<Node>, name: &Path, mode: OpenMode) -> Result<MemoryFile> {
-        let locked = mode.locking != Locking::Unlocked;
-        if locked {
+        let mut role = Role { writable: mode.writable, locked: false, admits: false };
+        if mode.locking != Locking::Unlocked {
+            role.locked = true;
             let mut users = node.users.lock();
             if mode.writable {
                 if users.readers + users.writers > 0 {
@@ -240,8 +263,13 @@ impl MemoryHost {
                 users.readers += 1;
             }
         }
-        let (name, gains) = (name.to_owned(), self.gains.clone());
-        Ok(MemoryFile { name, node, gains, writable: mode.writable, locked })
+        Ok(MemoryFile {
+            name: name.to_owned(),
+            node,
+            settings: self.settings.clone(),
+            opened_writable: mode.writable,
+            role: Mutex::new(role),
+        })
     }
 }
 
@@ -281,9 +309,28 @@ fn missing(operation: Operation, name: &Path) -> StorageError {
 pub struct MemoryFile {
     name: PathBuf,
     node: Arc<Node>,
-    gains: Arc<AtomicBool>,
+    settings: Arc<Settings>,
+    opened_writable: bool,
+    role: Mutex<Role>,
+}
+
+/// What an open file does now.
+struct Role {
     writable: bool,
     locked: bool,
+    /// Others may write.
+    admits: bool,
+}
+
+impl Role {
+    /// The user that the file counts as.
+    fn count<'a>(&self, users: &'a mut Users) -> Option<&'a mut usize> {
+        match self {
+            Self { locked: false, .. } | Self { admits: true, .. } => None,
+            Self { writable: true, .. } => Some(&mut users.writers),
+            Self { writable: false, .. } => Some(&mut users.readers),
+        }
+    }
 }
 
 impl MemoryFile {
@@ -293,8 +340,13 @@ impl MemoryFile {
             let source = io::Error::from_raw_os_error(code);
             Err(StorageError::at(operation, &self.name, offset, length, source))
         };
-        if !self.writable && operation != Operation::Read {
-            return error(libc::EBADF);
+        if operation != Operation::Read && self.is_read_only() {
+            if !self.opened_writable {
+                return error(libc::EBADF);
+            }
+            let text = "it was opened for writing, but has been made read-only since";
+            let source = io::Error::new(io::ErrorKind::ReadOnlyFilesystem, text);
+            return Err(StorageError::at(operation, &self.name, offset, length, source));
         }
         match offset.checked_add(length) {
             Some(end) if end <= MAX_LENGTH => Ok(end),
@@ -305,13 +357,8 @@ impl MemoryFile {
 
 impl Drop for MemoryFile {
     fn drop(&mut self) {
-        if self.locked {
-            let mut users = self.node.users.lock();
-            if self.writable {
-                users.writers -= 1;
-            } else {
-                users.readers -= 1;
-            }
+        if let Some(count) = self.role.lock().count(&mut self.node.users.lock()) {
+            *count -= 1;
         }
     }
 }
@@ -401,7 +448,74 @@ impl Storage for MemoryFile {
     }
 
     fn is_read_only(&self) -> bool {
-        !self.writable
+        !self.role.lock().writable
+    }
+
+    async fn retire(&self) -> Result<()> {
+        let (mut role, mut users) = (self.role.lock(), self.node.users.lock());
+        if role.writable {
+            if let Some(count) = role.count(&mut users) {
+                *count -= 1;
+            }
+            role.writable = false;
+            if let Some(count) = role.count(&mut users) {
+                *count += 1;
+            }
+        }
+        Ok(())
+    }
+
+    async fn admit_writer(&self, admit: bool) -> Result<()> {
+        let (mut role, mut users) = (self.role.lock(), self.node.users.lock());
+        if role.writable {
+            let text = "it is open for writing, which admits no other writer";
+            let source = io::Error::new(io::ErrorKind::InvalidInput, text);
+            return Err(StorageError::new(Operation::Lock, &self.name, source));
+        }
+        if role.locked && role.admits && !admit && users.writers > 0 {
+            return Err(lock::busy(&self.name, lock::Conflict::SHARED_WRITE));
+        }
+        if role.admits != admit {
+            if let Some(count) = role.count(&mut users) {
+                *count -= 1;
+            }
+            role.admits = admit;
+            if let Some(count) = role.count(&mut users) {
+                *count += 1;
+            }
+        }
+        Ok(())
+    }
+
+    async fn clone_range(
+        &self,
+        from: &Self,
+        from_offset: u64,
+        to_offset: u64,
+        length: u64,
+    ) -> Result<bool> {
+        self.check(Operation::Clone, to_offset, length)?;
+        let from_end = from.check(Operation::Read, from_offset, length)?;
+        let Some(align) = self.clone_alignment() else { return Ok(false) };
+        let from_length = from.node.contents.lock().length;
+        let whole = |value: u64| value.is_multiple_of(align);
+        let ends = whole(length) || from_end == from_length;
+        if !whole(from_offset) || !whole(to_offset) || !ends || from_end > from_length {
+            return Ok(false);
+        }
+        let mut done = 0;
+        while done < length {
+            let mut buf = vec![0; (length - done).min(PAGE) as usize];
+            from.node.contents.lock().read(from_offset + done, &mut buf);
+            self.node.contents.lock().write(to_offset + done, &buf);
+            done += buf.len() as u64;
+        }
+        Ok(true)
+    }
+
+    fn clone_alignment(&self) -> Option<u64> {
+        let alignment = self.settings.clone_alignment.load(Ordering::Relaxed);
+        (alignment > 0 && !self.is_read_only()).then_some(alignment)
     }
 
     fn extends_with_zeroes(&self) -> bool {
@@ -409,6 +523,6 @@ impl Storage for MemoryFile {
     }
 
     fn gains_from_written_space(&self) -> bool {
-        self.gains.load(Ordering::Relaxed)
+        self.settings.gains.load(Ordering::Relaxed)
     }
 }

@@ -11,6 +11,9 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+/// The most bytes that an entry has of a range that was cloned.
+const CLONED: u64 = 1 << 20;
+
 /// One change, completed by the wrapped storage.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Change {
@@ -281,6 +284,44 @@ impl<S: Storage> Storage for RecorderFile<S> {
 
     fn is_read_only(&self) -> bool {
         self.inner.is_read_only()
+    }
+
+    async fn retire(&self) -> Result<()> {
+        let started = self.record.len();
+        self.inner.retire().await?;
+        self.record.add(&self.name, started, Change::Flush { started });
+        Ok(())
+    }
+
+    async fn admit_writer(&self, admit: bool) -> Result<()> {
+        self.inner.admit_writer(admit).await
+    }
+
+    /// Recorded as the write that it saves.
+    async fn clone_range(
+        &self,
+        from: &Self,
+        from_offset: u64,
+        to_offset: u64,
+        length: u64,
+    ) -> Result<bool> {
+        let asked = self.record.len();
+        if !self.inner.clone_range(&from.inner, from_offset, to_offset, length).await? {
+            return Ok(false);
+        }
+        let mut done = 0;
+        while done < length {
+            let part = (length - done).min(CLONED);
+            let buf = self.inner.read_at(to_offset + done, IoBuf::zeroed(part as usize)).await?;
+            let change = Change::Write(to_offset + done, Arc::from(&*buf));
+            self.record.add(&self.name, asked, change);
+            done += part;
+        }
+        Ok(true)
+    }
+
+    fn clone_alignment(&self) -> Option<u64> {
+        self.inner.clone_alignment()
     }
 
     fn extends_with_zeroes(&self) -> bool {

@@ -2,13 +2,14 @@
 
 #![allow(clippy::unwrap_used)]
 
+mod qemu;
+
 use isobath_storage::file::{FileHost, FileStorage};
 use isobath_storage::ring::{Config, Executor, sleep, spawn};
 use isobath_storage::{Host, Locking, OpenMode, Result, block_on};
-use std::io::{BufRead, BufReader, Write};
+use qemu::{QemuIo, chain, opens, run};
 use std::os::fd::AsRawFd;
-use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Output, Stdio};
+use std::path::Path;
 use std::time::Duration;
 use tempfile::TempDir;
 
@@ -19,91 +20,36 @@ fn open(path: &Path, mode: OpenMode) -> Result<FileStorage> {
     block_on(FileHost.open(path, mode))
 }
 
-fn run(program: &str, arguments: &[&str]) -> Output {
-    match Command::new(program).args(arguments).output() {
-        Ok(output) => output,
-        Err(error) => panic!("{program}: {error}; install qemu-utils"),
-    }
-}
-
-/// A qcow2 overlay and its backing file.
-fn chain() -> (TempDir, PathBuf, PathBuf) {
-    let directory = TempDir::new().unwrap();
-    let (base, top) = (directory.path().join("base.qcow2"), directory.path().join("top.qcow2"));
-    let (b, t) = (base.to_str().unwrap(), top.to_str().unwrap());
-    assert!(run("qemu-img", &["create", "-q", "-f", "qcow2", b, "1M"]).status.success());
-    let arguments = ["create", "-q", "-f", "qcow2", "-b", b, "-F", "qcow2", t];
-    assert!(run("qemu-img", &arguments).status.success());
-    (directory, base, top)
-}
-
-/// A `qemu-io` that keeps its images open until it is dropped.
-struct QemuIo(Child);
-
-impl QemuIo {
-    fn open(arguments: &[&str], image: &Path) -> Self {
-        let child = Command::new("qemu-io")
-            .args(arguments)
-            .arg(image)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn();
-        let mut child =
-            child.unwrap_or_else(|error| panic!("qemu-io: {error}; install qemu-utils"));
-        // Its answer to a command shows that the image is open.
-        child.stdin.as_mut().unwrap().write_all(b"length\n").unwrap();
-        let mut line = String::new();
-        BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
-        assert!(line.contains("1 MiB"), "qemu-io could not open the image: {line:?}");
-        Self(child)
-    }
-}
-
-impl Drop for QemuIo {
-    fn drop(&mut self) {
-        drop(self.0.stdin.take());
-        let _ = self.0.wait();
-    }
-}
-
-/// Has `qemu-io` open the image once; returns what it says if it cannot.
-fn qemu_opens(arguments: &[&str], image: &Path) -> std::result::Result<(), String> {
-    let all = [arguments, &["-c", "length", image.to_str().unwrap()]].concat();
-    let output = run("qemu-io", &all);
-    let text = String::from_utf8_lossy(&output.stderr).into_owned();
-    if output.status.success() { Ok(()) } else { Err(text) }
-}
-
 #[test]
 fn qemu_keeps_out_of_what_is_written_here() {
     let (_directory, _, top) = chain();
     let file = open(&top, WRITE).unwrap();
-    let error = qemu_opens(&[], &top).unwrap_err();
+    let error = opens(&[], &top).unwrap_err();
     assert!(error.contains("Failed to get \"write\" lock"), "{error}");
-    let error = qemu_opens(&["-r"], &top).unwrap_err();
+    let error = opens(&["-r"], &top).unwrap_err();
     assert!(error.contains("Failed to get shared \"write\" lock"), "{error}");
-    qemu_opens(&["-r", "-U"], &top).unwrap();
+    opens(&["-r", "-U"], &top).unwrap();
     let info = run("qemu-img", &["info", top.to_str().unwrap()]);
     assert!(!info.status.success());
     drop(file);
-    qemu_opens(&[], &top).unwrap();
+    opens(&[], &top).unwrap();
 }
 
 #[test]
 fn qemu_reads_what_is_read_here_and_does_not_write_it() {
     let (_directory, base, top) = chain();
     let file = open(&top, READ).unwrap();
-    qemu_opens(&["-r"], &top).unwrap();
-    let error = qemu_opens(&[], &top).unwrap_err();
+    opens(&["-r"], &top).unwrap();
+    let error = opens(&[], &top).unwrap_err();
     assert!(error.contains("Failed to get \"write\" lock"), "{error}");
     drop(file);
 
     // A backing file is opened for reading: an overlay on it may be written, itself not.
     let backing = open(&base, READ).unwrap();
-    qemu_opens(&[], &top).unwrap();
-    assert!(qemu_opens(&[], &base).is_err());
+    opens(&[], &top).unwrap();
+    assert!(opens(&[], &base).is_err());
     drop(backing);
-    qemu_opens(&[], &base).unwrap();
+    opens(&[], &base).unwrap();
 }
 
 #[test]
@@ -148,11 +94,11 @@ fn a_raw_image_that_qemu_writes_is_refused_here() {
     assert!(open(&raw, WRITE).is_err());
     drop(qemu);
     let file = open(&raw, WRITE).unwrap();
-    assert!(qemu_opens(&["-f", "raw"], &raw).is_err());
+    assert!(opens(&["-f", "raw"], &raw).is_err());
     drop(file);
     let file = open(&raw, READ).unwrap();
-    assert!(qemu_opens(&["-f", "raw"], &raw).is_err());
-    qemu_opens(&["-r", "-f", "raw"], &raw).unwrap();
+    assert!(opens(&["-f", "raw"], &raw).is_err());
+    opens(&["-r", "-f", "raw"], &raw).unwrap();
     drop(file);
 }
 
@@ -190,7 +136,7 @@ fn an_image_that_is_let_go_of_soon_is_waited_for() {
         holder.join().unwrap();
     }
     let file = open(&top, WRITE).unwrap();
-    let qemu = qemu_opens(&[], &top).unwrap_err();
+    let qemu = opens(&[], &top).unwrap_err();
     let error = executor.block_on(FileHost.open(&top, WRITE)).unwrap_err().to_string();
     assert!(
         qemu.contains("\"write\" lock") && error.contains("Failed to get \"write\" lock"),

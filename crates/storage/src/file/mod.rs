@@ -22,7 +22,10 @@ mod direct;
 mod flush;
 mod open;
 mod ranges;
+mod reflink;
+mod roles;
 mod shared;
+mod source;
 mod stamp;
 mod sys;
 mod transfer;
@@ -34,15 +37,15 @@ pub use open::{FileHost, LimitedHost};
 use crate::error::{Operation, StorageError};
 use crate::ring::unblock;
 use crate::{Access, Allocation, FileId, IoBuf, Result, Stamp, Storage, ZeroMode};
-use descriptors::Keep;
+use arc_swap::ArcSwap;
 use direct::Direct;
 use flush::Durability;
-use shared::Shared;
+use roles::{FlushDue, Roles, Writing};
+use source::{Named, Source};
 use std::fmt;
 use std::io;
-use std::ops::Deref;
 use std::os::fd::OwnedFd;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::{Arc, OnceLock};
 use transfer::Target;
 use zero::Abilities;
@@ -56,41 +59,19 @@ enum Kind {
     },
 }
 
-/// Where an open file's descriptor is.
-enum Source {
-    Kept(Target),
-    Shared(Arc<Shared>),
-}
-
-/// A file's descriptor in use.
-enum Using<'a> {
-    Kept(&'a Target),
-    Shared(Arc<Target>),
-}
-
-impl Deref for Using<'_> {
-    type Target = Target;
-
-    fn deref(&self) -> &Target {
-        match self {
-            Self::Kept(target) => target,
-            Self::Shared(target) => target,
-        }
-    }
-}
-
 /// An open regular file or block device.
 pub struct FileStorage {
-    name: PathBuf,
-    id: FileId,
-    source: Source,
-    /// The right to keep the descriptor of a file that is only read.
-    _keep: Option<Keep>,
+    file: Named,
+    source: ArcSwap<Source>,
+    writing: Writing,
+    /// One change of what the handle is for at a time.
+    roles: async_lock::Mutex<Roles>,
     kind: Kind,
-    read_only: bool,
     direct: Option<Direct>,
     durability: Arc<Durability>,
     abilities: Abilities,
+    /// Whether other files' space can be shared, once asked.
+    clones: OnceLock<Option<u64>>,
     /// Whether the file system's times can be trusted, once asked.
     timed: OnceLock<bool>,
     /// Whether flushes are cheaper in written space, once asked.
@@ -100,29 +81,30 @@ pub struct FileStorage {
 impl fmt::Debug for FileStorage {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("FileStorage")
-            .field("name", &self.name)
+            .field("name", &self.file.name)
             .field("kind", &self.kind)
-            .field("read_only", &self.read_only)
+            .field("read_only", &self.is_read_only())
             .finish_non_exhaustive()
     }
 }
 
 impl FileStorage {
     /// The descriptor; of a file that gave it up, a new one.
-    async fn target(&self) -> Result<Using<'_>> {
-        match &self.source {
-            Source::Kept(target) => Ok(Using::Kept(target)),
-            Source::Shared(shared) => Ok(Using::Shared(match shared.ready() {
-                Some(target) => target,
-                None => Box::pin(shared.reopen()).await?,
-            })),
+    async fn target(&self) -> Result<Arc<Target>> {
+        let shared = match &**self.source.load() {
+            Source::Kept(target, _) => return Ok(target.clone()),
+            Source::Shared(shared) => shared.clone(),
+        };
+        match shared.ready() {
+            Some(target) => Ok(target),
+            None => Box::pin(shared.reopen()).await,
         }
     }
 
     /// The descriptor of a file that may be changed.
-    fn kept(&self) -> io::Result<&Target> {
-        match &self.source {
-            Source::Kept(target) => Ok(target),
+    fn kept(&self) -> io::Result<Arc<Target>> {
+        match &**self.source.load() {
+            Source::Kept(target, _) => Ok(target.clone()),
             Source::Shared(_) => Err(io::Error::from_raw_os_error(libc::EBADF)),
         }
     }
@@ -134,11 +116,11 @@ impl FileStorage {
         length: u64,
         source: io::Error,
     ) -> StorageError {
-        StorageError::at(operation, &self.name, offset, length, source)
+        StorageError::at(operation, &self.file.name, offset, length, source)
     }
 
     fn error(&self, operation: Operation, source: io::Error) -> StorageError {
-        StorageError::new(operation, &self.name, source)
+        StorageError::new(operation, &self.file.name, source)
     }
 
     /// The end of a range in which an operation is allowed.
@@ -147,18 +129,14 @@ impl FileStorage {
         let result = match offset.checked_add(length).filter(|end| i64::try_from(*end).is_ok()) {
             None if changes => Err(io::Error::from_raw_os_error(libc::EFBIG)),
             None => Err(io::Error::from_raw_os_error(libc::EINVAL)),
-            Some(_) if changes && self.read_only => Err(io::Error::from_raw_os_error(libc::EBADF)),
+            Some(_) if changes && self.writing.has_ended() => Err(self.refusal()),
             Some(end) if changes => self.durability.check().map(|()| end),
             Some(end) => Ok(end),
         };
         result.map_err(|error| self.at(operation, offset, length, error))
     }
 
-    async fn write_buf(&self, offset: u64, buf: IoBuf) -> (io::Result<()>, IoBuf) {
-        let target = match self.kept() {
-            Ok(target) => target,
-            Err(error) => return (Err(error), buf),
-        };
+    async fn write_buf(&self, target: &Target, offset: u64, buf: IoBuf) -> (io::Result<()>, IoBuf) {
         match &self.direct {
             Some(direct) => direct.write(target, offset, buf).await,
             None => transfer::write(target, offset, buf).await,
@@ -172,25 +150,21 @@ impl FileStorage {
         }
     }
 
-    fn present_length(&self) -> io::Result<u64> {
-        self.length_of(&self.kept()?.file)
-    }
-
     async fn change_length(&self, length: u64) -> io::Result<()> {
+        let target = self.kept()?;
         if let Kind::Device { .. } = self.kind {
-            let have = self.present_length()?;
+            let have = self.length_of(&target.file)?;
             return if length <= have {
                 Ok(())
             } else {
                 Err(io::Error::from_raw_os_error(libc::ENOSPC))
             };
         }
-        let target = self.kept()?.clone();
         let guard = match &self.direct {
             Some(direct) => Some(direct.hold_from(&target.lease, 0).await),
             None => None,
         };
-        if length >= self.present_length()? {
+        if length >= self.length_of(&target.file)? {
             return sys::ftruncate(&target.file, length);
         }
         unblock(move || {
@@ -219,11 +193,11 @@ impl FileStorage {
 
 impl Storage for FileStorage {
     fn name(&self) -> &Path {
-        &self.name
+        &self.file.name
     }
 
     fn id(&self) -> FileId {
-        self.id
+        self.file.id
     }
 
     async fn read_at(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
@@ -249,7 +223,9 @@ impl Storage for FileStorage {
         if length == 0 {
             return Ok(buf);
         }
-        let (result, buf) = self.write_buf(offset, buf).await;
+        let target =
+            self.kept().map_err(|error| self.at(Operation::Write, offset, length, error))?;
+        let (result, buf) = self.write_buf(&target, offset, buf).await;
         result.map_err(|error| self.at(Operation::Write, offset, length, error))?;
         Ok(buf)
     }
@@ -263,8 +239,8 @@ impl Storage for FileStorage {
         let target =
             self.kept().map_err(|error| self.at(Operation::Write, offset, length, error))?;
         let (result, bufs) = match &self.direct {
-            Some(direct) => direct.write_vectored(target, offset, bufs).await,
-            None => transfer::write_vectored(target, offset, bufs).await,
+            Some(direct) => direct.write_vectored(&target, offset, bufs).await,
+            None => transfer::write_vectored(&target, offset, bufs).await,
         };
         result.map_err(|error| self.at(Operation::Write, offset, length, error))?;
         Ok(bufs)
@@ -289,12 +265,13 @@ impl Storage for FileStorage {
     }
 
     async fn flush(&self) -> Result<()> {
-        if self.read_only {
-            return Ok(());
-        }
-        let result = match self.kept() {
-            Ok(target) => self.durability.flush(&target.file).await,
-            Err(error) => Err(error),
+        let result = match self.writing.flush_due() {
+            FlushDue::Never => Ok(()),
+            FlushDue::No => self.durability.check(),
+            FlushDue::Yes => match self.kept() {
+                Ok(target) => self.durability.flush(&target.file).await,
+                Err(error) => Err(error),
+            },
         };
         result.map_err(|error| self.error(Operation::Flush, error))
     }
@@ -348,7 +325,32 @@ impl Storage for FileStorage {
     }
 
     fn is_read_only(&self) -> bool {
-        self.read_only
+        self.writing.has_ended()
+    }
+
+    async fn retire(&self) -> Result<()> {
+        Box::pin(self.end_writing()).await
+    }
+
+    async fn admit_writer(&self, admit: bool) -> Result<()> {
+        Box::pin(self.set_admitting(admit)).await
+    }
+
+    async fn clone_range(
+        &self,
+        from: &Self,
+        from_offset: u64,
+        to_offset: u64,
+        length: u64,
+    ) -> Result<bool> {
+        self.check(Operation::Clone, to_offset, length)?;
+        from.check(Operation::Read, from_offset, length)?;
+        let result = self.reflink(from, from_offset, to_offset, length).await?;
+        result.map_err(|error| self.at(Operation::Clone, to_offset, length, error))
+    }
+
+    fn clone_alignment(&self) -> Option<u64> {
+        *self.clones.get_or_init(|| self.find_clone_alignment())
     }
 
     fn extends_with_zeroes(&self) -> bool {

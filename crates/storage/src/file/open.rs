@@ -3,14 +3,16 @@
 use super::descriptors::{Permit, Pool};
 use super::direct::Direct;
 use super::flush::Durability;
-use super::shared::Shared;
+use super::roles::Writing;
+use super::source::{Named, Source};
 use super::stamp::pause;
 use super::transfer::Target;
 use super::zero::Abilities;
-use super::{FileStorage, Kind, Source, sys};
+use super::{FileStorage, Kind, sys};
 use crate::error::{Operation, StorageError};
 use crate::lock::{self, Locks};
 use crate::{FileId, Host, Locking, OpenMode, Result};
+use arc_swap::ArcSwap;
 use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::os::fd::OwnedFd;
@@ -121,7 +123,7 @@ type Attempt<T> = std::result::Result<T, Failure>;
 pub(super) struct Opened {
     pub(super) target: Target,
     pub(super) id: FileId,
-    kind: Kind,
+    pub(super) kind: Kind,
 }
 
 /// What keeps a file's descriptor, its locks and its place in the pool; given back in this order.
@@ -131,11 +133,21 @@ struct Held {
     _permit: Permit,
 }
 
+/// How the locks that a mode asks for are taken.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Taking {
+    /// If no other user is in the way.
+    Alone,
+    /// Beside this process's own writer of the same file.
+    BesideWriter,
+}
+
 /// Opens the existing file at `path`, which messages call `name`.
 pub(super) async fn descriptor(
     path: &Path,
     name: &Path,
     mode: OpenMode,
+    taking: Taking,
     pool: &Arc<Pool>,
 ) -> Result<Opened> {
     let opened = async {
@@ -143,13 +155,14 @@ pub(super) async fn descriptor(
         check_type(fs::metadata(path)?.mode())?;
         let permit = pool.admit().await;
         let file = pool.open(|| options(mode).open(path)).await;
-        attach(file.map_err(|error| explain_direct(error, mode))?, name, mode, permit).await
+        let file = file.map_err(|error| explain_direct(error, mode))?;
+        attach(file, name, mode, taking, permit).await
     };
     opened.await.map_err(|error: Failure| error.named(Operation::Open, name))
 }
 
 async fn open(name: &Path, mode: OpenMode, pool: &Arc<Pool>) -> Result<FileStorage> {
-    let opened = descriptor(name, name, mode, pool).await?;
+    let opened = descriptor(name, name, mode, Taking::Alone, pool).await?;
     let storage = storage(opened, name, mode, Durability::default(), pool);
     storage.map_err(|error| error.named(Operation::Open, name))
 }
@@ -174,7 +187,7 @@ async fn create(name: &Path, mode: OpenMode, pool: &Arc<Pool>) -> Attempt<FileSt
         let directory = directory.unwrap_or(Path::new("."));
         Durability::created(pool.open(|| File::open(directory)).await?.into())
     };
-    let opened = attach(file, name, mode, permit).await?;
+    let opened = attach(file, name, mode, Taking::Alone, permit).await?;
     if opened.kind == Kind::Regular {
         sys::ftruncate(&opened.target.file, 0)?;
     }
@@ -190,7 +203,13 @@ fn options(mode: OpenMode) -> OpenOptions {
     options
 }
 
-async fn attach(file: File, name: &Path, mode: OpenMode, permit: Permit) -> Attempt<Opened> {
+async fn attach(
+    file: File,
+    name: &Path,
+    mode: OpenMode,
+    taking: Taking,
+    permit: Permit,
+) -> Attempt<Opened> {
     let file: Arc<OwnedFd> = Arc::new(file.into());
     let stat = sys::stat(&file)?;
     check_type(stat.st_mode)?;
@@ -205,9 +224,10 @@ async fn attach(file: File, name: &Path, mode: OpenMode, permit: Permit) -> Atte
         FileId { device: stat.st_dev, inode: stat.st_ino }
     };
     let locks = match mode.locking {
+        Locking::Unlocked => None,
+        _ if taking == Taking::BesideWriter => Some(lock::join(&file, name)?),
         Locking::Exclusive => Some(wait_for_locks(&file, name, mode.writable).await?),
         Locking::Immediate => Some(lock::take(&file, name, mode.writable)?),
-        Locking::Unlocked => None,
     };
     let lease = Arc::new(Held { _locks: locks, _file: file.clone(), _permit: permit });
     Ok(Opened { target: Target { file, lease }, id, kind })
@@ -215,15 +235,29 @@ async fn attach(file: File, name: &Path, mode: OpenMode, permit: Permit) -> Atte
 
 /// Takes the image's locks, waiting a little for another user to let go of them.
 async fn wait_for_locks(file: &Arc<OwnedFd>, name: &Path, writable: bool) -> Result<Locks> {
+    wait_for(file, name, writable, || lock::take(file, name, writable)).await
+}
+
+/// Keeps writers out again, waiting a little for one that is about to end.
+pub(super) async fn wait_to_deny(file: &OwnedFd, name: &Path) -> Result<()> {
+    wait_for(file, name, false, || lock::deny(file, name)).await
+}
+
+async fn wait_for<T>(
+    file: &OwnedFd,
+    name: &Path,
+    writable: bool,
+    mut take: impl FnMut() -> Result<T>,
+) -> Result<T> {
     let busy = |error: &StorageError| error.kind() == io::ErrorKind::ResourceBusy;
-    let mut taken = lock::take(file, name, writable);
+    let mut taken = take();
     for _ in 0..LOCK_STEPS {
         if !taken.as_ref().is_err_and(busy) {
             break;
         }
         pause(LOCK_STEP).await;
         // Only looked first, so that others do not meet locks that come and go.
-        taken = lock::look(file, name, writable).and_then(|()| lock::take(file, name, writable));
+        taken = lock::look(file, name, writable).and_then(|()| take());
     }
     taken
 }
@@ -235,25 +269,31 @@ fn storage(
     durability: Durability,
     pool: &Arc<Pool>,
 ) -> Attempt<FileStorage> {
-    let (id, kind) = (opened.id, opened.kind);
-    let direct = if mode.direct { Some(direct(&opened.target.file, kind)?) } else { None };
-    let always = mode.writable || kind != Kind::Regular;
-    let keep = if always { None } else { pool.keep() };
-    let source = if always || keep.is_some() {
-        Source::Kept(opened.target)
+    let Opened { target, id, kind } = opened;
+    let direct = if mode.direct { Some(direct(&target.file, kind)?) } else { None };
+    let file = Named {
+        name: name.to_owned(),
+        path: std::path::absolute(name)?,
+        mode,
+        id,
+        pool: pool.clone(),
+    };
+    let target = Arc::new(target);
+    let source = if mode.writable || kind != Kind::Regular {
+        Source::Kept(target, None)
     } else {
-        Source::Shared(Shared::new(name, std::path::absolute(name)?, mode, opened, pool)?)
+        Source::of_reader(&file, target)?
     };
     Ok(FileStorage {
-        name: name.to_owned(),
-        id,
-        source,
-        _keep: keep,
+        writing: Writing::new(mode.writable),
+        file,
+        source: ArcSwap::from_pointee(source),
+        roles: async_lock::Mutex::default(),
         kind,
-        read_only: !mode.writable,
         direct,
         durability: Arc::new(durability),
         abilities: Abilities::default(),
+        clones: OnceLock::new(),
         timed: OnceLock::new(),
         gains: OnceLock::new(),
     })

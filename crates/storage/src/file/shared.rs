@@ -1,14 +1,13 @@
 //! A file opened for reading whose descriptor can be given up and got back.
 
-use super::descriptors::Pool;
-use super::open::{self, Opened};
+use super::open::{self, Taking};
+use super::source::Named;
 use super::sys;
 use super::transfer::Target;
 use crate::error::{Operation, StorageError};
 use crate::{FileId, OpenMode, Result};
 use parking_lot::Mutex;
 use std::io;
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -24,10 +23,10 @@ struct Seen {
 
 impl Seen {
     /// Asked with the locks taken, so that no user that honours them is changing the file.
-    fn of(opened: &Opened) -> io::Result<Self> {
-        let stat = sys::stat(&opened.target.file)?;
+    fn of(target: &Target, id: FileId) -> io::Result<Self> {
+        let stat = sys::stat(&target.file)?;
         let modified = (stat.st_mtime, stat.st_mtime_nsec);
-        Ok(Self { id: opened.id, length: stat.st_size, modified })
+        Ok(Self { id, length: stat.st_size, modified })
     }
 
     /// How `now` differs.
@@ -66,37 +65,25 @@ pub(super) enum GiveUp {
 
 /// An open file, with a descriptor or without.
 pub(super) struct Shared {
-    /// The name given to the open, for messages.
-    name: PathBuf,
-    /// The same from the root, whatever becomes of the working directory; links are not followed.
-    path: PathBuf,
-    mode: OpenMode,
+    /// Opened for reading.
+    file: Named,
     seen: Seen,
-    pool: Arc<Pool>,
     /// Used since this was last asked.
     used: AtomicBool,
     target: Mutex<Option<Arc<Target>>>,
 }
 
 impl Shared {
-    /// A file that has just been opened.
-    pub(super) fn new(
-        name: &Path,
-        path: PathBuf,
-        mode: OpenMode,
-        opened: Opened,
-        pool: &Arc<Pool>,
-    ) -> io::Result<Arc<Self>> {
+    /// A file that nobody changes from now on.
+    pub(super) fn new(file: &Named, target: Arc<Target>) -> io::Result<Arc<Self>> {
+        let mode = OpenMode { writable: false, ..file.mode };
         let this = Arc::new(Self {
-            name: name.to_owned(),
-            path,
-            mode,
-            seen: Seen::of(&opened)?,
-            pool: pool.clone(),
+            seen: Seen::of(&target, file.id)?,
+            file: Named { mode, ..file.clone() },
             used: AtomicBool::new(true),
-            target: Mutex::new(Some(Arc::new(opened.target))),
+            target: Mutex::new(Some(target)),
         });
-        pool.offer(Arc::downgrade(&this));
+        file.pool.offer(Arc::downgrade(&this));
         Ok(this)
     }
 
@@ -110,17 +97,18 @@ impl Shared {
 
     /// Gets a descriptor again, of the same file with the same content.
     pub(super) async fn reopen(self: &Arc<Self>) -> Result<Arc<Target>> {
-        let opened = open::descriptor(&self.path, &self.name, self.mode, &self.pool).await;
+        let Named { name, path, mode, pool, .. } = &self.file;
+        let opened = open::descriptor(path, name, *mode, Taking::Alone, pool).await;
         let opened = opened.map_err(|error| self.explain(error))?;
-        let now = Seen::of(&opened);
-        let now = now.map_err(|error| StorageError::new(Operation::Open, &self.name, error))?;
+        let now = Seen::of(&opened.target, opened.id);
+        let now = now.map_err(|error| StorageError::new(Operation::Open, name, error))?;
         if let Some(difference) = self.seen.difference(&now) {
             let text = format!(
                 "{difference}; backing files must not change while they are used: put it back, and \
                  open the disk again"
             );
             let source = io::Error::other(text);
-            return Err(StorageError::new(Operation::Open, &self.name, source));
+            return Err(StorageError::new(Operation::Open, name, source));
         }
         let mut target = self.target.lock();
         if let Some(target) = &*target {
@@ -130,7 +118,7 @@ impl Shared {
         let found = Arc::new(opened.target);
         *target = Some(found.clone());
         drop(target);
-        self.pool.offer(Arc::downgrade(self));
+        pool.offer(Arc::downgrade(self));
         Ok(found)
     }
 
@@ -154,9 +142,13 @@ impl Shared {
             "{} (it was open before, and opened again to share {} descriptors among more files; keep \
              backing files in place while they are used, or raise the limit on open files)",
             error.source,
-            self.pool.limit()
+            self.file.pool.limit()
         );
-        StorageError::new(Operation::Open, &self.name, io::Error::new(error.source.kind(), text))
+        StorageError::new(
+            Operation::Open,
+            &self.file.name,
+            io::Error::new(error.source.kind(), text),
+        )
     }
 }
 

@@ -8,6 +8,17 @@ const BLKSSZGET: libc::Ioctl = 0x1268;
 const BLKDISCARD: libc::Ioctl = 0x1277;
 const BLKGETSIZE64: libc::Ioctl = 0x8008_1272_u32 as libc::Ioctl;
 
+const FICLONERANGE: libc::Ioctl = 0x4020_940D;
+
+/// `struct file_clone_range`.
+#[repr(C)]
+struct CloneRange {
+    src_fd: i64,
+    src_offset: u64,
+    src_length: u64,
+    dest_offset: u64,
+}
+
 fn count(result: isize) -> io::Result<usize> {
     usize::try_from(result).map_err(|_| io::Error::last_os_error())
 }
@@ -85,6 +96,38 @@ pub(super) fn file_system(file: &OwnedFd) -> io::Result<u64> {
 pub(super) fn free_space(file: &OwnedFd) -> io::Result<u64> {
     let found = statfs(file)?;
     Ok(found.f_bavail.saturating_mul(found.f_bsize as u64))
+}
+
+/// The block size of the file system that holds the file, in bytes.
+pub(super) fn block_size(file: &OwnedFd) -> io::Result<u64> {
+    Ok(statfs(file)?.f_bsize as u64)
+}
+
+/// `FICLONERANGE`: the bytes of `from` become those of `to`, in the same space.
+pub(super) fn clone_range(
+    from: &OwnedFd,
+    from_offset: u64,
+    to: &OwnedFd,
+    to_offset: u64,
+    length: u64,
+) -> io::Result<()> {
+    let range = CloneRange {
+        src_fd: i64::from(from.as_raw_fd()),
+        src_offset: from_offset,
+        src_length: length,
+        dest_offset: to_offset,
+    };
+    // SAFETY: the kernel reads the description, which is live.
+    done(unsafe { libc::ioctl(to.as_raw_fd(), FICLONERANGE, &raw const range) })
+}
+
+/// Whether the file system can share space among files. It is asked for what none does, and what would
+/// change nothing: a byte within a block, with itself.
+pub(super) fn can_clone(file: &OwnedFd) -> bool {
+    match clone_range(file, 1, file, 1, 1) {
+        Ok(()) => true,
+        Err(error) => error.raw_os_error() == Some(libc::EINVAL),
+    }
 }
 
 fn statfs(file: &OwnedFd) -> io::Result<libc::statfs> {

@@ -27,7 +27,7 @@ fn unsupported(error: &io::Error) -> bool {
 impl FileStorage {
     /// `fallocate`, kept apart from partial writes to the same blocks; `false` if the file system
     /// cannot do that.
-    async fn allocate(&self, mode: i32, start: u64, end: u64) -> io::Result<bool> {
+    async fn allocate(&self, target: &Target, mode: i32, start: u64, end: u64) -> io::Result<bool> {
         let refused = match mode {
             PUNCH => &self.abilities.no_punch,
             _ => &self.abilities.no_zero,
@@ -35,12 +35,12 @@ impl FileStorage {
         if refused.load(Ordering::Relaxed) {
             return Ok(false);
         }
-        let target = self.kept()?.clone();
         let target = match &self.direct {
-            Some(direct) => {
-                Target { lease: direct.share(&target.lease, start, end).await, file: target.file }
-            }
-            None => target,
+            Some(direct) => Target {
+                lease: direct.share(&target.lease, start, end).await,
+                file: target.file.clone(),
+            },
+            None => target.clone(),
         };
         match transfer::fallocate(&target, mode, start, end - start).await {
             Ok(()) => Ok(true),
@@ -54,65 +54,72 @@ impl FileStorage {
 
     /// Makes `[start, end)` read as zeroes.
     pub(super) async fn zero(&self, start: u64, end: u64, mode: ZeroMode) -> io::Result<()> {
+        let target = &*self.kept()?;
         match self.kind {
-            Kind::Regular => self.zero_file(start, end, mode).await,
-            Kind::Device { block } => self.zero_device(start, end, mode, block).await,
+            Kind::Regular => self.zero_file(target, start, end, mode).await,
+            Kind::Device { block } => self.zero_device(target, (start, end), mode, block).await,
         }
     }
 
-    async fn zero_file(&self, start: u64, end: u64, mode: ZeroMode) -> io::Result<()> {
-        if mode.may_unmap && self.allocate(PUNCH, start, end).await? {
-            if end <= self.present_length()? {
+    async fn zero_file(
+        &self,
+        target: &Target,
+        start: u64,
+        end: u64,
+        mode: ZeroMode,
+    ) -> io::Result<()> {
+        if mode.may_unmap && self.allocate(target, PUNCH, start, end).await? {
+            if end <= self.length_of(&target.file)? {
                 return Ok(());
             }
             // Extends in one step, unlike setting the length, which could cut off what another write
             // has added meanwhile.
-            return self.write_buf(end - 1, IoBuf::zeroed(1)).await.0;
+            return self.write_buf(target, end - 1, IoBuf::zeroed(1)).await.0;
         }
-        if self.allocate(ZERO, start, end).await? {
+        if self.allocate(target, ZERO, start, end).await? {
             return Ok(());
         }
         if mode.only_fast {
             return Err(io::Error::from_raw_os_error(libc::EOPNOTSUPP));
         }
-        self.write_zero_data(start, end).await
+        self.write_zero_data(target, start, end).await
     }
 
     /// As [`zero_file`](Self::zero_file); the kernel takes whole blocks only, and writes data for
     /// [`ZERO`] where the device has nothing better.
     async fn zero_device(
         &self,
-        start: u64,
-        end: u64,
+        target: &Target,
+        (start, end): (u64, u64),
         mode: ZeroMode,
         block: u64,
     ) -> io::Result<()> {
-        if end > self.present_length()? {
+        if end > self.length_of(&target.file)? {
             return Err(io::Error::from_raw_os_error(libc::ENOSPC));
         }
         let (first, last) = (start.next_multiple_of(block), end / block * block);
         if first >= last {
-            return self.write_zero_data(start, end).await;
+            return self.write_zero_data(target, start, end).await;
         }
-        let fast = mode.may_unmap && self.allocate(PUNCH, first, last).await?;
+        let fast = mode.may_unmap && self.allocate(target, PUNCH, first, last).await?;
         if !fast {
             if mode.only_fast {
                 return Err(io::Error::from_raw_os_error(libc::EOPNOTSUPP));
             }
-            if !self.allocate(ZERO | libc::FALLOC_FL_KEEP_SIZE, first, last).await? {
-                return self.write_zero_data(start, end).await;
+            if !self.allocate(target, ZERO | libc::FALLOC_FL_KEEP_SIZE, first, last).await? {
+                return self.write_zero_data(target, start, end).await;
             }
         }
-        self.write_zero_data(start, first).await?;
-        self.write_zero_data(last, end).await
+        self.write_zero_data(target, start, first).await?;
+        self.write_zero_data(target, last, end).await
     }
 
-    async fn write_zero_data(&self, mut start: u64, end: u64) -> io::Result<()> {
+    async fn write_zero_data(&self, target: &Target, mut start: u64, end: u64) -> io::Result<()> {
         let mut zeroes = IoBuf::zeroed((end - start).min(CHUNK) as usize);
         while start < end {
             let count = (end - start).min(CHUNK);
             drop(zeroes.split_to(zeroes.len() - count as usize));
-            let (result, back) = self.write_buf(start, zeroes).await;
+            let (result, back) = self.write_buf(target, start, zeroes).await;
             result?;
             zeroes = back;
             start += count;
@@ -122,15 +129,15 @@ impl FileStorage {
 
     /// Gives the space of `[start, end)` back where that can be done.
     pub(super) async fn punch(&self, start: u64, end: u64) -> io::Result<()> {
+        let target = self.kept()?;
         let Kind::Device { block } = self.kind else {
-            return self.allocate(PUNCH, start, end).await.map(drop);
+            return self.allocate(&target, PUNCH, start, end).await.map(drop);
         };
-        let end = end.min(self.present_length()?);
+        let end = end.min(self.length_of(&target.file)?);
         let (first, last) = (start.next_multiple_of(block), end / block * block);
         if first >= last {
             return Ok(());
         }
-        let target = self.kept()?.clone();
         let guard = match &self.direct {
             Some(direct) => Some(direct.share(&target.lease, first, last).await),
             None => None,

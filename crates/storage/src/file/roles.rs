@@ -1,0 +1,193 @@
+//! What a handle may do changes while it is open: a writer becomes a reader, and a reader lets a writer
+//! of the same process beside it.
+//!
+//! Operations take the descriptor at their start and keep it to their end, so it can be exchanged
+//! under them: the old one closes, and gives its locks back, when the last of them has ended.
+
+use super::open::{self, Opened, Taking};
+use super::source::Source;
+use super::stamp::pause;
+use super::transfer::Target;
+use super::{FileStorage, Kind};
+use crate::error::{Operation, StorageError};
+use crate::{Locking, OpenMode, Result, lock};
+use std::io;
+use std::os::fd::AsRawFd;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::time::Duration;
+
+/// Between two looks whether operations have ended.
+const STEP: Duration = Duration::from_micros(200);
+
+/// Opened for reading.
+const NEVER: u8 = 0;
+const WRITABLE: u8 = 1;
+/// No change begins any more; those begun may be under way, and nothing is durable yet.
+const ENDING: u8 = 2;
+/// Every change has ended and was flushed, or that flush has failed.
+const ENDED: u8 = 3;
+
+/// Whether a handle writes.
+pub(super) struct Writing(AtomicU8);
+
+/// Whether a flush has something to do.
+pub(super) enum FlushDue {
+    /// The file was opened for reading.
+    Never,
+    /// Everything was flushed, or could not be.
+    No,
+    Yes,
+}
+
+impl Writing {
+    pub(super) fn new(writable: bool) -> Self {
+        Self(AtomicU8::new(if writable { WRITABLE } else { NEVER }))
+    }
+
+    /// Whether changes are refused.
+    pub(super) fn has_ended(&self) -> bool {
+        self.0.load(Ordering::Acquire) != WRITABLE
+    }
+
+    pub(super) fn flush_due(&self) -> FlushDue {
+        match self.0.load(Ordering::Acquire) {
+            NEVER => FlushDue::Never,
+            ENDED => FlushDue::No,
+            _ => FlushDue::Yes,
+        }
+    }
+
+    fn set(&self, state: u8) {
+        self.0.store(state, Ordering::Release);
+    }
+}
+
+/// What has changed since the file was opened.
+#[derive(Default)]
+pub(super) struct Roles {
+    /// The writer's descriptor, until its last operation has ended.
+    writer: Option<Arc<Target>>,
+    /// The file was no longer there by its name when writing ended.
+    nameless: bool,
+    /// Writing is not denied to others.
+    admits: bool,
+}
+
+/// Waits until nothing but the caller has the descriptor, and no operation uses it.
+async fn last_use(target: &Arc<Target>) {
+    // Only a holder of the target can add users of its lease.
+    while Arc::strong_count(target) > 1 || Arc::strong_count(&target.lease) > 1 {
+        pause(STEP).await;
+    }
+}
+
+impl FileStorage {
+    /// The error of a change that is refused.
+    pub(super) fn refusal(&self) -> io::Error {
+        if !self.file.mode.writable {
+            return io::Error::from_raw_os_error(libc::EBADF);
+        }
+        let text =
+            "it was opened for writing, but has been made read-only since, as a backing file is";
+        io::Error::new(io::ErrorKind::ReadOnlyFilesystem, text)
+    }
+
+    pub(super) async fn end_writing(&self) -> Result<()> {
+        let mut roles = self.roles.lock().await;
+        if !self.writing.has_ended() {
+            let old = self.kept().map_err(|error| self.error(Operation::Retire, error))?;
+            let (reader, nameless) = self.open_reader(&old).await?;
+            roles.nameless = nameless;
+            self.writing.set(ENDING);
+            self.source.store(Arc::new(Source::Kept(Arc::new(reader), None)));
+            roles.writer = Some(old);
+        }
+        let Some(old) = &roles.writer else { return Ok(()) };
+        last_use(old).await;
+        let flushed = self.durability.flush(&old.file).await;
+        roles.writer = None;
+        self.writing.set(ENDED);
+        if !roles.admits {
+            self.let_share(&roles);
+        }
+        flushed.map_err(|error| self.error(Operation::Flush, error))
+    }
+
+    /// A descriptor for reading beside the writer's, with a reader's locks; and whether it could not be
+    /// had by the file's name, which then says nothing about it.
+    async fn open_reader(&self, writer: &Target) -> Result<(Target, bool)> {
+        let mode = OpenMode { writable: false, ..self.file.mode };
+        let open = async |path: PathBuf| {
+            let (name, pool) = (&self.file.name, &self.file.pool);
+            open::descriptor(&path, name, mode, Taking::BesideWriter, pool).await
+        };
+        if let Ok(Opened { target, id, .. }) = open(self.file.path.clone()).await
+            && id == self.file.id
+        {
+            return Ok((target, false));
+        }
+        let opened = open(format!("/proc/self/fd/{}", writer.file.as_raw_fd()).into()).await?;
+        Ok((opened.target, true))
+    }
+
+    /// Lets the descriptor of a file that nobody changes be given up, as those of other files.
+    fn let_share(&self, roles: &Roles) {
+        if self.kind != Kind::Regular || roles.nameless {
+            return;
+        }
+        let target = match &**self.source.load() {
+            Source::Kept(target, None) => target.clone(),
+            Source::Kept(_, Some(_)) | Source::Shared(_) => return,
+        };
+        // Without its times it is kept.
+        if let Ok(source) = Source::of_reader(&self.file, target) {
+            self.source.store(Arc::new(source));
+        }
+    }
+
+    pub(super) async fn set_admitting(&self, admit: bool) -> Result<()> {
+        let mut roles = self.roles.lock().await;
+        if !self.writing.has_ended() {
+            let text = "it is open for writing, which admits no other writer";
+            let source = io::Error::new(io::ErrorKind::InvalidInput, text);
+            return Err(StorageError::new(Operation::Lock, &self.file.name, source));
+        }
+        if roles.admits == admit {
+            return Ok(());
+        }
+        if admit { self.admit(&mut roles).await } else { self.deny(&mut roles).await }
+    }
+
+    async fn admit(&self, roles: &mut Roles) -> Result<()> {
+        let target = self.target().await?;
+        if self.file.mode.locking != Locking::Unlocked {
+            lock::admit(&target.file, &self.file.name)?;
+        }
+        roles.admits = true;
+        let shared = match &**self.source.load() {
+            Source::Kept(..) => return Ok(()),
+            Source::Shared(shared) => shared.clone(),
+        };
+        self.source.store(Arc::new(Source::Kept(target, None)));
+        // Whoever opens the file again by it would deny writing, and be startled by a change.
+        while Arc::strong_count(&shared) > 1 {
+            pause(STEP).await;
+        }
+        Ok(())
+    }
+
+    async fn deny(&self, roles: &mut Roles) -> Result<()> {
+        let target = self.kept().map_err(|error| self.error(Operation::Lock, error))?;
+        match self.file.mode.locking {
+            Locking::Exclusive => open::wait_to_deny(&target.file, &self.file.name).await?,
+            Locking::Immediate => lock::deny(&target.file, &self.file.name)?,
+            Locking::Unlocked => {}
+        }
+        roles.admits = false;
+        drop(target);
+        self.let_share(roles);
+        Ok(())
+    }
+}
