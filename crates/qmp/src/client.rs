@@ -1,0 +1,274 @@
+//! A QMP client that waits: for the command line.
+
+use crate::json::{self, Limits, Splitter};
+use serde_json::{Map, Value, json};
+use std::collections::VecDeque;
+use std::io::{self, Read, Write};
+use std::net::TcpStream;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+/// The longest reply taken: of a disk with many thousands of layers.
+const LONGEST: usize = 256 << 20;
+
+/// Why a command has no result.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ClientError {
+    /// The server cannot be reached.
+    #[error("cannot connect to '{address}': {error}")]
+    Connect {
+        /// Where it was looked for.
+        address: String,
+        /// What the system says.
+        #[source]
+        error: io::Error,
+    },
+    /// The connection failed.
+    #[error("the connection failed: {0}")]
+    Io(#[from] io::Error),
+    /// The server has ended the connection.
+    #[error("the server has ended the connection")]
+    Closed,
+    /// What was received is not QMP.
+    #[error("this is no QMP server: {0}")]
+    NotQmp(String),
+    /// The server refused the command.
+    #[error("{description}")]
+    Refused {
+        /// The error's class, such as `DeviceNotFound`.
+        class: String,
+        /// The server's text.
+        description: String,
+    },
+}
+
+impl ClientError {
+    /// Whether the server refused the command with an error of a class.
+    pub fn is_of(&self, wanted: &str) -> bool {
+        matches!(self, Self::Refused { class, .. } if class == wanted)
+    }
+}
+
+/// Something that happened, told by the server.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Event {
+    /// Its name.
+    pub name: String,
+    /// Its data; an empty object where there are none.
+    pub data: Value,
+}
+
+/// Where a server is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Address {
+    /// A socket file.
+    Unix(PathBuf),
+    /// `HOST:PORT`.
+    Tcp(String),
+}
+
+impl Address {
+    /// Reads `unix:PATH`, `HOST:PORT`, or the path of a socket file.
+    pub fn parse(text: &str) -> Self {
+        if let Some(path) = text.strip_prefix("unix:") {
+            return Self::Unix(path.into());
+        }
+        let is_port =
+            |port: &str| !port.is_empty() && port.bytes().all(|byte| byte.is_ascii_digit());
+        match text.rsplit_once(':') {
+            Some((host, port)) if !host.contains('/') && is_port(port) => Self::Tcp(text.into()),
+            _ => Self::Unix(text.into()),
+        }
+    }
+}
+
+enum Socket {
+    Unix(UnixStream),
+    Tcp(TcpStream),
+}
+
+impl Socket {
+    fn set_timeout(&self, timeout: Option<Duration>) -> io::Result<()> {
+        match self {
+            Self::Unix(stream) => stream.set_read_timeout(timeout),
+            Self::Tcp(stream) => stream.set_read_timeout(timeout),
+        }
+    }
+
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        match self {
+            Self::Unix(stream) => stream.read(buf),
+            Self::Tcp(stream) => stream.read(buf),
+        }
+    }
+
+    fn write_all(&mut self, bytes: &[u8]) -> io::Result<()> {
+        match self {
+            Self::Unix(stream) => stream.write_all(bytes),
+            Self::Tcp(stream) => stream.write_all(bytes),
+        }
+    }
+}
+
+/// A session with a server, of Isobath or of QEMU.
+pub struct Client {
+    socket: Socket,
+    splitter: Splitter,
+    /// Received and not yet looked at.
+    input: Vec<u8>,
+    events: VecDeque<Event>,
+    next_id: u64,
+}
+
+impl Client {
+    /// Connects and negotiates.
+    ///
+    /// # Errors
+    /// Nobody listens there, or it is no QMP server.
+    pub fn connect(address: &Address) -> Result<Self, ClientError> {
+        let socket = match address {
+            Address::Unix(path) => Self::connect_unix(path),
+            Address::Tcp(host) => TcpStream::connect(host)
+                .map(Socket::Tcp)
+                .map_err(|error| ClientError::Connect { address: host.clone(), error }),
+        }?;
+        let limits = Limits { bytes: LONGEST, ..Limits::default() };
+        let splitter = Splitter::new(limits);
+        let mut client =
+            Self { socket, splitter, input: Vec::new(), events: VecDeque::new(), next_id: 0 };
+        let greeting = client.receive(None)?.unwrap_or_default();
+        if greeting.get("QMP").is_none() {
+            return Err(ClientError::NotQmp(format!("it greets with {}", Value::Object(greeting))));
+        }
+        client.execute("qmp_capabilities", json!({}))?;
+        Ok(client)
+    }
+
+    fn connect_unix(path: &Path) -> Result<Socket, ClientError> {
+        UnixStream::connect(path)
+            .map(Socket::Unix)
+            .map_err(|error| ClientError::Connect { address: path.display().to_string(), error })
+    }
+
+    /// Carries out a command and gives what it returns. Events that come meanwhile are kept for
+    /// [`event`](Self::event).
+    ///
+    /// # Errors
+    /// The server refuses it, or is gone.
+    pub fn execute(&mut self, command: &str, arguments: Value) -> Result<Value, ClientError> {
+        self.next_id += 1;
+        let id = Value::from(self.next_id);
+        let mut request = json!({"execute": command, "id": id});
+        if arguments.as_object().is_none_or(|arguments| !arguments.is_empty())
+            && let Some(request) = request.as_object_mut()
+        {
+            request.insert("arguments".into(), arguments);
+        }
+        self.socket.write_all(&json::to_line(&request))?;
+        loop {
+            let Some(mut message) = self.receive(None)? else { continue };
+            if message.contains_key("event") {
+                self.events.push_back(to_event(message));
+            } else if message.get("id") != Some(&id) {
+                let message = Value::Object(message);
+                return Err(ClientError::NotQmp(format!("it answers {message}")));
+            } else if let Some(value) = message.shift_remove("return") {
+                return Ok(value);
+            } else {
+                let text = |key: &str| {
+                    let value = message.get("error").and_then(|error| error.get(key));
+                    value.and_then(Value::as_str).unwrap_or("no error is given").to_owned()
+                };
+                return Err(ClientError::Refused {
+                    class: text("class"),
+                    description: text("desc"),
+                });
+            }
+        }
+    }
+
+    /// The next event; `None` if none comes in so long.
+    ///
+    /// # Errors
+    /// The server is gone.
+    pub fn event(&mut self, patience: Duration) -> Result<Option<Event>, ClientError> {
+        let deadline = Instant::now() + patience;
+        loop {
+            if let Some(event) = self.events.pop_front() {
+                return Ok(Some(event));
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Ok(None);
+            }
+            if let Some(message) = self.receive(Some(left))?
+                && message.contains_key("event")
+            {
+                self.events.push_back(to_event(message));
+            }
+        }
+    }
+
+    /// The next message; `None` if none is complete in so long.
+    fn receive(
+        &mut self,
+        patience: Option<Duration>,
+    ) -> Result<Option<Map<String, Value>>, ClientError> {
+        let not_qmp = |error: &dyn std::fmt::Display| ClientError::NotQmp(error.to_string());
+        self.socket.set_timeout(patience)?;
+        loop {
+            let mut input = self.input.as_slice();
+            let found = self.splitter.next(&mut input);
+            let rest = input.len();
+            self.input.drain(..self.input.len() - rest);
+            if let Some(value) = found {
+                let text = value.map_err(|error| not_qmp(&error))?;
+                return match json::parse(&text).map_err(|error| not_qmp(&error))? {
+                    Value::Object(message) => Ok(Some(message)),
+                    other => Err(ClientError::NotQmp(format!("it sends {other}"))),
+                };
+            }
+            let mut buf = vec![0; 64 << 10];
+            match self.socket.read(&mut buf) {
+                Ok(0) => return Err(ClientError::Closed),
+                Ok(count) => self.input.extend(buf.get(..count).unwrap_or_default()),
+                Err(error) => match error.kind() {
+                    io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => return Ok(None),
+                    io::ErrorKind::Interrupted if patience.is_some() => return Ok(None),
+                    io::ErrorKind::Interrupted => {}
+                    _ => return Err(error.into()),
+                },
+            }
+        }
+    }
+}
+
+fn to_event(mut message: Map<String, Value>) -> Event {
+    let name = message.get("event").and_then(Value::as_str).unwrap_or_default().to_owned();
+    let data = message.shift_remove("data").unwrap_or_else(|| json!({}));
+    Event { name, data }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_are_sockets_unless_they_end_in_a_port() {
+        let unix = |path: &str| Address::Unix(path.into());
+        let tcp = |text: &str| Address::Tcp(text.into());
+        for (text, address) in [
+            ("unix:a:1", unix("a:1")),
+            ("/run/a.sock", unix("/run/a.sock")),
+            ("./a:1", unix("./a:1")),
+            ("qmp.sock", unix("qmp.sock")),
+            ("a:", unix("a:")),
+            ("localhost:4444", tcp("localhost:4444")),
+            ("[::1]:1", tcp("[::1]:1")),
+        ] {
+            assert_eq!(Address::parse(text), address, "{text}");
+        }
+    }
+}

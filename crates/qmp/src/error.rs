@@ -1,0 +1,66 @@
+//! What a command answers when it fails.
+
+use serde_json::{Value, json};
+use std::fmt;
+
+/// QMP's error classes (`QapiErrorClass`). Programs may rely on them, and on nothing in the text.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ErrorClass {
+    /// Every failure for which there is no class of its own.
+    GenericError,
+    /// The command is unknown, or not allowed in the present mode of the session.
+    CommandNotFound,
+    /// A device is not in the state that the command needs: there is no such block job.
+    DeviceNotActive,
+    /// There is no such device.
+    DeviceNotFound,
+    /// The command needs KVM.
+    KvmMissingCap,
+}
+
+impl ErrorClass {
+    /// The name on the wire.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::GenericError => "GenericError",
+            Self::CommandNotFound => "CommandNotFound",
+            Self::DeviceNotActive => "DeviceNotActive",
+            Self::DeviceNotFound => "DeviceNotFound",
+            Self::KvmMissingCap => "KVMMissingCap",
+        }
+    }
+}
+
+/// A failed command's answer: a class for programs, a text for people.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct QmpError {
+    /// What kind of failure it is.
+    pub class: ErrorClass,
+    /// What went wrong, in words.
+    pub description: String,
+}
+
+impl QmpError {
+    /// A failure of class `GenericError`.
+    pub fn new(description: impl fmt::Display) -> Self {
+        Self::of(ErrorClass::GenericError, description)
+    }
+
+    /// A failure of a class.
+    pub fn of(class: ErrorClass, description: impl fmt::Display) -> Self {
+        Self { class, description: description.to_string() }
+    }
+
+    /// The value of a reply's `error` member.
+    pub(crate) fn to_json(&self) -> Value {
+        json!({ "class": self.class.name(), "desc": self.description })
+    }
+}
+
+impl fmt::Display for QmpError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.description)
+    }
+}
+
+impl std::error::Error for QmpError {}

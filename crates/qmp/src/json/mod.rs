@@ -1,0 +1,12 @@
+//! JSON as QMP speaks it: values back to back, with or without whitespace between them.
+//!
+//! What a peer sends is first cut into values ([`Splitter`], which bounds their size and nesting), and
+//! each is then parsed by `serde_json`, with duplicate keys refused ([`parse`]).
+
+mod print;
+mod split;
+mod value;
+
+pub use print::to_line;
+pub use split::{Limits, SplitError, Splitter};
+pub use value::parse;

@@ -1,0 +1,16 @@
+//! The control socket of live disks, in QEMU's language: QMP.
+//!
+//! [`server`] speaks the protocol: JSON requests and replies, errors by class, events. [`schema`] is the
+//! table of commands, arguments and replies, which checks what clients send and answers
+//! `query-qmp-schema`. [`client`] is the other side, for the command line.
+//!
+//! Source: QEMU's "QEMU Machine Protocol Specification" (docs/interop/qmp-spec) and "QEMU QMP Reference
+//! Manual".
+
+pub mod client;
+mod error;
+pub mod json;
+pub mod schema;
+pub mod server;
+
+pub use error::{ErrorClass, QmpError};

@@ -1,0 +1,134 @@
+//! What commands take and give, in one table that checks arguments and answers `query-qmp-schema`.
+//!
+//! The types are those of QEMU's QAPI: what a command here takes, QEMU takes as well, unless its
+//! documentation says that it is Isobath's own.
+
+mod check;
+mod introspect;
+
+pub use check::check;
+pub use introspect::introspect;
+
+/// The type of a value.
+#[derive(Clone, Copy, Debug)]
+pub enum Type {
+    /// A string.
+    Str,
+    /// A signed integer of 64 bits.
+    Int,
+    /// An integer from 0 to 2^64 - 1.
+    Size,
+    /// Any number.
+    Number,
+    /// `true` or `false`.
+    Bool,
+    /// `null`.
+    Null,
+    /// Anything.
+    Any,
+    /// One of several strings.
+    Enum(&'static [&'static str]),
+    /// An object.
+    Object(&'static Object),
+    /// A value of one of several types, which JSON's own types tell apart.
+    Alternate(&'static Alternate),
+    /// An array.
+    List(&'static Type),
+}
+
+/// The type of an object: its members, and those that depend on one of them (QAPI's flat union).
+#[derive(Debug)]
+pub struct Object {
+    /// Members that every such object may have.
+    pub members: &'static [Member],
+    /// Further members by the value of one of them.
+    pub variants: Option<Variants>,
+}
+
+/// The members that depend on another's value.
+#[derive(Debug)]
+pub struct Variants {
+    /// The name of that member; its type is an enumeration of the cases.
+    pub tag: &'static str,
+    /// What each of its values adds; values that are not here add nothing.
+    pub cases: &'static [(&'static str, &'static Object)],
+}
+
+/// A member of an object, or an argument of a command.
+#[derive(Debug)]
+pub struct Member {
+    /// Its name.
+    pub name: &'static str,
+    /// Its type.
+    pub ty: Type,
+    /// Whether it may be left out.
+    pub optional: bool,
+}
+
+/// Several types for one value.
+#[derive(Debug)]
+pub struct Alternate {
+    /// QEMU's name for it, used in messages.
+    pub name: &'static str,
+    /// The types; no two are written as the same type of JSON.
+    pub types: &'static [Type],
+}
+
+/// A command.
+#[derive(Debug)]
+pub struct Command {
+    /// Its name.
+    pub name: &'static str,
+    /// Its arguments.
+    pub arguments: &'static Object,
+    /// What it returns; `None` is an empty object.
+    pub returns: Option<Type>,
+}
+
+/// An event.
+#[derive(Debug)]
+pub struct EventType {
+    /// Its name.
+    pub name: &'static str,
+    /// Its data.
+    pub data: &'static Object,
+}
+
+/// All that a server can be asked for and tells.
+#[derive(Debug)]
+pub struct Schema {
+    /// The commands.
+    pub commands: &'static [&'static [Command]],
+    /// The events.
+    pub events: &'static [EventType],
+}
+
+impl Schema {
+    /// Every command.
+    pub fn commands(&self) -> impl Iterator<Item = &'static Command> {
+        self.commands.iter().copied().flatten()
+    }
+
+    /// The command of a name.
+    pub fn command(&self, name: &str) -> Option<&'static Command> {
+        self.commands().find(|command| command.name == name)
+    }
+}
+
+/// An object without members.
+pub static EMPTY: Object = object(&[]);
+
+/// An object's type without variants.
+pub const fn object(members: &'static [Member]) -> Object {
+    Object { members, variants: None }
+}
+
+/// A member that must be there.
+pub const fn req(name: &'static str, ty: Type) -> Member {
+    Member { name, ty, optional: false }
+}
+
+/// A member that may be left out.
+pub const fn opt(name: &'static str, ty: Type) -> Member {
+    Member { name, ty, optional: true }
+}

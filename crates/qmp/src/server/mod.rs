@@ -1,0 +1,285 @@
+//! The server's side of QMP: sessions, capabilities, events.
+//!
+//! Everything runs as tasks of one thread's [ring](isobath_storage::ring). A session carries out one
+//! request after another; sessions run beside each other.
+//!
+//! Bounds: see [`Limits`]. A client that sends more than it reads is not read from until it has taken
+//! its replies; one that does not take its events is cut off. Neither holds up the others.
+
+mod events;
+mod outbox;
+mod session;
+
+pub use events::Events;
+
+use crate::error::QmpError;
+use crate::json;
+use crate::schema::{Command, Member, Object, Schema, Type, object, opt, req};
+use event_listener::Event;
+use isobath_storage::ring::net::{Listener, Stream};
+use isobath_storage::ring::{sleep, spawn};
+use outbox::Outbox;
+use serde_json::{Map, Value, json};
+use session::Session;
+use std::cell::Cell;
+use std::future::{Future, poll_fn};
+use std::io;
+use std::pin::pin;
+use std::rc::Rc;
+use std::task::Poll;
+use std::time::Duration;
+
+/// How long to wait for descriptors to become free before accepting again.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+/// What carries out the commands.
+pub trait Service: 'static {
+    /// The commands and events. Those of [`CONTROL`] are carried out by the server.
+    fn schema(&self) -> &'static Schema;
+
+    /// Carries out a command whose arguments have been checked against the schema.
+    fn execute(
+        &self,
+        command: &'static str,
+        arguments: Map<String, Value>,
+    ) -> impl Future<Output = Result<Value, QmpError>>;
+}
+
+/// What clients may use of the server.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Sessions at a time, over all listeners. Further connections are closed at once.
+    pub sessions: usize,
+    /// The longest and deepest request.
+    pub request: json::Limits,
+    /// Bytes of replies that may wait for a client before no further request of it is taken.
+    pub replies: usize,
+    /// Bytes of replies and events that may wait for a client before it is cut off.
+    pub events: usize,
+    /// How long, at the end, a client may take to receive its last replies.
+    pub drain: Duration,
+}
+
+impl Default for Limits {
+    /// 64 sessions, requests as [`json::Limits::default`], 1 MiB of replies, 8 MiB with events, 2 s to
+    /// drain.
+    fn default() -> Self {
+        Self {
+            sessions: 64,
+            request: json::Limits::default(),
+            replies: 1 << 20,
+            events: 8 << 20,
+            drain: Duration::from_secs(2),
+        }
+    }
+}
+
+/// A QMP server.
+#[derive(Debug)]
+pub struct Server<S> {
+    service: S,
+    events: Events,
+    limits: Limits,
+    stopping: Cell<bool>,
+    sessions: Cell<usize>,
+    /// Notified when the server is to stop, and when a session ends.
+    changed: Event,
+}
+
+impl<S: Service> Server<S> {
+    /// A server whose clients are told of `events`.
+    pub fn new(service: S, events: Events, limits: Limits) -> Rc<Self> {
+        let (stopping, sessions) = (Cell::new(false), Cell::new(0));
+        Rc::new(Self { service, events, limits, stopping, sessions, changed: Event::new() })
+    }
+
+    /// What carries out the commands.
+    pub fn service(&self) -> &S {
+        &self.service
+    }
+
+    /// How many clients are connected.
+    pub fn sessions(&self) -> usize {
+        self.sessions.get()
+    }
+
+    /// Ends the server: nobody is accepted any more; sessions finish the request under way, send what
+    /// waits, and close.
+    pub fn stop(&self) {
+        self.stopping.set(true);
+        self.changed.notify(usize::MAX);
+    }
+
+    /// Accepts clients until [`stop`](Self::stop), and returns once every session has ended. Several
+    /// listeners may be served at the same time.
+    ///
+    /// # Errors
+    /// If the listener fails. Sessions go on.
+    ///
+    /// # Panics
+    /// Outside a ring's `block_on`.
+    pub async fn serve(self: &Rc<Self>, listener: Listener) -> io::Result<()> {
+        while let Some(accepted) = self.unless_stopped(listener.accept()).await {
+            match accepted {
+                Ok(stream) => self.begin(stream),
+                Err(error) => match error.raw_os_error() {
+                    Some(libc::ECONNABORTED) => {}
+                    Some(libc::EMFILE | libc::ENFILE | libc::ENOBUFS | libc::ENOMEM) => {
+                        tracing::warn!(%error, "could not accept a QMP client; trying again");
+                        self.unless_stopped(sleep(ACCEPT_PAUSE)).await;
+                    }
+                    _ => return Err(error),
+                },
+            }
+        }
+        drop(listener);
+        loop {
+            let changed = self.changed.listen();
+            if self.sessions.get() == 0 {
+                return Ok(());
+            }
+            changed.await;
+        }
+    }
+
+    /// Starts a session.
+    fn begin(self: &Rc<Self>, stream: Stream) {
+        if self.sessions.get() >= self.limits.sessions {
+            tracing::warn!(limit = self.limits.sessions, "too many QMP clients; closed one");
+            return;
+        }
+        self.sessions.set(self.sessions.get() + 1);
+        let counted = Counted(self.clone());
+        drop(spawn(async move {
+            let outbox = Outbox::new(stream, counted.0.limits.events);
+            Session::new(&counted.0, &outbox).run().await;
+            drop(counted);
+        }));
+    }
+
+    async fn unless_stopped<F: Future>(&self, future: F) -> Option<F::Output> {
+        let stopped = async {
+            loop {
+                let changed = self.changed.listen();
+                if self.stopping.get() {
+                    return None;
+                }
+                changed.await;
+            }
+        };
+        first(async { Some(future.await) }, stopped).await
+    }
+
+    /// Carries out one of [`CONTROL`], or leaves the command to the service.
+    async fn execute(
+        &self,
+        command: &'static Command,
+        arguments: Map<String, Value>,
+    ) -> Result<Value, QmpError> {
+        match command.name {
+            "qmp_capabilities" => match arguments.get("enable").and_then(Value::as_array) {
+                Some(wanted) if !wanted.is_empty() => {
+                    Err(QmpError::new("Capability 'oob' is not available; enable none"))
+                }
+                _ => Ok(json!({})),
+            },
+            "query-version" => Ok(version()),
+            "query-commands" => {
+                let names = self.service.schema().commands();
+                Ok(names.map(|command| json!({"name": command.name})).collect())
+            }
+            "query-qmp-schema" => Ok(crate::schema::introspect(self.service.schema())),
+            name => self.service.execute(name, arguments).await,
+        }
+    }
+}
+
+struct Counted<S>(Rc<Server<S>>);
+
+impl<S> Drop for Counted<S> {
+    fn drop(&mut self) {
+        self.0.sessions.set(self.0.sessions.get() - 1);
+        self.0.changed.notify(usize::MAX);
+    }
+}
+
+/// The output of whichever future ends first; the first one if both do.
+async fn first<O>(one: impl Future<Output = O>, other: impl Future<Output = O>) -> O {
+    let (mut one, mut other) = (pin!(one), pin!(other));
+    poll_fn(|cx| match one.as_mut().poll(cx) {
+        Poll::Ready(output) => Poll::Ready(output),
+        Poll::Pending => other.as_mut().poll(cx),
+    })
+    .await
+}
+
+/// The QEMU whose QMP this is, for programs that go by versions; and Isobath's own in `package`.
+fn version() -> Value {
+    let package = concat!("isobath ", env!("CARGO_PKG_VERSION"));
+    json!({"qemu": {"micro": 0, "minor": 2, "major": 7}, "package": package})
+}
+
+static CAPABILITY: Type = Type::Enum(&["oob"]);
+static CAPABILITIES: Object = object(&[opt("enable", Type::List(&CAPABILITY))]);
+static VERSION_TRIPLE: Object =
+    object(&[req("major", Type::Int), req("minor", Type::Int), req("micro", Type::Int)]);
+static VERSION: Object =
+    object(&[req("qemu", Type::Object(&VERSION_TRIPLE)), req("package", Type::Str)]);
+static COMMAND: Object = object(&[req("name", Type::Str)]);
+static META_TYPE: Type =
+    Type::Enum(&["builtin", "enum", "array", "object", "alternate", "command", "event"]);
+const SCHEMA_MEMBERS: &[Member] = &[req("name", Type::Str), req("meta-type", META_TYPE)];
+static SCHEMA_INFO: Object = Object {
+    members: SCHEMA_MEMBERS,
+    variants: Some(crate::schema::Variants {
+        tag: "meta-type",
+        cases: &[
+            ("builtin", &BUILTIN),
+            ("enum", &ENUM),
+            ("array", &ARRAY),
+            ("object", &OBJECT),
+            ("alternate", &ALTERNATE),
+            ("command", &COMMAND_INFO),
+            ("event", &EVENT_INFO),
+        ],
+    }),
+};
+static JSON_TYPE: Type =
+    Type::Enum(&["string", "number", "int", "boolean", "null", "object", "array", "value"]);
+static BUILTIN: Object = object(&[req("json-type", JSON_TYPE)]);
+static ENUM: Object =
+    object(&[req("members", Type::List(&ENUM_MEMBER)), req("values", Type::List(&Type::Str))]);
+static ENUM_MEMBER: Type = Type::Object(&COMMAND);
+static ARRAY: Object = object(&[req("element-type", Type::Str)]);
+static OBJECT: Object = object(&[
+    req("members", Type::List(&Type::Object(&OBJECT_MEMBER))),
+    opt("tag", Type::Str),
+    opt("variants", Type::List(&Type::Object(&VARIANT))),
+]);
+static OBJECT_MEMBER: Object =
+    object(&[req("name", Type::Str), req("type", Type::Str), opt("default", Type::Any)]);
+static VARIANT: Object = object(&[req("case", Type::Str), req("type", Type::Str)]);
+static ALTERNATE: Object = object(&[req("members", Type::List(&Type::Object(&ALTERNATE_MEMBER)))]);
+static ALTERNATE_MEMBER: Object = object(&[req("type", Type::Str)]);
+static COMMAND_INFO: Object = object(&[req("arg-type", Type::Str), req("ret-type", Type::Str)]);
+static EVENT_INFO: Object = object(&[req("arg-type", Type::Str)]);
+
+/// The commands of the protocol itself.
+pub static CONTROL: &[Command] = &[
+    Command { name: "qmp_capabilities", arguments: &CAPABILITIES, returns: None },
+    Command {
+        name: "query-version",
+        arguments: &crate::schema::EMPTY,
+        returns: Some(Type::Object(&VERSION)),
+    },
+    Command {
+        name: "query-commands",
+        arguments: &crate::schema::EMPTY,
+        returns: Some(Type::List(&Type::Object(&COMMAND))),
+    },
+    Command {
+        name: "query-qmp-schema",
+        arguments: &crate::schema::EMPTY,
+        returns: Some(Type::List(&Type::Object(&SCHEMA_INFO))),
+    },
+];

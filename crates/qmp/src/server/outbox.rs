@@ -1,0 +1,120 @@
+//! What waits to be sent to one client.
+
+use event_listener::Event;
+use isobath_storage::IoBuf;
+use isobath_storage::ring::net::Stream;
+use std::cell::{Cell, RefCell};
+use std::net::Shutdown;
+use std::rc::Rc;
+
+/// Bytes given to one send.
+const SEND: usize = 256 << 10;
+
+/// Replies and events for a client, in order.
+#[derive(Debug)]
+pub(super) struct Outbox {
+    pub(super) stream: Stream,
+    /// Bytes beyond which the client is cut off.
+    limit: usize,
+    waiting: RefCell<Vec<u8>>,
+    /// Bytes given to the send under way.
+    sending: Cell<usize>,
+    /// Nothing will be added any more.
+    finished: Cell<bool>,
+    /// Nothing can be sent any more.
+    broken: Cell<bool>,
+    changed: Event,
+}
+
+impl Outbox {
+    pub(super) fn new(stream: Stream, limit: usize) -> Rc<Self> {
+        Rc::new(Self {
+            stream,
+            limit,
+            waiting: RefCell::default(),
+            sending: Cell::new(0),
+            finished: Cell::new(false),
+            broken: Cell::new(false),
+            changed: Event::new(),
+        })
+    }
+
+    /// Adds a reply, however long.
+    pub(super) fn push(&self, line: &[u8]) {
+        if !self.broken.get() && !self.finished.get() {
+            self.waiting.borrow_mut().extend_from_slice(line);
+            self.changed.notify(usize::MAX);
+        }
+    }
+
+    /// Adds an event; cuts the client off where too much waits already.
+    pub(super) fn push_event(&self, line: &[u8]) {
+        if self.queued().saturating_add(line.len()) > self.limit && !self.broken.get() {
+            tracing::warn!(waiting = self.queued(), "a QMP client does not read; it is cut off");
+            self.cut();
+        }
+        self.push(line);
+    }
+
+    /// Ends the connection at once, in both directions.
+    pub(super) fn cut(&self) {
+        self.broken.set(true);
+        self.waiting.borrow_mut().clear();
+        let _ = self.stream.shutdown(Shutdown::Both);
+        self.changed.notify(usize::MAX);
+    }
+
+    /// Says that nothing will be added any more.
+    pub(super) fn finish(&self) {
+        self.finished.set(true);
+        self.changed.notify(usize::MAX);
+    }
+
+    pub(super) fn is_broken(&self) -> bool {
+        self.broken.get()
+    }
+
+    fn queued(&self) -> usize {
+        self.waiting.borrow().len() + self.sending.get()
+    }
+
+    /// Waits until no more than `bytes` wait to be sent, or nothing can be sent any more.
+    pub(super) async fn below(&self, bytes: usize) {
+        loop {
+            let changed = self.changed.listen();
+            if self.queued() <= bytes || self.broken.get() {
+                return;
+            }
+            changed.await;
+        }
+    }
+
+    /// Sends what is added, until [`finish`](Self::finish) and the end of it.
+    pub(super) async fn send(&self) {
+        while !self.broken.get() {
+            let changed = self.changed.listen();
+            let piece = {
+                let mut waiting = self.waiting.borrow_mut();
+                let length = waiting.len().min(SEND);
+                let piece = IoBuf::copy_of(&waiting[..length]);
+                waiting.drain(..length);
+                piece
+            };
+            if piece.is_empty() {
+                if self.finished.get() {
+                    return;
+                }
+                changed.await;
+                continue;
+            }
+            self.sending.set(piece.len());
+            let (result, _) = self.stream.send_all(piece).await;
+            self.sending.set(0);
+            if let Err(error) = result {
+                tracing::debug!(%error, "a QMP client is gone");
+                self.cut();
+            }
+            self.changed.notify(usize::MAX);
+        }
+    }
+}

@@ -1,0 +1,141 @@
+//! One client's session.
+
+use super::outbox::Outbox;
+use super::{Server, Service};
+use crate::error::{ErrorClass, QmpError};
+use crate::json::{self, Splitter, to_line};
+use crate::schema;
+use isobath_storage::IoBuf;
+use isobath_storage::ring::{spawn, timeout};
+use serde_json::{Map, Value, json};
+use std::rc::Rc;
+
+/// Bytes received at a time.
+const RECEIVE: usize = 16 << 10;
+
+/// A session, from the greeting to the end.
+pub(super) struct Session<'a, S> {
+    server: &'a Server<S>,
+    outbox: &'a Rc<Outbox>,
+    negotiated: bool,
+}
+
+impl<'a, S: Service> Session<'a, S> {
+    pub(super) const fn new(server: &'a Server<S>, outbox: &'a Rc<Outbox>) -> Self {
+        Self { server, outbox, negotiated: false }
+    }
+
+    pub(super) async fn run(mut self) {
+        let outbox = self.outbox.clone();
+        let sender = spawn(async move { outbox.send().await });
+        let greeting = json!({"QMP": {"version": super::version(), "capabilities": []}});
+        self.outbox.push(&to_line(&greeting));
+        self.receive().await;
+        self.outbox.finish();
+        if timeout(self.server.limits.drain, sender).await.is_err() {
+            tracing::warn!("a QMP client did not receive its last replies in time");
+            self.outbox.cut();
+        }
+    }
+
+    /// Takes requests until the client leaves or the server stops.
+    async fn receive(&mut self) {
+        let mut splitter = Splitter::new(self.server.limits.request);
+        let mut buf = IoBuf::zeroed(RECEIVE);
+        loop {
+            let received = self.outbox.stream.recv(buf);
+            let Some((result, back)) = self.server.unless_stopped(received).await else { return };
+            let count = match result {
+                Ok(0) => return,
+                Ok(count) => count,
+                Err(error) => {
+                    tracing::debug!(%error, "a QMP client is gone");
+                    return;
+                }
+            };
+            buf = back;
+            let received = buf.get(..count).unwrap_or_default().to_vec();
+            let mut input = received.as_slice();
+            while let Some(value) = splitter.next(&mut input) {
+                let reply = match value {
+                    Ok(text) => self.reply(&text).await,
+                    Err(error) => to_reply(None, Err(QmpError::new(error))),
+                };
+                self.outbox.push(&to_line(&reply));
+                let room = self.outbox.below(self.server.limits.replies);
+                if self.server.unless_stopped(room).await.is_none() || self.outbox.is_broken() {
+                    return;
+                }
+            }
+        }
+    }
+
+    async fn reply(&mut self, text: &[u8]) -> Value {
+        let mut request = match json::parse(text) {
+            Ok(Value::Object(request)) => request,
+            Ok(_) => {
+                let error = QmpError::new("QMP input must be a JSON object");
+                return to_reply(None, Err(error));
+            }
+            Err(error) => return to_reply(None, Err(QmpError::new(error))),
+        };
+        let id = request.shift_remove("id");
+        let result = self.request(request).await;
+        to_reply(id, result)
+    }
+
+    async fn request(&mut self, mut request: Map<String, Value>) -> Result<Value, QmpError> {
+        let unexpected = |key: &&String| !matches!(key.as_str(), "execute" | "arguments");
+        if let Some(key) = request.keys().find(unexpected) {
+            return Err(QmpError::new(format_args!("QMP input member '{key}' is unexpected")));
+        }
+        let name = match request.shift_remove("execute") {
+            Some(Value::String(name)) => name,
+            Some(_) => return Err(QmpError::new("QMP input member 'execute' must be a string")),
+            None => return Err(QmpError::new("QMP input lacks member 'execute'")),
+        };
+        let arguments = match request.shift_remove("arguments") {
+            Some(Value::Object(arguments)) => arguments,
+            Some(_) => return Err(QmpError::new("QMP input member 'arguments' must be an object")),
+            None => Map::new(),
+        };
+        let negotiates = name == "qmp_capabilities";
+        let refused = |text: &str| Err(QmpError::of(ErrorClass::CommandNotFound, text));
+        if !self.negotiated && !negotiates {
+            return refused("Expecting capabilities negotiation with 'qmp_capabilities'");
+        }
+        if self.negotiated && negotiates {
+            return refused("Capabilities negotiation is already complete, command ignored");
+        }
+        let Some(command) = self.server.service.schema().command(&name) else {
+            return refused(&format!("The command {name} has not been found"));
+        };
+        schema::check(command.arguments, &arguments)?;
+        tracing::debug!(command = name, "QMP command");
+        let result = self.server.execute(command, arguments).await;
+        if negotiates && result.is_ok() {
+            self.negotiated = true;
+            self.server.events.listen(self.outbox);
+        }
+        if let Err(error) = &result {
+            tracing::info!(command = name, %error, "QMP command failed");
+        }
+        result
+    }
+}
+
+/// A reply as QEMU orders it: an error's id comes first, a result's last.
+fn to_reply(id: Option<Value>, result: Result<Value, QmpError>) -> Value {
+    let mut reply = Map::new();
+    match result {
+        Ok(value) => {
+            reply.insert("return".into(), value);
+            reply.extend(id.map(|id| ("id".to_owned(), id)));
+        }
+        Err(error) => {
+            reply.extend(id.map(|id| ("id".to_owned(), id)));
+            reply.insert("error".into(), error.to_json());
+        }
+    }
+    Value::Object(reply)
+}

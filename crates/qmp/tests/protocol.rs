@@ -1,0 +1,154 @@
+//! Sessions: greeting, negotiation, ids, events, bounds, end.
+
+mod common;
+
+use common::{Raw, Served};
+use isobath_qmp::client::{Address, Client, ClientError};
+use isobath_qmp::json;
+use isobath_qmp::server::Limits;
+use serde_json::{Value, json};
+use std::time::Duration;
+
+fn class(reply: &Value) -> &str {
+    reply["error"]["class"].as_str().unwrap_or("")
+}
+
+#[test]
+fn requests_are_answered_in_order_with_their_ids() {
+    let served = Served::start(Limits::default());
+    let mut raw = Raw::negotiated(&served.socket);
+    raw.send(br#"{"execute":"echo","arguments":{"text":"a"},"id":[1]}{"execute":"nope","id":"b"}"#);
+    raw.send(b"{'execute':'fail', 'id':null}\n\n 3 {\"execute\":\"echo\",");
+    raw.send(br#""arguments":{"text":"b"}}"#);
+    assert_eq!(raw.line(), json!({"return": "a", "id": [1]}));
+    let unknown =
+        json!({"class": "CommandNotFound", "desc": "The command nope has not been found"});
+    assert_eq!(raw.line(), json!({"id": "b", "error": unknown}));
+    let fails = json!({"class": "GenericError", "desc": "it fails"});
+    assert_eq!(raw.line(), json!({"id": null, "error": fails}));
+    assert_eq!(raw.line()["error"]["desc"], "QMP input must be a JSON object");
+    assert_eq!(raw.line(), json!({"return": "b"}));
+    raw.finish();
+    assert_eq!(raw.line(), Value::Null);
+}
+
+#[test]
+fn nothing_is_done_before_the_negotiation() {
+    let served = Served::start(Limits::default());
+    let mut raw = Raw::connect(&served.socket);
+    let greeting = raw.line();
+    assert_eq!(greeting["QMP"]["capabilities"], json!([]));
+    assert_eq!(greeting["QMP"]["version"]["qemu"]["major"], 7);
+    assert_eq!(class(&raw.ask(r#"{"execute":"query-commands"}"#)), "CommandNotFound");
+    let oob = r#"{"execute":"qmp_capabilities","arguments":{"enable":["oob"]}}"#;
+    assert_eq!(class(&raw.ask(oob)), "GenericError");
+    assert_eq!(class(&raw.ask(r#"{"execute":"emit"}"#)), "CommandNotFound");
+    let mut other = Raw::negotiated(&served.socket);
+    other.send(br#"{"execute":"emit"}"#);
+    assert_eq!(other.line()["event"], "TOLD");
+    assert_eq!(other.line(), json!({"return": {}}));
+    assert_eq!(raw.ask(r#"{"execute":"qmp_capabilities"}"#), json!({"return": {}}));
+    assert_eq!(class(&raw.ask(r#"{"execute":"qmp_capabilities"}"#)), "CommandNotFound");
+    let names = raw.ask(r#"{"execute":"query-commands"}"#);
+    assert!(names["return"].as_array().unwrap().contains(&json!({"name": "echo"})), "{names}");
+}
+
+#[test]
+fn everybody_hears_events_before_the_reply_that_caused_them() {
+    let served = Served::start(Limits::default());
+    let mut one = Raw::negotiated(&served.socket);
+    let mut two = Raw::negotiated(&served.socket);
+    let event = one.ask(r#"{"execute":"emit","arguments":{"text":"x"}}"#);
+    assert_eq!(
+        (&event["event"], &event["data"]["text"]),
+        (&json!("TOLD"), &"x".repeat(1000).into())
+    );
+    assert!(event["timestamp"]["seconds"].as_u64().unwrap() > 1_600_000_000);
+    assert!(event["timestamp"]["microseconds"].as_u64().unwrap() < 1_000_000);
+    assert_eq!(one.line(), json!({"return": {}}));
+    assert_eq!(two.line(), event);
+}
+
+#[test]
+fn one_clients_long_command_does_not_hold_up_another() {
+    let served = Served::start(Limits::default());
+    let mut slow = Raw::negotiated(&served.socket);
+    slow.send(br#"{"execute":"pause","arguments":{"times":600000}}"#);
+    let mut quick = Raw::negotiated(&served.socket);
+    assert_eq!(quick.ask(r#"{"execute":"echo","arguments":{"text":"a"}}"#), json!({"return": "a"}));
+}
+
+#[test]
+fn a_client_that_does_not_read_is_cut_off_and_the_others_hear_all() {
+    let served = Served::start(Limits { events: 1 << 20, ..Limits::default() });
+    let mut deaf = Raw::negotiated(&served.socket);
+    let mut other = Raw::negotiated(&served.socket);
+    let request = br#"{"execute":"emit","arguments":{"times":100}}"#;
+    let (mut events, mut rounds) = (0, 0);
+    while rounds < 100 {
+        other.send(request);
+        while other.line()["event"] == "TOLD" {
+            events += 1;
+        }
+        rounds += 1;
+    }
+    assert_eq!(events, 100 * rounds);
+    let mut heard = 0;
+    while deaf.line() != Value::Null {
+        heard += 1;
+    }
+    assert!(heard < events, "{heard} of {events}");
+}
+
+#[test]
+fn requests_wait_for_who_does_not_take_replies() {
+    let served = Served::start(Limits { replies: 4096, ..Limits::default() });
+    let mut raw = Raw::negotiated(&served.socket);
+    let request = r#"{"execute":"echo","arguments":{"text":"0123456789","times":10000}}"#;
+    let mut sent = 0;
+    // Each answer has 100 kB: the server stops reading long before the requests end.
+    while sent < 100_000 && raw.try_send(request.as_bytes()) {
+        sent += 1;
+    }
+    assert!(sent < 100_000);
+    let mut other = Raw::negotiated(&served.socket);
+    assert_eq!(other.ask(r#"{"execute":"fail"}"#)["error"]["desc"], "it fails");
+    assert_eq!(raw.line()["return"].as_str().unwrap().len(), 100_000);
+}
+
+#[test]
+fn hostile_input_is_answered_or_ends_the_session() {
+    let request = json::Limits { bytes: 1000, depth: 10 };
+    let served = Served::start(Limits { request, sessions: 2, ..Limits::default() });
+    let mut raw = Raw::negotiated(&served.socket);
+    let deep = format!("{}\n", "[".repeat(100));
+    assert_eq!(raw.ask(&deep)["error"]["desc"], "JSON nesting depth limit exceeded");
+    let long = format!("\"{}\"\n", "x".repeat(100_000));
+    assert_eq!(raw.ask(&long)["error"]["desc"], "JSON token size limit exceeded");
+    for bad in ["{\"execute\":3}", "{}", "[]", "\"\"", "{\"a\":\"\\ud800\"}", "{,}", "]", "@\n"] {
+        assert_eq!(class(&raw.ask(bad)), "GenericError", "{bad}");
+    }
+    assert_eq!(class(&raw.ask(b"{\"execute\":\xff")), "GenericError");
+    assert_eq!(class(&raw.ask(r#"{"execute":"fail","execute":"quit"}"#)), "GenericError");
+    let mut second = Raw::negotiated(&served.socket);
+    assert_eq!(Raw::connect(&served.socket).line(), Value::Null);
+    assert_eq!(second.ask(r#"{"execute":"fail"}"#)["error"]["desc"], "it fails");
+}
+
+#[test]
+fn quit_is_answered_and_ends_every_session() {
+    let served = Served::start(Limits::default());
+    let mut waiting = Raw::connect(&served.socket);
+    waiting.line();
+    let mut client = Client::connect(&Address::Unix(served.socket.clone())).unwrap();
+    assert_eq!(client.execute("echo", json!({"text": "a"})).unwrap(), json!("a"));
+    client.execute("emit", json!({})).unwrap();
+    assert_eq!(client.event(Duration::from_secs(10)).unwrap().unwrap().name, "TOLD");
+    assert_eq!(client.event(Duration::from_millis(1)).unwrap(), None);
+    let refused = client.execute("echo", json!({})).unwrap_err();
+    assert!(refused.is_of("GenericError") && refused.to_string().contains("'text' is missing"));
+    assert_eq!(client.execute("quit", json!({})).unwrap(), json!({}));
+    assert!(matches!(client.event(Duration::from_secs(10)), Err(ClientError::Closed)));
+    assert_eq!(waiting.line(), Value::Null);
+    served.ended();
+}
