@@ -7,7 +7,9 @@ use crate::read::Readers;
 use crate::touched::Touched;
 use crate::write::Writer;
 use crate::{DiskError, OpenOptions, Result};
+use futures_util::try_join;
 use isobath_storage::{Host, IoBuf};
+use parking_lot::RwLock;
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
 
@@ -18,20 +20,34 @@ pub const DEFAULT_MAP_CACHE: usize = 132 << 20;
 /// Slices resolved at once, each with at most 64 tables' parts in memory.
 const RESOLVERS: usize = 8;
 
+/// A layer that takes no more writes, of which its writer still knows more than its file.
+pub(crate) struct Settling<S> {
+    pub(crate) layer: LayerIndex,
+    pub(crate) writer: Arc<Writer<S>>,
+}
+
+impl<S> Clone for Settling<S> {
+    fn clone(&self) -> Self {
+        Self { layer: self.layer, writer: Arc::clone(&self.writer) }
+    }
+}
+
 /// A virtual disk: an image and its backing chain.
 ///
 /// All methods may be called concurrently. Dropping a disk that was written loses what was not
 /// flushed, as a crash does; [`close`](Self::close) flushes and leaves a plain qcow2 image, with no
 /// journal and no cluster leaked.
 pub struct Disk<H: Host> {
-    host: H,
+    pub(crate) host: Arc<H>,
     pub(crate) chain: Chain<H::File>,
-    pub(crate) map: Map,
+    pub(crate) map: Arc<Map>,
     /// The map's limit follows the disk's size.
     map_fits: bool,
-    pub(crate) readers: Readers,
+    pub(crate) readers: Arc<Readers>,
     /// Present when the disk was opened for writing.
-    pub(crate) writer: Option<Writer<H::File>>,
+    pub(crate) writer: Option<Arc<Writer<H::File>>>,
+    /// The layer that took writes before, until its file has all of them.
+    settling: RwLock<Option<Settling<H::File>>>,
     /// What a disk that is only read has tables for; found out once, where somebody asks.
     pub(crate) touched: OnceLock<Touched>,
     /// Keeps two tasks from resolving the same slice; by slice number.
@@ -52,30 +68,81 @@ impl<H: Host> Disk<H> {
     /// unknown here, or the chain has a loop; or, for writing, if it is marked corrupt.
     pub async fn open(host: H, name: &Path, options: &OpenOptions) -> Result<Self> {
         let chain = open_chain(&host, name, options).await?;
-        let unit_bits = chain.top_down().filter_map(|(_, layer)| layer.unit_bits()).min();
-        let unit_bits = unit_bits.unwrap_or(16);
+        Self::of_chain(Arc::new(host), chain, options).await
+    }
+
+    /// The disk of an open chain, of which the active layer is open as `options` say.
+    pub(crate) async fn of_chain(
+        host: Arc<H>,
+        chain: Chain<H::File>,
+        options: &OpenOptions,
+    ) -> Result<Self> {
+        let unit_bits = chain.unit_bits();
         let wanted = whole_map(chain.active().size(), unit_bits);
         let budget = options.map_cache.unwrap_or(wanted);
         let writer = match (options.writable, chain.active().as_qcow2()) {
             (true, Some(qcow2)) => {
                 // Also without its backing file open: others will read it with that.
                 let alone = qcow2.header.read().backing_file.is_none();
-                Some(Writer::open(chain.active(), qcow2, options, alone).await?)
+                Some(Arc::new(Writer::open(chain.active(), qcow2, options, alone).await?))
             }
-            (true, None) => Some(Writer::raw(chain.active())),
+            (true, None) => Some(Arc::new(Writer::raw(chain.active()))),
             (false, _) => None,
         };
         Ok(Self {
             host,
-            map: Map::new(unit_bits, budget),
+            map: Arc::new(Map::new(unit_bits, budget, chain.active_index())),
             map_fits: options.map_cache.is_none(),
-            readers: Readers::default(),
+            readers: Arc::default(),
             writer,
+            settling: RwLock::default(),
             touched: OnceLock::new(),
             resolving: (0..64).map(|_| async_lock::Mutex::new(())).collect(),
             resolvers: async_lock::Semaphore::new(RESOLVERS),
             chain,
         })
+    }
+
+    /// The disk after a change of its chain: it goes on with what this one knows. `map` is this one's,
+    /// if what that says still holds.
+    pub(crate) fn successor(
+        &self,
+        chain: Chain<H::File>,
+        map: Arc<Map>,
+        writer: Option<Arc<Writer<H::File>>>,
+        settling: Option<Settling<H::File>>,
+    ) -> Self {
+        Self {
+            host: Arc::clone(&self.host),
+            map,
+            map_fits: self.map_fits,
+            readers: Arc::clone(&self.readers),
+            writer,
+            settling: RwLock::new(settling),
+            touched: OnceLock::new(),
+            resolving: (0..64).map(|_| async_lock::Mutex::new(())).collect(),
+            resolvers: async_lock::Semaphore::new(RESOLVERS),
+            chain,
+        }
+    }
+
+    /// The writer of a layer whose file does not have everything yet.
+    pub(crate) fn writer_of(&self, layer: LayerIndex) -> Option<Arc<Writer<H::File>>> {
+        if layer == self.active_index() {
+            return self.writer.clone();
+        }
+        let settling = self.settling.read();
+        settling.as_ref().filter(|one| one.layer == layer).map(|one| Arc::clone(&one.writer))
+    }
+
+    /// The former active layer, while its file does not have everything.
+    pub(crate) fn settling(&self) -> Option<Settling<H::File>> {
+        self.settling.read().clone()
+    }
+
+    /// The file of the former active layer has everything.
+    pub(crate) fn settled(&self) {
+        *self.settling.write() = None;
     }
 
     /// Where the disk's files are.
@@ -152,7 +219,7 @@ impl<H: Host> Disk<H> {
     }
 
     pub(crate) fn writer(&self) -> Result<&Writer<H::File>> {
-        let writer = self.writer.as_ref().ok_or(DiskError::ReadOnly)?;
+        let writer = self.writer.as_deref().ok_or(DiskError::ReadOnly)?;
         writer.check()?;
         Ok(writer)
     }
@@ -198,10 +265,16 @@ impl<H: Host> BlockDevice for Disk<H> {
     }
 
     async fn flush(&self) -> Result<()> {
-        match &self.writer {
-            Some(writer) => writer.commit(&self.readers).await,
-            None => Ok(()),
-        }
+        let Some(writer) = &self.writer else { return Ok(()) };
+        let Some(settling) = self.settling() else { return writer.commit(&self.readers).await };
+        let before = async {
+            match settling.writer.commit(&self.readers).await {
+                // All of it is durable.
+                Err(DiskError::Closed) => Ok(()),
+                done => done,
+            }
+        };
+        try_join!(before, writer.commit(&self.readers)).map(|_| ())
     }
 
     async fn block_status(

@@ -4,6 +4,7 @@ use crate::disk::Disk;
 use crate::map::resolve::{explain_invalid, resolve};
 use crate::map::{Extent, Lookup, Source};
 use crate::read_gate::ReadGate;
+use crate::write::Entries;
 use crate::{DiskError, LayerIndex, Result};
 use futures_util::future::try_join_all;
 use isobath_qcow2::{CompressedCluster, compress::decompress};
@@ -87,10 +88,9 @@ impl<H: Host> Disk<H> {
                 return Ok(());
             }
             let _permit = self.resolvers.acquire().await;
-            let writer = self.writer.as_ref().and_then(|writer| writer.qcow2());
-            let metadata = writer.map(|writer| &writer.metadata);
-            let resolved =
-                resolve(&self.chain, metadata, start..start + (1 << bits), self.map.unit_bits());
+            let writer = |layer| self.writer_of(layer).and_then(Entries::of);
+            let range = start..start + (1 << bits);
+            let resolved = resolve(&self.chain, writer, range, self.map.unit_bits());
             if self.map.insert(slice, generation, resolved.await?) {
                 return Ok(());
             }
@@ -154,13 +154,16 @@ impl<H: Host> Disk<H> {
                 Ok(buf)
             }
             Source::Data { layer: index, host, .. } => {
-                let layer = self.layer(index)?;
-                match self.writer.as_ref().and_then(|writer| writer.qcow2()) {
-                    Some(qcow2) if index == self.active_index() => {
-                        qcow2.metadata.read(host, buf).await
+                if index == self.active_index() {
+                    if let Some(qcow2) = self.writer.as_ref().and_then(|writer| writer.qcow2()) {
+                        return qcow2.metadata.read(host, buf).await;
                     }
-                    _ => layer.read_data_at(host, buf).await,
+                } else if let Some(writer) = self.writer_of(index)
+                    && let Some(qcow2) = writer.qcow2()
+                {
+                    return qcow2.metadata.read(host, buf).await;
                 }
+                self.layer(index)?.read_data_at(host, buf).await
             }
             Source::Compressed { layer, cluster } => {
                 let bytes = self.decompressed(layer, cluster).await?;
@@ -177,10 +180,14 @@ impl<H: Host> Disk<H> {
     }
 
     fn layer(&self, index: LayerIndex) -> Result<&Arc<crate::Layer<H::File>>> {
-        self.chain.get(index).ok_or_else(|| DiskError::Corrupt {
+        self.chain.get(index).ok_or_else(|| self.no_layer(index))
+    }
+
+    pub(crate) fn no_layer(&self, index: LayerIndex) -> DiskError {
+        DiskError::Corrupt {
             image: self.chain.active().name().to_owned(),
-            reason: format!("the map names layer {index:?}, which the chain does not have"),
-        })
+            reason: format!("layer {} is asked for, which the chain does not have", index.get()),
+        }
     }
 
     /// The content of a compressed cluster.

@@ -8,7 +8,7 @@ use crate::journal::JournalExtension;
 use crate::offset::HostOffset;
 
 const END: u32 = 0;
-const BACKING_FORMAT: u32 = 0xe279_2aca;
+pub(crate) const BACKING_FORMAT: u32 = 0xe279_2aca;
 pub(crate) const FEATURE_NAMES: u32 = 0x6803_f857;
 const BITMAPS: u32 = 0x2385_2875;
 const ENCRYPTION: u32 = 0x0537_be77;

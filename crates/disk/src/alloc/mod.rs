@@ -79,6 +79,8 @@ struct State {
     never_used: u64,
     /// Areas: free in the file, and not given out.
     areas: Vec<Range<u64>>,
+    /// Clusters freed while others may read them, which are not given out, where that is so.
+    freed: Option<BTreeSet<u64>>,
     /// Free clusters that were filled with zeroes.
     prepared: Range<u64>,
     growth: Growth,
@@ -101,6 +103,7 @@ impl State {
     /// Whether a cluster belongs to an area.
     fn is_kept(&self, cluster: u64) -> bool {
         self.areas.iter().any(|area| area.contains(&cluster))
+            || self.freed.as_ref().is_some_and(|freed| freed.contains(&cluster))
     }
 
     fn forget_unpublished(&mut self, cluster: u64) {
@@ -162,6 +165,7 @@ impl<S: Storage> Allocator<S> {
             first_maybe_free: 1,
             never_used: geometry.clusters_for(length),
             areas: Vec::new(),
+            freed: None,
             prepared: 0..0,
             growth: Growth::default(),
             packing: None,
@@ -273,12 +277,25 @@ impl<S: Storage> Allocator<S> {
         Ok(())
     }
 
+    /// Whether clusters that are freed from now on stay as they are, for others who may read them.
+    pub(crate) async fn keep_freed(&self, keep: bool) {
+        let mut state = self.state.lock().await;
+        if keep {
+            state.freed.get_or_insert_default();
+        } else if let Some(first) = state.freed.take().and_then(|freed| freed.first().copied()) {
+            state.first_maybe_free = state.first_maybe_free.min(first);
+        }
+    }
+
     async fn lower(&self, state: &mut MutexGuard<'_, State>, cluster: u64) -> Result<()> {
         let count = self.refcount_in(state, cluster).await?;
         let Some(less) = count.checked_sub(1) else { return Err(self.unbalanced(cluster)) };
         self.set(state, cluster, less)?;
         if less == 0 {
             state.first_maybe_free = state.first_maybe_free.min(cluster);
+            if let Some(freed) = &mut state.freed {
+                freed.insert(cluster);
+            }
             let size = self.geometry.cluster_size();
             if state.packing.is_some_and(|at| at / size == cluster) {
                 state.packing = None;

@@ -78,8 +78,8 @@ pub struct Layer<S> {
 pub(crate) struct Qcow2 {
     pub(crate) header: RwLock<Header>,
     pub(crate) geometry: Geometry,
-    /// Bytes in the image's file when it was opened.
-    pub(crate) opened_length: u64,
+    /// Bytes in the image's file when it was opened, or when its writer was done with it.
+    pub(crate) opened_length: AtomicU64,
     /// The active L1 table as it is in the file; the writer keeps what is not yet there.
     pub(crate) l1: RwLock<Vec<L1Entry>>,
 }
@@ -239,6 +239,15 @@ impl<S: Storage> Layer<S> {
         Ok(length)
     }
 
+    /// The writer is done with the file: from now on its tables alone say what is where.
+    pub(crate) async fn settle(&self) -> Result<()> {
+        self.refresh_file_length().await?;
+        if let Some(qcow2) = &self.qcow2 {
+            qcow2.opened_length.store(self.storage.len().await?, Ordering::Relaxed);
+        }
+        Ok(())
+    }
+
     pub(crate) fn as_qcow2(&self) -> Option<&Qcow2> {
         self.qcow2.as_deref()
     }
@@ -268,7 +277,7 @@ impl Qcow2 {
     ) -> std::result::Result<Option<HostOffset>, FormatError> {
         let offset = entry.offset(&self.geometry)?;
         match offset {
-            Some(offset) if offset.get() >= self.opened_length => Err(FormatError::new(
+            Some(offset) if offset.get() >= self.opened_length.load(Ordering::Relaxed) => Err(FormatError::new(
                 FormatErrorKind::Truncated,
                 "L1 entry",
                 format!("{:#x}", entry.raw()),

@@ -7,7 +7,7 @@ mod open;
 pub(crate) use layer::Qcow2;
 pub use layer::{ImageFormat, Layer};
 pub use open::{OpenOptions, Trust};
-pub(crate) use open::{open_chain, open_layers};
+pub(crate) use open::{open_chain, open_layer, open_layers};
 
 use crate::index::ChainIndex;
 use isobath_storage::Storage;
@@ -22,6 +22,11 @@ impl LayerIndex {
     /// The layer at `index` from the base.
     pub const fn new(index: u16) -> Self {
         Self(index)
+    }
+
+    /// The layer above.
+    pub(crate) const fn above(self) -> Self {
+        Self(self.0.saturating_add(1))
     }
 
     /// The number of layers below.
@@ -65,6 +70,42 @@ impl<S: Storage> Chain<S> {
 }
 
 impl<S> Chain<S> {
+    /// A chain of these layers, from the base up.
+    pub(crate) fn of(layers: Vec<Arc<Layer<S>>>) -> Self {
+        Self { layers, index: RwLock::default() }
+    }
+
+    /// A chain of layers that may come from others, from the base up; how much of each can be seen
+    /// follows from those above it.
+    pub(crate) fn stacked(layers: Vec<Arc<Layer<S>>>) -> Self
+    where
+        S: Storage,
+    {
+        let mut visible = layers.last().map_or(0, |active| active.visible());
+        let top = layers.len().saturating_sub(1);
+        let mut stacked = Vec::with_capacity(layers.len());
+        for (number, layer) in layers.into_iter().enumerate().rev() {
+            if number == top {
+                stacked.push(layer);
+                continue;
+            }
+            let layer = layer.in_other_chain();
+            layer.limit_visible(visible);
+            visible = layer.visible();
+            stacked.push(Arc::new(layer));
+        }
+        stacked.reverse();
+        Self::of(stacked)
+    }
+
+    /// log2 of the unit of the map of this chain.
+    pub(crate) fn unit_bits(&self) -> u32
+    where
+        S: Storage,
+    {
+        self.layers.iter().filter_map(|layer| layer.unit_bits()).min().unwrap_or(16)
+    }
+
     /// The index that describes the lower layers.
     pub(crate) fn index(&self) -> Option<Arc<ChainIndex<S>>> {
         self.index.read().clone()

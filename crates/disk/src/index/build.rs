@@ -11,7 +11,7 @@ use super::load::layer_stamp;
 use super::scan::{self, Scan};
 use crate::Result;
 use crate::chain::{Chain, Layer, LayerIndex};
-use crate::map::resolve::{NoWriter, resolve};
+use crate::map::resolve::{no_writer, resolve};
 use crate::map::{Slice, Source};
 use futures_util::future::try_join_all;
 use isobath_qcow2::HostOffset;
@@ -317,7 +317,7 @@ pub(super) async fn page<S: Storage>(
     number: u64,
 ) -> Result<Option<Page>> {
     let range = number << root.page_bits()..(number + 1) << root.page_bits();
-    let slice = resolve(chain, None::<&NoWriter>, range, root.unit_bits).await?;
+    let slice = resolve(chain, no_writer, range, root.unit_bits).await?;
     Ok(page_of(&slice, number as u32, root.unit_bits))
 }
 

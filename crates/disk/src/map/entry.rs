@@ -6,6 +6,7 @@ use crate::chain::LayerIndex;
 const PAYLOAD_BITS: u32 = 44;
 const PAYLOAD_MASK: u64 = (1 << PAYLOAD_BITS) - 1;
 const LAYER_SHIFT: u32 = PAYLOAD_BITS;
+const LAYER_MASK: u64 = 0xffff << LAYER_SHIFT;
 const IN_PLACE: u64 = 1 << 60;
 const KIND_SHIFT: u32 = 61;
 
@@ -79,6 +80,19 @@ impl Unit {
 
     pub(crate) const fn layer(self) -> LayerIndex {
         LayerIndex::new((self.0 >> LAYER_SHIFT) as u16)
+    }
+
+    /// Whether it says where the bytes are by itself.
+    pub(crate) fn is_plain(self) -> bool {
+        matches!(self.kind(), UnitKind::Data | UnitKind::Zero)
+    }
+
+    /// The same in another layer.
+    pub(crate) fn in_layer(self, layer: LayerIndex) -> Self {
+        if self.kind() as u8 == UnitKind::Absent as u8 {
+            return self;
+        }
+        Self(self.0 & !LAYER_MASK | u64::from(layer.get()) << LAYER_SHIFT)
     }
 
     pub(crate) const fn in_place(self) -> bool {

@@ -18,7 +18,7 @@ use rustc_hash::FxHashMap;
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, AtomicUsize, Ordering};
 use std::time::Instant;
 
 /// Units in a slice: with 64 KiB clusters, 64 MiB of the disk in 8 KiB of memory.
@@ -94,7 +94,7 @@ impl Slice {
         (list.len() - 1) as u32
     }
 
-    fn source(&self, unit: Unit, within: u64, unit_bits: u32) -> Source {
+    fn source(&self, unit: Unit, within: u64, unit_bits: u32, active: LayerIndex) -> Source {
         let layer = unit.layer();
         match unit.kind() {
             UnitKind::Absent => Source::Absent,
@@ -103,7 +103,7 @@ impl Slice {
             UnitKind::Data => Source::Data {
                 layer,
                 host: unit.host(unit_bits) + within,
-                in_place: unit.in_place(),
+                in_place: unit.in_place() && layer == active,
             },
             UnitKind::Compressed => {
                 let list = self.compressed.read();
@@ -117,7 +117,8 @@ impl Slice {
 
     /// Where the bytes of a unit come from.
     pub(crate) fn unit_source(&self, index: usize, unit_bits: u32) -> Source {
-        self.source(self.unit(index), 0, unit_bits)
+        let unit = self.unit(index);
+        self.source(unit, 0, unit_bits, unit.layer())
     }
 
     fn cost(&self) -> usize {
@@ -157,6 +158,8 @@ pub(crate) struct Map {
     unit_bits: u32,
     shards: Box<[RwLock<Shard>]>,
     clock: Mutex<VecDeque<u64>>,
+    /// The layer that takes writes; those of others are never in place.
+    active: AtomicU16,
     budget: AtomicUsize,
     bytes: AtomicU64,
     hits: AtomicU64,
@@ -178,13 +181,14 @@ pub(crate) enum Lookup {
 
 impl Map {
     /// A map of units of `1 << unit_bits` bytes that keeps at most `budget` bytes of slices (but
-    /// always at least a few).
-    pub(crate) fn new(unit_bits: u32, budget: usize) -> Self {
+    /// always at least a few), of a chain whose layer `active` takes writes.
+    pub(crate) fn new(unit_bits: u32, budget: usize, active: LayerIndex) -> Self {
         let least = 4 * (SLICE_UNITS * 8 + SLICE_OVERHEAD);
         Self {
             unit_bits,
             shards: (0..SHARDS).map(|_| RwLock::default()).collect(),
             clock: Mutex::default(),
+            active: AtomicU16::new(active.get()),
             budget: AtomicUsize::new(budget.max(least)),
             bytes: AtomicU64::new(0),
             hits: AtomicU64::new(0),
@@ -201,6 +205,15 @@ impl Map {
 
     fn budget(&self) -> u64 {
         self.budget.load(Ordering::Relaxed) as u64
+    }
+
+    fn active(&self) -> LayerIndex {
+        LayerIndex::new(self.active.load(Ordering::Relaxed))
+    }
+
+    /// From now on another layer takes writes. No request is under way.
+    pub(crate) fn set_active(&self, layer: LayerIndex) {
+        self.active.store(layer.get(), Ordering::Relaxed);
     }
 
     /// log2 of the unit's size in bytes.
@@ -260,6 +273,7 @@ impl Map {
     ) {
         let mut at = range.start;
         let mut index = ((at - slice_start) >> self.unit_bits) as usize;
+        let active = self.active();
         while at < range.end {
             let first = slice.unit(index);
             let within = at - (slice_start + ((index as u64) << self.unit_bits));
@@ -282,7 +296,7 @@ impl Map {
             let extent = Extent {
                 guest: at,
                 length: end - at,
-                source: slice.source(first, within, self.unit_bits),
+                source: slice.source(first, within, self.unit_bits, active),
             };
             push_extent(extents, extent);
             at = end;
@@ -372,6 +386,37 @@ impl Map {
         }
     }
 
+    /// What is cached of the unit at `guest`.
+    pub(crate) fn cached(&self, guest: u64) -> Option<Unit> {
+        let slice = guest >> self.slice_bits();
+        let within = (guest - (slice << self.slice_bits())) >> self.unit_bits;
+        self.shard(slice).read().slices.get(&slice).map(|slice| slice.unit(within as usize))
+    }
+
+    /// Rewrites what is cached for a changed chain; no request is under way. `unit` gives a unit's
+    /// new form, or `None` where that is not known: its slice is forgotten then.
+    pub(crate) fn rewrite(&self, unit: impl Fn(u64, Unit) -> Option<Unit>) {
+        for shard in &self.shards {
+            let mut shard = shard.write();
+            shard.generation += 1;
+            shard.slices.retain(|index, slice| {
+                let start = index << self.slice_bits();
+                let known = slice.units.iter().enumerate().all(|(n, place)| {
+                    let old = Unit::from_bits(place.load(Ordering::Relaxed));
+                    let new = unit(start + ((n as u64) << self.unit_bits), old);
+                    new.is_some_and(|new| {
+                        place.store(new.bits(), Ordering::Relaxed);
+                        true
+                    })
+                });
+                if !known {
+                    self.bytes.fetch_sub(slice.cost() as u64, Ordering::Relaxed);
+                }
+                known
+            });
+        }
+    }
+
     /// Forgets everything, as after a change of the chain or of the disk's size.
     pub(crate) fn clear(&self) {
         let mut clock = self.clock.lock();
@@ -437,7 +482,7 @@ mod tests {
 
     #[test]
     fn extents_merge_within_and_across_slices() {
-        let map = Map::new(16, 1 << 20);
+        let map = Map::new(16, 1 << 20, TOP);
         let mut extents = Vec::new();
         assert!(matches!(map.lookup(0..1, &mut extents), Lookup::Missing(0)));
         filled(&map, 0, |n| data(n as u64));
@@ -450,7 +495,7 @@ mod tests {
 
     #[test]
     fn an_update_is_seen_and_outdates_a_slice_being_resolved() {
-        let map = Map::new(16, 1 << 20);
+        let map = Map::new(16, 1 << 20, TOP);
         filled(&map, 0, |_| Unit::ABSENT);
         let generation = map.generation(64);
         map.update(1 << 16..3 << 16, |from| Unit::data(TOP, (9 << 16) + from, 16, true).unwrap());
@@ -464,7 +509,7 @@ mod tests {
 
     #[test]
     fn the_budget_is_kept_and_used_slices_stay() {
-        let map = Map::new(16, 8 * (SLICE_UNITS * 8 + SLICE_OVERHEAD));
+        let map = Map::new(16, 8 * (SLICE_UNITS * 8 + SLICE_OVERHEAD), TOP);
         let mut extents = Vec::new();
         for index in 0..100 {
             filled(&map, index, |_| Unit::ABSENT);
@@ -478,7 +523,7 @@ mod tests {
 
     #[test]
     fn compressed_units_name_their_cluster() {
-        let map = Map::new(16, 1 << 20);
+        let map = Map::new(16, 1 << 20, TOP);
         filled(&map, 0, |_| Unit::ABSENT);
         let cluster =
             CompressedCluster { offset: isobath_qcow2::HostOffset::new(12345), length: 678 };

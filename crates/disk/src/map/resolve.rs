@@ -34,10 +34,11 @@ pub(crate) trait ActiveEntries {
 }
 
 /// Merges the guest bytes of `range`, a slice's, over the chain: the layers above its index one by
-/// one, the others as the index has them.
+/// one, the others as the index has them. `writer` gives what knows a layer's entries better than its
+/// file.
 pub(crate) async fn resolve<S: Storage, A: ActiveEntries>(
     chain: &Chain<S>,
-    writer: Option<&A>,
+    writer: impl Fn(LayerIndex) -> Option<A>,
     range: Range<u64>,
     unit_bits: u32,
 ) -> Result<Slice> {
@@ -52,13 +53,13 @@ pub(crate) async fn resolve<S: Storage, A: ActiveEntries>(
     let index = chain.index();
     let described = index.as_ref().map_or(0, |index| index.covers());
     let above = chain.top_down().take_while(|(index, _)| index.get() as usize >= described);
-    merge_layers(&mut merge, chain, above, writer, &range).await?;
+    merge_layers(&mut merge, chain, above, &writer, &range).await?;
     if merge.left > 0
         && let Some(index) = index
         && !merge_described(&mut merge, chain, &index, &range).await?
     {
         let below = chain.top_down().skip_while(|(index, _)| index.get() as usize >= described);
-        merge_layers(&mut merge, chain, below, None::<&NoWriter>, &range).await?;
+        merge_layers(&mut merge, chain, below, &no_writer, &range).await?;
     }
     Ok(Slice::new(&merge.units, merge.compressed))
 }
@@ -75,7 +76,7 @@ async fn merge_described<S: Storage>(
         let layer = LayerIndex::new(*layer);
         Some((layer, chain.get(layer)?))
     });
-    merge_layers(merge, chain, newer, None::<&NoWriter>, range).await?;
+    merge_layers(merge, chain, newer, &no_writer, range).await?;
     if let Some(page) = owners.page {
         let root = index.root();
         let start = range.start >> root.page_bits() << root.page_bits();
@@ -89,7 +90,7 @@ async fn merge_layers<'a, S: Storage, A: ActiveEntries>(
     merge: &mut Merge,
     chain: &'a Chain<S>,
     layers: impl Iterator<Item = (LayerIndex, &'a Arc<Layer<S>>)>,
-    writer: Option<&A>,
+    writer: &impl Fn(LayerIndex) -> Option<A>,
     range: &Range<u64>,
 ) -> Result<()> {
     let active = chain.active_index();
@@ -109,10 +110,9 @@ async fn merge_layers<'a, S: Storage, A: ActiveEntries>(
             merge.decide(visible, |guest| Unit::data(index, guest, unit_bits, index == active));
             break;
         };
+        let writer = writer(index);
         for portion in portions(qcow2, visible) {
-            if index == active
-                && let Some(writer) = writer
-            {
+            if let Some(writer) = &writer {
                 layer.refresh_file_length().await?;
                 let entries = writer.entries(portion.first, portion.count).await?;
                 merge.apply(layer, index, Some(writer), portion.first, entries.into_iter());
@@ -244,6 +244,10 @@ pub(crate) async fn explain_invalid<S: Storage>(layer: &Layer<S>, guest: u64) ->
         image: layer.name().to_owned(),
         reason: format!("the L2 entry of guest offset {guest} is not valid"),
     }
+}
+
+pub(crate) fn no_writer(_: LayerIndex) -> Option<NoWriter> {
+    None
 }
 
 /// Stands for the writer of a layer that has none.

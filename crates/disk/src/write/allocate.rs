@@ -111,13 +111,27 @@ impl<H: Host> Disk<H> {
         buf: IoBuf,
     ) -> Result<IoBuf> {
         let qcow2 = writer.qcow2().ok_or(DiskError::ReadOnly)?;
-        let geometry = qcow2.geometry();
-        let size = geometry.cluster_size();
+        let size = qcow2.geometry().cluster_size();
         let end = offset + buf.len() as u64;
         let clusters = offset / size..end.div_ceil(size);
         let _range = writer.ranges.lock(clusters.start * size..clusters.end * size).await;
         let _pass = self.readers.gate.enter();
         self.check_visible(offset..end)?;
+        self.write_clusters(qcow2, offset, buf).await
+    }
+
+    /// As [`write_allocating`](Self::write_allocating), for a caller that holds the range in whole
+    /// clusters, is inside the gate, and knows that the disk reaches so far.
+    pub(super) async fn write_clusters(
+        &self,
+        qcow2: &Qcow2Writer<H::File>,
+        offset: u64,
+        buf: IoBuf,
+    ) -> Result<IoBuf> {
+        let geometry = qcow2.geometry();
+        let size = geometry.cluster_size();
+        let end = offset + buf.len() as u64;
+        let clusters = offset / size..end.div_ceil(size);
         qcow2.ensure_tables(clusters.clone()).await?;
         let entries = qcow2.entries(clusters.clone()).await?;
         let mut targets = Vec::with_capacity(entries.len());
@@ -304,7 +318,7 @@ impl<H: Host> Disk<H> {
                             self.map.update(range, data(offset, skip, copied));
                         }
                         _ if zero >> n & 1 == 1 => self.map.update(range, |_| Unit::zero(layer)),
-                        _ if qcow2.alone => self.map.update(range, |_| Unit::ABSENT),
+                        _ if qcow2.alone() => self.map.update(range, |_| Unit::ABSENT),
                         _ => {}
                     }
                 }

@@ -31,7 +31,7 @@ impl<H: Host> Disk<H> {
             return self.zero_range(offset, length, flags).await;
         }
         let geometry = qcow2.geometry();
-        if geometry.version() < 3 && !qcow2.alone {
+        if geometry.version() < 3 && !qcow2.alone() {
             return Ok(());
         }
         let size = geometry.cluster_size();
@@ -71,12 +71,12 @@ impl<H: Host> Disk<H> {
         for (cluster, entry) in clusters.zip(entries) {
             let kind =
                 entry.kind(&geometry).map_err(|error| qcow2.metadata.layer.format_error(error))?;
-            let new = discarded(&geometry, qcow2.alone);
+            let new = discarded(&geometry, qcow2.alone());
             let nothing_here = matches!(
                 kind,
                 ClusterKind::Unallocated | ClusterKind::Subclusters { offset: None, .. }
             );
-            if new == entry || (qcow2.alone && nothing_here) {
+            if new == entry || (qcow2.alone() && nothing_here) {
                 continue;
             }
             qcow2.ensure_tables(cluster..cluster + 1).await?;

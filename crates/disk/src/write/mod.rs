@@ -6,22 +6,27 @@ mod compressed;
 mod discard;
 mod open;
 mod plan;
+mod pull;
 mod zero;
 
 use crate::chain::Layer;
 use crate::disk::Disk;
 use crate::durability::{GroupCommit, Metadata, MetadataMode, Mode};
+use crate::map::resolve::ActiveEntries;
 use crate::map::{Extent, Source};
 use crate::range_lock::RangeLocks;
 use crate::read::Readers;
 use crate::{DiskError, Result};
 use futures_util::future::join_all;
+use isobath_qcow2::{ClusterIndex, HostOffset, L2Entry};
 use isobath_storage::{Host, IoBuf, Storage};
 use std::future::Future;
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 pub(crate) use plan::referenced;
+pub(crate) use pull::{Need, Pulled, Surplus};
 
 /// Changes that gather without a flush from the guest before a commit is made all the same: they
 /// take memory until then.
@@ -49,7 +54,7 @@ pub(crate) struct Writer<S> {
 pub(crate) struct Qcow2Writer<S> {
     pub(crate) metadata: Metadata<S>,
     /// There is no layer below: what is unallocated reads as zeroes.
-    pub(crate) alone: bool,
+    alone: AtomicBool,
     bitmaps: bitmaps::Bitmaps,
 }
 
@@ -120,6 +125,28 @@ impl<S: Storage> Writer<S> {
         self.commit(readers).await
     }
 
+    /// Sees to it that others who read the image's file through its tables meanwhile always find what
+    /// was there when they opened it, or what was written since: no journal, and no cluster used
+    /// again. Until the writer is closed, or told [otherwise](Self::own_readers).
+    pub(crate) async fn keep_readable(&self) {
+        if let Some(journal) = self.mode.journal() {
+            journal.begin_hold();
+        }
+        if let Some(qcow2) = &self.qcow2 {
+            qcow2.metadata.alloc.keep_freed(true).await;
+        }
+    }
+
+    /// Everybody who reads the image does so through its own disk.
+    pub(crate) async fn own_readers(&self) {
+        if let Some(journal) = self.mode.journal() {
+            journal.end_hold();
+        }
+        if let Some(qcow2) = &self.qcow2 {
+            qcow2.metadata.alloc.keep_freed(false).await;
+        }
+    }
+
     /// Runs `change`, which commits and writes metadata itself, with the journal out of use. Other
     /// requests may change the disk meanwhile.
     pub(crate) async fn without_journal<T>(
@@ -154,7 +181,40 @@ impl<S: Storage> Writer<S> {
     }
 }
 
+/// What the writer of an image knows of its entries.
+pub(crate) struct Entries<S>(Arc<Writer<S>>);
+
+impl<S: Storage> Entries<S> {
+    /// Of a qcow2 image's writer.
+    pub(crate) fn of(writer: Arc<Writer<S>>) -> Option<Self> {
+        writer.qcow2.is_some().then_some(Self(writer))
+    }
+}
+
+impl<S: Storage> ActiveEntries for Entries<S> {
+    async fn entries(&self, first: ClusterIndex, count: u64) -> Result<Vec<L2Entry>> {
+        match self.0.qcow2() {
+            Some(qcow2) => qcow2.metadata.entries(first, count).await,
+            None => Ok(Vec::new()),
+        }
+    }
+
+    fn is_metadata(&self, offset: HostOffset) -> bool {
+        self.0.qcow2().is_some_and(|qcow2| qcow2.metadata.is_metadata(offset))
+    }
+}
+
 impl<S: Storage> Qcow2Writer<S> {
+    /// Whether there is no layer below: what is unallocated reads as zeroes.
+    pub(crate) fn alone(&self) -> bool {
+        self.alone.load(Ordering::Relaxed)
+    }
+
+    /// From now on there is no layer below, or there is. No request is under way.
+    pub(crate) fn set_alone(&self, alone: bool) {
+        self.alone.store(alone, Ordering::Relaxed);
+    }
+
     /// Bytes of a write in place that would be kept.
     fn guarded(&self, extents: &[Extent]) -> u64 {
         let places = extents.iter().filter_map(|e| Some((in_place(e)?, e.length)));

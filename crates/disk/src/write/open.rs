@@ -58,7 +58,7 @@ impl<S: Storage> Writer<S> {
             guard: Guard::default(),
             upkeep: Upkeep::default(),
         };
-        Ok(Self::new(layer, mode, Some(Qcow2Writer { metadata, alone, bitmaps })))
+        Ok(Self::new(layer, mode, Some(Qcow2Writer { metadata, alone: alone.into(), bitmaps })))
     }
 }
 

@@ -53,7 +53,7 @@ impl<H: Host> Disk<H> {
         if end == active.visible() {
             last = end.next_multiple_of(granule);
         }
-        if geometry.version() < 3 && !qcow2.alone {
+        if geometry.version() < 3 && !qcow2.alone() {
             (first, last) = (end, end);
         }
         if first >= last {
@@ -118,6 +118,21 @@ impl<H: Host> Disk<H> {
             let end = range.end.min(visible);
             self.chain.active().data().write_zeroes(range.start, end - range.start, mode).await?;
         }
+        self.zero_clusters(qcow2, range, mode.may_unmap).await?;
+        Ok(true)
+    }
+
+    /// As [`zero_entries`](Self::zero_entries), for a caller that holds the range in whole clusters,
+    /// is inside the gate, and knows that nothing behind the disk's end is made to show.
+    pub(super) async fn zero_clusters(
+        &self,
+        qcow2: &Qcow2Writer<H::File>,
+        range: Range<u64>,
+        may_unmap: bool,
+    ) -> Result<()> {
+        let geometry = qcow2.geometry();
+        let size = geometry.cluster_size();
+        let clusters = range.start / size..range.end.div_ceil(size);
         qcow2.ensure_tables(clusters.clone()).await?;
         let entries = qcow2.entries(clusters.clone()).await?;
         for (cluster, entry) in clusters.zip(entries) {
@@ -130,14 +145,14 @@ impl<H: Host> Disk<H> {
             }
             let kind =
                 entry.kind(&geometry).map_err(|error| qcow2.metadata.layer.format_error(error))?;
-            let may_unmap = mode.may_unmap && !qcow2.data_file_raw();
+            let may_unmap = may_unmap && !qcow2.data_file_raw();
             let (new, releases) = zeroed(&geometry, kind, &part, may_unmap);
             if new != entry {
                 let references = References { released: &releases, ..References::default() };
                 self.record(qcow2, ClusterIndex::new(cluster), new, references)?;
             }
         }
-        Ok(true)
+        Ok(())
     }
 }
 

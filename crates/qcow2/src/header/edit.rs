@@ -15,7 +15,7 @@ pub type HeaderWrite = (usize, Vec<u8>);
 const BACKING_FILE_OFFSET: usize = 8;
 const BACKING_FILE_SIZE: usize = 16;
 /// What is written in one piece if it does not cross a multiple of this.
-const SECTOR: usize = 512;
+pub(super) const SECTOR: usize = 512;
 /// The type, "IBX0", of an extension that covers others while they are moved. A crash may leave one.
 const MOVING: u32 = 0x4942_5830;
 
@@ -142,16 +142,16 @@ impl Header {
 }
 
 /// Where extensions are in a header cluster.
-struct Places<'a> {
+pub(super) struct Places<'a> {
     cluster: &'a [u8],
-    header: Header,
-    extents: Vec<Extent<'a>>,
+    pub(super) header: Header,
+    pub(super) extents: Vec<Extent<'a>>,
     /// The mark that ends the extensions, if it is there and nothing but zeroes.
-    end: Option<usize>,
+    pub(super) end: Option<usize>,
 }
 
 impl<'a> Places<'a> {
-    fn find(cluster: &'a [u8]) -> Result<Self, FormatError> {
+    pub(super) fn find(cluster: &'a [u8]) -> Result<Self, FormatError> {
         let header = Header::parse_for(cluster, ParseMode::Check)?;
         let name_at = bytes::be64(cluster, BACKING_FILE_OFFSET).unwrap_or(0) as usize;
         let end = 1 << header.cluster_bits;

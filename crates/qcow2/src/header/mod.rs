@@ -1,5 +1,6 @@
 //! The header: the first cluster of an image (section "Header").
 
+mod backing;
 mod edit;
 mod encode;
 mod parse;

@@ -203,6 +203,14 @@ impl Guard {
         }
     }
 
+    /// New data was put into its place that no record is to vouch for: it is durable before the next
+    /// record is written. What refers to it is recorded after this.
+    pub(crate) fn cover_none(&self) {
+        if self.is_active() {
+            self.state.lock().open.too_much = true;
+        }
+    }
+
     /// Begins record `sequence`. Nothing is said of clusters in `freed`, of `size` bytes each, to which
     /// nothing will refer any more.
     pub(crate) fn close(&self, sequence: u64, freed: &[HostCluster], size: u64) -> Closed {

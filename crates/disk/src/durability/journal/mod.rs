@@ -150,8 +150,18 @@ impl Journal {
     /// Keeps the journal from coming into use as long as the caller has what is returned. The caller
     /// settles it.
     pub(crate) fn hold(&self) -> Held<'_> {
-        self.held.fetch_add(1, Ordering::SeqCst);
+        self.begin_hold();
         Held(self)
+    }
+
+    /// As [`hold`](Self::hold), until [`end_hold`](Self::end_hold).
+    pub(crate) fn begin_hold(&self) {
+        self.held.fetch_add(1, Ordering::SeqCst);
+    }
+
+    /// Ends what [`begin_hold`](Self::begin_hold) began.
+    pub(crate) fn end_hold(&self) {
+        self.held.fetch_sub(1, Ordering::SeqCst);
     }
 
     /// Commits by a record, if there is anything to tell.
@@ -262,7 +272,7 @@ pub(crate) struct Held<'a>(&'a Journal);
 
 impl Drop for Held<'_> {
     fn drop(&mut self) {
-        self.0.held.fetch_sub(1, Ordering::SeqCst);
+        self.0.end_hold();
     }
 }
 

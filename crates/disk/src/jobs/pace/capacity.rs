@@ -1,5 +1,10 @@
 //! What the disk can copy, learned from the pieces: how fast, and how much may be under way so that
 //! it drains in a given time.
+//!
+//! Where more is under way than the disk serves at once, pieces take longer. What is under way
+//! therefore grows while pieces take hardly longer than one alone, and shrinks where they wait, as
+//! in TCP Vegas; so slow, fast and distant disks all come to use, without a queue that the guest
+//! would find.
 
 use super::{KIB, MIB};
 use std::time::Duration;
@@ -7,31 +12,44 @@ use std::time::Duration;
 /// The smallest piece: the default cluster.
 pub(super) const SMALL: u64 = 64 * KIB;
 const LARGE: u64 = MIB;
-/// The most that is ever under way.
-const MOST_BYTES: f64 = (32 * MIB) as f64;
+/// The most that is under way, and what is where the guest is not regarded.
+const MOST: f64 = (32 * MIB) as f64;
+const REGARDLESS: u64 = 8 * MIB;
 const MOST_PIECES: u32 = 32;
-/// How long what is under way takes to drain at most, beyond a piece's own time on an idle disk.
-const DRAIN: f64 = 0.015;
-/// A piece's own time counts up to this.
-const MOST_BASE: f64 = 0.1;
-/// How long a speed is measured.
+/// How long pieces may wait on each other, in seconds: this, or on a disk where a piece alone takes
+/// long, some times that.
+const WAIT: f64 = 0.015;
+const WAIT_PIECES: f64 = 4.0;
+const MOST_WAIT: f64 = 0.06;
+/// A disk is slow where a piece alone takes longer than this, in seconds.
+const SLOW: f64 = 0.003;
+/// How long a speed is measured, in seconds.
 const MEASURE: f64 = 0.02;
-/// Speeds are taken for at least this, so that no time to drain is endless.
+/// Speeds are taken for at least this, so that no time is endless.
 const SLOWEST: f64 = 64.0 * 1024.0;
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Capacity {
     /// Bytes copied per second while the guest was quiet. 0: not known.
     speed: f64,
     /// The least time that a piece took, in seconds. 0: not known.
     base: f64,
+    /// The most bytes to have under way.
+    window: f64,
+    /// The part of the window in use, from 0 to 1.
+    part: f64,
+    /// Whether the window held a piece back since it last changed.
+    held: bool,
     /// The measure under way: since when, and the bytes since then.
     measure: Option<(Duration, u64)>,
-    /// Whether all that the disk bears was under way during the measure.
-    full: bool,
 }
 
 impl Capacity {
+    pub(super) fn new() -> Self {
+        let window = 2.0 * SMALL as f64;
+        Self { speed: 0.0, base: 0.0, window, part: 0.0, held: false, measure: None }
+    }
+
     /// Bytes copied per second with the disk to itself; `None` before anything was copied.
     pub(super) fn speed(&self) -> Option<f64> {
         (self.speed > 0.0).then_some(self.speed)
@@ -42,31 +60,53 @@ impl Capacity {
         self.base
     }
 
-    /// How many bytes may be under way so that they drain within `seconds`, and the piece to start
-    /// where `in_flight` bytes in `pieces` are; `None` where that is enough.
-    pub(super) fn piece(&mut self, seconds: f64, in_flight: u64, pieces: u32) -> Option<u64> {
-        let full = DRAIN + self.base.min(MOST_BASE);
-        self.full = seconds >= full;
-        let most = (self.speed * seconds.min(full)).clamp(SMALL as f64, MOST_BYTES) as u64;
-        let piece = (most / 4 / SMALL * SMALL).clamp(SMALL, LARGE);
-        (pieces == 0 || (pieces < MOST_PIECES && in_flight + piece <= most)).then_some(piece)
+    /// How long pieces may wait on each other at most, in seconds.
+    fn wait(&self) -> f64 {
+        (self.base * WAIT_PIECES).clamp(WAIT, MOST_WAIT)
     }
 
-    /// A piece of a job that was alone with the disk, or not.
-    pub(super) fn copied(&mut self, now: Duration, bytes: u64, took: Duration, alone: bool) {
-        let took = took.as_secs_f64().max(1e-6);
-        if self.base == 0.0 || took < self.base {
-            self.base = took;
+    /// The piece to start where `in_flight` bytes in `pieces` are under way, so that they wait on each
+    /// other for `seconds` at most; `None` where enough is under way.
+    pub(super) fn piece(&mut self, seconds: f64, in_flight: u64, pieces: u32) -> Option<u64> {
+        self.part = (seconds / self.wait()).clamp(0.0, 1.0);
+        let most = (self.window * self.part) as u64;
+        // Where each piece takes long in itself, large ones before many.
+        let pieces_at_once = if self.base > SLOW { 1 } else { 3 };
+        let piece = (most / pieces_at_once / SMALL * SMALL).clamp(SMALL, LARGE);
+        let starts = pieces == 0 || (pieces < MOST_PIECES && in_flight + piece <= most);
+        self.held |= !starts;
+        starts.then_some(piece)
+    }
+
+    /// The same with no regard to the guest.
+    pub(super) fn piece_regardless(in_flight: u64, pieces: u32) -> Option<u64> {
+        (pieces < MOST_PIECES && in_flight + LARGE <= REGARDLESS).then_some(LARGE)
+    }
+
+    /// A piece was copied by a job that was alone with the disk.
+    pub(super) fn copied(&mut self, now: Duration, bytes: u64, took: Duration) {
+        let took = self.own_speed(bytes, took);
+        let (waited, may) = (took - self.base, self.wait() * self.part);
+        if waited > may {
+            let over = ((waited - may) / may.max(1e-6)).min(1.0);
+            self.window -= bytes as f64 * 0.5 * over;
+        } else if waited < may / 2.0 && self.held {
+            self.window += bytes as f64;
         }
-        // A piece's own speed is one that the disk has, if not the most that it has.
-        let own = (bytes as f64 / took).max(SLOWEST);
-        if own > self.speed {
-            self.speed = if self.speed > 0.0 { own.min(self.speed * 2.0) } else { own };
-        }
-        if !alone {
-            self.measure = None;
-            return;
-        }
+        self.window = self.window.clamp(2.0 * SMALL as f64, MOST);
+        self.held = false;
+        self.measure(now, bytes, self.part >= 1.0);
+    }
+
+    /// A piece was copied beside the guest, or under a limit of speed: the disk copies as much at
+    /// least.
+    pub(super) fn copied_beside(&mut self, now: Duration, bytes: u64, took: Duration) {
+        self.own_speed(bytes, took);
+        self.measure(now, bytes, false);
+    }
+
+    /// Measures what is copied in all; `full`: whether that is all that the disk bears.
+    fn measure(&mut self, now: Duration, bytes: u64, full: bool) {
         let Some((since, sum)) = &mut self.measure else {
             self.measure = Some((now, 0));
             return;
@@ -75,17 +115,31 @@ impl Capacity {
         let passed = now.saturating_sub(*since).as_secs_f64();
         if passed >= MEASURE {
             let measured = (*sum as f64 / passed).max(SLOWEST);
-            // Less is believed slowly, and only where the disk had all that it bears.
+            // Less is believed slowly.
             if measured > self.speed {
                 self.speed += (measured - self.speed) * 0.5;
-            } else if self.full {
+            } else if full {
                 self.speed += (measured - self.speed) * 0.1;
             }
             self.measure = Some((now, 0));
         }
     }
 
-    /// The guest is back, or the job's speed is limited: what is copied tells little of the disk.
+    /// A piece's own speed is one that the disk has, if not the most that it has. How long it took, in
+    /// seconds.
+    fn own_speed(&mut self, bytes: u64, took: Duration) -> f64 {
+        let took = took.as_secs_f64().max(1e-6);
+        if self.base == 0.0 || took < self.base {
+            self.base = took;
+        }
+        let own = (bytes as f64 / took).max(SLOWEST);
+        if own > self.speed {
+            self.speed = if self.speed > 0.0 { own.min(self.speed * 2.0) } else { own };
+        }
+        took
+    }
+
+    /// The guest is back: a measure under way would tell little of the disk.
     pub(super) fn interrupt(&mut self) {
         self.measure = None;
     }

@@ -7,11 +7,14 @@
 mod adaptive;
 mod capacity;
 mod dissertation;
+mod impact;
 mod limit;
 #[cfg(test)]
 mod sim;
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod explore;
 
 use adaptive::Adaptive;
 use dissertation::Dissertation;

@@ -26,12 +26,18 @@ pub(super) const REQUEST: u64 = 16 << 10;
 pub(super) struct Drive {
     pub(super) bandwidth: f64,
     pub(super) latency: Duration,
+    /// What each request costs beyond its bytes.
+    pub(super) seek: Duration,
     /// Each request's service takes up to this part more or less.
     pub(super) jitter: f64,
 }
 
-pub(super) const SSD: Drive =
-    Drive { bandwidth: 400e6, latency: Duration::from_micros(150), jitter: 0.2 };
+pub(super) const SSD: Drive = Drive {
+    bandwidth: 400e6,
+    latency: Duration::from_micros(150),
+    seek: Duration::ZERO,
+    jitter: 0.2,
+};
 
 /// Who decides when a job copies.
 #[derive(Clone, Copy, Debug)]
@@ -117,8 +123,8 @@ impl Run<'_> {
     /// When a request of `bytes` that arrives now is answered.
     fn serve(&mut self, bytes: u64) -> u64 {
         let jitter = 1.0 + self.drive.jitter * self.random.random_range(-1.0..1.0);
-        self.free =
-            self.free.max(self.now as f64) + bytes as f64 / self.drive.bandwidth * 1e9 * jitter;
+        let service = bytes as f64 / self.drive.bandwidth * 1e9 + self.drive.seek.as_nanos() as f64;
+        self.free = self.free.max(self.now as f64) + service * jitter;
         (self.free + self.drive.latency.as_nanos() as f64) as u64
     }
 

@@ -1,0 +1,36 @@
+//! The time as live disks and their jobs see it.
+
+use isobath_storage::ring;
+use std::future::Future;
+use std::pin::Pin;
+use std::time::{Duration, Instant};
+
+/// Tells the time and waits for it. Simulations bring their own.
+pub trait Clock: Send + Sync + 'static {
+    /// Time since some moment before the clock was made.
+    fn now(&self) -> Duration;
+
+    /// Waits at least until `now` has come to `time`.
+    fn sleep_until(&self, time: Duration) -> Pin<Box<dyn Future<Output = ()>>>;
+}
+
+/// The machine's clock. It waits only within a [`ring::Executor`].
+#[derive(Clone, Copy, Debug)]
+pub struct SystemClock(Instant);
+
+impl Default for SystemClock {
+    fn default() -> Self {
+        Self(Instant::now())
+    }
+}
+
+impl Clock for SystemClock {
+    fn now(&self) -> Duration {
+        self.0.elapsed()
+    }
+
+    fn sleep_until(&self, time: Duration) -> Pin<Box<dyn Future<Output = ()>>> {
+        let at = self.0 + time;
+        Box::pin(ring::sleep_until(at))
+    }
+}

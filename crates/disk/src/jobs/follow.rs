@@ -1,0 +1,260 @@
+//! Copying a disk to another one while it changes, until the other can take its place.
+
+use super::job::{Job, JobEvent, JobStatus};
+use super::run::{Driver, Pieces, look_again};
+use crate::copy::is_zero;
+use crate::device::ZeroFlags;
+use crate::disk::Disk;
+use crate::live::{DirtyMap, LiveDisk};
+use crate::map::{Extent, Source};
+use crate::write::{Need, Pulled, Surplus};
+use crate::{BlockDevice, Result};
+use isobath_storage::{Host, IoBuf};
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Bytes written between two flushes of the target.
+const FLUSH_EVERY: u64 = 64 << 20;
+/// With less than this left, in bytes, what is still to be copied is copied while requests wait.
+const LITTLE: u64 = 1 << 20;
+/// Looks, after completion was asked for, at what a guest changes faster than it can be copied.
+const LOOKS: usize = 20;
+/// Bytes copied at once of what changed.
+const CHANGED_PIECE: u64 = 1 << 20;
+
+/// Where the data comes from.
+pub(super) enum From<H: Host> {
+    /// The disk as it is used, with what changes.
+    Live(Arc<LiveDisk<H>>, Arc<DirtyMap>),
+    /// Layers that nobody writes to.
+    Still(Box<Disk<H>>),
+}
+
+/// A copy under way.
+pub(super) struct Follow<H: Host> {
+    pub(super) from: From<H>,
+    pub(super) to: Arc<Disk<H>>,
+    /// What the first pass copies.
+    pub(super) surplus: Surplus,
+    cursor: AtomicU64,
+    since_flush: AtomicU64,
+}
+
+/// What has changed since the first pass.
+struct Changed<'a, H: Host>(&'a Follow<H>, &'a DirtyMap);
+
+impl<H: Host> Follow<H> {
+    pub(super) fn new(from: From<H>, to: Arc<Disk<H>>, surplus: Surplus) -> Self {
+        let (cursor, since_flush) = (AtomicU64::new(0), AtomicU64::new(0));
+        Self { from, to, surplus, cursor, since_flush }
+    }
+
+    fn size(&self) -> u64 {
+        match &self.from {
+            From::Live(live, _) => live.size(),
+            From::Still(disk) => disk.size(),
+        }
+    }
+
+    /// Leaves out the first pass.
+    pub(super) fn skip(&self) {
+        self.cursor.store(self.size(), Ordering::Relaxed);
+    }
+
+    /// Copies everything, and, of a disk in use, what changes until its user wants the copy to be
+    /// completed or left. `false` if the job was cancelled.
+    pub(super) async fn work(&self, job: &Job, live: &LiveDisk<H>) -> Result<bool> {
+        let mut driver = Driver::new(job, live);
+        if !driver.drive(self, JobStatus::Running, JobStatus::Paused).await? {
+            return Ok(false);
+        }
+        let From::Live(_, dirty) = &self.from else { return Ok(true) };
+        let mut ready = false;
+        let mut looks = 0;
+        loop {
+            let state = if ready { JobStatus::Ready } else { JobStatus::Running };
+            let paused = if ready { JobStatus::Standby } else { JobStatus::Paused };
+            if !driver.drive(&Changed(self, dirty), state, paused).await? {
+                return Ok(false);
+            }
+            if !ready {
+                self.to.flush().await?;
+                ready = true;
+                job.go_to(JobStatus::Ready);
+                job.tell(JobEvent::Ready);
+                continue;
+            }
+            let few = dirty.bytes() <= LITTLE;
+            if job.wants_to_leave() && few {
+                return Ok(true);
+            }
+            if job.wants_completion() {
+                looks += 1;
+                if few || looks > LOOKS {
+                    self.to.flush().await?;
+                    return Ok(true);
+                }
+            } else {
+                look_again(live, job).await;
+            }
+        }
+    }
+
+    /// Copies what has changed last. Nobody changes anything meanwhile.
+    pub(super) async fn finish(&self, disk: &Disk<H>) -> Result<()> {
+        if let From::Live(_, dirty) = &self.from {
+            while let Some(range) = dirty.take(CHANGED_PIECE) {
+                self.copy_from(disk, range, true).await?;
+            }
+        }
+        self.to.flush().await
+    }
+
+    /// `whole` also carries over what reads as zeroes.
+    async fn copy_from(&self, disk: &Disk<H>, range: Range<u64>, whole: bool) -> Result<Pulled> {
+        let mut pulled = Pulled::default();
+        let end = range.end.min(disk.size()).min(self.to.size());
+        if range.start >= end {
+            return Ok(pulled);
+        }
+        let _pass = disk.readers.gate.enter();
+        let extents = disk.extents(range.start..end).await?;
+        let need = |extent: &Extent| match extent.source {
+            Source::Absent | Source::Zero(_) if whole => Need::Zeroes,
+            _ => self.surplus.need(extent),
+        };
+        let mut rest = &extents[..];
+        while let Some(first) = rest.first() {
+            let wanted = need(first);
+            let count = rest.iter().take_while(|extent| need(extent) == wanted).count().max(1);
+            let (run, later) = rest.split_at(count);
+            rest = later;
+            match wanted {
+                Need::Nothing => {}
+                Need::Zeroes => self.zero(&range_of(run)).await?,
+                Need::Data => self.data(disk, run, &mut pulled).await?,
+            }
+        }
+        Ok(pulled)
+    }
+
+    async fn zero(&self, range: &Range<u64>) -> Result<()> {
+        let flags = ZeroFlags { may_unmap: false, only_fast: false };
+        self.to.write_zeroes(range.start, range.end - range.start, flags).await
+    }
+
+    async fn data(&self, disk: &Disk<H>, run: &[Extent], pulled: &mut Pulled) -> Result<()> {
+        let mut copied = 0;
+        for (n, extent) in run.iter().enumerate() {
+            if let Source::Data { layer, host, .. } = extent.source
+                && let Some(source) = disk.chain.get(layer)
+                && !disk.keeps(layer, &(host..host + extent.length))
+                && self.to.clone_in(extent.guest, extent.length, source.data(), host).await?
+            {
+                self.bytes(disk, &run[copied..n], pulled).await?;
+                copied = n + 1;
+                pulled.cloned += extent.length;
+            }
+        }
+        self.bytes(disk, &run[copied..], pulled).await
+    }
+
+    async fn bytes(&self, disk: &Disk<H>, run: &[Extent], pulled: &mut Pulled) -> Result<()> {
+        let range = range_of(run);
+        if range.is_empty() {
+            return Ok(());
+        }
+        let length = range.end - range.start;
+        let buf = disk.read_extents(run, IoBuf::zeroed(length as usize)).await?;
+        if is_zero(&buf) {
+            return self.zero(&range).await;
+        }
+        self.to.write(range.start, buf).await?;
+        pulled.copied += length;
+        Ok(())
+    }
+
+    async fn copy_piece(&self, range: Range<u64>, whole: bool) -> Result<Pulled> {
+        let pulled = match &self.from {
+            From::Live(live, _) => {
+                live.inside(|disk| async move { self.copy_from(&disk, range, whole).await }).await?
+            }
+            From::Still(disk) => self.copy_from(disk, range, whole).await?,
+        };
+        let moved = pulled.copied + pulled.cloned;
+        if self.since_flush.fetch_add(moved, Ordering::Relaxed) + moved >= FLUSH_EVERY {
+            self.since_flush.store(0, Ordering::Relaxed);
+            self.to.flush().await?;
+        }
+        Ok(pulled)
+    }
+}
+
+impl<H: Host> Pieces for Follow<H> {
+    async fn next(&self, most: u64) -> Result<Option<Range<u64>>> {
+        let at = self.cursor.load(Ordering::Relaxed);
+        let found = match &self.from {
+            From::Live(live, _) => {
+                live.inside(|disk| async move { disk.next_surplus(self.surplus, at, most).await })
+                    .await?
+            }
+            From::Still(disk) => disk.next_surplus(self.surplus, at, most).await?,
+        };
+        let next = found.as_ref().map_or(self.size(), |range| range.end);
+        self.cursor.store(next, Ordering::Relaxed);
+        Ok(found)
+    }
+
+    async fn copy(&self, range: Range<u64>) -> Result<Pulled> {
+        self.copy_piece(range, false).await
+    }
+
+    fn progress(&self) -> (u64, u64) {
+        let dirty = match &self.from {
+            From::Live(_, dirty) => dirty.bytes(),
+            From::Still(_) => 0,
+        };
+        (self.cursor.load(Ordering::Relaxed).min(self.size()), self.size() + dirty)
+    }
+
+    fn remaining(&self) -> u64 {
+        let (current, total) = self.progress();
+        total - current
+    }
+}
+
+impl<H: Host> Pieces for Changed<'_, H> {
+    async fn next(&self, most: u64) -> Result<Option<Range<u64>>> {
+        Ok(self.1.take(most.min(CHANGED_PIECE)))
+    }
+
+    async fn copy(&self, range: Range<u64>) -> Result<Pulled> {
+        let copied = self.0.copy_piece(range.clone(), true).await;
+        if copied.is_err() {
+            self.1.mark(range.start, range.end - range.start);
+        }
+        copied
+    }
+
+    fn progress(&self) -> (u64, u64) {
+        self.0.progress()
+    }
+
+    fn remaining(&self) -> u64 {
+        self.1.bytes()
+    }
+}
+
+impl<H: Host> Disk<H> {
+    /// Whether some of a range of a layer's file is newer in its writer's memory.
+    fn keeps(&self, layer: crate::LayerIndex, range: &Range<u64>) -> bool {
+        let Some(writer) = self.writer_of(layer) else { return false };
+        writer.qcow2().is_some_and(|qcow2| !qcow2.metadata.guard.kept_in(range).is_empty())
+    }
+}
+
+fn range_of(extents: &[Extent]) -> Range<u64> {
+    let start = extents.first().map_or(0, |extent| extent.guest);
+    start..extents.last().map_or(start, |extent| extent.guest + extent.length)
+}

@@ -1,0 +1,269 @@
+//! `block-stream`: what layers between a base and an overlay hold goes into the overlay, and they
+//! leave the chain.
+
+use super::job::{Job, JobKind, JobOptions, JobStatus};
+use super::run::{Driver, Pieces, Task, run};
+use crate::chain::Layer;
+use crate::disk::Disk;
+use crate::live::graph::Shortening;
+use crate::live::{LiveDisk, backing_name};
+use crate::map::{Unit, UnitKind};
+use crate::write::{Pulled, Surplus};
+use crate::{BlockDevice, DiskError, LayerIndex, Result};
+use isobath_storage::{FileId, Host, Storage};
+use std::future::Future;
+use std::ops::Range;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Bytes copied between two commits: what a flush of the guest may find to be written.
+const COMMIT_EVERY: u64 = 32 << 20;
+
+/// What to stream.
+#[derive(Clone, Debug, Default)]
+pub struct StreamOptions {
+    /// The overlay that takes the data, by its image's file; `None`: the active layer.
+    pub top: Option<FileId>,
+    /// The layer that stays below it; `None`: none does.
+    pub base: Option<FileId>,
+    /// How the overlay's header names the base; `None`: as the header of the layer above it does.
+    pub backing_file: Option<String>,
+}
+
+/// The overlay, while the job runs.
+enum Target<H: Host> {
+    /// The live disk's active layer.
+    Active(Arc<LiveDisk<H>>),
+    /// A layer below it, as the top of a disk of its own.
+    Lower(Box<Disk<H>>),
+}
+
+struct Stream<H: Host> {
+    live: Arc<LiveDisk<H>>,
+    options: StreamOptions,
+    target: Option<Target<H>>,
+    surplus: Surplus,
+    top: LayerIndex,
+    cursor: AtomicU64,
+    since_commit: AtomicU64,
+}
+
+impl<H: Host> LiveDisk<H> {
+    /// Starts a job that streams. The future runs it; the caller spawns it on this thread.
+    ///
+    /// # Errors
+    /// If the layers are not of this chain, or not in this order.
+    pub fn stream(
+        self: &Arc<Self>,
+        options: StreamOptions,
+        job: JobOptions,
+    ) -> Result<(Arc<Job>, impl Future<Output = ()> + use<H>)> {
+        let disk = self.current();
+        let top = self.layer_of(options.top)?.unwrap_or(disk.active_index());
+        let base = self.layer_of(options.base)?;
+        if base.is_some_and(|base| base >= top) {
+            return Err(disk.unfit_layers("the base is not below the layer that takes the data"));
+        }
+        if disk.chain.get(top).is_none_or(|layer| layer.as_qcow2().is_none()) {
+            return Err(disk.unfit_layers("only a qcow2 layer can take the data of those below"));
+        }
+        let writable = disk.writer.is_some();
+        if !writable {
+            return Err(DiskError::ReadOnly);
+        }
+        let first = base.map_or(0, |base| base.get() + 1);
+        let surplus = disk.surplus(LayerIndex::new(first), top);
+        let job = Job::new(JobKind::Stream, job);
+        let claim = self.claim(&job)?;
+        let task = Stream {
+            live: Arc::clone(self),
+            options,
+            target: None,
+            surplus,
+            top,
+            cursor: AtomicU64::new(0),
+            since_commit: AtomicU64::new(0),
+        };
+        Ok((Arc::clone(&job), run(job, task, claim)))
+    }
+
+    /// The layer whose image is in this file.
+    pub(super) fn layer_of(&self, file: Option<FileId>) -> Result<Option<LayerIndex>> {
+        let Some(file) = file else { return Ok(None) };
+        let disk = self.current();
+        let mut layers = disk.chain.layers();
+        match layers.find(|(_, layer)| layer.storage().id() == file) {
+            Some((index, _)) => Ok(Some(index)),
+            None => Err(disk.unfit_layers("an image that was named is not part of the chain")),
+        }
+    }
+}
+
+impl<H: Host> Disk<H> {
+    pub(super) fn unfit_layers(&self, reason: &str) -> DiskError {
+        DiskError::Refused {
+            image: self.chain.active().name().to_owned(),
+            reason: reason.to_owned(),
+        }
+    }
+}
+
+impl<H: Host> Stream<H> {
+    /// The index of a layer now: others may have been added on top.
+    fn base_layer(&self) -> Option<Arc<Layer<H::File>>> {
+        let base = self.surplus.start.get().checked_sub(1)?;
+        self.live.current().chain.get(LayerIndex::new(base)).map(Arc::clone)
+    }
+
+    /// How the overlay names its new backing file.
+    fn backing(&self) -> Result<Option<(String, crate::ImageFormat)>> {
+        let Some(base) = self.base_layer() else { return Ok(None) };
+        let disk = self.live.current();
+        let top = disk.chain.get(self.top).map(|layer| layer.name().to_owned());
+        let name = match &self.options.backing_file {
+            Some(name) => name.clone(),
+            None => {
+                let above = disk.chain.get(self.surplus.start);
+                let named = above.and_then(|layer| {
+                    let name = layer.header()?.backing_file?;
+                    let same = layer.name().parent() == top.as_deref().and_then(Path::parent);
+                    (same || Path::new(&name).is_absolute()).then_some(name)
+                });
+                match named {
+                    Some(name) => name,
+                    None => backing_name(base.name(), top.as_deref().unwrap_or(Path::new("")))?,
+                }
+            }
+        };
+        Ok(Some((name, base.format())))
+    }
+}
+
+impl<H: Host> Pieces for Stream<H> {
+    async fn next(&self, most: u64) -> Result<Option<Range<u64>>> {
+        let at = self.cursor.load(Ordering::Relaxed);
+        let found = match &self.target {
+            Some(Target::Active(live)) => {
+                live.inside(|disk| async move { disk.next_surplus(self.surplus, at, most).await })
+                    .await?
+            }
+            Some(Target::Lower(disk)) => disk.next_surplus(self.surplus, at, most).await?,
+            None => None,
+        };
+        let next = found.as_ref().map_or(self.size(), |range| range.end);
+        self.cursor.store(next, Ordering::Relaxed);
+        Ok(found)
+    }
+
+    async fn copy(&self, range: Range<u64>) -> Result<Pulled> {
+        let pulled = match &self.target {
+            Some(Target::Active(live)) => {
+                live.inside(|disk| async move { disk.pull(self.surplus, range).await }).await?
+            }
+            Some(Target::Lower(disk)) => disk.pull(self.surplus, range).await?,
+            None => Pulled::default(),
+        };
+        let moved = pulled.copied + pulled.cloned;
+        if self.since_commit.fetch_add(moved, Ordering::Relaxed) + moved >= COMMIT_EVERY {
+            self.since_commit.store(0, Ordering::Relaxed);
+            match &self.target {
+                Some(Target::Active(live)) => live.current().flush().await?,
+                Some(Target::Lower(disk)) => disk.flush().await?,
+                None => {}
+            }
+        }
+        Ok(pulled)
+    }
+
+    fn progress(&self) -> (u64, u64) {
+        (self.cursor.load(Ordering::Relaxed), self.size())
+    }
+
+    fn remaining(&self) -> u64 {
+        self.size() - self.cursor.load(Ordering::Relaxed).min(self.size())
+    }
+}
+
+impl<H: Host> Stream<H> {
+    fn size(&self) -> u64 {
+        match &self.target {
+            Some(Target::Lower(disk)) => disk.size(),
+            _ => self.live.size(),
+        }
+    }
+}
+
+impl<H: Host> Task for Stream<H> {
+    async fn work(&mut self, job: &Job) -> Result<bool> {
+        let active = {
+            let _graph = self.live.hold_graph().await;
+            let disk = self.live.current();
+            self.top == disk.active_index()
+        };
+        self.target = Some(if active {
+            Target::Active(Arc::clone(&self.live))
+        } else {
+            Target::Lower(Box::new(self.live.open_lower(self.top).await?))
+        });
+        let live = Arc::clone(&self.live);
+        let mut driver = Driver::new(job, &live);
+        driver.drive(&*self, JobStatus::Running, JobStatus::Paused).await
+    }
+
+    async fn finish(&mut self, _: &Job) -> Result<()> {
+        let live = Arc::clone(&self.live);
+        let _graph = live.hold_graph().await;
+        let backing = self.backing()?;
+        let named = backing.as_ref().map(|(name, format)| (name.as_str(), format.name()));
+        let removed = self.surplus.start.get()..self.top.get();
+        match self.target.take() {
+            Some(Target::Active(_)) => {
+                let disk = live.current();
+                disk.flush().await?;
+                disk.set_backing(named).await?;
+                let alone = named.is_none();
+                let unit = |_, unit: Unit| {
+                    let zero = alone && unit.kind() == UnitKind::Zero;
+                    zero.then_some(Unit::ABSENT)
+                };
+                live.shorten(Shortening { removed, changed: None, alone }, unit).await
+            }
+            Some(Target::Lower(disk)) => {
+                let done = async {
+                    disk.flush().await?;
+                    disk.set_backing(named).await
+                };
+                if let Err(error) = done.await {
+                    self.target = Some(Target::Lower(disk));
+                    return Err(error);
+                }
+                let layer = live.close_lower(self.top, &disk).await?;
+                let start = removed.start;
+                let alone = named.is_none();
+                let unit = |guest, old: Unit| {
+                    let now = disk.map.cached(guest)?;
+                    if now.kind() == UnitKind::Absent && !(alone && old.kind() == UnitKind::Zero) {
+                        return None;
+                    }
+                    let plain = now.is_plain();
+                    // Of the layer that took it, numbered as it will be.
+                    (plain && now.layer() == self.top)
+                        .then(|| now.in_layer(LayerIndex::new(start)))
+                };
+                let changed = Some((self.top, layer));
+                live.shorten(Shortening { removed, changed, alone: false }, unit).await
+            }
+            None => Ok(()),
+        }
+    }
+
+    async fn abandon(&mut self) -> Result<()> {
+        if let Some(Target::Lower(disk)) = self.target.take() {
+            let _graph = self.live.hold_graph().await;
+            let layer = self.live.close_lower(self.top, &disk).await?;
+            self.live.renew(self.top, layer).await?;
+        }
+        Ok(())
+    }
+}

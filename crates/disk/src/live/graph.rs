@@ -1,0 +1,229 @@
+//! Changing which layers a chain has, under requests.
+
+use super::LiveDisk;
+use crate::chain::{Chain, Layer};
+use crate::disk::Disk;
+use crate::index;
+use crate::map::{Unit, UnitKind};
+use crate::{ImageFormat, LayerIndex, OpenOptions, Result, Trust};
+use isobath_qcow2::{Header, header::HeaderWrite};
+use isobath_storage::{Host, IoBuf, Storage};
+use std::future::Future;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// A change after which a chain reads as before, with fewer layers. Layers are numbered as they were.
+pub(crate) struct Shortening<S> {
+    /// The layers that go.
+    pub(crate) removed: Range<u16>,
+    /// A layer whose image was changed, as it is now.
+    pub(crate) changed: Option<(LayerIndex, Arc<Layer<S>>)>,
+    /// The active layer alone is left.
+    pub(crate) alone: bool,
+}
+
+impl<H: Host> LiveDisk<H> {
+    /// Holds off other changes of the chain until what is returned is dropped.
+    pub(crate) async fn hold_graph(&self) -> async_lock::MutexGuard<'_, ()> {
+        self.graph.lock().await
+    }
+
+    /// Puts a shorter chain in place. `unit` tells where the units of removed layers are now; `None`
+    /// where that must be looked up. The caller holds the graph.
+    pub(crate) async fn shorten(
+        &self,
+        change: Shortening<H::File>,
+        unit: impl Fn(u64, Unit) -> Option<Unit>,
+    ) -> Result<()> {
+        let disk = self.current();
+        self.settle(&disk).await?;
+        let Shortening { removed, changed, alone } = change;
+        let mut layers = Vec::with_capacity(disk.depth());
+        for (index, layer) in disk.chain.layers() {
+            match &changed {
+                Some((at, layer)) if *at == index => layers.push(Arc::clone(layer)),
+                _ if removed.contains(&index.get()) => {}
+                _ => layers.push(Arc::clone(layer)),
+            }
+        }
+        let chain = Chain::stacked(layers);
+        if self.may_use_index() {
+            chain.set_index(index::find(&chain).await);
+        }
+        let active = chain.active_index();
+        let count = removed.end - removed.start;
+        let map = Arc::clone(&disk.map);
+        let quiet = self.gate.quiet().await;
+        map.rewrite(|guest, old| {
+            let layer = old.layer().get();
+            if old.kind() == UnitKind::Absent || layer < removed.start {
+                Some(old)
+            } else if layer >= removed.end {
+                Some(old.in_layer(LayerIndex::new(layer - count)))
+            } else {
+                unit(guest, old)
+            }
+        });
+        map.set_active(active);
+        if let Some(qcow2) = disk.writer.as_ref().and_then(|writer| writer.qcow2()) {
+            qcow2.set_alone(alone || qcow2.alone());
+        }
+        let next = disk.successor(chain, map, disk.writer.clone(), None);
+        self.current.store(Arc::new(next));
+        drop(quiet);
+        Ok(())
+    }
+
+    /// Lets the disk go on in another one, once `last` has seen to it that it reads the same; nobody
+    /// changes anything meanwhile. The caller holds the graph. What is returned is the disk so far.
+    pub(crate) async fn go_on_in<F: Future<Output = Result<()>>>(
+        &self,
+        other: Arc<Disk<H>>,
+        last: impl FnOnce(Arc<Disk<H>>) -> F,
+    ) -> Result<Arc<Disk<H>>> {
+        let _quiet = self.gate.quiet().await;
+        let disk = self.current();
+        last(disk).await?;
+        Ok(self.current.swap(other))
+    }
+
+    /// Opens a layer that is only read, with those below it, as a disk that may be changed; other
+    /// programs are kept out of it. The chain goes on reading the layer. To be followed by
+    /// [`close_lower`](Self::close_lower).
+    pub(crate) async fn open_lower(&self, top: LayerIndex) -> Result<Disk<H>> {
+        let disk = self.current();
+        let Some(layer) = disk.chain.get(top) else { return Err(disk.no_layer(top)) };
+        layer.storage().admit_writer(true).await?;
+        if !Arc::ptr_eq(layer.storage(), layer.data()) {
+            layer.data().admit_writer(true).await?;
+        }
+        // What the writer adds is data to those who read here.
+        layer.give_out(u64::MAX >> 1);
+        let opened = self.open_writable(&disk, top).await;
+        if opened.is_err() {
+            self.forget_lower(top).await?;
+        }
+        opened
+    }
+
+    async fn open_writable(&self, disk: &Disk<H>, top: LayerIndex) -> Result<Disk<H>> {
+        let Some(layer) = disk.chain.get(top) else { return Err(disk.no_layer(top)) };
+        let (format, options) = (Some(layer.format()), self.options());
+        let options = OpenOptions { writable: true, ..options.clone() };
+        let opened =
+            crate::chain::open_layer(disk.host(), layer.name(), format, true, &options).await?;
+        let below = disk.chain.layers().take(top.get() as usize);
+        let mut layers: Vec<_> = below.map(|(_, layer)| Arc::clone(layer)).collect();
+        layers.push(Arc::new(opened));
+        let chain = Chain::stacked(layers);
+        if self.may_use_index() {
+            chain.set_index(index::find(&chain).await);
+        }
+        let disk = Disk::of_chain(Arc::clone(&disk.host), chain, &options).await?;
+        if let Some(writer) = &disk.writer {
+            writer.keep_readable().await;
+        }
+        Ok(disk)
+    }
+
+    /// Ends what [`open_lower`](Self::open_lower) began and gives the layer as it is now, only read.
+    pub(crate) async fn close_lower(
+        &self,
+        top: LayerIndex,
+        lower: &Disk<H>,
+    ) -> Result<Arc<Layer<H::File>>> {
+        lower.close().await?;
+        let layer = Arc::clone(lower.chain.active());
+        layer.settle().await?;
+        layer.storage().retire().await?;
+        if !Arc::ptr_eq(layer.storage(), layer.data()) {
+            layer.data().retire().await?;
+        }
+        self.forget_lower(top).await?;
+        Ok(layer)
+    }
+
+    /// The chain's own handle of a layer that was open for writing keeps writers out again.
+    pub(crate) async fn forget_lower(&self, top: LayerIndex) -> Result<()> {
+        if let Some(layer) = self.current().chain.get(top) {
+            layer.storage().admit_writer(false).await?;
+            if !Arc::ptr_eq(layer.storage(), layer.data()) {
+                layer.data().admit_writer(false).await?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Has a layer name another backing file, or none, durably.
+    pub(crate) async fn set_backing(
+        &self,
+        of: LayerIndex,
+        backing: Option<(&str, ImageFormat)>,
+    ) -> Result<()> {
+        let disk = self.current();
+        let named = backing.map(|(name, format)| (name, format.name()));
+        if of == disk.active_index() {
+            return disk.set_backing(named).await;
+        }
+        let Some(layer) = disk.chain.get(of) else { return Err(disk.no_layer(of)) };
+        layer.storage().admit_writer(true).await?;
+        let changed = async {
+            let options = OpenOptions { writable: true, ..self.options.clone() };
+            let opened = crate::chain::open_layer(
+                disk.host(),
+                layer.name(),
+                Some(layer.format()),
+                true,
+                &options,
+            );
+            opened.await?.edit_backing(named).await
+        };
+        let changed = changed.await;
+        layer.storage().admit_writer(false).await?;
+        changed?;
+        if let Some(qcow2) = layer.as_qcow2() {
+            let owned = named.map(|(name, format)| (name.to_owned(), Some(format.to_owned())));
+            qcow2.header.write().set_backing(owned);
+        }
+        Ok(())
+    }
+
+    /// Puts a layer's image as it is now in place of what is known of it. The caller holds the graph.
+    pub(crate) async fn renew(&self, at: LayerIndex, layer: Arc<Layer<H::File>>) -> Result<()> {
+        let removed = at.get()..at.get();
+        let change = Shortening { removed, changed: Some((at, layer)), alone: false };
+        self.shorten(change, |_, unit| Some(unit)).await
+    }
+
+    pub(super) fn may_use_index(&self) -> bool {
+        self.options.trust == Trust::Full
+    }
+}
+
+impl<H: Host> Disk<H> {
+    /// Has the active image name another backing file, or none, durably.
+    pub(crate) async fn set_backing(&self, backing: Option<(&str, &str)>) -> Result<()> {
+        let writer = self.writer()?;
+        let _alone = writer.resizing.lock().await;
+        writer.exclusively(|| self.chain.active().edit_backing(backing)).await
+    }
+}
+
+impl<S: Storage> Layer<S> {
+    /// Writes another backing file's name into the header, durably. The file is open for writing.
+    async fn edit_backing(&self, backing: Option<(&str, &str)>) -> Result<()> {
+        let Some(qcow2) = self.as_qcow2() else { return Ok(()) };
+        let storage = self.storage();
+        let size = qcow2.geometry.cluster_size() as usize;
+        let cluster = storage.read_at(0, IoBuf::zeroed(size)).await?;
+        let writes: Vec<HeaderWrite> =
+            Header::edit_backing(&cluster, backing).map_err(|error| self.format_error(error))?;
+        for (at, bytes) in writes {
+            storage.write_at(at as u64, IoBuf::copy_of(&bytes)).await?;
+            storage.flush().await?;
+        }
+        let owned = backing.map(|(name, format)| (name.to_owned(), Some(format.to_owned())));
+        qcow2.header.write().set_backing(owned);
+        Ok(())
+    }
+}

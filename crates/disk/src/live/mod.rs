@@ -1,0 +1,309 @@
+//! A disk whose chain changes while it is used.
+//!
+//! A [`LiveDisk`] is what doors serve where snapshots are made and jobs run. Beneath it is a [`Disk`]
+//! of the chain as it is now. A change prepares another `Disk`, keeps new requests out for as long as
+//! those under way take ([`gate`]), and puts the other in place. Nothing else happens in that moment:
+//! files are made before, and the former active image gets its final state afterwards
+//! ([`snapshot`]).
+
+mod counts;
+mod claim;
+mod gate;
+pub(crate) mod graph;
+mod snapshot;
+mod tracked;
+
+pub use counts::{IoStats, LATENCY_BUCKETS, RequestStats};
+pub(crate) use claim::Claim;
+pub(crate) use snapshot::backing_name;
+pub use snapshot::Overlay;
+pub(crate) use tracked::DirtyMap;
+
+use crate::chain::Layer;
+use crate::device::{BlockDevice, BlockStatus, ZeroFlags};
+use crate::jobs::clock::{Clock, SystemClock};
+use crate::jobs::pace::GuestCounts;
+use crate::map::MapStats;
+use crate::{Disk, DiskError, OpenOptions, Preallocation, Result};
+use arc_swap::ArcSwap;
+use claim::Claims;
+use counts::{Copying, Counts, Kind};
+use gate::Gate;
+use isobath_storage::{Host, IoBuf};
+use std::future::Future;
+use std::path::Path;
+use std::sync::Arc;
+use tracked::Tracked;
+
+/// Bytes of a zero-write or discard between two changes of the chain: these may take long.
+const STEP: u64 = 1 << 30;
+/// The same for looking at the map.
+const STATUS_STEP: u64 = 16 << 30;
+
+/// A virtual disk whose chain can change while it is used. See [`Disk`].
+pub struct LiveDisk<H: Host> {
+    current: ArcSwap<Disk<H>>,
+    options: OpenOptions,
+    gate: Gate,
+    /// Held by whoever changes the chain.
+    graph: async_lock::Mutex<()>,
+    counts: Counts,
+    clock: Arc<dyn Clock>,
+    tracked: Tracked,
+    claims: Claims,
+}
+
+impl<H: Host> LiveDisk<H> {
+    /// Opens the image `name` and its backing chain, as [`Disk::open`] does.
+    ///
+    /// # Errors
+    /// As [`Disk::open`].
+    pub async fn open(host: H, name: &Path, options: &OpenOptions) -> Result<Arc<Self>> {
+        let disk = Disk::open(host, name, options).await?;
+        Ok(Self::new(disk, options, Arc::new(SystemClock::default())))
+    }
+
+    /// The disk with a clock of the caller's. `options` are those that `disk` was opened with.
+    pub fn new(disk: Disk<H>, options: &OpenOptions, clock: Arc<dyn Clock>) -> Arc<Self> {
+        Arc::new(Self {
+            current: ArcSwap::from_pointee(disk),
+            options: options.clone(),
+            gate: Gate::default(),
+            graph: async_lock::Mutex::default(),
+            counts: Counts::default(),
+            clock,
+            tracked: Tracked::default(),
+            claims: Claims::default(),
+        })
+    }
+
+    /// The disk as it is now. A change of the chain puts another in its place.
+    pub(crate) fn current(&self) -> Arc<Disk<H>> {
+        self.current.load_full()
+    }
+
+    /// The layers, from the active one down to the base.
+    pub fn layers(&self) -> Vec<Arc<Layer<H::File>>> {
+        self.current.load().layers().map(Arc::clone).collect()
+    }
+
+    /// The number of layers in the chain.
+    pub fn depth(&self) -> usize {
+        self.current.load().depth()
+    }
+
+    /// Layers, from the base, that the direct-access index in use describes; 0 without one.
+    pub fn indexed_layers(&self) -> usize {
+        self.current.load().indexed_layers()
+    }
+
+    /// The map's counters.
+    pub fn map_stats(&self) -> MapStats {
+        self.current.load().map_stats()
+    }
+
+    /// The requests since the disk was opened.
+    pub fn io_stats(&self) -> IoStats {
+        self.counts.stats()
+    }
+
+    /// What pacing looks at.
+    pub(crate) fn guest(&self) -> GuestCounts {
+        self.counts.guest()
+    }
+
+    /// Says that a job copies until what is returned is dropped.
+    pub(crate) fn copying(&self) -> Copying<'_> {
+        self.counts.copying()
+    }
+
+    /// The clock of the disk and its jobs.
+    pub(crate) fn clock(&self) -> &Arc<dyn Clock> {
+        &self.clock
+    }
+
+    /// How the disk was opened.
+    pub fn options(&self) -> &OpenOptions {
+        &self.options
+    }
+
+    /// Changes the disk's size, as [`Disk::resize`] does.
+    ///
+    /// # Errors
+    /// As there.
+    pub async fn resize(
+        &self,
+        size: u64,
+        preallocation: Preallocation,
+        shrink: bool,
+    ) -> Result<()> {
+        self.claims.check(&self.current())?;
+        let _graph = self.graph.lock().await;
+        self.current().resize(size, preallocation, shrink).await
+    }
+
+    /// Cancels the job that runs, flushes, and brings the image into its final state, as
+    /// [`Disk::close`] does.
+    ///
+    /// # Errors
+    /// As there.
+    pub async fn close(&self) -> Result<()> {
+        self.claims.end().await;
+        let _graph = self.graph.lock().await;
+        let disk = self.current();
+        let settled = self.settle(&disk).await;
+        settled.and(disk.close().await)
+    }
+
+    /// As [`Disk::upkeep`], over every change of the chain.
+    ///
+    /// # Errors
+    /// As there.
+    pub async fn upkeep(&self) -> Result<()> {
+        loop {
+            let disk = self.current();
+            disk.upkeep().await?;
+            if Arc::ptr_eq(&disk, &self.current.load()) {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Has `map` hear of every change from now on.
+    pub(crate) fn track(&self, map: &Arc<DirtyMap>) {
+        self.tracked.add(map);
+    }
+
+    /// `map` has heard enough.
+    pub(crate) fn untrack(&self, map: &Arc<DirtyMap>) {
+        self.tracked.remove(map);
+    }
+
+    /// Runs a request: counted, and never during a change of the chain.
+    async fn request<T, F: Future<Output = Result<T>>>(
+        &self,
+        kind: Kind,
+        bytes: u64,
+        run: impl FnOnce(Arc<Disk<H>>) -> F,
+    ) -> Result<T> {
+        let request = self.counts.begin(kind, bytes, self.clock.now());
+        let result = {
+            let _pass = self.gate.enter().await;
+            run(self.current()).await
+        };
+        request.end(result.is_ok(), self.clock.now());
+        result
+    }
+
+    /// Runs a change of the disk's content, which those who [track](Self::track) it hear of.
+    async fn change<T, F: Future<Output = Result<T>>>(
+        &self,
+        kind: Kind,
+        range: (u64, u64),
+        run: impl FnOnce(Arc<Disk<H>>) -> F,
+    ) -> Result<T> {
+        let (offset, length) = range;
+        let tracked = &self.tracked;
+        self.request(kind, length, |disk| async move {
+            let result = run(disk).await;
+            // Also after a failure, which may have changed something. Before the gate is left: a
+            // change of the chain counts on it.
+            tracked.mark(offset, length);
+            result
+        })
+        .await
+    }
+
+    /// Runs a piece of a job's work, never during a change of the chain.
+    pub(crate) async fn inside<T, F: Future<Output = T>>(
+        &self,
+        run: impl FnOnce(Arc<Disk<H>>) -> F,
+    ) -> T {
+        let _pass = self.gate.enter().await;
+        run(self.current()).await
+    }
+}
+
+/// The steps of a long range.
+fn steps(offset: u64, length: u64, step: u64) -> impl Iterator<Item = (u64, u64)> {
+    let end = offset.saturating_add(length);
+    let mut at = offset;
+    std::iter::from_fn(move || {
+        let next = end.min((at - at % step).saturating_add(step));
+        let found = (at, next - at);
+        at = next;
+        (found.1 > 0).then_some(found)
+    })
+}
+
+impl<H: Host> BlockDevice for LiveDisk<H> {
+    fn size(&self) -> u64 {
+        self.current.load().size()
+    }
+
+    fn is_read_only(&self) -> bool {
+        self.current.load().is_read_only()
+    }
+
+    fn preferred_block(&self) -> u32 {
+        self.current.load().preferred_block()
+    }
+
+    async fn read(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
+        let length = buf.len() as u64;
+        self.request(Kind::Read, length, |disk| async move { disk.read(offset, buf).await }).await
+    }
+
+    async fn write(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
+        let range = (offset, buf.len() as u64);
+        self.change(Kind::Write, range, |disk| async move { disk.write(offset, buf).await }).await
+    }
+
+    async fn write_zeroes(&self, offset: u64, length: u64, flags: ZeroFlags) -> Result<()> {
+        self.current.load().check_range(offset, length)?;
+        for (at, length) in steps(offset, length, STEP) {
+            self.change(Kind::Unmap, (at, length), |disk| async move {
+                disk.write_zeroes(at, length, flags).await
+            })
+            .await?;
+        }
+        Ok(())
+    }
+
+    async fn discard(&self, offset: u64, length: u64) -> Result<()> {
+        self.current.load().check_range(offset, length)?;
+        for (at, length) in steps(offset, length, STEP) {
+            self.change(Kind::Unmap, (at, length), |disk| async move {
+                disk.discard(at, length).await
+            })
+            .await?;
+        }
+        Ok(())
+    }
+
+    async fn flush(&self) -> Result<()> {
+        let request = self.counts.begin(Kind::Flush, 0, self.clock.now());
+        let result = loop {
+            // Not inside the gate: a sync may take long. What was done before went to this disk,
+            // or to one whose writes this one makes durable as well.
+            let disk = self.current();
+            match disk.flush().await {
+                Err(DiskError::Closed) if !Arc::ptr_eq(&disk, &self.current.load()) => {}
+                done => break done,
+            }
+        };
+        request.end(result.is_ok(), self.clock.now());
+        result
+    }
+
+    async fn block_status(
+        &self,
+        offset: u64,
+        length: u64,
+        max_runs: usize,
+    ) -> Result<Vec<BlockStatus>> {
+        self.current.load().check_range(offset, length)?;
+        let length = steps(offset, length, STATUS_STEP).next().map_or(0, |(_, length)| length);
+        self.inside(|disk| async move { disk.block_status(offset, length, max_runs).await }).await
+    }
+}

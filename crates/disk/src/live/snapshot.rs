@@ -1,0 +1,222 @@
+//! Snapshots of a disk in use.
+//!
+//! Everything that takes time comes before the change of the chain or after it. Before: the overlay,
+//! with its index of the layers below, is made, durable and open for writing. Then requests are kept
+//! out until those under way have ended, and the next ones find the overlay as active layer. After:
+//! what the former active image still owes its file is written there, its journal is taken out of
+//! use, and the locks of a writer are given up. Until that is done its writer answers for it, and a
+//! flush makes both durable. A crash at any point leaves the old chain or the new one.
+
+use super::LiveDisk;
+use crate::chain::{Chain, Layer, open_layer};
+use crate::create::NewDisk;
+use crate::disk::{Disk, Settling};
+use crate::index;
+use crate::map::Map;
+use crate::write::Writer;
+use crate::{BlockDevice, DiskError, ImageFormat, MAX_LAYERS, Result, create};
+use isobath_qcow2::L1Entry;
+use isobath_storage::{Host, Storage};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// The image that is to become the active layer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Overlay {
+    /// A qcow2 image to be made at this path, in place of a file that nobody uses. Its clusters are
+    /// as the active image's.
+    Create(PathBuf),
+    /// An image that was made before, of the same size, whose header names the active image as its
+    /// backing file.
+    Existing(PathBuf),
+}
+
+impl Overlay {
+    fn path(&self) -> &Path {
+        match self {
+            Self::Create(path) | Self::Existing(path) => path,
+        }
+    }
+}
+
+impl<H: Host> LiveDisk<H> {
+    /// Makes the active image a backing file and `overlay` the active image. What was written before
+    /// the call is below; requests go on meanwhile. On return the former active image is a plain
+    /// image, durable, and others may read it.
+    ///
+    /// # Errors
+    /// If the disk is read-only, the overlay cannot be made or does not fit: the chain is then as it
+    /// was. If what is left of the former active image cannot be written: the overlay is in use
+    /// then, and the disk takes no more flushes.
+    pub async fn snapshot(&self, overlay: &Overlay) -> Result<()> {
+        self.claims.check(&self.current())?;
+        let _graph = self.graph.lock().await;
+        let disk = self.current();
+        self.settle(&disk).await?;
+        let active = Arc::clone(disk.chain.active());
+        let writer = Arc::clone(disk.writer.as_ref().ok_or(DiskError::ReadOnly)?);
+        if disk.depth() == MAX_LAYERS {
+            return Err(DiskError::Refused {
+                image: overlay.path().to_owned(),
+                reason: format!("the chain has {MAX_LAYERS} layers, as many as it can have"),
+            });
+        }
+        if let Overlay::Create(path) = overlay {
+            self.create_overlay(&disk, path).await?;
+        }
+        let layer = self.open_overlay(&disk, overlay).await?;
+        let qcow2 = layer.as_qcow2().ok_or_else(|| unfit(&layer, "it is not a qcow2 image"))?;
+        let new_writer = Writer::open(&layer, qcow2, &self.options, false).await?;
+        let mut layers: Vec<_> = disk.chain.layers().map(|(_, layer)| Arc::clone(layer)).collect();
+        layers.push(Arc::clone(&layer));
+        let chain = Chain::of(layers);
+        let found = if self.may_use_index() { index::find(&chain).await } else { None };
+        chain.set_index(found.or_else(|| disk.chain.index()));
+        let map = self.map_for(&disk, &chain);
+
+        let quiet = self.gate.quiet().await;
+        if layer.size() != disk.size() {
+            return Err(unfit(&layer, "its size is not the disk's"));
+        }
+        map.set_active(chain.active_index());
+        let settling = Settling { layer: disk.active_index(), writer };
+        let next = disk.successor(chain, map, Some(Arc::new(new_writer)), Some(settling));
+        self.current.store(Arc::new(next));
+        drop(quiet);
+        tracing::info!(
+            overlay = %layer.name().display(),
+            below = %active.name().display(),
+            "the chain has a new active layer"
+        );
+        self.settle(&self.current()).await
+    }
+
+    /// The map for a chain with a layer more: the present one, unless that cannot tell the new layer's
+    /// clusters apart, or the layer holds something.
+    fn map_for(&self, disk: &Disk<H>, chain: &Chain<H::File>) -> Arc<Map> {
+        let empty = chain.active().as_qcow2().is_some_and(|qcow2| {
+            let l1 = qcow2.l1.read();
+            l1.iter().all(|entry| *entry == L1Entry::unallocated())
+        });
+        if empty && chain.unit_bits() == disk.map.unit_bits() {
+            return Arc::clone(&disk.map);
+        }
+        let budget = disk.map_stats().budget as usize;
+        Arc::new(Map::new(chain.unit_bits(), budget, chain.active_index()))
+    }
+
+    /// Brings the file of a former active layer, if its writer still answers for it, into its final
+    /// state. The caller holds `graph`.
+    pub(crate) async fn settle(&self, disk: &Disk<H>) -> Result<()> {
+        let Some(settling) = disk.settling() else { return Ok(()) };
+        settling.writer.close(&disk.readers).await?;
+        if let Some(layer) = disk.chain.get(settling.layer) {
+            layer.settle().await?;
+            disk.settled();
+            layer.storage().retire().await?;
+            if !Arc::ptr_eq(layer.storage(), layer.data()) {
+                layer.data().retire().await?;
+            }
+        }
+        Ok(())
+    }
+
+    async fn create_overlay(&self, disk: &Disk<H>, path: &Path) -> Result<()> {
+        let active = disk.chain.active();
+        let mut new = NewDisk {
+            size: Some(disk.size()),
+            backing_file: Some(backing_name(active.name(), path)?),
+            backing_format: Some(active.format().name().to_owned()),
+            index: self.may_use_index(),
+            ..NewDisk::default()
+        };
+        if let Some(qcow2) = active.as_qcow2() {
+            new.cluster_size = qcow2.geometry.cluster_size();
+            new.extended_l2 = qcow2.geometry.extended_l2();
+        }
+        create(disk.host(), path, &new).await.map(|_| ())
+    }
+
+    /// Opens the overlay, and makes sure that it fits.
+    async fn open_overlay(
+        &self,
+        disk: &Disk<H>,
+        overlay: &Overlay,
+    ) -> Result<Arc<Layer<H::File>>> {
+        let path = overlay.path();
+        let format = Some(ImageFormat::Qcow2);
+        let layer = open_layer(disk.host(), path, format, true, &self.options).await?;
+        if disk.layers().any(|other| other.storage().id() == layer.storage().id()) {
+            return Err(unfit(&layer, "it is part of the chain already"));
+        }
+        if layer.size() != disk.size() {
+            return Err(unfit(
+                &layer,
+                &format!("its size is {} bytes, the disk's is {}", layer.size(), disk.size()),
+            ));
+        }
+        let active = disk.chain.active();
+        let named = layer.header().and_then(|header| header.backing_file);
+        let Some(named) = named else {
+            return Err(unfit(
+                &layer,
+                &format!(
+                    "it names no backing file; name '{}' with 'qemu-img rebase -u'",
+                    isobath_storage::shown(active.name())
+                ),
+            ));
+        };
+        let host = disk.host();
+        let below = host.canonical(&host.resolve(path, &named))?;
+        if below != host.canonical(active.name())? {
+            return Err(unfit(
+                &layer,
+                &format!(
+                    "its backing file is '{}', not the active image '{}'",
+                    named.escape_debug(),
+                    isobath_storage::shown(active.name())
+                ),
+            ));
+        }
+        Ok(Arc::new(layer))
+    }
+}
+
+fn unfit<S: Storage>(layer: &Layer<S>, reason: &str) -> DiskError {
+    DiskError::Refused {
+        image: layer.name().to_owned(),
+        reason: format!("it cannot become the active layer: {reason}"),
+    }
+}
+
+/// How the header of an image at `overlay` names the image at `below`.
+pub(crate) fn backing_name(below: &Path, overlay: &Path) -> Result<String> {
+    let name = if below.is_absolute() {
+        below.to_owned()
+    } else if below.parent() == overlay.parent() {
+        below.file_name().map_or_else(|| below.to_owned(), PathBuf::from)
+    } else {
+        std::path::absolute(below).unwrap_or_else(|_| below.to_owned())
+    };
+    let text = name.to_str().map(str::to_owned);
+    text.ok_or_else(|| DiskError::Refused {
+        image: below.to_owned(),
+        reason: "its name is not UTF-8, and cannot be written into an image's header".into(),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_backing_file_is_named_so_that_it_is_found() {
+        let name = |below: &str, overlay: &str| {
+            backing_name(Path::new(below), Path::new(overlay)).unwrap()
+        };
+        assert_eq!(name("/a/base", "/b/top"), "/a/base");
+        assert_eq!(name("base", "top"), "base");
+        assert_eq!(name("a/base", "a/top"), "base");
+        assert!(name("a/base", "top").ends_with("/a/base"));
+    }
+}

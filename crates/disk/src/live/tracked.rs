@@ -1,0 +1,130 @@
+//! Changes of a disk's content, for those who copy it elsewhere.
+
+use parking_lot::{Mutex, RwLock};
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Parts of a disk that changed since they were last taken.
+pub(crate) struct DirtyMap {
+    /// log2 of the bytes in a part.
+    bits: u32,
+    state: Mutex<State>,
+}
+
+struct State {
+    words: Vec<u64>,
+    /// Parts marked.
+    count: u64,
+    /// Where the search for the next one goes on.
+    hand: usize,
+}
+
+impl DirtyMap {
+    /// For a disk of `size` bytes, in parts of `1 << bits` bytes.
+    pub(crate) fn new(size: u64, bits: u32) -> Self {
+        let words = size.div_ceil(1 << bits).div_ceil(64) as usize;
+        Self { bits, state: Mutex::new(State { words: vec![0; words], count: 0, hand: 0 }) }
+    }
+
+    /// Marks every part that a range touches.
+    pub(crate) fn mark(&self, offset: u64, length: u64) {
+        if length == 0 {
+            return;
+        }
+        let (first, last) = (offset >> self.bits, (offset + length - 1) >> self.bits);
+        let state = &mut *self.state.lock();
+        for part in first..=last {
+            if let Some(word) = state.words.get_mut((part / 64) as usize) {
+                let bit = 1 << (part % 64);
+                state.count += u64::from(*word & bit == 0);
+                *word |= bit;
+            }
+        }
+    }
+
+    /// Takes the mark from the next marked parts that are adjacent, at most `most` bytes of them, and
+    /// gives their bytes.
+    pub(crate) fn take(&self, most: u64) -> Option<Range<u64>> {
+        let state = &mut *self.state.lock();
+        if state.count == 0 {
+            return None;
+        }
+        let count = state.words.len();
+        let word = (0..count).map(|n| (state.hand + n) % count).find(|n| state.words[*n] != 0)?;
+        state.hand = word;
+        let first = word as u64 * 64 + u64::from(state.words[word].trailing_zeros());
+        let most = (most >> self.bits).max(1);
+        let mut end = first;
+        while end < first + most {
+            let Some(word) = state.words.get_mut((end / 64) as usize) else { break };
+            let bit = 1 << (end % 64);
+            if *word & bit == 0 {
+                break;
+            }
+            *word &= !bit;
+            state.count -= 1;
+            end += 1;
+        }
+        Some(first << self.bits..end << self.bits)
+    }
+
+    /// Bytes of the parts that are marked.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.state.lock().count << self.bits
+    }
+}
+
+/// Those who want to know of changes.
+#[derive(Default)]
+pub(super) struct Tracked {
+    any: AtomicBool,
+    maps: RwLock<Vec<Arc<DirtyMap>>>,
+}
+
+impl Tracked {
+    pub(super) fn mark(&self, offset: u64, length: u64) {
+        if self.any.load(Ordering::Acquire) {
+            for map in &*self.maps.read() {
+                map.mark(offset, length);
+            }
+        }
+    }
+
+    pub(super) fn add(&self, map: &Arc<DirtyMap>) {
+        self.maps.write().push(Arc::clone(map));
+        self.any.store(true, Ordering::Release);
+    }
+
+    pub(super) fn remove(&self, map: &Arc<DirtyMap>) {
+        let mut maps = self.maps.write();
+        maps.retain(|other| !Arc::ptr_eq(other, map));
+        self.any.store(!maps.is_empty(), Ordering::Release);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn marked_parts_are_taken_once_adjacent_ones_together() {
+        let map = DirtyMap::new(1 << 30, 16);
+        map.mark(100, 1);
+        map.mark(65 << 16, 2 << 16);
+        map.mark((66 << 16) + 5, 1);
+        assert_eq!(map.bytes(), 3 << 16);
+        assert_eq!(map.take(1 << 20), Some(0..1 << 16));
+        assert_eq!(map.take(1 << 16), Some(65 << 16..66 << 16));
+        map.mark(0, 0);
+        assert_eq!(map.take(1 << 20), Some(66 << 16..67 << 16));
+        assert_eq!(map.take(1 << 20), None);
+    }
+
+    #[test]
+    fn marks_past_the_end_are_nobodys() {
+        let map = DirtyMap::new(1 << 16, 16);
+        map.mark(1 << 40, 1);
+        assert_eq!((map.bytes(), map.take(1)), (0, None));
+    }
+}

@@ -1,0 +1,346 @@
+//! Bringing into the active layer what the layers below hold, so that these are no longer needed.
+
+use super::plan::Plan;
+use super::Qcow2Writer;
+use crate::copy::is_zero;
+use crate::disk::Disk;
+use crate::map::{Extent, Source};
+use crate::tables::References;
+use crate::{BlockDevice, DiskError, LayerIndex, Result};
+use isobath_qcow2::{ClusterIndex, HostCluster, HostOffset};
+use isobath_storage::{Host, IoBuf, Storage};
+use std::io;
+use std::ops::Range;
+
+/// Which layers something is to do without.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Surplus {
+    /// The first of them.
+    pub(crate) start: LayerIndex,
+    /// The first one above that is not.
+    pub(crate) end: LayerIndex,
+    /// Up to here, in guest bytes, the layers below them can be seen through them.
+    pub(crate) seen: u64,
+    /// Bytes of the disk that the layers below have.
+    pub(crate) below: u64,
+}
+
+/// What a piece of a disk needs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Need {
+    Nothing,
+    Data,
+    Zeroes,
+}
+
+/// What was done.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Pulled {
+    /// Bytes read and written.
+    pub(crate) copied: u64,
+    /// Bytes shared with the layers below.
+    pub(crate) cloned: u64,
+}
+
+impl Surplus {
+    pub(crate) fn need(&self, extent: &Extent) -> Need {
+        let ours = |layer: LayerIndex| layer >= self.start && layer < self.end;
+        match extent.source {
+            Source::Data { layer, .. } | Source::Compressed { layer, .. } if ours(layer) => {
+                Need::Data
+            }
+            Source::Invalid(layer) if ours(layer) => Need::Data,
+            Source::Zero(layer) if ours(layer) && extent.guest < self.below => Need::Zeroes,
+            Source::Absent if self.seen < extent.guest + extent.length && self.seen < self.below => {
+                Need::Zeroes
+            }
+            _ => Need::Nothing,
+        }
+    }
+}
+
+impl<H: Host> Disk<H> {
+    /// What is lost where the layers from `start` up to `end` go.
+    pub(crate) fn surplus(&self, start: LayerIndex, end: LayerIndex) -> Surplus {
+        let sizes = self.chain.layers().filter(|(index, _)| *index >= start && *index < end);
+        let seen = sizes.map(|(_, layer)| layer.size()).min().unwrap_or(u64::MAX);
+        let below = start.get().checked_sub(1).and_then(|n| self.chain.get(LayerIndex::new(n)));
+        Surplus { start, end, seen, below: below.map_or(0, |layer| layer.size()) }
+    }
+
+    /// The next part of the disk from `at` on, at most `most` bytes and whole clusters, of which the
+    /// surplus layers have something that others lack; `None` if there is none.
+    pub(crate) async fn next_surplus(
+        &self,
+        surplus: Surplus,
+        at: u64,
+        most: u64,
+    ) -> Result<Option<Range<u64>>> {
+        let (size, end) = (u64::from(self.preferred_block()), self.size());
+        let cluster = self.active_qcow2().map_or(size, |q| q.geometry.cluster_size());
+        let most = (most / cluster * cluster).max(cluster);
+        let mut at = at;
+        let mut found: Option<Range<u64>> = None;
+        while at < end {
+            let untouched = self.untouched_until(at, end);
+            if untouched > at {
+                if found.is_some() {
+                    break;
+                }
+                at = untouched;
+                continue;
+            }
+            let next = end.min((at - at % WINDOW).saturating_add(WINDOW));
+            let extents = {
+                let _pass = self.readers.gate.enter();
+                self.extents(at..next).await?
+            };
+            for extent in extents {
+                let needed = surplus.need(&extent) != Need::Nothing;
+                let range = extent.guest / cluster * cluster
+                    ..(extent.guest + extent.length).next_multiple_of(cluster);
+                match &mut found {
+                    None if needed => found = Some(range),
+                    Some(found) if needed && range.start <= found.end => found.end = range.end,
+                    Some(found) => return Ok(Some(found.start..found.end.min(found.start + most))),
+                    None => {}
+                }
+                if let Some(found) = &found
+                    && found.end - found.start >= most
+                {
+                    return Ok(Some(found.start..found.start + most));
+                }
+            }
+            at = next;
+        }
+        Ok(found)
+    }
+
+    /// Brings a range of whole clusters that [`next_surplus`](Self::next_surplus) gave into the active
+    /// layer. The guest may use the disk meanwhile.
+    pub(crate) async fn pull(&self, surplus: Surplus, range: Range<u64>) -> Result<Pulled> {
+        let writer = self.writer()?;
+        let qcow2 = writer.qcow2().ok_or(DiskError::ReadOnly)?;
+        writer.commit_if_much(&self.readers).await?;
+        let _range = writer.ranges.lock(range.clone()).await;
+        let _pass = self.readers.gate.enter();
+        let end = range.end.min(self.chain.active().visible());
+        let mut pulled = Pulled::default();
+        if range.start >= end {
+            return Ok(pulled);
+        }
+        let extents = self.extents(range.start..end).await?;
+        let mut rest = &extents[..];
+        while let Some(first) = rest.first() {
+            let need = surplus.need(first);
+            let same = |extent: &&Extent| surplus.need(extent) == need;
+            let count = rest.iter().take_while(same).count().max(1);
+            let (run, later) = rest.split_at(count);
+            rest = later;
+            match need {
+                Need::Nothing => {}
+                Need::Zeroes => self.pull_zeroes(qcow2, &range_of(run)).await?,
+                Need::Data => self.pull_data(qcow2, surplus, run, &mut pulled).await?,
+            }
+        }
+        Ok(pulled)
+    }
+
+    async fn pull_data(
+        &self,
+        qcow2: &Qcow2Writer<H::File>,
+        surplus: Surplus,
+        run: &[Extent],
+        pulled: &mut Pulled,
+    ) -> Result<()> {
+        let mut copied = 0;
+        for (n, extent) in run.iter().enumerate() {
+            if let Source::Data { layer, host, .. } = extent.source
+                && let Some(source) = self.chain.get(layer)
+                && self.clone_clusters(qcow2, extent.guest, extent.length, source.data(), host).await?
+            {
+                self.pull_bytes(qcow2, surplus, &run[copied..n], pulled).await?;
+                copied = n + 1;
+                pulled.cloned += extent.length;
+            }
+        }
+        self.pull_bytes(qcow2, surplus, &run[copied..], pulled).await
+    }
+
+    async fn pull_bytes(
+        &self,
+        qcow2: &Qcow2Writer<H::File>,
+        surplus: Surplus,
+        run: &[Extent],
+        pulled: &mut Pulled,
+    ) -> Result<()> {
+        let range = range_of(run);
+        if range.is_empty() {
+            return Ok(());
+        }
+        let length = range.end - range.start;
+        let buf = self.read_extents(run, IoBuf::zeroed(length as usize)).await?;
+        if is_zero(&buf) {
+            if surplus.below > range.start {
+                self.pull_zeroes(qcow2, &range).await?;
+            }
+            return Ok(());
+        }
+        self.write_clusters(qcow2, range.start, buf).await?;
+        pulled.copied += length;
+        Ok(())
+    }
+
+    /// Makes a range zero in the active layer, whatever is below.
+    async fn pull_zeroes(&self, qcow2: &Qcow2Writer<H::File>, range: &Range<u64>) -> Result<()> {
+        let geometry = qcow2.geometry();
+        let granule = geometry.subcluster_size();
+        let mut last = range.end / granule * granule;
+        if range.end == self.chain.active().visible() {
+            last = range.end.next_multiple_of(granule);
+        }
+        let first = range.start.next_multiple_of(granule);
+        let by_entry = if geometry.version() < 3 || first >= last { range.end..range.end } else { first..last };
+        if !by_entry.is_empty() {
+            self.zero_clusters(qcow2, by_entry.clone(), false).await?;
+        }
+        for part in [range.start..by_entry.start.min(range.end), by_entry.end..range.end] {
+            let mut at = part.start;
+            while at < part.end {
+                let length = (part.end - at).min(CHUNK);
+                self.write_clusters(qcow2, at, IoBuf::zeroed(length as usize)).await?;
+                at += length;
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes a range share the space of another file's bytes from `at` on; `false`, with nothing
+    /// changed, where that is not possible.
+    pub(crate) async fn clone_in(
+        &self,
+        offset: u64,
+        length: u64,
+        source: &H::File,
+        at: u64,
+    ) -> Result<bool> {
+        let writer = self.writer()?;
+        let Some(qcow2) = writer.qcow2() else { return Ok(false) };
+        writer.commit_if_much(&self.readers).await?;
+        let size = qcow2.geometry().cluster_size();
+        let end = (offset + length).next_multiple_of(size);
+        let _range = writer.ranges.lock(offset / size * size..end).await;
+        let _pass = self.readers.gate.enter();
+        self.clone_clusters(qcow2, offset, length, source, at).await
+    }
+
+    /// As [`clone_in`](Self::clone_in), for a caller that holds the range in whole clusters and is inside
+    /// the gate.
+    async fn clone_clusters(
+        &self,
+        qcow2: &Qcow2Writer<H::File>,
+        offset: u64,
+        length: u64,
+        source: &H::File,
+        at: u64,
+    ) -> Result<bool> {
+        let geometry = qcow2.geometry();
+        let size = geometry.cluster_size();
+        let target = qcow2.metadata.layer.data();
+        let Some(block) = target.clone_alignment() else { return Ok(false) };
+        let whole = offset.is_multiple_of(size) && length.is_multiple_of(size);
+        if !whole || geometry.has_data_file() || !at.is_multiple_of(block) || size % block != 0 {
+            return Ok(false);
+        }
+        let clusters = offset / size..(offset + length) / size;
+        qcow2.ensure_tables(clusters.clone()).await?;
+        let mut plans = Vec::with_capacity((clusters.end - clusters.start) as usize);
+        for entry in qcow2.entries(clusters.clone()).await? {
+            let plan = Plan::new(&qcow2.metadata.layer, &geometry, entry, &(0..size))?;
+            if plan.host.is_some() && qcow2.metadata.guard.is_active() {
+                // A record may vouch for what is there.
+                return Ok(false);
+            }
+            plans.push(plan);
+        }
+        let mut taken: Vec<HostCluster> = Vec::new();
+        let placed = self.clone_into_places(qcow2, &plans, &mut taken, source, at).await;
+        let hosts = match placed {
+            Ok(Some(hosts)) => hosts,
+            other => {
+                qcow2.metadata.alloc.cancel(&taken).await?;
+                return other.map(|_| false);
+            }
+        };
+        qcow2.metadata.guard.cover_none();
+        for ((cluster, plan), host) in clusters.zip(&plans).zip(hosts) {
+            if plan.changes {
+                let new = [geometry.host_cluster_of(host)];
+                let references = References {
+                    taken: if plan.host.is_none() { &new } else { &[] },
+                    released: &plan.releases,
+                    ordered: true,
+                };
+                self.record(qcow2, ClusterIndex::new(cluster), plan.entry(host), references)?;
+            }
+        }
+        Ok(true)
+    }
+
+    /// Gives each cluster a host cluster and clones into them; `None` where the host cannot.
+    async fn clone_into_places(
+        &self,
+        qcow2: &Qcow2Writer<H::File>,
+        plans: &[Plan],
+        taken: &mut Vec<HostCluster>,
+        source: &H::File,
+        at: u64,
+    ) -> Result<Option<Vec<HostOffset>>> {
+        let geometry = qcow2.geometry();
+        let size = geometry.cluster_size();
+        let mut hosts: Vec<HostOffset> = Vec::with_capacity(plans.len());
+        let mut homeless = plans.iter().filter(|plan| plan.host.is_none()).count();
+        let mut free: std::collections::VecDeque<HostOffset> = std::collections::VecDeque::new();
+        while homeless > 0 {
+            let run = qcow2.metadata.alloc.allocate(homeless as u64).await?;
+            for step in 0..run.count {
+                let cluster = HostCluster::new(run.start.get() + step);
+                taken.push(cluster);
+                free.extend(geometry.host_cluster_start(cluster));
+                homeless -= 1;
+            }
+        }
+        for plan in plans {
+            let Some(host) = plan.host.or_else(|| free.pop_front()) else { return Ok(None) };
+            hosts.push(host);
+        }
+        let mut first = 0;
+        while first < hosts.len() {
+            let mut last = first + 1;
+            while last < hosts.len() && hosts[last].get() == hosts[last - 1].get() + size {
+                last += 1;
+            }
+            let (to, length) = (hosts[first].get(), (last - first) as u64 * size);
+            let from = at + first as u64 * size;
+            match qcow2.metadata.layer.data().clone_range(source, from, to, length).await {
+                Ok(true) => {}
+                Ok(false) => return Ok(None),
+                Err(error) if error.kind() == io::ErrorKind::Unsupported => return Ok(None),
+                Err(error) => return Err(error.into()),
+            }
+            first = last;
+        }
+        Ok(Some(hosts))
+    }
+}
+
+/// Guest bytes looked at in one go.
+const WINDOW: u64 = 64 << 20;
+/// The most that is written as zeroes at once.
+const CHUNK: u64 = 1 << 20;
+
+/// The guest bytes of adjacent extents.
+fn range_of(extents: &[Extent]) -> Range<u64> {
+    let start = extents.first().map_or(0, |extent| extent.guest);
+    start..extents.last().map_or(start, |extent| extent.guest + extent.length)
+}

@@ -1,0 +1,154 @@
+//! Naming another backing file in a header in place.
+
+use super::edit::{HeaderWrite, Places, SECTOR};
+use super::{Header, ParseMode};
+use crate::bytes;
+use crate::error::FormatError;
+use crate::extension::{BACKING_FORMAT, HEAD};
+use std::ops::Range;
+
+/// The name's offset (8 bytes) and length (4 bytes).
+const PLACE: Range<usize> = 8..20;
+
+impl Header {
+    /// The writes after which the image with this header cluster has another backing file, or none.
+    /// `backing` is its name, and its format's.
+    ///
+    /// Wherever there is room the new name is written behind everything, and then one write within a
+    /// sector makes it count: after a crash the image has the old backing file or the new one. Where
+    /// the header is so full that it must be laid out anew, that is one write of more sectors.
+    ///
+    /// # Errors
+    /// If the header is not valid, or has no room for the name.
+    pub fn edit_backing(
+        cluster: &[u8],
+        backing: Option<(&str, &str)>,
+    ) -> Result<Vec<HeaderWrite>, FormatError> {
+        let mut header = Self::parse_for(cluster, ParseMode::Check)?;
+        let owned = backing.map(|(name, format)| (name.to_owned(), Some(format.to_owned())));
+        header.set_backing(owned);
+        header.validate(ParseMode::Check)?;
+        let places = Places::find(cluster)?;
+        let in_place = match backing {
+            None => remove(&places),
+            Some((name, format)) => replace(&places, cluster, name, format),
+        };
+        match in_place {
+            Some(writes) => Ok(writes),
+            None => Ok(vec![(0, header.encode()?)]),
+        }
+    }
+}
+
+/// What is left of the old name is not read, since the extensions end with their mark. A format
+/// without a name says nothing.
+fn remove(places: &Places<'_>) -> Option<Vec<HeaderWrite>> {
+    places.end?;
+    Some(vec![(PLACE.start, vec![0; PLACE.len()])])
+}
+
+fn replace(
+    places: &Places<'_>,
+    cluster: &[u8],
+    name: &str,
+    format: &str,
+) -> Option<Vec<HeaderWrite>> {
+    let size = 1usize << places.header.cluster_bits;
+    let old_at = bytes::be64(cluster, PLACE.start)? as usize;
+    let old_length = bytes::be32(cluster, PLACE.start + 8)? as usize;
+    let behind = (places.end? + HEAD).max(old_at.checked_add(old_length)?);
+    let name_at = behind.next_multiple_of(8);
+    if name_at.checked_add(name.len())? > size {
+        return None;
+    }
+    let mut extents = places.extents.iter().filter(|extent| extent.magic == BACKING_FORMAT);
+    let (named, other) = (extents.next()?, extents.next());
+    let room = (named.length as usize).next_multiple_of(8);
+    let end = named.at + HEAD + room;
+    if other.is_some() || end > SECTOR || format.len() > room {
+        return None;
+    }
+    let mut sector = cluster.get(..end)?.to_vec();
+    bytes::put(&mut sector, PLACE.start, &(name_at as u64).to_be_bytes())?;
+    bytes::put(&mut sector, PLACE.start + 8, &(name.len() as u32).to_be_bytes())?;
+    let mut data = format.as_bytes().to_vec();
+    data.resize(room, 0);
+    bytes::put(&mut sector, named.at + 4, &(format.len() as u32).to_be_bytes())?;
+    bytes::put(&mut sector, named.at + HEAD, &data)?;
+    let same_format = sector.get(PLACE.end..) == cluster.get(PLACE.end..end);
+    let last = if same_format { PLACE.end } else { end };
+    Some(vec![
+        (name_at, name.as_bytes().to_vec()),
+        (PLACE.start, sector.get(PLACE.start..last)?.to_vec()),
+    ])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::sample;
+    use super::*;
+
+    fn cluster(header: &Header) -> Vec<u8> {
+        let mut cluster = header.encode().unwrap();
+        cluster.resize(1 << header.cluster_bits, 0);
+        cluster
+    }
+
+    fn named(header: &Header) -> (Option<&str>, Option<&str>) {
+        (header.backing_file.as_deref(), header.backing_format())
+    }
+
+    /// Applies the writes; before the last one counts, the header is as it was.
+    fn applied(cluster: &[u8], writes: &[HeaderWrite]) -> Header {
+        let old = Header::parse(cluster).unwrap();
+        let mut now = cluster.to_vec();
+        for (n, (at, bytes)) in writes.iter().enumerate() {
+            assert_eq!(named(&Header::parse(&now).unwrap()), named(&old), "before write {n}");
+            now[*at..*at + bytes.len()].copy_from_slice(bytes);
+        }
+        Header::parse(&now).unwrap()
+    }
+
+    fn with_backing(name: &str, format: &str) -> Header {
+        let mut header = sample();
+        header.set_backing(Some((name.into(), Some(format.into()))));
+        header
+    }
+
+    #[test]
+    fn a_name_counts_by_one_write_within_a_sector() {
+        let header = with_backing("base.qcow2", "qcow2");
+        let cluster = cluster(&header);
+        for (name, format) in [("other", "qcow2"), ("/some/where/else.img", "raw")] {
+            let writes = Header::edit_backing(&cluster, Some((name, format))).unwrap();
+            assert_eq!(writes.len(), 2);
+            let (at, bytes) = &writes[1];
+            assert_eq!(at / SECTOR, (at + bytes.len() - 1) / SECTOR);
+            let now = applied(&cluster, &writes);
+            assert_eq!(named(&now), (Some(name), Some(format)));
+            assert_eq!(now.extensions.len(), header.extensions.len());
+        }
+    }
+
+    #[test]
+    fn a_backing_file_is_removed() {
+        let cluster = cluster(&with_backing("base.qcow2", "qcow2"));
+        let writes = Header::edit_backing(&cluster, None).unwrap();
+        assert_eq!(applied(&cluster, &writes).backing_file, None);
+    }
+
+    #[test]
+    fn a_header_without_a_format_is_laid_out_anew() {
+        let mut header = sample();
+        header.set_backing(None);
+        let cluster = cluster(&header);
+        let writes = Header::edit_backing(&cluster, Some(("a", "raw"))).unwrap();
+        assert_eq!(named(&applied(&cluster, &writes)), (Some("a"), Some("raw")));
+    }
+
+    #[test]
+    fn a_name_that_is_too_long_is_refused() {
+        let cluster = cluster(&with_backing("base.qcow2", "qcow2"));
+        assert!(Header::edit_backing(&cluster, Some((&"x".repeat(1024), "qcow2"))).is_err());
+    }
+}
