@@ -1,13 +1,15 @@
 //! The adaptive mode: without a threshold to set, and with no time in which it only looks on.
 //!
 //! - **Pauses of the guest are filled.** A few milliseconds after its last request the job starts
-//!   with one small piece. What it has under way never takes longer to drain than a thirty-second part of the
-//!   time that the guest has been quiet, and 15 ms at most; so a guest that comes back at any time
-//!   loses a few percent of its pause, and a long pause sees the disk's full speed. When the guest
-//!   comes back nothing more is started.
-//! - **Beside a busy guest** the job has a share of the disk's time, a few percent, that it spends on
-//!   small pieces, evenly spaced. The share grows where the guest leaves no pauses, so that the job
-//!   ends, and where a deadline needs it.
+//!   with one small piece. What it has under way beyond that never takes longer to drain than a
+//!   thirty-second part of the time that the guest has been quiet, nor than about 15 ms; so a guest
+//!   that comes back at any time loses a few percent of its pause, and a long pause sees the disk's
+//!   full speed. When the guest comes back nothing more is started.
+//! - **Beside a busy guest** the job takes a few percent of the guest's bandwidth, as measured all the
+//!   time (see [`impact`](super::impact)), with small pieces, evenly spaced. While the guest has
+//!   pauses, so few of its requests meet a piece that their 99th percentile hardly changes. Where
+//!   it has none, the job takes more after a minute or two, so that it ends; and where a deadline
+//!   needs that, as much as it needs.
 
 use super::capacity::{Capacity, SMALL};
 use super::impact::{Impact, follow};
@@ -35,9 +37,8 @@ const LOOK: Duration = Duration::from_secs(1);
 const ALL: f64 = 0.75;
 /// The largest share where none is asked for, and where the guest notices nothing of it: a disk may
 /// be far from what a single piece shows of it.
-const MOST: f64 = 0.25;
-const UNNOTICED: f64 = 2.0;
-const UNNOTICED_LOSS: f64 = 0.1;
+const MOST: f64 = 0.4;
+const UNNOTICED: f64 = 8.0;
 /// How long the guest's pauses are remembered, in seconds.
 const MEMORY: f64 = 60.0;
 /// A share saves up for this many pieces, and owes for no longer than this, in seconds.
@@ -54,6 +55,7 @@ pub(super) struct Adaptive {
     impact: Impact,
     started: Duration,
     deadline: Option<Duration>,
+    /// From 0 to 1.
     max_impact: Option<f64>,
     /// The last call, and whether the guest was quiet then.
     at: Duration,
@@ -66,15 +68,15 @@ pub(super) struct Adaptive {
     /// it was.
     pauses: f64,
     seen_pauses: f64,
-    /// The disk's time that the job may use beside the guest, in seconds; what it owes if below 0.
+    /// The bytes that the job may copy beside the guest; what it owes if below 0.
     credit: f64,
     /// The most that the guest moved in a second, and the measure under way.
     guest_peak: f64,
     guest_from: Option<(Duration, u64)>,
     /// How long a piece takes beside the guest, in seconds; 0: not known.
     took: f64,
-    /// What `next` answered last: the disk's time that the piece costs if it is started.
-    cost: f64,
+    /// The piece beside the guest that `next` wished for.
+    starting: u64,
 }
 
 impl Adaptive {
@@ -95,7 +97,7 @@ impl Adaptive {
             guest_peak: 0.0,
             guest_from: None,
             took: 0.0,
-            cost: 0.0,
+            starting: 0,
         }
     }
 
@@ -107,11 +109,11 @@ impl Adaptive {
         speed: u64,
     ) -> Wish {
         self.observe(now, guest, work);
-        self.cost = 0.0;
+        self.starting = 0;
         let quiet = quiet_for(now, guest);
         self.limited = speed > 0;
-        let mut share = self.share(now, work);
-        let regardless = self.has_no_regard(now, share);
+        let rate = self.rate(now, work);
+        let regardless = self.has_no_regard(now, rate);
         if quiet >= self.grace() || regardless {
             self.filling = true;
             self.impact.interrupt();
@@ -124,28 +126,26 @@ impl Adaptive {
         }
         self.filling = false;
         self.impact.observe(now, guest, self.took);
-        share *= self.impact.factor();
-        // As few pieces at once as use the share, and small ones.
-        let piece = piece(share);
-        let each = (piece as f64 / self.speed()).max(1e-6);
-        let most = (share * self.took / each).ceil().clamp(1.0, 16.0) as u32;
+        let rate = rate * self.impact.factor();
+        // As few pieces at once as make the rate, and small ones.
+        let piece = self.beside_piece(rate);
+        let most = (rate * self.took / piece as f64).ceil().clamp(1.0, 16.0) as u32;
         // The first piece shows what a piece costs.
-        let known = self.capacity.speed().is_some() || work.pieces > 0;
-        let cost = if known { each } else { 0.0 };
-        if (self.credit >= cost || !known) && work.pieces < most {
-            self.cost = cost;
+        let first = self.capacity.speed().is_none() && work.pieces == 0;
+        if first || (self.credit >= piece as f64 && work.pieces < most) {
+            self.starting = piece;
             return Wish::Copy(piece);
         }
-        let slot = if work.pieces < most { (cost - self.credit) / share } else { OWED };
+        let slot = if work.pieces < most { (piece as f64 - self.credit) / rate } else { OWED };
         let pause = (self.grace() - quiet).max(0.0);
         Wish::Pause(now + Duration::from_secs_f64(slot.min(pause)))
     }
 
     /// The step that was wished for is taken.
     pub(super) fn started(&mut self) {
-        self.credit -= self.cost;
-        self.impact.used(self.cost);
-        self.cost = 0.0;
+        self.credit -= self.starting as f64;
+        self.impact.used(self.starting as f64 * self.cost());
+        self.starting = 0;
     }
 
     pub(super) fn copied(&mut self, now: Duration, bytes: u64, took: Duration) {
@@ -159,9 +159,10 @@ impl Adaptive {
 
     pub(super) fn forecast(&self, now: Duration, work: &Work, speed: u64) -> Option<Forecast> {
         self.capacity.speed()?;
-        let share = self.share(now, work);
-        let beside = if self.has_no_regard(now, share) { 1.0 } else { share.min(1.0) };
-        let mut rate = self.speed() * (self.seen_pauses + (1.0 - self.seen_pauses) * beside);
+        let rate = self.rate(now, work);
+        let full = self.speed();
+        let beside = if self.has_no_regard(now, rate) { full } else { rate.min(full) };
+        let mut rate = full * self.seen_pauses + beside * (1.0 - self.seen_pauses);
         if speed > 0 {
             rate = rate.min(speed as f64);
         }
@@ -188,14 +189,14 @@ impl Adaptive {
         let part = if passed > 0.0 { quiet / passed } else { 0.0 };
         self.pauses += (part - self.pauses) * (passed / MEMORY).min(1.0);
         self.seen_pauses += (part - self.seen_pauses) * (passed / age.clamp(1e-9, MEMORY)).min(1.0);
-        let share = self.share(now, work).min(UNNOTICED) * self.impact.factor();
-        let most = SAVED * piece(share) as f64 / self.speed();
-        self.credit = (self.credit + share * (passed - quiet)).min(most);
+        let rate = self.rate(now, work) * self.impact.factor();
+        let most = SAVED * self.beside_piece(rate) as f64;
+        self.credit = (self.credit + rate * (passed - quiet)).min(most);
         if back && self.filling {
             // The guest waits for what is under way, but for the piece that its share has anyway.
             self.capacity.interrupt();
-            let waits = work.in_flight.saturating_sub(SMALL) as f64 / self.speed();
-            self.credit = (self.credit - waits).max(-share * OWED);
+            let waits = work.in_flight.saturating_sub(SMALL) as f64;
+            self.credit = (self.credit - waits).max(-rate * OWED);
             self.filling = false;
         }
         self.activity = guest.last_activity;
@@ -221,45 +222,64 @@ impl Adaptive {
         self.capacity.speed().unwrap_or(1.0).max(self.guest_peak / 2.0)
     }
 
-    /// The job's share of the disk's time beside a busy guest, from 0 to 1.
-    fn share(&self, now: Duration, work: &Work) -> f64 {
+    /// The disk's time that a byte costs beside the guest, in seconds: small pieces cost what each
+    /// piece costs, too.
+    fn cost(&self) -> f64 {
+        // A piece that was never alone waited behind the guest, when it read and when it wrote.
+        let waited = if self.capacity.was_alone() { 0.0 } else { self.impact.latency() * 2.0 };
+        (1.0 / self.speed()).max((self.capacity.base() - waited) / SMALL as f64)
+    }
+
+    /// How many bytes per second the job copies beside a busy guest.
+    fn rate(&self, now: Duration, work: &Work) -> f64 {
         let impact = &self.impact;
         let grown = (1.0 - self.pauses / ENOUGH_PAUSES).clamp(0.0, 1.0);
         let allowed = self.max_impact.unwrap_or(IMPACT + (GROWN - IMPACT) * grown);
-        let most = allowed / impact.loss();
-        let mut share = if self.max_impact.is_some() {
-            most.min(if self.max_impact >= Some(ALL) { 1.0 } else { ALL })
-        } else if impact.loss() < UNNOTICED_LOSS && !impact.is_felt() {
-            most.min(UNNOTICED)
+        // As a share of the disk's time.
+        let mut share = allowed / impact.loss();
+        if let Some(allowed) = self.max_impact {
+            let most = if allowed >= ALL { 1.0 } else { ALL };
+            return (share / self.cost()).min(most * self.speed());
+        }
+        if impact.is_unnoticed() {
+            share = share.min(UNNOTICED);
         } else {
-            most.min(MOST)
-        };
-        if self.max_impact.is_none() && impact.is_felt() && impact.depth() > LIGHT {
+            share = share.min(MOST);
+        }
+        if impact.is_felt() && impact.depth() > LIGHT {
             let unfelt = impact.meeting(SLOWED).min(share);
             share = unfelt + (share - unfelt) * grown;
         }
-        let Some(deadline) = self.deadline else { return share };
+        let rate = share / self.cost();
+        let Some(deadline) = self.deadline else { return rate };
         let left = deadline.saturating_sub(now).as_secs_f64() * AIM;
-        let needed = if left > 0.0 { work.remaining as f64 / left / self.speed() } else { 1.0 };
-        let busy = (1.0 - self.seen_pauses).max(0.01);
-        let needed = ((needed - self.seen_pauses) / busy).min(1.0).max(share);
-        if self.max_impact.is_some() { share } else { needed }
+        if left <= 0.0 {
+            return rate.max(self.speed());
+        }
+        let in_pauses = self.seen_pauses * self.speed();
+        let needed =
+            (work.remaining as f64 / left - in_pauses) / (1.0 - self.seen_pauses).max(0.01);
+        rate.max(needed.min(self.speed()))
     }
 
-    /// Whether such a share is so large that the guest is not regarded, once the disk is known a
+    /// Whether such a rate is so high that the guest is not regarded, once the disk is known a
     /// little.
-    fn has_no_regard(&self, now: Duration, share: f64) -> bool {
+    fn has_no_regard(&self, now: Duration, rate: f64) -> bool {
         let asked = match self.max_impact {
             Some(impact) => impact >= ALL,
             None => self.deadline.is_some(),
         };
-        asked && share >= ALL && now.saturating_sub(self.started) >= LOOK
+        asked && rate >= ALL * self.speed() && now.saturating_sub(self.started) >= LOOK
     }
-}
 
-/// The piece to copy beside a guest with a share of the disk: larger for a deadline only.
-fn piece(share: f64) -> u64 {
-    SMALL * ((share * 4.0) as u64).clamp(1, 4)
+    /// The piece to copy beside the guest at a rate: larger at a high one only, which someone asked
+    /// for.
+    fn beside_piece(&self, rate: f64) -> u64 {
+        if self.deadline.is_none() && self.max_impact.is_none() {
+            return SMALL;
+        }
+        SMALL * ((rate / self.speed() * 4.0) as u64).clamp(1, 4)
+    }
 }
 
 /// Seconds since the guest's last request ended; 0 where one is under way.

@@ -21,6 +21,8 @@ const MOST_PIECES: u32 = 32;
 const WAIT: f64 = 0.015;
 const WAIT_PIECES: f64 = 4.0;
 const MOST_WAIT: f64 = 0.06;
+/// A disk is distant as far as a piece alone takes longer than this, in seconds.
+const DISTANT: f64 = 0.001;
 /// A disk is slow where a piece alone takes longer than this, in seconds.
 const SLOW: f64 = 0.003;
 /// How long a speed is measured, in seconds.
@@ -34,6 +36,8 @@ pub(super) struct Capacity {
     speed: f64,
     /// The least time that a piece took, in seconds. 0: not known.
     base: f64,
+    /// Whether a piece was ever alone with the disk.
+    was_alone: bool,
     /// The most bytes to have under way.
     window: f64,
     /// The part of the window in use, from 0 to 1.
@@ -47,7 +51,15 @@ pub(super) struct Capacity {
 impl Capacity {
     pub(super) fn new() -> Self {
         let window = 2.0 * SMALL as f64;
-        Self { speed: 0.0, base: 0.0, window, part: 0.0, held: false, measure: None }
+        Self {
+            speed: 0.0,
+            base: 0.0,
+            was_alone: false,
+            window,
+            part: 0.0,
+            held: false,
+            measure: None,
+        }
     }
 
     /// Bytes copied per second with the disk to itself; `None` before anything was copied.
@@ -60,6 +72,11 @@ impl Capacity {
         self.base
     }
 
+    /// Whether a piece was ever alone with the disk.
+    pub(super) fn was_alone(&self) -> bool {
+        self.was_alone
+    }
+
     /// How long pieces may wait on each other at most, in seconds.
     fn wait(&self) -> f64 {
         (self.base * WAIT_PIECES).clamp(WAIT, MOST_WAIT)
@@ -69,7 +86,11 @@ impl Capacity {
     /// other for `seconds` at most; `None` where enough is under way.
     pub(super) fn piece(&mut self, seconds: f64, in_flight: u64, pieces: u32) -> Option<u64> {
         self.part = (seconds / self.wait()).clamp(0.0, 1.0);
-        let most = (self.window * self.part) as u64;
+        // Not more than drains in that time by what is known; but on a distant disk twice what a
+        // piece's own time needs, or its speed would never show.
+        let own = (self.base * self.part).max(self.base - DISTANT);
+        let drains = self.speed * (seconds + 2.0 * own);
+        let most = (self.window * self.part).min(drains) as u64;
         // Where each piece takes long in itself, large ones before many.
         let pieces_at_once = if self.base > SLOW { 1 } else { 3 };
         let piece = (most / pieces_at_once / SMALL * SMALL).clamp(SMALL, LARGE);
@@ -85,6 +106,7 @@ impl Capacity {
 
     /// A piece was copied by a job that was alone with the disk.
     pub(super) fn copied(&mut self, now: Duration, bytes: u64, took: Duration) {
+        self.was_alone = true;
         let took = self.own_speed(bytes, took);
         let (waited, may) = (took - self.base, self.wait() * self.part);
         if waited > may {
@@ -95,18 +117,19 @@ impl Capacity {
         }
         self.window = self.window.clamp(2.0 * SMALL as f64, MOST);
         self.held = false;
-        self.measure(now, bytes, self.part >= 1.0);
+        self.measure(now, bytes, self.part >= 1.0, true);
     }
 
     /// A piece was copied beside the guest, or under a limit of speed: the disk copies as much at
     /// least.
     pub(super) fn copied_beside(&mut self, now: Duration, bytes: u64, took: Duration) {
         self.own_speed(bytes, took);
-        self.measure(now, bytes, false);
+        self.measure(now, bytes, false, false);
     }
 
-    /// Measures what is copied in all; `full`: whether that is all that the disk bears.
-    fn measure(&mut self, now: Duration, bytes: u64, full: bool) {
+    /// Measures what is copied in all; `full`: whether that is all that the disk bears; `alone`:
+    /// whether the job has the disk to itself.
+    fn measure(&mut self, now: Duration, bytes: u64, full: bool, alone: bool) {
         let Some((since, sum)) = &mut self.measure else {
             self.measure = Some((now, 0));
             return;
@@ -115,12 +138,14 @@ impl Capacity {
         let passed = now.saturating_sub(*since).as_secs_f64();
         if passed >= MEASURE {
             let measured = (*sum as f64 / passed).max(SLOWEST);
-            // Less is believed slowly.
-            if measured > self.speed {
-                self.speed += (measured - self.speed) * 0.5;
-            } else if full {
-                self.speed += (measured - self.speed) * 0.1;
-            }
+            // Less is believed slowly, and slower where it may be for want of pieces under way.
+            let follow = match (measured > self.speed, full, alone) {
+                (true, _, _) => 0.5,
+                (false, true, _) => 0.1,
+                (false, false, true) => 0.02,
+                (false, false, false) => 0.0,
+            };
+            self.speed += (measured - self.speed) * follow;
             self.measure = Some((now, 0));
         }
     }

@@ -22,7 +22,12 @@ const VARIANCE: f64 = 0.25;
 /// How many pairs of epochs it takes until a measure is forgotten.
 const FORGOTTEN: f64 = 300.0;
 /// The least and the most that the loss is believed to be.
-const BOUNDS: (f64, f64) = (0.05, 8.0);
+const BOUNDS: (f64, f64) = (0.01, 8.0);
+/// How many times longer a request that meets the job takes, if that is felt, and if it is not.
+const FELT: f64 = 1.2;
+const UNFELT: f64 = 1.05;
+/// A loss that is next to none.
+const UNNOTICED_LOSS: f64 = 0.1;
 /// How fast the guest's latencies and its noise are followed: a part of each new measure.
 const FOLLOW: f64 = 0.1;
 
@@ -78,7 +83,18 @@ impl Impact {
 
     /// Whether a request that meets the job takes notably longer than others.
     pub(super) fn is_felt(&self) -> bool {
-        self.alone > 0.0 && self.beside > self.alone * 1.15
+        self.alone > 0.0 && self.beside > self.alone * FELT
+    }
+
+    /// Whether the guest notices nothing of the job: requests that meet it take as long as others,
+    /// and its throughput is the same.
+    pub(super) fn is_unnoticed(&self) -> bool {
+        self.alone > 0.0 && self.beside < self.alone * UNFELT && self.loss < UNNOTICED_LOSS
+    }
+
+    /// How long a guest's request takes that does not meet the job, in seconds; 0: not known.
+    pub(super) fn latency(&self) -> f64 {
+        self.alone
     }
 
     /// Guest requests under way on average.
@@ -140,7 +156,7 @@ impl Impact {
     /// Learns from two epochs, one of each kind.
     fn pair(&mut self, one: Epoch, other: Epoch) {
         let (high, low) = if one.used > other.used { (one, other) } else { (other, one) };
-        let mean = (high.throughput + low.throughput) / 2.0;
+        let mean = f64::midpoint(high.throughput, low.throughput);
         let more = high.used - low.used;
         // What was learned fades towards the usual.
         let keep = 1.0 - 1.0 / FORGOTTEN;

@@ -13,8 +13,6 @@ mod limit;
 mod sim;
 #[cfg(test)]
 mod tests;
-#[cfg(test)]
-mod explore;
 
 use adaptive::Adaptive;
 use dissertation::Dissertation;

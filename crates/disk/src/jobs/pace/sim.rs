@@ -66,14 +66,14 @@ pub(super) struct Outcome {
     pub(super) time: Duration,
     pub(super) finished: bool,
     pub(super) guest: u64,
-    pub(super) requests: u64,
     pub(super) copied: u64,
     /// Counts of latencies, each bucket 10 us.
     latencies: Vec<u32>,
     pub(super) paused: Duration,
     /// Bytes copied up to each second.
     pub(super) progress: Vec<u64>,
-    pub(super) missed: bool,
+    /// The part of the forecasts, from five seconds on, that missed the deadline.
+    pub(super) missed: f64,
 }
 
 impl Outcome {
@@ -245,7 +245,7 @@ pub(super) fn run(
         Job::Paced(pacing, speed) => Some(Pacer::new(&pacing, speed, Duration::ZERO)),
         Job::None | Job::Normal => None,
     };
-    let (mut progress, mut paused, mut missed) = (Vec::new(), 0, false);
+    let (mut progress, mut paused, mut asked_for, mut missed) = (Vec::new(), 0, 0_u64, 0_u64);
     let mut was_paused = false;
     run.phase();
     run.at(0, Event::Wake(0));
@@ -289,8 +289,10 @@ pub(super) fn run(
                     let step = pacer.next(now, &run.counts, &run.work);
                     was_paused = pacer.is_paused();
                     let forecast = pacer.forecast(now, &run.work);
-                    missed |= forecast.is_some_and(|forecast| forecast.misses_deadline)
-                        && now > Duration::from_secs(5);
+                    if now > Duration::from_secs(5) {
+                        asked_for += 1;
+                        missed += u64::from(forecast.is_some_and(|it| it.misses_deadline));
+                    }
                     step
                 }
                 (Job::Normal, _) if run.work.pieces == 0 => Step::Copy { bytes: 512 << 10 },
@@ -312,12 +314,11 @@ pub(super) fn run(
         time: Duration::from_nanos(run.now),
         finished: run.work.remaining == 0,
         guest: run.counts.bytes(),
-        requests: run.counts.alone.requests + run.counts.beside.requests,
         copied: run.copied,
         latencies: run.latencies,
         paused: Duration::from_nanos(paused),
         progress,
-        missed,
+        missed: missed as f64 / asked_for.max(1) as f64,
     }
 }
 
