@@ -35,7 +35,12 @@ pub fn nbd_session(mut input: &[u8]) {
         ..MemoryDisk::new(SIZE as usize)
     };
     let device = Arc::new(disk);
-    let export = Export { name: "a".into(), description: String::new(), device: device.clone() };
+    let export = Export {
+        name: "a".into(),
+        description: String::new(),
+        read_only: false,
+        device: device.clone(),
+    };
     let in_flight = InFlight { requests: 3, bytes: 100_000 };
     let limits = Limits { in_flight, ..Limits::default() };
     let server = Server::new(vec![export], limits).expect("a valid server");

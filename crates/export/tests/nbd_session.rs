@@ -21,7 +21,12 @@ const SIZE: usize = 1 << 20;
 
 fn server(disk: MemoryDisk, limits: Limits) -> (Arc<MemoryDisk>, Server<MemoryDisk>) {
     let device = Arc::new(disk);
-    let export = Export { name: "disk".into(), description: String::new(), device: device.clone() };
+    let export = Export {
+        name: "disk".into(),
+        description: String::new(),
+        read_only: false,
+        device: device.clone(),
+    };
     (device, Server::new(vec![export], limits).unwrap())
 }
 

@@ -2,6 +2,8 @@
 //! is lost, and the server ends cleanly.
 #![allow(clippy::unwrap_used, clippy::large_stack_arrays)]
 
+#[path = "common/client.rs"]
+mod client;
 #[path = "common/memory_disk.rs"]
 mod memory_disk;
 #[path = "common/script.rs"]
@@ -9,6 +11,7 @@ mod script;
 #[path = "common/served.rs"]
 mod served;
 
+use client::Client;
 use isobath_export::nbd::wire::{command, command_flag, option};
 use isobath_export::nbd::{InFlight, Limits};
 use isobath_storage::ring::net::Listener;
@@ -23,70 +26,6 @@ use std::thread;
 use std::time::Duration;
 
 const MIB: usize = 1 << 20;
-
-/// A client that speaks simple replies.
-struct Client(UnixStream);
-
-impl Client {
-    fn connect(served: &Served) -> Self {
-        let stream = UnixStream::connect(&served.socket).unwrap();
-        stream.set_read_timeout(Some(Duration::from_mins(1))).unwrap();
-        Self(stream)
-    }
-
-    /// Connects and chooses the default export.
-    fn ready(served: &Served) -> Self {
-        let mut client = Self::connect(served);
-        client.send(&[flags(), option_bytes(option::EXPORT_NAME, b"")].concat());
-        client.take::<28>();
-        client
-    }
-
-    fn send(&mut self, bytes: &[u8]) {
-        self.0.write_all(bytes).unwrap();
-    }
-
-    fn take<const N: usize>(&mut self) -> [u8; N] {
-        let mut bytes = [0; N];
-        self.0.read_exact(&mut bytes).unwrap();
-        bytes
-    }
-
-    /// Everything until the server closes. A reset counts as a close.
-    fn rest(&mut self) -> Vec<u8> {
-        let mut bytes = Vec::new();
-        match self.0.read_to_end(&mut bytes) {
-            Err(error) if error.kind() != ErrorKind::ConnectionReset => panic!("{error}"),
-            _ => bytes,
-        }
-    }
-
-    /// The error and the cookie of a reply.
-    fn reply(&mut self) -> (u32, u64) {
-        let reply: [u8; 16] = self.take();
-        assert_eq!(reply[..4], 0x6744_6698_u32.to_be_bytes());
-        let error = u32::from_be_bytes(reply[4..8].try_into().unwrap());
-        (error, u64::from_be_bytes(reply[8..].try_into().unwrap()))
-    }
-
-    fn write(&mut self, offset: u64, data: &[u8]) {
-        self.send(&request(command::WRITE, 0, 7, (offset, data.len() as u32), data));
-        assert_eq!(self.reply(), (0, 7));
-    }
-
-    fn read(&mut self, offset: u64, length: u32) -> Vec<u8> {
-        self.send(&request(command::READ, 0, 8, (offset, length), &[]));
-        assert_eq!(self.reply(), (0, 8));
-        let mut data = vec![0; length as usize];
-        self.0.read_exact(&mut data).unwrap();
-        data
-    }
-
-    fn disconnect(mut self) {
-        self.send(&request(command::DISC, 0, 0, (0, 0), &[]));
-        assert_eq!(self.rest(), b"");
-    }
-}
 
 fn until(what: &str, condition: impl Fn() -> bool) {
     for _ in 0..30_000 {

@@ -67,8 +67,12 @@ fn serve(
 ) -> Result<(), String> {
     Executor::new(&Config::default()).map_err(told)?.block_on(async {
         let disk = Arc::new(Disk::open(host, image, options).await.map_err(told)?);
-        let export =
-            Export { name: "disk".into(), description: String::new(), device: disk.clone() };
+        let export = Export {
+            name: "disk".into(),
+            description: String::new(),
+            read_only: false,
+            device: disk.clone(),
+        };
         let server = Arc::new(Server::new(vec![export], Limits::default()).map_err(told)?);
         let listener = Listener::bind_unix(socket).map_err(told)?;
         let start = |number| Worker::start(&format!("nbd-{number}"), &Config::default());

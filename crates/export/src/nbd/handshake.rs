@@ -62,7 +62,7 @@ impl ExportInfo {
 /// What the client and the server agreed on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Agreement {
-    /// Index of the export chosen.
+    /// Index of the export chosen, among those last given.
     pub export: usize,
     /// Whether replies are structured.
     pub structured: bool,
@@ -124,7 +124,7 @@ pub struct Handshake {
     no_zeroes: bool,
     structured: bool,
     /// The export for which contexts were selected, and which.
-    selected: Option<(usize, Contexts)>,
+    selected: Option<(String, Contexts)>,
     /// Bytes of refused option data still to come.
     skip: u32,
 }
@@ -153,6 +153,8 @@ impl Handshake {
     }
 
     /// Takes the next messages from `input` and appends the replies to `output`.
+    ///
+    /// The exports may be others than in the last call.
     ///
     /// Input that stops within a message is left unconsumed. A message is at most [`MAX_OPTION`] and
     /// a header long, so a buffer of that size always makes progress. Some messages may be left for
@@ -278,7 +280,7 @@ impl Handshake {
             option::INFO | option::GO => match self.describe(exports, kind, data, output) {
                 Ok(export) if kind == option::GO => {
                     reply(output, kind, option_reply::ACK, &[]);
-                    return Ok(Outcome::Transmission(self.agreement(export)));
+                    return Ok(Outcome::Transmission(self.agreement(exports, export)));
                 }
                 described => described.map(drop),
             },
@@ -294,9 +296,10 @@ impl Handshake {
         Ok(Outcome::More)
     }
 
-    fn agreement(&self, export: usize) -> Agreement {
-        let contexts = match self.selected {
-            Some((selected, contexts)) if selected == export => contexts,
+    fn agreement(&self, exports: &[ExportInfo], export: usize) -> Agreement {
+        let name = exports.get(export).map(|export| &export.name);
+        let contexts = match &self.selected {
+            Some((selected, contexts)) if Some(selected) == name => *contexts,
             _ => Contexts::default(),
         };
         Agreement { export, structured: self.structured, contexts }
@@ -317,7 +320,7 @@ impl Handshake {
         if !self.no_zeroes {
             output.extend_from_slice(&[0; 124]);
         }
-        Ok(Outcome::Transmission(self.agreement(index)))
+        Ok(Outcome::Transmission(self.agreement(exports, index)))
     }
 
     /// `INFO` and `GO`, up to the final acknowledgement.
@@ -395,7 +398,7 @@ impl Handshake {
         if name.len() > MAX_STRING {
             return Err(NAME_TOO_LONG);
         }
-        let (index, _) = find(exports, name).ok_or(UNKNOWN)?;
+        let (_, export) = find(exports, name).ok_or(UNKNOWN)?;
         if listing && count == 0 {
             for context in Context::ALL {
                 found.insert(context);
@@ -407,7 +410,7 @@ impl Handshake {
             reply(output, kind, option_reply::META_CONTEXT, &payload);
         }
         if !listing {
-            self.selected = Some((index, found));
+            self.selected = Some((export.name.clone(), found));
         }
         Ok(())
     }

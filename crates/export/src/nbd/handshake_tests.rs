@@ -229,6 +229,28 @@ fn contexts_hold_for_the_export_they_were_selected_for() {
 }
 
 #[test]
+fn contexts_hold_when_exports_come_and_go() {
+    let contexts_of = |now: &[ExportInfo], name: &str| {
+        let mut handshake = greeted();
+        send(&mut handshake, option::STRUCTURED_REPLY, &[]);
+        let data = contexts("", &["base:allocation"]);
+        send(&mut handshake, option::SET_META_CONTEXT, &data);
+        let input = option_bytes(option::GO, &go(name, &[]));
+        match handshake.advance(now, &input, &mut Vec::new()).unwrap().outcome {
+            Outcome::Transmission(agreement) => {
+                Some((agreement.export, agreement.contexts.iter().count()))
+            }
+            _ => None,
+        }
+    };
+    let [first, second] = exports().try_into().unwrap();
+    assert_eq!(contexts_of(&[second.clone(), first.clone()], "first"), Some((1, 1)));
+    assert_eq!(contexts_of(&[second.clone(), first], ""), Some((0, 0)));
+    assert_eq!(contexts_of(&[second], "first"), None);
+    assert_eq!(contexts_of(&[], ""), None);
+}
+
+#[test]
 fn long_options_are_skipped_and_longer_ones_end_the_session() {
     let mut handshake = greeted();
     let mut input = option_bytes(option::GO, &vec![0; MAX_OPTION + 1]);

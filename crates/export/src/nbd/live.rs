@@ -1,11 +1,12 @@
-//! How many connections there are.
+//! How many there are of something that comes and goes: connections, clients of an export.
 
 use parking_lot::Mutex;
 use std::future::{Future, poll_fn};
+use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Poll, Waker};
+use std::task::{Context, Poll, Waker};
 
-/// Counts the connections of a server, on whatever threads they are.
+/// Counts them, on whatever threads they are.
 #[derive(Default)]
 pub(crate) struct Live {
     state: Mutex<State>,
@@ -14,17 +15,44 @@ pub(crate) struct Live {
 #[derive(Default)]
 struct State {
     count: usize,
+    /// Nobody comes any more.
+    closed: bool,
     waiting: Vec<Waker>,
 }
 
-/// One connection. It is counted until this is dropped.
+impl State {
+    fn wait(&mut self, cx: &Context<'_>) {
+        if !self.waiting.iter().any(|waker| waker.will_wake(cx.waker())) {
+            self.waiting.push(cx.waker().clone());
+        }
+    }
+}
+
+/// One of them. It is counted until this is dropped.
 pub(crate) struct Guard(Arc<Live>);
 
+/// Waits until an export has been removed and its last client has left; the server then holds the
+/// disk no more. May be polled on any thread.
+pub struct Gone(Arc<Live>);
+
+impl Future for Gone {
+    type Output = ();
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
+        let mut state = self.0.state.lock();
+        if state.closed && state.count == 0 {
+            return Poll::Ready(());
+        }
+        state.wait(cx);
+        Poll::Pending
+    }
+}
+
 impl Live {
-    /// Counts one more, unless `limit` is reached.
+    /// Counts one more, unless `limit` is reached or nobody may come any more.
     pub(crate) fn enter(self: &Arc<Self>, limit: usize) -> Option<Guard> {
         let mut state = self.state.lock();
-        if state.count >= limit {
+        if state.closed || state.count >= limit {
             return None;
         }
         state.count += 1;
@@ -35,6 +63,23 @@ impl Live {
         self.state.lock().count
     }
 
+    /// Lets nobody in any more and counts one last, who stands for the others' end; or says how many
+    /// there are if they are more than `allowed`.
+    pub(crate) fn close(self: &Arc<Self>, allowed: usize) -> Result<Guard, usize> {
+        let mut state = self.state.lock();
+        if state.count > allowed {
+            return Err(state.count);
+        }
+        state.closed = true;
+        state.count += 1;
+        Ok(Guard(self.clone()))
+    }
+
+    /// Waits until nobody may come any more and the last one has left.
+    pub(crate) fn gone(self: Arc<Self>) -> Gone {
+        Gone(self)
+    }
+
     /// Waits until there is none.
     pub(crate) fn empty(&self) -> impl Future<Output = ()> {
         poll_fn(|cx| {
@@ -42,9 +87,7 @@ impl Live {
             if state.count == 0 {
                 return Poll::Ready(());
             }
-            if !state.waiting.iter().any(|waker| waker.will_wake(cx.waker())) {
-                state.waiting.push(cx.waker().clone());
-            }
+            state.wait(cx);
             Poll::Pending
         })
     }
@@ -68,7 +111,6 @@ impl Drop for Guard {
 mod tests {
     use super::*;
     use std::pin::pin;
-    use std::task::Context;
 
     #[test]
     fn the_limit_holds_and_the_last_one_out_is_noticed() {
@@ -81,5 +123,23 @@ mod tests {
         drop((first, second));
         assert_eq!(live.count(), 0);
         assert!(empty.as_mut().poll(&mut cx).is_ready());
+    }
+
+    #[test]
+    fn what_is_closed_is_gone_with_its_last() {
+        let live = Arc::new(Live::default());
+        let mut gone = pin!(live.clone().gone());
+        let mut cx = Context::from_waker(Waker::noop());
+        let client = live.enter(9);
+        assert_eq!(live.close(0).err(), Some(1));
+        drop(client);
+        assert!(gone.as_mut().poll(&mut cx).is_pending(), "it is open");
+        let client = live.enter(9);
+        let closing = live.close(usize::MAX);
+        assert!(closing.is_ok() && live.enter(9).is_none());
+        drop(closing);
+        assert!(gone.as_mut().poll(&mut cx).is_pending());
+        drop(client);
+        assert!(gone.as_mut().poll(&mut cx).is_ready());
     }
 }

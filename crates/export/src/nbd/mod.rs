@@ -3,7 +3,7 @@
 //!
 //! It speaks fixed newstyle with simple and structured replies, and describes its exports by the
 //! metadata contexts `base:allocation` and `qemu:allocation-depth`. TLS and extended headers are
-//! refused as not supported.
+//! refused as not supported. Exports may be added and removed while it serves.
 //!
 //! ```no_run
 //! # use isobath_disk::BlockDevice;
@@ -14,7 +14,7 @@
 //! use std::sync::Arc;
 //!
 //! # fn serve<D: BlockDevice>(device: Arc<D>) -> Result<(), Box<dyn std::error::Error>> {
-//! let export = Export { name: "disk".into(), description: String::new(), device };
+//! let export = Export { name: "disk".into(), description: String::new(), read_only: false, device };
 //! let server = Arc::new(Server::new(vec![export], Limits::default())?);
 //! let listener = Listener::bind_unix(Path::new("/run/disk.sock"))?;
 //! // Connections are spread over these threads; without any they share the accepting one.
@@ -35,6 +35,7 @@
 //! ```
 
 pub mod context;
+mod exports;
 pub mod handshake;
 mod live;
 mod outbox;
@@ -50,6 +51,8 @@ mod transport;
 mod window;
 pub mod wire;
 
-pub use server::{Export, Limits, Server, ServerError};
+pub use exports::{Export, ExportError, ExportState, RemoveError, RemoveMode};
+pub use live::Gone;
+pub use server::{Limits, Server, ServerError};
 pub use session::{InFlight, SessionError};
 pub use transport::Transport;

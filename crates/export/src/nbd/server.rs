@@ -1,12 +1,13 @@
 //! The server: exports, connections and their limits.
 
-use super::handshake::ExportInfo;
-use super::live::Live;
+use super::exports::{Entry, Export, ExportError, ExportState, Exports, RemoveError, RemoveMode};
+use super::handshake::Agreement;
+use super::live::{Gone, Live};
 use super::pool::Pool;
 use super::session::{InFlight, Negotiated, Session, SessionError, negotiate};
 use super::stop::Stop;
 use super::transport::Transport;
-use super::wire::MAX_STRING;
+use super::window::Window;
 use isobath_disk::BlockDevice;
 use isobath_storage::IoBuf;
 use isobath_storage::ring::net::{Address, Listener, Stream};
@@ -30,30 +31,6 @@ const DELIVERY_PAUSE: Duration = Duration::from_millis(2);
 
 thread_local! {
     static POOL: Rc<Pool> = Rc::new(Pool::new(POOL_BYTES));
-}
-
-/// A disk under a name.
-#[derive(Clone, Debug)]
-pub struct Export<D> {
-    /// The name by which clients choose it, at most 4096 bytes. The first export of a server answers
-    /// to the empty name as well.
-    pub name: String,
-    /// A description for people, at most 4096 bytes; may be empty.
-    pub description: String,
-    /// The disk.
-    pub device: Arc<D>,
-}
-
-impl<D: BlockDevice> Export<D> {
-    fn info(&self) -> ExportInfo {
-        ExportInfo {
-            name: self.name.clone(),
-            description: self.description.clone(),
-            size: self.device.size(),
-            read_only: self.device.is_read_only(),
-            preferred_block: self.device.preferred_block(),
-        }
-    }
 }
 
 /// What clients may use of the server.
@@ -86,54 +63,30 @@ impl Default for Limits {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ServerError {
-    /// There is nothing to serve.
-    #[error("no export was given")]
-    NoExport,
-    /// Two exports have one name.
-    #[error("two exports are named '{0}'; give each a name of its own")]
-    DuplicateName(String),
-    /// A name or description is too long.
-    #[error("the {field} of an export has {length} bytes; the NBD protocol allows {MAX_STRING}")]
-    TooLong {
-        /// `name` or `description`.
-        field: &'static str,
-        /// Its length in bytes.
-        length: usize,
-    },
+    /// An export cannot be added.
+    #[error(transparent)]
+    Export(#[from] ExportError),
     /// A limit of 0, under which no request could ever be served.
     #[error("the limit of {0} is 0; it must be at least 1")]
     ZeroLimit(&'static str),
 }
 
-/// An NBD server for one or more disks.
+/// An NBD server for any number of disks.
 ///
 /// It may be shared between threads. See the [module](super) for an example.
 pub struct Server<D> {
-    exports: Vec<Export<D>>,
+    exports: Exports<D>,
     limits: Limits,
     stop: Stop,
     live: Arc<Live>,
 }
 
 impl<D: BlockDevice> Server<D> {
-    /// A server for `exports`; the first is the default one.
+    /// A server for `exports`; the first is the default one. There may be none yet.
     ///
     /// # Errors
-    /// If there is no export, two have one name, a string is too long, or a limit is 0.
+    /// If two exports have one name, a string is too long, or a limit is 0.
     pub fn new(exports: Vec<Export<D>>, limits: Limits) -> Result<Self, ServerError> {
-        if exports.is_empty() {
-            return Err(ServerError::NoExport);
-        }
-        for (index, export) in exports.iter().enumerate() {
-            for (field, text) in [("name", &export.name), ("description", &export.description)] {
-                if text.len() > MAX_STRING {
-                    return Err(ServerError::TooLong { field, length: text.len() });
-                }
-            }
-            if exports.iter().take(index).any(|other| other.name == export.name) {
-                return Err(ServerError::DuplicateName(export.name.clone()));
-            }
-        }
         for (limit, value) in
             [("connections", limits.connections), ("requests in flight", limits.in_flight.requests)]
         {
@@ -141,12 +94,40 @@ impl<D: BlockDevice> Server<D> {
                 return Err(ServerError::ZeroLimit(limit));
             }
         }
-        Ok(Self { exports, limits, stop: Stop::default(), live: Arc::default() })
+        let server = Self {
+            exports: Exports::default(),
+            limits,
+            stop: Stop::default(),
+            live: Arc::default(),
+        };
+        for export in exports {
+            server.add(export)?;
+        }
+        Ok(server)
     }
 
-    /// The exports, the default one first.
-    pub fn exports(&self) -> &[Export<D>] {
-        &self.exports
+    /// Adds an export after the others; clients can choose it from now on. What is returned waits until it
+    /// has been removed, by [`remove`](Self::remove) or [`stop`](Self::stop), and its last client has
+    /// left.
+    ///
+    /// # Errors
+    /// If there is one of that name, a string is too long, or the server stops.
+    pub fn add(&self, export: Export<D>) -> Result<Gone, ExportError> {
+        self.exports.add(export)
+    }
+
+    /// Removes an export. No client can choose it any more, and the next export becomes the default
+    /// one if it was the first. What is returned waits until its last client has left.
+    ///
+    /// # Errors
+    /// If there is none of that name, or it has clients and the mode is [`RemoveMode::Safe`].
+    pub fn remove(&self, name: &str, mode: RemoveMode) -> Result<Gone, RemoveError> {
+        self.exports.remove(name, mode)
+    }
+
+    /// The exports as they are now, the default one first. There is none once the server stops.
+    pub fn exports(&self) -> Vec<ExportState> {
+        self.exports.states()
     }
 
     /// How many clients are connected, over all listeners.
@@ -154,11 +135,12 @@ impl<D: BlockDevice> Server<D> {
         self.live.count()
     }
 
-    /// Ends the server: nobody is accepted any more, and each connection takes no further request,
+    /// Ends the server: nobody is accepted any more, every export is removed, and each connection takes no further request,
     /// finishes what it has begun, replies, and closes. [`serve`](Self::serve) returns after that.
     /// May be called from any thread, and more than once.
     pub fn stop(&self) {
         self.stop.request();
+        self.exports.end();
     }
 
     /// Accepts clients until [`stop`](Self::stop), and returns once every connection of the server
@@ -227,8 +209,7 @@ impl<D: BlockDevice> Server<D> {
     /// Serves one client over a connected socket, from the greeting to the end, under the time
     /// limits. The connection is not counted.
     pub async fn connection(&self, stream: &Stream) {
-        let infos = self.infos();
-        let handshake = timeout(self.limits.handshake, negotiate(stream, &infos));
+        let handshake = timeout(self.limits.handshake, negotiate(stream, &self.exports));
         let result = match self.unless_stopped(handshake).await {
             None => return,
             Some(Err(_)) => {
@@ -237,14 +218,16 @@ impl<D: BlockDevice> Server<D> {
             }
             Some(Ok(Ok(None))) => Ok(()),
             Some(Ok(Ok(Some(negotiated)))) => {
+                let Negotiated { agreement, client, window } = negotiated;
                 let overdue = async {
-                    self.stop.requested().await;
+                    client.entry.stop.requested().await;
                     sleep(self.limits.drain).await;
                     tracing::warn!("a client did not receive its last replies in time");
                     let _ = stream.shutdown(Shutdown::Both);
                     pending().await
                 };
-                first(self.transmit(stream, negotiated), overdue).await
+                let served = self.transmit(stream, agreement, &client.entry, window);
+                first(served, overdue).await
             }
             Some(Ok(Err(error))) => Err(error),
         };
@@ -275,28 +258,25 @@ impl<D: BlockDevice> Server<D> {
     /// # Errors
     /// If the client breaks the protocol or the transport fails.
     pub async fn session<T: Transport>(&self, transport: &T) -> Result<(), SessionError> {
-        match negotiate(transport, &self.infos()).await? {
-            Some(negotiated) => self.transmit(transport, negotiated).await,
+        match negotiate(transport, &self.exports).await? {
+            Some(Negotiated { agreement, client, window }) => {
+                self.transmit(transport, agreement, &client.entry, window).await
+            }
             None => Ok(()),
         }
-    }
-
-    fn infos(&self) -> Vec<ExportInfo> {
-        self.exports.iter().map(Export::info).collect()
     }
 
     async fn transmit<T: Transport>(
         &self,
         transport: &T,
-        negotiated: Negotiated,
+        agreement: Agreement,
+        entry: &Entry<D>,
+        window: Window,
     ) -> Result<(), SessionError> {
-        let Negotiated { agreement, window } = negotiated;
-        let Some(export) = self.exports.get(agreement.export) else { return Ok(()) };
-        tracing::debug!(export = export.name, ?agreement, "a client has chosen an export");
+        tracing::debug!(export = entry.export.name, ?agreement, "a client has chosen an export");
         let pool = POOL.with(Rc::clone);
-        let device = &*export.device;
         let limit = self.limits.in_flight;
-        Session::new(device, transport, agreement, limit, &pool, &self.stop).run(window).await
+        Session::new(entry, transport, agreement, limit, &pool).run(window).await
     }
 }
 
@@ -380,6 +360,7 @@ mod tests {
         let export = |name: &&str| Export {
             name: (*name).into(),
             description: description.into(),
+            read_only: false,
             device: Arc::new(NoDisk),
         };
         Server::new(names.iter().map(export).collect(), limits).err()
@@ -389,10 +370,10 @@ mod tests {
     fn what_cannot_be_served_is_refused() {
         let limits = Limits::default();
         assert_eq!(new(&["", "a"], &"d".repeat(4096), limits), None);
-        assert_eq!(new(&[], "", limits), Some(ServerError::NoExport));
-        let twice = ServerError::DuplicateName("a".into());
+        assert_eq!(new(&[], "", limits), None, "exports may come later");
+        let twice = ExportError::DuplicateName("a".into()).into();
         assert_eq!(new(&["a", "b", "a"], "", limits), Some(twice));
-        let long = |field| Some(ServerError::TooLong { field, length: 4097 });
+        let long = |field| Some(ExportError::TooLong { field, length: 4097 }.into());
         assert_eq!(new(&[&"n".repeat(4097)], "", limits), long("name"));
         assert_eq!(new(&["a"], &"d".repeat(4097), limits), long("description"));
         let none = Limits { connections: 0, ..limits };

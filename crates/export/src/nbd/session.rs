@@ -1,6 +1,7 @@
 //! A client's session: the handshake, then requests and replies until either side ends it.
 
-use super::handshake::{Agreement, ExportInfo, Handshake, Outcome, Violation};
+use super::exports::{Client, Entry, Exports};
+use super::handshake::{Agreement, Handshake, Outcome, Step, Violation};
 use super::outbox::Outbox;
 use super::pool::{Pool, Pooled};
 use super::request::{BadMagic, Command, Request, Terms};
@@ -65,9 +66,11 @@ impl<E: Into<SessionError>> From<E> for End {
 }
 
 /// A connection whose handshake is done, and what the client sent after it.
-pub(crate) struct Negotiated {
+pub(crate) struct Negotiated<D> {
     /// What was agreed on.
     pub(crate) agreement: Agreement,
+    /// The export chosen.
+    pub(crate) client: Client<D>,
     pub(crate) window: Window,
 }
 
@@ -75,10 +78,10 @@ pub(crate) struct Negotiated {
 ///
 /// # Errors
 /// If the client broke the rules, or the connection failed.
-pub(crate) async fn negotiate<T: Transport>(
+pub(crate) async fn negotiate<D: BlockDevice, T: Transport>(
     transport: &T,
-    exports: &[ExportInfo],
-) -> Result<Option<Negotiated>, SessionError> {
+    exports: &Exports<D>,
+) -> Result<Option<Negotiated<D>>, SessionError> {
     let mut handshake = Handshake::default();
     let mut window = Window::new();
     let mut output = Handshake::greeting().to_vec();
@@ -87,14 +90,26 @@ pub(crate) async fn negotiate<T: Transport>(
             transport.send(vec![IoBuf::copy_of(&output)]).await.0?;
             output.clear();
         }
-        let step = handshake.advance(exports, window.unread(), &mut output)?;
+        let (step, client) = exports.choose(|infos| {
+            let step = handshake.advance(infos, window.unread(), &mut output);
+            let index = match &step {
+                Ok(Step { outcome: Outcome::Transmission(agreement), .. }) => {
+                    Some(agreement.export)
+                }
+                _ => None,
+            };
+            (step, index)
+        });
+        let step = step?;
         window.skip(step.consumed);
         if step.outcome != Outcome::More && !output.is_empty() {
             transport.send(vec![IoBuf::copy_of(&output)]).await.0?;
             output.clear();
         }
         match step.outcome {
-            Outcome::Transmission(agreement) => return Ok(Some(Negotiated { agreement, window })),
+            Outcome::Transmission(agreement) => {
+                return Ok(client.map(|client| Negotiated { agreement, client, window }));
+            }
             Outcome::Aborted => return Ok(None),
             Outcome::More if !output.is_empty() => {}
             Outcome::More => {
@@ -109,6 +124,8 @@ pub(crate) async fn negotiate<T: Transport>(
 /// The transmission phase of one connection.
 pub(crate) struct Session<'a, D, T> {
     pub(crate) device: &'a D,
+    /// Writes are refused even if the device takes them.
+    read_only: bool,
     transport: &'a T,
     pub(crate) agreement: Agreement,
     limit: InFlight,
@@ -147,20 +164,20 @@ pub(crate) struct Ticket {
 
 impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
     pub(crate) fn new(
-        device: &'a D,
+        entry: &'a Entry<D>,
         transport: &'a T,
         agreement: Agreement,
         limit: InFlight,
         pool: &'a Pool,
-        stop: &'a Stop,
     ) -> Self {
         Self {
-            device,
+            device: &entry.export.device,
+            read_only: entry.export.read_only,
             transport,
             agreement,
             limit,
             pool,
-            stop,
+            stop: &entry.stop,
             outbox: RefCell::new(Outbox::new()),
             requests: Cell::new(0),
             bytes: Cell::new(0),
@@ -213,7 +230,7 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
     fn terms(&self) -> Terms {
         Terms {
             size: self.device.size(),
-            read_only: self.device.is_read_only(),
+            read_only: self.read_only || self.device.is_read_only(),
             structured: self.agreement.structured,
             contexts: self.agreement.contexts,
         }

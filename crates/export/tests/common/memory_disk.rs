@@ -7,7 +7,7 @@ use parking_lot::Mutex;
 use std::future::poll_fn;
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::task::Poll;
+use std::task::{Poll, Waker};
 
 /// Bytes for which the disk keeps one state.
 pub const BLOCK: u64 = 4096;
@@ -41,6 +41,8 @@ pub struct MemoryDisk {
     pub broken_flush: bool,
     /// How often a request gives way before it is carried out.
     pub delay: usize,
+    /// No request is carried out while this is some: those that wait for it.
+    pub held: Mutex<Option<Vec<Waker>>>,
     pub flushes: AtomicUsize,
     /// Requests under way.
     pub running: AtomicUsize,
@@ -66,6 +68,7 @@ impl MemoryDisk {
             broken: None,
             broken_flush: false,
             delay: 0,
+            held: Mutex::new(None),
             flushes: AtomicUsize::new(0),
             running: AtomicUsize::new(0),
             most_running: AtomicUsize::new(0),
@@ -77,6 +80,12 @@ impl MemoryDisk {
     pub fn with(self, offset: usize, length: usize, byte: u8, layer: u32) -> Self {
         self.update(offset as u64, length as u64, Block::Data(layer), |bytes| bytes.fill(byte));
         self
+    }
+
+    /// Carries out what was held, and holds nothing any more.
+    pub fn release(&self) {
+        let waiting = self.held.lock().take();
+        waiting.into_iter().flatten().for_each(Waker::wake);
     }
 
     pub fn bytes(&self, offset: usize, length: usize) -> Vec<u8> {
@@ -108,6 +117,10 @@ impl MemoryDisk {
         let running = Running(self);
         let mut left = self.delay;
         poll_fn(|cx| {
+            if let Some(waiting) = &mut *self.held.lock() {
+                waiting.push(cx.waker().clone());
+                return Poll::Pending;
+            }
             if left == 0 {
                 return Poll::Ready(());
             }

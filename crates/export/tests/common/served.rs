@@ -15,6 +15,8 @@ use tempfile::TempDir;
 /// A running server. It is stopped, and seen to have ended well, when dropped.
 pub struct Served {
     pub server: Arc<Server<MemoryDisk>>,
+    /// Those of the exports that it began with.
+    disks: Vec<Arc<MemoryDisk>>,
     pub socket: PathBuf,
     /// The address of the TCP listener.
     pub tcp: std::net::SocketAddr,
@@ -26,7 +28,7 @@ pub struct Served {
 /// An export called `name`.
 pub fn export(name: &str, disk: MemoryDisk) -> Export<MemoryDisk> {
     let description = format!("the disk {name}");
-    Export { name: name.into(), description, device: Arc::new(disk) }
+    Export { name: name.into(), description, read_only: false, device: Arc::new(disk) }
 }
 
 impl Served {
@@ -38,6 +40,7 @@ impl Served {
     pub fn with(exports: Vec<Export<MemoryDisk>>, limits: Limits, workers: usize) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let socket = directory.path().join("nbd.sock");
+        let disks = exports.iter().map(|export| export.device.clone()).collect();
         let server = Arc::new(Server::new(exports, limits).unwrap());
         let start = |_| Worker::start("nbd", &Config::default()).unwrap();
         let workers: Vec<Worker> = (0..workers).map(start).collect();
@@ -53,11 +56,11 @@ impl Served {
                 executor.block_on(server.serve(listener, &handles)).unwrap();
             }));
         }
-        Self { server, socket, tcp: address, directory, threads, workers }
+        Self { server, disks, socket, tcp: address, directory, threads, workers }
     }
 
     pub fn disk(&self, index: usize) -> &MemoryDisk {
-        &self.server.exports()[index].device
+        &self.disks[index]
     }
 
     /// The URI of an export.

@@ -174,6 +174,7 @@ async fn serve(
     let exports = names.into_iter().zip(disks).map(|(name, disk)| Export {
         name,
         description: String::new(),
+        read_only: false,
         device: disk.clone(),
     });
     let server = Server::new(exports.collect(), Limits::default());
@@ -304,7 +305,7 @@ fn announce(
 ) -> io::Result<()> {
     for (number, (export, disk)) in server.exports().iter().zip(disks).enumerate() {
         let announcement = Announcement {
-            name: &export.name,
+            name: &export.info.name,
             number,
             size: disk.size(),
             layers: disk.depth(),

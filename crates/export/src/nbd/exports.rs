@@ -1,0 +1,228 @@
+//! The exports of a server, which come and go while it serves.
+
+use super::handshake::ExportInfo;
+use super::live::{Gone, Guard, Live};
+use super::stop::Stop;
+use super::wire::MAX_STRING;
+use isobath_disk::BlockDevice;
+use parking_lot::Mutex;
+use std::sync::Arc;
+
+/// A disk under a name.
+#[derive(Debug)]
+pub struct Export<D> {
+    /// The name by which clients choose it, at most 4096 bytes. The first export of a server answers
+    /// to the empty name as well.
+    pub name: String,
+    /// A description for people, at most 4096 bytes; may be empty.
+    pub description: String,
+    /// Whether writes are refused even if the disk takes them.
+    pub read_only: bool,
+    /// The disk.
+    pub device: Arc<D>,
+}
+
+impl<D> Clone for Export<D> {
+    fn clone(&self) -> Self {
+        Self {
+            name: self.name.clone(),
+            description: self.description.clone(),
+            read_only: self.read_only,
+            device: self.device.clone(),
+        }
+    }
+}
+
+impl<D: BlockDevice> Export<D> {
+    fn info(&self) -> ExportInfo {
+        ExportInfo {
+            name: self.name.clone(),
+            description: self.description.clone(),
+            size: self.device.size(),
+            read_only: self.read_only || self.device.is_read_only(),
+            preferred_block: self.device.preferred_block(),
+        }
+    }
+
+    fn check(&self) -> Result<(), ExportError> {
+        for (field, text) in [("name", &self.name), ("description", &self.description)] {
+            if text.len() > MAX_STRING {
+                return Err(ExportError::TooLong { field, length: text.len() });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What there is to know of an export at one moment.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ExportState {
+    /// What clients are told.
+    pub info: ExportInfo,
+    /// Clients that have chosen it.
+    pub clients: usize,
+}
+
+/// Why an export cannot be added.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ExportError {
+    /// There is one of that name.
+    #[error("an export named '{0}' exists already; give each a name of its own")]
+    DuplicateName(String),
+    /// A name or description is too long.
+    #[error("the {field} of an export has {length} bytes; the NBD protocol allows {MAX_STRING}")]
+    TooLong {
+        /// `name` or `description`.
+        field: &'static str,
+        /// Its length in bytes.
+        length: usize,
+    },
+    /// The server has been told to stop.
+    #[error("the server is stopping")]
+    Stopping,
+}
+
+/// How an export is removed; QEMU's `BlockExportRemoveMode`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum RemoveMode {
+    /// Only if no client has chosen it.
+    #[default]
+    Safe,
+    /// Clients take no further request, are answered what they have begun, and are disconnected.
+    Hard,
+}
+
+/// Why an export is not removed.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum RemoveError {
+    /// There is none of that name.
+    #[error("no export is named '{0}'")]
+    NotFound(String),
+    /// Clients have chosen it.
+    #[error(
+        "export '{name}' is in use by {clients} clients; disconnect them, or remove it with mode 'hard'"
+    )]
+    InUse {
+        /// Its name.
+        name: String,
+        /// How many clients there are.
+        clients: usize,
+    },
+}
+
+/// One export, its clients, and the order that ends them.
+pub(crate) struct Entry<D> {
+    pub(crate) export: Export<D>,
+    pub(crate) stop: Stop,
+    clients: Arc<Live>,
+}
+
+/// A client that has chosen an export.
+pub(crate) struct Client<D> {
+    pub(crate) entry: Arc<Entry<D>>,
+    /// Dropped last: whoever is told that the export is gone finds the disk let go of.
+    _counted: Guard,
+}
+
+impl<D> Entry<D> {
+    /// Counts a client, unless the export is being removed.
+    fn choose(self: Arc<Self>) -> Option<Client<D>> {
+        let counted = self.clients.enter(usize::MAX)?;
+        Some(Client { entry: self, _counted: counted })
+    }
+
+    /// Lets no client in any more, and lets go of the disk here.
+    fn end(self: Arc<Self>, last: Guard) {
+        self.stop.request();
+        drop(self);
+        drop(last);
+    }
+}
+
+/// The exports in order, the default one first.
+pub(crate) struct Exports<D>(Mutex<State<D>>);
+
+struct State<D> {
+    entries: Vec<Arc<Entry<D>>>,
+    stopping: bool,
+}
+
+impl<D> Default for Exports<D> {
+    fn default() -> Self {
+        Self(Mutex::new(State { entries: Vec::new(), stopping: false }))
+    }
+}
+
+impl<D: BlockDevice> Exports<D> {
+    pub(crate) fn add(&self, export: Export<D>) -> Result<Gone, ExportError> {
+        export.check()?;
+        let clients = Arc::<Live>::default();
+        let gone = clients.clone().gone();
+        let mut state = self.0.lock();
+        if state.stopping {
+            return Err(ExportError::Stopping);
+        }
+        if state.entries.iter().any(|entry| entry.export.name == export.name) {
+            return Err(ExportError::DuplicateName(export.name));
+        }
+        state.entries.push(Arc::new(Entry { export, stop: Stop::default(), clients }));
+        Ok(gone)
+    }
+
+    pub(crate) fn remove(&self, name: &str, mode: RemoveMode) -> Result<Gone, RemoveError> {
+        let mut state = self.0.lock();
+        let found = state.entries.iter().position(|entry| entry.export.name == name);
+        let index = found.ok_or_else(|| RemoveError::NotFound(name.to_owned()))?;
+        let Some(entry) = state.entries.get(index) else {
+            return Err(RemoveError::NotFound(name.to_owned()));
+        };
+        let allowed = if mode == RemoveMode::Safe { 0 } else { usize::MAX };
+        let last = entry.clients.close(allowed);
+        let last = last.map_err(|clients| RemoveError::InUse { name: name.to_owned(), clients })?;
+        let entry = state.entries.remove(index);
+        drop(state);
+        let gone = entry.clients.clone().gone();
+        entry.end(last);
+        Ok(gone)
+    }
+
+    /// Removes all of them, and lets none be added.
+    pub(crate) fn end(&self) {
+        let entries = {
+            let mut state = self.0.lock();
+            state.stopping = true;
+            std::mem::take(&mut state.entries)
+        };
+        for entry in entries {
+            if let Ok(last) = entry.clients.close(usize::MAX) {
+                entry.end(last);
+            }
+        }
+    }
+
+    /// Gives `look` what handshakes tell of the exports as they are now, and chooses the one of which it
+    /// returns the index.
+    ///
+    /// All of it is one step, so that nobody who was told that an export is gone finds its disk still
+    /// held here.
+    pub(crate) fn choose<R>(
+        &self,
+        look: impl FnOnce(&[ExportInfo]) -> (R, Option<usize>),
+    ) -> (R, Option<Client<D>>) {
+        let state = self.0.lock();
+        let infos: Vec<_> = state.entries.iter().map(|entry| entry.export.info()).collect();
+        let (result, index) = look(&infos);
+        let entry = index.and_then(|index| state.entries.get(index)).cloned();
+        (result, entry.and_then(Entry::choose))
+    }
+
+    pub(crate) fn states(&self) -> Vec<ExportState> {
+        let state = |entry: &Arc<Entry<D>>| ExportState {
+            info: entry.export.info(),
+            clients: entry.clients.count(),
+        };
+        self.0.lock().entries.iter().map(state).collect()
+    }
+}
