@@ -10,6 +10,7 @@ mod follow;
 mod job;
 mod mirror;
 pub mod pace;
+pub mod record;
 mod run;
 mod stream;
 

@@ -1,0 +1,316 @@
+//! A record as a picture: the guest's bandwidth over time, in the manner of the dissertation's
+//! figures 4.5 to 4.7, with the times that the job ran shaded, and snapshots as lines.
+
+use super::{JobRecord, JobSample};
+use std::fmt::Write as _;
+
+const WIDTH: f64 = 760.0;
+const HEIGHT: f64 = 380.0;
+const LEFT: f64 = 70.0;
+const RIGHT: f64 = 18.0;
+const TOP: f64 = 64.0;
+const BOTTOM: f64 = 48.0;
+/// The most points of a line: one for each unit of the picture.
+const POINTS: usize = (WIDTH - LEFT - RIGHT) as usize;
+/// Steps of shading.
+const SHADES: f64 = 20.0;
+
+/// Colours that the colour-blind can tell apart (Okabe and Ito), on light and on dark ground.
+const STYLE: &str = "
+svg { --ground: #fff; --ink: #1b2330; --dim: #5d6878; --rule: #dfe3e9;
+  --guest: #0072b2; --job: #7d3c5e; --shade: #e69f00; --snapshot: #009e73; }
+@media (prefers-color-scheme: dark) { svg { --ground: #10141a; --ink: #e6eaf0; --dim: #98a4b5;
+  --rule: #2b3442; --guest: #6cb9ea; --job: #e3a4c4; --shade: #e69f00; --snapshot: #3fd1a4; } }
+.ground { fill: var(--ground); } text { fill: var(--dim); } .title { fill: var(--ink); }
+.grid { stroke: var(--rule); } .axis { stroke: var(--dim); }
+.shade { fill: var(--shade); } .line { fill: none; stroke-linejoin: round; }
+.guest { stroke: var(--guest); stroke-width: 1.6; } .job { stroke: var(--job); stroke-width: 1.1; }
+.snapshot { stroke: var(--snapshot); stroke-width: 1.2; stroke-dasharray: 5 3; }
+";
+
+/// Where a picture's values lie.
+struct Axes {
+    seconds: f64,
+    most: f64,
+}
+
+impl Axes {
+    fn x(&self, seconds: f64) -> f64 {
+        LEFT + (seconds / self.seconds).clamp(0.0, 1.0) * (WIDTH - LEFT - RIGHT)
+    }
+
+    fn y(&self, bytes: f64) -> f64 {
+        HEIGHT - BOTTOM - (bytes / self.most).clamp(0.0, 1.0) * (HEIGHT - TOP - BOTTOM)
+    }
+}
+
+/// The record as an SVG picture, for light and dark grounds. `title` is shown above it.
+pub fn plot_svg(record: &JobRecord, title: &str) -> String {
+    let samples = thinned(record);
+    let highest = samples.iter().map(|(_, sample)| sample.guest.max(sample.job)).max();
+    let highest = highest.unwrap_or(0) as f64;
+    let y_step = nice_step(highest.max(1e6) / 5.0);
+    let seconds = if record.seconds.is_finite() { record.seconds.max(0.001) } else { 0.001 };
+    let axes = Axes { seconds, most: (highest.max(1e6) / y_step).ceil() * y_step };
+    let mut svg = format!(
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {HEIGHT}\" role=\"img\" \
+         font-family=\"system-ui, 'Noto Sans', 'Liberation Sans', sans-serif\" font-size=\"12\">\n\
+         <title>{0}</title>\n<style>{STYLE}</style>\n\
+         <rect class=\"ground\" width=\"{WIDTH}\" height=\"{HEIGHT}\"/>\n\
+         <text class=\"title\" x=\"{LEFT}\" y=\"24\" font-size=\"16\" font-weight=\"600\">{0}</text>\n",
+        escaped(title)
+    );
+    shades(&mut svg, &axes, &samples);
+    scales(&mut svg, &axes, y_step);
+    line(&mut svg, &axes, "job", &samples, |sample| sample.job);
+    line(&mut svg, &axes, "guest", &samples, |sample| sample.guest);
+    for &at in record.snapshots.iter().filter(|at| at.is_finite()) {
+        let (x, bottom) = (axes.x(at), HEIGHT - BOTTOM);
+        let _ = writeln!(
+            svg,
+            "<line class=\"snapshot\" x1=\"{x:.1}\" y1=\"{TOP}\" x2=\"{x:.1}\" y2=\"{bottom}\"/>"
+        );
+    }
+    legend(&mut svg, !record.snapshots.is_empty());
+    svg.push_str("</svg>\n");
+    svg
+}
+
+/// The same as a page of its own, with the record's sums.
+pub fn plot_html(record: &JobRecord, title: &str) -> String {
+    let mean = |bytes: u64| bytes as f64 / record.seconds.max(0.001) / 1e6;
+    format!(
+        "<!DOCTYPE html>\n<html lang=\"en\">\n<meta charset=\"utf-8\">\n\
+         <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n\
+         <meta name=\"color-scheme\" content=\"light dark\">\n<title>{}</title>\n\
+         <style>body {{ margin: 24px auto; max-width: 1100px; padding: 0 16px; background: #fff; \
+         color: #1b2330; font: 15px/1.5 system-ui, 'Noto Sans', 'Liberation Sans', sans-serif; }} \
+         @media (prefers-color-scheme: dark) {{ body {{ background: #10141a; color: #e6eaf0; }} }} \
+         svg {{ width: 100%; height: auto; }}</style>\n<body>\n{}\
+         <p>The job took {:.1} s, of which it ran {:.1} s. The guest moved {:.1} MB/s in the mean, \
+         the job {:.1} MB/s.</p>\n</body>\n</html>\n",
+        escaped(title),
+        plot_svg(record, title),
+        record.seconds,
+        record.seconds_running,
+        mean(record.guest_bytes),
+        mean(record.job_bytes),
+    )
+}
+
+/// As many samples as can be seen, each with its begin in seconds: means of neighbours.
+fn thinned(record: &JobRecord) -> Vec<(f64, JobSample)> {
+    let each = record.samples.len().div_ceil(POINTS).max(1);
+    let mean = |(number, group): (usize, &[JobSample])| {
+        let mean = |value: fn(&JobSample) -> f64| {
+            group.iter().map(value).sum::<f64>() / group.len() as f64
+        };
+        let sample = JobSample {
+            guest: mean(|sample| sample.guest as f64) as u64,
+            job: mean(|sample| sample.job as f64) as u64,
+            running: mean(|sample| sample.running),
+        };
+        ((number * each) as f64 * record.sample_seconds, sample)
+    };
+    record.samples.chunks(each).enumerate().map(mean).collect()
+}
+
+/// Shades the times that the job ran, the more the larger a part of each it ran.
+fn shades(svg: &mut String, axes: &Axes, samples: &[(f64, JobSample)]) {
+    let shade = |sample: &JobSample| (sample.running.clamp(0.0, 1.0) * SHADES).ceil() as u32;
+    let mut rest = samples;
+    while let Some((from, sample)) = rest.first() {
+        let same = rest.iter().take_while(|(_, other)| shade(other) == shade(sample)).count();
+        let (_, after) = rest.split_at(same.max(1));
+        let to = after.first().map_or(axes.seconds, |(to, _)| *to);
+        if shade(sample) > 0 {
+            let (x, width) = (axes.x(*from), axes.x(to) - axes.x(*from));
+            let _ = writeln!(
+                svg,
+                "<rect class=\"shade\" x=\"{x:.1}\" y=\"{TOP}\" width=\"{width:.2}\" \
+                 height=\"{:.1}\" opacity=\"{:.2}\"/>",
+                HEIGHT - BOTTOM - TOP,
+                f64::from(shade(sample)) / SHADES * 0.4
+            );
+        }
+        rest = after;
+    }
+}
+
+fn scales(svg: &mut String, axes: &Axes, y_step: f64) {
+    let (right, bottom) = (WIDTH - RIGHT, HEIGHT - BOTTOM);
+    for number in 0..=(axes.most / y_step).round() as u32 {
+        let value = f64::from(number) * y_step;
+        let y = axes.y(value);
+        let _ = writeln!(
+            svg,
+            "<line class=\"grid\" x1=\"{LEFT}\" y1=\"{y:.1}\" x2=\"{right}\" y2=\"{y:.1}\"/>\
+             <text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"end\">{}</text>",
+            LEFT - 8.0,
+            y + 4.0,
+            megabytes(value)
+        );
+    }
+    let x_step = nice_step(axes.seconds / 8.0);
+    for number in 0..=(axes.seconds / x_step + 1e-9) as u32 {
+        let value = f64::from(number) * x_step;
+        let x = axes.x(value);
+        let _ = writeln!(
+            svg,
+            "<line class=\"axis\" x1=\"{x:.1}\" y1=\"{bottom}\" x2=\"{x:.1}\" y2=\"{:.1}\"/>\
+             <text x=\"{x:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{}</text>",
+            bottom + 5.0,
+            bottom + 19.0,
+            plain(value)
+        );
+    }
+    let middle = f64::midpoint(TOP, bottom);
+    let _ = writeln!(
+        svg,
+        "<line class=\"axis\" x1=\"{LEFT}\" y1=\"{bottom}\" x2=\"{right}\" y2=\"{bottom}\"/>\
+         <text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"middle\">Time since the job started (s)</text>\
+         <text x=\"18\" y=\"{middle}\" text-anchor=\"middle\" \
+         transform=\"rotate(-90 18 {middle})\">Bandwidth (MB/s)</text>",
+        f64::midpoint(LEFT, right),
+        HEIGHT - 10.0
+    );
+}
+
+/// A line whose values hold for their whole samples.
+fn line(
+    svg: &mut String,
+    axes: &Axes,
+    class: &str,
+    samples: &[(f64, JobSample)],
+    value: impl Fn(&JobSample) -> u64,
+) {
+    if samples.is_empty() {
+        return;
+    }
+    let _ = write!(svg, "<path class=\"line {class}\" d=\"");
+    for (number, (from, sample)) in samples.iter().enumerate() {
+        let to = samples.get(number + 1).map_or(axes.seconds, |(next, _)| *next);
+        let move_to = if number == 0 { 'M' } else { 'L' };
+        let y = axes.y(value(sample) as f64);
+        let _ = write!(svg, "{move_to}{:.1} {y:.1}H{:.1}", axes.x(*from), axes.x(to));
+    }
+    svg.push_str("\"/>\n");
+}
+
+fn legend(svg: &mut String, snapshots: bool) {
+    let mut x = LEFT;
+    let mut entry = |mark: &str, name: &str| {
+        let _ = writeln!(
+            svg,
+            "<g transform=\"translate({x} 44)\">{mark}<text x=\"26\" y=\"4\">{name}</text></g>"
+        );
+        x += 48.0 + 6.6 * name.len() as f64;
+    };
+    let stroke = |class: &str| format!("<path class=\"line {class}\" d=\"M0 0H20\"/>");
+    entry(&stroke("guest"), "Guest");
+    entry(&stroke("job"), "Job");
+    let shade = "<rect class=\"shade\" y=\"-6\" width=\"20\" height=\"12\" opacity=\"0.4\"/>";
+    entry(shade, "Job is running");
+    if snapshots {
+        entry("<path class=\"snapshot\" d=\"M10 -8V8\"/>", "Snapshot");
+    }
+}
+
+/// The least of 1, 2 or 5 times a power of ten that is not below a value above 0.
+fn nice_step(least: f64) -> f64 {
+    let power = 10_f64.powf(least.log10().floor());
+    let factors = [1.0, 2.0, 5.0, 10.0].into_iter();
+    factors.map(|factor| factor * power).find(|&step| step >= least * 0.999).unwrap_or(least)
+}
+
+fn megabytes(bytes: f64) -> String {
+    plain(bytes / 1e6)
+}
+
+/// With as many digits as it needs, up to three after the point.
+fn plain(value: f64) -> String {
+    let shown = format!("{value:.3}");
+    shown.trim_end_matches('0').trim_end_matches('.').to_owned()
+}
+
+fn escaped(text: &str) -> String {
+    let mut escaped = String::with_capacity(text.len());
+    for letter in text.chars() {
+        match letter {
+            '&' => escaped.push_str("&amp;"),
+            '<' => escaped.push_str("&lt;"),
+            '>' => escaped.push_str("&gt;"),
+            '"' => escaped.push_str("&quot;"),
+            // XML has no way to write these.
+            '\0'..='\u{8}' | '\u{b}' | '\u{c}' | '\u{e}'..='\u{1f}' | '\u{fffe}' | '\u{ffff}' => {
+                escaped.push('\u{fffd}');
+            }
+            letter => escaped.push(letter),
+        }
+    }
+    escaped
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Recorder;
+    use super::*;
+    use std::time::Duration;
+
+    fn bursts(seconds: u64) -> JobRecord {
+        let mut recorder = Recorder::new(Duration::ZERO, 0);
+        let (mut guest, mut job) = (0, 0);
+        for step in 1..=seconds * 10 {
+            let busy = step / 70 % 2 == 0;
+            if busy {
+                guest += 40_000_000;
+            } else {
+                job += 20_000_000;
+            }
+            recorder.tell(Duration::from_millis(step * 100), guest, job, !busy);
+            if step % 150 == 0 {
+                recorder.snapshot(Duration::from_millis(step * 100));
+            }
+        }
+        recorder.record()
+    }
+
+    #[test]
+    fn a_picture_has_all_that_the_record_has() {
+        let record = bursts(60);
+        let svg = plot_svg(&record, "Streaming");
+        assert_eq!(svg.matches("class=\"snapshot\"").count(), record.snapshots.len() + 1);
+        // Each interval, and the legend.
+        assert!(svg.matches("class=\"shade\"").count() >= record.running.len());
+        assert!(svg.contains("Bandwidth (MB/s)") && svg.contains(">400</text>"));
+        assert!(svg.contains("Time since the job started (s)") && svg.contains(">60</text>"));
+        assert!(svg.contains("prefers-color-scheme: dark"));
+        assert!(plot_html(&record, "Streaming").contains("The job took 60.0 s"));
+    }
+
+    #[test]
+    fn a_long_record_makes_a_small_picture() {
+        let svg = plot_svg(&bursts(40_000), "");
+        assert!(svg.len() < 300_000, "{}", svg.len());
+    }
+
+    #[test]
+    fn titles_are_text_and_no_numbers_are_missing() {
+        let odd = JobRecord {
+            seconds: f64::INFINITY,
+            sample_seconds: f64::NAN,
+            samples: vec![JobSample { guest: u64::MAX, job: 0, running: f64::NAN }; 2],
+            snapshots: vec![f64::NAN, -1.0],
+            ..JobRecord::default()
+        };
+        for record in [JobRecord::default(), odd] {
+            let page = plot_html(&record, "<script>&\"\u{0}");
+            assert!(
+                !page.contains("<script") && page.contains("&lt;script&gt;&amp;&quot;\u{fffd}")
+            );
+            assert!(page.contains("</svg>"));
+        }
+        let svg = plot_svg(&JobRecord::default(), "x");
+        assert!(!svg.contains("NaN") && !svg.contains("inf"), "{svg}");
+    }
+}
