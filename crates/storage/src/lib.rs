@@ -3,7 +3,7 @@
 //! The engine above this crate sees only two traits: [`Host`] opens and creates files by name, and
 //! [`Storage`] reads, writes and flushes one of them. Files on Linux go through io_uring
 //! ([`file::FileHost`] on a [`ring::Executor`]); tests keep bytes in memory ([`memory::MemoryHost`]) and
-//! may inject faults or record what happens.
+//! may inject faults, record what happens, or slow it down.
 //!
 //! Futures returned here need no particular runtime. They are not `Send`: a future stays on the
 //! thread that first polled it, since that thread's ring holds its operation.
@@ -16,6 +16,7 @@ mod lock;
 pub mod memory;
 pub mod recorder;
 pub mod ring;
+pub mod slow;
 mod wait;
 
 pub use buf::IoBuf;
