@@ -13,6 +13,7 @@ use rand::{RngExt, SeedableRng};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// The greatest length of a simulated file in bytes: what is longer is a runaway.
 const MAX_LENGTH: u64 = 64 << 20;
@@ -250,7 +251,7 @@ impl Host for SimHost {
         })?;
         let host = self.clone();
         let gains = host.0.lock().conduct.seed & 2 > 0;
-        Ok(SimFile { host, name: name.to_owned(), number, writable: mode.writable, gains })
+        Ok(SimFile { host, name: name.to_owned(), number, writable: mode.writable.into(), gains })
     }
 
     async fn create(&self, name: &Path, _mode: OpenMode) -> Result<SimFile> {
@@ -270,7 +271,7 @@ pub struct SimFile {
     host: SimHost,
     name: PathBuf,
     number: usize,
-    writable: bool,
+    writable: AtomicBool,
     /// What [`Storage::gains_from_written_space`] says.
     gains: bool,
 }
@@ -336,7 +337,7 @@ impl SimFile {
             action => action.range(MAX_LENGTH),
         };
         let range = (start, end - start);
-        if !self.writable {
+        if self.is_read_only() {
             return Err(self.error(operation, range, libc::EBADF));
         }
         if end > MAX_LENGTH {
@@ -498,7 +499,11 @@ impl Storage for SimFile {
     }
 
     fn is_read_only(&self) -> bool {
-        !self.writable
+        !self.writable.load(Ordering::Relaxed)
+    }
+
+    async fn retire(&self) -> Result<()> {
+        if self.writable.swap(false, Ordering::Relaxed) { self.flush().await } else { Ok(()) }
     }
 
     fn extends_with_zeroes(&self) -> bool {
