@@ -86,7 +86,9 @@ impl Adaptive {
             impact: Impact::new(),
             started: now,
             deadline: deadline.map(|within| now.saturating_add(within)),
-            max_impact: max_impact.map(|percent| (percent / 100.0).clamp(0.001, 1.0)),
+            max_impact: max_impact
+                .filter(|percent| !percent.is_nan())
+                .map(|percent| (percent / 100.0).clamp(0.001, 1.0)),
             at: now,
             filling: false,
             limited: false,

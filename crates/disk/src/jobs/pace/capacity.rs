@@ -25,8 +25,9 @@ const MOST_WAIT: f64 = 0.06;
 const DISTANT: f64 = 0.001;
 /// A disk is slow where a piece alone takes longer than this, in seconds.
 const SLOW: f64 = 0.003;
-/// How long a speed is measured, in seconds.
+/// How long a speed is measured, in seconds and pieces.
 const MEASURE: f64 = 0.02;
+const MEASURED_PIECES: u32 = 16;
 /// Speeds are taken for at least this, so that no time is endless.
 const SLOWEST: f64 = 64.0 * 1024.0;
 
@@ -44,8 +45,8 @@ pub(super) struct Capacity {
     part: f64,
     /// Whether the window held a piece back since it last changed.
     held: bool,
-    /// The measure under way: since when, and the bytes since then.
-    measure: Option<(Duration, u64)>,
+    /// The measure under way: since when, and the bytes and pieces since then.
+    measure: Option<(Duration, u64, u32)>,
 }
 
 impl Capacity {
@@ -130,13 +131,14 @@ impl Capacity {
     /// Measures what is copied in all; `full`: whether that is all that the disk bears; `alone`:
     /// whether the job has the disk to itself.
     fn measure(&mut self, now: Duration, bytes: u64, full: bool, alone: bool) {
-        let Some((since, sum)) = &mut self.measure else {
-            self.measure = Some((now, 0));
+        let Some((since, sum, pieces)) = &mut self.measure else {
+            self.measure = Some((now, 0, 0));
             return;
         };
         *sum = sum.saturating_add(bytes);
+        *pieces += 1;
         let passed = now.saturating_sub(*since).as_secs_f64();
-        if passed >= MEASURE {
+        if passed >= MEASURE && *pieces >= MEASURED_PIECES {
             let measured = (*sum as f64 / passed).max(SLOWEST);
             // Less is believed slowly, and slower where it may be for want of pieces under way.
             let follow = match (measured > self.speed, full, alone) {
@@ -146,7 +148,7 @@ impl Capacity {
                 (false, false, false) => 0.0,
             };
             self.speed += (measured - self.speed) * follow;
-            self.measure = Some((now, 0));
+            self.measure = Some((now, 0, 0));
         }
     }
 

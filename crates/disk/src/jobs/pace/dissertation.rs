@@ -108,7 +108,7 @@ impl Dissertation {
             let exceeds = self.look(now, guest.bytes()) > self.threshold;
             self.state = State::Running { look: false };
             if exceeds && !self.pause_time.is_zero() {
-                let until = now + self.pause_time;
+                let until = now.saturating_add(self.pause_time);
                 self.state = State::Paused(now, until);
                 return Wish::Pause(until);
             }

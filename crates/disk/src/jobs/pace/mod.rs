@@ -193,8 +193,13 @@ impl Pacer {
         }
     }
 
-    /// Tells of a piece that was copied: its bytes, and how long its reads and writes took together.
+    /// Tells of a piece that was copied: its bytes that were really read and written, and how long
+    /// that took together. A piece without any, because they came to share space instead, tells
+    /// nothing of the disk's speed, nor counts for the limit.
     pub fn copied(&mut self, now: Duration, bytes: u64, took: Duration) {
+        if bytes == 0 {
+            return;
+        }
         self.limit.copied(now, bytes);
         match &mut self.mode {
             Mode::Adaptive(mode) => mode.copied(now, bytes, took),

@@ -1,7 +1,8 @@
 //! What pacing is for, in virtual time: figures are asserted, because they are the same in each run.
 
 use super::sim::{Compared, Drive, Job, Load, Outcome, SSD, bursts, run, traced};
-use super::{GuestCounts, Pacer, Pacing, Step, Work};
+use super::{GuestCounts, Pacer, Pacing, Sample, Step, Work};
+use proptest::prelude::*;
 use std::time::Duration;
 
 const GB: u64 = 1_000_000_000;
@@ -84,7 +85,7 @@ fn a_job_alone_uses_all_of_the_disk() {
 #[test]
 fn a_steady_guest_keeps_most_and_the_job_ends() {
     for depth in [1, 4, 64] {
-        let paced = Compared::of(SSD, &steady(Load::Depth(depth)), ADAPTIVE, 2 * GB, LONG);
+        let paced = Compared::of(SSD, &steady(Load::Depth(depth)), ADAPTIVE, GB, LONG);
         seconds(&paced.job);
         assert!(paced.bandwidth() >= 0.90, "{depth}: bandwidth {:.3}", paced.bandwidth());
         assert!(paced.latency(0.5) <= 1.1, "{depth}: median {:.2}", paced.latency(0.5));
@@ -146,7 +147,7 @@ fn deadlines_are_met_where_they_can_be() {
         for within in [70, 120, 300] {
             let deadline = Some(Duration::from_secs(within));
             let pacing = Pacing::Adaptive { deadline, max_impact: None };
-            let paced = Compared::of(SSD, &phases, Job::Paced(pacing, 0), 10 * GB, LONG);
+            let paced = Compared::of(SLOW, &phases, Job::Paced(pacing, 0), GB, LONG);
             let took = seconds(&paced.job);
             assert!(took <= within as f64 + 0.1, "{took} of {within} s");
             assert!(paced.job.missed < 0.05, "{within} s: {:.2}", paced.job.missed);
@@ -163,9 +164,9 @@ fn a_deadline_that_cannot_be_met_is_told() {
     let phases = steady(Load::Depth(64));
     let soon = Some(Duration::from_secs(45));
     // Too soon for the disk; for its limits; for what the guest may lose.
-    for (max_impact, speed) in [(None, 0), (None, 50_000_000), (Some(5.0), 0)] {
+    for (max_impact, speed) in [(None, 0), (None, 5_000_000), (Some(5.0), 0)] {
         let pacing = Pacing::Adaptive { deadline: soon, max_impact };
-        let paced = run(SSD, &phases, Job::Paced(pacing, speed), 10 * GB, LONG);
+        let paced = run(SLOW, &phases, Job::Paced(pacing, speed), GB, LONG);
         assert!(paced.time > Duration::from_secs(45));
         assert!(paced.missed > 0.9, "{max_impact:?} {speed}: {:.2}", paced.missed);
     }
@@ -177,7 +178,7 @@ fn a_guest_loses_what_it_may_and_no_more() {
         for depth in [1, 64] {
             let pacing = Pacing::Adaptive { deadline: None, max_impact: Some(percent) };
             let load = steady(Load::Depth(depth));
-            let paced = Compared::of(SSD, &load, Job::Paced(pacing, 0), GB, LONG);
+            let paced = Compared::of(SLOW, &load, Job::Paced(pacing, 0), GB / 10, LONG);
             seconds(&paced.job);
             let lost = 1.0 - paced.bandwidth();
             assert!(lost <= percent / 100.0 + 0.01, "{percent} {depth}: {lost:.3}");
@@ -251,4 +252,151 @@ fn an_explicit_threshold_starts_at_once() {
     // One piece after each pause.
     let pieces = (below.copied as f64 / f64::from(512 << 10)).ceil();
     assert!((seconds(&below) - 2.0 * (pieces - 1.0)).abs() < 1.0, "{:?} {pieces}", below.time);
+}
+
+/// A pacer that filled a long pause, one piece under way, and the time.
+fn filling() -> (Pacer, GuestCounts, Work, Duration) {
+    let ms = Duration::from_millis;
+    let mut pacer = Pacer::new(&Pacing::default(), 0, Duration::ZERO);
+    let (guest, work) = (GuestCounts::default(), Work { remaining: GB, in_flight: 0, pieces: 0 });
+    for step in 0..1000 {
+        if let Step::Copy { bytes } = pacer.next(ms(step), &guest, &work) {
+            pacer.copied(ms(step), bytes, Duration::from_micros(600));
+        }
+    }
+    let work = Work { remaining: GB, in_flight: 64 << 10, pieces: 1 };
+    assert!(matches!(pacer.next(ms(1000), &guest, &work), Step::Copy { .. }));
+    (pacer, guest, work, ms(1000))
+}
+
+#[test]
+fn the_job_gives_way_at_once_and_is_back_in_milliseconds() {
+    let (mut pacer, mut guest, mut work, mut now) = filling();
+    let us = Duration::from_micros;
+    // A request arrives, and stays for 20 ms.
+    guest.in_flight = 1;
+    guest.last_activity = now;
+    let step = pacer.next(now, &guest, &work);
+    assert!(matches!(step, Step::Wait { until } if until <= now + us(5000)), "{step:?}");
+    assert!(!pacer.is_paused(), "a piece is under way");
+    work = Work { remaining: GB, in_flight: 0, pieces: 0 };
+    let mut step = pacer.next(now, &guest, &work);
+    assert!(pacer.is_paused());
+    let mut beside = 0;
+    while now < Duration::from_millis(1020) {
+        match step {
+            Step::Copy { bytes } => beside += bytes,
+            Step::Wait { until } => now = until,
+        }
+        step = pacer.next(now, &guest, &work);
+    }
+    assert!(beside <= 128 << 10, "{beside} bytes beside the guest");
+    // It is answered.
+    guest = GuestCounts {
+        last_activity: now,
+        beside: Sample { requests: 1, bytes: 4096, latency: us(20_000) },
+        ..GuestCounts::default()
+    };
+    let fell_quiet = now;
+    loop {
+        match pacer.next(now, &guest, &work) {
+            Step::Wait { until } => now = until,
+            Step::Copy { bytes } if now >= fell_quiet + us(2000) => {
+                assert!(now <= fell_quiet + us(5000), "{now:?}");
+                assert_eq!(bytes, 64 << 10, "it starts slowly");
+                break;
+            }
+            Step::Copy { .. } => now += us(600),
+        }
+    }
+}
+
+/// What happens between two questions.
+#[derive(Clone, Debug)]
+struct Happening {
+    passed: u64,
+    in_flight: u32,
+    active: bool,
+    alone: (u32, u64, u64),
+    beside: (u32, u64, u64),
+    copied: Option<(u64, u64)>,
+}
+
+fn happening() -> impl Strategy<Value = Happening> {
+    let numbers = prop_oneof![0..10_000_u64, 0..10_000_000_000_u64, 0..1_u64 << 50];
+    let sample = (0..1000_u32, numbers.clone(), numbers.clone());
+    let copied = prop::option::of((numbers.clone(), numbers.clone()));
+    (numbers, 0..100_u32, any::<bool>(), sample.clone(), sample, copied).prop_map(
+        |(passed, in_flight, active, alone, beside, copied)| Happening {
+            passed,
+            in_flight: if active { in_flight } else { 0 },
+            active,
+            alone,
+            beside,
+            copied,
+        },
+    )
+}
+
+fn pacings() -> impl Strategy<Value = Pacing> {
+    let times = prop_oneof![
+        Just(Duration::ZERO),
+        Just(Duration::MAX),
+        (0..1000_u64).prop_map(Duration::from_secs)
+    ];
+    let adaptive = (prop::option::of(times.clone()), prop::option::of(prop::num::f64::ANY))
+        .prop_map(|(deadline, max_impact)| Pacing::Adaptive { deadline, max_impact });
+    let dissertation = (prop::num::f64::ANY, times)
+        .prop_map(|(threshold, pause_time)| Pacing::Dissertation { threshold, pause_time });
+    prop_oneof![adaptive, dissertation, Just(Pacing::None)]
+}
+
+proptest! {
+    /// Whatever the guest, the disk and the clock do: pieces are not empty, waits are for the future,
+    /// and so many pieces start at one time only.
+    #[test]
+    fn steps_are_sound(
+        pacing in pacings(),
+        speed in prop_oneof![Just(0), 0..u64::MAX],
+        happenings in prop::collection::vec(happening(), 1..60),
+    ) {
+        let mut now = Duration::from_secs(1);
+        let mut guest = GuestCounts { last_activity: now, ..GuestCounts::default() };
+        let mut pacer = Pacer::new(&pacing, speed, now);
+        for happening in happenings {
+            now += Duration::from_nanos(happening.passed);
+            guest.in_flight = happening.in_flight;
+            for (sample, (requests, bytes, latency)) in
+                [(&mut guest.alone, happening.alone), (&mut guest.beside, happening.beside)]
+            {
+                sample.requests += u64::from(requests);
+                sample.bytes += bytes;
+                sample.latency += Duration::from_nanos(latency);
+            }
+            if happening.active {
+                guest.last_activity = now;
+            }
+            if let Some((bytes, took)) = happening.copied {
+                pacer.copied(now, bytes, Duration::from_nanos(took));
+            }
+            let mut work = Work { remaining: 1 << 40, in_flight: 0, pieces: 0 };
+            loop {
+                match pacer.next(now, &guest, &work) {
+                    Step::Copy { bytes } => {
+                        prop_assert!(bytes > 0);
+                        work.in_flight += bytes;
+                        work.pieces += 1;
+                        prop_assert!(work.pieces <= 32, "{work:?}");
+                    }
+                    Step::Wait { until } => {
+                        prop_assert!(until > now);
+                        break;
+                    }
+                }
+            }
+            if let Some(forecast) = pacer.forecast(now, &work) {
+                prop_assert!(forecast.end > now);
+            }
+        }
+    }
 }
