@@ -10,7 +10,9 @@
 pub mod client;
 mod error;
 pub mod json;
+pub mod monitor;
 pub mod schema;
 pub mod server;
+pub mod tables;
 
 pub use error::{ErrorClass, QmpError};

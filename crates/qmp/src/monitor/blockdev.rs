@@ -1,0 +1,168 @@
+//! Nodes that come and go, and a disk's size.
+
+use super::arguments::{Arguments, flag, integer, optional_text, text};
+use super::image::format_of;
+use super::{Drive, FileNode, Monitor, Result};
+use crate::error::QmpError;
+use isobath_disk::{BlockDevice, LiveDisk, OpenOptions, Preallocation};
+use isobath_storage::{Host, Locking};
+use serde_json::Value;
+use std::path::PathBuf;
+use std::rc::Rc;
+
+/// Where an added node's bytes are.
+struct Protocol {
+    path: PathBuf,
+    /// The options of the node that was named.
+    options: Arguments,
+    /// That node, if it was added before.
+    node: Option<String>,
+}
+
+impl<H: Host + Clone> Monitor<H> {
+    pub(super) async fn blockdev_add(&self, arguments: Arguments) -> Result<()> {
+        self.prune_names();
+        let Some(name) = optional_text(&arguments, "node-name") else {
+            return Err(QmpError::new("'node-name' must be specified for the root node"));
+        };
+        let name = name.to_owned();
+        self.check_new_name(&name)?;
+        let detect = optional_text(&arguments, "detect-zeroes").unwrap_or("off");
+        if detect != "off" {
+            return Err(QmpError::new(format_args!("detect-zeroes '{detect}' is not supported")));
+        }
+        let Some(format) = format_of(text(&arguments, "driver")) else {
+            let path = PathBuf::from(text(&arguments, "filename"));
+            self.host.canonical(&path).map_err(|error| {
+                QmpError::new(format_args!("Could not open '{}': {error}", path.display()))
+            })?;
+            self.files.borrow_mut().push(FileNode { name, path, options: arguments });
+            return Ok(());
+        };
+        let protocol = self.protocol(arguments.get("file"))?;
+        let backing = match arguments.get("backing") {
+            None => true,
+            Some(Value::Null) => false,
+            Some(_) => {
+                return Err(QmpError::new(
+                    "'backing' can be null, or left out to open the chain that the image names",
+                ));
+            }
+        };
+        let said = |key: &str| flag(&arguments, key).or_else(|| flag(&protocol.options, key));
+        let cache = |options: &Arguments| {
+            let cache = options.get("cache").and_then(Value::as_object);
+            cache.and_then(|cache| flag(cache, "direct"))
+        };
+        let options = OpenOptions {
+            writable: !said("read-only").unwrap_or(false),
+            direct: cache(&protocol.options)
+                .or_else(|| cache(&arguments))
+                .unwrap_or(self.options.direct),
+            locking: if said("force-share").unwrap_or(false) {
+                Locking::Unlocked
+            } else {
+                self.options.locking
+            },
+            format: Some(format),
+            backing,
+            ..self.options.clone()
+        };
+        let disk = LiveDisk::open(self.host.clone(), &protocol.path, &options).await;
+        let drive = Drive::added(disk.map_err(QmpError::new)?);
+        if let Some(file) = drive.root() {
+            self.names.borrow_mut().give(file, &name);
+        }
+        if let Some(node) = protocol.node {
+            self.files.borrow_mut().retain(|file| file.name != node);
+        }
+        self.drives.borrow_mut().push(Rc::new(drive));
+        Ok(())
+    }
+
+    /// What `file` refers to: a node that was added, or one that is described in place.
+    fn protocol(&self, file: Option<&Value>) -> Result<Protocol> {
+        match file {
+            Some(Value::Object(options)) => {
+                let driver = text(options, "driver");
+                if format_of(driver).is_some() {
+                    return Err(QmpError::new(format_args!(
+                        "driver '{driver}' cannot be what an image is stored in; use 'file'"
+                    )));
+                }
+                let path = text(options, "filename").into();
+                Ok(Protocol { path, options: options.clone(), node: None })
+            }
+            Some(Value::String(name)) => {
+                let files = self.files.borrow();
+                let found = files.iter().find(|file| file.name == *name);
+                let file = found.ok_or_else(|| {
+                    QmpError::new(format_args!("Cannot find device='{name}' nor node-name='{name}'"))
+                })?;
+                Ok(Protocol {
+                    path: file.path.clone(),
+                    options: file.options.clone(),
+                    node: Some(name.clone()),
+                })
+            }
+            _ => Err(QmpError::new("Parameter 'file' is missing")),
+        }
+    }
+
+    pub(super) async fn blockdev_del(&self, arguments: &Arguments) -> Result<()> {
+        let name = text(arguments, "node-name");
+        let files = self.files.borrow().len();
+        self.files.borrow_mut().retain(|file| file.name != name);
+        if self.files.borrow().len() < files {
+            return Ok(());
+        }
+        let Some(found) = self.find_node(name) else {
+            return Err(QmpError::new(format_args!("Failed to find node with node-name='{name}'")));
+        };
+        let in_use = |by: &str| Err(QmpError::new(format_args!("Node {name} is in use: {by}")));
+        if found.depth > 0 {
+            return in_use("it is part of a backing chain");
+        }
+        if !found.drive.device().is_empty() {
+            return in_use(&format!("it is in the device '{}'", found.drive.device()));
+        }
+        if let Some(export) = self.export_of(&found.drive) {
+            return in_use(&format!("it is exported as '{export}'"));
+        }
+        self.check_no_job(&found.drive)?;
+        self.drives.borrow_mut().retain(|drive| !Rc::ptr_eq(drive, &found.drive));
+        let closed = found.drive.close().await.map_err(QmpError::new);
+        drop(found);
+        self.prune_names();
+        closed
+    }
+
+    pub(super) async fn block_resize(&self, arguments: &Arguments) -> Result<()> {
+        let device = text(arguments, "device");
+        let found = self.look_up(device, text(arguments, "node-name"))?;
+        let Ok(size) = u64::try_from(integer(arguments, "size").unwrap_or(-1)) else {
+            return Err(QmpError::new("Parameter 'size' expects a >0 size"));
+        };
+        if found.depth > 0 {
+            return Err(QmpError::new("Need a root block node"));
+        }
+        let disk = found.drive.disk();
+        let shrink = flag(arguments, "shrink").unwrap_or(false);
+        if size < disk.size() && !shrink {
+            return Err(QmpError::new(format_args!(
+                "The new size of {size} bytes is smaller than the disk's {}, and what lies beyond it \
+                 would be lost; 'shrink': true allows that",
+                disk.size()
+            )));
+        }
+        disk.resize(size, Preallocation::Off, shrink).await.map_err(QmpError::new)
+    }
+
+    /// Forgets the names of files that are part of no disk any more: another file may come to have
+    /// their numbers.
+    pub(super) fn prune_names(&self) {
+        let drives = self.drives();
+        let files = drives.iter().flat_map(|drive| drive.files());
+        self.names.borrow_mut().keep(&files.collect());
+    }
+}

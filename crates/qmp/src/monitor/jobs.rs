@@ -1,0 +1,609 @@
+//! Block jobs: their start, what they tell, and what may be asked of them.
+
+use super::arguments::{Arguments, flag, integer, is_well_formed, number, optional_text, text};
+use super::names::Found;
+use super::request::Request;
+use super::{Drive, Monitor, Result};
+use crate::error::{ErrorClass, QmpError};
+use event_listener::{Event, EventListener};
+use isobath_disk::jobs::pace::Pacing;
+use isobath_disk::jobs::{
+    CommitOptions, IoStatus, Job, JobEvent, JobOptions, JobStatus, MirrorOptions, MirrorSync, OnError,
+    StreamOptions,
+};
+use isobath_disk::{DiskError, Layer};
+use isobath_storage::ring::spawn;
+use isobath_storage::{FileId, Host, Storage};
+use parking_lot::Mutex;
+use serde_json::json;
+use std::cell::Cell;
+use std::collections::VecDeque;
+use std::future::Future;
+use std::path::Path;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// The longest job id.
+const LONGEST: usize = 255;
+/// The longest time that may be asked for, in seconds: some 300 years.
+const LONGEST_TIME: f64 = 1e10;
+
+/// A job that was started here.
+pub(super) struct Started<H: Host> {
+    pub(super) job: Arc<Job>,
+    pub(super) drive: Rc<Drive<H>>,
+    /// The disk that a mirror writes to.
+    pub(super) target: Option<Rc<Drive<H>>>,
+    pub(super) request: Request,
+    /// Its user has it wait.
+    pub(super) paused: Cell<bool>,
+}
+
+/// What jobs have told, until it is passed on.
+#[derive(Default)]
+pub(super) struct Heard {
+    told: Mutex<VecDeque<Told>>,
+    more: Event,
+}
+
+/// What a job told, and how it was at that moment.
+struct Told {
+    id: String,
+    kind: &'static str,
+    event: JobEvent,
+    current: u64,
+    total: u64,
+    speed: u64,
+    error: Option<String>,
+}
+
+impl Heard {
+    pub(super) fn listen(&self) -> EventListener {
+        self.more.listen()
+    }
+
+    fn hear(&self, job: &Job, event: JobEvent) {
+        let progress = job.progress();
+        self.told.lock().push_back(Told {
+            id: job.id().to_owned(),
+            kind: job.kind().name(),
+            event,
+            current: progress.current,
+            total: progress.total,
+            speed: job.speed(),
+            error: job.error(),
+        });
+        self.more.notify(usize::MAX);
+    }
+}
+
+/// Layers that a job is about.
+#[derive(Default)]
+pub(super) struct Between<S> {
+    /// The upper one; `None`: the active layer.
+    pub(super) top: Option<Arc<Layer<S>>>,
+    /// The lower one; `None`: the default of the command.
+    pub(super) base: Option<Arc<Layer<S>>>,
+}
+
+impl<S: Storage> Between<S> {
+    fn ids(&self) -> (Option<FileId>, Option<FileId>) {
+        let id = |layer: &Option<Arc<Layer<S>>>| layer.as_ref().map(|layer| layer.storage().id());
+        (id(&self.top), id(&self.base))
+    }
+}
+
+impl<H: Host + Clone> Monitor<H> {
+    pub(super) async fn block_stream(&self, arguments: &Arguments) -> Result<()> {
+        self.prune_names();
+        let both = |one: &str, other: &str| {
+            let given = |name| optional_text(arguments, name).is_some();
+            if given(one) && given(other) {
+                let text = format!("'{one}' and '{other}' cannot be specified at the same time");
+                return Err(QmpError::new(text));
+            }
+            Ok(())
+        };
+        both("base", "base-node")?;
+        both("base", "bottom")?;
+        both("base-node", "bottom")?;
+        let device = text(arguments, "device");
+        let found = self.look_up(device, device)?;
+        let base = self.base_layer(&found, arguments)?.or(self.above_bottom(&found, arguments)?);
+        if base.is_none() && optional_text(arguments, "backing-file").is_some() {
+            let text = "backing file specified, but streaming the entire chain";
+            return Err(QmpError::new(text));
+        }
+        let top = (found.depth > 0).then_some(found.layer);
+        self.start(&found.drive, "block-stream", Between { top, base }, None, arguments).await
+    }
+
+    pub(super) async fn block_commit(&self, arguments: &Arguments) -> Result<()> {
+        self.prune_names();
+        for (one, other) in [("base-node", "base"), ("top-node", "top")] {
+            if optional_text(arguments, one).is_some() && optional_text(arguments, other).is_some() {
+                return Err(QmpError::new(format_args!(
+                    "'{one}' and '{other}' are mutually exclusive"
+                )));
+            }
+        }
+        let device = text(arguments, "device");
+        let found = self.look_up(device, device).map_err(|_| {
+            let text = format!("Device '{device}' not found");
+            QmpError::of(ErrorClass::DeviceNotFound, text)
+        })?;
+        self.check_root(&found)?;
+        let top = match optional_text(arguments, "top") {
+            Some(name) => Some(self.layer_of_file(&found, 0, name)?),
+            None => self.layer_of_node(&found, 0, arguments, "top-node")?,
+        };
+        let root = found.drive.root();
+        let top = top.filter(|top| Some(top.storage().id()) != root);
+        let base = self.base_layer(&found, arguments)?;
+        if top.is_none() && optional_text(arguments, "backing-file").is_some() {
+            let text = "'backing-file' specified, but 'top' is the active layer";
+            return Err(QmpError::new(text));
+        }
+        self.start(&found.drive, "block-commit", Between { top, base }, None, arguments).await
+    }
+
+    pub(super) async fn blockdev_mirror(&self, arguments: &Arguments) -> Result<()> {
+        self.prune_names();
+        let device = text(arguments, "device");
+        let found = self.look_up(device, device)?;
+        let name = text(arguments, "target");
+        let target = self.look_up(name, name)?;
+        self.check_root(&found)?;
+        self.check_root(&target)?;
+        let refuse = |text: String| Err(QmpError::new(text));
+        if optional_text(arguments, "copy-mode") == Some("write-blocking") {
+            return refuse("copy-mode 'write-blocking' is not supported; 'background' is".into());
+        }
+        if let Some(replaced) = optional_text(arguments, "replaces")
+            && replaced != self.root_name(&found.drive)
+        {
+            return refuse(format!("'{replaced}' cannot be replaced; the root node can"));
+        }
+        if !target.drive.device().is_empty() {
+            return refuse(format!("Node '{name}' is in the device '{}'", target.drive.device()));
+        }
+        if let Some(export) = self.export_of(&target.drive) {
+            return refuse(format!("Node '{name}' is exported as '{export}'"));
+        }
+        if Rc::ptr_eq(&found.drive, &target.drive) {
+            return refuse("Can't mirror node into itself".into());
+        }
+        self.check_no_job(&target.drive)?;
+        let between = Between { top: None, base: None };
+        let target = Some(target.drive);
+        self.start(&found.drive, "blockdev-mirror", between, target, arguments).await
+    }
+
+    /// Starts a job of which everything is resolved.
+    pub(super) async fn start(
+        &self,
+        drive: &Rc<Drive<H>>,
+        command: &'static str,
+        layers: Between<H::File>,
+        target: Option<Rc<Drive<H>>>,
+        arguments: &Arguments,
+    ) -> Result<()> {
+        let id = optional_text(arguments, "job-id").unwrap_or(drive.device()).to_owned();
+        if !is_well_formed(&id, LONGEST) {
+            return Err(QmpError::new(format_args!("Invalid job ID '{id}'")));
+        }
+        if self.find_job(&id).is_some() {
+            return Err(QmpError::new(format_args!("Job ID '{id}' already in use")));
+        }
+        self.check_no_job(drive)?;
+        let options = self.job_options(&id, arguments)?;
+        let (top, base) = layers.ids();
+        let backing_file = optional_text(arguments, "backing-file").map(str::to_owned);
+        let disk = drive.disk();
+        let request = Request::new(command, &id, drive, &layers, arguments);
+        let refused = |error: DiskError| QmpError::new(error);
+        match command {
+            "block-stream" => {
+                let stream = StreamOptions { top, base, backing_file };
+                let (job, work) = disk.stream(stream, options).map_err(refused)?;
+                self.run_job(job, work, drive, None, request);
+            }
+            "block-commit" => {
+                let commit = CommitOptions { top, base, backing_file };
+                let (job, work) = disk.commit(commit, options).map_err(refused)?;
+                self.run_job(job, work, drive, None, request);
+            }
+            _ => {
+                let Some(target) = target else {
+                    return Err(QmpError::new("Parameter 'target' is missing"));
+                };
+                let sync = match text(arguments, "sync") {
+                    "top" => MirrorSync::Top,
+                    "none" => MirrorSync::None,
+                    _ => MirrorSync::Full,
+                };
+                let mirror = disk.mirror(target.disk(), MirrorOptions { sync }, options);
+                let (job, work) = mirror.map_err(refused)?;
+                self.run_job(job, work, drive, Some(target), request);
+            }
+        }
+        Ok(())
+    }
+
+    fn run_job(
+        &self,
+        job: Arc<Job>,
+        work: impl Future<Output = ()> + 'static,
+        drive: &Rc<Drive<H>>,
+        target: Option<Rc<Drive<H>>>,
+        request: Request,
+    ) {
+        self.interrupted.borrow_mut().retain(|other| {
+            let same = other.id() == request.id();
+            if same {
+                other.remove();
+            }
+            !same
+        });
+        request.keep();
+        let (drive, paused) = (Rc::clone(drive), Cell::new(false));
+        self.jobs.borrow_mut().push(Rc::new(Started { job, drive, target, request, paused }));
+        drop(spawn(work));
+    }
+
+    fn job_options(&self, id: &str, arguments: &Arguments) -> Result<JobOptions> {
+        let Ok(speed) = u64::try_from(integer(arguments, "speed").unwrap_or(0)) else {
+            return Err(QmpError::new("Parameter 'speed' expects a non-negative value"));
+        };
+        let heard = Arc::clone(&self.heard);
+        Ok(JobOptions {
+            speed,
+            pacing: pacing(arguments)?,
+            on_error: on_error(arguments)?,
+            auto_finalize: flag(arguments, "auto-finalize").unwrap_or(true),
+            auto_dismiss: flag(arguments, "auto-dismiss").unwrap_or(true),
+            listener: Some(Arc::new(move |job: &Job, event| heard.hear(job, event))),
+            ..JobOptions::new(id)
+        })
+    }
+
+    pub(super) fn find_job(&self, id: &str) -> Option<Rc<Started<H>>> {
+        self.jobs.borrow().iter().find(|started| started.job.id() == id).cloned()
+    }
+
+    /// Refuses where a job uses a disk.
+    pub(super) fn check_no_job(&self, drive: &Drive<H>) -> Result<()> {
+        let jobs = self.jobs.borrow();
+        let busy = jobs.iter().find(|started| {
+            let uses = |other: &Drive<H>| std::ptr::eq(other, drive);
+            let ended = started.job.status() == JobStatus::Concluded;
+            !ended && (uses(&started.drive) || started.target.as_deref().is_some_and(uses))
+        });
+        match busy {
+            Some(started) => Err(QmpError::new(format_args!(
+                "Node '{}' is busy: block device is in use by block job: {}",
+                self.root_name(drive),
+                started.job.kind().name()
+            ))),
+            None => Ok(()),
+        }
+    }
+
+    /// The layer named by `base` or `base-node`.
+    fn base_layer(
+        &self,
+        found: &Found<H>,
+        arguments: &Arguments,
+    ) -> Result<Option<Arc<Layer<H::File>>>> {
+        match optional_text(arguments, "base") {
+            Some(name) => self.layer_of_file(found, found.depth + 1, name).map(Some),
+            None => self.layer_of_node(found, found.depth + 1, arguments, "base-node"),
+        }
+    }
+
+    /// The layer below the one named by `bottom`.
+    fn above_bottom(
+        &self,
+        found: &Found<H>,
+        arguments: &Arguments,
+    ) -> Result<Option<Arc<Layer<H::File>>>> {
+        let bottom = self.layer_of_node(found, found.depth, arguments, "bottom")?;
+        let Some(bottom) = bottom else { return Ok(None) };
+        let layers = found.drive.layers();
+        let at = layers.iter().position(|layer| layer.storage().id() == bottom.storage().id());
+        Ok(at.and_then(|at| layers.get(at + 1).map(Arc::clone)))
+    }
+
+    /// The layer whose node an argument names, not above the one at `from`.
+    fn layer_of_node(
+        &self,
+        found: &Found<H>,
+        from: usize,
+        arguments: &Arguments,
+        argument: &str,
+    ) -> Result<Option<Arc<Layer<H::File>>>> {
+        let Some(name) = optional_text(arguments, argument) else { return Ok(None) };
+        let named = self.look_up("", name)?;
+        if !Rc::ptr_eq(&named.drive, &found.drive) || named.depth < from {
+            return Err(QmpError::new(format_args!(
+                "Node '{name}' is not a backing image of '{}'",
+                text(arguments, "device")
+            )));
+        }
+        Ok(Some(named.layer))
+    }
+
+    /// The layer with an image of that name, not above the one at `from`: by its path, or as the header
+    /// of the layer above names it.
+    pub(super) fn layer_of_file(
+        &self,
+        found: &Found<H>,
+        from: usize,
+        name: &str,
+    ) -> Result<Arc<Layer<H::File>>> {
+        let layers = found.drive.layers();
+        let path = Path::new(name);
+        let canonical = self.host.canonical(path).ok();
+        let mut above = None;
+        for (depth, layer) in layers.iter().enumerate() {
+            let named: Option<String> = above.replace(layer).and_then(|above: &Arc<Layer<_>>| {
+                above.header().and_then(|header| header.backing_file)
+            });
+            let same = layer.name() == path
+                || named.as_deref() == Some(name)
+                || canonical.is_some() && self.host.canonical(layer.name()).ok() == canonical;
+            if same && depth >= from {
+                return Ok(Arc::clone(layer));
+            }
+        }
+        Err(QmpError::new(format_args!("Can't find '{name}' in the backing chain")))
+    }
+
+    pub(super) async fn job_verb(&self, command: &str, arguments: &Arguments) -> Result<()> {
+        let id = match optional_text(arguments, "device") {
+            Some(id) => id,
+            None => text(arguments, "id"),
+        };
+        let block_job = command.starts_with("block-job-");
+        let Some(started) = self.find_job(id) else {
+            return Err(if block_job {
+                let text = format!("Block job '{id}' not found");
+                QmpError::of(ErrorClass::DeviceNotActive, text)
+            } else {
+                QmpError::new("Job not found")
+            });
+        };
+        let job = &started.job;
+        let waits = started.paused.get() || job.io_status() != IoStatus::Ok;
+        let refused = |text: &str| Err(QmpError::new(text));
+        let verb = command.trim_start_matches("block-").trim_start_matches("job-");
+        let done = match verb {
+            "pause" if waits => return refused("Job is already paused"),
+            "pause" => job.pause().inspect(|()| started.paused.set(true)),
+            "resume" if !waits => return refused("Can't resume a job that was not paused"),
+            "resume" => job.resume().inspect(|()| started.paused.set(false)),
+            "cancel" => {
+                let force = !block_job || flag(arguments, "force").unwrap_or(false);
+                if waits && !force {
+                    return refused(&format!(
+                        "The block job for device '{id}' is currently paused"
+                    ));
+                }
+                job.cancel(force).inspect(|()| started.paused.set(false))
+            }
+            "complete" => job.complete(),
+            "finalize" => job.finalize(),
+            "dismiss" => job.dismiss(),
+            _ => match u64::try_from(integer(arguments, "speed").unwrap_or(-1)) {
+                Ok(speed) => job.set_speed(speed),
+                Err(_) => return refused("Parameter 'speed' expects a non-negative value"),
+            },
+        };
+        done.map_err(QmpError::new)
+    }
+
+    /// Passes on what jobs have told since the last time.
+    pub(super) fn pass_on(&self) {
+        loop {
+            let Some(told) = self.heard.told.lock().pop_front() else { return };
+            self.tell(told);
+        }
+    }
+
+    fn tell(&self, told: Told) {
+        let Told { id, kind, event, current, total, speed, error } = told;
+        let progress = json!({
+            "type": kind, "device": id, "len": total, "offset": current, "speed": speed,
+        });
+        match event {
+            JobEvent::Status(status) => {
+                let data = json!({"status": status.name(), "id": id});
+                self.events.emit("JOB_STATUS_CHANGE", data);
+                if status == JobStatus::Null {
+                    self.jobs.borrow_mut().retain(|started| started.job.id() != id);
+                }
+            }
+            JobEvent::Error { read, action } => {
+                let operation = if read { "read" } else { "write" };
+                let data = json!({"device": id, "operation": operation, "action": action});
+                self.events.emit("BLOCK_JOB_ERROR", data);
+            }
+            JobEvent::Ready => self.events.emit("BLOCK_JOB_READY", progress),
+            JobEvent::Pending => {
+                self.events.emit("BLOCK_JOB_PENDING", json!({"type": kind, "id": id}));
+            }
+            JobEvent::Completed => {
+                let mut data = progress;
+                let failed = error.is_some();
+                if let (Some(data), Some(error)) = (data.as_object_mut(), error) {
+                    data.insert("error".into(), error.into());
+                }
+                self.events.emit("BLOCK_JOB_COMPLETED", data);
+                self.ended(&id, !failed);
+            }
+            JobEvent::Cancelled => {
+                self.events.emit("BLOCK_JOB_CANCELLED", progress);
+                self.ended(&id, false);
+            }
+        }
+    }
+
+    /// A job has ended: it need not be started again, unless the server's end has ended it.
+    fn ended(&self, id: &str, well: bool) {
+        let Some(started) = self.find_job(id) else { return };
+        if well || !self.ending.get() {
+            started.request.remove();
+        }
+        if let Some(target) = &started.target
+            && well
+            && started.drive.root() == target.root()
+        {
+            // The disk goes on in the target's image, which is no node of its own any more.
+            target.take();
+            self.drives.borrow_mut().retain(|drive| !Rc::ptr_eq(drive, target));
+        }
+    }
+
+    /// Cancels every job and waits for its end.
+    pub(super) async fn end_jobs(&self) {
+        let jobs = self.jobs.borrow().clone();
+        for started in &jobs {
+            // One that has ended already cannot be cancelled.
+            let _ = started.job.cancel(true);
+        }
+        for started in jobs {
+            loop {
+                let changed = started.job.changed();
+                match started.job.status() {
+                    JobStatus::Null => break,
+                    JobStatus::Concluded if !started.job.options().auto_dismiss => {
+                        let _ = started.job.dismiss();
+                        break;
+                    }
+                    _ => {}
+                }
+                changed.await;
+                self.pass_on();
+            }
+        }
+    }
+}
+
+/// How a job makes way for the guest.
+fn pacing(arguments: &Arguments) -> Result<Pacing> {
+    let refuse = |text: &str| Err(QmpError::new(text));
+    let positive = |name: &str, most: f64| match number(arguments, name) {
+        Some(value) if !value.is_finite() || value <= 0.0 || value > most => Err(QmpError::new(
+            format_args!("Parameter '{name}' expects a number above 0 and up to {most}"),
+        )),
+        value => Ok(value),
+    };
+    let deadline = positive("deadline", LONGEST_TIME)?.map(Duration::from_secs_f64);
+    let max_impact = positive("max-impact", 100.0)?;
+    let threshold = positive("adaptive-threshold", 1e18)?;
+    let pause_time = positive("pause-time", LONGEST_TIME)?.map(Duration::from_secs_f64);
+    let mode = match (optional_text(arguments, "pacing"), flag(arguments, "adaptive-stream")) {
+        (Some("adaptive" | "none"), Some(true)) => {
+            return refuse("'adaptive-stream' is pacing 'dissertation', and another one is given");
+        }
+        (None, Some(true)) => "dissertation",
+        (Some(mode), _) => mode,
+        (None, _) => "adaptive",
+    };
+    if mode != "dissertation" && (threshold.is_some() || pause_time.is_some()) {
+        return refuse("'adaptive-threshold' and 'pause-time' are for 'adaptive-stream': true");
+    }
+    if mode != "adaptive" && (deadline.is_some() || max_impact.is_some()) {
+        return refuse("'deadline' and 'max-impact' are for pacing 'adaptive'");
+    }
+    Ok(match (mode, Pacing::dissertation()) {
+        ("none", _) => Pacing::None,
+        ("dissertation", Pacing::Dissertation { threshold: usual, pause_time: pause }) => {
+            Pacing::Dissertation {
+                threshold: threshold.unwrap_or(usual),
+                pause_time: pause_time.unwrap_or(pause),
+            }
+        }
+        _ => Pacing::Adaptive { deadline, max_impact },
+    })
+}
+
+/// What a job does about errors. A mirror has two arguments for that, and one behaviour.
+fn on_error(arguments: &Arguments) -> Result<OnError> {
+    let named = |name: &str| optional_text(arguments, name);
+    let (source, target) = (named("on-source-error"), named("on-target-error"));
+    let chosen = match (named("on-error"), source, target) {
+        (Some(chosen), _, _) => chosen,
+        (None, Some(source), Some(target)) if source == target => source,
+        // Only writes find no space.
+        (None, None | Some("report"), Some(target @ ("enospc" | "auto" | "report"))) => target,
+        (None, Some(source @ "report"), None) => source,
+        (None, None, None) => "report",
+        _ => {
+            return Err(QmpError::new(
+                "'on-source-error' and 'on-target-error' must be the same",
+            ));
+        }
+    };
+    Ok(match chosen {
+        "ignore" => OnError::Ignore,
+        "stop" => OnError::Stop,
+        "enospc" | "auto" => OnError::Enospc,
+        _ => OnError::Report,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn paced(arguments: serde_json::Value) -> Result<Pacing> {
+        pacing(arguments.as_object().unwrap())
+    }
+
+    #[test]
+    fn pacing_is_adaptive_unless_told_otherwise() {
+        let second = Duration::from_secs(1);
+        for (arguments, expected) in [
+            (json!({}), Pacing::default()),
+            (json!({"adaptive-stream": false}), Pacing::default()),
+            (json!({"pacing": "none"}), Pacing::None),
+            (json!({"adaptive-stream": true}), Pacing::dissertation()),
+            (
+                json!({"pacing": "dissertation", "adaptive-threshold": 5000, "pause-time": 2}),
+                Pacing::Dissertation { threshold: 5000.0, pause_time: 2 * second },
+            ),
+            (
+                json!({"deadline": 0.5, "max-impact": 5}),
+                Pacing::Adaptive { deadline: Some(second / 2), max_impact: Some(5.0) },
+            ),
+        ] {
+            assert_eq!(paced(arguments.clone()).unwrap(), expected, "{arguments}");
+        }
+        for arguments in [
+            json!({"pacing": "none", "adaptive-stream": true}),
+            json!({"pacing": "none", "deadline": 1}),
+            json!({"pause-time": 1}),
+            json!({"adaptive-stream": true, "max-impact": 1}),
+            json!({"deadline": 0}),
+            json!({"deadline": -1}),
+            json!({"deadline": 1e300}),
+            json!({"max-impact": 101}),
+        ] {
+            assert!(paced(arguments.clone()).is_err(), "{arguments}");
+        }
+    }
+
+    #[test]
+    fn a_mirror_has_one_way_with_errors() {
+        let on = |value: serde_json::Value| on_error(value.as_object().unwrap());
+        assert_eq!(on(json!({})), Ok(OnError::Report));
+        assert_eq!(on(json!({"on-error": "auto"})), Ok(OnError::Enospc));
+        let both = json!({"on-source-error": "stop", "on-target-error": "stop"});
+        assert_eq!(on(both), Ok(OnError::Stop));
+        assert_eq!(on(json!({"on-target-error": "enospc"})), Ok(OnError::Enospc));
+        assert!(on(json!({"on-source-error": "ignore"})).is_err());
+        assert!(on(json!({"on-target-error": "stop"})).is_err());
+    }
+}

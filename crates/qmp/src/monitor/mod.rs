@@ -1,0 +1,213 @@
+//! What the commands act on: the disks that are served, their jobs and exports.
+//!
+//! Commands that change something are carried out one at a time, in the order in which they arrive, as
+//! in QEMU. Jobs run as tasks on the thread of the monitor. What they tell is passed on as events
+//! before the reply to the command that caused it.
+
+mod arguments;
+mod blockdev;
+mod drive;
+mod exports;
+mod image;
+mod job_queries;
+mod jobs;
+mod names;
+mod queries;
+mod request;
+mod snapshot;
+
+pub use drive::Drive;
+pub use exports::NbdServer;
+
+use crate::error::{ErrorClass, QmpError};
+use crate::schema::Schema;
+use crate::server::{Events, Service};
+use crate::tables::SCHEMA;
+use event_listener::Event;
+use exports::ExportEntry;
+use isobath_disk::OpenOptions;
+use isobath_storage::Host;
+use isobath_storage::ring::yield_now;
+use jobs::{Heard, Started};
+use names::Names;
+use request::Request;
+use serde_json::{Map, Value, json};
+use std::cell::{Cell, RefCell};
+use std::path::PathBuf;
+use std::rc::Rc;
+use std::sync::Arc;
+
+/// The result of a command.
+type Result<T> = std::result::Result<T, QmpError>;
+
+/// Carries out QMP's commands on live disks.
+pub struct Monitor<H: Host> {
+    host: H,
+    /// How `blockdev-add` opens images, but for what its arguments say.
+    options: OpenOptions,
+    drives: RefCell<Vec<Rc<Drive<H>>>>,
+    /// Nodes of the driver `file` that were added and that no image uses yet.
+    files: RefCell<Vec<FileNode>>,
+    names: RefCell<Names>,
+    jobs: RefCell<Vec<Rc<Started<H>>>>,
+    interrupted: RefCell<Vec<Request>>,
+    nbd: Option<NbdServer<H>>,
+    exports: Rc<RefCell<Vec<ExportEntry>>>,
+    events: Events,
+    heard: Arc<Heard>,
+    /// Held by commands that change something.
+    order: async_lock::Mutex<()>,
+    quit: Cell<bool>,
+    ending: Cell<bool>,
+    changed: Event,
+}
+
+/// A file that `blockdev-add` was told of.
+struct FileNode {
+    name: String,
+    path: PathBuf,
+    /// As the whole node was given.
+    options: Map<String, Value>,
+}
+
+impl<H: Host + Clone> Monitor<H> {
+    /// A monitor of `drives`, whose exports are those of `nbd`. Jobs that an earlier server was busy
+    /// with are found beside the images.
+    pub fn new(
+        host: H,
+        options: OpenOptions,
+        drives: Vec<Drive<H>>,
+        nbd: Option<NbdServer<H>>,
+        events: Events,
+    ) -> Self {
+        let interrupted = drives.iter().flat_map(request::interrupted).collect();
+        let exports = if nbd.is_some() {
+            drives.iter().map(|drive| ExportEntry::of_device(drive.device())).collect()
+        } else {
+            Vec::new()
+        };
+        Self {
+            host,
+            options,
+            drives: RefCell::new(drives.into_iter().map(Rc::new).collect()),
+            files: RefCell::default(),
+            names: RefCell::default(),
+            jobs: RefCell::default(),
+            interrupted: RefCell::new(interrupted),
+            nbd,
+            exports: Rc::new(RefCell::new(exports)),
+            events,
+            heard: Arc::default(),
+            order: async_lock::Mutex::default(),
+            quit: Cell::new(false),
+            ending: Cell::new(false),
+            changed: Event::new(),
+        }
+    }
+
+    /// The disks there are now.
+    pub fn drives(&self) -> Vec<Rc<Drive<H>>> {
+        self.drives.borrow().clone()
+    }
+
+    /// Passes on what jobs tell, for as long as it is polled.
+    pub async fn watch(&self) {
+        loop {
+            let heard = self.heard.listen();
+            self.pass_on();
+            heard.await;
+        }
+    }
+
+    /// Waits until a client has sent `quit`.
+    pub async fn quit_requested(&self) {
+        loop {
+            let changed = self.changed.listen();
+            if self.quit.get() {
+                return;
+            }
+            changed.await;
+        }
+    }
+
+    /// Ends what this monitor runs: tells clients, cancels jobs, which can be started again later, and
+    /// closes the disks that were added by `blockdev-add`. Those given to [`new`](Self::new) are left
+    /// to the caller.
+    pub async fn end(&self) {
+        self.ending.set(true);
+        let reason = if self.quit.get() { "host-qmp-quit" } else { "host-signal" };
+        self.events.emit("SHUTDOWN", json!({"guest": false, "reason": reason}));
+        let _order = self.order.lock().await;
+        self.end_jobs().await;
+        let added: Vec<_> = self.drives().into_iter().filter(|drive| drive.is_added()).collect();
+        for drive in added {
+            if let Err(error) = drive.close().await {
+                tracing::warn!(%error, "a disk was not closed");
+            }
+        }
+        self.pass_on();
+    }
+
+    async fn run(&self, command: &'static str, arguments: Map<String, Value>) -> Result<Value> {
+        match command {
+            "query-block" => self.query_block().await,
+            "query-named-block-nodes" => self.query_named_block_nodes(&arguments).await,
+            "query-blockstats" => Ok(self.query_blockstats(&arguments)),
+            "query-jobs" => Ok(self.query_jobs()),
+            "query-block-jobs" => Ok(self.query_block_jobs()),
+            "query-block-exports" => Ok(self.query_block_exports()),
+            "x-isobath-query-disks" => Ok(self.query_disks()),
+            "x-isobath-query-jobs" => Ok(self.query_more_of_jobs()),
+            _ => {
+                let _order = self.order.lock().await;
+                self.change(command, arguments).await?;
+                Ok(json!({}))
+            }
+        }
+    }
+
+    async fn change(&self, command: &'static str, arguments: Map<String, Value>) -> Result<()> {
+        match command {
+            "blockdev-snapshot-sync" => self.snapshot_sync(&arguments).await,
+            "blockdev-snapshot" => self.snapshot(&arguments).await,
+            "transaction" => self.transaction(&arguments).await,
+            "blockdev-add" => self.blockdev_add(arguments).await,
+            "blockdev-del" => self.blockdev_del(&arguments).await,
+            "block_resize" => self.block_resize(&arguments).await,
+            "block-stream" => self.block_stream(&arguments).await,
+            "block-commit" => self.block_commit(&arguments).await,
+            "blockdev-mirror" => self.blockdev_mirror(&arguments).await,
+            "x-isobath-restart-job" => self.restart_job(&arguments).await,
+            "x-isobath-forget-job" => self.forget_job(&arguments),
+            "block-export-add" => self.block_export_add(&arguments),
+            "block-export-del" => self.block_export_del(&arguments),
+            "quit" => {
+                self.quit.set(true);
+                self.changed.notify(usize::MAX);
+                Ok(())
+            }
+            verb => self.job_verb(verb, &arguments).await,
+        }
+    }
+}
+
+impl<H: Host + Clone> Service for Monitor<H> {
+    fn schema(&self) -> &'static Schema {
+        &SCHEMA
+    }
+
+    async fn execute(
+        &self,
+        command: &'static str,
+        arguments: Map<String, Value>,
+    ) -> std::result::Result<Value, QmpError> {
+        if self.ending.get() {
+            return Err(QmpError::of(ErrorClass::GenericError, "the server is ending"));
+        }
+        let result = self.run(command, arguments).await;
+        // A job that was just started or ended tells so before the reply.
+        yield_now().await;
+        self.pass_on();
+        result
+    }
+}

@@ -1,0 +1,144 @@
+//! Commands that look at disks.
+
+use super::arguments::{Arguments, flag};
+use super::image::{Node, device_info};
+use super::{Drive, Monitor, Result};
+use isobath_disk::live::LATENCY_BUCKETS;
+use isobath_disk::{BlockDevice, RequestStats};
+use isobath_storage::{Host, file};
+use serde_json::{Value, json};
+
+/// Images described below a node, and in one answer: a client's parser may not go deeper, and an answer
+/// that describes each of n nodes with all of its images would grow with the square of n.
+const NESTED: usize = 100;
+const NESTED_IN_ALL: usize = 10_000;
+
+impl<H: Host + Clone> Monitor<H> {
+    pub(super) async fn query_block(&self) -> Result<Value> {
+        let mut blocks = Vec::new();
+        for drive in self.drives() {
+            if drive.device().is_empty() {
+                continue;
+            }
+            let info = self.node_info(&drive, 0, NESTED).await;
+            blocks.push(json!({
+                "device": drive.device(),
+                "type": "unknown",
+                "removable": false,
+                "locked": false,
+                "inserted": info,
+                "io-status": "ok",
+            }));
+        }
+        Ok(blocks.into())
+    }
+
+    pub(super) async fn query_named_block_nodes(&self, arguments: &Arguments) -> Result<Value> {
+        let flat = flag(arguments, "flat").unwrap_or(false);
+        let drives = self.drives();
+        let nodes: usize = drives.iter().map(|drive| drive.disk().depth()).sum();
+        let nested = if flat { 0 } else { NESTED.min(NESTED_IN_ALL / nodes.max(1)) };
+        let mut infos = Vec::new();
+        for drive in drives {
+            for depth in 0..drive.disk().depth() {
+                let info = self.node_info(&drive, depth, nested).await;
+                if !info.is_null() {
+                    infos.push(info);
+                }
+            }
+        }
+        Ok(infos.into())
+    }
+
+    async fn node_info(&self, drive: &Drive<H>, depth: usize, images: usize) -> Value {
+        let layers = drive.layers();
+        let Some(layer) = layers.get(depth) else { return Value::Null };
+        device_info(Node {
+            host: &self.host,
+            name: self.node_name(layer),
+            layers: &layers,
+            depth,
+            read_only: depth > 0 || drive.is_read_only(),
+            direct: drive.disk().options().direct,
+            images,
+        })
+        .await
+    }
+
+    pub(super) fn query_blockstats(&self, arguments: &Arguments) -> Value {
+        let nodes = flag(arguments, "query-nodes").unwrap_or(false);
+        let drives = self.drives();
+        let shown = drives.iter().filter(|drive| nodes || !drive.device().is_empty());
+        shown.map(|drive| self.stats(drive, nodes)).collect()
+    }
+
+    fn stats(&self, drive: &Drive<H>, by_node: bool) -> Value {
+        let io = drive.disk().io_stats();
+        let nanoseconds = |stats: &RequestStats| stats.latency.as_nanos() as u64;
+        let mut stats = json!({
+            "node-name": self.root_name(drive),
+            "stats": {
+                "rd_bytes": io.reads.bytes,
+                "wr_bytes": io.writes.bytes,
+                "unmap_bytes": io.unmaps.bytes,
+                "rd_operations": io.reads.requests,
+                "wr_operations": io.writes.requests,
+                "flush_operations": io.flushes.requests,
+                "unmap_operations": io.unmaps.requests,
+                "rd_total_time_ns": nanoseconds(&io.reads),
+                "wr_total_time_ns": nanoseconds(&io.writes),
+                "flush_total_time_ns": nanoseconds(&io.flushes),
+                "unmap_total_time_ns": nanoseconds(&io.unmaps),
+                "wr_highest_offset": 0,
+                "rd_merged": 0, "wr_merged": 0, "unmap_merged": 0,
+                "failed_rd_operations": io.reads.failed,
+                "failed_wr_operations": io.writes.failed,
+                "failed_flush_operations": io.flushes.failed,
+                "failed_unmap_operations": io.unmaps.failed,
+                "invalid_rd_operations": 0, "invalid_wr_operations": 0,
+                "invalid_flush_operations": 0, "invalid_unmap_operations": 0,
+                "account_invalid": false,
+                "account_failed": false,
+                "timed_stats": [],
+                "rd_latency_histogram": histogram(&io.reads),
+                "wr_latency_histogram": histogram(&io.writes),
+                "flush_latency_histogram": histogram(&io.flushes),
+            },
+        });
+        if let (Some(stats), false) = (stats.as_object_mut(), by_node) {
+            stats.insert("device".into(), drive.device().into());
+        }
+        stats
+    }
+
+    pub(super) fn query_disks(&self) -> Value {
+        let disks = self.drives().into_iter().map(|drive| {
+            let disk = drive.disk();
+            let map = disk.map_stats();
+            json!({
+                "device": drive.device(),
+                "node-name": self.root_name(&drive),
+                "size": disk.size(),
+                "layers": disk.depth(),
+                "indexed-layers": disk.indexed_layers(),
+                "in-flight": disk.io_stats().in_flight,
+                "map": {
+                    "hits": map.hits,
+                    "unallocated-hits": map.unallocated_hits,
+                    "misses": map.misses,
+                    "bytes": map.bytes,
+                    "budget": map.budget,
+                    "lookup-median-ns": map.lookup_median_ns,
+                    "lookup-p99-ns": map.lookup_p99_ns,
+                },
+            })
+        });
+        json!({"syncs": file::syncs(), "disks": disks.collect::<Vec<_>>()})
+    }
+}
+
+/// QEMU's `BlockLatencyHistogramInfo`: boundaries in nanoseconds, and a bin more than there are of them.
+fn histogram(stats: &RequestStats) -> Value {
+    let boundaries: Vec<u64> = (0..LATENCY_BUCKETS - 1).map(|n| 1000 << n).collect();
+    json!({"boundaries": boundaries, "bins": stats.histogram})
+}

@@ -1,0 +1,236 @@
+//! What a job was asked to do, kept beside the image while it runs.
+//!
+//! A server that ends, or is killed, leaves the file there. The next one finds it, tells of it
+//! (`x-isobath-query-jobs`), and can start the job again: what was copied is not copied again.
+
+use super::arguments::{Arguments, text};
+use super::jobs::Between;
+use super::{Drive, Monitor, Result};
+use crate::error::QmpError;
+use crate::json;
+use crate::tables::SCHEMA;
+use isobath_disk::{Layer, Trust};
+use isobath_storage::{Host, Storage};
+use serde_json::{Map, Value, json};
+use std::ffi::OsString;
+use std::fs;
+use std::io::{self, Read};
+use std::path::{Path, PathBuf};
+use std::rc::Rc;
+use std::sync::Arc;
+
+/// What the file's name has after the image's.
+const SUFFIX: &str = ".isobath-job.json";
+/// The longest such file.
+const LONGEST: u64 = 64 << 10;
+
+/// What a job was asked to do.
+#[derive(Clone, Debug)]
+pub(super) struct Request {
+    command: &'static str,
+    id: String,
+    device: String,
+    /// Paths of layers, in place of the names of their nodes.
+    top: Option<PathBuf>,
+    base: Option<PathBuf>,
+    /// The command's arguments but for those above.
+    arguments: Map<String, Value>,
+    /// Where it is kept; `None`: nowhere.
+    file: Option<PathBuf>,
+}
+
+impl Request {
+    pub(super) fn new<H: Host>(
+        command: &'static str,
+        id: &str,
+        drive: &Drive<H>,
+        layers: &Between<H::File>,
+        arguments: &Arguments,
+    ) -> Self {
+        let path = |layer: &Option<Arc<Layer<H::File>>>| {
+            layer.as_ref().map(|layer| layer.name().to_owned())
+        };
+        let mut rest = arguments.clone();
+        for name in ["job-id", "device", "base", "base-node", "bottom", "top", "top-node"] {
+            rest.shift_remove(name);
+        }
+        // A mirror's target is a node that is gone with the server; a disk in no device as well.
+        let lasts = command != "blockdev-mirror" && !drive.device().is_empty();
+        let image = drive.active_image().filter(|_| lasts);
+        Self {
+            command,
+            id: id.to_owned(),
+            device: drive.device().to_owned(),
+            top: path(&layers.top),
+            base: path(&layers.base),
+            arguments: rest,
+            file: image.map(|image| beside(&image)),
+        }
+    }
+
+    pub(super) fn id(&self) -> &str {
+        &self.id
+    }
+
+    /// Writes the file, in place of another one there.
+    pub(super) fn keep(&self) {
+        let Some(file) = &self.file else { return };
+        let content = json!({
+            "command": self.command,
+            "id": self.id,
+            "device": self.device,
+            "top": self.top,
+            "base": self.base,
+            "arguments": self.arguments,
+        });
+        let mut unfinished = file.clone().into_os_string();
+        unfinished.push(".new");
+        let kept = fs::write(&unfinished, json::to_line(&content))
+            .and_then(|()| fs::rename(&unfinished, file));
+        if let Err(error) = kept {
+            let file = file.display();
+            tracing::warn!(%file, %error, "a job's request could not be kept");
+        }
+    }
+
+    /// Removes the file.
+    pub(super) fn remove(&self) {
+        let Some(file) = &self.file else { return };
+        if let Err(error) = fs::remove_file(file)
+            && error.kind() != io::ErrorKind::NotFound
+        {
+            let file = file.display();
+            tracing::warn!(%file, %error, "a job's request could not be removed");
+        }
+    }
+
+    /// As `x-isobath-query-jobs` has it.
+    pub(super) fn to_json(&self, interrupted: bool) -> Value {
+        let mut arguments = self.arguments.clone();
+        for (name, path) in [("top", &self.top), ("base", &self.base)] {
+            if let Some(path) = path {
+                arguments.insert(name.into(), path.to_string_lossy().into());
+            }
+        }
+        json!({
+            "id": self.id,
+            "device": self.device,
+            "interrupted": interrupted,
+            "command": self.command,
+            "arguments": arguments,
+        })
+    }
+
+    /// Reads what is kept in a file, of a job of a device.
+    fn read(file: PathBuf, device: &str) -> std::result::Result<Self, String> {
+        let mut content = Vec::new();
+        let opened = fs::File::open(&file).map_err(|error| error.to_string())?;
+        opened.take(LONGEST + 1).read_to_end(&mut content).map_err(|error| error.to_string())?;
+        if content.len() as u64 > LONGEST {
+            return Err(format!("it is longer than {LONGEST} bytes"));
+        }
+        let content = json::parse(&content)?;
+        let content = content.as_object().ok_or("it is no object")?;
+        let command = match text(content, "command") {
+            "block-stream" => "block-stream",
+            "block-commit" => "block-commit",
+            other => return Err(format!("the command '{}' starts no job", other.escape_debug())),
+        };
+        let path = |name: &str| content.get(name).and_then(Value::as_str).map(PathBuf::from);
+        let arguments = content.get("arguments").and_then(Value::as_object).cloned();
+        Ok(Self {
+            command,
+            id: text(content, "id").to_owned(),
+            device: device.to_owned(),
+            top: path("top"),
+            base: path("base"),
+            arguments: arguments.unwrap_or_default(),
+            file: Some(file),
+        })
+    }
+
+    /// The arguments with which the command starts the job again, but for its layers.
+    fn to_arguments(&self) -> Arguments {
+        let mut arguments = self.arguments.clone();
+        arguments.insert("job-id".into(), self.id.clone().into());
+        arguments.insert("device".into(), self.device.clone().into());
+        arguments
+    }
+}
+
+/// The file beside an image.
+fn beside(image: &Path) -> PathBuf {
+    let mut name: OsString = image.as_os_str().to_owned();
+    name.push(SUFFIX);
+    name.into()
+}
+
+/// The jobs that an earlier server was busy with on a disk. Images of strangers are not asked.
+pub(super) fn interrupted<H: Host>(drive: &Drive<H>) -> Vec<Request> {
+    if drive.disk().options().trust != Trust::Full {
+        return Vec::new();
+    }
+    let mut found = Vec::new();
+    for layer in drive.layers() {
+        let file = beside(layer.name());
+        if !fs::symlink_metadata(&file).is_ok_and(|metadata| metadata.is_file()) {
+            continue;
+        }
+        match Request::read(file.clone(), drive.device()) {
+            Ok(request) => {
+                tracing::info!(job = request.id, "a job was interrupted; it can be resumed");
+                found.push(request);
+            }
+            Err(error) => {
+                let file = file.display();
+                tracing::warn!(%file, error, "a job's request cannot be used");
+            }
+        }
+    }
+    found
+}
+
+impl<H: Host + Clone> Monitor<H> {
+    fn find_interrupted(&self, arguments: &Arguments) -> Result<Request> {
+        let id = text(arguments, "id");
+        let interrupted = self.interrupted.borrow();
+        let found = interrupted.iter().find(|request| request.id == id);
+        found.cloned().ok_or_else(|| {
+            QmpError::new(format_args!("No job '{id}' was interrupted"))
+        })
+    }
+
+    pub(super) async fn restart_job(&self, arguments: &Arguments) -> Result<()> {
+        let request = self.find_interrupted(arguments)?;
+        let arguments = request.to_arguments();
+        if let Some(command) = SCHEMA.command(request.command) {
+            crate::schema::check(command.arguments, &arguments)?;
+        }
+        let found = self.look_up(&request.device, "")?;
+        let layer = |path: &Option<PathBuf>| {
+            let named = path.as_deref().map(|path| {
+                found.drive.layers().into_iter().find(|layer| layer.name() == path).ok_or_else(|| {
+                    QmpError::new(format_args!(
+                        "'{}', of which the job '{}' was to make use, is not part of the chain any \
+                         more; forget the job, and start another",
+                        path.display(),
+                        request.id
+                    ))
+                })
+            });
+            named.transpose()
+        };
+        let root = found.drive.root();
+        let top = layer(&request.top)?.filter(|layer| Some(layer.storage().id()) != root);
+        let layers = Between { top, base: layer(&request.base)? };
+        let drive = Rc::clone(&found.drive);
+        self.start(&drive, request.command, layers, None, &arguments).await
+    }
+
+    pub(super) fn forget_job(&self, arguments: &Arguments) -> Result<()> {
+        let request = self.find_interrupted(arguments)?;
+        request.remove();
+        self.interrupted.borrow_mut().retain(|other| other.id != request.id);
+        Ok(())
+    }
+}

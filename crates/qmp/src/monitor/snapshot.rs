@@ -1,0 +1,129 @@
+//! Snapshots: the active image becomes a backing file.
+
+use super::arguments::{Arguments, optional_text, text};
+use super::names::Found;
+use super::{Drive, Monitor, Result};
+use crate::error::QmpError;
+use isobath_disk::{LiveDisk, OpenOptions, Overlay};
+use isobath_storage::Host;
+use serde_json::Value;
+use std::path::PathBuf;
+use std::rc::Rc;
+
+impl<H: Host + Clone> Monitor<H> {
+    pub(super) async fn snapshot_sync(&self, arguments: &Arguments) -> Result<()> {
+        self.prune_names();
+        let device = optional_text(arguments, "device");
+        let node = optional_text(arguments, "node-name");
+        let new_node = optional_text(arguments, "snapshot-node-name");
+        let found = self.look_up(device.unwrap_or(""), node.unwrap_or(""))?;
+        if node.is_some() && new_node.is_none() {
+            return Err(QmpError::new("New overlay node-name missing"));
+        }
+        if let Some(name) = new_node {
+            if self.find_node(name).is_some() {
+                return Err(QmpError::new("New overlay node-name already in use"));
+            }
+            self.check_new_name(name)?;
+        }
+        let format = optional_text(arguments, "format").unwrap_or("qcow2");
+        if format != "qcow2" {
+            return Err(QmpError::new(format_args!(
+                "an overlay of format '{format}' cannot be used; qcow2 can"
+            )));
+        }
+        let path = PathBuf::from(text(arguments, "snapshot-file"));
+        let overlay = match optional_text(arguments, "mode") {
+            Some("existing") => Overlay::Existing(path),
+            _ => Overlay::Create(path),
+        };
+        self.put_on_top(&found, &overlay).await?;
+        if let (Some(name), Some(file)) = (new_node, found.drive.root()) {
+            self.names.borrow_mut().give(file, name);
+        }
+        Ok(())
+    }
+
+    pub(super) async fn snapshot(&self, arguments: &Arguments) -> Result<()> {
+        self.prune_names();
+        let node = text(arguments, "node");
+        let found = self.look_up(node, node)?;
+        let name = text(arguments, "overlay");
+        let overlay = self.look_up(name, name)?;
+        self.check_root(&found)?;
+        if overlay.depth > 0 || !overlay.drive.device().is_empty() {
+            return Err(QmpError::new(format_args!(
+                "The overlay '{name}' is already in use; add one with blockdev-add, 'backing': null"
+            )));
+        }
+        if Rc::ptr_eq(&overlay.drive, &found.drive) {
+            return Err(QmpError::new("A node cannot be its own overlay"));
+        }
+        if let Some(export) = self.export_of(&overlay.drive) {
+            return Err(QmpError::new(format_args!("The overlay is exported as '{export}'")));
+        }
+        self.check_no_job(&overlay.drive)?;
+        if overlay.drive.disk().depth() > 1 {
+            return Err(QmpError::new("The overlay already has a backing image"));
+        }
+        let Some(path) = overlay.drive.active_image() else {
+            return Err(QmpError::new("The overlay has no image"));
+        };
+        let options = overlay.drive.disk().options().clone();
+        let Found { drive, layer, .. } = overlay;
+        drop(layer);
+        // The node's own handle would keep the disk from opening the image.
+        self.drives.borrow_mut().retain(|other| !Rc::ptr_eq(other, &drive));
+        let closed = drive.close().await.map_err(QmpError::new);
+        drop(drive);
+        let done = match closed {
+            Ok(()) => self.put_on_top(&found, &Overlay::Existing(path.clone())).await,
+            Err(error) => Err(error),
+        };
+        if done.is_err() {
+            self.bring_back(&path, &options, name).await;
+        }
+        done
+    }
+
+    /// Opens a node again that could not become an overlay.
+    async fn bring_back(&self, path: &std::path::Path, options: &OpenOptions, name: &str) {
+        match LiveDisk::open(self.host.clone(), path, options).await {
+            Ok(disk) => {
+                let drive = Drive::added(disk);
+                if let Some(file) = drive.root() {
+                    self.names.borrow_mut().give(file, name);
+                }
+                self.drives.borrow_mut().push(Rc::new(drive));
+            }
+            Err(error) => tracing::warn!(node = name, %error, "a node is gone"),
+        }
+    }
+
+    /// Only snapshots, and one at a time: a change of several disks in one step is not to be had.
+    pub(super) async fn transaction(&self, arguments: &Arguments) -> Result<()> {
+        let actions = arguments.get("actions").and_then(Value::as_array);
+        let actions = actions.map_or(&[][..], Vec::as_slice);
+        if actions.len() > 1 {
+            return Err(QmpError::new(format_args!(
+                "A transaction of {} actions is not supported; one is",
+                actions.len()
+            )));
+        }
+        let Some(action) = actions.first() else { return Ok(()) };
+        let data = action.get("data").and_then(Value::as_object).cloned().unwrap_or_default();
+        match action.get("type").and_then(Value::as_str) {
+            Some("blockdev-snapshot") => self.snapshot(&data).await,
+            _ => self.snapshot_sync(&data).await,
+        }
+    }
+
+    async fn put_on_top(&self, found: &Found<H>, overlay: &Overlay) -> Result<()> {
+        self.check_root(found)?;
+        found.drive.disk().snapshot(overlay).await.map_err(QmpError::new)
+    }
+
+    pub(super) fn check_root(&self, found: &Found<H>) -> Result<()> {
+        if found.depth == 0 { Ok(()) } else { Err(QmpError::new("Need a root block node")) }
+    }
+}

@@ -1,0 +1,38 @@
+//! The commands and events of a server of live disks.
+//!
+//! Names, types and meanings are QEMU's (its QMP Reference Manual). What only Isobath has: the members of
+//! [`PACING`](jobs::PACING) in `block-stream`, `block-commit` and `blockdev-mirror`, `shrink` in
+//! `block_resize`, and the commands whose names begin with `x-isobath-`.
+
+mod exports;
+mod isobath;
+mod jobs;
+mod nodes;
+
+use crate::schema::{EventType, Schema};
+use crate::server::CONTROL;
+
+pub use jobs::PACING;
+
+/// Everything that `isobath serve` can be asked for through QMP.
+pub static SCHEMA: Schema = Schema {
+    commands: &[
+        CONTROL,
+        nodes::COMMANDS,
+        jobs::COMMANDS,
+        exports::COMMANDS,
+        isobath::COMMANDS,
+    ],
+    events: EVENTS,
+};
+
+static EVENTS: &[EventType] = &[
+    EventType { name: "BLOCK_JOB_COMPLETED", data: &jobs::COMPLETED },
+    EventType { name: "BLOCK_JOB_CANCELLED", data: &jobs::ENDED },
+    EventType { name: "BLOCK_JOB_ERROR", data: &jobs::FAILED },
+    EventType { name: "BLOCK_JOB_READY", data: &jobs::ENDED },
+    EventType { name: "BLOCK_JOB_PENDING", data: &jobs::PENDING },
+    EventType { name: "JOB_STATUS_CHANGE", data: &jobs::STATUS_CHANGE },
+    EventType { name: "BLOCK_EXPORT_DELETED", data: &exports::DELETED },
+    EventType { name: "SHUTDOWN", data: &exports::SHUTDOWN },
+];

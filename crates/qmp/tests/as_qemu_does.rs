@@ -1,0 +1,367 @@
+//! The same commands given to qemu-storage-daemon and here: replies, errors, events.
+
+#[path = "common/introspection.rs"]
+mod introspection;
+#[allow(dead_code, clippy::unwrap_used, reason = "a part is used, and fails by panicking")]
+#[path = "common/live.rs"]
+mod live;
+
+use introspection::Introspection;
+use isobath_qmp::client::{Address, Client, ClientError};
+use isobath_qmp::tables::{PACING, SCHEMA};
+use isobath_testkit::process::{Ready, Server};
+use isobath_testkit::qemu;
+use live::Live;
+use serde_json::{Value, json};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+use tempfile::TempDir;
+
+const MIB: u64 = 1 << 20;
+
+/// qemu-storage-daemon and a live server, each with a chain of base, mid and top in the node `d0`.
+struct Both {
+    qemu: Client,
+    ours: Client,
+    /// Where their files are: the same names in each.
+    directories: [TempDir; 2],
+    _daemon: Server,
+    live: Option<Live>,
+}
+
+fn chain(directory: &Path) -> PathBuf {
+    let [base, mid, top] = ["base", "mid", "top"].map(|name| directory.join(name));
+    qemu::create(&base, "qcow2", 8 * MIB, "");
+    qemu::create_overlay(&mid, &base, "qcow2", "");
+    qemu::create_overlay(&top, &mid, "qcow2", "");
+    for (image, command) in [(&base, "write -P 1 0 8M"), (&mid, "write -P 2 1M 1M"), (&top, "write -P 3 2M 1M")]
+    {
+        let _ = qemu::io(image, "qcow2", &[command]).ok();
+    }
+    top
+}
+
+impl Both {
+    fn start() -> Self {
+        let directories = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+        let tops = directories.each_ref().map(|directory| chain(directory.path()));
+        let socket = directories[0].path().join("qmp.sock");
+        let mut command = Command::new(qemu::program("qemu-storage-daemon"));
+        command
+            .arg("--chardev")
+            .arg(format!("socket,path={},server=on,wait=off,id=c", socket.display()))
+            .args(["--monitor", "chardev=c", "--blockdev"])
+            .arg(format!("driver=file,filename={},node-name=f0", tops[0].display()))
+            .args(["--blockdev", "driver=qcow2,file=f0,node-name=d0"])
+            .arg("--nbd-server")
+            .arg(format!("addr.type=unix,addr.path={}", directories[0].path().join("n").display()));
+        let daemon = Server::start(&mut command, Ready::Socket(&socket));
+        let qemu = Client::connect(&Address::Unix(socket)).unwrap();
+        let live = Live::start(directories[1].path(), &[]);
+        let mut ours = live.client();
+        let image = json!({"driver": "file", "filename": tops[1]});
+        let node = json!({"driver": "qcow2", "node-name": "d0", "file": image});
+        ours.execute("blockdev-add", node).unwrap();
+        Self { qemu, ours, directories, _daemon: daemon, live: Some(live) }
+    }
+
+    /// Gives a command to both; `DIR` in it stands for the directory of each. Errors become values.
+    fn ask(&mut self, command: &str, arguments: &Value) -> [Value; 2] {
+        if std::env::var_os("SHOW").is_some() { eprintln!("{command} {arguments}"); }
+        let mut ask = |index: usize| {
+            let directory = self.directories[index].path().to_str().unwrap().to_owned();
+            let text = arguments.to_string().replace("DIR", &directory);
+            let arguments = serde_json::from_str(&text).unwrap();
+            let client = if index == 0 { &mut self.qemu } else { &mut self.ours };
+            match client.execute(command, arguments) {
+                Ok(value) => value,
+                Err(ClientError::Refused { class, description }) => {
+                    json!({"class": class, "desc": description.replace(&directory, "DIR")})
+                }
+                Err(error) => panic!("{command}: {error}"),
+            }
+        };
+        [ask(0), ask(1)]
+    }
+
+    /// A command that succeeds on both.
+    #[track_caller]
+    fn ok(&mut self, command: &str, arguments: &Value) {
+        assert_eq!(self.ask(command, arguments), [json!({}), json!({})], "{command} {arguments}");
+    }
+
+    /// The events of both up to one of a name and with some data.
+    fn events_to(&mut self, name: &str, part: &Value) -> [Vec<Value>; 2] {
+        let mut all = [Vec::new(), Vec::new()];
+        for (client, events) in [&mut self.qemu, &mut self.ours].into_iter().zip(&mut all) {
+            loop {
+                let event = client.event(Duration::from_secs(20)).unwrap();
+                let Some(event) = event else { panic!("no {name} after {events:?}") };
+                let wanted = part.as_object().unwrap();
+                let found = event.name == name
+                    && wanted.iter().all(|(key, value)| event.data[key] == *value);
+                events.push(json!({"event": event.name, "data": event.data}));
+                if found {
+                    break;
+                }
+            }
+        }
+        all
+    }
+}
+
+impl Drop for Both {
+    fn drop(&mut self) {
+        if let Some(live) = self.live.take()
+            && !std::thread::panicking()
+        {
+            live.quit();
+        }
+    }
+}
+
+#[test]
+fn commands_take_what_qemus_take() {
+    let mut both = Both::start();
+    let [theirs, ours] = both.ask("query-qmp-schema", &json!({})).each_ref().map(Introspection::new);
+    let mut found = Vec::new();
+    for command in SCHEMA.commands().map(|command| command.name) {
+        if command.starts_with("x-isobath-") {
+            continue;
+        }
+        assert!(theirs.has(command), "QEMU has no {command}");
+        found.extend(ours.differences(command, &theirs));
+    }
+    let own = |difference: &String| {
+        let argument = difference.rsplit('.').next().unwrap();
+        PACING.contains(&argument) || difference == "block_resize.shrink"
+    };
+    found.retain(|difference| !own(difference));
+    assert!(found.is_empty(), "{found:#?}");
+    for event in SCHEMA.events {
+        // qemu-storage-daemon does not tell of its end; qemu-system does.
+        assert!(theirs.has(event.name) || event.name == "SHUTDOWN", "{}", event.name);
+    }
+}
+
+#[test]
+fn replies_have_the_shape_of_qemus() {
+    let mut both = Both::start();
+    let [theirs, ours] = both.ask("query-qmp-schema", &json!({})).each_ref().map(Introspection::new);
+    let job = json!({"device": "d0", "job-id": "j", "speed": 65536});
+    both.ok("block-stream", &job);
+    both.ok("block-export-add", &json!({"type": "nbd", "id": "e", "node-name": "d0", "name": "x"}));
+    for (command, arguments) in [
+        ("query-version", json!({})),
+        ("query-commands", json!({})),
+        ("query-qmp-schema", json!({})),
+        ("query-block", json!({})),
+        ("query-named-block-nodes", json!({})),
+        ("query-named-block-nodes", json!({"flat": true})),
+        ("query-blockstats", json!({})),
+        ("query-blockstats", json!({"query-nodes": true})),
+        ("query-jobs", json!({})),
+        ("query-block-jobs", json!({})),
+        ("query-block-exports", json!({})),
+        ("x-isobath-query-disks", json!({})),
+        ("x-isobath-query-jobs", json!({})),
+    ] {
+        let reply = both.ours.execute(command, arguments.clone()).unwrap();
+        let wrong = ours.judge_return(command, &reply);
+        assert!(wrong.is_empty(), "{command} {arguments}: {wrong:#?}");
+        if theirs.has(command) {
+            let wrong = theirs.judge_return(command, &reply);
+            assert!(wrong.is_empty(), "{command} {arguments}: {wrong:#?}");
+        }
+    }
+    let nodes = both.ask("query-named-block-nodes", &json!({}));
+    let image = |nodes: &Value| {
+        let mut node = nodes.as_array().unwrap().iter();
+        let mut image = node.find(|node| node["node-name"] == "d0").unwrap()["image"].clone();
+        let mut below = &mut image;
+        while let Some(map) = below.as_object_mut() {
+            for changing in ["actual-size", "filename", "full-backing-filename", "backing-filename"] {
+                map.shift_remove(changing);
+            }
+            below = &mut below["backing-image"];
+        }
+        image
+    };
+    assert_eq!(image(&nodes[0]), image(&nodes[1]));
+    both.ok("block-job-cancel", &json!({"device": "j"}));
+}
+
+#[test]
+fn what_is_refused_is_refused_as_qemu_does() {
+    let mut both = Both::start();
+    let node = |name: &str, file: Value| json!({"driver": "qcow2", "node-name": name, "file": file});
+    both.ok("block-export-add", &json!({"type": "nbd", "id": "e", "node-name": "d0", "name": "x"}));
+    for (command, arguments) in [
+        ("nope", json!({})),
+        ("query-version", json!({"a": 1})),
+        ("block-stream", json!({})),
+        ("block-stream", json!({"device": 1})),
+        ("block-stream", json!({"device": "d0", "on-error": "x"})),
+        ("block-stream", json!({"device": "zz"})),
+        ("block-stream", json!({"device": "d0"})),
+        ("block-stream", json!({"device": "d0", "job-id": "1x"})),
+        ("block-stream", json!({"device": "d0", "job-id": "j", "base-node": "zz"})),
+        ("block-stream", json!({"device": "d0", "job-id": "j", "base": "zz"})),
+        ("block-stream", json!({"device": "d0", "job-id": "j", "base": "x", "base-node": "y"})),
+        ("block-stream", json!({"device": "d0", "job-id": "j", "backing-file": "x"})),
+        ("block-stream", json!({"device": "d0", "job-id": "j", "speed": -1})),
+        ("block-commit", json!({"device": "zz", "job-id": "j"})),
+        ("block-commit", json!({"device": "d0", "job-id": "j", "base-node": "zz"})),
+        ("blockdev-mirror", json!({"device": "zz", "target": "d0", "sync": "full", "job-id": "j"})),
+        ("blockdev-mirror", json!({"device": "d0", "target": "zz", "sync": "full", "job-id": "j"})),
+        ("blockdev-mirror", json!({"device": "d0", "target": "d0", "job-id": "j"})),
+        ("job-pause", json!({"id": "x"})),
+        ("job-dismiss", json!({"id": "x"})),
+        ("block-job-pause", json!({"device": "x"})),
+        ("block-job-cancel", json!({"device": "x"})),
+        ("block-job-set-speed", json!({"device": "x", "speed": 1.5})),
+        ("block-job-set-speed", json!({"device": "x", "speed": 1})),
+        ("block-job-finalize", json!({"id": "x"})),
+        ("block_resize", json!({"device": "zz", "size": 1})),
+        ("block_resize", json!({"node-name": "d0", "size": -1})),
+        ("block_resize", json!({"size": 1})),
+        ("blockdev-del", json!({"node-name": "zz"})),
+        ("blockdev-add", json!({"node-name": "a"})),
+        ("blockdev-add", json!({"driver": "file", "filename": "DIR/base"})),
+        ("blockdev-add", json!({"driver": "file", "filename": "DIR/base", "node-name": "1a"})),
+        ("blockdev-add", json!({"driver": "file", "filename": "DIR/base", "node-name": "d0"})),
+        ("blockdev-add", node("a", json!("zz"))),
+        ("blockdev-add", node("a", json!({"driver": "file"}))),
+        ("blockdev-add", node("a", json!(1))),
+        ("blockdev-snapshot-sync", json!({"device": "zz", "snapshot-file": "DIR/s"})),
+        ("blockdev-snapshot-sync", json!({"node-name": "d0", "snapshot-file": "DIR/s"})),
+        ("blockdev-snapshot", json!({"node": "zz", "overlay": "d0"})),
+        ("blockdev-snapshot", json!({"node": "d0", "overlay": "zz"})),
+        ("transaction", json!({})),
+        ("transaction", json!({"actions": [{"data": {}}]})),
+        ("transaction", json!({"actions": [{"type": "blockdev-snapshot"}]})),
+        (
+            "transaction",
+            json!({"actions": [{"type": "blockdev-snapshot", "data": {"node": 1, "overlay": "x"}}]}),
+        ),
+        ("block-export-add", json!({"type": "nbd", "id": "1 e", "node-name": "d0"})),
+        ("block-export-add", json!({"type": "nbd", "id": "e", "node-name": "d0"})),
+        ("block-export-add", json!({"type": "nbd", "id": "f", "node-name": "d0", "name": "x"})),
+        ("block-export-add", json!({"type": "nbd", "id": "f", "node-name": "zz"})),
+        ("block-export-del", json!({"id": "zz"})),
+    ] {
+        let [theirs, ours] = both.ask(command, &arguments);
+        assert!(theirs["class"].is_string(), "QEMU does not refuse {command} {arguments}: {theirs}");
+        assert_eq!(ours, theirs, "{command} {arguments}");
+    }
+}
+
+#[test]
+fn a_jobs_verbs_and_events_are_qemus() {
+    let mut both = Both::start();
+    let job = json!({"device": "d0", "job-id": "j", "speed": 65536, "auto-dismiss": false});
+    both.ok("block-stream", &job);
+    for (command, arguments) in [
+        ("block-stream", json!({"device": "d0", "job-id": "k"})),
+        ("blockdev-del", json!({"node-name": "base"})),
+        ("job-dismiss", json!({"id": "j"})),
+        ("job-finalize", json!({"id": "j"})),
+        ("job-complete", json!({"id": "j"})),
+        ("block-job-complete", json!({"device": "j"})),
+        ("job-resume", json!({"id": "j"})),
+        ("block-job-resume", json!({"device": "j"})),
+        ("block-job-set-speed", json!({"device": "j", "speed": -1})),
+    ] {
+        let [theirs, ours] = both.ask(command, &arguments);
+        assert!(theirs["class"].is_string(), "QEMU does not refuse {command} {arguments}");
+        assert_eq!(ours, theirs, "{command} {arguments}");
+    }
+    both.ok("job-pause", &json!({"id": "j"}));
+    let events = both.events_to("JOB_STATUS_CHANGE", &json!({"status": "paused"}));
+    assert_eq!(events[0], events[1]);
+    for (command, arguments) in [
+        ("job-pause", json!({"id": "j"})),
+        ("block-job-cancel", json!({"device": "j"})),
+    ] {
+        let [theirs, ours] = both.ask(command, &arguments);
+        assert_eq!(ours, theirs, "{command} {arguments}");
+    }
+    both.ok("block-job-resume", &json!({"device": "j"}));
+    both.ok("block-job-set-speed", &json!({"device": "j", "speed": 0}));
+    let events = both.events_to("JOB_STATUS_CHANGE", &json!({"status": "concluded"}));
+    assert_eq!(events[0], events[1]);
+    for command in ["job-pause", "job-cancel", "job-finalize", "job-complete"] {
+        let [theirs, ours] = both.ask(command, &json!({"id": "j"}));
+        assert_eq!(ours, theirs, "{command}");
+    }
+    let [theirs, ours] = both.ask("query-jobs", &json!({}));
+    assert_eq!(ours, theirs);
+    let [theirs, ours] = both.ask("query-block-jobs", &json!({}));
+    assert_eq!(ours, theirs);
+    both.ok("job-dismiss", &json!({"id": "j"}));
+    let events = both.events_to("JOB_STATUS_CHANGE", &json!({"status": "null"}));
+    assert_eq!(events[0], events[1]);
+}
+
+/// Event names and, where they have them, states; without progress, which differs.
+fn outline(events: &[Value]) -> Vec<String> {
+    let line = |event: &Value| {
+        let name = event["event"].as_str().unwrap();
+        format!("{name} {}", event["data"]["status"].as_str().unwrap_or(""))
+    };
+    events.iter().map(line).collect()
+}
+
+#[test]
+fn jobs_end_as_qemus_do() {
+    let mut both = Both::start();
+    let snapshot = json!({"node-name": "d0", "snapshot-file": "DIR/s", "snapshot-node-name": "s"});
+    both.ok("blockdev-snapshot-sync", &snapshot);
+
+    // The active layer goes down: ready, and completed by its user.
+    both.ok("block-commit", &json!({"device": "s", "job-id": "j", "base-node": "d0"}));
+    let events = both.events_to("BLOCK_JOB_READY", &json!({"device": "j"}));
+    assert_eq!(outline(&events[0]), outline(&events[1]));
+    both.ok("block-job-complete", &json!({"device": "j"}));
+    let events = both.events_to("JOB_STATUS_CHANGE", &json!({"status": "null"}));
+    assert_eq!(outline(&events[0]), outline(&events[1]));
+
+    // Middle layers go down.
+    let commit = json!({"device": "d0", "job-id": "j", "top": "DIR/mid", "base": "DIR/base"});
+    both.ok("block-commit", &commit);
+    let events = both.events_to("JOB_STATUS_CHANGE", &json!({"status": "null"}));
+    assert_eq!(outline(&events[0]), outline(&events[1]));
+
+    // Pending, and cancelled then.
+    let stream = json!({"device": "d0", "job-id": "j", "auto-finalize": false, "auto-dismiss": false});
+    both.ok("block-stream", &stream);
+    let events = both.events_to("BLOCK_JOB_PENDING", &json!({"id": "j"}));
+    assert_eq!(outline(&events[0]), outline(&events[1]));
+    both.ok("job-cancel", &json!({"id": "j"}));
+    let events = both.events_to("JOB_STATUS_CHANGE", &json!({"status": "concluded"}));
+    assert_eq!(outline(&events[0]), outline(&events[1]));
+    let [theirs, ours] = both.ask("query-jobs", &json!({}));
+    assert_eq!(ours[0]["error"], theirs[0]["error"]);
+    both.ok("job-dismiss", &json!({"id": "j"}));
+
+    // A mirror left without pivoting, and one forced to end.
+    let target = |index: usize| both.directories[index].path().join("target");
+    for index in 0..2 {
+        qemu::create(&target(index), "qcow2", 8 * MIB, "");
+    }
+    let image = json!({"driver": "file", "filename": "DIR/target"});
+    both.ok("blockdev-add", &json!({"driver": "qcow2", "node-name": "t", "file": image}));
+    let mirror = json!({"device": "d0", "target": "t", "sync": "full", "job-id": "j"});
+    for (command, arguments) in
+        [("block-job-cancel", json!({"device": "j"})), ("job-cancel", json!({"id": "j"}))]
+    {
+        both.ok("blockdev-mirror", &mirror);
+        let events = both.events_to("BLOCK_JOB_READY", &json!({"device": "j"}));
+        let last = outline(&events[1]);
+        assert_eq!(outline(&events[0])[outline(&events[0]).len() - last.len()..], last);
+        both.ok(command, &arguments);
+        let events = both.events_to("JOB_STATUS_CHANGE", &json!({"status": "null"}));
+        assert_eq!(outline(&events[0]), outline(&events[1]), "{command}");
+    }
+}

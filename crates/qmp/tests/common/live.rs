@@ -1,0 +1,88 @@
+//! A monitor of live disks, as `isobath serve` sets it up.
+
+use isobath_disk::{LiveDisk, OpenOptions};
+use isobath_export::nbd::{Export, Limits as NbdLimits, Server as Nbd};
+use isobath_qmp::client::{Address, Client};
+use isobath_qmp::monitor::{Drive, Monitor};
+use isobath_qmp::server::{Events, Limits, Server};
+use isobath_storage::file::FileHost;
+use isobath_storage::ring::net::Listener;
+use isobath_storage::ring::{Config, Executor, spawn};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::thread::{self, JoinHandle};
+
+/// The monitor on a thread; it ends by `quit`.
+pub(crate) struct Live {
+    pub(crate) qmp: PathBuf,
+    pub(crate) nbd: PathBuf,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Live {
+    /// Serves images, each in the device of that name. The sockets are in `directory`.
+    pub(crate) fn start(directory: &Path, images: &[(&str, &Path)]) -> Self {
+        let (qmp, nbd) = (directory.join("qmp.sock"), directory.join("nbd.sock"));
+        let listeners =
+            (Listener::bind_unix(&qmp).unwrap(), Listener::bind_unix(&nbd).unwrap());
+        let images: Vec<_> =
+            images.iter().map(|(name, path)| ((*name).to_owned(), path.to_path_buf())).collect();
+        let thread = thread::spawn(move || {
+            let executor = Executor::new(&Config::default()).unwrap();
+            executor.block_on(run(images, listeners));
+        });
+        Self { qmp, nbd, thread: Some(thread) }
+    }
+
+    pub(crate) fn client(&self) -> Client {
+        Client::connect(&Address::Unix(self.qmp.clone())).unwrap()
+    }
+
+    /// Waits for the end.
+    pub(crate) fn ended(mut self) {
+        self.thread.take().unwrap().join().unwrap();
+    }
+
+    /// Ends it by `quit`.
+    pub(crate) fn quit(self) {
+        self.client().execute("quit", serde_json::json!({})).unwrap();
+        self.ended();
+    }
+}
+
+async fn run(images: Vec<(String, PathBuf)>, (qmp, nbd): (Listener, Listener)) {
+    let options = OpenOptions { writable: true, ..OpenOptions::default() };
+    let mut drives = Vec::new();
+    let mut exports = Vec::new();
+    for (name, path) in images {
+        let disk = LiveDisk::open(FileHost, &path, &options).await.unwrap();
+        exports.push(Export {
+            name: name.clone(),
+            description: String::new(),
+            read_only: false,
+            device: disk.clone(),
+        });
+        drives.push(Drive::new(name, disk));
+    }
+    let exporter = Arc::new(Nbd::new(exports, NbdLimits::default()).unwrap());
+    let served = exporter.clone();
+    let exporting = spawn(async move { served.serve(nbd, &[]).await });
+    let disks: Vec<_> = drives.iter().map(|drive| drive.disk().clone()).collect();
+    let events = Events::default();
+    let monitor =
+        Monitor::new(FileHost, options, drives, Some(exporter.clone()), events.clone());
+    let server = Server::new(monitor, events, Limits::default());
+    let (watched, serving) = (server.clone(), server.clone());
+    let watching = spawn(async move { watched.service().watch().await });
+    let serving = spawn(async move { serving.serve(qmp).await });
+    server.service().quit_requested().await;
+    server.service().end().await;
+    server.stop();
+    serving.await.unwrap().unwrap();
+    watching.abort();
+    exporter.stop();
+    exporting.await.unwrap().unwrap();
+    for disk in disks {
+        disk.close().await.unwrap();
+    }
+}
