@@ -277,12 +277,14 @@ impl Qcow2 {
     ) -> std::result::Result<Option<HostOffset>, FormatError> {
         let offset = entry.offset(&self.geometry)?;
         match offset {
-            Some(offset) if offset.get() >= self.opened_length.load(Ordering::Relaxed) => Err(FormatError::new(
-                FormatErrorKind::Truncated,
-                "L1 entry",
-                format!("{:#x}", entry.raw()),
-                "is past the end of the file, which may have been cut short",
-            )),
+            Some(offset) if offset.get() >= self.opened_length.load(Ordering::Relaxed) => {
+                Err(FormatError::new(
+                    FormatErrorKind::Truncated,
+                    "L1 entry",
+                    format!("{:#x}", entry.raw()),
+                    "is past the end of the file, which may have been cut short",
+                ))
+            }
             _ => Ok(offset),
         }
     }

@@ -389,7 +389,8 @@ async fn load_layer<H: Host>(
         Some(data) => data.len().await?,
         None => length,
     };
-    let qcow2 = Qcow2 { header: header.into(), geometry, opened_length: length.into(), l1: l1.into() };
+    let qcow2 =
+        Qcow2 { header: header.into(), geometry, opened_length: length.into(), l1: l1.into() };
     Ok(Layer::qcow2(name.to_owned(), Arc::clone(storage), data, file_length, qcow2, replayed))
 }
 

@@ -4,14 +4,15 @@ use super::follow::{Follow, From};
 use super::job::{Job, JobKind, JobOptions};
 use super::run::{Task, run};
 use crate::chain::Chain;
+use crate::device::ZeroFlags;
 use crate::disk::Disk;
 use crate::live::graph::Shortening;
-use crate::live::{DirtyMap, LiveDisk, backing_name};
+use crate::live::{DirtyMap, LiveDisk};
 use crate::map::Unit;
 use crate::{BlockDevice, DiskError, LayerIndex, OpenOptions, Preallocation, Result};
 use isobath_storage::{FileId, Host};
+use std::cmp::Ordering;
 use std::future::Future;
-use std::path::Path;
 use std::sync::Arc;
 
 /// What to commit.
@@ -91,8 +92,17 @@ impl<H: Host> Commit<H> {
                 From::Live(live, _) => live.size(),
                 From::Still(disk) => disk.size(),
             };
-            if base.size() < size {
-                base.resize(size, Preallocation::Off, false).await?;
+            match base.size().cmp(&size) {
+                Ordering::Less => base.resize(size, Preallocation::Off, false).await?,
+                Ordering::Equal => {}
+                // What the base has past the end of those above would come to light.
+                Ordering::Greater if self.is_active() => {
+                    base.resize(size, Preallocation::Off, true).await?;
+                }
+                Ordering::Greater => {
+                    let flags = ZeroFlags { may_unmap: false, only_fast: false };
+                    base.write_zeroes(size, base.size() - size, flags).await?;
+                }
             }
             Ok(from)
         };
@@ -131,22 +141,10 @@ impl<H: Host> Commit<H> {
     async fn rebase(&mut self, follow: Follow<H>) -> Result<()> {
         let disk = self.live.current();
         let overlay = self.top.above();
-        let Some(above) = disk.chain.get(overlay) else { return Err(disk.no_layer(overlay)) };
         let Some(base) = disk.chain.get(self.base) else { return Err(disk.no_layer(self.base)) };
-        let name = match &self.options.backing_file {
-            Some(name) => name.clone(),
-            None => {
-                let next = disk.chain.get(self.base.above());
-                let named = next.and_then(|layer| {
-                    let name = layer.header()?.backing_file?;
-                    let same = layer.name().parent() == above.name().parent();
-                    (same || Path::new(&name).is_absolute()).then_some(name)
-                });
-                match named {
-                    Some(name) => name,
-                    None => backing_name(base.name(), above.name())?,
-                }
-            }
+        let name = match self.options.backing_file.clone() {
+            Some(name) => name,
+            None => disk.name_below(self.base.above(), overlay)?,
         };
         let format = base.format();
         let done = async {
@@ -165,8 +163,8 @@ impl<H: Host> Commit<H> {
             self.live.renew(self.base, layer).await?;
             return Err(error);
         }
-        let map = &follow.to.map;
-        let unit = |guest, _: Unit| map.cached(guest).filter(|unit| unit.is_plain());
+        let (map, bits) = (&follow.to.map, disk.map.unit_bits());
+        let unit = |guest, _: Unit| map.cached(guest, bits).filter(|unit| unit.is_plain());
         let change = Shortening { removed, changed: Some((self.base, layer)), alone: false };
         self.live.shorten(change, unit).await
     }

@@ -7,6 +7,7 @@ use crate::device::ZeroFlags;
 use crate::disk::Disk;
 use crate::live::{DirtyMap, LiveDisk};
 use crate::map::{Extent, Source};
+use crate::range_lock::RangeLocks;
 use crate::write::{Need, Pulled, Surplus};
 use crate::{BlockDevice, Result};
 use isobath_storage::{Host, IoBuf};
@@ -18,7 +19,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 const FLUSH_EVERY: u64 = 64 << 20;
 /// With less than this left, in bytes, what is still to be copied is copied while requests wait.
 const LITTLE: u64 = 1 << 20;
-/// Looks, after completion was asked for, at what a guest changes faster than it can be copied.
+/// Looks at what a guest may change faster than it can be copied.
 const LOOKS: usize = 20;
 /// Bytes copied at once of what changed.
 const CHANGED_PIECE: u64 = 1 << 20;
@@ -39,15 +40,21 @@ pub(super) struct Follow<H: Host> {
     pub(super) surplus: Surplus,
     cursor: AtomicU64,
     since_flush: AtomicU64,
+    /// Of pieces under way: one may have changed again, and what is read last is to be written last.
+    ranges: RangeLocks,
 }
 
-/// What has changed since the first pass.
-struct Changed<'a, H: Host>(&'a Follow<H>, &'a DirtyMap);
+/// What has changed since the first pass, as much of it as there is now.
+struct Changed<'a, H: Host> {
+    follow: &'a Follow<H>,
+    dirty: &'a DirtyMap,
+    left: AtomicU64,
+}
 
 impl<H: Host> Follow<H> {
     pub(super) fn new(from: From<H>, to: Arc<Disk<H>>, surplus: Surplus) -> Self {
         let (cursor, since_flush) = (AtomicU64::new(0), AtomicU64::new(0));
-        Self { from, to, surplus, cursor, since_flush }
+        Self { from, to, surplus, cursor, since_flush, ranges: RangeLocks::default() }
     }
 
     fn size(&self) -> u64 {
@@ -71,27 +78,30 @@ impl<H: Host> Follow<H> {
         }
         let From::Live(_, dirty) = &self.from else { return Ok(true) };
         let mut ready = false;
-        let mut looks = 0;
+        let (mut looks, mut last_looks) = (0, 0);
         loop {
             let state = if ready { JobStatus::Ready } else { JobStatus::Running };
             let paused = if ready { JobStatus::Standby } else { JobStatus::Paused };
-            if !driver.drive(&Changed(self, dirty), state, paused).await? {
+            let ending = job.wants_completion() || job.wants_to_leave();
+            if ending {
+                driver.hurry();
+            }
+            let left = AtomicU64::new(dirty.bytes());
+            if !driver.drive(&Changed { follow: self, dirty, left }, state, paused).await? {
                 return Ok(false);
             }
-            if !ready {
-                self.to.flush().await?;
-                ready = true;
-                job.go_to(JobStatus::Ready);
-                job.tell(JobEvent::Ready);
-                continue;
-            }
             let few = dirty.bytes() <= LITTLE;
-            if job.wants_to_leave() && few {
-                return Ok(true);
-            }
-            if job.wants_completion() {
+            if !ready {
                 looks += 1;
                 if few || looks > LOOKS {
+                    self.to.flush().await?;
+                    ready = true;
+                    job.go_to(JobStatus::Ready);
+                    job.tell(JobEvent::Ready);
+                }
+            } else if ending {
+                last_looks += 1;
+                if few || last_looks > LOOKS {
                     self.to.flush().await?;
                     return Ok(true);
                 }
@@ -176,6 +186,7 @@ impl<H: Host> Follow<H> {
     }
 
     async fn copy_piece(&self, range: Range<u64>, whole: bool) -> Result<Pulled> {
+        let _range = self.ranges.lock(range.clone()).await;
         let pulled = match &self.from {
             From::Live(live, _) => {
                 live.inside(|disk| async move { self.copy_from(&disk, range, whole).await }).await?
@@ -226,23 +237,30 @@ impl<H: Host> Pieces for Follow<H> {
 
 impl<H: Host> Pieces for Changed<'_, H> {
     async fn next(&self, most: u64) -> Result<Option<Range<u64>>> {
-        Ok(self.1.take(most.min(CHANGED_PIECE)))
+        let left = self.left.load(Ordering::Relaxed);
+        if left == 0 {
+            return Ok(None);
+        }
+        let taken = self.dirty.take(most.min(CHANGED_PIECE));
+        let length = taken.as_ref().map_or(left, |range| range.end - range.start);
+        self.left.store(left.saturating_sub(length), Ordering::Relaxed);
+        Ok(taken)
     }
 
     async fn copy(&self, range: Range<u64>) -> Result<Pulled> {
-        let copied = self.0.copy_piece(range.clone(), true).await;
+        let copied = self.follow.copy_piece(range.clone(), true).await;
         if copied.is_err() {
-            self.1.mark(range.start, range.end - range.start);
+            self.dirty.mark(range.start, range.end - range.start);
         }
         copied
     }
 
     fn progress(&self) -> (u64, u64) {
-        self.0.progress()
+        self.follow.progress()
     }
 
     fn remaining(&self) -> u64 {
-        self.1.bytes()
+        self.dirty.bytes()
     }
 }
 

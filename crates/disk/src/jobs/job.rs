@@ -74,9 +74,7 @@ impl JobStatus {
 
     /// Whether a verb is for a job in this state.
     fn allows(self, verb: Verb) -> bool {
-        use JobStatus::{
-            Concluded, Created, Paused, Pending, Ready, Running, Standby, Waiting,
-        };
+        use JobStatus::{Concluded, Created, Paused, Pending, Ready, Running, Standby, Waiting};
         match verb {
             Verb::Cancel => {
                 matches!(self, Created | Running | Paused | Ready | Standby | Waiting | Pending)
@@ -295,13 +293,9 @@ impl fmt::Debug for Job {
 
 impl Job {
     pub(super) fn new(kind: JobKind, options: JobOptions) -> Arc<Self> {
-        let state = State {
-            status: Some(JobStatus::Created),
-            speed: options.speed,
-            ..State::default()
-        };
-        let job =
-            Arc::new(Self { kind, options, state: Mutex::new(state), changed: Event::new() });
+        let state =
+            State { status: Some(JobStatus::Created), speed: options.speed, ..State::default() };
+        let job = Arc::new(Self { kind, options, state: Mutex::new(state), changed: Event::new() });
         job.tell(JobEvent::Status(JobStatus::Created));
         job
     }

@@ -1,7 +1,7 @@
 //! What all jobs do alike: piece after piece as the pacer has it, pauses, errors, and their end.
 
 use super::job::{Job, JobEvent, JobStatus, LOOK_AGAIN, OnError};
-use super::pace::{Pacer, Step, Work};
+use super::pace::{Pacer, Pacing, Step, Work};
 use crate::live::{Claim, LiveDisk};
 use crate::write::Pulled;
 use crate::{DiskError, Result};
@@ -11,6 +11,7 @@ use isobath_storage::{Host, Operation};
 use std::collections::VecDeque;
 use std::future::Future;
 use std::ops::Range;
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -94,6 +95,11 @@ impl<'a, H: Host> Driver<'a, H> {
         Self { job, live, pacer, speed, ignored: None }
     }
 
+    /// From now on nothing is held back for the guest: the job is about to end.
+    pub(super) fn hurry(&mut self) {
+        self.pacer = Pacer::new(&Pacing::None, self.speed, self.live.clock().now());
+    }
+
     /// Does the pieces there are; `false` if the job was cancelled. `paused` is the state of one that
     /// waits.
     ///
@@ -111,10 +117,11 @@ impl<'a, H: Host> Driver<'a, H> {
         let mut again: VecDeque<Range<u64>> = VecDeque::new();
         let mut ended = false;
         let mut failed: Option<DiskError> = None;
+        let mut done_with = Vec::new();
         loop {
             let stop = self.job.is_cancelled() || failed.is_some();
             let pause = self.job.wants_pause();
-            if under_way.is_empty() {
+            if under_way.is_empty() && done_with.is_empty() {
                 if let Some(error) = failed {
                     return Err(error);
                 }
@@ -137,7 +144,8 @@ impl<'a, H: Host> Driver<'a, H> {
             let clock = self.live.clock();
             let now = clock.now();
             let mut until = now + LOOK_AGAIN;
-            if !stop && !pause && !(ended && again.is_empty()) {
+            let more = !ended || !again.is_empty();
+            if more && !stop && !pause {
                 if self.job.speed() != self.speed {
                     self.speed = self.job.speed();
                     self.pacer.set_speed(now, self.speed);
@@ -147,9 +155,17 @@ impl<'a, H: Host> Driver<'a, H> {
                 self.job.set_pace(self.pacer.is_paused(), self.pacer.forecast(now, &work));
                 match step {
                     Step::Copy { bytes } => {
-                        let next = match again.pop_front() {
-                            Some(range) => Ok(Some(range)),
-                            None => pieces.next(bytes).await,
+                        let next = if let Some(range) = again.pop_front() {
+                            Ok(Some(range))
+                        } else {
+                            // Those under way may hold what this waits for.
+                            let mut next = pin!(pieces.next(bytes).fuse());
+                            loop {
+                                select_biased! {
+                                    found = next => break found,
+                                    done = under_way.select_next_some() => done_with.push(done),
+                                }
+                            }
                         };
                         let (current, total) = pieces.progress();
                         self.job.set_progress(current, total);
@@ -167,21 +183,23 @@ impl<'a, H: Host> Driver<'a, H> {
                             Ok(None) => ended = true,
                             Err(error) => failed = Some(error),
                         }
-                        continue;
+                        if done_with.is_empty() {
+                            continue;
+                        }
                     }
                     Step::Wait { until: wanted } => until = until.min(wanted),
                 }
             }
-            let done = {
+            if done_with.is_empty() {
                 let mut sleep = clock.sleep_until(until).fuse();
                 let mut changed = self.job.changed().fuse();
                 select_biased! {
-                    done = under_way.select_next_some() => Some(done),
-                    () = changed => None,
-                    () = sleep => None,
+                    done = under_way.select_next_some() => done_with.push(done),
+                    () = changed => {},
+                    () = sleep => {},
                 }
-            };
-            if let Some((range, done, start)) = done {
+            }
+            for (range, done, start) in done_with.drain(..) {
                 let bytes = range.end - range.start;
                 in_flight -= bytes;
                 count -= 1;

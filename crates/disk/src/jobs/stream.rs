@@ -5,15 +5,14 @@ use super::job::{Job, JobKind, JobOptions, JobStatus};
 use super::run::{Driver, Pieces, Task, run};
 use crate::chain::Layer;
 use crate::disk::Disk;
+use crate::live::LiveDisk;
 use crate::live::graph::Shortening;
-use crate::live::{LiveDisk, backing_name};
 use crate::map::{Unit, UnitKind};
 use crate::write::{Pulled, Surplus};
 use crate::{BlockDevice, DiskError, LayerIndex, Result};
 use isobath_storage::{FileId, Host, Storage};
 use std::future::Future;
 use std::ops::Range;
-use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -110,7 +109,7 @@ impl<H: Host> Disk<H> {
 }
 
 impl<H: Host> Stream<H> {
-    /// The index of a layer now: others may have been added on top.
+    /// The layer that stays below, if one does.
     fn base_layer(&self) -> Option<Arc<Layer<H::File>>> {
         let base = self.surplus.start.get().checked_sub(1)?;
         self.live.current().chain.get(LayerIndex::new(base)).map(Arc::clone)
@@ -119,22 +118,9 @@ impl<H: Host> Stream<H> {
     /// How the overlay names its new backing file.
     fn backing(&self) -> Result<Option<(String, crate::ImageFormat)>> {
         let Some(base) = self.base_layer() else { return Ok(None) };
-        let disk = self.live.current();
-        let top = disk.chain.get(self.top).map(|layer| layer.name().to_owned());
-        let name = match &self.options.backing_file {
-            Some(name) => name.clone(),
-            None => {
-                let above = disk.chain.get(self.surplus.start);
-                let named = above.and_then(|layer| {
-                    let name = layer.header()?.backing_file?;
-                    let same = layer.name().parent() == top.as_deref().and_then(Path::parent);
-                    (same || Path::new(&name).is_absolute()).then_some(name)
-                });
-                match named {
-                    Some(name) => name,
-                    None => backing_name(base.name(), top.as_deref().unwrap_or(Path::new("")))?,
-                }
-            }
+        let name = match self.options.backing_file.clone() {
+            Some(name) => name,
+            None => self.live.current().name_below(self.surplus.start, self.top)?,
         };
         Ok(Some((name, base.format())))
     }
@@ -241,15 +227,15 @@ impl<H: Host> Task for Stream<H> {
                 let layer = live.close_lower(self.top, &disk).await?;
                 let start = removed.start;
                 let alone = named.is_none();
+                let bits = live.current().map.unit_bits();
                 let unit = |guest, old: Unit| {
-                    let now = disk.map.cached(guest)?;
+                    let now = disk.map.cached(guest, bits)?;
                     if now.kind() == UnitKind::Absent && !(alone && old.kind() == UnitKind::Zero) {
                         return None;
                     }
                     let plain = now.is_plain();
                     // Of the layer that took it, numbered as it will be.
-                    (plain && now.layer() == self.top)
-                        .then(|| now.in_layer(LayerIndex::new(start)))
+                    (plain && now.layer() == self.top).then(|| now.in_layer(LayerIndex::new(start)))
                 };
                 let changed = Some((self.top, layer));
                 live.shorten(Shortening { removed, changed, alone: false }, unit).await

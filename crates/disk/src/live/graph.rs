@@ -1,15 +1,16 @@
 //! Changing which layers a chain has, under requests.
 
-use super::LiveDisk;
+use super::{LiveDisk, backing_name};
 use crate::chain::{Chain, Layer};
 use crate::disk::Disk;
 use crate::index;
 use crate::map::{Unit, UnitKind};
-use crate::{ImageFormat, LayerIndex, OpenOptions, Result, Trust};
+use crate::{ImageFormat, LayerIndex, MetadataMode, OpenOptions, Result, Trust};
 use isobath_qcow2::{Header, header::HeaderWrite};
 use isobath_storage::{Host, IoBuf, Storage};
 use std::future::Future;
 use std::ops::Range;
+use std::path::Path;
 use std::sync::Arc;
 
 /// A change after which a chain reads as before, with fewer layers. Layers are numbered as they were.
@@ -109,7 +110,11 @@ impl<H: Host> LiveDisk<H> {
     async fn open_writable(&self, disk: &Disk<H>, top: LayerIndex) -> Result<Disk<H>> {
         let Some(layer) = disk.chain.get(top) else { return Err(disk.no_layer(top)) };
         let (format, options) = (Some(layer.format()), self.options());
-        let options = OpenOptions { writable: true, ..options.clone() };
+        let mut options = OpenOptions { writable: true, ..options.clone() };
+        // A layer may be of a version that has none.
+        if options.metadata == MetadataMode::Journal {
+            options.metadata = MetadataMode::Auto;
+        }
         let opened =
             crate::chain::open_layer(disk.host(), layer.name(), format, true, &options).await?;
         let below = disk.chain.layers().take(top.get() as usize);
@@ -201,6 +206,21 @@ impl<H: Host> LiveDisk<H> {
 }
 
 impl<H: Host> Disk<H> {
+    /// How the header of the layer `overlay` is to name the image below layer `next`: as that one does,
+    /// if the name means the same there.
+    pub(crate) fn name_below(&self, next: LayerIndex, overlay: LayerIndex) -> Result<String> {
+        let layer = |index| self.chain.get(index).ok_or_else(|| self.no_layer(index));
+        let (overlay, next_layer) = (layer(overlay)?, layer(next)?);
+        let named = next_layer.header().and_then(|header| header.backing_file).filter(|name| {
+            Path::new(name).is_absolute() || next_layer.name().parent() == overlay.name().parent()
+        });
+        if let Some(name) = named {
+            return Ok(name);
+        }
+        let below = layer(LayerIndex::new(next.get().saturating_sub(1)))?;
+        backing_name(below.name(), overlay.name())
+    }
+
     /// Has the active image name another backing file, or none, durably.
     pub(crate) async fn set_backing(&self, backing: Option<(&str, &str)>) -> Result<()> {
         let writer = self.writer()?;

@@ -6,17 +6,17 @@
 //! files are made before, and the former active image gets its final state afterwards
 //! ([`snapshot`]).
 
-mod counts;
 mod claim;
+mod counts;
 mod gate;
 pub(crate) mod graph;
 mod snapshot;
 mod tracked;
 
-pub use counts::{IoStats, LATENCY_BUCKETS, RequestStats};
 pub(crate) use claim::Claim;
-pub(crate) use snapshot::backing_name;
+pub use counts::{IoStats, LATENCY_BUCKETS, RequestStats};
 pub use snapshot::Overlay;
+pub(crate) use snapshot::backing_name;
 pub(crate) use tracked::DirtyMap;
 
 use crate::chain::Layer;
@@ -273,9 +273,11 @@ impl<H: Host> BlockDevice for LiveDisk<H> {
     async fn discard(&self, offset: u64, length: u64) -> Result<()> {
         self.current.load().check_range(offset, length)?;
         for (at, length) in steps(offset, length, STEP) {
-            self.change(Kind::Unmap, (at, length), |disk| async move {
-                disk.discard(at, length).await
-            })
+            self.change(
+                Kind::Unmap,
+                (at, length),
+                |disk| async move { disk.discard(at, length).await },
+            )
             .await?;
         }
         Ok(())

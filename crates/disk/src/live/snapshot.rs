@@ -72,7 +72,7 @@ impl<H: Host> LiveDisk<H> {
         let chain = Chain::of(layers);
         let found = if self.may_use_index() { index::find(&chain).await } else { None };
         chain.set_index(found.or_else(|| disk.chain.index()));
-        let map = self.map_for(&disk, &chain);
+        let map = map_for(&disk, &chain);
 
         let quiet = self.gate.quiet().await;
         if layer.size() != disk.size() {
@@ -89,20 +89,6 @@ impl<H: Host> LiveDisk<H> {
             "the chain has a new active layer"
         );
         self.settle(&self.current()).await
-    }
-
-    /// The map for a chain with a layer more: the present one, unless that cannot tell the new layer's
-    /// clusters apart, or the layer holds something.
-    fn map_for(&self, disk: &Disk<H>, chain: &Chain<H::File>) -> Arc<Map> {
-        let empty = chain.active().as_qcow2().is_some_and(|qcow2| {
-            let l1 = qcow2.l1.read();
-            l1.iter().all(|entry| *entry == L1Entry::unallocated())
-        });
-        if empty && chain.unit_bits() == disk.map.unit_bits() {
-            return Arc::clone(&disk.map);
-        }
-        let budget = disk.map_stats().budget as usize;
-        Arc::new(Map::new(chain.unit_bits(), budget, chain.active_index()))
     }
 
     /// Brings the file of a former active layer, if its writer still answers for it, into its final
@@ -138,11 +124,7 @@ impl<H: Host> LiveDisk<H> {
     }
 
     /// Opens the overlay, and makes sure that it fits.
-    async fn open_overlay(
-        &self,
-        disk: &Disk<H>,
-        overlay: &Overlay,
-    ) -> Result<Arc<Layer<H::File>>> {
+    async fn open_overlay(&self, disk: &Disk<H>, overlay: &Overlay) -> Result<Arc<Layer<H::File>>> {
         let path = overlay.path();
         let format = Some(ImageFormat::Qcow2);
         let layer = open_layer(disk.host(), path, format, true, &self.options).await?;
@@ -180,6 +162,21 @@ impl<H: Host> LiveDisk<H> {
         }
         Ok(Arc::new(layer))
     }
+}
+
+/// The map for a disk's chain with a layer more: the present one, unless that cannot tell the new
+/// layer's clusters apart, or the layer holds something.
+fn map_for<H: Host>(disk: &Disk<H>, chain: &Chain<H::File>) -> Arc<Map> {
+    let empty = chain.active().as_qcow2().is_some_and(|qcow2| {
+        let l1 = qcow2.l1.read();
+        l1.iter().all(|entry| *entry == L1Entry::unallocated())
+    });
+    let bits = chain.unit_bits().min(disk.map.unit_bits());
+    if empty && bits == disk.map.unit_bits() {
+        return Arc::clone(&disk.map);
+    }
+    let budget = disk.map_stats().budget as usize;
+    Arc::new(Map::new(bits, budget, chain.active_index()))
 }
 
 fn unfit<S: Storage>(layer: &Layer<S>, reason: &str) -> DiskError {

@@ -386,11 +386,21 @@ impl Map {
         }
     }
 
-    /// What is cached of the unit at `guest`.
-    pub(crate) fn cached(&self, guest: u64) -> Option<Unit> {
+    /// What is cached of the byte at `guest`, as a unit of a map of smaller ones; `None` also where it
+    /// is compressed.
+    pub(crate) fn cached(&self, guest: u64, unit_bits: u32) -> Option<Unit> {
         let slice = guest >> self.slice_bits();
-        let within = (guest - (slice << self.slice_bits())) >> self.unit_bits;
-        self.shard(slice).read().slices.get(&slice).map(|slice| slice.unit(within as usize))
+        let within = guest - (slice << self.slice_bits());
+        let index = (within >> self.unit_bits) as usize;
+        let unit = self.shard(slice).read().slices.get(&slice)?.unit(index);
+        match unit.kind() {
+            UnitKind::Data => {
+                let host = unit.host(self.unit_bits) + within % (1 << self.unit_bits);
+                Unit::data(unit.layer(), host, unit_bits, unit.in_place())
+            }
+            UnitKind::Compressed => None,
+            UnitKind::Absent | UnitKind::Zero | UnitKind::Invalid => Some(unit),
+        }
     }
 
     /// Rewrites what is cached for a changed chain; no request is under way. `unit` gives a unit's

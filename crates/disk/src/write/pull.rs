@@ -1,7 +1,7 @@
 //! Bringing into the active layer what the layers below hold, so that these are no longer needed.
 
-use super::plan::Plan;
 use super::Qcow2Writer;
+use super::plan::Plan;
 use crate::copy::is_zero;
 use crate::disk::Disk;
 use crate::map::{Extent, Source};
@@ -51,7 +51,9 @@ impl Surplus {
             }
             Source::Invalid(layer) if ours(layer) => Need::Data,
             Source::Zero(layer) if ours(layer) && extent.guest < self.below => Need::Zeroes,
-            Source::Absent if self.seen < extent.guest + extent.length && self.seen < self.below => {
+            Source::Absent
+                if self.seen < extent.guest + extent.length && self.seen < self.below =>
+            {
                 Need::Zeroes
             }
             _ => Need::Nothing,
@@ -157,7 +159,9 @@ impl<H: Host> Disk<H> {
         for (n, extent) in run.iter().enumerate() {
             if let Source::Data { layer, host, .. } = extent.source
                 && let Some(source) = self.chain.get(layer)
-                && self.clone_clusters(qcow2, extent.guest, extent.length, source.data(), host).await?
+                && self
+                    .clone_clusters(qcow2, extent.guest, extent.length, source.data(), host)
+                    .await?
             {
                 self.pull_bytes(qcow2, surplus, &run[copied..n], pulled).await?;
                 copied = n + 1;
@@ -200,7 +204,11 @@ impl<H: Host> Disk<H> {
             last = range.end.next_multiple_of(granule);
         }
         let first = range.start.next_multiple_of(granule);
-        let by_entry = if geometry.version() < 3 || first >= last { range.end..range.end } else { first..last };
+        let by_entry = if geometry.version() < 3 || first >= last {
+            range.end..range.end
+        } else {
+            first..last
+        };
         if !by_entry.is_empty() {
             self.zero_clusters(qcow2, by_entry.clone(), false).await?;
         }
