@@ -7,13 +7,14 @@ mod qemu;
 
 use isobath_storage::file::{FileHost, FileStorage};
 use isobath_storage::memory::MemoryHost;
-use isobath_storage::ring::{Config, Executor, spawn};
+use isobath_storage::ring::{Config, Executor, Worker, spawn};
 use isobath_storage::{Host, IoBuf, Locking, OpenMode, Storage, StorageError, ZeroMode, block_on};
 use qemu::QemuIo;
 use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use tempfile::TempDir;
 
 /// Nobody lets go soon, so nobody is waited for.
@@ -309,6 +310,58 @@ fn a_dropped_call_leaves_a_handle_that_can_be_retired() {
 }
 
 const BUSY: ErrorKind = ErrorKind::ResourceBusy;
+
+/// Threads read through few descriptors what a third one lets writers at, again and again.
+#[test]
+fn readers_on_other_threads_notice_nothing() {
+    const FILES: usize = 12;
+    let directory = directory();
+    let host = FileHost::with_descriptors(6);
+    let files: Vec<FileStorage> = (0..FILES)
+        .map(|index| {
+            let path = directory.path().join(index.to_string());
+            fs::write(&path, [index as u8; 3000]).unwrap();
+            block_on(host.open(&path, READ_ONLY)).unwrap()
+        })
+        .collect();
+    let files = Arc::new(files);
+    let done = Arc::new(AtomicBool::new(false));
+    let workers: Vec<_> =
+        (0..2).map(|_| Worker::start("reader", &Config::default()).unwrap()).collect();
+    let readers: Vec<_> = workers
+        .iter()
+        .zip([3, 5])
+        .map(|(worker, step)| {
+            let (files, done) = (files.clone(), done.clone());
+            worker.handle().spawn_with(move || async move {
+                let mut index = 0;
+                while !done.load(Ordering::Relaxed) {
+                    index = (index + step) % FILES;
+                    assert_eq!(bytes(&files[index], 0, 3000).await, [index as u8; 3000]);
+                }
+            })
+        })
+        .collect();
+    Executor::new(&Config::default()).unwrap().block_on(async {
+        for round in 0..200 {
+            let index = round * 7 % FILES;
+            let file = &files[index];
+            file.admit_writer(true).await.unwrap();
+            let writer = host.open(file.name(), WRITABLE).await.unwrap();
+            writer.write_at(0, IoBuf::copy_of(&[index as u8; 3000])).await.unwrap();
+            if round % 2 == 0 {
+                writer.retire().await.unwrap();
+            } else {
+                drop(writer);
+            }
+            file.admit_writer(false).await.unwrap();
+        }
+    });
+    done.store(true, Ordering::Relaxed);
+    for reader in readers {
+        reader.wait().unwrap();
+    }
+}
 
 /// By its name another file would be found, or none.
 #[test]

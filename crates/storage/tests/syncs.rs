@@ -18,9 +18,14 @@ fn every_fdatasync_is_counted_once() {
         assert_eq!(syncs(), 2, "the file's and its directory's");
         file.flush().await.unwrap();
         assert_eq!(syncs(), 3);
+        for _ in 0..2 {
+            file.retire().await.unwrap();
+            file.flush().await.unwrap();
+            assert_eq!(syncs(), 4, "what was written before is durable, and nothing comes after");
+        }
         drop(file);
         let file = FileHost.open(&path, OpenMode::default()).await.unwrap();
         file.flush().await.unwrap();
-        assert_eq!(syncs(), 3, "nothing to make durable in a file that is only read");
+        assert_eq!(syncs(), 4, "nothing to make durable in a file that is only read");
     });
 }

@@ -14,6 +14,10 @@
 //! was meanwhile replaced, removed, made longer or shorter, or given another modification time fails
 //! its operation.
 //!
+//! A handle that has [retired](Storage::retire) from writing is one of those, and one that
+//! [admits a writer](Storage::admit_writer) is not: it keeps its descriptor, and what the file is like
+//! when writers are kept out again is what it must be from then on.
+//!
 //! After a failed flush the file is poisoned: each later flush and change fails with an error that
 //! says so, since a retried `fdatasync` can report success for data that is lost.
 
@@ -399,6 +403,11 @@ mod tests {
                 assert_eq!(error.errno(), libc::EIO);
                 assert!(error.to_string().contains("flush failed (Input/output error)"), "{error}");
             }
+            assert_eq!(&*file.read_at(0, IoBuf::zeroed(4)).await.unwrap(), b"kept");
+            assert!(file.retire().await.is_err());
+            assert!(file.is_read_only());
+            file.retire().await.unwrap();
+            assert!(file.flush().await.is_err(), "what is lost stays lost");
             assert_eq!(&*file.read_at(0, IoBuf::zeroed(4)).await.unwrap(), b"kept");
         });
     }
