@@ -301,7 +301,16 @@ impl World {
         let touched = self.touched.take().unwrap();
         let held = self.content(&former).await;
         let wrong = (0..before.len()).find(|n| !touched[*n] && held[*n] != before[*n]);
-        assert_eq!(wrong, None, "{} lost a byte", former.display());
+        if let Some(at) = wrong {
+            let count =
+                (0..before.len()).filter(|n| !touched[*n] && held[*n] != before[*n]).count();
+            panic!(
+                "{}: byte {at} is {:#x} instead of {:#x}, {count} bytes differ; {overlay:?}",
+                former.display(),
+                held[at],
+                before[at]
+            );
+        }
         self.moments.insert(former, held);
     }
 

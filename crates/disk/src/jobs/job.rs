@@ -1,6 +1,7 @@
 //! A job as its user sees it: QEMU's states, and what may be asked for in each.
 
 use super::pace::{Forecast, Pacing};
+use super::record::{JobRecord, Recorder};
 use crate::DiskError;
 use event_listener::{Event, EventListener};
 use parking_lot::Mutex;
@@ -250,6 +251,7 @@ pub(super) struct State {
     dismissed: bool,
     yields: bool,
     forecast: Option<Forecast>,
+    recorder: Option<Recorder>,
     error: Option<String>,
 }
 
@@ -358,6 +360,11 @@ impl Job {
             Some(FailedForNow::NoSpace) => IoStatus::NoSpace,
             Some(FailedForNow::Otherwise) => IoStatus::Failed,
         }
+    }
+
+    /// When it ran, and what the guest did meanwhile; empty before it began.
+    pub fn record(&self) -> JobRecord {
+        self.state.lock().recorder.as_ref().map(Recorder::record).unwrap_or_default()
     }
 
     /// Notified when anything about the job changes.
@@ -515,10 +522,23 @@ impl Job {
         state.cloned += cloned;
     }
 
-    pub(super) fn set_pace(&self, yields: bool, forecast: Option<Forecast>) {
+    /// What the guest has done so far, and what the job does about it.
+    pub(super) fn set_pace(
+        &self,
+        now: Duration,
+        guest: u64,
+        yields: bool,
+        forecast: Option<Forecast>,
+    ) {
         let mut state = self.state.lock();
+        let state = &mut *state;
         state.yields = yields;
         state.forecast = forecast;
+        let moved = state.copied + state.cloned;
+        state
+            .recorder
+            .get_or_insert_with(|| Recorder::new(now, guest))
+            .tell(now, guest, moved, !yields);
     }
 
     /// Waits until `done` says so.

@@ -151,8 +151,10 @@ impl<'a, H: Host> Driver<'a, H> {
                     self.pacer.set_speed(now, self.speed);
                 }
                 let work = Work { remaining: pieces.remaining(), in_flight, pieces: count };
-                let step = self.pacer.next(now, &self.live.guest(), &work);
-                self.job.set_pace(self.pacer.is_paused(), self.pacer.forecast(now, &work));
+                let guest = self.live.guest();
+                let step = self.pacer.next(now, &guest, &work);
+                let forecast = self.pacer.forecast(now, &work);
+                self.job.set_pace(now, guest.bytes(), self.pacer.is_paused(), forecast);
                 match step {
                     Step::Copy { bytes } => {
                         let next = if let Some(range) = again.pop_front() {

@@ -84,7 +84,10 @@ impl<H: Host> Disk<H> {
         let mut at = at;
         let mut found: Option<Range<u64>> = None;
         while at < end {
-            let untouched = self.untouched_until(at, end);
+            // What nothing has a table for may still hide something of the layers below.
+            let hides = surplus.seen < surplus.below && at < surplus.below;
+            let limit = if hides { surplus.seen.clamp(at, end) } else { end };
+            let untouched = self.untouched_until(at, limit);
             if untouched > at {
                 if found.is_some() {
                     break;

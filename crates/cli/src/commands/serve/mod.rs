@@ -4,6 +4,7 @@ mod announce;
 mod daemon;
 mod endpoint;
 mod pid_file;
+mod slow;
 
 use crate::cache::Cache;
 use crate::failure::{Failure, Outcome};
@@ -11,21 +12,24 @@ use crate::{options, runtime, size};
 use announce::Announcement;
 use daemon::Daemon;
 use endpoint::{Endpoint, is_public};
-use isobath_disk::{BlockDevice, Disk, ImageFormat, MetadataMode, OpenOptions, Trust};
+use isobath_disk::{BlockDevice, ImageFormat, LiveDisk, MetadataMode, OpenOptions, Trust};
 use isobath_export::nbd::{Export, Limits, Server};
+use isobath_qmp::monitor::{Drive, Monitor};
+use isobath_qmp::server::{self as qmp, Events};
+use isobath_storage::Host;
 use isobath_storage::file::{self, FileHost};
 use isobath_storage::ring::net::{Address, Listener};
-use isobath_storage::ring::{Config, Handle, Signals, Worker, spawn};
+use isobath_storage::ring::{Config, Handle, JoinHandle, Signals, Worker, spawn};
+use isobath_storage::slow::{SlowDisk, SlowHost};
 use pid_file::PidFile;
 use std::io::Write;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::pin::pin;
+use std::rc::Rc;
 use std::sync::Arc;
 use std::task::Poll;
 use std::{fs, future, io, process, thread};
-
-type FileDisk = Disk<FileHost>;
 
 /// The most threads unless more are asked for.
 const THREADS: usize = 8;
@@ -48,6 +52,10 @@ pub(crate) struct Args {
     /// interface unless a HOST is named [default: 127.0.0.1:10809]
     #[arg(long, value_name = "unix:PATH|[HOST:]PORT")]
     nbd: Vec<Endpoint>,
+    /// Where programs and 'isobath ctl' control the disks in QEMU's language, QMP; may be given several
+    /// times. A TCP port without a HOST is on the loopback interface
+    #[arg(long, value_name = "unix:PATH|HOST:PORT")]
+    qmp: Vec<Endpoint>,
     /// The export's name; with several images, may be given for each in turn [default: the image's
     /// file name without its extension]. The first export is also found by the empty name
     #[arg(long, value_name = "NAME")]
@@ -86,6 +94,10 @@ pub(crate) struct Args {
     /// Go into the background; the command returns once clients can connect. There is no log then
     #[arg(long)]
     daemonize: bool,
+    /// Let all images lie on one slow disk, as far as time goes, to try things out: bytes per second,
+    /// microseconds of latency, requests at a time, microseconds of a flush
+    #[arg(long, hide = true, value_name = "BANDWIDTH,LATENCY,DEPTH,FLUSH", value_parser = slow::parse)]
+    slow_disk: Option<SlowDisk>,
     /// The images, each an export
     #[arg(required = true, value_name = "IMAGE")]
     images: Vec<PathBuf>,
@@ -105,34 +117,38 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         Some(Ok(daemon)) => Some(daemon),
         Some(Err(error)) => return Err(Failure::new(error).context("cannot start a daemon")),
     };
-    runtime::block_on(async || {
-        let mut signals = Signals::new(&SIGNALS)
-            .map_err(|error| Failure::new(error).context("cannot receive signals"))?;
-        let disks = match unless_signalled(&mut signals, open(args)).await {
-            Some(disks) => disks?,
-            None => return Err(Failure::new("stopped by a signal before it was ready")),
-        };
-        let served = serve(args, names, &disks, signals, out, daemon).await;
-        let closed = close(&disks).await;
-        served.and(closed).map(|()| 0)
+    runtime::block_on(async || match args.slow_disk {
+        None => run_on(FileHost, args, names, out, daemon).await,
+        Some(disk) => run_on(SlowHost::new(FileHost, disk), args, names, out, daemon).await,
     })
 }
 
+/// Serves images that are kept at `host`.
+async fn run_on<H: Host + Clone>(
+    host: H,
+    args: &Args,
+    names: Vec<String>,
+    out: &mut dyn Write,
+    daemon: Option<Daemon>,
+) -> Outcome {
+    let mut signals = Signals::new(&SIGNALS)
+        .map_err(|error| Failure::new(error).context("cannot receive signals"))?;
+    let disks = match unless_signalled(&mut signals, open(&host, args)).await {
+        Some(disks) => disks?,
+        None => return Err(Failure::new("stopped by a signal before it was ready")),
+    };
+    let served = serve(host, args, names, &disks, signals, out, daemon).await;
+    let closed = close(&disks).await;
+    served.and(closed).map(|()| 0)
+}
+
 /// Opens every image.
-async fn open(args: &Args) -> Result<Vec<Arc<FileDisk>>, Failure> {
+async fn open<H: Host + Clone>(host: &H, args: &Args) -> Result<Vec<Arc<LiveDisk<H>>>, Failure> {
     let mut disks = Vec::new();
     for image in &args.images {
-        let options = OpenOptions {
-            writable: !args.read_only,
-            direct: args.cache == Cache::None,
-            format: args.format,
-            metadata: args.metadata,
-            map_cache: args.map_cache.map(|bytes| usize::try_from(bytes).unwrap_or(usize::MAX)),
-            trust: trust(args, image)?,
-            ..OpenOptions::default()
-        };
-        let disk = Disk::open(FileHost, image, &options).await?;
-        let format = disk.layers().next().map(|layer| layer.format());
+        let options = OpenOptions { trust: trust(args, image)?, ..options(args) };
+        let disk = LiveDisk::open(host.clone(), image, &options).await?;
+        let format = disk.layers().first().map(|layer| layer.format());
         if format == Some(ImageFormat::Raw) && args.format.is_none() && !args.read_only {
             return Err(Failure::new(format_args!(
                 "'{}' is taken for a raw image, and a guest that may write to a raw image can make \
@@ -140,9 +156,21 @@ async fn open(args: &Args) -> Result<Vec<Arc<FileDisk>>, Failure> {
                 image.display()
             )));
         }
-        disks.push(Arc::new(disk));
+        disks.push(disk);
     }
     Ok(disks)
+}
+
+/// How images are opened, but for whom they come from.
+fn options(args: &Args) -> OpenOptions {
+    OpenOptions {
+        writable: !args.read_only,
+        direct: args.cache == Cache::None,
+        format: args.format,
+        metadata: args.metadata,
+        map_cache: args.map_cache.map(|bytes| usize::try_from(bytes).unwrap_or(usize::MAX)),
+        ..OpenOptions::default()
+    }
 }
 
 /// How far the names in an image are believed.
@@ -163,16 +191,17 @@ fn trust(args: &Args, image: &Path) -> Result<Trust, Failure> {
 }
 
 /// Serves the disks until a signal arrives.
-async fn serve(
+async fn serve<H: Host + Clone>(
+    host: H,
     args: &Args,
     names: Vec<String>,
-    disks: &[Arc<FileDisk>],
+    disks: &[Arc<LiveDisk<H>>],
     mut signals: Signals,
     out: &mut dyn Write,
     daemon: Option<Daemon>,
 ) -> Result<(), Failure> {
-    let exports = names.into_iter().zip(disks).map(|(name, disk)| Export {
-        name,
+    let exports = names.iter().zip(disks).map(|(name, disk)| Export {
+        name: name.clone(),
         description: String::new(),
         read_only: false,
         device: disk.clone(),
@@ -180,6 +209,7 @@ async fn serve(
     let server = Server::new(exports.collect(), Limits::default());
     let server = Arc::new(server.map_err(Failure::new)?);
     let listeners = listen(&args.nbd)?;
+    let controls = control_listeners(&args.qmp)?;
     let workers = start_workers(args.threads)?;
     let handles: Vec<Handle> = workers.iter().map(|worker| worker.handle().clone()).collect();
 
@@ -194,12 +224,23 @@ async fn serve(
     }
     notify(&[sd_notify::NotifyState::Ready]);
 
-    let stopping = server.clone();
+    let drives = names.into_iter().zip(disks).map(|(name, disk)| Drive::new(name, disk.clone()));
+    let events = Events::default();
+    let opening = OpenOptions { format: None, writable: true, ..options(args) };
+    let monitor =
+        Monitor::new(host, opening, drives.collect(), Some(server.clone()), events.clone());
+    let control = qmp::Server::new(monitor, events, qmp::Limits::default());
+    let controlling = start_control(&control, controls);
+
+    let (stopping, ending) = (server.clone(), control.clone());
     spawn(async move {
-        wait_for_signal(&mut signals).await;
+        let quit = ending.service().quit_requested();
+        first(wait_for_signal(&mut signals), quit).await;
         tracing::info!("stopping");
         notify(&[sd_notify::NotifyState::Stopping]);
+        ending.service().end().await;
         stopping.stop();
+        ending.stop();
         wait_for_signal(&mut signals).await;
         tracing::warn!("a second signal: ending at once");
         process::exit(1);
@@ -231,6 +272,12 @@ async fn serve(
             Err(panicked) => panicked.resume(),
         }
     }
+    control.stop();
+    for ended in controlling {
+        if let Err(panicked) = ended.await {
+            panicked.resume();
+        }
+    }
     drop(workers);
     drop(pid_file);
     result
@@ -238,7 +285,7 @@ async fn serve(
 
 /// Flushes and closes every disk, also when one fails, and logs what its map did and how often the host
 /// had to sync.
-async fn close(disks: &[Arc<FileDisk>]) -> Result<(), Failure> {
+async fn close<H: Host>(disks: &[Arc<LiveDisk<H>>]) -> Result<(), Failure> {
     let mut result = Ok(());
     for disk in disks {
         if let Err(error) = disk.close().await {
@@ -297,10 +344,10 @@ fn start_workers(wanted: Option<NonZeroUsize>) -> Result<Vec<Worker>, Failure> {
     workers.map_err(|error| Failure::new(error).context("cannot start a thread"))
 }
 
-fn announce(
+fn announce<H: Host>(
     out: &mut dyn Write,
-    server: &Server<FileDisk>,
-    disks: &[Arc<FileDisk>],
+    server: &Server<LiveDisk<H>>,
+    disks: &[Arc<LiveDisk<H>>],
     addresses: &[Address],
 ) -> io::Result<()> {
     for (number, (export, disk)) in server.exports().iter().zip(disks).enumerate() {
@@ -340,6 +387,40 @@ async fn wait_for_signal(signals: &mut Signals) {
         tracing::error!(%error, "signals cannot be received");
         future::pending::<()>().await;
     }
+}
+
+/// Binds the control sockets.
+fn control_listeners(endpoints: &[Endpoint]) -> Result<Vec<Listener>, Failure> {
+    let listeners = if endpoints.is_empty() { Vec::new() } else { listen(endpoints)? };
+    Ok(listeners)
+}
+
+/// Serves the control sockets, and passes on what jobs tell.
+fn start_control<H: Host + Clone>(
+    control: &Rc<qmp::Server<Monitor<H>>>,
+    listeners: Vec<Listener>,
+) -> Vec<JoinHandle<()>> {
+    let watching = control.clone();
+    spawn(async move { watching.service().watch().await });
+    let serve = |listener| {
+        let control = control.clone();
+        spawn(async move {
+            if let Err(error) = control.serve(listener).await {
+                tracing::error!(%error, "a control socket failed");
+            }
+        })
+    };
+    listeners.into_iter().map(serve).collect()
+}
+
+/// Waits for whichever ends first.
+async fn first(one: impl Future<Output = ()>, other: impl Future<Output = ()>) {
+    let (mut one, mut other) = (pin!(one), pin!(other));
+    future::poll_fn(|context| match one.as_mut().poll(context) {
+        Poll::Ready(()) => Poll::Ready(()),
+        Poll::Pending => other.as_mut().poll(context),
+    })
+    .await;
 }
 
 /// The output of `work`, unless a signal arrives before.

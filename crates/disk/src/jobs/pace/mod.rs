@@ -77,7 +77,7 @@ pub struct GuestCounts {
 }
 
 impl GuestCounts {
-    fn bytes(&self) -> u64 {
+    pub(crate) fn bytes(&self) -> u64 {
         self.alone.bytes.saturating_add(self.beside.bytes)
     }
 }
