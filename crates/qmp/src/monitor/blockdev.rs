@@ -97,7 +97,9 @@ impl<H: Host + Clone> Monitor<H> {
                 let files = self.files.borrow();
                 let found = files.iter().find(|file| file.name == *name);
                 let file = found.ok_or_else(|| {
-                    QmpError::new(format_args!("Cannot find device='{name}' nor node-name='{name}'"))
+                    QmpError::new(format_args!(
+                        "Cannot find device='{name}' nor node-name='{name}'"
+                    ))
                 })?;
                 Ok(Protocol {
                     path: file.path.clone(),

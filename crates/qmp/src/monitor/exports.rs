@@ -127,9 +127,8 @@ impl<H: Host + Clone> Monitor<H> {
         let id = text(arguments, "id");
         let exports = self.exports.borrow();
         let export = exports.iter().find(|export| export.id == id);
-        let export = export.ok_or_else(|| {
-            QmpError::new(format_args!("Export '{id}' is not found"))
-        })?;
+        let export =
+            export.ok_or_else(|| QmpError::new(format_args!("Export '{id}' is not found")))?;
         if export.ending.get() {
             return Err(QmpError::new(format_args!("export '{id}' is already shutting down")));
         }

@@ -19,7 +19,7 @@ impl<H: Host + Clone> Monitor<H> {
                     "current-progress": progress.current,
                     "total-progress": progress.total,
                 }),
-                job.error(),
+                started.error(),
             )
         });
         infos.collect()
@@ -51,7 +51,7 @@ impl<H: Host + Clone> Monitor<H> {
                     "auto-finalize": job.options().auto_finalize,
                     "auto-dismiss": job.options().auto_dismiss,
                 }),
-                job.error(),
+                started.error(),
             )
         });
         infos.collect()

@@ -8,8 +8,8 @@ use crate::error::{ErrorClass, QmpError};
 use event_listener::{Event, EventListener};
 use isobath_disk::jobs::pace::Pacing;
 use isobath_disk::jobs::{
-    CommitOptions, IoStatus, Job, JobEvent, JobOptions, JobStatus, MirrorOptions, MirrorSync, OnError,
-    StreamOptions,
+    CommitOptions, IoStatus, Job, JobEvent, JobOptions, JobStatus, MirrorOptions, MirrorSync,
+    OnError, StreamOptions,
 };
 use isobath_disk::{DiskError, Layer};
 use isobath_storage::ring::spawn;
@@ -38,6 +38,16 @@ pub(super) struct Started<H: Host> {
     pub(super) request: Request,
     /// Its user has it wait.
     pub(super) paused: Cell<bool>,
+    /// It was cancelled.
+    cancelled: Cell<bool>,
+}
+
+impl<H: Host> Started<H> {
+    /// Why it did not end well.
+    pub(super) fn error(&self) -> Option<String> {
+        let cancelled = self.cancelled.get().then(|| "Operation canceled".to_owned());
+        self.job.error().or(cancelled)
+    }
 }
 
 /// What jobs have told, until it is passed on.
@@ -122,7 +132,8 @@ impl<H: Host + Clone> Monitor<H> {
     pub(super) async fn block_commit(&self, arguments: &Arguments) -> Result<()> {
         self.prune_names();
         for (one, other) in [("base-node", "base"), ("top-node", "top")] {
-            if optional_text(arguments, one).is_some() && optional_text(arguments, other).is_some() {
+            if optional_text(arguments, one).is_some() && optional_text(arguments, other).is_some()
+            {
                 return Err(QmpError::new(format_args!(
                     "'{one}' and '{other}' are mutually exclusive"
                 )));
@@ -247,8 +258,9 @@ impl<H: Host + Clone> Monitor<H> {
             !same
         });
         request.keep();
-        let (drive, paused) = (Rc::clone(drive), Cell::new(false));
-        self.jobs.borrow_mut().push(Rc::new(Started { job, drive, target, request, paused }));
+        let (drive, paused, cancelled) = (Rc::clone(drive), Cell::new(false), Cell::new(false));
+        let started = Started { job, drive, target, request, paused, cancelled };
+        self.jobs.borrow_mut().push(Rc::new(started));
         drop(spawn(work));
     }
 
@@ -444,6 +456,9 @@ impl<H: Host + Clone> Monitor<H> {
             }
             JobEvent::Cancelled => {
                 self.events.emit("BLOCK_JOB_CANCELLED", progress);
+                if let Some(started) = self.find_job(&id) {
+                    started.cancelled.set(true);
+                }
                 self.ended(&id, false);
             }
         }
@@ -541,9 +556,7 @@ fn on_error(arguments: &Arguments) -> Result<OnError> {
         (None, Some(source @ "report"), None) => source,
         (None, None, None) => "report",
         _ => {
-            return Err(QmpError::new(
-                "'on-source-error' and 'on-target-error' must be the same",
-            ));
+            return Err(QmpError::new("'on-source-error' and 'on-target-error' must be the same"));
         }
     };
     Ok(match chosen {

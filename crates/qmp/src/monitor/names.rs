@@ -69,7 +69,8 @@ impl<H: Host + Clone> Monitor<H> {
     }
 
     pub(super) fn find_node(&self, name: &str) -> Option<Found<H>> {
-        let file = match self.names.borrow().file_of(name) {
+        let known = self.names.borrow().file_of(name);
+        let file = match known {
             Some(file) => file,
             None => self.name_all(name)?,
         };

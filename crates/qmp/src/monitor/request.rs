@@ -195,9 +195,7 @@ impl<H: Host + Clone> Monitor<H> {
         let id = text(arguments, "id");
         let interrupted = self.interrupted.borrow();
         let found = interrupted.iter().find(|request| request.id == id);
-        found.cloned().ok_or_else(|| {
-            QmpError::new(format_args!("No job '{id}' was interrupted"))
-        })
+        found.cloned().ok_or_else(|| QmpError::new(format_args!("No job '{id}' was interrupted")))
     }
 
     pub(super) async fn restart_job(&self, arguments: &Arguments) -> Result<()> {

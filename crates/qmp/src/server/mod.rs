@@ -152,7 +152,10 @@ impl<S: Service> Server<S> {
         let counted = Counted(self.clone());
         drop(spawn(async move {
             let outbox = Outbox::new(stream, counted.0.limits.events);
+            // Also where a command panics: its client is not left waiting.
+            let connected = Connected(outbox.clone());
             Session::new(&counted.0, &outbox).run().await;
+            drop(connected);
             drop(counted);
         }));
     }
@@ -191,6 +194,14 @@ impl<S: Service> Server<S> {
             "query-qmp-schema" => Ok(crate::schema::introspect(self.service.schema())),
             name => self.service.execute(name, arguments).await,
         }
+    }
+}
+
+struct Connected(Rc<Outbox>);
+
+impl Drop for Connected {
+    fn drop(&mut self) {
+        self.0.cut();
     }
 }
 

@@ -19,8 +19,7 @@ static ADD: Object = Object {
     ],
     variants: Some(Variants { tag: "type", cases: &[("nbd", &NBD)] }),
 };
-static DELETE: Object =
-    object(&[req("id", Type::Str), opt("mode", Type::Enum(&["safe", "hard"]))]);
+static DELETE: Object = object(&[req("id", Type::Str), opt("mode", Type::Enum(&["safe", "hard"]))]);
 static INFO: Object = object(&[
     req("id", Type::Str),
     req("type", EXPORT_TYPE),

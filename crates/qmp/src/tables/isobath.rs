@@ -22,8 +22,7 @@ static DISK: Object = object(&[
     req("in-flight", INT),
     req("map", Type::Object(&MAP)),
 ]);
-static DISKS: Object =
-    object(&[req("syncs", INT), req("disks", Type::List(&Type::Object(&DISK)))]);
+static DISKS: Object = object(&[req("syncs", INT), req("disks", Type::List(&Type::Object(&DISK)))]);
 
 static JOB: Object = object(&[
     req("id", Type::Str),

@@ -9,22 +9,25 @@ const NUMBER: Type = Type::Number;
 
 const JOB_TYPE: Type = Type::Enum(&["commit", "stream", "mirror"]);
 const STATUS: Type = Type::Enum(&[
-    "undefined", "created", "running", "paused", "ready", "standby", "waiting", "pending", "aborting",
-    "concluded", "null",
+    "undefined",
+    "created",
+    "running",
+    "paused",
+    "ready",
+    "standby",
+    "waiting",
+    "pending",
+    "aborting",
+    "concluded",
+    "null",
 ]);
 const IO_STATUS: Type = Type::Enum(&["ok", "failed", "nospace"]);
 const ON_ERROR: Type = Type::Enum(&["report", "ignore", "enospc", "stop", "auto"]);
 const MODE: Type = Type::Enum(&["adaptive", "dissertation", "none"]);
 
 /// The arguments by which a job is told how to make way for the guest; Isobath's own.
-pub static PACING: &[&str] = &[
-    "pacing",
-    "deadline",
-    "max-impact",
-    "adaptive-stream",
-    "adaptive-threshold",
-    "pause-time",
-];
+pub static PACING: &[&str] =
+    &["pacing", "deadline", "max-impact", "adaptive-stream", "adaptive-threshold", "pause-time"];
 
 /// `pacing`: the mode. `deadline`: seconds. `max-impact`: percent of the guest's bandwidth.
 /// `adaptive-stream`: the dissertation's mode; `adaptive-threshold`: a share of the mean throughput up

@@ -16,13 +16,7 @@ pub use jobs::PACING;
 
 /// Everything that `isobath serve` can be asked for through QMP.
 pub static SCHEMA: Schema = Schema {
-    commands: &[
-        CONTROL,
-        nodes::COMMANDS,
-        jobs::COMMANDS,
-        exports::COMMANDS,
-        isobath::COMMANDS,
-    ],
+    commands: &[CONTROL, nodes::COMMANDS, jobs::COMMANDS, exports::COMMANDS, isobath::COMMANDS],
     events: EVENTS,
 };
 

@@ -90,7 +90,11 @@ impl Introspection {
     }
 
     /// The members of an object with these values, or of all of its variants.
-    fn members(&self, ty: &Value, value: &Map<String, Value>) -> HashMap<String, Map<String, Value>> {
+    fn members(
+        &self,
+        ty: &Value,
+        value: &Map<String, Value>,
+    ) -> HashMap<String, Map<String, Value>> {
         let entry = self.entry(ty);
         let own = entry["members"].as_array().unwrap().iter();
         let mut members: HashMap<_, _> = own

@@ -23,8 +23,7 @@ impl Live {
     /// Serves images, each in the device of that name. The sockets are in `directory`.
     pub(crate) fn start(directory: &Path, images: &[(&str, &Path)]) -> Self {
         let (qmp, nbd) = (directory.join("qmp.sock"), directory.join("nbd.sock"));
-        let listeners =
-            (Listener::bind_unix(&qmp).unwrap(), Listener::bind_unix(&nbd).unwrap());
+        let listeners = (Listener::bind_unix(&qmp).unwrap(), Listener::bind_unix(&nbd).unwrap());
         let images: Vec<_> =
             images.iter().map(|(name, path)| ((*name).to_owned(), path.to_path_buf())).collect();
         let thread = thread::spawn(move || {
@@ -69,8 +68,7 @@ async fn run(images: Vec<(String, PathBuf)>, (qmp, nbd): (Listener, Listener)) {
     let exporting = spawn(async move { served.serve(nbd, &[]).await });
     let disks: Vec<_> = drives.iter().map(|drive| drive.disk().clone()).collect();
     let events = Events::default();
-    let monitor =
-        Monitor::new(FileHost, options, drives, Some(exporter.clone()), events.clone());
+    let monitor = Monitor::new(FileHost, options, drives, Some(exporter.clone()), events.clone());
     let server = Server::new(monitor, events, Limits::default());
     let (watched, serving) = (server.clone(), server.clone());
     let watching = spawn(async move { watched.service().watch().await });
