@@ -423,6 +423,7 @@ impl World {
         for (image, held) in &self.moments {
             assert!(self.content(image).await == *held, "{} has changed", image.display());
         }
+        let format = self.live.layers()[0].format().name();
         let names: Vec<_> = self.live.layers().iter().map(|l| l.name().to_owned()).collect();
         self.live.close().await.unwrap();
         let size = self.live.size() as usize;
@@ -439,7 +440,7 @@ impl World {
             let checked = qemu::check(&directory.path().join(name));
             assert!([0, 3].contains(&checked.code()), "{}", checked.report());
         }
-        let raw = qemu::read_disk(&directory.path().join(&active), "qcow2");
+        let raw = qemu::read_disk(&directory.path().join(&active), format);
         self.model.check(&raw).unwrap_or_else(|mismatch| panic!("QEMU: {mismatch}"));
     }
 }
