@@ -1,5 +1,6 @@
 //! The same commands given to qemu-storage-daemon and here: replies, errors, events.
 
+#[allow(clippy::unwrap_used, reason = "it fails by panicking")]
 #[path = "common/introspection.rs"]
 mod introspection;
 #[allow(dead_code, clippy::unwrap_used, reason = "a part is used, and fails by panicking")]

@@ -6,6 +6,7 @@ mod compare;
 mod completions;
 mod convert;
 mod create;
+mod ctl;
 mod index;
 mod info;
 mod io;
@@ -52,5 +53,6 @@ commands! {
     Completions = completions;
     Io = io;
     Serve = serve;
+    Ctl = ctl;
     Chain = chain;
 }

@@ -1,6 +1,7 @@
 //! Exports that come and go.
 
 use super::arguments::{Arguments, flag, is_well_formed, optional_text, text};
+use super::snapshot::check_root;
 use super::{Drive, Monitor, Result};
 use crate::error::QmpError;
 use isobath_disk::LiveDisk;
@@ -89,7 +90,7 @@ impl<H: Host + Clone> Monitor<H> {
         };
         let node = text(arguments, "node-name");
         let found = self.look_up("", node)?;
-        self.check_root(&found)?;
+        check_root(&found)?;
         let writable = flag(arguments, "writable").unwrap_or(false);
         if writable && found.drive.is_read_only() {
             return Err(QmpError::new(format_args!("Block node is read-only: '{node}'")));

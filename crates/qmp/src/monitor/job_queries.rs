@@ -1,9 +1,13 @@
 //! Commands that look at jobs.
 
 use super::Monitor;
+use super::jobs::Started;
 use isobath_disk::jobs::{IoStatus, JobStatus};
 use isobath_storage::Host;
 use serde_json::{Value, json};
+
+/// Records kept of jobs that are gone.
+const RECORDS: usize = 16;
 
 impl<H: Host + Clone> Monitor<H> {
     pub(super) fn query_jobs(&self) -> Value {
@@ -77,6 +81,29 @@ impl<H: Host + Clone> Monitor<H> {
         all.extend(self.interrupted.borrow().iter().map(|request| request.to_json(true)));
         all.into()
     }
+
+    /// What the jobs and their guests did over time: the last ones that are gone, then those there are.
+    pub(super) fn query_job_records(&self) -> Value {
+        let jobs = self.jobs.borrow();
+        let gone = self.records.borrow().clone();
+        gone.into_iter().chain(jobs.iter().map(|started| record(started))).collect()
+    }
+
+    /// Keeps the record of a job that goes.
+    pub(super) fn keep_record(&self, id: &str) {
+        let Some(started) = self.find_job(id) else { return };
+        let mut records = self.records.borrow_mut();
+        records.push_back(record(&started));
+        if records.len() > RECORDS {
+            records.pop_front();
+        }
+    }
+}
+
+fn record<H: Host>(started: &Started<H>) -> Value {
+    let job = &started.job;
+    let record = serde_json::to_value(job.record()).unwrap_or_default();
+    json!({"id": job.id(), "type": job.kind().name(), "record": record})
 }
 
 fn with_error(mut info: Value, error: Option<String>) -> Value {

@@ -3,6 +3,7 @@
 use super::arguments::{Arguments, flag, integer, is_well_formed, number, optional_text, text};
 use super::names::Found;
 use super::request::Request;
+use super::snapshot::check_root;
 use super::{Drive, Monitor, Result};
 use crate::error::{ErrorClass, QmpError};
 use event_listener::{Event, EventListener};
@@ -105,7 +106,7 @@ impl<S: Storage> Between<S> {
 }
 
 impl<H: Host + Clone> Monitor<H> {
-    pub(super) async fn block_stream(&self, arguments: &Arguments) -> Result<()> {
+    pub(super) fn block_stream(&self, arguments: &Arguments) -> Result<()> {
         self.prune_names();
         let both = |one: &str, other: &str| {
             let given = |name| optional_text(arguments, name).is_some();
@@ -126,10 +127,10 @@ impl<H: Host + Clone> Monitor<H> {
             return Err(QmpError::new(text));
         }
         let top = (found.depth > 0).then_some(found.layer);
-        self.start(&found.drive, "block-stream", Between { top, base }, None, arguments).await
+        self.start(&found.drive, "block-stream", &Between { top, base }, None, arguments)
     }
 
-    pub(super) async fn block_commit(&self, arguments: &Arguments) -> Result<()> {
+    pub(super) fn block_commit(&self, arguments: &Arguments) -> Result<()> {
         self.prune_names();
         for (one, other) in [("base-node", "base"), ("top-node", "top")] {
             if optional_text(arguments, one).is_some() && optional_text(arguments, other).is_some()
@@ -144,7 +145,7 @@ impl<H: Host + Clone> Monitor<H> {
             let text = format!("Device '{device}' not found");
             QmpError::of(ErrorClass::DeviceNotFound, text)
         })?;
-        self.check_root(&found)?;
+        check_root(&found)?;
         let top = match optional_text(arguments, "top") {
             Some(name) => Some(self.layer_of_file(&found, 0, name)?),
             None => self.layer_of_node(&found, 0, arguments, "top-node")?,
@@ -156,17 +157,17 @@ impl<H: Host + Clone> Monitor<H> {
             let text = "'backing-file' specified, but 'top' is the active layer";
             return Err(QmpError::new(text));
         }
-        self.start(&found.drive, "block-commit", Between { top, base }, None, arguments).await
+        self.start(&found.drive, "block-commit", &Between { top, base }, None, arguments)
     }
 
-    pub(super) async fn blockdev_mirror(&self, arguments: &Arguments) -> Result<()> {
+    pub(super) fn blockdev_mirror(&self, arguments: &Arguments) -> Result<()> {
         self.prune_names();
         let device = text(arguments, "device");
         let found = self.look_up(device, device)?;
         let name = text(arguments, "target");
         let target = self.look_up(name, name)?;
-        self.check_root(&found)?;
-        self.check_root(&target)?;
+        check_root(&found)?;
+        check_root(&target)?;
         let refuse = |text: String| Err(QmpError::new(text));
         if optional_text(arguments, "copy-mode") == Some("write-blocking") {
             return refuse("copy-mode 'write-blocking' is not supported; 'background' is".into());
@@ -188,15 +189,15 @@ impl<H: Host + Clone> Monitor<H> {
         self.check_no_job(&target.drive)?;
         let between = Between { top: None, base: None };
         let target = Some(target.drive);
-        self.start(&found.drive, "blockdev-mirror", between, target, arguments).await
+        self.start(&found.drive, "blockdev-mirror", &between, target, arguments)
     }
 
     /// Starts a job of which everything is resolved.
-    pub(super) async fn start(
+    pub(super) fn start(
         &self,
         drive: &Rc<Drive<H>>,
         command: &'static str,
-        layers: Between<H::File>,
+        layers: &Between<H::File>,
         target: Option<Rc<Drive<H>>>,
         arguments: &Arguments,
     ) -> Result<()> {
@@ -212,7 +213,7 @@ impl<H: Host + Clone> Monitor<H> {
         let (top, base) = layers.ids();
         let backing_file = optional_text(arguments, "backing-file").map(str::to_owned);
         let disk = drive.disk();
-        let request = Request::new(command, &id, drive, &layers, arguments);
+        let request = Request::new(command, &id, drive, layers, arguments);
         let refused = |error: DiskError| QmpError::new(error);
         match command {
             "block-stream" => {
@@ -372,7 +373,7 @@ impl<H: Host + Clone> Monitor<H> {
         Err(QmpError::new(format_args!("Can't find '{name}' in the backing chain")))
     }
 
-    pub(super) async fn job_verb(&self, command: &str, arguments: &Arguments) -> Result<()> {
+    pub(super) fn job_verb(&self, command: &str, arguments: &Arguments) -> Result<()> {
         let id = match optional_text(arguments, "device") {
             Some(id) => id,
             None => text(arguments, "id"),
@@ -433,6 +434,7 @@ impl<H: Host + Clone> Monitor<H> {
                 let data = json!({"status": status.name(), "id": id});
                 self.events.emit("JOB_STATUS_CHANGE", data);
                 if status == JobStatus::Null {
+                    self.keep_record(&id);
                     self.jobs.borrow_mut().retain(|started| started.job.id() != id);
                 }
             }
@@ -571,7 +573,7 @@ fn on_error(arguments: &Arguments) -> Result<OnError> {
 mod tests {
     use super::*;
 
-    fn paced(arguments: serde_json::Value) -> Result<Pacing> {
+    fn paced(arguments: &serde_json::Value) -> Result<Pacing> {
         pacing(arguments.as_object().unwrap())
     }
 
@@ -592,7 +594,7 @@ mod tests {
                 Pacing::Adaptive { deadline: Some(second / 2), max_impact: Some(5.0) },
             ),
         ] {
-            assert_eq!(paced(arguments.clone()).unwrap(), expected, "{arguments}");
+            assert_eq!(paced(&arguments).unwrap(), expected, "{arguments}");
         }
         for arguments in [
             json!({"pacing": "none", "adaptive-stream": true}),
@@ -604,19 +606,19 @@ mod tests {
             json!({"deadline": 1e300}),
             json!({"max-impact": 101}),
         ] {
-            assert!(paced(arguments.clone()).is_err(), "{arguments}");
+            assert!(paced(&arguments).is_err(), "{arguments}");
         }
     }
 
     #[test]
     fn a_mirror_has_one_way_with_errors() {
-        let on = |value: serde_json::Value| on_error(value.as_object().unwrap());
-        assert_eq!(on(json!({})), Ok(OnError::Report));
-        assert_eq!(on(json!({"on-error": "auto"})), Ok(OnError::Enospc));
+        let on = |value: &serde_json::Value| on_error(value.as_object().unwrap());
+        assert_eq!(on(&json!({})), Ok(OnError::Report));
+        assert_eq!(on(&json!({"on-error": "auto"})), Ok(OnError::Enospc));
         let both = json!({"on-source-error": "stop", "on-target-error": "stop"});
-        assert_eq!(on(both), Ok(OnError::Stop));
-        assert_eq!(on(json!({"on-target-error": "enospc"})), Ok(OnError::Enospc));
-        assert!(on(json!({"on-source-error": "ignore"})).is_err());
-        assert!(on(json!({"on-target-error": "stop"})).is_err());
+        assert_eq!(on(&both), Ok(OnError::Stop));
+        assert_eq!(on(&json!({"on-target-error": "enospc"})), Ok(OnError::Enospc));
+        assert!(on(&json!({"on-source-error": "ignore"})).is_err());
+        assert!(on(&json!({"on-target-error": "stop"})).is_err());
     }
 }

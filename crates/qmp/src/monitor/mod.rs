@@ -33,6 +33,7 @@ use names::Names;
 use request::Request;
 use serde_json::{Map, Value, json};
 use std::cell::{Cell, RefCell};
+use std::collections::VecDeque;
 use std::path::PathBuf;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -51,6 +52,8 @@ pub struct Monitor<H: Host> {
     names: RefCell<Names>,
     jobs: RefCell<Vec<Rc<Started<H>>>>,
     interrupted: RefCell<Vec<Request>>,
+    /// Records of jobs that are gone, the oldest first.
+    records: RefCell<VecDeque<Value>>,
     nbd: Option<NbdServer<H>>,
     exports: Rc<RefCell<Vec<ExportEntry>>>,
     events: Events,
@@ -94,6 +97,7 @@ impl<H: Host + Clone> Monitor<H> {
             names: RefCell::default(),
             jobs: RefCell::default(),
             interrupted: RefCell::new(interrupted),
+            records: RefCell::default(),
             nbd,
             exports: Rc::new(RefCell::new(exports)),
             events,
@@ -158,6 +162,7 @@ impl<H: Host + Clone> Monitor<H> {
             "query-block-exports" => Ok(self.query_block_exports()),
             "x-isobath-query-disks" => Ok(self.query_disks()),
             "x-isobath-query-jobs" => Ok(self.query_more_of_jobs()),
+            "x-isobath-query-job-records" => Ok(self.query_job_records()),
             _ => {
                 let _order = self.order.lock().await;
                 self.change(command, arguments).await?;
@@ -174,10 +179,10 @@ impl<H: Host + Clone> Monitor<H> {
             "blockdev-add" => self.blockdev_add(arguments).await,
             "blockdev-del" => self.blockdev_del(&arguments).await,
             "block_resize" => self.block_resize(&arguments).await,
-            "block-stream" => self.block_stream(&arguments).await,
-            "block-commit" => self.block_commit(&arguments).await,
-            "blockdev-mirror" => self.blockdev_mirror(&arguments).await,
-            "x-isobath-restart-job" => self.restart_job(&arguments).await,
+            "block-stream" => self.block_stream(&arguments),
+            "block-commit" => self.block_commit(&arguments),
+            "blockdev-mirror" => self.blockdev_mirror(&arguments),
+            "x-isobath-restart-job" => self.restart_job(&arguments),
             "x-isobath-forget-job" => self.forget_job(&arguments),
             "block-export-add" => self.block_export_add(&arguments),
             "block-export-del" => self.block_export_del(&arguments),
@@ -186,7 +191,7 @@ impl<H: Host + Clone> Monitor<H> {
                 self.changed.notify(usize::MAX);
                 Ok(())
             }
-            verb => self.job_verb(verb, &arguments).await,
+            verb => self.job_verb(verb, &arguments),
         }
     }
 }

@@ -198,7 +198,7 @@ impl<H: Host + Clone> Monitor<H> {
         found.cloned().ok_or_else(|| QmpError::new(format_args!("No job '{id}' was interrupted")))
     }
 
-    pub(super) async fn restart_job(&self, arguments: &Arguments) -> Result<()> {
+    pub(super) fn restart_job(&self, arguments: &Arguments) -> Result<()> {
         let request = self.find_interrupted(arguments)?;
         let arguments = request.to_arguments();
         if let Some(command) = SCHEMA.command(request.command) {
@@ -222,7 +222,7 @@ impl<H: Host + Clone> Monitor<H> {
         let top = layer(&request.top)?.filter(|layer| Some(layer.storage().id()) != root);
         let layers = Between { top, base: layer(&request.base)? };
         let drive = Rc::clone(&found.drive);
-        self.start(&drive, request.command, layers, None, &arguments).await
+        self.start(&drive, request.command, &layers, None, &arguments)
     }
 
     pub(super) fn forget_job(&self, arguments: &Arguments) -> Result<()> {

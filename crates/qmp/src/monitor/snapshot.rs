@@ -50,7 +50,7 @@ impl<H: Host + Clone> Monitor<H> {
         let found = self.look_up(node, node)?;
         let name = text(arguments, "overlay");
         let overlay = self.look_up(name, name)?;
-        self.check_root(&found)?;
+        check_root(&found)?;
         if overlay.depth > 0 || !overlay.drive.device().is_empty() {
             return Err(QmpError::new(format_args!(
                 "The overlay '{name}' is already in use; add one with blockdev-add, 'backing': null"
@@ -119,11 +119,12 @@ impl<H: Host + Clone> Monitor<H> {
     }
 
     async fn put_on_top(&self, found: &Found<H>, overlay: &Overlay) -> Result<()> {
-        self.check_root(found)?;
+        check_root(found)?;
         found.drive.disk().snapshot(overlay).await.map_err(QmpError::new)
     }
+}
 
-    pub(super) fn check_root(&self, found: &Found<H>) -> Result<()> {
-        if found.depth == 0 { Ok(()) } else { Err(QmpError::new("Need a root block node")) }
-    }
+/// Refuses a node that is below another.
+pub(super) fn check_root<H: Host>(found: &Found<H>) -> Result<()> {
+    if found.depth == 0 { Ok(()) } else { Err(QmpError::new("Need a root block node")) }
 }

@@ -35,6 +35,8 @@ static JOB: Object = object(&[
     opt("cloned", INT),
     opt("misses-deadline", Type::Bool),
 ]);
+static RECORD: Object =
+    object(&[req("id", Type::Str), req("type", Type::Str), req("record", Type::Any)]);
 static ID: Object = object(&[req("id", Type::Str)]);
 
 pub(super) static COMMANDS: &[Command] = &[
@@ -47,6 +49,11 @@ pub(super) static COMMANDS: &[Command] = &[
         name: "x-isobath-query-jobs",
         arguments: &EMPTY,
         returns: Some(Type::List(&Type::Object(&JOB))),
+    },
+    Command {
+        name: "x-isobath-query-job-records",
+        arguments: &EMPTY,
+        returns: Some(Type::List(&Type::Object(&RECORD))),
     },
     Command { name: "x-isobath-restart-job", arguments: &ID, returns: None },
     Command { name: "x-isobath-forget-job", arguments: &ID, returns: None },

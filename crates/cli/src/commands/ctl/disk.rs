@@ -1,0 +1,197 @@
+//! Commands on a disk, and those that pass on what a server says.
+
+use super::{Session, arguments, entries, interrupted, number, text};
+use crate::failure::{Failure, Outcome};
+use crate::size;
+use isobath_qmp::client::ClientError;
+use serde_json::{Map, Value, json};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+/// Take a snapshot: the active image becomes a backing file, FILE the active image
+///
+/// FILE is made, in the place of a file of that name, unless --existing is given. On return the former
+/// active image is complete, and nobody writes to it any more.
+#[derive(clap::Args)]
+pub(super) struct Snapshot {
+    /// The disk's name [default: the only disk]
+    #[arg(short, long, value_name = "NAME")]
+    disk: Option<String>,
+    /// FILE was made before, as an overlay of the active image
+    #[arg(long)]
+    existing: bool,
+    /// A name for the new node
+    #[arg(long, value_name = "NAME")]
+    node_name: Option<String>,
+    /// The new active image
+    file: PathBuf,
+}
+
+impl Snapshot {
+    pub(super) fn run(&self, session: &mut Session<'_>) -> Outcome {
+        let device = session.device(self.disk.as_deref())?;
+        let mode = if self.existing { "existing" } else { "absolute-paths" };
+        let arguments = arguments([
+            ("device", Some(device.into())),
+            ("snapshot-file", Some(absolute(&self.file)?)),
+            ("snapshot-node-name", self.node_name.clone().map(Value::from)),
+            ("mode", Some(mode.into())),
+        ]);
+        session.ask("blockdev-snapshot-sync", arguments)?;
+        Ok(0)
+    }
+}
+
+/// The server may be in another directory.
+pub(super) fn absolute(path: &Path) -> Result<Value, Failure> {
+    let path = std::path::absolute(path)
+        .map_err(|error| Failure::new(error).context(format_args!("'{}'", path.display())))?;
+    let name = path.to_str().ok_or_else(|| {
+        let path = path.display();
+        Failure::new(format_args!("'{path}' is not UTF-8, and cannot be sent as JSON"))
+    })?;
+    Ok(name.into())
+}
+
+/// Change a disk's size
+#[derive(clap::Args)]
+pub(super) struct Resize {
+    /// The disk's name [default: the only disk]
+    #[arg(short, long, value_name = "NAME")]
+    disk: Option<String>,
+    /// Allow the disk to become smaller, and what lies beyond to be lost
+    #[arg(long)]
+    shrink: bool,
+    /// The new size, such as 20G
+    #[arg(value_parser = size::parse)]
+    size: u64,
+}
+
+impl Resize {
+    pub(super) fn run(&self, session: &mut Session<'_>) -> Outcome {
+        let device = session.device(self.disk.as_deref())?;
+        let arguments = arguments([
+            ("device", Some(device.into())),
+            ("size", Some(self.size.into())),
+            ("shrink", self.shrink.then(|| true.into())),
+        ]);
+        session.ask("block_resize", arguments)?;
+        Ok(0)
+    }
+}
+
+/// Show a disk's layers, the active one first
+#[derive(clap::Args)]
+pub(super) struct Chain {
+    /// The disk's name [default: the only disk]
+    #[arg(short, long, value_name = "NAME")]
+    disk: Option<String>,
+}
+
+impl Chain {
+    pub(super) fn run(&self, session: &mut Session<'_>) -> Outcome {
+        let device = session.device(self.disk.as_deref())?;
+        let blocks = session.ask("query-block", json!({}))?;
+        let block = entries(&blocks).find(|block| text(block, "device") == device);
+        let root = block.and_then(|block| block.get("inserted"));
+        let root = root.ok_or_else(|| Failure::new(format_args!("there is no disk '{device}'")))?;
+        let nodes = session.ask("query-named-block-nodes", json!({"flat": true}))?;
+        let mut rows = vec![["NODE", "FORMAT", "ON DISK", "FILE"].map(String::from).to_vec()];
+        let from = text(root, "node-name");
+        let depth = number(root, "backing_file_depth") as usize;
+        let layers = entries(&nodes).skip_while(|node| text(node, "node-name") != from);
+        for node in layers.take(depth + 1) {
+            let image = node.get("image").unwrap_or(&Value::Null);
+            rows.push(vec![
+                text(node, "node-name").to_owned(),
+                text(node, "drv").to_owned(),
+                size::human(number(image, "actual-size")),
+                text(node, "file").to_owned(),
+            ]);
+        }
+        session.out.write_all(super::table(&rows).as_bytes())?;
+        Ok(0)
+    }
+}
+
+/// Print what happens, one event in JSON a line, until Ctrl-C
+#[derive(clap::Args)]
+pub(super) struct Events {}
+
+impl Events {
+    #[allow(clippy::unused_self, reason = "as every command")]
+    pub(super) fn run(&self, session: &mut Session<'_>) -> Outcome {
+        let stop = interrupted()?;
+        while !stop.load(Ordering::Relaxed) {
+            match session.client.event(Duration::from_millis(200)) {
+                Ok(Some(event)) => {
+                    let event = json!({"event": event.name, "data": event.data});
+                    writeln!(session.out, "{event}")?;
+                    session.out.flush()?;
+                }
+                Ok(None) => {}
+                Err(ClientError::Closed) => return Ok(0),
+                Err(error) => return Err(Failure::new(error)),
+            }
+        }
+        Ok(0)
+    }
+}
+
+/// Carry out any QMP command, and print what it returns
+#[derive(clap::Args)]
+#[command(
+    after_help = "Examples:\n  query query-block\n  query block-job-set-speed device=vm speed=1048576\n  query blockdev-add '{\"driver\": \"qcow2\", ...}'"
+)]
+pub(super) struct Query {
+    /// The command's name
+    command: String,
+    /// Arguments: NAME=VALUE, where a VALUE that is JSON is taken as that, or one JSON object
+    #[arg(value_name = "NAME=VALUE|JSON")]
+    arguments: Vec<String>,
+}
+
+impl Query {
+    pub(super) fn run(&self, session: &mut Session<'_>) -> Outcome {
+        let arguments = parse(&self.arguments).map_err(Failure::new)?;
+        let result = session.ask(&self.command, arguments)?;
+        session.print(&result)?;
+        Ok(0)
+    }
+}
+
+fn parse(given: &[String]) -> Result<Value, String> {
+    let mut arguments = Map::new();
+    for word in given {
+        if word.starts_with('{') {
+            match serde_json::from_str(word) {
+                Ok(Value::Object(object)) => arguments.extend(object),
+                Ok(_) => return Err(format!("'{word}' is no JSON object")),
+                Err(error) => return Err(format!("'{word}' is no JSON object: {error}")),
+            }
+            continue;
+        }
+        let Some((name, value)) = word.split_once('=') else {
+            return Err(format!("'{word}' is neither NAME=VALUE nor a JSON object"));
+        };
+        let value = serde_json::from_str(value).unwrap_or_else(|_| value.into());
+        arguments.insert(name.to_owned(), value);
+    }
+    Ok(Value::Object(arguments))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn arguments_are_words_or_json() {
+        let words = ["device=vm", "speed=10", "flat=true", "x=\"1\"", r#"{"a": [1]}"#, "y=a=b"];
+        let words = words.map(String::from);
+        let expected =
+            json!({"device": "vm", "speed": 10, "flat": true, "x": "1", "a": [1], "y": "a=b"});
+        assert_eq!(parse(&words), Ok(expected));
+        assert!(parse(&["word".into()]).is_err() && parse(&["{".into()]).is_err());
+    }
+}

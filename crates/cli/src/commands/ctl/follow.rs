@@ -1,0 +1,178 @@
+//! Shows a job's progress until it ends.
+
+use super::{Session, entries, interrupted, number, text};
+use crate::failure::{Failure, Outcome};
+use crate::size;
+use indicatif::{ProgressBar, ProgressStyle};
+use serde_json::{Value, json};
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+/// Between two looks at a job.
+const LOOK: Duration = Duration::from_millis(250);
+
+/// What is done about a job that is ready.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Readiness {
+    /// It never is.
+    Never,
+    /// It is told to complete.
+    Complete,
+    /// It is left to its user.
+    Leave,
+}
+
+/// Follows a job to its end. Ctrl-C leaves it running.
+pub(super) fn follow(session: &mut Session<'_>, id: &str, readiness: Readiness) -> Outcome {
+    let stop = interrupted()?;
+    let bar = ProgressBar::new(0);
+    if let Ok(style) = ProgressStyle::with_template(
+        "{prefix} {wide_bar} {percent:>3}% {binary_bytes_per_sec:>12} {eta:>4} left  {msg}",
+    ) {
+        bar.set_style(style);
+    }
+    bar.set_prefix(id.to_owned());
+    let begin = Instant::now();
+    let mut shown = Shown::default();
+    let mut look = begin;
+    let ending = loop {
+        if stop.load(Ordering::Relaxed) {
+            bar.abandon();
+            let address = &session.address;
+            writeln!(
+                session.out,
+                "The job '{id}' goes on. 'isobath ctl {address} follow {id}' shows it again, \
+                 'isobath ctl {address} cancel {id}' ends it."
+            )?;
+            return Ok(0);
+        }
+        if Instant::now() >= look {
+            look = Instant::now() + LOOK;
+            match shown.look(session, id, &bar)? {
+                Some(status) if status == "ready" => match readiness {
+                    Readiness::Complete => {
+                        // It may have ended just now.
+                        let _ = session.client.execute("job-complete", json!({"id": id}));
+                    }
+                    Readiness::Leave => break Ending::Ready,
+                    Readiness::Never => {}
+                },
+                Some(status) if status == "pending" && !shown.finalizes => break Ending::Pending,
+                Some(_) => {}
+                None => break Ending::Gone,
+            }
+        }
+        let Some(event) = session.client.event(LOOK).map_err(Failure::new)? else { continue };
+        let of = |name: &str| text(&event.data, name) == id;
+        match event.name.as_str() {
+            "BLOCK_JOB_COMPLETED" if of("device") => break Ending::Completed(event.data),
+            "BLOCK_JOB_CANCELLED" if of("device") => break Ending::Cancelled,
+            "BLOCK_JOB_READY" if of("device") => look = Instant::now(),
+            "JOB_STATUS_CHANGE" if of("id") => look = Instant::now(),
+            "BLOCK_JOB_ERROR" if of("device") => {
+                let (operation, action) =
+                    (text(&event.data, "operation"), text(&event.data, "action"));
+                bar.println(format!("{id}: a {operation} failed; {action}"));
+            }
+            _ => {}
+        }
+    };
+    bar.finish_and_clear();
+    let address = &session.address;
+    let took = begin.elapsed().as_secs_f64();
+    match ending {
+        Ending::Completed(data) => {
+            let error = text(&data, "error");
+            if !error.is_empty() {
+                return Err(Failure::new(format_args!("the job '{id}' failed: {error}")));
+            }
+            let copied = shown.copied.map(|bytes| format!(", {} copied", size::human(bytes)));
+            writeln!(
+                session.out,
+                "{id}: done, {} in {took:.1} s{}",
+                size::human(number(&data, "offset")),
+                copied.unwrap_or_default()
+            )?;
+            Ok(0)
+        }
+        Ending::Cancelled => Err(Failure::new(format_args!("the job '{id}' was cancelled"))),
+        Ending::Gone => {
+            writeln!(session.out, "{id}: ended")?;
+            Ok(0)
+        }
+        Ending::Ready => {
+            writeln!(
+                session.out,
+                "{id}: all is copied, and changes are followed; 'isobath ctl {address} complete {id}' \
+                 goes over, 'isobath ctl {address} cancel {id}' ends it"
+            )?;
+            Ok(0)
+        }
+        Ending::Pending => {
+            writeln!(
+                session.out,
+                "{id}: the work is done; 'isobath ctl {address} finalize {id}' changes the chain, \
+                 'isobath ctl {address} cancel {id}' does not"
+            )?;
+            Ok(0)
+        }
+    }
+}
+
+enum Ending {
+    Completed(Value),
+    Cancelled,
+    Ready,
+    Pending,
+    /// It had ended before anybody looked.
+    Gone,
+}
+
+/// What is known of the job.
+#[derive(Default)]
+struct Shown {
+    copied: Option<u64>,
+    finalizes: bool,
+}
+
+impl Shown {
+    /// Looks at the job and gives its state; `None` if there is no such job.
+    fn look(
+        &mut self,
+        session: &mut Session<'_>,
+        id: &str,
+        bar: &ProgressBar,
+    ) -> Result<Option<String>, Failure> {
+        let jobs = session.ask("query-block-jobs", json!({}))?;
+        let Some(job) = entries(&jobs).find(|job| text(job, "device") == id) else {
+            return Ok(None);
+        };
+        bar.set_length(number(job, "len"));
+        bar.set_position(number(job, "offset"));
+        self.finalizes = job.get("auto-finalize") == Some(&Value::Bool(true));
+        let status = text(job, "status").to_owned();
+        let more = session.ask_isobath("x-isobath-query-jobs", json!({}))?.unwrap_or_default();
+        let more = entries(&more).find(|more| text(more, "id") == id);
+        if let Some(copied) = more.and_then(|more| more.get("copied")).and_then(Value::as_u64) {
+            self.copied = Some(copied);
+        }
+        bar.set_message(state(job, more));
+        Ok(Some(status))
+    }
+}
+
+/// A job's state in words.
+pub(super) fn state(job: &Value, more: Option<&Value>) -> String {
+    let is = |name: &str| more.and_then(|more| more.get(name)) == Some(&Value::Bool(true));
+    let mut state = text(job, "status").to_owned();
+    match text(job, "io-status") {
+        "failed" => state += ", waits after an error",
+        "nospace" => state += ", waits for space",
+        _ if state == "running" && is("yields") => state += ", makes way",
+        _ => {}
+    }
+    if is("misses-deadline") {
+        state += ", will be late";
+    }
+    state
+}

@@ -1,0 +1,102 @@
+//! Commands on a job.
+
+use super::follow::{Readiness, follow};
+use super::{Session, entries, speed, text};
+use crate::failure::{Failure, Outcome};
+use isobath_qmp::client::ClientError;
+use serde_json::json;
+
+/// A job.
+#[derive(clap::Args)]
+pub(super) struct VerbOfJob {
+    /// The job's name
+    job: String,
+    /// With 'cancel': end a job that is ready without keeping its target consistent
+    #[arg(long, hide = true)]
+    force: bool,
+}
+
+/// What is asked of a job.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Verb {
+    Pause,
+    Resume,
+    Cancel,
+    Complete,
+    Finalize,
+    Dismiss,
+}
+
+impl VerbOfJob {
+    pub(super) fn run(&self, verb: Verb, session: &mut Session<'_>) -> Outcome {
+        let id = json!({"id": self.job});
+        match verb {
+            Verb::Pause => session.ask("job-pause", id)?,
+            Verb::Resume if is_interrupted(session, &self.job)? => {
+                session.ask("x-isobath-restart-job", id)?
+            }
+            Verb::Resume => session.ask("job-resume", id)?,
+            Verb::Cancel => {
+                let arguments = json!({"device": self.job, "force": self.force});
+                match session.client.execute("block-job-cancel", arguments) {
+                    // A job that waits is cancelled as well: that is what was asked for.
+                    Err(ClientError::Refused { description, .. })
+                        if description.contains("is currently paused") =>
+                    {
+                        session.ask("job-cancel", id)?
+                    }
+                    result => result.map_err(Failure::new)?,
+                }
+            }
+            Verb::Complete => session.ask("job-complete", id)?,
+            Verb::Finalize => session.ask("job-finalize", id)?,
+            Verb::Dismiss if is_interrupted(session, &self.job)? => {
+                session.ask("x-isobath-forget-job", id)?
+            }
+            Verb::Dismiss => session.ask("job-dismiss", id)?,
+        };
+        Ok(0)
+    }
+}
+
+/// Whether it is the job of an earlier server.
+fn is_interrupted(session: &mut Session<'_>, job: &str) -> Result<bool, Failure> {
+    let jobs = session.ask_isobath("x-isobath-query-jobs", json!({}))?.unwrap_or_default();
+    let mut jobs = entries(&jobs).filter(|known| text(known, "id") == job);
+    Ok(jobs.next().is_some_and(|known| known.get("interrupted") == Some(&json!(true))))
+}
+
+/// Change how much a job copies a second at most
+#[derive(clap::Args)]
+pub(super) struct Speed {
+    /// The job's name
+    job: String,
+    /// Bytes a second, such as 100M; 0 is no limit
+    #[arg(value_parser = speed)]
+    speed: u64,
+}
+
+impl Speed {
+    pub(super) fn run(&self, session: &mut Session<'_>) -> Outcome {
+        let arguments = json!({"device": self.job, "speed": self.speed});
+        session.ask("block-job-set-speed", arguments)?;
+        Ok(0)
+    }
+}
+
+/// Show a job's progress until it ends
+#[derive(clap::Args)]
+pub(super) struct Follow {
+    /// The job's name
+    job: String,
+}
+
+impl Follow {
+    pub(super) fn run(&self, session: &mut Session<'_>) -> Outcome {
+        let jobs = session.ask("query-block-jobs", json!({}))?;
+        if !entries(&jobs).any(|job| text(job, "device") == self.job) {
+            return Err(Failure::new(format_args!("there is no job '{}'", self.job)));
+        }
+        follow(session, &self.job, Readiness::Leave)
+    }
+}

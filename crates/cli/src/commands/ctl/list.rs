@@ -1,0 +1,107 @@
+//! `isobath ctl SOCKET jobs`
+
+use super::follow::state;
+use super::{Session, entries, number, table, text, watch};
+use crate::failure::{Failure, Outcome};
+use crate::size;
+use isobath_disk::jobs::record::{JobRecord, plot_html, plot_svg};
+use serde_json::{Value, json};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// Show the jobs, also those that an earlier server was busy with
+#[derive(clap::Args)]
+pub(super) struct Jobs {
+    /// Show them again every second, until Ctrl-C
+    #[arg(long)]
+    watch: bool,
+    /// Draw what a job and its guest did over time into this file, an SVG or HTML by its name; also of
+    /// one of the last jobs that have ended
+    #[arg(long, value_name = "FILE.svg|FILE.html")]
+    plot: Option<PathBuf>,
+    /// The job to draw [default: the only one]
+    #[arg(long, value_name = "NAME", requires = "plot")]
+    job: Option<String>,
+}
+
+impl Jobs {
+    pub(super) fn run(&self, session: &mut Session<'_>) -> Outcome {
+        if let Some(file) = &self.plot {
+            return plot(session, self.job.as_deref(), file);
+        }
+        if self.watch {
+            return watch(session, Duration::from_secs(1), list);
+        }
+        let shown = list(session)?;
+        session.out.write_all(shown.as_bytes())?;
+        Ok(0)
+    }
+}
+
+fn list(session: &mut Session<'_>) -> Result<String, Failure> {
+    let jobs = session.ask("query-block-jobs", json!({}))?;
+    let more = session.ask_isobath("x-isobath-query-jobs", json!({}))?.unwrap_or_default();
+    let mut rows =
+        vec![["JOB", "KIND", "DONE", "OF", "COPIED", "SPEED", "STATE"].map(String::from).to_vec()];
+    for job in entries(&jobs) {
+        let id = text(job, "device");
+        let more = entries(&more).find(|more| text(more, "id") == id);
+        let (offset, total) = (number(job, "offset"), number(job, "len"));
+        let share = if total == 0 { 0.0 } else { offset as f64 * 100.0 / total as f64 };
+        let limit = match number(job, "speed") {
+            0 => "any".to_owned(),
+            speed => format!("{}/s", size::human(speed)),
+        };
+        let mut words = state(job, more);
+        if !text(job, "error").is_empty() {
+            words.extend([": ", text(job, "error")]);
+        }
+        rows.push(vec![
+            id.to_owned(),
+            text(job, "type").to_owned(),
+            format!("{share:.0}%"),
+            size::human(total),
+            size::human(more.map_or(0, |more| number(more, "copied"))),
+            limit,
+            words,
+        ]);
+    }
+    let address = session.address.clone();
+    for job in entries(&more).filter(|job| job.get("interrupted") == Some(&Value::Bool(true))) {
+        let id = text(job, "id");
+        let kind = text(job, "command").trim_start_matches("block-").to_owned();
+        let mut row = vec![id.to_owned(), kind];
+        row.extend(["-"; 4].map(String::from));
+        row.push(format!("interrupted; 'isobath ctl {address} resume {id}' starts it again"));
+        rows.push(row);
+    }
+    Ok(if rows.len() == 1 { "There are no jobs.\n".to_owned() } else { table(&rows) })
+}
+
+fn plot(session: &mut Session<'_>, job: Option<&str>, file: &Path) -> Outcome {
+    let records = session.ask("x-isobath-query-job-records", json!({}))?;
+    let records: Vec<&Value> = entries(&records).collect();
+    let chosen = match (job, &records[..]) {
+        (Some(job), all) => all.iter().rev().find(|record| text(record, "id") == job),
+        (None, [only]) => Some(only),
+        (None, []) => None,
+        (None, several) => {
+            let names: Vec<_> = several.iter().map(|record| text(record, "id")).collect();
+            return Err(Failure::new(format_args!(
+                "there are records of several jobs; choose one with --job: {}",
+                names.join(", ")
+            )));
+        }
+    };
+    let chosen = chosen.ok_or_else(|| Failure::new("there is no record of such a job"))?;
+    let record = chosen.get("record").cloned().unwrap_or_default();
+    let record: JobRecord = serde_json::from_value(record)
+        .map_err(|error| Failure::new(error).context("the server's record"))?;
+    let title = format!("{} {}", text(chosen, "type"), text(chosen, "id"));
+    let html = file.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("html"));
+    let drawn = if html { plot_html(&record, &title) } else { plot_svg(&record, &title) };
+    fs::write(file, drawn)
+        .map_err(|error| Failure::new(error).context(format_args!("'{}'", file.display())))?;
+    Ok(0)
+}

@@ -1,0 +1,230 @@
+//! `isobath ctl`
+
+mod disk;
+mod follow;
+mod job;
+mod list;
+mod start;
+mod stats;
+
+use crate::failure::{Failure, Outcome};
+use crate::{json, size};
+use disk::{Chain, Events, Query, Resize, Snapshot};
+use isobath_qmp::client::{Address, Client, ClientError};
+use job::{Verb, VerbOfJob};
+use list::Jobs;
+use serde_json::{Map, Value, json};
+use start::{Commit, Mirror, Stream};
+use stats::Stats;
+use std::io::Write;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Control disks that are served: snapshots, jobs, figures
+///
+/// Speaks QMP with 'isobath serve --qmp SOCKET', or with QEMU where its commands are the same. Where a
+/// server has several disks, --disk says which one.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// Where the server listens for QMP: a socket file, or HOST:PORT
+    #[arg(value_name = "SOCKET")]
+    address: String,
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(clap::Subcommand)]
+enum Command {
+    Snapshot(Snapshot),
+    Stream(Stream),
+    Commit(Commit),
+    Mirror(Mirror),
+    Resize(Resize),
+    Jobs(Jobs),
+    /// Have a job wait
+    Pause(VerbOfJob),
+    /// Let a job go on that waits, or one that an earlier server was busy with
+    Resume(VerbOfJob),
+    /// End a job early; the disk stays as it is
+    Cancel(VerbOfJob),
+    /// Have a job that is ready change the chain
+    Complete(VerbOfJob),
+    /// Have a pending job change the chain
+    Finalize(VerbOfJob),
+    /// Forget a job that has ended, or that was interrupted
+    Dismiss(VerbOfJob),
+    Speed(job::Speed),
+    Follow(job::Follow),
+    Chain(Chain),
+    Stats(Stats),
+    Events(Events),
+    Query(Query),
+    /// End the server
+    Quit,
+}
+
+pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
+    let client = Client::connect(&Address::parse(&args.address)).map_err(Failure::new)?;
+    let mut session = Session { client, address: args.address.clone(), out };
+    match &args.command {
+        Command::Snapshot(args) => args.run(&mut session),
+        Command::Stream(args) => args.run(&mut session),
+        Command::Commit(args) => args.run(&mut session),
+        Command::Mirror(args) => args.run(&mut session),
+        Command::Resize(args) => args.run(&mut session),
+        Command::Jobs(args) => args.run(&mut session),
+        Command::Pause(args) => args.run(Verb::Pause, &mut session),
+        Command::Resume(args) => args.run(Verb::Resume, &mut session),
+        Command::Cancel(args) => args.run(Verb::Cancel, &mut session),
+        Command::Complete(args) => args.run(Verb::Complete, &mut session),
+        Command::Finalize(args) => args.run(Verb::Finalize, &mut session),
+        Command::Dismiss(args) => args.run(Verb::Dismiss, &mut session),
+        Command::Speed(args) => args.run(&mut session),
+        Command::Follow(args) => args.run(&mut session),
+        Command::Chain(args) => args.run(&mut session),
+        Command::Stats(args) => args.run(&mut session),
+        Command::Events(args) => args.run(&mut session),
+        Command::Query(args) => args.run(&mut session),
+        Command::Quit => session.ask("quit", json!({})).map(|_| 0),
+    }
+}
+
+/// The connection, and where results go.
+struct Session<'a> {
+    client: Client,
+    address: String,
+    out: &'a mut dyn Write,
+}
+
+impl Session<'_> {
+    /// Carries out a command.
+    fn ask(&mut self, command: &str, arguments: Value) -> Result<Value, Failure> {
+        self.client.execute(command, arguments).map_err(Failure::new)
+    }
+
+    /// As [`ask`](Self::ask), but `None` where the server, such as QEMU, has no such command.
+    fn ask_isobath(&mut self, command: &str, arguments: Value) -> Result<Option<Value>, Failure> {
+        match self.client.execute(command, arguments) {
+            Ok(value) => Ok(Some(value)),
+            Err(error) if error.is_of("CommandNotFound") => Ok(None),
+            Err(error) => Err(Failure::new(error)),
+        }
+    }
+
+    /// The name of the wanted disk, or of the only one there is.
+    fn device(&mut self, wanted: Option<&str>) -> Result<String, Failure> {
+        if let Some(wanted) = wanted {
+            return Ok(wanted.to_owned());
+        }
+        let blocks = self.ask("query-block", json!({}))?;
+        let names: Vec<&str> = entries(&blocks).map(|block| text(block, "device")).collect();
+        match names[..] {
+            [only] => Ok(only.to_owned()),
+            [] => Err(Failure::new("the server has no disk in a device; name a node with --disk")),
+            _ => Err(Failure::new(format_args!(
+                "the server has several disks; choose one with --disk: {}",
+                names.join(", ")
+            ))),
+        }
+    }
+
+    /// Prints a value as JSON.
+    fn print(&mut self, value: &Value) -> Result<(), Failure> {
+        Ok(json::print(self.out, value)?)
+    }
+}
+
+/// A member that is a string, or the empty one.
+fn text<'a>(value: &'a Value, name: &str) -> &'a str {
+    value.get(name).and_then(Value::as_str).unwrap_or("")
+}
+
+/// A member that is a number, or 0.
+fn number(value: &Value, name: &str) -> u64 {
+    value.get(name).and_then(Value::as_u64).unwrap_or(0)
+}
+
+/// The entries of an array.
+fn entries(value: &Value) -> impl Iterator<Item = &Value> {
+    value.as_array().map(Vec::as_slice).unwrap_or_default().iter()
+}
+
+/// Arguments from those that are there.
+fn arguments<const N: usize>(pairs: [(&str, Option<Value>); N]) -> Value {
+    let pairs = pairs.into_iter().filter_map(|(name, value)| Some((name.to_owned(), value?)));
+    Value::Object(pairs.collect::<Map<_, _>>())
+}
+
+/// Becomes true with Ctrl-C, or another wish to end.
+fn interrupted() -> Result<Arc<AtomicBool>, Failure> {
+    let flag = Arc::new(AtomicBool::new(false));
+    for signal in [libc::SIGINT, libc::SIGTERM, libc::SIGHUP] {
+        signal_hook::flag::register(signal, flag.clone())
+            .map_err(|error| Failure::new(error).context("cannot receive signals"))?;
+    }
+    Ok(flag)
+}
+
+/// Shows something again and again until Ctrl-C, in the same place of a terminal.
+fn watch(
+    session: &mut Session<'_>,
+    every: std::time::Duration,
+    mut show: impl FnMut(&mut Session<'_>) -> Result<String, Failure>,
+) -> Outcome {
+    use std::io::IsTerminal;
+    let stop = interrupted()?;
+    let terminal = std::io::stdout().is_terminal();
+    while !stop.load(Ordering::Relaxed) {
+        let shown = show(session)?;
+        if terminal {
+            write!(session.out, "\x1b[H\x1b[2J{shown}")?;
+        } else {
+            writeln!(session.out, "{shown}")?;
+        }
+        session.out.flush()?;
+        let until = std::time::Instant::now() + every;
+        while std::time::Instant::now() < until && !stop.load(Ordering::Relaxed) {
+            // Events are of no interest here, but must be taken.
+            match session.client.event(std::time::Duration::from_millis(100)) {
+                Ok(_) => {}
+                Err(ClientError::Closed) => return Err(Failure::new("the server has ended")),
+                Err(error) => return Err(Failure::new(error)),
+            }
+        }
+    }
+    Ok(0)
+}
+
+/// Rows of cells, aligned.
+fn table(rows: &[Vec<String>]) -> String {
+    let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
+    let width = |column: usize| {
+        let cells = rows.iter().filter_map(|row| row.get(column));
+        cells.map(|cell| cell.chars().count()).max().unwrap_or(0)
+    };
+    let widths: Vec<usize> = (0..columns).map(width).collect();
+    let mut text = String::new();
+    for row in rows {
+        let cells = row.iter().zip(&widths).map(|(cell, width)| format!("{cell:<width$}"));
+        text.push_str(cells.collect::<Vec<_>>().join("  ").trim_end());
+        text.push('\n');
+    }
+    text
+}
+
+/// Reads a speed: bytes per second, with a suffix as sizes have.
+fn speed(text: &str) -> Result<u64, String> {
+    size::parse(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn columns_are_as_wide_as_their_widest_cell() {
+        let rows = [["a", "bcd", ""], ["é", "x", "y"]].map(|row| row.map(String::from).to_vec());
+        assert_eq!(table(&rows), "a  bcd\né  x    y\n");
+        assert_eq!(table(&[]), "");
+    }
+}
