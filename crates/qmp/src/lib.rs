@@ -2,7 +2,8 @@
 //!
 //! [`server`] speaks the protocol: JSON requests and replies, errors by class, events. [`schema`] is the
 //! table of commands, arguments and replies, which checks what clients send and answers
-//! `query-qmp-schema`. [`client`] is the other side, for the command line.
+//! `query-qmp-schema`. [`monitor`] carries the commands out on live disks; [`metrics`] gives their figures
+//! to Prometheus. [`client`] is the other side, for the command line.
 //!
 //! Source: QEMU's "QEMU Machine Protocol Specification" (docs/interop/qmp-spec) and "QEMU QMP Reference
 //! Manual".
@@ -10,6 +11,7 @@
 pub mod client;
 mod error;
 pub mod json;
+pub mod metrics;
 pub mod monitor;
 pub mod schema;
 pub mod server;

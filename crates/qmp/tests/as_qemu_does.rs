@@ -1,5 +1,7 @@
 //! The same commands given to qemu-storage-daemon and here: replies, errors, events.
 
+#![allow(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
+
 #[allow(clippy::unwrap_used, reason = "it fails by panicking")]
 #[path = "common/introspection.rs"]
 mod introspection;

@@ -26,6 +26,7 @@ use crate::tables::SCHEMA;
 use event_listener::Event;
 use exports::ExportEntry;
 use isobath_disk::OpenOptions;
+use isobath_disk::jobs::Job;
 use isobath_storage::Host;
 use isobath_storage::ring::yield_now;
 use jobs::{Heard, Started};
@@ -112,6 +113,26 @@ impl<H: Host + Clone> Monitor<H> {
     /// The disks there are now.
     pub fn drives(&self) -> Vec<Rc<Drive<H>>> {
         self.drives.borrow().clone()
+    }
+
+    /// A disk's device, or the name of its root node where it is in none.
+    pub(crate) fn name_of(&self, drive: &Drive<H>) -> String {
+        match drive.device() {
+            "" => self.root_name(drive),
+            device => device.to_owned(),
+        }
+    }
+
+    /// The jobs there are, each with its disk's name.
+    pub(crate) fn running_jobs(&self) -> Vec<(String, Arc<Job>)> {
+        let jobs = self.jobs.borrow();
+        jobs.iter().map(|job| (self.name_of(&job.drive), Arc::clone(&job.job))).collect()
+    }
+
+    /// The exports that NBD clients can choose, and how many clients have.
+    pub(crate) fn export_clients(&self) -> Vec<(String, usize)> {
+        let exports = self.nbd.iter().flat_map(|server| server.exports());
+        exports.map(|export| (export.info.name, export.clients)).collect()
     }
 
     /// Passes on what jobs tell, for as long as it is polled.

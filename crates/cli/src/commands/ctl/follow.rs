@@ -11,6 +11,9 @@ use std::time::{Duration, Instant};
 /// Between two looks at a job.
 const LOOK: Duration = Duration::from_millis(250);
 
+/// How long the last event of a job that is gone may take.
+const PATIENCE: Duration = Duration::from_secs(2);
+
 /// What is done about a job that is ready.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Readiness {
@@ -35,6 +38,9 @@ pub(super) fn follow(session: &mut Session<'_>, id: &str, readiness: Readiness) 
     let begin = Instant::now();
     let mut shown = Shown::default();
     let mut look = begin;
+    // When it was no longer found: its last event is still to come.
+    let mut gone = None;
+    let mut told_to_complete = false;
     let ending = loop {
         if stop.load(Ordering::Relaxed) {
             bar.abandon();
@@ -50,7 +56,9 @@ pub(super) fn follow(session: &mut Session<'_>, id: &str, readiness: Readiness) 
             look = Instant::now() + LOOK;
             match shown.look(session, id, &bar)? {
                 Some(status) if status == "ready" => match readiness {
+                    Readiness::Complete if told_to_complete => {}
                     Readiness::Complete => {
+                        told_to_complete = true;
                         // It may have ended just now.
                         let _ = session.client.execute("job-complete", json!({"id": id}));
                     }
@@ -59,7 +67,11 @@ pub(super) fn follow(session: &mut Session<'_>, id: &str, readiness: Readiness) 
                 },
                 Some(status) if status == "pending" && !shown.finalizes => break Ending::Pending,
                 Some(_) => {}
-                None => break Ending::Gone,
+                None => match gone {
+                    Some(since) if Instant::now() > since + PATIENCE => break Ending::Gone,
+                    Some(_) => {}
+                    None => gone = Some(Instant::now()),
+                },
             }
         }
         let Some(event) = session.client.event(LOOK).map_err(Failure::new)? else { continue };

@@ -14,6 +14,7 @@ use daemon::Daemon;
 use endpoint::{Endpoint, is_public};
 use isobath_disk::{BlockDevice, ImageFormat, LiveDisk, MetadataMode, OpenOptions, Trust};
 use isobath_export::nbd::{Export, Limits, Server};
+use isobath_qmp::metrics;
 use isobath_qmp::monitor::{Drive, Monitor};
 use isobath_qmp::server::{self as qmp, Events};
 use isobath_storage::Host;
@@ -56,6 +57,10 @@ pub(crate) struct Args {
     /// times. A TCP port without a HOST is on the loopback interface
     #[arg(long, value_name = "unix:PATH|HOST:PORT")]
     qmp: Vec<Endpoint>,
+    /// Where Prometheus gets figures, over HTTP at /metrics; may be given several times. A port without a
+    /// HOST is on the loopback interface
+    #[arg(long, value_name = "[HOST:]PORT|unix:PATH")]
+    metrics: Vec<Endpoint>,
     /// The export's name; with several images, may be given for each in turn [default: the image's
     /// file name without its extension]. The first export is also found by the empty name
     #[arg(long, value_name = "NAME")]
@@ -210,6 +215,7 @@ async fn serve<H: Host + Clone>(
     let server = Arc::new(server.map_err(Failure::new)?);
     let listeners = listen(&args.nbd)?;
     let controls = control_listeners(&args.qmp)?;
+    let scraped = control_listeners(&args.metrics)?;
     let workers = start_workers(args.threads)?;
     let handles: Vec<Handle> = workers.iter().map(|worker| worker.handle().clone()).collect();
 
@@ -231,6 +237,14 @@ async fn serve<H: Host + Clone>(
         Monitor::new(host, opening, drives.collect(), Some(server.clone()), events.clone());
     let control = qmp::Server::new(monitor, events, qmp::Limits::default());
     let controlling = start_control(&control, controls);
+    for listener in scraped {
+        let control = control.clone();
+        spawn(async move {
+            if let Err(error) = metrics::serve(listener, control).await {
+                tracing::error!(%error, "figures are no longer given");
+            }
+        });
+    }
 
     let (stopping, ending) = (server.clone(), control.clone());
     spawn(async move {
