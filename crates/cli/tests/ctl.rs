@@ -1,5 +1,7 @@
 //! `isobath serve --qmp` and `isobath ctl`, as people and programs use them.
 
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "helpers of tests fail by panicking")]
+
 mod serving;
 
 use isobath_testkit::process::{Finished, Ready, Server, run};
@@ -129,7 +131,7 @@ fn snapshots_and_jobs_change_the_chain_under_a_client() {
     assert!(done.starts_with("vm: done"), "{done}");
     assert_eq!(served.chain(), ["copy"]);
     let _ = served.ctl(&["resize", "64M"]);
-    served.run(&["resize", "32M"]).exits(1);
+    let _ = served.run(&["resize", "32M"]).exits(1);
     let _ = served.ctl(&["resize", "32M", "--shrink"]);
     drop(guest);
 
@@ -168,7 +170,7 @@ fn jobs_can_be_steered_and_left_alone() {
     assert!(pending.contains("finalize j"), "{pending}");
     let _ = served.ctl(&["finalize", "j"]);
     for wrong in [&["pause", "j2"][..], &["stream", "--id", "1"], &["query", "nope"]] {
-        served.run(wrong).exits(1);
+        let _ = served.run(wrong).exits(1);
     }
     while served.ctl(&["jobs"]) != "There are no jobs.\n" {}
     assert_eq!(served.chain(), ["vm"]);
@@ -222,7 +224,7 @@ fn nodes_and_exports_come_and_go() {
     guest.ok("write -P 7 0 1M");
     let refused = served.run(&["query", "block-export-del", "id=e"]).exits(1);
     assert!(refused.stderr.contains("still in use"), "{}", refused.report());
-    served.run(&["query", "blockdev-del", "node-name=n"]).exits(1);
+    let _ = served.run(&["query", "blockdev-del", "node-name=n"]).exits(1);
     drop(guest);
     let _ = served.query(&["block-export-del", "id=e", "mode=hard"]);
     while served.query(&["query-block-exports"]).as_array().unwrap().len() > 1 {}
@@ -284,16 +286,14 @@ fn qemus_own_client_is_at_home() {
     let mut served = Controlled::start(&[]);
     let script = r#"
 import asyncio, sys
-from qemu.qmp import QMPClient, EventListener
+from qemu.qmp import QMPClient
 async def main():
     client = QMPClient("test")
     await client.connect(sys.argv[1])
-    await client.execute("block-stream", {"device": "vm", "job-id": "j"})
-    with EventListener({"BLOCK_JOB_COMPLETED"}) as listener:
-        client.register_listener(listener)
-        if await client.execute("query-jobs"):
-            event = await asyncio.wait_for(listener.get(), 20)
-            assert event["data"]["device"] == "j" and "error" not in event["data"], event
+    with client.listener("BLOCK_JOB_COMPLETED") as listener:
+        await client.execute("block-stream", {"device": "vm", "job-id": "j"})
+        event = await asyncio.wait_for(listener.get(), 20)
+        assert event["data"]["device"] == "j" and "error" not in event["data"], event
     try:
         await client.execute("job-cancel", {"id": "j"})
     except Exception as error:

@@ -30,10 +30,13 @@ use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::task::Poll;
+use std::time::{Duration, Instant};
 use std::{fs, future, io, process, thread};
 
 /// The most threads unless more are asked for.
 const THREADS: usize = 8;
+/// How long an address may be in use before that is an error.
+const BIND_PATIENCE: Duration = Duration::from_millis(500);
 /// What ends the server.
 const SIGNALS: [i32; 3] = [libc::SIGTERM, libc::SIGINT, libc::SIGHUP];
 
@@ -328,7 +331,7 @@ fn listen(endpoints: &[Endpoint]) -> Result<Vec<Listener>, Failure> {
     let default = [Endpoint::default()];
     let endpoints = if endpoints.is_empty() { &default } else { endpoints };
     let bind = |endpoint: &Endpoint| {
-        let listener = endpoint.bind().map_err(|error| {
+        let listener = bind_soon(endpoint).map_err(|error| {
             let hint = if error.kind() == io::ErrorKind::AddrInUse {
                 "; somebody listens there already, choose another with --nbd"
             } else {
@@ -344,6 +347,20 @@ fn listen(endpoints: &[Endpoint]) -> Result<Vec<Listener>, Failure> {
         Ok(listener)
     };
     endpoints.iter().map(bind).collect()
+}
+
+/// Binds an endpoint; also one that a killed server still holds, whose sockets the kernel closes only a
+/// moment after the process is gone.
+fn bind_soon(endpoint: &Endpoint) -> io::Result<Listener> {
+    let until = Instant::now() + BIND_PATIENCE;
+    loop {
+        match endpoint.bind() {
+            Err(error) if error.kind() == io::ErrorKind::AddrInUse && Instant::now() < until => {
+                thread::sleep(Duration::from_millis(10));
+            }
+            result => return result,
+        }
+    }
 }
 
 /// Starts the threads for clients; a single one would gain nothing over this thread.
