@@ -18,9 +18,9 @@ use isobath_disk::{
     BlockDevice, Disk, LiveDisk, MetadataMode, NewDisk, OpenOptions, Overlay, ZeroFlags, create,
 };
 use isobath_qcow2::NewImage;
-use isobath_storage::fault::{FaultHost, Plan};
+use isobath_storage::fault::{Fault, FaultHost, Plan};
 use isobath_storage::memory::MemoryHost;
-use isobath_storage::{FileId, IoBuf, Locking, Storage};
+use isobath_storage::{FileId, IoBuf, Locking, Operation, Storage};
 use isobath_testkit::{model::Model, qemu, seed::Seed};
 use parking_lot::Mutex;
 use rand::rngs::StdRng;
@@ -66,6 +66,7 @@ impl Clock for Ticking {
 struct World {
     memory: MemoryHost,
     host: TestHost,
+    plan: Plan,
     live: Arc<LiveDisk<TestHost>>,
     model: Model,
     /// What images held when they became backing files.
@@ -180,7 +181,7 @@ impl World {
         }
         let (name, _) = below.unwrap();
         let live = Self::open(&host, Path::new(&name), rng).await;
-        Self { memory, host, live, model, moments: BTreeMap::new(), touched: None, count: 0 }
+        Self { memory, host, plan, live, model, moments: BTreeMap::new(), touched: None, count: 0 }
     }
 
     async fn open(host: &TestHost, name: &Path, rng: &mut StdRng) -> Arc<LiveDisk<TestHost>> {
@@ -474,7 +475,57 @@ async fn history(rng: &mut StdRng) {
 fn the_guest_sees_nothing_of_what_happens_to_the_chain() {
     let seed = Seed::new();
     let mut rng = seed.rng();
-    for _ in 0..60 {
+    for _ in 0..25 {
         block_on(history(&mut rng));
+    }
+}
+
+/// A base whose writes fail, after some.
+async fn failing_commit(rng: &mut StdRng, errno: i32) {
+    let mut world = World::new(rng).await;
+    let base = world.live.layers().last().unwrap().name().to_owned();
+    for _ in 0..3 {
+        world.snapshot(rng).await;
+        world.burst(rng).await;
+    }
+    let active = world.live.layers()[0].name().to_owned();
+    let depth = world.live.depth();
+    let fault = Fault::new(Operation::Write, rng.random_range(0..4)).errno(errno).of(&base);
+    world.plan.add(fault.forever());
+    let mut options = JobOptions::new("doomed");
+    options.pacing = Pacing::None;
+    let top = Some(world.layer(1));
+    let commit = CommitOptions { top, ..CommitOptions::default() };
+    let (job, run) = world.live.commit(commit, options).unwrap();
+    let layers: Vec<_> = world.live.layers().iter().map(|l| l.name().to_owned()).collect();
+    for layer in &layers[1..] {
+        world.moments.remove(layer);
+    }
+    let done = Cell::new(false);
+    let run = async {
+        run.await;
+        done.set(true);
+    };
+    futures_util::join!(run, world.guest(rng, &done, 1));
+    // With nothing to bring down there is nothing to fail.
+    if job.error().is_some() {
+        assert_eq!(world.live.depth(), depth);
+    }
+    assert_eq!(world.live.layers()[0].name(), active);
+    world.plan.clear();
+    world.burst(rng).await;
+    // The next attempt finds everything as it was.
+    let snapshot = world.live.snapshot(&Overlay::Create("after.qcow2".into())).await;
+    snapshot.unwrap();
+    world.burst(rng).await;
+    world.end().await;
+}
+
+#[test]
+fn a_job_that_fails_leaves_the_chain_as_it_was() {
+    let seed = Seed::new();
+    let mut rng = seed.rng();
+    for errno in [libc::ENOSPC, libc::EIO].repeat(4) {
+        block_on(failing_commit(&mut rng, errno));
     }
 }

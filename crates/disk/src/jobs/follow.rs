@@ -2,6 +2,7 @@
 
 use super::job::{Job, JobEvent, JobStatus};
 use super::run::{Driver, Pieces, look_again};
+use super::scan::Scan;
 use crate::copy::is_zero;
 use crate::device::ZeroFlags;
 use crate::disk::Disk;
@@ -38,7 +39,7 @@ pub(super) struct Follow<H: Host> {
     pub(super) to: Arc<Disk<H>>,
     /// What the first pass copies.
     pub(super) surplus: Surplus,
-    cursor: AtomicU64,
+    scan: Scan,
     since_flush: AtomicU64,
     /// Of pieces under way: one may have changed again, and what is read last is to be written last.
     ranges: RangeLocks,
@@ -53,8 +54,8 @@ struct Changed<'a, H: Host> {
 
 impl<H: Host> Follow<H> {
     pub(super) fn new(from: From<H>, to: Arc<Disk<H>>, surplus: Surplus) -> Self {
-        let (cursor, since_flush) = (AtomicU64::new(0), AtomicU64::new(0));
-        Self { from, to, surplus, cursor, since_flush, ranges: RangeLocks::default() }
+        let (scan, since_flush) = (Scan::default(), AtomicU64::new(0));
+        Self { from, to, surplus, scan, since_flush, ranges: RangeLocks::default() }
     }
 
     fn size(&self) -> u64 {
@@ -64,15 +65,27 @@ impl<H: Host> Follow<H> {
         }
     }
 
+    /// The next piece of the first pass from `at` on.
+    async fn find(&self, at: u64, most: u64) -> Result<Option<Range<u64>>> {
+        let surplus = self.surplus;
+        match &self.from {
+            From::Live(live, _) => {
+                live.inside(|disk| async move { disk.next_surplus(surplus, at, most).await }).await
+            }
+            From::Still(disk) => disk.next_surplus(surplus, at, most).await,
+        }
+    }
+
     /// Leaves out the first pass.
     pub(super) fn skip(&self) {
-        self.cursor.store(self.size(), Ordering::Relaxed);
+        self.scan.pass(None, self.size());
     }
 
     /// Copies everything, and, of a disk in use, what changes until its user wants the copy to be
     /// completed or left. `false` if the job was cancelled.
     pub(super) async fn work(&self, job: &Job, live: &LiveDisk<H>) -> Result<bool> {
         let mut driver = Driver::new(job, live);
+        driver.plan(self).await?;
         if !driver.drive(self, JobStatus::Running, JobStatus::Paused).await? {
             return Ok(false);
         }
@@ -204,16 +217,8 @@ impl<H: Host> Follow<H> {
 
 impl<H: Host> Pieces for Follow<H> {
     async fn next(&self, most: u64) -> Result<Option<Range<u64>>> {
-        let at = self.cursor.load(Ordering::Relaxed);
-        let found = match &self.from {
-            From::Live(live, _) => {
-                live.inside(|disk| async move { disk.next_surplus(self.surplus, at, most).await })
-                    .await?
-            }
-            From::Still(disk) => disk.next_surplus(self.surplus, at, most).await?,
-        };
-        let next = found.as_ref().map_or(self.size(), |range| range.end);
-        self.cursor.store(next, Ordering::Relaxed);
+        let found = self.find(self.scan.cursor(), most).await?;
+        self.scan.pass(found.as_ref(), self.size());
         Ok(found)
     }
 
@@ -226,12 +231,22 @@ impl<H: Host> Pieces for Follow<H> {
             From::Live(_, dirty) => dirty.bytes(),
             From::Still(_) => 0,
         };
-        (self.cursor.load(Ordering::Relaxed).min(self.size()), self.size() + dirty)
+        let (current, total) = self.scan.progress(self.size());
+        (current, total + dirty)
     }
 
     fn remaining(&self) -> u64 {
-        let (current, total) = self.progress();
-        total - current
+        self.scan.remaining(self.size())
+    }
+
+    async fn count(&self) -> Result<()> {
+        let (mut at, mut bytes) = (0, 0);
+        while let Some(range) = self.find(at, u64::MAX >> 1).await? {
+            bytes += range.end - range.start;
+            at = range.end;
+        }
+        self.scan.count(bytes);
+        Ok(())
     }
 }
 
@@ -261,6 +276,10 @@ impl<H: Host> Pieces for Changed<'_, H> {
 
     fn remaining(&self) -> u64 {
         self.dirty.bytes()
+    }
+
+    async fn count(&self) -> Result<()> {
+        Ok(())
     }
 }
 

@@ -12,6 +12,7 @@ mod mirror;
 pub mod pace;
 pub mod record;
 mod run;
+mod scan;
 mod stream;
 
 pub use commit::CommitOptions;

@@ -28,6 +28,9 @@ pub(super) trait Pieces {
 
     /// Bytes that are still to be copied, as far as is known.
     fn remaining(&self) -> u64;
+
+    /// Finds out how many they are.
+    fn count(&self) -> impl Future<Output = Result<()>>;
 }
 
 /// What a job does as a whole.
@@ -93,6 +96,14 @@ impl<'a, H: Host> Driver<'a, H> {
         let speed = job.speed();
         let pacer = Pacer::new(&job.options().pacing, speed, live.clock().now());
         Self { job, live, pacer, speed, ignored: None }
+    }
+
+    /// Counts what there is to do where a deadline depends on that.
+    pub(super) async fn plan(&self, pieces: &impl Pieces) -> Result<()> {
+        match self.job.options().pacing {
+            Pacing::Adaptive { deadline: Some(_), .. } => pieces.count().await,
+            _ => Ok(()),
+        }
     }
 
     /// From now on nothing is held back for the guest: the job is about to end.
@@ -209,7 +220,7 @@ impl<'a, H: Host> Driver<'a, H> {
                     Ok(pulled) => {
                         self.job.moved(pulled.copied, pulled.cloned);
                         let now = clock.now();
-                        self.pacer.copied(now, bytes, now.saturating_sub(start));
+                        self.pacer.copied(now, pulled.copied, now.saturating_sub(start));
                     }
                     Err(error) => match self.passed_over(&error) {
                         Verdict::Retry => again.push_back(range),

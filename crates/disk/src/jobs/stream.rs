@@ -3,6 +3,7 @@
 
 use super::job::{Job, JobKind, JobOptions, JobStatus};
 use super::run::{Driver, Pieces, Task, run};
+use super::scan::Scan;
 use crate::chain::Layer;
 use crate::disk::Disk;
 use crate::live::LiveDisk;
@@ -44,7 +45,7 @@ struct Stream<H: Host> {
     target: Option<Target<H>>,
     surplus: Surplus,
     top: LayerIndex,
-    cursor: AtomicU64,
+    scan: Scan,
     since_commit: AtomicU64,
 }
 
@@ -81,7 +82,7 @@ impl<H: Host> LiveDisk<H> {
             target: None,
             surplus,
             top,
-            cursor: AtomicU64::new(0),
+            scan: Scan::default(),
             since_commit: AtomicU64::new(0),
         };
         Ok((Arc::clone(&job), run(job, task, claim)))
@@ -128,17 +129,8 @@ impl<H: Host> Stream<H> {
 
 impl<H: Host> Pieces for Stream<H> {
     async fn next(&self, most: u64) -> Result<Option<Range<u64>>> {
-        let at = self.cursor.load(Ordering::Relaxed);
-        let found = match &self.target {
-            Some(Target::Active(live)) => {
-                live.inside(|disk| async move { disk.next_surplus(self.surplus, at, most).await })
-                    .await?
-            }
-            Some(Target::Lower(disk)) => disk.next_surplus(self.surplus, at, most).await?,
-            None => None,
-        };
-        let next = found.as_ref().map_or(self.size(), |range| range.end);
-        self.cursor.store(next, Ordering::Relaxed);
+        let found = self.find(self.scan.cursor(), most).await?;
+        self.scan.pass(found.as_ref(), self.size());
         Ok(found)
     }
 
@@ -163,15 +155,37 @@ impl<H: Host> Pieces for Stream<H> {
     }
 
     fn progress(&self) -> (u64, u64) {
-        (self.cursor.load(Ordering::Relaxed), self.size())
+        self.scan.progress(self.size())
     }
 
     fn remaining(&self) -> u64 {
-        self.size() - self.cursor.load(Ordering::Relaxed).min(self.size())
+        self.scan.remaining(self.size())
+    }
+
+    async fn count(&self) -> Result<()> {
+        let (mut at, mut bytes) = (0, 0);
+        while let Some(range) = self.find(at, u64::MAX >> 1).await? {
+            bytes += range.end - range.start;
+            at = range.end;
+        }
+        self.scan.count(bytes);
+        Ok(())
     }
 }
 
 impl<H: Host> Stream<H> {
+    /// The next piece from `at` on.
+    async fn find(&self, at: u64, most: u64) -> Result<Option<Range<u64>>> {
+        let surplus = self.surplus;
+        match &self.target {
+            Some(Target::Active(live)) => {
+                live.inside(|disk| async move { disk.next_surplus(surplus, at, most).await }).await
+            }
+            Some(Target::Lower(disk)) => disk.next_surplus(surplus, at, most).await,
+            None => Ok(None),
+        }
+    }
+
     fn size(&self) -> u64 {
         match &self.target {
             Some(Target::Lower(disk)) => disk.size(),
@@ -194,6 +208,7 @@ impl<H: Host> Task for Stream<H> {
         });
         let live = Arc::clone(&self.live);
         let mut driver = Driver::new(job, &live);
+        driver.plan(&*self).await?;
         driver.drive(&*self, JobStatus::Running, JobStatus::Paused).await
     }
 

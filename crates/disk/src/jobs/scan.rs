@@ -1,0 +1,68 @@
+//! How far a job has looked for what it must copy.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// A pass over a disk, from its start to its end.
+#[derive(Default)]
+pub(super) struct Scan {
+    cursor: AtomicU64,
+    /// Bytes of the pieces found so far.
+    found: AtomicU64,
+    /// Bytes of all pieces, where they were counted.
+    counted: AtomicU64,
+}
+
+impl Scan {
+    pub(super) fn cursor(&self) -> u64 {
+        self.cursor.load(Ordering::Relaxed)
+    }
+
+    /// Goes on behind a piece, or to the end of a disk of `size` bytes.
+    pub(super) fn pass(&self, found: Option<&Range<u64>>, size: u64) {
+        self.cursor.store(found.map_or(size, |range| range.end), Ordering::Relaxed);
+        let bytes = found.map_or(0, |range| range.end - range.start);
+        self.found.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// Tells what all pieces are together.
+    pub(super) fn count(&self, bytes: u64) {
+        self.counted.store(bytes, Ordering::Relaxed);
+    }
+
+    /// Bytes looked at, of how many.
+    pub(super) fn progress(&self, size: u64) -> (u64, u64) {
+        (self.cursor().min(size), size)
+    }
+
+    /// Bytes still to be found: as counted, or as if the rest of the disk were like what was looked at.
+    pub(super) fn remaining(&self, size: u64) -> u64 {
+        let found = self.found.load(Ordering::Relaxed);
+        let counted = self.counted.load(Ordering::Relaxed);
+        if counted > 0 {
+            return counted.saturating_sub(found);
+        }
+        let (seen, rest) = (self.cursor().min(size), size.saturating_sub(self.cursor()));
+        if seen == 0 {
+            return rest;
+        }
+        (u128::from(rest) * u128::from(found) / u128::from(seen)) as u64
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_remains_is_estimated_until_it_is_counted() {
+        let scan = Scan::default();
+        assert_eq!(scan.remaining(1000), 1000);
+        scan.pass(Some(&(100..200)), 1000);
+        assert_eq!(scan.remaining(1000), 400);
+        scan.count(150);
+        assert_eq!(scan.remaining(1000), 50);
+        scan.pass(None, 1000);
+        assert_eq!((scan.progress(1000), scan.remaining(1000)), ((1000, 1000), 50));
+    }
+}
