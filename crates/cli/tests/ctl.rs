@@ -5,11 +5,11 @@
 mod serving;
 
 use isobath_testkit::process::{Finished, Ready, Server, run};
-use isobath_testkit::{args, qemu};
+use isobath_testkit::{args, qemu, tools};
 use serde_json::Value;
 use serving::{ISOBATH, QemuIo};
 use std::io::{Read, Write};
-use std::net::TcpStream;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use tempfile::TempDir;
@@ -245,16 +245,10 @@ fn nodes_and_exports_come_and_go() {
 
 #[test]
 fn figures_are_there_for_prometheus() {
-    let mut served = Controlled::start(&["--metrics", "127.0.0.1:0"]);
+    let mut served = Controlled::start(&["--metrics", "unix:metrics"]);
     drop(QemuIo::open("raw", format!("nbd+unix:///vm?socket={}", served.path("nbd").display())));
-    let pid = served.server.as_ref().unwrap().pid();
-    // The port is the kernel's choice; the process has one listening TCP socket.
-    let ports = Command::new("ss").args(["-Hltnp"]).output().expect("ss; apt-get install iproute2");
-    let ports = String::from_utf8_lossy(&ports.stdout).into_owned();
-    let line = ports.lines().find(|line| line.contains(&format!("pid={pid},"))).unwrap();
-    let address = line.split_whitespace().nth(3).unwrap();
     let ask = |request: &str| {
-        let mut stream = TcpStream::connect(address).unwrap();
+        let mut stream = UnixStream::connect(served.path("metrics")).unwrap();
         stream.write_all(request.as_bytes()).unwrap();
         let mut reply = String::new();
         stream.read_to_string(&mut reply).unwrap();
@@ -304,10 +298,13 @@ async def main():
     await client.disconnect()
 asyncio.run(main())
 "#;
-    let done = run(Command::new("python3").args(args!["-c", script, served.path("qmp")]));
+    let packages = tools::workspace().join("target/python");
+    let mut python = Command::new(tools::require("python3"));
+    python.env("PYTHONPATH", packages).args(args!["-c", script, served.path("qmp")]);
+    let done = run(&mut python);
     assert!(
         !done.stderr.contains("No module named 'qemu"),
-        "the Python package qemu.qmp is not installed: run 'pip install qemu.qmp'"
+        "the Python package qemu.qmp is not installed: run scripts/setup"
     );
     assert_eq!(done.ok().text(), "[] True\n");
     assert_eq!(served.chain(), ["vm"]);

@@ -1,16 +1,16 @@
 //! Block jobs: their start, what they tell, and what may be asked of them.
 
-use super::arguments::{Arguments, flag, integer, is_well_formed, number, optional_text, text};
+use super::arguments::{Arguments, flag, integer, is_well_formed, optional_text, text};
 use super::names::Found;
+use super::pacing::{on_error, pacing};
 use super::request::Request;
 use super::snapshot::check_root;
 use super::{Drive, Monitor, Result};
 use crate::error::{ErrorClass, QmpError};
 use event_listener::{Event, EventListener};
-use isobath_disk::jobs::pace::Pacing;
 use isobath_disk::jobs::{
     CommitOptions, IoStatus, Job, JobEvent, JobOptions, JobStatus, MirrorOptions, MirrorSync,
-    OnError, StreamOptions,
+    StreamOptions,
 };
 use isobath_disk::{DiskError, Layer};
 use isobath_storage::ring::spawn;
@@ -23,12 +23,9 @@ use std::future::Future;
 use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::Duration;
 
 /// The longest job id.
 const LONGEST: usize = 255;
-/// The longest time that may be asked for, in seconds: some 300 years.
-const LONGEST_TIME: f64 = 1e10;
 
 /// A job that was started here.
 pub(super) struct Started<H: Host> {
@@ -504,121 +501,5 @@ impl<H: Host + Clone> Monitor<H> {
                 self.pass_on();
             }
         }
-    }
-}
-
-/// How a job makes way for the guest.
-fn pacing(arguments: &Arguments) -> Result<Pacing> {
-    let refuse = |text: &str| Err(QmpError::new(text));
-    let positive = |name: &str, most: f64| match number(arguments, name) {
-        Some(value) if !value.is_finite() || value <= 0.0 || value > most => Err(QmpError::new(
-            format_args!("Parameter '{name}' expects a number above 0 and up to {most}"),
-        )),
-        value => Ok(value),
-    };
-    let deadline = positive("deadline", LONGEST_TIME)?.map(Duration::from_secs_f64);
-    let max_impact = positive("max-impact", 100.0)?;
-    let threshold = positive("adaptive-threshold", 1e18)?;
-    let pause_time = positive("pause-time", LONGEST_TIME)?.map(Duration::from_secs_f64);
-    let mode = match (optional_text(arguments, "pacing"), flag(arguments, "adaptive-stream")) {
-        (Some("adaptive" | "none"), Some(true)) => {
-            return refuse("'adaptive-stream' is pacing 'dissertation', and another one is given");
-        }
-        (None, Some(true)) => "dissertation",
-        (Some(mode), _) => mode,
-        (None, _) => "adaptive",
-    };
-    if mode != "dissertation" && (threshold.is_some() || pause_time.is_some()) {
-        return refuse("'adaptive-threshold' and 'pause-time' are for 'adaptive-stream': true");
-    }
-    if mode != "adaptive" && (deadline.is_some() || max_impact.is_some()) {
-        return refuse("'deadline' and 'max-impact' are for pacing 'adaptive'");
-    }
-    Ok(match (mode, Pacing::dissertation()) {
-        ("none", _) => Pacing::None,
-        ("dissertation", Pacing::Dissertation { threshold: usual, pause_time: pause }) => {
-            Pacing::Dissertation {
-                threshold: threshold.unwrap_or(usual),
-                pause_time: pause_time.unwrap_or(pause),
-            }
-        }
-        _ => Pacing::Adaptive { deadline, max_impact },
-    })
-}
-
-/// What a job does about errors. A mirror has two arguments for that, and one behaviour.
-fn on_error(arguments: &Arguments) -> Result<OnError> {
-    let named = |name: &str| optional_text(arguments, name);
-    let (source, target) = (named("on-source-error"), named("on-target-error"));
-    let chosen = match (named("on-error"), source, target) {
-        (Some(chosen), _, _) => chosen,
-        (None, Some(source), Some(target)) if source == target => source,
-        // Only writes find no space.
-        (None, None | Some("report"), Some(target @ ("enospc" | "auto" | "report"))) => target,
-        (None, Some(source @ "report"), None) => source,
-        (None, None, None) => "report",
-        _ => {
-            return Err(QmpError::new("'on-source-error' and 'on-target-error' must be the same"));
-        }
-    };
-    Ok(match chosen {
-        "ignore" => OnError::Ignore,
-        "stop" => OnError::Stop,
-        "enospc" | "auto" => OnError::Enospc,
-        _ => OnError::Report,
-    })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn paced(arguments: &serde_json::Value) -> Result<Pacing> {
-        pacing(arguments.as_object().unwrap())
-    }
-
-    #[test]
-    fn pacing_is_adaptive_unless_told_otherwise() {
-        let second = Duration::from_secs(1);
-        for (arguments, expected) in [
-            (json!({}), Pacing::default()),
-            (json!({"adaptive-stream": false}), Pacing::default()),
-            (json!({"pacing": "none"}), Pacing::None),
-            (json!({"adaptive-stream": true}), Pacing::dissertation()),
-            (
-                json!({"pacing": "dissertation", "adaptive-threshold": 5000, "pause-time": 2}),
-                Pacing::Dissertation { threshold: 5000.0, pause_time: 2 * second },
-            ),
-            (
-                json!({"deadline": 0.5, "max-impact": 5}),
-                Pacing::Adaptive { deadline: Some(second / 2), max_impact: Some(5.0) },
-            ),
-        ] {
-            assert_eq!(paced(&arguments).unwrap(), expected, "{arguments}");
-        }
-        for arguments in [
-            json!({"pacing": "none", "adaptive-stream": true}),
-            json!({"pacing": "none", "deadline": 1}),
-            json!({"pause-time": 1}),
-            json!({"adaptive-stream": true, "max-impact": 1}),
-            json!({"deadline": 0}),
-            json!({"deadline": -1}),
-            json!({"deadline": 1e300}),
-            json!({"max-impact": 101}),
-        ] {
-            assert!(paced(&arguments).is_err(), "{arguments}");
-        }
-    }
-
-    #[test]
-    fn a_mirror_has_one_way_with_errors() {
-        let on = |value: &serde_json::Value| on_error(value.as_object().unwrap());
-        assert_eq!(on(&json!({})), Ok(OnError::Report));
-        assert_eq!(on(&json!({"on-error": "auto"})), Ok(OnError::Enospc));
-        let both = json!({"on-source-error": "stop", "on-target-error": "stop"});
-        assert_eq!(on(&both), Ok(OnError::Stop));
-        assert_eq!(on(&json!({"on-target-error": "enospc"})), Ok(OnError::Enospc));
-        assert!(on(&json!({"on-source-error": "ignore"})).is_err());
-        assert!(on(&json!({"on-target-error": "stop"})).is_err());
     }
 }

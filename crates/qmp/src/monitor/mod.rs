@@ -12,6 +12,7 @@ mod image;
 mod job_queries;
 mod jobs;
 mod names;
+mod pacing;
 mod queries;
 mod request;
 mod snapshot;

@@ -235,7 +235,8 @@ async fn serve<H: Host + Clone>(
 
     let drives = names.into_iter().zip(disks).map(|(name, disk)| Drive::new(name, disk.clone()));
     let events = Events::default();
-    let opening = OpenOptions { format: None, writable: true, ..options(args) };
+    let trust = args.images.first().map_or(Ok(Trust::Full), |image| trust(args, image))?;
+    let opening = OpenOptions { format: None, writable: true, trust, ..options(args) };
     let monitor =
         Monitor::new(host, opening, drives.collect(), Some(server.clone()), events.clone());
     let control = qmp::Server::new(monitor, events, qmp::Limits::default());
@@ -255,12 +256,14 @@ async fn serve<H: Host + Clone>(
         first(wait_for_signal(&mut signals), quit).await;
         tracing::info!("stopping");
         notify(&[sd_notify::NotifyState::Stopping]);
+        spawn(async move {
+            wait_for_signal(&mut signals).await;
+            tracing::warn!("a second signal: ending at once");
+            process::exit(1);
+        });
         ending.service().end().await;
         stopping.stop();
         ending.stop();
-        wait_for_signal(&mut signals).await;
-        tracing::warn!("a second signal: ending at once");
-        process::exit(1);
     });
     for disk in disks {
         let disk = disk.clone();
