@@ -137,8 +137,8 @@ impl<H: Host> LiveDisk<H> {
         preallocation: Preallocation,
         shrink: bool,
     ) -> Result<()> {
-        self.claims.check(&self.current())?;
         let _graph = self.graph.lock().await;
+        self.claims.check(&self.current())?;
         self.current().resize(size, preallocation, shrink).await
     }
 

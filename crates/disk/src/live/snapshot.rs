@@ -49,9 +49,10 @@ impl<H: Host> LiveDisk<H> {
     /// was. If what is left of the former active image cannot be written: the overlay is in use
     /// then, and the disk takes no more flushes.
     pub async fn snapshot(&self, overlay: &Overlay) -> Result<()> {
-        self.claims.check(&self.current())?;
         let _graph = self.graph.lock().await;
         let disk = self.current();
+        // A job that begins from here on waits for the new chain.
+        self.claims.check(&disk)?;
         self.settle(&disk).await?;
         let active = Arc::clone(disk.chain.active());
         let writer = Arc::clone(disk.writer.as_ref().ok_or(DiskError::ReadOnly)?);
