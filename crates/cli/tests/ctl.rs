@@ -113,16 +113,16 @@ fn snapshots_and_jobs_change_the_chain_under_a_client() {
     guest.ok("write -P 1 20M 1M");
     let _ = served.ctl(&["snapshot", "s1"]);
     guest.ok("write -P 0 20M 1M");
-    let _ = served.ctl(&["snapshot", "s2", "--node-name", "top"]);
+    let _ = served.ctl(&["snapshot", "vm", "s2", "--node-name", "top"]);
     assert_eq!(served.chain(), ["s2", "s1", "vm", "mid", "base"]);
-    let done = served.ctl(&["commit", "--top", "s1", "--base", "vm"]);
+    let done = served.ctl(&["commit", "vm", "--top", "s1", "--base", "vm"]);
     assert!(done.starts_with("vm: done"), "{done}");
     assert_eq!(served.chain(), ["s2", "vm", "mid", "base"]);
     let done = served.ctl(&["stream", "--base", "base", "--id", "pull"]);
     assert!(done.starts_with("pull: done"), "{done}");
     assert_eq!(served.chain(), ["s2", "base"]);
     qemu::create(&served.path("copy"), "qcow2", SIZE, "");
-    let done = served.ctl(&["mirror", "copy"]);
+    let done = served.ctl(&["mirror", "vm", "copy"]);
     assert!(done.starts_with("vm: done"), "{done}");
     assert_eq!(served.chain(), ["copy"]);
     guest.ok("read -P 3 6M 1M");
@@ -130,7 +130,7 @@ fn snapshots_and_jobs_change_the_chain_under_a_client() {
     let done = served.ctl(&["commit"]);
     assert!(done.starts_with("vm: done"), "{done}");
     assert_eq!(served.chain(), ["copy"]);
-    let _ = served.ctl(&["resize", "64M"]);
+    let _ = served.ctl(&["resize", "vm", "64M"]);
     let _ = served.run(&["resize", "32M"]).exits(1);
     let _ = served.ctl(&["resize", "32M", "--shrink"]);
     drop(guest);

@@ -176,7 +176,10 @@ fn replies_have_the_shape_of_qemus() {
         let wrong = ours.judge_return(command, &reply);
         assert!(wrong.is_empty(), "{command} {arguments}: {wrong:#?}");
         if theirs.has(command) {
-            let wrong = theirs.judge_return(command, &reply);
+            let mut wrong = theirs.judge_return(command, &reply);
+            // Members that QEMU has since versions 8.1 and 10.
+            let newer = |what: &String| what.contains("zone_append") || what.contains(".active ");
+            wrong.retain(|what| !(newer(what) && what.ends_with(" is unknown")));
             assert!(wrong.is_empty(), "{command} {arguments}: {wrong:#?}");
         }
     }

@@ -90,6 +90,7 @@ pub(super) async fn device_info<H: Host>(node: Node<'_, H>) -> Value {
         "file": layer.name().to_string_lossy(),
         "node-name": node.name,
         "ro": node.read_only,
+        "active": true,
         "drv": layer.format().name(),
         "backing_file_depth": layers.len() - 1,
         "encrypted": false,

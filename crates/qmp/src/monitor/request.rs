@@ -61,7 +61,9 @@ impl Request {
             command,
             id: id.to_owned(),
             device: drive.device().to_owned(),
-            top: path(&layers.top),
+            // By its path also where it is the active layer: a snapshot may come before the job is
+            // started again.
+            top: path(&layers.top).or_else(|| drive.active_image()),
             base: path(&layers.base),
             arguments: rest,
             file: image.map(|image| beside(&image)),

@@ -50,6 +50,8 @@ static DEVICE_INFO: Object = object(&[
     req("file", STR),
     opt("node-name", STR),
     req("ro", BOOL),
+    // Since QEMU 10.
+    req("active", BOOL),
     req("drv", STR),
     opt("backing_file", STR),
     req("backing_file_depth", INT),
@@ -101,6 +103,13 @@ static DEVICE_STATS: Object = object(&[
     req("invalid_wr_operations", INT),
     req("invalid_flush_operations", INT),
     req("invalid_unmap_operations", INT),
+    // Since QEMU 8.1.
+    req("zone_append_bytes", INT),
+    req("zone_append_operations", INT),
+    req("zone_append_total_time_ns", INT),
+    req("zone_append_merged", INT),
+    req("failed_zone_append_operations", INT),
+    req("invalid_zone_append_operations", INT),
     req("account_invalid", BOOL),
     req("account_failed", BOOL),
     req("timed_stats", Type::List(&Type::Object(&EMPTY))),

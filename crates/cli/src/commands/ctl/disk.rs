@@ -14,9 +14,9 @@ use std::time::Duration;
 /// FILE is made, in the place of a file of that name, unless --existing is given. On return the former
 /// active image is complete, and nobody writes to it any more.
 #[derive(clap::Args)]
+#[command(allow_missing_positional = true)]
 pub(super) struct Snapshot {
     /// The disk's name [default: the only disk]
-    #[arg(short, long, value_name = "NAME")]
     disk: Option<String>,
     /// FILE was made before, as an overlay of the active image
     #[arg(long)]
@@ -56,9 +56,9 @@ pub(super) fn absolute(path: &Path) -> Result<Value, Failure> {
 
 /// Change a disk's size
 #[derive(clap::Args)]
+#[command(allow_missing_positional = true)]
 pub(super) struct Resize {
     /// The disk's name [default: the only disk]
-    #[arg(short, long, value_name = "NAME")]
     disk: Option<String>,
     /// Allow the disk to become smaller, and what lies beyond to be lost
     #[arg(long)]
@@ -85,7 +85,6 @@ impl Resize {
 #[derive(clap::Args)]
 pub(super) struct Chain {
     /// The disk's name [default: the only disk]
-    #[arg(short, long, value_name = "NAME")]
     disk: Option<String>,
 }
 

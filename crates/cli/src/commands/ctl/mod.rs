@@ -23,7 +23,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 /// Control disks that are served: snapshots, jobs, figures
 ///
 /// Speaks QMP with 'isobath serve --qmp SOCKET', or with QEMU where its commands are the same. Where a
-/// server has several disks, --disk says which one.
+/// server has several disks, DISK says which one.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Where the server listens for QMP: a socket file, or HOST:PORT
@@ -120,9 +120,9 @@ impl Session<'_> {
         let names: Vec<&str> = entries(&blocks).map(|block| text(block, "device")).collect();
         match names[..] {
             [only] => Ok(only.to_owned()),
-            [] => Err(Failure::new("the server has no disk in a device; name a node with --disk")),
+            [] => Err(Failure::new("the server has no disk in a device; name a node")),
             _ => Err(Failure::new(format_args!(
-                "the server has several disks; choose one with --disk: {}",
+                "the server has several disks; name one of them: {}",
                 names.join(", ")
             ))),
         }

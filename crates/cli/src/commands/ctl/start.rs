@@ -10,9 +10,6 @@ use std::path::PathBuf;
 /// What all jobs are told.
 #[derive(clap::Args)]
 struct Common {
-    /// The disk's name, or a node's [default: the only disk]
-    #[arg(short, long, value_name = "NAME")]
-    disk: Option<String>,
     /// A name for the job [default: the disk's]
     #[arg(long, value_name = "NAME")]
     id: Option<String>,
@@ -52,11 +49,12 @@ impl Common {
     fn start(
         &self,
         session: &mut Session<'_>,
+        disk: Option<&str>,
         command: &str,
         own: Value,
         readiness: Readiness,
     ) -> Outcome {
-        let device = session.device(self.disk.as_deref())?;
+        let device = session.device(disk)?;
         let id = self.id.clone().unwrap_or_else(|| device.clone());
         let number = |value: Option<f64>| value.map(Value::from);
         let mut all = arguments([
@@ -120,6 +118,8 @@ pub(super) struct Stream {
     backing_file: Option<String>,
     #[command(flatten)]
     common: Common,
+    /// The disk's name, or a node's [default: the only disk]
+    disk: Option<String>,
 }
 
 impl Stream {
@@ -127,7 +127,13 @@ impl Stream {
         let mut own = Map::new();
         file_or_node(&mut own, "base", self.base.as_ref(), self.base_node.as_ref())?;
         own.extend(self.backing_file.clone().map(|name| ("backing-file".into(), name.into())));
-        self.common.start(session, "block-stream", own.into(), Readiness::Never)
+        self.common.start(
+            session,
+            self.disk.as_deref(),
+            "block-stream",
+            own.into(),
+            Readiness::Never,
+        )
     }
 }
 
@@ -154,6 +160,8 @@ pub(super) struct Commit {
     no_complete: bool,
     #[command(flatten)]
     common: Common,
+    /// The disk's name, or a node's [default: the only disk]
+    disk: Option<String>,
 }
 
 impl Commit {
@@ -162,7 +170,7 @@ impl Commit {
         file_or_node(&mut own, "base", self.base.as_ref(), self.base_node.as_ref())?;
         file_or_node(&mut own, "top", self.top.as_ref(), self.top_node.as_ref())?;
         let readiness = if self.no_complete { Readiness::Leave } else { Readiness::Complete };
-        self.common.start(session, "block-commit", own.into(), readiness)
+        self.common.start(session, self.disk.as_deref(), "block-commit", own.into(), readiness)
     }
 }
 
@@ -170,6 +178,7 @@ impl Commit {
 ///
 /// Shows how far it has come until it ends. Ctrl-C leaves the job running.
 #[derive(clap::Args)]
+#[command(allow_missing_positional = true)]
 pub(super) struct Mirror {
     /// What is copied: everything, what the active image holds (the target has the same backing file),
     /// or only what is written from now on
@@ -184,6 +193,8 @@ pub(super) struct Mirror {
     no_complete: bool,
     #[command(flatten)]
     common: Common,
+    /// The disk's name, or a node's [default: the only disk]
+    disk: Option<String>,
     /// The target: an image of the disk's size that nobody uses
     target: PathBuf,
 }
@@ -196,7 +207,8 @@ impl Mirror {
         session.ask("blockdev-add", target)?;
         let own = json!({"target": node, "sync": self.sync});
         let readiness = if self.no_complete { Readiness::Leave } else { Readiness::Complete };
-        let outcome = self.common.start(session, "blockdev-mirror", own, readiness);
+        let outcome =
+            self.common.start(session, self.disk.as_deref(), "blockdev-mirror", own, readiness);
         if outcome.is_err() {
             // Where the job has not begun, or is gone: its target is of no use.
             let _ = session.ask("blockdev-del", json!({"node-name": node}));
