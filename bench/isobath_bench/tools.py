@@ -24,7 +24,9 @@ PACKAGES = {
     "nbdcopy": "libnbd-bin",
     "nbdkit": "nbdkit",
     "qemu-img": "qemu-utils",
+    "qemu-io": "qemu-utils",
     "qemu-nbd": "qemu-utils",
+    "qemu-storage-daemon": "qemu-system-common",
 }
 
 
