@@ -46,7 +46,9 @@ crash-files: setup
 fuzz:
 	FUZZ_SECONDS=$(FUZZ_SECONDS) scripts/fuzz
 
-bench: build
+# With the simulated disk of `serve --slow-disk`.
+bench: setup
+	cargo build --locked --release --workspace --features isobath-cli/slow-disk
 	bench/run
 
 clean:

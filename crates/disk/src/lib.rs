@@ -64,7 +64,7 @@ pub use durability::MetadataMode;
 pub use error::{DiskError, Result};
 pub use index::{IndexInfo, IndexMismatch, IndexProgress, IndexState};
 pub use info::{BitmapInfo, ImageInfo, InfoOptions, Qcow2Info, backing_chain_info, info};
-pub use live::{IoStats, LiveDisk, Overlay, RequestStats};
+pub use live::{IoFailure, IoStats, LiveDisk, Overlay, RequestStats};
 pub use map::MapStats;
 pub use measure::{Measure, measure};
 pub use resize::Preallocation;

@@ -8,6 +8,7 @@
 
 mod claim;
 mod counts;
+mod failure;
 mod gate;
 pub(crate) mod graph;
 mod snapshot;
@@ -15,6 +16,7 @@ mod tracked;
 
 pub(crate) use claim::Claim;
 pub use counts::{IoStats, LATENCY_BUCKETS, RequestStats};
+pub use failure::{FailureListener, IoFailure};
 pub use snapshot::Overlay;
 pub(crate) use snapshot::backing_name;
 pub(crate) use tracked::DirtyMap;
@@ -28,6 +30,7 @@ use crate::{Disk, DiskError, OpenOptions, Preallocation, Result};
 use arc_swap::ArcSwap;
 use claim::Claims;
 use counts::{Copying, Counts, Kind};
+use failure::Failures;
 use gate::Gate;
 use isobath_storage::{Host, IoBuf};
 use std::future::Future;
@@ -51,6 +54,7 @@ pub struct LiveDisk<H: Host> {
     clock: Arc<dyn Clock>,
     tracked: Tracked,
     claims: Claims,
+    failures: Failures,
 }
 
 impl<H: Host> LiveDisk<H> {
@@ -74,6 +78,7 @@ impl<H: Host> LiveDisk<H> {
             clock,
             tracked: Tracked::default(),
             claims: Claims::default(),
+            failures: Failures::default(),
         })
     }
 
@@ -120,6 +125,12 @@ impl<H: Host> LiveDisk<H> {
     /// The clock of the disk and its jobs.
     pub(crate) fn clock(&self) -> &Arc<dyn Clock> {
         &self.clock
+    }
+
+    /// Has `listener` hear of requests that the storage fails, one a second at most. The first listener
+    /// stays.
+    pub fn on_failure(&self, listener: FailureListener) {
+        self.failures.listen(listener);
     }
 
     /// How the disk was opened.
@@ -191,7 +202,11 @@ impl<H: Host> LiveDisk<H> {
             let _pass = self.gate.enter().await;
             run(self.current()).await
         };
-        request.end(result.is_ok(), self.clock.now());
+        let now = self.clock.now();
+        if let Err(error) = &result {
+            self.failures.tell(kind, error, now);
+        }
+        request.end(result.is_ok(), now);
         result
     }
 
@@ -294,7 +309,11 @@ impl<H: Host> BlockDevice for LiveDisk<H> {
                 done => break done,
             }
         };
-        request.end(result.is_ok(), self.clock.now());
+        let now = self.clock.now();
+        if let Err(error) = &result {
+            self.failures.tell(Kind::Flush, error, now);
+        }
+        request.end(result.is_ok(), now);
         result
     }
 

@@ -51,7 +51,7 @@ impl ExportEntry {
     }
 }
 
-fn address_of<H: Host>(drive: &Drive<H>) -> usize {
+pub(super) fn address_of<H: Host>(drive: &Drive<H>) -> usize {
     Arc::as_ptr(drive.disk()).addr()
 }
 

@@ -1,6 +1,7 @@
 //! Block jobs: their start, what they tell, and what may be asked of them.
 
 use super::arguments::{Arguments, flag, integer, is_well_formed, optional_text, text};
+use super::exports::address_of;
 use super::names::Found;
 use super::pacing::{on_error, pacing};
 use super::request::Request;
@@ -12,7 +13,7 @@ use isobath_disk::jobs::{
     CommitOptions, IoStatus, Job, JobEvent, JobOptions, JobStatus, MirrorOptions, MirrorSync,
     StreamOptions,
 };
-use isobath_disk::{DiskError, Layer};
+use isobath_disk::{DiskError, IoFailure, Layer};
 use isobath_storage::ring::spawn;
 use isobath_storage::{FileId, Host, Storage};
 use parking_lot::Mutex;
@@ -52,6 +53,8 @@ impl<H: Host> Started<H> {
 #[derive(Default)]
 pub(super) struct Heard {
     told: Mutex<VecDeque<Told>>,
+    /// Requests that failed, by their disk's address.
+    failed: Mutex<VecDeque<(usize, IoFailure)>>,
     more: Event,
 }
 
@@ -69,6 +72,15 @@ struct Told {
 impl Heard {
     pub(super) fn listen(&self) -> EventListener {
         self.more.listen()
+    }
+
+    /// Hears of a disk's failures from now on.
+    pub(super) fn attend<H: Host>(self: &Arc<Self>, drive: &Drive<H>) {
+        let (heard, address) = (Arc::clone(self), address_of(drive));
+        drive.disk().on_failure(Box::new(move |failure| {
+            heard.failed.lock().push_back((address, failure));
+            heard.more.notify(usize::MAX);
+        }));
     }
 
     fn hear(&self, job: &Job, event: JobEvent) {
@@ -416,9 +428,27 @@ impl<H: Host + Clone> Monitor<H> {
     /// Passes on what jobs have told since the last time.
     pub(super) fn pass_on(&self) {
         loop {
-            let Some(told) = self.heard.told.lock().pop_front() else { return };
+            let Some(told) = self.heard.told.lock().pop_front() else { break };
             self.tell(told);
         }
+        loop {
+            let Some((address, failure)) = self.heard.failed.lock().pop_front() else { return };
+            self.tell_failure(address, &failure);
+        }
+    }
+
+    fn tell_failure(&self, address: usize, failure: &IoFailure) {
+        let drives = self.drives();
+        let Some(drive) = drives.iter().find(|drive| address_of(drive) == address) else { return };
+        let data = json!({
+            "device": drive.device(),
+            "node-name": self.root_name(drive),
+            "operation": if failure.read { "read" } else { "write" },
+            "action": "report",
+            "nospace": failure.no_space,
+            "reason": failure.reason,
+        });
+        self.events.emit("BLOCK_IO_ERROR", data);
     }
 
     fn tell(&self, told: Told) {

@@ -85,6 +85,10 @@ impl<H: Host + Clone> Monitor<H> {
         nbd: Option<NbdServer<H>>,
         events: Events,
     ) -> Self {
+        let heard = Arc::<Heard>::default();
+        for drive in &drives {
+            heard.attend(drive);
+        }
         let interrupted = drives.iter().flat_map(request::interrupted).collect();
         let exports = if nbd.is_some() {
             drives.iter().map(|drive| ExportEntry::of_device(drive.device())).collect()
@@ -103,7 +107,7 @@ impl<H: Host + Clone> Monitor<H> {
             nbd,
             exports: Rc::new(RefCell::new(exports)),
             events,
-            heard: Arc::default(),
+            heard,
             order: async_lock::Mutex::default(),
             quit: Cell::new(false),
             ending: Cell::new(false),

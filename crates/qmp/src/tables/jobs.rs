@@ -154,6 +154,14 @@ pub(super) static FAILED: Object = object(&[
     req("operation", Type::Enum(&["read", "write"])),
     req("action", Type::Enum(&["ignore", "report", "stop"])),
 ]);
+pub(super) static IO_FAILED: Object = object(&[
+    req("device", STR),
+    opt("node-name", STR),
+    req("operation", Type::Enum(&["read", "write"])),
+    req("action", Type::Enum(&["ignore", "report", "stop"])),
+    opt("nospace", BOOL),
+    req("reason", STR),
+]);
 pub(super) static PENDING: Object = object(&[req("type", JOB_TYPE), req("id", STR)]);
 pub(super) static STATUS_CHANGE: Object = object(&[req("id", STR), req("status", STATUS)]);
 

@@ -27,6 +27,7 @@ static EVENTS: &[EventType] = &[
     EventType { name: "BLOCK_JOB_READY", data: &jobs::ENDED },
     EventType { name: "BLOCK_JOB_PENDING", data: &jobs::PENDING },
     EventType { name: "JOB_STATUS_CHANGE", data: &jobs::STATUS_CHANGE },
+    EventType { name: "BLOCK_IO_ERROR", data: &jobs::IO_FAILED },
     EventType { name: "BLOCK_EXPORT_DELETED", data: &exports::DELETED },
     EventType { name: "SHUTDOWN", data: &exports::SHUTDOWN },
 ];

@@ -4,6 +4,7 @@ mod announce;
 mod daemon;
 mod endpoint;
 mod pid_file;
+#[cfg(feature = "slow-disk")]
 mod slow;
 
 use crate::cache::Cache;
@@ -21,6 +22,7 @@ use isobath_storage::Host;
 use isobath_storage::file::{self, FileHost};
 use isobath_storage::ring::net::{Address, Listener};
 use isobath_storage::ring::{Config, Handle, JoinHandle, Signals, Worker, spawn};
+#[cfg(feature = "slow-disk")]
 use isobath_storage::slow::{SlowDisk, SlowHost};
 use pid_file::PidFile;
 use std::io::Write;
@@ -104,6 +106,7 @@ pub(crate) struct Args {
     daemonize: bool,
     /// Let all images lie on one slow disk, as far as time goes, to try things out: bytes per second,
     /// microseconds of latency, requests at a time, microseconds of a flush
+    #[cfg(feature = "slow-disk")]
     #[arg(long, hide = true, value_name = "BANDWIDTH,LATENCY,DEPTH,FLUSH", value_parser = slow::parse)]
     slow_disk: Option<SlowDisk>,
     /// The images, each an export
@@ -125,9 +128,12 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         Some(Ok(daemon)) => Some(daemon),
         Some(Err(error)) => return Err(Failure::new(error).context("cannot start a daemon")),
     };
-    runtime::block_on(async || match args.slow_disk {
-        None => run_on(FileHost, args, names, out, daemon).await,
-        Some(disk) => run_on(SlowHost::new(FileHost, disk), args, names, out, daemon).await,
+    runtime::block_on(async || {
+        #[cfg(feature = "slow-disk")]
+        if let Some(disk) = args.slow_disk {
+            return run_on(SlowHost::new(FileHost, disk), args, names, out, daemon).await;
+        }
+        run_on(FileHost, args, names, out, daemon).await
     })
 }
 

@@ -1,0 +1,85 @@
+//! Telling of requests that the storage failed.
+
+use super::counts::Kind;
+use crate::DiskError;
+use parking_lot::Mutex;
+use std::sync::OnceLock;
+use std::time::Duration;
+
+/// A request that failed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct IoFailure {
+    /// Whether it was a read, rather than one that writes or flushes.
+    pub read: bool,
+    /// Whether the host has no space left.
+    pub no_space: bool,
+    /// What went wrong, for people.
+    pub reason: String,
+}
+
+/// Hears of failures, on the thread of the request. It must not wait.
+pub type FailureListener = Box<dyn Fn(IoFailure) + Send + Sync>;
+
+/// At most one failure is told in this time.
+const EVERY: Duration = Duration::from_secs(1);
+
+/// Who hears of failures, and when they last did.
+#[derive(Default)]
+pub(super) struct Failures {
+    listener: OnceLock<FailureListener>,
+    last: Mutex<Option<Duration>>,
+}
+
+impl Failures {
+    pub(super) fn listen(&self, listener: FailureListener) {
+        let _ = self.listener.set(listener);
+    }
+
+    pub(super) fn tell(&self, kind: Kind, error: &DiskError, now: Duration) {
+        let Some(listener) = self.listener.get() else { return };
+        if matches!(
+            error,
+            DiskError::OutOfRange { .. }
+                | DiskError::ReadOnly
+                | DiskError::Unsupported(_)
+                | DiskError::Closed
+        ) {
+            return;
+        }
+        {
+            let mut last = self.last.lock();
+            if last.is_some_and(|last| now < last + EVERY) {
+                return;
+            }
+            *last = Some(now);
+        }
+        listener(IoFailure {
+            read: kind == Kind::Read,
+            no_space: matches!(error.errno(), libc::ENOSPC | libc::EDQUOT),
+            reason: error.to_string(),
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Arc;
+
+    #[test]
+    fn what_the_storage_failed_is_told_once_a_second() {
+        let heard = Arc::new(Mutex::new(Vec::new()));
+        let failures = Failures::default();
+        let at = Duration::from_secs(5);
+        failures.tell(Kind::Read, &DiskError::Poisoned("x".into()), at);
+        let to = Arc::clone(&heard);
+        failures.listen(Box::new(move |failure| to.lock().push(failure)));
+        failures.tell(Kind::Write, &DiskError::ReadOnly, at);
+        for n in 0..3 {
+            failures.tell(Kind::Write, &DiskError::Poisoned("x".into()), at + EVERY / 2 * n);
+        }
+        let heard = heard.lock();
+        assert_eq!(heard.len(), 2);
+        assert!(!heard[0].read && heard[0].reason.contains('x'));
+    }
+}
