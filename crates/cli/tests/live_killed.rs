@@ -9,6 +9,7 @@ use isobath_testkit::process::{Finished, run_program};
 use isobath_testkit::seed::Seed;
 use isobath_testkit::{args, qemu};
 use live::load::{Clock, Log, SECTOR, Stamps, Window, judge, run};
+use live::nbd::Nbd;
 use live::{Control, DEVICE, Gone, ISOBATH, Live};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
@@ -416,4 +417,27 @@ fn what_was_flushed_is_there_after_a_kill() {
 #[test]
 fn what_was_flushed_is_there_after_other_kills() {
     kill_again_and_again(10, 3);
+}
+
+#[test]
+fn what_was_flushed_and_is_not_there_is_told() {
+    let directory = tempfile::tempdir().unwrap();
+    qemu::create(&directory.path().join("base"), "qcow2", SIZE as u64, "");
+    let live = Live::start(directory.path(), "base", &[]);
+    let (clock, mut log) = (Clock::default(), Log::default());
+    let mut client = Nbd::connect(&live.nbd(), DEVICE).unwrap();
+    for stamp in 1..=3 {
+        log.put(&mut client, &clock, stamp).unwrap();
+    }
+    let _ = live.stop();
+    let now = Stamps::of(&qemu::read_disk(&directory.path().join("base"), "qcow2")).unwrap();
+    let none = Stamps::none(SECTORS as usize);
+    let logs = [log];
+    // Three moments for each write: it was sent, answered, flushed.
+    let window = |from, until| Window { from, until, flushed: true };
+    assert_eq!(judge(&none, &logs, window(9, NEVER), &now), Ok(()));
+    assert_eq!(judge(&none, &logs, window(0, NEVER), &none), Ok(()));
+    assert!(judge(&none, &logs, window(3, NEVER), &none).is_err());
+    assert!(judge(&none, &logs, window(3, 6), &now).is_err());
+    assert_eq!(judge(&none, &logs, window(3, 7), &now), Ok(()));
 }

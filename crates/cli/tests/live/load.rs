@@ -5,6 +5,7 @@
 use super::nbd::Nbd;
 use rand::RngExt;
 use rand::rngs::StdRng;
+use std::io;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -39,6 +40,25 @@ impl Clock {
 #[derive(Default)]
 pub(crate) struct Log(Vec<Write>);
 
+impl Log {
+    /// Writes the first sector and flushes.
+    pub(crate) fn put(&mut self, client: &mut Nbd, clock: &Clock, stamp: u32) -> io::Result<()> {
+        let sent = clock.now();
+        client.send(&[Nbd::write(0, SECTOR as u32, Some(&content(stamp, 0..1)))])?;
+        let done = clock.now();
+        client.flush()?;
+        self.0.push(Write { sectors: 0..1, stamp, sent, done, flushed: clock.now() });
+        Ok(())
+    }
+}
+
+/// What a write puts into sectors.
+fn content(stamp: u32, sectors: Range<u32>) -> Vec<u8> {
+    let words = sectors.flat_map(|sector| [(stamp, sector); SECTOR / 8]);
+    let bytes = words.flat_map(|(stamp, sector)| [stamp, sector].map(u32::to_le_bytes));
+    bytes.flatten().collect()
+}
+
 /// Writes to a range of sectors, in batches each of which is flushed or not, until it is told to end or
 /// the server is gone.
 pub(crate) fn run(
@@ -66,11 +86,7 @@ pub(crate) fn run(
             }
             stamp += 1;
             let zero = rng.random_ratio(1, 8);
-            let data = (!zero).then(|| {
-                let words = range.clone().flat_map(|sector| [(stamp, sector); SECTOR / 8]);
-                let bytes = words.flat_map(|(stamp, sector)| [stamp, sector].map(u32::to_le_bytes));
-                bytes.flatten().collect::<Vec<u8>>()
-            });
+            let data = (!zero).then(|| content(stamp, range.clone()));
             let bytes = (range.end - range.start) * SECTOR as u32;
             let offset = u64::from(range.start) * SECTOR as u64;
             requests.push(Nbd::write(offset, bytes, data.as_deref()));
