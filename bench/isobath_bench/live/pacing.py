@@ -35,9 +35,10 @@ def repeat(rounds):
     return max(rounds // 5, 1)
 
 
-def compare(name, title, text, schedule, data, modes, *, most, bounds, rounds, hurry=1.0, reported=None):
+def compare(name, title, text, schedule, data, modes, *, most, bounds, rounds, hurry=1.0, reported=None, even=False):
     """Runs a job in every mode beside the same guest, for at most some seconds, and says what it cost whom.
-    `hurry`: how many times as fast as the dissertation's the guest's time goes."""
+    `hurry`: how many times as fast as the dissertation's the guest's time goes; `even`: its mode is given as
+    long as the adaptive one took."""
     samples, rows, goals = Samples(), [], []
     for _ in range(rounds):
         alone = load.measure(ALONE, schedule, data, most, hurry)
@@ -45,7 +46,8 @@ def compare(name, title, text, schedule, data, modes, *, most, bounds, rounds, h
         runs = {}
         for mode in modes:
             try:
-                runs[mode] = load.measure(mode, schedule, data, most, hurry)
+                given = runs[ADAPTIVE].seconds if even and mode == DISSERTATION and ADAPTIVE in runs else most
+                runs[mode] = load.measure(mode, schedule, data, given, hurry)
             except tools.Failed as error:
                 samples.add(mode, {"failed": "failed", "why": str(error)})
         if not runs:
@@ -71,18 +73,11 @@ def compare(name, title, text, schedule, data, modes, *, most, bounds, rounds, h
             "of_pauses": "the job's time ÷ the least with the pauses alone",
             "finished": "the job ends beside the guest (1: yes)",
         }[field]
-        goals.append(report.limit(f"{title.lower()}, {ADAPTIVE}: {what}", middle(samples, ADAPTIVE, field), **bound, unit="" if field == "finished" else "x"))
-    about = (
-        f"{text}The guest: fio, {guest.BLOCK >> 10} KiB random reads and writes, half and half, queue depth {guest.DEPTH}, over NBD. The job: block-stream of "
-        f"{load.LAYERS - 1} layers, {data * load.FILL / 2**20:,.0f} MiB, into the active one. All images lie on a simulated disk of {load.BANDWIDTH / 1e6:g} MB/s, "
-        f"150 µs a request, 500 µs a flush. Beside no guest the job takes {samples.text(ALONE, 'seconds', '{:.1f}')} s. Without a job the guest moves "
-        f"{samples.text(BASELINE, 'bandwidth', '{:.0f}', 1e-6)} MB/s in its bursts, which are {samples.text(BASELINE, 'busy', '{:.0f} %', 100)} of the time, "
-        f"with a p99 latency of {samples.text(BASELINE, 'p99_ms', '{:.1f}')} ms. *Pauses alone*: a job that has the disk's full speed in every pause and none in the bursts. Bandwidth and latency are of the time that the job took, and ÷ those of the "
-        "same part of the guest's schedule without a job."
-    )
+        unit = "" if field == "finished" else "x"
+        goals.append(report.limit(f"{title}, {ADAPTIVE}: {what}", middle(samples, ADAPTIVE, field), **bound, unit=unit))
     table = {
         "title": title,
-        "text": about,
+        "text": text + setting(samples, data),
         "columns": [
             "job", "guest's bandwidth", "guest's p99", "p99, ms", "job's time, s", "time ÷ normal", "÷ pauses alone", "job runs",
             *(["dissertation: bandwidth", "dissertation: time ÷ normal"] if reported else []),
@@ -96,6 +91,20 @@ def compare(name, title, text, schedule, data, modes, *, most, bounds, rounds, h
         figures = [timeline.draw(f"live_chains-{name}.svg", f"{title}: guest's MB/s over time, and when the job runs (shaded)", panels, until)]
     notes = [f"{key}: {sample['why']}" for key, each in samples.items() for sample in each if "why" in sample]
     return {"samples": samples.raw(), "tables": [table], "goals": goals, "figures": figures, "notes": notes}
+
+
+def setting(samples, data):
+    """What is measured on what, and what the columns say."""
+    return (
+        f"The guest: fio, {guest.BLOCK >> 10} KiB random reads and writes, half and half, queue depth {guest.DEPTH}, over NBD. "
+        f"The job: block-stream of {load.LAYERS - 1} layers, {data * load.FILL / 2**20:,.0f} MiB, into the active one. "
+        f"All images lie on a simulated disk of {load.BANDWIDTH / 1e6:g} MB/s, 150 µs a request, 500 µs a flush. "
+        f"With no guest the job takes {samples.text(ALONE, 'seconds', '{:.1f}')} s. "
+        f"Without a job the guest moves {samples.text(BASELINE, 'bandwidth', '{:.0f}', 1e-6)} MB/s in its bursts, which are "
+        f"{samples.text(BASELINE, 'busy', '{:.0f} %', 100)} of the time, with a p99 latency of {samples.text(BASELINE, 'p99_ms', '{:.1f}')} ms. "
+        "Bandwidth and latency are of the time that the job took, and ÷ those of the same part of the guest's schedule without a "
+        "job. *Pauses alone*: a job that has the disk's full speed in every pause, and none of it in the bursts."
+    )
 
 
 def pauses_only(schedule, start, work):

@@ -17,7 +17,8 @@ def run(rounds, seconds):
     schedule = guest.trace(SEED, length)
     text = (
         f"Bursts with the statistics of the dissertation's trace ({guest.TRACE_SECONDS:,} s, {guest.TRACE_BUSY} s of them in "
-        f"{len(schedule)} bursts of {guest.TRACE_MEAN} s on average and {guest.TRACE_LONGEST} s at most), {guest.TRACE_SECONDS / length:g} times as fast, and so is its mode's pause. "
+        f"{len(schedule)} bursts of {guest.TRACE_MEAN} s on average and {guest.TRACE_LONGEST} s at most), "
+        f"{guest.TRACE_SECONDS / length:g} times as fast, and so is its mode's pause. "
     )
     bounds = {"bandwidth": {"at_least": 0.97}, "p99": {"at_most": 1.2}, "runtime": {"at_most": 1.3}, "of_pauses": {"at_most": 1.3}}
     return pacing.compare(
