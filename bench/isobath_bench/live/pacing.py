@@ -88,7 +88,7 @@ def compare(name, title, text, schedule, data, modes, *, most, bounds, rounds, h
     if runs:
         panels = [baseline, *runs.values()]
         until = min(baseline.end, max(run.end for run in runs.values()))
-        figures = [timeline.draw(f"live_chains-{name}.svg", f"{title}: guest's MB/s over time, and when the job runs (shaded)", panels, until)]
+        figures = [timeline.draw(f"live_chains-{name}.svg", f"{title}: its MB/s, the job's time shaded", panels, until)]
     notes = [f"{key}: {sample['why']}" for key, each in samples.items() for sample in each if "why" in sample]
     return {"samples": samples.raw(), "tables": [table], "goals": goals, "figures": figures, "notes": notes}
 

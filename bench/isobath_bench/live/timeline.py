@@ -19,13 +19,11 @@ def draw(name, title, runs, until):
         top = plot.TOP + number * (PANEL + GAP) + 14
         bottom = top + PANEL
         y = plot.Axis([0, most], bottom, top, False)
-        for start, end, share in run.running():
-            start, end = (min(max(at, 0), until) for at in (start, end))
-            if share > 0 and end > start:
-                left, width = x.place(start), x.place(end) - x.place(start)
-                picture.parts.append(
-                    f'<rect x="{left:.1f}" y="{top}" width="{width:.2f}" height="{PANEL}" fill="{SHADE}" fill-opacity="{0.45 * share:.2f}"/>'
-                )
+        for start, end, share in shades(run.running(), until):
+            left, width = x.place(start), x.place(end) - x.place(start)
+            picture.parts.append(
+                f'<rect x="{left:.1f}" y="{top}" width="{width:.1f}" height="{PANEL}" fill="{SHADE}" fill-opacity="{0.45 * share:.2f}"/>'
+            )
         for value in y.ticks()[0][::3]:
             picture.line(plot.LEFT, y.place(value), right, y.place(value))
             picture.text(plot.LEFT - 8, y.place(value) + 4, plot.number(value), anchor="end")
@@ -41,6 +39,18 @@ def draw(name, title, runs, until):
     picture.text(20, height / 2, "guest, MB/s", anchor="middle", turn=-90)
     picture.save(name)
     return {"title": title, "file": name}
+
+
+def shades(running, until):
+    """Parts of the time as they are shaded, neighbours that look alike in one."""
+    found = []
+    for start, end, share in running:
+        start, end, share = max(start, 0), min(end, until), round(share, 1)
+        if found and found[-1][2] == share:
+            found[-1][1] = end
+        elif end > start:
+            found.append([start, end, share])
+    return [each for each in found if each[2] > 0]
 
 
 def label(run):
