@@ -11,7 +11,7 @@ from . import served
 
 EXT4, REFLINK = "ext4", "XFS with reflink"
 XFS_BYTES = 6 << 30
-FLOOR = "writing as much"
+PLAIN = "dd and a sync"
 
 
 class Case:
@@ -76,7 +76,7 @@ def equal(active, below):
 
 
 def write_as_much(below, directory):
-    """Writes as many bytes as the stream has to, and syncs them: the least that the file system takes."""
+    """Writes as many bytes as the stream has to at once, and then syncs them."""
     path = directory / "live-written"
     length = sum(each.stat().st_blocks * 512 for each in below.parent.glob("layer-*.qcow2"))
     try:
@@ -107,10 +107,10 @@ def place(case):
 
 
 def everybody(case):
-    """Who is measured: QEMU 10 and the floor where they say something that another case does not."""
+    """Who is measured: QEMU 10 and dd where they say something that another case does not."""
     if case.layers > 30:
         return served.names()[:2]
-    return [FLOOR, *(served.names() if case.system == EXT4 else served.names()[:2])]
+    return [PLAIN, *(served.names() if case.system == EXT4 else served.names()[:2])]
 
 
 def run(rounds, seconds):
@@ -125,7 +125,7 @@ def run(rounds, seconds):
                     # Once is enough for what takes all of its time box.
                     if samples.median(key, "done") not in (None, 1.0):
                         continue
-                    if name == FLOOR:
+                    if name == PLAIN:
                         samples.attempt(key, lambda: write_as_much(below, directory))
                     else:
                         samples.attempt(key, lambda: measure(name, below, directory))
@@ -133,7 +133,7 @@ def run(rounds, seconds):
     megabytes = size() * 0.9 / 1e6
     for case in CASES:
         bars[case.name] = {}
-        for name in (FLOOR, *served.names()):
+        for name in (PLAIN, *served.names()):
             key = (case.name, name)
             if key not in samples:
                 continue
@@ -154,7 +154,7 @@ def run(rounds, seconds):
         "title": "The speed of a stream",
         "text": f"block-stream of a whole chain, {size() * 0.9 / 2**20:,.0f} MiB in clusters of 64 KiB that belong to random layers, into a new overlay, by "
         "isobath (`pacing` none) and qemu-storage-daemon; nobody else uses the disk, the chain is in the page cache. "
-        f"*{FLOOR}*: dd's time for as many bytes and a sync. Results are compared with the chain. A job that is not done after {patience()} s is "
+        f"*{PLAIN}*: dd's time for as many bytes and a sync. Results are compared with the chain. A job that is not done after {patience()} s is "
         "cancelled, and its time extrapolated.",
         "columns": ["chain", "by", "s", "MB/s", "then a sync, s", "server's CPU, s", "÷ isobath's time"],
         "rows": rows,
