@@ -112,6 +112,10 @@ impl Socket {
     }
 }
 
+/// Levels of nesting in what is received: `query-block` nests the first hundred images of a chain. What
+/// parses it takes 127.
+const DEEPEST: usize = 120;
+
 /// A session with a server, of Isobath or of QEMU.
 pub struct Client {
     socket: Socket,
@@ -134,7 +138,7 @@ impl Client {
                 .map(Socket::Tcp)
                 .map_err(|error| ClientError::Connect { address: host.clone(), error }),
         }?;
-        let limits = Limits { bytes: LONGEST, ..Limits::default() };
+        let limits = Limits { bytes: LONGEST, depth: DEEPEST };
         let splitter = Splitter::new(limits);
         let mut client =
             Self { socket, splitter, input: Vec::new(), events: VecDeque::new(), next_id: 0 };
@@ -254,6 +258,27 @@ fn to_event(mut message: Map<String, Value>) -> Event {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn replies_about_long_chains_are_understood() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("qmp.sock");
+        let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
+        let server = std::thread::spawn(move || {
+            let (mut stream, _) = listener.accept().unwrap();
+            let mut request = [0; 4096];
+            stream.write_all(b"{\"QMP\": {}}\r\n").unwrap();
+            let _ = stream.read(&mut request).unwrap();
+            stream.write_all(b"{\"return\": {}, \"id\": 1}\r\n").unwrap();
+            let _ = stream.read(&mut request).unwrap();
+            let nested = format!("{}{}", "{\"image\": ".repeat(105), "{}") + &"}".repeat(105);
+            stream.write_all(format!("{{\"return\": {nested}, \"id\": 2}}").as_bytes()).unwrap();
+        });
+        let mut client = Client::connect(&Address::Unix(path)).unwrap();
+        let reply = client.execute("query-block", json!({})).unwrap();
+        assert!(reply["image"]["image"].is_object());
+        server.join().unwrap();
+    }
 
     #[test]
     fn addresses_are_sockets_unless_they_end_in_a_port() {

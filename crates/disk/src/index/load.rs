@@ -82,10 +82,19 @@ struct Stale {
     reason: String,
 }
 
-/// The highest index in the chain that holds.
+/// The highest index in the chain that holds. One that does not is said in the log.
 pub(crate) async fn find<S: Storage>(chain: &Chain<S>) -> Option<Arc<ChainIndex<S>>> {
+    look_for(chain, false).await
+}
+
+/// As [`find`], in a chain that was changed here: nobody wonders that an index no longer holds.
+pub(crate) async fn find_again<S: Storage>(chain: &Chain<S>) -> Option<Arc<ChainIndex<S>>> {
+    look_for(chain, true).await
+}
+
+async fn look_for<S: Storage>(chain: &Chain<S>, mut said: bool) -> Option<Arc<ChainIndex<S>>> {
     let mut limit = usize::MAX;
-    let (mut tries, mut looks, mut said) = (0, 0, false);
+    let (mut tries, mut looks) = (0, 0);
     for (position, layer) in chain.top_down() {
         if tries == TRIES || looks == LOOKS {
             break;

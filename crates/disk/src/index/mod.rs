@@ -15,7 +15,7 @@ mod status;
 mod store;
 
 pub(crate) use build::{Built, Folding, Place, build};
-pub(crate) use load::{Ahead, find, read_root};
+pub(crate) use load::{Ahead, find, find_again, read_root};
 pub(crate) use status::index_info;
 pub use status::{IndexInfo, IndexState};
 pub(crate) use store::clusters;

@@ -49,7 +49,7 @@ impl<H: Host> LiveDisk<H> {
         }
         let chain = Chain::stacked(layers);
         if self.may_use_index() {
-            chain.set_index(index::find(&chain).await);
+            chain.set_index(index::find_again(&chain).await);
         }
         let active = chain.active_index();
         let count = removed.end - removed.start;
@@ -122,7 +122,7 @@ impl<H: Host> LiveDisk<H> {
         layers.push(Arc::new(opened));
         let chain = Chain::stacked(layers);
         if self.may_use_index() {
-            chain.set_index(index::find(&chain).await);
+            chain.set_index(index::find_again(&chain).await);
         }
         let disk = Disk::of_chain(Arc::clone(&disk.host), chain, &options).await?;
         if let Some(writer) = &disk.writer {
