@@ -17,7 +17,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Bytes written between two flushes of the target.
-const FLUSH_EVERY: u64 = 64 << 20;
+const FLUSH_EVERY: u64 = 256 << 20;
 /// With less than this left, in bytes, what is still to be copied is copied while requests wait.
 const LITTLE: u64 = 1 << 20;
 /// Looks at what a guest may change faster than it can be copied.

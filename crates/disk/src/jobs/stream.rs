@@ -19,6 +19,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Bytes copied between two commits: what a flush of the guest may find to be written.
 const COMMIT_EVERY: u64 = 32 << 20;
+/// The same beside a guest that does not flush.
+const COMMIT_SELDOM: u64 = 512 << 20;
 
 /// What to stream.
 #[derive(Clone, Debug, Default)]
@@ -47,6 +49,8 @@ struct Stream<H: Host> {
     top: LayerIndex,
     scan: Scan,
     since_commit: AtomicU64,
+    /// The guest's flushes at the last commit.
+    flushes: AtomicU64,
 }
 
 impl<H: Host> LiveDisk<H> {
@@ -84,6 +88,7 @@ impl<H: Host> LiveDisk<H> {
             top,
             scan: Scan::default(),
             since_commit: AtomicU64::new(0),
+            flushes: AtomicU64::new(0),
         };
         Ok((Arc::clone(&job), run(job, task, claim)))
     }
@@ -143,8 +148,12 @@ impl<H: Host> Pieces for Stream<H> {
             None => Pulled::default(),
         };
         let moved = pulled.copied + pulled.cloned;
-        if self.since_commit.fetch_add(moved, Ordering::Relaxed) + moved >= COMMIT_EVERY {
+        let flushes = self.live.flushes();
+        let quiet = flushes == self.flushes.load(Ordering::Relaxed);
+        let due = if quiet { COMMIT_SELDOM } else { COMMIT_EVERY };
+        if self.since_commit.fetch_add(moved, Ordering::Relaxed) + moved >= due {
             self.since_commit.store(0, Ordering::Relaxed);
+            self.flushes.store(flushes, Ordering::Relaxed);
             match &self.target {
                 Some(Target::Active(live)) => live.current().flush().await?,
                 Some(Target::Lower(disk)) => disk.flush().await?,

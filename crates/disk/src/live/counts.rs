@@ -148,6 +148,11 @@ impl Counts {
         }
     }
 
+    /// Flushes that succeeded.
+    pub(super) fn flushes(&self) -> u64 {
+        self.kinds[2].requests.load(Ordering::Relaxed)
+    }
+
     pub(super) fn guest(&self) -> GuestCounts {
         GuestCounts {
             in_flight: self.in_flight.load(Ordering::Relaxed),

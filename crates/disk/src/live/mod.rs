@@ -112,6 +112,11 @@ impl<H: Host> LiveDisk<H> {
         self.counts.stats()
     }
 
+    /// The flushes of the guest so far.
+    pub(crate) fn flushes(&self) -> u64 {
+        self.counts.flushes()
+    }
+
     /// What pacing looks at.
     pub(crate) fn guest(&self) -> GuestCounts {
         self.counts.guest()
