@@ -5,6 +5,7 @@ import signal
 import subprocess
 from array import array
 from bisect import bisect_left
+from itertools import pairwise
 
 from .. import tools
 
@@ -12,6 +13,8 @@ BLOCK = 16 << 10
 DEPTH = 64
 # The most that fio makes room for at a time.
 LOG_ENTRIES = 1 << 20
+# Where none ends for so long, in seconds, the guest pauses.
+PAUSE = 0.05
 
 
 class Burst:
@@ -151,6 +154,12 @@ class Requests:
         # Whatever takes longer than a minute has failed.
         span = range(bisect_left(self.at, start), bisect_left(self.at, end + 60))
         return max((self.took[number] for number in span if self.at[number] - self.took[number] < end), default=0.0)
+
+    def busy(self, start, end):
+        """The seconds of a time in which requests ended one after another."""
+        ends = self.at[bisect_left(self.at, start) : bisect_left(self.at, end)]
+        gaps = (after - before for before, after in pairwise(ends))
+        return sum(gap for gap in gaps if gap < PAUSE)
 
     def bandwidth(self, start, end, every):
         """Bytes per second in each part of a time: points of seconds since its start and bytes."""

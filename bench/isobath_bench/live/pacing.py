@@ -53,7 +53,7 @@ def compare(name, title, text, schedule, data, modes, *, most, bounds, rounds, h
         if not runs:
             continue
         baseline = load.measure(BASELINE, schedule, data, max(run.end for run in runs.values()) + 0.2, hurry)
-        busy = sum(max(min(burst.end, baseline.end) - burst.start, 0) for burst in schedule)
+        busy = baseline.requests.busy(baseline.origin, baseline.origin + baseline.end)
         moved, took = baseline.guest_while(0, baseline.end)
         samples.add(BASELINE, {"bandwidth": moved / busy, "busy": busy / baseline.end, "p99_ms": guest.percentile(took, 0.99) * 1000})
         for mode, each in runs.items():

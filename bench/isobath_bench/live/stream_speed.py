@@ -70,7 +70,7 @@ def measure(name, below, directory):
 
 def equal(active, below):
     """Whether an image holds what the chain held, and by itself."""
-    tools.run("qemu-img", "compare", "-q", "-f", "qcow2", "-F", "qcow2", active, below)
+    tools.run(tools.ISOBATH, "compare", "--quiet", active, below)
     if "backing file:" in tools.run("qemu-img", "info", active):
         raise tools.Failed(f"{active} still has a backing file")
 
