@@ -98,7 +98,7 @@ def setting(samples, data):
     return (
         f"The guest: fio, {guest.BLOCK >> 10} KiB random reads and writes, half and half, queue depth {guest.DEPTH}, over NBD. "
         f"The job: block-stream of {load.LAYERS - 1} layers, {data * load.FILL / 2**20:,.0f} MiB, into the active one. "
-        f"All images lie on a simulated disk of {load.BANDWIDTH / 1e6:g} MB/s, 150 µs a request, 500 µs a flush. "
+        f"All images lie on a simulated disk of {load.BANDWIDTH >> 20} MiB/s, 150 µs a request, 500 µs a flush. "
         f"With no guest the job takes {samples.text(ALONE, 'seconds', '{:.1f}')} s. "
         f"Without a job the guest moves {samples.text(BASELINE, 'bandwidth', '{:.0f}', 1e-6)} MB/s in its bursts, which are "
         f"{samples.text(BASELINE, 'busy', '{:.0f} %', 100)} of the time, with a p99 latency of {samples.text(BASELINE, 'p99_ms', '{:.1f}')} ms. "

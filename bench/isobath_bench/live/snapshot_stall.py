@@ -69,6 +69,7 @@ def measure(name, layers):
             "beyond_ms": (max(worst) - max(worst_quiet)) * 1e3,
             "median_ms": statistics.median(worst) * 1e3,
             "median_quiet_ms": statistics.median(worst_quiet) * 1e3,
+            "median_beyond_ms": (statistics.median(worst) - statistics.median(worst_quiet)) * 1e3,
             "snapshot_ms": statistics.median(end - start for start, end in taken) * 1e3,
             "snapshot_worst_ms": max(end - start for start, end in taken) * 1e3,
             "iops": len(requests.at) / (requests.at[-1] - requests.at[0]),
@@ -111,8 +112,10 @@ def run(rounds, seconds):
             )), samples.text(key, "iops"),
         ])  # fmt: skip
         if key[0] == served.ISOBATH:
-            what = f"a snapshot of {key[1]:,} layer{'s' * (key[1] > 1)}: the worst request, beyond the worst without one"
-            goals.append(report.limit(what, samples.median(key, "beyond_ms"), at_most=5, unit="ms", why=samples.failure(key)))
+            what = f"a snapshot of {key[1]:,} layer{'s' * (key[1] > 1)}: the longest request around it"
+            why = samples.failure(key)
+            for field, which in (("median_beyond_ms", "the median of windows, beyond that without one"), ("beyond_ms", "the worst, beyond the worst without one")):
+                goals.append(report.limit(f"{what}, {which}", samples.median(key, field), at_most=5, unit="ms", why=why))
     table = {
         "title": "Requests during snapshots",
         "text": f"{groups() * EACH} snapshots, one each {EVERY * 1000:.0f} ms in groups of {EACH}, of a disk that fio writes over NBD: {DEPTH} requests of 4 KiB "

@@ -10,8 +10,8 @@ from . import guest, served
 LAYERS = 30
 # Bytes a second, µs a request, requests at a time, µs a flush: one disk for all, so that guest and job
 # contend alike wherever this runs.
-BANDWIDTH = 200_000_000
-SLOW_DISK = f"{BANDWIDTH // 1_000_000}M,150,32,500"
+BANDWIDTH = 200 << 20
+SLOW_DISK = f"{BANDWIDTH >> 20}M,150,32,500"
 FILL = 0.9
 # The guest works in a part of the disk that the active layer holds all of: nothing of what it writes has
 # to be copied, with the job or without.
