@@ -239,6 +239,24 @@ impl<S: Storage> Layer<S> {
         Ok(length)
     }
 
+    /// The image is written no more: others may read it.
+    pub(crate) async fn retire(&self) -> Result<()> {
+        self.storage.retire().await?;
+        if !Arc::ptr_eq(&self.storage, &self.data) {
+            self.data.retire().await?;
+        }
+        Ok(())
+    }
+
+    /// Lets this process open the image for writing beside this handle, or not any more.
+    pub(crate) async fn admit_writer(&self, admit: bool) -> Result<()> {
+        self.storage.admit_writer(admit).await?;
+        if !Arc::ptr_eq(&self.storage, &self.data) {
+            self.data.admit_writer(admit).await?;
+        }
+        Ok(())
+    }
+
     /// The writer is done with the file: from now on its tables alone say what is where.
     pub(crate) async fn settle(&self) -> Result<()> {
         self.refresh_file_length().await?;

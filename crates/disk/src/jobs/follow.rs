@@ -7,7 +7,7 @@ use crate::copy::is_zero;
 use crate::device::ZeroFlags;
 use crate::disk::Disk;
 use crate::live::{DirtyMap, LiveDisk};
-use crate::map::{Extent, Source};
+use crate::map::{Extent, Source, guest_range};
 use crate::range_lock::RangeLocks;
 use crate::write::{Need, Pulled, Surplus};
 use crate::{BlockDevice, Result};
@@ -155,7 +155,7 @@ impl<H: Host> Follow<H> {
             rest = later;
             match wanted {
                 Need::Nothing => {}
-                Need::Zeroes => self.zero(&range_of(run)).await?,
+                Need::Zeroes => self.zero(&guest_range(run)).await?,
                 Need::Data => self.data(disk, run, &mut pulled).await?,
             }
         }
@@ -184,7 +184,7 @@ impl<H: Host> Follow<H> {
     }
 
     async fn bytes(&self, disk: &Disk<H>, run: &[Extent], pulled: &mut Pulled) -> Result<()> {
-        let range = range_of(run);
+        let range = guest_range(run);
         if range.is_empty() {
             return Ok(());
         }
@@ -289,9 +289,4 @@ impl<H: Host> Disk<H> {
         let Some(writer) = self.writer_of(layer) else { return false };
         writer.qcow2().is_some_and(|qcow2| !qcow2.metadata.guard.kept_in(range).is_empty())
     }
-}
-
-fn range_of(extents: &[Extent]) -> Range<u64> {
-    let start = extents.first().map_or(0, |extent| extent.guest);
-    start..extents.last().map_or(start, |extent| extent.guest + extent.length)
 }

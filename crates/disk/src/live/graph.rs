@@ -94,10 +94,7 @@ impl<H: Host> LiveDisk<H> {
     pub(crate) async fn open_lower(&self, top: LayerIndex) -> Result<Disk<H>> {
         let disk = self.current();
         let Some(layer) = disk.chain.get(top) else { return Err(disk.no_layer(top)) };
-        layer.storage().admit_writer(true).await?;
-        if !Arc::ptr_eq(layer.storage(), layer.data()) {
-            layer.data().admit_writer(true).await?;
-        }
+        layer.admit_writer(true).await?;
         // What the writer adds is data to those who read here.
         layer.give_out(u64::MAX >> 1);
         let opened = self.open_writable(&disk, top).await;
@@ -140,10 +137,7 @@ impl<H: Host> LiveDisk<H> {
         lower.close().await?;
         let layer = Arc::clone(lower.chain.active());
         layer.settle().await?;
-        layer.storage().retire().await?;
-        if !Arc::ptr_eq(layer.storage(), layer.data()) {
-            layer.data().retire().await?;
-        }
+        layer.retire().await?;
         self.forget_lower(top).await?;
         Ok(layer)
     }
@@ -151,10 +145,7 @@ impl<H: Host> LiveDisk<H> {
     /// The chain's own handle of a layer that was open for writing keeps writers out again.
     pub(crate) async fn forget_lower(&self, top: LayerIndex) -> Result<()> {
         if let Some(layer) = self.current().chain.get(top) {
-            layer.storage().admit_writer(false).await?;
-            if !Arc::ptr_eq(layer.storage(), layer.data()) {
-                layer.data().admit_writer(false).await?;
-            }
+            layer.admit_writer(false).await?;
         }
         Ok(())
     }
@@ -171,7 +162,7 @@ impl<H: Host> LiveDisk<H> {
             return disk.set_backing(named).await;
         }
         let Some(layer) = disk.chain.get(of) else { return Err(disk.no_layer(of)) };
-        layer.storage().admit_writer(true).await?;
+        layer.admit_writer(true).await?;
         let changed = async {
             let options = OpenOptions { writable: true, ..self.options.clone() };
             let opened = crate::chain::open_layer(
@@ -184,7 +175,7 @@ impl<H: Host> LiveDisk<H> {
             opened.await?.edit_backing(named).await
         };
         let changed = changed.await;
-        layer.storage().admit_writer(false).await?;
+        layer.admit_writer(false).await?;
         changed?;
         if let Some(qcow2) = layer.as_qcow2() {
             let owned = named.map(|(name, format)| (name.to_owned(), Some(format.to_owned())));

@@ -100,10 +100,7 @@ impl<H: Host> LiveDisk<H> {
         if let Some(layer) = disk.chain.get(settling.layer) {
             layer.settle().await?;
             disk.settled();
-            layer.storage().retire().await?;
-            if !Arc::ptr_eq(layer.storage(), layer.data()) {
-                layer.data().retire().await?;
-            }
+            layer.retire().await?;
         }
         Ok(())
     }

@@ -38,6 +38,12 @@ pub(crate) struct Extent {
     pub(crate) source: Source,
 }
 
+/// The guest bytes of extents that follow one another.
+pub(crate) fn guest_range(extents: &[Extent]) -> Range<u64> {
+    let start = extents.first().map_or(0, |extent| extent.guest);
+    start..extents.last().map_or(start, |extent| extent.guest + extent.length)
+}
+
 /// Where the bytes of an extent come from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Source {

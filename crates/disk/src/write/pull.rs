@@ -4,7 +4,7 @@ use super::Qcow2Writer;
 use super::plan::Plan;
 use crate::copy::is_zero;
 use crate::disk::Disk;
-use crate::map::{Extent, Source};
+use crate::map::{Extent, Source, guest_range};
 use crate::tables::References;
 use crate::{BlockDevice, DiskError, LayerIndex, Result};
 use isobath_qcow2::{ClusterIndex, HostCluster, HostOffset};
@@ -144,7 +144,7 @@ impl<H: Host> Disk<H> {
             rest = later;
             match need {
                 Need::Nothing => {}
-                Need::Zeroes => self.pull_zeroes(qcow2, &range_of(run)).await?,
+                Need::Zeroes => self.pull_zeroes(qcow2, &guest_range(run)).await?,
                 Need::Data => self.pull_data(qcow2, surplus, run, &mut pulled).await?,
             }
         }
@@ -181,7 +181,7 @@ impl<H: Host> Disk<H> {
         run: &[Extent],
         pulled: &mut Pulled,
     ) -> Result<()> {
-        let range = range_of(run);
+        let range = guest_range(run);
         if range.is_empty() {
             return Ok(());
         }
@@ -349,9 +349,3 @@ impl<H: Host> Disk<H> {
 const WINDOW: u64 = 64 << 20;
 /// The most that is written as zeroes at once.
 const CHUNK: u64 = 1 << 20;
-
-/// The guest bytes of adjacent extents.
-fn range_of(extents: &[Extent]) -> Range<u64> {
-    let start = extents.first().map_or(0, |extent| extent.guest);
-    start..extents.last().map_or(start, |extent| extent.guest + extent.length)
-}
