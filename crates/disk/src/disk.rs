@@ -7,7 +7,7 @@ use crate::read::Readers;
 use crate::touched::Touched;
 use crate::write::Writer;
 use crate::{DiskError, OpenOptions, Result};
-use futures_util::try_join;
+use futures_util::join;
 use isobath_storage::{Host, IoBuf};
 use parking_lot::RwLock;
 use std::path::Path;
@@ -274,7 +274,9 @@ impl<H: Host> BlockDevice for Disk<H> {
                 done => done,
             }
         };
-        try_join!(before, writer.commit(&self.readers)).map(|_| ())
+        // Both end, also where one fails: a commit given up would be half done.
+        let (before, now) = join!(before, writer.commit(&self.readers));
+        before.and(now)
     }
 
     async fn block_status(
