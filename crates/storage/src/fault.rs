@@ -329,4 +329,8 @@ impl<S: Storage> Storage for FaultFile<S> {
     fn gains_from_written_space(&self) -> bool {
         self.inner.gains_from_written_space()
     }
+
+    fn atomic_write(&self) -> u64 {
+        self.inner.atomic_write()
+    }
 }

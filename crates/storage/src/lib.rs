@@ -26,6 +26,9 @@ pub use wait::block_on;
 use std::future::Future;
 use std::path::{Path, PathBuf};
 
+/// Bytes that every device writes whole or not at all.
+const SECTOR: u64 = 512;
+
 /// The result of a storage operation.
 pub type Result<T> = std::result::Result<T, StorageError>;
 
@@ -257,6 +260,13 @@ pub trait Storage: Send + Sync + 'static {
     /// memory, on block devices, and over a network, whose far side is not known.
     fn gains_from_written_space(&self) -> bool {
         false
+    }
+
+    /// Bytes that the device writes whole or not at all, also when its power fails: each block of that
+    /// many of the file, at multiples of that, holds what it held before or what was written. A power of
+    /// two, at least 512.
+    fn atomic_write(&self) -> u64 {
+        SECTOR
     }
 }
 

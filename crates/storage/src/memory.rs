@@ -6,7 +6,9 @@
 
 use crate::error::{Operation, StorageError};
 use crate::lock;
-use crate::{Allocation, FileId, Host, IoBuf, Locking, OpenMode, Result, Stamp, Storage, ZeroMode};
+use crate::{
+    Allocation, FileId, Host, IoBuf, Locking, OpenMode, Result, SECTOR, Stamp, Storage, ZeroMode,
+};
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::io;
@@ -177,11 +179,16 @@ struct Settings {
     gains: AtomicBool,
     /// 0 where nothing is cloned.
     clone_alignment: AtomicU64,
+    atomic_write: AtomicU64,
 }
 
 impl Default for Settings {
     fn default() -> Self {
-        Self { gains: AtomicBool::new(false), clone_alignment: AtomicU64::new(4096) }
+        Self {
+            gains: AtomicBool::new(false),
+            clone_alignment: AtomicU64::new(4096),
+            atomic_write: AtomicU64::new(SECTOR),
+        }
     }
 }
 
@@ -202,6 +209,11 @@ impl MemoryHost {
     pub fn set_clone_alignment(&self, alignment: Option<u64>) {
         let alignment = alignment.unwrap_or(0);
         self.settings.clone_alignment.store(alignment, Ordering::Relaxed);
+    }
+
+    /// What [`Storage::atomic_write`] answers for this host's files, open ones too: 512 unless set.
+    pub fn set_atomic_write(&self, bytes: u64) {
+        self.settings.atomic_write.store(bytes, Ordering::Relaxed);
     }
 
     /// Puts a file with these bytes in place, replacing one of the same name.
@@ -234,6 +246,7 @@ impl MemoryHost {
         copy.set_gains_from_written_space(self.settings.gains.load(Ordering::Relaxed));
         let alignment = self.settings.clone_alignment.load(Ordering::Relaxed);
         copy.set_clone_alignment(Some(alignment));
+        copy.set_atomic_write(self.settings.atomic_write.load(Ordering::Relaxed));
         {
             let mut target = copy.directory.lock();
             for (name, node) in &directory.files {
@@ -524,5 +537,9 @@ impl Storage for MemoryFile {
 
     fn gains_from_written_space(&self) -> bool {
         self.settings.gains.load(Ordering::Relaxed)
+    }
+
+    fn atomic_write(&self) -> u64 {
+        self.settings.atomic_write.load(Ordering::Relaxed)
     }
 }

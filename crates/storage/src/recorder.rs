@@ -335,4 +335,8 @@ impl<S: Storage> Storage for RecorderFile<S> {
     fn gains_from_written_space(&self) -> bool {
         self.inner.gains_from_written_space()
     }
+
+    fn atomic_write(&self) -> u64 {
+        self.inner.atomic_write()
+    }
 }

@@ -85,16 +85,17 @@ fn a_crash_keeps_what_was_flushed_and_what_fate_chooses() {
 }
 
 #[test]
-fn what_a_host_gains_from_written_space_is_passed_on() {
+fn what_a_host_tells_of_itself_is_passed_on() {
     let memory = MemoryHost::new();
     let host = FaultHost::new(RecorderHost::new(memory.clone()), Plan::new());
     block_on(async {
         let file = host.create(Path::new("image"), WRITABLE).await.unwrap();
-        assert!(!file.gains_from_written_space());
+        assert_eq!((file.gains_from_written_space(), file.atomic_write()), (false, 512));
         memory.set_gains_from_written_space(true);
-        assert!(file.gains_from_written_space());
+        memory.set_atomic_write(4096);
+        assert_eq!((file.gains_from_written_space(), file.atomic_write()), (true, 4096));
         let copy = memory.deep_copy();
         let file = copy.open(Path::new("image"), WRITABLE).await.unwrap();
-        assert!(file.gains_from_written_space());
+        assert_eq!((file.gains_from_written_space(), file.atomic_write()), (true, 4096));
     });
 }

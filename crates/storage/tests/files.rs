@@ -310,6 +310,10 @@ fn flushes_are_cheaper_in_written_space_on_ext4_and_xfs_only() {
             let file = FileHost.create(&name, WRITABLE).await.unwrap();
             let gains = ["ext2/ext3", "xfs"].contains(&&*kind);
             assert_eq!(file.gains_from_written_space(), gains, "{kind}");
+            if !gains {
+                assert_eq!(file.atomic_write(), 512, "{kind}");
+            }
+            assert!([512, 4096].contains(&file.atomic_write()));
         }
     });
 }

@@ -21,6 +21,7 @@
 //! After a failed flush the file is poisoned: each later flush and change fails with an error that
 //! says so, since a retried `fdatasync` can report success for data that is lost.
 
+mod atomic;
 mod descriptors;
 mod direct;
 mod flush;
@@ -40,7 +41,7 @@ pub use open::{FileHost, LimitedHost};
 
 use crate::error::{Operation, StorageError};
 use crate::ring::unblock;
-use crate::{Access, Allocation, FileId, IoBuf, Result, Stamp, Storage, ZeroMode};
+use crate::{Access, Allocation, FileId, IoBuf, Result, SECTOR, Stamp, Storage, ZeroMode};
 use arc_swap::ArcSwap;
 use direct::Direct;
 use flush::Durability;
@@ -80,6 +81,8 @@ pub struct FileStorage {
     timed: OnceLock<bool>,
     /// Whether flushes are cheaper in written space, once asked.
     gains: OnceLock<bool>,
+    /// What the device writes whole, once asked.
+    atomic: OnceLock<u64>,
 }
 
 impl fmt::Debug for FileStorage {
@@ -370,6 +373,13 @@ impl Storage for FileStorage {
         *self.gains.get_or_init(|| {
             let found = self.kept().and_then(|target| sys::file_system(&target.file));
             self.kind == Kind::Regular && found.is_ok_and(flush::gains_from_written_space)
+        })
+    }
+
+    fn atomic_write(&self) -> u64 {
+        *self.atomic.get_or_init(|| {
+            let found = self.kept().ok().map(|target| atomic::of_file(&target.file));
+            found.unwrap_or(SECTOR)
         })
     }
 }

@@ -296,6 +296,7 @@ fn storage(
         clones: OnceLock::new(),
         timed: OnceLock::new(),
         gains: OnceLock::new(),
+        atomic: OnceLock::new(),
     })
 }
 

@@ -10,6 +10,17 @@ const BLKGETSIZE64: libc::Ioctl = 0x8008_1272_u32 as libc::Ioctl;
 
 const FICLONERANGE: libc::Ioctl = 0x4020_940D;
 
+const FS_IOC_FSGETXATTR: libc::Ioctl = 0x801C_581F_u32 as libc::Ioctl;
+const FS_XFLAG_REALTIME: u32 = 1;
+
+/// `struct fsxattr`.
+#[repr(C)]
+#[derive(Default)]
+struct Attributes {
+    flags: u32,
+    _rest: [u32; 6],
+}
+
 /// `struct file_clone_range`.
 #[repr(C)]
 struct CloneRange {
@@ -128,6 +139,15 @@ pub(super) fn can_clone(file: &OwnedFd) -> bool {
         Ok(()) => true,
         Err(error) => error.raw_os_error() == Some(libc::EINVAL),
     }
+}
+
+/// Whether the file's blocks are on the realtime device of its XFS, apart from the one that `stat`
+/// names.
+pub(super) fn is_realtime(file: &OwnedFd) -> io::Result<bool> {
+    let mut found = Attributes::default();
+    // SAFETY: there is room for the answer.
+    done(unsafe { libc::ioctl(file.as_raw_fd(), FS_IOC_FSGETXATTR, &raw mut found) })?;
+    Ok(found.flags & FS_XFLAG_REALTIME > 0)
 }
 
 fn statfs(file: &OwnedFd) -> io::Result<libc::statfs> {
