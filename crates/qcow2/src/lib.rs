@@ -11,7 +11,7 @@
 //! - [`compress`]: compressed clusters; [`Snapshot`]: internal snapshots; [`Bitmap`]: persistent
 //!   bitmaps.
 //! - [`index`]: the direct-access index, an extension of the format.
-//! - [`journal`]: the metadata journal, another extension.
+//! - [`journal`]: the metadata journal, another extension; [`embedded`]: mappings that lie in the data.
 //! - [`NewImage`]: what to write for a new image.
 
 // A `Geometry` goes by reference everywhere, as in the public functions.
@@ -20,6 +20,7 @@
 pub mod bitmap;
 pub mod compress;
 pub mod create;
+pub mod embedded;
 pub mod error;
 pub mod extension;
 pub mod features;

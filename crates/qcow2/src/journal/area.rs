@@ -5,7 +5,7 @@ use super::extension::JournalExtension;
 use super::operation::Kind;
 use super::record::{SUMMED, View};
 use super::replay::Replay;
-use super::{BLOCK, irrecoverable};
+use super::{BLOCK, Zones, irrecoverable};
 use crate::error::FormatError;
 use crate::offset::HostOffset;
 
@@ -131,6 +131,17 @@ impl<'a> Journal<'a> {
             Kind::Cover(crc) => Some((item.offset, item.length, crc)),
             _ => None,
         })
+    }
+
+    /// The [zones](super::Operation::Zones) that the last record lists; `None` if it lists none.
+    pub fn zones(&self) -> Option<Zones> {
+        let (_, last) = self.records.last()?;
+        let payload = last.items().flatten().find_map(|item| match item.kind {
+            Kind::Zones(payload) => Some(payload),
+            _ => None,
+        })?;
+        // Checked when the record was found.
+        Zones::parse(payload).ok()
     }
 
     /// Forgets the last record: its data did not all reach the disk. The one before decides then.

@@ -13,6 +13,7 @@ mod record;
 mod replay;
 #[cfg(test)]
 mod tests;
+mod zones;
 
 pub use area::{Found, Journal};
 pub use checksum::Crc32c;
@@ -20,6 +21,7 @@ pub use extension::{JournalExtension, MAX_AREA, MIN_AREA};
 pub use operation::Operation;
 pub use record::{HEAD_BYTES, Record};
 pub use replay::{Content, Replay, ReplayRange};
+pub use zones::{MAX_ZONE_CLUSTERS, MAX_ZONES, Zone, Zones};
 
 use crate::error::FormatError;
 use std::fmt;

@@ -1,6 +1,6 @@
 //! Operations: what a record says of a range of the file.
 
-use super::irrecoverable;
+use super::{Zones, irrecoverable};
 use crate::bytes;
 use crate::error::FormatError;
 use crate::geometry::HOST_OFFSET_LIMIT;
@@ -16,6 +16,7 @@ const ZERO: u8 = 2;
 const DATA: u8 = 3;
 const COVER: u8 = 4;
 const REVOKE: u8 = 5;
+const ZONES: u8 = 6;
 
 /// An operation of a record. Offsets are in the image's file; lengths are in bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -58,6 +59,9 @@ pub enum Operation {
         /// How many bytes.
         length: u32,
     },
+    /// Where data may hold its own mappings, as of this record; at most one in a record. It writes
+    /// nothing.
+    Zones(Zones),
 }
 
 impl Operation {
@@ -66,6 +70,7 @@ impl Operation {
         let payload = match self {
             Self::Patch { bytes, .. } | Self::Data { bytes, .. } => bytes.len(),
             Self::Cover { .. } => 4,
+            Self::Zones(zones) => zones.encoded_length(),
             Self::Zero { .. } | Self::Revoke { .. } => 0,
         };
         HEAD + payload.next_multiple_of(ALIGN)
@@ -73,7 +78,7 @@ impl Operation {
 
     pub(super) fn write(&self, out: &mut Vec<u8>) {
         let length = |bytes: &[u8]| bytes.len() as u32;
-        let crc_bytes;
+        let (crc_bytes, zone_bytes);
         let (kind, offset, length, payload) = match self {
             Self::Patch { offset, bytes } => (PATCH, offset, length(bytes), bytes.as_slice()),
             Self::Zero { offset, length } => (ZERO, offset, *length, &[][..]),
@@ -83,6 +88,10 @@ impl Operation {
                 (COVER, offset, *length, &crc_bytes[..])
             }
             Self::Revoke { offset, length } => (REVOKE, offset, *length, &[][..]),
+            Self::Zones(zones) => {
+                zone_bytes = zones.encode();
+                (ZONES, &HostOffset::new(0), length(&zone_bytes), zone_bytes.as_slice())
+            }
         };
         out.extend([kind, 0, 0, 0]);
         out.extend(length.to_be_bytes());
@@ -108,18 +117,21 @@ pub(super) enum Kind<'a> {
     Data(&'a [u8]),
     Cover(u32),
     Revoke,
+    /// Still to be [parsed](Zones::parse).
+    Zones(&'a [u8]),
 }
 
 impl Item<'_> {
-    pub(super) fn to_operation(self) -> Operation {
+    pub(super) fn to_operation(self) -> Result<Operation, FormatError> {
         let Self { offset, length, kind } = self;
-        match kind {
+        Ok(match kind {
             Kind::Patch(bytes) => Operation::Patch { offset, bytes: bytes.to_vec() },
             Kind::Zero => Operation::Zero { offset, length },
             Kind::Data(bytes) => Operation::Data { offset, bytes: bytes.to_vec() },
             Kind::Cover(crc) => Operation::Cover { offset, length, crc },
             Kind::Revoke => Operation::Revoke { offset, length },
-        }
+            Kind::Zones(payload) => Operation::Zones(Zones::parse(payload)?),
+        })
     }
 }
 
@@ -151,7 +163,7 @@ impl<'a> Items<'a> {
             return Err(truncated(head.len(), HEAD));
         };
         let payload_length = match kind {
-            PATCH | DATA => length as usize,
+            PATCH | DATA | ZONES => length as usize,
             COVER => 4,
             _ => 0,
         };
@@ -181,11 +193,19 @@ impl<'a> Items<'a> {
             DATA => Kind::Data(payload),
             COVER => Kind::Cover(bytes::be32(payload, 0).unwrap_or_default()),
             REVOKE => Kind::Revoke,
+            ZONES if offset != 0 => {
+                return Err(irrecoverable(
+                    "journal record's zones",
+                    format_args!("at {}", HostOffset::new(offset)),
+                    "they have no offset of their own",
+                ));
+            }
+            ZONES => Kind::Zones(payload),
             other => {
                 return Err(FormatError::unsupported(
                     "journal record's operation",
                     format_args!("of kind {other}"),
-                    "only 1 to 5 are known; recover the image with the version of Isobath that \
+                    "only 1 to 6 are known; recover the image with the version of Isobath that \
                      wrote it",
                 ));
             }

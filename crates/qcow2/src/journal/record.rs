@@ -2,8 +2,8 @@
 
 use super::checksum::Crc32c;
 use super::extension::MAX_AREA;
-use super::operation::{Item, Items, Operation};
-use super::{BLOCK, irrecoverable};
+use super::operation::{Item, Items, Kind, Operation};
+use super::{BLOCK, Zones, irrecoverable};
 use crate::bytes;
 use crate::error::FormatError;
 
@@ -51,6 +51,11 @@ impl Record {
                 format!("must not exceed {MAX_AREA} bytes"),
             ));
         }
+        for operation in &self.operations {
+            if let Operation::Zones(zones) = operation {
+                zones.check().map_err(not_written)?;
+            }
+        }
         let mut out = Vec::with_capacity(self.encoded_length());
         out.extend(MAGIC);
         out.extend([0; 4]);
@@ -66,13 +71,7 @@ impl Record {
         let crc = Crc32c::of(out.get(SUMMED..).unwrap_or_default());
         out.resize(self.encoded_length(), 0);
         let _ = bytes::put(&mut out, CRC, &crc.to_be_bytes());
-        View::at(&out, id).and_then(|view| view.check()).map_err(|error| {
-            FormatError::invalid(
-                error.field().to_owned(),
-                error.value(),
-                "a record with it could not be replayed, so it is not written",
-            )
-        })?;
+        View::at(&out, id).and_then(|view| view.check()).map_err(not_written)?;
         Ok(out)
     }
 
@@ -96,9 +95,18 @@ impl Record {
             sequence: view.sequence,
             tail: view.tail,
             data_from: view.data_from,
-            operations: items?.into_iter().map(Item::to_operation).collect(),
+            operations: items?.into_iter().map(Item::to_operation).collect::<Result<_, _>>()?,
         })
     }
+}
+
+#[allow(clippy::needless_pass_by_value, reason = "for map_err")]
+fn not_written(error: FormatError) -> FormatError {
+    FormatError::invalid(
+        error.field().to_owned(),
+        error.value(),
+        "a record with it could not be replayed, so it is not written",
+    )
 }
 
 /// A record where it lies.
@@ -179,10 +187,20 @@ impl<'a> View<'a> {
                 "must be 0",
             ));
         }
-        let mut found = 0u32;
+        let (mut found, mut tables) = (0u32, 0u32);
         for item in self.items() {
-            item?;
+            if let Kind::Zones(payload) = item?.kind {
+                Zones::parse(payload)?;
+                tables = tables.saturating_add(1);
+            }
             found = found.saturating_add(1);
+        }
+        if tables > 1 {
+            return Err(irrecoverable(
+                "journal record's zones",
+                format_args!("listed {tables} times"),
+                "they must be listed at most once",
+            ));
         }
         if found != self.count {
             return Err(irrecoverable(
@@ -298,7 +316,7 @@ pub(super) mod tests {
             assert!(error.field().ends_with(field), "{field}: {error}");
             assert!(error.to_string().contains("restore it from a backup"), "{error}");
         }
-        for kind in [0, 6, 255] {
+        for kind in [0, 7, 255] {
             let error = changed(|b| b[64] = kind);
             assert_eq!(error.kind(), FormatErrorKind::Unsupported, "{error}");
         }

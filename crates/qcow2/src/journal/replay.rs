@@ -72,7 +72,7 @@ impl<'a> Replay<'a> {
                 Kind::Patch(bytes) => Some(Piece::Bytes(bytes)),
                 Kind::Data(bytes) => with_data.then_some(Piece::Bytes(bytes)),
                 Kind::Zero => Some(Piece::Zeroes(item.length)),
-                Kind::Cover(_) | Kind::Revoke => continue,
+                Kind::Cover(_) | Kind::Revoke | Kind::Zones(_) => continue,
             };
             let start = item.offset.get();
             self.cut(start, u64::from(item.length));

@@ -1,0 +1,216 @@
+//! Embedded records: mappings that lie in the data that they are about.
+//!
+//! The first [`LEAD`] bytes of a data cluster, or only their first sector, are compressed to make room
+//! for a record that says which guest cluster it is: so a new cluster is mapped by the write of its
+//! data. It counts only in a [zone](crate::journal::Zone) that the journal lists, and with that zone's
+//! id. `docs/format.md` specifies it to the byte.
+
+#[cfg(test)]
+mod tests;
+
+use crate::bytes;
+use crate::journal::Crc32c;
+use crate::offset::ClusterIndex;
+use lz4_flex::block::{
+    CompressTable, compress_into_with_table, decompress_into, get_maximum_output_size,
+};
+use std::cell::RefCell;
+
+/// Bytes of a cluster's lead block.
+pub const LEAD: usize = 4096;
+
+/// Bytes of a record before the compressed bytes.
+const HEAD: usize = 50;
+const SUM: usize = 16;
+/// First byte behind the sum.
+const BEHIND_SUM: usize = 20;
+const REST: usize = 20;
+const SERIAL: usize = 24;
+const PROVEN: usize = 32;
+const CLUSTER: usize = 40;
+const FORM: usize = 48;
+
+/// Bit of the form: the span is the whole block.
+const FORM_BLOCK: u16 = 1 << 15;
+/// Bit of the form: the sum of the rest is there.
+const FORM_REST: u16 = 1 << 14;
+/// Bit of the form that has no meaning.
+const FORM_RESERVED: u16 = 1 << 13;
+/// Bits of the form: how many bytes the compressed span takes.
+const FORM_PACKED: u16 = FORM_RESERVED - 1;
+
+/// What the sum of the sectors behind a sector span is multiplied with. Odd, and no power of two: sums
+/// are linear, and two that differ by the same damage must not cancel each other.
+const STIR: u32 = 0x9e37_79b1;
+
+/// Identifies a zone's time of use.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct ZoneId(pub [u8; 16]);
+
+/// How much of a lead block is compressed.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum Span {
+    /// Its first sector of 512 bytes.
+    Sector,
+    /// All of it.
+    Block,
+}
+
+impl Span {
+    /// Bytes of it.
+    pub const fn bytes(self) -> usize {
+        match self {
+            Self::Sector => 512,
+            Self::Block => LEAD,
+        }
+    }
+}
+
+/// What the record in a lead block says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Mapping {
+    /// The guest cluster.
+    pub cluster: ClusterIndex,
+    /// Rises with every record written; the highest of a guest cluster counts.
+    pub serial: u64,
+    /// Every record with a lower serial was durable when this one was made; at most `serial`.
+    pub proven: u64,
+    /// CRC-32C of the cluster's bytes behind the lead block, where they must be as written. If the
+    /// sectors behind a sector span are not as written, [`find`] gives another number here: who finds
+    /// the sum to hold knows the whole cluster to be as written.
+    pub rest: Option<u32>,
+}
+
+/// A record that was found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Lead {
+    /// What it says.
+    pub mapping: Mapping,
+    /// How much of the lead block it takes.
+    pub span: Span,
+}
+
+struct Scratch {
+    table: CompressTable,
+    packed: [u8; get_maximum_output_size(LEAD)],
+}
+
+thread_local! {
+    static SCRATCH: RefCell<Scratch> = RefCell::new(Scratch {
+        table: CompressTable::default(),
+        packed: [0; get_maximum_output_size(LEAD)],
+    });
+}
+
+impl Scratch {
+    /// Compresses `plain`, a span; `None` if that leaves no room for a head.
+    fn pack(&mut self, plain: &[u8]) -> Option<&[u8]> {
+        let length = compress_into_with_table(plain, &mut self.packed, &mut self.table).ok()?;
+        self.packed.get(..length).filter(|packed| HEAD + packed.len() <= plain.len())
+    }
+}
+
+/// Puts `mapping` into the lead block at the start of `block`; `None`, with the block unchanged, if it
+/// does not compress enough.
+pub fn embed(block: &mut [u8], mapping: &Mapping, zone: ZoneId) -> Option<Span> {
+    let block: &mut [u8; LEAD] = block.first_chunk_mut()?;
+    if mapping.proven > mapping.serial {
+        return None;
+    }
+    SCRATCH.with_borrow_mut(|scratch| {
+        [Span::Sector, Span::Block].into_iter().find(|&span| {
+            let plain = block.get(..span.bytes()).unwrap_or_default();
+            let packed = scratch.pack(plain);
+            packed.and_then(|packed| write(block, span, packed, mapping, zone)).is_some()
+        })
+    })
+}
+
+/// Writes a record over a span; `None` only if `packed` is too long, which it is not.
+fn write(
+    block: &mut [u8; LEAD],
+    span: Span,
+    packed: &[u8],
+    mapping: &Mapping,
+    zone: ZoneId,
+) -> Option<()> {
+    let mut form = packed.len() as u16;
+    let mut rest = 0;
+    if span == Span::Block {
+        form |= FORM_BLOCK;
+    }
+    if let Some(sum) = mapping.rest {
+        form |= FORM_REST;
+        rest = sum ^ behind(block, span);
+    }
+    let block = block.get_mut(..span.bytes())?;
+    bytes::put(block, 0, &zone.0)?;
+    bytes::put(block, REST, &rest.to_be_bytes())?;
+    bytes::put(block, SERIAL, &mapping.serial.to_be_bytes())?;
+    bytes::put(block, PROVEN, &mapping.proven.to_be_bytes())?;
+    bytes::put(block, CLUSTER, &mapping.cluster.get().to_be_bytes())?;
+    bytes::put(block, FORM, &form.to_be_bytes())?;
+    bytes::put(block, HEAD, packed)?;
+    block.get_mut(HEAD + packed.len()..)?.fill(0);
+    let sum = sum(block)?;
+    bytes::put(block, SUM, &sum.to_be_bytes())
+}
+
+/// The record in the lead block at the start of `block`, if there is one of that zone with a right
+/// sum. What is compressed is not looked at.
+pub fn find(block: &[u8], zone: ZoneId) -> Option<Lead> {
+    Some(parse(block.first_chunk()?, zone)?.0)
+}
+
+/// Gives the lead block at the start of `block` its plain content back; `None`, with the block
+/// unchanged, if it holds no record of that zone or what is compressed is not a span.
+pub fn extract(block: &mut [u8], zone: ZoneId) -> Option<Lead> {
+    let block: &mut [u8; LEAD] = block.first_chunk_mut()?;
+    let (lead, packed) = parse(block, zone)?;
+    let mut plain = [0; LEAD];
+    let plain = plain.get_mut(..lead.span.bytes())?;
+    if decompress_into(packed, plain).ok() != Some(plain.len()) {
+        return None;
+    }
+    bytes::put(block, 0, plain)?;
+    Some(lead)
+}
+
+/// The record and the compressed bytes.
+fn parse(block: &[u8; LEAD], zone: ZoneId) -> Option<(Lead, &[u8])> {
+    if !block.starts_with(&zone.0) {
+        return None;
+    }
+    let form = bytes::be16(block, FORM)?;
+    let span = if form & FORM_BLOCK == 0 { Span::Sector } else { Span::Block };
+    let packed_length = usize::from(form & FORM_PACKED);
+    let whole = block.get(..span.bytes())?;
+    let packed = whole.get(HEAD..HEAD + packed_length)?;
+    let (serial, proven) = (bytes::be64(block, SERIAL)?, bytes::be64(block, PROVEN)?);
+    let stored = bytes::be32(block, REST)?;
+    let has_rest = form & FORM_REST != 0;
+    let valid = form & FORM_RESERVED == 0
+        && packed_length > 0
+        && proven <= serial
+        && (has_rest || stored == 0)
+        && bytes::be32(block, SUM) == Some(sum(whole)?);
+    let rest = has_rest.then(|| stored ^ behind(block, span));
+    let cluster = ClusterIndex::new(bytes::be64(block, CLUSTER)?);
+    valid.then_some((Lead { mapping: Mapping { cluster, serial, proven, rest }, span }, packed))
+}
+
+/// The sum of a span as it is stored, without the sum's own bytes.
+fn sum(span: &[u8]) -> Option<u32> {
+    let mut sum = Crc32c::default();
+    sum.update(span.get(..SUM)?);
+    sum.update(span.get(BEHIND_SUM..)?);
+    Some(sum.finish())
+}
+
+/// What the sum of the rest is stored with: it depends on the sectors behind a sector span.
+fn behind(block: &[u8; LEAD], span: Span) -> u32 {
+    match block.get(span.bytes()..) {
+        Some(sectors) if !sectors.is_empty() => Crc32c::of(sectors).wrapping_mul(STIR),
+        _ => 0,
+    }
+}
