@@ -11,21 +11,33 @@
 //! - A request ends [`latency`](SlowDisk::latency) after its bytes have gone through; meanwhile those of
 //!   others do.
 //! - A flush keeps all others from going through for the time that it [costs](SlowDisk::flush).
+//! - A disk that [turns](SlowDisk::mechanics) has to be in the right place first, and has a write cache:
+//!   what was written since the last flush goes through with the next.
 //!
-//! Zeroes, discards, clones and changes of length are requests without bytes. What only asks is free, and
-//! nothing is cached.
+//! Its files lie one behind the other. Zeroes, discards, clones and changes of length are requests without
+//! bytes, so a file gains nothing from space that was written before. What only asks is free, and nothing
+//! is cached for reads. With each flush a trace event tells what the disk was sent so far.
 //!
 //! A disk that is slower than the simulated one shows through. Waiting needs the timers of an
 //! [`Executor`](crate::ring::Executor); elsewhere it holds up the thread.
 
+mod mechanics;
+
 use crate::ring;
 use crate::{Access, Allocation, FileId, Host, IoBuf, OpenMode, Result, Stamp, Storage, ZeroMode};
+use mechanics::{Arm, transfer};
 use parking_lot::Mutex;
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::num::{NonZeroU64, NonZeroUsize};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+
+pub use mechanics::Mechanics;
+
+/// Places between the begins of two files.
+const APART: u64 = 64 << 30;
 
 /// What a disk can do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,19 +50,61 @@ pub struct SlowDisk {
     pub depth: NonZeroUsize,
     /// How long a flush keeps the disk busy, besides its latency.
     pub flush: Duration,
+    /// What turns and moves in it, if anything does.
+    pub mechanics: Option<Mechanics>,
 }
 
-impl SlowDisk {
-    /// How long the bytes of a request take.
-    fn transfer(&self, bytes: u64) -> Duration {
-        let nanoseconds = u128::from(bytes) * 1_000_000_000 / u128::from(self.bandwidth.get());
-        Duration::from_nanos(nanoseconds.try_into().unwrap_or(u64::MAX))
+/// What a disk is asked for, by places on it.
+#[derive(Clone, Debug)]
+enum Request {
+    Read(Range<u64>),
+    Write(Range<u64>),
+    Flush,
+    /// Without bytes.
+    Other,
+}
+
+/// What a disk was sent so far.
+#[derive(Default)]
+struct Counts {
+    reads: u64,
+    writes: u64,
+    bytes_written: u64,
+    flushes: u64,
+    others: u64,
+}
+
+impl Counts {
+    fn add(&mut self, request: &Request) {
+        match request {
+            Request::Read(_) => self.reads += 1,
+            Request::Write(places) => {
+                self.writes += 1;
+                self.bytes_written += places.end - places.start;
+            }
+            Request::Flush => {
+                self.flushes += 1;
+                tracing::trace!(
+                    reads = self.reads,
+                    writes = self.writes,
+                    bytes_written = self.bytes_written,
+                    flushes = self.flushes,
+                    others = self.others,
+                    "the simulated disk's requests"
+                );
+            }
+            Request::Other => self.others += 1,
+        }
     }
 }
 
 /// When requests end. Times are counted from any fixed one, and never go back.
 struct Schedule {
     disk: SlowDisk,
+    arm: Option<Arm>,
+    counts: Counts,
+    /// Where files begin.
+    begins: HashMap<FileId, u64>,
     /// When the bytes of every request so far have gone through.
     free: Duration,
     /// When the requests in the disk end, the last `depth` of them.
@@ -59,11 +113,25 @@ struct Schedule {
 
 impl Schedule {
     fn new(disk: SlowDisk) -> Self {
-        Self { disk, free: Duration::ZERO, ends: VecDeque::new() }
+        Self {
+            disk,
+            arm: disk.mechanics.map(|mechanics| Arm::new(mechanics, disk.bandwidth.get())),
+            counts: Counts::default(),
+            begins: HashMap::new(),
+            free: Duration::ZERO,
+            ends: VecDeque::new(),
+        }
     }
 
-    /// Takes a request that keeps the disk busy for some time; tells when it ends.
-    fn submit(&mut self, now: Duration, busy: Duration) -> Duration {
+    /// Where a file begins: behind those that were opened before.
+    fn begin(&mut self, file: FileId) -> u64 {
+        let next = (self.begins.len() as u64).saturating_mul(APART);
+        *self.begins.entry(file).or_insert(next)
+    }
+
+    /// Takes a request; tells when it ends.
+    fn submit(&mut self, now: Duration, request: Request) -> Duration {
+        self.counts.add(&request);
         let mut start = now.max(self.free);
         // All take the same latency, so they end in the order in which they begin.
         if self.ends.len() >= self.disk.depth.get()
@@ -71,10 +139,26 @@ impl Schedule {
         {
             start = start.max(first);
         }
-        self.free = start.saturating_add(busy);
+        self.free = self.carry_out(start, request);
         let end = self.free.saturating_add(self.disk.latency);
         self.ends.push_back(end);
         end
+    }
+
+    /// When the disk is free again after a request.
+    fn carry_out(&mut self, start: Duration, request: Request) -> Duration {
+        match (request, &mut self.arm) {
+            (Request::Read(places), Some(arm)) => arm.read(start, places),
+            (Request::Write(places), Some(arm)) => arm.write(start, places),
+            (Request::Read(places) | Request::Write(places), None) => {
+                start.saturating_add(transfer(places.end - places.start, self.disk.bandwidth.get()))
+            }
+            (Request::Flush, arm) => {
+                let written = arm.as_mut().map_or(start, |arm| arm.write_out(start));
+                written.saturating_add(self.disk.flush)
+            }
+            (Request::Other, _) => start,
+        }
     }
 }
 
@@ -93,20 +177,10 @@ struct Device {
 
 impl Device {
     /// Queues a request and says when it ends.
-    fn submit(&self, busy: impl FnOnce(&SlowDisk) -> Duration) -> Instant {
-        let mut schedule = self.schedule.lock();
-        let busy = busy(&schedule.disk);
-        let end = schedule.submit(self.began.elapsed(), busy);
+    fn submit(&self, request: Request) -> Instant {
+        let end = self.schedule.lock().submit(self.began.elapsed(), request);
         let never = Duration::from_hours(24 * 365);
         self.began.checked_add(end).unwrap_or(self.began + never)
-    }
-
-    fn transfer(&self, bytes: u64) -> Instant {
-        self.submit(|disk| disk.transfer(bytes))
-    }
-
-    fn flush(&self) -> Instant {
-        self.submit(|disk| disk.flush)
     }
 }
 
@@ -126,7 +200,8 @@ impl<H: Host> SlowHost<H> {
     }
 
     fn wrap(&self, inner: H::File) -> SlowFile<H::File> {
-        SlowFile { inner, disk: self.disk.clone() }
+        let begin = self.disk.schedule.lock().begin(inner.id());
+        SlowFile { inner, begin, disk: self.disk.clone() }
     }
 }
 
@@ -157,7 +232,17 @@ impl<H: Host> Host for SlowHost<H> {
 /// A file on a simulated disk.
 pub struct SlowFile<S> {
     inner: S,
+    /// Its first byte's place on the disk.
+    begin: u64,
     disk: Device,
+}
+
+impl<S> SlowFile<S> {
+    /// The places of bytes on the disk.
+    fn places(&self, offset: u64, length: u64) -> Range<u64> {
+        let start = self.begin.saturating_add(offset);
+        start..start.saturating_add(length)
+    }
 }
 
 impl<S: Storage> Storage for SlowFile<S> {
@@ -170,42 +255,43 @@ impl<S: Storage> Storage for SlowFile<S> {
     }
 
     async fn read_at(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
-        let end = self.disk.transfer(buf.len() as u64);
+        let end = self.disk.submit(Request::Read(self.places(offset, buf.len() as u64)));
         let result = self.inner.read_at(offset, buf).await;
         wait_until(end).await;
         result
     }
 
     async fn write_at(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
-        let end = self.disk.transfer(buf.len() as u64);
+        let end = self.disk.submit(Request::Write(self.places(offset, buf.len() as u64)));
         let result = self.inner.write_at(offset, buf).await;
         wait_until(end).await;
         result
     }
 
     async fn write_vectored_at(&self, offset: u64, bufs: Vec<IoBuf>) -> Result<Vec<IoBuf>> {
-        let end = self.disk.transfer(bufs.iter().map(|buf| buf.len() as u64).sum());
+        let length = bufs.iter().map(|buf| buf.len() as u64).sum();
+        let end = self.disk.submit(Request::Write(self.places(offset, length)));
         let result = self.inner.write_vectored_at(offset, bufs).await;
         wait_until(end).await;
         result
     }
 
     async fn write_zeroes(&self, offset: u64, length: u64, mode: ZeroMode) -> Result<()> {
-        let end = self.disk.transfer(0);
+        let end = self.disk.submit(Request::Other);
         let result = self.inner.write_zeroes(offset, length, mode).await;
         wait_until(end).await;
         result
     }
 
     async fn discard(&self, offset: u64, length: u64) -> Result<()> {
-        let end = self.disk.transfer(0);
+        let end = self.disk.submit(Request::Other);
         let result = self.inner.discard(offset, length).await;
         wait_until(end).await;
         result
     }
 
     async fn flush(&self) -> Result<()> {
-        let end = self.disk.flush();
+        let end = self.disk.submit(Request::Flush);
         let result = self.inner.flush().await;
         wait_until(end).await;
         result
@@ -216,7 +302,7 @@ impl<S: Storage> Storage for SlowFile<S> {
     }
 
     async fn set_len(&self, length: u64) -> Result<()> {
-        let end = self.disk.transfer(0);
+        let end = self.disk.submit(Request::Other);
         let result = self.inner.set_len(length).await;
         wait_until(end).await;
         result
@@ -247,7 +333,7 @@ impl<S: Storage> Storage for SlowFile<S> {
     }
 
     async fn retire(&self) -> Result<()> {
-        let end = self.disk.flush();
+        let end = self.disk.submit(Request::Flush);
         let result = self.inner.retire().await;
         wait_until(end).await;
         result
@@ -264,7 +350,7 @@ impl<S: Storage> Storage for SlowFile<S> {
         to_offset: u64,
         length: u64,
     ) -> Result<bool> {
-        let end = self.disk.transfer(0);
+        let end = self.disk.submit(Request::Other);
         let result = self.inner.clone_range(&from.inner, from_offset, to_offset, length).await;
         wait_until(end).await;
         result
@@ -283,7 +369,11 @@ impl<S: Storage> Storage for SlowFile<S> {
     }
 
     fn gains_from_written_space(&self) -> bool {
-        self.inner.gains_from_written_space()
+        false
+    }
+
+    fn atomic_write(&self) -> u64 {
+        self.inner.atomic_write()
     }
 }
 
@@ -300,14 +390,14 @@ mod tests {
             latency: 2 * MS,
             depth: NonZeroUsize::new(depth).unwrap(),
             flush: 5 * MS,
+            mechanics: None,
         })
     }
 
     impl Schedule {
         /// The end of a request, in whole milliseconds.
         fn transfer(&mut self, now: u32, bytes: u64) -> u128 {
-            let busy = self.disk.transfer(bytes);
-            self.submit(now * MS, busy).as_millis()
+            self.submit(now * MS, Request::Write(0..bytes)).as_millis()
         }
     }
 
@@ -342,8 +432,7 @@ mod tests {
     fn a_flush_holds_up_what_comes_after_it() {
         let mut disk = disk(32);
         assert_eq!(disk.transfer(0, 1 << 20), 12);
-        let flush = disk.disk.flush;
-        assert_eq!(disk.submit(MS, flush), 17 * MS);
+        assert_eq!(disk.submit(MS, Request::Flush), 17 * MS);
         assert_eq!(disk.transfer(1, 0), 17);
     }
 
@@ -354,8 +443,33 @@ mod tests {
             latency: Duration::MAX,
             depth: NonZeroUsize::MIN,
             flush: Duration::MAX,
+            mechanics: None,
         });
         disk.transfer(0, u64::MAX);
-        assert_eq!(disk.submit(Duration::ZERO, Duration::MAX), Duration::MAX);
+        assert_eq!(disk.submit(Duration::ZERO, Request::Flush), Duration::MAX);
+    }
+
+    #[test]
+    fn writes_to_a_turning_disk_are_paid_for_by_the_flush() {
+        let turn = 10 * MS;
+        let mechanics = Mechanics { turn, ..Mechanics::DESKTOP };
+        let mut disk = Schedule::new(SlowDisk { mechanics: Some(mechanics), ..disk(32).disk });
+        assert_eq!(disk.transfer(0, 1 << 20), 2, "the latency");
+        assert_eq!(
+            disk.submit(MS, Request::Flush),
+            27 * MS,
+            "late for the first turn; flush, latency"
+        );
+        assert_eq!(
+            (disk.counts.writes, disk.counts.bytes_written, disk.counts.flushes),
+            (1, 1 << 20, 1)
+        );
+    }
+
+    #[test]
+    fn files_lie_one_behind_the_other() {
+        let mut disk = disk(1);
+        let [one, other] = [1, 2].map(|inode| FileId { device: 1, inode });
+        assert_eq!([one, other, one].map(|file| disk.begin(file)), [0, APART, 0]);
     }
 }

@@ -20,6 +20,7 @@ fn disk(bandwidth: u64, latency: Duration, depth: usize) -> SlowDisk {
         latency,
         depth: NonZeroUsize::new(depth).unwrap(),
         flush: Duration::ZERO,
+        mechanics: None,
     }
 }
 

@@ -105,9 +105,9 @@ pub(crate) struct Args {
     #[arg(long)]
     daemonize: bool,
     /// Let all images lie on one slow disk, as far as time goes, to try things out: bytes per second,
-    /// microseconds of latency, requests at a time, microseconds of a flush
+    /// microseconds of latency, requests at a time, microseconds of a flush; or 'hdd' or 'ssd'
     #[cfg(feature = "slow-disk")]
-    #[arg(long, hide = true, value_name = "BANDWIDTH,LATENCY,DEPTH,FLUSH", value_parser = slow::parse)]
+    #[arg(long, hide = true, value_name = "hdd|ssd|BANDWIDTH,LATENCY,DEPTH,FLUSH", value_parser = slow::parse)]
     slow_disk: Option<SlowDisk>,
     /// The images, each an export
     #[arg(required = true, value_name = "IMAGE")]

@@ -1,15 +1,28 @@
 //! What `--slow-disk` says.
 
 use crate::size;
-use isobath_storage::slow::SlowDisk;
+use isobath_storage::slow::{Mechanics, SlowDisk};
 use std::num::{NonZeroU64, NonZeroUsize};
 use std::time::Duration;
 
-/// Reads `BANDWIDTH,LATENCY,DEPTH,FLUSH`, such as `400M,100,32,500`.
+/// A SATA SSD.
+const SSD: &str = "250000000,80,32,500";
+/// What a desktop disk has besides its mechanics.
+const HDD: &str = "100000000,100,32,0";
+
+/// Reads `hdd`, `ssd`, or `BANDWIDTH,LATENCY,DEPTH,FLUSH`, such as `400M,100,32,500`.
 pub(super) fn parse(text: &str) -> Result<SlowDisk, String> {
+    match text {
+        "ssd" => numbers(SSD),
+        "hdd" => Ok(SlowDisk { mechanics: Some(Mechanics::DESKTOP), ..numbers(HDD)? }),
+        _ => numbers(text),
+    }
+}
+
+fn numbers(text: &str) -> Result<SlowDisk, String> {
     let parts: Vec<&str> = text.split(',').collect();
     let [bandwidth, latency, depth, flush] = parts[..] else {
-        return Err("it takes four numbers, as in 400M,100,32,500".into());
+        return Err("it takes 'hdd', 'ssd', or four numbers, as in 400M,100,32,500".into());
     };
     let number = |text: &str| text.parse::<u64>().map_err(|_| format!("'{text}' is not a number"));
     Ok(SlowDisk {
@@ -17,6 +30,7 @@ pub(super) fn parse(text: &str) -> Result<SlowDisk, String> {
         latency: Duration::from_micros(number(latency)?),
         depth: NonZeroUsize::new(number(depth)? as usize).ok_or("the depth is 0")?,
         flush: Duration::from_micros(number(flush)?),
+        mechanics: None,
     })
 }
 
@@ -30,8 +44,16 @@ mod tests {
         assert_eq!(disk.bandwidth.get(), 400 << 20);
         assert_eq!(disk.latency, Duration::from_micros(100));
         assert_eq!((disk.depth.get(), disk.flush), (32, Duration::from_micros(500)));
-        for text in ["400M", "0,1,1,1", "1,1,0,1", "1,x,1,1"] {
+        assert_eq!(disk.mechanics, None);
+        for text in ["400M", "floppy", "0,1,1,1", "1,1,0,1", "1,x,1,1"] {
             assert!(parse(text).is_err(), "{text}");
         }
+    }
+
+    #[test]
+    fn disks_have_names() {
+        let (ssd, hdd) = (parse("ssd").unwrap(), parse("hdd").unwrap());
+        assert_eq!((ssd.bandwidth.get(), ssd.mechanics), (250_000_000, None));
+        assert_eq!((hdd.bandwidth.get(), hdd.mechanics), (100_000_000, Some(Mechanics::DESKTOP)));
     }
 }
