@@ -221,13 +221,16 @@ impl<'a> View<'a> {
 #[cfg(test)]
 pub(super) mod tests {
     use super::*;
+    use crate::embedded::ZoneId;
     use crate::error::FormatErrorKind;
+    use crate::journal::Zone;
     use crate::offset::HostOffset;
     use proptest::prelude::*;
+    use proptest::sample::Index;
 
     const ID: u64 = 0xfeed_beef_0bad_cafe;
 
-    pub(in crate::journal) fn operation(offsets: u64) -> impl Strategy<Value = Operation> {
+    fn operation(offsets: u64) -> impl Strategy<Value = Operation> {
         let bytes = prop::collection::vec(any::<u8>(), 0..40);
         (0..5, 0..offsets, bytes, 0u32..40, any::<u32>()).prop_map(
             |(kind, offset, bytes, length, crc)| {
@@ -241,6 +244,39 @@ pub(super) mod tests {
                 }
             },
         )
+    }
+
+    /// So many of them, with at most one list of zones.
+    pub(in crate::journal) fn operations(
+        offsets: u64,
+        count: std::ops::Range<usize>,
+    ) -> impl Strategy<Value = Vec<Operation>> {
+        let zones = prop::option::of((any_zones(), any::<Index>()));
+        (prop::collection::vec(operation(offsets), count), zones).prop_map(
+            |(mut operations, zones)| {
+                if let Some((zones, at)) = zones {
+                    operations.insert(at.index(operations.len() + 1), Operation::Zones(zones));
+                }
+                operations
+            },
+        )
+    }
+
+    fn any_zones() -> impl Strategy<Value = Zones> {
+        let zone = (1u32..40, 0u64..1 << 20, any::<[u8; 16]>(), any::<u64>());
+        let zones = prop::collection::vec(zone, 0..6).prop_map(|zones| {
+            let mut start = 0;
+            let zones = zones.into_iter().map(|(clusters, gap, id, bits)| {
+                let offset = HostOffset::new(start + gap);
+                start += gap + u64::from(clusters) * 512;
+                let bits = bits & ((1 << clusters) - 1);
+                let plain = bits.to_le_bytes()[..clusters.div_ceil(8) as usize].to_vec();
+                Zone { start: offset, clusters, id: ZoneId(id), plain }
+            });
+            zones.collect()
+        });
+        let zones = Strategy::prop_shuffle(zones);
+        (any::<u64>(), zones).prop_map(|(floor, zones)| Zones { floor, zones })
     }
 
     fn sample() -> Record {
@@ -349,7 +385,7 @@ pub(super) mod tests {
     proptest! {
         #[test]
         fn a_record_comes_back(
-            operations in prop::collection::vec(operation(1 << 40), 0..20),
+            operations in operations(1 << 40, 0..20),
             id: u64, sequence: u64, tail: u64, data_from: u64,
         ) {
             let (tail, data_from) = (tail.min(sequence), data_from.min(sequence));

@@ -1,6 +1,6 @@
 //! Journals as they are after a crash: what is found in them, and what it says.
 
-use super::record::tests::operation;
+use super::record::tests::operations;
 use super::*;
 use crate::error::FormatErrorKind;
 use crate::offset::HostOffset;
@@ -248,6 +248,16 @@ fn model(records: &[Record], at: u64) -> Option<u8> {
     None
 }
 
+fn check_zones(journal: &Journal<'_>, records: &[Record]) {
+    let listed = records.last().and_then(|last| {
+        last.operations.iter().find_map(|operation| match operation {
+            Operation::Zones(zones) => Some(zones.clone()),
+            _ => None,
+        })
+    });
+    assert_eq!(journal.zones(), listed);
+}
+
 fn check_replay(journal: &Journal<'_>, records: &[Record]) {
     let mut file = vec![None; 300];
     let mut before: Option<(u64, bool)> = None;
@@ -316,7 +326,7 @@ proptest! {
     #[test]
     fn what_a_crash_leaves_is_replayed_as_the_model_says(
         plans in prop::collection::vec(
-            (prop::collection::vec(operation(FILE), 0..6), any::<Index>(), any::<Index>(), 0usize..6),
+            (operations(FILE, 0..6), any::<Index>(), any::<Index>(), 0usize..6),
             1..40,
         ),
         old in 0u8..3,
@@ -350,12 +360,14 @@ proptest! {
         let mut journal = Journal::scan(&area, &extension(&area)).unwrap();
         prop_assert_eq!(journal.last().map(|last| last.sequence), records.last().map(|r| r.sequence));
         check_replay(&journal, &records);
+        check_zones(&journal, &records);
         if drop && !torn {
             let covers = journal.covers().count();
             prop_assert!(covers >= 90 * plans[records.len() - 1].3);
             journal.drop_last().unwrap();
             records.pop();
             check_replay(&journal, &records);
+            check_zones(&journal, &records);
         }
     }
 

@@ -174,3 +174,145 @@ fn too_many(found: impl std::fmt::Display) -> FormatError {
 fn bit_bytes(clusters: u32) -> usize {
     clusters.div_ceil(8) as usize
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::journal::{Journal, JournalExtension, Operation, Record};
+
+    fn zone(start: u64, clusters: u32) -> Zone {
+        let plain = vec![0; bit_bytes(clusters)];
+        Zone { start: HostOffset::new(start), clusters, id: ZoneId([0xab; 16]), plain }
+    }
+
+    fn sample() -> Zones {
+        let small = Zone { plain: vec![0x81, 2], ..zone(0x5_0000, 10) };
+        Zones { floor: 0x0102, zones: vec![small, zone(0x1_0000, 8)] }
+    }
+
+    fn record(sequence: u64, operations: Vec<Operation>) -> Record {
+        Record { sequence, tail: 1, data_from: 1, operations }
+    }
+
+    #[test]
+    fn the_layout_is_as_specified() {
+        let operation = Operation::Zones(sample());
+        let record = record(1, vec![operation.clone(), Operation::Zones(sample())]);
+        assert!(record.encode(1).is_err());
+        let record = Record { operations: vec![operation.clone()], ..record };
+        let blocks = record.encode(1).unwrap();
+        let payload = [
+            &[0, 0, 0, 0, 0, 0, 1, 2][..],
+            &[0, 0, 0, 0, 0, 5, 0, 0, 0, 0, 0, 10],
+            &[0xab; 16],
+            &[0x81, 2],
+            &[0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 8],
+            &[0xab; 16],
+            &[0],
+        ]
+        .concat();
+        assert_eq!(payload.len(), 67);
+        assert_eq!(blocks[64..80], [6, 0, 0, 0, 0, 0, 0, 67, 0, 0, 0, 0, 0, 0, 0, 0]);
+        assert_eq!(blocks[80..147], payload);
+        assert_eq!(operation.encoded_length(), 16 + 72);
+        assert_eq!(blocks[40..44], [0, 0, 0, 64 + 16 + 72]);
+        assert_eq!(Record::parse(&blocks, 1), Ok(record));
+    }
+
+    #[test]
+    fn bits_tell_which_clusters_are_plain() {
+        let zone = &sample().zones[0];
+        let plain: Vec<u32> = (0..10).filter(|n| zone.is_plain(*n)).collect();
+        assert_eq!(plain, [0, 7, 9]);
+        assert!(zone.is_plain(10) && zone.is_plain(u32::MAX));
+    }
+
+    #[test]
+    fn what_cannot_be_is_neither_written_nor_read() {
+        let most = MAX_ZONES as u64;
+        let many = |count: u64| (0..count).map(|n| zone(n << 16, 1)).collect::<Vec<_>>();
+        let cases = [
+            (vec![zone(0, 0)], "must have 1 to 65536"),
+            (vec![zone(0, 65537)], "must have 1 to 65536"),
+            (vec![zone((1 << 56) - 512, 2)], "end below 2^56"),
+            (vec![zone(u64::MAX, 1)], "end below 2^56"),
+            (vec![Zone { plain: vec![0x81, 4], ..zone(0, 10) }], "no other that is set"),
+            (vec![zone(512, 8), zone(1 << 20, 1), zone(512, 1)], "overlaps the one at 0x200"),
+            (vec![zone(1024, 1), zone(0, 3)], "overlaps the one at 0x400"),
+            (many(most + 1), "at most 4096"),
+        ];
+        for (zones, reason) in cases {
+            let zones = Zones { floor: 0, zones };
+            let error = Zones::parse(&zones.encode()).unwrap_err();
+            assert!(error.reason().contains(reason), "{error}");
+            assert!(error.reason().contains("restore it from a backup"), "{error}");
+            let error = record(1, vec![Operation::Zones(zones)]).encode(1).unwrap_err();
+            assert!(error.reason().contains("not written"), "{error}");
+        }
+        // Bits that would be taken for another zone.
+        let long =
+            Zone { plain: [vec![0], zone(1 << 20, 8).plain, vec![0; 28]].concat(), ..zone(0, 8) };
+        assert!(
+            record(1, vec![Operation::Zones(Zones { floor: 0, zones: vec![long] })])
+                .encode(1)
+                .is_err()
+        );
+        for zones in [many(most), vec![zone(0, 65536)], vec![zone((1 << 56) - 512, 1)]] {
+            let zones = Zones { floor: u64::MAX, zones };
+            assert_eq!(Zones::parse(&zones.encode()), Ok(zones));
+        }
+        let payload = sample().encode();
+        for length in (0..payload.len()).filter(|length| ![8, 38].contains(length)) {
+            assert!(Zones::parse(&payload[..length]).is_err(), "{length}");
+        }
+        assert_eq!(Zones::parse(&payload[..38]).unwrap().zones, sample().zones[..1]);
+    }
+
+    #[test]
+    fn a_list_with_an_offset_or_twice_is_not_read() {
+        let changed = |operations, at: usize, to: u8| {
+            let mut blocks = record(1, operations).encode(1).unwrap();
+            let length = usize::from(blocks[43]);
+            blocks[at] = to;
+            let sum = crate::journal::Crc32c::of(&blocks[8..length]).to_be_bytes();
+            blocks[4..8].copy_from_slice(&sum);
+            Record::parse(&blocks, 1).unwrap_err()
+        };
+        let empty = Zones::default();
+        let error = changed(vec![Operation::Zones(empty.clone())], 64 + 15, 1);
+        assert!(error.to_string().contains("zones is at 0x1"), "{error}");
+        let patch = Operation::Patch { offset: HostOffset::new(0), bytes: vec![0; 8] };
+        let error = changed(vec![Operation::Zones(empty), patch], 64 + 24, 6);
+        assert!(error.to_string().contains("listed 2 times"), "{error}");
+    }
+
+    #[test]
+    fn the_last_record_that_counts_lists_the_zones() {
+        let other = Zones { floor: 9, zones: vec![zone(0, 1)] };
+        let zero = Operation::Zero { offset: HostOffset::new(0), length: 1 };
+        let extension = JournalExtension {
+            area_offset: HostOffset::new(1 << 16),
+            area_length: 16 << 10,
+            id: 1,
+            first_sequence: 1,
+        };
+        let mut area = vec![0; 16 << 10];
+        let put = |area: &mut Vec<u8>, sequence: u64, operations: Vec<Operation>| {
+            let blocks = record(sequence, operations).encode(1).unwrap();
+            let at = (sequence - 1) as usize * 4096;
+            area[at..at + 4096].copy_from_slice(&blocks);
+        };
+        assert_eq!(Journal::scan(&area, &extension).unwrap().zones(), None);
+        put(&mut area, 1, vec![Operation::Zones(sample())]);
+        put(&mut area, 2, vec![zero.clone(), Operation::Zones(other.clone())]);
+        let mut journal = Journal::scan(&area, &extension).unwrap();
+        assert_eq!(journal.zones(), Some(other));
+        assert_eq!(journal.replay().end().get(), 1);
+        journal.drop_last().unwrap();
+        assert_eq!(journal.zones(), Some(sample()));
+        assert!(journal.replay().is_empty());
+        // One that lists none has none.
+        put(&mut area, 3, vec![zero]);
+        assert_eq!(Journal::scan(&area, &extension).unwrap().zones(), None);
+    }
+}
