@@ -19,7 +19,7 @@ def size():
 
 def fill(server, count):
     """Writes 4 KiB to each cluster, in order, and flushes at the end."""
-    extra = [*loads.COMPRESSIBLE, "--end_fsync=1", f"--size={count << 16}"]
+    extra = [*loads.COMPRESSIBLE, "--end_fsync=1", f"--size={count << 16}", f"--io_size={count << 12}"]
     done = fio.load(server, rw="write:60k", block="4k", depth=64, seconds=3600, once=True, extra=extra)
     if done["requests"] != count:
         raise tools.Failed(f"{done['requests']:,} of {count:,} clusters were written")
