@@ -1,7 +1,7 @@
 //! The journal: records, areas of them, and edits of the header that points to one.
 
 use isobath_qcow2::journal::{
-    BLOCK, Content, Crc32c, HEAD_BYTES, Journal, JournalExtension, MIN_AREA, Record,
+    BLOCK, Content, Crc32c, HEAD_BYTES, Journal, JournalExtension, MIN_AREA, Operation, Record,
 };
 use isobath_qcow2::{Header, HostOffset, IncompatibleFeatures, ParseMode};
 
@@ -65,6 +65,11 @@ fn area(area: &[u8]) {
         let record = Record::parse(&area[last.at..], ID).expect("found here");
         assert_eq!(record.encoded_length(), last.length);
         assert!(journal.covers().count() <= record.operations.len());
+        let zones = record.operations.iter().find_map(|operation| match operation {
+            Operation::Zones(zones) => Some(zones),
+            _ => None,
+        });
+        assert_eq!(journal.zones().as_ref(), zones);
     }
     if journal.drop_last().is_ok() {
         assert_eq!(journal.covers().count(), 0);

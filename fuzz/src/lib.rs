@@ -5,6 +5,7 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a finding is a panic")]
 
+mod embedded;
 mod format;
 mod image;
 mod journal;
@@ -12,6 +13,7 @@ mod nbd;
 mod nbd_session;
 mod seeds;
 
+pub use embedded::embedded;
 pub use format::{bitmaps, compressed, extensions, header, index, l1_l2, refcount, snapshots};
 pub use image::image;
 pub use journal::journal;
@@ -33,6 +35,7 @@ pub const TARGETS: &[(&str, Target)] = &[
     ("bitmaps", bitmaps),
     ("index", index),
     ("journal", journal),
+    ("embedded", embedded),
     ("nbd_handshake", nbd_handshake),
     ("nbd_request", nbd_request),
     ("nbd_session", nbd_session),

@@ -2,12 +2,15 @@
 
 use crate::nbd_session::{FRAMED, GREETED, STRUCTURED, script};
 use isobath_export::nbd::request::Request;
+use isobath_qcow2::embedded::{LEAD, Mapping, ZoneId, embed};
 use isobath_qcow2::index::{
     BlockHash, BlockPointer, LayerRecord, LayerStamp, Page, PageEntry, PageRecord, RecordedFormat,
     Root, Segment,
 };
-use isobath_qcow2::journal::{Operation, Record};
-use isobath_qcow2::{CompressionType, Extension, HostOffset, NewImage, Snapshot, compress};
+use isobath_qcow2::journal::{Operation, Record, Zone, Zones};
+use isobath_qcow2::{
+    ClusterIndex, CompressionType, Extension, HostOffset, NewImage, Snapshot, compress,
+};
 
 /// Valid inputs of a target, by its name.
 pub fn seeds(target: &str) -> Vec<Vec<u8>> {
@@ -53,6 +56,7 @@ pub fn seeds(target: &str) -> Vec<Vec<u8>> {
             seeds
         }
         "journal" => journals(),
+        "embedded" => leads(),
         "nbd_handshake" => vec![handshake(255), handshake(0)],
         "nbd_session" => sessions(),
         "nbd_request" => {
@@ -110,6 +114,18 @@ fn journals() -> Vec<Vec<u8>> {
         Operation::Revoke { offset, length: 50 },
         Operation::Data { offset, bytes: vec![2; 5000] },
         Operation::Cover { offset, length: 512, crc: 3 },
+        Operation::Zones(Zones {
+            floor: 9,
+            zones: vec![
+                Zone { start: offset, clusters: 10, id: ZoneId([4; 16]), plain: vec![1, 2] },
+                Zone {
+                    start: HostOffset::new(0),
+                    clusters: 8,
+                    id: ZoneId([5; 16]),
+                    plain: vec![0],
+                },
+            ],
+        }),
     ];
     let record =
         |sequence| Record { sequence, tail: 1, data_from: 1, operations: operations.clone() };
@@ -117,6 +133,25 @@ fn journals() -> Vec<Vec<u8>> {
     let area = [blocks(2), blocks(3), blocks(1)].concat();
     let mut seeds = vec![[&[0][..], &blocks(3)].concat(), [&[1][..], &area].concat()];
     seeds.extend(images().iter().map(|new| [&[2][..], &image(new)].concat()));
+    seeds
+}
+
+/// Lead blocks with a record in each span, and data that may get one.
+fn leads() -> Vec<Vec<u8>> {
+    let dense: Vec<u8> =
+        (0..512u32).map(|at| (at.wrapping_mul(0x9e37_79b1) >> 24) as u8 ^ (at / 3) as u8).collect();
+    let data = [vec![b'a'; LEAD], [dense, vec![7; LEAD - 512]].concat()];
+    let mapping =
+        Mapping { cluster: ClusterIndex::new(7), serial: 9, proven: 5, rest: Some(0x0102_0304) };
+    let records = data.iter().map(|plain| {
+        let mut block = plain.clone();
+        embed(&mut block, &mapping, crate::embedded::ZONE).expect("it compresses");
+        block
+    });
+    let mut seeds: Vec<_> =
+        records.flat_map(|block| [0, 2].map(|kind| [&[kind][..], &block].concat())).collect();
+    let numbers = [7u64, 9, 5].map(u64::to_be_bytes).concat();
+    seeds.extend(data.iter().map(|plain| [&[3][..], &numbers, &[1, 2, 3, 4], plain].concat()));
     seeds
 }
 
