@@ -1,8 +1,6 @@
 //! Chain lengths are those of `qemu-img info --backing-chain`; hidden bytes are what `qemu-img map`
 //! leaves of them.
 
-#![allow(clippy::unwrap_used, reason = "a test fails by a panic")]
-
 use isobath_survey::render::{self, Listing};
 use isobath_survey::{Options, Progress, SortBy, Survey, survey};
 use isobath_testkit::{args, qemu};

@@ -1,10 +1,6 @@
 //! Text, JSON, CSV and Parquet tell the same, whatever the names are.
 
-#![allow(clippy::unwrap_used, clippy::panic, reason = "a test fails by a panic")]
-
-mod fleet;
-
-use fleet::Fleet;
+use crate::fleet::Fleet;
 use isobath_survey::render::{self, Listing};
 use isobath_survey::{ChainRow, SortBy, Survey};
 use parquet::file::reader::{FileReader, SerializedFileReader};

@@ -1,7 +1,5 @@
 //! Small fleets of images that are headers alone.
 
-#![allow(dead_code, reason = "each test uses its part")]
-
 use isobath_qcow2::{
     AutoclearFeatures, CompatibleFeatures, CompressionType, Extension, Header, HostOffset,
     IncompatibleFeatures,

@@ -1,11 +1,7 @@
 //! The page in a real browser: its charts are drawn, its tables sort, and no name in it is more than
 //! a name.
 
-#![allow(clippy::unwrap_used, clippy::panic, reason = "a test fails by a panic")]
-
-mod fleet;
-
-use fleet::Fleet;
+use crate::fleet::Fleet;
 use isobath_survey::SortBy;
 use isobath_survey::render::{self, Listing};
 use isobath_testkit::process::{Finished, run};

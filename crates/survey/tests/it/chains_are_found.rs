@@ -1,10 +1,6 @@
 //! Which chains a survey finds in trees of all kinds, and what it says of those that are not whole.
 
-#![allow(clippy::unwrap_used, clippy::panic, reason = "a test fails by a panic")]
-
-mod fleet;
-
-use fleet::{Fleet, header, problems, row};
+use crate::fleet::{BEGIN, Fleet, header, problems, row};
 use isobath_survey::{Advice, Options, Progress, SortBy, survey};
 use std::ffi::OsStr;
 use std::fs;
@@ -265,7 +261,7 @@ fn times_tell_how_often_snapshots_are_made() {
     assert_eq!(report.counts.without_birth, 12);
     let steps: Vec<_> = report.longest.iter().map(|(_, length)| *length).collect();
     assert_eq!(steps, (1..=10).collect::<Vec<_>>());
-    assert_eq!(report.longest[9].0, (fleet::BEGIN + 9 * DAY) as i64);
+    assert_eq!(report.longest[9].0, (BEGIN + 9 * DAY) as i64);
     assert_eq!(report.made.bins.iter().map(|bin| bin.count).sum::<u64>(), 10);
     let born = fleet.survey_with(&Options::default()).report();
     assert!(born.counts.without_birth == 12 || born.intervals.most < day, "births are of today");
