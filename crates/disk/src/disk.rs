@@ -204,9 +204,22 @@ impl<H: Host> Disk<H> {
     /// # Errors
     /// If the storage fails in a way that flushes will notice too.
     pub async fn upkeep(&self) -> Result<()> {
-        match self.writer.as_ref().and_then(|writer| writer.qcow2()) {
-            Some(qcow2) => qcow2.metadata.attend().await,
+        match &self.writer {
+            Some(writer) => writer.attend(&self.readers).await,
             None => Ok(()),
+        }
+    }
+
+    /// Does a piece of what [`close`](Self::close) would have to do: in mode
+    /// [`Embedded`](crate::MetadataMode::Embedded), it brings some of what is embedded into its final form. Call it in
+    /// quiet moments. `false` if there was nothing to do.
+    ///
+    /// # Errors
+    /// As [`flush`](BlockDevice::flush).
+    pub async fn tidy(&self) -> Result<bool> {
+        match &self.writer {
+            Some(writer) => writer.seal_some(true, &self.readers).await,
+            None => Ok(false),
         }
     }
 

@@ -102,7 +102,7 @@ impl<H: Host> Disk<H> {
                         }
                     }
                 };
-                writer.without_journal(change).await?;
+                writer.without_journal(&self.readers, change).await?;
             }
             _ => self.resize_raw(writer, old, size, preallocation).await?,
         }

@@ -25,7 +25,7 @@ const PIECE: u64 = 1 << 20;
 
 /// How much to prepare, and when.
 #[derive(Debug)]
-pub(super) struct Growth {
+pub(crate) struct Growth {
     step: u64,
     /// Commits since a step was prepared.
     commits: u32,
@@ -44,7 +44,7 @@ impl Default for Growth {
 impl Growth {
     /// Called at each commit, with the bytes used anew since the last, and those that are prepared:
     /// how many more are wanted.
-    fn committed(&mut self, grown: u64, left: u64) -> Option<u64> {
+    pub(crate) fn committed(&mut self, grown: u64, left: u64) -> Option<u64> {
         self.commits = self.commits.saturating_add(1);
         self.average = (self.average * 7 + grown) / 8;
         if grown == 0 || self.exhausted || left >= self.step / 2 || self.average > MOST_BETWEEN {

@@ -57,6 +57,17 @@ impl<S: Storage> Allocator<S> {
         Ok(area)
     }
 
+    /// Takes a free cluster of an area.
+    pub(crate) async fn take_kept(&self, cluster: HostCluster) -> Result<()> {
+        let mut state = self.lock().await;
+        if self.refcount_in(&mut state, cluster.get()).await? > 0 {
+            return Err(self.corrupt(format!("host cluster {cluster} of a zone is in use twice")));
+        }
+        self.reserve(&mut state, cluster.get(), 1)?;
+        self.layer.give_out((cluster.get() + 1) << self.geometry.cluster_bits());
+        Ok(())
+    }
+
     /// Whether these clusters are kept.
     pub(crate) async fn is_kept(&self, area: &Range<u64>) -> bool {
         self.state.lock().await.areas.contains(area)

@@ -12,6 +12,7 @@ use isobath_qcow2::geometry::MAX_REFCOUNT_TABLE_BYTES;
 use isobath_qcow2::header::field;
 use isobath_qcow2::{HostCluster, HostOffset, RefcountTableEntry};
 use isobath_storage::{IoBuf, Storage};
+use std::ops::Range;
 
 impl<S: Storage> Allocator<S> {
     /// Sees to it that a cluster has a refcount block in memory, creating one where none is.
@@ -63,6 +64,29 @@ impl<S: Storage> Allocator<S> {
                 continue;
             }
             return self.take_with_blocks(state, start, count, missing);
+        }
+    }
+
+    /// Keeps `count` adjacent clusters past everything ever used, which have refcount blocks.
+    pub(crate) async fn reserve_zone(&self, count: u64) -> Result<Range<u64>> {
+        let mut state = self.lock().await;
+        loop {
+            let (start, missing) = self.find_adjacent(&mut state, count).await?;
+            let area = start..start + count;
+            let homes = area.end..area.end + missing.len() as u64;
+            if missing.last().is_some_and(|last| *last as usize >= state.table.len()) {
+                self.grow_table(&mut state, homes.end).await?;
+                continue;
+            }
+            for (index, home) in missing.into_iter().zip(homes.clone()) {
+                self.create_block(&mut state, index, home)?;
+            }
+            for home in homes.clone() {
+                self.count_own(&mut state, home)?;
+            }
+            state.never_used = state.never_used.max(homes.end);
+            state.areas.push(area.clone());
+            return Ok(area);
         }
     }
 

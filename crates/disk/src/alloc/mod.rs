@@ -13,12 +13,11 @@ mod cut;
 mod grow;
 mod stage;
 
-pub(crate) use ahead::write_zeroes;
+pub(crate) use ahead::{Growth, write_zeroes};
 pub(crate) use stage::{Staged, not_zero};
 
 use crate::chain::{Layer, Qcow2};
 use crate::{DiskError, Result};
-use ahead::Growth;
 use async_lock::{Mutex, MutexGuard};
 use block::Block;
 use futures_util::future::try_join_all;

@@ -48,6 +48,12 @@ pub struct OpenOptions {
     pub metadata: MetadataMode,
     /// Bytes of the journal, if there is one; `None` takes 1/32 of the disk's size, 1 to 4 MiB.
     pub journal_size: Option<u64>,
+    /// Bytes of a zone, in mode `embedded`: as many whole clusters as that has, 1 to 4,096; `None` takes
+    /// 64 MiB.
+    pub zone_size: Option<u64>,
+    /// Zones in use at most, in mode `embedded`: a recovery looks for records in all of them, and a
+    /// close makes them plain. `None` takes 8; with 0 nothing is embedded.
+    pub zones: Option<u32>,
     /// Bytes of memory for the map; `None` takes what the disk needs, up to
     /// [`DEFAULT_MAP_CACHE`](crate::DEFAULT_MAP_CACHE).
     pub map_cache: Option<usize>,
@@ -64,6 +70,8 @@ impl Default for OpenOptions {
             trust: Trust::default(),
             metadata: MetadataMode::default(),
             journal_size: None,
+            zone_size: None,
+            zones: None,
             map_cache: None,
         }
     }

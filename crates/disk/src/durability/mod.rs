@@ -5,6 +5,7 @@ pub(crate) mod guard;
 pub(crate) mod journal;
 mod ordered;
 mod upkeep;
+pub(crate) mod zones;
 
 pub(crate) use group::GroupCommit;
 
@@ -15,7 +16,7 @@ use crate::map::resolve::ActiveEntries;
 use crate::read::Readers;
 use crate::tables::Tables;
 use futures_util::future::try_join_all;
-use guard::{Cover, Guard, Kept, Way, covers, cut};
+use guard::{Cover, Guard, Kept, Voucher, Way, covers, cut};
 use isobath_qcow2::{ClusterIndex, HostOffset, L2Entry};
 use isobath_storage::{IoBuf, Storage};
 use journal::Journal;
@@ -24,6 +25,7 @@ use std::future::Future;
 use std::ops::Range;
 use std::sync::Arc;
 pub(crate) use upkeep::Upkeep;
+use zones::Zones;
 
 /// A way to make recorded changes durable (`--metadata`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -38,11 +40,15 @@ pub enum MetadataMode {
     /// Writes a journal inside the image, which is not usable without it until it is closed or
     /// recovered. A flush makes one sync, and while the journal is in use a crash loses no space.
     Journal,
+    /// As [`Journal`](Self::Journal), and where the data of a new cluster can be compressed a little, what
+    /// maps it is put into it: then a flush writes nothing to the journal either. Until the image is
+    /// closed, some blocks of it are stored differently, and a recovery looks for them.
+    Embedded,
 }
 
 impl MetadataMode {
     /// All modes.
-    pub const ALL: [Self; 3] = [Self::Auto, Self::Ordered, Self::Journal];
+    pub const ALL: [Self; 4] = [Self::Auto, Self::Ordered, Self::Journal, Self::Embedded];
 
     /// The name on the command line.
     pub const fn name(self) -> &'static str {
@@ -50,6 +56,7 @@ impl MetadataMode {
             Self::Auto => "auto",
             Self::Ordered => "ordered",
             Self::Journal => "journal",
+            Self::Embedded => "embedded",
         }
     }
 
@@ -70,6 +77,12 @@ pub(crate) enum Place {
     Prepared,
     /// The same, where the file does not reach yet.
     Beyond,
+    /// Nothing that anything refers to but the record embedded in the data, which has a checksum of
+    /// what is behind it or needs none.
+    Embedded {
+        /// Whether it has.
+        checked: bool,
+    },
 }
 
 /// A write of at most so many bytes that would make the file grow goes into the next record rather
@@ -83,6 +96,7 @@ pub(crate) struct Metadata<S> {
     pub(crate) alloc: Allocator<S>,
     pub(crate) guard: Guard,
     pub(crate) upkeep: Upkeep,
+    pub(crate) zones: Zones,
 }
 
 impl<S: Storage> Metadata<S> {
@@ -107,6 +121,10 @@ impl<S: Storage> Metadata<S> {
     /// Writes guest data to its place, or keeps it for the next record where its place must not
     /// change yet.
     pub(crate) async fn write(&self, at: u64, buf: IoBuf) -> Result<IoBuf> {
+        let range = at..at + buf.len() as u64;
+        if !self.zones.leads_in(&range).is_empty() {
+            return self.write_over_leads(at, buf).await;
+        }
         if buf.len() <= SMALL && self.keep(Place::InUse, at, std::slice::from_ref(&buf)) {
             return Ok(buf);
         }
@@ -115,6 +133,17 @@ impl<S: Storage> Metadata<S> {
             Way::Parts(parts, _busy) => {
                 self.write_parts(at, parts, std::slice::from_ref(&buf)).await?;
                 Ok(buf)
+            }
+        }
+    }
+
+    /// Writes bytes as they are to be stored, as [`write`](Self::write).
+    async fn write_stored(&self, at: u64, bufs: Vec<IoBuf>) -> Result<Vec<IoBuf>> {
+        match self.guard.write(at, &bufs) {
+            Way::Straight(_busy) => Ok(self.layer.data().write_vectored_at(at, bufs).await?),
+            Way::Parts(parts, _busy) => {
+                self.write_parts(at, parts, &bufs).await?;
+                Ok(bufs)
             }
         }
     }
@@ -132,6 +161,11 @@ impl<S: Storage> Metadata<S> {
             return Ok((data.write_vectored_at(at, bufs).await?, Vec::new()));
         }
         let length: usize = bufs.iter().map(IoBuf::len).sum();
+        if let Place::Embedded { checked } = place {
+            let voucher = if checked { Voucher::Lead } else { Voucher::Nobody };
+            let cover = Cover { range: at..at + length as u64, crc: None, voucher };
+            return Ok((self.write_stored(at, bufs).await?, vec![cover]));
+        }
         if length <= SMALL {
             if self.keep(place, at, &bufs) {
                 return Ok((bufs, Vec::new()));
@@ -151,7 +185,11 @@ impl<S: Storage> Metadata<S> {
                 Ok((data.write_vectored_at(at, bufs).await?, covers))
             }
             Way::Parts(parts, _busy) => {
-                let unread = |part: &Range<u64>| Cover { range: part.clone(), crc: None };
+                let unread = |part: &Range<u64>| Cover {
+                    range: part.clone(),
+                    crc: None,
+                    voucher: Voucher::Record,
+                };
                 let covers = parts.iter().filter(|_| checked).map(unread).collect();
                 self.write_parts(at, parts, &bufs).await?;
                 Ok((bufs, covers))
@@ -184,8 +222,8 @@ impl<S: Storage> Metadata<S> {
         Ok(())
     }
 
-    /// Reads guest data: what is kept is newer than what is in its place.
-    pub(crate) async fn read(&self, at: u64, buf: IoBuf) -> Result<IoBuf> {
+    /// Reads bytes as they are stored: what is kept is newer than what is in its place.
+    async fn read_stored(&self, at: u64, buf: IoBuf) -> Result<IoBuf> {
         let kept = self.guard.kept_in(&(at..at + buf.len() as u64));
         let mut buf = self.layer.data().read_at(at, buf).await?;
         for piece in kept {
@@ -233,6 +271,10 @@ impl Mode {
             MetadataMode::Ordered => Self::Ordered(Ordered),
             MetadataMode::Auto => Self::Journal(Box::new(Journal::new(false, size))),
             MetadataMode::Journal => Self::Journal(Box::new(Journal::new(true, size))),
+            MetadataMode::Embedded => {
+                let size = size.max(MIN_EMBEDDED);
+                Self::Journal(Box::new(Journal::new(true, size)))
+            }
         }
     }
 
@@ -269,3 +311,5 @@ impl Mode {
 const MAX_JOURNAL: u64 = 4 << 20;
 /// The same for small disks.
 const MIN_JOURNAL: u64 = 1 << 20;
+/// The least beside zones: whole lead blocks and the list of zones go into one record.
+const MIN_EMBEDDED: u64 = 256 << 10;

@@ -27,17 +27,19 @@ impl Durability for Ordered {
         // What a journal that is being set up gathers from here on is not in this batch.
         let closed = metadata.guard.close(0, &[], metadata.cluster_size());
         metadata.place(&closed.kept).await?;
-        finish(metadata, readers, needs).await?;
+        finish(metadata, readers, needs, &[]).await?;
         metadata.guard.unneeded();
         Ok(())
     }
 }
 
-/// Makes the closed batch durable.
+/// Makes the closed batch durable. What is kept of the clusters in `freed`, which are among those that it
+/// releases, is forgotten before they are.
 pub(super) async fn finish<S: Storage>(
     metadata: &Metadata<S>,
     readers: &Readers,
     needs: CommitNeeds,
+    freed: &[HostCluster],
 ) -> Result<()> {
     let Metadata { tables, alloc, .. } = metadata;
     alloc.publish(&needs.allocated).await?;
@@ -56,6 +58,7 @@ pub(super) async fn finish<S: Storage>(
         return Ok(());
     }
     readers.drain().await;
+    metadata.guard.forget(freed, metadata.cluster_size());
     if released.discarded {
         give_back(metadata, &released.clusters).await?;
     }

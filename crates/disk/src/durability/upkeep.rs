@@ -12,6 +12,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 pub(crate) struct Upkeep {
     /// Bytes to prepare for growth.
     wanted: AtomicU64,
+    /// Clusters of a zone to prepare.
+    zone_wanted: AtomicU64,
     changed: Event,
     attendants: AtomicUsize,
     ended: AtomicBool,
@@ -49,17 +51,32 @@ impl<S: Storage> Metadata<S> {
         if self.upkeep.ended.load(Ordering::SeqCst) || !self.upkeep.has_room() {
             return Ok(());
         }
-        let Some(bytes) = self.alloc.growth_wanted().await else { return Ok(()) };
+        let bytes = self.alloc.growth_wanted().await.unwrap_or(0);
+        let gains = self.layer.storage().gains_from_written_space();
+        let clusters = if gains { self.zones.growth_wanted().unwrap_or(0) } else { 0 };
         if self.upkeep.attendants.load(Ordering::SeqCst) == 0 {
-            return self.alloc.prepare(bytes).await;
+            return self.prepare(bytes, clusters).await;
         }
         self.upkeep.wanted.fetch_max(bytes, Ordering::SeqCst);
-        self.upkeep.changed.notify(usize::MAX);
+        self.upkeep.zone_wanted.fetch_max(clusters, Ordering::SeqCst);
+        if bytes > 0 || clusters > 0 || self.zones.are_short() {
+            self.upkeep.changed.notify(usize::MAX);
+        }
         Ok(())
     }
 
-    /// Does what comes up until [`end_upkeep`](Self::end_upkeep).
-    pub(crate) async fn attend(&self) -> Result<()> {
+    async fn prepare(&self, bytes: u64, clusters: u64) -> Result<()> {
+        if clusters > 0 {
+            self.prepare_zone(clusters).await?;
+        }
+        if bytes > 0 {
+            self.alloc.prepare(bytes).await?;
+        }
+        Ok(())
+    }
+
+    /// Does what comes up until [`end_upkeep`](Self::end_upkeep). `seal` makes some of what is embedded plain.
+    pub(crate) async fn attend(&self, seal: impl AsyncFn() -> Result<()>) -> Result<()> {
         let upkeep = &self.upkeep;
         upkeep.attendants.fetch_add(1, Ordering::SeqCst);
         let _attendant = Attendant(upkeep);
@@ -71,8 +88,13 @@ impl<S: Storage> Metadata<S> {
                     return Ok(());
                 }
                 let bytes = upkeep.wanted.swap(0, Ordering::SeqCst);
-                if bytes > 0 {
-                    self.alloc.prepare(bytes).await?;
+                let clusters = upkeep.zone_wanted.swap(0, Ordering::SeqCst);
+                if bytes > 0 || clusters > 0 {
+                    self.prepare(bytes, clusters).await?;
+                    continue;
+                }
+                if self.zones.are_short() {
+                    seal().await?;
                     continue;
                 }
             }

@@ -53,7 +53,7 @@ impl<H: Host> Disk<H> {
     /// no room; or the storage fails.
     pub async fn write_index(&self, progress: impl FnMut(IndexProgress)) -> Result<IndexInfo> {
         let (writer, ..) = self.indexable()?;
-        writer.without_journal(self.replace_index(progress)).await
+        writer.without_journal(&self.readers, self.replace_index(progress)).await
     }
 
     async fn replace_index(&self, mut progress: impl FnMut(IndexProgress)) -> Result<IndexInfo> {
@@ -127,7 +127,7 @@ impl<H: Host> Disk<H> {
             self.point_to(image, None).await?;
             self.give_back(qcow2, image, &old).await
         });
-        writer.without_journal(removed).await?;
+        writer.without_journal(&self.readers, removed).await?;
         Ok(true)
     }
 

@@ -284,9 +284,13 @@ impl<H: Host> Pieces for Changed<'_, H> {
 }
 
 impl<H: Host> Disk<H> {
-    /// Whether some of a range of a layer's file is newer in its writer's memory.
+    /// Whether some of a range of a layer's file is newer in its writer's memory, or stored in another
+    /// form.
     fn keeps(&self, layer: crate::LayerIndex, range: &Range<u64>) -> bool {
         let Some(writer) = self.writer_of(layer) else { return false };
-        writer.qcow2().is_some_and(|qcow2| !qcow2.metadata.guard.kept_in(range).is_empty())
+        writer.qcow2().is_some_and(|qcow2| {
+            let metadata = &qcow2.metadata;
+            !metadata.guard.kept_in(range).is_empty() || !metadata.zones.leads_in(range).is_empty()
+        })
     }
 }

@@ -90,6 +90,7 @@ impl<H: Host> Disk<H> {
                 taken: if geometry.has_data_file() { &[] } else { &taken },
                 released: &releases,
                 ordered: true,
+                embedded: false,
             };
             self.record(qcow2, ClusterIndex::new(cluster), entry, references)?;
         }

@@ -21,11 +21,18 @@ pub(super) struct Batch {
     pub(super) discarded: bool,
     /// Data must be durable before the entries.
     pub(super) ordered: bool,
+    /// There is more to tell than entries that are embedded in their data.
+    pub(super) needs_record: bool,
 }
 
 impl Batch {
     pub(super) fn is_empty(&self) -> bool {
         self.entries.is_empty() && self.l1.is_empty() && self.releases.is_empty()
+    }
+
+    /// Whether all it has to tell is embedded in data.
+    pub(super) fn is_embedded(&self) -> bool {
+        !self.needs_record && self.l1.is_empty() && self.releases.is_empty()
     }
 
     /// The new tables with this batch's entries in them: host offset and content.

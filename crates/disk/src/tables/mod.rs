@@ -152,6 +152,17 @@ impl<S: Storage> Tables<S> {
         state.open.allocated.extend_from_slice(change.taken);
         state.open.releases.extend_from_slice(change.released);
         state.open.ordered |= change.ordered;
+        state.open.needs_record |= !change.embedded;
+    }
+
+    /// Has the next commit tell of everything in the open batch.
+    pub(crate) fn want_record(&self) {
+        self.state.lock().open.needs_record = true;
+    }
+
+    /// Whether all that the open batch has to tell is embedded in data.
+    pub(crate) fn are_embedded(&self) -> bool {
+        self.state.lock().open.is_embedded()
     }
 
     /// Says that space released in the open batch is to be given back to the host.
@@ -400,6 +411,8 @@ pub(crate) struct References<'a> {
     pub(crate) released: &'a [HostCluster],
     /// Data must be durable before the entry.
     pub(crate) ordered: bool,
+    /// The data says itself what the entry says.
+    pub(crate) embedded: bool,
 }
 
 /// What a commit must do for the batch it closed.

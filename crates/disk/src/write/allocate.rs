@@ -1,5 +1,6 @@
 //! Writes that need new clusters, and the copy-on-write that comes with them.
 
+use super::embed::Embedding;
 use super::plan::Plan;
 use super::{Qcow2Writer, Writer, finish_writes};
 use crate::disk::Disk;
@@ -17,20 +18,25 @@ use std::ops::Range;
 const MAX_VECTOR: usize = 512;
 
 /// One cluster of a write.
-struct Target {
-    cluster: ClusterIndex,
+pub(super) struct Target {
+    pub(super) cluster: ClusterIndex,
     /// The written part, from the cluster's start.
-    written: Range<u64>,
-    plan: Plan,
+    pub(super) written: Range<u64>,
+    pub(super) plan: Plan,
     host: HostOffset,
     /// The host cluster is new and known to hold zeroes.
     zeroed: bool,
     /// The file does not reach there yet.
     beyond: bool,
+    /// The data carries the mapping.
+    embedding: Option<Embedding>,
 }
 
 impl Target {
     fn place(&self) -> Place {
+        if let Some(embedding) = &self.embedding {
+            return Place::Embedded { checked: embedding.is_checked() };
+        }
         match (self.plan.changes, self.beyond, self.zeroed) {
             (false, ..) => Place::InUse,
             (true, true, _) => Place::Beyond,
@@ -48,13 +54,40 @@ struct Run {
     bufs: Vec<IoBuf>,
 }
 
+/// What must be written beside a target's own data.
+pub(super) struct Copy {
+    /// From the cluster's start.
+    pub(super) at: u64,
+    pub(super) length: u64,
+    /// `None` for zeroes.
+    pub(super) bytes: Option<IoBuf>,
+}
+
 /// Bytes for one place in the data file.
 struct Piece {
     host: u64,
     length: u64,
     place: Place,
-    /// Copied content; `None` for the request's own bytes.
-    copy: Option<IoBuf>,
+    content: Content,
+}
+
+enum Content {
+    /// The request's own bytes.
+    Own,
+    /// The request's own bytes, which are written as part of something else.
+    Elsewhere,
+    /// Other bytes.
+    Copied(IoBuf),
+}
+
+/// How the request's buffer is put together again.
+enum Give {
+    /// From the next buffer written.
+    Written,
+    /// Not from the next buffer written.
+    Skip,
+    /// This was not written.
+    Apart(IoBuf),
 }
 
 impl<S: Storage> Qcow2Writer<S> {
@@ -150,16 +183,25 @@ impl<H: Host> Disk<H> {
             }
             let host = plan.host.unwrap_or(HostOffset::new(start));
             let cluster = ClusterIndex::new(cluster);
-            targets.push(Target { cluster, written, plan, host, zeroed: false, beyond: false });
+            let (zeroed, beyond) = (false, false);
+            targets.push(Target { cluster, written, plan, host, zeroed, beyond, embedding: None });
         }
         let mut taken = Vec::new();
-        let done = self.fill_targets(qcow2, &mut targets, &mut taken, buf).await;
+        let done = self.fill_targets(qcow2, offset, &mut targets, &mut taken, buf).await;
         if done.is_err() && !taken.is_empty() {
             // Nothing refers to them yet.
             qcow2.metadata.alloc.cancel(&taken).await?;
+            for embedding in targets.iter().filter_map(|target| target.embedding.as_ref()) {
+                qcow2.metadata.zones.cancel(&embedding.taken);
+                // What it says does not count once a record has come after it.
+                qcow2.metadata.tables.want_record();
+            }
         }
         let buf = done?;
         for target in &targets {
+            if let Some(Embedding { taken, embedded, .. }) = &target.embedding {
+                qcow2.metadata.zones.written(taken, *embedded);
+            }
             if target.plan.changes {
                 let entry = target.plan.entry(target.host);
                 let taken = [geometry.host_cluster_of(target.host)];
@@ -168,6 +210,7 @@ impl<H: Host> Disk<H> {
                     taken: if new { &taken } else { &[] },
                     released: &target.plan.releases,
                     ordered: true,
+                    embedded: target.embedding.is_some(),
                 };
                 self.record(qcow2, target.cluster, entry, references)?;
             }
@@ -175,18 +218,35 @@ impl<H: Host> Disk<H> {
         Ok(buf)
     }
 
-    /// Gives every target a host cluster and writes to it.
+    /// Gives every target a host cluster and writes to it. The request begins at `offset`.
     async fn fill_targets(
         &self,
         qcow2: &Qcow2Writer<H::File>,
+        offset: u64,
         targets: &mut [Target],
         taken: &mut Vec<HostCluster>,
         buf: IoBuf,
     ) -> Result<IoBuf> {
         let geometry = qcow2.geometry();
+        let size = geometry.cluster_size();
+        let copies = try_join_all(targets.iter().map(|target| self.copies(target, size))).await?;
         if !geometry.has_data_file() {
-            let mut homeless: Vec<_> =
-                targets.iter_mut().filter(|target| target.plan.host.is_none()).collect();
+            let homeless = targets.iter_mut().zip(&copies).filter(|(t, _)| t.plan.host.is_none());
+            for (target, copies) in homeless {
+                let from = (target.cluster.get() * size + target.written.start - offset) as usize;
+                let own = &buf[from..from + (target.written.end - target.written.start) as usize];
+                if let Some(embedding) = self.embed(qcow2, target, copies, own).await? {
+                    taken.push(embedding.taken.host);
+                    let host = geometry.host_cluster_start(embedding.taken.host);
+                    target.host = host.unwrap_or(HostOffset::new(u64::MAX));
+                    target.zeroed = !embedding.is_checked();
+                    target.embedding = Some(embedding);
+                }
+            }
+            let mut homeless: Vec<_> = targets
+                .iter_mut()
+                .filter(|target| target.plan.host.is_none() && target.embedding.is_none())
+                .collect();
             let mut next = 0;
             while next < homeless.len() {
                 let run = qcow2.metadata.alloc.allocate((homeless.len() - next) as u64).await?;
@@ -202,27 +262,27 @@ impl<H: Host> Disk<H> {
                 }
             }
         }
-        let copies = try_join_all(targets.iter().map(|t| self.copies(t, geometry.cluster_size())));
         let mut pieces: Vec<Piece> = Vec::new();
-        for (target, copies) in targets.iter().zip(copies.await?) {
+        for (target, copies) in targets.iter_mut().zip(copies) {
             add_pieces(&mut pieces, target, copies);
         }
         self.write_pieces(qcow2, pieces, buf).await
     }
 
-    /// What must be written beside a target's own data: place in the cluster, and bytes.
-    async fn copies(&self, target: &Target, size: u64) -> Result<Vec<(u64, IoBuf)>> {
+    /// What must be written beside a target's own data.
+    async fn copies(&self, target: &Target, size: u64) -> Result<Vec<Copy>> {
         let start = target.cluster.get() * size;
         let mut copies = Vec::new();
         for part in &target.plan.copy {
             let extents = self.extents(start + part.start..start + part.end).await?;
             let zero = extents.iter().all(|e| matches!(e.source, Source::Absent | Source::Zero(_)));
-            if zero && target.zeroed {
-                continue;
-            }
-            let bytes = IoBuf::zeroed((part.end - part.start) as usize);
-            let bytes = if zero { bytes } else { self.read_extents(&extents, bytes).await? };
-            copies.push((part.start, bytes));
+            let length = part.end - part.start;
+            let bytes = if zero {
+                None
+            } else {
+                Some(self.read_extents(&extents, IoBuf::zeroed(length as usize)).await?)
+            };
+            copies.push(Copy { at: part.start, length, bytes });
         }
         Ok(copies)
     }
@@ -235,10 +295,22 @@ impl<H: Host> Disk<H> {
         mut buf: IoBuf,
     ) -> Result<IoBuf> {
         let mut writes: Vec<Run> = Vec::new();
-        let mut own = Vec::with_capacity(pieces.len());
+        let mut gives = Vec::with_capacity(pieces.len());
         for piece in pieces {
-            own.push(piece.copy.is_none());
-            let bytes = piece.copy.unwrap_or_else(|| buf.split_to(piece.length as usize));
+            let bytes = match piece.content {
+                Content::Own => {
+                    gives.push(Give::Written);
+                    buf.split_to(piece.length as usize)
+                }
+                Content::Copied(bytes) => {
+                    gives.push(Give::Skip);
+                    bytes
+                }
+                Content::Elsewhere => {
+                    gives.push(Give::Apart(buf.split_to(piece.length as usize)));
+                    continue;
+                }
+            };
             match writes.last_mut() {
                 Some(run)
                     if run.end == piece.host
@@ -260,15 +332,18 @@ impl<H: Host> Disk<H> {
         let writes = writes
             .into_iter()
             .map(|run| async move { data.write_to(run.place, run.start, run.bufs).await });
-        let mut whole = IoBuf::empty();
-        let mut written = Vec::with_capacity(own.len());
+        let mut written = Vec::with_capacity(gives.len());
         for (bufs, covers) in finish_writes(writes).await? {
             written.extend(bufs);
             data.guard.cover(covers);
         }
-        for (bytes, own) in written.into_iter().zip(own) {
-            if own {
-                whole.unsplit(bytes);
+        let mut written = written.into_iter();
+        let mut whole = IoBuf::empty();
+        for give in gives {
+            match give {
+                Give::Written => whole.unsplit(written.next().unwrap_or_else(IoBuf::empty)),
+                Give::Skip => drop(written.next()),
+                Give::Apart(bytes) => whole.unsplit(bytes),
             }
         }
         Ok(whole)
@@ -330,23 +405,41 @@ impl<H: Host> Disk<H> {
 
 /// Adds a target's pieces in the order of their places; its own data stays one piece with the data
 /// before it where the places are adjacent.
-fn add_pieces(pieces: &mut Vec<Piece>, target: &Target, copies: Vec<(u64, IoBuf)>) {
-    let host = target.host.get();
+fn add_pieces(pieces: &mut Vec<Piece>, target: &mut Target, copies: Vec<Copy>) {
+    let (host, place) = (target.host.get(), target.place());
+    // Where the bytes begin that are written as they are.
+    let mut plain = 0;
+    let (from, mut own) = (target.written.start, target.written.clone());
+    if let Some(embedding) = &mut target.embedding {
+        let lead = std::mem::replace(&mut embedding.lead, IoBuf::empty());
+        plain = lead.len() as u64;
+        own = from.max(plain)..target.written.end.max(plain);
+        let length = target.written.end.min(plain).saturating_sub(from);
+        let elsewhere = Piece { host, length, place, content: Content::Elsewhere };
+        pieces.extend((length > 0).then_some(elsewhere));
+        pieces.push(Piece { host, length: plain, place, content: Content::Copied(lead) });
+    }
     let own = Piece {
-        host: host + target.written.start,
-        length: target.written.end - target.written.start,
-        place: target.place(),
-        copy: None,
+        host: host + own.start,
+        length: own.end - own.start,
+        place,
+        content: Content::Own,
     };
-    let mut own = Some(own);
-    for (at, bytes) in copies {
+    let mut own = Some(own).filter(|own| own.length > 0);
+    for Copy { at, length, bytes } in copies {
         if at >= target.written.end
             && let Some(own) = own.take()
         {
             push_own(pieces, own);
         }
-        let length = bytes.len() as u64;
-        pieces.push(Piece { host: host + at, length, place: target.place(), copy: Some(bytes) });
+        let skip = plain.saturating_sub(at).min(length);
+        if skip == length || (bytes.is_none() && target.zeroed) {
+            continue;
+        }
+        let mut bytes = bytes.unwrap_or_else(|| IoBuf::zeroed(length as usize));
+        drop(bytes.split_to(skip as usize));
+        let (host, length) = (host + at + skip, length - skip);
+        pieces.push(Piece { host, length, place, content: Content::Copied(bytes) });
     }
     if let Some(own) = own {
         push_own(pieces, own);
@@ -356,7 +449,7 @@ fn add_pieces(pieces: &mut Vec<Piece>, target: &Target, copies: Vec<(u64, IoBuf)
 fn push_own(pieces: &mut Vec<Piece>, own: Piece) {
     match pieces.last_mut() {
         Some(last)
-            if last.copy.is_none()
+            if matches!(last.content, Content::Own)
                 && last.host + last.length == own.host
                 && last.place == own.place =>
         {

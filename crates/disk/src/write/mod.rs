@@ -4,6 +4,7 @@ mod allocate;
 mod bitmaps;
 mod compressed;
 mod discard;
+mod embed;
 mod open;
 mod plan;
 mod pull;
@@ -151,14 +152,48 @@ impl<S: Storage> Writer<S> {
     /// requests may change the disk meanwhile.
     pub(crate) async fn without_journal<T>(
         &self,
+        readers: &Readers,
         change: impl Future<Output = Result<T>>,
     ) -> Result<T> {
         let (Some(journal), Some(qcow2)) = (self.mode.journal(), &self.qcow2) else {
             return change.await;
         };
         let _held = journal.hold();
+        let _suspended = qcow2.metadata.zones.suspend();
+        self.seal_all(readers).await?;
         self.exclusively(|| journal.settle(&qcow2.metadata)).await?;
         change.await
+    }
+
+    /// Makes some of what is embedded plain, durably: of zones that take no more clusters, or of `all`.
+    /// `false` if there was nothing.
+    pub(crate) async fn seal_some(&self, all: bool, readers: &Readers) -> Result<bool> {
+        let (Some(journal), Some(qcow2)) = (self.mode.journal(), &self.qcow2) else {
+            return Ok(false);
+        };
+        let found = qcow2.metadata.seal(all, journal.room(), readers).await?;
+        if found {
+            self.seal(readers).await?;
+        }
+        Ok(found)
+    }
+
+    /// Makes everything plain that is embedded. Nothing more is embedded meanwhile.
+    async fn seal_all(&self, readers: &Readers) -> Result<()> {
+        let Some(qcow2) = &self.qcow2 else { return Ok(()) };
+        while qcow2.metadata.zones.any() {
+            if !self.seal_some(true, readers).await? {
+                // A record says that zones are no more.
+                self.seal(readers).await?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Does what nobody waits for, until the writer is closed.
+    pub(crate) async fn attend(&self, readers: &Readers) -> Result<()> {
+        let Some(qcow2) = &self.qcow2 else { return Ok(()) };
+        qcow2.metadata.attend(async || self.seal_some(false, readers).await.map(drop)).await
     }
 
     /// Commits, and writes what a commit leaves to the next one.
@@ -168,6 +203,8 @@ impl<S: Storage> Writer<S> {
         }
         self.commit(readers).await?;
         if let Some(qcow2) = &self.qcow2 {
+            let _suspended = qcow2.metadata.zones.suspend();
+            self.seal_all(readers).await?;
             if let Some(journal) = self.mode.journal() {
                 self.exclusively(|| journal.close(&qcow2.metadata)).await?;
             }

@@ -5,6 +5,7 @@ use super::{Qcow2Writer, Writer};
 use crate::alloc::Allocator;
 use crate::chain::{Layer, Qcow2};
 use crate::durability::guard::Guard;
+use crate::durability::zones::Zones;
 use crate::durability::{Metadata, Mode, Upkeep};
 use crate::index;
 use crate::tables::Tables;
@@ -48,15 +49,19 @@ impl<S: Storage> Writer<S> {
         clear_unknown_autoclear(layer, qcow2).await?;
         let tables = Tables::new(Arc::clone(layer), qcow2);
         let mode = Mode::new(options.metadata, options.journal_size, layer.size());
-        if options.metadata == MetadataMode::Journal {
+        let embedded = options.metadata == MetadataMode::Embedded;
+        if embedded || options.metadata == MetadataMode::Journal {
             mode.refuse_without_journal(layer).await?;
         }
+        let zones =
+            if embedded { Zones::new(options, &qcow2.geometry) } else { Zones::none() };
         let metadata = Metadata {
             layer: Arc::clone(layer),
             tables,
             alloc,
             guard: Guard::default(),
             upkeep: Upkeep::default(),
+            zones,
         };
         Ok(Self::new(layer, mode, Some(Qcow2Writer { metadata, alone: alone.into(), bitmaps })))
     }

@@ -291,6 +291,7 @@ impl<H: Host> Disk<H> {
                     taken: if plan.host.is_none() { &new } else { &[] },
                     released: &plan.releases,
                     ordered: true,
+                    embedded: false,
                 };
                 self.record(qcow2, ClusterIndex::new(cluster), plan.entry(host), references)?;
             }

@@ -110,6 +110,13 @@ impl<'a> Journal<'a> {
         )
     }
 
+    /// Where the records lie that are still needed, in bytes from the area's start. All else of the area
+    /// may be written to.
+    pub fn needed(&self) -> impl Iterator<Item = std::ops::Range<usize>> {
+        let needed = self.records.get(self.needed..).unwrap_or_default();
+        needed.iter().map(|(at, view)| *at..at + view.length.next_multiple_of(BLOCK))
+    }
+
     /// The last record: the one that decides. `None` if there are none, and nothing is to be done.
     pub fn last(&self) -> Option<Found> {
         self.records.last().map(|&(at, view)| Found {

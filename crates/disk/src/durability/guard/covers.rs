@@ -17,29 +17,52 @@ pub(crate) struct Cover {
     pub(crate) range: Range<u64>,
     /// CRC32C of what was written there; `None` if it must be read back.
     pub(crate) crc: Option<u32>,
+    pub(crate) voucher: Voucher,
+}
+
+/// Who says what newly written data is, where the mapping to it needs no record of the journal.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Voucher {
+    /// The journal's next record, which has the mapping.
+    Record,
+    /// Nobody need: before it was written, its place held what the guest had there.
+    Nobody,
+    /// The record embedded in its lead block has a checksum of it.
+    Lead,
+}
+
+/// A covered range.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Covered {
+    pub(super) end: u64,
+    /// CRC32C unless it must be read back.
+    pub(super) crc: Option<u32>,
+    pub(super) voucher: Voucher,
 }
 
 /// What one record vouches for.
 #[derive(Default)]
 pub(super) struct Covers {
-    /// By start: end, and CRC32C unless it must be read back.
-    pub(super) ranges: BTreeMap<u64, (u64, Option<u32>)>,
+    /// By start.
+    pub(super) ranges: BTreeMap<u64, Covered>,
     bytes: u64,
+    /// What an embedded record says of its data no longer holds.
+    pub(super) broken: bool,
     /// There is too much: the data is made durable before the record instead.
     pub(super) too_much: bool,
     pub(super) writes: Arc<InFlight>,
 }
 
-/// Writes to ranges that the next record will vouch for.
+/// Writes for which a commit waits.
 #[derive(Default)]
-pub(super) struct InFlight {
+pub(crate) struct InFlight {
     count: AtomicU64,
     ended: Event,
 }
 
 impl InFlight {
     /// Waits for all of them.
-    pub(super) async fn ended(&self) {
+    pub(crate) async fn ended(&self) {
         loop {
             let ended = self.ended.listen();
             if self.count.load(Ordering::SeqCst) == 0 {
@@ -50,10 +73,16 @@ impl InFlight {
     }
 }
 
-/// A write to such a range; ends when dropped.
+/// One of them; ends when dropped.
 pub(crate) struct Busy(Option<Arc<InFlight>>);
 
 impl Busy {
+    /// One more.
+    pub(crate) fn on(writes: &Arc<InFlight>) -> Self {
+        writes.count.fetch_add(1, Ordering::SeqCst);
+        Self(Some(Arc::clone(writes)))
+    }
+
     /// A write to no such range.
     pub(super) fn none() -> Self {
         Self(None)
@@ -75,21 +104,29 @@ impl Covers {
         if self.too_much || cover.range.is_empty() {
             return;
         }
-        let Range { mut start, mut end } = cover.range.clone();
-        let mut crc = cover.crc;
-        for (at, (until, _)) in self.overlapping(&(start..end)) {
-            self.ranges.remove(&at);
-            self.bytes -= until - at;
-            // Written twice: only what is there now counts.
-            crc = if (at, until) == (start, end) { crc } else { None };
-            (start, end) = (start.min(at), end.max(until));
-        }
-        self.bytes += end - start;
-        self.ranges.insert(start, (end, crc));
+        self.put(cover);
         if self.bytes > MAX_COVERED {
             self.too_much = true;
             self.ranges.clear();
         }
+    }
+
+    fn put(&mut self, cover: &Cover) {
+        let Range { mut start, mut end } = cover.range.clone();
+        let mut crc = cover.crc;
+        for (at, before) in self.overlapping(&(start..end)) {
+            self.take_out(at, &before);
+            // Written twice: only what is there now counts.
+            crc = if (at, before.end) == (start, end) { crc } else { None };
+            (start, end) = (start.min(at), end.max(before.end));
+        }
+        self.bytes += end - start;
+        self.ranges.insert(start, Covered { end, crc, voucher: cover.voucher });
+    }
+
+    fn take_out(&mut self, at: u64, covered: &Covered) {
+        self.ranges.remove(&at);
+        self.bytes -= covered.end - at;
     }
 
     /// Says that a write to a range begins: what it overlaps must be read back.
@@ -98,36 +135,46 @@ impl Covers {
         if found.is_empty() {
             return Busy(None);
         }
-        for (at, (end, _)) in found {
-            self.ranges.insert(at, (end, None));
+        for (at, covered) in found {
+            self.broken |= covered.voucher == Voucher::Lead;
+            self.ranges.insert(at, Covered { crc: None, ..covered });
         }
-        self.writes.count.fetch_add(1, Ordering::SeqCst);
-        Busy(Some(Arc::clone(&self.writes)))
+        Busy::on(&self.writes)
     }
 
     /// Vouches no more for a range; what lies beside it in the same covers is read back.
     pub(super) fn cut_out(&mut self, range: &Range<u64>) {
-        for (at, (end, _)) in self.overlapping(range) {
-            self.ranges.remove(&at);
-            self.bytes -= end - at;
+        for (at, covered) in self.overlapping(range) {
+            let Covered { end, voucher, .. } = covered;
+            self.broken |= voucher == Voucher::Lead;
+            self.take_out(at, &covered);
             for rest in [at..range.start.max(at), range.end.min(end)..end] {
-                self.add(&Cover { range: rest, crc: None });
+                self.add(&Cover { range: rest, crc: None, voucher });
             }
         }
     }
 
     pub(super) fn forget(&mut self, range: &Range<u64>) {
-        for (at, (end, _)) in self.overlapping(range) {
-            self.ranges.remove(&at);
-            self.bytes -= end - at;
+        for (at, covered) in self.overlapping(range) {
+            self.take_out(at, &covered);
         }
     }
 
-    pub(super) fn overlapping(&self, range: &Range<u64>) -> Vec<(u64, (u64, Option<u32>))> {
+    /// Leaves only what records in lead blocks vouch for.
+    pub(super) fn leave_leads(&mut self) {
+        let bytes = &mut self.bytes;
+        self.ranges.retain(|at, covered| {
+            let stays = covered.voucher == Voucher::Lead;
+            *bytes -= if stays { 0 } else { covered.end - at };
+            stays
+        });
+    }
+
+    pub(super) fn overlapping(&self, range: &Range<u64>) -> Vec<(u64, Covered)> {
         let before = self.ranges.range(..range.start).next_back();
-        let before = before.filter(|(_, (end, _))| *end > range.start);
+        let before = before.filter(|(_, covered)| covered.end > range.start);
         let inside = self.ranges.range(range.clone());
-        before.into_iter().chain(inside).map(|(at, cover)| (*at, *cover)).collect()
+        before.into_iter().chain(inside).map(|(at, covered)| (*at, *covered)).collect()
     }
 }
 
@@ -135,6 +182,10 @@ impl Covers {
 /// when `checked`.
 pub(crate) fn covers(at: u64, bufs: &[IoBuf], size: u64, checked: bool) -> Vec<Cover> {
     let mut covers = Vec::new();
+    let cover = |range, crc: Crc32c| {
+        let crc = checked.then(|| crc.finish());
+        Cover { range, crc, voucher: Voucher::Record }
+    };
     let mut crc = Crc32c::default();
     let (mut start, mut place) = (at, at);
     for buf in bufs {
@@ -149,13 +200,13 @@ pub(crate) fn covers(at: u64, bufs: &[IoBuf], size: u64, checked: bool) -> Vec<C
             rest = more;
             if place.is_multiple_of(size) {
                 let crc = std::mem::take(&mut crc);
-                covers.push(Cover { range: start..place, crc: checked.then(|| crc.finish()) });
+                covers.push(cover(start..place, crc));
                 start = place;
             }
         }
     }
     if start < place {
-        covers.push(Cover { range: start..place, crc: checked.then(|| crc.finish()) });
+        covers.push(cover(start..place, crc));
     }
     covers
 }

@@ -14,10 +14,10 @@
 mod covers;
 mod pieces;
 
-pub(crate) use covers::{Busy, Cover, covers};
+pub(crate) use covers::{Busy, Cover, InFlight, Voucher, covers};
 pub(crate) use pieces::Kept;
 
-use covers::{Covers, InFlight};
+use covers::{Covered, Covers};
 use isobath_qcow2::HostCluster;
 use isobath_storage::IoBuf;
 use parking_lot::Mutex;
@@ -56,8 +56,11 @@ struct State {
     open: Covers,
     /// What the record under way vouches for.
     closing: Covers,
-    /// What the last durable record vouches for.
-    last: Covers,
+    /// What was vouched for by what is durable, and not proven by anything later that is: by the number
+    /// at which that ended.
+    last: Vec<(u64, Covers)>,
+    /// Clusters of which the next record has the plain lead block.
+    plain: Vec<HostCluster>,
     /// Data that durable records have, by their numbers, and of clusters about to be free.
     recorded: Pieces,
     /// Data that the record under way has.
@@ -80,6 +83,8 @@ pub(crate) struct Closed {
     pub(crate) covers: Vec<Cover>,
     /// Data that goes into it.
     pub(crate) kept: Vec<Kept>,
+    /// Clusters whose plain lead blocks are among that.
+    pub(crate) plain: Vec<HostCluster>,
     /// There is too much to vouch for: data must be durable before the record is written.
     pub(crate) too_much: bool,
     writes: Arc<InFlight>,
@@ -115,7 +120,8 @@ impl Guard {
         state.recorded = Pieces::default();
         state.open = Covers::default();
         state.closing = Covers::default();
-        state.last = Covers::default();
+        state.last.clear();
+        state.plain.clear();
         state.unwritten.clear();
         self.count(state);
     }
@@ -193,6 +199,15 @@ impl Guard {
         true
     }
 
+    /// Keeps the plain bytes of an embedded lead block for the next record, which says that the lead block of
+    /// `cluster` is plain. The caller sees to it that nobody takes it for embedded from then on.
+    pub(crate) fn keep_plain(&self, at: u64, bytes: &[u8], cluster: HostCluster) {
+        let mut state = self.state.lock();
+        state.keep(at, bytes.into());
+        state.plain.push(cluster);
+        self.count(&state);
+    }
+
     /// Has the next record vouch for newly written data. What refers to it is recorded after this.
     pub(crate) fn cover(&self, covers: Vec<Cover>) {
         if self.is_active() {
@@ -227,23 +242,75 @@ impl Guard {
         }
         self.count(state);
         let closing = &state.closing;
-        let covers = closing.ranges.iter();
+        let cover = |(&at, &Covered { end, crc, voucher }): (&u64, &Covered)| Cover {
+            range: at..end,
+            crc,
+            voucher,
+        };
         Closed {
-            covers: covers.map(|(&at, &(end, crc))| Cover { range: at..end, crc }).collect(),
+            covers: closing.ranges.iter().map(cover).collect(),
             kept: state.under_way.list(|mark| mark != NO_RECORD),
+            plain: std::mem::take(&mut state.plain),
             too_much: closing.too_much,
             writes: Arc::clone(&closing.writes),
         }
     }
 
-    /// The record under way is durable, and a recovery replays no record before `tail`.
-    pub(crate) fn sealed(&self, tail: u64) {
+    /// Begins a commit without a record; `None` if something must go into one.
+    pub(crate) fn close_embedded(&self) -> Option<Arc<InFlight>> {
         let mut state = self.state.lock();
         let state = &mut *state;
-        state.last = std::mem::take(&mut state.closing);
+        let needs_record = state.open.too_much || state.open.broken || !state.plain.is_empty();
+        if needs_record || self.pending() > 0 {
+            return None;
+        }
+        state.closing = std::mem::take(&mut state.open);
+        state.closing.leave_leads();
+        Some(Arc::clone(&state.closing.writes))
+    }
+
+    /// The commit under way, which ends at `until`, is durable without a record. What ended at `proven`
+    /// or before is proven.
+    pub(crate) fn sealed_embedded(&self, until: u64, proven: u64) {
+        let mut state = self.state.lock();
+        let closing = std::mem::take(&mut state.closing);
+        state.last.retain(|(end, _)| *end > proven);
+        if !closing.ranges.is_empty() {
+            state.last.push((until, closing));
+        }
+    }
+
+    /// The record under way, which ends at `until`, is durable, and a recovery replays no record before
+    /// `tail`.
+    pub(crate) fn sealed(&self, until: u64, tail: u64) {
+        let mut state = self.state.lock();
+        let state = &mut *state;
+        state.last = vec![(until, std::mem::take(&mut state.closing))];
         let newer = std::mem::take(&mut state.under_way);
         state.recorded.put_all(newer);
         state.recorded.retain(|record| record >= tail);
+        self.count(state);
+    }
+
+    /// What durable records have of data is in its place, and nothing is vouched for any more.
+    pub(crate) fn in_place(&self) {
+        let mut state = self.state.lock();
+        let state = &mut *state;
+        state.recorded = Pieces::default();
+        state.closing = Covers::default();
+        state.last.clear();
+        self.count(state);
+    }
+
+    /// Of what the commit under way took, `placed` is in its place, and record `sequence` has the
+    /// rest.
+    pub(crate) fn moved(&self, placed: &[Kept], sequence: u64) {
+        let mut state = self.state.lock();
+        let state = &mut *state;
+        for done in placed {
+            state.under_way.remove(done);
+        }
+        state.under_way.mark(None, sequence);
         self.count(state);
     }
 
@@ -282,6 +349,7 @@ impl Guard {
             state.unwritten.remove(&cluster.get());
             let range = cluster.get() * size..(cluster.get() + 1) * size;
             state.recorded.cut_out(&range);
+            state.under_way.cut_out(&range);
             state.pending.cut_out(&range);
         }
         self.count(state);
@@ -308,9 +376,9 @@ impl Guard {
 impl State {
     /// The parts of a range that must not be written to, in order and apart from each other.
     fn guarded(&self, range: &Range<u64>) -> Vec<Range<u64>> {
-        let covers =
-            self.last.overlapping(range).into_iter().chain(self.closing.overlapping(range));
-        let covers = covers.map(|(at, (end, _))| at.max(range.start)..end.min(range.end));
+        let last = self.last.iter().map(|(_, covers)| covers);
+        let covers = last.chain([&self.closing]).flat_map(|covers| covers.overlapping(range));
+        let covers = covers.map(|(at, covered)| at.max(range.start)..covered.end.min(range.end));
         let kept = [&self.recorded, &self.under_way, &self.pending];
         let kept = kept.into_iter().flat_map(|pieces| pieces.parts_of(range));
         let mut parts: Vec<Range<u64>> = covers.chain(kept).collect();

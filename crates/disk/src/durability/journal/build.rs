@@ -5,7 +5,7 @@ use crate::alloc::{Allocator, Staged};
 use crate::durability::guard::{Cover, Kept};
 use crate::tables::{CommitNeeds, StagedTables};
 use futures_util::future::try_join_all;
-use isobath_qcow2::journal::{Crc32c, HEAD_BYTES, Operation, Record};
+use isobath_qcow2::journal::{Crc32c, HEAD_BYTES, Operation, Record, Zones};
 use isobath_qcow2::{HostCluster, HostOffset};
 use isobath_storage::{IoBuf, Storage};
 use std::collections::{BTreeMap, BTreeSet};
@@ -91,7 +91,7 @@ impl Builder {
 
     /// Data that is in its place; what has no checksum is read for it.
     pub(super) async fn cover<S: Storage>(&mut self, data: &S, covers: Vec<Cover>) -> Result<()> {
-        let sums = covers.into_iter().map(|Cover { range, crc }| async move {
+        let sums = covers.into_iter().map(|Cover { range, crc, .. }| async move {
             let length = (range.end - range.start) as u32;
             let crc = match crc {
                 Some(crc) => crc,
@@ -107,6 +107,11 @@ impl Builder {
         });
         self.record.operations.extend(try_join_all(sums).await?);
         Ok(())
+    }
+
+    /// The zones, where there may be any.
+    pub(super) fn zones(&mut self, zones: Option<Zones>) {
+        self.record.operations.extend(zones.map(Operation::Zones));
     }
 
     /// The clusters that the record tells of, and the record.

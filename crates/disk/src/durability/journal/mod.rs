@@ -20,6 +20,8 @@
 //!   what is in it goes to its place, and the bit goes.
 
 mod build;
+mod embedded;
+mod in_place;
 mod recover;
 mod ring;
 mod setup;
@@ -83,6 +85,8 @@ struct Active {
     durable: u64,
     /// Clusters that records tell of, and the last that does.
     told: BTreeMap<u64, u64>,
+    /// What is embedded with a lower serial is in the last record, or in earlier ones.
+    floor: u64,
 }
 
 impl Active {
@@ -122,6 +126,27 @@ fn most_blocks(ring: &Ring) -> u64 {
 }
 
 impl Journal {
+    /// Commits with the journal in use.
+    async fn commit_active<S: Storage>(
+        &self,
+        state: &mut State,
+        metadata: &Metadata<S>,
+        readers: &Readers,
+    ) -> Result<()> {
+        let zones = &metadata.zones;
+        let closing = zones.close();
+        closing.settled().await;
+        let until = closing.until;
+        if !self.commit_embedded(state, metadata, until).await? {
+            self.commit_record(state, metadata, readers, until).await?;
+        }
+        zones.committed(until);
+        if metadata.open_zone().await? {
+            self.ask_for_record();
+        }
+        metadata.grow_ahead().await
+    }
+
     /// `at_once` sets the journal up with the first commit. `size` is the area's, in bytes, as far as
     /// clusters and blocks allow.
     pub(crate) fn new(at_once: bool, size: u64) -> Self {
@@ -139,7 +164,12 @@ impl Journal {
     /// Whether so many changes have gathered that a commit should take them.
     pub(crate) fn is_due(&self, changes: usize, kept: u64) -> bool {
         let due = self.due.load(Ordering::Relaxed);
-        changes >= due || kept >= (due as u64).saturating_mul(build::BYTES_PER_CHANGE as u64)
+        changes >= due || kept >= self.room() as u64
+    }
+
+    /// Bytes of data that fit into a record beside what else it may have to tell.
+    pub(crate) fn room(&self) -> usize {
+        self.due.load(Ordering::Relaxed).saturating_mul(build::BYTES_PER_CHANGE)
     }
 
     /// Has the next commit write a record whatever it has to tell.
@@ -164,14 +194,16 @@ impl Journal {
         self.held.fetch_sub(1, Ordering::SeqCst);
     }
 
-    /// Commits by a record, if there is anything to tell.
+    /// Commits by a record, if there is anything to tell. It has what is embedded with a serial below
+    /// `until`.
     async fn commit_record<S: Storage>(
         &self,
         state: &mut State,
         metadata: &Metadata<S>,
         readers: &Readers,
+        until: u64,
     ) -> Result<()> {
-        let Metadata { layer, tables, alloc, guard, .. } = metadata;
+        let Metadata { layer, tables, alloc, guard, zones, .. } = metadata;
         let Some(active) = &mut state.active else { return Ok(()) };
         let needs = tables.begin_commit();
         let releases = tables.closed_releases();
@@ -197,13 +229,17 @@ impl Journal {
         }
         let covers = if before { Vec::new() } else { closed.covers };
         let staged = tables.stage().await?;
-        let estimate =
-            build::estimate(&staged, alloc, &needs, &releases, &covers, &closed.kept).await;
+        let estimate = zones.table_bytes()
+            + build::estimate(&staged, alloc, &needs, &releases, &covers, &closed.kept).await;
         let blocks = estimate.div_ceil(BLOCK as u64);
         if blocks > most_blocks(&active.ring) || active.ring.room(blocks).is_none() {
             // Too much for one record, or for what is left of the area.
+            if zones.any() {
+                let batch = in_place::Closed { needs, freed, kept: closed.kept, plain: closed.plain };
+                return self.commit_in_place(state, metadata, readers, batch, until).await;
+            }
             self.void(state, metadata).await?;
-            return ordered::finish(metadata, readers, needs).await;
+            return ordered::finish(metadata, readers, needs, &[]).await;
         }
         alloc.publish(&needs.allocated).await?;
         let refcounts = alloc.stage(&releases).await?;
@@ -214,11 +250,14 @@ impl Journal {
         record.refcounts(&refcounts);
         record.data(&closed.kept);
         record.cover(&**layer.data(), covers).await?;
+        record.zones(zones.table(until, &closed.plain));
         active.write(layer, record).await?;
         active.synced(written);
+        active.floor = until;
         state.sequence = sequence;
 
-        guard.sealed(tail);
+        guard.sealed(until, tail);
+        metadata.zones_listed().await?;
         let released = tables.finish_journaled(&staged)?;
         if !released.clusters.is_empty() || !refcounts.replaced.is_empty() {
             readers.drain().await;
@@ -228,20 +267,27 @@ impl Journal {
             }
             alloc.release(&released.clusters).await?;
             alloc.release(&refcounts.replaced).await?;
+            zones.release(&freed);
         }
         let half = active.ring.used() * 2 > active.ring.blocks();
         if half || tables.dirty_bytes() > MAX_DIRTY {
             write_home(metadata).await?;
             active.written = sequence;
         }
-        metadata.grow_ahead().await
+        Ok(())
     }
 
     /// Brings everything that is in the journal to its place and takes the journal out of use.
-    /// Nothing else commits meanwhile.
+    /// Nothing else commits meanwhile, and nothing is embedded any more.
     async fn void<S: Storage>(&self, state: &mut State, metadata: &Metadata<S>) -> Result<()> {
         if state.active.is_none() {
             return Ok(());
+        }
+        if metadata.zones.any() {
+            return Err(DiskError::Corrupt {
+                image: metadata.layer.name().to_owned(),
+                reason: "its journal was to be taken out of use while it lists zones".into(),
+            });
         }
         write_home(metadata).await?;
         metadata.sync().await?;
@@ -284,7 +330,7 @@ impl Durability for Journal {
         let mut state = self.state.lock().await;
         let state = &mut *state;
         if state.active.is_some() {
-            return self.commit_record(state, metadata, readers).await;
+            return self.commit_active(state, metadata, readers).await;
         }
         let changes = metadata.tables.pending() > 0;
         state.commits = state.commits.saturating_add(u32::from(changes));
@@ -295,7 +341,11 @@ impl Durability for Journal {
         }
         metadata.guard.activate();
         self.ordered.commit(metadata, readers).await?;
-        self.set_up(state, metadata).await
+        self.set_up(state, metadata).await?;
+        if state.active.is_some() && metadata.open_zone().await? {
+            self.ask_for_record();
+        }
+        Ok(())
     }
 }
 

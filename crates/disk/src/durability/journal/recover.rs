@@ -1,10 +1,12 @@
 //! After a crash: what the journal says the file must hold.
 
+use crate::durability::zones::recover as embedded;
 use crate::{DiskError, Result};
 use futures_util::stream::{self, StreamExt, TryStreamExt};
+use isobath_qcow2::embedded::LEAD;
 use isobath_qcow2::header::field;
-use isobath_qcow2::journal::{Content, Crc32c, Journal};
-use isobath_qcow2::{FormatError, Header, IncompatibleFeatures};
+use isobath_qcow2::journal::{BLOCK, Content, Crc32c, HEAD_BYTES, Journal, Operation, Record, Zones};
+use isobath_qcow2::{FormatError, Header, HostOffset, IncompatibleFeatures};
 use isobath_storage::{IoBuf, Storage, ZeroMode};
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -22,6 +24,8 @@ const NEAR: u64 = 4096;
 pub(crate) struct Replayed {
     /// By offset; they do not overlap.
     ranges: BTreeMap<u64, Content>,
+    /// What embedded lead blocks are when they are plain, by offset, over all else.
+    leads: BTreeMap<u64, Box<[u8]>>,
 }
 
 impl Replayed {
@@ -32,17 +36,33 @@ impl Replayed {
 
     /// Whether any of it is in a range of the file.
     pub(crate) fn touches(&self, at: u64, length_of: u64) -> bool {
-        let before = self.ranges.range(..at.saturating_add(length_of)).next_back();
+        let end = at.saturating_add(length_of);
+        let before = self.ranges.range(..end).next_back();
+        let lead = self.leads.range(..end).next_back();
         before.is_some_and(|(start, content)| start + length(content) > at)
+            || lead.is_some_and(|(start, bytes)| start + bytes.len() as u64 > at)
     }
 
     /// Puts what there is over `bytes`, read from `at` on.
     pub(crate) fn put_over(&self, at: u64, bytes: &mut [u8]) {
+        self.put_ranges(at, bytes);
+        let end = at + bytes.len() as u64;
+        for (&start, lead) in self.leads.range(at.saturating_sub(LEAD as u64)..end) {
+            let (from, to) = (start.max(at), (start + lead.len() as u64).min(end));
+            if from < to {
+                bytes[(from - at) as usize..(to - at) as usize]
+                    .copy_from_slice(&lead[(from - start) as usize..(to - start) as usize]);
+            }
+        }
+    }
+
+    /// As [`put_over`](Self::put_over), with lead blocks as they are stored.
+    fn put_ranges(&self, at: u64, bytes: &mut [u8]) {
         let end = at + bytes.len() as u64;
         for (&start, content) in self.ranges.range(..end).rev() {
             let until = start + length(content);
             if until <= at {
-                return;
+                break;
             }
             let (from, to) = (start.max(at), until.min(end));
             let place = &mut bytes[(from - at) as usize..(to - at) as usize];
@@ -53,6 +73,30 @@ impl Replayed {
                 Content::Zeroes(_) => place.fill(0),
             }
         }
+    }
+
+    /// Puts bytes over what there is.
+    pub(crate) fn put(&mut self, at: u64, bytes: Vec<u8>) {
+        let end = at + bytes.len() as u64;
+        while let Some((&start, _)) = self.ranges.range(..end).next_back() {
+            let until = start + self.ranges.get(&start).map_or(0, length);
+            if until <= at {
+                break;
+            }
+            let Some(old) = self.ranges.remove(&start) else { break };
+            if until > end {
+                self.ranges.insert(end, part(&old, end - start..until - start));
+            }
+            if start < at {
+                self.ranges.insert(start, part(&old, 0..at - start));
+            }
+        }
+        self.ranges.insert(at, Content::Bytes(bytes));
+    }
+
+    /// Says what an embedded lead block is when it is plain.
+    pub(crate) fn put_lead(&mut self, at: u64, plain: Box<[u8]>) {
+        self.leads.insert(at, plain);
     }
 }
 
@@ -84,9 +128,18 @@ impl Replayed {
             return Ok(());
         }
         let mut bytes = storage.read_at(at, IoBuf::zeroed(length as usize)).await?;
-        self.put_over(at, &mut bytes);
+        self.put_ranges(at, &mut bytes);
         storage.write_at(at, bytes).await?;
         Ok(())
+    }
+}
+
+fn part(content: &Content, range: Range<u64>) -> Content {
+    match content {
+        Content::Bytes(bytes) => {
+            Content::Bytes(bytes[range.start as usize..range.end as usize].to_vec())
+        }
+        Content::Zeroes(_) => Content::Zeroes(range.end - range.start),
     }
 }
 
@@ -95,6 +148,17 @@ fn length(content: &Content) -> u64 {
         Content::Bytes(bytes) => bytes.len() as u64,
         Content::Zeroes(length) => *length,
     }
+}
+
+/// What a crash has left in a journal.
+struct Examined {
+    replayed: Replayed,
+    /// Zones that the journal lists.
+    zones: Option<Zones>,
+    /// The highest sequence of a record.
+    sequence: u64,
+    /// Where the records lie that a recovery needs, in bytes from the area's start.
+    needed: Vec<Range<usize>>,
 }
 
 /// What must be put over what is read from an image whose journal is in use.
@@ -106,18 +170,42 @@ pub(crate) async fn examine<S: Storage>(
     name: &Path,
     header: &Header,
 ) -> Result<Replayed> {
+    Ok(examine_area(storage, name, header).await?.replayed)
+}
+
+async fn examine_area<S: Storage>(storage: &S, name: &Path, header: &Header) -> Result<Examined> {
     let damaged = |source: FormatError| DiskError::Format { image: name.to_owned(), source };
-    let Some(extension) = header.journal() else { return Ok(Replayed::default()) };
+    let geometry = header.geometry().map_err(damaged)?;
+    let Some(extension) = header.journal() else {
+        let (replayed, needed) = (Replayed::default(), Vec::new());
+        return Ok(Examined { replayed, zones: None, sequence: 0, needed });
+    };
     let length = extension.area_length as usize;
     let area = storage.read_at(extension.area_offset.get(), IoBuf::zeroed(length)).await?;
     let mut journal = Journal::scan(&area, extension).map_err(damaged)?;
+    let sequence = journal.last().map_or(0, |last| last.sequence);
+    let mut replayed = replay(&journal);
+    let mut zones = journal.zones();
+    let mut found = embedded::find(storage, name, &geometry, &replayed, zones.as_ref()).await?;
+    // A record embedded later may show that the last one was durable; its data may have changed since.
+    let proven = zones.as_ref().is_some_and(|zones| found.proof() >= Some(zones.floor));
     let covers: Vec<_> = journal.covers().collect();
-    if !all_hold(storage, &covers).await? {
+    if !proven && !all_hold(storage, &covers).await? {
         journal.drop_last().map_err(damaged)?;
+        replayed = replay(&journal);
+        zones = journal.zones();
+        found = embedded::find(storage, name, &geometry, &replayed, zones.as_ref()).await?;
     }
+    if let Some(zones) = &zones {
+        found.apply(storage, name, header, zones.floor, &mut replayed).await?;
+    }
+    Ok(Examined { replayed, zones, sequence, needed: journal.needed().collect() })
+}
+
+fn replay(journal: &Journal<'_>) -> Replayed {
     let replay = journal.replay();
     let ranges = replay.ranges().map(|range| (range.offset.get(), range.content)).collect();
-    Ok(Replayed { ranges })
+    Replayed { ranges, leads: BTreeMap::new() }
 }
 
 /// Whether data is what the last record says.
@@ -144,12 +232,17 @@ async fn all_hold<S: Storage>(
 /// # Errors
 /// If the journal is damaged, or the storage fails; the image can then be recovered once more.
 pub(crate) async fn recover<S: Storage>(storage: &S, name: &Path, header: &Header) -> Result<()> {
-    let replayed = examine(storage, name, header).await?;
-    tracing::info!(image = %name.display(), ranges = replayed.ranges.len(), "replaying the journal");
+    let examined = examine_area(storage, name, header).await?;
+    let replayed = &examined.replayed;
+    let (ranges, leads) = (replayed.ranges.len(), replayed.leads.len());
+    tracing::info!(image = %name.display(), ranges, leads, "replaying the journal");
     stream::iter(replayed.spans().into_iter().map(Ok))
         .try_for_each_concurrent(READS, |span| replayed.write(storage, span))
         .await?;
     storage.flush().await?;
+    if leads > 0 {
+        unembed(storage, name, header, examined).await?;
+    }
     let kept = header.incompatible.without(IncompatibleFeatures::JOURNAL);
     let bytes = IoBuf::copy_of(&kept.bits().to_be_bytes());
     storage.write_at(field::INCOMPATIBLE_FEATURES as u64, bytes).await?;
@@ -160,4 +253,92 @@ pub(crate) async fn recover<S: Storage>(storage: &S, name: &Path, header: &Heade
         storage.write_zeroes(at, length, ZeroMode { may_unmap: true, only_fast: false }).await?;
     }
     Ok(())
+}
+
+/// Makes lead blocks plain, of an image of which all else is in its place. A lead block is written over
+/// when a record has what it will be, and says that it is plain: one that is half written, or looks like
+/// what it was, is then told from one that is not.
+async fn unembed<S: Storage>(
+    storage: &S,
+    name: &Path,
+    header: &Header,
+    examined: Examined,
+) -> Result<()> {
+    let damaged = |source: FormatError| DiskError::Format { image: name.to_owned(), source };
+    let Examined { replayed, zones, mut sequence, mut needed } = examined;
+    let (Some(extension), Some(mut zones)) = (header.journal(), zones) else { return Ok(()) };
+    let size = header.geometry().map_err(damaged)?.cluster_size();
+    // The tables have every mapping.
+    zones.floor = u64::MAX;
+    let leads: Vec<(u64, Box<[u8]>)> = replayed.leads.into_iter().collect();
+    let mut rest = leads.as_slice();
+    while !rest.is_empty() {
+        let gap = largest_gap(&needed, extension.area_length as usize);
+        let mut room = gap.len().saturating_sub(RECORD_HEAD + Operation::Zones(zones.clone()).encoded_length());
+        let fits = |(_, plain): &&(u64, Box<[u8]>)| {
+            let taken = OPERATION + plain.len();
+            let fits = taken <= room;
+            room = room.saturating_sub(taken);
+            fits
+        };
+        let count = rest.iter().take_while(fits).count();
+        if count == 0 {
+            return Err(DiskError::Corrupt {
+                image: name.to_owned(),
+                reason: format!(
+                    "its journal (area_length {}) has no room to recover {} embedded blocks; \
+                     copy the disk with 'isobath convert', which only reads it",
+                    extension.area_length,
+                    rest.len()
+                ),
+            });
+        }
+        let (now, later) = rest.split_at(count);
+        rest = later;
+        sequence += 1;
+        let mut operations = Vec::with_capacity(count + 1);
+        for (at, plain) in now {
+            mark_plain(&mut zones, *at, size);
+            let (offset, bytes) = (HostOffset::new(*at), plain.to_vec());
+            operations.push(Operation::Data { offset, bytes });
+        }
+        operations.push(Operation::Zones(zones.clone()));
+        let record = Record { sequence, tail: sequence, data_from: sequence, operations };
+        let bytes = record.encode(extension.id).map_err(damaged)?;
+        needed = vec![gap.start..gap.start + bytes.len()];
+        let at = extension.area_offset.get() + gap.start as u64;
+        storage.write_at(at, IoBuf::copy_of(&bytes)).await?;
+        storage.flush().await?;
+        let writes = now.iter().map(|(at, plain)| storage.write_at(*at, IoBuf::copy_of(plain)));
+        stream::iter(writes).buffer_unordered(READS).try_for_each(|_| async { Ok(()) }).await?;
+        storage.flush().await?;
+    }
+    Ok(())
+}
+
+/// Bytes of a record without its operations, and of a block that it may not fill.
+const RECORD_HEAD: usize = HEAD_BYTES + BLOCK;
+/// Bytes of an operation without its payload, and the most that padding adds.
+const OPERATION: usize = 16 + 8;
+
+/// The longest run of whole blocks of an area in which nothing is needed.
+fn largest_gap(needed: &[Range<usize>], area: usize) -> Range<usize> {
+    let mut needed: Vec<_> = needed.to_vec();
+    needed.sort_unstable_by_key(|range| range.start);
+    let starts = std::iter::once(0).chain(needed.iter().map(|range| range.end));
+    let ends = needed.iter().map(|range| range.start).chain([area]);
+    let gaps = starts.zip(ends).map(|(start, end)| start..end.max(start));
+    gaps.max_by_key(|gap| gap.end - gap.start).unwrap_or(0..0)
+}
+
+/// Says that the lead block at `at` is plain.
+fn mark_plain(zones: &mut Zones, at: u64, cluster_size: u64) {
+    for zone in &mut zones.zones {
+        let place = at.checked_sub(zone.start.get()).map(|from| (from / cluster_size) as usize);
+        if let Some(place) = place.filter(|place| *place < zone.clusters as usize)
+            && let Some(byte) = zone.plain.get_mut(place / 8)
+        {
+            *byte |= 1 << (place % 8);
+        }
+    }
 }

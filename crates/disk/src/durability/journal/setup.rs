@@ -54,6 +54,7 @@ impl Journal {
             written: state.sequence,
             durable: state.sequence,
             told: BTreeMap::new(),
+            floor: 0,
         });
         Ok(())
     }

@@ -1,0 +1,36 @@
+//! Commits of what is embedded: a sync, and no record.
+
+use super::{Journal, State};
+use crate::Result;
+use crate::durability::Metadata;
+use isobath_storage::Storage;
+use std::sync::atomic::Ordering;
+
+impl Journal {
+    /// Commits by a sync alone, if all there is to tell is embedded with a serial below `until`; `false`, with
+    /// nothing done, if it is not.
+    pub(super) async fn commit_embedded<S: Storage>(
+        &self,
+        state: &mut State,
+        metadata: &Metadata<S>,
+        until: u64,
+    ) -> Result<bool> {
+        let Metadata { tables, alloc, guard, zones, .. } = metadata;
+        let Some(active) = &mut state.active else { return Ok(false) };
+        let asked = self.asked.load(Ordering::SeqCst);
+        if !zones.any() || asked || self.is_due(tables.pending(), 0) || !tables.are_embedded() {
+            return Ok(false);
+        }
+        if alloc.has_unstaged().await {
+            return Ok(false);
+        }
+        let Some(writes) = guard.close_embedded() else { return Ok(false) };
+        writes.ended().await;
+        let proof = zones.proof();
+        let written = active.written;
+        metadata.sync().await?;
+        active.synced(written);
+        guard.sealed_embedded(until, proof);
+        Ok(true)
+    }
+}
