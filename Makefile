@@ -1,5 +1,6 @@
 # make demo: sets the machine up, makes a chain, serves it and boots a guest on it.
-# make test: sets the machine up and runs every check that CI runs.
+# make test: sets the machine up and runs every check that CI runs. Clippy compiles the examples; they are
+# not built as well.
 
 SOAK_SECONDS ?= 3600
 FUZZ_SECONDS ?= 60
@@ -23,7 +24,8 @@ test: setup $(DENY)
 	cargo clippy --locked --workspace --all-targets -- -D warnings
 	$(DENY) --locked check --hide-inclusion-graph bans licenses sources
 	RUSTDOCFLAGS='-D warnings' cargo doc --locked --workspace --no-deps
-	cargo test --locked --workspace
+	cargo test --locked --workspace --tests
+	cargo test --locked --workspace --doc
 
 demo: setup
 	@scripts/demo
