@@ -102,10 +102,10 @@ class Server:
         self.socket.unlink(missing_ok=True)
 
 
-def isobath(image, *options, log="warn", socket="isobath"):
+def isobath(image, *options, log="warn", socket="isobath", patience=60):
     socket = tools.WORK / f"{socket}.sock"
     command = [tools.ISOBATH, "serve", image, "--nbd", f"unix:{socket}", *options]
-    return Server("isobath", command, socket, environment={"ISOBATH_LOG": log})
+    return Server("isobath", command, socket, patience=patience, environment={"ISOBATH_LOG": log})
 
 
 def qemu_nbd(image, *options, name="qemu-nbd", program="qemu-nbd", patience=60, form="qcow2"):

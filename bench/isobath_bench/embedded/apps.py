@@ -1,7 +1,6 @@
 """Applications on a new disk: what ext4 on it is sent under Postmark and under a build, recorded once, replayed."""
 
 import json
-import os
 import random
 import shutil
 
@@ -21,6 +20,10 @@ def scale(count):
     return count // 20 if tools.QUICK else count
 
 
+def sync(directory):
+    tools.run("sync", "--file-system", directory)
+
+
 def name_of(directory, number):
     return directory / f"s{number % 10}" / f"{number}"
 
@@ -32,15 +35,19 @@ def fill(choice, path, mode="wb"):
 
 def postmark(directory):
     """As Postmark, a tenth of the files and transactions of its paper's run: files of 500 B to 9.77 KB made in
-    ten directories; read or appended to, and made or deleted; all deleted. Nothing is synced but at the end."""
+    ten directories; read or appended to, and made or deleted; all deleted. The file system is synced after each phase and tenth of the transactions, where
+    the page cache of a guest with little memory would be written back."""
     choice = random.Random(1)
     for number in range(10):
         (directory / f"s{number}").mkdir()
     alive = list(range(scale(10_000)))
     for number in alive:
         fill(choice, name_of(directory, number))
+    sync(directory)
     made = len(alive)
-    for _ in range(scale(25_000)):
+    for number in range(scale(25_000)):
+        if number % 2_500 == 2_499:
+            sync(directory)
         path = name_of(directory, choice.choice(alive))
         if choice.random() < 0.5:
             path.read_bytes()
@@ -54,6 +61,7 @@ def postmark(directory):
             place = choice.randrange(len(alive))
             alive[place], alive[-1] = alive[-1], alive[place]
             name_of(directory, alive.pop()).unlink()
+    sync(directory)
     for number in alive:
         name_of(directory, number).unlink()
 
@@ -66,7 +74,7 @@ def build(directory):
     with open(tarball, "wb") as file:
         for _ in range(scale(77)):
             file.write(choice.randbytes(1_000_000))
-    os.sync()
+    sync(directory)
     objects = 0
     for number in range(scale(12_000)):
         place = directory / f"d{number % 200}"
@@ -100,7 +108,7 @@ def recorded(name):
         copy = directory / "recording.raw"
         shutil.copyfile(disk, copy)
         with mounts.attached(copy) as (device, mount):
-            steps = traces.record(device, lambda: (APPLICATIONS[name](mount), tools.run("sync", "--file-system", mount)))
+            steps = traces.record(device, lambda: (APPLICATIONS[name](mount), sync(mount)))
         copy.unlink()
         trace.write_text(log.HEADER + "".join(f"nbd {what} {offset} {length}\n" for what, offset, length in steps) + "nbd close\n")
         done.touch()

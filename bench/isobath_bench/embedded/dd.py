@@ -26,7 +26,7 @@ def measure(place, contender, incompressible):
         if incompressible == 1:
             sorts = [loads.COMPRESSIBLE, loads.INCOMPRESSIBLE]
             for number, data in enumerate(sorts):
-                command += [f"--name=part-{number}", f"--offset={number * step}", f"--size={size() - number * step}", "--rw=write:64k", "--iodepth=4", *data]
+                command += [f"--name=part-{number}", f"--offset={number * step}", f"--size={size() - number * step}", f"--io_size={size() // 2}", "--rw=write:64k", "--iodepth=4", *data]
         else:
             data = loads.INCOMPRESSIBLE if incompressible else loads.COMPRESSIBLE
             command += ["--name=all", f"--size={size()}", "--rw=write", "--iodepth=8", *data]

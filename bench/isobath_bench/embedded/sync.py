@@ -61,7 +61,7 @@ class Sync:
                 *(text_of_ratio(report.ratio(own, rate(case, name))) for name in others),
                 spread(samples, (*case, GOAL), "flushes_per_second") if own else "-",
             ])  # fmt: skip
-            bars[f"{KIB[block]} {pattern}, {writers} writer{'s' * (writers > 1)}"] = {name: rate(case, name) for name in names}
+            bars[f"{KIB[block]} {pattern}, {writers} writer{'s' * (writers > 1)}"] = {name: rate(case, name) or None for name in names}
         table = {
             "title": f"Writes with a flush behind each, {self.data} data, {self.where}",
             "text": "Writes a second to clusters that are new (4 KiB sequential: each sixteenth is), each writer waiting for its flush; then "
