@@ -1,15 +1,9 @@
 //! The programs that people use with NBD servers, against this one.
-#![allow(clippy::unwrap_used, clippy::large_stack_arrays)]
 
-#[path = "common/memory_disk.rs"]
-mod memory_disk;
-#[path = "common/served.rs"]
-mod served;
-
+use crate::memory_disk::MemoryDisk;
+use crate::served::{Served, export, run};
 use isobath_export::nbd::Limits;
 use isobath_testkit::args;
-use memory_disk::MemoryDisk;
-use served::{Served, export, run};
 use std::fs;
 use std::sync::atomic::Ordering;
 

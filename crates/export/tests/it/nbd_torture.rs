@@ -1,23 +1,13 @@
 //! Clients that misbehave, leave, dawdle or crowd: the others are served, nothing that was accepted
 //! is lost, and the server ends cleanly.
-#![allow(clippy::unwrap_used, clippy::large_stack_arrays)]
 
-#[path = "common/client.rs"]
-mod client;
-#[path = "common/memory_disk.rs"]
-mod memory_disk;
-#[path = "common/script.rs"]
-mod script;
-#[path = "common/served.rs"]
-mod served;
-
-use client::Client;
+use crate::client::Client;
+use crate::memory_disk::MemoryDisk;
+use crate::script::{flags, go, handshake, option as option_bytes, request};
+use crate::served::{Served, export};
 use isobath_export::nbd::wire::{command, command_flag, option};
 use isobath_export::nbd::{InFlight, Limits};
 use isobath_storage::ring::net::Listener;
-use memory_disk::MemoryDisk;
-use script::{flags, go, handshake, option as option_bytes, request};
-use served::{Served, export};
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::os::unix::net::{UnixListener, UnixStream};

@@ -1,18 +1,12 @@
 //! Whole sessions without sockets: whatever a client sends and however it is cut, each request is
 //! answered once, and the disk holds what was written.
-#![allow(clippy::unwrap_used, clippy::large_stack_arrays)]
 
-#[path = "common/memory_disk.rs"]
-mod memory_disk;
-#[path = "common/script.rs"]
-mod script;
-
+use crate::memory_disk::MemoryDisk;
+use crate::script::{Reply, Script, handshake, replies, request, skip_handshake};
 use isobath_export::nbd::wire::{chunk, command, command_flag};
 use isobath_export::nbd::{Export, InFlight, Limits, Server, SessionError};
 use isobath_storage::block_on;
-use memory_disk::MemoryDisk;
 use proptest::prelude::*;
-use script::{Reply, Script, handshake, replies, request, skip_handshake};
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

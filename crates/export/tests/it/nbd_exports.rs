@@ -1,22 +1,12 @@
 //! Exports that come and go while the server serves.
-#![allow(clippy::unwrap_used)]
 
-#[path = "common/client.rs"]
-mod client;
-#[path = "common/memory_disk.rs"]
-mod memory_disk;
-#[path = "common/script.rs"]
-mod script;
-#[path = "common/served.rs"]
-mod served;
-
-use client::Client;
+use crate::client::Client;
+use crate::memory_disk::MemoryDisk;
+use crate::script::{flags, go, option as option_bytes, request};
+use crate::served::{Served, export, run};
 use isobath_export::nbd::wire::{command, option, option_reply};
 use isobath_export::nbd::{Export, ExportError, Gone, Limits, RemoveError, RemoveMode};
 use isobath_storage::block_on;
-use memory_disk::MemoryDisk;
-use script::{flags, go, option as option_bytes, request};
-use served::{Served, export, run};
 use std::io::Read;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

@@ -1,0 +1,17 @@
+//! The exports' tests, in one program: each of its own would compile the server again.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by a panic")]
+#![allow(clippy::large_stack_arrays)]
+
+#[path = "../common/client.rs"]
+mod client;
+#[path = "../common/memory_disk.rs"]
+mod memory_disk;
+mod nbd_clients;
+mod nbd_exports;
+mod nbd_session;
+mod nbd_torture;
+#[path = "../common/script.rs"]
+mod script;
+#[path = "../common/served.rs"]
+mod served;
