@@ -223,6 +223,12 @@ impl<H: Host> Disk<H> {
         }
     }
 
+    /// Whether mappings may be embedded in data.
+    pub(crate) fn embeds(&self) -> bool {
+        let qcow2 = self.writer.as_ref().and_then(|writer| writer.qcow2());
+        qcow2.is_some_and(|qcow2| qcow2.metadata.zones.are_used())
+    }
+
     pub(crate) fn check_range(&self, offset: u64, length: u64) -> Result<()> {
         let size = self.size();
         if offset.checked_add(length).is_none_or(|end| end > size) {

@@ -189,7 +189,7 @@ impl World {
         let disk = Disk::open(host.clone(), name, &options).await;
         let disk = match disk {
             // An image of version 2 cannot have a journal.
-            Err(_) if options.metadata == MetadataMode::Journal => {
+            Err(_) if options.metadata != MetadataMode::Ordered => {
                 let options = OpenOptions { metadata: MetadataMode::Auto, ..options.clone() };
                 let disk = Disk::open(host.clone(), name, &options).await.unwrap();
                 return LiveDisk::new(disk, &options, Arc::new(Ticking::default()));

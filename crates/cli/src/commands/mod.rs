@@ -13,6 +13,7 @@ mod io;
 mod map;
 mod measure;
 mod resize;
+mod seal;
 mod serve;
 mod snapshot;
 
@@ -43,6 +44,7 @@ commands! {
     Create = create;
     Info = info;
     Check = check;
+    Seal = seal;
     Snapshot = snapshot;
     Map = map;
     Compare = compare;

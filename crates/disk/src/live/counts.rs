@@ -131,6 +131,12 @@ impl Counts {
         Request { counts: self, kind, bytes, start: now, begun }
     }
 
+    /// Whether there was no request since `time`, in the clock's terms, and none is under way.
+    pub(super) fn quiet_since(&self, time: Duration) -> bool {
+        let last = Duration::from_nanos(self.last_activity.load(Ordering::Relaxed));
+        self.in_flight.load(Ordering::Relaxed) == 0 && last < time
+    }
+
     pub(super) fn copying(&self) -> Copying<'_> {
         self.begun.fetch_add(1, Ordering::Relaxed);
         self.copies.fetch_add(1, Ordering::Relaxed);

@@ -109,7 +109,7 @@ impl<H: Host> LiveDisk<H> {
         let (format, options) = (Some(layer.format()), self.options());
         let mut options = OpenOptions { writable: true, ..options.clone() };
         // A layer may be of a version that has none.
-        if options.metadata == MetadataMode::Journal {
+        if options.metadata != MetadataMode::Ordered {
             options.metadata = MetadataMode::Auto;
         }
         let opened =

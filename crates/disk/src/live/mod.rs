@@ -31,17 +31,22 @@ use arc_swap::ArcSwap;
 use claim::Claims;
 use counts::{Copying, Counts, Kind};
 use failure::Failures;
+use futures_util::join;
 use gate::Gate;
 use isobath_storage::{Host, IoBuf};
 use std::future::Future;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 use tracked::Tracked;
 
 /// Bytes of a zero-write or discard between two changes of the chain: these may take long.
 const STEP: u64 = 1 << 30;
 /// The same for looking at the map.
 const STATUS_STEP: u64 = 16 << 30;
+
+/// A disk without requests for so long is quiet.
+const QUIET: Duration = Duration::from_millis(400);
 
 /// A virtual disk whose chain can change while it is used. See [`Disk`].
 pub struct LiveDisk<H: Host> {
@@ -171,18 +176,32 @@ impl<H: Host> LiveDisk<H> {
         settled.and(disk.close().await)
     }
 
-    /// As [`Disk::upkeep`], over every change of the chain.
+    /// As [`Disk::upkeep`], over every change of the chain; and [`Disk::tidy`] when the disk is quiet.
     ///
     /// # Errors
     /// As there.
     pub async fn upkeep(&self) -> Result<()> {
         loop {
             let disk = self.current();
-            disk.upkeep().await?;
+            let (attended, tidied) = join!(disk.upkeep(), self.tidy_when_quiet(&disk));
+            attended.and(tidied)?;
             if Arc::ptr_eq(&disk, &self.current.load()) {
                 return Ok(());
             }
         }
+    }
+
+    /// Brings what is embedded into its final form while nobody uses the disk, until it takes no more
+    /// writes.
+    async fn tidy_when_quiet(&self, disk: &Disk<H>) -> Result<()> {
+        while disk.embeds() && disk.writer().is_ok() {
+            let now = self.clock.now();
+            let quiet = now > QUIET && self.counts.quiet_since(now.saturating_sub(QUIET));
+            if !quiet || !disk.tidy().await? {
+                self.clock.sleep_until(now + QUIET / 4).await;
+            }
+        }
+        Ok(())
     }
 
     /// Has `map` hear of every change from now on.

@@ -419,12 +419,8 @@ fn add_pieces(pieces: &mut Vec<Piece>, target: &mut Target, copies: Vec<Copy>) {
         pieces.extend((length > 0).then_some(elsewhere));
         pieces.push(Piece { host, length: plain, place, content: Content::Copied(lead) });
     }
-    let own = Piece {
-        host: host + own.start,
-        length: own.end - own.start,
-        place,
-        content: Content::Own,
-    };
+    let own =
+        Piece { host: host + own.start, length: own.end - own.start, place, content: Content::Own };
     let mut own = Some(own).filter(|own| own.length > 0);
     for Copy { at, length, bytes } in copies {
         if at >= target.written.end

@@ -77,7 +77,8 @@ impl<H: Host> Disk<H> {
             (Ok((_, covers)), Ok(entry)) => {
                 qcow2.metadata.guard.cover(covers);
                 let released = &referenced(&geometry, &kind);
-                let references = References { taken: &taken, released, ordered: true, embedded: false };
+                let references =
+                    References { taken: &taken, released, ordered: true, embedded: false };
                 self.record(qcow2, cluster, entry, references)?;
                 Ok(buf)
             }
@@ -119,7 +120,8 @@ impl<H: Host> Disk<H> {
         let mask = (((1_u64 << count) - 1) << (zero.start / sub)) as u32;
         let entry = L2Entry::subclustered(Some(host), true, !mask, mask);
         let released = &referenced(&geometry, &kind);
-        let references = References { taken: &[run.start], released, ordered: true, embedded: false };
+        let references =
+            References { taken: &[run.start], released, ordered: true, embedded: false };
         self.record(qcow2, index, entry, references)
     }
 }

@@ -2,8 +2,8 @@
 
 use super::Qcow2Writer;
 use super::allocate::{Copy, Target};
-use crate::disk::Disk;
 use crate::Result;
+use crate::disk::Disk;
 use crate::durability::zones::{Embedded, Taken};
 use crate::map::Source;
 use isobath_qcow2::embedded::{LEAD, embed};
@@ -57,9 +57,10 @@ impl<H: Host> Disk<H> {
             let in_lead = (LEAD as u64).saturating_sub(at).min(length) as usize;
             match bytes {
                 Some(bytes) => {
-                    lead[at as usize..][..in_lead].copy_from_slice(&bytes[..in_lead]);
+                    let (first, behind) = bytes.split_at(in_lead);
+                    lead.iter_mut().skip(at as usize).zip(first).for_each(|(to, from)| *to = *from);
                     if checked {
-                        sum.update(&bytes[in_lead..]);
+                        sum.update(behind);
                     }
                 }
                 None if checked => sum.update(&IoBuf::zeroed(length as usize - in_lead)),

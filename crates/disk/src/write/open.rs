@@ -53,8 +53,7 @@ impl<S: Storage> Writer<S> {
         if embedded || options.metadata == MetadataMode::Journal {
             mode.refuse_without_journal(layer).await?;
         }
-        let zones =
-            if embedded { Zones::new(options, &qcow2.geometry) } else { Zones::none() };
+        let zones = if embedded { Zones::new(options, &qcow2.geometry) } else { Zones::none() };
         let metadata = Metadata {
             layer: Arc::clone(layer),
             tables,

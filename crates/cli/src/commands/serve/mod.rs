@@ -77,10 +77,18 @@ pub(crate) struct Args {
     #[arg(long, value_name = "MODE", default_value = "writeback")]
     cache: Cache,
     /// How changes of metadata reach an image: 'journal' makes one sync for each flush, and keeps other
-    /// programs out of an image that was not closed ('isobath check -r all' recovers it); 'ordered'
-    /// makes two, and leaves the image usable by all; 'auto' takes a journal for who flushes
+    /// programs out of an image that was not closed ('isobath seal' recovers it); 'embedded' does, and
+    /// writes nothing but the data where that compresses a little; 'ordered' makes two, and leaves the
+    /// image usable by all; 'auto' takes a journal for who flushes
     #[arg(long, value_name = "MODE", default_value = "auto", value_parser = metadata)]
     metadata: MetadataMode,
+    /// With 'embedded': the most zones in use, each of --zone-size; closing and recovering an image take
+    /// time for each of them [default: 8]
+    #[arg(long, value_name = "N")]
+    zones: Option<u32>,
+    /// With 'embedded': bytes of a zone, such as 16M [default: 64M]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    zone_size: Option<u64>,
     /// Memory for each disk's map, such as 64M [default: what the disk needs, at most 132M]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     map_cache: Option<u64>,
@@ -182,6 +190,8 @@ fn options(args: &Args) -> OpenOptions {
         direct: args.cache == Cache::None,
         format: args.format,
         metadata: args.metadata,
+        zones: args.zones,
+        zone_size: args.zone_size,
         map_cache: args.map_cache.map(|bytes| usize::try_from(bytes).unwrap_or(usize::MAX)),
         ..OpenOptions::default()
     }

@@ -450,10 +450,10 @@ mod tests {
         // Not in a record yet: it goes there, and is read back.
         assert_eq!(straight(&guard, 4096, 2, 4096), all(4096, 4096));
         let closed = guard.close(1, &[], SIZE);
-        assert_eq!(closed.covers, [Cover { range: 0..8192, crc: None }]);
+        assert_eq!(closed.covers, [Cover { range: 0..8192, crc: None, voucher: Voucher::Record }]);
         // While the record is written, and after.
         assert_eq!(straight(&guard, 4096, 3, 8192), all(8192, 4096));
-        guard.sealed(1);
+        guard.sealed(0, 1);
         assert_eq!(straight(&guard, 0, 4, 512), []);
         assert_eq!(guard.pending(), 4096 + 512);
         let kept = guard.kept_in(&(0..16384));
@@ -461,15 +461,15 @@ mod tests {
         assert_eq!(kept[0], Kept { at: 0, bytes: vec![4; 512] });
         // The next record has them, and then nothing is vouched for any more.
         assert_eq!(guard.close(2, &[], SIZE).kept, kept);
-        guard.sealed(1);
+        guard.sealed(0, 1);
         assert_eq!(straight(&guard, 1024, 5, 512), all(1024, 512));
         // What is kept stays as long as it may be replayed.
         assert_eq!(straight(&guard, 0, 6, 512), []);
         guard.close(3, &[], SIZE);
-        guard.sealed(3);
+        guard.sealed(0, 3);
         assert_eq!(guard.kept_in(&(0..16384)), [Kept { at: 0, bytes: vec![6; 512] }]);
         guard.close(4, &[], SIZE);
-        guard.sealed(4);
+        guard.sealed(0, 4);
         assert!(!guard.keeps());
     }
 
@@ -479,7 +479,7 @@ mod tests {
         guard.cover(covers(0, &[buf(1, 12288)], SIZE, true));
         assert!(guard.keep(4096, &[buf(2, 4096)], true, SIZE));
         let closed = guard.close(1, &[], SIZE);
-        let unread = |range| Cover { range, crc: None };
+        let unread = |range| Cover { range, crc: None, voucher: Voucher::Record };
         assert_eq!(closed.covers, [unread(0..4096), unread(8192..12288)]);
         assert_eq!(closed.kept.len(), 1);
     }
@@ -494,7 +494,7 @@ mod tests {
         assert_eq!(closed.covers[0].range, SIZE - 4096..SIZE);
         assert_eq!(closed.kept, [Kept { at: 2 * SIZE, bytes: vec![2; 512] }]);
         assert_eq!(guard.kept_in(&(0..4 * SIZE)).len(), 2);
-        guard.sealed(1);
+        guard.sealed(0, 1);
         guard.forget(&[HostCluster::new(1)], SIZE);
         assert_eq!(guard.recorded().len(), 1);
         assert_eq!(guard.kept_in(&(0..2 * SIZE)), []);
@@ -530,5 +530,50 @@ mod tests {
             assert_eq!(cover.crc, Some(Crc32c::of(&bytes[skip..skip + length])));
         }
         assert_eq!(covers(0, &[buf(1, 512)], SIZE, false)[0].crc, None);
+    }
+
+    fn vouched(range: Range<u64>, voucher: Voucher) -> Vec<Cover> {
+        vec![Cover { range, crc: None, voucher }]
+    }
+
+    #[test]
+    fn what_a_lead_block_vouches_for_is_kept_until_it_is_proven() {
+        let guard = active();
+        guard.cover(vouched(0..SIZE, Voucher::Lead));
+        guard.cover(vouched(SIZE..2 * SIZE, Voucher::Nobody));
+        assert!(guard.close_embedded().is_some());
+        guard.sealed_embedded(5, 0);
+        // Nobody needs the sum of the one; nothing shows yet that the other was durable.
+        assert_eq!(straight(&guard, SIZE, 1, 4096), all(SIZE, 4096));
+        assert_eq!(straight(&guard, SIZE - 4096, 1, 8192), all(SIZE, 4096));
+        assert!(guard.close_embedded().is_none(), "what is kept needs a record");
+        let closed = guard.close(1, &[], SIZE);
+        assert_eq!(closed.kept.len(), 1);
+        guard.sealed(8, 1);
+        guard.cover(vouched(2 * SIZE..3 * SIZE, Voucher::Lead));
+        assert!(guard.close_embedded().is_some());
+        guard.sealed_embedded(9, 8);
+        assert!(guard.close_embedded().is_some());
+        // A later record shows that the commit which ended at 9 was durable.
+        assert_eq!(straight(&guard, 2 * SIZE, 2, 512), []);
+        let _ = guard.close(2, &[], SIZE);
+        guard.sealed(10, 3);
+        assert_eq!(straight(&guard, 2 * SIZE + 512, 2, 512), all(2 * SIZE + 512, 512));
+    }
+
+    #[test]
+    fn a_broken_sum_and_a_plain_lead_block_need_a_record() {
+        let guard = active();
+        guard.cover(vouched(0..SIZE, Voucher::Lead));
+        assert_eq!(straight(&guard, 4096, 1, 512), all(4096, 512));
+        assert!(guard.close_embedded().is_none());
+        let closed = guard.close(1, &[], SIZE);
+        assert_eq!(closed.covers, vouched(0..SIZE, Voucher::Lead));
+        guard.sealed(2, 2);
+        assert!(guard.close_embedded().is_some());
+        guard.keep_plain(SIZE, &[7; 512], HostCluster::new(1));
+        assert!(guard.close_embedded().is_none());
+        let closed = guard.close(2, &[], SIZE);
+        assert_eq!((closed.plain, closed.kept.len()), (vec![HostCluster::new(1)], 1));
     }
 }

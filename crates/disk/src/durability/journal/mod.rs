@@ -235,7 +235,8 @@ impl Journal {
         if blocks > most_blocks(&active.ring) || active.ring.room(blocks).is_none() {
             // Too much for one record, or for what is left of the area.
             if zones.any() {
-                let batch = in_place::Closed { needs, freed, kept: closed.kept, plain: closed.plain };
+                let batch =
+                    in_place::Closed { needs, freed, kept: closed.kept, plain: closed.plain };
                 return self.commit_in_place(state, metadata, readers, batch, until).await;
             }
             self.void(state, metadata).await?;

@@ -5,7 +5,9 @@ use crate::{DiskError, Result};
 use futures_util::stream::{self, StreamExt, TryStreamExt};
 use isobath_qcow2::embedded::LEAD;
 use isobath_qcow2::header::field;
-use isobath_qcow2::journal::{BLOCK, Content, Crc32c, HEAD_BYTES, Journal, Operation, Record, Zones};
+use isobath_qcow2::journal::{
+    BLOCK, Content, Crc32c, HEAD_BYTES, Journal, Operation, Record, Zones,
+};
 use isobath_qcow2::{FormatError, Header, HostOffset, IncompatibleFeatures};
 use isobath_storage::{IoBuf, Storage, ZeroMode};
 use std::collections::BTreeMap;
@@ -274,7 +276,9 @@ async fn unembed<S: Storage>(
     let mut rest = leads.as_slice();
     while !rest.is_empty() {
         let gap = largest_gap(&needed, extension.area_length as usize);
-        let mut room = gap.len().saturating_sub(RECORD_HEAD + Operation::Zones(zones.clone()).encoded_length());
+        let mut room = gap
+            .len()
+            .saturating_sub(RECORD_HEAD + Operation::Zones(zones.clone()).encoded_length());
         let fits = |(_, plain): &&(u64, Box<[u8]>)| {
             let taken = OPERATION + plain.len();
             let fits = taken <= room;

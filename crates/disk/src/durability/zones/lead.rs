@@ -55,9 +55,8 @@ impl<S: Storage> Metadata<S> {
         let _lock = self.zones.locks.lock(block.clone()).await;
         let plain = self.plain_lead(lead).await?;
         let (from, to) = (block.start.max(at), block.end.min(end));
-        buf[(from - at) as usize..(to - at) as usize].copy_from_slice(
-            &plain[(from - block.start) as usize..(to - block.start) as usize],
-        );
+        buf[(from - at) as usize..(to - at) as usize]
+            .copy_from_slice(&plain[(from - block.start) as usize..(to - block.start) as usize]);
         Ok(())
     }
 

@@ -27,9 +27,9 @@ mod zone;
 pub(crate) use zone::Embedded;
 
 use super::guard::{Busy, InFlight};
+use crate::OpenOptions;
 use crate::alloc::Growth;
 use crate::range_lock::RangeLocks;
-use crate::OpenOptions;
 use isobath_qcow2::embedded::{LEAD, Mapping, ZoneId};
 use isobath_qcow2::journal;
 use isobath_qcow2::{ClusterIndex, Geometry, HostCluster};
@@ -194,6 +194,11 @@ impl Zones {
             locks: RangeLocks::default(),
             state: Mutex::default(),
         }
+    }
+
+    /// Whether anything can be embedded.
+    pub(crate) fn are_used(&self) -> bool {
+        self.settings.is_some()
     }
 
     /// Whether there is any zone.

@@ -6,8 +6,8 @@ use futures_util::stream::{self, StreamExt, TryStreamExt};
 use isobath_qcow2::embedded::{LEAD, Lead, extract, find as find_record};
 use isobath_qcow2::journal::{Crc32c, Zones};
 use isobath_qcow2::{
-    ClusterKind, FormatError, Geometry, Header, HostCluster, HostOffset, L1Entry,
-    L2Entry, RefcountTableEntry,
+    ClusterKind, FormatError, Geometry, Header, HostCluster, HostOffset, L1Entry, L2Entry,
+    RefcountTableEntry,
 };
 use isobath_storage::{IoBuf, Storage};
 use std::collections::BTreeMap;
@@ -161,7 +161,9 @@ impl<S: Storage> File<'_, S> {
             let entry = L2Entry::read(&bytes, index, geometry).unwrap_or(L2Entry::unallocated());
             let kind = entry.kind(geometry).map_err(|error| self.format_error(error))?;
             let new = match kind {
-                ClusterKind::Unallocated | ClusterKind::ZeroPlain => mapping.serial >= trusted.start,
+                ClusterKind::Unallocated | ClusterKind::ZeroPlain => {
+                    mapping.serial >= trusted.start
+                }
                 ClusterKind::Data { offset, .. } if offset.get() == found.at => false,
                 // It is older than what the table says.
                 _ => continue,
@@ -199,13 +201,13 @@ impl<S: Storage> File<'_, S> {
         let mut rest = taken;
         while let Some(first) = rest.first() {
             let (index, _) = geometry.refcount_position(HostCluster::new(*first));
-            let same = |cluster: &&u64| {
-                geometry.refcount_position(HostCluster::new(**cluster)).0 == index
-            };
+            let same =
+                |cluster: &&u64| geometry.refcount_position(HostCluster::new(**cluster)).0 == index;
             let (now, later) = rest.split_at(rest.iter().take_while(same).count());
             rest = later;
             let at = self.header.refcount_table_offset.get() + index * 8;
-            let table_bytes = u64::from(self.header.refcount_table_clusters) * geometry.cluster_size();
+            let table_bytes =
+                u64::from(self.header.refcount_table_clusters) * geometry.cluster_size();
             let entry = if index * 8 < table_bytes {
                 RefcountTableEntry::read(&self.read(replayed, at, 8).await?, 0)
             } else {
@@ -224,9 +226,8 @@ impl<S: Storage> File<'_, S> {
             };
             let size = geometry.cluster_size() as usize;
             let mut bytes = self.read(replayed, block.get(), size).await?;
-            let places = now.iter().map(|cluster| {
-                geometry.refcount_position(HostCluster::new(*cluster)).1
-            });
+            let places =
+                now.iter().map(|cluster| geometry.refcount_position(HostCluster::new(*cluster)).1);
             let bits = order.bits() as usize;
             let (mut from, mut to) = (usize::MAX, 0);
             for place in places {

@@ -1,0 +1,186 @@
+//! Mappings that travel in their data: what a flush costs, what a crash leaves, and that a plain image
+//! remains.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by a panic")]
+
+mod common;
+
+use common::{export, make};
+use futures_executor::block_on;
+use isobath_disk::{BlockDevice, Disk, MetadataMode, OpenOptions};
+use isobath_qcow2::{IncompatibleFeatures, NewImage};
+use isobath_storage::memory::MemoryHost;
+use isobath_storage::recorder::{Change, Record, RecorderHost};
+use isobath_storage::{Host, IoBuf};
+use isobath_testkit::qemu;
+use rand::rngs::SmallRng;
+use rand::{RngExt, SeedableRng};
+use std::path::Path;
+
+const NAME: &str = "disk.qcow2";
+const CLUSTER: u64 = 64 << 10;
+const SIZE: u64 = 16 << 20;
+
+fn options() -> OpenOptions {
+    OpenOptions {
+        writable: true,
+        metadata: MetadataMode::Embedded,
+        zone_size: Some(4 << 20),
+        ..OpenOptions::default()
+    }
+}
+
+async fn open<H: Host>(host: H) -> Disk<H> {
+    Disk::open(host, Path::new(NAME), &options()).await.unwrap()
+}
+
+/// Compresses well, also a sector alone.
+fn text(tag: u8, length: u64) -> IoBuf {
+    let line = format!("line {tag} of a log that says the same again and again\n");
+    IoBuf::copy_of(&line.bytes().cycle().take(length as usize).collect::<Vec<_>>())
+}
+
+/// Does not compress.
+fn noise(tag: u8, length: u64) -> IoBuf {
+    let mut rng = SmallRng::seed_from_u64(u64::from(tag));
+    IoBuf::copy_of(&(0..length).map(|_| rng.random()).collect::<Vec<u8>>())
+}
+
+/// A first sector that does not compress, in a block that does.
+fn mixed(tag: u8, length: u64) -> IoBuf {
+    let mut bytes = text(tag, length);
+    bytes[..512].copy_from_slice(&noise(tag, 512));
+    bytes
+}
+
+async fn read<H: Host>(disk: &Disk<H>, at: u64, length: u64) -> IoBuf {
+    disk.read(at, IoBuf::zeroed(length as usize)).await.unwrap()
+}
+
+async fn plain() -> MemoryHost {
+    let host = MemoryHost::new();
+    make(&host, NAME, &NewImage::new(SIZE)).await;
+    host
+}
+
+/// An image with a base that is written all over.
+async fn overlay() -> MemoryHost {
+    let host = MemoryHost::new();
+    host.insert("base.raw", &vec![0xbb; SIZE as usize]);
+    let mut image = NewImage::new(SIZE);
+    image.backing_file = Some("base.raw".into());
+    image.backing_format = Some("raw".into());
+    make(&host, NAME, &image).await;
+    host
+}
+
+fn has_journal(host: &MemoryHost) -> bool {
+    let start = host.contents(NAME).unwrap();
+    let bits = u64::from_be_bytes(start[72..80].try_into().unwrap());
+    IncompatibleFeatures::from_bits(bits).contains(IncompatibleFeatures::JOURNAL)
+}
+
+/// Writes and syncs since some place in a record.
+fn requests(record: &Record, from: usize) -> (usize, usize) {
+    let entries = record.entries();
+    let new = entries.get(from..).unwrap_or_default();
+    let syncs = new.iter().filter(|e| matches!(e.change, Change::Flush { .. })).count();
+    let writes = new.iter().filter(|e| matches!(e.change, Change::Write { .. })).count();
+    (writes, syncs)
+}
+
+/// The file as a crash leaves it where everything written has reached the disk.
+fn copy(host: &MemoryHost) -> MemoryHost {
+    let copy = MemoryHost::new();
+    for name in ["base.raw", NAME] {
+        if let Some(bytes) = host.contents(name) {
+            copy.insert(name, &bytes);
+        }
+    }
+    copy
+}
+
+/// The disk as it is recovered from a crash: read-only, then for writing, then by QEMU's eyes.
+async fn assert_recovers(host: &MemoryHost, expected: &[u8]) {
+    let crashed = copy(host);
+    let options = OpenOptions::default();
+    let disk = Disk::open(crashed.clone(), Path::new(NAME), &options).await.unwrap();
+    assert_same(&read(&disk, 0, expected.len() as u64).await, expected);
+    drop(disk);
+    let disk = open(crashed.clone()).await;
+    assert!(!has_journal(&crashed));
+    assert_same(&read(&disk, 0, expected.len() as u64).await, expected);
+    disk.close().await.unwrap();
+    let directory = export(&crashed);
+    let image = directory.path().join(NAME);
+    qemu::assert_clean(&image);
+    assert_same(&qemu::read_disk(&image, "qcow2"), expected);
+}
+
+fn assert_same(found: &[u8], expected: &[u8]) {
+    let differs = found.iter().zip(expected).position(|(a, b)| a != b);
+    assert!(differs.is_none(), "at {differs:?}");
+}
+
+#[test]
+fn an_append_is_one_write_and_one_sync() {
+    block_on(async {
+        let host = RecorderHost::new(plain().await);
+        let record = host.record();
+        let disk = open(host).await;
+        for n in 0..3 {
+            disk.write(n * CLUSTER, text(1, CLUSTER)).await.unwrap();
+            disk.flush().await.unwrap();
+        }
+        for (k, length) in [4096, 16384, 65536].into_iter().enumerate() {
+            for n in 0..4 {
+                let from = record.entries().len();
+                disk.write((16 * (k as u64 + 1) + n) * CLUSTER, text(2, length)).await.unwrap();
+                disk.flush().await.unwrap();
+                assert_eq!(requests(&record, from), (1, 1), "{length} {n}");
+            }
+        }
+        disk.close().await.unwrap();
+    });
+}
+
+#[test]
+fn every_case_of_the_paper_survives_a_crash() {
+    block_on(async {
+        for host in [plain().await, overlay().await] {
+            let base = host.contents("base.raw").unwrap_or_else(|| vec![0; SIZE as usize]);
+            let mut model = base.clone();
+            let disk = open(host.clone()).await;
+            let mut step = async |at: u64, bytes: IoBuf| {
+                model[at as usize..at as usize + bytes.len()].copy_from_slice(&bytes);
+                disk.write(at, bytes).await.unwrap();
+                disk.flush().await.unwrap();
+                assert_same(&read(&disk, 0, SIZE).await, &model);
+                assert_recovers(&host, &model).await;
+            };
+            for n in 0..3 {
+                step(n * CLUSTER, text(1, CLUSTER)).await;
+            }
+            assert!(has_journal(&host));
+            // First writes that touch the lead block or do not, that compress or do not.
+            step(16 * CLUSTER, text(2, 4096)).await;
+            step(17 * CLUSTER, mixed(3, 4096)).await;
+            step(18 * CLUSTER + 8192, noise(4, 4096)).await;
+            step(19 * CLUSTER, noise(5, CLUSTER)).await;
+            step(20 * CLUSTER + 100, text(6, 3 * CLUSTER)).await;
+            // Writes to other blocks, and over lead blocks.
+            step(16 * CLUSTER + 4096, noise(7, 4096)).await;
+            step(16 * CLUSTER, text(8, 4096)).await;
+            step(16 * CLUSTER + 1024, noise(9, 512)).await;
+            step(17 * CLUSTER, mixed(10, 4096)).await;
+            step(16 * CLUSTER + 10, text(11, 100)).await;
+            step(16 * CLUSTER, noise(12, 4096)).await;
+            step(16 * CLUSTER, noise(13, 8192)).await;
+            step(18 * CLUSTER + 100, text(14, 5 * CLUSTER)).await;
+            drop(step);
+            disk.close().await.unwrap();
+            assert!(!has_journal(&host));
+            assert_recovers(&host, &model).await;
+        }
+    });
+}
