@@ -1,7 +1,5 @@
 //! What is discarded in an overlay reads as zeroes, never as what the backing file holds.
 
-#![allow(clippy::unwrap_used, reason = "a test fails by a panic")]
-
 use futures_executor::block_on;
 use isobath_disk::{BlockDevice, Disk, NewDisk, OpenOptions, create};
 use isobath_storage::IoBuf;

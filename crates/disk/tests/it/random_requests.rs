@@ -1,10 +1,6 @@
 //! Random requests, many at once, on chains of every kind, against a model and `qemu-img check`.
 
-#![allow(clippy::unwrap_used, reason = "a test fails by a panic")]
-
-mod common;
-
-use common::make;
+use crate::common::make;
 use futures_executor::block_on;
 use futures_util::future::join_all;
 use isobath_disk::{BlockDevice, Disk, OpenOptions, ZeroFlags};

@@ -1,11 +1,7 @@
 //! The direct-access index: a disk with one reads as it does without, whatever happened to the
 //! chain, to the index or to the writing of it.
 
-#![allow(clippy::unwrap_used, reason = "a test fails by a panic")]
-
-mod common;
-
-use common::{assert_consistent, export, random_fates};
+use crate::common::{assert_consistent, export, random_fates};
 use futures_executor::block_on;
 use isobath_disk::{BlockDevice, Disk, NewDisk, OpenOptions, ZeroFlags, create};
 use isobath_qcow2::CompressionType;

@@ -1,10 +1,6 @@
 //! Disks that change their size, against a model and `qemu-img`.
 
-#![allow(clippy::unwrap_used, reason = "a test fails by a panic")]
-
-mod common;
-
-use common::make;
+use crate::common::make;
 use futures_executor::block_on;
 use futures_util::future::join;
 use isobath_disk::{BlockDevice, Disk, OpenOptions, Preallocation, ZeroFlags};

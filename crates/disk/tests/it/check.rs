@@ -1,7 +1,5 @@
 //! Checks and repairs: what they survive, and what a crash in their middle leaves.
 
-#![allow(clippy::unwrap_used, reason = "a test fails by a panic")]
-
 use futures_executor::block_on;
 use isobath_disk::{
     BlockDevice, CheckEvent, CheckOptions, CheckReport, Disk, DiskError, NewDisk, OpenOptions,

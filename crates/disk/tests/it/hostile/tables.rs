@@ -1,7 +1,7 @@
 //! Tables that point where they must not.
 
-use crate::images::{Image, at, made, overlay, plain, with_snapshot_and_bitmap};
-use crate::survive::{guarded, host_with, open, start_of, survive, unharmed, writable};
+use super::images::{Image, at, made, overlay, plain, with_snapshot_and_bitmap};
+use super::survive::{guarded, host_with, open, start_of, survive, unharmed, writable};
 use futures_executor::block_on;
 use isobath_disk::{BlockDevice, OpenOptions, ZeroFlags};
 use isobath_storage::IoBuf;

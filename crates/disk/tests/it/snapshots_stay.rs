@@ -1,7 +1,5 @@
 //! Internal snapshots, made by QEMU, hold what they held whatever is written afterwards.
 
-#![allow(clippy::unwrap_used, reason = "a test fails by a panic")]
-
 use isobath_disk::{BlockDevice, Disk, OpenOptions, ZeroFlags};
 use isobath_storage::file::FileHost;
 use isobath_storage::{IoBuf, block_on};

@@ -1,7 +1,7 @@
 //! Headers that lie.
 
-use crate::images::{Image, at, made, overlay, plain, with_snapshot_and_bitmap};
-use crate::survive::{guarded, host_with, open, read_all, survive, writable, write_all};
+use super::images::{Image, at, made, overlay, plain, with_snapshot_and_bitmap};
+use super::survive::{guarded, host_with, open, read_all, survive, writable, write_all};
 use futures_executor::block_on;
 use isobath_disk::OpenOptions;
 
@@ -154,7 +154,7 @@ fn a_huge_claim_in_a_sparse_file_takes_bounded_memory() {
     let message = guarded("a sparse file", move || {
         block_on(async {
             let host = host_with(&image.bytes);
-            crate::survive::lengthen(&host, 1 << 42).await;
+            super::survive::lengthen(&host, 1 << 42).await;
             let disk = open(host.clone(), &OpenOptions::default()).await.unwrap();
             read_all(&disk).await.unwrap();
             drop(disk);

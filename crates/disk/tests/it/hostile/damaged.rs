@@ -1,7 +1,7 @@
 //! Bytes changed at random, in the tables.
 
-use crate::images::{Image, kinds};
-use crate::survive::survive;
+use super::images::{Image, kinds};
+use super::survive::survive;
 use isobath_testkit::seed::Seed;
 use rand::rngs::StdRng;
 use rand::{Rng, RngExt};

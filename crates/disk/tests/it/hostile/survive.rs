@@ -1,7 +1,7 @@
 //! Everything that can be asked of an image, whatever it is.
 
-use crate::images::{BASE, IMAGE, SECRET, base};
-use crate::memory;
+use super::images::{BASE, IMAGE, SECRET, base};
+use super::memory;
 use isobath_disk::{
     BlockDevice, CheckOptions, Disk, InfoOptions, OpenOptions, Preallocation, Repair, Result,
     ZeroFlags, check, info,

@@ -1,10 +1,6 @@
 //! A crash while a disk changes its size: the disk has its old size with all it held, or its new one.
 
-#![allow(clippy::unwrap_used, reason = "a test fails by a panic")]
-
-mod common;
-
-use common::{assert_consistent, random_fates};
+use crate::common::{assert_consistent, random_fates};
 use futures_executor::block_on;
 use isobath_disk::{BlockDevice, Disk, NewDisk, OpenOptions, Preallocation, create};
 use isobath_storage::memory::MemoryHost;

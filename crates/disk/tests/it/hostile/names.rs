@@ -1,7 +1,7 @@
 //! Names in headers, and files that are no images.
 
-use crate::images::plain;
-use crate::survive::guarded;
+use super::images::plain;
+use super::survive::guarded;
 use isobath_disk::{BlockDevice, Disk, ImageFormat, NewDisk, OpenOptions, Result, Trust, create};
 use isobath_storage::file::FileHost;
 use isobath_storage::{IoBuf, Locking, block_on};

@@ -1,10 +1,6 @@
 //! A journal in the image: what it costs, what it leaves, and who may look at it meanwhile.
 
-#![allow(clippy::unwrap_used, reason = "a test fails by a panic")]
-
-mod common;
-
-use common::{assert_consistent, export, make};
+use crate::common::{assert_consistent, export, make};
 use futures_executor::block_on;
 use futures_util::future::join_all;
 use isobath_disk::{

@@ -1,0 +1,16 @@
+//! The disk's tests, in one program: each of its own would compile the engine again.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by a panic")]
+
+mod check;
+#[path = "../common/mod.rs"]
+mod common;
+mod direct_access;
+mod discard_hides_the_base;
+mod hostile;
+mod journal;
+mod random_requests;
+mod resize;
+mod resize_crash;
+mod small_map;
+mod snapshots_stay;
