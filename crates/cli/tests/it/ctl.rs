@@ -1,0 +1,315 @@
+//! `isobath serve --qmp` and `isobath ctl`, as people and programs use them.
+
+use crate::serving::{ISOBATH, QemuIo};
+use isobath_testkit::process::{Finished, Ready, Server, run};
+use isobath_testkit::{args, qemu, tools};
+use serde_json::Value;
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+use std::{iter, thread};
+use tempfile::TempDir;
+
+const SIZE: u64 = 32 << 20;
+
+/// A chain of base, mid and vm, served with a control socket.
+struct Controlled {
+    server: Option<Server>,
+    directory: TempDir,
+}
+
+impl Controlled {
+    fn start(options: &[&str]) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let [base, mid, vm] = ["base", "mid", "vm"].map(|name| directory.path().join(name));
+        qemu::create(&base, "qcow2", SIZE, "");
+        qemu::create_overlay(&mid, &base, "qcow2", "");
+        qemu::create_overlay(&vm, &mid, "qcow2", "");
+        for (image, command) in
+            [(&base, "write -P 1 0 16M"), (&mid, "write -P 2 4M 4M"), (&vm, "write -P 3 6M 1M")]
+        {
+            let _ = qemu::io(image, "qcow2", &[command]).ok();
+        }
+        let mut controlled = Self { server: None, directory };
+        controlled.serve("vm", options);
+        controlled
+    }
+
+    fn serve(&mut self, image: &str, options: &[&str]) {
+        let mut command = Command::new(ISOBATH);
+        command.current_dir(self.directory.path());
+        command.args([
+            "serve",
+            image,
+            "--export-name",
+            "vm",
+            "--nbd",
+            "unix:nbd",
+            "--qmp",
+            "unix:qmp",
+        ]);
+        command.args(options);
+        self.server = Some(Server::start(&mut command, Ready::Line("-blockdev")));
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.directory.path().join(name)
+    }
+
+    /// Runs `isobath ctl`.
+    fn run(&self, words: &[&str]) -> Finished {
+        let mut command = Command::new(ISOBATH);
+        run(command.current_dir(self.directory.path()).args(["ctl", "qmp"]).args(words))
+    }
+
+    /// Runs `isobath ctl`, which must succeed, and gives what it prints.
+    #[track_caller]
+    fn ctl(&self, words: &[&str]) -> String {
+        self.run(words).ok().text()
+    }
+
+    /// The files of the chain, the active image first.
+    #[track_caller]
+    fn chain(&self) -> Vec<String> {
+        let text = self.ctl(&["chain"]);
+        let file = |line: &str| {
+            let path = Path::new(line.split_whitespace().last().unwrap());
+            path.file_name().unwrap().to_str().unwrap().to_owned()
+        };
+        text.lines().skip(1).map(file).collect()
+    }
+
+    #[track_caller]
+    fn query(&self, words: &[&str]) -> Value {
+        serde_json::from_str(&self.ctl(&[&["query"], words].concat())).unwrap()
+    }
+
+    /// Ends the server by `quit` and fails the test unless the image has what the guest wrote.
+    #[track_caller]
+    fn quit(&mut self, image: &str) {
+        let _ = self.ctl(&["quit"]);
+        let done = self.server.take().unwrap().wait().ok();
+        assert!(!done.stderr.contains("ERROR"), "{}", done.report());
+        let image = self.path(image);
+        qemu::assert_clean(&image);
+        let reads = ["read -P 1 0 4M", "read -P 2 4M 2M", "read -P 3 6M 1M", "read -P 2 7M 1M"];
+        let more = ["read -P 1 8M 8M", "read -P 0 16M 16M"];
+        for read in reads.iter().chain(&more) {
+            let text = qemu::io(&image, "qcow2", &[read]).ok().text();
+            assert!(!text.contains("verification failed"), "{read}: {text}");
+        }
+    }
+}
+
+#[test]
+fn snapshots_and_jobs_change_the_chain_under_a_client() {
+    let mut served = Controlled::start(&[]);
+    let uri = format!("nbd+unix:///vm?socket={}", served.path("nbd").display());
+    let mut guest = QemuIo::open("raw", &uri);
+    guest.ok("write -P 1 20M 1M");
+    let _ = served.ctl(&["snapshot", "s1"]);
+    guest.ok("write -P 0 20M 1M");
+    let _ = served.ctl(&["snapshot", "vm", "s2", "--node-name", "top"]);
+    assert_eq!(served.chain(), ["s2", "s1", "vm", "mid", "base"]);
+    let done = served.ctl(&["commit", "vm", "--top", "s1", "--base", "vm"]);
+    assert!(done.starts_with("vm: done"), "{done}");
+    assert_eq!(served.chain(), ["s2", "vm", "mid", "base"]);
+    let done = served.ctl(&["stream", "--base", "base", "--id", "pull"]);
+    assert!(done.starts_with("pull: done"), "{done}");
+    assert_eq!(served.chain(), ["s2", "base"]);
+    qemu::create(&served.path("copy"), "qcow2", SIZE, "");
+    let done = served.ctl(&["mirror", "vm", "copy"]);
+    assert!(done.starts_with("vm: done"), "{done}");
+    assert_eq!(served.chain(), ["copy"]);
+    guest.ok("read -P 3 6M 1M");
+    let _ = served.ctl(&["snapshot", "s3"]);
+    let done = served.ctl(&["commit"]);
+    assert!(done.starts_with("vm: done"), "{done}");
+    assert_eq!(served.chain(), ["copy"]);
+    let _ = served.ctl(&["resize", "vm", "64M"]);
+    let _ = served.run(&["resize", "32M"]).exits(1);
+    let _ = served.ctl(&["resize", "32M", "--shrink"]);
+    drop(guest);
+
+    let svg = served.path("plot.svg");
+    let _ = served.ctl(&["jobs", "--plot", svg.to_str().unwrap(), "--job", "pull"]);
+    assert!(std::fs::read_to_string(&svg).unwrap().starts_with("<svg"));
+    let stats = served.ctl(&["stats"]);
+    assert!(stats.lines().any(|line| line.starts_with("vm")), "{stats}");
+    served.quit("copy");
+}
+
+#[test]
+fn jobs_can_be_steered_and_left_alone() {
+    let mut served = Controlled::start(&[]);
+    let slow = ["stream", "--speed", "512k", "--id", "j", "--detach"];
+    assert_eq!(served.ctl(&slow), "");
+    let listed = served.ctl(&["jobs"]);
+    assert!(listed.contains("512 KiB/s"), "{listed}");
+    let busy = served.run(&["commit"]).exits(1);
+    assert!(busy.stderr.contains("is busy"), "{}", busy.report());
+    let _ = served.ctl(&["pause", "j"]);
+    assert_eq!(served.query(&["query-block-jobs"])[0]["paused"], true);
+    let _ = served.ctl(&["resume", "j"]);
+    let _ = served.ctl(&["pause", "j"]);
+    let _ = served.ctl(&["cancel", "j"]);
+    while served.ctl(&["jobs"]) != "There are no jobs.\n" {}
+    assert_eq!(served.chain(), ["vm", "mid", "base"]);
+
+    let _ = served.ctl(&slow);
+    let _ = served.ctl(&["speed", "j", "0"]);
+    let done = served.run(&["follow", "j"]);
+    // It may have ended before anybody looked.
+    assert!(done.status.success() || done.stderr.contains("there is no job"), "{}", done.report());
+
+    let pending = served.ctl(&["stream", "--no-finalize", "--id", "j"]);
+    assert!(pending.contains("finalize j"), "{pending}");
+    let _ = served.ctl(&["finalize", "j"]);
+    for wrong in [&["pause", "j2"][..], &["stream", "--id", "1"], &["query", "nope"]] {
+        let _ = served.run(wrong).exits(1);
+    }
+    while served.ctl(&["jobs"]) != "There are no jobs.\n" {}
+    assert_eq!(served.chain(), ["vm"]);
+    served.quit("vm");
+}
+
+#[test]
+fn a_job_of_a_killed_server_is_known_to_the_next_one() {
+    let mut served = Controlled::start(&[]);
+    let _ = served.ctl(&["stream", "--speed", "512k", "--base", "base", "--detach"]);
+    assert!(served.path("vm.isobath-job.json").exists());
+    served.server.take().unwrap().kill();
+    served.serve("vm", &[]);
+    let listed = served.ctl(&["jobs"]);
+    assert!(listed.contains("interrupted") && listed.contains("resume vm"), "{listed}");
+    let _ = served.ctl(&["resume", "vm"]);
+    assert!(!served.ctl(&["jobs"]).contains("interrupted"));
+    let _ = served.ctl(&["speed", "vm", "0"]);
+    while served.ctl(&["jobs"]) != "There are no jobs.\n" {}
+    assert_eq!(served.chain(), ["vm", "base"]);
+    assert!(!served.path("vm.isobath-job.json").exists());
+
+    // A server that is told to end leaves it as well; it can be forgotten.
+    let _ = served.ctl(&["stream", "--speed", "512k", "--detach"]);
+    let _ = served.server.take().unwrap().stop().ok();
+    served.serve("vm", &[]);
+    assert!(served.ctl(&["jobs"]).contains("interrupted"));
+    let _ = served.ctl(&["dismiss", "vm"]);
+    assert_eq!(served.ctl(&["jobs"]), "There are no jobs.\n");
+    assert!(!served.path("vm.isobath-job.json").exists());
+    served.quit("vm");
+}
+
+#[test]
+fn nodes_and_exports_come_and_go() {
+    let mut served = Controlled::start(&[]);
+    qemu::create(&served.path("other"), "qcow2", SIZE, "");
+    let node =
+        r#"{"driver": "qcow2", "node-name": "n", "file": {"driver": "file", "filename": "other"}}"#;
+    assert_eq!(served.query(&["blockdev-add", node]), serde_json::json!({}));
+    let _ = served.query(&[
+        "block-export-add",
+        "type=nbd",
+        "id=e",
+        "node-name=n",
+        "name=o",
+        "writable=true",
+    ]);
+    let uri = format!("nbd+unix:///o?socket={}", served.path("nbd").display());
+    let mut guest = QemuIo::open("raw", &uri);
+    guest.ok("write -P 7 0 1M");
+    let refused = served.run(&["query", "block-export-del", "id=e"]).exits(1);
+    assert!(refused.stderr.contains("still in use"), "{}", refused.report());
+    let _ = served.run(&["query", "blockdev-del", "node-name=n"]).exits(1);
+    drop(guest);
+    let _ = served.query(&["block-export-del", "id=e", "mode=hard"]);
+    while served.query(&["query-block-exports"]).as_array().unwrap().len() > 1 {}
+    let _ = served.query(&["blockdev-del", "node-name=n"]);
+    let _ = qemu::io(&served.path("other"), "qcow2", &["read -P 7 0 1M"]).ok();
+
+    // An overlay made by somebody else, and put on top as libvirt does it.
+    qemu::create_overlay(&served.path("over"), &served.path("vm"), "qcow2", "");
+    let node = r#"{"driver": "qcow2", "node-name": "over", "backing": null,
+                   "file": {"driver": "file", "filename": "over"}}"#;
+    let _ = served.query(&["blockdev-add", node]);
+    let nodes = served.query(&["query-block"]);
+    let root = nodes[0]["inserted"]["node-name"].as_str().unwrap();
+    let _ = served.query(&["blockdev-snapshot", &format!("node={root}"), "overlay=over"]);
+    assert_eq!(served.chain(), ["over", "vm", "mid", "base"]);
+    served.quit("over");
+}
+
+#[test]
+fn figures_are_there_for_prometheus() {
+    let mut served = Controlled::start(&["--metrics", "unix:metrics"]);
+    drop(QemuIo::open("raw", format!("nbd+unix:///vm?socket={}", served.path("nbd").display())));
+    let ask = |request: &str| {
+        let mut stream = UnixStream::connect(served.path("metrics")).unwrap();
+        stream.write_all(request.as_bytes()).unwrap();
+        let mut reply = String::new();
+        stream.read_to_string(&mut reply).unwrap();
+        reply
+    };
+    // The client that was killed leaves when the server has noticed.
+    let replies = iter::repeat_with(|| {
+        thread::sleep(Duration::from_millis(5));
+        ask("GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+    });
+    let left = |reply: &String| reply.contains("isobath_export_clients{export=\"vm\"} 0");
+    let reply = replies.take(2000).find(left).unwrap();
+    let (head, body) = reply.split_once("\r\n\r\n").unwrap();
+    assert!(head.starts_with("HTTP/1.1 200 OK"), "{head}");
+    for sample in [
+        "isobath_chain_layers{disk=\"vm\"} 3",
+        "isobath_disk_size_bytes{disk=\"vm\"} 33554432",
+        "isobath_request_seconds_bucket{disk=\"vm\",operation=\"read\",le=\"+Inf\"}",
+    ] {
+        assert!(body.lines().any(|line| line.starts_with(sample)), "{sample} is not in {body}");
+    }
+    let is_sample = |line: &str| {
+        line.starts_with("# ")
+            || line.rsplit_once(' ').is_some_and(|(_, n)| n.parse::<f64>().is_ok())
+    };
+    assert!(body.lines().all(is_sample), "{body}");
+    assert!(ask("GET / HTTP/1.1\r\n\r\n").starts_with("HTTP/1.1 404"));
+    assert!(ask("POST /metrics HTTP/1.1\r\n\r\n").starts_with("HTTP/1.1 405"));
+    served.quit("vm");
+}
+
+#[test]
+fn qemus_own_client_is_at_home() {
+    let mut served = Controlled::start(&[]);
+    let script = r#"
+import asyncio, sys
+from qemu.qmp import QMPClient
+async def main():
+    client = QMPClient("test")
+    await client.connect(sys.argv[1])
+    with client.listener("BLOCK_JOB_COMPLETED") as listener:
+        await client.execute("block-stream", {"device": "vm", "job-id": "j"})
+        event = await asyncio.wait_for(listener.get(), 20)
+        assert event["data"]["device"] == "j" and "error" not in event["data"], event
+    try:
+        await client.execute("job-cancel", {"id": "j"})
+    except Exception as error:
+        assert "Job not found" in str(error), error
+    else:
+        raise AssertionError("the job is still there")
+    print(client.greeting.QMP.capabilities, len(await client.execute("query-qmp-schema")) > 100)
+    await client.disconnect()
+asyncio.run(main())
+"#;
+    let packages = tools::workspace().join("target/python");
+    let mut python = Command::new(tools::require("python3"));
+    python.env("PYTHONPATH", packages).args(args!["-c", script, served.path("qmp")]);
+    let done = run(&mut python);
+    assert!(
+        !done.stderr.contains("No module named 'qemu"),
+        "the Python package qemu.qmp is not installed: run scripts/setup"
+    );
+    assert_eq!(done.ok().text(), "[] True\n");
+    assert_eq!(served.chain(), ["vm"]);
+    served.quit("vm");
+}

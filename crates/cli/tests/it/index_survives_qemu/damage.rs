@@ -1,0 +1,226 @@
+//! Damage to an index itself: noticed wherever it is, and said once.
+
+use super::chains::{Chain, Flavour, LAYERS, TOP, TOP_NAME, isobath, name};
+use super::judge::{first_difference, warnings};
+use isobath_qcow2::Header;
+use isobath_qcow2::index::{
+    BlockHash, BlockPointer, IndexExtension, MAX_BLOCK_BYTES, Page, PageEntry, Root, Segment,
+};
+use isobath_testkit::args;
+use isobath_testkit::chain::{Chain as Made, Commands};
+use isobath_testkit::ops::{Op, Shape};
+use isobath_testkit::qemu;
+use isobath_testkit::seed::Seed;
+use rand::RngExt;
+use std::fs;
+use std::ops::Range;
+use std::path::Path;
+
+/// The disk as isobath reads it, and what it said of indexes.
+#[track_caller]
+fn read(image: &Path) -> (Vec<u8>, Vec<String>) {
+    let directory = image.parent().unwrap();
+    let raw = directory.join("read.raw");
+    let arguments = args!["convert", "-f", "qcow2", "-O", "raw", image, &raw];
+    let finished = isobath(directory, arguments).ok();
+    assert!(!finished.stderr.contains("panicked"), "{}", finished.report());
+    (fs::read(raw).unwrap(), warnings(&finished.stderr))
+}
+
+fn extension(bytes: &[u8]) -> IndexExtension {
+    *Header::parse(bytes).unwrap().index().unwrap()
+}
+
+/// The bytes of an image's file that hold the blocks of its index.
+fn blocks(bytes: &[u8]) -> Range<usize> {
+    let extension = extension(bytes);
+    let end = extension.root_offset.get() + u64::from(extension.root_length);
+    extension.area_offset.get() as usize..end as usize
+}
+
+fn flip(file: &Path, bytes: &[u8], bit: usize) {
+    let mut bytes = bytes.to_vec();
+    bytes[bit / 8] ^= 1 << (bit % 8);
+    fs::write(file, bytes).unwrap();
+}
+
+#[test]
+fn any_bit_of_a_small_index() {
+    let seed = Seed::new();
+    let mut rng = seed.rng();
+    for flavour in [Flavour::Grown, Flavour::Indexed] {
+        let chain = Chain::new(0, flavour);
+        let image = chain.path(TOP);
+        let right = qemu::read_disk(&image, "qcow2");
+        assert_eq!(read(&image), (right.clone(), Vec::new()));
+        let bytes = fs::read(&image).unwrap();
+        let area = blocks(&bytes);
+        let mut at = area.start;
+        let stride = area.len() / 60 + 1;
+        while at < area.end {
+            flip(&image, &bytes, at * 8 + rng.random_range(0..8));
+            let (read, warnings) = read(&image);
+            assert_eq!(first_difference(&right, &read), None, "byte {at} of {area:?}");
+            let said = warnings.first().is_some_and(|line| line.contains("/l4'"));
+            assert!(said, "byte {at} of {area:?}: {warnings:#?}");
+            qemu::assert_clean(&image);
+            at += rng.random_range(1..=stride);
+        }
+        // And all zeroes, as QEMU makes of bytes of the header cluster that it does not know.
+        let mut zeroed = bytes.clone();
+        zeroed[area].fill(0);
+        fs::write(&image, zeroed).unwrap();
+        let (read, warnings) = read(&image);
+        assert!(read == right && !warnings.is_empty());
+    }
+}
+
+#[test]
+fn any_bit_of_the_header_extension() {
+    let seed = Seed::new();
+    let mut rng = seed.rng();
+    for flavour in [Flavour::Grown, Flavour::Indexed] {
+        let chain = Chain::new(3, flavour);
+        let image = chain.path(TOP);
+        let right = qemu::read_disk(&image, "qcow2");
+        let bytes = fs::read(&image).unwrap();
+        let magic = IndexExtension::MAGIC.to_be_bytes();
+        let start = bytes[..4096].windows(4).position(|window| window == magic).unwrap();
+        // A length that is wrong makes the header one that QEMU does not read either.
+        let bytes_of = (start..start + 4).chain(start + 8..start + 8 + IndexExtension::BYTES);
+        for at in bytes_of {
+            flip(&image, &bytes, at * 8 + rng.random_range(0..8));
+            let (read, warnings) = read(&image);
+            assert_eq!(first_difference(&right, &read), None, "byte {at} from {start}");
+            // Without a valid extension there is no index of this image to speak of.
+            let has_index = Header::parse(&fs::read(&image).unwrap()).unwrap().index().is_some();
+            let said = warnings.first().is_some_and(|line| line.contains("/l4'"));
+            assert_eq!(said, has_index && !is_harmless(at - start), "{at}: {warnings:#?}");
+            let info = isobath(chain.directory(), ["info", "--output=json", TOP_NAME]).ok();
+            let index = &info.json()["format-specific"]["data"]["direct-access-index"];
+            assert_eq!(index.is_object(), has_index);
+        }
+    }
+}
+
+/// Whether a byte of the extension does not decide whether the root is found: the area's place and
+/// length, if the root is still within.
+fn is_harmless(at: usize) -> bool {
+    (16..32).contains(&at)
+}
+
+/// A chain so long that its index has chapters of layers and pages, in the files of many layers.
+fn long_chain(directory: &Path, seed: &Seed) -> Made {
+    let writer = Commands::isobath(env!("CARGO_BIN_EXE_isobath").as_ref());
+    let mut rng = seed.rng();
+    let size = 12 << 20;
+    let shape = Shape { size, longest: 30_000, unit: 4096 };
+    let mut chain = Made::new(directory, size);
+    for layer in 0..70 {
+        let mut ops = shape.ops(&mut rng, 2);
+        ops.push(Op::Write { offset: (layer % 24) << 19, length: 9000, pattern: layer as u8 + 1 });
+        chain.add(&writer, "cluster_size=4k", &ops);
+    }
+    chain
+}
+
+#[test]
+fn random_bits_of_the_index_of_a_long_chain() {
+    let seed = Seed::new();
+    let mut rng = seed.rng();
+    let directory = tempfile::tempdir().unwrap();
+    let chain = long_chain(directory.path(), &seed);
+    let active = chain.active();
+    let right = qemu::read_disk(active, "qcow2");
+    assert_eq!(read(active), (right.clone(), Vec::new()));
+    for (what, block) in blocks_in_use(&chain) {
+        let image = &chain.layers()[usize::from(block.layer)].path;
+        let bytes = fs::read(image).unwrap();
+        let start = block.offset.get() as usize;
+        for _ in 0..4 {
+            let bit = rng.random_range(start * 8..(start + block.length as usize) * 8);
+            flip(image, &bytes, bit);
+            let (read, warnings) = read(active);
+            assert_eq!(first_difference(&right, &read), None, "{what}, {block:?}, bit {bit}");
+            let said = warnings.first().is_some_and(|line| line.contains("/layer69.qcow2'"));
+            assert!(said, "{what}, {block:?}, bit {bit}: {warnings:#?}");
+        }
+        fs::write(image, bytes).unwrap();
+    }
+    assert_eq!(read(active), (right, Vec::new()));
+}
+
+/// The blocks of the active image's index, wherever they are.
+fn blocks_in_use(chain: &Made) -> Vec<(&'static str, BlockPointer)> {
+    let bytes = fs::read(chain.active()).unwrap();
+    let root = Root::decode(&root(&bytes)).unwrap();
+    let mut found: Vec<_> = root.chapters.iter().map(|block| ("chapter", *block)).collect();
+    for (number, segment) in root.segments.iter().enumerate() {
+        let segment = segment.unwrap();
+        found.push(("segment", segment));
+        let holder = fs::read(&chain.layers()[usize::from(segment.layer)].path).unwrap();
+        let start = segment.offset.get() as usize;
+        let block = &holder[start..start + segment.length as usize];
+        let segment = Segment::decode(block, number as u32, root.covers).unwrap();
+        found.extend(segment.pages.iter().filter_map(|page| Some(("page", page.page?))));
+    }
+    for what in ["chapter", "segment", "page"] {
+        assert!(found.iter().any(|(kind, _)| *kind == what), "no {what}");
+    }
+    found
+}
+
+fn root(bytes: &[u8]) -> Vec<u8> {
+    let extension = extension(bytes);
+    let start = extension.root_offset.get() as usize;
+    bytes[start..start + extension.root_length as usize].to_vec()
+}
+
+/// An index that is wrong, with hashes that hold, is believed: so the others were used, and right.
+#[test]
+fn a_forged_index_would_be_believed() {
+    let chain = Chain::new(0, Flavour::Indexed);
+    let image = chain.path(TOP);
+    let right = qemu::read_disk(&image, "qcow2");
+    let mut bytes = fs::read(&image).unwrap();
+    let mut extension = extension(&bytes);
+    let mut root = Root::decode(&root(&bytes)).unwrap();
+    let pointer = root.segments[0].unwrap();
+    let at = pointer.offset.get() as usize;
+    let mut segment =
+        Segment::decode(&bytes[at..at + pointer.length as usize], 0, LAYERS as u32 - 1).unwrap();
+    let page_pointer = segment.pages[0].page.as_mut().unwrap();
+    let page_at = page_pointer.offset.get() as usize;
+    let page_bytes = &bytes[page_at..page_at + page_pointer.length as usize];
+    let mut page = Page::decode(page_bytes, 0, root.unit_bits).unwrap();
+    // The newest data is said to be zeroes.
+    let newest = |entry: &PageEntry| matches!(entry, PageEntry::Data { layer: 3, .. });
+    let run = page.runs.iter_mut().find(|run| newest(&run.entry)).unwrap();
+    run.entry = PageEntry::Zero { layer: 3 };
+    let (first, count) = (run.first, run.count);
+    let page_bytes = page.encode(root.unit_bits).unwrap();
+    assert_eq!(page_bytes.len(), page_pointer.length as usize);
+    page_pointer.hash = BlockHash::of(&page_bytes);
+    bytes[page_at..page_at + page_bytes.len()].copy_from_slice(&page_bytes);
+    let segment = segment.encode();
+    bytes[at..at + segment.len()].copy_from_slice(&segment);
+    root.segments[0].as_mut().unwrap().hash = BlockHash::of(&segment);
+    let encoded = root.encode();
+    assert!(encoded.len() < MAX_BLOCK_BYTES as usize);
+    let root_at = extension.root_offset.get() as usize;
+    bytes[root_at..root_at + encoded.len()].copy_from_slice(&encoded);
+    extension.root_hash = BlockHash::of(&encoded);
+    for (at, part) in Header::edit_index(&bytes[..4096], Some(&extension)).unwrap() {
+        bytes[at..at + part.len()].copy_from_slice(&part);
+    }
+    fs::write(&image, bytes).unwrap();
+    let (read, warnings) = read(&image);
+    assert_eq!(warnings, Vec::<String>::new());
+    assert!(read != right, "the index of '{}' is not used", name(TOP));
+    let unit = 1 << root.unit_bits;
+    let lied = first * unit..(first + count) * unit;
+    let outside = |at: usize| !lied.contains(&at);
+    assert!((0..right.len()).all(|at| !outside(at) || right[at] == read[at]));
+    let verified = isobath(chain.directory(), ["index", "--verify", TOP_NAME]).exits(2);
+    assert!(verified.text().contains("differs at 0"), "{}", verified.report());
+}

@@ -1,0 +1,25 @@
+//! The command's tests, in one program: so they are compiled once, and no core waits for a long one.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by a panic")]
+
+mod boot;
+mod chain_generate;
+mod chain_survey;
+mod checks_agree_with_qemu;
+mod created_images_match_qemus;
+mod ctl;
+mod damage;
+mod deep_chains;
+mod disks_agree_with_qemu;
+mod hostile_images;
+mod index_survives_qemu;
+mod info_matches_qemus;
+mod io_like_qemu_io;
+mod live;
+mod live_guest;
+mod live_killed;
+mod live_snapshots;
+mod programs;
+mod serve_clients;
+mod serve_ends;
+mod serving;

@@ -1,0 +1,302 @@
+//! How `isobath serve` begins and ends: signals, crashes, daemons, locks, and what it refuses.
+
+use crate::serving::{ISOBATH, QemuIo, Served};
+use isobath_testkit::process::{Finished, Ready, Server, run, run_program};
+use isobath_testkit::{args, qemu, tools};
+use std::fs;
+use std::io::{Read, Write};
+use std::os::unix::net::{UnixDatagram, UnixStream};
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::Duration;
+
+const MIB: u64 = 1 << 20;
+
+/// A disk of 64 MiB: a base and an overlay by QEMU.
+fn overlay(directory: &Path) -> std::path::PathBuf {
+    let (base, image) = (directory.join("base.qcow2"), directory.join("image.qcow2"));
+    qemu::create(&base, "qcow2", 64 * MIB, "");
+    let _ = qemu::io(&base, "qcow2", &["write -P 0xba 0 64M"]).ok();
+    qemu::create_overlay(&image, &base, "qcow2", "cluster_size=16k");
+    image
+}
+
+/// A client that writes at random, without end, to the second half of the disk.
+struct Load(Child);
+
+impl Load {
+    fn start(uri: &str) -> Self {
+        let fio = Command::new(tools::require("fio"))
+            .args(["--name=load", "--ioengine=nbd", "--rw=randwrite", "--bsrange=512-64k"])
+            .args(["--iodepth=16", "--time_based", "--runtime=600", "--offset=32m", "--size=32m"])
+            .args(["--fsync=40", &format!("--uri={uri}")])
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        Self(fio)
+    }
+}
+
+impl Drop for Load {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Serves an overlay, has it written to under load with a flush after each write, ends the server by
+/// the signal, and looks for what was flushed. Gives what the server said, and `qemu-img check`: after
+/// a recovery, if it refused the image because of a journal.
+fn ended_under_load(signal: i32, cache: &str, metadata: &str) -> (Finished, Finished) {
+    let directory = tempfile::tempdir().unwrap();
+    let image = overlay(directory.path());
+    let empty = image.metadata().unwrap().len();
+    let options = ["--threads", "2", "--cache", cache, "--metadata", metadata];
+    let served = Served::start(&[&image], &options);
+    let _load = Load::start(&served.uri(""));
+    let mut client = QemuIo::open("raw", served.uri(""));
+    let mut flushed = Vec::new();
+    // Until the load has allocated much.
+    while image.metadata().unwrap().len() < empty + 12 * MIB || flushed.len() < 30 {
+        let number = flushed.len() as u64 % 200;
+        let (offset, pattern) = (number * 150_001, number % 250 + 1);
+        client.ok(&format!("write -P {pattern} {offset} 100000"));
+        client.ok("flush");
+        flushed.push((offset, pattern));
+    }
+    served.server.signal(signal);
+    let done = served.server.wait();
+    // The kernel ends a killed process's rings, and with them its locks, a moment after the process.
+    let mut check = loop {
+        let check = qemu::check(&image);
+        if signal != libc::SIGKILL || !check.stderr.contains("lock") {
+            break check;
+        }
+        thread::sleep(Duration::from_millis(2));
+    };
+    let refused = check.stderr.contains("isobath check -r all");
+    assert_eq!(refused, signal == libc::SIGKILL && metadata != "ordered", "{}", check.report());
+    if refused {
+        let recovered = run_program(Path::new(ISOBATH), args!["check", "-r", "all", &image]);
+        let _ = recovered.ok();
+        check = qemu::check(&image);
+    }
+    let reads: Vec<_> = flushed
+        .iter()
+        .map(|(offset, pattern)| format!("read -P {pattern} {offset} 100000"))
+        .collect();
+    let read = qemu::io(&image, "qcow2", &reads).ok();
+    assert!(!read.text().contains("Pattern verification failed"), "{}", read.report());
+    // What nobody wrote is the backing file's.
+    let gap = qemu::io(&image, "qcow2", &["read -P 0xba 100000 50001"]).ok();
+    assert!(!gap.text().contains("Pattern verification failed"), "{}", gap.report());
+    (done, check)
+}
+
+#[test]
+fn sigterm_under_load_leaves_a_clean_image() {
+    let ways = [
+        (libc::SIGTERM, "writeback", "auto"),
+        (libc::SIGINT, "none", "journal"),
+        (libc::SIGTERM, "writeback", "ordered"),
+    ];
+    for (signal, cache, metadata) in ways {
+        let (done, check) = ended_under_load(signal, cache, metadata);
+        let _ = done.ok();
+        let _ = check.ok();
+    }
+}
+
+#[test]
+fn sigkill_under_load_leaves_no_more_than_leaks() {
+    let (done, check) = ended_under_load(libc::SIGKILL, "writeback", "ordered");
+    assert_eq!(done.code(), -1);
+    assert!([0, 3].contains(&check.code()), "{}", check.report());
+}
+
+#[test]
+fn sigkill_under_load_leaves_a_journal_that_recovers_everything() {
+    for metadata in ["auto", "journal"] {
+        let (done, check) = ended_under_load(libc::SIGKILL, "writeback", metadata);
+        assert_eq!(done.code(), -1);
+        let _ = check.ok();
+    }
+}
+
+#[test]
+fn a_second_signal_ends_it_at_once() {
+    let directory = tempfile::tempdir().unwrap();
+    let image = overlay(directory.path());
+    let served = Served::start(&[&image], &[]);
+    // A client that asks for more than the socket holds, and receives nothing.
+    let mut client = UnixStream::connect(&served.socket).unwrap();
+    client.read_exact(&mut [0; 18]).unwrap();
+    client.write_all(&3_u32.to_be_bytes()).unwrap();
+    client.write_all(b"IHAVEOPT\0\0\0\x01\0\0\0\0").unwrap();
+    client.read_exact(&mut [0; 10]).unwrap();
+    for _ in 0..4 {
+        let mut request = 0x2560_9513_u32.to_be_bytes().to_vec();
+        request.extend([0; 20]);
+        request.extend((8_u32 << 20).to_be_bytes());
+        client.write_all(&request).unwrap();
+    }
+    // A byte of a reply: the requests are under way.
+    client.read_exact(&mut [0]).unwrap();
+    served.server.signal(libc::SIGTERM);
+    // The listener is closed when the first signal has been heard.
+    while served.socket.exists() {
+        thread::sleep(Duration::from_millis(2));
+    }
+    served.server.signal(libc::SIGTERM);
+    let done = served.server.wait().exits(1);
+    assert!(done.stderr.contains("second signal"), "{}", done.report());
+}
+
+#[test]
+fn an_image_that_is_served_is_locked() {
+    let directory = tempfile::tempdir().unwrap();
+    let image = overlay(directory.path());
+    let served = Served::start(&[&image], &[]);
+    for options in [&["-c", "length"][..], &["-r", "-c", "length"]] {
+        for (program, first) in [(qemu::program("qemu-io"), None), (ISOBATH.into(), Some("io"))] {
+            let arguments = first.iter().chain(options);
+            let done = run(Command::new(program).args(arguments).arg(&image)).exits(1);
+            assert!(done.report().contains("lock"), "{}", done.report());
+        }
+    }
+    let again = run_program(ISOBATH, args!["serve", "--nbd", "0", &image]).exits(1);
+    assert!(again.stderr.contains("lock"), "{}", again.report());
+    // A base is open for reading only, and may be read by others.
+    let _ = run_program(
+        qemu::program("qemu-io"),
+        args!["-r", "-c", "length", directory.path().join("base.qcow2")],
+    )
+    .ok();
+    let base = qemu::io(&directory.path().join("base.qcow2"), "qcow2", &["length"]).exits(1);
+    assert!(base.report().contains("lock"), "{}", base.report());
+    let _ = served.stop();
+
+    let socket = directory.path().join("nbd.sock");
+    let _server = qemu::nbd(&image, "qcow2", &socket, &[]);
+    let done = run_program(ISOBATH, args!["serve", "--nbd", "0", &image]).exits(1);
+    assert!(
+        done.stderr.contains("lock") && done.stderr.contains("image.qcow2"),
+        "{}",
+        done.report()
+    );
+}
+
+#[test]
+fn a_read_only_export_changes_nothing() {
+    let directory = tempfile::tempdir().unwrap();
+    let image = overlay(directory.path());
+    let before = fs::read(&image).unwrap();
+    let served = Served::start(&[&image], &["--read-only"]);
+    let info = run_program(tools::require("nbdinfo"), args!["--json", served.uri("")]).ok().json();
+    assert_eq!(info["exports"][0]["is_read_only"], true);
+    let write = qemu::io(Path::new(&served.uri("")), "raw", &["write 0 4k"]).exits(1);
+    assert!(!write.text().contains("wrote"), "{}", write.report());
+    let read = args!["-r", "-f", "raw", "-c", "read -P 0xba 0 64M", served.uri("")];
+    let _ = run_program(qemu::program("qemu-io"), read).ok();
+    let _ = served.stop();
+    assert!(fs::read(&image).unwrap() == before, "a read-only server has written");
+}
+
+#[test]
+fn a_daemon_is_ready_when_the_command_returns() {
+    let directory = tempfile::tempdir().unwrap();
+    let image = overlay(directory.path());
+    let (socket, pid_file) = (directory.path().join("nbd.sock"), directory.path().join("pid"));
+    let address = format!("unix:{}", socket.display());
+    let start = |image: &Path, address: &str| {
+        let arguments =
+            args!["serve", "--daemonize", "--pid-file", &pid_file, "--nbd", address, image];
+        run_program(ISOBATH, arguments)
+    };
+    let started = start(&image, &address).ok();
+    assert!(started.text().contains("-drive"), "{}", started.report());
+    let pid: i32 = fs::read_to_string(&pid_file).unwrap().trim().parse().unwrap();
+    let uri = format!("nbd+unix:///image?socket={}", socket.display());
+    let _ = qemu::io(Path::new(&uri), "raw", &["read -P 0xba 0 1M", "write -P 5 0 1M"]).ok();
+
+    // What goes wrong before it is ready is told, with the exit code.
+    let locked = start(&image, "0").exits(1);
+    assert!(locked.stderr.contains("lock"), "{}", locked.report());
+    let other = directory.path().join("other.qcow2");
+    qemu::create(&other, "qcow2", MIB, "");
+    let held = start(&other, "0").exits(1);
+    assert!(
+        held.stderr.contains("pid file") && held.stderr.contains("held")
+            || held.stderr.contains("holds"),
+        "{}",
+        held.report()
+    );
+    let taken = start(&other, &address).exits(1);
+    assert!(taken.stderr.contains("cannot listen"), "{}", taken.report());
+
+    // SAFETY: kill takes two integers; the process is the daemon, which has not been told to end.
+    assert_eq!(unsafe { libc::kill(pid, libc::SIGTERM) }, 0);
+    while pid_file.exists() || socket.exists() {
+        thread::sleep(Duration::from_millis(2));
+    }
+    // It is gone once its locks are.
+    while qemu::io(&image, "qcow2", &["length"]).code() != 0 {
+        thread::sleep(Duration::from_millis(2));
+    }
+    qemu::assert_clean(&image);
+    let _ = qemu::io(&image, "qcow2", &["read -P 5 0 1M"]).ok();
+}
+
+#[test]
+fn a_service_manager_is_told() {
+    let directory = tempfile::tempdir().unwrap();
+    let image = overlay(directory.path());
+    let path = directory.path().join("notify.sock");
+    let manager = UnixDatagram::bind(&path).unwrap();
+    let mut command = Command::new(ISOBATH);
+    command.args(["serve", "--nbd", "0"]).arg(&image).env("NOTIFY_SOCKET", &path);
+    let server = Server::start(&mut command, Ready::Line("-blockdev"));
+    let mut message = [0; 100];
+    let length = manager.recv(&mut message).unwrap();
+    assert_eq!(message[..length].trim_ascii(), b"READY=1");
+    let _ = server.stop().ok();
+    let length = manager.recv(&mut message).unwrap();
+    assert_eq!(message[..length].trim_ascii(), b"STOPPING=1");
+}
+
+#[test]
+fn what_cannot_be_served_is_refused() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = |name: &str| directory.path().join(name);
+    let refused = |arguments: Vec<std::ffi::OsString>, part: &str| {
+        let mut all = args!["serve", "--nbd", "0"];
+        all.extend(arguments);
+        let done = run_program(ISOBATH, all).exits(1);
+        assert!(done.stderr.contains(part), "{part:?}: {}", done.report());
+    };
+    refused(args![path("none.qcow2")], "none.qcow2");
+    fs::write(path("raw"), vec![0; 65536]).unwrap();
+    refused(args![path("raw")], "--format raw");
+    refused(args!["--nbd", "localhost:http", path("raw")], "is not a port");
+    refused(
+        args!["--format", "raw", "--export-name", "a", "--export-name", "b", path("raw")],
+        "2 export names",
+    );
+    refused(args!["--format", "raw", "--pid-file", path("no/pid"), path("raw")], "pid file");
+    refused(args!["--backing-dir", ".", path("raw")], "--untrusted");
+
+    let far = path("far");
+    fs::create_dir(&far).unwrap();
+    qemu::create(&far.join("base.qcow2"), "qcow2", MIB, "");
+    fs::create_dir(path("near")).unwrap();
+    let image = path("near").join("image.qcow2");
+    qemu::create_overlay(&image, &far.join("base.qcow2"), "qcow2", "");
+    refused(args!["--untrusted", &image], "outside the directories allowed");
+    let far = far.to_str().unwrap();
+    let _ = Served::start(&[&image], &["--untrusted", "--backing-dir", far]).stop();
+    let _ = Served::start(&[path("raw")], &["--format", "raw"]).stop();
+    let _ = Served::start(&[path("raw")], &["--read-only"]).stop();
+}
