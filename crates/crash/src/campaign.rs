@@ -9,7 +9,7 @@ use crate::mode::Mode;
 use crate::plan::{self, Plan};
 use crate::record::{NEVER, Record, Tick};
 use crate::recover::{Case, Passed, Way, recover, recover_wild};
-use crate::state::{Fate, Replay};
+use crate::state::{Fate, Replay, random_grain};
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
 use rustc_hash::{FxHashSet, FxHasher};
@@ -139,6 +139,14 @@ impl Settings {
     }
 }
 
+/// How much devices write whole.
+pub const ATOMIC: [u64; 2] = [512, 4096];
+
+/// The name of a device that writes so many bytes whole.
+pub const fn device(atomic: u64) -> &'static str {
+    if atomic == 4096 { "atomic-4096" } else { "atomic-512" }
+}
+
 /// The seed of a campaign's history.
 pub fn history_seed(campaign: u64, number: u64) -> u64 {
     SmallRng::seed_from_u64(campaign ^ number.wrapping_mul(0x9E37_79B9_7F4A_7C15)).random()
@@ -185,6 +193,8 @@ pub struct Happened {
     pub kind: Kind,
     /// What was to be done.
     pub plan: Plan,
+    /// Bytes that the device writes whole or not at all.
+    pub atomic: u64,
     /// What the storage saw.
     pub record: Record,
     /// What the guest saw.
@@ -211,6 +221,7 @@ pub fn happen(
     seed: u64,
 ) -> Result<Happened, String> {
     let drops = matches!(conduct.faults.flush, Some((_, FlushFault::Drops)));
+    let atomic = conduct.atomic;
     let host = SimHost::new(start.files.clone(), conduct);
     let before = Before::Bytes(Arc::clone(&start.content));
     let guest = Guest::new(&host, &start, settings.mode, before, 1, seed);
@@ -220,10 +231,13 @@ pub fn happen(
     // Where the page cache has dropped data, reads show whatever the disk holds there.
     let until = if drops { host.struck() } else { NEVER };
     worked.and_then(|()| log.check_reads(until)).map_err(|error| {
-        let requests = log.tell(NEVER);
-        format!("{error}\n{}\n{}", start.describe(), requests.join("\n"))
+        let mut lines = log.tell(NEVER);
+        if settings.trace {
+            lines.extend(record.tell());
+        }
+        format!("{error}\n{}\n{}", start.describe(), lines.join("\n"))
     })?;
-    Ok(Happened { start, kind, plan, record, log })
+    Ok(Happened { start, kind, plan, atomic, record, log })
 }
 
 /// Runs one history with all its crashes.
@@ -252,7 +266,8 @@ fn history(
 ) -> Result<(), String> {
     let mut rng = SmallRng::seed_from_u64(seed);
     let drawn = KINDS[rng.random_range(0..KINDS.len())];
-    let kind = settings.kind.unwrap_or(drawn);
+    let favoured = settings.mode.favours.filter(|_| rng.random_range(0..3) == 0);
+    let kind = settings.kind.or(favoured).unwrap_or(drawn);
     if kind.version() < settings.mode.version {
         return Ok(());
     }
@@ -276,8 +291,10 @@ fn history(
         delay: rng.random_range(0..6),
         record: true,
         discarded: [Some(0), Some(0), None, Some(0xdd)][rng.random_range(0..4)],
+        atomic: ATOMIC[rng.random_range(0..ATOMIC.len())],
         faults,
     };
+    story.push(device(conduct.atomic).into());
     let happened = happen(settings, kind, start, plan, conduct, rng.random())?;
     totals.histories += 1;
     totals.digest = happened.digest();
@@ -294,7 +311,7 @@ fn history(
         let oracle = Arc::new(Oracle::of_crash(&happened.log, tick));
         for _ in 0..=replay.pending().min(3) {
             let fate = Fate::random(replay.pending(), &mut rng);
-            let grain = if rng.random() { 512 } else { 4096 };
+            let grain = random_grain(happened.atomic, &mut rng);
             let way = Way::random(&mut rng);
             crashes.judge(&replay, tick, &oracle, fate, grain, way, rng.random())?;
         }
@@ -351,6 +368,7 @@ impl<'a> Crashes<'a> {
             mode: self.settings.mode,
             start: &self.happened.start,
             kind: self.happened.kind,
+            atomic: self.happened.atomic,
             oracle: Arc::clone(oracle),
             lives: 1,
             leaked: 0,
@@ -372,6 +390,7 @@ impl<'a> Crashes<'a> {
         let count = passed.len() as u64;
         self.totals.states += count;
         self.totals.count("history", self.happened.kind.name(), count);
+        self.totals.count("device", device(self.happened.atomic), count);
         self.totals.count("fate", fate.name(), count);
         self.totals.count("fault", self.fault, count);
         for passed in passed {

@@ -1,10 +1,10 @@
 //! Small histories, with every crash there is: each moment, each subset of the changes that no flush
 //! covers, and each of them torn.
 
-use crate::campaign::{Crashes, Failure, Settings, Totals, guarded, happen};
+use crate::campaign::{ATOMIC, Crashes, Failure, Settings, Totals, device, guarded, happen};
 use crate::guest::Oracle;
 use crate::host::Conduct;
-use crate::image::{self, KINDS};
+use crate::image::{self, KINDS, Kind};
 use crate::plan::{Act, Disk, Phase, Plan};
 use crate::recover::Way;
 use crate::state::{Fate, Replay};
@@ -18,7 +18,22 @@ const VARIANTS: u64 = 3;
 const RANDOM: usize = 64;
 
 /// How many small histories there are.
-pub const COUNT: u64 = KINDS.len() as u64 * Disk::PATTERNS as u64 * VARIANTS;
+pub const COUNT: u64 = {
+    let (mut patterns, mut kind) = (0, 0);
+    while kind < KINDS.len() {
+        patterns += Disk::patterns(KINDS[kind]);
+        kind += 1;
+    }
+    patterns as u64 * VARIANTS
+};
+
+/// The kind and the pattern of a small history.
+fn subject(number: u64) -> (Kind, u32) {
+    let subjects = KINDS.into_iter();
+    let mut subjects =
+        subjects.flat_map(|kind| (0..Disk::patterns(kind)).map(move |pattern| (kind, pattern)));
+    subjects.nth((number / VARIANTS) as usize).unwrap_or((Kind::Plain, 0))
+}
 
 /// Runs one small history, from 0 on. All subsets of up to `bits` changes are tried; where there are
 /// more, those of the first so many, and random ones.
@@ -36,8 +51,7 @@ fn small(
 ) -> Result<(), String> {
     let mut rng = SmallRng::seed_from_u64(number);
     let variant = number % VARIANTS;
-    let pattern = (number / VARIANTS % u64::from(Disk::PATTERNS)) as u32;
-    let kind = KINDS[(number / VARIANTS / u64::from(Disk::PATTERNS)) as usize % KINDS.len()];
+    let (kind, pattern) = subject(number);
     if kind.version() < settings.mode.version {
         return Ok(());
     }
@@ -45,8 +59,8 @@ fn small(
     story.push(format!("{kind}, pattern {pattern}: {}", start.describe()));
     let tasks = Disk::of(&start).pattern(pattern, 2, &mut rng);
     let then = match kind {
-        image::Kind::Resize => Some(Act::Resize(start.size() / 1024 * 512 + 512 * variant * 40)),
-        image::Kind::Index => Some(if variant == 2 { Act::DropIndex } else { Act::WriteIndex }),
+        Kind::Resize => Some(Act::Resize(start.size() / 1024 * 512 + 512 * variant * 40)),
+        Kind::Index => Some(if variant == 2 { Act::DropIndex } else { Act::WriteIndex }),
         _ => None,
     };
     let plan = Plan { phases: vec![Phase { tasks, beside: None, then }], close: variant == 0 };
@@ -54,8 +68,10 @@ fn small(
         seed: rng.random(),
         delay: variant as u32 * 2,
         record: true,
+        atomic: ATOMIC[rng.random_range(0..ATOMIC.len())],
         ..Conduct::default()
     };
+    story.push(device(conduct.atomic).into());
     let happened = happen(settings, kind, start, plan, conduct, rng.random())?;
     totals.histories += 1;
     let mut replay = Replay::new(&happened.record);
@@ -75,7 +91,7 @@ fn small(
                 2 => Way::Crash(2),
                 _ => Way::Open,
             };
-            crashes.judge(&replay, tick, &oracle, fate, 512, way, rng.random())?;
+            crashes.judge(&replay, tick, &oracle, fate, happened.atomic, way, rng.random())?;
         }
     }
     Ok(())

@@ -6,63 +6,13 @@
 //! before the read began. The byte may hold what any other wrote.
 
 use crate::record::{NEVER, Tick};
+use crate::value::{Value, interpret};
 use std::fmt::Write as _;
 use std::ops::Range;
 use std::sync::Arc;
 
 /// Bytes that reach a disk as a whole or not at all.
 pub const SECTOR: u64 = 512;
-
-/// What a request leaves behind.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Value {
-    /// Zeroes.
-    Zero,
-    /// The pattern of this number.
-    Pattern(u32),
-}
-
-impl Value {
-    /// The byte at an offset of the disk.
-    pub fn byte(self, offset: u64) -> u8 {
-        match self {
-            Self::Zero => 0,
-            Self::Pattern(number) => word(number, offset / 8).to_le_bytes()[(offset % 8) as usize],
-        }
-    }
-
-    /// The bytes of a range.
-    pub fn bytes(self, range: Range<u64>) -> Vec<u8> {
-        let mut bytes = vec![0; (range.end - range.start) as usize];
-        if let Self::Pattern(number) = self {
-            let mut at = range.start;
-            while at < range.end {
-                let next = (at / 8 * 8 + 8).min(range.end);
-                let word = word(number, at / 8).to_le_bytes();
-                bytes[(at - range.start) as usize..(next - range.start) as usize]
-                    .copy_from_slice(&word[(at % 8) as usize..(at % 8 + next - at) as usize]);
-                at = next;
-            }
-        }
-        bytes
-    }
-
-    /// Whether whole words hold this value.
-    fn fills(self, offset: u64, bytes: &[u8]) -> bool {
-        match self {
-            Self::Zero => bytes.iter().all(|byte| *byte == 0),
-            Self::Pattern(number) => bytes
-                .chunks_exact(8)
-                .zip(offset / 8..)
-                .all(|(chunk, index)| *chunk == word(number, index).to_le_bytes()),
-        }
-    }
-}
-
-/// Each word of a pattern tells which pattern it is of, and where it belongs.
-fn word(number: u32, index: u64) -> u64 {
-    u64::from(number) << 32 | index & 0xffff_ffff
-}
 
 /// A request that changed the disk, or may have.
 #[derive(Clone, Debug)]
@@ -392,6 +342,10 @@ impl Oracle {
                 (false, true) => "not settled",
                 (false, false) => "failed or unfinished",
             };
+            let same = written.range.start <= offset
+                && written.range.end >= offset + bytes.len() as u64
+                && written.value.fills(offset, bytes);
+            let state = if same { format!("{state}; these bytes") } else { state.into() };
             let _ = write!(
                 text,
                 "\n    {} of {:?} at {}..{} from {} to {} ({state})",
@@ -416,48 +370,28 @@ impl Oracle {
     }
 }
 
-/// What bytes of a disk look like.
-fn interpret(offset: u64, bytes: &[u8]) -> String {
-    if bytes.iter().all(|byte| *byte == 0) {
-        return "zeroes".into();
-    }
-    let word = bytes.first_chunk::<8>().map_or(0, |word| u64::from_le_bytes(*word));
-    let (number, at) = ((word >> 32) as u32, (word & 0xffff_ffff) * 8);
-    let pattern = Value::Pattern(number);
-    if pattern.bytes(at..at + bytes.len() as u64) == bytes {
-        return if at == offset {
-            format!("pattern {number}")
-        } else {
-            format!("pattern {number} as it belongs at {at}")
-        };
-    }
-    let parts: Vec<String> = bytes
-        .chunks(64)
-        .map(|part| {
-            let word = part.first_chunk::<8>().map_or(0, |word| u64::from_le_bytes(*word));
-            format!("{:x}:{:x}", word >> 32, word & 0xffff_ffff)
-        })
-        .collect();
-    format!("a mixture ({})", parts.join(" "))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::value::Sort;
+
+    const fn pattern(number: u32) -> Value {
+        Value::Pattern(Sort::Plain, number)
+    }
 
     fn log(requests: &[(Range<u64>, u32, Tick, Tick)], flushed: &[(Tick, Tick)]) -> Arc<Log> {
-        let mut log = Log::new(Before::Bytes(Arc::new(Value::Pattern(1).bytes(0..1024))));
-        for (range, pattern, began, ended) in requests {
-            let number = log.begin(range.clone(), Value::Pattern(*pattern), *began, "write");
-            log.end(number, *ended, *ended != NEVER);
+        let mut log = Log::new(Before::Bytes(Arc::new(pattern(1).bytes(0..1024))));
+        for (range, number, began, ended) in requests {
+            let request = log.begin(range.clone(), pattern(*number), *began, "write");
+            log.end(request, *ended, *ended != NEVER);
         }
         log.flushed = flushed.to_vec();
         Arc::new(log)
     }
 
-    fn holds(log: &Arc<Log>, now: Tick, pattern: u32) -> bool {
-        let mut bytes = Value::Pattern(1).bytes(0..1024);
-        bytes[..512].copy_from_slice(&Value::Pattern(pattern).bytes(0..512));
+    fn holds(log: &Arc<Log>, now: Tick, number: u32) -> bool {
+        let mut bytes = pattern(1).bytes(0..1024);
+        bytes[..512].copy_from_slice(&pattern(number).bytes(0..512));
         Oracle::of_crash(log, now).check(&bytes).is_ok()
     }
 
@@ -479,10 +413,10 @@ mod tests {
     #[test]
     fn parts_of_a_sector_are_judged_byte_by_byte() {
         let log = log(&[(100..612, 2, 1, 2)], &[(3, 4)]);
-        let mut bytes = Value::Pattern(1).bytes(0..1024);
+        let mut bytes = pattern(1).bytes(0..1024);
         assert!(Oracle::of_crash(&log, 2).check(&bytes).is_ok());
         assert!(Oracle::of_crash(&log, 5).check(&bytes).is_err());
-        bytes[100..612].copy_from_slice(&Value::Pattern(2).bytes(100..612));
+        bytes[100..612].copy_from_slice(&pattern(2).bytes(100..612));
         assert!(Oracle::of_crash(&log, 2).check(&bytes).is_ok());
         assert!(Oracle::of_crash(&log, 5).check(&bytes).is_ok());
         bytes[99] ^= 1;
@@ -492,7 +426,7 @@ mod tests {
     #[test]
     fn a_pattern_out_of_place_is_wrong() {
         let log = log(&[(0..1024, 2, 1, NEVER)], &[]);
-        let mut bytes = Value::Pattern(2).bytes(0..1024);
+        let mut bytes = pattern(2).bytes(0..1024);
         assert!(Oracle::of_crash(&log, 5).check(&bytes).is_ok());
         bytes.copy_within(512..1024, 0);
         let error = Oracle::of_crash(&log, 5).check(&bytes).unwrap_err();

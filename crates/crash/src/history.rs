@@ -1,12 +1,14 @@
 //! A guest at work on a simulated disk.
 
 use crate::executor::pause;
-use crate::guest::{Before, Log, Seen, Value};
+use crate::guest::{Before, Log, Seen};
 use crate::host::SimHost;
+use crate::hostile::Spy;
 use crate::image::{IMAGE, Start};
 use crate::mode::Mode;
 use crate::plan::{Act, Plan, Request};
 use crate::record::{NEVER, Tick};
+use crate::value::{Sort, Value};
 use futures_util::future::join_all;
 use isobath_disk::{BlockDevice, Disk, DiskError, Preallocation, ZeroFlags};
 use isobath_storage::IoBuf;
@@ -27,6 +29,7 @@ pub struct Guest<'a> {
     mode: &'a Mode,
     log: RefCell<Log>,
     next: Cell<u32>,
+    spy: RefCell<Spy>,
     seed: u64,
 }
 
@@ -41,8 +44,8 @@ impl<'a> Guest<'a> {
         life: u32,
         seed: u64,
     ) -> Self {
-        let log = RefCell::new(Log::new(before));
-        Self { host, start, mode, log, next: Cell::new(life * PATTERNS), seed }
+        let (log, next) = (RefCell::new(Log::new(before)), Cell::new(life * PATTERNS));
+        Self { host, start, mode, log, next, spy: RefCell::default(), seed }
     }
 
     /// Ends the guest's life; its memory remains.
@@ -71,10 +74,25 @@ impl<'a> Guest<'a> {
         }
     }
 
-    fn pattern(&self) -> Value {
+    /// What a write leaves.
+    fn value(&self, offset: u64, length: u64, sort: Sort) -> Value {
         let number = self.next.get();
         self.next.set(number + 1);
-        Value::Pattern(number)
+        match sort {
+            Sort::Zeroes => Value::Zero,
+            Sort::Hostile | Sort::Copied => {
+                let files = self.host.files();
+                let image = files.iter().find(|(name, _)| *name == Path::new(IMAGE));
+                let image = image.map_or(&[][..], |(_, bytes)| bytes);
+                let mut rng = SmallRng::seed_from_u64(self.seed ^ u64::from(number));
+                let range = offset..offset + length;
+                let cluster = self.start.new.cluster_size;
+                let mut spy = self.spy.borrow_mut();
+                let given = spy.bytes(sort, image, &range, number, cluster, &mut rng);
+                given.map_or(Value::Pattern(Sort::Random, number), Value::Given)
+            }
+            sort => Value::Pattern(sort, number),
+        }
     }
 
     fn begin(&self, offset: u64, length: u64, value: Value, name: &'static str) -> usize {
@@ -102,22 +120,19 @@ impl<'a> Guest<'a> {
 
     async fn request(&self, disk: &Disk<SimHost>, request: Request) -> Result<(), String> {
         match request {
-            Request::Write(offset, length) | Request::Compressed(offset, length) => {
-                let value = self.pattern();
+            Request::Write(offset, length, sort) => {
+                let value = self.value(offset, length, sort);
                 let buf = IoBuf::from(value.bytes(offset..offset + length));
-                let done = if let Request::Write(..) = request {
-                    let number = self.begin(offset, length, value, "a write");
-                    let done = self.judge("a write", disk.write(offset, buf).await)?;
-                    self.end(number, done.is_some());
-                    done
-                } else {
-                    let number = self.begin(offset, length, value, "a compressed write");
-                    let done = disk.write_compressed(offset, buf).await;
-                    let done = self.judge("a compressed write", done)?;
-                    self.end(number, done.is_some());
-                    done
-                };
-                drop(done);
+                let number = self.begin(offset, length, value, "a write");
+                let done = self.judge("a write", disk.write(offset, buf).await)?;
+                self.end(number, done.is_some());
+            }
+            Request::Compressed(offset, length) => {
+                let value = self.value(offset, length, Sort::Plain);
+                let buf = IoBuf::from(value.bytes(offset..offset + length));
+                let number = self.begin(offset, length, value, "a compressed write");
+                let done = disk.write_compressed(offset, buf).await;
+                self.end(number, self.judge("a compressed write", done)?.is_some());
             }
             Request::Zero(offset, length, may_unmap) => {
                 let number = self.begin(offset, length, Value::Zero, "a zero-write");
@@ -142,6 +157,9 @@ impl<'a> Guest<'a> {
                     let bytes = bytes.to_vec();
                     self.log.borrow_mut().seen.push(Seen { offset, bytes, began, ended });
                 }
+            }
+            Request::Tidy => {
+                self.judge("tidying", disk.tidy().await)?;
             }
             Request::Flush => {
                 let began = self.host.tick();

@@ -1,6 +1,7 @@
 //! Files in memory that take their time and remember everything.
 
 use crate::executor::pause;
+use crate::guest::SECTOR;
 use crate::record::{Action, Change, Files, Flush, NEVER, Record, Tick};
 use crate::state::{Fate, Replay};
 use isobath_storage::{
@@ -69,13 +70,22 @@ pub struct Conduct {
     pub record: bool,
     /// What a discarded range reads as: 0, another byte, or `None` for what it held before.
     pub discarded: Option<u8>,
+    /// Bytes that the device writes whole or not at all, and says so.
+    pub atomic: u64,
     /// What goes wrong.
     pub faults: Faults,
 }
 
 impl Default for Conduct {
     fn default() -> Self {
-        Self { seed: 0, delay: 0, record: false, discarded: Some(0), faults: Faults::default() }
+        Self {
+            seed: 0,
+            delay: 0,
+            record: false,
+            discarded: Some(0),
+            atomic: SECTOR,
+            faults: Faults::default(),
+        }
     }
 }
 
@@ -250,8 +260,12 @@ impl Host for SimHost {
             StorageError::new(Operation::Open, name, cause)
         })?;
         let host = self.clone();
-        let gains = host.0.lock().conduct.seed & 2 > 0;
-        Ok(SimFile { host, name: name.to_owned(), number, writable: mode.writable.into(), gains })
+        let (gains, atomic) = {
+            let conduct = &host.0.lock().conduct;
+            (conduct.seed & 2 > 0, conduct.atomic)
+        };
+        let (name, writable) = (name.to_owned(), mode.writable.into());
+        Ok(SimFile { host, name, number, writable, gains, atomic })
     }
 
     async fn create(&self, name: &Path, _mode: OpenMode) -> Result<SimFile> {
@@ -274,6 +288,8 @@ pub struct SimFile {
     writable: AtomicBool,
     /// What [`Storage::gains_from_written_space`] says.
     gains: bool,
+    /// What [`Storage::atomic_write`] says.
+    atomic: u64,
 }
 
 /// A change under way. Given up, it still takes effect.
@@ -345,9 +361,9 @@ impl SimFile {
         }
         let fault = self.fault(operation, end);
         if let Some((_, landed)) = fault {
-            // Whole sectors of the file land.
+            // Of what the device writes whole, all or nothing lands.
             let reached = start + ((end - start) as f64 * landed) as u64;
-            let part = (reached / 512 * 512).saturating_sub(start);
+            let part = (reached / self.atomic * self.atomic).saturating_sub(start);
             action = match action {
                 Action::Write(offset, bytes) => {
                     Action::Write(offset, bytes[..part as usize].into())
@@ -513,5 +529,9 @@ impl Storage for SimFile {
     /// In half of the histories, so that the engine grows files ahead.
     fn gains_from_written_space(&self) -> bool {
         self.gains
+    }
+
+    fn atomic_write(&self) -> u64 {
+        self.atomic
     }
 }

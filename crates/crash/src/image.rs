@@ -1,8 +1,8 @@
 //! The images that histories start from.
 
 use crate::executor::run;
-use crate::guest::Value;
 use crate::record::Files;
+use crate::value::{Sort, Value};
 use isobath_disk::{
     BlockDevice, CheckOptions, Disk, MetadataMode, NewDisk, OpenOptions, Repair, ZeroFlags, check,
     create,
@@ -50,10 +50,13 @@ pub enum Kind {
     Index,
     /// What a journal must get right: appends, overwrites and discards, each flushed.
     Flushes,
+    /// What mappings in the data must get right: writes around lead blocks, and contents that look like
+    /// the engine's own.
+    Embedded,
 }
 
 /// All kinds.
-pub const KINDS: [Kind; 13] = [
+pub const KINDS: [Kind; 14] = [
     Kind::Plain,
     Kind::Overlay,
     Kind::Chain,
@@ -67,6 +70,7 @@ pub const KINDS: [Kind; 13] = [
     Kind::Resize,
     Kind::Index,
     Kind::Flushes,
+    Kind::Embedded,
 ];
 
 impl Kind {
@@ -86,6 +90,7 @@ impl Kind {
             Self::Resize => "resize",
             Self::Index => "index",
             Self::Flushes => "flushes",
+            Self::Embedded => "embedded",
         }
     }
 
@@ -178,6 +183,8 @@ fn shape(kind: Kind, small: bool, rng: &mut SmallRng) -> NewDisk {
     let bits = match kind {
         Kind::Subclusters => [14, 14, 15, 16][rng.random_range(0..4)],
         Kind::Refcounts => 9,
+        Kind::Embedded if small => [12, 12, 13][rng.random_range(0..3)],
+        Kind::Embedded => [12, 12, 12, 13, 14, 16][rng.random_range(0..6)],
         _ if small => [9, 9, 12][rng.random_range(0..3)],
         _ => [9, 9, 9, 10, 11, 12, 12, 13, 14, 16][rng.random_range(0..10)],
     };
@@ -203,7 +210,7 @@ fn shape(kind: Kind, small: bool, rng: &mut SmallRng) -> NewDisk {
         version,
         refcount_bits,
         extended_l2: kind == Kind::Subclusters
-            || (version > 2 && bits >= 14 && rng.random_bool(0.3)),
+            || (version > 2 && bits >= 14 && kind != Kind::Embedded && rng.random_bool(0.3)),
         compression_type: if zstd { CompressionType::Zstd } else { CompressionType::Zlib },
         lazy_refcounts: kind == Kind::Lazy,
         data_file: (kind == Kind::DataFile).then(|| DATA.into()),
@@ -226,7 +233,8 @@ async fn fill(
     let size = disk.size();
     let cluster = 1 << disk.layers().next().and_then(|l| l.header()).map_or(16, |h| h.cluster_bits);
     for number in 0..rng.random_range(0..8) {
-        let value = Value::Pattern(first + number);
+        let sort = [Sort::Plain, Sort::Plain, Sort::Random, Sort::Text][rng.random_range(0..4)];
+        let value = Value::Pattern(sort, first + number);
         let offset = rng.random_range(0..size) / 512 * 512;
         let length = (rng.random_range(1..=cluster * 6) / 512 * 512 + 512).min(size - offset);
         match rng.random_range(0..10) {
@@ -264,6 +272,7 @@ async fn layers(
     let (raw, depth) = match kind {
         Kind::Overlay => (true, 0),
         Kind::Chain | Kind::Index => (rng.random(), rng.random_range(1..=3)),
+        Kind::Embedded => (rng.random_bool(0.4), u32::from(rng.random_bool(0.4))),
         Kind::Plain | Kind::Refcounts | Kind::Lazy | Kind::Flushes => (false, 0),
         _ => (rng.random_bool(0.3), u32::from(rng.random_bool(0.3))),
     };
@@ -276,7 +285,7 @@ async fn layers(
     };
     if raw {
         let length = length(rng);
-        host.insert("base.raw", &Value::Pattern(1).bytes(0..length));
+        host.insert("base.raw", &Value::Pattern(Sort::Plain, 1).bytes(0..length));
         new.backing_file = Some("base.raw".into());
         new.backing_format = Some("raw".into());
     }

@@ -1,5 +1,6 @@
 //! The ways to keep metadata that are put to the test: the one place that knows them apart.
 
+use crate::image::Kind;
 use isobath_disk::{MetadataMode, OpenOptions};
 
 /// A mode and what it promises.
@@ -11,17 +12,34 @@ pub struct Mode {
     pub consistent: bool,
     /// The oldest version of an image that is opened for writing.
     pub version: u32,
+    /// What a third of its histories is about.
+    pub favours: Option<Kind>,
+}
+
+const fn mode(metadata: MetadataMode, version: u32, favours: Option<Kind>) -> Mode {
+    Mode { metadata, consistent: true, version, favours }
 }
 
 /// All modes.
 pub const MODES: &[Mode] = &[
-    Mode { metadata: MetadataMode::Ordered, consistent: true, version: 2 },
-    Mode { metadata: MetadataMode::Journal, consistent: true, version: 3 },
-    Mode { metadata: MetadataMode::Auto, consistent: true, version: 2 },
+    mode(MetadataMode::Ordered, 2, None),
+    mode(MetadataMode::Journal, 3, None),
+    mode(MetadataMode::Auto, 2, None),
+    mode(MetadataMode::Embedded, 3, Some(Kind::Embedded)),
 ];
 
 /// Sizes of journals: so small that they wrap around, up to the engine's own choice.
 const JOURNALS: [Option<u64>; 5] = [Some(16 << 10), Some(32 << 10), Some(64 << 10), Some(0), None];
+
+/// Sizes of zones, down to one cluster, and how many there may be at most. The engine's own choice
+/// would make files too long for a simulation.
+const ZONES: [u64; 6] = [16 << 10, 64 << 10, 64 << 10, 128 << 10, 512 << 10, 4 << 20];
+const MOST_ZONES: [Option<u32>; 6] = [Some(1), Some(2), Some(2), Some(3), Some(4), None];
+
+/// One of `choices`, and what is left to draw from.
+const fn choose<T: Copy, const N: usize>(choices: [T; N], draw: u64) -> (T, u64) {
+    (choices[(draw % N as u64) as usize], draw / N as u64)
+}
 
 impl Mode {
     /// The name on the command line.
@@ -36,10 +54,15 @@ impl Mode {
 
     /// How a disk is opened; `draw` chooses among what must make no difference.
     pub fn options(&self, writable: bool, draw: u64) -> OpenOptions {
+        let (journal_size, rest) = choose(JOURNALS, draw / 3);
+        let (zone_size, rest) = choose(ZONES, rest);
+        let (zones, _) = choose(MOST_ZONES, rest);
         OpenOptions {
             writable,
             metadata: self.metadata,
-            journal_size: JOURNALS[(draw / 3 % JOURNALS.len() as u64) as usize],
+            journal_size,
+            zone_size: Some(zone_size),
+            zones,
             // A small map makes the engine read tables again.
             map_cache: draw.is_multiple_of(3).then_some(16 << 10),
             ..OpenOptions::default()

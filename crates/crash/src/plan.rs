@@ -1,14 +1,17 @@
 //! What a guest is going to do.
 
+mod embedded;
+
 use crate::image::{Kind, Start};
+use crate::value::Sort;
 use rand::RngExt;
 use rand::rngs::SmallRng;
 
 /// One request. Offsets and lengths in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Request {
-    /// Bytes are written.
-    Write(u64, u64),
+    /// Bytes of a sort are written.
+    Write(u64, u64, Sort),
     /// As one compressed cluster.
     Compressed(u64, u64),
     /// A range becomes zeroes, and may be unmapped.
@@ -19,6 +22,8 @@ pub enum Request {
     Read(u64, u64),
     /// All is made durable.
     Flush,
+    /// The engine does some of what it would do in a quiet moment.
+    Tidy,
 }
 
 /// What is done to the disk as a whole.
@@ -104,6 +109,9 @@ impl Disk {
 
     /// A request of any kind.
     pub fn request(&self, kind: Kind, rng: &mut SmallRng) -> Request {
+        if kind == Kind::Embedded && rng.random_bool(0.8) {
+            return self.request_at_lead(rng);
+        }
         let (offset, length) = self.range(rng);
         let compressed = self.compresses && (kind == Kind::Compressed || rng.random_bool(0.1));
         match rng.random_range(0..100) {
@@ -111,7 +119,7 @@ impl Disk {
                 let (offset, length) = self.cluster(rng);
                 Request::Compressed(offset, length)
             }
-            0..52 => Request::Write(offset, length),
+            0..52 => Request::Write(offset, length, sort(rng)),
             52..65 => Request::Zero(offset, length, rng.random()),
             65..77 => {
                 let (offset, length) =
@@ -119,6 +127,7 @@ impl Disk {
                 Request::Discard(offset, length)
             }
             77..87 => Request::Read(offset, length),
+            87 => Request::Tidy,
             _ => Request::Flush,
         }
     }
@@ -130,8 +139,17 @@ impl Disk {
             .collect()
     }
 
+    /// How many [patterns](Self::pattern) there are for histories of a kind.
+    pub const fn patterns(kind: Kind) -> u32 {
+        if matches!(kind, Kind::Embedded) { PATTERNS + embedded::PATTERNS } else { PATTERNS }
+    }
+
     /// What a log, a database or a file system does: small writes, each flushed, `times` times.
     pub fn pattern(&self, number: u32, times: u64, rng: &mut SmallRng) -> Vec<Vec<Request>> {
+        if number >= PATTERNS {
+            return self.pattern_at_lead(number - PATTERNS, times, rng);
+        }
+        let sort = sort(rng);
         let unit = 4096.min(self.cluster);
         let place = |rng: &mut SmallRng| {
             let cluster = rng.random_range(0..(self.size / self.cluster).max(1));
@@ -143,22 +161,26 @@ impl Disk {
             // Appends, each flushed.
             0 => vec![
                 (0..times)
-                    .flat_map(|n| [Request::Write(within(start + n * unit), unit), Request::Flush])
+                    .flat_map(|n| {
+                        [Request::Write(within(start + n * unit), unit, sort), Request::Flush]
+                    })
                     .collect(),
             ],
             // One block again and again.
             1 => vec![
-                (0..times).flat_map(|_| [Request::Write(start, unit), Request::Flush]).collect(),
+                (0..times)
+                    .flat_map(|_| [Request::Write(start, unit, sort), Request::Flush])
+                    .collect(),
             ],
             // What was just flushed goes, and its space is taken by others.
             2 => vec![
                 (0..times)
                     .flat_map(|n| {
                         [
-                            Request::Write(start, self.cluster.min(self.size - start)),
+                            Request::Write(start, self.cluster.min(self.size - start), sort),
                             Request::Flush,
                             Request::Discard(start, self.cluster.min(self.size - start)),
-                            Request::Write(within(other + n * self.cluster), unit),
+                            Request::Write(within(other + n * self.cluster), unit, sort),
                             Request::Flush,
                         ]
                     })
@@ -169,7 +191,7 @@ impl Disk {
                 let clusters = (self.size / self.cluster).min(times * 6);
                 vec![
                     (0..clusters)
-                        .map(|n| Request::Write(n * self.cluster, self.cluster))
+                        .map(|n| Request::Write(n * self.cluster, self.cluster, sort))
                         .chain([Request::Flush])
                         .collect(),
                 ]
@@ -180,7 +202,7 @@ impl Disk {
                 for _ in 0..3 {
                     let writes = (0..4).map(|_| {
                         let (offset, length) = self.range(rng);
-                        Request::Write(offset, length)
+                        Request::Write(offset, length, sort)
                     });
                     tasks.push(writes.collect());
                 }
@@ -191,11 +213,11 @@ impl Disk {
                 (0..times)
                     .flat_map(|n| {
                         [
-                            Request::Write(start, unit),
+                            Request::Write(start, unit, sort),
                             Request::Flush,
                             Request::Zero(start, unit, n % 2 == 0),
                             Request::Flush,
-                            Request::Write(start, unit),
+                            Request::Write(start, unit, sort),
                         ]
                     })
                     .collect(),
@@ -206,7 +228,7 @@ impl Disk {
                     (0..times)
                         .flat_map(|n| {
                             let offset = within(start + (2 * n + task) * 512);
-                            [Request::Write(offset, 512), Request::Flush]
+                            [Request::Write(offset, 512, sort), Request::Flush]
                         })
                         .collect()
                 })
@@ -219,7 +241,7 @@ impl Disk {
                         [
                             Request::Compressed(start, whole),
                             Request::Flush,
-                            Request::Write(start, unit),
+                            Request::Write(start, unit, sort),
                             Request::Flush,
                         ]
                     })
@@ -230,15 +252,21 @@ impl Disk {
                 (0..times)
                     .flat_map(|n| {
                         let offset = self.size / times * n / 512 * 512;
-                        [Request::Write(offset, 512.min(self.size - offset)), Request::Flush]
+                        [Request::Write(offset, 512.min(self.size - offset), sort), Request::Flush]
                     })
                     .collect(),
             ],
         }
     }
+}
 
-    /// How many patterns there are.
-    pub const PATTERNS: u32 = 9;
+/// How many patterns there are for every kind.
+const PATTERNS: u32 = 9;
+
+/// A sort of contents: often one that compresses.
+fn sort(rng: &mut SmallRng) -> Sort {
+    let any = Sort::ALL[rng.random_range(0..Sort::ALL.len())];
+    if rng.random() { Sort::Plain } else { any }
 }
 
 /// A random history of a kind.
@@ -248,7 +276,11 @@ pub fn random(kind: Kind, start: &Start, rng: &mut SmallRng) -> Plan {
     let phases = rng.random_range(1..=if long { 12 } else { 4 });
     let mut plan = Plan { phases: Vec::new(), close: rng.random_bool(0.4) };
     for _ in 0..phases {
-        let often = if kind == Kind::Flushes { 0.8 } else { 0.1 };
+        let often = match kind {
+            Kind::Flushes => 0.8,
+            Kind::Embedded => 0.4,
+            _ => 0.1,
+        };
         let mut phase = Phase::default();
         let act = match kind {
             Kind::Resize if rng.random_bool(0.8) => {
@@ -272,7 +304,7 @@ pub fn random(kind: Kind, start: &Start, rng: &mut SmallRng) -> Plan {
             disk.size = if low >= disk.cluster { low / disk.cluster * disk.cluster } else { low };
         }
         phase.tasks = if rng.random_bool(often) {
-            let number = rng.random_range(0..Disk::PATTERNS);
+            let number = rng.random_range(0..Disk::patterns(kind));
             disk.pattern(number, rng.random_range(2..=8), rng)
         } else {
             disk.random_tasks(kind, rng)

@@ -8,7 +8,7 @@ use crate::image::{IMAGE, Kind, Start, show_snapshot};
 use crate::mode::Mode;
 use crate::plan;
 use crate::record::Files;
-use crate::state::{Fate, Replay};
+use crate::state::{Fate, Replay, random_grain};
 use isobath_disk::{
     BlockDevice, CheckEvent, CheckOptions, CheckReport, Disk, OpenOptions, Repair, check,
 };
@@ -69,6 +69,8 @@ pub struct Case<'a> {
     pub start: &'a Start,
     /// What the history was about.
     pub kind: Kind,
+    /// Bytes that the device writes whole or not at all.
+    pub atomic: u64,
     /// What the disk may hold.
     pub oracle: Arc<Oracle>,
     /// How often the guest has lived.
@@ -77,6 +79,13 @@ pub struct Case<'a> {
     pub leaked: u64,
     /// Whether QEMU judges too.
     pub qemu: bool,
+}
+
+impl Case<'_> {
+    /// How the host behaves where nothing goes wrong any more.
+    fn quiet(&self) -> Conduct {
+        Conduct { atomic: self.atomic, ..Conduct::default() }
+    }
 }
 
 /// A state that was recovered.
@@ -160,7 +169,7 @@ fn untouched(case: &Case<'_>, files: &Files) -> Result<(), String> {
 }
 
 async fn read_all(files: &Files, case: &Case<'_>) -> Result<Vec<u8>, String> {
-    let host = SimHost::new(files.clone(), Conduct::default());
+    let host = SimHost::new(files.clone(), case.quiet());
     let disk = Disk::open(host, Path::new(IMAGE), &case.mode.options(false, 0)).await;
     let disk = disk.map_err(|error| format!("it could not be opened read-only: {error}"))?;
     let read = disk.read(0, IoBuf::zeroed(disk.size() as usize)).await;
@@ -169,7 +178,7 @@ async fn read_all(files: &Files, case: &Case<'_>) -> Result<Vec<u8>, String> {
 
 async fn snapshot_stays(files: &Files, case: &Case<'_>) -> Result<(), String> {
     let Some(kept) = &case.start.snapshot else { return Ok(()) };
-    let host = SimHost::new(show_snapshot(files, kept), Conduct::default());
+    let host = SimHost::new(show_snapshot(files, kept), case.quiet());
     let disk = Disk::open(host, Path::new(IMAGE), &OpenOptions::default()).await;
     let disk = disk.map_err(|error| format!("the snapshot could not be opened: {error}"))?;
     let read = disk.read(0, IoBuf::zeroed(disk.size() as usize)).await;
@@ -335,17 +344,13 @@ pub fn recover(
 ) -> Result<(), String> {
     let mut rng = SmallRng::seed_from_u64(seed);
     let Way::Crash(depth) = way else {
-        let host = SimHost::new(files, Conduct::default());
+        let host = SimHost::new(files, case.quiet());
         run(go_on(&host, case, way, &mut rng))??;
         passed.push(Passed { way, qemu: case.qemu });
         return Ok(());
     };
-    let conduct = Conduct {
-        seed: rng.random(),
-        delay: rng.random_range(0..4),
-        record: true,
-        ..Conduct::default()
-    };
+    let conduct =
+        Conduct { seed: rng.random(), delay: rng.random_range(0..4), record: true, ..case.quiet() };
     let leaked = run(leaks(&files))??;
     let host = SimHost::new(files, conduct);
     let guest =
@@ -375,7 +380,7 @@ pub fn recover(
     for tick in ticks {
         replay.advance(tick);
         let fate = Fate::random(replay.pending(), &mut rng);
-        let grain = if rng.random() { 512 } else { 4096 };
+        let grain = random_grain(case.atomic, &mut rng);
         let state = replay.build(&fate, grain, &mut rng);
         // What the guest has seen after the first recovery stays so.
         let oracle = if tick <= looked {
@@ -406,7 +411,7 @@ pub fn recover(
 /// image.
 pub fn recover_wild(files: Files, case: &Case<'_>, seed: u64) -> Result<(), String> {
     let mut rng = SmallRng::seed_from_u64(seed);
-    let host = SimHost::new(files, Conduct::default());
+    let host = SimHost::new(files, case.quiet());
     run(async {
         let named = |what: &str, error: String| {
             if error.contains(IMAGE)

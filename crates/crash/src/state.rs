@@ -1,7 +1,7 @@
 //! The states in which a crash can leave the files.
 //!
-//! Every change that no flush covers has a fate of its own, down to grains of 512 or 4,096 bytes: a
-//! grain holds what it held after any number of the changes made to it, from those that are durable
+//! Every change that no flush covers has a fate of its own, down to grains of 512 or 4,096 bytes, only
+//! the latter where the device writes so many whole: a grain holds what it held after any number of the changes made to it, from those that are durable
 //! on. So changes are lost, reordered and torn in every way in which a page cache above a disk can do
 //! it. The length of a file is one that it had at some moment since its last flush; what lies below it
 //! and was never written reads as zeroes.
@@ -13,6 +13,11 @@ use rand::rngs::SmallRng;
 use rustc_hash::FxHasher;
 use std::hash::{Hash, Hasher};
 use std::sync::Arc;
+
+/// A size of grains on a device that writes `atomic` bytes whole.
+pub fn random_grain(atomic: u64, rng: &mut SmallRng) -> u64 {
+    if rng.random() { atomic.max(512) } else { 4096 }
+}
 
 /// What becomes of the changes that no flush covers, numbered as they took effect.
 #[derive(Clone, Copy, Debug, PartialEq)]

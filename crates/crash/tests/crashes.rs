@@ -4,7 +4,9 @@
 
 use isobath_crash::campaign::{Failure, Settings, Totals, history_seed, run_history};
 use isobath_crash::exhaustive::{COUNT, run_small};
+use isobath_crash::image::Kind;
 use isobath_crash::mode::MODES;
+use isobath_crash::plan::Disk;
 use isobath_testkit::seed::Seed;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -55,6 +57,23 @@ fn random_histories_survive_random_crashes() {
         });
         println!("{}: {totals:?}", mode.name());
         assert!(totals.states >= wanted && totals.qemu > 0);
+    }
+}
+
+/// Those of the kind that is about mappings in data: a share of the last numbers.
+#[test]
+fn small_histories_of_mappings_in_data_survive_every_crash() {
+    let modes = MODES.iter().filter(|mode| mode.favours == Some(Kind::Embedded));
+    for mode in modes {
+        let settings = Settings { qemu_every: 1000, ..Settings::new(mode) };
+        let first = COUNT - 3 * u64::from(Disk::patterns(Kind::Embedded));
+        let totals = run(&settings, u64::MAX, |number| {
+            let number = first + number * 5;
+            (number < COUNT).then(|| run_small(&settings, number, 3))
+        });
+        println!("{}: {totals:?}", mode.name());
+        assert_eq!(totals.sorts.get(&("history", "embedded")), Some(&totals.states));
+        assert!(totals.histories > 0);
     }
 }
 

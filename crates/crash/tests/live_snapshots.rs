@@ -4,14 +4,16 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by a panic")]
 
 use futures_util::future::join_all;
+use isobath_crash::campaign::ATOMIC;
 use isobath_crash::executor::{pause, run};
-use isobath_crash::guest::{Before, Log, Oracle, Value};
+use isobath_crash::guest::{Before, Log, Oracle};
 use isobath_crash::host::{Conduct, Faults, FlushFault, SimHost};
 use isobath_crash::image::{self, IMAGE, Kind, Start};
 use isobath_crash::mode::{MODES, Mode};
 use isobath_crash::plan::{self, Request};
 use isobath_crash::record::{Files, NEVER, Tick};
-use isobath_crash::state::{Fate, Replay};
+use isobath_crash::state::{Fate, Replay, random_grain};
+use isobath_crash::value::{Sort, Value};
 use isobath_disk::jobs::clock::SystemClock;
 use isobath_disk::{
     BlockDevice, CheckEvent, CheckOptions, Disk, LiveDisk, NewDisk, Overlay, Repair, ZeroFlags,
@@ -28,8 +30,15 @@ use std::sync::Arc;
 
 /// Histories in each mode.
 const HISTORIES: u64 = 25;
-const KINDS: [Kind; 6] =
-    [Kind::Plain, Kind::Overlay, Kind::Chain, Kind::Subclusters, Kind::Refcounts, Kind::Flushes];
+const KINDS: [Kind; 7] = [
+    Kind::Plain,
+    Kind::Overlay,
+    Kind::Chain,
+    Kind::Subclusters,
+    Kind::Refcounts,
+    Kind::Flushes,
+    Kind::Embedded,
+];
 /// Snapshots of each disk.
 const SNAPSHOTS: usize = 3;
 
@@ -83,10 +92,16 @@ impl Guest<'_> {
 
     async fn request(&self, request: Request, pattern: u32) {
         match request {
-            Request::Write(offset, length) | Request::Compressed(offset, length) => {
-                let value = Value::Pattern(pattern);
-                let number = self.begin(offset, length, value, "a write");
+            Request::Write(offset, length, _) | Request::Compressed(offset, length) => {
+                let sort = if let Request::Write(.., sort) = request { sort } else { Sort::Plain };
+                // Nothing of the files is looked at here.
+                let value = match sort {
+                    Sort::Zeroes => Value::Zero,
+                    Sort::Hostile | Sort::Copied => Value::Pattern(Sort::Mixed, pattern),
+                    sort => Value::Pattern(sort, pattern),
+                };
                 let buf = IoBuf::from(value.bytes(offset..offset + length));
+                let number = self.begin(offset, length, value, "a write");
                 drop(self.disk.write(offset, buf).await.unwrap());
                 self.end(number);
             }
@@ -112,6 +127,7 @@ impl Guest<'_> {
             Request::Read(offset, length) => {
                 let _ = self.disk.read(offset, IoBuf::zeroed(length as usize)).await.unwrap();
             }
+            Request::Tidy => {}
             Request::Flush => {
                 let began = self.host.tick();
                 self.disk.flush().await.unwrap();
@@ -236,12 +252,14 @@ fn history(mode: Mode, seed: u64, lie: Option<u64>, judged: &mut Judged) -> Resu
         delay: rng.random_range(0..6),
         record: true,
         discarded: [Some(0), None, Some(0xdd)][rng.random_range(0..3)],
+        atomic: ATOMIC[rng.random_range(0..ATOMIC.len())],
         faults: Faults {
             flush: lie.map(|number| (number, FlushFault::Lies)),
             flushes_failing: u64::MAX,
             ..Faults::default()
         },
     };
+    let atomic = conduct.atomic;
     let host = SimHost::new(run(files(&start))?, conduct);
     let log = RefCell::new(Log::new(Before::Bytes(Arc::clone(&start.content))));
     let snapshots = RefCell::new(Vec::new());
@@ -266,7 +284,7 @@ fn history(mode: Mode, seed: u64, lie: Option<u64>, judged: &mut Judged) -> Resu
     for tick in ticks {
         replay.advance(tick);
         let fate = Fate::random(replay.pending(), &mut rng);
-        let grain = if rng.random() { 512 } else { 4096 };
+        let grain = random_grain(atomic, &mut rng);
         let state = replay.build(&fate, grain, &mut rng);
         judged.states += 1;
         judged.amid +=
