@@ -109,7 +109,7 @@ async fn history(rng: &mut StdRng) {
             let mut busy = rng.fork();
             let resize = disk.resize(new, Preallocation::Off, true);
             let write = scribble(&disk, &mut model, &mut busy, old.min(new));
-            join(async { resize.await.unwrap() }, write).await;
+            Box::pin(join(async { resize.await.unwrap() }, write)).await;
             model.resize(new);
             assert_eq!(disk.size(), new);
             model.check(&read_all(&disk).await).unwrap();
