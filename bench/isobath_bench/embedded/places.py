@@ -2,6 +2,7 @@
 
 import contextlib
 import shutil
+import tempfile
 from pathlib import Path
 
 from .. import tools
@@ -37,9 +38,7 @@ def place(name):
             yield Place(name, system.directory)
         return
     memory = Path("/dev/shm")
-    directory = (memory if memory.is_dir() else tools.WORK) / "isobath-bench-embedded"
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir()
+    directory = Path(tempfile.mkdtemp(prefix="isobath-bench-", dir=memory if memory.is_dir() else tools.WORK))
     try:
         yield Place(name, directory, SIMULATED[name])
     finally:
