@@ -166,6 +166,16 @@ impl<S: Storage> Metadata<S> {
             let cover = Cover { range: at..at + length as u64, crc: None, voucher };
             return Ok((self.write_stored(at, bufs).await?, vec![cover]));
         }
+        if place == Place::InUse && !self.zones.leads_in(&(at..at + length as u64)).is_empty() {
+            let mut written = Vec::with_capacity(bufs.len());
+            let mut next = at;
+            for buf in bufs {
+                let start = next;
+                next += buf.len() as u64;
+                written.push(self.write(start, buf).await?);
+            }
+            return Ok((written, Vec::new()));
+        }
         if length <= SMALL {
             if self.keep(place, at, &bufs) {
                 return Ok((bufs, Vec::new()));

@@ -145,7 +145,11 @@ impl<H: Host> Disk<H> {
             }
             let kind =
                 entry.kind(&geometry).map_err(|error| qcow2.metadata.layer.format_error(error))?;
-            let may_unmap = may_unmap && !qcow2.data_file_raw();
+            // The next write would go to where a zone has an embedded record.
+            let zones = &qcow2.metadata.zones;
+            let in_zone = kind.host_cluster().map(|at| geometry.host_cluster_of(at));
+            let in_zone = in_zone.is_some_and(|cluster| zones.contain(cluster));
+            let may_unmap = (may_unmap || in_zone) && !qcow2.data_file_raw();
             let (new, releases) = zeroed(&geometry, kind, &part, may_unmap);
             if new != entry {
                 let references = References { released: &releases, ..References::default() };

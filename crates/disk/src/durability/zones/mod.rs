@@ -266,6 +266,11 @@ impl Zones {
         }
     }
 
+    /// Whether a host cluster belongs to a zone: without a lead block that says so, it must not hold data.
+    pub(crate) fn contain(&self, cluster: HostCluster) -> bool {
+        self.any() && self.state.lock().zone(cluster.get()).is_some()
+    }
+
     /// The embedded lead blocks of which a range of the file touches what is not stored as it is.
     pub(crate) fn leads_in(&self, range: &Range<u64>) -> Vec<LeadAt> {
         let (Some(settings), true) = (self.settings, self.any()) else { return Vec::new() };

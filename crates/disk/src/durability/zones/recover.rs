@@ -179,8 +179,9 @@ impl<S: Storage> File<'_, S> {
                 let from = index * entry_size;
                 let patch = bytes[from..from + entry_size].to_vec();
                 replayed.put(table.get() + from as u64, patch);
-                taken.push(found.at / geometry.cluster_size());
             }
+            // Also of a table that an earlier recovery has written, which ended before it had counted.
+            taken.push(found.at / geometry.cluster_size());
             replayed.put_lead(found.at, found.plain);
         }
         Ok(())
