@@ -161,8 +161,10 @@ impl<S: Storage> File<'_, S> {
             let entry = L2Entry::read(&bytes, index, geometry).unwrap_or(L2Entry::unallocated());
             let kind = entry.kind(geometry).map_err(|error| self.format_error(error))?;
             let new = match kind {
-                ClusterKind::Unallocated | ClusterKind::ZeroPlain => {
-                    mapping.serial >= trusted.start
+                ClusterKind::Unallocated | ClusterKind::ZeroPlain
+                    if mapping.serial >= trusted.start =>
+                {
+                    true
                 }
                 ClusterKind::Data { offset, .. } if offset.get() == found.at => false,
                 // It is older than what the table says.
