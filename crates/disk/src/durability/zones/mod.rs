@@ -245,7 +245,7 @@ impl Zones {
     /// Nothing was written to a cluster that was taken.
     pub(crate) fn give_back(&self, taken: &Taken) {
         if let Some(zone) = self.state.lock().zone(taken.host.get()) {
-            zone.give_back(taken.host.get());
+            zone.give_back(taken.host.get(), taken.zeroed);
         }
     }
 

@@ -117,13 +117,12 @@ impl Zone {
         self.slots[place] = Slot::Free;
     }
 
-    /// A host cluster that was taken was not written to.
-    pub(super) fn give_back(&mut self, cluster: u64) {
+    /// A host cluster that was taken was not written to; `zeroed` as it was then.
+    pub(super) fn give_back(&mut self, cluster: u64, zeroed: bool) {
         let place = (cluster - self.start) as usize;
         self.slots[place] = Slot::Free;
-        if place + 1 == self.next {
+        if zeroed && place + 1 == self.next {
             self.next = place;
-            self.closed = false;
         } else {
             self.freed.push(place);
         }
@@ -214,15 +213,24 @@ mod tests {
         let mut zone = listed(3);
         assert_eq!(zone.take(), Some((100, true)));
         assert_eq!(zone.take(), Some((101, true)));
-        zone.give_back(101);
+        zone.give_back(101, true);
         assert_eq!(zone.take(), Some((101, true)), "it was not written to");
-        zone.set(100, embedded(5));
-        zone.free(100);
+        zone.set(101, embedded(5));
+        zone.free(101);
         assert_eq!(zone.room(), 2);
         assert_eq!(zone.take(), Some((102, true)));
-        assert_eq!(zone.take(), Some((100, false)), "it was");
+        assert_eq!(zone.take(), Some((101, false)), "it was");
         assert!(zone.closed);
         assert_eq!(zone.take(), None);
+        let mut zone = listed(2);
+        assert_eq!(zone.take(), Some((100, true)));
+        zone.free(100);
+        // What is not used yet goes first.
+        assert_eq!(zone.take(), Some((101, true)));
+        zone.free(101);
+        assert_eq!(zone.take(), Some((101, false)));
+        zone.give_back(101, false);
+        assert_eq!(zone.take(), Some((101, false)), "it has what was there before");
     }
 
     #[test]
