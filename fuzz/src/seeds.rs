@@ -116,6 +116,7 @@ fn journals() -> Vec<Vec<u8>> {
         Operation::Cover { offset, length: 512, crc: 3 },
         Operation::Zones(Zones {
             floor: 9,
+            proven: 7,
             zones: vec![
                 Zone { start: offset, clusters: 10, id: ZoneId([4; 16]), plain: vec![1, 2] },
                 Zone {

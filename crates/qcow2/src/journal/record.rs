@@ -276,7 +276,11 @@ pub(super) mod tests {
             zones.collect()
         });
         let zones = Strategy::prop_shuffle(zones);
-        (any::<u64>(), zones).prop_map(|(floor, zones)| Zones { floor, zones })
+        (any::<u64>(), any::<u64>(), zones).prop_map(|(floor, proven, zones)| Zones {
+            floor,
+            proven,
+            zones,
+        })
     }
 
     fn sample() -> Record {

@@ -13,7 +13,7 @@ pub const MAX_ZONES: usize = 4096;
 pub const MAX_ZONE_CLUSTERS: u32 = 1 << 16;
 
 /// Bytes before the zones.
-const FLOOR: usize = 8;
+const HEAD: usize = 16;
 /// Bytes of a zone before its bits.
 const ZONE: usize = 28;
 /// Bytes of the smallest cluster.
@@ -24,6 +24,8 @@ const LEAST_CLUSTER: u64 = 512;
 pub struct Zones {
     /// Records with lower serials are in the tables.
     pub floor: u64,
+    /// Records with lower serials were durable before this list was written.
+    pub proven: u64,
     /// The zones, in any order; at most [`MAX_ZONES`].
     pub zones: Vec<Zone>,
 }
@@ -91,13 +93,14 @@ impl Zone {
 impl Zones {
     /// Bytes of the operation's payload.
     pub(super) fn encoded_length(&self) -> usize {
-        FLOOR + self.zones.iter().map(|zone| ZONE + zone.plain.len()).sum::<usize>()
+        HEAD + self.zones.iter().map(|zone| ZONE + zone.plain.len()).sum::<usize>()
     }
 
     /// The operation's payload.
     pub(super) fn encode(&self) -> Vec<u8> {
         let mut out = Vec::with_capacity(self.encoded_length());
         out.extend(self.floor.to_be_bytes());
+        out.extend(self.proven.to_be_bytes());
         for zone in &self.zones {
             out.extend(zone.start.get().to_be_bytes());
             out.extend(zone.clusters.to_be_bytes());
@@ -116,8 +119,10 @@ impl Zones {
                 format_args!("the next field ends {needed} bytes on"),
             )
         };
-        let Some((floor, mut rest)) = payload.split_first_chunk() else {
-            return Err(truncated(payload.len(), FLOOR));
+        let (Some(floor), Some(proven), Some(mut rest)) =
+            (bytes::be64(payload, 0), bytes::be64(payload, 8), payload.get(HEAD..))
+        else {
+            return Err(truncated(payload.len(), HEAD));
         };
         let mut zones = Vec::new();
         while !rest.is_empty() {
@@ -137,7 +142,7 @@ impl Zones {
             zones.push(Zone { start, clusters, id, plain: plain.to_vec() });
             rest = rest.get(end..).unwrap_or_default();
         }
-        let zones = Self { floor: u64::from_be_bytes(*floor), zones };
+        let zones = Self { floor, proven, zones };
         zones.check()?;
         Ok(zones)
     }
@@ -187,7 +192,7 @@ mod tests {
 
     fn sample() -> Zones {
         let small = Zone { plain: vec![0x81, 2], ..zone(0x5_0000, 10) };
-        Zones { floor: 0x0102, zones: vec![small, zone(0x1_0000, 8)] }
+        Zones { floor: 0x0102, proven: 0x0304, zones: vec![small, zone(0x1_0000, 8)] }
     }
 
     fn record(sequence: u64, operations: Vec<Operation>) -> Record {
@@ -202,7 +207,7 @@ mod tests {
         let record = Record { operations: vec![operation.clone()], ..record };
         let blocks = record.encode(1).unwrap();
         let payload = [
-            &[0, 0, 0, 0, 0, 0, 1, 2][..],
+            &[0, 0, 0, 0, 0, 0, 1, 2, 0, 0, 0, 0, 0, 0, 3, 4][..],
             &[0, 0, 0, 0, 0, 5, 0, 0, 0, 0, 0, 10],
             &[0xab; 16],
             &[0x81, 2],
@@ -211,11 +216,11 @@ mod tests {
             &[0],
         ]
         .concat();
-        assert_eq!(payload.len(), 67);
-        assert_eq!(blocks[64..80], [6, 0, 0, 0, 0, 0, 0, 67, 0, 0, 0, 0, 0, 0, 0, 0]);
-        assert_eq!(blocks[80..147], payload);
-        assert_eq!(operation.encoded_length(), 16 + 72);
-        assert_eq!(blocks[40..44], [0, 0, 0, 64 + 16 + 72]);
+        assert_eq!(payload.len(), 75);
+        assert_eq!(blocks[64..80], [6, 0, 0, 0, 0, 0, 0, 75, 0, 0, 0, 0, 0, 0, 0, 0]);
+        assert_eq!(blocks[80..155], payload);
+        assert_eq!(operation.encoded_length(), 16 + 80);
+        assert_eq!(blocks[40..44], [0, 0, 0, 64 + 16 + 80]);
         assert_eq!(Record::parse(&blocks, 1), Ok(record));
     }
 
@@ -242,7 +247,7 @@ mod tests {
             (many(most + 1), "at most 4096"),
         ];
         for (zones, reason) in cases {
-            let zones = Zones { floor: 0, zones };
+            let zones = Zones { floor: 0, proven: 0, zones };
             let error = Zones::parse(&zones.encode()).unwrap_err();
             assert!(error.reason().contains(reason), "{error}");
             assert!(error.reason().contains("restore it from a backup"), "{error}");
@@ -253,19 +258,19 @@ mod tests {
         let long =
             Zone { plain: [vec![0], zone(1 << 20, 8).plain, vec![0; 28]].concat(), ..zone(0, 8) };
         assert!(
-            record(1, vec![Operation::Zones(Zones { floor: 0, zones: vec![long] })])
+            record(1, vec![Operation::Zones(Zones { floor: 0, proven: 0, zones: vec![long] })])
                 .encode(1)
                 .is_err()
         );
         for zones in [many(most), vec![zone(0, 65536)], vec![zone((1 << 56) - 512, 1)]] {
-            let zones = Zones { floor: u64::MAX, zones };
+            let zones = Zones { floor: u64::MAX, proven: 1, zones };
             assert_eq!(Zones::parse(&zones.encode()), Ok(zones));
         }
         let payload = sample().encode();
-        for length in (0..payload.len()).filter(|length| ![8, 38].contains(length)) {
+        for length in (0..payload.len()).filter(|length| ![16, 46].contains(length)) {
             assert!(Zones::parse(&payload[..length]).is_err(), "{length}");
         }
-        assert_eq!(Zones::parse(&payload[..38]).unwrap().zones, sample().zones[..1]);
+        assert_eq!(Zones::parse(&payload[..46]).unwrap().zones, sample().zones[..1]);
     }
 
     #[test]
@@ -282,13 +287,13 @@ mod tests {
         let error = changed(vec![Operation::Zones(empty.clone())], 64 + 15, 1);
         assert!(error.to_string().contains("zones is at 0x1"), "{error}");
         let patch = Operation::Patch { offset: HostOffset::new(0), bytes: vec![0; 8] };
-        let error = changed(vec![Operation::Zones(empty), patch], 64 + 24, 6);
+        let error = changed(vec![Operation::Zones(empty), patch], 64 + 32, 6);
         assert!(error.to_string().contains("listed 2 times"), "{error}");
     }
 
     #[test]
     fn the_last_record_that_counts_lists_the_zones() {
-        let other = Zones { floor: 9, zones: vec![zone(0, 1)] };
+        let other = Zones { floor: 9, proven: 8, zones: vec![zone(0, 1)] };
         let zero = Operation::Zero { offset: HostOffset::new(0), length: 1 };
         let extension = JournalExtension {
             area_offset: HostOffset::new(1 << 16),

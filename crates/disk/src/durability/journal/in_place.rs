@@ -39,6 +39,8 @@ impl Journal {
         let State { active: Some(active), sequence, .. } = state else { return Ok(()) };
         write_home(metadata).await?;
         metadata.sync().await?;
+        // The record says so: what is kept may overwrite what embedded records have sums of.
+        zones.committed(until);
         *sequence += 1;
         let mut empty = Builder::new(size, *sequence, *sequence);
         empty.zones(zones.table(active.floor, &[]));

@@ -199,7 +199,7 @@ async fn examine_area<S: Storage>(storage: &S, name: &Path, header: &Header) -> 
         found = embedded::find(storage, name, &geometry, &replayed, zones.as_ref()).await?;
     }
     if let Some(zones) = &zones {
-        found.apply(storage, name, header, zones.floor, &mut replayed).await?;
+        found.apply(storage, name, header, zones, &mut replayed).await?;
     }
     Ok(Examined { replayed, zones, sequence, needed: journal.needed().collect() })
 }

@@ -372,7 +372,7 @@ impl Zones {
                 zones.push(zone.entry(settings.cluster_size));
             }
         }
-        Some(journal::Zones { floor, zones })
+        Some(journal::Zones { floor, proven: state.proven, zones })
     }
 
     /// The record with that [`table`](Self::table) is durable. Returns what is no longer a zone, and

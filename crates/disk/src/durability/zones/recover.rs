@@ -77,17 +77,18 @@ impl Found {
         self.leads.iter().map(|found| found.lead.mapping.proven).max()
     }
 
-    /// Brings the mappings with serials from `floor` on into the tables as `replayed` has them, and the plain
+    /// Brings the mappings with serials from the floor of `zones` on into the tables as `replayed` has them, and the plain
     /// bytes of every lead block that the tables then refer to.
     pub(crate) async fn apply<S: Storage>(
         self,
         storage: &S,
         name: &Path,
         header: &Header,
-        floor: u64,
+        zones: &Zones,
         replayed: &mut Replayed,
     ) -> Result<()> {
-        let proven = self.proof().unwrap_or(0).max(floor);
+        let floor = zones.floor;
+        let proven = self.proof().unwrap_or(0).max(zones.proven).max(floor);
         let format_error = |source| DiskError::Format { image: name.to_owned(), source };
         let geometry = header.geometry().map_err(format_error)?;
         let file = File { storage, name, header, geometry };
