@@ -177,7 +177,6 @@ fn every_case_of_the_paper_survives_a_crash() {
             step(16 * CLUSTER, noise(12, 4096)).await;
             step(16 * CLUSTER, noise(13, 8192)).await;
             step(18 * CLUSTER + 100, text(14, 5 * CLUSTER)).await;
-            drop(step);
             disk.close().await.unwrap();
             assert!(!has_journal(&host));
             assert_recovers(&host, &model).await;

@@ -314,7 +314,8 @@ async fn unembed<S: Storage>(
         operations.push(Operation::Zones(zones.clone()));
         let record = Record { sequence, tail: sequence, data_from: sequence, operations };
         let bytes = record.encode(extension.id).map_err(damaged)?;
-        needed = vec![gap.start..gap.start + bytes.len()];
+        needed.clear();
+        needed.push(gap.start..gap.start + bytes.len());
         let at = extension.area_offset.get() + gap.start as u64;
         storage.write_at(at, IoBuf::copy_of(&bytes)).await?;
         storage.flush().await?;
