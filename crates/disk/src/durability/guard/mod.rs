@@ -14,10 +14,10 @@
 mod covers;
 mod pieces;
 
-pub(crate) use covers::{Busy, Cover, InFlight, Voucher, covers};
+pub(crate) use covers::{Busy, Cover, Voucher, covers};
 pub(crate) use pieces::Kept;
 
-use covers::{Covered, Covers};
+use covers::{Covered, Covers, InFlight};
 use isobath_qcow2::HostCluster;
 use isobath_storage::IoBuf;
 use parking_lot::Mutex;

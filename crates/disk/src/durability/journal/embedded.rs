@@ -26,7 +26,7 @@ impl Journal {
         }
         let Some(writes) = guard.close_embedded() else { return Ok(false) };
         writes.ended().await;
-        let proof = zones.proof();
+        let proof = zones.take_proof();
         let written = active.written;
         metadata.sync().await?;
         active.synced(written);

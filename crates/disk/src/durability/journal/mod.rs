@@ -135,12 +135,13 @@ impl Journal {
     ) -> Result<()> {
         let zones = &metadata.zones;
         let closing = zones.close();
-        closing.settled().await;
-        let until = closing.until;
-        if !self.commit_embedded(state, metadata, until).await? {
-            self.commit_record(state, metadata, readers, until).await?;
+        if self.commit_embedded(state, metadata, closing.until).await? {
+            zones.committed(closing.ended);
+        } else {
+            closing.settled().await;
+            self.commit_record(state, metadata, readers, closing.until).await?;
+            zones.committed(closing.until);
         }
-        zones.committed(until);
         if metadata.open_zone().await? {
             self.ask_for_record();
         }

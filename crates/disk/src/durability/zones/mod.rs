@@ -19,6 +19,7 @@
 //! - In quiet moments, and before the image is closed, lead blocks become plain again
 //!   ([`seal`](self::seal)), by way of the journal: a plain qcow2 image remains.
 
+mod flight;
 mod lead;
 pub(crate) mod recover;
 mod seal;
@@ -26,10 +27,10 @@ mod zone;
 
 pub(crate) use zone::Embedded;
 
-use super::guard::{Busy, InFlight};
 use crate::OpenOptions;
 use crate::alloc::Growth;
 use crate::range_lock::RangeLocks;
+use flight::{Flight, Flights};
 use isobath_qcow2::embedded::{LEAD, Mapping, ZoneId};
 use isobath_qcow2::journal;
 use isobath_qcow2::{ClusterIndex, Geometry, HostCluster};
@@ -77,10 +78,9 @@ struct State {
     serial: u64,
     /// Records with lower serials are durable.
     proven: u64,
-    /// The most that a record written since the last commit proves.
+    /// The most that a record proves which was written since this was asked.
     proof: u64,
-    /// First writes whose mapping is not recorded yet.
-    writes: Arc<InFlight>,
+    flights: Arc<Flights>,
     /// Clusters that could be embedded, since the last commit and between the two before.
     wanted: u64,
     wanted_before: u64,
@@ -115,8 +115,8 @@ pub(crate) struct Taken {
     pub(crate) zeroed: bool,
     serial: u64,
     proven: u64,
-    /// Commits wait for it until the mapping is recorded.
-    _busy: Busy,
+    /// Until the mapping is recorded.
+    _flight: Flight,
 }
 
 impl Taken {
@@ -149,15 +149,18 @@ impl LeadAt {
 
 /// The end of what a commit makes durable.
 pub(crate) struct Closing {
-    /// Records with lower serials belong to the commit.
+    /// Serials from here on are given out after it began.
     pub(crate) until: u64,
-    writes: Arc<InFlight>,
+    /// Of those below, the lowest of a write that had not ended when it began.
+    pub(crate) ended: u64,
+    flights: Arc<Flights>,
 }
 
 impl Closing {
-    /// Waits until what belongs to the commit is recorded.
+    /// Waits until everything with a serial below [`until`](Self::until) is recorded: a record of the
+    /// journal that is written then has it.
     pub(crate) async fn settled(&self) {
-        self.writes.ended().await;
+        self.flights.ended_below(self.until).await;
     }
 }
 
@@ -232,13 +235,14 @@ impl Zones {
             state.zones.iter_mut().find_map(|zone| zone.take().map(|taken| (zone, taken)))?;
         let id = zone.id;
         state.taken += 1;
+        let serial = state.next_serial();
         Some(Taken {
             host: HostCluster::new(cluster),
             id,
             zeroed,
-            serial: state.next_serial(),
+            serial,
             proven: state.proven,
-            _busy: Busy::on(&state.writes),
+            _flight: state.flights.begin(serial),
         })
     }
 
@@ -326,20 +330,20 @@ impl Zones {
         // No two commits end at the same serial.
         let until = state.next_serial();
         state.wanted_before = std::mem::take(&mut state.wanted);
-        Closing { until, writes: std::mem::take(&mut state.writes) }
+        let ended = state.flights.lowest().unwrap_or(until);
+        Closing { until, ended, flights: Arc::clone(&state.flights) }
     }
 
     /// Commits that ended at this serial or before are shown to have been durable by what was written
-    /// since the last one, once that is.
-    pub(crate) fn proof(&self) -> u64 {
-        self.state.lock().proof
+    /// since this was asked last, once that is durable.
+    pub(crate) fn take_proof(&self) -> u64 {
+        std::mem::take(&mut self.state.lock().proof)
     }
 
-    /// What belongs to a commit is durable.
-    pub(crate) fn committed(&self, until: u64) {
+    /// Everything with a serial below `ended` is durable.
+    pub(crate) fn committed(&self, ended: u64) {
         let mut state = self.state.lock();
-        state.proven = state.proven.max(until);
-        state.proof = 0;
+        state.proven = state.proven.max(ended);
     }
 
     /// Nobody refers to these clusters any more.
