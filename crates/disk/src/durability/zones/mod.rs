@@ -369,8 +369,11 @@ impl Zones {
                 zone.mark(cluster.get());
             }
         }
+        let suspended = self.is_suspended();
         let mut zones = Vec::with_capacity(state.zones.len());
         for zone in &mut state.zones {
+            // Also one that was being opened then.
+            zone.closed |= suspended;
             zone.left_out = zone.is_spent();
             if !zone.left_out {
                 zones.push(zone.entry(settings.cluster_size));
