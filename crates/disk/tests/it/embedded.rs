@@ -1,11 +1,7 @@
 //! Mappings that travel in their data: what a flush costs, what a crash leaves, and that a plain image
 //! remains.
 
-#![allow(clippy::unwrap_used, reason = "a test fails by a panic")]
-
-mod common;
-
-use common::{export, make};
+use crate::common::{export, make};
 use futures_executor::block_on;
 use isobath_disk::{BlockDevice, Disk, MetadataMode, OpenOptions};
 use isobath_qcow2::{IncompatibleFeatures, NewImage};

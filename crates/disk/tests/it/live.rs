@@ -2,11 +2,7 @@
 //! each former active image holds what was there at its moment, and QEMU finds every image that is
 //! left in order.
 
-#![allow(clippy::unwrap_used, reason = "a test fails by a panic")]
-
-mod common;
-
-use common::{export, make};
+use crate::common::{export, make};
 use futures_executor::block_on;
 use futures_util::future::join_all;
 use isobath_disk::jobs::clock::Clock;
