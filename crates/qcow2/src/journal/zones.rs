@@ -286,7 +286,7 @@ mod tests {
         let empty = Zones::default();
         let error = changed(vec![Operation::Zones(empty.clone())], 64 + 15, 1);
         assert!(error.to_string().contains("zones is at 0x1"), "{error}");
-        let patch = Operation::Patch { offset: HostOffset::new(0), bytes: vec![0; 8] };
+        let patch = Operation::Patch { offset: HostOffset::new(0), bytes: vec![0; 16] };
         let error = changed(vec![Operation::Zones(empty), patch], 64 + 32, 6);
         assert!(error.to_string().contains("listed 2 times"), "{error}");
     }
