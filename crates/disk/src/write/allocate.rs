@@ -6,7 +6,7 @@ use super::{Qcow2Writer, Writer, finish_writes};
 use crate::disk::Disk;
 use crate::durability::Place;
 use crate::map::resolve::ActiveEntries;
-use crate::map::{Source, Unit};
+use crate::map::{Extent, Source, Unit};
 use crate::tables::References;
 use crate::{DiskError, Result};
 use futures_util::future::try_join_all;
@@ -275,7 +275,7 @@ impl<H: Host> Disk<H> {
         let mut copies = Vec::new();
         for part in &target.plan.copy {
             let extents = self.extents(start + part.start..start + part.end).await?;
-            let zero = extents.iter().all(|e| matches!(e.source, Source::Absent | Source::Zero(_)));
+            let zero = reads_zero(&extents);
             let length = part.end - part.start;
             let bytes = if zero {
                 None
@@ -401,6 +401,11 @@ impl<H: Host> Disk<H> {
         }
         Ok(())
     }
+}
+
+/// Whether there is nothing but zeroes.
+pub(super) fn reads_zero(extents: &[Extent]) -> bool {
+    extents.iter().all(|extent| matches!(extent.source, Source::Absent | Source::Zero(_)))
 }
 
 /// Adds a target's pieces in the order of their places; its own data stays one piece with the data

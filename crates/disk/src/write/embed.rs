@@ -1,11 +1,10 @@
 //! First writes whose mapping travels in their data.
 
 use super::Qcow2Writer;
-use super::allocate::{Copy, Target};
+use super::allocate::{Copy, Target, reads_zero};
 use crate::Result;
 use crate::disk::Disk;
 use crate::durability::zones::{Embedded, Taken};
-use crate::map::Source;
 use isobath_qcow2::embedded::{LEAD, embed};
 use isobath_qcow2::journal::Crc32c;
 use isobath_storage::{Host, IoBuf};
@@ -39,11 +38,18 @@ impl<H: Host> Disk<H> {
         if !zones.any() || !target.plan.releases.is_empty() {
             return Ok(None);
         }
+        // Most writes that gain nothing end here, before anything is looked up for them.
+        let Some(taken) = zones.take() else { return Ok(None) };
         let size = qcow2.geometry().cluster_size();
         let start = target.cluster.get() * size;
-        let below = self.extents(start..start + size).await?;
-        let zero = below.iter().all(|e| matches!(e.source, Source::Absent | Source::Zero(_)));
-        let Some(taken) = zones.take() else { return Ok(None) };
+        let below = match self.extents(start..start + size).await {
+            Ok(below) => below,
+            Err(error) => {
+                zones.give_back(&taken);
+                return Err(error);
+            }
+        };
+        let zero = reads_zero(&below);
         let mut parts: Vec<(u64, Option<&[u8]>, u64)> = copies
             .iter()
             .map(|copy| (copy.at, copy.bytes.as_deref(), copy.length))

@@ -14,7 +14,7 @@ use std::collections::{BTreeMap, BTreeSet};
 pub(super) const BYTES_PER_CHANGE: usize = 160;
 
 /// An operation without its payload, and the most that padding adds.
-const OPERATION: u64 = 16 + 8;
+pub(super) const OPERATION: u64 = 16 + 8;
 
 /// Bytes that a record with all this takes at most.
 pub(super) async fn estimate<S: Storage>(

@@ -1,5 +1,6 @@
 //! After a crash: what the journal says the file must hold.
 
+use super::build::OPERATION;
 use crate::durability::zones::recover as embedded;
 use crate::{DiskError, Result};
 use futures_util::stream::{self, StreamExt, TryStreamExt};
@@ -285,7 +286,7 @@ async fn unembed<S: Storage>(
             .len()
             .saturating_sub(RECORD_HEAD + Operation::Zones(zones.clone()).encoded_length());
         let fits = |(_, plain): &&(u64, Box<[u8]>)| {
-            let taken = OPERATION + plain.len();
+            let taken = OPERATION as usize + plain.len();
             let fits = taken <= room;
             room = room.saturating_sub(taken);
             fits
@@ -328,9 +329,6 @@ async fn unembed<S: Storage>(
 
 /// Bytes of a record without its operations, and of a block that it may not fill.
 const RECORD_HEAD: usize = HEAD_BYTES + BLOCK;
-/// Bytes of an operation without its payload, and the most that padding adds.
-const OPERATION: usize = 16 + 8;
-
 /// The longest run of whole blocks of an area in which nothing is needed.
 fn largest_gap(needed: &[Range<usize>], area: usize) -> Range<usize> {
     let mut needed: Vec<_> = needed.to_vec();
