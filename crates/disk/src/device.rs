@@ -1,8 +1,8 @@
 //! What every door serves: a block device.
 
-use crate::Result;
+use crate::{DiskError, Result};
 use isobath_storage::IoBuf;
-use std::future::Future;
+use std::future::{Future, pending};
 
 /// How a request to write zeroes may be carried out.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -74,4 +74,20 @@ pub trait BlockDevice: Send + Sync + 'static {
         length: u64,
         max_runs: usize,
     ) -> impl Future<Output = Result<Vec<BlockStatus>>>;
+
+    /// Makes the disk `size` bytes long if it is shorter; new bytes read as zeroes.
+    ///
+    /// # Errors
+    /// Where the device cannot grow.
+    fn grow(&self, size: u64) -> impl Future<Output = Result<()>> {
+        let _ = size;
+        async { Err(DiskError::Unsupported("this device cannot grow".into())) }
+    }
+
+    /// Waits until the size is another than `known`, a size that the caller was told. Never ends for a
+    /// device whose size never changes.
+    fn resized(&self, known: u64) -> impl Future<Output = ()> {
+        let _ = known;
+        pending()
+    }
 }

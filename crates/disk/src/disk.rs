@@ -6,7 +6,8 @@ use crate::map::{Map, MapStats, SLICE_UNITS};
 use crate::read::Readers;
 use crate::touched::Touched;
 use crate::write::Writer;
-use crate::{DiskError, OpenOptions, Result};
+use crate::{DiskError, OpenOptions, Preallocation, Result};
+use event_listener::Event;
 use futures_util::join;
 use isobath_storage::{Host, IoBuf};
 use parking_lot::RwLock;
@@ -54,6 +55,8 @@ pub struct Disk<H: Host> {
     pub(crate) resolving: Box<[async_lock::Mutex<()>]>,
     /// Slices resolved at once: each holds the tables of many layers in memory.
     pub(crate) resolvers: async_lock::Semaphore,
+    /// The size has changed; over every change of the chain.
+    pub(crate) resized: Arc<Event>,
 }
 
 impl<H: Host> Disk<H> {
@@ -99,6 +102,7 @@ impl<H: Host> Disk<H> {
             touched: OnceLock::new(),
             resolving: (0..64).map(|_| async_lock::Mutex::new(())).collect(),
             resolvers: async_lock::Semaphore::new(RESOLVERS),
+            resized: Arc::default(),
             chain,
         })
     }
@@ -122,6 +126,7 @@ impl<H: Host> Disk<H> {
             touched: OnceLock::new(),
             resolving: (0..64).map(|_| async_lock::Mutex::new(())).collect(),
             resolvers: async_lock::Semaphore::new(RESOLVERS),
+            resized: Arc::clone(&self.resized),
             chain,
         }
     }
@@ -244,6 +249,17 @@ impl<H: Host> Disk<H> {
     }
 }
 
+/// Waits until `size` is not `known`, which `resized` says.
+pub(crate) async fn wait_for_size(resized: &Event, size: impl Fn() -> u64, known: u64) {
+    loop {
+        let changed = resized.listen();
+        if size() != known {
+            return;
+        }
+        changed.await;
+    }
+}
+
 /// The memory for the map of a whole disk of `size` bytes, up to the default limit.
 fn whole_map(size: u64, unit_bits: u32) -> usize {
     let slices = size.div_ceil((SLICE_UNITS as u64) << unit_bits);
@@ -306,5 +322,20 @@ impl<H: Host> BlockDevice for Disk<H> {
     ) -> Result<Vec<BlockStatus>> {
         self.check_range(offset, length)?;
         self.status_of(offset, length, max_runs).await
+    }
+
+    async fn grow(&self, size: u64) -> Result<()> {
+        if size <= self.size() {
+            return Ok(());
+        }
+        match self.resize(size, Preallocation::Off, false).await {
+            // Somebody else was faster.
+            Err(_) if self.size() >= size => Ok(()),
+            done => done,
+        }
+    }
+
+    async fn resized(&self, known: u64) {
+        wait_for_size(&self.resized, || self.size(), known).await;
     }
 }

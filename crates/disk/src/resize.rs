@@ -107,6 +107,7 @@ impl<H: Host> Disk<H> {
             _ => self.resize_raw(writer, old, size, preallocation).await?,
         }
         self.refit_map();
+        self.resized.notify(usize::MAX);
         Ok(())
     }
 

@@ -1,4 +1,6 @@
 //! Doors to a virtual disk: the protocols by which other programs reach a
 //! [`BlockDevice`](isobath_disk::BlockDevice).
 
+pub mod fuse;
 pub mod nbd;
+pub mod vhost_user;

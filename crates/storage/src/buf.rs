@@ -13,12 +13,15 @@ pub const ALIGNMENT: usize = 4096;
 
 /// An owned run of bytes whose address never changes.
 ///
-/// The kernel, or a guest, may hold the address while an operation is in flight, so the bytes
-/// belong to the operation until it gives the buffer back. A buffer can be split in two and joined
-/// again without copying; no two buffers ever cover the same byte.
+/// The kernel may hold the address while an operation is in flight, so the bytes belong to the operation
+/// until it gives the buffer back. A buffer can be split in two and joined again without copying; no two
+/// buffers ever cover the same byte, but for memory [shared](Self::shared) with a guest, which may do with
+/// it what it likes.
 pub struct IoBuf {
     start: NonNull<u8>,
     length: usize,
+    /// Others may change the bytes at any time.
+    shared: bool,
     /// Keeps the memory alive; `None` only for an empty buffer.
     owner: Option<Arc<dyn Any + Send + Sync>>,
 }
@@ -50,7 +53,7 @@ impl Drop for Region {
 impl IoBuf {
     /// An empty buffer; allocates nothing.
     pub const fn empty() -> Self {
-        Self { start: NonNull::dangling(), length: 0, owner: None }
+        Self { start: NonNull::dangling(), length: 0, shared: false, owner: None }
     }
 
     /// `length` zero bytes, aligned to [`ALIGNMENT`].
@@ -64,7 +67,7 @@ impl IoBuf {
         // SAFETY: the layout has a size above zero.
         let memory = unsafe { alloc_zeroed(layout) };
         let Some(start) = NonNull::new(memory) else { handle_alloc_error(layout) };
-        Self { start, length, owner: Some(Arc::new(Region { start, layout })) }
+        Self { start, length, shared: false, owner: Some(Arc::new(Region { start, layout })) }
     }
 
     /// A copy of `bytes`, aligned to [`ALIGNMENT`].
@@ -74,7 +77,7 @@ impl IoBuf {
         buf
     }
 
-    /// A buffer over memory that somebody else owns: a pool's, or a guest's.
+    /// A buffer over memory that somebody else owns, such as a pool.
     ///
     /// # Safety
     /// `start` must be valid for reads and writes of `length` bytes for as long as `owner` lives,
@@ -84,7 +87,37 @@ impl IoBuf {
         length: usize,
         owner: Arc<dyn Any + Send + Sync>,
     ) -> Self {
-        Self { start, length, owner: Some(owner) }
+        Self { start, length, shared: false, owner: Some(owner) }
+    }
+
+    /// A buffer over memory that others may read and write at any time, such as a guest's.
+    ///
+    /// What is only handed to the kernel may be such a buffer. Whoever looks at the bytes and counts on
+    /// seeing the same ones again takes a [`stable`](Self::stable) copy first.
+    ///
+    /// # Safety
+    /// `start` must be valid for reads and writes of `length` bytes for as long as `owner` lives. No Rust
+    /// reference of this process may cover them meanwhile; other processes may change them.
+    pub unsafe fn shared(
+        start: NonNull<u8>,
+        length: usize,
+        owner: Arc<dyn Any + Send + Sync>,
+    ) -> Self {
+        Self { start, length, shared: true, owner: Some(owner) }
+    }
+
+    /// Bytes that nobody else changes: the buffer itself, or a copy of [shared](Self::shared) memory.
+    #[must_use]
+    pub fn stable(self) -> Self {
+        if !self.shared {
+            return self;
+        }
+        let copy = Self::zeroed(self.length);
+        // SAFETY: both are valid for `length` bytes, and the copy's memory is new.
+        unsafe {
+            std::ptr::copy_nonoverlapping(self.start.as_ptr(), copy.start.as_ptr(), self.length)
+        };
+        copy
     }
 
     /// The number of bytes.
@@ -104,7 +137,7 @@ impl IoBuf {
     #[must_use = "the first part is returned"]
     pub fn split_to(&mut self, at: usize) -> Self {
         assert!(at <= self.length, "split at {at} of {} bytes", self.length);
-        let first = Self { start: self.start, length: at, owner: self.owner.clone() };
+        let first = Self { length: at, owner: self.owner.clone(), ..*self };
         // SAFETY: `at` is within the buffer or at its end.
         self.start = unsafe { self.start.add(at) };
         self.length -= at;
@@ -183,6 +216,24 @@ mod tests {
     fn strangers_do_not_join() {
         let mut a = IoBuf::copy_of(b"a");
         a.unsplit(IoBuf::copy_of(b"b"));
+    }
+
+    #[test]
+    fn a_stable_copy_does_not_change_with_shared_memory() {
+        let mut memory = vec![1_u8; 8];
+        let start = NonNull::from(&mut memory[0]);
+        // SAFETY: the memory lives to the end of the test, which touches it by `start` alone.
+        let mut shared = unsafe { IoBuf::shared(start, 8, Arc::new(())) };
+        let first = shared.split_to(3);
+        let address = shared.as_ptr();
+        let (first, rest) = (first.stable(), shared.stable());
+        // SAFETY: as above.
+        unsafe { start.as_ptr().write_bytes(2, 8) };
+        assert_eq!((&*first, &*rest), (&[1; 3][..], &[1; 5][..]));
+        assert_ne!(rest.as_ptr(), address);
+        let own = IoBuf::copy_of(b"own");
+        let address = own.as_ptr();
+        assert_eq!(own.stable().as_ptr(), address);
     }
 
     #[test]

@@ -23,6 +23,7 @@ pub(crate) use tracked::DirtyMap;
 
 use crate::chain::Layer;
 use crate::device::{BlockDevice, BlockStatus, ZeroFlags};
+use crate::disk::wait_for_size;
 use crate::jobs::clock::{Clock, SystemClock};
 use crate::jobs::pace::GuestCounts;
 use crate::map::MapStats;
@@ -350,5 +351,21 @@ impl<H: Host> BlockDevice for LiveDisk<H> {
         self.current.load().check_range(offset, length)?;
         let length = steps(offset, length, STATUS_STEP).next().map_or(0, |(_, length)| length);
         self.inside(|disk| async move { disk.block_status(offset, length, max_runs).await }).await
+    }
+
+    async fn grow(&self, size: u64) -> Result<()> {
+        if size <= self.size() {
+            return Ok(());
+        }
+        match self.resize(size, Preallocation::Off, false).await {
+            // Somebody else was faster.
+            Err(_) if self.size() >= size => Ok(()),
+            done => done,
+        }
+    }
+
+    async fn resized(&self, known: u64) {
+        let resized = Arc::clone(&self.current.load().resized);
+        wait_for_size(&resized, || self.size(), known).await;
     }
 }

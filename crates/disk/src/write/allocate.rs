@@ -144,6 +144,8 @@ impl<H: Host> Disk<H> {
         buf: IoBuf,
     ) -> Result<IoBuf> {
         let qcow2 = writer.qcow2().ok_or(DiskError::ReadOnly)?;
+        // A journal has checksums of what is written.
+        let buf = if writer.mode.journal().is_some() { buf.stable() } else { buf };
         let size = qcow2.geometry().cluster_size();
         let end = offset + buf.len() as u64;
         let clusters = offset / size..end.div_ceil(size);

@@ -79,7 +79,8 @@ impl<S: Storage> Metadata<S> {
     }
 
     /// Writes guest data to its place, where some lead blocks are embedded.
-    pub(crate) async fn write_over_leads(&self, at: u64, mut buf: IoBuf) -> Result<IoBuf> {
+    pub(crate) async fn write_over_leads(&self, at: u64, buf: IoBuf) -> Result<IoBuf> {
+        let mut buf = buf.stable();
         let (size, end) = (self.cluster_size(), at + buf.len() as u64);
         let first = at / size * size;
         let locked = first..end.next_multiple_of(size);

@@ -1,0 +1,1 @@
+//! FUSE: the disk as one file of the host.
