@@ -220,7 +220,7 @@ mod tests {
 
     #[test]
     fn a_stable_copy_does_not_change_with_shared_memory() {
-        let mut memory = vec![1_u8; 8];
+        let mut memory = [1_u8; 8];
         let start = NonNull::from(&mut memory[0]);
         // SAFETY: the memory lives to the end of the test, which touches it by `start` alone.
         let mut shared = unsafe { IoBuf::shared(start, 8, Arc::new(())) };
