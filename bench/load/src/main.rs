@@ -1,0 +1,3 @@
+//! Load for the benchmarks.
+
+fn main() {}
