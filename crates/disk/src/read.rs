@@ -2,7 +2,7 @@
 
 use crate::disk::Disk;
 use crate::map::resolve::{explain_invalid, resolve};
-use crate::map::{Extent, Lookup, Source};
+use crate::map::{Extent, Extents, Lookup, Source};
 use crate::read_gate::ReadGate;
 use crate::write::Entries;
 use crate::{DiskError, LayerIndex, Result};
@@ -61,8 +61,8 @@ impl Readers {
 impl<H: Host> Disk<H> {
     /// The extents of a guest range, resolving slices as needed. Bytes that the layers above their
     /// owner cut off count as absent.
-    pub(crate) async fn extents(&self, range: Range<u64>) -> Result<Vec<Extent>> {
-        let mut extents = Vec::with_capacity(4);
+    pub(crate) async fn extents(&self, range: Range<u64>) -> Result<Extents> {
+        let mut extents = Extents::new();
         let mut at = range.start;
         loop {
             match self.map.lookup(at..range.end, &mut extents) {
@@ -83,7 +83,7 @@ impl<H: Host> Disk<H> {
         let start = slice << bits;
         loop {
             let generation = self.map.generation(slice);
-            let mut present = Vec::new();
+            let mut present = Extents::new();
             if matches!(self.map.lookup(start..start + 1, &mut present), Lookup::Found) {
                 return Ok(());
             }
@@ -98,7 +98,7 @@ impl<H: Host> Disk<H> {
     }
 
     /// Turns the part of an extent past its layer's visible end into an absent one.
-    fn clipped(&self, extents: Vec<Extent>) -> Vec<Extent> {
+    fn clipped(&self, extents: Extents) -> Extents {
         let visible = |extent: &Extent| match extent.source {
             Source::Data { layer, .. } | Source::Compressed { layer, .. } | Source::Zero(layer) => {
                 self.chain.get(layer).map_or(u64::MAX, |layer| layer.visible())
@@ -108,7 +108,7 @@ impl<H: Host> Disk<H> {
         if extents.iter().all(|extent| extent.guest + extent.length <= visible(extent)) {
             return extents;
         }
-        let mut clipped = Vec::with_capacity(extents.len() + 1);
+        let mut clipped = Extents::new();
         for extent in extents {
             let end = extent.guest + extent.length;
             let seen = visible(&extent).clamp(extent.guest, end);

@@ -106,6 +106,11 @@ impl IoBuf {
         Self { start, length, shared: true, owner: Some(owner) }
     }
 
+    /// Whether others may change the bytes.
+    pub const fn is_shared(&self) -> bool {
+        self.shared
+    }
+
     /// Bytes that nobody else changes: the buffer itself, or a copy of [shared](Self::shared) memory.
     #[must_use]
     pub fn stable(self) -> Self {

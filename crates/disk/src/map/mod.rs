@@ -15,6 +15,7 @@ use isobath_qcow2::CompressedCluster;
 use latency::Latencies;
 use parking_lot::{Mutex, RwLock};
 use rustc_hash::FxHashMap;
+use smallvec::SmallVec;
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
@@ -37,6 +38,9 @@ pub(crate) struct Extent {
     /// Where they come from.
     pub(crate) source: Source,
 }
+
+/// Extents that follow one another; of most requests there is one.
+pub(crate) type Extents = SmallVec<[Extent; 2]>;
 
 /// The guest bytes of extents that follow one another.
 pub(crate) fn guest_range(extents: &[Extent]) -> Range<u64> {
@@ -237,7 +241,7 @@ impl Map {
     }
 
     /// Appends the extents of the guest bytes in `range`, merged where they continue each other.
-    pub(crate) fn lookup(&self, range: Range<u64>, extents: &mut Vec<Extent>) -> Lookup {
+    pub(crate) fn lookup(&self, range: Range<u64>, extents: &mut Extents) -> Lookup {
         if !self.hits.load(Ordering::Relaxed).is_multiple_of(TIMED) {
             return self.look(range, extents);
         }
@@ -249,7 +253,7 @@ impl Map {
         found
     }
 
-    fn look(&self, range: Range<u64>, extents: &mut Vec<Extent>) -> Lookup {
+    fn look(&self, range: Range<u64>, extents: &mut Extents) -> Lookup {
         let mut at = range.start;
         while at < range.end {
             let slice_index = at >> self.slice_bits();
@@ -270,13 +274,7 @@ impl Map {
         Lookup::Found
     }
 
-    fn lookup_in(
-        &self,
-        slice: &Slice,
-        slice_start: u64,
-        range: Range<u64>,
-        extents: &mut Vec<Extent>,
-    ) {
+    fn lookup_in(&self, slice: &Slice, slice_start: u64, range: Range<u64>, extents: &mut Extents) {
         let mut at = range.start;
         let mut index = ((at - slice_start) >> self.unit_bits) as usize;
         let active = self.active();
@@ -462,7 +460,7 @@ impl Map {
 
 /// Appends an extent, or lengthens the last one where the new one continues it (over a slice's
 /// border).
-fn push_extent(extents: &mut Vec<Extent>, extent: Extent) {
+fn push_extent(extents: &mut Extents, extent: Extent) {
     if let Some(last) = extents.last_mut() {
         let continues = match (last.source, extent.source) {
             (
@@ -499,14 +497,14 @@ mod tests {
     #[test]
     fn extents_merge_within_and_across_slices() {
         let map = Map::new(16, 1 << 20, TOP);
-        let mut extents = Vec::new();
+        let mut extents = Extents::new();
         assert!(matches!(map.lookup(0..1, &mut extents), Lookup::Missing(0)));
         filled(&map, 0, |n| data(n as u64));
         filled(&map, 1, |n| data((SLICE_UNITS + n) as u64));
         let range = 100..(1 << 26) + 100;
         assert!(matches!(map.lookup(range, &mut extents), Lookup::Found));
         let source = Source::Data { layer: TOP, host: 100, in_place: true };
-        assert_eq!(extents, [Extent { guest: 100, length: 1 << 26, source }]);
+        assert_eq!(extents.as_slice(), [Extent { guest: 100, length: 1 << 26, source }]);
     }
 
     #[test]
@@ -515,7 +513,7 @@ mod tests {
         filled(&map, 0, |_| Unit::ABSENT);
         let generation = map.generation(64);
         map.update(1 << 16..3 << 16, |from| Unit::data(TOP, (9 << 16) + from, 16, true).unwrap());
-        let mut extents = Vec::new();
+        let mut extents = Extents::new();
         map.lookup(0..4 << 16, &mut extents);
         let lengths: Vec<_> = extents.iter().map(|e| e.length >> 16).collect();
         assert_eq!(lengths, [1, 2, 1]);
@@ -526,7 +524,7 @@ mod tests {
     #[test]
     fn the_budget_is_kept_and_used_slices_stay() {
         let map = Map::new(16, 8 * (SLICE_UNITS * 8 + SLICE_OVERHEAD), TOP);
-        let mut extents = Vec::new();
+        let mut extents = Extents::new();
         for index in 0..100 {
             filled(&map, index, |_| Unit::ABSENT);
             map.lookup(0..1, &mut extents);
@@ -544,7 +542,7 @@ mod tests {
         let cluster =
             CompressedCluster { offset: isobath_qcow2::HostOffset::new(12345), length: 678 };
         map.update_compressed(0..1 << 16, TOP, cluster);
-        let mut extents = Vec::new();
+        let mut extents = Extents::new();
         map.lookup(10..20, &mut extents);
         assert_eq!(extents[0].source, Source::Compressed { layer: TOP, cluster });
         map.clear();

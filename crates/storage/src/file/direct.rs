@@ -84,7 +84,7 @@ impl Direct {
         buf: IoBuf,
     ) -> (io::Result<usize>, IoBuf) {
         if self.in_blocks(offset) && self.is_aligned(&buf) {
-            return transfer::read(target, offset, buf, self.block).await;
+            return transfer::read(target, offset, buf, 0, self.block).await;
         }
         Box::pin(self.read_copy(target, offset, buf)).await
     }
@@ -102,7 +102,7 @@ impl Direct {
             let start = self.down(at);
             let stop = self.up(end).min(start + CHUNK);
             let copy = IoBuf::zeroed((stop - start) as usize);
-            let (result, copy) = transfer::read(target, start, copy, self.block).await;
+            let (result, copy) = transfer::read(target, start, copy, 0, self.block).await;
             let count = match result {
                 Ok(count) => count as u64,
                 Err(error) => return (Err(error), buf),
@@ -208,7 +208,7 @@ impl Direct {
 
     async fn read_block(&self, target: &Target, at: u64, into: &mut [u8]) -> io::Result<()> {
         let block = IoBuf::zeroed(self.block as usize);
-        let (result, block) = transfer::read(target, at, block, self.block).await;
+        let (result, block) = transfer::read(target, at, block, 0, self.block).await;
         result?;
         into.copy_from_slice(&block);
         Ok(())

@@ -22,6 +22,7 @@
 //! says so, since a retried `fdatasync` can report success for data that is lost.
 
 mod atomic;
+mod cached;
 mod descriptors;
 mod direct;
 mod flush;
@@ -43,6 +44,7 @@ use crate::error::{Operation, StorageError};
 use crate::ring::unblock;
 use crate::{Access, Allocation, FileId, IoBuf, Result, SECTOR, Stamp, Storage, ZeroMode};
 use arc_swap::ArcSwap;
+use cached::Cached;
 use direct::Direct;
 use flush::Durability;
 use roles::{FlushDue, Roles, Writing};
@@ -73,6 +75,7 @@ pub struct FileStorage {
     roles: async_lock::Mutex<Roles>,
     kind: Kind,
     direct: Option<Direct>,
+    cached: Cached,
     durability: Arc<Durability>,
     abilities: Abilities,
     /// Whether other files' space can be shared, once asked.
@@ -105,6 +108,19 @@ impl FileStorage {
         match shared.ready() {
             Some(target) => Ok(target),
             None => Box::pin(shared.reopen()).await,
+        }
+    }
+
+    /// Reads what is there without waiting: how many bytes from the start on.
+    fn read_cached(&self, offset: u64, buf: &mut IoBuf) -> usize {
+        if self.direct.is_some() {
+            return 0;
+        }
+        match &**self.source.load() {
+            Source::Kept(target, _) => self.cached.read(&target.file, offset, buf),
+            Source::Shared(shared) => {
+                shared.ready().map_or(0, |target| self.cached.read(&target.file, offset, buf))
+            }
         }
     }
 
@@ -207,13 +223,17 @@ impl Storage for FileStorage {
         self.file.id
     }
 
-    async fn read_at(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
+    async fn read_at(&self, offset: u64, mut buf: IoBuf) -> Result<IoBuf> {
         let length = buf.len();
         self.check(Operation::Read, offset, length as u64)?;
+        let done = self.read_cached(offset, &mut buf);
+        if done == length {
+            return Ok(buf);
+        }
         let target = self.target().await?;
         let (result, mut buf) = match &self.direct {
             Some(direct) => direct.read(&target, offset, buf).await,
-            None => transfer::read(&target, offset, buf, 1).await,
+            None => transfer::read(&target, offset, buf, done, 1).await,
         };
         match result {
             Ok(count) => {

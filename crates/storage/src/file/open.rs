@@ -1,5 +1,6 @@
 //! Opening files.
 
+use super::cached::Cached;
 use super::descriptors::{Permit, Pool};
 use super::direct::Direct;
 use super::flush::Durability;
@@ -291,6 +292,7 @@ fn storage(
         roles: async_lock::Mutex::default(),
         kind,
         direct,
+        cached: Cached::default(),
         durability: Arc::new(durability),
         abilities: Abilities::default(),
         clones: OnceLock::new(),

@@ -48,6 +48,16 @@ pub(super) fn pread(file: &OwnedFd, buf: &mut [u8], offset: u64) -> io::Result<u
     count(unsafe { libc::pread(file.as_raw_fd(), buf.as_mut_ptr().cast(), buf.len(), offset) })
 }
 
+/// Reads what the page cache has, without waiting: less than the buffer's length where it has no more.
+pub(super) fn pread_cached(file: &OwnedFd, buf: &mut [u8], offset: u64) -> io::Result<usize> {
+    let offset = signed(offset)?;
+    let vector = libc::iovec { iov_base: buf.as_mut_ptr().cast(), iov_len: buf.len() };
+    // SAFETY: the vector describes the buffer, which is writable for its length.
+    count(unsafe {
+        libc::preadv2(file.as_raw_fd(), &raw const vector, 1, offset, libc::RWF_NOWAIT)
+    })
+}
+
 pub(super) fn pwrite(file: &OwnedFd, buf: &[u8], offset: u64) -> io::Result<usize> {
     let offset = signed(offset)?;
     // SAFETY: the buffer is readable for its length.

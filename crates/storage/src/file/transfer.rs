@@ -19,16 +19,16 @@ fn interrupted(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::EINTR | libc::EAGAIN))
 }
 
-/// Reads until the buffer is full or the file ends; returns how much was read. After a read that
-/// does not end at a multiple of `align` the file has ended.
+/// Reads until the buffer is full or the file ends; returns how much of it is filled then. `done` bytes are
+/// already. After a read that does not end at a multiple of `align` the file has ended.
 pub(super) async fn read(
     target: &Target,
     offset: u64,
     mut buf: IoBuf,
+    mut done: usize,
     align: u64,
 ) -> (io::Result<usize>, IoBuf) {
     let local = ring::current();
-    let mut done = 0;
     while done < buf.len() {
         let at = offset + done as u64;
         let result = if let Some(local) = &local {

@@ -15,6 +15,11 @@ use std::os::fd::AsRawFd;
 use std::rc::Rc;
 use std::sync::Arc;
 
+/// Bytes that tasks may transfer at once in a turn of the executor; each call counts as more bytes, such
+/// that there are at most so many.
+const AT_ONCE: usize = 8 << 20;
+const AT_ONCE_CALLS: usize = 256;
+
 thread_local! {
     static CURRENT: RefCell<Option<Rc<Local>>> = const { RefCell::new(None) };
 }
@@ -22,6 +27,20 @@ thread_local! {
 /// This thread's executor, inside `block_on`.
 pub(crate) fn current() -> Option<Rc<Local>> {
     CURRENT.try_with(|current| current.borrow().clone()).ok().flatten()
+}
+
+/// Whether a task may go on after `bytes` more bytes of work done at once, without waiting. It may not
+/// after a good deal of that, so that the executor's other tasks have their turn. Always outside
+/// `block_on`.
+pub(crate) fn may_go_on(bytes: usize) -> bool {
+    let may = CURRENT.try_with(|current| {
+        current.borrow().as_ref().is_none_or(|local| {
+            let left = local.at_once.get().checked_sub(bytes + AT_ONCE / AT_ONCE_CALLS);
+            local.at_once.set(left.unwrap_or(0));
+            left.is_some()
+        })
+    });
+    may.unwrap_or(true)
 }
 
 /// This thread's executor.
@@ -74,6 +93,8 @@ pub(crate) struct Local {
     /// Where the kernel puts the eventfd's count; read by nobody.
     word: Box<Cell<u64>>,
     closed: Cell<bool>,
+    /// What is left of [`AT_ONCE`] in this turn.
+    at_once: Cell<usize>,
 }
 
 impl Local {
@@ -87,6 +108,7 @@ impl Local {
             tasks: RefCell::default(),
             word: Box::default(),
             closed: Cell::new(false),
+            at_once: Cell::new(AT_ONCE),
         });
         local.listen();
         Ok(local)
@@ -143,6 +165,7 @@ impl Local {
     /// `busy` says so.
     pub(super) fn turn(self: &Rc<Self>, busy: impl Fn() -> bool) {
         self.take_mail();
+        self.at_once.set(AT_ONCE);
         let ready = self.run_queue.borrow().len();
         for _ in 0..ready {
             let task = self.run_queue.borrow_mut().pop_front();

@@ -39,7 +39,7 @@ pub use timer::{Elapsed, Sleep, sleep, sleep_until, timeout};
 pub use worker::Worker;
 
 pub(crate) use blocking::unblock;
-pub(crate) use local::current;
+pub(crate) use local::{current, may_go_on};
 pub(crate) use op::{Lease, Vectored, ops};
 
 use std::future::Future;

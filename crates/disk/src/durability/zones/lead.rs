@@ -34,11 +34,19 @@ impl<S: Storage> Metadata<S> {
     /// guest wrote them.
     pub(crate) async fn read(&self, at: u64, buf: IoBuf) -> Result<IoBuf> {
         let leads = self.zones.leads_in(&(at..at + buf.len() as u64));
-        let mut buf = self.read_stored(at, buf).await?;
-        for lead in leads {
-            self.extract_into(&lead, at, &mut buf).await?;
+        if leads.is_empty() {
+            return self.read_stored(at, buf).await;
         }
-        Ok(buf)
+        // A guest sees no record.
+        let (own, theirs) =
+            if buf.is_shared() { (IoBuf::zeroed(buf.len()), Some(buf)) } else { (buf, None) };
+        let mut own = self.read_stored(at, own).await?;
+        for lead in leads {
+            self.extract_into(&lead, at, &mut own).await?;
+        }
+        let Some(mut theirs) = theirs else { return Ok(own) };
+        theirs.copy_from_slice(&own);
+        Ok(theirs)
     }
 
     /// Puts the guest's bytes of a lead block, as far as they are in `buf`, read from `at` on, in place
