@@ -43,6 +43,7 @@ pub mod jobs;
 pub mod live;
 mod map;
 mod measure;
+mod per_thread;
 mod range_lock;
 mod read;
 mod read_gate;

@@ -1,5 +1,6 @@
 //! When a freed cluster may be used again.
 
+use crate::per_thread::PerThread;
 use event_listener::Event;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -11,24 +12,26 @@ use std::sync::atomic::{AtomicU64, Ordering};
 #[derive(Default)]
 pub(crate) struct ReadGate {
     epoch: AtomicU64,
-    inside: [AtomicU64; 2],
+    inside: PerThread<[AtomicU64; 2]>,
     left: Event,
 }
 
 /// A request's stay; ends when dropped.
 pub(crate) struct Pass<'a> {
     gate: &'a ReadGate,
-    side: usize,
+    inside: &'a AtomicU64,
+    epoch: u64,
 }
 
 impl ReadGate {
     /// Lets a request in.
     pub(crate) fn enter(&self) -> Pass<'_> {
+        let (_, sides) = self.inside.mine();
         loop {
             let epoch = self.epoch.load(Ordering::SeqCst);
-            let side = (epoch & 1) as usize;
-            self.inside[side].fetch_add(1, Ordering::SeqCst);
-            let pass = Pass { gate: self, side };
+            let inside = &sides[(epoch & 1) as usize];
+            inside.fetch_add(1, Ordering::SeqCst);
+            let pass = Pass { gate: self, inside, epoch };
             // A drain that began in between may not have counted this request: try the new side.
             if self.epoch.load(Ordering::SeqCst) == epoch {
                 return pass;
@@ -42,7 +45,9 @@ impl ReadGate {
         let side = (self.epoch.fetch_add(1, Ordering::SeqCst) & 1) as usize;
         loop {
             let left = self.left.listen();
-            if self.inside[side].load(Ordering::SeqCst) == 0 {
+            // Nobody enters on this side any more, so counts only fall, but for one who tries and leaves
+            // at once.
+            if self.inside.all().all(|sides| sides[side].load(Ordering::SeqCst) == 0) {
                 return;
             }
             left.await;
@@ -52,7 +57,9 @@ impl ReadGate {
 
 impl Drop for Pass<'_> {
     fn drop(&mut self) {
-        if self.gate.inside[self.side].fetch_sub(1, Ordering::SeqCst) == 1 {
+        let last = self.inside.fetch_sub(1, Ordering::SeqCst) == 1;
+        // A drain that begins after this look finds the count as it is now.
+        if last && self.gate.epoch.load(Ordering::SeqCst) != self.epoch {
             self.gate.left.notify(usize::MAX);
         }
     }

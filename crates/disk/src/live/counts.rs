@@ -1,6 +1,7 @@
 //! What a disk was asked for, and how long that took.
 
 use crate::jobs::pace::{GuestCounts, Sample};
+use crate::per_thread::PerThread;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
@@ -12,6 +13,17 @@ pub(super) enum Kind {
     Flush,
     /// Zero-writes and discards.
     Unmap,
+}
+
+impl Kind {
+    const fn index(self) -> usize {
+        match self {
+            Self::Read => 0,
+            Self::Write => 1,
+            Self::Flush => 2,
+            Self::Unmap => 3,
+        }
+    }
 }
 
 /// Buckets of a histogram of latencies: the one at `n` counts requests of less than `2^n`
@@ -48,56 +60,51 @@ pub struct IoStats {
     pub in_flight: u32,
 }
 
+/// Requests of one kind that one thread served.
 #[derive(Default)]
 struct OfKind {
-    requests: AtomicU64,
     failed: AtomicU64,
     bytes: AtomicU64,
     latency: AtomicU64,
+    /// All that succeeded.
     histogram: [AtomicU64; LATENCY_BUCKETS],
 }
 
 impl OfKind {
-    fn stats(&self) -> RequestStats {
-        RequestStats {
-            requests: self.requests.load(Ordering::Relaxed),
-            failed: self.failed.load(Ordering::Relaxed),
-            bytes: self.bytes.load(Ordering::Relaxed),
-            latency: Duration::from_nanos(self.latency.load(Ordering::Relaxed)),
-            histogram: std::array::from_fn(|n| {
-                self.histogram.get(n).map_or(0, |count| count.load(Ordering::Relaxed))
-            }),
+    fn add_to(&self, stats: &mut RequestStats) {
+        stats.failed += self.failed.load(Ordering::Relaxed);
+        stats.bytes += self.bytes.load(Ordering::Relaxed);
+        stats.latency += Duration::from_nanos(self.latency.load(Ordering::Relaxed));
+        for (sum, count) in stats.histogram.iter_mut().zip(&self.histogram) {
+            let count = count.load(Ordering::Relaxed);
+            *sum += count;
+            stats.requests += count;
         }
     }
 }
 
-/// Counters of completed requests.
+/// Reads and writes that one thread served beside copies of jobs.
 #[derive(Default)]
-struct Completed {
+struct Beside {
     requests: AtomicU64,
     bytes: AtomicU64,
     latency: AtomicU64,
 }
 
-impl Completed {
-    fn sample(&self) -> Sample {
-        Sample {
-            requests: self.requests.load(Ordering::Relaxed),
-            bytes: self.bytes.load(Ordering::Relaxed),
-            latency: Duration::from_nanos(self.latency.load(Ordering::Relaxed)),
-        }
-    }
+/// What one thread served.
+#[derive(Default)]
+struct OfThread {
+    kinds: [OfKind; 4],
+    in_flight: AtomicU32,
+    /// Nanoseconds of the clock.
+    last_activity: AtomicU64,
+    beside: Beside,
 }
 
 /// The counters.
 #[derive(Default)]
 pub(super) struct Counts {
-    kinds: [OfKind; 4],
-    in_flight: AtomicU32,
-    /// Nanoseconds of the clock.
-    last_activity: AtomicU64,
-    alone: Completed,
-    beside: Completed,
+    threads: PerThread<OfThread>,
     /// Copies of jobs under way, and how many were begun.
     copies: AtomicU32,
     begun: AtomicU64,
@@ -106,6 +113,8 @@ pub(super) struct Counts {
 /// A request under way.
 pub(super) struct Request<'a> {
     counts: &'a Counts,
+    /// Where it is counted.
+    here: &'a OfThread,
     kind: Kind,
     bytes: u64,
     start: Duration,
@@ -124,17 +133,34 @@ impl Drop for Copying<'_> {
 
 impl Counts {
     pub(super) fn begin(&self, kind: Kind, bytes: u64, now: Duration) -> Request<'_> {
-        self.in_flight.fetch_add(1, Ordering::Relaxed);
-        self.last_activity.store(now.as_nanos() as u64, Ordering::Relaxed);
+        let (_, here) = self.threads.mine();
+        here.in_flight.fetch_add(1, Ordering::Relaxed);
+        here.last_activity.store(now.as_nanos() as u64, Ordering::Relaxed);
         let alone = self.copies.load(Ordering::Relaxed) == 0;
         let begun = alone.then(|| self.begun.load(Ordering::Relaxed));
-        Request { counts: self, kind, bytes, start: now, begun }
+        Request { counts: self, here, kind, bytes, start: now, begun }
+    }
+
+    fn in_flight(&self) -> u32 {
+        self.threads.all().map(|thread| thread.in_flight.load(Ordering::Relaxed)).sum()
+    }
+
+    fn last_activity(&self) -> Duration {
+        let last = self.threads.all().map(|thread| thread.last_activity.load(Ordering::Relaxed));
+        Duration::from_nanos(last.max().unwrap_or(0))
+    }
+
+    fn of_kind(&self, kind: Kind) -> RequestStats {
+        let mut stats = RequestStats::default();
+        for thread in self.threads.all() {
+            thread.kinds[kind.index()].add_to(&mut stats);
+        }
+        stats
     }
 
     /// Whether there was no request since `time`, in the clock's terms, and none is under way.
     pub(super) fn quiet_since(&self, time: Duration) -> bool {
-        let last = Duration::from_nanos(self.last_activity.load(Ordering::Relaxed));
-        self.in_flight.load(Ordering::Relaxed) == 0 && last < time
+        self.in_flight() == 0 && self.last_activity() < time
     }
 
     pub(super) fn copying(&self) -> Copying<'_> {
@@ -144,67 +170,69 @@ impl Counts {
     }
 
     pub(super) fn stats(&self) -> IoStats {
-        let [reads, writes, flushes, unmaps] = &self.kinds;
         IoStats {
-            reads: reads.stats(),
-            writes: writes.stats(),
-            flushes: flushes.stats(),
-            unmaps: unmaps.stats(),
-            in_flight: self.in_flight.load(Ordering::Relaxed),
+            reads: self.of_kind(Kind::Read),
+            writes: self.of_kind(Kind::Write),
+            flushes: self.of_kind(Kind::Flush),
+            unmaps: self.of_kind(Kind::Unmap),
+            in_flight: self.in_flight(),
         }
     }
 
     /// Flushes that succeeded.
     pub(super) fn flushes(&self) -> u64 {
-        self.kinds[2].requests.load(Ordering::Relaxed)
+        self.of_kind(Kind::Flush).requests
     }
 
     pub(super) fn guest(&self) -> GuestCounts {
-        GuestCounts {
-            in_flight: self.in_flight.load(Ordering::Relaxed),
-            last_activity: Duration::from_nanos(self.last_activity.load(Ordering::Relaxed)),
-            alone: self.alone.sample(),
-            beside: self.beside.sample(),
+        let mut beside = Sample::default();
+        // Before the totals, of which these are a part.
+        for thread in self.threads.all() {
+            beside.requests += thread.beside.requests.load(Ordering::Relaxed);
+            beside.bytes += thread.beside.bytes.load(Ordering::Relaxed);
+            beside.latency += Duration::from_nanos(thread.beside.latency.load(Ordering::Relaxed));
         }
+        let (reads, writes) = (self.of_kind(Kind::Read), self.of_kind(Kind::Write));
+        let less = |all: u64, some: u64| all.saturating_sub(some);
+        let alone = Sample {
+            requests: less(reads.requests + writes.requests, beside.requests),
+            bytes: less(reads.bytes + writes.bytes, beside.bytes),
+            latency: (reads.latency + writes.latency).saturating_sub(beside.latency),
+        };
+        let (in_flight, last_activity) = (self.in_flight(), self.last_activity());
+        GuestCounts { in_flight, last_activity, alone, beside }
     }
 }
 
 impl Request<'_> {
     /// The request has ended.
     pub(super) fn end(self, succeeded: bool, now: Duration) {
-        let counts = self.counts;
-        let kind = match self.kind {
-            Kind::Read => &counts.kinds[0],
-            Kind::Write => &counts.kinds[1],
-            Kind::Flush => &counts.kinds[2],
-            Kind::Unmap => &counts.kinds[3],
-        };
+        let here = self.here;
+        let kind = &here.kinds[self.kind.index()];
         let latency = now.saturating_sub(self.start).as_nanos() as u64;
-        counts.last_activity.store(now.as_nanos() as u64, Ordering::Relaxed);
+        here.last_activity.store(now.as_nanos() as u64, Ordering::Relaxed);
         if !succeeded {
             kind.failed.fetch_add(1, Ordering::Relaxed);
             return;
         }
-        kind.requests.fetch_add(1, Ordering::Relaxed);
         kind.bytes.fetch_add(self.bytes, Ordering::Relaxed);
         kind.latency.fetch_add(latency, Ordering::Relaxed);
         let bucket = (u64::BITS - (latency / 1000).leading_zeros()) as usize;
         if let Some(bucket) = kind.histogram.get(bucket.min(LATENCY_BUCKETS - 1)) {
             bucket.fetch_add(1, Ordering::Relaxed);
         }
-        if matches!(self.kind, Kind::Read | Kind::Write) {
-            let alone = self.begun == Some(counts.begun.load(Ordering::Relaxed));
-            let completed = if alone { &counts.alone } else { &counts.beside };
-            completed.requests.fetch_add(1, Ordering::Relaxed);
-            completed.bytes.fetch_add(self.bytes, Ordering::Relaxed);
-            completed.latency.fetch_add(latency, Ordering::Relaxed);
+        let alone = self.begun == Some(self.counts.begun.load(Ordering::Relaxed));
+        if !alone && matches!(self.kind, Kind::Read | Kind::Write) {
+            here.beside.requests.fetch_add(1, Ordering::Relaxed);
+            here.beside.bytes.fetch_add(self.bytes, Ordering::Relaxed);
+            here.beside.latency.fetch_add(latency, Ordering::Relaxed);
         }
     }
 }
 
 impl Drop for Request<'_> {
     fn drop(&mut self) {
-        self.counts.in_flight.fetch_sub(1, Ordering::Relaxed);
+        self.here.in_flight.fetch_sub(1, Ordering::Relaxed);
     }
 }
 

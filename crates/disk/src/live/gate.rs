@@ -1,5 +1,6 @@
 //! Keeping requests out for the moment in which the chain changes.
 
+use crate::per_thread::PerThread;
 use event_listener::Event;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
@@ -7,17 +8,20 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 /// is done. At most one change at a time.
 #[derive(Default)]
 pub(super) struct Gate {
-    inside: AtomicUsize,
+    inside: PerThread<AtomicUsize>,
     shut: AtomicBool,
     changed: Event,
 }
 
 /// A request's stay; ends when dropped.
-pub(super) struct Pass<'a>(&'a Gate);
+pub(super) struct Pass<'a> {
+    gate: &'a Gate,
+    inside: &'a AtomicUsize,
+}
 
 impl Drop for Pass<'_> {
     fn drop(&mut self) {
-        self.0.leave();
+        self.gate.leave(self.inside);
     }
 }
 
@@ -35,11 +39,12 @@ impl Gate {
     /// Lets a request in, at once unless a change is being made.
     pub(super) async fn enter(&self) -> Pass<'_> {
         loop {
-            self.inside.fetch_add(1, Ordering::SeqCst);
+            let (_, inside) = self.inside.mine();
+            inside.fetch_add(1, Ordering::SeqCst);
             if !self.shut.load(Ordering::SeqCst) {
-                return Pass(self);
+                return Pass { gate: self, inside };
             }
-            self.leave();
+            self.leave(inside);
             let changed = self.changed.listen();
             if self.shut.load(Ordering::SeqCst) {
                 changed.await;
@@ -47,8 +52,8 @@ impl Gate {
         }
     }
 
-    fn leave(&self) {
-        if self.inside.fetch_sub(1, Ordering::SeqCst) == 1 && self.shut.load(Ordering::SeqCst) {
+    fn leave(&self, inside: &AtomicUsize) {
+        if inside.fetch_sub(1, Ordering::SeqCst) == 1 && self.shut.load(Ordering::SeqCst) {
             self.changed.notify(usize::MAX);
         }
     }
@@ -59,7 +64,7 @@ impl Gate {
         let quiet = Quiet(self);
         loop {
             let changed = self.changed.listen();
-            if self.inside.load(Ordering::SeqCst) == 0 {
+            if self.inside.all().all(|inside| inside.load(Ordering::SeqCst) == 0) {
                 return quiet;
             }
             changed.await;

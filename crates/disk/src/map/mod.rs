@@ -11,6 +11,7 @@ pub(crate) mod resolve;
 pub(crate) use entry::{Unit, UnitKind};
 
 use crate::chain::LayerIndex;
+use crate::per_thread::PerThread;
 use isobath_qcow2::CompressedCluster;
 use latency::Latencies;
 use parking_lot::{Mutex, RwLock};
@@ -172,10 +173,16 @@ pub(crate) struct Map {
     active: AtomicU16,
     budget: AtomicUsize,
     bytes: AtomicU64,
+    looks: PerThread<Looks>,
+    latencies: Latencies,
+}
+
+/// The look-ups of one thread.
+#[derive(Default)]
+struct Looks {
     hits: AtomicU64,
     unallocated: AtomicU64,
     misses: AtomicU64,
-    latencies: Latencies,
 }
 
 /// One look-up in so many is timed.
@@ -201,9 +208,7 @@ impl Map {
             active: AtomicU16::new(active.get()),
             budget: AtomicUsize::new(budget.max(least)),
             bytes: AtomicU64::new(0),
-            hits: AtomicU64::new(0),
-            unallocated: AtomicU64::new(0),
-            misses: AtomicU64::new(0),
+            looks: PerThread::default(),
             latencies: Latencies::default(),
         }
     }
@@ -242,18 +247,19 @@ impl Map {
 
     /// Appends the extents of the guest bytes in `range`, merged where they continue each other.
     pub(crate) fn lookup(&self, range: Range<u64>, extents: &mut Extents) -> Lookup {
-        if !self.hits.load(Ordering::Relaxed).is_multiple_of(TIMED) {
-            return self.look(range, extents);
+        let (_, looks) = self.looks.mine();
+        if !looks.hits.load(Ordering::Relaxed).is_multiple_of(TIMED) {
+            return self.look(looks, range, extents);
         }
         let begin = Instant::now();
-        let found = self.look(range, extents);
+        let found = self.look(looks, range, extents);
         if matches!(found, Lookup::Found) {
             self.latencies.record(begin.elapsed());
         }
         found
     }
 
-    fn look(&self, range: Range<u64>, extents: &mut Extents) -> Lookup {
+    fn look(&self, looks: &Looks, range: Range<u64>, extents: &mut Extents) -> Lookup {
         let mut at = range.start;
         while at < range.end {
             let slice_index = at >> self.slice_bits();
@@ -261,20 +267,31 @@ impl Map {
             let end = range.end.min(slice_start + (1 << self.slice_bits()));
             let shard = self.shard(slice_index).read();
             let Some(slice) = shard.slices.get(&slice_index) else {
-                self.misses.fetch_add(1, Ordering::Relaxed);
+                looks.misses.fetch_add(1, Ordering::Relaxed);
                 return Lookup::Missing(slice_index);
             };
             if !slice.used.load(Ordering::Relaxed) {
                 slice.used.store(true, Ordering::Relaxed);
             }
-            self.hits.fetch_add(1, Ordering::Relaxed);
-            self.lookup_in(slice, slice_start, at..end, extents);
+            looks.hits.fetch_add(1, Ordering::Relaxed);
+            let absent = self.lookup_in(slice, slice_start, at..end, extents);
+            if absent > 0 {
+                looks.unallocated.fetch_add(absent, Ordering::Relaxed);
+            }
             at = end;
         }
         Lookup::Found
     }
 
-    fn lookup_in(&self, slice: &Slice, slice_start: u64, range: Range<u64>, extents: &mut Extents) {
+    /// Appends the extents of a part of a slice; returns how many of them no layer has.
+    fn lookup_in(
+        &self,
+        slice: &Slice,
+        slice_start: u64,
+        range: Range<u64>,
+        extents: &mut Extents,
+    ) -> u64 {
+        let mut absent = 0;
         let mut at = range.start;
         let mut index = ((at - slice_start) >> self.unit_bits) as usize;
         let active = self.active();
@@ -295,7 +312,7 @@ impl Map {
             }
             let end = range.end.min(slice_start + ((index as u64) << self.unit_bits));
             if first.kind() == UnitKind::Absent {
-                self.unallocated.fetch_add(1, Ordering::Relaxed);
+                absent += 1;
             }
             let extent = Extent {
                 guest: at,
@@ -305,6 +322,7 @@ impl Map {
             push_extent(extents, extent);
             at = end;
         }
+        absent
     }
 
     /// Where to begin resolving a slice: hand this to [`insert`](Self::insert).
@@ -446,10 +464,13 @@ impl Map {
 
     /// The counters.
     pub(crate) fn stats(&self) -> MapStats {
+        let sum = |of: fn(&Looks) -> &AtomicU64| {
+            self.looks.all().map(|looks| of(looks).load(Ordering::Relaxed)).sum()
+        };
         MapStats {
-            hits: self.hits.load(Ordering::Relaxed),
-            unallocated_hits: self.unallocated.load(Ordering::Relaxed),
-            misses: self.misses.load(Ordering::Relaxed),
+            hits: sum(|looks| &looks.hits),
+            unallocated_hits: sum(|looks| &looks.unallocated),
+            misses: sum(|looks| &looks.misses),
             bytes: self.bytes.load(Ordering::Relaxed),
             budget: self.budget(),
             lookup_median_ns: self.latencies.quantile(0.5),
