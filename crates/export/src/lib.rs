@@ -3,4 +3,7 @@
 
 pub mod fuse;
 pub mod nbd;
+mod pool;
+mod slots;
+mod stop;
 pub mod vhost_user;

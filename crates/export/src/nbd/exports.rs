@@ -2,8 +2,8 @@
 
 use super::handshake::ExportInfo;
 use super::live::{Gone, Guard, Live};
-use super::stop::Stop;
 use super::wire::MAX_STRING;
+use crate::stop::Stop;
 use isobath_disk::BlockDevice;
 use parking_lot::Mutex;
 use std::sync::Arc;

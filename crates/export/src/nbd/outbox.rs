@@ -1,6 +1,6 @@
 //! Replies waiting to be sent, gathered into few large sends.
 
-use super::pool::{Pool, Pooled};
+use crate::pool::{Pool, Pooled};
 use isobath_storage::IoBuf;
 use std::collections::VecDeque;
 

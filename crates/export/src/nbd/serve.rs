@@ -1,12 +1,12 @@
 //! One request after another is carried out here, and its reply queued.
 
 use super::context::extents;
-use super::pool::Pooled;
 use super::reply;
 use super::request::Command;
 use super::session::{Session, Ticket};
 use super::transport::Transport;
 use super::wire::NbdError;
+use crate::pool::Pooled;
 use isobath_disk::{BlockDevice, DiskError};
 
 /// Bytes read at a time for `CACHE`.

@@ -3,11 +3,11 @@
 use super::exports::{Entry, Export, ExportError, ExportState, Exports, RemoveError, RemoveMode};
 use super::handshake::Agreement;
 use super::live::{Gone, Live};
-use super::pool::Pool;
 use super::session::{InFlight, Negotiated, Session, SessionError, negotiate};
-use super::stop::Stop;
 use super::transport::Transport;
 use super::window::Window;
+use crate::pool::Pool;
+use crate::stop::Stop;
 use isobath_disk::BlockDevice;
 use isobath_storage::IoBuf;
 use isobath_storage::ring::net::{Address, Listener, Stream};

@@ -3,12 +3,12 @@
 use super::exports::{Client, Entry, Exports};
 use super::handshake::{Agreement, Handshake, Outcome, Step, Violation};
 use super::outbox::Outbox;
-use super::pool::{Pool, Pooled};
 use super::request::{BadMagic, Command, Request, Terms};
-use super::slots::Slots;
-use super::stop::Stop;
 use super::transport::Transport;
 use super::window::{NARROW, WINDOW, Window};
+use crate::pool::{Pool, Pooled};
+use crate::slots::Slots;
+use crate::stop::Stop;
 use isobath_disk::BlockDevice;
 use isobath_storage::IoBuf;
 use std::cell::{Cell, RefCell};
