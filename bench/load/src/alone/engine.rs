@@ -1,0 +1,59 @@
+//! Isobath's engine: what a door uses, on one executor.
+
+use super::{Args, Start, WARM};
+use crate::Result;
+use isobath_disk::{BlockDevice, LiveDisk, OpenOptions};
+use isobath_storage::IoBuf;
+use isobath_storage::file::FileHost;
+use isobath_storage::ring::{self, Config, Executor};
+use rand::rngs::SmallRng;
+use rand::{RngExt, SeedableRng};
+use serde_json::Value;
+use std::sync::Arc;
+
+/// Reads all of the range once, then `count` times at random places; gives the line.
+///
+/// # Errors
+/// The image cannot be opened or read.
+pub(crate) fn run(args: &Args) -> Result<Value> {
+    Executor::new(&Config::default())?.block_on(async {
+        let disk = LiveDisk::open(FileHost, &args.image, &OpenOptions::default()).await?;
+        let places = args.places(disk.size())?;
+        let end = places * args.bs;
+        let mut offset = 0;
+        while offset < end {
+            let length = (end - offset).min(WARM as u64);
+            disk.read(offset, IoBuf::zeroed(length as usize)).await?;
+            offset += length;
+        }
+        let tasks = u64::from(args.qd).min(args.count.max(1));
+        let start = Start::now()?;
+        let readers: Vec<_> = (0..tasks)
+            .map(|task| {
+                let count = args.count / tasks + u64::from(task < args.count % tasks);
+                let random = SmallRng::seed_from_u64(args.seed.wrapping_add(task));
+                ring::spawn(read(disk.clone(), random, count, places, args.bs))
+            })
+            .collect();
+        for reader in readers {
+            reader.await.map_err(|error| error.to_string())??;
+        }
+        let line = start.line("engine", args, Some(disk.depth()))?;
+        disk.close().await?;
+        Ok(line)
+    })
+}
+
+async fn read(
+    disk: Arc<LiveDisk<FileHost>>,
+    mut random: SmallRng,
+    count: u64,
+    places: u64,
+    block: u64,
+) -> isobath_disk::Result<()> {
+    let mut buf = IoBuf::zeroed(block as usize);
+    for _ in 0..count {
+        buf = disk.read(random.random_range(0..places) * block, buf).await?;
+    }
+    Ok(())
+}
