@@ -120,7 +120,7 @@ impl IoBuf {
         let copy = Self::zeroed(self.length);
         // SAFETY: both are valid for `length` bytes, and the copy's memory is new.
         unsafe {
-            std::ptr::copy_nonoverlapping(self.start.as_ptr(), copy.start.as_ptr(), self.length)
+            std::ptr::copy_nonoverlapping(self.start.as_ptr(), copy.start.as_ptr(), self.length);
         };
         copy
     }

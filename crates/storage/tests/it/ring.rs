@@ -1,7 +1,5 @@
 //! The executor: tasks, wake-ups, timers, threads, signals and sockets.
 
-#![allow(clippy::unwrap_used)]
-
 use isobath_storage::IoBuf;
 use isobath_storage::ring::net::{Address, Listener, Stream};
 use isobath_storage::ring::{

@@ -1,13 +1,9 @@
 //! Image locks against QEMU, in both directions.
 
-#![allow(clippy::unwrap_used)]
-
-mod qemu;
-
+use crate::qemu::{QemuIo, chain, opens, run};
 use isobath_storage::file::{FileHost, FileStorage};
 use isobath_storage::ring::{Config, Executor, sleep, spawn};
 use isobath_storage::{Host, Locking, OpenMode, Result, block_on};
-use qemu::{QemuIo, chain, opens, run};
 use std::os::fd::AsRawFd;
 use std::path::Path;
 use std::time::Duration;

@@ -1,7 +1,5 @@
 //! A real server on real files, crashed between its syncs (section 4.1 of the FAST '16 paper).
 
-#![allow(clippy::unwrap_used, reason = "a test fails by a panic")]
-
 use isobath_crash::files::campaign::{Settings, Totals, run};
 use isobath_crash::files::workload::Workload;
 use isobath_disk::MetadataMode;

@@ -1,8 +1,6 @@
 //! Crashes while snapshots of a disk in use are made: the chain up to the overlay that was asked for
 //! last, and the one without it, hold what was promised, and so does every snapshot.
 
-#![allow(clippy::unwrap_used, reason = "a test fails by a panic")]
-
 use futures_util::future::join_all;
 use isobath_crash::campaign::ATOMIC;
 use isobath_crash::executor::{pause, run};

@@ -1,15 +1,12 @@
 //! Handles whose part changes while they are open: writers that become readers, readers that let a
 //! writer of the same process beside them.
 
-#![allow(clippy::unwrap_used)]
-
-mod qemu;
-
+use crate::qemu;
+use crate::qemu::QemuIo;
 use isobath_storage::file::{FileHost, FileStorage};
 use isobath_storage::memory::MemoryHost;
 use isobath_storage::ring::{Config, Executor, Worker, spawn};
 use isobath_storage::{Host, IoBuf, Locking, OpenMode, Storage, StorageError, ZeroMode, block_on};
-use qemu::QemuIo;
 use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};

@@ -1,10 +1,7 @@
 //! Files on a simulated disk.
 
-#![allow(clippy::unwrap_used)]
-
-mod common;
-
-use common::WRITABLE;
+use crate::common;
+use crate::common::WRITABLE;
 use isobath_storage::memory::MemoryHost;
 use isobath_storage::ring::{Config, Executor, spawn};
 use isobath_storage::slow::{SlowDisk, SlowHost};

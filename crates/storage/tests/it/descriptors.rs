@@ -1,7 +1,5 @@
 //! More files than descriptors: those not in use give theirs up, and what they hold stays theirs.
 
-#![allow(clippy::unwrap_used)]
-
 use isobath_storage::file::{FileHost, FileStorage, LimitedHost};
 use isobath_storage::ring::{Config, Worker, spawn};
 use isobath_storage::{Host, IoBuf, Locking, OpenMode, Storage, StorageError, block_on};

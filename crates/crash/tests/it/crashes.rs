@@ -1,7 +1,5 @@
 //! States of crashes by the ten thousand, in every mode.
 
-#![allow(clippy::unwrap_used, reason = "a test fails by a panic")]
-
 use isobath_crash::campaign::{Failure, Settings, Totals, history_seed, run_history};
 use isobath_crash::exhaustive::{COUNT, run_small};
 use isobath_crash::image::Kind;

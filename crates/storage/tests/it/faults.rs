@@ -1,10 +1,7 @@
 //! Planned faults and recorded changes.
 
-#![allow(clippy::unwrap_used)]
-
-mod common;
-
-use common::WRITABLE;
+use crate::common;
+use crate::common::WRITABLE;
 use isobath_storage::fault::{Fault, FaultHost, Plan};
 use isobath_storage::memory::MemoryHost;
 use isobath_storage::recorder::{Change, Entry, Fate, RecorderHost};

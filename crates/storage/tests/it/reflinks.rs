@@ -1,16 +1,12 @@
 //! Ranges that share the space of another file's.
 
-#![allow(clippy::unwrap_used)]
-
-mod mounted;
-
+use crate::mounted::Mounted;
 use isobath_storage::fault::{Fault, FaultHost, Plan};
 use isobath_storage::file::FileHost;
 use isobath_storage::memory::MemoryHost;
 use isobath_storage::recorder::{Change, Fate, RecorderHost};
 use isobath_storage::ring::{Config, Executor};
 use isobath_storage::{Host, IoBuf, Locking, OpenMode, Operation, Storage, block_on};
-use mounted::Mounted;
 use std::io::ErrorKind;
 use std::path::Path;
 use std::process::Command;

@@ -1,7 +1,5 @@
 //! Files of the operating system: what may be opened, many operations at once, dropped futures.
 
-#![allow(clippy::unwrap_used)]
-
 use isobath_storage::file::FileHost;
 use isobath_storage::ring::{Config, Executor, Worker, spawn, yield_now};
 use isobath_storage::{Host, IoBuf, Locking, OpenMode, Storage, StorageError, ZeroMode, block_on};

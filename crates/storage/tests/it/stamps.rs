@@ -1,7 +1,5 @@
 //! Stamps: whatever changes a file shows in them, and reading does not.
 
-#![allow(clippy::unwrap_used)]
-
 use isobath_storage::fault::{Fault, FaultHost, Plan};
 use isobath_storage::file::FileHost;
 use isobath_storage::memory::MemoryHost;

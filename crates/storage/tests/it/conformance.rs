@@ -1,9 +1,6 @@
 //! Every place where bytes can be kept behaves the same.
 
-#![allow(clippy::unwrap_used)]
-
-mod common;
-
+use crate::common;
 use isobath_storage::block_on;
 use isobath_storage::file::FileHost;
 use isobath_storage::memory::MemoryHost;

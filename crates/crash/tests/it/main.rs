@@ -1,0 +1,9 @@
+//! The simulator's tests, in one program: each of its own would compile the engine again.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by a panic")]
+
+mod crashes;
+mod it_can_fail;
+mod live_snapshots;
+mod real_files;
+mod same_seed_same_history;

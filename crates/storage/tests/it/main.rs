@@ -1,0 +1,17 @@
+//! The tests of storage, in one program, but for those of what a whole process has one of.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by a panic")]
+
+mod common;
+mod conformance;
+mod descriptors;
+mod faults;
+mod files;
+mod locks;
+mod mounted;
+mod qemu;
+mod reflinks;
+mod ring;
+mod roles;
+mod slow;
+mod stamps;
