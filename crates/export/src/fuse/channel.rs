@@ -1,0 +1,169 @@
+//! A descriptor of `/dev/fuse`: messages in, replies out.
+
+use super::request::{Malformed, Message, Request, WRITE_HEAD};
+use super::wire::{IOCTL_CLONE, OutHeader};
+use isobath_storage::IoBuf;
+use isobath_storage::ring::Readiness;
+use std::cell::RefCell;
+use std::fs::File;
+use std::io::{self, IoSlice, Read, Write};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::fs::OpenOptionsExt;
+use zerocopy::IntoBytes;
+
+/// The kernel's door for FUSE servers.
+pub(super) const DEVICE: &str = "/dev/fuse";
+/// Longest payload of a write in bytes.
+pub(super) const MAX_WRITE: usize = 1 << 20;
+
+/// Where the payload of a write begins in a buffer: at a page, as direct I/O wants it.
+const PAYLOAD: usize = isobath_storage::buf::ALIGNMENT;
+/// Where a message begins in a buffer.
+const START: usize = PAYLOAD - WRITE_HEAD;
+/// Free buffers that are kept. Each has address space for the longest write, and as much memory as
+/// the longest that it was used for.
+const KEEP: usize = 32;
+
+/// Opens `/dev/fuse`. Reads from it do not wait.
+pub(super) fn open_device() -> io::Result<OwnedFd> {
+    let flags = libc::O_NONBLOCK | libc::O_CLOEXEC;
+    let file = File::options().read(true).write(true).custom_flags(flags).open(DEVICE)?;
+    Ok(file.into())
+}
+
+/// One more descriptor of a connection.
+pub(super) fn clone_device(connection: &OwnedFd) -> io::Result<OwnedFd> {
+    let fresh = open_device()?;
+    let number = connection.as_raw_fd() as u32;
+    // SAFETY: both descriptors are open, and the call reads one u32.
+    let result = unsafe { libc::ioctl(fresh.as_raw_fd(), IOCTL_CLONE as _, &raw const number) };
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(fresh) }
+}
+
+/// One thread's way to the kernel.
+pub(super) struct Channel {
+    file: File,
+    readiness: Readiness,
+    /// Buffers that are free.
+    free: RefCell<Vec<IoBuf>>,
+}
+
+/// The bytes that a write brought, and the rest of their buffer.
+pub(super) struct Payload {
+    front: IoBuf,
+    pub(super) data: IoBuf,
+    rest: IoBuf,
+}
+
+impl Payload {
+    /// Leaves the first `length` bytes of the data.
+    pub(super) fn cut(&mut self, length: usize) {
+        let mut tail = std::mem::replace(&mut self.data, IoBuf::empty());
+        self.data = tail.split_to(length.min(tail.len()));
+        tail.unsplit(std::mem::replace(&mut self.rest, IoBuf::empty()));
+        self.rest = tail;
+    }
+}
+
+/// Why there is no message.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum NoMessage {
+    /// None waits now.
+    #[error("no request waits")]
+    Empty,
+    /// The file system was unmounted, or the connection aborted.
+    #[error("the kernel has ended the connection")]
+    Ended,
+    #[error(transparent)]
+    Malformed(#[from] Malformed),
+    #[error("reading {DEVICE} failed: {0}")]
+    Io(io::Error),
+}
+
+impl Channel {
+    pub(super) fn new(device: OwnedFd) -> io::Result<Self> {
+        let file = File::from(device.try_clone()?);
+        Ok(Self { file, readiness: Readiness::from(device), free: RefCell::default() })
+    }
+
+    /// Waits until a message may be there, or the connection has ended.
+    pub(super) async fn readable(&self) -> io::Result<()> {
+        self.readiness.ready(libc::POLLIN).await.map(drop)
+    }
+
+    /// Takes a message; a write with its payload.
+    pub(super) fn receive(&self) -> Result<(Message, Option<Payload>), NoMessage> {
+        let kept = self.free.borrow_mut().pop();
+        let mut buf = kept.unwrap_or_else(|| IoBuf::zeroed(PAYLOAD + MAX_WRITE));
+        let message = self.read(&mut buf);
+        match message {
+            Ok(Message { request: Request::Write { length, .. }, .. }) => {
+                let front = buf.split_to(PAYLOAD);
+                let data = buf.split_to((length as usize).min(buf.len()));
+                message.map(|message| (message, Some(Payload { front, data, rest: buf })))
+            }
+            message => {
+                self.free.borrow_mut().push(buf);
+                message.map(|message| (message, None))
+            }
+        }
+    }
+
+    fn read(&self, buf: &mut IoBuf) -> Result<Message, NoMessage> {
+        let room = buf.get_mut(START..).unwrap_or_default();
+        loop {
+            match (&self.file).read(room) {
+                Ok(count) => return Ok(Message::parse(room.get(..count).unwrap_or_default())?),
+                Err(error) => match error.raw_os_error() {
+                    // ENOENT: the request was given up while it was read.
+                    Some(libc::EINTR | libc::ENOENT) => {}
+                    Some(libc::EAGAIN) => return Err(NoMessage::Empty),
+                    Some(libc::ENODEV) => return Err(NoMessage::Ended),
+                    _ => return Err(NoMessage::Io(error)),
+                },
+            }
+        }
+    }
+
+    /// Takes a payload's buffer back.
+    pub(super) fn put(&self, Payload { mut front, data, rest }: Payload) {
+        let whole = front.as_ptr_range().end == data.as_ptr()
+            && data.as_ptr_range().end == rest.as_ptr()
+            && self.free.borrow().len() < KEEP;
+        if whole {
+            front.unsplit(data);
+            front.unsplit(rest);
+            self.free.borrow_mut().push(front);
+        }
+    }
+
+    /// Answers a request with `body` and then `data`.
+    pub(super) fn reply(&self, unique: u64, body: &[u8], data: &[u8]) {
+        self.send(unique, 0, body, data);
+    }
+
+    /// Answers a request with an error number.
+    pub(super) fn fail(&self, unique: u64, errno: i32) {
+        self.send(unique, -errno, &[], &[]);
+    }
+
+    fn send(&self, unique: u64, error: i32, body: &[u8], data: &[u8]) {
+        let length = size_of::<OutHeader>() + body.len() + data.len();
+        let header = OutHeader { len: length as u32, error, unique };
+        let parts = [header.as_bytes(), body, data].map(IoSlice::new);
+        loop {
+            match (&self.file).write_vectored(&parts) {
+                Ok(_) => return,
+                Err(error) => match error.raw_os_error() {
+                    Some(libc::EINTR) => {}
+                    // The asker is gone, or the whole connection; both are told by reading.
+                    Some(libc::ENOENT | libc::ENODEV | libc::ECONNABORTED) => return,
+                    _ => {
+                        tracing::error!(unique, length, %error, "the kernel refused a FUSE reply");
+                        return;
+                    }
+                },
+            }
+        }
+    }
+}

@@ -1,0 +1,177 @@
+//! A disk mounted on a file, and served there.
+
+use super::channel::{Channel, NoMessage, clone_device};
+use super::file::Inode;
+use super::handshake::{TooOld, agree};
+use super::place::{self, MountError, Place};
+use super::request::{Message, Request};
+use super::serve::Export;
+use super::worker::work;
+use crate::stop::Stop;
+use isobath_disk::BlockDevice;
+use isobath_storage::ring::{Handle, JoinError, spawn};
+use parking_lot::Mutex;
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::path::Path;
+use std::sync::Arc;
+use zerocopy::IntoBytes;
+
+/// How long the kernel may take to say its first word, in milliseconds. It has said it when a mount
+/// returns.
+const GREETING: i32 = 10_000;
+
+/// Who else may use the file, as its permissions allow; QEMU's `FuseExportAllowOther`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum AllowOther {
+    /// Nobody but the user who mounts it, not even root.
+    Off,
+    /// Everybody.
+    On,
+    /// Everybody, or nobody where the system does not let this user decide so.
+    #[default]
+    Auto,
+}
+
+/// What the file is good for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Options {
+    /// It can be written, if the disk can.
+    pub writable: bool,
+    /// Writing past its end, `truncate` and `fallocate` make the disk larger.
+    pub growable: bool,
+    /// Who else may use it.
+    pub allow_other: AllowOther,
+}
+
+/// A disk mounted on a file. Dropping it unmounts.
+pub struct Mount<D> {
+    export: Export<D>,
+    place: Mutex<Place>,
+    stop: Stop,
+    /// The connection, until it is served.
+    connection: Mutex<Option<OwnedFd>>,
+}
+
+impl<D: BlockDevice> Mount<D> {
+    /// Mounts a disk on an existing file. Whoever opens it waits for [`serve`](Self::serve).
+    ///
+    /// A mount that a server which is gone has left on the file is cleared away.
+    ///
+    /// # Errors
+    /// See [`MountError`].
+    pub fn new(
+        device: Arc<D>,
+        mount_point: &Path,
+        options: Options,
+    ) -> Result<Arc<Self>, MountError> {
+        let read_only = !options.writable || device.is_read_only();
+        let growable = options.growable && !read_only;
+        let (place, connection) = place::mount(mount_point, read_only, options.allow_other)?;
+        greet(place.path(), &connection)?;
+        let export = Export { device, inode: Inode::new(read_only), read_only, growable };
+        let connection = Mutex::new(Some(connection));
+        Ok(Arc::new(Self { export, place: Mutex::new(place), stop: Stop::default(), connection }))
+    }
+
+    /// Serves until [`stop`](Self::stop), or until somebody unmounts the file. Then finishes and answers
+    /// what was begun, and returns when the file is unmounted. Those who still have it open find it
+    /// aborted (`ENOTCONN`).
+    ///
+    /// Requests are spread over `workers`, or stay on this thread if there are none. Dropping the future
+    /// stops the mount.
+    ///
+    /// # Errors
+    /// If the connection fails, or a worker ends. `EBUSY` if it was served before.
+    pub async fn serve(self: &Arc<Self>, workers: &[Handle]) -> io::Result<()> {
+        let Some(connection) = self.connection.lock().take() else {
+            return Err(io::Error::from_raw_os_error(libc::EBUSY));
+        };
+        let ending = Ending(self);
+        let mut channels = Vec::new();
+        for _ in 1..workers.len() {
+            channels.push(Channel::new(clone_device(&connection)?)?);
+        }
+        channels.push(Channel::new(connection)?);
+        let mut result = Ok(());
+        let mut here = Vec::new();
+        let mut there = Vec::new();
+        for (number, channel) in channels.into_iter().enumerate() {
+            let mount = self.clone();
+            let part = move || async move { mount.work(&channel).await };
+            match workers.get(number) {
+                Some(worker) => there.push(worker.spawn_with(part)),
+                None => here.push(spawn(part())),
+            }
+        }
+        for part in here {
+            result = result.and(told(part.await));
+        }
+        for part in there {
+            result = result.and(told(part.await));
+        }
+        drop(ending);
+        result
+    }
+
+    /// Serves one channel, and has the others end when this one does.
+    async fn work(&self, channel: &Channel) -> io::Result<()> {
+        let _ending = Ending(self);
+        match work(&self.export, channel, &self.stop).await {
+            Ok(true) => {
+                tracing::debug!("the disk was unmounted");
+                Ok(())
+            }
+            done => done.map(drop),
+        }
+    }
+
+    /// Unmounts the file and ends [`serve`](Self::serve). May be called from any thread, and more than
+    /// once.
+    pub fn stop(&self) {
+        self.place.lock().unmount();
+        self.stop.request();
+    }
+}
+
+/// What came of a worker's part.
+fn told(done: Result<io::Result<()>, JoinError>) -> io::Result<()> {
+    done.unwrap_or_else(|error| Err(io::Error::other(error.to_string())))
+}
+
+/// Stops a mount when dropped.
+struct Ending<'a, D: BlockDevice>(&'a Mount<D>);
+
+impl<D: BlockDevice> Drop for Ending<'_, D> {
+    fn drop(&mut self) {
+        self.0.stop();
+    }
+}
+
+/// Answers the kernel's first message.
+fn greet(path: &Path, connection: &OwnedFd) -> Result<(), MountError> {
+    let failed = |source| MountError::Io { path: path.to_owned(), source };
+    let mut poll = libc::pollfd { fd: connection.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+    // SAFETY: one description is read and written.
+    if unsafe { libc::poll(&raw mut poll, 1, GREETING) } < 0 {
+        return Err(failed(io::Error::last_os_error()));
+    }
+    let channel = Channel::new(connection.try_clone().map_err(failed)?).map_err(failed)?;
+    let (message, _) = channel.receive().map_err(|error| match error {
+        NoMessage::Io(error) => failed(error),
+        error => failed(io::Error::other(error)),
+    })?;
+    let Message { unique, request: Request::Init(kernel) } = message else {
+        return Err(failed(io::Error::other("the kernel's first message is not INIT")));
+    };
+    match agree(&kernel) {
+        Ok(agreed) => {
+            channel.reply(unique, agreed.as_bytes(), &[]);
+            Ok(())
+        }
+        Err(TooOld { major, minor }) => {
+            channel.fail(unique, libc::EPROTO);
+            Err(MountError::Kernel { path: path.to_owned(), major, minor })
+        }
+    }
+}

@@ -1,0 +1,282 @@
+//! Mount points: checking them, mounting, unmounting.
+
+use super::channel::{DEVICE, open_device};
+use super::helper;
+use super::mount::AllowOther;
+use parking_lot::Mutex;
+use std::ffi::CString;
+use std::fs;
+use std::io;
+use std::mem::MaybeUninit;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+
+/// What `mount` and `/proc/mounts` show as the source.
+const SOURCE: &str = "isobath";
+/// The most dead mounts that are cleared from one path.
+const MOST_DEAD: usize = 16;
+
+/// The mounts of this process that are served. To ask one of them for its attributes could mean to wait
+/// for oneself.
+static OWN: Mutex<Vec<Device>> = Mutex::new(Vec::new());
+
+/// The number of the file system that a mount shows; each FUSE connection has one of its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Device(u32, u32);
+
+/// Why a disk cannot be mounted. The message names the mount point and the way out.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum MountError {
+    /// There is no file to mount on.
+    #[error("'{0}' does not exist; create an empty file there ('touch'), it is the mount point")]
+    NotFound(PathBuf),
+    /// The mount point is something else than a regular file.
+    #[error(
+        "'{0}' is not a regular file; the disk appears as a file, so its mount point must be one: \
+         create an empty file and name that"
+    )]
+    NotAFile(PathBuf),
+    /// Something is mounted there already.
+    #[error("something is mounted on '{0}' already; unmount it ('umount') or choose another file")]
+    Busy(PathBuf),
+    /// The kernel has no FUSE, or this process may not see it.
+    #[error(
+        "'{path}' cannot be mounted: {DEVICE} cannot be opened: {source}; load the module \
+         ('modprobe fuse'), or give the container the device"
+    )]
+    NoDevice {
+        /// The mount point.
+        path: PathBuf,
+        /// What the kernel said.
+        source: io::Error,
+    },
+    /// Neither this process nor the helper may mount.
+    #[error(
+        "no permission to mount on '{path}', and the helper fusermount3 could not be used: {source}; \
+         run as root (CAP_SYS_ADMIN), or install fusermount3 (package fuse3)"
+    )]
+    NoPermission {
+        /// The mount point.
+        path: PathBuf,
+        /// What came of the helper.
+        source: io::Error,
+    },
+    /// The kernel's protocol is not understood.
+    #[error(
+        "'{path}' cannot be mounted: this kernel speaks version {major}.{minor} of FUSE; \
+         7.31 or a later 7 is needed (Linux 5.4)"
+    )]
+    Kernel {
+        /// The mount point.
+        path: PathBuf,
+        /// The kernel's major version.
+        major: u32,
+        /// The kernel's minor version.
+        minor: u32,
+    },
+    /// Anything else that went wrong.
+    #[error("'{path}' cannot be mounted: {source}")]
+    Io {
+        /// The mount point.
+        path: PathBuf,
+        /// What went wrong.
+        source: io::Error,
+    },
+}
+
+/// A mount of this process.
+pub(super) struct Place {
+    path: PathBuf,
+    device: Option<Device>,
+}
+
+/// Mounts, and gives the place and the connection.
+pub(super) fn mount(
+    path: &Path,
+    read_only: bool,
+    allow: AllowOther,
+) -> Result<(Place, OwnedFd), MountError> {
+    let path = check(path)?;
+    let failed = |source| MountError::Io { path: path.clone(), source };
+    let no_device = |source| MountError::NoDevice { path: path.clone(), source };
+    let opened = match open_device() {
+        Ok(connection) => Some(connection),
+        Err(error) if is_denied(&error) => None,
+        Err(error) => return Err(no_device(error)),
+    };
+    let mounted = opened.map(|connection| {
+        mount_directly(&path, &connection, read_only, allow).map(|()| connection)
+    });
+    let connection = match mounted {
+        Some(Ok(connection)) => connection,
+        Some(Err(error)) if error.raw_os_error() == Some(libc::ENODEV) => {
+            return Err(no_device(error));
+        }
+        Some(Err(error)) if !is_denied(&error) => return Err(failed(error)),
+        Some(Err(_)) | None => mount_by_helper(&path, read_only, allow)
+            .map_err(|source| MountError::NoPermission { path: path.clone(), source })?,
+    };
+    match look(&path) {
+        Ok(Seen { device, .. }) => {
+            OWN.lock().push(device);
+            Ok((Place { path, device: Some(device) }, connection))
+        }
+        Err(error) => {
+            // Whatever is there is ours, and nobody else's yet.
+            let _ = detach(&path);
+            Err(failed(error))
+        }
+    }
+}
+
+fn is_denied(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EPERM | libc::EACCES))
+}
+
+impl Place {
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Takes the mount away, at once for everybody who comes, and for those who have the file open when
+    /// they close it. Does nothing if somebody else has done it.
+    pub(super) fn unmount(&mut self) {
+        let Some(device) = self.device.take() else { return };
+        if look(&self.path).is_ok_and(|seen| seen.is_mount && seen.device == device)
+            && let Err(error) = detach(&self.path)
+        {
+            tracing::error!(path = %self.path.display(), %error, "the disk could not be unmounted");
+        }
+        OWN.lock().retain(|own| *own != device);
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.unmount();
+    }
+}
+
+/// What can be known of a path without asking a FUSE server.
+struct Seen {
+    device: Device,
+    is_mount: bool,
+    is_file: bool,
+}
+
+fn look(path: &Path) -> io::Result<Seen> {
+    let name = CString::new(path.as_os_str().as_bytes())?;
+    let mut space = MaybeUninit::<libc::statx>::zeroed();
+    let flags = libc::AT_STATX_DONT_SYNC | libc::AT_NO_AUTOMOUNT;
+    // SAFETY: the name ends in a zero, and there is room for the answer.
+    let result = unsafe {
+        libc::statx(libc::AT_FDCWD, name.as_ptr(), flags, libc::STATX_TYPE, space.as_mut_ptr())
+    };
+    if result < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: zeroes are valid, and the call has filled in what it knows.
+    let answer = unsafe { space.assume_init() };
+    Ok(Seen {
+        device: Device(answer.stx_dev_major, answer.stx_dev_minor),
+        is_mount: answer.stx_attributes & libc::STATX_ATTR_MOUNT_ROOT as u64 != 0,
+        is_file: u32::from(answer.stx_mode) & libc::S_IFMT == libc::S_IFREG,
+    })
+}
+
+/// Sees that a path is a file on which nothing is mounted; clears dead mounts away.
+fn check(path: &Path) -> Result<PathBuf, MountError> {
+    let failed = |source: io::Error| match source.kind() {
+        io::ErrorKind::NotFound => MountError::NotFound(path.to_owned()),
+        _ => MountError::Io { path: path.to_owned(), source },
+    };
+    let path = resolve(path).map_err(failed)?;
+    for _ in 0..MOST_DEAD {
+        let seen = look(&path).map_err(failed)?;
+        if !seen.is_file {
+            return Err(MountError::NotAFile(path));
+        }
+        if !seen.is_mount {
+            return Ok(path);
+        }
+        let own = OWN.lock().contains(&seen.device);
+        let dead = |error: io::Error| error.raw_os_error() == Some(libc::ENOTCONN);
+        if own || !fs::metadata(&path).is_err_and(dead) {
+            return Err(MountError::Busy(path));
+        }
+        tracing::info!(path = %path.display(), "cleared the mount of a server that is gone");
+        detach(&path).map_err(failed)?;
+    }
+    Err(MountError::Busy(path))
+}
+
+/// The path without links, found without asking the file itself, which may be a dead mount.
+fn resolve(path: &Path) -> io::Result<PathBuf> {
+    match path.canonicalize() {
+        Err(error) if error.raw_os_error() == Some(libc::ENOTCONN) => {
+            let (Some(parent), Some(name)) = (path.parent(), path.file_name()) else {
+                return Err(error);
+            };
+            let here = if parent.as_os_str().is_empty() { Path::new(".") } else { parent };
+            Ok(here.canonicalize()?.join(name))
+        }
+        done => done,
+    }
+}
+
+/// `mount(2)`, which needs the right to.
+fn mount_directly(
+    path: &Path,
+    connection: &OwnedFd,
+    read_only: bool,
+    allow: AllowOther,
+) -> io::Result<()> {
+    // SAFETY: these calls cannot fail.
+    let (user, group) = unsafe { (libc::geteuid(), libc::getegid()) };
+    let others = if allow == AllowOther::Off { "" } else { ",allow_other" };
+    let number = connection.as_raw_fd();
+    let options = format!(
+        "fd={number},rootmode={:o},user_id={user},group_id={group},default_permissions{others}",
+        libc::S_IFREG,
+    );
+    let source = CString::new(SOURCE)?;
+    let target = CString::new(path.as_os_str().as_bytes())?;
+    let kind = CString::new(format!("fuse.{SOURCE}"))?;
+    let options = CString::new(options)?;
+    let read_only = if read_only { libc::MS_RDONLY } else { 0 };
+    let flags = libc::MS_NOSUID | libc::MS_NODEV | libc::MS_NOEXEC | read_only;
+    // SAFETY: all strings end in a zero and live until the call returns.
+    let result = unsafe {
+        libc::mount(source.as_ptr(), target.as_ptr(), kind.as_ptr(), flags, options.as_ptr().cast())
+    };
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+fn mount_by_helper(path: &Path, read_only: bool, allow: AllowOther) -> io::Result<OwnedFd> {
+    let access = if read_only { "ro" } else { "rw" };
+    let options = format!(
+        "{access},nosuid,nodev,noexec,default_permissions,fsname={SOURCE},subtype={SOURCE}"
+    );
+    let for_others = format!("{options},allow_other");
+    match allow {
+        AllowOther::Off => helper::mount(path, &options),
+        AllowOther::On => helper::mount(path, &for_others),
+        // Users may be forbidden to let others in (/etc/fuse.conf).
+        AllowOther::Auto => helper::mount(path, &for_others).or_else(|error| match error.kind() {
+            io::ErrorKind::NotFound => Err(error),
+            _ => helper::mount(path, &options),
+        }),
+    }
+}
+
+fn detach(path: &Path) -> io::Result<()> {
+    let name = CString::new(path.as_os_str().as_bytes())?;
+    // SAFETY: the name ends in a zero.
+    if unsafe { libc::umount2(name.as_ptr(), libc::MNT_DETACH | libc::UMOUNT_NOFOLLOW) } == 0 {
+        return Ok(());
+    }
+    let error = io::Error::last_os_error();
+    if error.raw_os_error() == Some(libc::EPERM) { helper::unmount(path) } else { Err(error) }
+}

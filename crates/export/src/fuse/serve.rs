@@ -1,0 +1,276 @@
+//! One request after another is carried out here, and answered.
+
+use super::channel::{Channel, Payload};
+use super::file::{Inode, SECTOR, statfs};
+use super::request::{Message, Request};
+use super::wire::{AttrOut, LseekOut, OpenOut, SetattrIn, WriteOut, open_flag, set};
+use crate::pool::{Pool, Pooled};
+use isobath_disk::{BlockDevice, DiskError, ZeroFlags};
+use isobath_storage::IoBuf;
+use std::cell::Cell;
+use std::sync::Arc;
+use zerocopy::{Immutable, IntoBytes};
+
+/// Runs asked of the device at a time when a hole or data is looked for.
+const RUNS: usize = 256;
+
+/// What is exported, for all threads.
+pub(super) struct Export<D> {
+    pub(super) device: Arc<D>,
+    pub(super) inode: Inode,
+    pub(super) read_only: bool,
+    pub(super) growable: bool,
+}
+
+/// One thread's part of serving.
+pub(super) struct Service<'a, D> {
+    pub(super) export: &'a Export<D>,
+    pub(super) channel: &'a Channel,
+    pub(super) pool: &'a Pool,
+    /// Requests under way.
+    pub(super) running: &'a Cell<usize>,
+}
+
+/// Why a request is refused.
+#[derive(Debug)]
+enum Refusal {
+    /// For what it asks.
+    Request(i32),
+    /// The disk failed.
+    Disk(DiskError),
+}
+
+impl From<DiskError> for Refusal {
+    fn from(error: DiskError) -> Self {
+        Self::Disk(error)
+    }
+}
+
+impl Refusal {
+    fn errno(&self) -> i32 {
+        match self {
+            Self::Request(errno) => *errno,
+            // Only of a disk that shrank meanwhile: requests are cut to its size.
+            Self::Disk(DiskError::OutOfRange { .. }) => libc::EIO,
+            Self::Disk(error) => error.errno(),
+        }
+    }
+}
+
+type Outcome<T = ()> = Result<T, Refusal>;
+
+impl<D: BlockDevice> Service<'_, D> {
+    /// Carries out one request and answers it.
+    pub(super) async fn serve(self, message: Message, payload: Option<Payload>) {
+        let Message { unique, request } = message;
+        match request {
+            Request::Read { offset, length } => {
+                let done = self.read(unique, offset, length).await;
+                done.unwrap_or_else(|refusal| self.refuse(message, &refusal));
+            }
+            Request::Write { offset, durable, .. } => {
+                let done = self.write(offset, payload, durable).await;
+                self.answer(message, done.map(|size| WriteOut { size, padding: 0 }));
+            }
+            Request::Fsync => self.answer(message, self.flush().await),
+            Request::Fallocate { offset, length, mode } => {
+                self.answer(message, self.fallocate(offset, length, mode).await);
+            }
+            Request::Lseek { offset, whence } => {
+                let found = self.seek(offset, whence).await;
+                self.answer(message, found.map(|offset| LseekOut { offset }));
+            }
+            Request::Getattr => self.answer(message, Ok(self.attributes())),
+            Request::Setattr(wanted) => {
+                let done = self.setattr(&wanted).await;
+                self.answer(message, done.map(|()| self.attributes()));
+            }
+            Request::Open => {
+                let open_flags = open_flag::DIRECT_IO | open_flag::PARALLEL_DIRECT_WRITES;
+                self.answer(message, Ok(OpenOut { fh: 0, open_flags, padding: 0 }));
+            }
+            Request::Statfs => self.answer(message, Ok(statfs(self.size()))),
+            Request::Release => self.answer(message, Ok(())),
+            Request::Forget => {}
+            // The first message of a connection, and no other, is INIT.
+            Request::Init(_) => self.channel.fail(unique, libc::EIO),
+            Request::Unknown => self.channel.fail(unique, libc::ENOSYS),
+        }
+        self.running.set(self.running.get() - 1);
+    }
+
+    fn answer<T: IntoBytes + Immutable>(&self, message: Message, done: Outcome<T>) {
+        match done {
+            Ok(body) => self.channel.reply(message.unique, body.as_bytes(), &[]),
+            Err(refusal) => self.refuse(message, &refusal),
+        }
+    }
+
+    fn refuse(&self, Message { unique, request }: Message, refusal: &Refusal) {
+        match refusal {
+            Refusal::Request(errno) => tracing::debug!(?request, errno, "request refused"),
+            Refusal::Disk(error) => tracing::warn!(?request, %error, "request failed"),
+        }
+        self.channel.fail(unique, refusal.errno());
+    }
+
+    fn size(&self) -> u64 {
+        self.export.device.size()
+    }
+
+    fn attributes(&self) -> AttrOut {
+        // Not to be kept by the kernel: others may change the disk's size.
+        let attr = self.export.inode.attributes(self.size());
+        AttrOut { attr_valid: 0, attr_valid_nsec: 0, dummy: 0, attr }
+    }
+
+    /// Reads as far as the disk goes.
+    async fn read(&self, unique: u64, offset: u64, length: u32) -> Outcome {
+        let left = self.size().saturating_sub(offset);
+        let length = u64::from(length).min(left) as usize;
+        if length == 0 {
+            self.channel.reply(unique, &[], &[]);
+            return Ok(());
+        }
+        let Pooled { data, spare } = self.pool.take(length);
+        let data = self.export.device.read(offset, data).await?;
+        if data.len() != length {
+            tracing::error!(offset, length, got = data.len(), "a read gave another length");
+            return Err(Refusal::Request(libc::EIO));
+        }
+        self.channel.reply(unique, &[], &data);
+        self.pool.put(Pooled { data, spare });
+        Ok(())
+    }
+
+    /// Writes as far as the disk goes, or can be made to go, and tells how many bytes that were.
+    async fn write(&self, offset: u64, payload: Option<Payload>, durable: bool) -> Outcome<u32> {
+        self.writable()?;
+        let Some(mut payload) = payload else { return Err(Refusal::Request(libc::EIO)) };
+        let length = self.reach(offset, payload.data.len() as u64).await?;
+        if length > 0 {
+            self.export.inode.touch();
+            payload.cut(length as usize);
+            let data = std::mem::replace(&mut payload.data, IoBuf::empty());
+            payload.data = self.export.device.write(offset, data).await?;
+            self.channel.put(payload);
+        }
+        if durable {
+            self.export.device.flush().await?;
+        }
+        Ok(length as u32)
+    }
+
+    async fn flush(&self) -> Outcome {
+        if self.export.read_only { Ok(()) } else { Ok(self.export.device.flush().await?) }
+    }
+
+    async fn fallocate(&self, offset: u64, length: u64, mode: i32) -> Outcome {
+        use libc::{FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE, FALLOC_FL_ZERO_RANGE};
+        const PUNCH: i32 = FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE;
+        self.writable()?;
+        let end = offset.checked_add(length).ok_or(Refusal::Request(libc::EFBIG))?;
+        let may_unmap = match mode {
+            // A disk gets space where it is written, and has promised it before.
+            FALLOC_FL_KEEP_SIZE => return Ok(()),
+            0 => return self.grow_for(end).await,
+            PUNCH => true,
+            FALLOC_FL_ZERO_RANGE => {
+                self.grow_for(end).await?;
+                false
+            }
+            mode if mode == FALLOC_FL_ZERO_RANGE | FALLOC_FL_KEEP_SIZE => false,
+            _ => return Err(Refusal::Request(libc::EOPNOTSUPP)),
+        };
+        let length = end.min(self.size()).saturating_sub(offset);
+        if length > 0 {
+            self.export.inode.touch();
+            let flags = ZeroFlags { may_unmap, only_fast: false };
+            self.export.device.write_zeroes(offset, length, flags).await?;
+        }
+        Ok(())
+    }
+
+    /// Finds the next data or hole from `offset` on, as `lseek(2)` does.
+    async fn seek(&self, offset: u64, whence: i32) -> Outcome<u64> {
+        let for_data = match whence {
+            libc::SEEK_DATA => true,
+            libc::SEEK_HOLE => false,
+            _ => return Err(Refusal::Request(libc::EINVAL)),
+        };
+        let size = self.size();
+        if offset >= size {
+            return Err(Refusal::Request(libc::ENXIO));
+        }
+        let mut at = offset;
+        while at < size {
+            let runs = self.export.device.block_status(at, size - at, RUNS).await?;
+            let before = at;
+            for run in runs {
+                if (run.allocated && !run.zero) == for_data {
+                    return Ok(at);
+                }
+                at = at.saturating_add(run.length);
+            }
+            if at == before {
+                tracing::error!(offset, "the disk described no extent");
+                return Err(Refusal::Request(libc::EIO));
+            }
+        }
+        // The end counts as a hole.
+        if for_data { Err(Refusal::Request(libc::ENXIO)) } else { Ok(size) }
+    }
+
+    async fn setattr(&self, wanted: &SetattrIn) -> Outcome {
+        if wanted.valid & set::SIZE != 0 {
+            self.writable()?;
+            let (old, new) = (self.size(), wanted.size);
+            if new < old {
+                // Nothing deletes what is on a disk by the way, as opening it with O_TRUNC would.
+                return Err(Refusal::Request(libc::EPERM));
+            }
+            if new > old && !self.export.growable {
+                return Err(Refusal::Request(libc::EPERM));
+            }
+            self.grow_for(new).await?;
+        }
+        self.export.inode.change(wanted).map_err(Refusal::Request)
+    }
+
+    fn writable(&self) -> Outcome {
+        if self.export.read_only { Err(Refusal::Request(libc::EROFS)) } else { Ok(()) }
+    }
+
+    /// How much of a range to be written lies within the disk, which grows for it if it may.
+    async fn reach(&self, offset: u64, length: u64) -> Outcome<u64> {
+        let end = offset.checked_add(length).ok_or(Refusal::Request(libc::EFBIG))?;
+        let size = self.size();
+        if end <= size {
+            return Ok(length);
+        }
+        if !self.export.growable && offset < size {
+            return Ok(size - offset);
+        }
+        self.grow_for(end).await?;
+        Ok(length)
+    }
+
+    /// Sees that the disk reaches to `end`.
+    async fn grow_for(&self, end: u64) -> Outcome {
+        if end <= self.size() {
+            return Ok(());
+        }
+        if !self.export.growable {
+            return Err(Refusal::Request(libc::ENOSPC));
+        }
+        let size = end.checked_next_multiple_of(SECTOR).ok_or(Refusal::Request(libc::EFBIG))?;
+        match self.export.device.grow(size).await {
+            // The image allows no such size.
+            Err(error @ (DiskError::Refused { .. } | DiskError::Unsupported(_))) => {
+                tracing::warn!(size, %error, "the disk could not grow");
+                Err(Refusal::Request(libc::EFBIG))
+            }
+            done => Ok(done?),
+        }
+    }
+}

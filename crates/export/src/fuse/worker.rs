@@ -1,0 +1,77 @@
+//! One thread's loop: requests are taken from the kernel and run side by side.
+
+use super::channel::{Channel, NoMessage};
+use super::serve::{Export, Service};
+use crate::pool::Pool;
+use crate::slots::Slots;
+use crate::stop::Stop;
+use isobath_disk::BlockDevice;
+use isobath_storage::ring::yield_now;
+use std::cell::{Cell, RefCell};
+use std::future::poll_fn;
+use std::io;
+use std::pin::pin;
+use std::task::Poll;
+
+/// Bytes of free buffers for reads that a thread keeps.
+const POOL_BYTES: usize = 16 << 20;
+/// Requests that a thread has under way; more wait with the kernel.
+const MOST: usize = 256;
+/// Requests taken before those begun are given to the ring.
+const BURST: usize = 16;
+
+/// Serves a channel until the kernel ends the connection or `stop` is requested; then waits for what was
+/// begun. Tells whether the kernel ended it.
+pub(super) async fn work<D: BlockDevice>(
+    export: &Export<D>,
+    channel: &Channel,
+    stop: &Stop,
+) -> io::Result<bool> {
+    let pool = Pool::new(POOL_BYTES);
+    let running = Cell::new(0);
+    let slots = RefCell::new(Slots::new());
+    let mut intake = pin!(async {
+        loop {
+            channel.readable().await?;
+            let mut taken = 0;
+            loop {
+                poll_fn(|_| if running.get() < MOST { Poll::Ready(()) } else { Poll::Pending })
+                    .await;
+                match channel.receive() {
+                    Ok((message, payload)) => {
+                        running.set(running.get() + 1);
+                        let (pool, running) = (&pool, &running);
+                        let service = Service { export, channel, pool, running };
+                        slots.borrow_mut().start(service.serve(message, payload));
+                    }
+                    Err(NoMessage::Empty) => break,
+                    Err(NoMessage::Ended) => return Ok(true),
+                    Err(error) => return Err(io::Error::other(error)),
+                }
+                taken += 1;
+                if taken % BURST == 0 {
+                    yield_now().await;
+                }
+            }
+        }
+    });
+    let mut stopped = pin!(stop.requested());
+    let mut ended = None;
+    poll_fn(|cx| {
+        slots.borrow_mut().poll(cx);
+        if ended.is_none() {
+            if stopped.as_mut().poll(cx).is_ready() {
+                ended = Some(Ok(false));
+            } else if let Poll::Ready(end) = intake.as_mut().poll(cx) {
+                ended = Some(end);
+            }
+        }
+        if slots.borrow().is_empty()
+            && let Some(end) = ended.take()
+        {
+            return Poll::Ready(end);
+        }
+        Poll::Pending
+    })
+    .await
+}
