@@ -1,1 +1,46 @@
 //! vhost-user-blk: the disk of a virtual machine, by memory shared with it.
+//!
+//! The client is a virtual machine monitor (QEMU, Cloud Hypervisor) or a library (libblkio); its guest's
+//! requests arrive in rings in its memory, and data go between that memory and the disk without being
+//! copied. Rings are split virtqueues with indirect descriptors and event indices. The server may be
+//! ended, killed even, and another take its place while the guest runs: requests in flight are in a list
+//! that the client keeps.
+//!
+//! ```no_run
+//! # use isobath_disk::BlockDevice;
+//! use isobath_export::vhost_user::{Options, Server};
+//! use isobath_storage::ring::{Config, Executor, Worker};
+//! use std::os::unix::net::UnixListener;
+//! use std::sync::Arc;
+//!
+//! # fn serve<D: BlockDevice>(device: Arc<D>) -> Result<(), Box<dyn std::error::Error>> {
+//! let server = Server::new(device, Options::default())?;
+//! let listener = UnixListener::bind("/run/disk.sock")?;
+//! // Queues are spread over these threads; without any they share the accepting one.
+//! let workers = [Worker::start("vring-0", &Config::default())?];
+//! let handles = workers.each_ref().map(|worker| worker.handle().clone());
+//! Executor::new(&Config::default())?.block_on(server.serve(listener, &handles))?;
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! A guest can do nothing to this process. Its monitor, which shares the memory, can: by cutting the
+//! memory's file while it is in use.
+
+mod chain;
+mod config;
+mod inflight;
+mod memory;
+mod notify;
+mod options;
+mod queue;
+mod request;
+mod ring;
+mod server;
+mod session;
+mod throttle;
+mod vring;
+mod wire;
+
+pub use options::{MAX_QUEUES, Options, OptionsError};
+pub use server::Server;

@@ -15,3 +15,6 @@ mod nbd_torture;
 mod script;
 #[path = "../common/served.rs"]
 mod served;
+mod vhost_guest;
+#[path = "../common/vhost_served.rs"]
+mod vhost_served;

@@ -19,6 +19,7 @@
 
 mod blocking;
 mod driver;
+mod event;
 mod executor;
 mod local;
 pub mod net;
@@ -30,6 +31,7 @@ mod task;
 mod timer;
 mod worker;
 
+pub use event::Event;
 pub use executor::{Config, Executor};
 pub use net::Readiness;
 pub use remote::{Handle, RemoteJoin};

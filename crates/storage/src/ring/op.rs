@@ -151,7 +151,9 @@ impl Local {
 
 /// The operations, each one system call's worth: short transfers are the caller's to continue.
 pub(crate) mod ops {
-    use super::{Abandon, Arc, IoBuf, Keep, Lease, Local, MAX_BYTES, OwnedFd, Rc, Vectored, io};
+    use super::{
+        Abandon, Arc, IoBuf, Keep, Lease, Local, MAX_BYTES, Op, OwnedFd, Rc, Vectored, io,
+    };
     use io_uring::{opcode, types};
     use std::os::fd::AsRawFd;
 
@@ -313,8 +315,24 @@ pub(crate) mod ops {
         file: &Arc<OwnedFd>,
         events: u32,
     ) -> io::Result<u32> {
+        start_poll(local, file, events).await.0
+    }
+
+    /// As [`poll`], as an operation that can be kept.
+    pub(in crate::ring) fn start_poll(local: &Rc<Local>, file: &Arc<OwnedFd>, events: u32) -> Op {
         let entry = opcode::PollAdd::new(fd(file), events).build();
         // SAFETY: the entry points to no memory.
-        unsafe { local.op(entry, Keep::Nothing, file.clone(), Abandon::Cancel) }.await.0
+        unsafe { local.op(entry, Keep::Nothing, file.clone(), Abandon::Cancel) }
+    }
+
+    /// Reads an eventfd's count into `buf`, once there is one.
+    pub(in crate::ring) fn read_count(
+        local: &Rc<Local>,
+        file: &Arc<OwnedFd>,
+        mut buf: IoBuf,
+    ) -> Op {
+        let entry = opcode::Read::new(fd(file), buf.as_mut_ptr(), length(&buf, 0)).build();
+        // SAFETY: the entry points into `buf`, which the operation keeps.
+        unsafe { local.op(entry, Keep::Buf(buf), file.clone(), Abandon::Cancel) }
     }
 }

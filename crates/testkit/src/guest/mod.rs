@@ -18,6 +18,7 @@
 //! writes is [`Done::output`]; its exit status is the guest's.
 
 mod initramfs;
+mod vhost_user;
 
 use crate::process::{Running, run_program};
 use crate::qemu;
@@ -45,6 +46,8 @@ pub struct Guest {
     arguments: Vec<OsString>,
     disks: usize,
     memory: u32,
+    /// The memory is a file that others may map.
+    shared_memory: bool,
     root: bool,
     patience: Duration,
     files: Initramfs,
@@ -96,6 +99,7 @@ impl Guest {
             arguments: Vec::new(),
             disks: 0,
             memory: 256,
+            shared_memory: false,
             root: false,
             patience: Duration::from_mins(5),
             files,

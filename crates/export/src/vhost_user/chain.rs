@@ -1,0 +1,184 @@
+//! Chains of descriptors: what memory a request has.
+
+use super::memory::Memory;
+use super::ring::{DESCRIPTOR, Descriptor, INDIRECT, MAX_SIZE, NEXT, Ring, WRITE};
+use std::ptr::NonNull;
+
+/// Memory of the guest that is in one piece here.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Segment {
+    pub(crate) start: NonNull<u8>,
+    pub(crate) length: usize,
+}
+
+/// What is wrong with a chain.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum ChainError {
+    #[error("its descriptors are a loop, or too many")]
+    TooLong,
+    #[error("it goes on with descriptor {0}, which does not exist")]
+    NoDescriptor(u16),
+    #[error("its indirect table is not allowed here")]
+    Indirect,
+    #[error("its indirect table is outside of the memory, or of a wrong length")]
+    Table,
+    #[error("a part of it is outside of the memory")]
+    Outside,
+    #[error("it has memory to read after memory to write")]
+    Order,
+    #[error("it is shorter than a request")]
+    Short,
+}
+
+/// The memory of a chain, to be filled again and again.
+#[derive(Default)]
+pub(crate) struct Chain {
+    /// What the device may read, in order; pieces that adjoin are one.
+    pub(crate) readable: Vec<Segment>,
+    /// What the device may write.
+    pub(crate) writable: Vec<Segment>,
+    /// Why the request must fail, though its last byte may be told so.
+    pub(crate) fault: Option<ChainError>,
+}
+
+impl Chain {
+    /// Follows the chain that starts at `head`. Each descriptor is read once. What is wrong with it is in
+    /// `fault`; if nothing could be followed to its end, there is no memory to write.
+    pub(crate) fn follow(&mut self, ring: &Ring, head: u16) {
+        self.readable.clear();
+        self.writable.clear();
+        self.fault = None;
+        if let Err(error) = self.walk(ring, head) {
+            self.writable.clear();
+            self.fault = Some(error);
+        }
+    }
+
+    fn walk(&mut self, ring: &Ring, head: u16) -> Result<(), ChainError> {
+        let memory = ring.memory();
+        let mut index = head;
+        for _ in 0..ring.size() {
+            let descriptor =
+                ring.descriptor(index).ok_or(ChainError::NoDescriptor(index))?;
+            if descriptor.flags & INDIRECT == 0 {
+                self.add(memory, descriptor)?;
+            } else {
+                // The table ends the chain (virtio 1.2, 2.7.5.3.1).
+                return if descriptor.flags & NEXT == 0 {
+                    self.walk_table(memory, descriptor)
+                } else {
+                    Err(ChainError::Indirect)
+                };
+            }
+            if descriptor.flags & NEXT == 0 {
+                return Ok(());
+            }
+            index = descriptor.next;
+        }
+        Err(ChainError::TooLong)
+    }
+
+    fn walk_table(&mut self, memory: &Memory, table: Descriptor) -> Result<(), ChainError> {
+        let length = table.length as usize;
+        let count = length / DESCRIPTOR;
+        if count == 0 || !length.is_multiple_of(DESCRIPTOR) || count > usize::from(MAX_SIZE) {
+            return Err(ChainError::Table);
+        }
+        let start = memory.guest_piece(table.address, length).ok_or(ChainError::Table)?;
+        let mut index = 0;
+        for _ in 0..count {
+            if usize::from(index) >= count {
+                return Err(ChainError::NoDescriptor(index));
+            }
+            // SAFETY: the table has `count` descriptors in mapped memory.
+            let descriptor = unsafe { Descriptor::read(start.add(DESCRIPTOR * usize::from(index))) };
+            if descriptor.flags & INDIRECT != 0 {
+                return Err(ChainError::Indirect);
+            }
+            self.add(memory, descriptor)?;
+            if descriptor.flags & NEXT == 0 {
+                return Ok(());
+            }
+            index = descriptor.next;
+        }
+        Err(ChainError::TooLong)
+    }
+
+    /// Adds a descriptor's memory.
+    fn add(&mut self, memory: &Memory, descriptor: Descriptor) -> Result<(), ChainError> {
+        let list = if descriptor.flags & WRITE != 0 {
+            &mut self.writable
+        } else if self.writable.is_empty() {
+            &mut self.readable
+        } else {
+            return Err(ChainError::Order);
+        };
+        let (mut address, mut left) = (descriptor.address, descriptor.length as usize);
+        while left > 0 {
+            let Some((start, rest)) = memory.guest(address) else {
+                // Whatever lies before is of no use any more; a status byte may still follow.
+                list.clear();
+                self.fault = Some(ChainError::Outside);
+                return Ok(());
+            };
+            let length = left.min(rest);
+            push(list, Segment { start, length });
+            address = address.wrapping_add(length as u64);
+            left -= length;
+        }
+        Ok(())
+    }
+
+    /// Takes the status byte: the last that the device may write.
+    pub(crate) fn take_status(&mut self) -> Option<NonNull<u8>> {
+        let last = self.writable.last_mut()?;
+        last.length -= 1;
+        // SAFETY: a segment has at least one byte, of which this is the last.
+        let status = unsafe { last.start.add(last.length) };
+        if last.length == 0 {
+            self.writable.pop();
+        }
+        Some(status)
+    }
+
+    /// Copies the first bytes that the device may read and takes them away.
+    pub(crate) fn take_header<const N: usize>(&mut self) -> Option<[u8; N]> {
+        let mut header = [0; N];
+        let (mut filled, mut used) = (0, 0);
+        for segment in &mut self.readable {
+            let part = header.get_mut(filled..).unwrap_or_default();
+            let length = part.len().min(segment.length);
+            for (byte, at) in part.iter_mut().zip(0..length) {
+                // SAFETY: within the segment.
+                *byte = unsafe { segment.start.add(at).read_volatile() };
+            }
+            filled += length;
+            // SAFETY: `length` is at most the segment's.
+            segment.start = unsafe { segment.start.add(length) };
+            segment.length -= length;
+            if segment.length > 0 {
+                break;
+            }
+            used += 1;
+        }
+        self.readable.drain(..used);
+        (filled == N).then_some(header)
+    }
+}
+
+fn push(list: &mut Vec<Segment>, new: Segment) {
+    if let Some(last) = list.last_mut() {
+        // SAFETY: the end of a segment is within its memory or just after it.
+        let end = unsafe { last.start.add(last.length) };
+        if end == new.start {
+            last.length += new.length;
+            return;
+        }
+    }
+    list.push(new);
+}
+
+/// The bytes of all segments.
+pub(crate) fn total(segments: &[Segment]) -> usize {
+    segments.iter().fold(0, |sum: usize, segment| sum.saturating_add(segment.length))
+}

@@ -1,0 +1,299 @@
+//! A queue at work: one task, which takes requests from its ring and puts their ends into it.
+
+use super::chain::Chain;
+use super::inflight::InFlight;
+use super::notify::Notifier;
+use crate::pool::Pool;
+use super::request::{Context, ID_BYTES, Job};
+use super::ring::{Ring, RingError};
+use crate::slots::Slots;
+use crate::stop::Stop;
+use super::throttle::Throttle;
+use isobath_disk::BlockDevice;
+use isobath_storage::ring::Event;
+use std::cell::RefCell;
+use std::future::{Future, poll_fn};
+use std::os::fd::OwnedFd;
+use std::pin::pin;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::task::{self, Poll};
+use std::time::{Duration, Instant};
+
+/// Bytes of free buffers that a thread keeps for its queues.
+const POOL_BYTES: usize = 16 << 20;
+/// How often a queue looks for more before it gives way to the thread's other tasks.
+const ROUNDS: usize = 8;
+/// The shortest time for which it pays to look for requests.
+const LEAST_LOOK: Duration = Duration::from_micros(4);
+
+thread_local! {
+    static POOL: Rc<Pool> = Rc::new(Pool::new(POOL_BYTES));
+}
+
+/// All that a queue needs.
+pub(crate) struct Setup<D> {
+    pub(crate) index: u16,
+    pub(crate) device: Arc<D>,
+    pub(crate) ring: Ring,
+    pub(crate) in_flight: Option<InFlight>,
+    pub(crate) kick: OwnedFd,
+    pub(crate) call: Arc<Notifier>,
+    pub(crate) error: Arc<Notifier>,
+    pub(crate) stop: Arc<Stop>,
+    pub(crate) serial: [u8; ID_BYTES],
+    pub(crate) read_only: bool,
+    pub(crate) write_through: bool,
+    pub(crate) poll: Duration,
+}
+
+/// Serves a queue until it is told to stop and every request that it took has ended. Tells the index of
+/// the next available entry.
+pub(crate) async fn run<D: BlockDevice>(setup: Setup<D>) -> u16 {
+    let Setup { ring, in_flight, .. } = setup;
+    let context = Rc::new(Context {
+        device: setup.device,
+        // A count of its own, which no other thread changes.
+        owner: Arc::new(ring.memory().clone()),
+        pool: POOL.with(Rc::clone),
+        serial: setup.serial,
+        read_only: setup.read_only,
+        write_through: setup.write_through,
+        done: RefCell::default(),
+        complaints: RefCell::new(Throttle::default()),
+        queue: setup.index,
+    });
+    let mut queue = Queue {
+        context,
+        ring,
+        list: in_flight,
+        slots: Slots::new(),
+        serve: Context::serve,
+        chain: Chain::default(),
+        open: 0,
+        kick: Event::from(setup.kick),
+        call: setup.call,
+        error: setup.error,
+        look: Look { most: setup.poll, now: Duration::ZERO, since: None },
+        broken: false,
+    };
+    queue.recover();
+    let mut stopped = pin!(setup.stop.requested());
+    poll_fn(|cx| {
+        let stopping = stopped.as_mut().poll(cx).is_ready();
+        queue.turn(cx, stopping)
+    })
+    .await;
+    queue.ring.next_available()
+}
+
+struct Queue<D, F, S> {
+    context: Rc<Context<D>>,
+    ring: Ring,
+    list: Option<InFlight>,
+    slots: Slots<F>,
+    serve: S,
+    chain: Chain,
+    /// Requests taken and not yet put into the used ring.
+    open: usize,
+    kick: Event,
+    call: Arc<Notifier>,
+    error: Arc<Notifier>,
+    look: Look,
+    /// The ring made no sense; nothing is taken from it any more.
+    broken: bool,
+}
+
+impl<D, F, S> Queue<D, F, S>
+where
+    D: BlockDevice,
+    F: Future<Output = ()>,
+    S: Fn(Rc<Context<D>>, Job) -> F,
+{
+    /// Starts what another server left, and goes on where it stopped.
+    fn recover(&mut self) {
+        let Some(list) = &mut self.list else { return };
+        if list.size() < self.ring.size() {
+            self.give_up(RingError::Inflight("it is too short"));
+            return;
+        }
+        let used = self.ring.used_index();
+        let heads = list.recover(used);
+        if heads.iter().any(|head| *head >= self.ring.size()) {
+            self.give_up(RingError::Inflight("it has requests that the ring cannot have"));
+            return;
+        }
+        if !heads.is_empty() {
+            tracing::info!(
+                queue = self.context.queue,
+                requests = heads.len(),
+                "requests that were in flight when the last server ended are served again"
+            );
+        }
+        // Entries are used or in the list, or were not taken: a client that lost its last server cannot
+        // tell where it was.
+        self.ring.set_next_available(used.wrapping_add(heads.len() as u16));
+        for head in heads {
+            self.begin(head);
+        }
+        // The last server may have been ended before it told of what it had done.
+        self.call.notify();
+    }
+
+    fn turn(&mut self, cx: &mut task::Context<'_>, stopping: bool) -> Poll<()> {
+        for _ in 0..ROUNDS {
+            self.slots.poll(cx);
+            self.finish();
+            if stopping && self.open == 0 {
+                return Poll::Ready(());
+            }
+            if stopping || self.broken {
+                return Poll::Pending;
+            }
+            match self.fetch(cx) {
+                Ok(Poll::Ready(())) => {}
+                Ok(Poll::Pending) => return Poll::Pending,
+                Err(error) => self.give_up(error),
+            }
+        }
+        cx.waker().wake_by_ref();
+        Poll::Pending
+    }
+
+    /// Takes what there is, or arranges to be woken when there is something.
+    fn fetch(&mut self, cx: &mut task::Context<'_>) -> Result<Poll<()>, RingError> {
+        let mut taken = false;
+        // A driver cannot have more requests open than there are descriptors.
+        while self.open < usize::from(self.ring.size()) {
+            let Some(head) = self.ring.take()? else { break };
+            taken = true;
+            if let Some(list) = &mut self.list {
+                list.begin(head);
+            }
+            self.begin(head);
+        }
+        if taken {
+            self.look.found();
+            return Ok(Poll::Ready(()));
+        }
+        if self.open >= usize::from(self.ring.size()) {
+            return Ok(Poll::Pending);
+        }
+        if self.open == 0 && self.look.goes_on() {
+            cx.waker().wake_by_ref();
+            return Ok(Poll::Pending);
+        }
+        if self.ring.listen()? {
+            self.ring.hush();
+            return Ok(Poll::Ready(()));
+        }
+        match self.kick.poll_take(cx) {
+            Poll::Pending => Ok(Poll::Pending),
+            Poll::Ready(Ok(_)) => {
+                self.ring.hush();
+                Ok(Poll::Ready(()))
+            }
+            Poll::Ready(Err(error)) => {
+                tracing::warn!(queue = self.context.queue, %error, "a queue's kicks cannot be read");
+                self.broken = true;
+                Ok(Poll::Ready(()))
+            }
+        }
+    }
+
+    fn begin(&mut self, head: u16) {
+        self.open += 1;
+        self.chain.follow(&self.ring, head);
+        if let Some(job) = self.context.accept(&mut self.chain, head) {
+            self.slots.start((self.serve)(self.context.clone(), job));
+        }
+    }
+
+    /// Shows the driver what has ended.
+    fn finish(&mut self) {
+        let mut done = self.context.done.borrow_mut();
+        if done.is_empty() {
+            return;
+        }
+        self.open -= done.len();
+        let ring = &mut self.ring;
+        for end in done.iter() {
+            ring.put(end.head, end.written);
+        }
+        match &mut self.list {
+            None => drop(ring.publish()),
+            Some(list) => list.end(done.iter().map(|end| end.head), || ring.publish()),
+        }
+        done.clear();
+        if self.ring.needs_notification() {
+            self.call.notify();
+        }
+    }
+
+    fn give_up(&mut self, error: RingError) {
+        tracing::warn!(queue = self.context.queue, %error, "a guest's queue is stopped");
+        self.broken = true;
+        self.error.notify();
+    }
+}
+
+/// How long to look for requests before sleeping.
+struct Look {
+    most: Duration,
+    now: Duration,
+    /// Since when there has been nothing to do.
+    since: Option<Instant>,
+}
+
+impl Look {
+    /// There are requests: how long that took says how long to look from now on.
+    fn found(&mut self) {
+        let Some(since) = self.since.take() else { return };
+        let waited = since.elapsed();
+        if waited > self.most {
+            self.now /= 2;
+            if self.now < LEAST_LOOK {
+                self.now = Duration::ZERO;
+            }
+        } else if waited > self.now {
+            self.now = (self.now * 2).max(LEAST_LOOK).min(self.most);
+        }
+    }
+
+    /// There is nothing: whether to look on.
+    fn goes_on(&mut self) -> bool {
+        if self.most.is_zero() {
+            return false;
+        }
+        let since = *self.since.get_or_insert_with(Instant::now);
+        !self.now.is_zero() && since.elapsed() < self.now
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_time_to_look_follows_the_guest() {
+        let most = Duration::from_micros(32);
+        let mut look = Look { most, now: Duration::ZERO, since: None };
+        let mut found_after = |waited: Duration| {
+            look.since = Instant::now().checked_sub(waited);
+            look.found();
+            look.now
+        };
+        let soon = Duration::from_micros(9);
+        assert_eq!(found_after(Duration::from_secs(1)), Duration::ZERO);
+        assert_eq!(found_after(soon), LEAST_LOOK);
+        let grown = found_after(soon);
+        assert!(grown > LEAST_LOOK);
+        assert!(found_after(Duration::from_secs(1)) < grown);
+        for _ in 0..4 {
+            found_after(Duration::from_secs(1));
+        }
+        assert_eq!(found_after(Duration::from_secs(1)), Duration::ZERO);
+        let mut never = Look { most: Duration::ZERO, now: Duration::ZERO, since: None };
+        assert!(!never.goes_on() && never.since.is_none());
+    }
+}

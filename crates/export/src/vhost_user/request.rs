@@ -1,0 +1,409 @@
+//! Requests of a guest: what a chain asks for, and doing it (virtio 1.2, section 5.2.6).
+
+use super::chain::{Chain, Segment, total};
+use super::config::{MAX_RANGES, SECTOR};
+use crate::pool::{Pool, Pooled};
+use super::throttle::Throttle;
+use isobath_disk::{BlockDevice, DiskError, Result, ZeroFlags};
+use isobath_storage::IoBuf;
+use std::any::Any;
+use std::cell::RefCell;
+use std::future::{Future, poll_fn};
+use std::pin::Pin;
+use std::ptr::NonNull;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::task::Poll;
+use virtio_bindings::bindings::virtio_blk::{
+    VIRTIO_BLK_S_IOERR, VIRTIO_BLK_S_OK, VIRTIO_BLK_S_UNSUPP, VIRTIO_BLK_T_DISCARD,
+    VIRTIO_BLK_T_FLUSH, VIRTIO_BLK_T_GET_ID, VIRTIO_BLK_T_IN, VIRTIO_BLK_T_OUT,
+    VIRTIO_BLK_T_WRITE_ZEROES, VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP,
+};
+
+/// Bytes of a serial number (`VIRTIO_BLK_ID_BYTES`).
+pub(crate) const ID_BYTES: usize = 20;
+/// Segments of at least this many bytes, on average, go to the device one by one; smaller ones are
+/// copied, which costs less than a request for each, and lets the device see what belongs together.
+const DIRECT: usize = 64 << 10;
+/// Bytes copied at a time.
+const COPY: usize = 1 << 20;
+
+const OK: u8 = VIRTIO_BLK_S_OK as u8;
+const ERROR: u8 = VIRTIO_BLK_S_IOERR as u8;
+const UNSUPPORTED: u8 = VIRTIO_BLK_S_UNSUPP as u8;
+
+/// What the requests of a queue share.
+pub(crate) struct Context<D> {
+    pub(crate) device: Arc<D>,
+    /// Keeps the guest's memory mapped for as long as an operation uses it.
+    pub(crate) owner: Arc<dyn Any + Send + Sync>,
+    pub(crate) pool: Rc<Pool>,
+    pub(crate) serial: [u8; ID_BYTES],
+    pub(crate) read_only: bool,
+    /// A write is durable before it is answered.
+    pub(crate) write_through: bool,
+    /// Requests that have ended, for the used ring.
+    pub(crate) done: RefCell<Vec<Done>>,
+    pub(crate) complaints: RefCell<Throttle>,
+    /// The queue's number, for messages.
+    pub(crate) queue: u16,
+}
+
+/// A request that has ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Done {
+    pub(crate) head: u16,
+    /// Bytes written to the guest's memory, from the start of what may be written.
+    pub(crate) written: u32,
+}
+
+/// A request under way.
+pub(crate) struct Job {
+    head: u16,
+    status: NonNull<u8>,
+    action: Action,
+}
+
+enum Action {
+    Read { offset: u64, data: Data },
+    Write { offset: u64, data: Data },
+    Flush,
+    Discard(Vec<Range>),
+    Zero(Vec<Range>),
+}
+
+/// The memory of a read or write; never empty.
+enum Data {
+    One(Segment),
+    Many(Vec<Segment>),
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Range {
+    offset: u64,
+    length: u64,
+    may_unmap: bool,
+}
+
+impl<D: BlockDevice> Context<D> {
+    /// Makes a job of a chain; one that needs nothing from the device is done at once.
+    pub(crate) fn accept(&self, chain: &mut Chain, head: u16) -> Option<Job> {
+        let Some(status) = chain.take_status() else {
+            self.complain(&"a request without a status byte");
+            self.done.borrow_mut().push(Done { head, written: 0 });
+            return None;
+        };
+        match self.understand(chain) {
+            Ok(action) => Some(Job { head, status, action }),
+            Err(answer) => {
+                self.answer(head, status, answer);
+                None
+            }
+        }
+    }
+
+    fn answer(&self, head: u16, status: NonNull<u8>, answer: Answer) {
+        // SAFETY: the byte is in the guest's memory, which is mapped as long as `owner` lives.
+        unsafe { status.write_volatile(answer.status) };
+        self.done.borrow_mut().push(Done { head, written: answer.data.saturating_add(1) });
+    }
+
+    fn understand(&self, chain: &mut Chain) -> std::result::Result<Action, Answer> {
+        let refuse = |why: &dyn std::fmt::Display| {
+            self.complain(why);
+            Answer::of(ERROR)
+        };
+        if let Some(fault) = chain.fault {
+            return Err(refuse(&fault));
+        }
+        let Some(header) = chain.take_header::<16>() else {
+            return Err(refuse(&super::chain::ChainError::Short));
+        };
+        let header = u128::from_le_bytes(header);
+        let (kind, sector) = (header as u32, (header >> 64) as u64);
+        let changes =
+            matches!(kind, VIRTIO_BLK_T_OUT | VIRTIO_BLK_T_DISCARD | VIRTIO_BLK_T_WRITE_ZEROES);
+        if changes && self.read_only {
+            return Err(refuse(&"a change of a disk that is read-only"));
+        }
+        match kind {
+            VIRTIO_BLK_T_IN | VIRTIO_BLK_T_OUT => {
+                let (list, other) = if changes {
+                    (&mut chain.readable, &chain.writable)
+                } else {
+                    (&mut chain.writable, &chain.readable)
+                };
+                let length = total(list) as u64;
+                if !other.is_empty() || !length.is_multiple_of(SECTOR) {
+                    return Err(refuse(&"a request with memory of a wrong kind or length"));
+                }
+                let Some(offset) = self.offset(sector, length) else {
+                    return Err(refuse(&"a request beyond the end of the disk"));
+                };
+                let data = match list.as_slice() {
+                    [] => return Err(Answer::of(OK)),
+                    [one] => Data::One(*one),
+                    _ => Data::Many(std::mem::take(list)),
+                };
+                Ok(if changes {
+                    Action::Write { offset, data }
+                } else {
+                    Action::Read { offset, data }
+                })
+            }
+            VIRTIO_BLK_T_FLUSH => Ok(Action::Flush),
+            VIRTIO_BLK_T_GET_ID => Err(Answer { status: OK, data: self.identify(chain) }),
+            VIRTIO_BLK_T_DISCARD => self.ranges(chain, kind).map(Action::Discard),
+            VIRTIO_BLK_T_WRITE_ZEROES => self.ranges(chain, kind).map(Action::Zero),
+            _ => Err(Answer::of(UNSUPPORTED)),
+        }
+    }
+
+    /// The offset of a range in bytes, if it is on the disk.
+    fn offset(&self, sector: u64, length: u64) -> Option<u64> {
+        let offset = sector.checked_mul(SECTOR)?;
+        let end = offset.checked_add(length)?;
+        (end <= self.device.size()).then_some(offset)
+    }
+
+    fn identify(&self, chain: &Chain) -> u32 {
+        let mut left = self.serial.as_slice();
+        for segment in &chain.writable {
+            let (now, rest) = left.split_at(left.len().min(segment.length));
+            // SAFETY: within the segment, which is the guest's memory.
+            unsafe { segment.start.copy_from_nonoverlapping(NonNull::from(now).cast(), now.len()) };
+            left = rest;
+        }
+        (ID_BYTES - left.len()) as u32
+    }
+
+    fn ranges(&self, chain: &mut Chain, kind: u32) -> std::result::Result<Vec<Range>, Answer> {
+        let length = total(&chain.readable);
+        let count = length / 16;
+        if count == 0 || count > MAX_RANGES || !length.is_multiple_of(16) {
+            self.complain(&"a list of ranges of a wrong length");
+            return Err(Answer::of(ERROR));
+        }
+        let mut ranges = Vec::with_capacity(count);
+        while let Some(bytes) = chain.take_header::<16>() {
+            let value = u128::from_le_bytes(bytes);
+            let (sector, sectors, flags) = (value as u64, (value >> 64) as u32, (value >> 96) as u32);
+            let unmap = flags == VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP;
+            if flags != 0 && !(unmap && kind == VIRTIO_BLK_T_WRITE_ZEROES) {
+                return Err(Answer::of(UNSUPPORTED));
+            }
+            let length = u64::from(sectors) * SECTOR;
+            let Some(offset) = self.offset(sector, length) else {
+                self.complain(&"a range beyond the end of the disk");
+                return Err(Answer::of(ERROR));
+            };
+            ranges.push(Range { offset, length, may_unmap: unmap });
+        }
+        Ok(ranges)
+    }
+
+    /// Does what a job asks, and notes that it is done.
+    pub(crate) async fn serve(self: Rc<Self>, job: Job) {
+        let Job { head, status, action } = job;
+        let result = self.perform(action).await;
+        let answer = match result {
+            Ok(data) => Answer { status: OK, data },
+            Err(error) if error.errno() == libc::ENOTSUP => Answer::of(UNSUPPORTED),
+            Err(error) => {
+                self.complain(&error);
+                Answer::of(ERROR)
+            }
+        };
+        self.answer(head, status, answer);
+    }
+
+    /// Does it, and tells the bytes written to the guest's memory.
+    async fn perform(&self, action: Action) -> Result<u32> {
+        match action {
+            Action::Read { offset, data: Data::One(segment) } => {
+                self.device.read(offset, self.buffer(segment)).await?;
+                Ok(u32::try_from(segment.length).unwrap_or(u32::MAX))
+            }
+            Action::Read { offset, data: Data::Many(segments) } => {
+                self.read_many(offset, &segments).await?;
+                Ok(u32::try_from(total(&segments)).unwrap_or(u32::MAX))
+            }
+            Action::Write { offset, data } => {
+                match data {
+                    Data::One(segment) => {
+                        drop(self.device.write(offset, self.buffer(segment)).await?);
+                    }
+                    Data::Many(segments) => self.write_many(offset, &segments).await?,
+                }
+                self.settle().await
+            }
+            Action::Flush => self.device.flush().await.map(|()| 0),
+            Action::Discard(ranges) => {
+                for range in ranges.iter().filter(|range| range.length > 0) {
+                    self.device.discard(range.offset, range.length).await?;
+                }
+                self.settle().await
+            }
+            Action::Zero(ranges) => {
+                for range in ranges.iter().filter(|range| range.length > 0) {
+                    let flags = ZeroFlags { may_unmap: range.may_unmap, only_fast: false };
+                    self.device.write_zeroes(range.offset, range.length, flags).await?;
+                }
+                self.settle().await
+            }
+        }
+    }
+
+    async fn settle(&self) -> Result<u32> {
+        if self.write_through {
+            self.device.flush().await?;
+        }
+        Ok(0)
+    }
+
+    fn buffer(&self, Segment { start, length }: Segment) -> IoBuf {
+        // SAFETY: the segment is in the guest's memory, which `owner` keeps mapped; no reference of this
+        // process covers it but those that the engine makes of this buffer.
+        unsafe { IoBuf::shared(start, length, self.owner.clone()) }
+    }
+
+    async fn read_many(&self, offset: u64, segments: &[Segment]) -> Result<()> {
+        if goes_direct(segments) {
+            let read = |(offset, segment)| async move {
+                self.device.read(offset, self.buffer(segment)).await.map(drop)
+            };
+            return all(with_offsets(offset, segments).map(read)).await;
+        }
+        let mut pieces = Pieces::new(segments);
+        let (mut at, mut left) = (offset, total(segments));
+        while left > 0 {
+            let step = left.min(COPY);
+            let Pooled { data, spare } = self.pool.take(step);
+            let data = self.device.read(at, data).await?;
+            let mut from = data.get(..step).ok_or(DiskError::Closed)?;
+            while let Some(piece) = pieces.next(from.len()) {
+                let (now, rest) = from.split_at(piece.length);
+                // SAFETY: the piece is in the guest's memory, and the pool's is apart from it.
+                unsafe { piece.start.copy_from_nonoverlapping(NonNull::from(now).cast(), now.len()) };
+                from = rest;
+            }
+            self.pool.put(Pooled { data, spare });
+            at += step as u64;
+            left -= step;
+        }
+        Ok(())
+    }
+
+    async fn write_many(&self, offset: u64, segments: &[Segment]) -> Result<()> {
+        if goes_direct(segments) {
+            let write = |(offset, segment)| async move {
+                self.device.write(offset, self.buffer(segment)).await.map(drop)
+            };
+            return all(with_offsets(offset, segments).map(write)).await;
+        }
+        let mut pieces = Pieces::new(segments);
+        let (mut at, mut left) = (offset, total(segments));
+        while left > 0 {
+            let step = left.min(COPY);
+            let Pooled { mut data, spare } = self.pool.take(step);
+            let mut to = &mut data[..];
+            while let Some(piece) = pieces.next(to.len()) {
+                let (now, rest) = to.split_at_mut(piece.length);
+                let now: NonNull<u8> = NonNull::from(now).cast();
+                // SAFETY: as above.
+                unsafe { now.copy_from_nonoverlapping(piece.start, piece.length) };
+                to = rest;
+            }
+            let data = self.device.write(at, data).await?;
+            self.pool.put(Pooled { data, spare });
+            at += step as u64;
+            left -= step;
+        }
+        Ok(())
+    }
+
+    /// Tells the log why a request failed, unless that happens all the time.
+    pub(crate) fn complain(&self, why: &dyn std::fmt::Display) {
+        if let Some(hidden) = self.complaints.borrow_mut().pass() {
+            tracing::warn!(queue = self.queue, hidden, "a guest's request failed: {why}");
+        }
+    }
+}
+
+/// How a request is answered.
+struct Answer {
+    status: u8,
+    /// Bytes written before the status.
+    data: u32,
+}
+
+impl Answer {
+    fn of(status: u8) -> Self {
+        Self { status, data: 0 }
+    }
+}
+
+/// Whether the device gets the segments as they are.
+fn goes_direct(segments: &[Segment]) -> bool {
+    let aligned = |segment: &Segment| segment.length.is_multiple_of(SECTOR as usize);
+    total(segments) / segments.len().max(1) >= DIRECT && segments.iter().all(aligned)
+}
+
+fn with_offsets(mut offset: u64, segments: &[Segment]) -> impl Iterator<Item = (u64, Segment)> {
+    segments.iter().map(move |segment| {
+        let at = offset;
+        offset += segment.length as u64;
+        (at, *segment)
+    })
+}
+
+/// Runs futures side by side to their ends; tells the first error.
+async fn all<F: Future<Output = Result<()>>>(futures: impl Iterator<Item = F>) -> Result<()> {
+    let mut open: Vec<Option<Pin<Box<F>>>> = futures.map(|future| Some(Box::pin(future))).collect();
+    let mut result = Ok(());
+    poll_fn(|cx| {
+        let mut waiting = false;
+        for place in &mut open {
+            let Some(future) = place else { continue };
+            match future.as_mut().poll(cx) {
+                Poll::Pending => waiting = true,
+                Poll::Ready(ended) => {
+                    *place = None;
+                    if result.is_ok() {
+                        result = ended;
+                    }
+                }
+            }
+        }
+        if waiting { Poll::Pending } else { Poll::Ready(()) }
+    })
+    .await;
+    result
+}
+
+/// Goes through segments in pieces.
+struct Pieces<'a> {
+    segments: std::slice::Iter<'a, Segment>,
+    now: Option<Segment>,
+}
+
+impl<'a> Pieces<'a> {
+    fn new(segments: &'a [Segment]) -> Self {
+        Self { segments: segments.iter(), now: None }
+    }
+
+    /// The next piece of at most `most` bytes; none if that is 0, or at the end.
+    fn next(&mut self, most: usize) -> Option<Segment> {
+        if most == 0 {
+            return None;
+        }
+        let Segment { start, length } = self.now.take().or_else(|| self.segments.next().copied())?;
+        let piece = Segment { start, length: length.min(most) };
+        if piece.length < length {
+            // SAFETY: the piece is shorter than the segment.
+            let rest = unsafe { start.add(piece.length) };
+            self.now = Some(Segment { start: rest, length: length - piece.length });
+        }
+        Some(piece)
+    }
+}

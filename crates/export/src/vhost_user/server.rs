@@ -1,0 +1,104 @@
+//! The server: one disk on one socket, one client at a time.
+
+use super::options::{Options, OptionsError};
+use super::session::Session;
+use crate::stop::Stop;
+use isobath_disk::BlockDevice;
+use isobath_storage::ring::{self, Handle, Readiness, sleep};
+use std::future::{Future, poll_fn};
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixListener;
+use std::pin::pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::Poll;
+use std::time::Duration;
+
+/// How long to wait for descriptors to become free before accepting again.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+/// A vhost-user-blk server for one disk.
+///
+/// It may be shared between threads. See the [module](super) for an example.
+pub struct Server<D> {
+    pub(crate) device: Arc<D>,
+    pub(crate) options: Options,
+    pub(crate) stop: Stop,
+    connected: AtomicBool,
+}
+
+impl<D: BlockDevice> Server<D> {
+    /// A server for a disk.
+    ///
+    /// # Errors
+    /// An option is out of its range.
+    pub fn new(device: Arc<D>, options: Options) -> Result<Arc<Self>, OptionsError> {
+        options.check()?;
+        let connected = AtomicBool::new(false);
+        Ok(Arc::new(Self { device, options, stop: Stop::default(), connected }))
+    }
+
+    /// Serves clients, one after another, until [`stop`](Self::stop); the next one waits until the last
+    /// has gone. Queues are given to `workers` in turn, or stay on this thread if there are none.
+    ///
+    /// The socket's file, if it has one, stays where it is.
+    ///
+    /// # Errors
+    /// The listener fails.
+    ///
+    /// # Panics
+    /// Outside [`Executor::block_on`](ring::Executor::block_on).
+    pub async fn serve(self: &Arc<Self>, listener: UnixListener, workers: &[Handle]) -> io::Result<()> {
+        listener.set_nonblocking(true)?;
+        let ready = Readiness::from(OwnedFd::from(listener.try_clone()?));
+        let own = [ring::handle()];
+        let workers = if workers.is_empty() { &own } else { workers };
+        while !self.stop.is_requested() {
+            match listener.accept() {
+                Ok((socket, _)) => {
+                    self.connected.store(true, Ordering::Release);
+                    Session::new(self, workers).run(socket).await;
+                    self.connected.store(false, Ordering::Release);
+                }
+                Err(error) => match error.raw_os_error() {
+                    Some(libc::EAGAIN) => {
+                        self.unless_stopped(ready.ready(libc::POLLIN)).await.transpose()?;
+                    }
+                    Some(libc::ECONNABORTED | libc::EINTR) => {}
+                    Some(libc::EMFILE | libc::ENFILE | libc::ENOBUFS | libc::ENOMEM) => {
+                        tracing::warn!(%error, "a client has to wait");
+                        self.unless_stopped(sleep(ACCEPT_PAUSE)).await;
+                    }
+                    _ => return Err(error),
+                },
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends the server: requests under way are finished and shown to the guest, the queues stopped, and
+    /// the connection closed. [`serve`](Self::serve) returns after that. May be called from any thread,
+    /// and more than once.
+    pub fn stop(&self) {
+        self.stop.request();
+    }
+
+    /// Whether a client is connected.
+    pub fn connected(&self) -> bool {
+        self.connected.load(Ordering::Acquire)
+    }
+
+    /// The future's output, or none once the server is to stop.
+    pub(crate) async fn unless_stopped<F: Future>(&self, future: F) -> Option<F::Output> {
+        let mut stopped = pin!(self.stop.requested());
+        let mut future = pin!(future);
+        poll_fn(|cx| {
+            if stopped.as_mut().poll(cx).is_ready() {
+                return Poll::Ready(None);
+            }
+            future.as_mut().poll(cx).map(Some)
+        })
+        .await
+    }
+}

@@ -1,0 +1,124 @@
+//! A queue as its client sets it up.
+
+use super::inflight::InFlight;
+use super::memory::Memory;
+use super::notify::Notifier;
+use super::queue::{self, Setup};
+use super::request::ID_BYTES;
+use super::ring::{Addresses, Ring};
+use super::wire::invalid;
+use crate::stop::Stop;
+use isobath_disk::BlockDevice;
+use isobath_storage::ring::{Handle, RemoteJoin};
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// What all queues of a client have in common.
+pub(crate) struct Common<D> {
+    pub(crate) device: Arc<D>,
+    pub(crate) memory: Arc<Memory>,
+    pub(crate) event_index: bool,
+    pub(crate) write_through: bool,
+    pub(crate) read_only: bool,
+    pub(crate) serial: [u8; ID_BYTES],
+    pub(crate) poll: Duration,
+}
+
+/// A queue's settings, and its task where it runs.
+pub(crate) struct Vring {
+    index: u16,
+    worker: Handle,
+    pub(crate) size: u32,
+    pub(crate) addresses: Addresses,
+    /// Index of the next available entry.
+    pub(crate) base: u16,
+    /// Its presence means that the queue is started.
+    pub(crate) kick: Option<OwnedFd>,
+    pub(crate) call: Arc<Notifier>,
+    pub(crate) error: Arc<Notifier>,
+    pub(crate) enabled: bool,
+    running: Option<Running>,
+}
+
+struct Running {
+    stop: Arc<Stop>,
+    ended: RemoteJoin<u16>,
+}
+
+impl Vring {
+    pub(crate) fn new(index: u16, worker: Handle, enabled: bool) -> Self {
+        Self {
+            index,
+            worker,
+            size: 0,
+            addresses: Addresses::default(),
+            base: 0,
+            kick: None,
+            call: Arc::default(),
+            error: Arc::default(),
+            enabled,
+            running: None,
+        }
+    }
+
+    pub(crate) fn is_running(&self) -> bool {
+        self.running.is_some()
+    }
+
+    /// Whether all is there for it to run.
+    pub(crate) fn is_ready(&self) -> bool {
+        self.enabled && self.kick.is_some() && self.running.is_none()
+    }
+
+    /// Starts the queue's task.
+    ///
+    /// # Errors
+    /// Its ring is not in the memory.
+    pub(crate) fn start<D: BlockDevice>(
+        &mut self,
+        common: &Common<D>,
+        in_flight: Option<InFlight>,
+    ) -> io::Result<()> {
+        let kick = self.kick.as_ref().ok_or_else(|| invalid("a queue without kicks"))?;
+        let memory = common.memory.clone();
+        let ring = Ring::new(memory, self.size, &self.addresses, self.base, common.event_index)
+            .map_err(io::Error::other)?;
+        let stop = Arc::new(Stop::default());
+        let setup = Setup {
+            index: self.index,
+            device: common.device.clone(),
+            ring,
+            in_flight,
+            kick: kick.try_clone()?,
+            call: self.call.clone(),
+            error: self.error.clone(),
+            stop: stop.clone(),
+            serial: common.serial,
+            read_only: common.read_only,
+            write_through: common.write_through,
+            poll: common.poll,
+        };
+        let ended = self.worker.spawn_with(move || queue::run(setup));
+        self.running = Some(Running { stop, ended });
+        Ok(())
+    }
+
+    /// Tells the queue to take no more requests.
+    pub(crate) fn request_stop(&self) {
+        if let Some(running) = &self.running {
+            running.stop.request();
+        }
+    }
+
+    /// Stops the queue, and waits until all requests that it took have ended.
+    pub(crate) async fn stop(&mut self) {
+        self.request_stop();
+        let Some(running) = self.running.take() else { return };
+        match running.ended.await {
+            Ok(base) => self.base = base,
+            Err(error) => tracing::error!(queue = self.index, %error, "a queue ended by itself"),
+        }
+    }
+}

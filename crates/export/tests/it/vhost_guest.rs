@@ -1,0 +1,193 @@
+//! Linux guests on a vhost-user-blk disk, under QEMU.
+
+use crate::memory_disk::MemoryDisk;
+use crate::vhost_served::VhostServed;
+use isobath_disk::{BlockDevice, LiveDisk, OpenOptions};
+use isobath_export::vhost_user::Options;
+use isobath_storage::file::FileHost;
+use isobath_storage::ring::{Config, Executor};
+use isobath_testkit::guest::Guest;
+use isobath_testkit::process::{Ready, Server};
+use isobath_testkit::qemu;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
+
+/// No request failed, as far as the guest's kernel knows.
+const NO_ERRORS: &str = "! dmesg | grep -iE 'I/O error|blk_update|timeout|virtio_blk.*fail'";
+
+fn options(queues: u16) -> Options {
+    Options { serial: "isobath-0123456789ab".into(), queues, ..Options::default() }
+}
+
+#[test]
+fn a_guest_uses_a_file_system_and_sees_the_disk_as_it_is() {
+    let served = VhostServed::new(Arc::new(MemoryDisk::new(96 << 20)), options(2), 1);
+    let done = Guest::new()
+        .program("mkfs.ext4")
+        .vhost_user(&served.socket, 2)
+        .arguments(["-smp", "2"])
+        .run(&format!(
+            "cd /sys/block/vda
+             for name in size serial queue/logical_block_size queue/physical_block_size \
+                 queue/optimal_io_size queue/discard_max_bytes queue/write_zeroes_max_bytes ro; do
+                 echo $name=$(cat $name)
+             done
+             echo queues=$(ls mq | wc -l)
+             mkfs.ext4 -q -b 4096 /dev/vda
+             mount -t ext4 -o discard /dev/vda /mnt
+             head -c 30000000 /dev/urandom >/mnt/random
+             sha256sum /mnt/random | cut -c1-64 >/mnt/sum
+             sync
+             umount /mnt
+             echo 3 >/proc/sys/vm/drop_caches
+             mount -t ext4 -o discard /dev/vda /mnt
+             test $(sha256sum /mnt/random | cut -c1-64) = $(cat /mnt/sum)
+             rm /mnt/random
+             fallocate -l 10000000 /mnt/zeroes
+             sync
+             umount /mnt
+             {NO_ERRORS}"
+        ));
+    for (name, value) in [
+        ("size", "196608"),
+        ("serial", "isobath-0123456789ab"),
+        ("queue/logical_block_size", "512"),
+        ("queue/physical_block_size", "4096"),
+        ("queue/optimal_io_size", "4096"),
+        ("queue/discard_max_bytes", "2199023255040"),
+        ("queue/write_zeroes_max_bytes", "2199023255040"),
+        ("ro", "0"),
+        ("queues", "2"),
+    ] {
+        assert_eq!(done.values(name), [value], "{name} in {}", done.console);
+    }
+    let flushes = served.device.flushes.load(std::sync::atomic::Ordering::Relaxed);
+    assert!(flushes > 0, "the guest's syncs are the disk's");
+}
+
+#[test]
+fn a_guest_sees_that_its_disk_has_grown_and_that_it_may_not_write() {
+    let directory = tempfile::tempdir().unwrap();
+    let image = directory.path().join("disk.qcow2");
+    qemu::create(&image, "qcow2", 64 << 20, "");
+    let disk = open(&image);
+    let mut served = VhostServed::new(disk.clone(), options(1), 0);
+    let mut guest = Guest::new().vhost_user(&served.socket, 1).spawn(
+        "echo before=$(cat /sys/block/vda/size)
+         read -r go
+         while [ $(cat /sys/block/vda/size) = 131072 ]; do sleep 0.1; done
+         echo after=$(cat /sys/block/vda/size)
+         dd if=/dev/zero of=/dev/vda bs=1M seek=79 count=1 oflag=direct",
+    );
+    guest.wait_for("before=131072");
+    on_executor(disk.grow(80 << 20)).unwrap();
+    guest.type_line("go");
+    let done = guest.wait();
+    assert_eq!((done.status, done.values("after")), (0, vec!["163840"]), "{}", done.console);
+    served.restart(Options { writable: false, ..options(1) });
+    Guest::new().vhost_user(&served.socket, 1).run(
+        "test $(cat /sys/block/vda/ro) = 1
+         ! dd if=/dev/zero of=/dev/vda bs=1M count=1 oflag=direct
+         dd if=/dev/vda of=/dev/null bs=1M count=8 iflag=direct",
+    );
+    close(served, disk);
+    qemu::assert_clean(&image);
+}
+
+/// Random writes of all sizes that are read again and compared, in a guest with two processors.
+fn verifying_guest(socket: &Path, runtime: u32) -> Guest {
+    let job = format!(
+        "[global]\nfilename=/dev/vda\ndirect=1\nioengine=libaio\niodepth=16\nrw=randwrite\n\
+         bsrange=512-128k\nblocksize_unaligned=0\nsize=24m\nverify=crc32c\nverify_fatal=1\n\
+         do_verify=1\ntime_based=1\nruntime={runtime}\nverify_backlog=64\n\
+         [low]\noffset=0\n[high]\noffset=32m\n"
+    );
+    Guest::new()
+        .memory(320)
+        .program("fio")
+        .file("/job", job.as_bytes())
+        .vhost_user(socket, 2)
+        .arguments(["-smp", "2"])
+}
+
+fn verify() -> String {
+    format!("fio --output-format=terse /job >/tmp/fio || {{ cat /tmp/fio; exit 1; }}\n{NO_ERRORS}")
+}
+
+#[test]
+fn requests_in_flight_outlive_a_server_that_is_stopped() {
+    let directory = tempfile::tempdir().unwrap();
+    let image = directory.path().join("disk.qcow2");
+    qemu::create(&image, "qcow2", 64 << 20, "cluster_size=16k");
+    let disk = open(&image);
+    let mut served = VhostServed::new(disk.clone(), options(2), 1);
+    let mut guest = verifying_guest(&served.socket, 20).spawn(&format!("echo go\n{}", verify()));
+    guest.wait_for("go");
+    for _ in 0..5 {
+        thread::sleep(Duration::from_millis(1500));
+        served.restart(options(2));
+        served.wait_connected(true);
+    }
+    let done = guest.wait();
+    assert_eq!(done.status, 0, "{}", done.console);
+    close(served, disk);
+    qemu::assert_clean(&image);
+}
+
+#[test]
+fn requests_in_flight_outlive_a_server_that_is_killed() {
+    let directory = tempfile::tempdir().unwrap();
+    let image = directory.path().join("disk.qcow2");
+    let socket = directory.path().join("vhost.sock");
+    qemu::create(&image, "qcow2", 64 << 20, "cluster_size=16k");
+    let mut server = start(&socket, &image);
+    let mut guest = verifying_guest(&socket, 24).spawn(&format!("echo go\n{}", verify()));
+    guest.wait_for("go");
+    for round in 0..10_u64 {
+        thread::sleep(Duration::from_millis(1300 + 37 * round));
+        let killed = server.kill();
+        assert!(!killed.status.success(), "{}", killed.report());
+        server = start(&socket, &image);
+    }
+    let done = guest.wait();
+    assert_eq!(done.status, 0, "{}", done.console);
+    let ended = server.stop().ok();
+    assert!(ended.stdout.starts_with(b"serving"));
+    // What a killed server leaves may be leaked clusters, but nothing worse.
+    let checked = qemu::img(isobath_testkit::args!["check", "-f", "qcow2", &image]);
+    assert!([0, 3].contains(&checked.code()), "{}", checked.report());
+}
+
+/// Starts the example program on an image.
+fn start(socket: &Path, image: &Path) -> Server {
+    let mut command = Command::new(example());
+    command.args([socket.as_os_str(), image.as_os_str(), "1".as_ref()]);
+    Server::start(&mut command, Ready::Line("serving"))
+}
+
+/// The program of `examples/vhost_user.rs`, which cargo builds beside the tests.
+fn example() -> PathBuf {
+    let tests = std::env::current_exe().unwrap();
+    let example = tests.parent().and_then(Path::parent).unwrap().join("examples/vhost_user");
+    assert!(example.exists(), "build it: cargo build -p isobath-export --example vhost_user");
+    example
+}
+
+fn open(image: &Path) -> Arc<LiveDisk<FileHost>> {
+    let options = OpenOptions { writable: true, ..OpenOptions::default() };
+    on_executor(LiveDisk::open(FileHost, image, &options)).unwrap()
+}
+
+/// Ends a server and its disk, and gives the image's lock up.
+fn close(mut served: VhostServed<LiveDisk<FileHost>>, disk: Arc<LiveDisk<FileHost>>) {
+    served.stop();
+    drop(served);
+    on_executor(disk.close()).unwrap();
+}
+
+fn on_executor<F: Future>(future: F) -> F::Output {
+    Executor::new(&Config::default()).unwrap().block_on(future)
+}

@@ -1,0 +1,179 @@
+//! Eventfds on the ring.
+
+use super::local;
+use super::op::{Keep, Op, ops};
+use crate::IoBuf;
+use std::fmt;
+use std::future::Future;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, ready};
+
+/// Bytes of an eventfd's count.
+const COUNT: usize = 8;
+
+/// An eventfd that one task waits for again and again.
+///
+/// A wait costs one operation and, after the first, no allocation. All waits must be on one thread.
+pub struct Event {
+    file: Arc<OwnedFd>,
+    state: State,
+}
+
+enum State {
+    Idle(IoBuf),
+    /// Reads the count.
+    Reading(Op),
+    /// The file does not let a read wait, so it is awaited first.
+    Waiting(Op, IoBuf),
+    /// An operation lost its buffer, which a ring never does.
+    Lost,
+}
+
+impl From<OwnedFd> for Event {
+    fn from(file: OwnedFd) -> Self {
+        Self { file: Arc::new(file), state: State::Idle(IoBuf::zeroed(COUNT)) }
+    }
+}
+
+impl AsFd for Event {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
+    }
+}
+
+impl Event {
+    /// Takes the count, once it is not 0. Until then it is waited for, also between calls: a wait that was
+    /// begun goes on until the count is there or the `Event` is dropped.
+    ///
+    /// # Errors
+    /// The file cannot be read; `InvalidData` if it gives something else than a count, as no eventfd does.
+    ///
+    /// # Panics
+    /// Outside [`Executor::block_on`](super::Executor::block_on).
+    pub fn poll_take(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<u64>> {
+        loop {
+            match &mut self.state {
+                State::Idle(_) => {
+                    let State::Idle(buf) = std::mem::replace(&mut self.state, State::Lost) else {
+                        continue;
+                    };
+                    self.state =
+                        State::Reading(ops::read_count(&local::required(), &self.file, buf));
+                }
+                State::Reading(op) => {
+                    let (result, keep) = ready!(Pin::new(op).poll(cx));
+                    let Keep::Buf(buf) = keep else {
+                        self.state = State::Lost;
+                        continue;
+                    };
+                    let count = buf.first_chunk::<COUNT>().map(|count| u64::from_ne_bytes(*count));
+                    let error = match result {
+                        Ok(length) if length as usize == COUNT => {
+                            self.state = State::Idle(buf);
+                            return Poll::Ready(Ok(count.unwrap_or(0)));
+                        }
+                        Ok(_) => io::ErrorKind::InvalidData.into(),
+                        Err(error) => error,
+                    };
+                    if error.kind() == io::ErrorKind::WouldBlock {
+                        let wait =
+                            ops::start_poll(&local::required(), &self.file, libc::POLLIN as u32);
+                        self.state = State::Waiting(wait, buf);
+                        continue;
+                    }
+                    self.state = State::Idle(buf);
+                    if error.kind() != io::ErrorKind::Interrupted {
+                        return Poll::Ready(Err(error));
+                    }
+                }
+                State::Waiting(op, _) => {
+                    let (result, _) = ready!(Pin::new(op).poll(cx));
+                    let State::Waiting(_, buf) = std::mem::replace(&mut self.state, State::Lost)
+                    else {
+                        continue;
+                    };
+                    self.state = State::Idle(buf);
+                    match result {
+                        Err(error) if error.kind() != io::ErrorKind::Interrupted => {
+                            return Poll::Ready(Err(error));
+                        }
+                        _ => {}
+                    }
+                }
+                State::Lost => return Poll::Ready(Err(io::ErrorKind::InvalidData.into())),
+            }
+        }
+    }
+}
+
+impl fmt::Debug for Event {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Event").field("file", &self.file).finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ring::{Config, Executor, spawn, yield_now};
+    use std::fs::File;
+    use std::future::poll_fn;
+    use std::io::Write;
+    use std::os::fd::FromRawFd;
+
+    fn eventfd(flags: i32) -> (File, Event) {
+        // SAFETY: a plain system call.
+        let fd = unsafe { libc::eventfd(0, flags) };
+        assert!(fd >= 0);
+        // SAFETY: made just now, for this owner.
+        let file = unsafe { OwnedFd::from_raw_fd(fd) };
+        (File::from(file.try_clone().unwrap()), Event::from(file))
+    }
+
+    #[test]
+    fn counts_arrive_whatever_the_mode() {
+        for flags in [0, libc::EFD_NONBLOCK, libc::EFD_NONBLOCK | libc::EFD_CLOEXEC] {
+            Executor::new(&Config::default()).unwrap().block_on(async {
+                let (mut writer, mut event) = eventfd(flags);
+                for round in 1..20_u64 {
+                    let wait = spawn(async move {
+                        let count = poll_fn(|cx| event.poll_take(cx)).await.unwrap();
+                        (count, event)
+                    });
+                    if round % 2 == 0 {
+                        yield_now().await;
+                    }
+                    writer.write_all(&round.to_ne_bytes()).unwrap();
+                    let (count, back) = wait.await.unwrap();
+                    assert_eq!(count, round);
+                    event = back;
+                }
+            });
+        }
+    }
+
+    #[test]
+    fn a_wait_that_nobody_ends_keeps_nobody() {
+        let (writer, mut event) = eventfd(0);
+        Executor::new(&Config::default()).unwrap().block_on(async {
+            let first = poll_fn(|cx| Poll::Ready(event.poll_take(cx).is_pending()));
+            assert!(first.await);
+            yield_now().await;
+            drop(event);
+        });
+        drop(writer);
+    }
+
+    #[test]
+    fn what_is_no_eventfd_is_told() {
+        Executor::new(&Config::default()).unwrap().block_on(async {
+            let null = File::open("/dev/null").unwrap();
+            let mut event = Event::from(OwnedFd::from(null));
+            let error = poll_fn(|cx| event.poll_take(cx)).await.unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::InvalidData);
+        });
+    }
+}
