@@ -20,10 +20,13 @@ pub(crate) fn run(args: &Args) -> Result<Value> {
         let disk = LiveDisk::open(FileHost, &args.image, &OpenOptions::default()).await?;
         let places = args.places(disk.size())?;
         let end = places * args.bs;
-        let mut offset = 0;
+        let (mut offset, mut buf) = (0, IoBuf::zeroed(WARM));
         while offset < end {
             let length = (end - offset).min(WARM as u64);
-            disk.read(offset, IoBuf::zeroed(length as usize)).await?;
+            if buf.len() as u64 > length {
+                buf = buf.split_to(length as usize);
+            }
+            buf = disk.read(offset, buf).await?;
             offset += length;
         }
         let tasks = u64::from(args.qd).min(args.count.max(1));

@@ -1,0 +1,21 @@
+"""What a disk's doors cost: vhost-user-blk, FUSE and NBD beside a raw file and QEMU's doors to the same images, and
+the engine behind them alone. Each ratio is the median of those within a round."""
+
+from isobath_bench import scenario
+from isobath_bench.doors import engine, fuse, idle, latency, nbd, scale, sequential, vhost, writes
+
+PARTS = {
+    "vhost": vhost,
+    "latency": latency,
+    "sequential": sequential,
+    "writes": writes,
+    "scale": scale,
+    "fuse": fuse,
+    "nbd": nbd,
+    "engine": engine,
+    "idle": idle,
+}
+
+
+def run(rounds, seconds, parts):
+    return scenario.run(PARTS, rounds, seconds, parts)
