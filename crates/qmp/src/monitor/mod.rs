@@ -6,6 +6,7 @@
 
 mod arguments;
 mod blockdev;
+mod doors;
 mod drive;
 mod exports;
 mod image;
@@ -25,11 +26,11 @@ use crate::schema::Schema;
 use crate::server::{Events, Service};
 use crate::tables::SCHEMA;
 use event_listener::Event;
-use exports::ExportEntry;
+use exports::{ExportEntry, ExportList};
 use isobath_disk::OpenOptions;
 use isobath_disk::jobs::Job;
 use isobath_storage::Host;
-use isobath_storage::ring::yield_now;
+use isobath_storage::ring::{Handle, yield_now};
 use jobs::{Heard, Started};
 use names::Names;
 use request::Request;
@@ -57,7 +58,9 @@ pub struct Monitor<H: Host> {
     /// Records of jobs that are gone, the oldest first.
     records: RefCell<VecDeque<Value>>,
     nbd: Option<NbdServer<H>>,
-    exports: Rc<RefCell<Vec<ExportEntry>>>,
+    exports: Rc<ExportList<H>>,
+    /// Who serves doors to one disk.
+    workers: Vec<Handle>,
     events: Events,
     heard: Arc<Heard>,
     /// Held by commands that change something.
@@ -76,13 +79,14 @@ struct FileNode {
 }
 
 impl<H: Host + Clone> Monitor<H> {
-    /// A monitor of `drives`, whose exports are those of `nbd`. Jobs that an earlier server was busy
-    /// with are found beside the images.
+    /// A monitor of `drives`, each of which `nbd` exports; other doors are served by `workers`, or on this
+    /// thread if there are none. Jobs that an earlier server was busy with are found beside the images.
     pub fn new(
         host: H,
         options: OpenOptions,
         drives: Vec<Drive<H>>,
         nbd: Option<NbdServer<H>>,
+        workers: Vec<Handle>,
         events: Events,
     ) -> Self {
         let heard = Arc::<Heard>::default();
@@ -91,7 +95,7 @@ impl<H: Host + Clone> Monitor<H> {
         }
         let interrupted = drives.iter().flat_map(request::interrupted).collect();
         let exports = if nbd.is_some() {
-            drives.iter().map(|drive| ExportEntry::of_device(drive.device())).collect()
+            drives.iter().map(ExportEntry::of_device).collect()
         } else {
             Vec::new()
         };
@@ -105,7 +109,8 @@ impl<H: Host + Clone> Monitor<H> {
             interrupted: RefCell::new(interrupted),
             records: RefCell::default(),
             nbd,
-            exports: Rc::new(RefCell::new(exports)),
+            exports: Rc::new(ExportList::new(exports)),
+            workers,
             events,
             heard,
             order: async_lock::Mutex::default(),
@@ -134,10 +139,11 @@ impl<H: Host + Clone> Monitor<H> {
         jobs.iter().map(|job| (self.name_of(&job.drive), Arc::clone(&job.job))).collect()
     }
 
-    /// The exports that NBD clients can choose, and how many clients have.
+    /// The exports that clients can choose or connect to, and how many have.
     pub(crate) fn export_clients(&self) -> Vec<(String, usize)> {
         let exports = self.nbd.iter().flat_map(|server| server.exports());
-        exports.map(|export| (export.info.name, export.clients)).collect()
+        let exports = exports.map(|export| (export.info.name, export.clients));
+        exports.chain(self.exports.clients()).collect()
     }
 
     /// Passes on what jobs tell, for as long as it is polled.
@@ -160,8 +166,8 @@ impl<H: Host + Clone> Monitor<H> {
         }
     }
 
-    /// Ends what this monitor runs: tells clients, cancels jobs, which can be started again later, and
-    /// closes the disks that were added by `blockdev-add`. Those given to [`new`](Self::new) are left
+    /// Ends what this monitor runs: tells clients, cancels jobs, which can be started again later, closes
+    /// the doors to one disk, and the disks that were added by `blockdev-add`. Those given to [`new`](Self::new) are left
     /// to the caller.
     pub async fn end(&self) {
         self.ending.set(true);
@@ -169,6 +175,7 @@ impl<H: Host + Clone> Monitor<H> {
         self.events.emit("SHUTDOWN", json!({"guest": false, "reason": reason}));
         let _order = self.order.lock().await;
         self.end_jobs().await;
+        self.close_doors().await;
         let added: Vec<_> = self.drives().into_iter().filter(|drive| drive.is_added()).collect();
         for drive in added {
             if let Err(error) = drive.close().await {

@@ -2,12 +2,27 @@
 
 use crate::schema::{Command, EMPTY, Object, Type, Variants, object, opt, req};
 
-const EXPORT_TYPE: Type = Type::Enum(&["nbd"]);
+const EXPORT_TYPE: Type = Type::Enum(&["nbd", "vhost-user-blk", "fuse"]);
 
 static NBD: Object = object(&[
     opt("name", Type::Str),
     opt("description", Type::Str),
     opt("allocation-depth", Type::Bool),
+]);
+static UNIX: Object = object(&[req("path", Type::Str)]);
+static ADDRESS: Object = Object {
+    members: &[req("type", Type::Enum(&["unix"]))],
+    variants: Some(Variants { tag: "type", cases: &[("unix", &UNIX)] }),
+};
+static VHOST_USER_BLK: Object = object(&[
+    req("addr", Type::Object(&ADDRESS)),
+    opt("logical-block-size", Type::Size),
+    opt("num-queues", Type::Int),
+]);
+static FUSE: Object = object(&[
+    req("mountpoint", Type::Str),
+    opt("growable", Type::Bool),
+    opt("allow-other", Type::Enum(&["off", "on", "auto"])),
 ]);
 static ADD: Object = Object {
     members: &[
@@ -17,7 +32,10 @@ static ADD: Object = Object {
         opt("writable", Type::Bool),
         opt("writethrough", Type::Bool),
     ],
-    variants: Some(Variants { tag: "type", cases: &[("nbd", &NBD)] }),
+    variants: Some(Variants {
+        tag: "type",
+        cases: &[("nbd", &NBD), ("vhost-user-blk", &VHOST_USER_BLK), ("fuse", &FUSE)],
+    }),
 };
 static DELETE: Object = object(&[req("id", Type::Str), opt("mode", Type::Enum(&["safe", "hard"]))]);
 static INFO: Object = object(&[

@@ -68,7 +68,8 @@ async fn run(images: Vec<(String, PathBuf)>, (qmp, nbd): (Listener, Listener)) {
     let exporting = spawn(async move { served.serve(nbd, &[]).await });
     let disks: Vec<_> = drives.iter().map(|drive| drive.disk().clone()).collect();
     let events = Events::default();
-    let monitor = Monitor::new(FileHost, options, drives, Some(exporter.clone()), events.clone());
+    let monitor =
+        Monitor::new(FileHost, options, drives, Some(exporter.clone()), Vec::new(), events.clone());
     let server = Server::new(monitor, events, Limits::default());
     let (watched, serving) = (server.clone(), server.clone());
     let watching = spawn(async move { watched.service().watch().await });

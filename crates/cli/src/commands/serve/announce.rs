@@ -6,7 +6,7 @@ use isobath_storage::ring::net::Address;
 use std::borrow::Cow;
 use std::fmt::Write as _;
 use std::os::unix::ffi::OsStrExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// A disk that is served, for people.
 pub(super) struct Announcement<'a> {
@@ -21,9 +21,19 @@ pub(super) struct Announcement<'a> {
     pub(super) read_only: bool,
 }
 
+/// A door to one disk.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Door {
+    /// A socket file.
+    VhostUserBlk(PathBuf),
+    /// The disk as a file.
+    File(PathBuf),
+}
+
 impl Announcement<'_> {
-    /// The export in one line, and below it, for each address, its URI and QEMU's options for it.
-    pub(super) fn text(&self, addresses: &[Address]) -> String {
+    /// The export in one line, and below it, for each address and door, its name and the options or the
+    /// command that use it.
+    pub(super) fn text(&self, addresses: &[Address], doors: &[Door]) -> String {
         let mode = if self.read_only { "read-only" } else { "read-write" };
         let plural = if self.layers == 1 { "" } else { "s" };
         let mut text = format!(
@@ -66,7 +76,35 @@ impl Announcement<'_> {
                 quoted(&blockdev)
             );
         }
+        for door in doors {
+            self.door(&mut text, door);
+        }
         text
+    }
+
+    fn door(&self, text: &mut String, door: &Door) {
+        let number = self.number;
+        match door {
+            Door::VhostUserBlk(path) => {
+                let path = absolute(path).to_string_lossy().replace(',', ",,");
+                let _ = writeln!(text, "  vhost-user-blk {}", quoted(&path));
+                let chardev = format!("socket,id=char{number},path={path},reconnect=1");
+                let _ = writeln!(
+                    text,
+                    "    -m 1G -object memory-backend-memfd,id=mem,size=1G,share=on -machine \
+                     memory-backend=mem -chardev {} -device vhost-user-blk-pci,chardev=char{number}",
+                    quoted(&chardev)
+                );
+            }
+            Door::File(path) => {
+                let path = absolute(path).to_string_lossy().into_owned();
+                let path = quoted(&path);
+                let read_only = if self.read_only { " --read-only" } else { "" };
+                let _ = writeln!(text, "  {path}");
+                let _ =
+                    writeln!(text, "    losetup --find --show --direct-io=on{read_only} {path}");
+            }
+        }
     }
 }
 
@@ -114,7 +152,7 @@ mod tests {
     use super::*;
 
     fn text(name: &str, address: Address, read_only: bool) -> String {
-        Announcement { name, number: 0, size: 10 << 30, layers: 3, read_only }.text(&[address])
+        Announcement { name, number: 0, size: 10 << 30, layers: 3, read_only }.text(&[address], &[])
     }
 
     #[test]
@@ -138,6 +176,23 @@ mod tests {
                  -drive file=nbd://127.0.0.1:10809/root,format=raw,if=virtio,readonly=on\n    \
                  -blockdev driver=nbd,node-name=disk0,server.type=inet,server.host=127.0.0.1,\
                  server.port=10809,export=root,read-only=on -device virtio-blk-pci,drive=disk0\n"
+        );
+    }
+
+    #[test]
+    fn lines_to_paste_for_doors() {
+        let doors = [Door::VhostUserBlk("/run/a,b".into()), Door::File("/mnt/my disk".into())];
+        let announcement =
+            Announcement { name: "root", number: 1, size: 1 << 30, layers: 1, read_only: true };
+        assert_eq!(
+            announcement.text(&[], &doors),
+            "root: 1 GiB, 1 layer, read-only\n  \
+               vhost-user-blk /run/a,,b\n    \
+                 -m 1G -object memory-backend-memfd,id=mem,size=1G,share=on -machine memory-backend=mem \
+                 -chardev socket,id=char1,path=/run/a,,b,reconnect=1 \
+                 -device vhost-user-blk-pci,chardev=char1\n  \
+               '/mnt/my disk'\n    \
+                 losetup --find --show --direct-io=on --read-only '/mnt/my disk'\n"
         );
     }
 

@@ -2,6 +2,7 @@
 
 mod announce;
 mod daemon;
+mod doors;
 mod endpoint;
 mod pid_file;
 #[cfg(feature = "slow-disk")]
@@ -10,8 +11,9 @@ mod slow;
 use crate::cache::Cache;
 use crate::failure::{Failure, Outcome};
 use crate::{options, runtime, size};
-use announce::Announcement;
+use announce::{Announcement, Door};
 use daemon::Daemon;
+use doors::DoorArgs;
 use endpoint::{Endpoint, is_public};
 use isobath_disk::{BlockDevice, ImageFormat, LiveDisk, MetadataMode, OpenOptions, Trust};
 use isobath_export::nbd::{Export, Limits, Server};
@@ -42,7 +44,7 @@ const BIND_PATIENCE: Duration = Duration::from_millis(500);
 /// What ends the server.
 const SIGNALS: [i32; 3] = [libc::SIGTERM, libc::SIGINT, libc::SIGHUP];
 
-/// Serve images to virtual machines and other clients over NBD
+/// Serve images to virtual machines and other clients: over NBD, by vhost-user-blk, as files
 ///
 /// Once clients can connect, prints each export's address and options for QEMU that use it. Then
 /// writes only to its log, on stderr. SIGTERM, SIGINT or SIGHUP ends it: requests under way are
@@ -54,10 +56,12 @@ const SIGNALS: [i32; 3] = [libc::SIGTERM, libc::SIGINT, libc::SIGHUP];
 /// need.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Where to listen, may be given several times: a socket file, or a TCP port, on the loopback
-    /// interface unless a HOST is named [default: 127.0.0.1:10809]
+    /// Where to listen for NBD, may be given several times: a socket file, or a TCP port, on the loopback
+    /// interface unless a HOST is named [default: 127.0.0.1:10809, unless another door is asked for]
     #[arg(long, value_name = "unix:PATH|[HOST:]PORT")]
     nbd: Vec<Endpoint>,
+    #[command(flatten)]
+    doors: DoorArgs,
     /// Where programs and 'isobath ctl' control the disks in QEMU's language, QMP; may be given several
     /// times. A TCP port without a HOST is on the loopback interface
     #[arg(long, value_name = "unix:PATH|HOST:PORT")]
@@ -131,6 +135,7 @@ fn metadata(name: &str) -> Result<MetadataMode, String> {
 
 pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     let names = export_names(&args.images, &args.export_name)?;
+    args.doors.check(args.images.len())?;
     let daemon = match args.daemonize.then(Daemon::start) {
         None => None,
         Some(Ok(daemon)) => Some(daemon),
@@ -214,7 +219,7 @@ fn trust(args: &Args, image: &Path) -> Result<Trust, Failure> {
     Ok(Trust::Within(directories.iter().map(canonical).collect::<Result<_, _>>()?))
 }
 
-/// Serves the disks until a signal arrives.
+/// Serves the disks until a signal arrives, or nobody can reach them any more.
 async fn serve<H: Host + Clone>(
     host: H,
     args: &Args,
@@ -224,23 +229,34 @@ async fn serve<H: Host + Clone>(
     out: &mut dyn Write,
     daemon: Option<Daemon>,
 ) -> Result<(), Failure> {
-    let exports = names.iter().zip(disks).map(|(name, disk)| Export {
-        name: name.clone(),
-        description: String::new(),
-        read_only: false,
-        device: disk.clone(),
-    });
-    let server = Server::new(exports.collect(), Limits::default());
-    let server = Arc::new(server.map_err(Failure::new)?);
-    let listeners = listen(&args.nbd)?;
+    let listeners =
+        if args.doors.any() { control_listeners(&args.nbd)? } else { listen(&args.nbd)? };
+    let server = nbd_server(&names, disks)?;
     let controls = control_listeners(&args.qmp)?;
     let scraped = control_listeners(&args.metrics)?;
     let workers = start_workers(args.threads)?;
     let handles: Vec<Handle> = workers.iter().map(|worker| worker.handle().clone()).collect();
 
+    let drives = names.into_iter().zip(disks).map(|(name, disk)| Drive::new(name, disk.clone()));
+    let events = Events::default();
+    let trust = args.images.first().map_or(Ok(Trust::Full), |image| trust(args, image))?;
+    let opening = OpenOptions { format: None, writable: true, trust, ..options(args) };
+    let exported = (!listeners.is_empty()).then(|| server.clone());
+    let monitor =
+        Monitor::new(host, opening, drives.collect(), exported, handles.clone(), events.clone());
+    let control = qmp::Server::new(monitor, events, qmp::Limits::default());
+    let monitor = control.service();
+    let doors = match args.doors.open(monitor, &monitor.drives()) {
+        Ok(doors) => doors,
+        Err(failure) => {
+            monitor.end().await;
+            return Err(failure);
+        }
+    };
+
     let addresses: Vec<_> = listeners.iter().map(|listener| listener.address().clone()).collect();
     // Whatever happens to a reader of the announcement, the disks are there for the others.
-    if let Err(error) = announce(out, &server, disks, &addresses) {
+    if let Err(error) = announce(out, &monitor.drives(), &addresses, &doors) {
         tracing::warn!(%error, "the exports' addresses could not be printed");
     }
     let pid_file = args.pid_file.as_deref().map(create_pid_file).transpose()?;
@@ -249,13 +265,7 @@ async fn serve<H: Host + Clone>(
     }
     notify(&[sd_notify::NotifyState::Ready]);
 
-    let drives = names.into_iter().zip(disks).map(|(name, disk)| Drive::new(name, disk.clone()));
-    let events = Events::default();
-    let trust = args.images.first().map_or(Ok(Trust::Full), |image| trust(args, image))?;
-    let opening = OpenOptions { format: None, writable: true, trust, ..options(args) };
-    let monitor =
-        Monitor::new(host, opening, drives.collect(), Some(server.clone()), events.clone());
-    let control = qmp::Server::new(monitor, events, qmp::Limits::default());
+    let others = !controls.is_empty() || !listeners.is_empty();
     let controlling = start_control(&control, controls);
     for listener in scraped {
         let control = control.clone();
@@ -267,7 +277,7 @@ async fn serve<H: Host + Clone>(
     }
 
     let (stopping, ending) = (server.clone(), control.clone());
-    spawn(async move {
+    let told = spawn(async move {
         let quit = ending.service().quit_requested();
         first(wait_for_signal(&mut signals), quit).await;
         tracing::info!("stopping");
@@ -300,6 +310,16 @@ async fn serve<H: Host + Clone>(
             result
         }));
     }
+    if listening.is_empty() {
+        let told = async { drop(told.await) };
+        let closed = async {
+            if others {
+                future::pending::<()>().await;
+            }
+            monitor.doors_closed().await;
+        };
+        first(told, closed).await;
+    }
     let mut result = Ok(());
     for ended in listening {
         match ended.await {
@@ -317,6 +337,21 @@ async fn serve<H: Host + Clone>(
     drop(workers);
     drop(pid_file);
     result
+}
+
+/// An NBD server with an export for each disk.
+fn nbd_server<H: Host>(
+    names: &[String],
+    disks: &[Arc<LiveDisk<H>>],
+) -> Result<Arc<Server<LiveDisk<H>>>, Failure> {
+    let exports = names.iter().zip(disks).map(|(name, disk)| Export {
+        name: name.clone(),
+        description: String::new(),
+        read_only: false,
+        device: disk.clone(),
+    });
+    let server = Server::new(exports.collect(), Limits::default());
+    Ok(Arc::new(server.map_err(Failure::new)?))
 }
 
 /// Flushes and closes every disk, also when one fails, and logs what its map did and how often the host
@@ -389,26 +424,29 @@ fn start_workers(wanted: Option<NonZeroUsize>) -> Result<Vec<Worker>, Failure> {
         NonZeroUsize::get,
     );
     let numbers = if count == 1 { 0..0 } else { 0..count };
-    let start = |number| Worker::start(&format!("nbd-{number}"), &Config::default());
+    let start = |number| Worker::start(&format!("worker-{number}"), &Config::default());
     let workers = numbers.map(start).collect::<io::Result<_>>();
     workers.map_err(|error| Failure::new(error).context("cannot start a thread"))
 }
 
 fn announce<H: Host>(
     out: &mut dyn Write,
-    server: &Server<LiveDisk<H>>,
-    disks: &[Arc<LiveDisk<H>>],
+    drives: &[Rc<Drive<H>>],
     addresses: &[Address],
+    doors: &[(usize, Door)],
 ) -> io::Result<()> {
-    for (number, (export, disk)) in server.exports().iter().zip(disks).enumerate() {
+    for (number, drive) in drives.iter().enumerate() {
+        let disk = drive.disk();
         let announcement = Announcement {
-            name: &export.info.name,
+            name: drive.device(),
             number,
             size: disk.size(),
             layers: disk.depth(),
             read_only: disk.is_read_only(),
         };
-        out.write_all(announcement.text(addresses).as_bytes())?;
+        let own = doors.iter().filter(|(of, _)| *of == number).map(|(_, door)| door.clone());
+        let own: Vec<_> = own.collect();
+        out.write_all(announcement.text(addresses, &own).as_bytes())?;
     }
     out.flush()
 }

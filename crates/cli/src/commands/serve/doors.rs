@@ -1,0 +1,135 @@
+//! Doors to one disk each: vhost-user-blk and FUSE.
+
+use super::announce::Door;
+use crate::failure::Failure;
+use isobath_disk::BlockDevice;
+use isobath_export::{fuse, vhost_user};
+use isobath_qmp::monitor::{Drive, Monitor};
+use isobath_storage::Host;
+use std::path::PathBuf;
+use std::rc::Rc;
+use std::str::FromStr;
+use std::time::Duration;
+
+/// Queues offered: machines take one for each of their processors, and none is started before.
+const QUEUES: u16 = 64;
+
+/// `unix:PATH`
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct SocketFile(PathBuf);
+
+impl FromStr for SocketFile {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text.strip_prefix("unix:") {
+            Some("") => Err("the socket's path is missing after 'unix:'".into()),
+            Some(path) => Ok(Self(path.into())),
+            None => Err("a socket file is written as unix:PATH".into()),
+        }
+    }
+}
+
+#[derive(clap::Args)]
+pub(super) struct DoorArgs {
+    /// Give the image to a virtual machine by vhost-user-blk, through memory that it shares, on this socket
+    /// file; with several images, may be given for each in turn
+    #[arg(long, value_name = "unix:PATH")]
+    vhost_user_blk: Vec<SocketFile>,
+    /// Make the image's disk the content of this file, which must exist, as long as it is served (FUSE);
+    /// with several images, may be given for each in turn
+    #[arg(long, value_name = "PATH")]
+    fuse: Vec<PathBuf>,
+    /// With --vhost-user-blk: the most queues that a machine may use [default: 64]
+    #[arg(long, value_name = "N", requires = "vhost_user_blk")]
+    queues: Option<u16>,
+    /// With --vhost-user-blk: after a request, look for more for up to so many microseconds before
+    /// sleeping; it adapts to what comes of it. 0 never does
+    #[arg(long, value_name = "MICROSECONDS", requires = "vhost_user_blk")]
+    poll: Option<u64>,
+    /// With --fuse: let writes and truncation past the end grow the disk
+    #[arg(long, requires = "fuse")]
+    growable: bool,
+    /// With --fuse: whether users other than the mounting one may use the file: off, on, or auto, as far
+    /// as the host allows
+    #[arg(long, value_name = "off|on|auto", requires = "fuse", default_value = "auto", value_parser = allow_other)]
+    allow_other: fuse::AllowOther,
+}
+
+fn allow_other(text: &str) -> Result<fuse::AllowOther, String> {
+    match text {
+        "off" => Ok(fuse::AllowOther::Off),
+        "on" => Ok(fuse::AllowOther::On),
+        "auto" => Ok(fuse::AllowOther::Auto),
+        _ => Err("it is off, on or auto".into()),
+    }
+}
+
+impl DoorArgs {
+    /// Whether any is asked for.
+    pub(super) fn any(&self) -> bool {
+        !self.vhost_user_blk.is_empty() || !self.fuse.is_empty()
+    }
+
+    /// Refuses more doors than there are images.
+    pub(super) fn check(&self, images: usize) -> Result<(), Failure> {
+        for (what, count) in
+            [("--vhost-user-blk", self.vhost_user_blk.len()), ("--fuse", self.fuse.len())]
+        {
+            if count > images {
+                return Err(Failure::new(format_args!(
+                    "{what} is given {count} times for {images} images; each image takes one of them"
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    /// Opens the doors to `drives`; each comes with the number of its drive.
+    pub(super) fn open<H: Host + Clone>(
+        &self,
+        monitor: &Monitor<H>,
+        drives: &[Rc<Drive<H>>],
+    ) -> Result<Vec<(usize, Door)>, Failure> {
+        let mut doors = Vec::new();
+        for (number, (drive, SocketFile(path))) in
+            drives.iter().zip(&self.vhost_user_blk).enumerate()
+        {
+            let default = vhost_user::Options::default();
+            let options = vhost_user::Options {
+                writable: !drive.disk().is_read_only(),
+                queues: self.queues.unwrap_or(QUEUES),
+                poll: self.poll.map_or(default.poll, Duration::from_micros),
+                ..default
+            };
+            let id = format!("vhost-user-blk-{number}");
+            let opened = monitor.serve_vhost_user(&id, drive, path, options);
+            opened.map_err(|error| Failure::new(error).context("--vhost-user-blk"))?;
+            doors.push((number, Door::VhostUserBlk(path.clone())));
+        }
+        for (number, (drive, path)) in drives.iter().zip(&self.fuse).enumerate() {
+            let options = fuse::Options {
+                writable: !drive.disk().is_read_only(),
+                growable: self.growable,
+                allow_other: self.allow_other,
+                ..fuse::Options::default()
+            };
+            let opened = monitor.mount(&format!("fuse-{number}"), drive, path, options);
+            opened.map_err(|error| Failure::new(error).context("--fuse"))?;
+            doors.push((number, Door::File(path.clone())));
+        }
+        Ok(doors)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_socket_file_is_written_with_its_kind() {
+        assert_eq!("unix:/run/a".parse(), Ok(SocketFile("/run/a".into())));
+        assert!("unix:".parse::<SocketFile>().is_err());
+        assert!("/run/a".parse::<SocketFile>().is_err());
+    }
+}
