@@ -3,10 +3,10 @@
 use super::request::{Malformed, Message, Request, WRITE_HEAD};
 use super::wire::{IOCTL_CLONE, OutHeader};
 use isobath_storage::IoBuf;
-use isobath_storage::ring::Readiness;
+use isobath_storage::ring::Device;
 use std::cell::RefCell;
 use std::fs::File;
-use std::io::{self, IoSlice, Read, Write};
+use std::io::{self, IoSlice};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use zerocopy::IntoBytes;
@@ -42,8 +42,7 @@ pub(super) fn clone_device(connection: &OwnedFd) -> io::Result<OwnedFd> {
 
 /// One thread's way to the kernel.
 pub(super) struct Channel {
-    file: File,
-    readiness: Readiness,
+    device: Device,
     /// Buffers that are free.
     free: RefCell<Vec<IoBuf>>,
 }
@@ -81,14 +80,13 @@ pub(super) enum NoMessage {
 }
 
 impl Channel {
-    pub(super) fn new(device: OwnedFd) -> io::Result<Self> {
-        let file = File::from(device.try_clone()?);
-        Ok(Self { file, readiness: Readiness::from(device), free: RefCell::default() })
+    pub(super) fn new(device: OwnedFd) -> Self {
+        Self { device: Device::from(device), free: RefCell::default() }
     }
 
     /// Waits until a message may be there, or the connection has ended.
     pub(super) async fn readable(&self) -> io::Result<()> {
-        self.readiness.ready(libc::POLLIN).await.map(drop)
+        self.device.readable().await
     }
 
     /// Takes a message; a write with its payload.
@@ -112,7 +110,7 @@ impl Channel {
     fn read(&self, buf: &mut IoBuf) -> Result<Message, NoMessage> {
         let room = buf.get_mut(START..).unwrap_or_default();
         loop {
-            match (&self.file).read(room) {
+            match self.device.read(room) {
                 Ok(count) => return Ok(Message::parse(room.get(..count).unwrap_or_default())?),
                 Err(error) => match error.raw_os_error() {
                     // ENOENT: the request was given up while it was read.
@@ -152,7 +150,7 @@ impl Channel {
         let header = OutHeader { len: length as u32, error, unique };
         let parts = [header.as_bytes(), body, data].map(IoSlice::new);
         loop {
-            match (&self.file).write_vectored(&parts) {
+            match self.device.write(&parts) {
                 Ok(_) => return,
                 Err(error) => match error.raw_os_error() {
                     Some(libc::EINTR) => {}

@@ -90,9 +90,9 @@ impl<D: BlockDevice> Mount<D> {
         let ending = Ending(self);
         let mut channels = Vec::new();
         for _ in 1..workers.len() {
-            channels.push(Channel::new(clone_device(&connection)?)?);
+            channels.push(Channel::new(clone_device(&connection)?));
         }
-        channels.push(Channel::new(connection)?);
+        channels.push(Channel::new(connection));
         let mut result = Ok(());
         let mut here = Vec::new();
         let mut there = Vec::new();
@@ -156,7 +156,7 @@ fn greet(path: &Path, connection: &OwnedFd) -> Result<(), MountError> {
     if unsafe { libc::poll(&raw mut poll, 1, GREETING) } < 0 {
         return Err(failed(io::Error::last_os_error()));
     }
-    let channel = Channel::new(connection.try_clone().map_err(failed)?).map_err(failed)?;
+    let channel = Channel::new(connection.try_clone().map_err(failed)?);
     let (message, _) = channel.receive().map_err(|error| match error {
         NoMessage::Io(error) => failed(error),
         error => failed(io::Error::other(error)),

@@ -5,6 +5,13 @@
 
 #[path = "../common/client.rs"]
 mod client;
+mod fuse_doors;
+mod fuse_file;
+mod fuse_loop;
+#[path = "../common/fuse_mount.rs"]
+mod fuse_mount;
+mod fuse_mounting;
+mod fuse_random;
 #[path = "../common/memory_disk.rs"]
 mod memory_disk;
 mod nbd_clients;

@@ -18,6 +18,7 @@
 //! panic in the future given to `block_on` unwinds through it.
 
 mod blocking;
+mod device;
 mod driver;
 mod event;
 mod executor;
@@ -31,6 +32,7 @@ mod task;
 mod timer;
 mod worker;
 
+pub use device::Device;
 pub use event::Event;
 pub use executor::{Config, Executor};
 pub use net::Readiness;

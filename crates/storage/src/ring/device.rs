@@ -1,0 +1,113 @@
+//! Character devices that hand out messages, such as `/dev/fuse`.
+
+use super::local;
+use super::op::ops;
+use std::io::{self, IoSlice};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+
+/// A device from which whole messages are read, and to which they are written.
+///
+/// Reads and writes are plain system calls, which must not wait: the device is to be in non-blocking mode.
+/// What a message holds is copied by the call itself, so the ring would save nothing. Only the wait for
+/// the next message is the ring's.
+#[derive(Debug)]
+pub struct Device {
+    file: Arc<OwnedFd>,
+}
+
+impl From<OwnedFd> for Device {
+    /// Takes over a descriptor in non-blocking mode (`O_NONBLOCK`).
+    fn from(file: OwnedFd) -> Self {
+        Self { file: Arc::new(file) }
+    }
+}
+
+impl AsFd for Device {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
+    }
+}
+
+impl Device {
+    /// Waits until there is something to read, or the device has failed. Of several that wait for one
+    /// source of messages, on any threads and descriptors, each message wakes one: whoever is woken must
+    /// read, and one whose future is dropped may have been woken for all.
+    ///
+    /// # Errors
+    /// The device cannot be polled.
+    ///
+    /// # Panics
+    /// Outside [`Executor::block_on`](super::Executor::block_on).
+    pub async fn readable(&self) -> io::Result<()> {
+        const EVENTS: u32 = (libc::EPOLLIN | libc::EPOLLEXCLUSIVE) as u32;
+        let local = local::required();
+        loop {
+            match ops::poll(&local, &self.file, EVENTS).await {
+                Err(error) if error.raw_os_error() == Some(libc::EINTR) => {}
+                result => return result.map(drop),
+            }
+        }
+    }
+
+    /// Reads one message into `buf`, and tells its length.
+    ///
+    /// # Errors
+    /// `WouldBlock` if there is none; whatever else the device says.
+    pub fn read(&self, buf: &mut [u8]) -> io::Result<usize> {
+        // SAFETY: the descriptor is open, and the buffer has room for its length.
+        let count =
+            unsafe { libc::read(self.file.as_raw_fd(), buf.as_mut_ptr().cast(), buf.len()) };
+        usize::try_from(count).map_err(|_| io::Error::last_os_error())
+    }
+
+    /// Writes one message in parts, at most 1024, and tells how many bytes were taken.
+    ///
+    /// # Errors
+    /// Whatever the device says.
+    pub fn write(&self, parts: &[IoSlice<'_>]) -> io::Result<usize> {
+        let (first, count) = (parts.as_ptr().cast(), parts.len() as i32);
+        // SAFETY: the descriptor is open; an `IoSlice` is laid out as an iovec, and its bytes live.
+        let count = unsafe { libc::writev(self.file.as_raw_fd(), first, count) };
+        usize::try_from(count).map_err(|_| io::Error::last_os_error())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ring::{Config, Executor, spawn, yield_now};
+    use std::cell::Cell;
+    use std::io::Write;
+    use std::os::unix::net::UnixStream;
+    use std::rc::Rc;
+
+    #[test]
+    fn a_message_wakes_one_of_those_that_wait() {
+        let (mut ours, theirs) = UnixStream::pair().unwrap();
+        theirs.set_nonblocking(true).unwrap();
+        let device = Rc::new(Device::from(OwnedFd::from(theirs)));
+        Executor::new(&Config::default()).unwrap().block_on(async {
+            assert_eq!(device.read(&mut [0; 4]).unwrap_err().kind(), io::ErrorKind::WouldBlock);
+            let read = Rc::new(Cell::new(0));
+            let waiting: Vec<_> = (0..3)
+                .map(|_| {
+                    let (device, read) = (device.clone(), read.clone());
+                    spawn(async move {
+                        device.readable().await.unwrap();
+                        read.set(read.get() + device.read(&mut [0; 1]).unwrap());
+                    })
+                })
+                .collect();
+            yield_now().await;
+            for round in 1..=3 {
+                ours.write_all(b"x").unwrap();
+                while waiting.iter().filter(|task| task.is_finished()).count() < round {
+                    yield_now().await;
+                }
+                assert_eq!(read.get(), round, "somebody was woken in vain");
+            }
+            assert_eq!(device.write(&[IoSlice::new(b"on"), IoSlice::new(b"ce")]).unwrap(), 4);
+        });
+    }
+}
