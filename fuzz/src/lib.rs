@@ -12,6 +12,7 @@ mod journal;
 mod nbd;
 mod nbd_session;
 mod seeds;
+mod vhost_user;
 
 pub use embedded::embedded;
 pub use format::{bitmaps, compressed, extensions, header, index, l1_l2, refcount, snapshots};
@@ -20,6 +21,7 @@ pub use journal::journal;
 pub use nbd::{nbd_handshake, nbd_request};
 pub use nbd_session::nbd_session;
 pub use seeds::seeds;
+pub use vhost_user::vhost_user;
 
 /// A fuzz target.
 pub type Target = fn(&[u8]);
@@ -39,6 +41,7 @@ pub const TARGETS: &[(&str, Target)] = &[
     ("nbd_handshake", nbd_handshake),
     ("nbd_request", nbd_request),
     ("nbd_session", nbd_session),
+    ("vhost_user", vhost_user),
     ("image", image),
 ];
 

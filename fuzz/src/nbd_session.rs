@@ -1,7 +1,7 @@
 //! Whole NBD sessions, on a disk in memory.
 
 #[path = "../../crates/export/tests/common/memory_disk.rs"]
-mod memory_disk;
+pub(crate) mod memory_disk;
 #[path = "../../crates/export/tests/common/script.rs"]
 pub(crate) mod script;
 

@@ -59,6 +59,7 @@ pub fn seeds(target: &str) -> Vec<Vec<u8>> {
         "embedded" => leads(),
         "nbd_handshake" => vec![handshake(255), handshake(0)],
         "nbd_session" => sessions(),
+        "vhost_user" => crate::vhost_user::valid_inputs(),
         "nbd_request" => {
             let request = |command, offset, length| {
                 let header = Request { flags: 0, command, cookie: 7, offset, length }.encode();

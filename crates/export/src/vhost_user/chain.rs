@@ -58,8 +58,7 @@ impl Chain {
         let memory = ring.memory();
         let mut index = head;
         for _ in 0..ring.size() {
-            let descriptor =
-                ring.descriptor(index).ok_or(ChainError::NoDescriptor(index))?;
+            let descriptor = ring.descriptor(index).ok_or(ChainError::NoDescriptor(index))?;
             if descriptor.flags & INDIRECT == 0 {
                 self.add(memory, descriptor)?;
             } else {
@@ -91,7 +90,8 @@ impl Chain {
                 return Err(ChainError::NoDescriptor(index));
             }
             // SAFETY: the table has `count` descriptors in mapped memory.
-            let descriptor = unsafe { Descriptor::read(start.add(DESCRIPTOR * usize::from(index))) };
+            let descriptor =
+                unsafe { Descriptor::read(start.add(DESCRIPTOR * usize::from(index))) };
             if descriptor.flags & INDIRECT != 0 {
                 return Err(ChainError::Indirect);
             }

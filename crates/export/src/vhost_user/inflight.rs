@@ -90,7 +90,7 @@ impl Region {
             return Err(invalid("a list of requests in flight that is too short"));
         }
         let mapping = Mapping::new(file, offset, length)?;
-        if mapping.start().as_ptr() as usize % 8 != 0 {
+        if !mapping.start().cast::<u64>().is_aligned() {
             return Err(invalid("a list of requests in flight that is not aligned"));
         }
         Ok(Self { mapping, queues, size })
@@ -105,9 +105,8 @@ impl Region {
             return Err(RingError::Inflight("it has fewer queues"));
         }
         // SAFETY: the mapping has a part for each of the queues.
-        let start = unsafe {
-            self.mapping.start().add(part_length(self.size) * usize::from(queue))
-        };
+        let start =
+            unsafe { self.mapping.start().add(part_length(self.size) * usize::from(queue)) };
         debug_assert!(part_length(self.size) * (usize::from(queue) + 1) <= self.mapping.len());
         let list = InFlight {
             start,
@@ -173,6 +172,7 @@ impl InFlight {
     }
 
     /// Whether the next store is made.
+    #[cfg_attr(not(test), expect(clippy::unused_self, reason = "only tests kill it"))]
     fn alive(&self) -> bool {
         #[cfg(test)]
         {
@@ -204,7 +204,11 @@ impl InFlight {
 
     /// Notes that a batch of requests has ended. `publish` shows them to the driver and tells the new used
     /// index.
-    pub(crate) fn end(&mut self, heads: impl Iterator<Item = u16> + Clone, publish: impl FnOnce() -> u16) {
+    pub(crate) fn end(
+        &mut self,
+        heads: impl Iterator<Item = u16> + Clone,
+        publish: impl FnOnce() -> u16,
+    ) {
         for head in heads.clone() {
             let Some(entry) = self.entry(head) else { continue };
             self.set_half(entry + NEXT, self.half(LAST_BATCH_HEAD).load(Ordering::Relaxed));

@@ -70,7 +70,8 @@ impl Mapping {
             .filter(|size| isize::try_from(*size).is_ok())
             .ok_or_else(|| invalid("a mapping that is too large"))?;
         let start = libc::off_t::try_from(start).map_err(|_| invalid("an offset too large"))?;
-        let (access, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED | libc::MAP_NORESERVE);
+        let (access, flags) =
+            (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED | libc::MAP_NORESERVE);
         // SAFETY: a new mapping at an address of the kernel's choice touches no other memory.
         let base = unsafe {
             libc::mmap(std::ptr::null_mut(), mapped, access, flags, file.as_raw_fd(), start)
@@ -230,7 +231,7 @@ mod tests {
             RegionAt { guest: 0x8000, user: 0, size: 0, ..at },
             RegionAt { guest: u64::MAX, user: 0, ..at },
             RegionAt { guest: 0x8000, user: u64::MAX, ..at },
-            RegionAt { guest: 0x8000, user: 0, size: 1 << 62, offset: 1 << 63, ..at },
+            RegionAt { guest: 0x8000, user: 0, size: 1 << 62, offset: 1 << 63 },
         ] {
             assert!(memory.with(bad, &shared).is_err(), "{bad:?}");
         }

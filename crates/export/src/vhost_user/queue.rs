@@ -3,12 +3,12 @@
 use super::chain::Chain;
 use super::inflight::InFlight;
 use super::notify::Notifier;
-use crate::pool::Pool;
 use super::request::{Context, ID_BYTES, Job};
 use super::ring::{Ring, RingError};
+use super::throttle::Throttle;
+use crate::pool::Pool;
 use crate::slots::Slots;
 use crate::stop::Stop;
-use super::throttle::Throttle;
 use isobath_disk::BlockDevice;
 use isobath_storage::ring::Event;
 use std::cell::RefCell;

@@ -2,8 +2,8 @@
 
 use super::chain::{Chain, Segment, total};
 use super::config::{MAX_RANGES, SECTOR};
-use crate::pool::{Pool, Pooled};
 use super::throttle::Throttle;
+use crate::pool::{Pool, Pooled};
 use isobath_disk::{BlockDevice, DiskError, Result, ZeroFlags};
 use isobath_storage::IoBuf;
 use std::any::Any;
@@ -187,7 +187,8 @@ impl<D: BlockDevice> Context<D> {
         let mut ranges = Vec::with_capacity(count);
         while let Some(bytes) = chain.take_header::<16>() {
             let value = u128::from_le_bytes(bytes);
-            let (sector, sectors, flags) = (value as u64, (value >> 64) as u32, (value >> 96) as u32);
+            let (sector, sectors, flags) =
+                (value as u64, (value >> 64) as u32, (value >> 96) as u32);
             let unmap = flags == VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP;
             if flags != 0 && !(unmap && kind == VIRTIO_BLK_T_WRITE_ZEROES) {
                 return Err(Answer::of(UNSUPPORTED));
@@ -284,7 +285,9 @@ impl<D: BlockDevice> Context<D> {
             while let Some(piece) = pieces.next(from.len()) {
                 let (now, rest) = from.split_at(piece.length);
                 // SAFETY: the piece is in the guest's memory, and the pool's is apart from it.
-                unsafe { piece.start.copy_from_nonoverlapping(NonNull::from(now).cast(), now.len()) };
+                unsafe {
+                    piece.start.copy_from_nonoverlapping(NonNull::from(now).cast(), now.len());
+                }
                 from = rest;
             }
             self.pool.put(Pooled { data, spare });
@@ -331,6 +334,7 @@ impl<D: BlockDevice> Context<D> {
 }
 
 /// How a request is answered.
+#[derive(Clone, Copy)]
 struct Answer {
     status: u8,
     /// Bytes written before the status.
@@ -397,7 +401,8 @@ impl<'a> Pieces<'a> {
         if most == 0 {
             return None;
         }
-        let Segment { start, length } = self.now.take().or_else(|| self.segments.next().copied())?;
+        let Segment { start, length } =
+            self.now.take().or_else(|| self.segments.next().copied())?;
         let piece = Segment { start, length: length.min(most) };
         if piece.length < length {
             // SAFETY: the piece is shorter than the segment.

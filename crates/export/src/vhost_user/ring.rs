@@ -121,12 +121,13 @@ impl Ring {
         base: u16,
         event_index: bool,
     ) -> Result<Self, RingError> {
-        let valid = u16::try_from(size).ok().filter(|size| size.is_power_of_two() && *size <= MAX_SIZE);
+        let valid =
+            u16::try_from(size).ok().filter(|size| size.is_power_of_two() && *size <= MAX_SIZE);
         let size = valid.ok_or(RingError::Size(size))?;
         let (available, used) = lengths(size);
         let place = |name, address, length, align: usize| {
             let start: Option<NonNull<u8>> = memory.user_piece(address, length);
-            let aligned = start.filter(|start| start.as_ptr() as usize % align == 0);
+            let aligned = start.filter(|start| (start.as_ptr() as usize).is_multiple_of(align));
             aligned.ok_or(RingError::Place(name))
         };
         let descriptors =
@@ -228,8 +229,8 @@ impl Ring {
         let entry = usize::from(self.next_used & (self.size - 1));
         // SAFETY: entry `entry` of `size` is 8 bytes at 4 + 8 * entry, and the ring is aligned to 4.
         let (id, length) = unsafe {
-            let place = self.used.as_ptr().add(4 + 8 * entry).cast::<u32>();
-            (AtomicU32::from_ptr(place), AtomicU32::from_ptr(place.add(1)))
+            let place = self.used.add(4 + 8 * entry).cast::<u32>();
+            (AtomicU32::from_ptr(place.as_ptr()), AtomicU32::from_ptr(place.add(1).as_ptr()))
         };
         id.store(u32::from(head).to_le(), Ordering::Relaxed);
         length.store(written.to_le(), Ordering::Relaxed);
@@ -248,7 +249,8 @@ impl Ring {
         if !self.event_index {
             return u16::from_le(self.available(0).load(Ordering::Relaxed)) & QUIET == 0;
         }
-        let wanted = u16::from_le(self.available(2 + usize::from(self.size)).load(Ordering::Relaxed));
+        let wanted =
+            u16::from_le(self.available(2 + usize::from(self.size)).load(Ordering::Relaxed));
         let notified = self.notified.replace(self.next_used);
         notified.is_none_or(|notified| crosses(wanted, self.next_used, notified))
     }

@@ -49,7 +49,11 @@ impl<D: BlockDevice> Server<D> {
     ///
     /// # Panics
     /// Outside [`Executor::block_on`](ring::Executor::block_on).
-    pub async fn serve(self: &Arc<Self>, listener: UnixListener, workers: &[Handle]) -> io::Result<()> {
+    pub async fn serve(
+        self: &Arc<Self>,
+        listener: UnixListener,
+        workers: &[Handle],
+    ) -> io::Result<()> {
         listener.set_nonblocking(true)?;
         let ready = Readiness::from(OwnedFd::from(listener.try_clone()?));
         let own = [ring::handle()];

@@ -97,8 +97,7 @@ impl<'a, D: BlockDevice> Session<'a, D> {
         let mut connection = Connection::from(socket);
         loop {
             let ended = match self.next(&mut connection).await {
-                Event::Stop => Ok(true),
-                Event::Message(Ok(None)) => Ok(true),
+                Event::Stop | Event::Message(Ok(None)) => Ok(true),
                 Event::Message(Ok(Some(message))) => {
                     self.answer(&connection, message).await.map(|()| false)
                 }
@@ -154,7 +153,9 @@ impl<'a, D: BlockDevice> Session<'a, D> {
             }
             Ok(_) => return Ok(()),
             Err(error) if wants_ack => (1_u64.to_ne_bytes().to_vec(), None, Some(error)),
-            Err(error) => return Err(io::Error::new(error.kind(), format!("message {code}: {error}"))),
+            Err(error) => {
+                return Err(io::Error::new(error.kind(), format!("message {code}: {error}")));
+            }
         };
         if let Some(error) = refusal {
             tracing::warn!(code, %error, "a client's message is refused");
@@ -206,7 +207,8 @@ impl<'a, D: BlockDevice> Session<'a, D> {
             code::SET_INFLIGHT_FD => self.set_in_flight(message),
             code::SET_STATUS => {
                 let status: u64 = message.read()?;
-                self.status = u8::try_from(status).map_err(|_| invalid("a status beyond a byte"))?;
+                self.status =
+                    u8::try_from(status).map_err(|_| invalid("a status beyond a byte"))?;
                 if self.status == 0 {
                     self.reset().await;
                 }
@@ -216,9 +218,7 @@ impl<'a, D: BlockDevice> Session<'a, D> {
             code::SET_VRING_NUM
             | code::SET_VRING_BASE
             | code::GET_VRING_BASE
-            | code::SET_VRING_ENABLE => {
-                self.set_vring(message.code, message.read()?).await
-            }
+            | code::SET_VRING_ENABLE => self.set_vring(message.code, message.read()?).await,
             code::SET_VRING_ADDR => self.set_addresses(message.read()?).await,
             code::SET_VRING_KICK | code::SET_VRING_CALL | code::SET_VRING_ERR => {
                 self.set_notifier(message).await
@@ -349,12 +349,13 @@ impl<'a, D: BlockDevice> Session<'a, D> {
                 }
             }
             _ if vring.is_running() => return Err(invalid("a change of a queue that runs")),
-            code::SET_VRING_NUM if value > most => {
-                return Err(invalid("a queue larger than is offered"));
+            code::SET_VRING_NUM if value > most || !value.is_power_of_two() => {
+                return Err(invalid("a queue of a size that is not offered"));
             }
             code::SET_VRING_NUM => vring.size = value,
             _ => {
-                vring.base = u16::try_from(value).map_err(|_| invalid("an index beyond 16 bits"))?;
+                vring.base =
+                    u16::try_from(value).map_err(|_| invalid("an index beyond 16 bits"))?;
             }
         }
         self.start(index as usize)
@@ -366,11 +367,8 @@ impl<'a, D: BlockDevice> Session<'a, D> {
         }
         let vring = self.vring(at.index)?;
         vring.stop().await;
-        vring.addresses = Addresses {
-            descriptors: at.descriptors,
-            available: at.available,
-            used: at.used,
-        };
+        vring.addresses =
+            Addresses { descriptors: at.descriptors, available: at.available, used: at.used };
         self.start(at.index as usize)
     }
 

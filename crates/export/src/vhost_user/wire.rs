@@ -237,7 +237,12 @@ impl Connection {
     }
 
     /// Answers a message.
-    pub(crate) async fn reply(&self, code: u32, body: &[u8], file: Option<&File>) -> io::Result<()> {
+    pub(crate) async fn reply(
+        &self,
+        code: u32,
+        body: &[u8],
+        file: Option<&File>,
+    ) -> io::Result<()> {
         self.send(code, VERSION | REPLY, body, file).await
     }
 
@@ -246,7 +251,13 @@ impl Connection {
         self.send(code, VERSION, &[], None).await
     }
 
-    async fn send(&self, code: u32, flags: u32, body: &[u8], file: Option<&File>) -> io::Result<()> {
+    async fn send(
+        &self,
+        code: u32,
+        flags: u32,
+        body: &[u8],
+        file: Option<&File>,
+    ) -> io::Result<()> {
         let mut bytes = Vec::with_capacity(HEADER + body.len());
         for word in [code, flags, body.len() as u32] {
             bytes.extend_from_slice(&word.to_ne_bytes());
@@ -294,10 +305,11 @@ fn receive(socket: i32, space: &mut [u8], files: &mut Vec<OwnedFd>) -> io::Resul
         let mut message = libc::CMSG_FIRSTHDR(&raw const header);
         while let Some(one) = message.as_ref() {
             if (one.cmsg_level, one.cmsg_type) == (libc::SOL_SOCKET, libc::SCM_RIGHTS) {
-                let bytes = (one.cmsg_len as usize).saturating_sub(libc::CMSG_LEN(0) as usize);
-                let data = libc::CMSG_DATA(message).cast::<i32>();
+                let bytes = one.cmsg_len.saturating_sub(libc::CMSG_LEN(0) as usize);
+                let data = libc::CMSG_DATA(message).cast::<[u8; size_of::<i32>()]>();
                 for at in 0..bytes / size_of::<i32>() {
-                    files.push(OwnedFd::from_raw_fd(data.add(at).read_unaligned()));
+                    let number = i32::from_ne_bytes(data.add(at).read());
+                    files.push(OwnedFd::from_raw_fd(number));
                 }
             }
             message = libc::CMSG_NXTHDR(&raw const header, message);

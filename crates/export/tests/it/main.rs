@@ -22,6 +22,10 @@ mod nbd_torture;
 mod script;
 #[path = "../common/served.rs"]
 mod served;
+mod vhost_driver;
 mod vhost_guest;
+mod vhost_hostile;
+#[path = "../common/vhost_raw.rs"]
+mod vhost_raw;
 #[path = "../common/vhost_served.rs"]
 mod vhost_served;

@@ -185,6 +185,7 @@ fn close(mut served: VhostServed<LiveDisk<FileHost>>, disk: Arc<LiveDisk<FileHos
     served.stop();
     drop(served);
     on_executor(disk.close()).unwrap();
+    drop(disk);
 }
 
 fn on_executor<F: Future>(future: F) -> F::Output {

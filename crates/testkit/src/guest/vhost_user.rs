@@ -24,7 +24,9 @@ impl Guest {
             "-chardev",
             format!("socket,id=vhost{disk},path={socket},reconnect=1"),
             "-device",
-            format!("vhost-user-blk-pci,chardev=vhost{disk},id=vhost-disk{disk},num-queues={queues}"),
+            format!(
+                "vhost-user-blk-pci,chardev=vhost{disk},id=vhost-disk{disk},num-queues={queues}"
+            ),
         ]);
         self
     }

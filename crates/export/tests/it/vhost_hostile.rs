@@ -1,0 +1,484 @@
+//! Clients and guests that do what they must not.
+
+use crate::memory_disk::MemoryDisk;
+use crate::vhost_raw::{
+    AVAILABLE, DATA, EVENT_INDEX, FEATURES, FLUSH, INDIRECT, MEMORY, NEXT, PART, Raw, TABLE, USED,
+    USER, WRITE, addresses, descriptor, eventfd, header, memory_table, message, receive_with_file,
+    state,
+};
+use crate::vhost_served::VhostServed;
+use isobath_export::vhost_user::Options;
+use proptest::prelude::*;
+use std::fs::File;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+const SIZE: usize = 1 << 20;
+const IN: u32 = 0;
+const OUT: u32 = 1;
+const OK: u8 = 0;
+const ERROR: u8 = 1;
+const UNSUPPORTED: u8 = 2;
+
+fn served() -> VhostServed<MemoryDisk> {
+    served_with(MemoryDisk::new(SIZE), Options::default())
+}
+
+fn served_with(disk: MemoryDisk, options: Options) -> VhostServed<MemoryDisk> {
+    VhostServed::new(Arc::new(disk), options, 2)
+}
+
+/// Places of a test's request.
+const HEADER: u64 = DATA;
+const STATUS: u64 = DATA + 0x100;
+const BUFFER: u64 = DATA + 0x1000;
+
+/// Sends a request made by hand; gives its status, 0xee if that was not touched.
+fn status(raw: &Raw, header: [u8; 16], parts: &[(u64, u32, bool)]) -> u8 {
+    raw.memory.write(HEADER, &header);
+    raw.memory.write(STATUS, &[0xee]);
+    raw.request(0, parts);
+    raw.memory.read(STATUS, 1)[0]
+}
+
+#[test]
+fn requests_that_make_no_sense_fail_alone() {
+    let served = served();
+    let raw = Raw::start(&served.socket, 2, 16, FEATURES);
+    let head = (HEADER, 16, false);
+    let tail = (STATUS, 1, true);
+    let last = (SIZE / 512) as u64;
+    let beyond = MEMORY as u64;
+    for (kind, sector, parts, expected) in [
+        // Lengths and places.
+        (IN, 0, vec![head, (BUFFER, 511, true), tail], ERROR),
+        (OUT, 0, vec![head, (BUFFER, 513, false), tail], ERROR),
+        (IN, last, vec![head, (BUFFER, 512, true), tail], ERROR),
+        (OUT, last - 1, vec![head, (BUFFER, 1024, false), tail], ERROR),
+        (IN, u64::MAX, vec![head, (BUFFER, 512, true), tail], ERROR),
+        (IN, 1 << 55, vec![head, (BUFFER, 512, true), tail], ERROR),
+        // Nothing to do.
+        (IN, 0, vec![head, tail], OK),
+        (OUT, last, vec![head, tail], OK),
+        // Memory of the wrong kind.
+        (IN, 0, vec![head, (BUFFER, 512, false), tail], ERROR),
+        (OUT, 0, vec![head, (BUFFER, 512, true), tail], ERROR),
+        (IN, 0, vec![head, (BUFFER, 512, false), (BUFFER, 512, true), tail], ERROR),
+        // Memory that is not there.
+        (IN, 0, vec![head, (beyond, 512, true), tail], ERROR),
+        (IN, 0, vec![head, (beyond - 256, 512, true), tail], ERROR),
+        (OUT, 0, vec![head, (u64::MAX - 100, 512, false), tail], ERROR),
+        (OUT, 0, vec![head, (BUFFER, u32::MAX, false), tail], ERROR),
+        (OUT, 0, vec![(beyond, 16, false), (BUFFER, 512, false), tail], ERROR),
+        // Headers.
+        (IN, 0, vec![(HEADER, 15, false), tail], ERROR),
+        (IN, 0, vec![tail], ERROR),
+        (77, 0, vec![head, tail], UNSUPPORTED),
+        (u32::MAX, 0, vec![head, (BUFFER, 512, true), tail], UNSUPPORTED),
+        // Lists of ranges.
+        (11, 0, vec![head, tail], ERROR),
+        (13, 0, vec![head, (BUFFER, 15, false), tail], ERROR),
+        (13, 0, vec![head, (BUFFER, 17 * 16, false), tail], ERROR),
+        // A header in parts, and data right behind it, are fine.
+        (IN, 0, vec![(HEADER, 3, false), (HEADER + 3, 13, false), (BUFFER, 512, true), tail], OK),
+        (OUT, 0, vec![(HEADER, 16 + 512, false), tail], OK),
+        (4, 0, vec![head, tail], OK),
+    ] {
+        let found = status(&raw, header(kind, sector), &parts);
+        assert_eq!(found, expected, "kind {kind} at {sector}: {parts:x?}");
+        raw.assert_works(1);
+    }
+    // Without a place for the status there is nothing but the used ring.
+    for parts in [
+        vec![head],
+        vec![head, (BUFFER, 512, false)],
+        vec![head, (BUFFER, 0, true)],
+        vec![head, (beyond, 1, true)],
+        vec![head, (BUFFER, 512, true), head, tail],
+    ] {
+        raw.memory.write(HEADER, &header(IN, 0));
+        raw.memory.write(STATUS, &[0xee]);
+        assert_eq!(raw.request(0, &parts), 0, "{parts:x?}");
+        assert_eq!(raw.memory.read(STATUS, 1), [0xee]);
+    }
+    raw.assert_works(0);
+}
+
+#[test]
+fn ranges_are_checked_one_by_one() {
+    let served = served();
+    let raw = Raw::start(&served.socket, 1, 16, FEATURES);
+    let range = |sector: u64, count: u32, flags: u32| {
+        [&sector.to_le_bytes()[..], &count.to_le_bytes(), &flags.to_le_bytes()].concat()
+    };
+    let last = (SIZE / 512) as u64;
+    for (kind, ranges, expected) in [
+        (11, vec![range(0, 8, 0), range(16, 8, 0)], OK),
+        (11, vec![range(0, 8, 1)], UNSUPPORTED),
+        (11, vec![range(0, 8, 2)], UNSUPPORTED),
+        (13, vec![range(0, 8, 1), range(64, 0, 0)], OK),
+        (13, vec![range(0, 8, 3)], UNSUPPORTED),
+        (13, vec![range(last, 1, 0)], ERROR),
+        (13, vec![range(0, u32::MAX, 0)], ERROR),
+        (11, vec![range(u64::MAX, 1, 0)], ERROR),
+        (11, vec![range(0, last as u32, 0)], OK),
+        (13, vec![range(3, 1, 0); 16], OK),
+    ] {
+        assert_eq!(raw.transfer(0, OUT, 0, &[7; 4096]).0, OK);
+        let bytes = ranges.concat();
+        raw.memory.write(BUFFER, &bytes);
+        let parts = [(HEADER, 16, false), (BUFFER, bytes.len() as u32, false), (STATUS, 1, true)];
+        let found = status(&raw, header(kind, 0), &parts);
+        assert_eq!(found, expected, "kind {kind}: {ranges:?}");
+        let zeroed = found == OK && ranges[0][..4] == [0; 4];
+        assert_eq!(served.device.bytes(0, 1) == [0], zeroed, "kind {kind}: {ranges:?}");
+    }
+}
+
+#[test]
+fn chains_that_never_end_fail() {
+    let served = served();
+    let raw = Raw::start(&served.socket, 2, 16, FEATURES);
+    raw.memory.write(HEADER, &header(IN, 0));
+    let table = |at: u16, bytes: [u8; 16]| raw.memory.write(TABLE + 16 * u64::from(at), &bytes);
+    let offer = |descriptor: [u8; 16]| {
+        raw.memory.write(STATUS, &[0xee]);
+        raw.describe(0, 0, descriptor);
+        let index = raw.used_index(0);
+        raw.offer(0, 0);
+        raw.kick(0);
+        raw.wait_used(0, index.wrapping_add(1));
+        assert_eq!(raw.used(0, index).0, 0);
+        raw.memory.read(STATUS, 1)[0]
+    };
+    let indirect = |address, length, flags| descriptor(address, length, flags | INDIRECT, 0);
+    // Loops.
+    assert_eq!(offer(descriptor(HEADER, 16, NEXT, 0)), 0xee);
+    assert_eq!(offer(descriptor(STATUS, 1, NEXT | WRITE, 0)), 0xee);
+    assert_eq!(offer(descriptor(HEADER, 16, NEXT, 16)), 0xee);
+    assert_eq!(offer(descriptor(HEADER, 16, NEXT, u16::MAX)), 0xee);
+    table(0, descriptor(HEADER, 16, NEXT, 1));
+    table(1, descriptor(STATUS, 1, NEXT | WRITE, 1));
+    assert_eq!(offer(indirect(TABLE, 32, 0)), 0xee);
+    // Tables that are not allowed.
+    table(1, descriptor(STATUS, 1, WRITE, 0));
+    assert_eq!(offer(indirect(TABLE, 32, 0)), OK);
+    assert_eq!(offer(indirect(TABLE, 32, WRITE)), OK, "the flag means nothing here");
+    assert_eq!(offer(indirect(TABLE, 32, NEXT)), 0xee);
+    assert_eq!(offer(indirect(TABLE, 16, 0)), 0xee);
+    for length in [0, 15, 33, 1 << 20, !15] {
+        assert_eq!(offer(indirect(TABLE, length, 0)), 0xee, "{length}");
+    }
+    assert_eq!(offer(indirect(MEMORY as u64 - 16, 32, 0)), 0xee);
+    assert_eq!(offer(indirect(u64::MAX - 15, 32, 0)), 0xee);
+    table(1, indirect(TABLE, 32, 0));
+    assert_eq!(offer(indirect(TABLE, 32, 0)), 0xee, "one in another");
+    // A table at an odd address is allowed.
+    raw.memory.write(TABLE + 3, &descriptor(HEADER, 16, NEXT, 1));
+    raw.memory.write(TABLE + 19, &descriptor(STATUS, 1, WRITE, 0));
+    assert_eq!(offer(indirect(TABLE + 3, 32, 0)), OK);
+    raw.assert_works(0);
+    raw.assert_works(1);
+}
+
+#[test]
+fn a_ring_that_makes_no_sense_is_stopped_alone() {
+    for event_index in [0, EVENT_INDEX] {
+        let served = served();
+        let raw = Raw::start(&served.socket, 3, 16, FEATURES | event_index);
+        let error = eventfd();
+        raw.tell_with(14, &0_u64.to_ne_bytes(), &[&error]);
+        raw.assert_works(0);
+        // An index that is too far ahead.
+        raw.memory.set_half(AVAILABLE + 2, 2 + 17);
+        raw.kick(0);
+        wait_readable(&error);
+        raw.assert_works(1);
+        // An entry that is no descriptor.
+        raw.memory.set_half(2 * PART + AVAILABLE + 4, 16);
+        raw.memory.set_half(2 * PART + AVAILABLE + 2, 1);
+        raw.kick(2);
+        raw.assert_works(1);
+        assert_eq!((raw.stop_queue(0), raw.stop_queue(2)), (2, 0));
+        // Both can be used again.
+        raw.memory.set_half(AVAILABLE + 2, 2);
+        raw.start_queue(0, 2);
+        raw.assert_works(0);
+        raw.memory.set_half(2 * PART + AVAILABLE + 2, 0);
+        raw.start_queue(2, 0);
+        raw.assert_works(2);
+    }
+}
+
+#[test]
+fn a_guest_cannot_have_more_requests_than_descriptors() {
+    let disk = MemoryDisk::new(SIZE);
+    *disk.held.lock() = Some(Vec::new());
+    let served = served_with(disk, Options::default());
+    let raw = Raw::start(&served.socket, 1, 4, FEATURES);
+    raw.memory.write(HEADER, &header(4, 0));
+    raw.describe(0, 0, descriptor(HEADER, 16, NEXT, 1));
+    raw.describe(0, 1, descriptor(STATUS, 1, WRITE, 0));
+    for _ in 0..50 {
+        for _ in 0..4 {
+            raw.offer(0, 0);
+        }
+        raw.kick(0);
+        std::thread::yield_now();
+    }
+    served.device.release();
+    raw.stop_queue(0);
+    assert!(served.device.most_running.load(Ordering::Relaxed) <= 4);
+}
+
+#[test]
+fn messages_that_make_no_sense_end_the_connection_or_are_refused() {
+    let served = served();
+    let good = Raw::connect(&served.socket, 1, 16);
+    let table = |regions: &[_]| memory_table(regions);
+    let whole = (0, MEMORY as u64, USER, 0);
+    good.agree(FEATURES);
+    let (memory, call) = (&good.memory.file, &good.calls[0]);
+    let pipe = File::open("/dev/zero").unwrap();
+    for (code, body, files) in [
+        (2, u64::MAX.to_ne_bytes().to_vec(), vec![]),
+        (2, vec![0; 7], vec![]),
+        (16, u64::MAX.to_ne_bytes().to_vec(), vec![]),
+        (5, table(&[whole]), vec![]),
+        (5, table(&[whole, whole]), vec![memory, memory]),
+        (5, table(&[(0, MEMORY as u64 + 1, USER, 0)]), vec![memory]),
+        (5, table(&[whole])[..20].to_vec(), vec![memory]),
+        (5, vec![], vec![]),
+        (37, [vec![0; 8], table(&[whole])[8..].to_vec()].concat(), vec![memory]),
+        (37, vec![0; 40], vec![memory]),
+        (38, vec![0; 40], vec![]),
+        (8, state(0, 3), vec![]),
+        (8, state(0, 4096), vec![]),
+        (8, state(4, 16), vec![]),
+        (8, state(0, 16)[..7].to_vec(), vec![]),
+        (9, addresses(9, USER, USER, USER), vec![]),
+        (9, [state(0, 1), vec![0; 32]].concat(), vec![]),
+        (10, state(0, 1 << 16), vec![]),
+        (12, 0x100_u64.to_ne_bytes().to_vec(), vec![]),
+        (12, 0_u64.to_ne_bytes().to_vec(), vec![&pipe]),
+        (12, 0_u64.to_ne_bytes().to_vec(), vec![]),
+        (12, 200_u64.to_ne_bytes().to_vec(), vec![call]),
+        (13, 0_u64.to_ne_bytes().to_vec(), vec![call, call]),
+        (13, 0_u64.to_ne_bytes().to_vec(), vec![memory]),
+        (18, state(0, 2), vec![]),
+        (25, [vec![0; 12], vec![1; 4]].concat(), vec![]),
+        (32, vec![0xff; 24], vec![memory]),
+        (32, vec![1; 20], vec![]),
+        (6, vec![0; 16], vec![memory]),
+        (39, 256_u64.to_ne_bytes().to_vec(), vec![]),
+        (28, vec![], vec![]),
+        (99, vec![], vec![]),
+        (0, vec![], vec![]),
+    ] {
+        assert!(!good.is_done(code, &body, &files), "message {code} {body:x?}");
+    }
+    good.start_queue(0, 0);
+    good.assert_works(0);
+    drop(good);
+
+    for bytes in [
+        message(1, 0, &[]),
+        message(1, 2, &[]),
+        message(1, 5, &[]),
+        [&1_u32.to_ne_bytes()[..], &1_u32.to_ne_bytes(), &4097_u32.to_ne_bytes()].concat(),
+        message(8, 1, &state(77, 16)),
+        message(99, 1, &[]),
+        vec![0xff; 64],
+    ] {
+        let bad = Raw::connect(&served.socket, 1, 16);
+        bad.send(&bytes, &[]);
+        bad.wait_closed();
+    }
+    let many = Raw::connect(&served.socket, 1, 16);
+    let files = vec![&many.memory.file; 60];
+    many.send(&message(1, 1, &[]), &files);
+    many.wait_closed();
+    let half = Raw::connect(&served.socket, 1, 16);
+    half.send(&message(8, 1, &state(0, 16))[..15], &[&half.memory.file]);
+    drop(half);
+    Raw::start(&served.socket, 1, 16, FEATURES).assert_works(0);
+}
+
+#[test]
+fn a_configuration_space_is_read_in_any_part() {
+    let served = served();
+    let raw = Raw::connect(&served.socket, 1, 16);
+    raw.agree(FEATURES);
+    let read = |offset: u32, size: u32, room: usize| {
+        let part = [offset.to_ne_bytes(), size.to_ne_bytes(), [0; 4]].concat();
+        raw.ask(24, &[part, vec![0; room]].concat())
+    };
+    let all = read(0, 60, 60);
+    assert_eq!(all[12..20], (SIZE as u64 / 512).to_le_bytes());
+    assert_eq!(read(0, 256, 256)[12 + 60..], [0; 196]);
+    assert_eq!(read(20, 4, 4)[12..], 512_u32.to_le_bytes());
+    assert_eq!(read(100, 8, 8)[12..], [0; 8]);
+    for (offset, size, room) in [(0, 8, 4), (u32::MAX, 8, 8), (4090, 8, 8), (0, u32::MAX, 8)] {
+        assert_eq!(read(offset, size, room)[4..8], [0; 4], "{offset} {size}");
+    }
+}
+
+#[test]
+fn without_flushes_writes_are_durable_at_once() {
+    let served = served();
+    let flushes = || served.device.flushes.load(Ordering::Relaxed);
+    let raw = Raw::start(&served.socket, 1, 16, FEATURES);
+    raw.assert_works(0);
+    assert_eq!(flushes(), 0);
+    drop(raw);
+    let raw = Raw::start(&served.socket, 1, 16, FEATURES & !FLUSH);
+    raw.assert_works(0);
+    assert_eq!(flushes(), 1);
+}
+
+#[test]
+fn a_client_that_leaves_takes_nothing_with_it() {
+    let disk = MemoryDisk::new(SIZE);
+    *disk.held.lock() = Some(Vec::new());
+    let served = served_with(disk, Options::default());
+    let raw = Raw::start(&served.socket, 1, 16, FEATURES);
+    raw.memory.write(HEADER, &header(OUT, 0));
+    raw.memory.write(BUFFER, &[5; 512]);
+    raw.describe(0, 0, descriptor(HEADER, 16, NEXT, 1));
+    raw.describe(0, 1, descriptor(BUFFER, 512, NEXT, 2));
+    raw.describe(0, 2, descriptor(STATUS, 1, WRITE, 0));
+    raw.offer(0, 0);
+    raw.kick(0);
+    let deadline = std::time::Instant::now() + std::time::Duration::from_mins(1);
+    while served.device.running.load(Ordering::Relaxed) == 0 {
+        assert!(std::time::Instant::now() < deadline, "the request should be under way");
+        std::thread::yield_now();
+    }
+    drop(raw);
+    served.device.release();
+    served.wait_connected(false);
+    assert_eq!(served.device.bytes(0, 512), [5; 512]);
+    Raw::start(&served.socket, 1, 16, FEATURES).assert_works(0);
+}
+
+#[test]
+fn the_list_of_requests_in_flight_brings_them_back_in_order() {
+    let served = served();
+    let raw = Raw::connect(&served.socket, 1, 16);
+    raw.agree(FEATURES);
+    // 1 queue of 16.
+    let ask = [vec![0; 16], vec![1, 0, 16, 0]].concat();
+    raw.tell(31, &ask);
+    let (body, file) = receive_with_file(&raw.socket, 31);
+    let file = File::from(file);
+    assert_eq!((body.len(), &body[..8]), (24, &320_u64.to_ne_bytes()[..]));
+    // As a server left it that took three writes of the same sector, and ended one read and one of the
+    // writes, of which it had told in the used ring only.
+    let write = |value: u8, head: u16| {
+        let place = DATA + 0x2000 * u64::from(head);
+        raw.memory.write(place, &header(OUT, 0));
+        raw.memory.write(place + 0x1000, &[value; 512]);
+        raw.describe(0, head, descriptor(place, 16, NEXT, head + 1));
+        raw.describe(0, head + 1, descriptor(place + 0x1000, 512, NEXT, head + 2));
+        raw.describe(0, head + 2, descriptor(place + 16, 1, WRITE, 0));
+        raw.offer(0, head);
+    };
+    for (value, head) in [(1, 0), (2, 6), (3, 3), (4, 9)] {
+        write(value, head);
+    }
+    let mut region = vec![0; 320];
+    region[8..16].copy_from_slice(&[1, 0, 16, 0, 0, 0, 0, 0]);
+    for (counter, head, marked) in [(0_u64, 0_usize, 1), (2, 6, 1), (1, 3, 1)] {
+        region[16 + 16 * head] = marked;
+        region[24 + 16 * head..32 + 16 * head].copy_from_slice(&counter.to_ne_bytes());
+    }
+    std::os::unix::fs::FileExt::write_all_at(&file, &region, 0).unwrap();
+    // The last batch was head 0, which the used ring has.
+    raw.memory.write(USED + 4, &[0; 8]);
+    raw.memory.set_half(USED + 2, 1);
+    assert!(raw.is_done(32, &body, &[&file]));
+    raw.start_queue(0, 7);
+    raw.wait_used(0, 4);
+    let heads: Vec<u32> = (1..4).map(|index| raw.used(0, index).0).collect();
+    assert_eq!(heads, [3, 6, 9], "by their counters, and then the one never taken");
+    assert_eq!(served.device.bytes(0, 512), [4; 512]);
+    assert_eq!(raw.stop_queue(0), 4);
+    std::os::unix::fs::FileExt::read_exact_at(&file, &mut region, 0).unwrap();
+    assert!((0..16).all(|head| region[16 + 16 * head] == 0));
+    assert_eq!(region[14..16], [4, 0]);
+}
+
+#[test]
+fn memory_may_change_while_queues_run() {
+    let served = served();
+    let raw = Raw::start(&served.socket, 2, 16, FEATURES | EVENT_INDEX);
+    raw.assert_works(0);
+    let more = raw.memory.file.try_clone().unwrap();
+    let region = (1 << 40, 0x10_0000, USER + (1 << 30), 0);
+    let body = [vec![0; 8], memory_table(&[region])[8..].to_vec()].concat();
+    assert!(raw.is_done(37, &body, &[&more]));
+    raw.assert_works(0);
+    raw.assert_works(1);
+    // The same memory at its other address.
+    raw.memory.write(HEADER, &header(OUT, 1));
+    let high = |address: u64| address + (1 << 40);
+    let parts = [(high(HEADER), 16, false), (high(BUFFER), 512, false), (high(STATUS), 1, true)];
+    raw.memory.write(BUFFER, &[9; 512]);
+    raw.request(0, &parts);
+    assert_eq!((raw.memory.read(STATUS, 1)[0], served.device.bytes(512, 1)), (OK, vec![9]));
+    assert!(raw.is_done(38, &body, &[]));
+    raw.memory.write(STATUS, &[0xee]);
+    assert_eq!(raw.request(0, &parts), 0, "it is not there any more");
+    raw.assert_works(1);
+    // A table without the rings stops them.
+    let elsewhere = memory_table(&[(0, 0x1000, 0x1000, 0)]);
+    assert!(!raw.is_done(5, &elsewhere, &[&more]));
+}
+
+fn wait_readable(file: &File) {
+    use std::os::fd::AsRawFd;
+    let mut poll = libc::pollfd { fd: file.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+    // SAFETY: one entry, which is alive.
+    assert_eq!(unsafe { libc::poll(&raw mut poll, 1, 60_000) }, 1);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 96, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn whatever_is_in_a_ring_other_queues_go_on(
+        descriptors in proptest::collection::vec((0_u64..0x5_0000, 0_u32..5000, 0_u16..8, 0_u16..18), 16),
+        table in proptest::collection::vec((0_u64..0x5_0000, 0_u32..5000, 0_u16..8, 0_u16..10), 8),
+        heads in proptest::collection::vec(0_u16..17, 16),
+        ahead in 0_u16..20,
+        event_index in any::<bool>(),
+    ) {
+        let served = served();
+        let features = FEATURES | if event_index { EVENT_INDEX } else { 0 };
+        let raw = Raw::start(&served.socket, 2, 16, features);
+        let bytes = |(address, length, flags, next): &(u64, u32, u16, u16)| {
+            let (address, length) = match (flags & INDIRECT, next) {
+                (INDIRECT, 0..8) => (TABLE, 16 * u32::from(*next)),
+                (_, 0..4) => (HEADER, 16),
+                (_, 4..8) => (STATUS, 1),
+                _ => (*address, *length),
+            };
+            descriptor(address, length, *flags, *next)
+        };
+        raw.memory.write(HEADER, &header(u32::from(ahead % 2), 0));
+        for (index, one) in descriptors.iter().enumerate() {
+            raw.describe(0, index as u16, bytes(one));
+        }
+        for (index, one) in table.iter().enumerate() {
+            raw.memory.write(TABLE + 16 * index as u64, &bytes(one));
+        }
+        for (index, head) in heads.iter().enumerate() {
+            raw.memory.set_half(AVAILABLE + 4 + 2 * index as u64, *head);
+        }
+        raw.memory.set_half(AVAILABLE + 2, ahead);
+        raw.kick(0);
+        raw.assert_works(1);
+        prop_assert!(raw.stop_queue(0) <= ahead);
+        prop_assert_eq!(served.device.running.load(Ordering::Relaxed), 0);
+    }
+}
