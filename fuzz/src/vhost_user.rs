@@ -7,7 +7,9 @@ use crate::nbd_session::memory_disk::MemoryDisk;
 use crate::take;
 use isobath_export::vhost_user::{Options, Server};
 use isobath_storage::ring::{Config, Executor};
-use raw::{AVAILABLE, DATA, EVENT_INDEX, FEATURES, NEXT, Raw, TABLE, WRITE, descriptor, header};
+use raw::{
+    AVAILABLE, DATA, EVENT_INDEX, FEATURES, NEXT, PART, Raw, TABLE, WRITE, descriptor, header,
+};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::sync::atomic::Ordering;
@@ -35,13 +37,14 @@ static SERVED: LazyLock<(Arc<MemoryDisk>, SocketAddr)> = LazyLock::new(|| {
 });
 
 /// A queue: whatever is in its descriptors, its rings and its indirect tables, every request taken ends,
-/// the queue can be stopped, and another queue works as before.
+/// the queue can be stopped, and another one works after it.
 pub fn vhost_user(mut input: &[u8]) {
     let [mode, ahead] = take(&mut input);
     let features = FEATURES | if mode & EVENTS != 0 { EVENT_INDEX } else { 0 };
     let (disk, address) = &*SERVED;
     let client = Raw::on(UnixStream::connect_addr(address).unwrap(), 2, SIZE);
-    client.start_all(features);
+    client.agree(features);
+    client.start_queue(0, 0);
     let heads: [u8; 2 * SIZE as usize] = take(&mut input);
     let descriptors: [u8; 16 * SIZE as usize] = take(&mut input);
     let table: [u8; 128] = take(&mut input);
@@ -56,9 +59,12 @@ pub fn vhost_user(mut input: &[u8]) {
         client.memory.write(0, &[0xff; 64]);
         client.memory.write(TABLE, &[0xff; 32]);
     }
-    client.assert_works(1);
     assert!(client.stop_queue(0) <= u16::from(ahead));
     assert_eq!(disk.running.load(Ordering::Relaxed), 0);
+    // Whatever was read into the other's memory.
+    client.memory.write(PART, &[0; PART as usize]);
+    client.start_queue(1, 0);
+    client.assert_works(1);
 }
 
 /// A direct chain and an indirect one, of a kind of request each.

@@ -447,8 +447,9 @@ proptest! {
 
     #[test]
     fn whatever_is_in_a_ring_other_queues_go_on(
-        descriptors in proptest::collection::vec((0_u64..0x5_0000, 0_u32..5000, 0_u16..8, 0_u16..18), 16),
-        table in proptest::collection::vec((0_u64..0x5_0000, 0_u32..5000, 0_u16..8, 0_u16..10), 8),
+        // Data are in memory that nothing else uses, or beyond all of it.
+        descriptors in proptest::collection::vec((0x8_0000_u64..0x11_0000, 0_u32..5000, 0_u16..8, 0_u16..18), 16),
+        table in proptest::collection::vec((0x8_0000_u64..0x11_0000, 0_u32..5000, 0_u16..8, 0_u16..10), 8),
         heads in proptest::collection::vec(0_u16..17, 16),
         ahead in 0_u16..20,
         event_index in any::<bool>(),
