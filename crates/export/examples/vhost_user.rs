@@ -4,7 +4,8 @@
 //! cargo run -p isobath-export --example vhost_user -- /tmp/disk.sock disk.qcow2 2
 //! ```
 //!
-//! The last argument is the number of threads for queues; with 0 one thread does everything.
+//! The third argument is the number of threads for queues; with 0 one thread does everything. A fourth,
+//! `write-through`, makes every write durable at once.
 
 use isobath_disk::{LiveDisk, OpenOptions};
 use isobath_export::vhost_user::{Options, Server};
@@ -18,8 +19,12 @@ use std::path::Path;
 
 fn main() -> Result<(), Box<dyn Error>> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
-    let [socket, image, threads] = arguments.as_slice() else {
-        return Err("usage: vhost_user SOCKET IMAGE THREADS".into());
+    let (socket, image, threads, write_through) = match arguments.as_slice() {
+        [socket, image, threads] => (socket, image, threads, false),
+        [socket, image, threads, option] if option == "write-through" => {
+            (socket, image, threads, true)
+        }
+        _ => return Err("usage: vhost_user SOCKET IMAGE THREADS [write-through]".into()),
     };
     let workers = (0..threads.parse()?)
         .map(|number: usize| Worker::start(&format!("vring-{number}"), &Config::default()))
@@ -29,7 +34,8 @@ fn main() -> Result<(), Box<dyn Error>> {
         let mut signals = Signals::new(&[libc::SIGTERM, libc::SIGINT])?;
         let open = OpenOptions { writable: true, ..OpenOptions::default() };
         let disk = LiveDisk::open(FileHost, Path::new(image), &open).await?;
-        let options = Options { serial: "isobath-example".into(), ..Options::default() };
+        let serial = "isobath-example".into();
+        let options = Options { serial, write_through, ..Options::default() };
         let server = Server::new(disk.clone(), options)?;
         // A server that was killed leaves its socket's file.
         match fs::remove_file(socket) {

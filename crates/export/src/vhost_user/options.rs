@@ -13,6 +13,10 @@ pub struct Options {
     pub serial: String,
     /// Writes are served, unless the device itself is read-only.
     pub writable: bool,
+    /// Writes are durable when they are answered, for guests too that would ask for it when they need it.
+    /// Such a guest loses nothing even if the server is killed, whatever the image; every write costs a
+    /// flush.
+    pub write_through: bool,
     /// How many queues a guest may use, 1 to [`MAX_QUEUES`].
     pub queues: u16,
     /// Largest number of descriptors in a queue, a power of two from 2 to 1024.
@@ -25,11 +29,12 @@ pub struct Options {
 }
 
 impl Default for Options {
-    /// Writable, no serial number, 4 queues of up to 1024 descriptors, blocks of 512 bytes, 32 µs.
+    /// Writable, not write-through, no serial number, 4 queues of up to 1024 descriptors, blocks of 512 bytes, 32 µs.
     fn default() -> Self {
         Self {
             serial: String::new(),
             writable: true,
+            write_through: false,
             queues: 4,
             queue_size: ring::MAX_SIZE,
             logical_block_size: 512,

@@ -419,7 +419,7 @@ impl<'a, D: BlockDevice> Session<'a, D> {
             device: device.clone(),
             memory: self.memory.clone(),
             event_index: self.features & EVENT_INDEX != 0,
-            write_through: self.features & FLUSH == 0,
+            write_through: options.write_through || self.features & FLUSH == 0,
             read_only: config::is_read_only(&**device, options),
             serial,
             poll: options.poll,
