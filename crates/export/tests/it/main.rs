@@ -25,6 +25,9 @@ mod served;
 mod vhost_driver;
 mod vhost_guest;
 mod vhost_hostile;
+mod vhost_killed;
+#[path = "../common/vhost_process.rs"]
+mod vhost_process;
 #[path = "../common/vhost_raw.rs"]
 mod vhost_raw;
 #[path = "../common/vhost_served.rs"]

@@ -1,16 +1,15 @@
 //! Linux guests on a vhost-user-blk disk, under QEMU.
 
 use crate::memory_disk::MemoryDisk;
+use crate::vhost_process::start;
 use crate::vhost_served::VhostServed;
 use isobath_disk::{BlockDevice, LiveDisk, OpenOptions};
 use isobath_export::vhost_user::Options;
 use isobath_storage::file::FileHost;
 use isobath_storage::ring::{Config, Executor};
 use isobath_testkit::guest::Guest;
-use isobath_testkit::process::{Ready, Server};
 use isobath_testkit::qemu;
-use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::path::Path;
 use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
@@ -141,12 +140,12 @@ fn requests_in_flight_outlive_a_server_that_is_stopped() {
 fn requests_in_flight_outlive_a_server_that_is_killed() {
     // Clusters that have their places: new mappings are in memory until a flush, which a kill loses like a
     // failure of power does.
-    kill_under_a_guest("cluster_size=16k,preallocation=metadata", &[]);
+    kill_under_a_guest("cluster_size=16k,preallocation=metadata", &["slow"]);
 }
 
 #[test]
 fn with_writes_that_are_durable_at_once_new_clusters_outlive_a_kill_too() {
-    kill_under_a_guest("cluster_size=16k", &["write-through"]);
+    kill_under_a_guest("cluster_size=16k", &["slow", "write-through"]);
 }
 
 fn kill_under_a_guest(format: &str, arguments: &[&str]) {
@@ -169,21 +168,6 @@ fn kill_under_a_guest(format: &str, arguments: &[&str]) {
     // What a kill may leave of allocations under way is leaked clusters, nothing worse.
     let checked = qemu::img(isobath_testkit::args!["check", "-f", "qcow2", &image]);
     assert!([0, 3].contains(&checked.code()), "{}", checked.report());
-}
-
-/// Starts the example program on an image.
-fn start(socket: &Path, image: &Path, arguments: &[&str]) -> Server {
-    let mut command = Command::new(example());
-    command.args([socket.as_os_str(), image.as_os_str(), "1".as_ref()]).args(arguments);
-    Server::start(&mut command, Ready::Line("serving"))
-}
-
-/// The program of `examples/vhost_user.rs`, which cargo builds beside the tests.
-fn example() -> PathBuf {
-    let tests = std::env::current_exe().unwrap();
-    let example = tests.parent().and_then(Path::parent).unwrap().join("examples/vhost_user");
-    assert!(example.exists(), "build it: cargo build -p isobath-export --example vhost_user");
-    example
 }
 
 fn open(image: &Path) -> Arc<LiveDisk<FileHost>> {
