@@ -1,13 +1,20 @@
-"""A read of 4 KiB that the page cache has, by the engine alone, in one process and thread; beside the crate imago."""
+"""A read of 4 KiB that the page cache has, by the engine alone, in one process and thread; beside the crate imago and
+a raw file."""
 
 from ..rounds import Samples, rotated
 from . import images, load, paired
 
-ENGINE, IMAGO = "engine", "imago"
-CASES = [(ENGINE, 1, 1), (ENGINE, 30, 1), (ENGINE, 1000, 1), (ENGINE, 1, 32), (ENGINE, 30, 32), (ENGINE, 1000, 32), (IMAGO, 1, 1)]
+# The commands of `isobath-load`.
+ENGINE, IMAGO, RAW = "engine", "imago", "raw"
+NAMES = {ENGINE: "isobath", IMAGO: "imago", RAW: "raw file, io_uring"}
+CASES = [(ENGINE, layers, depth) for depth in (1, 32) for layers in (1, 30, 1000)] + [(IMAGO, 1, 1), (RAW, 1, 1), (RAW, 1, 32)]
 
 
 def measure(program, layers, depth, seconds):
+    if program == RAW:
+        images.warm(images.raw())
+        done = load.isobath_load(program, images.raw(), "--qd", depth, "--seconds", seconds)
+        return {"cpu_ns_per_read": done["cpu_us_per_request"] * 1000, "allocations_per_read": None}
     image = images.chain(layers)
     images.warm(image)
     # A read takes about 2 µs.
@@ -15,7 +22,7 @@ def measure(program, layers, depth, seconds):
 
 
 def run(rounds, seconds):
-    samples, peer = Samples(), CASES[-1]
+    samples, peer = Samples(), (IMAGO, 1, 1)
     for number in range(rounds):
         for case in rotated(CASES, number):
             samples.attempt(case, lambda: measure(*case, seconds))
@@ -23,7 +30,7 @@ def run(rounds, seconds):
     for case in CASES:
         program, layers, depth = case
         rows.append([
-            "isobath" if program == ENGINE else program, f"{layers:,}", depth, samples.text(case, "cpu_ns_per_read"),
+            NAMES[program], "" if program == RAW else f"{layers:,}", depth, samples.text(case, "cpu_ns_per_read"),
             paired.text(paired.ratio(samples, case, peer, "cpu_ns_per_read")), samples.text(case, "allocations_per_read", "{:.2f}"),
         ])  # fmt: skip
         if program == ENGINE:

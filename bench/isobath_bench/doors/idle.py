@@ -1,14 +1,16 @@
 """Disks that nobody uses: 100 of 1 TiB in one `isobath serve`."""
 
+import contextlib
 import shutil
 import time
 
 from .. import report, servers, tools
 from ..rounds import Samples
-from . import paired
+from . import paired, served
 
 SIZE = 1 << 40
 COUNT = 100
+NBD, VHOST = "nbd", "vhost-user-blk"
 
 
 def disks(count):
@@ -22,8 +24,23 @@ def disks(count):
     return paths
 
 
-def measure(paths, seconds):
-    with servers.isobath(paths[0], *paths[1:]) as server:
+@contextlib.contextmanager
+def serve(door, paths):
+    """A server of some images, each with a socket of NBD's or of vhost-user-blk's."""
+    if door == NBD:
+        with servers.isobath(paths[0], *paths[1:]) as server:
+            yield server
+        return
+    sockets = [path.with_suffix(".sock") for path in paths]
+    command = served.isobath(paths[0], door, sockets[0], writable=True)
+    for socket, path in zip(sockets[1:], paths[1:]):
+        command += [f"--{door}", f"unix:{socket}", path]
+    with served.Door(served.ISOBATH, command, sockets[-1], lambda: served.listens(sockets[-1])) as server:
+        yield server
+
+
+def measure(door, paths, seconds):
+    with serve(door, paths) as server:
         # What the start leaves to do is done.
         time.sleep(1)
         before, began = server.cpu(), time.perf_counter()
@@ -35,22 +52,26 @@ def measure(paths, seconds):
 def run(rounds, seconds):
     samples = Samples()
     paths = disks(COUNT)
+    keys = [(door, count) for door in (NBD, VHOST) for count in (1, COUNT)]
     for _ in range(rounds):
-        for count in (1, COUNT):
-            samples.attempt(count, lambda: measure(paths[:count], max(seconds, 3)))
+        for door, count in keys:
+            samples.attempt((door, count), lambda: measure(door, paths[:count], max(seconds, 3)))
     shutil.rmtree(paths[0].parent)
-    one, many = (samples.median(count, "rss") for count in (1, COUNT))
-    each = (many - one) / (COUNT - 1) / 2**20 if one and many else None
-    rows = [[count, samples.text(count, "cpu", "{:.2f} %", 100), samples.text(count, "rss", "{:.1f}", 2**-20)] for count in (1, COUNT)]
+    rows = [[*key, samples.text(key, "cpu", "{:.2f} %", 100), samples.text(key, "rss", "{:.1f}", 2**-20)] for key in keys]
+    goals = []
+    for door in (NBD, VHOST):
+        one, many = (samples.median((door, count), "rss") for count in (1, COUNT))
+        each = (many - one) / (COUNT - 1) / 2**20 if one and many else None
+        cpu = samples.median((door, COUNT), "cpu")
+        why = samples.failure((door, 1)) or samples.failure((door, COUNT))
+        goals += [
+            report.limit(f"{COUNT} idle disks, {door}: CPU of one core", None if cpu is None else cpu * 100, at_most=0.1, unit="%", why=why),
+            report.limit(f"RSS of each idle disk of 1 TiB, {door}", each, at_most=2, unit="MiB", why=why),
+        ]
     table = {
         "title": "Idle disks of 1 TiB",
-        "text": "New images, writable, open in one `isobath serve` with a socket of NBD; no client.",
-        "columns": ["disks", "CPU of one core", "RSS, MiB"],
+        "text": "New images, writable, open in one `isobath serve`, nobody connected. With NBD they share a socket.",
+        "columns": ["door", "disks", "CPU of one core", "RSS, MiB"],
         "rows": rows,
     }
-    cpu = samples.median(COUNT, "cpu")
-    goals = [
-        report.limit(f"{COUNT} idle disks: CPU of one core", None if cpu is None else cpu * 100, at_most=0.1, unit="%"),
-        report.limit("RSS of each idle disk of 1 TiB", each, at_most=2, unit="MiB"),
-    ]
     return paired.part(samples, [table], goals)

@@ -39,7 +39,8 @@ def filled(form):
     if not path.exists():
         source = chain(1) if form == "qcow2" else raw()
         tools.run("cp", "--sparse=never", source, path)
-        tools.run("sync", path)
+    # What was written before is not this one's to write back.
+    tools.run("sync", path)
     tools.run("dd", f"if={path}", "of=/dev/null", "bs=1M")
     return path
 

@@ -109,9 +109,7 @@ def vhost_user(name, image, *, poll=True, queues=1, **how):
     place = tools.WORK / "door.sock"
     place.unlink(missing_ok=True)
     if name == ISOBATH:
-        more = []
-        if "--vhost-user-poll" in options():
-            more = [] if poll else ["--vhost-user-poll", "0"]
+        more = [] if poll else ["--poll", "0"]
         command = isobath(image, "vhost-user-blk", place, more=more, **how)
     else:
         command = qemu(image, "vhost-user-blk", place, queues=queues, poll=poll, **how)
