@@ -1,10 +1,10 @@
 //! A descriptor of `/dev/fuse`: messages in, replies out.
 
+use super::memory::Memory;
 use super::request::{Malformed, Message, Request, WRITE_HEAD};
 use super::wire::{IOCTL_CLONE, OutHeader};
 use isobath_storage::IoBuf;
 use isobath_storage::ring::Device;
-use std::cell::RefCell;
 use std::fs::File;
 use std::io::{self, IoSlice};
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -20,9 +20,6 @@ pub(super) const MAX_WRITE: usize = 1 << 20;
 const PAYLOAD: usize = isobath_storage::buf::ALIGNMENT;
 /// Where a message begins in a buffer.
 const START: usize = PAYLOAD - WRITE_HEAD;
-/// Free buffers that are kept. Each has address space for the longest write, and as much memory as
-/// the longest that it was used for.
-const KEEP: usize = 32;
 
 /// Opens `/dev/fuse`. Reads from it do not wait.
 pub(super) fn open_device() -> io::Result<OwnedFd> {
@@ -43,8 +40,7 @@ pub(super) fn clone_device(connection: &OwnedFd) -> io::Result<OwnedFd> {
 /// One thread's way to the kernel.
 pub(super) struct Channel {
     device: Device,
-    /// Buffers that are free.
-    free: RefCell<Vec<IoBuf>>,
+    memory: Memory,
 }
 
 /// The bytes that a write brought, and the rest of their buffer.
@@ -81,7 +77,7 @@ pub(super) enum NoMessage {
 
 impl Channel {
     pub(super) fn new(device: OwnedFd) -> Self {
-        Self { device: Device::from(device), free: RefCell::default() }
+        Self { device: Device::from(device), memory: Memory::new(PAYLOAD + MAX_WRITE) }
     }
 
     /// Waits until a message may be there, or the connection has ended.
@@ -91,8 +87,7 @@ impl Channel {
 
     /// Takes a message; a write with its payload.
     pub(super) fn receive(&self) -> Result<(Message, Option<Payload>), NoMessage> {
-        let kept = self.free.borrow_mut().pop();
-        let mut buf = kept.unwrap_or_else(|| IoBuf::zeroed(PAYLOAD + MAX_WRITE));
+        let mut buf = self.memory.take().map_err(NoMessage::Io)?;
         let message = self.read(&mut buf);
         match message {
             Ok(Message { request: Request::Write { length, .. }, .. }) => {
@@ -101,7 +96,7 @@ impl Channel {
                 message.map(|message| (message, Some(Payload { front, data, rest: buf })))
             }
             message => {
-                self.free.borrow_mut().push(buf);
+                self.memory.put(buf, PAYLOAD);
                 message.map(|message| (message, None))
             }
         }
@@ -125,13 +120,11 @@ impl Channel {
 
     /// Takes a payload's buffer back.
     pub(super) fn put(&self, Payload { mut front, data, rest }: Payload) {
-        let whole = front.as_ptr_range().end == data.as_ptr()
-            && data.as_ptr_range().end == rest.as_ptr()
-            && self.free.borrow().len() < KEEP;
-        if whole {
+        let used = front.len() + data.len();
+        if front.as_ptr_range().end == data.as_ptr() && data.as_ptr_range().end == rest.as_ptr() {
             front.unsplit(data);
             front.unsplit(rest);
-            self.free.borrow_mut().push(front);
+            self.memory.put(front, used);
         }
     }
 

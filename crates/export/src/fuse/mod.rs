@@ -49,6 +49,7 @@ mod channel;
 mod file;
 mod handshake;
 mod helper;
+mod memory;
 mod mount;
 mod place;
 mod request;

@@ -11,10 +11,16 @@ use crate::stop::Stop;
 use isobath_disk::BlockDevice;
 use isobath_storage::ring::{Handle, JoinError, spawn};
 use parking_lot::Mutex;
+use std::convert::Infallible;
+use std::fs;
+use std::future::poll_fn;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::Path;
+use std::pin::pin;
 use std::sync::Arc;
+use std::task::Poll;
+use std::thread;
 use zerocopy::IntoBytes;
 
 /// How long the kernel may take to say its first word, in milliseconds. It has said it when a mount
@@ -93,7 +99,6 @@ impl<D: BlockDevice> Mount<D> {
             channels.push(Channel::new(clone_device(&connection)?));
         }
         channels.push(Channel::new(connection));
-        let mut result = Ok(());
         let mut here = Vec::new();
         let mut there = Vec::new();
         for (number, channel) in channels.into_iter().enumerate() {
@@ -104,14 +109,42 @@ impl<D: BlockDevice> Mount<D> {
                 None => here.push(spawn(part())),
             }
         }
-        for part in here {
-            result = result.and(told(part.await));
-        }
-        for part in there {
-            result = result.and(told(part.await));
-        }
+        let mut parts = pin!(async {
+            let mut result = Ok(());
+            for part in here {
+                result = result.and(told(part.await));
+            }
+            for part in there {
+                result = result.and(told(part.await));
+            }
+            result
+        });
+        let mut follow = pin!(self.follow());
+        let result = poll_fn(|cx| {
+            let _: Poll<Infallible> = follow.as_mut().poll(cx);
+            parts.as_mut().poll(cx)
+        })
+        .await;
         drop(ending);
         result
+    }
+
+    /// Has the kernel learn of every new size. It asks for the size when a program does, but cuts
+    /// asynchronous direct reads by the one that it heard last.
+    async fn follow(&self) -> Infallible {
+        let path = self.place.lock().path().to_owned();
+        loop {
+            let known = self.export.device.size();
+            let path = path.clone();
+            // On a thread of its own, since it waits for an answer of this one.
+            let asked = thread::Builder::new().name("fuse-size".into()).spawn(move || {
+                let _ = fs::metadata(path);
+            });
+            if let Err(error) = asked {
+                tracing::warn!(%error, "the kernel could not be told of a new size");
+            }
+            self.export.device.resized(known).await;
+        }
     }
 
     /// Serves one channel, and has the others end when this one does.

@@ -20,6 +20,11 @@ const MOST: usize = 256;
 /// Requests taken before those begun are given to the ring.
 const BURST: usize = 16;
 
+/// Wake-ups in a row that brought one message each, after which a second is no longer looked for...
+const LONE: u32 = 4;
+/// ...but this often: a look in vain costs a system call.
+const LOOK: u32 = 16;
+
 /// Serves a channel until the kernel ends the connection or `stop` is requested; then waits for what was
 /// begun. Tells whether the kernel ended it.
 pub(super) async fn work<D: BlockDevice>(
@@ -31,6 +36,7 @@ pub(super) async fn work<D: BlockDevice>(
     let running = Cell::new(0);
     let slots = RefCell::new(Slots::new());
     let mut intake = pin!(async {
+        let mut lone = 0_u32;
         loop {
             channel.readable().await?;
             let mut taken = 0;
@@ -49,10 +55,14 @@ pub(super) async fn work<D: BlockDevice>(
                     Err(error) => return Err(io::Error::other(error)),
                 }
                 taken += 1;
+                if taken == 1 && lone >= LONE && !lone.is_multiple_of(LOOK) {
+                    break;
+                }
                 if taken % BURST == 0 {
                     yield_now().await;
                 }
             }
+            lone = if taken > 1 { 0 } else { lone.wrapping_add(1) };
         }
     });
     let mut stopped = pin!(stop.requested());

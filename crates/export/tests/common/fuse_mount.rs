@@ -92,7 +92,7 @@ impl<D: BlockDevice> Drop for Mounted<D> {
 /// A qcow2 image that is served; closed and judged by QEMU at the end.
 pub struct Image {
     pub mounted: Mounted<LiveDisk<FileHost>>,
-    pub image: PathBuf,
+    name: PathBuf,
     _directory: TempDir,
 }
 
@@ -107,23 +107,23 @@ impl Deref for Image {
 impl Image {
     pub fn new(size: u64, open: &OpenOptions, options: Options, workers: usize) -> Self {
         let directory = tempfile::tempdir().unwrap();
-        let image = directory.path().join("disk.qcow2");
-        isobath_testkit::qemu::create(&image, "qcow2", size, "");
+        let name = directory.path().join("disk.qcow2");
+        isobath_testkit::qemu::create(&name, "qcow2", size, "");
         let open = OpenOptions { writable: true, ..open.clone() };
-        let disk = block_on(LiveDisk::open(FileHost, &image, &open)).unwrap();
+        let disk = block_on(LiveDisk::open(FileHost, &name, &open)).unwrap();
         let mounted = Mounted::with(disk, options, workers);
-        Self { mounted, image, _directory: directory }
+        Self { mounted, name, _directory: directory }
     }
 
     /// Stops, closes the image, and gives what QEMU reads from it.
     pub fn finish(self) -> Vec<u8> {
-        let Self { mut mounted, image, _directory } = self;
+        let Self { mut mounted, name, _directory } = self;
         mounted.stop();
         block_on(mounted.device.close()).unwrap();
         // With it the image's locks go.
         drop(mounted);
-        isobath_testkit::qemu::assert_clean(&image);
-        isobath_testkit::qemu::read_disk(&image, "qcow2")
+        isobath_testkit::qemu::assert_clean(&name);
+        isobath_testkit::qemu::read_disk(&name, "qcow2")
     }
 }
 
