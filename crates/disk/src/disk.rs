@@ -12,6 +12,7 @@ use futures_util::join;
 use isobath_storage::{Host, IoBuf};
 use parking_lot::RwLock;
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
 /// The most memory that the map takes unless told otherwise: enough for a disk of 1 TiB in 64 KiB
@@ -49,6 +50,8 @@ pub struct Disk<H: Host> {
     pub(crate) writer: Option<Arc<Writer<H::File>>>,
     /// The layer that took writes before, until its file has all of them.
     settling: RwLock<Option<Settling<H::File>>>,
+    /// Whether there is one.
+    settles: AtomicBool,
     /// What a disk that is only read has tables for; found out once, where somebody asks.
     pub(crate) touched: OnceLock<Touched>,
     /// Keeps two tasks from resolving the same slice; by slice number.
@@ -99,6 +102,7 @@ impl<H: Host> Disk<H> {
             readers: Arc::default(),
             writer,
             settling: RwLock::default(),
+            settles: AtomicBool::new(false),
             touched: OnceLock::new(),
             resolving: (0..64).map(|_| async_lock::Mutex::new(())).collect(),
             resolvers: async_lock::Semaphore::new(RESOLVERS),
@@ -122,6 +126,7 @@ impl<H: Host> Disk<H> {
             map_fits: self.map_fits,
             readers: Arc::clone(&self.readers),
             writer,
+            settles: AtomicBool::new(settling.is_some()),
             settling: RwLock::new(settling),
             touched: OnceLock::new(),
             resolving: (0..64).map(|_| async_lock::Mutex::new(())).collect(),
@@ -136,6 +141,9 @@ impl<H: Host> Disk<H> {
         if layer == self.active_index() {
             return self.writer.clone();
         }
+        if !self.settles.load(Ordering::Acquire) {
+            return None;
+        }
         let settling = self.settling.read();
         settling.as_ref().filter(|one| one.layer == layer).map(|one| Arc::clone(&one.writer))
     }
@@ -148,6 +156,7 @@ impl<H: Host> Disk<H> {
     /// The file of the former active layer has everything.
     pub(crate) fn settled(&self) {
         *self.settling.write() = None;
+        self.settles.store(false, Ordering::Release);
     }
 
     /// Where the disk's files are.

@@ -4,7 +4,7 @@ use crate::disk::Disk;
 use crate::map::resolve::{explain_invalid, resolve};
 use crate::map::{Extent, Extents, Lookup, Source};
 use crate::read_gate::ReadGate;
-use crate::write::Entries;
+use crate::write::{Entries, Writer};
 use crate::{DiskError, LayerIndex, Result};
 use futures_util::future::try_join_all;
 use isobath_qcow2::{CompressedCluster, compress::decompress};
@@ -71,7 +71,7 @@ impl<H: Host> Disk<H> {
                     // What was found stays good: the caller is inside the gate. The map may be too
                     // small for all slices of the range at once.
                     at = at.max(slice << self.map.slice_bits());
-                    self.resolve_slice(slice).await?;
+                    Box::pin(self.resolve_slice(slice)).await?;
                 }
             }
         }
@@ -132,14 +132,16 @@ impl<H: Host> Disk<H> {
     }
 
     /// Fills `buf` from extents that cover exactly its length. The caller is inside the gate.
-    pub(crate) async fn read_extents(&self, extents: &[Extent], mut buf: IoBuf) -> Result<IoBuf> {
+    pub(crate) async fn read_extents(&self, extents: &[Extent], buf: IoBuf) -> Result<IoBuf> {
         if let [extent] = extents {
             return self.read_extent(extent, buf).await;
         }
-        let reads: Vec<_> = extents
-            .iter()
-            .map(|extent| self.read_extent(extent, buf.split_to(extent.length as usize)))
-            .collect();
+        Box::pin(self.read_several(extents, buf)).await
+    }
+
+    async fn read_several(&self, extents: &[Extent], mut buf: IoBuf) -> Result<IoBuf> {
+        let read = |extent| self.read_extent(extent, buf.split_to(extent.length as usize));
+        let reads: Vec<_> = extents.iter().map(read).collect();
         let mut whole = IoBuf::empty();
         for part in try_join_all(reads).await? {
             whole.unsplit(part);
@@ -154,28 +156,31 @@ impl<H: Host> Disk<H> {
                 Ok(buf)
             }
             Source::Data { layer: index, host, .. } => {
-                if index == self.active_index() {
-                    if let Some(qcow2) = self.writer.as_ref().and_then(|writer| writer.qcow2()) {
-                        return qcow2.metadata.read(host, buf).await;
-                    }
-                } else if let Some(writer) = self.writer_of(index)
-                    && let Some(qcow2) = writer.qcow2()
-                {
-                    return qcow2.metadata.read(host, buf).await;
+                let newer;
+                let writer = if index == self.active_index() {
+                    self.writer.as_deref()
+                } else {
+                    newer = self.writer_of(index);
+                    newer.as_deref()
+                };
+                match writer.and_then(Writer::qcow2) {
+                    Some(qcow2) => qcow2.metadata.read(host, buf).await,
+                    None => self.layer(index)?.read_data_at(host, buf).await,
                 }
-                self.layer(index)?.read_data_at(host, buf).await
             }
             Source::Compressed { layer, cluster } => {
-                let bytes = self.decompressed(layer, cluster).await?;
+                let bytes = Box::pin(self.decompressed(layer, cluster)).await?;
                 let size = bytes.len() as u64;
                 let within = (extent.guest % size) as usize;
                 let Some(part) = bytes.get(within..within + buf.len()) else {
-                    return Err(explain_invalid(self.layer(layer)?, extent.guest).await);
+                    return Err(Box::pin(explain_invalid(self.layer(layer)?, extent.guest)).await);
                 };
                 buf.copy_from_slice(part);
                 Ok(buf)
             }
-            Source::Invalid(layer) => Err(explain_invalid(self.layer(layer)?, extent.guest).await),
+            Source::Invalid(layer) => {
+                Err(Box::pin(explain_invalid(self.layer(layer)?, extent.guest)).await)
+            }
         }
     }
 

@@ -11,6 +11,7 @@ mod ctl;
 mod damage;
 mod deep_chains;
 mod disks_agree_with_qemu;
+mod doors;
 mod hostile_images;
 mod index_survives_qemu;
 mod info_matches_qemus;

@@ -123,7 +123,7 @@ impl<S: Storage> Metadata<S> {
     pub(crate) async fn write(&self, at: u64, buf: IoBuf) -> Result<IoBuf> {
         let range = at..at + buf.len() as u64;
         if !self.zones.leads_in(&range).is_empty() {
-            return self.write_over_leads(at, buf).await;
+            return Box::pin(self.write_over_leads(at, buf)).await;
         }
         if buf.len() <= SMALL && self.keep(Place::InUse, at, std::slice::from_ref(&buf)) {
             return Ok(buf);
@@ -131,7 +131,7 @@ impl<S: Storage> Metadata<S> {
         match self.guard.write(at, std::slice::from_ref(&buf)) {
             Way::Straight(_busy) => Ok(self.layer.data().write_at(at, buf).await?),
             Way::Parts(parts, _busy) => {
-                self.write_parts(at, parts, std::slice::from_ref(&buf)).await?;
+                Box::pin(self.write_parts(at, parts, std::slice::from_ref(&buf))).await?;
                 Ok(buf)
             }
         }

@@ -303,7 +303,7 @@ impl<H: Host> BlockDevice for LiveDisk<H> {
         self.current.load().check_range(offset, length)?;
         for (at, length) in steps(offset, length, STEP) {
             self.change(Kind::Unmap, (at, length), |disk| async move {
-                disk.write_zeroes(at, length, flags).await
+                Box::pin(disk.write_zeroes(at, length, flags)).await
             })
             .await?;
         }
@@ -313,11 +313,9 @@ impl<H: Host> BlockDevice for LiveDisk<H> {
     async fn discard(&self, offset: u64, length: u64) -> Result<()> {
         self.current.load().check_range(offset, length)?;
         for (at, length) in steps(offset, length, STEP) {
-            self.change(
-                Kind::Unmap,
-                (at, length),
-                |disk| async move { disk.discard(at, length).await },
-            )
+            self.change(Kind::Unmap, (at, length), |disk| async move {
+                Box::pin(disk.discard(at, length)).await
+            })
             .await?;
         }
         Ok(())
@@ -329,7 +327,7 @@ impl<H: Host> BlockDevice for LiveDisk<H> {
             // Not inside the gate: a sync may take long. What was done before went to this disk,
             // or to one whose writes this one makes durable as well.
             let disk = self.current();
-            match disk.flush().await {
+            match Box::pin(disk.flush()).await {
                 Err(DiskError::Closed) if !Arc::ptr_eq(&disk, &self.current.load()) => {}
                 done => break done,
             }
@@ -350,7 +348,10 @@ impl<H: Host> BlockDevice for LiveDisk<H> {
     ) -> Result<Vec<BlockStatus>> {
         self.current.load().check_range(offset, length)?;
         let length = steps(offset, length, STATUS_STEP).next().map_or(0, |(_, length)| length);
-        self.inside(|disk| async move { disk.block_status(offset, length, max_runs).await }).await
+        self.inside(
+            |disk| async move { Box::pin(disk.block_status(offset, length, max_runs)).await },
+        )
+        .await
     }
 
     async fn grow(&self, size: u64) -> Result<()> {

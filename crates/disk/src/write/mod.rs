@@ -314,10 +314,13 @@ impl<H: Host> Disk<H> {
             }
             // Much would be kept in memory: a record more, and its place may change.
             sealed += 1;
-            writer.seal(&self.readers).await?;
+            Box::pin(writer.seal(&self.readers)).await?;
         }
-        writer.commit_if_much(&self.readers).await?;
-        self.write_allocating(writer, offset, buf).await
+        Box::pin(async {
+            writer.commit_if_much(&self.readers).await?;
+            self.write_allocating(writer, offset, buf).await
+        })
+        .await
     }
 
     /// Fails if the disk was shrunk since the request was let in. The caller is inside the gate,
@@ -335,12 +338,21 @@ impl<H: Host> Disk<H> {
         &self,
         qcow2: &Qcow2Writer<H::File>,
         extents: &[Extent],
-        mut buf: IoBuf,
+        buf: IoBuf,
     ) -> Result<IoBuf> {
         let data = &qcow2.metadata;
         if let [Extent { source: Source::Data { host, .. }, .. }] = extents {
             return data.write(*host, buf).await;
         }
+        Box::pin(self.write_several(data, extents, buf)).await
+    }
+
+    async fn write_several(
+        &self,
+        data: &Metadata<H::File>,
+        extents: &[Extent],
+        mut buf: IoBuf,
+    ) -> Result<IoBuf> {
         let writes: Vec<_> = extents
             .iter()
             .filter_map(|extent| in_place(extent).map(|host| (host, extent.length)))

@@ -23,29 +23,25 @@ pub(super) type VhostUser<H> = Arc<vhost_user::Server<LiveDisk<H>>>;
 pub(super) type Fuse<H> = Arc<fuse::Mount<LiveDisk<H>>>;
 
 impl<H: Host + Clone> Monitor<H> {
-    /// Serves a disk as vhost-user-blk on a unix socket, as an export named `id`, until that is deleted or
+    /// Serves a disk as vhost-user-blk to who connects to a unix socket, as an export named `id`, until that is deleted or
     /// the monitor [ends](Self::end). The disk's name is its serial number, unless there is another.
     ///
     /// # Errors
-    /// If the id is not well-formed or in use, an option is out of range, or the socket cannot be made.
+    /// If the id is not well-formed or in use, or an option is out of range.
     pub fn serve_vhost_user(
         &self,
         id: &str,
         drive: &Drive<H>,
-        socket: &Path,
+        listener: Listener,
         mut options: vhost_user::Options,
     ) -> Result<()> {
         self.check_export_id(id)?;
         if options.serial.is_empty() {
             options.serial = serial(&self.name_of(drive));
         }
-        let cannot = |error: io::Error| {
-            QmpError::new(format_args!("cannot listen on '{}': {error}", socket.display()))
-        };
         let server = vhost_user::Server::new(drive.disk().clone(), options);
         let server = server.map_err(QmpError::new)?;
-        let listener = Listener::bind_unix(socket).map_err(cannot)?;
-        let accepting = listener.as_fd().try_clone_to_owned().map_err(cannot)?;
+        let accepting = listener.as_fd().try_clone_to_owned().map_err(QmpError::new)?;
         let (serving, workers) = (server.clone(), self.workers.clone());
         self.open_door(id, drive, Kind::VhostUser(server), async move {
             let result = serving.serve(UnixListener::from(accepting), &workers).await;

@@ -10,6 +10,7 @@ use isobath_disk::LiveDisk;
 use isobath_export::nbd::{Export, ExportError, RemoveError, RemoveMode, Server};
 use isobath_export::{fuse, vhost_user};
 use isobath_storage::Host;
+use isobath_storage::ring::net::Listener;
 use isobath_storage::ring::spawn;
 use serde_json::{Value, json};
 use std::cell::{Cell, RefCell};
@@ -218,7 +219,9 @@ impl<H: Host + Clone> Monitor<H> {
             options.logical_block_size =
                 u32::try_from(size).map_err(|_| out_of_range("logical-block-size"))?;
         }
-        self.serve_vhost_user(id, drive, Path::new(path), options)
+        let listener = Listener::bind_unix(Path::new(path))
+            .map_err(|error| QmpError::new(format_args!("cannot listen on '{path}': {error}")))?;
+        self.serve_vhost_user(id, drive, listener, options)
     }
 
     fn add_fuse(

@@ -1,6 +1,8 @@
 //! Doors to one disk each: vhost-user-blk and FUSE.
 
 use super::announce::Door;
+use super::bind;
+use super::endpoint::Endpoint;
 use crate::failure::Failure;
 use isobath_disk::BlockDevice;
 use isobath_export::{fuse, vhost_user};
@@ -103,7 +105,9 @@ impl DoorArgs {
                 ..default
             };
             let id = format!("vhost-user-blk-{number}");
-            let opened = monitor.serve_vhost_user(&id, drive, path, options);
+            let endpoint = Endpoint::Unix(path.clone());
+            let listener = bind(&endpoint, "--vhost-user-blk")?;
+            let opened = monitor.serve_vhost_user(&id, drive, listener, options);
             opened.map_err(|error| Failure::new(error).context("--vhost-user-blk"))?;
             doors.push((number, Door::VhostUserBlk(path.clone())));
         }

@@ -385,14 +385,7 @@ fn listen(endpoints: &[Endpoint]) -> Result<Vec<Listener>, Failure> {
     let default = [Endpoint::default()];
     let endpoints = if endpoints.is_empty() { &default } else { endpoints };
     let bind = |endpoint: &Endpoint| {
-        let listener = bind_soon(endpoint).map_err(|error| {
-            let hint = if error.kind() == io::ErrorKind::AddrInUse {
-                "; somebody listens there already, choose another with --nbd"
-            } else {
-                ""
-            };
-            Failure::new(format_args!("cannot listen on {endpoint}: {error}{hint}"))
-        })?;
+        let listener = bind(endpoint, "--nbd")?;
         if is_public(listener.address()) {
             tracing::warn!(
                 "{endpoint} may be reached from other machines, without authentication or encryption"
@@ -401,6 +394,18 @@ fn listen(endpoints: &[Endpoint]) -> Result<Vec<Listener>, Failure> {
         Ok(listener)
     };
     endpoints.iter().map(bind).collect()
+}
+
+/// Binds the endpoint of an option.
+fn bind(endpoint: &Endpoint, option: &str) -> Result<Listener, Failure> {
+    bind_soon(endpoint).map_err(|error| {
+        let hint = if error.kind() == io::ErrorKind::AddrInUse {
+            format!("; somebody listens there already, choose another with {option}")
+        } else {
+            String::new()
+        };
+        Failure::new(format_args!("cannot listen on {endpoint}: {error}{hint}"))
+    })
 }
 
 /// Binds an endpoint; also one that a killed server still holds, whose sockets the kernel closes only a

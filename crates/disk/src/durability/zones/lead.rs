@@ -37,6 +37,10 @@ impl<S: Storage> Metadata<S> {
         if leads.is_empty() {
             return self.read_stored(at, buf).await;
         }
+        Box::pin(self.read_leads(leads, at, buf)).await
+    }
+
+    async fn read_leads(&self, leads: Vec<LeadAt>, at: u64, buf: IoBuf) -> Result<IoBuf> {
         // A guest sees no record.
         let (own, theirs) =
             if buf.is_shared() { (IoBuf::zeroed(buf.len()), Some(buf)) } else { (buf, None) };

@@ -1,0 +1,222 @@
+//! One disk through several doors at once, and servers that are killed while doors are in use.
+
+use crate::live::{DEVICE, ISOBATH, Live};
+use crate::serving::QemuIo;
+use isobath_testkit::guest::Guest;
+use isobath_testkit::process::{Ready, Server, run};
+use isobath_testkit::{args, qemu};
+use serde_json::{Value, json};
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::thread;
+use std::time::Duration;
+use tempfile::TempDir;
+
+const MIB: u64 = 1 << 20;
+
+/// A directory with an image of 64 MiB, `disk`, and a file to mount on, `file`.
+fn directory() -> TempDir {
+    let directory = tempfile::tempdir().unwrap();
+    qemu::create(&directory.path().join("disk"), "qcow2", 64 * MIB, "");
+    File::create(directory.path().join("file")).unwrap();
+    directory
+}
+
+/// Whether something is mounted there.
+fn is_mounted(path: &Path) -> bool {
+    let path = path.to_str().unwrap();
+    let mounts = fs::read_to_string("/proc/self/mounts").unwrap();
+    mounts.lines().any(|line| line.split(' ').nth(1) == Some(path))
+}
+
+/// Unmounts what a failed test leaves behind.
+struct Unmounted(PathBuf);
+
+impl Drop for Unmounted {
+    fn drop(&mut self) {
+        if is_mounted(&self.0) {
+            let _ = run(Command::new("umount").arg("-l").arg(&self.0));
+        }
+    }
+}
+
+fn bytes(file: &File, offset: u64) -> [u8; 4096] {
+    let mut bytes = [0; 4096];
+    file.read_exact_at(&mut bytes, offset).unwrap();
+    bytes
+}
+
+fn exports(live: &Live) -> Vec<(String, String)> {
+    let list = live.control().execute("query-block-exports", &json!({})).unwrap();
+    let text = |export: &Value, key: &str| export[key].as_str().unwrap().to_owned();
+    list.as_array().unwrap().iter().map(|one| (text(one, "id"), text(one, "type"))).collect()
+}
+
+#[test]
+fn all_doors_show_one_disk() {
+    let directory = directory();
+    let path = directory.path().join("file");
+    let _unmounted = Unmounted(path.clone());
+    let doors = ["--fuse", "file", "--vhost-user-blk", "unix:vhost"];
+    let live = Live::start(directory.path(), "disk", &doors);
+    let kinds = [(DEVICE, "nbd"), ("vhost-user-blk-0", "vhost-user-blk"), ("fuse-0", "fuse")];
+    assert_eq!(exports(&live), kinds.map(|(id, kind)| (id.to_owned(), kind.to_owned())));
+
+    let mut client = QemuIo::open("raw", live.uri());
+    let file = File::options().read(true).write(true).open(&path).unwrap();
+    client.ok("write -P 7 1M 64k");
+    assert_eq!(bytes(&file, MIB), [7; 4096]);
+    file.write_all_at(&[9; 4096], 2 * MIB).unwrap();
+    client.ok("read -P 9 2M 4k");
+    client.ok("discard 1M 64k");
+    assert_eq!(bytes(&file, MIB), [0; 4096]);
+    let done = Guest::new().vhost_user(&directory.path().join("vhost"), 1).run(
+        "dd if=/dev/vda bs=4096 skip=512 count=1 iflag=direct | hexdump -C | head -n 1
+         yes | dd of=/dev/vda bs=4096 seek=768 count=1 oflag=direct",
+    );
+    assert!(done.output.contains("09 09 09 09"), "{}", done.output);
+    assert_eq!(&bytes(&file, 3 * MIB)[..4], b"y\ny\n");
+    let mut control = live.control();
+    control.execute("block_resize", &json!({"device": DEVICE, "size": 80 * MIB})).unwrap();
+    assert_eq!(file.metadata().unwrap().len(), 80 * MIB);
+    control.snapshot("overlay").unwrap();
+    file.write_all_at(&[1; 4096], 79 * MIB).unwrap();
+    file.sync_all().unwrap();
+    drop((file, client));
+
+    let _ = live.stop();
+    assert!(!is_mounted(&path));
+    for image in ["disk", "overlay"] {
+        qemu::assert_clean(&directory.path().join(image));
+    }
+    let overlay = directory.path().join("overlay");
+    let _ = qemu::io(&overlay, "qcow2", &["read -P 1 79M 4k", "read -P 9 2M 4k"]).ok();
+}
+
+#[test]
+fn doors_come_and_go_over_qmp() {
+    let directory = directory();
+    let path = directory.path().join("file");
+    let _unmounted = Unmounted(path.clone());
+    let live = Live::start(directory.path(), "disk", &[]);
+    let mut control = live.control();
+    let nodes = control.nodes().unwrap();
+    let node = &nodes[0].0;
+    let fuse = json!({
+        "type": "fuse", "id": "f", "node-name": node, "mountpoint": path, "writable": true,
+        "growable": true,
+    });
+    control.execute("block-export-add", &fuse).unwrap();
+    let vhost = json!({
+        "type": "vhost-user-blk", "id": "v", "node-name": node, "writable": true, "num-queues": 2,
+        "addr": {"type": "unix", "path": directory.path().join("vhost")},
+    });
+    control.execute("block-export-add", &vhost).unwrap();
+    let file = File::options().read(true).write(true).open(&path).unwrap();
+    file.write_all_at(&[5; 4096], 64 * MIB).unwrap();
+    assert_eq!(file.metadata().unwrap().len(), 64 * MIB + 4096);
+    drop(file);
+    Guest::new()
+        .vhost_user(&directory.path().join("vhost"), 2)
+        .arguments(["-smp", "2"])
+        .run("test $(cat /sys/block/vda/size) = 131080; test $(cat /sys/block/vda/serial) = vm");
+    for id in ["f", "v"] {
+        control.execute("block-export-del", &json!({"id": id})).unwrap();
+        let event = control.wait_for(&["BLOCK_EXPORT_DELETED"]).unwrap();
+        assert_eq!(event.data["id"], id);
+    }
+    assert!(!is_mounted(&path) && !directory.path().join("vhost").exists());
+    assert_eq!(exports(&live).len(), 1);
+    let _ = live.stop();
+    qemu::assert_clean(&directory.path().join("disk"));
+}
+
+#[test]
+fn a_file_alone_is_served_until_it_is_unmounted() {
+    let directory = directory();
+    let path = directory.path().join("file");
+    let _unmounted = Unmounted(path.clone());
+    let start = || {
+        let mut command = Command::new(ISOBATH);
+        command.current_dir(directory.path()).args(["serve", "disk", "--fuse", "file"]);
+        Server::start(&mut command, Ready::Line("losetup"))
+    };
+    let server = start();
+    fs::write(&path, b"first").unwrap_err();
+    File::options().write(true).open(&path).unwrap().write_all_at(b"first", 0).unwrap();
+    File::open(&path).unwrap().sync_all().unwrap();
+    let _ = server.kill();
+    let error = File::open(&path).unwrap_err();
+    assert_eq!(error.raw_os_error(), Some(libc::ENOTCONN));
+
+    // The next server finds the dead mount and takes its place.
+    let server = start();
+    assert_eq!(&bytes(&File::open(&path).unwrap(), 0)[..5], b"first");
+    let _ = run(Command::new("umount").arg(&path)).ok();
+    let _ = server.wait().ok();
+    assert!(!is_mounted(&path));
+    qemu::assert_clean(&directory.path().join("disk"));
+}
+
+#[test]
+fn what_cannot_be_a_door_is_refused() {
+    let directory = directory();
+    let refused = |options: &[&str], words: &str| {
+        let mut command = Command::new(ISOBATH);
+        command.current_dir(directory.path()).args(["serve", "disk"]).args(options);
+        let done = run(&mut command).exits(1);
+        assert!(done.stderr.contains(words), "{}", done.report());
+    };
+    refused(&["--fuse", "nowhere"], "nowhere");
+    refused(&["--fuse", "."], "not a regular file");
+    refused(&["--fuse", "file", "--fuse", "other"], "given 2 times for 1 images");
+    refused(&["--vhost-user-blk", "unix:none/v"], "none/v");
+    refused(&["--vhost-user-blk", "unix:v", "--queues", "0"], "0 queues");
+    assert!(!is_mounted(&directory.path().join("file")));
+    let both = ["--fuse", "file", "--vhost-user-blk", "unix:none/v"];
+    refused(&both, "none/v");
+    assert!(!is_mounted(&directory.path().join("file")), "what was opened is closed again");
+}
+
+/// Random writes of all sizes, zero-writes and discards by the file system, each read again and compared.
+const VERIFY: &str = "[global]\nfilename=/dev/vda\ndirect=1\nioengine=libaio\niodepth=16\nrw=randwrite\n\
+     bsrange=512-128k\nblocksize_unaligned=0\nsize=24m\nverify=crc32c\nverify_fatal=1\ndo_verify=1\n\
+     time_based=1\nruntime=24\nverify_backlog=64\n[low]\noffset=0\n[high]\noffset=32m\n";
+
+/// What was under way, and what had been acknowledged, outlives servers that are killed: the guest notices
+/// nothing but a delay.
+#[test]
+fn a_guest_goes_on_when_its_server_is_killed() {
+    let directory = directory();
+    let start = || {
+        let mut command = Command::new(ISOBATH);
+        command.current_dir(directory.path());
+        command.args(["serve", "disk", "--vhost-user-blk", "unix:vhost"]);
+        Server::start(&mut command, Ready::Line("vhost-user-blk-pci"))
+    };
+    let mut server = start();
+    let mut guest = Guest::new()
+        .memory(320)
+        .program("fio")
+        .file("/job", VERIFY.as_bytes())
+        .vhost_user(&directory.path().join("vhost"), 2)
+        .arguments(["-smp", "2"])
+        .spawn(
+            "echo go
+             fio --output-format=terse /job >/tmp/fio || { cat /tmp/fio; exit 1; }
+             ! dmesg | grep -iE 'I/O error|blk_update|timeout|virtio_blk.*fail'",
+        );
+    guest.wait_for("go");
+    for round in 0..10_u64 {
+        thread::sleep(Duration::from_millis(1300 + 37 * round));
+        let killed = server.kill();
+        assert!(!killed.status.success(), "{}", killed.report());
+        server = start();
+    }
+    let done = guest.wait();
+    assert_eq!(done.status, 0, "{}", done.console);
+    let _ = server.stop().ok();
+    let _ = qemu::img(args!["check", directory.path().join("disk")]).ok();
+}
