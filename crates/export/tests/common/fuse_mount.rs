@@ -148,6 +148,34 @@ impl FileEnd {
         Ok(bytes)
     }
 
+    /// How many bytes an asynchronous read gives; past the page cache if the file is open so.
+    pub fn read_later(&self, offset: u64, length: usize) -> Result<u64, i32> {
+        let mut bytes = vec![0_u8; length];
+        let mut context = 0_u64;
+        // SAFETY: control blocks and events of zeroes are valid; the read has ended, or was never begun,
+        // when the context and the buffer go.
+        unsafe {
+            let mut block: libc::iocb = std::mem::zeroed();
+            block.aio_lio_opcode = 0; // IOCB_CMD_PREAD
+            block.aio_fildes = self.number() as u32;
+            block.aio_buf = bytes.as_mut_ptr() as u64;
+            block.aio_nbytes = length as u64;
+            block.aio_offset = offset as i64;
+            let mut event = [0_i64; 4];
+            outcome(libc::syscall(libc::SYS_io_setup, 1, &raw mut context)).unwrap();
+            let blocks = [&raw mut block];
+            let begun = outcome(libc::syscall(libc::SYS_io_submit, context, 1, blocks.as_ptr()));
+            let null = std::ptr::null_mut::<libc::timespec>();
+            let ended = begun.map(|_| {
+                libc::syscall(libc::SYS_io_getevents, context, 1, 1, event.as_mut_ptr(), null)
+            });
+            libc::syscall(libc::SYS_io_destroy, context);
+            assert_eq!(ended, Ok(1));
+            // data, obj, res, res2
+            u64::try_from(event[2]).map_err(|_| -event[2] as i32)
+        }
+    }
+
     pub fn write(&self, offset: u64, bytes: &[u8]) -> Result<u64, i32> {
         // SAFETY: the buffer has its length.
         let count = unsafe {

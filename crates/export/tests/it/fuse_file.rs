@@ -187,6 +187,18 @@ fn a_size_that_others_change_is_seen_at_once() {
 }
 
 #[test]
+fn a_new_size_reaches_asynchronous_reads_that_ask_for_none() {
+    let image = Image::new(MIB as u64, &OpenOptions::default(), FIXED, 0);
+    let file = image.open(libc::O_DIRECT);
+    assert_eq!(file.read_later(MIB as u64 - 1024, 4096), Ok(1024));
+    for size in [2 * MIB as u64, 3 * MIB as u64] {
+        block_on(image.device.resize(size, Preallocation::Off, false)).unwrap();
+        until("the new size", || file.read_later(size - 4096, 4096) == Ok(4096));
+        assert_eq!(file.read_later(size - 1024, 4096), Ok(1024));
+    }
+}
+
+#[test]
 fn what_is_read_only_stays_as_it_is() {
     let disk = MemoryDisk { read_only: true, ..MemoryDisk::new(MIB) };
     for mounted in
