@@ -94,6 +94,7 @@ impl<D: BlockDevice> Mount<D> {
             return Err(io::Error::from_raw_os_error(libc::EBUSY));
         };
         let ending = Ending(self);
+        let known = self.export.device.size();
         let mut channels = Vec::new();
         for _ in 1..workers.len() {
             channels.push(Channel::new(clone_device(&connection)?));
@@ -112,14 +113,14 @@ impl<D: BlockDevice> Mount<D> {
         let mut parts = pin!(async {
             let mut result = Ok(());
             for part in here {
-                result = result.and(told(part.await));
+                result = result.and(self.told(part.await));
             }
             for part in there {
-                result = result.and(told(part.await));
+                result = result.and(self.told(part.await));
             }
             result
         });
-        let mut follow = pin!(self.follow());
+        let mut follow = pin!(self.follow(known));
         let result = poll_fn(|cx| {
             let _: Poll<Infallible> = follow.as_mut().poll(cx);
             parts.as_mut().poll(cx)
@@ -129,12 +130,13 @@ impl<D: BlockDevice> Mount<D> {
         result
     }
 
-    /// Has the kernel learn of every new size. It asks for the size when a program does, but cuts
-    /// asynchronous direct reads by the one that it heard last.
-    async fn follow(&self) -> Infallible {
+    /// Has the kernel learn of every new size after `known`. It asks for the size when a program asks or
+    /// opens the file, but cuts asynchronous direct reads by the one that it heard last.
+    async fn follow(&self, mut known: u64) -> Infallible {
         let path = self.place.lock().path().to_owned();
         loop {
-            let known = self.export.device.size();
+            self.export.device.resized(known).await;
+            known = self.export.device.size();
             let path = path.clone();
             // On a thread of its own, since it waits for an answer of this one.
             let asked = thread::Builder::new().name("fuse-size".into()).spawn(move || {
@@ -143,8 +145,13 @@ impl<D: BlockDevice> Mount<D> {
             if let Err(error) = asked {
                 tracing::warn!(%error, "the kernel could not be told of a new size");
             }
-            self.export.device.resized(known).await;
         }
+    }
+
+    /// What came of a worker's part. None goes on without the others.
+    fn told(&self, done: Result<io::Result<()>, JoinError>) -> io::Result<()> {
+        let done = done.unwrap_or_else(|error| Err(io::Error::other(error.to_string())));
+        done.inspect_err(|_| self.stop())
     }
 
     /// Serves one channel, and has the others end when this one does.
@@ -165,11 +172,6 @@ impl<D: BlockDevice> Mount<D> {
         self.place.lock().unmount();
         self.stop.request();
     }
-}
-
-/// What came of a worker's part.
-fn told(done: Result<io::Result<()>, JoinError>) -> io::Result<()> {
-    done.unwrap_or_else(|error| Err(io::Error::other(error.to_string())))
 }
 
 /// Stops a mount when dropped.

@@ -202,7 +202,10 @@ fn check(path: &Path) -> Result<PathBuf, MountError> {
             return Ok(path);
         }
         let own = OWN.lock().contains(&seen.device);
-        let dead = |error: io::Error| error.raw_os_error() == Some(libc::ENOTCONN);
+        // ECONNABORTED: it died while it was asked.
+        let dead = |error: io::Error| {
+            matches!(error.raw_os_error(), Some(libc::ENOTCONN | libc::ECONNABORTED))
+        };
         if own || !fs::metadata(&path).is_err_and(dead) {
             return Err(MountError::Busy(path));
         }
