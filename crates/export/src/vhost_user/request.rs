@@ -65,14 +65,23 @@ pub(crate) struct Job {
 }
 
 enum Action {
-    Read { offset: u64, data: Data },
+    /// A read into one piece of memory.
+    Read {
+        offset: u64,
+        segment: Segment,
+    },
+    Other(Other),
+}
+
+enum Other {
+    ReadMany { offset: u64, segments: Vec<Segment> },
     Write { offset: u64, data: Data },
     Flush,
     Discard(Vec<Range>),
     Zero(Vec<Range>),
 }
 
-/// The memory of a read or write; never empty.
+/// The memory of a write; never empty.
 enum Data {
     One(Segment),
     Many(Vec<Segment>),
@@ -140,21 +149,28 @@ impl<D: BlockDevice> Context<D> {
                 let Some(offset) = self.offset(sector, length) else {
                     return Err(refuse(&"a request beyond the end of the disk"));
                 };
-                let data = match list.as_slice() {
-                    [] => return Err(Answer::of(OK)),
-                    [one] => Data::One(*one),
-                    _ => Data::Many(std::mem::take(list)),
-                };
-                Ok(if changes {
-                    Action::Write { offset, data }
-                } else {
-                    Action::Read { offset, data }
+                Ok(match (changes, list.as_slice()) {
+                    (_, []) => return Err(Answer::of(OK)),
+                    (false, [segment]) => Action::Read { offset, segment: *segment },
+                    (true, [segment]) => {
+                        Action::Other(Other::Write { offset, data: Data::One(*segment) })
+                    }
+                    (changes, _) => {
+                        let segments = std::mem::take(list);
+                        Action::Other(if changes {
+                            Other::Write { offset, data: Data::Many(segments) }
+                        } else {
+                            Other::ReadMany { offset, segments }
+                        })
+                    }
                 })
             }
-            VIRTIO_BLK_T_FLUSH => Ok(Action::Flush),
+            VIRTIO_BLK_T_FLUSH => Ok(Action::Other(Other::Flush)),
             VIRTIO_BLK_T_GET_ID => Err(Answer { status: OK, data: self.identify(chain) }),
-            VIRTIO_BLK_T_DISCARD => self.ranges(chain, kind).map(Action::Discard),
-            VIRTIO_BLK_T_WRITE_ZEROES => self.ranges(chain, kind).map(Action::Zero),
+            VIRTIO_BLK_T_DISCARD => self.ranges(chain, kind).map(Other::Discard).map(Action::Other),
+            VIRTIO_BLK_T_WRITE_ZEROES => {
+                self.ranges(chain, kind).map(Other::Zero).map(Action::Other)
+            }
             _ => Err(Answer::of(UNSUPPORTED)),
         }
     }
@@ -219,47 +235,53 @@ impl<D: BlockDevice> Context<D> {
     }
 
     /// Does it, and tells the bytes written to the guest's memory.
+    ///
+    /// A future is moved whole into its place when it starts. So that the frequent one, a read of one piece,
+    /// is small, the others are behind a pointer.
     async fn perform(&self, action: Action) -> Result<u32> {
         match action {
-            Action::Read { offset, data: Data::One(segment) } => {
+            Action::Read { offset, segment } => {
                 self.device.read(offset, self.buffer(segment)).await?;
                 Ok(u32::try_from(segment.length).unwrap_or(u32::MAX))
             }
-            Action::Read { offset, data: Data::Many(segments) } => {
+            Action::Other(other) => Box::pin(self.perform_other(other)).await,
+        }
+    }
+
+    async fn perform_other(&self, action: Other) -> Result<u32> {
+        match action {
+            Other::ReadMany { offset, segments } => {
                 self.read_many(offset, &segments).await?;
-                Ok(u32::try_from(total(&segments)).unwrap_or(u32::MAX))
+                return Ok(u32::try_from(total(&segments)).unwrap_or(u32::MAX));
             }
-            Action::Write { offset, data } => {
-                match data {
-                    Data::One(segment) => {
-                        drop(self.device.write(offset, self.buffer(segment)).await?);
-                    }
-                    Data::Many(segments) => self.write_many(offset, &segments).await?,
-                }
-                self.settle().await
+            Other::Write { offset, data: Data::One(segment) } => {
+                drop(self.device.write(offset, self.buffer(segment)).await?);
             }
-            Action::Flush => self.device.flush().await.map(|()| 0),
-            Action::Discard(ranges) => {
+            Other::Write { offset, data: Data::Many(segments) } => {
+                self.write_many(offset, &segments).await?;
+            }
+            Other::Flush => return self.flush().await.map(|()| 0),
+            Other::Discard(ranges) => {
                 for range in ranges.iter().filter(|range| range.length > 0) {
                     self.device.discard(range.offset, range.length).await?;
                 }
-                self.settle().await
             }
-            Action::Zero(ranges) => {
+            Other::Zero(ranges) => {
                 for range in ranges.iter().filter(|range| range.length > 0) {
                     let flags = ZeroFlags { may_unmap: range.may_unmap, only_fast: false };
                     self.device.write_zeroes(range.offset, range.length, flags).await?;
                 }
-                self.settle().await
             }
         }
-    }
-
-    async fn settle(&self) -> Result<u32> {
         if self.write_through {
-            self.device.flush().await?;
+            self.flush().await?;
         }
         Ok(0)
+    }
+
+    /// Flushes, by a pointer, since that future is the largest.
+    async fn flush(&self) -> Result<()> {
+        Box::pin(self.device.flush()).await
     }
 
     fn buffer(&self, Segment { start, length }: Segment) -> IoBuf {
