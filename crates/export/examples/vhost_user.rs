@@ -5,13 +5,14 @@
 //! ```
 //!
 //! The third argument is the number of threads for queues; with 0 one thread does everything. After it,
-//! `write-through` makes every write durable at once, and `slow` lets every access to the image take 4 ms.
+//! `write-through` makes every write durable at once, `slow` lets every access to the image take 4 ms, and
+//! `poll=` sets for how long queues look for requests before they sleep.
 
-use isobath_disk::{LiveDisk, OpenOptions};
+use isobath_disk::{DiskError, LiveDisk, OpenOptions};
 use isobath_export::vhost_user::{Options, Server};
 use isobath_storage::Host;
 use isobath_storage::file::FileHost;
-use isobath_storage::ring::{Config, Executor, Signals, Worker, spawn};
+use isobath_storage::ring::{Config, Executor, Signals, Worker, sleep, spawn};
 use isobath_storage::slow::{SlowDisk, SlowHost};
 use std::error::Error;
 use std::fs;
@@ -24,14 +25,20 @@ use std::time::Duration;
 fn main() -> Result<(), Box<dyn Error>> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let [socket, image, threads, more @ ..] = arguments.as_slice() else {
-        return Err("usage: vhost_user SOCKET IMAGE THREADS [write-through] [slow]".into());
+        return Err(
+            "usage: vhost_user SOCKET IMAGE THREADS [write-through] [slow] [poll=MICROSECONDS]"
+                .into(),
+        );
     };
     let has = |name: &str| more.iter().any(|argument| argument == name);
-    let options = Options {
+    let mut options = Options {
         serial: "isobath-example".into(),
         write_through: has("write-through"),
         ..Options::default()
     };
+    if let Some(poll) = more.iter().find_map(|argument| argument.strip_prefix("poll=")) {
+        options.poll = Duration::from_micros(poll.parse()?);
+    }
     let slow = SlowDisk {
         bandwidth: NonZeroU64::MAX,
         latency: Duration::from_millis(4),
@@ -52,7 +59,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     })
 }
 
-async fn serve<H: Host>(
+async fn serve<H: Host + Clone>(
     host: H,
     socket: &Path,
     image: &Path,
@@ -62,7 +69,19 @@ async fn serve<H: Host>(
     let handles: Vec<_> = workers.iter().map(|worker| worker.handle().clone()).collect();
     let mut signals = Signals::new(&[libc::SIGTERM, libc::SIGINT])?;
     let open = OpenOptions { writable: true, ..OpenOptions::default() };
-    let disk = LiveDisk::open(host, image, &open).await?;
+    // What a killed server had in the kernel may hold the image's lock for a moment longer.
+    let mut patience = 100;
+    let disk = loop {
+        match LiveDisk::open(host.clone(), image, &open).await {
+            Err(DiskError::Storage(error))
+                if error.kind() == io::ErrorKind::ResourceBusy && patience > 0 =>
+            {
+                patience -= 1;
+                sleep(Duration::from_millis(50)).await;
+            }
+            opened => break opened?,
+        }
+    };
     let server = Server::new(disk.clone(), options)?;
     // A server that was killed leaves its socket's file.
     match fs::remove_file(socket) {

@@ -317,6 +317,7 @@ mod tests {
     #[test]
     fn entries_are_taken_in_order_and_around_the_end() {
         let (memory, mut ring) = ring(0xfffe, false);
+        put(&memory, 0x1002, 0xfffe);
         assert_eq!(ring.take(), Ok(None));
         for (entry, head) in [(6, 3), (7, 1), (0, 7)] {
             put(&memory, 0x1004 + 2 * entry, head);
