@@ -35,7 +35,7 @@ def warm(*paths):
 
 def filled(form):
     """A disk with data in every cluster, to be written over; in the page cache."""
-    path = tools.WORK / f"doors-filled.{form}"
+    path = tools.WORK / f"doors-filled-{size() >> 20}M.{form}"
     if not path.exists():
         source = chain(1) if form == "qcow2" else raw()
         tools.run("cp", "--sparse=never", source, path)

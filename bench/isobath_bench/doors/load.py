@@ -6,11 +6,15 @@ Each gives requests a second, and the CPU time of a request: of all (the client'
 import json
 import os
 import resource
+from functools import cache
 from pathlib import Path
 
 from .. import tools
 
 ISOBATH_LOAD = Path(os.environ.get("ISOBATH_LOAD", tools.TARGET / "release" / "isobath-load"))
+
+# Data that is in the page cache stays there.
+FIO = ["fio", "--name=load", "--invalidate=0", "--thread", "--output-format=json"]
 
 
 def isobath_load(*arguments):
@@ -58,26 +62,37 @@ def raw(path, *, direct=False, **load):
     return figures(isobath_load("raw", path, *how, *shape(**load)), 0)
 
 
+def cpu_of_children():
+    """The CPU time of the programs that have been run so far, in seconds."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+@cache
+def cpu_of_start():
+    """The CPU time that fio takes to start and end, in seconds."""
+    before = cpu_of_children()
+    tools.run(*FIO, "--ioengine=null", "--size=4k", "--number_ios=1")
+    return cpu_of_children() - before
+
+
 def fio(path, *, rw="randread", block="4k", depth=32, seconds, engine="io_uring", direct=False, server=None, extra=()):
     """Load by fio on a file; of a server, if there is one."""
-    server_before = server.cpu() if server else 0
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    start = cpu_of_start()
+    server_before, before = server.cpu() if server else 0, cpu_of_children()
     try:
         out = tools.run(
-            "fio", "--name=load", f"--filename={path}", f"--ioengine={engine}", f"--rw={rw}", f"--bs={block}",
-            f"--iodepth={depth}", f"--runtime={seconds}", "--time_based", "--norandommap", "--randrepeat=0",
-            # Data that is in the page cache stays there.
-            "--invalidate=0", f"--direct={int(direct)}", "--thread", "--output-format=json", *extra,
+            *FIO, f"--filename={path}", f"--ioengine={engine}", f"--rw={rw}", f"--bs={block}", f"--iodepth={depth}",
+            f"--runtime={seconds}", "--time_based", "--norandommap", "--randrepeat=0", f"--direct={int(direct)}", *extra,
         )  # fmt: skip
     except tools.Failed as error:
         if server:
             server.check(error)
         raise
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    client = max(cpu_of_children() - before - start, 0)
     server_cpu = server.cpu() - server_before if server else 0
     job = json.loads(out[out.index("{"):])["jobs"][0]
     side = job["write" if "write" in rw else "read"]
-    client = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     requests = side["total_ios"]
     percentiles = side["clat_ns"].get("percentile", {})
     done = {

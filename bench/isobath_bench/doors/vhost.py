@@ -7,8 +7,8 @@ from .paired import DIRECT, PAGE_CACHE
 
 FIO, LOAD = "raw file, fio", "raw file, isobath-load"
 LAYERS = [1, 1000]
-# Rounds in which QEMU has the longest chain.
-SLOW_ROUNDS = 2
+# Rounds in which QEMU has the longest chain: it needs most of a minute for some ten requests.
+SLOW_ROUNDS = 1
 
 
 def measure(cache, name, layers, seconds):
@@ -33,7 +33,6 @@ def run(rounds, seconds):
     keys += [(cache, name, layers) for cache in (PAGE_CACHE, DIRECT) for name in (served.ISOBATH, qemu) for layers in LAYERS]
     for number in range(rounds):
         for key in rotated(sorted(keys), number * 3):
-            # Half a minute each.
             if key[1:] == (qemu, LAYERS[-1]) and number >= SLOW_ROUNDS:
                 continue
             samples.attempt(key, lambda: measure(*key, seconds))
