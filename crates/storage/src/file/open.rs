@@ -22,10 +22,10 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-/// Waits for another user of an image to let go: a program that was killed holds its locks for some
-/// milliseconds more, until the kernel has ended its operations.
+/// Waits for another user of an image to let go: a program that was killed holds its locks for a while more,
+/// until the kernel has ended its operations.
 const LOCK_STEP: Duration = Duration::from_millis(10);
-const LOCK_STEPS: u32 = 25;
+const LOCK_STEPS: u32 = 100;
 
 /// Opens files and block devices by path. Relative paths start at the working directory.
 ///
