@@ -1,5 +1,5 @@
 """What a disk's doors cost: vhost-user-blk, FUSE and NBD beside a raw file and QEMU's doors to the same images, and
-the engine behind them alone. Each ratio is the median of those within a round."""
+the engine behind them alone. Ratios are medians of those within a round; NBD's are of medians."""
 
 from isobath_bench import scenario
 from isobath_bench.doors import engine, fuse, idle, latency, nbd, scale, sequential, vhost, writes
