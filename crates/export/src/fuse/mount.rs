@@ -81,11 +81,11 @@ impl<D: BlockDevice> Mount<D> {
     }
 
     /// Serves until [`stop`](Self::stop), or until somebody unmounts the file. Then finishes and answers
-    /// what was begun, and returns when the file is unmounted. Those who still have it open find it
-    /// aborted (`ENOTCONN`).
+    /// what was begun, unmounts, and returns. Those who still have the file open find it aborted
+    /// (`ENOTCONN`).
     ///
     /// Requests are spread over `workers`, or stay on this thread if there are none. Dropping the future
-    /// stops the mount.
+    /// unmounts at once; what was begun is then not answered.
     ///
     /// # Errors
     /// If the connection fails, or a worker ends. `EBUSY` if it was served before.
@@ -93,7 +93,7 @@ impl<D: BlockDevice> Mount<D> {
         let Some(connection) = self.connection.lock().take() else {
             return Err(io::Error::from_raw_os_error(libc::EBUSY));
         };
-        let ending = Ending(self);
+        let _unmounting = Unmounting(self);
         let known = self.export.device.size();
         let mut channels = Vec::new();
         for _ in 1..workers.len() {
@@ -121,13 +121,11 @@ impl<D: BlockDevice> Mount<D> {
             result
         });
         let mut follow = pin!(self.follow(known));
-        let result = poll_fn(|cx| {
+        poll_fn(|cx| {
             let _: Poll<Infallible> = follow.as_mut().poll(cx);
             parts.as_mut().poll(cx)
         })
-        .await;
-        drop(ending);
-        result
+        .await
     }
 
     /// Has the kernel learn of every new size after `known`. It asks for the size when a program asks or
@@ -151,12 +149,12 @@ impl<D: BlockDevice> Mount<D> {
     /// What came of a worker's part. None goes on without the others.
     fn told(&self, done: Result<io::Result<()>, JoinError>) -> io::Result<()> {
         let done = done.unwrap_or_else(|error| Err(io::Error::other(error.to_string())));
-        done.inspect_err(|_| self.stop())
+        done.inspect_err(|_| self.stop.request())
     }
 
     /// Serves one channel, and has the others end when this one does.
     async fn work(&self, channel: &Channel) -> io::Result<()> {
-        let _ending = Ending(self);
+        let _ending = Ending(&self.stop);
         match work(&self.export, channel, &self.stop).await {
             Ok(true) => {
                 tracing::debug!("the disk was unmounted");
@@ -166,20 +164,33 @@ impl<D: BlockDevice> Mount<D> {
         }
     }
 
-    /// Unmounts the file and ends [`serve`](Self::serve). May be called from any thread, and more than
-    /// once.
+    /// Ends [`serve`](Self::serve), which then unmounts the file; without it unmounts here. May be called
+    /// from any thread, and more than once.
     pub fn stop(&self) {
-        self.place.lock().unmount();
         self.stop.request();
+        let connection = self.connection.lock();
+        if connection.is_some() {
+            self.place.lock().unmount();
+        }
     }
 }
 
-/// Stops a mount when dropped.
-struct Ending<'a, D: BlockDevice>(&'a Mount<D>);
+/// Has all workers end when dropped.
+struct Ending<'a>(&'a Stop);
 
-impl<D: BlockDevice> Drop for Ending<'_, D> {
+impl Drop for Ending<'_> {
     fn drop(&mut self) {
-        self.0.stop();
+        self.0.request();
+    }
+}
+
+/// Unmounts when dropped, whether the workers have ended or not.
+struct Unmounting<'a, D: BlockDevice>(&'a Mount<D>);
+
+impl<D: BlockDevice> Drop for Unmounting<'_, D> {
+    fn drop(&mut self) {
+        self.0.stop.request();
+        self.0.place.lock().unmount();
     }
 }
 

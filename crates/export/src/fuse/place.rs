@@ -125,7 +125,7 @@ pub(super) fn mount(
         }
         Err(error) => {
             // Whatever is there is ours, and nobody else's yet.
-            let _ = detach(&path);
+            let _ = detach(&path, libc::MNT_FORCE);
             Err(failed(error))
         }
     }
@@ -140,12 +140,15 @@ impl Place {
         &self.path
     }
 
-    /// Takes the mount away, at once for everybody who comes, and for those who have the file open when
-    /// they close it. Does nothing if somebody else has done it.
+    /// Takes the mount away and aborts its connection: whoever waits for an answer, or has the file open,
+    /// gets an error from now on. Does nothing if somebody else has unmounted.
+    ///
+    /// To close the connection's descriptors would abort it as well, but not while a child of this
+    /// process, on its way to another program, still has copies of them.
     pub(super) fn unmount(&mut self) {
         let Some(device) = self.device.take() else { return };
         if look(&self.path).is_ok_and(|seen| seen.is_mount && seen.device == device)
-            && let Err(error) = detach(&self.path)
+            && let Err(error) = detach(&self.path, libc::MNT_FORCE)
         {
             tracing::error!(path = %self.path.display(), %error, "the disk could not be unmounted");
         }
@@ -210,7 +213,7 @@ fn check(path: &Path) -> Result<PathBuf, MountError> {
             return Err(MountError::Busy(path));
         }
         tracing::info!(path = %path.display(), "cleared the mount of a server that is gone");
-        detach(&path).map_err(failed)?;
+        detach(&path, 0).map_err(failed)?;
     }
     Err(MountError::Busy(path))
 }
@@ -274,10 +277,12 @@ fn mount_by_helper(path: &Path, read_only: bool, allow: AllowOther) -> io::Resul
     }
 }
 
-fn detach(path: &Path) -> io::Result<()> {
+/// Unmounts, with further flags of `umount2(2)` where this process may itself.
+fn detach(path: &Path, flags: i32) -> io::Result<()> {
     let name = CString::new(path.as_os_str().as_bytes())?;
+    let flags = flags | libc::MNT_DETACH | libc::UMOUNT_NOFOLLOW;
     // SAFETY: the name ends in a zero.
-    if unsafe { libc::umount2(name.as_ptr(), libc::MNT_DETACH | libc::UMOUNT_NOFOLLOW) } == 0 {
+    if unsafe { libc::umount2(name.as_ptr(), flags) } == 0 {
         return Ok(());
     }
     let error = io::Error::last_os_error();

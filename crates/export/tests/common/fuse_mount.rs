@@ -8,11 +8,12 @@ use isobath_storage::file::FileHost;
 use isobath_storage::ring::{Config, Executor, Worker};
 use std::ffi::CString;
 use std::fs::{self, File, OpenOptions as Open};
-use std::io;
+use std::io::{self, Read};
 use std::ops::Deref;
 use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -210,18 +211,38 @@ impl FileEnd {
     }
 
     /// What a private mapping of a part shows; `offset` is a multiple of the page size.
+    ///
+    /// Another process maps it: the kernel may hold this one's memory map while it waits for the server,
+    /// which is here.
     pub fn mapped(&self, offset: u64, length: usize) -> Vec<u8> {
-        // SAFETY: a new mapping, which is read within its length and within the file, and taken away
-        // before anybody else knows of it.
-        unsafe {
-            let (access, flags) = (libc::PROT_READ, libc::MAP_PRIVATE);
-            let null = std::ptr::null_mut();
-            let start = libc::mmap(null, length, access, flags, self.number(), offset as i64);
-            assert_ne!(start, libc::MAP_FAILED, "{}", io::Error::last_os_error());
-            let bytes = std::slice::from_raw_parts(start.cast::<u8>(), length).to_vec();
-            libc::munmap(start, length);
-            bytes
+        let (mut ours, theirs) = UnixStream::pair().unwrap();
+        let (number, to) = (self.number(), theirs.as_raw_fd());
+        // SAFETY: the child only makes system calls, of which all that can fail end it early.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            // SAFETY: a new mapping, read within its length and within the file.
+            unsafe {
+                let (access, flags) = (libc::PROT_READ, libc::MAP_PRIVATE);
+                let null = std::ptr::null_mut();
+                let start = libc::mmap(null, length, access, flags, number, offset as i64);
+                let mut done = 0;
+                while start != libc::MAP_FAILED && done < length {
+                    match libc::write(to, start.add(done), length - done) {
+                        count @ 1.. => done += count as usize,
+                        _ => break,
+                    }
+                }
+                libc::_exit(0);
+            }
         }
+        assert!(child > 0, "{}", io::Error::last_os_error());
+        drop(theirs);
+        let mut bytes = Vec::new();
+        ours.read_to_end(&mut bytes).unwrap();
+        // SAFETY: the child is this call's own.
+        unsafe { libc::waitpid(child, std::ptr::null_mut(), 0) };
+        assert_eq!(bytes.len(), length, "the file could not be mapped");
+        bytes
     }
 }
 
