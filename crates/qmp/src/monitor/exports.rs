@@ -237,7 +237,7 @@ impl<H: Host + Clone> Monitor<H> {
             _ => fuse::AllowOther::Auto,
         };
         let growable = flag(arguments, "growable").unwrap_or(false);
-        let options = fuse::Options { writable, growable, allow_other, ..fuse::Options::default() };
+        let options = fuse::Options { writable, growable, allow_other };
         self.mount(id, drive, Path::new(text(arguments, "mountpoint")), options)
     }
 

@@ -116,7 +116,6 @@ impl DoorArgs {
                 writable: !drive.disk().is_read_only(),
                 growable: self.growable,
                 allow_other: self.allow_other,
-                ..fuse::Options::default()
             };
             let opened = monitor.mount(&format!("fuse-{number}"), drive, path, options);
             opened.map_err(|error| Failure::new(error).context("--fuse"))?;
