@@ -122,12 +122,17 @@ pub async fn check<H: Host>(
     check_image(&mut image, options.repair, &mut Log::new(events)).await
 }
 
-/// Makes the refcounts of an image true that was not closed (dirty bit), and clears the bit.
+/// Makes the refcounts of an image true that was not closed (dirty bit), and clears the bit. With
+/// `recover` a journal in use is brought home before; without, it has nothing and stays.
 ///
 /// # Errors
 /// If the file cannot be read or written, or errors remain; the bit is then still set.
-pub(crate) async fn repair_dirty<S: Storage>(storage: &Arc<S>, name: &Path) -> Result<()> {
-    let mut image = Image::open(storage, name, Some(ImageFormat::Qcow2), true).await?;
+pub(crate) async fn repair_dirty<S: Storage>(
+    storage: &Arc<S>,
+    name: &Path,
+    recover: bool,
+) -> Result<()> {
+    let mut image = Image::open(storage, name, Some(ImageFormat::Qcow2), recover).await?;
     let mut first = String::new();
     let mut events = |event: CheckEvent<'_>| {
         if let CheckEvent::Finding(text) = event {
