@@ -4,7 +4,9 @@
 //! opened through it consults: the same plan and the same operations give the same faults.
 
 use crate::error::{Operation, StorageError};
-use crate::{Allocation, FileId, Host, IoBuf, OpenMode, Result, Stamp, Storage, Survivor, ZeroMode};
+use crate::{
+    Allocation, FileId, Host, IoBuf, OpenMode, Result, Stamp, Storage, Survivor, ZeroMode,
+};
 use parking_lot::Mutex;
 use std::future::poll_fn;
 use std::io;

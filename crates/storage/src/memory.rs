@@ -6,10 +6,11 @@
 
 use crate::error::{Operation, StorageError};
 use crate::lock;
-use crate::{
-    Allocation, FileId, Host, IoBuf, Locking, OpenMode, Result, SECTOR, Stamp, Storage, Survivor, ZeroMode,
-};
 use crate::survivor::SURVIVOR_BYTES;
+use crate::{
+    Allocation, FileId, Host, IoBuf, Locking, OpenMode, Result, SECTOR, Stamp, Storage, Survivor,
+    ZeroMode,
+};
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::io;

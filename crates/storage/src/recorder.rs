@@ -5,7 +5,9 @@
 //! [`Record::replay`] makes the files that it leaves.
 
 use crate::memory::MemoryHost;
-use crate::{Allocation, FileId, Host, IoBuf, OpenMode, Result, Stamp, Storage, Survivor, ZeroMode};
+use crate::{
+    Allocation, FileId, Host, IoBuf, OpenMode, Result, Stamp, Storage, Survivor, ZeroMode,
+};
 use parking_lot::Mutex;
 use std::ops::Range;
 use std::path::{Path, PathBuf};

@@ -24,7 +24,9 @@
 mod mechanics;
 
 use crate::ring;
-use crate::{Access, Allocation, FileId, Host, IoBuf, OpenMode, Result, Stamp, Storage, Survivor, ZeroMode};
+use crate::{
+    Access, Allocation, FileId, Host, IoBuf, OpenMode, Result, Stamp, Storage, Survivor, ZeroMode,
+};
 use mechanics::{Arm, transfer};
 use parking_lot::Mutex;
 use std::collections::{HashMap, VecDeque};

@@ -6,6 +6,7 @@ use crate::check::repair_dirty;
 use crate::durability::journal::{self, Replayed};
 use crate::durability::survive::Survived;
 use crate::index::{self, Ahead};
+use crate::write::Writer;
 use crate::{DiskError, MetadataMode, Result};
 use futures_util::stream::{self, StreamExt};
 use isobath_qcow2::{Extension, Header, IncompatibleFeatures, L1Entry, is_qcow2};
@@ -281,6 +282,38 @@ fn backing_of<H: Host>(
         None => None,
     };
     Ok(Some((path, format)))
+}
+
+/// Brings into an image what a killed process left of it, if there is anything.
+///
+/// # Errors
+/// If the image cannot be opened for writing.
+pub(crate) async fn bring_in<H: Host>(
+    host: &H,
+    name: &Path,
+    format: Option<ImageFormat>,
+    locking: Locking,
+) -> Result<()> {
+    let options = OpenOptions { writable: true, locking, ..OpenOptions::default() };
+    let storage = host.open(name, options.mode(true)).await?;
+    let length = storage.len().await?;
+    let start = storage.read_at(0, IoBuf::zeroed(4096)).await?;
+    // What has no header that can be used has no log either.
+    let header = read_header(&storage, name, start, length).await.ok();
+    let left = header
+        .filter(|header| header.incompatible.contains(IncompatibleFeatures::JOURNAL))
+        .and_then(|header| Survived::find(&storage, name, &header));
+    drop(storage);
+    if left.is_none() {
+        return Ok(());
+    }
+    drop(left);
+    let layer = Arc::new(open_layer(host, name, format, true, &options).await?);
+    if let Some(qcow2) = layer.as_qcow2() {
+        let alone = qcow2.header.read().backing_file.is_none();
+        Writer::open(&layer, qcow2, &options, alone).await?;
+    }
+    Ok(())
 }
 
 /// The path of a file that the image `referrer` names, once it may be opened.

@@ -48,8 +48,7 @@ impl<S: Storage> Writer<S> {
         }
         let bitmaps = Bitmaps::open(layer, &header).await?;
         clear_unknown_autoclear(layer, qcow2).await?;
-        let mode =
-            Mode::new(options.metadata, options.journal_size, layer.size(), options.survive);
+        let mode = Mode::new(options.metadata, options.journal_size, layer.size(), options.survive);
         let log = (options.survive && mode.journal().is_some()).then(Arc::<Log>::default);
         let tables = Tables::new(Arc::clone(layer), qcow2, log.clone());
         let embedded = options.metadata == MetadataMode::Embedded;

@@ -43,7 +43,9 @@ pub use open::{FileHost, LimitedHost};
 
 use crate::error::{Operation, StorageError};
 use crate::ring::unblock;
-use crate::{Access, Allocation, FileId, IoBuf, Result, SECTOR, Stamp, Storage, Survivor, ZeroMode};
+use crate::{
+    Access, Allocation, FileId, IoBuf, Result, SECTOR, Stamp, Storage, Survivor, ZeroMode,
+};
 use arc_swap::ArcSwap;
 use cached::Cached;
 use direct::Direct;
