@@ -4,6 +4,7 @@ use crate::executor::pause;
 use crate::guest::SECTOR;
 use crate::record::{Action, Change, Files, Flush, NEVER, Record, Tick};
 use crate::state::{Fate, Replay};
+use isobath_storage::survivor::{SURVIVOR_BYTES, Survivor};
 use isobath_storage::{
     Allocation, FileId, Host, IoBuf, OpenMode, Operation, Result, Stamp, Storage, StorageError,
     ZeroMode,
@@ -14,7 +15,7 @@ use rand::{RngExt, SeedableRng};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 /// The greatest length of a simulated file in bytes: what is longer is a runaway.
 const MAX_LENGTH: u64 = 64 << 20;
@@ -280,6 +281,17 @@ impl Host for SimHost {
     }
 }
 
+/// Memory that outlives a process, and no crash of the machine.
+struct Fleeting(Box<[AtomicU64]>);
+
+impl Survivor for Fleeting {
+    fn words(&self) -> &[AtomicU64] {
+        &self.0
+    }
+
+    fn remove(&self) {}
+}
+
 /// An open simulated file.
 pub struct SimFile {
     host: SimHost,
@@ -533,5 +545,10 @@ impl Storage for SimFile {
 
     fn atomic_write(&self) -> u64 {
         self.atomic
+    }
+
+    fn survivor(&self, create: bool) -> Option<Arc<dyn Survivor>> {
+        let words = (0..SURVIVOR_BYTES / 8).map(|_| AtomicU64::new(0));
+        create.then(|| Arc::new(Fleeting(words.collect())) as Arc<dyn Survivor>)
     }
 }

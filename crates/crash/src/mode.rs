@@ -56,7 +56,9 @@ impl Mode {
     pub fn options(&self, writable: bool, draw: u64) -> OpenOptions {
         let (journal_size, rest) = choose(JOURNALS, draw / 3);
         let (zone_size, rest) = choose(ZONES, rest);
-        let (zones, _) = choose(MOST_ZONES, rest);
+        let (zones, rest) = choose(MOST_ZONES, rest);
+        // Nothing is embedded then.
+        let survive = self.metadata != MetadataMode::Embedded && rest % 3 == 0;
         OpenOptions {
             writable,
             metadata: self.metadata,
@@ -65,6 +67,7 @@ impl Mode {
             zones,
             // A small map makes the engine read tables again.
             map_cache: draw.is_multiple_of(3).then_some(16 << 10),
+            survive,
             ..OpenOptions::default()
         }
     }

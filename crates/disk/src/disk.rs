@@ -251,6 +251,14 @@ impl<H: Host> Disk<H> {
         Ok(())
     }
 
+    /// Returns once what was done so far outlives this process, if that was asked for.
+    async fn outlive(&self) -> Result<()> {
+        match &self.writer {
+            Some(writer) => writer.outlive(&self.readers).await,
+            None => Ok(()),
+        }
+    }
+
     pub(crate) fn writer(&self) -> Result<&Writer<H::File>> {
         let writer = self.writer.as_deref().ok_or(DiskError::ReadOnly)?;
         writer.check()?;
@@ -295,17 +303,21 @@ impl<H: Host> BlockDevice for Disk<H> {
 
     async fn write(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
         self.check_range(offset, buf.len() as u64)?;
-        self.write_range(offset, buf).await
+        let buf = self.write_range(offset, buf).await?;
+        self.outlive().await?;
+        Ok(buf)
     }
 
     async fn write_zeroes(&self, offset: u64, length: u64, flags: ZeroFlags) -> Result<()> {
         self.check_range(offset, length)?;
-        self.zero_range(offset, length, flags).await
+        self.zero_range(offset, length, flags).await?;
+        self.outlive().await
     }
 
     async fn discard(&self, offset: u64, length: u64) -> Result<()> {
         self.check_range(offset, length)?;
-        self.discard_range(offset, length).await
+        self.discard_range(offset, length).await?;
+        self.outlive().await
     }
 
     async fn flush(&self) -> Result<()> {

@@ -4,7 +4,9 @@
 //! opened through it consults: the same plan and the same operations give the same faults.
 
 use crate::error::{Operation, StorageError};
-use crate::{Allocation, FileId, Host, IoBuf, OpenMode, Result, Stamp, Storage, ZeroMode};
+use crate::{
+    Allocation, FileId, Host, IoBuf, OpenMode, Result, Stamp, Storage, Survivor, ZeroMode,
+};
 use parking_lot::Mutex;
 use std::future::poll_fn;
 use std::io;
@@ -332,5 +334,9 @@ impl<S: Storage> Storage for FaultFile<S> {
 
     fn atomic_write(&self) -> u64 {
         self.inner.atomic_write()
+    }
+
+    fn survivor(&self, create: bool) -> Option<Arc<dyn Survivor>> {
+        self.inner.survivor(create)
     }
 }

@@ -17,14 +17,17 @@ pub mod memory;
 pub mod recorder;
 pub mod ring;
 pub mod slow;
+pub mod survivor;
 mod wait;
 
 pub use buf::IoBuf;
 pub use error::{Operation, StorageError, shown};
+pub use survivor::Survivor;
 pub use wait::block_on;
 
 use std::future::Future;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// Bytes that every device writes whole or not at all.
 const SECTOR: u64 = 512;
@@ -267,6 +270,13 @@ pub trait Storage: Send + Sync + 'static {
     /// two, at least 512.
     fn atomic_write(&self) -> u64 {
         SECTOR
+    }
+
+    /// Memory that belongs to this file and outlives the process; if there is none it is made when
+    /// `create` says so. `None` also where there can be none, or where another handle uses it.
+    fn survivor(&self, create: bool) -> Option<Arc<dyn Survivor>> {
+        let _ = create;
+        None
     }
 }
 

@@ -6,8 +6,10 @@
 
 use crate::error::{Operation, StorageError};
 use crate::lock;
+use crate::survivor::SURVIVOR_BYTES;
 use crate::{
-    Allocation, FileId, Host, IoBuf, Locking, OpenMode, Result, SECTOR, Stamp, Storage, ZeroMode,
+    Allocation, FileId, Host, IoBuf, Locking, OpenMode, Result, SECTOR, Stamp, Storage, Survivor,
+    ZeroMode,
 };
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
@@ -146,6 +148,34 @@ struct Node {
     id: u64,
     contents: Mutex<Contents>,
     users: Mutex<Users>,
+    survivor: Arc<Mutex<Option<Words>>>,
+}
+
+/// Surviving memory.
+type Words = Arc<[AtomicU64]>;
+
+/// The surviving memory of a file in memory.
+struct MemorySurvivor {
+    words: Words,
+    place: Arc<Mutex<Option<Words>>>,
+}
+
+impl Survivor for MemorySurvivor {
+    fn words(&self) -> &[AtomicU64] {
+        &self.words
+    }
+
+    fn remove(&self) {
+        let mut place = self.place.lock();
+        if place.as_ref().is_some_and(|words| Arc::ptr_eq(words, &self.words)) {
+            *place = None;
+        }
+    }
+}
+
+/// A copy of surviving memory as it is.
+fn copied(words: &Words) -> Words {
+    words.iter().map(|word| AtomicU64::new(word.load(Ordering::Relaxed))).collect()
 }
 
 #[derive(Default)]
@@ -161,6 +191,7 @@ impl Directory {
             id: self.next_id,
             contents: Mutex::new(contents),
             users: Mutex::default(),
+            survivor: Arc::default(),
         });
         self.files.insert(name.to_owned(), node.clone());
         node
@@ -177,6 +208,7 @@ pub struct MemoryHost {
 /// What a host's files answer when asked what they can.
 struct Settings {
     gains: AtomicBool,
+    survivors: AtomicBool,
     /// 0 where nothing is cloned.
     clone_alignment: AtomicU64,
     atomic_write: AtomicU64,
@@ -186,6 +218,7 @@ impl Default for Settings {
     fn default() -> Self {
         Self {
             gains: AtomicBool::new(false),
+            survivors: AtomicBool::new(true),
             clone_alignment: AtomicU64::new(4096),
             atomic_write: AtomicU64::new(SECTOR),
         }
@@ -216,6 +249,18 @@ impl MemoryHost {
         self.settings.atomic_write.store(bytes, Ordering::Relaxed);
     }
 
+    /// Whether files have [surviving memory](Storage::survivor), open ones too; `true` unless set.
+    pub fn set_survivors(&self, have: bool) {
+        self.settings.survivors.store(have, Ordering::Relaxed);
+    }
+
+    /// Forgets all surviving memory, as the end of a machine's run does.
+    pub fn forget_survivors(&self) {
+        for node in self.directory.lock().files.values() {
+            *node.survivor.lock() = None;
+        }
+    }
+
     /// Puts a file with these bytes in place, replacing one of the same name.
     pub fn insert(&self, name: impl AsRef<Path>, bytes: &[u8]) {
         let mut contents = Contents::default();
@@ -237,8 +282,8 @@ impl MemoryHost {
         self.directory.lock().files.keys().cloned().collect()
     }
 
-    /// A host with copies of all files as they are now, none of them open. They keep their identity
-    /// and stamp, and what was set.
+    /// A host with copies of all files as they are now, none of them open. They keep their identity,
+    /// stamp and surviving memory, and what was set.
     #[must_use = "the copy is returned"]
     pub fn deep_copy(&self) -> Self {
         let directory = self.directory.lock();
@@ -247,11 +292,13 @@ impl MemoryHost {
         let alignment = self.settings.clone_alignment.load(Ordering::Relaxed);
         copy.set_clone_alignment(Some(alignment));
         copy.set_atomic_write(self.settings.atomic_write.load(Ordering::Relaxed));
+        copy.set_survivors(self.settings.survivors.load(Ordering::Relaxed));
         {
             let mut target = copy.directory.lock();
             for (name, node) in &directory.files {
                 let contents = Mutex::new(node.contents.lock().clone());
-                let node = Node { id: node.id, contents, users: Mutex::default() };
+                let survivor = Arc::new(Mutex::new(node.survivor.lock().as_ref().map(copied)));
+                let node = Node { id: node.id, contents, users: Mutex::default(), survivor };
                 target.files.insert(name.clone(), Arc::new(node));
             }
             target.next_id = directory.next_id;
@@ -541,5 +588,18 @@ impl Storage for MemoryFile {
 
     fn atomic_write(&self) -> u64 {
         self.settings.atomic_write.load(Ordering::Relaxed)
+    }
+
+    fn survivor(&self, create: bool) -> Option<Arc<dyn Survivor>> {
+        if !self.settings.survivors.load(Ordering::Relaxed) {
+            return None;
+        }
+        let mut place = self.node.survivor.lock();
+        if place.is_none() && create {
+            let count = SURVIVOR_BYTES / size_of::<AtomicU64>();
+            *place = Some((0..count).map(|_| AtomicU64::new(0)).collect());
+        }
+        let words = place.clone()?;
+        Some(Arc::new(MemorySurvivor { words, place: Arc::clone(&self.node.survivor) }))
     }
 }

@@ -5,7 +5,9 @@
 //! [`Record::replay`] makes the files that it leaves.
 
 use crate::memory::MemoryHost;
-use crate::{Allocation, FileId, Host, IoBuf, OpenMode, Result, Stamp, Storage, ZeroMode};
+use crate::{
+    Allocation, FileId, Host, IoBuf, OpenMode, Result, Stamp, Storage, Survivor, ZeroMode,
+};
 use parking_lot::Mutex;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -338,5 +340,9 @@ impl<S: Storage> Storage for RecorderFile<S> {
 
     fn atomic_write(&self) -> u64 {
         self.inner.atomic_write()
+    }
+
+    fn survivor(&self, create: bool) -> Option<Arc<dyn Survivor>> {
+        self.inner.survivor(create)
     }
 }

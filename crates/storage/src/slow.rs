@@ -24,7 +24,9 @@
 mod mechanics;
 
 use crate::ring;
-use crate::{Access, Allocation, FileId, Host, IoBuf, OpenMode, Result, Stamp, Storage, ZeroMode};
+use crate::{
+    Access, Allocation, FileId, Host, IoBuf, OpenMode, Result, Stamp, Storage, Survivor, ZeroMode,
+};
 use mechanics::{Arm, transfer};
 use parking_lot::Mutex;
 use std::collections::{HashMap, VecDeque};
@@ -374,6 +376,10 @@ impl<S: Storage> Storage for SlowFile<S> {
 
     fn atomic_write(&self) -> u64 {
         self.inner.atomic_write()
+    }
+
+    fn survivor(&self, create: bool) -> Option<Arc<dyn Survivor>> {
+        self.inner.survivor(create)
     }
 }
 

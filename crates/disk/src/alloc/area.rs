@@ -68,6 +68,35 @@ impl<S: Storage> Allocator<S> {
         Ok(())
     }
 
+    /// Gives none of these clusters out, also behind everything ever used, until freed ones are
+    /// [given out again](Self::keep_freed).
+    pub(crate) async fn set_aside(&self, clusters: Range<u64>) {
+        let mut state = self.state.lock().await;
+        state.never_used = state.never_used.max(clusters.end);
+        state.freed.get_or_insert_default().extend(clusters);
+    }
+
+    /// Adds a reference to a cluster that was [set aside](Self::set_aside).
+    pub(crate) async fn claim(&self, cluster: HostCluster) -> Result<()> {
+        let mut state = self.lock().await;
+        let (index, _) = self.geometry.refcount_position(cluster);
+        if !self.has_block(&state, index)? {
+            if index as usize >= state.table.len() {
+                self.grow_table(&mut state, cluster.get() + 1).await?;
+            }
+            // Its block goes anywhere else.
+            let home = self.find_free(&mut state).await?;
+            if !self.has_block(&state, index)? {
+                self.create_block(&mut state, index, home)?;
+                self.count_own(&mut state, home)?;
+            }
+        }
+        let count = self.refcount_in(&mut state, cluster.get()).await?;
+        self.reserve(&mut state, cluster.get(), count + 1)?;
+        self.layer.give_out((cluster.get() + 1) << self.geometry.cluster_bits());
+        Ok(())
+    }
+
     /// Whether these clusters are kept.
     pub(crate) async fn is_kept(&self, area: &Range<u64>) -> bool {
         self.state.lock().await.areas.contains(area)

@@ -138,7 +138,7 @@ impl<S: Storage> Allocator<S> {
     }
 
     /// Whether there is a refcount block at an index.
-    fn has_block(&self, state: &MutexGuard<'_, State>, index: u64) -> Result<bool> {
+    pub(super) fn has_block(&self, state: &MutexGuard<'_, State>, index: u64) -> Result<bool> {
         if state.blocks.contains_key(&index) {
             return Ok(true);
         }
@@ -147,7 +147,11 @@ impl<S: Storage> Allocator<S> {
     }
 
     /// Replaces the refcount table by a longer one, for host clusters up to `end` and for its own.
-    async fn grow_table(&self, state: &mut MutexGuard<'_, State>, end: u64) -> Result<()> {
+    pub(super) async fn grow_table(
+        &self,
+        state: &mut MutexGuard<'_, State>,
+        end: u64,
+    ) -> Result<()> {
         let entries = self.geometry.cluster_size() / 8;
         let counted = self.geometry.refcount_block_entries();
         let old_length = state.table.len();
@@ -202,7 +206,12 @@ impl<S: Storage> Allocator<S> {
 
     /// Makes the block at `index` of the table, in the free cluster `home`, whose refcount the
     /// caller raises.
-    fn create_block(&self, state: &mut MutexGuard<'_, State>, index: u64, home: u64) -> Result<()> {
+    pub(super) fn create_block(
+        &self,
+        state: &mut MutexGuard<'_, State>,
+        index: u64,
+        home: u64,
+    ) -> Result<()> {
         let run = Run { start: HostCluster::new(home), count: 1, zeroed: false, beyond: false };
         let offset = self.start_of(run)?;
         let size = self.geometry.cluster_size() as usize;

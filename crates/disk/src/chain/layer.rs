@@ -1,11 +1,12 @@
 //! One image of a chain.
 
 use crate::durability::journal::Replayed;
+use crate::durability::survive::Survived;
 use crate::{DiskError, Result};
 use isobath_qcow2::index::RecordedFormat;
 use isobath_qcow2::{FormatError, FormatErrorKind, Geometry, Header, HostOffset, L1Entry};
 use isobath_storage::{Allocation, IoBuf, Storage};
-use parking_lot::RwLock;
+use parking_lot::{Mutex, RwLock};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -72,6 +73,8 @@ pub struct Layer<S> {
     qcow2: Option<Arc<Qcow2>>,
     /// What the journal of an image that was not closed puts over what is in the file.
     replayed: Option<Arc<Replayed>>,
+    /// What a killed process left, for the writer to bring in.
+    survived: Mutex<Option<Survived>>,
 }
 
 /// What a qcow2 layer adds to a raw one.
@@ -98,6 +101,7 @@ impl<S: Storage> Layer<S> {
             given_out: AtomicU64::new(0),
             qcow2: None,
             replayed: None,
+            survived: Mutex::default(),
         }
     }
 
@@ -120,6 +124,7 @@ impl<S: Storage> Layer<S> {
             given_out: AtomicU64::new(0),
             qcow2: Some(Arc::new(qcow2)),
             replayed: replayed.map(Arc::new),
+            survived: Mutex::default(),
         }
     }
 
@@ -135,7 +140,18 @@ impl<S: Storage> Layer<S> {
             given_out: AtomicU64::new(0),
             qcow2: self.qcow2.clone(),
             replayed: self.replayed.clone(),
+            survived: Mutex::default(),
         }
+    }
+
+    /// What a killed process left is to be brought in by the image's writer.
+    pub(crate) fn set_survived(&self, survived: Option<Survived>) {
+        *self.survived.lock() = survived;
+    }
+
+    /// What its writer is to bring in.
+    pub(crate) fn take_survived(&self) -> Option<Survived> {
+        self.survived.lock().take()
     }
 
     /// Reads the image's file, with what a journal that is in use puts over it.

@@ -7,7 +7,7 @@ mod open;
 pub(crate) use layer::Qcow2;
 pub use layer::{ImageFormat, Layer};
 pub use open::{OpenOptions, Trust};
-pub(crate) use open::{open_chain, open_layer, open_layers};
+pub(crate) use open::{bring_in, open_chain, open_layer, open_layers};
 
 use crate::index::ChainIndex;
 use isobath_storage::Storage;

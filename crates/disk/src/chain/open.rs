@@ -4,7 +4,9 @@ use super::name::plain_file_name;
 use super::{Chain, ImageFormat, Layer, MAX_LAYERS, Qcow2};
 use crate::check::repair_dirty;
 use crate::durability::journal::{self, Replayed};
+use crate::durability::survive::Survived;
 use crate::index::{self, Ahead};
+use crate::write::Writer;
 use crate::{DiskError, MetadataMode, Result};
 use futures_util::stream::{self, StreamExt};
 use isobath_qcow2::{Extension, Header, IncompatibleFeatures, L1Entry, is_qcow2};
@@ -57,6 +59,11 @@ pub struct OpenOptions {
     /// Bytes of memory for the map; `None` takes what the disk needs, up to
     /// [`DEFAULT_MAP_CACHE`](crate::DEFAULT_MAP_CACHE).
     pub map_cache: Option<usize>,
+    /// What a request was answered for outlives this process being killed, flushed or not, as it does
+    /// with a file: who opens the image for writing next on this machine, before that is started again,
+    /// finds it. Not in mode `ordered`, nor where the image can have no journal; the others set it up
+    /// with the first change, and nothing is embedded.
+    pub survive: bool,
 }
 
 impl Default for OpenOptions {
@@ -73,6 +80,7 @@ impl Default for OpenOptions {
             zone_size: None,
             zones: None,
             map_cache: None,
+            survive: false,
         }
     }
 }
@@ -276,6 +284,38 @@ fn backing_of<H: Host>(
     Ok(Some((path, format)))
 }
 
+/// Brings into an image what a killed process left of it, if there is anything.
+///
+/// # Errors
+/// If the image cannot be opened for writing.
+pub(crate) async fn bring_in<H: Host>(
+    host: &H,
+    name: &Path,
+    format: Option<ImageFormat>,
+    locking: Locking,
+) -> Result<()> {
+    let options = OpenOptions { writable: true, locking, ..OpenOptions::default() };
+    let storage = host.open(name, options.mode(true)).await?;
+    let length = storage.len().await?;
+    let start = storage.read_at(0, IoBuf::zeroed(4096)).await?;
+    // What has no header that can be used has no log either.
+    let header = read_header(&storage, name, start, length).await.ok();
+    let left = header
+        .filter(|header| header.incompatible.contains(IncompatibleFeatures::JOURNAL))
+        .and_then(|header| Survived::find(&storage, name, &header));
+    drop(storage);
+    if left.is_none() {
+        return Ok(());
+    }
+    drop(left);
+    let layer = Arc::new(open_layer(host, name, format, true, &options).await?);
+    if let Some(qcow2) = layer.as_qcow2() {
+        let alone = qcow2.header.read().backing_file.is_none();
+        Writer::open(&layer, qcow2, &options, alone).await?;
+    }
+    Ok(())
+}
+
 /// The path of a file that the image `referrer` names, once it may be opened.
 fn referenced_file<H: Host>(
     host: &H,
@@ -341,9 +381,12 @@ async fn load_layer<H: Host>(
         });
     }
     let mut replayed = None;
+    let mut survived = None;
     if header.incompatible.contains(IncompatibleFeatures::JOURNAL) {
         if writable {
-            journal::recover(&**storage, name, &header).await?;
+            let found = Survived::find(&**storage, name, &header);
+            let kept = journal::recover(&**storage, name, &header, found.is_some()).await?;
+            survived = found.filter(|_| kept);
         } else {
             replayed = Some(journal::examine(&**storage, name, &header).await?);
         }
@@ -355,8 +398,9 @@ async fn load_layer<H: Host>(
         }
         header = read_header(&**storage, name, start, length).await?;
     }
-    if writable && header.incompatible.contains(IncompatibleFeatures::DIRTY) {
-        repair_dirty(storage, name).await?;
+    let unclean = survived.as_ref().is_some_and(Survived::is_unclean);
+    if writable && (unclean || header.incompatible.contains(IncompatibleFeatures::DIRTY)) {
+        repair_dirty(storage, name, survived.is_none()).await?;
         length = storage.len().await?;
         let start = storage.read_at(0, IoBuf::zeroed(4096)).await?;
         header = read_header(&**storage, name, start, length).await?;
@@ -399,7 +443,10 @@ async fn load_layer<H: Host>(
     };
     let qcow2 =
         Qcow2 { header: header.into(), geometry, opened_length: length.into(), l1: l1.into() };
-    Ok(Layer::qcow2(name.to_owned(), Arc::clone(storage), data, file_length, qcow2, replayed))
+    let layer =
+        Layer::qcow2(name.to_owned(), Arc::clone(storage), data, file_length, qcow2, replayed);
+    layer.set_survived(survived);
+    Ok(layer)
 }
 
 /// Reads the header cluster, of which `start` is the beginning.

@@ -45,7 +45,7 @@ impl<S: Storage> Image<S> {
         let mut replayed = None;
         if header.incompatible.contains(IncompatibleFeatures::JOURNAL) {
             if recover {
-                journal::recover(&**storage, name, &header).await?;
+                journal::recover(&**storage, name, &header, false).await?;
                 length = storage.len().await?;
                 bytes = storage.read_at(0, bytes).await?;
             } else {

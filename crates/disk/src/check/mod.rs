@@ -23,6 +23,7 @@ mod rebuild;
 mod refcounts;
 mod survey;
 
+use crate::chain::bring_in;
 use crate::{DiskError, ImageFormat, Result};
 use image::Image;
 use isobath_qcow2::IncompatibleFeatures;
@@ -102,8 +103,8 @@ impl CheckReport {
 }
 
 /// Checks one image, without its backing files, and repairs it as far as `options` allow. An image
-/// whose journal is in use, since it was not closed, is recovered by any repair; without one the
-/// check sees it as it would be then.
+/// whose journal is in use, since it was not closed, is recovered by any repair, with what a killed
+/// process [left](crate::OpenOptions::survive); without one the check sees it as after a crash.
 ///
 /// # Errors
 /// If the file cannot be opened, locked, read or written; it is no qcow2 image
@@ -117,17 +118,25 @@ pub async fn check<H: Host>(
 ) -> Result<CheckReport> {
     let writable = options.repair != Repair::None;
     let mode = OpenMode { writable, direct: false, locking: options.locking };
+    if writable {
+        bring_in(host, name, options.format, options.locking).await?;
+    }
     let storage = Arc::new(host.open(name, mode).await?);
     let mut image = Image::open(&storage, name, options.format, writable).await?;
     check_image(&mut image, options.repair, &mut Log::new(events)).await
 }
 
-/// Makes the refcounts of an image true that was not closed (dirty bit), and clears the bit.
+/// Makes the refcounts of an image true that was not closed (dirty bit), and clears the bit. With
+/// `recover` a journal in use is brought home before; without, it has nothing and stays.
 ///
 /// # Errors
 /// If the file cannot be read or written, or errors remain; the bit is then still set.
-pub(crate) async fn repair_dirty<S: Storage>(storage: &Arc<S>, name: &Path) -> Result<()> {
-    let mut image = Image::open(storage, name, Some(ImageFormat::Qcow2), true).await?;
+pub(crate) async fn repair_dirty<S: Storage>(
+    storage: &Arc<S>,
+    name: &Path,
+    recover: bool,
+) -> Result<()> {
+    let mut image = Image::open(storage, name, Some(ImageFormat::Qcow2), recover).await?;
     let mut first = String::new();
     let mut events = |event: CheckEvent<'_>| {
         if let CheckEvent::Finding(text) = event {

@@ -4,6 +4,7 @@ mod group;
 pub(crate) mod guard;
 pub(crate) mod journal;
 mod ordered;
+pub(crate) mod survive;
 mod upkeep;
 pub(crate) mod zones;
 
@@ -24,6 +25,7 @@ use ordered::Ordered;
 use std::future::Future;
 use std::ops::Range;
 use std::sync::Arc;
+use survive::Log;
 pub(crate) use upkeep::Upkeep;
 use zones::Zones;
 
@@ -97,6 +99,8 @@ pub(crate) struct Metadata<S> {
     pub(crate) guard: Guard,
     pub(crate) upkeep: Upkeep,
     pub(crate) zones: Zones,
+    /// Where what was answered is noted until it is durable.
+    pub(crate) log: Option<Arc<Log>>,
 }
 
 impl<S: Storage> Metadata<S> {
@@ -112,6 +116,13 @@ impl<S: Storage> Metadata<S> {
 
     fn has_data_apart(&self) -> bool {
         !Arc::ptr_eq(self.layer.storage(), self.layer.data())
+    }
+
+    /// What the commit under way closed is durable.
+    fn log_durable(&self) {
+        if let Some(log) = &self.log {
+            log.durable();
+        }
     }
 
     fn cluster_size(&self) -> u64 {
@@ -274,12 +285,17 @@ pub(crate) enum Mode {
 
 impl Mode {
     /// `journal_size` is what [`OpenOptions::journal_size`](crate::OpenOptions::journal_size) says,
-    /// of a disk of `disk_size` bytes.
-    pub(crate) fn new(mode: MetadataMode, journal_size: Option<u64>, disk_size: u64) -> Self {
+    /// of a disk of `disk_size` bytes. With `at_once` no mode waits for its journal to pay.
+    pub(crate) fn new(
+        mode: MetadataMode,
+        journal_size: Option<u64>,
+        disk_size: u64,
+        at_once: bool,
+    ) -> Self {
         let size = journal_size.unwrap_or((disk_size / 32).clamp(MIN_JOURNAL, MAX_JOURNAL));
         match mode {
             MetadataMode::Ordered => Self::Ordered(Ordered),
-            MetadataMode::Auto => Self::Journal(Box::new(Journal::new(false, size))),
+            MetadataMode::Auto => Self::Journal(Box::new(Journal::new(at_once, size))),
             MetadataMode::Journal => Self::Journal(Box::new(Journal::new(true, size))),
             MetadataMode::Embedded => {
                 let size = size.max(MIN_EMBEDDED);

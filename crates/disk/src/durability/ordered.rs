@@ -28,6 +28,7 @@ impl Durability for Ordered {
         let closed = metadata.guard.close(0, &[], metadata.cluster_size());
         metadata.place(&closed.kept).await?;
         finish(metadata, readers, needs, &[]).await?;
+        metadata.log_durable();
         metadata.guard.unneeded();
         Ok(())
     }

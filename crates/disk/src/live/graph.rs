@@ -5,7 +5,7 @@ use crate::chain::{Chain, Layer};
 use crate::disk::Disk;
 use crate::index;
 use crate::map::{Unit, UnitKind};
-use crate::{ImageFormat, LayerIndex, MetadataMode, OpenOptions, Result, Trust};
+use crate::{BlockDevice, ImageFormat, LayerIndex, MetadataMode, OpenOptions, Result, Trust};
 use isobath_qcow2::{Header, header::HeaderWrite};
 use isobath_storage::{Host, IoBuf, Storage};
 use std::future::Future;
@@ -85,6 +85,10 @@ impl<H: Host> LiveDisk<H> {
         let _quiet = self.gate.quiet().await;
         let disk = self.current();
         last(disk).await?;
+        if self.options.survive {
+            // Nobody has relied on what it has so far.
+            other.flush().await?;
+        }
         Ok(self.current.swap(other))
     }
 

@@ -75,6 +75,8 @@ impl<H: Host> LiveDisk<H> {
         chain.set_index(found.or_else(|| disk.chain.index()));
         let map = map_for(&disk, &chain);
 
+        // Who opens the new chain does not bring in what is only in a log of this image.
+        let _unlogged = writer.without_log(&disk.readers).await?;
         let quiet = self.gate.quiet().await;
         if layer.size() != disk.size() {
             return Err(unfit(&layer, "its size is not the disk's"));

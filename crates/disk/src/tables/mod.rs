@@ -14,6 +14,7 @@ pub(crate) use stage::StagedTables;
 
 use crate::alloc::Allocator;
 use crate::chain::{Layer, Qcow2};
+use crate::durability::survive::Log;
 use crate::{DiskError, Result};
 use async_lock::Mutex as AsyncMutex;
 use batch::Batch;
@@ -35,6 +36,8 @@ pub(crate) struct Tables<S> {
     state: Mutex<State>,
     /// Held while a table is made, so that no two are made for one L1 entry.
     growth: AsyncMutex<()>,
+    /// What is recorded is noted here too.
+    log: Option<Arc<Log>>,
 }
 
 struct State {
@@ -63,7 +66,7 @@ pub(crate) struct Released {
 }
 
 impl<S: Storage> Tables<S> {
-    pub(crate) fn new(layer: Arc<Layer<S>>, qcow2: &Qcow2) -> Self {
+    pub(crate) fn new(layer: Arc<Layer<S>>, qcow2: &Qcow2, log: Option<Arc<Log>>) -> Self {
         let geometry = qcow2.geometry;
         let state = State {
             open: Batch::default(),
@@ -72,7 +75,7 @@ impl<S: Storage> Tables<S> {
             generation: 0,
             journaled_l1: BTreeSet::new(),
         };
-        Self { layer, geometry, state: Mutex::new(state), growth: AsyncMutex::new(()) }
+        Self { layer, geometry, state: Mutex::new(state), growth: AsyncMutex::new(()), log }
     }
 
     pub(crate) fn geometry(&self) -> Geometry {
@@ -148,6 +151,12 @@ impl<S: Storage> Tables<S> {
     /// Records the new entry of a cluster whose table [exists](Self::ensure_table).
     pub(crate) fn record(&self, cluster: ClusterIndex, entry: L2Entry, change: References<'_>) {
         let mut state = self.state.lock();
+        if let Some(log) = &self.log {
+            let mut bytes = [0; 16];
+            // In range: no entry is longer.
+            let _ = entry.write(&mut bytes, 0, &self.geometry);
+            log.entry(cluster.get(), bytes);
+        }
         state.open.entries.insert(cluster.get(), entry);
         state.open.allocated.extend_from_slice(change.taken);
         state.open.releases.extend_from_slice(change.released);
@@ -179,6 +188,9 @@ impl<S: Storage> Tables<S> {
     /// Closes the open batch for a commit.
     pub(crate) fn begin_commit(&self) -> CommitNeeds {
         let mut state = self.state.lock();
+        if let Some(log) = &self.log {
+            log.close_entries();
+        }
         let mut batch = std::mem::take(&mut state.open);
         let needs = CommitNeeds {
             allocated: std::mem::take(&mut batch.allocated),

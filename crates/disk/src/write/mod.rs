@@ -12,6 +12,7 @@ mod zero;
 
 use crate::chain::Layer;
 use crate::disk::Disk;
+use crate::durability::survive::{Log, Suspended};
 use crate::durability::{GroupCommit, Metadata, MetadataMode, Mode};
 use crate::map::resolve::ActiveEntries;
 use crate::map::{Extent, Source};
@@ -61,7 +62,7 @@ pub(crate) struct Qcow2Writer<S> {
 
 impl<S: Storage> Writer<S> {
     pub(crate) fn raw(layer: &Arc<Layer<S>>) -> Self {
-        Self::new(layer, Mode::new(MetadataMode::Ordered, None, 0), None)
+        Self::new(layer, Mode::new(MetadataMode::Ordered, None, 0, false), None)
     }
 
     fn new(layer: &Arc<Layer<S>>, mode: Mode, qcow2: Option<Qcow2Writer<S>>) -> Self {
@@ -110,11 +111,35 @@ impl<S: Storage> Writer<S> {
         let Some(qcow2) = &self.qcow2 else { return Ok(()) };
         let pending = qcow2.metadata.tables.pending();
         let kept = qcow2.metadata.guard.pending();
-        let due = self.mode.journal().is_some_and(|journal| journal.is_due(pending, kept));
+        let due = self.mode.journal().is_some_and(|journal| journal.is_due(pending, kept))
+            || self.log().is_some_and(|log| log.has_much());
         if due || pending >= PENDING_LIMIT {
             self.commit(readers).await?;
         }
         Ok(())
+    }
+
+    /// Where what was answered is noted.
+    fn log(&self) -> Option<&Arc<Log>> {
+        self.qcow2.as_ref().and_then(|qcow2| qcow2.metadata.log.as_ref())
+    }
+
+    /// Returns once what was done so far outlives this process, if that was asked for. The caller is
+    /// not inside the gate and holds no range.
+    pub(crate) async fn outlive(&self, readers: &Readers) -> Result<()> {
+        if self.log().is_some_and(|log| log.owes()) {
+            self.commit(readers).await?;
+        }
+        Ok(())
+    }
+
+    /// From now on every request is durable before it is answered, as long as the caller has what is
+    /// returned; so is what was done before.
+    pub(crate) async fn without_log(&self, readers: &Readers) -> Result<Option<Suspended>> {
+        let Some(log) = self.log() else { return Ok(None) };
+        let suspended = log.suspend();
+        self.commit(readers).await?;
+        Ok(Some(suspended))
     }
 
     /// Commits with a record also if there is nothing to tell, so that what the last one vouches for
@@ -133,6 +158,9 @@ impl<S: Storage> Writer<S> {
         if let Some(journal) = self.mode.journal() {
             journal.begin_hold();
         }
+        if let Some(log) = self.log() {
+            log.promise_nothing();
+        }
         if let Some(qcow2) = &self.qcow2 {
             qcow2.metadata.alloc.keep_freed(true).await;
         }
@@ -142,6 +170,9 @@ impl<S: Storage> Writer<S> {
     pub(crate) async fn own_readers(&self) {
         if let Some(journal) = self.mode.journal() {
             journal.end_hold();
+        }
+        if let Some(log) = self.log() {
+            log.promise();
         }
         if let Some(qcow2) = &self.qcow2 {
             qcow2.metadata.alloc.keep_freed(false).await;
@@ -161,6 +192,7 @@ impl<S: Storage> Writer<S> {
         let _held = journal.hold();
         let _suspended = qcow2.metadata.zones.suspend();
         self.seal_all(readers).await?;
+        let _unlogged = self.without_log(readers).await?;
         self.exclusively(|| journal.settle(&qcow2.metadata)).await?;
         change.await
     }
@@ -201,7 +233,10 @@ impl<S: Storage> Writer<S> {
         if let Some(qcow2) = &self.qcow2 {
             qcow2.metadata.end_upkeep().await;
         }
-        self.commit(readers).await?;
+        let unlogged = self.without_log(readers).await?;
+        if unlogged.is_none() {
+            self.commit(readers).await?;
+        }
         if let Some(qcow2) = &self.qcow2 {
             let _suspended = qcow2.metadata.zones.suspend();
             self.seal_all(readers).await?;
@@ -214,6 +249,9 @@ impl<S: Storage> Writer<S> {
             qcow2.pad_file().await?;
         }
         self.group.close();
+        if let Some(log) = self.log() {
+            log.remove();
+        }
         Ok(())
     }
 }

@@ -5,6 +5,7 @@ use super::{Qcow2Writer, Writer};
 use crate::alloc::Allocator;
 use crate::chain::{Layer, Qcow2};
 use crate::durability::guard::Guard;
+use crate::durability::survive::Log;
 use crate::durability::zones::Zones;
 use crate::durability::{Metadata, Mode, Upkeep};
 use crate::index;
@@ -47,21 +48,32 @@ impl<S: Storage> Writer<S> {
         }
         let bitmaps = Bitmaps::open(layer, &header).await?;
         clear_unknown_autoclear(layer, qcow2).await?;
-        let tables = Tables::new(Arc::clone(layer), qcow2);
-        let mode = Mode::new(options.metadata, options.journal_size, layer.size());
+        let mode = Mode::new(options.metadata, options.journal_size, layer.size(), options.survive);
+        let log = (options.survive && mode.journal().is_some()).then(Arc::<Log>::default);
+        let tables = Tables::new(Arc::clone(layer), qcow2, log.clone());
         let embedded = options.metadata == MetadataMode::Embedded;
         if embedded || options.metadata == MetadataMode::Journal {
             mode.refuse_without_journal(layer).await?;
         }
-        let zones = if embedded { Zones::new(options, &qcow2.geometry) } else { Zones::none() };
+        let embeds = embedded && log.is_none();
+        let zones = if embeds { Zones::new(options, &qcow2.geometry) } else { Zones::none() };
         let metadata = Metadata {
             layer: Arc::clone(layer),
             tables,
             alloc,
-            guard: Guard::default(),
+            guard: Guard::new(log.clone()),
             upkeep: Upkeep::default(),
             zones,
+            log,
         };
+        match layer.take_survived() {
+            Some(survived) => metadata.replay(&survived).await?,
+            None => {
+                if let Some(stale) = layer.storage().survivor(false) {
+                    stale.remove();
+                }
+            }
+        }
         Ok(Self::new(layer, mode, Some(Qcow2Writer { metadata, alone: alone.into(), bitmaps })))
     }
 }

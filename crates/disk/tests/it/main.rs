@@ -16,3 +16,4 @@ mod resize;
 mod resize_crash;
 mod small_map;
 mod snapshots_stay;
+mod survive;

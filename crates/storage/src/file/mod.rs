@@ -33,6 +33,7 @@ mod roles;
 mod shared;
 mod source;
 mod stamp;
+mod survivor;
 mod sys;
 mod transfer;
 mod zero;
@@ -42,7 +43,9 @@ pub use open::{FileHost, LimitedHost};
 
 use crate::error::{Operation, StorageError};
 use crate::ring::unblock;
-use crate::{Access, Allocation, FileId, IoBuf, Result, SECTOR, Stamp, Storage, ZeroMode};
+use crate::{
+    Access, Allocation, FileId, IoBuf, Result, SECTOR, Stamp, Storage, Survivor, ZeroMode,
+};
 use arc_swap::ArcSwap;
 use cached::Cached;
 use direct::Direct;
@@ -394,6 +397,10 @@ impl Storage for FileStorage {
             let found = self.kept().and_then(|target| sys::file_system(&target.file));
             self.kind == Kind::Regular && found.is_ok_and(flush::gains_from_written_space)
         })
+    }
+
+    fn survivor(&self, create: bool) -> Option<Arc<dyn Survivor>> {
+        survivor::survivor(self.file.id, create)
     }
 
     fn atomic_write(&self) -> u64 {

@@ -1,8 +1,11 @@
 //! The system calls, with errors as results.
 
+use std::fs::File;
 use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, OwnedFd};
+use std::ptr::NonNull;
+use std::sync::atomic::AtomicU64;
 
 const BLKSSZGET: libc::Ioctl = 0x1268;
 const BLKDISCARD: libc::Ioctl = 0x1277;
@@ -241,4 +244,54 @@ pub(super) fn direct_alignment(file: &OwnedFd) -> Option<(u64, u64)> {
     };
     (stat.stx_mask & libc::STATX_DIOALIGN != 0)
         .then(|| (u64::from(stat.stx_dio_mem_align), u64::from(stat.stx_dio_offset_align)))
+}
+
+/// The effective user's number.
+pub(super) fn effective_user() -> u32 {
+    // SAFETY: the call takes no memory and cannot fail.
+    unsafe { libc::geteuid() }
+}
+
+/// A file's pages, shared with everybody who has them.
+pub(super) struct Mapping {
+    start: NonNull<AtomicU64>,
+    length: usize,
+}
+
+// SAFETY: the pages are the process's, whatever the thread, and are only used as atomic numbers.
+unsafe impl Send for Mapping {}
+// SAFETY: as above.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    /// The first `length` bytes of a file that is open for reading and writing, and has them.
+    pub(super) fn of(file: &File, length: usize) -> io::Result<Self> {
+        let (access, flags) =
+            (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED | libc::MAP_POPULATE);
+        // SAFETY: the kernel chooses a place where nothing is.
+        let start =
+            unsafe { libc::mmap(std::ptr::null_mut(), length, access, flags, file.as_raw_fd(), 0) };
+        if start == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        match NonNull::new(start.cast::<AtomicU64>()) {
+            Some(start) => Ok(Self { start, length }),
+            None => Err(io::Error::from_raw_os_error(libc::ENOMEM)),
+        }
+    }
+
+    pub(super) fn words(&self) -> &[AtomicU64] {
+        // SAFETY: the pages begin aligned, are mapped until the drop, and whoever else has them
+        // mapped can only do what stores to atomic numbers do.
+        unsafe {
+            std::slice::from_raw_parts(self.start.as_ptr(), self.length / size_of::<AtomicU64>())
+        }
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: the range was mapped by `of`, and nothing refers to it any more.
+        unsafe { libc::munmap(self.start.as_ptr().cast(), self.length) };
+    }
 }

@@ -15,3 +15,4 @@ mod ring;
 mod roles;
 mod slow;
 mod stamps;
+mod survivor;

@@ -15,13 +15,13 @@ mod covers;
 mod pieces;
 
 pub(crate) use covers::{Busy, Cover, Voucher, covers};
-pub(crate) use pieces::Kept;
+pub(crate) use pieces::{Kept, Pieces};
 
+use super::survive::Log;
 use covers::{Covered, Covers, InFlight};
 use isobath_qcow2::HostCluster;
 use isobath_storage::IoBuf;
 use parking_lot::Mutex;
-use pieces::Pieces;
 use std::collections::HashSet;
 use std::ops::Range;
 use std::sync::Arc;
@@ -45,6 +45,8 @@ pub(crate) struct Guard {
     kept: AtomicUsize,
     /// Bytes kept for the next record.
     pending: AtomicU64,
+    /// What is kept is noted here too.
+    log: Option<Arc<Log>>,
     state: Mutex<State>,
 }
 
@@ -98,6 +100,11 @@ impl Closed {
 }
 
 impl Guard {
+    /// Notes in `log` what is kept.
+    pub(crate) fn new(log: Option<Arc<Log>>) -> Self {
+        Self { log, ..Self::default() }
+    }
+
     /// Whether written data is to be covered.
     pub(crate) fn is_active(&self) -> bool {
         self.active.load(Ordering::SeqCst)
@@ -166,7 +173,7 @@ impl Guard {
             }
             next = part.end;
             let bytes = cut(bufs, (part.start - at) as usize..(part.end - at) as usize);
-            state.keep(part.start, bytes.into());
+            self.keep_piece(&mut state, part.start, bytes.into());
         }
         if next < range.end {
             straight.push(next..range.end);
@@ -194,16 +201,23 @@ impl Guard {
         } else if !clusters.all(|cluster| state.unwritten.contains(&cluster)) {
             return false;
         }
-        state.keep(at, cut(bufs, 0..length).into());
+        self.keep_piece(&mut state, at, cut(bufs, 0..length).into());
         self.count(&state);
         true
+    }
+
+    fn keep_piece(&self, state: &mut State, at: u64, bytes: Arc<[u8]>) {
+        if let Some(log) = &self.log {
+            log.kept(at, &bytes);
+        }
+        state.keep(at, bytes);
     }
 
     /// Keeps the plain bytes of an embedded lead block for the next record, which says that the lead block of
     /// `cluster` is plain. The caller sees to it that nobody takes it for embedded from then on.
     pub(crate) fn keep_plain(&self, at: u64, bytes: &[u8], cluster: HostCluster) {
         let mut state = self.state.lock();
-        state.keep(at, bytes.into());
+        self.keep_piece(&mut state, at, bytes.into());
         state.plain.push(cluster);
         self.count(&state);
     }
@@ -231,6 +245,9 @@ impl Guard {
     pub(crate) fn close(&self, sequence: u64, freed: &[HostCluster], size: u64) -> Closed {
         let mut state = self.state.lock();
         let state = &mut *state;
+        if let Some(log) = &self.log {
+            log.close_kept();
+        }
         state.closing = std::mem::take(&mut state.open);
         state.under_way = std::mem::take(&mut state.pending);
         state.under_way.mark(None, sequence);

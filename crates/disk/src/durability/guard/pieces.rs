@@ -13,7 +13,7 @@ pub(crate) struct Kept {
 
 /// Pieces by offset; they do not overlap. Each has a mark, which belongs to whoever uses them.
 #[derive(Default)]
-pub(super) struct Pieces(BTreeMap<u64, Piece>);
+pub(crate) struct Pieces(BTreeMap<u64, Piece>);
 
 #[derive(Clone)]
 struct Piece {
@@ -42,7 +42,7 @@ impl Pieces {
     }
 
     /// Adds a piece in place of what there is of its range.
-    pub(super) fn put(&mut self, at: u64, bytes: Arc<[u8]>, mark: u64) {
+    pub(crate) fn put(&mut self, at: u64, bytes: Arc<[u8]>, mark: u64) {
         let part = 0..bytes.len();
         self.put_piece(at, Piece { bytes, part, mark });
     }
@@ -76,7 +76,7 @@ impl Pieces {
     }
 
     /// Copies of the pieces whose mark suits.
-    pub(super) fn list(&self, wanted: impl Fn(u64) -> bool) -> Vec<Kept> {
+    pub(crate) fn list(&self, wanted: impl Fn(u64) -> bool) -> Vec<Kept> {
         let pieces = self.0.iter().filter(|(_, piece)| wanted(piece.mark));
         pieces.map(|(&at, piece)| Kept { at, bytes: piece.bytes().to_vec() }).collect()
     }

@@ -1,8 +1,8 @@
-//! A commit that is too much for a record, while zones are in use.
+//! A commit that is too much for a record, while zones are in use or a log for a killed process.
 //!
-//! Without zones the journal is taken out of use for such a commit. With zones it must stay, since it
-//! lists them; so it becomes empty instead, the commit goes the ordered way, and a record says that it
-//! has what was embedded. A crash in between finds the records that are embedded once more: they say
+//! Without either the journal is taken out of use for such a commit. With zones it must stay, since it
+//! lists them, and with a log, which counts as long as it does; so it becomes empty instead, the commit
+//! goes the ordered way, and a record says that it has what was embedded. A crash in between finds the records that are embedded once more: they say
 //! what the tables say, or what was there before the commit.
 
 use super::build::Builder;
@@ -55,10 +55,16 @@ impl Journal {
         let others: Vec<Kept> = others.into_iter().cloned().collect();
         metadata.place(&others).await?;
         alloc.end_journal().await;
+        if let Some(log) = &metadata.log {
+            log.set_unclean(true);
+        }
         ordered::finish(metadata, readers, needs, &freed).await?;
         zones.release(&freed);
         alloc.write_blocks().await?;
         metadata.sync().await?;
+        if let Some(log) = &metadata.log {
+            log.set_unclean(false);
+        }
         alloc.begin_journal().await;
 
         let mut leads = leads.as_slice();
@@ -94,6 +100,7 @@ impl Journal {
                 break;
             }
         }
+        metadata.log_durable();
         guard.moved(&others, *sequence);
         guard.sealed(until, active.durable + 1);
         metadata.zones_listed().await?;

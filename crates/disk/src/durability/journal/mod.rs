@@ -26,7 +26,7 @@ mod recover;
 mod ring;
 mod setup;
 
-pub(crate) use recover::{Replayed, examine, recover};
+pub(crate) use recover::{Replayed, examine, recover, take_out};
 
 use super::ordered::{self, Ordered};
 use super::{Durability, Metadata};
@@ -224,6 +224,7 @@ impl Journal {
         if !changed {
             metadata.sync().await?;
             active.synced(written);
+            metadata.log_durable();
             guard.unneeded();
             tables.finish_commit();
             return Ok(());
@@ -235,13 +236,15 @@ impl Journal {
         let blocks = estimate.div_ceil(BLOCK as u64);
         if blocks > most_blocks(&active.ring) || active.ring.room(blocks).is_none() {
             // Too much for one record, or for what is left of the area.
-            if zones.any() {
+            if zones.any() || metadata.log.as_ref().is_some_and(|log| log.is_begun()) {
                 let batch =
                     in_place::Closed { needs, freed, kept: closed.kept, plain: closed.plain };
                 return self.commit_in_place(state, metadata, readers, batch, until).await;
             }
             self.void(state, metadata).await?;
-            return ordered::finish(metadata, readers, needs, &[]).await;
+            ordered::finish(metadata, readers, needs, &[]).await?;
+            metadata.log_durable();
+            return Ok(());
         }
         alloc.publish(&needs.allocated).await?;
         let refcounts = alloc.stage(&releases).await?;
@@ -258,6 +261,7 @@ impl Journal {
         active.floor = until;
         state.sequence = sequence;
 
+        metadata.log_durable();
         guard.sealed(until, tail);
         metadata.zones_listed().await?;
         let released = tables.finish_journaled(&staged)?;
@@ -294,6 +298,9 @@ impl Journal {
         write_home(metadata).await?;
         metadata.sync().await?;
         setup::clear_bit(&metadata.layer).await?;
+        if let Some(log) = &metadata.log {
+            log.end();
+        }
         state.active = None;
         self.due.store(usize::MAX, Ordering::Relaxed);
         metadata.alloc.end_journal().await;

@@ -234,12 +234,18 @@ async fn all_hold<S: Storage>(
     stream::iter(checks).buffer_unordered(READS).try_all(|holds| async move { holds }).await
 }
 
-/// Brings what the journal of an image holds to its place and takes the journal out of use. A crash
-/// meanwhile leaves the journal as it was.
+/// Brings what the journal of an image holds to its place and takes the journal out of use, or with
+/// `keep` leaves it in use and empty, where that is possible: `true` then. A crash meanwhile leaves the
+/// journal as it was.
 ///
 /// # Errors
 /// If the journal is damaged, or the storage fails; the image can then be recovered once more.
-pub(crate) async fn recover<S: Storage>(storage: &S, name: &Path, header: &Header) -> Result<()> {
+pub(crate) async fn recover<S: Storage>(
+    storage: &S,
+    name: &Path,
+    header: &Header,
+    keep: bool,
+) -> Result<bool> {
     let examined = examine_area(storage, name, header).await?;
     let replayed = &examined.replayed;
     let (ranges, leads) = (replayed.ranges.len(), replayed.leads.len());
@@ -248,9 +254,21 @@ pub(crate) async fn recover<S: Storage>(storage: &S, name: &Path, header: &Heade
         .try_for_each_concurrent(READS, |span| replayed.write(storage, span))
         .await?;
     storage.flush().await?;
+    if keep && examined.zones.is_none() && empty(storage, name, header, &examined).await? {
+        return Ok(true);
+    }
     if leads > 0 {
         unembed(storage, name, header, examined).await?;
     }
+    take_out(storage, header).await?;
+    Ok(false)
+}
+
+/// Takes a journal of which everything is in its place out of use.
+///
+/// # Errors
+/// If the storage fails.
+pub(crate) async fn take_out<S: Storage>(storage: &S, header: &Header) -> Result<()> {
     let kept = header.incompatible.without(IncompatibleFeatures::JOURNAL);
     let bytes = IoBuf::copy_of(&kept.bits().to_be_bytes());
     storage.write_at(field::INCOMPATIBLE_FEATURES as u64, bytes).await?;
@@ -261,6 +279,33 @@ pub(crate) async fn recover<S: Storage>(storage: &S, name: &Path, header: &Heade
         storage.write_zeroes(at, length, ZeroMode { may_unmap: true, only_fast: false }).await?;
     }
     Ok(())
+}
+
+/// Has a record say that a journal, of which everything is durable in its place, has nothing to be
+/// replayed; `false` if there is no room for it.
+async fn empty<S: Storage>(
+    storage: &S,
+    name: &Path,
+    header: &Header,
+    examined: &Examined,
+) -> Result<bool> {
+    let Some(extension) = header.journal() else { return Ok(false) };
+    if examined.needed.is_empty() {
+        return Ok(true);
+    }
+    let sequence = examined.sequence + 1;
+    let record = Record { sequence, tail: sequence, data_from: sequence, operations: Vec::new() };
+    let bytes = record
+        .encode(extension.id)
+        .map_err(|source| DiskError::Format { image: name.to_owned(), source })?;
+    let gap = largest_gap(&examined.needed, extension.area_length as usize);
+    if gap.len() < bytes.len() {
+        return Ok(false);
+    }
+    let at = extension.area_offset.get() + gap.start as u64;
+    storage.write_at(at, IoBuf::copy_of(&bytes)).await?;
+    storage.flush().await?;
+    Ok(true)
 }
 
 /// Makes lead blocks plain, of an image of which all else is in its place. A lead block is written over

@@ -29,6 +29,9 @@ impl Journal {
         {
             tracing::warn!(image = %layer.name().display(), %error, "it goes on without a journal");
             state.impossible = true;
+            if let Some(log) = &metadata.log {
+                log.promise_nothing();
+            }
         }
         let Some(area) = state.area.clone() else {
             guard.deactivate();
@@ -43,6 +46,9 @@ impl Journal {
         write_header(layer, &writes).await?;
         set_bits(layer, |bits| bits.with(IncompatibleFeatures::JOURNAL)).await?;
         alloc.begin_journal().await;
+        if let Some(log) = &metadata.log {
+            log.begin(&**layer.storage(), id);
+        }
         let blocks = extension.area_length / BLOCK as u64;
         self.due.store(
             ((blocks / 8 * BLOCK as u64) as usize / super::build::BYTES_PER_CHANGE / 2).max(1),

@@ -1,0 +1,189 @@
+//! The log by itself: what it holds at any moment, and what it does when it is full.
+
+use super::*;
+use isobath_qcow2::journal::JournalExtension;
+use isobath_qcow2::{Header, HostOffset, NewImage};
+use isobath_storage::memory::{MemoryFile, MemoryHost};
+use isobath_storage::{Host, OpenMode};
+use std::path::Path;
+
+const ID: u64 = 0x1234_5678_9abc_def0;
+
+struct World {
+    file: MemoryFile,
+    header: Header,
+    log: Arc<Log>,
+}
+
+/// A log in use, and the header of the image to which it belongs.
+fn world() -> World {
+    let host = MemoryHost::new();
+    host.insert("image", &[0; 512]);
+    let mode = OpenMode { writable: true, ..OpenMode::default() };
+    let file = isobath_storage::block_on(host.open(Path::new("image"), mode)).unwrap();
+    let log = Arc::new(Log::default());
+    log.begin(&file, ID);
+    World { file, header: header(ID), log }
+}
+
+fn header(id: u64) -> Header {
+    let plan = NewImage::new(1 << 30).plan().unwrap();
+    let mut bytes = vec![0; 65536];
+    for (offset, part) in plan.writes() {
+        if offset.get() == 0 {
+            bytes[..part.len()].copy_from_slice(&part);
+        }
+    }
+    let extension = JournalExtension {
+        area_offset: HostOffset::new(1 << 20),
+        area_length: 1 << 20,
+        id,
+        first_sequence: 1,
+    };
+    for (at, part) in Header::edit_journal(&bytes, Some(&extension)).unwrap() {
+        bytes[at..at + part.len()].copy_from_slice(&part);
+    }
+    Header::parse(&bytes).unwrap()
+}
+
+fn entry(cluster: u64) -> [u8; 16] {
+    let mut raw = [0; 16];
+    raw[..8].copy_from_slice(&(1 << 63 | cluster << 16).to_be_bytes());
+    raw
+}
+
+impl World {
+    fn found(&self) -> Option<Survived> {
+        Survived::find(&self.file, Path::new("image"), &self.header)
+    }
+
+    /// The guest clusters that are mapped, and the kept pieces' places and lengths.
+    fn holds(&self) -> (Vec<u64>, Vec<(u64, usize)>) {
+        let found = self.found().unwrap();
+        let kept = found.kept.iter().map(|kept| (kept.at, kept.bytes.len())).collect();
+        (found.entries.keys().copied().collect(), kept)
+    }
+}
+
+#[test]
+fn a_commit_drops_what_it_closed_and_nothing_else() {
+    let world = world();
+    let log = &world.log;
+    log.entry(1, entry(1));
+    log.kept(4096, &[1; 513]);
+    log.close_entries();
+    log.entry(2, entry(2));
+    log.kept(8192, &[2; 512]);
+    log.close_kept();
+    log.kept(12288, &[3; 1]);
+    assert_eq!(world.holds(), (vec![1, 2], vec![(4096, 513), (8192, 512), (12288, 1)]));
+    log.durable();
+    assert_eq!(world.holds(), (vec![2], vec![(12288, 1)]));
+    assert_eq!(world.found().unwrap().kept[0].bytes, [3]);
+    assert!(!log.owes());
+}
+
+#[test]
+fn a_full_log_owes_a_commit_and_then_goes_on() {
+    let world = world();
+    let log = &world.log;
+    // Some rounds, so that items lie over the end of the memory.
+    for round in 0..20_u64 {
+        let mut count = 0;
+        while !log.has_much() {
+            log.entry(count, entry(round + count));
+            log.kept(count * 512, &[round as u8; 500]);
+            count += 1;
+        }
+        let (entries, kept) = world.holds();
+        assert_eq!((entries.len() as u64, kept.len() as u64), (count, count), "round {round}");
+        assert!(!log.owes());
+        log.close_entries();
+        log.close_kept();
+        log.durable();
+        assert_eq!(world.holds(), (vec![], vec![]));
+        assert!(!log.has_much());
+    }
+    let mut count = 0;
+    while !log.owes() {
+        log.entry(count, entry(count));
+        count += 1;
+    }
+    // What is small enough for what is left would leave a gap.
+    log.kept(0, &[1]);
+    log.entry(0, entry(7));
+    assert_eq!(world.holds().0.len() as u64, count - 1);
+    assert!(world.holds().1.is_empty());
+    log.close_entries();
+    log.entry(1, entry(1));
+    log.close_kept();
+    assert!(log.owes(), "not durable yet");
+    log.durable();
+    // There was no room for the one in between.
+    assert!(log.owes());
+    log.close_entries();
+    log.entry(2, entry(2));
+    log.close_kept();
+    log.durable();
+    assert!(!log.owes());
+    assert_eq!(world.holds(), (vec![2], vec![]));
+}
+
+#[test]
+fn what_is_not_logged_is_owed_only_where_something_was_promised() {
+    let world = world();
+    let log = &world.log;
+    let suspended = log.suspend();
+    log.entry(1, entry(1));
+    assert!(log.owes() && world.holds().0.is_empty());
+    log.promise_nothing();
+    assert!(!log.owes());
+    log.promise();
+    assert!(log.owes());
+    drop(suspended);
+    log.entry(2, entry(2));
+    assert!(world.holds().0.is_empty(), "one is missing");
+    log.close_entries();
+    log.close_kept();
+    log.durable();
+    assert!(!log.owes());
+    log.entry(3, entry(3));
+    assert_eq!(world.holds().0, [3]);
+    log.end();
+    assert!(world.found().is_none());
+    log.entry(4, entry(4));
+    assert!(log.owes());
+}
+
+#[test]
+fn a_damaged_or_foreign_log_is_not_used() {
+    let world = world();
+    for n in 0..40 {
+        world.log.entry(n, entry(n));
+        world.log.kept(n * 4096, &[n as u8; 100]);
+    }
+    assert!(world.found().is_some());
+    let other = World { header: header(ID + 1), ..self::world() };
+    assert!(other.found().is_none());
+    let memory = world.file.survivor(false).unwrap();
+    let used = at::ITEMS + world.log.state.lock().end as usize;
+    for place in 0..used {
+        // Numbers that say nothing of what is there.
+        if matches!(place, at::UNCLEAN | 7) {
+            continue;
+        }
+        let word = &memory.words()[place];
+        let value = word.load(Ordering::Relaxed);
+        for changed in [value ^ 1, value ^ 1 << 33, u64::MAX, 0] {
+            word.store(changed, Ordering::Relaxed);
+            // What a whole number of items was taken away from has fewer, as before they came.
+            if let Some(found) = world.found().filter(|_| changed != value) {
+                let positions = [at::ENTRIES, at::BYTES, at::END];
+                assert!(positions.contains(&place), "word {place}: {changed:#x}");
+                assert!(found.entries.len() <= 40 && found.kept.len() <= 40);
+            }
+        }
+        word.store(value, Ordering::Relaxed);
+    }
+    assert!(world.found().is_some());
+}
