@@ -174,6 +174,7 @@ fn what_cannot_be_a_door_is_refused() {
     refused(&["--fuse", "nowhere"], "nowhere");
     refused(&["--fuse", "."], "not a regular file");
     refused(&["--fuse", "file", "--fuse", "other"], "given 2 times for 1 images");
+    refused(&["--fuse", "disk"], "an image of the disk itself");
     refused(&["--vhost-user-blk", "unix:none/v"], "none/v");
     refused(&["--vhost-user-blk", "unix:v", "--queues", "0"], "0 queues");
     assert!(!is_mounted(&directory.path().join("file")));

@@ -56,7 +56,7 @@ impl<H: Host + Clone> Monitor<H> {
     /// somebody unmounts it, or the monitor [ends](Self::end).
     ///
     /// # Errors
-    /// If the id is not well-formed or in use, or the file cannot be mounted on.
+    /// If the id is not well-formed or in use, or the file cannot be mounted on or is one of the images.
     pub fn mount(
         &self,
         id: &str,
@@ -65,6 +65,19 @@ impl<H: Host + Clone> Monitor<H> {
         options: fuse::Options,
     ) -> Result<()> {
         self.check_export_id(id)?;
+        if let Ok(covered) = mount_point.canonicalize() {
+            let layers = drive.disk().layers();
+            if layers
+                .iter()
+                .any(|layer| layer.name().canonicalize().is_ok_and(|name| name == covered))
+            {
+                return Err(QmpError::new(format_args!(
+                    "'{}' is an image of the disk itself, which could not be opened again below the mount; \
+                     create an empty file and name that",
+                    mount_point.display()
+                )));
+            }
+        }
         let mount = fuse::Mount::new(drive.disk().clone(), mount_point, options);
         let mount = mount.map_err(QmpError::new)?;
         let (serving, workers) = (mount.clone(), self.workers.clone());

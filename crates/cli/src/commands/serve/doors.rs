@@ -73,6 +73,11 @@ impl DoorArgs {
         !self.vhost_user_blk.is_empty() || !self.fuse.is_empty()
     }
 
+    /// Whether the client of an image, by its number, goes on when this server is killed and started again.
+    pub(super) fn outlives(&self, image: usize) -> bool {
+        image < self.vhost_user_blk.len()
+    }
+
     /// Refuses more doors than there are images.
     pub(super) fn check(&self, images: usize) -> Result<(), Failure> {
         for (what, count) in
