@@ -2,7 +2,7 @@
 
 use super::*;
 use isobath_qcow2::journal::JournalExtension;
-use isobath_qcow2::{Header, HostOffset, NewImage};
+use isobath_qcow2::{Header, HostOffset, IncompatibleFeatures, NewImage};
 use isobath_storage::memory::{MemoryFile, MemoryHost};
 use isobath_storage::{Host, OpenMode};
 use std::path::Path;
@@ -43,7 +43,9 @@ fn header(id: u64) -> Header {
     for (at, part) in Header::edit_journal(&bytes, Some(&extension)).unwrap() {
         bytes[at..at + part.len()].copy_from_slice(&part);
     }
-    Header::parse(&bytes).unwrap()
+    let mut header = Header::parse(&bytes).unwrap();
+    header.incompatible = header.incompatible.with(IncompatibleFeatures::JOURNAL);
+    header
 }
 
 fn entry(cluster: u64) -> [u8; 16] {
