@@ -271,7 +271,7 @@ fn history(rng: &mut StdRng) {
                     pending.push(request);
                 }
             }
-            world.name = disk.layers()[0].name().to_owned();
+            disk.layers()[0].name().clone_into(&mut world.name);
         }
         // Killed.
     }
