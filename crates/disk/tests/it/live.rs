@@ -499,7 +499,7 @@ async fn failing_commit(rng: &mut StdRng, errno: i32) {
     }
     let done = Cell::new(false);
     let run = async {
-        run.await;
+        Box::pin(run).await;
         done.set(true);
     };
     futures_util::join!(run, world.guest(rng, &done, 1));

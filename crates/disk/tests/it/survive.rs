@@ -271,7 +271,7 @@ fn history(rng: &mut StdRng) {
                     pending.push(request);
                 }
             }
-            world.name = disk.layers()[0].name().to_owned();
+            disk.layers()[0].name().clone_into(&mut world.name);
         }
         // Killed.
     }
@@ -290,7 +290,8 @@ fn history(rng: &mut StdRng) {
 }
 
 fn has_survivor(memory: &MemoryHost, name: &Path) -> bool {
-    let file = block_on(memory.open(name, OpenMode::default())).unwrap();
+    // At once: the memory is never busy.
+    let file = run(memory.open(name, OpenMode::default()), 1).unwrap().unwrap();
     file.survivor(false).is_some()
 }
 
@@ -343,6 +344,8 @@ fn syncs(record: &Record) -> usize {
 /// Writes new clusters, and again what a record vouches for, none of it flushed; then is killed.
 async fn leave<H: Host>(host: H, first: u64) {
     let disk = open(host, &survive()).await;
+    // The journal is set up for the first.
+    write(&disk, (first + 3) * CLUSTER, 4, 4096).await;
     write(&disk, first * CLUSTER, 1, 4096).await;
     disk.flush().await.unwrap();
     write(&disk, first * CLUSTER + 512, 2, 512).await;
