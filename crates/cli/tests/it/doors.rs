@@ -186,7 +186,7 @@ fn what_cannot_be_a_door_is_refused() {
 /// Random writes of all sizes, zero-writes and discards by the file system, each read again and compared.
 const VERIFY: &str = "[global]\nfilename=/dev/vda\ndirect=1\nioengine=libaio\niodepth=16\nrw=randwrite\n\
      bsrange=512-128k\nblocksize_unaligned=0\nsize=24m\nverify=crc32c\nverify_fatal=1\ndo_verify=1\n\
-     time_based=1\nruntime=24\nverify_backlog=64\n[low]\noffset=0\n[high]\noffset=32m\n";
+     time_based=1\nruntime=14\nverify_backlog=64\n[low]\noffset=0\n[high]\noffset=32m\n";
 
 /// What was under way, and what had been acknowledged, outlives servers that are killed: the guest notices
 /// nothing but a delay.
@@ -212,7 +212,7 @@ fn a_guest_goes_on_when_its_server_is_killed() {
              ! dmesg | grep -iE 'I/O error|blk_update|timeout|virtio_blk.*fail'",
         );
     guest.wait_for("go");
-    for round in 0..10_u64 {
+    for round in 0..6_u64 {
         thread::sleep(Duration::from_millis(1300 + 37 * round));
         let killed = server.kill();
         assert!(!killed.status.success(), "{}", killed.report());
