@@ -12,6 +12,9 @@ impl<S: Storage> Allocator<S> {
         let storage = self.layer.storage();
         let length = storage.len().await?;
         let mut end = state.never_used.max(self.geometry.clusters_for(length));
+        // A file may be absurdly long: what the table does not reach is passed over at once.
+        let counted = state.table.len() as u64 * self.geometry.refcount_block_entries();
+        end = end.min(counted.max(state.kept_until()).max(1));
         while end > 1 {
             let last = end - 1;
             let (index, within) = self.geometry.refcount_position(HostCluster::new(last));

@@ -105,6 +105,12 @@ impl State {
             || self.freed.as_ref().is_some_and(|freed| freed.contains(&cluster))
     }
 
+    /// Where the last of those ends.
+    fn kept_until(&self) -> u64 {
+        let freed = self.freed.iter().flatten().map(|cluster| cluster + 1);
+        self.areas.iter().map(|area| area.end).chain(freed).max().unwrap_or(0)
+    }
+
     fn forget_unpublished(&mut self, cluster: u64) {
         if let Entry::Occupied(mut count) = self.unpublished.entry(cluster) {
             *count.get_mut() -= 1;

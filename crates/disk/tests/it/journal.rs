@@ -9,7 +9,7 @@ use isobath_disk::{
 use isobath_qcow2::{IncompatibleFeatures, NewImage};
 use isobath_storage::memory::MemoryHost;
 use isobath_storage::recorder::{Change, Record, RecorderHost};
-use isobath_storage::{Host, IoBuf};
+use isobath_storage::{Host, IoBuf, OpenMode, Storage};
 use isobath_testkit::qemu;
 use std::path::Path;
 
@@ -262,5 +262,24 @@ fn what_is_too_much_for_a_record_goes_without_one() {
         let disk = open_read_only(&host).await;
         assert_reads(&disk, 0, 1, 1 << 20).await;
         assert_reads(&disk, 2 << 20, 3, 8 << 20).await;
+    });
+}
+
+#[test]
+fn a_file_of_absurd_length_is_closed_at_once() {
+    block_on(async {
+        let host = MemoryHost::new();
+        make(&host, NAME, &NewImage { cluster_bits: 9, ..NewImage::new(1 << 20) }).await;
+        let mode = OpenMode { writable: true, ..OpenMode::default() };
+        let file = host.open(Path::new(NAME), mode).await.unwrap();
+        file.set_len(1 << 50).await.unwrap();
+        drop(file);
+        let disk = open(host.clone(), MetadataMode::Journal).await;
+        disk.write(0, IoBuf::copy_of(&[7; 512])).await.unwrap();
+        disk.flush().await.unwrap();
+        close(disk).await;
+        let disk = open_read_only(&host).await;
+        assert_eq!(&*disk.read(0, IoBuf::zeroed(512)).await.unwrap(), &[7; 512]);
+        assert_consistent(&host, NAME);
     });
 }
