@@ -11,6 +11,7 @@ use event_listener::Event;
 use futures_util::join;
 use isobath_storage::{Host, IoBuf};
 use parking_lot::RwLock;
+use std::future::Future;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -266,6 +267,22 @@ impl<H: Host> Disk<H> {
     }
 }
 
+/// Grows to `size` by `resize`, which is not begun where `now` tells that the disk is that long already.
+pub(crate) async fn grow_to(
+    size: u64,
+    now: impl Fn() -> u64,
+    resize: impl Future<Output = Result<()>>,
+) -> Result<()> {
+    if size <= now() {
+        return Ok(());
+    }
+    match resize.await {
+        // Somebody else was faster.
+        Err(_) if now() >= size => Ok(()),
+        done => done,
+    }
+}
+
 /// Waits until `size` is not `known`, which `resized` says.
 pub(crate) async fn wait_for_size(resized: &Event, size: impl Fn() -> u64, known: u64) {
     loop {
@@ -346,14 +363,7 @@ impl<H: Host> BlockDevice for Disk<H> {
     }
 
     async fn grow(&self, size: u64) -> Result<()> {
-        if size <= self.size() {
-            return Ok(());
-        }
-        match self.resize(size, Preallocation::Off, false).await {
-            // Somebody else was faster.
-            Err(_) if self.size() >= size => Ok(()),
-            done => done,
-        }
+        grow_to(size, || self.size(), self.resize(size, Preallocation::Off, false)).await
     }
 
     async fn resized(&self, known: u64) {

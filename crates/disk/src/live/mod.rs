@@ -23,7 +23,7 @@ pub(crate) use tracked::DirtyMap;
 
 use crate::chain::Layer;
 use crate::device::{BlockDevice, BlockStatus, ZeroFlags};
-use crate::disk::wait_for_size;
+use crate::disk::{grow_to, wait_for_size};
 use crate::jobs::clock::{Clock, SystemClock};
 use crate::jobs::pace::GuestCounts;
 use crate::map::MapStats;
@@ -355,14 +355,7 @@ impl<H: Host> BlockDevice for LiveDisk<H> {
     }
 
     async fn grow(&self, size: u64) -> Result<()> {
-        if size <= self.size() {
-            return Ok(());
-        }
-        match self.resize(size, Preallocation::Off, false).await {
-            // Somebody else was faster.
-            Err(_) if self.size() >= size => Ok(()),
-            done => done,
-        }
+        grow_to(size, || self.size(), self.resize(size, Preallocation::Off, false)).await
     }
 
     async fn resized(&self, known: u64) {

@@ -7,14 +7,11 @@ use isobath_disk::LiveDisk;
 use isobath_export::{fuse, vhost_user};
 use isobath_storage::Host;
 use isobath_storage::ring::net::Listener;
-use isobath_storage::ring::spawn;
-use serde_json::json;
 use std::future::Future;
 use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixListener;
 use std::path::Path;
-use std::rc::Rc;
 use std::sync::Arc;
 
 /// A disk behind a socket of its own.
@@ -94,14 +91,12 @@ impl<H: Host + Clone> Monitor<H> {
         serve: impl Future<Output = io::Result<()>> + 'static,
     ) {
         self.exports.add(ExportEntry::new(id, kind, drive));
-        let (exports, events, id) = (Rc::clone(&self.exports), self.events.clone(), id.to_owned());
-        drop(spawn(async move {
+        let name = id.to_owned();
+        self.remove_after(id, async move {
             if let Err(error) = serve.await {
-                tracing::error!(%error, id, "an export failed");
+                tracing::error!(%error, id = name, "an export failed");
             }
-            exports.remove(&id);
-            events.emit("BLOCK_EXPORT_DELETED", json!({"id": id}));
-        }));
+        });
     }
 
     /// Waits until there is no export but those of the NBD server.

@@ -14,6 +14,7 @@ use isobath_storage::ring::net::Listener;
 use isobath_storage::ring::spawn;
 use serde_json::{Value, json};
 use std::cell::{Cell, RefCell};
+use std::future::Future;
 use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -294,6 +295,16 @@ impl<H: Host + Clone> Monitor<H> {
         Ok(())
     }
 
+    /// Takes an export out of the list once it is gone, and tells so.
+    pub(super) fn remove_after(&self, id: &str, gone: impl Future<Output = ()> + 'static) {
+        let (exports, events, id) = (Rc::clone(&self.exports), self.events.clone(), id.to_owned());
+        drop(spawn(async move {
+            gone.await;
+            exports.remove(&id);
+            events.emit("BLOCK_EXPORT_DELETED", json!({"id": id}));
+        }));
+    }
+
     fn remove_nbd(
         &self,
         id: &str,
@@ -309,12 +320,7 @@ impl<H: Host + Clone> Monitor<H> {
             RemoveError::InUse { clients, .. } => in_use(clients),
             error => QmpError::new(error),
         })?;
-        let (exports, events, id) = (Rc::clone(&self.exports), self.events.clone(), id.to_owned());
-        drop(spawn(async move {
-            gone.await;
-            exports.remove(&id);
-            events.emit("BLOCK_EXPORT_DELETED", json!({"id": id}));
-        }));
+        self.remove_after(id, gone);
         Ok(())
     }
 }
