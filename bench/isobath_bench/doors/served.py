@@ -31,7 +31,7 @@ class Door(servers.Server):
     def __init__(self, name, command, place, ready, patience=120):
         self.name = name
         self.socket = Path(place)
-        self.log = open(tools.WORK / "door.log", "w+")
+        self.log = open(f"{place}.log", "w+")
         self.process = subprocess.Popen([str(part) for part in command], stdout=self.log, stderr=subprocess.STDOUT)
         began = time.perf_counter()
         try:

@@ -1,0 +1,107 @@
+"""What was measured, kept: one line of JSON for each measurement, written as soon as it is known.
+
+A run goes on where the last one ended; one that had ended starts anew.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from functools import cache
+
+from isobath_bench import report, tools
+
+# Runs under way, and quick ones; what a full run found goes to `KEPT` when it is through.
+RUNS = tools.WORK / "papers"
+RESULTS = tools.ROOT / "docs" / "results"
+KEPT = RESULTS / "raw"
+
+
+@cache
+def program():
+    """What tells one build of isobath from another: a part of the SHA-256 of the program."""
+    return hashlib.sha256(tools.ISOBATH.read_bytes()).hexdigest()[:12]
+
+
+def read(path):
+    """The records of a file; a last line that was cut off does not count."""
+    records = []
+    if path.exists():
+        for line in path.read_text().splitlines():
+            try:
+                records.append(json.loads(line))
+            except json.JSONDecodeError:
+                continue
+    return records
+
+
+class Run:
+    """The records of a run of a profile, in a directory of their own."""
+
+    def __init__(self, profile):
+        self.directory = RUNS / profile.name / "raw"
+        self.done = RUNS / profile.name / "done"
+        self.profile = profile
+
+    @property
+    def through(self):
+        """Whether it was through once: then it can only begin anew, or be corrected."""
+        return self.done.exists()
+
+    def begin(self, fresh):
+        """Goes on with a run; a fresh one forgets what is on record."""
+        if fresh:
+            shutil.rmtree(self.directory, ignore_errors=True)
+            self.done.unlink(missing_ok=True)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        (self.directory / "machine.json").write_text(json.dumps(about(self.profile), indent=1) + "\n")
+
+    def end(self):
+        """Marks the run as through; a full one is kept."""
+        self.done.touch()
+        if not self.profile.quick:
+            shutil.rmtree(KEPT, ignore_errors=True)
+            shutil.copytree(self.directory, KEPT)
+
+    def path(self, experiment):
+        return self.directory / f"{experiment.name}.jsonl"
+
+    def records(self, experiment):
+        """What is on record of an experiment: of each measurement the last."""
+        last = {(tuple(each["key"]), each["round"]): each for each in read(self.path(experiment))}
+        return list(last.values())
+
+    def forget(self, experiment):
+        self.path(experiment).unlink(missing_ok=True)
+
+    def add(self, experiment, point, number, seconds, sample):
+        """Adds a measurement, and has it on disk."""
+        record = {"key": list(point.key), "round": number, "seconds": round(seconds, 3), "isobath": program(), "sample": sample}
+        path = self.path(experiment)
+        # A line that was cut off stays by itself.
+        cut = path.exists() and not path.read_bytes().endswith(b"\n")
+        with open(path, "a") as file:
+            file.write("\n" * cut + json.dumps(record) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def about(profile):
+    """What a run was made on, and how."""
+    return report.machine() | {
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "isobath_build": program(),
+        "commit": commit(),
+        "profile": profile.name,
+        "rounds": profile.rounds,
+        "began": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+    }
+
+
+def commit():
+    """The commit of the sources, with a mark if they were changed since."""
+    try:
+        return tools.run("git", "-C", tools.ROOT, "describe", "--always", "--dirty").strip()
+    except (tools.Failed, FileNotFoundError):
+        return "unknown"

@@ -1,0 +1,104 @@
+"""Has experiments measured: round by round, each round in another order, with what is on record left out."""
+
+import statistics
+import time
+
+from isobath_bench import servers, tools
+from isobath_bench.rounds import rotated
+
+from .progress import Progress
+
+
+class Work:
+    """One measurement that is to be made."""
+
+    def __init__(self, experiment, point, number):
+        self.experiment = experiment
+        self.point = point
+        self.number = number
+
+
+def planned(experiment, profile):
+    """All measurements of an experiment, in order."""
+    points = experiment.points(profile)
+    if len({point.key for point in points}) < len(points):
+        raise ValueError(f"{experiment.name} has two points of one key")
+    found = []
+    for number in range(profile.rounds):
+        # Coprime steps bring every point to every place in time.
+        for point in rotated(points, number * 7):
+            if point.rounds is None or number < point.rounds:
+                found.append(Work(experiment, point, number))
+    return found
+
+
+class Estimate:
+    """How long measurements take: as long as the same point did, else what was said of it, as far as that was true."""
+
+    def __init__(self):
+        self.took = {}
+        self.said = self.measured = 0.0
+
+    def add(self, experiment, point, seconds):
+        self.took.setdefault((experiment.name, point.key), []).append(seconds)
+        self.said += point.seconds
+        self.measured += seconds
+
+    def of(self, work):
+        took = self.took.get((work.experiment.name, work.point.key))
+        if took:
+            return statistics.median(took)
+        # Guesses are believed at first, and corrected by what came of them.
+        return work.point.seconds * (self.measured + 60) / (self.said + 60)
+
+
+def run(experiments, profile, kept):
+    """Measures what is missing on record; gives how many measurements failed."""
+    estimate, todo, failed = Estimate(), {}, 0
+    for experiment in experiments:
+        points = {point.key: point for point in experiment.points(profile)}
+        there = set()
+        for record in kept.records(experiment):
+            key, sample = tuple(record["key"]), record["sample"]
+            if key in points:
+                estimate.add(experiment, points[key], record["seconds"])
+            # What failed is tried again by the next run, but for what crashed.
+            if "failed" not in sample or sample["failed"] == "crashed":
+                there.add((key, record["round"]))
+        todo[experiment.name] = [work for work in planned(experiment, profile) if (work.point.key, work.number) not in there]
+    progress = Progress(sum(map(len, todo.values())))
+    everything = [work for works in todo.values() for work in works]
+    for experiment in experiments:
+        works = todo[experiment.name]
+        if not works:
+            continue
+        progress.note(f"{experiment.name}: {experiment.module.TITLE}")
+        with experiment.setting(profile) as setting:
+            crashed = set()
+            for work in works:
+                left = sum(map(estimate.of, everything[progress.done:]))
+                progress.show(f"{experiment.name} {' / '.join(map(str, work.point.key))}", left)
+                began = time.monotonic()
+                if work.point.key in crashed:
+                    sample = {"failed": "crashed", "why": "as in the round before"}
+                else:
+                    sample = attempt(experiment, setting, work)
+                seconds = time.monotonic() - began
+                if "failed" in sample:
+                    failed += 1
+                    crashed |= {work.point.key} if sample["failed"] == "crashed" else set()
+                    progress.note(f"{experiment.name} {' / '.join(map(str, work.point.key))}: {sample['why'][:500]}")
+                kept.add(experiment, work.point, work.number, seconds, sample)
+                estimate.add(experiment, work.point, seconds)
+                progress.step()
+    progress.close()
+    return failed
+
+
+def attempt(experiment, setting, work):
+    """The sample of a measurement, or how it failed."""
+    try:
+        return experiment.module.measure(setting, work.point, work.number)
+    except tools.Failed as error:
+        what = "crashed" if isinstance(error, servers.Crashed) else "failed"
+        return {"failed": what, "why": str(error)}
