@@ -11,6 +11,7 @@
 #include <math.h>
 #include <pthread.h>
 #include <rocksdb/c.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdatomic.h>
 #include <stdbool.h>
@@ -32,7 +33,7 @@ static const char usage[] =
     "  --direct 0                        1: O_DIRECT for reads, flushes and compactions\n"
     "  --latencies FILE                  lines of: kind, microseconds, count\n"
     "  --timeline FILE --interval-ms 1000   lines of: seconds since the start, operations a second\n"
-    "A load ends with a flush and a compaction of everything; its seconds are without them.\n";
+    "SIGTERM ends a run as --seconds does. A load ends with a flush and a compaction of everything; its seconds are without them.\n";
 
 static void die(const char *form, ...) {
     va_list rest;
@@ -317,6 +318,12 @@ static rocksdb_writeoptions_t *writing;
 static uint64_t began;
 static _Atomic uint64_t started_operations;
 static _Atomic uint32_t timeline[INTERVALS];
+static volatile sig_atomic_t stopped;
+
+static void stop(int number) {
+    (void)number;
+    stopped = 1;
+}
 
 struct worker {
     pthread_t thread;
@@ -459,7 +466,7 @@ static void operate(struct worker *worker, enum kind kind) {
 static void *work(void *argument) {
     struct worker *worker = argument;
     uint64_t end = options.seconds > 0 ? began + (uint64_t)(options.seconds * 1e9) : UINT64_MAX;
-    for (uint64_t start = now(); start < end; start = now()) {
+    for (uint64_t start = now(); start < end && !stopped; start = now()) {
         if (options.operations && started_operations++ >= options.operations) {
             break;
         }
@@ -585,6 +592,8 @@ int main(int count, char **words) {
     static struct latencies latencies[KINDS];
     keys.next = keys.acknowledged = options.load ? 0 : options.records;
     open_database();
+    /* A database that is half loaded is of no use to anybody. */
+    signal(SIGTERM, options.load ? SIG_DFL : stop);
     began = now();
     for (uint64_t each = 0; each < options.threads; each++) {
         if (pthread_create(&workers[each].thread, NULL, work, &workers[each])) {
