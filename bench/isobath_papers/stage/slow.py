@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 from isobath_bench import tools
+from isobath_bench.doors import served
 from isobath_bench.flush import counts, mounts
 
 from . import disks
@@ -44,6 +45,14 @@ class Device(mounts.FileSystem):
         return counts.Counts({**found, "reads": int(fields[0]), "sectors_read": int(fields[2])})
 
 
+def served_raw(image, kind):
+    """A raw file on a slow disk, shown as a file."""
+    place = image.with_name("served.raw")
+    place.touch()
+    more = ["--format", "raw", "--slow-disk", KINDS[kind]]
+    return served.Door(f"{kind} disk", served.isobath(image, "fuse", place, writable=True, more=more), place, lambda: served.mounted(place))
+
+
 @contextlib.contextmanager
 def device(kind, size):
     """A slow disk of some bytes with an empty ext4 on it; gone afterwards."""
@@ -53,8 +62,7 @@ def device(kind, size):
     try:
         tools.run("truncate", f"--size={size}", image)
         tools.run(*disks.MAKE, image)
-        with disks.raw(image, "--slow-disk", KINDS[kind], name=f"{kind} disk") as server:
-            with mounts.attached(server.file, direct=True) as (loop, mount):
-                yield Device(kind, mount, loop, server)
+        with served_raw(image, kind) as server, mounts.attached(server.socket, direct=True) as (loop, mount):
+            yield Device(kind, mount, loop, server)
     finally:
         shutil.rmtree(directory)
