@@ -21,10 +21,10 @@ def layers(active):
     return found
 
 
-def qemu_blockdevs(active, l2_cache=None, *, l2_entry=None, direct=False, writable=True, node="disk"):
+def qemu_blockdevs(active, l2_cache=None, *, direct=False, writable=True, node="disk"):
     """`--blockdev` options for an image, the node on top called `node`. With `l2_cache` (bytes) every layer of its
-    chain has an L2 cache of that size, in entries of `l2_entry` bytes (QEMU's own choice: a cluster, at most 4 KiB
-    with the oldest machine types; two entries are the least); without, QEMU chooses."""
+    chain has an L2 cache of that size, of which QEMU makes entries of 4 KiB, two at least, or of a cluster where all of the
+    layer's tables fit; without, QEMU chooses."""
     cache = f"cache.direct={'on' if direct else 'off'}"
     top = f"read-only={'off' if writable else 'on'}"
     files = layers(active) if l2_cache else [Path(active)]
