@@ -1,0 +1,134 @@
+"""A guest that works in bursts, and a job in every mode beside it: the dissertation's evaluation with fio."""
+
+import contextlib
+
+from isobath_bench.live import guest
+
+from .. import figures
+from ..page import Section, Verdict
+from ..plan import Point
+from . import beside, pictures
+from .beside import ADAPTIVE, DISSERTATION, ISOBATH, LIMIT, NONE, NORMAL, QEMU
+
+NAME = "bursty"
+TITLE = "A guest that works in bursts"
+SOURCE = "Adaptive streaming, figures 4.3 to 4.7 and table 4.3"
+
+# MB/s of the guest, printed in section 4.3.2 and drawn in figure 4.3.
+BANDWIDTH = {NONE: 335.45, NORMAL: 203.0, LIMIT: 204.59, ADAPTIVE: 265.82}
+# Seconds, printed; the normal job's is said to be about half of the speed-limited one's.
+RUNTIME = {LIMIT: 740, ADAPTIVE: 673, NORMAL: 740 / 2}
+# Table 4.3: the part of the job's time in which it runs.
+USRR = {NORMAL: 1.0, LIMIT: 0.6202, ADAPTIVE: 0.3195}
+# Its limit, 60 of the 335.45 MB/s that its disk gave the guest; here as large a part of the simulated disk's.
+SPEED = round(beside.BANDWIDTH * 60 / BANDWIDTH[NONE])
+
+SEED = 223
+LAYERS = 30
+PART = 128 << 20
+KEYS = [
+    (QEMU, NONE), (QEMU, NORMAL), (QEMU, LIMIT), (ISOBATH, NONE), (ISOBATH, NORMAL), (ISOBATH, LIMIT), (ISOBATH, DISSERTATION), (ISOBATH, ADAPTIVE),
+]  # fmt: skip
+OURS = (ISOBATH, ADAPTIVE)
+# What a measurement takes, in seconds, beside making the images.
+SECONDS = {NONE: 15, NORMAL: 10, LIMIT: 16, DISSERTATION: 30, ADAPTIVE: 15}
+
+
+def longest(profile):
+    """Of the bursts, in seconds: the dissertation's is 20."""
+    return profile.of(0.5, 2.5)
+
+
+def data(profile):
+    """Bytes of the disk that is streamed."""
+    return profile.of(16, 512) << 20
+
+
+def points(profile):
+    return [Point(key, seconds=profile.of(1.3, SECONDS[key[1]] + 3), rounds=2) for key in KEYS]
+
+
+class Setting:
+    def __init__(self, profile, place):
+        self.profile = profile
+        self.place = place
+        self.hurry = 20 / longest(profile)
+        self.schedule = guest.bursts(SEED, longest(profile), profile.of(6, 100))
+
+
+@contextlib.contextmanager
+def setting(profile):
+    with beside.place(LAYERS - 1, data(profile), profile.of(8 << 20, PART)) as place:
+        yield Setting(profile, place)
+
+
+def measure(setting, point, number):
+    del number
+    contender, mode = point.key
+    most = setting.profile.of(1, 12) if mode == NONE else setting.profile.of(4, 60)
+    return beside.measure(
+        setting.place, contender, mode, setting.schedule, hurry=setting.hurry, speed=SPEED,
+        lead=beside.LOOK / setting.hurry, most=most,
+    )  # fmt: skip
+
+
+
+def base(key):
+    return key[0], NONE
+
+
+def section(results):
+    profile = results.profile
+    return Section(
+        paper="fio does random reads and writes of 16 KiB, 64 at a time, in bursts and pauses of 1 to 20 s, while 30 snapshots are streamed. Without a job the guest "
+        "has 335 MB/s; a normal job costs it 39 % of that, a speed limit of 60 MB/s helps little, and the adaptive job, which pauses for a second whenever the guest is "
+        "busy, costs it 21 % and takes about 1.8 times as long as the normal one. USRR is the part of a job's time in which it runs.",
+        ours=f"The same load over NBD, the images without the page cache on a simulated disk ({beside.about()}), which is the same for all. "
+        f"{LAYERS - 1} layers of {data(profile) * beside.FILL / 2**20:,.0f} MiB together, in clusters of 64 KiB with random owners, are streamed into the active one; bursts and pauses of "
+        f"{longest(profile) / 20:g} to {longest(profile):g} s, always the same ones, so time goes {20 / longest(profile):g} times as fast, and so do the pauses of the "
+        "dissertation's mode. That mode is *isobath, dissertation's*: the algorithm as published, since no QEMU has it. *isobath, adaptive* is what isobath does unless "
+        f"told otherwise. *Gets on*: a job's progress is read each {beside.POLL * 1000:.0f} ms; it runs where that moves, or has stood still for {beside.STILL * 1000:.0f} ms at most.",
+        parts=[
+            pictures.jobs(results, "What a job costs the guest, and how long it takes", KEYS, base),
+            shares(results), runtimes(results),
+            pictures.evolution(results, "fig4-5", "The guest's bandwidth, and the job (figures 4.5 to 4.7)", [key for key in KEYS if key != (ISOBATH, NONE)]),
+        ],
+        verdicts=verdicts(results),
+    )  # fmt: skip
+
+
+def shares(results):
+    """Figure 4.3: the guest's bandwidth as a part of that without a job, since the disks differ."""
+    here = {mode: {who: results.ratio((who, mode), (who, NONE), "bandwidth") for who, each in KEYS if each == mode} for mode in (NORMAL, LIMIT, DISSERTATION, ADAPTIVE)}
+    paper = {mode: {QEMU: BANDWIDTH[mode] / BANDWIDTH[NONE]} for mode in (NORMAL, LIMIT, ADAPTIVE)}
+    return figures.bars(results, "fig4-3", "The guest's bandwidth beside a job (figure 4.3)", "part of that without a job", here, paper=paper, form="{:.2f}")
+
+
+def runtimes(results):
+    """Figure 4.4."""
+    here = {mode: {who: results.ratio((who, mode), (QEMU, NORMAL), "seconds") for who, each in KEYS if each == mode} for mode in (NORMAL, LIMIT, DISSERTATION, ADAPTIVE)}
+    paper = {mode: {QEMU: RUNTIME[mode] / RUNTIME[NORMAL]} for mode in (NORMAL, LIMIT, ADAPTIVE)}
+    return figures.bars(results, "fig4-4", "How long the job takes (figure 4.4)", "÷ QEMU's normal job", here, paper=paper, form="{:.2f}")
+
+
+def verdicts(results):
+    def against(what, key, other, field, paper, better, why="", form="{:.2f}x"):
+        return Verdict(what, paper, results.ratio(key, other, field), results.ratio_spread(key, other, field), better, why, form)
+
+    def usrr(what, key, paper, better, why=""):
+        return Verdict(what, paper, results.median(key, "usrr"), results.spread(key, "usrr"), better, why, "{:.2f}")
+
+    return [
+        against("guest's bandwidth: adaptive ÷ no job", OURS, base(OURS), "bandwidth", BANDWIDTH[ADAPTIVE] / BANDWIDTH[NONE], "higher"),
+        against("guest's bandwidth: adaptive ÷ QEMU's normal job", OURS, (QEMU, NORMAL), "bandwidth", BANDWIDTH[ADAPTIVE] / BANDWIDTH[NORMAL], "higher"),
+        against("guest's bandwidth: adaptive ÷ QEMU's with a speed limit", OURS, (QEMU, LIMIT), "bandwidth", BANDWIDTH[ADAPTIVE] / BANDWIDTH[LIMIT], "higher"),
+        against("guest's bandwidth: QEMU's normal job ÷ no job", (QEMU, NORMAL), base((QEMU, NORMAL)), "bandwidth", BANDWIDTH[NORMAL] / BANDWIDTH[NONE], "equal"),
+        against("job's time: adaptive ÷ QEMU's normal job", OURS, (QEMU, NORMAL), "seconds", RUNTIME[ADAPTIVE] / RUNTIME[NORMAL], "lower"),
+        against("job's time: adaptive ÷ QEMU's with a speed limit", OURS, (QEMU, LIMIT), "seconds", RUNTIME[ADAPTIVE] / RUNTIME[LIMIT], "lower"),
+        usrr("USRR: QEMU's with a speed limit", (QEMU, LIMIT), USRR[LIMIT], "equal"),
+        usrr("USRR: the dissertation's mode", (ISOBATH, DISSERTATION), USRR[ADAPTIVE], "lower"),
+        usrr("USRR: adaptive", OURS, USRR[ADAPTIVE], "lower"),
+        against(
+            "time in which the job gets on: adaptive ÷ QEMU's with a speed limit", OURS, (QEMU, LIMIT), "active", USRR[ADAPTIVE] * RUNTIME[ADAPTIVE] / (USRR[LIMIT] * RUNTIME[LIMIT]), "lower",
+        ),
+    ]  # fmt: skip
