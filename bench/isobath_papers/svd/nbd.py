@@ -1,0 +1,43 @@
+"""A client of NBD that reads one block after another, and knows how long each takes."""
+
+import socket
+import struct
+import time
+
+from isobath_bench import tools
+
+OPTION, EXPORT_NAME, FIXED_NO_ZEROES = b"IHAVEOPT", 1, 3
+REQUEST, REPLY = 0x25609513, 0x67446698
+
+
+class Client:
+    """A connection to the server of a unix socket, and its first export."""
+
+    def __init__(self, path):
+        self.socket = socket.socket(socket.AF_UNIX)
+        self.socket.settimeout(120)
+        self.socket.connect(str(path))
+        # "NBDMAGIC", "IHAVEOPT", flags.
+        self._receive(18)
+        self.socket.sendall(struct.pack(">I8sII", FIXED_NO_ZEROES, OPTION, EXPORT_NAME, 0))
+        self.size, _ = struct.unpack(">QH", self._receive(10))
+
+    def timed_read(self, place, length):
+        """Reads, and gives the µs that it took."""
+        began = time.perf_counter_ns()
+        self.socket.sendall(struct.pack(">IHHQQI", REQUEST, 0, 0, place, place, length))
+        magic, error, cookie = struct.unpack(">IIQ", self._receive(16))
+        self._receive(length)
+        took = time.perf_counter_ns() - began
+        if (magic, error, cookie) != (REPLY, 0, place):
+            raise tools.Failed(f"the server gave no block at {place}: error {error}")
+        return took / 1000
+
+    def _receive(self, length):
+        received = self.socket.recv(length, socket.MSG_WAITALL)
+        if len(received) < length:
+            raise tools.Failed("the server has closed the connection")
+        return received
+
+    def close(self):
+        self.socket.close()

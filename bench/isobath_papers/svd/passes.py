@@ -1,0 +1,103 @@
+"""What the experiments on chains share: contenders, chains on any directory, passes over a disk, single reads of it."""
+
+import contextlib
+import random
+import time
+
+from isobath_bench import fio, servers, tools
+from isobath_bench.depth import chains
+from isobath_bench.live.control import Qmp
+
+from . import nbd
+
+ISOBATH, INDEXED = "isobath", "isobath indexed"
+# What the paper calls SVD holds its index in the chain: isobath with the index.
+ABOUT_CONTENDERS = (
+    "*isobath indexed* is a chain whose active layer holds the direct-access index, as `isobath create` and `isobath index` make it; "
+    "*isobath* is the same chain without it, as QEMU makes it."
+)
+BLOCK = 4096
+# One L2 table of 64 KiB maps so much of the disk; QEMU reads it as a whole where its cache can hold all tables.
+TABLE_SPAN = 512 << 20
+
+
+def qemu():
+    """The installed QEMU's name."""
+    return next(iter(servers.qemus()))
+
+
+def own(contender):
+    return contender in (ISOBATH, INDEXED)
+
+
+def chain(contender, layers, size, *, data="zero", fill="90%"):
+    """A contender's chain, in the work directory."""
+    return chains.make(layers, size=size, data=data, fill=fill, indexed=contender == INDEXED)
+
+
+def chain_at(directory, contender, layers, size, *, fill="90%"):
+    """The same chain, its clusters holes in the files, in another directory; made unless it is there."""
+    place = directory / f"{layers}-layers{'-indexed' * (contender == INDEXED)}"
+    if not place.exists():
+        indexed = ["--indexed"] if contender == INDEXED and layers > 1 else []
+        tools.run(tools.ISOBATH, "chain", "generate", "--layers", layers, "--size", size, "--fill", fill, "--data", "zero", "--seed", 1, *indexed, place)
+    return place / f"layer-{layers - 1:05}.qcow2"
+
+
+@contextlib.contextmanager
+def holding(thing):
+    """A setting that needs no end."""
+    yield thing
+
+
+@contextlib.contextmanager
+def served(contender, active, *, cache="writeback"):
+    """The disk over NBD, read-only: a server, which of isobath also has a control socket, `qmp`. QEMU has caches for all
+    tables of every layer, as it makes them for disks up to 256 GiB, and uses io_uring for all layers."""
+    if own(contender):
+        control = tools.WORK / "svd.qmp"
+        with servers.isobath(active, "--read-only", "--cache", cache, "--qmp", f"unix:{control}") as server, Qmp(control) as server.qmp:
+            yield server
+    else:
+        socket = tools.WORK / "svd-qemu.sock"
+        command = ["qemu-nbd", "--persistent", "--read-only", "--format=qcow2", "--aio=io_uring", f"--cache={cache}", f"--socket={socket}", active]
+        with servers.Server(contender, command, socket, patience=180) as server:
+            yield server
+
+
+def map_of(server):
+    """Isobath's counts of look-ups, and their times."""
+    return server.qmp.do("x-isobath-query-disks")["disks"][0]["map"]
+
+
+def one_pass(server, seconds=300):
+    """Reads the whole disk in order over NBD, 1 MiB at a time, as dd does, for some seconds at most; gives bytes and
+    seconds of CPU a second."""
+    before, began = server.cpu(), time.perf_counter()
+    load = fio.load(server, rw="read", block="1m", depth=1, seconds=seconds, once=True)
+    return {
+        "bytes_per_second": load["bytes_per_second"],
+        "cpu_share": (server.cpu() - before) / (time.perf_counter() - began),
+        "rss": server.rss(),
+        "peak_rss": server.peak_rss(),
+    }
+
+
+def regions(size, seed, span=TABLE_SPAN):
+    """A place in each part of a disk that has an L2 table of its own, in random order."""
+    choice = random.Random(seed)
+    places = [start + choice.randrange(min(span, size - start) // BLOCK) * BLOCK for start in range(0, size, span)]
+    choice.shuffle(places)
+    return places
+
+
+def anywhere(size, count, seed):
+    """Random places of a disk."""
+    choice = random.Random(seed)
+    return [choice.randrange(size // BLOCK) * BLOCK for _ in range(count)]
+
+
+def single_reads(server, places):
+    """Reads 4 KiB at each place, one after another; gives the µs that each took."""
+    with contextlib.closing(nbd.Client(server.socket)) as client:
+        return [client.timed_read(place, BLOCK) for place in places]
