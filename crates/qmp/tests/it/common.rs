@@ -1,5 +1,4 @@
 //! A server with a small service, and a client that sends bytes as they are.
-#![allow(dead_code, clippy::unwrap_used, reason = "each test uses a part, and fails by panicking")]
 
 use isobath_qmp::QmpError;
 use isobath_qmp::schema::{Command, EventType, Object, Schema, Type, object, opt, req};

@@ -1,11 +1,7 @@
 //! L1, L2, refcount, snapshot and bitmap tables: those that QEMU writes are read as it reads them,
 //! and it reads those that are written here.
 
-#![allow(clippy::unwrap_used, reason = "a test fails by a panic")]
-
-mod common;
-
-use common::{Image, write_file};
+use crate::common::{Image, write_file};
 use isobath_qcow2::compress::compress;
 use isobath_qcow2::{
     AutoclearFeatures, Bitmap, BitmapCluster, BitmapFlags, CompressionType, HostOffset, L1Entry,

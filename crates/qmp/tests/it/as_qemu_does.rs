@@ -1,20 +1,11 @@
 //! The same commands given to qemu-storage-daemon and here: replies, errors, events.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
-
-#[allow(clippy::unwrap_used, reason = "it fails by panicking")]
-#[path = "common/introspection.rs"]
-mod introspection;
-#[allow(dead_code, clippy::unwrap_used, reason = "a part is used, and fails by panicking")]
-#[path = "common/live.rs"]
-mod live;
-
-use introspection::Introspection;
+use crate::introspection::Introspection;
+use crate::live::Live;
 use isobath_qmp::client::{Address, Client, ClientError};
 use isobath_qmp::tables::{PACING, SCHEMA};
 use isobath_testkit::process::{Ready, Server};
 use isobath_testkit::qemu;
-use live::Live;
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::process::Command;

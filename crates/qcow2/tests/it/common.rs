@@ -1,12 +1,5 @@
 //! A plain reader of whole images in memory, made of nothing but the format.
 
-#![allow(
-    clippy::unwrap_used,
-    dead_code,
-    unreachable_pub,
-    reason = "test support, shared by several tests"
-)]
-
 use isobath_qcow2::compress::decompress;
 use isobath_qcow2::{
     ClusterKind, Geometry, GuestOffset, Header, HostCluster, HostOffset, L1Entry, L2Entry,
@@ -18,14 +11,14 @@ use std::io::{Seek, SeekFrom, Write};
 use std::path::Path;
 
 /// An image file, read whole.
-pub struct Image {
-    pub bytes: Vec<u8>,
-    pub header: Header,
-    pub geometry: Geometry,
+pub(crate) struct Image {
+    pub(crate) bytes: Vec<u8>,
+    pub(crate) header: Header,
+    pub(crate) geometry: Geometry,
 }
 
 impl Image {
-    pub fn read(path: &Path) -> Self {
+    pub(crate) fn read(path: &Path) -> Self {
         let bytes = fs::read(path).unwrap();
         let header = Header::parse(&bytes).unwrap();
         let geometry = header.geometry().unwrap();
@@ -33,7 +26,7 @@ impl Image {
     }
 
     /// Bytes of the file; zeroes past its end.
-    pub fn at(&self, offset: HostOffset, length: u64) -> Vec<u8> {
+    pub(crate) fn at(&self, offset: HostOffset, length: u64) -> Vec<u8> {
         let start = (offset.get() as usize).min(self.bytes.len());
         let end = (start + length as usize).min(self.bytes.len());
         let mut bytes = self.bytes[start..end].to_vec();
@@ -41,11 +34,11 @@ impl Image {
         bytes
     }
 
-    pub fn first_cluster(&self) -> &[u8] {
+    pub(crate) fn first_cluster(&self) -> &[u8] {
         &self.bytes[..self.geometry.cluster_size() as usize]
     }
 
-    pub fn cluster(&self, offset: HostOffset) -> Vec<u8> {
+    pub(crate) fn cluster(&self, offset: HostOffset) -> Vec<u8> {
         self.at(offset, self.geometry.cluster_size())
     }
 
@@ -53,13 +46,13 @@ impl Image {
         self.at(self.header.l1_table_offset, u64::from(self.header.l1_size) * 8)
     }
 
-    pub fn snapshots(&self) -> Vec<Snapshot> {
+    pub(crate) fn snapshots(&self) -> Vec<Snapshot> {
         let table = &self.bytes[self.header.snapshots_offset.get() as usize..];
         Snapshot::parse_table(table, self.header.nb_snapshots).unwrap().0
     }
 
     /// The disk without its backing file: every byte, with `data_file` where the image has one.
-    pub fn disk(&self, data_file: Option<&[u8]>) -> Vec<u8> {
+    pub(crate) fn disk(&self, data_file: Option<&[u8]>) -> Vec<u8> {
         let size = self.header.disk_size();
         let mut disk = Vec::new();
         let l1 = self.active_l1();
@@ -121,7 +114,7 @@ impl Image {
 
     /// The refcount of every host cluster that the tables of active disk, snapshots and refcounts
     /// refer to.
-    pub fn references(&self) -> BTreeMap<HostCluster, u64> {
+    pub(crate) fn references(&self) -> BTreeMap<HostCluster, u64> {
         let g = &self.geometry;
         let mut references = BTreeMap::new();
         let mut add = |offset: HostOffset, length: u64| {
@@ -185,7 +178,7 @@ impl Image {
     }
 
     /// The refcounts stored in the image that are not 0.
-    pub fn refcounts(&self) -> BTreeMap<HostCluster, u64> {
+    pub(crate) fn refcounts(&self) -> BTreeMap<HostCluster, u64> {
         let g = &self.geometry;
         let mut refcounts = BTreeMap::new();
         for (index, block) in self.refcount_blocks().into_iter().enumerate() {
@@ -205,7 +198,7 @@ impl Image {
 }
 
 /// Writes pieces to a new sparse file of this length.
-pub fn write_file(
+pub(crate) fn write_file(
     path: &Path,
     pieces: impl IntoIterator<Item = (HostOffset, Vec<u8>)>,
     length: u64,
@@ -220,7 +213,7 @@ pub fn write_file(
 }
 
 /// Overwrites bytes of a file.
-pub fn patch(path: &Path, offset: u64, bytes: &[u8]) {
+pub(crate) fn patch(path: &Path, offset: u64, bytes: &[u8]) {
     let mut file = File::options().write(true).open(path).unwrap();
     file.seek(SeekFrom::Start(offset)).unwrap();
     file.write_all(bytes).unwrap();

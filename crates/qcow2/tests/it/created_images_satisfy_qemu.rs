@@ -1,11 +1,7 @@
 //! Images laid out by `NewImage` are what qemu-img would have made: its check is silent, its info
 //! agrees.
 
-#![allow(clippy::unwrap_used, reason = "a test fails by a panic")]
-
-mod common;
-
-use common::{Image, write_file};
+use crate::common::{Image, write_file};
 use isobath_qcow2::{CompressionType, NewImage, Plan};
 use isobath_testkit::qemu;
 use std::fs::{self, File};

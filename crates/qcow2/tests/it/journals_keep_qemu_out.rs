@@ -1,11 +1,7 @@
 //! QEMU refuses an image whose journal must be replayed, says how to recover it, and takes the image
 //! as before once the journal is gone.
 
-#![allow(clippy::unwrap_used, reason = "a test fails by a panic")]
-
-mod common;
-
-use common::{Image, patch};
+use crate::common::{Image, patch};
 use isobath_qcow2::header::field;
 use isobath_qcow2::journal::JournalExtension;
 use isobath_qcow2::{Extension, Header, HostOffset, IncompatibleFeatures};

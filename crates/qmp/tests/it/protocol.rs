@@ -1,8 +1,6 @@
 //! Sessions: greeting, negotiation, ids, events, bounds, end.
 
-mod common;
-
-use common::{Raw, Served};
+use crate::common::{Raw, Served};
 use isobath_qmp::client::{Address, Client, ClientError};
 use isobath_qmp::json;
 use isobath_qmp::server::Limits;

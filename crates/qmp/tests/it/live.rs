@@ -15,7 +15,6 @@ use std::thread::{self, JoinHandle};
 /// The monitor on a thread; it ends by `quit`.
 pub(crate) struct Live {
     pub(crate) qmp: PathBuf,
-    pub(crate) nbd: PathBuf,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -30,7 +29,7 @@ impl Live {
             let executor = Executor::new(&Config::default()).unwrap();
             executor.block_on(run(images, listeners));
         });
-        Self { qmp, nbd, thread: Some(thread) }
+        Self { qmp, thread: Some(thread) }
     }
 
     pub(crate) fn client(&self) -> Client {

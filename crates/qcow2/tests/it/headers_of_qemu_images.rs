@@ -1,10 +1,6 @@
 //! Headers that qemu-img writes are read as it reads them, and written as it writes them.
 
-#![allow(clippy::unwrap_used, reason = "a test fails by a panic")]
-
-mod common;
-
-use common::{Image, patch};
+use crate::common::{Image, patch};
 use isobath_qcow2::header::field;
 use isobath_qcow2::{
     AutoclearFeatures, Bitmap, CompatibleFeatures, Extension, FeatureKind, FeatureName,
