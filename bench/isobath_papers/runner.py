@@ -2,11 +2,15 @@
 
 import statistics
 import time
+import traceback
 
 from isobath_bench import servers, tools
 from isobath_bench.rounds import rotated
 
 from .progress import Progress
+
+# The sample of what has crashed in an earlier round.
+AS_BEFORE = {"failed": "crashed", "why": "as in the round before"}
 
 
 class Work:
@@ -66,31 +70,34 @@ def run(experiments, profile, kept):
             if "failed" not in sample or sample["failed"] == "crashed":
                 there.add((key, record["round"]))
         todo[experiment.name] = [work for work in planned(experiment, profile) if (work.point.key, work.number) not in there]
-    progress = Progress(sum(map(len, todo.values())))
     everything = [work for works in todo.values() for work in works]
+    progress = Progress(len(everything))
     for experiment in experiments:
         works = todo[experiment.name]
         if not works:
             continue
         progress.note(f"{experiment.name}: {experiment.module.TITLE}")
-        with experiment.setting(profile) as setting:
-            crashed = set()
-            for work in works:
-                left = sum(map(estimate.of, everything[progress.done:]))
-                progress.show(f"{experiment.name} {' / '.join(map(str, work.point.key))}", left)
-                began = time.monotonic()
-                if work.point.key in crashed:
-                    sample = {"failed": "crashed", "why": "as in the round before"}
-                else:
-                    sample = attempt(experiment, setting, work)
-                seconds = time.monotonic() - began
-                if "failed" in sample:
-                    failed += 1
-                    crashed |= {work.point.key} if sample["failed"] == "crashed" else set()
-                    progress.note(f"{experiment.name} {' / '.join(map(str, work.point.key))}: {sample['why'][:500]}")
-                kept.add(experiment, work.point, work.number, seconds, sample)
-                estimate.add(experiment, work.point, seconds)
-                progress.step()
+        done, crashed = progress.done, set()
+        try:
+            with experiment.setting(profile) as setting:
+                for work in works:
+                    name = f"{experiment.name} {' / '.join(map(str, work.point.key))}"
+                    progress.show(name, sum(map(estimate.of, everything[progress.done:])))
+                    began = time.monotonic()
+                    sample = AS_BEFORE if work.point.key in crashed else attempt(experiment, setting, work)
+                    seconds = time.monotonic() - began
+                    if "failed" in sample:
+                        failed += 1
+                        crashed |= {work.point.key} if sample["failed"] == "crashed" else set()
+                        progress.note(f"{name}: {sample['why'][:500]}")
+                    kept.add(experiment, work.point, work.number, seconds, sample)
+                    estimate.add(experiment, work.point, seconds)
+                    progress.step()
+        except tools.Failed as error:
+            # What all its points share could not be made: the others go on.
+            progress.note(f"{experiment.name}: {error}")
+            failed += done + len(works) - progress.done
+            progress.done = done + len(works)
     progress.close()
     return failed
 
@@ -99,6 +106,10 @@ def attempt(experiment, setting, work):
     """The sample of a measurement, or how it failed."""
     try:
         return experiment.module.measure(setting, work.point, work.number)
+    except servers.Crashed as error:
+        return {"failed": "crashed", "why": str(error)}
     except tools.Failed as error:
-        what = "crashed" if isinstance(error, servers.Crashed) else "failed"
-        return {"failed": what, "why": str(error)}
+        return {"failed": "failed", "why": str(error)}
+    except Exception as error:
+        # A run takes an hour: one mistake must not end it, and is on record with its place.
+        return {"failed": "failed", "why": "".join(traceback.format_exception(error))[-1500:]}
