@@ -4,6 +4,7 @@ import struct
 from pathlib import Path
 
 MAGIC = b"QFI\xfb"
+FORMATS = {MAGIC: "qcow2", b"KDMV": "vmdk"}
 
 
 def layers(active):
@@ -31,7 +32,7 @@ def qemu_blockdevs(active, l2_cache=None, *, direct=False, writable=True, node="
     options = []
     for number, path in reversed(list(enumerate(files))):
         how = f"{cache},{top}" if number == 0 else f"{cache},read-only=on"
-        form = "qcow2" if path.open("rb").read(4) == MAGIC else "raw"
+        form = FORMATS.get(path.open("rb").read(4), "raw")
         options += ["--blockdev", f"driver=file,node-name={node}-{number}-file,filename={path},aio=io_uring,{how},discard=unmap"]
         more = ",discard=unmap"
         if l2_cache and form == "qcow2":
