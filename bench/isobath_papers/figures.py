@@ -17,7 +17,9 @@ DIRECTORY = Path()
 
 # Okabe and Ito's colours, which the colour-blind can tell apart.
 BLUE, ORANGE, GREEN, PINK, YELLOW, SKY, BLACK = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000"
-COLOURS = [GREEN, PINK, YELLOW, SKY, BLACK]
+COLOURS = [GREEN, PINK, YELLOW, SKY, BLACK, "#999999", "#8c564b", "#b8a9c9"]
+# The papers' systems have the colour of ours.
+FIXED = dict.fromkeys(["isobath", "SVD", "Selfie", "adaptive"], BLUE) | dict.fromkeys(["QEMU", "QEMU 7.2"], ORANGE)
 PALE = 0.35
 
 matplotlib.rcParams |= {
@@ -44,13 +46,11 @@ class Figure:
 
 
 def colour(label, others=()):
-    """A contender's colour: the same everywhere."""
-    if label == "isobath" or label.startswith(("isobath embedded", "SVD", "Selfie", "adaptive")):
-        return BLUE
-    if label.startswith("QEMU") and "10" not in label:
-        return ORANGE
-    others = [each for each in others if colour(each) in COLOURS] if others else [label]
-    return COLOURS[others.index(label) % len(COLOURS)] if label in others else COLOURS[0]
+    """A contender's colour: isobath's and QEMU's are the same everywhere, the others' differ within a figure."""
+    if label in FIXED:
+        return FIXED[label]
+    others = [each for each in others or [label] if each not in FIXED]
+    return COLOURS[others.index(label) % len(COLOURS)]
 
 
 @contextlib.contextmanager
