@@ -7,6 +7,7 @@ import itertools
 import os
 import subprocess
 import time
+from pathlib import Path
 
 from isobath_bench import servers, tools
 from isobath_bench.doors import served
@@ -78,7 +79,7 @@ def qemu(image, *options, cache="writeback", l2_cache=None, writable=True, progr
     socket = _socket()
     devices = chain.qemu_blockdevs(image, l2_cache, direct=cache == "none", writable=writable, node=EXPORT)
     export = f"type=nbd,id=door,node-name={EXPORT},name={EXPORT},writable={'on' if writable else 'off'}"
-    command = [program, *devices, "--nbd-server", f"addr.type=unix,addr.path={socket}", "--export", export, *options]
+    command = ["env", f"--chdir={Path(image).parent}", program, *devices, "--nbd-server", f"addr.type=unix,addr.path={socket}", "--export", export, *options]
     return Disk(name, command, socket, EXPORT, patience=600)
 
 

@@ -1,0 +1,83 @@
+"""Where the chains of the applications lie: in the work directory with the page cache warm, or on the simulated file server."""
+
+import contextlib
+import shutil
+
+from isobath_bench import tools
+from isobath_bench.depth import chains
+
+from ..stage import slow
+from .passes import INDEXED
+
+ABOUT_NFS = (
+    f"The paper's images lie on an NFS server behind 10 Gbit/s; here they lie on a simulated disk ({slow.ABOUT['nfs']}), without the host's page cache (O_DIRECT), "
+    "so that a miss costs what it costs there."
+)
+
+
+class Place:
+    """Chains by the number of their layers, and how their disks are opened."""
+
+    def __init__(self, cache, cold, actives):
+        self.cache = cache
+        self.cold = cold
+        self.actives = actives
+
+    def active(self, contender, layers):
+        """The active layer of a contender's chain."""
+        plain = self.actives[layers]
+        return indexed(plain) if contender == INDEXED and layers > 1 else plain
+
+    @contextlib.contextmanager
+    def fresh(self, contender, layers):
+        """A copy of the active layer, to be written; all its chain's files in the page cache, if that is used."""
+        active = self.active(contender, layers)
+        image = active.with_name("run.qcow2")
+        shutil.copyfile(active, image)
+        if not self.cold:
+            chains.warm(active)
+        try:
+            yield image
+        finally:
+            image.unlink(missing_ok=True)
+
+
+def indexed(active):
+    """The file beside an active layer that is the same with an index of the layers below."""
+    return active.with_name("indexed.qcow2")
+
+
+def index(active):
+    """Makes it, unless it is there."""
+    if not indexed(active).exists():
+        new = active.with_name("new.qcow2")
+        shutil.copyfile(active, new)
+        tools.run(tools.ISOBATH, "index", new)
+        new.rename(indexed(active))
+
+
+def in_page_cache(actives):
+    """Chains where they are. `actives`: active layers by the number of layers."""
+    for layers, active in actives.items():
+        if layers > 1:
+            index(active)
+    return Place("writeback", False, actives)
+
+
+@contextlib.contextmanager
+def on_nfs(actives):
+    """Copies of chains on the simulated file server."""
+    files = [path for active in actives.values() for path in active.parent.iterdir()]
+    size = sum(path.stat().st_blocks * 512 for path in files)
+    with slow.device("nfs", size * 5 // 4 + (1 << 30)) as device:
+        copies = {}
+        for layers, active in actives.items():
+            directory = device.directory / f"{layers}-layers"
+            tools.run("cp", "--recursive", "--sparse=always", active.parent, directory)
+            copies[layers] = directory / active.name
+            # The index holds what the layers' files are, so it is made anew.
+            indexed(copies[layers]).unlink(missing_ok=True)
+            if layers > 1:
+                index(copies[layers])
+        device.settle()
+        yield Place("none", True, copies)
