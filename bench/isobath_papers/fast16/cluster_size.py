@@ -5,7 +5,6 @@ from isobath_bench import tools
 from .. import figures
 from ..page import Section, Table, Verdict
 from ..plan import Point
-from ..stage import disks
 from . import guests, writes
 from .guests import OURS, THEIRS
 
@@ -40,7 +39,7 @@ def measure(stages, point, number):
     for load in (SYNC, DIRECT):
         tools.run("qemu-img", "create", "-q", "-f", "qcow2", "-o", f"cluster_size={size}", path, BYTES)
         try:
-            with guests.guest(who, path, disks.MAKE) as guest:
+            with guests.guest(who, path, guests.MAKE) as guest:
                 file = guest.directory / "new"
                 if load == SYNC:
                     count, seconds = writes.warmed(file, 0.2 if quick else 1.2, 0.1 if quick else 0.3, BYTES * 3 // 4)

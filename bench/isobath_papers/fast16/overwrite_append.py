@@ -8,7 +8,6 @@ from isobath_bench.flush import counts
 from .. import figures
 from ..page import Section, Table, Verdict
 from ..plan import Point
-from ..stage import disks
 from . import guests, writes
 from .guests import DISKS, OURS, RAW, THEIRS
 
@@ -64,7 +63,7 @@ def measure(stages, point, number):
     if load == OVERWRITE:
         image, make, name, most = guests.overlay(stages, disk, "file", who, OPTIONS.get(who, "")), None, "file", guests.GUEST_BYTES // 2
     else:
-        image, make, name, most = appended(stages, disk, who), disks.MAKE, "new", BYTES * 3 // 4
+        image, make, name, most = appended(stages, disk, who), guests.MAKE, "new", BYTES * 3 // 4
     with image as path, guests.guest(who, path, make) as guest:
         file = guest.directory / name
         count, _ = writes.synced(file, seconds / 5, most=most)
