@@ -28,14 +28,19 @@ class Place:
         plain = self.actives[layers]
         return indexed(plain) if contender == INDEXED and layers > 1 else plain
 
+    def reading(self, contender, layers):
+        """The active layer, to be read; all its chain's files in the page cache, if that is used."""
+        active = self.active(contender, layers)
+        if not self.cold:
+            chains.warm(active)
+        return active
+
     @contextlib.contextmanager
     def fresh(self, contender, layers):
         """A copy of the active layer, to be written; all its chain's files in the page cache, if that is used."""
-        active = self.active(contender, layers)
+        active = self.reading(contender, layers)
         image = active.with_name("run.qcow2")
         shutil.copyfile(active, image)
-        if not self.cold:
-            chains.warm(active)
         try:
             yield image
         finally:
@@ -81,3 +86,13 @@ def on_nfs(actives):
                 index(copies[layers])
         device.settle()
         yield Place("none", True, copies)
+
+
+@contextlib.contextmanager
+def looped(disk):
+    """A loop device, without the page cache below it, on a served disk."""
+    device = tools.run("losetup", "--find", "--show", "--direct-io=on", disk.file).strip()
+    try:
+        yield device
+    finally:
+        tools.run("losetup", "--detach", device)
