@@ -112,16 +112,42 @@ def fresh(contender, where, size, kind=servers.Server):
     image = make(contender, where, size)
     try:
         with served(contender, image, where, kind) as disk:
-            yield disk
+            try:
+                yield disk
+            finally:
+                # A clean end would take time, for an image that nobody needs.
+                disk.server.process.kill()
     finally:
         image.unlink()
 
 
 @contextlib.contextmanager
-def mounted(contender, where, size):
-    """Serves a new image as a file with a loop device on it, but no file system yet: the served disk."""
+def attached(contender, where, size):
+    """A new image as a loop device without a file system: the served disk, and the device."""
     with fresh(contender, where, size, disks.Disk) as disk:
-        yield disk
+        device = tools.run("losetup", "--find", "--show", "--direct-io=on", disk.server.file).strip()
+        try:
+            yield disk, device
+        finally:
+            tools.run("losetup", "--detach", device)
+
+
+@contextlib.contextmanager
+def mounted(device):
+    """A directory where a loop device's file system is mounted."""
+    directory = tools.WORK / "selfie.mount"
+    directory.mkdir(parents=True, exist_ok=True)
+    tools.run("mount", "-o", "noatime", device, directory)
+    try:
+        yield directory
+    finally:
+        tools.run("umount", directory)
+        directory.rmdir()
+
+
+def synced(directory):
+    """Has a file system written back."""
+    tools.run("sync", "--file-system", directory)
 
 
 def difference(later, earlier, count=1):
