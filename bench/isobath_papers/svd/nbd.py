@@ -34,9 +34,15 @@ class Client:
         return took / 1000
 
     def _receive(self, length):
-        received = self.socket.recv(length, socket.MSG_WAITALL)
-        if len(received) < length:
-            raise tools.Failed("the server has closed the connection")
+        received, at = bytearray(length), 0
+        while at < length:
+            try:
+                more = self.socket.recv_into(memoryview(received)[at:])
+            except TimeoutError as error:
+                raise tools.Failed("the server does not answer") from error
+            if not more:
+                raise tools.Failed("the server has closed the connection")
+            at += more
         return received
 
     def close(self):

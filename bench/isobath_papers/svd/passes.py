@@ -1,6 +1,7 @@
 """What the experiments on chains share: contenders, chains on any directory, passes over a disk, single reads of it."""
 
 import contextlib
+import os
 import random
 import time
 
@@ -51,16 +52,17 @@ def holding(thing):
 
 
 @contextlib.contextmanager
-def served(contender, active, *, cache="writeback"):
+def served(contender, active, *, cache="writeback", aio="io_uring"):
     """The disk over NBD, read-only: a server, which of isobath also has a control socket, `qmp`. QEMU has caches for all
-    tables of every layer, as it makes them for disks up to 256 GiB, and uses io_uring for all layers."""
+    tables of every layer, as it makes them for disks up to 256 GiB, and reads all layers by `aio`."""
     if own(contender):
-        control = tools.WORK / "svd.qmp"
-        with servers.isobath(active, "--read-only", "--cache", cache, "--qmp", f"unix:{control}") as server, Qmp(control) as server.qmp:
+        control = tools.WORK / f"svd-{os.getpid()}.qmp"
+        options = ["--read-only", "--cache", cache, "--qmp", f"unix:{control}"]
+        with servers.isobath(active, *options, socket=f"svd-{os.getpid()}") as server, Qmp(control) as server.qmp:
             yield server
     else:
-        socket = tools.WORK / "svd-qemu.sock"
-        command = ["qemu-nbd", "--persistent", "--read-only", "--format=qcow2", "--aio=io_uring", f"--cache={cache}", f"--socket={socket}", active]
+        socket = tools.WORK / f"svd-{os.getpid()}.sock"
+        command = ["qemu-nbd", "--persistent", "--read-only", "--format=qcow2", f"--aio={aio}", f"--cache={cache}", f"--socket={socket}", active]
         with servers.Server(contender, command, socket, patience=180) as server:
             yield server
 

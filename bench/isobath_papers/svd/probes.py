@@ -11,6 +11,8 @@ import time
 
 from isobath_bench import tools
 
+# How QEMU reads while it is probed: completions of io_uring that come in while a probe is stepped over can hang it.
+AIO = "threads"
 # QEMU's BlkdebugEvent: it announces that it loads an L2 table, reads data of a layer, passes a request to the layer below.
 L2_LOAD, READ_DATA, READ_BACKING = 4, 9, 10
 COUNTS = """
@@ -42,7 +44,7 @@ def probing(script, process):
     if not shutil.which("bpftrace"):
         raise tools.Failed("bpftrace is missing: apt-get install bpftrace")
     program = os.readlink(f"/proc/{process}/exe")
-    output = tools.WORK / "probes.json"
+    output = tools.WORK / f"probes-{os.getpid()}.json"
     with open(output, "w+") as out:
         tracer = subprocess.Popen(
             ["bpftrace", "-f", "json", "-p", str(process), "-e", script.format(program=program)],
@@ -53,14 +55,25 @@ def probing(script, process):
             wait_for(tracer, output)
             yield probe
         finally:
-            tracer.send_signal(signal.SIGINT)
-            tracer.communicate()
-        for line in output.read_text().splitlines():
+            end(tracer)
+        written = output.read_text()
+        output.unlink()
+        for line in written.splitlines():
             message = json.loads(line) if line.strip() else {}
             if message.get("type") == "printf":
                 probe.printed += message["data"]
             elif message.get("type") == "map":
                 probe.maps.update(message["data"])
+
+
+def end(tracer, patience=30):
+    """Has the probes taken away, and what they counted written."""
+    tracer.send_signal(signal.SIGINT)
+    try:
+        tracer.communicate(timeout=patience)
+    except subprocess.TimeoutExpired:
+        tracer.kill()
+        tracer.communicate()
 
 
 def wait_for(tracer, output, patience=30):
