@@ -11,8 +11,6 @@ from isobath_bench.live.control import Qmp
 from ..stage import disks, slow
 
 KIND = "ssd"
-# The disk's, in bytes per second.
-BANDWIDTH = 250_000_000
 FILL = 0.9
 ISOBATH, QEMU = "isobath", "QEMU"
 # What a job is told; the adaptive one is isobath's default.
@@ -81,15 +79,16 @@ def served(contender, image):
         control.unlink(missing_ok=True)
 
 
-def told(contender, mode, *, speed, threshold, hurry):
-    """What block-stream is told in a mode; `speed` and `threshold` are bytes per second, `hurry` how many times as fast as the dissertation's time goes."""
+def told(contender, mode, *, speed=0, threshold=0, hurry=1, deadline=None):
+    """What block-stream is told in a mode; `speed` and `threshold` are bytes per second, `hurry` how many times
+    as fast as the dissertation's time goes, `deadline` seconds."""
     if contender == QEMU:
         return {"speed": speed} if mode == LIMIT else {}
     return {
         NORMAL: {"pacing": "none"},
         LIMIT: {"pacing": "none", "speed": speed},
         DISSERTATION: {"adaptive-stream": True, "adaptive-threshold": max(threshold, 2), "pause-time": PAUSE / hurry},
-        ADAPTIVE: {},
+        ADAPTIVE: {"deadline": deadline},
     }[mode]
 
 
@@ -151,7 +150,7 @@ def wait_for_activity(device, seconds=30):
         time.sleep(0.002)
 
 
-def measure(there, contender, mode, schedule, *, hurry, speed, lead, most, after=0.0):
+def measure(there, contender, mode, schedule, *, lead, most, after=0.0, hurry=1, speed=0, deadline=None):
     """A job in a mode beside a guest that keeps a schedule. The guest works for `lead` seconds before the job begins, the job
     is given `most` seconds, and the guest works for `after` seconds more. Without a job all is as if one took `most` seconds."""
     with there.active() as image, served(contender, image) as (server, qmp):
@@ -166,7 +165,7 @@ def measure(there, contender, mode, schedule, *, hurry, speed, lead, most, after
             if mode == NONE:
                 time.sleep(most)
             else:
-                job = Watched(qmp, most, told(contender, mode, speed=speed, threshold=threshold, hurry=hurry))
+                job = Watched(qmp, most, told(contender, mode, speed=speed, threshold=threshold, hurry=hurry, deadline=deadline))
             end = time.time()
             time.sleep(after)
         finally:
@@ -195,10 +194,12 @@ def sample(requests, schedule, began, end, job, after):
         "usrr": length(running) / (end - began),
         "in_bursts": overlap(running, busy) / length(busy) if busy else None,
         "running": running,
-        "bursts": [[round(start, 3), round(stop, 3)] for start, stop in bursts if start < until],
+        "bursts": [[round(start, 3), round(stop, 3)] for start, stop in bursts],
         "curve": [[round(at, 3), round(rate / 1e6, 1)] for at, rate in requests.bandwidth(origin, origin + until, 0.1)],
     }
     if after:
         rest, _ = requests.between(end, end + after)
         found["bandwidth_after"] = rest / after / 1e6
+        found["kept"] = found["bandwidth"] / found["bandwidth_after"] if rest else None
+        found["lost_mb"] = (found["bandwidth_after"] - found["bandwidth"]) * (end - began)
     return found
