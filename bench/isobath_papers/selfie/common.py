@@ -12,9 +12,7 @@ from isobath_bench.embedded import contenders, places
 from ..stage import disks, slow
 
 EMBEDDED, JOURNAL, QEMU, RAW = "isobath embedded", "isobath journal", "QEMU", "raw"
-# What the paper calls them.
-IN_PAPER = {EMBEDDED: "Selfie", QEMU: "QCOW2", RAW: "HOST"}
-VOLUMES = ("hdd", "ssd")
+MAKE = {"ext4": disks.MAKE, "btrfs": ["mkfs.btrfs", "-q", "-f"]}
 PEERS = (
     "*isobath embedded* is the paper's idea: `--metadata embedded`; *isobath journal* is the other mode that makes one sync of a flush. FVD was never part of "
     "QEMU, and QED is no format for new images: neither is measured. *raw* is a raw file served by isobath, in place of the paper's HOST, the bare disk."
@@ -45,7 +43,7 @@ def place(name, size=16 << 30):
         with places.place(kind) as volume:
             yield Place(name, volume.directory, volume.slow)
     else:
-        with slow.device(kind, size) as device:
+        with slow.device(kind, size, MAKE[system]) as device:
             yield Place(name, device.directory, device=device)
 
 

@@ -33,8 +33,8 @@ ABOUT = {
 class Device(mounts.FileSystem):
     """A file system on a slow disk."""
 
-    def __init__(self, kind, directory, device, server):
-        super().__init__("ext4", directory, device)
+    def __init__(self, kind, system, directory, device, server):
+        super().__init__(system, directory, device)
         self.disk = kind
         self.server = server
 
@@ -54,15 +54,15 @@ def served_raw(image, kind):
 
 
 @contextlib.contextmanager
-def device(kind, size):
-    """A slow disk of some bytes with an empty ext4 on it; gone afterwards."""
+def device(kind, size, make=disks.MAKE):
+    """A slow disk of some bytes with an empty file system on it, an ext4 unless `make` makes another; gone afterwards."""
     memory = Path("/dev/shm")
     directory = Path(tempfile.mkdtemp(prefix="isobath-papers-", dir=memory if memory.is_dir() else tools.WORK))
     image = directory / "disk.raw"
     try:
         tools.run("truncate", f"--size={size}", image)
-        tools.run(*disks.MAKE, image)
+        tools.run(*make, image)
         with served_raw(image, kind) as server, mounts.attached(server.socket, direct=True) as (loop, mount):
-            yield Device(kind, mount, loop, server)
+            yield Device(kind, make[0].removeprefix("mkfs."), mount, loop, server)
     finally:
         shutil.rmtree(directory)
