@@ -9,7 +9,7 @@ from .. import figures
 from ..page import Section, Table, Verdict
 from ..plan import Point
 from ..stage import slow
-from . import nbd, passes, probes
+from . import passes, probes
 
 NAME = "events"
 TITLE = "Misses, hits unallocated, and look-ups by layer"
@@ -22,7 +22,6 @@ PAPER_UNALLOCATED = {"QEMU": [(1, 128416), (50, 7434568)], "SVD": [(1, 127452), 
 MISSES_AT_1000, LOOKUPS_AT_500, UNALLOCATED_AT_50 = 10, 16, 7434568 / 170491
 LENGTHS = [1, 50, 500, 1000]
 DEVICE = "ssd"
-REQUEST = 1 << 20
 
 
 class Setting:
@@ -64,7 +63,7 @@ def measure(how, point, number):
 
 
 def of_isobath(server, active):
-    one_pass(server)
+    passes.one_pass(server)
     seen = passes.map_of(server)
     owners = json.loads(tools.run(tools.ISOBATH, "map", "--output", "json", active))
     return {
@@ -78,7 +77,7 @@ def of_isobath(server, active):
 def of_qemu(server, layers):
     process = server.process.pid
     with probes.probing(probes.COUNTS, process) as probe:
-        one_pass(server)
+        passes.one_pass(server)
     events = [(*map(int, key.split(",")), count) for key, count in probe.maps.get("@events", {}).items()]
     by_layer = [0] * layers
     for node, event, count in events:
@@ -95,13 +94,6 @@ def of_qemu(server, layers):
 
 def total(events, kind):
     return sum(count for _, event, count in events if event == kind)
-
-
-def one_pass(server):
-    """dd's requests, one at a time. The client asks for data only: QEMU would not read the holes that it may tell of."""
-    with contextlib.closing(nbd.Client(server.socket)) as client:
-        for place in range(0, client.size, REQUEST):
-            client.timed_read(place, min(REQUEST, client.size - place))
 
 
 def section(results):

@@ -4,7 +4,7 @@ import json
 import random
 import shutil
 
-from isobath_bench import fio, servers, tools
+from isobath_bench import servers, tools
 from isobath_bench.depth import chains
 
 from .. import figures
@@ -61,8 +61,7 @@ def measure(how, point, number):
     chains.warm(active)
     with serve(name, active) as server:
         passes.one_pass(server)
-        load = fio.load(server, rw="read", block="1m", depth=1, seconds=how.seconds)
-        return {"bytes_per_second": load["bytes_per_second"], "rss": server.rss()}
+        return passes.dd(server, how.seconds) | {"rss": server.rss()}
 
 
 def serve(name, active):

@@ -1,4 +1,8 @@
-"""A client of NBD that reads one block after another, and knows how long each takes."""
+"""A client of NBD that reads one block after another, and knows how long each takes.
+
+It takes simple replies only. To a client that takes structured ones QEMU tells of holes, for which it asks the whole chain about
+each request once more; a guest has no part in that.
+"""
 
 import socket
 import struct

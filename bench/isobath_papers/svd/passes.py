@@ -5,7 +5,7 @@ import os
 import random
 import time
 
-from isobath_bench import fio, servers, tools
+from isobath_bench import servers, tools
 from isobath_bench.depth import chains
 from isobath_bench.live.control import Qmp
 
@@ -18,6 +18,7 @@ ABOUT_CONTENDERS = (
     "*isobath* is the same chain without it, as QEMU makes it."
 )
 BLOCK = 4096
+REQUEST = 1 << 20
 # One L2 table of 64 KiB maps so much of the disk; QEMU reads it as a whole where its cache can hold all tables.
 TABLE_SPAN = 512 << 20
 
@@ -72,17 +73,21 @@ def map_of(server):
     return server.qmp.do("x-isobath-query-disks")["disks"][0]["map"]
 
 
-def one_pass(server, seconds=300):
-    """Reads the whole disk in order over NBD, 1 MiB at a time, as dd does, for some seconds at most; gives bytes and
-    seconds of CPU a second."""
-    before, began = server.cpu(), time.perf_counter()
-    load = fio.load(server, rw="read", block="1m", depth=1, seconds=seconds, once=True)
-    return {
-        "bytes_per_second": load["bytes_per_second"],
-        "cpu_share": (server.cpu() - before) / (time.perf_counter() - began),
-        "rss": server.rss(),
-        "peak_rss": server.peak_rss(),
-    }
+def one_pass(server):
+    """Reads the whole disk in order, 1 MiB at a time, as dd does."""
+    with contextlib.closing(nbd.Client(server.socket)) as client:
+        for place in range(0, client.size, REQUEST):
+            client.timed_read(place, min(REQUEST, client.size - place))
+
+
+def dd(server, seconds):
+    """Goes on reading the disk in order for some seconds; gives bytes a second and the server's µs of CPU for 1 MiB."""
+    with contextlib.closing(nbd.Client(server.socket)) as client:
+        cpu, began, requests = server.cpu(), time.perf_counter(), 0
+        while (took := time.perf_counter() - began) < seconds:
+            client.timed_read(requests * REQUEST % client.size, REQUEST)
+            requests += 1
+        return {"bytes_per_second": requests * REQUEST / took, "cpu_us": (server.cpu() - cpu) / requests * 1e6}
 
 
 def regions(size, seed, span=TABLE_SPAN):
