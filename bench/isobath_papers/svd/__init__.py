@@ -1,6 +1,6 @@
 """SVD: A Scalable Virtual Machine Disk Format (IEEE TCC 2024), its evaluation."""
 
-from . import equation, events, formats, latency, memory, motivation, snapshots
+from . import boot, dd, equation, events, fio_cache, formats, latency, memory, motivation, snapshots, ycsb
 
 TITLE = "SVD: A Scalable Virtual Machine Disk Format"
 ABOUT = (
@@ -9,4 +9,4 @@ ABOUT = (
     "*snapshots*, the files below the active one; here *layers* are counted, which are one more."
 )
 # In the order of the page.
-EXPERIMENTS = [motivation, formats, memory, events, latency, snapshots, equation]
+EXPERIMENTS = [motivation, formats, memory, events, latency, boot, ycsb, dd, fio_cache, snapshots, equation]

@@ -5,12 +5,12 @@ import re
 
 from isobath_bench import tools
 
-from .. import figures
 from ..page import Section, Table, Verdict
 from ..plan import Point
 from ..stage import disks
 from . import passes, places
 from .passes import INDEXED, ISOBATH
+from .places import CACHED, NFS
 
 NAME = "dd"
 TITLE = "dd over the number of layers"
@@ -21,7 +21,6 @@ PAPER = {
     "QEMU": {0: 519.2, 1: 330.0, 50: 305.0, 500: 105.7, 1000: 48.6},
     "SVD": {0: 553.5, 1: 351.0, 50: 315.8, 500: 310.5, 1000: 301.5},
 }
-NFS, CACHED = "nfs", "page cache"
 # What a guest's kernel reads ahead, unless it is told otherwise: in sectors.
 READ_AHEAD = 256
 
@@ -43,8 +42,8 @@ def points(profile):
     found = []
     for where in (NFS, CACHED):
         for count in snapshots(profile):
-            slow = count >= 500
-            found += [Point((where, INDEXED, count), seconds=profile.of(0.8, 5)), Point((where, passes.qemu(), count), seconds=profile.of(0.8, 12 if slow else 5), rounds=2 if slow else None)]
+            slow, rounds = count >= 500, 1 if where == CACHED else 2 if count >= 500 else None
+            found += [Point((where, who, count), seconds=profile.of(0.8, 12 if slow and who != INDEXED else 4), rounds=rounds) for who in (INDEXED, passes.qemu())]
     deepest = snapshots(profile)[-1]
     return [*found, Point((NFS, ISOBATH, deepest), seconds=profile.of(0.8, 5), rounds=2)]
 
@@ -77,14 +76,10 @@ def measure(setting, point, number):
 def section(results):
     qemu, profile = passes.qemu(), results.profile
     counts = snapshots(profile)
-    names = {INDEXED: "SVD", qemu: "QEMU"}
-    curves = {who: [(count, results.median((NFS, who, count), "mb_per_second")) for count in counts] for who in names}
-    cached = {f"{who}, page cache": [(count, results.median((CACHED, who, count), "mb_per_second")) for count in counts] for who in names}
-    with figures.drawn(results, "fig15", "dd of the whole disk", columns=2) as (_, axes):
-        figures.plot_lines(axes[0], curves, {who: list(PAPER[who].items()) for who in PAPER})
-        figures.plot_lines(axes[1], cached)
-        for each in axes:
-            figures.decorate(each, "snapshots", "MB/s", log_x=True, log_y=True, ticks=[0, 1, 50, 500, 1000])
+    names = (INDEXED, qemu)
+    curves = {where: {who: [(count, results.median((where, who, count), "mb_per_second")) for count in counts] for who in names} for where in (NFS, CACHED)}
+    paper = {who: list(PAPER[who].items()) for who in PAPER}
+    figure = places.panels(results, "fig15", "dd of the whole disk", curves, paper, "snapshots", "MB/s", [0, 1, 10, 50, 200, 1000], log_x=True, log_y=True)
     rows = []
     for where in (NFS, CACHED):
         for who in (INDEXED, ISOBATH, qemu):
@@ -111,6 +106,6 @@ def section(results):
         ours=f"`dd` of a loop device, with the 128 KiB of read-ahead that a guest has, on the disk as a file by nbdfuse. {disk_bytes(profile) / 2**30:.3g} GiB instead of 50, 90 % "
         f"of it random data whose clusters belong to random layers; *n* snapshots are *n* + 1 layers. All caches have the size that the servers choose, which holds all tables. "
         f"{places.ABOUT_NFS} Beside it on the page cache. {passes.ABOUT_CONTENDERS}",
-        parts=[figures.saved(results, "fig15", "dd of the whole disk"), table],
+        parts=[figure, table],
         verdicts=verdicts,
     )

@@ -4,12 +4,12 @@ import contextlib
 
 from isobath_bench import fio
 
-from .. import figures
 from ..page import Section, Table, Verdict
 from ..plan import Point
-from ..stage import disks, slow
+from ..stage import disks
 from . import passes, places
 from .passes import INDEXED, ISOBATH
+from .places import CACHED, NFS
 
 NAME = "fio_cache"
 TITLE = "fio over the size of the caches"
@@ -49,10 +49,10 @@ def points(profile):
     found = []
     for load in LOADS:
         for size in profile.of([SMALLEST], SIZES[load]):
-            found += [Point(("nfs", load, who, size), seconds=profile.of(1.5, 5 if passes.own(who) else 11), rounds=2) for who in (INDEXED, qemu)]
+            found += [Point((NFS, load, who, size), seconds=profile.of(1.5, 5 if passes.own(who) else 11), rounds=2) for who in (INDEXED, qemu)]
         for size in profile.of([], [SMALLEST, LARGEST]):
-            found += [Point(("page cache", load, who, size), seconds=6, rounds=2) for who in (INDEXED, qemu)]
-    found += [Point(("nfs", "read", ISOBATH, size), seconds=profile.of(1.5, 5), rounds=1) for size in profile.of([SMALLEST], [SMALLEST, LARGEST])]
+            found += [Point((CACHED, load, who, size), seconds=6, rounds=1) for who in (INDEXED, qemu)]
+    found += [Point((NFS, "read", ISOBATH, size), seconds=profile.of(1.5, 5), rounds=1) for size in profile.of([SMALLEST], [SMALLEST, LARGEST])]
     return found
 
 
@@ -61,7 +61,7 @@ def setting(profile):
     count = layers(profile)
     actives = {count: passes.chain(ISOBATH, count, disk_bytes(profile), data="random")}
     with places.on_nfs(actives) as nfs:
-        yield {"nfs": nfs, "page cache": places.in_page_cache(actives), "layers": count, "seconds": profile.of(1, 4)}
+        yield {NFS: nfs, CACHED: places.in_page_cache(actives), "layers": count, "seconds": profile.of(1, 4)}
 
 
 def measure(setting, point, number):
@@ -91,18 +91,14 @@ def section(results):
     parts, verdicts = [], []
     for load, (name, what, *_) in LOADS.items():
         curves = {
-            f"{who}, {where}": [(size, results.median((where, load, who, size), "kib_per_second")) for size in sizes]
-            for where in ("nfs", "page cache")
-            for who in (INDEXED, qemu)
+            where: {who: [(size, results.median((where, load, who, size), "kib_per_second")) for size in sizes] for who in (INDEXED, qemu)} for where in (NFS, CACHED)
         }
         paper = {who: list(zip(PAPER_SIZES, PAPER[load, who], strict=True)) for who in ("SVD", "QEMU")}
-        parts.append(figures.lines(
-            results, name, f"{what}, {layers(profile)} layers", "MiB of cache in all, for a disk of 50 GiB", "KiB/s of reads", curves,
-            log_x=True, log_y=True, paper=paper, ticks=[1, 4, 16, 64, 256, 1024, 4096],
-        ))  # fmt: skip
-        verdicts += [verdict(results, load, size, qemu) for size in sizes if ("nfs", load, qemu, size) in results.keys()]
+        title = f"{what}, {layers(profile)} layers"
+        parts.append(places.panels(results, name, title, curves, paper, "MiB of cache in all, for a disk of 50 GiB", "KiB/s of reads", [1, 8, 64, 512, 4096], log_x=True, log_y=True))
+        verdicts += [verdict(results, load, size, qemu) for size in sizes if (NFS, load, qemu, size) in results.keys()]
     parts.append(table(results, sizes, qemu))
-    small, large = (("nfs", "read", INDEXED, size) for size in (32, LARGEST))
+    small, large = ((NFS, "read", INDEXED, size) for size in (32, LARGEST))
     paper = dict(zip(PAPER_SIZES, PAPER["read", "SVD"], strict=True))
     verdicts.append(Verdict(
         "4 KiB reads: SVD, 32 MiB of cache ÷ 4 GiB", paper[32] / paper[LARGEST], results.ratio(small, large, "kib_per_second"),
@@ -123,7 +119,7 @@ def section(results):
 def verdict(results, load, size, qemu):
     """SVD ÷ QEMU with caches of a size."""
     paper = {who: dict(zip(PAPER_SIZES, PAPER[load, who], strict=True))[size] for who in ("SVD", "QEMU")}
-    keys = [("nfs", load, who, size) for who in (INDEXED, qemu)]
+    keys = [(NFS, load, who, size) for who in (INDEXED, qemu)]
     return Verdict(
         f"{LOADS[load][1]}, {size:,} MiB of cache: SVD ÷ QEMU", paper["SVD"] / paper["QEMU"],
         results.ratio(*keys, "kib_per_second"), results.ratio_spread(*keys, "kib_per_second"), better="higher",
@@ -133,7 +129,7 @@ def verdict(results, load, size, qemu):
 def table(results, sizes, qemu):
     """All places, and the memory of the servers."""
     rows = []
-    for where in ("nfs", "page cache"):
+    for where in (NFS, CACHED):
         for load in LOADS:
             for who in (INDEXED, ISOBATH, qemu):
                 keys = [(where, load, who, size) for size in sizes]

@@ -6,6 +6,7 @@ import shutil
 from isobath_bench import tools
 from isobath_bench.depth import chains
 
+from .. import figures
 from ..stage import slow
 from .passes import INDEXED
 
@@ -13,6 +14,8 @@ ABOUT_NFS = (
     f"The paper's images lie on an NFS server behind 10 Gbit/s; here they lie on a simulated disk ({slow.ABOUT['nfs']}), without the host's page cache (O_DIRECT), "
     "so that a miss costs what it costs there."
 )
+
+NFS, CACHED = "nfs", "page cache"
 
 
 class Place:
@@ -96,3 +99,13 @@ def looped(disk):
         yield device
     finally:
         tools.run("losetup", "--detach", device)
+
+
+def panels(results, name, title, curves, paper, x_label, y_label, ticks, **how):
+    """A figure with a panel for each place, `curves` by place; the paper's curves are with those of its own kind of place."""
+    with figures.drawn(results, name, title, columns=2) as (_, axes):
+        for each, where in zip(axes, (NFS, CACHED), strict=True):
+            figures.plot_lines(each, curves[where], paper if where == NFS else {})
+            figures.decorate(each, x_label, y_label, ticks=ticks, **how)
+            each.set_title({NFS: "simulated file server, O_DIRECT", CACHED: "page cache"}[where], fontsize=9)
+    return figures.saved(results, name, title)
