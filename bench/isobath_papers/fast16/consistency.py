@@ -33,7 +33,7 @@ RECOVERIES = {"crashed": r"(\d+)\s+crashed in recovery$", "crashed_twice": r"(\d
 def points(profile):
     """By method, workload (of the simulator: all its histories), and mode."""
     files = [Point((FILES, load, mode), profile.of(2, 5), 1) for load in WORKLOADS for mode in profile.of(MODES[:2], MODES)]
-    return files + [Point((SIMULATED, "all", mode), profile.of(2, 50), 1) for mode in profile.of(MODES[:2], MODES)]
+    return files + [Point((SIMULATED, "all", mode), profile.of(2, 35), 1) for mode in profile.of(MODES[:2], MODES)]
 
 
 def states(method):

@@ -22,7 +22,7 @@ PAPER = {("hdd", MAIL): 1.5, ("hdd", TPCC): 1.34, ("ssd", MAIL): 1.3, ("ssd", TP
 
 def points(profile):
     """By disk and contender."""
-    return [Point((disk, who), profile.of(2, 12), 3) for disk in profile.of(["ssd"], DISKS) for who in (OURS, THEIRS)]
+    return [Point((disk, who), profile.of(2, 10), 2) for disk in profile.of(["ssd"], DISKS) for who in (OURS, THEIRS)]
 
 
 def setting(profile):
@@ -49,7 +49,7 @@ def section(results):
     for disk in found:
         ours, theirs = (disk, OURS), (disk, THEIRS)
         groups = {each: {who: relative(results, (disk, who), theirs, each) for who in (OURS, THEIRS)} for each in APPLICATIONS}
-        paper = {each: {"its system": PAPER[disk, each], "its QEMU": 1} for each in APPLICATIONS}
+        paper = {each: {"its system": PAPER[disk, each], "QEMU 2.1.2": 1} for each in APPLICATIONS}
         parts.append(figures.bars(results, f"fig8-{disk}", f"Four guests at once, {DISKS[disk]}", "speed ÷ QEMU's", groups, paper=paper))
         for each in APPLICATIONS:
             value, spread = (how(ours, theirs, each) for how in (results.ratio, results.ratio_spread))

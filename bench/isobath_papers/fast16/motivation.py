@@ -25,12 +25,11 @@ BYTES = 1 << 30
 
 def points(profile):
     """By disk, contender, and whether somebody syncs."""
-    disks = profile.of(["ssd"], DISKS)
-    return [Point((disk, who, how), profile.of(1, 5), 2) for disk in disks for who in (OURS, THEIRS, RAW) for how in (ALONE, BESIDE)]
+    return [Point((disk, who, how), profile.of(1, 5), 2) for disk in profile.of(["ssd"], ["hdd"]) for who in (OURS, THEIRS, RAW) for how in (ALONE, BESIDE)]
 
 
 def setting(profile):
-    return guests.stages(profile.of(["ssd"], DISKS), ["file"])
+    return guests.stages(profile.of(["ssd"], ["hdd"]), ["file"])
 
 
 class Syncer:

@@ -73,6 +73,12 @@ static int open_file(struct thread *self, const char *path, int flags) {
     return file;
 }
 
+// A file made anew: one cut to nothing and written again would be written out by ext4 when it is closed.
+static int new_file(struct thread *self, const char *path) {
+    if (unlink(path) && errno != ENOENT) die("unlink", path);
+    return open_file(self, path, O_WRONLY);
+}
+
 static void close_file(struct thread *self, int file) {
     close(file);
     self->operations++;
@@ -106,7 +112,7 @@ static void varmail(struct thread *self) {
     any_name(self, path);
     delete_file(self, path);
     any_name(self, path);
-    int file = open_file(self, path, O_WRONLY | O_APPEND | O_TRUNC);
+    int file = new_file(self, path);
     write_some(self, file, about(self, personality->append));
     sync_file(self, file);
     close_file(self, file);
@@ -126,7 +132,7 @@ static void fileserver(struct thread *self) {
     char path[4096];
     struct stat found;
     any_name(self, path);
-    int file = open_file(self, path, O_WRONLY | O_TRUNC);
+    int file = new_file(self, path);
     write_some(self, file, about(self, personality->file));
     close_file(self, file);
     any_name(self, path);

@@ -17,7 +17,7 @@ NAME = "sync_counts"
 TITLE = "What a guest's flush becomes"
 SOURCE = "FAST '16, figure 2; section 2.2"
 
-OVERWRITE, OVERLAY, APPEND, WORST = LOADS = ["overwrite", "overwrite what the base has", "append", "worst case"]
+OVERWRITE, OVERLAY, APPEND, WORST = LOADS = ["overwrite", "overwrite, overlay", "append", "worst case"]
 VMDK = "QEMU VMDK"
 EVERYBODY = [OURS, "isobath journal", "isobath embedded", "isobath ordered", THEIRS, "QEMU lazy_refcounts", VMDK, RAW]
 # The paper: host's syncs ÷ guest's of qcow2 and VMDK ("more than 3X", "4X"); at worst; with its optimisations.
@@ -118,7 +118,7 @@ def worst(counter, who, path):
 def section(results):
     groups = {load: {who: results.median((load, who), "syncs_a_flush") for who in EVERYBODY} for load in LOADS[:3]}
     groups[WORST] = {who: results.median((WORST, who), "most") for who in EVERYBODY}
-    paper = {"qcow2": {"paper's QEMU": PAPER_QCOW2, "its system": PAPER_OURS}, "VMDK": {"paper's QEMU": PAPER_VMDK}, "worst": {"paper's QEMU": PAPER_WORST}}
+    paper = {"qcow2": {"QEMU 2.1.2": PAPER_QCOW2, "its system": PAPER_OURS}, "VMDK": {"QEMU 2.1.2": PAPER_VMDK}, "worst": {"QEMU 2.1.2": PAPER_WORST}}
     rows = []
     for who in EVERYBODY:
         for load in LOADS[:3]:
@@ -137,7 +137,7 @@ def section(results):
         "four of a VMDK image, up to eight at worst; the optimised one made one for each flush.",
         ours=f"As the paper: a program in a guest's ext4, {200} writes after 50 that are not counted. A guest's flushes are those that its disk "
         "was sent (an fdatasync of a file that has grown makes two), the image's syncs are counted by the trace event of the host's ext4, the disk's flushes at the loop device below. "
-        "*Overwrite what the base has*: the image is an overlay, so each write allocates. *Worst case*: writes on a disk of 128 GiB that are 512 MiB apart, "
+        "*Overwrite, overlay*: the image is an overlay, so each write allocates. *Worst case*: writes on a disk of 128 GiB that are 512 MiB apart, "
         f"so that each needs a new table; the most syncs that one write with its flush made, after {WARM_UP}: isobath makes its journal with one of the first.",
         parts=[
             figures.bars(results, "fig2", "Syncs of the image for each flush of the guest", "syncs", groups, paper=paper),

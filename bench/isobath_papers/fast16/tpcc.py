@@ -236,12 +236,12 @@ class Terminal:
 
 
 def run(path, seconds, seed):
-    """Transactions for some seconds: New-Orders a minute (tpmC), and what each took."""
+    """Transactions for some seconds, and until there were some New-Orders: how many a minute (tpmC), and what each took."""
     terminal = Terminal(connect(path), seed)
     took = {name: [] for name in MIX}
     began, cpu = time.perf_counter(), time.process_time()
     now = began
-    while now < began + seconds:
+    while now < began + seconds or len(took["new_order"]) < 3:
         name = terminal.choice.choices(list(MIX), MIX.values())[0]
         terminal.run(name)
         before, now = now, time.perf_counter()

@@ -9,9 +9,9 @@ BLOCK = 64 << 10
 
 
 def bytes_of(length):
-    """Random bytes, aligned as O_DIRECT wants them."""
+    """Bytes of which each half KiB compresses to its half, aligned as O_DIRECT wants them."""
     data = mmap.mmap(-1, length)
-    data.write(os.urandom(length))
+    data.write(b"".join(os.urandom(256) + b"text" * 64 for _ in range(length // 512)))
     return data
 
 
