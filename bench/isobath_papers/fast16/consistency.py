@@ -68,7 +68,7 @@ def section(results):
     files = [(FILES, load, mode) for load in WORKLOADS for mode in MODES if (FILES, load, mode) in results.keys()]
     wide = [(SIMULATED, "all", mode) for mode in MODES if (SIMULATED, "all", mode) in results.keys()]
     kinds = ("data", "metadata", "journal")
-    groups = {f"{WORKLOADS[load]}, {mode}": {kind: results.median((FILES, load, mode), kind) for kind in kinds} for _, load, mode in files}
+    groups = {f"{load}, {mode}": {kind: results.median((FILES, load, mode), kind) for kind in kinds} for _, load, mode in files}
 
     def cells(key, *fields):
         return [results.text(key, field) for field in fields]
