@@ -5,7 +5,7 @@ import re
 
 from isobath_bench import tools
 
-from ..page import Section, Table, Verdict
+from ..page import Section, Table
 from ..plan import Point
 from ..stage import disks
 from . import passes, places
@@ -43,7 +43,8 @@ def points(profile):
     for where in (NFS, CACHED):
         for count in snapshots(profile):
             slow, rounds = count >= 500, 1 if where == CACHED else 2 if count >= 500 else None
-            found += [Point((where, who, count), seconds=profile.of(0.8, 12 if slow and who != INDEXED else 4), rounds=rounds) for who in (INDEXED, passes.qemu())]
+            for who in (INDEXED, passes.qemu()):
+                found.append(Point((where, who, count), seconds=profile.of(0.8, 12 if slow and who != INDEXED else 4), rounds=rounds))
     deepest = snapshots(profile)[-1]
     return [*found, Point((NFS, ISOBATH, deepest), seconds=profile.of(0.8, 5), rounds=2)]
 
@@ -86,25 +87,20 @@ def section(results):
             keys = [(where, who, count) for count in counts]
             if any(results.samples(key) or results.failure(key) for key in keys):
                 rows.append([where, who, *(results.text(key, "mb_per_second") for key in keys), *(results.text(keys[at], "cpu_us_per_mib") for at in (0, -1))])
-    table = Table(
-        "MB/s, and the server's CPU time for a MiB", ["disk", "server", *(f"{count:,} snapshots" for count in counts), "CPU µs/MiB, none", f"CPU µs/MiB, {counts[-1]:,}"], rows,
-        text=f"What was not through after {box(profile)} s was ended.",
-    )  # fmt: skip
-    verdicts = [
-        Verdict(
-            f"dd, {count:,} snapshots: SVD ÷ QEMU", PAPER["SVD"][count] / PAPER["QEMU"][count] if count in PAPER["SVD"] else None,
-            results.ratio((NFS, INDEXED, count), (NFS, qemu, count), "mb_per_second"), results.ratio_spread((NFS, INDEXED, count), (NFS, qemu, count), "mb_per_second"),
-        )
-        for count in counts
-    ]  # fmt: skip
-    ends = [(NFS, INDEXED, counts[at]) for at in (-1, 0)]
-    verdicts.append(Verdict(
-        f"dd: SVD, {counts[-1]:,} snapshots ÷ none", PAPER["SVD"][1000] / PAPER["SVD"][0], results.ratio(*ends, "mb_per_second"), results.ratio_spread(*ends, "mb_per_second"),
-    ))  # fmt: skip
+    columns = ["disk", "server", *(f"{count:,} snapshots" for count in counts), "CPU µs/MiB, none", f"CPU µs/MiB, {counts[-1]:,}"]
+    table = Table("MB/s, and the server's CPU time for a MiB", columns, rows, text=f"What was not through after {box(profile)} s was ended.")
+    verdicts = []
+    for count in counts:
+        paper = PAPER["SVD"][count] / PAPER["QEMU"][count] if count in PAPER["SVD"] else None
+        verdicts.append(places.compared(results, f"dd, {count:,} snapshots: SVD ÷ QEMU", paper, (NFS, INDEXED, count), (NFS, qemu, count), "mb_per_second"))
+    paper, ends = PAPER["SVD"][1000] / PAPER["SVD"][0], [(NFS, INDEXED, counts[at]) for at in (-1, 0)]
+    verdicts.append(places.compared(results, f"dd: SVD, {counts[-1]:,} snapshots ÷ none", paper, *ends, "mb_per_second"))
     return Section(
         paper="`dd` in the guest reads a disk of 50 GB, 90 % full of random data, by 4 MiB. QEMU loses 91 % of its speed from no snapshot to 1,000, SVD 46 %.",
-        ours=f"`dd` of a loop device, with the 128 KiB of read-ahead that a guest has, on the disk as a file by nbdfuse. {disk_bytes(profile) / 2**30:.3g} GiB instead of 50, 90 % "
-        f"of it random data whose clusters belong to random layers; *n* snapshots are *n* + 1 layers. All caches have the size that the servers choose, which holds all tables. "
+        ours=f"`dd` of a loop device, with the 128 KiB of read-ahead that a guest has, on the disk as a file by nbdfuse. {disk_bytes(profile) / 2**30:.3g} "
+        "GiB instead of 50, 90 % "
+        "of it random data whose clusters belong to random layers; *n* snapshots are *n* + 1 layers. All caches have the size that the servers choose, "
+        "which holds all tables. "
         f"{places.ABOUT_NFS} Beside it on the page cache. {passes.ABOUT_CONTENDERS}",
         parts=[figure, table],
         verdicts=verdicts,

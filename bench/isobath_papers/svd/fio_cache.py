@@ -4,7 +4,7 @@ import contextlib
 
 from isobath_bench import fio
 
-from ..page import Section, Table, Verdict
+from ..page import Section, Table
 from ..plan import Point
 from ..stage import disks
 from . import passes, places
@@ -87,56 +87,50 @@ def served(who, image, total, count, cache):
 def section(results):
     qemu = passes.qemu()
     profile = results.profile
-    sizes = sorted({key[3] for key in results.keys()})
     parts, verdicts = [], []
     for load, (name, what, *_) in LOADS.items():
-        curves = {
-            where: {who: [(size, results.median((where, load, who, size), "kib_per_second")) for size in sizes] for who in (INDEXED, qemu)} for where in (NFS, CACHED)
-        }
-        paper = {who: list(zip(PAPER_SIZES, PAPER[load, who], strict=True)) for who in ("SVD", "QEMU")}
-        title = f"{what}, {layers(profile)} layers"
-        parts.append(places.panels(results, name, title, curves, paper, "MiB of cache in all, for a disk of 50 GiB", "KiB/s of reads", [1, 8, 64, 512, 4096], log_x=True, log_y=True))
-        verdicts += [verdict(results, load, size, qemu) for size in sizes if (NFS, load, qemu, size) in results.keys()]
-    parts.append(table(results, sizes, qemu))
-    small, large = ((NFS, "read", INDEXED, size) for size in (32, LARGEST))
-    paper = dict(zip(PAPER_SIZES, PAPER["read", "SVD"], strict=True))
-    verdicts.append(Verdict(
-        "4 KiB reads: SVD, 32 MiB of cache ÷ 4 GiB", paper[32] / paper[LARGEST], results.ratio(small, large, "kib_per_second"),
-        results.ratio_spread(small, large, "kib_per_second"), better="higher",
-    ))  # fmt: skip
+        paper = {who: dict(zip(PAPER_SIZES, PAPER[load, who], strict=True)) for who in ("SVD", "QEMU")}
+        curves = {where: {who: curve(results, where, load, who) for who in (INDEXED, qemu)} for where in (NFS, CACHED)}
+        parts.append(places.panels(
+            results, name, f"{what}, {layers(profile)} layers", curves, {who: list(each.items()) for who, each in paper.items()},
+            "MiB of cache in all, for a disk of 50 GiB", "KiB/s of reads", [1, 8, 64, 512, 4096], log_x=True, log_y=True,
+        ))  # fmt: skip
+        for size, _ in curves[NFS][INDEXED]:
+            ratio, keys = paper["SVD"][size] / paper["QEMU"][size], [(NFS, load, who, size) for who in (INDEXED, qemu)]
+            verdicts.append(places.compared(results, f"{what}, {size:,} MiB of cache: SVD ÷ QEMU", ratio, *keys, "kib_per_second"))
+    parts.append(table(results, qemu))
+    paper, keys = dict(zip(PAPER_SIZES, PAPER["read", "SVD"], strict=True)), [(NFS, "read", INDEXED, size) for size in (32, LARGEST)]
+    verdicts.append(places.compared(results, "4 KiB reads: SVD, 32 MiB of cache ÷ 4 GiB", paper[32] / paper[LARGEST], *keys, "kib_per_second"))
     return Section(
-        paper="4 KiB requests, 70 % of them at random places, 32 under way, on a disk of 50 GB with 500 layers, while all caches together have 1 MiB to 4 GiB: QEMU gets a "
+        paper="4 KiB requests, 70 % of them at random places, 32 under way, on a disk of 50 GB with 500 layers, while all caches together have 1 MiB to 4 "
+        "GiB: QEMU gets a "
         "500th for each layer. SVD is 5 to 32 times as fast for reads, 7 to 18 times with writes, and has most of it from 32 MiB on.",
         ours=f"`percentage_random=70`, queue depth 32 over NBD, {layers(profile)} layers. Disk and caches are a {SCALE}th of the paper's "
-        f"({disk_bytes(profile) / 2**30:.3g} GiB, 90 % of it random data); sizes are told as the paper's. {places.ABOUT_NFS} On the page cache beside it a miss costs only CPU. "
-        f"QEMU keeps at least two parts of 4 KiB for each layer, which is {QEMU_LEAST * layers(profile) * SCALE >> 20} MiB here as sizes are told: below that its caches do not get smaller. "
+        f"({disk_bytes(profile) / 2**30:.3g} GiB, 90 % of it random data); sizes are told as the paper's. {places.ABOUT_NFS} On the page cache beside it a "
+        "miss costs only CPU. "
+        f"QEMU keeps at least two parts of 4 KiB for each layer, which is {QEMU_LEAST * layers(profile) * SCALE >> 20} MiB here as sizes are told: below "
+        "that its caches do not get smaller. "
         f"{passes.ABOUT_CONTENDERS}",
         parts=parts,
         verdicts=verdicts,
     )
 
 
-def verdict(results, load, size, qemu):
-    """SVD ÷ QEMU with caches of a size."""
-    paper = {who: dict(zip(PAPER_SIZES, PAPER[load, who], strict=True))[size] for who in ("SVD", "QEMU")}
-    keys = [(NFS, load, who, size) for who in (INDEXED, qemu)]
-    return Verdict(
-        f"{LOADS[load][1]}, {size:,} MiB of cache: SVD ÷ QEMU", paper["SVD"] / paper["QEMU"],
-        results.ratio(*keys, "kib_per_second"), results.ratio_spread(*keys, "kib_per_second"), better="higher",
-    )  # fmt: skip
+def curve(results, where, load, who):
+    """KiB/s over the size of the caches."""
+    sizes = sorted(key[3] for key in results.keys() if key[:3] == (where, load, who))
+    return [(size, results.median((where, load, who, size), "kib_per_second")) for size in sizes]
 
 
-def table(results, sizes, qemu):
+def table(results, qemu):
     """All places, and the memory of the servers."""
-    rows = []
+    rows, sizes = [], sorted({key[3] for key in results.keys()})
     for where in (NFS, CACHED):
         for load in LOADS:
             for who in (INDEXED, ISOBATH, qemu):
                 keys = [(where, load, who, size) for size in sizes]
-                if any(results.samples(key) or results.failure(key) for key in keys):
-                    rows.append([where, LOADS[load][1], who, *(results.text(key, "kib_per_second") for key in keys), *(results.text(keys[at], "rss", "{:,.0f}", 2**-20) for at in (0, -1))])
-    return Table(
-        "KiB/s of reads, and the server's memory in MiB",
-        ["disk", "load", "server", *(f"{size:,} MiB" for size in sizes), "RSS, smallest", "RSS, largest"],
-        rows,
-    )
+                if any(key in results.keys() for key in keys):
+                    memory = (results.text(keys[at], "rss", "{:,.0f}", 2**-20) for at in (0, -1))
+                    rows.append([where, LOADS[load][1], who, *(results.text(key, "kib_per_second") for key in keys), *memory])
+    columns = ["disk", "load", "server", *(f"{size:,} MiB" for size in sizes), "RSS, smallest", "RSS, largest"]
+    return Table("KiB/s of reads, and the server's memory in MiB", columns, rows)

@@ -7,11 +7,13 @@ from isobath_bench import tools
 from isobath_bench.depth import chains
 
 from .. import figures
+from ..page import Verdict
 from ..stage import slow
 from .passes import INDEXED
 
 ABOUT_NFS = (
-    f"The paper's images lie on an NFS server behind 10 Gbit/s; here they lie on a simulated disk ({slow.ABOUT['nfs']}), without the host's page cache (O_DIRECT), "
+    f"The paper's images lie on an NFS server behind 10 Gbit/s; here they lie on a simulated disk ({slow.ABOUT['nfs']}), without the host's page cache "
+    "(O_DIRECT), "
     "so that a miss costs what it costs there."
 )
 
@@ -21,10 +23,11 @@ NFS, CACHED = "nfs", "page cache"
 class Place:
     """Chains by the number of their layers, and how their disks are opened."""
 
-    def __init__(self, cache, cold, actives):
+    def __init__(self, cache, actives, device=None):
         self.cache = cache
-        self.cold = cold
         self.actives = actives
+        # The simulated disk, if it is one.
+        self.device = device
 
     def active(self, contender, layers):
         """The active layer of a contender's chain."""
@@ -34,7 +37,7 @@ class Place:
     def reading(self, contender, layers):
         """The active layer, to be read; all its chain's files in the page cache, if that is used."""
         active = self.active(contender, layers)
-        if not self.cold:
+        if not self.device:
             chains.warm(active)
         return active
 
@@ -69,7 +72,7 @@ def in_page_cache(actives):
     for layers, active in actives.items():
         if layers > 1:
             index(active)
-    return Place("writeback", False, actives)
+    return Place("writeback", actives)
 
 
 @contextlib.contextmanager
@@ -88,7 +91,7 @@ def on_nfs(actives):
             if layers > 1:
                 index(copies[layers])
         device.settle()
-        yield Place("none", True, copies)
+        yield Place("none", copies, device)
 
 
 @contextlib.contextmanager
@@ -99,6 +102,11 @@ def looped(disk):
         yield device
     finally:
         tools.run("losetup", "--detach", device)
+
+
+def compared(results, what, paper, one, other, field, *, better="higher", why=""):
+    """The paper's ratio beside ours: of a field of the points `one` ÷ `other`."""
+    return Verdict(what, paper, results.ratio(one, other, field), results.ratio_spread(one, other, field), better=better, why=why)
 
 
 def panels(results, name, title, curves, paper, x_label, y_label, ticks, **how):
