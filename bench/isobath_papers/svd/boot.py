@@ -79,13 +79,14 @@ def hop(results, layers):
     direct, by_nbd = (results.median((NFS, who, layers), "seconds") for who in (passes.qemu(), f"{passes.qemu()} by NBD"))
     if direct is None or by_nbd is None:
         return ""
-    return f"the guest reaches isobath by NBD, a process more on the way, and a few layers have little to gain; the same way makes QEMU's own {direct:.1f} s {by_nbd:.1f} s"
+    way = "the guest reaches isobath by NBD, a process more on the way, and a few layers have little to gain"
+    return f"{way}; the same way makes QEMU's own {direct:.1f} s {by_nbd:.1f} s"
 
 
 def section(results):
     qemu, profile = passes.qemu(), results.profile
     counts = depths(profile)
-    names = {INDEXED: "SVD", qemu: "QEMU"}
+    names = (INDEXED, qemu)
     with figures.drawn(results, "fig12", "Boot", columns=2) as (_, axes):
         figures.plot_lines(axes[0], {who: [(layers, results.median((NFS, who, layers), "seconds")) for layers in counts] for who in names})
         axes[0].set_title("here")
@@ -109,14 +110,12 @@ def section(results):
     paper = PAPER["SVD"][1000] / PAPER["SVD"][1]
     verdicts.append(places.compared(results, "boot: SVD, 1,000 layers ÷ 1", paper, (NFS, INDEXED, 1000), (NFS, INDEXED, 1), "seconds", better="lower"))
     return Section(
-        paper="Until `login:` of an Ubuntu guest QEMU takes 10 s on one layer and 43 s on 1,000 (4.2 times), SVD 10 s and 17 s (1.7 times). The size of the "
-        "disk, "
-        "50 or 150 GB, has no part in it.",
+        paper="Until `login:` of an Ubuntu guest QEMU takes 10 s on one layer and 43 s on 1,000 (4.2 times), SVD 10 s and 17 s (1.7 times). The size of "
+        "the disk, 50 or 150 GB, has no part in it.",
         ours="A Linux guest boots from the chain, reads a file of 96 MiB that is spread over all layers, and powers off. It runs without hardware "
-        "acceleration, so that most "
-        "of its time is the processor's. QEMU opens the chain itself, isobath serves it to QEMU over NBD, its start included; *by NBD* is QEMU's own server in its place. One disk of 160 MiB, since "
-        "the disk's size has no part in it; "
-        f"`l2-cache-size={L2_CACHE}` as in the paper, which all tables fit. {places.ABOUT_NFS}",
+        "acceleration, so that most of its time is the processor's. QEMU opens the chain itself, isobath serves it to QEMU over NBD, its start included; "
+        f"*by NBD* is QEMU's own server in its place. One disk of 160 MiB, since the disk's size has no part in it; `l2-cache-size={L2_CACHE}` as in the "
+        f"paper, which all tables fit. {places.ABOUT_NFS}",
         parts=[figures.saved(results, "fig12", "Boot"), table],
         verdicts=verdicts,
     )

@@ -98,10 +98,8 @@ def section(results):
     return Section(
         paper="`dd` in the guest reads a disk of 50 GB, 90 % full of random data, by 4 MiB. QEMU loses 91 % of its speed from no snapshot to 1,000, SVD 46 %.",
         ours=f"`dd` of a loop device, with the 128 KiB of read-ahead that a guest has, on the disk as a file by nbdfuse. {disk_bytes(profile) / 2**30:.3g} "
-        "GiB instead of 50, 90 % "
-        "of it random data whose clusters belong to random layers; *n* snapshots are *n* + 1 layers. All caches have the size that the servers choose, "
-        "which holds all tables. "
-        f"{places.ABOUT_NFS} Beside it on the page cache. {passes.ABOUT_CONTENDERS}",
+        "GiB instead of 50, 90 % of it random data whose clusters belong to random layers; *n* snapshots are *n* + 1 layers. All caches have the size that "
+        f"the servers choose, which holds all tables. {places.ABOUT_NFS} Beside it on the page cache. {passes.ABOUT_CONTENDERS}",
         parts=[figure, table],
         verdicts=verdicts,
     )

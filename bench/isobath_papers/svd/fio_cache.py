@@ -103,14 +103,11 @@ def section(results):
     verdicts.append(places.compared(results, "4 KiB reads: SVD, 32 MiB of cache ÷ 4 GiB", paper[32] / paper[LARGEST], *keys, "kib_per_second"))
     return Section(
         paper="4 KiB requests, 70 % of them at random places, 32 under way, on a disk of 50 GB with 500 layers, while all caches together have 1 MiB to 4 "
-        "GiB: QEMU gets a "
-        "500th for each layer. SVD is 5 to 32 times as fast for reads, 7 to 18 times with writes, and has most of it from 32 MiB on.",
+        "GiB: QEMU gets a 500th for each layer. SVD is 5 to 32 times as fast for reads, 7 to 18 times with writes, and has most of it from 32 MiB on.",
         ours=f"`percentage_random=70`, queue depth 32 over NBD, {layers(profile)} layers. Disk and caches are a {SCALE}th of the paper's "
         f"({disk_bytes(profile) / 2**30:.3g} GiB, 90 % of it random data); sizes are told as the paper's. {places.ABOUT_NFS} On the page cache beside it a "
-        "miss costs only CPU. "
-        f"QEMU keeps at least two parts of 4 KiB for each layer, which is {QEMU_LEAST * layers(profile) * SCALE >> 20} MiB here as sizes are told: below "
-        "that its caches do not get smaller. "
-        f"{passes.ABOUT_CONTENDERS}",
+        f"miss costs only CPU. QEMU keeps at least two parts of 4 KiB for each layer, which is {QEMU_LEAST * layers(profile) * SCALE >> 20} MiB here as "
+        f"sizes are told: below that its caches do not get smaller. {passes.ABOUT_CONTENDERS}",
         parts=parts,
         verdicts=verdicts,
     )

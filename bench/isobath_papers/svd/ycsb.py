@@ -155,18 +155,14 @@ def section(results):
         verdicts.append(places.compared(results, what, paper, key(INDEXED, case), key(qemu, case), "ops_per_second", why=why))
     return Section(
         paper="RocksDB on a quarter of a disk of 50 GB in a guest with 4 GB of memory, 500,000 requests of YCSB. SVD answers a fifth to a half more of "
-        "YCSB-C's requests "
-        "than QEMU, and 7 to 11 % more of YCSB-D's, most of which the guest's memory answers.",
+        "YCSB-C's requests than QEMU, and 7 to 11 % more of YCSB-D's, most of which the guest's memory answers.",
         ours="RocksDB by its C API with the load of our own generator (YCSB's definition: 10 fields of 100 B; one thread) on ext4 on a loop device on the "
-        "disk as a file "
-        f"by nbdfuse; a memory cgroup is the guest's memory. Disk, database, memory and caches are a {SCALE}th of the paper's: "
-        f"{disk_bytes(profile) / 2**30:.3g} GiB, "
-        f"{records(profile):,} records, {PAPER_MEMORY // SCALE >> 20} MiB, {CACHES[0] // SCALE} and {CACHES[1] // SCALE} KiB. The database's clusters "
-        "belong to random layers. "
-        f"Runs begin with all caches empty, the guest's too, and end after {seconds(profile)} s: more of the requests reach the disk than in the paper's "
-        "long runs, so layers cost more. "
-        "The paper does not say how it splits the size over QEMU's caches: here each layer of QEMU's chain has that much, isobath has it once. "
-        f"{places.ABOUT_NFS} *isobath indexed* is a chain whose active layer holds the direct-access index.",
+        f"disk as a file by nbdfuse; a memory cgroup is the guest's memory. Disk, database, memory and caches are a {SCALE}th of the paper's: "
+        f"{disk_bytes(profile) / 2**30:.3g} GiB, {records(profile):,} records, {PAPER_MEMORY // SCALE >> 20} MiB, {CACHES[0] // SCALE} and "
+        f"{CACHES[1] // SCALE} KiB. The database's clusters belong to random layers. Runs begin with all caches empty, the guest's too, and end after "
+        f"{seconds(profile)} s: more of the requests reach the disk than in the paper's long runs, so layers cost more. The paper does not say how it "
+        f"splits the size over QEMU's caches: here each layer of QEMU's chain has that much, isobath has it once. {places.ABOUT_NFS} *isobath indexed* is a "
+        "chain whose active layer holds the direct-access index.",
         parts=[figure, Table("Operations", ["workload", "layers", "cache", "server", *shown], rows)],
         verdicts=verdicts,
     )
