@@ -1,9 +1,11 @@
 """What the experiments on chains share: contenders, chains on any directory, passes over a disk, single reads of it."""
 
 import contextlib
+import json
 import os
 import random
 import time
+from functools import cache
 
 from isobath_bench import servers, tools
 from isobath_bench.depth import chains
@@ -18,6 +20,7 @@ ABOUT_CONTENDERS = (
     "*isobath* is the same chain without it, as QEMU makes it."
 )
 BLOCK = 4096
+CLUSTER = 65536
 REQUEST = 1 << 20
 # One L2 table of 64 KiB maps so much of the disk; QEMU reads it as a whole where its cache can hold all tables.
 TABLE_SPAN = 512 << 20
@@ -88,6 +91,25 @@ def dd(server, seconds):
             client.timed_read(requests * REQUEST % client.size, REQUEST)
             requests += 1
         return {"bytes_per_second": requests * REQUEST / took, "cpu_us": (server.cpu() - cpu) / requests * 1e6}
+
+
+@cache
+def holes(size, fill):
+    """The clusters that no layer has, in the order of the disk: the same for any number of layers."""
+    extents = json.loads(tools.run(tools.ISOBATH, "map", "--output", "json", chains.make(1, size=size, data="zero", fill=fill)))
+    return [
+        place for extent in extents if not extent["present"]
+        for place in range(extent["start"], extent["start"] + extent["length"], CLUSTER)
+    ]  # fmt: skip
+
+
+def walks(size, seed, *, span=TABLE_SPAN, fill="90%"):
+    """Places for which a whole chain is asked, as no layer has them: one in each part of the disk that has an L2 table of its
+    own, or in each of `span` bytes, in random order."""
+    choice = random.Random(seed)
+    places = choice.sample(holes(size, fill), len(holes(size, fill)))
+    first = {place // span: place for place in places}
+    return [first[part] for part in choice.sample(sorted(first), len(first))]
 
 
 def regions(size, seed, span=TABLE_SPAN):

@@ -66,7 +66,7 @@ def probing(script, process):
                 probe.maps.update(message["data"])
 
 
-def end(tracer, patience=30):
+def end(tracer, patience=120):
     """Has the probes taken away, and what they counted written."""
     tracer.send_signal(signal.SIGINT)
     try:
