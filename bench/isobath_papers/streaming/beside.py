@@ -17,6 +17,9 @@ ISOBATH, QEMU = "isobath", "QEMU"
 NONE, NORMAL, LIMIT, DISSERTATION, ADAPTIVE = "no job", "normal", "speed limit", "dissertation's", "adaptive"
 # The dissertation's mode: its first look at the guest, its pauses (seconds), and its threshold as a part of what it saw.
 LOOK, PAUSE, THRESHOLD = 15, 1, 0.3
+# Why a guest may lose something, beside an adaptive job and beside QEMU's.
+DRAINS = "A burst's first requests wait for the pieces that the job has under way, up to 15 ms, and beside a busy guest the job takes 2 %."
+ONE_PIECE = "QEMU copies one piece of at most 512 KiB at a time: how much of a disk that takes depends on the disk's latency and on its queue."
 # How often a job is asked how far it is, and how long it may stand still and count as running, in seconds.
 POLL, STILL = 0.01, 0.04
 
@@ -51,7 +54,9 @@ class Place:
             self.device.settle()
             yield path
         finally:
-            path.unlink(missing_ok=True)
+            # The image, and what a job that was cancelled may have left beside it.
+            for each in path.parent.glob(f"{path.name}*"):
+                each.unlink()
 
 
 @contextlib.contextmanager

@@ -32,13 +32,17 @@ def label(key, run):
     return f"{key[0]}, {key[1]}: {run['seconds']:.1f} s" + ("" if run["finished"] else ", not done")
 
 
+def took(results, key):
+    """A job's time in seconds, for a table."""
+    done = all(sample["finished"] for sample in results.samples(key))
+    return results.text(key, "seconds", "{:.1f}") + ("" if done else " (not done)")
+
+
 def jobs(results, title, keys, base, text=""):
     """A table of what jobs cost the guest and how long they took. `base(key)` is the key of the same without a job."""
     rows = []
     for key in keys:
-        done = all(sample["finished"] for sample in results.samples(key))
-        took = results.text(key, "seconds", "{:.1f}") + ("" if done else " (not done)")
-        job = [took, *(results.text(key, field, "{:.0f} %", 100) for field in ("usrr", "in_bursts"))] if key[1] != "no job" else ["-"] * 3
+        job = [took(results, key), *(results.text(key, field, "{:.0f} %", 100) for field in ("usrr", "in_bursts"))] if key[1] != "no job" else ["-"] * 3
         share = results.ratio(key, base(key), "bandwidth")
         rows.append([
             *key, results.text(key, "bandwidth", "{:,.1f}"), "-" if share is None else f"{share:.2f}x", results.text(key, "p99_ms", "{:.1f}"), *job,

@@ -73,10 +73,14 @@ def base(key):
 def section(results):
     profile = results.profile
     return Section(
-        paper="A published trace of RocksDB under YCSB on an SSD: 1,200 s, 574 s of them in bursts of 20 times the load between them, 7.86 s on average and 48 s at most. "
-        "From that the author concludes that a stream can run in the pauses. Nothing was measured with the trace itself; the ratios of bandwidth below are those of figure 4.3.",
-        ours=f"A guest with bursts of these statistics, {SECONDS / length(profile):g} times as fast, and so are the pauses of the dissertation's mode; it does nothing between them. "
-        f"{guest.BLOCK >> 10} KiB random reads and writes, {guest.DEPTH} at a time. {LAYERS - 1} layers of {data(profile) * beside.FILL / 2**20:,.0f} MiB together are streamed, all on a "
+        paper="A published trace of RocksDB under YCSB on an SSD: 1,200 s, 574 s of them in bursts of 20 times the load between them, 7.86 s on "
+        "average and 48 s at most. "
+        "From that the author concludes that a stream can run in the pauses. Nothing was measured with the trace itself; the ratios of bandwidth below "
+        "are those of figure 4.3.",
+        ours=f"A guest with bursts of these statistics, {SECONDS / length(profile):g} times as fast, and so are the pauses of the dissertation's mode; "
+        "it does nothing between them. "
+        f"{guest.BLOCK >> 10} KiB random reads and writes, {guest.DEPTH} at a time. {LAYERS - 1} layers of {data(profile) * beside.FILL / 2**20:,.0f} "
+        "MiB together are streamed, all on a "
         f"simulated disk ({beside.about()}).",
         parts=[
             statistics(results),
@@ -118,12 +122,12 @@ def verdicts(results):
     ]
 
     def against(what, other, paper):
-        return Verdict(what, paper, results.ratio(ours, other, "bandwidth"), results.ratio_spread(ours, other, "bandwidth"), "higher")
+        return Verdict(what, paper, results.ratio(ours, other, "bandwidth"), results.ratio_spread(ours, other, "bandwidth"), "higher", beside.DRAINS)
 
     done = [sample["finished"] for sample in results.samples(ours)]
     return [
         *shape,
-        Verdict("an adaptive job ends within the trace (1: yes)", 1, float(all(done)) if done else None, None, "equal", form="{:.0f}"),
+        Verdict("an adaptive job ends within the trace (1: yes)", 1, float(all(done)) if done else None, None, "equal", beside.DRAINS, "{:.0f}"),
         against("guest's bandwidth: adaptive ÷ no job", base(ours), SHARE[ADAPTIVE]),
         against("guest's bandwidth: adaptive ÷ QEMU's normal job", (QEMU, NORMAL), SHARE[ADAPTIVE] / SHARE[NORMAL]),
     ]
