@@ -20,6 +20,8 @@ PAPER_UNALLOCATED = {"QEMU": [(1, 128416), (50, 7434568)], "SVD": [(1, 127452), 
 # Printed: misses up to 10 times as many, look-ups 1,500 % more at 500, hits unallocated of QEMU at 50 by raw data.
 MISSES_AT_1000, LOOKUPS_AT_500, UNALLOCATED_AT_50 = 10, 16, 7434568 / 170491
 LENGTHS = [1, 50, 500, 1000]
+# The longest chain of QEMU's that is probed, which makes it slower still.
+PROBED = 500
 DEVICE = "ssd"
 
 
@@ -54,21 +56,20 @@ def measure(how, point, number):
     name, layers = point.key
     active = passes.chain_at(how.device.directory, name, layers, how.size)
     how.device.settle()
-    with passes.served(name, active, cache="none", aio=probes.AIO) as server:
+    with passes.served(name, active, cache="none") as server:
         before = how.device.requests()
-        found = of_isobath(server) if passes.own(name) else of_qemu(server, layers)
+        passes.one_pass(server)
         after = how.device.requests() - before
+        found = of_isobath(server) if passes.own(name) else {}
+    if not passes.own(name) and layers <= PROBED:
+        with passes.served(name, active, aio=probes.AIO) as server:
+            found = of_qemu(server, layers)
     return found | {"table_reads": after["reads"], "table_bytes": after["sectors_read"] * 512}
 
 
 def of_isobath(server):
-    passes.one_pass(server)
     seen = passes.map_of(server)
-    return {
-        "lookups": seen["hits"] + seen["misses"],
-        "misses": seen["misses"],
-        "unallocated": seen["unallocated-hits"],
-    }
+    return {"lookups": seen["hits"] + seen["misses"], "misses": seen["misses"], "unallocated": seen["unallocated-hits"]}
 
 
 def of_qemu(server, layers):
@@ -121,12 +122,12 @@ def section(results):
     verdicts = []
     for name in names()[:2]:
         verdicts += [
-            Verdict(f"{lengths[-1]:,} layers: misses, QEMU ÷ {name} (paper: up to, at 1,000)", MISSES_AT_1000, over(results, name, lengths[-1], "misses"), why=MISSES),
+            Verdict(f"{near(lengths, 500)} layers: misses, QEMU ÷ {name} (paper: up to, at 1,000)", MISSES_AT_1000, over(results, name, near(lengths, 500), "misses"), why=MISSES),
             Verdict(f"{near(lengths, 50)} layers: hits unallocated, QEMU ÷ {name} (paper: at 50)", UNALLOCATED_AT_50, over(results, name, near(lengths, 50), "unallocated"), why=PASSED),
             Verdict(f"{near(lengths, 500)} layers: look-ups, QEMU ÷ {name} (paper: at 500)", LOOKUPS_AT_500, over(results, name, near(lengths, 500), "lookups"), why=PASSED),
             Verdict(
                 f"{lengths[-1]:,} layers: tables read from the disk, QEMU ÷ {name} (paper's misses: up to, at 1,000)", MISSES_AT_1000,
-                over(results, name, lengths[-1], "table_reads"), why="without an index a piece of the map is made of all the layers' tables",
+                over(results, name, lengths[-1], "table_reads"), why=READS[name],
             ),
         ]  # fmt: skip
     return Section(
@@ -136,7 +137,7 @@ def section(results):
         "are holes), so that every read of the disk is one of tables or an index. The installed QEMU is counted by probes on functions it exports (`qcow2_get_host_offset` "
         "is a look-up; `bdrv_debug_event` tells of a table that is loaded, a miss, and of a request passed to the layer below, a hit unallocated), isobath by its own "
         "counters (`x-isobath-query-disks`): a look-up of isobath's is for the whole request, a miss makes a piece of the map, and unallocated is what no layer has. "
-        "The counts are exact, so each is made once. " + passes.ABOUT_CONTENDERS,
+        "The reads of the disk are counted in a pass of its own without probes; chains of more than 500 layers are not probed. The counts are exact, so each is made once. " + passes.ABOUT_CONTENDERS,
         parts=[
             figures.saved(results, "fig10", title),
             Table("Figure 10", ["disk by", "layers", "look-ups", "misses", "hits unallocated", "reads of the disk", "KiB read"], rows),
@@ -145,6 +146,10 @@ def section(results):
     )
 
 
+READS = {
+    passes.ISOBATH: "without an index a piece of the map is made of all the layers' tables, of which every one is read once, as by QEMU",
+    passes.INDEXED: "what is left are the blocks of the index",
+}
 MISSES = "a miss of QEMU's loads one layer's table, of isobath's it makes a piece of the map for all layers"
 PASSED = "QEMU looks into every layer down to the owner, isobath into one map"
 

@@ -19,7 +19,7 @@ class Client:
 
     def __init__(self, path):
         self.socket = socket.socket(socket.AF_UNIX)
-        self.socket.settimeout(120)
+        self.socket.settimeout(60)
         self.socket.connect(str(path))
         # "NBDMAGIC", "IHAVEOPT", flags.
         self._receive(18)
