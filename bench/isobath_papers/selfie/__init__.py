@@ -1,6 +1,6 @@
 """Selfie (SYSTOR '15): metadata that travels in its data."""
 
-from . import dd, sync_writes
+from . import dd, kernel_build, postmark, recovery, sync_writes
 
 TITLE = "Selfie: co-locating metadata and data"
 ABOUT = (
@@ -8,4 +8,4 @@ ABOUT = (
     "4 KiB of a new cluster a little, and puts the cluster's mapping into the room gained: data and mapping are one write. Isobath does this within qcow2, "
     "by `serve --metadata embedded`."
 )
-EXPERIMENTS = [sync_writes, dd]
+EXPERIMENTS = [sync_writes, dd, kernel_build, postmark, recovery]

@@ -82,12 +82,12 @@ class Served:
         self._device = device
 
     def sent(self):
-        """What the simulated disk was sent so far (a volume: until its last flush): writes, bytes_written, flushes."""
+        """What the simulated disk was sent so far (a volume: until its last flush): reads, writes, bytes_written, flushes."""
         if not self._device:
             found = contenders.requests(self._counter)
-            return {name: found[name] for name in ("writes", "bytes_written", "flushes")}
+            return {name: found[name] for name in ("reads", "writes", "bytes_written", "flushes")}
         found = self._device.requests()
-        return {"writes": found["writes"], "bytes_written": found["sectors"] * 512, "flushes": found["flushes"]}
+        return {"reads": found["reads"], "writes": found["writes"], "bytes_written": found["sectors"] * 512, "flushes": found["flushes"]}
 
 
 @contextlib.contextmanager
