@@ -57,14 +57,16 @@ def section(results):
             why = "" if syncs else "it does not sync: what it is held up by is the others"
             verdicts.append(Verdict(f"{each} beside the other three, {DISKS[disk]}: isobath ÷ QEMU", PAPER[disk, each], value, spread, "higher", why))
         for key in (ours, theirs):
-            rows.append([DISKS[disk], key[1], *(results.text(key, each) for each in APPLICATIONS), *(results.text(key, f"disk_{what}") for what in ("flushes", "writes"))])
+            rows.append([DISKS[disk], key[1], *(results.text(key, field) for field in (*APPLICATIONS, "disk_flushes", "disk_writes"))])
     columns = ["disk", "server", *APPLICATIONS, "disk's flushes", "disk's writes"]
     parts.append(Table("All of it: operations a second, of TPC-C New-Orders a minute.", columns, rows))
     files, threads = zip(*(PERSONALITIES[each] for each in ("fileserver", "webserver")), strict=True)
     return Section(
-        paper="Four virtual machines at once with varmail, TPC-C, fileserver and webserver. Varmail and TPC-C gained 50 % and 34 % on HDD, 30 % and 20 % on SSD; the others, "
+        paper="Four virtual machines at once with varmail, TPC-C, fileserver and webserver. Varmail and TPC-C gained 50 % and 34 % on HDD, 30 % and 20 % "
+        "on SSD; the others, "
         "which hardly sync, stayed as they were.",
-        ours=f"Four guests as above, each with a server of its own, for 5 s after 1 s. *fileserver* has {files[0]} files of 128 KiB and {threads[0]} threads, *webserver* "
+        ours=f"Four guests as above, each with a server of its own, for 5 s after 1 s. *fileserver* has {files[0]} files of 128 KiB and {threads[0]} "
+        "threads, *webserver* "
         f"{files[1]} of 16 KiB and {threads[1]}; their threads think for 5 ms after each loop, since there are two processors for everything.",
         parts=parts,
         verdicts=verdicts,

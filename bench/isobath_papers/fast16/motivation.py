@@ -116,9 +116,11 @@ def section(results):
                 why = "the disks are simulated, and what a flush costs them is not what it cost the paper's, which does not name its disk here"
                 verdicts.append(Verdict(f"sequential writes, {DISKS[disk]}, isobath: beside ÷ alone", 1 - PAPER_LOSS, part, spread, "higher", why))
     return Section(
-        paper="What moved the authors: sequential writes lost 54.5 % of their speed when another application called fdatasync every 10 ms. (They also found an SSD to do 76 % more random writes "
+        paper="What moved the authors: sequential writes lost 54.5 % of their speed when another application called fdatasync every 10 ms. (They also "
+        "found an SSD to do 76 % more random writes "
         "with its write cache's flushes switched off; the simulated one has no such switch.)",
-        ours="A disk of 1 GiB is written in pieces of 256 KiB, one at a time, past the host's page cache, while a program on another disk of the same server's kind overwrites 4 KiB of what its base has "
+        ours="A disk of 1 GiB is written in pieces of 256 KiB, one at a time, past the host's page cache, while a program on another disk of the same "
+        "server's kind overwrites 4 KiB of what its base has "
         "and calls fdatasync, every 10 ms or as fast as it goes. 3 s each.",
         parts=[
             figures.bars(results, "motivation", "Sequential writes beside one who syncs", "MB/s", groups),

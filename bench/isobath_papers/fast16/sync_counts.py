@@ -126,19 +126,23 @@ def section(results):
                 fields = ("guest_flushes", "syncs", "disk_flushes")
                 ratios = (results.text((load, who), field, "{:.2f}") for field in ("syncs_a_flush", "syncs_an_fdatasync", "disk_flushes_a_flush"))
                 rows.append([who, load, results.text((load, who), "fdatasyncs"), *(results.text((load, who), field) for field in fields), *ratios])
-    columns = ["server", "load", "fdatasyncs in the guest", "guest's flushes", "syncs of the image", "disk's flushes", "syncs a flush", "syncs an fdatasync", "disk's flushes a flush"]
+    columns = ["server", "load", "fdatasyncs in the guest", "guest's flushes", "syncs of the image", "disk's flushes"]
+    columns += ["syncs a flush", "syncs an fdatasync", "disk's flushes a flush"]
     worst_rows = [
         [who, *(results.text((WORST, who), field, form) for field, form in (("most", "{:,.0f}"), ("mean", "{:.2f}"), ("first", "{:,.0f}")))]
         for who in EVERYBODY
         if results.samples((WORST, who))
     ]
     return Section(
-        paper="A guest writes 64 KiB and calls fdatasync; overwriting what is allocated, or appending. QEMU 2.1.2 made more than three syncs of a qcow2 image for each of the guest's, "
+        paper="A guest writes 64 KiB and calls fdatasync; overwriting what is allocated, or appending. QEMU 2.1.2 made more than three syncs of a qcow2 "
+        "image for each of the guest's, "
         "four of a VMDK image, up to eight at worst; the optimised one made one for each flush.",
-        ours=f"As the paper: a program in a guest's ext4, {200} writes after 50 that are not counted. A guest's flushes are those that its disk "
-        "was sent (an fdatasync of a file that has grown makes two), the image's syncs are counted by the trace event of the host's ext4, the disk's flushes at the loop device below. "
+        ours=f"As the paper: a program in a guest's ext4, 200 writes after 50 that are not counted. A guest's flushes are those that its disk "
+        "was sent (an fdatasync of a file that has grown makes two), the image's syncs are counted by the trace event of the host's ext4, the disk's "
+        "flushes at the loop device below. "
         "*Overwrite, overlay*: the image is an overlay, so each write allocates. *Worst case*: writes on a disk of 128 GiB that are 512 MiB apart, "
-        f"so that each needs a new table; the most syncs that one write with its flush made, after {WARM_UP}: isobath makes its journal with one of the first.",
+        f"so that each needs a new table; the most syncs that one write with its flush made, after {WARM_UP}: isobath makes its journal with one of the "
+        "first.",
         parts=[
             figures.bars(results, "fig2", "Syncs of the image for each flush of the guest", "syncs", groups, paper=paper),
             Table("Counted.", columns, rows),
