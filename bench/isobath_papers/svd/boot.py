@@ -103,7 +103,7 @@ def section(results):
         for where in (NFS, CACHED)
         for who in (*names, *([f"{qemu} by NBD"] if where == NFS else []))
     ]
-    table = Table("Seconds from the start to the guest's end", ["disk", "server", *(f"{layers:,} layers" for layers in counts)], rows)
+    table = Table("Seconds from the start to the guest's end", ["disk", "server", *(f"{layers:,} layer{'s' * (layers > 1)}" for layers in counts)], rows)
     verdicts = [
         places.compared(
             results, f"boot, {layers:,} layer{'s' * (layers > 1)}: QEMU ÷ SVD", PAPER["QEMU"][layers] / PAPER["SVD"][layers],

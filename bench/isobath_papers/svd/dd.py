@@ -90,8 +90,8 @@ def section(results):
         for who in (INDEXED, ISOBATH, qemu):
             keys = [(where, who, count) for count in counts]
             if any(results.samples(key) or results.failure(key) for key in keys):
-                rows.append([where, who, *(results.text(key, "mb_per_second") for key in keys), *(results.text(keys[at], "cpu_us_per_mib") for at in (0, -1))])
-    columns = ["disk", "server", *(f"{count:,} snapshots" for count in counts), "CPU µs/MiB, none", f"CPU µs/MiB, {counts[-1]:,}"]
+                rows.append([where, who, *(results.text(key, "mb_per_second", "{:,.4g}") for key in keys), *(results.text(keys[at], "cpu_us_per_mib") for at in (0, -1))])
+    columns = ["disk", "server", *(f"{count:,} snapshot{'s' * (count != 1)}" for count in counts), "CPU µs/MiB, none", f"CPU µs/MiB, {counts[-1]:,}"]
     table = Table("MB/s, and the server's CPU time for a MiB", columns, rows, text=f"What was not through after {box(profile)} s was ended.")
     verdicts = []
     for count in counts:
