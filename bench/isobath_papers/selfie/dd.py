@@ -76,7 +76,8 @@ def copy(source, directory, *options):
 
 
 def measure(setting, point, number):
-    """Fields in seconds: `write`, with a sync; `read` of what was written; `overwrite` of compressible by incompressible data; `cpu` of the server for the write."""
+    """Fields in seconds: `write`, with a sync; `read` of what was written; `overwrite` of compressible by incompressible data; `cpu` of the server for "
+        "the write."""
     del number
     contender, part = point.key
     with common.attached(contender, setting.place, DISK) as (disk, device):
@@ -102,8 +103,9 @@ def section(results):
         return "-" if not seconds else f"{size / seconds / 1e6:,.0f}"
 
     keys = [point.key for point in points(results.profile)]
+    shown = {key: f"{EMBEDDED}, {key[1]} %" if key[0] == EMBEDDED else key[0] for key in keys if key != (QEMU, 100)}
     bars = {
-        what: {f"{contender}, {part} %" if contender == EMBEDDED else contender: results.median((contender, part), field) for contender, part in keys if (contender, part) != (QEMU, 100)}
+        what: {label: results.median(key, field) for key, label in shown.items()}
         for what, field in (("write and sync", "write"), ("read", "read"))
     }  # fmt: skip
     rows = []
@@ -117,8 +119,12 @@ def section(results):
     size = results.median(keys[0], "bytes") or 0
     columns = ["server", "incompressible", "write, s", "spread", "MB/s", "read, s", "MB/s", "overwrite, s", "server's CPU, s", "disk's writes", "flushes", "MB"]
     table = Table("dd", columns, rows, "*Overwrite*: the compressible file by incompressible data. The disk's requests and the CPU are of the write.")
-    raw, taken, flushes = (results.text((one, 0), field, form) for one, field, form in ((RAW, "write", "{:.2f}"), (QEMU, "write", "{:.2f}"), (QEMU, "flushes", "{:,.0f}")))
-    bound = f"QEMU 7.2 writes tables once for many clusters and does not sync within a request ({flushes} flushes in all): it takes {taken} s, and the raw disk {raw} s, below which nobody comes"
+    raw, taken = (results.text((one, 0), "write", "{:.2f}") for one in (RAW, QEMU))
+    flushes = results.text((QEMU, 0), "flushes")
+    bound = (
+        f"QEMU 7.2 writes tables once for many clusters and does not sync within a request ({flushes} flushes in all): it takes {taken} s, and the raw "
+        f"disk {raw} s, below which nobody comes"
+    )
     cpu = f"the server's CPU time for all of the write is {results.text((EMBEDDED, 0), 'cpu', '{:.2f}')} s, so it is not the compression that takes the rest"
     verdicts = [
         ratio("write, all compressible: QEMU's time ÷ embedded's", 1 / SELFIE[0], (QEMU, 0), (EMBEDDED, 0), why=bound),
@@ -134,10 +140,13 @@ def section(results):
         "overwriting compressible by incompressible data ÷ writing it anew, embedded", 1.0, overwrite and whole and overwrite / whole, better="lower",
     ))  # fmt: skip
     return Section(
-        paper="dd in the guest reads a file of 8 GB and writes it back, with one sync at the end. Selfie's writing takes 77 % less time than QCOW2's where all blocks "
-        "compress (66 % less than FVD's); 75 and 153 % more than that where half or all of the blocks do not, which is still less than QCOW2. Reading does not differ, "
+        paper="dd in the guest reads a file of 8 GB and writes it back, with one sync at the end. Selfie's writing takes 77 % less time than QCOW2's "
+            "where all blocks "
+        "compress (66 % less than FVD's); 75 and 153 % more than that where half or all of the blocks do not, which is still less than QCOW2. Reading "
+        "does not differ, "
         "and compressing costs no time that could be measured. Incompressible data over compressible take as long as in a new file.",
-        ours=f"dd in ext4 on a loop device on the served disk (by nbdfuse, the same for all), a file of {size / 2**20:,.0f} MiB from memory, blocks of 4 KiB that compress to a half or not at all, "
+        ours=f"dd in ext4 on a loop device on the served disk (by nbdfuse, the same for all), a file of {size / 2**20:,.0f} MiB from memory, blocks of "
+            f"4 KiB that compress to a half or not at all, "
         f"the image on the hard disk. The file is read after it was written, with an empty page cache. {common.ON_VOLUMES}",
         parts=[figures.bars(results, "fig8", "dd: a file written and synced, and read", "s", bars), table],
         verdicts=verdicts,

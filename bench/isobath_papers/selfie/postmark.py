@@ -120,7 +120,8 @@ def section(results):
 
     def bound(place):
         return (
-            f"QEMU 7.2 does not sync within a request: it makes {results.text((place, QEMU), 'flushes')} flushes in all, embedded {results.text((place, EMBEDDED), 'flushes')}; "
+            f"QEMU 7.2 does not sync within a request: it makes {results.text((place, QEMU), 'flushes')} flushes in all, embedded "
+            f"{results.text((place, EMBEDDED), 'flushes')}; "
             f"the raw disk takes {results.text((place, RAW), 'seconds', '{:.2f}')} s, below which nobody comes"
         )
 
@@ -135,15 +136,20 @@ def section(results):
         gain("figure 9d, the image on btrfs (the paper: shorter, without a number)", 1.0, "hdd btrfs", why=ahead("hdd btrfs")),
     ]
     one, other = (results.median((place, EMBEDDED), "seconds") for place in ("hdd btrfs", "hdd ext4"))
-    verdicts.append(Verdict("figure 9d ÷ 9c: embedded on btrfs takes longer than on ext4 (the paper: significantly)", 1.0, one and other and one / other, better="lower",
+    verdicts.append(Verdict("figure 9d ÷ 9c: embedded on btrfs takes longer than on ext4 (the paper: significantly)", 1.0, one and other and one / other,
+        better="lower",
                             why="every write in place becomes a write to a new place there, for all servers"))  # fmt: skip
     files = results.profile.of(200, 4_000)
     return Section(
-        paper="Postmark makes 100,000 files of 500 B to 9.77 KB, does 500,000 transactions (reads, appends, creations, deletions) and deletes all. Selfie takes 1/2.6 of QCOW2's "
-        "time on the hard disk (1/2.1 of FVD's), 1/1.4 on the SSD; two thirds of the writes are overwrites, 17 % of first writes go to N-zones. With the image on Btrfs all take "
+        paper="Postmark makes 100,000 files of 500 B to 9.77 KB, does 500,000 transactions (reads, appends, creations, deletions) and deletes all. "
+            "Selfie takes 1/2.6 of QCOW2's "
+        "time on the hard disk (1/2.1 of FVD's), 1/1.4 on the SSD; two thirds of the writes are overwrites, 17 % of first writes go to N-zones. With "
+        "the image on Btrfs all take "
         "significantly longer than on ext4.",
-        ours=f"The same program (Debian's), {files:,} files and {files * 5:,} transactions (a 25th), in ext4 on a loop device on the served disk (by nbdfuse, the same for all). As the run is "
-        f"that much shorter, the guest's file system is written back every {PAUSE} s instead of every 5, and at the end. {common.ON_VOLUMES} Isobath has no N-zones "
+        ours=f"The same program (Debian's), {files:,} files and {files * 5:,} transactions (a 25th), in ext4 on a loop device on the served disk (by "
+            f"nbdfuse, the same for all). As the run is "
+        f"that much shorter, the guest's file system is written back every {PAUSE} s instead of every 5, and at the end. {common.ON_VOLUMES} Isobath "
+        f"has no N-zones "
         "(what does not compress is a change in the journal), so there is nothing to be counted for the 17 %.",
         parts=[
             figures.bars(results, "fig9", "Postmark", "s", groups),

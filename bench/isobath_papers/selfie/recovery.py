@@ -116,10 +116,13 @@ def section(results):
     some, all_of_them = (requests(results.text(key, "reads"), results.text(key, "writes")) for key in ((EMBEDDED, large), (NOTHING, scanned)))
     in_use = f"the zones in use are looked at cluster by cluster and made plain qcow2 again, the same for any size: {some}, and the disk turns"
     return Section(
-        paper="An image is filled by dd with data that compresses, then recovered. The time is proportional to the image's size; 128 GB take 21 minutes if all mappings are in the data, "
+        paper="An image is filled by dd with data that compresses, then recovered. The time is proportional to the image's size; 128 GB take 21 minutes "
+            "if all mappings are in the data, "
         "11.6 s if those of a zone are collected in a cluster, 1.9 s if those of eight are.",
-        ours=f"4 KiB are written to each cluster of a new disk, with a flush behind each {BATCH} (QEMU: at the end), and the server is killed; seconds from the start of the next one, on the hard disk, until it greets a "
-        f"client. Isobath collects mappings in its journal and tables, and leaves eight zones uncollected at most; *nothing collected* is `--zones 4096`, whose disks have "
+        ours=f"4 KiB are written to each cluster of a new disk, with a flush behind each {BATCH} (QEMU: at the end), and the server is killed; seconds "
+            f"from the start of the next one, on the hard disk, until it greets a "
+        f"client. Isobath collects mappings in its journal and tables, and leaves eight zones uncollected at most; *nothing collected* is `--zones "
+        f"4096`, whose disks have "
         f"{' and '.join(f'{size:g}' for size in sizes(profile)[NOTHING])} GiB. *QEMU* keeps the order of its writes and has nothing to recover; with lazy "
         f"refcounts it checks the whole image. {common.SIMULATED}",
         parts=[
@@ -127,12 +130,15 @@ def section(results):
             Table("Recovery", ["server", "disk, GiB", "ready after, s", "disk's reads", "writes", "peak RSS, MiB"], rows),
         ],
         verdicts=[
-            Verdict(f"embedded, {large:g} GiB: seconds (the paper: 128 GB, a zone's mappings collected)", PAPER["1 zone"], ready, better="lower", why=in_use, form="{:,.2f} s"),
-            Verdict(f"embedded, {large:g} GiB: seconds (the paper: 128 GB, eight zones' collected)", PAPER["8 zones"], ready, better="lower", why=in_use, form="{:,.2f} s"),
+            Verdict(f"embedded, {large:g} GiB: seconds (the paper: 128 GB, a zone's mappings collected)", PAPER["1 zone"], ready, better="lower",
+                why=in_use, form="{:,.2f} s"),
+            Verdict(f"embedded, {large:g} GiB: seconds (the paper: 128 GB, eight zones' collected)", PAPER["8 zones"], ready, better="lower", why=in_use,
+                form="{:,.2f} s"),
             Verdict("embedded on the SSD: seconds (the paper: a hard disk, eight zones' collected)", PAPER["8 zones"], fast, better="lower", form="{:,.2f} s"),
             Verdict(f"nothing collected, {scanned:g} GiB: seconds for each 128 GiB", PAPER["none"], whole, better="lower", form="{:,.0f} s",
                     why=f"the paper reads all of each zone; here there are {all_of_them}"),
-            Verdict(f"nothing collected, taken to 128 GiB, ÷ embedded, {large:g} GiB", PAPER["none"] / PAPER["8 zones"], whole and ready and whole / ready, why=in_use),
+            Verdict(f"nothing collected, taken to 128 GiB, ÷ embedded, {large:g} GiB", PAPER["none"] / PAPER["8 zones"], whole and ready and whole / ready,
+                why=in_use),
             Verdict(f"QEMU with lazy refcounts ÷ embedded, {checked:g} GiB", None, lazy, form="{:,.2f}x", why="the paper does not have it"),
         ],
     )  # fmt: skip
