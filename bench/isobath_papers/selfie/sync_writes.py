@@ -168,8 +168,8 @@ def section(results):
     )
     zones = f"the raw disk is sent {sent((5, *large, RAW))} for each write, embedded {sent((5, *large, EMBEDDED))}"
     scattered = (
-        f"the first write to each 512 MiB needs a table of its own, by way of the journal, and tables are read: {sent((6, *many, EMBEDDED))} for each write instead of "
-        f"{sent((5, *many, EMBEDDED))}"
+        f"the first write to each 512 MiB needs a table of its own, by way of the journal, and tables are read: "
+        f"{sent((6, *many, EMBEDDED))} for each write instead of {sent((5, *many, EMBEDDED))}"
     )
     ahead = (
         f"on a file system isobath writes zeroes ahead of use, as Selfie does everywhere: {sent((7, *small, EMBEDDED))} for each write instead of "
