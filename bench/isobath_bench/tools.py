@@ -22,6 +22,7 @@ QUICK = False
 PACKAGES = {
     "fio": "fio",
     "nbdcopy": "libnbd-bin",
+    "nbdfuse": "libnbd-bin",
     "nbdkit": "nbdkit",
     "qemu-img": "qemu-utils",
     "qemu-io": "qemu-utils",

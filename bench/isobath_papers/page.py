@@ -169,5 +169,6 @@ def from_directory(raw, directory):
         last = {(tuple(each["key"]), each["round"]): each for each in record.read(raw / f"{experiment.name}.jsonl")}
         return list(last.values())
 
+    machine["rounds"] = 1 + max((each["round"] for path in raw.glob("*.jsonl") for each in record.read(path)), default=0)
     measured = {path.name.split(".")[0] for path in raw.glob("*.jsonl")}
     write(directory, [name for name in PAPERS if name in measured], profile, records_of, machine)

@@ -1,4 +1,4 @@
-"""Has experiments measured: round by round, each round in another order, with what is on record left out."""
+"""Has experiments measured: a round of all of them after the other, each in another order, with what is on record left out."""
 
 import statistics
 import time
@@ -22,18 +22,13 @@ class Work:
         self.number = number
 
 
-def planned(experiment, profile):
-    """All measurements of an experiment, in order."""
+def planned(experiment, profile, number):
+    """The measurements of an experiment in a round, in order."""
     points = experiment.points(profile)
     if len({point.key for point in points}) < len(points):
         raise ValueError(f"{experiment.name} has two points of one key")
-    found = []
-    for number in range(profile.rounds):
-        # Coprime steps bring every point to every place in time.
-        for point in rotated(points, number * 7):
-            if point.rounds is None or number < point.rounds:
-                found.append(Work(experiment, point, number))
-    return found
+    # Steps of a prime bring every point to every place.
+    return [Work(experiment, point, number) for point in rotated(points, number * 7) if point.rounds is None or number < point.rounds]
 
 
 class Estimate:
@@ -57,38 +52,40 @@ class Estimate:
 
 
 def run(experiments, profile, kept):
-    """Measures what is missing on record; gives how many measurements failed."""
-    estimate, todo, failed = Estimate(), {}, 0
+    """Measures what is missing on record, a round of all experiments after the other; gives how many measurements failed."""
+    estimate, there, failed = Estimate(), set(), 0
     for experiment in experiments:
         points = {point.key: point for point in experiment.points(profile)}
-        there = set()
         for record in kept.records(experiment):
             key, sample = tuple(record["key"]), record["sample"]
             if key in points:
                 estimate.add(experiment, points[key], record["seconds"])
             # What failed is tried again by the next run, but for what crashed.
             if "failed" not in sample or sample["failed"] == "crashed":
-                there.add((key, record["round"]))
-        todo[experiment.name] = [work for work in planned(experiment, profile) if (work.point.key, work.number) not in there]
-    everything = [work for works in todo.values() for work in works]
-    progress = Progress(len(everything))
-    for experiment in experiments:
-        works = todo[experiment.name]
+                there.add((experiment.name, key, record["round"]))
+    batches = []
+    for number in range(profile.rounds):
+        for experiment in experiments:
+            works = planned(experiment, profile, number)
+            batches.append((experiment, [work for work in works if (experiment.name, work.point.key, number) not in there]))
+    everything = [work for _, works in batches for work in works]
+    progress, crashed = Progress(len(everything)), set()
+    for experiment, works in batches:
         if not works:
             continue
-        progress.note(f"{experiment.name}: {experiment.module.TITLE}")
-        done, crashed = progress.done, set()
+        progress.note(f"{experiment.name}, round {works[0].number + 1}: {experiment.module.TITLE}")
+        done = progress.done
         try:
             with experiment.setting(profile) as setting:
                 for work in works:
                     name = f"{experiment.name} {' / '.join(map(str, work.point.key))}"
                     progress.show(name, sum(map(estimate.of, everything[progress.done:])))
                     began = time.monotonic()
-                    sample = AS_BEFORE if work.point.key in crashed else attempt(experiment, setting, work)
+                    sample = AS_BEFORE if (experiment.name, work.point.key) in crashed else attempt(experiment, setting, work)
                     seconds = time.monotonic() - began
                     if "failed" in sample:
                         failed += 1
-                        crashed |= {work.point.key} if sample["failed"] == "crashed" else set()
+                        crashed |= {(experiment.name, work.point.key)} if sample["failed"] == "crashed" else set()
                         progress.note(f"{name}: {sample['why'][:500]}")
                     kept.add(experiment, work.point, work.number, seconds, sample)
                     estimate.add(experiment, work.point, seconds)
