@@ -45,7 +45,8 @@ def index(plain, active):
     for layer in plain.parent.iterdir():
         if layer.name != plain.name:
             os.link(layer, active.with_name(layer.name))
-    shutil.copyfile(plain, active)
+    # Holes stay holes.
+    tools.run("cp", plain, active)
     tools.run(tools.ISOBATH, "index", active)
 
 

@@ -1,7 +1,6 @@
 """Where the chains of the applications lie: in the work directory with the page cache warm, or on the simulated file server."""
 
 import contextlib
-import shutil
 
 from isobath_bench import tools
 from isobath_bench.depth import chains
@@ -46,7 +45,7 @@ class Place:
         """A copy of the active layer, to be written; all its chain's files in the page cache, if that is used."""
         active = self.reading(contender, layers)
         image = active.with_name("run.qcow2")
-        shutil.copyfile(active, image)
+        tools.run("cp", active, image)
         try:
             yield image
         finally:
@@ -62,7 +61,7 @@ def index(active):
     """Makes it, unless it is there."""
     if not indexed(active).exists():
         new = active.with_name("new.qcow2")
-        shutil.copyfile(active, new)
+        tools.run("cp", active, new)
         tools.run(tools.ISOBATH, "index", new)
         new.rename(indexed(active))
 
