@@ -157,12 +157,21 @@ async fn apply(file: &impl Storage, change: &Change, fate: Fate) -> Result<()> {
 pub struct RecorderHost<H> {
     inner: H,
     record: Record,
+    atomic_write: Option<u64>,
 }
 
 impl<H: Host> RecorderHost<H> {
     /// Wraps a host.
     pub fn new(inner: H) -> Self {
-        Self { inner, record: Record::default() }
+        Self { inner, record: Record::default(), atomic_write: None }
+    }
+
+    /// Has its files promise so many bytes as their [`Storage::atomic_write`], whatever the host's do:
+    /// for who tears what was recorded into such pieces.
+    #[must_use]
+    pub fn promising(mut self, atomic_write: u64) -> Self {
+        self.atomic_write = Some(atomic_write);
+        self
     }
 
     /// The record; it goes on growing.
@@ -171,7 +180,12 @@ impl<H: Host> RecorderHost<H> {
     }
 
     fn wrap(&self, inner: H::File) -> RecorderFile<H::File> {
-        RecorderFile { name: inner.name().into(), inner, record: self.record.clone() }
+        RecorderFile {
+            name: inner.name().into(),
+            inner,
+            record: self.record.clone(),
+            atomic_write: self.atomic_write,
+        }
     }
 }
 
@@ -210,6 +224,7 @@ pub struct RecorderFile<S> {
     name: Arc<Path>,
     inner: S,
     record: Record,
+    atomic_write: Option<u64>,
 }
 
 impl<S: Storage> Storage for RecorderFile<S> {
@@ -339,7 +354,7 @@ impl<S: Storage> Storage for RecorderFile<S> {
     }
 
     fn atomic_write(&self) -> u64 {
-        self.inner.atomic_write()
+        self.atomic_write.unwrap_or_else(|| self.inner.atomic_write())
     }
 
     fn survivor(&self, create: bool) -> Option<Arc<dyn Survivor>> {

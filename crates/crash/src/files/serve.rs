@@ -32,7 +32,8 @@ pub fn record<T>(
     work: impl FnOnce(&Door) -> Result<T, String>,
 ) -> Result<(Vec<Entry>, T), String> {
     let directory = tempfile::tempdir().map_err(|error| format!("no directory: {error}"))?;
-    let host = RecorderHost::new(FileHost);
+    // States are torn into the smallest pieces, whatever this machine's disk promises.
+    let host = RecorderHost::new(FileHost).promising(512);
     let door = Door { socket: directory.path().join("nbd.sock"), record: host.record() };
     let (ready, started) = mpsc::channel();
     let done = thread::scope(|scope| {

@@ -29,6 +29,7 @@ fn the_papers_workloads_survive_its_crashes() {
         let ordered = passed(workload, MetadataMode::Ordered, AS_IN_THE_PAPER, &seed);
         assert_eq!(ordered.refused, 0, "an ordered image is open to all");
         assert!(ordered.losses.data > 0 && ordered.losses.metadata > 0);
+        passed(workload, MetadataMode::Embedded, AS_IN_THE_PAPER, &seed);
     }
 }
 
