@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by a panic")]
 
+mod block_device;
 mod boot;
 mod chain_generate;
 mod chain_survey;

@@ -67,8 +67,12 @@ impl<S: Storage> Allocator<S> {
         }
     }
 
-    /// Keeps `count` adjacent clusters past everything ever used, which have refcount blocks.
-    pub(crate) async fn reserve_zone(&self, count: u64) -> Result<Range<u64>> {
+    /// Keeps `count` adjacent clusters past everything ever used, which have refcount blocks; `None` on a
+    /// device, which does not grow: all of it counts as used before.
+    pub(crate) async fn reserve_zone(&self, count: u64) -> Result<Option<Range<u64>>> {
+        if !self.layer.storage().extends_with_zeroes() {
+            return Ok(None);
+        }
         let mut state = self.lock().await;
         loop {
             let (start, missing) = self.find_adjacent(&mut state, count).await?;
@@ -86,7 +90,7 @@ impl<S: Storage> Allocator<S> {
             }
             state.never_used = state.never_used.max(homes.end);
             state.areas.push(area.clone());
-            return Ok(area);
+            return Ok(Some(area));
         }
     }
 

@@ -48,7 +48,9 @@ impl<S: Storage> Metadata<S> {
             return Ok(false);
         };
         let storage = self.layer.storage();
-        let area = self.alloc.reserve_zone(clusters).await?;
+        let Some(area) = self.alloc.reserve_zone(clusters).await? else {
+            return Ok(false);
+        };
         let prepared = !storage.gains_from_written_space();
         self.zones.open(&area, storage.extends_with_zeroes(), prepared);
         Ok(true)
