@@ -144,19 +144,19 @@ impl Covers {
 
     /// Vouches no more for a range; what lies beside it in the same covers is read back.
     pub(super) fn cut_out(&mut self, range: &Range<u64>) {
+        self.broken |=
+            self.overlapping(range).iter().any(|(_, each)| each.voucher == Voucher::Lead);
+        self.forget(range);
+    }
+
+    /// Says nothing more of a range; what lies beside it in the same covers is read back.
+    pub(super) fn forget(&mut self, range: &Range<u64>) {
         for (at, covered) in self.overlapping(range) {
             let Covered { end, voucher, .. } = covered;
-            self.broken |= voucher == Voucher::Lead;
             self.take_out(at, &covered);
             for rest in [at..range.start.max(at), range.end.min(end)..end] {
                 self.add(&Cover { range: rest, crc: None, voucher });
             }
-        }
-    }
-
-    pub(super) fn forget(&mut self, range: &Range<u64>) {
-        for (at, covered) in self.overlapping(range) {
-            self.take_out(at, &covered);
         }
     }
 

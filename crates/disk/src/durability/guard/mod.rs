@@ -518,6 +518,17 @@ mod tests {
     }
 
     #[test]
+    fn a_cluster_beside_a_released_one_is_still_vouched_for() {
+        for voucher in [Voucher::Record, Voucher::Lead] {
+            let guard = active();
+            guard.cover(vouched(0..3 * SIZE, voucher));
+            let closed = guard.close(1, &[HostCluster::new(1)], SIZE);
+            let beside = [vouched(0..SIZE, voucher), vouched(2 * SIZE..3 * SIZE, voucher)];
+            assert_eq!(closed.covers, beside.concat());
+        }
+    }
+
+    #[test]
     fn small_writes_to_clusters_that_the_file_does_not_have_are_kept_up_to_a_limit() {
         let guard = active();
         assert!(!guard.keep(0, &[buf(1, 4096)], false, SIZE));
