@@ -54,7 +54,10 @@ def section(results):
         for each in APPLICATIONS:
             value, spread = (how(ours, theirs, each) for how in (results.ratio, results.ratio_spread))
             syncs = each in (MAIL, TPCC)
-            why = "" if syncs else "it does not sync: what it is held up by is the others"
+            mail = results.ratio(ours, theirs, MAIL)
+            why = "it does not sync: what it is held up by is the others"
+            if syncs and mail:
+                why = f"the four share the disk, and varmail does {mail:.2f} times as much beside isobath's other guests"
             verdicts.append(Verdict(f"{each} beside the other three, {DISKS[disk]}: isobath ÷ QEMU", PAPER[disk, each], value, spread, "higher", why))
         for key in (ours, theirs):
             rows.append([DISKS[disk], key[1], *(results.text(key, field) for field in (*APPLICATIONS, "disk_flushes", "disk_writes"))])

@@ -138,6 +138,7 @@ def section(results):
     overwrite, whole = results.median((EMBEDDED, 0), "overwrite"), results.median((EMBEDDED, 100), "write")
     verdicts.append(Verdict(
         "overwriting compressible by incompressible data ÷ writing it anew, embedded", 1.0, overwrite and whole and overwrite / whole, better="lower",
+        why="a lead block that no longer compresses goes into the journal as data, and to its place after that: each cluster is then written in two places",
     ))  # fmt: skip
     return Section(
         paper="dd in the guest reads a file of 8 GB and writes it back, with one sync at the end. Selfie's writing takes 77 % less time than QCOW2's "
