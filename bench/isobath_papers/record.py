@@ -55,7 +55,10 @@ class Run:
             shutil.rmtree(self.directory, ignore_errors=True)
             self.done.unlink(missing_ok=True)
         self.directory.mkdir(parents=True, exist_ok=True)
-        (self.directory / "machine.json").write_text(json.dumps(about(self.profile), indent=1) + "\n")
+        path, machine = self.directory / "machine.json", about(self.profile)
+        if path.exists():
+            machine["began"] = json.loads(path.read_text())["began"]
+        path.write_text(json.dumps(machine, indent=1) + "\n")
 
     def end(self):
         """Marks the run as through; a full one is kept."""
