@@ -57,11 +57,13 @@ bench: setup
 # quick profile tries them out: what it measures means nothing, so it needs no optimised build.
 papers: setup
 	scripts/setup-papers
+	cargo build --locked --release -p isobath-testkit --example boot
 	cargo build --locked --release --features isobath-cli/slow-disk -p isobath-cli -p isobath-crash
 	bench/papers $(PAPERS)
 
 papers-quick: setup
 	scripts/setup-papers
+	cargo build --locked --release -p isobath-testkit --example boot
 	cargo build --locked --features isobath-cli/slow-disk -p isobath-cli -p isobath-crash
 	ISOBATH=$${CARGO_TARGET_DIR:-target}/debug/isobath bench/papers --quick $(PAPERS)
 
