@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGET = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
-ISOBATH = Path(os.environ.get("ISOBATH", TARGET / "release" / "isobath"))
+ISOBATH = Path(os.environ.get("ISOBATH", TARGET / "release" / "isobath")).absolute()
 # On a disk, not in memory: io_uring on tmpfs goes through worker threads.
 WORK = Path(os.environ.get("ISOBATH_BENCH_DIR", ROOT / "target" / "bench"))
 

@@ -147,5 +147,5 @@ def plot_bars(axes, groups, *, hatched=False, form="{:,.3g}"):
     axes.set_xticks(range(len(groups)), list(groups), rotation=30 if long else 0, ha="right" if long else "center")
     axes.grid(axis="x", visible=False)
     axes.margins(y=0.18)
-    if labels:
+    if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=8)
