@@ -166,8 +166,7 @@ def from_directory(raw, directory):
     profile = plan.Profile(machine["profile"] == "quick", machine["rounds"])
 
     def records_of(experiment):
-        last = {(tuple(each["key"]), each["round"]): each for each in record.read(raw / f"{experiment.name}.jsonl")}
-        return list(last.values())
+        return record.last(raw / f"{experiment.name}.jsonl")
 
     machine["rounds"] = 1 + max((each["round"] for path in raw.glob("*.jsonl") for each in record.read(path)), default=0)
     measured = {path.name.split(".")[0] for path in raw.glob("*.jsonl")}

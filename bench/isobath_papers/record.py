@@ -36,6 +36,11 @@ def read(path):
     return records
 
 
+def last(path):
+    """The records of a file: of each measurement the last."""
+    return list({(tuple(each["key"]), each["round"]): each for each in read(path)}.values())
+
+
 class Run:
     """The records of a run of a profile, in a directory of their own."""
 
@@ -72,8 +77,7 @@ class Run:
 
     def records(self, experiment):
         """What is on record of an experiment: of each measurement the last."""
-        last = {(tuple(each["key"]), each["round"]): each for each in read(self.path(experiment))}
-        return list(last.values())
+        return last(self.path(experiment))
 
     def forget(self, experiment):
         self.path(experiment).unlink(missing_ok=True)

@@ -102,12 +102,21 @@ def prepared(application):
 
 
 @contextlib.contextmanager
-def overlay(stages, disk, application, contender, options=""):
-    """A new image of a guest on a slow disk: an overlay, or for `raw` a copy with all blocks written."""
-    directory = stages[disk].directory
-    path = directory / f"{application}.img"
+def new_image(stages, disk, name):
+    """Where a new image is to be made on a slow disk; gone afterwards."""
+    path = stages[disk].directory / f"{name}.img"
     path.unlink(missing_ok=True)
     try:
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
+        stages[disk].settle()
+
+
+@contextlib.contextmanager
+def overlay(stages, disk, application, contender, options=""):
+    """A new image of a guest on a slow disk: an overlay, or for `raw` a copy with all blocks written."""
+    with new_image(stages, disk, application) as path:
         if contender.startswith(RAW):
             tools.run("cp", "--sparse=never", "--reflink=never", prepared(application), path)
         else:
@@ -115,9 +124,6 @@ def overlay(stages, disk, application, contender, options=""):
             tools.run("qemu-img", "create", "-q", "-f", "qcow2", *how, "-b", stages.base(disk, application), "-F", "qcow2", path)
         stages[disk].settle()
         yield path
-    finally:
-        path.unlink(missing_ok=True)
-        stages[disk].settle()
 
 
 def served(contender, image, cache="writeback"):

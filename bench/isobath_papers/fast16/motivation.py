@@ -62,15 +62,9 @@ class Syncer:
 @contextlib.contextmanager
 def writer_image(stages, disk, who):
     """The new image of the writer, without the page cache, so that the disk is what it writes to."""
-    path = stages[disk].directory / "writer.img"
-    path.unlink(missing_ok=True)
-    form = "raw" if who == RAW else "qcow2"
-    tools.run("qemu-img", "create", "-q", "-f", form, path, BYTES)
-    try:
+    with guests.new_image(stages, disk, "writer") as path:
+        tools.run("qemu-img", "create", "-q", "-f", "raw" if who == RAW else "qcow2", path, BYTES)
         yield path
-    finally:
-        path.unlink()
-        stages[disk].settle()
 
 
 def measure(stages, point, number):

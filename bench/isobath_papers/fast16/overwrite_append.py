@@ -41,9 +41,7 @@ def setting(profile):
 @contextlib.contextmanager
 def appended(stages, disk, who):
     """A new image, without a base."""
-    path = stages[disk].directory / "append.img"
-    path.unlink(missing_ok=True)
-    try:
+    with guests.new_image(stages, disk, "append") as path:
         if who == RAW:
             tools.run("dd", "if=/dev/zero", f"of={path}", "bs=4M", f"count={BYTES >> 22}")
         else:
@@ -51,9 +49,6 @@ def appended(stages, disk, who):
             tools.run("qemu-img", "create", "-q", "-f", "qcow2", *how, path, BYTES)
         stages[disk].settle()
         yield path
-    finally:
-        path.unlink()
-        stages[disk].settle()
 
 
 def measure(stages, point, number):

@@ -73,6 +73,19 @@ def command(contender, image, where, socket):
     return [tools.ISOBATH, "serve", image, "--nbd", f"unix:{socket}", "--cache", where.cache(), *where.options(), *how]
 
 
+class Places:
+    """Places, made when they are first used; `stack` ends them."""
+
+    def __init__(self, stack):
+        self._stack = stack
+        self._places = {}
+
+    def place(self, name):
+        if name not in self._places:
+            self._places[name] = self._stack.enter_context(place(name))
+        return self._places[name]
+
+
 class Served:
     """A disk in use: its NBD server, and the one that is the simulated disk."""
 

@@ -39,21 +39,15 @@ def points(profile):
     ]  # fmt: skip
 
 
-class Setting:
-    """How many files and transactions; the places, made when they are first used."""
+class Setting(common.Places):
+    """How many files and transactions; the places."""
 
     def __init__(self, profile, stack):
+        super().__init__(stack)
         if not shutil.which("postmark"):
             raise tools.Failed("postmark is missing: apt-get install postmark")
         self.files = profile.of(200, 4_000)
         self.transactions = self.files * 5
-        self._stack = stack
-        self._places = {}
-
-    def place(self, name):
-        if name not in self._places:
-            self._places[name] = self._stack.enter_context(common.place(name))
-        return self._places[name]
 
 
 @contextlib.contextmanager

@@ -68,20 +68,14 @@ def time_of(profile, figure):
     return profile.of("200ms", "3s" if figure == 7 else "1s")
 
 
-class Setting:
-    """The places, made when they are first used."""
+class Setting(common.Places):
+    """How many writes; the places."""
 
     def __init__(self, profile, stack):
+        super().__init__(stack)
         self.profile = profile
         # Writes of one measurement at most.
         self.most = profile.of(80, 8_000)
-        self._stack = stack
-        self._places = {}
-
-    def place(self, name):
-        if name not in self._places:
-            self._places[name] = self._stack.enter_context(common.place(name))
-        return self._places[name]
 
 
 @contextlib.contextmanager

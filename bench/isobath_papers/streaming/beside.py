@@ -59,6 +59,14 @@ class Place:
                 each.unlink()
 
 
+class Setting:
+    """What the points of an experiment share."""
+
+    def __init__(self, profile, place):
+        self.profile = profile
+        self.place = place
+
+
 @contextlib.contextmanager
 def place(layers, data, part, made=None):
     """A chain of so many layers below the active one on a slow disk; `made` is the top of one that is to be taken."""

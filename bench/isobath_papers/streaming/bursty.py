@@ -53,12 +53,11 @@ def points(profile):
     return [Point(key, seconds=profile.of(1.3, SECONDS[key[1]] + 4), rounds=1 if key == (ISOBATH, LIMIT) else 2) for key in KEYS]
 
 
-class Setting:
+class Setting(beside.Setting):
     """`speed` limits jobs, in bytes per second: half of what QEMU's normal job does beside the guest, as the dissertation's limit of 60 MB/s was."""
 
     def __init__(self, profile, place):
-        self.profile = profile
-        self.place = place
+        super().__init__(profile, place)
         self.schedule = guest.bursts(SEED, longest(profile), profile.of(6, 100))
         normal = self.measure(QEMU, NORMAL, 0)
         self.speed = round(data(profile) * beside.FILL / normal["seconds"] / 2)

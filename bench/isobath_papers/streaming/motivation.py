@@ -52,16 +52,10 @@ def points(profile):
     return [Point(key, seconds=profile.of(3, seconds[key[1]]), rounds=1 if key[1] == ADAPTIVE else 2) for key in KEYS]
 
 
-class Setting:
-    def __init__(self, profile, place):
-        self.profile = profile
-        self.place = place
-
-
 @contextlib.contextmanager
 def setting(profile):
     with beside.place(LAYERS - 1, data(profile), profile.of(8 << 20, PART)) as place:
-        yield Setting(profile, place)
+        yield beside.Setting(profile, place)
 
 
 def measure(setting, point, number):

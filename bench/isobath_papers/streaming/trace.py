@@ -43,10 +43,9 @@ def points(profile):
     return [Point(key, seconds=profile.of(1.5, seconds[key[1]]), rounds=1) for key in KEYS]
 
 
-class Setting:
+class Setting(beside.Setting):
     def __init__(self, profile, place):
-        self.profile = profile
-        self.place = place
+        super().__init__(profile, place)
         self.schedule = guest.trace(SEED, length(profile))
 
 

@@ -104,16 +104,10 @@ def loaded(profile):
     return top
 
 
-class Setting:
-    def __init__(self, profile, place):
-        self.profile = profile
-        self.place = place
-
-
 @contextlib.contextmanager
 def setting(profile):
     with beside.place(LAYERS - 1, size(profile), 0, made=loaded(profile)) as place:
-        yield Setting(profile, place)
+        yield beside.Setting(profile, place)
 
 
 def measure(setting, point, number):
