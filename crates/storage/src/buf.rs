@@ -226,7 +226,7 @@ mod tests {
     #[test]
     fn a_stable_copy_does_not_change_with_shared_memory() {
         let mut memory = [1_u8; 8];
-        let start = NonNull::from(&mut memory[0]);
+        let start = NonNull::from(&mut memory).cast();
         // SAFETY: the memory lives to the end of the test, which touches it by `start` alone.
         let mut shared = unsafe { IoBuf::shared(start, 8, Arc::new(())) };
         let first = shared.split_to(3);

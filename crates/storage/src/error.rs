@@ -1,5 +1,6 @@
 //! Errors of the storage below an image.
 
+use isobath_qcow2::text::Shown;
 use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -97,19 +98,10 @@ impl StorageError {
     }
 }
 
-/// A file's name for messages. Names come from images too: control characters, which could make a
-/// terminal do something, are escaped.
+/// A file's name for messages. Names come from images too: characters that a terminal would obey, or that
+/// reorder or hide text, are escaped.
 pub fn shown(name: &Path) -> impl fmt::Display + '_ {
-    struct Shown<'a>(&'a Path);
-    impl fmt::Display for Shown<'_> {
-        fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-            for c in self.0.to_string_lossy().chars() {
-                if c.is_control() { write!(f, "{}", c.escape_debug())? } else { write!(f, "{c}")? }
-            }
-            Ok(())
-        }
-    }
-    Shown(name)
+    Shown(name.to_string_lossy())
 }
 
 impl fmt::Display for StorageError {
@@ -129,7 +121,9 @@ mod tests {
     #[test]
     fn names_do_nothing_to_a_terminal() {
         let source = io::Error::from_raw_os_error(libc::ENOENT);
-        let error = StorageError::new(Operation::Open, Path::new("\u{1b}[2Jä\nb"), source);
-        assert!(error.to_string().starts_with("could not open '\\u{1b}[2Jä\\nb': "), "{error}");
+        let name = Path::new("\u{1b}[2Jä\nb\u{202e}");
+        let error = StorageError::new(Operation::Open, name, source);
+        let expected = "could not open '\\u{1b}[2Jä\\nb\\u{202e}': ";
+        assert!(error.to_string().starts_with(expected), "{error}");
     }
 }

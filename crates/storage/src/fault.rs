@@ -336,7 +336,7 @@ impl<S: Storage> Storage for FaultFile<S> {
         self.inner.atomic_write()
     }
 
-    fn survivor(&self, create: bool) -> Option<Arc<dyn Survivor>> {
-        self.inner.survivor(create)
+    async fn survivor(&self, create: bool) -> Result<Option<Arc<dyn Survivor>>> {
+        self.inner.survivor(create).await
     }
 }

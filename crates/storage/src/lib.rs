@@ -18,6 +18,7 @@ pub mod recorder;
 pub mod ring;
 pub mod slow;
 pub mod survivor;
+pub mod sync;
 mod wait;
 
 pub use buf::IoBuf;
@@ -26,6 +27,7 @@ pub use survivor::Survivor;
 pub use wait::block_on;
 
 use std::future::Future;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -273,10 +275,16 @@ pub trait Storage: Send + Sync + 'static {
     }
 
     /// Memory that belongs to this file and outlives the process; if there is none it is made when
-    /// `create` says so. `None` also where there can be none, or where another handle uses it.
-    fn survivor(&self, create: bool) -> Option<Arc<dyn Survivor>> {
+    /// `create` says so. `None` also where there can be none.
+    ///
+    /// Its last user may be a process that was killed and has not ended yet, although the image's lock is
+    /// free: the call waits for that.
+    ///
+    /// # Errors
+    /// There is memory that cannot be used: it is in use, or somebody else's. Or it cannot be made.
+    fn survivor(&self, create: bool) -> impl Future<Output = Result<Option<Arc<dyn Survivor>>>> {
         let _ = create;
-        None
+        async { Ok(None) }
     }
 }
 
@@ -290,7 +298,8 @@ pub enum Locking {
     /// As [`Exclusive`](Self::Exclusive), but without waiting a moment for a user that is about to
     /// let go.
     Immediate,
-    /// Take no lock and honour none (`qemu-img -U`, `force-share=on`).
+    /// Take no lock and honour none (`qemu-img -U`, `force-share=on`). For reading only: who writes
+    /// without a lock destroys what others write meanwhile.
     Unlocked,
 }
 
@@ -303,6 +312,22 @@ pub struct OpenMode {
     pub direct: bool,
     /// Image locks to take.
     pub locking: Locking,
+}
+
+impl OpenMode {
+    /// Refuses to write where no locks are taken, as QEMU does.
+    ///
+    /// # Errors
+    /// If the mode is writable and [`Locking::Unlocked`].
+    pub fn check(self, name: &Path) -> Result<()> {
+        if self.writable && self.locking == Locking::Unlocked {
+            let text = "without locks (-U, --force-share) it can only be read: another program may be \
+                        writing to it; ask for read-only access, or leave the option out";
+            let cause = io::Error::new(io::ErrorKind::InvalidInput, text);
+            return Err(StorageError::new(Operation::Open, name, cause));
+        }
+        Ok(())
+    }
 }
 
 /// Opens files by name.

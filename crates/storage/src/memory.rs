@@ -165,11 +165,19 @@ impl Survivor for MemorySurvivor {
         &self.words
     }
 
+    fn name(&self) -> String {
+        "surviving memory".into()
+    }
+
     fn remove(&self) {
         let mut place = self.place.lock();
         if place.as_ref().is_some_and(|words| Arc::ptr_eq(words, &self.words)) {
             *place = None;
         }
+    }
+
+    fn is_there(&self) -> bool {
+        self.place.lock().as_ref().is_some_and(|words| Arc::ptr_eq(words, &self.words))
     }
 }
 
@@ -208,6 +216,7 @@ pub struct MemoryHost {
 /// What a host's files answer when asked what they can.
 struct Settings {
     gains: AtomicBool,
+    devices: AtomicBool,
     survivors: AtomicBool,
     /// 0 where nothing is cloned.
     clone_alignment: AtomicU64,
@@ -218,6 +227,7 @@ impl Default for Settings {
     fn default() -> Self {
         Self {
             gains: AtomicBool::new(false),
+            devices: AtomicBool::new(false),
             survivors: AtomicBool::new(true),
             clone_alignment: AtomicU64::new(4096),
             atomic_write: AtomicU64::new(SECTOR),
@@ -235,6 +245,12 @@ impl MemoryHost {
     /// unless set.
     pub fn set_gains_from_written_space(&self, gains: bool) {
         self.settings.gains.store(gains, Ordering::Relaxed);
+    }
+
+    /// Whether files are as block devices are, open ones too: their length stays what it is, and what they were not
+    /// written to is unknown. `false` unless set.
+    pub fn set_devices(&self, devices: bool) {
+        self.settings.devices.store(devices, Ordering::Relaxed);
     }
 
     /// What [`Storage::clone_alignment`] answers for this host's writable files, open ones too: a power
@@ -289,6 +305,7 @@ impl MemoryHost {
         let directory = self.directory.lock();
         let copy = Self::new();
         copy.set_gains_from_written_space(self.settings.gains.load(Ordering::Relaxed));
+        copy.set_devices(self.settings.devices.load(Ordering::Relaxed));
         let alignment = self.settings.clone_alignment.load(Ordering::Relaxed);
         copy.set_clone_alignment(Some(alignment));
         copy.set_atomic_write(self.settings.atomic_write.load(Ordering::Relaxed));
@@ -307,6 +324,7 @@ impl MemoryHost {
     }
 
     fn attach(&self, node: Arc<Node>, name: &Path, mode: OpenMode) -> Result<MemoryFile> {
+        mode.check(name)?;
         let mut role = Role { writable: mode.writable, locked: false, admits: false };
         if mode.locking != Locking::Unlocked {
             role.locked = true;
@@ -394,6 +412,10 @@ impl Role {
 }
 
 impl MemoryFile {
+    fn is_device(&self) -> bool {
+        self.settings.devices.load(Ordering::Relaxed)
+    }
+
     /// The end of the range, once the operation is allowed there.
     fn check(&self, operation: Operation, offset: u64, length: u64) -> Result<u64> {
         let error = |code| {
@@ -408,7 +430,11 @@ impl MemoryFile {
             let source = io::Error::new(io::ErrorKind::ReadOnlyFilesystem, text);
             return Err(StorageError::at(operation, &self.name, offset, length, source));
         }
+        let changes = !matches!(operation, Operation::Read | Operation::Discard);
         match offset.checked_add(length) {
+            Some(end) if changes && self.is_device() && end > self.node.contents.lock().length => {
+                error(libc::ENOSPC)
+            }
             Some(end) if end <= MAX_LENGTH => Ok(end),
             _ => error(if operation == Operation::Read { libc::EINVAL } else { libc::EFBIG }),
         }
@@ -485,7 +511,9 @@ impl Storage for MemoryFile {
 
     async fn set_len(&self, length: u64) -> Result<()> {
         self.check(Operation::SetLength, length, 0)?;
-        self.node.contents.lock().set_length(length);
+        if !self.is_device() {
+            self.node.contents.lock().set_length(length);
+        }
         Ok(())
     }
 
@@ -579,7 +607,7 @@ impl Storage for MemoryFile {
     }
 
     fn extends_with_zeroes(&self) -> bool {
-        true
+        !self.is_device()
     }
 
     fn gains_from_written_space(&self) -> bool {
@@ -590,16 +618,16 @@ impl Storage for MemoryFile {
         self.settings.atomic_write.load(Ordering::Relaxed)
     }
 
-    fn survivor(&self, create: bool) -> Option<Arc<dyn Survivor>> {
+    async fn survivor(&self, create: bool) -> Result<Option<Arc<dyn Survivor>>> {
         if !self.settings.survivors.load(Ordering::Relaxed) {
-            return None;
+            return Ok(None);
         }
         let mut place = self.node.survivor.lock();
         if place.is_none() && create {
             let count = SURVIVOR_BYTES / size_of::<AtomicU64>();
             *place = Some((0..count).map(|_| AtomicU64::new(0)).collect());
         }
-        let words = place.clone()?;
-        Some(Arc::new(MemorySurvivor { words, place: Arc::clone(&self.node.survivor) }))
+        let Some(words) = place.clone() else { return Ok(None) };
+        Ok(Some(Arc::new(MemorySurvivor { words, place: Arc::clone(&self.node.survivor) })))
     }
 }

@@ -357,7 +357,7 @@ impl<S: Storage> Storage for RecorderFile<S> {
         self.atomic_write.unwrap_or_else(|| self.inner.atomic_write())
     }
 
-    fn survivor(&self, create: bool) -> Option<Arc<dyn Survivor>> {
-        self.inner.survivor(create)
+    async fn survivor(&self, create: bool) -> Result<Option<Arc<dyn Survivor>>> {
+        self.inner.survivor(create).await
     }
 }

@@ -378,8 +378,8 @@ impl<S: Storage> Storage for SlowFile<S> {
         self.inner.atomic_write()
     }
 
-    fn survivor(&self, create: bool) -> Option<Arc<dyn Survivor>> {
-        self.inner.survivor(create)
+    async fn survivor(&self, create: bool) -> Result<Option<Arc<dyn Survivor>>> {
+        self.inner.survivor(create).await
     }
 }
 

@@ -15,6 +15,12 @@ pub trait Survivor: Send + Sync {
     /// left with, by whoever could open it.
     fn words(&self) -> &[AtomicU64];
 
+    /// What it is, for people: the path of a file.
+    fn name(&self) -> String;
+
     /// Gives the memory back. Who asks for the file's later gets other.
     fn remove(&self);
+
+    /// Whether who asks for the file's memory later gets this; not if somebody has removed it.
+    fn is_there(&self) -> bool;
 }

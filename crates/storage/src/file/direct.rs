@@ -129,7 +129,7 @@ impl Direct {
     ) -> (io::Result<()>, IoBuf) {
         if self.in_blocks(offset) && self.is_aligned(&buf) {
             let guard = self.share(&target.lease, offset, offset + buf.len() as u64).await;
-            let target = Target { file: target.file.clone(), lease: guard };
+            let target = target.leased(guard);
             return transfer::write(&target, offset, buf).await;
         }
         let result = Box::pin(self.write_copy(target, offset, std::slice::from_ref(&buf))).await;
@@ -146,7 +146,7 @@ impl Direct {
         if self.in_blocks(offset) && bufs.iter().all(|buf| self.is_aligned(buf)) {
             let length: u64 = bufs.iter().map(|buf| buf.len() as u64).sum();
             let guard = self.share(&target.lease, offset, offset + length).await;
-            let target = Target { file: target.file.clone(), lease: guard };
+            let target = target.leased(guard);
             return transfer::write_vectored(&target, offset, bufs).await;
         }
         let result = Box::pin(self.write_copy(target, offset, &bufs)).await;
@@ -166,7 +166,7 @@ impl Direct {
             let length = length(&target.file)?;
             cut = (last > length).then_some(length);
         }
-        let target = Target { file: target.file.clone(), lease: guard.clone() };
+        let target = target.leased(guard.clone());
         let mut source = Source { bufs, skip: 0 };
         let mut at = first;
         let mut result = Ok(());

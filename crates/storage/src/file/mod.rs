@@ -5,7 +5,7 @@
 //! cutting a file) runs on a thread of its own when it can take long.
 //!
 //! A write future that is dropped before its end leaves its range undefined until the kernel is done
-//! with it, which nobody is told: callers that write to the range again keep the future.
+//! with it, for which every later operation on the file waits.
 //!
 //! A chain can have more files than a process may open. Files opened for reading after half the limit
 //! (`RLIMIT_NOFILE` when the first file is opened, less a reserve) therefore share the rest of it: near
@@ -26,6 +26,7 @@ mod cached;
 mod descriptors;
 mod direct;
 mod flush;
+mod landing;
 mod open;
 mod ranges;
 mod reflink;
@@ -42,7 +43,6 @@ pub use flush::syncs;
 pub use open::{FileHost, LimitedHost};
 
 use crate::error::{Operation, StorageError};
-use crate::ring::unblock;
 use crate::{
     Access, Allocation, FileId, IoBuf, Result, SECTOR, Stamp, Storage, Survivor, ZeroMode,
 };
@@ -50,6 +50,7 @@ use arc_swap::ArcSwap;
 use cached::Cached;
 use direct::Direct;
 use flush::Durability;
+use landing::unblocked;
 use roles::{FlushDue, Roles, Writing};
 use source::{Named, Source};
 use std::fmt;
@@ -112,6 +113,15 @@ impl FileStorage {
             Some(target) => Ok(target),
             None => Box::pin(shared.reopen()).await,
         }
+    }
+
+    /// Waits for operations whose futures were dropped: nearly always there are none.
+    pub(super) async fn landed(&self) {
+        let landing = match &**self.source.load() {
+            Source::Kept(target, _) if target.landing.any() => target.landing.clone(),
+            _ => return,
+        };
+        landing.ended().await;
     }
 
     /// Reads what is there without waiting: how many bytes from the start on.
@@ -193,7 +203,8 @@ impl FileStorage {
         if length >= self.length_of(&target.file)? {
             return sys::ftruncate(&target.file, length);
         }
-        unblock(move || {
+        let landing = target.landing.clone();
+        unblocked(&landing, move || {
             let _guard = guard;
             sys::ftruncate(&target.file, length)
         })
@@ -229,6 +240,7 @@ impl Storage for FileStorage {
     async fn read_at(&self, offset: u64, mut buf: IoBuf) -> Result<IoBuf> {
         let length = buf.len();
         self.check(Operation::Read, offset, length as u64)?;
+        self.landed().await;
         let done = self.read_cached(offset, &mut buf);
         if done == length {
             return Ok(buf);
@@ -253,6 +265,7 @@ impl Storage for FileStorage {
         if length == 0 {
             return Ok(buf);
         }
+        self.landed().await;
         let target =
             self.kept().map_err(|error| self.at(Operation::Write, offset, length, error))?;
         let (result, buf) = self.write_buf(&target, offset, buf).await;
@@ -266,6 +279,7 @@ impl Storage for FileStorage {
         if length == 0 {
             return Ok(bufs);
         }
+        self.landed().await;
         let target =
             self.kept().map_err(|error| self.at(Operation::Write, offset, length, error))?;
         let (result, bufs) = match &self.direct {
@@ -281,6 +295,7 @@ impl Storage for FileStorage {
         if length == 0 {
             return Ok(());
         }
+        self.landed().await;
         let result = self.zero(offset, end, mode).await;
         result.map_err(|error| self.at(Operation::WriteZeroes, offset, length, error))
     }
@@ -290,11 +305,13 @@ impl Storage for FileStorage {
         if length == 0 {
             return Ok(());
         }
+        self.landed().await;
         let result = self.punch(offset, end).await;
         result.map_err(|error| self.at(Operation::Discard, offset, length, error))
     }
 
     async fn flush(&self) -> Result<()> {
+        self.landed().await;
         let result = match self.writing.flush_due() {
             FlushDue::Never => Ok(()),
             FlushDue::No => self.durability.check(),
@@ -316,6 +333,7 @@ impl Storage for FileStorage {
 
     async fn set_len(&self, length: u64) -> Result<()> {
         self.check(Operation::SetLength, length, 0)?;
+        self.landed().await;
         let result = self.change_length(length).await;
         result.map_err(|error| self.at(Operation::SetLength, length, 0, error))
     }
@@ -399,8 +417,10 @@ impl Storage for FileStorage {
         })
     }
 
-    fn survivor(&self, create: bool) -> Option<Arc<dyn Survivor>> {
-        survivor::survivor(self.file.id, create)
+    async fn survivor(&self, create: bool) -> Result<Option<Arc<dyn Survivor>>> {
+        let kept = self.kept().ok();
+        let image = kept.as_ref().map(|target| &*target.file);
+        survivor::survivor(&self.file.name, image, self.file.id, create).await
     }
 
     fn atomic_write(&self) -> u64 {

@@ -4,6 +4,7 @@ use super::cached::Cached;
 use super::descriptors::{Permit, Pool};
 use super::direct::Direct;
 use super::flush::Durability;
+use super::landing::Landing;
 use super::roles::Writing;
 use super::source::{Named, Source};
 use super::stamp::pause;
@@ -12,6 +13,7 @@ use super::zero::Abilities;
 use super::{FileStorage, Kind, sys};
 use crate::error::{Operation, StorageError};
 use crate::lock::{self, Locks};
+use crate::ring;
 use crate::{FileId, Host, Locking, OpenMode, Result};
 use arc_swap::ArcSwap;
 use std::fs::{self, File, OpenOptions};
@@ -132,6 +134,17 @@ struct Held {
     _locks: Option<Locks>,
     _file: Arc<OwnedFd>,
     _permit: Permit,
+    landing: Arc<Landing>,
+}
+
+impl ring::Held for Held {
+    fn orphaned(&self) {
+        self.landing.orphaned();
+    }
+
+    fn landed(&self) {
+        self.landing.landed();
+    }
 }
 
 /// How the locks that a mode asks for are taken.
@@ -163,6 +176,7 @@ pub(super) async fn descriptor(
 }
 
 async fn open(name: &Path, mode: OpenMode, pool: &Arc<Pool>) -> Result<FileStorage> {
+    mode.check(name)?;
     let opened = descriptor(name, name, mode, Taking::Alone, pool).await?;
     let storage = storage(opened, name, mode, Durability::default(), pool);
     storage.map_err(|error| error.named(Operation::Open, name))
@@ -170,6 +184,7 @@ async fn open(name: &Path, mode: OpenMode, pool: &Arc<Pool>) -> Result<FileStora
 
 async fn create(name: &Path, mode: OpenMode, pool: &Arc<Pool>) -> Attempt<FileStorage> {
     let mode = OpenMode { writable: true, ..mode };
+    mode.check(name)?;
     let found = match fs::metadata(name) {
         Ok(found) => {
             check_type(found.mode())?;
@@ -230,8 +245,14 @@ async fn attach(
         Locking::Exclusive => Some(wait_for_locks(&file, name, mode.writable).await?),
         Locking::Immediate => Some(lock::take(&file, name, mode.writable)?),
     };
-    let lease = Arc::new(Held { _locks: locks, _file: file.clone(), _permit: permit });
-    Ok(Opened { target: Target { file, lease }, id, kind })
+    let landing = Arc::<Landing>::default();
+    let lease = Arc::new(Held {
+        _locks: locks,
+        _file: file.clone(),
+        _permit: permit,
+        landing: landing.clone(),
+    });
+    Ok(Opened { target: Target { file, lease, landing }, id, kind })
 }
 
 /// Takes the image's locks, waiting a little for another user to let go of them.

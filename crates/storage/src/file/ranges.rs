@@ -1,6 +1,6 @@
 //! Ranges of a file that operations hold while they are in flight.
 
-use crate::ring::Lease;
+use crate::ring::{self, Lease};
 use parking_lot::Mutex;
 use std::future::poll_fn;
 use std::sync::Arc;
@@ -32,8 +32,18 @@ pub(super) struct Ranges(Mutex<State>);
 pub(super) struct Guard {
     ranges: Arc<Ranges>,
     /// What keeps the file open, and locked, for as long as the range is held.
-    _lease: Lease,
+    lease: Lease,
     id: u64,
+}
+
+impl ring::Held for Guard {
+    fn orphaned(&self) {
+        self.lease.orphaned();
+    }
+
+    fn landed(&self) {
+        self.lease.landed();
+    }
 }
 
 impl Ranges {
@@ -65,7 +75,7 @@ impl Ranges {
             Poll::Ready(id)
         })
         .await;
-        Arc::new(Guard { ranges: self.clone(), _lease: lease.clone(), id })
+        Arc::new(Guard { ranges: self.clone(), lease: lease.clone(), id })
     }
 }
 

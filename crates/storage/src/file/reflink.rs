@@ -1,7 +1,7 @@
 //! Sharing the space of another file's bytes.
 
+use super::landing::unblocked;
 use super::{FileStorage, Kind, sys};
-use crate::ring::unblock;
 use crate::{Result, Storage};
 use std::io;
 
@@ -29,7 +29,9 @@ impl FileStorage {
             Some(direct) => Some(direct.share(&target.lease, to_offset, to_offset + length).await),
             None => None,
         };
-        let call = unblock(move || {
+        self.landed().await;
+        let landing = target.landing.clone();
+        let call = unblocked(&landing, move || {
             let _guard = guard;
             sys::clone_range(&source.file, from_offset, &target.file, to_offset, length)
         });

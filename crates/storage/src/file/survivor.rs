@@ -1,8 +1,10 @@
 //! Surviving memory of files: one file of its own for each in `/dev/shm`, mapped.
 
+use super::stamp::pause;
 use super::sys::{self, Mapping};
+use crate::error::{Operation, StorageError};
 use crate::survivor::{SURVIVOR_BYTES, Survivor};
-use crate::{FileId, shown};
+use crate::{FileId, Result, shown};
 use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::os::fd::OwnedFd;
@@ -10,15 +12,23 @@ use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
+use std::time::Duration;
 
 /// Where the kernel keeps files in memory.
 const DIRECTORY: &str = "/dev/shm";
+
+/// A process that was killed holds the lock of its memory until the last user of its address space lets go,
+/// such as a reader of `/proc/PID/smaps`: after its image locks. This is how often somebody who looks for what
+/// it left asks again, and somebody who wants new memory.
+const FIND_STEPS: u32 = 3000;
+const CREATE_STEPS: u32 = 100;
+const STEP: Duration = Duration::from_millis(10);
 
 /// A mapped file.
 struct Mapped {
     path: PathBuf,
     /// Holds the lock that keeps other processes from the same memory.
-    _file: File,
+    file: File,
     mapping: Mapping,
 }
 
@@ -27,30 +37,72 @@ impl Survivor for Mapped {
         self.mapping.words()
     }
 
+    fn name(&self) -> String {
+        shown(&self.path).to_string()
+    }
+
     fn remove(&self) {
+        if !self.is_there() {
+            return;
+        }
         if let Err(error) = fs::remove_file(&self.path)
             && error.kind() != io::ErrorKind::NotFound
         {
             tracing::warn!(file = %shown(&self.path), %error, "it was not removed");
         }
     }
+
+    fn is_there(&self) -> bool {
+        // What cannot be told is not there.
+        self.file.metadata().is_ok_and(|found| found.nlink() == 1)
+    }
 }
 
-/// The surviving memory of the file `id`; made if there is none and `create` says so. `None` also where
-/// it cannot be used, which is logged.
-pub(super) fn survivor(id: FileId, create: bool) -> Option<Arc<dyn Survivor>> {
+/// The surviving memory of the file `id`, which is open under `name` as `image`; made if there is none and `create` says so.
+pub(super) async fn survivor(
+    name: &Path,
+    image: Option<&OwnedFd>,
+    id: FileId,
+    create: bool,
+) -> Result<Option<Arc<dyn Survivor>>> {
     let path = Path::new(DIRECTORY).join(format!("isobath-{:x}-{:x}", id.device, id.inode));
-    match open(&path, create) {
-        Ok(mapped) => Some(Arc::new(mapped)),
-        Err(error) if error.kind() == io::ErrorKind::NotFound && !create => None,
-        Err(error) => {
-            tracing::warn!(file = %shown(&path), %error, "no memory there can be used");
-            None
+    // Who owns the image might as well change that.
+    let owner = image.filter(|_| !create).and_then(|image| sys::stat(image).ok());
+    let owner = owner.map(|image| image.st_uid);
+    let mut steps = if create { CREATE_STEPS } else { FIND_STEPS };
+    loop {
+        match open(&path, owner, create) {
+            Ok(mapped) => return Ok(Some(Arc::new(mapped))),
+            Err(error) if error.kind() == io::ErrorKind::NotFound && !create => return Ok(None),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock && steps > 0 => {
+                steps -= 1;
+                pause(STEP).await;
+            }
+            Err(error) => {
+                let text = format!(
+                    "the memory in '{}', which may hold what a killed process had answered: {}",
+                    shown(&path),
+                    explained(&error)
+                );
+                let error = io::Error::new(error.kind(), text);
+                return Err(StorageError::new(Operation::Open, name, error));
+            }
         }
     }
 }
 
-fn open(path: &Path, create: bool) -> io::Result<Mapped> {
+fn explained(error: &io::Error) -> String {
+    match error.kind() {
+        io::ErrorKind::WouldBlock => "another process is using it".into(),
+        io::ErrorKind::PermissionDenied if error.raw_os_error().is_some() => {
+            format!("{error}; open the image as the user whose it is")
+        }
+        _ => error.to_string(),
+    }
+}
+
+/// `owner` may have made it too.
+fn open(path: &Path, owner: Option<u32>, create: bool) -> io::Result<Mapped> {
     let file = OpenOptions::new()
         .read(true)
         .write(true)
@@ -59,15 +111,20 @@ fn open(path: &Path, create: bool) -> io::Result<Mapped> {
         .mode(0o600)
         .custom_flags(libc::O_NOFOLLOW | libc::O_CLOEXEC | libc::O_NONBLOCK)
         .open(path)?;
+    file.try_lock()?;
     let refused = |reason: &str| Err(io::Error::new(io::ErrorKind::PermissionDenied, reason));
     let found = file.metadata()?;
+    if found.nlink() == 0 {
+        // Its last user has removed it meanwhile.
+        return Err(if create { io::ErrorKind::WouldBlock } else { io::ErrorKind::NotFound }.into());
+    }
     if !found.is_file() {
         return refused("it is no regular file");
     }
-    if found.uid() != sys::effective_user() || found.nlink() != 1 || found.mode() & 0o077 != 0 {
+    let known = [Some(sys::effective_user()), owner].contains(&Some(found.uid()));
+    if !known || found.nlink() != 1 || found.mode() & 0o077 != 0 {
         return refused("it may be somebody else's");
     }
-    file.try_lock()?;
     let length = SURVIVOR_BYTES as u64;
     if found.len() != length {
         if found.len() != 0 {
@@ -81,7 +138,7 @@ fn open(path: &Path, create: bool) -> io::Result<Mapped> {
         }
     }
     let mapping = Mapping::of(&file, SURVIVOR_BYTES)?;
-    Ok(Mapped { path: path.to_owned(), _file: file, mapping })
+    Ok(Mapped { path: path.to_owned(), file, mapping })
 }
 
 fn reserve(file: &File, length: u64) -> io::Result<()> {

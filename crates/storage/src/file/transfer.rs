@@ -1,5 +1,6 @@
 //! Whole transfers: through this thread's ring, or by system calls where there is none.
 
+use super::landing::Landing;
 use super::sys;
 use crate::IoBuf;
 use crate::ring::{self, ops};
@@ -13,6 +14,15 @@ use std::sync::Arc;
 pub(super) struct Target {
     pub(super) file: Arc<OwnedFd>,
     pub(super) lease: ring::Lease,
+    /// Operations on it that nobody waits for.
+    pub(super) landing: Arc<Landing>,
+}
+
+impl Target {
+    /// The same file, with what operations in flight keep.
+    pub(super) fn leased(&self, lease: ring::Lease) -> Self {
+        Self { file: self.file.clone(), lease, landing: self.landing.clone() }
+    }
 }
 
 fn interrupted(error: &io::Error) -> bool {

@@ -1,8 +1,8 @@
 //! Zeroes and holes.
 
+use super::landing::unblocked;
 use super::transfer::{self, Target};
 use super::{FileStorage, Kind, sys};
-use crate::ring::unblock;
 use crate::{IoBuf, ZeroMode};
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -36,10 +36,7 @@ impl FileStorage {
             return Ok(false);
         }
         let target = match &self.direct {
-            Some(direct) => Target {
-                lease: direct.share(&target.lease, start, end).await,
-                file: target.file.clone(),
-            },
+            Some(direct) => target.leased(direct.share(&target.lease, start, end).await),
             None => target.clone(),
         };
         match transfer::fallocate(&target, mode, start, end - start).await {
@@ -142,7 +139,8 @@ impl FileStorage {
             Some(direct) => Some(direct.share(&target.lease, first, last).await),
             None => None,
         };
-        let result = unblock(move || {
+        let landing = target.landing.clone();
+        let result = unblocked(&landing, move || {
             let _guard = guard;
             sys::device_discard(&target.file, first, last - first)
         });

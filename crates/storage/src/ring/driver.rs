@@ -245,7 +245,7 @@ impl Driver {
             tracing::error!(key, serial, result, "io_uring completed an operation never started");
             return;
         };
-        let _lease = slot.lease.take();
+        let lease = slot.lease.take();
         match std::mem::replace(&mut slot.state, State::Done(result)) {
             State::Waiting(waker) => {
                 drop(slots);
@@ -258,6 +258,9 @@ impl Driver {
                 drop(slots);
                 self.orphans.set(self.orphans.get() - 1);
                 drop(slot);
+                if let Some(lease) = lease {
+                    lease.landed();
+                }
             }
             State::Done(first) => {
                 tracing::error!(
@@ -303,6 +306,9 @@ impl Driver {
             return;
         }
         let waker = std::mem::replace(&mut slot.state, State::Orphan);
+        if let Some(lease) = &slot.lease {
+            lease.orphaned();
+        }
         let cancel =
             (slot.abandon == Abandon::Cancel).then(|| u64::from(slot.serial) << 32 | index as u64);
         drop(slots);

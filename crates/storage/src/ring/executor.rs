@@ -3,6 +3,7 @@
 use super::local::{self, Local};
 use super::remote::{Handle, Remote};
 use super::task::JoinHandle;
+use crate::sync::atomic::{AtomicBool, Ordering};
 use std::fmt;
 use std::future::Future;
 use std::io;
@@ -10,7 +11,6 @@ use std::mem::ManuallyDrop;
 use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll, Wake, Waker};
 
 /// Sizes of an executor's ring.

@@ -11,7 +11,6 @@ use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 use std::future::Future;
 use std::io;
-use std::os::fd::AsRawFd;
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -20,8 +19,14 @@ use std::sync::Arc;
 const AT_ONCE: usize = 8 << 20;
 const AT_ONCE_CALLS: usize = 256;
 
+#[cfg(not(loom))]
 thread_local! {
     static CURRENT: RefCell<Option<Rc<Local>>> = const { RefCell::new(None) };
+}
+
+#[cfg(loom)]
+loom::thread_local! {
+    static CURRENT: RefCell<Option<Rc<Local>>> = RefCell::new(None);
 }
 
 /// This thread's executor, inside `block_on`.
@@ -119,7 +124,7 @@ impl Local {
         // SAFETY: `word` lives as long as the driver, which is drained before both are freed, and
         // nothing here reads or writes it.
         unsafe {
-            self.driver.start_wake_read(self.remote.eventfd.as_raw_fd(), self.word.as_ptr());
+            self.driver.start_wake_read(self.remote.bell.descriptor(), self.word.as_ptr());
         }
     }
 
@@ -174,6 +179,10 @@ impl Local {
         }
         let next = self.timers.expire();
         let idle = self.run_queue.borrow().is_empty() && !busy() && self.remote.prepare_sleep();
+        #[cfg(loom)]
+        if idle {
+            self.remote.bell.wait();
+        }
         let wait = match next {
             _ if !idle => Wait::No,
             None => Wait::Forever,

@@ -17,11 +17,14 @@
 //! A panic in a task ends that task alone: its [`JoinHandle`] tells, or the log if nobody listens. A
 //! panic in the future given to `block_on` unwinds through it.
 
+mod bell;
 mod blocking;
 mod device;
 mod driver;
 mod event;
 mod executor;
+#[cfg(all(test, loom))]
+mod interleavings;
 mod local;
 pub mod net;
 mod oneshot;
@@ -44,7 +47,7 @@ pub use worker::Worker;
 
 pub(crate) use blocking::unblock;
 pub(crate) use local::{current, may_go_on};
-pub(crate) use op::{Lease, Vectored, ops};
+pub(crate) use op::{Held, Lease, Vectored, ops};
 
 use std::future::Future;
 use std::pin::Pin;

@@ -1,6 +1,6 @@
 //! One value from one thread to another.
 
-use parking_lot::Mutex;
+use crate::sync::Mutex;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 

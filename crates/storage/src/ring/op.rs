@@ -4,7 +4,6 @@ use super::driver::{Abandon, Key};
 use super::local::Local;
 use crate::IoBuf;
 use io_uring::squeue;
-use std::any::Any;
 use std::future::Future;
 use std::io;
 use std::os::fd::OwnedFd;
@@ -68,7 +67,20 @@ impl Vectored {
 
 /// Whatever an operation in flight keeps alive besides its memory: its file, or a guard that holds the
 /// file.
-pub(crate) type Lease = Arc<dyn Any + Send + Sync>;
+pub(crate) type Lease = Arc<dyn Held>;
+
+/// What is kept so, and is told of operations whose futures are gone before their end.
+pub(crate) trait Held: Send + Sync {
+    /// Nobody waits any more for an operation that is in flight.
+    fn orphaned(&self) {}
+
+    /// Such an operation has ended.
+    fn landed(&self) {}
+}
+
+impl Held for OwnedFd {}
+
+impl Held for () {}
 
 /// What an operation in flight owns.
 pub(crate) enum Keep {

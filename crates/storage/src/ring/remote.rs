@@ -1,14 +1,14 @@
 //! How other threads reach an executor.
 
+use super::bell::Bell;
 use super::oneshot;
 use super::task::{JoinError, Run};
-use parking_lot::Mutex;
+use crate::sync::Mutex;
+use crate::sync::atomic::{AtomicBool, Ordering};
 use std::future::Future;
 use std::io;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll};
 
 type Job = Box<dyn FnOnce() + Send>;
@@ -23,7 +23,7 @@ pub(super) struct Mail {
 #[derive(Default)]
 struct Mailbox {
     mail: Mail,
-    /// The executor waits in the kernel, or is about to, and only the eventfd wakes it.
+    /// The executor waits in the kernel, or is about to, and only the bell wakes it.
     sleeping: bool,
     closed: bool,
 }
@@ -33,19 +33,12 @@ pub(super) struct Remote {
     mailbox: Mutex<Mailbox>,
     /// Something happened since the last [`take`](Self::take). Written under the lock.
     news: AtomicBool,
-    pub(super) eventfd: OwnedFd,
+    pub(super) bell: Bell,
 }
 
 impl Remote {
     pub(super) fn new() -> io::Result<Self> {
-        // SAFETY: a plain system call.
-        let fd = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
-        if fd < 0 {
-            return Err(io::Error::last_os_error());
-        }
-        // SAFETY: the descriptor was made just now, for this owner.
-        let eventfd = unsafe { OwnedFd::from_raw_fd(fd) };
-        Ok(Self { mailbox: Mutex::default(), news: AtomicBool::new(false), eventfd })
+        Ok(Self { mailbox: Mutex::default(), news: AtomicBool::new(false), bell: Bell::new()? })
     }
 
     /// Leaves something in the mailbox; gives it back if the executor has ended.
@@ -57,9 +50,7 @@ impl Remote {
         put(&mut mailbox.mail, item);
         self.news.store(true, Ordering::Release);
         if std::mem::take(&mut mailbox.sleeping) {
-            // A full counter (EAGAIN) wakes the reader as well, so the outcome does not matter.
-            // SAFETY: the eventfd is open, and 8 bytes are read from a live value.
-            unsafe { libc::write(self.eventfd.as_raw_fd(), (&raw const ONE).cast(), 8) };
+            self.bell.ring();
         }
         None
     }
@@ -101,8 +92,6 @@ impl Remote {
         drop(mail);
     }
 }
-
-static ONE: u64 = 1;
 
 /// Starts tasks on an executor from any thread.
 #[derive(Clone)]

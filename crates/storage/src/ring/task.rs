@@ -2,6 +2,7 @@
 
 use super::local;
 use super::remote::Remote;
+use crate::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::any::Any;
 use std::cell::UnsafeCell;
 use std::fmt;
@@ -9,7 +10,6 @@ use std::future::Future;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::task::{Context, Poll, Wake, Waker};
 
 /// Why a task has no result.
@@ -299,5 +299,67 @@ impl<T> Future for JoinHandle<T> {
 impl<T> Drop for JoinHandle<T> {
     fn drop(&mut self) {
         self.task.detach();
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use crate::ring::oneshot;
+    use std::future::poll_fn;
+    use std::thread;
+
+    fn poll<T>(handle: &mut JoinHandle<T>) -> Poll<Result<T, JoinError>> {
+        Pin::new(handle).poll(&mut Context::from_waker(Waker::noop()))
+    }
+
+    fn run_what_was_sent(remote: &Remote) {
+        for task in remote.take().into_iter().flat_map(|mail| mail.tasks) {
+            task.run();
+        }
+    }
+
+    // Without a ring, so that miri can run these.
+    #[test]
+    fn a_task_that_another_thread_wakes_ends_on_its_own() {
+        let remote = Arc::new(Remote::new().unwrap());
+        let (sender, mut receiver) = oneshot::channel();
+        let future = async move { poll_fn(|context| receiver.poll(context)).await };
+        let task = Arc::new(Task::new(future, remote.clone()));
+        let mut handle = JoinHandle::new(task.clone());
+        task.run();
+        assert!(poll(&mut handle).is_pending());
+        thread::spawn(move || sender.send(vec![7])).join().unwrap();
+        run_what_was_sent(&remote);
+        let Poll::Ready(Ok(value)) = poll(&mut handle) else { panic!("it has not ended") };
+        assert_eq!(value, Some(vec![7]));
+    }
+
+    #[test]
+    fn threads_free_a_task_whose_executor_has_ended() {
+        let remote = Arc::new(Remote::new().unwrap());
+        let held = Arc::new(vec![1]);
+        let (sender, mut receiver) = oneshot::channel::<u8>();
+        let kept = held.clone();
+        let future = async move {
+            poll_fn(|context| receiver.poll(context)).await;
+            kept.len()
+        };
+        let task = Arc::new(Task::new(future, remote.clone()));
+        let mut handle = JoinHandle::new(task.clone());
+        task.clone().run();
+        let threads = [(); 3].map(|()| {
+            let waker = Waker::from(task.clone());
+            thread::spawn(move || waker.wake())
+        });
+        // The future is dropped here, whoever has the task.
+        task.end();
+        assert_eq!(Arc::strong_count(&held), 1);
+        remote.close();
+        for thread in threads {
+            thread.join().unwrap();
+        }
+        drop(sender);
+        assert!(matches!(poll(&mut handle), Poll::Ready(Err(error)) if !error.is_panic()));
     }
 }

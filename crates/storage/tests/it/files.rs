@@ -315,3 +315,34 @@ fn flushes_are_cheaper_in_written_space_on_ext4_and_xfs_only() {
         }
     });
 }
+
+/// Writes whose futures are dropped while the kernel has them, and later ones to the same places.
+#[test]
+fn a_write_that_was_given_up_does_not_land_over_a_later_one() {
+    const LENGTH: usize = 1 << 20;
+    let directory = directory();
+    for mode in [WRITABLE, DIRECT] {
+        executor().block_on(async {
+            let path = directory.path().join("file");
+            let file = FileHost.create(&path, mode).await.unwrap();
+            for round in 0..50_u8 {
+                let early = IoBuf::copy_of(&vec![0xee; LENGTH]);
+                {
+                    let mut write = pin!(file.write_at(0, early));
+                    let mut context = Context::from_waker(Waker::noop());
+                    let _ = write.as_mut().poll(&mut context);
+                    if round % 2 == 1 {
+                        // The kernel may have begun.
+                        yield_now().await;
+                    }
+                }
+                let late = IoBuf::copy_of(&vec![round; LENGTH]);
+                file.write_at(0, late).await.unwrap();
+                file.flush().await.unwrap();
+                let found = file.read_at(0, IoBuf::zeroed(LENGTH)).await.unwrap();
+                let differs = found.iter().position(|byte| *byte != round);
+                assert_eq!(differs, None, "round {round}");
+            }
+        });
+    }
+}

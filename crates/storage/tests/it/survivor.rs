@@ -39,18 +39,41 @@ async fn open(directory: &Path) -> impl Storage + use<> {
 fn it_stays_until_it_is_removed_and_has_one_user() {
     let own = Own::new();
     let file = block_on(open(own.directory.path()));
-    assert!(file.survivor(false).is_none() && !own.memory.exists());
-    let first = file.survivor(true).unwrap();
+    let survivor = |create| block_on(file.survivor(create));
+    assert!(survivor(false).unwrap().is_none() && !own.memory.exists());
+    let first = survivor(true).unwrap().unwrap();
     assert_eq!(first.words().len() * 8, SURVIVOR_BYTES);
     assert!(first.words().iter().all(|word| word.load(Ordering::Relaxed) == 0));
     first.words()[7].store(42, Ordering::Relaxed);
     assert_eq!(fs::metadata(&own.memory).unwrap().permissions().mode() & 0o777, 0o600);
-    assert!(file.survivor(true).is_none(), "it is in use");
+    let busy = survivor(true).err().unwrap();
+    assert_eq!(busy.kind(), std::io::ErrorKind::WouldBlock);
+    assert!(first.is_there());
     drop(first);
-    let again = file.survivor(false).unwrap();
+    let again = survivor(false).unwrap().unwrap();
     assert_eq!(again.words()[7].load(Ordering::Relaxed), 42);
     again.remove();
-    assert!(!own.memory.exists() && file.survivor(false).is_none());
+    assert!(!again.is_there() && !own.memory.exists() && survivor(false).unwrap().is_none());
+}
+
+#[test]
+fn who_looks_for_it_waits_for_a_process_that_is_ending() {
+    let own = Own::new();
+    let file = block_on(open(own.directory.path()));
+    let ending = block_on(file.survivor(true)).unwrap().unwrap();
+    ending.words()[7].store(42, Ordering::Relaxed);
+    let found = std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| {
+            let file = block_on(open(own.directory.path()));
+            let found = block_on(file.survivor(false)).unwrap().unwrap();
+            found.words()[7].load(Ordering::Relaxed)
+        });
+        // The other thread most likely asks before this; if not, it finds what is asserted all the same.
+        std::thread::sleep(std::time::Duration::from_millis(50));
+        drop(ending);
+        waiting.join().unwrap()
+    });
+    assert_eq!(found, 42);
 }
 
 #[test]
@@ -59,8 +82,10 @@ fn what_may_be_somebody_elses_is_not_used() {
     let file = block_on(open(own.directory.path()));
     let elsewhere = own.directory.path().join("elsewhere");
     let refused = |what: &str| {
-        assert!(file.survivor(true).is_none(), "{what}");
-        assert!(file.survivor(false).is_none(), "{what}");
+        for create in [true, false] {
+            let error = block_on(file.survivor(create)).err().expect(what).to_string();
+            assert!(error.contains(own.memory.to_str().unwrap()), "{error}");
+        }
         if own.memory.is_dir() {
             fs::remove_dir(&own.memory).unwrap();
         } else {
@@ -85,5 +110,5 @@ fn what_may_be_somebody_elses_is_not_used() {
     fs::hard_link(&own.memory, &second).unwrap();
     refused("it has two names");
     fs::remove_file(&second).unwrap();
-    assert!(file.survivor(true).is_some());
+    assert!(block_on(file.survivor(true)).unwrap().is_some());
 }

@@ -1,0 +1,139 @@
+//! Operations that go on after whoever asked for them has gone.
+//!
+//! The kernel carries out what it was given. A write whose future was dropped may still land, and must not do so
+//! over a later one, nor after a flush that was to cover it: so every later operation on the file waits for it.
+
+use crate::ring::{Held, unblock};
+use event_listener::Event;
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
+
+/// The operations of one file that nobody waits for any more.
+#[derive(Debug, Default)]
+pub(super) struct Landing {
+    orphans: AtomicUsize,
+    landed: Event,
+}
+
+impl Landing {
+    /// Whether there are any.
+    pub(super) fn any(&self) -> bool {
+        self.orphans.load(Ordering::SeqCst) > 0
+    }
+
+    /// Waits for all of them.
+    pub(super) async fn ended(&self) {
+        while self.any() {
+            let landed = self.landed.listen();
+            if self.any() {
+                landed.await;
+            }
+        }
+    }
+}
+
+/// Runs a call that changes a file on a thread where it can wait. Given up, it is one that the file's others
+/// wait for.
+pub(super) async fn unblocked<T: Send + 'static>(
+    landing: &Arc<Landing>,
+    call: impl FnOnce() -> io::Result<T> + Send + 'static,
+) -> io::Result<T> {
+    let state = Arc::new(AtomicU8::new(RUNNING));
+    let waiting = Waiting { landing, state: state.clone() };
+    let landing = landing.clone();
+    let result = unblock(move || {
+        let _ending = Ending { landing, state };
+        call()
+    });
+    let result = result.await;
+    drop(waiting);
+    result
+}
+
+/// The call has not ended, and somebody waits for it.
+const RUNNING: u8 = 0;
+/// It has ended.
+const ENDED: u8 = 1;
+/// Nobody waits for it.
+const ALONE: u8 = 2;
+
+struct Waiting<'a> {
+    landing: &'a Landing,
+    state: Arc<AtomicU8>,
+}
+
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        if self.state.load(Ordering::SeqCst) == ENDED {
+            return;
+        }
+        self.landing.orphaned();
+        if self.state.swap(ALONE, Ordering::SeqCst) == ENDED {
+            self.landing.landed();
+        }
+    }
+}
+
+struct Ending {
+    landing: Arc<Landing>,
+    state: Arc<AtomicU8>,
+}
+
+impl Drop for Ending {
+    fn drop(&mut self) {
+        if self.state.swap(ENDED, Ordering::SeqCst) == ALONE {
+            self.landing.landed();
+        }
+    }
+}
+
+impl Held for Landing {
+    fn orphaned(&self) {
+        self.orphans.fetch_add(1, Ordering::SeqCst);
+    }
+
+    fn landed(&self) {
+        self.orphans.fetch_sub(1, Ordering::SeqCst);
+        self.landed.notify(usize::MAX);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::future::Future;
+    use std::pin::pin;
+    use std::task::{Context, Waker};
+
+    #[test]
+    fn others_wait_for_what_was_given_up_and_for_nothing_else() {
+        let landing = Arc::<Landing>::default();
+        let mut context = Context::from_waker(Waker::noop());
+        assert!(pin!(landing.ended()).poll(&mut context).is_ready());
+        landing.orphaned();
+        let mut waiting = pin!(landing.ended());
+        assert!(waiting.as_mut().poll(&mut context).is_pending());
+        landing.landed();
+        assert!(waiting.as_mut().poll(&mut context).is_ready());
+    }
+
+    #[test]
+    fn a_call_is_waited_for_from_when_it_is_given_up_to_its_end() {
+        let landing = Arc::<Landing>::default();
+        for given_up_first in [true, false] {
+            let state = Arc::new(AtomicU8::new(RUNNING));
+            let waiting = Waiting { landing: &landing, state: state.clone() };
+            let ending = Ending { landing: landing.clone(), state };
+            if given_up_first {
+                drop(waiting);
+                assert!(landing.any());
+                drop(ending);
+            } else {
+                drop(ending);
+                drop(waiting);
+            }
+            assert!(!landing.any());
+        }
+    }
+}

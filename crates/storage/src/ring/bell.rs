@@ -1,0 +1,58 @@
+//! What wakes an executor that waits in the kernel.
+
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+
+static ONE: u64 = 1;
+
+/// An eventfd that the executor's ring always reads.
+pub(super) struct Bell {
+    eventfd: OwnedFd,
+    /// Where the order of threads is explored, none of them may wait in the kernel: they wait for this.
+    #[cfg(loom)]
+    rung: (loom::sync::Mutex<bool>, loom::sync::Condvar),
+}
+
+impl Bell {
+    pub(super) fn new() -> io::Result<Self> {
+        // SAFETY: a plain system call.
+        let fd = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
+        if fd < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        Ok(Self {
+            // SAFETY: the descriptor was made just now, for this owner.
+            eventfd: unsafe { OwnedFd::from_raw_fd(fd) },
+            #[cfg(loom)]
+            rung: (loom::sync::Mutex::new(false), loom::sync::Condvar::new()),
+        })
+    }
+
+    /// Ends the executor's wait, the present one or the next. From any thread.
+    pub(super) fn ring(&self) {
+        // A full counter (EAGAIN) wakes the reader as well, so the outcome does not matter.
+        // SAFETY: the eventfd is open, and 8 bytes are read from a live value.
+        unsafe { libc::write(self.eventfd.as_raw_fd(), (&raw const ONE).cast(), 8) };
+        #[cfg(loom)]
+        {
+            *self.rung.0.lock().unwrap() = true;
+            self.rung.1.notify_one();
+        }
+    }
+
+    /// The descriptor to be read.
+    pub(super) fn descriptor(&self) -> i32 {
+        self.eventfd.as_raw_fd()
+    }
+
+    /// Waits until the kernel has something to read.
+    #[cfg(loom)]
+    pub(super) fn wait(&self) {
+        let (rung, changed) = &self.rung;
+        let mut rung = rung.lock().unwrap();
+        while !*rung {
+            rung = changed.wait(rung).unwrap();
+        }
+        *rung = false;
+    }
+}

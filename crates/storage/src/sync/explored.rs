@@ -1,0 +1,199 @@
+//! The same as seen by loom, which runs a small program in every order that its threads can take.
+
+use loom::sync;
+use std::future::Future;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, PoisonError};
+use std::time::Instant;
+
+/// As `parking_lot`'s.
+#[derive(Debug, Default)]
+pub struct Mutex<T>(sync::Mutex<T>);
+
+/// As `parking_lot`'s.
+pub type MutexGuard<'a, T> = sync::MutexGuard<'a, T>;
+
+impl<T> Mutex<T> {
+    /// A lock that nobody holds.
+    pub fn new(value: T) -> Self {
+        Self(sync::Mutex::new(value))
+    }
+
+    /// Waits for the lock.
+    pub fn lock(&self) -> MutexGuard<'_, T> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// As `parking_lot`'s.
+#[derive(Debug, Default)]
+pub struct RwLock<T>(sync::RwLock<T>);
+
+impl<T> RwLock<T> {
+    /// A lock that nobody holds.
+    pub fn new(value: T) -> Self {
+        Self(sync::RwLock::new(value))
+    }
+
+    /// Waits until nobody writes.
+    pub fn read(&self) -> sync::RwLockReadGuard<'_, T> {
+        self.0.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits until nobody else reads or writes.
+    pub fn write(&self) -> sync::RwLockWriteGuard<'_, T> {
+        self.0.write().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+pub mod atomic {
+    //! As the standard library's.
+    //!
+    //! loom takes a sequentially consistent access for one that acquires and releases, but knows what such
+    //! fences mean: each such access is put between two.
+
+    pub use loom::sync::atomic::{Ordering, fence};
+
+    fn between_fences<R>(order: Ordering, access: impl FnOnce() -> R) -> R {
+        if !matches!(order, Ordering::SeqCst) {
+            return access();
+        }
+        fence(order);
+        let result = access();
+        fence(order);
+        result
+    }
+
+    macro_rules! number {
+        ($name:ident, $of:ty) => {
+            /// As the standard library's.
+            #[derive(Debug, Default)]
+            pub struct $name(loom::sync::atomic::$name);
+
+            impl $name {
+                /// An atomic with a first value.
+                pub fn new(value: $of) -> Self {
+                    Self(loom::sync::atomic::$name::new(value))
+                }
+
+                /// The value.
+                pub fn load(&self, order: Ordering) -> $of {
+                    between_fences(order, || self.0.load(order))
+                }
+
+                /// Sets the value.
+                pub fn store(&self, value: $of, order: Ordering) {
+                    between_fences(order, || self.0.store(value, order));
+                }
+
+                /// Sets the value; returns the one before.
+                pub fn swap(&self, value: $of, order: Ordering) -> $of {
+                    between_fences(order, || self.0.swap(value, order))
+                }
+            }
+        };
+        ($name:ident, $of:ty, counts) => {
+            number!($name, $of);
+
+            impl $name {
+                /// Adds; returns the value before.
+                pub fn fetch_add(&self, value: $of, order: Ordering) -> $of {
+                    between_fences(order, || self.0.fetch_add(value, order))
+                }
+
+                /// Subtracts; returns the value before.
+                pub fn fetch_sub(&self, value: $of, order: Ordering) -> $of {
+                    between_fences(order, || self.0.fetch_sub(value, order))
+                }
+
+                /// Raises the value if it is lower; returns the value before.
+                pub fn fetch_max(&self, value: $of, order: Ordering) -> $of {
+                    between_fences(order, || self.0.fetch_max(value, order))
+                }
+            }
+        };
+    }
+
+    number!(AtomicBool, bool);
+    number!(AtomicU16, u16, counts);
+    number!(AtomicU64, u64, counts);
+    number!(AtomicUsize, usize, counts);
+}
+
+/// A value that no two threads may use at the same time if one of them changes it, and that each must have
+/// from the one before by way of a lock or an atomic: loom tells where that is not so.
+#[derive(Debug, Default)]
+pub struct Cell<T>(loom::cell::UnsafeCell<T>);
+
+// SAFETY: loom ends the program at the first access that is not ordered with another one.
+unsafe impl<T: Send> Sync for Cell<T> {}
+
+impl<T: Copy> Cell<T> {
+    /// A cell with a first value.
+    pub fn new(value: T) -> Self {
+        Self(loom::cell::UnsafeCell::new(value))
+    }
+
+    /// The value.
+    pub fn get(&self) -> T {
+        // SAFETY: checked by loom.
+        self.0.with(|value| unsafe { *value })
+    }
+
+    /// Sets the value.
+    pub fn set(&self, new: T) {
+        // SAFETY: checked by loom.
+        self.0.with_mut(|value| unsafe { *value = new });
+    }
+}
+
+/// Runs a future to its end on this thread of a small program.
+pub fn wait<F: Future>(future: F) -> F::Output {
+    loom::future::block_on(future)
+}
+
+/// Runs `tasks`, each on a thread of its own, over a new `start()`, then `end`: in every order that they can
+/// take, but for those with more than `preemptions` switches away from a thread that could go on. Prints how
+/// many there were. A panic, a wait without end, or two accesses to a [`Cell`] that nothing orders end it.
+///
+/// `ISOBATH_PREEMPTIONS` is another bound, or none where it is `all`.
+pub fn explore<S: Send + Sync + 'static>(
+    name: &str,
+    preemptions: usize,
+    start: fn() -> S,
+    tasks: &'static [fn(&S)],
+    end: fn(&S),
+) {
+    let bound = match std::env::var("ISOBATH_PREEMPTIONS") {
+        Ok(all) if all == "all" => None,
+        Ok(number) => Some(number.parse().expect("ISOBATH_PREEMPTIONS is a number or `all`")),
+        Err(_) => Some(preemptions),
+    };
+    let orders = Arc::new(AtomicU64::new(0));
+    let count = orders.clone();
+    let mut model = loom::model::Builder::new();
+    model.preemption_bound = bound;
+    model.max_branches = 20_000;
+    let begin = Instant::now();
+    model.check(move || {
+        count.fetch_add(1, Relaxed);
+        let state = Arc::new(start());
+        // The last one runs on the first thread: loom has room for five.
+        let (last, others) = tasks.split_last().expect("something to run");
+        let threads: Vec<_> = others
+            .iter()
+            .map(|task| {
+                let state = state.clone();
+                loom::thread::spawn(move || task(&state))
+            })
+            .collect();
+        last(&state);
+        for thread in threads {
+            thread.join().expect("a panic ends the program");
+        }
+        end(&state);
+    });
+    let bound = bound.map_or("any number of".into(), |bound| format!("at most {bound}"));
+    let (orders, time) = (orders.load(Relaxed), begin.elapsed());
+    println!("{name}: {orders} orders, all with {bound} preemptions, in {time:.1?}");
+}

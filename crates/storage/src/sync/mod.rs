@@ -1,0 +1,15 @@
+//! Locks and atomics of what threads share.
+//!
+//! Normally these are `parking_lot`'s and the standard library's. Compiled with `--cfg loom` they are
+//! loom's, so that `make interleavings` runs the very code of a structure in every order that its threads
+//! can take. A structure is explored if it takes its locks and atomics from here.
+
+#[cfg(loom)]
+mod explored;
+
+#[cfg(loom)]
+pub use explored::{Cell, Mutex, MutexGuard, RwLock, atomic, explore, wait};
+#[cfg(not(loom))]
+pub use parking_lot::{Mutex, MutexGuard, RwLock};
+#[cfg(not(loom))]
+pub use std::sync::atomic;
