@@ -1,5 +1,6 @@
 //! What is wrong with an image.
 
+use crate::text::is_hidden;
 use std::borrow::Cow;
 use std::fmt;
 
@@ -107,15 +108,8 @@ impl std::error::Error for FormatError {}
 pub(crate) fn printable(text: &[u8]) -> String {
     String::from_utf8_lossy(text)
         .chars()
-        .map(|c| if c.is_control() || is_invisible(c) { '?' } else { c })
+        .map(|c| if c == char::REPLACEMENT_CHARACTER || is_hidden(c) { '?' } else { c })
         .collect()
-}
-
-/// Characters that reorder or hide the text around them.
-fn is_invisible(c: char) -> bool {
-    matches!(c,
-        '\u{fffd}' | '\u{ad}' | '\u{61c}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}'
-        | '\u{2060}'..='\u{206f}' | '\u{feff}')
 }
 
 #[cfg(test)]

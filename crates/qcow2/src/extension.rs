@@ -99,7 +99,13 @@ impl Extension {
     /// If an extension, or the mark that ends them, is longer than what is left of the area, or one
     /// of a known type has a length or text that QEMU refuses.
     pub fn parse_all(area: &[u8]) -> Result<Vec<Self>, FormatError> {
+        Self::parse_area(area, false)
+    }
+
+    /// As [`parse_all`](Self::parse_all); with `goes_on` zeroes follow behind the area.
+    pub(crate) fn parse_area(area: &[u8], goes_on: bool) -> Result<Vec<Self>, FormatError> {
         let mut extensions = Vec::new();
+        let mut rest = Some(0);
         for extent in Extents::new(area, 0) {
             let Some(data) = extent.data else {
                 return Err(FormatError::invalid(
@@ -111,9 +117,21 @@ impl Extension {
                     ),
                 ));
             };
-            if !extent.is_end() {
-                extensions.push(Self::parse(extent.magic, data)?);
+            if extent.is_end() {
+                return Ok(extensions);
             }
+            rest = extent.next();
+            extensions.push(Self::parse(extent.magic, data)?);
+        }
+        let left = rest.map_or(0, |rest| area.len().saturating_sub(rest));
+        if left > 0 && !goes_on {
+            return Err(FormatError::invalid(
+                "header extensions' area",
+                format_args!("{} bytes", area.len()),
+                format!(
+                    "an extension begins in its last {left} bytes; backing_file_offset is wrong"
+                ),
+            ));
         }
         Ok(extensions)
     }
@@ -306,7 +324,9 @@ mod tests {
         area[7] = 65; // QEMU looks at the length of the end mark too.
         assert!(Extension::parse_all(&area).is_err());
         assert_eq!(Extension::parse_all(&[]), Ok(Vec::new()));
-        assert_eq!(Extension::parse_all(&[1, 2, 3]), Ok(Vec::new()));
+        let cut = Extension::parse_all(&[1, 2, 3]).unwrap_err();
+        assert!(cut.to_string().contains("begins in its last 3 bytes"), "{cut}");
+        assert_eq!(Extension::parse_area(&[1, 2, 3], true), Ok(Vec::new()));
     }
 
     #[test]

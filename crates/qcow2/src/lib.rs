@@ -31,8 +31,10 @@ pub mod journal;
 pub mod l1;
 pub mod l2;
 pub mod offset;
+pub mod probe;
 pub mod refcount;
 pub mod snapshot;
+pub mod text;
 
 mod bytes;
 

@@ -255,7 +255,11 @@ fn check_count(count: usize) -> Result<(), FormatError> {
     Ok(())
 }
 
-fn check_length(length: usize) -> Result<(), FormatError> {
+/// Checks the length of a snapshot table, or of a part of it, in bytes.
+///
+/// # Errors
+/// If it exceeds 64 MiB, QEMU's limit.
+pub fn check_length(length: usize) -> Result<(), FormatError> {
     if length > MAX_TABLE_BYTES {
         return Err(FormatError::too_large(
             "snapshot table's length",

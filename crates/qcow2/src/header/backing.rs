@@ -31,7 +31,8 @@ impl Header {
         let places = Places::find(cluster)?;
         let in_place = match backing {
             None => remove(&places),
-            Some((name, format)) => replace(&places, cluster, name, format),
+            Some((name, format)) => replace(&places, cluster, name, format)
+                .or_else(|| append(&places, cluster, name, format)),
         };
         match in_place {
             Some(writes) => Ok(writes),
@@ -83,10 +84,57 @@ fn replace(
     ])
 }
 
+/// Of a header that names no format: that becomes the last extension. The old name makes way first where it lies
+/// behind the extensions.
+fn append(
+    places: &Places<'_>,
+    cluster: &[u8],
+    name: &str,
+    format: &str,
+) -> Option<Vec<HeaderWrite>> {
+    let size = 1usize << places.header.cluster_bits;
+    let old_at = bytes::be64(cluster, PLACE.start)? as usize;
+    let old_length = bytes::be32(cluster, PLACE.start + 8)? as usize;
+    let old_end = old_at.checked_add(old_length)?;
+    let mark = places.end?;
+    let named = places.extents.iter().any(|extent| extent.magic == BACKING_FORMAT);
+    if named || mark + HEAD > SECTOR {
+        return None;
+    }
+    let mut data = format.as_bytes().to_vec();
+    // And the new end of the extensions.
+    data.resize(data.len().next_multiple_of(8) + HEAD, 0);
+    let (data_at, data_end) = (mark + HEAD, mark + HEAD + data.len());
+    let mut next = data_end.max(old_end).next_multiple_of(8);
+    let mut writes = Vec::new();
+    let place = |at: usize, length: usize| {
+        let mut place = (at as u64).to_be_bytes().to_vec();
+        place.extend_from_slice(&(length as u32).to_be_bytes());
+        place
+    };
+    if old_length > 0 && old_at < data_end && data_at < old_end {
+        writes.push((next, cluster.get(old_at..old_end)?.to_vec()));
+        writes.push((PLACE.start, place(next, old_length)));
+        next = (next + old_length).next_multiple_of(8);
+    }
+    if next.checked_add(name.len())? > size {
+        return None;
+    }
+    writes.push((next, name.as_bytes().to_vec()));
+    writes.push((data_at, data));
+    let mut sector = cluster.get(..mark + HEAD)?.to_vec();
+    bytes::put(&mut sector, PLACE.start, &place(next, name.len()))?;
+    bytes::put(&mut sector, mark, &BACKING_FORMAT.to_be_bytes())?;
+    bytes::put(&mut sector, mark + 4, &(format.len() as u32).to_be_bytes())?;
+    writes.push((PLACE.start, sector.get(PLACE.start..)?.to_vec()));
+    Some(writes)
+}
+
 #[cfg(test)]
 mod tests {
     use super::super::tests::sample;
     use super::*;
+    use crate::extension::Extension;
 
     fn cluster(header: &Header) -> Vec<u8> {
         let mut cluster = header.encode().unwrap();
@@ -138,12 +186,24 @@ mod tests {
     }
 
     #[test]
-    fn a_header_without_a_format_is_laid_out_anew() {
-        let mut header = sample();
-        header.set_backing(None);
-        let cluster = cluster(&header);
-        let writes = Header::edit_backing(&cluster, Some(("a", "raw"))).unwrap();
-        assert_eq!(named(&applied(&cluster, &writes)), (Some("a"), Some("raw")));
+    fn a_header_without_a_format_gets_one_by_writes_within_sectors() {
+        let old = [None, Some("b".to_owned()), Some("base".repeat(40))];
+        for old in old {
+            let mut header = sample();
+            // The others take more than a sector.
+            header.extensions.retain(|other| matches!(other, Extension::FeatureNames(_)));
+            header.set_backing(old.map(|name| (name, None)));
+            let cluster = cluster(&header);
+            for name in ["a", "a/name/that/is/longer.qcow2"] {
+                let writes = Header::edit_backing(&cluster, Some((name, "qcow2"))).unwrap();
+                for (at, bytes) in writes.iter().filter(|(at, _)| *at < PLACE.end) {
+                    assert_eq!(at / SECTOR, (at + bytes.len() - 1) / SECTOR);
+                }
+                let now = applied(&cluster, &writes);
+                assert_eq!(named(&now), (Some(name), Some("qcow2")));
+                assert_eq!(now.extensions.len(), header.extensions.len() + 1);
+            }
+        }
     }
 
     #[test]

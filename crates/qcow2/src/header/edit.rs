@@ -272,7 +272,8 @@ impl<'a> Places<'a> {
             let table = FeatureNameTable::parse(extent.data.unwrap_or_default());
             table.find(name.kind, name.bit).is_some()
         };
-        let named = tables().any(has_name);
+        // The last is the one that is read.
+        let named = tables().next_back().is_some_and(has_name);
         let Some(last) = tables().next_back() else {
             let names_all = self.header.cluster_bits >= FEATURE_NAMES_CLUSTER_BITS;
             let mut table =

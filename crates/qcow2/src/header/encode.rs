@@ -39,7 +39,7 @@ impl Header {
     /// The extensions, with a complete feature name table.
     fn named_extensions(&self) -> Vec<Extension> {
         let mut extensions = self.extensions.clone();
-        let table = extensions.iter_mut().find_map(|extension| match extension {
+        let table = extensions.iter_mut().rev().find_map(|extension| match extension {
             Extension::FeatureNames(table) => Some(table),
             _ => None,
         });

@@ -142,9 +142,10 @@ impl Header {
         self.size & !511
     }
 
-    /// The backing file's format, if the image names one.
+    /// The backing file's format, if the image names one. Of several extensions of a type the last counts,
+    /// as in QEMU.
     pub fn backing_format(&self) -> Option<&str> {
-        self.extensions.iter().find_map(|extension| match extension {
+        self.extensions.iter().rev().find_map(|extension| match extension {
             Extension::BackingFormat(format) => Some(format.as_str()),
             _ => None,
         })
@@ -153,7 +154,7 @@ impl Header {
     /// The external data file's name, if the image names one. It counts only with the feature
     /// [`DATA_FILE`](IncompatibleFeatures::DATA_FILE).
     pub fn data_file(&self) -> Option<&str> {
-        self.extensions.iter().find_map(|extension| match extension {
+        self.extensions.iter().rev().find_map(|extension| match extension {
             Extension::DataFile(name) => Some(name.as_str()),
             _ => None,
         })
@@ -162,7 +163,7 @@ impl Header {
     /// The bitmaps extension. It counts only with the feature
     /// [`BITMAPS`](AutoclearFeatures::BITMAPS).
     pub fn bitmaps(&self) -> Option<&BitmapsExtension> {
-        self.extensions.iter().find_map(|extension| match extension {
+        self.extensions.iter().rev().find_map(|extension| match extension {
             Extension::Bitmaps(bitmaps) => Some(bitmaps),
             _ => None,
         })

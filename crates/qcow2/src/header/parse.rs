@@ -83,7 +83,10 @@ impl Header {
         let extensions_end = header.check_backing_offset(backing_offset, cluster)?;
 
         let area = cluster.get(header.header_length as usize..extensions_end).unwrap_or_default();
-        let extensions = Extension::parse_all(area);
+        // Where the file ends before the area does, zeroes follow: the mark that ends the extensions.
+        let cut_by_file =
+            extensions_end == cluster.len() && backing_offset != extensions_end as u64;
+        let extensions = Extension::parse_area(area, cut_by_file);
         // The names serve the message even where an extension is broken, as far as they go.
         header.check_features(extensions.as_deref().unwrap_or_default())?;
         header.extensions = extensions?;
@@ -205,7 +208,7 @@ impl Header {
             return Ok(());
         }
         let empty = FeatureNameTable::default();
-        let names = extensions.iter().find_map(|extension| match extension {
+        let names = extensions.iter().rev().find_map(|extension| match extension {
             Extension::FeatureNames(names) => Some(names),
             _ => None,
         });

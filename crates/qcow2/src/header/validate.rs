@@ -38,6 +38,7 @@ impl Header {
             }
         }
         self.validate_features()?;
+        self.validate_data_file()?;
         self.validate_journal(&geometry)?;
         self.validate_strings()?;
         if mode == ParseMode::Open {
@@ -69,6 +70,21 @@ impl Header {
                 "version",
                 2,
                 "features and refcount widths other than 16 bits need version 3 (compat 1.1)",
+            ));
+        }
+        Ok(())
+    }
+
+    /// Only a data file can be raw: without the bit that says that there is one, entries that lead into it
+    /// would be read from the image.
+    fn validate_data_file(&self) -> Result<(), FormatError> {
+        let has_file = self.incompatible.contains(IncompatibleFeatures::DATA_FILE);
+        if self.autoclear.contains(AutoclearFeatures::DATA_FILE_RAW) && !has_file {
+            return Err(FormatError::invalid(
+                "autoclear_features",
+                format_args!("{:#x}", self.autoclear.bits()),
+                "says that the external data file is raw, but incompatible_features says that there \
+                 is none",
             ));
         }
         Ok(())
@@ -193,6 +209,7 @@ impl Header {
         let bytes = clusters << self.cluster_bits;
         let refcounts =
             table("refcount_table_offset", self.refcount_table_offset, bytes, geometry)?;
+        geometry.check_offset("snapshots_offset", self.snapshots_offset)?;
         if mode == ParseMode::Check {
             return Ok(());
         }
@@ -300,8 +317,12 @@ mod tests {
         assert_eq!(header.validate(ParseMode::Check), Ok(()));
         header.refcount_table_clusters = 0;
         header.nb_snapshots = u32::MAX;
-        header.snapshots_offset = HostOffset::new(7);
+        header.snapshots_offset = HostOffset::new(1 << 40);
         assert_eq!(header.validate(ParseMode::Check), Ok(()));
+        // QEMU does not even check an image with such a field.
+        header.snapshots_offset = HostOffset::new(7);
+        let error = header.validate(ParseMode::Check).unwrap_err();
+        assert_eq!(error.field(), "snapshots_offset");
     }
 
     #[test]

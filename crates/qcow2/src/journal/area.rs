@@ -187,13 +187,16 @@ impl<'a> Journal<'a> {
     }
 
     /// What the file must hold, by what the last record needs.
-    pub fn replay(&self) -> Replay<'a> {
+    ///
+    /// # Errors
+    /// If that is more than [`MAX_PIECES`](super::MAX_PIECES) ranges.
+    pub fn replay(&self) -> Result<Replay<'a>, FormatError> {
         let needed = self.records.get(self.needed..).unwrap_or_default();
         let data_from = self.records.last().map_or(0, |(_, last)| last.data_from);
         let mut replay = Replay::default();
         for (_, view) in needed {
-            replay.add(view, view.sequence >= data_from);
+            replay.add(view, view.sequence >= data_from)?;
         }
-        replay
+        Ok(replay)
     }
 }

@@ -20,7 +20,7 @@ pub use checksum::Crc32c;
 pub use extension::{JournalExtension, MAX_AREA, MIN_AREA};
 pub use operation::Operation;
 pub use record::{HEAD_BYTES, Record};
-pub use replay::{Content, Replay, ReplayRange};
+pub use replay::{Content, MAX_PIECES, Replay, ReplayRange};
 pub use zones::{MAX_ZONE_CLUSTERS, MAX_ZONES, Zone, Zones};
 
 use crate::error::FormatError;

@@ -1,11 +1,18 @@
 //! What a journal says the file must hold.
 
+use super::irrecoverable;
 use super::operation::Kind;
 use super::record::View;
+use crate::error::FormatError;
 use crate::offset::HostOffset;
 use std::collections::BTreeMap;
 use std::iter::Peekable;
 use std::ops::Bound;
+
+/// Most ranges, before those that continue each other are put together. A writer leaves no more: it brings
+/// records to their places once they take half of the area, and two more may come, of an eighth each,
+/// until those are no longer needed; a range takes at least 24 bytes of the at most 64 MiB.
+pub const MAX_PIECES: usize = 1 << 21;
 
 /// Bytes or zeroes that a range must hold.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -61,7 +68,10 @@ impl Piece<'_> {
 impl<'a> Replay<'a> {
     /// Adds a record later than those before; its data only `with_data`. Data that is in its place
     /// already, or was written there beside the record, is not to be overwritten by what is older.
-    pub(super) fn add(&mut self, record: &View<'a>, with_data: bool) {
+    ///
+    /// # Errors
+    /// If there are more than [`MAX_PIECES`].
+    pub(super) fn add(&mut self, record: &View<'a>, with_data: bool) -> Result<(), FormatError> {
         let items = || record.items().flatten();
         // These are about what came before the record, wherever in it they are.
         for item in items().filter(|item| matches!(item.kind, Kind::Revoke)) {
@@ -78,12 +88,20 @@ impl<'a> Replay<'a> {
             self.cut(start, u64::from(item.length));
             if let Some(piece) = piece.filter(|piece| piece.length() > 0) {
                 self.pieces.insert(start, piece);
+                if self.pieces.len() > MAX_PIECES {
+                    return Err(irrecoverable(
+                        "journal",
+                        format_args!("with more than {MAX_PIECES} ranges to be written"),
+                        "no writer leaves so many",
+                    ));
+                }
             }
         }
         // Not even by the record itself: it would not hold when a replay is begun again.
         for item in items().filter(|item| matches!(item.kind, Kind::Cover(_))) {
             self.cut(item.offset.get(), u64::from(item.length));
         }
+        Ok(())
     }
 
     /// Removes a range. Ends do not overflow: the operations were checked.

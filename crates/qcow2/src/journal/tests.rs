@@ -50,7 +50,7 @@ fn replayed(records: &[Record]) -> Vec<ReplayRange> {
         put(&mut area, at, record);
         at += record.encoded_length();
     }
-    Journal::scan(&area, &extension(&area)).unwrap().replay().ranges().collect()
+    Journal::scan(&area, &extension(&area)).unwrap().replay().unwrap().ranges().collect()
 }
 
 #[test]
@@ -59,8 +59,8 @@ fn an_empty_area_has_nothing_to_replay() {
     let mut journal = Journal::scan(&area, &extension(&area)).unwrap();
     assert_eq!(journal.last(), None);
     assert_eq!(journal.covers().next(), None);
-    assert!(journal.replay().is_empty());
-    assert_eq!(journal.replay().end().get(), 0);
+    assert!(journal.replay().unwrap().is_empty());
+    assert_eq!(journal.replay().unwrap().end().get(), 0);
     assert!(journal.drop_last().is_err());
 }
 
@@ -112,7 +112,7 @@ fn what_is_in_its_place_is_not_overwritten_by_what_is_older() {
 fn a_replay_tells_what_it_touches() {
     let mut area = vec![0; 16 << 10];
     put(&mut area, 4096, &record(100, 100, vec![patch(10, b"abc"), patch(20, b"d")]));
-    let replay = Journal::scan(&area, &extension(&area)).unwrap().replay();
+    let replay = Journal::scan(&area, &extension(&area)).unwrap().replay().unwrap();
     let touches = |offset, length| replay.touches(HostOffset::new(offset), length);
     assert!(touches(0, 11) && touches(12, 1) && touches(0, u64::MAX) && touches(13, 8));
     assert!(!touches(0, 10) && !touches(13, 7) && !touches(11, 0) && !touches(21, u64::MAX));
@@ -130,11 +130,11 @@ fn the_last_record_says_what_to_check_and_may_be_dropped_once() {
     assert_eq!(journal.last(), Some(last));
     let offset = HostOffset::new(512);
     assert_eq!(journal.covers().collect::<Vec<_>>(), [(offset, 7, 7), (offset, 8, 8)]);
-    assert_eq!(journal.replay().ranges().collect::<Vec<_>>(), [bytes(0, b"b")]);
+    assert_eq!(journal.replay().unwrap().ranges().collect::<Vec<_>>(), [bytes(0, b"b")]);
     journal.drop_last().unwrap();
     assert_eq!(journal.last().unwrap().sequence, 100);
     assert_eq!(journal.covers().next(), None);
-    assert_eq!(journal.replay().ranges().collect::<Vec<_>>(), [bytes(0, b"a")]);
+    assert_eq!(journal.replay().unwrap().ranges().collect::<Vec<_>>(), [bytes(0, b"a")]);
     let error = journal.drop_last().unwrap_err().to_string();
     assert!(error.contains("record is 100, the last one"), "{error}");
 }
@@ -145,9 +145,9 @@ fn the_first_record_may_be_dropped_and_needs_none_before_it() {
     // The tail is older than the journal.
     put(&mut area, 0, &record(FIRST, 3, vec![patch(0, b"a")]));
     let mut journal = Journal::scan(&area, &extension(&area)).unwrap();
-    assert_eq!(journal.replay().ranges().collect::<Vec<_>>(), [bytes(0, b"a")]);
+    assert_eq!(journal.replay().unwrap().ranges().collect::<Vec<_>>(), [bytes(0, b"a")]);
     journal.drop_last().unwrap();
-    assert!(journal.replay().is_empty());
+    assert!(journal.replay().unwrap().is_empty());
     assert_eq!(journal.last(), None);
 }
 
@@ -210,7 +210,7 @@ fn records_of_others_and_inside_of_others_are_passed_over() {
     put(&mut area, 8192, &record(100, 100, vec![patch(7, &inner)]));
     let journal = Journal::scan(&area, &extension(&area)).unwrap();
     assert_eq!(journal.last().unwrap().sequence, 100);
-    assert_eq!(journal.replay().ranges().collect::<Vec<_>>(), [bytes(7, &inner)]);
+    assert_eq!(journal.replay().unwrap().ranges().collect::<Vec<_>>(), [bytes(7, &inner)]);
 }
 
 /// What byte `at` of the file must hold by records that are all there, the last of which decides:
@@ -261,7 +261,7 @@ fn check_zones(journal: &Journal<'_>, records: &[Record]) {
 fn check_replay(journal: &Journal<'_>, records: &[Record]) {
     let mut file = vec![None; 300];
     let mut before: Option<(u64, bool)> = None;
-    for range in journal.replay().ranges() {
+    for range in journal.replay().unwrap().ranges() {
         let start = range.offset.get();
         let (bytes, is_bytes) = match range.content {
             Content::Bytes(bytes) => (bytes, true),
@@ -276,10 +276,10 @@ fn check_replay(journal: &Journal<'_>, records: &[Record]) {
             file[start as usize + at] = Some(*byte);
         }
     }
-    assert_eq!(journal.replay().end().get(), before.map_or(0, |(end, _)| end));
+    assert_eq!(journal.replay().unwrap().end().get(), before.map_or(0, |(end, _)| end));
     for (at, byte) in file.iter().enumerate() {
         assert_eq!(*byte, model(records, at as u64), "byte {at} by {records:?}");
-        let touched = journal.replay().touches(HostOffset::new(at as u64), 1);
+        let touched = journal.replay().unwrap().touches(HostOffset::new(at as u64), 1);
         assert_eq!(touched, byte.is_some());
     }
 }
@@ -382,8 +382,27 @@ proptest! {
             area[at] = byte;
         }
         if let Ok(mut journal) = Journal::scan(&area, &extension(&area)) {
-            let _ = journal.replay().ranges().count();
+            let _ = journal.replay().unwrap().ranges().count();
             let _ = journal.drop_last();
         }
     }
+}
+
+#[test]
+fn more_ranges_than_any_writer_leaves_are_refused() {
+    let zeroes = |count: u64| {
+        let zero = |n: u64| Operation::Zero { offset: HostOffset::new(n * 2), length: 1 };
+        let record = record(FIRST, FIRST, (0..count).map(zero).collect());
+        let blocks = record.encode(ID).unwrap();
+        let mut area = vec![0; blocks.len().next_multiple_of(64 << 10)];
+        area[..blocks.len()].copy_from_slice(&blocks);
+        Journal::scan(&area, &extension(&area))
+            .unwrap()
+            .replay()
+            .map(|replay| replay.ranges().count())
+    };
+    assert_eq!(zeroes(1 << 16), Ok(1 << 16));
+    assert_eq!(zeroes(MAX_PIECES as u64), Ok(MAX_PIECES));
+    let error = zeroes(MAX_PIECES as u64 + 1).unwrap_err();
+    assert!(error.to_string().contains("more than 2097152 ranges"), "{error}");
 }
