@@ -8,13 +8,15 @@ mod commands;
 mod descriptors;
 mod failure;
 mod json;
+mod messages;
 mod options;
 mod runtime;
 mod size;
 mod workers;
 
 use clap::Parser;
-use std::io::{self, IsTerminal, Write};
+use failure::{Failure, Outcome};
+use std::io::{self, Write};
 use std::process::ExitCode;
 use tracing_subscriber::EnvFilter;
 
@@ -30,29 +32,36 @@ pub(crate) struct Cli {
 }
 
 fn main() -> ExitCode {
+    let code = run();
+    messages::settle();
+    code
+}
+
+fn run() -> ExitCode {
+    messages::take_over(
+        EnvFilter::try_from_env("ISOBATH_LOG").unwrap_or_else(|_| EnvFilter::new("warn")),
+    );
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
-        Err(error) => {
-            // What cannot be printed cannot be told either.
-            let _ = error.print();
+        // What is wrong with the command line goes to stderr, what was asked for to stdout.
+        Err(error) => match error.print() {
             // qemu-img's code for a wrong command line is 1, clap's would be 2.
-            return if error.use_stderr() { ExitCode::FAILURE } else { ExitCode::SUCCESS };
-        }
+            _ if error.use_stderr() => return ExitCode::FAILURE,
+            printed => return ended(printed.map_err(Failure::from).map(|()| 0)),
+        },
     };
-    tracing_subscriber::fmt()
-        .with_env_filter(
-            EnvFilter::try_from_env("ISOBATH_LOG").unwrap_or_else(|_| EnvFilter::new("warn")),
-        )
-        .with_writer(io::stderr)
-        .with_ansi(io::stderr().is_terminal())
-        .init();
     let mut out = io::stdout().lock();
     let result = cli.command.run(&mut out);
-    match result.and_then(|code| Ok(out.flush().map(|()| code)?)) {
+    ended(result.and_then(|code| Ok(out.flush().map(|()| code)?)))
+}
+
+/// The exit code; says what went wrong.
+fn ended(result: Outcome) -> ExitCode {
+    match result {
         Ok(code) => ExitCode::from(code),
         Err(failure) => {
             if let Some(message) = &failure.message {
-                eprintln!("isobath: {message}");
+                messages::complain(message);
             }
             ExitCode::from(failure.code)
         }

@@ -2,6 +2,7 @@
 
 use clap::ValueEnum;
 use isobath_disk::ImageFormat;
+use isobath_qcow2::text::Shown;
 
 /// `--output`: for people or for programs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
@@ -55,7 +56,7 @@ pub(crate) fn on_off(name: &str, value: &str) -> Result<bool, String> {
 
 /// A name from an image or a file system made safe to print.
 pub(crate) fn printable(name: &str) -> String {
-    name.chars().map(|c| if c.is_control() { '?' } else { c }).collect()
+    Shown(name).to_string()
 }
 
 #[cfg(test)]

@@ -207,7 +207,7 @@ impl<H: Host> Disk<H> {
     /// As [`flush`](BlockDevice::flush); the image is then as after a crash.
     pub async fn close(&self) -> Result<()> {
         match &self.writer {
-            Some(writer) => writer.close(&self.readers).await,
+            Some(writer) => self.or_mark_corrupt(writer.close(&self.readers).await).await,
             None => Ok(()),
         }
     }
@@ -225,6 +225,14 @@ impl<H: Host> Disk<H> {
         }
     }
 
+    /// See [`LiveDisk::survive`](crate::LiveDisk::survive).
+    pub(crate) async fn survive(&self) -> Result<()> {
+        match &self.writer {
+            Some(writer) => writer.survive(&self.readers).await,
+            None => Ok(()),
+        }
+    }
+
     /// Does a piece of what [`close`](Self::close) would have to do: in mode
     /// [`Embedded`](crate::MetadataMode::Embedded), it brings some of what is embedded into its final form. Call it in
     /// quiet moments. `false` if there was nothing to do.
@@ -236,12 +244,6 @@ impl<H: Host> Disk<H> {
             Some(writer) => writer.seal_some(true, &self.readers).await,
             None => Ok(false),
         }
-    }
-
-    /// Whether mappings may be embedded in data.
-    pub(crate) fn embeds(&self) -> bool {
-        let qcow2 = self.writer.as_ref().and_then(|writer| writer.qcow2());
-        qcow2.is_some_and(|qcow2| qcow2.metadata.zones.are_used())
     }
 
     pub(crate) fn check_range(&self, offset: u64, length: u64) -> Result<()> {
@@ -320,26 +322,28 @@ impl<H: Host> BlockDevice for Disk<H> {
 
     async fn write(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
         self.check_range(offset, buf.len() as u64)?;
-        let buf = self.write_range(offset, buf).await?;
+        let buf = self.or_mark_corrupt(self.write_range(offset, buf).await).await?;
         self.outlive().await?;
         Ok(buf)
     }
 
     async fn write_zeroes(&self, offset: u64, length: u64, flags: ZeroFlags) -> Result<()> {
         self.check_range(offset, length)?;
-        self.zero_range(offset, length, flags).await?;
+        self.or_mark_corrupt(self.zero_range(offset, length, flags).await).await?;
         self.outlive().await
     }
 
     async fn discard(&self, offset: u64, length: u64) -> Result<()> {
         self.check_range(offset, length)?;
-        self.discard_range(offset, length).await?;
+        self.or_mark_corrupt(self.discard_range(offset, length).await).await?;
         self.outlive().await
     }
 
     async fn flush(&self) -> Result<()> {
         let Some(writer) = &self.writer else { return Ok(()) };
-        let Some(settling) = self.settling() else { return writer.commit(&self.readers).await };
+        let Some(settling) = self.settling() else {
+            return self.or_mark_corrupt(writer.commit(&self.readers).await).await;
+        };
         let before = async {
             match settling.writer.commit(&self.readers).await {
                 // All of it is durable.
@@ -349,7 +353,7 @@ impl<H: Host> BlockDevice for Disk<H> {
         };
         // Both end, also where one fails: a commit given up would be half done.
         let (before, now) = join!(before, writer.commit(&self.readers));
-        before.and(now)
+        before.and(self.or_mark_corrupt(now).await)
     }
 
     async fn block_status(

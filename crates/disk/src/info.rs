@@ -1,11 +1,13 @@
 //! What an image says of itself.
 
+use crate::chain::{format_of, plain_file_name};
 use crate::index::{IndexInfo, index_info};
 use crate::{DiskError, ImageFormat, Result};
 use isobath_qcow2::header::ParseMode;
+use isobath_qcow2::snapshot::check_length;
 use isobath_qcow2::{
     AutoclearFeatures, Bitmap, BitmapFlags, CompatibleFeatures, CompressionType, Header,
-    IncompatibleFeatures, Snapshot, is_qcow2,
+    IncompatibleFeatures, Snapshot,
 };
 use isobath_storage::{FileId, Host, IoBuf, Locking, OpenMode, Storage};
 use std::collections::HashSet;
@@ -130,7 +132,8 @@ pub async fn backing_chain_info<H: Host>(
                     .into(),
             });
         }
-        if let Some(backing) = &info.full_backing_filename {
+        if let Some(backing) = &info.backing_filename {
+            let backing = host.resolve(&name, plain_file_name(&name, "backing file", backing)?);
             let format = match &info.backing_format {
                 Some(format) => {
                     Some(ImageFormat::from_name(format).ok_or_else(|| DiskError::Refused {
@@ -140,7 +143,7 @@ pub async fn backing_chain_info<H: Host>(
                 }
                 None => None,
             };
-            next = Some((backing.clone(), InfoOptions { format, ..options }));
+            next = Some((backing, InfoOptions { format, ..options }));
         }
         chain.push(info);
     }
@@ -160,7 +163,7 @@ async fn look<H: Host>(
     let length = file.len().await?;
     let actual_size = file.allocated().await?;
     let start = file.read_at(0, IoBuf::zeroed(4096)).await?;
-    let qcow2 = options.format.map_or_else(|| is_qcow2(&start), |f| f == ImageFormat::Qcow2);
+    let format = format_of(name, options.format, &start)?;
     let mut info = ImageInfo {
         filename: name.to_owned(),
         format: ImageFormat::Raw,
@@ -172,7 +175,7 @@ async fn look<H: Host>(
         snapshots: Vec::new(),
         qcow2: None,
     };
-    if !qcow2 {
+    if format == ImageFormat::Raw {
         return Ok((info, file.id()));
     }
     let error = |source| DiskError::Format { image: name.to_owned(), source };
@@ -238,6 +241,7 @@ async fn read_snapshots<S: Storage>(
         let (snapshot, used) = Snapshot::parse(rest).map_err(error)?;
         snapshots.push(snapshot);
         at += used as u64;
+        check_length((at - header.snapshots_offset.get()) as usize).map_err(error)?;
     }
     Ok(snapshots)
 }
@@ -257,6 +261,8 @@ async fn read_bitmaps<S: Storage>(
     let there = extension.directory_size.min(length.saturating_sub(at));
     let directory = file.read_at(at, IoBuf::zeroed(there as usize)).await?;
     let bitmaps = Bitmap::parse_directory(&directory, extension.count).map_err(error)?;
+    let size = header.disk_size();
+    bitmaps.iter().try_for_each(|bitmap| bitmap.validate(&geometry, size)).map_err(error)?;
     Ok(bitmaps
         .iter()
         .map(|bitmap| BitmapInfo {

@@ -5,12 +5,24 @@ use std::cell::Cell;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// How many threads have a place of their own; more share.
-const PLACES: usize = 8;
+const PLACES: usize = if cfg!(loom) { 2 } else { 8 };
 
+#[cfg(not(loom))]
 static NEXT: AtomicUsize = AtomicUsize::new(0);
 
+#[cfg(not(loom))]
 thread_local! {
     static PLACE: Cell<usize> = const { Cell::new(usize::MAX) };
+}
+
+#[cfg(loom)]
+loom::lazy_static! {
+    static ref NEXT: AtomicUsize = AtomicUsize::new(0);
+}
+
+#[cfg(loom)]
+loom::thread_local! {
+    static PLACE: Cell<usize> = Cell::new(usize::MAX);
 }
 
 /// This thread's place.

@@ -1,6 +1,6 @@
 //! Order among requests that change overlapping parts of a disk.
 
-use parking_lot::Mutex;
+use isobath_storage::sync::Mutex;
 use std::future::Future;
 use std::ops::Range;
 use std::pin::Pin;
@@ -136,5 +136,65 @@ mod tests {
         assert!(ready(&mut third).is_some());
         drop(held);
         assert!(locks.state.lock().entries.is_empty());
+    }
+}
+
+#[cfg(all(test, loom))]
+mod interleavings {
+    use super::*;
+    use futures_util::FutureExt;
+    use isobath_storage::sync::{Cell, explore, wait};
+
+    struct Disk {
+        locks: RangeLocks,
+        bytes: [Cell<u8>; 4],
+    }
+
+    fn disk() -> Disk {
+        Disk { locks: RangeLocks::default(), bytes: [0; 4].map(Cell::new) }
+    }
+
+    fn change(disk: &Disk, range: Range<u64>) {
+        for byte in &disk.bytes[range.start as usize..range.end as usize] {
+            byte.set(byte.get() + 1);
+        }
+    }
+
+    fn write(disk: &Disk, range: Range<u64>) {
+        let _held = wait(disk.locks.lock(range.clone()));
+        change(disk, range);
+    }
+
+    /// Waits for a moment, then gives up.
+    fn give_up(disk: &Disk, range: Range<u64>) {
+        if let Some(_held) = disk.locks.lock(range.clone()).now_or_never() {
+            change(disk, range);
+        }
+    }
+
+    fn all_is_released(disk: &Disk) {
+        assert!(disk.locks.state.lock().entries.is_empty());
+    }
+
+    #[test]
+    fn a_range_is_held_by_one() {
+        let tasks: &[fn(&Disk)] = &[|d| write(d, 0..2), |d| write(d, 1..3), |d| write(d, 2..4)];
+        explore("RangeLocks, three writes in a row", 3, disk, tasks, |disk| {
+            assert_eq!(disk.bytes.each_ref().map(Cell::get), [1, 2, 2, 1]);
+            all_is_released(disk);
+        });
+    }
+
+    #[test]
+    fn a_wait_that_is_given_up_holds_nobody() {
+        let tasks: &[fn(&Disk)] = &[|d| write(d, 0..3), |d| give_up(d, 1..4), |d| write(d, 2..4)];
+        explore("RangeLocks, two writes and one given up", 3, disk, tasks, all_is_released);
+    }
+
+    #[test]
+    fn two_apart_and_two_over_all() {
+        let tasks: &[fn(&Disk)] =
+            &[|d| give_up(d, 0..4), |d| write(d, 0..1), |d| write(d, 0..4), |d| write(d, 3..4)];
+        explore("RangeLocks, four requests", 2, disk, tasks, all_is_released);
     }
 }

@@ -1,5 +1,6 @@
 //! Reads: resolve to extents, then issue the I/O of all of them at once.
 
+use crate::chain::OpeningId;
 use crate::disk::Disk;
 use crate::map::resolve::{explain_invalid, resolve};
 use crate::map::{Extent, Extents, Lookup, Source};
@@ -17,24 +18,27 @@ use std::sync::Arc;
 /// Decompressed clusters kept, since readers of a compressed image come back for the rest of one.
 const CACHED_CLUSTERS: usize = 8;
 
+/// Where a compressed cluster lies. A layer's number would not do: it changes when others leave the chain.
+type Place = (OpeningId, CompressedCluster);
+
 /// The most recently decompressed clusters.
 #[derive(Default)]
 struct ClusterCache {
-    recent: Mutex<VecDeque<(LayerIndex, CompressedCluster, Arc<IoBuf>)>>,
+    recent: Mutex<VecDeque<(Place, Arc<IoBuf>)>>,
 }
 
 impl ClusterCache {
-    fn get(&self, layer: LayerIndex, cluster: CompressedCluster) -> Option<Arc<IoBuf>> {
+    fn get(&self, place: Place) -> Option<Arc<IoBuf>> {
         let recent = self.recent.lock();
-        recent.iter().find(|(l, c, _)| (*l, *c) == (layer, cluster)).map(|(_, _, b)| Arc::clone(b))
+        recent.iter().find(|(known, _)| *known == place).map(|(_, bytes)| Arc::clone(bytes))
     }
 
-    fn put(&self, layer: LayerIndex, cluster: CompressedCluster, bytes: Arc<IoBuf>) {
+    fn put(&self, place: Place, bytes: Arc<IoBuf>) {
         let mut recent = self.recent.lock();
         if recent.len() == CACHED_CLUSTERS {
             recent.pop_front();
         }
-        recent.push_back((layer, cluster, bytes));
+        recent.push_back((place, bytes));
     }
 
     fn clear(&self) {
@@ -201,13 +205,14 @@ impl<H: Host> Disk<H> {
         index: LayerIndex,
         cluster: CompressedCluster,
     ) -> Result<Arc<IoBuf>> {
-        if let Some(bytes) = self.readers.decompressed.get(index, cluster) {
-            return Ok(bytes);
-        }
         let layer = self.layer(index)?;
         let Some(qcow2) = layer.as_qcow2() else {
             return Err(explain_invalid(layer, 0).await);
         };
+        let place = (qcow2.opening, cluster);
+        if let Some(bytes) = self.readers.decompressed.get(place) {
+            return Ok(bytes);
+        }
         let compression = qcow2.header.read().compression_type;
         let input =
             layer.read_at(cluster.offset.get(), IoBuf::zeroed(cluster.length as usize)).await?;
@@ -217,7 +222,7 @@ impl<H: Host> Disk<H> {
             reason: format!("the compressed cluster at host offset {}: {error}", cluster.offset),
         })?;
         let bytes = Arc::new(output);
-        self.readers.decompressed.put(index, cluster, Arc::clone(&bytes));
+        self.readers.decompressed.put(place, Arc::clone(&bytes));
         Ok(bytes)
     }
 }

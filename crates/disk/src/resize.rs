@@ -8,6 +8,7 @@
 
 mod preallocate;
 
+use crate::alloc::TailCut;
 use crate::chain::{Layer, Qcow2};
 use crate::device::{BlockDevice, ZeroFlags};
 use crate::disk::Disk;
@@ -62,8 +63,8 @@ impl Preallocation {
 }
 
 impl<H: Host> Disk<H> {
-    /// Changes the disk's size to `size` bytes, durably. What is new reads as zeroes. With `shrink`
-    /// the size may become smaller; what lay past it is gone.
+    /// Changes the disk's size to `size` bytes, durably. What is new reads as zeroes, but for what a raw
+    /// data file holds there already. With `shrink` the size may become smaller; what lay past it is gone.
     ///
     /// Other requests may run meanwhile. Those that reach past the end of a disk that shrinks fail.
     ///
@@ -102,7 +103,8 @@ impl<H: Host> Disk<H> {
                         }
                     }
                 };
-                writer.without_journal(&self.readers, change).await?;
+                let changed = writer.without_journal(&self.readers, change).await;
+                self.or_mark_corrupt(changed).await?;
             }
             _ => self.resize_raw(writer, old, size, preallocation).await?,
         }
@@ -168,20 +170,28 @@ impl<H: Host> Disk<H> {
     ) -> Result<()> {
         self.grow_l1(writer, qcow2, image, image.geometry.l1_size_for(new.end)).await?;
         let layer = self.chain.active();
-        if image.geometry.has_data_file() && layer.data().len().await? < new.end {
-            layer.data().set_len(new.end).await?;
+        let mut kept = 0;
+        if image.geometry.has_data_file() {
+            let length = layer.data().len().await?;
+            if length < new.end {
+                layer.data().set_len(new.end).await?;
+            }
+            // What a raw data file holds is what the guest sees, also behind the old end.
+            kept = if qcow2.data_file_raw() { length } else { 0 };
         }
         // Requests are still held to the old size, but the new part can be looked at.
         self.show(new.end);
         let prepared = async {
-            self.clear_new_part(image, new.clone()).await?;
+            if !qcow2.data_file_raw() {
+                self.clear_new_part(image, new.clone()).await?;
+            }
             let preallocation = match preallocation {
                 // A raw data file must be whole without the image's tables.
                 Preallocation::Off if qcow2.data_file_raw() => Preallocation::Metadata,
                 other => other,
             };
             if preallocation != Preallocation::Off {
-                self.preallocate(writer, qcow2, new.clone(), preallocation).await?;
+                self.preallocate(writer, qcow2, new.clone(), preallocation, kept).await?;
             }
             writer.commit(&self.readers).await
         };
@@ -215,13 +225,14 @@ impl<H: Host> Disk<H> {
         let Some(offset) = geometry.host_cluster_start(run.start) else {
             return Err(self.refused(format!("host cluster {} has no offset", run.start)));
         };
-        alloc.mark_metadata(run.start.get()..run.start.get() + run.count);
-        let table: Vec<_> =
-            (run.start.get()..run.start.get() + run.count).map(HostCluster::new).collect();
-        alloc.publish(&table).await?;
+        let mut claim = qcow2.metadata.tables.claim();
+        claim.add_run(&run);
         let storage = self.chain.active().storage();
         writer
             .exclusively(|| async {
+                alloc.publish(claim.clusters()).await?;
+                claim.keep();
+                alloc.mark_metadata(run.start.get()..run.start.get() + run.count);
                 // The new table's refcounts, and every L1 entry that is to be copied.
                 writer.commit_alone(&self.readers).await?;
                 let mut table = IoBuf::zeroed((run.count << geometry.cluster_bits()) as usize);
@@ -320,7 +331,7 @@ impl<H: Host> Disk<H> {
                     layer.data().set_len(size).await?;
                     layer.data().flush().await?;
                 }
-                qcow2.metadata.alloc.cut_tail().await
+                qcow2.metadata.alloc.cut_tail(TailCut::AllFree).await
             })
             .await?;
         self.clear_last_cluster(writer, qcow2, size).await

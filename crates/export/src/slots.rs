@@ -7,6 +7,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll, Wake, Waker};
 
+/// How often the futures that others of them woke are polled before the task gives way.
+const ROUNDS: usize = 16;
+
 /// A set of running futures. A slot's memory is used again by the next future, and only futures
 /// that were woken are polled.
 pub(crate) struct Slots<F> {
@@ -90,9 +93,10 @@ impl<F: Future<Output = ()>> Slots<F> {
     }
 
     /// Polls the futures that were woken, and arranges for the calling task to be woken when more
-    /// are.
+    /// are. Where they go on to wake each other, it gives way to what else the thread has to do, for which
+    /// they may wait.
     pub(crate) fn poll(&mut self, cx: &mut Context<'_>) {
-        loop {
+        for _ in 0..ROUNDS {
             let mut batch = std::mem::take(&mut self.batch);
             {
                 let mut state = self.woken.state.lock();
@@ -112,6 +116,15 @@ impl<F: Future<Output = ()>> Slots<F> {
             if idle {
                 return;
             }
+        }
+        cx.waker().wake_by_ref();
+    }
+
+    /// Polls every future, also those that were not woken.
+    pub(crate) fn poll_all(&mut self, cx: &mut Context<'_>) {
+        self.poll(cx);
+        for index in 0..self.places.len() {
+            self.poll_slot(index);
         }
     }
 
@@ -190,5 +203,23 @@ mod tests {
         }));
         slots.poll(&mut cx);
         assert!(slots.is_empty());
+    }
+
+    #[test]
+    fn futures_that_go_on_waking_each_other_leave_the_thread_to_others() {
+        let count = Arc::new(Count::default());
+        let waker = Waker::from(count.clone());
+        let mut cx = Context::from_waker(&waker);
+        let mut slots = Slots::new();
+        for _ in 0..2 {
+            slots.start(poll_fn(|cx| {
+                cx.waker().wake_by_ref();
+                Poll::Pending
+            }));
+        }
+        slots.poll(&mut cx);
+        let before = count.0.load(Ordering::Relaxed);
+        slots.poll(&mut cx);
+        assert!(count.0.load(Ordering::Relaxed) > before, "their turn comes again");
     }
 }

@@ -39,6 +39,8 @@ impl Flags {
     pub(crate) const EXTENDED_L2: Self = Self(1 << 10);
     /// The time of its birth is not known; the last write stands for it.
     pub(crate) const NO_BIRTH: Self = Self(1 << 11);
+    /// It begins as an image of a format other than qcow2.
+    pub(crate) const FOREIGN: Self = Self(1 << 12);
 
     pub(crate) fn has(self, other: Self) -> bool {
         self.0 & other.0 != 0
@@ -110,7 +112,10 @@ impl Fleet {
         flags.set(Flags::CUT, seen.cut);
         let (mut disk, mut cluster_bits) = (seen.facts.length, 16);
         match &seen.kind {
-            Kind::Other => flags.set(Flags::RAW, true),
+            Kind::Other(format) => {
+                flags.set(Flags::RAW, true);
+                flags.set(Flags::FOREIGN, format.is_some());
+            }
             Kind::Broken(_) => {
                 flags.set(Flags::BROKEN, true);
                 flags.set(Flags::CUT, true);
@@ -264,7 +269,7 @@ mod tests {
             let seen = Seen {
                 path: OsStr::from_bytes(name).into(),
                 facts,
-                kind: Kind::Other,
+                kind: Kind::Other(None),
                 backing: Some(Id { device: 8, inode: 1 }),
                 cut: false,
                 outside: false,

@@ -140,7 +140,7 @@ fn named(image: &Path) -> io::Result<Option<Backing>> {
     let (_, kind) = probe::look(image, true)?;
     Ok(match kind {
         Kind::Qcow2(summary) => summary.backing,
-        Kind::Other | Kind::Broken(_) => None,
+        Kind::Other(_) | Kind::Broken(_) => None,
     })
 }
 
@@ -148,11 +148,16 @@ fn attach(fleet: &mut Fleet, image: u32, parent: u32) {
     let below = fleet.image(parent).flags;
     let own = fleet.image_mut(image);
     own.parent = parent;
-    if below.has(Flags::RAW) && own.flags.has(Flags::QCOW2_BACKING) {
-        own.flags.set(Flags::CUT, true);
-        let path = fleet.path_bytes(parent);
-        fleet.problems.add(&fleet.path_bytes(image), Trouble::NotQcow2, name::exact(&path));
-    }
+    let trouble = if below.has(Flags::RAW) && own.flags.has(Flags::QCOW2_BACKING) {
+        Trouble::NotQcow2
+    } else if below.has(Flags::FOREIGN) && !own.flags.has(Flags::RAW_BACKING) {
+        Trouble::Foreign
+    } else {
+        return;
+    };
+    own.flags.set(Flags::CUT, true);
+    let path = fleet.path_bytes(parent);
+    fleet.problems.add(&fleet.path_bytes(image), trouble, name::exact(&path));
 }
 
 /// The image below, along which a chain goes on; a backing file that is taken as raw ends it.

@@ -1,5 +1,6 @@
 //! File names: what a name in a header may mean, and how a name is shown.
 
+use isobath_qcow2::text::is_hidden;
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
@@ -40,13 +41,7 @@ pub fn exact(name: &[u8]) -> String {
 /// A file name for people: as [`exact`], and with characters escaped (`\u{202e}`) that a terminal
 /// would obey or that would reorder or hide what is shown.
 pub fn shown(name: &[u8]) -> String {
-    escaped(name, |c| {
-        c.is_control()
-            || matches!(c,
-                '\u{61c}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}'
-                | '\u{2060}'..='\u{206f}' | '\u{feff}' | '\u{fff9}'..='\u{fffb}'
-                | '\u{e0000}'..='\u{e007f}')
-    })
+    escaped(name, is_hidden)
 }
 
 fn escaped(name: &[u8], unsafe_to_show: impl Fn(char) -> bool) -> String {

@@ -2,9 +2,9 @@
 
 use crate::name::{self, Refused};
 use crate::problem::Trouble;
+use isobath_qcow2::probe::{Foreign, Probed, probe};
 use isobath_qcow2::{
     Extension, FormatError, FormatErrorKind, Geometry, Header, IncompatibleFeatures, ParseMode,
-    is_qcow2,
 };
 use std::fs::{self, File, Metadata, OpenOptions};
 use std::io;
@@ -93,8 +93,8 @@ pub(crate) struct Backing {
 /// A regular file that was looked at.
 #[derive(Debug)]
 pub(crate) enum Kind {
-    /// It does not begin as a qcow2 image does.
-    Other,
+    /// It does not begin as a qcow2 image does: a raw image, or one of another format.
+    Other(Option<Foreign>),
     Qcow2(Box<Summary>),
     /// It begins as one, but its header cannot be used.
     Broken(FormatError),
@@ -127,15 +127,17 @@ pub(crate) fn open(path: &Path, follow_link: bool) -> io::Result<(File, Metadata
 /// effects.
 pub(crate) fn look(path: &Path, follow_link: bool) -> io::Result<(Facts, Kind)> {
     let (file, data) = open(path, follow_link)?;
-    Ok((Facts::of(&data), header(&file, data.len())?))
+    Ok((Facts::of(&data), header(&file, path, data.len())?))
 }
 
 /// What the header of an open file says.
-pub(crate) fn header(file: &File, length: u64) -> io::Result<Kind> {
+pub(crate) fn header(file: &File, path: &Path, length: u64) -> io::Result<Kind> {
     let mut start = [0; START];
     let start = read_up_to(file, 0, &mut start)?;
-    if !is_qcow2(start) {
-        return Ok(Kind::Other);
+    match probe(start, path) {
+        Probed::Qcow2 => {}
+        Probed::Raw => return Ok(Kind::Other(None)),
+        Probed::Foreign(format) => return Ok(Kind::Other(Some(format))),
     }
     if let Ok(summary) = parse(start) {
         return Ok(Kind::Qcow2(Box::new(summary)));
@@ -148,7 +150,7 @@ pub(crate) fn header(file: &File, length: u64) -> io::Result<Kind> {
     let bytes = read_up_to(file, 0, &mut bytes)?;
     Ok(match parse(bytes) {
         Ok(summary) => Kind::Qcow2(Box::new(summary)),
-        Err(error) if error.kind() == FormatErrorKind::NotQcow2 => Kind::Other,
+        Err(error) if error.kind() == FormatErrorKind::NotQcow2 => Kind::Other(None),
         Err(error) => Kind::Broken(error),
     })
 }

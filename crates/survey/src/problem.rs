@@ -52,6 +52,8 @@ troubles! {
     NoFileName = "no-file-name", "its backing file's name is no file name";
     /// The header says qcow2, the backing file is none.
     NotQcow2 = "not-qcow2", "its backing file should be qcow2 and is not";
+    /// The header names no format of the backing file, which is an image of a format not supported.
+    Foreign = "foreign", "its backing file is an image in a format that is not supported";
     /// It begins as a qcow2 image, but its header cannot be used.
     BadHeader = "bad-header", "its header is corrupt or not supported";
     /// The image, or a directory, may not be read.

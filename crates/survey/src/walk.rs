@@ -185,7 +185,7 @@ impl Walk<'_> {
     fn file(&self, path: &Path, follow_link: bool) -> Option<(Seen, Option<(Trouble, String)>)> {
         self.progress.files.fetch_add(1, Relaxed);
         match look(path.to_owned(), follow_link, false) {
-            Ok((seen, _)) if matches!(seen.kind, Kind::Other) => None,
+            Ok((seen, _)) if matches!(seen.kind, Kind::Other(_)) => None,
             Ok(found) => Some(found),
             Err(error) => {
                 // What has gone meanwhile was never there.
@@ -228,7 +228,7 @@ pub(crate) fn look(
     let (facts, kind) = probe::look(&path, follow_link)?;
     let mut backing: Option<Id> = None;
     let trouble = match &kind {
-        Kind::Other => None,
+        Kind::Other(_) => None,
         Kind::Broken(error) => Some((Trouble::BadHeader, error.to_string())),
         Kind::Qcow2(summary) => {
             summary.backing.as_ref().and_then(|named| match probe::find(&path, named) {

@@ -5,6 +5,7 @@
 //! that is not installed is a failure that names its package ([`tools::require`]), never a skip.
 //!
 //! * [`tools`] finds programs, [`process`] runs them, [`qemu`] runs QEMU's and judges images by them.
+//! * [`daemon`] is a `qemu-storage-daemon` for any number of images, [`nbd`] a client of NBD servers.
 //! * [`ops`] are the operations of a test, [`model`] says what an image must hold after them,
 //!   [`chain`] makes backing chains with them by any mixture of programs.
 //! * [`guest`] boots a Linux kernel on a disk and runs a script there, [`fs`] makes and checks the
@@ -18,9 +19,11 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by a panic")]
 
 pub mod chain;
+pub mod daemon;
 pub mod fs;
 pub mod guest;
 pub mod model;
+pub mod nbd;
 pub mod ops;
 pub mod process;
 pub mod qemu;

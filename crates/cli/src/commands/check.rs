@@ -1,10 +1,11 @@
 //! `isobath check`
 
 use crate::failure::{Failure, Outcome};
-use crate::options::{self, OutputFormat, printable};
-use crate::{json, runtime};
+use crate::options::{self, OutputFormat};
+use crate::{json, messages, runtime};
 use clap::ValueEnum;
 use isobath_disk::{CheckEvent, CheckOptions, CheckReport, DiskError, ImageFormat, Repair, check};
+use isobath_qcow2::text::Shown;
 use isobath_storage::Locking;
 use isobath_storage::file::FileHost;
 use serde_json::{Map, Value, json};
@@ -91,11 +92,9 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
 
 fn examine(image: &Path, options: CheckOptions) -> Result<CheckReport, Failure> {
     runtime::block_on(async || {
-        let mut findings = io::stderr().lock();
         let mut events = |event: CheckEvent<'_>| {
             if let CheckEvent::Finding(text) = event {
-                // The report has what cannot be told here.
-                let _ = writeln!(findings, "{}", printable(text));
+                messages::tell(Shown(text));
             }
         };
         match check(&FileHost, image, &options, &mut events).await {

@@ -63,7 +63,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         if new <= old && args.preallocation != Preallocation::Off {
             return Err(Failure::new("Preallocation can only be used for growing images"));
         }
-        disk.resize(new, args.preallocation, args.shrink).await?;
+        Box::pin(disk.resize(new, args.preallocation, args.shrink)).await?;
         disk.close().await?;
         Ok(())
     })?;

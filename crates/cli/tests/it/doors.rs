@@ -32,7 +32,7 @@ fn is_mounted(path: &Path) -> bool {
 }
 
 /// Unmounts what a failed test leaves behind.
-struct Unmounted(PathBuf);
+pub(crate) struct Unmounted(pub(crate) PathBuf);
 
 impl Drop for Unmounted {
     fn drop(&mut self) {

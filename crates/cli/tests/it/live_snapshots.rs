@@ -3,15 +3,15 @@
 //!
 //! There are 100 snapshots, or as many as `ISOBATH_SNAPSHOTS` says.
 
-use crate::live::load::{Clock, Log, SECTOR, Stamps, Window, judge, run};
-use crate::live::nbd::Nbd;
+use crate::live::load::{Log, SECTOR, Shared, Stamps, Window, judge, run};
 use crate::live::{DEVICE, ISOBATH, Live};
+use isobath_testkit::nbd::Nbd;
 use isobath_testkit::process::run_program;
 use isobath_testkit::seed::Seed;
 use isobath_testkit::{args, qemu};
 use std::fs;
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -46,16 +46,16 @@ fn each_of_many_snapshots_holds_what_was_written_before_it() {
     let seed = Seed::new();
     let mut rng = seed.rng();
     let live = Live::start(directory.path(), "s0", &["--metadata", "auto"]);
-    let socket = live.nbd();
-    let (clock, stop) = (Clock::default(), AtomicBool::new(false));
+    let door = live.door();
+    let shared = Shared::default();
+    let clock = &shared.clock;
     let mut windows = Vec::new();
     let mut counted = Log::default();
     let mut times = Vec::new();
     let logs = thread::scope(|scope| {
-        let (socket, clock, stop) = (&socket, &clock, &stop);
-        let load = scope
-            .spawn(move || run((socket, DEVICE), 8..SECTORS, (clock, stop), 1 << 24, &mut rng));
-        let mut client = Nbd::connect(socket, DEVICE).unwrap();
+        let (door, shared) = (&door, &shared);
+        let load = scope.spawn(move || run(door, 8..SECTORS, shared, 1 << 24, false, &mut rng));
+        let mut client = Nbd::connect(&live.nbd(), DEVICE).unwrap();
         let mut control = live.control();
         for number in 0..count {
             counted.put(&mut client, clock, number as u32 + 1).unwrap();
@@ -67,7 +67,7 @@ fn each_of_many_snapshots_holds_what_was_written_before_it() {
             thread::sleep(Duration::from_millis(5));
         }
         assert_eq!(control.nodes().unwrap().len(), count + 1);
-        stop.store(true, Ordering::SeqCst);
+        shared.stop.store(true, Ordering::SeqCst);
         [load.join().unwrap(), counted]
     });
     let (descriptors, memory) = used(live.server.pid());

@@ -22,6 +22,10 @@ mod live_guest;
 mod live_killed;
 mod live_snapshots;
 mod programs;
+mod refused_as_by_qemu;
 mod serve_clients;
 mod serve_ends;
 mod serving;
+mod unheard;
+#[path = "../../../export/tests/common/vhost_raw.rs"]
+mod vhost_raw;

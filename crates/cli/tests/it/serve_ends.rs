@@ -9,7 +9,7 @@ use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 const MIB: u64 = 1 << 20;
 
@@ -159,9 +159,37 @@ fn a_second_signal_ends_it_at_once() {
     while served.socket.exists() {
         thread::sleep(Duration::from_millis(2));
     }
-    served.server.signal(libc::SIGTERM);
+    served.server.signal(libc::SIGINT);
     let done = served.server.wait().exits(1);
     assert!(done.stderr.contains("second signal"), "{}", done.report());
+}
+
+#[test]
+fn an_order_that_comes_twice_is_one_order() {
+    let directory = tempfile::tempdir().unwrap();
+    let image = overlay(directory.path());
+    loop {
+        let served = Served::start(&[&image], &["--metadata", "journal"]);
+        let mut client = QemuIo::open("raw", served.uri(""));
+        client.ok("write -P 7 0 1M");
+        client.ok("flush");
+        let begun = Instant::now();
+        served.server.signal(libc::SIGTERM);
+        while served.socket.exists() {
+            thread::sleep(Duration::from_millis(1));
+        }
+        served.server.signal(libc::SIGTERM);
+        // Only within a second it is the same order.
+        let at_once = begun.elapsed() < Duration::from_millis(900);
+        drop(client);
+        let done = served.server.wait();
+        if at_once {
+            let done = done.ok();
+            assert!(!done.stderr.contains("second signal"), "{}", done.report());
+            break;
+        }
+    }
+    qemu::assert_clean(&image);
 }
 
 #[test]

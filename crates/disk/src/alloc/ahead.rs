@@ -89,6 +89,7 @@ impl<S: Storage> Allocator<S> {
             let mut state = self.state.lock().await;
             let start = state.never_used;
             let region = start..start + bytes.div_ceil(size);
+            self.refuse_tables(region.clone())?;
             state.never_used = region.end;
             state.areas.push(region.clone());
             region

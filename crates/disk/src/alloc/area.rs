@@ -20,7 +20,7 @@ impl<S: Storage> Allocator<S> {
         let state = self.lock().await;
         let cluster = HostCluster::new(state.never_used);
         let offset = self.geometry.host_cluster_start(cluster);
-        let offset = offset.ok_or_else(|| self.corrupt("it cannot grow any more".into()))?;
+        let offset = offset.ok_or_else(|| self.full("it cannot grow any more".into()))?;
         Ok((cluster, offset))
     }
 
@@ -52,6 +52,8 @@ impl<S: Storage> Allocator<S> {
             start = state.never_used;
         }
         let area = start..start + count;
+        self.refuse_tables(area.clone())?;
+        self.need_room(&mut state, area.end).await?;
         state.never_used = state.never_used.max(area.end);
         state.areas.push(area.clone());
         Ok(area)
@@ -60,6 +62,7 @@ impl<S: Storage> Allocator<S> {
     /// Takes a free cluster of an area.
     pub(crate) async fn take_kept(&self, cluster: HostCluster) -> Result<()> {
         let mut state = self.lock().await;
+        self.refuse_tables(cluster.get()..cluster.get() + 1)?;
         if self.refcount_in(&mut state, cluster.get()).await? > 0 {
             return Err(self.corrupt(format!("host cluster {cluster} of a zone is in use twice")));
         }
@@ -79,6 +82,7 @@ impl<S: Storage> Allocator<S> {
     /// Adds a reference to a cluster that was [set aside](Self::set_aside).
     pub(crate) async fn claim(&self, cluster: HostCluster) -> Result<()> {
         let mut state = self.lock().await;
+        self.refuse_tables(cluster.get()..cluster.get() + 1)?;
         let (index, _) = self.geometry.refcount_position(cluster);
         if !self.has_block(&state, index)? {
             if index as usize >= state.table.len() {
@@ -114,9 +118,10 @@ impl<S: Storage> Allocator<S> {
     pub(crate) async fn append_area(&self, area: Range<u64>) -> Result<Vec<HostCluster>> {
         let mut state = self.lock().await;
         if area.start < state.never_used {
-            return Err(self.corrupt("it grew while its index was made".into()));
+            return Err(self.full("it grew while its index was made".into()));
         }
         let home = area.end;
+        self.refuse_tables(area.start..home + 1)?;
         state.never_used = home;
         state.areas.push(area);
         self.cover(&mut state, home).await?;
@@ -128,7 +133,7 @@ impl<S: Storage> Allocator<S> {
         // The first block counts the header: it is there as long as the image is.
         self.refcount_in(&mut state, 0).await?;
         let offset = self.geometry.host_cluster_start(HostCluster::new(home));
-        let offset = offset.ok_or_else(|| self.corrupt("it cannot grow any more".into()))?;
+        let offset = offset.ok_or_else(|| self.full("it cannot grow any more".into()))?;
         let entry = RefcountTableEntry::new(offset, &self.geometry)
             .map_err(|error| self.layer.format_error(error))?;
         let old = match state.blocks.get_mut(&0) {

@@ -5,9 +5,19 @@ use crate::Result;
 use isobath_qcow2::HostCluster;
 use isobath_storage::Storage;
 
+/// What may be cut.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum TailCut {
+    /// All that has refcount 0: it was just released.
+    AllFree,
+    /// What was added since the image was opened, and holes. Data that was there before stays: where the
+    /// refcounts are wrong it may be a guest's.
+    KeepingData,
+}
+
 impl<S: Storage> Allocator<S> {
     /// Cuts the file behind its last cluster in use.
-    pub(crate) async fn cut_tail(&self) -> Result<()> {
+    pub(crate) async fn cut_tail(&self, what: TailCut) -> Result<()> {
         let mut state = self.lock().await;
         let storage = self.layer.storage();
         let length = storage.len().await?;
@@ -39,7 +49,11 @@ impl<S: Storage> Allocator<S> {
             end = last;
             self.shrink_cache(&mut state);
         }
+        if what == TailCut::KeepingData {
+            end = self.data_end(end, state.added_from).await?;
+        }
         state.never_used = end;
+        state.added_from = state.added_from.min(end);
         state.prepared = 0..0;
         state.first_maybe_free = state.first_maybe_free.min(end);
         let cut = end << self.geometry.cluster_bits();
@@ -48,5 +62,25 @@ impl<S: Storage> Allocator<S> {
             self.layer.cut_at(cut);
         }
         Ok(())
+    }
+
+    /// Where the last data in a range of clusters ends; `start` if it is a hole.
+    async fn data_end(&self, start: u64, end: u64) -> Result<u64> {
+        let bits = self.geometry.cluster_bits();
+        let storage = self.layer.storage();
+        let mut last = start;
+        let mut at = start << bits;
+        while at < end << bits {
+            let run = storage.allocation(at).await?;
+            if run.length == 0 {
+                break;
+            }
+            let next = (at + run.length).min(end << bits);
+            if run.data {
+                last = self.geometry.clusters_for(next);
+            }
+            at = next;
+        }
+        Ok(last)
     }
 }

@@ -43,6 +43,7 @@ impl<S: Storage> Allocator<S> {
                 return Ok(());
             }
         }
+        self.need_room(state, cluster + 1).await?;
         self.create_block(state, index, cluster)?;
         self.count_own(state, cluster)?;
         state.never_used = state.never_used.max(cluster + 1);
@@ -78,6 +79,7 @@ impl<S: Storage> Allocator<S> {
             let (start, missing) = self.find_adjacent(&mut state, count).await?;
             let area = start..start + count;
             let homes = area.end..area.end + missing.len() as u64;
+            self.refuse_tables(area.clone())?;
             if missing.last().is_some_and(|last| *last as usize >= state.table.len()) {
                 self.grow_table(&mut state, homes.end).await?;
                 continue;
@@ -101,12 +103,19 @@ impl<S: Storage> Allocator<S> {
         state: &mut MutexGuard<'_, State>,
         count: u64,
     ) -> Result<(u64, Vec<u64>)> {
-        let mut start = state.never_used;
+        // A device may have no room behind what is in use, and some before.
+        let (behind, first) = (state.never_used, state.first_maybe_free);
+        let mut start = if state.has_room(behind + count + 2) { behind } else { first };
         'start: loop {
             let mut missing = Vec::new();
             let mut cluster = start;
             let mut covered = None;
             while cluster < start + count + missing.len() as u64 {
+                self.need_room(state, cluster + 1).await?;
+                if cluster < behind && state.is_kept(cluster) {
+                    start = cluster + 1;
+                    continue 'start;
+                }
                 let (index, _) = self.geometry.refcount_position(HostCluster::new(cluster));
                 if covered != Some(index) && !self.has_block(state, index)? {
                     missing.push(index);
@@ -176,23 +185,19 @@ impl<S: Storage> Allocator<S> {
             length = limit;
         }
         if length > limit {
-            return Err(self.corrupt(format!(
+            return Err(self.full(format!(
                 "the file would need refcounts for {end} host clusters, more than a refcount table \
                  can hold"
             )));
         }
-        state.table.resize(length as usize, RefcountTableEntry::unallocated());
         let clusters = length / entries;
-        let found = self.find_adjacent(state, clusters).await;
-        let fits = |missing: &[u64]| missing.last().is_none_or(|last| *last < length);
-        let (start, missing) = match found {
-            Ok((start, missing)) if fits(&missing) => (start, missing),
-            other => {
-                state.table.truncate(old_length);
-                other?;
-                return Err(self.corrupt("its refcount table cannot grow any more".into()));
-            }
-        };
+        let (start, missing) = self.find_adjacent(state, clusters).await?;
+        if missing.last().is_some_and(|last| *last >= length) {
+            return Err(self.full("its refcount table cannot grow any more".into()));
+        }
+        self.refuse_tables(start..start + clusters + missing.len() as u64)?;
+        // The table is longer from here on, in memory, and there is no way to end early.
+        state.table.resize(length as usize, RefcountTableEntry::unallocated());
         let run = self.take_with_blocks(state, start, clusters, missing)?;
         self.mark_metadata(run.start.get()..run.start.get() + run.count);
         state.own.extend(run.start.get()..run.start.get() + run.count);
@@ -204,7 +209,7 @@ impl<S: Storage> Allocator<S> {
 
     fn start_of(&self, run: Run) -> Result<HostOffset> {
         self.geometry.host_cluster_start(run.start).ok_or_else(|| {
-            self.corrupt(format!("host cluster {} lies beyond what an offset can name", run.start))
+            self.full(format!("host cluster {} lies beyond what an offset can name", run.start))
         })
     }
 
@@ -216,6 +221,7 @@ impl<S: Storage> Allocator<S> {
         index: u64,
         home: u64,
     ) -> Result<()> {
+        self.refuse_tables(home..home + 1)?;
         let run = Run { start: HostCluster::new(home), count: 1, zeroed: false, beyond: false };
         let offset = self.start_of(run)?;
         let size = self.geometry.cluster_size() as usize;

@@ -10,10 +10,13 @@ mod ahead;
 mod area;
 mod block;
 mod cut;
+mod device;
 mod grow;
+mod own;
 mod stage;
 
 pub(crate) use ahead::{Growth, write_zeroes};
+pub(crate) use cut::TailCut;
 pub(crate) use stage::{Staged, not_zero};
 
 use crate::chain::{Layer, Qcow2};
@@ -28,7 +31,7 @@ use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 /// Bytes of clean refcount blocks that may stay in memory.
 const CACHE_BYTES: u64 = 16 << 20;
@@ -46,6 +49,13 @@ pub(crate) struct Run {
     pub(crate) beyond: bool,
 }
 
+impl Run {
+    /// The clusters.
+    pub(crate) fn clusters(&self) -> impl Iterator<Item = HostCluster> + use<> {
+        (self.start.get()..self.start.get() + self.count).map(HostCluster::new)
+    }
+}
+
 /// Gives out and takes back the host clusters of one image.
 pub(crate) struct Allocator<S> {
     layer: Arc<Layer<S>>,
@@ -55,6 +65,8 @@ pub(crate) struct Allocator<S> {
     metadata: RwLock<HashSet<u64>>,
     /// Bytes newly used in their places behind everything used before, since the last commit.
     grown: AtomicU64,
+    /// Tables were found to contradict each other.
+    contradicted: AtomicBool,
 }
 
 struct State {
@@ -74,8 +86,12 @@ struct State {
     journaled: Option<Journaled>,
     /// No cluster below this is free.
     first_maybe_free: u64,
-    /// No cluster from here on was ever used: the file ends before it.
+    /// No cluster from here on is in use: a file ends before it, and a device is free from there on.
     never_used: u64,
+    /// Clusters of a device, which does not grow by being written to.
+    room: Option<u64>,
+    /// No cluster from here on was in the file when it was opened.
+    added_from: u64,
     /// Areas: free in the file, and not given out.
     areas: Vec<Range<u64>>,
     /// Clusters freed while others may read them, which are not given out, where that is so.
@@ -99,6 +115,11 @@ struct Journaled {
 }
 
 impl State {
+    /// Whether clusters up to this one lie on the device, where there is one.
+    fn has_room(&self, end: u64) -> bool {
+        self.room.is_none_or(|room| end <= room)
+    }
+
     /// Whether a cluster belongs to an area.
     fn is_kept(&self, cluster: u64) -> bool {
         self.areas.iter().any(|area| area.contains(&cluster))
@@ -122,13 +143,11 @@ impl State {
 }
 
 impl<S: Storage> Allocator<S> {
-    /// Reads the refcount table of `layer`. `metadata` holds the clusters of the tables that the
-    /// caller knows; those of the refcount structure are added.
-    pub(crate) async fn open(
-        layer: Arc<Layer<S>>,
-        qcow2: &Qcow2,
-        mut metadata: HashSet<u64>,
-    ) -> Result<Self> {
+    /// Reads the refcount table of `layer`, and finds out where its tables are.
+    ///
+    /// # Errors
+    /// If the storage fails, or tables are where none can be.
+    pub(crate) async fn open(layer: Arc<Layer<S>>, qcow2: &Qcow2) -> Result<Self> {
         let geometry = qcow2.geometry;
         let (table_offset, clusters) = {
             let header = qcow2.header.read();
@@ -151,13 +170,9 @@ impl<S: Storage> Allocator<S> {
         for index in 0..bytes as usize / 8 {
             let entry =
                 RefcountTableEntry::read(&raw, index).unwrap_or(RefcountTableEntry::unallocated());
-            if let Some(offset) = entry.offset(&geometry).map_err(|e| layer.format_error(e))? {
-                metadata.insert(geometry.host_cluster_of(offset).get());
-            }
             table.push(entry);
         }
-        let first = geometry.host_cluster_of(table_offset).get();
-        metadata.extend(first..first + clusters);
+        let metadata = own::own_clusters(&layer, qcow2, &table).await?;
         let state = State {
             table_offset,
             table,
@@ -167,21 +182,34 @@ impl<S: Storage> Allocator<S> {
             unpublished: BTreeMap::new(),
             own: Vec::new(),
             journaled: None,
-            first_maybe_free: 1,
+            // The header's cluster is the first that tells of refcounts that are wrong.
+            first_maybe_free: 0,
             never_used: geometry.clusters_for(length),
+            room: None,
+            added_from: geometry.clusters_for(length),
             areas: Vec::new(),
             freed: None,
             prepared: 0..0,
             growth: Growth::default(),
             packing: None,
         };
-        Ok(Self {
+        let alloc = Self {
             layer,
             geometry,
             state: Mutex::new(state),
             metadata: RwLock::new(metadata),
             grown: AtomicU64::new(0),
-        })
+            contradicted: AtomicBool::new(false),
+        };
+        if !alloc.layer.storage().extends_with_zeroes() {
+            alloc.measure_device(length).await?;
+        }
+        Ok(alloc)
+    }
+
+    /// Whether tables were found to contradict each other.
+    pub(crate) fn is_contradicted(&self) -> bool {
+        self.contradicted.load(Ordering::Acquire)
     }
 
     /// Whether a host cluster holds one of the image's own tables.
@@ -207,7 +235,10 @@ impl<S: Storage> Allocator<S> {
         let mut state = self.lock().await;
         let start = self.find_free(&mut state).await?;
         let mut count = 1;
-        while count < want && self.is_free(&mut state, start + count).await? {
+        while count < want
+            && state.has_room(start + count + 1)
+            && self.is_free(&mut state, start + count).await?
+        {
             count += 1;
         }
         self.take(&mut state, start, count)
@@ -234,7 +265,7 @@ impl<S: Storage> Allocator<S> {
                     state.packing = (length < room).then_some(at + length);
                     return Ok(HostOffset::new(at));
                 }
-                if self.is_free(&mut state, cluster + 1).await? {
+                if state.has_room(cluster + 2) && self.is_free(&mut state, cluster + 1).await? {
                     self.take(&mut state, cluster + 1, 1)?;
                     self.reserve(&mut state, cluster, shared + 1)?;
                     state.packing = Some(at + length);
@@ -256,16 +287,6 @@ impl<S: Storage> Allocator<S> {
         for cluster in clusters {
             state.forget_unpublished(cluster.get());
             self.mark(&mut state, cluster.get())?;
-        }
-        Ok(())
-    }
-
-    /// Takes back references to clusters to which nothing came to refer.
-    pub(crate) async fn cancel(&self, clusters: &[HostCluster]) -> Result<()> {
-        let mut state = self.state.lock().await;
-        for cluster in clusters {
-            state.forget_unpublished(cluster.get());
-            self.lower(&mut state, cluster.get()).await?;
         }
         Ok(())
     }
@@ -434,14 +455,23 @@ impl<S: Storage> Allocator<S> {
         self.geometry.refcount_block_entries() as usize
     }
 
-    fn corrupt(&self, reason: String) -> DiskError {
+    /// The image's tables contradict each other. No change is to be made any more, and who asked for one
+    /// says so in the header.
+    pub(crate) fn corrupt(&self, reason: String) -> DiskError {
+        self.contradicted.store(true, Ordering::Release);
         DiskError::Corrupt { image: self.layer.name().to_owned(), reason }
+    }
+
+    /// What is asked for is beyond what the image can hold, or not possible now.
+    fn full(&self, reason: String) -> DiskError {
+        DiskError::Refused { image: self.layer.name().to_owned(), reason }
     }
 
     /// The first free cluster.
     async fn find_free(&self, state: &mut MutexGuard<'_, State>) -> Result<u64> {
         loop {
             let cluster = state.first_maybe_free;
+            self.need_room(state, cluster + 1).await?;
             if self.is_free(state, cluster).await? {
                 return Ok(cluster);
             }
@@ -461,12 +491,7 @@ impl<S: Storage> Allocator<S> {
 
     /// Takes free clusters that have refcount blocks.
     fn take(&self, state: &mut MutexGuard<'_, State>, start: u64, count: u64) -> Result<Run> {
-        let metadata = self.metadata.read();
-        if let Some(cluster) = (start..start + count).find(|cluster| metadata.contains(cluster)) {
-            return Err(self.corrupt(format!(
-                "host cluster {cluster} holds one of its tables but has refcount 0"
-            )));
-        }
+        self.refuse_tables(start..start + count)?;
         for cluster in start..start + count {
             self.reserve(state, cluster, 1)?;
         }
@@ -500,6 +525,10 @@ impl<S: Storage> Allocator<S> {
         let block = Block::loaded(offset, bytes, self.geometry.refcount_order());
         let count = block.get(within);
         state.blocks.insert(index, block);
+        if let Err(error) = self.check_block(state, index) {
+            state.blocks.remove(&index);
+            return Err(error);
+        }
         Ok(count)
     }
 

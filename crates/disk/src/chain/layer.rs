@@ -77,8 +77,23 @@ pub struct Layer<S> {
     survived: Mutex<Option<Survived>>,
 }
 
+/// One opening of an image's tables, unlike any other in this process: what is known of places in a file
+/// holds for one of these. Layers change their numbers, and a file that is written to through another handle
+/// its meaning.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct OpeningId(u64);
+
+impl OpeningId {
+    /// The next one.
+    pub(crate) fn next() -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        Self(NEXT.fetch_add(1, Ordering::Relaxed))
+    }
+}
+
 /// What a qcow2 layer adds to a raw one.
 pub(crate) struct Qcow2 {
+    pub(crate) opening: OpeningId,
     pub(crate) header: RwLock<Header>,
     pub(crate) geometry: Geometry,
     /// Bytes in the image's file when it was opened, or when its writer was done with it.

@@ -3,11 +3,14 @@
 mod layer;
 mod name;
 mod open;
+mod probe;
 
-pub(crate) use layer::Qcow2;
 pub use layer::{ImageFormat, Layer};
+pub(crate) use layer::{OpeningId, Qcow2};
+pub(crate) use name::plain_file_name;
 pub use open::{OpenOptions, Trust};
 pub(crate) use open::{bring_in, open_chain, open_layer, open_layers};
+pub(crate) use probe::format_of;
 
 use crate::index::ChainIndex;
 use isobath_storage::Storage;

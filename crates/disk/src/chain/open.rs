@@ -1,7 +1,8 @@
 //! Opening a chain: from the active layer down, by the names in the headers.
 
 use super::name::plain_file_name;
-use super::{Chain, ImageFormat, Layer, MAX_LAYERS, Qcow2};
+use super::probe::format_of;
+use super::{Chain, ImageFormat, Layer, MAX_LAYERS, OpeningId, Qcow2};
 use crate::check::repair_dirty;
 use crate::durability::journal::{self, Replayed};
 use crate::durability::survive::Survived;
@@ -9,7 +10,7 @@ use crate::index::{self, Ahead};
 use crate::write::Writer;
 use crate::{DiskError, MetadataMode, Result};
 use futures_util::stream::{self, StreamExt};
-use isobath_qcow2::{Extension, Header, IncompatibleFeatures, L1Entry, is_qcow2};
+use isobath_qcow2::{Extension, Header, IncompatibleFeatures, L1Entry};
 use isobath_storage::{Access, FileId, Host, IoBuf, Locking, OpenMode, Storage};
 use parking_lot::RwLock;
 use std::collections::HashSet;
@@ -300,9 +301,12 @@ pub(crate) async fn bring_in<H: Host>(
     let start = storage.read_at(0, IoBuf::zeroed(4096)).await?;
     // What has no header that can be used has no log either.
     let header = read_header(&storage, name, start, length).await.ok();
-    let left = header
-        .filter(|header| header.incompatible.contains(IncompatibleFeatures::JOURNAL))
-        .and_then(|header| Survived::find(&storage, name, &header));
+    let header =
+        header.filter(|header| header.incompatible.contains(IncompatibleFeatures::JOURNAL));
+    let left = match &header {
+        Some(header) => Survived::find(&storage, name, header).await?,
+        None => None,
+    };
     drop(storage);
     if left.is_none() {
         return Ok(());
@@ -366,11 +370,7 @@ async fn load_layer<H: Host>(
 ) -> Result<Layer<H::File>> {
     let mut length = storage.len().await?;
     let start = storage.read_at(0, IoBuf::zeroed(4096)).await?;
-    let qcow2 = match format {
-        Some(format) => format == ImageFormat::Qcow2,
-        None => is_qcow2(&start),
-    };
-    if !qcow2 {
+    if format_of(name, format, &start)? == ImageFormat::Raw {
         return Ok(Layer::raw(name.to_owned(), Arc::clone(storage), length));
     }
     let mut header = read_header(&**storage, name, start, length).await?;
@@ -384,8 +384,23 @@ async fn load_layer<H: Host>(
     let mut survived = None;
     if header.incompatible.contains(IncompatibleFeatures::JOURNAL) {
         if writable {
-            let found = Survived::find(&**storage, name, &header);
-            let kept = journal::recover(&**storage, name, &header, found.is_some()).await?;
+            let found = Survived::find(&**storage, name, &header).await?;
+            let follows = |durable, last| {
+                let Some(found) = &found else { return false };
+                let follows = found.follows(durable);
+                if follows {
+                    // The record that empties the journal comes next.
+                    found.goes_on_behind(last);
+                } else {
+                    tracing::warn!(
+                        image = %isobath_storage::shown(name),
+                        "it was put back to what it was before its server was killed: what that had \
+                         answered since is not brought in"
+                    );
+                }
+                follows
+            };
+            let kept = journal::recover(&**storage, name, &header, follows).await?;
             survived = found.filter(|_| kept);
         } else {
             replayed = Some(journal::examine(&**storage, name, &header).await?);
@@ -441,8 +456,13 @@ async fn load_layer<H: Host>(
         Some(data) => data.len().await?,
         None => length,
     };
-    let qcow2 =
-        Qcow2 { header: header.into(), geometry, opened_length: length.into(), l1: l1.into() };
+    let qcow2 = Qcow2 {
+        opening: OpeningId::next(),
+        header: header.into(),
+        geometry,
+        opened_length: length.into(),
+        l1: l1.into(),
+    };
     let layer =
         Layer::qcow2(name.to_owned(), Arc::clone(storage), data, file_length, qcow2, replayed);
     layer.set_survived(survived);

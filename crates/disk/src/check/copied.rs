@@ -27,9 +27,10 @@ pub(super) async fn check<S: Storage>(
         Repair::Leaks => sound(log),
         Repair::All => true,
     };
-    let word = if repair { "Repairing" } else { "ERROR" };
+    let mend_l1 = repair && survey.l1_certain;
+    let word = if mend_l1 { "Repairing" } else { "ERROR" };
     let wrong = check_l1(image, survey, refcounts, word, log);
-    if repair {
+    if mend_l1 {
         for (index, copied) in wrong {
             let entry = survey.l1.get(index).copied().unwrap_or_default().with_copied(copied);
             write_l1_entry(image, index, entry).await?;
@@ -46,15 +47,15 @@ pub(super) async fn check<S: Storage>(
         let contents = try_join_all(batch.iter().map(|(at, _)| image.read(*at, size))).await?;
         for ((table, _), bytes) in batch.iter().zip(contents) {
             let wrong = wrong_entries(image, survey, refcounts, &bytes);
-            let only_table = survey.is_only_table(image, *table);
-            let word = if repair && only_table { "Repairing" } else { "ERROR" };
+            let mend = repair && survey.may_write_table(image, *table);
+            let word = if mend { "Repairing" } else { "ERROR" };
             for (_, entry, refcount) in &wrong {
                 log.corruption(&format!(
                     "{word} OFLAG_COPIED data cluster: l2_entry={:x} refcount={refcount}",
                     entry.descriptor
                 ));
             }
-            if repair && only_table && !wrong.is_empty() {
+            if mend && !wrong.is_empty() {
                 log.report.corruptions -= wrong.len() as u64;
                 log.report.corruptions_fixed += wrong.len() as u64;
                 let entries = wrong

@@ -43,6 +43,11 @@ pub(super) fn inspect(
     if entry.reserved_bits(geometry) == (0, 0)
         && let Ok(kind) = entry.kind(geometry)
     {
+        let says_nothing = matches!(
+            kind,
+            ClusterKind::Unallocated
+                | ClusterKind::Subclusters { offset: None, allocated: 0, zero: 0, .. }
+        );
         let refers = match kind {
             ClusterKind::Compressed(cluster) => {
                 Refers::Compressed(cluster.offset.get(), cluster.length)
@@ -50,6 +55,8 @@ pub(super) fn inspect(
             kind => kind.host_cluster().map_or(Refers::Nothing, |at| Refers::Cluster(at.get())),
         };
         let mut inspection = fine(refers);
+        // Only a flag is left of an entry that had an offset.
+        inspection.lost = says_nothing;
         if let Some(Err(error)) = guest.map(|guest| kind.check_data_file(guest, geometry)) {
             inspection.errors.push(format!("ERROR {error}"));
         }
@@ -108,7 +115,10 @@ fn standard(entry: L2Entry, geometry: &Geometry) -> Inspection {
     }
     let (allocated, zero) = (entry.subclusters as u32, (entry.subclusters >> 32) as u32);
     let none = offset == 0 && !(geometry.has_data_file() && entry.is_copied());
+    let mut certain = true;
     if none {
+        // Where nothing says that it reads as zeroes, its offset may be what was lost.
+        found.lost = if geometry.extended_l2() { zero == 0 } else { raw & ZERO == 0 };
         if geometry.extended_l2() && allocated != 0 {
             found.errors.push(
                 "ERROR: Unallocated cluster has non-zero subcluster allocation map".to_owned(),
@@ -121,9 +131,8 @@ fn standard(entry: L2Entry, geometry: &Geometry) -> Inspection {
             found.errors.push(format!(
                 "ERROR offset={offset:x}: Allocated cluster has corrupted subcluster allocation bitmap"
             ));
-            // What such a subcluster held cannot be told, and it could not be read; the others keep
-            // their data.
-            mended.subclusters &= !u64::from(allocated & zero);
+            // Which of the two is right cannot be told.
+            certain = false;
         }
         if !offset.is_multiple_of(geometry.cluster_size()) {
             let no_data = if geometry.extended_l2() { allocated == 0 } else { raw & ZERO != 0 };
@@ -146,7 +155,7 @@ fn standard(entry: L2Entry, geometry: &Geometry) -> Inspection {
         found.errors.push(format!("ERROR zero cluster in a version 2 image: l2_entry={raw:x}"));
         found.lost = true;
     }
-    if !found.lost && mended != entry {
+    if certain && !found.lost && mended != entry {
         found.mended = Some(mended);
     }
     found
@@ -186,8 +195,6 @@ mod tests {
         let g = geometry(3, false, false);
         let found = look(0x8100_0000_0005_0004, 0, &g);
         assert_eq!(found.mended.unwrap().descriptor, 0x8000_0000_0005_0000);
-        let found = look(0x0100_0000_0000_0000, 0, &g);
-        assert_eq!(found.mended, Some(L2Entry::unallocated()));
         let found = look(0x5_0200 | 1, 0, &g);
         assert_eq!(found.mended, Some(L2Entry::zero_plain()));
         let compressed = L2Entry::compressed(HostOffset::new(0x5_0210), 100, 16).unwrap();
@@ -196,9 +203,23 @@ mod tests {
         let e = geometry(3, true, false);
         let found = look(0x5_0200, 0xf_0000_0000, &e);
         assert_eq!(found.mended.unwrap(), L2Entry::subclustered(None, false, 0, 0xf));
-        let found = look(0x5_0000, 0x3_0000_0006, &e);
-        let kept = L2Entry::subclustered(Some(HostOffset::new(0x5_0000)), false, 4, 3);
-        assert_eq!((found.mended, found.errors.len()), (Some(kept), 1));
+    }
+
+    #[test]
+    fn a_subcluster_that_is_two_things_is_left_alone() {
+        for raw in [0x5_0000, 0x5_0004] {
+            let found = look(raw, 0x3_0000_0006, &geometry(3, true, false));
+            assert_eq!((found.mended, found.lost), (None, false));
+            assert_eq!(found.refers, Refers::Cluster(0x5_0000));
+            assert!(!found.errors.is_empty());
+        }
+    }
+
+    #[test]
+    fn an_entry_of_which_only_a_flag_is_left_has_lost_its_cluster() {
+        let found = look(1 << 63, 0, &geometry(3, false, false));
+        assert!(found.lost && found.errors.is_empty() && found.mended.is_none());
+        assert!(!look(1, 0, &geometry(3, false, false)).lost);
     }
 
     #[test]
@@ -208,6 +229,7 @@ mod tests {
             (0x5_0001, 0, geometry(2, false, false)),
             (0, 1, geometry(3, true, false)),
             (1 << 62, 0, geometry(3, false, true)),
+            (0x0100_0000_0000_0000, 0, geometry(3, false, false)),
         ] {
             let found = look(raw, bitmap, &g);
             assert!(found.lost && found.mended.is_none() && found.errors.len() == 1, "{found:?}");

@@ -1,9 +1,10 @@
 //! The image under examination.
 
+use crate::chain::format_of;
 use crate::durability::journal::{self, Replayed};
 use crate::{DiskError, ImageFormat, Result};
 use isobath_qcow2::header::{ParseMode, field};
-use isobath_qcow2::{AutoclearFeatures, Geometry, Header, IncompatibleFeatures, is_qcow2};
+use isobath_qcow2::{AutoclearFeatures, Geometry, Header, IncompatibleFeatures};
 use isobath_storage::{IoBuf, Storage};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -34,8 +35,7 @@ impl<S: Storage> Image<S> {
     ) -> Result<Self> {
         let mut length = storage.len().await?;
         let start = storage.read_at(0, IoBuf::zeroed(4096)).await?;
-        let qcow2 = format.map_or_else(|| is_qcow2(&start), |f| f == ImageFormat::Qcow2);
-        if !qcow2 {
+        if format_of(name, format, &start)? == ImageFormat::Raw {
             return Err(DiskError::Unsupported("This image format does not support checks".into()));
         }
         let error = |source| DiskError::Format { image: name.to_owned(), source };
@@ -45,7 +45,7 @@ impl<S: Storage> Image<S> {
         let mut replayed = None;
         if header.incompatible.contains(IncompatibleFeatures::JOURNAL) {
             if recover {
-                journal::recover(&**storage, name, &header, false).await?;
+                journal::recover(&**storage, name, &header, |_, _| false).await?;
                 length = storage.len().await?;
                 bytes = storage.read_at(0, bytes).await?;
             } else {

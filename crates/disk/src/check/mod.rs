@@ -8,17 +8,21 @@
 //! entries of L2 tables first, then (all of that durable) refcounts, then COPIED flags, and the dirty
 //! and corrupt bits last. Three rules go beyond QEMU's:
 //!
-//! - No refcount is lowered while the image has an entry that leads nowhere: the clusters it should
-//!   lead to would be freed, and with them what could still be rescued.
-//! - An L2 table that something else refers to as well is not written: its L1 entry may be wrong,
-//!   and it may be a guest's data.
-//! - Entries are mended only where that changes nothing that a guest could read before.
+//! - No refcount is lowered while the image has an entry that leads nowhere, or to one of the image's
+//!   own tables: the clusters it should lead to would be freed, and with them what could still be
+//!   rescued. Nor is that of such a table raised, which would make the mistake pass for right.
+//! - A table is not written that something else refers to as well, or of which an entry leads nowhere:
+//!   what refers to it may be wrong, and it may be a guest's data. While that is so of the L1 table, no
+//!   L2 table is written.
+//! - Entries are mended only where that changes nothing that a guest could read before, and where there
+//!   is one way to mend them.
 
 mod copied;
 mod counts;
 mod entry;
 mod image;
 mod log;
+mod own;
 mod rebuild;
 mod refcounts;
 mod survey;
@@ -140,7 +144,7 @@ pub(crate) async fn repair_dirty<S: Storage>(
     let mut first = String::new();
     let mut events = |event: CheckEvent<'_>| {
         if let CheckEvent::Finding(text) = event {
-            tracing::debug!(image = %name.display(), "{text}");
+            tracing::debug!(image = %isobath_storage::shown(name), "{text}");
             if first.is_empty() && text.starts_with("ERROR") {
                 text.clone_into(&mut first);
             }
@@ -169,6 +173,13 @@ async fn check_image<S: Storage>(
         image.clear_unknown_autoclear().await?;
     }
     log.report.total_clusters = image.geometry.clusters_for(image.header.disk_size());
+    if image.geometry.has_data_file() && image.header.data_file().is_none() {
+        log.check_error(
+            "ERROR the image keeps its data in an external data file but does not name it; name it with \
+             'qemu-img amend -o data_file=NAME'",
+        );
+        return Ok(log.report);
+    }
     let Some(mut survey) = Survey::take(image, log).await? else { return Ok(log.report) };
     if repair == Repair::All && survey.has_fixes() {
         let fixed = survey.apply_fixes(image).await?;

@@ -49,7 +49,7 @@ pub(super) async fn rebuild<S: Storage>(image: &mut Image<S>, survey: &mut Surve
     for (number, at) in numbers.iter().zip(start + table_clusters..) {
         let mut block = vec![0; geometry.cluster_size() as usize];
         for index in 0..entries {
-            let count = counts.get(number * entries + index);
+            let count = counts.get(number * entries + index).min(order.max());
             if count > 0 {
                 order
                     .write(&mut block, index as usize, count)

@@ -75,6 +75,9 @@ impl Structure {
             }
             structure.blocks.insert(index as u64, offset.get());
         }
+        // Of two entries for one block the first was taken for right.
+        let bits = geometry.cluster_bits();
+        structure.blocks.retain(|_, at| survey.counts.get(*at >> bits) == 1);
         structure.broken = log.report.corruptions - before;
         Ok(structure)
     }
@@ -88,9 +91,10 @@ impl Structure {
         log: &mut Log<'_>,
     ) {
         let lost = survey.lost;
-        survey.refer(image, offset, length, 1, log);
-        // What is wrong with the structure itself says nothing of the data.
-        survey.lost = lost;
+        let clusters = survey.refer(image, offset, length, 1, log);
+        // What is wrong with the structure itself says nothing of the data, unless one of the tables is in
+        // the same place.
+        survey.lost = lost | clusters.is_some_and(|clusters| survey.own.collide(clusters));
         self.ranges.push((offset, length));
     }
 }
@@ -109,7 +113,7 @@ impl Refcounts {
         if self.different.has_page(cluster) {
             self.different.get(cluster)
         } else {
-            survey.counts.get(cluster)
+            survey.references(cluster)
         }
     }
 
@@ -216,9 +220,15 @@ impl Comparison {
                     let index = (cluster - first) as usize;
                     let stored =
                         block.as_ref().and_then(|block| order.read(block, index)).unwrap_or(0);
-                    let counted = survey.counts.get(cluster);
+                    let counted = survey.references(cluster);
                     if stored > 0 || counted > 0 {
                         result.refcounts.highest = Some(cluster);
+                    }
+                    if stored >= counted && survey.own.is_disputed(cluster) {
+                        log.corruption(&format!(
+                            "ERROR cluster {cluster} holds one of the image's tables, and something \
+                             else refers to it"
+                        ));
                     }
                     if stored == counted {
                         continue;
@@ -244,7 +254,7 @@ impl Comparison {
             // The page stands for all its clusters from now on.
             let first = cluster - cluster % PAGE;
             for other in first..first + PAGE {
-                different.set(other, survey.counts.get(other));
+                different.set(other, survey.references(other));
             }
         }
         different.set(cluster, stored);
@@ -296,9 +306,10 @@ async fn mend<S: Storage>(
         let clusters = first..(first + entries).min(end);
         let wrong: Vec<(u64, u64, u64)> = clusters
             .filter(|cluster| refcounts.different.has_page(*cluster))
-            .map(|at| (at, refcounts.different.get(at), survey.counts.get(at)))
-            .filter(|(_, stored, counted)| match stored.cmp(counted) {
-                std::cmp::Ordering::Less => allowed.raise,
+            .map(|at| (at, refcounts.different.get(at), survey.references(at)))
+            .filter(|(at, stored, counted)| match stored.cmp(counted) {
+                // A refcount that tells of both would have the mistake pass for right.
+                std::cmp::Ordering::Less => allowed.raise && !survey.own.is_disputed(*at),
                 std::cmp::Ordering::Greater => allowed.lower,
                 std::cmp::Ordering::Equal => false,
             })

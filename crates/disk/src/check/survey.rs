@@ -4,6 +4,7 @@ use super::counts::Counts;
 use super::entry::{Refers, inspect};
 use super::image::Image;
 use super::log::Log;
+use super::own::Own;
 use super::refcounts::Structure;
 use crate::Result;
 use futures_util::future::try_join_all;
@@ -14,7 +15,8 @@ use isobath_qcow2::{
     AutoclearFeatures, Bitmap, BitmapCluster, ClusterIndex, HostOffset, L1Entry, L2Entry, Snapshot,
 };
 use isobath_storage::Storage;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::RangeInclusive;
 
 /// Bytes of tables read at once.
 const READ_AT_ONCE: u64 = 4 << 20;
@@ -45,7 +47,11 @@ pub(super) struct Fix {
 
 /// The references that an image's structures make.
 pub(super) struct Survey {
+    /// All of them, also where there are more than a refcount can hold.
     pub(super) counts: Counts,
+    /// The most that a refcount can hold.
+    most: u64,
+    pub(super) own: Own,
     /// The active L1 table.
     pub(super) l1: Vec<L1Entry>,
     /// The L2 tables by their offset.
@@ -53,6 +59,12 @@ pub(super) struct Survey {
     fixes: Vec<Fix>,
     /// New values for entries of the active L1 table, each of which mends one error.
     l1_fixes: Vec<(usize, L1Entry)>,
+    /// Tables with an entry that leads nowhere: they may be something else.
+    doubtful: BTreeSet<u64>,
+    /// The same of the active L1 table.
+    l1_doubtful: bool,
+    /// The active L1 table is certain to be one, and nothing else.
+    pub(super) l1_certain: bool,
     /// The refcount table and its blocks, which `counts` includes.
     pub(super) structure: Structure,
     /// Something leads nowhere: clusters that seem unused may not be.
@@ -71,20 +83,25 @@ impl Survey {
     ) -> Result<Option<Self>> {
         let mut survey = Self {
             counts: Counts::default(),
+            most: image.geometry.refcount_order().max(),
+            own: Own::default(),
             l1: Vec::new(),
             tables: BTreeMap::new(),
             fixes: Vec::new(),
             l1_fixes: Vec::new(),
+            doubtful: BTreeSet::new(),
+            l1_doubtful: false,
+            l1_certain: false,
             structure: Structure::default(),
             lost: false,
             allocated: 0,
             fragmented: 0,
             compressed: 0,
         };
-        survey.refer(image, 0, image.geometry.cluster_size(), 1, log);
+        survey.refer_own(image, 0, image.geometry.cluster_size(), 1, log);
         let header = &image.header;
         let l1_bytes = u64::from(header.l1_size) * 8;
-        survey.refer(image, header.l1_table_offset.get(), l1_bytes, 1, log);
+        survey.refer_own(image, header.l1_table_offset.get(), l1_bytes, 1, log);
         survey.l1 = read_l1(image, header.l1_table_offset, l1_bytes).await?;
         let l1 = std::mem::take(&mut survey.l1);
         survey.visit_l1(image, &l1, 1, 1, log);
@@ -92,17 +109,33 @@ impl Survey {
         if !survey.visit_snapshots(image, log).await? {
             return Ok(None);
         }
+        for (at, uses) in &survey.tables {
+            let cluster = at >> image.geometry.cluster_bits();
+            survey.own.claim(cluster..=cluster, uses.total);
+            if uses.active > 1 {
+                // Each describes another part of the disk.
+                survey.own.note_shared(cluster);
+            }
+        }
         survey.visit_tables(image, log).await?;
         survey.visit_bitmaps(image, log).await?;
+        // Whatever refers to a table by mistake should refer to something else.
+        survey.lost |= survey.own.dispute(&survey.counts);
         survey.structure = Structure::load(image, &mut survey, log).await?;
+        survey.l1_certain = survey.is_l1_certain(image);
         log.report.allocated_clusters = survey.allocated;
         log.report.fragmented_clusters = survey.fragmented;
         log.report.compressed_clusters = survey.compressed;
         Ok(Some(survey))
     }
 
-    /// Counts `weight` references to each cluster of a range.
-    pub(super) fn refer<S: Storage>(
+    /// The references to a cluster, as far as a refcount can hold them.
+    pub(super) fn references(&self, cluster: u64) -> u64 {
+        self.counts.get(cluster).min(self.most)
+    }
+
+    /// Counts `weight` references to each cluster of a structure of the image's own.
+    fn refer_own<S: Storage>(
         &mut self,
         image: &Image<S>,
         offset: u64,
@@ -110,8 +143,22 @@ impl Survey {
         weight: u64,
         log: &mut Log<'_>,
     ) {
+        if let Some(clusters) = self.refer(image, offset, length, weight, log) {
+            self.own.claim(clusters, weight);
+        }
+    }
+
+    /// Counts `weight` references to each cluster of a range; returns those.
+    pub(super) fn refer<S: Storage>(
+        &mut self,
+        image: &Image<S>,
+        offset: u64,
+        length: u64,
+        weight: u64,
+        log: &mut Log<'_>,
+    ) -> Option<RangeInclusive<u64>> {
         if length == 0 {
-            return;
+            return None;
         }
         let bits = image.geometry.cluster_bits();
         let end = offset.checked_add(length);
@@ -124,12 +171,12 @@ impl Survey {
                 "ERROR: counting reference for region exceeding the end of the file by one cluster \
                  or more: offset {offset:#x} size {length:#x}"
             ));
-            return;
+            return None;
         };
-        let most = image.geometry.refcount_order().max();
-        for cluster in offset >> bits..=(end - 1) >> bits {
+        let clusters = offset >> bits..=(end - 1) >> bits;
+        for cluster in clusters.clone() {
             let count = self.counts.get(cluster).saturating_add(weight);
-            if count > most {
+            if count > self.most {
                 let at = cluster << bits;
                 log.corruption(&format!(
                     "ERROR: overflow cluster offset={at:#x}: it has more references than refcounts \
@@ -137,8 +184,9 @@ impl Survey {
                     image.geometry.refcount_bits()
                 ));
             }
-            self.counts.set(cluster, count.min(most));
+            self.counts.set(cluster, count);
         }
+        Some(clusters)
     }
 
     /// Takes note of the L2 tables that an L1 table refers to. `weight` is the number of L1 tables
@@ -165,9 +213,20 @@ impl Survey {
             }
             let offset = entry.with_copied(false).raw() & !reserved;
             if offset == 0 {
+                self.lost = true;
+                self.l1_doubtful |= active > 0;
+                if reserved == 0 {
+                    log.corruption(&format!(
+                        "ERROR L1 entry {index} is {:x}: it has a flag but no table",
+                        entry.raw()
+                    ));
+                }
                 continue;
             }
-            self.refer(image, offset, cluster_size, weight, log);
+            let counted = self.refer(image, offset, cluster_size, weight, log).is_some();
+            if !counted || !offset.is_multiple_of(cluster_size) {
+                self.l1_doubtful |= active > 0;
+            }
             if !offset.is_multiple_of(cluster_size) {
                 self.lost = true;
                 log.corruption(&format!(
@@ -253,11 +312,11 @@ impl Survey {
         }
         for ((offset, l1_size), weight) in tables {
             let bytes = u64::from(l1_size) * 8;
-            self.refer(image, offset, bytes, weight, log);
+            self.refer_own(image, offset, bytes, weight, log);
             let l1 = read_l1(image, HostOffset::new(offset), bytes).await?;
             self.visit_l1(image, &l1, 0, weight, log);
         }
-        self.refer(image, start, at - start, 1, log);
+        self.refer_own(image, start, at - start, 1, log);
         Ok(true)
     }
 
@@ -293,14 +352,13 @@ impl Survey {
         log: &mut Log<'_>,
     ) {
         let geometry = &image.geometry;
-        let raw_data = image.header.autoclear.contains(AutoclearFeatures::DATA_FILE_RAW);
         let mut contiguous = 0;
         for index in 0..geometry.l2_entries() as usize {
             let entry = L2Entry::read(bytes, index, geometry).unwrap_or(L2Entry::unallocated());
             if entry == L2Entry::unallocated() {
                 continue;
             }
-            let guest = if raw_data {
+            let guest = if geometry.has_data_file() {
                 geometry
                     .first_cluster_of_l1(uses.l1_index)
                     .and_then(|first| first.checked_add(index as u64))
@@ -312,7 +370,10 @@ impl Survey {
             for error in &found.errors {
                 log.corruption(error);
             }
-            self.lost |= found.lost;
+            if found.lost {
+                self.lost = true;
+                self.doubtful.insert(table);
+            }
             if let Some(entry) = found.mended {
                 let errors = found.errors.len() as u64;
                 self.fixes.push(Fix { table, index, entry, errors });
@@ -326,16 +387,31 @@ impl Survey {
                     }
                     contiguous = offset + geometry.cluster_size();
                     if !geometry.has_data_file() {
-                        self.refer(image, offset, geometry.cluster_size(), uses.total, log);
+                        let size = geometry.cluster_size();
+                        self.refer_data(image, table, (offset, size), uses.total, log);
                     }
                 }
                 Refers::Compressed(offset, length) => {
                     self.allocated += uses.active;
                     self.compressed += uses.active;
                     self.fragmented += uses.active;
-                    self.refer(image, offset, length, uses.total, log);
+                    self.refer_data(image, table, (offset, length), uses.total, log);
                 }
             }
+        }
+    }
+
+    /// Counts the references of an entry of an L2 table to a range, offset and length.
+    fn refer_data<S: Storage>(
+        &mut self,
+        image: &Image<S>,
+        table: u64,
+        (offset, length): (u64, u64),
+        weight: u64,
+        log: &mut Log<'_>,
+    ) {
+        if self.refer(image, offset, length, weight, log).is_none() {
+            self.doubtful.insert(table);
         }
     }
 
@@ -347,24 +423,25 @@ impl Survey {
     ) -> Result<()> {
         let consistent = image.header.autoclear.contains(AutoclearFeatures::BITMAPS);
         let Some(extension) = image.header.bitmaps().filter(|_| consistent) else { return Ok(()) };
-        let mut wrong = |survey: &mut Self, error: &dyn std::fmt::Display| {
+        let wrong = |survey: &mut Self, log: &mut Log<'_>, error: &dyn std::fmt::Display| {
             survey.lost = true;
             log.corruption(&format!("ERROR {error}"));
         };
         if let Err(error) = extension.validate(&image.geometry) {
-            wrong(self, &error);
+            wrong(self, log, &error);
             return Ok(());
         }
         let (at, size) = (extension.directory_offset.get(), extension.directory_size);
-        let directory = image.read_existing(at, size).await?;
+        let Some(clusters) = self.refer(image, at, size, 1, log) else { return Ok(()) };
+        self.own.claim(clusters, 1);
+        let directory = image.read(at, size as usize).await?;
         let bitmaps = match Bitmap::parse_directory(&directory, extension.count) {
             Ok(bitmaps) => bitmaps,
             Err(error) => {
-                wrong(self, &error);
+                wrong(self, log, &error);
                 return Ok(());
             }
         };
-        self.refer(image, at, size, 1, log);
         for bitmap in bitmaps {
             if let Err(error) = bitmap.validate(&image.geometry, image.header.disk_size()) {
                 self.lost = true;
@@ -372,12 +449,13 @@ impl Survey {
                 continue;
             }
             let (at, bytes) = (bitmap.table_offset.get(), u64::from(bitmap.table_size) * 8);
-            self.refer(image, at, bytes, 1, log);
+            self.refer_own(image, at, bytes, 1, log);
             let table = image.read_existing(at, bytes).await?;
             for raw in table.chunks_exact(8).filter_map(|raw| raw.first_chunk::<8>()) {
                 match BitmapCluster::from_raw(u64::from_be_bytes(*raw), &image.geometry) {
                     Ok(BitmapCluster::Data(offset)) => {
-                        self.refer(image, offset.get(), image.geometry.cluster_size(), 1, log);
+                        let size = image.geometry.cluster_size();
+                        self.refer_own(image, offset.get(), size, 1, log);
                     }
                     Ok(_) => {}
                     Err(error) => {
@@ -390,10 +468,19 @@ impl Survey {
         Ok(())
     }
 
-    /// Whether the table at `offset` is an L2 table and nothing else.
-    pub(super) fn is_only_table<S: Storage>(&self, image: &Image<S>, offset: u64) -> bool {
-        let uses = self.tables.get(&offset).map_or(0, |uses| uses.total);
-        self.counts.get(offset >> image.geometry.cluster_bits()) == uses
+    fn is_l1_certain<S: Storage>(&self, image: &Image<S>) -> bool {
+        let (at, bits) = (image.header.l1_table_offset.get(), image.geometry.cluster_bits());
+        let Some(last) = self.l1.len().checked_sub(1) else { return false };
+        let clusters = at >> bits..=(at + last as u64 * 8) >> bits;
+        !self.l1_doubtful && self.own.are_alone(clusters, &self.counts)
+    }
+
+    /// Whether the table at `offset` is certain to be an L2 table, and nothing else.
+    pub(super) fn may_write_table<S: Storage>(&self, image: &Image<S>, offset: u64) -> bool {
+        let cluster = offset >> image.geometry.cluster_bits();
+        self.l1_certain
+            && !self.doubtful.contains(&offset)
+            && self.own.are_alone(cluster..=cluster, &self.counts)
     }
 
     /// Whether there are entries to mend.
@@ -406,12 +493,15 @@ impl Survey {
     pub(super) async fn apply_fixes<S: Storage>(&self, image: &Image<S>) -> Result<u64> {
         let mut fixed = 0;
         for (index, entry) in &self.l1_fixes {
-            write_l1_entry(image, *index, *entry).await?;
-            fixed += 1;
+            let table = entry.offset(&image.geometry).ok().flatten();
+            if table.is_some_and(|table| self.may_write_table(image, table.get())) {
+                write_l1_entry(image, *index, *entry).await?;
+                fixed += 1;
+            }
         }
         for fixes in self.fixes.chunk_by(|a, b| a.table == b.table) {
             let Some(first) = fixes.first() else { continue };
-            if !self.is_only_table(image, first.table) {
+            if !self.may_write_table(image, first.table) {
                 continue;
             }
             let entries = fixes.iter().map(|fix| (fix.index, fix.entry));

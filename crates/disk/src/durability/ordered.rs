@@ -28,14 +28,14 @@ impl Durability for Ordered {
         let closed = metadata.guard.close(0, &[], metadata.cluster_size());
         metadata.place(&closed.kept).await?;
         finish(metadata, readers, needs, &[]).await?;
-        metadata.log_durable();
         metadata.guard.unneeded();
         Ok(())
     }
 }
 
-/// Makes the closed batch durable. What is kept of the clusters in `freed`, which are among those that it
-/// releases, is forgotten before they are.
+/// Makes the closed batch durable, as all data is that was written before. What is kept of the clusters in
+/// `freed`, which are among those that it releases, is forgotten before they are; and so is what a log has of
+/// them, since their next content might be in place by the time it is replayed.
 pub(super) async fn finish<S: Storage>(
     metadata: &Metadata<S>,
     readers: &Readers,
@@ -54,6 +54,7 @@ pub(super) async fn finish<S: Storage>(
         tables.write_updates().await?;
         metadata.sync().await?;
     }
+    metadata.log_durable();
     let released = tables.finish_commit();
     if released.clusters.is_empty() && replaced.is_empty() {
         return Ok(());

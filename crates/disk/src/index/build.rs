@@ -340,4 +340,4 @@ fn page_of(slice: &Slice, number: u32, unit_bits: u32) -> Option<Page> {
     Some(Page::new(number, unit_bits, entries))
 }
 
-const _: () = assert!(PAGE_UNITS == crate::map::SLICE_UNITS);
+const _: () = assert!(PAGE_UNITS == crate::map::SLICE_UNITS || cfg!(loom));

@@ -78,11 +78,15 @@ impl<H: Host> Commit<H> {
                 let dirty = Arc::new(DirtyMap::new(disk.size(), 16));
                 return Ok(From::Live(Arc::clone(&self.live), dirty));
             }
-            let layers = disk.chain.layers().take(self.top.get() as usize + 1);
-            let chain = Chain::stacked(layers.map(|(_, layer)| Arc::clone(layer)).collect());
+            // All of the top layer, also what the layers above it in this chain hide: others may show that.
+            let Some(top) = disk.chain.get(self.top) else { return Err(disk.no_layer(self.top)) };
+            let below = disk.chain.layers().take(self.top.get() as usize);
+            let mut layers: Vec<_> = below.map(|(_, layer)| Arc::clone(layer)).collect();
+            layers.push(Arc::new(top.in_other_chain()));
+            let chain = Chain::stacked(layers);
             let index = disk.chain.index().filter(|index| index.covers() <= chain.len());
             chain.set_index(index);
-            let options = OpenOptions { writable: false, ..self.live.options().clone() };
+            let options = OpenOptions { writable: false, ..(*self.live.options()).clone() };
             let disk = Disk::of_chain(Arc::clone(&disk.host), chain, &options).await?;
             Ok::<_, DiskError>(From::Still(Box::new(disk)))
         };
@@ -127,9 +131,6 @@ impl<H: Host> Commit<H> {
                 return Err(error);
             }
         };
-        if let Some(writer) = &follow.to.writer {
-            writer.own_readers().await;
-        }
         // The chain above is no longer the disk; it is left as it can be left.
         if let Err(error) = old.close().await {
             tracing::warn!(%error, "the former active image was not closed");

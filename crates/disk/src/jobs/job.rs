@@ -497,6 +497,13 @@ impl Job {
         self.options.auto_dismiss || self.state.lock().dismissed
     }
 
+    /// Whoever ran the job has dropped it.
+    pub(crate) fn give_up(&self) {
+        let text = "it was given up before it had ended";
+        self.state.lock().error.get_or_insert_with(|| text.to_owned());
+        self.go_to(JobStatus::Concluded);
+    }
+
     pub(super) fn fail(&self, error: &DiskError) {
         self.state.lock().error.get_or_insert_with(|| error.to_string());
     }

@@ -4,6 +4,7 @@ use super::follow::{Follow, From};
 use super::job::{Job, JobKind, JobOptions};
 use super::run::{Task, run};
 use crate::device::ZeroFlags;
+use crate::disk::Disk;
 use crate::live::{DirtyMap, LiveDisk};
 use crate::write::Surplus;
 use crate::{BlockDevice, DiskError, LayerIndex, Result};
@@ -53,13 +54,7 @@ impl<H: Host> LiveDisk<H> {
         if other.is_read_only() {
             return Err(DiskError::ReadOnly);
         }
-        if other.size() != disk.size() {
-            return Err(other.unfit_layers(&format!(
-                "its size is {} bytes, that of the disk to be mirrored is {}",
-                other.size(),
-                disk.size()
-            )));
-        }
+        check_sizes(&disk, &other)?;
         let active = other.chain.active().storage().id();
         if disk.layers().any(|layer| layer.storage().id() == active) {
             return Err(other.unfit_layers("it is part of the disk to be mirrored"));
@@ -72,10 +67,23 @@ impl<H: Host> LiveDisk<H> {
     }
 }
 
+/// Refuses a target of another size. Asked again when the job begins: either may have changed until then.
+fn check_sizes<H: Host>(disk: &Disk<H>, target: &Disk<H>) -> Result<()> {
+    if target.size() == disk.size() {
+        return Ok(());
+    }
+    Err(target.unfit_layers(&format!(
+        "its size is {} bytes, that of the disk to be mirrored is {}",
+        target.size(),
+        disk.size()
+    )))
+}
+
 impl<H: Host> Mirror<H> {
     async fn begin(&self) -> Result<Follow<H>> {
         let _graph = self.live.hold_graph().await;
         let (disk, target) = (self.live.current(), self.target.current());
+        check_sizes(&disk, &target)?;
         let active = disk.active_index();
         let start = match self.options.sync {
             MirrorSync::Full => LayerIndex::new(0),

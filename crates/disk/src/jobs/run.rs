@@ -46,7 +46,8 @@ pub(super) trait Task {
 }
 
 /// Runs a job to its end.
-pub(super) async fn run<H: Host>(job: Arc<Job>, mut task: impl Task, claim: Claim<H>) {
+pub(super) async fn run<H: Host>(job: Arc<Job>, mut task: impl Task, mut claim: Claim<H>) {
+    claim.begin();
     job.go_to(JobStatus::Running);
     let mut result = task.work(&job).await;
     if matches!(result, Ok(true)) {
@@ -73,7 +74,7 @@ pub(super) async fn run<H: Host>(job: Arc<Job>, mut task: impl Task, claim: Clai
         }
     }
     drop(task);
-    drop(claim);
+    claim.end();
     let cancelled = matches!(result, Ok(false));
     job.tell(if cancelled { JobEvent::Cancelled } else { JobEvent::Completed });
     job.go_to(JobStatus::Concluded);

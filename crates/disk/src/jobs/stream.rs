@@ -142,9 +142,14 @@ impl<H: Host> Pieces for Stream<H> {
     async fn copy(&self, range: Range<u64>) -> Result<Pulled> {
         let pulled = match &self.target {
             Some(Target::Active(live)) => {
-                live.inside(|disk| async move { disk.pull(self.surplus, range).await }).await?
+                live.inside(|disk| async move {
+                    disk.or_mark_corrupt(disk.pull(self.surplus, range).await).await
+                })
+                .await?
             }
-            Some(Target::Lower(disk)) => disk.pull(self.surplus, range).await?,
+            Some(Target::Lower(disk)) => {
+                disk.or_mark_corrupt(disk.pull(self.surplus, range).await).await?
+            }
             None => Pulled::default(),
         };
         let moved = pulled.copied + pulled.cloned;

@@ -10,45 +10,82 @@ use std::sync::Arc;
 
 /// The job that a disk is in use by.
 #[derive(Default)]
-pub(super) struct Claims(Mutex<Option<Arc<Job>>>);
+pub(super) struct Claims(Mutex<Use>);
 
-/// A job's use of a disk, until it is dropped.
-pub(crate) struct Claim<H: Host>(Arc<LiveDisk<H>>);
+#[derive(Default)]
+enum Use {
+    #[default]
+    Free,
+    Job(Arc<Job>),
+    /// By a job whose future was dropped before it had ended: a layer below may be half changed, and its place
+    /// in the chain be another's.
+    GivenUp(Arc<Job>),
+}
+
+/// A job's use of a disk.
+pub(crate) struct Claim<H: Host> {
+    live: Arc<LiveDisk<H>>,
+    job: Arc<Job>,
+    began: bool,
+}
+
+impl<H: Host> Claim<H> {
+    /// The job begins. From here on it has to [end](Self::end).
+    pub(crate) fn begin(&mut self) {
+        self.began = true;
+    }
+
+    /// The job is done with the disk.
+    pub(crate) fn end(mut self) {
+        self.began = false;
+    }
+}
 
 impl<H: Host> Drop for Claim<H> {
     fn drop(&mut self) {
-        *self.0.claims.0.lock() = None;
+        let job = Arc::clone(&self.job);
+        *self.live.claims.0.lock() = if self.began { Use::GivenUp(job) } else { Use::Free };
+        if self.began {
+            self.job.give_up();
+        }
     }
 }
 
 impl Claims {
     /// Refuses what does not go beside a job.
     pub(super) fn check<H: Host>(&self, disk: &Disk<H>) -> Result<()> {
-        match &*self.0.lock() {
-            None => Ok(()),
-            Some(job) => Err(busy(disk, job)),
-        }
+        self.0.lock().check(disk)
     }
 
     /// Cancels the job, if there is one, and waits for its end.
     pub(super) async fn end(&self) {
-        let job = self.0.lock().clone();
-        if let Some(job) = job {
-            let _ = job.cancel(true);
-            let ended = |job: &Job| matches!(job.status(), JobStatus::Concluded | JobStatus::Null);
-            job.until(ended).await;
-        }
+        let job = match &*self.0.lock() {
+            Use::Job(job) => Arc::clone(job),
+            Use::Free | Use::GivenUp(_) => return,
+        };
+        let _ = job.cancel(true);
+        let ended = |job: &Job| matches!(job.status(), JobStatus::Concluded | JobStatus::Null);
+        job.until(ended).await;
     }
 }
 
-fn busy<H: Host>(disk: &Disk<H>, job: &Job) -> DiskError {
-    DiskError::Refused {
-        image: disk.chain.active().name().to_owned(),
-        reason: format!(
-            "block device is in use by block job: {} ('{}'); wait for it or cancel it",
-            job.kind().name(),
-            job.id()
-        ),
+impl Use {
+    fn check<H: Host>(&self, disk: &Disk<H>) -> Result<()> {
+        let refused = |job: &Job, what: &str| {
+            let reason = format!(
+                "block device is in use by block job: {} ('{}'); {what}",
+                job.kind().name(),
+                job.id()
+            );
+            Err(DiskError::Refused { image: disk.chain.active().name().to_owned(), reason })
+        };
+        match self {
+            Self::Free => Ok(()),
+            Self::Job(job) => refused(job, "wait for it or cancel it"),
+            Self::GivenUp(job) => {
+                refused(job, "it was given up half done: close the disk and open it again")
+            }
+        }
     }
 }
 
@@ -56,11 +93,9 @@ impl<H: Host> LiveDisk<H> {
     /// Takes the disk for a job.
     pub(crate) fn claim(self: &Arc<Self>, job: &Arc<Job>) -> Result<Claim<H>> {
         let mut claimed = self.claims.0.lock();
-        if let Some(other) = &*claimed {
-            return Err(busy(&self.current(), other));
-        }
-        *claimed = Some(Arc::clone(job));
+        claimed.check(&self.current())?;
+        *claimed = Use::Job(Arc::clone(job));
         drop(claimed);
-        Ok(Claim(Arc::clone(self)))
+        Ok(Claim { live: Arc::clone(self), job: Arc::clone(job), began: false })
     }
 }

@@ -2,7 +2,7 @@
 
 use crate::per_thread::PerThread;
 use event_listener::Event;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use isobath_storage::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 /// Requests pass; a change of the chain waits until none is inside, and keeps new ones out until it
 /// is done. At most one change at a time.
@@ -10,7 +10,11 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 pub(super) struct Gate {
     inside: PerThread<AtomicUsize>,
     shut: AtomicBool,
-    changed: Event,
+    /// A request left while the gate is shut: for the change. Requests that wait do not hear of each other's
+    /// tries, or they would go on to wake one another.
+    left: Event,
+    /// For the requests that wait.
+    opened: Event,
 }
 
 /// A request's stay; ends when dropped.
@@ -31,7 +35,7 @@ pub(super) struct Quiet<'a>(&'a Gate);
 impl Drop for Quiet<'_> {
     fn drop(&mut self) {
         self.0.shut.store(false, Ordering::SeqCst);
-        self.0.changed.notify(usize::MAX);
+        self.0.opened.notify(usize::MAX);
     }
 }
 
@@ -45,16 +49,16 @@ impl Gate {
                 return Pass { gate: self, inside };
             }
             self.leave(inside);
-            let changed = self.changed.listen();
+            let opened = self.opened.listen();
             if self.shut.load(Ordering::SeqCst) {
-                changed.await;
+                opened.await;
             }
         }
     }
 
     fn leave(&self, inside: &AtomicUsize) {
         if inside.fetch_sub(1, Ordering::SeqCst) == 1 && self.shut.load(Ordering::SeqCst) {
-            self.changed.notify(usize::MAX);
+            self.left.notify(usize::MAX);
         }
     }
 
@@ -63,11 +67,11 @@ impl Gate {
         self.shut.store(true, Ordering::SeqCst);
         let quiet = Quiet(self);
         loop {
-            let changed = self.changed.listen();
+            let left = self.left.listen();
             if self.inside.all().all(|inside| inside.load(Ordering::SeqCst) == 0) {
                 return quiet;
             }
-            changed.await;
+            left.await;
         }
     }
 }
@@ -76,6 +80,9 @@ impl Gate {
 mod tests {
     use super::*;
     use futures_util::FutureExt;
+    use std::sync::Arc;
+    use std::sync::atomic::Ordering::Relaxed;
+    use std::task::{Context, Wake, Waker};
 
     #[test]
     fn a_change_waits_for_those_inside_and_keeps_others_out() {
@@ -93,6 +100,31 @@ mod tests {
     }
 
     #[test]
+    fn requests_that_wait_do_not_wake_each_other() {
+        let gate = Gate::default();
+        let held = gate.quiet().now_or_never().unwrap();
+        let wakes = Arc::new(Wakes::default());
+        let waker = Waker::from(wakes.clone());
+        let mut context = Context::from_waker(&waker);
+        let mut first = Box::pin(gate.enter());
+        let mut second = Box::pin(gate.enter());
+        assert!(first.as_mut().poll(&mut context).is_pending());
+        assert!(second.as_mut().poll(&mut context).is_pending());
+        assert_eq!(wakes.0.load(Relaxed), 0, "they would go on for as long as the gate is shut");
+        drop(held);
+        assert_eq!(wakes.0.load(Relaxed), 2);
+    }
+
+    #[derive(Default)]
+    struct Wakes(std::sync::atomic::AtomicUsize);
+
+    impl Wake for Wakes {
+        fn wake(self: Arc<Self>) {
+            self.0.fetch_add(1, Relaxed);
+        }
+    }
+
+    #[test]
     fn a_change_given_up_opens_the_gate() {
         let gate = Gate::default();
         let _inside = gate.enter().now_or_never().unwrap();
@@ -100,5 +132,72 @@ mod tests {
         assert!((&mut quiet).now_or_never().is_none());
         drop(quiet);
         assert!(gate.enter().now_or_never().is_some());
+    }
+}
+
+#[cfg(all(test, loom))]
+mod interleavings {
+    use super::*;
+    use futures_util::FutureExt;
+    use isobath_storage::sync::{Cell, explore, wait};
+
+    struct Live {
+        gate: Gate,
+        /// The number of the chain that requests use; changed without a lock.
+        chain: Cell<u8>,
+    }
+
+    fn live() -> Live {
+        Live { gate: Gate::default(), chain: Cell::new(0) }
+    }
+
+    fn request(live: &Live) {
+        let _pass = wait(live.gate.enter());
+        live.chain.get();
+    }
+
+    fn change(live: &Live) {
+        let _quiet = wait(live.gate.quiet());
+        live.chain.set(live.chain.get() + 1);
+    }
+
+    /// Waits for a moment, then gives up.
+    fn change_given_up(live: &Live) {
+        if let Some(_quiet) = live.gate.quiet().now_or_never() {
+            live.chain.set(live.chain.get() + 1);
+        }
+    }
+
+    #[test]
+    fn no_request_is_inside_while_the_chain_changes() {
+        explore("Gate, a change and two requests", 2, live, &[request, request, change], |live| {
+            assert_eq!(live.chain.get(), 1);
+        });
+    }
+
+    #[test]
+    fn changes_one_after_another_and_a_request() {
+        let tasks: &[fn(&Live)] = &[request, |live| (0..2).for_each(|_| change(live))];
+        explore("Gate, two changes and a request", 3, live, tasks, |_| ());
+    }
+
+    #[test]
+    fn a_change_that_is_given_up_keeps_nobody_out() {
+        let tasks: &[fn(&Live)] = &[request, request, change_given_up];
+        explore("Gate, a change given up and two requests", 2, live, tasks, |_| ());
+    }
+
+    #[test]
+    fn a_request_that_gives_up_keeps_no_change_waiting() {
+        let tasks: &[fn(&Live)] = &[
+            request,
+            |live| {
+                if let Some(_pass) = live.gate.enter().now_or_never() {
+                    live.chain.get();
+                }
+            },
+            change,
+        ];
+        explore("Gate, a change, a request and one given up", 2, live, tasks, |_| ());
     }
 }

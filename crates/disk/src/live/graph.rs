@@ -55,16 +55,21 @@ impl<H: Host> LiveDisk<H> {
         let count = removed.end - removed.start;
         let map = Arc::clone(&disk.map);
         let quiet = self.gate.quiet().await;
-        map.rewrite(|guest, old| {
-            let layer = old.layer().get();
-            if old.kind() == UnitKind::Absent || layer < removed.start {
-                Some(old)
-            } else if layer >= removed.end {
-                Some(old.in_layer(LayerIndex::new(layer - count)))
-            } else {
-                unit(guest, old)
-            }
-        });
+        if shows_more(&disk.chain, &chain, &removed) {
+            // What a layer hid by its size is in the map all the same: nothing there was ever asked for.
+            map.clear();
+        } else {
+            map.rewrite(|guest, old| {
+                let layer = old.layer().get();
+                if old.kind() == UnitKind::Absent || layer < removed.start {
+                    Some(old)
+                } else if layer >= removed.end {
+                    Some(old.in_layer(LayerIndex::new(layer - count)))
+                } else {
+                    unit(guest, old)
+                }
+            });
+        }
         map.set_active(active);
         if let Some(qcow2) = disk.writer.as_ref().and_then(|writer| writer.qcow2()) {
             qcow2.set_alone(alone || qcow2.alone());
@@ -85,11 +90,16 @@ impl<H: Host> LiveDisk<H> {
         let _quiet = self.gate.quiet().await;
         let disk = self.current();
         last(disk).await?;
-        if self.options.survive {
+        if self.options.load().survive {
             // Nobody has relied on what it has so far.
+            other.survive().await?;
             other.flush().await?;
         }
-        Ok(self.current.swap(other))
+        let before = self.current.swap(Arc::clone(&other));
+        if let Some(writer) = &other.writer {
+            writer.own_readers().await;
+        }
+        Ok(before)
     }
 
     /// Opens a layer that is only read, with those below it, as a disk that may be changed; other
@@ -111,7 +121,7 @@ impl<H: Host> LiveDisk<H> {
     async fn open_writable(&self, disk: &Disk<H>, top: LayerIndex) -> Result<Disk<H>> {
         let Some(layer) = disk.chain.get(top) else { return Err(disk.no_layer(top)) };
         let (format, options) = (Some(layer.format()), self.options());
-        let mut options = OpenOptions { writable: true, ..options.clone() };
+        let mut options = OpenOptions { writable: true, ..(*options).clone() };
         // A layer may be of a version that has none.
         if options.metadata != MetadataMode::Ordered {
             options.metadata = MetadataMode::Auto;
@@ -168,7 +178,7 @@ impl<H: Host> LiveDisk<H> {
         let Some(layer) = disk.chain.get(of) else { return Err(disk.no_layer(of)) };
         layer.admit_writer(true).await?;
         let changed = async {
-            let options = OpenOptions { writable: true, ..self.options.clone() };
+            let options = OpenOptions { writable: true, ..(*self.options()).clone() };
             let opened = crate::chain::open_layer(
                 disk.host(),
                 layer.name(),
@@ -196,8 +206,15 @@ impl<H: Host> LiveDisk<H> {
     }
 
     pub(super) fn may_use_index(&self) -> bool {
-        self.options.trust == Trust::Full
+        self.options.load().trust == Trust::Full
     }
+}
+
+/// Whether more of some layer can be seen in the chain `after` than in the one before, from which the layers
+/// `removed` are gone: a layer above has grown, or is no longer there.
+fn shows_more<S: Storage>(before: &Chain<S>, after: &Chain<S>, removed: &Range<u16>) -> bool {
+    let stay = before.layers().filter(|(index, _)| !removed.contains(&index.get()));
+    stay.zip(after.layers()).any(|((_, before), (_, after))| after.visible() > before.visible())
 }
 
 impl<H: Host> Disk<H> {

@@ -27,17 +27,23 @@ use crate::disk::{grow_to, wait_for_size};
 use crate::jobs::clock::{Clock, SystemClock};
 use crate::jobs::pace::GuestCounts;
 use crate::map::MapStats;
+use crate::read::Readers;
+use crate::write::Writer;
 use crate::{Disk, DiskError, OpenOptions, Preallocation, Result};
 use arc_swap::ArcSwap;
 use claim::Claims;
 use counts::{Copying, Counts, Kind};
+use event_listener::Event;
 use failure::Failures;
+use futures_util::future::{Either, select};
 use futures_util::join;
 use gate::Gate;
 use isobath_storage::{Host, IoBuf};
+use std::convert::Infallible;
 use std::future::Future;
 use std::path::Path;
-use std::sync::Arc;
+use std::pin::pin;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 use tracked::Tracked;
 
@@ -46,13 +52,16 @@ const STEP: u64 = 1 << 30;
 /// The same for looking at the map.
 const STATUS_STEP: u64 = 16 << 30;
 
+/// Between two looks at whether what outlives this process is still there.
+const LOOK_AFTER: Duration = Duration::from_secs(1);
+
 /// A disk without requests for so long is quiet.
 const QUIET: Duration = Duration::from_millis(400);
 
 /// A virtual disk whose chain can change while it is used. See [`Disk`].
 pub struct LiveDisk<H: Host> {
     current: ArcSwap<Disk<H>>,
-    options: OpenOptions,
+    options: ArcSwap<OpenOptions>,
     gate: Gate,
     /// Held by whoever changes the chain.
     graph: async_lock::Mutex<()>,
@@ -61,6 +70,8 @@ pub struct LiveDisk<H: Host> {
     tracked: Tracked,
     claims: Claims,
     failures: Failures,
+    /// What is answered is to outlive the process from now on.
+    woken: Event,
 }
 
 impl<H: Host> LiveDisk<H> {
@@ -77,7 +88,7 @@ impl<H: Host> LiveDisk<H> {
     pub fn new(disk: Disk<H>, options: &OpenOptions, clock: Arc<dyn Clock>) -> Arc<Self> {
         Arc::new(Self {
             current: ArcSwap::from_pointee(disk),
-            options: options.clone(),
+            options: ArcSwap::from_pointee(options.clone()),
             gate: Gate::default(),
             graph: async_lock::Mutex::default(),
             counts: Counts::default(),
@@ -85,6 +96,7 @@ impl<H: Host> LiveDisk<H> {
             tracked: Tracked::default(),
             claims: Claims::default(),
             failures: Failures::default(),
+            woken: Event::new(),
         })
     }
 
@@ -144,9 +156,22 @@ impl<H: Host> LiveDisk<H> {
         self.failures.listen(listener);
     }
 
-    /// How the disk was opened.
-    pub fn options(&self) -> &OpenOptions {
-        &self.options
+    /// How the disk was opened, and further layers of it are.
+    pub fn options(&self) -> Arc<OpenOptions> {
+        self.options.load_full()
+    }
+
+    /// From now on what a request was answered for outlives this process being killed, as if the disk had been
+    /// opened with [`OpenOptions::survive`]; so does what was answered before.
+    ///
+    /// # Errors
+    /// As [`flush`](BlockDevice::flush).
+    pub async fn survive(&self) -> Result<()> {
+        let _graph = self.graph.lock().await;
+        self.options.store(Arc::new(OpenOptions { survive: true, ..(*self.options()).clone() }));
+        self.current().survive().await?;
+        self.woken.notify(usize::MAX);
+        Ok(())
     }
 
     /// Changes the disk's size, as [`Disk::resize`] does.
@@ -183,10 +208,29 @@ impl<H: Host> LiveDisk<H> {
     /// As there.
     pub async fn upkeep(&self) -> Result<()> {
         loop {
-            let disk = self.current();
-            let (attended, tidied) = join!(disk.upkeep(), self.tidy_when_quiet(&disk));
+            // Not the disk: that would keep layers open which leave the chain while its writer stays. And the
+            // writer only while it is attended: its layer may be another's then.
+            let (writer, readers) = {
+                let disk = self.current.load();
+                (disk.writer.clone(), Arc::clone(&disk.readers))
+            };
+            let Some(writer) = writer else { return Ok(()) };
+            let known = Arc::downgrade(&writer);
+            let work = async {
+                let attended = async {
+                    // Dropped with this.
+                    let writer = writer;
+                    writer.attend(&readers).await
+                };
+                join!(attended, self.tidy_when_quiet(&known, &readers))
+            };
+            let (attended, tidied) = match select(pin!(work), pin!(self.watch(&known))).await {
+                Either::Left((done, _)) => done,
+                Either::Right((never, _)) => match never {},
+            };
             attended.and(tidied)?;
-            if Arc::ptr_eq(&disk, &self.current.load()) {
+            let now = self.current.load();
+            if now.writer.as_ref().is_some_and(|now| Arc::as_ptr(now) == known.as_ptr()) {
                 return Ok(());
             }
         }
@@ -194,15 +238,40 @@ impl<H: Host> LiveDisk<H> {
 
     /// Brings what is embedded into its final form while nobody uses the disk, until it takes no more
     /// writes.
-    async fn tidy_when_quiet(&self, disk: &Disk<H>) -> Result<()> {
-        while disk.embeds() && disk.writer().is_ok() {
+    async fn tidy_when_quiet(
+        &self,
+        writer: &Weak<Writer<H::File>>,
+        readers: &Readers,
+    ) -> Result<()> {
+        loop {
             let now = self.clock.now();
-            let quiet = now > QUIET && self.counts.quiet_since(now.saturating_sub(QUIET));
-            if !quiet || !disk.tidy().await? {
-                self.clock.sleep_until(now + QUIET / 4).await;
+            {
+                let Some(writer) = writer.upgrade() else { return Ok(()) };
+                if !writer.embeds() || writer.check().is_err() {
+                    return Ok(());
+                }
+                let quiet = now > QUIET && self.counts.quiet_since(now.saturating_sub(QUIET));
+                if quiet && writer.seal_some(true, readers).await? {
+                    continue;
+                }
+            }
+            self.clock.sleep_until(now + QUIET / 4).await;
+        }
+    }
+
+    /// Looks after what outlives this process.
+    async fn watch(&self, writer: &Weak<Writer<H::File>>) -> Infallible {
+        loop {
+            let woken = self.woken.listen();
+            if self.options.load().survive {
+                if let Some(writer) = writer.upgrade() {
+                    writer.check_log().await;
+                }
+                self.clock.sleep_until(self.clock.now() + LOOK_AFTER).await;
+            } else {
+                woken.await;
             }
         }
-        Ok(())
     }
 
     /// Has `map` hear of every change from now on.

@@ -67,7 +67,7 @@ impl<H: Host> LiveDisk<H> {
         }
         let layer = self.open_overlay(&disk, overlay).await?;
         let qcow2 = layer.as_qcow2().ok_or_else(|| unfit(&layer, "it is not a qcow2 image"))?;
-        let new_writer = Writer::open(&layer, qcow2, &self.options, false).await?;
+        let new_writer = Writer::open(&layer, qcow2, &self.options(), false).await?;
         let mut layers: Vec<_> = disk.chain.layers().map(|(_, layer)| Arc::clone(layer)).collect();
         layers.push(Arc::clone(&layer));
         let chain = Chain::of(layers);
@@ -87,8 +87,8 @@ impl<H: Host> LiveDisk<H> {
         self.current.store(Arc::new(next));
         drop(quiet);
         tracing::info!(
-            overlay = %layer.name().display(),
-            below = %active.name().display(),
+            overlay = %isobath_storage::shown(layer.name()),
+            below = %isobath_storage::shown(active.name()),
             "the chain has a new active layer"
         );
         self.settle(&self.current()).await
@@ -127,7 +127,7 @@ impl<H: Host> LiveDisk<H> {
     async fn open_overlay(&self, disk: &Disk<H>, overlay: &Overlay) -> Result<Arc<Layer<H::File>>> {
         let path = overlay.path();
         let format = Some(ImageFormat::Qcow2);
-        let layer = open_layer(disk.host(), path, format, true, &self.options).await?;
+        let layer = open_layer(disk.host(), path, format, true, &self.options()).await?;
         if disk.layers().any(|other| other.storage().id() == layer.storage().id()) {
             return Err(unfit(&layer, "it is part of the chain already"));
         }

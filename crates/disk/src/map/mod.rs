@@ -5,6 +5,8 @@
 //! depth; the first look-up in a slice merges it over the layers (see [`resolve`]).
 
 mod entry;
+#[cfg(all(test, loom))]
+mod interleavings;
 mod latency;
 pub(crate) mod resolve;
 
@@ -13,19 +15,20 @@ pub(crate) use entry::{Unit, UnitKind};
 use crate::chain::LayerIndex;
 use crate::per_thread::PerThread;
 use isobath_qcow2::CompressedCluster;
+use isobath_storage::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use isobath_storage::sync::{Mutex, RwLock};
 use latency::Latencies;
-use parking_lot::{Mutex, RwLock};
 use rustc_hash::FxHashMap;
 use smallvec::SmallVec;
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU16, AtomicU64 as Count, AtomicUsize};
 use std::time::Instant;
 
 /// Units in a slice: with 64 KiB clusters, 64 MiB of the disk in 8 KiB of memory.
-pub(crate) const SLICE_UNITS: usize = 1024;
-const SHARDS: usize = 64;
+pub(crate) const SLICE_UNITS: usize = if cfg!(loom) { 2 } else { 1024 };
+const SHARDS: usize = if cfg!(loom) { 2 } else { 64 };
 /// What a slice costs beside its units: the allocation, the shard's entry and the clock's.
 const SLICE_OVERHEAD: usize = 192;
 
@@ -180,9 +183,9 @@ pub(crate) struct Map {
 /// The look-ups of one thread.
 #[derive(Default)]
 struct Looks {
-    hits: AtomicU64,
-    unallocated: AtomicU64,
-    misses: AtomicU64,
+    hits: Count,
+    unallocated: Count,
+    misses: Count,
 }
 
 /// One look-up in so many is timed.
@@ -464,7 +467,7 @@ impl Map {
 
     /// The counters.
     pub(crate) fn stats(&self) -> MapStats {
-        let sum = |of: fn(&Looks) -> &AtomicU64| {
+        let sum = |of: fn(&Looks) -> &Count| {
             self.looks.all().map(|looks| of(looks).load(Ordering::Relaxed)).sum()
         };
         MapStats {

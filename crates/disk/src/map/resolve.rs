@@ -228,6 +228,10 @@ pub(crate) async fn explain_invalid<S: Storage>(layer: &Layer<S>, guest: u64) ->
         match entry.map(|entry| entry.kind(geometry)) {
             Some(Err(error)) => return layer.format_error(error),
             Some(Ok(kind)) => {
+                let start = GuestOffset::new(guest - geometry.in_cluster(GuestOffset::new(guest)));
+                if let Err(error) = kind.check_data_file(start, geometry) {
+                    return layer.format_error(error);
+                }
                 return DiskError::Corrupt {
                     image: layer.name().to_owned(),
                     reason: format!(
@@ -314,7 +318,10 @@ impl Merge {
             let range = start..(start + size).min(layer.visible());
             let unit_bits = self.unit_bits;
             let data = |host: HostOffset, copied: bool| {
-                let wrong = host.get() >= past_end || writer.is_some_and(|w| w.is_metadata(host));
+                let misplaced = geometry.has_data_file() && host.get() != start;
+                let wrong = host.get() >= past_end
+                    || misplaced
+                    || writer.is_some_and(|w| w.is_metadata(host));
                 move |guest: u64| {
                     if wrong {
                         return Some(Unit::invalid(index));

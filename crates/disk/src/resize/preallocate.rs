@@ -6,19 +6,20 @@ use crate::alloc::write_zeroes;
 use crate::disk::Disk;
 use crate::tables::References;
 use crate::write::{Qcow2Writer, Writer, referenced};
-use isobath_qcow2::{ClusterIndex, ClusterKind, HostCluster, HostOffset, L2Entry};
+use isobath_qcow2::{ClusterIndex, ClusterKind, HostOffset, L2Entry};
 use isobath_storage::{Host, Storage, ZeroMode};
 use std::ops::Range;
 
 impl<H: Host> Disk<H> {
     /// Allocates the clusters that begin in `new` and are not allocated yet. All of them read as
-    /// zeroes.
+    /// zeroes, but for what lies before `kept` in a data file.
     pub(super) async fn preallocate(
         &self,
         writer: &Writer<H::File>,
         qcow2: &Qcow2Writer<H::File>,
         new: Range<u64>,
         mode: Preallocation,
+        kept: u64,
     ) -> Result<()> {
         let geometry = qcow2.geometry();
         let size = geometry.cluster_size();
@@ -29,7 +30,7 @@ impl<H: Host> Disk<H> {
             let next =
                 end.min(at / geometry.l2_entries() * geometry.l2_entries() + geometry.l2_entries());
             writer.commit_if_much(&self.readers).await?;
-            self.preallocate_clusters(writer, qcow2, at..next, mode).await?;
+            self.preallocate_clusters(writer, qcow2, at..next, mode, kept).await?;
             at = next;
         }
         Ok(())
@@ -41,6 +42,7 @@ impl<H: Host> Disk<H> {
         qcow2: &Qcow2Writer<H::File>,
         clusters: Range<u64>,
         mode: Preallocation,
+        kept: u64,
     ) -> Result<()> {
         let geometry = qcow2.geometry();
         let size = geometry.cluster_size();
@@ -61,20 +63,21 @@ impl<H: Host> Disk<H> {
         if wanted.is_empty() {
             return Ok(());
         }
-        let mut taken = Vec::new();
+        let mut claim = qcow2.metadata.tables.claim();
         let host = if geometry.has_data_file() {
             bytes.start..bytes.end.min(self.chain.active().visible())
         } else {
             let run = qcow2.metadata.alloc.allocate_adjacent(wanted.len() as u64).await?;
-            taken.extend((run.start.get()..).take(wanted.len()).map(HostCluster::new));
+            claim.add_run(&run);
             let start = run.start.get() << geometry.cluster_bits();
             start..start + run.count * size
         };
         let data = self.chain.active().data();
-        if let Err(error) = fill(&**data, host.clone(), mode).await {
-            qcow2.metadata.alloc.cancel(&taken).await?;
-            return Err(error);
+        fill(&**data, host.start.max(kept)..host.end, mode).await?;
+        for (_, kind) in &wanted {
+            qcow2.check_releases(&referenced(&geometry, kind))?;
         }
+        claim.keep();
         for (step, (cluster, kind)) in (0..).zip(wanted) {
             let at =
                 if geometry.has_data_file() { cluster * size } else { host.start + step * size };

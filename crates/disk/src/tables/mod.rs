@@ -6,10 +6,12 @@
 //! Cached pages of tables always equal the file, but for the closed batch during its commit.
 
 mod batch;
+mod claim;
 mod l1;
 mod pages;
 mod stage;
 
+pub(crate) use claim::Claim;
 pub(crate) use stage::StagedTables;
 
 use crate::alloc::Allocator;
@@ -106,14 +108,10 @@ impl<S: Storage> Tables<S> {
         let size = self.geometry.cluster_size() as usize;
         let old = self.table_offset(&self.state.lock(), l1_index)?;
         let run = alloc.allocate(1).await?;
-        let made = self.make_table(run.start, old, size).await;
-        let (offset, entry, bytes) = match made {
-            Ok(made) => made,
-            Err(error) => {
-                alloc.cancel(&[run.start]).await?;
-                return Err(error);
-            }
-        };
+        let mut claim = self.claim();
+        claim.add_run(&run);
+        let (offset, entry, bytes) = self.make_table(run.start, old, size).await?;
+        claim.keep();
         alloc.mark_metadata(run.start.get()..run.start.get() + 1);
         let mut state = self.state.lock();
         state.pages.forget(offset, size as u64);

@@ -7,7 +7,7 @@ use crate::disk::Disk;
 use crate::durability::Place;
 use crate::map::resolve::ActiveEntries;
 use crate::map::{Extent, Source, Unit};
-use crate::tables::References;
+use crate::tables::{Claim, References};
 use crate::{DiskError, Result};
 use futures_util::future::try_join_all;
 use isobath_qcow2::{ClusterIndex, ClusterKind, Geometry, HostCluster, HostOffset, L2Entry};
@@ -121,12 +121,9 @@ impl<S: Storage> Qcow2Writer<S> {
         let alloc = &self.metadata.alloc;
         match releases.iter().find(|cluster| alloc.is_metadata(**cluster)) {
             None => Ok(()),
-            Some(cluster) => Err(DiskError::Corrupt {
-                image: self.metadata.layer.name().to_owned(),
-                reason: format!(
-                    "guest data lies in host cluster {cluster}, which holds one of its own tables"
-                ),
-            }),
+            Some(cluster) => Err(alloc.corrupt(format!(
+                "guest data lies in host cluster {cluster}, which holds one of its own tables"
+            ))),
         }
     }
 
@@ -175,31 +172,40 @@ impl<H: Host> Disk<H> {
             let written = offset.max(start) - start..end.min(start + size) - start;
             let plan = Plan::new(&qcow2.metadata.layer, &geometry, entry, &written)?;
             if let Some(host) = plan.host.filter(|host| qcow2.metadata.is_metadata(*host)) {
+                return Err(qcow2.metadata.alloc.corrupt(format!(
+                    "guest offset {start} is mapped to host offset {host}, where one of the image's \
+                     own tables lies"
+                )));
+            }
+            let past_end = qcow2.metadata.layer.data_end();
+            if let Some(host) = plan.host.filter(|host| host.get() >= past_end) {
                 return Err(DiskError::Corrupt {
                     image: qcow2.metadata.layer.name().to_owned(),
                     reason: format!(
-                        "guest offset {start} is mapped to host offset {host}, where one of the \
-                         image's own tables lies"
+                        "guest offset {start} is mapped to host offset {host}, past the end of the file \
+                         ({} bytes), which may have been cut short",
+                        qcow2.metadata.layer.file_length()
                     ),
                 });
             }
             let host = plan.host.unwrap_or(HostOffset::new(start));
+            if geometry.has_data_file() && host.get() != start {
+                return Err(qcow2.metadata.alloc.corrupt(format!(
+                    "guest offset {start} is mapped to {host} of its external data file, where \
+                     another part of the disk lies"
+                )));
+            }
             let cluster = ClusterIndex::new(cluster);
             let (zeroed, beyond) = (false, false);
             targets.push(Target { cluster, written, plan, host, zeroed, beyond, embedding: None });
         }
-        let mut taken = Vec::new();
-        let done = self.fill_targets(qcow2, offset, &mut targets, &mut taken, buf).await;
-        if done.is_err() && !taken.is_empty() {
-            // Nothing refers to them yet.
-            qcow2.metadata.alloc.cancel(&taken).await?;
-            for embedding in targets.iter().filter_map(|target| target.embedding.as_ref()) {
-                qcow2.metadata.zones.cancel(&embedding.taken);
-                // What it says does not count once a record has come after it.
-                qcow2.metadata.tables.want_record();
-            }
+        // An embedded mapping of what becomes of it does not count once the record that releases it is there.
+        let mut claim = qcow2.metadata.tables.claim();
+        let buf = self.fill_targets(qcow2, offset, &mut targets, &mut claim, buf).await?;
+        for target in &targets {
+            qcow2.check_releases(&target.plan.releases)?;
         }
-        let buf = done?;
+        claim.keep();
         for target in &targets {
             if let Some(Embedding { taken, embedded, .. }) = &target.embedding {
                 qcow2.metadata.zones.written(taken, *embedded);
@@ -226,7 +232,7 @@ impl<H: Host> Disk<H> {
         qcow2: &Qcow2Writer<H::File>,
         offset: u64,
         targets: &mut [Target],
-        taken: &mut Vec<HostCluster>,
+        claim: &mut Claim<'_, H::File>,
         buf: IoBuf,
     ) -> Result<IoBuf> {
         let geometry = qcow2.geometry();
@@ -238,7 +244,7 @@ impl<H: Host> Disk<H> {
                 let from = (target.cluster.get() * size + target.written.start - offset) as usize;
                 let own = &buf[from..from + (target.written.end - target.written.start) as usize];
                 if let Some(embedding) = self.embed(qcow2, target, copies, own).await? {
-                    taken.push(embedding.taken.host);
+                    claim.add(embedding.taken.host);
                     let host = geometry.host_cluster_start(embedding.taken.host);
                     target.host = host.unwrap_or(HostOffset::new(u64::MAX));
                     target.zeroed = !embedding.is_checked();
@@ -252,9 +258,8 @@ impl<H: Host> Disk<H> {
             let mut next = 0;
             while next < homeless.len() {
                 let run = qcow2.metadata.alloc.allocate((homeless.len() - next) as u64).await?;
-                for step in 0..run.count {
-                    let cluster = HostCluster::new(run.start.get() + step);
-                    taken.push(cluster);
+                claim.add_run(&run);
+                for cluster in run.clusters() {
                     let host = geometry.host_cluster_start(cluster);
                     if let (Some(target), Some(host)) = (homeless.get_mut(next), host) {
                         target.host = host;

@@ -38,6 +38,12 @@ impl Bitmaps {
         let bytes = layer.storage().read_at(offset, IoBuf::zeroed(length as usize)).await?;
         let bitmaps = Bitmap::parse_directory(&bytes, extension.count)
             .map_err(|error| layer.format_error(error))?;
+        // What a bitmap that is not understood wants of a writer is not known.
+        let size = header.disk_size();
+        bitmaps
+            .iter()
+            .try_for_each(|bitmap| bitmap.validate(&geometry, size))
+            .map_err(|error| layer.format_error(error))?;
         let unmarked = bitmaps.iter().any(tracks);
         let directory = Mutex::new(Some(Directory { offset, bitmaps }));
         Ok(Self { unmarked: AtomicBool::new(unmarked), directory })

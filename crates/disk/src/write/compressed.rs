@@ -7,7 +7,7 @@ use crate::durability::Place;
 use crate::tables::References;
 use crate::{BlockDevice, DiskError, Result};
 use isobath_qcow2::compress::compress;
-use isobath_qcow2::{ClusterIndex, HostOffset, L2Entry};
+use isobath_qcow2::{ClusterIndex, HostCluster, HostOffset, L2Entry};
 use isobath_storage::{Host, IoBuf};
 use std::ops::Range;
 
@@ -20,6 +20,10 @@ impl<H: Host> Disk<H> {
     /// the image cannot hold compressed clusters.
     pub async fn write_compressed(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
         self.check_range(offset, buf.len() as u64)?;
+        self.or_mark_corrupt(self.compress_range(offset, buf).await).await
+    }
+
+    async fn compress_range(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
         let writer = self.writer()?;
         let Some(qcow2) = writer.qcow2() else {
             return Err(DiskError::Unsupported("a raw image cannot be compressed".into()));
@@ -65,28 +69,30 @@ impl<H: Host> Disk<H> {
         let old = qcow2.metadata.tables.entry(cluster).await?;
         let kind = old.kind(&geometry).map_err(|error| qcow2.metadata.layer.format_error(error))?;
         let length = packed.len() as u64;
+        let released = &referenced(&geometry, &kind);
+        qcow2.check_releases(released)?;
         let host = qcow2.metadata.alloc.allocate_packed(length).await?;
+        let mut claim = qcow2.metadata.tables.claim();
         let first = geometry.host_cluster_of(host).get();
         let last = geometry.host_cluster_of(HostOffset::new(host.get() + length - 1)).get();
-        let taken: Vec<_> = (first..=last).map(isobath_qcow2::HostCluster::new).collect();
+        (first..=last).for_each(|cluster| claim.add(HostCluster::new(cluster)));
+        let taken = claim.clusters().to_vec();
         let packed = vec![IoBuf::copy_of(&packed)];
-        let written = qcow2.metadata.write_to(Place::New, host.get(), packed).await;
+        let (_, covers) = qcow2.metadata.write_to(Place::New, host.get(), packed).await?;
         let entry = L2Entry::compressed(host, length, geometry.cluster_bits())
-            .map_err(|error| qcow2.metadata.layer.format_error(error));
-        match (written, entry) {
-            (Ok((_, covers)), Ok(entry)) => {
-                qcow2.metadata.guard.cover(covers);
-                let released = &referenced(&geometry, &kind);
-                let references =
-                    References { taken: &taken, released, ordered: true, embedded: false };
-                self.record(qcow2, cluster, entry, references)?;
-                Ok(buf)
-            }
-            (written, entry) => {
-                qcow2.metadata.alloc.cancel(&taken).await?;
-                written?;
-                entry.map(|_| buf)
-            }
+            .map_err(|error| qcow2.metadata.layer.format_error(error))?;
+        claim.keep();
+        qcow2.metadata.guard.cover(covers);
+        let references = References { taken: &taken, released, ordered: true, embedded: false };
+        self.record(qcow2, cluster, entry, references)?;
+        Ok(buf)
+    }
+
+    /// What is wrong where a host cluster lies further than any offset reaches.
+    fn no_offset(&self, cluster: HostCluster) -> DiskError {
+        DiskError::Corrupt {
+            image: self.chain.active().name().to_owned(),
+            reason: format!("host cluster {cluster} lies beyond what an offset can name"),
         }
     }
 
@@ -106,20 +112,21 @@ impl<H: Host> Disk<H> {
         let start = cluster * size;
         let extents = self.extents(start..start + size).await?;
         let bytes = self.read_extents(&extents, IoBuf::zeroed(size as usize)).await?;
+        let released = &referenced(&geometry, &kind);
+        qcow2.check_releases(released)?;
         let run = qcow2.metadata.alloc.allocate(1).await?;
-        let host = geometry.host_cluster_start(run.start).unwrap_or(HostOffset::new(0));
-        match qcow2.metadata.write_to(Place::New, host.get(), vec![bytes]).await {
-            Ok((_, covers)) => qcow2.metadata.guard.cover(covers),
-            Err(error) => {
-                qcow2.metadata.alloc.cancel(&[run.start]).await?;
-                return Err(error);
-            }
-        }
+        let mut claim = qcow2.metadata.tables.claim();
+        claim.add_run(&run);
+        let Some(host) = geometry.host_cluster_start(run.start) else {
+            return Err(self.no_offset(run.start));
+        };
+        let (_, covers) = qcow2.metadata.write_to(Place::New, host.get(), vec![bytes]).await?;
+        claim.keep();
+        qcow2.metadata.guard.cover(covers);
         let sub = geometry.subcluster_size();
         let count = (zero.end - zero.start) / sub;
         let mask = (((1_u64 << count) - 1) << (zero.start / sub)) as u32;
         let entry = L2Entry::subclustered(Some(host), true, !mask, mask);
-        let released = &referenced(&geometry, &kind);
         let references =
             References { taken: &[run.start], released, ordered: true, embedded: false };
         self.record(qcow2, index, entry, references)

@@ -3,6 +3,7 @@
 mod allocate;
 mod bitmaps;
 mod compressed;
+mod corrupt;
 mod discard;
 mod embed;
 mod open;
@@ -47,6 +48,8 @@ pub(crate) struct Writer<S> {
     mode: Mode,
     /// Held by a change of the disk's size.
     pub(crate) resizing: async_lock::Mutex<()>,
+    /// [`keep_readable`](Self::keep_readable) is in force.
+    readable: AtomicBool,
     /// What a qcow2 image needs and a raw one does not.
     qcow2: Option<Qcow2Writer<S>>,
     layer: Arc<Layer<S>>,
@@ -71,6 +74,7 @@ impl<S: Storage> Writer<S> {
             group: GroupCommit::default(),
             mode,
             resizing: async_lock::Mutex::default(),
+            readable: AtomicBool::new(false),
             qcow2,
             layer: Arc::clone(layer),
         }
@@ -83,6 +87,11 @@ impl<S: Storage> Writer<S> {
 
     pub(crate) fn qcow2(&self) -> Option<&Qcow2Writer<S>> {
         self.qcow2.as_ref()
+    }
+
+    /// Whether mappings may be embedded in data.
+    pub(crate) fn embeds(&self) -> bool {
+        self.qcow2.as_ref().is_some_and(|qcow2| qcow2.metadata.zones.are_used())
     }
 
     /// Makes everything done so far durable.
@@ -151,10 +160,35 @@ impl<S: Storage> Writer<S> {
         self.commit(readers).await
     }
 
+    /// From now on what was answered outlives this process, flushed or not: what was answered before the call,
+    /// too. Nothing is embedded any more.
+    pub(crate) async fn survive(&self, readers: &Readers) -> Result<()> {
+        let (Some(journal), Some(qcow2)) = (self.mode.journal(), &self.qcow2) else {
+            return Ok(());
+        };
+        let Some(log) = self.log().filter(|log| !log.is_awake()) else { return Ok(()) };
+        journal.want_at_once();
+        std::mem::forget(qcow2.metadata.zones.suspend());
+        let wake = async {
+            log.wake();
+            self.commit(readers).await
+        };
+        // The journal that is set up next has a log.
+        self.without_journal(readers, wake).await
+    }
+
+    /// Sees to it that who opens the image after this process was killed finds what outlives it.
+    pub(crate) async fn check_log(&self) {
+        if let Some(log) = self.log() {
+            log.check_memory(&**self.layer.storage()).await;
+        }
+    }
+
     /// Sees to it that others who read the image's file through its tables meanwhile always find what
     /// was there when they opened it, or what was written since: no journal, and no cluster used
     /// again. Until the writer is closed, or told [otherwise](Self::own_readers).
     pub(crate) async fn keep_readable(&self) {
+        self.readable.store(true, Ordering::SeqCst);
         if let Some(journal) = self.mode.journal() {
             journal.begin_hold();
         }
@@ -168,6 +202,9 @@ impl<S: Storage> Writer<S> {
 
     /// Everybody who reads the image does so through its own disk.
     pub(crate) async fn own_readers(&self) {
+        if !self.readable.swap(false, Ordering::SeqCst) {
+            return;
+        }
         if let Some(journal) = self.mode.journal() {
             journal.end_hold();
         }

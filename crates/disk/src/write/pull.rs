@@ -5,9 +5,9 @@ use super::plan::Plan;
 use crate::copy::is_zero;
 use crate::disk::Disk;
 use crate::map::{Extent, Source, guest_range};
-use crate::tables::References;
+use crate::tables::{Claim, References};
 use crate::{BlockDevice, DiskError, LayerIndex, Result};
-use isobath_qcow2::{ClusterIndex, HostCluster, HostOffset};
+use isobath_qcow2::{ClusterIndex, HostOffset};
 use isobath_storage::{Host, IoBuf, Storage};
 use std::io;
 use std::ops::Range;
@@ -237,6 +237,7 @@ impl<H: Host> Disk<H> {
     ) -> Result<bool> {
         let writer = self.writer()?;
         let Some(qcow2) = writer.qcow2() else { return Ok(false) };
+        qcow2.note_write(offset..offset + length).await?;
         writer.commit_if_much(&self.readers).await?;
         let size = qcow2.geometry().cluster_size();
         let end = (offset + length).next_multiple_of(size);
@@ -274,15 +275,13 @@ impl<H: Host> Disk<H> {
             }
             plans.push(plan);
         }
-        let mut taken: Vec<HostCluster> = Vec::new();
-        let placed = self.clone_into_places(qcow2, &plans, &mut taken, source, at).await;
-        let hosts = match placed {
-            Ok(Some(hosts)) => hosts,
-            other => {
-                qcow2.metadata.alloc.cancel(&taken).await?;
-                return other.map(|_| false);
-            }
-        };
+        for plan in &plans {
+            qcow2.check_releases(&plan.releases)?;
+        }
+        let mut claim = qcow2.metadata.tables.claim();
+        let placed = self.clone_into_places(qcow2, &plans, &mut claim, source, at).await?;
+        let Some(hosts) = placed else { return Ok(false) };
+        claim.keep();
         qcow2.metadata.guard.cover_none();
         for ((cluster, plan), host) in clusters.zip(&plans).zip(hosts) {
             if plan.changes {
@@ -304,7 +303,7 @@ impl<H: Host> Disk<H> {
         &self,
         qcow2: &Qcow2Writer<H::File>,
         plans: &[Plan],
-        taken: &mut Vec<HostCluster>,
+        claim: &mut Claim<'_, H::File>,
         source: &H::File,
         at: u64,
     ) -> Result<Option<Vec<HostOffset>>> {
@@ -315,9 +314,8 @@ impl<H: Host> Disk<H> {
         let mut free: std::collections::VecDeque<HostOffset> = std::collections::VecDeque::new();
         while homeless > 0 {
             let run = qcow2.metadata.alloc.allocate(homeless as u64).await?;
-            for step in 0..run.count {
-                let cluster = HostCluster::new(run.start.get() + step);
-                taken.push(cluster);
+            claim.add_run(&run);
+            for cluster in run.clusters() {
                 free.extend(geometry.host_cluster_start(cluster));
                 homeless -= 1;
             }

@@ -3,14 +3,92 @@
 
 #![allow(dead_code, reason = "each test uses a part of it")]
 
+use futures_util::FutureExt;
+use futures_util::task::noop_waker_ref;
+use isobath_disk::jobs::clock::Clock;
+use isobath_disk::jobs::{Job, JobStatus};
 use isobath_qcow2::NewImage;
 use isobath_storage::memory::MemoryHost;
 use isobath_storage::recorder::{Entry, Fate};
 use isobath_storage::{Host, IoBuf, OpenMode, Storage};
 use isobath_testkit::qemu;
+use parking_lot::Mutex;
 use rand::RngExt;
 use rand::rngs::StdRng;
+use std::future::{Future, poll_fn};
 use std::path::Path;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+/// Time that passes whenever somebody waits.
+#[derive(Default)]
+pub(crate) struct Ticking(Arc<Mutex<Duration>>);
+
+impl Clock for Ticking {
+    fn now(&self) -> Duration {
+        let mut now = self.0.lock();
+        *now += Duration::from_micros(10);
+        *now
+    }
+
+    fn sleep_until(&self, time: Duration) -> Pin<Box<dyn Future<Output = ()>>> {
+        let now = Arc::clone(&self.0);
+        let mut turns = 3;
+        Box::pin(poll_fn(move |context| {
+            turns -= 1;
+            if turns > 0 {
+                context.waker().wake_by_ref();
+                return Poll::Pending;
+            }
+            let mut now = now.lock();
+            *now = time.max(*now);
+            Poll::Ready(())
+        }))
+    }
+}
+
+/// Lets others have so many turns.
+pub(crate) async fn turns(count: u32) {
+    let mut left = count;
+    poll_fn(|context| {
+        if left == 0 {
+            return Poll::Ready(());
+        }
+        left -= 1;
+        context.waker().wake_by_ref();
+        Poll::Pending
+    })
+    .await;
+}
+
+/// Completes a job once that is possible, or returns when it has ended.
+pub(crate) async fn complete(job: &Job) {
+    loop {
+        let changed = job.changed();
+        match job.status() {
+            JobStatus::Ready => return job.complete().unwrap(),
+            JobStatus::Concluded | JobStatus::Null => return,
+            _ => changed.await,
+        }
+    }
+}
+
+/// As many turns as any future takes.
+pub(crate) const ALWAYS: u64 = 1 << 40;
+
+/// Polls a future `turns` times, and then gives it up; `None` if it has not ended by then.
+pub(crate) fn run<T>(future: impl Future<Output = T>, turns: u64) -> Option<T> {
+    let mut future = Box::pin(future);
+    let mut context = Context::from_waker(noop_waker_ref());
+    for _ in 0..turns {
+        if let Poll::Ready(output) = future.poll_unpin(&mut context) {
+            return Some(output);
+        }
+    }
+    None
+}
 
 /// Writes a new image.
 pub(crate) async fn make(host: &MemoryHost, name: &str, image: &NewImage) {

@@ -2,10 +2,9 @@
 //! each former active image holds what was there at its moment, and QEMU finds every image that is
 //! left in order.
 
-use crate::common::{export, make};
+use crate::common::{Ticking, export, make, turns};
 use futures_executor::block_on;
-use futures_util::future::join_all;
-use isobath_disk::jobs::clock::Clock;
+use futures_util::future::{Either, join_all, select};
 use isobath_disk::jobs::pace::Pacing;
 use isobath_disk::jobs::{
     CommitOptions, Job, JobOptions, JobStatus, MirrorOptions, MirrorSync, StreamOptions,
@@ -18,46 +17,17 @@ use isobath_storage::fault::{Fault, FaultHost, Plan};
 use isobath_storage::memory::MemoryHost;
 use isobath_storage::{FileId, IoBuf, Locking, Operation, Storage};
 use isobath_testkit::{model::Model, qemu, seed::Seed};
-use parking_lot::Mutex;
 use rand::rngs::StdRng;
-use rand::{Rng, RngExt};
+use rand::{Rng, RngExt, SeedableRng};
 use std::cell::Cell;
 use std::collections::BTreeMap;
-use std::future::{Future, poll_fn};
+use std::future::Future;
 use std::path::{Path, PathBuf};
-use std::pin::Pin;
+use std::pin::{Pin, pin};
 use std::sync::Arc;
-use std::task::Poll;
 use std::time::Duration;
 
 type TestHost = FaultHost<MemoryHost>;
-
-/// Time that passes whenever somebody waits.
-#[derive(Default)]
-struct Ticking(Arc<Mutex<Duration>>);
-
-impl Clock for Ticking {
-    fn now(&self) -> Duration {
-        let mut now = self.0.lock();
-        *now += Duration::from_micros(10);
-        *now
-    }
-
-    fn sleep_until(&self, time: Duration) -> Pin<Box<dyn Future<Output = ()>>> {
-        let now = Arc::clone(&self.0);
-        let mut turns = 3;
-        Box::pin(poll_fn(move |context| {
-            turns -= 1;
-            if turns > 0 {
-                context.waker().wake_by_ref();
-                return Poll::Pending;
-            }
-            let mut now = now.lock();
-            *now = time.max(*now);
-            Poll::Ready(())
-        }))
-    }
-}
 
 struct World {
     memory: MemoryHost,
@@ -93,14 +63,20 @@ fn random_image(rng: &mut StdRng, size: u64) -> NewImage {
     image
 }
 
-/// Fills an image with something, compressed clusters among it.
-async fn fill(host: &TestHost, name: &str, model: &mut Model, rng: &mut StdRng) {
+/// Fills an image with something, compressed clusters among it: `layout` says where, `rng` with what.
+async fn fill(
+    host: &TestHost,
+    name: &str,
+    model: &mut Model,
+    layout: &mut StdRng,
+    rng: &mut StdRng,
+) {
     let options = OpenOptions { writable: true, ..OpenOptions::default() };
     let disk = Disk::open(host.clone(), Path::new(name), &options).await.unwrap();
     let size = disk.size();
-    for _ in 0..rng.random_range(0..12) {
-        let (offset, length) = range(rng, size);
-        if rng.random_bool(0.2) {
+    for _ in 0..layout.random_range(0..12) {
+        let (offset, length) = range(layout, size);
+        if layout.random_bool(0.2) {
             model.fill(offset, length, 0);
             disk.write_zeroes(offset, length, ZeroFlags::default()).await.unwrap();
             continue;
@@ -110,7 +86,8 @@ async fn fill(host: &TestHost, name: &str, model: &mut Model, rng: &mut StdRng) 
         disk.write(offset, IoBuf::copy_of(&bytes)).await.unwrap();
     }
     let cluster = 1u64 << disk.layers().next().unwrap().header().unwrap().cluster_bits;
-    for _ in 0..rng.random_range(0..4) {
+    for _ in 0..layout.random_range(0..6) {
+        // The same place, of another part of the disk.
         let offset = rng.random_range(0..size) / cluster * cluster;
         let length = cluster.min(size - offset);
         let bytes = vec![rng.random(); length as usize];
@@ -160,10 +137,13 @@ impl World {
             below = Some(("base.raw".into(), "raw"));
         }
         let depth = rng.random_range(1..=4);
+        let (alike, seed) = (rng.random_bool(0.5), rng.random());
         for layer in 0..depth {
             let top = layer + 1 == depth;
             let shown = if top { size } else { rng.random_range(1..=size / 512) * 512 };
-            let mut image = random_image(rng, shown);
+            // As snapshots of one image have it: what lies at an offset of one lies there in others too.
+            let mut layout = StdRng::seed_from_u64(if alike { seed } else { rng.random() });
+            let mut image = random_image(&mut layout, shown);
             if let Some((file, format)) = &below {
                 image.backing_file = Some(file.clone());
                 image.backing_format = Some((*format).into());
@@ -172,7 +152,7 @@ impl World {
             let name = format!("layer{layer}.qcow2");
             println!("{name}: {image:?}");
             make(&memory, &name, &image).await;
-            fill(&host, &name, &mut model, rng).await;
+            fill(&host, &name, &mut model, &mut layout, rng).await;
             below = Some((name, "qcow2"));
         }
         let (name, _) = below.unwrap();
@@ -375,9 +355,9 @@ impl World {
         let pause = rng.random_bool(0.3);
         let done = Cell::new(false);
         let steer = async {
-            let (mut turns, mut asked) = (0u32, false);
+            let (mut rounds, mut asked) = (0u32, false);
             loop {
-                turns += 1;
+                rounds += 1;
                 match job.status() {
                     JobStatus::Ready if cancel.is_none() && !asked => {
                         asked = job.complete().is_ok();
@@ -385,17 +365,17 @@ impl World {
                     JobStatus::Concluded | JobStatus::Null => return,
                     _ => {}
                 }
-                if cancel.is_some_and(|at| turns == at + 1) {
+                if cancel.is_some_and(|at| rounds == at + 1) {
                     let _ = job.cancel(force);
                 }
-                if pause && turns % 10 == 5 {
+                if pause && rounds % 10 == 5 {
                     let _ = job.pause();
                 }
-                if pause && turns % 10 == 8 {
+                if pause && rounds % 10 == 8 {
                     let _ = job.resume();
                 }
-                assert!(turns < 1_000_000, "{job:?} never ends");
-                pause_for(3).await;
+                assert!(rounds < 1_000_000, "{job:?} never ends");
+                turns(3).await;
             }
         };
         let run = async {
@@ -442,28 +422,32 @@ impl World {
     }
 }
 
-async fn pause_for(turns: u32) {
-    let mut left = turns;
-    poll_fn(|context| {
-        left -= 1;
-        context.waker().wake_by_ref();
-        if left == 0 { Poll::Ready(()) } else { Poll::Pending }
-    })
-    .await;
-}
-
 async fn history(rng: &mut StdRng) {
     let mut world = World::new(rng).await;
-    for _ in 0..rng.random_range(2..8) {
-        if world.live.depth() < 2 || rng.random_bool(0.5) {
-            world.snapshot(rng).await;
-        } else {
-            world.job(rng).await;
+    let live = Arc::clone(&world.live);
+    let changes = async {
+        for _ in 0..rng.random_range(2..8) {
+            if world.live.depth() < 2 || rng.random_bool(0.4) {
+                world.snapshot(rng).await;
+            } else {
+                world.job(rng).await;
+            }
+            for _ in 0..rng.random_range(0..4) {
+                world.burst(rng).await;
+            }
         }
-        for _ in 0..rng.random_range(0..4) {
-            world.burst(rng).await;
+    };
+    // As a server does what nobody waits for.
+    let upkeep = live.upkeep();
+    match select(pin!(changes), pin!(upkeep)).await {
+        Either::Left(((), _)) => {}
+        // A raw image needs none.
+        Either::Right((ended, changes)) => {
+            ended.unwrap();
+            changes.await;
         }
     }
+    drop(live);
     world.end().await;
 }
 

@@ -3,10 +3,11 @@
 //! A kill drops the disk and everything that is under way, and leaves what was written to files, and
 //! the memory that belongs to them. Nothing else is kept.
 
-use crate::common::{export, make};
+use crate::common::{ALWAYS, Ticking, complete, export, make, run, turns};
 use futures_executor::block_on;
 use futures_util::future::{LocalBoxFuture, join_all};
-use futures_util::{FutureExt, task::noop_waker_ref};
+use isobath_disk::jobs::pace::Pacing;
+use isobath_disk::jobs::{JobOptions, MirrorOptions, MirrorSync};
 use isobath_disk::{
     BlockDevice, CheckOptions, Disk, LiveDisk, MetadataMode, OpenOptions, Overlay, Preallocation,
     Repair, ZeroFlags, check,
@@ -20,32 +21,18 @@ use isobath_storage::{Host, IoBuf, OpenMode, Storage};
 use isobath_testkit::{qemu, seed::Seed};
 use rand::rngs::StdRng;
 use rand::{Rng, RngExt, SeedableRng};
-use std::cell::Cell;
-use std::future::Future;
+use std::cell::{Cell, RefCell};
+use std::fs::Permissions;
 use std::ops::Range;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::task::{Context, Poll};
 
 type TestHost = FaultHost<MemoryHost>;
 
 const NAME: &str = "disk.qcow2";
 const SECTOR: usize = 512;
 const HISTORIES: u32 = 30;
-
-/// Polls a future `turns` times; `None` if it has not ended by then, and is killed.
-fn run<T>(future: impl Future<Output = T>, turns: u64) -> Option<T> {
-    let mut future = Box::pin(future);
-    let mut context = Context::from_waker(noop_waker_ref());
-    for _ in 0..turns {
-        if let Poll::Ready(output) = future.poll_unpin(&mut context) {
-            return Some(output);
-        }
-    }
-    None
-}
-
-const ALWAYS: u64 = 1 << 40;
 
 /// A change that the guest asks for.
 #[derive(Clone, Debug)]
@@ -224,7 +211,7 @@ fn burst(
     } else if other < 18 {
         work.push(Box::pin(async {
             // As large as it is: the journal is out of use for a moment.
-            disk.resize(disk.size(), Preallocation::Off, false).await.unwrap();
+            Box::pin(disk.resize(disk.size(), Preallocation::Off, false)).await.unwrap();
         }));
     } else if other < 20 {
         world.snapshots += 1;
@@ -285,14 +272,16 @@ fn history(rng: &mut StdRng) {
     assert!(!has_survivor(&world.memory, &world.name), "memory is left");
     let directory = export(&world.memory);
     let image = directory.path().join(&world.name);
-    qemu::assert_clean(&image);
+    // A kill in a commit before the journal is set up costs space.
+    let checked = qemu::check(&image);
+    assert!([0, 3].contains(&checked.code()), "{}", checked.report());
     assert!(qemu::read_disk(&image, "qcow2") == world.model, "QEMU reads otherwise");
 }
 
 fn has_survivor(memory: &MemoryHost, name: &Path) -> bool {
     // At once: the memory is never busy.
     let file = run(memory.open(name, OpenMode::default()), 1).unwrap().unwrap();
-    file.survivor(false).is_some()
+    run(file.survivor(false), 1).unwrap().unwrap().is_some()
 }
 
 #[test]
@@ -446,6 +435,123 @@ fn a_log_is_not_applied_once_the_image_was_recovered_elsewhere() {
 }
 
 #[test]
+fn a_log_that_was_asked_for_later_has_everything_too() {
+    for metadata in [MetadataMode::Auto, MetadataMode::Journal, MetadataMode::Embedded] {
+        for mirrored in [false, true] {
+            block_on(async {
+                let memory = overlay(16).await;
+                let options = OpenOptions { survive: false, metadata, ..survive() };
+                let live = open_live(&memory, NAME, &options).await;
+                let tagged = |tag: u8| IoBuf::copy_of(&[tag; 4096]);
+                live.write(0, tagged(1)).await.unwrap();
+                live.flush().await.unwrap();
+                live.write(CLUSTER, tagged(2)).await.unwrap();
+                live.survive().await.unwrap();
+                live.write(2 * CLUSTER, tagged(3)).await.unwrap();
+                let mut image = NAME;
+                if mirrored {
+                    image = "target.qcow2";
+                    make(&memory, image, &NewImage::new(64 << 20)).await;
+                    let target = open_live(&memory, image, &options).await;
+                    let job = JobOptions { pacing: Pacing::None, ..JobOptions::new("mirror") };
+                    let sync = MirrorOptions { sync: MirrorSync::Full };
+                    let (job, work) = live.mirror(&target, sync, job).unwrap();
+                    futures_util::join!(work, complete(&job));
+                    assert_eq!((job.error(), live.layers()[0].name()), (None, Path::new(image)));
+                }
+                live.write(3 * CLUSTER, tagged(4)).await.unwrap();
+                live.write(512, IoBuf::copy_of(&[5; 512])).await.unwrap();
+                // A record of the journal that the log belongs to.
+                live.flush().await.unwrap();
+                live.write(4 * CLUSTER, tagged(6)).await.unwrap();
+                drop(live);
+                // Killed.
+                let live = open_live(&memory, image, &survive()).await;
+                for (at, tag) in [
+                    (0, 1),
+                    (512, 5),
+                    (CLUSTER, 2),
+                    (2 * CLUSTER, 3),
+                    (3 * CLUSTER, 4),
+                    (4 * CLUSTER, 6),
+                ] {
+                    let found = live.read(at, IoBuf::zeroed(512)).await.unwrap();
+                    assert!(found.iter().all(|byte| *byte == tag), "{metadata:?} at {at}");
+                }
+                live.close().await.unwrap();
+            });
+        }
+    }
+}
+
+async fn open_live(
+    host: &MemoryHost,
+    name: &str,
+    options: &OpenOptions,
+) -> Arc<LiveDisk<MemoryHost>> {
+    let disk = Disk::open(host.clone(), Path::new(name), options).await.unwrap();
+    LiveDisk::new(disk, options, Arc::new(Ticking::default()))
+}
+
+#[test]
+fn a_log_is_not_applied_to_an_image_that_was_put_back() {
+    block_on(async {
+        let memory = overlay(16).await;
+        let disk = open(memory.clone(), &survive()).await;
+        write(&disk, 3 * CLUSTER, 4, 4096).await;
+        disk.flush().await.unwrap();
+        // A copy of the image while it is in use.
+        let before = memory.contents(NAME).unwrap();
+        write(&disk, 0, 1, 4096).await;
+        write(&disk, CLUSTER, 2, 4096).await;
+        disk.flush().await.unwrap();
+        disk.discard(0, CLUSTER).await.unwrap();
+        write(&disk, 2 * CLUSTER, 3, 4096).await;
+        drop(disk);
+        // It is put back into the same file, which the log belongs to.
+        let mode = OpenMode { writable: true, ..OpenMode::default() };
+        let file = memory.open(Path::new(NAME), mode).await.unwrap();
+        file.set_len(before.len() as u64).await.unwrap();
+        file.write_at(0, IoBuf::copy_of(&before)).await.unwrap();
+        drop(file);
+        assert!(has_survivor(&memory, Path::new(NAME)));
+        let disk = open(memory.clone(), &survive()).await;
+        assert_reads(&disk, 3 * CLUSTER, 4, 4096).await;
+        assert_reads(&disk, 0, 0xbb, 3 * CLUSTER as usize).await;
+        close(disk, &memory).await;
+    });
+}
+
+#[test]
+fn an_image_whose_log_cannot_be_used_is_not_opened_for_writing() {
+    isobath_storage::block_on(async {
+        let directory = tempfile::tempdir().unwrap();
+        let image = directory.path().join(NAME);
+        qemu::create(&image, "qcow2", 64 << 20, "");
+        let disk = Disk::open(FileHost, &image, &survive()).await.unwrap();
+        write(&disk, 0, 7, 4096).await;
+        drop(disk);
+        let id = FileHost.open(&image, OpenMode::default()).await.unwrap().id();
+        let log = format!("/dev/shm/isobath-{:x}-{:x}", id.device, id.inode);
+        let before = std::fs::read(&image).unwrap();
+        std::fs::set_permissions(&log, Permissions::from_mode(0o666)).unwrap();
+        let repair = CheckOptions { repair: Repair::All, ..CheckOptions::default() };
+        let refused = [
+            Disk::open(FileHost, &image, &survive()).await.err().unwrap().to_string(),
+            check(&FileHost, &image, &repair, &mut |_| {}).await.err().unwrap().to_string(),
+        ];
+        for error in refused {
+            assert!(error.contains(NAME) && error.contains(&log), "{error}");
+        }
+        assert!(std::fs::read(&image).unwrap() == before, "it was changed");
+        std::fs::set_permissions(&log, Permissions::from_mode(0o600)).unwrap();
+        let disk = Disk::open(FileHost, &image, &survive()).await.unwrap();
+        assert_reads(&disk, 0, 7, 4096).await;
+        disk.close().await.unwrap();
+    });
+}
+
+#[test]
 fn a_repair_brings_it_in_and_who_only_reads_sees_the_last_commit() {
     block_on(async {
         let memory = overlay(16).await;
@@ -505,6 +611,59 @@ fn files_have_it_too() {
         drop(disk);
         qemu::assert_clean(&image);
         let file = FileHost.open(&image, OpenMode::default()).await.unwrap();
-        assert!(file.survivor(false).is_none());
+        assert!(file.survivor(false).await.unwrap().is_none());
     });
+}
+
+/// Kills in commits that go in place, where clusters are released while others are written.
+#[test]
+fn what_a_commit_in_place_releases_is_not_written_over_after_a_kill() {
+    let mut rng = Seed::new().rng();
+    for _ in 0..400 {
+        let seed: u64 = rng.random();
+        let rng = &mut StdRng::seed_from_u64(seed);
+        let memory = MemoryHost::new();
+        memory.set_gains_from_written_space(true);
+        let mut image = NewImage::new(8 << 20);
+        image.cluster_bits = 12;
+        block_on(make(&memory, NAME, &image));
+        let plan = Plan::new();
+        plan.delay(rng.random());
+        let host = FaultHost::new(memory.clone(), plan.clone());
+        let options = OpenOptions { journal_size: Some(64 << 10), ..survive() };
+        let disk = run(open(host, &options), ALWAYS).unwrap();
+        run(write(&disk, 0, 1, 4096), ALWAYS).unwrap();
+        run(disk.flush(), ALWAYS).unwrap().unwrap();
+        // Kept, in clusters behind the file's end.
+        for n in 0..4 {
+            run(write(&disk, (10 + n) * 4096, 0x40 + n as u8, 4096), ALWAYS).unwrap();
+        }
+        // They go, and so much else is to be told that it does not fit into a record.
+        run(disk.discard(10 * 4096, 4 * 4096), ALWAYS).unwrap().unwrap();
+        let flags = ZeroFlags { may_unmap: true, only_fast: false };
+        run(disk.write_zeroes(4 << 20, 4 << 20, flags), ALWAYS).unwrap().unwrap();
+        let answered = RefCell::new(Vec::new());
+        let mut work: Vec<LocalBoxFuture<'_, ()>> =
+            vec![Box::pin(async { disk.flush().await.unwrap() })];
+        for task in 0..4_u64 {
+            let (disk, answered) = (&disk, &answered);
+            let pauses: Vec<u32> = (0..8).map(|_| rng.random_range(0..30)).collect();
+            work.push(Box::pin(async move {
+                for (n, pause) in (0..).zip(pauses) {
+                    turns(pause).await;
+                    let (cluster, byte) = (100 + task * 100 + n, (task * 10 + n + 100) as u8);
+                    write(disk, cluster * 4096, byte, 4096).await;
+                    answered.borrow_mut().push((cluster, byte));
+                }
+            }));
+        }
+        let until = rng.random_range(1..160);
+        drop(run(join_all(work), until));
+        drop(disk);
+        let disk = run(open(memory.clone(), &options), ALWAYS).unwrap();
+        for (cluster, byte) in answered.into_inner() {
+            println!("seed {seed}: cluster {cluster}, killed after {until} turns");
+            run(assert_reads(&disk, cluster * 4096, byte, 4096), ALWAYS).unwrap();
+        }
+    }
 }

@@ -1,7 +1,8 @@
 //! Random histories.
 
-use crate::history::{Base, DataFile, Fill, History, ImageOptions, Op, Session, Side, Step};
-use isobath_disk::Preallocation;
+use crate::history::{Base, DataFile, History, ImageOptions, Job, JobKind, Session, Side, Step};
+use crate::op::{Fill, Op};
+use isobath_disk::{MetadataMode, Preallocation};
 use rand::rngs::StdRng;
 use rand::{Rng, RngExt};
 
@@ -32,20 +33,30 @@ pub(crate) fn history(rng: &mut StdRng) -> History {
         }
     };
     let mut steps = Vec::new();
-    for layer in 0..rng.random_range(1..=4) {
+    let mut options = ImageOptions::default();
+    let mut last = Vec::new();
+    for layer in 0..rng.random_range(1..=5) {
         let backed = layer > 0 || base != Base::None;
-        let options = image_options(rng, backed);
-        let by = side(rng);
-        let given = match rng.random_range(0..10) {
-            _ if layer == 0 => Some(size),
-            0 => Some(rng.random_range(1..=most / 512) * 512),
-            _ => None,
-        };
-        size = given.unwrap_or(size);
-        steps.push(Step::Layer { by, options, size: given });
+        // As snapshots are in the field: the same options, and often the same offsets.
+        let related = layer > 0 && rng.random_bool(0.5);
+        if related && rng.random_bool(0.4) {
+            steps.push(Step::Copy);
+        } else {
+            if !related {
+                options = image_options(rng, backed);
+            }
+            let by = side(rng);
+            let given = match rng.random_range(0..10) {
+                _ if layer == 0 => Some(size),
+                0 => Some(rng.random_range(1..=most / 512) * 512),
+                _ => None,
+            };
+            size = given.unwrap_or(size);
+            steps.push(Step::Layer { by, options, size: given });
+        }
         for _ in 0..rng.random_range(1..=4) {
             between(rng, &mut steps, &mut size, most, layer);
-            stretch(rng, &mut steps, size, options.cluster(), exact);
+            stretch(rng, &mut steps, size, options.cluster(), exact, backed, &mut last);
         }
     }
     History { twin, base, steps }
@@ -104,19 +115,46 @@ fn between(rng: &mut StdRng, steps: &mut Vec<Step>, size: &mut u64, most: u64, l
         22..26 => steps.push(Step::Apply),
         26..29 => steps.push(Step::Delete),
         29..37 => steps.push(Step::Bitmap(1 << rng.random_range(12..=17))),
-        37..41 if layer > 0 => steps.push(Step::Commit),
+        37..41 if layer > 0 => steps.push(Step::Commit { base: rng.random() }),
+        41..45 if layer > 0 => steps.push(Step::Rebase { onto: rng.random() }),
+        45..48 if layer > 0 => steps.push(Step::Flatten { compressed: rng.random() }),
         _ => {}
     }
 }
 
-fn stretch(rng: &mut StdRng, steps: &mut Vec<Step>, size: u64, cluster: u64, exact: bool) {
-    let by = if rng.random_bool(0.6) { Side::Isobath } else { Side::Qemu };
-    let width = [1, 2, 8, 32][rng.random_range(0..4)];
-    let map_cache = if rng.random() { 64 << 10 } else { 4 << 20 };
-    let dropped = rng.random_bool(0.1);
-    let direct = rng.random_bool(0.2);
-    let two_threads = rng.random_bool(0.3);
-    steps.push(Step::Open(Session { by, width, map_cache, direct, two_threads, dropped }));
+/// One opening. Some do what the last one did, with other bytes.
+fn stretch(
+    rng: &mut StdRng,
+    steps: &mut Vec<Step>,
+    size: u64,
+    cluster: u64,
+    exact: bool,
+    backed: bool,
+    last: &mut Vec<Op>,
+) {
+    let job = rng.random_bool(if backed { 0.45 } else { 0.05 }).then(|| Job {
+        kind: match rng.random_range(0..12) {
+            0..5 => JobKind::Stream,
+            5..10 => JobKind::Commit,
+            10 => JobKind::Mirror,
+            _ => JobKind::MirrorTop,
+        },
+        top: if rng.random() { 0 } else { rng.random() },
+        base: rng.random(),
+        warm: rng.random_bool(0.7),
+    });
+    let session = Session {
+        by: if rng.random_bool(0.6) { Side::Isobath } else { Side::Qemu },
+        job,
+        metadata: MetadataMode::ALL[rng.random_range(0..MetadataMode::ALL.len())],
+        program: rng.random_bool(0.15),
+        width: [1, 2, 8, 32][rng.random_range(0..4)],
+        map_cache: if rng.random() { 64 << 10 } else { 4 << 20 },
+        direct: rng.random_bool(0.2),
+        two_threads: rng.random_bool(0.3),
+        dropped: rng.random_bool(0.1),
+    };
+    steps.push(Step::Open(session));
     // Some stretches keep to a place, so that requests meet the traces of others.
     let window = if rng.random() {
         let length = size.min(cluster * rng.random_range(2..40));
@@ -125,19 +163,33 @@ fn stretch(rng: &mut StdRng, steps: &mut Vec<Step>, size: u64, cluster: u64, exa
     } else {
         (0, size)
     };
-    for _ in 0..rng.random_range(1..90) {
-        steps.push(Step::Op(op(rng, window, cluster, exact)));
-    }
+    let ops: Vec<Op> = if !last.is_empty() && rng.random_bool(0.4) {
+        let kept = last.iter().filter(|_| rng.random_bool(0.8)).copied().collect::<Vec<_>>();
+        kept.into_iter().map(|op| op.with_fill(fill(rng))).collect()
+    } else {
+        let (most, large) = match rng.random_range(0..20) {
+            0..10 => (90, true),
+            10..16 => (300, false),
+            _ => (1500, false),
+        };
+        let count = rng.random_range(1..most);
+        (0..count).map(|_| op(rng, window, cluster, exact, large)).collect()
+    };
+    last.clone_from(&ops);
+    steps.extend(ops.into_iter().map(Step::Op));
 }
 
-fn op(rng: &mut StdRng, window: (u64, u64), cluster: u64, exact: bool) -> Op {
-    let (offset, length) = range(rng, window, cluster);
+/// A request. Of many in a row only few are `large`, for they take their time.
+fn op(rng: &mut StdRng, window: (u64, u64), cluster: u64, exact: bool, large: bool) -> Op {
+    let large = large || rng.random_ratio(1, 16);
+    let (offset, length) = range(rng, window, cluster, large);
     match rng.random_range(0..100) {
         0..45 => Op::Write { offset, length, fill: fill(rng) },
         45..62 => Op::Zero { offset, length, unmap: rng.random() },
         62..72 if !exact => Op::Discard { offset, length },
-        72..80 => {
-            let count = rng.random_range(1..=((1 << 20) / cluster).clamp(1, 8));
+        72..80 if large || cluster <= 64 << 10 => {
+            let most = if large { ((1 << 20) / cluster).clamp(1, 8) } else { 1 };
+            let count = rng.random_range(1..=most);
             Op::Compressed { cluster: offset / cluster, count, fill: fill(rng) }
         }
         80..84 if !exact => {
@@ -146,7 +198,8 @@ fn op(rng: &mut StdRng, window: (u64, u64), cluster: u64, exact: bool) -> Op {
             Op::Race { offset, length, step, count: rng.random_range(2..6) }
         }
         84..95 => Op::Read { offset, length },
-        _ => Op::Flush,
+        95 => Op::Flush,
+        _ => Op::Write { offset, length: length.min(1 << 14), fill: fill(rng) },
     }
 }
 
@@ -159,10 +212,11 @@ fn fill(rng: &mut StdRng) -> Fill {
 }
 
 /// A range of a few bytes or of many clusters, aligned or not, anywhere or at the end.
-fn range(rng: &mut StdRng, (start, space): (u64, u64), cluster: u64) -> (u64, u64) {
+fn range(rng: &mut StdRng, (start, space): (u64, u64), cluster: u64, large: bool) -> (u64, u64) {
     let most = match rng.random_range(0..10) {
-        0 => 1 << 20,
-        1..4 => (4 * cluster).min(1 << 20),
+        0 if large => 1 << 20,
+        1..4 if large => (4 * cluster).min(1 << 20),
+        0..4 => (4 * cluster).min(1 << 15),
         _ => 1 << 14,
     };
     let end = start + space;
@@ -179,7 +233,7 @@ fn range(rng: &mut StdRng, (start, space): (u64, u64), cluster: u64) -> (u64, u6
     if rng.random() {
         offset = offset / unit * unit;
     }
-    if rng.random() {
+    if rng.random() && (large || unit <= 1 << 16) {
         length = length.next_multiple_of(unit);
     }
     if rng.random_bool(0.05) {

@@ -1,7 +1,8 @@
 //! A history: what happens to a disk, in steps that are readable, and that mean something wherever
 //! others are left out.
 
-use isobath_disk::{NewDisk, Preallocation};
+use crate::op::Op;
+use isobath_disk::{MetadataMode, NewDisk, Preallocation};
 use isobath_qcow2::CompressionType;
 use std::fmt;
 use std::path::Path;
@@ -55,17 +56,57 @@ pub(crate) enum Step {
     Delete,
     /// `qemu-img bitmap --add`, with that granularity.
     Bitmap(u32),
-    /// `qemu-img commit`: the active layer goes into the one below.
-    Commit,
+    /// `qemu-img commit`: the active layer goes into one below, by number.
+    Commit {
+        base: u8,
+    },
+    /// A copy of the active image's file becomes the layer above it.
+    Copy,
+    /// `qemu-img rebase`: a lower layer, by number, or none becomes the backing file of the active one.
+    Rebase {
+        onto: u8,
+    },
+    /// What lies below the active layer is converted to one new image, and `qemu-img rebase -u` puts
+    /// that in its place.
+    Flatten {
+        compressed: bool,
+    },
     /// The operations from here to the next step of another kind are one opening of the image.
     Open(Session),
     Op(Op),
+}
+
+/// A block job of an opening, beside its requests. Layers are counted modulo what there are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Job {
+    pub(crate) kind: JobKind,
+    /// How far below the active layer the top is.
+    pub(crate) top: u8,
+    /// The number of the base, from the bottom; of a stream, that of the top means none.
+    pub(crate) base: u8,
+    /// Everything is read before it begins.
+    pub(crate) warm: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum JobKind {
+    Stream,
+    Commit,
+    /// To a new image of the active one's options, without a backing file.
+    Mirror,
+    /// The same, above what lies below the active image.
+    MirrorTop,
 }
 
 /// How an image is opened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Session {
     pub(crate) by: Side,
+    pub(crate) job: Option<Job>,
+    /// How Isobath stores metadata.
+    pub(crate) metadata: MetadataMode,
+    /// By `qemu-io`, not by `qemu-storage-daemon` over NBD, on QEMU's side.
+    pub(crate) program: bool,
     /// Requests in flight together.
     pub(crate) width: usize,
     /// Bytes of memory for the map, of Isobath.
@@ -77,51 +118,6 @@ pub(crate) struct Session {
     /// Flushed at its end and not closed: by Isobath dropped, by QEMU killed. Clusters may leak, and
     /// refcounts that QEMU keeps lazily are wrong until they are repaired.
     pub(crate) dropped: bool,
-}
-
-/// What a write writes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Fill {
-    Byte(u8),
-    /// One of a few random blocks, over and over.
-    Noise(u8),
-}
-
-/// One request. Where it reaches past the disk's end, it is cut off there.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Op {
-    Write {
-        offset: u64,
-        length: u64,
-        fill: Fill,
-    },
-    Zero {
-        offset: u64,
-        length: u64,
-        unmap: bool,
-    },
-    Discard {
-        offset: u64,
-        length: u64,
-    },
-    /// Whole clusters, by number.
-    Compressed {
-        cluster: u64,
-        count: u64,
-        fill: Fill,
-    },
-    Read {
-        offset: u64,
-        length: u64,
-    },
-    /// Writes of different bytes, each a step further on and overlapping the one before, at once.
-    Race {
-        offset: u64,
-        length: u64,
-        step: u64,
-        count: u8,
-    },
-    Flush,
 }
 
 /// The options of `qemu-img create`.
@@ -221,99 +217,12 @@ impl fmt::Display for ImageOptions {
     }
 }
 
-impl Op {
-    /// The operation within a disk of `size` bytes and clusters of `cluster`; `None` where nothing of
-    /// it is.
-    pub(crate) fn within(self, size: u64, cluster: u64) -> Option<Self> {
-        let cut = |offset: u64, length: u64| size.saturating_sub(offset).min(length);
-        let op = match self {
-            Self::Write { offset, length, fill } => {
-                Self::Write { offset, length: cut(offset, length), fill }
-            }
-            Self::Zero { offset, length, unmap } => {
-                Self::Zero { offset, length: cut(offset, length), unmap }
-            }
-            Self::Discard { offset, length } => {
-                Self::Discard { offset, length: cut(offset, length) }
-            }
-            Self::Read { offset, length } => Self::Read { offset, length: cut(offset, length) },
-            Self::Race { offset, length, step, count } => {
-                let reach = length + step * u64::from(count - 1);
-                return (offset + reach <= size).then_some(self);
-            }
-            Self::Compressed { cluster: first, count, fill } => {
-                let count = count.min(size.div_ceil(cluster).saturating_sub(first));
-                Self::Compressed { cluster: first, count, fill }
-            }
-            Self::Flush => self,
-        };
-        (op == Self::Flush || op.range(size, cluster).1 > 0).then_some(op)
-    }
-
-    /// The bytes it may touch: where they start, and how many they are.
-    pub(crate) fn range(self, size: u64, cluster: u64) -> (u64, u64) {
-        match self {
-            Self::Write { offset, length, .. }
-            | Self::Zero { offset, length, .. }
-            | Self::Discard { offset, length }
-            | Self::Read { offset, length } => (offset, length),
-            Self::Race { offset, length, step, count } => {
-                (offset, length + step * u64::from(count - 1))
-            }
-            Self::Compressed { cluster: first, count, .. } => {
-                let offset = first * cluster;
-                (offset, (count * cluster).min(size.saturating_sub(offset)))
-            }
-            Self::Flush => (0, 0),
-        }
-    }
-
-    /// The writes of a race.
-    pub(crate) fn racers(self) -> Vec<(u64, u64, u8)> {
-        match self {
-            Self::Race { offset, length, step, count } => {
-                (0..count).map(|n| (offset + step * u64::from(n), length, n + 1)).collect()
-            }
-            _ => Vec::new(),
-        }
-    }
-}
-
 impl fmt::Display for Side {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         out.write_str(match self {
             Self::Isobath => "isobath",
             Self::Qemu => "qemu",
         })
-    }
-}
-
-impl fmt::Display for Fill {
-    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Byte(byte) => write!(out, "-P {byte:#04x}"),
-            Self::Noise(number) => write!(out, "-s noise{number}"),
-        }
-    }
-}
-
-impl fmt::Display for Op {
-    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Write { offset, length, fill } => write!(out, "write {fill} {offset} {length}"),
-            Self::Zero { offset, length, unmap } => {
-                write!(out, "write -z {}{offset} {length}", if *unmap { "-u " } else { "" })
-            }
-            Self::Discard { offset, length } => write!(out, "discard {offset} {length}"),
-            Self::Compressed { cluster, count, fill } => {
-                write!(out, "write -c {fill}, {count} clusters from number {cluster}")
-            }
-            Self::Read { offset, length } => write!(out, "read {offset} {length}"),
-            Self::Race { offset, length, step, count } => {
-                write!(out, "{count} writes at once, {length} each, at {offset} and {step} on")
-            }
-            Self::Flush => out.write_str("flush"),
-        }
     }
 }
 
@@ -329,18 +238,35 @@ impl fmt::Display for Step {
             Self::Apply => out.write_str("qemu: snapshot -a"),
             Self::Delete => out.write_str("qemu: snapshot -d"),
             Self::Bitmap(granularity) => write!(out, "qemu: bitmap --add -g {granularity}"),
-            Self::Commit => out.write_str("qemu: commit"),
-            Self::Open(Session { by, width, map_cache, direct, two_threads, dropped }) => {
-                write!(out, "{by}: open, {width} at once")?;
-                if *by == Side::Isobath {
-                    write!(out, ", map cache {map_cache}")?;
-                    out.write_str(if *direct { ", direct" } else { "" })?;
-                    out.write_str(if *two_threads { ", two threads" } else { "" })?;
-                }
-                out.write_str(if *dropped { ", dropped at the end:" } else { ":" })
+            Self::Commit { base } => write!(out, "qemu: commit into layer {base}"),
+            Self::Copy => out.write_str("a copy of the active image above it"),
+            Self::Rebase { onto } => write!(out, "qemu: rebase onto layer {onto}"),
+            Self::Flatten { compressed } => {
+                let flag = if *compressed { " -c" } else { "" };
+                write!(out, "qemu: convert{flag} what is below, and rebase -u onto that")
             }
+            Self::Open(session) => write!(out, "{session}"),
             Self::Op(op) => write!(out, "    {op}"),
         }
+    }
+}
+
+impl fmt::Display for Session {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(out, "{}: open, {} at once", self.by, self.width)?;
+        match self.by {
+            Side::Isobath => {
+                write!(out, ", {}, map cache {}", self.metadata.name(), self.map_cache)?;
+                out.write_str(if self.direct { ", direct" } else { "" })?;
+                out.write_str(if self.two_threads { ", two threads" } else { "" })?;
+            }
+            Side::Qemu => out.write_str(if self.program { ", qemu-io" } else { "" })?,
+        }
+        if let Some(Job { kind, top, base, warm }) = self.job {
+            let warm = if warm { ", all read before" } else { "" };
+            write!(out, ", {kind:?} from {top} below the top to layer {base}{warm}")?;
+        }
+        out.write_str(if self.dropped { ", dropped at the end:" } else { ":" })
     }
 }
 

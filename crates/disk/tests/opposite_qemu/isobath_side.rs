@@ -1,14 +1,18 @@
 //! Operations through the library.
 
-use crate::history::{Fill, Op, Session};
-use futures_util::future::{join_all, try_join_all};
+use crate::chain::Task;
+use crate::history::{JobKind, Session};
+use crate::op::{Fill, Op};
+use futures_util::future::{LocalBoxFuture, join_all, join3, try_join_all};
+use isobath_disk::jobs::{CommitOptions, Job, JobOptions, JobStatus};
+use isobath_disk::jobs::{MirrorOptions, MirrorSync, StreamOptions};
 use isobath_disk::{
-    BlockDevice, CheckEvent, CheckOptions, CheckReport, Disk, NewDisk, OpenOptions, Preallocation,
-    Repair, ZeroFlags, check, create,
+    BlockDevice, CheckEvent, CheckOptions, CheckReport, Disk, Layer, LiveDisk, NewDisk,
+    OpenOptions, Preallocation, Repair, ZeroFlags, check, create,
 };
-use isobath_storage::IoBuf;
 use isobath_storage::file::FileHost;
 use isobath_storage::ring::{self, Config, Executor, Worker};
+use isobath_storage::{FileId, IoBuf, Storage};
 use isobath_testkit::model::Model;
 use std::fmt::Display;
 use std::path::Path;
@@ -34,7 +38,14 @@ pub(crate) fn bytes(fill: Fill, noises: &[Vec<u8>], length: u64) -> Vec<u8> {
     match fill {
         Fill::Byte(byte) => vec![byte; length as usize],
         Fill::Noise(number) => {
-            noises[usize::from(number)].iter().copied().cycle().take(length as usize).collect()
+            let (noise, mut left) = (&noises[usize::from(number)], length as usize);
+            let mut bytes = Vec::with_capacity(left);
+            while left > 0 {
+                let part = left.min(noise.len());
+                bytes.extend_from_slice(&noise[..part]);
+                left -= part;
+            }
+            bytes
         }
     }
 }
@@ -56,14 +67,147 @@ pub(crate) async fn session(
     noises: &Arc<[Vec<u8>]>,
     model: &mut Model,
 ) {
-    let options = OpenOptions {
+    let disk = Arc::new(open(image, options(session)).await);
+    let cluster = cluster(disk.layers().next().unwrap());
+    carry_out_all(&disk, session, cluster, batches, noises, model).await;
+    if session.dropped {
+        done(disk.flush().await, "flush");
+    } else {
+        let disk = Arc::into_inner(disk).unwrap();
+        done(disk.close().await, "close");
+    }
+}
+
+fn options(session: Session) -> OpenOptions {
+    OpenOptions {
         writable: true,
         direct: session.direct,
         map_cache: Some(session.map_cache),
+        metadata: session.metadata,
         ..OpenOptions::default()
-    };
-    let disk = Arc::new(open(image, options).await);
-    let cluster = 1 << disk.layers().next().unwrap().header().unwrap().cluster_bits;
+    }
+}
+
+fn cluster<S: Storage>(layer: &Layer<S>) -> u64 {
+    1 << layer.header().unwrap().cluster_bits
+}
+
+/// The same beside a job.
+pub(crate) async fn job(
+    image: &Path,
+    session: Session,
+    task: &Task,
+    batches: &[Vec<Op>],
+    noises: &Arc<[Vec<u8>]>,
+    model: &mut Model,
+) {
+    let options = options(session);
+    let live = done(LiveDisk::open(FileHost, image, &options).await, "open");
+    let cluster = cluster(&live.layers()[0]);
+    if task.warm {
+        let bytes = whole(&live).await;
+        done(model.check(&bytes), "a read of all before the job");
+    }
+    let (job, work) = start(&live, task, &options).await;
+    let requests = carry_out_all(&live, session, cluster, batches, noises, model);
+    join3(work, steer(&job), requests).await;
+    assert!(job.error().is_none(), "isobath: {:?}: {:?}", task.kind, job.error());
+    let bytes = whole(&live).await;
+    done(model.adopt(&bytes), "a read of all after the job");
+    if session.dropped {
+        done(live.flush().await, "flush");
+    } else {
+        done(live.close().await, "close");
+    }
+}
+
+async fn start(
+    live: &Arc<LiveDisk<FileHost>>,
+    task: &Task,
+    options: &OpenOptions,
+) -> (Arc<Job>, LocalBoxFuture<'static, ()>) {
+    let layers = live.layers();
+    let file = |number: usize| layers[layers.len() - 1 - number].storage().id();
+    let top: Option<FileId> = (task.top + 1 < layers.len()).then(|| file(task.top));
+    let base = task.base.map(file);
+    let job = JobOptions::new("job");
+    match task.kind {
+        JobKind::Stream => {
+            let options = StreamOptions { top, base, backing_file: None };
+            let (job, work) = done(live.stream(options, job), "stream");
+            (job, Box::pin(work))
+        }
+        JobKind::Commit => {
+            let options = CommitOptions { top, base, backing_file: None };
+            let (job, work) = done(live.commit(options, job), "commit");
+            (job, Box::pin(work))
+        }
+        JobKind::Mirror | JobKind::MirrorTop => {
+            let target = task.target.as_deref().unwrap();
+            let target = done(LiveDisk::open(FileHost, target, options).await, "open the target");
+            let whole = task.kind == JobKind::Mirror;
+            let sync = if whole { MirrorSync::Full } else { MirrorSync::Top };
+            let (job, work) = done(live.mirror(&target, MirrorOptions { sync }, job), "mirror");
+            (job, Box::pin(work))
+        }
+    }
+}
+
+/// Completes the job when it is ready, and waits for its end.
+async fn steer(job: &Job) {
+    let mut asked = false;
+    loop {
+        let changed = job.changed();
+        match job.status() {
+            JobStatus::Ready if !asked => {
+                done(job.complete(), "complete");
+                asked = true;
+            }
+            JobStatus::Concluded | JobStatus::Null => return,
+            _ => {}
+        }
+        changed.await;
+    }
+}
+
+async fn whole(live: &LiveDisk<FileHost>) -> Vec<u8> {
+    let part = 1 << 20;
+    let mut bytes = Vec::with_capacity(live.size() as usize);
+    for offset in (0..live.size()).step_by(part) {
+        let length = (live.size() - offset).min(part as u64);
+        bytes.extend(done(live.read(offset, IoBuf::zeroed(length as usize)).await, "read").iter());
+    }
+    bytes
+}
+
+/// What clients ask of a disk, and what only an image that is alone takes.
+trait Device: BlockDevice {
+    fn write_compressed(&self, offset: u64, buf: IoBuf) -> impl Future<Output = Written>;
+}
+
+type Written = isobath_disk::Result<IoBuf>;
+
+impl Device for Disk<FileHost> {
+    fn write_compressed(&self, offset: u64, buf: IoBuf) -> impl Future<Output = Written> {
+        Self::write_compressed(self, offset, buf)
+    }
+}
+
+impl Device for LiveDisk<FileHost> {
+    fn write_compressed(&self, offset: u64, buf: IoBuf) -> impl Future<Output = Written> {
+        self.write(offset, buf)
+    }
+}
+
+/// The batches, one after another.
+async fn carry_out_all<D: Device>(
+    disk: &Arc<D>,
+    session: Session,
+    cluster: u64,
+    batches: &[Vec<Op>],
+    noises: &Arc<[Vec<u8>]>,
+    model: &mut Model,
+) {
     let second = session.two_threads.then(|| Worker::start("second", &Config::default()).unwrap());
     for batch in batches {
         let requests = batch.iter().enumerate().map(|(number, op)| {
@@ -85,36 +229,28 @@ pub(crate) async fn session(
         for op in batch {
             apply(model, *op, model.size(), cluster, noises);
             if let Op::Race { .. } = op {
-                settle(&disk, *op, model).await;
+                settle(&**disk, *op, model).await;
             }
         }
-    }
-    // Its tasks hold the disk.
-    drop(second);
-    if session.dropped {
-        done(disk.flush().await, "flush");
-    } else {
-        let disk = Arc::into_inner(disk).unwrap();
-        done(disk.close().await, "close");
     }
 }
 
 /// One operation: what starts it on a thread. Gives the bytes of a read, or what failed.
-fn request(
-    disk: Arc<Disk<FileHost>>,
+fn request<D: Device>(
+    disk: Arc<D>,
     op: Op,
     cluster: u64,
     noises: Arc<[Vec<u8>]>,
 ) -> impl FnOnce() -> Request + Send {
     move || {
         Box::pin(async move {
-            carry_out(&disk, op, cluster, &noises).await.map_err(|error| error.to_string())
+            carry_out(&*disk, op, cluster, &noises).await.map_err(|error| error.to_string())
         })
     }
 }
 
-async fn carry_out(
-    disk: &Disk<FileHost>,
+async fn carry_out<D: Device>(
+    disk: &D,
     op: Op,
     cluster: u64,
     noises: &[Vec<u8>],
@@ -154,7 +290,7 @@ async fn carry_out(
 }
 
 /// Every byte of a race's range must be that of one of its writes; the model takes it over.
-async fn settle(disk: &Disk<FileHost>, op: Op, model: &mut Model) {
+async fn settle<D: Device>(disk: &D, op: Op, model: &mut Model) {
     let (start, length) = op.range(disk.size(), 1);
     let data = done(disk.read(start, IoBuf::zeroed(length as usize)).await, op);
     for (offset, length, byte) in op.racers() {
@@ -242,7 +378,7 @@ pub(crate) fn make(image: &Path, new: &NewDisk) {
 pub(crate) fn resize(image: &Path, size: u64) {
     on_ring(async {
         let disk = open(image, OpenOptions { writable: true, ..OpenOptions::default() }).await;
-        done(disk.resize(size, Preallocation::Off, true).await, "resize");
+        done(Box::pin(disk.resize(size, Preallocation::Off, true)).await, "resize");
         assert!(disk.size() == size, "isobath: resize: the size is {}", disk.size());
         done(disk.close().await, "close");
     });

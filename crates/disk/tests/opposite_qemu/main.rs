@@ -1,25 +1,38 @@
 //! Isobath opposite QEMU, at random: both write into one chain by turns, or each into a chain of its
 //! own, and agree on every byte with each other and with a model.
 //!
-//! `ISOBATH_DIFF_SECONDS` says for how long (60 unless set; `make soak` sets it). A failure prints its
-//! seed, and the history that led to it, shrunk; `ISOBATH_SEED` begins with that one.
+//! `ISOBATH_DIFF_SECONDS` says for how long (40 unless set), `ISOBATH_DIFF_OPERATIONS` for how many
+//! operations at most; `make soak` sets both, and names in `ISOBATH_DIFF_STATE` a file of seeds and totals
+//! with which the next run goes on. `ISOBATH_DIFF_DIR` is where the images lie; with
+//! `ISOBATH_DIFF_KEEP` those of a failure are kept, and its history is not shrunk. A failure prints its seed, and the history that led to it, shrunk;
+//! `ISOBATH_SEED` begins with that one.
 
-#![allow(clippy::unwrap_used, reason = "a test fails by a panic")]
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by a panic")]
 
+mod campaign;
+mod chain;
+mod daemon_side;
 mod generate;
 mod history;
 mod isobath_side;
+mod judge;
+mod layer;
+mod op;
 mod qemu_side;
 mod replay;
 mod shrink;
+mod world;
 
-use history::History;
+use campaign::Campaign;
+use history::{Base, History, ImageOptions, Job, JobKind, Session, Side, Step};
+use isobath_disk::MetadataMode;
+use isobath_testkit::daemon::Daemon;
 use isobath_testkit::seed::Seed;
+use op::{Fill, Op};
 use replay::Totals;
 use std::cell::RefCell;
-use std::panic;
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::env;
+use std::panic::{self, AssertUnwindSafe};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -45,15 +58,27 @@ fn quiet_attempts() {
     }));
 }
 
-/// Carries a history out in a directory of its own, on a thread that holds nothing of others.
-fn attempt(history: &History) -> Result<Totals, String> {
-    let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+/// Carries a history out in a directory of its own, on a thread that holds nothing of others. The
+/// daemon is started where there is none, and not used again after a failure.
+fn attempt(history: &History, daemon: &mut Option<Daemon>) -> Result<Totals, String> {
+    let place = env::var_os("ISOBATH_DIFF_DIR").unwrap_or(env!("CARGO_TARGET_TMPDIR").into());
+    let directory = tempfile::tempdir_in(place).unwrap();
+    let used = RefCell::new(daemon.take().unwrap_or_default());
     let work = || {
         MESSAGE.set(Some(String::new()));
-        panic::catch_unwind(|| replay::replay(history, directory.path()))
-            .map_err(|_| MESSAGE.take().unwrap_or_default())
+        let result = panic::catch_unwind(AssertUnwindSafe(|| {
+            replay::replay(history, directory.path(), &used)
+        }));
+        (result.map_err(|_| MESSAGE.take().unwrap_or_default()), used)
     };
-    let done = thread::scope(|scope| scope.spawn(work).join().unwrap());
+    let (done, used) = thread::scope(|scope| scope.spawn(work).join().unwrap());
+    if done.is_ok() {
+        *daemon = Some(used.into_inner());
+    } else if env::var_os("ISOBATH_DIFF_KEEP").is_some() {
+        let kept = directory.path().with_extension("kept");
+        std::fs::rename(directory.path(), &kept).unwrap();
+        eprintln!("kept as {}", kept.display());
+    }
     done.map_err(|message| message.replace(&*directory.path().to_string_lossy(), ""))
 }
 
@@ -69,12 +94,15 @@ fn explain(seed: u64, history: &History, message: &str) -> String {
     eprintln!("seed {seed:#x} fails: {message}\nshrinking it");
     let kind_of = kind(message);
     let mut last = message.to_owned();
+    let mut daemon = None;
     let begin = Instant::now();
-    let small = shrink::shrink(history, SHRINK_BUDGET, |candidate| {
+    let budget = if env::var_os("ISOBATH_DIFF_KEEP").is_some() { 0 } else { SHRINK_BUDGET };
+    let small = shrink::shrink(history, budget, |candidate| {
         if begin.elapsed() > SHRINK_TIME {
             return false;
         }
-        let failure = attempt(candidate).err().filter(|message| kind(message) == kind_of);
+        let failure =
+            attempt(candidate, &mut daemon).err().filter(|message| kind(message) == kind_of);
         if let Some(message) = &failure {
             last.clone_from(message);
         }
@@ -88,50 +116,72 @@ fn explain(seed: u64, history: &History, message: &str) -> String {
 
 #[test]
 fn isobath_and_qemu_agree_on_every_byte() {
-    let seconds = std::env::var("ISOBATH_DIFF_SECONDS").map_or(60, |text| text.parse().unwrap());
-    let first = Seed::new().value();
-    let next = AtomicU64::new(first);
-    let deadline = Instant::now() + Duration::from_secs(seconds);
-    let totals = Mutex::new(Totals::default());
-    let failure = Mutex::new(None);
-    let stop = AtomicBool::new(false);
+    let campaign = Campaign::start();
     quiet_attempts();
     thread::scope(|scope| {
         for _ in 0..thread::available_parallelism().map_or(1, usize::from) {
             scope.spawn(|| {
+                let mut daemon = None;
                 // Each does one, however short the time.
                 loop {
-                    let value = next.fetch_add(1, Ordering::Relaxed);
-                    let history = generate::history(&mut Seed::from(value).rng());
-                    match attempt(&history) {
-                        Ok(done) => *totals.lock().unwrap() += done,
+                    let seed = campaign.next_seed();
+                    let history = generate::history(&mut Seed::from(seed).rng());
+                    match attempt(&history, &mut daemon) {
+                        Ok(done) => campaign.passed(seed, done),
                         Err(message) => {
-                            if !stop.swap(true, Ordering::Relaxed) {
-                                *failure.lock().unwrap() = Some(explain(value, &history, &message));
-                            }
+                            campaign.failed(|| explain(seed, &history, &message));
                         }
                     }
-                    if stop.load(Ordering::Relaxed) || Instant::now() > deadline {
+                    if campaign.is_over() {
                         break;
                     }
                 }
             });
         }
     });
-    let totals = totals.into_inner().unwrap();
-    println!(
-        "{} operations ({} by isobath, {} by qemu) in {} sessions on {} layers of {} histories; {} \
-         MiB compared; from seed {:#x}",
-        totals.isobath + totals.qemu,
-        totals.isobath,
-        totals.qemu,
-        totals.sessions,
-        totals.layers,
-        totals.histories,
-        totals.bytes_compared >> 20,
-        first
-    );
-    if let Some(text) = failure.into_inner().unwrap() {
-        panic!("{text}");
+    campaign.end();
+}
+
+/// A base without data, and two layers above it that each hold one compressed cluster, at the same place
+/// of their files.
+fn two_compressed_clusters(kind: JobKind, top: u8) -> History {
+    let layer =
+        Step::Layer { by: Side::Isobath, options: ImageOptions::default(), size: Some(1 << 20) };
+    let open = |job| {
+        Step::Open(Session {
+            by: Side::Isobath,
+            job,
+            metadata: MetadataMode::Ordered,
+            program: false,
+            width: 1,
+            map_cache: 4 << 20,
+            direct: false,
+            two_threads: false,
+            dropped: false,
+        })
+    };
+    let write =
+        |cluster, byte| Step::Op(Op::Compressed { cluster, count: 1, fill: Fill::Byte(byte) });
+    let job = Job { kind, top, base: 0, warm: true };
+    let steps = vec![
+        layer.clone(),
+        layer.clone(),
+        open(None),
+        write(0, 0xaa),
+        layer,
+        open(None),
+        write(1, 0xbb),
+        open(Some(job)),
+    ];
+    History { twin: false, base: Base::None, steps }
+}
+
+#[test]
+fn jobs_over_compressed_clusters_at_equal_places_change_nothing() {
+    for (kind, top) in [(JobKind::Stream, 0), (JobKind::Commit, 1)] {
+        let history = two_compressed_clusters(kind, top);
+        if let Err(message) = attempt(&history, &mut None) {
+            panic!("{message}\nafter this history:\n{history}");
+        }
     }
 }

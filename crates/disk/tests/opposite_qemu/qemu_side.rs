@@ -1,6 +1,6 @@
 //! Operations through one `qemu-io`.
 
-use crate::history::{Fill, Op};
+use crate::op::{Fill, Op};
 use isobath_testkit::{args, process::run_program, qemu};
 use std::ffi::OsString;
 use std::path::Path;

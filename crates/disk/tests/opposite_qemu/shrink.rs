@@ -1,6 +1,8 @@
 //! From a history that fails to a small one that fails in the same way.
 
-use crate::history::{Base, Fill, History, ImageOptions, Op, Session, Step};
+use crate::history::{Base, History, ImageOptions, Job, Session, Step};
+use crate::op::{Fill, Op};
+use isobath_disk::MetadataMode;
 
 /// Leaves out of the history what is not needed for `fails` to hold, and simplifies the rest.
 /// `fails` is asked at most `budget` times.
@@ -127,6 +129,9 @@ fn simpler_steps(step: &Step) -> Vec<Step> {
             Session { dropped: false, ..session },
             Session { direct: false, ..session },
             Session { two_threads: false, ..session },
+            Session { job: None, ..session },
+            Session { job: session.job.map(|job| Job { warm: false, ..job }), ..session },
+            Session { metadata: MetadataMode::Ordered, ..session },
         ]
         .map(Step::Open)
         .to_vec(),

@@ -54,8 +54,10 @@ mod mount;
 mod place;
 mod request;
 mod serve;
+mod trial;
 mod wire;
 mod worker;
 
 pub use mount::{AllowOther, Mount, Options};
 pub use place::MountError;
+pub use trial::{Answer, Trial};

@@ -150,7 +150,7 @@ impl Place {
         if look(&self.path).is_ok_and(|seen| seen.is_mount && seen.device == device)
             && let Err(error) = detach(&self.path, libc::MNT_FORCE)
         {
-            tracing::error!(path = %self.path.display(), %error, "the disk could not be unmounted");
+            tracing::error!(path = %isobath_storage::shown(&self.path), %error, "the disk could not be unmounted");
         }
         OWN.lock().retain(|own| *own != device);
     }
@@ -212,7 +212,7 @@ fn check(path: &Path) -> Result<PathBuf, MountError> {
         if own || !fs::metadata(&path).is_err_and(dead) {
             return Err(MountError::Busy(path));
         }
-        tracing::info!(path = %path.display(), "cleared the mount of a server that is gone");
+        tracing::info!(path = %isobath_storage::shown(&path), "cleared the mount of a server that is gone");
         detach(&path, 0).map_err(failed)?;
     }
     Err(MountError::Busy(path))

@@ -66,7 +66,10 @@ impl<D: BlockDevice, T: Transport> Session<'_, D, T> {
             };
         }
         let Pooled { data, spare } = self.pool.take(length as usize);
-        match self.device.read(offset, data).await {
+        let Some(read) = self.while_wanted(self.device.read(offset, data)).await else {
+            return self.forget(ticket);
+        };
+        match read {
             Ok(data) if data.len() == length as usize => {
                 let data = Some(Pooled { data, spare });
                 if self.agreement.structured {
@@ -100,8 +103,8 @@ impl<D: BlockDevice, T: Transport> Session<'_, D, T> {
         while length > 0 && !self.stop.is_requested() && !self.is_broken() {
             let step = length.min(CACHE_STEP);
             let Pooled { data, spare } = self.pool.take(step as usize);
-            let data = self.device.read(offset, data).await?;
-            self.pool.put(Pooled { data, spare });
+            let Some(read) = self.while_wanted(self.device.read(offset, data)).await else { break };
+            self.pool.put(Pooled { data: read?, spare });
             offset += u64::from(step);
             length -= step;
         }
@@ -110,7 +113,9 @@ impl<D: BlockDevice, T: Transport> Session<'_, D, T> {
 
     async fn serve_block_status(&self, ticket: Ticket, offset: u64, length: u32, one: bool) {
         let max = if one { MAX_RUNS.1 } else { MAX_RUNS.0 };
-        let runs = match self.device.block_status(offset, u64::from(length), max).await {
+        let status = self.device.block_status(offset, u64::from(length), max);
+        let Some(status) = self.while_wanted(status).await else { return self.forget(ticket) };
+        let runs = match status {
             Ok(runs) => runs,
             Err(error) => {
                 let command = Command::BlockStatus { offset, length, one };

@@ -6,6 +6,7 @@ use super::live::{Gone, Live};
 use super::session::{InFlight, Negotiated, Session, SessionError, negotiate};
 use super::transport::Transport;
 use super::window::Window;
+use crate::budget::Budget;
 use crate::pool::Pool;
 use crate::stop::Stop;
 use isobath_disk::BlockDevice;
@@ -22,6 +23,9 @@ use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
 
+/// Bytes of reads and writes that all connections of a server together may have in flight, beyond what
+/// each is assured of.
+const MEMORY: usize = 512 << 20;
 /// Bytes of free buffers that a thread keeps for its sessions.
 const POOL_BYTES: usize = 32 << 20;
 /// How long to wait for descriptors to become free before accepting again.
@@ -39,7 +43,8 @@ pub struct Limits {
     /// Connections at a time, over all listeners. Further ones are closed at once.
     pub connections: usize,
     /// What one connection may have in flight. Once it is reached, no more is received from it
-    /// until replies are sent.
+    /// until replies are sent. All together have 512 MiB, of which each may hold an eighth of what is
+    /// free, and 4 MiB each besides.
     pub in_flight: InFlight,
     /// How long a handshake may take.
     pub handshake: Duration,
@@ -77,6 +82,7 @@ pub enum ServerError {
 pub struct Server<D> {
     exports: Exports<D>,
     limits: Limits,
+    budget: Budget,
     stop: Stop,
     live: Arc<Live>,
 }
@@ -97,6 +103,7 @@ impl<D: BlockDevice> Server<D> {
         let server = Self {
             exports: Exports::default(),
             limits,
+            budget: Budget::new(MEMORY),
             stop: Stop::default(),
             live: Arc::default(),
         };
@@ -276,7 +283,8 @@ impl<D: BlockDevice> Server<D> {
         tracing::debug!(export = entry.export.name, ?agreement, "a client has chosen an export");
         let pool = POOL.with(Rc::clone);
         let limit = self.limits.in_flight;
-        Session::new(entry, transport, agreement, limit, &pool).run(window).await
+        let session = Session::new(entry, transport, agreement, limit, &pool, &self.budget);
+        session.run(window).await
     }
 }
 
@@ -299,6 +307,13 @@ async fn first<O>(one: impl Future<Output = O>, other: impl Future<Output = O>) 
 }
 
 impl Transport for Stream {
+    fn is_gone(&self) -> bool {
+        let mut poll = libc::pollfd { fd: self.as_fd().as_raw_fd(), events: 0, revents: 0 };
+        // SAFETY: one valid structure, and no waiting.
+        let found = unsafe { libc::poll(&raw mut poll, 1, 0) };
+        found == 1 && poll.revents & (libc::POLLHUP | libc::POLLERR) != 0
+    }
+
     async fn receive(&self, mut buf: IoBuf, from: usize) -> (io::Result<usize>, IoBuf) {
         let mut front = buf.split_to(from);
         let (result, back) = self.recv(buf).await;

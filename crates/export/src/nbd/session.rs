@@ -6,6 +6,7 @@ use super::outbox::Outbox;
 use super::request::{BadMagic, Command, Request, Terms};
 use super::transport::Transport;
 use super::window::{NARROW, WINDOW, Window};
+use crate::budget::{Budget, Share};
 use crate::pool::{Pool, Pooled};
 use crate::slots::Slots;
 use crate::stop::Stop;
@@ -134,10 +135,14 @@ pub(crate) struct Session<'a, D, T> {
     pub(crate) outbox: RefCell<Outbox>,
     requests: Cell<usize>,
     bytes: Cell<usize>,
+    /// The part of the server's memory that this session holds.
+    share: RefCell<Share<'a>>,
     /// Sends completed, to notice that there is room again.
     sends: Cell<u64>,
     /// Why nothing can be sent any more.
     broken: RefCell<Option<io::Error>>,
+    /// The client has gone: replies are dropped, and nothing is read any more.
+    gone: Cell<bool>,
 }
 
 /// Lets the requests just begun go to the kernel before the next receive. Those that end at once,
@@ -169,6 +174,7 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
         agreement: Agreement,
         limit: InFlight,
         pool: &'a Pool,
+        budget: &'a Budget,
     ) -> Self {
         Self {
             device: &entry.export.device,
@@ -181,13 +187,16 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
             outbox: RefCell::new(Outbox::new()),
             requests: Cell::new(0),
             bytes: Cell::new(0),
+            share: RefCell::new(budget.share()),
             sends: Cell::new(0),
             broken: RefCell::new(None),
+            gone: Cell::new(false),
         }
     }
 
     /// Serves requests until the client leaves, breaks the protocol, or the server stops; then waits
-    /// for what was begun, and sends the replies if they can still be sent.
+    /// for what was begun, and sends the replies if they can still be sent. If they cannot, reads that
+    /// are under way are given up.
     pub(crate) async fn run(&self, mut window: Window) -> Result<(), SessionError> {
         let slots = RefCell::new(Slots::new());
         let start = |ticket: Ticket, command: Command, payload: Option<Pooled>| {
@@ -199,6 +208,7 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
         let mut stop = pin!(self.stop.requested());
         let mut ended = None;
         let mut stopped = false;
+        let mut given_up = false;
         poll_fn(|cx| {
             stopped = stopped || stop.as_mut().poll(cx).is_ready();
             loop {
@@ -207,7 +217,11 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
                 if ended.is_none()
                     && let Poll::Ready(end) = reader.as_mut().poll(cx)
                 {
+                    self.note_end(&end);
                     ended = Some(end);
+                }
+                if self.gone.get() && !std::mem::replace(&mut given_up, true) {
+                    slots.borrow_mut().poll_all(cx);
                 }
                 let sends = self.sends.get();
                 if writer.as_mut().poll(cx).is_ready() || self.sends.get() == sends {
@@ -224,6 +238,15 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
         match ended {
             Some(End::Failed(error)) => Err(error),
             _ => Ok(()),
+        }
+    }
+
+    /// Looks whether the client that says no more has gone.
+    fn note_end(&self, end: &End) {
+        let failed = matches!(end, End::Failed(SessionError::Io(_)));
+        let silent = matches!(end, End::Closed | End::Failed(SessionError::Truncated));
+        if failed || silent && self.transport.is_gone() {
+            self.gone.set(true);
         }
     }
 
@@ -349,20 +372,39 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
         Ok(())
     }
 
+    /// Whether nobody is there any more to whom anything could be sent.
     pub(crate) fn is_broken(&self) -> bool {
-        self.broken.borrow().is_some()
+        self.gone.get()
+    }
+
+    /// What `read` gives, or `None` once nobody wants it any more.
+    pub(crate) async fn while_wanted<F: Future>(&self, read: F) -> Option<F::Output> {
+        let mut read = pin!(read);
+        poll_fn(|cx| match read.as_mut().poll(cx) {
+            Poll::Ready(output) => Poll::Ready(Some(output)),
+            Poll::Pending if self.is_broken() => Poll::Ready(None),
+            Poll::Pending => Poll::Pending,
+        })
+        .await
+    }
+
+    /// Forgets a request that nobody waits for.
+    pub(crate) fn forget(&self, ticket: Ticket) {
+        self.release(1, ticket.reserved);
     }
 
     /// Waits until one more request with `bytes` bytes may be in flight. The task is polled again
     /// whenever a send has made room.
     async fn reserve(&self, bytes: usize) -> Result<(), End> {
-        poll_fn(|_| {
+        poll_fn(|cx| {
             let (requests, held) = (self.requests.get(), self.bytes.get());
             let fits = held.saturating_add(bytes) <= self.limit.bytes
                 && self.outbox.borrow().queued() < MAX_QUEUED;
             if self.is_broken() || self.stop.is_requested() {
                 Poll::Ready(Err(End::Stopped))
-            } else if requests == 0 || requests < self.limit.requests && fits {
+            } else if (requests == 0 || requests < self.limit.requests && fits)
+                && self.share.borrow_mut().poll_take(bytes, cx).is_ready()
+            {
                 self.requests.set(requests + 1);
                 self.bytes.set(held + bytes);
                 Poll::Ready(Ok(()))
@@ -376,6 +418,7 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
     fn release(&self, requests: usize, bytes: usize) {
         self.requests.set(self.requests.get() - requests);
         self.bytes.set(self.bytes.get() - bytes);
+        self.share.borrow_mut().give(bytes);
     }
 
     /// Sends replies as they gather. Ends only when sending fails; replies are dropped from then on.
@@ -390,6 +433,7 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
                 batch.bufs = bufs;
                 if let Err(error) = result {
                     self.broken.replace(Some(error));
+                    self.gone.set(true);
                 }
             }
             self.release(batch.replies, batch.reserved);

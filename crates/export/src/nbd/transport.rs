@@ -13,6 +13,12 @@ pub trait Transport {
     /// count is 0 once the client has ended its side.
     fn receive(&self, buf: IoBuf, from: usize) -> impl Future<Output = (io::Result<usize>, IoBuf)>;
 
+    /// Whether the client is known to have gone: nothing can be sent to it any more. One that has only
+    /// ended its side may still receive.
+    fn is_gone(&self) -> bool {
+        false
+    }
+
     /// Sends all of the buffers in order, and gives them back.
     fn send(&self, bufs: Vec<IoBuf>) -> impl Future<Output = (io::Result<()>, Vec<IoBuf>)>;
 }

@@ -247,11 +247,7 @@ impl Raw {
 
     /// Waits until the server has closed the connection.
     pub fn wait_closed(&self) {
-        let mut rest = Vec::new();
-        match (&self.socket).read_to_end(&mut rest) {
-            Ok(_) => {}
-            Err(error) => assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset),
-        }
+        read_to_the_end(&self.socket);
     }
 
     /// Puts a descriptor into a queue's table.
@@ -368,7 +364,7 @@ pub fn memory_table(regions: &[(u64, u64, u64, u64)]) -> Vec<u8> {
 }
 
 /// Sends bytes with descriptors.
-fn send(socket: &UnixStream, bytes: &[u8], files: &[&File]) {
+pub fn send(socket: &UnixStream, bytes: &[u8], files: &[&File]) {
     let mut control = [0_u64; 40];
     let mut vector =
         libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() };
@@ -416,4 +412,13 @@ pub fn receive_with_file(socket: &UnixStream, code: u32) -> (Vec<u8>, OwnedFd) {
     };
     assert_eq!(bytes[..4], code.to_ne_bytes());
     (bytes[12..count].to_vec(), file)
+}
+
+/// Reads until the server has closed the connection.
+pub fn read_to_the_end(mut socket: &UnixStream) {
+    let mut rest = Vec::new();
+    match socket.read_to_end(&mut rest) {
+        Ok(_) => {}
+        Err(error) => assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset),
+    }
 }

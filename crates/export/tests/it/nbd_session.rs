@@ -10,6 +10,7 @@ use proptest::prelude::*;
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::task::{Context, Poll, Waker};
 
 const SIZE: usize = 1 << 20;
 
@@ -205,6 +206,92 @@ fn everything_begun_is_finished_for_a_client_that_is_gone() {
             assert_eq!(disk.bytes(block * 4096, 4096), [block as u8 + 1; 4096]);
         }
     }
+}
+
+/// Polls a session so often that whatever can be done is done; gives how it ended, if it did.
+fn pump<F: Future>(session: &mut std::pin::Pin<Box<F>>) -> Option<F::Output> {
+    let mut context = Context::from_waker(Waker::noop());
+    (0..10_000).find_map(|_| match session.as_mut().poll(&mut context) {
+        Poll::Ready(result) => Some(result),
+        Poll::Pending => None,
+    })
+}
+
+#[test]
+fn reads_for_a_client_that_is_gone_are_given_up() {
+    for structured in [false, true] {
+        let (disk, server) = server(MemoryDisk::new(SIZE), Limits::default());
+        *disk.held.lock() = Some(Vec::new());
+        let mut input = handshake(structured);
+        for cookie in 0..10_u64 {
+            input.extend(request(command::READ, 0, cookie, (cookie * 4096, 4096), &[]));
+            input.extend(request(command::CACHE, 0, cookie + 100, (0, SIZE as u32), &[]));
+        }
+        // Refused without the disk: the reply shows that there is nobody any more.
+        input.extend(request(command::READ, 0, 50, (1 << 40, 1), &[]));
+        // The handshake is heard.
+        let heard = {
+            let script = Script::new([handshake(structured)]);
+            let _ = block_on(server.session(&script));
+            script.output.borrow().len()
+        };
+        let script = Script { deaf_after: Some(heard), ..Script::new([input]) };
+        let mut session = Box::pin(server.session(&script));
+        assert!(pump(&mut session).is_some_and(|ended| ended.is_err()), "it waits for the disk");
+        assert_eq!(disk.running.load(Ordering::Relaxed), 0);
+        // Nor is anything begun later.
+        assert!(disk.most_running.load(Ordering::Relaxed) <= 20);
+    }
+}
+
+#[test]
+fn writes_for_a_client_that_is_gone_are_finished() {
+    let (disk, server) = server(MemoryDisk::new(SIZE), Limits::default());
+    *disk.held.lock() = Some(Vec::new());
+    let mut input = handshake(true);
+    input.extend(request(command::WRITE, 0, 1, (0, 4096), &[7; 4096]));
+    input.extend(request(command::READ, 0, 2, (1 << 40, 1), &[]));
+    let script = Script { deaf_after: Some(300), ..Script::new([input]) };
+    let mut session = Box::pin(server.session(&script));
+    assert!(pump(&mut session).is_none(), "a write is under way");
+    disk.release();
+    assert!(pump(&mut session).is_some());
+    assert_eq!(disk.bytes(0, 4096), [7; 4096]);
+}
+
+#[test]
+fn clients_that_receive_nothing_hold_a_bounded_amount_and_leave_some_to_others() {
+    const LARGE: usize = 32 << 20;
+    let (disk, server) = server(MemoryDisk::new(LARGE), Limits::default());
+    *disk.held.lock() = Some(Vec::new());
+    let script = |length: u32, count: u64| {
+        let mut input = handshake(true);
+        for cookie in 0..count {
+            input.extend(request(command::READ, 0, cookie, (0, length), &[]));
+        }
+        Script::new([input])
+    };
+    let greedy: Vec<_> = (0..64).map(|_| script(LARGE as u32, 4)).collect();
+    let mut sessions: Vec<_> =
+        greedy.iter().map(|greedy| Box::pin(server.session(greedy))).collect();
+    for session in &mut sessions {
+        assert!(pump(session).is_none());
+    }
+    let held = disk.running.load(Ordering::Relaxed) * LARGE;
+    assert!((LARGE..=(512 << 20) + 64 * (4 << 20)).contains(&held), "{held} bytes in flight");
+    // Who asks for what most ask for is served beside them.
+    let before = disk.running.load(Ordering::Relaxed);
+    let modest = script(1 << 20, 4);
+    let mut other = Box::pin(server.session(&modest));
+    assert!(pump(&mut other).is_none());
+    assert_eq!(disk.running.load(Ordering::Relaxed), before + 4);
+    // What waits goes on when there is memory again.
+    let mut last = sessions.pop().unwrap();
+    sessions.clear();
+    disk.release();
+    assert!(pump(&mut other).is_some());
+    assert!(pump(&mut last).is_some());
+    assert!(greedy.last().unwrap().output.borrow().len() > 4 * LARGE);
 }
 
 #[test]

@@ -176,7 +176,7 @@ impl<H: Host + Clone> Monitor<H> {
         Ok(())
     }
 
-    pub(super) fn block_export_add(&self, arguments: &Arguments) -> Result<()> {
+    pub(super) async fn block_export_add(&self, arguments: &Arguments) -> Result<()> {
         let id = text(arguments, "id");
         self.check_export_id(id)?;
         let kind = text(arguments, "type");
@@ -194,7 +194,13 @@ impl<H: Host + Clone> Monitor<H> {
             return Err(QmpError::new("'writethrough' is not supported; clients can flush"));
         }
         match kind {
-            "vhost-user-blk" => self.add_vhost_user(id, &found.drive, writable, arguments),
+            "vhost-user-blk" => {
+                if writable {
+                    // The machine goes on when this server is killed and started again.
+                    found.drive.disk().survive().await.map_err(QmpError::new)?;
+                }
+                self.add_vhost_user(id, &found.drive, writable, arguments)
+            }
             "fuse" => self.add_fuse(id, &found.drive, writable, arguments),
             _ => self.add_nbd(id, &found.drive, writable, arguments),
         }

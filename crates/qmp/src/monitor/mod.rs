@@ -217,7 +217,7 @@ impl<H: Host + Clone> Monitor<H> {
             "blockdev-mirror" => self.blockdev_mirror(&arguments),
             "x-isobath-restart-job" => self.restart_job(&arguments),
             "x-isobath-forget-job" => self.forget_job(&arguments),
-            "block-export-add" => self.block_export_add(&arguments),
+            "block-export-add" => self.block_export_add(&arguments).await,
             "block-export-del" => self.block_export_del(&arguments),
             "quit" => {
                 self.quit.set(true);

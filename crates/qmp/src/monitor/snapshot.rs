@@ -69,7 +69,7 @@ impl<H: Host + Clone> Monitor<H> {
         let Some(path) = overlay.drive.active_image() else {
             return Err(QmpError::new("The overlay has no image"));
         };
-        let options = overlay.drive.disk().options().clone();
+        let options = (*overlay.drive.disk().options()).clone();
         let Found { drive, layer, .. } = overlay;
         drop(layer);
         // The node's own handle would keep the disk from opening the image.

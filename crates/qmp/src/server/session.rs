@@ -71,6 +71,19 @@ impl<'a, S: Service> Session<'a, S> {
     }
 
     async fn reply(&mut self, text: &[u8]) -> Value {
+        let before = self.negotiated;
+        let reply = self.server.answer(&mut self.negotiated, text).await;
+        if self.negotiated && !before {
+            self.server.events.listen(self.outbox);
+        }
+        reply
+    }
+}
+
+impl<S: Service> Server<S> {
+    /// Answers the text of one request, as in a session that has negotiated its capabilities or does so by
+    /// this.
+    pub async fn answer(&self, negotiated: &mut bool, text: &[u8]) -> Value {
         let mut request = match json::parse(text) {
             Ok(Value::Object(request)) => request,
             Ok(_) => {
@@ -80,11 +93,15 @@ impl<'a, S: Service> Session<'a, S> {
             Err(error) => return to_reply(None, Err(QmpError::new(error))),
         };
         let id = request.shift_remove("id");
-        let result = self.request(request).await;
+        let result = self.request(negotiated, request).await;
         to_reply(id, result)
     }
 
-    async fn request(&mut self, mut request: Map<String, Value>) -> Result<Value, QmpError> {
+    async fn request(
+        &self,
+        negotiated: &mut bool,
+        mut request: Map<String, Value>,
+    ) -> Result<Value, QmpError> {
         let unexpected = |key: &&String| !matches!(key.as_str(), "execute" | "arguments");
         if let Some(key) = request.keys().find(unexpected) {
             return Err(QmpError::new(format_args!("QMP input member '{key}' is unexpected")));
@@ -101,21 +118,20 @@ impl<'a, S: Service> Session<'a, S> {
         };
         let negotiates = name == "qmp_capabilities";
         let refused = |text: &str| Err(QmpError::of(ErrorClass::CommandNotFound, text));
-        if !self.negotiated && !negotiates {
+        if !*negotiated && !negotiates {
             return refused("Expecting capabilities negotiation with 'qmp_capabilities'");
         }
-        if self.negotiated && negotiates {
+        if *negotiated && negotiates {
             return refused("Capabilities negotiation is already complete, command ignored");
         }
-        let Some(command) = self.server.service.schema().command(&name) else {
+        let Some(command) = self.service.schema().command(&name) else {
             return refused(&format!("The command {name} has not been found"));
         };
         schema::check(command.arguments, &arguments)?;
         tracing::debug!(command = name, "QMP command");
-        let result = self.server.execute(command, arguments).await;
+        let result = Box::pin(self.execute(command, arguments)).await;
         if negotiates && result.is_ok() {
-            self.negotiated = true;
-            self.server.events.listen(self.outbox);
+            *negotiated = true;
         }
         if let Err(error) = &result {
             tracing::info!(command = name, %error, "QMP command failed");

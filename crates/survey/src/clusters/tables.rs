@@ -68,8 +68,9 @@ pub(super) fn read(
     number: u32,
     each: &mut dyn FnMut(&Cluster),
 ) -> Result<u32, Error> {
-    let (file, data) = probe::open(&fleet.path(number), true)?;
-    let Kind::Qcow2(summary) = probe::header(&file, data.len())? else {
+    let path = fleet.path(number);
+    let (file, data) = probe::open(&path, true)?;
+    let Kind::Qcow2(summary) = probe::header(&file, &path, data.len())? else {
         return Err(Error::Corrupt("the image changed while it was looked at".into()));
     };
     if Id::of(&data) != fleet.id(number) {

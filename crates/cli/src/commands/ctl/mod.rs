@@ -8,7 +8,7 @@ mod start;
 mod stats;
 
 use crate::failure::{Failure, Outcome};
-use crate::{json, size};
+use crate::{json, options, size};
 use disk::{Chain, Events, Query, Resize, Snapshot};
 use isobath_qmp::client::{Address, Client, ClientError};
 use job::{Verb, VerbOfJob};
@@ -195,8 +195,10 @@ fn watch(
     Ok(0)
 }
 
-/// Rows of cells, aligned.
+/// Rows of cells, aligned. Cells hold names from images.
 fn table(rows: &[Vec<String>]) -> String {
+    let printable = |row: &Vec<String>| row.iter().map(|cell| options::printable(cell)).collect();
+    let rows: Vec<Vec<String>> = rows.iter().map(printable).collect();
     let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
     let width = |column: usize| {
         let cells = rows.iter().filter_map(|row| row.get(column));
@@ -204,7 +206,7 @@ fn table(rows: &[Vec<String>]) -> String {
     };
     let widths: Vec<usize> = (0..columns).map(width).collect();
     let mut text = String::new();
-    for row in rows {
+    for row in &rows {
         let cells = row.iter().zip(&widths).map(|(cell, width)| format!("{cell:<width$}"));
         text.push_str(cells.collect::<Vec<_>>().join("  ").trim_end());
         text.push('\n');
@@ -226,5 +228,6 @@ mod tests {
         let rows = [["a", "bcd", ""], ["é", "x", "y"]].map(|row| row.map(String::from).to_vec());
         assert_eq!(table(&rows), "a  bcd\né  x    y\n");
         assert_eq!(table(&[]), "");
+        assert_eq!(table(&[vec!["\u{202e}a".to_owned()]]), "\\u{202e}a\n");
     }
 }

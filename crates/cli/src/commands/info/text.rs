@@ -56,7 +56,7 @@ fn print_qcow2(out: &mut dyn Write, qcow2: &Qcow2Info) -> io::Result<()> {
             for (number, (flag, _)) in set.enumerate() {
                 writeln!(out, "                [{number}]: {flag}")?;
             }
-            writeln!(out, "            name: {}", bitmap.name)?;
+            writeln!(out, "            name: {}", printable(&bitmap.name))?;
             writeln!(out, "            granularity: {}", bitmap.granularity)?;
         }
     }
@@ -118,8 +118,8 @@ pub(crate) fn snapshot_list(out: &mut dyn Write, snapshots: &[Snapshot]) -> io::
         writeln!(
             out,
             "{} {} {:>8}{:>20}{clock:>13}{:>11}",
-            padded(&snapshot.id_text(), 9),
-            padded(&snapshot.name_text(), 16),
+            padded(&printable(&snapshot.id_text()), 9),
+            padded(&printable(&snapshot.name_text()), 16),
             human(snapshot.vm_state_size),
             local_time(snapshot.date_sec),
             icount.map_or_else(String::new, |count| count.to_string())

@@ -41,7 +41,7 @@ pub(crate) struct Args {
     /// How the host caches the image
     #[arg(short = 't', long, value_name = "MODE", default_value = "writeback")]
     cache: Cache,
-    /// Take no locks on the image, and honour none
+    /// Take no locks on the image, and honour none; with -r only
     #[arg(short = 'U', long)]
     force_share: bool,
     /// The image
@@ -59,7 +59,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     runtime::block_on(async || {
         let disk = Arc::new(Disk::open(FileHost, &args.image, &options).await?);
         let mut session = Session::new(disk.clone(), out);
-        let result = carry_out(&mut session, &args.command).await;
+        let result = Box::pin(carry_out(&mut session, &args.command)).await;
         let good = session.end().await?;
         disk.close().await?;
         result?;
@@ -72,10 +72,10 @@ async fn carry_out(
     commands: &[String],
 ) -> Result<(), Failure> {
     if commands.is_empty() {
-        return interact(session).await;
+        return Box::pin(interact(session)).await;
     }
     for command in commands {
-        if session.carry_out(command).await? == Next::Quit {
+        if Box::pin(session.carry_out(command)).await? == Next::Quit {
             break;
         }
     }
@@ -105,7 +105,7 @@ async fn interact(session: &mut Session<'_, FileHost>) -> Result<(), Failure> {
                 continue;
             }
             let line = String::from_utf8_lossy(&std::mem::take(&mut pending)).into_owned();
-            if session.carry_out(&line).await? == Next::Quit {
+            if Box::pin(session.carry_out(&line)).await? == Next::Quit {
                 return Ok(());
             }
             session.print(if count == 0 { "" } else { prompt })?;

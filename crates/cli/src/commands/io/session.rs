@@ -5,6 +5,7 @@ use super::report::{Done, amount};
 use super::transfer::{Ended, Form, MOST, Read, Refusal, Write, failed};
 use super::words::{BadOption, Words, number};
 use crate::failure::Failure;
+use crate::messages;
 use isobath_disk::{BlockDevice, Disk, ImageFormat, Preallocation};
 use isobath_storage::Host;
 use isobath_storage::ring::{JoinHandle, sleep, spawn};
@@ -110,7 +111,7 @@ impl<'a, H: Host> Session<'a, H> {
                 Refusal::Usage => command.usage(),
                 Refusal::Because(reason) => format!("{reason}\n"),
                 Refusal::Complaint(reason) => {
-                    eprintln!("{reason}");
+                    messages::tell(reason);
                     String::new()
                 }
             },
@@ -123,7 +124,7 @@ impl<'a, H: Host> Session<'a, H> {
 
     /// An error that qemu-io writes to stderr.
     fn complain(&mut self, complaint: &str) {
-        eprintln!("{complaint}");
+        messages::tell(complaint);
         self.good = false;
     }
 
@@ -195,7 +196,7 @@ impl<'a, H: Host> Session<'a, H> {
             return Ok(read_only());
         }
         if let Err(error) = self.disk.resize(size, mode, true).await {
-            eprintln!("isobath: {error}");
+            messages::complain(error);
             return Ok(Ended { text: String::new(), good: false });
         }
         Ok(good(String::new()))
@@ -276,7 +277,7 @@ fn good(text: String) -> Ended {
 
 /// What becomes of a change on a read-only disk.
 fn read_only() -> Ended {
-    eprintln!("isobath: the disk is read-only");
+    messages::complain("the disk is read-only");
     Ended { text: String::new(), good: false }
 }
 

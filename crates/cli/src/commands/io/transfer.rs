@@ -2,9 +2,11 @@
 
 use super::report::{Done, dump};
 use super::words::{Words, number, pattern};
+use crate::messages;
 use isobath_disk::{BlockDevice, Disk, DiskError, ZeroFlags};
 use isobath_storage::{Host, IoBuf};
-use std::io;
+use std::fs::File;
+use std::io::{self, Read as _};
 use std::ops::Range;
 use std::time::Instant;
 
@@ -88,7 +90,7 @@ pub(super) fn failed(what: &str, fault: impl Into<Fault>) -> Ended {
     let errno = match fault.into() {
         Fault::Errno(errno) => errno,
         Fault::Disk(error) => {
-            eprintln!("isobath: {error}");
+            messages::complain(&error);
             if let DiskError::OutOfRange { .. } = error { libc::EIO } else { error.errno() }
         }
     };
@@ -244,7 +246,7 @@ impl Write {
             Source::Zeroes(ZeroFlags { may_unmap: words.has('u'), only_fast: words.has('n') })
         } else {
             let pattern = match file {
-                Some(file) => pattern_file(file)?,
+                Some(file) => pattern_file(file, length)?,
                 None => vec![byte.unwrap_or(PATTERN)],
             };
             Source::Bytes { pattern, compressed }
@@ -289,9 +291,12 @@ impl Write {
     }
 }
 
-/// The content of a file, with which a write is filled again and again.
-fn pattern_file(name: &str) -> Result<Vec<u8>, Refusal> {
-    match std::fs::read(name) {
+/// The content of a file, as much of it as a write of `length` bytes has room for. Such a write is filled
+/// with it again and again.
+fn pattern_file(name: &str, length: u64) -> Result<Vec<u8>, Refusal> {
+    let mut bytes = Vec::new();
+    let read = File::open(name).and_then(|file| file.take(length).read_to_end(&mut bytes));
+    match read.map(|_| bytes) {
         Ok(bytes) if bytes.is_empty() => Err(Refusal::Complaint(format!("{name}: file is empty"))),
         Ok(bytes) => Ok(bytes),
         Err(error) => {

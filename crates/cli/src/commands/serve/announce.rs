@@ -2,6 +2,7 @@
 
 use super::endpoint::reachable;
 use crate::size;
+use isobath_qcow2::text::is_hidden;
 use isobath_storage::ring::net::Address;
 use std::borrow::Cow;
 use std::fmt::Write as _;
@@ -138,13 +139,30 @@ fn percent_encoded(bytes: &[u8], also: &[u8]) -> String {
     text
 }
 
-/// A word as a shell takes it.
+/// A word as a shell takes it. What would do something to a terminal, or deceive, is written as its bytes
+/// in a form that bash, zsh and a POSIX shell of 2024 read.
 fn quoted(word: &str) -> Cow<'_, str> {
     if word.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-._~/:,=+%@".contains(&byte)) {
-        Cow::Borrowed(word)
-    } else {
-        Cow::Owned(format!("'{}'", word.replace('\'', r"'\''")))
+        return Cow::Borrowed(word);
     }
+    if !word.chars().any(is_hidden) {
+        return Cow::Owned(format!("'{}'", word.replace('\'', r"'\''")));
+    }
+    let mut text = String::from("$'");
+    for c in word.chars() {
+        match c {
+            '\'' | '\\' => text.extend(['\\', c]),
+            _ if is_hidden(c) => {
+                for byte in c.encode_utf8(&mut [0; 4]).bytes() {
+                    // Three octal digits end by themselves, whatever follows.
+                    let _ = write!(text, "\\{byte:03o}");
+                }
+            }
+            _ => text.push(c),
+        }
+    }
+    text.push('\'');
+    Cow::Owned(text)
 }
 
 #[cfg(test)]
@@ -201,5 +219,18 @@ mod tests {
         let text = text("it's, é", Address::Unix("/a,b".into()), false);
         assert!(text.contains("nbd+unix:///it%27s%2C%20%C3%A9?socket=/a%2Cb"), "{text}");
         assert!(text.contains(r"server.path=/a,,b,export=it'\''s,, é,discard"), "{text}");
+    }
+
+    #[test]
+    fn names_that_do_something_to_a_terminal_are_written_as_bytes() {
+        let name = "it's\x1b[2J\u{202e}7\\";
+        let text = text(name, Address::Unix("/a".into()), false);
+        assert!(!text.chars().any(|c| c != '\n' && is_hidden(c)), "{text:?}");
+        let expected = r"export=it\'s\033[2J\342\200\2567\\,discard=unmap'";
+        assert!(text.contains(expected), "{text}");
+        let word = std::process::Command::new("bash")
+            .args(["-c", &format!("printf %s {}", quoted(name))])
+            .output();
+        assert_eq!(word.unwrap().stdout, name.as_bytes());
     }
 }

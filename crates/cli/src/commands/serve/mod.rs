@@ -10,7 +10,7 @@ mod slow;
 
 use crate::cache::Cache;
 use crate::failure::{Failure, Outcome};
-use crate::{options, runtime, size};
+use crate::{messages, options, runtime, size};
 use announce::{Announcement, Door};
 use daemon::Daemon;
 use doors::DoorArgs;
@@ -41,6 +41,8 @@ use std::{fs, future, io, process, thread};
 const THREADS: usize = 8;
 /// How long an address may be in use before that is an error.
 const BIND_PATIENCE: Duration = Duration::from_millis(500);
+/// For how long a repeated signal is the same order.
+const REPEATED: Duration = Duration::from_secs(1);
 /// What ends the server.
 const SIGNALS: [i32; 3] = [libc::SIGTERM, libc::SIGINT, libc::SIGHUP];
 
@@ -49,7 +51,7 @@ const SIGNALS: [i32; 3] = [libc::SIGTERM, libc::SIGINT, libc::SIGHUP];
 /// Once clients can connect, prints each export's address and options for QEMU that use it. Then
 /// writes only to its log, on stderr. SIGTERM, SIGINT or SIGHUP ends it: requests under way are
 /// finished and answered, the images flushed and closed. A second signal ends it at once, as a crash
-/// would: nothing flushed is lost.
+/// would: nothing flushed is lost. The same signal within a second is no second one.
 ///
 /// There is neither authentication nor encryption: whoever can connect can read, and unless
 /// --read-only is given write, the disk. Give a unix socket's directory the permissions that clients
@@ -141,12 +143,14 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         Some(Ok(daemon)) => Some(daemon),
         Some(Err(error)) => return Err(Failure::new(error).context("cannot start a daemon")),
     };
+    messages::detach();
     runtime::block_on(async || {
         #[cfg(feature = "slow-disk")]
         if let Some(disk) = args.slow_disk {
-            return run_on(SlowHost::new(FileHost, disk), args, names, out, daemon).await;
+            let host = SlowHost::new(FileHost, disk);
+            return Box::pin(run_on(host, args, names, out, daemon)).await;
         }
-        run_on(FileHost, args, names, out, daemon).await
+        Box::pin(run_on(FileHost, args, names, out, daemon)).await
     })
 }
 
@@ -280,12 +284,20 @@ async fn serve<H: Host + Clone>(
     let (stopping, ending) = (server.clone(), control.clone());
     let told = spawn(async move {
         let quit = ending.service().quit_requested();
-        first(wait_for_signal(&mut signals), quit).await;
+        let signal = either(wait_for_signal(&mut signals), quit).await;
+        let stopped = Instant::now();
         tracing::info!("stopping");
         notify(&[sd_notify::NotifyState::Stopping]);
         spawn(async move {
-            wait_for_signal(&mut signals).await;
+            loop {
+                let another = wait_for_signal(&mut signals).await;
+                if !is_repeat(signal, another, stopped.elapsed()) {
+                    break;
+                }
+                tracing::info!("the same signal again, taken for one");
+            }
             tracing::warn!("a second signal: ending at once");
+            messages::settle();
             process::exit(1);
         });
         ending.service().end().await;
@@ -319,7 +331,7 @@ async fn serve<H: Host + Clone>(
             }
             monitor.doors_closed().await;
         };
-        first(told, closed).await;
+        either(told, closed).await;
     }
     let mut result = Ok(());
     for ended in listening {
@@ -476,11 +488,20 @@ fn notify(state: &[sd_notify::NotifyState<'_>]) {
 }
 
 /// Waits for a signal; for ever where none can be received.
-async fn wait_for_signal(signals: &mut Signals) {
-    if let Err(error) = signals.recv().await {
-        tracing::error!(%error, "signals cannot be received");
-        future::pending::<()>().await;
+async fn wait_for_signal(signals: &mut Signals) -> i32 {
+    match signals.recv().await {
+        Ok(signal) => signal,
+        Err(error) => {
+            tracing::error!(%error, "signals cannot be received");
+            future::pending().await
+        }
     }
+}
+
+/// Whether a signal, so long after the one that stops the server, is the same order: `timeout` and others
+/// send theirs to the process and to its group.
+fn is_repeat(first: Option<i32>, another: i32, after: Duration) -> bool {
+    first == Some(another) && after < REPEATED
 }
 
 /// Binds the control sockets.
@@ -507,23 +528,21 @@ fn start_control<H: Host + Clone>(
     listeners.into_iter().map(serve).collect()
 }
 
-/// Waits for whichever ends first.
-async fn first(one: impl Future<Output = ()>, other: impl Future<Output = ()>) {
+/// Waits for whichever ends first; the output if that is `one`.
+async fn either<T>(one: impl Future<Output = T>, other: impl Future<Output = ()>) -> Option<T> {
     let (mut one, mut other) = (pin!(one), pin!(other));
     future::poll_fn(|context| match one.as_mut().poll(context) {
-        Poll::Ready(()) => Poll::Ready(()),
-        Poll::Pending => other.as_mut().poll(context),
+        Poll::Ready(output) => Poll::Ready(Some(output)),
+        Poll::Pending => other.as_mut().poll(context).map(|()| None),
     })
-    .await;
+    .await
 }
 
 /// The output of `work`, unless a signal arrives before.
 async fn unless_signalled<F: Future>(signals: &mut Signals, work: F) -> Option<F::Output> {
-    let mut work = pin!(work);
-    let mut signal = pin!(wait_for_signal(signals));
-    future::poll_fn(|context| match work.as_mut().poll(context) {
-        Poll::Ready(output) => Poll::Ready(Some(output)),
-        Poll::Pending => signal.as_mut().poll(context).map(|()| None),
+    let work = pin!(work);
+    either(work, async {
+        let _ = wait_for_signal(signals).await;
     })
     .await
 }
@@ -562,5 +581,15 @@ mod tests {
         let given = ["y".to_owned(), "z".to_owned()];
         assert_eq!(export_names(&images, &given).unwrap(), ["y", "z", "x-2", "y-2"]);
         assert!(export_names(&images[..1], &given).is_err());
+    }
+
+    #[test]
+    fn the_same_signal_in_a_moment_is_no_second_one() {
+        let term = Some(libc::SIGTERM);
+        assert!(is_repeat(term, libc::SIGTERM, Duration::ZERO));
+        assert!(is_repeat(term, libc::SIGTERM, Duration::from_millis(999)));
+        assert!(!is_repeat(term, libc::SIGTERM, Duration::from_secs(1)));
+        assert!(!is_repeat(term, libc::SIGINT, Duration::ZERO));
+        assert!(!is_repeat(None, libc::SIGTERM, Duration::ZERO));
     }
 }

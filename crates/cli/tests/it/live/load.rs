@@ -2,12 +2,12 @@
 //!
 //! Each sector written holds a stamp, a number of its write, in every 8 bytes, beside its own number.
 
-use super::nbd::Nbd;
+use super::clients::{Client, Door};
+use isobath_testkit::nbd::Request;
 use rand::RngExt;
 use rand::rngs::StdRng;
 use std::io;
 use std::ops::Range;
-use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 /// Bytes of a sector.
@@ -24,6 +24,8 @@ struct Write {
     sent: u64,
     done: u64,
     flushed: u64,
+    /// The sectors may hold what they held before as well.
+    discard: bool,
 }
 
 /// Counts moments.
@@ -38,16 +40,32 @@ impl Clock {
 
 /// What a client wrote.
 #[derive(Default)]
-pub(crate) struct Log(Vec<Write>);
+pub(crate) struct Log {
+    writes: Vec<Write>,
+    /// What was answered outlives a server that is killed, whether it was flushed or not.
+    survives: bool,
+}
 
 impl Log {
+    /// Whether answers outlive the server.
+    pub(crate) fn survives(&self) -> bool {
+        self.survives
+    }
+
     /// Writes the first sector and flushes.
-    pub(crate) fn put(&mut self, client: &mut Nbd, clock: &Clock, stamp: u32) -> io::Result<()> {
+    pub(crate) fn put(
+        &mut self,
+        client: &mut dyn Client,
+        clock: &Clock,
+        stamp: u32,
+    ) -> io::Result<()> {
         let sent = clock.now();
-        client.send(&[Nbd::write(0, SECTOR as u32, Some(&content(stamp, 0..1)))])?;
+        let data = content(stamp, 0..1);
+        client.submit(&[Request::Write { offset: 0, data: &data, fua: false }])?;
         let done = clock.now();
-        client.flush()?;
-        self.0.push(Write { sectors: 0..1, stamp, sent, done, flushed: clock.now() });
+        client.submit(&[Request::Flush])?;
+        let flushed = clock.now();
+        self.writes.push(Write { sectors: 0..1, stamp, sent, done, flushed, discard: false });
         Ok(())
     }
 }
@@ -59,20 +77,45 @@ fn content(stamp: u32, sectors: Range<u32>) -> Vec<u8> {
     bytes.flatten().collect()
 }
 
-/// Writes to a range of sectors, in batches each of which is flushed or not, until it is told to end or
-/// the server is gone.
+/// What loads have in common: the clock, what ends them, and whether the server was killed.
+#[derive(Default)]
+pub(crate) struct Shared {
+    pub(crate) clock: Clock,
+    pub(crate) stop: AtomicBool,
+    pub(crate) killed: AtomicBool,
+}
+
+/// Writes to a range of sectors through a door, in batches each of which is flushed or not, until it is
+/// told to end or the server is gone.
 pub(crate) fn run(
-    server: (&Path, &str),
+    door: &Door,
     sectors: Range<u32>,
-    (clock, stop): (&Clock, &AtomicBool),
-    mut stamp: u32,
+    shared: &Shared,
+    stamp: u32,
+    survives: bool,
     rng: &mut StdRng,
 ) -> Log {
-    let mut log = Log::default();
-    let Ok(mut client) = Nbd::connect(server.0, server.1) else { return log };
-    while !stop.load(Ordering::SeqCst) {
-        let first = log.0.len();
-        let mut requests = Vec::new();
+    let mut log = Log { writes: Vec::new(), survives };
+    let _ = door.with(&shared.killed, |client| {
+        let mut gone = false;
+        while !gone && !shared.stop.load(Ordering::SeqCst) {
+            gone = log.batch(client, sectors.clone(), &shared.clock, stamp, rng).is_err();
+        }
+    });
+    log
+}
+
+impl Log {
+    fn batch(
+        &mut self,
+        client: &mut dyn Client,
+        sectors: Range<u32>,
+        clock: &Clock,
+        stamp: u32,
+        rng: &mut StdRng,
+    ) -> io::Result<()> {
+        let first = self.writes.len();
+        let mut contents = Vec::new();
         for _ in 0..rng.random_range(1..12) {
             // Mostly whole pages; each batch writes no sector twice.
             let unit = if rng.random_ratio(1, 4) { 1 } else { 8 };
@@ -81,34 +124,40 @@ pub(crate) fn run(
             let range = start.max(sectors.start)..start + length;
             let overlaps =
                 |write: &Write| write.sectors.start < range.end && range.start < write.sectors.end;
-            if log.0[first..].iter().any(overlaps) {
+            if self.writes[first..].iter().any(overlaps) {
                 continue;
             }
-            stamp += 1;
-            let zero = rng.random_ratio(1, 8);
-            let data = (!zero).then(|| content(stamp, range.clone()));
-            let bytes = (range.end - range.start) * SECTOR as u32;
-            let offset = u64::from(range.start) * SECTOR as u64;
-            requests.push(Nbd::write(offset, bytes, data.as_deref()));
-            let stamp = if zero { 0 } else { stamp };
+            let kind = rng.random_range(0..16);
+            let number = if kind < 3 { 0 } else { stamp + self.writes.len() as u32 + 1 };
+            contents.push(content(number, range.clone()));
             let (sent, done, flushed) = (clock.now(), NEVER, NEVER);
-            log.0.push(Write { sectors: range, stamp, sent, done, flushed });
+            let (sectors, stamp, discard) = (range, number, kind == 0);
+            self.writes.push(Write { sectors, stamp, sent, done, flushed, discard });
         }
-        if client.send(&requests).is_err() {
-            break;
-        }
+        let requests: Vec<Request<'_>> = self.writes[first..]
+            .iter()
+            .zip(&contents)
+            .map(|(write, data)| {
+                let offset = u64::from(write.sectors.start) * SECTOR as u64;
+                let length = data.len() as u32;
+                match write.stamp {
+                    0 if write.discard => Request::Discard { offset, length },
+                    0 => Request::Zero { offset, length, unmap: write.sent % 2 == 0 },
+                    _ => Request::Write { offset, data, fua: false },
+                }
+            })
+            .collect();
+        client.submit(&requests)?;
         let done = clock.now();
-        log.0[first..].iter_mut().for_each(|write| write.done = done);
+        self.writes[first..].iter_mut().for_each(|write| write.done = done);
         if rng.random_ratio(1, 2) {
-            if client.flush().is_err() {
-                break;
-            }
+            client.submit(&[Request::Flush])?;
             let flushed = clock.now();
-            let open = log.0.iter_mut().rev().take_while(|write| write.flushed == NEVER);
+            let open = self.writes.iter_mut().rev().take_while(|write| write.flushed == NEVER);
             open.for_each(|write| write.flushed = flushed);
         }
+        Ok(())
     }
-    log
 }
 
 /// The stamps of a disk's sectors.
@@ -128,9 +177,8 @@ impl Stamps {
             let word = |bytes: &[u8]| u32::from_le_bytes(bytes.try_into().unwrap());
             let stamp = word(&sector[..4]);
             let expected = if stamp == 0 { 0 } else { number };
-            let whole = sector
-                .chunks_exact(8)
-                .all(|chunk| word(&chunk[..4]) == stamp && word(&chunk[4..]) == expected);
+            let repeated = sector[8..] == sector[..SECTOR - 8];
+            let whole = repeated && word(&sector[4..8]) == expected;
             if whole { Ok(stamp) } else { Err(format!("sector {number} is torn: {sector:x?}")) }
         };
         disk.chunks_exact(SECTOR).enumerate().map(stamp).collect::<Result<_, _>>().map(Self)
@@ -152,7 +200,7 @@ pub(crate) struct Window {
     pub(crate) from: u64,
     /// Nothing is there that was sent later.
     pub(crate) until: u64,
-    /// Only flushes count.
+    /// Only flushes count, but for a log whose answers outlive the server.
     pub(crate) flushed: bool,
 }
 
@@ -166,10 +214,17 @@ pub(crate) fn judge(
     // For each sector, what it must hold unless it is one of the later ones.
     let mut settled = before.0.clone();
     let mut later: Vec<Vec<u32>> = vec![Vec::new(); settled.len()];
-    for write in logs.iter().flat_map(|log| &log.0) {
-        let done = if window.flushed { write.flushed } else { write.done };
+    let writes =
+        logs.iter().flat_map(|log| log.writes.iter().map(move |write| (write, log.survives)));
+    for (write, survives) in writes {
+        let answered = !window.flushed || survives && window.until == NEVER;
+        let done = if answered { write.done } else { write.flushed };
         for sector in write.sectors.clone().map(|sector| sector as usize) {
-            if done < window.from {
+            if write.discard {
+                if write.sent < window.until {
+                    later[sector].push(0);
+                }
+            } else if done < window.from {
                 settled[sector] = write.stamp;
                 later[sector].clear();
             } else if write.sent < window.until {

@@ -1,8 +1,9 @@
 //! A served disk whose chain is changed over QMP.
 
+pub(crate) mod clients;
 pub(crate) mod load;
-pub(crate) mod nbd;
 
+use clients::Door;
 use isobath_qmp::client::{Address, Client, ClientError, Event};
 use isobath_testkit::process::{Finished, Ready, Server};
 use serde_json::{Value, json};
@@ -39,6 +40,11 @@ impl Live {
     /// The socket of the NBD server.
     pub(crate) fn nbd(&self) -> PathBuf {
         self.directory.join("nbd")
+    }
+
+    /// The door to the disk that every server has.
+    pub(crate) fn door(&self) -> Door {
+        Door::Nbd(self.nbd(), DEVICE.into())
     }
 
     /// The URI of the disk.

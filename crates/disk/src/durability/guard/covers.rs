@@ -3,10 +3,10 @@
 use event_listener::Event;
 use isobath_qcow2::journal::Crc32c;
 use isobath_storage::IoBuf;
+use isobath_storage::sync::atomic::{AtomicU64, Ordering};
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Data that one record may vouch for, in bytes: a recovery reads it all.
 const MAX_COVERED: u64 = 32 << 20;
@@ -209,4 +209,45 @@ pub(crate) fn covers(at: u64, bufs: &[IoBuf], size: u64, checked: bool) -> Vec<C
         covers.push(cover(start..place, crc));
     }
     covers
+}
+
+#[cfg(all(test, loom))]
+mod interleavings {
+    use super::*;
+    use isobath_storage::sync::{Cell, Mutex, explore, wait};
+
+    struct Guard {
+        writes: Arc<InFlight>,
+        /// Writes that began before anything else, and what they write.
+        busy: [(Mutex<Option<Busy>>, Cell<u8>); 2],
+    }
+
+    fn guard() -> Guard {
+        let writes = Arc::<InFlight>::default();
+        let write = |_| (Mutex::new(Some(Busy::on(&writes))), Cell::new(0));
+        Guard { busy: [0, 1].map(write), writes }
+    }
+
+    fn end(guard: &Guard, number: usize) {
+        let (busy, data) = &guard.busy[number];
+        data.set(1);
+        drop(busy.lock().take());
+    }
+
+    fn commit(guard: &Guard) {
+        wait(guard.writes.ended());
+        assert!(guard.busy.iter().all(|(_, data)| data.get() == 1));
+    }
+
+    #[test]
+    fn a_commit_waits_for_all_writes() {
+        let tasks: &[fn(&Guard)] = &[|g| end(g, 0), |g| end(g, 1), commit];
+        explore("InFlight, two writes and a commit", 3, guard, tasks, |_| ());
+    }
+
+    #[test]
+    fn two_commits_wait() {
+        let tasks: &[fn(&Guard)] = &[|g| (0..2).for_each(|n| end(g, n)), commit, commit];
+        explore("InFlight, two writes and two commits", 2, guard, tasks, |_| ());
+    }
 }

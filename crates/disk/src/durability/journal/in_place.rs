@@ -33,7 +33,7 @@ impl Journal {
         closed: Closed,
         until: u64,
     ) -> Result<()> {
-        let Metadata { layer, alloc, guard, zones, .. } = metadata;
+        let Metadata { alloc, guard, zones, .. } = metadata;
         let size = metadata.cluster_size();
         let Closed { needs, freed, kept, plain } = closed;
         let State { active: Some(active), sequence, .. } = state else { return Ok(()) };
@@ -44,7 +44,7 @@ impl Journal {
         *sequence += 1;
         let mut empty = Builder::new(size, *sequence, *sequence);
         empty.zones(zones.table(active.floor, &[]));
-        active.write(layer, empty).await?;
+        active.write(metadata, empty).await?;
         (active.written, active.durable) = (*sequence, *sequence);
         guard.in_place();
         metadata.zones_listed().await?;
@@ -94,13 +94,12 @@ impl Journal {
                 .copied()
                 .collect();
             record.zones(zones.table(until, &told));
-            active.write(layer, record).await?;
+            active.write(metadata, record).await?;
             active.floor = until;
             if leads.is_empty() {
                 break;
             }
         }
-        metadata.log_durable();
         guard.moved(&others, *sequence);
         guard.sealed(until, active.durable + 1);
         metadata.zones_listed().await?;

@@ -20,6 +20,7 @@
 //!   what is in it goes to its place, and the bit goes.
 
 mod build;
+mod covers;
 mod embedded;
 mod in_place;
 mod recover;
@@ -30,7 +31,6 @@ pub(crate) use recover::{Replayed, examine, recover, take_out};
 
 use super::ordered::{self, Ordered};
 use super::{Durability, Metadata};
-use crate::chain::Layer;
 use crate::read::Readers;
 use crate::{DiskError, Result};
 use async_lock::Mutex;
@@ -50,7 +50,7 @@ const COMMITS_BEFORE: u32 = 3;
 pub(crate) struct Journal {
     ordered: Ordered,
     /// Set up without waiting for commits that show that it pays.
-    at_once: bool,
+    at_once: AtomicBool,
     /// Bytes of the area that is set up.
     size: u64,
     /// Changes under way that the journal must not see.
@@ -97,7 +97,8 @@ impl Active {
     }
 
     /// Writes a record and makes it durable, with all data written before.
-    async fn write<S: Storage>(&mut self, layer: &Layer<S>, record: Builder) -> Result<()> {
+    async fn write<S: Storage>(&mut self, metadata: &Metadata<S>, record: Builder) -> Result<()> {
+        let layer = &metadata.layer;
         let (told, record) = record.finish();
         let error = |error| layer.format_error(error);
         let bytes = record.encode(self.extension.id).map_err(error)?;
@@ -111,6 +112,9 @@ impl Active {
         let at = self.extension.area_offset.get() + start * BLOCK as u64;
         layer.storage().write_at(at, IoBuf::copy_of(&bytes)).await?;
         layer.storage().flush().await?;
+        if let Some(log) = &metadata.log {
+            log.recorded(record.sequence);
+        }
         self.ring.take(record.sequence, start, count);
         self.ring.release(record.tail);
         self.told.retain(|_, last| *last >= record.tail);
@@ -153,7 +157,7 @@ impl Journal {
     pub(crate) fn new(at_once: bool, size: u64) -> Self {
         Self {
             ordered: Ordered,
-            at_once,
+            at_once: AtomicBool::new(at_once),
             size,
             held: AtomicUsize::new(0),
             due: AtomicUsize::new(usize::MAX),
@@ -176,6 +180,11 @@ impl Journal {
     /// Has the next commit write a record whatever it has to tell.
     pub(crate) fn ask_for_record(&self) {
         self.asked.store(true, Ordering::SeqCst);
+    }
+
+    /// Has the journal set up with the next commit that changes something.
+    pub(crate) fn want_at_once(&self) {
+        self.at_once.store(true, Ordering::SeqCst);
     }
 
     /// Keeps the journal from coming into use as long as the caller has what is returned. The caller
@@ -242,9 +251,7 @@ impl Journal {
                 return self.commit_in_place(state, metadata, readers, batch, until).await;
             }
             self.void(state, metadata).await?;
-            ordered::finish(metadata, readers, needs, &[]).await?;
-            metadata.log_durable();
-            return Ok(());
+            return ordered::finish(metadata, readers, needs, &[]).await;
         }
         alloc.publish(&needs.allocated).await?;
         let refcounts = alloc.stage(&releases).await?;
@@ -256,7 +263,7 @@ impl Journal {
         record.data(&closed.kept);
         record.cover(&**layer.data(), covers).await?;
         record.zones(zones.table(until, &closed.plain));
-        active.write(layer, record).await?;
+        active.write(metadata, record).await?;
         active.synced(written);
         active.floor = until;
         state.sequence = sequence;
@@ -343,7 +350,7 @@ impl Durability for Journal {
         }
         let changes = metadata.tables.pending() > 0;
         state.commits = state.commits.saturating_add(u32::from(changes));
-        let wanted = self.at_once || state.commits > COMMITS_BEFORE;
+        let wanted = self.at_once.load(Ordering::SeqCst) || state.commits > COMMITS_BEFORE;
         let held = self.held.load(Ordering::SeqCst) > 0;
         if !changes || !wanted || held || state.impossible {
             return self.ordered.commit(metadata, readers).await;

@@ -1,14 +1,13 @@
 //! After a crash: what the journal says the file must hold.
 
 use super::build::OPERATION;
+use super::covers::all_hold;
 use crate::durability::zones::recover as embedded;
 use crate::{DiskError, Result};
 use futures_util::stream::{self, StreamExt, TryStreamExt};
 use isobath_qcow2::embedded::LEAD;
 use isobath_qcow2::header::field;
-use isobath_qcow2::journal::{
-    BLOCK, Content, Crc32c, HEAD_BYTES, Journal, Operation, Record, Zones,
-};
+use isobath_qcow2::journal::{BLOCK, Content, HEAD_BYTES, Journal, Operation, Record, Zones};
 use isobath_qcow2::{FormatError, Header, HostOffset, IncompatibleFeatures};
 use isobath_storage::{IoBuf, Storage, ZeroMode};
 use std::collections::BTreeMap;
@@ -16,9 +15,13 @@ use std::ops::Range;
 use std::path::Path;
 
 /// Ranges of data read at once to verify the last record.
-const READS: usize = 32;
+pub(super) const READS: usize = 32;
 /// Bytes read or written at once.
-const PIECE: u64 = 1 << 20;
+pub(super) const PIECE: u64 = 1 << 20;
+/// Ranges to be written apart from each other at most. A writer brings its records to their places when
+/// 8 MiB of tables changed, which are pages of at least 512 bytes, or half of the area is used; one record
+/// changes 52,429 clusters at most, by three ranges each.
+const MOST_SPANS: usize = 1 << 19;
 /// Ranges with less between them are written together.
 const NEAR: u64 = 4096;
 
@@ -44,6 +47,17 @@ impl Replayed {
         let lead = self.leads.range(..end).next_back();
         before.is_some_and(|(start, content)| start + length(content) > at)
             || lead.is_some_and(|(start, bytes)| start + bytes.len() as u64 > at)
+    }
+
+    /// Ranges within `range` that hold bytes, in order.
+    pub(crate) fn bytes_in(&self, range: Range<u64>) -> impl Iterator<Item = Range<u64>> {
+        let before = self.ranges.range(..range.start).next_back();
+        let inside = self.ranges.range(range.start..range.end.max(range.start));
+        before.into_iter().chain(inside).filter_map(move |(&at, content)| {
+            let Content::Bytes(bytes) = content else { return None };
+            let part = at.max(range.start)..(at + bytes.len() as u64).min(range.end);
+            (!part.is_empty()).then_some(part)
+        })
     }
 
     /// Puts what there is over `bytes`, read from `at` on.
@@ -160,6 +174,8 @@ struct Examined {
     zones: Option<Zones>,
     /// The highest sequence of a record.
     sequence: u64,
+    /// The same, of those that are durable.
+    durable: u64,
     /// Where the records lie that a recovery needs, in bytes from the area's start.
     needed: Vec<Range<usize>>,
 }
@@ -181,62 +197,41 @@ async fn examine_area<S: Storage>(storage: &S, name: &Path, header: &Header) -> 
     let geometry = header.geometry().map_err(damaged)?;
     let Some(extension) = header.journal() else {
         let (replayed, needed) = (Replayed::default(), Vec::new());
-        return Ok(Examined { replayed, zones: None, sequence: 0, needed });
+        return Ok(Examined { replayed, zones: None, sequence: 0, durable: 0, needed });
     };
     let length = extension.area_length as usize;
     let area = storage.read_at(extension.area_offset.get(), IoBuf::zeroed(length)).await?;
     let mut journal = Journal::scan(&area, extension).map_err(damaged)?;
-    let sequence = journal.last().map_or(0, |last| last.sequence);
-    let mut replayed = replay(&journal);
+    let before = extension.first_sequence.saturating_sub(1);
+    let last = |journal: &Journal<'_>| journal.last().map_or(before, |last| last.sequence);
+    let sequence = last(&journal);
+    let mut replayed = replay(&journal).map_err(damaged)?;
     let mut zones = journal.zones();
     let mut found = embedded::find(storage, name, &geometry, &replayed, zones.as_ref()).await?;
     // A record embedded later may show that the last one was durable; its data may have changed since.
     let proven = zones.as_ref().is_some_and(|zones| found.proof() >= Some(zones.floor));
-    let covers: Vec<_> = journal.covers().collect();
-    if !proven && !all_hold(storage, &covers).await? {
+    if !proven && !all_hold(storage, name, journal.covers()).await? {
         journal.drop_last().map_err(damaged)?;
-        replayed = replay(&journal);
+        replayed = replay(&journal).map_err(damaged)?;
         zones = journal.zones();
         found = embedded::find(storage, name, &geometry, &replayed, zones.as_ref()).await?;
     }
     if let Some(zones) = &zones {
         found.apply(storage, name, header, zones, &mut replayed).await?;
     }
-    Ok(Examined { replayed, zones, sequence, needed: journal.needed().collect() })
+    let durable = last(&journal);
+    Ok(Examined { replayed, zones, sequence, durable, needed: journal.needed().collect() })
 }
 
-fn replay(journal: &Journal<'_>) -> Replayed {
-    let replay = journal.replay();
+fn replay(journal: &Journal<'_>) -> std::result::Result<Replayed, FormatError> {
+    let replay = journal.replay()?;
     let ranges = replay.ranges().map(|range| (range.offset.get(), range.content)).collect();
-    Replayed { ranges, leads: BTreeMap::new() }
+    Ok(Replayed { ranges, leads: BTreeMap::new() })
 }
 
-/// Whether data is what the last record says.
-async fn all_hold<S: Storage>(
-    storage: &S,
-    covers: &[(isobath_qcow2::HostOffset, u32, u32)],
-) -> Result<bool> {
-    // Zeroes that were written show where the file ends; behind that they only seem to be there.
-    let end = storage.len().await?;
-    if covers.iter().any(|&(offset, length, _)| offset.get() + u64::from(length) > end) {
-        return Ok(false);
-    }
-    let checks = covers.iter().map(|&(offset, length, crc)| async move {
-        let mut sum = Crc32c::default();
-        let (mut at, end) = (offset.get(), offset.get() + u64::from(length));
-        while at < end {
-            let piece = PIECE.min(end - at);
-            sum.update(&storage.read_at(at, IoBuf::zeroed(piece as usize)).await?);
-            at += piece;
-        }
-        Ok::<bool, DiskError>(sum.finish() == crc)
-    });
-    stream::iter(checks).buffer_unordered(READS).try_all(|holds| async move { holds }).await
-}
-
-/// Brings what the journal of an image holds to its place and takes the journal out of use, or with
-/// `keep` leaves it in use and empty, where that is possible: `true` then. A crash meanwhile leaves the
-/// journal as it was.
+/// Brings what the journal of an image holds to its place and takes the journal out of use, or leaves it in
+/// use and empty, where that is possible and `keep` says so, given the numbers of its last durable record and
+/// of its last record: `true` then. A crash meanwhile leaves the journal as it was.
 ///
 /// # Errors
 /// If the journal is damaged, or the storage fails; the image can then be recovered once more.
@@ -244,17 +239,41 @@ pub(crate) async fn recover<S: Storage>(
     storage: &S,
     name: &Path,
     header: &Header,
-    keep: bool,
+    keep: impl FnOnce(u64, u64) -> bool,
 ) -> Result<bool> {
     let examined = examine_area(storage, name, header).await?;
+    let keep = keep(examined.durable, examined.sequence);
     let replayed = &examined.replayed;
     let (ranges, leads) = (replayed.ranges.len(), replayed.leads.len());
-    tracing::info!(image = %name.display(), ranges, leads, "replaying the journal");
-    stream::iter(replayed.spans().into_iter().map(Ok))
+    tracing::info!(image = %isobath_storage::shown(name), ranges, leads, "replaying the journal");
+    let spans = replayed.spans();
+    if spans.len() > MOST_SPANS {
+        return Err(DiskError::Refused {
+            image: name.to_owned(),
+            reason: format!(
+                "its journal has {} ranges to be written apart from each other, which no writer \
+                 leaves (at most {MOST_SPANS}); copy the disk with 'isobath convert', which only reads \
+                 it",
+                spans.len()
+            ),
+        });
+    }
+    stream::iter(spans.into_iter().map(Ok))
         .try_for_each_concurrent(READS, |span| replayed.write(storage, span))
         .await?;
     storage.flush().await?;
-    if keep && examined.zones.is_none() && empty(storage, name, header, &examined).await? {
+    if keep {
+        let zoned = examined.zones.as_ref().is_some_and(|zones| !zones.zones.is_empty());
+        if zoned || !empty(storage, name, header, &examined).await? {
+            return Err(DiskError::Corrupt {
+                image: name.to_owned(),
+                reason: format!(
+                    "its journal (area_length {}) cannot be emptied, which what its killed server had \
+                     answered needs",
+                    header.journal().map_or(0, |journal| journal.area_length)
+                ),
+            });
+        }
         return Ok(true);
     }
     if leads > 0 {
@@ -318,7 +337,7 @@ async fn unembed<S: Storage>(
     examined: Examined,
 ) -> Result<()> {
     let damaged = |source: FormatError| DiskError::Format { image: name.to_owned(), source };
-    let Examined { replayed, zones, mut sequence, mut needed } = examined;
+    let Examined { replayed, zones, mut sequence, mut needed, .. } = examined;
     let (Some(extension), Some(mut zones)) = (header.journal(), zones) else { return Ok(()) };
     let size = header.geometry().map_err(damaged)?.cluster_size();
     // The tables have every mapping.

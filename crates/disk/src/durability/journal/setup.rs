@@ -2,7 +2,7 @@
 
 use super::{Active, Journal, Ring, State};
 use crate::Result;
-use crate::alloc::write_zeroes;
+use crate::alloc::{TailCut, write_zeroes};
 use crate::chain::Layer;
 use crate::durability::Metadata;
 use isobath_qcow2::header::field;
@@ -27,7 +27,7 @@ impl Journal {
         if state.area.is_none()
             && let Err(error) = self.find_area(state, metadata).await
         {
-            tracing::warn!(image = %layer.name().display(), %error, "it goes on without a journal");
+            tracing::warn!(image = %isobath_storage::shown(layer.name()), %error, "it goes on without a journal");
             state.impossible = true;
             if let Some(log) = &metadata.log {
                 log.promise_nothing();
@@ -47,7 +47,7 @@ impl Journal {
         set_bits(layer, |bits| bits.with(IncompatibleFeatures::JOURNAL)).await?;
         alloc.begin_journal().await;
         if let Some(log) = &metadata.log {
-            log.begin(&**layer.storage(), id);
+            log.begin(&**layer.storage(), id, state.sequence).await;
         }
         let blocks = extension.area_length / BLOCK as u64;
         self.due.store(
@@ -106,7 +106,7 @@ impl Journal {
         let size = metadata.cluster_size();
         layer.storage().discard(area.start * size, (area.end - area.start) * size).await?;
         alloc.forget_area(&area).await;
-        alloc.cut_tail().await
+        alloc.cut_tail(TailCut::KeepingData).await
     }
 }
 

@@ -2,6 +2,7 @@
 
 use super::{CAPACITY, ENTRY, KEPT, MAGIC, at, load, sum};
 use crate::durability::guard::Kept;
+use crate::{DiskError, Result};
 use isobath_qcow2::{Geometry, Header, L2Entry};
 use isobath_storage::{Storage, Survivor};
 use std::collections::BTreeMap;
@@ -19,25 +20,55 @@ pub(crate) struct Survived {
 }
 
 impl Survived {
-    /// What is left for the image with this header, whose journal is in use; `None` if there is
-    /// nothing, or nothing that can be used.
-    pub(crate) fn find<S: Storage>(storage: &S, name: &Path, header: &Header) -> Option<Self> {
-        let memory = storage.survivor(false)?;
-        let (id, geometry) = (header.journal()?.id, header.geometry().ok()?);
-        let words = memory.words();
+    /// What is left for the image with this header, whose journal is in use; `None` if there is nothing.
+    ///
+    /// # Errors
+    /// If what is left cannot be had, or is damaged: to open the image without it would lose what its guest
+    /// was told is there.
+    pub(crate) async fn find<S: Storage>(
+        storage: &S,
+        name: &Path,
+        header: &Header,
+    ) -> Result<Option<Self>> {
+        let refused = |reason: String| DiskError::Refused { image: name.to_owned(), reason };
+        let memory = storage.survivor(false).await.map_err(|error| {
+            refused(format!(
+                "its server was killed, and what that had answered without a flush cannot be had: \
+                 {error}. Remove that file to open the image as after a power failure"
+            ))
+        })?;
+        let Some(memory) = memory else { return Ok(None) };
+        let (Some(journal), Ok(geometry)) = (header.journal(), header.geometry()) else {
+            return Ok(None);
+        };
+        let (id, words) = (journal.id, memory.words());
         let belongs = load(words, at::MAGIC) == MAGIC && load(words, at::ID) == id;
         if !belongs || load(words, at::SUM) != u64::from(sum(id, MAGIC, &[], &[])) {
-            return None;
+            return Ok(None);
         }
         let mut found = Self { entries: BTreeMap::new(), kept: Vec::new(), memory };
         if found.read(id, &geometry).is_none() {
-            tracing::error!(
-                image = %name.display(),
-                "the log that a killed process left is damaged: the image is as after a crash"
-            );
-            return None;
+            return Err(refused(format!(
+                "its server was killed, and the log of what that had answered without a flush is \
+                 damaged. Remove '{}' to open the image as after a power failure",
+                found.memory.name()
+            )));
         }
-        Some(found)
+        Ok(Some(found))
+    }
+
+    /// Whether the log goes on where an image of which `sequence` is the journal's last record ends. A kill may
+    /// come between a record and the log's word of it.
+    pub(crate) fn follows(&self, sequence: u64) -> bool {
+        let known = load(self.memory.words(), at::SEQUENCE);
+        sequence == known || known.checked_add(1) == Some(sequence)
+    }
+
+    /// From now on the log goes on behind the record with this number.
+    pub(crate) fn goes_on_behind(&self, sequence: u64) {
+        if let Some(word) = self.memory.words().get(at::SEQUENCE) {
+            word.store(sequence, Ordering::Release);
+        }
     }
 
     /// Reads all items; `None` if any is not what was written.

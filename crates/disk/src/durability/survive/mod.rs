@@ -7,7 +7,9 @@
 //! what the log has beyond it ([`replay`](self::replay)).
 //!
 //! - A log belongs to one use of the journal, by its random id, and counts as long as that lasts: any
-//!   recovery ends it. So none is ever applied to an image that has changed since.
+//!   recovery ends it. It also says which record of the journal was the last when it was written to: an
+//!   image whose last record is an earlier one was put back to what it was before, and no log is applied to
+//!   that. So none is ever applied to an image that has changed since.
 //! - A commit that is durable drops what it closed: mappings by where the log stood when their batch
 //!   was closed, kept bytes by where it stood when theirs was.
 //! - A change that is not in the log (it is full, or there is no journal at the moment) is a *debt*: from
@@ -26,7 +28,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 /// Marks the memory as a log of this layout.
-const MAGIC: u64 = u64::from_be_bytes(*b"isobath1");
+const MAGIC: u64 = u64::from_be_bytes(*b"isobath2");
 
 /// Places of numbers in the memory. Positions count 64-bit words since the log began.
 mod at {
@@ -43,6 +45,8 @@ mod at {
     pub(super) const BYTES: usize = 5;
     /// The position behind the last item.
     pub(super) const END: usize = 6;
+    /// The last durable record of the journal.
+    pub(super) const SEQUENCE: usize = 7;
     /// Items from here on, at their positions modulo [`CAPACITY`](super::CAPACITY).
     pub(super) const ITEMS: usize = 8;
 }
@@ -80,6 +84,8 @@ pub(crate) struct Log {
     owes: AtomicBool,
     /// More than half is in use.
     much: AtomicBool,
+    /// Somebody has asked for it.
+    awake: AtomicBool,
 }
 
 #[derive(Default)]
@@ -92,6 +98,8 @@ struct State {
     suspended: usize,
     /// Nobody relies on what is answered.
     unpromised: usize,
+    /// The last durable record of the journal.
+    sequence: u64,
     entries: Part,
     bytes: Part,
     end: u64,
@@ -171,8 +179,22 @@ impl Drop for Suspended {
 }
 
 impl Log {
+    /// Has what is answered outlive this process from now on. What was answered before does once a commit that
+    /// begins after this has ended.
+    pub(crate) fn wake(&self) {
+        self.awake.store(true, Ordering::SeqCst);
+    }
+
+    /// Whether what is answered is to outlive this process.
+    pub(crate) fn is_awake(&self) -> bool {
+        self.awake.load(Ordering::SeqCst)
+    }
+
     /// Notes the new entry of a cluster, as its table has it. The caller keeps its batch open.
     pub(crate) fn entry(&self, cluster: u64, entry: [u8; 16]) {
+        if !self.is_awake() {
+            return;
+        }
         let [high, low] = [number(&entry[..8]), number(&entry[8..])];
         let mut state = self.state.lock();
         if !state.entries.logged || !state.append(ENTRY, &[cluster, high, low], &[]) {
@@ -184,6 +206,9 @@ impl Log {
 
     /// Notes bytes that are kept for the next record. The caller keeps that from being begun.
     pub(crate) fn kept(&self, place: u64, bytes: &[u8]) {
+        if !self.is_awake() {
+            return;
+        }
         let mut state = self.state.lock();
         if !state.bytes.logged || !state.append(KEPT, &[place, bytes.len() as u64], bytes) {
             state.stop();
@@ -220,32 +245,76 @@ impl Log {
         self.tell(state);
     }
 
-    /// The journal `id` of the file is in use, and has nothing yet. A commit that closed everything of
-    /// before has just ended.
-    pub(crate) fn begin<S: Storage>(&self, storage: &S, id: u64) {
+    /// A record of the journal is durable.
+    pub(crate) fn recorded(&self, sequence: u64) {
         let state = &mut *self.state.lock();
-        if state.memory.is_none() {
-            state.memory = storage.survivor(true);
+        state.sequence = sequence;
+        if state.begun {
+            state.set(at::SEQUENCE, sequence);
         }
+    }
+
+    /// The journal `id` of the file is in use, and has nothing yet; its next record comes after `sequence`. A
+    /// commit that closed everything of before has just ended. Does nothing if nobody asked for the log.
+    pub(crate) async fn begin<S: Storage>(&self, storage: &S, id: u64, sequence: u64) {
+        if !self.is_awake() {
+            return;
+        }
+        let known = self.state.lock().memory.clone();
+        let memory = match known.filter(|memory| memory.is_there()) {
+            Some(memory) => Some(memory),
+            None => new_memory(storage).await,
+        };
+        let state = &mut *self.state.lock();
+        state.memory = memory;
         if state.memory.is_none() {
-            tracing::warn!(
-                image = %storage.name().display(),
-                "without memory that outlives this process, what it has not flushed does not either"
-            );
             state.unpromised += 1;
         }
-        (state.id, state.end) = (id, 0);
+        (state.id, state.end, state.sequence) = (id, 0, sequence);
         (state.entries.from, state.bytes.from) = (0, 0);
         (state.entries.closing, state.bytes.closing) = (0, 0);
         for place in [at::ID, at::SUM, at::UNCLEAN, at::ENTRIES, at::BYTES, at::END] {
             state.set(place, 0);
         }
+        state.set(at::SEQUENCE, sequence);
         state.set(at::MAGIC, MAGIC);
         state.set(at::SUM, u64::from(sum(id, MAGIC, &[], &[])));
         state.set(at::ID, id);
         state.begun = state.memory.is_some();
         let complete = state.is_usable() && state.lost == state.paid;
         (state.entries.logged, state.bytes.logged) = (complete, complete);
+        self.tell(state);
+    }
+
+    /// Sees to it that who opens the image finds the log: whoever may remove files may have removed its
+    /// memory, as a login manager does when its user has logged out. Then the log goes on in other memory, or
+    /// owes a commit for each change.
+    pub(crate) async fn check_memory<S: Storage>(&self, storage: &S) {
+        let memory = self.state.lock().memory.clone();
+        let Some(lost) = memory.filter(|memory| !memory.is_there()) else { return };
+        tracing::warn!(
+            image = %isobath_storage::shown(storage.name()),
+            "the memory that outlives this process was removed; it goes on in other memory"
+        );
+        let memory = new_memory(storage).await;
+        let state = &mut *self.state.lock();
+        if !state.memory.as_ref().is_some_and(|now| Arc::ptr_eq(now, &lost)) {
+            // The log has come to an end meanwhile, and perhaps begun again.
+            return;
+        }
+        if let Some(memory) = &memory {
+            // Nothing is appended meanwhile. The magic number comes last, and makes it a log.
+            for (to, from) in memory.words().iter().zip(lost.words()).skip(1) {
+                to.store(from.load(Ordering::Relaxed), Ordering::Relaxed);
+            }
+            state.memory = Some(Arc::clone(memory));
+            state.set(at::MAGIC, load(lost.words(), at::MAGIC));
+        } else {
+            state.memory = None;
+            state.stop();
+            // What it has not got is owed.
+            state.lost += 1;
+        }
         self.tell(state);
     }
 
@@ -319,6 +388,21 @@ impl Log {
             self.much.store(much, Ordering::Relaxed);
         }
     }
+}
+
+/// Memory that has no log yet; why there is none is said in the log file.
+async fn new_memory<S: Storage>(storage: &S) -> Option<Arc<dyn Survivor>> {
+    let found = storage.survivor(true).await.unwrap_or_else(|error| {
+        tracing::warn!("{error}");
+        None
+    });
+    if found.is_none() {
+        tracing::warn!(
+            image = %isobath_storage::shown(storage.name()),
+            "without memory that outlives this process, what it has not flushed does not either"
+        );
+    }
+    found
 }
 
 /// The value of a number in the memory.

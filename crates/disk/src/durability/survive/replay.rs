@@ -44,7 +44,7 @@ impl<S: Storage> Metadata<S> {
         match self.changes(survived, &area).await? {
             Ok(changes) => {
                 tracing::info!(
-                    image = %self.layer.name().display(),
+                    image = %isobath_storage::shown(self.layer.name()),
                     mappings = changes.len(),
                     pieces = survived.kept.len(),
                     "bringing in what a killed process had answered"
@@ -53,7 +53,7 @@ impl<S: Storage> Metadata<S> {
                 self.apply(changes, &survived.kept, &area).await?;
             }
             Err(reason) => tracing::error!(
-                image = %self.layer.name().display(),
+                image = %isobath_storage::shown(self.layer.name()),
                 reason,
                 "the log that a killed process left does not fit: the image is as after a crash"
             ),

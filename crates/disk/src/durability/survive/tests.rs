@@ -8,8 +8,10 @@ use isobath_storage::{Host, OpenMode};
 use std::path::Path;
 
 const ID: u64 = 0x1234_5678_9abc_def0;
+const SEQUENCE: u64 = 40;
 
 struct World {
+    host: MemoryHost,
     file: MemoryFile,
     header: Header,
     log: Arc<Log>,
@@ -22,8 +24,9 @@ fn world() -> World {
     let mode = OpenMode { writable: true, ..OpenMode::default() };
     let file = isobath_storage::block_on(host.open(Path::new("image"), mode)).unwrap();
     let log = Arc::new(Log::default());
-    log.begin(&file, ID);
-    World { file, header: header(ID), log }
+    log.wake();
+    isobath_storage::block_on(log.begin(&file, ID, SEQUENCE));
+    World { host, file, header: header(ID), log }
 }
 
 fn header(id: u64) -> Header {
@@ -56,7 +59,9 @@ fn entry(cluster: u64) -> [u8; 16] {
 
 impl World {
     fn found(&self) -> Option<Survived> {
-        Survived::find(&self.file, Path::new("image"), &self.header)
+        let found = Survived::find(&self.file, Path::new("image"), &self.header);
+        // What is damaged is refused.
+        isobath_storage::block_on(found).ok().flatten()
     }
 
     /// The guest clusters that are mapped, and the kept pieces' places and lengths.
@@ -158,6 +163,38 @@ fn what_is_not_logged_is_owed_only_where_something_was_promised() {
 }
 
 #[test]
+fn a_log_goes_on_where_the_journal_ends_and_nowhere_else() {
+    let world = world();
+    for last in [SEQUENCE, SEQUENCE + 7] {
+        world.log.recorded(last);
+        let found = world.found().unwrap();
+        // A kill may come before the log is told of a record.
+        assert!(found.follows(last) && found.follows(last + 1));
+        assert!(!found.follows(last - 1) && !found.follows(last + 2));
+    }
+}
+
+#[test]
+fn a_log_whose_memory_is_removed_goes_on_in_other_memory_or_owes_a_commit() {
+    let world = world();
+    let log = &world.log;
+    log.entry(1, entry(1));
+    log.kept(4096, &[1; 513]);
+    let (host, file) = (&world.host, &world.file);
+    host.forget_survivors();
+    assert!(world.found().is_none());
+    isobath_storage::block_on(log.check_memory(file));
+    assert_eq!(world.holds(), (vec![1], vec![(4096, 513)]));
+    log.entry(2, entry(2));
+    assert_eq!(world.holds(), (vec![1, 2], vec![(4096, 513)]));
+    assert!(!log.owes());
+    host.forget_survivors();
+    host.set_survivors(false);
+    isobath_storage::block_on(log.check_memory(file));
+    assert!(log.owes());
+}
+
+#[test]
 fn a_damaged_or_foreign_log_is_not_used() {
     let world = world();
     for n in 0..40 {
@@ -167,11 +204,11 @@ fn a_damaged_or_foreign_log_is_not_used() {
     let all = world.found().unwrap();
     let other = World { header: header(ID + 1), ..self::world() };
     assert!(other.found().is_none());
-    let memory = world.file.survivor(false).unwrap();
+    let memory = isobath_storage::block_on(world.file.survivor(false)).unwrap().unwrap();
     let used = at::ITEMS + world.log.state.lock().end as usize;
     for place in 0..used {
         // Numbers that say nothing of what is there.
-        if matches!(place, at::UNCLEAN | 7) {
+        if matches!(place, at::UNCLEAN | at::SEQUENCE) {
             continue;
         }
         let word = &memory.words()[place];

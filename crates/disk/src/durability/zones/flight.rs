@@ -1,7 +1,7 @@
 //! First writes whose mapping is not recorded yet.
 
 use event_listener::Event;
-use parking_lot::Mutex;
+use isobath_storage::sync::Mutex;
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
@@ -45,5 +45,50 @@ impl Drop for Flight {
     fn drop(&mut self) {
         self.flights.serials.lock().remove(&self.serial);
         self.flights.ended.notify(usize::MAX);
+    }
+}
+
+#[cfg(all(test, loom))]
+mod interleavings {
+    use super::*;
+    use isobath_storage::sync::{Cell, explore, wait};
+
+    struct Zones {
+        flights: Arc<Flights>,
+        /// The flights of writes that began before anything else, and what those write.
+        writes: [(Mutex<Option<Flight>>, Cell<u8>); 3],
+    }
+
+    fn zones() -> Zones {
+        let flights = Arc::<Flights>::default();
+        let write = |serial| (Mutex::new(Some(flights.begin(serial))), Cell::new(0));
+        Zones { writes: [0, 1, 2].map(write), flights }
+    }
+
+    fn end(zones: &Zones, number: usize) {
+        let (flight, data) = &zones.writes[number];
+        data.set(1);
+        drop(flight.lock().take());
+    }
+
+    /// A commit up to a serial finds all of the data below it.
+    fn commit(zones: &Zones, until: u64) {
+        wait(zones.flights.ended_below(until));
+        for (_, data) in &zones.writes[..until as usize] {
+            assert_eq!(data.get(), 1);
+        }
+    }
+
+    #[test]
+    fn a_commit_waits_for_all_flights_before_it_and_no_others() {
+        let tasks: &[fn(&Zones)] = &[|z| end(z, 1), |z| end(z, 0), |z| commit(z, 2)];
+        explore("Flights, two that end and a wait", 3, zones, tasks, |_| ());
+    }
+
+    #[test]
+    fn two_commits_wait() {
+        let tasks: &[fn(&Zones)] =
+            &[|z| (0..2).for_each(|n| end(z, n)), |z| commit(z, 1), |z| commit(z, 2)];
+        explore("Flights, two waits", 2, zones, tasks, |_| ());
     }
 }

@@ -253,13 +253,6 @@ impl Zones {
         }
     }
 
-    /// A write to a cluster that was taken has failed.
-    pub(crate) fn cancel(&self, taken: &Taken) {
-        if let Some(zone) = self.state.lock().zone(taken.host.get()) {
-            zone.free(taken.host.get());
-        }
-    }
-
     /// A cluster that was taken has its data, and an embedded lead block. What refers to it is recorded
     /// after this, before `taken` is dropped.
     pub(crate) fn written(&self, taken: &Taken, embedded: Embedded) {

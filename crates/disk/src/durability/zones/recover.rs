@@ -4,13 +4,14 @@ use crate::durability::journal::Replayed;
 use crate::{DiskError, Result};
 use futures_util::stream::{self, StreamExt, TryStreamExt};
 use isobath_qcow2::embedded::{LEAD, Lead, extract, find as find_record};
-use isobath_qcow2::journal::{Crc32c, Zones};
+use isobath_qcow2::journal::{Crc32c, Zone, Zones};
 use isobath_qcow2::{
     ClusterKind, FormatError, Geometry, Header, HostCluster, HostOffset, L1Entry, L2Entry,
     RefcountTableEntry,
 };
 use isobath_storage::{IoBuf, Storage};
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::path::Path;
 
 /// Lead blocks read at once.
@@ -50,10 +51,13 @@ pub(crate) async fn find<S: Storage>(
             zone.start, zone.clusters
         )));
     }
-    let places = zones.iter().flat_map(|zone| {
-        let places = (0..zone.clusters).filter(|n| !zone.is_plain(*n));
-        let places = places.map(|n| (zone.start.get() + u64::from(n) * size, zone.id));
-        places.take_while(|(at, _)| *at < end)
+    let mut runs = Vec::new();
+    for zone in zones {
+        runs.extend(data_in(storage, zone, size, end, replayed).await?);
+    }
+    let places = runs.into_iter().flat_map(|(zone, clusters)| {
+        let places = clusters.filter(|n| !zone.is_plain(*n));
+        places.map(|n| (zone.start.get() + u64::from(n) * size, zone.id))
     });
     let reads = places.map(|(at, id)| async move {
         let mut block = storage.read_at(at, IoBuf::zeroed(LEAD)).await?;
@@ -69,6 +73,45 @@ pub(crate) async fn find<S: Storage>(
     });
     let leads = stream::iter(reads).buffered(READS).try_filter_map(async |found| Ok(found));
     Ok(Found { leads: leads.try_collect().await? })
+}
+
+/// Runs of a zone's clusters that may begin with something: where there is neither data in the file nor
+/// anything put over it, no record is. A zone may span much more than the file holds.
+async fn data_in<'a, S: Storage>(
+    storage: &S,
+    zone: &'a Zone,
+    size: u64,
+    end: u64,
+    replayed: &Replayed,
+) -> Result<Vec<(&'a Zone, Range<u32>)>> {
+    let start = zone.start.get();
+    let zone_end = end.min(start + u64::from(zone.clusters) * size);
+    let mut runs: Vec<(&Zone, Range<u32>)> = Vec::new();
+    // Clusters whose lead block reaches into a range.
+    let mut add = |found: Range<u64>| {
+        let first = (found.start.saturating_sub(LEAD as u64 - 1).max(start) - start).div_ceil(size);
+        let last = (found.end - start).div_ceil(size);
+        let run = first as u32..last as u32;
+        match runs.last_mut() {
+            Some((_, before)) if before.end >= run.start => before.end = before.end.max(run.end),
+            _ if run.is_empty() => {}
+            _ => runs.push((zone, run)),
+        }
+    };
+    let mut at = start;
+    while at < zone_end {
+        let found = storage.allocation(at).await?;
+        // Behind the end of the file there is only what is put over it.
+        let length = if found.length == 0 { zone_end - at } else { found.length };
+        let until = zone_end.min(at.saturating_add(length));
+        if found.data {
+            add(at..until);
+        } else {
+            replayed.bytes_in(at..until).for_each(&mut add);
+        }
+        at = until;
+    }
+    Ok(runs)
 }
 
 impl Found {
@@ -244,5 +287,64 @@ impl<S: Storage> File<'_, S> {
             replayed.put(block.get() + from as u64, bytes[from..to].to_vec());
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use futures_executor::block_on;
+    use isobath_qcow2::embedded::ZoneId;
+    use isobath_storage::memory::MemoryHost;
+    use isobath_storage::{Host, OpenMode};
+
+    const CLUSTER: u64 = 64 << 10;
+
+    /// The clusters at which a recovery looks in a zone of 2^16.
+    fn looked_at(length: u64, data: &[(u64, usize)], over: &[(u64, usize)]) -> Vec<Range<u32>> {
+        block_on(async {
+            let host = MemoryHost::new();
+            let mode = OpenMode { writable: true, ..OpenMode::default() };
+            let file = host.create(Path::new("image"), mode).await.unwrap();
+            file.set_len(length).await.unwrap();
+            for &(at, bytes) in data {
+                file.write_at(at, IoBuf::copy_of(&vec![1; bytes])).await.unwrap();
+            }
+            let mut replayed = Replayed::default();
+            for &(at, bytes) in over {
+                replayed.put(at, vec![1; bytes]);
+            }
+            let zone = Zone {
+                start: HostOffset::new(CLUSTER),
+                clusters: 1 << 16,
+                id: ZoneId([1; 16]),
+                plain: vec![0; 1 << 13],
+            };
+            let end = length.max(replayed.end());
+            let runs = data_in(&file, &zone, CLUSTER, end, &replayed).await.unwrap();
+            runs.into_iter().map(|(_, run)| run).collect()
+        })
+    }
+
+    fn clusters(runs: &[Range<u32>]) -> usize {
+        runs.iter().map(ExactSizeIterator::len).sum()
+    }
+
+    #[test]
+    fn a_zone_is_searched_only_where_there_is_something() {
+        let zone_end = CLUSTER * ((1 << 16) + 1);
+        assert!(looked_at(1 << 50, &[], &[]).is_empty());
+        assert!(looked_at(CLUSTER, &[], &[]).is_empty());
+        // The grain in which the storage knows of data may be larger than what was written.
+        let found = looked_at(1 << 50, &[(5 * CLUSTER, 4096), (900 * CLUSTER, 4096)], &[]);
+        assert!(found.iter().any(|run| run.contains(&4)), "{found:?}");
+        assert!(found.iter().any(|run| run.contains(&899)), "{found:?}");
+        assert!(clusters(&found) <= 64, "{found:?}");
+        // What is put over a hole, also behind the file's end and from before a lead block's first byte.
+        let over = [(7 * CLUSTER, 100), (20 * CLUSTER - 1, 2), (30 * CLUSTER + 4096, 8)];
+        assert_eq!(looked_at(CLUSTER, &[], &over), [6..7, 19..20]);
+        assert_eq!(looked_at(1 << 50, &[], &over), [6..7, 19..20]);
+        let last = looked_at(1 << 50, &[(zone_end - CLUSTER, 4096)], &[]);
+        assert_eq!(last.last().unwrap().end, 1 << 16);
     }
 }

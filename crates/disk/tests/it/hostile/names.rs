@@ -170,10 +170,8 @@ fn an_image_is_not_its_own_data_file() {
     block_on(create(&FileHost, &image, &new)).unwrap();
     fs::remove_file(&other).unwrap();
     fs::hard_link(&image, &other).unwrap();
-    for (writable, locking) in
-        [(false, Locking::Exclusive), (false, Locking::Unlocked), (true, Locking::Unlocked)]
-    {
-        let options = OpenOptions { writable, locking, ..OpenOptions::default() };
+    for locking in [Locking::Exclusive, Locking::Unlocked] {
+        let options = OpenOptions { locking, ..OpenOptions::default() };
         let error = block_on(Disk::open(FileHost, &image, &options)).err().unwrap().to_string();
         assert!(error.contains("image.qcow2") && error.contains("data file"), "{error}");
     }

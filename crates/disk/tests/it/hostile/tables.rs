@@ -4,12 +4,16 @@ use super::images::{Image, at, made, overlay, plain, with_snapshot_and_bitmap};
 use super::survive::{guarded, host_with, open, start_of, survive, unharmed, writable};
 use futures_executor::block_on;
 use isobath_disk::{BlockDevice, OpenOptions, ZeroFlags};
+use isobath_qcow2::header::field;
 use isobath_storage::IoBuf;
 
 const COPIED: u64 = 1 << 63;
 
 /// Where the header's changeable fields end; QEMU's and ours write only to those before.
 const HEADER: usize = 112;
+
+/// The byte of the header that says that the image is corrupt, and the bit.
+const CORRUPT_BIT: (usize, u8) = (field::INCOMPATIBLE_FEATURES + 7, 2);
 
 /// What reading the first cluster, and writing to it in several ways, says. The tables at `kept` must
 /// be as they were.
@@ -44,7 +48,9 @@ fn first_cluster(image: &Image, kept: &[(usize, usize)]) -> (String, String) {
                     }
                     Err(error) => Err(error),
                 };
-                let after = start_of(&host, bytes.len()).await;
+                let mut after = start_of(&host, bytes.len()).await;
+                // Who finds out marks the image.
+                after[CORRUPT_BIT.0] &= !CORRUPT_BIT.1;
                 for (start, end) in &kept {
                     let same = after[*start..*end] == bytes[*start..*end];
                     assert!(same, "way {way}: the table at {start} was overwritten");

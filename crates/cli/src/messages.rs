@@ -1,0 +1,209 @@
+//! What goes to stderr: the log and messages. Whatever stderr is (a full disk, a pipe that nobody reads,
+//! nothing at all), telling something never fails, and never keeps a server from its requests.
+
+use isobath_qcow2::text::{escape, is_hidden};
+use std::collections::VecDeque;
+use std::fmt::Display;
+use std::io::{self, IsTerminal, Write};
+use std::os::fd::AsFd;
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+use std::{panic, thread};
+use tracing_subscriber::fmt::MakeWriter;
+
+/// Bytes that wait for stderr at most, once nobody waits for it.
+const MOST_WAITING: usize = 1 << 20;
+/// How long [`settle`] waits for a stderr that takes nothing.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// Tells something in a line of its own.
+pub(crate) fn tell(message: impl Display) {
+    put(harmless(&format!("{message}\n"), false));
+}
+
+/// The same with `isobath: ` in front.
+pub(crate) fn complain(message: impl Display) {
+    tell(format_args!("isobath: {message}"));
+}
+
+/// From here on a thread writes to stderr, and nobody waits for it: what does not fit in
+/// [`MOST_WAITING`] is lost, and counted. To be called by what serves others, once it is the process that
+/// it is going to be.
+pub(crate) fn detach() {
+    let mut state = lock();
+    if !state.detached {
+        let started = thread::Builder::new().name("stderr".into()).spawn(write_for_ever);
+        // Without a thread there is nothing but to wait.
+        state.detached = started.is_ok();
+    }
+}
+
+/// Waits until all is written, no longer than stderr takes anything. To be called before the process ends.
+pub(crate) fn settle() {
+    let mut state = lock();
+    while !state.waiting.is_empty() || state.writing {
+        let left = state.waiting.len();
+        let (next, waited) =
+            CHANGED.wait_timeout(state, PATIENCE).unwrap_or_else(PoisonError::into_inner);
+        state = next;
+        if waited.timed_out() && state.waiting.len() >= left {
+            return;
+        }
+    }
+}
+
+/// Sends the log of the whole program, and the messages of panics, this way.
+pub(crate) fn take_over(filter: tracing_subscriber::EnvFilter) {
+    let colours = io::stderr().is_terminal();
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(Log { colours })
+        .with_ansi(colours)
+        .log_internal_errors(false)
+        .init();
+    panic::set_hook(Box::new(|panic| {
+        let name = thread::current().name().unwrap_or("without a name").to_owned();
+        let trace = std::backtrace::Backtrace::capture();
+        let trace = match trace.status() {
+            std::backtrace::BacktraceStatus::Captured => format!("\n{trace}"),
+            _ => String::new(),
+        };
+        put(harmless(&format!("thread '{name}' {panic}{trace}\n"), false));
+    }));
+}
+
+/// Where the log's lines go.
+struct Log {
+    /// Whether lines have colours, whose codes must stay.
+    colours: bool,
+}
+
+impl<'a> MakeWriter<'a> for Log {
+    type Writer = &'a Self;
+
+    fn make_writer(&'a self) -> Self::Writer {
+        self
+    }
+}
+
+impl Write for &Log {
+    fn write(&mut self, line: &[u8]) -> io::Result<usize> {
+        put(harmless(&String::from_utf8_lossy(line), self.colours));
+        Ok(line.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Text without what would do something to a terminal or deceive its reader; with `colours` what sets those
+/// stays, as the log has escaped them in what it was given.
+fn harmless(text: &str, colours: bool) -> String {
+    let mut out = String::with_capacity(text.len());
+    let kept = |c: char| matches!(c, '\n' | '\t') || (colours && c == '\x1b');
+    // Writing to a string does not fail.
+    let _ = escape(&mut out, text, |c| is_hidden(c) && !kept(c));
+    out
+}
+
+/// What waits to be written.
+struct State {
+    waiting: VecDeque<String>,
+    bytes: usize,
+    /// A message is just being written.
+    writing: bool,
+    /// Messages that found no room.
+    lost: u64,
+    /// A thread writes.
+    detached: bool,
+}
+
+static STATE: Mutex<State> = Mutex::new(State {
+    waiting: VecDeque::new(),
+    bytes: 0,
+    writing: false,
+    lost: 0,
+    detached: false,
+});
+/// Something was put in or taken out.
+static CHANGED: Condvar = Condvar::new();
+
+fn lock() -> MutexGuard<'static, State> {
+    STATE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn put(text: String) {
+    let mut state = lock();
+    if !state.detached {
+        // In order, so with the lock held.
+        write_whole(&text);
+        return;
+    }
+    if state.bytes + text.len() > MOST_WAITING {
+        state.lost += 1;
+        return;
+    }
+    state.bytes += text.len();
+    state.waiting.push_back(text);
+    CHANGED.notify_all();
+}
+
+/// The thread that writes.
+fn write_for_ever() {
+    let mut state = lock();
+    loop {
+        let Some(text) = state.waiting.pop_front() else {
+            state = CHANGED.wait(state).unwrap_or_else(PoisonError::into_inner);
+            continue;
+        };
+        state.bytes -= text.len();
+        state.writing = true;
+        let lost = std::mem::take(&mut state.lost);
+        drop(state);
+        write_whole(&text);
+        if lost > 0 {
+            write_whole(&format!(
+                "isobath: {lost} messages were lost: nobody had read those before\n"
+            ));
+        }
+        state = lock();
+        state.writing = false;
+        CHANGED.notify_all();
+    }
+}
+
+/// Writes text to stderr, if that can be done.
+fn write_whole(text: &str) {
+    let mut rest = text.as_bytes();
+    while !rest.is_empty() {
+        match io::stderr().write(rest) {
+            Ok(0) => return,
+            Ok(count) => rest = rest.get(count..).unwrap_or_default(),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => wait_for_room(),
+            // There is no other place to tell it.
+            Err(_) => return,
+        }
+    }
+}
+
+/// Waits until a stderr that does not block takes more.
+fn wait_for_room() {
+    use std::os::fd::AsRawFd;
+    let descriptor = io::stderr().as_fd().as_raw_fd();
+    let mut poll = libc::pollfd { fd: descriptor, events: libc::POLLOUT, revents: 0 };
+    // SAFETY: one valid structure; an error makes the caller try again.
+    unsafe { libc::poll(&raw mut poll, 1, -1) };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_do_nothing_to_a_terminal() {
+        assert_eq!(harmless("a\u{202e}b\x1b[2J\r\n", false), "a\\u{202e}b\\u{1b}[2J\\r\n");
+        assert_eq!(harmless("\x1b[31mERROR\x1b[0m\u{2066}", true), "\x1b[31mERROR\x1b[0m\\u{2066}");
+    }
+}

@@ -1,0 +1,58 @@
+//! Images on block devices, which have their length from the start and do not grow.
+//!
+//! What lies behind the last cluster in use is free, and holds anything. Whoever finds no room is told so before
+//! anything has changed: a commit that found none would leave the disk taking no more writes.
+
+use super::{Allocator, State};
+use crate::{DiskError, Result};
+use async_lock::MutexGuard;
+use isobath_qcow2::HostCluster;
+use isobath_storage::{Operation, Storage, StorageError};
+use std::io;
+
+impl<S: Storage> Allocator<S> {
+    /// Finds the end of what is in use on a device of `length` bytes.
+    pub(super) async fn measure_device(&self, length: u64) -> Result<()> {
+        let mut state = self.state.lock().await;
+        let room = length >> self.geometry.cluster_bits();
+        state.room = Some(room);
+        let mut end = self.metadata.read().iter().max().map_or(0, |last| last + 1);
+        let mut cluster = room;
+        while cluster > end {
+            let last = cluster - 1;
+            let (index, within) = self.geometry.refcount_position(HostCluster::new(last));
+            if !self.has_block(&state, index)? {
+                // Nothing that it would count is in use.
+                cluster -= (within as u64 + 1).min(cluster);
+                continue;
+            }
+            if self.refcount_in(&mut state, last).await? > 0 {
+                end = cluster;
+            }
+            cluster = last;
+            self.shrink_cache(&mut state);
+        }
+        state.never_used = end.max(1);
+        state.added_from = state.never_used;
+        Ok(())
+    }
+
+    /// Fails if the clusters up to `end` reach past the end of the device, which may have grown meanwhile.
+    pub(super) async fn need_room(
+        &self,
+        state: &mut MutexGuard<'_, State>,
+        end: u64,
+    ) -> Result<()> {
+        if state.has_room(end) {
+            return Ok(());
+        }
+        let length = self.layer.storage().len().await?;
+        state.room = Some(length >> self.geometry.cluster_bits());
+        if state.has_room(end) {
+            return Ok(());
+        }
+        let full = io::Error::from_raw_os_error(libc::ENOSPC);
+        let storage = self.layer.storage();
+        Err(DiskError::Storage(StorageError::new(Operation::Write, storage.name(), full)))
+    }
+}

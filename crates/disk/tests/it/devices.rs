@@ -1,0 +1,128 @@
+//! Images on block devices: of a fixed length, and holding anything where nothing was written.
+
+use crate::common::make;
+use futures_executor::block_on;
+use isobath_disk::{
+    BlockDevice, CheckEvent, CheckOptions, Disk, MetadataMode, OpenOptions, Preallocation, check,
+};
+use isobath_qcow2::NewImage;
+use isobath_storage::memory::MemoryHost;
+use isobath_storage::{Host, IoBuf, OpenMode, Storage};
+use std::path::Path;
+
+const NAME: &str = "device";
+const CLUSTER: u64 = 4096;
+
+/// A device of `clusters` with an empty image on it.
+async fn device(size: u64, clusters: u64, refcount_order: u32) -> MemoryHost {
+    let host = MemoryHost::new();
+    let mut image = NewImage::new(size);
+    image.cluster_bits = CLUSTER.trailing_zeros();
+    image.refcount_order = refcount_order;
+    make(&host, NAME, &image).await;
+    let mode = OpenMode { writable: true, ..OpenMode::default() };
+    let file = host.open(Path::new(NAME), mode).await.unwrap();
+    let used = file.len().await.unwrap();
+    let rest = vec![0xdd; (clusters * CLUSTER - used) as usize];
+    file.write_at(used, IoBuf::copy_of(&rest)).await.unwrap();
+    host.set_devices(true);
+    host
+}
+
+async fn open(host: &MemoryHost, metadata: MetadataMode) -> Disk<MemoryHost> {
+    let options = OpenOptions {
+        writable: true,
+        metadata,
+        journal_size: Some(64 << 10),
+        ..OpenOptions::default()
+    };
+    Disk::open(host.clone(), Path::new(NAME), &options).await.unwrap()
+}
+
+async fn assert_clean(host: &MemoryHost) {
+    let mut found = Vec::new();
+    let mut hear = |event: CheckEvent<'_>| {
+        if let CheckEvent::Finding(text) = event {
+            found.push(text.to_string());
+        }
+    };
+    check(host, Path::new(NAME), &CheckOptions::default(), &mut hear).await.unwrap();
+    assert!(found.is_empty(), "{found:?}");
+}
+
+fn bytes(tag: u64) -> Vec<u8> {
+    vec![(tag % 255) as u8 + 1; CLUSTER as usize]
+}
+
+/// Data, then a longer L1 table, then a longer refcount table: each is found room for.
+#[test]
+fn tables_grow_on_a_device() {
+    for metadata in MetadataMode::ALL {
+        block_on(async {
+            // A refcount block counts 512 clusters, and a table of one cluster lists 512 of those.
+            let host = device(1 << 20, 40 << 10, 6).await;
+            let disk = open(&host, metadata).await;
+            disk.write(0, IoBuf::copy_of(&bytes(0))).await.unwrap();
+            disk.flush().await.unwrap();
+            disk.resize(4 << 30, Preallocation::Off, false).await.unwrap();
+            let count = 600;
+            for n in 1..count {
+                disk.write(n * CLUSTER * 513, IoBuf::copy_of(&bytes(n))).await.unwrap();
+                if n % 37 == 0 {
+                    disk.flush().await.unwrap();
+                }
+            }
+            disk.close().await.unwrap();
+            drop(disk);
+            let disk = open(&host, metadata).await;
+            for n in 0..count {
+                let at = n * CLUSTER * 513;
+                let found = disk.read(at, IoBuf::zeroed(2 * CLUSTER as usize)).await.unwrap();
+                assert!(found[..CLUSTER as usize] == bytes(n), "{n}");
+                assert!(found[CLUSTER as usize..].iter().all(|byte| *byte == 0), "behind {n}");
+            }
+            disk.close().await.unwrap();
+            drop(disk);
+            assert_clean(&host).await;
+        });
+    }
+}
+
+/// A guest that fills a device is told so, and can go on with what there is.
+#[test]
+fn a_full_device_fails_writes_and_nothing_else() {
+    for metadata in MetadataMode::ALL {
+        for clusters in 40..60 {
+            block_on(async {
+                let host = device(4 << 20, clusters, 4).await;
+                let disk = open(&host, metadata).await;
+                let mut written = Vec::new();
+                for n in 0..64 {
+                    match disk.write(n * CLUSTER, IoBuf::copy_of(&bytes(n))).await {
+                        Ok(_) => written.push(n),
+                        Err(error) => assert_eq!(error.errno(), libc::ENOSPC, "{error}"),
+                    }
+                    disk.flush().await.unwrap();
+                }
+                assert!(!written.is_empty() && written.len() < 64, "{written:?}");
+                // What is freed can be used again.
+                let first = written.remove(0);
+                disk.discard(first * CLUSTER, CLUSTER).await.unwrap();
+                disk.flush().await.unwrap();
+                disk.flush().await.unwrap();
+                disk.write(63 * CLUSTER, IoBuf::copy_of(&bytes(63))).await.unwrap();
+                written.push(63);
+                disk.close().await.unwrap();
+                drop(disk);
+                let disk = open(&host, metadata).await;
+                for n in written {
+                    let found = disk.read(n * CLUSTER, IoBuf::zeroed(CLUSTER as usize)).await;
+                    assert!(*found.unwrap() == bytes(n), "{n}");
+                }
+                disk.close().await.unwrap();
+                drop(disk);
+                assert_clean(&host).await;
+            });
+        }
+    }
+}

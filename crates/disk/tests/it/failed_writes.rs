@@ -1,0 +1,269 @@
+//! Requests that fail or are given up half-way leave nothing behind that a later one could meet: neither
+//! in a cluster that becomes a table or another's data, nor in what a journal has of it.
+
+use crate::common::{ALWAYS, make, run};
+use futures_executor::block_on;
+use isobath_disk::{
+    BlockDevice, CheckEvent, CheckOptions, Disk, DiskError, MetadataMode, OpenOptions, ZeroFlags,
+    check,
+};
+use isobath_qcow2::NewImage;
+use isobath_storage::fault::{Fault, FaultHost, Plan};
+use isobath_storage::memory::MemoryHost;
+use isobath_storage::{Host, IoBuf, Operation};
+use isobath_testkit::seed::Seed;
+use rand::RngExt;
+use rand::rngs::StdRng;
+use std::path::Path;
+
+const NAME: &str = "disk.qcow2";
+const CLUSTER: u64 = 4096;
+const SIZE: u64 = 64 << 20;
+/// In the range of an L2 table that does not exist yet.
+const FAR: u64 = 10 << 20;
+
+async fn image() -> MemoryHost {
+    let host = MemoryHost::new();
+    // Then small writes are kept for the next record.
+    host.set_gains_from_written_space(true);
+    let mut image = NewImage::new(SIZE);
+    image.cluster_bits = CLUSTER.trailing_zeros();
+    make(&host, NAME, &image).await;
+    host
+}
+
+fn options(metadata: MetadataMode) -> OpenOptions {
+    OpenOptions { writable: true, metadata, journal_size: Some(64 << 10), ..OpenOptions::default() }
+}
+
+async fn open<H: Host>(host: H, metadata: MetadataMode) -> Disk<H> {
+    Disk::open(host, Path::new(NAME), &options(metadata)).await.unwrap()
+}
+
+async fn write<H: Host>(disk: &Disk<H>, at: u64, tag: u8, length: u64) {
+    disk.write(at, IoBuf::copy_of(&vec![tag; length as usize])).await.unwrap();
+}
+
+async fn assert_reads<H: Host>(disk: &Disk<H>, at: u64, tag: u8) {
+    let found = disk.read(at, IoBuf::zeroed(CLUSTER as usize)).await.unwrap();
+    let differs = found.iter().position(|byte| *byte != tag);
+    assert_eq!(differs, None, "at {at} for {tag:#x}: {:x?}", &found[..16]);
+}
+
+/// Nothing is wrong with the image; without a journal a crash may cost space.
+async fn assert_sound(host: &MemoryHost, metadata: MetadataMode) {
+    let mut found = Vec::new();
+    let mut hear = |event: CheckEvent<'_>| {
+        if let CheckEvent::Finding(text) = event {
+            found.push(text.to_string());
+        }
+    };
+    check(host, Path::new(NAME), &CheckOptions::default(), &mut hear).await.unwrap();
+    if matches!(metadata, MetadataMode::Ordered | MetadataMode::Auto) {
+        found.retain(|text| !text.starts_with("Leaked cluster"));
+    }
+    assert!(found.is_empty(), "{found:?}");
+}
+
+/// One half of a write lies in place, the other in a new cluster behind the file's end, and is kept; the
+/// first fails. Then something needs a new table.
+async fn fail_and_make_a_table(plan: &Plan, disk: &Disk<FaultHost<MemoryHost>>) {
+    for n in 0..3 {
+        write(disk, n * 2 * CLUSTER, 1, CLUSTER).await;
+        disk.flush().await.unwrap();
+    }
+    plan.add(Fault::new(Operation::Write, 0));
+    let bytes = IoBuf::copy_of(&[0x5a; CLUSTER as usize]);
+    assert!(disk.write(CLUSTER / 2, bytes).await.is_err());
+    plan.clear();
+    write(disk, FAR, 7, CLUSTER).await;
+    disk.flush().await.unwrap();
+    assert_reads(disk, FAR, 7).await;
+}
+
+#[test]
+fn a_failed_write_is_not_replayed_over_a_table() {
+    for metadata in MetadataMode::ALL {
+        block_on(async {
+            let (memory, plan) = (image().await, Plan::new());
+            let disk = open(FaultHost::new(memory.clone(), plan.clone()), metadata).await;
+            fail_and_make_a_table(&plan, &disk).await;
+            // A crash that loses nothing.
+            drop(disk);
+            let disk = open(memory.clone(), metadata).await;
+            assert_reads(&disk, FAR, 7).await;
+            disk.close().await.unwrap();
+            drop(disk);
+            assert_sound(&memory, metadata).await;
+        });
+    }
+}
+
+#[test]
+fn a_failed_write_is_not_put_over_a_table_by_a_checkpoint() {
+    for metadata in MetadataMode::ALL {
+        block_on(async {
+            let (memory, plan) = (image().await, Plan::new());
+            let disk = open(FaultHost::new(memory.clone(), plan.clone()), metadata).await;
+            fail_and_make_a_table(&plan, &disk).await;
+            for n in 0..12 {
+                write(&disk, (20 + n) * CLUSTER, 9, CLUSTER).await;
+                disk.flush().await.unwrap();
+            }
+            disk.close().await.unwrap();
+            drop(disk);
+            let disk = open(memory.clone(), MetadataMode::Auto).await;
+            assert_reads(&disk, FAR, 7).await;
+            disk.close().await.unwrap();
+            drop(disk);
+            assert_sound(&memory, metadata).await;
+        });
+    }
+}
+
+/// What a cluster may hold: any of these.
+struct Cluster {
+    now: Vec<u8>,
+    after_a_crash: Vec<u8>,
+}
+
+const CLUSTERS: u64 = 24;
+
+async fn request(disk: &Disk<FaultHost<MemoryHost>>, kind: u8, at: u64, tag: u8) -> bool {
+    let done = match kind {
+        0..5 => disk.write(at, IoBuf::copy_of(&[tag; CLUSTER as usize])).await.map(drop),
+        5 | 6 => {
+            disk.write_compressed(at, IoBuf::copy_of(&[tag; CLUSTER as usize])).await.map(drop)
+        }
+        7 => disk.discard(at, CLUSTER).await,
+        8 => {
+            let flags = ZeroFlags { may_unmap: tag & 1 == 1, only_fast: false };
+            disk.write_zeroes(at, CLUSTER, flags).await
+        }
+        _ => disk.flush().await,
+    };
+    done.is_ok()
+}
+
+/// Requests of which some fail and some are given up at any await; the disk's content is checked all the
+/// while, after a crash that loses nothing, and after a close.
+fn history(rng: &mut StdRng) {
+    let metadata = MetadataMode::ALL[rng.random_range(0..4)];
+    let memory = block_on(image());
+    let new = || Cluster { now: vec![0], after_a_crash: vec![0] };
+    let mut model: Vec<Cluster> = (0..CLUSTERS).map(|_| new()).collect();
+    for _ in 0..3 {
+        let plan = Plan::new();
+        plan.delay(rng.random());
+        let disk = block_on(open(FaultHost::new(memory.clone(), plan.clone()), metadata));
+        let mut poisoned = false;
+        for _ in 0..rng.random_range(20..120) {
+            let (kind, cluster) = (rng.random_range(0..12), rng.random_range(0..CLUSTERS));
+            // Spread over tables, of which each maps 2 MiB.
+            let (at, tag) = (cluster * (1 << 20), rng.random_range(1..=255));
+            let fails = rng.random_bool(0.2);
+            if fails && kind < 9 {
+                let after = rng.random_range(0..3);
+                let operation =
+                    [Operation::Write, Operation::Write, Operation::Read][rng.random_range(0..3)];
+                plan.add(Fault::new(operation, after));
+            }
+            let turns = if rng.random_bool(0.2) { rng.random_range(1..40) } else { ALWAYS };
+            let ended = run(request(&disk, kind, at, tag), turns);
+            plan.clear();
+            let new = match kind {
+                0..7 => tag,
+                7 | 8 => 0,
+                _ if ended == Some(true) => {
+                    for place in &mut model {
+                        place.after_a_crash.clone_from(&place.now);
+                    }
+                    continue;
+                }
+                _ => {
+                    // A flush that was given up leaves a disk that takes no more writes.
+                    poisoned = true;
+                    continue;
+                }
+            };
+            if poisoned {
+                assert_ne!(
+                    ended,
+                    Some(true),
+                    "a disk of which a flush was given up took a request"
+                );
+                continue;
+            }
+            let place = &mut model[cluster as usize];
+            if ended == Some(true) {
+                place.now.clear();
+            }
+            place.now.push(new);
+            place.after_a_crash.push(new);
+        }
+        if rng.random() && !poisoned {
+            match block_on(disk.close()) {
+                Ok(()) => {
+                    for place in &mut model {
+                        place.after_a_crash.clone_from(&place.now);
+                    }
+                }
+                // A write commits where much has gathered, and that has failed.
+                Err(DiskError::Poisoned(_)) => {}
+                Err(error) => panic!("{error}"),
+            }
+        }
+        drop(disk);
+        let disk = block_on(open(memory.clone(), metadata));
+        for (cluster, place) in model.iter_mut().enumerate() {
+            let may = &mut place.after_a_crash;
+            let at = cluster as u64 * (1 << 20);
+            let found = block_on(disk.read(at, IoBuf::zeroed(CLUSTER as usize))).unwrap();
+            for sector in found.chunks(512) {
+                assert!(
+                    sector.iter().all(|byte| *byte == sector[0]) && may.contains(&sector[0]),
+                    "cluster {cluster} holds {:x?} instead of one of {may:x?}",
+                    &sector[..4]
+                );
+            }
+            *may = found.chunks(512).map(|sector| sector[0]).collect();
+            may.dedup();
+            place.now.clone_from(may);
+        }
+        block_on(disk.close()).unwrap();
+        drop(disk);
+        // The commit that sets a journal up does without one, and a crash in it may cost space.
+        block_on(assert_sound(&memory, MetadataMode::Ordered));
+    }
+}
+
+#[test]
+fn requests_that_fail_or_are_given_up_leave_nothing_behind() {
+    let mut rng = Seed::new().rng();
+    for _ in 0..60 {
+        history(&mut rng);
+    }
+}
+
+/// A flush given up half-way, and another.
+#[test]
+fn a_flush_after_one_that_was_given_up_promises_nothing_that_is_not_so() {
+    for metadata in MetadataMode::ALL {
+        for turns in 1..60 {
+            let (memory, plan) = (block_on(image()), Plan::new());
+            plan.delay(turns * 7919);
+            let host = FaultHost::new(memory.clone(), plan);
+            let disk = block_on(open(host, metadata));
+            block_on(write(&disk, 0, 1, CLUSTER));
+            block_on(disk.flush()).unwrap();
+            block_on(write(&disk, FAR, 2, CLUSTER));
+            drop(run(disk.flush(), turns));
+            let second = block_on(disk.flush());
+            drop(disk);
+            if second.is_ok() {
+                let disk = block_on(open(memory.clone(), metadata));
+                block_on(assert_reads(&disk, FAR, 2));
+            }
+        }
+    }
+}

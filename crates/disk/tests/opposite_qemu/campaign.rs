@@ -1,0 +1,156 @@
+//! Which seeds are tried, for how long, and what came of them.
+
+use crate::replay::Totals;
+use isobath_testkit::seed::Seed;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeSet;
+use std::env;
+use std::fs;
+use std::path::PathBuf;
+use std::sync::{Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+/// How often what was done is told and kept.
+const EVERY: Duration = Duration::from_secs(20);
+
+/// What the next run goes on with.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+struct State {
+    first: u64,
+    next: u64,
+    /// Seeds that were begun.
+    open: BTreeSet<u64>,
+    totals: Totals,
+    seconds: f64,
+}
+
+struct Progress {
+    state: State,
+    /// Seeds that an earlier run had begun.
+    again: Vec<u64>,
+    told: Instant,
+    failure: Option<String>,
+}
+
+pub(crate) struct Campaign {
+    progress: Mutex<Progress>,
+    file: Option<PathBuf>,
+    begun: Instant,
+    seconds_before: f64,
+    operations_before: u64,
+    limit: Duration,
+    operations: u64,
+}
+
+fn number(name: &str, otherwise: u64) -> u64 {
+    env::var(name).map_or(otherwise, |text| text.parse().unwrap())
+}
+
+impl Campaign {
+    /// Begins, or goes on where the file of an earlier run ends. A seed that is given begins anew.
+    pub(crate) fn start() -> Self {
+        let given = env::var_os("ISOBATH_SEED").is_some();
+        let file = env::var_os("ISOBATH_DIFF_STATE").map(PathBuf::from).filter(|_| !given);
+        let kept = file.as_ref().and_then(|file| fs::read(file).ok());
+        let state: State = if let Some(bytes) = kept {
+            serde_json::from_slice(&bytes).unwrap()
+        } else {
+            let first = Seed::new().value();
+            State { first, next: first, ..State::default() }
+        };
+        let (now, again) = (Instant::now(), state.open.iter().copied().collect());
+        let (seconds, done) = (state.seconds, state.totals.operations());
+        Self {
+            progress: Mutex::new(Progress { state, again, told: now, failure: None }),
+            file,
+            begun: now,
+            seconds_before: seconds,
+            operations_before: done,
+            limit: Duration::from_secs(number("ISOBATH_DIFF_SECONDS", 40)),
+            operations: number("ISOBATH_DIFF_OPERATIONS", u64::MAX),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Progress> {
+        self.progress.lock().unwrap()
+    }
+
+    pub(crate) fn next_seed(&self) -> u64 {
+        let mut progress = self.lock();
+        if let Some(seed) = progress.again.pop() {
+            return seed;
+        }
+        let seed = progress.state.next;
+        progress.state.next = seed.wrapping_add(1);
+        progress.state.open.insert(seed);
+        seed
+    }
+
+    pub(crate) fn passed(&self, seed: u64, done: Totals) {
+        let mut progress = self.lock();
+        progress.state.open.remove(&seed);
+        progress.state.totals += done;
+        if progress.told.elapsed() > EVERY {
+            progress.told = Instant::now();
+            self.tell(&mut progress.state);
+        }
+    }
+
+    /// Keeps the first failure only.
+    pub(crate) fn failed(&self, explain: impl FnOnce() -> String) {
+        let first = {
+            let mut progress = self.lock();
+            let first = progress.failure.is_none();
+            progress.failure.get_or_insert_default();
+            first
+        };
+        if first {
+            let text = explain();
+            self.lock().failure = Some(text);
+        }
+    }
+
+    pub(crate) fn is_over(&self) -> bool {
+        let progress = self.lock();
+        progress.failure.is_some()
+            || self.begun.elapsed() > self.limit
+            || progress.state.totals.operations() >= self.operations
+    }
+
+    fn tell(&self, state: &mut State) {
+        let seconds = self.begun.elapsed().as_secs_f64();
+        state.seconds = self.seconds_before + seconds;
+        let done = &state.totals;
+        println!(
+            "{} operations ({} by isobath, {} by qemu, {} jobs) in {} sessions on {} layers of {} \
+             histories; {} MiB compared; from seed {:#x}, next {:#x}; {:.0} operations a second, {:.0} s \
+             in all",
+            done.operations(),
+            done.isobath,
+            done.qemu,
+            done.jobs,
+            done.sessions,
+            done.layers,
+            done.histories,
+            done.bytes_compared >> 20,
+            state.first,
+            state.next,
+            (done.operations() - self.operations_before) as f64 / seconds,
+            state.seconds
+        );
+        if let Some(file) = &self.file {
+            let new = file.with_extension("new");
+            fs::write(&new, serde_json::to_vec_pretty(state).unwrap()).unwrap();
+            fs::rename(new, file).unwrap();
+        }
+    }
+
+    /// Tells what was done; fails the test where something failed.
+    pub(crate) fn end(&self) {
+        let mut progress = self.lock();
+        self.tell(&mut progress.state);
+        if let Some(text) = progress.failure.take() {
+            panic!("{text}");
+        }
+    }
+}

@@ -1,0 +1,166 @@
+//! How much of requests' data all clients of a server together may keep in memory.
+
+use parking_lot::Mutex;
+use std::collections::BTreeMap;
+use std::task::{Context, Poll, Waker};
+
+/// What each client gets whatever the others hold, in bytes: requests of common sizes always go on.
+pub(crate) const ASSURED: usize = 4 << 20;
+/// Beyond that, a client may hold this part of what is free.
+const PART: usize = 8;
+
+/// Bytes that are shared among clients. Who does not take its replies keeps what it holds; it gets a part
+/// of what is free only, so that there is always something left for the others.
+pub(crate) struct Budget {
+    limit: usize,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    /// What clients hold beyond what they are assured of.
+    held: usize,
+    next: u64,
+    waiting: BTreeMap<u64, Waker>,
+}
+
+/// What one client holds; given back when dropped.
+pub(crate) struct Share<'a> {
+    budget: &'a Budget,
+    held: usize,
+    /// Under which it waits.
+    key: Option<u64>,
+}
+
+impl Budget {
+    /// A budget of `limit` bytes, to which what clients are assured of is added.
+    pub(crate) fn new(limit: usize) -> Self {
+        Self { limit, state: Mutex::default() }
+    }
+
+    /// A client that holds nothing yet.
+    pub(crate) fn share(&self) -> Share<'_> {
+        Share { budget: self, held: 0, key: None }
+    }
+}
+
+impl Share<'_> {
+    /// Takes so many bytes more, once they may be had. One request at a time may wait.
+    pub(crate) fn poll_take(&mut self, bytes: usize, cx: &Context<'_>) -> Poll<()> {
+        let (before, after) = (beyond(self.held), beyond(self.held.saturating_add(bytes)));
+        if before == after && self.key.is_none() {
+            self.held += bytes;
+            return Poll::Ready(());
+        }
+        let mut state = self.budget.state.lock();
+        let free = self.budget.limit.saturating_sub(state.held);
+        if after > before && after > free / PART {
+            let key = *self.key.get_or_insert_with(|| {
+                state.next += 1;
+                state.next
+            });
+            state.waiting.insert(key, cx.waker().clone());
+            return Poll::Pending;
+        }
+        state.held += after - before;
+        self.held += bytes;
+        if let Some(key) = self.key.take() {
+            state.waiting.remove(&key);
+        }
+        Poll::Ready(())
+    }
+
+    /// Gives bytes back.
+    pub(crate) fn give(&mut self, bytes: usize) {
+        let before = beyond(self.held);
+        self.held = self.held.saturating_sub(bytes);
+        let given = before - beyond(self.held);
+        if given == 0 {
+            return;
+        }
+        let waiting = {
+            let mut state = self.budget.state.lock();
+            state.held -= given;
+            std::mem::take(&mut state.waiting)
+        };
+        waiting.into_values().for_each(Waker::wake);
+    }
+}
+
+/// What of so many bytes no client is assured of.
+fn beyond(held: usize) -> usize {
+    held.saturating_sub(ASSURED)
+}
+
+impl Drop for Share<'_> {
+    fn drop(&mut self) {
+        self.give(self.held);
+        if let Some(key) = self.key {
+            self.budget.state.lock().waiting.remove(&key);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::task::Wake;
+
+    const MIB: usize = 1 << 20;
+
+    fn takes(share: &mut Share<'_>, bytes: usize) -> bool {
+        share.poll_take(bytes, &Context::from_waker(Waker::noop())).is_ready()
+    }
+
+    #[test]
+    fn however_much_some_hold_there_is_something_left() {
+        let budget = Budget::new(512 * MIB);
+        // Each takes as much as it can get, in requests of every size.
+        let mut greedy: Vec<_> = (0..128).map(|_| budget.share()).collect();
+        for share in &mut greedy {
+            for bytes in [32 * MIB, 8 * MIB, MIB, 64 << 10, 4096] {
+                while takes(share, bytes) {}
+            }
+        }
+        let held = || budget.state.lock().held;
+        assert!(held() > 400 * MIB && held() <= 512 * MIB, "{}", held());
+        let mut other = budget.share();
+        assert!(takes(&mut other, ASSURED), "a common request goes on");
+        assert!(!takes(&mut other, 32 * MIB));
+        greedy.truncate(20);
+        assert!(takes(&mut budget.share(), 8 * MIB), "and larger ones beside fewer of them");
+        drop((greedy, other));
+        assert_eq!(held(), 0);
+        assert!(takes(&mut budget.share(), 32 * MIB));
+    }
+
+    struct Count(AtomicUsize);
+
+    impl Wake for Count {
+        fn wake(self: Arc<Self>) {
+            self.0.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    #[test]
+    fn who_waits_is_woken_and_who_leaves_is_forgotten() {
+        let count = Arc::new(Count(AtomicUsize::new(0)));
+        let waker = Waker::from(count.clone());
+        let budget = Budget::new(64 * MIB);
+        let held = || budget.state.lock().held;
+        let (mut one, mut other) = (budget.share(), budget.share());
+        assert!(takes(&mut one, 12 * MIB));
+        assert!(other.poll_take(12 * MIB, &Context::from_waker(&waker)).is_pending());
+        assert!(other.poll_take(12 * MIB, &Context::from_waker(&waker)).is_pending());
+        assert_eq!(budget.state.lock().waiting.len(), 1);
+        one.give(4 * MIB);
+        assert_eq!(count.0.load(Ordering::Relaxed), 1);
+        assert!(other.poll_take(13 * MIB, &Context::from_waker(&waker)).is_pending());
+        drop(other);
+        assert!(budget.state.lock().waiting.is_empty());
+        one.give(100 * MIB);
+        assert_eq!(held(), 0);
+    }
+}
