@@ -9,6 +9,7 @@ use crate::mode::Mode;
 use crate::plan::{self, Plan};
 use crate::record::{NEVER, Record, Tick};
 use crate::recover::{Case, Passed, Way, recover, recover_wild};
+use crate::server;
 use crate::state::{Fate, Replay, random_grain};
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
@@ -39,7 +40,7 @@ pub struct Totals {
 }
 
 impl Totals {
-    fn count(&mut self, sort: &'static str, name: &'static str, states: u64) {
+    pub(crate) fn count(&mut self, sort: &'static str, name: &'static str, states: u64) {
         *self.sorts.entry((sort, name)).or_default() += states;
     }
 
@@ -80,6 +81,8 @@ pub struct Failure {
     pub story: Vec<String>,
     /// Of a small history: of how many changes all subsets were tried.
     pub bits: Option<u32>,
+    /// Of a server's history: the kind that was asked for.
+    pub server: Option<server::kind::Kind>,
 }
 
 impl Failure {
@@ -95,7 +98,13 @@ impl Failure {
         if let Some(bits) = self.bits {
             let _ = write!(text, " --exhaustive --bits {bits}");
         }
+        if settings.server {
+            text.push_str(" --server");
+        }
         if let Some(kind) = settings.kind {
+            let _ = write!(text, " --kind {kind}");
+        }
+        if let Some(kind) = self.server {
             let _ = write!(text, " --kind {kind}");
         }
         if let Some(number) = settings.sabotage {
@@ -123,6 +132,8 @@ pub struct Settings {
     pub qemu_every: u64,
     /// A failure tells all that was done to the files.
     pub trace: bool,
+    /// Histories are of a server.
+    pub server: bool,
 }
 
 impl Settings {
@@ -135,6 +146,7 @@ impl Settings {
             faultless: false,
             qemu_every: QEMU_EVERY,
             trace: false,
+            server: false,
         }
     }
 }
@@ -172,7 +184,7 @@ fn faults(rng: &mut SmallRng, start: &Start) -> (Faults, &'static str) {
         }
         5 => {
             let longest = start.files.iter().map(|(_, bytes)| bytes.len()).max().unwrap_or(0);
-            faults.space = Some(longest as u64 + rng.random_range(0..start.size()));
+            faults.space = Some(longest + rng.random_range(0..start.size()));
             "no space is left"
         }
         6 => {
@@ -220,7 +232,7 @@ pub fn happen(
     conduct: Conduct,
     seed: u64,
 ) -> Result<Happened, String> {
-    let drops = matches!(conduct.faults.flush, Some((_, FlushFault::Drops)));
+    let drops = conduct.faults.drops();
     let atomic = conduct.atomic;
     let host = SimHost::new(start.files.clone(), conduct);
     let before = Before::Bytes(Arc::clone(&start.content));
@@ -254,7 +266,7 @@ pub(crate) fn guarded(
     let tested = catch_unwind(AssertUnwindSafe(|| test(&mut totals, &mut story)));
     match tested.unwrap_or_else(|panic| Err(panicked(&*panic))) {
         Ok(()) => Ok(totals),
-        Err(what) => Err(Box::new(Failure { seed, what, story, bits: None })),
+        Err(what) => Err(Box::new(Failure { seed, what, story, bits: None, server: None })),
     }
 }
 
@@ -293,6 +305,7 @@ fn history(
         discarded: [Some(0), Some(0), None, Some(0xdd)][rng.random_range(0..4)],
         atomic: ATOMIC[rng.random_range(0..ATOMIC.len())],
         faults,
+        ..Conduct::default()
     };
     story.push(device(conduct.atomic).into());
     let happened = happen(settings, kind, start, plan, conduct, rng.random())?;
@@ -373,6 +386,8 @@ impl<'a> Crashes<'a> {
             lives: 1,
             leaked: 0,
             qemu: every > 0 && seed.is_multiple_of(every),
+            host: Conduct::default(),
+            may_leak: false,
         };
         let mut passed = Vec::new();
         let judged = catch_unwind(AssertUnwindSafe(|| {
@@ -415,7 +430,7 @@ impl<'a> Crashes<'a> {
 }
 
 /// What a panic said.
-fn panicked(panic: &(dyn Any + Send)) -> String {
+pub(crate) fn panicked(panic: &(dyn Any + Send)) -> String {
     let text = panic.downcast_ref::<String>().map(String::as_str);
     let text = text.or_else(|| panic.downcast_ref::<&str>().copied());
     format!("the engine panicked: {}", text.unwrap_or("(no message)"))

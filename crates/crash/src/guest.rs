@@ -5,14 +5,21 @@
 //! first was answered, and that a flush has promised (after a crash) or that was itself answered
 //! before the read began. The byte may hold what any other wrote.
 
+use crate::content::Content;
 use crate::record::{NEVER, Tick};
 use crate::value::{Value, interpret};
+use rustc_hash::FxHashMap;
 use std::fmt::Write as _;
 use std::ops::Range;
 use std::sync::Arc;
 
 /// Bytes that reach a disk as a whole or not at all.
 pub const SECTOR: u64 = 512;
+
+/// Sectors whose requests are listed together.
+const GROUP: u64 = 64;
+/// Requests over more groups than this are listed apart.
+const WIDE: u64 = 32;
 
 /// A request that changed the disk, or may have.
 #[derive(Clone, Debug)]
@@ -59,15 +66,34 @@ pub struct Log {
     pub sizes: Vec<(Tick, Tick, u64)>,
     /// Reads.
     pub seen: Vec<Seen>,
-    /// By sector, the requests that wrote to it.
-    by_sector: Vec<Vec<u32>>,
+    /// By group of sectors, and the sector in it, the requests that wrote there.
+    by_group: FxHashMap<u64, Box<[Vec<u32>; GROUP as usize]>>,
+    /// Those over so much that they are in no group.
+    wide: Vec<u32>,
+}
+
+/// What was read of a disk: all of it, or what may be anything but zeroes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Look {
+    /// What it holds.
+    pub content: Content,
+    /// What was read, in order.
+    pub parts: Vec<Range<u64>>,
+}
+
+impl Look {
+    /// All bytes of a disk.
+    pub fn whole(bytes: &[u8]) -> Self {
+        let length = bytes.len() as u64;
+        Self { content: Content::from(bytes), parts: std::iter::once(0..length).collect() }
+    }
 }
 
 /// What a disk held at first.
 #[derive(Clone, Debug)]
 pub enum Before {
     /// These bytes, for certain.
-    Bytes(Arc<Vec<u8>>),
+    Bytes(Arc<Content>),
     /// What an earlier crash may have left.
     Crash(Arc<Oracle>),
 }
@@ -81,26 +107,28 @@ impl Default for Before {
 impl Before {
     fn allows(&self, offset: u64, bytes: &[u8]) -> bool {
         match self {
-            Self::Bytes(before) => {
-                let start = (offset as usize).min(before.len());
-                let end = (offset as usize + bytes.len()).min(before.len());
-                let there = end - start;
-                bytes[..there] == before[start..end] && bytes[there..].iter().all(|byte| *byte == 0)
-            }
+            Self::Bytes(before) => before.holds(offset, bytes),
             Self::Crash(oracle) => oracle.allows(offset, bytes),
         }
     }
 
     fn allows_byte(&self, offset: u64, byte: u8) -> bool {
         match self {
-            Self::Bytes(before) => before.get(offset as usize).copied().unwrap_or(0) == byte,
+            Self::Bytes(before) => before.holds(offset, &[byte]),
             Self::Crash(oracle) => oracle.allows_byte(offset, byte),
+        }
+    }
+
+    fn interest(&self) -> Vec<Range<u64>> {
+        match self {
+            Self::Bytes(before) => before.data().collect(),
+            Self::Crash(oracle) => oracle.interest(),
         }
     }
 
     fn sizes(&self) -> Vec<u64> {
         match self {
-            Self::Bytes(before) => vec![before.len() as u64],
+            Self::Bytes(before) => vec![before.len()],
             Self::Crash(oracle) => oracle.sizes(),
         }
     }
@@ -122,11 +150,14 @@ impl Log {
     ) -> usize {
         let number = self.written.len();
         let sectors = range.start / SECTOR..range.end.div_ceil(SECTOR);
-        if self.by_sector.len() < sectors.end as usize {
-            self.by_sector.resize(sectors.end as usize, Vec::new());
-        }
-        for sector in sectors {
-            self.by_sector[sector as usize].push(number as u32);
+        if sectors.end.div_ceil(GROUP) - sectors.start / GROUP > WIDE {
+            self.wide.push(number as u32);
+        } else {
+            for sector in sectors {
+                let group = self.by_group.entry(sector / GROUP);
+                let group = group.or_insert_with(|| Box::new(std::array::from_fn(|_| Vec::new())));
+                group[(sector % GROUP) as usize].push(number as u32);
+            }
         }
         let (ended, done, durable) = (NEVER, false, false);
         self.written.push(Written { range, value, began, ended, done, durable, name });
@@ -158,6 +189,23 @@ impl Log {
             })?;
         }
         Ok(())
+    }
+
+    /// Where the disk may hold something else than zeroes, or lately did.
+    pub fn interest(&self) -> Vec<Range<u64>> {
+        let mut ranges = self.before.interest();
+        for written in &self.written {
+            let Range { start, end } = written.range.clone();
+            if end - start <= 2 * LOOKED_AT_ONCE {
+                ranges.push(start..end);
+            } else {
+                // Of much, its ends and something between.
+                let middle = start + (end - start) / 2;
+                let pieces = [start, middle, end - EDGE];
+                ranges.extend(pieces.map(|at| at..at + EDGE));
+            }
+        }
+        ranges
     }
 
     /// Until when everything answered was promised before `now`.
@@ -201,6 +249,28 @@ impl Log {
     }
 }
 
+/// Requests that wrote to a sector, and others.
+#[derive(Clone, Copy)]
+struct On<'a> {
+    narrow: &'a [u32],
+    wide: &'a [u32],
+}
+
+impl On<'_> {
+    fn iter(&self) -> impl Iterator<Item = u32> {
+        self.narrow.iter().chain(self.wide).copied()
+    }
+
+    fn any(&self, found: impl Fn(u32) -> bool) -> bool {
+        self.iter().any(found)
+    }
+}
+
+/// Bytes of a long range that are looked at in one place.
+const EDGE: u64 = 256 << 10;
+/// Bytes of a disk that are checked at once.
+const LOOKED_AT_ONCE: u64 = 1 << 20;
+
 /// What a disk may hold at a moment.
 #[derive(Clone, Debug)]
 pub struct Oracle {
@@ -217,6 +287,11 @@ impl Oracle {
         Self { log: Arc::clone(log), now, settled: log.promised(now) }
     }
 
+    /// What it may hold after a kill at the moment `at`, of which nothing but what was under way is lost.
+    pub fn of_kill(log: &Arc<Log>, at: Tick) -> Self {
+        Self { log: Arc::clone(log), now: at + 1, settled: at }
+    }
+
     /// What it holds at `now`, while it runs.
     pub fn of_present(log: &Arc<Log>, now: Tick) -> Self {
         Self { log: Arc::clone(log), now, settled: now }
@@ -228,10 +303,10 @@ impl Oracle {
     }
 
     /// Whether `written`, or what was before where it is `None`, may be in all of `range`.
-    fn may_show(&self, written: Option<&Written>, range: &Range<u64>, on: &[u32]) -> bool {
+    fn may_show(&self, written: Option<&Written>, range: &Range<u64>, on: On<'_>) -> bool {
         let ended = written.map_or(0, |written| written.ended);
-        !on.iter().any(|number| {
-            let later = &self.log.written[*number as usize];
+        !on.any(|number| {
+            let later = &self.log.written[number as usize];
             later.began > ended
                 && later.range.start < range.end
                 && range.start < later.range.end
@@ -239,18 +314,24 @@ impl Oracle {
         })
     }
 
-    fn on(&self, offset: u64) -> &[u32] {
-        self.log.by_sector.get((offset / SECTOR) as usize).map_or(&[], Vec::as_slice)
+    fn on(&self, offset: u64) -> On<'_> {
+        let sector = offset / SECTOR;
+        let group = self.log.by_group.get(&(sector / GROUP));
+        let narrow = group.map_or(&[][..], |group| &group[(sector % GROUP) as usize]);
+        On { narrow, wide: &self.log.wide }
     }
 
     /// Whether a sector, or the part of it that the disk has, may hold these bytes.
     fn allows(&self, offset: u64, bytes: &[u8]) -> bool {
         let on = self.on(offset);
         let range = offset..offset + bytes.len() as u64;
-        let started = |number: &&u32| self.log.written[**number as usize].began < self.now;
         let mut whole = true;
-        for number in on.iter().filter(started) {
-            let written = &self.log.written[*number as usize];
+        for number in on.iter() {
+            let written = &self.log.written[number as usize];
+            let (start, end) = (written.range.start, written.range.end);
+            if written.began >= self.now || start >= range.end || end <= range.start {
+                continue;
+            }
             if written.range.start > range.start || written.range.end < range.end {
                 whole = false;
             } else if written.value.fills(offset, bytes) && self.may_show(Some(written), &range, on)
@@ -267,14 +348,14 @@ impl Oracle {
     fn allows_byte(&self, offset: u64, byte: u8) -> bool {
         let on = self.on(offset);
         let range = offset..offset + 1;
-        let shows = |number: &u32| {
-            let written = &self.log.written[*number as usize];
+        let shows = |number: u32| {
+            let written = &self.log.written[number as usize];
             written.began < self.now
                 && written.range.contains(&offset)
                 && written.value.byte(offset) == byte
                 && self.may_show(Some(written), &range, on)
         };
-        on.iter().any(shows)
+        on.any(shows)
             || self.log.before.allows_byte(offset, byte) && self.may_show(None, &range, on)
     }
 
@@ -296,12 +377,25 @@ impl Oracle {
     ///
     /// # Errors
     /// It has another size, or holds what it cannot.
-    pub fn check(&self, bytes: &[u8]) -> Result<(), String> {
-        let sizes = self.sizes();
-        if !sizes.contains(&(bytes.len() as u64)) {
-            return Err(format!("the disk has {} bytes instead of {sizes:?}", bytes.len()));
+    pub fn check(&self, look: &Look) -> Result<(), String> {
+        let (sizes, size) = (self.sizes(), look.content.len());
+        if !sizes.contains(&size) {
+            return Err(format!("the disk has {size} bytes instead of {sizes:?}"));
         }
-        self.check_range(0, bytes)
+        for part in &look.parts {
+            let mut at = part.start;
+            while at < part.end {
+                let next = part.end.min(at + LOOKED_AT_ONCE);
+                self.check_range(at, &look.content.bytes(at..next))?;
+                at = next;
+            }
+        }
+        Ok(())
+    }
+
+    /// Where the disk may hold something else than zeroes, or lately did.
+    pub fn interest(&self) -> Vec<Range<u64>> {
+        self.log.interest()
     }
 
     /// Checks bytes of the disk from `offset` on.
@@ -331,9 +425,11 @@ impl Oracle {
         let mut text =
             format!("the sector at {offset} holds {}; it was written by", interpret(offset, bytes));
         let mut any = false;
-        for number in self.on(offset) {
-            let written = &self.log.written[*number as usize];
-            if written.began >= self.now {
+        for number in self.on(offset).iter() {
+            let written = &self.log.written[number as usize];
+            let (start, end) = (written.range.start, written.range.end);
+            let apart = start >= offset + bytes.len() as u64 || end <= offset;
+            if written.began >= self.now || apart {
                 continue;
             }
             any = true;
@@ -362,9 +458,8 @@ impl Oracle {
         }
         let _ = write!(text, "\n    (what was answered by {} is settled)", self.settled);
         if let Before::Bytes(before) = &self.log.before {
-            let end = (offset as usize + bytes.len()).min(before.len());
-            let old = before.get(offset as usize..end).unwrap_or_default();
-            let _ = write!(text, "\n    before all that it held {}", interpret(offset, old));
+            let old = before.bytes(offset..offset + bytes.len() as u64);
+            let _ = write!(text, "\n    before all that it held {}", interpret(offset, &old));
         }
         text
     }
@@ -380,7 +475,8 @@ mod tests {
     }
 
     fn log(requests: &[(Range<u64>, u32, Tick, Tick)], flushed: &[(Tick, Tick)]) -> Arc<Log> {
-        let mut log = Log::new(Before::Bytes(Arc::new(pattern(1).bytes(0..1024))));
+        let mut log =
+            Log::new(Before::Bytes(Arc::new(Content::from(&pattern(1).bytes(0..1024)[..]))));
         for (range, number, began, ended) in requests {
             let request = log.begin(range.clone(), pattern(*number), *began, "write");
             log.end(request, *ended, *ended != NEVER);
@@ -392,7 +488,7 @@ mod tests {
     fn holds(log: &Arc<Log>, now: Tick, number: u32) -> bool {
         let mut bytes = pattern(1).bytes(0..1024);
         bytes[..512].copy_from_slice(&pattern(number).bytes(0..512));
-        Oracle::of_crash(log, now).check(&bytes).is_ok()
+        Oracle::of_crash(log, now).check(&Look::whole(&bytes)).is_ok()
     }
 
     #[test]
@@ -414,22 +510,22 @@ mod tests {
     fn parts_of_a_sector_are_judged_byte_by_byte() {
         let log = log(&[(100..612, 2, 1, 2)], &[(3, 4)]);
         let mut bytes = pattern(1).bytes(0..1024);
-        assert!(Oracle::of_crash(&log, 2).check(&bytes).is_ok());
-        assert!(Oracle::of_crash(&log, 5).check(&bytes).is_err());
+        assert!(Oracle::of_crash(&log, 2).check(&Look::whole(&bytes)).is_ok());
+        assert!(Oracle::of_crash(&log, 5).check(&Look::whole(&bytes)).is_err());
         bytes[100..612].copy_from_slice(&pattern(2).bytes(100..612));
-        assert!(Oracle::of_crash(&log, 2).check(&bytes).is_ok());
-        assert!(Oracle::of_crash(&log, 5).check(&bytes).is_ok());
+        assert!(Oracle::of_crash(&log, 2).check(&Look::whole(&bytes)).is_ok());
+        assert!(Oracle::of_crash(&log, 5).check(&Look::whole(&bytes)).is_ok());
         bytes[99] ^= 1;
-        assert!(Oracle::of_crash(&log, 2).check(&bytes).is_err());
+        assert!(Oracle::of_crash(&log, 2).check(&Look::whole(&bytes)).is_err());
     }
 
     #[test]
     fn a_pattern_out_of_place_is_wrong() {
         let log = log(&[(0..1024, 2, 1, NEVER)], &[]);
         let mut bytes = pattern(2).bytes(0..1024);
-        assert!(Oracle::of_crash(&log, 5).check(&bytes).is_ok());
+        assert!(Oracle::of_crash(&log, 5).check(&Look::whole(&bytes)).is_ok());
         bytes.copy_within(512..1024, 0);
-        let error = Oracle::of_crash(&log, 5).check(&bytes).unwrap_err();
+        let error = Oracle::of_crash(&log, 5).check(&Look::whole(&bytes)).unwrap_err();
         assert!(error.contains("pattern 2 as it belongs at 512"), "{error}");
     }
 }

@@ -1,26 +1,89 @@
 //! A guest at work on a simulated disk.
 
+use crate::content::Content;
 use crate::executor::pause;
-use crate::guest::{Before, Log, Seen};
+use crate::guest::{Before, Log, Look, SECTOR, Seen};
 use crate::host::SimHost;
 use crate::hostile::Spy;
-use crate::image::{IMAGE, Start};
+use crate::image::Start;
 use crate::mode::Mode;
 use crate::plan::{Act, Plan, Request};
 use crate::record::{NEVER, Tick};
 use crate::value::{Sort, Value};
 use futures_util::future::join_all;
-use isobath_disk::{BlockDevice, Disk, DiskError, Preallocation, ZeroFlags};
+use isobath_disk::{BlockDevice, Disk, DiskError, LiveDisk, Preallocation, ZeroFlags};
 use isobath_storage::IoBuf;
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
-use std::cell::{Cell, RefCell};
-use std::path::Path;
+use std::cell::{Cell, Ref, RefCell};
+use std::future::Future;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// The numbers of a guest's patterns in each of its lives; lower ones are in the images from the
 /// beginning.
 const PATTERNS: u32 = 10_000;
+
+/// A disk of that many bytes is read as a whole.
+const SMALL: u64 = 8 << 20;
+/// Bytes that are read at once.
+const READ: u64 = 1 << 20;
+
+/// A disk that a guest can use.
+pub trait Target: BlockDevice {
+    /// Writes one compressed cluster.
+    fn write_compressed(
+        &self,
+        offset: u64,
+        buf: IoBuf,
+    ) -> impl Future<Output = isobath_disk::Result<IoBuf>>;
+
+    /// Does some of what is done in quiet moments.
+    fn tidy(&self) -> impl Future<Output = isobath_disk::Result<bool>>;
+
+    /// Sets the disk's size.
+    fn resize(&self, size: u64) -> impl Future<Output = isobath_disk::Result<()>>;
+
+    /// Brings the image into its final state.
+    fn close(&self) -> impl Future<Output = isobath_disk::Result<()>>;
+}
+
+impl Target for Disk<SimHost> {
+    async fn write_compressed(&self, offset: u64, buf: IoBuf) -> isobath_disk::Result<IoBuf> {
+        self.write_compressed(offset, buf).await
+    }
+
+    async fn tidy(&self) -> isobath_disk::Result<bool> {
+        self.tidy().await
+    }
+
+    async fn resize(&self, size: u64) -> isobath_disk::Result<()> {
+        self.resize(size, Preallocation::Off, true).await
+    }
+
+    async fn close(&self) -> isobath_disk::Result<()> {
+        self.close().await
+    }
+}
+
+/// What is compressed comes from other programs there, and what is tidied when is the disk's own matter.
+impl Target for LiveDisk<SimHost> {
+    async fn write_compressed(&self, offset: u64, buf: IoBuf) -> isobath_disk::Result<IoBuf> {
+        self.write(offset, buf).await
+    }
+
+    async fn tidy(&self) -> isobath_disk::Result<bool> {
+        Ok(false)
+    }
+
+    async fn resize(&self, size: u64) -> isobath_disk::Result<()> {
+        self.resize(size, Preallocation::Off, true).await
+    }
+
+    async fn close(&self) -> isobath_disk::Result<()> {
+        self.close().await
+    }
+}
 
 /// A guest, and what it remembers.
 pub struct Guest<'a> {
@@ -31,6 +94,10 @@ pub struct Guest<'a> {
     next: Cell<u32>,
     spy: RefCell<Spy>,
     seed: u64,
+    /// Something was given up, so that requests may fail.
+    excused: Cell<bool>,
+    /// A discard says nothing about what it leaves.
+    vague: bool,
 }
 
 impl<'a> Guest<'a> {
@@ -45,7 +112,24 @@ impl<'a> Guest<'a> {
         seed: u64,
     ) -> Self {
         let (log, next) = (RefCell::new(Log::new(before)), Cell::new(life * PATTERNS));
-        Self { host, start, mode, log, next, spy: RefCell::default(), seed }
+        let excused = Cell::new(false);
+        Self { host, start, mode, log, next, spy: RefCell::default(), seed, excused, vague: false }
+    }
+
+    /// The same guest of a disk whose active image changes: a discard may leave what was there.
+    #[must_use]
+    pub fn of_changing_chain(self) -> Self {
+        Self { vague: true, ..self }
+    }
+
+    /// Says that something was given up: requests may fail from now on.
+    pub fn excuse(&self) {
+        self.excused.set(true);
+    }
+
+    /// What the guest remembers so far.
+    pub fn log(&self) -> Ref<'_, Log> {
+        self.log.borrow()
     }
 
     /// Ends the guest's life; its memory remains.
@@ -56,17 +140,21 @@ impl<'a> Guest<'a> {
     /// Opens the disk.
     pub async fn open(&self) -> Result<Disk<SimHost>, String> {
         let options = self.mode.options(true, self.seed);
-        Disk::open(self.host.clone(), Path::new(IMAGE), &options)
+        Disk::open(self.host.clone(), &self.start.image, &options)
             .await
             .map_err(|error| format!("the disk was not opened: {error}"))
     }
 
-    fn faulty(&self) -> bool {
-        self.host.struck() != NEVER
+    /// Whether anything may fail.
+    pub fn faulty(&self) -> bool {
+        self.excused.get() || self.host.struck() != NEVER
     }
 
     /// An error without a fault is a finding.
-    fn judge<T>(&self, what: &str, done: Result<T, DiskError>) -> Result<Option<T>, String> {
+    ///
+    /// # Errors
+    /// The finding.
+    pub fn judge<T>(&self, what: &str, done: Result<T, DiskError>) -> Result<Option<T>, String> {
         match done {
             Ok(value) => Ok(Some(value)),
             Err(_) if self.faulty() => Ok(None),
@@ -80,17 +168,16 @@ impl<'a> Guest<'a> {
         self.next.set(number + 1);
         match sort {
             Sort::Zeroes => Value::Zero,
-            Sort::Hostile | Sort::Copied => {
-                let files = self.host.files();
-                let image = files.iter().find(|(name, _)| *name == Path::new(IMAGE));
-                let image = image.map_or(&[][..], |(_, bytes)| bytes);
+            Sort::Hostile | Sort::Copied if self.host.contents(&self.start.image).len() < SMALL => {
+                let image = self.host.contents(&self.start.image).to_vec();
                 let mut rng = SmallRng::seed_from_u64(self.seed ^ u64::from(number));
                 let range = offset..offset + length;
                 let cluster = self.start.new.cluster_size;
                 let mut spy = self.spy.borrow_mut();
-                let given = spy.bytes(sort, image, &range, number, cluster, &mut rng);
+                let given = spy.bytes(sort, &image, &range, number, cluster, &mut rng);
                 given.map_or(Value::Pattern(Sort::Random, number), Value::Given)
             }
+            Sort::Hostile | Sort::Copied => Value::Pattern(Sort::Random, number),
             sort => Value::Pattern(sort, number),
         }
     }
@@ -107,7 +194,10 @@ impl<'a> Guest<'a> {
 
     /// The bytes that a discard turns into zeroes: whole clusters, and what the disk has of its last
     /// one.
-    fn discarded(&self, disk: &Disk<SimHost>, offset: u64, length: u64) -> Option<(u64, u64)> {
+    fn discarded(&self, disk: &impl Target, offset: u64, length: u64) -> Option<(u64, u64)> {
+        if self.vague {
+            return Some((offset, length));
+        }
         if !self.start.discards() {
             return None;
         }
@@ -118,7 +208,8 @@ impl<'a> Guest<'a> {
         (first < last).then(|| (first, last - first))
     }
 
-    async fn request(&self, disk: &Disk<SimHost>, request: Request) -> Result<(), String> {
+    /// Makes one request.
+    pub async fn request(&self, disk: &impl Target, request: Request) -> Result<(), String> {
         match request {
             Request::Write(offset, length, sort) => {
                 let value = self.value(offset, length, sort);
@@ -146,7 +237,7 @@ impl<'a> Guest<'a> {
                     .map(|(offset, length)| self.begin(offset, length, Value::Zero, "a discard"));
                 let done = self.judge("a discard", disk.discard(offset, length).await)?;
                 if let Some(number) = number {
-                    self.end(number, done.is_some());
+                    self.end(number, done.is_some() && !self.vague);
                 }
             }
             Request::Read(offset, length) => {
@@ -202,25 +293,7 @@ impl<'a> Guest<'a> {
     async fn act(&self, disk: &Disk<SimHost>, act: Act) -> Result<(), String> {
         match act {
             Act::None | Act::Reopen => {}
-            Act::Resize(size) => {
-                let old = disk.size();
-                let (low, high) = (old.min(size), old.max(size));
-                let number = self.begin(low, high - low, Value::Zero, "a change of size");
-                let sized = {
-                    let mut log = self.log.borrow_mut();
-                    let began = log.written[number].began;
-                    log.sizes.push((began, NEVER, size));
-                    log.sizes.len() - 1
-                };
-                let done = disk.resize(size, Preallocation::Off, true).await;
-                let done = self.judge("a change of size", done)?.is_some();
-                self.end(number, done);
-                let mut log = self.log.borrow_mut();
-                log.written[number].durable = true;
-                if done {
-                    log.sizes[sized].1 = log.written[number].ended;
-                }
-            }
+            Act::Resize(size) => self.resize(disk, size).await?,
             Act::WriteIndex => {
                 let done = disk.write_index(|_| ()).await;
                 self.judge("writing an index", done)?;
@@ -232,8 +305,29 @@ impl<'a> Guest<'a> {
         Ok(())
     }
 
+    /// Changes the disk's size.
+    pub async fn resize(&self, disk: &impl Target, size: u64) -> Result<(), String> {
+        let old = disk.size();
+        let (low, high) = (old.min(size), old.max(size));
+        let number = self.begin(low, high - low, Value::Zero, "a change of size");
+        let sized = {
+            let mut log = self.log.borrow_mut();
+            let began = log.written[number].began;
+            log.sizes.push((began, NEVER, size));
+            log.sizes.len() - 1
+        };
+        let done = self.judge("a change of size", disk.resize(size).await)?.is_some();
+        self.end(number, done);
+        let mut log = self.log.borrow_mut();
+        log.written[number].durable = true;
+        if done {
+            log.sizes[sized].1 = log.written[number].ended;
+        }
+        Ok(())
+    }
+
     /// Closes the disk: all is promised then.
-    pub async fn close(&self, disk: &Disk<SimHost>) -> Result<(), String> {
+    pub async fn close(&self, disk: &impl Target) -> Result<(), String> {
         let began = self.host.tick();
         if self.judge("closing", disk.close().await)?.is_some() {
             self.log.borrow_mut().flushed.push((began, self.host.tick()));
@@ -271,18 +365,75 @@ impl<'a> Guest<'a> {
         Ok(())
     }
 
-    /// Reads the whole disk.
-    pub async fn look(&self, disk: &Disk<SimHost>) -> Result<Vec<u8>, String> {
-        let buf = IoBuf::zeroed(disk.size() as usize);
-        match disk.read(0, buf).await {
-            Ok(bytes) => Ok(bytes.to_vec()),
-            Err(error) => Err(format!("the disk could not be read: {error}")),
-        }
+    /// Reads the whole disk; of a large one, what may be anything but zeroes, `interest` among it.
+    pub async fn look(
+        &self,
+        disk: &impl BlockDevice,
+        interest: &[Range<u64>],
+    ) -> Result<Look, String> {
+        look(disk, interest).await.map_err(|error| format!("the disk could not be read: {error}"))
+    }
+
+    /// Where the disk may hold something else than zeroes, as far as the guest knows.
+    pub fn interest(&self) -> Vec<Range<u64>> {
+        self.log.borrow().interest()
     }
 
     /// What the disk held when the guest first looked at it.
-    pub fn found(&self, bytes: Vec<u8>) -> Tick {
-        self.log.borrow_mut().before = Before::Bytes(Arc::new(bytes));
+    pub fn found(&self, look: Look) -> Tick {
+        self.log.borrow_mut().before = Before::Bytes(Arc::new(look.content));
         self.host.tick()
     }
+}
+
+/// Reads a whole disk; of a large one, what it has data for and `interest`.
+///
+/// # Errors
+/// The disk's.
+pub async fn look(disk: &impl BlockDevice, interest: &[Range<u64>]) -> isobath_disk::Result<Look> {
+    let size = disk.size();
+    if size <= SMALL {
+        let bytes = disk.read(0, IoBuf::zeroed(size as usize)).await?;
+        return Ok(Look::whole(&bytes));
+    }
+    let mut parts: Vec<Range<u64>> = interest.to_vec();
+    let mut at = 0;
+    while at < size {
+        for run in disk.block_status(at, size - at, 1024).await? {
+            if !run.zero {
+                parts.push(at..at + run.length);
+            }
+            at += run.length;
+        }
+    }
+    let mut look = Look { content: Content::zeroes(size), parts: merged(parts, size) };
+    for part in look.parts.clone() {
+        let mut at = part.start;
+        while at < part.end {
+            let next = part.end.min(at + READ);
+            let bytes = disk.read(at, IoBuf::zeroed((next - at) as usize)).await?;
+            if bytes.iter().any(|byte| *byte != 0) {
+                look.content.write(at, &bytes);
+            }
+            at = next;
+        }
+    }
+    Ok(look)
+}
+
+/// Ranges in order and apart, widened to whole sectors, of a disk of `size` bytes.
+fn merged(mut parts: Vec<Range<u64>>, size: u64) -> Vec<Range<u64>> {
+    for part in &mut parts {
+        *part = part.start / SECTOR * SECTOR..part.end.next_multiple_of(SECTOR).min(size);
+    }
+    parts.retain(|part| !part.is_empty());
+    parts.sort_by_key(|part| part.start);
+    let mut merged: Vec<Range<u64>> = Vec::new();
+    for part in parts {
+        match merged.last_mut() {
+            Some(last) if part.start <= last.end => last.end = last.end.max(part.end),
+            _ => merged.push(part),
+        }
+    }
+    merged
 }

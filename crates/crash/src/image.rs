@@ -1,6 +1,9 @@
 //! The images that histories start from.
 
+use crate::content::Content;
 use crate::executor::run;
+use crate::history::look;
+use crate::host::{Conduct, SimHost};
 use crate::record::Files;
 use crate::value::{Sort, Value};
 use isobath_disk::{
@@ -9,11 +12,10 @@ use isobath_disk::{
 };
 use isobath_qcow2::{CompressionType, Header, HostOffset, Snapshot};
 use isobath_storage::IoBuf;
-use isobath_storage::memory::MemoryHost;
 use rand::RngExt;
 use rand::rngs::SmallRng;
 use std::fmt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// The active image's file.
@@ -119,7 +121,7 @@ pub struct Kept {
     /// How many entries that has.
     pub l1_size: u32,
     /// The disk as it was.
-    pub content: Arc<Vec<u8>>,
+    pub content: Arc<Content>,
 }
 
 /// What a history starts from.
@@ -127,8 +129,10 @@ pub struct Kept {
 pub struct Start {
     /// Every file.
     pub files: Files,
+    /// The active image's.
+    pub image: PathBuf,
     /// What the disk holds.
-    pub content: Arc<Vec<u8>>,
+    pub content: Arc<Content>,
     /// How the image was made.
     pub new: NewDisk,
     /// Its internal snapshot.
@@ -140,7 +144,7 @@ pub struct Start {
 impl Start {
     /// The disk's size in bytes.
     pub fn size(&self) -> u64 {
-        self.content.len() as u64
+        self.content.len()
     }
 
     /// Whether discarded clusters read as zeroes.
@@ -221,7 +225,7 @@ fn shape(kind: Kind, small: bool, rng: &mut SmallRng) -> NewDisk {
 
 /// Puts something into an image: patterns from number `first` on.
 async fn fill(
-    host: &MemoryHost,
+    host: &SimHost,
     name: &str,
     first: u32,
     compressed: bool,
@@ -256,15 +260,14 @@ async fn fill(
     disk.close().await
 }
 
-async fn content(host: &MemoryHost, name: &str) -> isobath_disk::Result<Arc<Vec<u8>>> {
+async fn content(host: &SimHost, name: &str) -> isobath_disk::Result<Arc<Content>> {
     let disk = Disk::open(host.clone(), Path::new(name), &OpenOptions::default()).await?;
-    let bytes = disk.read(0, IoBuf::zeroed(disk.size() as usize)).await?;
-    Ok(Arc::new(bytes.to_vec()))
+    Ok(Arc::new(look(&disk, &[]).await?.content))
 }
 
 /// Makes the layers below the active image.
 async fn layers(
-    host: &MemoryHost,
+    host: &SimHost,
     kind: Kind,
     new: &mut NewDisk,
     rng: &mut SmallRng,
@@ -285,7 +288,8 @@ async fn layers(
     };
     if raw {
         let length = length(rng);
-        host.insert("base.raw", &Value::Pattern(Sort::Plain, 1).bytes(0..length));
+        let bytes = Value::Pattern(Sort::Plain, 1).bytes(0..length);
+        host.insert("base.raw", Content::from(&bytes[..]));
         new.backing_file = Some("base.raw".into());
         new.backing_format = Some("raw".into());
     }
@@ -308,10 +312,10 @@ async fn layers(
 }
 
 /// Adds an internal snapshot of the disk as it is.
-async fn take_snapshot(host: &MemoryHost) -> Result<Kept, String> {
+async fn take_snapshot(host: &SimHost) -> Result<Kept, String> {
     let shown = |error: &dyn fmt::Display| format!("the internal snapshot: {error}");
     let content = content(host, IMAGE).await.map_err(|error| shown(&error))?;
-    let mut bytes = host.contents(IMAGE).unwrap_or_default();
+    let mut bytes = host.contents(IMAGE).to_vec();
     let mut header = Header::parse(&bytes).map_err(|error| shown(&error))?;
     let cluster = 1 << header.cluster_bits;
     bytes.resize(bytes.len().next_multiple_of(cluster), 0);
@@ -342,13 +346,13 @@ async fn take_snapshot(host: &MemoryHost) -> Result<Kept, String> {
     bytes.resize(bytes.len().next_multiple_of(cluster), 0);
     let first = header.encode().map_err(|error| shown(&error))?;
     bytes[..first.len()].copy_from_slice(&first);
-    host.insert(IMAGE, &bytes);
+    host.insert(IMAGE, Content::from(&bytes[..]));
     // The new references are counted by a repair.
     repair(host).await?;
     Ok(Kept { l1_offset, l1_size: header.l1_size, content })
 }
 
-async fn repair(host: &MemoryHost) -> Result<(), String> {
+async fn repair(host: &SimHost) -> Result<(), String> {
     let options = CheckOptions { repair: Repair::All, ..CheckOptions::default() };
     let mut quiet = |_: isobath_disk::CheckEvent<'_>| {};
     let report = check(host, Path::new(IMAGE), &options, &mut quiet)
@@ -366,7 +370,7 @@ pub fn make(kind: Kind, small: bool, rng: &mut SmallRng) -> Result<Start, String
 }
 
 async fn make_image(kind: Kind, small: bool, rng: &mut SmallRng) -> Result<Start, String> {
-    let host = MemoryHost::new();
+    let host = SimHost::new(Files::new(), Conduct::default());
     let shown = |error: isobath_disk::DiskError| error.to_string();
     let mut new = shape(kind, small, rng);
     layers(&host, kind, &mut new, rng).await.map_err(shown)?;
@@ -383,19 +387,11 @@ async fn make_image(kind: Kind, small: bool, rng: &mut SmallRng) -> Result<Start
     let content = content(&host, IMAGE).await.map_err(shown)?;
     let dirty = kind == Kind::Lazy && rng.random_bool(0.7);
     if dirty {
-        let mut bytes = host.contents(IMAGE).unwrap_or_default();
+        let mut bytes = host.contents(IMAGE).to_vec();
         spoil(&mut bytes, rng)?;
-        host.insert(IMAGE, &bytes);
+        host.insert(IMAGE, Content::from(&bytes[..]));
     }
-    let files = host
-        .names()
-        .into_iter()
-        .map(|name| {
-            let bytes = host.contents(&name).unwrap_or_default();
-            (name, Arc::new(bytes))
-        })
-        .collect();
-    Ok(Start { files, content, new, snapshot, dirty })
+    Ok(Start { files: host.files(), image: IMAGE.into(), content, new, snapshot, dirty })
 }
 
 /// Sets the dirty bit, and makes some refcounts wrong as lazy ones may be: the first block's, from
@@ -421,20 +417,20 @@ fn spoil(bytes: &mut [u8], rng: &mut SmallRng) -> Result<(), String> {
     Ok(())
 }
 
-/// The files of `start`'s disk as its snapshot shows them: the header of the image leads to the
+/// The files of a disk as the snapshot of `image` shows them: the header of the image leads to the
 /// snapshot's tables.
-pub fn show_snapshot(files: &Files, kept: &Kept) -> Files {
+pub fn show_snapshot(files: &Files, image: &Path, kept: &Kept) -> Files {
     files
         .iter()
-        .map(|(name, bytes)| {
-            if *name != Path::new(IMAGE) {
-                return (name.clone(), bytes.clone());
+        .map(|(name, content)| {
+            if name != image {
+                return (name.clone(), content.clone());
             }
-            let mut bytes = bytes.to_vec();
-            bytes[24..32].copy_from_slice(&(kept.content.len() as u64).to_be_bytes());
-            bytes[36..40].copy_from_slice(&kept.l1_size.to_be_bytes());
-            bytes[40..48].copy_from_slice(&kept.l1_offset.to_be_bytes());
-            (name.clone(), Arc::new(bytes))
+            let mut content = (**content).clone();
+            content.write(24, &kept.content.len().to_be_bytes());
+            content.write(36, &kept.l1_size.to_be_bytes());
+            content.write(40, &kept.l1_offset.to_be_bytes());
+            (name.clone(), Arc::new(content))
         })
         .collect()
 }

@@ -6,9 +6,12 @@
 //! judged: by what the guest was promised ([`guest`]), by the engine's check, and now and then by
 //! QEMU's ([`recover`]).
 
+#![allow(clippy::large_futures, reason = "they are polled where they are made")]
 #![allow(clippy::missing_errors_doc, reason = "an error is what the simulator has found")]
 
 pub mod campaign;
+pub mod clock;
+pub mod content;
 pub mod executor;
 pub mod exhaustive;
 pub mod files;
@@ -19,7 +22,9 @@ pub mod hostile;
 pub mod image;
 pub mod mode;
 pub mod plan;
+pub mod progress;
 pub mod record;
 pub mod recover;
+pub mod server;
 pub mod state;
 pub mod value;

@@ -5,11 +5,16 @@ use isobath_crash::campaign::{Failure, Settings, Totals, history_seed, run_histo
 use isobath_crash::exhaustive::{COUNT, run_small};
 use isobath_crash::image::Kind;
 use isobath_crash::mode::{MODES, Mode};
+use isobath_crash::progress::Progress;
+use isobath_crash::server;
+use isobath_crash::server::campaign::run_server;
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
+use std::{fs, io};
 
 /// Runs histories on simulated disks, crashes them, and judges what recovery makes of it.
 #[derive(Parser)]
@@ -29,6 +34,12 @@ struct Arguments {
     /// Only histories of this kind.
     #[arg(long)]
     kind: Option<String>,
+    /// Runs histories of a whole server, with jobs and a chain that changes.
+    #[arg(long, conflicts_with = "exhaustive")]
+    server: bool,
+    /// Goes on after failures, and tells each.
+    #[arg(long)]
+    keep_going: bool,
     /// Runs small histories with every crash there is, instead of random ones.
     #[arg(long)]
     exhaustive: bool,
@@ -47,6 +58,22 @@ struct Arguments {
     /// Leaves faults of the storage out.
     #[arg(long)]
     faultless: bool,
+    /// Keeps in this directory how far each campaign has come, and goes on there.
+    #[arg(long, conflicts_with_all = ["exhaustive", "repeat"])]
+    state: Option<PathBuf>,
+}
+
+impl Arguments {
+    /// The file that says how far a campaign has come.
+    fn progress(&self, settings: &Settings) -> io::Result<Progress> {
+        let Some(directory) = &self.state else { return Ok(Progress::new()) };
+        fs::create_dir_all(directory)?;
+        let histories = if self.server { "server" } else { "disk" };
+        let kind = self.kind.as_deref().unwrap_or("all");
+        let faults = if self.faultless { "-faultless" } else { "" };
+        let (mode, seed) = (settings.mode.name(), self.seed);
+        Progress::resume(&directory.join(format!("{histories}-{mode}-{kind}{faults}-{seed:x}")))
+    }
 }
 
 /// A number, decimal or hexadecimal with `0x`.
@@ -59,13 +86,13 @@ fn number(text: &str) -> Result<u64, std::num::ParseIntError> {
 
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
-    let kind = match arguments.kind.as_deref().map(|name| (name, Kind::from_name(name))) {
-        Some((name, None)) => {
-            eprintln!("there is no kind '{name}'");
-            return ExitCode::from(2);
-        }
-        kind => kind.and_then(|(_, kind)| kind),
-    };
+    let named = arguments.kind.as_deref();
+    let kind = named.filter(|_| !arguments.server).and_then(Kind::from_name);
+    let served = named.filter(|_| arguments.server).and_then(server::kind::Kind::from_name);
+    if let Some(name) = named.filter(|_| kind.is_none() && served.is_none()) {
+        eprintln!("there is no kind '{name}'");
+        return ExitCode::from(2);
+    }
     let modes: Vec<&'static Mode> = match &arguments.mode {
         None => MODES.iter().collect(),
         Some(name) => Mode::from_name(name).into_iter().collect(),
@@ -84,9 +111,17 @@ fn main() -> ExitCode {
             sabotage: arguments.sabotage,
             faultless: arguments.faultless,
             trace: arguments.trace,
+            server: arguments.server,
             ..Settings::new(mode)
         };
-        if let Err(failure) = campaign(&arguments, &settings) {
+        let progress = match arguments.progress(&settings) {
+            Ok(progress) => progress,
+            Err(error) => {
+                eprintln!("how far the campaign has come is not known: {error}");
+                return ExitCode::from(2);
+            }
+        };
+        if let Err(failure) = campaign(&arguments, &settings, served, progress) {
             println!("{}", failure.report(&settings));
             return ExitCode::FAILURE;
         }
@@ -95,22 +130,59 @@ fn main() -> ExitCode {
 }
 
 /// Runs one history.
-fn one(arguments: &Arguments, settings: &Settings, seed: u64) -> Result<Totals, Box<Failure>> {
+fn one(
+    arguments: &Arguments,
+    settings: &Settings,
+    kind: Option<server::kind::Kind>,
+    seed: u64,
+) -> Result<Totals, Box<Failure>> {
+    if arguments.server {
+        return run_server(settings, kind, seed);
+    }
     if arguments.exhaustive {
         return run_small(settings, seed, arguments.bits);
     }
     run_history(settings, seed)
 }
 
-fn campaign(arguments: &Arguments, settings: &Settings) -> Result<(), Box<Failure>> {
+fn campaign(
+    arguments: &Arguments,
+    settings: &Settings,
+    kind: Option<server::kind::Kind>,
+    progress: Progress,
+) -> Result<(), Box<Failure>> {
     if let Some(seed) = arguments.repeat {
-        let totals = one(arguments, settings, seed)?;
+        let totals = one(arguments, settings, kind, seed)?;
         println!("{}: {} states passed", settings.mode.name(), totals.states);
         return Ok(());
     }
     let threads =
         arguments.threads.unwrap_or_else(|| thread::available_parallelism().map_or(1, usize::from));
-    let (next, stop) = (AtomicU64::new(0), AtomicBool::new(false));
+    let (next, stop) = (AtomicU64::new(progress.first()), AtomicBool::new(false));
+    let (histories, name) =
+        (if arguments.server { "server" } else { "disk" }, settings.mode.name());
+    let earlier = progress.states();
+    if earlier > 0 {
+        println!(
+            "{name}, {histories}: goes on after {earlier} states of {} histories",
+            progress.first()
+        );
+    }
+    if earlier >= arguments.states && !arguments.exhaustive {
+        return Ok(());
+    }
+    let progress = Mutex::new(progress);
+    let advance = |number: u64, states: u64| {
+        let mut progress = progress.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        progress.end(number, states);
+        progress.states()
+    };
+    let keep = || {
+        let progress = progress.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        if let Err(error) = progress.keep() {
+            eprintln!("how far the campaign has come is not kept: {error}");
+        }
+    };
     let totals = Mutex::new(Totals::default());
     let failure: Mutex<Option<Box<Failure>>> = Mutex::new(None);
     let begun = Instant::now();
@@ -134,11 +206,17 @@ fn campaign(arguments: &Arguments, settings: &Settings) -> Result<(), Box<Failur
                         stop.store(true, Ordering::Relaxed);
                         break;
                     }
-                    match one(arguments, settings, seed) {
+                    match one(arguments, settings, kind, seed) {
                         Ok(more) => {
-                            if lock(&totals, &more) >= arguments.states && !arguments.exhaustive {
+                            lock(&totals, &more);
+                            let states = advance(number, more.states);
+                            if states >= arguments.states && !arguments.exhaustive {
                                 stop.store(true, Ordering::Relaxed);
                             }
+                        }
+                        Err(found) if arguments.keep_going => {
+                            println!("{}\n", found.report(settings));
+                            advance(number, 0);
                         }
                         Err(found) => {
                             stop.store(true, Ordering::Relaxed);
@@ -157,29 +235,30 @@ fn campaign(arguments: &Arguments, settings: &Settings) -> Result<(), Box<Failur
                 continue;
             }
             told = Instant::now();
+            keep();
             let done = lock(&totals, &Totals::default());
             let seconds = begun.elapsed().as_secs_f64();
             let rate = done as f64 / seconds;
-            let left = (arguments.states.saturating_sub(done)) as f64 / rate.max(1.0);
-            let mode = settings.mode.name();
+            let wanted = arguments.states.saturating_sub(earlier);
+            let left = (wanted.saturating_sub(done)) as f64 / rate.max(1.0);
+            let mode = format!("{name}, {histories}");
             if arguments.exhaustive {
                 let number = next.load(Ordering::Relaxed).min(COUNT);
                 eprintln!(
                     "{mode}: {number} of {COUNT} histories, {done} states, {rate:.0} a second"
                 );
             } else {
-                let wanted = arguments.states;
                 eprintln!(
                     "{mode}: {done} of {wanted} states, {rate:.0} a second, {left:.0} s left"
                 );
             }
         }
     });
+    keep();
     let totals = totals.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
     let seconds = begun.elapsed().as_secs_f64();
     println!(
-        "{}: {} states of {} histories passed in {seconds:.0} s ({:.0} a second), {} judged by QEMU",
-        settings.mode.name(),
+        "{name}, {histories}: {} states of {} histories passed in {seconds:.0} s ({:.0} a second), {} judged by QEMU",
         totals.states,
         totals.histories,
         totals.states as f64 / seconds,

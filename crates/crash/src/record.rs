@@ -1,5 +1,6 @@
 //! What happened to the simulated files, and when.
 
+use crate::content::Content;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -10,7 +11,7 @@ pub type Tick = u64;
 pub const NEVER: Tick = Tick::MAX;
 
 /// Files by name.
-pub type Files = Vec<(PathBuf, Arc<Vec<u8>>)>;
+pub type Files = Vec<(PathBuf, Arc<Content>)>;
 
 /// What is done to a file.
 #[derive(Clone, Debug)]
@@ -54,28 +55,27 @@ impl Action {
         }
     }
 
-    /// Does it to the whole of `bytes`.
-    pub fn apply(&self, bytes: &mut Vec<u8>) {
-        let length = bytes.len() as u64;
-        let after = self.length_after(length) as usize;
-        if after != bytes.len() {
-            bytes.resize(after, 0);
+    /// Does it to the whole of `content`.
+    pub fn apply(&self, content: &mut Content) {
+        let length = content.len();
+        let after = self.length_after(length);
+        if after != length {
+            content.set_len(after);
         }
         let (start, end) = self.range(length);
         if !matches!(self, Self::SetLength(_)) {
-            self.apply_part(bytes, start, end);
+            self.apply_part(content, start, end);
         }
     }
 
-    /// Does it to the bytes from `start` to `end` only, all within its range and the file.
-    pub fn apply_part(&self, bytes: &mut [u8], start: u64, end: u64) {
-        let part = &mut bytes[start as usize..end as usize];
+    /// Does it to the bytes from `start` to `end` only, all within its range.
+    pub fn apply_part(&self, content: &mut Content, start: u64, end: u64) {
         match self {
             Self::Write(offset, new) => {
-                part.copy_from_slice(&new[(start - offset) as usize..(end - offset) as usize]);
+                content.write(start, &new[(start - offset) as usize..(end - offset) as usize]);
             }
-            Self::Fill { byte, .. } => part.fill(*byte),
-            Self::SetLength(_) => part.fill(0),
+            Self::Fill { byte, .. } => content.fill(start..end, *byte),
+            Self::SetLength(_) => content.fill(start..end, 0),
         }
     }
 }

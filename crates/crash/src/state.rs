@@ -6,11 +6,13 @@
 //! it. The length of a file is one that it had at some moment since its last flush; what lies below it
 //! and was never written reads as zeroes.
 
+use crate::content::Content;
 use crate::guest::SECTOR;
 use crate::record::{Action, Files, Record, Tick};
 use rand::RngExt;
 use rand::rngs::SmallRng;
 use rustc_hash::FxHasher;
+use std::collections::BTreeMap;
 use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 
@@ -40,6 +42,8 @@ pub enum Fate {
     Some(f64),
     /// Each grain holds any of its versions.
     Grains,
+    /// The machine goes on: what the page cache has is kept, and of what is under way any part.
+    Killed,
     /// One is torn: of its grains only the first half reaches the disk, or only the second.
     Torn {
         /// Which.
@@ -90,6 +94,7 @@ impl Fate {
             Self::Subset(_) => "every subset",
             Self::Some(_) => "a random subset",
             Self::Grains => "random versions of each grain",
+            Self::Killed => "what the page cache has",
             Self::Torn { .. } => "one torn",
         }
     }
@@ -101,7 +106,7 @@ impl Fate {
             Self::Kept { but } => but != Some(position),
             Self::First(count) => position < count,
             Self::Subset(mask) => position < 64 && mask >> position & 1 == 1,
-            Self::Some(_) | Self::Grains => drawn[position],
+            Self::Some(_) | Self::Grains | Self::Killed => drawn[position],
             Self::Torn { change, before, .. } if position < change => before,
             Self::Torn { change, after, .. } if position > change => after,
             Self::Torn { front, .. } => (grain < grains.div_ceil(2)) == front,
@@ -141,6 +146,8 @@ pub struct Replay<'a> {
     flushed: Vec<Tick>,
     next_flush: usize,
     pending: Vec<Pending>,
+    /// The present moment.
+    now: Tick,
 }
 
 impl<'a> Replay<'a> {
@@ -160,6 +167,7 @@ impl<'a> Replay<'a> {
             flushed: vec![0; record.start.len()],
             next_flush: 0,
             pending: Vec::new(),
+            now: 0,
             record,
             order,
             earliest,
@@ -175,6 +183,7 @@ impl<'a> Replay<'a> {
             *until = flush.issued.max(*until);
             self.next_flush += 1;
         }
+        self.now = now;
         self.pending.clear();
         let mut blocked = vec![false; self.base.len()];
         for place in self.first..self.order.len() {
@@ -233,6 +242,11 @@ impl<'a> Replay<'a> {
     pub fn build(&self, fate: &Fate, grain: u64, rng: &mut SmallRng) -> State {
         let drawn: Vec<bool> = match fate {
             Fate::Some(keep) => self.pending.iter().map(|_| rng.random_bool(*keep)).collect(),
+            Fate::Killed => {
+                let applied = |pending: &Pending| self.record.changes[pending.change].applied;
+                let mut lands = |pending| applied(pending) < self.now || rng.random_bool(0.5);
+                self.pending.iter().map(&mut lands).collect()
+            }
             _ => vec![true; self.pending.len()],
         };
         let mut files = self.base.clone();
@@ -257,17 +271,17 @@ impl<'a> Replay<'a> {
     #[allow(clippy::too_many_arguments, reason = "all of it is one choice")]
     fn build_file(
         &self,
-        base: &[u8],
+        base: &Content,
         pending: &[(usize, Pending)],
         fate: &Fate,
         drawn: &[bool],
         grain: u64,
         rng: &mut SmallRng,
         print: &mut FxHasher,
-    ) -> Vec<u8> {
+    ) -> Content {
         let action = |pending: &Pending| &self.record.changes[pending.change].action;
         // The length before each change, and the greatest of all.
-        let mut lengths = vec![base.len() as u64];
+        let mut lengths = vec![base.len()];
         let mut durable_length = 0;
         for (place, (_, change)) in pending.iter().enumerate() {
             let before = lengths[place];
@@ -279,10 +293,8 @@ impl<'a> Replay<'a> {
                 durable_length = place + 1;
             }
         }
-        let most = lengths.iter().copied().max().unwrap_or(0);
-        // Which version each grain holds: how many of the file's changes it has seen.
-        let mut cuts = vec![0_usize; most.div_ceil(grain) as usize];
-        let mut versions = vec![1_u32; cuts.len()];
+        // The grains that changes touch.
+        let mut cuts: BTreeMap<u64, Cut> = BTreeMap::new();
         let mut last_kept = 0;
         for (place, (position, change)) in pending.iter().enumerate() {
             let (start, end) = match action(change) {
@@ -293,20 +305,20 @@ impl<'a> Replay<'a> {
             let count = grains.end - grains.start;
             let mut kept = change.durable || (count == 0 && fate.takes(*position, 0, 1, drawn));
             for (ordinal, at) in grains.enumerate() {
-                let at = at as usize;
+                let cut = cuts.entry(at).or_default();
                 let takes = change.durable
                     || if *fate == Fate::Grains {
-                        versions[at] += 1;
-                        rng.random_range(0..versions[at]) == 0
+                        cut.versions += 1;
+                        rng.random_range(0..=cut.versions) == 0
                     } else {
                         fate.takes(*position, ordinal as u64, count, drawn)
                     };
                 if takes {
-                    cuts[at] = place + 1;
+                    cut.seen = place + 1;
                     kept = true;
                 }
                 if change.durable {
-                    versions[at] = 1;
+                    cut.versions = 0;
                 }
             }
             if kept {
@@ -323,43 +335,51 @@ impl<'a> Replay<'a> {
         };
         // A sector is whole, also the last one of the file.
         while lengths[seen] % SECTOR != 0
-            && cuts.get((lengths[seen] / grain) as usize).is_some_and(|cut| *cut > seen)
+            && cuts.get(&(lengths[seen] / grain)).is_some_and(|cut| cut.seen > seen)
         {
             seen += 1;
         }
-        let mut bytes = Vec::with_capacity(most as usize);
-        bytes.extend_from_slice(base);
-        bytes.resize(most as usize, 0);
         for (place, (_, change)) in pending.iter().enumerate() {
             if let Action::SetLength(new) = action(change)
                 && *new < lengths[place]
                 && place < seen
             {
                 // A file system that has shortened a file shows nothing of what it cut off.
-                for cut in &mut cuts[(*new / grain) as usize..] {
-                    *cut = (*cut).max(place + 1);
+                for cut in cuts.range_mut(*new / grain..).map(|(_, cut)| cut) {
+                    cut.seen = cut.seen.max(place + 1);
                 }
             }
         }
+        let mut content = base.clone();
         for (place, (_, change)) in pending.iter().enumerate() {
             let (start, end) = action(change).range(lengths[place]);
             if let Action::SetLength(_) = action(change) {
                 if lengths[place + 1] < lengths[place] && place < seen {
-                    bytes[start as usize..end as usize].fill(0);
+                    content.fill(start..end, 0);
                 }
                 continue;
             }
-            let mut at = start;
-            while at < end {
-                let next = (at / grain * grain + grain).min(end);
-                if cuts[(at / grain) as usize] > place {
-                    action(change).apply_part(&mut bytes, at, next);
+            for at in start / grain..end.div_ceil(grain) {
+                if cuts.get(&at).is_some_and(|cut| cut.seen > place) {
+                    let (first, last) = ((at * grain).max(start), ((at + 1) * grain).min(end));
+                    action(change).apply_part(&mut content, first, last);
                 }
-                at = next;
             }
         }
-        bytes.resize(lengths[seen] as usize, 0);
-        (cuts, seen, pending.len()).hash(print);
-        bytes
+        content.set_len(lengths[seen]);
+        (seen, pending.len()).hash(print);
+        for (at, cut) in &cuts {
+            (at, cut.seen).hash(print);
+        }
+        content
     }
+}
+
+/// What a grain of a file holds.
+#[derive(Clone, Copy, Default)]
+struct Cut {
+    /// How many of the file's changes it has seen.
+    seen: usize,
+    /// Changes of it since the last one that is durable.
+    versions: u32,
 }

@@ -6,6 +6,7 @@ use super::loss::Losses;
 use super::serve;
 use super::trace;
 use super::workload::Workload;
+use crate::content::Content;
 use crate::record::Record;
 use crate::state::{Fate, Replay};
 use isobath_disk::{MetadataMode, OpenOptions};
@@ -105,7 +106,7 @@ fn run_workload(settings: &Settings) -> Result<Totals, String> {
         Workload::Guest => guest::run(door).map(Promises::Files),
         workload => workload.run(door, settings.seed).map(Promises::Sectors),
     })?;
-    let record = trace::record(&entries, &image, start)?;
+    let record = trace::record(&entries, &image, &start)?;
     closed_well(&record, &entries, &read()?)?;
     if qemu::check(&image).code() != 0 {
         return Err(format!("closed, {}", qemu::check(&image).report()));
@@ -160,7 +161,7 @@ fn closed_well(record: &Record, entries: &[Entry], file: &[u8]) -> Result<(), St
     let mut replay = Replay::new(record);
     replay.advance(trace::crash(entries.len()));
     let whole = replay.build(&Fate::ALL_KEPT, 512, &mut SmallRng::seed_from_u64(0));
-    let matches = whole.files.first().is_some_and(|(_, bytes)| ***bytes == *file);
+    let matches = whole.files.first().is_some_and(|(_, content)| **content == Content::from(file));
     if matches { Ok(()) } else { Err("what was recorded does not lead to the file".into()) }
 }
 
@@ -192,6 +193,7 @@ fn one(
     let (Some((_, bytes)), Some((_, whole))) = (state.files.first(), whole.files.first()) else {
         return Err("there is no image".into());
     };
+    let (bytes, whole) = (&bytes.to_vec()[..], &whole.to_vec()[..]);
     match judge.judge(bytes, position, way, by_qemu) {
         Ok(before) => Ok(Totals {
             states: 1,

@@ -1,5 +1,6 @@
 //! What a server did to its image, as the record that states of crashes are made from.
 
+use crate::content::Content;
 use crate::record::{Action, Change, Flush, NEVER, Record, Tick};
 use isobath_storage::recorder::{self, Entry};
 use rand::RngExt;
@@ -24,7 +25,7 @@ pub const fn crash(entries: usize) -> Tick {
 }
 
 /// The record of an image that held `start`. Nothing but that image may have been changed.
-pub fn record(entries: &[Entry], image: &Path, start: Vec<u8>) -> Result<Record, String> {
+pub fn record(entries: &[Entry], image: &Path, start: &[u8]) -> Result<Record, String> {
     let (mut changes, mut flushes) = (Vec::new(), Vec::new());
     for (number, entry) in entries.iter().enumerate() {
         if *entry.file != *image {
@@ -60,7 +61,7 @@ pub fn record(entries: &[Entry], image: &Path, start: Vec<u8>) -> Result<Record,
             action,
         });
     }
-    let start = vec![(image.to_owned(), Arc::new(start))];
+    let start = vec![(image.to_owned(), Arc::new(Content::from(start)))];
     Ok(Record { start, changes, flushes, end: NEVER })
 }
 

@@ -4,6 +4,6 @@
 
 mod crashes;
 mod it_can_fail;
-mod live_snapshots;
 mod real_files;
 mod same_seed_same_history;
+mod servers;

@@ -1,0 +1,469 @@
+//! Simulated files.
+
+use super::faults::{Effect, FlushFault, Kind};
+use super::world::{Users, World};
+use super::{Access, SimHost, busy};
+use crate::executor::pause;
+use crate::record::{Action, Flush};
+use isobath_storage::{
+    Allocation, FileId, IoBuf, Operation, Result, Stamp, Storage, StorageError, Survivor, ZeroMode,
+};
+use parking_lot::{Mutex, MutexGuard};
+use rand::RngExt;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+/// The greatest length of a simulated file in bytes: what is longer is a runaway.
+const MAX_LENGTH: u64 = 128 << 30;
+
+/// What a turn takes where time is simulated.
+const TURN: Duration = Duration::from_micros(10);
+
+/// A panic that belongs to a history.
+#[derive(Clone, Copy, Debug)]
+pub struct Planned;
+
+/// How an open file counts among its users.
+pub(super) struct Role {
+    pub(super) locked: bool,
+    /// Others may write.
+    pub(super) admits: bool,
+}
+
+/// An open simulated file.
+pub struct SimFile {
+    pub(super) host: SimHost,
+    pub(super) name: PathBuf,
+    pub(super) number: usize,
+    pub(super) writable: AtomicBool,
+    pub(super) role: Mutex<Role>,
+    /// What [`Storage::gains_from_written_space`] says.
+    pub(super) gains: bool,
+    /// What [`Storage::atomic_write`] says.
+    pub(super) atomic: u64,
+    /// A block device.
+    pub(super) fixed: bool,
+    /// What [`Storage::clone_alignment`] says of a writable file.
+    pub(super) clones: Option<u64>,
+}
+
+/// A change under way. Given up, it still takes effect.
+struct UnderWay<'a> {
+    file: &'a SimFile,
+    change: Option<usize>,
+    action: Option<Action>,
+    ended: bool,
+}
+
+impl UnderWay<'_> {
+    fn apply(&mut self) {
+        if let Some(action) = self.action.take() {
+            self.file.world().apply(self.file.number, self.change, &action);
+        }
+    }
+
+    fn end(mut self) {
+        self.ended = true;
+        self.file.world().complete(self.change);
+    }
+}
+
+impl Drop for UnderWay<'_> {
+    fn drop(&mut self) {
+        if !self.ended {
+            let action = self.action.take();
+            self.file.world().give_up(self.file.number, self.change, action);
+        }
+    }
+}
+
+/// A failure of an operation that changes a file.
+struct Failure {
+    code: i32,
+    /// The share of its bytes that land all the same.
+    landed: f64,
+}
+
+impl SimFile {
+    pub(super) fn world(&self) -> MutexGuard<'_, World> {
+        self.host.0.lock()
+    }
+
+    fn error(&self, operation: Operation, range: (u64, u64), code: i32) -> StorageError {
+        let cause = io::Error::from_raw_os_error(code);
+        StorageError::at(operation, &self.name, range.0, range.1, cause)
+    }
+
+    /// The rule for an operation, and how many times as long it takes.
+    fn strike(&self, kind: Kind, start: u64, length: u64) -> (Option<Effect>, u32) {
+        let mut world = self.world();
+        world.land(self.number);
+        let range = start..start.saturating_add(length.max(1));
+        let effect = world.conduct.faults.strike(kind, self.number, &range);
+        match effect {
+            None => (None, 1),
+            Some(Effect::Slow(times)) => (None, times),
+            Some(effect) => {
+                world.strike();
+                drop(world);
+                if effect == Effect::Panics {
+                    std::panic::resume_unwind(Box::new(Planned));
+                }
+                (Some(effect), 1)
+            }
+        }
+    }
+
+    /// What goes wrong with a change.
+    fn fault(&self, kind: Kind, end: u64, effect: Option<Effect>) -> Option<Failure> {
+        let mut world = self.world();
+        let landed = if kind == Kind::Discard { 0.0 } else { world.rng.random() };
+        match effect {
+            Some(Effect::Fails(code)) => return Some(Failure { code, landed: 0.0 }),
+            Some(Effect::Short(code)) => return Some(Failure { code, landed }),
+            _ if kind == Kind::Discard => return None,
+            _ => {}
+        }
+        let number = world.writes;
+        world.writes += 1;
+        let length = world.files[self.number].1.len();
+        let faults = &mut world.conduct.faults;
+        let short = faults.space.is_some_and(|space| end > space.max(length));
+        let fault = if faults.write == Some(number) {
+            Some(Failure { code: libc::EIO, landed })
+        } else if short && faults.space_ends != Some(0) {
+            faults.space_ends = faults.space_ends.map(|left| left - 1);
+            Some(Failure { code: libc::ENOSPC, landed: 0.0 })
+        } else {
+            None
+        };
+        if fault.is_some() {
+            world.strike();
+        }
+        fault
+    }
+
+    /// Gives way for so many turns, or for as long as they take.
+    async fn wait(&self, turns: u32) {
+        let clock = self.world().conduct.clock.clone();
+        match clock {
+            Some(clock) if turns > 0 => {
+                let part = self.world().rng.random_range(0..10_000);
+                clock.sleep(TURN * turns + Duration::from_nanos(part)).await;
+            }
+            Some(_) => {}
+            None => pause(turns).await,
+        }
+    }
+
+    async fn change(&self, operation: Operation, kind: Kind, mut action: Action) -> Result<()> {
+        let (start, end) = match &action {
+            Action::SetLength(length) => (*length, *length),
+            action => action.range(MAX_LENGTH),
+        };
+        let range = (start, end - start);
+        if self.is_read_only() {
+            return Err(self.error(operation, range, libc::EBADF));
+        }
+        if end > MAX_LENGTH {
+            return Err(self.error(operation, range, libc::EFBIG));
+        }
+        if self.fixed {
+            let length = self.world().files[self.number].1.len();
+            if end > length {
+                return Err(self.error(operation, range, libc::ENOSPC));
+            }
+            if kind == Kind::Length {
+                return Ok(());
+            }
+        }
+        let (effect, slower) = self.strike(kind, start, end - start);
+        let fault = self.fault(kind, end, effect);
+        if let Some(Failure { landed, .. }) = fault {
+            // Of what the device writes whole, all or nothing lands.
+            let reached = start + ((end - start) as f64 * landed) as u64;
+            let part = (reached / self.atomic * self.atomic).saturating_sub(start);
+            action = match action {
+                Action::Write(offset, bytes) => {
+                    Action::Write(offset, bytes[..part as usize].into())
+                }
+                Action::Fill { offset, byte, extend, .. } => {
+                    Action::Fill { offset, length: part, byte, extend }
+                }
+                Action::SetLength(_) => {
+                    Action::Fill { offset: 0, length: 0, byte: 0, extend: false }
+                }
+            };
+        }
+        let (change, before, after) = {
+            let mut world = self.world();
+            let record = world.conduct.record;
+            let change = record.then(|| world.issue(self.number, &action));
+            (change, world.turns(), world.turns())
+        };
+        let mut under_way = UnderWay { file: self, change, action: Some(action), ended: false };
+        self.wait(before.saturating_mul(slower)).await;
+        under_way.apply();
+        self.wait(after.saturating_mul(slower)).await;
+        under_way.end();
+        match fault {
+            Some(Failure { code, .. }) => Err(self.error(operation, range, code)),
+            None => Ok(()),
+        }
+    }
+
+    /// Counts the file's user under another role.
+    fn set_role(&self, change: impl FnOnce(&mut Role)) {
+        let mut role = self.role.lock();
+        let mut world = self.world();
+        let writable = !self.is_read_only();
+        let users = &mut world.users[self.number];
+        if let Some(count) = count(users, &role, writable) {
+            *count -= 1;
+        }
+        change(&mut role);
+        let writable = !self.is_read_only();
+        if let Some(count) = count(users, &role, writable) {
+            *count += 1;
+        }
+    }
+}
+
+/// As what a file counts.
+fn count<'a>(users: &'a mut Users, role: &Role, writable: bool) -> Option<&'a mut u32> {
+    match (role, writable) {
+        (Role { locked: false, .. } | Role { admits: true, .. }, _) => None,
+        (_, true) => Some(&mut users.writers),
+        (_, false) => Some(&mut users.readers),
+    }
+}
+
+impl Drop for SimFile {
+    fn drop(&mut self) {
+        let writable = !self.is_read_only();
+        if let Some(count) =
+            count(&mut self.host.0.lock().users[self.number], &self.role.lock(), writable)
+        {
+            *count -= 1;
+        }
+    }
+}
+
+impl Storage for SimFile {
+    fn name(&self) -> &Path {
+        &self.name
+    }
+
+    fn id(&self) -> FileId {
+        FileId { device: 0, inode: self.number as u64 + 1 }
+    }
+
+    async fn read_at(&self, offset: u64, mut buf: IoBuf) -> Result<IoBuf> {
+        let turns = self.world().turns();
+        let (effect, slower) = self.strike(Kind::Read, offset, buf.len() as u64);
+        self.wait(turns.saturating_mul(slower)).await;
+        let mut world = self.world();
+        let number = world.reads;
+        world.reads += 1;
+        let mut code = None;
+        if world.conduct.faults.read == Some(number) {
+            world.strike();
+            code = Some(libc::EIO);
+        }
+        if let Some(Effect::Fails(found) | Effect::Short(found)) = effect {
+            code = Some(found);
+        }
+        if let Some(code) = code {
+            drop(world);
+            return Err(self.error(Operation::Read, (offset, buf.len() as u64), code));
+        }
+        world.files[self.number].1.read(offset, &mut buf);
+        drop(world);
+        Ok(buf)
+    }
+
+    async fn write_at(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
+        let action = Action::Write(offset, Arc::from(&*buf));
+        self.change(Operation::Write, Kind::Write, action).await?;
+        Ok(buf)
+    }
+
+    async fn write_vectored_at(&self, offset: u64, bufs: Vec<IoBuf>) -> Result<Vec<IoBuf>> {
+        let bytes: Vec<u8> = bufs.iter().flat_map(|buf| buf.iter().copied()).collect();
+        let action = Action::Write(offset, bytes.into());
+        self.change(Operation::Write, Kind::Write, action).await?;
+        Ok(bufs)
+    }
+
+    async fn write_zeroes(&self, offset: u64, length: u64, _mode: ZeroMode) -> Result<()> {
+        let action = Action::Fill { offset, length, byte: 0, extend: true };
+        self.change(Operation::WriteZeroes, Kind::Zeroes, action).await
+    }
+
+    async fn discard(&self, offset: u64, length: u64) -> Result<()> {
+        let discarded = self.world().conduct.discarded;
+        match discarded {
+            Some(byte) => {
+                let end = (offset + length).min(self.world().files[self.number].1.len());
+                let length = end.saturating_sub(offset);
+                let action = Action::Fill { offset, length, byte, extend: false };
+                self.change(Operation::Discard, Kind::Discard, action).await
+            }
+            None => Ok(()),
+        }
+    }
+
+    async fn flush(&self) -> Result<()> {
+        let (effect, slower) = self.strike(Kind::Flush, 0, u64::MAX);
+        let (issued, fault, turns) = {
+            let mut world = self.world();
+            let number = world.flush_count;
+            world.flush_count += 1;
+            let failing = world.conduct.faults.flushes_failing;
+            let fault = world.conduct.faults.flush;
+            let fault = fault.filter(|(at, _)| number >= *at && number - at < failing);
+            (world.now(), fault.map(|(_, fault)| fault), world.turns())
+        };
+        let fault = match effect {
+            Some(Effect::Flush(fault)) => Some(fault),
+            Some(_) => Some(FlushFault::Forgets),
+            None => fault,
+        };
+        self.wait(turns.saturating_mul(slower)).await;
+        let mut world = self.world();
+        match fault {
+            None => {
+                let completed = world.now();
+                if world.conduct.record {
+                    world.flushes.push(Flush { file: self.number, issued, completed });
+                }
+                Ok(())
+            }
+            Some(FlushFault::Lies) => {
+                world.strike();
+                Ok(())
+            }
+            Some(fault) => {
+                world.fail_flush(self.number, issued, fault);
+                drop(world);
+                Err(self.error(Operation::Flush, (0, 0), libc::EIO))
+            }
+        }
+    }
+
+    async fn len(&self) -> Result<u64> {
+        Ok(self.world().files[self.number].1.len())
+    }
+
+    async fn set_len(&self, length: u64) -> Result<()> {
+        self.change(Operation::SetLength, Kind::Length, Action::SetLength(length)).await
+    }
+
+    async fn allocation(&self, offset: u64) -> Result<Allocation> {
+        let length = self.len().await?.saturating_sub(offset);
+        Ok(Allocation { length, data: length > 0 })
+    }
+
+    async fn stamp(&self) -> Result<Option<Stamp>> {
+        if self.fixed {
+            return Ok(None);
+        }
+        let world = self.world();
+        Ok(Some(Stamp {
+            length: world.files[self.number].1.len(),
+            modified: world.stamps[self.number] as i64,
+            changed: world.stamps[self.number] as i64,
+            inode: self.number as u64 + 1,
+        }))
+    }
+
+    async fn settled_stamp(&self) -> Result<Option<Stamp>> {
+        self.stamp().await
+    }
+
+    fn is_read_only(&self) -> bool {
+        !self.writable.load(Ordering::Relaxed)
+    }
+
+    async fn retire(&self) -> Result<()> {
+        if self.is_read_only() {
+            return Ok(());
+        }
+        self.set_role(|_| self.writable.store(false, Ordering::Relaxed));
+        self.flush().await
+    }
+
+    async fn admit_writer(&self, admit: bool) -> Result<()> {
+        if !self.is_read_only() {
+            return Err(self.error(Operation::Lock, (0, 0), libc::EINVAL));
+        }
+        let (locked, admits) = {
+            let role = self.role.lock();
+            (role.locked, role.admits)
+        };
+        if locked && admits && !admit && self.world().users[self.number].writers > 0 {
+            return Err(busy(&self.name));
+        }
+        self.set_role(|role| role.admits = admit);
+        Ok(())
+    }
+
+    async fn clone_range(
+        &self,
+        from: &Self,
+        from_offset: u64,
+        to_offset: u64,
+        length: u64,
+    ) -> Result<bool> {
+        let Some(align) = self.clone_alignment() else { return Ok(false) };
+        let content = Arc::clone(&self.world().files[from.number].1);
+        let end = from_offset + length;
+        let whole = |value: u64| value.is_multiple_of(align);
+        let ends = whole(length) || end == content.len();
+        if !whole(from_offset) || !whole(to_offset) || !ends || end > content.len() {
+            return Ok(false);
+        }
+        let bytes = content.bytes(from_offset..end);
+        let action = Action::Write(to_offset, bytes.into());
+        self.change(Operation::Clone, Kind::Clone, action).await?;
+        Ok(true)
+    }
+
+    fn clone_alignment(&self) -> Option<u64> {
+        self.clones.filter(|_| !self.is_read_only())
+    }
+
+    fn extends_with_zeroes(&self) -> bool {
+        !self.fixed
+    }
+
+    fn free_space(&self) -> Option<u64> {
+        let world = self.world();
+        let length = world.files[self.number].1.len();
+        let faults = &world.conduct.faults;
+        let space = faults.space.filter(|_| !self.fixed && faults.space_ends != Some(0));
+        space.map(|space| space.saturating_sub(length))
+    }
+
+    /// In half of the histories, so that the engine grows files ahead.
+    fn gains_from_written_space(&self) -> bool {
+        self.gains
+    }
+
+    fn atomic_write(&self) -> u64 {
+        self.atomic
+    }
+
+    async fn survivor(&self, create: bool) -> Result<Option<Arc<dyn Survivor>>> {
+        let mut world = self.world();
+        let denied = matches!(world.conduct.access, Access::Denied(_));
+        if denied && world.survivors.has(self.number) {
+            drop(world);
+            return Err(self.error(Operation::Lock, (0, 0), libc::EACCES));
+        }
+        Ok(world.survivors.of(self.number, create))
+    }
+}

@@ -1,0 +1,112 @@
+//! Memory that outlives a server that is killed.
+
+use crate::record::Tick;
+use isobath_storage::survivor::{SURVIVOR_BYTES, Survivor};
+use parking_lot::Mutex;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+type Words = Arc<[AtomicU64]>;
+type Place = Arc<Mutex<Option<Words>>>;
+
+/// Words before which all that are not 0 lie.
+type Copied = Arc<[u64]>;
+
+/// What the memory of all files held at a moment: by file.
+#[derive(Clone, Debug, Default)]
+pub struct Memories(Vec<Option<Copied>>);
+
+impl Memories {
+    /// Whether there is any.
+    pub fn any(&self) -> bool {
+        self.0.iter().any(Option::is_some)
+    }
+}
+
+/// A server that was killed, as far as its memory tells.
+#[derive(Clone, Debug)]
+pub struct Killed {
+    /// When.
+    pub at: Tick,
+    /// What it left.
+    pub memories: Memories,
+}
+
+/// The memory of each file.
+#[derive(Default)]
+pub(super) struct Survivors(Vec<Place>);
+
+/// A file's memory in use.
+struct Mapped {
+    words: Words,
+    place: Place,
+}
+
+impl Survivor for Mapped {
+    fn words(&self) -> &[AtomicU64] {
+        &self.words
+    }
+
+    fn name(&self) -> String {
+        "simulated memory".into()
+    }
+
+    fn is_there(&self) -> bool {
+        self.place.lock().as_ref().is_some_and(|words| Arc::ptr_eq(words, &self.words))
+    }
+
+    fn remove(&self) {
+        let mut place = self.place.lock();
+        if place.as_ref().is_some_and(|words| Arc::ptr_eq(words, &self.words)) {
+            *place = None;
+        }
+    }
+}
+
+const WORDS: usize = SURVIVOR_BYTES / 8;
+
+fn words(copied: &[u64]) -> Words {
+    (0..WORDS).map(|at| AtomicU64::new(copied.get(at).copied().unwrap_or(0))).collect()
+}
+
+impl Survivors {
+    /// Those that a killed server left.
+    pub(super) fn restored(memories: &Memories) -> Self {
+        let place = |copied: &Option<Copied>| {
+            Arc::new(Mutex::new(copied.as_ref().map(|copied| words(copied))))
+        };
+        Self(memories.0.iter().map(place).collect())
+    }
+
+    /// The memory of a file; made if there is none and `create` says so.
+    pub(super) fn of(&mut self, file: usize, create: bool) -> Option<Arc<dyn Survivor>> {
+        if self.0.len() <= file {
+            self.0.resize_with(file + 1, Place::default);
+        }
+        let place = Arc::clone(&self.0[file]);
+        let mut found = place.lock();
+        if found.is_none() && create {
+            *found = Some(words(&[]));
+        }
+        let words = found.clone()?;
+        drop(found);
+        Some(Arc::new(Mapped { words, place }))
+    }
+
+    /// Whether a file has some.
+    pub(super) fn has(&self, file: usize) -> bool {
+        self.0.get(file).is_some_and(|place| place.lock().is_some())
+    }
+
+    /// What they hold now.
+    pub(super) fn copy(&self) -> Memories {
+        let copied = |place: &Place| {
+            let found = place.lock();
+            let words = found.as_ref()?;
+            let load = |word: &AtomicU64| word.load(Ordering::Relaxed);
+            let used = words.iter().rposition(|word| load(word) != 0).map_or(0, |last| last + 1);
+            Some(words[..used].iter().map(load).collect())
+        };
+        Memories(self.0.iter().map(copied).collect())
+    }
+}

@@ -1,0 +1,169 @@
+//! Histories of servers by the thousand.
+
+use super::history::{Happened, happen};
+use super::judge::{Death, State, judge};
+use super::kind::{KINDS, Kind};
+use crate::campaign::{Failure, Settings, Totals, device, guarded, panicked};
+use crate::record::Tick;
+use crate::recover::Way;
+use crate::state::{Fate, Replay, random_grain};
+use rand::rngs::SmallRng;
+use rand::{RngExt, SeedableRng};
+use rustc_hash::FxHasher;
+use std::hash::{Hash, Hasher};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+/// Runs one history of a server with all its crashes; of any kind where none is given.
+pub fn run_server(
+    settings: &Settings,
+    kind: Option<Kind>,
+    seed: u64,
+) -> Result<Totals, Box<Failure>> {
+    let tested = guarded(seed, |totals, story| history(settings, kind, seed, totals, story));
+    tested.map_err(|failure| Box::new(Failure { server: kind, ..*failure }))
+}
+
+fn history(
+    settings: &Settings,
+    kind: Option<Kind>,
+    seed: u64,
+    totals: &mut Totals,
+    story: &mut Vec<String>,
+) -> Result<(), String> {
+    let mut rng = SmallRng::seed_from_u64(seed);
+    let drawn = KINDS[rng.random_range(0..KINDS.len())];
+    let kind = kind.unwrap_or(drawn);
+    story.push(format!("a server's history, {kind}"));
+    let happened = happen(settings, kind, rng.random())?;
+    story.push(happened.text.clone());
+    totals.histories += 1;
+    totals.digest = digest(&happened);
+    let record = &happened.record;
+    let mut replay = Replay::new(record);
+    let few = matches!(kind, Kind::Deep | Kind::Large);
+    let most = if few { 12 } else { 40 };
+    let mut ticks: Vec<Tick> =
+        (0..rng.random_range(most / 4..most)).map(|_| rng.random_range(1..=record.end)).collect();
+    // Most of what is new here lies in a deed.
+    for act in &happened.chronicle.acts {
+        let last = act.ended.min(record.end - 1) + 1;
+        if act.began < last {
+            ticks.extend((0..4).map(|_| rng.random_range(act.began + 1..=last)));
+        }
+    }
+    ticks.push(record.end);
+    ticks.sort_unstable();
+    ticks.dedup();
+    for tick in ticks {
+        replay.advance(tick);
+        for _ in 0..=replay.pending().min(1) {
+            let fate = Fate::random(replay.pending(), &mut rng);
+            let grain = random_grain(happened.host.atomic, &mut rng);
+            let files = replay.build(&fate, grain, &mut rng).files;
+            let state = State { files, tick, death: Death::Power };
+            one(settings, &happened, &state, &replay, &fate, &mut rng, totals, story)?;
+        }
+    }
+    if !happened.survives {
+        return Ok(());
+    }
+    kills(settings, &happened, &mut rng, totals, story)
+}
+
+fn digest(happened: &Happened) -> u64 {
+    let mut hasher = FxHasher::default();
+    happened.record.tell().hash(&mut hasher);
+    happened.log.tell(Tick::MAX).hash(&mut hasher);
+    happened.chronicle.tell(Tick::MAX).hash(&mut hasher);
+    hasher.finish()
+}
+
+/// States that kills leave.
+fn kills(
+    settings: &Settings,
+    happened: &Happened,
+    rng: &mut SmallRng,
+    totals: &mut Totals,
+    story: &mut Vec<String>,
+) -> Result<(), String> {
+    let mut killed = happened.killed.clone();
+    killed.sort_by_key(|killed| killed.at);
+    let mut replay = Replay::new(&happened.record);
+    for killed in killed.into_iter().filter(|killed| killed.memories.any()) {
+        // What was recorded with the memory had just begun.
+        let tick = killed.at + 1;
+        if killed.at > 2 && rng.random_bool(0.3) {
+            let earlier = rng.random_range(1..=killed.at);
+            let mut replay = Replay::new(&happened.record);
+            replay.advance(earlier);
+            let files = replay.build(&Fate::Killed, 512, rng).files;
+            let death = Death::RolledBack(killed.memories.clone());
+            let state = State { files, tick: earlier, death };
+            one(settings, happened, &state, &replay, &Fate::Killed, rng, totals, story)?;
+        }
+        replay.advance(tick);
+        for _ in 0..2 {
+            let files = replay.build(&Fate::Killed, 512, rng).files;
+            let death = Death::Killed(killed.memories.clone());
+            let state = State { files, tick, death };
+            one(settings, happened, &state, &replay, &Fate::Killed, rng, totals, story)?;
+        }
+    }
+    Ok(())
+}
+
+#[allow(clippy::too_many_arguments, reason = "all of it makes one state")]
+fn one(
+    settings: &Settings,
+    happened: &Happened,
+    state: &State,
+    replay: &Replay<'_>,
+    fate: &Fate,
+    rng: &mut SmallRng,
+    totals: &mut Totals,
+    story: &mut Vec<String>,
+) -> Result<(), String> {
+    let seed: u64 = rng.random();
+    let way = match state.death {
+        Death::Power => Way::random(rng),
+        // Who only reads does not see what is in the memory.
+        _ if rng.random_bool(0.15) => Way::Repair,
+        _ => Way::Open,
+    };
+    let every = settings.qemu_every;
+    let qemu = every > 0 && seed.is_multiple_of(every);
+    let mut passed = Vec::new();
+    let judged = catch_unwind(AssertUnwindSafe(|| {
+        judge(happened, settings.mode, state, way, qemu, seed, &mut passed)
+    }));
+    let judged = judged.unwrap_or_else(|panic| Err(panicked(&*panic)));
+    let tick = state.tick;
+    if let Err(error) = judged {
+        story.push(format!("what became of the chain up to {tick}:"));
+        story.extend(happened.chronicle.tell(tick).into_iter().map(|line| format!("  {line}")));
+        story.push("the guest's requests up to then:".into());
+        story.extend(happened.log.tell(tick).into_iter().map(|line| format!("  {line}")));
+        if settings.trace {
+            story.push("what was done to the files:".into());
+            story.extend(happened.record.tell());
+        }
+        story.push(format!("{fate:?} of these changes:"));
+        story.extend(replay.describe().into_iter().map(|line| format!("  {line}")));
+        let (death, fate, way) = (state.death.name(), fate.name(), way.name());
+        return Err(format!("{death} at {tick}, {fate}, {way}: {error}"));
+    }
+    let count = passed.len().max(1) as u64;
+    totals.states += count;
+    totals.count("server", happened.kind.name(), count);
+    totals.count("end", state.death.name(), count);
+    totals.count("device", device(happened.host.atomic), count);
+    totals.count("fate", fate.name(), count);
+    let amid = if happened.chronicle.is_amid(tick) { "amid a job" } else { "between jobs" };
+    totals.count("moment", amid, count);
+    totals.count("fault", if happened.faults.any() { "some" } else { "none" }, count);
+    for passed in passed {
+        totals.count("recovery", passed.way.name(), 1);
+        totals.qemu += u64::from(passed.qemu);
+    }
+    Ok(())
+}

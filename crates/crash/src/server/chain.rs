@@ -1,0 +1,301 @@
+//! The images that a server begins with: layers that have much in common, as snapshots have.
+
+use super::bitmaps;
+use super::kind::Kind;
+use crate::content::Content;
+use crate::executor::run;
+use crate::history::look;
+use crate::host::{Conduct, SimHost};
+use crate::image::{IMAGE, Start};
+use crate::mode::Mode;
+use crate::record::Files;
+use crate::value::{Sort, Value};
+use isobath_disk::{BlockDevice, Disk, MetadataMode, NewDisk, OpenOptions, ZeroFlags, create};
+use isobath_storage::IoBuf;
+use rand::RngExt;
+use rand::rngs::SmallRng;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// An image of the chain, and what it holds with those below it.
+#[derive(Clone, Debug)]
+pub struct Image {
+    /// Its file.
+    pub name: PathBuf,
+    /// What it shows.
+    pub content: Arc<Content>,
+    /// The files that it needs, its own among them.
+    pub needs: Vec<PathBuf>,
+}
+
+/// What a server begins with.
+#[derive(Clone, Debug)]
+pub struct Begin {
+    /// The disk.
+    pub start: Start,
+    /// All images, from the base up; the last is the active one.
+    pub images: Vec<Image>,
+    /// Bytes at the disk's start that it always has.
+    pub busy: u64,
+    /// Whether files are block devices.
+    pub fixed: bool,
+    /// Whether there are bitmaps, which keep an image's size as it is.
+    pub bitmaps: bool,
+    /// In a few words.
+    pub text: String,
+}
+
+/// What layers have in common.
+struct Shape {
+    new: NewDisk,
+    /// Layers below the active one.
+    below: usize,
+    raw: bool,
+    /// A layer is made like the others, with other data.
+    twins: bool,
+    /// The share of compressed clusters.
+    compressed: f64,
+    bitmaps: bool,
+    /// The length of each file, if it is a block device.
+    device: Option<u64>,
+}
+
+fn shape(kind: Kind, version: u32, rng: &mut SmallRng) -> Shape {
+    let large = kind == Kind::Large;
+    let bits = match kind {
+        Kind::Large => [9, 12, 16, 16, 18, 20, 21][rng.random_range(0..7)],
+        Kind::Deep => [9, 9, 12, 16][rng.random_range(0..4)],
+        _ => [9, 9, 9, 10, 11, 12, 12, 13, 14, 16][rng.random_range(0..10)],
+    };
+    let cluster_size = 1_u64 << bits;
+    let size = if large {
+        // Only little of it is in use.
+        let most = 64_u64 << 30;
+        (most >> rng.random_range(0..14)).min(cluster_size << 21).max(cluster_size * 8)
+    } else {
+        let most = (1 << 20_u64).min(cluster_size * 256);
+        let least = (cluster_size * 8).max(16 << 10);
+        let more = rng.random_range(0..=most.saturating_sub(least)) >> rng.random_range(0..4);
+        (least + more) / 512 * 512
+    };
+    let version = if version < 3 && rng.random_bool(0.05) { 2 } else { 3 };
+    let twins = kind == Kind::Twins || rng.random_bool(0.4);
+    let compressed = match kind {
+        Kind::Twins => 0.5,
+        _ if rng.random_bool(0.3) => 0.3,
+        _ => 0.0,
+    };
+    let below = match kind {
+        Kind::Deep => [20, 40, 80, 199][rng.random_range(0..4)],
+        Kind::Snapshots => rng.random_range(0..=2),
+        _ => rng.random_range(1..=4),
+    };
+    let fixed = kind == Kind::Devices;
+    Shape {
+        new: NewDisk {
+            size: Some(size),
+            cluster_size,
+            version,
+            refcount_bits: if version > 2 && rng.random_bool(0.2) {
+                1 << rng.random_range(0..=6)
+            } else {
+                16
+            },
+            extended_l2: version > 2 && bits >= 14 && rng.random_bool(0.3),
+            index: rng.random_bool(0.3),
+            ..NewDisk::default()
+        },
+        below,
+        raw: !fixed && !large && rng.random_bool(0.25),
+        twins,
+        compressed,
+        bitmaps: version > 2
+            && (kind == Kind::Bitmaps || kind == Kind::Reflinks || rng.random_bool(0.1)),
+        device: fixed.then(|| {
+            let needed = size * 2 + cluster_size * 40 + (384 << 10);
+            needed.next_multiple_of(cluster_size) + rng.random_range(0..8) * cluster_size
+        }),
+    }
+}
+
+/// A step of filling an image.
+#[derive(Clone, Copy)]
+enum Step {
+    Write(u64, u64, Sort),
+    Compressed(u64, u64, Sort),
+    Zero(u64, u64),
+    Discard(u64, u64),
+}
+
+fn step(size: u64, cluster: u64, compressed: f64, rng: &mut SmallRng) -> Step {
+    let sort = [Sort::Plain, Sort::Plain, Sort::Text, Sort::Random][rng.random_range(0..4)];
+    // Mostly where the guest will be busy too.
+    let most = if rng.random_bool(0.7) { size.min(cluster * 12) } else { size };
+    let offset = rng.random_range(0..most) / 512 * 512;
+    let longest = (cluster * 4).min(512 << 10);
+    let length = (rng.random_range(1..=longest) / 512 * 512 + 512).min(size - offset);
+    if rng.random_bool(compressed) {
+        let start = offset / cluster * cluster;
+        // What does not compress is not stored compressed.
+        let sort = if sort == Sort::Random { Sort::Text } else { sort };
+        return Step::Compressed(start, cluster.min(size - start), sort);
+    }
+    match rng.random_range(0..12) {
+        0 => Step::Zero(offset, length),
+        1 => Step::Discard(offset, length),
+        2..7 => {
+            let start = offset / cluster * cluster;
+            Step::Write(start, cluster.min(size - start), sort)
+        }
+        _ => Step::Write(offset, length, sort),
+    }
+}
+
+async fn fill(host: &SimHost, name: &Path, steps: &[Step], first: u32) -> isobath_disk::Result<()> {
+    let metadata = MetadataMode::Ordered;
+    let options = OpenOptions { writable: true, metadata, ..OpenOptions::default() };
+    let disk = Disk::open(host.clone(), name, &options).await?;
+    let size = disk.size();
+    for (number, step) in (first..).zip(steps) {
+        let bytes = |offset: u64, length: u64, sort| {
+            IoBuf::from(Value::Pattern(sort, number).bytes(offset..offset + length))
+        };
+        let fits = |offset: u64, length: u64| offset + length <= size;
+        match *step {
+            Step::Write(offset, length, sort) if fits(offset, length) => {
+                disk.write(offset, bytes(offset, length, sort)).await?;
+            }
+            Step::Compressed(offset, length, sort) if fits(offset, length) => {
+                disk.write_compressed(offset, bytes(offset, length, sort)).await?;
+            }
+            Step::Zero(offset, length) if fits(offset, length) => {
+                disk.write_zeroes(offset, length, ZeroFlags::default()).await?;
+            }
+            Step::Discard(offset, length) if fits(offset, length) => {
+                disk.discard(offset, length).await?;
+            }
+            _ => {}
+        }
+    }
+    disk.close().await
+}
+
+/// What an image shows.
+pub(super) async fn content(host: &SimHost, name: &Path) -> isobath_disk::Result<Arc<Content>> {
+    let disk = Disk::open(host.clone(), name, &OpenOptions::default()).await?;
+    Ok(Arc::new(look(&disk, &[]).await?.content))
+}
+
+/// Makes the images for a history of a kind.
+///
+/// # Errors
+/// The engine cannot make them.
+pub fn make(kind: Kind, mode: &Mode, rng: &mut SmallRng) -> Result<Begin, String> {
+    run(make_chain(kind, mode, rng))?.map_err(|error| format!("while images were made: {error}"))
+}
+
+async fn make_chain(kind: Kind, mode: &Mode, rng: &mut SmallRng) -> Result<Begin, String> {
+    let shown = |error: isobath_disk::DiskError| error.to_string();
+    let host = SimHost::new(Files::new(), Conduct::default());
+    let shape = shape(kind, mode.version, rng);
+    let size = shape.new.size.unwrap_or(0);
+    let cluster = shape.new.cluster_size;
+    let mut images: Vec<Image> = Vec::new();
+    let mut new = shape.new.clone();
+    if shape.raw {
+        let length = if shape.bitmaps || rng.random() {
+            size
+        } else {
+            rng.random_range(1..=size / 512) * 512
+        };
+        let bytes = Value::Pattern(Sort::Plain, 1).bytes(0..length);
+        let content = Content::from(&bytes[..]);
+        let name = PathBuf::from("base.raw");
+        host.insert(&name, content.clone());
+        images.push(Image { name: name.clone(), content: Arc::new(content), needs: vec![name] });
+        (new.backing_file, new.backing_format) = (Some("base.raw".into()), Some("raw".into()));
+    }
+    let few = if shape.below > 8 { 4 } else { 12 };
+    let steps = |rng: &mut SmallRng, size: u64, cluster: u64| -> Vec<Step> {
+        let count = rng.random_range(1..=few);
+        (0..count).map(|_| step(size, cluster, shape.compressed, rng)).collect()
+    };
+    let model = steps(rng, size, cluster);
+    for layer in 0..=shape.below {
+        let top = layer == shape.below;
+        let name = if top { IMAGE.to_owned() } else { format!("layer{layer}.qcow2") };
+        let mut image = new.clone();
+        let twin = shape.twins && rng.random_bool(0.85);
+        if !top && !twin && !shape.bitmaps && shape.device.is_none() && rng.random_bool(0.4) {
+            image.size = Some(rng.random_range(1..=size / 512) * 512);
+            if rng.random() && !image.extended_l2 && kind != Kind::Large {
+                image.cluster_size = 1 << rng.random_range(9..=13);
+            }
+        }
+        // The newest layers of a chain of snapshots hold little.
+        let made = if twin {
+            let change = |step: &Step, rng: &mut SmallRng| {
+                if rng.random_bool(0.1) {
+                    self::step(size, cluster, shape.compressed, rng)
+                } else {
+                    *step
+                }
+            };
+            let mut made: Vec<Step> = model.iter().map(|step| change(step, rng)).collect();
+            if rng.random_bool(0.3) {
+                made.truncate(rng.random_range(0..=made.len()));
+            }
+            made
+        } else {
+            let held = image.size.unwrap_or(size);
+            steps(rng, held, image.cluster_size)
+        };
+        let path = PathBuf::from(&name);
+        create(&host, &path, &image).await.map_err(shown)?;
+        fill(&host, &path, &made, 100 * (layer as u32 + 1)).await.map_err(shown)?;
+        if shape.bitmaps && rng.random_bool(0.8) {
+            bitmaps::add(&host, &path, rng).await?;
+        }
+        let content = content(&host, &path).await.map_err(shown)?;
+        let below = images.last().map_or(&[][..], |image| &image.needs);
+        let needs = below.iter().cloned().chain([path.clone()]).collect();
+        images.push(Image { name: path, content, needs });
+        (new.backing_file, new.backing_format) = (Some(name), Some("qcow2".into()));
+    }
+    new = shape.new.clone();
+    let below = images.len().checked_sub(2).and_then(|at| images.get(at));
+    new.backing_file = below.map(|image| image.name.display().to_string());
+    let content = images.last().map(|image| Arc::clone(&image.content)).unwrap_or_default();
+    let mut files = host.files();
+    if let Some(length) = shape.device {
+        for (_, file) in &mut files {
+            to_device(Arc::make_mut(file), length);
+        }
+    }
+    let start = Start { files, image: IMAGE.into(), content, new, snapshot: None, dirty: false };
+    let text = format!(
+        "{}, {} images{}{}{}{}",
+        start.describe(),
+        images.len(),
+        if shape.twins { ", much alike" } else { "" },
+        if shape.compressed > 0.0 { ", compressed clusters" } else { "" },
+        if shape.bitmaps { ", bitmaps" } else { "" },
+        if shape.device.is_some() { ", on block devices" } else { "" },
+    );
+    let busy = if kind == Kind::Sizes { (size / 2).max(cluster).min(size) } else { size };
+    let (fixed, bitmaps) = (shape.device.is_some(), shape.bitmaps);
+    Ok(Begin { start, images, busy, fixed, bitmaps, text })
+}
+
+/// Bytes behind a file's end in which clusters may lie that it has.
+const MARGIN: u64 = 64 << 10;
+
+/// A file as a block device has it: longer, and with something behind.
+pub(super) fn to_device(content: &mut Content, length: u64) {
+    // What lies behind the end of a file in the image's last clusters is zeroes.
+    let end = (content.len() + MARGIN).next_multiple_of(MARGIN).min(length.max(content.len()));
+    if end < length {
+        content.set_len(end);
+        content.fill(end..length, 0xd7);
+    }
+}

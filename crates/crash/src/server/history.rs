@@ -1,0 +1,258 @@
+//! One history of a server.
+
+use super::chain::{self, Begin};
+use super::chronicle::{Chronicle, Frozen, Held};
+use super::faults;
+use super::kind::Kind;
+use super::operator::{NEW_IMAGES, Operator, names, new_image};
+use super::schedule::{Patience, Schedule, endure};
+use crate::campaign::{ATOMIC, Settings};
+use crate::clock::SimClock;
+use crate::content::Content;
+use crate::guest::{Before, Log};
+use crate::history::Guest;
+use crate::host::{Conduct, Faults, FlushFault, Killed, SimHost};
+use crate::image;
+use crate::plan::{Disk as Shape, Request};
+use crate::record::{NEVER, Record};
+use isobath_disk::{Disk, LiveDisk, MetadataMode};
+use rand::rngs::SmallRng;
+use rand::{Rng, RngExt, SeedableRng};
+use std::cell::{Cell, RefCell};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// A history that has happened.
+pub struct Happened {
+    /// What it was about.
+    pub kind: Kind,
+    /// What it began with.
+    pub begin: Begin,
+    /// What of the host stays so.
+    pub host: Conduct,
+    /// What the storage saw.
+    pub record: Record,
+    /// What the guest saw.
+    pub log: Arc<Log>,
+    /// What became of the chain.
+    pub chronicle: Chronicle,
+    /// What kills would have left.
+    pub killed: Vec<Killed>,
+    /// What was answered outlives a kill.
+    pub survives: bool,
+    /// What goes wrong.
+    pub faults: Faults,
+    /// A flush lies, so that nothing is promised.
+    pub lies: bool,
+    /// All of it in a few words.
+    pub text: String,
+}
+
+fn conduct(kind: Kind, begin: &Begin, settings: &Settings, rng: &mut SmallRng) -> Conduct {
+    let mut faults = faults::random(kind, &begin.start.files, rng);
+    if settings.faultless {
+        faults = Faults::default();
+    }
+    if let Some(number) = settings.sabotage {
+        faults = Faults::default();
+        faults.flush = Some((number, FlushFault::Lies));
+        faults.flushes_failing = 1;
+    }
+    let clones = kind == Kind::Reflinks || rng.random_bool(0.15);
+    Conduct {
+        seed: rng.random(),
+        delay: rng.random_range(0..8),
+        record: true,
+        discarded: [Some(0), Some(0), None, Some(0xdd)][rng.random_range(0..4)],
+        atomic: ATOMIC[rng.random_range(0..ATOMIC.len())],
+        faults,
+        clock: Some(SimClock::default()),
+        fixed: begin.fixed,
+        clones: clones.then_some([512, 4096][rng.random_range(0..2)]),
+        ..Conduct::default()
+    }
+}
+
+/// The requests of one task of a guest.
+async fn requests(
+    guest: &Guest<'_>,
+    live: &LiveDisk<SimHost>,
+    clock: &SimClock,
+    shape: Shape,
+    often: f64,
+    mut rng: SmallRng,
+) -> Result<(), String> {
+    let pause = [30, 100, 400][rng.random_range(0..3)];
+    for _ in 0..rng.random_range(4..24) {
+        clock.sleep(Duration::from_micros(rng.random_range(0..pause))).await;
+        let mut request = shape.request(image::Kind::Plain, &mut rng);
+        if let Request::Compressed(offset, length) = request {
+            request = Request::Read(offset, length);
+        }
+        let given_up = rng.random_bool(often);
+        let patience =
+            if given_up { Patience::Polls(rng.random_range(1..8)) } else { Patience::Endless };
+        match endure(patience, guest.request(live, request)).await {
+            Some(done) => done?,
+            None => guest.excuse(),
+        }
+    }
+    Ok(())
+}
+
+/// Lets a history happen, and checks what was read while it did.
+///
+/// # Errors
+/// What is wrong, with what led there.
+pub fn happen(settings: &Settings, kind: Kind, seed: u64) -> Result<Happened, String> {
+    let mut rng = SmallRng::seed_from_u64(seed);
+    let begin = chain::make(kind, settings.mode, &mut rng)?;
+    let mut conduct = conduct(kind, &begin, settings, &mut rng);
+    let ordered = settings.mode.metadata == MetadataMode::Ordered;
+    let mut options = settings.mode.options(true, rng.random());
+    if kind == Kind::Kills {
+        options.survive = !ordered;
+    }
+    let survives = options.survive && !ordered && begin.start.new.version > 2;
+    conduct.kills = if survives { 4 } else { 0 };
+    let clock = conduct.clock.clone().unwrap_or_default();
+    let host = SimHost::new(begin.start.files.clone(), conduct.clone());
+    let mut unused = Content::default();
+    if begin.fixed {
+        let longest = begin.start.files.iter().map(|(_, file)| file.len()).max();
+        chain::to_device(&mut unused, longest.unwrap_or(0));
+    }
+    host.reserve((0..NEW_IMAGES).map(new_image), &Arc::new(unused));
+    let before = Before::Bytes(Arc::clone(&begin.start.content));
+    let guest = Guest::new(&host, &begin.start, settings.mode, before, 1, rng.random());
+    let guest = guest.of_changing_chain();
+    let chronicle = RefCell::new(first_chronicle(&begin));
+    let worked = work(kind, &begin, &options, &guest, &host, &clock, &chronicle, &mut rng);
+    let chronicle = chronicle.into_inner();
+    let log = Arc::new(guest.into_log());
+    let record = host.record();
+    let text = format!("{kind}: {}; {:?}", begin.text, conduct.faults);
+    worked.and_then(|()| log.check_reads(NEVER)).map_err(|error| {
+        let mut lines = log.tell(NEVER);
+        if settings.trace {
+            lines.extend(record.tell());
+        }
+        let chain = chronicle.tell(NEVER).join("\n    ");
+        format!("{error}\n{text}\n    {chain}\n{}", lines.join("\n"))
+    })?;
+    let quiet = Conduct {
+        fixed: conduct.fixed,
+        clones: conduct.clones,
+        atomic: conduct.atomic,
+        ..Conduct::default()
+    };
+    Ok(Happened {
+        kind,
+        begin,
+        host: quiet,
+        record,
+        log,
+        chronicle,
+        killed: host.killed(),
+        survives,
+        lies: conduct.faults.lies() && settings.sabotage.is_none(),
+        faults: conduct.faults,
+        text,
+    })
+}
+
+fn first_chronicle(begin: &Begin) -> Chronicle {
+    let chain: Vec<_> = begin.images.iter().rev().map(|image| image.name.clone()).collect();
+    let below = begin.images.len().saturating_sub(1);
+    let frozen = begin.images.iter().take(below).map(|image| Frozen {
+        name: image.name.clone(),
+        needs: image.needs.clone(),
+        held: Held::Bytes(Arc::clone(&image.content)),
+        until: NEVER,
+    });
+    Chronicle::new(chain, frozen.collect())
+}
+
+#[allow(clippy::too_many_arguments, reason = "all of it is one history")]
+fn work(
+    kind: Kind,
+    begin: &Begin,
+    options: &isobath_disk::OpenOptions,
+    guest: &Guest<'_>,
+    host: &SimHost,
+    clock: &SimClock,
+    chronicle: &RefCell<Chronicle>,
+    rng: &mut SmallRng,
+) -> Result<(), String> {
+    let live: RefCell<Option<Arc<LiveDisk<SimHost>>>> = RefCell::new(None);
+    // Opened as the first of all, with time passing.
+    let mut opening = Schedule::new(clock.clone(), rng.random());
+    opening.add(async {
+        let opening = Disk::open(host.clone(), &begin.start.image, options);
+        if let Some(opened) = endure(Patience::Endless, opening).await
+            && let Some(disk) = guest.judge("opening the disk", opened)?
+        {
+            let clock = Arc::new(clock.clone());
+            *live.borrow_mut() = Some(LiveDisk::new(disk, options, clock));
+        }
+        Ok(())
+    });
+    opening.run(|| ())?;
+    let Some(live) = live.into_inner() else { return Ok(()) };
+    let shape =
+        Shape { size: begin.busy, cluster: begin.start.new.cluster_size, compresses: false };
+    let drops = kind == Kind::Drops || rng.random_bool(0.05);
+    let often = if drops { 0.15 } else { 0.0 };
+    let operator = Operator {
+        live: &live,
+        host,
+        guest,
+        chronicle,
+        clock,
+        options,
+        begin,
+        kind,
+        made: Cell::new(0),
+        impatient: drops,
+    };
+    let mut tasks = Schedule::new(clock.clone(), rng.random());
+    for _ in 0..rng.random_range(1..=3) {
+        let rng = SmallRng::seed_from_u64(rng.next_u64());
+        tasks.add(requests(guest, &live, clock, shape, often, rng));
+    }
+    let deeds = if kind == Kind::Deep { 2 } else { rng.random_range(1..=5) };
+    let mut own = SmallRng::seed_from_u64(rng.next_u64());
+    tasks.add(async { operator.work(deeds, &mut own).await });
+    // Who embeds the engine may do without.
+    let upkeep = rng.random_bool(0.5);
+    tasks.add_background(async {
+        if !upkeep {
+            return Ok(());
+        }
+        let done = endure(Patience::Endless, live.upkeep()).await;
+        match done {
+            Some(Err(error)) if !guest.faulty() => Err(format!("upkeep failed: {error}")),
+            _ => Ok(()),
+        }
+    });
+    let look = || {
+        let chain = names(&live);
+        let mut chronicle = chronicle.borrow_mut();
+        if chronicle.chains.last().is_none_or(|(_, last)| *last != chain) {
+            let now = host.tick();
+            chronicle.chains.push((now, chain));
+        }
+    };
+    tasks.run(look)?;
+    if rng.random_bool(0.5) {
+        let mut closing = Schedule::new(clock.clone(), rng.random());
+        closing.add(async {
+            match endure(Patience::Endless, guest.close(&*live)).await {
+                Some(closed) => closed,
+                None => Ok(()),
+            }
+        });
+        closing.run(|| ())?;
+    }
+    Ok(())
+}

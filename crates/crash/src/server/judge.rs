@@ -1,0 +1,315 @@
+//! What a crash has left of a server's chain, and whether it is what was promised.
+
+use super::bitmaps;
+use super::chronicle::Held;
+use super::history::Happened;
+use super::schedule::Schedule;
+use crate::clock::SimClock;
+use crate::executor::run;
+use crate::guest::{Look, Oracle};
+use crate::history::look;
+use crate::host::{Access, Conduct, Memories, SimHost};
+use crate::image::{Kind as ImageKind, Start};
+use crate::mode::Mode;
+use crate::record::{Files, Tick};
+use crate::recover::{
+    Case, Passed, Way, examine, has_bit, header_of, recover, recover_wild, sound,
+};
+use isobath_disk::jobs::pace::Pacing;
+use isobath_disk::jobs::{CommitOptions, JobOptions, StreamOptions};
+use isobath_disk::{Disk, LiveDisk, OpenOptions, Repair};
+use isobath_qcow2::IncompatibleFeatures;
+use isobath_storage::Storage;
+use rand::rngs::SmallRng;
+use rand::{Rng, RngExt, SeedableRng};
+use std::path::Path;
+use std::sync::Arc;
+
+/// How a server has ended.
+#[derive(Clone, Debug)]
+pub enum Death {
+    /// The machine lost its power.
+    Power,
+    /// It was killed, and left this memory.
+    Killed(Memories),
+    /// It was killed, and its files are as they were at an earlier moment: a copy of them was put back.
+    /// The memory is newer.
+    RolledBack(Memories),
+}
+
+impl Death {
+    /// The name, for totals.
+    pub const fn name(&self) -> &'static str {
+        match self {
+            Self::Power => "power loss",
+            Self::Killed(_) => "killed",
+            Self::RolledBack(_) => "killed and rolled back",
+        }
+    }
+}
+
+/// A state and how it came about.
+pub struct State {
+    /// What the files hold.
+    pub files: Files,
+    /// The moment of which they are.
+    pub tick: Tick,
+    /// How the server ended.
+    pub death: Death,
+}
+
+/// Judges one state, and recovers it in this way.
+///
+/// # Errors
+/// What is wrong with it.
+pub fn judge(
+    happened: &Happened,
+    mode: &Mode,
+    state: &State,
+    way: Way,
+    qemu: bool,
+    seed: u64,
+    passed: &mut Vec<Passed>,
+) -> Result<(), String> {
+    let mut rng = SmallRng::seed_from_u64(seed);
+    let tick = state.tick;
+    let Some(active) = happened.chronicle.chain_at(tick).first() else { return Ok(()) };
+    let access = match &state.death {
+        Death::Power => Access::None,
+        Death::Killed(memories) | Death::RolledBack(memories) => Access::Left(memories.clone()),
+    };
+    let oracle = match &state.death {
+        // What was answered is there.
+        Death::Killed(_) => Oracle::of_kill(&happened.log, tick - 1),
+        Death::Power | Death::RolledBack(_) => Oracle::of_crash(&happened.log, tick),
+    };
+    let host = Conduct { access, ..happened.host.clone() };
+    let killed = !matches!(state.death, Death::Power);
+    let header = file(&state.files, active).and_then(header_of);
+    let mut new = happened.begin.start.new.clone();
+    if let Some(header) = &header {
+        new.cluster_size = 1 << header.cluster_bits;
+        new.version = header.version;
+        new.backing_file.clone_from(&header.backing_file);
+    }
+    let start = Start {
+        files: state.files.clone(),
+        image: active.clone(),
+        content: Arc::clone(&happened.begin.start.content),
+        new,
+        snapshot: None,
+        dirty: false,
+    };
+    let case = Case {
+        mode,
+        start: &start,
+        kind: ImageKind::Plain,
+        atomic: happened.host.atomic,
+        oracle: Arc::new(oracle),
+        lives: 2,
+        leaked: 0,
+        // QEMU knows nothing of the memory.
+        qemu: qemu && !killed && start.size() < 64 << 20,
+        host,
+        may_leak: killed || header.is_none(),
+    };
+    if happened.lies {
+        return recover_wild(state.files.clone(), &case, rng.random());
+    }
+    run(below(happened, mode, state, &case, &mut rng))??;
+    run(jobs_again(mode, state, &case, &mut rng))??;
+    if header.is_none() {
+        // A raw image took the disk's place.
+        passed.push(Passed { way: Way::Open, qemu: false });
+        return run(look_at_raw(state, &case))?;
+    }
+    let mut files = state.files.clone();
+    if let Death::Killed(memories) = &state.death
+        && rng.random_bool(0.2)
+    {
+        files = run(denied(memories, mode, state, &case, &mut rng))??;
+    }
+    recover(files, &case, way, rng.random(), passed)
+}
+
+/// Somebody opens the disk who may not use the memory that was left: the disk is as it was promised, or is
+/// not opened and stays as it is. Gives the files of after that.
+async fn denied(
+    memories: &Memories,
+    mode: &Mode,
+    state: &State,
+    case: &Case<'_>,
+    rng: &mut SmallRng,
+) -> Result<Files, String> {
+    let access = Access::Denied(memories.clone());
+    let conduct = Conduct { access, ..case.host.clone() };
+    let host = SimHost::new(state.files.clone(), conduct);
+    let options = mode.options(true, rng.random());
+    let Ok(disk) = Disk::open(host.clone(), &case.start.image, &options).await else {
+        return Ok(host.files());
+    };
+    let look = look(&disk, &case.oracle.interest()).await;
+    let look = look.map_err(|error| format!("opened by somebody else, {error}"))?;
+    case.oracle.check(&look).map_err(|error| format!("opened by somebody else, {error}"))?;
+    Ok(state.files.clone())
+}
+
+fn file<'a>(files: &'a Files, name: &Path) -> Option<&'a crate::content::Content> {
+    files.iter().find(|(own, _)| own == name).map(|(_, content)| &**content)
+}
+
+async fn read(
+    files: &Files,
+    image: &Path,
+    case: &Case<'_>,
+    interest: &[std::ops::Range<u64>],
+) -> Result<Look, String> {
+    let host = SimHost::new(files.clone(), Conduct { access: Access::None, ..case.host.clone() });
+    let shown = |what: &str, error: isobath_disk::DiskError| {
+        format!("{} could not be {what}: {error}", image.display())
+    };
+    let disk = Disk::open(host, image, &OpenOptions::default()).await;
+    let disk = disk.map_err(|error| shown("opened read-only", error))?;
+    look(&disk, interest).await.map_err(|error| shown("read", error))
+}
+
+async fn look_at_raw(state: &State, case: &Case<'_>) -> Result<(), String> {
+    let look = read(&state.files, &case.start.image, case, &case.oracle.interest()).await?;
+    case.oracle.check(&look)
+}
+
+/// Looks at the images below the active one, and at all bitmaps.
+async fn below(
+    happened: &Happened,
+    mode: &Mode,
+    state: &State,
+    case: &Case<'_>,
+    rng: &mut SmallRng,
+) -> Result<(), String> {
+    let chain = happened.chronicle.chain_at(state.tick);
+    let host = SimHost::new(state.files.clone(), case.host.clone());
+    // One of them.
+    let others = chain.get(1..).unwrap_or_default();
+    if !others.is_empty() && rng.random_bool(0.5) {
+        let image = &others[rng.random_range(0..others.len())];
+        let plain = file(&state.files, image).and_then(header_of).is_some();
+        if plain && !has_bit(&state.files, image, IncompatibleFeatures::DIRTY) && mode.consistent {
+            let (report, findings) = examine(&host, image, Repair::None).await?;
+            sound(&format!("{}: after the crash", image.display()), &report, &findings)?;
+        }
+    }
+    let frozen: Vec<_> = happened.chronicle.frozen_at(state.tick).collect();
+    if !frozen.is_empty() && rng.random_bool(0.5) {
+        let frozen = frozen[rng.random_range(0..frozen.len())];
+        let oracle = happened.chronicle.oracle_of(frozen, &happened.log, state.tick);
+        let interest = oracle.as_ref().map(Oracle::interest).unwrap_or_default();
+        let look = read(&state.files, &frozen.name, case, &interest).await?;
+        let same = match (&oracle, &frozen.held) {
+            (Some(oracle), _) => oracle.check(&look),
+            (None, Held::Bytes(content)) => match look.content.first_difference(content) {
+                None => Ok(()),
+                Some(at) => Err(format!("it has changed at byte {at}")),
+            },
+            (None, Held::Moment(..)) => Ok(()),
+        };
+        same.map_err(|error| format!("{}, below the disk: {error}", frozen.name.display()))?;
+    }
+    for image in &happened.begin.images {
+        let Some(content) = file(&state.files, &image.name) else { continue };
+        // What lies below it is another matter: who writes there changes what it shows.
+        let below = happened.chronicle.is_undermined(&image.name, &image.needs, state.tick);
+        if below || !bitmaps::claims_no_change(content) {
+            continue;
+        }
+        let look = read(&state.files, &image.name, case, &[]).await?;
+        let end = look.content.len().min(image.content.len());
+        if let Some(at) = look.content.first_difference(&image.content).filter(|at| *at < end) {
+            return Err(format!(
+                "{}: a bitmap says that nothing has changed, and byte {at} has",
+                image.name.display()
+            ));
+        }
+    }
+    if rng.random_bool(0.15) {
+        // Everything is repaired, and reads as before.
+        for (image, _) in &state.files {
+            if file(&state.files, image).and_then(header_of).is_some() && chain.contains(image) {
+                let (report, findings) = examine(&host, image, Repair::All).await?;
+                sound(&format!("{}: after check -r all", image.display()), &report, &findings)?;
+            }
+        }
+        let look = read(&host.files(), &case.start.image, case, &case.oracle.interest()).await?;
+        case.oracle.check(&look).map_err(|error| format!("all images repaired, {error}"))?;
+    }
+    Ok(())
+}
+
+/// An interrupted job is started again, or another, and comes to its end.
+async fn jobs_again(
+    mode: &Mode,
+    state: &State,
+    case: &Case<'_>,
+    rng: &mut SmallRng,
+) -> Result<(), String> {
+    if !rng.random_bool(0.1) {
+        return Ok(());
+    }
+    let clock = SimClock::default();
+    let host = SimHost::new(state.files.clone(), case.host.clone());
+    let options = mode.options(true, rng.random());
+    let opened = Disk::open(host.clone(), &case.start.image, &options).await;
+    let disk = opened.map_err(|error| format!("the disk was not opened: {error}"))?;
+    let interest = case.oracle.interest();
+    let shown = |error: isobath_disk::DiskError| format!("the disk could not be read: {error}");
+    let found = look(&disk, &interest).await.map_err(shown)?;
+    case.oracle.check(&found)?;
+    let live = LiveDisk::new(disk, &options, Arc::new(clock.clone()));
+    let depth = live.depth();
+    if depth < 2 {
+        return Ok(());
+    }
+    let mut job = JobOptions::new("again");
+    job.pacing = Pacing::None;
+    let layer = |at: usize| live.layers().get(at).map(|layer| layer.storage().id());
+    let failed = |error: isobath_disk::DiskError| format!("a job after the crash: {error}");
+    let mut tasks = Schedule::new(clock, rng.next_u64());
+    let (job, what) = if depth > 2 && rng.random() {
+        let top = rng.random_range(1..depth - 1);
+        let base = rng.random_range(top + 1..depth);
+        let options = CommitOptions { top: layer(top), base: layer(base), backing_file: None };
+        let (job, run) = live.commit(options, job).map_err(failed)?;
+        tasks.add(async {
+            run.await;
+            Ok(())
+        });
+        (job, format!("a commit of layer {top} into {base} of {depth}"))
+    } else {
+        let top = rng.random_range(0..depth - 1);
+        let base = rng.random_range(top + 1..=depth);
+        let top_layer = layer(top).filter(|_| top > 0);
+        let options = StreamOptions { top: top_layer, base: layer(base), backing_file: None };
+        let streamed = live.stream(options, job);
+        let (job, run) = streamed.map_err(failed)?;
+        tasks.add(async {
+            run.await;
+            Ok(())
+        });
+        (job, format!("a stream into layer {top} from above {base} of {depth}"))
+    };
+    tasks.run(|| ())?;
+    if let Some(error) = job.error() {
+        // An image with bitmaps cannot be lengthened.
+        if error.contains("persistent bitmaps") {
+            return Ok(());
+        }
+        return Err(format!("after the crash, {what} failed: {error}"));
+    }
+    let same = |look: Look, when: &str| match look.content.first_difference(&found.content) {
+        None => Ok(()),
+        Some(at) => Err(format!("after the crash, {what}: {when}, byte {at} is another")),
+    };
+    same(look(&*live, &interest).await.map_err(shown)?, "while it is open")?;
+    live.close().await.map_err(|error| format!("after the crash, {what}: closing: {error}"))?;
+    drop(live);
+    same(read(&host.files(), &case.start.image, case, &interest).await?, "closed")
+}

@@ -1,0 +1,95 @@
+//! What a server's history is about.
+
+use std::fmt;
+
+/// What a server's history is about. Each has some of everything.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Kind {
+    /// Jobs and snapshots of all sorts.
+    Mixed,
+    /// Data of backing files comes into an overlay, the active one or one below it.
+    Streams,
+    /// Data of overlays goes into a backing file below the active layer.
+    Commits,
+    /// The active layer is committed, and its base takes its place.
+    Pivots,
+    /// The disk goes on in another image.
+    Mirrors,
+    /// Snapshots.
+    Snapshots,
+    /// Layers of equal layout, compressed clusters among them.
+    Twins,
+    /// The server is killed, and its log is all that has some of what it answered.
+    Kills,
+    /// The storage fails, once or for ever, and jobs stop or go on.
+    Faults,
+    /// Requests, flushes and jobs are given up, and tasks panic.
+    Drops,
+    /// Block devices, which do not grow.
+    Devices,
+    /// Files that share space.
+    Reflinks,
+    /// Persistent bitmaps.
+    Bitmaps,
+    /// Changes of size between jobs.
+    Sizes,
+    /// Large clusters and large disks.
+    Large,
+    /// Chains of many layers.
+    Deep,
+}
+
+/// All kinds.
+pub const KINDS: [Kind; 16] = [
+    Kind::Mixed,
+    Kind::Streams,
+    Kind::Commits,
+    Kind::Pivots,
+    Kind::Mirrors,
+    Kind::Snapshots,
+    Kind::Twins,
+    Kind::Kills,
+    Kind::Faults,
+    Kind::Drops,
+    Kind::Devices,
+    Kind::Reflinks,
+    Kind::Bitmaps,
+    Kind::Sizes,
+    Kind::Large,
+    Kind::Deep,
+];
+
+impl Kind {
+    /// The name on the command line.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Mixed => "mixed",
+            Self::Streams => "streams",
+            Self::Commits => "commits",
+            Self::Pivots => "pivots",
+            Self::Mirrors => "mirrors",
+            Self::Snapshots => "snapshots",
+            Self::Twins => "twins",
+            Self::Kills => "kills",
+            Self::Faults => "faults",
+            Self::Drops => "drops",
+            Self::Devices => "devices",
+            Self::Reflinks => "reflinks",
+            Self::Bitmaps => "bitmaps",
+            Self::Sizes => "sizes",
+            Self::Large => "large",
+            Self::Deep => "deep",
+        }
+    }
+
+    /// The kind of that name.
+    pub fn from_name(name: &str) -> Option<Self> {
+        KINDS.into_iter().find(|kind| kind.name() == name)
+    }
+}
+
+impl fmt::Display for Kind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
