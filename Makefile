@@ -3,15 +3,24 @@
 # not built as well.
 
 SOAK_SECONDS ?= 3600
+SOAK_OPERATIONS ?= 10000000
+KILLS ?= 2000
 FUZZ_SECONDS ?= 60
+TSAN_SECONDS ?= 60
 CRASH_STATES ?= 1000000
 CRASH_SEED ?= 1
+CRASH := $${CARGO_TARGET_DIR:-target}/release/isobath-crash
 CRASH_FILES_STATES ?= 2000
+DAMAGE_IMAGES ?= 5000
+DAMAGE_SEED ?= 1
 
 export PATH := $(PATH):$(HOME)/.cargo/bin
 DENY := target/tools/bin/cargo-deny
+# Compiled anew, without optimisation of what it does not need: loom replaces locks and atomics in dependencies too.
+LOOM := RUSTFLAGS='--cfg loom' CARGO_TARGET_DIR=target/loom \
+	cargo test --locked -p isobath-storage -p isobath-disk --lib -- interleavings:: --nocapture --test-threads=2
 
-.PHONY: setup build test demo soak crash crash-files fuzz bench papers papers-quick clean
+.PHONY: setup build test interleavings miri tsan demo soak kills crash crash-small crash-files damage fuzz bench papers papers-quick clean
 
 setup:
 	@scripts/setup
@@ -26,27 +35,61 @@ test: setup $(DENY)
 	RUSTDOCFLAGS='-D warnings' cargo doc --locked --workspace --no-deps
 	cargo test --locked --workspace --tests
 	cargo test --locked --workspace --doc
+	ISOBATH_PREEMPTIONS=1 $(LOOM)
 
 demo: setup
 	@scripts/demo
 
-# The random comparison with QEMU, for SOAK_SECONDS.
+# The random comparison with QEMU, for SOAK_SECONDS or until there were SOAK_OPERATIONS. It goes on where the
+# last run ended, by target/soak.json; ISOBATH_SEED begins with a seed of its own. The images lie on an XFS that
+# shares clusters, in memory, where root runs this.
 soak: setup
-	ISOBATH_DIFF_SECONDS=$(SOAK_SECONDS) cargo test --locked --release -p isobath-disk --test opposite_qemu -- --nocapture
+	cargo test --locked --release -p isobath-disk --test opposite_qemu --no-run
+	scripts/soak $(SOAK_SECONDS) $(SOAK_OPERATIONS)
 
-# The crash simulator, in every mode: small histories with every crash there is, then random ones
-# until CRASH_STATES states have passed.
+# Servers killed under every door and in every kind of change, until there were KILLS. It goes on where the last
+# run ended, by target/kills.json; KILLS_SEED begins with a seed of its own.
+kills: setup
+	$(if $(KILLS_SEED),ISOBATH_SEED=$(KILLS_SEED)) ISOBATH_KILLS=$(KILLS) ISOBATH_KILLS_STATE=$(CURDIR)/target/kills.json \
+		cargo test --locked --release -p isobath-cli --test it what_was_promised_is_there_after_a_kill -- --nocapture
+
+# The crash simulator, in every mode: random histories of a disk and of a server with jobs, until CRASH_STATES
+# states of each have passed. It goes on where it ended; `rm -r target/crash` has it begin again.
 crash: setup
-	cargo run --locked --release -p isobath-crash --bin isobath-crash -- --exhaustive
-	cargo run --locked --release -p isobath-crash --bin isobath-crash -- --states $(CRASH_STATES) --seed $(CRASH_SEED)
+	cargo build --locked --release -p isobath-crash --bin isobath-crash
+	$(CRASH) --states $(CRASH_STATES) --seed $(CRASH_SEED) --state target/crash
+	$(CRASH) --states $(CRASH_STATES) --seed $(CRASH_SEED) --state target/crash --server
+
+# The crash simulator's small histories, with every crash there is.
+crash-small: setup
+	cargo build --locked --release -p isobath-crash --bin isobath-crash
+	$(CRASH) --exhaustive
 
 # Crashes of a server on real files: CRASH_FILES_STATES states of each workload in every mode.
 crash-files: setup
 	cargo run --locked --release -p isobath-crash --bin isobath-crash-files -- --states $(CRASH_FILES_STATES) --seed $(CRASH_SEED)
 
-# Each fuzz target, for FUZZ_SECONDS.
+# Damaged images beside QEMU: the first DAMAGE_IMAGES of DAMAGE_SEED, from where the last run ended.
+damage: setup
+	ISOBATH_DAMAGE_IMAGES=$(DAMAGE_IMAGES) ISOBATH_SEED=$(DAMAGE_SEED) cargo test --locked --release -p isobath-disk --test damaged -- --nocapture damaged_images
+
+# Each fuzz target, for FUZZ_SECONDS. Goes on from what earlier runs found; `scripts/fuzz --totals` tells what
+# all of them came to.
 fuzz:
 	FUZZ_SECONDS=$(FUZZ_SECONDS) scripts/fuzz
+
+# What threads share, in every order of small cases, within each case's bound of preemptions. With
+# ISOBATH_PREEMPTIONS=all without a bound, which only the smallest end with.
+interleavings:
+	$(LOOM)
+
+# The tests of unsafe code that needs no kernel, and of what runs on it, as miri interprets them.
+miri:
+	scripts/miri
+
+# A server with ThreadSanitizer under load, for TSAN_SECONDS.
+tsan: setup
+	TSAN_SECONDS=$(TSAN_SECONDS) scripts/tsan
 
 # With the simulated disk of `serve --slow-disk`.
 bench: setup

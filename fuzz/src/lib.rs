@@ -7,20 +7,28 @@
 
 mod embedded;
 mod format;
+mod fuse;
 mod image;
 mod journal;
 mod nbd;
 mod nbd_session;
+mod qmp;
+mod restart_log;
 mod seeds;
+mod vhost_messages;
 mod vhost_user;
 
 pub use embedded::embedded;
 pub use format::{bitmaps, compressed, extensions, header, index, l1_l2, refcount, snapshots};
+pub use fuse::fuse;
 pub use image::image;
 pub use journal::journal;
 pub use nbd::{nbd_handshake, nbd_request};
 pub use nbd_session::nbd_session;
+pub use qmp::{job_file, qmp};
+pub use restart_log::restart_log;
 pub use seeds::seeds;
+pub use vhost_messages::vhost_messages;
 pub use vhost_user::vhost_user;
 
 /// A fuzz target.
@@ -43,6 +51,11 @@ pub const TARGETS: &[(&str, Target)] = &[
     ("nbd_session", nbd_session),
     ("vhost_user", vhost_user),
     ("image", image),
+    ("fuse", fuse),
+    ("qmp", qmp),
+    ("job_file", job_file),
+    ("restart_log", restart_log),
+    ("vhost_messages", vhost_messages),
 ];
 
 /// Takes bytes for the target's own choices from the front of its input; zeroes when it runs out.

@@ -11,9 +11,28 @@ use isobath_qcow2::journal::{Operation, Record, Zone, Zones};
 use isobath_qcow2::{
     ClusterIndex, CompressionType, Extension, HostOffset, NewImage, Snapshot, compress,
 };
+use std::fs;
+use std::path::Path;
 
-/// Valid inputs of a target, by its name.
+/// Inputs of a target, by its name: valid ones, and those that earlier runs have found to reach more.
 pub fn seeds(target: &str) -> Vec<Vec<u8>> {
+    let mut seeds = valid(target);
+    seeds.extend(kept(target));
+    seeds
+}
+
+/// What the repository keeps in `fuzz/kept/`: an input a line, in hexadecimal digits.
+fn kept(target: &str) -> Vec<Vec<u8>> {
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("kept").join(target);
+    let lines = fs::read_to_string(&file).expect("every target has a file in fuzz/kept");
+    let digit = |digit: u8| char::from(digit).to_digit(16).expect("hexadecimal digits") as u8;
+    let input = |line: &str| -> Vec<u8> {
+        line.as_bytes().chunks(2).map(|pair| digit(pair[0]) << 4 | digit(pair[1])).collect()
+    };
+    lines.lines().map(input).collect()
+}
+
+fn valid(target: &str) -> Vec<Vec<u8>> {
     let images = || images().iter().map(image).collect::<Vec<_>>();
     let prefixed = |prefix: &[u8], bytes: &[u8]| [prefix, bytes].concat();
     match target {
@@ -59,6 +78,11 @@ pub fn seeds(target: &str) -> Vec<Vec<u8>> {
         "embedded" => leads(),
         "nbd_handshake" => vec![handshake(255), handshake(0)],
         "nbd_session" => sessions(),
+        "fuse" => crate::fuse::valid_inputs(),
+        "qmp" => crate::qmp::conversations(),
+        "job_file" => crate::qmp::job_files(),
+        "restart_log" => crate::restart_log::valid_inputs(),
+        "vhost_messages" => crate::vhost_messages::valid_inputs(),
         "vhost_user" => crate::vhost_user::valid_inputs(),
         "nbd_request" => {
             let request = |command, offset, length| {

@@ -1,7 +1,7 @@
 //! Queues of a vhost-user-blk device, on a disk in memory.
 
 #[path = "../../crates/export/tests/common/vhost_raw.rs"]
-mod raw;
+pub(crate) mod raw;
 
 use crate::nbd_session::memory_disk::MemoryDisk;
 use crate::take;
@@ -23,7 +23,7 @@ const EVENTS: u8 = 1;
 const LATE: u8 = 2;
 
 /// One for all inputs: a server that is well serves the next client after any other.
-static SERVED: LazyLock<(Arc<MemoryDisk>, SocketAddr)> = LazyLock::new(|| {
+pub(crate) static SERVED: LazyLock<(Arc<MemoryDisk>, SocketAddr)> = LazyLock::new(|| {
     let disk = Arc::new(MemoryDisk { delay: 1, ..MemoryDisk::new(DISK) });
     let name = format!("isobath-fuzz-{}", std::process::id());
     let address = SocketAddr::from_abstract_name(name).unwrap();
@@ -65,6 +65,14 @@ pub fn vhost_user(mut input: &[u8]) {
     client.memory.write(PART, &[0; PART as usize]);
     client.start_queue(1, 0);
     client.assert_works(1);
+}
+
+/// A new client finds the server well.
+pub(crate) fn again() {
+    let client = Raw::on(UnixStream::connect_addr(&SERVED.1).unwrap(), 1, SIZE);
+    client.agree(FEATURES);
+    client.start_queue(0, 0);
+    client.assert_works(0);
 }
 
 /// A direct chain and an indirect one, of a kind of request each.
