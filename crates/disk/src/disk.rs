@@ -9,7 +9,7 @@ use crate::write::Writer;
 use crate::{DiskError, OpenOptions, Preallocation, Result};
 use event_listener::Event;
 use futures_util::join;
-use isobath_storage::{Host, IoBuf};
+use isobath_storage::{Host, IoBuf, Storage};
 use parking_lot::RwLock;
 use std::future::Future;
 use std::path::Path;
@@ -32,6 +32,34 @@ pub(crate) struct Settling<S> {
 impl<S> Clone for Settling<S> {
     fn clone(&self) -> Self {
         Self { layer: self.layer, writer: Arc::clone(&self.writer) }
+    }
+}
+
+/// What a flush needs of a disk. Not the disk itself, whose other layers may leave the chain, and be opened
+/// again, while a sync takes its time.
+pub(crate) struct Flushing<S> {
+    writer: Option<Arc<Writer<S>>>,
+    settling: Option<Settling<S>>,
+    readers: Arc<Readers>,
+}
+
+impl<S: Storage> Flushing<S> {
+    /// Makes durable what was answered before the disk was asked for this.
+    pub(crate) async fn run(self) -> Result<()> {
+        let Some(writer) = &self.writer else { return Ok(()) };
+        let Some(settling) = &self.settling else {
+            return writer.or_mark_corrupt(writer.commit(&self.readers).await).await;
+        };
+        let before = async {
+            match settling.writer.commit(&self.readers).await {
+                // All of it is durable.
+                Err(DiskError::Closed) => Ok(()),
+                done => done,
+            }
+        };
+        // Both end, also where one fails: a commit given up would be half done.
+        let (before, now) = join!(before, writer.commit(&self.readers));
+        before.and(writer.or_mark_corrupt(now).await)
     }
 }
 
@@ -152,6 +180,15 @@ impl<H: Host> Disk<H> {
     /// The former active layer, while its file does not have everything.
     pub(crate) fn settling(&self) -> Option<Settling<H::File>> {
         self.settling.read().clone()
+    }
+
+    /// A flush of what was answered so far.
+    pub(crate) fn flushing(&self) -> Flushing<H::File> {
+        Flushing {
+            writer: self.writer.clone(),
+            settling: self.settling(),
+            readers: Arc::clone(&self.readers),
+        }
     }
 
     /// The file of the former active layer has everything.
@@ -340,20 +377,7 @@ impl<H: Host> BlockDevice for Disk<H> {
     }
 
     async fn flush(&self) -> Result<()> {
-        let Some(writer) = &self.writer else { return Ok(()) };
-        let Some(settling) = self.settling() else {
-            return self.or_mark_corrupt(writer.commit(&self.readers).await).await;
-        };
-        let before = async {
-            match settling.writer.commit(&self.readers).await {
-                // All of it is durable.
-                Err(DiskError::Closed) => Ok(()),
-                done => done,
-            }
-        };
-        // Both end, also where one fails: a commit given up would be half done.
-        let (before, now) = join!(before, writer.commit(&self.readers));
-        before.and(self.or_mark_corrupt(now).await)
+        self.flushing().run().await
     }
 
     async fn block_status(

@@ -1,7 +1,7 @@
 //! Errors of a disk: which image, which field, what to do.
 
 use isobath_qcow2::FormatError;
-use isobath_storage::{StorageError, shown};
+use isobath_storage::{Operation, StorageError, shown};
 use std::path::PathBuf;
 
 /// The result of a disk operation.
@@ -73,6 +73,15 @@ pub enum DiskError {
 }
 
 impl DiskError {
+    /// Whether it says that a flush has failed: what was written before may be lost, and is still read.
+    pub(crate) fn is_failed_flush(&self) -> bool {
+        match self {
+            Self::Storage(error) => error.operation == Operation::Flush,
+            Self::Poisoned(_) => true,
+            _ => false,
+        }
+    }
+
     /// The error number (`errno`) that a protocol should report.
     pub fn errno(&self) -> i32 {
         match self {

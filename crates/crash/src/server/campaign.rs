@@ -1,12 +1,13 @@
 //! Histories of servers by the thousand.
 
 use super::history::{Happened, happen};
-use super::judge::{Death, State, judge};
+use super::judge::{Death, State, file, judge};
 use super::kind::{KINDS, Kind};
 use crate::campaign::{Failure, Settings, Totals, device, guarded, panicked};
-use crate::record::Tick;
-use crate::recover::Way;
+use crate::record::{Files, Tick};
+use crate::recover::{Way, header_of};
 use crate::state::{Fate, Replay, random_grain};
+use isobath_qcow2::journal::Journal;
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
 use rustc_hash::FxHasher;
@@ -94,12 +95,17 @@ fn kills(
         let tick = killed.at + 1;
         if killed.at > 2 && rng.random_bool(0.3) {
             let earlier = rng.random_range(1..=killed.at);
-            let mut replay = Replay::new(&happened.record);
-            replay.advance(earlier);
-            let files = replay.build(&Fate::Killed, 512, rng).files;
-            let death = Death::RolledBack(killed.memories.clone());
-            let state = State { files, tick: earlier, death };
-            one(settings, happened, &state, &replay, &Fate::Killed, rng, totals, story)?;
+            let mut before = Replay::new(&happened.record);
+            before.advance(earlier);
+            let files = before.build(&Fate::Killed, 512, rng).files;
+            let mut now = Replay::new(&happened.record);
+            now.advance(tick);
+            let latest = now.build(&Fate::Killed, 512, &mut SmallRng::seed_from_u64(0)).files;
+            if is_told_apart(happened, earlier, &files, &latest) {
+                let death = Death::RolledBack(killed.memories.clone());
+                let state = State { files, tick: earlier, death };
+                one(settings, happened, &state, &before, &Fate::Killed, rng, totals, story)?;
+            }
         }
         replay.advance(tick);
         for _ in 0..2 {
@@ -110,6 +116,25 @@ fn kills(
         }
     }
     Ok(())
+}
+
+/// Whether the memory of a server that was killed with the `latest` files is not taken for that of the `earlier`
+/// ones: a record of the journal tells them apart. Between two records nothing does (decision 0012).
+fn is_told_apart(happened: &Happened, tick: Tick, earlier: &Files, latest: &Files) -> bool {
+    let Some(active) = happened.chronicle.chain_at(tick).first() else { return false };
+    let last = |files: &Files| {
+        let content = file(files, active)?;
+        let journal = *header_of(content)?.journal()?;
+        let (at, length) = (journal.area_offset.get(), journal.area_length);
+        let area = content.bytes(at..at + length);
+        let last = Journal::scan(&area, &journal).ok()?.last();
+        Some((journal.id, last.map_or(journal.first_sequence, |last| last.sequence)))
+    };
+    match (last(earlier), last(latest)) {
+        // A kill may come between a record and the memory's word of it.
+        (Some((id, earlier)), Some((other, latest))) => id != other || latest > earlier + 1,
+        _ => true,
+    }
 }
 
 #[allow(clippy::too_many_arguments, reason = "all of it makes one state")]

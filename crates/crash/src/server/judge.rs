@@ -154,7 +154,7 @@ async fn denied(
     Ok(state.files.clone())
 }
 
-fn file<'a>(files: &'a Files, name: &Path) -> Option<&'a crate::content::Content> {
+pub(super) fn file<'a>(files: &'a Files, name: &Path) -> Option<&'a crate::content::Content> {
     files.iter().find(|(own, _)| own == name).map(|(_, content)| &**content)
 }
 

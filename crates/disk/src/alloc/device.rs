@@ -6,9 +6,30 @@
 use super::{Allocator, State};
 use crate::{DiskError, Result};
 use async_lock::MutexGuard;
-use isobath_qcow2::HostCluster;
+use isobath_qcow2::{Geometry, HostCluster};
 use isobath_storage::{Operation, Storage, StorageError};
 use std::io;
+
+/// Into how many parts the free room of a device that is too short for its disk is divided, of which an area may
+/// have one.
+const FREE_PARTS: u64 = 8;
+
+/// The clusters of an image with a disk of `size` bytes of which every cluster is written.
+fn most_clusters(geometry: &Geometry, size: u64) -> u64 {
+    let data = size.div_ceil(geometry.cluster_size());
+    let l1 = geometry.l1_size_for(size);
+    // L2 tables, the L1 table and the header.
+    let first = data + l1 + geometry.clusters_for(l1 * 8) + 1;
+    let mut all = first;
+    loop {
+        let blocks = all.div_ceil(geometry.refcount_block_entries());
+        let needed = first + blocks + geometry.clusters_for(blocks * 8);
+        if needed == all {
+            return all;
+        }
+        all = needed;
+    }
+}
 
 impl<S: Storage> Allocator<S> {
     /// Finds the end of what is in use on a device of `length` bytes.
@@ -35,6 +56,20 @@ impl<S: Storage> Allocator<S> {
         state.never_used = end.max(1);
         state.added_from = state.never_used;
         Ok(())
+    }
+
+    /// How many of `wanted` clusters an area may have that the guest's data can do without. A device that can hold
+    /// the whole disk still can beside it; of one that is made longer as it fills up, it takes a small part of
+    /// what is free.
+    pub(crate) async fn spare(&self, wanted: u64) -> u64 {
+        let state = self.state.lock().await;
+        let Some(room) = state.room else { return wanted };
+        let all = most_clusters(&self.geometry, self.layer.size());
+        let spare = match room.checked_sub(all) {
+            Some(spare) => spare,
+            None => room.saturating_sub(state.never_used) / FREE_PARTS,
+        };
+        spare.min(wanted)
     }
 
     /// Fails if the clusters up to `end` reach past the end of the device, which may have grown meanwhile.

@@ -7,6 +7,7 @@ use isobath_qcow2::index::RecordedFormat;
 use isobath_qcow2::{FormatError, FormatErrorKind, Geometry, Header, HostOffset, L1Entry};
 use isobath_storage::{Allocation, IoBuf, Storage};
 use parking_lot::{Mutex, RwLock};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -186,11 +187,19 @@ impl<S: Storage> Layer<S> {
         Ok(self.data.read_at(at, buf).await?)
     }
 
+    /// Whether a journal that is in use puts something over a range of the guest's data.
+    pub(crate) fn is_newer_than_data(&self, range: &Range<u64>) -> bool {
+        Arc::ptr_eq(&self.storage, &self.data)
+            && self
+                .replayed
+                .as_ref()
+                .is_some_and(|replayed| replayed.touches(range.start, range.end - range.start))
+    }
+
     /// Tells whether the guest's data from `at` on takes space.
     pub(crate) async fn allocation(&self, at: u64) -> Result<Allocation> {
         let found = self.data.allocation(at).await?;
-        let replayed = self.replayed.as_ref();
-        let newer = replayed.is_some_and(|replayed| replayed.touches(at, found.length.max(1)));
+        let newer = self.is_newer_than_data(&(at..at + found.length.max(1)));
         Ok(Allocation { data: found.data || newer, ..found })
     }
 

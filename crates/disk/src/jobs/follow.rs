@@ -171,9 +171,8 @@ impl<H: Host> Follow<H> {
         let mut copied = 0;
         for (n, extent) in run.iter().enumerate() {
             if let Source::Data { layer, host, .. } = extent.source
-                && let Some(source) = disk.chain.get(layer)
-                && !disk.keeps(layer, &(host..host + extent.length))
-                && self.to.clone_in(extent.guest, extent.length, source.data(), host).await?
+                && let Some(source) = disk.shareable(layer, &(host..host + extent.length))
+                && self.to.clone_in(extent.guest, extent.length, source, host).await?
             {
                 self.bytes(disk, &run[copied..n], pulled).await?;
                 copied = n + 1;
@@ -280,17 +279,5 @@ impl<H: Host> Pieces for Changed<'_, H> {
 
     async fn count(&self) -> Result<()> {
         Ok(())
-    }
-}
-
-impl<H: Host> Disk<H> {
-    /// Whether some of a range of a layer's file is newer in its writer's memory, or stored in another
-    /// form.
-    fn keeps(&self, layer: crate::LayerIndex, range: &Range<u64>) -> bool {
-        let Some(writer) = self.writer_of(layer) else { return false };
-        writer.qcow2().is_some_and(|qcow2| {
-            let metadata = &qcow2.metadata;
-            !metadata.guard.kept_in(range).is_empty() || !metadata.zones.leads_in(range).is_empty()
-        })
     }
 }

@@ -67,14 +67,16 @@ pub(super) async fn run<H: Host>(job: Arc<Job>, mut task: impl Task, mut claim: 
         tracing::warn!(job = job.id(), %error, "a job failed");
         job.fail(error);
     }
+    let mut doubtful = matches!(&result, Err(error) if error.is_failed_flush());
     if !matches!(result, Ok(true)) {
         job.go_to(JobStatus::Aborting);
         if let Err(error) = task.abandon().await {
             tracing::warn!(job = job.id(), %error, "a job could not tidy up");
+            doubtful |= error.is_failed_flush();
         }
     }
     drop(task);
-    claim.end();
+    claim.end(doubtful);
     let cancelled = matches!(result, Ok(false));
     job.tell(if cancelled { JobEvent::Cancelled } else { JobEvent::Completed });
     job.go_to(JobStatus::Concluded);

@@ -20,6 +20,9 @@ enum Use {
     /// By a job whose future was dropped before it had ended: a layer below may be half changed, and its place
     /// in the chain be another's.
     GivenUp(Arc<Job>),
+    /// By a job that failed since a flush did. What it had written to a layer may be lost and still be read, so
+    /// that nothing may rely on that.
+    Doubtful(Arc<Job>),
 }
 
 /// A job's use of a disk.
@@ -27,6 +30,7 @@ pub(crate) struct Claim<H: Host> {
     live: Arc<LiveDisk<H>>,
     job: Arc<Job>,
     began: bool,
+    doubtful: bool,
 }
 
 impl<H: Host> Claim<H> {
@@ -35,16 +39,20 @@ impl<H: Host> Claim<H> {
         self.began = true;
     }
 
-    /// The job is done with the disk.
-    pub(crate) fn end(mut self) {
-        self.began = false;
+    /// The job is done with the disk. `doubtful` says that a flush has failed.
+    pub(crate) fn end(mut self, doubtful: bool) {
+        (self.began, self.doubtful) = (false, doubtful);
     }
 }
 
 impl<H: Host> Drop for Claim<H> {
     fn drop(&mut self) {
         let job = Arc::clone(&self.job);
-        *self.live.claims.0.lock() = if self.began { Use::GivenUp(job) } else { Use::Free };
+        *self.live.claims.0.lock() = match (self.began, self.doubtful) {
+            (true, _) => Use::GivenUp(job),
+            (false, true) => Use::Doubtful(job),
+            (false, false) => Use::Free,
+        };
         if self.began {
             self.job.give_up();
         }
@@ -61,7 +69,7 @@ impl Claims {
     pub(super) async fn end(&self) {
         let job = match &*self.0.lock() {
             Use::Job(job) => Arc::clone(job),
-            Use::Free | Use::GivenUp(_) => return,
+            Use::Free | Use::GivenUp(_) | Use::Doubtful(_) => return,
         };
         let _ = job.cancel(true);
         let ended = |job: &Job| matches!(job.status(), JobStatus::Concluded | JobStatus::Null);
@@ -85,6 +93,11 @@ impl Use {
             Self::GivenUp(job) => {
                 refused(job, "it was given up half done: close the disk and open it again")
             }
+            Self::Doubtful(job) => refused(
+                job,
+                "a flush failed, and what it had written may be lost: see to the storage, close the disk and \
+                 open it again",
+            ),
         }
     }
 }
@@ -96,6 +109,6 @@ impl<H: Host> LiveDisk<H> {
         claimed.check(&self.current())?;
         *claimed = Use::Job(Arc::clone(job));
         drop(claimed);
-        Ok(Claim { live: Arc::clone(self), job: Arc::clone(job), began: false })
+        Ok(Claim { live: Arc::clone(self), job: Arc::clone(job), began: false, doubtful: false })
     }
 }

@@ -395,9 +395,12 @@ impl<H: Host> BlockDevice for LiveDisk<H> {
         let result = loop {
             // Not inside the gate: a sync may take long. What was done before went to this disk,
             // or to one whose writes this one makes durable as well.
-            let disk = self.current();
-            match Box::pin(disk.flush()).await {
-                Err(DiskError::Closed) if !Arc::ptr_eq(&disk, &self.current.load()) => {}
+            let (disk, flushing) = {
+                let disk = self.current.load();
+                (Arc::downgrade(&disk), disk.flushing())
+            };
+            match Box::pin(flushing.run()).await {
+                Err(DiskError::Closed) if disk.as_ptr() != Arc::as_ptr(&self.current.load()) => {}
                 done => break done,
             }
         };

@@ -14,14 +14,22 @@ impl<H: Host> Disk<H> {
     /// Hands on what became of a change. If it found the active image's tables to contradict each other,
     /// it is the last one, and the image is marked.
     pub(crate) async fn or_mark_corrupt<T>(&self, done: Result<T>) -> Result<T> {
-        if let (Err(error), Some(writer)) = (&done, &self.writer) {
-            Box::pin(writer.mark_corrupt(error)).await;
+        match &self.writer {
+            Some(writer) => writer.or_mark_corrupt(done).await,
+            None => done,
         }
-        done
     }
 }
 
 impl<S: Storage> Writer<S> {
+    /// As [`Disk::or_mark_corrupt`].
+    pub(crate) async fn or_mark_corrupt<T>(&self, done: Result<T>) -> Result<T> {
+        if let Err(error) = &done {
+            Box::pin(self.mark_corrupt(error)).await;
+        }
+        done
+    }
+
     /// Marks the image if `error` or an earlier one says that its tables cannot be right.
     async fn mark_corrupt(&self, error: &DiskError) {
         let Some(qcow2) = &self.qcow2 else { return };

@@ -161,10 +161,8 @@ impl<H: Host> Disk<H> {
         let mut copied = 0;
         for (n, extent) in run.iter().enumerate() {
             if let Source::Data { layer, host, .. } = extent.source
-                && let Some(source) = self.chain.get(layer)
-                && self
-                    .clone_clusters(qcow2, extent.guest, extent.length, source.data(), host)
-                    .await?
+                && let Some(source) = self.shareable(layer, &(host..host + extent.length))
+                && self.clone_clusters(qcow2, extent.guest, extent.length, source, host).await?
             {
                 self.pull_bytes(qcow2, surplus, &run[copied..n], pulled).await?;
                 copied = n + 1;
@@ -224,6 +222,20 @@ impl<H: Host> Disk<H> {
             }
         }
         Ok(())
+    }
+
+    /// The file with a layer's data, if it holds in this range what the layer reads there: nothing is newer in
+    /// its writer's memory or in its journal, or stored in another form.
+    pub(crate) fn shareable(&self, layer: LayerIndex, range: &Range<u64>) -> Option<&H::File> {
+        let file = self.chain.get(layer)?;
+        let kept = self.writer_of(layer).is_some_and(|writer| {
+            writer.qcow2().is_some_and(|qcow2| {
+                let metadata = &qcow2.metadata;
+                !metadata.guard.kept_in(range).is_empty()
+                    || !metadata.zones.leads_in(range).is_empty()
+            })
+        });
+        (!kept && !file.is_newer_than_data(range)).then(|| &**file.data())
     }
 
     /// Makes a range share the space of another file's bytes from `at` on; `false`, with nothing

@@ -88,6 +88,31 @@ fn tables_grow_on_a_device() {
     }
 }
 
+/// A device that has room for all of its disk, and for no journal beside it, takes all of the guest's data.
+#[test]
+fn a_journal_takes_no_room_that_the_guest_needs() {
+    for metadata in MetadataMode::ALL {
+        // The header, the L1 table, one L2 table, the refcount table and a block.
+        for spare in [5, 8, 9, 13, 20, 40, 300] {
+            block_on(async {
+                let size = 1 << 20;
+                let host = device(size, size / CLUSTER + spare, 4).await;
+                let options = OpenOptions { writable: true, metadata, ..OpenOptions::default() };
+                let disk = Disk::open(host.clone(), Path::new(NAME), &options).await.unwrap();
+                for n in 0..size / CLUSTER {
+                    disk.write(n * CLUSTER, IoBuf::copy_of(&bytes(n))).await.unwrap();
+                    if n % 50 == 0 {
+                        disk.flush().await.unwrap();
+                    }
+                }
+                disk.close().await.unwrap();
+                drop(disk);
+                assert_clean(&host).await;
+            });
+        }
+    }
+}
+
 /// A guest that fills a device is told so, and can go on with what there is.
 #[test]
 fn a_full_device_fails_writes_and_nothing_else() {

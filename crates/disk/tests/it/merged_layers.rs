@@ -8,7 +8,7 @@ use isobath_disk::jobs::pace::Pacing;
 use isobath_disk::jobs::{
     CommitOptions, Job, JobOptions, JobStatus, MirrorOptions, MirrorSync, StreamOptions,
 };
-use isobath_disk::{BlockDevice, Disk, LiveDisk, NewDisk, OpenOptions, create};
+use isobath_disk::{BlockDevice, Disk, LiveDisk, MetadataMode, NewDisk, OpenOptions, create};
 use isobath_storage::memory::MemoryHost;
 use isobath_storage::{FileId, IoBuf, Storage};
 use std::future::Future;
@@ -22,19 +22,24 @@ fn name(layer: usize) -> String {
     format!("layer{layer}.qcow2")
 }
 
+/// Puts a layer with this number and size on top of the one before, and opens it for writing.
+async fn make(host: &MemoryHost, layer: usize, size: u64) -> Disk<MemoryHost> {
+    let new = NewDisk {
+        size: Some(size),
+        backing_file: (layer > 0).then(|| name(layer - 1)),
+        backing_format: (layer > 0).then(|| "qcow2".into()),
+        ..NewDisk::default()
+    };
+    create(host, Path::new(&name(layer)), &new).await.unwrap();
+    let options = OpenOptions { writable: true, ..OpenOptions::default() };
+    Disk::open(host.clone(), Path::new(&name(layer)), &options).await.unwrap()
+}
+
 /// Layers of which each has one compressed cluster, all at the same host offset and of the same length.
 async fn chain() -> MemoryHost {
     let host = MemoryHost::new();
     for layer in 0..LAYERS {
-        let new = NewDisk {
-            size: Some((LAYERS * CLUSTER) as u64),
-            backing_file: (layer > 0).then(|| name(layer - 1)),
-            backing_format: (layer > 0).then(|| "qcow2".into()),
-            ..NewDisk::default()
-        };
-        create(&host, Path::new(&name(layer)), &new).await.unwrap();
-        let options = OpenOptions { writable: true, ..OpenOptions::default() };
-        let disk = Disk::open(host.clone(), Path::new(&name(layer)), &options).await.unwrap();
+        let disk = make(&host, layer, (LAYERS * CLUSTER) as u64).await;
         let bytes = IoBuf::copy_of(&vec![0xa0 + layer as u8; CLUSTER]);
         disk.write_compressed((layer * CLUSTER) as u64, bytes).await.unwrap();
         disk.close().await.unwrap();
@@ -140,15 +145,7 @@ async fn hidden(change: Change) {
     let sizes = [8, 8, 8, 4, 4].map(|clusters| clusters * CLUSTER as u64);
     let host = MemoryHost::new();
     for (layer, size) in sizes.into_iter().enumerate() {
-        let new = NewDisk {
-            size: Some(size),
-            backing_file: (layer > 0).then(|| name(layer - 1)),
-            backing_format: (layer > 0).then(|| "qcow2".into()),
-            ..NewDisk::default()
-        };
-        create(&host, Path::new(&name(layer)), &new).await.unwrap();
-        let options = OpenOptions { writable: true, ..OpenOptions::default() };
-        let disk = Disk::open(host.clone(), Path::new(&name(layer)), &options).await.unwrap();
+        let disk = make(&host, layer, size).await;
         for place in [layer as u64 % 4, size / CLUSTER as u64 - 1 - layer as u64 % 4] {
             let bytes = IoBuf::copy_of(&[0xb0 + layer as u8; 4096]);
             disk.write(place * CLUSTER as u64, bytes).await.unwrap();
@@ -199,20 +196,13 @@ fn a_commit_that_is_cancelled_shows_nothing_that_was_hidden() {
         let host = MemoryHost::new();
         let sizes = [8, 4, 8].map(|clusters| clusters * CLUSTER as u64);
         for (layer, size) in sizes.into_iter().enumerate() {
-            let new = NewDisk {
-                size: Some(size),
-                backing_file: (layer > 0).then(|| name(layer - 1)),
-                backing_format: (layer > 0).then(|| "qcow2".into()),
-                ..NewDisk::default()
-            };
-            create(&host, Path::new(&name(layer)), &new).await.unwrap();
+            let disk = make(&host, layer, size).await;
+            if layer == 0 {
+                disk.write(0, IoBuf::copy_of(&vec![7; 8 * CLUSTER])).await.unwrap();
+            }
+            disk.close().await.unwrap();
         }
         let options = OpenOptions { writable: true, ..OpenOptions::default() };
-        let base = Disk::open(host.clone(), Path::new(&name(0)), &options).await.unwrap();
-        let hidden = IoBuf::copy_of(&vec![7; 8 * CLUSTER]);
-        base.write(0, hidden).await.unwrap();
-        base.close().await.unwrap();
-        drop(base);
         let live = open(&host, &name(2), &options).await;
         let read = async || live.read(0, IoBuf::zeroed(8 * CLUSTER)).await.unwrap().to_vec();
         let mut model = vec![7; 4 * CLUSTER];
@@ -240,6 +230,94 @@ fn a_commit_that_is_cancelled_shows_nothing_that_was_hidden() {
         let found = disk.read(0, IoBuf::zeroed(8 * CLUSTER)).await.unwrap();
         assert_same(&found, &model, "reopened");
     });
+}
+
+/// A crash has left a layer of which its journal has what its file has not: a write over data that a record
+/// vouches for. Space is not shared with that.
+async fn crashed(change: Change) {
+    let host = MemoryHost::new();
+    let size = 4 * CLUSTER as u64;
+    for layer in 0..3 {
+        let disk = make(&host, layer, size).await;
+        if layer != 1 {
+            disk.close().await.unwrap();
+            continue;
+        }
+        drop(disk);
+        let options = OpenOptions {
+            writable: true,
+            metadata: MetadataMode::Journal,
+            ..OpenOptions::default()
+        };
+        let disk = Disk::open(host.clone(), Path::new(&name(1)), &options).await.unwrap();
+        // The first flush puts the journal into use.
+        for at in [3 * CLUSTER, 0] {
+            disk.write(at as u64, IoBuf::copy_of(&vec![1; CLUSTER])).await.unwrap();
+            disk.flush().await.unwrap();
+        }
+        let first = host.contents(name(1)).unwrap();
+        disk.write(4096, IoBuf::copy_of(&[2; 4096])).await.unwrap();
+        disk.flush().await.unwrap();
+        drop(disk);
+        // What went to its place after the record is lost; the record has it.
+        let mut file = host.contents(name(1)).unwrap();
+        for (now, then) in file.chunks_mut(4096).zip(first.chunks(4096)) {
+            if *now == [2; 4096] && *then == [1; 4096] {
+                now.fill(1);
+            }
+        }
+        let runs = file.split(|byte| *byte != 2).filter(|run| run.len() >= 4096).count();
+        assert_eq!(runs, 1, "the record has it, and no other place");
+        host.insert(name(1), &file);
+    }
+    let mut model = vec![0; size as usize];
+    model[..CLUSTER].fill(1);
+    model[3 * CLUSTER..].fill(1);
+    model[4096..8192].fill(2);
+    let options = OpenOptions { writable: true, ..OpenOptions::default() };
+    let live = open(&host, &name(2), &options).await;
+    let read = async || live.read(0, IoBuf::zeroed(size as usize)).await.unwrap().to_vec();
+    assert_same(&read().await, &model, "before");
+    let file = |number: usize| -> FileId { live.layers()[2 - number].storage().id() };
+    match change {
+        Change::Stream(base, top) => {
+            let (base, top) = (base.map(file), (top < 2).then(|| file(top)));
+            let options = StreamOptions { base, top, backing_file: None };
+            let (job, work) = live.stream(options, job()).unwrap();
+            Box::pin(finish(job, work)).await;
+        }
+        Change::Commit(top, base) => {
+            let (base, top) = (Some(file(base)), (top < 2).then(|| file(top)));
+            let options = CommitOptions { top, base, backing_file: None };
+            let (job, work) = live.commit(options, job()).unwrap();
+            Box::pin(finish(job, work)).await;
+        }
+        Change::Mirror => {
+            let new = NewDisk { size: Some(size), ..NewDisk::default() };
+            create(&host, Path::new("mirror.qcow2"), &new).await.unwrap();
+            let target = open(&host, "mirror.qcow2", &options).await;
+            let sync = MirrorOptions { sync: MirrorSync::Full };
+            let (job, work) = live.mirror(&target, sync, job()).unwrap();
+            Box::pin(finish(job, work)).await;
+        }
+    }
+    assert_same(&read().await, &model, "after");
+    let active = live.layers()[0].name().to_owned();
+    live.close().await.unwrap();
+    drop(live);
+    let disk = Disk::open(host, &active, &OpenOptions::default()).await.unwrap();
+    let found = disk.read(0, IoBuf::zeroed(size as usize)).await.unwrap();
+    assert_same(&found, &model, "reopened");
+}
+
+#[test]
+fn space_is_not_shared_with_what_a_journal_has_newer() {
+    let commits = [(1, 0), (2, 0), (2, 1)].map(|(top, base)| Change::Commit(top, base));
+    let streams = [(None, 2), (Some(0), 2), (None, 1)].map(|(base, top)| Change::Stream(base, top));
+    for each in commits.into_iter().chain(streams).chain([Change::Mirror]) {
+        println!("{each:?}");
+        block_on(crashed(each));
+    }
 }
 
 #[test]

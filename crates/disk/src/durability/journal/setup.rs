@@ -8,9 +8,10 @@ use crate::durability::Metadata;
 use isobath_qcow2::header::field;
 use isobath_qcow2::journal::{BLOCK, JournalExtension, MAX_AREA, MIN_AREA};
 use isobath_qcow2::{FormatError, Header, HostOffset, IncompatibleFeatures};
-use isobath_storage::{IoBuf, Storage};
+use isobath_storage::{IoBuf, Operation, Storage, StorageError};
 use std::collections::BTreeMap;
 use std::hash::{BuildHasher, RandomState};
+use std::io;
 use std::ops::Range;
 use std::sync::atomic::Ordering;
 
@@ -70,7 +71,14 @@ impl Journal {
     async fn find_area<S: Storage>(&self, state: &mut State, metadata: &Metadata<S>) -> Result<()> {
         let Metadata { layer, alloc, .. } = metadata;
         let size = metadata.cluster_size();
-        let area = alloc.reserve_area(area_length(self.size, size) / size).await?;
+        let wanted = area_length(self.size, size) / size;
+        let step = (BLOCK as u64).div_ceil(size);
+        let spare = alloc.spare(wanted).await / step * step;
+        if spare < wanted && spare * size < MIN_AREA {
+            let full = io::Error::from_raw_os_error(libc::ENOSPC);
+            return Err(StorageError::new(Operation::Write, layer.name(), full).into());
+        }
+        let area = alloc.reserve_area(spare).await?;
         let bytes = area.start * size..area.end * size;
         let found = match edits(layer, Some(&extension(&area, size, 0, 0))).await {
             Ok(Ok(_)) => write_zeroes(&**layer.storage(), bytes).await,
