@@ -184,7 +184,8 @@ async fn leaks(files: &Files, image: &Path) -> Result<u64, String> {
 fn lengthened(files: &Files, image: &Path) -> Files {
     let mut files = files.clone();
     for (_, content) in files.iter_mut().filter(|(name, _)| name == image) {
-        let length = content.len() + (2 << 20);
+        let cluster = header_of(content).map_or(0, |header| 1 << header.cluster_bits);
+        let length = content.len() + (16 * cluster).max(2 << 20);
         Arc::make_mut(content).set_len(length);
     }
     files
@@ -341,6 +342,12 @@ async fn recover_and_use(
     snapshot_stays(&files, case).await?;
     untouched(case, &files)?;
     if case.qemu {
+        // A crash may come before the former active image below was closed; QEMU asks for this then.
+        for (name, _) in &files {
+            if name != image && has_bit(&files, name, IncompatibleFeatures::JOURNAL) {
+                examine(host, name, Repair::All).await?;
+            }
+        }
         ask_qemu(case, &host.files(), &bytes.content)?;
     }
     Ok(())

@@ -5,8 +5,9 @@ use super::judge::{Death, State, file, judge};
 use super::kind::{KINDS, Kind};
 use crate::campaign::{Failure, Settings, Totals, device, guarded, panicked};
 use crate::record::{Files, Tick};
-use crate::recover::{Way, header_of};
+use crate::recover::{Way, has_bit, header_of};
 use crate::state::{Fate, Replay, random_grain};
+use isobath_qcow2::IncompatibleFeatures;
 use isobath_qcow2::journal::Journal;
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
@@ -110,12 +111,23 @@ fn kills(
         replay.advance(tick);
         for _ in 0..2 {
             let files = replay.build(&Fate::Killed, 512, rng).files;
+            if found_no_room(happened, tick, &files) {
+                continue;
+            }
             let death = Death::Killed(killed.memories.clone());
             let state = State { files, tick, death };
             one(settings, happened, &state, &replay, &Fate::Killed, rng, totals, story)?;
         }
     }
     Ok(())
+}
+
+/// Whether the journal, without which nothing outlives a kill, was not in use where there may have been no room
+/// for it.
+fn found_no_room(happened: &Happened, tick: Tick, files: &Files) -> bool {
+    let scarce = happened.faults.space.is_some() || happened.host.fixed;
+    let active = happened.chronicle.chain_at(tick).first();
+    scarce && active.is_some_and(|active| !has_bit(files, active, IncompatibleFeatures::JOURNAL))
 }
 
 /// Whether the memory of a server that was killed with the `latest` files is not taken for that of the `earlier`
