@@ -9,9 +9,9 @@ use crate::image::Start;
 use crate::mode::Mode;
 use crate::plan::{Act, Plan, Request};
 use crate::record::{NEVER, Tick};
-use crate::value::{Sort, Value};
+use crate::value::{Given, Sort, Value};
 use futures_util::future::join_all;
-use isobath_disk::{BlockDevice, Disk, DiskError, LiveDisk, Preallocation, ZeroFlags};
+use isobath_disk::{BlockDevice, Disk, DiskError, ImageFormat, LiveDisk, Preallocation, ZeroFlags};
 use isobath_storage::IoBuf;
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
@@ -46,6 +46,11 @@ pub trait Target: BlockDevice {
 
     /// Brings the image into its final state.
     fn close(&self) -> impl Future<Output = isobath_disk::Result<()>>;
+
+    /// Whether a raw image is the active one, or may be soon: what a discard leaves there is the host's matter.
+    fn may_be_raw(&self) -> bool {
+        false
+    }
 }
 
 impl Target for Disk<SimHost> {
@@ -82,6 +87,10 @@ impl Target for LiveDisk<SimHost> {
 
     async fn close(&self) -> isobath_disk::Result<()> {
         self.close().await
+    }
+
+    fn may_be_raw(&self) -> bool {
+        self.layers().iter().any(|layer| layer.format() == ImageFormat::Raw)
     }
 }
 
@@ -208,6 +217,17 @@ impl<'a> Guest<'a> {
         (first < last).then(|| (first, last - first))
     }
 
+    /// A discard of a raw image leaves what the host leaves.
+    fn may_leave_anything(&self, offset: u64, length: u64) {
+        if let Some(byte @ 1..) = self.host.discarded() {
+            let number = self.next.get();
+            self.next.set(number + 1);
+            let bytes = vec![byte; length as usize].into();
+            let given = Given { sort: Sort::Copied, number, start: offset, bytes };
+            self.begin(offset, length, Value::Given(given), "a discard in the host");
+        }
+    }
+
     /// Makes one request.
     pub async fn request(&self, disk: &impl Target, request: Request) -> Result<(), String> {
         match request {
@@ -235,6 +255,9 @@ impl<'a> Guest<'a> {
                 let zeroed = self.discarded(disk, offset, length);
                 let number = zeroed
                     .map(|(offset, length)| self.begin(offset, length, Value::Zero, "a discard"));
+                if disk.may_be_raw() {
+                    self.may_leave_anything(offset, length);
+                }
                 let done = self.judge("a discard", disk.discard(offset, length).await)?;
                 if let Some(number) = number {
                     self.end(number, done.is_some() && !self.vague);

@@ -137,6 +137,11 @@ impl SimHost {
         self.0.lock().files.clone()
     }
 
+    /// What a discarded range reads as; see [`Conduct::discarded`].
+    pub fn discarded(&self) -> Option<u8> {
+        self.0.lock().conduct.discarded
+    }
+
     /// All that has happened.
     pub fn record(&self) -> Record {
         self.0.lock().record()

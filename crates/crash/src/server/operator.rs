@@ -170,8 +170,10 @@ impl Operator<'_> {
             index: rng.random_bool(0.3),
             ..NewDisk::default()
         };
-        let made = create(self.host, path, &new).await;
-        self.guest.judge("making an image", made.map(drop))
+        match endure(Patience::Endless, create(self.host, path, &new)).await {
+            Some(made) => self.guest.judge("making an image", made.map(drop)),
+            None => Ok(None),
+        }
     }
 
     async fn snapshot(&self, rng: &mut SmallRng) -> Result<(), String> {
@@ -286,7 +288,8 @@ impl Operator<'_> {
             return Ok(());
         }
         let options = OpenOptions { format: Some(ImageFormat::Qcow2), ..self.options.clone() };
-        let opened = Disk::open(self.host.clone(), &path, &options).await;
+        let opening = Disk::open(self.host.clone(), &path, &options);
+        let Some(opened) = endure(Patience::Endless, opening).await else { return Ok(()) };
         let Some(target) = self.guest.judge("opening a target", opened)? else { return Ok(()) };
         let target = LiveDisk::new(target, &options, Arc::new(self.clock.clone()));
         let act = self.begin_act(format!("a mirror ({sync:?}) to {}", path.display()));
