@@ -5,6 +5,7 @@ use isobath_crash::exhaustive::{COUNT, run_small};
 use isobath_crash::image::Kind;
 use isobath_crash::mode::MODES;
 use isobath_crash::plan::Disk;
+use isobath_crash::server::campaign::run_server;
 use isobath_testkit::seed::Seed;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -12,6 +13,8 @@ use std::thread;
 
 /// States of random histories, for all modes together.
 const STATES: u64 = 24_000;
+/// The same of a server.
+const SERVER_STATES: u64 = 6_000;
 
 /// Runs histories on two threads until there are enough states, or `None` says that there are no
 /// more.
@@ -55,6 +58,20 @@ fn random_histories_survive_random_crashes() {
         });
         println!("{}: {totals:?}", mode.name());
         assert!(totals.states >= wanted && totals.qemu > 0);
+    }
+}
+
+#[test]
+fn servers_survive_crashes_and_kills() {
+    let seed = Seed::new();
+    for mode in MODES {
+        let settings = Settings { qemu_every: 500, server: true, ..Settings::new(mode) };
+        let wanted = SERVER_STATES / MODES.len() as u64;
+        let totals = run(&settings, wanted, |number| {
+            Some(run_server(&settings, None, history_seed(seed.value(), number)))
+        });
+        println!("{}: {totals:?}", mode.name());
+        assert!(totals.states >= wanted);
     }
 }
 
