@@ -47,8 +47,13 @@ pub enum DiskError {
         reason: String,
     },
     /// An earlier failure left it unknown what is durable, so writes are refused.
-    #[error("the disk takes no more writes since an earlier failure: {0}; reopen it")]
-    Poisoned(String),
+    #[error("the disk takes no more writes since an earlier failure: {reason}; reopen it")]
+    Poisoned {
+        /// The failure.
+        reason: String,
+        /// It was a flush: what was written before may be lost, and is still read.
+        flush_failed: bool,
+    },
     /// The disk was closed.
     #[error("the disk is closed")]
     Closed,
@@ -77,7 +82,7 @@ impl DiskError {
     pub(crate) fn is_failed_flush(&self) -> bool {
         match self {
             Self::Storage(error) => error.operation == Operation::Flush,
-            Self::Poisoned(_) => true,
+            Self::Poisoned { flush_failed, .. } => *flush_failed,
             _ => false,
         }
     }
@@ -90,7 +95,7 @@ impl DiskError {
             Self::Format { .. }
             | Self::Refused { .. }
             | Self::Corrupt { .. }
-            | Self::Poisoned(_) => libc::EIO,
+            | Self::Poisoned { .. } => libc::EIO,
             Self::Closed => libc::ESHUTDOWN,
             Self::OutOfRange { .. } => libc::EINVAL,
             Self::ReadOnly => libc::EPERM,

@@ -344,7 +344,12 @@ impl Operator<'_> {
         let ended = Cell::new(None);
         let patience = self.patience(rng);
         let running = async {
-            ended.set(Some(endure(patience, run).await.is_some()));
+            let done = endure(patience, run).await.is_some();
+            if !done {
+                // What it was amid fails others at once.
+                self.guest.excuse();
+            }
+            ended.set(Some(done));
         };
         let pauses = rng.random_bool(0.3);
         let patient = rng.random_range(1..30);
@@ -379,9 +384,6 @@ impl Operator<'_> {
                 _ => ", given up".into(),
             },
         );
-        if how != Some(true) {
-            self.guest.excuse();
-        }
         match error {
             // An image with bitmaps cannot be lengthened.
             Some(error) if self.begin.bitmaps && error.contains("persistent bitmaps") => Ok(()),

@@ -15,7 +15,7 @@ pub(crate) struct GroupCommit {
     turn: Mutex<()>,
     started: AtomicU64,
     finished: AtomicU64,
-    failure: RwLock<Option<String>>,
+    failure: RwLock<Option<Failure>>,
     closed: AtomicBool,
 }
 
@@ -32,14 +32,16 @@ impl GroupCommit {
         }
         match &*self.failure.read() {
             None => Ok(()),
-            Some(reason) => Err(DiskError::Poisoned(reason.clone())),
+            Some(Failure { reason, flush }) => {
+                Err(DiskError::Poisoned { reason: reason.clone(), flush_failed: *flush })
+            }
         }
     }
 
     /// Refuses writes and commits from now on.
-    fn poison(&self, what: &str, reason: &str) {
+    fn poison(&self, what: &str, reason: String, flush: bool) {
         tracing::error!(reason, "{what}: the disk takes no more writes");
-        self.failure.write().get_or_insert_with(|| reason.to_owned());
+        self.failure.write().get_or_insert(Failure { reason, flush });
     }
 
     /// Runs `work`, of which a part may be done when it ends early: by an error, a panic, or because whoever
@@ -49,7 +51,7 @@ impl GroupCommit {
         let done = work.await;
         std::mem::forget(unfinished);
         if let Err(error) = &done {
-            self.poison(&format!("{what} failed"), &error.to_string());
+            self.poison(&format!("{what} failed"), error.to_string(), error.is_failed_flush());
         }
         done
     }
@@ -60,7 +62,7 @@ impl GroupCommit {
         error: &DiskError,
         last: impl FnOnce() -> F,
     ) -> Result<()> {
-        self.poison("its tables contradict each other", &error.to_string());
+        self.poison("its tables contradict each other", error.to_string(), false);
         let _turn = self.turn.lock().await;
         last().await
     }
@@ -95,6 +97,13 @@ impl GroupCommit {
     }
 }
 
+/// Why nothing is changed any more.
+struct Failure {
+    reason: String,
+    /// A flush has failed.
+    flush: bool,
+}
+
 /// Work that has begun; dropped only where it does not end by itself.
 struct Unfinished<'a> {
     group: &'a GroupCommit,
@@ -104,7 +113,7 @@ struct Unfinished<'a> {
 impl Drop for Unfinished<'_> {
     fn drop(&mut self) {
         let reason = format!("{} was given up before it had ended", self.what);
-        self.group.poison(self.what, &reason);
+        self.group.poison(self.what, reason, false);
     }
 }
 
@@ -159,7 +168,7 @@ mod tests {
         let group = GroupCommit::default();
         assert!(group.run(pause_and_end).now_or_never().is_none());
         assert!(group.check().is_err());
-        assert!(matches!(finish(group.run(pause_and_end)), Err(DiskError::Poisoned(_))));
+        assert!(matches!(finish(group.run(pause_and_end)), Err(DiskError::Poisoned { .. })));
         let group = GroupCommit::default();
         assert!(group.exclusively(pause_and_end).now_or_never().is_none());
         assert!(group.check().is_err());
@@ -188,7 +197,7 @@ mod tests {
             ran = true;
             Ok(())
         }));
-        assert!(matches!(again, Err(DiskError::Poisoned(_))));
+        assert!(matches!(again, Err(DiskError::Poisoned { .. })));
         assert!(!ran && group.check().is_err());
     }
 }

@@ -253,6 +253,7 @@ pub(super) struct State {
     forecast: Option<Forecast>,
     recorder: Option<Recorder>,
     error: Option<String>,
+    flush_failed: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -504,7 +505,18 @@ impl Job {
         self.go_to(JobStatus::Concluded);
     }
 
+    /// An error has come up, whatever becomes of the job.
+    pub(super) fn see(&self, error: &DiskError) {
+        self.state.lock().flush_failed |= error.is_failed_flush();
+    }
+
+    /// Whether a flush has failed.
+    pub(super) fn has_failed_flush(&self) -> bool {
+        self.state.lock().flush_failed
+    }
+
     pub(super) fn fail(&self, error: &DiskError) {
+        self.see(error);
         self.state.lock().error.get_or_insert_with(|| error.to_string());
     }
 

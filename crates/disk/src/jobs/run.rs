@@ -67,16 +67,15 @@ pub(super) async fn run<H: Host>(job: Arc<Job>, mut task: impl Task, mut claim: 
         tracing::warn!(job = job.id(), %error, "a job failed");
         job.fail(error);
     }
-    let mut doubtful = matches!(&result, Err(error) if error.is_failed_flush());
     if !matches!(result, Ok(true)) {
         job.go_to(JobStatus::Aborting);
         if let Err(error) = task.abandon().await {
             tracing::warn!(job = job.id(), %error, "a job could not tidy up");
-            doubtful |= error.is_failed_flush();
+            job.see(&error);
         }
     }
     drop(task);
-    claim.end(doubtful);
+    claim.end(job.has_failed_flush());
     let cancelled = matches!(result, Ok(false));
     job.tell(if cancelled { JobEvent::Cancelled } else { JobEvent::Completed });
     job.go_to(JobStatus::Concluded);
@@ -239,6 +238,7 @@ impl<'a, H: Host> Driver<'a, H> {
 
     /// What is done about an error.
     fn passed_over(&self, error: &DiskError) -> Verdict {
+        self.job.see(error);
         let no_space = matches!(error.errno(), libc::ENOSPC | libc::EDQUOT);
         let (verdict, action) = match self.job.options().on_error {
             OnError::Ignore => (Verdict::Skip, "ignore"),

@@ -88,17 +88,25 @@ impl Use {
             Err(DiskError::Refused { image: disk.chain.active().name().to_owned(), reason })
         };
         match self {
-            Self::Free => Ok(()),
+            // Only another job would rely on what is in doubt.
+            Self::Free | Self::Doubtful(_) => Ok(()),
             Self::Job(job) => refused(job, "wait for it or cancel it"),
             Self::GivenUp(job) => {
                 refused(job, "it was given up half done: close the disk and open it again")
             }
-            Self::Doubtful(job) => refused(
-                job,
-                "a flush failed, and what it had written may be lost: see to the storage, close the disk and \
-                 open it again",
-            ),
         }
+    }
+
+    /// Refuses a job where what another had written to a layer may be lost.
+    fn check_layers<H: Host>(&self, disk: &Disk<H>) -> Result<()> {
+        let Self::Doubtful(job) = self else { return Ok(()) };
+        let reason = format!(
+            "a flush of block job {} ('{}') failed, and what it had written to a layer may be lost: see to the \
+             storage, close the disk and open it again",
+            job.kind().name(),
+            job.id()
+        );
+        Err(DiskError::Refused { image: disk.chain.active().name().to_owned(), reason })
     }
 }
 
@@ -107,6 +115,7 @@ impl<H: Host> LiveDisk<H> {
     pub(crate) fn claim(self: &Arc<Self>, job: &Arc<Job>) -> Result<Claim<H>> {
         let mut claimed = self.claims.0.lock();
         claimed.check(&self.current())?;
+        claimed.check_layers(&self.current())?;
         *claimed = Use::Job(Arc::clone(job));
         drop(claimed);
         Ok(Claim { live: Arc::clone(self), job: Arc::clone(job), began: false, doubtful: false })

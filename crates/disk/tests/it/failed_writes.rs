@@ -209,7 +209,7 @@ fn history(rng: &mut StdRng) {
                     }
                 }
                 // A write commits where much has gathered, and that has failed.
-                Err(DiskError::Poisoned(_)) => {}
+                Err(DiskError::Poisoned { .. }) => {}
                 Err(error) => panic!("{error}"),
             }
         }

@@ -460,8 +460,8 @@ fn the_guest_sees_nothing_of_what_happens_to_the_chain() {
     }
 }
 
-/// A base whose writes fail, after some.
-async fn failing_commit(rng: &mut StdRng, errno: i32) {
+/// A base whose writes, or flushes, fail after some.
+async fn failing_commit(rng: &mut StdRng, operation: Operation, errno: i32) {
     let mut world = World::new(rng).await;
     let base = world.live.layers().last().unwrap().name().to_owned();
     for _ in 0..3 {
@@ -470,13 +470,16 @@ async fn failing_commit(rng: &mut StdRng, errno: i32) {
     }
     let active = world.live.layers()[0].name().to_owned();
     let depth = world.live.depth();
-    let fault = Fault::new(Operation::Write, rng.random_range(0..4)).errno(errno).of(&base);
-    world.plan.add(fault.forever());
-    let mut options = JobOptions::new("doomed");
-    options.pacing = Pacing::None;
+    let skipped = if operation == Operation::Flush { 0 } else { rng.random_range(0..4) };
+    world.plan.add(Fault::new(operation, skipped).errno(errno).of(&base).forever());
+    let options = |id: &str| {
+        let mut options = JobOptions::new(id);
+        options.pacing = Pacing::None;
+        options
+    };
     let top = Some(world.layer(1));
     let commit = CommitOptions { top, ..CommitOptions::default() };
-    let (job, run) = world.live.commit(commit, options).unwrap();
+    let (job, run) = world.live.commit(commit.clone(), options("doomed")).unwrap();
     let layers: Vec<_> = world.live.layers().iter().map(|l| l.name().to_owned()).collect();
     for layer in &layers[1..] {
         world.moments.remove(layer);
@@ -494,6 +497,26 @@ async fn failing_commit(rng: &mut StdRng, errno: i32) {
     assert_eq!(world.live.layers()[0].name(), active);
     world.plan.clear();
     world.burst(rng).await;
+    if job.error().is_some() {
+        match world.live.commit(commit, options("again")) {
+            Ok((job, run)) => {
+                assert_eq!(operation, Operation::Write, "what a flush has lost is still read");
+                done.set(false);
+                let run = async {
+                    Box::pin(run).await;
+                    done.set(true);
+                };
+                futures_util::join!(run, world.guest(rng, &done, 1));
+                assert_eq!(job.error(), None);
+            }
+            Err(error) => {
+                assert_eq!(operation, Operation::Flush, "{error}");
+                assert!(
+                    error.to_string().contains("a flush of block job commit ('doomed') failed")
+                );
+            }
+        }
+    }
     // The next attempt finds everything as it was.
     let snapshot = world.live.snapshot(&Overlay::Create("after.qcow2".into())).await;
     snapshot.unwrap();
@@ -506,6 +529,7 @@ fn a_job_that_fails_leaves_the_chain_as_it_was() {
     let seed = Seed::new();
     let mut rng = seed.rng();
     for errno in [libc::ENOSPC, libc::EIO].repeat(4) {
-        block_on(failing_commit(&mut rng, errno));
+        block_on(failing_commit(&mut rng, Operation::Write, errno));
+        block_on(failing_commit(&mut rng, Operation::Flush, errno));
     }
 }
