@@ -74,8 +74,6 @@ sabotages! {
     LostRecord => "lost-record",
     /// Decompressed clusters of all layers pass for one another's.
     SharedOpening => "shared-opening",
-    /// Nobody releases the clusters of a change that failed or was given up.
-    LostClaim => "lost-claim",
     /// The clusters of a write that failed are free at once.
     EarlyUnclaim => "early-unclaim",
     /// The log for a killed process hears of a commit in place when that has released its clusters, and not
