@@ -11,6 +11,7 @@ use crate::record::{NEVER, Record, Tick};
 use crate::recover::{Case, Passed, Way, recover, recover_wild};
 use crate::server;
 use crate::state::{Fate, Replay, random_grain};
+use isobath_disk::sabotage::Sabotage;
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
 use rustc_hash::{FxHashSet, FxHasher};
@@ -83,6 +84,8 @@ pub struct Failure {
     pub bits: Option<u32>,
     /// Of a server's history: the kind that was asked for.
     pub server: Option<server::kind::Kind>,
+    /// States of the history that had passed before.
+    pub passed: u64,
 }
 
 impl Failure {
@@ -110,6 +113,9 @@ impl Failure {
         if let Some(number) = settings.sabotage {
             let _ = write!(text, " --sabotage {number}");
         }
+        if let Some(defect) = settings.defect {
+            let _ = write!(text, " --defect {}", defect.name());
+        }
         if settings.faultless {
             text.push_str(" --faultless");
         }
@@ -126,6 +132,8 @@ pub struct Settings {
     pub kind: Option<Kind>,
     /// This flush of each history does nothing, silently: the simulator must notice.
     pub sabotage: Option<u64>,
+    /// The engine has this defect: the simulator must notice.
+    pub defect: Option<Sabotage>,
     /// Faults are left out.
     pub faultless: bool,
     /// One state of so many is judged by QEMU; 0 for none.
@@ -143,6 +151,7 @@ impl Settings {
             mode,
             kind: None,
             sabotage: None,
+            defect: None,
             faultless: false,
             qemu_every: QEMU_EVERY,
             trace: false,
@@ -237,6 +246,7 @@ pub fn happen(
     let host = SimHost::new(start.files.clone(), conduct);
     let before = Before::Bytes(Arc::clone(&start.content));
     let guest = Guest::new(&host, &start, settings.mode, before, 1, seed);
+    let _broken = settings.defect.map(Sabotage::begin);
     let worked = run(guest.work(&plan)).and_then(|worked| worked);
     let log = Arc::new(guest.into_log());
     let record = host.record();
@@ -266,7 +276,10 @@ pub(crate) fn guarded(
     let tested = catch_unwind(AssertUnwindSafe(|| test(&mut totals, &mut story)));
     match tested.unwrap_or_else(|panic| Err(panicked(&*panic))) {
         Ok(()) => Ok(totals),
-        Err(what) => Err(Box::new(Failure { seed, what, story, bits: None, server: None })),
+        Err(what) => {
+            let passed = totals.states;
+            Err(Box::new(Failure { seed, what, story, bits: None, server: None, passed }))
+        }
     }
 }
 
@@ -390,6 +403,7 @@ impl<'a> Crashes<'a> {
             may_leak: false,
         };
         let mut passed = Vec::new();
+        let _broken = self.settings.defect.map(Sabotage::begin);
         let judged = catch_unwind(AssertUnwindSafe(|| {
             if self.lies {
                 passed.push(Passed { way: Way::Wild, qemu: false });

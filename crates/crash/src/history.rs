@@ -167,8 +167,15 @@ impl<'a> Guest<'a> {
         match done {
             Ok(value) => Ok(Some(value)),
             Err(_) if self.faulty() => Ok(None),
+            Err(error) if self.is_full(what, &error) => Ok(None),
             Err(error) => Err(format!("{what} failed: {error}")),
         }
+    }
+
+    /// Whether there is no room on a device. Who makes durable what was answered needs none.
+    fn is_full(&self, what: &str, error: &DiskError) -> bool {
+        let needs_none = matches!(what, "a flush" | "closing");
+        self.host.is_fixed() && !needs_none && error.errno() == libc::ENOSPC
     }
 
     /// What a write leaves.

@@ -8,6 +8,7 @@ use isobath_crash::mode::{MODES, Mode};
 use isobath_crash::progress::Progress;
 use isobath_crash::server;
 use isobath_crash::server::campaign::run_server;
+use isobath_disk::sabotage::Sabotage;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Mutex;
@@ -52,6 +53,9 @@ struct Arguments {
     /// Lets this flush of each history do nothing, to see that it is noticed.
     #[arg(long)]
     sabotage: Option<u64>,
+    /// Gives the engine this defect, to see that it is noticed; only in builds with debug assertions.
+    #[arg(long)]
+    defect: Option<String>,
     /// A failure tells all that was done to the files.
     #[arg(long)]
     trace: bool,
@@ -101,6 +105,19 @@ fn main() -> ExitCode {
         eprintln!("there is no such mode");
         return ExitCode::from(2);
     }
+    let defect = match arguments.defect.as_deref().map(|name| (name, Sabotage::from_name(name))) {
+        None => None,
+        Some((name, None)) => {
+            let names: Vec<_> = Sabotage::ALL.iter().map(|one| one.name()).collect();
+            eprintln!("there is no defect '{name}'; there are {}", names.join(", "));
+            return ExitCode::from(2);
+        }
+        Some(_) if !cfg!(debug_assertions) => {
+            eprintln!("this program was built without debug assertions, and has no defects");
+            return ExitCode::from(2);
+        }
+        Some((_, defect)) => defect,
+    };
     for mode in modes {
         if kind.is_some_and(|kind| kind.version() < mode.version) {
             println!("{}: takes no images of version 2", mode.name());
@@ -109,6 +126,7 @@ fn main() -> ExitCode {
         let settings = Settings {
             kind,
             sabotage: arguments.sabotage,
+            defect,
             faultless: arguments.faultless,
             trace: arguments.trace,
             server: arguments.server,
@@ -220,6 +238,7 @@ fn campaign(
                         }
                         Err(found) => {
                             stop.store(true, Ordering::Relaxed);
+                            lock(&totals, &Totals { states: found.passed, ..Totals::default() });
                             let mut failure =
                                 failure.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
                             failure.get_or_insert(found);

@@ -247,6 +247,24 @@ impl Disk {
                     })
                     .collect(),
             ],
+            // What a record has of a cluster goes with it, and others take its space.
+            8 => vec![
+                (0..times)
+                    .flat_map(|n| {
+                        let whole = self.cluster.min(self.size - start);
+                        [
+                            Request::Write(start, unit, sort),
+                            Request::Flush,
+                            Request::Write(start, unit, sort),
+                            Request::Flush,
+                            Request::Discard(start, whole),
+                            Request::Flush,
+                            Request::Write(within(other + n * self.cluster), unit, sort),
+                            Request::Flush,
+                        ]
+                    })
+                    .collect(),
+            ],
             // Far apart, so that tables are allocated.
             _ => vec![
                 (0..times)
@@ -261,7 +279,7 @@ impl Disk {
 }
 
 /// How many patterns there are for every kind.
-const PATTERNS: u32 = 9;
+const PATTERNS: u32 = 10;
 
 /// A sort of contents: often one that compresses.
 fn sort(rng: &mut SmallRng) -> Sort {

@@ -48,6 +48,8 @@ mod range_lock;
 mod read;
 mod read_gate;
 mod resize;
+#[doc(hidden)]
+pub mod sabotage;
 mod status;
 mod tables;
 mod touched;

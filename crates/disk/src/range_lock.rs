@@ -1,5 +1,6 @@
 //! Order among requests that change overlapping parts of a disk.
 
+use crate::sabotage::{self, Sabotage};
 use isobath_storage::sync::Mutex;
 use std::future::Future;
 use std::ops::Range;
@@ -58,7 +59,10 @@ impl<'a> Future for RangeLock<'a> {
         if let Some(guard) = &self.guard {
             let mut state = guard.locks.state.lock();
             let entry = state.entries.iter_mut().find(|e| e.ticket == guard.ticket);
-            if let Some(entry) = entry.filter(|e| e.blockers > 0) {
+            let waits = |entry: &&mut Entry| entry.blockers > 0;
+            if let Some(entry) =
+                entry.filter(waits).filter(|_| !sabotage::is(Sabotage::NoRangeLocks))
+            {
                 entry.waker = Some(context.waker().clone());
                 return Poll::Pending;
             }

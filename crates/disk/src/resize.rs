@@ -13,6 +13,7 @@ use crate::chain::{Layer, Qcow2};
 use crate::device::{BlockDevice, ZeroFlags};
 use crate::disk::Disk;
 use crate::map::Source;
+use crate::sabotage::{self, Sabotage};
 use crate::tables::References;
 use crate::write::{Qcow2Writer, Writer, referenced};
 use crate::{DiskError, Result};
@@ -182,7 +183,7 @@ impl<H: Host> Disk<H> {
         // Requests are still held to the old size, but the new part can be looked at.
         self.show(new.end);
         let prepared = async {
-            if !qcow2.data_file_raw() {
+            if !qcow2.data_file_raw() && !sabotage::is(Sabotage::UnclearedGrowth) {
                 self.clear_new_part(image, new.clone()).await?;
             }
             let preallocation = match preallocation {

@@ -459,10 +459,11 @@ impl Storage for SimFile {
 
     async fn survivor(&self, create: bool) -> Result<Option<Arc<dyn Survivor>>> {
         let mut world = self.world();
-        let denied = matches!(world.conduct.access, Access::Denied(_));
-        if denied && world.survivors.has(self.number) {
+        if let Access::Denied(_, code) = world.conduct.access
+            && world.survivors.has(self.number)
+        {
             drop(world);
-            return Err(self.error(Operation::Lock, (0, 0), libc::EACCES));
+            return Err(self.error(Operation::Lock, (0, 0), code));
         }
         Ok(world.survivors.of(self.number, create))
     }

@@ -3,6 +3,8 @@
 use crate::record::Tick;
 use isobath_storage::survivor::{SURVIVOR_BYTES, Survivor};
 use parking_lot::Mutex;
+use rand::RngExt;
+use rand::rngs::SmallRng;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -12,6 +14,11 @@ type Place = Arc<Mutex<Option<Words>>>;
 /// Words before which all that are not 0 lie.
 type Copied = Arc<[u64]>;
 
+/// Words that say what the others are.
+const HEAD: usize = 8;
+/// Words of which one is damaged.
+const LAST: usize = 16;
+
 /// What the memory of all files held at a moment: by file.
 #[derive(Clone, Debug, Default)]
 pub struct Memories(Vec<Option<Copied>>);
@@ -20,6 +27,20 @@ impl Memories {
     /// Whether there is any.
     pub fn any(&self) -> bool {
         self.0.iter().any(Option::is_some)
+    }
+
+    /// The same, with a bit changed in each: among the last words in use, behind the head.
+    #[must_use]
+    pub fn damaged(&self, rng: &mut SmallRng) -> Self {
+        let mut memories = self.clone();
+        for words in memories.0.iter_mut().flatten().filter(|words| words.len() > HEAD) {
+            let first = words.len().saturating_sub(LAST).max(HEAD);
+            let place = rng.random_range(first..words.len());
+            if let Some(word) = Arc::make_mut(words).get_mut(place) {
+                *word ^= 1 << rng.random_range(0..64);
+            }
+        }
+        memories
     }
 }
 

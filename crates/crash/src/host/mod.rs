@@ -29,8 +29,8 @@ pub enum Access {
     None,
     /// It is there.
     Left(Memories),
-    /// It is there, and belongs to somebody else.
-    Denied(Memories),
+    /// It is there, and cannot be had: why.
+    Denied(Memories, i32),
 }
 
 /// How the host behaves.
@@ -87,6 +87,16 @@ impl SimHost {
     /// A host of these files.
     pub fn new(files: Files, conduct: Conduct) -> Self {
         Self(Arc::new(Mutex::new(World::new(files, conduct))))
+    }
+
+    /// Whether files are block devices.
+    pub fn is_fixed(&self) -> bool {
+        self.0.lock().conduct.fixed
+    }
+
+    /// Keeps what a kill would leave now. Returns the moment.
+    pub fn keep_killed(&self) -> Tick {
+        self.0.lock().keep_killed()
     }
 
     /// Names of files that may be made later, and what is there before. To be called before anything

@@ -49,7 +49,7 @@ pub(super) struct World {
 impl World {
     pub(super) fn new(files: Files, conduct: Conduct) -> Self {
         let survivors = match &conduct.access {
-            Access::Left(memories) | Access::Denied(memories) => Survivors::restored(memories),
+            Access::Left(memories) | Access::Denied(memories, _) => Survivors::restored(memories),
             Access::None => Survivors::default(),
         };
         Self {
@@ -128,6 +128,15 @@ impl World {
         } else if let Some(killed) = self.killed.get_mut(place) {
             *killed = Killed { at: now, memories: self.survivors.copy() };
         }
+    }
+
+    /// Keeps what a kill would leave now, whatever others are kept. Returns the moment.
+    pub(super) fn keep_killed(&mut self) -> Tick {
+        let at = self.now();
+        if self.conduct.kills > 0 {
+            self.killed.push(Killed { at, memories: self.survivors.copy() });
+        }
+        at
     }
 
     pub(super) fn turns(&mut self) -> u32 {

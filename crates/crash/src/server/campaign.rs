@@ -4,9 +4,11 @@ use super::history::{Happened, happen};
 use super::judge::{Death, State, file, judge};
 use super::kind::{KINDS, Kind};
 use crate::campaign::{Failure, Settings, Totals, device, guarded, panicked};
-use crate::record::{Files, Tick};
+use crate::host::Memories;
+use crate::record::{Files, NEVER, Tick};
 use crate::recover::{Way, has_bit, header_of};
 use crate::state::{Fate, Replay, random_grain};
+use isobath_disk::sabotage::Sabotage;
 use isobath_qcow2::IncompatibleFeatures;
 use isobath_qcow2::journal::Journal;
 use rand::rngs::SmallRng;
@@ -66,7 +68,7 @@ fn history(
             one(settings, &happened, &state, &replay, &fate, &mut rng, totals, story)?;
         }
     }
-    if !happened.survives {
+    if happened.survives_from == NEVER {
         return Ok(());
     }
     kills(settings, &happened, &mut rng, totals, story)
@@ -89,12 +91,13 @@ fn kills(
     story: &mut Vec<String>,
 ) -> Result<(), String> {
     let mut killed = happened.killed.clone();
+    killed.retain(|killed| killed.at >= happened.survives_from);
     killed.sort_by_key(|killed| killed.at);
     let mut replay = Replay::new(&happened.record);
-    for killed in killed.into_iter().filter(|killed| killed.memories.any()) {
+    for killed in killed {
         // What was recorded with the memory had just begun.
         let tick = killed.at + 1;
-        if killed.at > 2 && rng.random_bool(0.3) {
+        if killed.memories.any() && killed.at > 2 && rng.random_bool(0.3) {
             let earlier = rng.random_range(1..=killed.at);
             let mut before = Replay::new(&happened.record);
             before.advance(earlier);
@@ -111,7 +114,7 @@ fn kills(
         replay.advance(tick);
         for _ in 0..2 {
             let files = replay.build(&Fate::Killed, 512, rng).files;
-            if found_no_room(happened, tick, &files) {
+            if has_no_journal(happened, tick, &files, &killed.memories) {
                 continue;
             }
             let death = Death::Killed(killed.memories.clone());
@@ -123,9 +126,9 @@ fn kills(
 }
 
 /// Whether the journal, without which nothing outlives a kill, was not in use where there may have been no room
-/// for it.
-fn found_no_room(happened: &Happened, tick: Tick, files: &Files) -> bool {
-    let scarce = happened.faults.space.is_some() || happened.host.fixed;
+/// for it, in the file or in its header.
+fn has_no_journal(happened: &Happened, tick: Tick, files: &Files, memories: &Memories) -> bool {
+    let scarce = happened.faults.space.is_some() || happened.host.fixed || !memories.any();
     let active = happened.chronicle.chain_at(tick).first();
     scarce && active.is_some_and(|active| !has_bit(files, active, IncompatibleFeatures::JOURNAL))
 }
@@ -170,6 +173,7 @@ fn one(
     let every = settings.qemu_every;
     let qemu = every > 0 && seed.is_multiple_of(every);
     let mut passed = Vec::new();
+    let _broken = settings.defect.map(Sabotage::begin);
     let judged = catch_unwind(AssertUnwindSafe(|| {
         judge(happened, settings.mode, state, way, qemu, seed, &mut passed)
     }));

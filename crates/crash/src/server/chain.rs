@@ -56,6 +56,8 @@ struct Shape {
     /// The share of compressed clusters.
     compressed: f64,
     bitmaps: bool,
+    /// The share of images below that were not closed: their journals have what their files do not.
+    unclosed: f64,
     /// The length of each file, if it is a block device.
     device: Option<u64>,
 }
@@ -91,6 +93,12 @@ fn shape(kind: Kind, version: u32, rng: &mut SmallRng) -> Shape {
         _ => rng.random_range(1..=4),
     };
     let fixed = kind == Kind::Devices;
+    let bitmaps = version > 2
+        && match kind {
+            Kind::Bitmaps => true,
+            Kind::Reflinks => rng.random(),
+            _ => rng.random_bool(0.1),
+        };
     Shape {
         new: NewDisk {
             size: Some(size),
@@ -109,10 +117,19 @@ fn shape(kind: Kind, version: u32, rng: &mut SmallRng) -> Shape {
         raw: !fixed && !large && rng.random_bool(0.25),
         twins,
         compressed,
-        bitmaps: version > 2
-            && (kind == Kind::Bitmaps || kind == Kind::Reflinks || rng.random_bool(0.1)),
+        bitmaps,
+        unclosed: match kind {
+            _ if version < 3 || bitmaps || fixed => 0.0,
+            Kind::Reflinks => 0.5,
+            _ => 0.1,
+        },
         device: fixed.then(|| {
-            let needed = size * 2 + cluster_size * 40 + (384 << 10);
+            let needed = if rng.random_bool(0.3) {
+                // Not enough for all that is asked of it.
+                size / 2 + cluster_size * 20
+            } else {
+                size * 2 + cluster_size * 40 + (384 << 10)
+            };
             needed.next_multiple_of(cluster_size) + rng.random_range(0..8) * cluster_size
         }),
     }
@@ -151,9 +168,17 @@ fn step(size: u64, cluster: u64, compressed: f64, rng: &mut SmallRng) -> Step {
     }
 }
 
-async fn fill(host: &SimHost, name: &Path, steps: &[Step], first: u32) -> isobath_disk::Result<()> {
-    let metadata = MetadataMode::Ordered;
-    let options = OpenOptions { writable: true, metadata, ..OpenOptions::default() };
+/// Fills an image, and closes it or leaves its journal in use.
+async fn fill(
+    host: &SimHost,
+    name: &Path,
+    steps: &[Step],
+    first: u32,
+    close: bool,
+) -> isobath_disk::Result<()> {
+    let metadata = if close { MetadataMode::Ordered } else { MetadataMode::Journal };
+    let journal_size = Some(0);
+    let options = OpenOptions { writable: true, metadata, journal_size, ..OpenOptions::default() };
     let disk = Disk::open(host.clone(), name, &options).await?;
     let size = disk.size();
     for (number, step) in (first..).zip(steps) {
@@ -176,8 +201,11 @@ async fn fill(host: &SimHost, name: &Path, steps: &[Step], first: u32) -> isobat
             }
             _ => {}
         }
+        if !close {
+            disk.flush().await?;
+        }
     }
-    disk.close().await
+    if close { disk.close().await } else { Ok(()) }
 }
 
 /// What an image shows.
@@ -252,7 +280,8 @@ async fn make_chain(kind: Kind, mode: &Mode, rng: &mut SmallRng) -> Result<Begin
         };
         let path = PathBuf::from(&name);
         create(&host, &path, &image).await.map_err(shown)?;
-        fill(&host, &path, &made, 100 * (layer as u32 + 1)).await.map_err(shown)?;
+        let close = top || !rng.random_bool(shape.unclosed);
+        fill(&host, &path, &made, 100 * (layer as u32 + 1), close).await.map_err(shown)?;
         if shape.bitmaps && rng.random_bool(0.8) {
             bitmaps::add(&host, &path, rng).await?;
         }

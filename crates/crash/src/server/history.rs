@@ -14,7 +14,8 @@ use crate::history::Guest;
 use crate::host::{Conduct, Faults, FlushFault, Killed, SimHost};
 use crate::image;
 use crate::plan::{Disk as Shape, Request};
-use crate::record::{NEVER, Record};
+use crate::record::{NEVER, Record, Tick};
+use isobath_disk::sabotage::Sabotage;
 use isobath_disk::{Disk, LiveDisk, MetadataMode};
 use rand::rngs::SmallRng;
 use rand::{Rng, RngExt, SeedableRng};
@@ -38,8 +39,8 @@ pub struct Happened {
     pub chronicle: Chronicle,
     /// What kills would have left.
     pub killed: Vec<Killed>,
-    /// What was answered outlives a kill.
-    pub survives: bool,
+    /// From when on what was answered outlives a kill.
+    pub survives_from: Tick,
     /// What goes wrong.
     pub faults: Faults,
     /// A flush lies, so that nothing is promised.
@@ -47,6 +48,9 @@ pub struct Happened {
     /// All of it in a few words.
     pub text: String,
 }
+
+/// Requests of a task that goes on until others have ended, at most.
+const LONG: u32 = 60;
 
 fn conduct(kind: Kind, begin: &Begin, settings: &Settings, rng: &mut SmallRng) -> Conduct {
     let mut faults = faults::random(kind, &begin.start.files, rng);
@@ -73,17 +77,22 @@ fn conduct(kind: Kind, begin: &Begin, settings: &Settings, rng: &mut SmallRng) -
     }
 }
 
-/// The requests of one task of a guest.
+/// The requests of one task of a guest, as long as `ends` does not say that it is enough.
 async fn requests(
     guest: &Guest<'_>,
     live: &LiveDisk<SimHost>,
     clock: &SimClock,
     shape: Shape,
     often: f64,
+    ends: Option<&Cell<bool>>,
     mut rng: SmallRng,
 ) -> Result<(), String> {
     let pause = [30, 100, 400][rng.random_range(0..3)];
-    for _ in 0..rng.random_range(4..24) {
+    let most = if ends.is_some() { LONG } else { rng.random_range(4..24) };
+    for _ in 0..most {
+        if ends.is_some_and(Cell::get) {
+            break;
+        }
         clock.sleep(Duration::from_micros(rng.random_range(0..pause))).await;
         let mut request = shape.request(image::Kind::Plain, &mut rng);
         if let Request::Compressed(offset, length) = request {
@@ -114,7 +123,12 @@ pub fn happen(settings: &Settings, kind: Kind, seed: u64) -> Result<Happened, St
         options.survive = !ordered;
     }
     let survives = options.survive && !ordered && begin.start.new.version > 2;
-    conduct.kills = if survives { 4 } else { 0 };
+    let kills = if kind == Kind::Kills { 12 } else { 4 };
+    conduct.kills = if survives { kills } else { 0 };
+    // It may be asked for only when a door is opened.
+    options.survive = survives && rng.random_bool(0.7);
+    let survives_from = Cell::new(if options.survive { 0 } else { NEVER });
+    let late = (survives && !options.survive).then_some(&survives_from);
     let clock = conduct.clock.clone().unwrap_or_default();
     let host = SimHost::new(begin.start.files.clone(), conduct.clone());
     let mut unused = Content::default();
@@ -127,7 +141,9 @@ pub fn happen(settings: &Settings, kind: Kind, seed: u64) -> Result<Happened, St
     let guest = Guest::new(&host, &begin.start, settings.mode, before, 1, rng.random());
     let guest = guest.of_changing_chain();
     let chronicle = RefCell::new(first_chronicle(&begin));
-    let worked = work(kind, &begin, &options, &guest, &host, &clock, &chronicle, &mut rng);
+    let broken = settings.defect.map(Sabotage::begin);
+    let worked = work(kind, &begin, &options, &guest, &host, &clock, &chronicle, late, &mut rng);
+    drop(broken);
     let chronicle = chronicle.into_inner();
     let log = Arc::new(guest.into_log());
     let record = host.record();
@@ -154,7 +170,7 @@ pub fn happen(settings: &Settings, kind: Kind, seed: u64) -> Result<Happened, St
         log,
         chronicle,
         killed: host.killed(),
-        survives,
+        survives_from: survives_from.get(),
         lies: conduct.faults.lies() && settings.sabotage.is_none(),
         faults: conduct.faults,
         text,
@@ -182,6 +198,7 @@ fn work(
     host: &SimHost,
     clock: &SimClock,
     chronicle: &RefCell<Chronicle>,
+    survives_late: Option<&Cell<Tick>>,
     rng: &mut SmallRng,
 ) -> Result<(), String> {
     let live: RefCell<Option<Arc<LiveDisk<SimHost>>>> = RefCell::new(None);
@@ -218,11 +235,35 @@ fn work(
     let mut tasks = Schedule::new(clock.clone(), rng.random());
     for _ in 0..rng.random_range(1..=3) {
         let rng = SmallRng::seed_from_u64(rng.next_u64());
-        tasks.add(requests(guest, &live, clock, shape, often, rng));
+        tasks.add(requests(guest, &live, clock, shape, often, None, rng));
+    }
+    let ended = Cell::new(false);
+    if rng.random() {
+        // Also behind the last change of the chain.
+        let rng = SmallRng::seed_from_u64(rng.next_u64());
+        tasks.add(requests(guest, &live, clock, shape, often, Some(&ended), rng));
     }
     let deeds = if kind == Kind::Deep { 2 } else { rng.random_range(1..=5) };
     let mut own = SmallRng::seed_from_u64(rng.next_u64());
-    tasks.add(async { operator.work(deeds, &mut own).await });
+    let rest = Duration::from_micros(rng.random_range(0..1500));
+    tasks.add(async {
+        let done = operator.work(deeds, &mut own).await;
+        clock.sleep(rest).await;
+        ended.set(true);
+        done
+    });
+    let moment = Duration::from_micros(rng.random_range(0..1500));
+    if let Some(since) = survives_late {
+        tasks.add(async {
+            clock.sleep(moment).await;
+            if let Some(done) = endure(Patience::Endless, live.survive()).await
+                && guest.judge("making what is answered outlive a kill", done)?.is_some()
+            {
+                since.set(host.keep_killed());
+            }
+            Ok(())
+        });
+    }
     // Who embeds the engine may do without.
     let upkeep = rng.random_bool(0.5);
     tasks.add_background(async {

@@ -132,8 +132,8 @@ pub fn judge(
     recover(files, &case, way, rng.random(), passed)
 }
 
-/// Somebody opens the disk who may not use the memory that was left: the disk is as it was promised, or is
-/// not opened and stays as it is. Gives the files of after that.
+/// Somebody opens the disk who may not use the memory that was left, or not yet, or finds it damaged: the disk
+/// is as it was promised, or is not opened and stays as it is. Gives the files of after that.
 async fn denied(
     memories: &Memories,
     mode: &Mode,
@@ -141,7 +141,11 @@ async fn denied(
     case: &Case<'_>,
     rng: &mut SmallRng,
 ) -> Result<Files, String> {
-    let access = Access::Denied(memories.clone());
+    let access = match rng.random_range(0..3) {
+        0 => Access::Denied(memories.clone(), libc::EACCES),
+        1 => Access::Denied(memories.clone(), libc::EWOULDBLOCK),
+        _ => Access::Left(memories.damaged(rng)),
+    };
     let conduct = Conduct { access, ..case.host.clone() };
     let host = SimHost::new(state.files.clone(), conduct);
     let options = mode.options(true, rng.random());
@@ -300,6 +304,9 @@ async fn jobs_again(
     if let Some(error) = job.error() {
         // An image with bitmaps cannot be lengthened.
         if error.contains("persistent bitmaps") {
+            return Ok(());
+        }
+        if case.host.fixed && error.contains("No space left") {
             return Ok(());
         }
         return Err(format!("after the crash, {what} failed: {error}"));

@@ -287,7 +287,9 @@ impl Operator<'_> {
         if self.make(&path, backing, rng).await?.is_none() {
             return Ok(());
         }
-        let options = OpenOptions { format: Some(ImageFormat::Qcow2), ..self.options.clone() };
+        let survive = self.options.survive && rng.random();
+        let format = Some(ImageFormat::Qcow2);
+        let options = OpenOptions { format, survive, ..self.options.clone() };
         let opening = Disk::open(self.host.clone(), &path, &options);
         let Some(opened) = endure(Patience::Endless, opening).await else { return Ok(()) };
         let Some(target) = self.guest.judge("opening a target", opened)? else { return Ok(()) };
@@ -387,6 +389,8 @@ impl Operator<'_> {
         match error {
             // An image with bitmaps cannot be lengthened.
             Some(error) if self.begin.bitmaps && error.contains("persistent bitmaps") => Ok(()),
+            // So can nothing on a full device.
+            Some(error) if self.begin.fixed && error.contains("No space left") => Ok(()),
             Some(error) if !self.guest.faulty() => Err(format!("a job failed: {error}")),
             _ => Ok(()),
         }

@@ -5,5 +5,6 @@
 mod crashes;
 mod it_can_fail;
 mod real_files;
+mod sabotage;
 mod same_seed_same_history;
 mod servers;

@@ -2,6 +2,7 @@
 
 use crate::durability::journal::Replayed;
 use crate::durability::survive::Survived;
+use crate::sabotage::{self, Sabotage};
 use crate::{DiskError, Result};
 use isobath_qcow2::index::RecordedFormat;
 use isobath_qcow2::{FormatError, FormatErrorKind, Geometry, Header, HostOffset, L1Entry};
@@ -88,6 +89,9 @@ impl OpeningId {
     /// The next one.
     pub(crate) fn next() -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(0);
+        if sabotage::is(Sabotage::SharedOpening) {
+            return Self(0);
+        }
         Self(NEXT.fetch_add(1, Ordering::Relaxed))
     }
 }

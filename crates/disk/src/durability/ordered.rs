@@ -13,6 +13,7 @@
 use super::{Durability, Metadata};
 use crate::Result;
 use crate::read::Readers;
+use crate::sabotage::{self, Sabotage};
 use crate::tables::CommitNeeds;
 use isobath_qcow2::HostCluster;
 use isobath_storage::Storage;
@@ -43,18 +44,28 @@ pub(super) async fn finish<S: Storage>(
     freed: &[HostCluster],
 ) -> Result<()> {
     let Metadata { tables, alloc, .. } = metadata;
+    let early = sabotage::is(Sabotage::EarlyRelease);
+    if early {
+        alloc.release(&tables.closed_releases()).await?;
+    }
     alloc.publish(&needs.allocated).await?;
     let replaced = alloc.write_structure().await?;
     if alloc.is_dirty().await || needs.ordered || !needs.changes || !replaced.is_empty() {
         alloc.write_blocks().await?;
         tables.write_fresh().await?;
-        metadata.sync().await?;
+        if !sabotage::is(Sabotage::NoFirstSync) {
+            metadata.sync().await?;
+        }
     }
     if needs.changes {
         tables.write_updates().await?;
-        metadata.sync().await?;
+        if !sabotage::is(Sabotage::NoSecondSync) {
+            metadata.sync().await?;
+        }
     }
-    metadata.log_durable();
+    if !sabotage::is(Sabotage::LateLog) || freed.is_empty() {
+        metadata.log_durable();
+    }
     let released = tables.finish_commit();
     if released.clusters.is_empty() && replaced.is_empty() {
         return Ok(());
@@ -64,7 +75,9 @@ pub(super) async fn finish<S: Storage>(
     if released.discarded {
         give_back(metadata, &released.clusters).await?;
     }
-    alloc.release(&released.clusters).await?;
+    if !early {
+        alloc.release(&released.clusters).await?;
+    }
     alloc.release(&replaced).await?;
     Ok(())
 }

@@ -9,6 +9,7 @@ use crate::disk::Disk;
 use crate::live::graph::Shortening;
 use crate::live::{DirtyMap, LiveDisk};
 use crate::map::Unit;
+use crate::sabotage::{self, Sabotage};
 use crate::{BlockDevice, DiskError, LayerIndex, OpenOptions, Preallocation, Result};
 use isobath_storage::{FileId, Host};
 use std::cmp::Ordering;
@@ -82,7 +83,11 @@ impl<H: Host> Commit<H> {
             let Some(top) = disk.chain.get(self.top) else { return Err(disk.no_layer(self.top)) };
             let below = disk.chain.layers().take(self.top.get() as usize);
             let mut layers: Vec<_> = below.map(|(_, layer)| Arc::clone(layer)).collect();
-            layers.push(Arc::new(top.in_other_chain()));
+            layers.push(if sabotage::is(Sabotage::HiddenLeftOut) {
+                Arc::clone(top)
+            } else {
+                Arc::new(top.in_other_chain())
+            });
             let chain = Chain::stacked(layers);
             let index = disk.chain.index().filter(|index| index.covers() <= chain.len());
             chain.set_index(index);

@@ -9,6 +9,7 @@ use crate::disk::Disk;
 use crate::live::LiveDisk;
 use crate::live::graph::Shortening;
 use crate::map::{Unit, UnitKind};
+use crate::sabotage::{self, Sabotage};
 use crate::write::{Pulled, Surplus};
 use crate::{BlockDevice, DiskError, LayerIndex, Result};
 use isobath_storage::{FileId, Host, Storage};
@@ -235,7 +236,9 @@ impl<H: Host> Task for Stream<H> {
         match self.target.take() {
             Some(Target::Active(_)) => {
                 let disk = live.current();
-                disk.flush().await?;
+                if !sabotage::is(Sabotage::UnflushedStream) {
+                    disk.flush().await?;
+                }
                 disk.set_backing(named).await?;
                 let alone = named.is_none();
                 let unit = |_, unit: Unit| {
@@ -246,7 +249,9 @@ impl<H: Host> Task for Stream<H> {
             }
             Some(Target::Lower(disk)) => {
                 let done = async {
-                    disk.flush().await?;
+                    if !sabotage::is(Sabotage::UnflushedStream) {
+                        disk.flush().await?;
+                    }
                     disk.set_backing(named).await
                 };
                 if let Err(error) = done.await {

@@ -5,6 +5,7 @@ use crate::chain::{Chain, Layer};
 use crate::disk::Disk;
 use crate::index;
 use crate::map::{Unit, UnitKind};
+use crate::sabotage::{self, Sabotage};
 use crate::{BlockDevice, ImageFormat, LayerIndex, MetadataMode, OpenOptions, Result, Trust};
 use isobath_qcow2::{Header, header::HeaderWrite};
 use isobath_storage::{Host, IoBuf, Storage};
@@ -64,7 +65,8 @@ impl<H: Host> LiveDisk<H> {
                 if old.kind() == UnitKind::Absent || layer < removed.start {
                     Some(old)
                 } else if layer >= removed.end {
-                    Some(old.in_layer(LayerIndex::new(layer - count)))
+                    let gone = if sabotage::is(Sabotage::OldNumbers) { 0 } else { count };
+                    Some(old.in_layer(LayerIndex::new(layer - gone)))
                 } else {
                     unit(guest, old)
                 }
@@ -90,7 +92,7 @@ impl<H: Host> LiveDisk<H> {
         let _quiet = self.gate.quiet().await;
         let disk = self.current();
         last(disk).await?;
-        if self.options.load().survive {
+        if self.options.load().survive && !sabotage::is(Sabotage::NoNewLog) {
             // Nobody has relied on what it has so far.
             other.survive().await?;
             other.flush().await?;

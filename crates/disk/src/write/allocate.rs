@@ -7,6 +7,7 @@ use crate::disk::Disk;
 use crate::durability::Place;
 use crate::map::resolve::ActiveEntries;
 use crate::map::{Extent, Source, Unit};
+use crate::sabotage::{self, Sabotage};
 use crate::tables::{Claim, References};
 use crate::{DiskError, Result};
 use futures_util::future::try_join_all;
@@ -201,7 +202,14 @@ impl<H: Host> Disk<H> {
         }
         // An embedded mapping of what becomes of it does not count once the record that releases it is there.
         let mut claim = qcow2.metadata.tables.claim();
-        let buf = self.fill_targets(qcow2, offset, &mut targets, &mut claim, buf).await?;
+        let filled = self.fill_targets(qcow2, offset, &mut targets, &mut claim, buf).await;
+        if filled.is_err() && sabotage::is(Sabotage::EarlyUnclaim) {
+            qcow2.metadata.alloc.publish(claim.clusters()).await?;
+            qcow2.metadata.alloc.release(claim.clusters()).await?;
+            claim.keep();
+            return filled;
+        }
+        let buf = filled?;
         for target in &targets {
             qcow2.check_releases(&target.plan.releases)?;
         }
@@ -282,7 +290,7 @@ impl<H: Host> Disk<H> {
         let mut copies = Vec::new();
         for part in &target.plan.copy {
             let extents = self.extents(start + part.start..start + part.end).await?;
-            let zero = reads_zero(&extents);
+            let zero = reads_zero(&extents) || sabotage::is(Sabotage::NoCopyOnWrite);
             let length = part.end - part.start;
             let bytes = if zero {
                 None
@@ -369,6 +377,9 @@ impl<H: Host> Disk<H> {
             entry.kind(&geometry).map_err(|error| qcow2.metadata.layer.format_error(error))?;
         qcow2.check_releases(references.released)?;
         qcow2.metadata.tables.record(cluster, entry, references);
+        if sabotage::is(Sabotage::StaleMap) {
+            return Ok(());
+        }
         let layer = self.active_index();
         let start = cluster.get() << geometry.cluster_bits();
         let size = geometry.cluster_size();

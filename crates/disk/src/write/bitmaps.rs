@@ -6,6 +6,7 @@
 
 use super::Qcow2Writer;
 use crate::chain::Layer;
+use crate::sabotage::{self, Sabotage};
 use crate::{DiskError, Result};
 use async_lock::Mutex;
 use isobath_qcow2::{AutoclearFeatures, Bitmap, BitmapFlags, Header};
@@ -58,7 +59,8 @@ fn tracks(bitmap: &Bitmap) -> bool {
 impl<S: Storage> Qcow2Writer<S> {
     /// Called before guest data in the range changes.
     pub(super) async fn note_write(&self, _range: Range<u64>) -> Result<()> {
-        if !self.bitmaps.unmarked.load(Ordering::Acquire) {
+        let unmarked = self.bitmaps.unmarked.load(Ordering::Acquire);
+        if !unmarked || sabotage::is(Sabotage::UnmarkedBitmaps) {
             return Ok(());
         }
         let layer = &self.metadata.layer;

@@ -3,6 +3,7 @@
 use super::plan::referenced;
 use crate::device::ZeroFlags;
 use crate::disk::Disk;
+use crate::sabotage::{self, Sabotage};
 use crate::tables::References;
 use crate::{DiskError, Result};
 use isobath_qcow2::{ClusterIndex, ClusterKind, Geometry, L2Entry};
@@ -80,7 +81,10 @@ impl<H: Host> Disk<H> {
                 continue;
             }
             qcow2.ensure_tables(cluster..cluster + 1).await?;
-            let releases = referenced(&geometry, &kind);
+            let mut releases = referenced(&geometry, &kind);
+            if sabotage::is(Sabotage::EarlyReuse) {
+                qcow2.metadata.alloc.release(&std::mem::take(&mut releases)).await?;
+            }
             let references = References { released: &releases, ..References::default() };
             self.record(qcow2, ClusterIndex::new(cluster), new, references)?;
             qcow2.metadata.tables.mark_discarded();

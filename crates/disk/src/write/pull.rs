@@ -5,6 +5,7 @@ use super::plan::Plan;
 use crate::copy::is_zero;
 use crate::disk::Disk;
 use crate::map::{Extent, Source, guest_range};
+use crate::sabotage::{self, Sabotage};
 use crate::tables::{Claim, References};
 use crate::{BlockDevice, DiskError, LayerIndex, Result};
 use isobath_qcow2::{ClusterIndex, HostOffset};
@@ -235,7 +236,8 @@ impl<H: Host> Disk<H> {
                     || !metadata.zones.leads_in(range).is_empty()
             })
         });
-        (!kept && !file.is_newer_than_data(range)).then(|| &**file.data())
+        let newer = file.is_newer_than_data(range) && !sabotage::is(Sabotage::SharedOldData);
+        (!kept && !newer).then(|| &**file.data())
     }
 
     /// Makes a range share the space of another file's bytes from `at` on; `false`, with nothing
@@ -249,7 +251,9 @@ impl<H: Host> Disk<H> {
     ) -> Result<bool> {
         let writer = self.writer()?;
         let Some(qcow2) = writer.qcow2() else { return Ok(false) };
-        qcow2.note_write(offset..offset + length).await?;
+        if !sabotage::is(Sabotage::UnmarkedClone) {
+            qcow2.note_write(offset..offset + length).await?;
+        }
         writer.commit_if_much(&self.readers).await?;
         let size = qcow2.geometry().cluster_size();
         let end = (offset + length).next_multiple_of(size);

@@ -3,6 +3,7 @@
 use crate::Result;
 use crate::alloc::{Allocator, Staged};
 use crate::durability::guard::{Cover, Kept};
+use crate::sabotage::{self, Sabotage};
 use crate::tables::{CommitNeeds, StagedTables};
 use futures_util::future::try_join_all;
 use isobath_qcow2::journal::{Crc32c, HEAD_BYTES, Operation, Record, Zones};
@@ -53,7 +54,8 @@ impl Builder {
     ) {
         let tail = self.record.tail;
         for cluster in released {
-            if told.get(&cluster.get()).is_some_and(|last| *last >= tail) {
+            let replayed = told.get(&cluster.get()).is_some_and(|last| *last >= tail);
+            if replayed && !sabotage::is(Sabotage::NoRevoke) {
                 self.record.operations.push(Operation::Revoke {
                     offset: HostOffset::new(cluster.get() * self.cluster_size),
                     length: self.cluster_size as u32,

@@ -11,6 +11,7 @@ use crate::Result;
 use crate::durability::Metadata;
 use crate::durability::guard::Kept;
 use crate::read::Readers;
+use crate::sabotage::{self, Sabotage};
 use crate::tables::CommitNeeds;
 use isobath_qcow2::HostCluster;
 use isobath_storage::Storage;
@@ -62,6 +63,9 @@ impl Journal {
         zones.release(&freed);
         alloc.write_blocks().await?;
         metadata.sync().await?;
+        if sabotage::is(Sabotage::LateLog) {
+            metadata.log_durable();
+        }
         if let Some(log) = &metadata.log {
             log.set_unclean(false);
         }

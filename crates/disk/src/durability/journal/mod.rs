@@ -32,6 +32,7 @@ pub(crate) use recover::{Replayed, examine, recover, take_out};
 use super::ordered::{self, Ordered};
 use super::{Durability, Metadata};
 use crate::read::Readers;
+use crate::sabotage::{self, Sabotage};
 use crate::{DiskError, Result};
 use async_lock::Mutex;
 use build::Builder;
@@ -111,7 +112,9 @@ impl Active {
         };
         let at = self.extension.area_offset.get() + start * BLOCK as u64;
         layer.storage().write_at(at, IoBuf::copy_of(&bytes)).await?;
-        layer.storage().flush().await?;
+        if !sabotage::is(Sabotage::UnflushedRecord) {
+            layer.storage().flush().await?;
+        }
         if let Some(log) = &metadata.log {
             log.recorded(record.sequence);
         }
@@ -286,6 +289,9 @@ impl Journal {
         if half || tables.dirty_bytes() > MAX_DIRTY {
             write_home(metadata).await?;
             active.written = sequence;
+            if sabotage::is(Sabotage::EarlyCheckpoint) {
+                active.synced(sequence);
+            }
         }
         Ok(())
     }

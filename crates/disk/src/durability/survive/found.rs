@@ -2,6 +2,7 @@
 
 use super::{CAPACITY, ENTRY, KEPT, MAGIC, at, load, sum};
 use crate::durability::guard::Kept;
+use crate::sabotage::{self, Sabotage};
 use crate::{DiskError, Result};
 use isobath_qcow2::{Geometry, Header, L2Entry};
 use isobath_storage::{Storage, Survivor};
@@ -31,7 +32,11 @@ impl Survived {
         header: &Header,
     ) -> Result<Option<Self>> {
         let refused = |reason: String| DiskError::Refused { image: name.to_owned(), reason };
-        let memory = storage.survivor(false).await.map_err(|error| {
+        let memory = storage.survivor(false).await;
+        if memory.is_err() && sabotage::is(Sabotage::IgnoredLog) {
+            return Ok(None);
+        }
+        let memory = memory.map_err(|error| {
             refused(format!(
                 "its server was killed, and what that had answered without a flush cannot be had: \
                  {error}. Remove that file to open the image as after a power failure"
@@ -47,7 +52,11 @@ impl Survived {
             return Ok(None);
         }
         let mut found = Self { entries: BTreeMap::new(), kept: Vec::new(), memory };
-        if found.read(id, &geometry).is_none() {
+        let damaged = found.read(id, &geometry).is_none();
+        if damaged && sabotage::is(Sabotage::IgnoredDamage) {
+            return Ok(None);
+        }
+        if damaged {
             return Err(refused(format!(
                 "its server was killed, and the log of what that had answered without a flush is \
                  damaged. Remove '{}' to open the image as after a power failure",
@@ -61,7 +70,9 @@ impl Survived {
     /// come between a record and the log's word of it.
     pub(crate) fn follows(&self, sequence: u64) -> bool {
         let known = load(self.memory.words(), at::SEQUENCE);
-        sequence == known || known.checked_add(1) == Some(sequence)
+        sequence == known
+            || known.checked_add(1) == Some(sequence)
+            || sabotage::is(Sabotage::ForeignLog)
     }
 
     /// From now on the log goes on behind the record with this number.

@@ -1,0 +1,147 @@
+//! The simulator finds the defects that the engine can be given, soon.
+
+use isobath_crash::campaign::{Failure, Settings, Totals, history_seed, run_history};
+use isobath_crash::image;
+use isobath_crash::mode::Mode;
+use isobath_crash::server::campaign::run_server;
+use isobath_crash::server::kind;
+use isobath_disk::sabotage::Sabotage;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
+
+/// Where a defect is found.
+struct Found {
+    defect: Sabotage,
+    /// Histories of a server, or of a disk.
+    server: bool,
+    mode: &'static str,
+    /// What the histories are about; `any` of a disk.
+    kind: &'static str,
+    /// The campaign's seed.
+    seed: u64,
+    /// Within so many states.
+    most: u64,
+}
+
+const fn disk(
+    defect: Sabotage,
+    mode: &'static str,
+    kind: &'static str,
+    seed: u64,
+    most: u64,
+) -> Found {
+    Found { defect, server: false, mode, kind, seed, most }
+}
+
+const fn server(
+    defect: Sabotage,
+    mode: &'static str,
+    kind: &'static str,
+    seed: u64,
+    most: u64,
+) -> Found {
+    Found { defect, server: true, mode, kind, seed, most }
+}
+
+/// The bounds are three times what it takes, or more: a change of the engine makes other histories of the seeds.
+const FOUND: &[Found] = &[
+    disk(Sabotage::UnflushedRecord, "journal", "any", 7, 1000),
+    disk(Sabotage::NoFirstSync, "ordered", "any", 7, 100),
+    disk(Sabotage::NoSecondSync, "ordered", "any", 7, 100),
+    server(Sabotage::UnmarkedBitmaps, "ordered", "bitmaps", 7, 100),
+    disk(Sabotage::EarlyRelease, "ordered", "any", 7, 100),
+    disk(Sabotage::UncheckedCovers, "journal", "any", 7, 1000),
+    disk(Sabotage::Unguarded, "journal", "any", 7, 1500),
+    disk(Sabotage::EarlyCheckpoint, "journal", "flushes", 7, 4000),
+    disk(Sabotage::StaleMap, "ordered", "any", 7, 100),
+    disk(Sabotage::StaleSlice, "ordered", "resize", 7, 5000),
+    disk(Sabotage::EarlyReuse, "ordered", "any", 7, 100),
+    server(Sabotage::OpenGate, "ordered", "snapshots", 7, 1000),
+    server(Sabotage::OldNumbers, "ordered", "streams", 7, 100),
+    server(Sabotage::UnflushedStream, "ordered", "streams", 7, 100),
+    server(Sabotage::UncopiedRest, "ordered", "pivots", 7, 5000),
+    disk(Sabotage::UnclearedGrowth, "ordered", "resize", 7, 1500),
+    disk(Sabotage::NoCopyOnWrite, "ordered", "any", 7, 100),
+    disk(Sabotage::NoRangeLocks, "ordered", "any", 7, 4000),
+    disk(Sabotage::LostRecord, "journal", "any", 7, 1000),
+    server(Sabotage::SharedOpening, "ordered", "twins", 7, 500),
+    server(Sabotage::IgnoredLog, "journal", "kills", 7, 2000),
+    server(Sabotage::IgnoredDamage, "journal", "kills", 8, 1000),
+    server(Sabotage::ForeignLog, "journal", "kills", 7, 2000),
+    server(Sabotage::UnmarkedClone, "ordered", "reflinks", 7, 3000),
+    server(Sabotage::NoEnd, "ordered", "devices", 7, 1500),
+    server(Sabotage::ForgottenCommit, "ordered", "drops", 7, 1500),
+];
+
+/// Not found so far within what a test can spend: `docs/reliability.md` says of each why.
+const NOT_FOUND: &[Sabotage] = &[
+    Sabotage::NoRevoke,
+    Sabotage::EarlyUnclaim,
+    Sabotage::LateLog,
+    Sabotage::NoNewLog,
+    Sabotage::LateSurvival,
+    Sabotage::DrainsAtOnce,
+    Sabotage::SharedOldData,
+    Sabotage::HiddenLeftOut,
+];
+
+impl Found {
+    fn run(&self, settings: &Settings, seed: u64) -> Result<Totals, Box<Failure>> {
+        if self.server {
+            let kind = kind::Kind::from_name(self.kind).unwrap();
+            return run_server(settings, Some(kind), seed);
+        }
+        run_history(settings, seed)
+    }
+
+    /// Runs histories until one fails, which without the defect does not.
+    fn find(&self) {
+        let name = self.defect.name();
+        let sound = Settings {
+            kind: image::Kind::from_name(self.kind).filter(|_| !self.server),
+            qemu_every: 0,
+            server: self.server,
+            ..Settings::new(Mode::from_name(self.mode).unwrap())
+        };
+        let broken = Settings { defect: Some(self.defect), ..sound };
+        let (mut states, mut number) = (0, 0);
+        let failure = loop {
+            let seed = history_seed(self.seed, number);
+            match self.run(&broken, seed) {
+                Ok(totals) => states += totals.states,
+                Err(failure) => break failure,
+            }
+            number += 1;
+            assert!(states <= self.most, "{name} is not found within {states} states");
+        };
+        states += failure.passed + 1;
+        println!("{name}: found by state {states}, history {number}: {}", failure.what);
+        assert!(states <= self.most, "{name} is found only by state {states}");
+        if let Err(failure) = self.run(&sound, failure.seed) {
+            panic!("{name} is not what was found: {}", failure.report(&sound));
+        }
+    }
+}
+
+#[test]
+fn defects_are_found() {
+    for defect in Sabotage::ALL {
+        let found = FOUND.iter().filter(|found| found.defect == *defect).count();
+        let not_found = NOT_FOUND.iter().filter(|other| *other == defect).count();
+        assert_eq!(found + not_found, 1, "{}", defect.name());
+    }
+    let next = AtomicUsize::new(0);
+    let work = || {
+        while let Some(found) = FOUND.get(next.fetch_add(1, Ordering::Relaxed)) {
+            found.find();
+        }
+    };
+    thread::scope(|scope| {
+        let threads = [scope.spawn(work), scope.spawn(work)];
+        for thread in threads {
+            if let Err(panic) = thread.join() {
+                std::panic::resume_unwind(panic);
+            }
+        }
+    });
+}
