@@ -243,7 +243,7 @@ impl Field {
             } else {
                 self.change(doing, &mut live.control(), shared, active, armed)
             };
-            let logs: Vec<Log> = loads.into_iter().map(|load| load.join().unwrap()).collect();
+            let logs: Vec<_> = loads.into_iter().map(thread::ScopedJoinHandle::join).collect();
             (logs, result, next.join().unwrap())
         });
         self.shared = shared;
@@ -251,6 +251,9 @@ impl Field {
         let done = live.server.wait();
         assert_eq!(done.code(), -1, "{}", done.report());
         assert!(!done.stderr.contains("ERROR"), "{}", done.report());
+        // What a load has panicked for was printed when it did.
+        let logs: Result<Vec<Log>, _> = logs.into_iter().collect();
+        let Ok(logs) = logs else { panic!("a load failed; {}", done.report()) };
         let text = self.describe(doing, &setting, &result, hurry);
         self.judged(&setting, logs, next, &text, &done);
         if doing == Doing::Index {
