@@ -20,7 +20,7 @@ DENY := target/tools/bin/cargo-deny
 LOOM := RUSTFLAGS='--cfg loom' CARGO_TARGET_DIR=target/loom \
 	cargo test --locked -p isobath-storage -p isobath-disk --lib -- interleavings:: --nocapture --test-threads=2
 
-.PHONY: setup build test interleavings miri tsan demo soak kills crash crash-small crash-files damage fuzz bench papers papers-quick clean
+.PHONY: setup build test interleavings miri tsan demo soak kills crash crash-small crash-files damage index-cases fuzz bench papers papers-quick clean
 
 setup:
 	@scripts/setup
@@ -72,6 +72,10 @@ crash-files: setup
 # Damaged images beside QEMU: the first DAMAGE_IMAGES of DAMAGE_SEED, from where the last run ended.
 damage: setup
 	ISOBATH_DAMAGE_IMAGES=$(DAMAGE_IMAGES) ISOBATH_SEED=$(DAMAGE_SEED) cargo test --locked --release -p isobath-disk --test damaged -- --nocapture damaged_images
+
+# Every operation of QEMU on every layer of indexed chains of every sort; half of them are in `make test`.
+index-cases: setup
+	ISOBATH_EVERY_CASE=1 cargo test --locked -p isobath-cli --test it index_survives_qemu
 
 # Each fuzz target, for FUZZ_SECONDS. Goes on from what earlier runs found; `scripts/fuzz --totals` tells what
 # all of them came to.

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
 /// States of random histories, for all modes together.
-const STATES: u64 = 24_000;
+const STATES: u64 = 18_000;
 /// The same of a server.
 const SERVER_STATES: u64 = 6_000;
 

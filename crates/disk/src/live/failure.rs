@@ -71,12 +71,13 @@ mod tests {
         let heard = Arc::new(Mutex::new(Vec::new()));
         let failures = Failures::default();
         let at = Duration::from_secs(5);
-        failures.tell(Kind::Read, &DiskError::Unsupported("x".into()), at);
+        let error = DiskError::Poisoned { reason: "x".into(), flush_failed: false };
+        failures.tell(Kind::Read, &error, at);
         let to = Arc::clone(&heard);
         failures.listen(Box::new(move |failure| to.lock().push(failure)));
         failures.tell(Kind::Write, &DiskError::ReadOnly, at);
         for n in 0..3 {
-            failures.tell(Kind::Write, &DiskError::Unsupported("x".into()), at + EVERY / 2 * n);
+            failures.tell(Kind::Write, &error, at + EVERY / 2 * n);
         }
         let heard = heard.lock();
         assert_eq!(heard.len(), 2);

@@ -5,6 +5,7 @@ use super::chains::{isobath, mapping, qemu_img};
 use isobath_qcow2::Header;
 use isobath_testkit::args;
 use isobath_testkit::qemu;
+use isobath_testkit::seed::Seed;
 use serde_json::Value;
 use std::collections::HashSet;
 use std::fs;
@@ -22,8 +23,14 @@ pub(crate) enum Effect {
     Damages,
 }
 
+/// Whether every case is tried: `make index-cases` asks for that, which takes minutes.
+pub(crate) fn every_case() -> bool {
+    std::env::var_os("ISOBATH_EVERY_CASE").is_some()
+}
+
 /// Does an operation to each of the layers in turn, of chains of every flavour, and judges each
-/// result. The operation tells whether it could be done.
+/// result. The operation tells whether it could be done. Unless [every case](every_case) is tried, a layer has one
+/// flavour, and the next layer the other one; the seed says which is first.
 #[track_caller]
 pub(crate) fn on_each_layer(
     what: &str,
@@ -33,8 +40,13 @@ pub(crate) fn on_each_layer(
 ) {
     let mut done = 0;
     let first: usize = what.bytes().map(usize::from).sum();
+    let seed = Seed::new();
+    let half = (!every_case()).then(|| usize::from(seed.value() % 2 == 1));
     for flavour in FLAVOURS {
         for layer in layers.clone() {
+            if half.is_some_and(|half| (half + first + layer + flavour as usize) % 2 == 1) {
+                continue;
+            }
             let kind = (first + layer + flavour as usize) % KINDS.len();
             println!("{what} on layer {layer}, kind {kind}, {flavour:?}");
             let chain = Chain::new(kind, flavour);
@@ -46,7 +58,7 @@ pub(crate) fn on_each_layer(
             }
         }
     }
-    assert!(done > 0, "{what} was never done");
+    assert!(done > 0 || half.is_some(), "{what} was never done");
 }
 
 /// The files of the chain of an image, the base first; `None` where QEMU cannot open it.
