@@ -97,21 +97,19 @@ fn kills(
     for killed in killed {
         // What was recorded with the memory had just begun.
         let tick = killed.at + 1;
+        replay.advance(tick);
         if killed.memories.any() && killed.at > 2 && rng.random_bool(0.3) {
             let earlier = rng.random_range(1..=killed.at);
             let mut before = Replay::new(&happened.record);
             before.advance(earlier);
             let files = before.build(&Fate::Killed, 512, rng).files;
-            let mut now = Replay::new(&happened.record);
-            now.advance(tick);
-            let latest = now.build(&Fate::Killed, 512, &mut SmallRng::seed_from_u64(0)).files;
+            let latest = replay.build(&Fate::Killed, 512, &mut SmallRng::seed_from_u64(0)).files;
             if is_told_apart(happened, earlier, &files, &latest) {
                 let death = Death::RolledBack(killed.memories.clone());
                 let state = State { files, tick: earlier, death };
                 one(settings, happened, &state, &before, &Fate::Killed, rng, totals, story)?;
             }
         }
-        replay.advance(tick);
         for _ in 0..2 {
             let files = replay.build(&Fate::Killed, 512, rng).files;
             if has_no_journal(happened, tick, &files, &killed.memories) {

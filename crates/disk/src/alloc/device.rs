@@ -87,8 +87,12 @@ impl<S: Storage> Allocator<S> {
         if state.has_room(end) {
             return Ok(());
         }
+        Err(self.no_room())
+    }
+
+    /// What is said where the device has no room.
+    pub(crate) fn no_room(&self) -> DiskError {
         let full = io::Error::from_raw_os_error(libc::ENOSPC);
-        let storage = self.layer.storage();
-        Err(DiskError::Storage(StorageError::new(Operation::Write, storage.name(), full)))
+        StorageError::new(Operation::Write, self.layer.storage().name(), full).into()
     }
 }

@@ -7,6 +7,7 @@ use futures_util::FutureExt;
 use futures_util::task::noop_waker_ref;
 use isobath_disk::jobs::clock::Clock;
 use isobath_disk::jobs::{Job, JobStatus};
+use isobath_disk::{CheckEvent, CheckOptions, check};
 use isobath_qcow2::NewImage;
 use isobath_storage::memory::MemoryHost;
 use isobath_storage::recorder::{Entry, Fate};
@@ -117,6 +118,18 @@ pub(crate) fn export(host: &MemoryHost) -> tempfile::TempDir {
         std::fs::write(directory.path().join(&file), host.contents(&file).unwrap()).unwrap();
     }
     directory
+}
+
+/// What a check finds wrong with an image.
+pub(crate) async fn findings(host: &MemoryHost, image: &str) -> Vec<String> {
+    let mut found = Vec::new();
+    let mut hear = |event: CheckEvent<'_>| {
+        if let CheckEvent::Finding(text) = event {
+            found.push(text.to_string());
+        }
+    };
+    check(host, Path::new(image), &CheckOptions::default(), &mut hear).await.unwrap();
+    found
 }
 
 /// QEMU finds nothing wrong with an image but leaks.

@@ -1,10 +1,8 @@
 //! Images on block devices: of a fixed length, and holding anything where nothing was written.
 
-use crate::common::make;
+use crate::common::{findings, make};
 use futures_executor::block_on;
-use isobath_disk::{
-    BlockDevice, CheckEvent, CheckOptions, Disk, MetadataMode, OpenOptions, Preallocation, check,
-};
+use isobath_disk::{BlockDevice, Disk, MetadataMode, OpenOptions, Preallocation};
 use isobath_qcow2::NewImage;
 use isobath_storage::memory::MemoryHost;
 use isobath_storage::{Host, IoBuf, OpenMode, Storage};
@@ -40,13 +38,7 @@ async fn open(host: &MemoryHost, metadata: MetadataMode) -> Disk<MemoryHost> {
 }
 
 async fn assert_clean(host: &MemoryHost) {
-    let mut found = Vec::new();
-    let mut hear = |event: CheckEvent<'_>| {
-        if let CheckEvent::Finding(text) = event {
-            found.push(text.to_string());
-        }
-    };
-    check(host, Path::new(NAME), &CheckOptions::default(), &mut hear).await.unwrap();
+    let found = findings(host, NAME).await;
     assert!(found.is_empty(), "{found:?}");
 }
 

@@ -1,12 +1,9 @@
 //! Requests that fail or are given up half-way leave nothing behind that a later one could meet: neither
 //! in a cluster that becomes a table or another's data, nor in what a journal has of it.
 
-use crate::common::{ALWAYS, make, run};
+use crate::common::{ALWAYS, findings, make, run};
 use futures_executor::block_on;
-use isobath_disk::{
-    BlockDevice, CheckEvent, CheckOptions, Disk, DiskError, MetadataMode, OpenOptions, ZeroFlags,
-    check,
-};
+use isobath_disk::{BlockDevice, Disk, DiskError, MetadataMode, OpenOptions, ZeroFlags};
 use isobath_qcow2::NewImage;
 use isobath_storage::fault::{Fault, FaultHost, Plan};
 use isobath_storage::memory::MemoryHost;
@@ -52,13 +49,7 @@ async fn assert_reads<H: Host>(disk: &Disk<H>, at: u64, tag: u8) {
 
 /// Nothing is wrong with the image; without a journal a crash may cost space.
 async fn assert_sound(host: &MemoryHost, metadata: MetadataMode) {
-    let mut found = Vec::new();
-    let mut hear = |event: CheckEvent<'_>| {
-        if let CheckEvent::Finding(text) = event {
-            found.push(text.to_string());
-        }
-    };
-    check(host, Path::new(NAME), &CheckOptions::default(), &mut hear).await.unwrap();
+    let mut found = findings(host, NAME).await;
     if matches!(metadata, MetadataMode::Ordered | MetadataMode::Auto) {
         found.retain(|text| !text.starts_with("Leaked cluster"));
     }

@@ -8,10 +8,9 @@ use crate::durability::Metadata;
 use isobath_qcow2::header::field;
 use isobath_qcow2::journal::{BLOCK, JournalExtension, MAX_AREA, MIN_AREA};
 use isobath_qcow2::{FormatError, Header, HostOffset, IncompatibleFeatures};
-use isobath_storage::{IoBuf, Operation, Storage, StorageError};
+use isobath_storage::{IoBuf, Storage};
 use std::collections::BTreeMap;
 use std::hash::{BuildHasher, RandomState};
-use std::io;
 use std::ops::Range;
 use std::sync::atomic::Ordering;
 
@@ -75,8 +74,7 @@ impl Journal {
         let step = (BLOCK as u64).div_ceil(size);
         let spare = alloc.spare(wanted).await / step * step;
         if spare < wanted && spare * size < MIN_AREA {
-            let full = io::Error::from_raw_os_error(libc::ENOSPC);
-            return Err(StorageError::new(Operation::Write, layer.name(), full).into());
+            return Err(alloc.no_room());
         }
         let area = alloc.reserve_area(spare).await?;
         let bytes = area.start * size..area.end * size;
