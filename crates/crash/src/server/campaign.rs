@@ -2,7 +2,7 @@
 
 use super::history::{Happened, happen};
 use super::judge::{Death, State, file, judge};
-use super::kind::{KINDS, Kind};
+use super::kind::Kind;
 use crate::campaign::{Failure, Settings, Totals, device, guarded, panicked};
 use crate::host::Memories;
 use crate::record::{Files, NEVER, Tick};
@@ -35,7 +35,7 @@ fn history(
     story: &mut Vec<String>,
 ) -> Result<(), String> {
     let mut rng = SmallRng::seed_from_u64(seed);
-    let drawn = KINDS[rng.random_range(0..KINDS.len())];
+    let drawn = Kind::random(&mut rng);
     let kind = kind.unwrap_or(drawn);
     story.push(format!("a server's history, {kind}"));
     let happened = happen(settings, kind, rng.random())?;

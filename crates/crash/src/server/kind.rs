@@ -1,5 +1,6 @@
 //! What a server's history is about.
 
+use rand::{Rng, RngExt};
 use std::fmt;
 
 /// What a server's history is about. Each has some of everything.
@@ -60,6 +61,17 @@ pub const KINDS: [Kind; 16] = [
 ];
 
 impl Kind {
+    /// A kind. A state of a large disk takes thirty times as long as others, one of a deep chain four times: there
+    /// are fewer of these.
+    pub fn random(rng: &mut impl Rng) -> Self {
+        match rng.random_range(0..8 * KINDS.len()) {
+            0..8 => Self::Mixed,
+            8 => Self::Large,
+            9..13 => Self::Deep,
+            number => KINDS[number % (KINDS.len() - 2)],
+        }
+    }
+
     /// The name on the command line.
     pub const fn name(self) -> &'static str {
         match self {

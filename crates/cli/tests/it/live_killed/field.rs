@@ -309,11 +309,17 @@ impl Field {
         } else if logs.iter().any(Log::survives)
             && !matches!(self.unsure, Some(Unsure::Complete(_)))
         {
-            // What a client was told is with the next writer.
-            let live = self.start(&self.active(), setting);
+            // What a client was told is with the next writer of the image that was active. That may be a
+            // backing file now.
+            let mut live = self.start(&self.active(), setting);
+            if self.settle_snapshot() {
+                let _ = live.stop();
+                live = self.start(&self.active(), setting);
+            }
             served = Some(self.read_served(&live).unwrap_or_else(|error| fail(error)));
             let _ = live.stop();
         }
+        self.settle_snapshot();
         self.judge(&logs, served).unwrap_or_else(|error| fail(error));
         if setting.two {
             self.judge_other(&others).unwrap_or_else(|error| fail(error));

@@ -13,17 +13,24 @@ use std::thread;
 use std::time::Duration;
 
 impl Field {
+    /// Whether a snapshot that was not confirmed has become the active image: its file is complete.
+    pub(super) fn settle_snapshot(&mut self) -> bool {
+        let Some(Unsure::Snapshot(file, from)) = &self.unsure else { return false };
+        let (file, expected) = (file.clone(), Expected::Written(promised(*from)));
+        self.unsure = None;
+        let complete = self.backing(&file).is_some();
+        if complete {
+            self.expected.insert(self.active(), expected);
+            self.chain.push(file);
+        }
+        complete
+    }
+
     /// Recovers the images and judges what is in them.
     pub(super) fn judge(&mut self, logs: &[Log], served: Option<Stamps>) -> Result<(), String> {
         let killed = self.shared.clock.now();
         let flushed = promised;
         let unsure = self.unsure.take();
-        if let Some(Unsure::Snapshot(file, from)) = &unsure
-            && self.backing(file).is_some()
-        {
-            self.expected.insert(self.active(), Expected::Written(flushed(*from)));
-            self.chain.push(file.clone());
-        }
         // Who starts the server again finds all, with journals that nobody has looked at.
         let mut served = served;
         if served.is_none()
