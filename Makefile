@@ -20,7 +20,7 @@ DENY := target/tools/bin/cargo-deny
 LOOM := RUSTFLAGS='--cfg loom' CARGO_TARGET_DIR=target/loom \
 	cargo test --locked -p isobath-storage -p isobath-disk --lib -- interleavings:: --nocapture --test-threads=2
 
-.PHONY: setup build test interleavings miri tsan demo soak kills crash crash-small crash-files damage index-cases fuzz bench papers papers-quick clean
+.PHONY: setup build test interleavings miri tsan demo soak kills crash crash-small crash-files coverage damage index-cases fuzz bench papers papers-quick clean
 
 setup:
 	@scripts/setup
@@ -68,6 +68,10 @@ crash-small: setup
 # Crashes of a server on real files: CRASH_FILES_STATES states of each workload in every mode.
 crash-files: setup
 	cargo run --locked --release -p isobath-crash --bin isobath-crash-files -- --states $(CRASH_FILES_STATES) --seed $(CRASH_SEED)
+
+# The engine's lines that the simulator's histories run, per module.
+coverage: setup
+	scripts/coverage
 
 # Damaged images beside QEMU: the first DAMAGE_IMAGES of DAMAGE_SEED, from where the last run ended.
 damage: setup
