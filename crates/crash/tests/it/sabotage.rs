@@ -73,16 +73,16 @@ const FOUND: &[Found] = &[
     server(Sabotage::UnmarkedClone, "ordered", "reflinks", 7, 3000),
     server(Sabotage::NoEnd, "ordered", "devices", 7, 1500),
     server(Sabotage::ForgottenCommit, "ordered", "drops", 7, 1500),
+    server(Sabotage::NoNewLog, "journal", "kills", 212, 2000),
+    server(Sabotage::SharedOldData, "journal", "reflinks", 222, 1000),
+    server(Sabotage::HiddenLeftOut, "ordered", "commits", 220, 1000),
 ];
 
 /// Not found so far within what a test can spend: `docs/reliability.md` says of each why.
 const NOT_FOUND: &[Sabotage] = &[
     Sabotage::EarlyUnclaim,
     Sabotage::LateLog,
-    Sabotage::NoNewLog,
     Sabotage::DrainsAtOnce,
-    Sabotage::SharedOldData,
-    Sabotage::HiddenLeftOut,
 ];
 
 impl Found {
