@@ -18,7 +18,7 @@ export PATH := $(PATH):$(HOME)/.cargo/bin
 DENY := target/tools/bin/cargo-deny
 # Compiled anew, without optimisation of what it does not need: loom replaces locks and atomics in dependencies too.
 LOOM := RUSTFLAGS='--cfg loom' CARGO_TARGET_DIR=target/loom \
-	cargo test --locked -p isobath-storage -p isobath-disk --lib -- interleavings:: --nocapture --test-threads=2
+	cargo test --locked -p isobath-storage -p isobath-image -p isobath-chain -p isobath-disk --lib -- interleavings:: --nocapture --test-threads=2
 
 .PHONY: setup build test interleavings miri tsan demo soak kills crash crash-small crash-files coverage damage index-cases fuzz bench papers papers-quick clean
 
@@ -44,7 +44,7 @@ demo: setup
 # last run ended, by target/soak.json; ISOBATH_SEED begins with a seed of its own. The images lie on an XFS that
 # shares clusters, in memory, where root runs this.
 soak: setup
-	cargo test --locked --release -p isobath-disk --test opposite_qemu --no-run
+	cargo test --locked --release -p isobath --test opposite_qemu --no-run
 	scripts/soak $(SOAK_SECONDS) $(SOAK_OPERATIONS)
 
 # Servers killed under every door and in every kind of change, until there were KILLS. It goes on where the last
@@ -75,7 +75,7 @@ coverage: setup
 
 # Damaged images beside QEMU: the first DAMAGE_IMAGES of DAMAGE_SEED, from where the last run ended.
 damage: setup
-	ISOBATH_DAMAGE_IMAGES=$(DAMAGE_IMAGES) ISOBATH_SEED=$(DAMAGE_SEED) cargo test --locked --release -p isobath-disk --test damaged -- --nocapture damaged_images
+	ISOBATH_DAMAGE_IMAGES=$(DAMAGE_IMAGES) ISOBATH_SEED=$(DAMAGE_SEED) cargo test --locked --release -p isobath --test damaged -- --nocapture damaged_images
 
 # Every operation of QEMU on every layer of indexed chains of every sort; half of them are in `make test`.
 index-cases: setup

@@ -13,7 +13,7 @@ DEPTHS = [1, 1000]
 def measure(layers):
     """Runs the example on a chain; it prints `{"median_ns": ..., "p99_ns": ...}`."""
     out = tools.run(
-        "cargo", "run", "--quiet", "--release", "--package=isobath-disk", f"--example={EXAMPLE}", "--",
+        "cargo", "run", "--quiet", "--release", "--package=isobath", f"--example={EXAMPLE}", "--",
         chains.make(layers, size=4 << 30, data="zero"), cwd=tools.ROOT,
     )  # fmt: skip
     return json.loads(out)
@@ -22,7 +22,7 @@ def measure(layers):
 def run(rounds, seconds):
     del seconds
     samples = Samples()
-    there = (tools.ROOT / "crates/disk/examples" / f"{EXAMPLE}.rs").exists()
+    there = (tools.ROOT / "crates/isobath/examples" / f"{EXAMPLE}.rs").exists()
     for _ in range(rounds if there else 0):
         for layers in DEPTHS:
             samples.attempt(layers, lambda: measure(layers))

@@ -1,6 +1,6 @@
 //! Simulated time: it passes only when everybody waits for it.
 
-use isobath_disk::jobs::clock::Clock;
+use isobath_disk::clock::Clock;
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::future::{Future, poll_fn};

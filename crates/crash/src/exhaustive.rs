@@ -1,10 +1,11 @@
 //! Small histories, with every crash there is: each moment, each subset of the changes that no flush
 //! covers, and each of them torn.
 
-use crate::campaign::{ATOMIC, Crashes, Failure, Settings, Totals, device, guarded, happen};
+use crate::campaign::{Crashes, happen};
 use crate::guest::Oracle;
 use crate::host::Conduct;
 use crate::image::{self, KINDS, Kind};
+use crate::outcome::{ATOMIC, Failure, Settings, Totals, device, guarded};
 use crate::plan::{Act, Disk, Phase, Plan};
 use crate::recover::Way;
 use crate::state::{Fate, Replay};

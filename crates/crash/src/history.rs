@@ -1,11 +1,11 @@
 //! A guest at work on a simulated disk.
 
-use crate::content::Content;
 use crate::executor::pause;
-use crate::guest::{Before, Log, Look, SECTOR, Seen};
+use crate::guest::{Before, Log, Look, Seen};
 use crate::host::SimHost;
 use crate::hostile::Spy;
 use crate::image::Start;
+use crate::look::{SMALL, look};
 use crate::mode::Mode;
 use crate::plan::{Act, Plan, Request};
 use crate::record::{NEVER, Tick};
@@ -23,11 +23,6 @@ use std::sync::Arc;
 /// The numbers of a guest's patterns in each of its lives; lower ones are in the images from the
 /// beginning.
 const PATTERNS: u32 = 10_000;
-
-/// A disk of that many bytes is read as a whole.
-const SMALL: u64 = 8 << 20;
-/// Bytes that are read at once.
-const READ: u64 = 1 << 20;
 
 /// A disk that a guest can use.
 pub trait Target: BlockDevice {
@@ -414,56 +409,4 @@ impl<'a> Guest<'a> {
         self.log.borrow_mut().before = Before::Bytes(Arc::new(look.content));
         self.host.tick()
     }
-}
-
-/// Reads a whole disk; of a large one, what it has data for and `interest`.
-///
-/// # Errors
-/// The disk's.
-pub async fn look(disk: &impl BlockDevice, interest: &[Range<u64>]) -> isobath_disk::Result<Look> {
-    let size = disk.size();
-    if size <= SMALL {
-        let bytes = disk.read(0, IoBuf::zeroed(size as usize)).await?;
-        return Ok(Look::whole(&bytes));
-    }
-    let mut parts: Vec<Range<u64>> = interest.to_vec();
-    let mut at = 0;
-    while at < size {
-        for run in disk.block_status(at, size - at, 1024).await? {
-            if !run.zero {
-                parts.push(at..at + run.length);
-            }
-            at += run.length;
-        }
-    }
-    let mut look = Look { content: Content::zeroes(size), parts: merged(parts, size) };
-    for part in look.parts.clone() {
-        let mut at = part.start;
-        while at < part.end {
-            let next = part.end.min(at + READ);
-            let bytes = disk.read(at, IoBuf::zeroed((next - at) as usize)).await?;
-            if bytes.iter().any(|byte| *byte != 0) {
-                look.content.write(at, &bytes);
-            }
-            at = next;
-        }
-    }
-    Ok(look)
-}
-
-/// Ranges in order and apart, widened to whole sectors, of a disk of `size` bytes.
-fn merged(mut parts: Vec<Range<u64>>, size: u64) -> Vec<Range<u64>> {
-    for part in &mut parts {
-        *part = part.start / SECTOR * SECTOR..part.end.next_multiple_of(SECTOR).min(size);
-    }
-    parts.retain(|part| !part.is_empty());
-    parts.sort_by_key(|part| part.start);
-    let mut merged: Vec<Range<u64>> = Vec::new();
-    for part in parts {
-        match merged.last_mut() {
-            Some(last) if part.start <= last.end => last.end = last.end.max(part.end),
-            _ => merged.push(part),
-        }
-    }
-    merged
 }

@@ -2,8 +2,8 @@
 
 use crate::content::Content;
 use crate::executor::run;
-use crate::history::look;
 use crate::host::{Conduct, SimHost};
+use crate::look::look;
 use crate::record::Files;
 use crate::value::{Sort, Value};
 use isobath_disk::{

@@ -1,10 +1,11 @@
 //! `isobath-crash`: runs the crash simulator.
 
 use clap::Parser;
-use isobath_crash::campaign::{Failure, Settings, Totals, history_seed, run_history};
+use isobath_crash::campaign::run_history;
 use isobath_crash::exhaustive::{COUNT, run_small};
 use isobath_crash::image::Kind;
 use isobath_crash::mode::{MODES, Mode};
+use isobath_crash::outcome::{Failure, Settings, Totals, history_seed};
 use isobath_crash::progress::Progress;
 use isobath_crash::server;
 use isobath_crash::server::campaign::run_server;

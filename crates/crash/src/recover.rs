@@ -3,9 +3,10 @@
 use crate::content::Content;
 use crate::executor::run;
 use crate::guest::{Before, Log, Look, Oracle};
-use crate::history::{Guest, look};
+use crate::history::Guest;
 use crate::host::{Conduct, SimHost};
 use crate::image::{Kind, Start, show_snapshot};
+use crate::look::look;
 use crate::mode::Mode;
 use crate::plan;
 use crate::record::Files;

@@ -1,10 +1,10 @@
 //! Which layer holds what, and where, as `qemu-img map` tells it.
 
-use crate::Result;
-use crate::chain::Layer;
 use crate::device::BlockStatus;
 use crate::disk::Disk;
 use crate::touched::Touched;
+use isobath_image::Result;
+use isobath_image::layer::Layer;
 use isobath_qcow2::{ClusterIndex, ClusterKind, GuestOffset, L2Entry, RefcountTableEntry};
 use isobath_storage::{Host, IoBuf, Storage};
 use std::ops::Range;
@@ -83,7 +83,7 @@ impl<H: Host> Disk<H> {
 
     /// The layer at which the search for a byte that no layer has ends, and up to where that is so:
     /// a backing file that is too short is not asked.
-    pub(crate) fn search_ends(&self, at: u64) -> (u32, u64) {
+    pub fn search_ends(&self, at: u64) -> (u32, u64) {
         let below = self.layers().skip(1).map(|layer| layer.size());
         below
             .take_while(|size| at < *size)
@@ -242,7 +242,7 @@ async fn has_preallocated_metadata<S: Storage>(layer: &Layer<S>) -> Result<bool>
 impl<H: Host> Disk<H> {
     /// Up to where nothing from `at` on is allocated, at most `end`; `at` where that is not known at
     /// once.
-    pub(crate) fn untouched_until(&self, at: u64, end: u64) -> u64 {
+    pub fn untouched_until(&self, at: u64, end: u64) -> u64 {
         if self.writer.is_some() {
             return at;
         }

@@ -3,8 +3,8 @@
 use crate::copy::is_zero;
 use crate::device::{BlockDevice, BlockStatus};
 use crate::disk::Disk;
-use crate::{DiskError, Result};
 use async_lock::Mutex;
+use isobath_image::{DiskError, Result};
 use isobath_storage::{Host, IoBuf};
 use parking_lot::Mutex as SyncMutex;
 use std::collections::VecDeque;

@@ -5,9 +5,9 @@ mod zeroes;
 
 use crate::device::{BlockDevice, ZeroFlags};
 use crate::disk::Disk;
-use crate::{DiskError, Result};
 use async_lock::Mutex;
 use event_listener::Event;
+use isobath_image::{DiskError, Result};
 use isobath_storage::{Host, IoBuf};
 use sources::{Content, Sources};
 use std::future::{Future, poll_fn};
@@ -16,7 +16,7 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::task::Poll;
-pub(crate) use zeroes::is_zero;
+pub use zeroes::is_zero;
 use zeroes::runs;
 
 /// Bytes read and written at once.

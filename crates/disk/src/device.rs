@@ -1,6 +1,6 @@
 //! What every door serves: a block device.
 
-use crate::{DiskError, Result};
+use isobath_image::{DiskError, Result};
 use isobath_storage::IoBuf;
 use std::future::{Future, pending};
 

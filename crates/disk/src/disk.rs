@@ -1,14 +1,18 @@
 //! An open disk.
 
-use crate::chain::{Chain, Layer, LayerIndex, Qcow2, open_chain};
 use crate::device::{BlockDevice, BlockStatus, ZeroFlags};
-use crate::map::{Map, MapStats, SLICE_UNITS};
-use crate::read::Readers;
 use crate::touched::Touched;
-use crate::write::Writer;
-use crate::{DiskError, OpenOptions, Preallocation, Result};
 use event_listener::Event;
 use futures_util::join;
+use isobath_chain::chain::{Chain, LayerIndex};
+use isobath_chain::create::Preallocation;
+use isobath_chain::map::{Map, MapStats, SLICE_UNITS};
+use isobath_chain::open::open_chain;
+use isobath_image::layer::{Layer, Qcow2};
+use isobath_image::options::OpenOptions;
+use isobath_image::readers::Readers;
+use isobath_image::writer::Writer;
+use isobath_image::{DiskError, Result};
 use isobath_storage::{Host, IoBuf, Storage};
 use parking_lot::RwLock;
 use std::future::Future;
@@ -24,9 +28,11 @@ pub const DEFAULT_MAP_CACHE: usize = 132 << 20;
 const RESOLVERS: usize = 8;
 
 /// A layer that takes no more writes, of which its writer still knows more than its file.
-pub(crate) struct Settling<S> {
-    pub(crate) layer: LayerIndex,
-    pub(crate) writer: Arc<Writer<S>>,
+pub struct Settling<S> {
+    /// Its place.
+    pub layer: LayerIndex,
+    /// Its writer.
+    pub writer: Arc<Writer<S>>,
 }
 
 impl<S> Clone for Settling<S> {
@@ -37,7 +43,7 @@ impl<S> Clone for Settling<S> {
 
 /// What a flush needs of a disk. Not the disk itself, whose other layers may leave the chain, and be opened
 /// again, while a sync takes its time.
-pub(crate) struct Flushing<S> {
+pub struct Flushing<S> {
     writer: Option<Arc<Writer<S>>>,
     settling: Option<Settling<S>>,
     readers: Arc<Readers>,
@@ -45,7 +51,7 @@ pub(crate) struct Flushing<S> {
 
 impl<S: Storage> Flushing<S> {
     /// Makes durable what was answered before the disk was asked for this.
-    pub(crate) async fn run(self) -> Result<()> {
+    pub async fn run(self) -> Result<()> {
         let Some(writer) = &self.writer else { return Ok(()) };
         let Some(settling) = &self.settling else {
             return writer.or_mark_corrupt(writer.commit(&self.readers).await).await;
@@ -69,26 +75,30 @@ impl<S: Storage> Flushing<S> {
 /// flushed, as a crash does; [`close`](Self::close) flushes and leaves a plain qcow2 image, with no
 /// journal and no cluster leaked.
 pub struct Disk<H: Host> {
-    pub(crate) host: Arc<H>,
-    pub(crate) chain: Chain<H::File>,
-    pub(crate) map: Arc<Map>,
+    /// Where the disk's files are.
+    pub host: Arc<H>,
+    /// Its layers.
+    pub chain: Chain<H::File>,
+    /// Which layer has what.
+    pub map: Arc<Map>,
     /// The map's limit follows the disk's size.
     map_fits: bool,
-    pub(crate) readers: Arc<Readers>,
+    /// The requests that read.
+    pub readers: Arc<Readers>,
     /// Present when the disk was opened for writing.
-    pub(crate) writer: Option<Arc<Writer<H::File>>>,
+    pub writer: Option<Arc<Writer<H::File>>>,
     /// The layer that took writes before, until its file has all of them.
     settling: RwLock<Option<Settling<H::File>>>,
     /// Whether there is one.
     settles: AtomicBool,
     /// What a disk that is only read has tables for; found out once, where somebody asks.
-    pub(crate) touched: OnceLock<Touched>,
+    pub touched: OnceLock<Touched>,
     /// Keeps two tasks from resolving the same slice; by slice number.
-    pub(crate) resolving: Box<[async_lock::Mutex<()>]>,
+    pub resolving: Box<[async_lock::Mutex<()>]>,
     /// Slices resolved at once: each holds the tables of many layers in memory.
-    pub(crate) resolvers: async_lock::Semaphore,
+    pub resolvers: async_lock::Semaphore,
     /// The size has changed; over every change of the chain.
-    pub(crate) resized: Arc<Event>,
+    pub resized: Arc<Event>,
 }
 
 impl<H: Host> Disk<H> {
@@ -107,7 +117,7 @@ impl<H: Host> Disk<H> {
     }
 
     /// The disk of an open chain, of which the active layer is open as `options` say.
-    pub(crate) async fn of_chain(
+    pub async fn of_chain(
         host: Arc<H>,
         chain: Chain<H::File>,
         options: &OpenOptions,
@@ -142,7 +152,8 @@ impl<H: Host> Disk<H> {
 
     /// The disk after a change of its chain: it goes on with what this one knows. `map` is this one's,
     /// if what that says still holds.
-    pub(crate) fn successor(
+    #[must_use]
+    pub fn successor(
         &self,
         chain: Chain<H::File>,
         map: Arc<Map>,
@@ -166,7 +177,7 @@ impl<H: Host> Disk<H> {
     }
 
     /// The writer of a layer whose file does not have everything yet.
-    pub(crate) fn writer_of(&self, layer: LayerIndex) -> Option<Arc<Writer<H::File>>> {
+    pub fn writer_of(&self, layer: LayerIndex) -> Option<Arc<Writer<H::File>>> {
         if layer == self.active_index() {
             return self.writer.clone();
         }
@@ -178,12 +189,12 @@ impl<H: Host> Disk<H> {
     }
 
     /// The former active layer, while its file does not have everything.
-    pub(crate) fn settling(&self) -> Option<Settling<H::File>> {
+    pub fn settling(&self) -> Option<Settling<H::File>> {
         self.settling.read().clone()
     }
 
     /// A flush of what was answered so far.
-    pub(crate) fn flushing(&self) -> Flushing<H::File> {
+    pub fn flushing(&self) -> Flushing<H::File> {
         Flushing {
             writer: self.writer.clone(),
             settling: self.settling(),
@@ -192,7 +203,7 @@ impl<H: Host> Disk<H> {
     }
 
     /// The file of the former active layer has everything.
-    pub(crate) fn settled(&self) {
+    pub fn settled(&self) {
         *self.settling.write() = None;
         self.settles.store(false, Ordering::Release);
     }
@@ -204,7 +215,7 @@ impl<H: Host> Disk<H> {
 
     /// The number of layers in the chain.
     pub fn depth(&self) -> usize {
-        self.chain.len()
+        self.chain.depth()
     }
 
     /// The layers, from the active one down to the base.
@@ -223,17 +234,19 @@ impl<H: Host> Disk<H> {
     }
 
     /// Lets the map grow with the disk, up to the default limit.
-    pub(crate) fn refit_map(&self) {
+    pub fn refit_map(&self) {
         if self.map_fits {
             self.map.raise_budget(whole_map(self.size(), self.map.unit_bits()));
         }
     }
 
-    pub(crate) fn active_index(&self) -> LayerIndex {
+    /// The place of the active layer.
+    pub fn active_index(&self) -> LayerIndex {
         self.chain.active_index()
     }
 
-    pub(crate) fn active_qcow2(&self) -> Option<&Qcow2> {
+    /// The active layer, if it is a qcow2 image.
+    pub fn active_qcow2(&self) -> Option<&Qcow2> {
         self.chain.active().as_qcow2()
     }
 
@@ -263,7 +276,7 @@ impl<H: Host> Disk<H> {
     }
 
     /// See [`LiveDisk::survive`](crate::LiveDisk::survive).
-    pub(crate) async fn survive(&self) -> Result<()> {
+    pub async fn survive(&self) -> Result<()> {
         match &self.writer {
             Some(writer) => writer.survive(&self.readers).await,
             None => Ok(()),
@@ -283,7 +296,8 @@ impl<H: Host> Disk<H> {
         }
     }
 
-    pub(crate) fn check_range(&self, offset: u64, length: u64) -> Result<()> {
+    /// Refuses a range past the end of the disk.
+    pub fn check_range(&self, offset: u64, length: u64) -> Result<()> {
         let size = self.size();
         if offset.checked_add(length).is_none_or(|end| end > size) {
             return Err(DiskError::OutOfRange { offset, length, size });
@@ -299,7 +313,8 @@ impl<H: Host> Disk<H> {
         }
     }
 
-    pub(crate) fn writer(&self) -> Result<&Writer<H::File>> {
+    /// The write side; refused where the disk takes no writes.
+    pub fn writer(&self) -> Result<&Writer<H::File>> {
         let writer = self.writer.as_deref().ok_or(DiskError::ReadOnly)?;
         writer.check()?;
         Ok(writer)
@@ -307,7 +322,7 @@ impl<H: Host> Disk<H> {
 }
 
 /// Grows to `size` by `resize`, which is not begun where `now` tells that the disk is that long already.
-pub(crate) async fn grow_to(
+pub async fn grow_to(
     size: u64,
     now: impl Fn() -> u64,
     resize: impl Future<Output = Result<()>>,
@@ -323,7 +338,7 @@ pub(crate) async fn grow_to(
 }
 
 /// Waits until `size` is not `known`, which `resized` says.
-pub(crate) async fn wait_for_size(resized: &Event, size: impl Fn() -> u64, known: u64) {
+pub async fn wait_for_size(resized: &Event, size: impl Fn() -> u64, known: u64) {
     loop {
         let changed = resized.listen();
         if size() != known {
@@ -396,5 +411,16 @@ impl<H: Host> BlockDevice for Disk<H> {
 
     async fn resized(&self, known: u64) {
         wait_for_size(&self.resized, || self.size(), known).await;
+    }
+}
+
+impl<H: Host> Disk<H> {
+    /// Hands on what became of a change. If it found the active image's tables to contradict each other,
+    /// it is the last one, and the image is marked.
+    pub async fn or_mark_corrupt<T>(&self, done: Result<T>) -> Result<T> {
+        match &self.writer {
+            Some(writer) => writer.or_mark_corrupt(done).await,
+            None => done,
+        }
     }
 }

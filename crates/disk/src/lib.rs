@@ -25,49 +25,46 @@
 
 // A `Geometry` goes by reference everywhere, as in the format's own functions.
 #![allow(clippy::trivially_copy_pass_by_ref)]
+#![allow(
+    clippy::missing_errors_doc,
+    reason = "what is not said is internal: errors are those of the storage and of the format"
+)]
 
-mod alloc;
-mod chain;
 mod chain_map;
-mod check;
+pub mod clock;
 mod compare;
-mod copy;
-mod create;
+pub mod copy;
 pub mod device;
-mod disk;
-mod durability;
-pub mod error;
-mod index;
-mod info;
-pub mod jobs;
+pub mod disk;
 pub mod live;
-mod map;
 mod measure;
-mod per_thread;
-mod range_lock;
 mod read;
-mod read_gate;
 mod resize;
-#[doc(hidden)]
-pub mod sabotage;
 mod status;
-mod tables;
+mod store_index;
 mod touched;
-mod write;
+pub mod write;
 
-pub use chain::{ImageFormat, Layer, LayerIndex, MAX_LAYERS, OpenOptions, Trust};
 pub use chain_map::MapEntry;
-pub use check::{CheckEvent, CheckOptions, CheckReport, Repair, check};
 pub use compare::{Compare, CompareError, Difference};
 pub use copy::{Copy, CopyOptions};
-pub use create::{NewDisk, create};
 pub use device::{BlockDevice, BlockStatus, ZeroFlags};
 pub use disk::{DEFAULT_MAP_CACHE, Disk};
-pub use durability::MetadataMode;
-pub use error::{DiskError, Result};
-pub use index::{IndexInfo, IndexMismatch, IndexProgress, IndexState};
-pub use info::{BitmapInfo, ImageInfo, InfoOptions, Qcow2Info, backing_chain_info, info};
+pub use isobath_chain::chain::{LayerIndex, MAX_LAYERS};
+pub use isobath_chain::create::{NewDisk, Preallocation, create};
+pub use isobath_chain::index::{IndexInfo, IndexState};
+pub use isobath_chain::info::{
+    BitmapInfo, ImageInfo, InfoOptions, Qcow2Info, backing_chain_info, info,
+};
+pub use isobath_chain::map::MapStats;
+pub use isobath_image::check::{CheckEvent, CheckOptions, CheckReport, Repair};
+pub use isobath_image::durability::MetadataMode;
+pub use isobath_image::error::{self, DiskError, Result};
+pub use isobath_image::layer::{ImageFormat, Layer};
+pub use isobath_image::offline::check;
+pub use isobath_image::options::{OpenOptions, Trust};
+#[doc(hidden)]
+pub use isobath_image::sabotage;
 pub use live::{IoFailure, IoStats, LiveDisk, Overlay, RequestStats};
-pub use map::MapStats;
 pub use measure::{Measure, measure};
-pub use resize::Preallocation;
+pub use store_index::{IndexMismatch, IndexProgress};

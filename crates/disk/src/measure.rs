@@ -1,9 +1,11 @@
 //! How large an image would be.
 
-use crate::create::plan;
+use crate::chain_map::MapEntry;
 use crate::device::BlockDevice;
 use crate::disk::Disk;
-use crate::{DiskError, ImageFormat, MapEntry, NewDisk, Preallocation, Result};
+use isobath_chain::create::{NewDisk, Preallocation, plan};
+use isobath_image::layer::ImageFormat;
+use isobath_image::{DiskError, Result};
 use isobath_qcow2::geometry::MAX_REFCOUNT_TABLE_BYTES;
 use isobath_storage::Host;
 use std::path::Path;

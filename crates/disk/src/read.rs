@@ -1,71 +1,20 @@
 //! Reads: resolve to extents, then issue the I/O of all of them at once.
 
-use crate::chain::OpeningId;
 use crate::disk::Disk;
-use crate::map::resolve::{explain_invalid, resolve};
-use crate::map::{Extent, Extents, Lookup, Source};
-use crate::read_gate::ReadGate;
-use crate::write::{Entries, Writer};
-use crate::{DiskError, LayerIndex, Result};
 use futures_util::future::try_join_all;
-use isobath_qcow2::{CompressedCluster, compress::decompress};
+use isobath_chain::chain::LayerIndex;
+use isobath_chain::map::resolve::{explain_invalid, resolve};
+use isobath_chain::map::{Extent, Extents, Lookup, Source};
+use isobath_image::writer::{Entries, Writer};
+use isobath_image::{DiskError, Result};
 use isobath_storage::{Host, IoBuf};
-use parking_lot::Mutex;
-use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
-
-/// Decompressed clusters kept, since readers of a compressed image come back for the rest of one.
-const CACHED_CLUSTERS: usize = 8;
-
-/// Where a compressed cluster lies. A layer's number would not do: it changes when others leave the chain.
-type Place = (OpeningId, CompressedCluster);
-
-/// The most recently decompressed clusters.
-#[derive(Default)]
-struct ClusterCache {
-    recent: Mutex<VecDeque<(Place, Arc<IoBuf>)>>,
-}
-
-impl ClusterCache {
-    fn get(&self, place: Place) -> Option<Arc<IoBuf>> {
-        let recent = self.recent.lock();
-        recent.iter().find(|(known, _)| *known == place).map(|(_, bytes)| Arc::clone(bytes))
-    }
-
-    fn put(&self, place: Place, bytes: Arc<IoBuf>) {
-        let mut recent = self.recent.lock();
-        if recent.len() == CACHED_CLUSTERS {
-            recent.pop_front();
-        }
-        recent.push_back((place, bytes));
-    }
-
-    fn clear(&self) {
-        self.recent.lock().clear();
-    }
-}
-
-/// Those who read, and what they may still be looking at.
-#[derive(Default)]
-pub(crate) struct Readers {
-    pub(crate) gate: ReadGate,
-    decompressed: ClusterCache,
-}
-
-impl Readers {
-    /// Waits until nobody uses a mapping that was replaced before the call, and forgets what was
-    /// decompressed through one: then host space can be reused.
-    pub(crate) async fn drain(&self) {
-        self.gate.drain().await;
-        self.decompressed.clear();
-    }
-}
 
 impl<H: Host> Disk<H> {
     /// The extents of a guest range, resolving slices as needed. Bytes that the layers above their
     /// owner cut off count as absent.
-    pub(crate) async fn extents(&self, range: Range<u64>) -> Result<Extents> {
+    pub async fn extents(&self, range: Range<u64>) -> Result<Extents> {
         let mut extents = Extents::new();
         let mut at = range.start;
         loop {
@@ -136,7 +85,7 @@ impl<H: Host> Disk<H> {
     }
 
     /// Fills `buf` from extents that cover exactly its length. The caller is inside the gate.
-    pub(crate) async fn read_extents(&self, extents: &[Extent], buf: IoBuf) -> Result<IoBuf> {
+    pub async fn read_extents(&self, extents: &[Extent], buf: IoBuf) -> Result<IoBuf> {
         if let [extent] = extents {
             return self.read_extent(extent, buf).await;
         }
@@ -173,7 +122,8 @@ impl<H: Host> Disk<H> {
                 }
             }
             Source::Compressed { layer, cluster } => {
-                let bytes = Box::pin(self.decompressed(layer, cluster)).await?;
+                let owner = self.layer(layer)?;
+                let bytes = Box::pin(self.readers.decompressed(owner, cluster)).await?;
                 let size = bytes.len() as u64;
                 let within = (extent.guest % size) as usize;
                 let Some(part) = bytes.get(within..within + buf.len()) else {
@@ -192,37 +142,11 @@ impl<H: Host> Disk<H> {
         self.chain.get(index).ok_or_else(|| self.no_layer(index))
     }
 
-    pub(crate) fn no_layer(&self, index: LayerIndex) -> DiskError {
+    /// An error about a layer that the chain does not have.
+    pub fn no_layer(&self, index: LayerIndex) -> DiskError {
         DiskError::Corrupt {
             image: self.chain.active().name().to_owned(),
             reason: format!("layer {} is asked for, which the chain does not have", index.get()),
         }
-    }
-
-    /// The content of a compressed cluster.
-    async fn decompressed(
-        &self,
-        index: LayerIndex,
-        cluster: CompressedCluster,
-    ) -> Result<Arc<IoBuf>> {
-        let layer = self.layer(index)?;
-        let Some(qcow2) = layer.as_qcow2() else {
-            return Err(explain_invalid(layer, 0).await);
-        };
-        let place = (qcow2.opening, cluster);
-        if let Some(bytes) = self.readers.decompressed.get(place) {
-            return Ok(bytes);
-        }
-        let compression = qcow2.header.read().compression_type;
-        let input =
-            layer.read_at(cluster.offset.get(), IoBuf::zeroed(cluster.length as usize)).await?;
-        let mut output = IoBuf::zeroed(qcow2.geometry.cluster_size() as usize);
-        decompress(compression, &input, &mut output).map_err(|error| DiskError::Corrupt {
-            image: layer.name().to_owned(),
-            reason: format!("the compressed cluster at host offset {}: {error}", cluster.offset),
-        })?;
-        let bytes = Arc::new(output);
-        self.readers.decompressed.put(place, Arc::clone(&bytes));
-        Ok(bytes)
     }
 }

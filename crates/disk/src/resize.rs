@@ -8,15 +8,17 @@
 
 mod preallocate;
 
-use crate::alloc::TailCut;
-use crate::chain::{Layer, Qcow2};
 use crate::device::{BlockDevice, ZeroFlags};
 use crate::disk::Disk;
-use crate::map::Source;
-use crate::sabotage::{self, Sabotage};
-use crate::tables::References;
-use crate::write::{Qcow2Writer, Writer, referenced};
-use crate::{DiskError, Result};
+use isobath_chain::create::Preallocation;
+use isobath_chain::map::Source;
+use isobath_image::alloc::TailCut;
+use isobath_image::layer::{Layer, Qcow2};
+use isobath_image::references::referenced;
+use isobath_image::sabotage::{self, Sabotage};
+use isobath_image::tables::References;
+use isobath_image::writer::{Qcow2Writer, Writer};
+use isobath_image::{DiskError, Result};
 use isobath_qcow2::header::field;
 use isobath_qcow2::{
     AutoclearFeatures, ClusterIndex, ClusterKind, GuestOffset, HostCluster, L2Entry,
@@ -29,39 +31,6 @@ use std::ops::Range;
 const WINDOW: u64 = 64 << 20;
 /// Released references that gather before they are committed.
 const RELEASES_AT_ONCE: usize = 64 << 10;
-
-/// What is allocated for the new part of a disk that grows (`--preallocation`).
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Preallocation {
-    /// Nothing.
-    #[default]
-    Off,
-    /// Tables and clusters, which take no space in the host's file system yet.
-    Metadata,
-    /// Tables and clusters, with space reserved by the host's file system.
-    Falloc,
-    /// Tables and clusters, filled with zeroes.
-    Full,
-}
-
-impl Preallocation {
-    /// QEMU's name of the mode.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Off => "off",
-            Self::Metadata => "metadata",
-            Self::Falloc => "falloc",
-            Self::Full => "full",
-        }
-    }
-
-    /// The mode of that name.
-    pub fn from_name(name: &str) -> Option<Self> {
-        [Self::Off, Self::Metadata, Self::Falloc, Self::Full]
-            .into_iter()
-            .find(|mode| mode.name() == name)
-    }
-}
 
 impl<H: Host> Disk<H> {
     /// Changes the disk's size to `size` bytes, durably. What is new reads as zeroes, but for what a raw

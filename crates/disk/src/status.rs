@@ -1,9 +1,9 @@
 //! Block status: what is allocated where, from the map.
 
-use crate::Result;
 use crate::device::BlockStatus;
 use crate::disk::Disk;
-use crate::map::{Extent, Source};
+use isobath_chain::map::{Extent, Source};
+use isobath_image::Result;
 use isobath_storage::Host;
 
 /// Guest bytes looked at in one go.

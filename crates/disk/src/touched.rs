@@ -1,12 +1,12 @@
 //! Parts of a disk for which no layer has a table, so that a look at a large and empty disk takes
 //! no look at each layer.
 
-use crate::chain::Chain;
+use isobath_chain::chain::Chain;
 use isobath_qcow2::L1Entry;
 use isobath_storage::Storage;
 
 /// The parts of a disk for which any layer has an L2 table.
-pub(crate) struct Touched {
+pub struct Touched {
     /// log2 of the bytes in a part.
     bits: u32,
     /// A bit for each part.
@@ -18,7 +18,7 @@ impl Touched {
     const MOST_PARTS: u64 = 1 << 22;
 
     /// Looks once at the L1 tables of all layers.
-    pub(crate) fn new<S: Storage>(chain: &Chain<S>) -> Self {
+    pub fn new<S: Storage>(chain: &Chain<S>) -> Self {
         let size = chain.active().size();
         let spans = chain.layers().filter_map(|(_, layer)| layer.as_qcow2());
         let least = spans.map(|qcow2| qcow2.geometry.l1_entry_span()).min().unwrap_or(1 << 30);
@@ -55,7 +55,7 @@ impl Touched {
     }
 
     /// Where the first touched part at `at` or behind begins; past the end if there is none.
-    pub(crate) fn next(&self, at: u64) -> u64 {
+    pub fn next(&self, at: u64) -> u64 {
         let first = at >> self.bits;
         let mut mask = u64::MAX << (first % 64);
         for (index, word) in self.parts.iter().enumerate().skip((first / 64) as usize) {

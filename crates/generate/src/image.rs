@@ -1,10 +1,10 @@
 //! One layer's file: header, refcount table, refcount blocks, L1 table, L2 tables, guest clusters,
 //! each after the other.
 
-use crate::chain::{Chain, Progress};
 use crate::data::{Data, Filler};
 use crate::error::GenerateError;
 use crate::output::Output;
+use crate::shape::{Chain, Progress};
 use isobath_qcow2::geometry::{HOST_OFFSET_LIMIT, MAX_REFCOUNT_TABLE_BYTES};
 use isobath_qcow2::{
     ClusterIndex, FormatError, Geometry, Header, HostOffset, L1Entry, L2Entry, NewImage, ParseMode,

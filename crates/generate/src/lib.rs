@@ -13,9 +13,11 @@ mod error;
 mod image;
 mod output;
 mod ownership;
+mod shape;
 pub mod trace;
 
-pub use chain::{Chain, Progress, generate};
+pub use chain::generate;
 pub use data::{Data, PATTERN_BYTES, pattern};
 pub use error::GenerateError;
 pub use ownership::{Distribution, Fill, Ownership};
+pub use shape::{Chain, Progress};

@@ -1,7 +1,7 @@
 //! Which layer has which guest clusters.
 
-use crate::chain::Chain;
 use crate::error::GenerateError;
+use crate::shape::Chain;
 use isobath_qcow2::ClusterIndex;
 use rand::rngs::Xoshiro256PlusPlus;
 use rand::{Rng, SeedableRng};

@@ -5,9 +5,9 @@
 //! hexadecimal. The layer gets every cluster that the write touches, and a cluster may be written in
 //! several layers. Blank lines and what follows a `#` are left out.
 
-use crate::chain::Chain;
 use crate::error::GenerateError;
 use crate::ownership::Ownership;
+use crate::shape::Chain;
 use isobath_qcow2::{ClusterIndex, GuestOffset};
 use std::io::BufRead;
 

@@ -2,7 +2,7 @@
 
 use crate::error::FormatError;
 use crate::offset::{ClusterIndex, GuestOffset, HostCluster, HostOffset};
-use crate::refcount::RefcountOrder;
+use crate::refcount_order::RefcountOrder;
 
 /// Smallest `cluster_bits`: 512-byte clusters.
 pub const MIN_CLUSTER_BITS: u32 = 9;

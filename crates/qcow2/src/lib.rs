@@ -33,6 +33,7 @@ pub mod l2;
 pub mod offset;
 pub mod probe;
 pub mod refcount;
+mod refcount_order;
 pub mod snapshot;
 pub mod text;
 

@@ -3,8 +3,8 @@
 use super::history::{Happened, happen};
 use super::judge::{Death, State, file, judge};
 use super::kind::Kind;
-use crate::campaign::{Failure, Settings, Totals, device, guarded, panicked};
 use crate::host::Memories;
+use crate::outcome::{Failure, Settings, Totals, device, guarded, panicked};
 use crate::record::{Files, NEVER, Tick};
 use crate::recover::{Way, has_bit, header_of};
 use crate::state::{Fate, Replay, random_grain};
@@ -24,7 +24,7 @@ pub fn run_server(
     seed: u64,
 ) -> Result<Totals, Box<Failure>> {
     let tested = guarded(seed, |totals, story| history(settings, kind, seed, totals, story));
-    tested.map_err(|failure| Box::new(Failure { server: kind, ..*failure }))
+    tested.map_err(|failure| Box::new(Failure { server: kind.map(Kind::name), ..*failure }))
 }
 
 fn history(

@@ -7,17 +7,17 @@ use super::schedule::Schedule;
 use crate::clock::SimClock;
 use crate::executor::run;
 use crate::guest::{Look, Oracle};
-use crate::history::look;
 use crate::host::{Access, Conduct, Memories, SimHost};
 use crate::image::{Kind as ImageKind, Start};
+use crate::look::look;
 use crate::mode::Mode;
 use crate::record::{Files, Tick};
 use crate::recover::{
     Case, Passed, Way, examine, has_bit, header_of, recover, recover_wild, sound,
 };
-use isobath_disk::jobs::pace::Pacing;
-use isobath_disk::jobs::{CommitOptions, JobOptions, StreamOptions};
 use isobath_disk::{Disk, LiveDisk, OpenOptions, Repair};
+use isobath_jobs::pace::Pacing;
+use isobath_jobs::{CommitOptions, JobOptions, StreamOptions};
 use isobath_qcow2::IncompatibleFeatures;
 use isobath_storage::Storage;
 use rand::rngs::SmallRng;
@@ -281,7 +281,7 @@ async fn jobs_again(
         let top = rng.random_range(1..depth - 1);
         let base = rng.random_range(top + 1..depth);
         let options = CommitOptions { top: layer(top), base: layer(base), backing_file: None };
-        let (job, run) = live.commit(options, job).map_err(failed)?;
+        let (job, run) = isobath_jobs::commit(&live, options, job).map_err(failed)?;
         tasks.add(async {
             run.await;
             Ok(())
@@ -292,7 +292,7 @@ async fn jobs_again(
         let base = rng.random_range(top + 1..=depth);
         let top_layer = layer(top).filter(|_| top > 0);
         let options = StreamOptions { top: top_layer, base: layer(base), backing_file: None };
-        let streamed = live.stream(options, job);
+        let streamed = isobath_jobs::stream(&live, options, job);
         let (job, run) = streamed.map_err(failed)?;
         tasks.add(async {
             run.await;

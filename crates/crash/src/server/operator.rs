@@ -8,13 +8,13 @@ use crate::clock::SimClock;
 use crate::history::Guest;
 use crate::host::SimHost;
 use crate::record::NEVER;
-use isobath_disk::jobs::pace::Pacing;
-use isobath_disk::jobs::{
-    CommitOptions, IoStatus, Job, JobOptions, JobStatus, MirrorOptions, MirrorSync, OnError,
-    StreamOptions,
-};
 use isobath_disk::{
     BlockDevice, Disk, ImageFormat, LiveDisk, NewDisk, OpenOptions, Overlay, create,
+};
+use isobath_jobs::pace::Pacing;
+use isobath_jobs::{
+    CommitOptions, IoStatus, Job, JobOptions, JobStatus, MirrorOptions, MirrorSync, OnError,
+    StreamOptions,
 };
 use isobath_storage::{FileId, Storage};
 use rand::RngExt;
@@ -248,7 +248,7 @@ impl Operator<'_> {
             backing_file: None,
         };
         let act = self.begin_act(format!("a stream into layer {top} from above {base} of {depth}"));
-        match self.live.stream(options, Self::job_options(rng)) {
+        match isobath_jobs::stream(self.live, options, Self::job_options(rng)) {
             Ok((job, run)) => self.run(act, &job, run, rng).await,
             Err(error) => self.refused(act, &error),
         }
@@ -268,7 +268,7 @@ impl Operator<'_> {
         if let Some(name) = chain.get(base) {
             self.chronicle.borrow_mut().overwrite(&chain, top, name, now);
         }
-        match self.live.commit(options, Self::job_options(rng)) {
+        match isobath_jobs::commit(self.live, options, Self::job_options(rng)) {
             Ok((job, run)) => self.run(act, &job, run, rng).await,
             Err(error) => self.refused(act, &error),
         }
@@ -295,7 +295,12 @@ impl Operator<'_> {
         let Some(target) = self.guest.judge("opening a target", opened)? else { return Ok(()) };
         let target = LiveDisk::new(target, &options, Arc::new(self.clock.clone()));
         let act = self.begin_act(format!("a mirror ({sync:?}) to {}", path.display()));
-        match self.live.mirror(&target, MirrorOptions { sync }, Self::job_options(rng)) {
+        match isobath_jobs::mirror(
+            self.live,
+            &target,
+            MirrorOptions { sync },
+            Self::job_options(rng),
+        ) {
             // What is not copied is lost where the target takes the disk's place.
             Ok((job, run)) if sync == MirrorSync::None => {
                 self.steer(act, &job, run, true, rng).await

@@ -156,7 +156,7 @@ pub async fn endure<T>(patience: Patience, future: impl Future<Output = T>) -> O
 #[cfg(test)]
 mod tests {
     use super::*;
-    use isobath_disk::jobs::clock::Clock;
+    use isobath_disk::clock::Clock;
     use std::cell::RefCell;
 
     #[test]

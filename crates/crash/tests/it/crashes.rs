@@ -1,9 +1,10 @@
 //! States of crashes by the ten thousand, in every mode.
 
-use isobath_crash::campaign::{Failure, Settings, Totals, history_seed, run_history};
+use isobath_crash::campaign::run_history;
 use isobath_crash::exhaustive::{COUNT, run_small};
 use isobath_crash::image::Kind;
 use isobath_crash::mode::MODES;
+use isobath_crash::outcome::{Failure, Settings, Totals, history_seed};
 use isobath_crash::plan::Disk;
 use isobath_crash::server::campaign::run_server;
 use isobath_testkit::seed::Seed;

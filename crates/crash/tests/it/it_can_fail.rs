@@ -1,7 +1,8 @@
 //! The simulator notices a flush that does nothing, soon, and the same way each time.
 
-use isobath_crash::campaign::{Settings, history_seed, run_history};
+use isobath_crash::campaign::run_history;
 use isobath_crash::mode::MODES;
+use isobath_crash::outcome::{Settings, history_seed};
 
 #[test]
 fn a_flush_left_out_is_a_loss_that_is_found() {

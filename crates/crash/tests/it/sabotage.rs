@@ -1,8 +1,9 @@
 //! The simulator finds the defects that the engine can be given, soon.
 
-use isobath_crash::campaign::{Failure, Settings, Totals, history_seed, run_history};
+use isobath_crash::campaign::run_history;
 use isobath_crash::image;
 use isobath_crash::mode::Mode;
+use isobath_crash::outcome::{Failure, Settings, Totals, history_seed};
 use isobath_crash::server::campaign::run_server;
 use isobath_crash::server::kind;
 use isobath_disk::sabotage::Sabotage;

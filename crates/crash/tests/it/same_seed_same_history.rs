@@ -1,7 +1,8 @@
 //! A seed gives the same history each time, to the byte and to the moment.
 
-use isobath_crash::campaign::{Settings, history_seed, run_history};
+use isobath_crash::campaign::run_history;
 use isobath_crash::mode::MODES;
+use isobath_crash::outcome::{Settings, history_seed};
 
 #[test]
 fn a_history_can_be_repeated() {

@@ -1,7 +1,7 @@
 //! Servers with jobs and chains that change, crashed and killed: that they can be repeated.
 
-use isobath_crash::campaign::{Settings, history_seed};
 use isobath_crash::mode::MODES;
+use isobath_crash::outcome::{Settings, history_seed};
 use isobath_crash::server::campaign::run_server;
 
 #[test]

@@ -1,9 +1,9 @@
 //! Disks one after another, as one.
 
-use crate::Result;
 use crate::device::{BlockDevice, BlockStatus};
 use crate::disk::Disk;
 use async_lock::Mutex;
+use isobath_image::Result;
 use isobath_storage::{Host, IoBuf};
 use std::collections::VecDeque;
 use std::sync::Arc;

@@ -4,7 +4,7 @@
 const GRAIN: usize = 4096;
 
 /// Whether all bytes are zero.
-pub(crate) fn is_zero(bytes: &[u8]) -> bool {
+pub fn is_zero(bytes: &[u8]) -> bool {
     // The first bytes tell most data apart; the rest is summed up in a way that compilers vectorise.
     let (head, rest) = bytes.split_at(bytes.len().min(16));
     head.iter().all(|byte| *byte == 0)

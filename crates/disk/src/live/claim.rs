@@ -2,11 +2,24 @@
 
 use super::LiveDisk;
 use crate::disk::Disk;
-use crate::jobs::{Job, JobStatus};
-use crate::{DiskError, Result};
+use isobath_image::{DiskError, Result};
 use isobath_storage::Host;
 use parking_lot::Mutex;
+use std::future::Future;
+use std::pin::Pin;
 use std::sync::Arc;
+
+/// What has a disk to itself: a block job.
+pub trait Occupant: Send + Sync {
+    /// Its kind and name, for errors.
+    fn describe(&self) -> String;
+
+    /// Its future was dropped before it had ended.
+    fn give_up(&self);
+
+    /// Cancels it, and waits for its end.
+    fn end(&self) -> Pin<Box<dyn Future<Output = ()> + '_>>;
+}
 
 /// The job that a disk is in use by.
 #[derive(Default)]
@@ -16,31 +29,31 @@ pub(super) struct Claims(Mutex<Use>);
 enum Use {
     #[default]
     Free,
-    Job(Arc<Job>),
+    Job(Arc<dyn Occupant>),
     /// By a job whose future was dropped before it had ended: a layer below may be half changed, and its place
     /// in the chain be another's.
-    GivenUp(Arc<Job>),
+    GivenUp(Arc<dyn Occupant>),
     /// By a job that failed since a flush did. What it had written to a layer may be lost and still be read, so
     /// that nothing may rely on that.
-    Doubtful(Arc<Job>),
+    Doubtful(Arc<dyn Occupant>),
 }
 
 /// A job's use of a disk.
-pub(crate) struct Claim<H: Host> {
+pub struct Claim<H: Host> {
     live: Arc<LiveDisk<H>>,
-    job: Arc<Job>,
+    job: Arc<dyn Occupant>,
     began: bool,
     doubtful: bool,
 }
 
 impl<H: Host> Claim<H> {
     /// The job begins. From here on it has to [end](Self::end).
-    pub(crate) fn begin(&mut self) {
+    pub fn begin(&mut self) {
         self.began = true;
     }
 
     /// The job is done with the disk. `doubtful` says that a flush has failed.
-    pub(crate) fn end(mut self, doubtful: bool) {
+    pub fn end(mut self, doubtful: bool) {
         (self.began, self.doubtful) = (false, doubtful);
     }
 }
@@ -71,20 +84,14 @@ impl Claims {
             Use::Job(job) => Arc::clone(job),
             Use::Free | Use::GivenUp(_) | Use::Doubtful(_) => return,
         };
-        let _ = job.cancel(true);
-        let ended = |job: &Job| matches!(job.status(), JobStatus::Concluded | JobStatus::Null);
-        job.until(ended).await;
+        job.end().await;
     }
 }
 
 impl Use {
     fn check<H: Host>(&self, disk: &Disk<H>) -> Result<()> {
-        let refused = |job: &Job, what: &str| {
-            let reason = format!(
-                "block device is in use by block job: {} ('{}'); {what}",
-                job.kind().name(),
-                job.id()
-            );
+        let refused = |job: &Arc<dyn Occupant>, what: &str| {
+            let reason = format!("block device is in use by block job: {}; {what}", job.describe());
             Err(DiskError::Refused { image: disk.chain.active().name().to_owned(), reason })
         };
         match self {
@@ -101,10 +108,9 @@ impl Use {
     fn check_layers<H: Host>(&self, disk: &Disk<H>) -> Result<()> {
         let Self::Doubtful(job) = self else { return Ok(()) };
         let reason = format!(
-            "a flush of block job {} ('{}') failed, and what it had written to a layer may be lost: see to the \
+            "a flush of block job {} failed, and what it had written to a layer may be lost: see to the \
              storage, close the disk and open it again",
-            job.kind().name(),
-            job.id()
+            job.describe()
         );
         Err(DiskError::Refused { image: disk.chain.active().name().to_owned(), reason })
     }
@@ -112,12 +118,15 @@ impl Use {
 
 impl<H: Host> LiveDisk<H> {
     /// Takes the disk for a job.
-    pub(crate) fn claim(self: &Arc<Self>, job: &Arc<Job>) -> Result<Claim<H>> {
+    ///
+    /// # Errors
+    /// If another has it, or has left it in a state that forbids others.
+    pub fn claim(self: &Arc<Self>, job: Arc<dyn Occupant>) -> Result<Claim<H>> {
         let mut claimed = self.claims.0.lock();
         claimed.check(&self.current())?;
         claimed.check_layers(&self.current())?;
-        *claimed = Use::Job(Arc::clone(job));
+        *claimed = Use::Job(Arc::clone(&job));
         drop(claimed);
-        Ok(Claim { live: Arc::clone(self), job: Arc::clone(job), began: false, doubtful: false })
+        Ok(Claim { live: Arc::clone(self), job, began: false, doubtful: false })
     }
 }

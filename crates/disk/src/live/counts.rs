@@ -1,7 +1,6 @@
 //! What a disk was asked for, and how long that took.
 
-use crate::jobs::pace::{GuestCounts, Sample};
-use crate::per_thread::PerThread;
+use isobath_image::per_thread::PerThread;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
@@ -58,6 +57,37 @@ pub struct IoStats {
     pub unmaps: RequestStats,
     /// Requests under way.
     pub in_flight: u32,
+}
+
+/// What the guest did so far. Its numbers never fall, except for `in_flight`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct GuestCounts {
+    /// Requests under way now.
+    pub in_flight: u32,
+    /// When a request last arrived or completed, by the job clock.
+    pub last_activity: Duration,
+    /// Completed requests during which no job I/O was under way.
+    pub alone: Sample,
+    /// Completed requests that had job I/O under way at any time.
+    pub beside: Sample,
+}
+
+impl GuestCounts {
+    /// The bytes of all of them.
+    pub fn bytes(&self) -> u64 {
+        self.alone.bytes.saturating_add(self.beside.bytes)
+    }
+}
+
+/// Completed requests.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Sample {
+    /// How many.
+    pub requests: u64,
+    /// Their bytes.
+    pub bytes: u64,
+    /// The sum of their latencies.
+    pub latency: Duration,
 }
 
 /// Requests of one kind that one thread served.
@@ -123,7 +153,7 @@ pub(super) struct Request<'a> {
 }
 
 /// A copy of a job under way.
-pub(crate) struct Copying<'a>(&'a Counts);
+pub struct Copying<'a>(&'a Counts);
 
 impl Drop for Copying<'_> {
     fn drop(&mut self) {

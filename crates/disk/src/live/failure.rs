@@ -1,7 +1,7 @@
 //! Telling of requests that the storage failed.
 
 use super::counts::Kind;
-use crate::DiskError;
+use isobath_image::DiskError;
 use parking_lot::Mutex;
 use std::sync::OnceLock;
 use std::time::Duration;

@@ -1,8 +1,8 @@
 //! Keeping requests out for the moment in which the chain changes.
 
-use crate::per_thread::PerThread;
-use crate::sabotage::{self, Sabotage};
 use event_listener::Event;
+use isobath_image::per_thread::PerThread;
+use isobath_image::sabotage::{self, Sabotage};
 use isobath_storage::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 /// Requests pass; a change of the chain waits until none is inside, and keeps new ones out until it

@@ -1,38 +1,56 @@
 //! Changing which layers a chain has, under requests.
 
 use super::{LiveDisk, backing_name};
-use crate::chain::{Chain, Layer};
+use crate::device::BlockDevice;
 use crate::disk::Disk;
-use crate::index;
-use crate::map::{Unit, UnitKind};
-use crate::sabotage::{self, Sabotage};
-use crate::{BlockDevice, ImageFormat, LayerIndex, MetadataMode, OpenOptions, Result, Trust};
-use isobath_qcow2::{Header, header::HeaderWrite};
-use isobath_storage::{Host, IoBuf, Storage};
+use isobath_chain::chain::{Chain, LayerIndex};
+use isobath_chain::index;
+use isobath_chain::map::{Unit, UnitKind};
+use isobath_image::durability::MetadataMode;
+use isobath_image::layer::{ImageFormat, Layer};
+use isobath_image::open::open_layer;
+use isobath_image::options::{OpenOptions, Trust};
+use isobath_image::sabotage::{self, Sabotage};
+use isobath_image::{DiskError, Result};
+use isobath_storage::{FileId, Host, Storage};
 use std::future::Future;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
 /// A change after which a chain reads as before, with fewer layers. Layers are numbered as they were.
-pub(crate) struct Shortening<S> {
+pub struct Shortening<S> {
     /// The layers that go.
-    pub(crate) removed: Range<u16>,
+    pub removed: Range<u16>,
     /// A layer whose image was changed, as it is now.
-    pub(crate) changed: Option<(LayerIndex, Arc<Layer<S>>)>,
+    pub changed: Option<(LayerIndex, Arc<Layer<S>>)>,
     /// The active layer alone is left.
-    pub(crate) alone: bool,
+    pub alone: bool,
 }
 
 impl<H: Host> LiveDisk<H> {
+    /// The layer whose image is in this file.
+    ///
+    /// # Errors
+    /// If there is none.
+    pub fn layer_of(&self, file: Option<FileId>) -> Result<Option<LayerIndex>> {
+        let Some(file) = file else { return Ok(None) };
+        let disk = self.current();
+        let mut layers = disk.chain.layers();
+        match layers.find(|(_, layer)| layer.storage().id() == file) {
+            Some((index, _)) => Ok(Some(index)),
+            None => Err(disk.unfit_layers("an image that was named is not part of the chain")),
+        }
+    }
+
     /// Holds off other changes of the chain until what is returned is dropped.
-    pub(crate) async fn hold_graph(&self) -> async_lock::MutexGuard<'_, ()> {
+    pub async fn hold_graph(&self) -> async_lock::MutexGuard<'_, ()> {
         self.graph.lock().await
     }
 
     /// Puts a shorter chain in place. `unit` tells where the units of removed layers are now; `None`
     /// where that must be looked up. The caller holds the graph.
-    pub(crate) async fn shorten(
+    pub async fn shorten(
         &self,
         change: Shortening<H::File>,
         unit: impl Fn(u64, Unit) -> Option<Unit>,
@@ -84,7 +102,7 @@ impl<H: Host> LiveDisk<H> {
 
     /// Lets the disk go on in another one, once `last` has seen to it that it reads the same; nobody
     /// changes anything meanwhile. The caller holds the graph. What is returned is the disk so far.
-    pub(crate) async fn go_on_in<F: Future<Output = Result<()>>>(
+    pub async fn go_on_in<F: Future<Output = Result<()>>>(
         &self,
         other: Arc<Disk<H>>,
         last: impl FnOnce(Arc<Disk<H>>) -> F,
@@ -107,7 +125,7 @@ impl<H: Host> LiveDisk<H> {
     /// Opens a layer that is only read, with those below it, as a disk that may be changed; other
     /// programs are kept out of it. The chain goes on reading the layer. To be followed by
     /// [`close_lower`](Self::close_lower).
-    pub(crate) async fn open_lower(&self, top: LayerIndex) -> Result<Disk<H>> {
+    pub async fn open_lower(&self, top: LayerIndex) -> Result<Disk<H>> {
         let disk = self.current();
         let Some(layer) = disk.chain.get(top) else { return Err(disk.no_layer(top)) };
         layer.admit_writer(true).await?;
@@ -128,8 +146,7 @@ impl<H: Host> LiveDisk<H> {
         if options.metadata != MetadataMode::Ordered {
             options.metadata = MetadataMode::Auto;
         }
-        let opened =
-            crate::chain::open_layer(disk.host(), layer.name(), format, true, &options).await?;
+        let opened = open_layer(disk.host(), layer.name(), format, true, &options).await?;
         let below = disk.chain.layers().take(top.get() as usize);
         let mut layers: Vec<_> = below.map(|(_, layer)| Arc::clone(layer)).collect();
         layers.push(Arc::new(opened));
@@ -145,7 +162,7 @@ impl<H: Host> LiveDisk<H> {
     }
 
     /// Ends what [`open_lower`](Self::open_lower) began and gives the layer as it is now, only read.
-    pub(crate) async fn close_lower(
+    pub async fn close_lower(
         &self,
         top: LayerIndex,
         lower: &Disk<H>,
@@ -159,7 +176,7 @@ impl<H: Host> LiveDisk<H> {
     }
 
     /// The chain's own handle of a layer that was open for writing keeps writers out again.
-    pub(crate) async fn forget_lower(&self, top: LayerIndex) -> Result<()> {
+    pub async fn forget_lower(&self, top: LayerIndex) -> Result<()> {
         if let Some(layer) = self.current().chain.get(top) {
             layer.admit_writer(false).await?;
         }
@@ -167,7 +184,7 @@ impl<H: Host> LiveDisk<H> {
     }
 
     /// Has a layer name another backing file, or none, durably.
-    pub(crate) async fn set_backing(
+    pub async fn set_backing(
         &self,
         of: LayerIndex,
         backing: Option<(&str, ImageFormat)>,
@@ -181,13 +198,8 @@ impl<H: Host> LiveDisk<H> {
         layer.admit_writer(true).await?;
         let changed = async {
             let options = OpenOptions { writable: true, ..(*self.options()).clone() };
-            let opened = crate::chain::open_layer(
-                disk.host(),
-                layer.name(),
-                Some(layer.format()),
-                true,
-                &options,
-            );
+            let opened =
+                open_layer(disk.host(), layer.name(), Some(layer.format()), true, &options);
             opened.await?.edit_backing(named).await
         };
         let changed = changed.await;
@@ -201,7 +213,7 @@ impl<H: Host> LiveDisk<H> {
     }
 
     /// Puts a layer's image as it is now in place of what is known of it. The caller holds the graph.
-    pub(crate) async fn renew(&self, at: LayerIndex, layer: Arc<Layer<H::File>>) -> Result<()> {
+    pub async fn renew(&self, at: LayerIndex, layer: Arc<Layer<H::File>>) -> Result<()> {
         let removed = at.get()..at.get();
         let change = Shortening { removed, changed: Some((at, layer)), alone: false };
         self.shorten(change, |_, unit| Some(unit)).await
@@ -220,9 +232,17 @@ fn shows_more<S: Storage>(before: &Chain<S>, after: &Chain<S>, removed: &Range<u
 }
 
 impl<H: Host> Disk<H> {
+    /// An error about layers that do not go together.
+    pub fn unfit_layers(&self, reason: &str) -> DiskError {
+        DiskError::Refused {
+            image: self.chain.active().name().to_owned(),
+            reason: reason.to_owned(),
+        }
+    }
+
     /// How the header of the layer `overlay` is to name the image below layer `next`: as that one does,
     /// if the name means the same there.
-    pub(crate) fn name_below(&self, next: LayerIndex, overlay: LayerIndex) -> Result<String> {
+    pub fn name_below(&self, next: LayerIndex, overlay: LayerIndex) -> Result<String> {
         let layer = |index| self.chain.get(index).ok_or_else(|| self.no_layer(index));
         let (overlay, next_layer) = (layer(overlay)?, layer(next)?);
         let named = next_layer.header().and_then(|header| header.backing_file).filter(|name| {
@@ -236,28 +256,9 @@ impl<H: Host> Disk<H> {
     }
 
     /// Has the active image name another backing file, or none, durably.
-    pub(crate) async fn set_backing(&self, backing: Option<(&str, &str)>) -> Result<()> {
+    pub async fn set_backing(&self, backing: Option<(&str, &str)>) -> Result<()> {
         let writer = self.writer()?;
         let _alone = writer.resizing.lock().await;
         writer.exclusively(|| self.chain.active().edit_backing(backing)).await
-    }
-}
-
-impl<S: Storage> Layer<S> {
-    /// Writes another backing file's name into the header, durably. The file is open for writing.
-    async fn edit_backing(&self, backing: Option<(&str, &str)>) -> Result<()> {
-        let Some(qcow2) = self.as_qcow2() else { return Ok(()) };
-        let storage = self.storage();
-        let size = qcow2.geometry.cluster_size() as usize;
-        let cluster = storage.read_at(0, IoBuf::zeroed(size)).await?;
-        let writes: Vec<HeaderWrite> =
-            Header::edit_backing(&cluster, backing).map_err(|error| self.format_error(error))?;
-        for (at, bytes) in writes {
-            storage.write_at(at as u64, IoBuf::copy_of(&bytes)).await?;
-            storage.flush().await?;
-        }
-        let owned = backing.map(|(name, format)| (name.to_owned(), Some(format.to_owned())));
-        qcow2.header.write().set_backing(owned);
-        Ok(())
     }
 }

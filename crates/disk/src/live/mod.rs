@@ -10,34 +10,34 @@ mod claim;
 mod counts;
 mod failure;
 mod gate;
-pub(crate) mod graph;
+pub mod graph;
 mod snapshot;
 mod tracked;
 
-pub(crate) use claim::Claim;
-pub use counts::{IoStats, LATENCY_BUCKETS, RequestStats};
+pub use claim::{Claim, Occupant};
+pub use counts::{Copying, GuestCounts, IoStats, LATENCY_BUCKETS, RequestStats, Sample};
 pub use failure::{FailureListener, IoFailure};
-pub use snapshot::Overlay;
-pub(crate) use snapshot::backing_name;
-pub(crate) use tracked::DirtyMap;
+pub use snapshot::{Overlay, backing_name};
+pub use tracked::DirtyMap;
 
-use crate::chain::Layer;
+use crate::clock::{Clock, SystemClock};
 use crate::device::{BlockDevice, BlockStatus, ZeroFlags};
-use crate::disk::{grow_to, wait_for_size};
-use crate::jobs::clock::{Clock, SystemClock};
-use crate::jobs::pace::GuestCounts;
-use crate::map::MapStats;
-use crate::read::Readers;
-use crate::write::Writer;
-use crate::{Disk, DiskError, OpenOptions, Preallocation, Result};
+use crate::disk::{Disk, grow_to, wait_for_size};
 use arc_swap::ArcSwap;
 use claim::Claims;
-use counts::{Copying, Counts, Kind};
+use counts::{Counts, Kind};
 use event_listener::Event;
 use failure::Failures;
 use futures_util::future::{Either, select};
 use futures_util::join;
 use gate::Gate;
+use isobath_chain::create::Preallocation;
+use isobath_chain::map::MapStats;
+use isobath_image::layer::Layer;
+use isobath_image::options::OpenOptions;
+use isobath_image::readers::Readers;
+use isobath_image::writer::Writer;
+use isobath_image::{DiskError, Result};
 use isobath_storage::{Host, IoBuf};
 use std::convert::Infallible;
 use std::future::Future;
@@ -101,7 +101,7 @@ impl<H: Host> LiveDisk<H> {
     }
 
     /// The disk as it is now. A change of the chain puts another in its place.
-    pub(crate) fn current(&self) -> Arc<Disk<H>> {
+    pub fn current(&self) -> Arc<Disk<H>> {
         self.current.load_full()
     }
 
@@ -131,22 +131,22 @@ impl<H: Host> LiveDisk<H> {
     }
 
     /// The flushes of the guest so far.
-    pub(crate) fn flushes(&self) -> u64 {
+    pub fn flushes(&self) -> u64 {
         self.counts.flushes()
     }
 
     /// What pacing looks at.
-    pub(crate) fn guest(&self) -> GuestCounts {
+    pub fn guest(&self) -> GuestCounts {
         self.counts.guest()
     }
 
     /// Says that a job copies until what is returned is dropped.
-    pub(crate) fn copying(&self) -> Copying<'_> {
+    pub fn copying(&self) -> Copying<'_> {
         self.counts.copying()
     }
 
     /// The clock of the disk and its jobs.
-    pub(crate) fn clock(&self) -> &Arc<dyn Clock> {
+    pub fn clock(&self) -> &Arc<dyn Clock> {
         &self.clock
     }
 
@@ -275,12 +275,12 @@ impl<H: Host> LiveDisk<H> {
     }
 
     /// Has `map` hear of every change from now on.
-    pub(crate) fn track(&self, map: &Arc<DirtyMap>) {
+    pub fn track(&self, map: &Arc<DirtyMap>) {
         self.tracked.add(map);
     }
 
     /// `map` has heard enough.
-    pub(crate) fn untrack(&self, map: &Arc<DirtyMap>) {
+    pub fn untrack(&self, map: &Arc<DirtyMap>) {
         self.tracked.remove(map);
     }
 
@@ -324,10 +324,7 @@ impl<H: Host> LiveDisk<H> {
     }
 
     /// Runs a piece of a job's work, never during a change of the chain.
-    pub(crate) async fn inside<T, F: Future<Output = T>>(
-        &self,
-        run: impl FnOnce(Arc<Disk<H>>) -> F,
-    ) -> T {
+    pub async fn inside<T, F: Future<Output = T>>(&self, run: impl FnOnce(Arc<Disk<H>>) -> F) -> T {
         let _pass = self.gate.enter().await;
         run(self.current()).await
     }

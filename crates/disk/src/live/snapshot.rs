@@ -8,13 +8,16 @@
 //! flush makes both durable. A crash at any point leaves the old chain or the new one.
 
 use super::LiveDisk;
-use crate::chain::{Chain, Layer, open_layer};
-use crate::create::NewDisk;
+use crate::device::BlockDevice;
 use crate::disk::{Disk, Settling};
-use crate::index;
-use crate::map::Map;
-use crate::write::Writer;
-use crate::{BlockDevice, DiskError, ImageFormat, MAX_LAYERS, Result, create};
+use isobath_chain::chain::{Chain, MAX_LAYERS};
+use isobath_chain::create::{NewDisk, create};
+use isobath_chain::index;
+use isobath_chain::map::Map;
+use isobath_image::layer::{ImageFormat, Layer};
+use isobath_image::open::open_layer;
+use isobath_image::writer::Writer;
+use isobath_image::{DiskError, Result};
 use isobath_qcow2::L1Entry;
 use isobath_storage::{Host, Storage};
 use std::path::{Path, PathBuf};
@@ -96,7 +99,7 @@ impl<H: Host> LiveDisk<H> {
 
     /// Brings the file of a former active layer, if its writer still answers for it, into its final
     /// state. The caller holds `graph`.
-    pub(crate) async fn settle(&self, disk: &Disk<H>) -> Result<()> {
+    pub async fn settle(&self, disk: &Disk<H>) -> Result<()> {
         let Some(settling) = disk.settling() else { return Ok(()) };
         settling.writer.close(&disk.readers).await?;
         if let Some(layer) = disk.chain.get(settling.layer) {
@@ -187,7 +190,7 @@ fn unfit<S: Storage>(layer: &Layer<S>, reason: &str) -> DiskError {
 }
 
 /// How the header of an image at `overlay` names the image at `below`.
-pub(crate) fn backing_name(below: &Path, overlay: &Path) -> Result<String> {
+pub fn backing_name(below: &Path, overlay: &Path) -> Result<String> {
     let name = if below.is_absolute() {
         below.to_owned()
     } else if below.parent() == overlay.parent() {

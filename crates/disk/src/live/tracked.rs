@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Parts of a disk that changed since they were last taken.
-pub(crate) struct DirtyMap {
+pub struct DirtyMap {
     /// log2 of the bytes in a part.
     bits: u32,
     state: Mutex<State>,
@@ -22,13 +22,13 @@ struct State {
 
 impl DirtyMap {
     /// For a disk of `size` bytes, in parts of `1 << bits` bytes.
-    pub(crate) fn new(size: u64, bits: u32) -> Self {
+    pub fn new(size: u64, bits: u32) -> Self {
         let words = size.div_ceil(1 << bits).div_ceil(64) as usize;
         Self { bits, state: Mutex::new(State { words: vec![0; words], count: 0, hand: 0 }) }
     }
 
     /// Marks every part that a range touches.
-    pub(crate) fn mark(&self, offset: u64, length: u64) {
+    pub fn mark(&self, offset: u64, length: u64) {
         if length == 0 {
             return;
         }
@@ -45,7 +45,7 @@ impl DirtyMap {
 
     /// Takes the mark from the next marked parts that are adjacent, at most `most` bytes of them, and
     /// gives their bytes.
-    pub(crate) fn take(&self, most: u64) -> Option<Range<u64>> {
+    pub fn take(&self, most: u64) -> Option<Range<u64>> {
         let state = &mut *self.state.lock();
         if state.count == 0 {
             return None;
@@ -70,7 +70,7 @@ impl DirtyMap {
     }
 
     /// Bytes of the parts that are marked.
-    pub(crate) fn bytes(&self) -> u64 {
+    pub fn bytes(&self) -> u64 {
         self.state.lock().count << self.bits
     }
 }

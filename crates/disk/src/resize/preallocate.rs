@@ -1,11 +1,12 @@
 //! Clusters allocated before anything is written to them.
 
-use super::Preallocation;
-use crate::Result;
-use crate::alloc::write_zeroes;
 use crate::disk::Disk;
-use crate::tables::References;
-use crate::write::{Qcow2Writer, Writer, referenced};
+use isobath_chain::create::Preallocation;
+use isobath_image::Result;
+use isobath_image::alloc::write_zeroes;
+use isobath_image::references::referenced;
+use isobath_image::tables::References;
+use isobath_image::writer::{Qcow2Writer, Writer};
 use isobath_qcow2::{ClusterIndex, ClusterKind, HostOffset, L2Entry};
 use isobath_storage::{Host, Storage, ZeroMode};
 use std::ops::Range;

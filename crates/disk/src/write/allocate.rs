@@ -1,18 +1,19 @@
 //! Writes that need new clusters, and the copy-on-write that comes with them.
 
 use super::embed::Embedding;
+use super::finish_writes;
 use super::plan::Plan;
-use super::{Qcow2Writer, Writer, finish_writes};
 use crate::disk::Disk;
-use crate::durability::Place;
-use crate::map::resolve::ActiveEntries;
-use crate::map::{Extent, Source, Unit};
-use crate::sabotage::{self, Sabotage};
-use crate::tables::{Claim, References};
-use crate::{DiskError, Result};
 use futures_util::future::try_join_all;
-use isobath_qcow2::{ClusterIndex, ClusterKind, Geometry, HostCluster, HostOffset, L2Entry};
-use isobath_storage::{Host, IoBuf, Storage};
+use isobath_chain::map::{Extent, Source, Unit};
+use isobath_image::durability::Place;
+use isobath_image::entries::ActiveEntries;
+use isobath_image::sabotage::{self, Sabotage};
+use isobath_image::tables::{Claim, References};
+use isobath_image::writer::{Qcow2Writer, Writer};
+use isobath_image::{DiskError, Result};
+use isobath_qcow2::{ClusterIndex, ClusterKind, HostOffset, L2Entry};
+use isobath_storage::{Host, IoBuf};
 use std::ops::Range;
 
 /// Buffers in one vectored write; the kernel takes 1024.
@@ -91,48 +92,6 @@ enum Give {
     Apart(IoBuf),
 }
 
-impl<S: Storage> Qcow2Writer<S> {
-    /// The entries of adjacent clusters, over as many tables as they lie in.
-    pub(super) async fn entries(&self, clusters: Range<u64>) -> Result<Vec<L2Entry>> {
-        let geometry = self.geometry();
-        let mut entries = Vec::with_capacity((clusters.end - clusters.start) as usize);
-        let mut first = clusters.start;
-        while first < clusters.end {
-            let (_, l2_index) = geometry.table_position(ClusterIndex::new(first));
-            let count = (geometry.l2_entries() - l2_index as u64).min(clusters.end - first);
-            entries.extend(self.metadata.tables.entries(ClusterIndex::new(first), count).await?);
-            first += count;
-        }
-        Ok(entries)
-    }
-
-    /// Sees to it that adjacent clusters have tables that may be changed.
-    pub(crate) async fn ensure_tables(&self, clusters: Range<u64>) -> Result<()> {
-        let geometry = self.geometry();
-        let (first, _) = geometry.table_position(ClusterIndex::new(clusters.start));
-        let (last, _) = geometry.table_position(ClusterIndex::new(clusters.end - 1));
-        for l1_index in first..=last {
-            self.metadata.tables.ensure_table(l1_index, &self.metadata.alloc).await?;
-        }
-        Ok(())
-    }
-
-    /// Refuses references of guest data to the image's own tables: giving them back would free those.
-    pub(crate) fn check_releases(&self, releases: &[HostCluster]) -> Result<()> {
-        let alloc = &self.metadata.alloc;
-        match releases.iter().find(|cluster| alloc.is_metadata(**cluster)) {
-            None => Ok(()),
-            Some(cluster) => Err(alloc.corrupt(format!(
-                "guest data lies in host cluster {cluster}, which holds one of its own tables"
-            ))),
-        }
-    }
-
-    pub(crate) fn geometry(&self) -> Geometry {
-        self.metadata.tables.geometry()
-    }
-}
-
 impl<H: Host> Disk<H> {
     /// Writes with whole clusters to itself.
     pub(super) async fn write_allocating(
@@ -142,8 +101,7 @@ impl<H: Host> Disk<H> {
         buf: IoBuf,
     ) -> Result<IoBuf> {
         let qcow2 = writer.qcow2().ok_or(DiskError::ReadOnly)?;
-        // A journal has checksums of what is written.
-        let buf = if writer.mode.journal().is_some() { buf.stable() } else { buf };
+        let buf = if writer.may_have_journal() { buf.stable() } else { buf };
         let size = qcow2.geometry().cluster_size();
         let end = offset + buf.len() as u64;
         let clusters = offset / size..end.div_ceil(size);
@@ -365,7 +323,7 @@ impl<H: Host> Disk<H> {
     }
 
     /// Records a cluster's new entry and shows it to readers.
-    pub(crate) fn record(
+    pub fn record(
         &self,
         qcow2: &Qcow2Writer<H::File>,
         cluster: ClusterIndex,

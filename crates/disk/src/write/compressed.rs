@@ -1,11 +1,12 @@
 //! Compressed clusters: writing them, and turning them into plain ones.
 
 use super::Qcow2Writer;
-use super::plan::referenced;
+use crate::device::BlockDevice;
 use crate::disk::Disk;
-use crate::durability::Place;
-use crate::tables::References;
-use crate::{BlockDevice, DiskError, Result};
+use isobath_image::durability::Place;
+use isobath_image::references::referenced;
+use isobath_image::tables::References;
+use isobath_image::{DiskError, Result};
 use isobath_qcow2::compress::compress;
 use isobath_qcow2::{ClusterIndex, HostCluster, HostOffset, L2Entry};
 use isobath_storage::{Host, IoBuf};

@@ -1,11 +1,11 @@
 //! Discards.
 
-use super::plan::referenced;
 use crate::device::ZeroFlags;
 use crate::disk::Disk;
-use crate::sabotage::{self, Sabotage};
-use crate::tables::References;
-use crate::{DiskError, Result};
+use isobath_image::references::referenced;
+use isobath_image::sabotage::{self, Sabotage};
+use isobath_image::tables::References;
+use isobath_image::{DiskError, Result};
 use isobath_qcow2::{ClusterIndex, ClusterKind, Geometry, L2Entry};
 use isobath_storage::{Host, Storage};
 use std::ops::Range;
@@ -16,7 +16,7 @@ const CLUSTERS_AT_ONCE: u64 = 32 << 10;
 impl<H: Host> Disk<H> {
     /// Discards the whole clusters in a range. They read as zeroes afterwards; a version 2 overlay,
     /// which could not hide its backing file then, is left as it is.
-    pub(crate) async fn discard_range(&self, offset: u64, length: u64) -> Result<()> {
+    pub async fn discard_range(&self, offset: u64, length: u64) -> Result<()> {
         let writer = self.writer()?;
         if length == 0 {
             return Ok(());

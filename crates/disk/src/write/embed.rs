@@ -2,9 +2,9 @@
 
 use super::Qcow2Writer;
 use super::allocate::{Copy, Target, reads_zero};
-use crate::Result;
 use crate::disk::Disk;
-use crate::durability::zones::{Embedded, Taken};
+use isobath_image::Result;
+use isobath_image::durability::zones::{Embedded, Taken};
 use isobath_qcow2::embedded::{LEAD, embed};
 use isobath_qcow2::journal::Crc32c;
 use isobath_storage::{Host, IoBuf};

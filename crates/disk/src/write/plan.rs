@@ -1,7 +1,8 @@
 //! What a write does to one cluster.
 
-use crate::Result;
-use crate::chain::Layer;
+use isobath_image::Result;
+use isobath_image::layer::Layer;
+use isobath_image::references::referenced;
 use isobath_qcow2::{ClusterKind, Geometry, HostCluster, HostOffset, L2Entry};
 use std::ops::Range;
 
@@ -113,22 +114,6 @@ fn outside(written: &Range<u64>, range: Range<u64>) -> Vec<Range<u64>> {
     let before = range.start..written.start.clamp(range.start, range.end);
     let after = written.end.clamp(range.start, range.end)..range.end;
     [before, after].into_iter().filter(|part| !part.is_empty()).collect()
-}
-
-/// The host clusters to which an entry of the image's own holds a reference. Clusters in an external
-/// data file have none.
-pub(crate) fn referenced(geometry: &Geometry, kind: &ClusterKind) -> Vec<HostCluster> {
-    match kind {
-        _ if geometry.has_data_file() => Vec::new(),
-        ClusterKind::Compressed(cluster) => {
-            // References are counted by whole sectors.
-            let first =
-                geometry.host_cluster_of(HostOffset::new(cluster.offset.get() & !511)).get();
-            let last = geometry.host_cluster_of(HostOffset::new(cluster.end().get() - 1)).get();
-            (first..=last).map(HostCluster::new).collect()
-        }
-        other => other.host_cluster().map(|at| geometry.host_cluster_of(at)).into_iter().collect(),
-    }
 }
 
 #[cfg(test)]

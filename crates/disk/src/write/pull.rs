@@ -3,11 +3,13 @@
 use super::Qcow2Writer;
 use super::plan::Plan;
 use crate::copy::is_zero;
+use crate::device::BlockDevice;
 use crate::disk::Disk;
-use crate::map::{Extent, Source, guest_range};
-use crate::sabotage::{self, Sabotage};
-use crate::tables::{Claim, References};
-use crate::{BlockDevice, DiskError, LayerIndex, Result};
+use isobath_chain::chain::LayerIndex;
+use isobath_chain::map::{Extent, Source, guest_range};
+use isobath_image::sabotage::{self, Sabotage};
+use isobath_image::tables::{Claim, References};
+use isobath_image::{DiskError, Result};
 use isobath_qcow2::{ClusterIndex, HostOffset};
 use isobath_storage::{Host, IoBuf, Storage};
 use std::io;
@@ -15,36 +17,40 @@ use std::ops::Range;
 
 /// Which layers something is to do without.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Surplus {
+pub struct Surplus {
     /// The first of them.
-    pub(crate) start: LayerIndex,
+    pub start: LayerIndex,
     /// The first one above that is not.
-    pub(crate) end: LayerIndex,
+    pub end: LayerIndex,
     /// Up to here, in guest bytes, the layers below them can be seen through them.
-    pub(crate) seen: u64,
+    pub seen: u64,
     /// Bytes of the disk that the layers below have.
-    pub(crate) below: u64,
+    pub below: u64,
 }
 
 /// What a piece of a disk needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Need {
+pub enum Need {
+    /// It stays as it is.
     Nothing,
+    /// Data is to be written.
     Data,
+    /// Zeroes are to be shown.
     Zeroes,
 }
 
 /// What was done.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Pulled {
+pub struct Pulled {
     /// Bytes read and written.
-    pub(crate) copied: u64,
+    pub copied: u64,
     /// Bytes shared with the layers below.
-    pub(crate) cloned: u64,
+    pub cloned: u64,
 }
 
 impl Surplus {
-    pub(crate) fn need(&self, extent: &Extent) -> Need {
+    /// What an extent asks for.
+    pub fn need(&self, extent: &Extent) -> Need {
         let ours = |layer: LayerIndex| layer >= self.start && layer < self.end;
         match extent.source {
             Source::Data { layer, .. } | Source::Compressed { layer, .. } if ours(layer) => {
@@ -64,7 +70,7 @@ impl Surplus {
 
 impl<H: Host> Disk<H> {
     /// What is lost where the layers from `start` up to `end` go.
-    pub(crate) fn surplus(&self, start: LayerIndex, end: LayerIndex) -> Surplus {
+    pub fn surplus(&self, start: LayerIndex, end: LayerIndex) -> Surplus {
         let sizes = self.chain.layers().filter(|(index, _)| *index >= start && *index < end);
         let seen = sizes.map(|(_, layer)| layer.size()).min().unwrap_or(u64::MAX);
         let below = start.get().checked_sub(1).and_then(|n| self.chain.get(LayerIndex::new(n)));
@@ -73,7 +79,7 @@ impl<H: Host> Disk<H> {
 
     /// The next part of the disk from `at` on, at most `most` bytes and whole clusters, of which the
     /// surplus layers have something that others lack; `None` if there is none.
-    pub(crate) async fn next_surplus(
+    pub async fn next_surplus(
         &self,
         surplus: Surplus,
         at: u64,
@@ -124,7 +130,7 @@ impl<H: Host> Disk<H> {
 
     /// Brings a range of whole clusters that [`next_surplus`](Self::next_surplus) gave into the active
     /// layer. The guest may use the disk meanwhile.
-    pub(crate) async fn pull(&self, surplus: Surplus, range: Range<u64>) -> Result<Pulled> {
+    pub async fn pull(&self, surplus: Surplus, range: Range<u64>) -> Result<Pulled> {
         let writer = self.writer()?;
         let qcow2 = writer.qcow2().ok_or(DiskError::ReadOnly)?;
         writer.commit_if_much(&self.readers).await?;
@@ -227,7 +233,7 @@ impl<H: Host> Disk<H> {
 
     /// The file with a layer's data, if it holds in this range what the layer reads there: nothing is newer in
     /// its writer's memory or in its journal, or stored in another form.
-    pub(crate) fn shareable(&self, layer: LayerIndex, range: &Range<u64>) -> Option<&H::File> {
+    pub fn shareable(&self, layer: LayerIndex, range: &Range<u64>) -> Option<&H::File> {
         let file = self.chain.get(layer)?;
         let kept = self.writer_of(layer).is_some_and(|writer| {
             writer.qcow2().is_some_and(|qcow2| {
@@ -242,7 +248,7 @@ impl<H: Host> Disk<H> {
 
     /// Makes a range share the space of another file's bytes from `at` on; `false`, with nothing
     /// changed, where that is not possible.
-    pub(crate) async fn clone_in(
+    pub async fn clone_in(
         &self,
         offset: u64,
         length: u64,

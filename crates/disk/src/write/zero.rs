@@ -1,13 +1,13 @@
 //! Zero-writes.
 
 use super::Qcow2Writer;
-use super::plan::referenced;
 use crate::device::ZeroFlags;
 use crate::disk::Disk;
-use crate::map::Source;
-use crate::tables::References;
-use crate::{DiskError, Result};
-use isobath_qcow2::{AutoclearFeatures, ClusterIndex, ClusterKind, Geometry, HostCluster, L2Entry};
+use isobath_chain::map::Source;
+use isobath_image::references::referenced;
+use isobath_image::tables::References;
+use isobath_image::{DiskError, Result};
+use isobath_qcow2::{ClusterIndex, ClusterKind, Geometry, HostCluster, L2Entry};
 use isobath_storage::{Host, IoBuf, Storage, ZeroMode};
 use std::ops::Range;
 
@@ -15,16 +15,6 @@ use std::ops::Range;
 const CHUNK: u64 = 1 << 20;
 /// Clusters whose entries change under one lock.
 const CLUSTERS_AT_ONCE: u64 = 32 << 10;
-
-impl<S: Storage> Qcow2Writer<S> {
-    /// Whether the data file alone must hold the disk's content.
-    pub(crate) fn data_file_raw(&self) -> bool {
-        self.metadata.layer.as_qcow2().is_some_and(|qcow2| {
-            qcow2.geometry.has_data_file()
-                && qcow2.header.read().autoclear.contains(AutoclearFeatures::DATA_FILE_RAW)
-        })
-    }
-}
 
 impl<H: Host> Disk<H> {
     pub(crate) async fn zero_range(

@@ -129,7 +129,7 @@ fn map<H: Host>(text: &mut Text, drives: &Drives<H>) {
 
 fn monitor_metrics<H: Host + Clone>(text: &mut Text, monitor: &Monitor<H>) {
     let jobs = monitor.running_jobs();
-    let mut gauge = |name: &str, help: &str, value: fn(&isobath_disk::jobs::Job) -> u64| {
+    let mut gauge = |name: &str, help: &str, value: fn(&isobath_jobs::Job) -> u64| {
         text.family(name, "gauge", help);
         for (disk, job) in &jobs {
             let labels = [

@@ -2,7 +2,7 @@
 
 use super::Monitor;
 use super::jobs::Started;
-use isobath_disk::jobs::{IoStatus, JobStatus};
+use isobath_jobs::{IoStatus, JobStatus};
 use isobath_storage::Host;
 use serde_json::{Value, json};
 

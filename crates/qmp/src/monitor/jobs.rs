@@ -9,11 +9,11 @@ use super::snapshot::check_root;
 use super::{Drive, Monitor, Result};
 use crate::error::{ErrorClass, QmpError};
 use event_listener::{Event, EventListener};
-use isobath_disk::jobs::{
+use isobath_disk::{DiskError, IoFailure, Layer};
+use isobath_jobs::{
     CommitOptions, IoStatus, Job, JobEvent, JobOptions, JobStatus, MirrorOptions, MirrorSync,
     StreamOptions,
 };
-use isobath_disk::{DiskError, IoFailure, Layer};
 use isobath_storage::ring::spawn;
 use isobath_storage::{FileId, Host, Storage};
 use parking_lot::Mutex;
@@ -227,12 +227,12 @@ impl<H: Host + Clone> Monitor<H> {
         match command {
             "block-stream" => {
                 let stream = StreamOptions { top, base, backing_file };
-                let (job, work) = disk.stream(stream, options).map_err(refused)?;
+                let (job, work) = isobath_jobs::stream(disk, stream, options).map_err(refused)?;
                 self.run_job(job, work, drive, None, request);
             }
             "block-commit" => {
                 let commit = CommitOptions { top, base, backing_file };
-                let (job, work) = disk.commit(commit, options).map_err(refused)?;
+                let (job, work) = isobath_jobs::commit(disk, commit, options).map_err(refused)?;
                 self.run_job(job, work, drive, None, request);
             }
             _ => {
@@ -244,7 +244,8 @@ impl<H: Host + Clone> Monitor<H> {
                     "none" => MirrorSync::None,
                     _ => MirrorSync::Full,
                 };
-                let mirror = disk.mirror(target.disk(), MirrorOptions { sync }, options);
+                let mirror =
+                    isobath_jobs::mirror(disk, target.disk(), MirrorOptions { sync }, options);
                 let (job, work) = mirror.map_err(refused)?;
                 self.run_job(job, work, drive, Some(target), request);
             }

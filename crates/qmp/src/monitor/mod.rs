@@ -28,7 +28,7 @@ use crate::tables::SCHEMA;
 use event_listener::Event;
 use exports::{ExportEntry, ExportList};
 use isobath_disk::OpenOptions;
-use isobath_disk::jobs::Job;
+use isobath_jobs::Job;
 use isobath_storage::Host;
 use isobath_storage::ring::{Handle, yield_now};
 use jobs::{Heard, Started};

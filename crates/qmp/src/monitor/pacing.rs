@@ -3,8 +3,8 @@
 use super::Result;
 use super::arguments::{Arguments, flag, number, optional_text};
 use crate::error::QmpError;
-use isobath_disk::jobs::OnError;
-use isobath_disk::jobs::pace::Pacing;
+use isobath_jobs::OnError;
+use isobath_jobs::pace::Pacing;
 use std::time::Duration;
 
 /// The longest time that may be asked for, in seconds: some 300 years.

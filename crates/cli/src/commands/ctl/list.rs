@@ -4,7 +4,7 @@ use super::follow::state;
 use super::{Session, entries, number, table, text, watch};
 use crate::failure::{Failure, Outcome};
 use crate::size;
-use isobath_disk::jobs::record::{JobRecord, plot_html, plot_svg};
+use isobath_jobs::record::{JobRecord, plot_html, plot_svg};
 use serde_json::{Value, json};
 use std::fs;
 use std::path::{Path, PathBuf};

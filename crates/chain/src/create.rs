@@ -1,0 +1,421 @@
+//! Creating images.
+
+use crate::chain::Chain;
+use crate::index::{Built, Folding, Place, build};
+use crate::open::open_chain;
+use isobath_image::layer::ImageFormat;
+use isobath_image::options::OpenOptions;
+use isobath_image::{DiskError, Result};
+use isobath_qcow2::index::IndexExtension;
+use isobath_qcow2::{CompressionType, FormatError, HostOffset, NewImage, Plan};
+use isobath_storage::{FileId, Host, IoBuf, Locking, OpenMode, Storage, StorageError, ZeroMode};
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// Zeroes written at once for [`Preallocation::Full`].
+const CHUNK: u64 = 1 << 20;
+
+/// What is allocated for the new part of a disk that grows (`--preallocation`).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Preallocation {
+    /// Nothing.
+    #[default]
+    Off,
+    /// Tables and clusters, which take no space in the host's file system yet.
+    Metadata,
+    /// Tables and clusters, with space reserved by the host's file system.
+    Falloc,
+    /// Tables and clusters, filled with zeroes.
+    Full,
+}
+
+impl Preallocation {
+    /// QEMU's name of the mode.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Off => "off",
+            Self::Metadata => "metadata",
+            Self::Falloc => "falloc",
+            Self::Full => "full",
+        }
+    }
+
+    /// The mode of that name.
+    pub fn from_name(name: &str) -> Option<Self> {
+        [Self::Off, Self::Metadata, Self::Falloc, Self::Full]
+            .into_iter()
+            .find(|mode| mode.name() == name)
+    }
+}
+
+/// A disk to be made: qemu-img's options and defaults.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NewDisk {
+    /// The disk's size in bytes; rounded up to a multiple of 512. `None` takes the backing file's.
+    pub size: Option<u64>,
+    /// The image's format.
+    pub format: ImageFormat,
+    /// Bytes in a cluster, a power of two from 512 to 2 MiB.
+    pub cluster_size: u64,
+    /// The qcow2 version: 2 (`compat=0.10`) or 3 (`compat=1.1`).
+    pub version: u32,
+    /// Bits in a refcount, a power of two from 1 to 64.
+    pub refcount_bits: u32,
+    /// L2 entries with subclusters.
+    pub extended_l2: bool,
+    /// The compression of compressed clusters.
+    pub compression_type: CompressionType,
+    /// Refcounts may be updated late.
+    pub lazy_refcounts: bool,
+    /// What is allocated now.
+    pub preallocation: Preallocation,
+    /// The external data file's name, as the image will hold it.
+    pub data_file: Option<String>,
+    /// The external data file alone is to be the disk's content.
+    pub data_file_raw: bool,
+    /// The backing file's name, as the image will hold it.
+    pub backing_file: Option<String>,
+    /// The backing file's format; must be given with `backing_file`.
+    pub backing_format: Option<String>,
+    /// Open the backing file, to see that it can be opened and to know its size. Without this
+    /// (`-u`) `size` must be given.
+    pub open_backing: bool,
+    /// Write the direct-access index of the layers below. It needs an open backing file, and is left
+    /// out where the chain is not suited.
+    pub index: bool,
+}
+
+impl Default for NewDisk {
+    fn default() -> Self {
+        Self {
+            size: None,
+            format: ImageFormat::Qcow2,
+            cluster_size: 1 << 16,
+            version: 3,
+            refcount_bits: 16,
+            extended_l2: false,
+            compression_type: CompressionType::Zlib,
+            lazy_refcounts: false,
+            preallocation: Preallocation::Off,
+            data_file: None,
+            data_file_raw: false,
+            backing_file: None,
+            backing_format: None,
+            open_backing: true,
+            index: true,
+        }
+    }
+}
+
+/// Makes an image, durably, in place of a file of that name that nobody uses. Returns the disk's size
+/// in bytes.
+///
+/// # Errors
+/// If options exclude each other, the size is not given and not to be had from a backing file, the
+/// backing file cannot be opened or is named without its format, the file is in use or is the
+/// backing file itself, or the storage fails. A new file is then removed.
+pub async fn create<H: Host>(host: &H, name: &Path, new: &NewDisk) -> Result<u64> {
+    let refused =
+        |reason: &str| DiskError::Refused { image: name.to_owned(), reason: reason.into() };
+    let mut new = new.clone();
+    if new.backing_file.as_deref() == Some("") {
+        new.backing_file = None;
+    }
+    let backing = backing(host, name, &new).await?;
+    let mut others: Vec<FileId> = Vec::new();
+    if let Some(backing) = &backing {
+        others.extend(
+            backing.layers().flat_map(|(_, layer)| [layer.storage().id(), layer.data().id()]),
+        );
+        new.size = new.size.or(Some(backing.active().size()));
+    }
+    let size = new.size.ok_or_else(|| refused("Image creation needs a size parameter"))?;
+    let size = size
+        .checked_next_multiple_of(512)
+        .filter(|size| i64::try_from(*size).is_ok())
+        .ok_or_else(|| refused("the size must be below 8 EiB"))?;
+    let plan = match new.format {
+        ImageFormat::Qcow2 => {
+            // The options are checked before the chain is looked at.
+            let plain = plan(name, &new, size, None)?;
+            let index = match &backing {
+                Some(backing) if new.index => index_of(host, backing, &new).await?,
+                _ => None,
+            };
+            // A header without room for the extension does without the index.
+            let indexed = index.and_then(|index| {
+                Some((plan(name, &new, size, Some(index.extension)).ok()?, index.bytes))
+            });
+            Some(indexed.unwrap_or((plain, Vec::new())))
+        }
+        ImageFormat::Raw => {
+            check_raw(name, &new)?;
+            None
+        }
+    };
+    let mut fresh = Fresh { host, names: Vec::new() };
+    let result = match &plan {
+        Some((plan, index)) => write_qcow2(&mut fresh, name, &new, plan, index, &others).await,
+        None => write_raw(&mut fresh, name, size, new.preallocation).await,
+    };
+    if result.is_err() {
+        fresh.remove().await;
+    }
+    result.map(|()| size)
+}
+
+/// Sees to the backing file that `new` names.
+async fn backing<H: Host>(host: &H, name: &Path, new: &NewDisk) -> Result<Option<Chain<H::File>>> {
+    let refused = |reason: String| DiskError::Refused { image: name.to_owned(), reason };
+    let Some(file) = &new.backing_file else {
+        if new.backing_format.is_some() && new.format == ImageFormat::Raw {
+            return Err(refused("Backing file format not supported for file format 'raw'".into()));
+        }
+        return Ok(None);
+    };
+    if new.format == ImageFormat::Raw {
+        return Err(refused("Backing file not supported for file format 'raw'".into()));
+    }
+    let path = host.resolve(name, file);
+    if path == name {
+        return Err(refused(
+            "Error: Trying to create an image with the same filename as the backing file".into(),
+        ));
+    }
+    // Whoever guesses the format of a raw disk lets its guest choose what is opened.
+    let Some(format) = &new.backing_format else {
+        return Err(refused("Backing file specified without backing format".into()));
+    };
+    if !new.open_backing {
+        return Ok(None);
+    }
+    let format = ImageFormat::from_name(format)
+        .ok_or_else(|| refused(format!("Unknown driver '{}'", format.escape_debug())))?;
+    // Others may be using it: that it can be opened is enough.
+    let options =
+        OpenOptions { format: Some(format), locking: Locking::Unlocked, ..OpenOptions::default() };
+    let chain = open_chain(host, &path, &options).await.map_err(|source| DiskError::Backing {
+        overlay: name.to_owned(),
+        source: Box::new(source),
+    })?;
+    Ok(Some(chain))
+}
+
+/// The index that the overlay of a chain is to hold, if the chain is suited.
+async fn index_of<H: Host>(
+    host: &H,
+    chain: &Chain<H::File>,
+    new: &NewDisk,
+) -> Result<Option<Built>> {
+    let top = chain.active();
+    let place = Place {
+        at: HostOffset::new(new.cluster_size),
+        cluster_size: new.cluster_size,
+        position: chain.depth() as u32,
+    };
+    // What a writer has open is still changing; it is frozen only when the overlay takes its place.
+    let look = OpenMode { locking: Locking::Immediate, ..OpenMode::default() };
+    let frozen = host.open(top.name(), look).await.is_ok();
+    let name = new.backing_file.as_deref().unwrap_or_default();
+    if frozen {
+        return build(chain, name, place, Folding::InTurn, |_, _| {}).await;
+    }
+    let below = top.header().and_then(|header| header.backing_file).unwrap_or_default();
+    match chain.below_with_index(chain.depth() - 1) {
+        Some(frozen) => build(&frozen, &below, place, Folding::InTurn, |_, _| {}).await,
+        None => Ok(None),
+    }
+}
+
+/// The layout of a qcow2 image.
+pub fn plan(name: &Path, new: &NewDisk, size: u64, index: Option<IndexExtension>) -> Result<Plan> {
+    let refused =
+        |reason: &str| DiskError::Refused { image: name.to_owned(), reason: reason.into() };
+    if !new.cluster_size.is_power_of_two() || !(512..=2 << 20).contains(&new.cluster_size) {
+        return Err(refused("Cluster size must be a power of two between 512 and 2048k"));
+    }
+    if !new.refcount_bits.is_power_of_two() || new.refcount_bits > 64 {
+        return Err(refused("Refcount width must be a power of two and may not exceed 64 bits"));
+    }
+    let image = NewImage {
+        size,
+        version: new.version,
+        cluster_bits: new.cluster_size.trailing_zeros(),
+        refcount_order: new.refcount_bits.trailing_zeros(),
+        extended_l2: new.extended_l2,
+        compression_type: new.compression_type,
+        lazy_refcounts: new.lazy_refcounts,
+        backing_file: new.backing_file.clone(),
+        backing_format: new.backing_format.clone(),
+        data_file: new.data_file.clone(),
+        data_file_raw: new.data_file_raw,
+        // The data file alone can be the content only where every cluster is in it.
+        preallocate: new.preallocation != Preallocation::Off || new.data_file_raw,
+        index,
+    };
+    let error = |source: FormatError| DiskError::Format { image: name.to_owned(), source };
+    image.plan().map_err(error)
+}
+
+fn check_raw(name: &Path, new: &NewDisk) -> Result<()> {
+    let refused = |reason: &str| {
+        Err(DiskError::Refused { image: name.to_owned(), reason: reason.to_owned() })
+    };
+    if new.preallocation == Preallocation::Metadata {
+        return refused("Unsupported preallocation mode 'metadata' for file format 'raw'");
+    }
+    let plain = NewDisk {
+        size: new.size,
+        format: ImageFormat::Raw,
+        preallocation: new.preallocation,
+        open_backing: new.open_backing,
+        index: new.index,
+        ..NewDisk::default()
+    };
+    if *new != plain {
+        return refused("a raw image has no options but size and preallocation");
+    }
+    Ok(())
+}
+
+/// The files made so far, to be removed where the rest fails.
+struct Fresh<'a, H: Host> {
+    host: &'a H,
+    names: Vec<PathBuf>,
+}
+
+impl<H: Host> Fresh<'_, H> {
+    /// Makes an empty file, unless one of that name is among `others`.
+    async fn file(&mut self, name: &Path, others: &[FileId]) -> Result<H::File> {
+        let look = OpenMode { locking: Locking::Unlocked, ..OpenMode::default() };
+        let found = self.host.open(name, look).await;
+        match &found {
+            Ok(file) if others.contains(&file.id()) => {
+                return Err(DiskError::Refused {
+                    image: name.to_owned(),
+                    reason: "it is the backing file itself, or belongs to its chain".into(),
+                });
+            }
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                let file = self.host.create(name, OpenMode::default()).await?;
+                self.names.push(name.to_owned());
+                return Ok(file);
+            }
+            _ => {}
+        }
+        drop(found);
+        Ok(self.host.create(name, OpenMode::default()).await?)
+    }
+
+    async fn remove(self) {
+        for name in self.names {
+            if let Err(error) = self.host.remove(&name).await {
+                tracing::warn!("{error}");
+            }
+        }
+    }
+}
+
+async fn write_qcow2<H: Host>(
+    fresh: &mut Fresh<'_, H>,
+    name: &Path,
+    new: &NewDisk,
+    plan: &Plan,
+    index: &[u8],
+    others: &[FileId],
+) -> Result<()> {
+    let file = fresh.file(name, others).await?;
+    let mut others = others.to_vec();
+    others.push(file.id());
+    let data = match (&new.data_file, plan.data_file_length()) {
+        (Some(data), Some(length)) => {
+            let path = fresh.host.resolve(name, data);
+            Some((fresh.file(&path, &others).await?, length))
+        }
+        _ => None,
+    };
+    if let Some((data, length)) = &data {
+        clear(data, *length).await?;
+        preallocate(data, 0, *length, new.preallocation).await?;
+        data.flush().await?;
+    }
+    clear(&file, plan.file_length()).await?;
+    let (at, length) = plan.data();
+    preallocate(&file, at.get(), length, new.preallocation).await?;
+    if let Some(extension) = plan.header().index() {
+        let mut at = extension.area_offset.get();
+        for piece in index.chunks(CHUNK as usize) {
+            file.write_at(at, IoBuf::copy_of(piece)).await?;
+            at += piece.len() as u64;
+        }
+    }
+    for (at, bytes) in plan.writes() {
+        if at.get() == 0 {
+            // The header makes it an image: what it names is there before it.
+            file.flush().await?;
+        }
+        file.write_at(at.get(), IoBuf::copy_of(&bytes)).await?;
+    }
+    file.flush().await?;
+    Ok(())
+}
+
+async fn write_raw<H: Host>(
+    fresh: &mut Fresh<'_, H>,
+    name: &Path,
+    size: u64,
+    preallocation: Preallocation,
+) -> Result<()> {
+    let file = fresh.file(name, &[]).await?;
+    // The content of a device stays, as with qemu-img: its disk is what it holds.
+    file.set_len(size).await?;
+    preallocate(&file, 0, size, preallocation).await?;
+    file.flush().await?;
+    Ok(())
+}
+
+/// Makes a file `length` zero bytes long.
+async fn clear<S: Storage>(file: &S, length: u64) -> Result<()> {
+    file.set_len(length).await?;
+    if !file.extends_with_zeroes() && length > 0 {
+        file.write_zeroes(0, length, ZeroMode { may_unmap: true, only_fast: false }).await?;
+    }
+    Ok(())
+}
+
+/// Takes space for a range that reads as zeroes.
+async fn preallocate<S: Storage>(file: &S, at: u64, length: u64, how: Preallocation) -> Result<()> {
+    let end = at + length;
+    match how {
+        Preallocation::Falloc if length > 0 => {
+            let fast = ZeroMode { may_unmap: false, only_fast: true };
+            match file.write_zeroes(at, length, fast).await {
+                Err(error) if error.kind() == io::ErrorKind::Unsupported => {
+                    write_zeroes(file, at, end).await?;
+                }
+                done => done?,
+            }
+        }
+        Preallocation::Full => write_zeroes(file, at, end).await?,
+        _ => {}
+    }
+    Ok(())
+}
+
+async fn write_zeroes<S: Storage>(
+    file: &S,
+    start: u64,
+    end: u64,
+) -> std::result::Result<(), StorageError> {
+    let mut zeroes = IoBuf::zeroed(CHUNK.min(end - start) as usize);
+    let mut at = start;
+    while at < end {
+        if end - at < zeroes.len() as u64 {
+            zeroes = IoBuf::zeroed((end - at) as usize);
+        }
+        let written = zeroes.len() as u64;
+        zeroes = file.write_at(at, zeroes).await?;
+        at += written;
+    }
+    Ok(())
+}

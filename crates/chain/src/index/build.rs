@@ -1,0 +1,343 @@
+//! Making an index.
+//!
+//! A new overlay's index starts from the highest one below it. Of each page only what changed is
+//! written: the layer just frozen joins the page's list of newer layers, and when the list has
+//! grown long the page is folded, that is, written anew over all layers. Pages are folded in turn,
+//! a sixteenth of them at each snapshot, so that no snapshot pays for many. Segments and chapters
+//! without a change are pointed to where they are.
+
+use super::load::layer_stamp;
+use super::scan::{self, Scan};
+use crate::chain::{Chain, LayerIndex};
+use crate::chain_index::ChainIndex;
+use crate::map::resolve::{no_writer, resolve};
+use crate::map::{Slice, Source};
+use futures_util::future::try_join_all;
+use isobath_image::Result;
+use isobath_image::layer::Layer;
+use isobath_qcow2::HostOffset;
+use isobath_qcow2::index::{
+    BlockHash, BlockPointer, CHAPTER_LAYERS, IndexExtension, LayerRecord, PAGE_UNITS, Page,
+    PageEntry, PageRecord, Root, SEGMENT_PAGES, Segment,
+};
+use isobath_storage::Storage;
+use std::collections::BTreeMap;
+
+/// Newer layers with which a page may be folded, when it is its turn.
+const FOLD_FROM: usize = 16;
+/// Newer layers with which a page is folded out of turn.
+const FOLD_AT: usize = 32;
+/// Pages folded for one new overlay.
+const MOST_FOLDS: usize = 1024;
+/// Pages folded at once.
+const FOLDS_AT_ONCE: usize = 16;
+/// A layer with more bytes of L2 tables is not read whole for a new overlay's sake.
+const MOST_TO_SCAN: u64 = 256 << 20;
+/// No disk has more segments: 4 PiB in 64 KiB clusters.
+const MOST_SEGMENTS: u64 = 1 << 20;
+/// Where a disk's layers are all raw, the unit of its index.
+const RAW_UNIT_BITS: u32 = 16;
+
+/// Which pages are folded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Folding {
+    /// Those whose turn it is.
+    InTurn,
+    /// All of them.
+    Whole,
+}
+
+/// An index that is not in a file yet.
+pub struct Built {
+    /// The bytes of its blocks, from the start of the area on.
+    pub bytes: Vec<u8>,
+    /// What the header is to say.
+    pub extension: IndexExtension,
+}
+
+/// Where an index will be.
+#[derive(Clone, Copy)]
+pub struct Place {
+    /// First byte of the area in the file.
+    pub at: HostOffset,
+    /// Bytes in a cluster of the file.
+    pub cluster_size: u64,
+    /// Layers below the file's image.
+    pub position: u32,
+}
+
+/// Makes an index of all layers of `chain`, none of which changes meanwhile. `above` is the name
+/// that the image above gives to the last of them. `progress` is told pages done, of how many.
+///
+/// `None` if the disk is too large or its layers too fine for an index, or, in turn, if more than
+/// a new overlay should wait for was added without one.
+pub async fn build<S: Storage>(
+    chain: &Chain<S>,
+    above: &str,
+    place: Place,
+    folding: Folding,
+    mut progress: impl FnMut(u64, u64),
+) -> Result<Option<Built>> {
+    if let Some(base) = chain.index().filter(|_| folding == Folding::InTurn) {
+        let built = build_on(Some(&*base), chain, above, place, folding, &mut progress).await?;
+        if built.is_some() {
+            return Ok(built);
+        }
+    }
+    build_on(None, chain, above, place, folding, &mut progress).await
+}
+
+/// As [`build`], from an index of the lower layers; `None` also if that is damaged.
+async fn build_on<S: Storage>(
+    base: Option<&ChainIndex<S>>,
+    chain: &Chain<S>,
+    above: &str,
+    place: Place,
+    folding: Folding,
+    progress: &mut impl FnMut(u64, u64),
+) -> Result<Option<Built>> {
+    let unit = chain.top_down().filter_map(|(_, layer)| layer.unit_bits()).min();
+    let unit_bits = unit.unwrap_or(RAW_UNIT_BITS);
+    let base = base.filter(|base| base.root().unit_bits <= unit_bits);
+    let unit_bits = base.map_or(unit_bits, |base| base.root().unit_bits);
+    let size = base.map_or(0, |base| base.root().size).max(chain.active().size());
+    let mut root = Root {
+        unit_bits,
+        position: place.position,
+        covers: chain.depth() as u32,
+        size,
+        chapters: base.map(|base| base.root().chapters.clone()).unwrap_or_default(),
+        tail: base.map(|base| base.root().tail.clone()).unwrap_or_default(),
+        segments: Vec::new(),
+    };
+    if size.div_ceil(1 << root.segment_bits()) > MOST_SEGMENTS || place.position >= 1 << 16 {
+        return Ok(None);
+    }
+    let first = base.map_or(0, ChainIndex::covers);
+    if folding == Folding::InTurn {
+        let added = chain.layers().skip(first).map(|(_, layer)| scan::table_bytes(layer));
+        if chain.depth() - first > FOLD_AT && added.sum::<u64>() > MOST_TO_SCAN {
+            return Ok(None);
+        }
+    }
+    let mut out = Out { bytes: Vec::new(), place };
+    let mut owned = Owned::default();
+    for (index, layer) in chain.layers().skip(first) {
+        let name = match chain.get(LayerIndex::new(index.get().wrapping_add(1))) {
+            Some(upper) if index != chain.active_index() => {
+                upper.header().and_then(|header| header.backing_file).unwrap_or_default()
+            }
+            _ => above.to_owned(),
+        };
+        let limit = if folding == Folding::Whole { u64::MAX } else { MOST_TO_SCAN };
+        let (record, pages) = record(layer, name, root.page_bits(), limit).await?;
+        root.tail.push(record);
+        owned.add(index, pages);
+    }
+    let mut work = Work { chain, base, root: &root, folding, folds: 0, owned };
+    let count = size.div_ceil(1 << root.segment_bits()) as u32;
+    let pages = size.div_ceil(1 << root.page_bits());
+    let mut segments = Vec::with_capacity(count as usize);
+    for number in 0..count {
+        match work.segment(number, &mut out).await? {
+            Made::Segment(segment) => segments.push(segment),
+            Made::Broken => return Ok(None),
+        }
+        progress(pages.min((u64::from(number) + 1) * SEGMENT_PAGES as u64), pages);
+    }
+    root.segments = segments;
+    while root.tail.len() >= CHAPTER_LAYERS {
+        let rest = root.tail.split_off(CHAPTER_LAYERS);
+        let chapter = std::mem::replace(&mut root.tail, rest);
+        root.chapters.push(out.put(&LayerRecord::encode_chapter(&chapter)));
+    }
+    let pointer = out.put(&root.encode());
+    let extension = IndexExtension {
+        area_offset: place.at,
+        area_length: (out.bytes.len() as u64).next_multiple_of(place.cluster_size),
+        root_offset: pointer.offset,
+        root_length: pointer.length,
+        root_hash: pointer.hash,
+    };
+    Ok(Some(Built { bytes: out.bytes, extension }))
+}
+
+/// The blocks written so far.
+struct Out {
+    bytes: Vec<u8>,
+    place: Place,
+}
+
+impl Out {
+    fn put(&mut self, block: &[u8]) -> BlockPointer {
+        let pointer = BlockPointer {
+            layer: self.place.position as u16,
+            offset: HostOffset::new(self.place.at.get() + self.bytes.len() as u64),
+            length: block.len() as u32,
+            hash: BlockHash::of(block),
+        };
+        self.bytes.extend_from_slice(block);
+        pointer
+    }
+}
+
+/// The record of a layer, and the pages in which it may own something.
+async fn record<S: Storage>(
+    layer: &Layer<S>,
+    name: String,
+    page_bits: u32,
+    limit: u64,
+) -> Result<(LayerRecord, Vec<std::ops::Range<u64>>)> {
+    // A write at the same moment as the stamp would not change it: it is asked for twice.
+    let before = layer.storage().settled_stamp().await?;
+    let Scan { digest, pages } = scan::scan(layer, page_bits, limit).await?;
+    let after = layer.storage().stamp().await?;
+    let record = LayerRecord {
+        name,
+        format: layer.format().into(),
+        stamp: before.filter(|_| before == after).map(layer_stamp),
+        digest,
+    };
+    Ok((record, pages))
+}
+
+/// The layers added that own something, by page.
+#[derive(Default)]
+struct Owned {
+    /// Runs of pages with the layer that owns something there, by the layer.
+    layers: Vec<(LayerIndex, Vec<std::ops::Range<u64>>)>,
+}
+
+impl Owned {
+    fn add(&mut self, layer: LayerIndex, pages: Vec<std::ops::Range<u64>>) {
+        self.layers.push((layer, pages));
+    }
+
+    /// The layers, ascending, of each page of a segment that has any.
+    fn of_segment(&self, number: u32) -> BTreeMap<usize, Vec<u16>> {
+        let first = u64::from(number) * SEGMENT_PAGES as u64;
+        let end = first + SEGMENT_PAGES as u64;
+        let mut found: BTreeMap<usize, Vec<u16>> = BTreeMap::new();
+        for (layer, runs) in &self.layers {
+            let from = runs.partition_point(|run| run.end <= first);
+            for run in runs.iter().skip(from).take_while(|run| run.start < end) {
+                for page in run.start.max(first)..run.end.min(end) {
+                    found.entry((page - first) as usize).or_default().push(layer.get());
+                }
+            }
+        }
+        found
+    }
+}
+
+/// What became of a segment.
+enum Made {
+    /// Where it is, if it is anywhere.
+    Segment(Option<BlockPointer>),
+    /// The index below is broken.
+    Broken,
+}
+
+struct Work<'a, S> {
+    chain: &'a Chain<S>,
+    base: Option<&'a ChainIndex<S>>,
+    root: &'a Root,
+    folding: Folding,
+    folds: usize,
+    owned: Owned,
+}
+
+impl<S: Storage> Work<'_, S> {
+    async fn segment(&mut self, number: u32, out: &mut Out) -> Result<Made> {
+        let before = self.base.and_then(|base| base.root().segments.get(number as usize).copied());
+        let before = before.flatten();
+        let owned = self.owned.of_segment(number);
+        if owned.is_empty() {
+            return Ok(Made::Segment(before));
+        }
+        let mut pages = match (self.base, &before) {
+            (Some(base), Some(pointer)) => match base.segment(number, pointer).await {
+                Some(segment) => segment.pages.clone(),
+                None => return Ok(Made::Broken),
+            },
+            _ => Vec::new(),
+        };
+        for (page, layers) in &owned {
+            if pages.len() <= *page {
+                pages.resize(page + 1, PageRecord::default());
+            }
+            if let Some(record) = pages.get_mut(*page) {
+                record.newer.extend(layers);
+            }
+        }
+        let first = u64::from(number) * SEGMENT_PAGES as u64;
+        let due: Vec<usize> = pages
+            .iter()
+            .enumerate()
+            .filter(|(page, record)| self.is_due(first + *page as u64, record))
+            .map(|(page, _)| page)
+            .take(if self.folding == Folding::Whole { usize::MAX } else { MOST_FOLDS - self.folds })
+            .collect();
+        self.folds += due.len();
+        for batch in due.chunks(FOLDS_AT_ONCE) {
+            let folded =
+                batch.iter().map(|number| page(self.chain, self.root, first + *number as u64));
+            for (number, folded) in batch.iter().zip(try_join_all(folded).await?) {
+                let (Some(record), Some(folded)) = (pages.get_mut(*number), folded) else {
+                    continue;
+                };
+                let mut place = None;
+                if !folded.is_absent() {
+                    let Some(bytes) = folded.encode(self.root.unit_bits) else { continue };
+                    place = Some(out.put(&bytes));
+                }
+                *record = PageRecord {
+                    page: place,
+                    folded: self.chain.depth() as u32,
+                    newer: Vec::new(),
+                };
+            }
+        }
+        let block = Segment { number, pages }.encode();
+        Ok(Made::Segment(Some(out.put(&block))))
+    }
+
+    fn is_due(&self, page: u64, record: &PageRecord) -> bool {
+        match self.folding {
+            Folding::Whole => !record.newer.is_empty(),
+            Folding::InTurn => {
+                let turn = (page + self.chain.depth() as u64).is_multiple_of(FOLD_FROM as u64);
+                let length = record.newer.len();
+                length >= FOLD_AT || (turn && length >= FOLD_FROM)
+            }
+        }
+    }
+}
+
+/// A page as a chain has it; `None` where a table is not valid, which only a read may say.
+pub async fn page<S: Storage>(chain: &Chain<S>, root: &Root, number: u64) -> Result<Option<Page>> {
+    let range = number << root.page_bits()..(number + 1) << root.page_bits();
+    let slice = resolve(chain, no_writer, range, root.unit_bits).await?;
+    Ok(page_of(&slice, number as u32, root.unit_bits))
+}
+
+/// A resolved slice as a page; `None` where a unit is not valid.
+fn page_of(slice: &Slice, number: u32, unit_bits: u32) -> Option<Page> {
+    let mut entries = Vec::with_capacity(PAGE_UNITS);
+    for index in 0..PAGE_UNITS {
+        entries.push(match slice.unit_source(index, unit_bits) {
+            Source::Absent => PageEntry::Absent,
+            Source::Zero(layer) => PageEntry::Zero { layer: layer.get() },
+            Source::Data { layer, host, .. } => {
+                PageEntry::Data { layer: layer.get(), host: HostOffset::new(host) }
+            }
+            Source::Compressed { layer, cluster } => {
+                PageEntry::Compressed { layer: layer.get(), cluster }
+            }
+            Source::Invalid(_) => return None,
+        });
+    }
+    Some(Page::new(number, unit_bits, entries))
+}
+
+const _: () = assert!(PAGE_UNITS == crate::map::SLICE_UNITS || cfg!(loom));

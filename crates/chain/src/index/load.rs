@@ -1,0 +1,222 @@
+//! Finding the index of a chain, and deciding whether it still holds.
+
+use super::scan;
+use crate::chain::{Chain, LayerIndex};
+use crate::chain_index::ChainIndex;
+use futures_util::future::join_all;
+use isobath_image::index_area::{read_block, read_root};
+use isobath_image::layer::Layer;
+use isobath_qcow2::index::{
+    BlockPointer, CHAPTER_LAYERS, LayerRecord, LayerStamp, MAX_BLOCK_BYTES, Root,
+};
+use isobath_storage::{Stamp, Storage, shown};
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+/// Bytes of L2 tables that opening a chain reads to make sure of layers whose files were touched.
+const MOST_TO_COMPARE: u64 = 256 << 20;
+/// Indexes compared with the layers, from the top down, before the chain is served without one.
+const TRIES: usize = 8;
+/// Roots looked at in vain before that.
+const LOOKS: usize = 64;
+/// Layers asked for their stamps at once.
+const AT_ONCE: usize = 256;
+
+/// The names that an index gives to the layers below, so that these can be opened together.
+pub struct Ahead {
+    /// The index's root.
+    pub root: Root,
+    /// Records known so far: those of the last layers described.
+    records: VecDeque<LayerRecord>,
+}
+
+impl Ahead {
+    /// What the root alone tells.
+    pub fn new(root: Root) -> Self {
+        let records = root.tail.clone().into();
+        Self { root, records }
+    }
+
+    /// The lowest layer whose record is known.
+    pub fn lowest(&self) -> usize {
+        self.root.covers as usize - self.records.len()
+    }
+
+    /// The record of a layer, if it is known.
+    pub fn record(&self, layer: usize) -> Option<&LayerRecord> {
+        self.records.get(layer.checked_sub(self.lowest())?)
+    }
+
+    /// The chapter to read next.
+    pub fn next_chapter(&self) -> Option<&BlockPointer> {
+        self.root.chapters.get((self.lowest() / CHAPTER_LAYERS).checked_sub(1)?)
+    }
+
+    /// Reads the next chapter from the layer that holds it; whether it was as it should be.
+    pub async fn read_chapter<S: Storage>(&mut self, holder: &Layer<S>) -> bool {
+        let Some(pointer) = self.next_chapter() else { return false };
+        let Some(bytes) = read_block(holder, pointer, MAX_BLOCK_BYTES).await else {
+            return false;
+        };
+        let Some(records) = LayerRecord::decode_chapter(&bytes, CHAPTER_LAYERS) else {
+            return false;
+        };
+        for record in records.into_iter().rev() {
+            self.records.push_front(record);
+        }
+        true
+    }
+}
+
+/// Why an index does not describe the chain that it is in.
+struct Stale {
+    /// No layer below this one was found to differ.
+    layer: usize,
+    reason: String,
+}
+
+/// The highest index in the chain that holds. One that does not is said in the log.
+pub async fn find<S: Storage>(chain: &Chain<S>) -> Option<Arc<ChainIndex<S>>> {
+    look_for(chain, false).await
+}
+
+/// As [`find`], in a chain that was changed here: nobody wonders that an index no longer holds.
+pub async fn find_again<S: Storage>(chain: &Chain<S>) -> Option<Arc<ChainIndex<S>>> {
+    look_for(chain, true).await
+}
+
+async fn look_for<S: Storage>(chain: &Chain<S>, mut said: bool) -> Option<Arc<ChainIndex<S>>> {
+    let mut limit = usize::MAX;
+    let (mut tries, mut looks) = (0, 0);
+    for (position, layer) in chain.top_down() {
+        if tries == TRIES || looks == LOOKS {
+            break;
+        }
+        let position = position.get() as usize;
+        let announced = layer.as_qcow2().is_some_and(|qcow2| qcow2.header.read().index().is_some());
+        if !announced || position == 0 {
+            continue;
+        }
+        looks += 1;
+        let checked = match read_root(layer).await {
+            None => Err(Stale { layer: limit, reason: "its root was overwritten".into() }),
+            Some(root) if root.covers as usize > limit || root.covers == 0 => continue,
+            Some(root) => {
+                tries += 1;
+                check(chain, position, root).await
+            }
+        };
+        match checked {
+            Ok(root) => return Some(chain.indexed_by(root)),
+            Err(stale) => {
+                limit = limit.min(stale.layer);
+                if !said {
+                    said = true;
+                    tracing::warn!(
+                        "the index of '{}' is out of date and not used: {}. \
+                         'isobath index' writes it anew",
+                        shown(layer.name()),
+                        stale.reason
+                    );
+                }
+            }
+        }
+    }
+    None
+}
+
+/// Why the index of a chain's active layer is not used, if it has one.
+pub async fn examine<S: Storage>(chain: &Chain<S>) -> Result<Root, String> {
+    let Some(root) = read_root(chain.active()).await else {
+        return Err("its root was overwritten".into());
+    };
+    check(chain, chain.depth() - 1, root).await.map_err(|stale| stale.reason)
+}
+
+/// Whether the root at `position` describes the layers below it as they are.
+async fn check<S: Storage>(chain: &Chain<S>, position: usize, root: Root) -> Result<Root, Stale> {
+    if root.position as usize != position {
+        let reason =
+            format!("it was written over {} layers, of which {position} are there", root.position);
+        return Err(Stale { layer: root.covers.min(root.position) as usize, reason });
+    }
+    let covers = root.covers as usize;
+    let mut ahead = Ahead::new(root);
+    while ahead.lowest() > 0 {
+        let holder =
+            ahead.next_chapter().and_then(|chapter| chain.get(LayerIndex::new(chapter.layer)));
+        let read = match holder {
+            Some(holder) => ahead.read_chapter(holder).await,
+            None => false,
+        };
+        if !read {
+            return Err(Stale {
+                layer: covers,
+                reason: "its list of layers was overwritten".into(),
+            });
+        }
+    }
+    let mut touched = Vec::new();
+    let numbers: Vec<usize> = (0..covers).collect();
+    for batch in numbers.chunks(AT_ONCE) {
+        let stamps = batch.iter().map(|number| async {
+            let layer = chain.get(LayerIndex::new(*number as u16))?;
+            layer.storage().stamp().await.ok().flatten()
+        });
+        for (number, stamp) in batch.iter().zip(join_all(stamps).await) {
+            let recorded = ahead.record(*number).and_then(|record| record.stamp);
+            if recorded.is_none() || recorded != stamp.map(layer_stamp) {
+                touched.push(*number);
+            }
+        }
+    }
+    let mut budget = MOST_TO_COMPARE;
+    for number in touched {
+        compare(chain, number, &ahead, &mut budget).await?;
+    }
+    Ok(ahead.root)
+}
+
+/// Compares a layer whose stamp says nothing with its record's digest.
+async fn compare<S: Storage>(
+    chain: &Chain<S>,
+    number: usize,
+    ahead: &Ahead,
+    budget: &mut u64,
+) -> Result<(), Stale> {
+    let (Some(layer), Some(record)) =
+        (chain.get(LayerIndex::new(number as u16)), ahead.record(number))
+    else {
+        return Err(Stale { layer: number, reason: "its chain was longer".into() });
+    };
+    let name = shown(layer.name());
+    let stale = |reason: String| Err(Stale { layer: number, reason });
+    if layer.format() != record.format.into() {
+        return stale(format!("'{name}' has another format"));
+    }
+    let Some(digest) = record.digest else {
+        return stale(format!("'{name}' was touched since, and is too large to compare"));
+    };
+    let bytes = scan::table_bytes(layer);
+    if bytes > *budget {
+        return stale(format!(
+            "so many layers were copied or touched since (such as '{name}') that comparing them \
+             would take long"
+        ));
+    }
+    *budget -= bytes;
+    match scan::digest(layer).await {
+        Ok(Some(found)) if found == digest => Ok(()),
+        Ok(_) => stale(format!("'{name}' was changed since")),
+        Err(error) => stale(error.to_string()),
+    }
+}
+
+pub(super) fn layer_stamp(stamp: Stamp) -> LayerStamp {
+    LayerStamp {
+        length: stamp.length,
+        modified: stamp.modified,
+        changed: stamp.changed,
+        inode: stamp.inode,
+    }
+}

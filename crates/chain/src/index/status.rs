@@ -1,0 +1,41 @@
+//! What an image's index is, for people.
+
+use isobath_qcow2::index::IndexExtension;
+
+/// An image's direct-access index.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct IndexInfo {
+    /// Layers that it describes, from the base; 0 if that cannot be told.
+    pub layers: u32,
+    /// Bytes that it takes in this image's file; what did not change since the snapshot before lies
+    /// in the files below.
+    pub bytes: u64,
+    /// The smallest piece of the disk that it tells apart, in bytes; 0 if that cannot be told.
+    pub granularity: u64,
+    /// Whether it is used.
+    pub state: IndexState,
+}
+
+/// Whether an index is used.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum IndexState {
+    /// It describes the layers below as they are.
+    Valid,
+    /// It does not, for this reason.
+    Invalid(String),
+    /// Nobody looked at the layers below.
+    Unchecked,
+}
+
+impl IndexInfo {
+    /// What an extension tells by itself.
+    pub fn unchecked(extension: &IndexExtension) -> Self {
+        let end = extension.root_offset.get() + u64::from(extension.root_length);
+        Self {
+            layers: 0,
+            bytes: end - extension.area_offset.get(),
+            granularity: 0,
+            state: IndexState::Unchecked,
+        }
+    }
+}

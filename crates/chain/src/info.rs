@@ -1,0 +1,309 @@
+//! What an image says of itself.
+
+use crate::index::{IndexInfo, IndexState, examine};
+use crate::open::open_layers;
+use isobath_image::index_area::read_root;
+use isobath_image::layer::ImageFormat;
+use isobath_image::name::plain_file_name;
+use isobath_image::options::OpenOptions;
+use isobath_image::probe::format_of;
+use isobath_image::{DiskError, Result};
+use isobath_qcow2::header::ParseMode;
+use isobath_qcow2::snapshot::check_length;
+use isobath_qcow2::{
+    AutoclearFeatures, Bitmap, BitmapFlags, CompatibleFeatures, CompressionType, Header,
+    IncompatibleFeatures, Snapshot,
+};
+use isobath_storage::{FileId, Host, IoBuf, Locking, OpenMode, Storage};
+use std::collections::HashSet;
+use std::path::{Path, PathBuf};
+
+/// Bytes of the snapshot table read at once; more than any entry takes.
+const SNAPSHOT_WINDOW: u64 = 1 << 20;
+
+/// How to look at an image.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct InfoOptions {
+    /// Image locks to take.
+    pub locking: Locking,
+    /// The image's format; `None` probes.
+    pub format: Option<ImageFormat>,
+}
+
+/// What an image says of itself. Names are as stored: hostile text.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ImageInfo {
+    /// The name under which it was opened.
+    pub filename: PathBuf,
+    /// Its format.
+    pub format: ImageFormat,
+    /// The disk's size in bytes.
+    pub virtual_size: u64,
+    /// Bytes that the file takes in its file system.
+    pub actual_size: u64,
+    /// The backing file's name, as the image has it.
+    pub backing_filename: Option<String>,
+    /// The path under which the backing file is opened.
+    pub full_backing_filename: Option<PathBuf>,
+    /// The backing file's format, as the image has it.
+    pub backing_format: Option<String>,
+    /// The internal snapshots.
+    pub snapshots: Vec<Snapshot>,
+    /// What only qcow2 images have.
+    pub qcow2: Option<Qcow2Info>,
+}
+
+/// What only qcow2 images have.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Qcow2Info {
+    /// The version, 2 or 3.
+    pub version: u32,
+    /// Bytes in a cluster.
+    pub cluster_size: u64,
+    /// The compression of compressed clusters.
+    pub compression_type: CompressionType,
+    /// Refcounts may be updated late.
+    pub lazy_refcounts: bool,
+    /// Bits in a refcount.
+    pub refcount_bits: u32,
+    /// It was not closed, and its refcounts may be wrong.
+    pub dirty: bool,
+    /// It was not closed, and its journal holds what is not in its place.
+    pub journal: bool,
+    /// It is marked corrupt.
+    pub corrupt: bool,
+    /// L2 entries have subclusters.
+    pub extended_l2: bool,
+    /// The external data file's name, as the image has it.
+    pub data_file: Option<String>,
+    /// The external data file alone is the disk's content; `None` without one.
+    pub data_file_raw: Option<bool>,
+    /// The persistent bitmaps.
+    pub bitmaps: Vec<BitmapInfo>,
+    /// The direct-access index.
+    pub index: Option<IndexInfo>,
+}
+
+/// A persistent bitmap.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BitmapInfo {
+    /// Its name, made safe to print.
+    pub name: String,
+    /// Guest bytes that a bit stands for.
+    pub granularity: u64,
+    /// It was not saved, and may be wrong.
+    pub in_use: bool,
+    /// It records writes.
+    pub auto: bool,
+}
+
+/// Looks at one image. Its backing file need not exist.
+///
+/// # Errors
+/// If the file cannot be opened, locked or read, or its header, snapshot table or bitmap directory
+/// cannot be used.
+pub async fn info<H: Host>(host: &H, name: &Path, options: &InfoOptions) -> Result<ImageInfo> {
+    let mut info = look(host, name, options).await?.0;
+    check_index(host, &mut info, options).await;
+    Ok(info)
+}
+
+/// Looks whether an image's index describes the layers below as they are.
+async fn check_index<H: Host>(host: &H, info: &mut ImageInfo, options: &InfoOptions) {
+    if let Some(index) = info.qcow2.as_mut().and_then(|qcow2| qcow2.index.as_mut()) {
+        *index = index_info(host, &info.filename, index, options.locking).await;
+    }
+}
+
+/// Looks at an image and its backing chain, from the image down.
+///
+/// # Errors
+/// As [`info`], for any of them; or if the chain has a loop.
+pub async fn backing_chain_info<H: Host>(
+    host: &H,
+    name: &Path,
+    options: &InfoOptions,
+) -> Result<Vec<ImageInfo>> {
+    let mut chain: Vec<ImageInfo> = Vec::new();
+    let mut seen: HashSet<FileId> = HashSet::new();
+    let mut next = Some((name.to_owned(), *options));
+    while let Some((name, options)) = next.take() {
+        let (info, id) = look(host, &name, &options).await?;
+        if !seen.insert(id) {
+            return Err(DiskError::Refused {
+                image: name,
+                reason: "the backing chain has a loop: this image is its own backing file, \
+                         directly or through others"
+                    .into(),
+            });
+        }
+        if let Some(backing) = &info.backing_filename {
+            let backing = host.resolve(&name, plain_file_name(&name, "backing file", backing)?);
+            let format = match &info.backing_format {
+                Some(format) => {
+                    Some(ImageFormat::from_name(format).ok_or_else(|| DiskError::Refused {
+                        image: name,
+                        reason: format!("Unknown driver '{}'", format.escape_debug()),
+                    })?)
+                }
+                None => None,
+            };
+            next = Some((backing, InfoOptions { format, ..options }));
+        }
+        chain.push(info);
+    }
+    if let Some(active) = chain.first_mut() {
+        check_index(host, active, options).await;
+    }
+    Ok(chain)
+}
+
+async fn look<H: Host>(
+    host: &H,
+    name: &Path,
+    options: &InfoOptions,
+) -> Result<(ImageInfo, FileId)> {
+    let mode = OpenMode { writable: false, direct: false, locking: options.locking };
+    let file = host.open(name, mode).await?;
+    let length = file.len().await?;
+    let actual_size = file.allocated().await?;
+    let start = file.read_at(0, IoBuf::zeroed(4096)).await?;
+    let format = format_of(name, options.format, &start)?;
+    let mut info = ImageInfo {
+        filename: name.to_owned(),
+        format: ImageFormat::Raw,
+        virtual_size: length.next_multiple_of(512),
+        actual_size,
+        backing_filename: None,
+        full_backing_filename: None,
+        backing_format: None,
+        snapshots: Vec::new(),
+        qcow2: None,
+    };
+    if format == ImageFormat::Raw {
+        return Ok((info, file.id()));
+    }
+    let error = |source| DiskError::Format { image: name.to_owned(), source };
+    let head = Header::probe_length(&start).map_err(error)?.min(length as usize);
+    let bytes = file.read_at(0, IoBuf::zeroed(head)).await?;
+    let header = Header::parse_for(&bytes, ParseMode::Check).map_err(error)?;
+    let geometry = header.geometry().map_err(error)?;
+    let snapshots = read_snapshots(&file, name, &header, length).await?;
+    let bitmaps = read_bitmaps(&file, name, &header, length).await?;
+    let has = |feature| header.incompatible.contains(feature);
+    let data_file = has(IncompatibleFeatures::DATA_FILE);
+    info.format = ImageFormat::Qcow2;
+    info.virtual_size = header.disk_size();
+    info.full_backing_filename =
+        header.backing_file.as_ref().map(|backing| full_name(host, name, backing));
+    info.backing_format = header.backing_format().map(str::to_owned);
+    info.qcow2 = Some(Qcow2Info {
+        version: header.version,
+        cluster_size: geometry.cluster_size(),
+        compression_type: header.compression_type,
+        lazy_refcounts: header.compatible.contains(CompatibleFeatures::LAZY_REFCOUNTS),
+        refcount_bits: geometry.refcount_bits(),
+        dirty: has(IncompatibleFeatures::DIRTY),
+        journal: has(IncompatibleFeatures::JOURNAL),
+        corrupt: has(IncompatibleFeatures::CORRUPT),
+        extended_l2: geometry.extended_l2(),
+        data_file: header.data_file().filter(|_| data_file).map(str::to_owned),
+        data_file_raw: data_file
+            .then(|| header.autoclear.contains(AutoclearFeatures::DATA_FILE_RAW)),
+        bitmaps,
+        index: header.index().map(IndexInfo::unchecked),
+    });
+    info.backing_filename = header.backing_file;
+    info.snapshots = snapshots;
+    Ok((info, file.id()))
+}
+
+/// The path of a backing file; a `json:` or `protocol:` name stands for itself.
+fn full_name<H: Host>(host: &H, name: &Path, backing: &str) -> PathBuf {
+    let first = backing.split('/').next().unwrap_or_default();
+    if first.contains(':') { PathBuf::from(backing) } else { host.resolve(name, backing) }
+}
+
+async fn read_snapshots<S: Storage>(
+    file: &S,
+    name: &Path,
+    header: &Header,
+    length: u64,
+) -> Result<Vec<Snapshot>> {
+    let error = |source| DiskError::Format { image: name.to_owned(), source };
+    header.validate(ParseMode::Open).map_err(error)?;
+    let mut snapshots = Vec::new();
+    let mut at = header.snapshots_offset.get();
+    let (mut window, mut start) = (IoBuf::empty(), at);
+    for _ in 0..header.nb_snapshots {
+        let rest = window.get((at - start) as usize..).unwrap_or_default();
+        let more = start.saturating_add(window.len() as u64) < length;
+        if more && (rest.len() as u64) < SNAPSHOT_WINDOW / 2 {
+            let there = SNAPSHOT_WINDOW.min(length.saturating_sub(at));
+            (window, start) = (file.read_at(at, IoBuf::zeroed(there as usize)).await?, at);
+        }
+        let rest = window.get((at - start) as usize..).unwrap_or_default();
+        let (snapshot, used) = Snapshot::parse(rest).map_err(error)?;
+        snapshots.push(snapshot);
+        at += used as u64;
+        check_length((at - header.snapshots_offset.get()) as usize).map_err(error)?;
+    }
+    Ok(snapshots)
+}
+
+async fn read_bitmaps<S: Storage>(
+    file: &S,
+    name: &Path,
+    header: &Header,
+    length: u64,
+) -> Result<Vec<BitmapInfo>> {
+    let error = |source| DiskError::Format { image: name.to_owned(), source };
+    let consistent = header.autoclear.contains(AutoclearFeatures::BITMAPS);
+    let Some(extension) = header.bitmaps().filter(|_| consistent) else { return Ok(Vec::new()) };
+    let geometry = header.geometry().map_err(error)?;
+    extension.validate(&geometry).map_err(error)?;
+    let at = extension.directory_offset.get();
+    let there = extension.directory_size.min(length.saturating_sub(at));
+    let directory = file.read_at(at, IoBuf::zeroed(there as usize)).await?;
+    let bitmaps = Bitmap::parse_directory(&directory, extension.count).map_err(error)?;
+    let size = header.disk_size();
+    bitmaps.iter().try_for_each(|bitmap| bitmap.validate(&geometry, size)).map_err(error)?;
+    Ok(bitmaps
+        .iter()
+        .map(|bitmap| BitmapInfo {
+            name: bitmap.name_text(),
+            granularity: 1u64.checked_shl(bitmap.granularity_bits.into()).unwrap_or(0),
+            in_use: bitmap.flags.contains(BitmapFlags::IN_USE),
+            auto: bitmap.flags.contains(BitmapFlags::AUTO),
+        })
+        .collect())
+}
+
+/// What is to be said of the image `name`, which has the index `unchecked`, once the layers that it
+/// describes were looked at.
+async fn index_info<H: Host>(
+    host: &H,
+    name: &Path,
+    unchecked: &IndexInfo,
+    locking: Locking,
+) -> IndexInfo {
+    let mut info = unchecked.clone();
+    let options =
+        OpenOptions { format: Some(ImageFormat::Qcow2), locking, ..OpenOptions::default() };
+    let chain = match open_layers(host, name, &options).await {
+        Ok(chain) => chain,
+        Err(error) => {
+            let reason = format!("its chain cannot be opened: {error}");
+            return IndexInfo { state: IndexState::Invalid(reason), ..info };
+        }
+    };
+    if let Some(root) = read_root(chain.active()).await {
+        info.layers = root.covers;
+        info.granularity = 1 << root.unit_bits;
+    }
+    info.state = match examine(&chain).await {
+        Ok(_) => IndexState::Valid,
+        Err(reason) => IndexState::Invalid(reason),
+    };
+    info
+}

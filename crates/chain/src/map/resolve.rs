@@ -1,0 +1,399 @@
+//! Resolving a slice: one pass over the layers, from the active one down, that ends as soon as every
+//! unit is decided. Tables are read in batches, all reads of a batch at once.
+
+use super::{SLICE_UNITS, Slice, Unit};
+use crate::chain::{Chain, LayerIndex};
+use crate::chain_index::ChainIndex;
+use futures_util::future::try_join_all;
+use isobath_image::entries::ActiveEntries;
+use isobath_image::layer::{Layer, Qcow2};
+use isobath_image::{DiskError, Result};
+use isobath_qcow2::index::{Page, PageEntry};
+use isobath_qcow2::{
+    ClusterIndex, ClusterKind, CompressedCluster, GuestOffset, HostOffset, L2Entry,
+};
+use isobath_storage::{IoBuf, Storage};
+use std::ops::Range;
+use std::sync::Arc;
+
+/// Layers whose tables are read together; doubled from batch to batch, since most slices are
+/// decided near the top and some only at the base.
+const FIRST_BATCH: usize = 4;
+const LARGEST_BATCH: usize = 64;
+
+/// Merges the guest bytes of `range`, a slice's, over the chain: the layers above its index one by
+/// one, the others as the index has them. `writer` gives what knows a layer's entries better than its
+/// file.
+pub async fn resolve<S: Storage, A: ActiveEntries>(
+    chain: &Chain<S>,
+    writer: impl Fn(LayerIndex) -> Option<A>,
+    range: Range<u64>,
+    unit_bits: u32,
+) -> Result<Slice> {
+    let mut merge = Merge {
+        start: range.start,
+        unit_bits,
+        units: vec![Unit::ABSENT; SLICE_UNITS],
+        decided: vec![false; SLICE_UNITS],
+        left: SLICE_UNITS,
+        compressed: Vec::new(),
+    };
+    let index = chain.index();
+    let described = index.as_ref().map_or(0, |index| index.covers());
+    let above = chain.top_down().take_while(|(index, _)| index.get() as usize >= described);
+    merge_layers(&mut merge, chain, above, &writer, &range).await?;
+    if merge.left > 0
+        && let Some(index) = index
+        && !merge_described(&mut merge, chain, &index, &range).await?
+    {
+        let below = chain.top_down().skip_while(|(index, _)| index.get() as usize >= described);
+        merge_layers(&mut merge, chain, below, &no_writer, &range).await?;
+    }
+    Ok(Slice::new(&merge.units, merge.compressed))
+}
+
+/// Merges the layers that an index describes; whether it could be read.
+async fn merge_described<S: Storage>(
+    merge: &mut Merge,
+    chain: &Chain<S>,
+    index: &ChainIndex<S>,
+    range: &Range<u64>,
+) -> Result<bool> {
+    let Some(owners) = index.owners(range.start).await else { return Ok(false) };
+    let newer = owners.newer.iter().rev().filter_map(|layer| {
+        let layer = LayerIndex::new(*layer);
+        Some((layer, chain.get(layer)?))
+    });
+    merge_layers(merge, chain, newer, &no_writer, range).await?;
+    if let Some(page) = owners.page {
+        let root = index.root();
+        let start = range.start >> root.page_bits() << root.page_bits();
+        merge.apply_page(chain, &page, start, root.unit_bits);
+    }
+    Ok(true)
+}
+
+/// Merges `layers`, from the top down, until every unit is decided.
+async fn merge_layers<'a, S: Storage, A: ActiveEntries>(
+    merge: &mut Merge,
+    chain: &'a Chain<S>,
+    layers: impl Iterator<Item = (LayerIndex, &'a Arc<Layer<S>>)>,
+    writer: &impl Fn(LayerIndex) -> Option<A>,
+    range: &Range<u64>,
+) -> Result<()> {
+    let active = chain.active_index();
+    let mut batch = FIRST_BATCH;
+    let mut pending: Vec<(LayerIndex, &Arc<Layer<S>>, Portion)> = Vec::new();
+    for (index, layer) in layers {
+        if merge.left == 0 {
+            break;
+        }
+        let visible = range.start..range.end.min(layer.visible());
+        if visible.is_empty() {
+            break;
+        }
+        let Some(qcow2) = layer.as_qcow2() else {
+            merge_pending(merge, &mut pending).await?;
+            let unit_bits = merge.unit_bits;
+            merge.decide(visible, |guest| Unit::data(index, guest, unit_bits, index == active));
+            break;
+        };
+        let writer = writer(index);
+        for portion in portions(qcow2, visible) {
+            if let Some(writer) = &writer {
+                layer.refresh_file_length().await?;
+                let entries = writer.entries(portion.first, portion.count).await?;
+                merge.apply(layer, index, Some(writer), portion.first, entries.into_iter());
+            } else if portion.table != Table::Absent {
+                pending.push((index, layer, portion));
+            }
+        }
+        if pending.len() >= batch {
+            merge_pending(merge, &mut pending).await?;
+            batch = (batch * 2).min(LARGEST_BATCH);
+        }
+    }
+    merge_pending(merge, &mut pending).await
+}
+
+/// Reads the tables of the layers in `pending` and merges them in order.
+async fn merge_pending<S: Storage>(
+    merge: &mut Merge,
+    pending: &mut Vec<(LayerIndex, &Arc<Layer<S>>, Portion)>,
+) -> Result<()> {
+    if merge.left > 0 {
+        let reads = pending.iter().map(|(_, layer, portion)| read_portion(layer, portion));
+        let tables = try_join_all(reads).await?;
+        for ((index, layer, portion), table) in pending.iter().zip(&tables) {
+            match (table, layer.as_qcow2()) {
+                (Some(table), Some(qcow2)) => {
+                    let entries = entries(table, qcow2);
+                    merge.apply(layer, *index, None::<&NoWriter>, portion.first, entries);
+                }
+                _ => merge.invalid(layer, *index, portion),
+            }
+        }
+    }
+    pending.clear();
+    Ok(())
+}
+
+/// Entries of one L2 table that fall into a slice.
+struct Portion {
+    first: ClusterIndex,
+    count: u64,
+    table: Table,
+}
+
+#[derive(PartialEq, Eq)]
+enum Table {
+    Absent,
+    /// Byte offset of the first entry.
+    At(u64),
+    /// The L1 entry is not valid.
+    Invalid,
+}
+
+/// The portions of `range` in a layer's tables, in order.
+fn portions(qcow2: &Qcow2, range: Range<u64>) -> Vec<Portion> {
+    let geometry = &qcow2.geometry;
+    let mut list = Vec::new();
+    let last = geometry.cluster_of(GuestOffset::new(range.end - 1)).get();
+    let mut first = geometry.cluster_of(GuestOffset::new(range.start)).get();
+    while first <= last {
+        let (l1_index, l2_index) = geometry.table_position(ClusterIndex::new(first));
+        let count = (geometry.l2_entries() - l2_index as u64).min(last - first + 1);
+        let table = match qcow2.l2_table(qcow2.l1_entry(l1_index)) {
+            Ok(None) => Table::Absent,
+            Ok(Some(offset)) => {
+                Table::At(offset.get() + (l2_index * geometry.l2_entry_size()) as u64)
+            }
+            Err(_) => Table::Invalid,
+        };
+        list.push(Portion { first: ClusterIndex::new(first), count, table });
+        first += count;
+    }
+    list
+}
+
+/// The portion's part of its table; `None` where the L1 entry is not valid.
+async fn read_portion<S: Storage>(layer: &Layer<S>, portion: &Portion) -> Result<Option<IoBuf>> {
+    let (Some(qcow2), Table::At(offset)) = (layer.as_qcow2(), &portion.table) else {
+        return Ok(None);
+    };
+    let length = portion.count as usize * qcow2.geometry.l2_entry_size();
+    Ok(Some(layer.read_at(*offset, IoBuf::zeroed(length)).await?))
+}
+
+/// The entries in a part of a table.
+fn entries<'a>(table: &'a [u8], qcow2: &'a Qcow2) -> impl Iterator<Item = L2Entry> + 'a {
+    let count = table.len() / qcow2.geometry.l2_entry_size();
+    (0..count).filter_map(|index| L2Entry::read(table, index, &qcow2.geometry))
+}
+
+/// Why a layer's tables say nothing valid about the byte at `guest`.
+pub async fn explain_invalid<S: Storage>(layer: &Layer<S>, guest: u64) -> DiskError {
+    let Some(qcow2) = layer.as_qcow2() else {
+        return DiskError::Corrupt { image: layer.name().to_owned(), reason: "unknown".into() };
+    };
+    let geometry = &qcow2.geometry;
+    let (l1_index, _) = geometry.table_position(geometry.cluster_of(GuestOffset::new(guest)));
+    let entry = qcow2.l1_entry(l1_index);
+    if let Err(error) = entry.offset(geometry) {
+        return layer.format_error(error);
+    }
+    // A table made since the image was opened may lie past what was its end.
+    if let Err(error) = qcow2.l2_table(entry)
+        && entry.offset(geometry).ok().flatten().is_some_and(|at| at.get() >= layer.file_length())
+    {
+        return layer.format_error(error);
+    }
+    for portion in portions(qcow2, guest..guest + 1) {
+        let entry = match read_portion(layer, &portion).await {
+            Err(error) => return error,
+            Ok(table) => table.and_then(|table| entries(&table, qcow2).next()),
+        };
+        match entry.map(|entry| entry.kind(geometry)) {
+            Some(Err(error)) => return layer.format_error(error),
+            Some(Ok(kind)) => {
+                let start = GuestOffset::new(guest - geometry.in_cluster(GuestOffset::new(guest)));
+                if let Err(error) = kind.check_data_file(start, geometry) {
+                    return layer.format_error(error);
+                }
+                return DiskError::Corrupt {
+                    image: layer.name().to_owned(),
+                    reason: format!(
+                        "the L2 entry of guest offset {guest} is {kind:?}, past the end of the \
+                         file ({} bytes), which may have been cut short",
+                        layer.file_length()
+                    ),
+                };
+            }
+            None => {}
+        }
+    }
+    DiskError::Corrupt {
+        image: layer.name().to_owned(),
+        reason: format!("the L2 entry of guest offset {guest} is not valid"),
+    }
+}
+
+/// No layer has a writer.
+pub fn no_writer(_: LayerIndex) -> Option<NoWriter> {
+    None
+}
+
+/// Stands for the writer of a layer that has none.
+pub enum NoWriter {}
+
+impl ActiveEntries for NoWriter {
+    async fn entries(&self, _: ClusterIndex, _: u64) -> Result<Vec<L2Entry>> {
+        match *self {}
+    }
+
+    fn is_metadata(&self, _: HostOffset) -> bool {
+        match *self {}
+    }
+}
+
+/// A slice being merged.
+struct Merge {
+    start: u64,
+    unit_bits: u32,
+    units: Vec<Unit>,
+    decided: Vec<bool>,
+    left: usize,
+    compressed: Vec<CompressedCluster>,
+}
+
+impl Merge {
+    /// Decides the units in `range` that no layer above has: `unit` is called with the guest offset
+    /// of each and may leave it to the layers below only by not being called. `None` stands for an
+    /// offset that the map cannot hold.
+    fn decide(&mut self, range: Range<u64>, unit: impl Fn(u64) -> Option<Unit>) {
+        let limit = self.start + ((SLICE_UNITS as u64) << self.unit_bits);
+        let begin = range.start.max(self.start);
+        let end = range.end.min(limit);
+        if begin >= end {
+            return;
+        }
+        let first = ((begin - self.start) >> self.unit_bits) as usize;
+        let last = ((end - 1 - self.start) >> self.unit_bits) as usize;
+        for index in first..=last {
+            if !self.decided[index] {
+                let guest = self.start + ((index as u64) << self.unit_bits);
+                self.decided[index] = true;
+                self.left -= 1;
+                self.units[index] = unit(guest).unwrap_or(Unit::invalid(LayerIndex::new(0)));
+            }
+        }
+    }
+
+    /// Merges a layer's entries of consecutive clusters.
+    fn apply<S: Storage, A: ActiveEntries>(
+        &mut self,
+        layer: &Layer<S>,
+        index: LayerIndex,
+        writer: Option<&A>,
+        first: ClusterIndex,
+        entries: impl Iterator<Item = L2Entry>,
+    ) {
+        let Some(qcow2) = layer.as_qcow2() else { return };
+        let geometry = &qcow2.geometry;
+        let size = geometry.cluster_size();
+        let past_end = layer.data_end();
+        for (step, entry) in entries.enumerate() {
+            let start = (first.get() + step as u64) << geometry.cluster_bits();
+            let range = start..(start + size).min(layer.visible());
+            let unit_bits = self.unit_bits;
+            let data = |host: HostOffset, copied: bool| {
+                let misplaced = geometry.has_data_file() && host.get() != start;
+                let wrong = host.get() >= past_end
+                    || misplaced
+                    || writer.is_some_and(|w| w.is_metadata(host));
+                move |guest: u64| {
+                    if wrong {
+                        return Some(Unit::invalid(index));
+                    }
+                    let in_place = copied && writer.is_some();
+                    let unit = Unit::data(index, host.get() + (guest - start), unit_bits, in_place);
+                    unit.or(Some(Unit::invalid(index)))
+                }
+            };
+            match entry.kind(geometry) {
+                Ok(ClusterKind::Unallocated) => {}
+                Ok(ClusterKind::ZeroPlain | ClusterKind::ZeroAllocated { .. }) => {
+                    self.decide(range, |_| Some(Unit::zero(index)));
+                }
+                Ok(ClusterKind::Data { offset, copied }) => {
+                    self.decide(range, data(offset, copied));
+                }
+                Ok(ClusterKind::Compressed(cluster)) => {
+                    self.compressed.push(cluster);
+                    let at = (self.compressed.len() - 1) as u32;
+                    self.decide(range, |_| Some(Unit::compressed(index, at)));
+                }
+                Ok(ClusterKind::Subclusters { offset, copied, allocated, zero }) => {
+                    let sub = geometry.subcluster_size();
+                    for n in 0..u64::from(geometry.subclusters_per_cluster()) {
+                        let from = start + n * sub;
+                        let range = from..(from + sub).min(layer.visible());
+                        if zero >> n & 1 == 1 {
+                            self.decide(range, |_| Some(Unit::zero(index)));
+                        } else if allocated >> n & 1 == 1
+                            && let Some(offset) = offset
+                        {
+                            self.decide(range, data(offset, copied));
+                        }
+                    }
+                }
+                Err(_) => self.decide(range, |_| Some(Unit::invalid(index))),
+            }
+        }
+    }
+
+    /// Merges a page of an index, whose first guest byte is `page_start`.
+    fn apply_page<S: Storage>(
+        &mut self,
+        chain: &Chain<S>,
+        page: &Page,
+        page_start: u64,
+        page_unit_bits: u32,
+    ) {
+        let unit_bits = self.unit_bits;
+        for run in &page.runs {
+            let Some(number) = run.entry.layer() else { continue };
+            let index = LayerIndex::new(number);
+            let Some(layer) = chain.get(index) else { continue };
+            let start = page_start + ((run.first as u64) << page_unit_bits);
+            let end = start + ((run.count as u64) << page_unit_bits);
+            let range = start..end.min(layer.visible());
+            match run.entry {
+                PageEntry::Absent => {}
+                PageEntry::Zero { .. } => self.decide(range, |_| Some(Unit::zero(index))),
+                PageEntry::Data { host, .. } => {
+                    let past_end = layer.data_end();
+                    self.decide(range, |guest| {
+                        let host = host.get() + (guest - start);
+                        let unit = Unit::data(index, host, unit_bits, false);
+                        unit.filter(|_| host < past_end).or(Some(Unit::invalid(index)))
+                    });
+                }
+                PageEntry::Compressed { cluster, .. } => {
+                    self.compressed.push(cluster);
+                    let at = (self.compressed.len() - 1) as u32;
+                    self.decide(range, |_| Some(Unit::compressed(index, at)));
+                }
+            }
+        }
+    }
+
+    /// Marks what an invalid L1 entry covers.
+    fn invalid<S: Storage>(&mut self, layer: &Layer<S>, index: LayerIndex, portion: &Portion) {
+        if let Some(qcow2) = layer.as_qcow2() {
+            let start = portion.first.get() << qcow2.geometry.cluster_bits();
+            let end = start + (portion.count << qcow2.geometry.cluster_bits());
+            self.decide(start..end.min(layer.visible()), |_| Some(Unit::invalid(index)));
+        }
+    }
+}

@@ -1,0 +1,204 @@
+//! Opening a chain: from the active layer down, by the names in the headers.
+
+use crate::chain::{Chain, MAX_LAYERS};
+use crate::index::{self, Ahead};
+use futures_util::stream::{self, StreamExt};
+use isobath_image::index_area::read_root;
+use isobath_image::layer::{ImageFormat, Layer};
+use isobath_image::open::{open_layer, referenced_file};
+use isobath_image::options::{OpenOptions, Trust};
+use isobath_image::{DiskError, Result};
+use isobath_storage::{FileId, Host, Storage};
+use std::collections::HashSet;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// Layers opened together.
+const OPENED_AT_ONCE: usize = 128;
+
+/// Opens `name` and everything below it, and the index that describes it, if one holds.
+pub async fn open_chain<H: Host>(
+    host: &H,
+    name: &Path,
+    options: &OpenOptions,
+) -> Result<Chain<H::File>> {
+    let chain = open_layers(host, name, options).await?;
+    if options.backing && options.may_use_index() {
+        chain.set_index(index::find(&chain).await);
+    }
+    Ok(chain)
+}
+
+/// Opens `name` and everything below it, together where an index says what there is.
+pub async fn open_layers<H: Host>(
+    host: &H,
+    name: &Path,
+    options: &OpenOptions,
+) -> Result<Chain<H::File>> {
+    let mut layers: Vec<Arc<Layer<H::File>>> = Vec::new();
+    let mut seen: HashSet<FileId> = HashSet::new();
+    let mut next = Some((name.to_owned(), options.format));
+    let mut visible = u64::MAX;
+    let mut ahead = OpenedAhead::default();
+    while let Some((name, format)) = next.take() {
+        if layers.len() == MAX_LAYERS {
+            return Err(DiskError::Refused {
+                image: name,
+                reason: format!("its chain has more than {MAX_LAYERS} layers"),
+            });
+        }
+        let writable = options.writable && layers.is_empty();
+        let opened = match ahead.take(&name, format) {
+            Some(layer) => Ok(layer),
+            None => open_layer(host, &name, format, writable, options).await,
+        };
+        let layer = match (opened, layers.last()) {
+            (Ok(layer), _) => Arc::new(layer),
+            (Err(error), None) => return Err(error),
+            (Err(error), Some(above)) => {
+                return Err(DiskError::Backing {
+                    overlay: above.name().to_owned(),
+                    source: Box::new(error),
+                });
+            }
+        };
+        if !seen.insert(layer.storage().id()) {
+            return Err(DiskError::Refused {
+                image: layer.name().to_owned(),
+                reason: "it is its own backing file, directly or through others; mend the chain \
+                         with 'qemu-img rebase -u'"
+                    .into(),
+            });
+        }
+        layer.limit_visible(visible);
+        visible = layer.visible();
+        if options.backing {
+            next = backing_of(host, &layer, &options.trust)?;
+            if next.is_some() && ahead.is_empty() && options.may_use_index() {
+                ahead = open_ahead(host, &layer, options).await;
+            }
+        }
+        layers.push(layer);
+    }
+    layers.reverse();
+    Ok(Chain::of(layers))
+}
+
+/// Layers opened because an index names them, the next one of the chain last. Each is used only
+/// where the header above it names the very same file.
+struct OpenedAhead<S> {
+    layers: Vec<Layer<S>>,
+}
+
+impl<S> Default for OpenedAhead<S> {
+    fn default() -> Self {
+        Self { layers: Vec::new() }
+    }
+}
+
+impl<S: Storage> OpenedAhead<S> {
+    fn is_empty(&self) -> bool {
+        self.layers.is_empty()
+    }
+
+    /// The next layer, if it is what the chain asks for; otherwise nothing that follows is, either.
+    fn take(&mut self, name: &Path, format: Option<ImageFormat>) -> Option<Layer<S>> {
+        let layer = self.layers.pop()?;
+        // What is not named is probed, which finds qcow2 where it is.
+        let expected = format.unwrap_or(ImageFormat::Qcow2);
+        if layer.name() != name || layer.format() != expected {
+            self.layers.clear();
+            return None;
+        }
+        Some(layer)
+    }
+}
+
+/// Opens the layers below `holder` that its index names, many at once.
+async fn open_ahead<H: Host>(
+    host: &H,
+    holder: &Arc<Layer<H::File>>,
+    options: &OpenOptions,
+) -> OpenedAhead<H::File> {
+    let mut opened = OpenedAhead::default();
+    let Some(root) = read_root(holder).await else { return opened };
+    if root.covers != root.position {
+        return opened;
+    }
+    let (position, covers) = (root.position as usize, root.covers as usize);
+    let mut ahead = Ahead::new(root);
+    let mut referrer = holder.name().to_owned();
+    // From the top down, as the names are known.
+    let mut layers: Vec<Layer<H::File>> = Vec::with_capacity(covers);
+    while ahead.next_chapter().is_some_and(|chapter| chapter.layer as usize == position) {
+        if !ahead.read_chapter(holder).await {
+            return opened;
+        }
+    }
+    loop {
+        let mut wanted = Vec::new();
+        for number in (ahead.lowest()..covers - layers.len()).rev() {
+            let Some(record) = ahead.record(number) else { break };
+            let path =
+                referenced_file(host, &referrer, "backing file", &record.name, &options.trust);
+            let Ok(path) = path else { break };
+            referrer.clone_from(&path);
+            wanted.push((path, record.format.into()));
+        }
+        let opening = wanted
+            .iter()
+            .map(|(path, format)| open_layer(host, path, Some(*format), false, options));
+        let mut opening = stream::iter(opening).buffered(OPENED_AT_ONCE);
+        while let Some(layer) = opening.next().await {
+            // Whoever asks for one that fails by the header's name finds out why.
+            let Ok(layer) = layer else { break };
+            layers.push(layer);
+        }
+        if covers - layers.len() != ahead.lowest() {
+            break;
+        }
+        let Some(chapter) = ahead.next_chapter().map(|chapter| chapter.layer as usize) else {
+            break;
+        };
+        let read = match layers.get((covers - 1).wrapping_sub(chapter)) {
+            Some(layer) => ahead.read_chapter(layer).await,
+            None => false,
+        };
+        if !read {
+            break;
+        }
+    }
+    layers.reverse();
+    opened.layers = layers;
+    opened
+}
+
+/// The name and format of a layer's backing file.
+fn backing_of<H: Host>(
+    host: &H,
+    layer: &Layer<H::File>,
+    trust: &Trust,
+) -> Result<Option<(PathBuf, Option<ImageFormat>)>> {
+    let Some(header) = layer.header() else { return Ok(None) };
+    let Some(name) = &header.backing_file else { return Ok(None) };
+    let path = referenced_file(host, layer.name(), "backing file", name, trust)?;
+    let format = match header.backing_format() {
+        Some(format) => Some(ImageFormat::from_name(format).ok_or_else(|| DiskError::Refused {
+            image: layer.name().to_owned(),
+            reason: format!(
+                "its backing file format is '{}'; only qcow2 and raw are supported",
+                format.escape_debug()
+            ),
+        })?),
+        None if *trust != Trust::Full => {
+            return Err(DiskError::Refused {
+                image: layer.name().to_owned(),
+                reason: "it does not name its backing file's format, and an untrusted image's \
+                         backing file is not probed; name it with 'qemu-img rebase -u -F FORMAT'"
+                    .into(),
+            });
+        }
+        None => None,
+    };
+    Ok(Some((path, format)))
+}

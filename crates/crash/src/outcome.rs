@@ -1,0 +1,185 @@
+//! What a campaign chooses, and what comes of its histories.
+
+use crate::image::Kind;
+use crate::mode::Mode;
+use isobath_disk::sabotage::Sabotage;
+use rand::rngs::SmallRng;
+use rand::{RngExt, SeedableRng};
+use std::any::Any;
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+/// One state of so many is judged by QEMU too.
+const QEMU_EVERY: u64 = 1000;
+
+/// What passed, counted by its sort.
+#[derive(Clone, Debug, Default)]
+pub struct Totals {
+    /// Histories.
+    pub histories: u64,
+    /// States of crashes that were recovered and judged.
+    pub states: u64,
+    /// Of those, how many QEMU has judged too.
+    pub qemu: u64,
+    /// A digest of all that happened, so that two runs can be compared.
+    pub digest: u64,
+    /// States by what their history was about, by their fate, by their recovery, by faults.
+    pub sorts: BTreeMap<(&'static str, &'static str), u64>,
+}
+
+impl Totals {
+    pub(crate) fn count(&mut self, sort: &'static str, name: &'static str, states: u64) {
+        *self.sorts.entry((sort, name)).or_default() += states;
+    }
+
+    /// Adds others.
+    pub fn add(&mut self, other: &Self) {
+        self.histories += other.histories;
+        self.states += other.states;
+        self.qemu += other.qemu;
+        self.digest ^= other.digest;
+        for ((sort, name), states) in &other.sorts {
+            self.count(sort, name, *states);
+        }
+    }
+
+    /// As a table of text.
+    pub fn table(&self) -> String {
+        let mut text = String::new();
+        let mut last = "";
+        for ((sort, name), states) in &self.sorts {
+            if *sort != last {
+                let _ = writeln!(text, "{sort}:");
+                last = sort;
+            }
+            let _ = writeln!(text, "  {states:>10}  {name}");
+        }
+        text
+    }
+}
+
+/// What is wrong, and with which history.
+#[derive(Clone, Debug)]
+pub struct Failure {
+    /// The history's seed.
+    pub seed: u64,
+    /// What was found.
+    pub what: String,
+    /// How it came to that.
+    pub story: Vec<String>,
+    /// Of a small history: of how many changes all subsets were tried.
+    pub bits: Option<u32>,
+    /// Of a server's history: the kind that was asked for.
+    pub server: Option<&'static str>,
+    /// States of the history that had passed before.
+    pub passed: u64,
+}
+
+impl Failure {
+    /// All of it as text, and how to repeat it.
+    pub fn report(&self, settings: &Settings) -> String {
+        let mut text = format!("FAILED: {}\n{}\n", self.what, self.story.join("\n"));
+        let mode = settings.mode.name();
+        let _ = write!(
+            text,
+            "to repeat: cargo run --release -p isobath-crash --bin isobath-crash -- --mode {mode} --repeat {:#x}",
+            self.seed
+        );
+        if let Some(bits) = self.bits {
+            let _ = write!(text, " --exhaustive --bits {bits}");
+        }
+        if settings.server {
+            text.push_str(" --server");
+        }
+        if let Some(kind) = settings.kind {
+            let _ = write!(text, " --kind {kind}");
+        }
+        if let Some(kind) = self.server {
+            let _ = write!(text, " --kind {kind}");
+        }
+        if let Some(number) = settings.sabotage {
+            let _ = write!(text, " --sabotage {number}");
+        }
+        if let Some(defect) = settings.defect {
+            let _ = write!(text, " --defect {}", defect.name());
+        }
+        if settings.faultless {
+            text.push_str(" --faultless");
+        }
+        text
+    }
+}
+
+/// The choices of a campaign.
+#[derive(Clone, Copy, Debug)]
+pub struct Settings {
+    /// How metadata is kept.
+    pub mode: &'static Mode,
+    /// Only histories of this kind.
+    pub kind: Option<Kind>,
+    /// This flush of each history does nothing, silently: the simulator must notice.
+    pub sabotage: Option<u64>,
+    /// The engine has this defect: the simulator must notice.
+    pub defect: Option<Sabotage>,
+    /// Faults are left out.
+    pub faultless: bool,
+    /// One state of so many is judged by QEMU; 0 for none.
+    pub qemu_every: u64,
+    /// A failure tells all that was done to the files.
+    pub trace: bool,
+    /// Histories are of a server.
+    pub server: bool,
+}
+
+impl Settings {
+    /// All kinds of histories, with faults.
+    pub const fn new(mode: &'static Mode) -> Self {
+        Self {
+            mode,
+            kind: None,
+            sabotage: None,
+            defect: None,
+            faultless: false,
+            qemu_every: QEMU_EVERY,
+            trace: false,
+            server: false,
+        }
+    }
+}
+
+/// How much devices write whole.
+pub const ATOMIC: [u64; 2] = [512, 4096];
+
+/// The name of a device that writes so many bytes whole.
+pub const fn device(atomic: u64) -> &'static str {
+    if atomic == 4096 { "atomic-4096" } else { "atomic-512" }
+}
+
+/// The seed of a campaign's history.
+pub fn history_seed(campaign: u64, number: u64) -> u64 {
+    SmallRng::seed_from_u64(campaign ^ number.wrapping_mul(0x9E37_79B9_7F4A_7C15)).random()
+}
+
+/// Runs what tests a history, and makes of errors and panics the failure of that seed.
+pub(crate) fn guarded(
+    seed: u64,
+    test: impl FnOnce(&mut Totals, &mut Vec<String>) -> Result<(), String>,
+) -> Result<Totals, Box<Failure>> {
+    let (mut totals, mut story) = (Totals::default(), Vec::new());
+    let tested = catch_unwind(AssertUnwindSafe(|| test(&mut totals, &mut story)));
+    match tested.unwrap_or_else(|panic| Err(panicked(&*panic))) {
+        Ok(()) => Ok(totals),
+        Err(what) => {
+            let passed = totals.states;
+            Err(Box::new(Failure { seed, what, story, bits: None, server: None, passed }))
+        }
+    }
+}
+
+/// What a panic said.
+pub(crate) fn panicked(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    let text = text.or_else(|| panic.downcast_ref::<&str>().copied());
+    format!("the engine panicked: {}", text.unwrap_or("(no message)"))
+}

@@ -1,0 +1,247 @@
+//! The index of an existing image: writing, verifying, removing.
+//!
+//! The area goes to the end of the file with a refcount block behind it, which are durable before the
+//! blocks are written into it; these are durable before the header points to them. A crash leaves
+//! the index that was there before, or none, and at worst lost space.
+
+use crate::disk::Disk;
+use isobath_chain::index::{
+    Built, Folding, IndexInfo, IndexState, Place, build, examine, find, page,
+};
+use isobath_image::index_area::clusters;
+use isobath_image::layer::Qcow2;
+use isobath_image::writer::{Qcow2Writer, Writer};
+use isobath_image::{DiskError, Result};
+use isobath_qcow2::header::HeaderWrite;
+use isobath_qcow2::index::IndexExtension;
+use isobath_qcow2::{Header, HostCluster};
+use isobath_storage::{Host, IoBuf, Storage, ZeroMode};
+use std::ops::Range;
+use std::sync::Arc;
+
+/// How far the work on an index has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct IndexProgress {
+    /// Pages of the disk done.
+    pub done: u64,
+    /// Pages of the disk.
+    pub total: u64,
+}
+
+/// A part of the disk of which an index says something else than the layers, or nothing that can be
+/// read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct IndexMismatch {
+    /// First guest byte.
+    pub offset: u64,
+    /// Bytes.
+    pub length: u64,
+    /// Whether a read notices by a hash, as where something else was written over the index, and
+    /// goes to the layers' tables.
+    pub noticed: bool,
+}
+
+/// Bytes written at once.
+const PIECE: usize = 1 << 20;
+
+type Indexable<'a, S> = (&'a Writer<S>, &'a Qcow2Writer<S>, &'a Qcow2);
+
+impl<H: Host> Disk<H> {
+    /// Writes the index of all layers below the active one into its image, in place of the one that
+    /// it has. The disk may be read meanwhile; writes wait.
+    ///
+    /// # Errors
+    /// If the disk is read-only, has no backing file or is too large for an index; the header has
+    /// no room; or the storage fails.
+    pub async fn write_index(&self, progress: impl FnMut(IndexProgress)) -> Result<IndexInfo> {
+        let (writer, ..) = self.indexable()?;
+        writer.without_journal(&self.readers, self.replace_index(progress)).await
+    }
+
+    async fn replace_index(&self, mut progress: impl FnMut(IndexProgress)) -> Result<IndexInfo> {
+        let (writer, qcow2, image) = self.indexable()?;
+        let _alone = writer.resizing.lock().await;
+        let _range = writer.ranges.lock(0..u64::MAX).await;
+        writer.commit(&self.readers).await?;
+        let name = image.header.read().backing_file.clone().unwrap_or_default();
+        let Some(below) = self.chain.below(self.chain.depth() - 1) else {
+            return Err(self.no_index("it has no backing file, and nothing to index"));
+        };
+        let (start, at) = qcow2.metadata.alloc.end().await?;
+        let place = Place {
+            at,
+            cluster_size: image.geometry.cluster_size(),
+            position: below.depth() as u32,
+        };
+        let told = |done, total| progress(IndexProgress { done, total });
+        let Some(built) = build(&below, &name, place, Folding::Whole, told).await? else {
+            return Err(self.no_index("it is too large for an index; use larger clusters"));
+        };
+        // Before anything is written: whether the header has room.
+        self.edits(image, Some(&built.extension)).await?;
+        let clusters = built.extension.area_length >> image.geometry.cluster_bits();
+        let area = start.get()..start.get() + clusters;
+        writer.exclusively(|| self.store(qcow2, image, area, &built)).await?;
+        writer.commit(&self.readers).await?;
+        self.chain.set_index(find(&self.chain).await);
+        let covers = below.depth() as u32;
+        let unit = self.chain.index().map_or(0, |index| 1 << index.root().unit_bits);
+        let used = built.bytes.len() as u64;
+        Ok(IndexInfo { layers: covers, bytes: used, granularity: unit, state: IndexState::Valid })
+    }
+
+    async fn store(
+        &self,
+        qcow2: &Qcow2Writer<H::File>,
+        image: &Qcow2,
+        area: Range<u64>,
+        built: &Built,
+    ) -> Result<()> {
+        let storage = self.chain.active().storage();
+        let alloc = &qcow2.metadata.alloc;
+        let old = image.header.read().index().copied();
+        let mut released = alloc.append_area(area).await?;
+        released.extend(alloc.write_structure().await?);
+        alloc.write_blocks().await?;
+        storage.flush().await?;
+        let mut at = built.extension.area_offset.get();
+        for piece in built.bytes.chunks(PIECE) {
+            storage.write_at(at, IoBuf::copy_of(piece)).await?;
+            at += piece.len() as u64;
+        }
+        storage.flush().await?;
+        self.point_to(image, Some(&built.extension)).await?;
+        alloc.release(&released).await?;
+        match old {
+            Some(old) => self.give_back(qcow2, image, &old).await,
+            None => Ok(()),
+        }
+    }
+
+    /// Removes the index from the active image; whether it had one. Those of images above it may
+    /// have pointed into it, and are then not used any more.
+    ///
+    /// # Errors
+    /// If the disk is read-only, or the storage fails.
+    pub async fn drop_index(&self) -> Result<bool> {
+        let (writer, qcow2, image) = self.indexable()?;
+        let _alone = writer.resizing.lock().await;
+        let Some(old) = image.header.read().index().copied() else { return Ok(false) };
+        self.chain.set_index(None);
+        let removed = writer.exclusively(|| async {
+            self.point_to(image, None).await?;
+            self.give_back(qcow2, image, &old).await
+        });
+        writer.without_journal(&self.readers, removed).await?;
+        Ok(true)
+    }
+
+    /// Compares what the active image's index says with the layers' own tables, page by page, and
+    /// returns where they differ. `Err` inside tells why the index is not used at all.
+    ///
+    /// # Errors
+    /// If the image has no index, or the storage fails.
+    pub async fn verify_index(
+        &self,
+        mut progress: impl FnMut(IndexProgress),
+    ) -> Result<std::result::Result<Vec<IndexMismatch>, String>> {
+        let image = self.active_qcow2().filter(|image| image.header.read().index().is_some());
+        if image.is_none() {
+            return Err(self.no_index("it has no index; 'isobath index' writes one"));
+        }
+        let root = match examine(&self.chain).await {
+            Ok(root) => root,
+            Err(reason) => return Ok(Err(reason)),
+        };
+        let covers = root.covers as usize;
+        let (Some(plain), Some(indexed)) = (self.chain.below(covers), self.chain.below(covers))
+        else {
+            return Ok(Ok(Vec::new()));
+        };
+        let index = self.chain.indexed_by(root);
+        indexed.set_index(Some(Arc::clone(&index)));
+        let root = index.root();
+        let mut differ = Vec::new();
+        let length = 1 << root.page_bits();
+        let total = root.size.div_ceil(length);
+        for number in 0..total {
+            let whole = index.owners(number * length).await.is_some();
+            let ours = page(&indexed, root, number).await?;
+            let theirs = page(&plain, root, number).await?;
+            if !whole || ours != theirs {
+                differ.push(IndexMismatch { offset: number * length, length, noticed: !whole });
+            }
+            progress(IndexProgress { done: number + 1, total });
+        }
+        Ok(Ok(differ))
+    }
+
+    fn no_index(&self, reason: &str) -> DiskError {
+        DiskError::Refused {
+            image: self.chain.active().name().to_owned(),
+            reason: reason.to_owned(),
+        }
+    }
+
+    /// The writer, its qcow2 side and the image of a disk that can hold an index.
+    fn indexable(&self) -> Result<Indexable<'_, H::File>> {
+        let writer = self.writer()?;
+        match (writer.qcow2(), self.active_qcow2()) {
+            (Some(qcow2), Some(image)) => Ok((writer, qcow2, image)),
+            _ => Err(self.no_index("only a qcow2 image can hold an index")),
+        }
+    }
+
+    /// What to write, in order, so that the header points to an index, or to none.
+    async fn edits(
+        &self,
+        image: &Qcow2,
+        index: Option<&IndexExtension>,
+    ) -> Result<Vec<HeaderWrite>> {
+        let layer = self.chain.active();
+        let size = image.geometry.cluster_size() as usize;
+        let cluster = layer.storage().read_at(0, IoBuf::zeroed(size)).await?;
+        Header::edit_index(&cluster, index).map_err(|error| layer.format_error(error))
+    }
+
+    /// Makes the header point to an index, or to none, durably.
+    async fn point_to(&self, image: &Qcow2, index: Option<&IndexExtension>) -> Result<()> {
+        let layer = self.chain.active();
+        let storage = layer.storage();
+        for (at, bytes) in self.edits(image, index).await? {
+            storage.write_at(at as u64, IoBuf::copy_of(&bytes)).await?;
+            storage.flush().await?;
+        }
+        let size = image.geometry.cluster_size() as usize;
+        let cluster = storage.read_at(0, IoBuf::zeroed(size)).await?;
+        let header = Header::parse(&cluster).map_err(|error| layer.format_error(error))?;
+        image.header.write().extensions = header.extensions;
+        Ok(())
+    }
+
+    /// Makes the area of an index that nothing points to free space, of zeroes as it was before.
+    async fn give_back(
+        &self,
+        qcow2: &Qcow2Writer<H::File>,
+        image: &Qcow2,
+        index: &IndexExtension,
+    ) -> Result<()> {
+        let Some(area) = clusters(image, index) else { return Ok(()) };
+        let alloc = &qcow2.metadata.alloc;
+        if !alloc.is_kept(&area).await {
+            return Ok(());
+        }
+        let storage = self.chain.active().storage();
+        let size = image.geometry.cluster_size();
+        let zero = ZeroMode { may_unmap: true, only_fast: false };
+        // QEMU may have taken some of it for data.
+        for cluster in area.clone() {
+            if alloc.refcount(HostCluster::new(cluster)).await? == 0 {
+                storage.write_zeroes(cluster * size, size, zero).await?;
+            }
+        }
+        storage.flush().await?;
+        alloc.forget_area(&area).await;
+        Ok(())
+    }
+}

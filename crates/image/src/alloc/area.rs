@@ -1,0 +1,153 @@
+//! Areas: clusters that stay free in the file's own eyes (refcount 0), but are not given out here.
+//! A direct-access index has one, and so does a journal.
+//!
+//! QEMU takes what follows the last cluster in use for zeroes, so one in use must come behind an
+//! index's area, and one that is never moved: a refcount block. A journal's is gone before QEMU may
+//! look at the image.
+
+use super::Allocator;
+use crate::Result;
+use isobath_qcow2::{HostCluster, HostOffset, RefcountTableEntry};
+use isobath_storage::Storage;
+use std::ops::Range;
+
+/// Clusters looked at for an area before it is put at the end.
+const LOOKED_AT: u64 = 64 << 10;
+
+impl<S: Storage> Allocator<S> {
+    /// The first cluster past everything ever used, and its offset.
+    pub async fn end(&self) -> Result<(HostCluster, HostOffset)> {
+        let state = self.lock().await;
+        let cluster = HostCluster::new(state.never_used);
+        let offset = self.geometry.host_cluster_start(cluster);
+        let offset = offset.ok_or_else(|| self.full("it cannot grow any more".into()))?;
+        Ok((cluster, offset))
+    }
+
+    /// Gives none of these clusters out from now on, if they lie in the file.
+    pub async fn keep_area(&self, area: Range<u64>) {
+        let mut state = self.state.lock().await;
+        if area.end <= state.never_used {
+            state.areas.push(area);
+        }
+    }
+
+    /// Finds `count` adjacent free clusters, behind everything ever used if not soon before, and
+    /// keeps them.
+    pub async fn reserve_area(&self, count: u64) -> Result<Range<u64>> {
+        let mut state = self.lock().await;
+        let first = state.first_maybe_free;
+        let end = state.never_used.min(first + LOOKED_AT);
+        let mut start = first;
+        for cluster in first..end {
+            self.shrink_cache(&mut state);
+            let free = !state.is_kept(cluster) && self.refcount_in(&mut state, cluster).await? == 0;
+            if !free {
+                start = cluster + 1;
+            } else if cluster + 1 - start == count {
+                break;
+            }
+        }
+        if end.saturating_sub(start) < count {
+            start = state.never_used;
+        }
+        let area = start..start + count;
+        self.refuse_tables(area.clone())?;
+        self.need_room(&mut state, area.end).await?;
+        state.never_used = state.never_used.max(area.end);
+        state.areas.push(area.clone());
+        Ok(area)
+    }
+
+    /// Takes a free cluster of an area.
+    pub async fn take_kept(&self, cluster: HostCluster) -> Result<()> {
+        let mut state = self.lock().await;
+        self.refuse_tables(cluster.get()..cluster.get() + 1)?;
+        if self.refcount_in(&mut state, cluster.get()).await? > 0 {
+            return Err(self.corrupt(format!("host cluster {cluster} of a zone is in use twice")));
+        }
+        self.reserve(&mut state, cluster.get(), 1)?;
+        self.layer.give_out((cluster.get() + 1) << self.geometry.cluster_bits());
+        Ok(())
+    }
+
+    /// Gives none of these clusters out, also behind everything ever used, until freed ones are
+    /// [given out again](Self::keep_freed).
+    pub async fn set_aside(&self, clusters: Range<u64>) {
+        let mut state = self.state.lock().await;
+        state.never_used = state.never_used.max(clusters.end);
+        state.freed.get_or_insert_default().extend(clusters);
+    }
+
+    /// Adds a reference to a cluster that was [set aside](Self::set_aside).
+    pub async fn claim(&self, cluster: HostCluster) -> Result<()> {
+        let mut state = self.lock().await;
+        self.refuse_tables(cluster.get()..cluster.get() + 1)?;
+        let (index, _) = self.geometry.refcount_position(cluster);
+        if !self.has_block(&state, index)? {
+            if index as usize >= state.table.len() {
+                self.grow_table(&mut state, cluster.get() + 1).await?;
+            }
+            // Its block goes anywhere else.
+            let home = self.find_free(&mut state).await?;
+            if !self.has_block(&state, index)? {
+                self.create_block(&mut state, index, home)?;
+                self.count_own(&mut state, home)?;
+            }
+        }
+        let count = self.refcount_in(&mut state, cluster.get()).await?;
+        self.reserve(&mut state, cluster.get(), count + 1)?;
+        self.layer.give_out((cluster.get() + 1) << self.geometry.cluster_bits());
+        Ok(())
+    }
+
+    /// Whether these clusters are kept.
+    pub async fn is_kept(&self, area: &Range<u64>) -> bool {
+        self.state.lock().await.areas.contains(area)
+    }
+
+    /// Gives them out again.
+    pub async fn forget_area(&self, area: &Range<u64>) {
+        let mut state = self.state.lock().await;
+        state.areas.retain(|kept| kept != area);
+        state.first_maybe_free = state.first_maybe_free.min(area.start);
+    }
+
+    /// Keeps an area that starts at [`end`](Self::end) and puts a refcount block behind it. Returns
+    /// the clusters to be released once the structure was written and is durable.
+    pub async fn append_area(&self, area: Range<u64>) -> Result<Vec<HostCluster>> {
+        let mut state = self.lock().await;
+        if area.start < state.never_used {
+            return Err(self.full("it grew while its index was made".into()));
+        }
+        let home = area.end;
+        self.refuse_tables(area.start..home + 1)?;
+        state.never_used = home;
+        state.areas.push(area);
+        self.cover(&mut state, home).await?;
+        state.never_used = state.never_used.max(home + 1);
+        if self.refcount_in(&mut state, home).await? > 0 {
+            // A block was missing here, and was put where it counts itself.
+            return Ok(Vec::new());
+        }
+        // The first block counts the header: it is there as long as the image is.
+        self.refcount_in(&mut state, 0).await?;
+        let offset = self.geometry.host_cluster_start(HostCluster::new(home));
+        let offset = offset.ok_or_else(|| self.full("it cannot grow any more".into()))?;
+        let entry = RefcountTableEntry::new(offset, &self.geometry)
+            .map_err(|error| self.layer.format_error(error))?;
+        let old = match state.blocks.get_mut(&0) {
+            Some(block) => block.move_to(offset),
+            None => return Err(self.corrupt("its first refcount block is missing".into())),
+        };
+        if let Some(slot) = state.table.first_mut() {
+            *slot = entry;
+        }
+        state.unlisted.push(0);
+        self.count_own(&mut state, home)?;
+        let old = self.geometry.host_cluster_of(old);
+        self.mark_metadata(home..home + 1);
+        self.unmark_metadata(old.get()..old.get() + 1);
+        Ok(vec![old])
+    }
+}

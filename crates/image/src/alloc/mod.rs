@@ -1,0 +1,586 @@
+//! Host clusters: which are free, and the refcounts that say so.
+//!
+//! Refcounts in memory are ahead of the file in one direction only. A cluster counts from the moment
+//! it is given out, so that nobody else gets it; the file is told once a change that refers to it is
+//! about to become durable ([`publish`](Allocator::publish)). A decrement is applied, in memory too,
+//! only once nothing durable refers to the cluster any more (see
+//! [`durability`](crate::durability)), so that writing what the file is to be told is always safe.
+
+mod ahead;
+mod area;
+mod block;
+mod cut;
+mod device;
+mod grow;
+mod own;
+mod stage;
+
+pub use ahead::{Growth, write_zeroes};
+pub use cut::TailCut;
+pub use stage::{Staged, not_zero};
+
+use crate::layer::{Layer, Qcow2};
+use crate::{DiskError, Result};
+use async_lock::{Mutex, MutexGuard};
+use block::Block;
+use futures_util::future::try_join_all;
+use isobath_qcow2::{Geometry, HostCluster, HostOffset, RefcountTableEntry};
+use isobath_storage::{IoBuf, Storage};
+use parking_lot::RwLock;
+use std::collections::btree_map::Entry;
+use std::collections::{BTreeMap, BTreeSet, HashSet};
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+/// Bytes of clean refcount blocks that may stay in memory.
+const CACHE_BYTES: u64 = 16 << 20;
+
+/// A run of adjacent host clusters.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Run {
+    /// The first.
+    pub start: HostCluster,
+    /// How many.
+    pub count: u64,
+    /// Whether the file is known to hold zeroes there.
+    pub zeroed: bool,
+    /// Whether the file does not reach there yet: writing there makes it grow.
+    pub beyond: bool,
+}
+
+impl Run {
+    /// The clusters.
+    pub fn clusters(&self) -> impl Iterator<Item = HostCluster> + use<> {
+        (self.start.get()..self.start.get() + self.count).map(HostCluster::new)
+    }
+}
+
+/// Gives out and takes back the host clusters of one image.
+pub struct Allocator<S> {
+    layer: Arc<Layer<S>>,
+    geometry: Geometry,
+    state: Mutex<State>,
+    /// Host clusters that hold the image's own tables: never given out, never a guest's.
+    metadata: RwLock<HashSet<u64>>,
+    /// Bytes newly used in their places behind everything used before, since the last commit.
+    grown: AtomicU64,
+    /// Tables were found to contradict each other.
+    contradicted: AtomicBool,
+}
+
+struct State {
+    table_offset: HostOffset,
+    /// The refcount table as it will be; as long as the clusters it takes.
+    table: Vec<RefcountTableEntry>,
+    blocks: BTreeMap<u64, Block>,
+    /// Block indexes whose entry in the table is not in the file.
+    unlisted: Vec<u64>,
+    /// Clusters of tables that larger ones replace, once the header points to those.
+    replaced_tables: Vec<Range<u64>>,
+    /// References that the file is not to be told of yet, by cluster.
+    unpublished: BTreeMap<u64, u64>,
+    /// Clusters of the refcount structure among them: the file is told with `unlisted`.
+    own: Vec<u64>,
+    /// What a journal takes care of, while there is one.
+    journaled: Option<Journaled>,
+    /// No cluster below this is free.
+    first_maybe_free: u64,
+    /// No cluster from here on is in use: a file ends before it, and a device is free from there on.
+    never_used: u64,
+    /// Clusters of a device, which does not grow by being written to.
+    room: Option<u64>,
+    /// No cluster from here on was in the file when it was opened.
+    added_from: u64,
+    /// Areas: free in the file, and not given out.
+    areas: Vec<Range<u64>>,
+    /// Clusters freed while others may read them, which are not given out, where that is so.
+    freed: Option<BTreeSet<u64>>,
+    /// Free clusters that were filled with zeroes.
+    prepared: Range<u64>,
+    growth: Growth,
+    /// Where the next compressed cluster goes: host byte offset, in a cluster with room left.
+    packing: Option<u64>,
+}
+
+/// What the next record of a journal must tell, and what is in the journal but not in its place.
+#[derive(Default)]
+struct Journaled {
+    /// Clusters whose published refcount changed since the last record.
+    changed: BTreeSet<u64>,
+    /// Entries of the refcount table that are in the journal only.
+    entries: BTreeSet<u64>,
+    /// A new place of the refcount table is in the journal only.
+    moved: bool,
+}
+
+impl State {
+    /// Whether clusters up to this one lie on the device, where there is one.
+    fn has_room(&self, end: u64) -> bool {
+        self.room.is_none_or(|room| end <= room)
+    }
+
+    /// Whether a cluster belongs to an area.
+    fn is_kept(&self, cluster: u64) -> bool {
+        self.areas.iter().any(|area| area.contains(&cluster))
+            || self.freed.as_ref().is_some_and(|freed| freed.contains(&cluster))
+    }
+
+    /// Where the last of those ends.
+    fn kept_until(&self) -> u64 {
+        let freed = self.freed.iter().flatten().map(|cluster| cluster + 1);
+        self.areas.iter().map(|area| area.end).chain(freed).max().unwrap_or(0)
+    }
+
+    fn forget_unpublished(&mut self, cluster: u64) {
+        if let Entry::Occupied(mut count) = self.unpublished.entry(cluster) {
+            *count.get_mut() -= 1;
+            if *count.get() == 0 {
+                count.remove();
+            }
+        }
+    }
+}
+
+impl<S: Storage> Allocator<S> {
+    /// Reads the refcount table of `layer`, and finds out where its tables are.
+    ///
+    /// # Errors
+    /// If the storage fails, or tables are where none can be.
+    pub async fn open(layer: Arc<Layer<S>>, qcow2: &Qcow2) -> Result<Self> {
+        let geometry = qcow2.geometry;
+        let (table_offset, clusters) = {
+            let header = qcow2.header.read();
+            (header.refcount_table_offset, u64::from(header.refcount_table_clusters))
+        };
+        let bytes = clusters << geometry.cluster_bits();
+        let length = layer.storage().len().await?;
+        if table_offset.checked_add(bytes).is_none_or(|end| end.get() > length) {
+            return Err(DiskError::Corrupt {
+                image: layer.name().to_owned(),
+                reason: format!(
+                    "its refcount table (refcount_table_offset {table_offset}, \
+                     {clusters} clusters) reaches past the end of the file ({length} bytes)"
+                ),
+            });
+        }
+        let raw =
+            layer.storage().read_at(table_offset.get(), IoBuf::zeroed(bytes as usize)).await?;
+        let mut table = Vec::with_capacity(bytes as usize / 8);
+        for index in 0..bytes as usize / 8 {
+            let entry =
+                RefcountTableEntry::read(&raw, index).unwrap_or(RefcountTableEntry::unallocated());
+            table.push(entry);
+        }
+        let metadata = own::own_clusters(&layer, qcow2, &table).await?;
+        let state = State {
+            table_offset,
+            table,
+            blocks: BTreeMap::new(),
+            unlisted: Vec::new(),
+            replaced_tables: Vec::new(),
+            unpublished: BTreeMap::new(),
+            own: Vec::new(),
+            journaled: None,
+            // The header's cluster is the first that tells of refcounts that are wrong.
+            first_maybe_free: 0,
+            never_used: geometry.clusters_for(length),
+            room: None,
+            added_from: geometry.clusters_for(length),
+            areas: Vec::new(),
+            freed: None,
+            prepared: 0..0,
+            growth: Growth::default(),
+            packing: None,
+        };
+        let alloc = Self {
+            layer,
+            geometry,
+            state: Mutex::new(state),
+            metadata: RwLock::new(metadata),
+            grown: AtomicU64::new(0),
+            contradicted: AtomicBool::new(false),
+        };
+        if !alloc.layer.storage().extends_with_zeroes() {
+            alloc.measure_device(length).await?;
+        }
+        Ok(alloc)
+    }
+
+    /// Whether tables were found to contradict each other.
+    pub fn is_contradicted(&self) -> bool {
+        self.contradicted.load(Ordering::Acquire)
+    }
+
+    /// Whether a host cluster holds one of the image's own tables.
+    pub fn is_metadata(&self, cluster: HostCluster) -> bool {
+        self.metadata.read().contains(&cluster.get())
+    }
+
+    /// Says that a run holds a table from now on.
+    pub fn mark_metadata(&self, run: Range<u64>) {
+        self.metadata.write().extend(run);
+    }
+
+    /// Says that a run no longer holds a table.
+    pub fn unmark_metadata(&self, run: Range<u64>) {
+        let mut set = self.metadata.write();
+        for cluster in run {
+            set.remove(&cluster);
+        }
+    }
+
+    /// Takes between 1 and `want` adjacent free clusters.
+    pub async fn allocate(&self, want: u64) -> Result<Run> {
+        let mut state = self.lock().await;
+        let start = self.find_free(&mut state).await?;
+        let mut count = 1;
+        while count < want
+            && state.has_room(start + count + 1)
+            && self.is_free(&mut state, start + count).await?
+        {
+            count += 1;
+        }
+        self.take(&mut state, start, count)
+    }
+
+    /// Takes `count` adjacent clusters past everything ever used.
+    pub async fn allocate_adjacent(&self, count: u64) -> Result<Run> {
+        let mut state = self.lock().await;
+        self.take_adjacent(&mut state, count).await
+    }
+
+    /// Takes room for `length` bytes of compressed data (at most a cluster's), packed behind
+    /// earlier ones, and gives its host offset.
+    pub async fn allocate_packed(&self, length: u64) -> Result<HostOffset> {
+        let size = self.geometry.cluster_size();
+        let mut state = self.lock().await;
+        if let Some(at) = state.packing {
+            let cluster = at / size;
+            let room = size - at % size;
+            let shared = self.refcount_in(&mut state, cluster).await?;
+            if shared < self.geometry.refcount_order().max() {
+                if length <= room {
+                    self.reserve(&mut state, cluster, shared + 1)?;
+                    state.packing = (length < room).then_some(at + length);
+                    return Ok(HostOffset::new(at));
+                }
+                if state.has_room(cluster + 2) && self.is_free(&mut state, cluster + 1).await? {
+                    self.take(&mut state, cluster + 1, 1)?;
+                    self.reserve(&mut state, cluster, shared + 1)?;
+                    state.packing = Some(at + length);
+                    return Ok(HostOffset::new(at));
+                }
+            }
+        }
+        let start = self.find_free(&mut state).await?;
+        self.take(&mut state, start, 1)?;
+        let at = start * size;
+        state.packing = (length < size).then_some(at + length);
+        Ok(HostOffset::new(at))
+    }
+
+    /// Says that a change refers to clusters that were given out, one reference for each time a
+    /// cluster is listed: whatever tells the file of that change tells it of the references.
+    pub async fn publish(&self, clusters: &[HostCluster]) -> Result<()> {
+        let mut state = self.state.lock().await;
+        for cluster in clusters {
+            state.forget_unpublished(cluster.get());
+            self.mark(&mut state, cluster.get())?;
+        }
+        Ok(())
+    }
+
+    /// Gives back references to clusters, one for each time a cluster is listed. Nothing durable
+    /// may refer to them through these references any more.
+    pub async fn release(&self, clusters: &[HostCluster]) -> Result<()> {
+        let mut state = self.lock().await;
+        for cluster in clusters {
+            self.shrink_cache(&mut state);
+            self.lower(&mut state, cluster.get()).await?;
+            self.mark(&mut state, cluster.get())?;
+        }
+        Ok(())
+    }
+
+    /// Whether clusters that are freed from now on stay as they are, for others who may read them.
+    pub async fn keep_freed(&self, keep: bool) {
+        let mut state = self.state.lock().await;
+        if keep {
+            state.freed.get_or_insert_default();
+        } else if let Some(first) = state.freed.take().and_then(|freed| freed.first().copied()) {
+            state.first_maybe_free = state.first_maybe_free.min(first);
+        }
+    }
+
+    async fn lower(&self, state: &mut MutexGuard<'_, State>, cluster: u64) -> Result<()> {
+        let count = self.refcount_in(state, cluster).await?;
+        let Some(less) = count.checked_sub(1) else { return Err(self.unbalanced(cluster)) };
+        self.set(state, cluster, less)?;
+        if less == 0 {
+            state.first_maybe_free = state.first_maybe_free.min(cluster);
+            if let Some(freed) = &mut state.freed {
+                freed.insert(cluster);
+            }
+            let size = self.geometry.cluster_size();
+            if state.packing.is_some_and(|at| at / size == cluster) {
+                state.packing = None;
+            }
+        }
+        Ok(())
+    }
+
+    fn unbalanced(&self, cluster: u64) -> DiskError {
+        self.corrupt(format!("host cluster {cluster} is in use but its refcount is 0"))
+    }
+
+    /// The refcount of a host cluster.
+    pub async fn refcount(&self, cluster: HostCluster) -> Result<u64> {
+        let mut state = self.lock().await;
+        self.refcount_in(&mut state, cluster.get()).await
+    }
+
+    /// Whether a reference is the only one to its cluster. Nothing more is packed into that then, so
+    /// that it stays the only one.
+    pub async fn is_last(&self, cluster: HostCluster) -> Result<bool> {
+        let mut state = self.lock().await;
+        let last = self.refcount_in(&mut state, cluster.get()).await? == 1;
+        let size = self.geometry.cluster_size();
+        if last && state.packing.is_some_and(|at| at / size == cluster.get()) {
+            state.packing = None;
+        }
+        Ok(last)
+    }
+
+    /// Those of the clusters that will have no reference left when these are released, each once.
+    /// Nothing more is packed into them.
+    pub async fn freed_by(&self, releases: &[HostCluster]) -> Result<Vec<HostCluster>> {
+        let mut state = self.state.lock().await;
+        let mut counts: BTreeMap<HostCluster, u64> = BTreeMap::new();
+        for cluster in releases {
+            *counts.entry(*cluster).or_default() += 1;
+        }
+        let size = self.geometry.cluster_size();
+        let mut freed = Vec::new();
+        for (cluster, released) in counts {
+            if self.refcount_in(&mut state, cluster.get()).await? == released {
+                freed.push(cluster);
+                if state.packing.is_some_and(|at| at / size == cluster.get()) {
+                    state.packing = None;
+                }
+            }
+        }
+        Ok(freed)
+    }
+
+    /// Whether the file lacks any change.
+    pub async fn is_dirty(&self) -> bool {
+        let state = self.state.lock().await;
+        !state.unlisted.is_empty() || state.blocks.values().any(Block::is_dirty)
+    }
+
+    /// Writes every changed part of the blocks; not yet durable.
+    pub async fn write_blocks(&self) -> Result<()> {
+        let parts = self.take_dirty(&mut self.state.lock().await)?;
+        self.write_all(parts).await
+    }
+
+    /// The changed parts of the blocks, as the file is to have them: byte offsets and bytes. The
+    /// blocks then count as clean.
+    fn take_dirty(&self, state: &mut MutexGuard<'_, State>) -> Result<Vec<(u64, IoBuf)>> {
+        let state = &mut **state;
+        let mut parts = Vec::new();
+        for (&index, block) in &mut state.blocks {
+            if state.journaled.is_some() && state.unlisted.contains(&index) {
+                // The next record tells of it.
+                continue;
+            }
+            for run in block.take_dirty() {
+                let less = self.counted_in(&state.unpublished, index, block.indexes_in(&run));
+                let at = block.offset.get() + run.start as u64;
+                let bytes = block.copy_with_less(run, less);
+                parts.push((at, bytes.map_err(|error| self.layer.format_error(error))?));
+            }
+        }
+        parts.sort_by_key(|(offset, _)| *offset);
+        Ok(parts)
+    }
+
+    /// Of `counts`, by cluster, those of some refcounts of the block at `index`: by their places in
+    /// it.
+    fn counted_in<'a>(
+        &self,
+        counts: &'a BTreeMap<u64, u64>,
+        index: u64,
+        places: Range<usize>,
+    ) -> impl Iterator<Item = (usize, u64)> + 'a {
+        let first = index * self.geometry.refcount_block_entries();
+        let clusters = first + places.start as u64..first + places.end as u64;
+        counts.range(clusters).map(move |(cluster, count)| ((cluster - first) as usize, *count))
+    }
+
+    async fn write_all(&self, parts: Vec<(u64, IoBuf)>) -> Result<()> {
+        let storage = self.layer.storage();
+        try_join_all(parts.into_iter().map(|(offset, bytes)| storage.write_at(offset, bytes)))
+            .await?;
+        Ok(())
+    }
+
+    /// Locks the state, with clean blocks beyond the cache's size dropped.
+    async fn lock(&self) -> MutexGuard<'_, State> {
+        let mut state = self.state.lock().await;
+        self.shrink_cache(&mut state);
+        state
+    }
+
+    /// Drops clean blocks beyond the cache's size, half of it at once. Blocks that the operation
+    /// under way relies on must not go, so this comes before the first is looked at.
+    fn shrink_cache(&self, state: &mut MutexGuard<'_, State>) {
+        let keep = (CACHE_BYTES / self.geometry.cluster_size()).max(4) as usize;
+        let state = &mut **state;
+        if state.blocks.len() > keep {
+            let mut excess = state.blocks.len() - keep / 2;
+            let unpublished = &state.unpublished;
+            state.blocks.retain(|index, block| {
+                let mut ahead = self.counted_in(unpublished, *index, 0..self.entries());
+                let drop = excess > 0 && !block.is_dirty() && ahead.next().is_none();
+                excess -= usize::from(drop);
+                !drop
+            });
+        }
+    }
+
+    /// Refcounts in a block.
+    fn entries(&self) -> usize {
+        self.geometry.refcount_block_entries() as usize
+    }
+
+    /// The image's tables contradict each other. No change is to be made any more, and who asked for one
+    /// says so in the header.
+    pub fn corrupt(&self, reason: String) -> DiskError {
+        self.contradicted.store(true, Ordering::Release);
+        DiskError::Corrupt { image: self.layer.name().to_owned(), reason }
+    }
+
+    /// What is asked for is beyond what the image can hold, or not possible now.
+    fn full(&self, reason: String) -> DiskError {
+        DiskError::Refused { image: self.layer.name().to_owned(), reason }
+    }
+
+    /// The first free cluster.
+    async fn find_free(&self, state: &mut MutexGuard<'_, State>) -> Result<u64> {
+        loop {
+            let cluster = state.first_maybe_free;
+            self.need_room(state, cluster + 1).await?;
+            if self.is_free(state, cluster).await? {
+                return Ok(cluster);
+            }
+            // A block was perhaps put there just now, or the cluster is in use: look at the next.
+            state.first_maybe_free = cluster + 1;
+        }
+    }
+
+    /// Whether a cluster is free, after giving it a refcount block if it has none.
+    async fn is_free(&self, state: &mut MutexGuard<'_, State>, cluster: u64) -> Result<bool> {
+        if state.is_kept(cluster) {
+            return Ok(false);
+        }
+        self.cover(state, cluster).await?;
+        Ok(self.refcount_in(state, cluster).await? == 0)
+    }
+
+    /// Takes free clusters that have refcount blocks.
+    fn take(&self, state: &mut MutexGuard<'_, State>, start: u64, count: u64) -> Result<Run> {
+        self.refuse_tables(start..start + count)?;
+        for cluster in start..start + count {
+            self.reserve(state, cluster, 1)?;
+        }
+        let end = start + count;
+        let prepared = state.prepared.start <= start && end <= state.prepared.end;
+        let beyond = start >= state.never_used && self.layer.storage().extends_with_zeroes();
+        if start < state.prepared.end && state.prepared.start < end {
+            state.prepared.start = end.min(state.prepared.end);
+        }
+        let zeroed = prepared || beyond;
+        state.never_used = state.never_used.max(end);
+        self.layer.give_out(end << self.geometry.cluster_bits());
+        if state.first_maybe_free == start {
+            state.first_maybe_free = start + count;
+        }
+        Ok(Run { start: HostCluster::new(start), count, zeroed, beyond })
+    }
+
+    async fn refcount_in(&self, state: &mut MutexGuard<'_, State>, cluster: u64) -> Result<u64> {
+        let (index, within) = self.geometry.refcount_position(HostCluster::new(cluster));
+        if let Some(block) = state.blocks.get(&index) {
+            return Ok(block.get(within));
+        }
+        let Some(entry) = state.table.get(index as usize) else { return Ok(0) };
+        let Some(offset) = entry.offset(&self.geometry).map_err(|e| self.layer.format_error(e))?
+        else {
+            return Ok(0);
+        };
+        let length = self.geometry.cluster_size() as usize;
+        let bytes = self.layer.storage().read_at(offset.get(), IoBuf::zeroed(length)).await?;
+        let block = Block::loaded(offset, bytes, self.geometry.refcount_order());
+        let count = block.get(within);
+        state.blocks.insert(index, block);
+        if let Err(error) = self.check_block(state, index) {
+            state.blocks.remove(&index);
+            return Err(error);
+        }
+        Ok(count)
+    }
+
+    /// Adds a reference that the file is not told of yet.
+    fn reserve(&self, state: &mut MutexGuard<'_, State>, cluster: u64, count: u64) -> Result<()> {
+        self.set(state, cluster, count)?;
+        *state.unpublished.entry(cluster).or_default() += 1;
+        Ok(())
+    }
+
+    /// Counts a cluster of the refcount structure itself.
+    fn count_own(&self, state: &mut MutexGuard<'_, State>, cluster: u64) -> Result<()> {
+        self.reserve(state, cluster, 1)?;
+        state.own.push(cluster);
+        Ok(())
+    }
+
+    /// The file is about to be told of the structure's new clusters.
+    fn publish_own(&self, state: &mut MutexGuard<'_, State>) -> Result<()> {
+        for cluster in std::mem::take(&mut state.own) {
+            state.forget_unpublished(cluster);
+            self.mark(state, cluster)?;
+        }
+        Ok(())
+    }
+
+    /// Sets the refcount of a cluster whose block is in memory.
+    fn set(&self, state: &mut MutexGuard<'_, State>, cluster: u64, value: u64) -> Result<()> {
+        let (index, within) = self.geometry.refcount_position(HostCluster::new(cluster));
+        let block = self.block(state, index, cluster)?;
+        block.set(within, value).map_err(|e| self.layer.format_error(e))
+    }
+
+    /// Says that the file is to be told the refcount of a cluster whose block is in memory.
+    fn mark(&self, state: &mut MutexGuard<'_, State>, cluster: u64) -> Result<()> {
+        let (index, within) = self.geometry.refcount_position(HostCluster::new(cluster));
+        self.block(state, index, cluster)?.mark(within);
+        if let Some(journaled) = &mut state.journaled {
+            journaled.changed.insert(cluster);
+        }
+        Ok(())
+    }
+
+    fn block<'a>(
+        &self,
+        state: &'a mut MutexGuard<'_, State>,
+        index: u64,
+        cluster: u64,
+    ) -> Result<&'a mut Block> {
+        state
+            .blocks
+            .get_mut(&index)
+            .ok_or_else(|| self.corrupt(format!("host cluster {cluster} has no refcount block")))
+    }
+}

@@ -1,0 +1,218 @@
+//! Refcounts by way of a journal: what a record tells of them, and writing them to their places.
+
+use super::{Allocator, Journaled, State};
+use crate::Result;
+use async_lock::MutexGuard;
+use isobath_qcow2::HostCluster;
+use isobath_storage::{IoBuf, Storage};
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+
+/// Changes of the refcount structure that become durable with a record.
+#[derive(Default)]
+pub struct Staged {
+    /// New structures that hold nothing but zeroes where nothing else is said: offset and length.
+    pub fresh: Vec<(u64, u64)>,
+    /// Bytes and where they go.
+    pub patches: Vec<(u64, IoBuf)>,
+    /// Clusters of a refcount table that was replaced, to be released with the record's others.
+    pub replaced: Vec<HostCluster>,
+}
+
+impl<S: Storage> Allocator<S> {
+    /// From now on a journal tells the file of changes. The file has all changes so far.
+    pub async fn begin_journal(&self) {
+        self.state.lock().await.journaled = Some(Journaled::default());
+    }
+
+    /// The journal is empty and no longer used.
+    pub async fn end_journal(&self) {
+        self.state.lock().await.journaled = None;
+    }
+
+    /// Whether a record has anything to tell, beside what its own changes publish and release.
+    pub async fn has_unstaged(&self) -> bool {
+        let state = self.state.lock().await;
+        let changed = state.journaled.as_ref().is_some_and(|j| !j.changed.is_empty());
+        changed || !state.unlisted.is_empty() || !state.replaced_tables.is_empty()
+    }
+
+    /// Bytes that what is not staged takes in a record at most, with room for what tells of it.
+    pub async fn staged_bytes(&self) -> u64 {
+        let state = self.state.lock().await;
+        let changed = state.journaled.as_ref().map_or(0, |j| j.changed.len()) + state.own.len();
+        let blocks = state.unlisted.len() as u64 * 2 * self.geometry.cluster_size();
+        let table = if state.replaced_tables.is_empty() { 0 } else { 16 * state.table.len() };
+        blocks + 32 * (changed + state.unlisted.len() + 4) as u64 + table as u64
+    }
+
+    /// What the next record tells: everything published since the last, less one reference for each
+    /// time a cluster is in `releases`. Those are still counted in memory, and are to be
+    /// [released](Self::release) together with those returned once the record is durable.
+    pub async fn stage(&self, releases: &[HostCluster]) -> Result<Staged> {
+        let mut state = self.state.lock().await;
+        let mut staged = Staged::default();
+        for table in std::mem::take(&mut state.replaced_tables) {
+            self.unmark_metadata(table.clone());
+            staged.replaced.extend(table.map(HostCluster::new));
+        }
+        let mut less: BTreeMap<u64, u64> = BTreeMap::new();
+        for cluster in releases.iter().chain(&staged.replaced) {
+            let count = less.entry(cluster.get()).or_default();
+            *count += 1;
+            if self.refcount_in(&mut state, cluster.get()).await? < *count {
+                return Err(self.unbalanced(cluster.get()));
+            }
+        }
+        self.publish_own(&mut state)?;
+        self.stage_table(&mut state, &mut staged);
+        let fresh = std::mem::take(&mut state.unlisted);
+        for index in &fresh {
+            self.stage_block(&state, &less, *index, &mut staged)?;
+        }
+        let mut changed = match &mut state.journaled {
+            Some(journaled) => std::mem::take(&mut journaled.changed),
+            None => BTreeSet::new(),
+        };
+        changed.extend(less.keys());
+        let mut runs: Vec<(u64, Range<usize>)> = Vec::new();
+        for cluster in changed {
+            let (index, within) = self.geometry.refcount_position(HostCluster::new(cluster));
+            if fresh.contains(&index) {
+                continue;
+            }
+            let bytes = self.block(&mut state, index, cluster)?.bytes_of(within);
+            match runs.last_mut() {
+                Some((last, run)) if *last == index && bytes.start <= run.end => {
+                    run.end = bytes.end;
+                }
+                _ => runs.push((index, bytes)),
+            }
+        }
+        for (index, bytes) in runs {
+            if let Some(patch) = self.patch(&state, &less, index, bytes)? {
+                staged.patches.push(patch);
+            }
+        }
+        Ok(staged)
+    }
+
+    /// Entries of new blocks, or a whole new table and the header's pointer to it.
+    fn stage_table(&self, state: &mut MutexGuard<'_, State>, staged: &mut Staged) {
+        let at = state.table_offset.get();
+        if staged.replaced.is_empty() {
+            let mut entries = Vec::new();
+            for index in &state.unlisted {
+                if let Some(entry) = state.table.get(*index as usize) {
+                    entries.push(*index);
+                    let bytes = IoBuf::copy_of(&entry.raw().to_be_bytes());
+                    staged.patches.push((at + index * 8, bytes));
+                }
+            }
+            if let Some(journaled) = &mut state.journaled {
+                journaled.entries.extend(entries);
+            }
+            return;
+        }
+        let table = state.table_bytes();
+        staged.fresh.push((at, table.len() as u64));
+        staged.patches.extend(not_zero(at, &table));
+        staged.patches.push(self.point_to_table(state));
+        if let Some(journaled) = &mut state.journaled {
+            journaled.moved = true;
+        }
+    }
+
+    /// A new block, whole.
+    fn stage_block(
+        &self,
+        state: &MutexGuard<'_, State>,
+        less: &BTreeMap<u64, u64>,
+        index: u64,
+        staged: &mut Staged,
+    ) -> Result<()> {
+        let Some(length) = state.blocks.get(&index).map(super::Block::len) else { return Ok(()) };
+        if let Some((at, bytes)) = self.patch(state, less, index, 0..length)? {
+            staged.fresh.push((at, length as u64));
+            staged.patches.extend(not_zero(at, &bytes));
+        }
+        Ok(())
+    }
+
+    /// Bytes of a block as a record tells them, and their offset in the file.
+    fn patch(
+        &self,
+        state: &MutexGuard<'_, State>,
+        less: &BTreeMap<u64, u64>,
+        index: u64,
+        bytes: Range<usize>,
+    ) -> Result<Option<(u64, IoBuf)>> {
+        let Some(block) = state.blocks.get(&index) else { return Ok(None) };
+        let places = block.indexes_in(&bytes);
+        let unpublished = self.counted_in(&state.unpublished, index, places.clone());
+        let less = unpublished.chain(self.counted_in(less, index, places));
+        let at = block.offset.get() + bytes.start as u64;
+        let bytes = block.copy_with_less(bytes, less);
+        Ok(Some((at, bytes.map_err(|error| self.layer.format_error(error))?)))
+    }
+
+    /// Writes everything that records have told to its place; not yet durable. No record is under
+    /// way.
+    pub async fn write_home(&self) -> Result<()> {
+        let parts = {
+            let mut state = self.state.lock().await;
+            let mut parts = self.take_dirty(&mut state)?;
+            let at = state.table_offset.get();
+            let journaled = match &mut state.journaled {
+                Some(journaled) => {
+                    (std::mem::take(&mut journaled.entries), std::mem::take(&mut journaled.moved))
+                }
+                None => Default::default(),
+            };
+            if journaled.1 {
+                parts.push((at, state.table_bytes()));
+                parts.push(self.point_to_table(&state));
+            } else {
+                parts.extend(journaled.0.into_iter().filter_map(|index| {
+                    let entry = state.table.get(index as usize)?;
+                    Some((at + index * 8, IoBuf::copy_of(&entry.raw().to_be_bytes())))
+                }));
+            }
+            parts
+        };
+        self.write_all(parts).await
+    }
+}
+
+/// The parts of `bytes`, which go to `at`, that are not zero: as few as is worth it.
+pub fn not_zero(at: u64, bytes: &[u8]) -> Vec<(u64, IoBuf)> {
+    const STEP: usize = 64;
+    let mut runs: Vec<Range<usize>> = Vec::new();
+    for (number, piece) in bytes.chunks(STEP).enumerate() {
+        if piece.iter().all(|byte| *byte == 0) {
+            continue;
+        }
+        let start = number * STEP;
+        match runs.last_mut() {
+            Some(run) if run.end == start => run.end += piece.len(),
+            _ => runs.push(start..start + piece.len()),
+        }
+    }
+    runs.into_iter().map(|run| (at + run.start as u64, IoBuf::copy_of(&bytes[run]))).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn zeroes_are_left_out() {
+        let mut bytes = [0; 1000];
+        assert!(not_zero(4096, &bytes).is_empty());
+        bytes[70] = 1;
+        bytes[130] = 1;
+        bytes[999] = 1;
+        let parts: Vec<_> = not_zero(4096, &bytes).iter().map(|(at, b)| (*at, b.len())).collect();
+        assert_eq!(parts, [(4096 + 64, 128), (4096 + 960, 40)]);
+    }
+}

@@ -1,0 +1,137 @@
+//! The image under examination.
+
+use crate::durability::journal;
+use crate::layer::ImageFormat;
+use crate::probe::format_of;
+use crate::replayed::Replayed;
+use crate::{DiskError, Result};
+use isobath_qcow2::header::{ParseMode, field};
+use isobath_qcow2::{AutoclearFeatures, Geometry, Header, IncompatibleFeatures};
+use isobath_storage::{IoBuf, Storage};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// Most host clusters that are counted (QEMU's limit).
+pub(super) const MAX_CLUSTERS: u64 = i32::MAX as u64;
+
+/// An image whose header can be used.
+pub(super) struct Image<S> {
+    pub(super) storage: Arc<S>,
+    pub(super) name: PathBuf,
+    pub(super) header: Header,
+    pub(super) geometry: Geometry,
+    /// The file's length in bytes.
+    pub(super) length: u64,
+    /// What a journal that is in use puts over what is read.
+    replayed: Option<Replayed>,
+}
+
+impl<S: Storage> Image<S> {
+    /// Opens the image; its journal, if it was not closed, is replayed in memory, or with `recover`
+    /// in the file.
+    pub(super) async fn open(
+        storage: &Arc<S>,
+        name: &Path,
+        format: Option<ImageFormat>,
+        recover: bool,
+    ) -> Result<Self> {
+        let mut length = storage.len().await?;
+        let start = storage.read_at(0, IoBuf::zeroed(4096)).await?;
+        if format_of(name, format, &start)? == ImageFormat::Raw {
+            return Err(DiskError::Unsupported("This image format does not support checks".into()));
+        }
+        let error = |source| DiskError::Format { image: name.to_owned(), source };
+        let head = Header::probe_length(&start).map_err(error)?.min(length as usize);
+        let mut bytes = storage.read_at(0, IoBuf::zeroed(head)).await?;
+        let mut header = Header::parse_for(&bytes, ParseMode::Check).map_err(error)?;
+        let mut replayed = None;
+        if header.incompatible.contains(IncompatibleFeatures::JOURNAL) {
+            if recover {
+                journal::recover(&**storage, name, &header, |_, _| false).await?;
+                length = storage.len().await?;
+                bytes = storage.read_at(0, bytes).await?;
+            } else {
+                let journal = journal::examine(&**storage, name, &header).await?;
+                journal.put_over(0, &mut bytes);
+                length = length.max(journal.end());
+                replayed = Some(journal);
+            }
+            header = Header::parse_for(&bytes, ParseMode::Check).map_err(error)?;
+        }
+        let geometry = header.geometry().map_err(error)?;
+        let (storage, name) = (Arc::clone(storage), name.to_owned());
+        let image = Self { storage, name, header, geometry, length, replayed };
+        if image.clusters() > MAX_CLUSTERS {
+            return Err(image.refused(format!(
+                "the file has {} clusters; a check counts at most {MAX_CLUSTERS}",
+                image.clusters()
+            )));
+        }
+        let l1_end = image.header.l1_table_offset.checked_add(u64::from(image.header.l1_size) * 8);
+        if l1_end.is_none_or(|end| end.get() > length) {
+            return Err(image.refused(format!(
+                "its L1 table (l1_table_offset {}, l1_size {}) reaches past the end of the file \
+                 ({length} bytes): the file was cut short; restore it from a copy",
+                image.header.l1_table_offset, image.header.l1_size
+            )));
+        }
+        Ok(image)
+    }
+
+    /// The file's clusters, with the last if it is cut short.
+    pub(super) fn clusters(&self) -> u64 {
+        self.geometry.clusters_for(self.length)
+    }
+
+    pub(super) fn refused(&self, reason: String) -> DiskError {
+        DiskError::Refused { image: self.name.clone(), reason }
+    }
+
+    /// Reads bytes; what lies past the end of the file reads as zeroes.
+    pub(super) async fn read(&self, offset: u64, length: usize) -> Result<IoBuf> {
+        let mut bytes = self.storage.read_at(offset, IoBuf::zeroed(length)).await?;
+        if let Some(replayed) = &self.replayed {
+            replayed.put_over(offset, &mut bytes);
+        }
+        Ok(bytes)
+    }
+
+    /// Reads at most `length` bytes: what the file has of them.
+    pub(super) async fn read_existing(&self, offset: u64, length: u64) -> Result<IoBuf> {
+        let there = self.length.saturating_sub(offset).min(length);
+        self.read(offset, there as usize).await
+    }
+
+    pub(super) async fn write(&self, offset: u64, bytes: &[u8]) -> Result<()> {
+        self.storage.write_at(offset, IoBuf::copy_of(bytes)).await?;
+        Ok(())
+    }
+
+    pub(super) async fn flush(&self) -> Result<()> {
+        Ok(self.storage.flush().await?)
+    }
+
+    /// Clears bits of the incompatible features, durably, after what was written before.
+    pub(super) async fn clear_incompatible(&mut self, bits: IncompatibleFeatures) -> Result<()> {
+        let kept = self.header.incompatible.without(bits);
+        if kept != self.header.incompatible {
+            self.flush().await?;
+            self.write(field::INCOMPATIBLE_FEATURES as u64, &kept.bits().to_be_bytes()).await?;
+            self.flush().await?;
+            self.header.incompatible = kept;
+        }
+        Ok(())
+    }
+
+    /// Says that what unknown autoclear features describe may no longer be true.
+    pub(super) async fn clear_unknown_autoclear(&mut self) -> Result<()> {
+        let unknown = self.header.autoclear.unknown();
+        if !unknown.is_empty() {
+            let kept: AutoclearFeatures = self.header.autoclear.without(unknown);
+            self.write(field::AUTOCLEAR_FEATURES as u64, &kept.bits().to_be_bytes()).await?;
+            self.flush().await?;
+            self.header.autoclear = kept;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,195 @@
+//! Verifying an image, and repairing it.
+//!
+//! A check counts the references to every host cluster ([`survey`]), compares the counts with the
+//! refcounts in the file ([`refcounts`]), and then the COPIED flags with the refcounts ([`copied`]).
+//! Its words and numbers are those of `qemu-img check`.
+//!
+//! Repairs are made so that a crash between any two writes leaves the image no worse than before:
+//! entries of L2 tables first, then (all of that durable) refcounts, then COPIED flags, and the dirty
+//! and corrupt bits last. Three rules go beyond QEMU's:
+//!
+//! - No refcount is lowered while the image has an entry that leads nowhere, or to one of the image's
+//!   own tables: the clusters it should lead to would be freed, and with them what could still be
+//!   rescued. Nor is that of such a table raised, which would make the mistake pass for right.
+//! - A table is not written that something else refers to as well, or of which an entry leads nowhere:
+//!   what refers to it may be wrong, and it may be a guest's data. While that is so of the L1 table, no
+//!   L2 table is written.
+//! - Entries are mended only where that changes nothing that a guest could read before, and where there
+//!   is one way to mend them.
+
+mod copied;
+mod counts;
+mod entry;
+mod image;
+mod log;
+mod own;
+mod rebuild;
+mod refcounts;
+mod survey;
+
+use crate::layer::ImageFormat;
+use crate::{DiskError, Result};
+use image::Image;
+use isobath_qcow2::IncompatibleFeatures;
+use isobath_storage::{Locking, Storage};
+use log::Log;
+use std::path::Path;
+use std::sync::Arc;
+use survey::Survey;
+
+/// What a check may change.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Repair {
+    /// Nothing; the image is opened read-only.
+    #[default]
+    None,
+    /// Refcounts that are too high (`-r leaks`).
+    Leaks,
+    /// Everything that can be mended without guessing (`-r all`).
+    All,
+}
+
+/// How to check an image.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct CheckOptions {
+    /// What may be changed.
+    pub repair: Repair,
+    /// Image locks to take.
+    pub locking: Locking,
+    /// The image's format; `None` probes.
+    pub format: Option<ImageFormat>,
+}
+
+/// What a check tells while it runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CheckEvent<'a> {
+    /// Something is wrong, or is being repaired: one line for the user, as QEMU words it.
+    Finding(&'a str),
+    /// L2 tables read so far, of all that there are.
+    Progress {
+        /// Tables read.
+        done: u64,
+        /// Tables to read.
+        total: u64,
+    },
+}
+
+/// What a check found. The numbers are those of `qemu-img check`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CheckReport {
+    /// One past the last host cluster in use, in bytes.
+    pub image_end_offset: u64,
+    /// Guest clusters of the disk.
+    pub total_clusters: u64,
+    /// Guest clusters with data in the image.
+    pub allocated_clusters: u64,
+    /// Allocated guest clusters that do not follow their predecessor in the file.
+    pub fragmented_clusters: u64,
+    /// Allocated guest clusters that are compressed.
+    pub compressed_clusters: u64,
+    /// Errors that remain.
+    pub corruptions: u64,
+    /// Clusters that remain in use though nothing refers to them.
+    pub leaks: u64,
+    /// Errors that were repaired.
+    pub corruptions_fixed: u64,
+    /// Leaked clusters that were freed.
+    pub leaks_fixed: u64,
+    /// Structures that could not be examined, so that the rest of the report is incomplete.
+    pub check_errors: u64,
+}
+
+impl CheckReport {
+    /// Whether nothing wrong remains.
+    pub fn is_clean(&self) -> bool {
+        self.corruptions == 0 && self.leaks == 0 && self.check_errors == 0
+    }
+}
+
+/// Makes the refcounts of an image true that was not closed (dirty bit), and clears the bit. With
+/// `recover` a journal in use is brought home before; without, it has nothing and stays.
+///
+/// # Errors
+/// If the file cannot be read or written, or errors remain; the bit is then still set.
+pub async fn repair_dirty<S: Storage>(storage: &Arc<S>, name: &Path, recover: bool) -> Result<()> {
+    let mut image = Image::open(storage, name, Some(ImageFormat::Qcow2), recover).await?;
+    let mut first = String::new();
+    let mut events = |event: CheckEvent<'_>| {
+        if let CheckEvent::Finding(text) = event {
+            tracing::debug!(image = %isobath_storage::shown(name), "{text}");
+            if first.is_empty() && text.starts_with("ERROR") {
+                text.clone_into(&mut first);
+            }
+        }
+    };
+    let report = check_image(&mut image, Repair::All, &mut Log::new(&mut events)).await?;
+    if report.corruptions > 0 || report.check_errors > 0 {
+        return Err(DiskError::Corrupt {
+            image: name.to_owned(),
+            reason: format!(
+                "it was not closed (dirty bit) and could not be repaired; {} errors remain, the \
+                 first that was found is '{first}'",
+                report.corruptions + report.check_errors
+            ),
+        });
+    }
+    Ok(())
+}
+
+/// Checks an open image, and repairs it as far as `repair` allows.
+///
+/// # Errors
+/// See [`offline::check`](crate::offline::check).
+pub async fn check_storage<S: Storage>(
+    storage: &Arc<S>,
+    name: &Path,
+    format: Option<ImageFormat>,
+    repair: Repair,
+    events: &mut dyn FnMut(CheckEvent<'_>),
+) -> Result<CheckReport> {
+    let mut image = Image::open(storage, name, format, repair != Repair::None).await?;
+    check_image(&mut image, repair, &mut Log::new(events)).await
+}
+
+async fn check_image<S: Storage>(
+    image: &mut Image<S>,
+    repair: Repair,
+    log: &mut Log<'_>,
+) -> Result<CheckReport> {
+    if repair != Repair::None {
+        image.clear_unknown_autoclear().await?;
+    }
+    log.report.total_clusters = image.geometry.clusters_for(image.header.disk_size());
+    if image.geometry.has_data_file() && image.header.data_file().is_none() {
+        log.check_error(
+            "ERROR the image keeps its data in an external data file but does not name it; name it with \
+             'qemu-img amend -o data_file=NAME'",
+        );
+        return Ok(log.report);
+    }
+    let Some(mut survey) = Survey::take(image, log).await? else { return Ok(log.report) };
+    if repair == Repair::All && survey.has_fixes() {
+        let fixed = survey.apply_fixes(image).await?;
+        if fixed > 0 {
+            // The counts have changed, and what remains is to be told from what was there.
+            let mut quiet = |_: CheckEvent<'_>| {};
+            let mut again = Log::new(&mut quiet);
+            again.report.total_clusters = log.report.total_clusters;
+            let Some(second) = Survey::take(image, &mut again).await? else {
+                return Ok(log.report);
+            };
+            again.report.corruptions_fixed = fixed;
+            log.report = again.report;
+            survey = second;
+        }
+    }
+    let refcounts = refcounts::check(image, &mut survey, repair, log).await?;
+    copied::check(image, &survey, &refcounts, repair, log).await?;
+    log.report.image_end_offset = refcounts.end_offset(image);
+    if repair != Repair::None && log.report.corruptions == 0 && log.report.check_errors == 0 {
+        image
+            .clear_incompatible(IncompatibleFeatures::DIRTY.with(IncompatibleFeatures::CORRUPT))
+            .await?;
+    }
+    Ok(log.report)
+}

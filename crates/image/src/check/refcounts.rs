@@ -1,0 +1,341 @@
+//! Comparing the refcounts in the file with the references that were counted.
+
+use super::counts::{Counts, PAGE};
+use super::image::{Image, MAX_CLUSTERS};
+use super::log::Log;
+use super::survey::{Survey, tables_at_once};
+use super::{Repair, rebuild};
+use crate::Result;
+use futures_util::future::try_join_all;
+use isobath_qcow2::RefcountTableEntry;
+use isobath_storage::Storage;
+use std::collections::BTreeMap;
+
+/// Clusters past the end of the file, besides as many as the file has, whose refcounts a repair sees.
+const PAST_END: u64 = 1 << 16;
+
+/// Where an image's refcounts are.
+#[derive(Default)]
+pub(super) struct Structure {
+    /// Refcount blocks that can be used: their offset by their place in the refcount table.
+    blocks: BTreeMap<u64, u64>,
+    /// The ranges of the file that the structure takes, offset and length, as they were counted.
+    pub(super) ranges: Vec<(u64, u64)>,
+    /// Errors that only a new structure mends.
+    broken: u64,
+}
+
+impl Structure {
+    /// Reads the refcount table, and counts its references and those to it.
+    pub(super) async fn load<S: Storage>(
+        image: &Image<S>,
+        survey: &mut Survey,
+        log: &mut Log<'_>,
+    ) -> Result<Self> {
+        let geometry = &image.geometry;
+        let cluster_size = geometry.cluster_size();
+        let mut structure = Self::default();
+        let at = image.header.refcount_table_offset.get();
+        let bytes = u64::from(image.header.refcount_table_clusters) << geometry.cluster_bits();
+        let before = log.report.corruptions;
+        if at == 0 || bytes == 0 {
+            log.corruption("ERROR the image has no refcount table");
+        } else {
+            structure.refer(image, survey, at, bytes, log);
+        }
+        let table = image.read_existing(at, if at == 0 { 0 } else { bytes }).await?;
+        for index in 0..table.len() / 8 {
+            let entry = RefcountTableEntry::read(&table, index).unwrap_or_default();
+            if entry.raw() == 0 {
+                continue;
+            }
+            if entry.reserved_bits() != 0 || entry.raw() >> 56 != 0 {
+                log.corruption(&format!(
+                    "ERROR refcount table entry {index} has reserved bits set"
+                ));
+                continue;
+            }
+            let Ok(Some(offset)) = entry.offset(geometry) else {
+                log.corruption(&format!(
+                    "ERROR refcount block {index} is not cluster aligned; refcount table entry \
+                     corrupted"
+                ));
+                continue;
+            };
+            if geometry.host_cluster_of(offset).get() >= image.clusters() {
+                log.corruption(&format!("ERROR refcount block {index} is outside image"));
+                continue;
+            }
+            structure.refer(image, survey, offset.get(), cluster_size, log);
+            let count = survey.counts.get(geometry.host_cluster_of(offset).get());
+            if count != 1 {
+                log.corruption(&format!("ERROR refcount block {index} refcount={count}"));
+                continue;
+            }
+            structure.blocks.insert(index as u64, offset.get());
+        }
+        // Of two entries for one block the first was taken for right.
+        let bits = geometry.cluster_bits();
+        structure.blocks.retain(|_, at| survey.counts.get(*at >> bits) == 1);
+        structure.broken = log.report.corruptions - before;
+        Ok(structure)
+    }
+
+    fn refer<S: Storage>(
+        &mut self,
+        image: &Image<S>,
+        survey: &mut Survey,
+        offset: u64,
+        length: u64,
+        log: &mut Log<'_>,
+    ) {
+        let lost = survey.lost;
+        let clusters = survey.refer(image, offset, length, 1, log);
+        // What is wrong with the structure itself says nothing of the data, unless one of the tables is in
+        // the same place.
+        survey.lost = lost | clusters.is_some_and(|clusters| survey.own.collide(clusters));
+        self.ranges.push((offset, length));
+    }
+}
+
+/// The refcounts in the file, as far as they differ from the references counted.
+pub(super) struct Refcounts {
+    /// Refcounts in the file, in pages of clusters where any differs.
+    different: Counts,
+    /// The last cluster with a refcount or a reference.
+    highest: Option<u64>,
+}
+
+impl Refcounts {
+    /// The refcount in the file.
+    pub(super) fn get(&self, survey: &Survey, cluster: u64) -> u64 {
+        if self.different.has_page(cluster) {
+            self.different.get(cluster)
+        } else {
+            survey.references(cluster)
+        }
+    }
+
+    /// One past the last cluster in use, in bytes.
+    pub(super) fn end_offset<S: Storage>(&self, image: &Image<S>) -> u64 {
+        self.highest.map_or(0, |last| (last + 1) << image.geometry.cluster_bits())
+    }
+}
+
+/// Compares, and repairs as far as `repair` allows.
+pub(super) async fn check<S: Storage>(
+    image: &mut Image<S>,
+    survey: &mut Survey,
+    repair: Repair,
+    log: &mut Log<'_>,
+) -> Result<Refcounts> {
+    let compared = Comparison::run(image, survey, repair, log).await?;
+    log.report.corruptions += compared.too_low;
+    log.report.leaks += compared.too_high;
+    let broken = survey.structure.broken;
+    // Everything that is wrong but for the structure and its refcounts.
+    let elsewhere = log.report.corruptions - compared.too_low - broken;
+    let mut refcounts = compared.refcounts;
+    match repair {
+        Repair::None => {}
+        Repair::All if broken > 0 || compared.without_block => {
+            if survey.lost {
+                log.say(
+                    "ERROR the refcount structure is not rebuilt: clusters that corrupt entries \
+                     should refer to would be lost",
+                );
+                return Ok(refcounts);
+            }
+            log.say("Rebuilding refcount structure");
+            rebuild::rebuild(image, survey).await?;
+            log.report.corruptions = elsewhere;
+            log.report.leaks = 0;
+            log.report.corruptions_fixed += compared.too_low + broken;
+            log.report.leaks_fixed += compared.too_high;
+            refcounts =
+                Refcounts { different: Counts::default(), highest: survey.counts.highest() };
+        }
+        Repair::Leaks | Repair::All => {
+            if survey.lost && compared.too_high > 0 {
+                log.say(
+                    "ERROR leaked clusters are not freed: corrupt entries may be meant to refer \
+                     to them",
+                );
+            }
+            let allowed = Allowed { raise: repair == Repair::All, lower: !survey.lost };
+            mend(image, survey, &mut refcounts, allowed, log).await?;
+        }
+    }
+    Ok(refcounts)
+}
+
+struct Comparison {
+    refcounts: Refcounts,
+    too_low: u64,
+    too_high: u64,
+    /// A cluster in use has no refcount block, or none that can be used.
+    without_block: bool,
+}
+
+impl Comparison {
+    async fn run<S: Storage>(
+        image: &Image<S>,
+        survey: &Survey,
+        repair: Repair,
+        log: &mut Log<'_>,
+    ) -> Result<Self> {
+        let entries = image.geometry.refcount_block_entries();
+        let size = image.geometry.cluster_size() as usize;
+        let order = image.geometry.refcount_order();
+        let used = survey.counts.highest().map_or(0, |last| last + 1);
+        let clusters = match repair {
+            Repair::None => image.clusters().max(used),
+            // Refcounts past the end of the file are no leaks yet, but will be when it grows.
+            _ => (image.clusters().max(used) * 2 + PAST_END).min(MAX_CLUSTERS),
+        };
+        let mut result = Self {
+            refcounts: Refcounts { different: Counts::default(), highest: None },
+            too_low: 0,
+            too_high: 0,
+            without_block: false,
+        };
+        let mut numbers: Vec<u64> =
+            survey.structure.blocks.keys().copied().filter(|n| n * entries < clusters).collect();
+        let counted = survey.counts.nonzero().map(|cluster| cluster / entries);
+        numbers.extend(Deduplicated(counted.peekable()));
+        numbers.sort_unstable();
+        numbers.dedup();
+        for batch in numbers.chunks(tables_at_once(image)) {
+            let blocks = try_join_all(batch.iter().map(async |number| {
+                match survey.structure.blocks.get(number) {
+                    Some(at) => image.read(*at, size).await.map(Some),
+                    None => Ok(None),
+                }
+            }))
+            .await?;
+            for (number, block) in batch.iter().zip(blocks) {
+                let first = number * entries;
+                for cluster in first..(first + entries).min(clusters) {
+                    let index = (cluster - first) as usize;
+                    let stored =
+                        block.as_ref().and_then(|block| order.read(block, index)).unwrap_or(0);
+                    let counted = survey.references(cluster);
+                    if stored > 0 || counted > 0 {
+                        result.refcounts.highest = Some(cluster);
+                    }
+                    if stored >= counted && survey.own.is_disputed(cluster) {
+                        log.corruption(&format!(
+                            "ERROR cluster {cluster} holds one of the image's tables, and something \
+                             else refers to it"
+                        ));
+                    }
+                    if stored == counted {
+                        continue;
+                    }
+                    result.note(survey, cluster, stored, counted, log);
+                    result.without_block |= block.is_none();
+                }
+            }
+        }
+        Ok(result)
+    }
+
+    fn note(
+        &mut self,
+        survey: &Survey,
+        cluster: u64,
+        stored: u64,
+        counted: u64,
+        log: &mut Log<'_>,
+    ) {
+        let different = &mut self.refcounts.different;
+        if !different.has_page(cluster) {
+            // The page stands for all its clusters from now on.
+            let first = cluster - cluster % PAGE;
+            for other in first..first + PAGE {
+                different.set(other, survey.references(other));
+            }
+        }
+        different.set(cluster, stored);
+        let word = if stored < counted {
+            self.too_low += 1;
+            "ERROR"
+        } else {
+            self.too_high += 1;
+            "Leaked"
+        };
+        log.say(&format!("{word} cluster {cluster} refcount={stored} reference={counted}"));
+    }
+}
+
+/// Neighbours that are equal, once.
+struct Deduplicated<I: Iterator>(std::iter::Peekable<I>);
+
+impl<I: Iterator<Item: PartialEq>> Iterator for Deduplicated<I> {
+    type Item = I::Item;
+
+    fn next(&mut self) -> Option<I::Item> {
+        let item = self.0.next()?;
+        while self.0.next_if_eq(&item).is_some() {}
+        Some(item)
+    }
+}
+
+/// Which refcounts may be changed.
+#[derive(Clone, Copy)]
+struct Allowed {
+    raise: bool,
+    lower: bool,
+}
+
+/// Writes the right refcounts into the blocks that there are, durably.
+async fn mend<S: Storage>(
+    image: &Image<S>,
+    survey: &Survey,
+    refcounts: &mut Refcounts,
+    allowed: Allowed,
+    log: &mut Log<'_>,
+) -> Result<()> {
+    let entries = image.geometry.refcount_block_entries();
+    let order = image.geometry.refcount_order();
+    let size = image.geometry.cluster_size() as usize;
+    let end = refcounts.different.end();
+    for (&number, &at) in &survey.structure.blocks {
+        let first = number * entries;
+        let clusters = first..(first + entries).min(end);
+        let wrong: Vec<(u64, u64, u64)> = clusters
+            .filter(|cluster| refcounts.different.has_page(*cluster))
+            .map(|at| (at, refcounts.different.get(at), survey.references(at)))
+            .filter(|(at, stored, counted)| match stored.cmp(counted) {
+                // A refcount that tells of both would have the mistake pass for right.
+                std::cmp::Ordering::Less => allowed.raise && !survey.own.is_disputed(*at),
+                std::cmp::Ordering::Greater => allowed.lower,
+                std::cmp::Ordering::Equal => false,
+            })
+            .collect();
+        if wrong.is_empty() {
+            continue;
+        }
+        let mut block = image.read(at, size).await?.to_vec();
+        for (cluster, stored, counted) in wrong {
+            log.say(&format!("Repairing cluster {cluster} refcount={stored} reference={counted}"));
+            order
+                .write(&mut block, (cluster - first) as usize, counted)
+                .map_err(|error| image.refused(error.to_string()))?;
+            refcounts.different.set(cluster, counted);
+            if stored < counted {
+                log.report.corruptions -= 1;
+                log.report.corruptions_fixed += 1;
+            } else {
+                log.report.leaks -= 1;
+                log.report.leaks_fixed += 1;
+            }
+        }
+        image.write(at, &block).await?;
+    }
+    image.flush().await?;
+    if log.report.leaks == 0 && log.report.corruptions == 0 {
+        refcounts.highest = survey.counts.highest();
+    }
+    Ok(())
+}

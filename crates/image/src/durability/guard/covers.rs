@@ -1,0 +1,255 @@
+//! Ranges of newly written data, and what is in them.
+
+use event_listener::Event;
+use isobath_qcow2::journal::Crc32c;
+use isobath_storage::IoBuf;
+use isobath_storage::sync::atomic::{AtomicU64, Ordering};
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// Data that one record may vouch for, in bytes: a recovery reads it all.
+const MAX_COVERED: u64 = 32 << 20;
+
+/// A range of the data file that holds newly written guest data.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Cover {
+    /// Bytes of the host file.
+    pub range: Range<u64>,
+    /// CRC32C of what was written there; `None` if it must be read back.
+    pub crc: Option<u32>,
+    /// What has, or could have, the checksum.
+    pub voucher: Voucher,
+}
+
+/// Who says what newly written data is, where the mapping to it needs no record of the journal.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Voucher {
+    /// The journal's next record, which has the mapping.
+    Record,
+    /// Nobody need: before it was written, its place held what the guest had there.
+    Nobody,
+    /// The record embedded in its lead block has a checksum of it.
+    Lead,
+}
+
+/// A covered range.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Covered {
+    pub(super) end: u64,
+    /// CRC32C unless it must be read back.
+    pub(super) crc: Option<u32>,
+    pub(super) voucher: Voucher,
+}
+
+/// What one record vouches for.
+#[derive(Default)]
+pub(super) struct Covers {
+    /// By start.
+    pub(super) ranges: BTreeMap<u64, Covered>,
+    bytes: u64,
+    /// What an embedded record says of its data no longer holds.
+    pub(super) broken: bool,
+    /// There is too much: the data is made durable before the record instead.
+    pub(super) too_much: bool,
+    pub(super) writes: Arc<InFlight>,
+}
+
+/// Writes for which a commit waits.
+#[derive(Default)]
+pub struct InFlight {
+    count: AtomicU64,
+    ended: Event,
+}
+
+impl InFlight {
+    /// Waits for all of them.
+    pub async fn ended(&self) {
+        loop {
+            let ended = self.ended.listen();
+            if self.count.load(Ordering::SeqCst) == 0 {
+                return;
+            }
+            ended.await;
+        }
+    }
+}
+
+/// One of them; ends when dropped.
+pub struct Busy(Option<Arc<InFlight>>);
+
+impl Busy {
+    /// One more.
+    pub fn on(writes: &Arc<InFlight>) -> Self {
+        writes.count.fetch_add(1, Ordering::SeqCst);
+        Self(Some(Arc::clone(writes)))
+    }
+
+    /// A write to no such range.
+    pub(super) fn none() -> Self {
+        Self(None)
+    }
+}
+
+impl Drop for Busy {
+    fn drop(&mut self) {
+        if let Some(writes) = &self.0
+            && writes.count.fetch_sub(1, Ordering::SeqCst) == 1
+        {
+            writes.ended.notify(usize::MAX);
+        }
+    }
+}
+
+impl Covers {
+    pub(super) fn add(&mut self, cover: &Cover) {
+        if self.too_much || cover.range.is_empty() {
+            return;
+        }
+        self.put(cover);
+        if self.bytes > MAX_COVERED {
+            self.too_much = true;
+            self.ranges.clear();
+        }
+    }
+
+    fn put(&mut self, cover: &Cover) {
+        let Range { mut start, mut end } = cover.range.clone();
+        let mut crc = cover.crc;
+        for (at, before) in self.overlapping(&(start..end)) {
+            self.take_out(at, &before);
+            // Written twice: only what is there now counts.
+            crc = if (at, before.end) == (start, end) { crc } else { None };
+            (start, end) = (start.min(at), end.max(before.end));
+        }
+        self.bytes += end - start;
+        self.ranges.insert(start, Covered { end, crc, voucher: cover.voucher });
+    }
+
+    fn take_out(&mut self, at: u64, covered: &Covered) {
+        self.ranges.remove(&at);
+        self.bytes -= covered.end - at;
+    }
+
+    /// Says that a write to a range begins: what it overlaps must be read back.
+    pub(super) fn touch(&mut self, range: &Range<u64>) -> Busy {
+        let found = self.overlapping(range);
+        if found.is_empty() {
+            return Busy(None);
+        }
+        for (at, covered) in found {
+            self.broken |= covered.voucher == Voucher::Lead;
+            self.ranges.insert(at, Covered { crc: None, ..covered });
+        }
+        Busy::on(&self.writes)
+    }
+
+    /// Vouches no more for a range; what lies beside it in the same covers is read back.
+    pub(super) fn cut_out(&mut self, range: &Range<u64>) {
+        self.broken |=
+            self.overlapping(range).iter().any(|(_, each)| each.voucher == Voucher::Lead);
+        self.forget(range);
+    }
+
+    /// Says nothing more of a range; what lies beside it in the same covers is read back.
+    pub(super) fn forget(&mut self, range: &Range<u64>) {
+        for (at, covered) in self.overlapping(range) {
+            let Covered { end, voucher, .. } = covered;
+            self.take_out(at, &covered);
+            for rest in [at..range.start.max(at), range.end.min(end)..end] {
+                self.add(&Cover { range: rest, crc: None, voucher });
+            }
+        }
+    }
+
+    /// Leaves only what records in lead blocks vouch for.
+    pub(super) fn leave_leads(&mut self) {
+        let bytes = &mut self.bytes;
+        self.ranges.retain(|at, covered| {
+            let stays = covered.voucher == Voucher::Lead;
+            *bytes -= if stays { 0 } else { covered.end - at };
+            stays
+        });
+    }
+
+    pub(super) fn overlapping(&self, range: &Range<u64>) -> Vec<(u64, Covered)> {
+        let before = self.ranges.range(..range.start).next_back();
+        let before = before.filter(|(_, covered)| covered.end > range.start);
+        let inside = self.ranges.range(range.clone());
+        before.into_iter().chain(inside).map(|(at, covered)| (*at, *covered)).collect()
+    }
+}
+
+/// Covers of `bufs`, written at `at`, one for each cluster of `size` bytes. Checksums are only made
+/// when `checked`.
+pub fn covers(at: u64, bufs: &[IoBuf], size: u64, checked: bool) -> Vec<Cover> {
+    let mut covers = Vec::new();
+    let cover = |range, crc: Crc32c| {
+        let crc = checked.then(|| crc.finish());
+        Cover { range, crc, voucher: Voucher::Record }
+    };
+    let mut crc = Crc32c::default();
+    let (mut start, mut place) = (at, at);
+    for buf in bufs {
+        let mut rest: &[u8] = buf;
+        while !rest.is_empty() {
+            let room = size - place % size;
+            let (piece, more) = rest.split_at(rest.len().min(room as usize));
+            if checked {
+                crc.update(piece);
+            }
+            place += piece.len() as u64;
+            rest = more;
+            if place.is_multiple_of(size) {
+                let crc = std::mem::take(&mut crc);
+                covers.push(cover(start..place, crc));
+                start = place;
+            }
+        }
+    }
+    if start < place {
+        covers.push(cover(start..place, crc));
+    }
+    covers
+}
+
+#[cfg(all(test, loom))]
+mod interleavings {
+    use super::*;
+    use isobath_storage::sync::{Cell, Mutex, explore, wait};
+
+    struct Guard {
+        writes: Arc<InFlight>,
+        /// Writes that began before anything else, and what they write.
+        busy: [(Mutex<Option<Busy>>, Cell<u8>); 2],
+    }
+
+    fn guard() -> Guard {
+        let writes = Arc::<InFlight>::default();
+        let write = |_| (Mutex::new(Some(Busy::on(&writes))), Cell::new(0));
+        Guard { busy: [0, 1].map(write), writes }
+    }
+
+    fn end(guard: &Guard, number: usize) {
+        let (busy, data) = &guard.busy[number];
+        data.set(1);
+        drop(busy.lock().take());
+    }
+
+    fn commit(guard: &Guard) {
+        wait(guard.writes.ended());
+        assert!(guard.busy.iter().all(|(_, data)| data.get() == 1));
+    }
+
+    #[test]
+    fn a_commit_waits_for_all_writes() {
+        let tasks: &[fn(&Guard)] = &[|g| end(g, 0), |g| end(g, 1), commit];
+        explore("InFlight, two writes and a commit", 3, guard, tasks, |_| ());
+    }
+
+    #[test]
+    fn two_commits_wait() {
+        let tasks: &[fn(&Guard)] = &[|g| (0..2).for_each(|n| end(g, n)), commit, commit];
+        explore("InFlight, two writes and two commits", 2, guard, tasks, |_| ());
+    }
+}

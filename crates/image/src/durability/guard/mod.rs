@@ -1,0 +1,608 @@
+//! Guest data that records of a journal vouch for.
+//!
+//! A record says what the data is that it newly refers to (a *cover*: a range of the file and its
+//! CRC32C), so that data and record can be made durable by one sync: after a crash the last record
+//! counts only if all of its covers hold. They must hold until the next record is durable, which
+//! proves that this one was. Until then a write to a covered range does not go to its place but is
+//! *kept*, in memory and as data in the next record, and goes to its place with a checkpoint (full
+//! journaling, section 3.1 of the FAST '16 paper). What is kept stays so until no record that a
+//! recovery would replay has it. Small writes that would make the file grow are kept too: the record's
+//! space is there already.
+//!
+//! The order of all this is the commits'; see [`journal`](super::journal).
+
+mod covers;
+
+pub use covers::{Busy, Cover, Voucher, covers};
+
+use crate::pieces::{Kept, Pieces};
+use crate::restart_log::Log;
+use crate::sabotage::{self, Sabotage};
+use covers::{Covered, Covers, InFlight};
+use isobath_qcow2::HostCluster;
+use isobath_storage::IoBuf;
+use parking_lot::Mutex;
+use std::collections::HashSet;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+
+/// Small writes are kept as long as there is no more than this, in bytes.
+const MAX_PENDING: u64 = 128 << 10;
+
+/// Clusters remembered as not written.
+const MAX_UNWRITTEN: usize = 16 << 10;
+
+/// In place of a record's number: the piece is of a cluster that is about to be free.
+const NO_RECORD: u64 = u64::MAX;
+
+/// What must not change in its place, and what is kept instead.
+#[derive(Default)]
+pub struct Guard {
+    /// Whether a journal is in use.
+    active: AtomicBool,
+    /// Pieces kept; readers look no further while there are none.
+    kept: AtomicUsize,
+    /// Bytes kept for the next record.
+    pending: AtomicU64,
+    /// What is kept is noted here too.
+    log: Option<Arc<Log>>,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    /// Clusters of which the file has at most parts: all that was written to them was kept at first.
+    unwritten: HashSet<u64>,
+    /// What the next record will vouch for.
+    open: Covers,
+    /// What the record under way vouches for.
+    closing: Covers,
+    /// What was vouched for by what is durable, and not proven by anything later that is: by the number
+    /// at which that ended.
+    last: Vec<(u64, Covers)>,
+    /// Clusters of which the next record has the plain lead block.
+    plain: Vec<HostCluster>,
+    /// Data that durable records have, by their numbers, and of clusters about to be free.
+    recorded: Pieces,
+    /// Data that the record under way has.
+    under_way: Pieces,
+    /// Data that the next record will have.
+    pending: Pieces,
+}
+
+/// Where a write goes.
+pub enum Way {
+    /// To its place, as it is.
+    Straight(Busy),
+    /// Some of it was kept; these parts go to their places.
+    Parts(Vec<Range<u64>>, Busy),
+}
+
+/// What a record must say of data.
+pub struct Closed {
+    /// What it vouches for.
+    pub covers: Vec<Cover>,
+    /// Data that goes into it.
+    pub kept: Vec<Kept>,
+    /// Clusters whose plain lead blocks are among that.
+    pub plain: Vec<HostCluster>,
+    /// There is too much to vouch for: data must be durable before the record is written.
+    pub too_much: bool,
+    writes: Arc<InFlight>,
+}
+
+impl Closed {
+    /// Waits for the writes to covered ranges that were under way at the close.
+    pub async fn settled(&self) {
+        self.writes.ended().await;
+    }
+}
+
+impl Guard {
+    /// Notes in `log` what is kept.
+    pub fn new(log: Option<Arc<Log>>) -> Self {
+        Self { log, ..Self::default() }
+    }
+
+    /// Whether written data is to be covered.
+    pub fn is_active(&self) -> bool {
+        self.active.load(Ordering::SeqCst)
+    }
+
+    /// From now on records vouch for data. A commit that closes every batch of before follows.
+    pub fn activate(&self) {
+        self.active.store(true, Ordering::SeqCst);
+    }
+
+    /// No record vouches for anything any more, and no recovery replays one. What durable records had
+    /// is durable in its place.
+    pub fn deactivate(&self) {
+        let mut state = self.state.lock();
+        let state = &mut *state;
+        self.active.store(false, Ordering::SeqCst);
+        let newer = std::mem::take(&mut state.pending);
+        state.pending = std::mem::take(&mut state.under_way);
+        state.pending.put_all(newer);
+        state.recorded = Pieces::default();
+        state.open = Covers::default();
+        state.closing = Covers::default();
+        state.last.clear();
+        state.plain.clear();
+        state.unwritten.clear();
+        self.count(state);
+    }
+
+    /// Bytes kept that no record has yet.
+    pub fn pending(&self) -> u64 {
+        self.pending.load(Ordering::Relaxed)
+    }
+
+    /// Whether anything is kept.
+    pub fn keeps(&self) -> bool {
+        self.kept.load(Ordering::Acquire) > 0
+    }
+
+    /// Bytes of a range that would be kept if they were written now.
+    pub fn guarded(&self, range: &Range<u64>) -> u64 {
+        if !self.is_active() && !self.keeps() {
+            return 0;
+        }
+        self.state.lock().guarded(range).iter().map(|part| part.end - part.start).sum()
+    }
+
+    /// Decides where a write of `bufs` at `at` goes, and keeps what must be kept. The caller writes
+    /// the rest and then drops what it was given.
+    pub fn write(&self, at: u64, bufs: &[IoBuf]) -> Way {
+        if !self.is_active() && !self.keeps() {
+            return Way::Straight(Busy::none());
+        }
+        let length: usize = bufs.iter().map(IoBuf::len).sum();
+        let range = at..at + length as u64;
+        let mut state = self.state.lock();
+        let busy = state.open.touch(&range);
+        let guarded = state.guarded(&range);
+        if guarded.is_empty() {
+            return Way::Straight(busy);
+        }
+        let mut straight = Vec::new();
+        let mut next = range.start;
+        for part in guarded {
+            if next < part.start {
+                straight.push(next..part.start);
+            }
+            next = part.end;
+            let bytes = cut(bufs, (part.start - at) as usize..(part.end - at) as usize);
+            self.keep_piece(&mut state, part.start, bytes.into());
+        }
+        if next < range.end {
+            straight.push(next..range.end);
+        }
+        self.count(&state);
+        Way::Parts(straight, busy)
+    }
+
+    /// Keeps a small write to space that the file does not have yet for the next record, unless that has
+    /// much already. `beyond` says that the write is the first to its clusters, of `size` bytes, and
+    /// that nothing refers to them yet; it is kept then, and what refers to it is recorded after this.
+    /// Otherwise it is kept if such a write was the first to all of them.
+    pub fn keep(&self, at: u64, bufs: &[IoBuf], beyond: bool, size: u64) -> bool {
+        if !self.is_active() || self.pending() > MAX_PENDING {
+            return false;
+        }
+        let length = bufs.iter().map(IoBuf::len).sum();
+        let mut clusters = at / size..(at + length as u64).div_ceil(size);
+        let mut state = self.state.lock();
+        if beyond {
+            if state.unwritten.len() > MAX_UNWRITTEN {
+                state.unwritten.clear();
+            }
+            state.unwritten.extend(clusters);
+        } else if !clusters.all(|cluster| state.unwritten.contains(&cluster)) {
+            return false;
+        }
+        self.keep_piece(&mut state, at, cut(bufs, 0..length).into());
+        self.count(&state);
+        true
+    }
+
+    fn keep_piece(&self, state: &mut State, at: u64, bytes: Arc<[u8]>) {
+        if let Some(log) = &self.log {
+            log.kept(at, &bytes);
+        }
+        state.keep(at, bytes);
+    }
+
+    /// Keeps the plain bytes of an embedded lead block for the next record, which says that the lead block of
+    /// `cluster` is plain. The caller sees to it that nobody takes it for embedded from then on.
+    pub fn keep_plain(&self, at: u64, bytes: &[u8], cluster: HostCluster) {
+        let mut state = self.state.lock();
+        self.keep_piece(&mut state, at, bytes.into());
+        state.plain.push(cluster);
+        self.count(&state);
+    }
+
+    /// Has the next record vouch for newly written data. What refers to it is recorded after this.
+    pub fn cover(&self, covers: Vec<Cover>) {
+        if self.is_active() {
+            let mut state = self.state.lock();
+            for cover in covers {
+                state.open.add(&cover);
+            }
+        }
+    }
+
+    /// New data was put into its place that no record is to vouch for: it is durable before the next
+    /// record is written. What refers to it is recorded after this.
+    pub fn cover_none(&self) {
+        if self.is_active() {
+            self.state.lock().open.too_much = true;
+        }
+    }
+
+    /// Begins record `sequence`. Nothing is said of clusters in `freed`, of `size` bytes each, to which
+    /// nothing will refer any more.
+    pub fn close(&self, sequence: u64, freed: &[HostCluster], size: u64) -> Closed {
+        let mut state = self.state.lock();
+        let state = &mut *state;
+        if let Some(log) = &self.log {
+            log.close_kept();
+        }
+        state.closing = std::mem::take(&mut state.open);
+        state.under_way = std::mem::take(&mut state.pending);
+        state.under_way.mark(None, sequence);
+        for cluster in freed {
+            let range = cluster.get() * size..(cluster.get() + 1) * size;
+            state.closing.forget(&range);
+            // It stays for those who still look at the old mapping.
+            state.under_way.mark(Some(&range), NO_RECORD);
+        }
+        self.count(state);
+        let closing = &state.closing;
+        let cover = |(&at, &Covered { end, crc, voucher }): (&u64, &Covered)| Cover {
+            range: at..end,
+            crc,
+            voucher,
+        };
+        Closed {
+            covers: closing.ranges.iter().map(cover).collect(),
+            kept: state.under_way.list(|mark| mark != NO_RECORD),
+            plain: std::mem::take(&mut state.plain),
+            too_much: closing.too_much,
+            writes: Arc::clone(&closing.writes),
+        }
+    }
+
+    /// Begins a commit without a record; `None` if something must go into one.
+    pub fn close_embedded(&self) -> Option<Arc<InFlight>> {
+        let mut state = self.state.lock();
+        let state = &mut *state;
+        let needs_record = state.open.too_much || state.open.broken || !state.plain.is_empty();
+        if needs_record || self.pending() > 0 {
+            return None;
+        }
+        state.closing = std::mem::take(&mut state.open);
+        state.closing.leave_leads();
+        Some(Arc::clone(&state.closing.writes))
+    }
+
+    /// The commit under way, which ends at `until`, is durable without a record. What ended at `proven`
+    /// or before is proven.
+    pub fn sealed_embedded(&self, until: u64, proven: u64) {
+        let mut state = self.state.lock();
+        let closing = std::mem::take(&mut state.closing);
+        state.last.retain(|(end, _)| *end > proven);
+        if !closing.ranges.is_empty() {
+            state.last.push((until, closing));
+        }
+    }
+
+    /// The record under way, which ends at `until`, is durable, and a recovery replays no record before
+    /// `tail`.
+    pub fn sealed(&self, until: u64, tail: u64) {
+        let mut state = self.state.lock();
+        let state = &mut *state;
+        state.last = vec![(until, std::mem::take(&mut state.closing))];
+        let newer = std::mem::take(&mut state.under_way);
+        state.recorded.put_all(newer);
+        state.recorded.retain(|record| record >= tail);
+        self.count(state);
+    }
+
+    /// What durable records have of data is in its place, and nothing is vouched for any more.
+    pub fn in_place(&self) {
+        let mut state = self.state.lock();
+        let state = &mut *state;
+        state.recorded = Pieces::default();
+        state.closing = Covers::default();
+        state.last.clear();
+        self.count(state);
+    }
+
+    /// Of what the commit under way took, `placed` is in its place, and record `sequence` has the
+    /// rest.
+    pub fn moved(&self, placed: &[Kept], sequence: u64) {
+        let mut state = self.state.lock();
+        let state = &mut *state;
+        for done in placed {
+            state.under_way.remove(done);
+        }
+        state.under_way.mark(None, sequence);
+        self.count(state);
+    }
+
+    /// The commit under way wrote no record, and all data is durable in its place.
+    pub fn unneeded(&self) {
+        let mut state = self.state.lock();
+        state.closing = Covers::default();
+        state.under_way = Pieces::default();
+        self.count(&state);
+    }
+
+    /// What durable records have of data, to be written to its place.
+    pub fn recorded(&self) -> Vec<Kept> {
+        self.state.lock().recorded.list(|record| record != NO_RECORD)
+    }
+
+    /// What is kept and in no durable record. With the journal out of use, it goes to its place.
+    pub fn unrecorded(&self) -> Vec<Kept> {
+        self.state.lock().pending.list(|_| true)
+    }
+
+    /// Forgets pieces that are in their places, unless something newer is kept there.
+    pub fn placed(&self, pieces: &[Kept]) {
+        let mut state = self.state.lock();
+        for done in pieces {
+            state.pending.remove(done);
+        }
+        self.count(&state);
+    }
+
+    /// Forgets what is kept of clusters that nothing refers to any more, of `size` bytes each.
+    pub fn forget(&self, freed: &[HostCluster], size: u64) {
+        let mut state = self.state.lock();
+        let state = &mut *state;
+        for cluster in freed {
+            state.unwritten.remove(&cluster.get());
+            let range = cluster.get() * size..(cluster.get() + 1) * size;
+            state.recorded.cut_out(&range);
+            state.under_way.cut_out(&range);
+            state.pending.cut_out(&range);
+        }
+        self.count(state);
+    }
+
+    /// What is kept of a range. Asked for before the range is read, and put over what was read:
+    /// what is no longer kept by then was in its place before.
+    pub fn kept_in(&self, range: &Range<u64>) -> Vec<Kept> {
+        if !self.keeps() {
+            return Vec::new();
+        }
+        let state = self.state.lock();
+        let layers = [&state.recorded, &state.under_way, &state.pending];
+        layers.into_iter().flat_map(|pieces| pieces.copies_of(range)).collect()
+    }
+
+    fn count(&self, state: &State) {
+        self.pending.store(state.pending.bytes(), Ordering::Relaxed);
+        let kept = state.recorded.count() + state.under_way.count() + state.pending.count();
+        self.kept.store(kept, Ordering::Release);
+    }
+}
+
+impl State {
+    /// The parts of a range that must not be written to, in order and apart from each other.
+    fn guarded(&self, range: &Range<u64>) -> Vec<Range<u64>> {
+        let last = self.last.iter().map(|(_, covers)| covers);
+        let covers = last.chain([&self.closing]).filter(|_| !sabotage::is(Sabotage::Unguarded));
+        let covers = covers.flat_map(|covers| covers.overlapping(range));
+        let covers = covers.map(|(at, covered)| at.max(range.start)..covered.end.min(range.end));
+        let kept = [&self.recorded, &self.under_way, &self.pending];
+        let kept = kept.into_iter().flat_map(|pieces| pieces.parts_of(range));
+        let mut parts: Vec<Range<u64>> = covers.chain(kept).collect();
+        parts.sort_unstable_by_key(|part| part.start);
+        let mut joined: Vec<Range<u64>> = Vec::with_capacity(parts.len());
+        for part in parts {
+            match joined.last_mut() {
+                Some(last) if part.start <= last.end => last.end = last.end.max(part.end),
+                _ => joined.push(part),
+            }
+        }
+        joined
+    }
+
+    fn keep(&mut self, at: u64, bytes: Arc<[u8]>) {
+        // One record does not vouch for what it has itself.
+        self.open.cut_out(&(at..at + bytes.len() as u64));
+        self.pending.put(at, bytes, 0);
+    }
+}
+
+/// A copy of some of the bytes of buffers that follow one another.
+pub fn cut(bufs: &[IoBuf], part: Range<usize>) -> Vec<u8> {
+    let mut bytes = Vec::with_capacity(part.len());
+    let mut start = 0;
+    for buf in bufs {
+        let from = part.start.clamp(start, start + buf.len()) - start;
+        let to = part.end.clamp(start, start + buf.len()) - start;
+        bytes.extend_from_slice(&buf[from..to]);
+        start += buf.len();
+    }
+    bytes
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use isobath_qcow2::journal::Crc32c;
+
+    const SIZE: u64 = 65536;
+
+    fn buf(tag: u8, length: usize) -> IoBuf {
+        IoBuf::copy_of(&vec![tag; length])
+    }
+
+    /// A write to its place is told by the parts that go there.
+    fn straight(guard: &Guard, at: u64, tag: u8, length: usize) -> Vec<Range<u64>> {
+        match guard.write(at, &[buf(tag, length)]) {
+            Way::Straight(_) => all(at, length as u64),
+            Way::Parts(parts, _) => parts,
+        }
+    }
+
+    fn active() -> Guard {
+        let guard = Guard::default();
+        guard.activate();
+        guard
+    }
+
+    fn all(at: u64, length: u64) -> Vec<Range<u64>> {
+        let whole = at..at + length;
+        vec![whole]
+    }
+
+    #[test]
+    fn what_the_last_record_vouches_for_is_kept_until_the_next_is_durable() {
+        let guard = active();
+        guard.cover(covers(0, &[buf(1, 8192)], SIZE, true));
+        // Not in a record yet: it goes there, and is read back.
+        assert_eq!(straight(&guard, 4096, 2, 4096), all(4096, 4096));
+        let closed = guard.close(1, &[], SIZE);
+        assert_eq!(closed.covers, [Cover { range: 0..8192, crc: None, voucher: Voucher::Record }]);
+        // While the record is written, and after.
+        assert_eq!(straight(&guard, 4096, 3, 8192), all(8192, 4096));
+        guard.sealed(0, 1);
+        assert_eq!(straight(&guard, 0, 4, 512), []);
+        assert_eq!(guard.pending(), 4096 + 512);
+        let kept = guard.kept_in(&(0..16384));
+        assert_eq!(kept.len(), 2);
+        assert_eq!(kept[0], Kept { at: 0, bytes: vec![4; 512] });
+        // The next record has them, and then nothing is vouched for any more.
+        assert_eq!(guard.close(2, &[], SIZE).kept, kept);
+        guard.sealed(0, 1);
+        assert_eq!(straight(&guard, 1024, 5, 512), all(1024, 512));
+        // What is kept stays as long as it may be replayed.
+        assert_eq!(straight(&guard, 0, 6, 512), []);
+        guard.close(3, &[], SIZE);
+        guard.sealed(0, 3);
+        assert_eq!(guard.kept_in(&(0..16384)), [Kept { at: 0, bytes: vec![6; 512] }]);
+        guard.close(4, &[], SIZE);
+        guard.sealed(0, 4);
+        assert!(!guard.keeps());
+    }
+
+    #[test]
+    fn a_record_does_not_vouch_for_what_it_has() {
+        let guard = active();
+        guard.cover(covers(0, &[buf(1, 12288)], SIZE, true));
+        assert!(guard.keep(4096, &[buf(2, 4096)], true, SIZE));
+        let closed = guard.close(1, &[], SIZE);
+        let unread = |range| Cover { range, crc: None, voucher: Voucher::Record };
+        assert_eq!(closed.covers, [unread(0..4096), unread(8192..12288)]);
+        assert_eq!(closed.kept.len(), 1);
+    }
+
+    #[test]
+    fn nothing_is_said_of_released_clusters_and_kept_pieces_stay_readable_until_forgotten() {
+        let guard = active();
+        guard.cover(covers(SIZE - 4096, &[buf(1, 8192)], SIZE, true));
+        assert!(guard.keep(2 * SIZE - 512, &[buf(2, 1024)], true, SIZE));
+        let closed = guard.close(1, &[HostCluster::new(1)], SIZE);
+        assert_eq!(closed.covers.len(), 1);
+        assert_eq!(closed.covers[0].range, SIZE - 4096..SIZE);
+        assert_eq!(closed.kept, [Kept { at: 2 * SIZE, bytes: vec![2; 512] }]);
+        assert_eq!(guard.kept_in(&(0..4 * SIZE)).len(), 2);
+        guard.sealed(0, 1);
+        guard.forget(&[HostCluster::new(1)], SIZE);
+        assert_eq!(guard.recorded().len(), 1);
+        assert_eq!(guard.kept_in(&(0..2 * SIZE)), []);
+    }
+
+    #[test]
+    fn a_cluster_beside_a_released_one_is_still_vouched_for() {
+        for voucher in [Voucher::Record, Voucher::Lead] {
+            let guard = active();
+            guard.cover(vouched(0..3 * SIZE, voucher));
+            let closed = guard.close(1, &[HostCluster::new(1)], SIZE);
+            let beside = [vouched(0..SIZE, voucher), vouched(2 * SIZE..3 * SIZE, voucher)];
+            assert_eq!(closed.covers, beside.concat());
+        }
+    }
+
+    #[test]
+    fn small_writes_to_clusters_that_the_file_does_not_have_are_kept_up_to_a_limit() {
+        let guard = active();
+        assert!(!guard.keep(0, &[buf(1, 4096)], false, SIZE));
+        let mut at = 0;
+        while guard.keep(at, &[buf(1, 4096)], at.is_multiple_of(SIZE), SIZE) {
+            at += 4096;
+        }
+        assert_eq!(guard.pending(), MAX_PENDING + 4096);
+        guard.deactivate();
+        assert!(!guard.keep(0, &[buf(1, 4096)], true, SIZE));
+        let kept = guard.unrecorded();
+        guard.placed(&kept);
+        assert!(!guard.keeps());
+    }
+
+    #[test]
+    fn covers_are_made_for_each_cluster_whatever_the_buffers() {
+        let bytes: Vec<u8> = (0..100_000_u32).map(|n| (n * 7 / 3) as u8).collect();
+        let bufs = [&bytes[..10], &bytes[10..70_000], &bytes[70_000..]].map(IoBuf::copy_of);
+        let made = covers(SIZE / 2, &bufs, SIZE, true);
+        let ends = [SIZE / 2, SIZE, 2 * SIZE, SIZE / 2 + 100_000];
+        assert_eq!(made.len(), 3);
+        for (cover, ends) in made.iter().zip(ends.windows(2)) {
+            assert_eq!(cover.range, ends[0]..ends[1]);
+            let skip = (cover.range.start - SIZE / 2) as usize;
+            let length = (cover.range.end - cover.range.start) as usize;
+            assert_eq!(cover.crc, Some(Crc32c::of(&bytes[skip..skip + length])));
+        }
+        assert_eq!(covers(0, &[buf(1, 512)], SIZE, false)[0].crc, None);
+    }
+
+    fn vouched(range: Range<u64>, voucher: Voucher) -> Vec<Cover> {
+        vec![Cover { range, crc: None, voucher }]
+    }
+
+    #[test]
+    fn what_a_lead_block_vouches_for_is_kept_until_it_is_proven() {
+        let guard = active();
+        guard.cover(vouched(0..SIZE, Voucher::Lead));
+        guard.cover(vouched(SIZE..2 * SIZE, Voucher::Nobody));
+        assert!(guard.close_embedded().is_some());
+        guard.sealed_embedded(5, 0);
+        // Nobody needs the sum of the one; nothing shows yet that the other was durable.
+        assert_eq!(straight(&guard, SIZE, 1, 4096), all(SIZE, 4096));
+        assert_eq!(straight(&guard, SIZE - 4096, 1, 8192), all(SIZE, 4096));
+        assert!(guard.close_embedded().is_none(), "what is kept needs a record");
+        let closed = guard.close(1, &[], SIZE);
+        assert_eq!(closed.kept.len(), 1);
+        guard.sealed(8, 1);
+        guard.cover(vouched(2 * SIZE..3 * SIZE, Voucher::Lead));
+        assert!(guard.close_embedded().is_some());
+        guard.sealed_embedded(9, 8);
+        assert!(guard.close_embedded().is_some());
+        // A later record shows that the commit which ended at 9 was durable.
+        assert_eq!(straight(&guard, 2 * SIZE, 2, 512), []);
+        let _ = guard.close(2, &[], SIZE);
+        guard.sealed(10, 3);
+        assert_eq!(straight(&guard, 2 * SIZE + 512, 2, 512), all(2 * SIZE + 512, 512));
+    }
+
+    #[test]
+    fn a_broken_sum_and_a_plain_lead_block_need_a_record() {
+        let guard = active();
+        guard.cover(vouched(0..SIZE, Voucher::Lead));
+        assert_eq!(straight(&guard, 4096, 1, 512), all(4096, 512));
+        assert!(guard.close_embedded().is_none());
+        let closed = guard.close(1, &[], SIZE);
+        assert_eq!(closed.covers, vouched(0..SIZE, Voucher::Lead));
+        guard.sealed(2, 2);
+        assert!(guard.close_embedded().is_some());
+        guard.keep_plain(SIZE, &[7; 512], HostCluster::new(1));
+        assert!(guard.close_embedded().is_none());
+        let closed = guard.close(2, &[], SIZE);
+        assert_eq!((closed.plain, closed.kept.len()), (vec![HostCluster::new(1)], 1));
+    }
+}

@@ -1,0 +1,145 @@
+//! What a commit puts into its record.
+
+use crate::Result;
+use crate::alloc::{Allocator, Staged};
+use crate::durability::guard::Cover;
+use crate::pieces::Kept;
+use crate::sabotage::{self, Sabotage};
+use crate::tables::{CommitNeeds, StagedTables};
+use futures_util::future::try_join_all;
+use isobath_qcow2::journal::{Crc32c, HEAD_BYTES, Operation, Record, Zones};
+use isobath_qcow2::{HostCluster, HostOffset};
+use isobath_storage::{IoBuf, Storage};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// What a change takes in a record at most: an entry, a cover, and refcounts taken and given back.
+pub(super) const BYTES_PER_CHANGE: usize = 160;
+
+/// An operation without its payload, and the most that padding adds.
+pub(super) const OPERATION: u64 = 16 + 8;
+
+/// Bytes that a record with all this takes at most.
+pub(super) async fn estimate<S: Storage>(
+    tables: &StagedTables,
+    alloc: &Allocator<S>,
+    needs: &CommitNeeds,
+    releases: &[HostCluster],
+    covers: &[Cover],
+    kept: &[Kept],
+) -> u64 {
+    let patches: u64 = tables.patches.iter().map(|(_, bytes)| OPERATION + bytes.len() as u64).sum();
+    let data: u64 = kept.iter().map(|kept| OPERATION + kept.bytes.len() as u64).sum();
+    let small = tables.fresh.len() + needs.allocated.len() + 2 * releases.len() + covers.len();
+    let refcounts = alloc.staged_bytes().await;
+    HEAD_BYTES as u64 + patches + data + small as u64 * (OPERATION + 8) + refcounts
+}
+
+/// A record in the making.
+pub(super) struct Builder {
+    cluster_size: u64,
+    record: Record,
+    told: BTreeSet<u64>,
+}
+
+impl Builder {
+    pub(super) fn new(cluster_size: u64, sequence: u64, tail: u64) -> Self {
+        let record = Record { sequence, tail, data_from: tail, operations: Vec::new() };
+        Self { cluster_size, record, told: BTreeSet::new() }
+    }
+
+    /// Earlier records' operations on clusters that become free are not to be replayed.
+    pub(super) fn revoke<'a>(
+        &mut self,
+        told: &BTreeMap<u64, u64>,
+        released: impl Iterator<Item = &'a HostCluster>,
+    ) {
+        let tail = self.record.tail;
+        for cluster in released {
+            let replayed = told.get(&cluster.get()).is_some_and(|last| *last >= tail);
+            if replayed && !sabotage::is(Sabotage::NoRevoke) {
+                self.record.operations.push(Operation::Revoke {
+                    offset: HostOffset::new(cluster.get() * self.cluster_size),
+                    length: self.cluster_size as u32,
+                });
+            }
+        }
+    }
+
+    pub(super) fn tables(&mut self, staged: &StagedTables) {
+        for &at in &staged.fresh {
+            self.zero(at, self.cluster_size);
+        }
+        for (at, bytes) in &staged.patches {
+            self.patch(*at, bytes.clone());
+        }
+    }
+
+    pub(super) fn refcounts(&mut self, staged: &Staged) {
+        for &(at, length) in &staged.fresh {
+            self.zero(at, length);
+        }
+        for (at, bytes) in &staged.patches {
+            self.patch(*at, bytes.to_vec());
+        }
+    }
+
+    /// Data that is not in its place.
+    pub(super) fn data(&mut self, kept: &[Kept]) {
+        for Kept { at, bytes } in kept {
+            self.tell(*at, bytes.len() as u64);
+            let offset = HostOffset::new(*at);
+            self.record.operations.push(Operation::Data { offset, bytes: bytes.clone() });
+        }
+    }
+
+    /// Data that is in its place; what has no checksum is read for it.
+    pub(super) async fn cover<S: Storage>(&mut self, data: &S, covers: Vec<Cover>) -> Result<()> {
+        let sums = covers.into_iter().map(|Cover { range, crc, .. }| async move {
+            let length = (range.end - range.start) as u32;
+            let crc = match crc {
+                Some(crc) => crc,
+                None => {
+                    Crc32c::of(&data.read_at(range.start, IoBuf::zeroed(length as usize)).await?)
+                }
+            };
+            Ok::<_, crate::DiskError>(Operation::Cover {
+                offset: HostOffset::new(range.start),
+                length,
+                crc,
+            })
+        });
+        self.record.operations.extend(try_join_all(sums).await?);
+        Ok(())
+    }
+
+    /// The zones, where there may be any.
+    pub(super) fn zones(&mut self, zones: Option<Zones>) {
+        self.record.operations.extend(zones.map(Operation::Zones));
+    }
+
+    /// The clusters that the record tells of, and the record.
+    pub(super) fn finish(self) -> (BTreeSet<u64>, Record) {
+        (self.told, self.record)
+    }
+
+    fn zero(&mut self, at: u64, length: u64) {
+        self.tell(at, length);
+        let (mut at, end) = (at, at + length);
+        while at < end {
+            // A refcount table may be long, but not every length fits.
+            let length = (end - at).min(1 << 30) as u32;
+            self.record.operations.push(Operation::Zero { offset: HostOffset::new(at), length });
+            at += u64::from(length);
+        }
+    }
+
+    fn patch(&mut self, at: u64, bytes: Vec<u8>) {
+        self.tell(at, bytes.len() as u64);
+        self.record.operations.push(Operation::Patch { offset: HostOffset::new(at), bytes });
+    }
+
+    fn tell(&mut self, at: u64, length: u64) {
+        let size = self.cluster_size;
+        self.told.extend(at / size..(at + length).div_ceil(size));
+    }
+}

@@ -1,0 +1,112 @@
+//! A commit that is too much for a record, while zones are in use or a log for a killed process.
+//!
+//! Without either the journal is taken out of use for such a commit. With zones it must stay, since it
+//! lists them, and with a log, which counts as long as it does; so it becomes empty instead, the commit
+//! goes the ordered way, and a record says that it has what was embedded. A crash in between finds the records that are embedded once more: they say
+//! what the tables say, or what was there before the commit.
+
+use super::build::Builder;
+use super::{Journal, State, ordered, write_home};
+use crate::Result;
+use crate::durability::Metadata;
+use crate::pieces::Kept;
+use crate::readers::Readers;
+use crate::sabotage::{self, Sabotage};
+use crate::tables::CommitNeeds;
+use isobath_qcow2::HostCluster;
+use isobath_storage::Storage;
+
+/// What was closed for the commit.
+pub(super) struct Closed {
+    pub(super) needs: CommitNeeds,
+    /// Clusters to which nothing refers once it is done.
+    pub(super) freed: Vec<HostCluster>,
+    pub(super) kept: Vec<Kept>,
+    pub(super) plain: Vec<HostCluster>,
+}
+
+impl Journal {
+    pub(super) async fn commit_in_place<S: Storage>(
+        &self,
+        state: &mut State,
+        metadata: &Metadata<S>,
+        readers: &Readers,
+        closed: Closed,
+        until: u64,
+    ) -> Result<()> {
+        let Metadata { alloc, guard, zones, .. } = metadata;
+        let size = metadata.cluster_size();
+        let Closed { needs, freed, kept, plain } = closed;
+        let State { active: Some(active), sequence, .. } = state else { return Ok(()) };
+        write_home(metadata).await?;
+        metadata.sync().await?;
+        // The record says so: what is kept may overwrite what embedded records have sums of.
+        zones.committed(until);
+        *sequence += 1;
+        let mut empty = Builder::new(size, *sequence, *sequence);
+        empty.zones(zones.table(active.floor, &[]));
+        active.write(metadata, empty).await?;
+        (active.written, active.durable) = (*sequence, *sequence);
+        guard.in_place();
+        metadata.zones_listed().await?;
+
+        // Lead blocks become plain by a record only: it says so.
+        let is_lead = |kept: &&Kept| plain.contains(&HostCluster::new(kept.at / size));
+        let (leads, others): (Vec<&Kept>, Vec<&Kept>) = kept.iter().partition(is_lead);
+        let others: Vec<Kept> = others.into_iter().cloned().collect();
+        metadata.place(&others).await?;
+        alloc.end_journal().await;
+        if let Some(log) = &metadata.log {
+            log.set_unclean(true);
+        }
+        ordered::finish(metadata, readers, needs, &freed).await?;
+        zones.release(&freed);
+        alloc.write_blocks().await?;
+        metadata.sync().await?;
+        if sabotage::is(Sabotage::LateLog) {
+            metadata.log_durable();
+        }
+        if let Some(log) = &metadata.log {
+            log.set_unclean(false);
+        }
+        alloc.begin_journal().await;
+
+        let mut leads = leads.as_slice();
+        loop {
+            // One cluster's pieces are adjacent, and in one record.
+            let room = super::most_blocks(&active.ring) as usize * super::BLOCK / 2;
+            let mut bytes = 0;
+            let mut count = 0;
+            while let Some(next) = leads.get(count) {
+                let same = count > 0 && leads[count - 1].at / size == next.at / size;
+                if !same && bytes >= room {
+                    break;
+                }
+                bytes += next.bytes.len();
+                count += 1;
+            }
+            let (now, later) = leads.split_at(count);
+            leads = later;
+            *sequence += 1;
+            let tail = active.durable + 1;
+            let mut record = Builder::new(size, *sequence, tail);
+            let data: Vec<Kept> = now.iter().map(|kept| (*kept).clone()).collect();
+            record.data(&data);
+            let told: Vec<HostCluster> = plain
+                .iter()
+                .filter(|cluster| now.iter().any(|kept| kept.at / size == cluster.get()))
+                .copied()
+                .collect();
+            record.zones(zones.table(until, &told));
+            active.write(metadata, record).await?;
+            active.floor = until;
+            if leads.is_empty() {
+                break;
+            }
+        }
+        guard.moved(&others, *sequence);
+        guard.sealed(until, active.durable + 1);
+        metadata.zones_listed().await?;
+        Ok(())
+    }
+}

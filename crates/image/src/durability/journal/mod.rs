@@ -1,0 +1,379 @@
+//! `--metadata journal`: one sync for one flush.
+//!
+//! A commit writes one record into an area of the image's file: every change of metadata since the
+//! last one (L1 and L2 entries, refcounts, new tables), and for data written to newly referred
+//! places the CRC32C that tells after a crash whether it is there. Data was written before; so one
+//! sync makes data and record durable, and the change with them, whole or not at all. This is the
+//! internal journal of the FAST '16 paper (section 3.1); where it differs, `docs/decisions/0007` says
+//! why.
+//!
+//! - **Checkpoints**: what records changed stays in memory until the area is half full, and is then
+//!   written to its place, once however often it changed. The sync of the next commit makes
+//!   that durable, and the record after it says so (`tail`).
+//! - **What proves what**: a record is written only when the one before it is durable. So only the
+//!   last record's data is checked after a crash, and must stay as it was until then: see
+//!   [`guard`](super::guard).
+//! - **Revocation**: where a released cluster has anything in records that a recovery would replay,
+//!   the record that releases it says that it is not to be.
+//! - While the area is in use an incompatible feature bit keeps other programs out. Closing, and
+//!   every change that goes another way (a resize, an index), [settles](Journal::settle) the journal:
+//!   what is in it goes to its place, and the bit goes.
+
+mod build;
+mod covers;
+mod embedded;
+mod in_place;
+mod recover;
+mod ring;
+mod setup;
+
+pub use recover::{examine, recover, take_out};
+
+use super::ordered::{self, Ordered};
+use super::{Durability, Metadata};
+use crate::readers::Readers;
+use crate::sabotage::{self, Sabotage};
+use crate::{DiskError, Result};
+use async_lock::Mutex;
+use build::Builder;
+use isobath_qcow2::journal::{BLOCK, JournalExtension};
+use isobath_storage::{IoBuf, Storage};
+use ring::Ring;
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+/// Commits that change something before a journal is set up where it is not asked for: who flushes
+/// less often does not gain from one.
+const COMMITS_BEFORE: u32 = 3;
+
+/// The mode's state.
+pub struct Journal {
+    ordered: Ordered,
+    /// Set up without waiting for commits that show that it pays.
+    at_once: AtomicBool,
+    /// Bytes of the area that is set up.
+    size: u64,
+    /// Changes under way that the journal must not see.
+    held: AtomicUsize,
+    /// Changes that gather before a commit is due.
+    due: AtomicUsize,
+    /// The next commit is to write a record whatever it has to tell.
+    asked: AtomicBool,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    /// Commits that changed something.
+    commits: u32,
+    /// The image cannot have a journal.
+    impossible: bool,
+    /// Clusters of the area, kept also while it is not in use.
+    area: Option<Range<u64>>,
+    active: Option<Active>,
+    /// The last record's sequence.
+    sequence: u64,
+}
+
+/// A journal in use.
+struct Active {
+    extension: JournalExtension,
+    ring: Ring,
+    /// The last record of which all is written to its place.
+    written: u64,
+    /// The last record of which all is durable in its place.
+    durable: u64,
+    /// Clusters that records tell of, and the last that does.
+    told: BTreeMap<u64, u64>,
+    /// What is embedded with a lower serial is in the last record, or in earlier ones.
+    floor: u64,
+}
+
+impl Active {
+    /// What was written to its place before the sync that has ended, up to record `written`, is
+    /// durable.
+    fn synced(&mut self, written: u64) {
+        self.durable = self.durable.max(written);
+    }
+
+    /// Writes a record and makes it durable, with all data written before.
+    async fn write<S: Storage>(&mut self, metadata: &Metadata<S>, record: Builder) -> Result<()> {
+        let layer = &metadata.layer;
+        let (told, record) = record.finish();
+        let error = |error| layer.format_error(error);
+        let bytes = record.encode(self.extension.id).map_err(error)?;
+        let count = (bytes.len() / BLOCK) as u64;
+        let Some(start) = self.ring.room(count) else {
+            return Err(DiskError::Corrupt {
+                image: layer.name().to_owned(),
+                reason: format!("its journal has no room for {count} blocks"),
+            });
+        };
+        let at = self.extension.area_offset.get() + start * BLOCK as u64;
+        layer.storage().write_at(at, IoBuf::copy_of(&bytes)).await?;
+        if !sabotage::is(Sabotage::UnflushedRecord) {
+            layer.storage().flush().await?;
+        }
+        if let Some(log) = &metadata.log {
+            log.recorded(record.sequence);
+        }
+        self.ring.take(record.sequence, start, count);
+        self.ring.release(record.tail);
+        self.told.retain(|_, last| *last >= record.tail);
+        self.told.extend(told.into_iter().map(|cluster| (cluster, record.sequence)));
+        Ok(())
+    }
+}
+
+/// The most blocks that a record may take: so many that there is room for one after a checkpoint
+/// that is not durable yet.
+fn most_blocks(ring: &Ring) -> u64 {
+    ring.blocks() / 8
+}
+
+impl Journal {
+    /// Commits with the journal in use.
+    async fn commit_active<S: Storage>(
+        &self,
+        state: &mut State,
+        metadata: &Metadata<S>,
+        readers: &Readers,
+    ) -> Result<()> {
+        let zones = &metadata.zones;
+        let closing = zones.close();
+        if self.commit_embedded(state, metadata, closing.until).await? {
+            zones.committed(closing.ended);
+        } else {
+            closing.settled().await;
+            self.commit_record(state, metadata, readers, closing.until).await?;
+            zones.committed(closing.until);
+        }
+        if metadata.open_zone().await? {
+            self.ask_for_record();
+        }
+        metadata.grow_ahead().await
+    }
+
+    /// `at_once` sets the journal up with the first commit. `size` is the area's, in bytes, as far as
+    /// clusters and blocks allow.
+    pub fn new(at_once: bool, size: u64) -> Self {
+        Self {
+            ordered: Ordered,
+            at_once: AtomicBool::new(at_once),
+            size,
+            held: AtomicUsize::new(0),
+            due: AtomicUsize::new(usize::MAX),
+            asked: AtomicBool::new(false),
+            state: Mutex::default(),
+        }
+    }
+
+    /// Whether so many changes have gathered that a commit should take them.
+    pub fn is_due(&self, changes: usize, kept: u64) -> bool {
+        let due = self.due.load(Ordering::Relaxed);
+        changes >= due || kept >= self.room() as u64
+    }
+
+    /// Bytes of data that fit into a record beside what else it may have to tell.
+    pub fn room(&self) -> usize {
+        self.due.load(Ordering::Relaxed).saturating_mul(build::BYTES_PER_CHANGE)
+    }
+
+    /// Has the next commit write a record whatever it has to tell.
+    pub fn ask_for_record(&self) {
+        self.asked.store(true, Ordering::SeqCst);
+    }
+
+    /// Has the journal set up with the next commit that changes something.
+    pub fn want_at_once(&self) {
+        self.at_once.store(true, Ordering::SeqCst);
+    }
+
+    /// Keeps the journal from coming into use as long as the caller has what is returned. The caller
+    /// settles it.
+    pub fn hold(&self) -> Held<'_> {
+        self.begin_hold();
+        Held(self)
+    }
+
+    /// As [`hold`](Self::hold), until [`end_hold`](Self::end_hold).
+    pub fn begin_hold(&self) {
+        self.held.fetch_add(1, Ordering::SeqCst);
+    }
+
+    /// Ends what [`begin_hold`](Self::begin_hold) began.
+    pub fn end_hold(&self) {
+        self.held.fetch_sub(1, Ordering::SeqCst);
+    }
+
+    /// Commits by a record, if there is anything to tell. It has what is embedded with a serial below
+    /// `until`.
+    async fn commit_record<S: Storage>(
+        &self,
+        state: &mut State,
+        metadata: &Metadata<S>,
+        readers: &Readers,
+        until: u64,
+    ) -> Result<()> {
+        let Metadata { layer, tables, alloc, guard, zones, .. } = metadata;
+        let Some(active) = &mut state.active else { return Ok(()) };
+        let needs = tables.begin_commit();
+        let releases = tables.closed_releases();
+        let freed = alloc.freed_by(&releases).await?;
+        let sequence = state.sequence + 1;
+        let closed = guard.close(sequence, &freed, metadata.cluster_size());
+        closed.settled().await;
+        let asked = self.asked.swap(false, Ordering::SeqCst);
+        let tells = needs.changes || !closed.kept.is_empty() || asked;
+        let changed = tells || alloc.has_unstaged().await;
+        // Data that no record can vouch for is durable before the record is written.
+        let before = changed && (closed.too_much || metadata.has_data_apart());
+        if before {
+            layer.data().flush().await?;
+        }
+        let written = active.written;
+        if !changed {
+            metadata.sync().await?;
+            active.synced(written);
+            metadata.log_durable();
+            guard.unneeded();
+            tables.finish_commit();
+            return Ok(());
+        }
+        let covers = if before { Vec::new() } else { closed.covers };
+        let staged = tables.stage().await?;
+        let estimate = zones.table_bytes()
+            + build::estimate(&staged, alloc, &needs, &releases, &covers, &closed.kept).await;
+        let blocks = estimate.div_ceil(BLOCK as u64);
+        if blocks > most_blocks(&active.ring) || active.ring.room(blocks).is_none() {
+            // Too much for one record, or for what is left of the area.
+            if zones.any() || metadata.log.as_ref().is_some_and(|log| log.is_begun()) {
+                let batch =
+                    in_place::Closed { needs, freed, kept: closed.kept, plain: closed.plain };
+                return self.commit_in_place(state, metadata, readers, batch, until).await;
+            }
+            self.void(state, metadata).await?;
+            return ordered::finish(metadata, readers, needs, &[]).await;
+        }
+        alloc.publish(&needs.allocated).await?;
+        let refcounts = alloc.stage(&releases).await?;
+        let tail = active.durable + 1;
+        let mut record = Builder::new(metadata.cluster_size(), sequence, tail);
+        record.revoke(&active.told, freed.iter().chain(&refcounts.replaced));
+        record.tables(&staged);
+        record.refcounts(&refcounts);
+        record.data(&closed.kept);
+        record.cover(&**layer.data(), covers).await?;
+        record.zones(zones.table(until, &closed.plain));
+        active.write(metadata, record).await?;
+        active.synced(written);
+        active.floor = until;
+        state.sequence = sequence;
+
+        metadata.log_durable();
+        guard.sealed(until, tail);
+        metadata.zones_listed().await?;
+        let released = tables.finish_journaled(&staged)?;
+        if !released.clusters.is_empty() || !refcounts.replaced.is_empty() {
+            readers.drain().await;
+            guard.forget(&freed, metadata.cluster_size());
+            if released.discarded {
+                ordered::give_back(metadata, &released.clusters).await?;
+            }
+            alloc.release(&released.clusters).await?;
+            alloc.release(&refcounts.replaced).await?;
+            zones.release(&freed);
+        }
+        let half = active.ring.used() * 2 > active.ring.blocks();
+        if half || tables.dirty_bytes() > MAX_DIRTY {
+            write_home(metadata).await?;
+            active.written = sequence;
+            if sabotage::is(Sabotage::EarlyCheckpoint) {
+                active.synced(sequence);
+            }
+        }
+        Ok(())
+    }
+
+    /// Brings everything that is in the journal to its place and takes the journal out of use.
+    /// Nothing else commits meanwhile, and nothing is embedded any more.
+    async fn void<S: Storage>(&self, state: &mut State, metadata: &Metadata<S>) -> Result<()> {
+        if state.active.is_none() {
+            return Ok(());
+        }
+        if metadata.zones.any() {
+            return Err(DiskError::Corrupt {
+                image: metadata.layer.name().to_owned(),
+                reason: "its journal was to be taken out of use while it lists zones".into(),
+            });
+        }
+        write_home(metadata).await?;
+        metadata.sync().await?;
+        setup::clear_bit(&metadata.layer).await?;
+        if let Some(log) = &metadata.log {
+            log.end();
+        }
+        state.active = None;
+        self.due.store(usize::MAX, Ordering::Relaxed);
+        metadata.alloc.end_journal().await;
+        metadata.guard.deactivate();
+        loop {
+            let kept = metadata.guard.unrecorded();
+            if kept.is_empty() {
+                return Ok(());
+            }
+            metadata.place(&kept).await?;
+            metadata.guard.placed(&kept);
+        }
+    }
+
+    /// Takes the journal out of use, until the next commit if nobody [holds](Self::hold) it. The
+    /// image is then as after a commit without one.
+    pub async fn settle<S: Storage>(&self, metadata: &Metadata<S>) -> Result<()> {
+        self.void(&mut *self.state.lock().await, metadata).await
+    }
+}
+
+/// See [`Journal::hold`].
+pub struct Held<'a>(&'a Journal);
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        self.0.end_hold();
+    }
+}
+
+/// Bytes of table pages that gather before a checkpoint.
+const MAX_DIRTY: usize = 8 << 20;
+
+impl Durability for Journal {
+    async fn commit<S: Storage>(&self, metadata: &Metadata<S>, readers: &Readers) -> Result<()> {
+        let mut state = self.state.lock().await;
+        let state = &mut *state;
+        if state.active.is_some() {
+            return self.commit_active(state, metadata, readers).await;
+        }
+        let changes = metadata.tables.pending() > 0;
+        state.commits = state.commits.saturating_add(u32::from(changes));
+        let wanted = self.at_once.load(Ordering::SeqCst) || state.commits > COMMITS_BEFORE;
+        let held = self.held.load(Ordering::SeqCst) > 0;
+        if !changes || !wanted || held || state.impossible {
+            return self.ordered.commit(metadata, readers).await;
+        }
+        metadata.guard.activate();
+        self.ordered.commit(metadata, readers).await?;
+        self.set_up(state, metadata).await?;
+        if state.active.is_some() && metadata.open_zone().await? {
+            self.ask_for_record();
+        }
+        Ok(())
+    }
+}
+
+/// Writes what durable records have to its place.
+async fn write_home<S: Storage>(metadata: &Metadata<S>) -> Result<()> {
+    metadata.place(&metadata.guard.recorded()).await?;
+    metadata.tables.write_home().await?;
+    metadata.alloc.write_home().await
+}

@@ -1,0 +1,175 @@
+//! Putting the journal's area into use, and out of it.
+
+use super::{Active, Journal, Ring, State};
+use crate::Result;
+use crate::alloc::{TailCut, write_zeroes};
+use crate::durability::Metadata;
+use crate::layer::Layer;
+use isobath_qcow2::header::field;
+use isobath_qcow2::journal::{BLOCK, JournalExtension, MAX_AREA, MIN_AREA};
+use isobath_qcow2::{FormatError, Header, HostOffset, IncompatibleFeatures};
+use isobath_storage::{IoBuf, Storage};
+use std::collections::BTreeMap;
+use std::hash::{BuildHasher, RandomState};
+use std::ops::Range;
+use std::sync::atomic::Ordering;
+
+impl Journal {
+    /// Puts the area into use. Everything is in its place, and the guard is active. An image whose
+    /// header has no room, or whose file system has none, goes on without a journal.
+    pub(super) async fn set_up<S: Storage>(
+        &self,
+        state: &mut State,
+        metadata: &Metadata<S>,
+    ) -> Result<()> {
+        let Metadata { layer, alloc, guard, .. } = metadata;
+        let size = metadata.cluster_size();
+        if state.area.is_none()
+            && let Err(error) = self.find_area(state, metadata).await
+        {
+            tracing::warn!(image = %isobath_storage::shown(layer.name()), %error, "it goes on without a journal");
+            state.impossible = true;
+            if let Some(log) = &metadata.log {
+                log.promise_nothing();
+            }
+        }
+        let Some(area) = state.area.clone() else {
+            guard.deactivate();
+            return Ok(());
+        };
+        // Refcounts that the last commit gave back.
+        alloc.write_blocks().await?;
+        layer.storage().flush().await?;
+        let id = RandomState::new().hash_one(state.sequence);
+        let extension = extension(&area, size, id, state.sequence + 1);
+        let writes = edits(layer, Some(&extension)).await?.map_err(|e| layer.format_error(e))?;
+        write_header(layer, &writes).await?;
+        set_bits(layer, |bits| bits.with(IncompatibleFeatures::JOURNAL)).await?;
+        alloc.begin_journal().await;
+        if let Some(log) = &metadata.log {
+            log.begin(&**layer.storage(), id, state.sequence).await;
+        }
+        let blocks = extension.area_length / BLOCK as u64;
+        self.due.store(
+            ((blocks / 8 * BLOCK as u64) as usize / super::build::BYTES_PER_CHANGE / 2).max(1),
+            Ordering::Relaxed,
+        );
+        state.active = Some(Active {
+            extension,
+            ring: Ring::new(blocks),
+            written: state.sequence,
+            durable: state.sequence,
+            told: BTreeMap::new(),
+            floor: 0,
+        });
+        Ok(())
+    }
+
+    /// Finds an area and fills it with zeroes: space that was written before is what makes a flush
+    /// cheap. Nothing is changed otherwise.
+    async fn find_area<S: Storage>(&self, state: &mut State, metadata: &Metadata<S>) -> Result<()> {
+        let Metadata { layer, alloc, .. } = metadata;
+        let size = metadata.cluster_size();
+        let wanted = area_length(self.size, size) / size;
+        let step = (BLOCK as u64).div_ceil(size);
+        let spare = alloc.spare(wanted).await / step * step;
+        if spare < wanted && spare * size < MIN_AREA {
+            return Err(alloc.no_room());
+        }
+        let area = alloc.reserve_area(spare).await?;
+        let bytes = area.start * size..area.end * size;
+        let found = match edits(layer, Some(&extension(&area, size, 0, 0))).await {
+            Ok(Ok(_)) => write_zeroes(&**layer.storage(), bytes).await,
+            Ok(Err(error)) => Err(layer.format_error(error)),
+            Err(error) => Err(error),
+        };
+        match found {
+            Ok(()) => state.area = Some(area),
+            Err(_) => alloc.forget_area(&area).await,
+        }
+        found
+    }
+
+    /// Refuses an image whose header has no room for a journal.
+    pub async fn refuse_without_room<S: Storage>(&self, layer: &Layer<S>) -> Result<()> {
+        let Some(qcow2) = layer.as_qcow2() else { return Ok(()) };
+        let size = qcow2.geometry.cluster_size();
+        let anywhere = 1..1 + area_length(self.size, size) / size;
+        match edits(layer, Some(&extension(&anywhere, size, 0, 0))).await? {
+            Ok(_) => Ok(()),
+            Err(error) => Err(layer.format_error(error)),
+        }
+    }
+
+    /// Settles the journal for good, and gives its area back.
+    pub async fn close<S: Storage>(&self, metadata: &Metadata<S>) -> Result<()> {
+        let mut state = self.state.lock().await;
+        self.void(&mut state, metadata).await?;
+        let Some(area) = state.area.take() else { return Ok(()) };
+        let Metadata { layer, alloc, .. } = metadata;
+        let writes = edits(layer, None).await?.map_err(|error| layer.format_error(error))?;
+        write_header(layer, &writes).await?;
+        let size = metadata.cluster_size();
+        layer.storage().discard(area.start * size, (area.end - area.start) * size).await?;
+        alloc.forget_area(&area).await;
+        alloc.cut_tail(TailCut::KeepingData).await
+    }
+}
+
+/// The area's length for a wish: whole clusters and blocks, and within what the format allows.
+fn area_length(wish: u64, cluster_size: u64) -> u64 {
+    wish.clamp(MIN_AREA, MAX_AREA).next_multiple_of(cluster_size.max(BLOCK as u64)).min(MAX_AREA)
+}
+
+fn extension(area: &Range<u64>, size: u64, id: u64, first_sequence: u64) -> JournalExtension {
+    JournalExtension {
+        area_offset: HostOffset::new(area.start * size),
+        area_length: (area.end - area.start) * size,
+        id,
+        first_sequence,
+    }
+}
+
+type Edits = std::result::Result<Vec<(usize, Vec<u8>)>, FormatError>;
+
+/// What to write, in order, so that the header points to a journal, or to none.
+async fn edits<S: Storage>(layer: &Layer<S>, journal: Option<&JournalExtension>) -> Result<Edits> {
+    let Some(qcow2) = layer.as_qcow2() else { return Ok(Ok(Vec::new())) };
+    let size = qcow2.geometry.cluster_size() as usize;
+    let cluster = layer.storage().read_at(0, IoBuf::zeroed(size)).await?;
+    Ok(Header::edit_journal(&cluster, journal))
+}
+
+/// Makes changes of the header, each durable before the next.
+async fn write_header<S: Storage>(layer: &Layer<S>, writes: &[(usize, Vec<u8>)]) -> Result<()> {
+    let storage = layer.storage();
+    for (at, bytes) in writes {
+        storage.write_at(*at as u64, IoBuf::copy_of(bytes)).await?;
+        storage.flush().await?;
+    }
+    if let Some(qcow2) = layer.as_qcow2() {
+        let size = qcow2.geometry.cluster_size() as usize;
+        let cluster = storage.read_at(0, IoBuf::zeroed(size)).await?;
+        let header = Header::parse(&cluster).map_err(|error| layer.format_error(error))?;
+        qcow2.header.write().extensions = header.extensions;
+    }
+    Ok(())
+}
+
+/// Takes the feature bit away, durably.
+pub(super) async fn clear_bit<S: Storage>(layer: &Layer<S>) -> Result<()> {
+    set_bits(layer, |bits| bits.without(IncompatibleFeatures::JOURNAL)).await
+}
+
+async fn set_bits<S: Storage>(
+    layer: &Layer<S>,
+    change: impl Fn(IncompatibleFeatures) -> IncompatibleFeatures,
+) -> Result<()> {
+    let Some(qcow2) = layer.as_qcow2() else { return Ok(()) };
+    let bits = change(qcow2.header.read().incompatible);
+    let bytes = IoBuf::copy_of(&bits.bits().to_be_bytes());
+    layer.storage().write_at(field::INCOMPATIBLE_FEATURES as u64, bytes).await?;
+    layer.storage().flush().await?;
+    qcow2.header.write().incompatible = bits;
+    Ok(())
+}

@@ -1,0 +1,351 @@
+//! How changes of metadata reach the file.
+
+mod group;
+pub mod guard;
+pub mod journal;
+mod ordered;
+mod replay;
+mod upkeep;
+pub mod zones;
+
+pub use group::GroupCommit;
+
+use crate::Result;
+use crate::alloc::Allocator;
+use crate::entries::ActiveEntries;
+use crate::layer::Layer;
+use crate::pieces::Kept;
+use crate::readers::Readers;
+use crate::restart_log::Log;
+use crate::tables::Tables;
+use futures_util::future::try_join_all;
+use guard::{Cover, Guard, Voucher, Way, covers, cut};
+use isobath_qcow2::{ClusterIndex, HostOffset, L2Entry};
+use isobath_storage::{IoBuf, Storage};
+use journal::Journal;
+use ordered::Ordered;
+use std::future::Future;
+use std::ops::Range;
+use std::sync::Arc;
+pub use upkeep::Upkeep;
+use zones::Zones;
+
+/// A way to make recorded changes durable (`--metadata`).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum MetadataMode {
+    /// As [`Journal`](Self::Journal) once there were some flushes, where the image can have a journal;
+    /// as [`Ordered`](Self::Ordered) otherwise.
+    #[default]
+    Auto,
+    /// Writes in an order that leaves a consistent image after a crash at any point; lost space at
+    /// worst. A flush after allocations makes two syncs.
+    Ordered,
+    /// Writes a journal inside the image, which is not usable without it until it is closed or
+    /// recovered. A flush makes one sync, and while the journal is in use a crash loses no space.
+    Journal,
+    /// As [`Journal`](Self::Journal), and where the data of a new cluster can be compressed a little, what
+    /// maps it is put into it: then a flush writes nothing to the journal either. Until the image is
+    /// closed, some blocks of it are stored differently, and a recovery looks for them.
+    Embedded,
+}
+
+impl MetadataMode {
+    /// All modes.
+    pub const ALL: [Self; 4] = [Self::Auto, Self::Ordered, Self::Journal, Self::Embedded];
+
+    /// The name on the command line.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::Ordered => "ordered",
+            Self::Journal => "journal",
+            Self::Embedded => "embedded",
+        }
+    }
+
+    /// The mode of that name.
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|mode| mode.name() == name)
+    }
+}
+
+/// What a write finds in its place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// Data of its own, which it replaces.
+    InUse,
+    /// Nothing that anything durable refers to.
+    New,
+    /// The same, in space that was prepared for growth.
+    Prepared,
+    /// The same, where the file does not reach yet.
+    Beyond,
+    /// Nothing that anything refers to but the record embedded in the data, which has a checksum of
+    /// what is behind it or needs none.
+    Embedded {
+        /// Whether it has.
+        checked: bool,
+    },
+}
+
+/// A write of at most so many bytes that would make the file grow goes into the next record rather
+/// than to its place, if that makes the flush cheaper.
+const SMALL: usize = 16 << 10;
+
+/// What a commit works on.
+pub struct Metadata<S> {
+    /// The image.
+    pub layer: Arc<Layer<S>>,
+    /// Its L1 and L2 tables.
+    pub tables: Tables<S>,
+    /// Its refcounts.
+    pub alloc: Allocator<S>,
+    /// Data that a record vouches for.
+    pub guard: Guard,
+    /// What is done before it is needed.
+    pub upkeep: Upkeep,
+    /// Where mappings are embedded in data.
+    pub zones: Zones,
+    /// Where what was answered is noted until it is durable.
+    pub log: Option<Arc<Log>>,
+}
+
+impl<S: Storage> Metadata<S> {
+    /// Makes what was written so far durable: the image's file, and the data file where there is
+    /// one.
+    async fn sync(&self) -> Result<()> {
+        if self.has_data_apart() {
+            self.layer.data().flush().await?;
+        }
+        self.layer.storage().flush().await?;
+        Ok(())
+    }
+
+    fn has_data_apart(&self) -> bool {
+        !Arc::ptr_eq(self.layer.storage(), self.layer.data())
+    }
+
+    /// What the commit under way closed is durable.
+    fn log_durable(&self) {
+        if let Some(log) = &self.log {
+            log.durable();
+        }
+    }
+
+    fn cluster_size(&self) -> u64 {
+        self.tables.geometry().cluster_size()
+    }
+
+    /// Writes guest data to its place, or keeps it for the next record where its place must not
+    /// change yet.
+    pub async fn write(&self, at: u64, buf: IoBuf) -> Result<IoBuf> {
+        let range = at..at + buf.len() as u64;
+        if !self.zones.leads_in(&range).is_empty() {
+            return Box::pin(self.write_over_leads(at, buf)).await;
+        }
+        if buf.len() <= SMALL && self.keep(Place::InUse, at, std::slice::from_ref(&buf)) {
+            return Ok(buf);
+        }
+        match self.guard.write(at, std::slice::from_ref(&buf)) {
+            Way::Straight(_busy) => Ok(self.layer.data().write_at(at, buf).await?),
+            Way::Parts(parts, _busy) => {
+                Box::pin(self.write_parts(at, parts, std::slice::from_ref(&buf))).await?;
+                Ok(buf)
+            }
+        }
+    }
+
+    /// Writes bytes as they are to be stored, as [`write`](Self::write).
+    async fn write_stored(&self, at: u64, bufs: Vec<IoBuf>) -> Result<Vec<IoBuf>> {
+        match self.guard.write(at, &bufs) {
+            Way::Straight(_busy) => Ok(self.layer.data().write_vectored_at(at, bufs).await?),
+            Way::Parts(parts, _busy) => {
+                self.write_parts(at, parts, &bufs).await?;
+                Ok(bufs)
+            }
+        }
+    }
+
+    /// Writes buffers that follow one another. What is returned is to be [covered](Guard::cover)
+    /// before anything is recorded that refers to it.
+    pub async fn write_to(
+        &self,
+        place: Place,
+        at: u64,
+        bufs: Vec<IoBuf>,
+    ) -> Result<(Vec<IoBuf>, Vec<Cover>)> {
+        let data = self.layer.data();
+        if self.has_data_apart() {
+            return Ok((data.write_vectored_at(at, bufs).await?, Vec::new()));
+        }
+        let length: usize = bufs.iter().map(IoBuf::len).sum();
+        if let Place::Embedded { checked } = place {
+            let voucher = if checked { Voucher::Lead } else { Voucher::Nobody };
+            let cover = Cover { range: at..at + length as u64, crc: None, voucher };
+            return Ok((self.write_stored(at, bufs).await?, vec![cover]));
+        }
+        if place == Place::InUse && !self.zones.leads_in(&(at..at + length as u64)).is_empty() {
+            let mut written = Vec::with_capacity(bufs.len());
+            let mut next = at;
+            for buf in bufs {
+                let start = next;
+                next += buf.len() as u64;
+                written.push(self.write(start, buf).await?);
+            }
+            return Ok((written, Vec::new()));
+        }
+        if length <= SMALL {
+            if self.keep(place, at, &bufs) {
+                return Ok((bufs, Vec::new()));
+            }
+        } else if matches!(place, Place::Beyond | Place::Prepared) {
+            self.alloc.note_growth(length as u64);
+        }
+        let checked = place != Place::InUse;
+        match self.guard.write(at, &bufs) {
+            Way::Straight(_busy) => {
+                let size = self.cluster_size();
+                let covers = if checked {
+                    covers(at, &bufs, size, self.guard.is_active())
+                } else {
+                    Vec::new()
+                };
+                Ok((data.write_vectored_at(at, bufs).await?, covers))
+            }
+            Way::Parts(parts, _busy) => {
+                let unread = |part: &Range<u64>| Cover {
+                    range: part.clone(),
+                    crc: None,
+                    voucher: Voucher::Record,
+                };
+                let covers = parts.iter().filter(|_| checked).map(unread).collect();
+                self.write_parts(at, parts, &bufs).await?;
+                Ok((bufs, covers))
+            }
+        }
+    }
+
+    /// Keeps a small write where the next record takes it without the file growing.
+    fn keep(&self, place: Place, at: u64, bufs: &[IoBuf]) -> bool {
+        let may = matches!(place, Place::Beyond | Place::InUse) && self.guard.is_active();
+        may && !self.has_data_apart()
+            && self.upkeep.has_room()
+            && self.layer.storage().gains_from_written_space()
+            && self.guard.keep(at, bufs, place == Place::Beyond, self.cluster_size())
+    }
+
+    /// Writes pieces of data to their places.
+    async fn place(&self, pieces: &[Kept]) -> Result<()> {
+        let data = self.layer.data();
+        let writes = pieces.iter().map(|kept| data.write_at(kept.at, IoBuf::copy_of(&kept.bytes)));
+        try_join_all(writes).await?;
+        Ok(())
+    }
+
+    async fn write_parts(&self, at: u64, parts: Vec<Range<u64>>, bufs: &[IoBuf]) -> Result<()> {
+        for part in parts {
+            let bytes = cut(bufs, (part.start - at) as usize..(part.end - at) as usize);
+            self.layer.data().write_at(part.start, IoBuf::copy_of(&bytes)).await?;
+        }
+        Ok(())
+    }
+
+    /// Reads bytes as they are stored: what is kept is newer than what is in its place.
+    async fn read_stored(&self, at: u64, buf: IoBuf) -> Result<IoBuf> {
+        let kept = self.guard.kept_in(&(at..at + buf.len() as u64));
+        let mut buf = self.layer.data().read_at(at, buf).await?;
+        for piece in kept {
+            let from = (piece.at - at) as usize;
+            buf[from..from + piece.bytes.len()].copy_from_slice(&piece.bytes);
+        }
+        Ok(buf)
+    }
+}
+
+impl<S: Storage> ActiveEntries for Metadata<S> {
+    async fn entries(&self, first: ClusterIndex, count: u64) -> Result<Vec<L2Entry>> {
+        self.tables.entries(first, count).await
+    }
+
+    fn is_metadata(&self, offset: HostOffset) -> bool {
+        let geometry = self.tables.geometry();
+        !geometry.has_data_file() && self.alloc.is_metadata(geometry.host_cluster_of(offset))
+    }
+}
+
+/// One way to commit; at most one commit runs at a time.
+pub trait Durability {
+    /// Makes every change recorded, and all data written, before the call durable. An error leaves
+    /// it unknown what is.
+    fn commit<S: Storage>(
+        &self,
+        metadata: &Metadata<S>,
+        readers: &Readers,
+    ) -> impl Future<Output = Result<()>>;
+}
+
+/// The mode in use.
+pub enum Mode {
+    /// Writes in order.
+    Ordered(Ordered),
+    /// A journal in the image.
+    Journal(Box<Journal>),
+}
+
+impl Mode {
+    /// `journal_size` is what [`OpenOptions::journal_size`](crate::OpenOptions::journal_size) says,
+    /// of a disk of `disk_size` bytes. With `at_once` no mode waits for its journal to pay.
+    pub fn new(
+        mode: MetadataMode,
+        journal_size: Option<u64>,
+        disk_size: u64,
+        at_once: bool,
+    ) -> Self {
+        let size = journal_size.unwrap_or((disk_size / 32).clamp(MIN_JOURNAL, MAX_JOURNAL));
+        match mode {
+            MetadataMode::Ordered => Self::Ordered(Ordered),
+            MetadataMode::Auto => Self::Journal(Box::new(Journal::new(at_once, size))),
+            MetadataMode::Journal => Self::Journal(Box::new(Journal::new(true, size))),
+            MetadataMode::Embedded => {
+                let size = size.max(MIN_EMBEDDED);
+                Self::Journal(Box::new(Journal::new(true, size)))
+            }
+        }
+    }
+
+    /// Makes everything recorded so far durable.
+    pub async fn commit<S: Storage>(
+        &self,
+        metadata: &Metadata<S>,
+        readers: &Readers,
+    ) -> Result<()> {
+        match self {
+            Self::Ordered(mode) => mode.commit(metadata, readers).await,
+            Self::Journal(mode) => mode.commit(metadata, readers).await,
+        }
+    }
+
+    /// Refuses an image that cannot have the journal that was asked for.
+    pub async fn refuse_without_journal<S: Storage>(&self, layer: &Layer<S>) -> Result<()> {
+        match self {
+            Self::Journal(journal) => journal.refuse_without_room(layer).await,
+            Self::Ordered(_) => Ok(()),
+        }
+    }
+
+    /// The journal, if there may be one.
+    pub fn journal(&self) -> Option<&Journal> {
+        match self {
+            Self::Ordered(_) => None,
+            Self::Journal(journal) => Some(journal),
+        }
+    }
+}
+
+/// Bytes of a journal's area unless told otherwise: enough to write pages of tables to their places
+/// seldom, little enough to be read in no time.
+const MAX_JOURNAL: u64 = 4 << 20;
+/// The same for small disks.
+const MIN_JOURNAL: u64 = 1 << 20;
+/// The least beside zones: whole lead blocks and the list of zones go into one record.
+const MIN_EMBEDDED: u64 = 256 << 10;

@@ -1,0 +1,118 @@
+//! `--metadata ordered`: no journal, only order.
+//!
+//! 1. New refcount blocks, made durable before the refcount table lists them (rare).
+//! 2. Refcounts of what was allocated, new L2 tables, and with them all data written: one sync.
+//! 3. Entries of L2 tables and of the L1 table: one more sync. They refer only to what step 2 made
+//!    durable; each is whole or old, since it lies within a sector.
+//! 4. Clusters no longer referred to are released, once no request reads them. Their refcounts
+//!    reach the file with the next commit.
+//!
+//! A crash between steps loses at most space: a refcount above what is referenced. With nothing
+//! allocated since the last commit, one sync is all there is.
+
+use super::{Durability, Metadata};
+use crate::Result;
+use crate::readers::Readers;
+use crate::sabotage::{self, Sabotage};
+use crate::tables::CommitNeeds;
+use isobath_qcow2::HostCluster;
+use isobath_storage::Storage;
+use std::ops::Range;
+
+/// The mode's state: it needs none.
+pub struct Ordered;
+
+impl Durability for Ordered {
+    async fn commit<S: Storage>(&self, metadata: &Metadata<S>, readers: &Readers) -> Result<()> {
+        let needs = metadata.tables.begin_commit();
+        // What a journal that is being set up gathers from here on is not in this batch.
+        let closed = metadata.guard.close(0, &[], metadata.cluster_size());
+        metadata.place(&closed.kept).await?;
+        finish(metadata, readers, needs, &[]).await?;
+        metadata.guard.unneeded();
+        Ok(())
+    }
+}
+
+/// Makes the closed batch durable, as all data is that was written before. What is kept of the clusters in
+/// `freed`, which are among those that it releases, is forgotten before they are; and so is what a log has of
+/// them, since their next content might be in place by the time it is replayed.
+pub(super) async fn finish<S: Storage>(
+    metadata: &Metadata<S>,
+    readers: &Readers,
+    needs: CommitNeeds,
+    freed: &[HostCluster],
+) -> Result<()> {
+    let Metadata { tables, alloc, .. } = metadata;
+    let early = sabotage::is(Sabotage::EarlyRelease);
+    if early {
+        alloc.release(&tables.closed_releases()).await?;
+    }
+    alloc.publish(&needs.allocated).await?;
+    let replaced = alloc.write_structure().await?;
+    if alloc.is_dirty().await || needs.ordered || !needs.changes || !replaced.is_empty() {
+        alloc.write_blocks().await?;
+        tables.write_fresh().await?;
+        if !sabotage::is(Sabotage::NoFirstSync) {
+            metadata.sync().await?;
+        }
+    }
+    if needs.changes {
+        tables.write_updates().await?;
+        if !sabotage::is(Sabotage::NoSecondSync) {
+            metadata.sync().await?;
+        }
+    }
+    if !sabotage::is(Sabotage::LateLog) || freed.is_empty() {
+        metadata.log_durable();
+    }
+    let released = tables.finish_commit();
+    if released.clusters.is_empty() && replaced.is_empty() {
+        return Ok(());
+    }
+    readers.drain().await;
+    metadata.guard.forget(freed, metadata.cluster_size());
+    if released.discarded {
+        give_back(metadata, &released.clusters).await?;
+    }
+    if !early {
+        alloc.release(&released.clusters).await?;
+    }
+    alloc.release(&replaced).await?;
+    Ok(())
+}
+
+/// Gives the space of clusters that are about to become free back to the host: before they can be
+/// allocated again. Failure to do so costs space, not data, so it is only logged.
+pub(super) async fn give_back<S: Storage>(
+    metadata: &Metadata<S>,
+    released: &[HostCluster],
+) -> Result<()> {
+    let mut last = Vec::new();
+    for cluster in released {
+        // A table that a snapshot's entry, or a hostile one, has in common with the image.
+        if metadata.alloc.is_metadata(*cluster) {
+            continue;
+        }
+        if metadata.alloc.is_last(*cluster).await? {
+            last.push(cluster.get());
+        }
+    }
+    last.sort_unstable();
+    let mut runs: Vec<Range<u64>> = Vec::new();
+    for cluster in last {
+        match runs.last_mut() {
+            Some(run) if run.end == cluster => run.end += 1,
+            _ => runs.push(cluster..cluster + 1),
+        }
+    }
+    let size = metadata.layer.as_qcow2().map_or(0, |qcow2| qcow2.geometry.cluster_size());
+    for run in runs {
+        let (offset, length) = (run.start * size, (run.end - run.start) * size);
+        if let Err(error) = metadata.layer.storage().discard(offset, length).await {
+            tracing::debug!(%error, "discarded space was not given back");
+            break;
+        }
+    }
+    Ok(())
+}

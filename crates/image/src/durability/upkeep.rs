@@ -1,0 +1,111 @@
+//! Work that nobody waits for.
+
+use super::Metadata;
+use crate::Result;
+use async_lock::Mutex;
+use event_listener::Event;
+use isobath_storage::Storage;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+
+/// What is to be done, and whether somebody is there to do it.
+#[derive(Default)]
+pub struct Upkeep {
+    /// Bytes to prepare for growth.
+    wanted: AtomicU64,
+    /// Clusters of a zone to prepare.
+    zone_wanted: AtomicU64,
+    changed: Event,
+    attendants: AtomicUsize,
+    ended: AtomicBool,
+    /// Space on the host is short.
+    short: AtomicBool,
+    /// Held while something is done.
+    busy: Mutex<()>,
+}
+
+/// With less free space, in bytes, nothing is done ahead or put off: who writes is to be told that there
+/// is none.
+const SHORT: u64 = 64 << 20;
+
+impl Upkeep {
+    /// Whether what is written later will find space.
+    pub(super) fn has_room(&self) -> bool {
+        !self.short.load(Ordering::Relaxed)
+    }
+}
+
+struct Attendant<'a>(&'a Upkeep);
+
+impl Drop for Attendant<'_> {
+    fn drop(&mut self) {
+        self.0.attendants.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+impl<S: Storage> Metadata<S> {
+    /// Called after each commit: sees to it that the file grows ahead of need, as long as the host has
+    /// space.
+    pub(super) async fn grow_ahead(&self) -> Result<()> {
+        let free = self.layer.storage().free_space();
+        self.upkeep.short.store(free.is_some_and(|free| free < SHORT), Ordering::Relaxed);
+        if self.upkeep.ended.load(Ordering::SeqCst) || !self.upkeep.has_room() {
+            return Ok(());
+        }
+        let bytes = self.alloc.growth_wanted().await.unwrap_or(0);
+        let gains = self.layer.storage().gains_from_written_space();
+        let clusters = if gains { self.zones.growth_wanted().unwrap_or(0) } else { 0 };
+        if self.upkeep.attendants.load(Ordering::SeqCst) == 0 {
+            return self.prepare(bytes, clusters).await;
+        }
+        self.upkeep.wanted.fetch_max(bytes, Ordering::SeqCst);
+        self.upkeep.zone_wanted.fetch_max(clusters, Ordering::SeqCst);
+        if bytes > 0 || clusters > 0 || self.zones.are_short() {
+            self.upkeep.changed.notify(usize::MAX);
+        }
+        Ok(())
+    }
+
+    async fn prepare(&self, bytes: u64, clusters: u64) -> Result<()> {
+        if clusters > 0 {
+            self.prepare_zone(clusters).await?;
+        }
+        if bytes > 0 {
+            self.alloc.prepare(bytes).await?;
+        }
+        Ok(())
+    }
+
+    /// Does what comes up until [`end_upkeep`](Self::end_upkeep). `seal` makes some of what is embedded plain.
+    pub async fn attend(&self, seal: impl AsyncFn() -> Result<()>) -> Result<()> {
+        let upkeep = &self.upkeep;
+        upkeep.attendants.fetch_add(1, Ordering::SeqCst);
+        let _attendant = Attendant(upkeep);
+        loop {
+            let changed = upkeep.changed.listen();
+            {
+                let _busy = upkeep.busy.lock().await;
+                if upkeep.ended.load(Ordering::SeqCst) {
+                    return Ok(());
+                }
+                let bytes = upkeep.wanted.swap(0, Ordering::SeqCst);
+                let clusters = upkeep.zone_wanted.swap(0, Ordering::SeqCst);
+                if bytes > 0 || clusters > 0 {
+                    self.prepare(bytes, clusters).await?;
+                    continue;
+                }
+                if self.zones.are_short() {
+                    seal().await?;
+                    continue;
+                }
+            }
+            changed.await;
+        }
+    }
+
+    /// Ends it, and waits for what is being done.
+    pub async fn end_upkeep(&self) {
+        self.upkeep.ended.store(true, Ordering::SeqCst);
+        self.upkeep.changed.notify(usize::MAX);
+        drop(self.upkeep.busy.lock().await);
+    }
+}

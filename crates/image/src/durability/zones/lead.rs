@@ -1,0 +1,221 @@
+//! Embedded lead blocks under reads and writes.
+//!
+//! Below them lies what the [`guard`](crate::durability::guard) keeps: a lead block is extracted from
+//! what the file and the kept pieces give together.
+
+use super::{Embedded, LeadAt};
+use crate::durability::Metadata;
+use crate::{DiskError, Result};
+use futures_util::future::join_all;
+use isobath_qcow2::embedded::{LEAD, Mapping, Span, embed, extract};
+use isobath_qcow2::{ClusterIndex, HostCluster};
+use isobath_storage::{IoBuf, Storage};
+
+/// Part of a write.
+struct Segment {
+    at: u64,
+    /// What goes there.
+    stored: Stored,
+    /// The request's bytes of it, given back whatever goes there.
+    own: IoBuf,
+}
+
+enum Stored {
+    /// The request's bytes as they are.
+    Own,
+    /// A lead block.
+    Lead(IoBuf, Embedded),
+    /// Nothing: the guard keeps it.
+    Kept,
+}
+
+impl<S: Storage> Metadata<S> {
+    /// Reads guest data: what is kept is newer than what is in its place, and lead blocks are as the
+    /// guest wrote them.
+    pub async fn read(&self, at: u64, buf: IoBuf) -> Result<IoBuf> {
+        let leads = self.zones.leads_in(&(at..at + buf.len() as u64));
+        if leads.is_empty() {
+            return self.read_stored(at, buf).await;
+        }
+        Box::pin(self.read_leads(leads, at, buf)).await
+    }
+
+    async fn read_leads(&self, leads: Vec<LeadAt>, at: u64, buf: IoBuf) -> Result<IoBuf> {
+        // A guest sees no record.
+        let (own, theirs) =
+            if buf.is_shared() { (IoBuf::zeroed(buf.len()), Some(buf)) } else { (buf, None) };
+        let mut own = self.read_stored(at, own).await?;
+        for lead in leads {
+            self.extract_into(&lead, at, &mut own).await?;
+        }
+        let Some(mut theirs) = theirs else { return Ok(own) };
+        theirs.copy_from_slice(&own);
+        Ok(theirs)
+    }
+
+    /// Puts the guest's bytes of a lead block, as far as they are in `buf`, read from `at` on, in place
+    /// of the stored ones.
+    async fn extract_into(&self, lead: &LeadAt, at: u64, buf: &mut IoBuf) -> Result<()> {
+        let (block, end) = (lead.block(), at + buf.len() as u64);
+        if at <= block.start && block.end <= end {
+            let stored = &mut buf[(block.start - at) as usize..(block.end - at) as usize];
+            // It may have become plain meanwhile, and may look as if it were not.
+            if extract(stored, lead.id).is_some() && self.zones.is_embedded(lead.at) {
+                return Ok(());
+            }
+        }
+        let _lock = self.zones.locks.lock(block.clone()).await;
+        let plain = self.plain_lead(lead).await?;
+        let (from, to) = (block.start.max(at), block.end.min(end));
+        buf[(from - at) as usize..(to - at) as usize]
+            .copy_from_slice(&plain[(from - block.start) as usize..(to - block.start) as usize]);
+        Ok(())
+    }
+
+    /// The guest's bytes of a lead block that is, or was, embedded. The caller holds its lock.
+    pub(super) async fn plain_lead(&self, lead: &LeadAt) -> Result<IoBuf> {
+        let embedded = self.zones.is_embedded(lead.at);
+        let mut block = self.read_stored(lead.at, IoBuf::zeroed(LEAD)).await?;
+        if embedded && extract(&mut block, lead.id).is_none() {
+            return Err(DiskError::Corrupt {
+                image: self.layer.name().to_owned(),
+                reason: format!(
+                    "the embedded record at host offset {} is damaged, and with it 4 KiB of guest \
+                     data at {}: was the file changed by another program?",
+                    lead.at,
+                    lead.embedded.cluster * self.cluster_size()
+                ),
+            });
+        }
+        Ok(block)
+    }
+
+    /// Writes guest data to its place, where some lead blocks are embedded.
+    pub async fn write_over_leads(&self, at: u64, buf: IoBuf) -> Result<IoBuf> {
+        let mut buf = buf.stable();
+        let (size, end) = (self.cluster_size(), at + buf.len() as u64);
+        let first = at / size * size;
+        let locked = first..end.next_multiple_of(size);
+        let _lock = self.zones.locks.lock(locked).await;
+        let mut segments = Vec::new();
+        let mut next = at;
+        for lead in self.zones.leads_in(&(at..end)) {
+            let span = lead.span();
+            if next < span.start {
+                let own = buf.split_to((span.start - next) as usize);
+                segments.push(Segment { at: next, stored: Stored::Own, own });
+                next = span.start;
+            }
+            let own = buf.split_to((span.end.min(end) - next) as usize);
+            let stored = self.lead_for(&lead, next, &own).await?;
+            segments.push(Segment { at: span.start, stored, own });
+            next = span.end.min(end);
+        }
+        if next < end {
+            segments.push(Segment { at: next, stored: Stored::Own, own: buf });
+        }
+        self.write_segments(segments).await
+    }
+
+    /// What is to be stored of a lead block of which `own` is written, from `at` on. The caller holds
+    /// its lock.
+    async fn lead_for(&self, lead: &LeadAt, at: u64, own: &IoBuf) -> Result<Stored> {
+        let Embedded { cluster, span, rest, .. } = lead.embedded;
+        let mut plain = if own.len() == span.bytes() {
+            IoBuf::zeroed(LEAD)
+        } else {
+            self.plain_lead(lead).await?
+        };
+        let from = (at - lead.at) as usize;
+        plain[from..from + own.len()].copy_from_slice(own);
+        let (serial, proven) = self.zones.serial();
+        let mapping = Mapping { cluster: ClusterIndex::new(cluster), serial, proven, rest: None };
+        let mut block = IoBuf::copy_of(&plain);
+        let new = match rest {
+            // The checksum is still needed.
+            Some(_) if lead.embedded.serial >= proven => None,
+            _ => embed(&mut block, &mapping, lead.id),
+        };
+        // Some of its sectors alone would be neither the old block nor the new one.
+        let whole = self.layer.storage().atomic_write() >= LEAD as u64;
+        let fits = |new| match (span, new) {
+            // The other sectors are everybody's to write.
+            (Span::Sector, new) => new == Span::Sector,
+            (Span::Block, _) => whole,
+        };
+        match new {
+            Some(new) if fits(new) => {
+                let embedded = Embedded { cluster, serial, span: new, rest: None };
+                Ok(Stored::Lead(block.split_to(span.bytes()), embedded))
+            }
+            _ => {
+                self.keep_plain(lead, &plain[..span.bytes()]);
+                Ok(Stored::Kept)
+            }
+        }
+    }
+
+    /// Has the next record make a lead block plain: `plain` is what it holds then, as far as it was not stored
+    /// as it is.
+    pub(super) fn keep_plain(&self, lead: &LeadAt, plain: &[u8]) {
+        let cluster = HostCluster::new(lead.at / self.cluster_size());
+        self.zones.make_plain(lead, || self.guard.keep_plain(lead.at, plain, cluster));
+        // The mapping cannot be found in the block from then on.
+        self.tables.want_record();
+    }
+
+    /// Writes segments that follow one another; gives back the request's bytes.
+    async fn write_segments(&self, segments: Vec<Segment>) -> Result<IoBuf> {
+        let mut runs: Vec<(u64, u64, Vec<IoBuf>)> = Vec::new();
+        // For each segment the request's bytes if they are not written.
+        let mut apart = Vec::with_capacity(segments.len());
+        let mut rewritten = Vec::new();
+        for Segment { at, stored, own } in segments {
+            let bytes = match stored {
+                Stored::Own => {
+                    apart.push(None);
+                    own
+                }
+                Stored::Lead(block, embedded) => {
+                    apart.push(Some((own, true)));
+                    rewritten.push((at, embedded));
+                    block
+                }
+                Stored::Kept => {
+                    apart.push(Some((own, false)));
+                    continue;
+                }
+            };
+            let end = at + bytes.len() as u64;
+            match runs.last_mut() {
+                Some((_, last, bufs)) if *last == at => {
+                    bufs.push(bytes);
+                    *last = end;
+                }
+                _ => runs.push((at, end, vec![bytes])),
+            }
+        }
+        let writes = runs.into_iter().map(|(at, _, bufs)| self.write_stored(at, bufs));
+        // All end, also where one fails: a write given up could still land.
+        let written: Result<Vec<Vec<IoBuf>>> = join_all(writes).await.into_iter().collect();
+        let written = written?;
+        for (at, embedded) in rewritten {
+            self.zones.rewritten(at, embedded);
+        }
+        let mut written = written.into_iter().flatten();
+        let mut whole = IoBuf::empty();
+        for apart in apart {
+            let own = match apart {
+                None => written.next(),
+                Some((own, stored)) => {
+                    if stored {
+                        written.next();
+                    }
+                    Some(own)
+                }
+            };
+            whole.unsplit(own.unwrap_or_else(IoBuf::empty));
+        }
+        Ok(whole)
+    }
+}

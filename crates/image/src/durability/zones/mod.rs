@@ -1,0 +1,479 @@
+//! `--metadata embedded`: a mapping travels in the data that it maps.
+//!
+//! A write to a new cluster makes room in the cluster's first 4 KiB, its *lead block*, by compressing
+//! them, and puts a record there: which guest cluster this is. So the data and its mapping are one
+//! write, and a flush behind it is one sync, with nothing written to the journal. This is Selfie (Wu
+//! et al., SYSTOR '15); where it differs, `docs/decisions/0009` says why. Everything that cannot be
+//! told so goes into the journal's next record, and that has what was embedded before it too.
+//!
+//! - Such clusters lie in *zones*. Each record of the journal lists them, with the id that marks
+//!   their records. Ids are random and made when a zone is opened, so nothing that was stored before
+//!   has one; and as long as a zone is listed no guest bytes are written as they are to where one of its
+//!   clusters begins, unless the record that has these bytes says that the cluster is *plain*. So no
+//!   stale bytes, and none that a guest chose, can pass for a record.
+//! - Records are numbered (*serial*). A record of the journal says from where on they count (*floor*):
+//!   it has all earlier ones. So a crash leaves at most what was embedded since to be found.
+//! - A record says which ones were durable when it was made (*proven*). Where the rest of a cluster
+//!   cannot be told from what was there before, its record has a checksum of it, which counts
+//!   unless a later record proves it; until then the [`guard`](super::guard) keeps the data as it is.
+//! - In quiet moments, and before the image is closed, lead blocks become plain again
+//!   ([`seal`](self::seal)), by way of the journal: a plain qcow2 image remains.
+
+mod flight;
+mod lead;
+pub mod recover;
+mod seal;
+mod zone;
+
+pub use zone::Embedded;
+
+use crate::alloc::Growth;
+use crate::range_lock::RangeLocks;
+use flight::{Flight, Flights};
+use isobath_qcow2::embedded::{LEAD, Mapping, ZoneId};
+use isobath_qcow2::{ClusterIndex, Geometry, HostCluster, journal};
+use parking_lot::Mutex;
+use std::hash::{BuildHasher, RandomState};
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use zone::{Slot, Zone};
+
+/// Bytes of a zone unless told otherwise (the paper's).
+const ZONE_BYTES: u64 = 64 << 20;
+/// Clusters of a zone at most.
+const ZONE_CLUSTERS: u64 = 4096;
+/// Zones in use at most unless told otherwise: a recovery looks into all of them.
+const MOST_ZONES: u32 = 8;
+/// Who takes more clusters between two commits gains nothing from one write less.
+const MOST_BETWEEN: u64 = 64;
+
+/// The zones of an image.
+pub struct Zones {
+    /// `None` where nothing is embedded.
+    settings: Option<Settings>,
+    /// Whether there is a zone; readers look no further while there is none.
+    any: AtomicBool,
+    /// Those who want nothing to be embedded any more.
+    suspended: AtomicUsize,
+    /// Held by whoever changes a lead block; host bytes.
+    locks: RangeLocks,
+    state: Mutex<State>,
+}
+
+#[derive(Clone, Copy)]
+struct Settings {
+    cluster_size: u64,
+    /// Clusters of a zone.
+    clusters: u64,
+    most: usize,
+}
+
+#[derive(Default)]
+struct State {
+    zones: Vec<Zone>,
+    /// The next record's.
+    serial: u64,
+    /// Records with lower serials are durable.
+    proven: u64,
+    /// The most that a record proves which was written since this was asked.
+    proof: u64,
+    flights: Arc<Flights>,
+    /// Clusters that could be embedded, since the last commit and between the two before.
+    wanted: u64,
+    wanted_before: u64,
+    growth: Growth,
+    /// The host could not give more space.
+    exhausted: bool,
+    /// Clusters taken since the last commit.
+    taken: u64,
+}
+
+impl State {
+    fn zone(&mut self, cluster: u64) -> Option<&mut Zone> {
+        self.zones.iter_mut().find(|zone| zone.clusters().contains(&cluster))
+    }
+
+    fn slot(&self, cluster: u64) -> Option<(ZoneId, Slot)> {
+        let zone = self.zones.iter().find(|zone| zone.clusters().contains(&cluster))?;
+        Some((zone.id, zone.slot(cluster)?))
+    }
+
+    fn next_serial(&mut self) -> u64 {
+        self.serial += 1;
+        self.serial
+    }
+}
+
+/// A cluster for a first write.
+pub struct Taken {
+    /// The cluster that holds the data.
+    pub host: HostCluster,
+    /// The id of its zone.
+    pub id: ZoneId,
+    /// Whether the file holds zeroes there.
+    pub zeroed: bool,
+    serial: u64,
+    proven: u64,
+    /// Until the mapping is recorded.
+    _flight: Flight,
+}
+
+impl Taken {
+    /// The record of this cluster as the home of a guest cluster.
+    pub fn mapping(&self, cluster: ClusterIndex, rest: Option<u32>) -> Mapping {
+        Mapping { cluster, serial: self.serial, proven: self.proven, rest }
+    }
+}
+
+/// An embedded lead block.
+#[derive(Clone, Copy, Debug)]
+pub struct LeadAt {
+    /// Host byte offset.
+    pub at: u64,
+    /// The id of its zone.
+    pub id: ZoneId,
+    /// The mapping that it carries.
+    pub embedded: Embedded,
+}
+
+impl LeadAt {
+    /// The whole block in the file.
+    pub fn block(&self) -> Range<u64> {
+        self.at..self.at + LEAD as u64
+    }
+
+    /// What of it is not stored as it is.
+    pub fn span(&self) -> Range<u64> {
+        self.at..self.at + self.embedded.span.bytes() as u64
+    }
+}
+
+/// The end of what a commit makes durable.
+pub struct Closing {
+    /// Serials from here on are given out after it began.
+    pub until: u64,
+    /// Of those below, the lowest of a write that had not ended when it began.
+    pub ended: u64,
+    flights: Arc<Flights>,
+}
+
+impl Closing {
+    /// Waits until everything with a serial below [`until`](Self::until) is recorded: a record of the
+    /// journal that is written then has it.
+    pub async fn settled(&self) {
+        self.flights.ended_below(self.until).await;
+    }
+}
+
+/// See [`Zones::suspend`].
+pub struct Suspended<'a>(&'a Zones);
+
+impl Drop for Suspended<'_> {
+    fn drop(&mut self) {
+        self.0.suspended.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+impl Zones {
+    /// Nothing is embedded.
+    pub fn none() -> Self {
+        Self::with(None)
+    }
+
+    /// Zones of `zone_size` bytes, `zones` of them at most, for an image whose format allows it; see
+    /// [`OpenOptions`](crate::options::OpenOptions).
+    pub fn new(zone_size: Option<u64>, zones: Option<u32>, geometry: &Geometry) -> Self {
+        let cluster_size = geometry.cluster_size();
+        let fits = cluster_size >= LEAD as u64 && !geometry.extended_l2();
+        let most = zones.unwrap_or(MOST_ZONES) as usize;
+        let clusters = zone_size.unwrap_or(ZONE_BYTES) / cluster_size;
+        let settings = Settings { cluster_size, clusters: clusters.clamp(1, ZONE_CLUSTERS), most };
+        Self::with((fits && !geometry.has_data_file() && most > 0).then_some(settings))
+    }
+
+    fn with(settings: Option<Settings>) -> Self {
+        Self {
+            settings,
+            any: AtomicBool::new(false),
+            suspended: AtomicUsize::new(0),
+            locks: RangeLocks::default(),
+            state: Mutex::default(),
+        }
+    }
+
+    /// Whether anything can be embedded.
+    pub fn are_used(&self) -> bool {
+        self.settings.is_some()
+    }
+
+    /// Whether there is any zone.
+    pub fn any(&self) -> bool {
+        self.any.load(Ordering::SeqCst)
+    }
+
+    /// Nothing more is embedded as long as the caller has what is returned.
+    pub fn suspend(&self) -> Suspended<'_> {
+        self.suspended.fetch_add(1, Ordering::SeqCst);
+        self.state.lock().zones.iter_mut().for_each(|zone| zone.closed = true);
+        Suspended(self)
+    }
+
+    fn is_suspended(&self) -> bool {
+        self.suspended.load(Ordering::SeqCst) > 0
+    }
+
+    /// A cluster for a first write, where that is worth it.
+    pub fn take(&self) -> Option<Taken> {
+        if !self.any() {
+            return None;
+        }
+        let mut state = self.state.lock();
+        let state = &mut *state;
+        state.wanted += 1;
+        if state.wanted.max(state.wanted_before) > MOST_BETWEEN || self.is_suspended() {
+            return None;
+        }
+        let (zone, (cluster, zeroed)) =
+            state.zones.iter_mut().find_map(|zone| zone.take().map(|taken| (zone, taken)))?;
+        let id = zone.id;
+        state.taken += 1;
+        let serial = state.next_serial();
+        Some(Taken {
+            host: HostCluster::new(cluster),
+            id,
+            zeroed,
+            serial,
+            proven: state.proven,
+            _flight: state.flights.begin(serial),
+        })
+    }
+
+    /// Nothing was written to a cluster that was taken.
+    pub fn give_back(&self, taken: &Taken) {
+        if let Some(zone) = self.state.lock().zone(taken.host.get()) {
+            zone.give_back(taken.host.get(), taken.zeroed);
+        }
+    }
+
+    /// A cluster that was taken has its data, and an embedded lead block. What refers to it is recorded
+    /// after this, before `taken` is dropped.
+    pub fn written(&self, taken: &Taken, embedded: Embedded) {
+        let mut state = self.state.lock();
+        state.proof = state.proof.max(taken.proven);
+        if let Some(zone) = state.zone(taken.host.get()) {
+            zone.set(taken.host.get(), Slot::Embedded(embedded));
+        }
+    }
+
+    /// Whether a host cluster belongs to a zone: without a lead block that says so, it must not hold data.
+    pub fn contain(&self, cluster: HostCluster) -> bool {
+        self.any() && self.state.lock().zone(cluster.get()).is_some()
+    }
+
+    /// The embedded lead blocks of which a range of the file touches what is not stored as it is.
+    pub fn leads_in(&self, range: &Range<u64>) -> Vec<LeadAt> {
+        let (Some(settings), true) = (self.settings, self.any()) else { return Vec::new() };
+        let size = settings.cluster_size;
+        let mut leads = Vec::new();
+        let state = self.state.lock();
+        for cluster in range.start / size..range.end.div_ceil(size) {
+            if let Some((id, Slot::Embedded(embedded))) = state.slot(cluster) {
+                let lead = LeadAt { at: cluster * size, id, embedded };
+                leads.extend((range.start < lead.span().end).then_some(lead));
+            }
+        }
+        leads
+    }
+
+    /// Whether a lead block is embedded.
+    fn is_embedded(&self, at: u64) -> bool {
+        !self.leads_in(&(at..at + 1)).is_empty()
+    }
+
+    /// A lead block was written again, embedded.
+    fn rewritten(&self, at: u64, embedded: Embedded) {
+        let Some(settings) = self.settings else { return };
+        let cluster = at / settings.cluster_size;
+        if let Some(zone) = self.state.lock().zone(cluster) {
+            zone.set(cluster, Slot::Embedded(embedded));
+        }
+    }
+
+    /// The serial of a lead block that is written again, and what it proves.
+    fn serial(&self) -> (u64, u64) {
+        let mut state = self.state.lock();
+        (state.next_serial(), state.proven)
+    }
+
+    /// Says that an embedded lead block is plain from now on, once `keep` has kept what it then is for the next
+    /// record; not if it is embedded no more.
+    fn make_plain(&self, lead: &LeadAt, keep: impl FnOnce()) {
+        let Some(settings) = self.settings else { return };
+        let cluster = lead.at / settings.cluster_size;
+        let mut state = self.state.lock();
+        if let Some(zone) = state.zone(cluster)
+            && zone.slot(cluster) == Some(Slot::Embedded(lead.embedded))
+        {
+            keep();
+            zone.set(cluster, Slot::Plain);
+        }
+    }
+
+    /// Begins a commit: ends what belongs to it.
+    pub fn close(&self) -> Closing {
+        let mut state = self.state.lock();
+        // No two commits end at the same serial.
+        let until = state.next_serial();
+        state.wanted_before = std::mem::take(&mut state.wanted);
+        let ended = state.flights.lowest().unwrap_or(until);
+        Closing { until, ended, flights: Arc::clone(&state.flights) }
+    }
+
+    /// Commits that ended at this serial or before are shown to have been durable by what was written
+    /// since this was asked last, once that is durable.
+    pub fn take_proof(&self) -> u64 {
+        std::mem::take(&mut self.state.lock().proof)
+    }
+
+    /// Everything with a serial below `ended` is durable.
+    pub fn committed(&self, ended: u64) {
+        let mut state = self.state.lock();
+        state.proven = state.proven.max(ended);
+    }
+
+    /// Nobody refers to these clusters any more.
+    pub fn release(&self, freed: &[HostCluster]) {
+        if !self.any() {
+            return;
+        }
+        let mut state = self.state.lock();
+        for cluster in freed {
+            if let Some(zone) = state.zone(cluster.get()) {
+                zone.free(cluster.get());
+            }
+        }
+    }
+
+    /// What a record that has everything below `floor` says of the zones. `plain` are clusters whose
+    /// plain lead blocks it has too.
+    pub fn table(&self, floor: u64, plain: &[HostCluster]) -> Option<journal::Zones> {
+        let settings = self.settings?;
+        let mut state = self.state.lock();
+        for cluster in plain {
+            if let Some(zone) = state.zone(cluster.get()) {
+                zone.mark(cluster.get());
+            }
+        }
+        let suspended = self.is_suspended();
+        let mut zones = Vec::with_capacity(state.zones.len());
+        for zone in &mut state.zones {
+            // Also one that was being opened then.
+            zone.closed |= suspended;
+            zone.left_out = zone.is_spent();
+            if !zone.left_out {
+                zones.push(zone.entry(settings.cluster_size));
+            }
+        }
+        Some(journal::Zones { floor, proven: state.proven, zones })
+    }
+
+    /// The record with that [`table`](Self::table) is durable. Returns what is no longer a zone, and
+    /// what of that was never used.
+    fn listed(&self) -> Vec<(Range<u64>, Range<u64>)> {
+        let mut state = self.state.lock();
+        let state = &mut *state;
+        let gone = state.zones.iter().filter(|zone| zone.left_out);
+        let gone = gone.map(|zone| (zone.clusters(), zone.unused())).collect();
+        state.zones.retain(|zone| !zone.left_out);
+        state.zones.iter_mut().for_each(|zone| zone.listed = true);
+        self.any.store(!state.zones.is_empty(), Ordering::SeqCst);
+        gone
+    }
+
+    /// Bytes that the [`table`](Self::table) takes in a record.
+    pub fn table_bytes(&self) -> u64 {
+        let state = self.state.lock();
+        let of_zone = |zone: &Zone| 64 + (zone.clusters().end - zone.start).div_ceil(8);
+        64 + state.zones.iter().map(of_zone).sum::<u64>()
+    }
+
+    /// Clusters of a zone that should be opened now.
+    pub fn wants_zone(&self) -> Option<u64> {
+        let settings = self.settings.filter(|_| !self.is_suspended())?;
+        let state = self.state.lock();
+        let room: usize = state.zones.iter().map(Zone::room).sum();
+        let enough = room as u64 * 4 > settings.clusters;
+        (!enough && state.zones.len() < settings.most).then_some(settings.clusters)
+    }
+
+    /// Opens a zone of free clusters that nobody gives out otherwise. It is used once a durable record
+    /// lists it. `zeroed` says that the file holds zeroes there, `prepared` that it need not be
+    /// [prepared](Self::prepare).
+    pub fn open(&self, area: &Range<u64>, zeroed: bool, prepared: bool) {
+        let mut state = self.state.lock();
+        let half = |number: usize| RandomState::new().hash_one(number).to_be_bytes();
+        let mut id = [0; 16];
+        id[..8].copy_from_slice(&half(0));
+        id[8..].copy_from_slice(&half(1));
+        state.zones.push(Zone::new(area, ZoneId(id), zeroed, prepared));
+        self.any.store(true, Ordering::SeqCst);
+    }
+
+    /// Whether zones should be emptied, so that there is one to open when it is needed.
+    pub fn are_short(&self) -> bool {
+        let Some(settings) = self.settings else { return false };
+        let state = self.state.lock();
+        state.zones.len() * 2 > settings.most && state.zones.iter().any(|zone| zone.closed)
+    }
+
+    /// The embedded lead blocks of whole zones, oldest first; of all of them, or only of those that take no
+    /// more.
+    fn to_seal(&self, all: bool, most: usize) -> Vec<LeadAt> {
+        let Some(settings) = self.settings else { return Vec::new() };
+        let state = self.state.lock();
+        let zones = state.zones.iter().filter(|zone| all || zone.closed);
+        let leads = zones.flat_map(|zone| {
+            zone.embedded().map(|(cluster, embedded)| LeadAt {
+                at: cluster * settings.cluster_size,
+                id: zone.id,
+                embedded,
+            })
+        });
+        leads.take(most).collect()
+    }
+
+    /// Called at each commit: clusters to be [prepared](super::Metadata::prepare_zone).
+    pub fn growth_wanted(&self) -> Option<u64> {
+        let settings = self.settings?;
+        let mut state = self.state.lock();
+        let state = &mut *state;
+        let taken = std::mem::take(&mut state.taken) * settings.cluster_size;
+        let ready: usize = state.zones.iter().map(Zone::ready).sum();
+        let fresh = ready == 0 && state.zones.iter().any(|zone| !zone.unprepared(1).is_empty());
+        let wanted = state.growth.committed(taken, ready as u64 * settings.cluster_size);
+        let step = wanted.or_else(|| fresh.then_some(FIRST_STEP)).filter(|_| !state.exhausted)?;
+        Some(step.div_ceil(settings.cluster_size))
+    }
+
+    /// Up to `most` clusters to prepare, adjacent to what is prepared.
+    fn unprepared(&self, most: u64) -> Range<u64> {
+        let state = self.state.lock();
+        let mut runs = state.zones.iter().map(|zone| zone.unprepared(most));
+        runs.find(|run| !run.is_empty()).unwrap_or_default()
+    }
+
+    /// The host has no space to prepare any.
+    fn cannot_prepare(&self) {
+        self.state.lock().exhausted = true;
+    }
+
+    fn prepared(&self, run: &Range<u64>) {
+        if let Some(zone) = self.state.lock().zone(run.start) {
+            zone.prepared_to(run.end);
+        }
+    }
+}
+
+/// Bytes prepared of a new zone before anything is known of the rate of growth.
+const FIRST_STEP: u64 = 1 << 20;

@@ -1,0 +1,91 @@
+//! Making what is embedded plain, and getting zones ready.
+
+use super::LeadAt;
+use crate::Result;
+use crate::alloc::write_zeroes;
+use crate::durability::Metadata;
+use crate::readers::Readers;
+use futures_util::stream::{self, TryStreamExt};
+use isobath_storage::Storage;
+
+/// Lead blocks read at once.
+const READS: usize = 32;
+
+impl<S: Storage> Metadata<S> {
+    /// Has the next record make lead blocks plain, so many that it takes about `bytes`: of zones that take no
+    /// more clusters, or of `all`. `false` if there are none.
+    pub async fn seal(&self, all: bool, bytes: usize, readers: &Readers) -> Result<bool> {
+        let mut room = bytes;
+        let mut leads = self.zones.to_seal(all, bytes.div_ceil(512));
+        let mut fits = |lead: &LeadAt| {
+            let fits = room > 0;
+            room = room.saturating_sub(lead.embedded.span.bytes());
+            fits
+        };
+        let count = leads.iter().map_while(|lead| fits(lead).then_some(())).count();
+        leads.truncate(count);
+        let found = !leads.is_empty();
+        stream::iter(leads.into_iter().map(Ok))
+            .try_for_each_concurrent(READS, |lead| self.seal_lead(lead, readers))
+            .await?;
+        Ok(found)
+    }
+
+    async fn seal_lead(&self, lead: LeadAt, readers: &Readers) -> Result<()> {
+        let _lock = self.zones.locks.lock(lead.block()).await;
+        // What is released meanwhile is not used again before this has ended.
+        let _pass = readers.gate.enter();
+        let now = self.zones.leads_in(&(lead.at..lead.at + 1));
+        let Some(lead) = now.first() else { return Ok(()) };
+        let plain = self.plain_lead(lead).await?;
+        self.keep_plain(lead, &plain[..lead.embedded.span.bytes()]);
+        Ok(())
+    }
+
+    /// Opens a zone if one is wanted. The next record must list it.
+    pub async fn open_zone(&self) -> Result<bool> {
+        let Some(clusters) = self.zones.wants_zone().filter(|_| self.upkeep.has_room()) else {
+            return Ok(false);
+        };
+        let storage = self.layer.storage();
+        let Some(area) = self.alloc.reserve_zone(clusters).await? else {
+            return Ok(false);
+        };
+        let prepared = !storage.gains_from_written_space();
+        self.zones.open(&area, storage.extends_with_zeroes(), prepared);
+        Ok(true)
+    }
+
+    /// A durable record lists the zones as they are: what is no zone any more is everybody's again.
+    pub async fn zones_listed(&self) -> Result<()> {
+        if !self.zones.any() {
+            return Ok(());
+        }
+        let size = self.cluster_size();
+        for (area, unused) in self.zones.listed() {
+            if !unused.is_empty() {
+                let (at, length) = (unused.start * size, (unused.end - unused.start) * size);
+                if let Err(error) = self.layer.storage().discard(at, length).await {
+                    tracing::debug!(%error, "what was prepared of a zone was not given back");
+                }
+            }
+            self.alloc.forget_area(&area).await;
+        }
+        Ok(())
+    }
+
+    /// Writes zeroes where clusters of a zone are to be given out. The next flush pays for them.
+    pub async fn prepare_zone(&self, clusters: u64) -> Result<()> {
+        let run = self.zones.unprepared(clusters);
+        let size = self.cluster_size();
+        match write_zeroes(&**self.layer.storage(), run.start * size..run.end * size).await {
+            Ok(()) => self.zones.prepared(&run),
+            // Space is short: what is needed will say so itself.
+            Err(error) => {
+                tracing::debug!(%error, "a zone was not prepared");
+                self.zones.cannot_prepare();
+            }
+        }
+        Ok(())
+    }
+}

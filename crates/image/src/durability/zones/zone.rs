@@ -1,0 +1,266 @@
+//! One zone: a run of host clusters whose data carries its own mappings.
+
+use isobath_qcow2::embedded::{Span, ZoneId};
+use isobath_qcow2::{HostOffset, journal};
+use std::ops::Range;
+
+/// What a cluster of a zone holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Slot {
+    /// Nothing that anybody refers to.
+    Free,
+    /// Data of a write that is under way.
+    Taken,
+    /// Data behind an embedded lead block.
+    Embedded(Embedded),
+    /// Data, the lead block as it is.
+    Plain,
+}
+
+/// What is known of an embedded lead block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Embedded {
+    /// The guest cluster.
+    pub cluster: u64,
+    /// The number of the mapping; later ones count for the same cluster.
+    pub serial: u64,
+    /// The part of the lead block that is replaced.
+    pub span: Span,
+    /// The checksum that the record has of the rest of the cluster.
+    pub rest: Option<u32>,
+}
+
+/// A zone in use.
+#[derive(Debug)]
+pub(super) struct Zone {
+    pub(super) id: ZoneId,
+    /// The first host cluster.
+    pub(super) start: u64,
+    slots: Vec<Slot>,
+    /// Slots from here on were never given out.
+    next: usize,
+    /// Slots that were given out and are free again.
+    freed: Vec<usize>,
+    /// Slots up to here are space that was written before.
+    prepared: usize,
+    /// Bytes that were never used read as zeroes.
+    zeroed: bool,
+    /// Slots whose lead block is plain, as the next record says; one bit each.
+    plain: Vec<u8>,
+    /// A durable record lists it.
+    pub(super) listed: bool,
+    /// No slot is given out any more.
+    pub(super) closed: bool,
+    /// The record under way lists it no more.
+    pub(super) left_out: bool,
+}
+
+impl Zone {
+    /// Of the host clusters in `area`. Only `prepared` space is given out, unless that makes no
+    /// difference.
+    pub(super) fn new(area: &Range<u64>, id: ZoneId, zeroed: bool, prepared: bool) -> Self {
+        let count = (area.end - area.start) as usize;
+        Self {
+            id,
+            start: area.start,
+            slots: vec![Slot::Free; count],
+            next: 0,
+            freed: Vec::new(),
+            prepared: if prepared { count } else { 0 },
+            zeroed,
+            plain: vec![0; count.div_ceil(8)],
+            listed: false,
+            closed: false,
+            left_out: false,
+        }
+    }
+
+    pub(super) fn clusters(&self) -> Range<u64> {
+        self.start..self.start + self.slots.len() as u64
+    }
+
+    /// The slot of a host cluster.
+    pub(super) fn slot(&self, cluster: u64) -> Option<Slot> {
+        let place = cluster.checked_sub(self.start)?;
+        self.slots.get(place as usize).copied()
+    }
+
+    /// Says what a host cluster of the zone holds.
+    pub(super) fn set(&mut self, cluster: u64, slot: Slot) {
+        if let Some(place) = self.slots.get_mut((cluster - self.start) as usize) {
+            *place = slot;
+        }
+    }
+
+    /// A free host cluster, and whether it holds zeroes.
+    pub(super) fn take(&mut self) -> Option<(u64, bool)> {
+        if self.closed || !self.listed {
+            return None;
+        }
+        let (place, zeroed) = if self.next < self.prepared {
+            self.next += 1;
+            (self.next - 1, self.zeroed)
+        } else {
+            (self.freed.pop()?, false)
+        };
+        self.closed = self.next == self.slots.len() && self.freed.is_empty();
+        self.slots[place] = Slot::Taken;
+        Some((self.start + place as u64, zeroed))
+    }
+
+    /// Nobody refers to a host cluster any more.
+    pub(super) fn free(&mut self, cluster: u64) {
+        let place = (cluster - self.start) as usize;
+        // What a record calls plain stays so: it may get bytes that look like a record.
+        if !self.is_plain(place) && !matches!(self.slots[place], Slot::Plain) {
+            self.freed.push(place);
+        }
+        self.slots[place] = Slot::Free;
+    }
+
+    /// A host cluster that was taken was not written to; `zeroed` as it was then.
+    pub(super) fn give_back(&mut self, cluster: u64, zeroed: bool) {
+        let place = (cluster - self.start) as usize;
+        self.slots[place] = Slot::Free;
+        if zeroed && place + 1 == self.next {
+            self.next = place;
+        } else {
+            self.freed.push(place);
+        }
+    }
+
+    /// The next record says that the lead block of a host cluster is plain.
+    pub(super) fn mark(&mut self, cluster: u64) {
+        let place = (cluster - self.start) as usize;
+        self.plain[place / 8] |= 1 << (place % 8);
+    }
+
+    fn is_plain(&self, place: usize) -> bool {
+        self.plain[place / 8] >> (place % 8) & 1 == 1
+    }
+
+    /// Host clusters with an embedded lead block.
+    pub(super) fn embedded(&self) -> impl Iterator<Item = (u64, Embedded)> {
+        self.slots.iter().enumerate().filter_map(|(place, slot)| match slot {
+            Slot::Embedded(embedded) => Some((self.start + place as u64, *embedded)),
+            _ => None,
+        })
+    }
+
+    /// Nothing of it is embedded, and a record has said so.
+    pub(super) fn is_spent(&self) -> bool {
+        let done = |(place, slot): (usize, &Slot)| match slot {
+            Slot::Free => true,
+            Slot::Plain => self.is_plain(place),
+            Slot::Taken | Slot::Embedded(_) => false,
+        };
+        self.closed && self.slots.iter().enumerate().all(done)
+    }
+
+    /// Slots that can be given out.
+    pub(super) fn room(&self) -> usize {
+        if self.closed { 0 } else { self.slots.len() - self.next + self.freed.len() }
+    }
+
+    /// Slots that are prepared and not given out.
+    pub(super) fn ready(&self) -> usize {
+        if self.closed { 0 } else { self.prepared - self.next }
+    }
+
+    /// Host clusters that were never given out.
+    pub(super) fn unused(&self) -> Range<u64> {
+        self.start + self.next as u64..self.clusters().end
+    }
+
+    /// Up to `most` host clusters that are not prepared.
+    pub(super) fn unprepared(&self, most: u64) -> Range<u64> {
+        let left = if self.closed { 0 } else { self.slots.len() - self.prepared };
+        let start = self.start + self.prepared as u64;
+        start..start + most.min(left as u64)
+    }
+
+    /// Host clusters are prepared up to this one.
+    pub(super) fn prepared_to(&mut self, end: u64) {
+        self.prepared = (end - self.start) as usize;
+    }
+
+    /// What a record says of it.
+    pub(super) fn entry(&self, cluster_size: u64) -> journal::Zone {
+        journal::Zone {
+            start: HostOffset::new(self.start * cluster_size),
+            clusters: self.slots.len() as u32,
+            id: self.id,
+            plain: self.plain.clone(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn embedded(cluster: u64) -> Slot {
+        Slot::Embedded(Embedded { cluster, serial: cluster, span: Span::Sector, rest: None })
+    }
+
+    fn listed(count: u64) -> Zone {
+        let mut zone = Zone::new(&(100..100 + count), ZoneId([7; 16]), true, true);
+        zone.listed = true;
+        zone
+    }
+
+    #[test]
+    fn slots_are_given_out_once_and_again_when_free() {
+        let mut zone = listed(3);
+        assert_eq!(zone.take(), Some((100, true)));
+        assert_eq!(zone.take(), Some((101, true)));
+        zone.give_back(101, true);
+        assert_eq!(zone.take(), Some((101, true)), "it was not written to");
+        zone.set(101, embedded(5));
+        zone.free(101);
+        assert_eq!(zone.room(), 2);
+        assert_eq!(zone.take(), Some((102, true)));
+        assert_eq!(zone.take(), Some((101, false)), "it was");
+        assert!(zone.closed);
+        assert_eq!(zone.take(), None);
+        let mut zone = listed(2);
+        assert_eq!(zone.take(), Some((100, true)));
+        zone.free(100);
+        // What is not used yet goes first.
+        assert_eq!(zone.take(), Some((101, true)));
+        zone.free(101);
+        assert_eq!(zone.take(), Some((101, false)));
+        zone.give_back(101, false);
+        assert_eq!(zone.take(), Some((101, false)), "it has what was there before");
+    }
+
+    #[test]
+    fn nothing_is_given_out_before_a_record_lists_the_zone_or_where_nothing_is_prepared() {
+        let mut zone = Zone::new(&(8..16), ZoneId([7; 16]), true, false);
+        assert_eq!(zone.take(), None);
+        zone.listed = true;
+        assert_eq!(zone.take(), None);
+        assert_eq!(zone.unprepared(3), 8..11);
+        zone.prepared_to(11);
+        assert_eq!((zone.ready(), zone.unprepared(100)), (3, 11..16));
+        assert_eq!(zone.take(), Some((8, true)));
+    }
+
+    #[test]
+    fn a_plain_slot_is_not_given_out_again_and_a_zone_is_spent_when_records_call_all_plain() {
+        let mut zone = listed(2);
+        for cluster in [100, 101] {
+            assert_eq!(zone.take(), Some((cluster, true)));
+            zone.set(cluster, embedded(cluster));
+        }
+        zone.set(100, Slot::Plain);
+        zone.set(101, Slot::Plain);
+        zone.mark(100);
+        assert!(!zone.is_spent());
+        zone.mark(101);
+        assert!(zone.is_spent());
+        assert_eq!(zone.entry(65536).plain, [3]);
+        zone.free(101);
+        assert!(zone.is_spent() && zone.room() == 0);
+    }
+}

@@ -1,0 +1,385 @@
+//! One image of a chain.
+
+use crate::replayed::Replayed;
+use crate::restart_log::Survived;
+use crate::sabotage::{self, Sabotage};
+use crate::{DiskError, Result};
+use isobath_qcow2::header::HeaderWrite;
+use isobath_qcow2::index::RecordedFormat;
+use isobath_qcow2::{FormatError, FormatErrorKind, Geometry, Header, HostOffset, L1Entry};
+use isobath_storage::{Allocation, IoBuf, Storage};
+use parking_lot::{Mutex, RwLock};
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// The format of an image.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ImageFormat {
+    /// qcow2, version 2 or 3.
+    Qcow2,
+    /// The guest's bytes as they are.
+    Raw,
+}
+
+impl ImageFormat {
+    /// QEMU's name of the format.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Qcow2 => "qcow2",
+            Self::Raw => "raw",
+        }
+    }
+
+    /// The format of that name, or `None` for one that is not handled here.
+    pub fn from_name(name: &str) -> Option<Self> {
+        match name {
+            "qcow2" => Some(Self::Qcow2),
+            "raw" => Some(Self::Raw),
+            _ => None,
+        }
+    }
+}
+
+impl From<RecordedFormat> for ImageFormat {
+    fn from(format: RecordedFormat) -> Self {
+        match format {
+            RecordedFormat::Raw => Self::Raw,
+            RecordedFormat::Qcow2 => Self::Qcow2,
+        }
+    }
+}
+
+impl From<ImageFormat> for RecordedFormat {
+    fn from(format: ImageFormat) -> Self {
+        match format {
+            ImageFormat::Raw => Self::Raw,
+            ImageFormat::Qcow2 => Self::Qcow2,
+        }
+    }
+}
+
+/// An open image: its file and, for qcow2, its header and L1 table.
+pub struct Layer<S> {
+    name: PathBuf,
+    storage: Arc<S>,
+    data: Arc<S>,
+    /// Guest bytes.
+    size: AtomicU64,
+    /// Guest bytes that can be seen through the layers above.
+    visible: AtomicU64,
+    /// Bytes in the file when last asked.
+    file_length: AtomicU64,
+    /// Bytes of the file that its writer has given out, also past its end so far.
+    given_out: AtomicU64,
+    qcow2: Option<Arc<Qcow2>>,
+    /// What the journal of an image that was not closed puts over what is in the file.
+    replayed: Option<Arc<Replayed>>,
+    /// What a killed process left, for the writer to bring in.
+    survived: Mutex<Option<Survived>>,
+}
+
+/// One opening of an image's tables, unlike any other in this process: what is known of places in a file
+/// holds for one of these. Layers change their numbers, and a file that is written to through another handle
+/// its meaning.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct OpeningId(u64);
+
+impl OpeningId {
+    /// The next one.
+    pub fn next() -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        if sabotage::is(Sabotage::SharedOpening) {
+            return Self(0);
+        }
+        Self(NEXT.fetch_add(1, Ordering::Relaxed))
+    }
+}
+
+/// What a qcow2 layer adds to a raw one.
+pub struct Qcow2 {
+    /// Which opening of the image this is.
+    pub opening: OpeningId,
+    /// The header, as it is in the file.
+    pub header: RwLock<Header>,
+    /// Sizes that follow from the header.
+    pub geometry: Geometry,
+    /// Bytes in the image's file when it was opened, or when its writer was done with it.
+    pub opened_length: AtomicU64,
+    /// The active L1 table as it is in the file; the writer keeps what is not yet there.
+    pub l1: RwLock<Vec<L1Entry>>,
+}
+
+impl<S: Storage> Layer<S> {
+    /// The size of a raw disk is its file's, in whole sectors.
+    pub fn raw(name: PathBuf, storage: Arc<S>, length: u64) -> Self {
+        let size = length.next_multiple_of(512);
+        Self {
+            name,
+            data: Arc::clone(&storage),
+            storage,
+            size: AtomicU64::new(size),
+            visible: AtomicU64::new(size),
+            file_length: AtomicU64::new(length),
+            given_out: AtomicU64::new(0),
+            qcow2: None,
+            replayed: None,
+            survived: Mutex::default(),
+        }
+    }
+
+    /// A qcow2 image, whose header and L1 table were read.
+    pub fn qcow2(
+        name: PathBuf,
+        storage: Arc<S>,
+        data: Option<Arc<S>>,
+        file_length: u64,
+        qcow2: Qcow2,
+        replayed: Option<Replayed>,
+    ) -> Self {
+        let size = qcow2.header.read().disk_size();
+        Self {
+            name,
+            data: data.unwrap_or_else(|| Arc::clone(&storage)),
+            storage,
+            size: AtomicU64::new(size),
+            visible: AtomicU64::new(size),
+            file_length: AtomicU64::new(file_length),
+            given_out: AtomicU64::new(0),
+            qcow2: Some(Arc::new(qcow2)),
+            replayed: replayed.map(Arc::new),
+            survived: Mutex::default(),
+        }
+    }
+
+    /// The same image as part of another chain, of which more may be visible.
+    #[must_use]
+    pub fn in_other_chain(&self) -> Self {
+        Self {
+            name: self.name.clone(),
+            storage: Arc::clone(&self.storage),
+            data: Arc::clone(&self.data),
+            size: AtomicU64::new(self.size()),
+            visible: AtomicU64::new(self.size()),
+            file_length: AtomicU64::new(self.file_length()),
+            given_out: AtomicU64::new(0),
+            qcow2: self.qcow2.clone(),
+            replayed: self.replayed.clone(),
+            survived: Mutex::default(),
+        }
+    }
+
+    /// What a killed process left is to be brought in by the image's writer.
+    pub fn set_survived(&self, survived: Option<Survived>) {
+        *self.survived.lock() = survived;
+    }
+
+    /// What its writer is to bring in.
+    pub fn take_survived(&self) -> Option<Survived> {
+        self.survived.lock().take()
+    }
+
+    /// Reads the image's file, with what a journal that is in use puts over it.
+    pub async fn read_at(&self, at: u64, buf: IoBuf) -> Result<IoBuf> {
+        let mut buf = self.storage.read_at(at, buf).await?;
+        if let Some(replayed) = &self.replayed {
+            replayed.put_over(at, &mut buf);
+        }
+        Ok(buf)
+    }
+
+    /// Reads the guest's data, as [`read_at`](Self::read_at).
+    pub async fn read_data_at(&self, at: u64, buf: IoBuf) -> Result<IoBuf> {
+        if Arc::ptr_eq(&self.storage, &self.data) {
+            return self.read_at(at, buf).await;
+        }
+        Ok(self.data.read_at(at, buf).await?)
+    }
+
+    /// Whether a journal that is in use puts something over a range of the guest's data.
+    pub fn is_newer_than_data(&self, range: &Range<u64>) -> bool {
+        Arc::ptr_eq(&self.storage, &self.data)
+            && self
+                .replayed
+                .as_ref()
+                .is_some_and(|replayed| replayed.touches(range.start, range.end - range.start))
+    }
+
+    /// Tells whether the guest's data from `at` on takes space.
+    pub async fn allocation(&self, at: u64) -> Result<Allocation> {
+        let found = self.data.allocation(at).await?;
+        let newer = self.is_newer_than_data(&(at..at + found.length.max(1)));
+        Ok(Allocation { data: found.data || newer, ..found })
+    }
+
+    /// The name under which it was opened.
+    pub fn name(&self) -> &Path {
+        &self.name
+    }
+
+    /// The image's file.
+    pub fn storage(&self) -> &Arc<S> {
+        &self.storage
+    }
+
+    /// The file with the guest's data: an external data file, or the image's own.
+    pub fn data(&self) -> &Arc<S> {
+        &self.data
+    }
+
+    /// Its format.
+    pub fn format(&self) -> ImageFormat {
+        if self.qcow2.is_some() { ImageFormat::Qcow2 } else { ImageFormat::Raw }
+    }
+
+    /// The guest's size of this layer, in bytes.
+    pub fn size(&self) -> u64 {
+        self.size.load(Ordering::Relaxed)
+    }
+
+    /// The disk has another size.
+    pub fn set_size(&self, size: u64) {
+        self.size.store(size, Ordering::Relaxed);
+    }
+
+    /// Guest bytes of this layer that the layers above do not cut off.
+    pub fn visible(&self) -> u64 {
+        self.visible.load(Ordering::Relaxed)
+    }
+
+    /// As much can be seen of it.
+    pub fn set_visible(&self, to: u64) {
+        self.visible.store(to, Ordering::Relaxed);
+    }
+
+    /// No more than this can be seen of it.
+    pub fn limit_visible(&self, to: u64) {
+        self.visible.fetch_min(to, Ordering::Relaxed);
+    }
+
+    /// Bytes in the file when last asked, or as many as there will be.
+    pub fn file_length(&self) -> u64 {
+        let given_out = self.given_out.load(Ordering::Relaxed);
+        self.file_length.load(Ordering::Relaxed).max(given_out)
+    }
+
+    /// Says that the writer uses the file up to here.
+    pub fn give_out(&self, end: u64) {
+        self.given_out.fetch_max(end, Ordering::Relaxed);
+    }
+
+    /// Says that the writer has cut the file here.
+    pub fn cut_at(&self, end: u64) {
+        self.given_out.fetch_min(end, Ordering::Relaxed);
+    }
+
+    /// No cluster of data starts here or behind: the file ends before. Raw data and external data
+    /// files may be short.
+    pub fn data_end(&self) -> u64 {
+        match self.as_qcow2() {
+            Some(qcow2) if !qcow2.geometry.has_data_file() => {
+                self.file_length().next_multiple_of(qcow2.geometry.cluster_size())
+            }
+            _ => u64::MAX,
+        }
+    }
+
+    /// Asks for the file's length again: an active layer grows.
+    pub async fn refresh_file_length(&self) -> Result<u64> {
+        let length = self.data.len().await?;
+        self.file_length.store(length, Ordering::Relaxed);
+        Ok(length)
+    }
+
+    /// The image is written no more: others may read it.
+    pub async fn retire(&self) -> Result<()> {
+        self.storage.retire().await?;
+        if !Arc::ptr_eq(&self.storage, &self.data) {
+            self.data.retire().await?;
+        }
+        Ok(())
+    }
+
+    /// Lets this process open the image for writing beside this handle, or not any more.
+    pub async fn admit_writer(&self, admit: bool) -> Result<()> {
+        self.storage.admit_writer(admit).await?;
+        if !Arc::ptr_eq(&self.storage, &self.data) {
+            self.data.admit_writer(admit).await?;
+        }
+        Ok(())
+    }
+
+    /// The writer is done with the file: from now on its tables alone say what is where.
+    pub async fn settle(&self) -> Result<()> {
+        self.refresh_file_length().await?;
+        if let Some(qcow2) = &self.qcow2 {
+            qcow2.opened_length.store(self.storage.len().await?, Ordering::Relaxed);
+        }
+        Ok(())
+    }
+
+    /// Writes another backing file's name into the header, durably. The file is open for writing.
+    ///
+    /// # Errors
+    /// If the header has no room for the name, or the storage fails.
+    pub async fn edit_backing(&self, backing: Option<(&str, &str)>) -> Result<()> {
+        let Some(qcow2) = self.as_qcow2() else { return Ok(()) };
+        let storage = self.storage();
+        let size = qcow2.geometry.cluster_size() as usize;
+        let cluster = storage.read_at(0, IoBuf::zeroed(size)).await?;
+        let writes: Vec<HeaderWrite> =
+            Header::edit_backing(&cluster, backing).map_err(|error| self.format_error(error))?;
+        for (at, bytes) in writes {
+            storage.write_at(at as u64, IoBuf::copy_of(&bytes)).await?;
+            storage.flush().await?;
+        }
+        let owned = backing.map(|(name, format)| (name.to_owned(), Some(format.to_owned())));
+        qcow2.header.write().set_backing(owned);
+        Ok(())
+    }
+
+    /// What a qcow2 layer adds to a raw one.
+    pub fn as_qcow2(&self) -> Option<&Qcow2> {
+        self.qcow2.as_deref()
+    }
+
+    /// A copy of the header, of a qcow2 layer.
+    pub fn header(&self) -> Option<Header> {
+        self.qcow2.as_ref().map(|q| q.header.read().clone())
+    }
+
+    /// log2 of the smallest piece of the disk that the layer's tables tell apart, in bytes; `None`
+    /// for raw.
+    pub fn unit_bits(&self) -> Option<u32> {
+        self.qcow2.as_ref().map(|q| q.geometry.subcluster_size().trailing_zeros())
+    }
+
+    /// An error of the format, with this image's name.
+    pub fn format_error(&self, source: FormatError) -> DiskError {
+        DiskError::Format { image: self.name.clone(), source }
+    }
+}
+
+impl Qcow2 {
+    /// Where the L2 table of an L1 entry lies, which must be within the file.
+    pub fn l2_table(&self, entry: L1Entry) -> std::result::Result<Option<HostOffset>, FormatError> {
+        let offset = entry.offset(&self.geometry)?;
+        match offset {
+            Some(offset) if offset.get() >= self.opened_length.load(Ordering::Relaxed) => {
+                Err(FormatError::new(
+                    FormatErrorKind::Truncated,
+                    "L1 entry",
+                    format!("{:#x}", entry.raw()),
+                    "is past the end of the file, which may have been cut short",
+                ))
+            }
+            _ => Ok(offset),
+        }
+    }
+
+    /// The entry of the L1 table in the file; unallocated past its end.
+    pub fn l1_entry(&self, index: u64) -> L1Entry {
+        self.l1.read().get(index as usize).copied().unwrap_or(L1Entry::unallocated())
+    }
+}

@@ -1,0 +1,38 @@
+//! One qcow2 image in use.
+//!
+//! A [`Layer`](layer::Layer) is an open image; a [`Writer`](writer::Writer) changes one. Below them are the
+//! image's [tables], the [allocation](alloc) of its clusters, and [what makes changes durable](durability): the
+//! log, its commit, its recovery. [`check`](offline::check) finds and repairs what contradicts itself.
+//!
+//! This crate knows nothing of chains. It is a part of `isobath`, with no interface of its own that stays as
+//! it is.
+
+// A `Geometry` goes by reference everywhere, as in the format's own functions.
+#![allow(clippy::trivially_copy_pass_by_ref)]
+#![allow(clippy::missing_errors_doc, reason = "errors are those of the storage and of the format")]
+
+pub mod alloc;
+pub mod check;
+pub mod durability;
+pub mod entries;
+pub mod error;
+pub mod index_area;
+pub mod layer;
+pub mod name;
+pub mod offline;
+pub mod open;
+pub mod options;
+pub mod per_thread;
+pub mod pieces;
+pub mod probe;
+pub mod range_lock;
+pub mod read_gate;
+pub mod readers;
+pub mod references;
+pub mod replayed;
+pub mod restart_log;
+pub mod sabotage;
+pub mod tables;
+pub mod writer;
+
+pub use error::{DiskError, Result};

@@ -1,0 +1,53 @@
+//! What a file name in an image's header may mean.
+
+use crate::{DiskError, Result};
+use std::path::Path;
+
+/// The file name that a header's backing or data file name stands for, or an error where it is no
+/// plain file name: QEMU would read `json:` and `protocol:` names as instructions to open something
+/// else, and an image must not choose that for its user.
+pub fn plain_file_name<'a>(image: &Path, field: &str, name: &'a str) -> Result<&'a str> {
+    let refuse = |why: &str| {
+        Err(DiskError::Refused {
+            image: image.to_owned(),
+            reason: format!("its {field} is '{}': {why}", name.escape_debug()),
+        })
+    };
+    if name.contains('\0') {
+        return refuse("a file name cannot hold a NUL byte");
+    }
+    let plain = name.strip_prefix("file:").unwrap_or(name);
+    let protocol = plain.split('/').next().and_then(|first| first.split_once(':'));
+    match protocol {
+        Some(("json", _)) => refuse(
+            "descriptions as 'json:' are not followed; give the image a plain file name with \
+             'qemu-img rebase -u'",
+        ),
+        Some(_) => refuse(
+            "only files and block devices are opened, not protocols; for a file with a colon in \
+             its name, rebase to './NAME'",
+        ),
+        None if plain.is_empty() => refuse("the name is empty"),
+        None => Ok(plain),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn protocols_are_refused_and_files_are_not() {
+        let check = |name| plain_file_name(Path::new("a.qcow2"), "backing file", name);
+        for good in ["base.qcow2", "/a/b:c", "./x:y", "file:base.raw", "dir/nbd:x"] {
+            assert!(check(good).is_ok(), "{good}");
+        }
+        assert_eq!(check("file:base.raw").unwrap(), "base.raw");
+        for bad in
+            ["json:{\"driver\":\"file\"}", "nbd:localhost:1", "http://x/y", "fat:/etc", "", "a\0b"]
+        {
+            let error = check(bad).unwrap_err().to_string();
+            assert!(error.contains("a.qcow2"), "{error}");
+        }
+    }
+}

@@ -1,0 +1,207 @@
+//! Opening one image.
+
+use crate::check::repair_dirty;
+use crate::durability::journal;
+use crate::layer::{ImageFormat, Layer, OpeningId, Qcow2};
+use crate::name::plain_file_name;
+use crate::options::{OpenOptions, Trust};
+use crate::probe::format_of;
+use crate::replayed::Replayed;
+use crate::restart_log::Survived;
+use crate::{DiskError, Result};
+use isobath_qcow2::{Extension, Header, IncompatibleFeatures, L1Entry};
+use isobath_storage::{Access, Host, IoBuf, Storage};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// The path of a file that the image `referrer` names, once it may be opened.
+pub fn referenced_file<H: Host>(
+    host: &H,
+    referrer: &Path,
+    field: &str,
+    name: &str,
+    trust: &Trust,
+) -> Result<PathBuf> {
+    let path = host.resolve(referrer, plain_file_name(referrer, field, name)?);
+    if let Trust::Within(directories) = trust {
+        let real = host.canonical(&path)?;
+        if !directories.iter().any(|directory| real.starts_with(directory)) {
+            return Err(DiskError::Refused {
+                image: referrer.to_owned(),
+                reason: format!(
+                    "its {field} '{}' lies outside the directories allowed to an untrusted image",
+                    name.escape_debug()
+                ),
+            });
+        }
+    }
+    Ok(path)
+}
+
+/// Opens one image, without what is below it.
+pub async fn open_layer<H: Host>(
+    host: &H,
+    name: &Path,
+    format: Option<ImageFormat>,
+    writable: bool,
+    options: &OpenOptions,
+) -> Result<Layer<H::File>> {
+    let storage = Arc::new(host.open(name, options.mode(writable)).await?);
+    // A header here, a table there: of thousands of layers nothing else is wanted yet.
+    storage.advise(Access::Random).await;
+    let layer = load_layer(host, name, format, writable, options, &storage).await?;
+    storage.advise(Access::Normal).await;
+    Ok(layer)
+}
+
+async fn load_layer<H: Host>(
+    host: &H,
+    name: &Path,
+    format: Option<ImageFormat>,
+    writable: bool,
+    options: &OpenOptions,
+    storage: &Arc<H::File>,
+) -> Result<Layer<H::File>> {
+    let mut length = storage.len().await?;
+    let start = storage.read_at(0, IoBuf::zeroed(4096)).await?;
+    if format_of(name, format, &start)? == ImageFormat::Raw {
+        return Ok(Layer::raw(name.to_owned(), Arc::clone(storage), length));
+    }
+    let mut header = read_header(&**storage, name, start, length).await?;
+    if writable && header.incompatible.contains(IncompatibleFeatures::CORRUPT) {
+        return Err(DiskError::Corrupt {
+            image: name.to_owned(),
+            reason: "its header says so (corrupt bit); it can be read, not written".into(),
+        });
+    }
+    let mut replayed = None;
+    let mut survived = None;
+    if header.incompatible.contains(IncompatibleFeatures::JOURNAL) {
+        if writable {
+            let found = Survived::find(&**storage, name, &header).await?;
+            let follows = |durable, last| {
+                let Some(found) = &found else { return false };
+                let follows = found.follows(durable);
+                if follows {
+                    // The record that empties the journal comes next.
+                    found.goes_on_behind(last);
+                } else {
+                    tracing::warn!(
+                        image = %isobath_storage::shown(name),
+                        "it was put back to what it was before its server was killed: what that had \
+                         answered since is not brought in"
+                    );
+                }
+                follows
+            };
+            let kept = journal::recover(&**storage, name, &header, follows).await?;
+            survived = found.filter(|_| kept);
+        } else {
+            replayed = Some(journal::examine(&**storage, name, &header).await?);
+        }
+        length = storage.len().await?;
+        let mut start = storage.read_at(0, IoBuf::zeroed(4096)).await?;
+        if let Some(replayed) = &replayed {
+            length = length.max(replayed.end());
+            replayed.put_over(0, &mut start);
+        }
+        header = read_header(&**storage, name, start, length).await?;
+    }
+    let unclean = survived.as_ref().is_some_and(Survived::is_unclean);
+    if writable && (unclean || header.incompatible.contains(IncompatibleFeatures::DIRTY)) {
+        repair_dirty(storage, name, survived.is_none()).await?;
+        length = storage.len().await?;
+        let start = storage.read_at(0, IoBuf::zeroed(4096)).await?;
+        header = read_header(&**storage, name, start, length).await?;
+    }
+    if !writable {
+        // Of use only to explain a refusal; there may be thousands of layers.
+        header.extensions.retain(|extension| !matches!(extension, Extension::FeatureNames(_)));
+        header.extensions.shrink_to_fit();
+    }
+    let geometry =
+        header.geometry().map_err(|source| DiskError::Format { image: name.to_owned(), source })?;
+    let l1 = read_l1(&**storage, name, &header, length, replayed.as_ref()).await?;
+    let data = if header.incompatible.contains(IncompatibleFeatures::DATA_FILE) {
+        let Some(file) = header.data_file() else {
+            return Err(DiskError::Refused {
+                image: name.to_owned(),
+                reason: "it keeps its data in an external file but does not name it; name it with \
+                         'qemu-img amend -o data_file=NAME'"
+                    .into(),
+            });
+        };
+        let path = referenced_file(host, name, "data file", file, &options.trust)?;
+        let data = host.open(&path, options.mode(writable)).await?;
+        if data.id() == storage.id() {
+            return Err(DiskError::Refused {
+                image: name.to_owned(),
+                reason:
+                    "it is named as its own external data file: guest data would overwrite its \
+                         tables"
+                        .into(),
+            });
+        }
+        Some(Arc::new(data))
+    } else {
+        None
+    };
+    let file_length = match &data {
+        Some(data) => data.len().await?,
+        None => length,
+    };
+    let qcow2 = Qcow2 {
+        opening: OpeningId::next(),
+        header: header.into(),
+        geometry,
+        opened_length: length.into(),
+        l1: l1.into(),
+    };
+    let layer =
+        Layer::qcow2(name.to_owned(), Arc::clone(storage), data, file_length, qcow2, replayed);
+    layer.set_survived(survived);
+    Ok(layer)
+}
+
+/// Reads the header cluster, of which `start` is the beginning.
+pub async fn read_header<S: Storage>(
+    storage: &S,
+    name: &Path,
+    start: IoBuf,
+    file_length: u64,
+) -> Result<Header> {
+    let error = |source| DiskError::Format { image: name.to_owned(), source };
+    let head = Header::probe_length(&start).map_err(error)?.min(file_length as usize);
+    let enough = head <= start.len() || Header::ends_in(&start);
+    let bytes = if enough { start } else { storage.read_at(0, IoBuf::zeroed(head)).await? };
+    Header::parse(bytes.get(..head).unwrap_or(&bytes)).map_err(error)
+}
+
+/// Reads the active L1 table.
+async fn read_l1<S: Storage>(
+    storage: &S,
+    name: &Path,
+    header: &Header,
+    file_length: u64,
+    replayed: Option<&Replayed>,
+) -> Result<Vec<L1Entry>> {
+    let bytes = u64::from(header.l1_size) * 8;
+    let offset = header.l1_table_offset;
+    if offset.get().checked_add(bytes).is_none_or(|end| end > file_length) {
+        return Err(DiskError::Refused {
+            image: name.to_owned(),
+            reason: format!(
+                "its L1 table (l1_table_offset {offset}, l1_size {}) reaches past the end of the \
+                 file ({file_length} bytes): the file was cut short; restore it from a copy",
+                header.l1_size
+            ),
+        });
+    }
+    let mut table = storage.read_at(offset.get(), IoBuf::zeroed(bytes as usize)).await?;
+    if let Some(replayed) = replayed {
+        replayed.put_over(offset.get(), &mut table);
+    }
+    Ok((0..header.l1_size as usize)
+        .map(|index| L1Entry::read(&table, index).unwrap_or(L1Entry::unallocated()))
+        .collect())
+}

@@ -1,0 +1,85 @@
+//! How to open a disk.
+
+use crate::durability::MetadataMode;
+use crate::layer::ImageFormat;
+use isobath_storage::{Locking, OpenMode};
+use std::path::PathBuf;
+
+/// How far the names in an image's header are believed.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Trust {
+    /// The image comes from its user: any file that it names is opened, and a backing file without
+    /// a named format is probed, as QEMU does.
+    #[default]
+    Full,
+    /// The image may come from a stranger: it may only name files below these directories (links
+    /// followed), and must name their format. Direct-access indexes are not used.
+    Within(Vec<PathBuf>),
+}
+
+/// How to open a disk.
+#[derive(Clone, Debug)]
+pub struct OpenOptions {
+    /// Allow writes to the active layer.
+    pub writable: bool,
+    /// Bypass the page cache (`--cache none`).
+    pub direct: bool,
+    /// Image locks to take.
+    pub locking: Locking,
+    /// The active layer's format; `None` probes.
+    pub format: Option<ImageFormat>,
+    /// Whether to open the backing chain; without it, what it holds reads as zeroes.
+    pub backing: bool,
+    /// How far names in headers are believed.
+    pub trust: Trust,
+    /// How changes of metadata reach the file.
+    pub metadata: MetadataMode,
+    /// Bytes of the journal, if there is one; `None` takes 1/32 of the disk's size, 1 to 4 MiB.
+    pub journal_size: Option<u64>,
+    /// Bytes of a zone, in mode `embedded`: as many whole clusters as that has, 1 to 4,096; `None` takes
+    /// 64 MiB.
+    pub zone_size: Option<u64>,
+    /// Zones in use at most, in mode `embedded`: a recovery looks for records in all of them, and a
+    /// close makes them plain. `None` takes 8; with 0 nothing is embedded.
+    pub zones: Option<u32>,
+    /// Bytes of memory for the map; `None` takes what the disk needs, up to
+    /// [`DEFAULT_MAP_CACHE`](isobath_disk::DEFAULT_MAP_CACHE).
+    pub map_cache: Option<usize>,
+    /// What a request was answered for outlives this process being killed, flushed or not, as it does
+    /// with a file: who opens the image for writing next on this machine, before that is started again,
+    /// finds it. Not in mode `ordered`, nor where the image can have no journal; the others set it up
+    /// with the first change, and nothing is embedded.
+    pub survive: bool,
+}
+
+impl Default for OpenOptions {
+    fn default() -> Self {
+        Self {
+            writable: false,
+            direct: false,
+            locking: Locking::default(),
+            format: None,
+            backing: true,
+            trust: Trust::default(),
+            metadata: MetadataMode::default(),
+            journal_size: None,
+            zone_size: None,
+            zones: None,
+            map_cache: None,
+            survive: false,
+        }
+    }
+}
+
+impl OpenOptions {
+    /// Whether an index is believed. One made to harm could show parts of the files below that no
+    /// guest may see.
+    pub fn may_use_index(&self) -> bool {
+        self.trust == Trust::Full
+    }
+
+    /// How to open a file of the disk.
+    pub fn mode(&self, writable: bool) -> OpenMode {
+        OpenMode { writable, direct: self.direct, locking: self.locking }
+    }
+}

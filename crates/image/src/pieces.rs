@@ -1,0 +1,194 @@
+//! Pieces of data that are not in their places.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// Bytes that are newer than those in their place.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Kept {
+    /// The first byte, in the host file.
+    pub at: u64,
+    /// What is to be there.
+    pub bytes: Vec<u8>,
+}
+
+/// Pieces by offset; they do not overlap. Each has a mark, which belongs to whoever uses them.
+#[derive(Default)]
+pub struct Pieces(BTreeMap<u64, Piece>);
+
+#[derive(Clone)]
+struct Piece {
+    bytes: Arc<[u8]>,
+    part: Range<usize>,
+    mark: u64,
+}
+
+impl Piece {
+    fn length(&self) -> u64 {
+        self.part.len() as u64
+    }
+
+    fn bytes(&self) -> &[u8] {
+        &self.bytes[self.part.clone()]
+    }
+}
+
+impl Pieces {
+    /// How many there are.
+    pub fn count(&self) -> usize {
+        self.0.len()
+    }
+
+    /// Their bytes, all together.
+    pub fn bytes(&self) -> u64 {
+        self.0.values().map(Piece::length).sum()
+    }
+
+    /// Adds a piece in place of what there is of its range.
+    pub fn put(&mut self, at: u64, bytes: Arc<[u8]>, mark: u64) {
+        let part = 0..bytes.len();
+        self.put_piece(at, Piece { bytes, part, mark });
+    }
+
+    fn put_piece(&mut self, at: u64, piece: Piece) {
+        self.cut_out(&(at..at + piece.length()));
+        self.0.insert(at, piece);
+    }
+
+    /// Adds all of `newer` in place of what there is of their ranges.
+    pub fn put_all(&mut self, newer: Self) {
+        for (at, piece) in newer.0 {
+            self.put_piece(at, piece);
+        }
+    }
+
+    /// Sets the mark of everything in a range, or everywhere.
+    pub fn mark(&mut self, range: Option<&Range<u64>>, mark: u64) {
+        if let Some(range) = range {
+            self.split(range.start);
+            self.split(range.end);
+            self.0.range_mut(range.clone()).for_each(|(_, piece)| piece.mark = mark);
+        } else {
+            self.0.values_mut().for_each(|piece| piece.mark = mark);
+        }
+    }
+
+    /// Drops pieces whose mark does not suit.
+    pub fn retain(&mut self, keep: impl Fn(u64) -> bool) {
+        self.0.retain(|_, piece| keep(piece.mark));
+    }
+
+    /// Copies of the pieces whose mark suits.
+    pub fn list(&self, wanted: impl Fn(u64) -> bool) -> Vec<Kept> {
+        let pieces = self.0.iter().filter(|(_, piece)| wanted(piece.mark));
+        pieces.map(|(&at, piece)| Kept { at, bytes: piece.bytes().to_vec() }).collect()
+    }
+
+    /// Drops a piece if it is still this.
+    pub fn remove(&mut self, piece: &Kept) {
+        if self.0.get(&piece.at).is_some_and(|found| found.bytes() == piece.bytes) {
+            self.0.remove(&piece.at);
+        }
+    }
+
+    /// The parts of a range of which there are pieces.
+    pub fn parts_of(&self, range: &Range<u64>) -> impl Iterator<Item = Range<u64>> {
+        let parts = self.overlapping(range).into_iter();
+        parts.map(|(at, piece)| at.max(range.start)..(at + piece.length()).min(range.end))
+    }
+
+    /// Copies of what there is of a range.
+    pub fn copies_of(&self, range: &Range<u64>) -> impl Iterator<Item = Kept> {
+        let found = self.overlapping(range).into_iter();
+        found.map(|(at, piece)| {
+            let (start, end) = (at.max(range.start), range.end.min(at + piece.length()));
+            let bytes = &piece.bytes()[(start - at) as usize..(end - at) as usize];
+            Kept { at: start, bytes: bytes.to_vec() }
+        })
+    }
+
+    fn overlapping(&self, range: &Range<u64>) -> Vec<(u64, &Piece)> {
+        let before = self.0.range(..range.start).next_back();
+        let before = before.filter(|(at, piece)| **at + piece.length() > range.start);
+        let inside = self.0.range(range.clone());
+        before.into_iter().chain(inside).map(|(at, piece)| (*at, piece)).collect()
+    }
+
+    /// Drops what there is of a range; what lies beside it in the same pieces stays.
+    pub fn cut_out(&mut self, range: &Range<u64>) {
+        self.split(range.start);
+        self.split(range.end);
+        let inside: Vec<u64> = self.0.range(range.clone()).map(|(at, _)| *at).collect();
+        for at in inside {
+            self.0.remove(&at);
+        }
+    }
+
+    /// Makes two pieces of one that reaches over `place`.
+    fn split(&mut self, place: u64) {
+        let Some((&at, piece)) = self.0.range_mut(..place).next_back() else { return };
+        if at + piece.length() <= place {
+            return;
+        }
+        let middle = piece.part.start + (place - at) as usize;
+        let second = Piece { part: middle..piece.part.end, ..piece.clone() };
+        piece.part.end = middle;
+        self.0.insert(place, second);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_are_as_a_model_of_every_byte() {
+        let mut state = 7_u64;
+        let mut random = |below: u64| {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            (state >> 33) % below
+        };
+        let mut pieces = Pieces::default();
+        let mut model: Vec<Option<(u8, u64)>> = vec![None; 256];
+        for tag in 0..4000_u64 {
+            let start = random(256);
+            let range = start..start + 1 + random(256 - start);
+            let places = range.start as usize..range.end as usize;
+            match random(4) {
+                0 => {
+                    pieces.cut_out(&range);
+                    model[places].fill(None);
+                }
+                1 => {
+                    pieces.mark(Some(&range), tag);
+                    model[places].iter_mut().flatten().for_each(|byte| byte.1 = tag);
+                }
+                _ => {
+                    let bytes = vec![tag as u8; places.len()];
+                    pieces.put(range.start, bytes.into(), 0);
+                    model[places].fill(Some((tag as u8, 0)));
+                }
+            }
+            let mut found: Vec<Option<(u8, u64)>> = vec![None; 256];
+            for (at, piece) in &pieces.0 {
+                for (place, byte) in (*at as usize..).zip(piece.bytes()) {
+                    assert_eq!(found[place].replace((*byte, piece.mark)), None, "overlapping");
+                }
+            }
+            assert_eq!(found, model);
+            let asked = random(200)..256;
+            let mut bytes = vec![None; 256];
+            for kept in pieces.copies_of(&asked) {
+                for (place, byte) in (kept.at as usize..).zip(kept.bytes) {
+                    bytes[place] = Some(byte);
+                }
+            }
+            let from = asked.start as usize;
+            let expected: Vec<_> = model[from..].iter().map(|byte| byte.map(|b| b.0)).collect();
+            assert_eq!(bytes[from..], expected);
+            let covered: u64 = pieces.parts_of(&asked).map(|part| part.end - part.start).sum();
+            assert_eq!(covered as usize, expected.iter().flatten().count());
+        }
+    }
+}

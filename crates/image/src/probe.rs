@@ -1,0 +1,31 @@
+//! What an image is whose format nobody names.
+
+use crate::layer::ImageFormat;
+use crate::{DiskError, Result};
+use isobath_qcow2::probe::{Probed, probe};
+use std::path::Path;
+
+/// The format of the image `name`, of which `start` is the beginning: the one that is named, or else the
+/// one that it is found to have.
+///
+/// # Errors
+/// If none is named and it is an image of a format that is not handled here: as a raw one it would show
+/// its container in place of the disk.
+pub fn format_of(name: &Path, named: Option<ImageFormat>, start: &[u8]) -> Result<ImageFormat> {
+    if let Some(format) = named {
+        return Ok(format);
+    }
+    match probe(start, name) {
+        Probed::Qcow2 => Ok(ImageFormat::Qcow2),
+        Probed::Raw => Ok(ImageFormat::Raw),
+        Probed::Foreign(format) => Err(DiskError::Refused {
+            image: name.to_owned(),
+            reason: format!(
+                "it is {format}; only qcow2 and raw are supported. Convert it with 'qemu-img \
+                 convert -f {} -O qcow2'; if these bytes are the disk itself, say so with '-f raw', \
+                 or where it is a backing file with 'qemu-img rebase -u -F raw' for the image above",
+                format.name()
+            ),
+        }),
+    }
+}

@@ -1,0 +1,232 @@
+//! When a freed cluster may be used again.
+
+use crate::per_thread::PerThread;
+use crate::sabotage::{self, Sabotage};
+use async_lock::Mutex;
+use event_listener::Event;
+use isobath_storage::sync::atomic::{AtomicU64, Ordering};
+
+/// Counts the requests that may still use an old mapping.
+///
+/// A request passes the gate before it looks a mapping up and leaves when its I/O is done. A cluster
+/// whose mapping is gone can be reused after [`drain`](ReadGate::drain): by then everybody who may
+/// have seen the mapping has left. Requests never wait here.
+///
+/// Requests are counted by the parity of the epoch in which they entered. A drain begins the next epoch and
+/// waits for the requests of the one that ended. Drains take turns: two at once would each take the
+/// requests of the other's epoch for its own.
+#[derive(Default)]
+pub struct ReadGate {
+    epoch: AtomicU64,
+    inside: PerThread<[AtomicU64; 2]>,
+    left: Event,
+    draining: Mutex<()>,
+}
+
+/// A request's stay; ends when dropped.
+pub struct Pass<'a> {
+    gate: &'a ReadGate,
+    inside: &'a AtomicU64,
+    epoch: u64,
+}
+
+impl ReadGate {
+    /// Lets a request in.
+    pub fn enter(&self) -> Pass<'_> {
+        let (_, sides) = self.inside.mine();
+        loop {
+            let epoch = self.epoch.load(Ordering::SeqCst);
+            let inside = &sides[(epoch & 1) as usize];
+            inside.fetch_add(1, Ordering::SeqCst);
+            let pass = Pass { gate: self, inside, epoch };
+            // A drain that began in between may not have counted this request: try the new side.
+            if self.epoch.load(Ordering::SeqCst) == epoch {
+                return pass;
+            }
+        }
+    }
+
+    /// Waits until every request has left that was inside when this was called.
+    pub async fn drain(&self) {
+        let at_once = sabotage::is(Sabotage::DrainsAtOnce);
+        let _turn = if at_once { None } else { Some(self.draining.lock().await) };
+        let ending = self.epoch.load(Ordering::SeqCst);
+        if !at_once {
+            // Requests of the epoch before are there where its drain was given up.
+            self.empty(ending + 1).await;
+        }
+        self.epoch.store(ending + 1, Ordering::SeqCst);
+        self.empty(ending).await;
+    }
+
+    /// Waits until no request is inside that entered in an epoch of this parity, which is not the present
+    /// one's: nobody else enters there, but for one who tries and leaves at once.
+    async fn empty(&self, epoch: u64) {
+        let side = (epoch & 1) as usize;
+        loop {
+            let left = self.left.listen();
+            if self.inside.all().all(|sides| sides[side].load(Ordering::SeqCst) == 0) {
+                return;
+            }
+            left.await;
+        }
+    }
+}
+
+impl Drop for Pass<'_> {
+    fn drop(&mut self) {
+        let last = self.inside.fetch_sub(1, Ordering::SeqCst) == 1;
+        // A drain that begins after this look finds the count as it is now.
+        if last && self.gate.epoch.load(Ordering::SeqCst) != self.epoch {
+            self.gate.left.notify(usize::MAX);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::future::Future;
+    use std::pin::pin;
+    use std::task::{Context, Poll, Waker};
+
+    #[test]
+    fn a_drain_waits_for_those_inside_and_not_for_later_ones() {
+        let gate = ReadGate::default();
+        let mut context = Context::from_waker(Waker::noop());
+        let early = gate.enter();
+        let mut drain = pin!(gate.drain());
+        assert_eq!(drain.as_mut().poll(&mut context), Poll::Pending);
+        let _late = gate.enter();
+        assert_eq!(drain.as_mut().poll(&mut context), Poll::Pending);
+        drop(early);
+        assert_eq!(drain.as_mut().poll(&mut context), Poll::Ready(()));
+    }
+
+    #[test]
+    fn a_drain_beside_another_waits_for_all_that_were_inside_before_it() {
+        let gate = ReadGate::default();
+        let mut context = Context::from_waker(Waker::noop());
+        let early = gate.enter();
+        let mut first = pin!(gate.drain());
+        assert_eq!(first.as_mut().poll(&mut context), Poll::Pending);
+        let late = gate.enter();
+        let mut second = pin!(gate.drain());
+        assert_eq!(second.as_mut().poll(&mut context), Poll::Pending);
+        drop(late);
+        // The early one has not left.
+        assert_eq!(second.as_mut().poll(&mut context), Poll::Pending);
+        assert_eq!(first.as_mut().poll(&mut context), Poll::Pending);
+        drop(early);
+        assert_eq!(first.as_mut().poll(&mut context), Poll::Ready(()));
+        assert_eq!(second.as_mut().poll(&mut context), Poll::Ready(()));
+    }
+
+    #[test]
+    fn a_drain_after_one_that_was_given_up_waits_for_the_same_requests() {
+        let gate = ReadGate::default();
+        let mut context = Context::from_waker(Waker::noop());
+        let early = gate.enter();
+        {
+            let mut given_up = pin!(gate.drain());
+            assert_eq!(given_up.as_mut().poll(&mut context), Poll::Pending);
+        }
+        let mut drain = pin!(gate.drain());
+        assert_eq!(drain.as_mut().poll(&mut context), Poll::Pending);
+        drop(early);
+        assert_eq!(drain.as_mut().poll(&mut context), Poll::Ready(()));
+    }
+
+    #[test]
+    fn an_empty_gate_drains_at_once() {
+        let gate = ReadGate::default();
+        for _ in 0..3 {
+            drop(gate.enter());
+            let mut drain = pin!(gate.drain());
+            let polled = drain.as_mut().poll(&mut Context::from_waker(Waker::noop()));
+            assert_eq!(polled, Poll::Ready(()));
+        }
+    }
+}
+
+#[cfg(all(test, loom))]
+mod interleavings {
+    use super::*;
+    use futures_util::FutureExt;
+    use isobath_storage::sync::{Cell, explore, wait};
+
+    /// A cluster, and whether a mapping names it.
+    struct Cluster {
+        mapped: AtomicU64,
+        content: Cell<u8>,
+    }
+
+    struct Disk {
+        gate: ReadGate,
+        clusters: [Cluster; 2],
+    }
+
+    fn disk() -> Disk {
+        let cluster = || Cluster { mapped: AtomicU64::new(1), content: Cell::new(0) };
+        Disk { gate: ReadGate::default(), clusters: [cluster(), cluster()] }
+    }
+
+    /// A request reads a cluster that it finds mapped.
+    fn read(disk: &Disk, number: usize) {
+        let _pass = disk.gate.enter();
+        let Cluster { mapped, content } = &disk.clusters[number];
+        if mapped.load(Ordering::Acquire) == 1 {
+            assert_eq!(content.get(), 0, "the cluster belongs to somebody else");
+        }
+    }
+
+    /// A commit frees a cluster, and a write takes it.
+    fn reuse(disk: &Disk, number: usize) {
+        let Cluster { mapped, content } = &disk.clusters[number];
+        mapped.store(0, Ordering::Release);
+        wait(disk.gate.drain());
+        content.set(1);
+    }
+
+    #[test]
+    fn no_cluster_is_used_again_while_a_request_reads_it() {
+        let name = "ReadGate, a drain and two requests";
+        explore(name, 2, disk, &[|d| reuse(d, 0), |d| read(d, 0), |d| read(d, 0)], |_| ());
+    }
+
+    #[test]
+    fn drains_follow_one_another() {
+        let tasks: &[fn(&Disk)] = &[|d| [0, 1].iter().for_each(|n| reuse(d, *n)), |d| read(d, 1)];
+        explore("ReadGate, a drain after another and a request", 3, disk, tasks, |_| ());
+    }
+
+    #[test]
+    fn two_drains_at_once_wait_for_those_inside() {
+        let name = "ReadGate, two drains at once and a request";
+        explore(name, 2, disk, &[|d| reuse(d, 0), |d| reuse(d, 1), |d| read(d, 1)], |_| ());
+    }
+
+    #[test]
+    #[should_panic(expected = "Concurrent read and write accesses")]
+    fn drains_that_do_not_take_turns_are_found() {
+        let _broken = Sabotage::DrainsAtOnce.begin();
+        let name = "ReadGate with a defect, two drains at once and a request";
+        explore(name, 2, disk, &[|d| reuse(d, 0), |d| reuse(d, 1), |d| read(d, 1)], |_| ());
+    }
+
+    #[test]
+    fn a_drain_that_is_given_up_is_made_up_for_by_the_next() {
+        let tasks: &[fn(&Disk)] = &[
+            |disk| {
+                let Cluster { mapped, content } = &disk.clusters[0];
+                mapped.store(0, Ordering::Release);
+                if disk.gate.drain().now_or_never().is_some() {
+                    content.set(1);
+                }
+            },
+            |disk| (0..2).for_each(|_| reuse(disk, 1)),
+            |disk| read(disk, 1),
+        ];
+        explore("ReadGate, a drain given up, two drains and a request", 2, disk, tasks, |_| ());
+    }
+}

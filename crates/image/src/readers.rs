@@ -1,0 +1,90 @@
+//! Those who read an image's data through mappings that may change meanwhile.
+
+use crate::layer::{Layer, OpeningId};
+use crate::read_gate::ReadGate;
+use crate::{DiskError, Result};
+use isobath_qcow2::CompressedCluster;
+use isobath_qcow2::compress::decompress;
+use isobath_storage::{IoBuf, Storage};
+use parking_lot::Mutex;
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+/// Decompressed clusters kept, since readers of a compressed image come back for the rest of one.
+const CACHED_CLUSTERS: usize = 8;
+
+/// Where a compressed cluster lies. A layer's number would not do: it changes when others leave the chain.
+type Place = (OpeningId, CompressedCluster);
+
+/// The most recently decompressed clusters.
+#[derive(Default)]
+struct ClusterCache {
+    recent: Mutex<VecDeque<(Place, Arc<IoBuf>)>>,
+}
+
+impl ClusterCache {
+    fn get(&self, place: Place) -> Option<Arc<IoBuf>> {
+        let recent = self.recent.lock();
+        recent.iter().find(|(known, _)| *known == place).map(|(_, bytes)| Arc::clone(bytes))
+    }
+
+    fn put(&self, place: Place, bytes: Arc<IoBuf>) {
+        let mut recent = self.recent.lock();
+        if recent.len() == CACHED_CLUSTERS {
+            recent.pop_front();
+        }
+        recent.push_back((place, bytes));
+    }
+
+    fn clear(&self) {
+        self.recent.lock().clear();
+    }
+}
+
+/// Those who read, and what they may still be looking at.
+#[derive(Default)]
+pub struct Readers {
+    /// Those who may look at a mapping that was replaced.
+    pub gate: ReadGate,
+    decompressed: ClusterCache,
+}
+
+impl Readers {
+    /// Waits until nobody uses a mapping that was replaced before the call, and forgets what was
+    /// decompressed through one: then host space can be reused.
+    pub async fn drain(&self) {
+        self.gate.drain().await;
+        self.decompressed.clear();
+    }
+    /// The content of a compressed cluster of a qcow2 layer, from memory or from its file.
+    ///
+    /// # Errors
+    /// If it cannot be read or is damaged, or the layer is raw.
+    pub async fn decompressed<S: Storage>(
+        &self,
+        layer: &Layer<S>,
+        cluster: CompressedCluster,
+    ) -> Result<Arc<IoBuf>> {
+        let Some(qcow2) = layer.as_qcow2() else {
+            return Err(DiskError::Corrupt {
+                image: layer.name().to_owned(),
+                reason: "a compressed cluster is asked for, which a raw image does not have".into(),
+            });
+        };
+        let place = (qcow2.opening, cluster);
+        if let Some(bytes) = self.decompressed.get(place) {
+            return Ok(bytes);
+        }
+        let compression = qcow2.header.read().compression_type;
+        let input =
+            layer.read_at(cluster.offset.get(), IoBuf::zeroed(cluster.length as usize)).await?;
+        let mut output = IoBuf::zeroed(qcow2.geometry.cluster_size() as usize);
+        decompress(compression, &input, &mut output).map_err(|error| DiskError::Corrupt {
+            image: layer.name().to_owned(),
+            reason: format!("the compressed cluster at host offset {}: {error}", cluster.offset),
+        })?;
+        let bytes = Arc::new(output);
+        self.decompressed.put(place, Arc::clone(&bytes));
+        Ok(bytes)
+    }
+}

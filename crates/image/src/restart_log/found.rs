@@ -1,0 +1,153 @@
+//! What a log holds that somebody left.
+
+use super::{CAPACITY, ENTRY, KEPT, MAGIC, at, load, sum};
+use crate::pieces::Kept;
+use crate::sabotage::{self, Sabotage};
+use crate::{DiskError, Result};
+use isobath_qcow2::{Geometry, Header, L2Entry};
+use isobath_storage::{Storage, Survivor};
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+/// What a killed process left of an image.
+pub struct Survived {
+    /// The last entry that each guest cluster got.
+    pub entries: BTreeMap<u64, L2Entry>,
+    /// Bytes by host offset, in the order in which they were written.
+    pub kept: Vec<Kept>,
+    memory: Arc<dyn Survivor>,
+}
+
+impl Survived {
+    /// What is left for the image with this header, whose journal is in use; `None` if there is nothing.
+    ///
+    /// # Errors
+    /// If what is left cannot be had, or is damaged: to open the image without it would lose what its guest
+    /// was told is there.
+    pub async fn find<S: Storage>(
+        storage: &S,
+        name: &Path,
+        header: &Header,
+    ) -> Result<Option<Self>> {
+        let refused = |reason: String| DiskError::Refused { image: name.to_owned(), reason };
+        let memory = storage.survivor(false).await;
+        if memory.is_err() && sabotage::is(Sabotage::IgnoredLog) {
+            return Ok(None);
+        }
+        let memory = memory.map_err(|error| {
+            refused(format!(
+                "its server was killed, and what that had answered without a flush cannot be had: \
+                 {error}. Remove that file to open the image as after a power failure"
+            ))
+        })?;
+        let Some(memory) = memory else { return Ok(None) };
+        let (Some(journal), Ok(geometry)) = (header.journal(), header.geometry()) else {
+            return Ok(None);
+        };
+        let (id, words) = (journal.id, memory.words());
+        let belongs = load(words, at::MAGIC) == MAGIC && load(words, at::ID) == id;
+        if !belongs || load(words, at::SUM) != u64::from(sum(id, MAGIC, &[], &[])) {
+            return Ok(None);
+        }
+        let mut found = Self { entries: BTreeMap::new(), kept: Vec::new(), memory };
+        let damaged = found.read(id, &geometry).is_none();
+        if damaged && sabotage::is(Sabotage::IgnoredDamage) {
+            return Ok(None);
+        }
+        if damaged {
+            return Err(refused(format!(
+                "its server was killed, and the log of what that had answered without a flush is \
+                 damaged. Remove '{}' to open the image as after a power failure",
+                found.memory.name()
+            )));
+        }
+        Ok(Some(found))
+    }
+
+    /// Whether the log goes on where an image of which `sequence` is the journal's last record ends. A kill may
+    /// come between a record and the log's word of it.
+    pub fn follows(&self, sequence: u64) -> bool {
+        let known = load(self.memory.words(), at::SEQUENCE);
+        sequence == known
+            || known.checked_add(1) == Some(sequence)
+            || sabotage::is(Sabotage::ForeignLog)
+    }
+
+    /// From now on the log goes on behind the record with this number.
+    pub fn goes_on_behind(&self, sequence: u64) {
+        if let Some(word) = self.memory.words().get(at::SEQUENCE) {
+            word.store(sequence, Ordering::Release);
+        }
+    }
+
+    /// Reads all items; `None` if any is not what was written.
+    fn read(&mut self, id: u64, geometry: &Geometry) -> Option<()> {
+        let memory = Arc::clone(&self.memory);
+        let words = memory.words();
+        let [entries, bytes, end] = [at::ENTRIES, at::BYTES, at::END].map(|p| load(words, p));
+        let mut position = entries.min(bytes);
+        if end.checked_sub(position)? > CAPACITY || entries.max(bytes) > end {
+            return None;
+        }
+        let items = words.get(at::ITEMS..)?;
+        let word = |position: u64| {
+            items.get((position % CAPACITY) as usize).map(|word| word.load(Ordering::Relaxed))
+        };
+        while position < end {
+            let head = word(position)?;
+            let (kind, length, checked) = (head & 0xff, head >> 8 & 0xff_ffff, head >> 32);
+            let next = position.checked_add(length).filter(|next| *next <= end)?;
+            let content: Vec<u64> = (position + 1..next).map(word).collect::<Option<_>>()?;
+            match (kind, content.as_slice()) {
+                (ENTRY, &[cluster, high, low]) => {
+                    if checked != u64::from(sum(id, position, &[cluster, high, low], &[])) {
+                        return None;
+                    }
+                    if position >= entries {
+                        let mut raw = [0; 16];
+                        raw[..8].copy_from_slice(&high.to_le_bytes());
+                        raw[8..].copy_from_slice(&low.to_le_bytes());
+                        self.entries.insert(cluster, L2Entry::read(&raw, 0, geometry)?);
+                    }
+                }
+                (KEPT, [place, count, data @ ..]) => {
+                    let count = usize::try_from(*count).ok()?;
+                    if count.div_ceil(8) != data.len() {
+                        return None;
+                    }
+                    let mut raw: Vec<u8> = data.iter().flat_map(|d| d.to_le_bytes()).collect();
+                    raw.truncate(count);
+                    if checked != u64::from(sum(id, position, &[*place, count as u64], &raw)) {
+                        return None;
+                    }
+                    place.checked_add(count as u64)?;
+                    if position >= bytes && count > 0 {
+                        self.kept.push(Kept { at: *place, bytes: raw });
+                    }
+                }
+                _ => return None,
+            }
+            position = next;
+        }
+        Some(())
+    }
+
+    /// Whether a change was under way that may have left refcounts too high.
+    pub fn is_unclean(&self) -> bool {
+        load(self.memory.words(), at::UNCLEAN) != 0
+    }
+
+    /// Says that a change begins that may leave refcounts too high.
+    pub fn set_unclean(&self) {
+        if let Some(word) = self.memory.words().get(at::UNCLEAN) {
+            word.store(1, Ordering::Release);
+        }
+    }
+
+    /// Ends it: the image has everything.
+    pub fn remove(&self) {
+        self.memory.remove();
+    }
+}

@@ -1,0 +1,413 @@
+//! What a killed process had answered outlives it.
+//!
+//! Writes in place are in the kernel's page cache, which a killed process leaves behind. What is only
+//! recorded in memory until the next commit is not: new mappings, and small writes that are kept for a
+//! record. So both are noted as well in [surviving memory](isobath_storage::Survivor), a *log*, before
+//! a request is answered, by plain stores. Who opens the image next brings the journal home and then
+//! what the log has beyond it (`durability/replay.rs`).
+//!
+//! - A log belongs to one use of the journal, by its random id, and counts as long as that lasts: any
+//!   recovery ends it. It also says which record of the journal was the last when it was written to: an
+//!   image whose last record is an earlier one was put back to what it was before, and no log is applied to
+//!   that. So none is ever applied to an image that has changed since.
+//! - A commit that is durable drops what it closed: mappings by where the log stood when their batch
+//!   was closed, kept bytes by where it stood when theirs was.
+//! - A change that is not in the log (it is full, or there is no journal at the moment) is a *debt*: from
+//!   then on every request waits for a commit before it is answered, until none is left.
+
+mod found;
+
+pub use found::Survived;
+
+use isobath_qcow2::journal::Crc32c;
+use isobath_storage::survivor::SURVIVOR_BYTES;
+use isobath_storage::{Storage, Survivor};
+use parking_lot::Mutex;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+/// Marks the memory as a log of this layout.
+const MAGIC: u64 = u64::from_be_bytes(*b"isobath2");
+
+/// Places of numbers in the memory. Positions count 64-bit words since the log began.
+mod at {
+    pub(super) const MAGIC: usize = 0;
+    /// The journal's id.
+    pub(super) const ID: usize = 1;
+    /// The sum of the numbers before.
+    pub(super) const SUM: usize = 2;
+    /// Not 0 while a change of the image is under way that may leave refcounts too high.
+    pub(super) const UNCLEAN: usize = 3;
+    /// Mappings before this position are dropped.
+    pub(super) const ENTRIES: usize = 4;
+    /// Kept bytes before this position are dropped.
+    pub(super) const BYTES: usize = 5;
+    /// The position behind the last item.
+    pub(super) const END: usize = 6;
+    /// The last durable record of the journal.
+    pub(super) const SEQUENCE: usize = 7;
+    /// Items from here on, at their positions modulo [`CAPACITY`](super::CAPACITY).
+    pub(super) const ITEMS: usize = 8;
+}
+
+/// Words for items.
+const CAPACITY: u64 = (SURVIVOR_BYTES / 8 - at::ITEMS) as u64;
+
+/// Kinds of items, in the lowest byte of an item's first word; its length in words follows, and its
+/// sum is the upper half.
+const ENTRY: u64 = 1;
+const KEPT: u64 = 2;
+
+/// The sum of an item: it depends on the journal and the position, so that none passes for another.
+fn sum(id: u64, position: u64, numbers: &[u64], bytes: &[u8]) -> u32 {
+    let mut sum = Crc32c::default();
+    for number in [id, position].iter().chain(numbers) {
+        sum.update(&number.to_le_bytes());
+    }
+    sum.update(bytes);
+    sum.finish()
+}
+
+/// Eight bytes, or what is left of them, as a number.
+fn number(chunk: &[u8]) -> u64 {
+    let mut word = [0; 8];
+    word.iter_mut().zip(chunk).for_each(|(to, from)| *to = *from);
+    u64::from_le_bytes(word)
+}
+
+/// The log of one image's writer.
+#[derive(Default)]
+pub struct Log {
+    state: Mutex<State>,
+    /// There is a debt, and it matters.
+    owes: AtomicBool,
+    /// More than half is in use.
+    much: AtomicBool,
+    /// Somebody has asked for it.
+    awake: AtomicBool,
+}
+
+#[derive(Default)]
+struct State {
+    memory: Option<Arc<dyn Survivor>>,
+    id: u64,
+    /// The memory belongs to the journal in use.
+    begun: bool,
+    /// Those who want nothing to be in the log.
+    suspended: usize,
+    /// Nobody relies on what is answered.
+    unpromised: usize,
+    /// The last durable record of the journal.
+    sequence: u64,
+    entries: Part,
+    bytes: Part,
+    end: u64,
+    /// Changes that were not put into the log so far.
+    lost: u64,
+    /// As many as there were when the commit under way closed its mappings.
+    closing: u64,
+    /// Of those, how many are durable.
+    paid: u64,
+}
+
+/// What the log knows of one kind of items.
+#[derive(Default)]
+struct Part {
+    /// They are put into it.
+    logged: bool,
+    /// Those before this are dropped.
+    from: u64,
+    /// Those before this belong to the commit under way.
+    closing: u64,
+}
+
+impl State {
+    fn used(&self) -> u64 {
+        self.end - self.entries.from.min(self.bytes.from)
+    }
+
+    fn is_usable(&self) -> bool {
+        self.begun && self.suspended == 0
+    }
+
+    fn set(&self, place: usize, value: u64) {
+        if let Some(word) = self.memory.as_ref().and_then(|memory| memory.words().get(place)) {
+            word.store(value, Ordering::Release);
+        }
+    }
+
+    /// Puts an item behind the others; `false` if there is no room.
+    fn append(&mut self, kind: u64, numbers: &[u64], bytes: &[u8]) -> bool {
+        let length = 1 + numbers.len() as u64 + bytes.len().div_ceil(8) as u64;
+        if length > CAPACITY - self.used() {
+            return false;
+        }
+        let Some(words) = self.memory.as_ref().and_then(|m| m.words().get(at::ITEMS..)) else {
+            return false;
+        };
+        let sum = sum(self.id, self.end, numbers, bytes);
+        let head = u64::from(sum) << 32 | length << 8 | kind;
+        let content = numbers.iter().copied().chain(bytes.chunks(8).map(number));
+        let mut place = (self.end % CAPACITY) as usize;
+        for value in std::iter::once(head).chain(content) {
+            if let Some(word) = words.get(place) {
+                word.store(value, Ordering::Relaxed);
+            }
+            place = (place + 1) % CAPACITY as usize;
+        }
+        self.end += length;
+        // A kill before this leaves the log as it was.
+        self.set(at::END, self.end);
+        true
+    }
+
+    /// Stops logging: something would be missing.
+    fn stop(&mut self) {
+        self.entries.logged = false;
+        self.bytes.logged = false;
+    }
+}
+
+/// See [`Log::suspend`].
+pub struct Suspended(Arc<Log>);
+
+impl Drop for Suspended {
+    fn drop(&mut self) {
+        self.0.state.lock().suspended -= 1;
+    }
+}
+
+impl Log {
+    /// Has what is answered outlive this process from now on. What was answered before does once a commit that
+    /// begins after this has ended.
+    pub fn wake(&self) {
+        self.awake.store(true, Ordering::SeqCst);
+    }
+
+    /// Whether what is answered is to outlive this process.
+    pub fn is_awake(&self) -> bool {
+        self.awake.load(Ordering::SeqCst)
+    }
+
+    /// Notes the new entry of a cluster, as its table has it. The caller keeps its batch open.
+    pub fn entry(&self, cluster: u64, entry: [u8; 16]) {
+        if !self.is_awake() {
+            return;
+        }
+        let [high, low] = [number(&entry[..8]), number(&entry[8..])];
+        let mut state = self.state.lock();
+        if !state.entries.logged || !state.append(ENTRY, &[cluster, high, low], &[]) {
+            state.stop();
+            state.lost += 1;
+        }
+        self.tell(&state);
+    }
+
+    /// Notes bytes that are kept for the next record. The caller keeps that from being begun.
+    pub fn kept(&self, place: u64, bytes: &[u8]) {
+        if !self.is_awake() {
+            return;
+        }
+        let mut state = self.state.lock();
+        if !state.bytes.logged || !state.append(KEPT, &[place, bytes.len() as u64], bytes) {
+            state.stop();
+            state.lost += 1;
+        }
+        self.tell(&state);
+    }
+
+    /// A commit closes the batch of mappings.
+    pub fn close_entries(&self) {
+        let state = &mut *self.state.lock();
+        state.entries.closing = state.end;
+        state.entries.logged = state.is_usable();
+        state.closing = state.lost;
+    }
+
+    /// A commit closes what is kept.
+    pub fn close_kept(&self) {
+        let state = &mut *self.state.lock();
+        state.bytes.closing = state.end;
+        state.bytes.logged = state.is_usable();
+    }
+
+    /// What the commit under way closed is durable. Called before any of it may change in its place.
+    pub fn durable(&self) {
+        let state = &mut *self.state.lock();
+        state.entries.from = state.entries.closing;
+        state.bytes.from = state.bytes.closing;
+        if state.begun {
+            state.set(at::ENTRIES, state.entries.from);
+            state.set(at::BYTES, state.bytes.from);
+        }
+        state.paid = state.closing;
+        self.tell(state);
+    }
+
+    /// A record of the journal is durable.
+    pub fn recorded(&self, sequence: u64) {
+        let state = &mut *self.state.lock();
+        state.sequence = sequence;
+        if state.begun {
+            state.set(at::SEQUENCE, sequence);
+        }
+    }
+
+    /// The journal `id` of the file is in use, and has nothing yet; its next record comes after `sequence`. A
+    /// commit that closed everything of before has just ended. Does nothing if nobody asked for the log.
+    pub async fn begin<S: Storage>(&self, storage: &S, id: u64, sequence: u64) {
+        if !self.is_awake() {
+            return;
+        }
+        let known = self.state.lock().memory.clone();
+        let memory = match known.filter(|memory| memory.is_there()) {
+            Some(memory) => Some(memory),
+            None => new_memory(storage).await,
+        };
+        let state = &mut *self.state.lock();
+        state.memory = memory;
+        if state.memory.is_none() {
+            state.unpromised += 1;
+        }
+        (state.id, state.end, state.sequence) = (id, 0, sequence);
+        (state.entries.from, state.bytes.from) = (0, 0);
+        (state.entries.closing, state.bytes.closing) = (0, 0);
+        for place in [at::ID, at::SUM, at::UNCLEAN, at::ENTRIES, at::BYTES, at::END] {
+            state.set(place, 0);
+        }
+        state.set(at::SEQUENCE, sequence);
+        state.set(at::MAGIC, MAGIC);
+        state.set(at::SUM, u64::from(sum(id, MAGIC, &[], &[])));
+        state.set(at::ID, id);
+        state.begun = state.memory.is_some();
+        let complete = state.is_usable() && state.lost == state.paid;
+        (state.entries.logged, state.bytes.logged) = (complete, complete);
+        self.tell(state);
+    }
+
+    /// Sees to it that who opens the image finds the log: whoever may remove files may have removed its
+    /// memory, as a login manager does when its user has logged out. Then the log goes on in other memory, or
+    /// owes a commit for each change.
+    pub async fn check_memory<S: Storage>(&self, storage: &S) {
+        let memory = self.state.lock().memory.clone();
+        let Some(lost) = memory.filter(|memory| !memory.is_there()) else { return };
+        tracing::warn!(
+            image = %isobath_storage::shown(storage.name()),
+            "the memory that outlives this process was removed; it goes on in other memory"
+        );
+        let memory = new_memory(storage).await;
+        let state = &mut *self.state.lock();
+        if !state.memory.as_ref().is_some_and(|now| Arc::ptr_eq(now, &lost)) {
+            // The log has come to an end meanwhile, and perhaps begun again.
+            return;
+        }
+        if let Some(memory) = &memory {
+            // Nothing is appended meanwhile. The magic number comes last, and makes it a log.
+            for (to, from) in memory.words().iter().zip(lost.words()).skip(1) {
+                to.store(from.load(Ordering::Relaxed), Ordering::Relaxed);
+            }
+            state.memory = Some(Arc::clone(memory));
+            state.set(at::MAGIC, load(lost.words(), at::MAGIC));
+        } else {
+            state.memory = None;
+            state.stop();
+            // What it has not got is owed.
+            state.lost += 1;
+        }
+        self.tell(state);
+    }
+
+    /// The journal is not in use any more.
+    pub fn end(&self) {
+        let mut state = self.state.lock();
+        state.stop();
+        state.begun = false;
+        state.set(at::ID, 0);
+    }
+
+    /// Whether the log belongs to the journal in use.
+    pub fn is_begun(&self) -> bool {
+        self.state.lock().begun
+    }
+
+    /// Says that a change of the image begins that, broken off, leaves refcounts too high; or that it
+    /// has ended.
+    pub fn set_unclean(&self, unclean: bool) {
+        self.state.lock().set(at::UNCLEAN, u64::from(unclean));
+    }
+
+    /// Nothing is put into the log as long as the caller has what is returned: after a commit, nothing
+    /// needs it.
+    pub fn suspend(self: &Arc<Self>) -> Suspended {
+        let mut state = self.state.lock();
+        state.stop();
+        state.suspended += 1;
+        Suspended(Arc::clone(self))
+    }
+
+    /// Says that nobody relies on what is answered, for good or until [`promise`](Self::promise).
+    pub fn promise_nothing(&self) {
+        let mut state = self.state.lock();
+        state.unpromised += 1;
+        self.tell(&state);
+    }
+
+    /// Ends what [`promise_nothing`](Self::promise_nothing) began.
+    pub fn promise(&self) {
+        let mut state = self.state.lock();
+        state.unpromised = state.unpromised.saturating_sub(1);
+        self.tell(&state);
+    }
+
+    /// Whether requests must wait for a commit before they are answered.
+    pub fn owes(&self) -> bool {
+        self.owes.load(Ordering::SeqCst)
+    }
+
+    /// Whether a commit should make room.
+    pub fn has_much(&self) -> bool {
+        self.much.load(Ordering::Relaxed)
+    }
+
+    /// The image is as it should be: gives the memory back.
+    pub fn remove(&self) {
+        self.end();
+        if let Some(memory) = self.state.lock().memory.take() {
+            memory.remove();
+        }
+    }
+
+    fn tell(&self, state: &State) {
+        let owes = state.lost != state.paid && state.unpromised == 0;
+        if owes != self.owes.load(Ordering::Relaxed) {
+            self.owes.store(owes, Ordering::SeqCst);
+        }
+        let much = state.used() > CAPACITY / 2;
+        if much != self.much.load(Ordering::Relaxed) {
+            self.much.store(much, Ordering::Relaxed);
+        }
+    }
+}
+
+/// Memory that has no log yet; why there is none is said in the log file.
+async fn new_memory<S: Storage>(storage: &S) -> Option<Arc<dyn Survivor>> {
+    let found = storage.survivor(true).await.unwrap_or_else(|error| {
+        tracing::warn!("{error}");
+        None
+    });
+    if found.is_none() {
+        tracing::warn!(
+            image = %isobath_storage::shown(storage.name()),
+            "without memory that outlives this process, what it has not flushed does not either"
+        );
+    }
+    found
+}
+
+/// The value of a number in the memory.
+fn load(words: &[AtomicU64], place: usize) -> u64 {
+    words.get(place).map_or(0, |word| word.load(Ordering::Acquire))
+}
+
+#[cfg(test)]
+mod tests;

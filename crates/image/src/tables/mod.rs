@@ -1,0 +1,439 @@
+//! The active layer's L1 and L2 tables as its writer knows them.
+//!
+//! A change is recorded in the *open* batch and seen by every later look-up at once. A commit closes
+//! the batch, and only what it holds reaches the file, in the steps that the
+//! [`durability`](crate::durability) mode demands; changes made meanwhile gather in the next batch.
+//! Cached pages of tables always equal the file, but for the closed batch during its commit.
+
+mod batch;
+mod claim;
+mod l1;
+mod pages;
+mod stage;
+
+pub use claim::Claim;
+pub use stage::StagedTables;
+
+use crate::alloc::Allocator;
+use crate::layer::{Layer, Qcow2};
+use crate::restart_log::Log;
+use crate::{DiskError, Result};
+use async_lock::Mutex as AsyncMutex;
+use batch::Batch;
+use futures_util::future::try_join_all;
+use isobath_qcow2::{ClusterIndex, Geometry, HostCluster, HostOffset, L1Entry, L2Entry};
+use isobath_storage::{IoBuf, Storage};
+use pages::Pages;
+use parking_lot::Mutex;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+/// L1 entries written together: a 512-byte sector of them.
+const L1_CHUNK: u64 = 64;
+
+/// The write side of an image's L1 and L2 tables.
+pub struct Tables<S> {
+    layer: Arc<Layer<S>>,
+    geometry: Geometry,
+    state: Mutex<State>,
+    /// Held while a table is made, so that no two are made for one L1 entry.
+    growth: AsyncMutex<()>,
+    /// What is recorded is noted here too.
+    log: Option<Arc<Log>>,
+}
+
+struct State {
+    open: Batch,
+    closed: Option<Batch>,
+    pages: Pages,
+    /// Raised when a commit ends: a page read from the file before may be out of date.
+    generation: u64,
+    /// Indexes of L1 entries that are in a journal only.
+    journaled_l1: BTreeSet<u64>,
+}
+
+impl State {
+    fn batches(&self) -> impl Iterator<Item = &Batch> {
+        std::iter::once(&self.open).chain(&self.closed)
+    }
+}
+
+/// What a finished commit leaves to do.
+#[derive(Default)]
+pub struct Released {
+    /// References to host clusters that nothing durable makes any more.
+    pub clusters: Vec<HostCluster>,
+    /// Whether the guest discarded some of them, so that their space is to be given back.
+    pub discarded: bool,
+}
+
+impl<S: Storage> Tables<S> {
+    /// The tables of an image that is open for writing.
+    pub fn new(layer: Arc<Layer<S>>, qcow2: &Qcow2, log: Option<Arc<Log>>) -> Self {
+        let geometry = qcow2.geometry;
+        let state = State {
+            open: Batch::default(),
+            closed: None,
+            pages: Pages::new(geometry.cluster_size()),
+            generation: 0,
+            journaled_l1: BTreeSet::new(),
+        };
+        Self { layer, geometry, state: Mutex::new(state), growth: AsyncMutex::new(()), log }
+    }
+
+    /// Sizes that follow from the header.
+    pub fn geometry(&self) -> Geometry {
+        self.geometry
+    }
+
+    fn l1_entry(&self, state: &State, index: u64) -> L1Entry {
+        let changed = state.batches().find_map(|batch| batch.l1.get(&index).copied());
+        changed.unwrap_or_else(|| {
+            self.layer.as_qcow2().map_or(L1Entry::unallocated(), |qcow2| qcow2.l1_entry(index))
+        })
+    }
+
+    fn table_offset(&self, state: &State, index: u64) -> Result<Option<HostOffset>> {
+        let entry = self.l1_entry(state, index);
+        entry.offset(&self.geometry).map_err(|error| self.layer.format_error(error))
+    }
+
+    /// Sees to it that the L2 table at `l1_index` exists and belongs to the active L1 table alone.
+    pub async fn ensure_table(&self, l1_index: u64, alloc: &Allocator<S>) -> Result<()> {
+        if self.is_owned(l1_index) {
+            return Ok(());
+        }
+        let _growth = self.growth.lock().await;
+        if self.is_owned(l1_index) {
+            return Ok(());
+        }
+        let size = self.geometry.cluster_size() as usize;
+        let old = self.table_offset(&self.state.lock(), l1_index)?;
+        let run = alloc.allocate(1).await?;
+        let mut claim = self.claim();
+        claim.add_run(&run);
+        let (offset, entry, bytes) = self.make_table(run.start, old, size).await?;
+        claim.keep();
+        alloc.mark_metadata(run.start.get()..run.start.get() + 1);
+        let mut state = self.state.lock();
+        state.pages.forget(offset, size as u64);
+        state.open.l1.insert(l1_index, entry);
+        state.open.fresh.insert(l1_index, (offset, bytes));
+        state.open.allocated.push(run.start);
+        if let Some(old) = old {
+            // A snapshot still uses it: its clusters stay the image's own.
+            state.open.releases.push(self.geometry.host_cluster_of(old));
+        }
+        Ok(())
+    }
+
+    fn is_owned(&self, l1_index: u64) -> bool {
+        let entry = self.l1_entry(&self.state.lock(), l1_index);
+        entry.is_copied() && matches!(entry.offset(&self.geometry), Ok(Some(_)))
+    }
+
+    async fn make_table(
+        &self,
+        home: HostCluster,
+        old: Option<HostOffset>,
+        size: usize,
+    ) -> Result<(HostOffset, L1Entry, IoBuf)> {
+        let error = |error| self.layer.format_error(error);
+        let offset = self.geometry.host_cluster_start(home).unwrap_or(HostOffset::new(u64::MAX));
+        let entry = L1Entry::new(offset, true, &self.geometry).map_err(error)?;
+        let bytes = match old {
+            Some(old) => self.layer.storage().read_at(old.get(), IoBuf::zeroed(size)).await?,
+            None => IoBuf::zeroed(size),
+        };
+        Ok((offset, entry, bytes))
+    }
+
+    /// Records the new entry of a cluster whose table [exists](Self::ensure_table).
+    pub fn record(&self, cluster: ClusterIndex, entry: L2Entry, change: References<'_>) {
+        let mut state = self.state.lock();
+        if let Some(log) = &self.log {
+            let mut bytes = [0; 16];
+            // In range: no entry is longer.
+            let _ = entry.write(&mut bytes, 0, &self.geometry);
+            log.entry(cluster.get(), bytes);
+        }
+        state.open.entries.insert(cluster.get(), entry);
+        state.open.allocated.extend_from_slice(change.taken);
+        state.open.releases.extend_from_slice(change.released);
+        state.open.ordered |= change.ordered;
+        state.open.needs_record |= !change.embedded;
+    }
+
+    /// Has the next commit tell of everything in the open batch.
+    pub fn want_record(&self) {
+        self.state.lock().open.needs_record = true;
+    }
+
+    /// Whether all that the open batch has to tell is embedded in data.
+    pub fn are_embedded(&self) -> bool {
+        self.state.lock().open.is_embedded()
+    }
+
+    /// Says that space released in the open batch is to be given back to the host.
+    pub fn mark_discarded(&self) {
+        self.state.lock().open.discarded = true;
+    }
+
+    /// Changes that no commit has taken yet.
+    pub fn pending(&self) -> usize {
+        let state = self.state.lock();
+        state.open.entries.len() + state.open.releases.len()
+    }
+
+    /// Closes the open batch for a commit.
+    pub fn begin_commit(&self) -> CommitNeeds {
+        let mut state = self.state.lock();
+        if let Some(log) = &self.log {
+            log.close_entries();
+        }
+        let mut batch = std::mem::take(&mut state.open);
+        let needs = CommitNeeds {
+            allocated: std::mem::take(&mut batch.allocated),
+            changes: !batch.is_empty(),
+            ordered: batch.ordered || !batch.fresh.is_empty(),
+        };
+        state.closed = Some(batch);
+        needs
+    }
+
+    /// Writes the closed batch's new tables, which nothing durable refers to.
+    pub async fn write_fresh(&self) -> Result<()> {
+        let tables: Vec<_> = {
+            let state = self.state.lock();
+            let Some(batch) = &state.closed else { return Ok(()) };
+            batch.complete_tables(&self.geometry)
+        };
+        self.write_all(tables).await
+    }
+
+    /// Writes the closed batch's entries into existing tables, and its L1 entries.
+    pub async fn write_updates(&self) -> Result<()> {
+        let by_page = self.load_updates().await?;
+        let writes = {
+            let mut state = self.state.lock();
+            let mut writes = self.apply(&mut state, &by_page)?;
+            let changed: Vec<u64> =
+                state.closed.iter().flat_map(|batch| batch.l1.keys().copied()).collect();
+            writes.extend(self.l1_writes(state.closed.as_ref(), changed));
+            writes
+        };
+        self.write_all(writes).await
+    }
+
+    async fn write_all(&self, writes: Vec<(u64, IoBuf)>) -> Result<()> {
+        let storage = self.layer.storage();
+        try_join_all(writes.into_iter().map(|(at, bytes)| storage.write_at(at, bytes))).await?;
+        Ok(())
+    }
+
+    /// The closed batch's entries in tables that exist, by page: places in the page, and entries.
+    /// Their pages are in the cache then, and stay there until the commit ends.
+    async fn load_updates(&self) -> Result<BTreeMap<u64, Vec<(usize, L2Entry)>>> {
+        let mut by_page: BTreeMap<u64, Vec<(usize, L2Entry)>> = BTreeMap::new();
+        {
+            let state = self.state.lock();
+            let Some(batch) = &state.closed else { return Ok(by_page) };
+            for (at, entry) in self.entry_places(batch)? {
+                let (page, within) = state.pages.position(at);
+                let place = within / self.geometry.l2_entry_size();
+                by_page.entry(page).or_default().push((place, entry));
+            }
+        }
+        self.load_pages(by_page.keys().copied().collect()).await?;
+        Ok(by_page)
+    }
+
+    /// The entries of a batch for tables that exist, and their offsets in the file.
+    fn entry_places(&self, batch: &Batch) -> Result<Vec<(u64, L2Entry)>> {
+        let mut places = Vec::with_capacity(batch.entries.len());
+        for (&cluster, &entry) in &batch.entries {
+            let (l1_index, l2_index) = self.geometry.table_position(ClusterIndex::new(cluster));
+            if batch.fresh.contains_key(&l1_index) {
+                continue;
+            }
+            let table = batch.l1.get(&l1_index).copied().unwrap_or_else(|| {
+                self.layer.as_qcow2().map_or(L1Entry::unallocated(), |q| q.l1_entry(l1_index))
+            });
+            let table = table.offset(&self.geometry).map_err(|e| self.layer.format_error(e))?;
+            let Some(table) = table else { continue };
+            places.push((table.get() + (l2_index * self.geometry.l2_entry_size()) as u64, entry));
+        }
+        Ok(places)
+    }
+
+    /// Puts entries into their cached pages; returns the pages.
+    fn apply(
+        &self,
+        state: &mut State,
+        by_page: &BTreeMap<u64, Vec<(usize, L2Entry)>>,
+    ) -> Result<Vec<(u64, IoBuf)>> {
+        let mut pages = Vec::with_capacity(by_page.len());
+        for (&page, entries) in by_page {
+            let Some(bytes) = state.pages.get_mut(page) else {
+                return Err(DiskError::Corrupt {
+                    image: self.layer.name().to_owned(),
+                    reason: format!("the L2 table page at {page} left the cache"),
+                });
+            };
+            for &(index, entry) in entries {
+                // In range: the page was found by the entry's offset.
+                let _ = entry.write(bytes, index, &self.geometry);
+            }
+            pages.push((page, IoBuf::copy_of(bytes)));
+        }
+        Ok(pages)
+    }
+
+    /// The sectors of the L1 table in which these entries lie, with those of `batch`.
+    fn l1_writes(&self, batch: Option<&Batch>, changed: Vec<u64>) -> Vec<(u64, IoBuf)> {
+        let Some(qcow2) = self.layer.as_qcow2() else { return Vec::new() };
+        let offset = qcow2.header.read().l1_table_offset.get();
+        let table = qcow2.l1.read();
+        let mut chunks: Vec<u64> = changed.into_iter().map(|index| index / L1_CHUNK).collect();
+        chunks.dedup();
+        let chunk_bytes = |chunk: u64| {
+            let first = chunk * L1_CHUNK;
+            let last = (first + L1_CHUNK).min(table.len() as u64);
+            let mut bytes = IoBuf::zeroed((last - first) as usize * 8);
+            for index in first..last {
+                let newer = batch.and_then(|batch| batch.l1.get(&index).copied());
+                let entry = newer.unwrap_or_else(|| table[index as usize]);
+                // In range: the buffer has a place for each.
+                let _ = entry.write(&mut bytes, (index - first) as usize);
+            }
+            (offset + first * 8, bytes)
+        };
+        chunks.into_iter().map(chunk_bytes).collect()
+    }
+
+    /// Ends a commit: the closed batch is durable. The references returned may be released once no
+    /// request uses the old mappings.
+    pub fn finish_commit(&self) -> Released {
+        let mut state = self.state.lock();
+        let Some(batch) = state.closed.take() else { return Released::default() };
+        for (offset, _) in batch.fresh.values() {
+            state.pages.forget(*offset, self.geometry.cluster_size());
+        }
+        self.finish(&mut state, batch)
+    }
+
+    fn finish(&self, state: &mut State, batch: Batch) -> Released {
+        if let Some(qcow2) = self.layer.as_qcow2() {
+            let mut table = qcow2.l1.write();
+            for (index, entry) in batch.l1 {
+                if let Some(slot) = table.get_mut(index as usize) {
+                    *slot = entry;
+                }
+            }
+        }
+        state.pages.unpin();
+        state.generation += 1;
+        Released { clusters: batch.releases, discarded: batch.discarded }
+    }
+
+    /// Reads pages into the cache and keeps them there until the commit ends.
+    async fn load_pages(&self, pages: Vec<u64>) -> Result<()> {
+        let missing: Vec<u64> = {
+            let mut state = self.state.lock();
+            pages.into_iter().filter(|page| !state.pages.pin(*page)).collect()
+        };
+        let storage = self.layer.storage();
+        let length = self.state.lock().pages.page_size();
+        let reads = missing.iter().map(|page| storage.read_at(*page, IoBuf::zeroed(length)));
+        let loaded = try_join_all(reads).await?;
+        let mut state = self.state.lock();
+        for (page, bytes) in missing.into_iter().zip(loaded) {
+            state.pages.insert(page, bytes);
+            state.pages.pin(page);
+        }
+        Ok(())
+    }
+
+    /// The entry of one cluster.
+    pub async fn entry(&self, cluster: ClusterIndex) -> Result<L2Entry> {
+        let entries = self.entries(cluster, 1).await?;
+        Ok(entries.first().copied().unwrap_or(L2Entry::unallocated()))
+    }
+
+    /// The entries of `count` clusters from `first` on, all in one L2 table.
+    pub async fn entries(&self, first: ClusterIndex, count: u64) -> Result<Vec<L2Entry>> {
+        let (l1_index, l2_index) = self.geometry.table_position(first);
+        let size = self.geometry.l2_entry_size();
+        loop {
+            let (missing, length, generation) = {
+                let state = self.state.lock();
+                let mut entries = Vec::with_capacity(count as usize);
+                let mut missing = Vec::new();
+                let fresh = state.batches().find_map(|batch| batch.fresh.get(&l1_index));
+                if let Some((_, bytes)) = fresh {
+                    entries.extend((0..count as usize).map(|step| {
+                        L2Entry::read(bytes, l2_index + step, &self.geometry)
+                            .unwrap_or(L2Entry::unallocated())
+                    }));
+                } else if let Some(table) = self.table_offset(&state, l1_index)? {
+                    for step in 0..count {
+                        let at = table.get() + (l2_index as u64 + step) * size as u64;
+                        let (page, within) = state.pages.position(at);
+                        match state.pages.get(page) {
+                            Some(bytes) => entries.push(
+                                L2Entry::read(bytes, within / size, &self.geometry)
+                                    .unwrap_or(L2Entry::unallocated()),
+                            ),
+                            None if missing.last() == Some(&page) => {}
+                            None => missing.push(page),
+                        }
+                    }
+                } else {
+                    entries.resize(count as usize, L2Entry::unallocated());
+                }
+                if missing.is_empty() {
+                    for (step, entry) in entries.iter_mut().enumerate() {
+                        let cluster = first.get() + step as u64;
+                        let newest = state.batches().find_map(|b| b.entries.get(&cluster));
+                        *entry = newest.copied().unwrap_or(*entry);
+                    }
+                    return Ok(entries);
+                }
+                (missing, state.pages.page_size(), state.generation)
+            };
+            let storage = self.layer.storage();
+            let reads = missing.iter().map(|page| storage.read_at(*page, IoBuf::zeroed(length)));
+            let loaded = try_join_all(reads).await?;
+            let mut state = self.state.lock();
+            if state.generation == generation {
+                for (page, bytes) in missing.into_iter().zip(loaded) {
+                    state.pages.insert(page, bytes);
+                }
+            }
+        }
+    }
+}
+
+/// What the change of an entry does to references.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct References<'a> {
+    /// Those that the new entry makes and the old one did not.
+    pub taken: &'a [HostCluster],
+    /// Those that the old entry made and the new one does not.
+    pub released: &'a [HostCluster],
+    /// Data must be durable before the entry.
+    pub ordered: bool,
+    /// The data says itself what the entry says.
+    pub embedded: bool,
+}
+
+/// What a commit must do for the batch it closed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CommitNeeds {
+    /// Clusters to which the batch refers, to be published.
+    pub allocated: Vec<HostCluster>,
+    /// There are entries to write.
+    pub changes: bool,
+    /// Something must be durable before they are written.
+    pub ordered: bool,
+}

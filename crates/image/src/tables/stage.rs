@@ -1,0 +1,100 @@
+//! Tables by way of a journal: what a record tells of them, and writing them to their places.
+
+use super::{Released, Tables};
+use crate::Result;
+use crate::alloc::not_zero;
+use isobath_qcow2::{HostCluster, L2Entry};
+use isobath_storage::{IoBuf, Storage};
+use std::collections::BTreeMap;
+
+/// What a record tells of the closed batch.
+#[derive(Default)]
+pub struct StagedTables {
+    /// New tables that hold nothing but zeroes where nothing else is said: host offsets.
+    pub fresh: Vec<u64>,
+    /// Bytes and where they go.
+    pub patches: Vec<(u64, Vec<u8>)>,
+    updates: BTreeMap<u64, Vec<(usize, L2Entry)>>,
+}
+
+impl<S: Storage> Tables<S> {
+    /// References that the closed batch ends.
+    pub fn closed_releases(&self) -> Vec<HostCluster> {
+        self.state.lock().closed.as_ref().map(|batch| batch.releases.clone()).unwrap_or_default()
+    }
+
+    /// What a record tells of the closed batch.
+    pub async fn stage(&self) -> Result<StagedTables> {
+        let updates = self.load_updates().await?;
+        let mut staged = StagedTables { updates, ..StagedTables::default() };
+        let state = self.state.lock();
+        let Some(batch) = &state.closed else { return Ok(staged) };
+        for (at, table) in batch.complete_tables(&self.geometry) {
+            staged.fresh.push(at);
+            staged.patches.extend(not_zero(at, &table).into_iter().map(|(at, b)| (at, b.to_vec())));
+        }
+        let size = self.geometry.l2_entry_size();
+        let mut bytes = vec![0; size];
+        for (at, entry) in self.entry_places(batch)? {
+            // In range: one entry fits.
+            let _ = entry.write(&mut bytes, 0, &self.geometry);
+            match staged.patches.last_mut() {
+                Some((start, run)) if *start + run.len() as u64 == at => {
+                    run.extend_from_slice(&bytes);
+                }
+                _ => staged.patches.push((at, bytes.clone())),
+            }
+        }
+        if let Some(qcow2) = self.layer.as_qcow2() {
+            let table = qcow2.header.read().l1_table_offset.get();
+            for (index, entry) in &batch.l1 {
+                staged.patches.push((table + index * 8, entry.raw().to_be_bytes().to_vec()));
+            }
+        }
+        Ok(staged)
+    }
+
+    /// Ends a commit whose record is durable: cached pages have what it told, which their places in
+    /// the file do not have yet. As [`finish_commit`](Self::finish_commit) otherwise.
+    pub fn finish_journaled(&self, staged: &StagedTables) -> Result<Released> {
+        let mut state = self.state.lock();
+        let state = &mut *state;
+        self.apply(state, &staged.updates)?;
+        for page in staged.updates.keys() {
+            state.pages.mark_dirty(*page);
+        }
+        let Some(batch) = state.closed.take() else { return Ok(Released::default()) };
+        let length = state.pages.page_size();
+        for (at, table) in batch.complete_tables(&self.geometry) {
+            for (number, page) in table.chunks(length).enumerate() {
+                let page_at = at + (number * length) as u64;
+                state.pages.insert(page_at, IoBuf::copy_of(page));
+                state.pages.mark_dirty(page_at);
+            }
+        }
+        state.journaled_l1.extend(batch.l1.keys());
+        Ok(self.finish(state, batch))
+    }
+
+    /// Bytes of pages that are newer than the file.
+    pub fn dirty_bytes(&self) -> usize {
+        let state = self.state.lock();
+        state.pages.dirty_count() * state.pages.page_size()
+    }
+
+    /// Writes everything that records have told to its place; not yet durable. No commit is under
+    /// way otherwise.
+    pub async fn write_home(&self) -> Result<()> {
+        let writes = {
+            let state = self.state.lock();
+            let mut writes = state.pages.dirty();
+            writes.extend(self.l1_writes(None, state.journaled_l1.iter().copied().collect()));
+            writes
+        };
+        self.write_all(writes).await?;
+        let mut state = self.state.lock();
+        state.pages.clean();
+        state.journaled_l1.clear();
+        Ok(())
+    }
+}

@@ -1,0 +1,58 @@
+//! An image whose tables turn out to contradict each other while it is written.
+//!
+//! As in QEMU, it takes no more changes from then on, and its header says that it is corrupt (version 3), so
+//! that nobody opens it for writing before a check. Reads go on.
+
+use super::Writer;
+use crate::{DiskError, Result};
+use isobath_qcow2::header::field;
+use isobath_qcow2::{FormatErrorKind, IncompatibleFeatures};
+use isobath_storage::{IoBuf, Storage};
+
+impl<S: Storage> Writer<S> {
+    /// As [`Disk::or_mark_corrupt`].
+    pub async fn or_mark_corrupt<T>(&self, done: Result<T>) -> Result<T> {
+        if let Err(error) = &done {
+            Box::pin(self.mark_corrupt(error)).await;
+        }
+        done
+    }
+
+    /// Marks the image if `error` or an earlier one says that its tables cannot be right.
+    async fn mark_corrupt(&self, error: &DiskError) {
+        let Some(qcow2) = &self.qcow2 else { return };
+        let invalid = matches!(error, DiskError::Format { image, source }
+            if image == self.layer.name() && source.kind() == FormatErrorKind::Invalid);
+        let known = self.layer.as_qcow2().is_some_and(|qcow2| {
+            qcow2.header.read().incompatible.contains(IncompatibleFeatures::CORRUPT)
+        });
+        if known || (!invalid && !qcow2.metadata.alloc.is_contradicted()) {
+            return;
+        }
+        let marked = self.group.end(error, || self.set_corrupt_bit(error)).await;
+        if let Err(failure) = marked {
+            let image = isobath_storage::shown(self.layer.name());
+            tracing::error!(%image, error = %failure, "it could not be marked as corrupt");
+        }
+    }
+
+    /// Sets the corrupt bit, durably, unless it is set or the version has none.
+    async fn set_corrupt_bit(&self, error: &DiskError) -> Result<()> {
+        let Some(qcow2) = self.layer.as_qcow2() else { return Ok(()) };
+        let (version, bits) = {
+            let header = qcow2.header.read();
+            (header.version, header.incompatible)
+        };
+        if version < 3 || bits.contains(IncompatibleFeatures::CORRUPT) {
+            return Ok(());
+        }
+        tracing::error!(%error, "the image is marked as corrupt and takes no more writes");
+        let bits = bits.with(IncompatibleFeatures::CORRUPT);
+        let bytes = IoBuf::copy_of(&bits.bits().to_be_bytes());
+        let storage = self.layer.storage();
+        storage.write_at(field::INCOMPATIBLE_FEATURES as u64, bytes).await?;
+        storage.flush().await?;
+        qcow2.header.write().incompatible = bits;
+        Ok(())
+    }
+}

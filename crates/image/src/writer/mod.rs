@@ -1,0 +1,388 @@
+//! The write side of one image: what commits, and what must hold before and after.
+
+mod bitmaps;
+mod corrupt;
+mod open;
+
+use crate::Result;
+use crate::durability::{GroupCommit, Metadata, MetadataMode, Mode};
+use crate::entries::ActiveEntries;
+use crate::layer::Layer;
+use crate::range_lock::RangeLocks;
+use crate::readers::Readers;
+use crate::restart_log::{Log, Suspended};
+use crate::sabotage::{self, Sabotage};
+use isobath_qcow2::{AutoclearFeatures, ClusterIndex, Geometry, HostCluster, HostOffset, L2Entry};
+use isobath_storage::Storage;
+use std::future::Future;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Changes that gather without a flush from the guest before a commit is made all the same: they
+/// take memory until then.
+const PENDING_LIMIT: usize = 64 << 10;
+
+/// The write side of a disk.
+pub struct Writer<S> {
+    /// Held by requests that change the disk; see [`RangeLocks`].
+    pub ranges: RangeLocks,
+    group: GroupCommit,
+    mode: Mode,
+    /// Held by a change of the disk's size.
+    pub resizing: async_lock::Mutex<()>,
+    /// [`keep_readable`](Self::keep_readable) is in force.
+    readable: AtomicBool,
+    /// What a qcow2 image needs and a raw one does not.
+    qcow2: Option<Qcow2Writer<S>>,
+    layer: Arc<Layer<S>>,
+}
+
+/// The write side of a qcow2 image.
+pub struct Qcow2Writer<S> {
+    /// What a commit works on.
+    pub metadata: Metadata<S>,
+    /// There is no layer below: what is unallocated reads as zeroes.
+    alone: AtomicBool,
+    bitmaps: bitmaps::Bitmaps,
+}
+
+impl<S: Storage> Writer<S> {
+    /// The write side of a raw image.
+    pub fn raw(layer: &Arc<Layer<S>>) -> Self {
+        Self::new(layer, Mode::new(MetadataMode::Ordered, None, 0, false), None)
+    }
+
+    fn new(layer: &Arc<Layer<S>>, mode: Mode, qcow2: Option<Qcow2Writer<S>>) -> Self {
+        Self {
+            ranges: RangeLocks::default(),
+            group: GroupCommit::default(),
+            mode,
+            resizing: async_lock::Mutex::default(),
+            readable: AtomicBool::new(false),
+            qcow2,
+            layer: Arc::clone(layer),
+        }
+    }
+
+    /// Fails if an earlier failure forbids writes.
+    pub fn check(&self) -> Result<()> {
+        self.group.check()
+    }
+
+    /// Whether a journal may be in use: it has checksums of what is written.
+    pub fn may_have_journal(&self) -> bool {
+        self.mode.journal().is_some()
+    }
+
+    /// The image that it writes.
+    pub fn layer(&self) -> &Layer<S> {
+        &self.layer
+    }
+
+    /// What a qcow2 image needs and a raw one does not.
+    pub fn qcow2(&self) -> Option<&Qcow2Writer<S>> {
+        self.qcow2.as_ref()
+    }
+
+    /// Whether mappings may be embedded in data.
+    pub fn embeds(&self) -> bool {
+        self.qcow2.as_ref().is_some_and(|qcow2| qcow2.metadata.zones.are_used())
+    }
+
+    /// Makes everything done so far durable.
+    pub async fn commit(&self, readers: &Readers) -> Result<()> {
+        self.group.run(|| self.commit_alone(readers)).await
+    }
+
+    /// As [`commit`](Self::commit), for a caller that has seen to it that no other runs.
+    pub async fn commit_alone(&self, readers: &Readers) -> Result<()> {
+        match &self.qcow2 {
+            Some(qcow2) => self.mode.commit(&qcow2.metadata, readers).await,
+            None => Ok(self.layer.storage().flush().await?),
+        }
+    }
+
+    /// Runs `change` while no commit runs; its failure forbids writes.
+    pub async fn exclusively<F: Future<Output = Result<()>>>(
+        &self,
+        change: impl FnOnce() -> F,
+    ) -> Result<()> {
+        self.group.exclusively(change).await
+    }
+
+    /// Commits if much has gathered. The caller is not inside the gate and holds no range.
+    pub async fn commit_if_much(&self, readers: &Readers) -> Result<()> {
+        let Some(qcow2) = &self.qcow2 else { return Ok(()) };
+        let pending = qcow2.metadata.tables.pending();
+        let kept = qcow2.metadata.guard.pending();
+        let due = self.mode.journal().is_some_and(|journal| journal.is_due(pending, kept))
+            || self.log().is_some_and(|log| log.has_much());
+        if due || pending >= PENDING_LIMIT {
+            self.commit(readers).await?;
+        }
+        Ok(())
+    }
+
+    /// Where what was answered is noted.
+    fn log(&self) -> Option<&Arc<Log>> {
+        self.qcow2.as_ref().and_then(|qcow2| qcow2.metadata.log.as_ref())
+    }
+
+    /// Returns once what was done so far outlives this process, if that was asked for. The caller is
+    /// not inside the gate and holds no range.
+    pub async fn outlive(&self, readers: &Readers) -> Result<()> {
+        if self.log().is_some_and(|log| log.owes()) {
+            self.commit(readers).await?;
+        }
+        Ok(())
+    }
+
+    /// From now on every request is durable before it is answered, as long as the caller has what is
+    /// returned; so is what was done before.
+    pub async fn without_log(&self, readers: &Readers) -> Result<Option<Suspended>> {
+        let Some(log) = self.log() else { return Ok(None) };
+        let suspended = log.suspend();
+        self.commit(readers).await?;
+        Ok(Some(suspended))
+    }
+
+    /// Commits with a record also if there is nothing to tell, so that what the last one vouches for
+    /// is free to change.
+    pub async fn seal(&self, readers: &Readers) -> Result<()> {
+        if let Some(journal) = self.mode.journal() {
+            journal.ask_for_record();
+        }
+        self.commit(readers).await
+    }
+
+    /// From now on what was answered outlives this process, flushed or not: what was answered before the call,
+    /// too. Nothing is embedded any more.
+    pub async fn survive(&self, readers: &Readers) -> Result<()> {
+        let (Some(journal), Some(qcow2)) = (self.mode.journal(), &self.qcow2) else {
+            return Ok(());
+        };
+        let Some(log) = self.log().filter(|log| !log.is_awake()) else { return Ok(()) };
+        journal.want_at_once();
+        std::mem::forget(qcow2.metadata.zones.suspend());
+        let wake = async {
+            log.wake();
+            self.commit(readers).await
+        };
+        if sabotage::is(Sabotage::LateSurvival) {
+            log.wake();
+            return Ok(());
+        }
+        // The journal that is set up next has a log.
+        self.without_journal(readers, wake).await
+    }
+
+    /// Sees to it that who opens the image after this process was killed finds what outlives it.
+    pub async fn check_log(&self) {
+        if let Some(log) = self.log() {
+            log.check_memory(&**self.layer.storage()).await;
+        }
+    }
+
+    /// Sees to it that others who read the image's file through its tables meanwhile always find what
+    /// was there when they opened it, or what was written since: no journal, and no cluster used
+    /// again. Until the writer is closed, or told [otherwise](Self::own_readers).
+    pub async fn keep_readable(&self) {
+        self.readable.store(true, Ordering::SeqCst);
+        if let Some(journal) = self.mode.journal() {
+            journal.begin_hold();
+        }
+        if let Some(log) = self.log() {
+            log.promise_nothing();
+        }
+        if let Some(qcow2) = &self.qcow2 {
+            qcow2.metadata.alloc.keep_freed(true).await;
+        }
+    }
+
+    /// Everybody who reads the image does so through its own disk.
+    pub async fn own_readers(&self) {
+        if !self.readable.swap(false, Ordering::SeqCst) {
+            return;
+        }
+        if let Some(journal) = self.mode.journal() {
+            journal.end_hold();
+        }
+        if let Some(log) = self.log() {
+            log.promise();
+        }
+        if let Some(qcow2) = &self.qcow2 {
+            qcow2.metadata.alloc.keep_freed(false).await;
+        }
+    }
+
+    /// Runs `change`, which commits and writes metadata itself, with the journal out of use. Other
+    /// requests may change the disk meanwhile.
+    pub async fn without_journal<T>(
+        &self,
+        readers: &Readers,
+        change: impl Future<Output = Result<T>>,
+    ) -> Result<T> {
+        let (Some(journal), Some(qcow2)) = (self.mode.journal(), &self.qcow2) else {
+            return change.await;
+        };
+        let _held = journal.hold();
+        let _suspended = qcow2.metadata.zones.suspend();
+        self.seal_all(readers).await?;
+        let _unlogged = self.without_log(readers).await?;
+        self.exclusively(|| journal.settle(&qcow2.metadata)).await?;
+        change.await
+    }
+
+    /// Makes some of what is embedded plain, durably: of zones that take no more clusters, or of `all`.
+    /// `false` if there was nothing.
+    pub async fn seal_some(&self, all: bool, readers: &Readers) -> Result<bool> {
+        let (Some(journal), Some(qcow2)) = (self.mode.journal(), &self.qcow2) else {
+            return Ok(false);
+        };
+        let found = qcow2.metadata.seal(all, journal.room(), readers).await?;
+        if found {
+            self.seal(readers).await?;
+        }
+        Ok(found)
+    }
+
+    /// Makes everything plain that is embedded. Nothing more is embedded meanwhile.
+    async fn seal_all(&self, readers: &Readers) -> Result<()> {
+        let Some(qcow2) = &self.qcow2 else { return Ok(()) };
+        while qcow2.metadata.zones.any() {
+            if !self.seal_some(true, readers).await? {
+                // A record says that zones are no more.
+                self.seal(readers).await?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Does what nobody waits for, until the writer is closed.
+    pub async fn attend(&self, readers: &Readers) -> Result<()> {
+        let Some(qcow2) = &self.qcow2 else { return Ok(()) };
+        qcow2.metadata.attend(async || self.seal_some(false, readers).await.map(drop)).await
+    }
+
+    /// Commits, and writes what a commit leaves to the next one.
+    pub async fn close(&self, readers: &Readers) -> Result<()> {
+        if let Some(qcow2) = &self.qcow2 {
+            qcow2.metadata.end_upkeep().await;
+        }
+        let unlogged = self.without_log(readers).await?;
+        if unlogged.is_none() {
+            self.commit(readers).await?;
+        }
+        if let Some(qcow2) = &self.qcow2 {
+            let _suspended = qcow2.metadata.zones.suspend();
+            self.seal_all(readers).await?;
+            if let Some(journal) = self.mode.journal() {
+                self.exclusively(|| journal.close(&qcow2.metadata)).await?;
+            }
+            if qcow2.metadata.alloc.is_dirty().await {
+                self.commit(readers).await?;
+            }
+            qcow2.pad_file().await?;
+        }
+        self.group.close();
+        if let Some(log) = self.log() {
+            log.remove();
+        }
+        Ok(())
+    }
+}
+
+/// What the writer of an image knows of its entries.
+pub struct Entries<S>(Arc<Writer<S>>);
+
+impl<S: Storage> Entries<S> {
+    /// Of a qcow2 image's writer.
+    pub fn of(writer: Arc<Writer<S>>) -> Option<Self> {
+        writer.qcow2.is_some().then_some(Self(writer))
+    }
+}
+
+impl<S: Storage> ActiveEntries for Entries<S> {
+    async fn entries(&self, first: ClusterIndex, count: u64) -> Result<Vec<L2Entry>> {
+        match self.0.qcow2() {
+            Some(qcow2) => qcow2.metadata.entries(first, count).await,
+            None => Ok(Vec::new()),
+        }
+    }
+
+    fn is_metadata(&self, offset: HostOffset) -> bool {
+        self.0.qcow2().is_some_and(|qcow2| qcow2.metadata.is_metadata(offset))
+    }
+}
+
+impl<S: Storage> Qcow2Writer<S> {
+    /// Whether there is no layer below: what is unallocated reads as zeroes.
+    pub fn alone(&self) -> bool {
+        self.alone.load(Ordering::Relaxed)
+    }
+
+    /// From now on there is no layer below, or there is. No request is under way.
+    pub fn set_alone(&self, alone: bool) {
+        self.alone.store(alone, Ordering::Relaxed);
+    }
+
+    /// The entries of adjacent clusters, over as many tables as they lie in.
+    pub async fn entries(&self, clusters: Range<u64>) -> Result<Vec<L2Entry>> {
+        let geometry = self.geometry();
+        let mut entries = Vec::with_capacity((clusters.end - clusters.start) as usize);
+        let mut first = clusters.start;
+        while first < clusters.end {
+            let (_, l2_index) = geometry.table_position(ClusterIndex::new(first));
+            let count = (geometry.l2_entries() - l2_index as u64).min(clusters.end - first);
+            entries.extend(self.metadata.tables.entries(ClusterIndex::new(first), count).await?);
+            first += count;
+        }
+        Ok(entries)
+    }
+
+    /// Sees to it that adjacent clusters have tables that may be changed.
+    pub async fn ensure_tables(&self, clusters: Range<u64>) -> Result<()> {
+        let geometry = self.geometry();
+        let (first, _) = geometry.table_position(ClusterIndex::new(clusters.start));
+        let (last, _) = geometry.table_position(ClusterIndex::new(clusters.end - 1));
+        for l1_index in first..=last {
+            self.metadata.tables.ensure_table(l1_index, &self.metadata.alloc).await?;
+        }
+        Ok(())
+    }
+
+    /// Refuses references of guest data to the image's own tables: giving them back would free those.
+    pub fn check_releases(&self, releases: &[HostCluster]) -> Result<()> {
+        let alloc = &self.metadata.alloc;
+        match releases.iter().find(|cluster| alloc.is_metadata(**cluster)) {
+            None => Ok(()),
+            Some(cluster) => Err(alloc.corrupt(format!(
+                "guest data lies in host cluster {cluster}, which holds one of its own tables"
+            ))),
+        }
+    }
+
+    /// Sizes that follow from the header.
+    pub fn geometry(&self) -> Geometry {
+        self.metadata.tables.geometry()
+    }
+
+    /// Whether the data file alone must hold the disk's content.
+    pub fn data_file_raw(&self) -> bool {
+        self.metadata.layer.as_qcow2().is_some_and(|qcow2| {
+            qcow2.geometry.has_data_file()
+                && qcow2.header.read().autoclear.contains(AutoclearFeatures::DATA_FILE_RAW)
+        })
+    }
+
+    /// Lengthens the file to whole sectors: compressed data may end anywhere.
+    async fn pad_file(&self) -> Result<()> {
+        let storage = self.metadata.layer.storage();
+        let length = storage.len().await?;
+        if length % 512 != 0 {
+            storage.set_len(length.next_multiple_of(512)).await?;
+        }
+        Ok(())
+    }
+}

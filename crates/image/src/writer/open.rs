@@ -1,0 +1,91 @@
+//! Opening an image for writing: what its header must say from then on.
+
+use super::bitmaps::Bitmaps;
+use super::{Qcow2Writer, Writer};
+use crate::alloc::Allocator;
+use crate::durability::guard::Guard;
+use crate::durability::zones::Zones;
+use crate::durability::{Metadata, MetadataMode, Mode, Upkeep};
+use crate::layer::{Layer, Qcow2};
+use crate::options::OpenOptions;
+use crate::restart_log::Log;
+use crate::tables::Tables;
+use crate::{Result, index_area};
+use isobath_qcow2::AutoclearFeatures;
+use isobath_qcow2::header::field;
+use isobath_storage::{IoBuf, Storage};
+use std::sync::Arc;
+
+impl<S: Storage> Writer<S> {
+    /// Prepares a qcow2 image for writes. `alone` says that nothing is below it.
+    pub async fn open(
+        layer: &Arc<Layer<S>>,
+        qcow2: &Qcow2,
+        options: &OpenOptions,
+        alone: bool,
+    ) -> Result<Self> {
+        let header = qcow2.header.read().clone();
+        for entry in qcow2.l1.read().iter() {
+            qcow2.l2_table(*entry).map_err(|error| layer.format_error(error))?;
+        }
+        let alloc = Allocator::open(Arc::clone(layer), qcow2).await?;
+        if let Some(area) = header.index().and_then(|index| index_area::clusters(qcow2, index))
+            && index_area::read_root(layer).await.is_some()
+        {
+            alloc.keep_area(area).await;
+        }
+        let bitmaps = Bitmaps::open(layer, &header).await?;
+        clear_unknown_autoclear(layer, qcow2).await?;
+        let mode = Mode::new(options.metadata, options.journal_size, layer.size(), options.survive);
+        let log = mode.journal().is_some().then(Arc::<Log>::default);
+        if let Some(log) = log.as_ref().filter(|_| options.survive) {
+            log.wake();
+        }
+        let tables = Tables::new(Arc::clone(layer), qcow2, log.clone());
+        let embedded = options.metadata == MetadataMode::Embedded;
+        if embedded || options.metadata == MetadataMode::Journal {
+            mode.refuse_without_journal(layer).await?;
+        }
+        let embeds = embedded && !options.survive;
+        let zones = if embeds {
+            Zones::new(options.zone_size, options.zones, &qcow2.geometry)
+        } else {
+            Zones::none()
+        };
+        let metadata = Metadata {
+            layer: Arc::clone(layer),
+            tables,
+            alloc,
+            guard: Guard::new(log.clone()),
+            upkeep: Upkeep::default(),
+            zones,
+            log,
+        };
+        match layer.take_survived() {
+            Some(survived) => metadata.replay(&survived).await?,
+            // Of a journal that is no longer in use. What is somebody else's is no matter then.
+            None => {
+                if let Ok(Some(stale)) = layer.storage().survivor(false).await {
+                    stale.remove();
+                }
+            }
+        }
+        Ok(Self::new(layer, mode, Some(Qcow2Writer { metadata, alone: alone.into(), bitmaps })))
+    }
+}
+
+/// Autoclear features unknown here describe data that is about to change: their bits go, as the
+/// specification asks.
+async fn clear_unknown_autoclear<S: Storage>(layer: &Layer<S>, qcow2: &Qcow2) -> Result<()> {
+    let known = AutoclearFeatures::BITMAPS.with(AutoclearFeatures::DATA_FILE_RAW);
+    let autoclear = qcow2.header.read().autoclear;
+    if autoclear.unknown().is_empty() {
+        return Ok(());
+    }
+    let kept = AutoclearFeatures::from_bits(autoclear.bits() & known.bits());
+    let bytes = IoBuf::copy_of(&kept.bits().to_be_bytes());
+    layer.storage().write_at(field::AUTOCLEAR_FEATURES as u64, bytes).await?;
+    layer.storage().flush().await?;
+    qcow2.header.write().autoclear = kept;
+    Ok(())
+}

@@ -1,0 +1,140 @@
+//! What tests share: images in memory, what a crash does to each change, and whether QEMU finds what is
+//! left consistent.
+
+#![allow(dead_code, reason = "each test uses a part of it")]
+
+use futures_util::FutureExt;
+use futures_util::task::noop_waker_ref;
+use isobath_disk::clock::Clock;
+use isobath_disk::{CheckEvent, CheckOptions, check};
+use isobath_jobs::{Job, JobStatus};
+use isobath_qcow2::NewImage;
+use isobath_storage::memory::MemoryHost;
+use isobath_storage::recorder::{Entry, Fate};
+use isobath_storage::{Host, IoBuf, OpenMode, Storage};
+use isobath_testkit::qemu;
+use parking_lot::Mutex;
+use rand::RngExt;
+use rand::rngs::StdRng;
+use std::future::{Future, poll_fn};
+use std::path::Path;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+/// Time that passes whenever somebody waits.
+#[derive(Default)]
+pub(crate) struct Ticking(Arc<Mutex<Duration>>);
+
+impl Clock for Ticking {
+    fn now(&self) -> Duration {
+        let mut now = self.0.lock();
+        *now += Duration::from_micros(10);
+        *now
+    }
+
+    fn sleep_until(&self, time: Duration) -> Pin<Box<dyn Future<Output = ()>>> {
+        let now = Arc::clone(&self.0);
+        let mut turns = 3;
+        Box::pin(poll_fn(move |context| {
+            turns -= 1;
+            if turns > 0 {
+                context.waker().wake_by_ref();
+                return Poll::Pending;
+            }
+            let mut now = now.lock();
+            *now = time.max(*now);
+            Poll::Ready(())
+        }))
+    }
+}
+
+/// Lets others have so many turns.
+pub(crate) async fn turns(count: u32) {
+    let mut left = count;
+    poll_fn(|context| {
+        if left == 0 {
+            return Poll::Ready(());
+        }
+        left -= 1;
+        context.waker().wake_by_ref();
+        Poll::Pending
+    })
+    .await;
+}
+
+/// Completes a job once that is possible, or returns when it has ended.
+pub(crate) async fn complete(job: &Job) {
+    loop {
+        let changed = job.changed();
+        match job.status() {
+            JobStatus::Ready => return job.complete().unwrap(),
+            JobStatus::Concluded | JobStatus::Null => return,
+            _ => changed.await,
+        }
+    }
+}
+
+/// As many turns as any future takes.
+pub(crate) const ALWAYS: u64 = 1 << 40;
+
+/// Polls a future `turns` times, and then gives it up; `None` if it has not ended by then.
+pub(crate) fn run<T>(future: impl Future<Output = T>, turns: u64) -> Option<T> {
+    let mut future = Box::pin(future);
+    let mut context = Context::from_waker(noop_waker_ref());
+    for _ in 0..turns {
+        if let Poll::Ready(output) = future.poll_unpin(&mut context) {
+            return Some(output);
+        }
+    }
+    None
+}
+
+/// Writes a new image.
+pub(crate) async fn make(host: &MemoryHost, name: &str, image: &NewImage) {
+    let plan = image.plan().unwrap();
+    let mode = OpenMode { writable: true, ..OpenMode::default() };
+    let file = host.create(Path::new(name), mode).await.unwrap();
+    for (offset, bytes) in plan.writes() {
+        file.write_at(offset.get(), IoBuf::copy_of(&bytes)).await.unwrap();
+    }
+    file.set_len(plan.file_length()).await.unwrap();
+}
+
+/// Keeps each change with the probability `keep`, some of those torn.
+pub(crate) fn random_fates(rng: &mut StdRng, keep: f64) -> impl FnMut(usize, &Entry) -> Fate {
+    move |_, _| match rng.random_bool(keep) {
+        true if rng.random_bool(0.2) => Fate::Torn(512 * rng.random_range(0..16)),
+        true => Fate::Kept,
+        false => Fate::Lost,
+    }
+}
+
+/// The host's files in a directory of their own.
+pub(crate) fn export(host: &MemoryHost) -> tempfile::TempDir {
+    let directory = tempfile::tempdir().unwrap();
+    for file in host.names() {
+        std::fs::write(directory.path().join(&file), host.contents(&file).unwrap()).unwrap();
+    }
+    directory
+}
+
+/// What a check finds wrong with an image.
+pub(crate) async fn findings(host: &MemoryHost, image: &str) -> Vec<String> {
+    let mut found = Vec::new();
+    let mut hear = |event: CheckEvent<'_>| {
+        if let CheckEvent::Finding(text) = event {
+            found.push(text.to_string());
+        }
+    };
+    check(host, Path::new(image), &CheckOptions::default(), &mut hear).await.unwrap();
+    found
+}
+
+/// QEMU finds nothing wrong with an image but leaks.
+pub(crate) fn assert_consistent(host: &MemoryHost, image: impl AsRef<Path>) {
+    let directory = export(host);
+    let checked = qemu::check(&directory.path().join(image));
+    assert!([0, 3].contains(&checked.code()), "{}", checked.report());
+}

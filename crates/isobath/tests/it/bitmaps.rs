@@ -1,0 +1,76 @@
+//! Persistent bitmaps never miss a change: whatever changes what an image's guest sees marks those that track
+//! writes as in use, by which QEMU takes them for inconsistent.
+
+use crate::common::{Ticking, complete};
+use futures_util::join;
+use isobath_disk::{BlockDevice, Disk, LiveDisk, NewDisk, OpenOptions, ZeroFlags, create};
+use isobath_jobs::pace::Pacing;
+use isobath_jobs::{CommitOptions, JobOptions};
+use isobath_storage::IoBuf;
+use isobath_storage::memory::MemoryHost;
+use isobath_testkit::qemu;
+use std::path::Path;
+use std::sync::Arc;
+
+const CLUSTER: u64 = 64 << 10;
+const SIZE: u64 = 4 << 20;
+
+/// An image with a bitmap that tracks writes, as QEMU makes it, below an empty overlay.
+async fn images() -> MemoryHost {
+    let directory = tempfile::tempdir().unwrap();
+    let base = directory.path().join("base.qcow2");
+    qemu::create(&base, "qcow2", SIZE, "");
+    let _ = qemu::img(["bitmap", "--add", base.to_str().unwrap(), "changes"]).ok();
+    let host = MemoryHost::new();
+    host.insert("base.qcow2", &std::fs::read(&base).unwrap());
+    let new = NewDisk {
+        size: Some(SIZE),
+        backing_file: Some("base.qcow2".into()),
+        backing_format: Some("qcow2".into()),
+        ..NewDisk::default()
+    };
+    create(&host, Path::new("top.qcow2"), &new).await.unwrap();
+    host
+}
+
+/// Whether QEMU takes the bitmap for one that knows every change.
+fn is_trusted(host: &MemoryHost) -> bool {
+    let directory = tempfile::tempdir().unwrap();
+    let base = directory.path().join("base.qcow2");
+    std::fs::write(&base, host.contents("base.qcow2").unwrap()).unwrap();
+    let info = qemu::img(["info", base.to_str().unwrap()]).ok().text();
+    assert!(info.contains("changes"), "{info}");
+    !info.contains("in-use")
+}
+
+fn options() -> OpenOptions {
+    OpenOptions { writable: true, ..OpenOptions::default() }
+}
+
+#[test]
+fn a_commit_marks_them_whether_it_copies_or_shares() {
+    for (kind, clones) in (0..3).flat_map(|kind| [(kind, true), (kind, false)]) {
+        futures_executor::block_on(async {
+            let host = images().await;
+            host.set_clone_alignment(clones.then_some(512));
+            assert!(is_trusted(&host));
+            let top = Path::new("top.qcow2");
+            let disk = Disk::open(host.clone(), top, &options()).await.unwrap();
+            let live = LiveDisk::new(disk, &options(), Arc::new(Ticking::default()));
+            let bytes = IoBuf::copy_of(&vec![7; 2 * CLUSTER as usize]);
+            match kind {
+                0 => drop(live.write(CLUSTER, bytes).await.unwrap()),
+                1 => drop(live.write(CLUSTER + 512, bytes).await.unwrap()),
+                _ => live.write_zeroes(CLUSTER, CLUSTER, ZeroFlags::default()).await.unwrap(),
+            }
+            live.flush().await.unwrap();
+            let job = JobOptions { pacing: Pacing::None, ..JobOptions::new("commit") };
+            let (job, work) = isobath_jobs::commit(&live, CommitOptions::default(), job).unwrap();
+            join!(work, complete(&job));
+            assert_eq!(job.error(), None);
+            live.close().await.unwrap();
+            drop(live);
+            assert!(!is_trusted(&host), "kind {kind}, clones: {clones}");
+        });
+    }
+}

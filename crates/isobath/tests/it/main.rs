@@ -1,0 +1,25 @@
+//! The disk's tests, in one program: each of its own would compile the engine again.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by a panic")]
+
+mod bitmaps;
+mod check;
+#[path = "../common/mod.rs"]
+mod common;
+mod contradictions;
+mod devices;
+mod direct_access;
+mod discard_hides_the_base;
+mod embedded;
+mod failed_writes;
+mod hostile;
+mod journal;
+mod live;
+mod merged_layers;
+mod random_requests;
+mod resize;
+mod resize_crash;
+mod rooms;
+mod small_map;
+mod snapshots_stay;
+mod survive;

@@ -1,0 +1,669 @@
+//! What was answered is there after the server was killed, at whatever moment, without a flush.
+//!
+//! A kill drops the disk and everything that is under way, and leaves what was written to files, and
+//! the memory that belongs to them. Nothing else is kept.
+
+use crate::common::{ALWAYS, Ticking, complete, export, make, run, turns};
+use futures_executor::block_on;
+use futures_util::future::{LocalBoxFuture, join_all};
+use isobath_disk::{
+    BlockDevice, CheckOptions, Disk, LiveDisk, MetadataMode, OpenOptions, Overlay, Preallocation,
+    Repair, ZeroFlags, check,
+};
+use isobath_jobs::pace::Pacing;
+use isobath_jobs::{JobOptions, MirrorOptions, MirrorSync};
+use isobath_qcow2::NewImage;
+use isobath_storage::fault::{FaultHost, Plan};
+use isobath_storage::file::FileHost;
+use isobath_storage::memory::MemoryHost;
+use isobath_storage::recorder::{Change, Record, RecorderHost};
+use isobath_storage::{Host, IoBuf, OpenMode, Storage};
+use isobath_testkit::{qemu, seed::Seed};
+use rand::rngs::StdRng;
+use rand::{Rng, RngExt, SeedableRng};
+use std::cell::{Cell, RefCell};
+use std::fs::Permissions;
+use std::ops::Range;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+type TestHost = FaultHost<MemoryHost>;
+
+const NAME: &str = "disk.qcow2";
+const SECTOR: usize = 512;
+const HISTORIES: u32 = 30;
+
+/// A change that the guest asks for.
+#[derive(Clone, Debug)]
+struct Request {
+    range: Range<u64>,
+    bytes: Vec<u8>,
+    kind: Kind,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    Write,
+    Zero { unmap: bool },
+    Discard,
+}
+
+struct World {
+    memory: MemoryHost,
+    name: PathBuf,
+    options: OpenOptions,
+    /// What the guest was told.
+    model: Vec<u8>,
+    snapshots: u32,
+}
+
+fn random_image(rng: &mut StdRng, size: u64) -> NewImage {
+    let mut image = NewImage::new(size);
+    image.cluster_bits = rng.random_range(9..=16);
+    image.refcount_order = rng.random_range(2..=6);
+    if rng.random_bool(0.3) {
+        image.extended_l2 = true;
+        image.cluster_bits = rng.random_range(14..=16);
+    }
+    image
+}
+
+impl World {
+    async fn new(rng: &mut StdRng) -> Self {
+        let size = rng.random_range(1..=3 << 11) * SECTOR as u64;
+        let memory = MemoryHost::new();
+        // Then small writes are kept for the next record.
+        memory.set_gains_from_written_space(rng.random_bool(0.7));
+        let mut image = random_image(rng, size);
+        let mut model = vec![0; size as usize];
+        if rng.random_bool(0.5) {
+            rng.fill_bytes(&mut model);
+            memory.insert("base.raw", &model);
+            image.backing_file = Some("base.raw".into());
+            image.backing_format = Some("raw".into());
+        }
+        println!("{image:?}");
+        make(&memory, NAME, &image).await;
+        let modes = [MetadataMode::Auto, MetadataMode::Journal, MetadataMode::Embedded];
+        let journals = [None, Some(256 << 10), Some(64 << 10), Some(16 << 10)];
+        let options = OpenOptions {
+            writable: true,
+            metadata: modes[rng.random_range(0..3)],
+            journal_size: journals[rng.random_range(0..4)],
+            map_cache: rng.random_bool(0.3).then_some(64 << 10),
+            survive: true,
+            ..OpenOptions::default()
+        };
+        println!("{options:?}");
+        Self { memory, name: NAME.into(), options, model, snapshots: 0 }
+    }
+
+    fn host(&self, rng: &mut StdRng) -> TestHost {
+        let plan = Plan::new();
+        plan.delay(rng.random());
+        FaultHost::new(self.memory.clone(), plan)
+    }
+
+    /// Opens the disk, killed at it some times before.
+    fn open(&self, rng: &mut StdRng) -> Arc<LiveDisk<TestHost>> {
+        for _ in 0..rng.random_range(0..4) {
+            let turns = rng.random_range(1..600);
+            drop(run(LiveDisk::open(self.host(rng), &self.name, &self.options), turns));
+        }
+        let host = self.host(rng);
+        run(LiveDisk::open(host, &self.name, &self.options), ALWAYS).unwrap().unwrap()
+    }
+
+    fn requests(&self, rng: &mut StdRng) -> Vec<Request> {
+        let size = self.model.len() as u64;
+        let mut requests: Vec<Request> = Vec::new();
+        for _ in 0..rng.random_range(1..10) {
+            let most: u64 =
+                if rng.random_bool(0.1) { 1 << 20 } else { 1 << rng.random_range(9..=15) };
+            let mut start = rng.random_range(0..size);
+            let unit: u64 = 1 << rng.random_range(9..=13);
+            start = start / unit * unit;
+            let end = size.min(start + rng.random_range(1..=most).next_multiple_of(unit));
+            let range = start..end;
+            if requests.iter().any(|r| r.range.start < range.end && range.start < r.range.end) {
+                continue;
+            }
+            let length = (end - start) as usize;
+            let mut bytes = vec![0; length];
+            let kind = match rng.random_range(0..10) {
+                0 => Kind::Zero { unmap: rng.random() },
+                1 => Kind::Discard,
+                2 => {
+                    bytes.fill(rng.random());
+                    Kind::Write
+                }
+                _ => {
+                    rng.fill_bytes(&mut bytes);
+                    Kind::Write
+                }
+            };
+            requests.push(Request { range, bytes, kind });
+        }
+        requests
+    }
+
+    /// Takes over what is read of requests that were not answered, which may be there in parts.
+    async fn adopt(&mut self, disk: &LiveDisk<TestHost>, pending: &[Request]) {
+        for request in pending {
+            let found = read(disk, &request.range).await;
+            for (n, sector) in found.chunks(SECTOR).enumerate() {
+                let at = request.range.start as usize + n * SECTOR;
+                let old = &self.model[at..at + sector.len()];
+                let new = &request.bytes[n * SECTOR..n * SECTOR + sector.len()];
+                assert!(sector == old || sector == new, "at {at}, not answered: {request:?}");
+            }
+            self.put(request.range.start, &found);
+        }
+    }
+
+    fn put(&mut self, at: u64, bytes: &[u8]) {
+        self.model[at as usize..at as usize + bytes.len()].copy_from_slice(bytes);
+    }
+
+    async fn compare(&self, disk: &LiveDisk<TestHost>) {
+        let found = read(disk, &(0..self.model.len() as u64)).await;
+        let differs = found.iter().zip(&self.model).position(|(found, model)| found != model);
+        assert_eq!(differs, None, "differs there");
+    }
+}
+
+async fn read(disk: &LiveDisk<TestHost>, range: &Range<u64>) -> Vec<u8> {
+    let length = (range.end - range.start) as usize;
+    disk.read(range.start, IoBuf::zeroed(length)).await.unwrap().to_vec()
+}
+
+/// Does the requests and perhaps flushes, makes a snapshot or changes the size; says which of the
+/// requests were answered. `None` if the server is killed meanwhile.
+fn burst(
+    world: &mut World,
+    disk: &Arc<LiveDisk<TestHost>>,
+    requests: &[Request],
+    rng: &mut StdRng,
+    turns: u64,
+) -> (Vec<bool>, bool) {
+    let answered: Vec<Cell<bool>> = requests.iter().map(|_| Cell::new(false)).collect();
+    let mut work: Vec<LocalBoxFuture<'_, ()>> = Vec::new();
+    for (request, answered) in requests.iter().zip(&answered) {
+        let (at, length) = (request.range.start, request.range.end - request.range.start);
+        work.push(Box::pin(async move {
+            match request.kind {
+                Kind::Write => {
+                    disk.write(at, IoBuf::copy_of(&request.bytes)).await.unwrap();
+                }
+                Kind::Zero { unmap } => {
+                    let flags = ZeroFlags { may_unmap: unmap, only_fast: false };
+                    disk.write_zeroes(at, length, flags).await.unwrap();
+                }
+                Kind::Discard => disk.discard(at, length).await.unwrap(),
+            }
+            answered.set(true);
+        }));
+    }
+    let other = rng.random_range(0..100);
+    if other < 15 {
+        work.push(Box::pin(async { disk.flush().await.unwrap() }));
+    } else if other < 18 {
+        work.push(Box::pin(async {
+            // As large as it is: the journal is out of use for a moment.
+            Box::pin(disk.resize(disk.size(), Preallocation::Off, false)).await.unwrap();
+        }));
+    } else if other < 20 {
+        world.snapshots += 1;
+        let overlay = Overlay::Create(format!("overlay{}.qcow2", world.snapshots).into());
+        work.push(Box::pin(async move { disk.snapshot(&overlay).await.unwrap() }));
+    }
+    let ended = run(join_all(work), turns).is_some();
+    (answered.iter().map(Cell::get).collect(), ended)
+}
+
+fn history(rng: &mut StdRng) {
+    let mut world = block_on(World::new(rng));
+    let mut pending: Vec<Request> = Vec::new();
+    for round in 0..rng.random_range(2..6) {
+        let disk = world.open(rng);
+        block_on(world.adopt(&disk, &pending));
+        pending.clear();
+        println!("round {round}");
+        block_on(world.compare(&disk));
+        let lives = rng.random_range(0..40);
+        for step in 0..=lives {
+            let mut requests = world.requests(rng);
+            // A discard acts on whole clusters only: what it does not zero stays.
+            let cluster = disk.layers()[0].header().unwrap().cluster_bits;
+            let size = world.model.len() as u64;
+            for request in &mut requests {
+                if request.kind == Kind::Discard {
+                    let Range { start, end } = request.range.clone();
+                    let first = start.next_multiple_of(1 << cluster);
+                    let last = if end == size { end } else { end >> cluster << cluster };
+                    request.bytes.copy_from_slice(&world.model[start as usize..end as usize]);
+                    if first < last {
+                        request.bytes[(first - start) as usize..(last - start) as usize].fill(0);
+                    }
+                }
+            }
+            let killed = step == lives;
+            let turns = if killed { rng.random_range(1..300) } else { ALWAYS };
+            let (answered, _) = burst(&mut world, &disk, &requests, rng, turns);
+            for (request, answered) in requests.into_iter().zip(answered) {
+                if answered {
+                    world.put(request.range.start, &request.bytes);
+                } else {
+                    pending.push(request);
+                }
+            }
+            disk.layers()[0].name().clone_into(&mut world.name);
+        }
+        // Killed.
+    }
+    let disk = world.open(rng);
+    block_on(async {
+        world.adopt(&disk, &pending).await;
+        world.compare(&disk).await;
+    });
+    run(disk.close(), ALWAYS).unwrap().unwrap();
+    drop(disk);
+    assert!(!has_survivor(&world.memory, &world.name), "memory is left");
+    let directory = export(&world.memory);
+    let image = directory.path().join(&world.name);
+    // A kill in a commit before the journal is set up costs space.
+    let checked = qemu::check(&image);
+    assert!([0, 3].contains(&checked.code()), "{}", checked.report());
+    assert!(qemu::read_disk(&image, "qcow2") == world.model, "QEMU reads otherwise");
+}
+
+fn has_survivor(memory: &MemoryHost, name: &Path) -> bool {
+    // At once: the memory is never busy.
+    let file = run(memory.open(name, OpenMode::default()), 1).unwrap().unwrap();
+    run(file.survivor(false), 1).unwrap().unwrap().is_some()
+}
+
+#[test]
+fn what_was_answered_is_there_after_a_kill() {
+    let mut rng = Seed::new().rng();
+    for number in 0..HISTORIES {
+        let seed: u64 = rng.random();
+        println!("history {number}, seed {seed}");
+        history(&mut StdRng::seed_from_u64(seed));
+    }
+}
+
+const CLUSTER: u64 = 64 << 10;
+
+fn survive() -> OpenOptions {
+    OpenOptions { writable: true, survive: true, ..OpenOptions::default() }
+}
+
+/// An overlay of 64 MiB over a base that is written all over.
+async fn overlay(cluster_bits: u32) -> MemoryHost {
+    let host = MemoryHost::new();
+    host.insert("base.raw", &vec![0xbb; 64 << 20]);
+    let mut image = NewImage::new(64 << 20);
+    image.cluster_bits = cluster_bits;
+    image.backing_file = Some("base.raw".into());
+    image.backing_format = Some("raw".into());
+    make(&host, NAME, &image).await;
+    host
+}
+
+async fn open<H: Host>(host: H, options: &OpenOptions) -> Disk<H> {
+    Disk::open(host, Path::new(NAME), options).await.unwrap()
+}
+
+async fn write<H: Host>(disk: &Disk<H>, at: u64, tag: u8, length: usize) {
+    disk.write(at, IoBuf::copy_of(&vec![tag; length])).await.unwrap();
+}
+
+async fn assert_reads<H: Host>(disk: &Disk<H>, at: u64, tag: u8, length: usize) {
+    let found = disk.read(at, IoBuf::zeroed(length)).await.unwrap();
+    let differs = found.iter().position(|byte| *byte != tag);
+    assert_eq!(differs, None, "at {at} for {tag}: {:?}", &found[..16]);
+}
+
+fn syncs(record: &Record) -> usize {
+    record.entries().iter().filter(|e| matches!(e.change, Change::Flush { .. })).count()
+}
+
+/// Writes new clusters, and again what a record vouches for, none of it flushed; then is killed.
+async fn leave<H: Host>(host: H, first: u64) {
+    let disk = open(host, &survive()).await;
+    // The journal is set up for the first.
+    write(&disk, (first + 3) * CLUSTER, 4, 4096).await;
+    write(&disk, first * CLUSTER, 1, 4096).await;
+    disk.flush().await.unwrap();
+    write(&disk, first * CLUSTER + 512, 2, 512).await;
+    write(&disk, (first + 1) * CLUSTER + 4096, 3, 4096).await;
+    disk.write_zeroes((first + 2) * CLUSTER, CLUSTER, ZeroFlags::default()).await.unwrap();
+}
+
+/// What [`leave`] was answered for is there.
+async fn assert_left<H: Host>(disk: &Disk<H>, first: u64) {
+    assert_reads(disk, first * CLUSTER, 1, 512).await;
+    assert_reads(disk, first * CLUSTER + 512, 2, 512).await;
+    assert_reads(disk, (first + 1) * CLUSTER, 0xbb, 4096).await;
+    assert_reads(disk, (first + 1) * CLUSTER + 4096, 3, 4096).await;
+    assert_reads(disk, (first + 2) * CLUSTER, 0, CLUSTER as usize).await;
+}
+
+/// Only what was flushed is there.
+async fn assert_lost<H: Host>(disk: &Disk<H>, first: u64) {
+    assert_reads(disk, first * CLUSTER, 1, 4096).await;
+    assert_reads(disk, (first + 1) * CLUSTER, 0xbb, 2 * CLUSTER as usize).await;
+}
+
+async fn close<H: Host>(disk: Disk<H>, memory: &MemoryHost) {
+    disk.close().await.unwrap();
+    drop(disk);
+    let directory = export(memory);
+    qemu::assert_clean(&directory.path().join(NAME));
+    assert!(!has_survivor(memory, Path::new(NAME)));
+}
+
+#[test]
+fn no_write_waits_for_a_sync() {
+    block_on(async {
+        let memory = overlay(16).await;
+        let host = RecorderHost::new(memory.clone());
+        let record = host.record();
+        let disk = open(host, &survive()).await;
+        // The journal is set up for the first.
+        write(&disk, 0, 1, 4096).await;
+        let before = syncs(&record);
+        for n in 1..200 {
+            write(&disk, n * CLUSTER, n as u8, 4096).await;
+            write(&disk, n * CLUSTER + 512, 0xee, 512).await;
+        }
+        assert_eq!(syncs(&record), before);
+        drop(disk);
+        let disk = open(memory.clone(), &OpenOptions { survive: false, ..survive() }).await;
+        for n in 1..200 {
+            assert_reads(&disk, n * CLUSTER, n as u8, 512).await;
+            assert_reads(&disk, n * CLUSTER + 512, 0xee, 512).await;
+        }
+        close(disk, &memory).await;
+    });
+}
+
+#[test]
+fn after_a_power_failure_and_without_such_memory_there_is_what_was_flushed() {
+    block_on(async {
+        let memory = overlay(16).await;
+        leave(memory.clone(), 0).await;
+        memory.forget_survivors();
+        let disk = open(memory.clone(), &survive()).await;
+        assert_lost(&disk, 0).await;
+        drop(disk);
+        memory.set_survivors(false);
+        leave(memory.clone(), 8).await;
+        let disk = open(memory.clone(), &survive()).await;
+        assert_lost(&disk, 8).await;
+        close(disk, &memory).await;
+    });
+}
+
+#[test]
+fn a_log_is_not_applied_once_the_image_was_recovered_elsewhere() {
+    block_on(async {
+        for killed_there in [false, true] {
+            let memory = overlay(16).await;
+            leave(memory.clone(), 0).await;
+            // Another machine does not see the log, and uses the image.
+            memory.set_survivors(false);
+            let disk = open(memory.clone(), &survive()).await;
+            write(&disk, CLUSTER, 7, 3 * CLUSTER as usize).await;
+            disk.flush().await.unwrap();
+            if killed_there {
+                drop(disk);
+            } else {
+                disk.close().await.unwrap();
+                drop(disk);
+            }
+            memory.set_survivors(true);
+            assert!(has_survivor(&memory, Path::new(NAME)));
+            let disk = open(memory.clone(), &survive()).await;
+            assert_reads(&disk, 0, 1, 4096).await;
+            assert_reads(&disk, CLUSTER, 7, 3 * CLUSTER as usize).await;
+            close(disk, &memory).await;
+        }
+    });
+}
+
+#[test]
+fn a_log_that_was_asked_for_later_has_everything_too() {
+    for metadata in [MetadataMode::Auto, MetadataMode::Journal, MetadataMode::Embedded] {
+        for mirrored in [false, true] {
+            block_on(async {
+                let memory = overlay(16).await;
+                let options = OpenOptions { survive: false, metadata, ..survive() };
+                let live = open_live(&memory, NAME, &options).await;
+                let tagged = |tag: u8| IoBuf::copy_of(&[tag; 4096]);
+                live.write(0, tagged(1)).await.unwrap();
+                live.flush().await.unwrap();
+                live.write(CLUSTER, tagged(2)).await.unwrap();
+                live.survive().await.unwrap();
+                live.write(2 * CLUSTER, tagged(3)).await.unwrap();
+                let mut image = NAME;
+                if mirrored {
+                    image = "target.qcow2";
+                    make(&memory, image, &NewImage::new(64 << 20)).await;
+                    let target = open_live(&memory, image, &options).await;
+                    let job = JobOptions { pacing: Pacing::None, ..JobOptions::new("mirror") };
+                    let sync = MirrorOptions { sync: MirrorSync::Full };
+                    let (job, work) = isobath_jobs::mirror(&live, &target, sync, job).unwrap();
+                    futures_util::join!(work, complete(&job));
+                    assert_eq!((job.error(), live.layers()[0].name()), (None, Path::new(image)));
+                }
+                live.write(3 * CLUSTER, tagged(4)).await.unwrap();
+                live.write(512, IoBuf::copy_of(&[5; 512])).await.unwrap();
+                // A record of the journal that the log belongs to.
+                live.flush().await.unwrap();
+                live.write(4 * CLUSTER, tagged(6)).await.unwrap();
+                drop(live);
+                // Killed.
+                let live = open_live(&memory, image, &survive()).await;
+                for (at, tag) in [
+                    (0, 1),
+                    (512, 5),
+                    (CLUSTER, 2),
+                    (2 * CLUSTER, 3),
+                    (3 * CLUSTER, 4),
+                    (4 * CLUSTER, 6),
+                ] {
+                    let found = live.read(at, IoBuf::zeroed(512)).await.unwrap();
+                    assert!(found.iter().all(|byte| *byte == tag), "{metadata:?} at {at}");
+                }
+                live.close().await.unwrap();
+            });
+        }
+    }
+}
+
+async fn open_live(
+    host: &MemoryHost,
+    name: &str,
+    options: &OpenOptions,
+) -> Arc<LiveDisk<MemoryHost>> {
+    let disk = Disk::open(host.clone(), Path::new(name), options).await.unwrap();
+    LiveDisk::new(disk, options, Arc::new(Ticking::default()))
+}
+
+#[test]
+fn a_log_is_not_applied_to_an_image_that_was_put_back() {
+    block_on(async {
+        let memory = overlay(16).await;
+        let disk = open(memory.clone(), &survive()).await;
+        write(&disk, 3 * CLUSTER, 4, 4096).await;
+        disk.flush().await.unwrap();
+        // A copy of the image while it is in use.
+        let before = memory.contents(NAME).unwrap();
+        write(&disk, 0, 1, 4096).await;
+        write(&disk, CLUSTER, 2, 4096).await;
+        disk.flush().await.unwrap();
+        disk.discard(0, CLUSTER).await.unwrap();
+        write(&disk, 2 * CLUSTER, 3, 4096).await;
+        drop(disk);
+        // It is put back into the same file, which the log belongs to.
+        let mode = OpenMode { writable: true, ..OpenMode::default() };
+        let file = memory.open(Path::new(NAME), mode).await.unwrap();
+        file.set_len(before.len() as u64).await.unwrap();
+        file.write_at(0, IoBuf::copy_of(&before)).await.unwrap();
+        drop(file);
+        assert!(has_survivor(&memory, Path::new(NAME)));
+        let disk = open(memory.clone(), &survive()).await;
+        assert_reads(&disk, 3 * CLUSTER, 4, 4096).await;
+        assert_reads(&disk, 0, 0xbb, 3 * CLUSTER as usize).await;
+        close(disk, &memory).await;
+    });
+}
+
+#[test]
+fn an_image_whose_log_cannot_be_used_is_not_opened_for_writing() {
+    isobath_storage::block_on(async {
+        let directory = tempfile::tempdir().unwrap();
+        let image = directory.path().join(NAME);
+        qemu::create(&image, "qcow2", 64 << 20, "");
+        let disk = Disk::open(FileHost, &image, &survive()).await.unwrap();
+        write(&disk, 0, 7, 4096).await;
+        drop(disk);
+        let id = FileHost.open(&image, OpenMode::default()).await.unwrap().id();
+        let log = format!("/dev/shm/isobath-{:x}-{:x}", id.device, id.inode);
+        let before = std::fs::read(&image).unwrap();
+        std::fs::set_permissions(&log, Permissions::from_mode(0o666)).unwrap();
+        let repair = CheckOptions { repair: Repair::All, ..CheckOptions::default() };
+        let refused = [
+            Disk::open(FileHost, &image, &survive()).await.err().unwrap().to_string(),
+            check(&FileHost, &image, &repair, &mut |_| {}).await.err().unwrap().to_string(),
+        ];
+        for error in refused {
+            assert!(error.contains(NAME) && error.contains(&log), "{error}");
+        }
+        assert!(std::fs::read(&image).unwrap() == before, "it was changed");
+        std::fs::set_permissions(&log, Permissions::from_mode(0o600)).unwrap();
+        let disk = Disk::open(FileHost, &image, &survive()).await.unwrap();
+        assert_reads(&disk, 0, 7, 4096).await;
+        disk.close().await.unwrap();
+    });
+}
+
+#[test]
+fn a_repair_brings_it_in_and_who_only_reads_sees_the_last_commit() {
+    block_on(async {
+        let memory = overlay(16).await;
+        leave(memory.clone(), 0).await;
+        assert_lost(&open(memory.clone(), &OpenOptions::default()).await, 0).await;
+        let options = CheckOptions { repair: Repair::Leaks, ..CheckOptions::default() };
+        let report = check(&memory, Path::new(NAME), &options, &mut |_| {}).await.unwrap();
+        assert!(report.is_clean());
+        let disk = open(memory.clone(), &OpenOptions::default()).await;
+        assert_left(&disk, 0).await;
+    });
+}
+
+#[test]
+fn more_than_there_is_room_for_is_durable_before_it_is_answered() {
+    let memory = block_on(overlay(9));
+    let plan = Plan::new();
+    plan.delay(5);
+    let host = FaultHost::new(memory.clone(), plan);
+    let disk = run(open(host, &survive()), ALWAYS).unwrap();
+    run(disk.write(0, IoBuf::zeroed(512)), ALWAYS).unwrap().unwrap();
+    let step = 16 << 20;
+    let zeroes = (0..4).map(|n| disk.write_zeroes(n * step, step, ZeroFlags::default()));
+    for zeroed in run(join_all(zeroes), ALWAYS).unwrap() {
+        zeroed.unwrap();
+    }
+    run(disk.write(step, IoBuf::copy_of(&[5; 512])), ALWAYS).unwrap().unwrap();
+    drop(disk);
+    block_on(async {
+        let disk = open(memory.clone(), &survive()).await;
+        assert_reads(&disk, step, 5, 512).await;
+        assert_reads(&disk, 0, 0, step as usize).await;
+        assert_reads(&disk, step + 512, 0, 3 * step as usize - 512).await;
+        close(disk, &memory).await;
+    });
+}
+
+#[test]
+fn files_have_it_too() {
+    isobath_storage::block_on(async {
+        let directory = tempfile::tempdir().unwrap();
+        let (image, base) = (directory.path().join(NAME), directory.path().join("base.raw"));
+        std::fs::write(&base, vec![0xbb; 64 << 20]).unwrap();
+        qemu::create(&image, "qcow2", 64 << 20, "backing_file=base.raw,backing_fmt=raw");
+        let open = async || Disk::open(FileHost, &image, &survive()).await.unwrap();
+        for round in 0..3_u8 {
+            let disk = open().await;
+            for n in 0..round {
+                assert_reads(&disk, u64::from(n) * 9 * CLUSTER, n, 4096).await;
+                assert_reads(&disk, (u64::from(n) * 9 + 1) * CLUSTER, n, 4096).await;
+            }
+            write(&disk, u64::from(round) * 9 * CLUSTER, round, 4096).await;
+            write(&disk, (u64::from(round) * 9 + 1) * CLUSTER, round, 4096).await;
+        }
+        let disk = open().await;
+        disk.close().await.unwrap();
+        drop(disk);
+        qemu::assert_clean(&image);
+        let file = FileHost.open(&image, OpenMode::default()).await.unwrap();
+        assert!(file.survivor(false).await.unwrap().is_none());
+    });
+}
+
+/// Kills in commits that go in place, where clusters are released while others are written.
+#[test]
+fn what_a_commit_in_place_releases_is_not_written_over_after_a_kill() {
+    let mut rng = Seed::new().rng();
+    for _ in 0..400 {
+        let seed: u64 = rng.random();
+        let rng = &mut StdRng::seed_from_u64(seed);
+        let memory = MemoryHost::new();
+        memory.set_gains_from_written_space(true);
+        let mut image = NewImage::new(8 << 20);
+        image.cluster_bits = 12;
+        block_on(make(&memory, NAME, &image));
+        let plan = Plan::new();
+        plan.delay(rng.random());
+        let host = FaultHost::new(memory.clone(), plan.clone());
+        let options = OpenOptions { journal_size: Some(64 << 10), ..survive() };
+        let disk = run(open(host, &options), ALWAYS).unwrap();
+        run(write(&disk, 0, 1, 4096), ALWAYS).unwrap();
+        run(disk.flush(), ALWAYS).unwrap().unwrap();
+        // Kept, in clusters behind the file's end.
+        for n in 0..4 {
+            run(write(&disk, (10 + n) * 4096, 0x40 + n as u8, 4096), ALWAYS).unwrap();
+        }
+        // They go, and so much else is to be told that it does not fit into a record.
+        run(disk.discard(10 * 4096, 4 * 4096), ALWAYS).unwrap().unwrap();
+        let flags = ZeroFlags { may_unmap: true, only_fast: false };
+        run(disk.write_zeroes(4 << 20, 4 << 20, flags), ALWAYS).unwrap().unwrap();
+        let answered = RefCell::new(Vec::new());
+        let mut work: Vec<LocalBoxFuture<'_, ()>> =
+            vec![Box::pin(async { disk.flush().await.unwrap() })];
+        for task in 0..4_u64 {
+            let (disk, answered) = (&disk, &answered);
+            let pauses: Vec<u32> = (0..8).map(|_| rng.random_range(0..30)).collect();
+            work.push(Box::pin(async move {
+                for (n, pause) in (0..).zip(pauses) {
+                    turns(pause).await;
+                    let (cluster, byte) = (100 + task * 100 + n, (task * 10 + n + 100) as u8);
+                    write(disk, cluster * 4096, byte, 4096).await;
+                    answered.borrow_mut().push((cluster, byte));
+                }
+            }));
+        }
+        let until = rng.random_range(1..160);
+        drop(run(join_all(work), until));
+        drop(disk);
+        let disk = run(open(memory.clone(), &options), ALWAYS).unwrap();
+        for (cluster, byte) in answered.into_inner() {
+            println!("seed {seed}: cluster {cluster}, killed after {until} turns");
+            run(assert_reads(&disk, cluster * 4096, byte, 4096), ALWAYS).unwrap();
+        }
+    }
+}

@@ -1,0 +1,216 @@
+//! `block-commit`: what layers above a base hold goes into the base, and they leave the chain.
+
+use super::follow::{Follow, From};
+use super::job::{Job, JobKind, JobOptions};
+use super::run::{Task, run};
+use isobath_chain::chain::{Chain, LayerIndex};
+use isobath_chain::create::Preallocation;
+use isobath_chain::map::Unit;
+use isobath_disk::device::{BlockDevice, ZeroFlags};
+use isobath_disk::disk::Disk;
+use isobath_disk::live::graph::Shortening;
+use isobath_disk::live::{DirtyMap, LiveDisk};
+use isobath_image::options::OpenOptions;
+use isobath_image::sabotage::{self, Sabotage};
+use isobath_image::{DiskError, Result};
+use isobath_storage::{FileId, Host};
+use std::cmp::Ordering;
+use std::future::Future;
+use std::sync::Arc;
+
+/// What to commit.
+#[derive(Clone, Debug, Default)]
+pub struct CommitOptions {
+    /// The highest layer whose data goes down, by its image's file; `None`: the active layer. Its
+    /// overlay gets the base as backing file; the active layer is followed until the job is completed,
+    /// and the base then takes its place.
+    pub top: Option<FileId>,
+    /// The layer that takes the data; `None`: the base of the chain.
+    pub base: Option<FileId>,
+    /// How the overlay's header names the base; `None`: by its path.
+    pub backing_file: Option<String>,
+}
+
+struct Commit<H: Host> {
+    live: Arc<LiveDisk<H>>,
+    options: CommitOptions,
+    base: LayerIndex,
+    top: LayerIndex,
+    follow: Option<Follow<H>>,
+}
+
+/// Starts a job that commits. The future runs it; the caller spawns it on this thread.
+///
+/// # Errors
+/// If the layers are not of this chain, or not in this order, or the disk is read-only.
+pub fn commit<H: Host>(
+    live: &Arc<LiveDisk<H>>,
+    options: CommitOptions,
+    job: JobOptions,
+) -> Result<(Arc<Job>, impl Future<Output = ()> + use<H>)> {
+    let disk = live.current();
+    let top = live.layer_of(options.top)?.unwrap_or(disk.active_index());
+    let base = live.layer_of(options.base)?.unwrap_or(LayerIndex::new(0));
+    if base >= top {
+        return Err(disk.unfit_layers("the base is not below the top layer to be committed"));
+    }
+    if disk.writer.is_none() {
+        return Err(DiskError::ReadOnly);
+    }
+    let job = Job::new(JobKind::Commit, job);
+    let claim = live.claim(Arc::clone(&job) as _)?;
+    let task = Commit { live: Arc::clone(live), options, base, top, follow: None };
+    Ok((Arc::clone(&job), run(job, task, claim)))
+}
+
+impl<H: Host> Commit<H> {
+    fn is_active(&self) -> bool {
+        self.top == self.live.current().active_index()
+    }
+
+    async fn open(&self) -> Result<Follow<H>> {
+        let _graph = self.live.hold_graph().await;
+        let disk = self.live.current();
+        self.live.settle(&disk).await?;
+        let surplus = disk.surplus(self.base.above(), self.top.above());
+        let base = Arc::new(self.live.open_lower(self.base).await?);
+        let from = async {
+            if self.is_active() {
+                let dirty = Arc::new(DirtyMap::new(disk.size(), 16));
+                return Ok(From::Live(Arc::clone(&self.live), dirty));
+            }
+            // All of the top layer, also what the layers above it in this chain hide: others may show that.
+            let Some(top) = disk.chain.get(self.top) else { return Err(disk.no_layer(self.top)) };
+            let below = disk.chain.layers().take(self.top.get() as usize);
+            let mut layers: Vec<_> = below.map(|(_, layer)| Arc::clone(layer)).collect();
+            layers.push(if sabotage::is(Sabotage::HiddenLeftOut) {
+                Arc::clone(top)
+            } else {
+                Arc::new(top.in_other_chain())
+            });
+            let chain = Chain::stacked(layers);
+            let index = disk.chain.index().filter(|index| index.covers() <= chain.depth());
+            chain.set_index(index);
+            let options = OpenOptions { writable: false, ..(*self.live.options()).clone() };
+            let disk = Disk::of_chain(Arc::clone(&disk.host), chain, &options).await?;
+            Ok::<_, DiskError>(From::Still(Box::new(disk)))
+        };
+        let from = async {
+            let from = from.await?;
+            let size = match &from {
+                From::Live(live, _) => live.size(),
+                From::Still(disk) => disk.size(),
+            };
+            match base.size().cmp(&size) {
+                Ordering::Less => base.resize(size, Preallocation::Off, false).await?,
+                Ordering::Equal => {}
+                // What the base has past the end of those above would come to light.
+                Ordering::Greater if self.is_active() => {
+                    base.resize(size, Preallocation::Off, true).await?;
+                }
+                Ordering::Greater => {
+                    let flags = ZeroFlags { may_unmap: false, only_fast: false };
+                    base.write_zeroes(size, base.size() - size, flags).await?;
+                }
+            }
+            Ok(from)
+        };
+        match from.await {
+            Ok(from) => Ok(Follow::new(from, base, surplus)),
+            Err(error) => {
+                let layer = self.live.close_lower(self.base, &base).await?;
+                self.live.renew(self.base, layer).await?;
+                Err(error)
+            }
+        }
+    }
+
+    /// The base takes the place of the whole chain above.
+    async fn pivot(&mut self, follow: Follow<H>) -> Result<()> {
+        let base = Arc::clone(&follow.to);
+        let old = self.live.go_on_in(base, async |disk| follow.finish(&disk).await).await;
+        let old = match old {
+            Ok(old) => old,
+            Err(error) => {
+                self.follow = Some(follow);
+                return Err(error);
+            }
+        };
+        // The chain above is no longer the disk; it is left as it can be left.
+        if let Err(error) = old.close().await {
+            tracing::warn!(%error, "the former active image was not closed");
+        }
+        Ok(())
+    }
+
+    /// The base is below the overlay of what was committed.
+    async fn rebase(&mut self, follow: Follow<H>) -> Result<()> {
+        let disk = self.live.current();
+        let overlay = self.top.above();
+        let Some(base) = disk.chain.get(self.base) else { return Err(disk.no_layer(self.base)) };
+        let name = match self.options.backing_file.clone() {
+            Some(name) => name,
+            None => disk.name_below(self.base.above(), overlay)?,
+        };
+        let format = base.format();
+        let done = async {
+            follow.to.flush().await?;
+            self.live.close_lower(self.base, &follow.to).await
+        };
+        let layer = match done.await {
+            Ok(layer) => layer,
+            Err(error) => {
+                self.follow = Some(follow);
+                return Err(error);
+            }
+        };
+        let removed = self.base.get() + 1..self.top.get() + 1;
+        if let Err(error) = self.live.set_backing(overlay, Some((&name, format))).await {
+            self.live.renew(self.base, layer).await?;
+            return Err(error);
+        }
+        let (map, bits) = (&follow.to.map, disk.map.unit_bits());
+        let unit = |guest, _: Unit| map.cached(guest, bits).filter(|unit| unit.is_plain());
+        let change = Shortening { removed, changed: Some((self.base, layer)), alone: false };
+        self.live.shorten(change, unit).await
+    }
+}
+
+impl<H: Host> Task for Commit<H> {
+    async fn work(&mut self, job: &Job) -> Result<bool> {
+        let follow = self.follow.insert(self.open().await?);
+        if let From::Live(live, dirty) = &follow.from {
+            live.track(dirty);
+        }
+        follow.work(job, &self.live).await
+    }
+
+    async fn finish(&mut self, job: &Job) -> Result<()> {
+        if job.wants_to_leave() {
+            return self.abandon().await;
+        }
+        let live = Arc::clone(&self.live);
+        let _graph = live.hold_graph().await;
+        let Some(follow) = self.follow.take() else { return Ok(()) };
+        match &follow.from {
+            From::Live(live, dirty) => {
+                let (live, dirty) = (Arc::clone(live), Arc::clone(dirty));
+                let done = self.pivot(follow).await;
+                live.untrack(&dirty);
+                done
+            }
+            From::Still(_) => self.rebase(follow).await,
+        }
+    }
+
+    async fn abandon(&mut self) -> Result<()> {
+        let live = Arc::clone(&self.live);
+        let _graph = live.hold_graph().await;
+        let Some(follow) = self.follow.take() else { return Ok(()) };
+        if let From::Live(live, dirty) = &follow.from {
+            live.untrack(dirty);
+        }
+        let layer = live.close_lower(self.base, &follow.to).await?;
+        live.renew(self.base, layer).await
+    }
+}

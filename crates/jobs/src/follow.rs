@@ -1,0 +1,286 @@
+//! Copying a disk to another one while it changes, until the other can take its place.
+
+use super::job::{Job, JobEvent, JobStatus};
+use super::run::{Driver, Pieces, look_again};
+use super::scan::Scan;
+use isobath_chain::map::{Extent, Source, guest_range};
+use isobath_disk::copy::is_zero;
+use isobath_disk::device::{BlockDevice, ZeroFlags};
+use isobath_disk::disk::Disk;
+use isobath_disk::live::{DirtyMap, LiveDisk};
+use isobath_disk::write::{Need, Pulled, Surplus};
+use isobath_image::Result;
+use isobath_image::range_lock::RangeLocks;
+use isobath_image::sabotage::{self, Sabotage};
+use isobath_storage::{Host, IoBuf};
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Bytes written between two flushes of the target.
+const FLUSH_EVERY: u64 = 256 << 20;
+/// With less than this left, in bytes, what is still to be copied is copied while requests wait.
+const LITTLE: u64 = 1 << 20;
+/// Looks at what a guest may change faster than it can be copied.
+const LOOKS: usize = 20;
+/// Bytes copied at once of what changed.
+const CHANGED_PIECE: u64 = 1 << 20;
+
+/// Where the data comes from.
+pub(super) enum From<H: Host> {
+    /// The disk as it is used, with what changes.
+    Live(Arc<LiveDisk<H>>, Arc<DirtyMap>),
+    /// Layers that nobody writes to.
+    Still(Box<Disk<H>>),
+}
+
+/// A copy under way.
+pub(super) struct Follow<H: Host> {
+    pub(super) from: From<H>,
+    pub(super) to: Arc<Disk<H>>,
+    /// What the first pass copies.
+    pub(super) surplus: Surplus,
+    scan: Scan,
+    since_flush: AtomicU64,
+    /// Of pieces under way: one may have changed again, and what is read last is to be written last.
+    ranges: RangeLocks,
+}
+
+/// What has changed since the first pass, as much of it as there is now.
+struct Changed<'a, H: Host> {
+    follow: &'a Follow<H>,
+    dirty: &'a DirtyMap,
+    left: AtomicU64,
+}
+
+impl<H: Host> Follow<H> {
+    pub(super) fn new(from: From<H>, to: Arc<Disk<H>>, surplus: Surplus) -> Self {
+        let (scan, since_flush) = (Scan::default(), AtomicU64::new(0));
+        Self { from, to, surplus, scan, since_flush, ranges: RangeLocks::default() }
+    }
+
+    fn size(&self) -> u64 {
+        match &self.from {
+            From::Live(live, _) => live.size(),
+            From::Still(disk) => disk.size(),
+        }
+    }
+
+    /// The next piece of the first pass from `at` on.
+    async fn find(&self, at: u64, most: u64) -> Result<Option<Range<u64>>> {
+        let surplus = self.surplus;
+        match &self.from {
+            From::Live(live, _) => {
+                live.inside(|disk| async move { disk.next_surplus(surplus, at, most).await }).await
+            }
+            From::Still(disk) => disk.next_surplus(surplus, at, most).await,
+        }
+    }
+
+    /// Leaves out the first pass.
+    pub(super) fn skip(&self) {
+        self.scan.pass(None, self.size());
+    }
+
+    /// Copies everything, and, of a disk in use, what changes until its user wants the copy to be
+    /// completed or left. `false` if the job was cancelled.
+    pub(super) async fn work(&self, job: &Job, live: &LiveDisk<H>) -> Result<bool> {
+        let mut driver = Driver::new(job, live);
+        driver.plan(self).await?;
+        if !driver.drive(self, JobStatus::Running, JobStatus::Paused).await? {
+            return Ok(false);
+        }
+        let From::Live(_, dirty) = &self.from else { return Ok(true) };
+        let mut ready = false;
+        let (mut looks, mut last_looks) = (0, 0);
+        loop {
+            let state = if ready { JobStatus::Ready } else { JobStatus::Running };
+            let paused = if ready { JobStatus::Standby } else { JobStatus::Paused };
+            let ending = job.wants_completion() || job.wants_to_leave();
+            if ending {
+                driver.hurry();
+            }
+            let left = AtomicU64::new(dirty.bytes());
+            if !driver.drive(&Changed { follow: self, dirty, left }, state, paused).await? {
+                return Ok(false);
+            }
+            let few = dirty.bytes() <= LITTLE;
+            if !ready {
+                looks += 1;
+                if few || looks > LOOKS {
+                    self.to.flush().await?;
+                    ready = true;
+                    job.go_to(JobStatus::Ready);
+                    job.tell(JobEvent::Ready);
+                }
+            } else if ending {
+                last_looks += 1;
+                if few || last_looks > LOOKS {
+                    self.to.flush().await?;
+                    return Ok(true);
+                }
+            } else {
+                look_again(live, job).await;
+            }
+        }
+    }
+
+    /// Copies what has changed last. Nobody changes anything meanwhile.
+    pub(super) async fn finish(&self, disk: &Disk<H>) -> Result<()> {
+        if let From::Live(_, dirty) = &self.from
+            && !sabotage::is(Sabotage::UncopiedRest)
+        {
+            while let Some(range) = dirty.take(CHANGED_PIECE) {
+                self.copy_from(disk, range, true).await?;
+            }
+        }
+        self.to.flush().await
+    }
+
+    /// `whole` also carries over what reads as zeroes.
+    async fn copy_from(&self, disk: &Disk<H>, range: Range<u64>, whole: bool) -> Result<Pulled> {
+        let mut pulled = Pulled::default();
+        let end = range.end.min(disk.size()).min(self.to.size());
+        if range.start >= end {
+            return Ok(pulled);
+        }
+        let _pass = disk.readers.gate.enter();
+        let extents = disk.extents(range.start..end).await?;
+        let need = |extent: &Extent| match extent.source {
+            Source::Absent | Source::Zero(_) if whole => Need::Zeroes,
+            _ => self.surplus.need(extent),
+        };
+        let mut rest = &extents[..];
+        while let Some(first) = rest.first() {
+            let wanted = need(first);
+            let count = rest.iter().take_while(|extent| need(extent) == wanted).count().max(1);
+            let (run, later) = rest.split_at(count);
+            rest = later;
+            match wanted {
+                Need::Nothing => {}
+                Need::Zeroes => self.zero(&guest_range(run)).await?,
+                Need::Data => self.data(disk, run, &mut pulled).await?,
+            }
+        }
+        Ok(pulled)
+    }
+
+    async fn zero(&self, range: &Range<u64>) -> Result<()> {
+        let flags = ZeroFlags { may_unmap: false, only_fast: false };
+        self.to.write_zeroes(range.start, range.end - range.start, flags).await
+    }
+
+    async fn data(&self, disk: &Disk<H>, run: &[Extent], pulled: &mut Pulled) -> Result<()> {
+        let mut copied = 0;
+        for (n, extent) in run.iter().enumerate() {
+            if let Source::Data { layer, host, .. } = extent.source
+                && let Some(source) = disk.shareable(layer, &(host..host + extent.length))
+                && self.to.clone_in(extent.guest, extent.length, source, host).await?
+            {
+                self.bytes(disk, &run[copied..n], pulled).await?;
+                copied = n + 1;
+                pulled.cloned += extent.length;
+            }
+        }
+        self.bytes(disk, &run[copied..], pulled).await
+    }
+
+    async fn bytes(&self, disk: &Disk<H>, run: &[Extent], pulled: &mut Pulled) -> Result<()> {
+        let range = guest_range(run);
+        if range.is_empty() {
+            return Ok(());
+        }
+        let length = range.end - range.start;
+        let buf = disk.read_extents(run, IoBuf::zeroed(length as usize)).await?;
+        if is_zero(&buf) {
+            return self.zero(&range).await;
+        }
+        self.to.write(range.start, buf).await?;
+        pulled.copied += length;
+        Ok(())
+    }
+
+    async fn copy_piece(&self, range: Range<u64>, whole: bool) -> Result<Pulled> {
+        let _range = self.ranges.lock(range.clone()).await;
+        let pulled = match &self.from {
+            From::Live(live, _) => {
+                live.inside(|disk| async move { self.copy_from(&disk, range, whole).await }).await?
+            }
+            From::Still(disk) => self.copy_from(disk, range, whole).await?,
+        };
+        let moved = pulled.copied + pulled.cloned;
+        if self.since_flush.fetch_add(moved, Ordering::Relaxed) + moved >= FLUSH_EVERY {
+            self.since_flush.store(0, Ordering::Relaxed);
+            self.to.flush().await?;
+        }
+        Ok(pulled)
+    }
+}
+
+impl<H: Host> Pieces for Follow<H> {
+    async fn next(&self, most: u64) -> Result<Option<Range<u64>>> {
+        let found = self.find(self.scan.cursor(), most).await?;
+        self.scan.pass(found.as_ref(), self.size());
+        Ok(found)
+    }
+
+    async fn copy(&self, range: Range<u64>) -> Result<Pulled> {
+        self.copy_piece(range, false).await
+    }
+
+    fn progress(&self) -> (u64, u64) {
+        let dirty = match &self.from {
+            From::Live(_, dirty) => dirty.bytes(),
+            From::Still(_) => 0,
+        };
+        let (current, total) = self.scan.progress(self.size());
+        (current, total + dirty)
+    }
+
+    fn remaining(&self) -> u64 {
+        self.scan.remaining(self.size())
+    }
+
+    async fn count(&self) -> Result<()> {
+        let (mut at, mut bytes) = (0, 0);
+        while let Some(range) = self.find(at, u64::MAX >> 1).await? {
+            bytes += range.end - range.start;
+            at = range.end;
+        }
+        self.scan.count(bytes);
+        Ok(())
+    }
+}
+
+impl<H: Host> Pieces for Changed<'_, H> {
+    async fn next(&self, most: u64) -> Result<Option<Range<u64>>> {
+        let left = self.left.load(Ordering::Relaxed);
+        if left == 0 {
+            return Ok(None);
+        }
+        let taken = self.dirty.take(most.min(CHANGED_PIECE));
+        let length = taken.as_ref().map_or(left, |range| range.end - range.start);
+        self.left.store(left.saturating_sub(length), Ordering::Relaxed);
+        Ok(taken)
+    }
+
+    async fn copy(&self, range: Range<u64>) -> Result<Pulled> {
+        let copied = self.follow.copy_piece(range.clone(), true).await;
+        if copied.is_err() {
+            self.dirty.mark(range.start, range.end - range.start);
+        }
+        copied
+    }
+
+    fn progress(&self) -> (u64, u64) {
+        self.follow.progress()
+    }
+
+    fn remaining(&self) -> u64 {
+        self.dirty.bytes()
+    }
+
+    async fn count(&self) -> Result<()> {
+        Ok(())
+    }
+}

@@ -1,0 +1,613 @@
+//! A job as its user sees it: QEMU's states, and what may be asked for in each.
+
+use super::pace::{Forecast, Pacing};
+use super::record::{JobRecord, Recorder};
+use event_listener::{Event, EventListener};
+use isobath_disk::live::Occupant;
+use isobath_image::DiskError;
+use parking_lot::Mutex;
+use std::fmt;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// What a job does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum JobKind {
+    /// Brings data of backing files into an overlay (`block-stream`).
+    Stream,
+    /// Brings data of overlays into a backing file (`block-commit`).
+    Commit,
+    /// Brings a disk's data into another disk, and follows its changes (`blockdev-mirror`).
+    Mirror,
+}
+
+impl JobKind {
+    /// QEMU's name.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Stream => "stream",
+            Self::Commit => "commit",
+            Self::Mirror => "mirror",
+        }
+    }
+}
+
+/// QEMU's `JobStatus`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum JobStatus {
+    /// It has not begun.
+    Created,
+    /// It works.
+    Running,
+    /// Its user, or an error, has it wait.
+    Paused,
+    /// Everything is copied; it follows changes until it is completed or cancelled.
+    Ready,
+    /// As [`Paused`](Self::Paused), when it was ready.
+    Standby,
+    /// The work is done.
+    Waiting,
+    /// The change of the chain is still to be made.
+    Pending,
+    /// It was cancelled or has failed, and tidies up.
+    Aborting,
+    /// It has ended, and can be dismissed.
+    Concluded,
+    /// It is gone.
+    Null,
+}
+
+impl JobStatus {
+    /// QEMU's name.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Created => "created",
+            Self::Running => "running",
+            Self::Paused => "paused",
+            Self::Ready => "ready",
+            Self::Standby => "standby",
+            Self::Waiting => "waiting",
+            Self::Pending => "pending",
+            Self::Aborting => "aborting",
+            Self::Concluded => "concluded",
+            Self::Null => "null",
+        }
+    }
+
+    /// Whether a verb is for a job in this state.
+    fn allows(self, verb: Verb) -> bool {
+        use JobStatus::{Concluded, Created, Paused, Pending, Ready, Running, Standby, Waiting};
+        match verb {
+            Verb::Cancel => {
+                matches!(self, Created | Running | Paused | Ready | Standby | Waiting | Pending)
+            }
+            Verb::Pause | Verb::Resume | Verb::SetSpeed => {
+                matches!(self, Created | Running | Paused | Ready | Standby)
+            }
+            Verb::Complete => self == Ready,
+            Verb::Finalize => self == Pending,
+            Verb::Dismiss => self == Concluded,
+        }
+    }
+}
+
+/// What may be asked of a job.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Verb {
+    /// End it early.
+    Cancel,
+    /// Have it wait.
+    Pause,
+    /// Let it go on.
+    Resume,
+    /// Change its speed limit.
+    SetSpeed,
+    /// Have a job that is ready change the chain.
+    Complete,
+    /// Have a pending job change the chain.
+    Finalize,
+    /// Forget it.
+    Dismiss,
+}
+
+impl Verb {
+    /// QEMU's name.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Cancel => "cancel",
+            Self::Pause => "pause",
+            Self::Resume => "resume",
+            Self::SetSpeed => "set-speed",
+            Self::Complete => "complete",
+            Self::Finalize => "finalize",
+            Self::Dismiss => "dismiss",
+        }
+    }
+}
+
+/// What a job does when the storage fails (`on-error`).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum OnError {
+    /// Fails.
+    #[default]
+    Report,
+    /// Goes on with other parts, and fails at the end: the chain stays as it was.
+    Ignore,
+    /// Waits to be resumed, and tries again.
+    Stop,
+    /// As [`Stop`](Self::Stop) where there is no space left, as [`Report`](Self::Report) otherwise.
+    Enospc,
+}
+
+/// What a job tells those who listen.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum JobEvent {
+    /// It has come into a state.
+    Status(JobStatus),
+    /// The storage failed, and this is done about it: `report`, `ignore` or `stop`.
+    Error {
+        /// Whether a read failed, rather than a write.
+        read: bool,
+        /// QEMU's name of what is done.
+        action: &'static str,
+    },
+    /// Everything is copied.
+    Ready,
+    /// It waits to be finalized.
+    Pending,
+    /// It has ended; see [`Job::error`].
+    Completed,
+    /// It was cancelled.
+    Cancelled,
+}
+
+/// Hears of a job's events, in order, while they happen. It must not wait.
+pub type Listener = Arc<dyn Fn(&Job, JobEvent) + Send + Sync>;
+
+/// What all jobs have in common.
+#[derive(Clone)]
+pub struct JobOptions {
+    /// The job's name, unlike any other's.
+    pub id: String,
+    /// The most that is copied, in bytes per second; 0: no limit.
+    pub speed: u64,
+    /// How it makes way for the guest.
+    pub pacing: Pacing,
+    /// What it does when the storage fails.
+    pub on_error: OnError,
+    /// Change the chain without being told to (`auto-finalize`).
+    pub auto_finalize: bool,
+    /// Forget the job once it has ended (`auto-dismiss`).
+    pub auto_dismiss: bool,
+    /// Who hears of its events.
+    pub listener: Option<Listener>,
+}
+
+impl JobOptions {
+    /// QEMU's defaults, and the default pacing.
+    pub fn new(id: impl Into<String>) -> Self {
+        Self {
+            id: id.into(),
+            speed: 0,
+            pacing: Pacing::default(),
+            on_error: OnError::default(),
+            auto_finalize: true,
+            auto_dismiss: true,
+            listener: None,
+        }
+    }
+}
+
+impl fmt::Debug for JobOptions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { id, speed, pacing, on_error, auto_finalize, auto_dismiss, listener: _ } = self;
+        f.debug_struct("JobOptions")
+            .field("id", id)
+            .field("speed", speed)
+            .field("pacing", pacing)
+            .field("on_error", on_error)
+            .field("auto_finalize", auto_finalize)
+            .field("auto_dismiss", auto_dismiss)
+            .finish_non_exhaustive()
+    }
+}
+
+/// A verb that the job's state does not allow.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("Job '{id}' in state '{}' cannot accept command verb '{}'", status.name(), verb.name())]
+pub struct VerbRefused {
+    /// The job.
+    pub id: String,
+    /// Its state.
+    pub status: JobStatus,
+    /// What was asked.
+    pub verb: Verb,
+}
+
+/// A job. It is run by the future that came with it.
+pub struct Job {
+    kind: JobKind,
+    options: JobOptions,
+    state: Mutex<State>,
+    changed: Event,
+}
+
+#[derive(Clone, Debug, Default)]
+pub(super) struct State {
+    status: Option<JobStatus>,
+    speed: u64,
+    /// Bytes of the disk looked at, and of the whole disk, or of what is still dirty.
+    current: u64,
+    total: u64,
+    /// Bytes that were really moved, and those that were shared instead.
+    copied: u64,
+    cloned: u64,
+    asked_to_pause: bool,
+    failed_for_now: Option<FailedForNow>,
+    cancelled: bool,
+    /// A job that is ready ends without changing the chain.
+    leave: bool,
+    complete: bool,
+    finalize: bool,
+    dismissed: bool,
+    yields: bool,
+    forecast: Option<Forecast>,
+    recorder: Option<Recorder>,
+    error: Option<String>,
+    flush_failed: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum FailedForNow {
+    NoSpace,
+    Otherwise,
+}
+
+/// How far a job has come.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Progress {
+    /// What is done, in the unit of `total`.
+    pub current: u64,
+    /// All there is to do, in bytes; it may grow.
+    pub total: u64,
+    /// Bytes read and written so far.
+    pub copied: u64,
+    /// Bytes that came to share the space of others instead.
+    pub cloned: u64,
+}
+
+/// Whether a job waits because of an error (`io-status`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum IoStatus {
+    /// No.
+    Ok,
+    /// The storage failed.
+    Failed,
+    /// There was no space left.
+    NoSpace,
+}
+
+impl fmt::Debug for Job {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut job = f.debug_struct("Job");
+        job.field("kind", &self.kind).field("id", &self.id()).field("status", &self.status());
+        job.finish_non_exhaustive()
+    }
+}
+
+impl Job {
+    pub(super) fn new(kind: JobKind, options: JobOptions) -> Arc<Self> {
+        let state =
+            State { status: Some(JobStatus::Created), speed: options.speed, ..State::default() };
+        let job = Arc::new(Self { kind, options, state: Mutex::new(state), changed: Event::new() });
+        job.tell(JobEvent::Status(JobStatus::Created));
+        job
+    }
+
+    /// Its name.
+    pub fn id(&self) -> &str {
+        &self.options.id
+    }
+
+    /// What it does.
+    pub fn kind(&self) -> JobKind {
+        self.kind
+    }
+
+    /// What it was started with.
+    pub fn options(&self) -> &JobOptions {
+        &self.options
+    }
+
+    /// Its state.
+    pub fn status(&self) -> JobStatus {
+        self.state.lock().status.unwrap_or(JobStatus::Created)
+    }
+
+    /// How far it has come.
+    pub fn progress(&self) -> Progress {
+        let state = self.state.lock();
+        Progress {
+            current: state.current,
+            total: state.total,
+            copied: state.copied,
+            cloned: state.cloned,
+        }
+    }
+
+    /// Its limit in bytes per second; 0: none.
+    pub fn speed(&self) -> u64 {
+        self.state.lock().speed
+    }
+
+    /// Why it failed, if it did.
+    pub fn error(&self) -> Option<String> {
+        self.state.lock().error.clone()
+    }
+
+    /// Whether it makes way for the guest just now.
+    pub fn yields(&self) -> bool {
+        self.state.lock().yields
+    }
+
+    /// When it will end, where that is known.
+    pub fn forecast(&self) -> Option<Forecast> {
+        self.state.lock().forecast
+    }
+
+    /// Whether it waits because of an error.
+    pub fn io_status(&self) -> IoStatus {
+        match self.state.lock().failed_for_now {
+            None => IoStatus::Ok,
+            Some(FailedForNow::NoSpace) => IoStatus::NoSpace,
+            Some(FailedForNow::Otherwise) => IoStatus::Failed,
+        }
+    }
+
+    /// When it ran, and what the guest did meanwhile; empty before it began.
+    pub fn record(&self) -> JobRecord {
+        self.state.lock().recorder.as_ref().map(Recorder::record).unwrap_or_default()
+    }
+
+    /// Notified when anything about the job changes.
+    pub fn changed(&self) -> EventListener {
+        self.changed.listen()
+    }
+
+    fn verb(&self, verb: Verb, change: impl FnOnce(&mut State)) -> Result<(), VerbRefused> {
+        {
+            let mut state = self.state.lock();
+            let status = state.status.unwrap_or(JobStatus::Created);
+            if !status.allows(verb) {
+                return Err(VerbRefused { id: self.id().to_owned(), status, verb });
+            }
+            change(&mut state);
+        }
+        self.changed.notify(usize::MAX);
+        Ok(())
+    }
+
+    /// Ends the job early. One that is ready then ends well, without changing the chain, unless
+    /// `force` is set; any other leaves a chain that reads as before.
+    ///
+    /// # Errors
+    /// If its state does not allow that; so for the others.
+    pub fn cancel(&self, force: bool) -> Result<(), VerbRefused> {
+        self.verb(Verb::Cancel, |state| {
+            if state.status == Some(JobStatus::Ready) && !force {
+                state.leave = true;
+            } else {
+                state.cancelled = true;
+            }
+            state.asked_to_pause = false;
+        })
+    }
+
+    /// Has the job wait, once what it has begun is done.
+    ///
+    /// # Errors
+    /// See [`cancel`](Self::cancel).
+    pub fn pause(&self) -> Result<(), VerbRefused> {
+        self.verb(Verb::Pause, |state| state.asked_to_pause = true)
+    }
+
+    /// Lets the job go on, also after an error for which it waits.
+    ///
+    /// # Errors
+    /// See [`cancel`](Self::cancel).
+    pub fn resume(&self) -> Result<(), VerbRefused> {
+        self.verb(Verb::Resume, |state| {
+            state.asked_to_pause = false;
+            state.failed_for_now = None;
+        })
+    }
+
+    /// Limits what is copied, in bytes per second; 0: not.
+    ///
+    /// # Errors
+    /// See [`cancel`](Self::cancel).
+    pub fn set_speed(&self, speed: u64) -> Result<(), VerbRefused> {
+        self.verb(Verb::SetSpeed, |state| state.speed = speed)
+    }
+
+    /// Has a job that is ready put its target in the disk's place.
+    ///
+    /// # Errors
+    /// See [`cancel`](Self::cancel).
+    pub fn complete(&self) -> Result<(), VerbRefused> {
+        self.verb(Verb::Complete, |state| state.complete = true)
+    }
+
+    /// Has a pending job change the chain.
+    ///
+    /// # Errors
+    /// See [`cancel`](Self::cancel).
+    pub fn finalize(&self) -> Result<(), VerbRefused> {
+        self.verb(Verb::Finalize, |state| state.finalize = true)
+    }
+
+    /// Forgets a job that has ended.
+    ///
+    /// # Errors
+    /// See [`cancel`](Self::cancel).
+    pub fn dismiss(&self) -> Result<(), VerbRefused> {
+        self.verb(Verb::Dismiss, |state| state.dismissed = true)
+    }
+
+    pub(super) fn tell(&self, event: JobEvent) {
+        if let Some(listener) = &self.options.listener {
+            listener(self, event);
+        }
+    }
+
+    pub(super) fn go_to(&self, status: JobStatus) {
+        {
+            let mut state = self.state.lock();
+            if state.status == Some(status) {
+                return;
+            }
+            state.status = Some(status);
+        }
+        self.changed.notify(usize::MAX);
+        self.tell(JobEvent::Status(status));
+    }
+
+    pub(super) fn is_cancelled(&self) -> bool {
+        self.state.lock().cancelled
+    }
+
+    pub(super) fn wants_pause(&self) -> bool {
+        let state = self.state.lock();
+        !state.cancelled && (state.asked_to_pause || state.failed_for_now.is_some())
+    }
+
+    pub(super) fn wants_completion(&self) -> bool {
+        let state = self.state.lock();
+        state.complete && !state.cancelled
+    }
+
+    /// Whether a job that is ready is to end without changing the chain.
+    pub(super) fn wants_to_leave(&self) -> bool {
+        self.state.lock().leave
+    }
+
+    pub(super) fn may_finalize(&self) -> bool {
+        self.options.auto_finalize || self.state.lock().finalize
+    }
+
+    pub(super) fn is_dismissed(&self) -> bool {
+        self.options.auto_dismiss || self.state.lock().dismissed
+    }
+
+    /// An error has come up, whatever becomes of the job.
+    pub(super) fn see(&self, error: &DiskError) {
+        self.state.lock().flush_failed |= error.is_failed_flush();
+    }
+
+    /// Whether a flush has failed.
+    pub(super) fn has_failed_flush(&self) -> bool {
+        self.state.lock().flush_failed
+    }
+
+    pub(super) fn fail(&self, error: &DiskError) {
+        self.see(error);
+        self.state.lock().error.get_or_insert_with(|| error.to_string());
+    }
+
+    /// The job waits because of an error.
+    pub(super) fn wait_for_resume(&self, error: &DiskError) {
+        let why = match error.errno() {
+            libc::ENOSPC | libc::EDQUOT => FailedForNow::NoSpace,
+            _ => FailedForNow::Otherwise,
+        };
+        self.state.lock().failed_for_now = Some(why);
+        self.changed.notify(usize::MAX);
+    }
+
+    pub(super) fn set_progress(&self, current: u64, total: u64) {
+        let mut state = self.state.lock();
+        (state.current, state.total) = (current, total);
+    }
+
+    pub(super) fn moved(&self, copied: u64, cloned: u64) {
+        let mut state = self.state.lock();
+        state.copied += copied;
+        state.cloned += cloned;
+    }
+
+    /// What the guest has done so far, and what the job does about it.
+    pub(super) fn set_pace(
+        &self,
+        now: Duration,
+        guest: u64,
+        yields: bool,
+        forecast: Option<Forecast>,
+    ) {
+        let mut state = self.state.lock();
+        let state = &mut *state;
+        state.yields = yields;
+        state.forecast = forecast;
+        let moved = state.copied + state.cloned;
+        state
+            .recorder
+            .get_or_insert_with(|| Recorder::new(now, guest))
+            .tell(now, guest, moved, !yields);
+    }
+
+    /// Waits until `done` says so.
+    pub(crate) async fn until(&self, done: impl Fn(&Self) -> bool) {
+        loop {
+            let changed = self.changed();
+            if done(self) {
+                return;
+            }
+            changed.await;
+        }
+    }
+}
+
+impl Occupant for Job {
+    fn describe(&self) -> String {
+        format!("{} ('{}')", self.kind().name(), self.id())
+    }
+
+    fn give_up(&self) {
+        let text = "it was given up before it had ended";
+        self.state.lock().error.get_or_insert_with(|| text.to_owned());
+        self.go_to(JobStatus::Concluded);
+    }
+
+    fn end(&self) -> Pin<Box<dyn Future<Output = ()> + '_>> {
+        let _ = self.cancel(true);
+        let ended = |job: &Self| matches!(job.status(), JobStatus::Concluded | JobStatus::Null);
+        Box::pin(self.until(ended))
+    }
+}
+
+/// How long a job looks away, at most, from what its user wants.
+pub(super) const LOOK_AGAIN: Duration = Duration::from_millis(100);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn verbs_go_with_states_as_in_qemu() {
+        let job = Job::new(JobKind::Stream, JobOptions::new("a"));
+        assert!(job.complete().is_err());
+        job.pause().unwrap();
+        assert!(job.wants_pause());
+        job.resume().unwrap();
+        assert!(!job.wants_pause());
+        job.go_to(JobStatus::Concluded);
+        let error = job.cancel(false).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "Job 'a' in state 'concluded' cannot accept command verb 'cancel'"
+        );
+        job.dismiss().unwrap();
+        assert!(job.is_dismissed());
+    }
+}

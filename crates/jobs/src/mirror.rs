@@ -1,0 +1,144 @@
+//! `blockdev-mirror`: a disk's data goes into another disk, which then takes its place.
+
+use super::follow::{Follow, From};
+use super::job::{Job, JobKind, JobOptions};
+use super::run::{Task, run};
+use isobath_chain::chain::LayerIndex;
+use isobath_disk::device::{BlockDevice, ZeroFlags};
+use isobath_disk::disk::Disk;
+use isobath_disk::live::{DirtyMap, LiveDisk};
+use isobath_disk::write::Surplus;
+use isobath_image::{DiskError, Result};
+use isobath_storage::{Host, Storage};
+use std::future::Future;
+use std::sync::Arc;
+
+/// What a mirror copies (`sync`).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum MirrorSync {
+    /// Everything; the target has no backing file, or one that does not matter.
+    #[default]
+    Full,
+    /// What the active layer holds; the target has the content of the layers below already.
+    Top,
+    /// What is written from now on.
+    None,
+}
+
+/// How to mirror.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct MirrorOptions {
+    /// What is copied.
+    pub sync: MirrorSync,
+}
+
+struct Mirror<H: Host> {
+    live: Arc<LiveDisk<H>>,
+    target: Arc<LiveDisk<H>>,
+    options: MirrorOptions,
+    follow: Option<Follow<H>>,
+}
+
+/// Starts a job that mirrors the disk to `target`, which nobody else uses. The future runs it; the
+/// caller spawns it on this thread. Once completed, this disk goes on in the target's image.
+///
+/// # Errors
+/// If the target is read-only, of another size, or part of this disk.
+pub fn mirror<H: Host>(
+    live: &Arc<LiveDisk<H>>,
+    target: &Arc<LiveDisk<H>>,
+    options: MirrorOptions,
+    job: JobOptions,
+) -> Result<(Arc<Job>, impl Future<Output = ()> + use<H>)> {
+    let (disk, other) = (live.current(), target.current());
+    if other.is_read_only() {
+        return Err(DiskError::ReadOnly);
+    }
+    check_sizes(&disk, &other)?;
+    let active = other.chain.active().storage().id();
+    if disk.layers().any(|layer| layer.storage().id() == active) {
+        return Err(other.unfit_layers("it is part of the disk to be mirrored"));
+    }
+    let job = Job::new(JobKind::Mirror, job);
+    let claim = live.claim(Arc::clone(&job) as _)?;
+    let task = Mirror { live: Arc::clone(live), target: Arc::clone(target), options, follow: None };
+    Ok((Arc::clone(&job), run(job, task, claim)))
+}
+
+/// Refuses a target of another size. Asked again when the job begins: either may have changed until then.
+fn check_sizes<H: Host>(disk: &Disk<H>, target: &Disk<H>) -> Result<()> {
+    if target.size() == disk.size() {
+        return Ok(());
+    }
+    Err(target.unfit_layers(&format!(
+        "its size is {} bytes, that of the disk to be mirrored is {}",
+        target.size(),
+        disk.size()
+    )))
+}
+
+impl<H: Host> Mirror<H> {
+    async fn begin(&self) -> Result<Follow<H>> {
+        let _graph = self.live.hold_graph().await;
+        let (disk, target) = (self.live.current(), self.target.current());
+        check_sizes(&disk, &target)?;
+        let active = disk.active_index();
+        let start = match self.options.sync {
+            MirrorSync::Full => LayerIndex::new(0),
+            MirrorSync::Top | MirrorSync::None => active,
+        };
+        // Nothing shows through where nothing is copied, unless the target has something below.
+        let below = if self.options.sync == MirrorSync::Top { u64::MAX } else { 0 };
+        let surplus = Surplus { start, end: active.above(), seen: u64::MAX, below };
+        if self.options.sync == MirrorSync::Full {
+            let size = target.size();
+            let status = target.block_status(0, size, 1).await?;
+            if status.first().is_none_or(|run| !run.zero || run.length < size) {
+                let flags = ZeroFlags { may_unmap: true, only_fast: false };
+                target.write_zeroes(0, size, flags).await?;
+            }
+        }
+        let dirty = Arc::new(DirtyMap::new(disk.size(), 16));
+        self.live.track(&dirty);
+        let follow = Follow::new(From::Live(Arc::clone(&self.live), dirty), target, surplus);
+        if self.options.sync == MirrorSync::None {
+            follow.skip();
+        }
+        Ok(follow)
+    }
+}
+
+impl<H: Host> Task for Mirror<H> {
+    async fn work(&mut self, job: &Job) -> Result<bool> {
+        let follow = self.follow.insert(self.begin().await?);
+        follow.work(job, &self.live).await
+    }
+
+    async fn finish(&mut self, job: &Job) -> Result<()> {
+        if job.wants_to_leave() {
+            return self.abandon().await;
+        }
+        let live = Arc::clone(&self.live);
+        let _graph = live.hold_graph().await;
+        let Some(follow) = self.follow.take() else { return Ok(()) };
+        let target = Arc::clone(&follow.to);
+        let old = live.go_on_in(target, async |disk| follow.finish(&disk).await).await;
+        if let From::Live(live, dirty) = &follow.from {
+            live.untrack(dirty);
+        }
+        if let Err(error) = old?.close().await {
+            tracing::warn!(%error, "the former active image was not closed");
+        }
+        Ok(())
+    }
+
+    async fn abandon(&mut self) -> Result<()> {
+        if let Some(follow) = self.follow.take() {
+            if let From::Live(live, dirty) = &follow.from {
+                live.untrack(dirty);
+            }
+            follow.to.flush().await?;
+        }
+        Ok(())
+    }
+}

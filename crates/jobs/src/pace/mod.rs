@@ -1,0 +1,206 @@
+//! When a block job copies, beside a guest that uses the same disk.
+//!
+//! A [`Pacer`] is a state machine: it does no I/O and has no clock. The job's loop tells it the time
+//! and what the guest did, and asks for the next [`Step`]. Times are [`Duration`]s since the job
+//! clock's epoch, and never go back.
+
+mod adaptive;
+mod capacity;
+mod dissertation;
+mod impact;
+mod limit;
+#[cfg(test)]
+mod sim;
+#[cfg(test)]
+mod tests;
+
+use adaptive::Adaptive;
+use dissertation::Dissertation;
+use isobath_disk::live::GuestCounts;
+use limit::SpeedLimit;
+use std::time::Duration;
+
+const KIB: u64 = 1 << 10;
+const MIB: u64 = 1 << 20;
+
+/// A piece of a job that nothing paces, and how many of them are under way at once.
+const UNPACED: (u64, u32) = (MIB, 4);
+
+/// How a job makes way for the guest.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Pacing {
+    /// Fills the guest's pauses within milliseconds, and copies little beside a busy guest.
+    Adaptive {
+        /// The job should end within this time of its start. `None`: when it may.
+        deadline: Option<Duration>,
+        /// The share of the guest's bandwidth, in percent, that the job may take beside a busy guest;
+        /// kept even where a deadline is missed for it. `None`: up to 2.5, and up to 8 where the guest
+        /// leaves no pauses.
+        max_impact: Option<f64>,
+    },
+    /// As the dissertation on adaptively streaming qcow2 disk images has it: looks on for 15 s, then
+    /// copies while the guest's throughput is not above a threshold.
+    Dissertation {
+        /// Up to 1: a share of the mean throughput of the first 15 s. More than 1: bytes per second,
+        /// and the job starts at once.
+        threshold: f64,
+        /// How long the job pauses where the guest's throughput is above the threshold.
+        pause_time: Duration,
+    },
+    /// Copies without regard to the guest.
+    None,
+}
+
+impl Default for Pacing {
+    fn default() -> Self {
+        Self::Adaptive { deadline: None, max_impact: None }
+    }
+}
+
+impl Pacing {
+    /// The dissertation's mode with its defaults: a threshold of 0.3, and pauses of 1 s.
+    pub const fn dissertation() -> Self {
+        Self::Dissertation { threshold: 0.3, pause_time: Duration::from_secs(1) }
+    }
+}
+
+/// The job's own work, as it stands.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Work {
+    /// Bytes not yet copied, those under way among them.
+    pub remaining: u64,
+    /// Bytes being copied now.
+    pub in_flight: u64,
+    /// Pieces being copied now.
+    pub pieces: u32,
+}
+
+/// What the job does next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Step {
+    /// Starts a piece, and asks again at once.
+    Copy {
+        /// The piece's size at most, never 0. The job rounds it to clusters, and copies at least one.
+        bytes: u64,
+    },
+    /// Starts nothing, and asks again when a piece completes, and not later than this.
+    Wait {
+        /// By the job clock.
+        until: Duration,
+    },
+}
+
+/// When a job is expected to end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Forecast {
+    /// By the job clock, if all goes on as it does now.
+    pub end: Duration,
+    /// Whether that is later than the deadline.
+    pub misses_deadline: bool,
+}
+
+/// Decides when a job copies its next piece.
+#[derive(Debug)]
+pub struct Pacer {
+    limit: SpeedLimit,
+    mode: Mode,
+    paused: bool,
+}
+
+#[derive(Debug)]
+enum Mode {
+    Adaptive(Box<Adaptive>),
+    Dissertation(Dissertation),
+    None,
+}
+
+/// What a mode wants next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Wish {
+    /// To start a piece of so many bytes.
+    Copy(u64),
+    /// To keep away from the guest until then.
+    Pause(Duration),
+    /// That pieces under way complete first; asked again then, or at this time.
+    Drain(Duration),
+}
+
+impl Pacer {
+    /// Starts pacing a job now. `speed` is a limit in bytes per second; 0: none.
+    pub fn new(pacing: &Pacing, speed: u64, now: Duration) -> Self {
+        let mode = match *pacing {
+            Pacing::Adaptive { deadline, max_impact } => {
+                Mode::Adaptive(Box::new(Adaptive::new(deadline, max_impact, now)))
+            }
+            Pacing::Dissertation { threshold, pause_time } => {
+                Mode::Dissertation(Dissertation::new(threshold, pause_time, now))
+            }
+            Pacing::None => Mode::None,
+        };
+        Self { limit: SpeedLimit::new(speed, now), mode, paused: false }
+    }
+
+    /// What to do next. To be asked at the start, after a piece was started, when one completes, and at
+    /// the time that [`Step::Wait`] names; asking more often does no harm.
+    pub fn next(&mut self, now: Duration, guest: &GuestCounts, work: &Work) -> Step {
+        let wish = match &mut self.mode {
+            Mode::Adaptive(mode) => mode.next(now, guest, work, self.limit.speed()),
+            Mode::Dissertation(mode) => mode.next(now, guest, work),
+            Mode::None if work.pieces < UNPACED.1 => Wish::Copy(UNPACED.0),
+            Mode::None => Wish::Drain(now + FAR),
+        };
+        self.paused = matches!(wish, Wish::Pause(_)) && work.pieces == 0;
+        match wish {
+            Wish::Copy(bytes) => match self.limit.room(now, work.in_flight) {
+                Ok(room) => {
+                    if let Mode::Adaptive(mode) = &mut self.mode {
+                        mode.started();
+                    }
+                    Step::Copy { bytes: bytes.min(room) }
+                }
+                Err(until) => Step::Wait { until },
+            },
+            Wish::Pause(until) | Wish::Drain(until) => Step::Wait { until: until.max(now + SOON) },
+        }
+    }
+
+    /// Tells of a piece that was copied: its bytes that were really read and written, and how long
+    /// that took together. A piece without any, because they came to share space instead, tells
+    /// nothing of the disk's speed, nor counts for the limit.
+    pub fn copied(&mut self, now: Duration, bytes: u64, took: Duration) {
+        if bytes == 0 {
+            return;
+        }
+        self.limit.copied(now, bytes);
+        match &mut self.mode {
+            Mode::Adaptive(mode) => mode.copied(now, bytes, took),
+            Mode::Dissertation(mode) => mode.copied(),
+            Mode::None => {}
+        }
+    }
+
+    /// Sets the limit in bytes per second; 0: none. The next step follows it.
+    pub fn set_speed(&mut self, now: Duration, bytes_per_second: u64) {
+        self.limit = SpeedLimit::new(bytes_per_second, now);
+    }
+
+    /// Whether the job keeps away from the guest: it waits for the guest's sake, and has nothing under
+    /// way. A job that waits for its speed limit, or for its own pieces, is running.
+    pub fn is_paused(&self) -> bool {
+        self.paused
+    }
+
+    /// When the job will end as things are, and whether that misses its deadline; `None` where nothing
+    /// is known of that yet, and in the modes that know no deadline.
+    pub fn forecast(&self, now: Duration, work: &Work) -> Option<Forecast> {
+        match &self.mode {
+            Mode::Adaptive(mode) => mode.forecast(now, work, self.limit.speed()),
+            Mode::Dissertation(_) | Mode::None => None,
+        }
+    }
+}
+
+/// A wait for something that comes earlier.
+const FAR: Duration = Duration::from_secs(1);
+/// The shortest wait, so that a job never spins.
+const SOON: Duration = Duration::from_micros(100);

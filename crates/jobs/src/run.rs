@@ -1,0 +1,277 @@
+//! What all jobs do alike: piece after piece as the pacer has it, pauses, errors, and their end.
+
+use super::job::{Job, JobEvent, JobStatus, LOOK_AGAIN, OnError};
+use super::pace::{Pacer, Pacing, Step, Work};
+use futures_util::stream::{FuturesUnordered, StreamExt};
+use futures_util::{FutureExt, select_biased};
+use isobath_disk::live::{Claim, LiveDisk};
+use isobath_disk::write::Pulled;
+use isobath_image::{DiskError, Result};
+use isobath_storage::{Host, Operation};
+use std::collections::VecDeque;
+use std::future::Future;
+use std::ops::Range;
+use std::pin::pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Work that consists of pieces of a disk.
+pub(super) trait Pieces {
+    /// The next piece, of at most so many bytes but at least one cluster; `None` if there is none now.
+    fn next(&self, most: u64) -> impl Future<Output = Result<Option<Range<u64>>>>;
+
+    /// Does a piece.
+    fn copy(&self, range: Range<u64>) -> impl Future<Output = Result<Pulled>>;
+
+    /// Bytes looked at, of how many.
+    fn progress(&self) -> (u64, u64);
+
+    /// Bytes that are still to be copied, as far as is known.
+    fn remaining(&self) -> u64;
+
+    /// Finds out how many they are.
+    fn count(&self) -> impl Future<Output = Result<()>>;
+}
+
+/// What a job does as a whole.
+pub(super) trait Task {
+    /// Does the work, up to where only the chain is left to change. `false` if it was cancelled.
+    fn work(&mut self, job: &Job) -> impl Future<Output = Result<bool>>;
+
+    /// Changes the chain.
+    fn finish(&mut self, job: &Job) -> impl Future<Output = Result<()>>;
+
+    /// Tidies up; the chain reads as before.
+    fn abandon(&mut self) -> impl Future<Output = Result<()>>;
+}
+
+/// Runs a job to its end.
+pub(super) async fn run<H: Host>(job: Arc<Job>, mut task: impl Task, mut claim: Claim<H>) {
+    claim.begin();
+    job.go_to(JobStatus::Running);
+    let mut result = task.work(&job).await;
+    if matches!(result, Ok(true)) {
+        job.go_to(JobStatus::Waiting);
+        job.go_to(JobStatus::Pending);
+        if !job.may_finalize() {
+            job.tell(JobEvent::Pending);
+            job.until(|job| job.may_finalize() || job.is_cancelled()).await;
+        }
+        result = if job.is_cancelled() && !job.may_finalize() {
+            Ok(false)
+        } else {
+            task.finish(&job).await.map(|()| true)
+        };
+    }
+    if let Err(error) = &result {
+        tracing::warn!(job = job.id(), %error, "a job failed");
+        job.fail(error);
+    }
+    if !matches!(result, Ok(true)) {
+        job.go_to(JobStatus::Aborting);
+        if let Err(error) = task.abandon().await {
+            tracing::warn!(job = job.id(), %error, "a job could not tidy up");
+            job.see(&error);
+        }
+    }
+    drop(task);
+    claim.end(job.has_failed_flush());
+    let cancelled = matches!(result, Ok(false));
+    job.tell(if cancelled { JobEvent::Cancelled } else { JobEvent::Completed });
+    job.go_to(JobStatus::Concluded);
+    job.until(Job::is_dismissed).await;
+    job.go_to(JobStatus::Null);
+}
+
+/// Does pieces until there are none, as fast as the guest and the job's user let it.
+pub(super) struct Driver<'a, H: Host> {
+    job: &'a Job,
+    live: &'a LiveDisk<H>,
+    pacer: Pacer,
+    speed: u64,
+    /// An error that was passed over.
+    ignored: Option<DiskError>,
+}
+
+impl<'a, H: Host> Driver<'a, H> {
+    pub(super) fn new(job: &'a Job, live: &'a LiveDisk<H>) -> Self {
+        let speed = job.speed();
+        let pacer = Pacer::new(&job.options().pacing, speed, live.clock().now());
+        Self { job, live, pacer, speed, ignored: None }
+    }
+
+    /// Counts what there is to do where a deadline depends on that.
+    pub(super) async fn plan(&self, pieces: &impl Pieces) -> Result<()> {
+        match self.job.options().pacing {
+            Pacing::Adaptive { deadline: Some(_), .. } => pieces.count().await,
+            _ => Ok(()),
+        }
+    }
+
+    /// From now on nothing is held back for the guest: the job is about to end.
+    pub(super) fn hurry(&mut self) {
+        self.pacer = Pacer::new(&Pacing::None, self.speed, self.live.clock().now());
+    }
+
+    /// Does the pieces there are; `false` if the job was cancelled. `paused` is the state of one that
+    /// waits.
+    ///
+    /// # Errors
+    /// If the storage fails and the job is not to wait then.
+    pub(super) async fn drive(
+        &mut self,
+        pieces: &impl Pieces,
+        running: JobStatus,
+        paused: JobStatus,
+    ) -> Result<bool> {
+        let live = self.live;
+        let mut under_way = FuturesUnordered::new();
+        let (mut in_flight, mut count) = (0, 0);
+        let mut again: VecDeque<Range<u64>> = VecDeque::new();
+        let mut ended = false;
+        let mut failed: Option<DiskError> = None;
+        let mut done_with = Vec::new();
+        loop {
+            let stop = self.job.is_cancelled() || failed.is_some();
+            let pause = self.job.wants_pause();
+            if under_way.is_empty() && done_with.is_empty() {
+                if let Some(error) = failed {
+                    return Err(error);
+                }
+                if self.job.is_cancelled() {
+                    return Ok(false);
+                }
+                if pause {
+                    self.job.go_to(paused);
+                    self.job.until(|job| !job.wants_pause()).await;
+                    self.job.go_to(running);
+                    continue;
+                }
+                if ended && again.is_empty() {
+                    return match self.ignored.take() {
+                        Some(error) => Err(error),
+                        None => Ok(true),
+                    };
+                }
+            }
+            let clock = self.live.clock();
+            let now = clock.now();
+            let mut until = now + LOOK_AGAIN;
+            let more = !ended || !again.is_empty();
+            if more && !stop && !pause {
+                if self.job.speed() != self.speed {
+                    self.speed = self.job.speed();
+                    self.pacer.set_speed(now, self.speed);
+                }
+                let work = Work { remaining: pieces.remaining(), in_flight, pieces: count };
+                let guest = self.live.guest();
+                let step = self.pacer.next(now, &guest, &work);
+                let forecast = self.pacer.forecast(now, &work);
+                self.job.set_pace(now, guest.bytes(), self.pacer.is_paused(), forecast);
+                match step {
+                    Step::Copy { bytes } => {
+                        let next = if let Some(range) = again.pop_front() {
+                            Ok(Some(range))
+                        } else {
+                            // Those under way may hold what this waits for.
+                            let mut next = pin!(pieces.next(bytes).fuse());
+                            loop {
+                                select_biased! {
+                                    found = next => break found,
+                                    done = under_way.select_next_some() => done_with.push(done),
+                                }
+                            }
+                        };
+                        let (current, total) = pieces.progress();
+                        self.job.set_progress(current, total);
+                        match next {
+                            Ok(Some(range)) => {
+                                in_flight += range.end - range.start;
+                                count += 1;
+                                let start = clock.now();
+                                under_way.push(async move {
+                                    let _copying = live.copying();
+                                    let done = pieces.copy(range.clone()).await;
+                                    (range, done, start)
+                                });
+                            }
+                            Ok(None) => ended = true,
+                            Err(error) => failed = Some(error),
+                        }
+                        if done_with.is_empty() {
+                            continue;
+                        }
+                    }
+                    Step::Wait { until: wanted } => until = until.min(wanted),
+                }
+            }
+            if done_with.is_empty() {
+                let mut sleep = clock.sleep_until(until).fuse();
+                let mut changed = self.job.changed().fuse();
+                select_biased! {
+                    done = under_way.select_next_some() => done_with.push(done),
+                    () = changed => {},
+                    () = sleep => {},
+                }
+            }
+            for (range, done, start) in done_with.drain(..) {
+                let bytes = range.end - range.start;
+                in_flight -= bytes;
+                count -= 1;
+                match done {
+                    Ok(pulled) => {
+                        self.job.moved(pulled.copied, pulled.cloned);
+                        let now = clock.now();
+                        self.pacer.copied(now, pulled.copied, now.saturating_sub(start));
+                    }
+                    Err(error) => match self.passed_over(&error) {
+                        Verdict::Retry => again.push_back(range),
+                        Verdict::Skip => self.ignored = self.ignored.take().or(Some(error)),
+                        Verdict::Fail => failed = failed.or(Some(error)),
+                    },
+                }
+                let (current, total) = pieces.progress();
+                self.job.set_progress(current, total);
+            }
+        }
+    }
+
+    /// What is done about an error.
+    fn passed_over(&self, error: &DiskError) -> Verdict {
+        self.job.see(error);
+        let no_space = matches!(error.errno(), libc::ENOSPC | libc::EDQUOT);
+        let (verdict, action) = match self.job.options().on_error {
+            OnError::Ignore => (Verdict::Skip, "ignore"),
+            OnError::Stop => (Verdict::Retry, "stop"),
+            OnError::Enospc if no_space => (Verdict::Retry, "stop"),
+            OnError::Report | OnError::Enospc => (Verdict::Fail, "report"),
+        };
+        // Writes that no flush has failed for can be tried again; poisoned disks stay so.
+        let read = matches!(error, DiskError::Storage(e) if e.operation == Operation::Read);
+        self.job.tell(JobEvent::Error { read, action });
+        if matches!(verdict, Verdict::Retry) {
+            self.job.wait_for_resume(error);
+        }
+        verdict
+    }
+}
+
+enum Verdict {
+    Retry,
+    Skip,
+    Fail,
+}
+
+/// Waits a moment for a ready job's next look at what changed.
+pub(super) async fn look_again<H: Host>(live: &LiveDisk<H>, job: &Job) {
+    let clock = live.clock();
+    let mut sleep = clock.sleep_until(clock.now() + READY_STEP).fuse();
+    let mut changed = job.changed().fuse();
+    select_biased! {
+        () = changed => {},
+        () = sleep => {},
+    }
+}
+
+/// Between two looks of a ready job at what changed.
+const READY_STEP: Duration = Duration::from_millis(20);
