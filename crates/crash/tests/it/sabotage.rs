@@ -80,11 +80,7 @@ const FOUND: &[Found] = &[
 ];
 
 /// Not found so far within what a test can spend: `docs/reliability.md` says of each why.
-const NOT_FOUND: &[Sabotage] = &[
-    Sabotage::EarlyUnclaim,
-    Sabotage::LateLog,
-    Sabotage::DrainsAtOnce,
-];
+const NOT_FOUND: &[Sabotage] = &[Sabotage::EarlyUnclaim, Sabotage::LateLog, Sabotage::DrainsAtOnce];
 
 impl Found {
     fn run(&self, settings: &Settings, seed: u64) -> Result<Totals, Box<Failure>> {
