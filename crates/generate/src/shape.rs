@@ -52,7 +52,7 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// The clusters written so far, of [`Ownership::total`].
+    /// The clusters written so far, of [`Ownership::total`](crate::Ownership::total).
     pub fn clusters(&self) -> u64 {
         self.done.load(Ordering::Relaxed)
     }

@@ -43,7 +43,7 @@ pub struct OpenOptions {
     /// close makes them plain. `None` takes 8; with 0 nothing is embedded.
     pub zones: Option<u32>,
     /// Bytes of memory for the map; `None` takes what the disk needs, up to
-    /// [`DEFAULT_MAP_CACHE`](isobath_disk::DEFAULT_MAP_CACHE).
+    /// `DEFAULT_MAP_CACHE`.
     pub map_cache: Option<usize>,
     /// What a request was answered for outlives this process being killed, flushed or not, as it does
     /// with a file: who opens the image for writing next on this machine, before that is started again,

@@ -1,7 +1,7 @@
 //! Verifying an image, and repairing it.
 //!
-//! A check counts the references to every host cluster ([`survey`]), compares the counts with the
-//! refcounts in the file ([`refcounts`]), and then the COPIED flags with the refcounts ([`copied`]).
+//! A check counts the references to every host cluster (`survey.rs`), compares the counts with the
+//! refcounts in the file (`refcounts.rs`), and then the COPIED flags with the refcounts (`copied.rs`).
 //! Its words and numbers are those of `qemu-img check`.
 //!
 //! Repairs are made so that a crash between any two writes leaves the image no worse than before:

@@ -293,7 +293,7 @@ pub enum Mode {
 }
 
 impl Mode {
-    /// `journal_size` is what [`OpenOptions::journal_size`](crate::OpenOptions::journal_size) says,
+    /// `journal_size` is what [`OpenOptions::journal_size`](crate::options::OpenOptions::journal_size) says,
     /// of a disk of `disk_size` bytes. With `at_once` no mode waits for its journal to pay.
     pub fn new(
         mode: MetadataMode,

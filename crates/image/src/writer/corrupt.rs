@@ -10,7 +10,8 @@ use isobath_qcow2::{FormatErrorKind, IncompatibleFeatures};
 use isobath_storage::{IoBuf, Storage};
 
 impl<S: Storage> Writer<S> {
-    /// As [`Disk::or_mark_corrupt`].
+    /// Hands on what became of a change. If it found the tables to contradict each other, it is the last one, and
+    /// the image is marked.
     pub async fn or_mark_corrupt<T>(&self, done: Result<T>) -> Result<T> {
         if let Err(error) = &done {
             Box::pin(self.mark_corrupt(error)).await;

@@ -17,7 +17,7 @@
 //!   cannot be told from what was there before, its record has a checksum of it, which counts
 //!   unless a later record proves it; until then the [`guard`](super::guard) keeps the data as it is.
 //! - In quiet moments, and before the image is closed, lead blocks become plain again
-//!   ([`seal`](self::seal)), by way of the journal: a plain qcow2 image remains.
+//!   (`seal.rs`), by way of the journal: a plain qcow2 image remains.
 
 mod flight;
 mod lead;
@@ -409,7 +409,7 @@ impl Zones {
 
     /// Opens a zone of free clusters that nobody gives out otherwise. It is used once a durable record
     /// lists it. `zeroed` says that the file holds zeroes there, `prepared` that it need not be
-    /// [prepared](Self::prepare).
+    /// prepared.
     pub fn open(&self, area: &Range<u64>, zeroed: bool, prepared: bool) {
         let mut state = self.state.lock();
         let half = |number: usize| RandomState::new().hash_one(number).to_be_bytes();
