@@ -158,7 +158,7 @@ impl<S: Storage> Allocator<S> {
 
     /// Writes everything that records have told to its place; not yet durable. No record is under
     /// way.
-    pub async fn write_home(&self) -> Result<()> {
+    pub async fn checkpoint(&self) -> Result<()> {
         let parts = {
             let mut state = self.state.lock().await;
             let mut parts = self.take_dirty(&mut state)?;

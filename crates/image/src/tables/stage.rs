@@ -84,7 +84,7 @@ impl<S: Storage> Tables<S> {
 
     /// Writes everything that records have told to its place; not yet durable. No commit is under
     /// way otherwise.
-    pub async fn write_home(&self) -> Result<()> {
+    pub async fn checkpoint(&self) -> Result<()> {
         let writes = {
             let state = self.state.lock();
             let mut writes = state.pages.dirty();

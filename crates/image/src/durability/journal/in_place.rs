@@ -6,7 +6,7 @@
 //! what the tables say, or what was there before the commit.
 
 use super::build::Builder;
-use super::{Journal, State, ordered, write_home};
+use super::{Journal, State, ordered, checkpoint};
 use crate::Result;
 use crate::durability::Metadata;
 use crate::pieces::Kept;
@@ -38,7 +38,7 @@ impl Journal {
         let size = metadata.cluster_size();
         let Closed { needs, freed, kept, plain } = closed;
         let State { active: Some(active), sequence, .. } = state else { return Ok(()) };
-        write_home(metadata).await?;
+        checkpoint(metadata).await?;
         metadata.sync().await?;
         // The record says so: what is kept may overwrite what embedded records have sums of.
         zones.committed(until);

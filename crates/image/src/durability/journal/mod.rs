@@ -287,7 +287,7 @@ impl Journal {
         }
         let half = active.ring.used() * 2 > active.ring.blocks();
         if half || tables.dirty_bytes() > MAX_DIRTY {
-            write_home(metadata).await?;
+            checkpoint(metadata).await?;
             active.written = sequence;
             if sabotage::is(Sabotage::EarlyCheckpoint) {
                 active.synced(sequence);
@@ -308,7 +308,7 @@ impl Journal {
                 reason: "its journal was to be taken out of use while it lists zones".into(),
             });
         }
-        write_home(metadata).await?;
+        checkpoint(metadata).await?;
         metadata.sync().await?;
         setup::clear_bit(&metadata.layer).await?;
         if let Some(log) = &metadata.log {
@@ -372,8 +372,8 @@ impl Durability for Journal {
 }
 
 /// Writes what durable records have to its place.
-async fn write_home<S: Storage>(metadata: &Metadata<S>) -> Result<()> {
+async fn checkpoint<S: Storage>(metadata: &Metadata<S>) -> Result<()> {
     metadata.place(&metadata.guard.recorded()).await?;
-    metadata.tables.write_home().await?;
-    metadata.alloc.write_home().await
+    metadata.tables.checkpoint().await?;
+    metadata.alloc.checkpoint().await
 }
