@@ -28,14 +28,14 @@ pub const DEFAULT_MAP_CACHE: usize = 132 << 20;
 const RESOLVERS: usize = 8;
 
 /// A layer that takes no more writes, of which its writer still knows more than its file.
-pub struct Settling<S> {
+pub struct Retiring<S> {
     /// Its place.
     pub layer: LayerIndex,
     /// Its writer.
     pub writer: Arc<Writer<S>>,
 }
 
-impl<S> Clone for Settling<S> {
+impl<S> Clone for Retiring<S> {
     fn clone(&self) -> Self {
         Self { layer: self.layer, writer: Arc::clone(&self.writer) }
     }
@@ -45,7 +45,7 @@ impl<S> Clone for Settling<S> {
 /// again, while a sync takes its time.
 pub struct Flushing<S> {
     writer: Option<Arc<Writer<S>>>,
-    settling: Option<Settling<S>>,
+    retiring: Option<Retiring<S>>,
     readers: Arc<Readers>,
 }
 
@@ -53,11 +53,11 @@ impl<S: Storage> Flushing<S> {
     /// Makes durable what was answered before the disk was asked for this.
     pub async fn run(self) -> Result<()> {
         let Some(writer) = &self.writer else { return Ok(()) };
-        let Some(settling) = &self.settling else {
+        let Some(retiring) = &self.retiring else {
             return writer.or_mark_corrupt(writer.commit(&self.readers).await).await;
         };
         let before = async {
-            match settling.writer.commit(&self.readers).await {
+            match retiring.writer.commit(&self.readers).await {
                 // All of it is durable.
                 Err(DiskError::Closed) => Ok(()),
                 done => done,
@@ -88,9 +88,9 @@ pub struct Disk<H: Host> {
     /// Present when the disk was opened for writing.
     pub writer: Option<Arc<Writer<H::File>>>,
     /// The layer that took writes before, until its file has all of them.
-    settling: RwLock<Option<Settling<H::File>>>,
+    retiring: RwLock<Option<Retiring<H::File>>>,
     /// Whether there is one.
-    settles: AtomicBool,
+    retires: AtomicBool,
     /// What a disk that is only read has tables for; found out once, where somebody asks.
     pub touched: OnceLock<Touched>,
     /// Keeps two tasks from resolving the same slice; by slice number.
@@ -140,8 +140,8 @@ impl<H: Host> Disk<H> {
             map_fits: options.map_cache.is_none(),
             readers: Arc::default(),
             writer,
-            settling: RwLock::default(),
-            settles: AtomicBool::new(false),
+            retiring: RwLock::default(),
+            retires: AtomicBool::new(false),
             touched: OnceLock::new(),
             resolving: (0..64).map(|_| async_lock::Mutex::new(())).collect(),
             resolvers: async_lock::Semaphore::new(RESOLVERS),
@@ -158,7 +158,7 @@ impl<H: Host> Disk<H> {
         chain: Chain<H::File>,
         map: Arc<Map>,
         writer: Option<Arc<Writer<H::File>>>,
-        settling: Option<Settling<H::File>>,
+        retiring: Option<Retiring<H::File>>,
     ) -> Self {
         Self {
             host: Arc::clone(&self.host),
@@ -166,8 +166,8 @@ impl<H: Host> Disk<H> {
             map_fits: self.map_fits,
             readers: Arc::clone(&self.readers),
             writer,
-            settles: AtomicBool::new(settling.is_some()),
-            settling: RwLock::new(settling),
+            retires: AtomicBool::new(retiring.is_some()),
+            retiring: RwLock::new(retiring),
             touched: OnceLock::new(),
             resolving: (0..64).map(|_| async_lock::Mutex::new(())).collect(),
             resolvers: async_lock::Semaphore::new(RESOLVERS),
@@ -181,31 +181,31 @@ impl<H: Host> Disk<H> {
         if layer == self.active_index() {
             return self.writer.clone();
         }
-        if !self.settles.load(Ordering::Acquire) {
+        if !self.retires.load(Ordering::Acquire) {
             return None;
         }
-        let settling = self.settling.read();
-        settling.as_ref().filter(|one| one.layer == layer).map(|one| Arc::clone(&one.writer))
+        let retiring = self.retiring.read();
+        retiring.as_ref().filter(|one| one.layer == layer).map(|one| Arc::clone(&one.writer))
     }
 
     /// The former active layer, while its file does not have everything.
-    pub fn settling(&self) -> Option<Settling<H::File>> {
-        self.settling.read().clone()
+    pub fn retiring(&self) -> Option<Retiring<H::File>> {
+        self.retiring.read().clone()
     }
 
     /// A flush of what was answered so far.
     pub fn flushing(&self) -> Flushing<H::File> {
         Flushing {
             writer: self.writer.clone(),
-            settling: self.settling(),
+            retiring: self.retiring(),
             readers: Arc::clone(&self.readers),
         }
     }
 
     /// The file of the former active layer has everything.
-    pub fn settled(&self) {
-        *self.settling.write() = None;
-        self.settles.store(false, Ordering::Release);
+    pub fn retired(&self) {
+        *self.retiring.write() = None;
+        self.retires.store(false, Ordering::Release);
     }
 
     /// Where the disk's files are.

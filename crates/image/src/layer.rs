@@ -311,7 +311,7 @@ impl<S: Storage> Layer<S> {
     }
 
     /// The writer is done with the file: from now on its tables alone say what is where.
-    pub async fn settle(&self) -> Result<()> {
+    pub async fn writer_done(&self) -> Result<()> {
         self.refresh_file_length().await?;
         if let Some(qcow2) = &self.qcow2 {
             qcow2.opened_length.store(self.storage.len().await?, Ordering::Relaxed);

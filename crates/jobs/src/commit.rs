@@ -71,7 +71,7 @@ impl<H: Host> Commit<H> {
     async fn open(&self) -> Result<Follow<H>> {
         let _graph = self.live.hold_graph().await;
         let disk = self.live.current();
-        self.live.settle(&disk).await?;
+        self.live.finish_retiring(&disk).await?;
         let surplus = disk.surplus(self.base.above(), self.top.above());
         let base = Arc::new(self.live.open_lower(self.base).await?);
         let from = async {

@@ -56,7 +56,7 @@ impl<H: Host> LiveDisk<H> {
         unit: impl Fn(u64, Unit) -> Option<Unit>,
     ) -> Result<()> {
         let disk = self.current();
-        self.settle(&disk).await?;
+        self.finish_retiring(&disk).await?;
         let Shortening { removed, changed, alone } = change;
         let mut layers = Vec::with_capacity(disk.depth());
         for (index, layer) in disk.chain.layers() {
@@ -169,7 +169,7 @@ impl<H: Host> LiveDisk<H> {
     ) -> Result<Arc<Layer<H::File>>> {
         lower.close().await?;
         let layer = Arc::clone(lower.chain.active());
-        layer.settle().await?;
+        layer.writer_done().await?;
         layer.retire().await?;
         self.forget_lower(top).await?;
         Ok(layer)

@@ -198,7 +198,7 @@ impl<H: Host> LiveDisk<H> {
         self.claims.end().await;
         let _graph = self.graph.lock().await;
         let disk = self.current();
-        let settled = self.settle(&disk).await;
+        let settled = self.finish_retiring(&disk).await;
         settled.and(disk.close().await)
     }
 

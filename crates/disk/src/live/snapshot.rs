@@ -9,7 +9,7 @@
 
 use super::LiveDisk;
 use crate::device::BlockDevice;
-use crate::disk::{Disk, Settling};
+use crate::disk::{Disk, Retiring};
 use isobath_chain::chain::{Chain, MAX_LAYERS};
 use isobath_chain::create::{NewDisk, create};
 use isobath_chain::index;
@@ -56,7 +56,7 @@ impl<H: Host> LiveDisk<H> {
         let disk = self.current();
         // A job that begins from here on waits for the new chain.
         self.claims.check(&disk)?;
-        self.settle(&disk).await?;
+        self.finish_retiring(&disk).await?;
         let active = Arc::clone(disk.chain.active());
         let writer = Arc::clone(disk.writer.as_ref().ok_or(DiskError::ReadOnly)?);
         if disk.depth() == MAX_LAYERS {
@@ -85,8 +85,8 @@ impl<H: Host> LiveDisk<H> {
             return Err(unfit(&layer, "its size is not the disk's"));
         }
         map.set_active(chain.active_index());
-        let settling = Settling { layer: disk.active_index(), writer };
-        let next = disk.successor(chain, map, Some(Arc::new(new_writer)), Some(settling));
+        let retiring = Retiring { layer: disk.active_index(), writer };
+        let next = disk.successor(chain, map, Some(Arc::new(new_writer)), Some(retiring));
         self.current.store(Arc::new(next));
         drop(quiet);
         tracing::info!(
@@ -94,17 +94,17 @@ impl<H: Host> LiveDisk<H> {
             below = %isobath_storage::shown(active.name()),
             "the chain has a new active layer"
         );
-        self.settle(&self.current()).await
+        self.finish_retiring(&self.current()).await
     }
 
     /// Brings the file of a former active layer, if its writer still answers for it, into its final
     /// state. The caller holds `graph`.
-    pub async fn settle(&self, disk: &Disk<H>) -> Result<()> {
-        let Some(settling) = disk.settling() else { return Ok(()) };
-        settling.writer.close(&disk.readers).await?;
-        if let Some(layer) = disk.chain.get(settling.layer) {
-            layer.settle().await?;
-            disk.settled();
+    pub async fn finish_retiring(&self, disk: &Disk<H>) -> Result<()> {
+        let Some(retiring) = disk.retiring() else { return Ok(()) };
+        retiring.writer.close(&disk.readers).await?;
+        if let Some(layer) = disk.chain.get(retiring.layer) {
+            layer.writer_done().await?;
+            disk.retired();
             layer.retire().await?;
         }
         Ok(())

@@ -230,7 +230,7 @@ impl<S: Storage> Writer<S> {
         let _suspended = qcow2.metadata.zones.suspend();
         self.seal_all(readers).await?;
         let _unlogged = self.without_log(readers).await?;
-        self.exclusively(|| journal.settle(&qcow2.metadata)).await?;
+        self.exclusively(|| journal.deactivate(&qcow2.metadata)).await?;
         change.await
     }
 

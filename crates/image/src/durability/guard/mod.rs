@@ -94,7 +94,7 @@ pub struct Closed {
 
 impl Closed {
     /// Waits for the writes to covered ranges that were under way at the close.
-    pub async fn settled(&self) {
+    pub async fn landed(&self) {
         self.writes.ended().await;
     }
 }

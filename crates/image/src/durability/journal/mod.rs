@@ -16,7 +16,7 @@
 //! - **Revocation**: where a released cluster has anything in records that a recovery would replay,
 //!   the record that releases it says that it is not to be.
 //! - While the area is in use an incompatible feature bit keeps other programs out. Closing, and
-//!   every change that goes another way (a resize, an index), [settles](Journal::settle) the journal:
+//!   every change that goes another way (a resize, an index), [deactivates](Journal::deactivate) the journal:
 //!   what is in it goes to its place, and the bit goes.
 
 mod build;
@@ -145,7 +145,7 @@ impl Journal {
         if self.commit_embedded(state, metadata, closing.until).await? {
             zones.committed(closing.ended);
         } else {
-            closing.settled().await;
+            closing.landed().await;
             self.commit_record(state, metadata, readers, closing.until).await?;
             zones.committed(closing.until);
         }
@@ -223,7 +223,7 @@ impl Journal {
         let freed = alloc.freed_by(&releases).await?;
         let sequence = state.sequence + 1;
         let closed = guard.close(sequence, &freed, metadata.cluster_size());
-        closed.settled().await;
+        closed.landed().await;
         let asked = self.asked.swap(false, Ordering::SeqCst);
         let tells = needs.changes || !closed.kept.is_empty() || asked;
         let changed = tells || alloc.has_unstaged().await;
@@ -253,7 +253,7 @@ impl Journal {
                     in_place::Closed { needs, freed, kept: closed.kept, plain: closed.plain };
                 return self.commit_in_place(state, metadata, readers, batch, until).await;
             }
-            self.void(state, metadata).await?;
+            self.deactivate_locked(state, metadata).await?;
             return ordered::finish(metadata, readers, needs, &[]).await;
         }
         alloc.publish(&needs.allocated).await?;
@@ -298,7 +298,7 @@ impl Journal {
 
     /// Brings everything that is in the journal to its place and takes the journal out of use.
     /// Nothing else commits meanwhile, and nothing is embedded any more.
-    async fn void<S: Storage>(&self, state: &mut State, metadata: &Metadata<S>) -> Result<()> {
+    async fn deactivate_locked<S: Storage>(&self, state: &mut State, metadata: &Metadata<S>) -> Result<()> {
         if state.active.is_none() {
             return Ok(());
         }
@@ -330,8 +330,8 @@ impl Journal {
 
     /// Takes the journal out of use, until the next commit if nobody [holds](Self::hold) it. The
     /// image is then as after a commit without one.
-    pub async fn settle<S: Storage>(&self, metadata: &Metadata<S>) -> Result<()> {
-        self.void(&mut *self.state.lock().await, metadata).await
+    pub async fn deactivate<S: Storage>(&self, metadata: &Metadata<S>) -> Result<()> {
+        self.deactivate_locked(&mut *self.state.lock().await, metadata).await
     }
 }
 

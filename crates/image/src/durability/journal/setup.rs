@@ -104,7 +104,7 @@ impl Journal {
     /// Settles the journal for good, and gives its area back.
     pub async fn close<S: Storage>(&self, metadata: &Metadata<S>) -> Result<()> {
         let mut state = self.state.lock().await;
-        self.void(&mut state, metadata).await?;
+        self.deactivate_locked(&mut state, metadata).await?;
         let Some(area) = state.area.take() else { return Ok(()) };
         let Metadata { layer, alloc, .. } = metadata;
         let writes = edits(layer, None).await?.map_err(|error| layer.format_error(error))?;

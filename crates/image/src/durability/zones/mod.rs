@@ -161,7 +161,7 @@ pub struct Closing {
 impl Closing {
     /// Waits until everything with a serial below [`until`](Self::until) is recorded: a record of the
     /// journal that is written then has it.
-    pub async fn settled(&self) {
+    pub async fn landed(&self) {
         self.flights.ended_below(self.until).await;
     }
 }
