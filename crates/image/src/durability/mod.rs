@@ -284,15 +284,15 @@ pub trait Durability {
     ) -> impl Future<Output = Result<()>>;
 }
 
-/// The mode in use.
-pub enum Mode {
+/// How commits are made, in use.
+pub enum CommitPolicy {
     /// Writes in order.
     Ordered(Ordered),
     /// A journal in the image.
     Journal(Box<Journal>),
 }
 
-impl Mode {
+impl CommitPolicy {
     /// `journal_size` is what [`OpenOptions::journal_size`](crate::options::OpenOptions::journal_size) says,
     /// of a disk of `disk_size` bytes. With `at_once` no mode waits for its journal to pay.
     pub fn new(

@@ -5,7 +5,7 @@ mod corrupt;
 mod open;
 
 use crate::Result;
-use crate::durability::{GroupCommit, Metadata, MetadataMode, Mode};
+use crate::durability::{GroupCommit, Metadata, MetadataMode, CommitPolicy};
 use crate::entries::ActiveEntries;
 use crate::layer::Layer;
 use crate::range_lock::RangeLocks;
@@ -28,7 +28,7 @@ pub struct Writer<S> {
     /// Held by requests that change the disk; see [`RangeLocks`].
     pub ranges: RangeLocks,
     group: GroupCommit,
-    mode: Mode,
+    policy: CommitPolicy,
     /// Held by a change of the disk's size.
     pub resizing: async_lock::Mutex<()>,
     /// [`keep_readable`](Self::keep_readable) is in force.
@@ -50,14 +50,14 @@ pub struct Qcow2Writer<S> {
 impl<S: Storage> Writer<S> {
     /// The write side of a raw image.
     pub fn raw(layer: &Arc<Layer<S>>) -> Self {
-        Self::new(layer, Mode::new(MetadataMode::Ordered, None, 0, false), None)
+        Self::new(layer, CommitPolicy::new(MetadataMode::Ordered, None, 0, false), None)
     }
 
-    fn new(layer: &Arc<Layer<S>>, mode: Mode, qcow2: Option<Qcow2Writer<S>>) -> Self {
+    fn new(layer: &Arc<Layer<S>>, policy: CommitPolicy, qcow2: Option<Qcow2Writer<S>>) -> Self {
         Self {
             ranges: RangeLocks::default(),
             group: GroupCommit::default(),
-            mode,
+            policy,
             resizing: async_lock::Mutex::default(),
             readable: AtomicBool::new(false),
             qcow2,
@@ -72,7 +72,7 @@ impl<S: Storage> Writer<S> {
 
     /// Whether a journal may be in use: it has checksums of what is written.
     pub fn may_have_journal(&self) -> bool {
-        self.mode.journal().is_some()
+        self.policy.journal().is_some()
     }
 
     /// The image that it writes.
@@ -98,7 +98,7 @@ impl<S: Storage> Writer<S> {
     /// As [`commit`](Self::commit), for a caller that has seen to it that no other runs.
     pub async fn commit_alone(&self, readers: &Readers) -> Result<()> {
         match &self.qcow2 {
-            Some(qcow2) => self.mode.commit(&qcow2.metadata, readers).await,
+            Some(qcow2) => self.policy.commit(&qcow2.metadata, readers).await,
             None => Ok(self.layer.storage().flush().await?),
         }
     }
@@ -116,7 +116,7 @@ impl<S: Storage> Writer<S> {
         let Some(qcow2) = &self.qcow2 else { return Ok(()) };
         let pending = qcow2.metadata.tables.pending();
         let kept = qcow2.metadata.guard.pending();
-        let due = self.mode.journal().is_some_and(|journal| journal.is_due(pending, kept))
+        let due = self.policy.journal().is_some_and(|journal| journal.is_due(pending, kept))
             || self.log().is_some_and(|log| log.has_much());
         if due || pending >= PENDING_LIMIT {
             self.commit(readers).await?;
@@ -150,7 +150,7 @@ impl<S: Storage> Writer<S> {
     /// Commits with a record also if there is nothing to tell, so that what the last one vouches for
     /// is free to change.
     pub async fn seal(&self, readers: &Readers) -> Result<()> {
-        if let Some(journal) = self.mode.journal() {
+        if let Some(journal) = self.policy.journal() {
             journal.ask_for_record();
         }
         self.commit(readers).await
@@ -159,7 +159,7 @@ impl<S: Storage> Writer<S> {
     /// From now on what was answered outlives this process, flushed or not: what was answered before the call,
     /// too. Nothing is embedded any more.
     pub async fn survive(&self, readers: &Readers) -> Result<()> {
-        let (Some(journal), Some(qcow2)) = (self.mode.journal(), &self.qcow2) else {
+        let (Some(journal), Some(qcow2)) = (self.policy.journal(), &self.qcow2) else {
             return Ok(());
         };
         let Some(log) = self.log().filter(|log| !log.is_awake()) else { return Ok(()) };
@@ -189,7 +189,7 @@ impl<S: Storage> Writer<S> {
     /// again. Until the writer is closed, or told [otherwise](Self::own_readers).
     pub async fn keep_readable(&self) {
         self.readable.store(true, Ordering::SeqCst);
-        if let Some(journal) = self.mode.journal() {
+        if let Some(journal) = self.policy.journal() {
             journal.begin_hold();
         }
         if let Some(log) = self.log() {
@@ -205,7 +205,7 @@ impl<S: Storage> Writer<S> {
         if !self.readable.swap(false, Ordering::SeqCst) {
             return;
         }
-        if let Some(journal) = self.mode.journal() {
+        if let Some(journal) = self.policy.journal() {
             journal.end_hold();
         }
         if let Some(log) = self.log() {
@@ -223,7 +223,7 @@ impl<S: Storage> Writer<S> {
         readers: &Readers,
         change: impl Future<Output = Result<T>>,
     ) -> Result<T> {
-        let (Some(journal), Some(qcow2)) = (self.mode.journal(), &self.qcow2) else {
+        let (Some(journal), Some(qcow2)) = (self.policy.journal(), &self.qcow2) else {
             return change.await;
         };
         let _held = journal.hold();
@@ -237,7 +237,7 @@ impl<S: Storage> Writer<S> {
     /// Makes some of what is embedded plain, durably: of zones that take no more clusters, or of `all`.
     /// `false` if there was nothing.
     pub async fn seal_some(&self, all: bool, readers: &Readers) -> Result<bool> {
-        let (Some(journal), Some(qcow2)) = (self.mode.journal(), &self.qcow2) else {
+        let (Some(journal), Some(qcow2)) = (self.policy.journal(), &self.qcow2) else {
             return Ok(false);
         };
         let found = qcow2.metadata.seal(all, journal.room(), readers).await?;
@@ -277,7 +277,7 @@ impl<S: Storage> Writer<S> {
         if let Some(qcow2) = &self.qcow2 {
             let _suspended = qcow2.metadata.zones.suspend();
             self.seal_all(readers).await?;
-            if let Some(journal) = self.mode.journal() {
+            if let Some(journal) = self.policy.journal() {
                 self.exclusively(|| journal.close(&qcow2.metadata)).await?;
             }
             if qcow2.metadata.alloc.is_dirty().await {

@@ -5,7 +5,7 @@ use super::{Qcow2Writer, Writer};
 use crate::alloc::Allocator;
 use crate::durability::guard::Guard;
 use crate::durability::zones::Zones;
-use crate::durability::{Metadata, MetadataMode, Mode, Upkeep};
+use crate::durability::{Metadata, MetadataMode, CommitPolicy, Upkeep};
 use crate::layer::{Layer, Qcow2};
 use crate::options::OpenOptions;
 use crate::restart_log::Log;
@@ -36,15 +36,15 @@ impl<S: Storage> Writer<S> {
         }
         let bitmaps = Bitmaps::open(layer, &header).await?;
         clear_unknown_autoclear(layer, qcow2).await?;
-        let mode = Mode::new(options.metadata, options.journal_size, layer.size(), options.survive);
-        let log = mode.journal().is_some().then(Arc::<Log>::default);
+        let policy = CommitPolicy::new(options.metadata, options.journal_size, layer.size(), options.survive);
+        let log = policy.journal().is_some().then(Arc::<Log>::default);
         if let Some(log) = log.as_ref().filter(|_| options.survive) {
             log.wake();
         }
         let tables = Tables::new(Arc::clone(layer), qcow2, log.clone());
         let embedded = options.metadata == MetadataMode::Embedded;
         if embedded || options.metadata == MetadataMode::Journal {
-            mode.refuse_without_journal(layer).await?;
+            policy.refuse_without_journal(layer).await?;
         }
         let embeds = embedded && !options.survive;
         let zones = if embeds {
@@ -70,7 +70,7 @@ impl<S: Storage> Writer<S> {
                 }
             }
         }
-        Ok(Self::new(layer, mode, Some(Qcow2Writer { metadata, alone: alone.into(), bitmaps })))
+        Ok(Self::new(layer, policy, Some(Qcow2Writer { metadata, alone: alone.into(), bitmaps })))
     }
 }
 

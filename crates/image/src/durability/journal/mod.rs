@@ -191,7 +191,7 @@ impl Journal {
     }
 
     /// Keeps the journal from coming into use as long as the caller has what is returned. The caller
-    /// settles it.
+    /// deactivates it.
     pub fn hold(&self) -> Held<'_> {
         self.begin_hold();
         Held(self)
