@@ -308,7 +308,7 @@ impl<H: Host> Disk<H> {
         let mut written = Vec::with_capacity(gives.len());
         for (bufs, covers) in finish_writes(writes).await? {
             written.extend(bufs);
-            data.guard.cover(covers);
+            data.data_journal.cover(covers);
         }
         let mut written = written.into_iter();
         let mut whole = IoBuf::empty();

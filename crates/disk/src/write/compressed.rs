@@ -83,7 +83,7 @@ impl<H: Host> Disk<H> {
         let entry = L2Entry::compressed(host, length, geometry.cluster_bits())
             .map_err(|error| qcow2.metadata.layer.format_error(error))?;
         claim.keep();
-        qcow2.metadata.guard.cover(covers);
+        qcow2.metadata.data_journal.cover(covers);
         let references = References { taken: &taken, released, ordered: true, embedded: false };
         self.record(qcow2, cluster, entry, references)?;
         Ok(buf)
@@ -123,7 +123,7 @@ impl<H: Host> Disk<H> {
         };
         let (_, covers) = qcow2.metadata.write_to(Place::New, host.get(), vec![bytes]).await?;
         claim.keep();
-        qcow2.metadata.guard.cover(covers);
+        qcow2.metadata.data_journal.cover(covers);
         let sub = geometry.subcluster_size();
         let count = (zero.end - zero.start) / sub;
         let mask = (((1_u64 << count) - 1) << (zero.start / sub)) as u32;

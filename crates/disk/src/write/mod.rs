@@ -36,7 +36,7 @@ fn in_place(extent: &Extent) -> Option<u64> {
 /// Bytes of a write in place that would be kept.
 fn guarded<S: Storage>(qcow2: &Qcow2Writer<S>, extents: &[Extent]) -> u64 {
     let places = extents.iter().filter_map(|e| Some((in_place(e)?, e.length)));
-    places.map(|(host, length)| qcow2.metadata.guard.guarded(&(host..host + length))).sum()
+    places.map(|(host, length)| qcow2.metadata.data_journal.guarded(&(host..host + length))).sum()
 }
 
 /// Waits for every write to end, also after one has failed: a write given up could still land when

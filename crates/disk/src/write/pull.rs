@@ -238,7 +238,7 @@ impl<H: Host> Disk<H> {
         let kept = self.writer_of(layer).is_some_and(|writer| {
             writer.qcow2().is_some_and(|qcow2| {
                 let metadata = &qcow2.metadata;
-                !metadata.guard.kept_in(range).is_empty()
+                !metadata.data_journal.kept_in(range).is_empty()
                     || !metadata.zones.leads_in(range).is_empty()
             })
         });
@@ -291,7 +291,7 @@ impl<H: Host> Disk<H> {
         let mut plans = Vec::with_capacity((clusters.end - clusters.start) as usize);
         for entry in qcow2.entries(clusters.clone()).await? {
             let plan = Plan::new(&qcow2.metadata.layer, &geometry, entry, &(0..size))?;
-            if plan.host.is_some() && qcow2.metadata.guard.is_active() {
+            if plan.host.is_some() && qcow2.metadata.data_journal.is_active() {
                 // A record may vouch for what is there.
                 return Ok(false);
             }
@@ -304,7 +304,7 @@ impl<H: Host> Disk<H> {
         let placed = self.clone_into_places(qcow2, &plans, &mut claim, source, at).await?;
         let Some(hosts) = placed else { return Ok(false) };
         claim.keep();
-        qcow2.metadata.guard.cover_none();
+        qcow2.metadata.data_journal.cover_none();
         for ((cluster, plan), host) in clusters.zip(&plans).zip(hosts) {
             if plan.changes {
                 let new = [geometry.host_cluster_of(host)];

@@ -1,7 +1,7 @@
 //! How changes of metadata reach the file.
 
 mod group;
-pub mod guard;
+pub mod data_journal;
 pub mod journal;
 mod ordered;
 mod replay;
@@ -19,7 +19,7 @@ use crate::readers::Readers;
 use crate::restart_log::Log;
 use crate::tables::Tables;
 use futures_util::future::try_join_all;
-use guard::{Cover, Guard, Voucher, Way, covers, cut};
+use data_journal::{Cover, DataJournal, Voucher, Way, covers, cut};
 use isobath_qcow2::{ClusterIndex, HostOffset, L2Entry};
 use isobath_storage::{IoBuf, Storage};
 use journal::Journal;
@@ -101,7 +101,7 @@ pub struct Metadata<S> {
     /// Its refcounts.
     pub alloc: Allocator<S>,
     /// Data that a record vouches for.
-    pub guard: Guard,
+    pub data_journal: DataJournal,
     /// What is done before it is needed.
     pub upkeep: Upkeep,
     /// Where mappings are embedded in data.
@@ -146,7 +146,7 @@ impl<S: Storage> Metadata<S> {
         if buf.len() <= SMALL && self.keep(Place::InUse, at, std::slice::from_ref(&buf)) {
             return Ok(buf);
         }
-        match self.guard.write(at, std::slice::from_ref(&buf)) {
+        match self.data_journal.write(at, std::slice::from_ref(&buf)) {
             Way::Straight(_busy) => Ok(self.layer.data().write_at(at, buf).await?),
             Way::Parts(parts, _busy) => {
                 Box::pin(self.write_parts(at, parts, std::slice::from_ref(&buf))).await?;
@@ -157,7 +157,7 @@ impl<S: Storage> Metadata<S> {
 
     /// Writes bytes as they are to be stored, as [`write`](Self::write).
     async fn write_stored(&self, at: u64, bufs: Vec<IoBuf>) -> Result<Vec<IoBuf>> {
-        match self.guard.write(at, &bufs) {
+        match self.data_journal.write(at, &bufs) {
             Way::Straight(_busy) => Ok(self.layer.data().write_vectored_at(at, bufs).await?),
             Way::Parts(parts, _busy) => {
                 self.write_parts(at, parts, &bufs).await?;
@@ -166,7 +166,7 @@ impl<S: Storage> Metadata<S> {
         }
     }
 
-    /// Writes buffers that follow one another. What is returned is to be [covered](Guard::cover)
+    /// Writes buffers that follow one another. What is returned is to be [covered](DataJournal::cover)
     /// before anything is recorded that refers to it.
     pub async fn write_to(
         &self,
@@ -202,11 +202,11 @@ impl<S: Storage> Metadata<S> {
             self.alloc.note_growth(length as u64);
         }
         let checked = place != Place::InUse;
-        match self.guard.write(at, &bufs) {
+        match self.data_journal.write(at, &bufs) {
             Way::Straight(_busy) => {
                 let size = self.cluster_size();
                 let covers = if checked {
-                    covers(at, &bufs, size, self.guard.is_active())
+                    covers(at, &bufs, size, self.data_journal.is_active())
                 } else {
                     Vec::new()
                 };
@@ -227,11 +227,11 @@ impl<S: Storage> Metadata<S> {
 
     /// Keeps a small write where the next record takes it without the file growing.
     fn keep(&self, place: Place, at: u64, bufs: &[IoBuf]) -> bool {
-        let may = matches!(place, Place::Beyond | Place::InUse) && self.guard.is_active();
+        let may = matches!(place, Place::Beyond | Place::InUse) && self.data_journal.is_active();
         may && !self.has_data_apart()
             && self.upkeep.has_room()
             && self.layer.storage().gains_from_written_space()
-            && self.guard.keep(at, bufs, place == Place::Beyond, self.cluster_size())
+            && self.data_journal.keep(at, bufs, place == Place::Beyond, self.cluster_size())
     }
 
     /// Writes pieces of data to their places.
@@ -252,7 +252,7 @@ impl<S: Storage> Metadata<S> {
 
     /// Reads bytes as they are stored: what is kept is newer than what is in its place.
     async fn read_stored(&self, at: u64, buf: IoBuf) -> Result<IoBuf> {
-        let kept = self.guard.kept_in(&(at..at + buf.len() as u64));
+        let kept = self.data_journal.kept_in(&(at..at + buf.len() as u64));
         let mut buf = self.layer.data().read_at(at, buf).await?;
         for piece in kept {
             let from = (piece.at - at) as usize;

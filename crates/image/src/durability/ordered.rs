@@ -26,10 +26,10 @@ impl Durability for Ordered {
     async fn commit<S: Storage>(&self, metadata: &Metadata<S>, readers: &Readers) -> Result<()> {
         let needs = metadata.tables.begin_commit();
         // What a journal that is being set up gathers from here on is not in this batch.
-        let closed = metadata.guard.close(0, &[], metadata.cluster_size());
+        let closed = metadata.data_journal.close(0, &[], metadata.cluster_size());
         metadata.place(&closed.kept).await?;
         finish(metadata, readers, needs, &[]).await?;
-        metadata.guard.unneeded();
+        metadata.data_journal.unneeded();
         Ok(())
     }
 }
@@ -71,7 +71,7 @@ pub(super) async fn finish<S: Storage>(
         return Ok(());
     }
     readers.drain().await;
-    metadata.guard.forget(freed, metadata.cluster_size());
+    metadata.data_journal.forget(freed, metadata.cluster_size());
     if released.discarded {
         give_back(metadata, &released.clusters).await?;
     }

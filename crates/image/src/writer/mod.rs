@@ -115,7 +115,7 @@ impl<S: Storage> Writer<S> {
     pub async fn commit_if_much(&self, readers: &Readers) -> Result<()> {
         let Some(qcow2) = &self.qcow2 else { return Ok(()) };
         let pending = qcow2.metadata.tables.pending();
-        let kept = qcow2.metadata.guard.pending();
+        let kept = qcow2.metadata.data_journal.pending();
         let due = self.policy.journal().is_some_and(|journal| journal.is_due(pending, kept))
             || self.log().is_some_and(|log| log.has_much());
         if due || pending >= PENDING_LIMIT {

@@ -3,7 +3,7 @@
 use super::bitmaps::Bitmaps;
 use super::{Qcow2Writer, Writer};
 use crate::alloc::Allocator;
-use crate::durability::guard::Guard;
+use crate::durability::data_journal::DataJournal;
 use crate::durability::zones::Zones;
 use crate::durability::{Metadata, MetadataMode, CommitPolicy, Upkeep};
 use crate::layer::{Layer, Qcow2};
@@ -56,7 +56,7 @@ impl<S: Storage> Writer<S> {
             layer: Arc::clone(layer),
             tables,
             alloc,
-            guard: Guard::new(log.clone()),
+            data_journal: DataJournal::new(log.clone()),
             upkeep: Upkeep::default(),
             zones,
             log,

@@ -2,7 +2,7 @@
 
 use crate::Result;
 use crate::alloc::{Allocator, Staged};
-use crate::durability::guard::Cover;
+use crate::durability::data_journal::Cover;
 use crate::pieces::Kept;
 use crate::sabotage::{self, Sabotage};
 use crate::tables::{CommitNeeds, StagedTables};

@@ -15,7 +15,7 @@ impl Journal {
         metadata: &Metadata<S>,
         until: u64,
     ) -> Result<bool> {
-        let Metadata { tables, alloc, guard, zones, .. } = metadata;
+        let Metadata { tables, alloc, data_journal, zones, .. } = metadata;
         let Some(active) = &mut state.active else { return Ok(false) };
         let asked = self.asked.load(Ordering::SeqCst);
         if !zones.any() || asked || self.is_due(tables.pending(), 0) || !tables.are_embedded() {
@@ -24,13 +24,13 @@ impl Journal {
         if alloc.has_unstaged().await {
             return Ok(false);
         }
-        let Some(writes) = guard.close_embedded() else { return Ok(false) };
+        let Some(writes) = data_journal.close_embedded() else { return Ok(false) };
         writes.ended().await;
         let proof = zones.take_proof();
         let written = active.written;
         metadata.sync().await?;
         active.synced(written);
-        guard.sealed_embedded(until, proof);
+        data_journal.sealed_embedded(until, proof);
         Ok(true)
     }
 }

@@ -34,7 +34,7 @@ impl Journal {
         closed: Closed,
         until: u64,
     ) -> Result<()> {
-        let Metadata { alloc, guard, zones, .. } = metadata;
+        let Metadata { alloc, data_journal, zones, .. } = metadata;
         let size = metadata.cluster_size();
         let Closed { needs, freed, kept, plain } = closed;
         let State { active: Some(active), sequence, .. } = state else { return Ok(()) };
@@ -47,7 +47,7 @@ impl Journal {
         empty.zones(zones.table(active.floor, &[]));
         active.write(metadata, empty).await?;
         (active.written, active.durable) = (*sequence, *sequence);
-        guard.in_place();
+        data_journal.in_place();
         metadata.zones_listed().await?;
 
         // Lead blocks become plain by a record only: it says so.
@@ -104,8 +104,8 @@ impl Journal {
                 break;
             }
         }
-        guard.moved(&others, *sequence);
-        guard.sealed(until, active.durable + 1);
+        data_journal.moved(&others, *sequence);
+        data_journal.sealed(until, active.durable + 1);
         metadata.zones_listed().await?;
         Ok(())
     }

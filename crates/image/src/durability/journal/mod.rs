@@ -12,7 +12,7 @@
 //!   that durable, and the record after it says so (`tail`).
 //! - **What proves what**: a record is written only when the one before it is durable. So only the
 //!   last record's data is checked after a crash, and must stay as it was until then: see
-//!   [`guard`](super::guard).
+//!   [`data_journal`](super::data_journal).
 //! - **Revocation**: where a released cluster has anything in records that a recovery would replay,
 //!   the record that releases it says that it is not to be.
 //! - While the area is in use an incompatible feature bit keeps other programs out. Closing, and
@@ -216,13 +216,13 @@ impl Journal {
         readers: &Readers,
         until: u64,
     ) -> Result<()> {
-        let Metadata { layer, tables, alloc, guard, zones, .. } = metadata;
+        let Metadata { layer, tables, alloc, data_journal, zones, .. } = metadata;
         let Some(active) = &mut state.active else { return Ok(()) };
         let needs = tables.begin_commit();
         let releases = tables.closed_releases();
         let freed = alloc.freed_by(&releases).await?;
         let sequence = state.sequence + 1;
-        let closed = guard.close(sequence, &freed, metadata.cluster_size());
+        let closed = data_journal.close(sequence, &freed, metadata.cluster_size());
         closed.landed().await;
         let asked = self.asked.swap(false, Ordering::SeqCst);
         let tells = needs.changes || !closed.kept.is_empty() || asked;
@@ -237,7 +237,7 @@ impl Journal {
             metadata.sync().await?;
             active.synced(written);
             metadata.log_durable();
-            guard.unneeded();
+            data_journal.unneeded();
             tables.finish_commit();
             return Ok(());
         }
@@ -272,12 +272,12 @@ impl Journal {
         state.sequence = sequence;
 
         metadata.log_durable();
-        guard.sealed(until, tail);
+        data_journal.sealed(until, tail);
         metadata.zones_listed().await?;
         let released = tables.finish_journaled(&staged)?;
         if !released.clusters.is_empty() || !refcounts.replaced.is_empty() {
             readers.drain().await;
-            guard.forget(&freed, metadata.cluster_size());
+            data_journal.forget(&freed, metadata.cluster_size());
             if released.discarded {
                 ordered::give_back(metadata, &released.clusters).await?;
             }
@@ -317,14 +317,14 @@ impl Journal {
         state.active = None;
         self.due.store(usize::MAX, Ordering::Relaxed);
         metadata.alloc.end_journal().await;
-        metadata.guard.deactivate();
+        metadata.data_journal.deactivate();
         loop {
-            let kept = metadata.guard.unrecorded();
+            let kept = metadata.data_journal.unrecorded();
             if kept.is_empty() {
                 return Ok(());
             }
             metadata.place(&kept).await?;
-            metadata.guard.placed(&kept);
+            metadata.data_journal.placed(&kept);
         }
     }
 
@@ -361,7 +361,7 @@ impl Durability for Journal {
         if !changes || !wanted || held || state.impossible {
             return self.ordered.commit(metadata, readers).await;
         }
-        metadata.guard.activate();
+        metadata.data_journal.activate();
         self.ordered.commit(metadata, readers).await?;
         self.set_up(state, metadata).await?;
         if state.active.is_some() && metadata.open_zone().await? {
@@ -373,7 +373,7 @@ impl Durability for Journal {
 
 /// Writes what durable records have to its place.
 async fn checkpoint<S: Storage>(metadata: &Metadata<S>) -> Result<()> {
-    metadata.place(&metadata.guard.recorded()).await?;
+    metadata.place(&metadata.data_journal.recorded()).await?;
     metadata.tables.checkpoint().await?;
     metadata.alloc.checkpoint().await
 }

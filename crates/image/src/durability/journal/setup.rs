@@ -15,14 +15,14 @@ use std::ops::Range;
 use std::sync::atomic::Ordering;
 
 impl Journal {
-    /// Puts the area into use. Everything is in its place, and the guard is active. An image whose
+    /// Puts the area into use. Everything is in its place, and the data journal is active. An image whose
     /// header has no room, or whose file system has none, goes on without a journal.
     pub(super) async fn set_up<S: Storage>(
         &self,
         state: &mut State,
         metadata: &Metadata<S>,
     ) -> Result<()> {
-        let Metadata { layer, alloc, guard, .. } = metadata;
+        let Metadata { layer, alloc, data_journal, .. } = metadata;
         let size = metadata.cluster_size();
         if state.area.is_none()
             && let Err(error) = self.find_area(state, metadata).await
@@ -34,7 +34,7 @@ impl Journal {
             }
         }
         let Some(area) = state.area.clone() else {
-            guard.deactivate();
+            data_journal.deactivate();
             return Ok(());
         };
         // Refcounts that the last commit gave back.

@@ -1,6 +1,6 @@
 //! Embedded lead blocks under reads and writes.
 //!
-//! Below them lies what the [`guard`](crate::durability::guard) keeps: a lead block is extracted from
+//! Below them lies what the [`data_journal`](crate::durability::data_journal) keeps: a lead block is extracted from
 //! what the file and the kept pieces give together.
 
 use super::{Embedded, LeadAt};
@@ -25,7 +25,7 @@ enum Stored {
     Own,
     /// A lead block.
     Lead(IoBuf, Embedded),
-    /// Nothing: the guard keeps it.
+    /// Nothing: the data journal has it.
     Kept,
 }
 
@@ -159,7 +159,7 @@ impl<S: Storage> Metadata<S> {
     /// as it is.
     pub(super) fn keep_plain(&self, lead: &LeadAt, plain: &[u8]) {
         let cluster = HostCluster::new(lead.at / self.cluster_size());
-        self.zones.make_plain(lead, || self.guard.keep_plain(lead.at, plain, cluster));
+        self.zones.make_plain(lead, || self.data_journal.keep_plain(lead.at, plain, cluster));
         // The mapping cannot be found in the block from then on.
         self.tables.want_record();
     }

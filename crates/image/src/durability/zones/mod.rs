@@ -15,7 +15,7 @@
 //!   it has all earlier ones. So a crash leaves at most what was embedded since to be found.
 //! - A record says which ones were durable when it was made (*proven*). Where the rest of a cluster
 //!   cannot be told from what was there before, its record has a checksum of it, which counts
-//!   unless a later record proves it; until then the [`guard`](super::guard) keeps the data as it is.
+//!   unless a later record proves it; until then the [`data_journal`](super::data_journal) keeps the data as it is.
 //! - In quiet moments, and before the image is closed, lead blocks become plain again
 //!   (`seal.rs`), by way of the journal: a plain qcow2 image remains.
 

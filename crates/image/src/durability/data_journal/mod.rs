@@ -38,7 +38,7 @@ const NO_RECORD: u64 = u64::MAX;
 
 /// What must not change in its place, and what is kept instead.
 #[derive(Default)]
-pub struct Guard {
+pub struct DataJournal {
     /// Whether a journal is in use.
     active: AtomicBool,
     /// Pieces kept; readers look no further while there are none.
@@ -99,7 +99,7 @@ impl Closed {
     }
 }
 
-impl Guard {
+impl DataJournal {
     /// Notes in `log` what is kept.
     pub fn new(log: Option<Arc<Log>>) -> Self {
         Self { log, ..Self::default() }
@@ -443,17 +443,17 @@ mod tests {
     }
 
     /// A write to its place is told by the parts that go there.
-    fn straight(guard: &Guard, at: u64, tag: u8, length: usize) -> Vec<Range<u64>> {
-        match guard.write(at, &[buf(tag, length)]) {
+    fn straight(journal: &DataJournal, at: u64, tag: u8, length: usize) -> Vec<Range<u64>> {
+        match journal.write(at, &[buf(tag, length)]) {
             Way::Straight(_) => all(at, length as u64),
             Way::Parts(parts, _) => parts,
         }
     }
 
-    fn active() -> Guard {
-        let guard = Guard::default();
-        guard.activate();
-        guard
+    fn active() -> DataJournal {
+        let journal = DataJournal::default();
+        journal.activate();
+        journal
     }
 
     fn all(at: u64, length: u64) -> Vec<Range<u64>> {
@@ -463,40 +463,40 @@ mod tests {
 
     #[test]
     fn what_the_last_record_vouches_for_is_kept_until_the_next_is_durable() {
-        let guard = active();
-        guard.cover(covers(0, &[buf(1, 8192)], SIZE, true));
+        let journal = active();
+        journal.cover(covers(0, &[buf(1, 8192)], SIZE, true));
         // Not in a record yet: it goes there, and is read back.
-        assert_eq!(straight(&guard, 4096, 2, 4096), all(4096, 4096));
-        let closed = guard.close(1, &[], SIZE);
+        assert_eq!(straight(&journal, 4096, 2, 4096), all(4096, 4096));
+        let closed = journal.close(1, &[], SIZE);
         assert_eq!(closed.covers, [Cover { range: 0..8192, crc: None, voucher: Voucher::Record }]);
         // While the record is written, and after.
-        assert_eq!(straight(&guard, 4096, 3, 8192), all(8192, 4096));
-        guard.sealed(0, 1);
-        assert_eq!(straight(&guard, 0, 4, 512), []);
-        assert_eq!(guard.pending(), 4096 + 512);
-        let kept = guard.kept_in(&(0..16384));
+        assert_eq!(straight(&journal, 4096, 3, 8192), all(8192, 4096));
+        journal.sealed(0, 1);
+        assert_eq!(straight(&journal, 0, 4, 512), []);
+        assert_eq!(journal.pending(), 4096 + 512);
+        let kept = journal.kept_in(&(0..16384));
         assert_eq!(kept.len(), 2);
         assert_eq!(kept[0], Kept { at: 0, bytes: vec![4; 512] });
         // The next record has them, and then nothing is vouched for any more.
-        assert_eq!(guard.close(2, &[], SIZE).kept, kept);
-        guard.sealed(0, 1);
-        assert_eq!(straight(&guard, 1024, 5, 512), all(1024, 512));
+        assert_eq!(journal.close(2, &[], SIZE).kept, kept);
+        journal.sealed(0, 1);
+        assert_eq!(straight(&journal, 1024, 5, 512), all(1024, 512));
         // What is kept stays as long as it may be replayed.
-        assert_eq!(straight(&guard, 0, 6, 512), []);
-        guard.close(3, &[], SIZE);
-        guard.sealed(0, 3);
-        assert_eq!(guard.kept_in(&(0..16384)), [Kept { at: 0, bytes: vec![6; 512] }]);
-        guard.close(4, &[], SIZE);
-        guard.sealed(0, 4);
-        assert!(!guard.keeps());
+        assert_eq!(straight(&journal, 0, 6, 512), []);
+        journal.close(3, &[], SIZE);
+        journal.sealed(0, 3);
+        assert_eq!(journal.kept_in(&(0..16384)), [Kept { at: 0, bytes: vec![6; 512] }]);
+        journal.close(4, &[], SIZE);
+        journal.sealed(0, 4);
+        assert!(!journal.keeps());
     }
 
     #[test]
     fn a_record_does_not_vouch_for_what_it_has() {
-        let guard = active();
-        guard.cover(covers(0, &[buf(1, 12288)], SIZE, true));
-        assert!(guard.keep(4096, &[buf(2, 4096)], true, SIZE));
-        let closed = guard.close(1, &[], SIZE);
+        let journal = active();
+        journal.cover(covers(0, &[buf(1, 12288)], SIZE, true));
+        assert!(journal.keep(4096, &[buf(2, 4096)], true, SIZE));
+        let closed = journal.close(1, &[], SIZE);
         let unread = |range| Cover { range, crc: None, voucher: Voucher::Record };
         assert_eq!(closed.covers, [unread(0..4096), unread(8192..12288)]);
         assert_eq!(closed.kept.len(), 1);
@@ -504,26 +504,26 @@ mod tests {
 
     #[test]
     fn nothing_is_said_of_released_clusters_and_kept_pieces_stay_readable_until_forgotten() {
-        let guard = active();
-        guard.cover(covers(SIZE - 4096, &[buf(1, 8192)], SIZE, true));
-        assert!(guard.keep(2 * SIZE - 512, &[buf(2, 1024)], true, SIZE));
-        let closed = guard.close(1, &[HostCluster::new(1)], SIZE);
+        let journal = active();
+        journal.cover(covers(SIZE - 4096, &[buf(1, 8192)], SIZE, true));
+        assert!(journal.keep(2 * SIZE - 512, &[buf(2, 1024)], true, SIZE));
+        let closed = journal.close(1, &[HostCluster::new(1)], SIZE);
         assert_eq!(closed.covers.len(), 1);
         assert_eq!(closed.covers[0].range, SIZE - 4096..SIZE);
         assert_eq!(closed.kept, [Kept { at: 2 * SIZE, bytes: vec![2; 512] }]);
-        assert_eq!(guard.kept_in(&(0..4 * SIZE)).len(), 2);
-        guard.sealed(0, 1);
-        guard.forget(&[HostCluster::new(1)], SIZE);
-        assert_eq!(guard.recorded().len(), 1);
-        assert_eq!(guard.kept_in(&(0..2 * SIZE)), []);
+        assert_eq!(journal.kept_in(&(0..4 * SIZE)).len(), 2);
+        journal.sealed(0, 1);
+        journal.forget(&[HostCluster::new(1)], SIZE);
+        assert_eq!(journal.recorded().len(), 1);
+        assert_eq!(journal.kept_in(&(0..2 * SIZE)), []);
     }
 
     #[test]
     fn a_cluster_beside_a_released_one_is_still_vouched_for() {
         for voucher in [Voucher::Record, Voucher::Lead] {
-            let guard = active();
-            guard.cover(vouched(0..3 * SIZE, voucher));
-            let closed = guard.close(1, &[HostCluster::new(1)], SIZE);
+            let journal = active();
+            journal.cover(vouched(0..3 * SIZE, voucher));
+            let closed = journal.close(1, &[HostCluster::new(1)], SIZE);
             let beside = [vouched(0..SIZE, voucher), vouched(2 * SIZE..3 * SIZE, voucher)];
             assert_eq!(closed.covers, beside.concat());
         }
@@ -531,18 +531,18 @@ mod tests {
 
     #[test]
     fn small_writes_to_clusters_that_the_file_does_not_have_are_kept_up_to_a_limit() {
-        let guard = active();
-        assert!(!guard.keep(0, &[buf(1, 4096)], false, SIZE));
+        let journal = active();
+        assert!(!journal.keep(0, &[buf(1, 4096)], false, SIZE));
         let mut at = 0;
-        while guard.keep(at, &[buf(1, 4096)], at.is_multiple_of(SIZE), SIZE) {
+        while journal.keep(at, &[buf(1, 4096)], at.is_multiple_of(SIZE), SIZE) {
             at += 4096;
         }
-        assert_eq!(guard.pending(), MAX_PENDING + 4096);
-        guard.deactivate();
-        assert!(!guard.keep(0, &[buf(1, 4096)], true, SIZE));
-        let kept = guard.unrecorded();
-        guard.placed(&kept);
-        assert!(!guard.keeps());
+        assert_eq!(journal.pending(), MAX_PENDING + 4096);
+        journal.deactivate();
+        assert!(!journal.keep(0, &[buf(1, 4096)], true, SIZE));
+        let kept = journal.unrecorded();
+        journal.placed(&kept);
+        assert!(!journal.keeps());
     }
 
     #[test]
@@ -567,42 +567,42 @@ mod tests {
 
     #[test]
     fn what_a_lead_block_vouches_for_is_kept_until_it_is_proven() {
-        let guard = active();
-        guard.cover(vouched(0..SIZE, Voucher::Lead));
-        guard.cover(vouched(SIZE..2 * SIZE, Voucher::Nobody));
-        assert!(guard.close_embedded().is_some());
-        guard.sealed_embedded(5, 0);
+        let journal = active();
+        journal.cover(vouched(0..SIZE, Voucher::Lead));
+        journal.cover(vouched(SIZE..2 * SIZE, Voucher::Nobody));
+        assert!(journal.close_embedded().is_some());
+        journal.sealed_embedded(5, 0);
         // Nobody needs the sum of the one; nothing shows yet that the other was durable.
-        assert_eq!(straight(&guard, SIZE, 1, 4096), all(SIZE, 4096));
-        assert_eq!(straight(&guard, SIZE - 4096, 1, 8192), all(SIZE, 4096));
-        assert!(guard.close_embedded().is_none(), "what is kept needs a record");
-        let closed = guard.close(1, &[], SIZE);
+        assert_eq!(straight(&journal, SIZE, 1, 4096), all(SIZE, 4096));
+        assert_eq!(straight(&journal, SIZE - 4096, 1, 8192), all(SIZE, 4096));
+        assert!(journal.close_embedded().is_none(), "what is kept needs a record");
+        let closed = journal.close(1, &[], SIZE);
         assert_eq!(closed.kept.len(), 1);
-        guard.sealed(8, 1);
-        guard.cover(vouched(2 * SIZE..3 * SIZE, Voucher::Lead));
-        assert!(guard.close_embedded().is_some());
-        guard.sealed_embedded(9, 8);
-        assert!(guard.close_embedded().is_some());
+        journal.sealed(8, 1);
+        journal.cover(vouched(2 * SIZE..3 * SIZE, Voucher::Lead));
+        assert!(journal.close_embedded().is_some());
+        journal.sealed_embedded(9, 8);
+        assert!(journal.close_embedded().is_some());
         // A later record shows that the commit which ended at 9 was durable.
-        assert_eq!(straight(&guard, 2 * SIZE, 2, 512), []);
-        let _ = guard.close(2, &[], SIZE);
-        guard.sealed(10, 3);
-        assert_eq!(straight(&guard, 2 * SIZE + 512, 2, 512), all(2 * SIZE + 512, 512));
+        assert_eq!(straight(&journal, 2 * SIZE, 2, 512), []);
+        let _ = journal.close(2, &[], SIZE);
+        journal.sealed(10, 3);
+        assert_eq!(straight(&journal, 2 * SIZE + 512, 2, 512), all(2 * SIZE + 512, 512));
     }
 
     #[test]
     fn a_broken_sum_and_a_plain_lead_block_need_a_record() {
-        let guard = active();
-        guard.cover(vouched(0..SIZE, Voucher::Lead));
-        assert_eq!(straight(&guard, 4096, 1, 512), all(4096, 512));
-        assert!(guard.close_embedded().is_none());
-        let closed = guard.close(1, &[], SIZE);
+        let journal = active();
+        journal.cover(vouched(0..SIZE, Voucher::Lead));
+        assert_eq!(straight(&journal, 4096, 1, 512), all(4096, 512));
+        assert!(journal.close_embedded().is_none());
+        let closed = journal.close(1, &[], SIZE);
         assert_eq!(closed.covers, vouched(0..SIZE, Voucher::Lead));
-        guard.sealed(2, 2);
-        assert!(guard.close_embedded().is_some());
-        guard.keep_plain(SIZE, &[7; 512], HostCluster::new(1));
-        assert!(guard.close_embedded().is_none());
-        let closed = guard.close(2, &[], SIZE);
+        journal.sealed(2, 2);
+        assert!(journal.close_embedded().is_some());
+        journal.keep_plain(SIZE, &[7; 512], HostCluster::new(1));
+        assert!(journal.close_embedded().is_none());
+        let closed = journal.close(2, &[], SIZE);
         assert_eq!((closed.plain, closed.kept.len()), (vec![HostCluster::new(1)], 1));
     }
 }

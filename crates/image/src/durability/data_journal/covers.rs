@@ -218,38 +218,38 @@ mod interleavings {
     use super::*;
     use isobath_storage::sync::{Cell, Mutex, explore, wait};
 
-    struct Guard {
+    struct DataJournal {
         writes: Arc<InFlight>,
         /// Writes that began before anything else, and what they write.
         busy: [(Mutex<Option<Busy>>, Cell<u8>); 2],
     }
 
-    fn guard() -> Guard {
+    fn guard() -> DataJournal {
         let writes = Arc::<InFlight>::default();
         let write = |_| (Mutex::new(Some(Busy::on(&writes))), Cell::new(0));
-        Guard { busy: [0, 1].map(write), writes }
+        DataJournal { busy: [0, 1].map(write), writes }
     }
 
-    fn end(guard: &Guard, number: usize) {
+    fn end(guard: &DataJournal, number: usize) {
         let (busy, data) = &guard.busy[number];
         data.set(1);
         drop(busy.lock().take());
     }
 
-    fn commit(guard: &Guard) {
+    fn commit(guard: &DataJournal) {
         wait(guard.writes.ended());
         assert!(guard.busy.iter().all(|(_, data)| data.get() == 1));
     }
 
     #[test]
     fn a_commit_waits_for_all_writes() {
-        let tasks: &[fn(&Guard)] = &[|g| end(g, 0), |g| end(g, 1), commit];
+        let tasks: &[fn(&DataJournal)] = &[|g| end(g, 0), |g| end(g, 1), commit];
         explore("InFlight, two writes and a commit", 3, guard, tasks, |_| ());
     }
 
     #[test]
     fn two_commits_wait() {
-        let tasks: &[fn(&Guard)] = &[|g| (0..2).for_each(|n| end(g, n)), commit, commit];
+        let tasks: &[fn(&DataJournal)] = &[|g| (0..2).for_each(|n| end(g, n)), commit, commit];
         explore("InFlight, two writes and two commits", 2, guard, tasks, |_| ());
     }
 }
