@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 /// Bytes that are newer than those in their place.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Kept {
+pub struct JournaledWrite {
     /// The first byte, in the host file.
     pub at: u64,
     /// What is to be there.
@@ -80,13 +80,13 @@ impl Pieces {
     }
 
     /// Copies of the pieces whose mark suits.
-    pub fn list(&self, wanted: impl Fn(u64) -> bool) -> Vec<Kept> {
+    pub fn list(&self, wanted: impl Fn(u64) -> bool) -> Vec<JournaledWrite> {
         let pieces = self.0.iter().filter(|(_, piece)| wanted(piece.mark));
-        pieces.map(|(&at, piece)| Kept { at, bytes: piece.bytes().to_vec() }).collect()
+        pieces.map(|(&at, piece)| JournaledWrite { at, bytes: piece.bytes().to_vec() }).collect()
     }
 
     /// Drops a piece if it is still this.
-    pub fn remove(&mut self, piece: &Kept) {
+    pub fn remove(&mut self, piece: &JournaledWrite) {
         if self.0.get(&piece.at).is_some_and(|found| found.bytes() == piece.bytes) {
             self.0.remove(&piece.at);
         }
@@ -99,12 +99,12 @@ impl Pieces {
     }
 
     /// Copies of what there is of a range.
-    pub fn copies_of(&self, range: &Range<u64>) -> impl Iterator<Item = Kept> {
+    pub fn copies_of(&self, range: &Range<u64>) -> impl Iterator<Item = JournaledWrite> {
         let found = self.overlapping(range).into_iter();
         found.map(|(at, piece)| {
             let (start, end) = (at.max(range.start), range.end.min(at + piece.length()));
             let bytes = &piece.bytes()[(start - at) as usize..(end - at) as usize];
-            Kept { at: start, bytes: bytes.to_vec() }
+            JournaledWrite { at: start, bytes: bytes.to_vec() }
         })
     }
 

@@ -14,7 +14,7 @@ use crate::Result;
 use crate::alloc::Allocator;
 use crate::entries::ActiveEntries;
 use crate::layer::Layer;
-use crate::pieces::Kept;
+use crate::pieces::JournaledWrite;
 use crate::readers::Readers;
 use crate::restart_log::Log;
 use crate::tables::Tables;
@@ -235,7 +235,7 @@ impl<S: Storage> Metadata<S> {
     }
 
     /// Writes pieces of data to their places.
-    async fn place(&self, pieces: &[Kept]) -> Result<()> {
+    async fn place(&self, pieces: &[JournaledWrite]) -> Result<()> {
         let data = self.layer.data();
         let writes = pieces.iter().map(|kept| data.write_at(kept.at, IoBuf::copy_of(&kept.bytes)));
         try_join_all(writes).await?;

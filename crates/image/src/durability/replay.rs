@@ -5,7 +5,7 @@
 
 use crate::durability::ordered::Ordered;
 use crate::durability::{Durability, Metadata, journal};
-use crate::pieces::{Kept, Pieces};
+use crate::pieces::{JournaledWrite, Pieces};
 use crate::readers::Readers;
 use crate::references::referenced;
 use crate::restart_log::Survived;
@@ -136,7 +136,7 @@ impl<S: Storage> Metadata<S> {
         Ok(Ok(changes))
     }
 
-    async fn apply(&self, changes: Vec<Change>, kept: &[Kept], area: &Range<u64>) -> Result<()> {
+    async fn apply(&self, changes: Vec<Change>, kept: &[JournaledWrite], area: &Range<u64>) -> Result<()> {
         // Before anything else is given out.
         for change in &changes {
             for host in &change.taken {
@@ -154,7 +154,7 @@ impl<S: Storage> Metadata<S> {
         }
         let mut pieces = Pieces::default();
         let size = self.cluster_size();
-        for Kept { at, bytes } in kept {
+        for JournaledWrite { at, bytes } in kept {
             let (mut at, mut rest) = (*at, bytes.as_slice());
             while !rest.is_empty() {
                 let room = usize::try_from(size - at % size).unwrap_or(rest.len());

@@ -1,7 +1,7 @@
 //! What a log holds that somebody left.
 
 use super::{CAPACITY, ENTRY, KEPT, MAGIC, at, load, sum};
-use crate::pieces::Kept;
+use crate::pieces::JournaledWrite;
 use crate::sabotage::{self, Sabotage};
 use crate::{DiskError, Result};
 use isobath_qcow2::{Geometry, Header, L2Entry};
@@ -16,7 +16,7 @@ pub struct Survived {
     /// The last entry that each guest cluster got.
     pub entries: BTreeMap<u64, L2Entry>,
     /// Bytes by host offset, in the order in which they were written.
-    pub kept: Vec<Kept>,
+    pub kept: Vec<JournaledWrite>,
     memory: Arc<dyn Survivor>,
 }
 
@@ -124,7 +124,7 @@ impl Survived {
                     }
                     place.checked_add(count as u64)?;
                     if position >= bytes && count > 0 {
-                        self.kept.push(Kept { at: *place, bytes: raw });
+                        self.kept.push(JournaledWrite { at: *place, bytes: raw });
                     }
                 }
                 _ => return None,

@@ -40,7 +40,7 @@ mod at {
     pub(super) const UNCLEAN: usize = 3;
     /// Mappings before this position are dropped.
     pub(super) const ENTRIES: usize = 4;
-    /// Kept bytes before this position are dropped.
+    /// JournaledWrite bytes before this position are dropped.
     pub(super) const BYTES: usize = 5;
     /// The position behind the last item.
     pub(super) const END: usize = 6;

@@ -15,7 +15,7 @@ mod covers;
 
 pub use covers::{Busy, Cover, Voucher, covers};
 
-use crate::pieces::{Kept, Pieces};
+use crate::pieces::{JournaledWrite, Pieces};
 use crate::restart_log::Log;
 use crate::sabotage::{self, Sabotage};
 use covers::{Covered, Covers, InFlight};
@@ -84,7 +84,7 @@ pub struct Closed {
     /// What it vouches for.
     pub covers: Vec<Cover>,
     /// Data that goes into it.
-    pub kept: Vec<Kept>,
+    pub kept: Vec<JournaledWrite>,
     /// Clusters whose plain lead blocks are among that.
     pub plain: Vec<HostCluster>,
     /// There is too much to vouch for: data must be durable before the record is written.
@@ -321,7 +321,7 @@ impl DataJournal {
 
     /// Of what the commit under way took, `placed` is in its place, and record `sequence` has the
     /// rest.
-    pub fn moved(&self, placed: &[Kept], sequence: u64) {
+    pub fn moved(&self, placed: &[JournaledWrite], sequence: u64) {
         let mut state = self.state.lock();
         let state = &mut *state;
         for done in placed {
@@ -340,17 +340,17 @@ impl DataJournal {
     }
 
     /// What durable records have of data, to be written to its place.
-    pub fn recorded(&self) -> Vec<Kept> {
+    pub fn recorded(&self) -> Vec<JournaledWrite> {
         self.state.lock().recorded.list(|record| record != NO_RECORD)
     }
 
     /// What is kept and in no durable record. With the journal out of use, it goes to its place.
-    pub fn unrecorded(&self) -> Vec<Kept> {
+    pub fn unrecorded(&self) -> Vec<JournaledWrite> {
         self.state.lock().pending.list(|_| true)
     }
 
     /// Forgets pieces that are in their places, unless something newer is kept there.
-    pub fn placed(&self, pieces: &[Kept]) {
+    pub fn placed(&self, pieces: &[JournaledWrite]) {
         let mut state = self.state.lock();
         for done in pieces {
             state.pending.remove(done);
@@ -374,7 +374,7 @@ impl DataJournal {
 
     /// What is kept of a range. Asked for before the range is read, and put over what was read:
     /// what is no longer kept by then was in its place before.
-    pub fn kept_in(&self, range: &Range<u64>) -> Vec<Kept> {
+    pub fn kept_in(&self, range: &Range<u64>) -> Vec<JournaledWrite> {
         if !self.keeps() {
             return Vec::new();
         }
@@ -476,7 +476,7 @@ mod tests {
         assert_eq!(journal.pending(), 4096 + 512);
         let kept = journal.kept_in(&(0..16384));
         assert_eq!(kept.len(), 2);
-        assert_eq!(kept[0], Kept { at: 0, bytes: vec![4; 512] });
+        assert_eq!(kept[0], JournaledWrite { at: 0, bytes: vec![4; 512] });
         // The next record has them, and then nothing is vouched for any more.
         assert_eq!(journal.close(2, &[], SIZE).kept, kept);
         journal.sealed(0, 1);
@@ -485,7 +485,7 @@ mod tests {
         assert_eq!(straight(&journal, 0, 6, 512), []);
         journal.close(3, &[], SIZE);
         journal.sealed(0, 3);
-        assert_eq!(journal.kept_in(&(0..16384)), [Kept { at: 0, bytes: vec![6; 512] }]);
+        assert_eq!(journal.kept_in(&(0..16384)), [JournaledWrite { at: 0, bytes: vec![6; 512] }]);
         journal.close(4, &[], SIZE);
         journal.sealed(0, 4);
         assert!(!journal.keeps());
@@ -510,7 +510,7 @@ mod tests {
         let closed = journal.close(1, &[HostCluster::new(1)], SIZE);
         assert_eq!(closed.covers.len(), 1);
         assert_eq!(closed.covers[0].range, SIZE - 4096..SIZE);
-        assert_eq!(closed.kept, [Kept { at: 2 * SIZE, bytes: vec![2; 512] }]);
+        assert_eq!(closed.kept, [JournaledWrite { at: 2 * SIZE, bytes: vec![2; 512] }]);
         assert_eq!(journal.kept_in(&(0..4 * SIZE)).len(), 2);
         journal.sealed(0, 1);
         journal.forget(&[HostCluster::new(1)], SIZE);

@@ -3,7 +3,7 @@
 use crate::Result;
 use crate::alloc::{Allocator, Staged};
 use crate::durability::data_journal::Cover;
-use crate::pieces::Kept;
+use crate::pieces::JournaledWrite;
 use crate::sabotage::{self, Sabotage};
 use crate::tables::{CommitNeeds, StagedTables};
 use futures_util::future::try_join_all;
@@ -25,7 +25,7 @@ pub(super) async fn estimate<S: Storage>(
     needs: &CommitNeeds,
     releases: &[HostCluster],
     covers: &[Cover],
-    kept: &[Kept],
+    kept: &[JournaledWrite],
 ) -> u64 {
     let patches: u64 = tables.patches.iter().map(|(_, bytes)| OPERATION + bytes.len() as u64).sum();
     let data: u64 = kept.iter().map(|kept| OPERATION + kept.bytes.len() as u64).sum();
@@ -84,8 +84,8 @@ impl Builder {
     }
 
     /// Data that is not in its place.
-    pub(super) fn data(&mut self, kept: &[Kept]) {
-        for Kept { at, bytes } in kept {
+    pub(super) fn data(&mut self, kept: &[JournaledWrite]) {
+        for JournaledWrite { at, bytes } in kept {
             self.tell(*at, bytes.len() as u64);
             let offset = HostOffset::new(*at);
             self.record.operations.push(Operation::Data { offset, bytes: bytes.clone() });

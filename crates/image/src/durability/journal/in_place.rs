@@ -9,7 +9,7 @@ use super::build::Builder;
 use super::{Journal, State, ordered, checkpoint};
 use crate::Result;
 use crate::durability::Metadata;
-use crate::pieces::Kept;
+use crate::pieces::JournaledWrite;
 use crate::readers::Readers;
 use crate::sabotage::{self, Sabotage};
 use crate::tables::CommitNeeds;
@@ -21,7 +21,7 @@ pub(super) struct Closed {
     pub(super) needs: CommitNeeds,
     /// Clusters to which nothing refers once it is done.
     pub(super) freed: Vec<HostCluster>,
-    pub(super) kept: Vec<Kept>,
+    pub(super) kept: Vec<JournaledWrite>,
     pub(super) plain: Vec<HostCluster>,
 }
 
@@ -51,9 +51,9 @@ impl Journal {
         metadata.zones_listed().await?;
 
         // Lead blocks become plain by a record only: it says so.
-        let is_lead = |kept: &&Kept| plain.contains(&HostCluster::new(kept.at / size));
-        let (leads, others): (Vec<&Kept>, Vec<&Kept>) = kept.iter().partition(is_lead);
-        let others: Vec<Kept> = others.into_iter().cloned().collect();
+        let is_lead = |kept: &&JournaledWrite| plain.contains(&HostCluster::new(kept.at / size));
+        let (leads, others): (Vec<&JournaledWrite>, Vec<&JournaledWrite>) = kept.iter().partition(is_lead);
+        let others: Vec<JournaledWrite> = others.into_iter().cloned().collect();
         metadata.place(&others).await?;
         alloc.end_journal().await;
         if let Some(log) = &metadata.log {
@@ -90,7 +90,7 @@ impl Journal {
             *sequence += 1;
             let tail = active.durable + 1;
             let mut record = Builder::new(size, *sequence, tail);
-            let data: Vec<Kept> = now.iter().map(|kept| (*kept).clone()).collect();
+            let data: Vec<JournaledWrite> = now.iter().map(|kept| (*kept).clone()).collect();
             record.data(&data);
             let told: Vec<HostCluster> = plain
                 .iter()

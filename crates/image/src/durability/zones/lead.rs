@@ -26,7 +26,7 @@ enum Stored {
     /// A lead block.
     Lead(IoBuf, Embedded),
     /// Nothing: the data journal has it.
-    Kept,
+    JournaledWrite,
 }
 
 impl<S: Storage> Metadata<S> {
@@ -150,7 +150,7 @@ impl<S: Storage> Metadata<S> {
             }
             _ => {
                 self.keep_plain(lead, &plain[..span.bytes()]);
-                Ok(Stored::Kept)
+                Ok(Stored::JournaledWrite)
             }
         }
     }
@@ -181,7 +181,7 @@ impl<S: Storage> Metadata<S> {
                     rewritten.push((at, embedded));
                     block
                 }
-                Stored::Kept => {
+                Stored::JournaledWrite => {
                     apart.push(Some((own, false)));
                     continue;
                 }
