@@ -64,7 +64,7 @@ fn area(area: &[u8]) {
     if let Some(last) = last {
         let record = Record::parse(&area[last.at..], ID).expect("found here");
         assert_eq!(record.encoded_length(), last.length);
-        assert!(journal.covers().count() <= record.operations.len());
+        assert!(journal.checksums().count() <= record.operations.len());
         let zones = record.operations.iter().find_map(|operation| match operation {
             Operation::Zones(zones) => Some(zones),
             _ => None,
@@ -72,7 +72,7 @@ fn area(area: &[u8]) {
         assert_eq!(journal.zones().as_ref(), zones);
     }
     if journal.drop_last().is_ok() {
-        assert_eq!(journal.covers().count(), 0);
+        assert_eq!(journal.checksums().count(), 0);
         let expected = last.map(|last| last.sequence - 1).filter(|n| *n >= 2);
         assert_eq!(journal.last().map(|last| last.sequence), expected);
         replay(&journal, area.len());

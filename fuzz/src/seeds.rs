@@ -138,7 +138,7 @@ fn journals() -> Vec<Vec<u8>> {
         Operation::Zero { offset, length: 1 << 16 },
         Operation::Revoke { offset, length: 50 },
         Operation::Data { offset, bytes: vec![2; 5000] },
-        Operation::Cover { offset, length: 512, crc: 3 },
+        Operation::Checksum { offset, length: 512, crc: 3 },
         Operation::Zones(Zones {
             floor: 9,
             proven: 7,

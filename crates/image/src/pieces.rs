@@ -187,8 +187,8 @@ mod tests {
             let from = asked.start as usize;
             let expected: Vec<_> = model[from..].iter().map(|byte| byte.map(|b| b.0)).collect();
             assert_eq!(bytes[from..], expected);
-            let covered: u64 = pieces.parts_of(&asked).map(|part| part.end - part.start).sum();
-            assert_eq!(covered as usize, expected.iter().flatten().count());
+            let checksummed: u64 = pieces.parts_of(&asked).map(|part| part.end - part.start).sum();
+            assert_eq!(checksummed as usize, expected.iter().flatten().count());
         }
     }
 }

@@ -46,7 +46,7 @@ sabotages! {
     NoRevoke => "no-revoke",
     /// A recovery believes the last record, whatever its data is.
     UncheckedCovers => "unchecked-covers",
-    /// A write goes to its place where a record vouches for what is there.
+    /// A write goes to its place where a record has checksums of what is there.
     Unguarded => "unguarded",
     /// A checkpoint frees the journal's space before what it wrote is durable.
     EarlyCheckpoint => "early-checkpoint",

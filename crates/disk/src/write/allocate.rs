@@ -306,9 +306,9 @@ impl<H: Host> Disk<H> {
             .into_iter()
             .map(|run| async move { data.write_to(run.place, run.start, run.bufs).await });
         let mut written = Vec::with_capacity(gives.len());
-        for (bufs, covers) in finish_writes(writes).await? {
+        for (bufs, checksums) in finish_writes(writes).await? {
             written.extend(bufs);
-            data.data_journal.cover(covers);
+            data.data_journal.add_checksums(checksums);
         }
         let mut written = written.into_iter();
         let mut whole = IoBuf::empty();

@@ -79,11 +79,11 @@ impl<H: Host> Disk<H> {
         (first..=last).for_each(|cluster| claim.add(HostCluster::new(cluster)));
         let taken = claim.clusters().to_vec();
         let packed = vec![IoBuf::copy_of(&packed)];
-        let (_, covers) = qcow2.metadata.write_to(Place::New, host.get(), packed).await?;
+        let (_, checksums) = qcow2.metadata.write_to(Place::New, host.get(), packed).await?;
         let entry = L2Entry::compressed(host, length, geometry.cluster_bits())
             .map_err(|error| qcow2.metadata.layer.format_error(error))?;
         claim.keep();
-        qcow2.metadata.data_journal.cover(covers);
+        qcow2.metadata.data_journal.add_checksums(checksums);
         let references = References { taken: &taken, released, ordered: true, embedded: false };
         self.record(qcow2, cluster, entry, references)?;
         Ok(buf)
@@ -121,9 +121,9 @@ impl<H: Host> Disk<H> {
         let Some(host) = geometry.host_cluster_start(run.start) else {
             return Err(self.no_offset(run.start));
         };
-        let (_, covers) = qcow2.metadata.write_to(Place::New, host.get(), vec![bytes]).await?;
+        let (_, checksums) = qcow2.metadata.write_to(Place::New, host.get(), vec![bytes]).await?;
         claim.keep();
-        qcow2.metadata.data_journal.cover(covers);
+        qcow2.metadata.data_journal.add_checksums(checksums);
         let sub = geometry.subcluster_size();
         let count = (zero.end - zero.start) / sub;
         let mask = (((1_u64 << count) - 1) << (zero.start / sub)) as u32;

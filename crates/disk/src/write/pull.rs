@@ -292,7 +292,7 @@ impl<H: Host> Disk<H> {
         for entry in qcow2.entries(clusters.clone()).await? {
             let plan = Plan::new(&qcow2.metadata.layer, &geometry, entry, &(0..size))?;
             if plan.host.is_some() && qcow2.metadata.data_journal.is_active() {
-                // A record may vouch for what is there.
+                // A record may have checksums of what is there.
                 return Ok(false);
             }
             plans.push(plan);
@@ -304,7 +304,7 @@ impl<H: Host> Disk<H> {
         let placed = self.clone_into_places(qcow2, &plans, &mut claim, source, at).await?;
         let Some(hosts) = placed else { return Ok(false) };
         claim.keep();
-        qcow2.metadata.data_journal.cover_none();
+        qcow2.metadata.data_journal.add_unchecked();
         for ((cluster, plan), host) in clusters.zip(&plans).zip(hosts) {
             if plan.changes {
                 let new = [geometry.host_cluster_of(host)];

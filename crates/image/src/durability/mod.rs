@@ -1,7 +1,7 @@
 //! How changes of metadata reach the file.
 
-mod group;
 pub mod data_journal;
+mod group;
 pub mod journal;
 mod ordered;
 mod replay;
@@ -18,8 +18,8 @@ use crate::pieces::JournaledWrite;
 use crate::readers::Readers;
 use crate::restart_log::Log;
 use crate::tables::Tables;
+use data_journal::{ChecksumHolder, ChecksummedRange, DataJournal, Way, checksummed, cut};
 use futures_util::future::try_join_all;
-use data_journal::{Cover, DataJournal, Voucher, Way, covers, cut};
 use isobath_qcow2::{ClusterIndex, HostOffset, L2Entry};
 use isobath_storage::{IoBuf, Storage};
 use journal::Journal;
@@ -100,7 +100,7 @@ pub struct Metadata<S> {
     pub tables: Tables<S>,
     /// Its refcounts.
     pub alloc: Allocator<S>,
-    /// Data that a record vouches for.
+    /// Data that a record has checksums of.
     pub data_journal: DataJournal,
     /// What is done before it is needed.
     pub upkeep: Upkeep,
@@ -166,23 +166,23 @@ impl<S: Storage> Metadata<S> {
         }
     }
 
-    /// Writes buffers that follow one another. What is returned is to be [covered](DataJournal::cover)
+    /// Writes buffers that follow one another. What is returned is to be [checksummed](DataJournal::add_checksums)
     /// before anything is recorded that refers to it.
     pub async fn write_to(
         &self,
         place: Place,
         at: u64,
         bufs: Vec<IoBuf>,
-    ) -> Result<(Vec<IoBuf>, Vec<Cover>)> {
+    ) -> Result<(Vec<IoBuf>, Vec<ChecksummedRange>)> {
         let data = self.layer.data();
         if self.has_data_apart() {
             return Ok((data.write_vectored_at(at, bufs).await?, Vec::new()));
         }
         let length: usize = bufs.iter().map(IoBuf::len).sum();
         if let Place::Embedded { checked } = place {
-            let voucher = if checked { Voucher::Lead } else { Voucher::Nobody };
-            let cover = Cover { range: at..at + length as u64, crc: None, voucher };
-            return Ok((self.write_stored(at, bufs).await?, vec![cover]));
+            let holder = if checked { ChecksumHolder::Lead } else { ChecksumHolder::Nobody };
+            let checksum = ChecksummedRange { range: at..at + length as u64, crc: None, holder };
+            return Ok((self.write_stored(at, bufs).await?, vec![checksum]));
         }
         if place == Place::InUse && !self.zones.leads_in(&(at..at + length as u64)).is_empty() {
             let mut written = Vec::with_capacity(bufs.len());
@@ -205,22 +205,22 @@ impl<S: Storage> Metadata<S> {
         match self.data_journal.write(at, &bufs) {
             Way::Straight(_busy) => {
                 let size = self.cluster_size();
-                let covers = if checked {
-                    covers(at, &bufs, size, self.data_journal.is_active())
+                let checksums = if checked {
+                    checksummed(at, &bufs, size, self.data_journal.is_active())
                 } else {
                     Vec::new()
                 };
-                Ok((data.write_vectored_at(at, bufs).await?, covers))
+                Ok((data.write_vectored_at(at, bufs).await?, checksums))
             }
             Way::Parts(parts, _busy) => {
-                let unread = |part: &Range<u64>| Cover {
+                let unread = |part: &Range<u64>| ChecksummedRange {
                     range: part.clone(),
                     crc: None,
-                    voucher: Voucher::Record,
+                    holder: ChecksumHolder::Record,
                 };
-                let covers = parts.iter().filter(|_| checked).map(unread).collect();
+                let checksums = parts.iter().filter(|_| checked).map(unread).collect();
                 self.write_parts(at, parts, &bufs).await?;
-                Ok((bufs, covers))
+                Ok((bufs, checksums))
             }
         }
     }

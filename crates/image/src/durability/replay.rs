@@ -136,7 +136,12 @@ impl<S: Storage> Metadata<S> {
         Ok(Ok(changes))
     }
 
-    async fn apply(&self, changes: Vec<Change>, kept: &[JournaledWrite], area: &Range<u64>) -> Result<()> {
+    async fn apply(
+        &self,
+        changes: Vec<Change>,
+        kept: &[JournaledWrite],
+        area: &Range<u64>,
+    ) -> Result<()> {
         // Before anything else is given out.
         for change in &changes {
             for host in &change.taken {

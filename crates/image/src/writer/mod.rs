@@ -5,7 +5,7 @@ mod corrupt;
 mod open;
 
 use crate::Result;
-use crate::durability::{GroupCommit, Metadata, MetadataMode, CommitPolicy};
+use crate::durability::{CommitPolicy, GroupCommit, Metadata, MetadataMode};
 use crate::entries::ActiveEntries;
 use crate::layer::Layer;
 use crate::range_lock::RangeLocks;

@@ -5,7 +5,7 @@ use super::{Qcow2Writer, Writer};
 use crate::alloc::Allocator;
 use crate::durability::data_journal::DataJournal;
 use crate::durability::zones::Zones;
-use crate::durability::{Metadata, MetadataMode, CommitPolicy, Upkeep};
+use crate::durability::{CommitPolicy, Metadata, MetadataMode, Upkeep};
 use crate::layer::{Layer, Qcow2};
 use crate::options::OpenOptions;
 use crate::restart_log::Log;
@@ -36,7 +36,12 @@ impl<S: Storage> Writer<S> {
         }
         let bitmaps = Bitmaps::open(layer, &header).await?;
         clear_unknown_autoclear(layer, qcow2).await?;
-        let policy = CommitPolicy::new(options.metadata, options.journal_size, layer.size(), options.survive);
+        let policy = CommitPolicy::new(
+            options.metadata,
+            options.journal_size,
+            layer.size(),
+            options.survive,
+        );
         let log = policy.journal().is_some().then(Arc::<Log>::default);
         if let Some(log) = log.as_ref().filter(|_| options.survive) {
             log.wake();

@@ -128,14 +128,14 @@ impl<'a> Journal<'a> {
         })
     }
 
-    /// What the file must hold before the last record may be used: its [covers](super::Operation::Cover)
+    /// What the file must hold before the last record may be used: its [checksums](super::Operation::Checksum)
     /// as offset, length in bytes, and [CRC-32C](super::Crc32c). None once a record was dropped: the
     /// one before was durable before that was written.
-    pub fn covers(&self) -> impl Iterator<Item = (HostOffset, u32, u32)> {
+    pub fn checksums(&self) -> impl Iterator<Item = (HostOffset, u32, u32)> {
         let last = self.records.last().filter(|_| !self.dropped);
         let items = last.into_iter().flat_map(|(_, view)| view.items().flatten());
         items.filter_map(|item| match item.kind {
-            Kind::Cover(crc) => Some((item.offset, item.length, crc)),
+            Kind::Checksum(crc) => Some((item.offset, item.length, crc)),
             _ => None,
         })
     }

@@ -44,7 +44,7 @@ pub enum Operation {
     },
     /// Data that was written to its place beside the record: if the file does not hold it, the record
     /// is not complete. Neither earlier records nor this one are replayed on this range.
-    Cover {
+    Checksum {
         /// Where.
         offset: HostOffset,
         /// How many bytes.
@@ -69,7 +69,7 @@ impl Operation {
     pub fn encoded_length(&self) -> usize {
         let payload = match self {
             Self::Patch { bytes, .. } | Self::Data { bytes, .. } => bytes.len(),
-            Self::Cover { .. } => 4,
+            Self::Checksum { .. } => 4,
             Self::Zones(zones) => zones.encoded_length(),
             Self::Zero { .. } | Self::Revoke { .. } => 0,
         };
@@ -83,7 +83,7 @@ impl Operation {
             Self::Patch { offset, bytes } => (PATCH, offset, length(bytes), bytes.as_slice()),
             Self::Zero { offset, length } => (ZERO, offset, *length, &[][..]),
             Self::Data { offset, bytes } => (DATA, offset, length(bytes), bytes.as_slice()),
-            Self::Cover { offset, length, crc } => {
+            Self::Checksum { offset, length, crc } => {
                 crc_bytes = crc.to_be_bytes();
                 (COVER, offset, *length, &crc_bytes[..])
             }
@@ -115,7 +115,7 @@ pub(super) enum Kind<'a> {
     Patch(&'a [u8]),
     Zero,
     Data(&'a [u8]),
-    Cover(u32),
+    Checksum(u32),
     Revoke,
     /// Still to be [parsed](Zones::parse).
     Zones(&'a [u8]),
@@ -128,7 +128,7 @@ impl Item<'_> {
             Kind::Patch(bytes) => Operation::Patch { offset, bytes: bytes.to_vec() },
             Kind::Zero => Operation::Zero { offset, length },
             Kind::Data(bytes) => Operation::Data { offset, bytes: bytes.to_vec() },
-            Kind::Cover(crc) => Operation::Cover { offset, length, crc },
+            Kind::Checksum(crc) => Operation::Checksum { offset, length, crc },
             Kind::Revoke => Operation::Revoke { offset, length },
             Kind::Zones(payload) => Operation::Zones(Zones::parse(payload)?),
         })
@@ -191,7 +191,7 @@ impl<'a> Items<'a> {
             PATCH => Kind::Patch(payload),
             ZERO => Kind::Zero,
             DATA => Kind::Data(payload),
-            COVER => Kind::Cover(bytes::be32(payload, 0).unwrap_or_default()),
+            COVER => Kind::Checksum(bytes::be32(payload, 0).unwrap_or_default()),
             REVOKE => Kind::Revoke,
             ZONES if offset != 0 => {
                 return Err(irrecoverable(

@@ -9,7 +9,7 @@ use crate::error::FormatError;
 
 const MAGIC: [u8; 4] = *b"IBJR";
 const CRC: usize = 4;
-/// First byte that the sum covers.
+/// First byte that the sum checksums.
 pub(super) const SUMMED: usize = 8;
 /// Bytes of a record before its operations.
 pub const HEAD_BYTES: usize = 64;
@@ -239,7 +239,7 @@ pub(super) mod tests {
                     0 => Operation::Patch { offset, bytes },
                     1 => Operation::Zero { offset, length },
                     2 => Operation::Data { offset, bytes },
-                    3 => Operation::Cover { offset, length, crc },
+                    3 => Operation::Checksum { offset, length, crc },
                     _ => Operation::Revoke { offset, length },
                 }
             },
@@ -293,7 +293,7 @@ pub(super) mod tests {
                 Operation::Patch { offset, bytes: b"123456789".to_vec() },
                 Operation::Zero { offset, length: u32::MAX },
                 Operation::Data { offset, bytes: vec![7; 4096] },
-                Operation::Cover { offset, length: 512, crc: 0x0102_0304 },
+                Operation::Checksum { offset, length: 512, crc: 0x0102_0304 },
                 Operation::Revoke { offset, length: 65536 },
             ],
         }

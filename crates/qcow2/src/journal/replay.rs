@@ -82,7 +82,7 @@ impl<'a> Replay<'a> {
                 Kind::Patch(bytes) => Some(Piece::Bytes(bytes)),
                 Kind::Data(bytes) => with_data.then_some(Piece::Bytes(bytes)),
                 Kind::Zero => Some(Piece::Zeroes(item.length)),
-                Kind::Cover(_) | Kind::Revoke | Kind::Zones(_) => continue,
+                Kind::Checksum(_) | Kind::Revoke | Kind::Zones(_) => continue,
             };
             let start = item.offset.get();
             self.cut(start, u64::from(item.length));
@@ -98,7 +98,7 @@ impl<'a> Replay<'a> {
             }
         }
         // Not even by the record itself: it would not hold when a replay is begun again.
-        for item in items().filter(|item| matches!(item.kind, Kind::Cover(_))) {
+        for item in items().filter(|item| matches!(item.kind, Kind::Checksum(_))) {
             self.cut(item.offset.get(), u64::from(item.length));
         }
         Ok(())

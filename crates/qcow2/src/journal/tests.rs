@@ -58,7 +58,7 @@ fn an_empty_area_has_nothing_to_replay() {
     let area = vec![0xa5; 16 << 10];
     let mut journal = Journal::scan(&area, &extension(&area)).unwrap();
     assert_eq!(journal.last(), None);
-    assert_eq!(journal.covers().next(), None);
+    assert_eq!(journal.checksums().next(), None);
     assert!(journal.replay().unwrap().is_empty());
     assert_eq!(journal.replay().unwrap().end().get(), 0);
     assert!(journal.drop_last().is_err());
@@ -98,7 +98,7 @@ fn a_revocation_cancels_what_is_earlier_than_its_record() {
 fn what_is_in_its_place_is_not_overwritten_by_what_is_older() {
     let offset = HostOffset::new(2);
     let data = |bytes: &[u8]| Operation::Data { offset, bytes: bytes.to_vec() };
-    let cover = Operation::Cover { offset: HostOffset::new(6), length: 2, crc: 1 };
+    let cover = Operation::Checksum { offset: HostOffset::new(6), length: 2, crc: 1 };
     let records = [
         record(100, 100, vec![patch(0, b"0123456789")]),
         record(101, 100, vec![data(b"ab")]),
@@ -121,7 +121,7 @@ fn a_replay_tells_what_it_touches() {
 
 #[test]
 fn the_last_record_says_what_to_check_and_may_be_dropped_once() {
-    let cover = |n: u32| Operation::Cover { offset: HostOffset::new(512), length: n, crc: n };
+    let cover = |n: u32| Operation::Checksum { offset: HostOffset::new(512), length: n, crc: n };
     let mut area = vec![0; 16 << 10];
     put(&mut area, 0, &record(100, 100, vec![patch(0, b"a"), cover(9)]));
     put(&mut area, 8192, &record(101, 101, vec![cover(7), patch(0, b"b"), cover(8)]));
@@ -129,11 +129,11 @@ fn the_last_record_says_what_to_check_and_may_be_dropped_once() {
     let last = Found { sequence: 101, tail: 101, data_from: 101, at: 8192, length: 4096 };
     assert_eq!(journal.last(), Some(last));
     let offset = HostOffset::new(512);
-    assert_eq!(journal.covers().collect::<Vec<_>>(), [(offset, 7, 7), (offset, 8, 8)]);
+    assert_eq!(journal.checksums().collect::<Vec<_>>(), [(offset, 7, 7), (offset, 8, 8)]);
     assert_eq!(journal.replay().unwrap().ranges().collect::<Vec<_>>(), [bytes(0, b"b")]);
     journal.drop_last().unwrap();
     assert_eq!(journal.last().unwrap().sequence, 100);
-    assert_eq!(journal.covers().next(), None);
+    assert_eq!(journal.checksums().next(), None);
     assert_eq!(journal.replay().unwrap().ranges().collect::<Vec<_>>(), [bytes(0, b"a")]);
     let error = journal.drop_last().unwrap_err().to_string();
     assert!(error.contains("record is 100, the last one"), "{error}");
@@ -221,7 +221,7 @@ fn model(records: &[Record], at: u64) -> Option<u8> {
         (offset.get()..offset.get() + length as u64).contains(&at)
     };
     for record in records.iter().rev().filter(|record| record.sequence >= last.tail) {
-        let covered = |operation: &Operation| matches!(operation, Operation::Cover { offset, length, .. } if hit(offset, *length as usize));
+        let covered = |operation: &Operation| matches!(operation, Operation::Checksum { offset, length, .. } if hit(offset, *length as usize));
         if record.operations.iter().any(covered) {
             return None;
         }
@@ -297,7 +297,7 @@ fn written(area: &mut [u8], plans: &[Plan]) -> Vec<(usize, Record)> {
         });
         let (mut at, least_tail, least_data) = before;
         let mut operations = operations.clone();
-        let elsewhere = Operation::Cover { offset: HostOffset::new(1 << 20), length: 9, crc: 9 };
+        let elsewhere = Operation::Checksum { offset: HostOffset::new(1 << 20), length: 9, crc: 9 };
         operations.extend(vec![elsewhere; ballast * 90]);
         let between =
             |least: u64, by: &Index| least + by.index((sequence - least + 1) as usize) as u64;
@@ -362,8 +362,8 @@ proptest! {
         check_replay(&journal, &records);
         check_zones(&journal, &records);
         if drop && !torn {
-            let covers = journal.covers().count();
-            prop_assert!(covers >= 90 * plans[records.len() - 1].3);
+            let checksums = journal.checksums().count();
+            prop_assert!(checksums >= 90 * plans[records.len() - 1].3);
             journal.drop_last().unwrap();
             records.pop();
             check_replay(&journal, &records);

@@ -1,9 +1,9 @@
-//! Guest data that records of a journal vouch for.
+//! Guest data that records of a journal have checksums of.
 //!
-//! A record says what the data is that it newly refers to (a *cover*: a range of the file and its
+//! A record says what the data is that it newly refers to (a *checksummed range*: a range of the file and its
 //! CRC32C), so that data and record can be made durable by one sync: after a crash the last record
-//! counts only if all of its covers hold. They must hold until the next record is durable, which
-//! proves that this one was. Until then a write to a covered range does not go to its place but is
+//! counts only if all of its checksums hold. They must hold until the next record is durable, which
+//! proves that this one was. Until then a write to a checksummed range does not go to its place but is
 //! *kept*, in memory and as data in the next record, and goes to its place with a checkpoint (full
 //! journaling, section 3.1 of the FAST '16 paper). What is kept stays so until no record that a
 //! recovery would replay has it. Small writes that would make the file grow are kept too: the record's
@@ -11,14 +11,14 @@
 //!
 //! The order of all this is the commits'; see [`journal`](super::journal).
 
-mod covers;
+mod checksums;
 
-pub use covers::{Busy, Cover, Voucher, covers};
+pub use checksums::{Busy, ChecksumHolder, ChecksummedRange, checksummed};
 
 use crate::pieces::{JournaledWrite, Pieces};
 use crate::restart_log::Log;
 use crate::sabotage::{self, Sabotage};
-use covers::{Covered, Covers, InFlight};
+use checksums::{Checksum, ChecksummedRanges, InFlight};
 use isobath_qcow2::HostCluster;
 use isobath_storage::IoBuf;
 use parking_lot::Mutex;
@@ -54,13 +54,13 @@ pub struct DataJournal {
 struct State {
     /// Clusters of which the file has at most parts: all that was written to them was kept at first.
     unwritten: HashSet<u64>,
-    /// What the next record will vouch for.
-    open: Covers,
-    /// What the record under way vouches for.
-    closing: Covers,
-    /// What was vouched for by what is durable, and not proven by anything later that is: by the number
+    /// What the next record will have checksums of.
+    open: ChecksummedRanges,
+    /// What the record under way has checksums of.
+    closing: ChecksummedRanges,
+    /// What was checksummed by what is durable, and not proven by anything later that is: by the number
     /// at which that ended.
-    last: Vec<(u64, Covers)>,
+    last: Vec<(u64, ChecksummedRanges)>,
     /// Clusters of which the next record has the plain lead block.
     plain: Vec<HostCluster>,
     /// Data that durable records have, by their numbers, and of clusters about to be free.
@@ -81,19 +81,19 @@ pub enum Way {
 
 /// What a record must say of data.
 pub struct Closed {
-    /// What it vouches for.
-    pub covers: Vec<Cover>,
+    /// What it has checksums of.
+    pub checksums: Vec<ChecksummedRange>,
     /// Data that goes into it.
     pub kept: Vec<JournaledWrite>,
     /// Clusters whose plain lead blocks are among that.
     pub plain: Vec<HostCluster>,
-    /// There is too much to vouch for: data must be durable before the record is written.
+    /// There is too much to have checksums of: data must be durable before the record is written.
     pub too_much: bool,
     writes: Arc<InFlight>,
 }
 
 impl Closed {
-    /// Waits for the writes to covered ranges that were under way at the close.
+    /// Waits for the writes to checksummed ranges that were under way at the close.
     pub async fn landed(&self) {
         self.writes.ended().await;
     }
@@ -105,17 +105,17 @@ impl DataJournal {
         Self { log, ..Self::default() }
     }
 
-    /// Whether written data is to be covered.
+    /// Whether written data is to be checksummed.
     pub fn is_active(&self) -> bool {
         self.active.load(Ordering::SeqCst)
     }
 
-    /// From now on records vouch for data. A commit that closes every batch of before follows.
+    /// From now on records have checksums of data. A commit that closes every batch of before follows.
     pub fn activate(&self) {
         self.active.store(true, Ordering::SeqCst);
     }
 
-    /// No record vouches for anything any more, and no recovery replays one. What durable records had
+    /// No record has checksums of anything any more, and no recovery replays one. What durable records had
     /// is durable in its place.
     pub fn deactivate(&self) {
         let mut state = self.state.lock();
@@ -125,8 +125,8 @@ impl DataJournal {
         state.pending = std::mem::take(&mut state.under_way);
         state.pending.put_all(newer);
         state.recorded = Pieces::default();
-        state.open = Covers::default();
-        state.closing = Covers::default();
+        state.open = ChecksummedRanges::default();
+        state.closing = ChecksummedRanges::default();
         state.last.clear();
         state.plain.clear();
         state.unwritten.clear();
@@ -222,19 +222,19 @@ impl DataJournal {
         self.count(&state);
     }
 
-    /// Has the next record vouch for newly written data. What refers to it is recorded after this.
-    pub fn cover(&self, covers: Vec<Cover>) {
+    /// Has the next record have checksums of newly written data. What refers to it is recorded after this.
+    pub fn add_checksums(&self, checksums: Vec<ChecksummedRange>) {
         if self.is_active() {
             let mut state = self.state.lock();
-            for cover in covers {
-                state.open.add(&cover);
+            for checksum in checksums {
+                state.open.add(&checksum);
             }
         }
     }
 
-    /// New data was put into its place that no record is to vouch for: it is durable before the next
+    /// New data was put into its place that no record is to have checksums of: it is durable before the next
     /// record is written. What refers to it is recorded after this.
-    pub fn cover_none(&self) {
+    pub fn add_unchecked(&self) {
         if self.is_active() {
             self.state.lock().open.too_much = true;
         }
@@ -259,13 +259,11 @@ impl DataJournal {
         }
         self.count(state);
         let closing = &state.closing;
-        let cover = |(&at, &Covered { end, crc, voucher }): (&u64, &Covered)| Cover {
-            range: at..end,
-            crc,
-            voucher,
+        let checksum = |(&at, &Checksum { end, crc, holder }): (&u64, &Checksum)| {
+            ChecksummedRange { range: at..end, crc, holder }
         };
         Closed {
-            covers: closing.ranges.iter().map(cover).collect(),
+            checksums: closing.ranges.iter().map(checksum).collect(),
             kept: state.under_way.list(|mark| mark != NO_RECORD),
             plain: std::mem::take(&mut state.plain),
             too_much: closing.too_much,
@@ -309,12 +307,12 @@ impl DataJournal {
         self.count(state);
     }
 
-    /// What durable records have of data is in its place, and nothing is vouched for any more.
+    /// What durable records have of data is in its place, and nothing is checksummed any more.
     pub fn in_place(&self) {
         let mut state = self.state.lock();
         let state = &mut *state;
         state.recorded = Pieces::default();
-        state.closing = Covers::default();
+        state.closing = ChecksummedRanges::default();
         state.last.clear();
         self.count(state);
     }
@@ -334,7 +332,7 @@ impl DataJournal {
     /// The commit under way wrote no record, and all data is durable in its place.
     pub fn unneeded(&self) {
         let mut state = self.state.lock();
-        state.closing = Covers::default();
+        state.closing = ChecksummedRanges::default();
         state.under_way = Pieces::default();
         self.count(&state);
     }
@@ -393,13 +391,14 @@ impl DataJournal {
 impl State {
     /// The parts of a range that must not be written to, in order and apart from each other.
     fn guarded(&self, range: &Range<u64>) -> Vec<Range<u64>> {
-        let last = self.last.iter().map(|(_, covers)| covers);
-        let covers = last.chain([&self.closing]).filter(|_| !sabotage::is(Sabotage::Unguarded));
-        let covers = covers.flat_map(|covers| covers.overlapping(range));
-        let covers = covers.map(|(at, covered)| at.max(range.start)..covered.end.min(range.end));
+        let last = self.last.iter().map(|(_, checksums)| checksums);
+        let checksums = last.chain([&self.closing]).filter(|_| !sabotage::is(Sabotage::Unguarded));
+        let checksums = checksums.flat_map(|checksums| checksums.overlapping(range));
+        let checksums =
+            checksums.map(|(at, checksummed)| at.max(range.start)..checksummed.end.min(range.end));
         let kept = [&self.recorded, &self.under_way, &self.pending];
         let kept = kept.into_iter().flat_map(|pieces| pieces.parts_of(range));
-        let mut parts: Vec<Range<u64>> = covers.chain(kept).collect();
+        let mut parts: Vec<Range<u64>> = checksums.chain(kept).collect();
         parts.sort_unstable_by_key(|part| part.start);
         let mut joined: Vec<Range<u64>> = Vec::with_capacity(parts.len());
         for part in parts {
@@ -412,7 +411,7 @@ impl State {
     }
 
     fn keep(&mut self, at: u64, bytes: Arc<[u8]>) {
-        // One record does not vouch for what it has itself.
+        // One record does not have checksums of what it has itself.
         self.open.cut_out(&(at..at + bytes.len() as u64));
         self.pending.put(at, bytes, 0);
     }
@@ -464,11 +463,14 @@ mod tests {
     #[test]
     fn what_the_last_record_vouches_for_is_kept_until_the_next_is_durable() {
         let journal = active();
-        journal.cover(covers(0, &[buf(1, 8192)], SIZE, true));
+        journal.add_checksums(checksummed(0, &[buf(1, 8192)], SIZE, true));
         // Not in a record yet: it goes there, and is read back.
         assert_eq!(straight(&journal, 4096, 2, 4096), all(4096, 4096));
         let closed = journal.close(1, &[], SIZE);
-        assert_eq!(closed.covers, [Cover { range: 0..8192, crc: None, voucher: Voucher::Record }]);
+        assert_eq!(
+            closed.checksums,
+            [ChecksummedRange { range: 0..8192, crc: None, holder: ChecksumHolder::Record }]
+        );
         // While the record is written, and after.
         assert_eq!(straight(&journal, 4096, 3, 8192), all(8192, 4096));
         journal.sealed(0, 1);
@@ -477,7 +479,7 @@ mod tests {
         let kept = journal.kept_in(&(0..16384));
         assert_eq!(kept.len(), 2);
         assert_eq!(kept[0], JournaledWrite { at: 0, bytes: vec![4; 512] });
-        // The next record has them, and then nothing is vouched for any more.
+        // The next record has them, and then nothing is checksummed any more.
         assert_eq!(journal.close(2, &[], SIZE).kept, kept);
         journal.sealed(0, 1);
         assert_eq!(straight(&journal, 1024, 5, 512), all(1024, 512));
@@ -494,22 +496,22 @@ mod tests {
     #[test]
     fn a_record_does_not_vouch_for_what_it_has() {
         let journal = active();
-        journal.cover(covers(0, &[buf(1, 12288)], SIZE, true));
+        journal.add_checksums(checksummed(0, &[buf(1, 12288)], SIZE, true));
         assert!(journal.keep(4096, &[buf(2, 4096)], true, SIZE));
         let closed = journal.close(1, &[], SIZE);
-        let unread = |range| Cover { range, crc: None, voucher: Voucher::Record };
-        assert_eq!(closed.covers, [unread(0..4096), unread(8192..12288)]);
+        let unread = |range| ChecksummedRange { range, crc: None, holder: ChecksumHolder::Record };
+        assert_eq!(closed.checksums, [unread(0..4096), unread(8192..12288)]);
         assert_eq!(closed.kept.len(), 1);
     }
 
     #[test]
     fn nothing_is_said_of_released_clusters_and_kept_pieces_stay_readable_until_forgotten() {
         let journal = active();
-        journal.cover(covers(SIZE - 4096, &[buf(1, 8192)], SIZE, true));
+        journal.add_checksums(checksummed(SIZE - 4096, &[buf(1, 8192)], SIZE, true));
         assert!(journal.keep(2 * SIZE - 512, &[buf(2, 1024)], true, SIZE));
         let closed = journal.close(1, &[HostCluster::new(1)], SIZE);
-        assert_eq!(closed.covers.len(), 1);
-        assert_eq!(closed.covers[0].range, SIZE - 4096..SIZE);
+        assert_eq!(closed.checksums.len(), 1);
+        assert_eq!(closed.checksums[0].range, SIZE - 4096..SIZE);
         assert_eq!(closed.kept, [JournaledWrite { at: 2 * SIZE, bytes: vec![2; 512] }]);
         assert_eq!(journal.kept_in(&(0..4 * SIZE)).len(), 2);
         journal.sealed(0, 1);
@@ -520,12 +522,13 @@ mod tests {
 
     #[test]
     fn a_cluster_beside_a_released_one_is_still_vouched_for() {
-        for voucher in [Voucher::Record, Voucher::Lead] {
+        for holder in [ChecksumHolder::Record, ChecksumHolder::Lead] {
             let journal = active();
-            journal.cover(vouched(0..3 * SIZE, voucher));
+            journal.add_checksums(checksummed_by(0..3 * SIZE, holder));
             let closed = journal.close(1, &[HostCluster::new(1)], SIZE);
-            let beside = [vouched(0..SIZE, voucher), vouched(2 * SIZE..3 * SIZE, voucher)];
-            assert_eq!(closed.covers, beside.concat());
+            let beside =
+                [checksummed_by(0..SIZE, holder), checksummed_by(2 * SIZE..3 * SIZE, holder)];
+            assert_eq!(closed.checksums, beside.concat());
         }
     }
 
@@ -546,30 +549,30 @@ mod tests {
     }
 
     #[test]
-    fn covers_are_made_for_each_cluster_whatever_the_buffers() {
+    fn checksums_are_made_for_each_cluster_whatever_the_buffers() {
         let bytes: Vec<u8> = (0..100_000_u32).map(|n| (n * 7 / 3) as u8).collect();
         let bufs = [&bytes[..10], &bytes[10..70_000], &bytes[70_000..]].map(IoBuf::copy_of);
-        let made = covers(SIZE / 2, &bufs, SIZE, true);
+        let made = checksummed(SIZE / 2, &bufs, SIZE, true);
         let ends = [SIZE / 2, SIZE, 2 * SIZE, SIZE / 2 + 100_000];
         assert_eq!(made.len(), 3);
-        for (cover, ends) in made.iter().zip(ends.windows(2)) {
-            assert_eq!(cover.range, ends[0]..ends[1]);
-            let skip = (cover.range.start - SIZE / 2) as usize;
-            let length = (cover.range.end - cover.range.start) as usize;
-            assert_eq!(cover.crc, Some(Crc32c::of(&bytes[skip..skip + length])));
+        for (checksum, ends) in made.iter().zip(ends.windows(2)) {
+            assert_eq!(checksum.range, ends[0]..ends[1]);
+            let skip = (checksum.range.start - SIZE / 2) as usize;
+            let length = (checksum.range.end - checksum.range.start) as usize;
+            assert_eq!(checksum.crc, Some(Crc32c::of(&bytes[skip..skip + length])));
         }
-        assert_eq!(covers(0, &[buf(1, 512)], SIZE, false)[0].crc, None);
+        assert_eq!(checksummed(0, &[buf(1, 512)], SIZE, false)[0].crc, None);
     }
 
-    fn vouched(range: Range<u64>, voucher: Voucher) -> Vec<Cover> {
-        vec![Cover { range, crc: None, voucher }]
+    fn checksummed_by(range: Range<u64>, holder: ChecksumHolder) -> Vec<ChecksummedRange> {
+        vec![ChecksummedRange { range, crc: None, holder }]
     }
 
     #[test]
     fn what_a_lead_block_vouches_for_is_kept_until_it_is_proven() {
         let journal = active();
-        journal.cover(vouched(0..SIZE, Voucher::Lead));
-        journal.cover(vouched(SIZE..2 * SIZE, Voucher::Nobody));
+        journal.add_checksums(checksummed_by(0..SIZE, ChecksumHolder::Lead));
+        journal.add_checksums(checksummed_by(SIZE..2 * SIZE, ChecksumHolder::Nobody));
         assert!(journal.close_embedded().is_some());
         journal.sealed_embedded(5, 0);
         // Nobody needs the sum of the one; nothing shows yet that the other was durable.
@@ -579,7 +582,7 @@ mod tests {
         let closed = journal.close(1, &[], SIZE);
         assert_eq!(closed.kept.len(), 1);
         journal.sealed(8, 1);
-        journal.cover(vouched(2 * SIZE..3 * SIZE, Voucher::Lead));
+        journal.add_checksums(checksummed_by(2 * SIZE..3 * SIZE, ChecksumHolder::Lead));
         assert!(journal.close_embedded().is_some());
         journal.sealed_embedded(9, 8);
         assert!(journal.close_embedded().is_some());
@@ -593,11 +596,11 @@ mod tests {
     #[test]
     fn a_broken_sum_and_a_plain_lead_block_need_a_record() {
         let journal = active();
-        journal.cover(vouched(0..SIZE, Voucher::Lead));
+        journal.add_checksums(checksummed_by(0..SIZE, ChecksumHolder::Lead));
         assert_eq!(straight(&journal, 4096, 1, 512), all(4096, 512));
         assert!(journal.close_embedded().is_none());
         let closed = journal.close(1, &[], SIZE);
-        assert_eq!(closed.covers, vouched(0..SIZE, Voucher::Lead));
+        assert_eq!(closed.checksums, checksummed_by(0..SIZE, ChecksumHolder::Lead));
         journal.sealed(2, 2);
         assert!(journal.close_embedded().is_some());
         journal.keep_plain(SIZE, &[7; 512], HostCluster::new(1));

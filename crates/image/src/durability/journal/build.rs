@@ -2,7 +2,7 @@
 
 use crate::Result;
 use crate::alloc::{Allocator, Staged};
-use crate::durability::data_journal::Cover;
+use crate::durability::data_journal::ChecksummedRange;
 use crate::pieces::JournaledWrite;
 use crate::sabotage::{self, Sabotage};
 use crate::tables::{CommitNeeds, StagedTables};
@@ -12,7 +12,7 @@ use isobath_qcow2::{HostCluster, HostOffset};
 use isobath_storage::{IoBuf, Storage};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// What a change takes in a record at most: an entry, a cover, and refcounts taken and given back.
+/// What a change takes in a record at most: an entry, a checksum, and refcounts taken and given back.
 pub(super) const BYTES_PER_CHANGE: usize = 160;
 
 /// An operation without its payload, and the most that padding adds.
@@ -24,12 +24,12 @@ pub(super) async fn estimate<S: Storage>(
     alloc: &Allocator<S>,
     needs: &CommitNeeds,
     releases: &[HostCluster],
-    covers: &[Cover],
+    checksums: &[ChecksummedRange],
     kept: &[JournaledWrite],
 ) -> u64 {
     let patches: u64 = tables.patches.iter().map(|(_, bytes)| OPERATION + bytes.len() as u64).sum();
     let data: u64 = kept.iter().map(|kept| OPERATION + kept.bytes.len() as u64).sum();
-    let small = tables.fresh.len() + needs.allocated.len() + 2 * releases.len() + covers.len();
+    let small = tables.fresh.len() + needs.allocated.len() + 2 * releases.len() + checksums.len();
     let refcounts = alloc.staged_bytes().await;
     HEAD_BYTES as u64 + patches + data + small as u64 * (OPERATION + 8) + refcounts
 }
@@ -93,8 +93,12 @@ impl Builder {
     }
 
     /// Data that is in its place; what has no checksum is read for it.
-    pub(super) async fn cover<S: Storage>(&mut self, data: &S, covers: Vec<Cover>) -> Result<()> {
-        let sums = covers.into_iter().map(|Cover { range, crc, .. }| async move {
+    pub(super) async fn add_checksums<S: Storage>(
+        &mut self,
+        data: &S,
+        checksums: Vec<ChecksummedRange>,
+    ) -> Result<()> {
+        let sums = checksums.into_iter().map(|ChecksummedRange { range, crc, .. }| async move {
             let length = (range.end - range.start) as u32;
             let crc = match crc {
                 Some(crc) => crc,
@@ -102,7 +106,7 @@ impl Builder {
                     Crc32c::of(&data.read_at(range.start, IoBuf::zeroed(length as usize)).await?)
                 }
             };
-            Ok::<_, crate::DiskError>(Operation::Cover {
+            Ok::<_, crate::DiskError>(Operation::Checksum {
                 offset: HostOffset::new(range.start),
                 length,
                 crc,

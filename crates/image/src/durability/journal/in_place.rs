@@ -6,7 +6,7 @@
 //! what the tables say, or what was there before the commit.
 
 use super::build::Builder;
-use super::{Journal, State, ordered, checkpoint};
+use super::{Journal, State, checkpoint, ordered};
 use crate::Result;
 use crate::durability::Metadata;
 use crate::pieces::JournaledWrite;
@@ -52,7 +52,8 @@ impl Journal {
 
         // Lead blocks become plain by a record only: it says so.
         let is_lead = |kept: &&JournaledWrite| plain.contains(&HostCluster::new(kept.at / size));
-        let (leads, others): (Vec<&JournaledWrite>, Vec<&JournaledWrite>) = kept.iter().partition(is_lead);
+        let (leads, others): (Vec<&JournaledWrite>, Vec<&JournaledWrite>) =
+            kept.iter().partition(is_lead);
         let others: Vec<JournaledWrite> = others.into_iter().cloned().collect();
         metadata.place(&others).await?;
         alloc.end_journal().await;

@@ -20,12 +20,12 @@
 //!   what is in it goes to its place, and the bit goes.
 
 mod build;
-mod covers;
 mod embedded;
 mod in_place;
 mod recover;
 mod ring;
 mod setup;
+mod verify;
 
 pub use recover::{examine, recover, take_out};
 
@@ -227,7 +227,7 @@ impl Journal {
         let asked = self.asked.swap(false, Ordering::SeqCst);
         let tells = needs.changes || !closed.kept.is_empty() || asked;
         let changed = tells || alloc.has_unstaged().await;
-        // Data that no record can vouch for is durable before the record is written.
+        // Data that no record can have checksums of is durable before the record is written.
         let before = changed && (closed.too_much || metadata.has_data_apart());
         if before {
             layer.data().flush().await?;
@@ -241,10 +241,10 @@ impl Journal {
             tables.finish_commit();
             return Ok(());
         }
-        let covers = if before { Vec::new() } else { closed.covers };
+        let checksums = if before { Vec::new() } else { closed.checksums };
         let staged = tables.stage().await?;
         let estimate = zones.table_bytes()
-            + build::estimate(&staged, alloc, &needs, &releases, &covers, &closed.kept).await;
+            + build::estimate(&staged, alloc, &needs, &releases, &checksums, &closed.kept).await;
         let blocks = estimate.div_ceil(BLOCK as u64);
         if blocks > most_blocks(&active.ring) || active.ring.room(blocks).is_none() {
             // Too much for one record, or for what is left of the area.
@@ -264,7 +264,7 @@ impl Journal {
         record.tables(&staged);
         record.refcounts(&refcounts);
         record.data(&closed.kept);
-        record.cover(&**layer.data(), covers).await?;
+        record.add_checksums(&**layer.data(), checksums).await?;
         record.zones(zones.table(until, &closed.plain));
         active.write(metadata, record).await?;
         active.synced(written);
@@ -298,7 +298,11 @@ impl Journal {
 
     /// Brings everything that is in the journal to its place and takes the journal out of use.
     /// Nothing else commits meanwhile, and nothing is embedded any more.
-    async fn deactivate_locked<S: Storage>(&self, state: &mut State, metadata: &Metadata<S>) -> Result<()> {
+    async fn deactivate_locked<S: Storage>(
+        &self,
+        state: &mut State,
+        metadata: &Metadata<S>,
+    ) -> Result<()> {
         if state.active.is_none() {
             return Ok(());
         }

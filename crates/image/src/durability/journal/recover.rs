@@ -1,7 +1,7 @@
 //! After a crash: what the journal says the file must hold.
 
 use super::build::OPERATION;
-use super::covers::all_hold;
+use super::verify::all_hold;
 use crate::durability::zones::recover as embedded;
 use crate::replayed::Replayed;
 use crate::sabotage::{self, Sabotage};
@@ -61,7 +61,7 @@ async fn examine_area<S: Storage>(storage: &S, name: &Path, header: &Header) -> 
     let proven = zones.as_ref().is_some_and(|zones| found.proof() >= Some(zones.floor));
     let holds = proven
         || sabotage::is(Sabotage::UncheckedCovers)
-        || all_hold(storage, name, journal.covers()).await?;
+        || all_hold(storage, name, journal.checksums()).await?;
     if !holds || (sabotage::is(Sabotage::LostRecord) && journal.last().is_some()) {
         journal.drop_last().map_err(damaged)?;
         replayed = replay(&journal).map_err(damaged)?;

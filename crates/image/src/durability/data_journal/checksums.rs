@@ -8,23 +8,23 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Data that one record may vouch for, in bytes: a recovery reads it all.
-const MAX_COVERED: u64 = 32 << 20;
+/// Data that one record may have checksums of, in bytes: a recovery reads it all.
+const MAX_CHECKSUMMED: u64 = 32 << 20;
 
 /// A range of the data file that holds newly written guest data.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Cover {
+pub struct ChecksummedRange {
     /// Bytes of the host file.
     pub range: Range<u64>,
     /// CRC32C of what was written there; `None` if it must be read back.
     pub crc: Option<u32>,
     /// What has, or could have, the checksum.
-    pub voucher: Voucher,
+    pub holder: ChecksumHolder,
 }
 
 /// Who says what newly written data is, where the mapping to it needs no record of the journal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Voucher {
+pub enum ChecksumHolder {
     /// The journal's next record, which has the mapping.
     Record,
     /// Nobody need: before it was written, its place held what the guest had there.
@@ -33,20 +33,20 @@ pub enum Voucher {
     Lead,
 }
 
-/// A covered range.
+/// A checksummed range.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Covered {
+pub(super) struct Checksum {
     pub(super) end: u64,
     /// CRC32C unless it must be read back.
     pub(super) crc: Option<u32>,
-    pub(super) voucher: Voucher,
+    pub(super) holder: ChecksumHolder,
 }
 
-/// What one record vouches for.
+/// What one record has checksums of.
 #[derive(Default)]
-pub(super) struct Covers {
+pub(super) struct ChecksummedRanges {
     /// By start.
-    pub(super) ranges: BTreeMap<u64, Covered>,
+    pub(super) ranges: BTreeMap<u64, Checksum>,
     bytes: u64,
     /// What an embedded record says of its data no longer holds.
     pub(super) broken: bool,
@@ -101,21 +101,21 @@ impl Drop for Busy {
     }
 }
 
-impl Covers {
-    pub(super) fn add(&mut self, cover: &Cover) {
-        if self.too_much || cover.range.is_empty() {
+impl ChecksummedRanges {
+    pub(super) fn add(&mut self, checksum: &ChecksummedRange) {
+        if self.too_much || checksum.range.is_empty() {
             return;
         }
-        self.put(cover);
-        if self.bytes > MAX_COVERED {
+        self.put(checksum);
+        if self.bytes > MAX_CHECKSUMMED {
             self.too_much = true;
             self.ranges.clear();
         }
     }
 
-    fn put(&mut self, cover: &Cover) {
-        let Range { mut start, mut end } = cover.range.clone();
-        let mut crc = cover.crc;
+    fn put(&mut self, checksum: &ChecksummedRange) {
+        let Range { mut start, mut end } = checksum.range.clone();
+        let mut crc = checksum.crc;
         for (at, before) in self.overlapping(&(start..end)) {
             self.take_out(at, &before);
             // Written twice: only what is there now counts.
@@ -123,12 +123,12 @@ impl Covers {
             (start, end) = (start.min(at), end.max(before.end));
         }
         self.bytes += end - start;
-        self.ranges.insert(start, Covered { end, crc, voucher: cover.voucher });
+        self.ranges.insert(start, Checksum { end, crc, holder: checksum.holder });
     }
 
-    fn take_out(&mut self, at: u64, covered: &Covered) {
+    fn take_out(&mut self, at: u64, checksummed: &Checksum) {
         self.ranges.remove(&at);
-        self.bytes -= covered.end - at;
+        self.bytes -= checksummed.end - at;
     }
 
     /// Says that a write to a range begins: what it overlaps must be read back.
@@ -137,56 +137,56 @@ impl Covers {
         if found.is_empty() {
             return Busy(None);
         }
-        for (at, covered) in found {
-            self.broken |= covered.voucher == Voucher::Lead;
-            self.ranges.insert(at, Covered { crc: None, ..covered });
+        for (at, checksummed) in found {
+            self.broken |= checksummed.holder == ChecksumHolder::Lead;
+            self.ranges.insert(at, Checksum { crc: None, ..checksummed });
         }
         Busy::on(&self.writes)
     }
 
-    /// Vouches no more for a range; what lies beside it in the same covers is read back.
+    /// Vouches no more for a range; what lies beside it in the same checksums is read back.
     pub(super) fn cut_out(&mut self, range: &Range<u64>) {
         self.broken |=
-            self.overlapping(range).iter().any(|(_, each)| each.voucher == Voucher::Lead);
+            self.overlapping(range).iter().any(|(_, each)| each.holder == ChecksumHolder::Lead);
         self.forget(range);
     }
 
-    /// Says nothing more of a range; what lies beside it in the same covers is read back.
+    /// Says nothing more of a range; what lies beside it in the same checksums is read back.
     pub(super) fn forget(&mut self, range: &Range<u64>) {
-        for (at, covered) in self.overlapping(range) {
-            let Covered { end, voucher, .. } = covered;
-            self.take_out(at, &covered);
+        for (at, checksummed) in self.overlapping(range) {
+            let Checksum { end, holder, .. } = checksummed;
+            self.take_out(at, &checksummed);
             for rest in [at..range.start.max(at), range.end.min(end)..end] {
-                self.add(&Cover { range: rest, crc: None, voucher });
+                self.add(&ChecksummedRange { range: rest, crc: None, holder });
             }
         }
     }
 
-    /// Leaves only what records in lead blocks vouch for.
+    /// Leaves only what records in lead blocks have checksums of.
     pub(super) fn leave_leads(&mut self) {
         let bytes = &mut self.bytes;
-        self.ranges.retain(|at, covered| {
-            let stays = covered.voucher == Voucher::Lead;
-            *bytes -= if stays { 0 } else { covered.end - at };
+        self.ranges.retain(|at, checksummed| {
+            let stays = checksummed.holder == ChecksumHolder::Lead;
+            *bytes -= if stays { 0 } else { checksummed.end - at };
             stays
         });
     }
 
-    pub(super) fn overlapping(&self, range: &Range<u64>) -> Vec<(u64, Covered)> {
+    pub(super) fn overlapping(&self, range: &Range<u64>) -> Vec<(u64, Checksum)> {
         let before = self.ranges.range(..range.start).next_back();
-        let before = before.filter(|(_, covered)| covered.end > range.start);
+        let before = before.filter(|(_, checksummed)| checksummed.end > range.start);
         let inside = self.ranges.range(range.clone());
-        before.into_iter().chain(inside).map(|(at, covered)| (*at, *covered)).collect()
+        before.into_iter().chain(inside).map(|(at, checksummed)| (*at, *checksummed)).collect()
     }
 }
 
-/// Covers of `bufs`, written at `at`, one for each cluster of `size` bytes. Checksums are only made
+/// ChecksummedRanges of `bufs`, written at `at`, one for each cluster of `size` bytes. Checksums are only made
 /// when `checked`.
-pub fn covers(at: u64, bufs: &[IoBuf], size: u64, checked: bool) -> Vec<Cover> {
-    let mut covers = Vec::new();
-    let cover = |range, crc: Crc32c| {
+pub fn checksummed(at: u64, bufs: &[IoBuf], size: u64, checked: bool) -> Vec<ChecksummedRange> {
+    let mut checksums = Vec::new();
+    let checksum = |range, crc: Crc32c| {
         let crc = checked.then(|| crc.finish());
-        Cover { range, crc, voucher: Voucher::Record }
+        ChecksummedRange { range, crc, holder: ChecksumHolder::Record }
     };
     let mut crc = Crc32c::default();
     let (mut start, mut place) = (at, at);
@@ -202,15 +202,15 @@ pub fn covers(at: u64, bufs: &[IoBuf], size: u64, checked: bool) -> Vec<Cover> {
             rest = more;
             if place.is_multiple_of(size) {
                 let crc = std::mem::take(&mut crc);
-                covers.push(cover(start..place, crc));
+                checksums.push(checksum(start..place, crc));
                 start = place;
             }
         }
     }
     if start < place {
-        covers.push(cover(start..place, crc));
+        checksums.push(checksum(start..place, crc));
     }
-    covers
+    checksums
 }
 
 #[cfg(all(test, loom))]

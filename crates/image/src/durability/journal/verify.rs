@@ -10,76 +10,76 @@ use isobath_storage::{IoBuf, Storage};
 use std::ops::Range;
 use std::path::Path;
 
-/// Most bytes that a record may vouch for. Writers stop at half of that.
+/// Most bytes that a record may have checksums of. Writers stop at half of that.
 const MOST_BYTES: u64 = 64 << 20;
-/// Most covers of a record. A writer's record takes an eighth of the area at most: in the largest 8 MiB,
+/// Most checksums of a record. A writer's record takes an eighth of the area at most: in the largest 8 MiB,
 /// room for 349,525.
 const MOST_COVERS: usize = 1 << 19;
-/// Covers with less between them are read together.
+/// ChecksummedRanges with less between them are read together.
 const NEAR: u64 = 512;
 
 /// A range of data, and its sum.
-struct Cover {
+struct ChecksummedRange {
     range: Range<u64>,
     crc: u32,
 }
 
-/// Whether data is what the last record says, by its [covers](isobath_qcow2::journal::Journal::covers).
+/// Whether data is what the last record says, by its [checksums](isobath_qcow2::journal::Journal::checksums).
 ///
 /// # Errors
-/// If there is more of it than any writer vouches for; if the storage fails.
+/// If there is more of it than any writer has checksums of; if the storage fails.
 pub(super) async fn all_hold<S: Storage>(
     storage: &S,
     name: &Path,
-    covers: impl Iterator<Item = (HostOffset, u32, u32)>,
+    checksums: impl Iterator<Item = (HostOffset, u32, u32)>,
 ) -> Result<bool> {
-    let covers = bounded(name, covers)?;
+    let checksums = bounded(name, checksums)?;
     // Zeroes that were written show where the file ends; behind that they only seem to be there.
     let end = storage.len().await?;
-    if covers.iter().any(|cover| cover.range.end > end) {
+    if checksums.iter().any(|checksum| checksum.range.end > end) {
         return Ok(false);
     }
-    let checks = groups(&covers).into_iter().map(|covers| holds(storage, covers));
+    let checks = groups(&checksums).into_iter().map(|checksums| holds(storage, checksums));
     stream::iter(checks).buffer_unordered(READS).try_all(|holds| async move { holds }).await
 }
 
-/// The covers by offset, if they are as many as a writer leaves.
+/// The checksums by offset, if they are as many as a writer leaves.
 fn bounded(
     name: &Path,
-    covers: impl Iterator<Item = (HostOffset, u32, u32)>,
-) -> Result<Vec<Cover>> {
+    checksums: impl Iterator<Item = (HostOffset, u32, u32)>,
+) -> Result<Vec<ChecksummedRange>> {
     let mut bytes = 0;
     let mut bounded = Vec::new();
-    for (offset, length, crc) in covers {
+    for (offset, length, crc) in checksums {
         bytes += u64::from(length);
         if bytes > MOST_BYTES || bounded.len() == MOST_COVERS {
             return Err(DiskError::Refused {
                 image: name.to_owned(),
                 reason: format!(
-                    "the last record of its journal vouches for more than {MOST_BYTES} bytes in \
+                    "the last record of its journal has checksums of more than {MOST_BYTES} bytes in \
                      {MOST_COVERS} ranges, which no writer does; restore the image from a backup, \
                      or have it checked by hand"
                 ),
             });
         }
         let end = offset.get() + u64::from(length);
-        bounded.push(Cover { range: offset.get()..end, crc });
+        bounded.push(ChecksummedRange { range: offset.get()..end, crc });
     }
-    bounded.sort_unstable_by_key(|cover| (cover.range.start, cover.range.end));
+    bounded.sort_unstable_by_key(|checksum| (checksum.range.start, checksum.range.end));
     Ok(bounded)
 }
 
-/// Covers that are read at once: those near each other, together no longer than a piece; a longer one
+/// ChecksummedRanges that are read at once: those near each other, together no longer than a piece; a longer one
 /// alone.
-fn groups(covers: &[Cover]) -> Vec<&[Cover]> {
+fn groups(checksums: &[ChecksummedRange]) -> Vec<&[ChecksummedRange]> {
     let mut groups = Vec::new();
-    let mut rest = covers;
+    let mut rest = checksums;
     while let Some(first) = rest.first() {
         let mut end = first.range.end;
-        let joined = |cover: &&Cover| {
-            let joins = cover.range.start <= end.saturating_add(NEAR)
-                && cover.range.end.max(end) - first.range.start <= PIECE;
-            end = end.max(cover.range.end);
+        let joined = |checksum: &&ChecksummedRange| {
+            let joins = checksum.range.start <= end.saturating_add(NEAR)
+                && checksum.range.end.max(end) - first.range.start <= PIECE;
+            end = end.max(checksum.range.end);
             joins
         };
         let count = 1 + rest.iter().skip(1).take_while(joined).count();
@@ -90,8 +90,8 @@ fn groups(covers: &[Cover]) -> Vec<&[Cover]> {
     groups
 }
 
-async fn holds<S: Storage>(storage: &S, covers: &[Cover]) -> Result<bool> {
-    let [first, others @ ..] = covers else { return Ok(true) };
+async fn holds<S: Storage>(storage: &S, checksums: &[ChecksummedRange]) -> Result<bool> {
+    let [first, others @ ..] = checksums else { return Ok(true) };
     if others.is_empty() {
         let mut sum = Crc32c::default();
         let mut at = first.range.start;
@@ -103,12 +103,12 @@ async fn holds<S: Storage>(storage: &S, covers: &[Cover]) -> Result<bool> {
         return Ok(sum.finish() == first.crc);
     }
     let start = first.range.start;
-    let end = covers.iter().map(|cover| cover.range.end).max().unwrap_or(start);
+    let end = checksums.iter().map(|checksum| checksum.range.end).max().unwrap_or(start);
     let bytes = storage.read_at(start, IoBuf::zeroed((end - start) as usize)).await?;
-    Ok(covers.iter().all(|cover| {
-        let part =
-            bytes.get((cover.range.start - start) as usize..(cover.range.end - start) as usize);
-        part.map(Crc32c::of) == Some(cover.crc)
+    Ok(checksums.iter().all(|checksum| {
+        let part = bytes
+            .get((checksum.range.start - start) as usize..(checksum.range.end - start) as usize);
+        part.map(Crc32c::of) == Some(checksum.crc)
     }))
 }
 
@@ -116,24 +116,25 @@ async fn holds<S: Storage>(storage: &S, covers: &[Cover]) -> Result<bool> {
 mod tests {
     use super::*;
 
-    fn list(covers: &[(u64, u32)]) -> Result<Vec<Cover>> {
-        let covers = covers.iter().map(|&(at, length)| (HostOffset::new(at), length, 0));
-        bounded(Path::new("image"), covers)
+    fn list(checksums: &[(u64, u32)]) -> Result<Vec<ChecksummedRange>> {
+        let checksums = checksums.iter().map(|&(at, length)| (HostOffset::new(at), length, 0));
+        bounded(Path::new("image"), checksums)
     }
 
     #[test]
     fn what_is_near_is_read_together_and_nothing_twice() {
-        let covers = list(&[(4096, 512), (0, 512), (5000, 100), (4096, 512), (1 << 30, 32 << 20)]);
-        let covers = covers.unwrap();
-        let groups: Vec<usize> = groups(&covers).iter().map(|group| group.len()).collect();
+        let checksums =
+            list(&[(4096, 512), (0, 512), (5000, 100), (4096, 512), (1 << 30, 32 << 20)]);
+        let checksums = checksums.unwrap();
+        let groups: Vec<usize> = groups(&checksums).iter().map(|group| group.len()).collect();
         assert_eq!(groups, [1, 3, 1]);
         // No group is longer than a piece.
         let many: Vec<(u64, u32)> = (0..10_000).map(|n| (n * 600, 512)).collect();
-        let covers = list(&many).unwrap();
-        for group in super::groups(&covers) {
+        let checksums = list(&many).unwrap();
+        for group in super::groups(&checksums) {
             assert!(group.last().unwrap().range.end - group[0].range.start <= PIECE);
         }
-        assert!(super::groups(&covers).len() <= 8);
+        assert!(super::groups(&checksums).len() <= 8);
     }
 
     #[test]
