@@ -14,21 +14,21 @@ use std::sync::Arc;
 const CACHED_CLUSTERS: usize = 8;
 
 /// Where a compressed cluster lies. A layer's number would not do: it changes when others leave the chain.
-type Place = (OpeningId, CompressedCluster);
+type ClusterAt = (OpeningId, CompressedCluster);
 
 /// The most recently decompressed clusters.
 #[derive(Default)]
 struct ClusterCache {
-    recent: Mutex<VecDeque<(Place, Arc<IoBuf>)>>,
+    recent: Mutex<VecDeque<(ClusterAt, Arc<IoBuf>)>>,
 }
 
 impl ClusterCache {
-    fn get(&self, place: Place) -> Option<Arc<IoBuf>> {
+    fn get(&self, place: ClusterAt) -> Option<Arc<IoBuf>> {
         let recent = self.recent.lock();
         recent.iter().find(|(known, _)| *known == place).map(|(_, bytes)| Arc::clone(bytes))
     }
 
-    fn put(&self, place: Place, bytes: Arc<IoBuf>) {
+    fn put(&self, place: ClusterAt, bytes: Arc<IoBuf>) {
         let mut recent = self.recent.lock();
         if recent.len() == CACHED_CLUSTERS {
             recent.pop_front();

@@ -6,7 +6,7 @@ use super::plan::Plan;
 use crate::disk::Disk;
 use futures_util::future::try_join_all;
 use isobath_chain::map::{Extent, Source, Unit};
-use isobath_image::durability::Place;
+use isobath_image::durability::Destination;
 use isobath_image::entries::ActiveEntries;
 use isobath_image::sabotage::{self, Sabotage};
 use isobath_image::tables::{Claim, References};
@@ -35,15 +35,15 @@ pub(super) struct Target {
 }
 
 impl Target {
-    fn place(&self) -> Place {
+    fn destination(&self) -> Destination {
         if let Some(embedding) = &self.embedding {
-            return Place::Embedded { checked: embedding.is_checked() };
+            return Destination::Embedded { checked: embedding.is_checked() };
         }
         match (self.plan.changes, self.beyond, self.zeroed) {
-            (false, ..) => Place::InUse,
-            (true, true, _) => Place::Beyond,
-            (true, false, true) => Place::Prepared,
-            (true, false, false) => Place::New,
+            (false, ..) => Destination::InUse,
+            (true, true, _) => Destination::Beyond,
+            (true, false, true) => Destination::Prepared,
+            (true, false, false) => Destination::New,
         }
     }
 }
@@ -52,7 +52,7 @@ impl Target {
 struct Run {
     start: u64,
     end: u64,
-    place: Place,
+    destination: Destination,
     bufs: Vec<IoBuf>,
 }
 
@@ -69,7 +69,7 @@ pub(super) struct Copy {
 struct Piece {
     host: u64,
     length: u64,
-    place: Place,
+    destination: Destination,
     content: Content,
 }
 
@@ -287,7 +287,7 @@ impl<H: Host> Disk<H> {
             match writes.last_mut() {
                 Some(run)
                     if run.end == piece.host
-                        && run.place == piece.place
+                        && run.destination == piece.destination
                         && run.bufs.len() < MAX_VECTOR =>
                 {
                     run.end += piece.length;
@@ -296,7 +296,7 @@ impl<H: Host> Disk<H> {
                 _ => writes.push(Run {
                     start: piece.host,
                     end: piece.host + piece.length,
-                    place: piece.place,
+                    destination: piece.destination,
                     bufs: vec![bytes],
                 }),
             }
@@ -304,7 +304,7 @@ impl<H: Host> Disk<H> {
         let data = &qcow2.metadata;
         let writes = writes
             .into_iter()
-            .map(|run| async move { data.write_to(run.place, run.start, run.bufs).await });
+            .map(|run| async move { data.write_to(run.destination, run.start, run.bufs).await });
         let mut written = Vec::with_capacity(gives.len());
         for (bufs, checksums) in finish_writes(writes).await? {
             written.extend(bufs);
@@ -387,7 +387,7 @@ pub(super) fn reads_zero(extents: &[Extent]) -> bool {
 /// Adds a target's pieces in the order of their places; its own data stays one piece with the data
 /// before it where the places are adjacent.
 fn add_pieces(pieces: &mut Vec<Piece>, target: &mut Target, copies: Vec<Copy>) {
-    let (host, place) = (target.host.get(), target.place());
+    let (host, destination) = (target.host.get(), target.destination());
     // Where the bytes begin that are written as they are.
     let mut plain = 0;
     let (from, mut own) = (target.written.start, target.written.clone());
@@ -396,12 +396,16 @@ fn add_pieces(pieces: &mut Vec<Piece>, target: &mut Target, copies: Vec<Copy>) {
         plain = lead.len() as u64;
         own = from.max(plain)..target.written.end.max(plain);
         let length = target.written.end.min(plain).saturating_sub(from);
-        let elsewhere = Piece { host, length, place, content: Content::Elsewhere };
+        let elsewhere = Piece { host, length, destination, content: Content::Elsewhere };
         pieces.extend((length > 0).then_some(elsewhere));
-        pieces.push(Piece { host, length: plain, place, content: Content::Copied(lead) });
+        pieces.push(Piece { host, length: plain, destination, content: Content::Copied(lead) });
     }
-    let own =
-        Piece { host: host + own.start, length: own.end - own.start, place, content: Content::Own };
+    let own = Piece {
+        host: host + own.start,
+        length: own.end - own.start,
+        destination,
+        content: Content::Own,
+    };
     let mut own = Some(own).filter(|own| own.length > 0);
     for Copy { at, length, bytes } in copies {
         if at >= target.written.end
@@ -416,7 +420,7 @@ fn add_pieces(pieces: &mut Vec<Piece>, target: &mut Target, copies: Vec<Copy>) {
         let mut bytes = bytes.unwrap_or_else(|| IoBuf::zeroed(length as usize));
         drop(bytes.split_to(skip as usize));
         let (host, length) = (host + at + skip, length - skip);
-        pieces.push(Piece { host, length, place, content: Content::Copied(bytes) });
+        pieces.push(Piece { host, length, destination, content: Content::Copied(bytes) });
     }
     if let Some(own) = own {
         push_own(pieces, own);
@@ -428,7 +432,7 @@ fn push_own(pieces: &mut Vec<Piece>, own: Piece) {
         Some(last)
             if matches!(last.content, Content::Own)
                 && last.host + last.length == own.host
-                && last.place == own.place =>
+                && last.destination == own.destination =>
         {
             last.length += own.length;
         }

@@ -3,7 +3,7 @@
 use super::Qcow2Writer;
 use crate::device::BlockDevice;
 use crate::disk::Disk;
-use isobath_image::durability::Place;
+use isobath_image::durability::Destination;
 use isobath_image::references::referenced;
 use isobath_image::tables::References;
 use isobath_image::{DiskError, Result};
@@ -79,7 +79,7 @@ impl<H: Host> Disk<H> {
         (first..=last).for_each(|cluster| claim.add(HostCluster::new(cluster)));
         let taken = claim.clusters().to_vec();
         let packed = vec![IoBuf::copy_of(&packed)];
-        let (_, checksums) = qcow2.metadata.write_to(Place::New, host.get(), packed).await?;
+        let (_, checksums) = qcow2.metadata.write_to(Destination::New, host.get(), packed).await?;
         let entry = L2Entry::compressed(host, length, geometry.cluster_bits())
             .map_err(|error| qcow2.metadata.layer.format_error(error))?;
         claim.keep();
@@ -121,7 +121,8 @@ impl<H: Host> Disk<H> {
         let Some(host) = geometry.host_cluster_start(run.start) else {
             return Err(self.no_offset(run.start));
         };
-        let (_, checksums) = qcow2.metadata.write_to(Place::New, host.get(), vec![bytes]).await?;
+        let (_, checksums) =
+            qcow2.metadata.write_to(Destination::New, host.get(), vec![bytes]).await?;
         claim.keep();
         qcow2.metadata.data_journal.add_checksums(checksums);
         let sub = geometry.subcluster_size();

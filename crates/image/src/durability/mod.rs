@@ -71,7 +71,7 @@ impl MetadataMode {
 
 /// What a write finds in its place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Place {
+pub enum Destination {
     /// Data of its own, which it replaces.
     InUse,
     /// Nothing that anything durable refers to.
@@ -143,7 +143,7 @@ impl<S: Storage> Metadata<S> {
         if !self.zones.leads_in(&range).is_empty() {
             return Box::pin(self.write_over_leads(at, buf)).await;
         }
-        if buf.len() <= SMALL && self.keep(Place::InUse, at, std::slice::from_ref(&buf)) {
+        if buf.len() <= SMALL && self.keep(Destination::InUse, at, std::slice::from_ref(&buf)) {
             return Ok(buf);
         }
         match self.data_journal.write(at, std::slice::from_ref(&buf)) {
@@ -170,7 +170,7 @@ impl<S: Storage> Metadata<S> {
     /// before anything is recorded that refers to it.
     pub async fn write_to(
         &self,
-        place: Place,
+        destination: Destination,
         at: u64,
         bufs: Vec<IoBuf>,
     ) -> Result<(Vec<IoBuf>, Vec<ChecksummedRange>)> {
@@ -179,12 +179,14 @@ impl<S: Storage> Metadata<S> {
             return Ok((data.write_vectored_at(at, bufs).await?, Vec::new()));
         }
         let length: usize = bufs.iter().map(IoBuf::len).sum();
-        if let Place::Embedded { checked } = place {
+        if let Destination::Embedded { checked } = destination {
             let holder = if checked { ChecksumHolder::Lead } else { ChecksumHolder::Nobody };
             let checksum = ChecksummedRange { range: at..at + length as u64, crc: None, holder };
             return Ok((self.write_stored(at, bufs).await?, vec![checksum]));
         }
-        if place == Place::InUse && !self.zones.leads_in(&(at..at + length as u64)).is_empty() {
+        if destination == Destination::InUse
+            && !self.zones.leads_in(&(at..at + length as u64)).is_empty()
+        {
             let mut written = Vec::with_capacity(bufs.len());
             let mut next = at;
             for buf in bufs {
@@ -195,13 +197,13 @@ impl<S: Storage> Metadata<S> {
             return Ok((written, Vec::new()));
         }
         if length <= SMALL {
-            if self.keep(place, at, &bufs) {
+            if self.keep(destination, at, &bufs) {
                 return Ok((bufs, Vec::new()));
             }
-        } else if matches!(place, Place::Beyond | Place::Prepared) {
+        } else if matches!(destination, Destination::Beyond | Destination::Prepared) {
             self.alloc.note_growth(length as u64);
         }
-        let checked = place != Place::InUse;
+        let checked = destination != Destination::InUse;
         match self.data_journal.write(at, &bufs) {
             Way::Straight(_busy) => {
                 let size = self.cluster_size();
@@ -226,12 +228,18 @@ impl<S: Storage> Metadata<S> {
     }
 
     /// Keeps a small write where the next record takes it without the file growing.
-    fn keep(&self, place: Place, at: u64, bufs: &[IoBuf]) -> bool {
-        let may = matches!(place, Place::Beyond | Place::InUse) && self.data_journal.is_active();
+    fn keep(&self, destination: Destination, at: u64, bufs: &[IoBuf]) -> bool {
+        let may = matches!(destination, Destination::Beyond | Destination::InUse)
+            && self.data_journal.is_active();
         may && !self.has_data_apart()
             && self.upkeep.has_room()
             && self.layer.storage().gains_from_written_space()
-            && self.data_journal.keep(at, bufs, place == Place::Beyond, self.cluster_size())
+            && self.data_journal.keep(
+                at,
+                bufs,
+                destination == Destination::Beyond,
+                self.cluster_size(),
+            )
     }
 
     /// Writes pieces of data to their places.
