@@ -18,7 +18,7 @@ use crate::pieces::JournaledWrite;
 use crate::readers::Readers;
 use crate::restart_log::Log;
 use crate::tables::Tables;
-use data_journal::{ChecksumHolder, ChecksummedRange, DataJournal, Way, checksummed, cut};
+use data_journal::{ChecksumHolder, ChecksummedRange, DataJournal, WriteRoute, checksummed, cut};
 use futures_util::future::try_join_all;
 use isobath_qcow2::{ClusterIndex, HostOffset, L2Entry};
 use isobath_storage::{IoBuf, Storage};
@@ -147,8 +147,8 @@ impl<S: Storage> Metadata<S> {
             return Ok(buf);
         }
         match self.data_journal.write(at, std::slice::from_ref(&buf)) {
-            Way::Straight(_busy) => Ok(self.layer.data().write_at(at, buf).await?),
-            Way::Parts(parts, _busy) => {
+            WriteRoute::InPlace(_busy) => Ok(self.layer.data().write_at(at, buf).await?),
+            WriteRoute::Parts(parts, _busy) => {
                 Box::pin(self.write_parts(at, parts, std::slice::from_ref(&buf))).await?;
                 Ok(buf)
             }
@@ -158,8 +158,8 @@ impl<S: Storage> Metadata<S> {
     /// Writes bytes as they are to be stored, as [`write`](Self::write).
     async fn write_stored(&self, at: u64, bufs: Vec<IoBuf>) -> Result<Vec<IoBuf>> {
         match self.data_journal.write(at, &bufs) {
-            Way::Straight(_busy) => Ok(self.layer.data().write_vectored_at(at, bufs).await?),
-            Way::Parts(parts, _busy) => {
+            WriteRoute::InPlace(_busy) => Ok(self.layer.data().write_vectored_at(at, bufs).await?),
+            WriteRoute::Parts(parts, _busy) => {
                 self.write_parts(at, parts, &bufs).await?;
                 Ok(bufs)
             }
@@ -205,7 +205,7 @@ impl<S: Storage> Metadata<S> {
         }
         let checked = destination != Destination::InUse;
         match self.data_journal.write(at, &bufs) {
-            Way::Straight(_busy) => {
+            WriteRoute::InPlace(_busy) => {
                 let size = self.cluster_size();
                 let checksums = if checked {
                     checksummed(at, &bufs, size, self.data_journal.is_active())
@@ -214,7 +214,7 @@ impl<S: Storage> Metadata<S> {
                 };
                 Ok((data.write_vectored_at(at, bufs).await?, checksums))
             }
-            Way::Parts(parts, _busy) => {
+            WriteRoute::Parts(parts, _busy) => {
                 let unread = |part: &Range<u64>| ChecksummedRange {
                     range: part.clone(),
                     crc: None,

@@ -72,9 +72,9 @@ struct State {
 }
 
 /// Where a write goes.
-pub enum Way {
+pub enum WriteRoute {
     /// To its place, as it is.
-    Straight(Busy),
+    InPlace(Busy),
     /// Some of it was kept; these parts go to their places.
     Parts(Vec<Range<u64>>, Busy),
 }
@@ -153,9 +153,9 @@ impl DataJournal {
 
     /// Decides where a write of `bufs` at `at` goes, and keeps what must be kept. The caller writes
     /// the rest and then drops what it was given.
-    pub fn write(&self, at: u64, bufs: &[IoBuf]) -> Way {
+    pub fn write(&self, at: u64, bufs: &[IoBuf]) -> WriteRoute {
         if !self.is_active() && !self.keeps() {
-            return Way::Straight(Busy::none());
+            return WriteRoute::InPlace(Busy::none());
         }
         let length: usize = bufs.iter().map(IoBuf::len).sum();
         let range = at..at + length as u64;
@@ -163,7 +163,7 @@ impl DataJournal {
         let busy = state.open.touch(&range);
         let guarded = state.guarded(&range);
         if guarded.is_empty() {
-            return Way::Straight(busy);
+            return WriteRoute::InPlace(busy);
         }
         let mut straight = Vec::new();
         let mut next = range.start;
@@ -179,7 +179,7 @@ impl DataJournal {
             straight.push(next..range.end);
         }
         self.count(&state);
-        Way::Parts(straight, busy)
+        WriteRoute::Parts(straight, busy)
     }
 
     /// Keeps a small write to space that the file does not have yet for the next record, unless that has
@@ -444,8 +444,8 @@ mod tests {
     /// A write to its place is told by the parts that go there.
     fn straight(journal: &DataJournal, at: u64, tag: u8, length: usize) -> Vec<Range<u64>> {
         match journal.write(at, &[buf(tag, length)]) {
-            Way::Straight(_) => all(at, length as u64),
-            Way::Parts(parts, _) => parts,
+            WriteRoute::InPlace(_) => all(at, length as u64),
+            WriteRoute::Parts(parts, _) => parts,
         }
     }
 
