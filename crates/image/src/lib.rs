@@ -26,7 +26,7 @@ pub mod per_thread;
 pub mod pieces;
 pub mod probe;
 pub mod range_lock;
-pub mod read_gate;
+pub mod reader_epoch;
 pub mod readers;
 pub mod references;
 pub mod replayed;

@@ -1,7 +1,7 @@
 //! Those who read an image's data through mappings that may change meanwhile.
 
 use crate::layer::{Layer, OpeningId};
-use crate::read_gate::ReadGate;
+use crate::reader_epoch::ReaderEpoch;
 use crate::{DiskError, Result};
 use isobath_qcow2::CompressedCluster;
 use isobath_qcow2::compress::decompress;
@@ -45,7 +45,7 @@ impl ClusterCache {
 #[derive(Default)]
 pub struct Readers {
     /// Those who may look at a mapping that was replaced.
-    pub gate: ReadGate,
+    pub gate: ReaderEpoch,
     decompressed: ClusterCache,
 }
 

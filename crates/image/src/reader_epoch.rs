@@ -9,14 +9,14 @@ use isobath_storage::sync::atomic::{AtomicU64, Ordering};
 /// Counts the requests that may still use an old mapping.
 ///
 /// A request passes the gate before it looks a mapping up and leaves when its I/O is done. A cluster
-/// whose mapping is gone can be reused after [`drain`](ReadGate::drain): by then everybody who may
+/// whose mapping is gone can be reused after [`drain`](ReaderEpoch::drain): by then everybody who may
 /// have seen the mapping has left. Requests never wait here.
 ///
 /// Requests are counted by the parity of the epoch in which they entered. A drain begins the next epoch and
 /// waits for the requests of the one that ended. Drains take turns: two at once would each take the
 /// requests of the other's epoch for its own.
 #[derive(Default)]
-pub struct ReadGate {
+pub struct ReaderEpoch {
     epoch: AtomicU64,
     inside: PerThread<[AtomicU64; 2]>,
     left: Event,
@@ -25,12 +25,12 @@ pub struct ReadGate {
 
 /// A request's stay; ends when dropped.
 pub struct Pass<'a> {
-    gate: &'a ReadGate,
+    gate: &'a ReaderEpoch,
     inside: &'a AtomicU64,
     epoch: u64,
 }
 
-impl ReadGate {
+impl ReaderEpoch {
     /// Lets a request in.
     pub fn enter(&self) -> Pass<'_> {
         let (_, sides) = self.inside.mine();
@@ -92,7 +92,7 @@ mod tests {
 
     #[test]
     fn a_drain_waits_for_those_inside_and_not_for_later_ones() {
-        let gate = ReadGate::default();
+        let gate = ReaderEpoch::default();
         let mut context = Context::from_waker(Waker::noop());
         let early = gate.enter();
         let mut drain = pin!(gate.drain());
@@ -105,7 +105,7 @@ mod tests {
 
     #[test]
     fn a_drain_beside_another_waits_for_all_that_were_inside_before_it() {
-        let gate = ReadGate::default();
+        let gate = ReaderEpoch::default();
         let mut context = Context::from_waker(Waker::noop());
         let early = gate.enter();
         let mut first = pin!(gate.drain());
@@ -124,7 +124,7 @@ mod tests {
 
     #[test]
     fn a_drain_after_one_that_was_given_up_waits_for_the_same_requests() {
-        let gate = ReadGate::default();
+        let gate = ReaderEpoch::default();
         let mut context = Context::from_waker(Waker::noop());
         let early = gate.enter();
         {
@@ -139,7 +139,7 @@ mod tests {
 
     #[test]
     fn an_empty_gate_drains_at_once() {
-        let gate = ReadGate::default();
+        let gate = ReaderEpoch::default();
         for _ in 0..3 {
             drop(gate.enter());
             let mut drain = pin!(gate.drain());
@@ -162,13 +162,13 @@ mod interleavings {
     }
 
     struct Disk {
-        gate: ReadGate,
+        gate: ReaderEpoch,
         clusters: [Cluster; 2],
     }
 
     fn disk() -> Disk {
         let cluster = || Cluster { mapped: AtomicU64::new(1), content: Cell::new(0) };
-        Disk { gate: ReadGate::default(), clusters: [cluster(), cluster()] }
+        Disk { gate: ReaderEpoch::default(), clusters: [cluster(), cluster()] }
     }
 
     /// A request reads a cluster that it finds mapped.
@@ -190,19 +190,19 @@ mod interleavings {
 
     #[test]
     fn no_cluster_is_used_again_while_a_request_reads_it() {
-        let name = "ReadGate, a drain and two requests";
+        let name = "ReaderEpoch, a drain and two requests";
         explore(name, 2, disk, &[|d| reuse(d, 0), |d| read(d, 0), |d| read(d, 0)], |_| ());
     }
 
     #[test]
     fn drains_follow_one_another() {
         let tasks: &[fn(&Disk)] = &[|d| [0, 1].iter().for_each(|n| reuse(d, *n)), |d| read(d, 1)];
-        explore("ReadGate, a drain after another and a request", 3, disk, tasks, |_| ());
+        explore("ReaderEpoch, a drain after another and a request", 3, disk, tasks, |_| ());
     }
 
     #[test]
     fn two_drains_at_once_wait_for_those_inside() {
-        let name = "ReadGate, two drains at once and a request";
+        let name = "ReaderEpoch, two drains at once and a request";
         explore(name, 2, disk, &[|d| reuse(d, 0), |d| reuse(d, 1), |d| read(d, 1)], |_| ());
     }
 
@@ -210,7 +210,7 @@ mod interleavings {
     #[should_panic(expected = "Concurrent read and write accesses")]
     fn drains_that_do_not_take_turns_are_found() {
         let _broken = Sabotage::DrainsAtOnce.begin();
-        let name = "ReadGate with a defect, two drains at once and a request";
+        let name = "ReaderEpoch with a defect, two drains at once and a request";
         explore(name, 2, disk, &[|d| reuse(d, 0), |d| reuse(d, 1), |d| read(d, 1)], |_| ());
     }
 
@@ -227,6 +227,6 @@ mod interleavings {
             |disk| (0..2).for_each(|_| reuse(disk, 1)),
             |disk| read(disk, 1),
         ];
-        explore("ReadGate, a drain given up, two drains and a request", 2, disk, tasks, |_| ());
+        explore("ReaderEpoch, a drain given up, two drains and a request", 2, disk, tasks, |_| ());
     }
 }
