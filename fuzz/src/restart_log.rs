@@ -45,7 +45,7 @@ async fn open(host: MemoryHost) -> isobath_disk::Result<Disk<MemoryHost>> {
     let options = OpenOptions {
         writable: true,
         metadata: MetadataMode::Journal,
-        survive: true,
+        restart_log: true,
         map_cache: Some(1 << 16),
         ..OpenOptions::default()
     };
@@ -61,7 +61,7 @@ pub fn restart_log(mut input: &[u8]) {
         {
             let mode = OpenMode { writable: true, ..OpenMode::default() };
             let file = host.open(Path::new(IMAGE), mode).await.expect("it is there");
-            let memory = file.survivor(false).await.expect("in memory");
+            let memory = file.restart_memory(false).await.expect("in memory");
             let memory = memory.expect("a killed server left it");
             change(memory.words(), &mut input);
         }

@@ -58,7 +58,7 @@ impl Mode {
         let (zone_size, rest) = choose(ZONES, rest);
         let (zones, rest) = choose(MOST_ZONES, rest);
         // Nothing is embedded then.
-        let survive = self.metadata != MetadataMode::Embedded && rest % 3 == 0;
+        let restart_log = self.metadata != MetadataMode::Embedded && rest % 3 == 0;
         OpenOptions {
             writable,
             metadata: self.metadata,
@@ -67,7 +67,7 @@ impl Mode {
             zones,
             // A small map makes the engine read tables again.
             map_cache: draw.is_multiple_of(3).then_some(16 << 10),
-            survive,
+            restart_log,
             ..OpenOptions::default()
         }
     }

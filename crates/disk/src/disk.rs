@@ -275,10 +275,10 @@ impl<H: Host> Disk<H> {
         }
     }
 
-    /// See [`LiveDisk::survive`](crate::LiveDisk::survive).
-    pub async fn survive(&self) -> Result<()> {
+    /// See [`LiveDisk::begin_restart_log`](crate::LiveDisk::begin_restart_log).
+    pub async fn begin_restart_log(&self) -> Result<()> {
         match &self.writer {
-            Some(writer) => writer.survive(&self.readers).await,
+            Some(writer) => writer.begin_restart_log(&self.readers).await,
             None => Ok(()),
         }
     }

@@ -1,7 +1,7 @@
 //! One image of a chain.
 
 use crate::replayed::Replayed;
-use crate::restart_log::Survived;
+use crate::restart_log::FoundLog;
 use crate::sabotage::{self, Sabotage};
 use crate::{DiskError, Result};
 use isobath_qcow2::header::HeaderWrite;
@@ -77,7 +77,7 @@ pub struct Layer<S> {
     /// What the journal of an image that was not closed puts over what is in the file.
     replayed: Option<Arc<Replayed>>,
     /// What a killed process left, for the writer to bring in.
-    survived: Mutex<Option<Survived>>,
+    found_log: Mutex<Option<FoundLog>>,
 }
 
 /// One opening of an image's tables, unlike any other in this process: what is known of places in a file
@@ -125,7 +125,7 @@ impl<S: Storage> Layer<S> {
             given_out: AtomicU64::new(0),
             qcow2: None,
             replayed: None,
-            survived: Mutex::default(),
+            found_log: Mutex::default(),
         }
     }
 
@@ -149,7 +149,7 @@ impl<S: Storage> Layer<S> {
             given_out: AtomicU64::new(0),
             qcow2: Some(Arc::new(qcow2)),
             replayed: replayed.map(Arc::new),
-            survived: Mutex::default(),
+            found_log: Mutex::default(),
         }
     }
 
@@ -166,18 +166,18 @@ impl<S: Storage> Layer<S> {
             given_out: AtomicU64::new(0),
             qcow2: self.qcow2.clone(),
             replayed: self.replayed.clone(),
-            survived: Mutex::default(),
+            found_log: Mutex::default(),
         }
     }
 
     /// What a killed process left is to be brought in by the image's writer.
-    pub fn set_survived(&self, survived: Option<Survived>) {
-        *self.survived.lock() = survived;
+    pub fn set_found_log(&self, found_log: Option<FoundLog>) {
+        *self.found_log.lock() = found_log;
     }
 
     /// What its writer is to bring in.
-    pub fn take_survived(&self) -> Option<Survived> {
-        self.survived.lock().take()
+    pub fn take_found_log(&self) -> Option<FoundLog> {
+        self.found_log.lock().take()
     }
 
     /// Reads the image's file, with what a journal that is in use puts over it.

@@ -5,7 +5,7 @@ use crate::check::{CheckEvent, CheckOptions, CheckReport, Repair, check_storage}
 use crate::layer::ImageFormat;
 use crate::open::{open_layer, read_header};
 use crate::options::OpenOptions;
-use crate::restart_log::Survived;
+use crate::restart_log::FoundLog;
 use crate::writer::Writer;
 use isobath_qcow2::IncompatibleFeatures;
 use isobath_storage::{Host, IoBuf, Locking, OpenMode, Storage};
@@ -14,7 +14,7 @@ use std::sync::Arc;
 
 /// Checks one image, without its backing files, and repairs it as far as `options` allow. An image
 /// whose journal is in use, since it was not closed, is recovered by any repair, with what a killed
-/// process [left](crate::options::OpenOptions::survive); without one the check sees it as after a crash.
+/// process [left](crate::options::OpenOptions::restart_log); without one the check sees it as after a crash.
 ///
 /// # Errors
 /// If the file cannot be opened, locked, read or written; it is no qcow2 image
@@ -54,7 +54,7 @@ async fn bring_in<H: Host>(
     let header =
         header.filter(|header| header.incompatible.contains(IncompatibleFeatures::JOURNAL));
     let left = match &header {
-        Some(header) => Survived::find(&storage, name, header).await?,
+        Some(header) => FoundLog::find(&storage, name, header).await?,
         None => None,
     };
     drop(storage);

@@ -7,7 +7,7 @@ use crate::name::plain_file_name;
 use crate::options::{OpenOptions, Trust};
 use crate::probe::format_of;
 use crate::replayed::Replayed;
-use crate::restart_log::Survived;
+use crate::restart_log::FoundLog;
 use crate::{DiskError, Result};
 use isobath_qcow2::{Extension, Header, IncompatibleFeatures, L1Entry};
 use isobath_storage::{Access, Host, IoBuf, Storage};
@@ -75,10 +75,10 @@ async fn load_layer<H: Host>(
         });
     }
     let mut replayed = None;
-    let mut survived = None;
+    let mut found_log = None;
     if header.incompatible.contains(IncompatibleFeatures::JOURNAL) {
         if writable {
-            let found = Survived::find(&**storage, name, &header).await?;
+            let found = FoundLog::find(&**storage, name, &header).await?;
             let follows = |durable, last| {
                 let Some(found) = &found else { return false };
                 let follows = found.follows(durable);
@@ -95,7 +95,7 @@ async fn load_layer<H: Host>(
                 follows
             };
             let kept = journal::recover(&**storage, name, &header, follows).await?;
-            survived = found.filter(|_| kept);
+            found_log = found.filter(|_| kept);
         } else {
             replayed = Some(journal::examine(&**storage, name, &header).await?);
         }
@@ -107,9 +107,9 @@ async fn load_layer<H: Host>(
         }
         header = read_header(&**storage, name, start, length).await?;
     }
-    let unclean = survived.as_ref().is_some_and(Survived::is_unclean);
+    let unclean = found_log.as_ref().is_some_and(FoundLog::is_unclean);
     if writable && (unclean || header.incompatible.contains(IncompatibleFeatures::DIRTY)) {
-        repair_dirty(storage, name, survived.is_none()).await?;
+        repair_dirty(storage, name, found_log.is_none()).await?;
         length = storage.len().await?;
         let start = storage.read_at(0, IoBuf::zeroed(4096)).await?;
         header = read_header(&**storage, name, start, length).await?;
@@ -159,7 +159,7 @@ async fn load_layer<H: Host>(
     };
     let layer =
         Layer::qcow2(name.to_owned(), Arc::clone(storage), data, file_length, qcow2, replayed);
-    layer.set_survived(survived);
+    layer.set_found_log(found_log);
     Ok(layer)
 }
 

@@ -49,7 +49,7 @@ pub struct OpenOptions {
     /// with a file: who opens the image for writing next on this machine, before that is started again,
     /// finds it. Not in mode `ordered`, nor where the image can have no journal; the others set it up
     /// with the first change, and nothing is embedded.
-    pub survive: bool,
+    pub restart_log: bool,
 }
 
 impl Default for OpenOptions {
@@ -66,7 +66,7 @@ impl Default for OpenOptions {
             zone_size: None,
             zones: None,
             map_cache: None,
-            survive: false,
+            restart_log: false,
         }
     }
 }

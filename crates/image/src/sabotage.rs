@@ -86,7 +86,7 @@ sabotages! {
     /// A disk that goes on in another image begins no log there.
     NoNewLog => "no-new-log",
     /// A log that is begun in an image in use leaves out what was answered before.
-    LateSurvival => "late-survival",
+    LateRestartLog => "late-restart-log",
     /// A log is applied to an image that was put back to what it was before.
     ForeignLog => "foreign-log",
     /// Drains of the read gate do not take turns, nor wait for what one that was given up has left.

@@ -5,7 +5,7 @@
 
 use crate::error::{Operation, StorageError};
 use crate::{
-    Allocation, FileId, Host, IoBuf, OpenMode, Result, Stamp, Storage, Survivor, ZeroMode,
+    Allocation, FileId, Host, IoBuf, OpenMode, RestartMemory, Result, Stamp, Storage, ZeroMode,
 };
 use parking_lot::Mutex;
 use std::future::poll_fn;
@@ -336,7 +336,7 @@ impl<S: Storage> Storage for FaultFile<S> {
         self.inner.atomic_write()
     }
 
-    async fn survivor(&self, create: bool) -> Result<Option<Arc<dyn Survivor>>> {
-        self.inner.survivor(create).await
+    async fn restart_memory(&self, create: bool) -> Result<Option<Arc<dyn RestartMemory>>> {
+        self.inner.restart_memory(create).await
     }
 }

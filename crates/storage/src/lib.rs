@@ -15,15 +15,15 @@ pub mod file;
 mod lock;
 pub mod memory;
 pub mod recorder;
+pub mod restart_memory;
 pub mod ring;
 pub mod slow;
-pub mod survivor;
 pub mod sync;
 mod wait;
 
 pub use buf::IoBuf;
 pub use error::{Operation, StorageError, shown};
-pub use survivor::Survivor;
+pub use restart_memory::RestartMemory;
 pub use wait::block_on;
 
 use std::future::Future;
@@ -282,7 +282,10 @@ pub trait Storage: Send + Sync + 'static {
     ///
     /// # Errors
     /// There is memory that cannot be used: it is in use, or somebody else's. Or it cannot be made.
-    fn survivor(&self, create: bool) -> impl Future<Output = Result<Option<Arc<dyn Survivor>>>> {
+    fn restart_memory(
+        &self,
+        create: bool,
+    ) -> impl Future<Output = Result<Option<Arc<dyn RestartMemory>>>> {
         let _ = create;
         async { Ok(None) }
     }

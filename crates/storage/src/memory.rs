@@ -6,10 +6,10 @@
 
 use crate::error::{Operation, StorageError};
 use crate::lock;
-use crate::survivor::SURVIVOR_BYTES;
+use crate::restart_memory::RESTART_MEMORY_BYTES;
 use crate::{
-    Allocation, FileId, Host, IoBuf, Locking, OpenMode, Result, SECTOR, Stamp, Storage, Survivor,
-    ZeroMode,
+    Allocation, FileId, Host, IoBuf, Locking, OpenMode, RestartMemory, Result, SECTOR, Stamp,
+    Storage, ZeroMode,
 };
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
@@ -148,25 +148,25 @@ struct Node {
     id: u64,
     contents: Mutex<Contents>,
     users: Mutex<Users>,
-    survivor: Arc<Mutex<Option<Words>>>,
+    restart_memory: Arc<Mutex<Option<Words>>>,
 }
 
-/// Surviving memory.
+/// Restart memory.
 type Words = Arc<[AtomicU64]>;
 
-/// The surviving memory of a file in memory.
-struct MemorySurvivor {
+/// The restart memory of a file in memory.
+struct KeptMemory {
     words: Words,
     place: Arc<Mutex<Option<Words>>>,
 }
 
-impl Survivor for MemorySurvivor {
+impl RestartMemory for KeptMemory {
     fn words(&self) -> &[AtomicU64] {
         &self.words
     }
 
     fn name(&self) -> String {
-        "surviving memory".into()
+        "restart memory".into()
     }
 
     fn remove(&self) {
@@ -181,7 +181,7 @@ impl Survivor for MemorySurvivor {
     }
 }
 
-/// A copy of surviving memory as it is.
+/// A copy of restart memory as it is.
 fn copied(words: &Words) -> Words {
     words.iter().map(|word| AtomicU64::new(word.load(Ordering::Relaxed))).collect()
 }
@@ -199,7 +199,7 @@ impl Directory {
             id: self.next_id,
             contents: Mutex::new(contents),
             users: Mutex::default(),
-            survivor: Arc::default(),
+            restart_memory: Arc::default(),
         });
         self.files.insert(name.to_owned(), node.clone());
         node
@@ -217,7 +217,7 @@ pub struct MemoryHost {
 struct Settings {
     gains: AtomicBool,
     devices: AtomicBool,
-    survivors: AtomicBool,
+    restart_memories: AtomicBool,
     /// 0 where nothing is cloned.
     clone_alignment: AtomicU64,
     atomic_write: AtomicU64,
@@ -228,7 +228,7 @@ impl Default for Settings {
         Self {
             gains: AtomicBool::new(false),
             devices: AtomicBool::new(false),
-            survivors: AtomicBool::new(true),
+            restart_memories: AtomicBool::new(true),
             clone_alignment: AtomicU64::new(4096),
             atomic_write: AtomicU64::new(SECTOR),
         }
@@ -265,15 +265,15 @@ impl MemoryHost {
         self.settings.atomic_write.store(bytes, Ordering::Relaxed);
     }
 
-    /// Whether files have [surviving memory](Storage::survivor), open ones too; `true` unless set.
-    pub fn set_survivors(&self, have: bool) {
-        self.settings.survivors.store(have, Ordering::Relaxed);
+    /// Whether files have [restart memory](Storage::restart_memory), open ones too; `true` unless set.
+    pub fn set_restart_memories(&self, have: bool) {
+        self.settings.restart_memories.store(have, Ordering::Relaxed);
     }
 
-    /// Forgets all surviving memory, as the end of a machine's run does.
-    pub fn forget_survivors(&self) {
+    /// Forgets all restart memory, as the end of a machine's run does.
+    pub fn forget_restart_memories(&self) {
         for node in self.directory.lock().files.values() {
-            *node.survivor.lock() = None;
+            *node.restart_memory.lock() = None;
         }
     }
 
@@ -299,7 +299,7 @@ impl MemoryHost {
     }
 
     /// A host with copies of all files as they are now, none of them open. They keep their identity,
-    /// stamp and surviving memory, and what was set.
+    /// stamp and restart memory, and what was set.
     #[must_use = "the copy is returned"]
     pub fn deep_copy(&self) -> Self {
         let directory = self.directory.lock();
@@ -309,13 +309,14 @@ impl MemoryHost {
         let alignment = self.settings.clone_alignment.load(Ordering::Relaxed);
         copy.set_clone_alignment(Some(alignment));
         copy.set_atomic_write(self.settings.atomic_write.load(Ordering::Relaxed));
-        copy.set_survivors(self.settings.survivors.load(Ordering::Relaxed));
+        copy.set_restart_memories(self.settings.restart_memories.load(Ordering::Relaxed));
         {
             let mut target = copy.directory.lock();
             for (name, node) in &directory.files {
                 let contents = Mutex::new(node.contents.lock().clone());
-                let survivor = Arc::new(Mutex::new(node.survivor.lock().as_ref().map(copied)));
-                let node = Node { id: node.id, contents, users: Mutex::default(), survivor };
+                let restart_memory =
+                    Arc::new(Mutex::new(node.restart_memory.lock().as_ref().map(copied)));
+                let node = Node { id: node.id, contents, users: Mutex::default(), restart_memory };
                 target.files.insert(name.clone(), Arc::new(node));
             }
             target.next_id = directory.next_id;
@@ -618,16 +619,16 @@ impl Storage for MemoryFile {
         self.settings.atomic_write.load(Ordering::Relaxed)
     }
 
-    async fn survivor(&self, create: bool) -> Result<Option<Arc<dyn Survivor>>> {
-        if !self.settings.survivors.load(Ordering::Relaxed) {
+    async fn restart_memory(&self, create: bool) -> Result<Option<Arc<dyn RestartMemory>>> {
+        if !self.settings.restart_memories.load(Ordering::Relaxed) {
             return Ok(None);
         }
-        let mut place = self.node.survivor.lock();
+        let mut place = self.node.restart_memory.lock();
         if place.is_none() && create {
-            let count = SURVIVOR_BYTES / size_of::<AtomicU64>();
+            let count = RESTART_MEMORY_BYTES / size_of::<AtomicU64>();
             *place = Some((0..count).map(|_| AtomicU64::new(0)).collect());
         }
         let Some(words) = place.clone() else { return Ok(None) };
-        Ok(Some(Arc::new(MemorySurvivor { words, place: Arc::clone(&self.node.survivor) })))
+        Ok(Some(Arc::new(KeptMemory { words, place: Arc::clone(&self.node.restart_memory) })))
     }
 }

@@ -6,7 +6,7 @@
 
 use crate::memory::MemoryHost;
 use crate::{
-    Allocation, FileId, Host, IoBuf, OpenMode, Result, Stamp, Storage, Survivor, ZeroMode,
+    Allocation, FileId, Host, IoBuf, OpenMode, RestartMemory, Result, Stamp, Storage, ZeroMode,
 };
 use parking_lot::Mutex;
 use std::ops::Range;
@@ -357,7 +357,7 @@ impl<S: Storage> Storage for RecorderFile<S> {
         self.atomic_write.unwrap_or_else(|| self.inner.atomic_write())
     }
 
-    async fn survivor(&self, create: bool) -> Result<Option<Arc<dyn Survivor>>> {
-        self.inner.survivor(create).await
+    async fn restart_memory(&self, create: bool) -> Result<Option<Arc<dyn RestartMemory>>> {
+        self.inner.restart_memory(create).await
     }
 }

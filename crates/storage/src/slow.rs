@@ -25,7 +25,8 @@ mod mechanics;
 
 use crate::ring;
 use crate::{
-    Access, Allocation, FileId, Host, IoBuf, OpenMode, Result, Stamp, Storage, Survivor, ZeroMode,
+    Access, Allocation, FileId, Host, IoBuf, OpenMode, RestartMemory, Result, Stamp, Storage,
+    ZeroMode,
 };
 use mechanics::{Arm, transfer};
 use parking_lot::Mutex;
@@ -378,8 +379,8 @@ impl<S: Storage> Storage for SlowFile<S> {
         self.inner.atomic_write()
     }
 
-    async fn survivor(&self, create: bool) -> Result<Option<Arc<dyn Survivor>>> {
-        self.inner.survivor(create).await
+    async fn restart_memory(&self, create: bool) -> Result<Option<Arc<dyn RestartMemory>>> {
+        self.inner.restart_memory(create).await
     }
 }
 

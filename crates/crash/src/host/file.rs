@@ -6,7 +6,8 @@ use super::{Access, SimHost, busy};
 use crate::executor::pause;
 use crate::record::{Action, Flush};
 use isobath_storage::{
-    Allocation, FileId, IoBuf, Operation, Result, Stamp, Storage, StorageError, Survivor, ZeroMode,
+    Allocation, FileId, IoBuf, Operation, RestartMemory, Result, Stamp, Storage, StorageError,
+    ZeroMode,
 };
 use parking_lot::{Mutex, MutexGuard};
 use rand::RngExt;
@@ -457,14 +458,14 @@ impl Storage for SimFile {
         self.atomic
     }
 
-    async fn survivor(&self, create: bool) -> Result<Option<Arc<dyn Survivor>>> {
+    async fn restart_memory(&self, create: bool) -> Result<Option<Arc<dyn RestartMemory>>> {
         let mut world = self.world();
         if let Access::Denied(_, code) = world.conduct.access
-            && world.survivors.has(self.number)
+            && world.restart_memories.has(self.number)
         {
             drop(world);
             return Err(self.error(Operation::Lock, (0, 0), code));
         }
-        Ok(world.survivors.of(self.number, create))
+        Ok(world.restart_memories.of(self.number, create))
     }
 }

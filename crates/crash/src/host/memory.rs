@@ -1,7 +1,7 @@
 //! Memory that outlives a server that is killed.
 
 use crate::record::Tick;
-use isobath_storage::survivor::{SURVIVOR_BYTES, Survivor};
+use isobath_storage::restart_memory::{RESTART_MEMORY_BYTES, RestartMemory};
 use parking_lot::Mutex;
 use rand::RngExt;
 use rand::rngs::SmallRng;
@@ -55,7 +55,7 @@ pub struct Killed {
 
 /// The memory of each file.
 #[derive(Default)]
-pub(super) struct Survivors(Vec<Place>);
+pub(super) struct RestartMemories(Vec<Place>);
 
 /// A file's memory in use.
 struct Mapped {
@@ -63,7 +63,7 @@ struct Mapped {
     place: Place,
 }
 
-impl Survivor for Mapped {
+impl RestartMemory for Mapped {
     fn words(&self) -> &[AtomicU64] {
         &self.words
     }
@@ -84,13 +84,13 @@ impl Survivor for Mapped {
     }
 }
 
-const WORDS: usize = SURVIVOR_BYTES / 8;
+const WORDS: usize = RESTART_MEMORY_BYTES / 8;
 
 fn words(copied: &[u64]) -> Words {
     (0..WORDS).map(|at| AtomicU64::new(copied.get(at).copied().unwrap_or(0))).collect()
 }
 
-impl Survivors {
+impl RestartMemories {
     /// Those that a killed server left.
     pub(super) fn restored(memories: &Memories) -> Self {
         let place = |copied: &Option<Copied>| {
@@ -100,7 +100,7 @@ impl Survivors {
     }
 
     /// The memory of a file; made if there is none and `create` says so.
-    pub(super) fn of(&mut self, file: usize, create: bool) -> Option<Arc<dyn Survivor>> {
+    pub(super) fn of(&mut self, file: usize, create: bool) -> Option<Arc<dyn RestartMemory>> {
         if self.0.len() <= file {
             self.0.resize_with(file + 1, Place::default);
         }

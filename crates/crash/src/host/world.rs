@@ -1,6 +1,6 @@
 //! The state that a simulated host's files share.
 
-use super::memory::{Killed, Survivors};
+use super::memory::{Killed, RestartMemories};
 use super::{Access, Conduct, FlushFault};
 use crate::record::{Action, Change, Files, Flush, NEVER, Record, Tick};
 use crate::state::{Fate, Replay};
@@ -33,7 +33,7 @@ pub(super) struct World {
     /// Files that are still to be made.
     pub(super) absent: Vec<bool>,
     pub(super) users: Vec<Users>,
-    pub(super) survivors: Survivors,
+    pub(super) restart_memories: RestartMemories,
     changes: Vec<Change>,
     pub(super) flushes: Vec<Flush>,
     pub(super) writes: u64,
@@ -48,9 +48,11 @@ pub(super) struct World {
 
 impl World {
     pub(super) fn new(files: Files, conduct: Conduct) -> Self {
-        let survivors = match &conduct.access {
-            Access::Left(memories) | Access::Denied(memories, _) => Survivors::restored(memories),
-            Access::None => Survivors::default(),
+        let restart_memories = match &conduct.access {
+            Access::Left(memories) | Access::Denied(memories, _) => {
+                RestartMemories::restored(memories)
+            }
+            Access::None => RestartMemories::default(),
         };
         Self {
             rng: SmallRng::seed_from_u64(conduct.seed),
@@ -58,7 +60,7 @@ impl World {
             start: if conduct.record { files.clone() } else { Vec::new() },
             absent: vec![false; files.len()],
             users: vec![Users::default(); files.len()],
-            survivors,
+            restart_memories,
             stamps: vec![1; files.len()],
             files,
             changes: Vec::new(),
@@ -124,9 +126,9 @@ impl World {
         }
         let place = self.rng.random_range(0..now.max(most as u64)) as usize;
         if self.killed.len() < most {
-            self.killed.push(Killed { at: now, memories: self.survivors.copy() });
+            self.killed.push(Killed { at: now, memories: self.restart_memories.copy() });
         } else if let Some(killed) = self.killed.get_mut(place) {
-            *killed = Killed { at: now, memories: self.survivors.copy() };
+            *killed = Killed { at: now, memories: self.restart_memories.copy() };
         }
     }
 
@@ -134,7 +136,7 @@ impl World {
     pub(super) fn keep_killed(&mut self) -> Tick {
         let at = self.now();
         if self.conduct.kills > 0 {
-            self.killed.push(Killed { at, memories: self.survivors.copy() });
+            self.killed.push(Killed { at, memories: self.restart_memories.copy() });
         }
         at
     }

@@ -120,15 +120,15 @@ pub fn happen(settings: &Settings, kind: Kind, seed: u64) -> Result<Happened, St
     let ordered = settings.mode.metadata == MetadataMode::Ordered;
     let mut options = settings.mode.options(true, rng.random());
     if kind == Kind::Kills {
-        options.survive = !ordered;
+        options.restart_log = !ordered;
     }
-    let survives = options.survive && !ordered && begin.start.new.version > 2;
+    let survives = options.restart_log && !ordered && begin.start.new.version > 2;
     let kills = if kind == Kind::Kills { 12 } else { 4 };
     conduct.kills = if survives { kills } else { 0 };
     // It may be asked for only when a door is opened.
-    options.survive = survives && rng.random_bool(0.7);
-    let survives_from = Cell::new(if options.survive { 0 } else { NEVER });
-    let late = (survives && !options.survive).then_some(&survives_from);
+    options.restart_log = survives && rng.random_bool(0.7);
+    let survives_from = Cell::new(if options.restart_log { 0 } else { NEVER });
+    let late = (survives && !options.restart_log).then_some(&survives_from);
     let clock = conduct.clock.clone().unwrap_or_default();
     let host = SimHost::new(begin.start.files.clone(), conduct.clone());
     let mut unused = Content::default();
@@ -256,7 +256,7 @@ fn work(
     if let Some(since) = survives_late {
         tasks.add(async {
             clock.sleep(moment).await;
-            if let Some(done) = endure(Patience::Endless, live.survive()).await
+            if let Some(done) = endure(Patience::Endless, live.begin_restart_log()).await
                 && guest.judge("making what is answered outlive a kill", done)?.is_some()
             {
                 since.set(host.keep_killed());

@@ -287,9 +287,9 @@ impl Operator<'_> {
         if self.make(&path, backing, rng).await?.is_none() {
             return Ok(());
         }
-        let survive = self.options.survive && rng.random();
+        let restart_log = self.options.restart_log && rng.random();
         let format = Some(ImageFormat::Qcow2);
-        let options = OpenOptions { format, survive, ..self.options.clone() };
+        let options = OpenOptions { format, restart_log, ..self.options.clone() };
         let opening = Disk::open(self.host.clone(), &path, &options);
         let Some(opened) = endure(Patience::Endless, opening).await else { return Ok(()) };
         let Some(target) = self.guest.judge("opening a target", opened)? else { return Ok(()) };

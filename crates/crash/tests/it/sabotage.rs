@@ -68,7 +68,7 @@ const FOUND: &[Found] = &[
     server(Sabotage::SharedOpening, "ordered", "twins", 7, 500),
     server(Sabotage::IgnoredLog, "journal", "kills", 7, 2000),
     server(Sabotage::IgnoredDamage, "journal", "kills", 8, 1000),
-    server(Sabotage::LateSurvival, "journal", "kills", 102, 10_000),
+    server(Sabotage::LateRestartLog, "journal", "kills", 102, 10_000),
     server(Sabotage::NoRevoke, "journal", "kills", 7, 3500),
     server(Sabotage::ForeignLog, "journal", "kills", 7, 2000),
     server(Sabotage::UnmarkedClone, "ordered", "reflinks", 7, 3000),

@@ -110,9 +110,9 @@ impl<H: Host> LiveDisk<H> {
         let _quiet = self.gate.quiet().await;
         let disk = self.current();
         last(disk).await?;
-        if self.options.load().survive && !sabotage::is(Sabotage::NoNewLog) {
+        if self.options.load().restart_log && !sabotage::is(Sabotage::NoNewLog) {
             // Nobody has relied on what it has so far.
-            other.survive().await?;
+            other.begin_restart_log().await?;
             other.flush().await?;
         }
         let before = self.current.swap(Arc::clone(&other));

@@ -162,14 +162,15 @@ impl<H: Host> LiveDisk<H> {
     }
 
     /// From now on what a request was answered for outlives this process being killed, as if the disk had been
-    /// opened with [`OpenOptions::survive`]; so does what was answered before.
+    /// opened with [`OpenOptions::restart_log`]; so does what was answered before.
     ///
     /// # Errors
     /// As [`flush`](BlockDevice::flush).
-    pub async fn survive(&self) -> Result<()> {
+    pub async fn begin_restart_log(&self) -> Result<()> {
         let _graph = self.graph.lock().await;
-        self.options.store(Arc::new(OpenOptions { survive: true, ..(*self.options()).clone() }));
-        self.current().survive().await?;
+        self.options
+            .store(Arc::new(OpenOptions { restart_log: true, ..(*self.options()).clone() }));
+        self.current().begin_restart_log().await?;
         self.woken.notify(usize::MAX);
         Ok(())
     }
@@ -263,7 +264,7 @@ impl<H: Host> LiveDisk<H> {
     async fn watch(&self, writer: &Weak<Writer<H::File>>) -> Infallible {
         loop {
             let woken = self.woken.listen();
-            if self.options.load().survive {
+            if self.options.load().restart_log {
                 if let Some(writer) = writer.upgrade() {
                     writer.check_log().await;
                 }

@@ -16,7 +16,7 @@ use crate::entries::ActiveEntries;
 use crate::layer::Layer;
 use crate::pieces::JournaledWrite;
 use crate::readers::Readers;
-use crate::restart_log::Log;
+use crate::restart_log::RestartLog;
 use crate::tables::Tables;
 use data_journal::{ChecksumHolder, ChecksummedRange, DataJournal, WriteRoute, checksummed, cut};
 use futures_util::future::try_join_all;
@@ -107,7 +107,7 @@ pub struct Metadata<S> {
     /// Where mappings are embedded in data.
     pub zones: Zones,
     /// Where what was answered is noted until it is durable.
-    pub log: Option<Arc<Log>>,
+    pub log: Option<Arc<RestartLog>>,
 }
 
 impl<S: Storage> Metadata<S> {

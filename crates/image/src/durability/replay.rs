@@ -8,7 +8,7 @@ use crate::durability::{Durability, Metadata, journal};
 use crate::pieces::{JournaledWrite, Pieces};
 use crate::readers::Readers;
 use crate::references::referenced;
-use crate::restart_log::Survived;
+use crate::restart_log::FoundLog;
 use crate::tables::References;
 use crate::{DiskError, Result};
 use isobath_qcow2::{ClusterIndex, Geometry, HostCluster, L2Entry};
@@ -33,7 +33,7 @@ impl<S: Storage> Metadata<S> {
     ///
     /// # Errors
     /// If the storage fails; the image is then to be opened once more.
-    pub async fn replay(&self, survived: &Survived) -> Result<()> {
+    pub async fn replay(&self, found_log: &FoundLog) -> Result<()> {
         let header = self.layer.header().ok_or(DiskError::ReadOnly)?;
         let size = self.cluster_size();
         let area = header.journal().map_or(0..0, |journal| {
@@ -41,16 +41,16 @@ impl<S: Storage> Metadata<S> {
             start / size..(start + journal.area_length).div_ceil(size)
         });
         self.alloc.set_aside(area.clone()).await;
-        match self.changes(survived, &area).await? {
+        match self.changes(found_log, &area).await? {
             Ok(changes) => {
                 tracing::info!(
                     image = %isobath_storage::shown(self.layer.name()),
                     mappings = changes.len(),
-                    pieces = survived.kept.len(),
+                    pieces = found_log.kept.len(),
                     "bringing in what a killed process had answered"
                 );
-                survived.set_unclean();
-                self.apply(changes, &survived.kept, &area).await?;
+                found_log.set_unclean();
+                self.apply(changes, &found_log.kept, &area).await?;
             }
             Err(reason) => tracing::error!(
                 image = %isobath_storage::shown(self.layer.name()),
@@ -64,7 +64,7 @@ impl<S: Storage> Metadata<S> {
             header.incompatible =
                 header.incompatible.without(isobath_qcow2::IncompatibleFeatures::JOURNAL);
         }
-        survived.remove();
+        found_log.remove();
         self.alloc.keep_freed(false).await;
         Ok(())
     }
@@ -72,18 +72,18 @@ impl<S: Storage> Metadata<S> {
     /// What is to be changed, or why the log does not fit.
     async fn changes(
         &self,
-        survived: &Survived,
+        found_log: &FoundLog,
         area: &Range<u64>,
     ) -> Result<std::result::Result<Vec<Change>, &'static str>> {
         let geometry = self.tables.geometry();
         let size = geometry.cluster_size();
         let clusters = self.layer.size().div_ceil(size);
         let file = self.layer.storage().len().await?.div_ceil(size);
-        let most = file + survived.entries.len() as u64 * 2 + BEHIND / size;
+        let most = file + found_log.entries.len() as u64 * 2 + BEHIND / size;
         let mut changes = Vec::new();
         let (mut taken, mut released): (Counts, Counts) = Default::default();
         let mut alone = BTreeSet::new();
-        for (&cluster, &entry) in &survived.entries {
+        for (&cluster, &entry) in &found_log.entries {
             let cluster = ClusterIndex::new(cluster);
             if cluster.get() >= clusters {
                 return Ok(Err("it maps what is behind the disk's end"));

@@ -5,22 +5,22 @@ use crate::pieces::JournaledWrite;
 use crate::sabotage::{self, Sabotage};
 use crate::{DiskError, Result};
 use isobath_qcow2::{Geometry, Header, L2Entry};
-use isobath_storage::{Storage, Survivor};
+use isobath_storage::{RestartMemory, Storage};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 /// What a killed process left of an image.
-pub struct Survived {
+pub struct FoundLog {
     /// The last entry that each guest cluster got.
     pub entries: BTreeMap<u64, L2Entry>,
     /// Bytes by host offset, in the order in which they were written.
     pub kept: Vec<JournaledWrite>,
-    memory: Arc<dyn Survivor>,
+    memory: Arc<dyn RestartMemory>,
 }
 
-impl Survived {
+impl FoundLog {
     /// What is left for the image with this header, whose journal is in use; `None` if there is nothing.
     ///
     /// # Errors
@@ -32,7 +32,7 @@ impl Survived {
         header: &Header,
     ) -> Result<Option<Self>> {
         let refused = |reason: String| DiskError::Refused { image: name.to_owned(), reason };
-        let memory = storage.survivor(false).await;
+        let memory = storage.restart_memory(false).await;
         if memory.is_err() && sabotage::is(Sabotage::IgnoredLog) {
             return Ok(None);
         }

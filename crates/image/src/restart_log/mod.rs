@@ -2,7 +2,7 @@
 //!
 //! Writes in place are in the kernel's page cache, which a killed process leaves behind. What is only
 //! recorded in memory until the next commit is not: new mappings, and small writes that are kept for a
-//! record. So both are noted as well in [surviving memory](isobath_storage::Survivor), a *log*, before
+//! record. So both are noted as well in [restart memory](isobath_storage::RestartMemory), a *log*, before
 //! a request is answered, by plain stores. Who opens the image next brings the journal home and then
 //! what the log has beyond it (`durability/replay.rs`).
 //!
@@ -17,11 +17,11 @@
 
 mod found;
 
-pub use found::Survived;
+pub use found::FoundLog;
 
 use isobath_qcow2::journal::Crc32c;
-use isobath_storage::survivor::SURVIVOR_BYTES;
-use isobath_storage::{Storage, Survivor};
+use isobath_storage::restart_memory::RESTART_MEMORY_BYTES;
+use isobath_storage::{RestartMemory, Storage};
 use parking_lot::Mutex;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -40,7 +40,7 @@ mod at {
     pub(super) const UNCLEAN: usize = 3;
     /// Mappings before this position are dropped.
     pub(super) const ENTRIES: usize = 4;
-    /// JournaledWrite bytes before this position are dropped.
+    /// Journaled writes before this position are dropped.
     pub(super) const BYTES: usize = 5;
     /// The position behind the last item.
     pub(super) const END: usize = 6;
@@ -51,7 +51,7 @@ mod at {
 }
 
 /// Words for items.
-const CAPACITY: u64 = (SURVIVOR_BYTES / 8 - at::ITEMS) as u64;
+const CAPACITY: u64 = (RESTART_MEMORY_BYTES / 8 - at::ITEMS) as u64;
 
 /// Kinds of items, in the lowest byte of an item's first word; its length in words follows, and its
 /// sum is the upper half.
@@ -77,7 +77,7 @@ fn number(chunk: &[u8]) -> u64 {
 
 /// The log of one image's writer.
 #[derive(Default)]
-pub struct Log {
+pub struct RestartLog {
     state: Mutex<State>,
     /// There is a debt, and it matters.
     owes: AtomicBool,
@@ -89,7 +89,7 @@ pub struct Log {
 
 #[derive(Default)]
 struct State {
-    memory: Option<Arc<dyn Survivor>>,
+    memory: Option<Arc<dyn RestartMemory>>,
     id: u64,
     /// The memory belongs to the journal in use.
     begun: bool,
@@ -168,8 +168,8 @@ impl State {
     }
 }
 
-/// See [`Log::suspend`].
-pub struct Suspended(Arc<Log>);
+/// See [`RestartLog::suspend`].
+pub struct Suspended(Arc<RestartLog>);
 
 impl Drop for Suspended {
     fn drop(&mut self) {
@@ -177,7 +177,7 @@ impl Drop for Suspended {
     }
 }
 
-impl Log {
+impl RestartLog {
     /// Has what is answered outlive this process from now on. What was answered before does once a commit that
     /// begins after this has ended.
     pub fn wake(&self) {
@@ -390,8 +390,8 @@ impl Log {
 }
 
 /// Memory that has no log yet; why there is none is said in the log file.
-async fn new_memory<S: Storage>(storage: &S) -> Option<Arc<dyn Survivor>> {
-    let found = storage.survivor(true).await.unwrap_or_else(|error| {
+async fn new_memory<S: Storage>(storage: &S) -> Option<Arc<dyn RestartMemory>> {
+    let found = storage.restart_memory(true).await.unwrap_or_else(|error| {
         tracing::warn!("{error}");
         None
     });

@@ -14,7 +14,7 @@ struct World {
     host: MemoryHost,
     file: MemoryFile,
     header: Header,
-    log: Arc<Log>,
+    log: Arc<RestartLog>,
 }
 
 /// A log in use, and the header of the image to which it belongs.
@@ -23,7 +23,7 @@ fn world() -> World {
     host.insert("image", &[0; 512]);
     let mode = OpenMode { writable: true, ..OpenMode::default() };
     let file = isobath_storage::block_on(host.open(Path::new("image"), mode)).unwrap();
-    let log = Arc::new(Log::default());
+    let log = Arc::new(RestartLog::default());
     log.wake();
     isobath_storage::block_on(log.begin(&file, ID, SEQUENCE));
     World { host, file, header: header(ID), log }
@@ -58,8 +58,8 @@ fn entry(cluster: u64) -> [u8; 16] {
 }
 
 impl World {
-    fn found(&self) -> Option<Survived> {
-        let found = Survived::find(&self.file, Path::new("image"), &self.header);
+    fn found(&self) -> Option<FoundLog> {
+        let found = FoundLog::find(&self.file, Path::new("image"), &self.header);
         // What is damaged is refused.
         isobath_storage::block_on(found).ok().flatten()
     }
@@ -181,15 +181,15 @@ fn a_log_whose_memory_is_removed_goes_on_in_other_memory_or_owes_a_commit() {
     log.entry(1, entry(1));
     log.kept(4096, &[1; 513]);
     let (host, file) = (&world.host, &world.file);
-    host.forget_survivors();
+    host.forget_restart_memories();
     assert!(world.found().is_none());
     isobath_storage::block_on(log.check_memory(file));
     assert_eq!(world.holds(), (vec![1], vec![(4096, 513)]));
     log.entry(2, entry(2));
     assert_eq!(world.holds(), (vec![1, 2], vec![(4096, 513)]));
     assert!(!log.owes());
-    host.forget_survivors();
-    host.set_survivors(false);
+    host.forget_restart_memories();
+    host.set_restart_memories(false);
     isobath_storage::block_on(log.check_memory(file));
     assert!(log.owes());
 }
@@ -204,7 +204,7 @@ fn a_damaged_or_foreign_log_is_not_used() {
     let all = world.found().unwrap();
     let other = World { header: header(ID + 1), ..self::world() };
     assert!(other.found().is_none());
-    let memory = isobath_storage::block_on(world.file.survivor(false)).unwrap().unwrap();
+    let memory = isobath_storage::block_on(world.file.restart_memory(false)).unwrap().unwrap();
     let used = at::ITEMS + world.log.state.lock().end as usize;
     for place in 0..used {
         // Numbers that say nothing of what is there.

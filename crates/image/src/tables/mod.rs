@@ -16,7 +16,7 @@ pub use stage::StagedTables;
 
 use crate::alloc::Allocator;
 use crate::layer::{Layer, Qcow2};
-use crate::restart_log::Log;
+use crate::restart_log::RestartLog;
 use crate::{DiskError, Result};
 use async_lock::Mutex as AsyncMutex;
 use batch::Batch;
@@ -39,7 +39,7 @@ pub struct Tables<S> {
     /// Held while a table is made, so that no two are made for one L1 entry.
     growth: AsyncMutex<()>,
     /// What is recorded is noted here too.
-    log: Option<Arc<Log>>,
+    log: Option<Arc<RestartLog>>,
 }
 
 struct State {
@@ -69,7 +69,7 @@ pub struct Released {
 
 impl<S: Storage> Tables<S> {
     /// The tables of an image that is open for writing.
-    pub fn new(layer: Arc<Layer<S>>, qcow2: &Qcow2, log: Option<Arc<Log>>) -> Self {
+    pub fn new(layer: Arc<Layer<S>>, qcow2: &Qcow2, log: Option<Arc<RestartLog>>) -> Self {
         let geometry = qcow2.geometry;
         let state = State {
             open: Batch::default(),

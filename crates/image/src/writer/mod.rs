@@ -10,7 +10,7 @@ use crate::entries::ActiveEntries;
 use crate::layer::Layer;
 use crate::range_lock::RangeLocks;
 use crate::readers::Readers;
-use crate::restart_log::{Log, Suspended};
+use crate::restart_log::{RestartLog, Suspended};
 use crate::sabotage::{self, Sabotage};
 use isobath_qcow2::{AutoclearFeatures, ClusterIndex, Geometry, HostCluster, HostOffset, L2Entry};
 use isobath_storage::Storage;
@@ -125,7 +125,7 @@ impl<S: Storage> Writer<S> {
     }
 
     /// Where what was answered is noted.
-    fn log(&self) -> Option<&Arc<Log>> {
+    fn log(&self) -> Option<&Arc<RestartLog>> {
         self.qcow2.as_ref().and_then(|qcow2| qcow2.metadata.log.as_ref())
     }
 
@@ -158,7 +158,7 @@ impl<S: Storage> Writer<S> {
 
     /// From now on what was answered outlives this process, flushed or not: what was answered before the call,
     /// too. Nothing is embedded any more.
-    pub async fn survive(&self, readers: &Readers) -> Result<()> {
+    pub async fn begin_restart_log(&self, readers: &Readers) -> Result<()> {
         let (Some(journal), Some(qcow2)) = (self.policy.journal(), &self.qcow2) else {
             return Ok(());
         };
@@ -169,7 +169,7 @@ impl<S: Storage> Writer<S> {
             log.wake();
             self.commit(readers).await
         };
-        if sabotage::is(Sabotage::LateSurvival) {
+        if sabotage::is(Sabotage::LateRestartLog) {
             log.wake();
             return Ok(());
         }

@@ -8,7 +8,7 @@ use crate::durability::zones::Zones;
 use crate::durability::{CommitPolicy, Metadata, MetadataMode, Upkeep};
 use crate::layer::{Layer, Qcow2};
 use crate::options::OpenOptions;
-use crate::restart_log::Log;
+use crate::restart_log::RestartLog;
 use crate::tables::Tables;
 use crate::{Result, index_area};
 use isobath_qcow2::AutoclearFeatures;
@@ -40,10 +40,10 @@ impl<S: Storage> Writer<S> {
             options.metadata,
             options.journal_size,
             layer.size(),
-            options.survive,
+            options.restart_log,
         );
-        let log = policy.journal().is_some().then(Arc::<Log>::default);
-        if let Some(log) = log.as_ref().filter(|_| options.survive) {
+        let log = policy.journal().is_some().then(Arc::<RestartLog>::default);
+        if let Some(log) = log.as_ref().filter(|_| options.restart_log) {
             log.wake();
         }
         let tables = Tables::new(Arc::clone(layer), qcow2, log.clone());
@@ -51,7 +51,7 @@ impl<S: Storage> Writer<S> {
         if embedded || options.metadata == MetadataMode::Journal {
             policy.refuse_without_journal(layer).await?;
         }
-        let embeds = embedded && !options.survive;
+        let embeds = embedded && !options.restart_log;
         let zones = if embeds {
             Zones::new(options.zone_size, options.zones, &qcow2.geometry)
         } else {
@@ -66,11 +66,11 @@ impl<S: Storage> Writer<S> {
             zones,
             log,
         };
-        match layer.take_survived() {
-            Some(survived) => metadata.replay(&survived).await?,
+        match layer.take_found_log() {
+            Some(found_log) => metadata.replay(&found_log).await?,
             // Of a journal that is no longer in use. What is somebody else's is no matter then.
             None => {
-                if let Ok(Some(stale)) = layer.storage().survivor(false).await {
+                if let Ok(Some(stale)) = layer.storage().restart_memory(false).await {
                     stale.remove();
                 }
             }

@@ -19,7 +19,7 @@ mod merged_layers;
 mod random_requests;
 mod resize;
 mod resize_crash;
+mod restart_log;
 mod rooms;
 mod small_map;
 mod snapshots_stay;
-mod survive;

@@ -197,7 +197,7 @@ impl<H: Host + Clone> Monitor<H> {
             "vhost-user-blk" => {
                 if writable {
                     // The machine goes on when this server is killed and started again.
-                    found.drive.disk().survive().await.map_err(QmpError::new)?;
+                    found.drive.disk().begin_restart_log().await.map_err(QmpError::new)?;
                 }
                 self.add_vhost_user(id, &found.drive, writable, arguments)
             }

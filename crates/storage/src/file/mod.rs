@@ -30,11 +30,11 @@ mod landing;
 mod open;
 mod ranges;
 mod reflink;
+mod restart_memory;
 mod roles;
 mod shared;
 mod source;
 mod stamp;
-mod survivor;
 mod sys;
 mod transfer;
 mod zero;
@@ -44,7 +44,7 @@ pub use open::{FileHost, LimitedHost};
 
 use crate::error::{Operation, StorageError};
 use crate::{
-    Access, Allocation, FileId, IoBuf, Result, SECTOR, Stamp, Storage, Survivor, ZeroMode,
+    Access, Allocation, FileId, IoBuf, RestartMemory, Result, SECTOR, Stamp, Storage, ZeroMode,
 };
 use arc_swap::ArcSwap;
 use cached::Cached;
@@ -417,10 +417,10 @@ impl Storage for FileStorage {
         })
     }
 
-    async fn survivor(&self, create: bool) -> Result<Option<Arc<dyn Survivor>>> {
+    async fn restart_memory(&self, create: bool) -> Result<Option<Arc<dyn RestartMemory>>> {
         let kept = self.kept().ok();
         let image = kept.as_ref().map(|target| &*target.file);
-        survivor::survivor(&self.file.name, image, self.file.id, create).await
+        restart_memory::restart_memory(&self.file.name, image, self.file.id, create).await
     }
 
     fn atomic_write(&self) -> u64 {

@@ -177,8 +177,8 @@ async fn run_on<H: Host + Clone>(
 async fn open<H: Host + Clone>(host: &H, args: &Args) -> Result<Vec<Arc<LiveDisk<H>>>, Failure> {
     let mut disks = Vec::new();
     for (number, image) in args.images.iter().enumerate() {
-        let survive = args.doors.outlives(number);
-        let options = OpenOptions { trust: trust(args, image)?, survive, ..options(args) };
+        let restart_log = args.doors.outlives(number);
+        let options = OpenOptions { trust: trust(args, image)?, restart_log, ..options(args) };
         let disk = LiveDisk::open(host.clone(), image, &options).await?;
         let format = disk.layers().first().map(|layer| layer.format());
         if format == Some(ImageFormat::Raw) && args.format.is_none() && !args.read_only {

@@ -180,7 +180,7 @@ impl ChecksummedRanges {
     }
 }
 
-/// ChecksummedRanges of `bufs`, written at `at`, one for each cluster of `size` bytes. Checksums are only made
+/// The checksummed ranges of `bufs`, written at `at`, one for each cluster of `size` bytes. Checksums are only made
 /// when `checked`.
 pub fn checksummed(at: u64, bufs: &[IoBuf], size: u64, checked: bool) -> Vec<ChecksummedRange> {
     let mut checksums = Vec::new();

@@ -16,7 +16,7 @@ mod checksums;
 pub use checksums::{Busy, ChecksumHolder, ChecksummedRange, checksummed};
 
 use crate::pieces::{JournaledWrite, Pieces};
-use crate::restart_log::Log;
+use crate::restart_log::RestartLog;
 use crate::sabotage::{self, Sabotage};
 use checksums::{Checksum, ChecksummedRanges, InFlight};
 use isobath_qcow2::HostCluster;
@@ -46,7 +46,7 @@ pub struct DataJournal {
     /// Bytes kept for the next record.
     pending: AtomicU64,
     /// What is kept is noted here too.
-    log: Option<Arc<Log>>,
+    log: Option<Arc<RestartLog>>,
     state: Mutex<State>,
 }
 
@@ -101,7 +101,7 @@ impl Closed {
 
 impl DataJournal {
     /// Notes in `log` what is kept.
-    pub fn new(log: Option<Arc<Log>>) -> Self {
+    pub fn new(log: Option<Arc<RestartLog>>) -> Self {
         Self { log, ..Self::default() }
     }
 

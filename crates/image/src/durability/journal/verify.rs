@@ -15,7 +15,7 @@ const MOST_BYTES: u64 = 64 << 20;
 /// Most checksums of a record. A writer's record takes an eighth of the area at most: in the largest 8 MiB,
 /// room for 349,525.
 const MOST_COVERS: usize = 1 << 19;
-/// ChecksummedRanges with less between them are read together.
+/// Ranges with less between them are read together.
 const NEAR: u64 = 512;
 
 /// A range of data, and its sum.
@@ -69,7 +69,7 @@ fn bounded(
     Ok(bounded)
 }
 
-/// ChecksummedRanges that are read at once: those near each other, together no longer than a piece; a longer one
+/// Ranges that are read at once: those near each other, together no longer than a piece; a longer one
 /// alone.
 fn groups(checksums: &[ChecksummedRange]) -> Vec<&[ChecksummedRange]> {
     let mut groups = Vec::new();

@@ -1,9 +1,9 @@
-//! Surviving memory of files: one file of its own for each in `/dev/shm`, mapped.
+//! Restart memory of files: one file of its own for each in `/dev/shm`, mapped.
 
 use super::stamp::pause;
 use super::sys::{self, Mapping};
 use crate::error::{Operation, StorageError};
-use crate::survivor::{SURVIVOR_BYTES, Survivor};
+use crate::restart_memory::{RESTART_MEMORY_BYTES, RestartMemory};
 use crate::{FileId, Result, shown};
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -32,7 +32,7 @@ struct Mapped {
     mapping: Mapping,
 }
 
-impl Survivor for Mapped {
+impl RestartMemory for Mapped {
     fn words(&self) -> &[AtomicU64] {
         self.mapping.words()
     }
@@ -58,13 +58,13 @@ impl Survivor for Mapped {
     }
 }
 
-/// The surviving memory of the file `id`, which is open under `name` as `image`; made if there is none and `create` says so.
-pub(super) async fn survivor(
+/// The restart memory of the file `id`, which is open under `name` as `image`; made if there is none and `create` says so.
+pub(super) async fn restart_memory(
     name: &Path,
     image: Option<&OwnedFd>,
     id: FileId,
     create: bool,
-) -> Result<Option<Arc<dyn Survivor>>> {
+) -> Result<Option<Arc<dyn RestartMemory>>> {
     let path = Path::new(DIRECTORY).join(format!("isobath-{:x}-{:x}", id.device, id.inode));
     // Who owns the image might as well change that.
     let owner = image.filter(|_| !create).and_then(|image| sys::stat(image).ok());
@@ -125,7 +125,7 @@ fn open(path: &Path, owner: Option<u32>, create: bool) -> io::Result<Mapped> {
     if !known || found.nlink() != 1 || found.mode() & 0o077 != 0 {
         return refused("it may be somebody else's");
     }
-    let length = SURVIVOR_BYTES as u64;
+    let length = RESTART_MEMORY_BYTES as u64;
     if found.len() != length {
         if found.len() != 0 {
             return refused("it is of another length");
@@ -137,7 +137,7 @@ fn open(path: &Path, owner: Option<u32>, create: bool) -> io::Result<Mapped> {
             return Err(error);
         }
     }
-    let mapping = Mapping::of(&file, SURVIVOR_BYTES)?;
+    let mapping = Mapping::of(&file, RESTART_MEMORY_BYTES)?;
     Ok(Mapped { path: path.to_owned(), file, mapping })
 }
 

@@ -92,7 +92,7 @@ impl World {
             metadata: modes[rng.random_range(0..3)],
             journal_size: journals[rng.random_range(0..4)],
             map_cache: rng.random_bool(0.3).then_some(64 << 10),
-            survive: true,
+            restart_log: true,
             ..OpenOptions::default()
         };
         println!("{options:?}");
@@ -281,7 +281,7 @@ fn history(rng: &mut StdRng) {
 fn has_survivor(memory: &MemoryHost, name: &Path) -> bool {
     // At once: the memory is never busy.
     let file = run(memory.open(name, OpenMode::default()), 1).unwrap().unwrap();
-    run(file.survivor(false), 1).unwrap().unwrap().is_some()
+    run(file.restart_memory(false), 1).unwrap().unwrap().is_some()
 }
 
 #[test]
@@ -296,8 +296,8 @@ fn what_was_answered_is_there_after_a_kill() {
 
 const CLUSTER: u64 = 64 << 10;
 
-fn survive() -> OpenOptions {
-    OpenOptions { writable: true, survive: true, ..OpenOptions::default() }
+fn logged() -> OpenOptions {
+    OpenOptions { writable: true, restart_log: true, ..OpenOptions::default() }
 }
 
 /// An overlay of 64 MiB over a base that is written all over.
@@ -332,7 +332,7 @@ fn syncs(record: &Record) -> usize {
 
 /// Writes new clusters, and again what a record vouches for, none of it flushed; then is killed.
 async fn leave<H: Host>(host: H, first: u64) {
-    let disk = open(host, &survive()).await;
+    let disk = open(host, &logged()).await;
     // The journal is set up for the first.
     write(&disk, (first + 3) * CLUSTER, 4, 4096).await;
     write(&disk, first * CLUSTER, 1, 4096).await;
@@ -371,7 +371,7 @@ fn no_write_waits_for_a_sync() {
         let memory = overlay(16).await;
         let host = RecorderHost::new(memory.clone());
         let record = host.record();
-        let disk = open(host, &survive()).await;
+        let disk = open(host, &logged()).await;
         // The journal is set up for the first.
         write(&disk, 0, 1, 4096).await;
         let before = syncs(&record);
@@ -381,7 +381,7 @@ fn no_write_waits_for_a_sync() {
         }
         assert_eq!(syncs(&record), before);
         drop(disk);
-        let disk = open(memory.clone(), &OpenOptions { survive: false, ..survive() }).await;
+        let disk = open(memory.clone(), &OpenOptions { restart_log: false, ..logged() }).await;
         for n in 1..200 {
             assert_reads(&disk, n * CLUSTER, n as u8, 512).await;
             assert_reads(&disk, n * CLUSTER + 512, 0xee, 512).await;
@@ -395,13 +395,13 @@ fn after_a_power_failure_and_without_such_memory_there_is_what_was_flushed() {
     block_on(async {
         let memory = overlay(16).await;
         leave(memory.clone(), 0).await;
-        memory.forget_survivors();
-        let disk = open(memory.clone(), &survive()).await;
+        memory.forget_restart_memories();
+        let disk = open(memory.clone(), &logged()).await;
         assert_lost(&disk, 0).await;
         drop(disk);
-        memory.set_survivors(false);
+        memory.set_restart_memories(false);
         leave(memory.clone(), 8).await;
-        let disk = open(memory.clone(), &survive()).await;
+        let disk = open(memory.clone(), &logged()).await;
         assert_lost(&disk, 8).await;
         close(disk, &memory).await;
     });
@@ -414,8 +414,8 @@ fn a_log_is_not_applied_once_the_image_was_recovered_elsewhere() {
             let memory = overlay(16).await;
             leave(memory.clone(), 0).await;
             // Another machine does not see the log, and uses the image.
-            memory.set_survivors(false);
-            let disk = open(memory.clone(), &survive()).await;
+            memory.set_restart_memories(false);
+            let disk = open(memory.clone(), &logged()).await;
             write(&disk, CLUSTER, 7, 3 * CLUSTER as usize).await;
             disk.flush().await.unwrap();
             if killed_there {
@@ -424,9 +424,9 @@ fn a_log_is_not_applied_once_the_image_was_recovered_elsewhere() {
                 disk.close().await.unwrap();
                 drop(disk);
             }
-            memory.set_survivors(true);
+            memory.set_restart_memories(true);
             assert!(has_survivor(&memory, Path::new(NAME)));
-            let disk = open(memory.clone(), &survive()).await;
+            let disk = open(memory.clone(), &logged()).await;
             assert_reads(&disk, 0, 1, 4096).await;
             assert_reads(&disk, CLUSTER, 7, 3 * CLUSTER as usize).await;
             close(disk, &memory).await;
@@ -440,13 +440,13 @@ fn a_log_that_was_asked_for_later_has_everything_too() {
         for mirrored in [false, true] {
             block_on(async {
                 let memory = overlay(16).await;
-                let options = OpenOptions { survive: false, metadata, ..survive() };
+                let options = OpenOptions { restart_log: false, metadata, ..logged() };
                 let live = open_live(&memory, NAME, &options).await;
                 let tagged = |tag: u8| IoBuf::copy_of(&[tag; 4096]);
                 live.write(0, tagged(1)).await.unwrap();
                 live.flush().await.unwrap();
                 live.write(CLUSTER, tagged(2)).await.unwrap();
-                live.survive().await.unwrap();
+                live.begin_restart_log().await.unwrap();
                 live.write(2 * CLUSTER, tagged(3)).await.unwrap();
                 let mut image = NAME;
                 if mirrored {
@@ -466,7 +466,7 @@ fn a_log_that_was_asked_for_later_has_everything_too() {
                 live.write(4 * CLUSTER, tagged(6)).await.unwrap();
                 drop(live);
                 // Killed.
-                let live = open_live(&memory, image, &survive()).await;
+                let live = open_live(&memory, image, &logged()).await;
                 for (at, tag) in [
                     (0, 1),
                     (512, 5),
@@ -497,7 +497,7 @@ async fn open_live(
 fn a_log_is_not_applied_to_an_image_that_was_put_back() {
     block_on(async {
         let memory = overlay(16).await;
-        let disk = open(memory.clone(), &survive()).await;
+        let disk = open(memory.clone(), &logged()).await;
         write(&disk, 3 * CLUSTER, 4, 4096).await;
         disk.flush().await.unwrap();
         // A copy of the image while it is in use.
@@ -515,7 +515,7 @@ fn a_log_is_not_applied_to_an_image_that_was_put_back() {
         file.write_at(0, IoBuf::copy_of(&before)).await.unwrap();
         drop(file);
         assert!(has_survivor(&memory, Path::new(NAME)));
-        let disk = open(memory.clone(), &survive()).await;
+        let disk = open(memory.clone(), &logged()).await;
         assert_reads(&disk, 3 * CLUSTER, 4, 4096).await;
         assert_reads(&disk, 0, 0xbb, 3 * CLUSTER as usize).await;
         close(disk, &memory).await;
@@ -528,7 +528,7 @@ fn an_image_whose_log_cannot_be_used_is_not_opened_for_writing() {
         let directory = tempfile::tempdir().unwrap();
         let image = directory.path().join(NAME);
         qemu::create(&image, "qcow2", 64 << 20, "");
-        let disk = Disk::open(FileHost, &image, &survive()).await.unwrap();
+        let disk = Disk::open(FileHost, &image, &logged()).await.unwrap();
         write(&disk, 0, 7, 4096).await;
         drop(disk);
         let id = FileHost.open(&image, OpenMode::default()).await.unwrap().id();
@@ -537,7 +537,7 @@ fn an_image_whose_log_cannot_be_used_is_not_opened_for_writing() {
         std::fs::set_permissions(&log, Permissions::from_mode(0o666)).unwrap();
         let repair = CheckOptions { repair: Repair::All, ..CheckOptions::default() };
         let refused = [
-            Disk::open(FileHost, &image, &survive()).await.err().unwrap().to_string(),
+            Disk::open(FileHost, &image, &logged()).await.err().unwrap().to_string(),
             check(&FileHost, &image, &repair, &mut |_| {}).await.err().unwrap().to_string(),
         ];
         for error in refused {
@@ -545,7 +545,7 @@ fn an_image_whose_log_cannot_be_used_is_not_opened_for_writing() {
         }
         assert!(std::fs::read(&image).unwrap() == before, "it was changed");
         std::fs::set_permissions(&log, Permissions::from_mode(0o600)).unwrap();
-        let disk = Disk::open(FileHost, &image, &survive()).await.unwrap();
+        let disk = Disk::open(FileHost, &image, &logged()).await.unwrap();
         assert_reads(&disk, 0, 7, 4096).await;
         disk.close().await.unwrap();
     });
@@ -571,7 +571,7 @@ fn more_than_there_is_room_for_is_durable_before_it_is_answered() {
     let plan = Plan::new();
     plan.delay(5);
     let host = FaultHost::new(memory.clone(), plan);
-    let disk = run(open(host, &survive()), ALWAYS).unwrap();
+    let disk = run(open(host, &logged()), ALWAYS).unwrap();
     run(disk.write(0, IoBuf::zeroed(512)), ALWAYS).unwrap().unwrap();
     let step = 16 << 20;
     let zeroes = (0..4).map(|n| disk.write_zeroes(n * step, step, ZeroFlags::default()));
@@ -581,7 +581,7 @@ fn more_than_there_is_room_for_is_durable_before_it_is_answered() {
     run(disk.write(step, IoBuf::copy_of(&[5; 512])), ALWAYS).unwrap().unwrap();
     drop(disk);
     block_on(async {
-        let disk = open(memory.clone(), &survive()).await;
+        let disk = open(memory.clone(), &logged()).await;
         assert_reads(&disk, step, 5, 512).await;
         assert_reads(&disk, 0, 0, step as usize).await;
         assert_reads(&disk, step + 512, 0, 3 * step as usize - 512).await;
@@ -596,7 +596,7 @@ fn files_have_it_too() {
         let (image, base) = (directory.path().join(NAME), directory.path().join("base.raw"));
         std::fs::write(&base, vec![0xbb; 64 << 20]).unwrap();
         qemu::create(&image, "qcow2", 64 << 20, "backing_file=base.raw,backing_fmt=raw");
-        let open = async || Disk::open(FileHost, &image, &survive()).await.unwrap();
+        let open = async || Disk::open(FileHost, &image, &logged()).await.unwrap();
         for round in 0..3_u8 {
             let disk = open().await;
             for n in 0..round {
@@ -611,7 +611,7 @@ fn files_have_it_too() {
         drop(disk);
         qemu::assert_clean(&image);
         let file = FileHost.open(&image, OpenMode::default()).await.unwrap();
-        assert!(file.survivor(false).await.unwrap().is_none());
+        assert!(file.restart_memory(false).await.unwrap().is_none());
     });
 }
 
@@ -630,7 +630,7 @@ fn what_a_commit_in_place_releases_is_not_written_over_after_a_kill() {
         let plan = Plan::new();
         plan.delay(rng.random());
         let host = FaultHost::new(memory.clone(), plan.clone());
-        let options = OpenOptions { journal_size: Some(64 << 10), ..survive() };
+        let options = OpenOptions { journal_size: Some(64 << 10), ..logged() };
         let disk = run(open(host, &options), ALWAYS).unwrap();
         run(write(&disk, 0, 1, 4096), ALWAYS).unwrap();
         run(disk.flush(), ALWAYS).unwrap().unwrap();

@@ -2,7 +2,7 @@
 
 use isobath_storage::block_on;
 use isobath_storage::file::FileHost;
-use isobath_storage::survivor::SURVIVOR_BYTES;
+use isobath_storage::restart_memory::RESTART_MEMORY_BYTES;
 use isobath_storage::{Host, OpenMode, Storage};
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{PermissionsExt, symlink};
@@ -39,33 +39,33 @@ async fn open(directory: &Path) -> impl Storage + use<> {
 fn it_stays_until_it_is_removed_and_has_one_user() {
     let own = Own::new();
     let file = block_on(open(own.directory.path()));
-    let survivor = |create| block_on(file.survivor(create));
-    assert!(survivor(false).unwrap().is_none() && !own.memory.exists());
-    let first = survivor(true).unwrap().unwrap();
-    assert_eq!(first.words().len() * 8, SURVIVOR_BYTES);
+    let restart_memory = |create| block_on(file.restart_memory(create));
+    assert!(restart_memory(false).unwrap().is_none() && !own.memory.exists());
+    let first = restart_memory(true).unwrap().unwrap();
+    assert_eq!(first.words().len() * 8, RESTART_MEMORY_BYTES);
     assert!(first.words().iter().all(|word| word.load(Ordering::Relaxed) == 0));
     first.words()[7].store(42, Ordering::Relaxed);
     assert_eq!(fs::metadata(&own.memory).unwrap().permissions().mode() & 0o777, 0o600);
-    let busy = survivor(true).err().unwrap();
+    let busy = restart_memory(true).err().unwrap();
     assert_eq!(busy.kind(), std::io::ErrorKind::WouldBlock);
     assert!(first.is_there());
     drop(first);
-    let again = survivor(false).unwrap().unwrap();
+    let again = restart_memory(false).unwrap().unwrap();
     assert_eq!(again.words()[7].load(Ordering::Relaxed), 42);
     again.remove();
-    assert!(!again.is_there() && !own.memory.exists() && survivor(false).unwrap().is_none());
+    assert!(!again.is_there() && !own.memory.exists() && restart_memory(false).unwrap().is_none());
 }
 
 #[test]
 fn who_looks_for_it_waits_for_a_process_that_is_ending() {
     let own = Own::new();
     let file = block_on(open(own.directory.path()));
-    let ending = block_on(file.survivor(true)).unwrap().unwrap();
+    let ending = block_on(file.restart_memory(true)).unwrap().unwrap();
     ending.words()[7].store(42, Ordering::Relaxed);
     let found = std::thread::scope(|scope| {
         let waiting = scope.spawn(|| {
             let file = block_on(open(own.directory.path()));
-            let found = block_on(file.survivor(false)).unwrap().unwrap();
+            let found = block_on(file.restart_memory(false)).unwrap().unwrap();
             found.words()[7].load(Ordering::Relaxed)
         });
         // The other thread most likely asks before this; if not, it finds what is asserted all the same.
@@ -83,7 +83,7 @@ fn what_may_be_somebody_elses_is_not_used() {
     let elsewhere = own.directory.path().join("elsewhere");
     let refused = |what: &str| {
         for create in [true, false] {
-            let error = block_on(file.survivor(create)).err().expect(what).to_string();
+            let error = block_on(file.restart_memory(create)).err().expect(what).to_string();
             assert!(error.contains(own.memory.to_str().unwrap()), "{error}");
         }
         if own.memory.is_dir() {
@@ -92,23 +92,23 @@ fn what_may_be_somebody_elses_is_not_used() {
             fs::remove_file(&own.memory).unwrap();
         }
     };
-    fs::write(&elsewhere, vec![0; SURVIVOR_BYTES]).unwrap();
+    fs::write(&elsewhere, vec![0; RESTART_MEMORY_BYTES]).unwrap();
     fs::set_permissions(&elsewhere, Permissions::from_mode(0o600)).unwrap();
     symlink(&elsewhere, &own.memory).unwrap();
     refused("a link");
     fs::create_dir(&own.memory).unwrap();
     refused("a directory");
-    fs::write(&own.memory, vec![0; SURVIVOR_BYTES]).unwrap();
+    fs::write(&own.memory, vec![0; RESTART_MEMORY_BYTES]).unwrap();
     fs::set_permissions(&own.memory, Permissions::from_mode(0o644)).unwrap();
     refused("others may read it");
-    fs::write(&own.memory, vec![0; SURVIVOR_BYTES / 2]).unwrap();
+    fs::write(&own.memory, vec![0; RESTART_MEMORY_BYTES / 2]).unwrap();
     fs::set_permissions(&own.memory, Permissions::from_mode(0o600)).unwrap();
     refused("it is too short");
     let second = own.memory.with_extension("second");
-    fs::write(&own.memory, vec![0; SURVIVOR_BYTES]).unwrap();
+    fs::write(&own.memory, vec![0; RESTART_MEMORY_BYTES]).unwrap();
     fs::set_permissions(&own.memory, Permissions::from_mode(0o600)).unwrap();
     fs::hard_link(&own.memory, &second).unwrap();
     refused("it has two names");
     fs::remove_file(&second).unwrap();
-    assert!(block_on(file.survivor(true)).unwrap().is_some());
+    assert!(block_on(file.restart_memory(true)).unwrap().is_some());
 }
