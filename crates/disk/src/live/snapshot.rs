@@ -3,7 +3,7 @@
 //! Everything that takes time comes before the change of the chain or after it. Before: the overlay,
 //! with its index of the layers below, is made, durable and open for writing. Then requests are kept
 //! out until those under way have ended, and the next ones find the overlay as active layer. After:
-//! what the former active image still owes its file is written there, its journal is taken out of
+//! what the file of the former active image lacks is written there, its journal is taken out of
 //! use, and the locks of a writer are given up. Until that is done its writer answers for it, and a
 //! flush makes both durable. A crash at any point leaves the old chain or the new one.
 

@@ -80,7 +80,7 @@ fn number(chunk: &[u8]) -> u64 {
 pub struct RestartLog {
     state: Mutex<State>,
     /// There is a debt, and it matters.
-    owes: AtomicBool,
+    must_sync: AtomicBool,
     /// More than half is in use.
     much: AtomicBool,
     /// Somebody has asked for it.
@@ -287,7 +287,7 @@ impl RestartLog {
 
     /// Sees to it that who opens the image finds the log: whoever may remove files may have removed its
     /// memory, as a login manager does when its user has logged out. Then the log goes on in other memory, or
-    /// owes a commit for each change.
+    /// must_sync a commit for each change.
     pub async fn check_memory<S: Storage>(&self, storage: &S) {
         let memory = self.state.lock().memory.clone();
         let Some(lost) = memory.filter(|memory| !memory.is_there()) else { return };
@@ -360,8 +360,8 @@ impl RestartLog {
     }
 
     /// Whether requests must wait for a commit before they are answered.
-    pub fn owes(&self) -> bool {
-        self.owes.load(Ordering::SeqCst)
+    pub fn must_sync(&self) -> bool {
+        self.must_sync.load(Ordering::SeqCst)
     }
 
     /// Whether a commit should make room.
@@ -378,9 +378,9 @@ impl RestartLog {
     }
 
     fn tell(&self, state: &State) {
-        let owes = state.lost != state.paid && state.unpromised == 0;
-        if owes != self.owes.load(Ordering::Relaxed) {
-            self.owes.store(owes, Ordering::SeqCst);
+        let must_sync = state.lost != state.paid && state.unpromised == 0;
+        if must_sync != self.must_sync.load(Ordering::Relaxed) {
+            self.must_sync.store(must_sync, Ordering::SeqCst);
         }
         let much = state.used() > CAPACITY / 2;
         if much != self.much.load(Ordering::Relaxed) {

@@ -87,7 +87,7 @@ fn a_commit_drops_what_it_closed_and_nothing_else() {
     log.durable();
     assert_eq!(world.holds(), (vec![2], vec![(12288, 1)]));
     assert_eq!(world.found().unwrap().kept[0].bytes, [3]);
-    assert!(!log.owes());
+    assert!(!log.must_sync());
 }
 
 #[test]
@@ -104,7 +104,7 @@ fn a_full_log_owes_a_commit_and_then_goes_on() {
         }
         let (entries, kept) = world.holds();
         assert_eq!((entries.len() as u64, kept.len() as u64), (count, count), "round {round}");
-        assert!(!log.owes());
+        assert!(!log.must_sync());
         log.close_entries();
         log.close_kept();
         log.durable();
@@ -112,7 +112,7 @@ fn a_full_log_owes_a_commit_and_then_goes_on() {
         assert!(!log.has_much());
     }
     let mut count = 0;
-    while !log.owes() {
+    while !log.must_sync() {
         log.entry(count, entry(count));
         count += 1;
     }
@@ -124,15 +124,15 @@ fn a_full_log_owes_a_commit_and_then_goes_on() {
     log.close_entries();
     log.entry(1, entry(1));
     log.close_kept();
-    assert!(log.owes(), "not durable yet");
+    assert!(log.must_sync(), "not durable yet");
     log.durable();
     // There was no room for the one in between.
-    assert!(log.owes());
+    assert!(log.must_sync());
     log.close_entries();
     log.entry(2, entry(2));
     log.close_kept();
     log.durable();
-    assert!(!log.owes());
+    assert!(!log.must_sync());
     assert_eq!(world.holds(), (vec![2], vec![]));
 }
 
@@ -142,24 +142,24 @@ fn what_is_not_logged_is_owed_only_where_something_was_promised() {
     let log = &world.log;
     let suspended = log.suspend();
     log.entry(1, entry(1));
-    assert!(log.owes() && world.holds().0.is_empty());
+    assert!(log.must_sync() && world.holds().0.is_empty());
     log.promise_nothing();
-    assert!(!log.owes());
+    assert!(!log.must_sync());
     log.promise();
-    assert!(log.owes());
+    assert!(log.must_sync());
     drop(suspended);
     log.entry(2, entry(2));
     assert!(world.holds().0.is_empty(), "one is missing");
     log.close_entries();
     log.close_kept();
     log.durable();
-    assert!(!log.owes());
+    assert!(!log.must_sync());
     log.entry(3, entry(3));
     assert_eq!(world.holds().0, [3]);
     log.end();
     assert!(world.found().is_none());
     log.entry(4, entry(4));
-    assert!(log.owes());
+    assert!(log.must_sync());
 }
 
 #[test]
@@ -187,11 +187,11 @@ fn a_log_whose_memory_is_removed_goes_on_in_other_memory_or_owes_a_commit() {
     assert_eq!(world.holds(), (vec![1], vec![(4096, 513)]));
     log.entry(2, entry(2));
     assert_eq!(world.holds(), (vec![1, 2], vec![(4096, 513)]));
-    assert!(!log.owes());
+    assert!(!log.must_sync());
     host.forget_restart_memories();
     host.set_restart_memories(false);
     isobath_storage::block_on(log.check_memory(file));
-    assert!(log.owes());
+    assert!(log.must_sync());
 }
 
 #[test]

@@ -132,7 +132,7 @@ impl<S: Storage> Writer<S> {
     /// Returns once what was done so far outlives this process, if that was asked for. The caller is
     /// not inside the gate and holds no range.
     pub async fn outlive(&self, readers: &Readers) -> Result<()> {
-        if self.log().is_some_and(|log| log.owes()) {
+        if self.log().is_some_and(|log| log.must_sync()) {
             self.commit(readers).await?;
         }
         Ok(())
