@@ -287,7 +287,7 @@ impl RestartLog {
 
     /// Sees to it that who opens the image finds the log: whoever may remove files may have removed its
     /// memory, as a login manager does when its user has logged out. Then the log goes on in other memory, or
-    /// must_sync a commit for each change.
+    /// needs a commit for each change.
     pub async fn check_memory<S: Storage>(&self, storage: &S) {
         let memory = self.state.lock().memory.clone();
         let Some(lost) = memory.filter(|memory| !memory.is_there()) else { return };

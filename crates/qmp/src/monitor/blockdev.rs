@@ -76,7 +76,7 @@ impl<H: Host + Clone> Monitor<H> {
         if let Some(node) = protocol.node {
             self.files.borrow_mut().retain(|file| file.name != node);
         }
-        self.heard.attend(&drive);
+        self.event_queue.attend(&drive);
         self.drives.borrow_mut().push(Rc::new(drive));
         Ok(())
     }

@@ -49,17 +49,17 @@ impl<H: Host> Started<H> {
     }
 }
 
-/// What jobs have told, until it is passed on.
+/// What jobs have queued, until it is passed on.
 #[derive(Default)]
-pub(super) struct Heard {
-    told: Mutex<VecDeque<Told>>,
+pub(super) struct EventQueue {
+    queued: Mutex<VecDeque<QueuedEvent>>,
     /// Requests that failed, by their disk's address.
     failed: Mutex<VecDeque<(usize, IoFailure)>>,
     more: Event,
 }
 
-/// What a job told, and how it was at that moment.
-struct Told {
+/// What a job queued, and how it was at that moment.
+struct QueuedEvent {
     id: String,
     kind: &'static str,
     event: JobEvent,
@@ -69,23 +69,23 @@ struct Told {
     error: Option<String>,
 }
 
-impl Heard {
+impl EventQueue {
     pub(super) fn listen(&self) -> EventListener {
         self.more.listen()
     }
 
     /// Hears of a disk's failures from now on.
     pub(super) fn attend<H: Host>(self: &Arc<Self>, drive: &Drive<H>) {
-        let (heard, address) = (Arc::clone(self), address_of(drive));
+        let (event_queue, address) = (Arc::clone(self), address_of(drive));
         drive.disk().on_failure(Box::new(move |failure| {
-            heard.failed.lock().push_back((address, failure));
-            heard.more.notify(usize::MAX);
+            event_queue.failed.lock().push_back((address, failure));
+            event_queue.more.notify(usize::MAX);
         }));
     }
 
-    fn hear(&self, job: &Job, event: JobEvent) {
+    fn push(&self, job: &Job, event: JobEvent) {
         let progress = job.progress();
-        self.told.lock().push_back(Told {
+        self.queued.lock().push_back(QueuedEvent {
             id: job.id().to_owned(),
             kind: job.kind().name(),
             event,
@@ -279,14 +279,14 @@ impl<H: Host + Clone> Monitor<H> {
         let Ok(speed) = u64::try_from(integer(arguments, "speed").unwrap_or(0)) else {
             return Err(QmpError::new("Parameter 'speed' expects a non-negative value"));
         };
-        let heard = Arc::clone(&self.heard);
+        let event_queue = Arc::clone(&self.event_queue);
         Ok(JobOptions {
             speed,
             pacing: pacing(arguments)?,
             on_error: on_error(arguments)?,
             auto_finalize: flag(arguments, "auto-finalize").unwrap_or(true),
             auto_dismiss: flag(arguments, "auto-dismiss").unwrap_or(true),
-            listener: Some(Arc::new(move |job: &Job, event| heard.hear(job, event))),
+            listener: Some(Arc::new(move |job: &Job, event| event_queue.push(job, event))),
             ..JobOptions::new(id)
         })
     }
@@ -426,14 +426,16 @@ impl<H: Host + Clone> Monitor<H> {
         done.map_err(QmpError::new)
     }
 
-    /// Passes on what jobs have told since the last time.
+    /// Passes on what jobs have queued since the last time.
     pub(super) fn pass_on(&self) {
         loop {
-            let Some(told) = self.heard.told.lock().pop_front() else { break };
-            self.tell(told);
+            let Some(queued) = self.event_queue.queued.lock().pop_front() else { break };
+            self.tell(queued);
         }
         loop {
-            let Some((address, failure)) = self.heard.failed.lock().pop_front() else { return };
+            let Some((address, failure)) = self.event_queue.failed.lock().pop_front() else {
+                return;
+            };
             self.tell_failure(address, &failure);
         }
     }
@@ -452,8 +454,8 @@ impl<H: Host + Clone> Monitor<H> {
         self.events.emit("BLOCK_IO_ERROR", data);
     }
 
-    fn tell(&self, told: Told) {
-        let Told { id, kind, event, current, total, speed, error } = told;
+    fn tell(&self, queued: QueuedEvent) {
+        let QueuedEvent { id, kind, event, current, total, speed, error } = queued;
         let progress = json!({
             "type": kind, "device": id, "len": total, "offset": current, "speed": speed,
         });

@@ -31,7 +31,7 @@ use isobath_disk::OpenOptions;
 use isobath_jobs::Job;
 use isobath_storage::Host;
 use isobath_storage::ring::{Handle, yield_now};
-use jobs::{Heard, Started};
+use jobs::{EventQueue, Started};
 use names::Names;
 use request::Request;
 use serde_json::{Map, Value, json};
@@ -62,7 +62,7 @@ pub struct Monitor<H: Host> {
     /// Who serves doors to one disk.
     workers: Vec<Handle>,
     events: Events,
-    heard: Arc<Heard>,
+    event_queue: Arc<EventQueue>,
     /// Held by commands that change something.
     order: async_lock::Mutex<()>,
     quit: Cell<bool>,
@@ -89,9 +89,9 @@ impl<H: Host + Clone> Monitor<H> {
         workers: Vec<Handle>,
         events: Events,
     ) -> Self {
-        let heard = Arc::<Heard>::default();
+        let event_queue = Arc::<EventQueue>::default();
         for drive in &drives {
-            heard.attend(drive);
+            event_queue.attend(drive);
         }
         let interrupted = drives.iter().flat_map(request::interrupted).collect();
         let exports = if nbd.is_some() {
@@ -112,7 +112,7 @@ impl<H: Host + Clone> Monitor<H> {
             exports: Rc::new(ExportList::new(exports)),
             workers,
             events,
-            heard,
+            event_queue,
             order: async_lock::Mutex::default(),
             quit: Cell::new(false),
             ending: Cell::new(false),
@@ -149,9 +149,9 @@ impl<H: Host + Clone> Monitor<H> {
     /// Passes on what jobs tell, for as long as it is polled.
     pub async fn watch(&self) {
         loop {
-            let heard = self.heard.listen();
+            let event_queue = self.event_queue.listen();
             self.pass_on();
-            heard.await;
+            event_queue.await;
         }
     }
 
