@@ -4,11 +4,11 @@ from .. import report, tools
 from ..rounds import Samples
 from . import guest, timeline
 from . import under_load as load
-from .under_load import ADAPTIVE, ALONE, BASELINE, DISSERTATION, LIMIT, NORMAL
+from .under_load import ADAPTIVE, ALONE, BASELINE, THRESHOLD, LIMIT, NORMAL
 
 SEED = 223
 # What the dissertation reports: the guest's bandwidth ÷ that without a job, the job's time ÷ the normal one's.
-REPORTED = {NORMAL: (203 / 335.45, 1), LIMIT: (204.59 / 335.45, 2), DISSERTATION: (265.82 / 335.45, 1.8)}
+REPORTED = {NORMAL: (203 / 335.45, 1), LIMIT: (204.59 / 335.45, 2), THRESHOLD: (265.82 / 335.45, 1.8)}
 
 
 def data():
@@ -19,7 +19,7 @@ def data():
 def run(rounds, seconds):
     longest = 2 if tools.QUICK else max(seconds, 2)
     schedule = guest.bursts(SEED, longest, 40 * longest)
-    modes = [NORMAL, LIMIT, DISSERTATION, ADAPTIVE]
+    modes = [NORMAL, LIMIT, THRESHOLD, ADAPTIVE]
     text = f"Bursts and pauses of {longest / 20:g} to {longest:g} s, evenly distributed, always the same ones: the dissertation's of 1 to 20 s" + (
         f", {20 / longest:g} times as fast, and so is its mode's pause. " if longest != 20 else ". "
     )
@@ -46,7 +46,7 @@ def compare(name, title, text, schedule, data, modes, *, most, bounds, rounds, h
         runs = {}
         for mode in modes:
             try:
-                given = runs[ADAPTIVE].seconds if even and mode == DISSERTATION and ADAPTIVE in runs else most
+                given = runs[ADAPTIVE].seconds if even and mode == THRESHOLD and ADAPTIVE in runs else most
                 runs[mode] = load.measure(mode, schedule, data, given, hurry)
             except tools.Failed as error:
                 samples.add(mode, {"failed": "failed", "why": str(error)})

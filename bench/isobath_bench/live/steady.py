@@ -2,7 +2,7 @@
 
 from .. import tools
 from . import guest, pacing
-from .under_load import ADAPTIVE, DISSERTATION, NORMAL
+from .under_load import ADAPTIVE, THRESHOLD, NORMAL
 
 SEED = 11
 
@@ -18,5 +18,5 @@ def run(rounds, seconds):
     schedule = [guest.Burst(0, most + 30)]
     text = f"No pauses. A job that is not done after {most} s is cancelled; the dissertation's is given as long as the adaptive one took. "
     bounds = {"bandwidth": {"at_least": 0.9}, "finished": {"at_least": 1}}
-    modes = [NORMAL, ADAPTIVE, DISSERTATION]
+    modes = [NORMAL, ADAPTIVE, THRESHOLD]
     return pacing.compare("steady", "A steady guest", text, schedule, data(), modes, most=most, bounds=bounds, rounds=pacing.repeat(rounds), even=True)

@@ -2,7 +2,7 @@
 
 from .. import tools
 from . import guest, pacing
-from .under_load import ADAPTIVE, DISSERTATION, NORMAL
+from .under_load import ADAPTIVE, THRESHOLD, NORMAL
 
 SEED = 116
 
@@ -22,6 +22,6 @@ def run(rounds, seconds):
     )
     bounds = {"bandwidth": {"at_least": 0.97}, "p99": {"at_most": 1.2}, "runtime": {"at_most": 1.3}, "of_pauses": {"at_most": 1.3}}
     return pacing.compare(
-        "trace", "A guest with the bursts of a trace", text, schedule, data(), [NORMAL, DISSERTATION, ADAPTIVE], most=length, bounds=bounds,
+        "trace", "A guest with the bursts of a trace", text, schedule, data(), [NORMAL, THRESHOLD, ADAPTIVE], most=length, bounds=bounds,
         rounds=pacing.repeat(rounds), hurry=guest.TRACE_SECONDS / length,
     )  # fmt: skip

@@ -17,8 +17,8 @@ FILL = 0.9
 # to be copied, with the job or without.
 GUEST = 256 << 20
 
-ALONE, BASELINE, NORMAL, LIMIT, DISSERTATION, ADAPTIVE = (
-    "alone", "no job", "normal", "speed limit", "dissertation", "adaptive",
+ALONE, BASELINE, NORMAL, LIMIT, THRESHOLD, ADAPTIVE = (
+    "alone", "no job", "normal", "speed limit", "threshold", "adaptive",
 )  # fmt: skip
 # The limit of the dissertation's comparison, as a part of what its guest moved without a job.
 SPEED = int(BANDWIDTH * 60 / 335.45)
@@ -43,7 +43,7 @@ def told(mode, hurry):
     """What block-stream is told in a mode, the guest's time going `hurry` times as fast as the dissertation's."""
     if mode == LIMIT:
         return {"pacing": "none", "speed": SPEED}
-    if mode == DISSERTATION:
+    if mode == THRESHOLD:
         # Its pause is a second.
         return {"adaptive-stream": True, "pause-time": 1 / hurry}
     return {} if mode == ADAPTIVE else {"pacing": "none"}

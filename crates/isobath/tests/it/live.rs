@@ -309,7 +309,7 @@ impl World {
         job.pacing = match rng.random_range(0..3) {
             0 => Pacing::None,
             1 => Pacing::default(),
-            _ => Pacing::Dissertation { threshold: 1e12, pause_time: Duration::from_millis(1) },
+            _ => Pacing::Threshold { threshold: 1e12, pause_time: Duration::from_millis(1) },
         };
         if rng.random_bool(0.2) {
             job.speed = 1 << 20;

@@ -6,19 +6,19 @@
 
 mod adaptive;
 mod capacity;
-mod dissertation;
 mod impact;
 mod limit;
 #[cfg(test)]
 mod sim;
 #[cfg(test)]
 mod tests;
+mod threshold;
 
 use adaptive::Adaptive;
-use dissertation::Dissertation;
 use isobath_disk::live::GuestCounts;
 use limit::SpeedLimit;
 use std::time::Duration;
+use threshold::Threshold;
 
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
@@ -40,7 +40,7 @@ pub enum Pacing {
     },
     /// As the dissertation on adaptively streaming qcow2 disk images has it: looks on for 15 s, then
     /// copies while the guest's throughput is not above a threshold.
-    Dissertation {
+    Threshold {
         /// Up to 1: a share of the mean throughput of the first 15 s. More than 1: bytes per second,
         /// and the job starts at once.
         threshold: f64,
@@ -59,8 +59,8 @@ impl Default for Pacing {
 
 impl Pacing {
     /// The dissertation's mode with its defaults: a threshold of 0.3, and pauses of 1 s.
-    pub const fn dissertation() -> Self {
-        Self::Dissertation { threshold: 0.3, pause_time: Duration::from_secs(1) }
+    pub const fn threshold() -> Self {
+        Self::Threshold { threshold: 0.3, pause_time: Duration::from_secs(1) }
     }
 }
 
@@ -110,7 +110,7 @@ pub struct Pacer {
 #[derive(Debug)]
 enum Mode {
     Adaptive(Box<Adaptive>),
-    Dissertation(Dissertation),
+    Threshold(Threshold),
     None,
 }
 
@@ -132,8 +132,8 @@ impl Pacer {
             Pacing::Adaptive { deadline, max_impact } => {
                 Mode::Adaptive(Box::new(Adaptive::new(deadline, max_impact, now)))
             }
-            Pacing::Dissertation { threshold, pause_time } => {
-                Mode::Dissertation(Dissertation::new(threshold, pause_time, now))
+            Pacing::Threshold { threshold, pause_time } => {
+                Mode::Threshold(Threshold::new(threshold, pause_time, now))
             }
             Pacing::None => Mode::None,
         };
@@ -145,7 +145,7 @@ impl Pacer {
     pub fn next(&mut self, now: Duration, guest: &GuestCounts, work: &Work) -> Step {
         let wish = match &mut self.mode {
             Mode::Adaptive(mode) => mode.next(now, guest, work, self.limit.speed()),
-            Mode::Dissertation(mode) => mode.next(now, guest, work),
+            Mode::Threshold(mode) => mode.next(now, guest, work),
             Mode::None if work.pieces < UNPACED.1 => Wish::Copy(UNPACED.0),
             Mode::None => Wish::Drain(now + FAR),
         };
@@ -174,7 +174,7 @@ impl Pacer {
         self.limit.copied(now, bytes);
         match &mut self.mode {
             Mode::Adaptive(mode) => mode.copied(now, bytes, took),
-            Mode::Dissertation(mode) => mode.copied(),
+            Mode::Threshold(mode) => mode.copied(),
             Mode::None => {}
         }
     }
@@ -195,7 +195,7 @@ impl Pacer {
     pub fn forecast(&self, now: Duration, work: &Work) -> Option<Forecast> {
         match &self.mode {
             Mode::Adaptive(mode) => mode.forecast(now, work, self.limit.speed()),
-            Mode::Dissertation(_) | Mode::None => None,
+            Mode::Threshold(_) | Mode::None => None,
         }
     }
 }

@@ -11,7 +11,7 @@ const LONG: Duration = Duration::from_mins(50);
 /// A tenth of the requests, for long runs.
 const SLOW: Drive = Drive { bandwidth: 40e6, ..SSD };
 const ADAPTIVE: Job = Job::Paced(Pacing::Adaptive { deadline: None, max_impact: None }, 0);
-const DISSERTATION: Job = Job::Paced(Pacing::dissertation(), 0);
+const THRESHOLD: Job = Job::Paced(Pacing::threshold(), 0);
 
 fn seconds(outcome: &Outcome) -> f64 {
     assert!(outcome.finished, "only {} bytes are copied", outcome.copied);
@@ -191,7 +191,7 @@ fn a_guest_loses_what_it_may_and_no_more() {
 #[test]
 fn a_limit_of_speed_holds_in_every_mode() {
     let bursts = bursts(Load::Depth(64), 10);
-    for pacing in [Pacing::default(), Pacing::dissertation(), Pacing::None] {
+    for pacing in [Pacing::default(), Pacing::threshold(), Pacing::None] {
         let limited = run(SSD, &bursts, Job::Paced(pacing, 20_000_000), GB / 2, LONG);
         let speed = limited.copied as f64 / seconds(&limited);
         assert!(speed < 20_200_000.0, "{pacing:?}: {speed}");
@@ -205,9 +205,9 @@ fn a_limit_of_speed_holds_in_every_mode() {
 }
 
 #[test]
-fn the_dissertation_s_mode_pauses_for_bursts() {
+fn the_threshold_pauses_for_bursts() {
     let phases = bursts(Load::Depth(64), 40);
-    let paced = Compared::of(SSD, &phases, DISSERTATION, 10 * GB, LONG);
+    let paced = Compared::of(SSD, &phases, THRESHOLD, 10 * GB, LONG);
     let normal = run(SSD, &phases, Job::Normal, 10 * GB, LONG);
     assert_eq!(paced.job.progress[14], 0, "it copied before it had looked on for 15 s");
     assert!(paced.job.progress[20] > 0);
@@ -222,10 +222,10 @@ fn the_dissertation_s_mode_pauses_for_bursts() {
 /// Its threshold is sampled once: a load below it, here a single request at a time after bursts, is
 /// overrun. The guest keeps about what the dissertation reports; in the adaptive mode all but a little.
 #[test]
-fn the_dissertation_s_threshold_overlooks_lesser_loads() {
+fn the_threshold_overlooks_lesser_loads() {
     let ten = Duration::from_secs(10);
     let phases = [(ten * 2, Load::Depth(64)), (ten * 4, Load::Depth(1)), (ten * 4, Load::Depth(1))];
-    let paced = Compared::of(SSD, &phases, DISSERTATION, 5 * GB, LONG);
+    let paced = Compared::of(SSD, &phases, THRESHOLD, 5 * GB, LONG);
     assert!((0.65..0.85).contains(&paced.bandwidth()), "bandwidth {:.3}", paced.bandwidth());
     let adaptive = Compared::of(SSD, &phases, ADAPTIVE, 5 * GB, LONG);
     assert!(adaptive.bandwidth() > 0.93, "bandwidth {:.3}", adaptive.bandwidth());
@@ -233,9 +233,9 @@ fn the_dissertation_s_threshold_overlooks_lesser_loads() {
 
 /// A steady load leaves it one piece in each second for ten minutes, and after that no peace at all.
 #[test]
-fn the_dissertation_s_mode_streams_normally_after_ten_minutes_of_pauses() {
+fn the_threshold_streams_normally_after_ten_minutes_of_pauses() {
     let load = steady(Load::Depth(64));
-    let paced = run(SLOW, &load, DISSERTATION, GB / 2, LONG);
+    let paced = run(SLOW, &load, THRESHOLD, GB / 2, LONG);
     let (first, second) = (paced.progress[100], paced.progress[600]);
     assert!(first < 60_000_000 && second < 330_000_000, "{first} {second}");
     assert!((660.0..720.0).contains(&seconds(&paced)), "{:?}", paced.time);
@@ -244,7 +244,7 @@ fn the_dissertation_s_mode_streams_normally_after_ten_minutes_of_pauses() {
 #[test]
 fn an_explicit_threshold_starts_at_once() {
     let pause_time = Duration::from_secs(2);
-    let job = |threshold| Job::Paced(Pacing::Dissertation { threshold, pause_time }, 0);
+    let job = |threshold| Job::Paced(Pacing::Threshold { threshold, pause_time }, 0);
     let load = steady(Load::Depth(4));
     let above = run(SSD, &load, job(1e9), GB, LONG);
     assert!(above.paused.is_zero() && above.progress[1] > 0);
@@ -347,9 +347,9 @@ fn pacings() -> impl Strategy<Value = Pacing> {
     ];
     let adaptive = (prop::option::of(times.clone()), prop::option::of(prop::num::f64::ANY))
         .prop_map(|(deadline, max_impact)| Pacing::Adaptive { deadline, max_impact });
-    let dissertation = (prop::num::f64::ANY, times)
-        .prop_map(|(threshold, pause_time)| Pacing::Dissertation { threshold, pause_time });
-    prop_oneof![adaptive, dissertation, Just(Pacing::None)]
+    let threshold = (prop::num::f64::ANY, times)
+        .prop_map(|(threshold, pause_time)| Pacing::Threshold { threshold, pause_time });
+    prop_oneof![adaptive, threshold, Just(Pacing::None)]
 }
 
 proptest! {

@@ -25,22 +25,22 @@ pub(super) fn pacing(arguments: &Arguments) -> Result<Pacing> {
     let pause_time = positive("pause-time", LONGEST_TIME)?.map(Duration::from_secs_f64);
     let mode = match (optional_text(arguments, "pacing"), flag(arguments, "adaptive-stream")) {
         (Some("adaptive" | "none"), Some(true)) => {
-            return refuse("'adaptive-stream' is pacing 'dissertation', and another one is given");
+            return refuse("'adaptive-stream' is pacing 'threshold', and another one is given");
         }
-        (None, Some(true)) => "dissertation",
+        (None, Some(true)) => "threshold",
         (Some(mode), _) => mode,
         (None, _) => "adaptive",
     };
-    if mode != "dissertation" && (threshold.is_some() || pause_time.is_some()) {
+    if mode != "threshold" && (threshold.is_some() || pause_time.is_some()) {
         return refuse("'adaptive-threshold' and 'pause-time' are for 'adaptive-stream': true");
     }
     if mode != "adaptive" && (deadline.is_some() || max_impact.is_some()) {
         return refuse("'deadline' and 'max-impact' are for pacing 'adaptive'");
     }
-    Ok(match (mode, Pacing::dissertation()) {
+    Ok(match (mode, Pacing::threshold()) {
         ("none", _) => Pacing::None,
-        ("dissertation", Pacing::Dissertation { threshold: usual, pause_time: pause }) => {
-            Pacing::Dissertation {
+        ("threshold", Pacing::Threshold { threshold: usual, pause_time: pause }) => {
+            Pacing::Threshold {
                 threshold: threshold.unwrap_or(usual),
                 pause_time: pause_time.unwrap_or(pause),
             }
@@ -88,10 +88,10 @@ mod tests {
             (json!({}), Pacing::default()),
             (json!({"adaptive-stream": false}), Pacing::default()),
             (json!({"pacing": "none"}), Pacing::None),
-            (json!({"adaptive-stream": true}), Pacing::dissertation()),
+            (json!({"adaptive-stream": true}), Pacing::threshold()),
             (
-                json!({"pacing": "dissertation", "adaptive-threshold": 5000, "pause-time": 2}),
-                Pacing::Dissertation { threshold: 5000.0, pause_time: 2 * second },
+                json!({"pacing": "threshold", "adaptive-threshold": 5000, "pause-time": 2}),
+                Pacing::Threshold { threshold: 5000.0, pause_time: 2 * second },
             ),
             (
                 json!({"deadline": 0.5, "max-impact": 5}),

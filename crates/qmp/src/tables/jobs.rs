@@ -23,7 +23,7 @@ const STATUS: Type = Type::Enum(&[
 ]);
 const IO_STATUS: Type = Type::Enum(&["ok", "failed", "nospace"]);
 const ON_ERROR: Type = Type::Enum(&["report", "ignore", "enospc", "stop", "auto"]);
-const MODE: Type = Type::Enum(&["adaptive", "dissertation", "none"]);
+const MODE: Type = Type::Enum(&["adaptive", "threshold", "none"]);
 
 /// The arguments by which a job is told how to make way for the guest; Isobath's own.
 pub static PACING: &[&str] =

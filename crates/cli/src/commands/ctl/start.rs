@@ -23,13 +23,13 @@ struct Common {
     #[arg(long, value_name = "PERCENT")]
     max_impact: Option<f64>,
     /// How to make way for the guest: 'adaptive' copies in its pauses and little beside it, 'none' does
-    /// not, as QEMU's jobs, 'dissertation' pauses while the guest is busier than a threshold
-    #[arg(long, value_name = "MODE", value_parser = ["adaptive", "dissertation", "none"])]
+    /// not, as QEMU's jobs, 'threshold' pauses while the guest is busier than a threshold
+    #[arg(long, value_name = "MODE", value_parser = ["adaptive", "threshold", "none"])]
     pacing: Option<String>,
-    /// The threshold of 'dissertation': a share of the guest's mean bandwidth up to 1, or bytes a second
+    /// The threshold of 'threshold': a share of the guest's mean bandwidth up to 1, or bytes a second
     #[arg(long, value_name = "NUMBER")]
     adaptive_threshold: Option<f64>,
-    /// How long 'dissertation' pauses, in seconds
+    /// How long 'threshold' pauses, in seconds
     #[arg(long, value_name = "SECONDS")]
     pause_time: Option<f64>,
     /// When the storage fails: 'report' ends the job, 'stop' has it wait, 'enospc' has it wait where

@@ -35,7 +35,7 @@ enum State {
 }
 
 #[derive(Debug)]
-pub(super) struct Dissertation {
+pub(super) struct Threshold {
     state: State,
     ratio: f64,
     /// Bytes per second.
@@ -50,7 +50,7 @@ pub(super) struct Dissertation {
     started: Duration,
 }
 
-impl Dissertation {
+impl Threshold {
     pub(super) fn new(threshold: f64, pause_time: Duration, now: Duration) -> Self {
         let explicit = threshold > 1.0;
         let state = if explicit {
