@@ -3,6 +3,7 @@
 use crate::image::Kind;
 use crate::mode::Mode;
 use isobath_disk::sabotage::Sabotage;
+use isobath_image::ids;
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
 use std::any::Any;
@@ -167,6 +168,7 @@ pub(crate) fn guarded(
     test: impl FnOnce(&mut Totals, &mut Vec<String>) -> Result<(), String>,
 ) -> Result<Totals, Box<Failure>> {
     let (mut totals, mut story) = (Totals::default(), Vec::new());
+    ids::seed(Some(seed));
     let tested = catch_unwind(AssertUnwindSafe(|| test(&mut totals, &mut story)));
     match tested.unwrap_or_else(|panic| Err(panicked(&*panic))) {
         Ok(()) => Ok(totals),

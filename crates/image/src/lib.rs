@@ -16,6 +16,7 @@ pub mod check;
 pub mod durability;
 pub mod entries;
 pub mod error;
+pub mod ids;
 pub mod index_area;
 pub mod layer;
 pub mod name;

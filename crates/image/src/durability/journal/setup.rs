@@ -4,13 +4,13 @@ use super::{Active, Journal, Ring, State};
 use crate::Result;
 use crate::alloc::{TailCut, write_zeroes};
 use crate::durability::Metadata;
+use crate::ids;
 use crate::layer::Layer;
 use isobath_qcow2::header::field;
 use isobath_qcow2::journal::{BLOCK, JournalExtension, MAX_AREA, MIN_AREA};
 use isobath_qcow2::{FormatError, Header, HostOffset, IncompatibleFeatures};
 use isobath_storage::{IoBuf, Storage};
 use std::collections::BTreeMap;
-use std::hash::{BuildHasher, RandomState};
 use std::ops::Range;
 use std::sync::atomic::Ordering;
 
@@ -40,7 +40,7 @@ impl Journal {
         // Refcounts that the last commit gave back.
         alloc.write_blocks().await?;
         layer.storage().flush().await?;
-        let id = RandomState::new().hash_one(state.sequence);
+        let id = ids::fresh();
         let extension = extension(&area, size, id, state.sequence + 1);
         let writes = edits(layer, Some(&extension)).await?.map_err(|e| layer.format_error(e))?;
         write_header(layer, &writes).await?;

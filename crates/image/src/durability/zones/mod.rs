@@ -28,12 +28,12 @@ mod zone;
 pub use zone::Embedded;
 
 use crate::alloc::Growth;
+use crate::ids;
 use crate::range_lock::RangeLocks;
 use flight::{Flight, Flights};
 use isobath_qcow2::embedded::{LEAD, Mapping, ZoneId};
 use isobath_qcow2::{ClusterIndex, Geometry, HostCluster, journal};
 use parking_lot::Mutex;
-use std::hash::{BuildHasher, RandomState};
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -412,10 +412,9 @@ impl Zones {
     /// prepared.
     pub fn open(&self, area: &Range<u64>, zeroed: bool, prepared: bool) {
         let mut state = self.state.lock();
-        let half = |number: usize| RandomState::new().hash_one(number).to_be_bytes();
         let mut id = [0; 16];
-        id[..8].copy_from_slice(&half(0));
-        id[8..].copy_from_slice(&half(1));
+        id[..8].copy_from_slice(&ids::fresh().to_be_bytes());
+        id[8..].copy_from_slice(&ids::fresh().to_be_bytes());
         state.zones.push(Zone::new(area, ZoneId(id), zeroed, prepared));
         self.any.store(true, Ordering::SeqCst);
     }
