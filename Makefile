@@ -47,7 +47,7 @@ soak: setup
 	cargo test --locked --release -p isobath --test opposite_qemu --no-run
 	scripts/soak $(SOAK_SECONDS) $(SOAK_OPERATIONS)
 
-# Servers killed under every door and in every kind of change, until there were KILLS. It goes on where the last
+# Servers killed under every frontend and in every kind of change, until there were KILLS. It goes on where the last
 # run ended, by target/kills.json; KILLS_SEED begins with a seed of its own.
 kills: setup
 	$(if $(KILLS_SEED),ISOBATH_SEED=$(KILLS_SEED)) ISOBATH_KILLS=$(KILLS) ISOBATH_KILLS_STATE=$(CURDIR)/target/kills.json \

@@ -129,7 +129,7 @@ pub fn qmp(mut input: &[u8]) {
     });
 }
 
-/// Whether a request would change this machine: doors other than NBD's are files, and what is beside the
+/// Whether a request would change this machine: frontends other than NBD's are files, and what is beside the
 /// image of a job is one as well.
 fn reaches_out(value: &Value) -> bool {
     match value {

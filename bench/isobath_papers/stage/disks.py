@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from isobath_bench import servers, tools
-from isobath_bench.doors import served
+from isobath_bench.frontends import served
 from isobath_bench.flush import mounts
 
 from . import chain
@@ -78,7 +78,7 @@ def qemu(image, *options, cache="writeback", l2_cache=None, writable=True, progr
     """qemu-storage-daemon. `l2_cache`: bytes of L2 cache for each layer; `None` is what QEMU chooses. `options` are the program's."""
     socket = _socket()
     devices = chain.qemu_blockdevs(image, l2_cache, direct=cache == "none", writable=writable, node=EXPORT)
-    export = f"type=nbd,id=door,node-name={EXPORT},name={EXPORT},writable={'on' if writable else 'off'}"
+    export = f"type=nbd,id=frontend,node-name={EXPORT},name={EXPORT},writable={'on' if writable else 'off'}"
     command = ["env", f"--chdir={Path(image).parent}", program, *devices, "--nbd-server", f"addr.type=unix,addr.path={socket}", "--export", export, *options]
     return Disk(name, command, socket, EXPORT, patience=600)
 

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 from isobath_bench import tools
-from isobath_bench.doors import served
+from isobath_bench.frontends import served
 from isobath_bench.flush import counts, mounts
 
 from . import disks
@@ -50,7 +50,7 @@ def served_raw(image, kind):
     place = image.with_name("served.raw")
     place.touch()
     more = ["--format", "raw", "--slow-disk", KINDS[kind]]
-    return served.Door(f"{kind} disk", served.isobath(image, "fuse", place, writable=True, more=more), place, lambda: served.mounted(place))
+    return served.Frontend(f"{kind} disk", served.isobath(image, "fuse", place, writable=True, more=more), place, lambda: served.mounted(place))
 
 
 @contextlib.contextmanager

@@ -1,5 +1,5 @@
 //! Load for the benchmarks, each on the same terms: a virtio driver over vhost-user, a file through
-//! io_uring, and, without any door, the engine and its peer alone.
+//! io_uring, and, without any frontend, the engine and its peer alone.
 //!
 //! Every command prints one line of JSON.
 

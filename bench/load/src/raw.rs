@@ -1,4 +1,4 @@
-//! A file through io_uring, by the same loop as a device: what a door adds is told against it.
+//! A file through io_uring, by the same loop as a device: what a frontend adds is told against it.
 
 use crate::Result;
 use crate::drive::{self, Port};

@@ -1,4 +1,4 @@
-//! What every door serves: a block device.
+//! What every frontend serves: a block device.
 
 use isobath_image::{DiskError, Result};
 use isobath_storage::IoBuf;
@@ -31,7 +31,7 @@ pub struct BlockStatus {
     pub host: Option<(u32, u64)>,
 }
 
-/// A disk as its doors see it. Offsets and lengths are in bytes, with no alignment demanded.
+/// A disk as its frontends see it. Offsets and lengths are in bytes, with no alignment demanded.
 ///
 /// Requests may run concurrently. Overlapping writes in flight together take effect in some order,
 /// each as a whole per cluster; a request issued after another's reply sees its effect.

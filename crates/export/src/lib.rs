@@ -1,4 +1,4 @@
-//! Doors to a virtual disk: the protocols by which other programs reach a
+//! Frontends to a virtual disk: the protocols by which other programs reach a
 //! [`BlockDevice`](isobath_disk::BlockDevice).
 
 mod budget;

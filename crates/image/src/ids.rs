@@ -8,7 +8,7 @@ thread_local! {
     static SEED: Cell<Option<u64>> = const { Cell::new(None) };
 }
 
-/// A number that nobody can guess; with a [seed](seed) the next one from that.
+/// A number that nobody can guess; with a [seed] the next one from that.
 pub fn fresh() -> u64 {
     let Some(seed) = SEED.get() else { return RandomState::new().hash_one(0_u64) };
     let next = seed.wrapping_add(0x9E37_79B9_7F4A_7C15);

@@ -1,4 +1,4 @@
-//! Isobath's engine: what a door uses, on one executor.
+//! Isobath's engine: what a frontend uses, on one executor.
 
 use super::{Args, Start, WARM};
 use crate::Result;

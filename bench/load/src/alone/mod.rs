@@ -1,4 +1,4 @@
-//! Reads of cached data by an engine in this process: no door, no client, one thread.
+//! Reads of cached data by an engine in this process: no frontend, no client, one thread.
 
 pub(crate) mod engine;
 pub(crate) mod imago;

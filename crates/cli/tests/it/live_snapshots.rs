@@ -46,15 +46,15 @@ fn each_of_many_snapshots_holds_what_was_written_before_it() {
     let seed = Seed::new();
     let mut rng = seed.rng();
     let live = Live::start(directory.path(), "s0", &["--metadata", "auto"]);
-    let door = live.door();
+    let frontend = live.frontend();
     let shared = Shared::default();
     let clock = &shared.clock;
     let mut windows = Vec::new();
     let mut counted = Log::default();
     let mut times = Vec::new();
     let logs = thread::scope(|scope| {
-        let (door, shared) = (&door, &shared);
-        let load = scope.spawn(move || run(door, 8..SECTORS, shared, 1 << 24, false, &mut rng));
+        let (frontend, shared) = (&frontend, &shared);
+        let load = scope.spawn(move || run(frontend, 8..SECTORS, shared, 1 << 24, false, &mut rng));
         let mut client = Nbd::connect(&live.nbd(), DEVICE).unwrap();
         let mut control = live.control();
         for number in 0..count {

@@ -1,7 +1,7 @@
 //! Nobody listens: stderr is a full disk, a pipe without a reader, or a full one that nobody reads; so
 //! may stdout be.
 
-use crate::doors::Unmounted;
+use crate::frontends::Unmounted;
 use crate::serving::{ISOBATH, QemuIo};
 use isobath_testkit::process::{Finished, Ready, Server, run, run_program};
 use isobath_testkit::{args, qemu};

@@ -102,10 +102,11 @@ fn run_workload(settings: &Settings) -> Result<Totals, String> {
         zone_size: settings.seed.is_multiple_of(2).then_some(1 << 20),
         ..OpenOptions::default()
     };
-    let (entries, promises) = serve::record(&image, &options, |door| match settings.workload {
-        Workload::Guest => guest::run(door).map(Promises::Files),
-        workload => workload.run(door, settings.seed).map(Promises::Sectors),
-    })?;
+    let (entries, promises) =
+        serve::record(&image, &options, |frontend| match settings.workload {
+            Workload::Guest => guest::run(frontend).map(Promises::Files),
+            workload => workload.run(frontend, settings.seed).map(Promises::Sectors),
+        })?;
     let record = trace::record(&entries, &image, &start)?;
     closed_well(&record, &entries, &read()?)?;
     if qemu::check(&image).code() != 0 {

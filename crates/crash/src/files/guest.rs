@@ -1,6 +1,6 @@
 //! A Linux guest, and what is to be found of its files after a crash.
 
-use super::serve::Door;
+use super::serve::Frontend;
 use isobath_testkit::guest::Guest;
 use isobath_testkit::process::run_program;
 use isobath_testkit::{args, tools};
@@ -60,16 +60,16 @@ pub struct Files {
 }
 
 /// Boots a guest on the disk, and kills it when it is done.
-pub fn run(door: &Door) -> Result<Files, String> {
-    let guest = Guest::new().program("mkfs.ext4").nbd(&door.socket, "");
+pub fn run(frontend: &Frontend) -> Result<Files, String> {
+    let guest = Guest::new().program("mkfs.ext4").nbd(&frontend.socket, "");
     let mut guest = guest.spawn(&script());
     let mut lines = Vec::new();
     guest.wait_for("MOUNTED");
     let mut after = 0;
     loop {
-        let seen = door.record.len();
+        let seen = frontend.record.len();
         let console = guest.console();
-        let by = door.record.len();
+        let by = frontend.record.len();
         let complete = console.rsplit_once('\n').map_or("", |(complete, _)| complete);
         let told: Vec<&str> = complete.lines().skip_while(|line| *line != "MOUNTED").collect();
         for line in told.iter().skip(lines.len()) {

@@ -18,7 +18,7 @@ type Host = RecorderHost<FileHost>;
 const WORKERS: usize = 2;
 
 /// Where a server is to be found, and what it has written so far.
-pub struct Door {
+pub struct Frontend {
     /// The unix socket.
     pub socket: PathBuf,
     /// The changes of files.
@@ -29,20 +29,20 @@ pub struct Door {
 pub fn record<T>(
     image: &Path,
     options: &OpenOptions,
-    work: impl FnOnce(&Door) -> Result<T, String>,
+    work: impl FnOnce(&Frontend) -> Result<T, String>,
 ) -> Result<(Vec<Entry>, T), String> {
     let directory = tempfile::tempdir().map_err(|error| format!("no directory: {error}"))?;
     // States are torn into the smallest pieces, whatever this machine's disk promises.
     let host = RecorderHost::new(FileHost).promising(512);
-    let door = Door { socket: directory.path().join("nbd.sock"), record: host.record() };
+    let frontend = Frontend { socket: directory.path().join("nbd.sock"), record: host.record() };
     let (ready, started) = mpsc::channel();
     let done = thread::scope(|scope| {
-        let serving = scope.spawn(|| serve(host, image, options, &door.socket, ready));
+        let serving = scope.spawn(|| serve(host, image, options, &frontend.socket, ready));
         let server = started.recv();
         let done = server.map_or_else(
             |_| Err("the server did not start".into()),
             |server| {
-                let done = work(&door);
+                let done = work(&frontend);
                 server.stop();
                 done
             },
@@ -52,7 +52,7 @@ pub fn record<T>(
             Err(panic) => std::panic::resume_unwind(panic),
         }
     })?;
-    Ok((door.record.entries(), done))
+    Ok((frontend.record.entries(), done))
 }
 
 fn told(error: impl Display) -> String {

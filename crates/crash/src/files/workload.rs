@@ -2,7 +2,7 @@
 
 use super::client::Client;
 use super::oracle::{BEFORE, Clock, Request, SECTOR, Sectors, What, fill};
-use super::serve::Door;
+use super::serve::Frontend;
 use isobath_export::nbd::wire::command;
 use isobath_testkit::qemu;
 use rand::rngs::SmallRng;
@@ -79,13 +79,13 @@ impl Workload {
     }
 
     /// Runs it against a server; not for [`Guest`](Self::Guest).
-    pub fn run(self, door: &Door, seed: u64) -> Result<Sectors, String> {
-        let clock = Clock::new(door.record.clone());
+    pub fn run(self, frontend: &Frontend, seed: u64) -> Result<Sectors, String> {
+        let clock = Clock::new(frontend.record.clone());
         let next = AtomicU64::new(BEFORE + 1);
         let clients = if self == Self::Writers { 8 } else { 1 };
         let work = |number: u64| {
             let mut writer = Writer {
-                client: Client::connect(&door.socket)?,
+                client: Client::connect(&frontend.socket)?,
                 clock: &clock,
                 next: &next,
                 rng: SmallRng::seed_from_u64(seed ^ number << 32),

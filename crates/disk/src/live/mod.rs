@@ -1,6 +1,6 @@
 //! A disk whose chain changes while it is used.
 //!
-//! A [`LiveDisk`] is what doors serve where snapshots are made and jobs run. Beneath it is a [`Disk`]
+//! A [`LiveDisk`] is what frontends serve where snapshots are made and jobs run. Beneath it is a [`Disk`]
 //! of the chain as it is now. A change prepares another `Disk`, keeps new requests out for as long as
 //! those under way take (`gate.rs`), and puts the other in place. Nothing else happens in that moment:
 //! files are made before, and the former active image gets its final state afterwards

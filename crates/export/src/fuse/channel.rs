@@ -11,7 +11,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use zerocopy::IntoBytes;
 
-/// The kernel's door for FUSE servers.
+/// The kernel's frontend for FUSE servers.
 pub(super) const DEVICE: &str = "/dev/fuse";
 /// Longest payload of a write in bytes.
 pub(super) const MAX_WRITE: usize = 1 << 20;

@@ -2,7 +2,7 @@
 //!
 //! An existing file is the mount point; while the disk is served, that path is the disk. The file can be
 //! read, written, synced, punched and zeroed (`fallocate`), and asked for its holes (`lseek`). It has the
-//! disk's size, always as it is at the moment. The page cache is not used, so that what one door writes
+//! disk's size, always as it is at the moment. The page cache is not used, so that what one frontend writes
 //! every other one reads at once; for the same reason the file cannot be mapped shared. A private mapping
 //! shows what the disk held when it was made, or later.
 //!
@@ -16,7 +16,7 @@
 //! connected") until `umount` is called or the next [`Mount::new`] clears it away.
 //!
 //! The protocol is the kernel's own, spoken to `/dev/fuse` directly
-//! ([decision 0010](https://example.invalid/isobath/docs/decisions/0010-fuse-door.md)).
+//! ([decision 0010](https://example.invalid/isobath/docs/decisions/0010-fuse-frontend.md)).
 //!
 //! ```no_run
 //! # use isobath_disk::BlockDevice;

@@ -5,8 +5,8 @@
 
 #[path = "../common/client.rs"]
 mod client;
-mod fuse_doors;
 mod fuse_file;
+mod fuse_frontends;
 mod fuse_loop;
 #[path = "../common/fuse_mount.rs"]
 mod fuse_mount;

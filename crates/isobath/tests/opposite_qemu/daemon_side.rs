@@ -20,13 +20,13 @@ const TARGET: &str = "target";
 const COMPRESS: &str = "compress";
 
 /// An image as the daemon has it open, or not.
-struct Door<'a> {
+struct Frontend<'a> {
     daemon: &'a mut Daemon,
     image: &'a Path,
     client: Option<Nbd>,
 }
 
-impl Door<'_> {
+impl Frontend<'_> {
     fn client(&mut self) -> &mut Nbd {
         if self.client.is_none() {
             self.daemon.open_image(DISK, self.image, "qcow2", true);
@@ -79,25 +79,31 @@ pub(crate) fn session(
     task: Option<&Task>,
 ) {
     let size = model.size();
-    let mut door = Door { daemon, image, client: None };
-    assert_eq!(door.client().size(), size, "qemu: the size");
+    let mut frontend = Frontend { daemon, image, client: None };
+    assert_eq!(frontend.client().size(), size, "qemu: the size");
     if let Some(task) = task {
-        begin(&mut door, model, task);
+        begin(&mut frontend, model, task);
     }
     for batch in batches {
-        carry_out(&mut door, noises, batch, cluster, model);
+        carry_out(&mut frontend, noises, batch, cluster, model);
         for op in batch {
             apply(model, *op, size, cluster, &noises.blocks);
         }
     }
     if let Some(task) = task {
-        end(&mut door, model, task);
+        end(&mut frontend, model, task);
     } else {
-        door.close();
+        frontend.close();
     }
 }
 
-fn carry_out(door: &mut Door<'_>, noises: &Noises, batch: &[Op], cluster: u64, model: &Model) {
+fn carry_out(
+    frontend: &mut Frontend<'_>,
+    noises: &Noises,
+    batch: &[Op],
+    cluster: u64,
+    model: &Model,
+) {
     let size = model.size();
     let data: Vec<Vec<u8>> = batch
         .iter()
@@ -126,7 +132,7 @@ fn carry_out(door: &mut Door<'_>, noises: &Noises, batch: &[Op], cluster: u64, m
         });
     }
     if !together.is_empty() {
-        let answers = door.submit("requests", &together);
+        let answers = frontend.submit("requests", &together);
         for (at, op) in reads {
             let offset = op.range(size, cluster).0;
             let checked = model.check_range(offset, &answers[at]);
@@ -139,27 +145,30 @@ fn carry_out(door: &mut Door<'_>, noises: &Noises, batch: &[Op], cluster: u64, m
             Op::Race { .. } => {
                 for (offset, length, byte) in op.racers() {
                     let data = vec![byte; length as usize];
-                    let _ = door.submit(op, &[Request::Write { offset, data: &data, fua: false }]);
+                    let write = Request::Write { offset, data: &data, fua: false };
+                    let _ = frontend.submit(op, &[write]);
                 }
             }
-            Op::Compressed { .. } if size.is_multiple_of(cluster) => door.compress(offset, data),
+            Op::Compressed { .. } if size.is_multiple_of(cluster) => {
+                frontend.compress(offset, data)
+            }
             Op::Compressed { .. } => {
                 // The filter takes no disk that ends within a cluster.
-                door.close();
+                frontend.close();
                 let one = [vec![*op]];
-                qemu_side::session(door.image, &noises.directory, &one, size, cluster, false);
+                qemu_side::session(frontend.image, &noises.directory, &one, size, cluster, false);
             }
             _ => {}
         }
     }
 }
 
-fn begin(door: &mut Door<'_>, model: &Model, task: &Task) {
+fn begin(frontend: &mut Frontend<'_>, model: &Model, task: &Task) {
     if task.warm {
-        let bytes = door.client().read_all().unwrap();
+        let bytes = frontend.client().read_all().unwrap();
         model.check(&bytes).unwrap_or_else(|mismatch| panic!("qemu: before the job: {mismatch}"));
     }
-    let nodes = door.daemon.nodes();
+    let nodes = frontend.daemon.nodes();
     let node = |number: usize| {
         let path = fs::canonicalize(&task.files[number]).unwrap();
         let found = nodes.iter().find(|(_, file)| *file == path);
@@ -181,41 +190,41 @@ fn begin(door: &mut Door<'_>, model: &Model, task: &Task) {
         }
         JobKind::Mirror | JobKind::MirrorTop => {
             let target = task.target.as_ref().expect("a mirror has a target");
-            door.daemon.open_image(TARGET, target, "qcow2", true);
+            frontend.daemon.open_image(TARGET, target, "qcow2", true);
             arguments["target"] = TARGET.into();
             let whole = task.kind == JobKind::Mirror;
             arguments["sync"] = if whole { "full" } else { "top" }.into();
             "blockdev-mirror"
         }
     };
-    let _ = door.daemon.ok(command, &arguments);
+    let _ = frontend.daemon.ok(command, &arguments);
 }
 
-fn end(door: &mut Door<'_>, model: &mut Model, task: &Task) {
+fn end(frontend: &mut Frontend<'_>, model: &mut Model, task: &Task) {
     let of_job = |event: &Value, name: &str| {
         event["event"] == name && event["data"]["device"].as_str() == Some("job")
     };
-    let event = door
+    let event = frontend
         .daemon
         .wait(|event| of_job(event, "BLOCK_JOB_READY") || of_job(event, "BLOCK_JOB_COMPLETED"));
     let ended = if of_job(&event, "BLOCK_JOB_READY") {
-        let _ = door.daemon.ok("block-job-complete", &json!({"device": "job"}));
-        door.daemon.wait(|event| of_job(event, "BLOCK_JOB_COMPLETED"))
+        let _ = frontend.daemon.ok("block-job-complete", &json!({"device": "job"}));
+        frontend.daemon.wait(|event| of_job(event, "BLOCK_JOB_COMPLETED"))
     } else {
         event
     };
     assert!(ended["data"].get("error").is_none(), "qemu: {:?} failed: {ended}", task.kind);
-    let _ = door
+    let _ = frontend
         .daemon
         .wait(|event| event["event"] == "JOB_STATUS_CHANGE" && event["data"]["status"] == "null");
-    let bytes = door.client().read_all().unwrap();
+    let bytes = frontend.client().read_all().unwrap();
     model.adopt(&bytes).unwrap_or_else(|mismatch| panic!("qemu: after the job: {mismatch}"));
-    door.client = None;
-    door.daemon.unexport(DISK);
+    frontend.client = None;
+    frontend.daemon.unexport(DISK);
     if task.target.is_some() {
-        door.daemon.close(TARGET);
+        frontend.daemon.close(TARGET);
     }
-    door.daemon.close(DISK);
+    frontend.daemon.close(DISK);
 }
 
 /// Every byte of a disk as QEMU reads it, and its bitmaps that QEMU takes for consistent.

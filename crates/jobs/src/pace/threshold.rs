@@ -38,8 +38,8 @@ enum State {
 pub(super) struct Threshold {
     state: State,
     ratio: f64,
-    /// Bytes per second.
-    threshold: f64,
+    /// Bytes per second, above which the job pauses.
+    most: f64,
     pause_time: Duration,
     /// The sum of all pauses.
     paused: Duration,
@@ -61,7 +61,7 @@ impl Threshold {
         Self {
             state,
             ratio: threshold,
-            threshold: if explicit { threshold } else { 0.0 },
+            most: if explicit { threshold } else { 0.0 },
             pause_time,
             paused: Duration::ZERO,
             notes: VecDeque::new(),
@@ -86,7 +86,7 @@ impl Threshold {
             if *count < WINDOWS {
                 return Wish::Pause(now + WINDOW);
             }
-            self.threshold = self.ratio * done.iter().sum::<f64>() / WINDOWS as f64;
+            self.most = self.ratio * done.iter().sum::<f64>() / WINDOWS as f64;
             self.last_look = (now, guest.bytes());
             self.state = State::Running { look: false };
         }
@@ -105,7 +105,7 @@ impl Threshold {
             return Wish::Drain(now + FAR);
         }
         if let State::Running { look: true } = self.state {
-            let exceeds = self.look(now, guest.bytes()) > self.threshold;
+            let exceeds = self.look(now, guest.bytes()) > self.most;
             self.state = State::Running { look: false };
             if exceeds && !self.pause_time.is_zero() {
                 let until = now.saturating_add(self.pause_time);

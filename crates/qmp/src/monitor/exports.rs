@@ -1,7 +1,7 @@
 //! Exports that come and go.
 
 use super::arguments::{Arguments, flag, integer, is_well_formed, optional_text, text};
-use super::doors::{Fuse, VhostUser};
+use super::frontends::{Fuse, VhostUser};
 use super::snapshot::check_root;
 use super::{Drive, Monitor, Result};
 use crate::error::QmpError;

@@ -6,9 +6,9 @@
 
 mod arguments;
 mod blockdev;
-mod doors;
 mod drive;
 mod exports;
+mod frontends;
 mod image;
 mod job_queries;
 mod jobs;
@@ -59,7 +59,7 @@ pub struct Monitor<H: Host> {
     records: RefCell<VecDeque<Value>>,
     nbd: Option<NbdServer<H>>,
     exports: Rc<ExportList<H>>,
-    /// Who serves doors to one disk.
+    /// Who serves frontends to one disk.
     workers: Vec<Handle>,
     events: Events,
     event_queue: Arc<EventQueue>,
@@ -79,7 +79,7 @@ struct FileNode {
 }
 
 impl<H: Host + Clone> Monitor<H> {
-    /// A monitor of `drives`, each of which `nbd` exports; other doors are served by `workers`, or on this
+    /// A monitor of `drives`, each of which `nbd` exports; other frontends are served by `workers`, or on this
     /// thread if there are none. Jobs that an earlier server was busy with are found beside the images.
     pub fn new(
         host: H,
@@ -167,7 +167,7 @@ impl<H: Host + Clone> Monitor<H> {
     }
 
     /// Ends what this monitor runs: tells clients, cancels jobs, which can be started again later, closes
-    /// the doors to one disk, and the disks that were added by `blockdev-add`. Those given to [`new`](Self::new) are left
+    /// the frontends to one disk, and the disks that were added by `blockdev-add`. Those given to [`new`](Self::new) are left
     /// to the caller.
     pub async fn end(&self) {
         self.ending.set(true);
@@ -175,7 +175,7 @@ impl<H: Host + Clone> Monitor<H> {
         self.events.emit("SHUTDOWN", json!({"guest": false, "reason": reason}));
         let _order = self.order.lock().await;
         self.end_jobs().await;
-        self.close_doors().await;
+        self.close_frontends().await;
         let added: Vec<_> = self.drives().into_iter().filter(|drive| drive.is_added()).collect();
         for drive in added {
             if let Err(error) = drive.close().await {

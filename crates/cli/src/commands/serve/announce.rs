@@ -22,9 +22,9 @@ pub(super) struct Announcement<'a> {
     pub(super) read_only: bool,
 }
 
-/// A door to one disk.
+/// A frontend to one disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Door {
+pub(super) enum Frontend {
     /// A socket file.
     VhostUserBlk(PathBuf),
     /// The disk as a file.
@@ -32,9 +32,9 @@ pub(super) enum Door {
 }
 
 impl Announcement<'_> {
-    /// The export in one line, and below it, for each address and door, its name and the options or the
+    /// The export in one line, and below it, for each address and frontend, its name and the options or the
     /// command that use it.
-    pub(super) fn text(&self, addresses: &[Address], doors: &[Door]) -> String {
+    pub(super) fn text(&self, addresses: &[Address], frontends: &[Frontend]) -> String {
         let mode = if self.read_only { "read-only" } else { "read-write" };
         let plural = if self.layers == 1 { "" } else { "s" };
         let mut text = format!(
@@ -77,16 +77,16 @@ impl Announcement<'_> {
                 quoted(&blockdev)
             );
         }
-        for door in doors {
-            self.door(&mut text, door);
+        for frontend in frontends {
+            self.frontend(&mut text, frontend);
         }
         text
     }
 
-    fn door(&self, text: &mut String, door: &Door) {
+    fn frontend(&self, text: &mut String, frontend: &Frontend) {
         let number = self.number;
-        match door {
-            Door::VhostUserBlk(path) => {
+        match frontend {
+            Frontend::VhostUserBlk(path) => {
                 let path = absolute(path).to_string_lossy().replace(',', ",,");
                 let _ = writeln!(text, "  vhost-user-blk {}", quoted(&path));
                 let chardev = format!("socket,id=char{number},path={path},reconnect=1");
@@ -97,7 +97,7 @@ impl Announcement<'_> {
                     quoted(&chardev)
                 );
             }
-            Door::File(path) => {
+            Frontend::File(path) => {
                 let path = absolute(path).to_string_lossy().into_owned();
                 let path = quoted(&path);
                 let read_only = if self.read_only { " --read-only" } else { "" };
@@ -198,12 +198,13 @@ mod tests {
     }
 
     #[test]
-    fn lines_to_paste_for_doors() {
-        let doors = [Door::VhostUserBlk("/run/a,b".into()), Door::File("/mnt/my disk".into())];
+    fn lines_to_paste_for_frontends() {
+        let frontends =
+            [Frontend::VhostUserBlk("/run/a,b".into()), Frontend::File("/mnt/my disk".into())];
         let announcement =
             Announcement { name: "root", number: 1, size: 1 << 30, layers: 1, read_only: true };
         assert_eq!(
-            announcement.text(&[], &doors),
+            announcement.text(&[], &frontends),
             "root: 1 GiB, 1 layer, read-only\n  \
                vhost-user-blk /run/a,,b\n    \
                  -m 1G -object memory-backend-memfd,id=mem,size=1G,share=on -machine memory-backend=mem \

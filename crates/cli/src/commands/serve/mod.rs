@@ -2,8 +2,8 @@
 
 mod announce;
 mod daemon;
-mod doors;
 mod endpoint;
+mod frontends;
 mod pid_file;
 #[cfg(feature = "slow-disk")]
 mod slow;
@@ -11,10 +11,10 @@ mod slow;
 use crate::cache::Cache;
 use crate::failure::{Failure, Outcome};
 use crate::{messages, options, runtime, size};
-use announce::{Announcement, Door};
+use announce::{Announcement, Frontend};
 use daemon::Daemon;
-use doors::DoorArgs;
 use endpoint::{Endpoint, is_public};
+use frontends::FrontendArgs;
 use isobath_disk::{BlockDevice, ImageFormat, LiveDisk, MetadataMode, OpenOptions, Trust};
 use isobath_export::nbd::{Export, Limits, Server};
 use isobath_qmp::metrics;
@@ -59,11 +59,11 @@ const SIGNALS: [i32; 3] = [libc::SIGTERM, libc::SIGINT, libc::SIGHUP];
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Where to listen for NBD, may be given several times: a socket file, or a TCP port, on the loopback
-    /// interface unless a HOST is named [default: 127.0.0.1:10809, unless another door is asked for]
+    /// interface unless a HOST is named [default: 127.0.0.1:10809, unless another frontend is asked for]
     #[arg(long, value_name = "unix:PATH|[HOST:]PORT")]
     nbd: Vec<Endpoint>,
     #[command(flatten)]
-    doors: DoorArgs,
+    frontends: FrontendArgs,
     /// Where programs and 'isobath ctl' control the disks in QEMU's language, QMP; may be given several
     /// times. A TCP port without a HOST is on the loopback interface
     #[arg(long, value_name = "unix:PATH|HOST:PORT")]
@@ -137,7 +137,7 @@ fn metadata(name: &str) -> Result<MetadataMode, String> {
 
 pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     let names = export_names(&args.images, &args.export_name)?;
-    args.doors.check(args.images.len())?;
+    args.frontends.check(args.images.len())?;
     let daemon = match args.daemonize.then(Daemon::start) {
         None => None,
         Some(Ok(daemon)) => Some(daemon),
@@ -177,7 +177,7 @@ async fn run_on<H: Host + Clone>(
 async fn open<H: Host + Clone>(host: &H, args: &Args) -> Result<Vec<Arc<LiveDisk<H>>>, Failure> {
     let mut disks = Vec::new();
     for (number, image) in args.images.iter().enumerate() {
-        let restart_log = args.doors.outlives(number);
+        let restart_log = args.frontends.outlives(number);
         let options = OpenOptions { trust: trust(args, image)?, restart_log, ..options(args) };
         let disk = LiveDisk::open(host.clone(), image, &options).await?;
         let format = disk.layers().first().map(|layer| layer.format());
@@ -235,7 +235,7 @@ async fn serve<H: Host + Clone>(
     daemon: Option<Daemon>,
 ) -> Result<(), Failure> {
     let listeners =
-        if args.doors.any() { control_listeners(&args.nbd)? } else { listen(&args.nbd)? };
+        if args.frontends.any() { control_listeners(&args.nbd)? } else { listen(&args.nbd)? };
     let server = nbd_server(&names, disks)?;
     let controls = control_listeners(&args.qmp)?;
     let scraped = control_listeners(&args.metrics)?;
@@ -251,8 +251,8 @@ async fn serve<H: Host + Clone>(
         Monitor::new(host, opening, drives.collect(), exported, handles.clone(), events.clone());
     let control = qmp::Server::new(monitor, events, qmp::Limits::default());
     let monitor = control.service();
-    let doors = match args.doors.open(monitor, &monitor.drives()) {
-        Ok(doors) => doors,
+    let frontends = match args.frontends.open(monitor, &monitor.drives()) {
+        Ok(frontends) => frontends,
         Err(failure) => {
             monitor.end().await;
             return Err(failure);
@@ -261,7 +261,7 @@ async fn serve<H: Host + Clone>(
 
     let addresses: Vec<_> = listeners.iter().map(|listener| listener.address().clone()).collect();
     // Whatever happens to a reader of the announcement, the disks are there for the others.
-    if let Err(error) = announce(out, &monitor.drives(), &addresses, &doors) {
+    if let Err(error) = announce(out, &monitor.drives(), &addresses, &frontends) {
         tracing::warn!(%error, "the exports' addresses could not be printed");
     }
     let pid_file = args.pid_file.as_deref().map(create_pid_file).transpose()?;
@@ -329,7 +329,7 @@ async fn serve<H: Host + Clone>(
             if others {
                 future::pending::<()>().await;
             }
-            monitor.doors_closed().await;
+            monitor.frontends_closed().await;
         };
         either(told, closed).await;
     }
@@ -451,7 +451,7 @@ fn announce<H: Host>(
     out: &mut dyn Write,
     drives: &[Rc<Drive<H>>],
     addresses: &[Address],
-    doors: &[(usize, Door)],
+    frontends: &[(usize, Frontend)],
 ) -> io::Result<()> {
     for (number, drive) in drives.iter().enumerate() {
         let disk = drive.disk();
@@ -462,7 +462,8 @@ fn announce<H: Host>(
             layers: disk.depth(),
             read_only: disk.is_read_only(),
         };
-        let own = doors.iter().filter(|(of, _)| *of == number).map(|(_, door)| door.clone());
+        let own =
+            frontends.iter().filter(|(of, _)| *of == number).map(|(_, frontend)| frontend.clone());
         let own: Vec<_> = own.collect();
         out.write_all(announcement.text(addresses, &own).as_bytes())?;
     }

@@ -1,4 +1,4 @@
-//! Clients of a served disk, one for each of its doors, that know what was answered to them.
+//! Clients of a served disk, one for each of its frontends, that know what was answered to them.
 
 use crate::vhost_raw::Shared;
 use isobath_testkit::nbd::{Nbd, Request};
@@ -22,7 +22,7 @@ const DEPTH: usize = 16;
 
 /// How a disk is reached.
 #[derive(Clone, Debug)]
-pub(crate) enum Door {
+pub(crate) enum Frontend {
     /// The socket, and the export's name.
     Nbd(PathBuf, String),
     /// The socket of a vhost-user-blk device.
@@ -155,7 +155,7 @@ fn wait_a_little(call: i32) {
     }
 }
 
-impl Door {
+impl Frontend {
     /// Connects, and has `work` use the connection. `killed` tells that the server was killed, which the
     /// memory of a virtual machine does not show.
     pub(crate) fn with<T>(

@@ -2,7 +2,7 @@
 //!
 //! Each sector written holds a stamp, a number of its write, in every 8 bytes, beside its own number.
 
-use super::clients::{Client, Door};
+use super::clients::{Client, Frontend};
 use isobath_testkit::nbd::Request;
 use rand::RngExt;
 use rand::rngs::StdRng;
@@ -85,10 +85,10 @@ pub(crate) struct Shared {
     pub(crate) killed: AtomicBool,
 }
 
-/// Writes to a range of sectors through a door, in batches each of which is flushed or not, until it is
+/// Writes to a range of sectors through a frontend, in batches each of which is flushed or not, until it is
 /// told to end or the server is gone.
 pub(crate) fn run(
-    door: &Door,
+    frontend: &Frontend,
     sectors: Range<u32>,
     shared: &Shared,
     stamp: u32,
@@ -96,7 +96,7 @@ pub(crate) fn run(
     rng: &mut StdRng,
 ) -> Log {
     let mut log = Log { writes: Vec::new(), survives };
-    let _ = door.with(&shared.killed, |client| {
+    let _ = frontend.with(&shared.killed, |client| {
         let mut gone = false;
         while !gone && !shared.stop.load(Ordering::SeqCst) {
             gone = log.batch(client, sectors.clone(), &shared.clock, stamp, rng).is_err();

@@ -3,7 +3,7 @@
 pub(crate) mod clients;
 pub(crate) mod load;
 
-use clients::Door;
+use clients::Frontend;
 use isobath_qmp::client::{Address, Client, ClientError, Event};
 use isobath_testkit::process::{Finished, Ready, Server};
 use serde_json::{Value, json};
@@ -42,9 +42,9 @@ impl Live {
         self.directory.join("nbd")
     }
 
-    /// The door to the disk that every server has.
-    pub(crate) fn door(&self) -> Door {
-        Door::Nbd(self.nbd(), DEVICE.into())
+    /// The frontend to the disk that every server has.
+    pub(crate) fn frontend(&self) -> Frontend {
+        Frontend::Nbd(self.nbd(), DEVICE.into())
     }
 
     /// The URI of the disk.

@@ -2,7 +2,7 @@
 
 use super::field::{Expected, Field, OTHER, Task, Unsure};
 use super::{Doing, SECTORS, SIZE};
-use crate::live::clients::Door;
+use crate::live::clients::Frontend;
 use crate::live::load::{Shared, Window, run};
 use crate::live::{Control, DEVICE, Gone};
 use isobath_testkit::qemu;
@@ -188,8 +188,8 @@ impl Field {
         let lasting = self.lasting;
         thread::scope(|scope| {
             let load = scope.spawn(|| {
-                let door = Door::Vhost(socket);
-                run(&door, 2 * SECTORS / 3..SECTORS, shared, stamp, lasting, &mut rng)
+                let frontend = Frontend::Vhost(socket);
+                run(&frontend, 2 * SECTORS / 3..SECTORS, shared, stamp, lasting, &mut rng)
             });
             thread::sleep(Duration::from_millis(10));
             drop(armed);

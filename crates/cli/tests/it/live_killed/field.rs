@@ -1,7 +1,7 @@
 //! A chain, its servers, and who uses them.
 
 use super::{Doing, NEVER, SECTORS, SIZE};
-use crate::live::clients::Door;
+use crate::live::clients::Frontend;
 use crate::live::load::{Log, Shared, Stamps, Window, run};
 use crate::live::{DEVICE, ISOBATH, Live};
 use isobath_qmp::client::ClientError;
@@ -73,11 +73,11 @@ pub(super) struct Field {
     pub(super) lasting: bool,
 }
 
-/// How a server is started, and by which doors its disks are used.
+/// How a server is started, and by which frontends its disks are used.
 struct Setting {
     metadata: &'static str,
     options: Vec<String>,
-    doors: Vec<Door>,
+    frontends: Vec<Frontend>,
     /// Answers outlive the server, by disk.
     survives: [bool; 2],
     two: bool,
@@ -140,40 +140,40 @@ impl Field {
         // An export that is added is the first of its kind.
         let vhost = doing != Doing::Export && self.rng.random_ratio(1, 2);
         let fuse = self.rng.random_ratio(1, 2);
-        let mut doors = vec![Door::Nbd(self.path("nbd"), DEVICE.into())];
+        let mut frontends = vec![Frontend::Nbd(self.path("nbd"), DEVICE.into())];
         if vhost {
             options.extend(["--vhost-user-blk", "unix:vhost"]);
-            doors.push(Door::Vhost(self.path("vhost")));
+            frontends.push(Frontend::Vhost(self.path("vhost")));
         }
         if fuse {
             options.extend(["--fuse", "fuse"]);
-            doors.push(Door::Fuse(self.path("fuse")));
+            frontends.push(Frontend::Fuse(self.path("fuse")));
         }
         // In mode `ordered` only a flush makes anything last.
         let lasting = metadata != "ordered";
         self.lasting = lasting;
         let mut survives = [vhost && lasting, false];
-        // The two doors of the first disk that its loads use; then that of the other disk.
+        // The two frontends of the first disk that its loads use; then that of the other disk.
         let mut used = Vec::new();
         for _ in 0..2 {
-            used.push(doors[self.rng.random_range(0..doors.len())].clone());
+            used.push(frontends[self.rng.random_range(0..frontends.len())].clone());
         }
         if two {
             options.extend([OTHER, "--export-name", OTHER]);
-            let mut doors = vec![Door::Nbd(self.path("nbd"), OTHER.into())];
+            let mut frontends = vec![Frontend::Nbd(self.path("nbd"), OTHER.into())];
             if vhost && self.rng.random_ratio(1, 2) {
                 options.extend(["--vhost-user-blk", "unix:vhost2"]);
-                doors.push(Door::Vhost(self.path("vhost2")));
+                frontends.push(Frontend::Vhost(self.path("vhost2")));
                 survives[1] = lasting;
             }
             if fuse && self.rng.random_ratio(1, 2) {
                 options.extend(["--fuse", "fuse2"]);
-                doors.push(Door::Fuse(self.path("fuse2")));
+                frontends.push(Frontend::Fuse(self.path("fuse2")));
             }
-            used.push(doors[self.rng.random_range(0..doors.len())].clone());
+            used.push(frontends[self.rng.random_range(0..frontends.len())].clone());
         }
         let options = options.into_iter().map(str::to_owned).collect();
-        Setting { metadata, options, doors: used, survives, two }
+        Setting { metadata, options, frontends: used, survives, two }
     }
 
     fn start(&self, image: &str, setting: &Setting) -> Live {
@@ -197,22 +197,22 @@ impl Field {
         );
         let hurry = known && self.rng.random_ratio(1, 2);
         let active = Mutex::new(self.active());
-        let seeds: Vec<u64> = setting.doors.iter().map(|_| self.rng.random()).collect();
+        let seeds: Vec<u64> = setting.frontends.iter().map(|_| self.rng.random()).collect();
         let directory = self.directory.path().to_owned();
         let (logs, result, next) = thread::scope(|scope| {
             let third = SECTORS / 3;
             let parts = [0..third, third..2 * third, 0..SECTORS];
             let loads: Vec<_> = setting
-                .doors
+                .frontends
                 .iter()
                 .zip(parts)
                 .zip(&seeds)
                 .enumerate()
-                .map(|(number, ((door, part), seed))| {
+                .map(|(number, ((frontend, part), seed))| {
                     let survives = setting.survives[number / 2];
                     let shared = &shared;
                     let mut rng = StdRng::seed_from_u64(*seed);
-                    scope.spawn(move || run(door, part, shared, stamp, survives, &mut rng))
+                    scope.spawn(move || run(frontend, part, shared, stamp, survives, &mut rng))
                 })
                 .collect();
             let (armed, killer) = mpsc::channel();
@@ -278,13 +278,13 @@ impl Field {
         };
         let hurry = if hurry { ", the next server in a hurry" } else { "" };
         let metadata = setting.metadata;
-        let doors = &setting.doors;
-        let kinds: Vec<&str> = doors
+        let frontends = &setting.frontends;
+        let kinds: Vec<&str> = frontends
             .iter()
-            .map(|door| match door {
-                Door::Nbd(..) => "nbd",
-                Door::Vhost(_) => "vhost-user-blk",
-                Door::Fuse(_) => "fuse",
+            .map(|frontend| match frontend {
+                Frontend::Nbd(..) => "nbd",
+                Frontend::Vhost(_) => "vhost-user-blk",
+                Frontend::Fuse(_) => "fuse",
             })
             .collect();
         format!("{doing:?} with {metadata}, loads by {kinds:?}: killed {way}{hurry}")

@@ -1,4 +1,4 @@
-//! Doors to one disk each, vhost-user-blk and FUSE: opened, watched until they close, and ended.
+//! Frontends to one disk each, vhost-user-blk and FUSE: opened, watched until they close, and ended.
 
 use super::exports::{ExportEntry, Kind};
 use super::{Drive, Monitor, Result};
@@ -40,7 +40,7 @@ impl<H: Host + Clone> Monitor<H> {
         let server = server.map_err(QmpError::new)?;
         let accepting = listener.as_fd().try_clone_to_owned().map_err(QmpError::new)?;
         let (serving, workers) = (server.clone(), self.workers.clone());
-        self.open_door(id, drive, Kind::VhostUser(server), async move {
+        self.open_frontend(id, drive, Kind::VhostUser(server), async move {
             let result = serving.serve(UnixListener::from(accepting), &workers).await;
             // The socket's file goes with it.
             drop(listener);
@@ -78,12 +78,17 @@ impl<H: Host + Clone> Monitor<H> {
         let mount = fuse::Mount::new(drive.disk().clone(), mount_point, options);
         let mount = mount.map_err(QmpError::new)?;
         let (serving, workers) = (mount.clone(), self.workers.clone());
-        self.open_door(id, drive, Kind::Fuse(mount), async move { serving.serve(&workers).await });
+        self.open_frontend(
+            id,
+            drive,
+            Kind::Fuse(mount),
+            async move { serving.serve(&workers).await },
+        );
         Ok(())
     }
 
     /// Adds an export that lasts as long as `serve`.
-    fn open_door(
+    fn open_frontend(
         &self,
         id: &str,
         drive: &Drive<H>,
@@ -100,14 +105,14 @@ impl<H: Host + Clone> Monitor<H> {
     }
 
     /// Waits until there is no export but those of the NBD server.
-    pub async fn doors_closed(&self) {
+    pub async fn frontends_closed(&self) {
         self.exports.without(|export| !export.is_nbd()).await;
     }
 
-    /// Closes every door but the NBD server's.
-    pub(super) async fn close_doors(&self) {
+    /// Closes every frontend but the NBD server's.
+    pub(super) async fn close_frontends(&self) {
         self.exports.stop_all();
-        self.doors_closed().await;
+        self.frontends_closed().await;
     }
 }
 

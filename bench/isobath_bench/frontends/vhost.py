@@ -66,5 +66,5 @@ def run(rounds, seconds):
         "columns": ["cache", "server", "layers", "IOPS", "÷ raw by fio", "CPU µs per I/O", "÷ raw by fio", "the server's", "median µs", "p99 µs"],
         "rows": rows,
     }
-    figure = plot.bars("doors-vhost.svg", "4 KiB random reads through vhost-user-blk, queue depth 32", "IOPS", bars, log=True)
+    figure = plot.bars("frontends-vhost.svg", "4 KiB random reads through vhost-user-blk, queue depth 32", "IOPS", bars, log=True)
     return paired.part(samples, [table], goals, [figure])

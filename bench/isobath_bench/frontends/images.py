@@ -16,7 +16,7 @@ def chain(layers):
 
 def raw():
     """The bytes of the chain of one layer, raw."""
-    path = tools.WORK / f"doors-{size() >> 20}M.raw"
+    path = tools.WORK / f"frontends-{size() >> 20}M.raw"
     if not path.exists():
         beside = path.with_suffix(".part")
         tools.run("qemu-img", "convert", "-O", "raw", chain(1), beside)
@@ -35,7 +35,7 @@ def warm(*paths):
 
 def filled(form):
     """A disk with data in every cluster, to be written over; in the page cache."""
-    path = tools.WORK / f"doors-filled-{size() >> 20}M.{form}"
+    path = tools.WORK / f"frontends-filled-{size() >> 20}M.{form}"
     if not path.exists():
         source = chain(1) if form == "qcow2" else raw()
         tools.run("cp", "--sparse=never", source, path)
@@ -47,7 +47,7 @@ def filled(form):
 
 def empty(form, length):
     """A new disk without any data."""
-    path = tools.WORK / f"doors-empty.{form}"
+    path = tools.WORK / f"frontends-empty.{form}"
     path.unlink(missing_ok=True)
     if form == "qcow2":
         tools.run("qemu-img", "create", "-q", "-f", "qcow2", path, length)

@@ -1,4 +1,4 @@
-//! The file beside another door to the same disk: each sees at once what the other did.
+//! The file beside another frontend to the same disk: each sees at once what the other did.
 
 use crate::fuse_mount::{FIXED, Image};
 use isobath_disk::{LiveDisk, OpenOptions, Preallocation};

@@ -1,8 +1,8 @@
-"""What a disk's doors cost: vhost-user-blk, FUSE and NBD beside a raw file and QEMU's doors to the same images, and
+"""What a disk's frontends cost: vhost-user-blk, FUSE and NBD beside a raw file and QEMU's frontends to the same images, and
 the engine behind them alone. Ratios are medians of those within a round; NBD's are of medians."""
 
 from isobath_bench import scenario
-from isobath_bench.doors import engine, fuse, idle, latency, nbd, scale, sequential, vhost, writes
+from isobath_bench.frontends import engine, fuse, idle, latency, nbd, scale, sequential, vhost, writes
 
 PARTS = {
     "vhost": vhost,

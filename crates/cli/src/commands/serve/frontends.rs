@@ -1,6 +1,6 @@
-//! Doors to one disk each: vhost-user-blk and FUSE.
+//! Frontends to one disk each: vhost-user-blk and FUSE.
 
-use super::announce::Door;
+use super::announce::Frontend;
 use super::bind;
 use super::endpoint::Endpoint;
 use crate::failure::Failure;
@@ -33,7 +33,7 @@ impl FromStr for SocketFile {
 }
 
 #[derive(clap::Args)]
-pub(super) struct DoorArgs {
+pub(super) struct FrontendArgs {
     /// Give the image to a virtual machine by vhost-user-blk, through memory that it shares, on this socket
     /// file; with several images, may be given for each in turn
     #[arg(long, value_name = "unix:PATH")]
@@ -67,7 +67,7 @@ fn allow_other(text: &str) -> Result<fuse::AllowOther, String> {
     }
 }
 
-impl DoorArgs {
+impl FrontendArgs {
     /// Whether any is asked for.
     pub(super) fn any(&self) -> bool {
         !self.vhost_user_blk.is_empty() || !self.fuse.is_empty()
@@ -78,7 +78,7 @@ impl DoorArgs {
         image < self.vhost_user_blk.len()
     }
 
-    /// Refuses more doors than there are images.
+    /// Refuses more frontends than there are images.
     pub(super) fn check(&self, images: usize) -> Result<(), Failure> {
         for (what, count) in
             [("--vhost-user-blk", self.vhost_user_blk.len()), ("--fuse", self.fuse.len())]
@@ -92,13 +92,13 @@ impl DoorArgs {
         Ok(())
     }
 
-    /// Opens the doors to `drives`; each comes with the number of its drive.
+    /// Opens the frontends to `drives`; each comes with the number of its drive.
     pub(super) fn open<H: Host + Clone>(
         &self,
         monitor: &Monitor<H>,
         drives: &[Rc<Drive<H>>],
-    ) -> Result<Vec<(usize, Door)>, Failure> {
-        let mut doors = Vec::new();
+    ) -> Result<Vec<(usize, Frontend)>, Failure> {
+        let mut frontends = Vec::new();
         for (number, (drive, SocketFile(path))) in
             drives.iter().zip(&self.vhost_user_blk).enumerate()
         {
@@ -114,7 +114,7 @@ impl DoorArgs {
             let listener = bind(&endpoint, "--vhost-user-blk")?;
             let opened = monitor.serve_vhost_user(&id, drive, listener, options);
             opened.map_err(|error| Failure::new(error).context("--vhost-user-blk"))?;
-            doors.push((number, Door::VhostUserBlk(path.clone())));
+            frontends.push((number, Frontend::VhostUserBlk(path.clone())));
         }
         for (number, (drive, path)) in drives.iter().zip(&self.fuse).enumerate() {
             let options = fuse::Options {
@@ -124,9 +124,9 @@ impl DoorArgs {
             };
             let opened = monitor.mount(&format!("fuse-{number}"), drive, path, options);
             opened.map_err(|error| Failure::new(error).context("--fuse"))?;
-            doors.push((number, Door::File(path.clone())));
+            frontends.push((number, Frontend::File(path.clone())));
         }
-        Ok(doors)
+        Ok(frontends)
     }
 }
 

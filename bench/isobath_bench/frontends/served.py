@@ -1,4 +1,4 @@
-"""Servers with a door that is no NBD: Isobath's, and qemu-storage-daemon's to the same images."""
+"""Servers with a frontend that is no NBD: Isobath's, and qemu-storage-daemon's to the same images."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ def options():
     return tools.run(tools.ISOBATH, "serve", "--help")
 
 
-class Door(servers.Server):
+class Frontend(servers.Server):
     """A running server that is ready when `ready()` is true."""
 
     def __init__(self, name, command, place, ready, patience=120):
@@ -78,17 +78,17 @@ def mounted(path):
     return stat.S_ISREG(found.st_mode) and found.st_size > 0
 
 
-def isobath(image, door, place, *, direct=False, writable=False, more=()):
-    """`isobath serve` with one door: `vhost-user-blk` or `fuse`."""
-    if f"--{door}" not in options():
-        raise tools.Failed(f"this isobath has no `--{door}`")
+def isobath(image, frontend, place, *, direct=False, writable=False, more=()):
+    """`isobath serve` with one frontend: `vhost-user-blk` or `fuse`."""
+    if f"--{frontend}" not in options():
+        raise tools.Failed(f"this isobath has no `--{frontend}`")
     how = ["--cache", "none"] if direct else []
     how += [] if writable else ["--read-only"]
-    address = f"unix:{place}" if door == "vhost-user-blk" else place
-    return [tools.ISOBATH, "serve", f"--{door}", address, *how, *more, image]
+    address = f"unix:{place}" if frontend == "vhost-user-blk" else place
+    return [tools.ISOBATH, "serve", f"--{frontend}", address, *how, *more, image]
 
 
-def qemu(image, door, place, *, direct=False, writable=False, queues=1, poll=True):
+def qemu(image, frontend, place, *, direct=False, writable=False, queues=1, poll=True):
     """qemu-storage-daemon with one export, in a thread of its own where that export can have one."""
     cache = "cache.direct=on" if direct else "cache.direct=off"
     read_only = "off" if writable else "on"
@@ -96,8 +96,8 @@ def qemu(image, door, place, *, direct=False, writable=False, queues=1, poll=Tru
     command = ["qemu-storage-daemon", "--object", f"iothread,id=thread{'' if poll else ',poll-max-ns=0'}"]
     command += ["--blockdev", f"driver=file,node-name=file,filename={image},aio=io_uring,{cache},read-only={read_only},discard=unmap"]
     command += ["--blockdev", f"driver={form},node-name=disk,file=file,{cache},read-only={read_only},discard=unmap"]
-    export = f"type={door},id=door,node-name=disk,writable={'on' if writable else 'off'}"
-    if door == "vhost-user-blk":
+    export = f"type={frontend},id=frontend,node-name=disk,writable={'on' if writable else 'off'}"
+    if frontend == "vhost-user-blk":
         export += f",iothread=thread,addr.type=unix,addr.path={place},num-queues={queues}"
     else:
         export += f",mountpoint={place}"
@@ -106,20 +106,20 @@ def qemu(image, door, place, *, direct=False, writable=False, queues=1, poll=Tru
 
 def vhost_user(name, image, *, poll=True, queues=1, **how):
     """A server behind a vhost-user-blk socket. Without `poll` it sleeps whenever there is nothing to do."""
-    place = tools.WORK / "door.sock"
+    place = tools.WORK / "frontend.sock"
     place.unlink(missing_ok=True)
     if name == ISOBATH:
         more = [] if poll else ["--poll", "0"]
         command = isobath(image, "vhost-user-blk", place, more=more, **how)
     else:
         command = qemu(image, "vhost-user-blk", place, queues=queues, poll=poll, **how)
-    return Door(name, command, place, lambda: listens(place))
+    return Frontend(name, command, place, lambda: listens(place))
 
 
 def fuse(name, image, **how):
     """A server that shows the disk as a file."""
-    place = tools.WORK / "door.img"
+    place = tools.WORK / "frontend.img"
     place.unlink(missing_ok=True)
     place.touch()
     make = isobath if name == ISOBATH else qemu
-    return Door(name, make(image, "fuse", place, **how), place, lambda: mounted(place))
+    return Frontend(name, make(image, "fuse", place, **how), place, lambda: mounted(place))

@@ -46,5 +46,5 @@ def run(rounds, seconds):
         "columns": ["load", "server", "IOPS", "MiB/s", "server's CPU µs per request", "median µs", "p99 µs"],
         "rows": rows,
     }
-    figure = plot.bars("doors-fuse.svg", "A disk as a file, by FUSE", "requests a second", bars, log=True)
+    figure = plot.bars("frontends-fuse.svg", "A disk as a file, by FUSE", "requests a second", bars, log=True)
     return paired.part(samples, [table], goals, [figure])

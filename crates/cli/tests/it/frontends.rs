@@ -1,4 +1,4 @@
-//! One disk through several doors at once, and servers that are killed while doors are in use.
+//! One disk through several frontends at once, and servers that are killed while frontends are in use.
 
 use crate::live::{DEVICE, ISOBATH, Live};
 use crate::serving::QemuIo;
@@ -59,8 +59,8 @@ fn all_doors_show_one_disk() {
     let directory = directory();
     let path = directory.path().join("file");
     let _unmounted = Unmounted(path.clone());
-    let doors = ["--fuse", "file", "--vhost-user-blk", "unix:vhost"];
-    let live = Live::start(directory.path(), "disk", &doors);
+    let frontends = ["--fuse", "file", "--vhost-user-blk", "unix:vhost"];
+    let live = Live::start(directory.path(), "disk", &frontends);
     let kinds = [(DEVICE, "nbd"), ("vhost-user-blk-0", "vhost-user-blk"), ("fuse-0", "fuse")];
     assert_eq!(exports(&live), kinds.map(|(id, kind)| (id.to_owned(), kind.to_owned())));
 
@@ -96,7 +96,7 @@ fn all_doors_show_one_disk() {
 }
 
 #[test]
-fn doors_come_and_go_over_qmp() {
+fn frontends_come_and_go_over_qmp() {
     let directory = directory();
     let path = directory.path().join("file");
     let _unmounted = Unmounted(path.clone());

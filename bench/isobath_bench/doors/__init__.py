@@ -1,5 +1,0 @@
-"""The doors: vhost-user-blk, FUSE and NBD, and the engine behind them alone.
-
-What a door costs is told beside the same bytes in a raw file, and beside QEMU's doors to the same images. Each part
-is a module with `run(rounds, seconds)`.
-"""
