@@ -150,7 +150,7 @@ fn carry_out(
                 }
             }
             Op::Compressed { .. } if size.is_multiple_of(cluster) => {
-                frontend.compress(offset, data)
+                frontend.compress(offset, data);
             }
             Op::Compressed { .. } => {
                 // The filter takes no disk that ends within a cluster.
