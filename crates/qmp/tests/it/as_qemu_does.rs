@@ -7,8 +7,10 @@ use isobath_qmp::tables::{PACING, SCHEMA};
 use isobath_testkit::process::{Ready, Server};
 use isobath_testkit::qemu;
 use serde_json::{Value, json};
+use std::io;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::thread;
 use std::time::Duration;
 use tempfile::TempDir;
 
@@ -37,6 +39,23 @@ fn chain(directory: &Path) -> PathBuf {
     top
 }
 
+/// Connects to a daemon whose socket is there. It may not listen yet.
+fn connect(socket: PathBuf) -> Client {
+    let address = Address::Unix(socket);
+    for _ in 0..2000 {
+        match Client::connect(&address) {
+            Ok(client) => return client,
+            Err(ClientError::Connect { error, .. })
+                if error.kind() == io::ErrorKind::ConnectionRefused =>
+            {
+                thread::sleep(Duration::from_millis(5));
+            }
+            Err(error) => panic!("{error}"),
+        }
+    }
+    panic!("the daemon does not listen");
+}
+
 impl Both {
     fn start() -> Self {
         let directories = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
@@ -52,7 +71,7 @@ impl Both {
             .arg("--nbd-server")
             .arg(format!("addr.type=unix,addr.path={}", directories[0].path().join("n").display()));
         let daemon = Server::start(&mut command, Ready::Socket(&socket));
-        let qemu = Client::connect(&Address::Unix(socket)).unwrap();
+        let qemu = connect(socket);
         let live = Live::start(directories[1].path(), &[]);
         let mut ours = live.client();
         let image = json!({"driver": "file", "filename": tops[1]});
