@@ -153,7 +153,7 @@ mod tests {
 mod interleavings {
     use super::*;
     use futures_util::FutureExt;
-    use isobath_storage::sync::{Cell, explore, wait};
+    use isobath_storage::sync::{Cell, explore, explore_within, wait};
 
     /// A cluster, and whether a mapping names it.
     struct Cluster {
@@ -211,7 +211,13 @@ mod interleavings {
     fn drains_that_do_not_take_turns_are_found() {
         let _broken = Sabotage::DrainsAtOnce.begin();
         let name = "ReaderEpoch with a defect, two drains at once and a request";
-        explore(name, 2, disk, &[|d| reuse(d, 0), |d| reuse(d, 1), |d| read(d, 1)], |_| ());
+        explore_within(
+            name,
+            Some(2),
+            disk,
+            &[|d| reuse(d, 0), |d| reuse(d, 1), |d| read(d, 1)],
+            |_| (),
+        );
     }
 
     #[test]

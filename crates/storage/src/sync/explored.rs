@@ -169,6 +169,17 @@ pub fn explore<S: Send + Sync + 'static>(
         Ok(number) => Some(number.parse().expect("ISOBATH_PREEMPTIONS is a number or `all`")),
         Err(_) => Some(preemptions),
     };
+    explore_within(name, bound, start, tasks, end);
+}
+
+/// As [`explore`], with this bound whatever `ISOBATH_PREEMPTIONS` says: for what only so many show.
+pub fn explore_within<S: Send + Sync + 'static>(
+    name: &str,
+    bound: Option<usize>,
+    start: fn() -> S,
+    tasks: &'static [fn(&S)],
+    end: fn(&S),
+) {
     let orders = Arc::new(AtomicU64::new(0));
     let count = orders.clone();
     let mut model = loom::model::Builder::new();

@@ -8,7 +8,7 @@
 mod explored;
 
 #[cfg(loom)]
-pub use explored::{Cell, Mutex, MutexGuard, RwLock, atomic, explore, wait};
+pub use explored::{Cell, Mutex, MutexGuard, RwLock, atomic, explore, explore_within, wait};
 #[cfg(not(loom))]
 pub use parking_lot::{Mutex, MutexGuard, RwLock};
 #[cfg(not(loom))]
