@@ -1,5 +1,7 @@
 //! How far a job has looked for what it must copy.
 
+use isobath_image::Result;
+use std::future::Future;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -28,6 +30,20 @@ impl Scan {
     /// Tells what all pieces are together.
     pub(super) fn count(&self, bytes: u64) {
         self.counted.store(bytes, Ordering::Relaxed);
+    }
+
+    /// Finds out what all pieces are together; `find` gives the first one from an offset on.
+    pub(super) async fn count_all<F>(&self, find: impl Fn(u64) -> F) -> Result<()>
+    where
+        F: Future<Output = Result<Option<Range<u64>>>>,
+    {
+        let (mut at, mut bytes) = (0, 0);
+        while let Some(range) = find(at).await? {
+            bytes += range.end - range.start;
+            at = range.end;
+        }
+        self.count(bytes);
+        Ok(())
     }
 
     /// Bytes looked at, of how many.

@@ -158,13 +158,7 @@ impl<H: Host> Pieces for Stream<H> {
     }
 
     async fn count(&self) -> Result<()> {
-        let (mut at, mut bytes) = (0, 0);
-        while let Some(range) = self.find(at, u64::MAX >> 1).await? {
-            bytes += range.end - range.start;
-            at = range.end;
-        }
-        self.scan.count(bytes);
-        Ok(())
+        self.scan.count_all(|at| self.find(at, u64::MAX >> 1)).await
     }
 }
 
