@@ -7,11 +7,11 @@ use clap::ValueEnum;
 pub(crate) enum Cache {
     /// `O_DIRECT`
     None,
-    /// The page cache; a flush makes durable
+    /// The page cache; a flush makes writes durable
     Writeback,
 }
 
-/// qemu-img's cache modes: of `-t` for what is written, of `-T` for what is read.
+/// qemu-img's cache modes: `-t` for images written, `-T` for images read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum CacheMode {
     /// `O_DIRECT`

@@ -11,6 +11,6 @@ pub(crate) fn raise_limit() {
         }
     };
     if !raised {
-        tracing::debug!("the limit on open files could not be raised");
+        tracing::debug!("cannot raise the limit on open files");
     }
 }

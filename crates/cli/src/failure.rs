@@ -1,17 +1,17 @@
-//! How a command ends when it does not succeed.
+//! How a command fails.
 
 use isobath_disk::DiskError;
 use isobath_storage::StorageError;
 use std::fmt;
 use std::io;
 
-/// The exit code of a command that did what it was asked to: 0, or one that its `--help` explains.
+/// The exit code of a command that completed: 0, or one that its `--help` explains.
 pub(crate) type Outcome = Result<u8, Failure>;
 
 /// Why a command failed: printed as `isobath: MESSAGE` on stderr.
 #[derive(Debug)]
 pub(crate) struct Failure {
-    /// What to print; `None` when there is nobody to read it or everything is said already.
+    /// What to print; `None` when nobody can read it or everything is printed already.
     pub(crate) message: Option<String>,
     /// The exit code; qemu-img's is 1 unless a command says otherwise.
     pub(crate) code: u8,
@@ -28,7 +28,7 @@ impl Failure {
         Self { code, ..self }
     }
 
-    /// The same failure, with what was attempted before its message.
+    /// The same failure, its message prefixed with what was attempted.
     pub(crate) fn context(self, what: impl fmt::Display) -> Self {
         Self { message: self.message.map(|message| format!("{what}: {message}")), ..self }
     }
@@ -47,11 +47,11 @@ impl From<StorageError> for Failure {
 }
 
 impl From<io::Error> for Failure {
-    /// An error of the standard output. A reader that has left, such as `head`, is no news.
+    /// An error of standard output. A reader that has exited, such as `head`, is not reported.
     fn from(error: io::Error) -> Self {
         if error.kind() == io::ErrorKind::BrokenPipe {
             return Self { message: None, code: 1 };
         }
-        Self::new(format_args!("could not write to the standard output: {error}"))
+        Self::new(format_args!("cannot write to standard output: {error}"))
     }
 }

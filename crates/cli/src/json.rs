@@ -28,7 +28,7 @@ impl Qemu {
         writer.write_all(bracket.as_bytes())
     }
 
-    /// Also what is empty ends on a line of its own.
+    /// Empty arrays and objects, too, end on a line of their own.
     fn end<W: ?Sized + Write>(&mut self, writer: &mut W, bracket: &str) -> io::Result<()> {
         self.depth -= 1;
         self.new_line(writer)?;

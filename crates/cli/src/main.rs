@@ -43,7 +43,7 @@ fn run() -> ExitCode {
     );
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
-        // What is wrong with the command line goes to stderr, what was asked for to stdout.
+        // Errors of the command line go to stderr; help and version, which were asked for, to stdout.
         Err(error) => match error.print() {
             // qemu-img's code for a wrong command line is 1, clap's would be 2.
             _ if error.use_stderr() => return ExitCode::FAILURE,
@@ -55,7 +55,7 @@ fn run() -> ExitCode {
     ended(result.and_then(|code| Ok(out.flush().map(|()| code)?)))
 }
 
-/// The exit code; says what went wrong.
+/// Returns the exit code and prints the error, if any.
 fn ended(result: Outcome) -> ExitCode {
     match result {
         Ok(code) => ExitCode::from(code),

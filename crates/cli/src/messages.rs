@@ -1,5 +1,5 @@
-//! What goes to stderr: the log and messages. Whatever stderr is (a full disk, a pipe that nobody reads,
-//! nothing at all), telling something never fails, and never keeps a server from its requests.
+//! Output to stderr: the log and messages. Whatever stderr is (a full disk, a pipe that nobody reads, closed), printing
+//! never fails, and never delays a server's requests.
 
 use isobath_qcow2::text::{escape, is_hidden};
 use std::collections::VecDeque;
@@ -11,12 +11,12 @@ use std::time::Duration;
 use std::{panic, thread};
 use tracing_subscriber::fmt::MakeWriter;
 
-/// Bytes that wait for stderr at most, once nobody waits for it.
+/// Maximum bytes queued for stderr once it is detached.
 const MOST_WAITING: usize = 1 << 20;
-/// How long [`settle`] waits for a stderr that takes nothing.
+/// How long [`settle`] waits while stderr makes no progress.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// Tells something in a line of its own.
+/// Prints a message on a line of its own.
 pub(crate) fn tell(message: impl Display) {
     put(harmless(&format!("{message}\n"), false));
 }
@@ -26,19 +26,18 @@ pub(crate) fn complain(message: impl Display) {
     tell(format_args!("isobath: {message}"));
 }
 
-/// From here on a thread writes to stderr, and nobody waits for it: what does not fit in
-/// [`MOST_WAITING`] is lost, and counted. To be called by what serves others, once it is the process that
-/// it is going to be.
+/// From here on a thread writes to stderr, and nothing waits for it: messages beyond [`MOST_WAITING`] are dropped and
+/// counted. For servers, to be called after any fork.
 pub(crate) fn detach() {
     let mut state = lock();
     if !state.detached {
         let started = thread::Builder::new().name("stderr".into()).spawn(write_for_ever);
-        // Without a thread there is nothing but to wait.
+        // Without a thread, writes stay synchronous.
         state.detached = started.is_ok();
     }
 }
 
-/// Waits until all is written, no longer than stderr takes anything. To be called before the process ends.
+/// Waits until everything is written, or stderr makes no more progress. To be called before the process ends.
 pub(crate) fn settle() {
     let mut state = lock();
     while !state.waiting.is_empty() || state.writing {
@@ -52,7 +51,7 @@ pub(crate) fn settle() {
     }
 }
 
-/// Sends the log of the whole program, and the messages of panics, this way.
+/// Routes the whole program's log and the messages of panics through this module.
 pub(crate) fn take_over(filter: tracing_subscriber::EnvFilter) {
     let colours = io::stderr().is_terminal();
     tracing_subscriber::fmt()
@@ -74,7 +73,7 @@ pub(crate) fn take_over(filter: tracing_subscriber::EnvFilter) {
 
 /// Where the log's lines go.
 struct Log {
-    /// Whether lines have colours, whose codes must stay.
+    /// Whether lines have colours, whose escape codes must be kept.
     colours: bool,
 }
 
@@ -97,8 +96,8 @@ impl Write for &Log {
     }
 }
 
-/// Text without what would do something to a terminal or deceive its reader; with `colours` what sets those
-/// stays, as the log has escaped them in what it was given.
+/// Escapes whatever would control a terminal or deceive the reader. With `colours`, escape characters are kept: the log
+/// has already escaped those in its input.
 fn harmless(text: &str, colours: bool) -> String {
     let mut out = String::with_capacity(text.len());
     let kept = |c: char| matches!(c, '\n' | '\t') || (colours && c == '\x1b');
@@ -107,15 +106,15 @@ fn harmless(text: &str, colours: bool) -> String {
     out
 }
 
-/// What waits to be written.
+/// The queue of messages.
 struct State {
     waiting: VecDeque<String>,
     bytes: usize,
-    /// A message is just being written.
+    /// A message is being written.
     writing: bool,
-    /// Messages that found no room.
+    /// Dropped messages.
     lost: u64,
-    /// A thread writes.
+    /// The thread writes.
     detached: bool,
 }
 
@@ -126,7 +125,7 @@ static STATE: Mutex<State> = Mutex::new(State {
     lost: 0,
     detached: false,
 });
-/// Something was put in or taken out.
+/// Signalled when a message is queued or written.
 static CHANGED: Condvar = Condvar::new();
 
 fn lock() -> MutexGuard<'static, State> {
@@ -164,7 +163,7 @@ fn write_for_ever() {
         write_whole(&text);
         if lost > 0 {
             write_whole(&format!(
-                "isobath: {lost} messages were lost: nobody had read those before\n"
+                "isobath: {lost} messages were dropped: stderr was not read fast enough\n"
             ));
         }
         state = lock();
@@ -173,7 +172,7 @@ fn write_for_ever() {
     }
 }
 
-/// Writes text to stderr, if that can be done.
+/// Writes text to stderr, if possible.
 fn write_whole(text: &str) {
     let mut rest = text.as_bytes();
     while !rest.is_empty() {
@@ -182,7 +181,7 @@ fn write_whole(text: &str) {
             Ok(count) => rest = rest.get(count..).unwrap_or_default(),
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => wait_for_room(),
-            // There is no other place to tell it.
+            // There is no other place to report it.
             Err(_) => return,
         }
     }

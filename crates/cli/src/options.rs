@@ -1,4 +1,4 @@
-//! Options that several commands have, as qemu-img reads them.
+//! Options common to several commands, parsed as qemu-img does.
 
 use clap::ValueEnum;
 use isobath_disk::ImageFormat;
@@ -14,14 +14,14 @@ pub(crate) enum OutputFormat {
     Json,
 }
 
-/// A format by QEMU's name.
+/// Parses a format by QEMU's name.
 pub(crate) fn format(name: &str) -> Result<ImageFormat, String> {
     ImageFormat::from_name(name)
-        .ok_or_else(|| format!("Unknown file format '{name}'; there are qcow2 and raw"))
+        .ok_or_else(|| format!("Unknown file format '{name}'; supported are qcow2 and raw"))
 }
 
-/// The pairs in the values of `-o`: `NAME=VALUE` separated by commas, two of which stand for one. A
-/// name alone stands for `NAME=on`.
+/// The pairs in the values of `-o`: `NAME=VALUE` separated by commas; `,,` is a literal comma. A name alone means
+/// `NAME=on`.
 pub(crate) fn parse(values: &[String]) -> Vec<(String, String)> {
     let mut pairs = Vec::new();
     for value in values {

@@ -4,7 +4,7 @@
 /// 1024 (`k`, `M`, `G`, `T`, `P`, `E`; `b` for bytes), case ignored.
 ///
 /// # Errors
-/// If it is none, or exceeds 2^63 - 1 bytes.
+/// If it is not a size, or exceeds 2^63 - 1 bytes.
 pub(crate) fn parse(text: &str) -> Result<u64, String> {
     const MOST: u64 = i64::MAX as u64;
     let invalid = || {
@@ -38,7 +38,7 @@ pub(crate) fn parse(text: &str) -> Result<u64, String> {
         return Err(invalid());
     }
     let whole: u128 = whole.parse().map_err(|_| too_large())?;
-    // Nineteen digits say more than a u64 can hold.
+    // More than nineteen digits may exceed a u64.
     let fraction = &fraction[..fraction.len().min(19)];
     let part = if fraction.is_empty() {
         0

@@ -24,7 +24,7 @@ where
     let mut workers = Vec::new();
     for number in 1..threads {
         let worker = Worker::start(&format!("work-{number}"), &Config::default())
-            .map_err(|error| Failure::new(format_args!("could not start a thread: {error}")))?;
+            .map_err(|error| Failure::new(format_args!("cannot start a thread: {error}")))?;
         workers.push(worker);
     }
     let mut here = Vec::new();
@@ -48,22 +48,21 @@ where
     Ok(results)
 }
 
-/// Goes on with the panic of a task, or tells that it was cut short.
+/// Resumes the panic of a task, or returns that it was cancelled.
 pub(crate) fn panicked(error: JoinError) -> Failure {
     if error.is_panic() {
         error.resume();
     }
-    Failure::new("the work was cut short")
+    Failure::new("the work was cancelled")
 }
 
-/// Shows progress, as `qemu-img -p` does, until it is dropped; on a terminal also how long it may
-/// still take.
+/// Shows progress, as `qemu-img -p` does, until it is dropped; on a terminal also the estimated time left.
 pub(crate) struct Progress {
     ticker: Option<JoinHandle<()>>,
 }
 
 impl Progress {
-    /// `progress` gives what is done and the whole.
+    /// `progress` returns the work done and the total.
     pub(crate) fn show(wanted: bool, progress: impl Fn() -> (u64, u64) + 'static) -> Self {
         let ticker = wanted.then(|| {
             let begin = Instant::now();
@@ -86,7 +85,7 @@ impl Progress {
             if complete {
                 print(1.0, Duration::ZERO);
             }
-            // What cannot be printed cannot be told either.
+            // An error of standard output cannot be reported here.
             let _ = writeln!(io::stdout());
         }
     }
@@ -107,8 +106,7 @@ fn print(share: f64, elapsed: Duration) {
     let _ = write!(out, "{line}\r").and_then(|()| out.flush());
 }
 
-/// Waits for `work`; the first signal meanwhile is given to `stop`, after which `work` is still
-/// waited for.
+/// Waits for `work`; the first signal meanwhile is passed to `stop`; `work` is awaited even then.
 pub(crate) async fn until_signal<T>(
     work: impl Future<Output = T>,
     signals: &mut Signals,

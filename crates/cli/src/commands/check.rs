@@ -12,27 +12,27 @@ use serde_json::{Map, Value, json};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
-/// Check an image's consistency, and repair it
+/// Check an image for errors, and repair it
 ///
-/// Looks at one image, not at its backing files. Findings go to stderr.
+/// Checks only the image itself, not its backing files. Errors found are printed to stderr.
 ///
 /// Exit codes: 0 the image is consistent; 1 the check failed; 2 the image is corrupt; 3 it has leaked
-/// clusters but is not corrupt; 63 its format has no checks.
+/// clusters but is not corrupt; 63 its format does not support checks.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// The image's format; found out unless given
+    /// The image's format [default: detected]
     #[arg(short, long, value_name = "FMT", value_parser = options::format)]
     format: Option<ImageFormat>,
-    /// How to print the result
+    /// Output format
     #[arg(long, value_name = "FMT", default_value = "human")]
     output: OutputFormat,
-    /// Repair the image
+    /// Repair the image: only leaks, or all errors
     #[arg(short, long, value_name = "WHAT")]
     repair: Option<What>,
-    /// Print nothing but findings and errors
+    /// Print only the errors found
     #[arg(short, long)]
     quiet: bool,
-    /// Take no lock on the image, and honour none
+    /// Take no lock on the image and ignore other programs' locks
     #[arg(short = 'U', long, conflicts_with = "repair")]
     force_share: bool,
     /// The image
@@ -41,9 +41,9 @@ pub(crate) struct Args {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum What {
-    /// Free clusters that nothing refers to
+    /// Free leaked clusters, to which nothing refers
     Leaks,
-    /// Correct everything that can be corrected without guessing
+    /// Repair all errors that can be repaired without guessing
     All,
 }
 

@@ -16,33 +16,33 @@ use std::sync::Arc;
 /// Reads in flight.
 const TASKS: usize = 8;
 
-/// Compare the content of two disks
+/// Compare the contents of two disks
 ///
-/// A shorter disk counts as followed by zeroes.
+/// If one disk is shorter, it is treated as padded with zeroes.
 ///
-/// Exit codes: 0 the disks are identical; 1 they differ; 2 an image cannot be opened; 3 what is
-/// allocated cannot be told; 4 a disk cannot be read.
+/// Exit codes: 0 the disks are identical; 1 they differ; 2 an image cannot be opened; 3 the block status cannot be
+/// read; 4 the data cannot be read.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// The first image's format; found out unless given
+    /// The first image's format [default: detected]
     #[arg(short, long, value_name = "FMT", value_parser = options::format)]
     format: Option<ImageFormat>,
-    /// The second image's format; found out unless given
+    /// The second image's format [default: detected]
     #[arg(short = 'F', long, value_name = "FMT", value_parser = options::format)]
     second_format: Option<ImageFormat>,
-    /// How to cache what is read
+    /// Cache mode for both images
     #[arg(short = 'T', long, value_name = "MODE", default_value = "writeback")]
     source_cache: CacheMode,
-    /// Also fail if the sizes differ, or what is allocated
+    /// Strict mode: also fail if the sizes or the allocated ranges differ
     #[arg(short, long)]
     strict: bool,
     /// Show progress
     #[arg(short, long)]
     progress: bool,
-    /// Print nothing but errors
+    /// Print only errors
     #[arg(short, long)]
     quiet: bool,
-    /// Take no lock on the images, and honour none
+    /// Take no locks on the images and ignore other programs' locks
     #[arg(short = 'U', long)]
     force_share: bool,
     /// The first image

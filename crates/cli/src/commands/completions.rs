@@ -6,12 +6,12 @@ use clap::CommandFactory;
 use clap_complete::Shell;
 use std::io::Write;
 
-/// Print a shell's completion script
+/// Print a shell completion script
 ///
 /// For bash: `isobath completions bash > /etc/bash_completion.d/isobath`
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// The shell
+    /// The shell to complete for
     shell: Shell,
 }
 

@@ -17,66 +17,65 @@ use std::rc::Rc;
 use std::sync::Arc;
 use target::Target;
 
-/// Copy disks into a new image, or into another one
+/// Copy disks to a new or existing image
 ///
-/// Several disks are put one after another. What is known to be zero is not read; the copy is
-/// durable when the command ends. A target that was made is removed if the copy fails or is
-/// interrupted.
+/// Several disks are concatenated. Ranges known to be zero are not read. The copy is durable when the command returns.
+/// A target created by the command is removed if the copy fails or is interrupted.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// The format of the images to copy; found out unless given
+    /// The format of the images to copy [default: detected]
     #[arg(short, long, value_name = "FMT", value_parser = options::format)]
     format: Option<ImageFormat>,
     /// The target's format
     #[arg(short = 'O', long, value_name = "FMT", default_value = "raw", value_parser = options::format)]
     output_format: ImageFormat,
-    /// The target's backing file, which must hold what the copied image's backing file does: only
-    /// the active layer is copied
+    /// The target's backing file; only the active layer is copied, so its contents must equal those of the source's
+    /// backing file
     #[arg(short = 'B', long, value_name = "FILE")]
     backing_file: Option<String>,
     /// The backing file's format
     #[arg(short = 'F', long, value_name = "FMT")]
     backing_format: Option<String>,
-    /// Options of the target as NAME=VALUE, as of 'isobath create'
+    /// Options for the target as NAME=VALUE, as in 'isobath create'
     #[arg(short, value_name = "OPTIONS")]
     options: Vec<String>,
-    /// Compress
+    /// Compress the target
     #[arg(short, long)]
     compress: bool,
-    /// Write to the target in any order
+    /// Write to the target out of order
     #[arg(short = 'W', conflicts_with = "compress")]
     out_of_order: bool,
-    /// Pieces to copy at once, 1 to 16
+    /// Number of chunks to copy at once, 1 to 16
     #[arg(short = 'm', value_name = "N", default_value = "8", value_parser = tasks)]
     tasks: usize,
-    /// Zeroes in a row that are not written as data, in bytes; 0 writes everything
+    /// Consecutive zero bytes that are not written as data; 0 writes everything
     #[arg(short = 'S', value_name = "SIZE", default_value = "4k", value_parser = sparse)]
     sparse: u64,
-    /// Do not make the target: it exists, and is large enough
+    /// Do not create the target: it exists and is large enough
     #[arg(short = 'n')]
     no_create: bool,
-    /// The target, which exists, reads as zeroes
+    /// Assume that the existing target reads as zeroes
     #[arg(long, requires = "no_create")]
     target_is_zero: bool,
-    /// How to cache what is written
+    /// Cache mode for the target
     #[arg(short = 't', value_name = "MODE", default_value = "writeback")]
     cache: CacheMode,
-    /// How to cache what is read
+    /// Cache mode for the images to copy
     #[arg(short = 'T', value_name = "MODE", default_value = "writeback")]
     source_cache: CacheMode,
-    /// An internal snapshot to copy; none can be read yet
+    /// The internal snapshot to copy (not supported)
     #[arg(short = 'l', value_name = "SNAPSHOT")]
     snapshot: Option<String>,
     /// Show progress
     #[arg(short, long)]
     progress: bool,
-    /// Print nothing but errors
+    /// Print only errors
     #[arg(short, long)]
     quiet: bool,
-    /// Take no lock on the images to copy, and honour none
+    /// Take no locks on the images to copy and ignore other programs' locks
     #[arg(short = 'U', long)]
     force_share: bool,
-    /// The images to copy, and the target
+    /// The images to copy, followed by the target
     #[arg(required = true, value_name = "IMAGE... TARGET")]
     images: Vec<PathBuf>,
 }
@@ -106,8 +105,8 @@ pub(crate) fn run(args: &Args, _out: &mut dyn Write) -> Outcome {
     }
     if let Some(snapshot) = &args.snapshot {
         return Err(Failure::new(format_args!(
-            "the internal snapshot '{snapshot}' cannot be copied: reading one is not supported; \
-             'qemu-img convert -l' can"
+            "cannot copy the internal snapshot '{snapshot}': reading internal snapshots is not \
+             supported; use 'qemu-img convert -l'"
         )));
     }
     if args.compress && args.output_format == ImageFormat::Raw {

@@ -11,29 +11,29 @@ use std::path::PathBuf;
 
 /// Create an image
 ///
-/// The size is in bytes, or with a suffix in powers of 1024: k, M, G, T, P, E. Without one the disk
-/// is as large as its backing file. An image of that name is overwritten, unless it is in use.
+/// The size is in bytes; the suffixes k, M, G, T, P and E are powers of 1024. Without a size the disk is as large as
+/// its backing file. An existing image is overwritten unless it is in use.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// The new image's format
     #[arg(short, long, value_name = "FMT", default_value = "raw", value_parser = options::format)]
     format: ImageFormat,
-    /// The backing file, as the image is to name it: relative to the image's directory
+    /// The backing file, as stored in the image: relative to the image's directory
     #[arg(short, long, value_name = "FILE")]
     backing_file: Option<String>,
     /// The backing file's format
     #[arg(short = 'F', long, value_name = "FMT")]
     backing_format: Option<String>,
-    /// Do not open the backing file; the size must then be given
+    /// Do not open the backing file; requires a size
     #[arg(short, long = "unsafe")]
     unchecked: bool,
-    /// Options as NAME=VALUE, separated by commas (two of them stand for one); '-o help' lists them
+    /// Options as NAME=VALUE, separated by commas (',,' is a literal comma); '-o help' lists them
     #[arg(short, long, value_name = "OPTIONS")]
     options: Vec<String>,
-    /// Write no direct-access index of the layers below
+    /// Do not write a direct-access index of the layers below
     #[arg(long)]
     no_index: bool,
-    /// Print nothing
+    /// Do not print the image's parameters
     #[arg(short, long)]
     quiet: bool,
     /// The new image

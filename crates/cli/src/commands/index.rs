@@ -12,26 +12,26 @@ use std::io::Write;
 use std::path::PathBuf;
 use std::rc::Rc;
 
-/// Write the direct-access index of the layers below an image into it
+/// Write an image's direct-access index of the layers below it
 ///
-/// With it, opening a chain and first touching its parts cost the same at any depth. `create -b`
-/// writes one by itself; this command writes it for chains made by others, and anew where it is out
-/// of date. The image must not be in use. Any QEMU reads and writes images with an index as before.
+/// With an index, opening a chain and first accesses cost the same at any depth. `create -b` writes one automatically;
+/// this command adds one to chains made by other programs, and replaces one that is out of date. The image must not be
+/// in use. QEMU reads and writes images with an index as before.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Remove the index
     #[arg(long, conflicts_with = "verify")]
     drop: bool,
-    /// Compare the index with the layers' own tables; exits with 2 if it does not hold
+    /// Compare the index with the layers' tables; the exit code is 2 if they differ
     #[arg(long)]
     verify: bool,
-    /// Show the progress
+    /// Show progress
     #[arg(short, long)]
     progress: bool,
-    /// Print nothing
+    /// Print only errors
     #[arg(short, long)]
     quiet: bool,
-    /// With --verify: read the image although another program writes to it
+    /// With --verify: read the image even while another program writes to it
     #[arg(short = 'U', long, requires = "verify")]
     force_share: bool,
     /// The image
@@ -69,12 +69,12 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
             return match verified? {
                 Err(reason) => Err(Failure::new(format_args!(
                     "the index of '{name}' is out of date and not used: {reason}; 'isobath index \
-                     {name}' writes it anew"
+                     {name}' rewrites it"
                 ))
                 .with_code(2)),
                 Ok(differ) if differ.is_empty() => {
                     if !args.quiet {
-                        writeln!(out, "The index says what the layers say.")?;
+                        writeln!(out, "The index matches the layers.")?;
                     }
                     Ok(0)
                 }
@@ -84,7 +84,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
                         writeln!(out, "{how} at {} ({} bytes)", part.offset, part.length)?;
                     }
                     Err(Failure::new(format_args!(
-                        "the index of '{name}' is damaged; 'isobath index {name}' writes it anew"
+                        "the index of '{name}' is damaged; 'isobath index {name}' rewrites it"
                     ))
                     .with_code(2))
                 }

@@ -17,19 +17,19 @@ use std::path::{Path, PathBuf};
 
 pub(crate) use text::snapshot_list;
 
-/// Show what an image says of itself
+/// Show image information
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// The image's format; found out unless given
+    /// The image's format [default: detected]
     #[arg(short, long, value_name = "FMT", value_parser = options::format)]
     format: Option<ImageFormat>,
-    /// How to print it
+    /// Output format
     #[arg(long, value_name = "FMT", default_value = "human")]
     output: OutputFormat,
-    /// Show every image of the backing chain
+    /// Show all images of the backing chain
     #[arg(long)]
     backing_chain: bool,
-    /// Take no lock on the image, and honour none
+    /// Take no lock on the image and ignore other programs' locks
     #[arg(short = 'U', long)]
     force_share: bool,
     /// The image
@@ -57,7 +57,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     Ok(0)
 }
 
-/// What an image says of itself, or each of its chain.
+/// Reads the information of an image, or of each image of its chain.
 pub(crate) fn read(
     image: &Path,
     format: Option<ImageFormat>,
@@ -74,7 +74,7 @@ pub(crate) fn read(
     })
 }
 
-/// An object with the keys that have a value, in QEMU's order.
+/// An object of the keys that have a value, in QEMU's order.
 fn object<const N: usize>(pairs: [(&str, Option<Value>); N]) -> Value {
     let pairs = pairs.into_iter().filter_map(|(key, value)| Some((key.to_owned(), value?)));
     Value::Object(pairs.collect::<Map<_, _>>())

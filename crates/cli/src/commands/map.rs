@@ -9,22 +9,22 @@ use isobath_storage::{IoBuf, Locking};
 use std::io::Write;
 use std::path::PathBuf;
 
-/// Show which image of a chain holds what, and where
+/// Show which image of a chain holds which data, and at which offset
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// The image's format; found out unless given
+    /// The image's format [default: detected]
     #[arg(short, long, value_name = "FMT", value_parser = options::format)]
     format: Option<ImageFormat>,
-    /// Where to begin
+    /// The guest offset at which to start
     #[arg(short, long, value_name = "OFFSET", value_parser = size::parse, default_value = "0")]
     start_offset: u64,
-    /// The most to describe
+    /// The length of the range to describe [default: up to the end of the disk]
     #[arg(short = 'l', long, value_name = "LEN", value_parser = size::parse)]
     max_length: Option<u64>,
-    /// How to print it
+    /// Output format
     #[arg(long, value_name = "FMT", default_value = "human")]
     output: OutputFormat,
-    /// Take no lock on the images, and honour none
+    /// Take no locks on the images and ignore other programs' locks
     #[arg(short = 'U', long)]
     force_share: bool,
     /// The image
@@ -69,7 +69,7 @@ async fn json(
         }
     };
     if range.is_empty() {
-        // qemu-img describes nothing by one entry.
+        // qemu-img describes an empty range by one entry.
         print(&MapEntry {
             start,
             length: 0,
@@ -118,7 +118,7 @@ async fn human(
         disk.chain_map(range, &mut print).await?;
     }
     if let Some(start) = result? {
-        // Reading says what is wrong with a table that is not valid.
+        // Reading reports what is wrong with an invalid table.
         disk.read(start, IoBuf::zeroed(1)).await?;
         return Err(Failure::new("File contains external, encrypted or compressed clusters."));
     }

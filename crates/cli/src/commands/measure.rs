@@ -11,28 +11,28 @@ use serde_json::{Map, Value};
 use std::io::Write;
 use std::path::PathBuf;
 
-/// Tell how large a new image would be
+/// Calculate the file size a new image would need
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// The format of the image to be copied; found out unless given
+    /// The format of the image to copy [default: detected]
     #[arg(short, long, value_name = "FMT", value_parser = options::format)]
     format: Option<ImageFormat>,
     /// The new image's format
     #[arg(short = 'O', long, value_name = "FMT", default_value = "raw", value_parser = options::format)]
     output_format: ImageFormat,
-    /// Options of the new image as NAME=VALUE, as of 'isobath create'
+    /// Options for the new image as NAME=VALUE, as in 'isobath create'
     #[arg(short, value_name = "OPTIONS")]
     options: Vec<String>,
-    /// The size of an empty disk, in place of an image to be copied
+    /// Measure an empty disk of this size instead of an image
     #[arg(long, value_parser = size::parse)]
     size: Option<u64>,
-    /// How to print it
+    /// Output format
     #[arg(long, value_name = "FMT", default_value = "human")]
     output: OutputFormat,
-    /// Take no lock on the image, and honour none
+    /// Take no lock on the image and ignore other programs' locks
     #[arg(short = 'U', long)]
     force_share: bool,
-    /// The image to be copied
+    /// The image to copy
     #[arg(required_unless_present = "size", conflicts_with = "size")]
     image: Option<PathBuf>,
 }

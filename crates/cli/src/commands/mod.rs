@@ -1,4 +1,4 @@
-//! The commands, a file each.
+//! The commands, one file each.
 
 mod chain;
 mod check;
@@ -23,14 +23,14 @@ use std::io::Write;
 
 macro_rules! commands {
     ($($(#[$attribute:meta])* $name:ident = $module:ident;)*) => {
-        /// What `isobath` can be asked to do. A command's help is the documentation of its `Args`.
+        /// The subcommands of `isobath`. A command's help is the doc comment of its `Args`.
         #[derive(Subcommand)]
         pub(crate) enum Command {
             $($(#[$attribute])* $name($module::Args),)*
         }
 
         impl Command {
-            /// Carries the command out; what it prints as its result goes to `out`.
+            /// Runs the command; its result is printed to `out`.
             pub(crate) fn run(self, out: &mut dyn Write) -> Outcome {
                 match self {
                     $(Self::$name(args) => $module::run(&args, out),)*

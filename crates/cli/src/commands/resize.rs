@@ -7,27 +7,27 @@ use isobath_storage::file::FileHost;
 use std::io::Write;
 use std::path::PathBuf;
 
-/// Change the size of a disk
+/// Change a disk's size
 ///
-/// A guest's partitions and file systems must be made smaller before the disk is, and may use a
-/// larger disk only once they are made larger.
+/// Before shrinking a disk, shrink the guest's file systems and partitions. After growing a disk, grow them to use the
+/// new space.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// The image's format; found out unless given
+    /// The image's format [default: detected]
     #[arg(short, long, value_name = "FMT", value_parser = options::format)]
     format: Option<ImageFormat>,
-    /// What to allocate for the new part: off, metadata, falloc or full
+    /// Preallocation of the new part: off, metadata, falloc or full
     #[arg(long, value_name = "MODE", default_value = "off", value_parser = preallocation)]
     preallocation: Preallocation,
-    /// Allow the disk to become smaller, which deletes all data past its new end
+    /// Allow the disk to shrink, which deletes all data past its new end
     #[arg(long)]
     shrink: bool,
-    /// Print nothing
+    /// Print only errors
     #[arg(short, long)]
     quiet: bool,
     /// The image
     image: PathBuf,
-    /// The new size, or with + or - the difference
+    /// The new size; with + or - in front, relative to the current size
     #[arg(allow_hyphen_values = true)]
     size: String,
 }

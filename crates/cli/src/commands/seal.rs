@@ -8,14 +8,13 @@ use isobath_storage::file::FileHost;
 use std::io::Write;
 use std::path::PathBuf;
 
-/// Make plain qcow2 images of images that were not closed
+/// Recover images that were not closed, and make them plain qcow2 images
 ///
-/// Replays what a server that ended without closing them has left in their journals and, with 'serve
-/// --metadata embedded', in their data. Images that were closed stay as they are. Other programs can use
-/// the images afterwards.
+/// Replays what a crashed or killed server left in their journals and, after 'serve --metadata embedded', in their
+/// data. Images that were closed are left unchanged. Afterwards other programs can use the images.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// The images' format; found out unless given
+    /// The images' format [default: detected]
     #[arg(short, long, value_name = "FMT", value_parser = options::format)]
     format: Option<ImageFormat>,
     /// The images

@@ -11,13 +11,13 @@ use std::path::PathBuf;
 /// List an image's internal snapshots
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// List the snapshots; this is what happens anyway
+    /// List the snapshots (the default)
     #[arg(short)]
     list: bool,
-    /// The image's format; found out unless given
+    /// The image's format [default: detected]
     #[arg(short, long, value_name = "FMT", value_parser = options::format)]
     format: Option<ImageFormat>,
-    /// Take no lock on the image, and honour none
+    /// Take no lock on the image and ignore other programs' locks
     #[arg(short = 'U', long)]
     force_share: bool,
     /// The image

@@ -118,6 +118,6 @@ fn an_interrupted_chain_is_removed() {
     let done = process.wait_with_output().unwrap();
     assert_eq!(done.status.code(), Some(128 + libc::SIGINT));
     let said = String::from_utf8_lossy(&done.stderr);
-    assert_eq!(said, "isobath: interrupted; what was made was removed\n");
+    assert_eq!(said, "isobath: interrupted; the images created so far were removed\n");
     assert!(!chain.exists());
 }

@@ -62,7 +62,7 @@ fn what_it_cannot_do_it_says() {
     let before = fs::read(directory.path().join("fleet/top")).unwrap();
     for option in ["--file", "--html"] {
         let message = fails(&["fleet", option, "fleet/top"]);
-        assert!(message.contains("'fleet/top': it is a qcow2 image"), "{message}");
+        assert!(message.contains("'fleet/top': refusing to overwrite a qcow2 image"), "{message}");
     }
     assert!(fs::read(directory.path().join("fleet/top")).unwrap() == before);
 }

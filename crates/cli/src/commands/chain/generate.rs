@@ -15,43 +15,43 @@ use std::sync::Arc;
 
 /// Make a whole backing chain of qcow2 images
 ///
-/// The layers are layer-00000.qcow2 (the base), layer-00001.qcow2 and so on; the last is the active
-/// one, whose path is printed. The same options give the same bytes.
+/// The layers are layer-00000.qcow2 (the base), layer-00001.qcow2 and so on. The last one is the active layer; its path
+/// is printed. The same options always produce the same bytes.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Layers of the chain, the base among them
+    /// Number of layers in the chain, including the base
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     layers: u32,
-    /// The disk's size [default: 4G, or the raw image's]
+    /// The disk's size [default: 4G, or the raw image's size]
     #[arg(long, value_parser = disk_size)]
     size: Option<u64>,
     /// The share of the disk that is allocated, such as 90% or 0.9 [default: 90%]
     #[arg(long, value_name = "SHARE")]
     fill: Option<Fill>,
-    /// Which layer owns a cluster: uniform (each as likely), zipf (a few own most), sequential (each
-    /// owns one part of the disk), or trace:FILE with a line 'LAYER OFFSET LENGTH' a write
+    /// Which layer owns a cluster: uniform (all equally likely), zipf (a few layers own most), sequential (each layer
+    /// owns one contiguous part of the disk), or trace:FILE with one line 'LAYER OFFSET LENGTH' per write
     #[arg(long, value_name = "HOW", default_value = "uniform", value_parser = owners)]
     distribution: Owners,
-    /// Bytes of a cluster
+    /// Cluster size
     #[arg(long, value_name = "SIZE", default_value = "64k", value_parser = cluster_bits)]
     cluster_size: u32,
-    /// What the clusters hold: random bytes, zero, pattern (each sector says its layer and offset),
-    /// or raw:FILE to spread a raw disk image over the layers
+    /// What the clusters hold: random (random bytes), zero, pattern (each sector names its layer and offset), or
+    /// raw:FILE to spread a raw disk image over the layers
     #[arg(long, value_name = "WHAT", default_value = "random", value_parser = contents)]
     data: Contents,
-    /// The seed of all that is random
+    /// The seed for everything random
     #[arg(long, value_name = "N", default_value = "0")]
     seed: u64,
-    /// Write the direct-access index into the active layer, as 'isobath index' does
+    /// Write the direct-access index to the active layer, as 'isobath index' does
     #[arg(long)]
     indexed: bool,
-    /// Write no index, as any QEMU would (the default)
+    /// Write no index, like a chain made by QEMU (the default)
     #[arg(long, conflicts_with = "indexed")]
     plain: bool,
     /// Show progress
     #[arg(short, long)]
     progress: bool,
-    /// The directory to make the images in, new or empty
+    /// The directory to create the images in; it must be new or empty
     directory: PathBuf,
 }
 
@@ -75,7 +75,7 @@ fn owners(text: &str) -> Result<Owners, String> {
         ("zipf", "") => Ok(Owners::Drawn(Distribution::Zipf)),
         ("sequential", "") => Ok(Owners::Drawn(Distribution::Sequential)),
         ("trace", file) if !file.is_empty() => Ok(Owners::Trace(file.into())),
-        _ => Err("there are uniform, zipf, sequential and trace:FILE".into()),
+        _ => Err("expected uniform, zipf, sequential or trace:FILE".into()),
     }
 }
 
@@ -85,14 +85,14 @@ fn contents(text: &str) -> Result<Contents, String> {
         ("zero", "") => Ok(Contents::Made(Data::Zero)),
         ("pattern", "") => Ok(Contents::Made(Data::Pattern)),
         ("raw", file) if !file.is_empty() => Ok(Contents::Raw(file.into())),
-        _ => Err("there are random, zero, pattern and raw:FILE".into()),
+        _ => Err("expected random, zero, pattern or raw:FILE".into()),
     }
 }
 
 fn disk_size(text: &str) -> Result<u64, String> {
     let size = size::parse(text)?;
     let whole = size.checked_next_multiple_of(512).filter(|size| *size > 0);
-    whole.ok_or_else(|| "a disk needs at least one sector".into())
+    whole.ok_or_else(|| "the size must be at least one sector (512 bytes)".into())
 }
 
 fn cluster_bits(text: &str) -> Result<u32, String> {
@@ -107,7 +107,10 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     let (data, length) = match &args.data {
         Contents::Made(data) => (data.clone(), None),
         Contents::Raw(_) if args.fill.is_some() => {
-            return Err(Failure::new("a raw image is spread as a whole: leave --fill out"));
+            return Err(Failure::new(
+                "--fill cannot be combined with --data raw: a raw image is always spread as a \
+                 whole",
+            ));
         }
         Contents::Raw(path) => open_raw(path).map(|(data, length)| (data, Some(length)))?,
     };
@@ -125,7 +128,10 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
             Ownership::draw(&chain, fill, *distribution).map_err(Failure::new)?
         }
         (Owners::Trace(_), Some(_)) => {
-            return Err(Failure::new("a trace says itself what is allocated: leave --fill out"));
+            return Err(Failure::new(
+                "--fill cannot be combined with --distribution trace: the trace determines what is \
+                 allocated",
+            ));
         }
         (Owners::Trace(file), None) => read_trace(&chain, file)?,
     };
@@ -144,9 +150,11 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     Ok(0)
 }
 
-/// A raw image, and its length in whole sectors.
+/// Opens a raw image; returns it with its length rounded up to whole sectors.
 fn open_raw(path: &Path) -> Result<(Data, u64), Failure> {
-    let about = |error| Failure::new(format_args!("the raw image '{}': {error}", path.display()));
+    let about = |error| {
+        Failure::new(format_args!("cannot read the raw image '{}': {error}", path.display()))
+    };
     let file = File::open(path).map_err(about)?;
     let length = file.metadata().map_err(about)?.len();
     Ok((Data::Raw(Arc::new(file)), length.next_multiple_of(512)))
@@ -154,7 +162,7 @@ fn open_raw(path: &Path) -> Result<(Data, u64), Failure> {
 
 fn read_trace(chain: &Chain, path: &Path) -> Result<Ownership, Failure> {
     let about = |error: &dyn std::fmt::Display| {
-        Failure::new(format_args!("the trace '{}': {error}", path.display()))
+        Failure::new(format_args!("cannot read the trace '{}': {error}", path.display()))
     };
     let file = File::open(path).map_err(|error| about(&error))?;
     trace::read(chain, BufReader::new(file)).map_err(|error| about(&error))
@@ -164,7 +172,7 @@ fn read_trace(chain: &Chain, path: &Path) -> Result<Ownership, Failure> {
 async fn generate(args: &Args, chain: Chain, ownership: Ownership) -> Result<PathBuf, Failure> {
     let mut signals = Signals::new(&[libc::SIGINT, libc::SIGTERM])?;
     let worker = Worker::start("generate", &Config::default())
-        .map_err(|error| Failure::new(format_args!("could not start a thread: {error}")))?;
+        .map_err(|error| Failure::new(format_args!("cannot start a thread: {error}")))?;
     let total = ownership.total();
     let done = Arc::new(isobath_generate::Progress::default());
     let shown = Progress::show(args.progress, {
@@ -185,7 +193,7 @@ async fn generate(args: &Args, chain: Chain, ownership: Ownership) -> Result<Pat
     shown.end(result.is_ok());
     match (result, interrupted.get()) {
         (Err(GenerateError::Stopped), Some(signal)) => {
-            let failure = Failure::new("interrupted; what was made was removed");
+            let failure = Failure::new("interrupted; the images created so far were removed");
             Err(failure.with_code(128 + signal as u8))
         }
         (result, _) => result.map_err(Failure::new),

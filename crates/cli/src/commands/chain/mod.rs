@@ -7,7 +7,7 @@ use crate::failure::Outcome;
 use clap::Subcommand;
 use std::io::Write;
 
-/// Make chains for tests and measurements, or look at those that there are
+/// Generate chains for tests and benchmarks, or survey existing ones
 #[derive(clap::Args)]
 pub(crate) struct Args {
     #[command(subcommand)]

@@ -17,50 +17,49 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-/// The exit code after a signal, once what was seen is told.
+/// The exit code after a signal, once partial results are printed.
 const INTERRUPTED: u8 = 130;
 
-/// Survey a fleet: how long its chains are, how often snapshots are made, what they cost
+/// Survey a fleet: how long its chains are, how often snapshots are taken, what they cost
 ///
-/// Looks at every qcow2 image below the paths and follows their backing files. Reads headers only,
-/// unless told otherwise, writes nothing and takes no locks. Exit codes: 0 the fleet was surveyed,
-/// whatever is wrong with its images; 1 it was not; 130 it was interrupted, and what had been seen
-/// was told.
+/// Looks at every qcow2 image below the given paths and follows their backing files. Reads only headers unless --bytes
+/// is given, writes nothing to images and takes no locks. Exit codes: 0 the survey is complete, even if some images are
+/// damaged; 1 the survey failed; 130 it was interrupted, and partial results were printed.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Directories and images
+    /// Directories and images to survey
     #[arg(required = true, value_name = "PATH")]
     paths: Vec<PathBuf>,
-    /// Read the L1 and L2 tables too, to count bytes that no disk shows any more
+    /// Also read the L1 and L2 tables, to count bytes that no disk can see any more
     #[arg(long)]
     bytes: bool,
-    /// How to print it; csv and parquet have every chain
+    /// Output format; csv and parquet list every chain
     #[arg(long, value_name = "FMT", default_value = "human")]
     output: Output,
-    /// Print it to a file
+    /// Write the output to this file
     #[arg(long, value_name = "FILE")]
     file: Option<PathBuf>,
-    /// Write a page with charts for a browser
+    /// Also write an HTML page with charts to this file
     #[arg(long, value_name = "FILE")]
     html: Option<PathBuf>,
     /// How many chains to list
     #[arg(long, value_name = "N", default_value_t = 20)]
     top: usize,
-    /// Which chains to list: those with the most of this
+    /// Sort the listed chains by this, largest first
     #[arg(long, value_name = "WHAT", default_value = "length")]
     sort: Sort,
-    /// Advise merging from this length on
+    /// Advise merging chains of at least this length
     #[arg(long, value_name = "N", default_value_t = cost::STREAMING_THRESHOLD,
           value_parser = clap::value_parser!(u32).range(2..))]
     merge_at: u32,
-    /// What dates a snapshot: when the file was born (or last written, where the file system does
-    /// not tell), or when it was last written
+    /// What dates a snapshot: the file's birth time (or last write, where the file system records no birth time), or
+    /// its last write
     #[arg(long, value_name = "WHAT", default_value = "birth")]
     times: Times,
-    /// Leave other file systems alone
+    /// Do not cross file system boundaries
     #[arg(short = 'x', long)]
     one_file_system: bool,
-    /// Threads that read
+    /// Number of reader threads
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     threads: Option<u16>,
     /// Show no progress
@@ -70,7 +69,7 @@ pub(crate) struct Args {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Output {
-    /// Tables
+    /// Tables, for people
     Human,
     /// JSON
     Json,
@@ -82,19 +81,19 @@ enum Output {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Sort {
-    /// Files
+    /// Number of files in the chain
     Length,
-    /// Memory in QEMU
+    /// Memory that QEMU uses for the chain
     Memory,
-    /// Bytes of the chain's files
+    /// Bytes the chain's files use
     Held,
-    /// Bytes that no disk shows; with --bytes
+    /// Bytes that no disk can see; needs --bytes
     Hidden,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Times {
-    /// Birth
+    /// Birth time
     Birth,
     /// Last write
     Modified,
@@ -103,10 +102,12 @@ enum Times {
 pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     let to_terminal = args.file.is_none() && io::stdout().is_terminal();
     if args.output == Output::Parquet && to_terminal {
-        return Err(Failure::new("parquet is nothing for a terminal: name a file with --file"));
+        return Err(Failure::new(
+            "refusing to write Parquet to a terminal; name a file with --file",
+        ));
     }
     if args.sort == Sort::Hidden && !args.bytes {
-        return Err(Failure::new("--sort hidden needs --bytes, which counts them"));
+        return Err(Failure::new("--sort hidden needs --bytes, which counts hidden bytes"));
     }
     let surveyed = watched(args)?;
     let report = surveyed.report();
@@ -126,7 +127,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     match (&args.file, args.output) {
         (Some(path), Output::Parquet) => to_file(path, |file| render::parquet(&surveyed, file))?,
         (None, Output::Parquet) => {
-            // Its writer may go to another thread, as the standard output's lock may not.
+            // The Parquet writer must be `Send`; the lock of standard output is not.
             let mut bytes = Vec::new();
             render::parquet(&surveyed, &mut bytes)?;
             out.write_all(&bytes)?;
@@ -146,7 +147,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     Ok(if surveyed.is_interrupted() { INTERRUPTED } else { 0 })
 }
 
-/// Surveys, with progress on the terminal; the first signal ends it with what is known.
+/// Runs the survey with progress on the terminal; the first signal ends it with partial results.
 fn watched(args: &Args) -> Result<Survey, Failure> {
     let defaults = Options::default();
     let options = Options {
@@ -158,7 +159,7 @@ fn watched(args: &Args) -> Result<Survey, Failure> {
     };
     let progress = Arc::new(Progress::default());
     let failed =
-        |error: io::Error| Failure::new(format_args!("could not wait for signals: {error}"));
+        |error: io::Error| Failure::new(format_args!("cannot set up signal handlers: {error}"));
     let mut signals = Signals::new([SIGINT, SIGTERM]).map_err(failed)?;
     let handle = signals.handle();
     let watcher = {
@@ -166,7 +167,7 @@ fn watched(args: &Args) -> Result<Survey, Failure> {
         thread::spawn(move || {
             for signal in &mut signals {
                 if progress.is_stopped() {
-                    // A second one means it.
+                    // A second signal ends the process.
                     let _ = signal_hook::low_level::emulate_default_handler(signal);
                 }
                 progress.stop();
@@ -192,7 +193,7 @@ fn watched(args: &Args) -> Result<Survey, Failure> {
 }
 
 fn bar(quiet: bool) -> ProgressBar {
-    // On stderr, and nothing at all where that is no terminal.
+    // On stderr, and hidden where stderr is not a terminal.
     let target =
         if quiet { ProgressDrawTarget::hidden() } else { ProgressDrawTarget::stderr_with_hz(5) };
     let bar = ProgressBar::with_draw_target(None, target);
@@ -207,8 +208,8 @@ fn show(bar: &ProgressBar, progress: &Progress) {
     let found = format!("{directories} directories, {files} files, {images} images");
     bar.set_message(match progress.phase() {
         Phase::Walking => found,
-        Phase::Linking => format!("{found}; making chains"),
-        Phase::Counting => format!("{found}; counted the clusters of {}", progress.counted()),
+        Phase::Linking => format!("{found}; linking chains"),
+        Phase::Counting => format!("{found}; counted clusters of {}", progress.counted()),
     });
     bar.tick();
 }
@@ -225,16 +226,19 @@ fn to_file(
     };
     write().map_err(|error| {
         let name = shown(path.as_os_str().as_bytes());
-        Failure::new(format_args!("could not write '{name}': {error}"))
+        Failure::new(format_args!("cannot write '{name}': {error}"))
     })
 }
 
-/// Among so many names of images, one in the wrong place must cost nothing.
+/// Refuses to overwrite an image: among so many image names, a misplaced one must do no harm.
 fn refuse_image(path: &Path) -> io::Result<()> {
     let mut start = [0; 8];
     let is_file = path.metadata().is_ok_and(|data| data.is_file());
     if is_file && File::open(path)?.read_exact(&mut start).is_ok() && is_qcow2(&start) {
-        return Err(io::Error::new(io::ErrorKind::AlreadyExists, "it is a qcow2 image"));
+        return Err(io::Error::new(
+            io::ErrorKind::AlreadyExists,
+            "refusing to overwrite a qcow2 image",
+        ));
     }
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! What `convert` writes to.
+//! The target of `convert`.
 
 use super::Args;
 use crate::commands::create;
@@ -13,14 +13,14 @@ use std::sync::Arc;
 /// The target of a copy.
 pub(super) struct Target {
     pub(super) disk: Arc<Disk<FileHost>>,
-    /// Only what the source's active layer holds is to be copied.
+    /// Only the source's active layer is copied.
     pub(super) shares_backing: bool,
-    /// The files that were made for it.
+    /// The files created for it.
     made: Vec<PathBuf>,
 }
 
 impl Target {
-    /// Makes the target for a disk of `size` bytes.
+    /// Creates the target for a disk of `size` bytes.
     pub(super) async fn create(name: &Path, size: u64, args: &Args) -> Result<Self, Failure> {
         let mut new = NewDisk { format: args.output_format, ..NewDisk::default() };
         for (option, value) in options::parse(&args.options) {
@@ -38,7 +38,7 @@ impl Target {
         isobath_disk::create(&FileHost, name, &new).await?;
         let mut made = vec![name.to_owned()];
         made.extend(new.data_file.as_deref().map(|data| FileHost.resolve(name, data)));
-        // A device was there before, and stays.
+        // A device existed before, and stays.
         made.retain(|file| file.is_file());
         let shares_backing = new.backing_file.is_some();
         match open(name, args).await {
@@ -50,15 +50,18 @@ impl Target {
         }
     }
 
-    /// Opens a target that exists.
+    /// Opens an existing target.
     pub(super) async fn existing(name: &Path, args: &Args) -> Result<Self, Failure> {
         if !args.options.is_empty() {
-            return Err(Failure::new("-o has no use with -n: the target is not made"));
+            return Err(Failure::new("-o cannot be combined with -n"));
         }
         let disk = open(name, args).await?;
         let shares_backing = args.backing_file.is_some();
         if shares_backing && disk.depth() < 2 {
-            return Err(Failure::new("-B: the target has no backing file"));
+            return Err(Failure::new(format_args!(
+                "-B with -n needs a target with a backing file, but '{}' has none",
+                name.display()
+            )));
         }
         Ok(Self { disk, shares_backing, made: Vec::new() })
     }
@@ -70,7 +73,7 @@ impl Target {
         layers.next().map_or_else(|| unreachable!(), |layer| &**layer.data())
     }
 
-    /// Removes what was made for the target; whether there was anything.
+    /// Removes the files created for the target; returns whether there were any.
     pub(super) async fn remove(&self) -> bool {
         remove(&self.made).await;
         !self.made.is_empty()
@@ -95,13 +98,13 @@ async fn open(name: &Path, args: &Args) -> Result<Arc<Disk<FileHost>>, Failure> 
     Ok(Arc::new(Disk::open(FileHost, name, &options).await?))
 }
 
-/// Fails if the target is one of the files to be copied, under whatever name.
+/// Fails if the target is one of the files to copy, under whatever name.
 pub(super) async fn refuse_source(
     name: &Path,
     sources: &[Arc<Disk<FileHost>>],
 ) -> Result<(), Failure> {
     let look = OpenMode { locking: Locking::Unlocked, ..OpenMode::default() };
-    // What cannot be opened now will be made, or refused, later.
+    // A file that cannot be opened now is created, or refused, later.
     let Ok(file) = FileHost.open(name, look).await else { return Ok(()) };
     let mut layers = sources.iter().flat_map(|source| source.layers());
     let ids = |layer: &isobath_disk::Layer<_>| -> [FileId; 2] {
@@ -109,7 +112,7 @@ pub(super) async fn refuse_source(
     };
     if layers.any(|layer| ids(layer).contains(&file.id())) {
         return Err(Failure::new(format_args!(
-            "the target '{}' is one of the images to be copied, or belongs to their chains",
+            "the target '{}' is one of the images to copy, or part of their chains",
             name.display()
         )));
     }

@@ -1,4 +1,4 @@
-//! Commands on a disk, and those that pass on what a server says.
+//! Commands on a disk, and commands that print what a server sends.
 
 use super::{Session, arguments, entries, interrupted, number, text};
 use crate::failure::{Failure, Outcome};
@@ -9,16 +9,16 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-/// Take a snapshot: the active image becomes a backing file, FILE the active image
+/// Take a snapshot: FILE becomes the active image, the former active image its backing file
 ///
-/// FILE is made, in the place of a file of that name, unless --existing is given. On return the former
-/// active image is complete, and nobody writes to it any more.
+/// FILE is created, replacing any existing file, unless --existing is given. When the command returns, the former
+/// active image is complete and no longer written to.
 #[derive(clap::Args)]
 #[command(allow_missing_positional = true)]
 pub(super) struct Snapshot {
     /// The disk's name [default: the only disk]
     disk: Option<String>,
-    /// FILE was made before, as an overlay of the active image
+    /// FILE already exists, as an overlay of the active image
     #[arg(long)]
     existing: bool,
     /// A name for the new node
@@ -43,13 +43,13 @@ impl Snapshot {
     }
 }
 
-/// The server may be in another directory.
+/// The server may run in another directory.
 pub(super) fn absolute(path: &Path) -> Result<Value, Failure> {
     let path = std::path::absolute(path)
         .map_err(|error| Failure::new(error).context(format_args!("'{}'", path.display())))?;
     let name = path.to_str().ok_or_else(|| {
         let path = path.display();
-        Failure::new(format_args!("'{path}' is not UTF-8, and cannot be sent as JSON"))
+        Failure::new(format_args!("cannot send '{path}' as JSON: the path is not UTF-8"))
     })?;
     Ok(name.into())
 }
@@ -60,7 +60,7 @@ pub(super) fn absolute(path: &Path) -> Result<Value, Failure> {
 pub(super) struct Resize {
     /// The disk's name [default: the only disk]
     disk: Option<String>,
-    /// Allow the disk to become smaller, and what lies beyond to be lost
+    /// Allow the disk to shrink, which deletes all data past its new end
     #[arg(long)]
     shrink: bool,
     /// The new size, such as 20G
@@ -81,7 +81,7 @@ impl Resize {
     }
 }
 
-/// Show a disk's layers, the active one first
+/// Show a disk's layers, the active layer first
 #[derive(clap::Args)]
 pub(super) struct Chain {
     /// The disk's name [default: the only disk]
@@ -94,7 +94,7 @@ impl Chain {
         let blocks = session.ask("query-block", json!({}))?;
         let block = entries(&blocks).find(|block| text(block, "device") == device);
         let root = block.and_then(|block| block.get("inserted"));
-        let root = root.ok_or_else(|| Failure::new(format_args!("there is no disk '{device}'")))?;
+        let root = root.ok_or_else(|| Failure::new(format_args!("no such disk: '{device}'")))?;
         let nodes = session.ask("query-named-block-nodes", json!({"flat": true}))?;
         let mut rows = vec![["NODE", "FORMAT", "ON DISK", "FILE"].map(String::from).to_vec()];
         let from = text(root, "node-name");
@@ -114,7 +114,7 @@ impl Chain {
     }
 }
 
-/// Print what happens, one event in JSON a line, until Ctrl-C
+/// Print events as JSON, one per line, until Ctrl-C
 #[derive(clap::Args)]
 pub(super) struct Events {}
 
@@ -138,7 +138,7 @@ impl Events {
     }
 }
 
-/// Carry out any QMP command, and print what it returns
+/// Run any QMP command and print its result
 #[derive(clap::Args)]
 #[command(
     after_help = "Examples:\n  query query-block\n  query block-job-set-speed device=vm speed=1048576\n  query blockdev-add '{\"driver\": \"qcow2\", ...}'"
@@ -146,7 +146,7 @@ impl Events {
 pub(super) struct Query {
     /// The command's name
     command: String,
-    /// Arguments: NAME=VALUE, where a VALUE that is JSON is taken as that, or one JSON object
+    /// Arguments: NAME=VALUE, where VALUE is JSON or else a string, or a JSON object
     #[arg(value_name = "NAME=VALUE|JSON")]
     arguments: Vec<String>,
 }
@@ -166,8 +166,8 @@ fn parse(given: &[String]) -> Result<Value, String> {
         if word.starts_with('{') {
             match serde_json::from_str(word) {
                 Ok(Value::Object(object)) => arguments.extend(object),
-                Ok(_) => return Err(format!("'{word}' is no JSON object")),
-                Err(error) => return Err(format!("'{word}' is no JSON object: {error}")),
+                Ok(_) => return Err(format!("'{word}' is not a JSON object")),
+                Err(error) => return Err(format!("'{word}' is not a JSON object: {error}")),
             }
             continue;
         }

@@ -8,20 +8,20 @@ use serde_json::{Value, json};
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-/// Between two looks at a job.
+/// How often a job is queried.
 const LOOK: Duration = Duration::from_millis(250);
 
-/// How long the last event of a job that is gone may take.
+/// How long to wait for the last event of a job that is gone.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// What is done about a job that is ready.
+/// What to do with a job that is ready.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Readiness {
-    /// It never is.
+    /// It never becomes ready.
     Never,
-    /// It is told to complete.
+    /// Complete it.
     Complete,
-    /// It is left to its user.
+    /// Leave it to the user.
     Leave,
 }
 
@@ -38,7 +38,7 @@ pub(super) fn follow(session: &mut Session<'_>, id: &str, readiness: Readiness) 
     let begin = Instant::now();
     let mut shown = Shown::default();
     let mut look = begin;
-    // When it was no longer found: its last event is still to come.
+    // When the job was first not found: its last event may still come.
     let mut gone = None;
     let mut told_to_complete = false;
     let ending = loop {
@@ -47,8 +47,8 @@ pub(super) fn follow(session: &mut Session<'_>, id: &str, readiness: Readiness) 
             let address = &session.address;
             writeln!(
                 session.out,
-                "The job '{id}' goes on. 'isobath ctl {address} follow {id}' shows it again, \
-                 'isobath ctl {address} cancel {id}' ends it."
+                "The job '{id}' is still running. To follow it again: 'isobath ctl {address} \
+                 follow {id}'. To cancel it: 'isobath ctl {address} cancel {id}'."
             )?;
             return Ok(0);
         }
@@ -115,16 +115,16 @@ pub(super) fn follow(session: &mut Session<'_>, id: &str, readiness: Readiness) 
         Ending::Ready => {
             writeln!(
                 session.out,
-                "{id}: all is copied, and changes are followed; 'isobath ctl {address} complete {id}' \
-                 goes over, 'isobath ctl {address} cancel {id}' ends it"
+                "{id}: ready; new writes go to both images. To switch over: 'isobath ctl {address} \
+                 complete {id}'. To end the job: 'isobath ctl {address} cancel {id}'."
             )?;
             Ok(0)
         }
         Ending::Pending => {
             writeln!(
                 session.out,
-                "{id}: the work is done; 'isobath ctl {address} finalize {id}' changes the chain, \
-                 'isobath ctl {address} cancel {id}' does not"
+                "{id}: pending. To change the chain: 'isobath ctl {address} finalize {id}'. To \
+                 leave it unchanged: 'isobath ctl {address} cancel {id}'."
             )?;
             Ok(0)
         }
@@ -136,7 +136,7 @@ enum Ending {
     Cancelled,
     Ready,
     Pending,
-    /// It had ended before anybody looked.
+    /// It ended before it could be queried.
     Gone,
 }
 
@@ -148,7 +148,7 @@ struct Shown {
 }
 
 impl Shown {
-    /// Looks at the job and gives its state; `None` if there is no such job.
+    /// Queries the job and returns its state; `None` if there is no such job.
     fn look(
         &mut self,
         session: &mut Session<'_>,
@@ -178,13 +178,13 @@ pub(super) fn state(job: &Value, more: Option<&Value>) -> String {
     let is = |name: &str| more.and_then(|more| more.get(name)) == Some(&Value::Bool(true));
     let mut state = text(job, "status").to_owned();
     match text(job, "io-status") {
-        "failed" => state += ", waits after an error",
-        "nospace" => state += ", waits for space",
-        _ if state == "running" && is("yields") => state += ", makes way",
+        "failed" => state += ", paused after an error",
+        "nospace" => state += ", paused: no space left",
+        _ if state == "running" && is("yields") => state += ", throttled for guest I/O",
         _ => {}
     }
     if is("misses-deadline") {
-        state += ", will be late";
+        state += ", will miss its deadline";
     }
     state
 }

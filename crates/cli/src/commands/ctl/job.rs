@@ -16,7 +16,7 @@ pub(super) struct VerbOfJob {
     force: bool,
 }
 
-/// What is asked of a job.
+/// What to do with a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Verb {
     Pause,
@@ -39,7 +39,7 @@ impl VerbOfJob {
             Verb::Cancel => {
                 let arguments = json!({"device": self.job, "force": self.force});
                 match session.client.execute("block-job-cancel", arguments) {
-                    // A job that waits is cancelled as well: that is what was asked for.
+                    // A paused job is cancelled too: that is what was asked for.
                     Err(ClientError::Refused { description, .. })
                         if description.contains("is currently paused") =>
                     {
@@ -59,19 +59,19 @@ impl VerbOfJob {
     }
 }
 
-/// Whether it is the job of an earlier server.
+/// Whether an earlier server started the job.
 fn is_interrupted(session: &mut Session<'_>, job: &str) -> Result<bool, Failure> {
     let jobs = session.ask_isobath("x-isobath-query-jobs", json!({}))?.unwrap_or_default();
     let mut jobs = entries(&jobs).filter(|known| text(known, "id") == job);
     Ok(jobs.next().is_some_and(|known| known.get("interrupted") == Some(&json!(true))))
 }
 
-/// Change how much a job copies a second at most
+/// Change a job's speed limit
 #[derive(clap::Args)]
 pub(super) struct Speed {
     /// The job's name
     job: String,
-    /// Bytes a second, such as 100M; 0 is no limit
+    /// Bytes per second, such as 100M; 0 means no limit
     #[arg(value_parser = speed)]
     speed: u64,
 }
@@ -84,7 +84,7 @@ impl Speed {
     }
 }
 
-/// Show a job's progress until it ends
+/// Follow a job's progress until it ends
 #[derive(clap::Args)]
 pub(super) struct Follow {
     /// The job's name
@@ -95,7 +95,7 @@ impl Follow {
     pub(super) fn run(&self, session: &mut Session<'_>) -> Outcome {
         let jobs = session.ask("query-block-jobs", json!({}))?;
         if !entries(&jobs).any(|job| text(job, "device") == self.job) {
-            return Err(Failure::new(format_args!("there is no job '{}'", self.job)));
+            return Err(Failure::new(format_args!("no such job: '{}'", self.job)));
         }
         follow(session, &self.job, Readiness::Leave)
     }

@@ -10,17 +10,17 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// Show the jobs, also those that an earlier server was busy with
+/// List jobs, including those interrupted when an earlier server ended
 #[derive(clap::Args)]
 pub(super) struct Jobs {
-    /// Show them again every second, until Ctrl-C
+    /// Refresh every second until Ctrl-C
     #[arg(long)]
     watch: bool,
-    /// Draw what a job and its guest did over time into this file, an SVG or HTML by its name; also of
-    /// one of the last jobs that have ended
+    /// Plot a job's and its guest's throughput over time to this file, SVG or HTML by its extension; recently ended
+    /// jobs can be plotted too
     #[arg(long, value_name = "FILE.svg|FILE.html")]
     plot: Option<PathBuf>,
-    /// The job to draw [default: the only one]
+    /// The job to plot [default: the only one]
     #[arg(long, value_name = "NAME", requires = "plot")]
     job: Option<String>,
 }
@@ -73,7 +73,7 @@ fn list(session: &mut Session<'_>) -> Result<String, Failure> {
         let kind = text(job, "command").trim_start_matches("block-").to_owned();
         let mut row = vec![id.to_owned(), kind];
         row.extend(["-"; 4].map(String::from));
-        row.push(format!("interrupted; 'isobath ctl {address} resume {id}' starts it again"));
+        row.push(format!("interrupted; to restart it: 'isobath ctl {address} resume {id}'"));
         rows.push(row);
     }
     Ok(if rows.len() == 1 { "There are no jobs.\n".to_owned() } else { table(&rows) })
@@ -89,12 +89,12 @@ fn plot(session: &mut Session<'_>, job: Option<&str>, file: &Path) -> Outcome {
         (None, several) => {
             let names: Vec<_> = several.iter().map(|record| text(record, "id")).collect();
             return Err(Failure::new(format_args!(
-                "there are records of several jobs; choose one with --job: {}",
+                "there are records of several jobs; select one with --job: {}",
                 names.join(", ")
             )));
         }
     };
-    let chosen = chosen.ok_or_else(|| Failure::new("there is no record of such a job"))?;
+    let chosen = chosen.ok_or_else(|| Failure::new("no record of this job"))?;
     let record = chosen.get("record").cloned().unwrap_or_default();
     let record: JobRecord = serde_json::from_value(record)
         .map_err(|error| Failure::new(error).context("the server's record"))?;

@@ -20,13 +20,13 @@ use std::io::Write;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Control disks that are served: snapshots, jobs, figures
+/// Control a running server: snapshots, jobs, statistics
 ///
-/// Speaks QMP with 'isobath serve --qmp SOCKET', or with QEMU where its commands are the same. Where a
-/// server has several disks, DISK says which one.
+/// Talks QMP to 'isobath serve --qmp SOCKET', or to QEMU for commands that both have. If the server has several disks,
+/// DISK selects one.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Where the server listens for QMP: a socket file, or HOST:PORT
+    /// The server's QMP address: a socket file, or HOST:PORT
     #[arg(value_name = "SOCKET")]
     address: String,
     #[command(subcommand)]
@@ -41,17 +41,17 @@ enum Command {
     Mirror(Mirror),
     Resize(Resize),
     Jobs(Jobs),
-    /// Have a job wait
+    /// Pause a job
     Pause(VerbOfJob),
-    /// Let a job go on that waits, or one that an earlier server was busy with
+    /// Resume a paused job, or restart one interrupted when an earlier server ended
     Resume(VerbOfJob),
-    /// End a job early; the disk stays as it is
+    /// Cancel a job; the chain stays unchanged
     Cancel(VerbOfJob),
-    /// Have a job that is ready change the chain
+    /// Complete a job that is ready, which changes the chain
     Complete(VerbOfJob),
-    /// Have a pending job change the chain
+    /// Finalize a pending job, which changes the chain
     Finalize(VerbOfJob),
-    /// Forget a job that has ended, or that was interrupted
+    /// Dismiss a job that has ended or was interrupted
     Dismiss(VerbOfJob),
     Speed(job::Speed),
     Follow(job::Follow),
@@ -59,7 +59,7 @@ enum Command {
     Stats(Stats),
     Events(Events),
     Query(Query),
-    /// End the server
+    /// Shut the server down
     Quit,
 }
 
@@ -89,7 +89,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     }
 }
 
-/// The connection, and where results go.
+/// The connection, and the output for results.
 struct Session<'a> {
     client: Client,
     address: String,
@@ -97,7 +97,7 @@ struct Session<'a> {
 }
 
 impl Session<'_> {
-    /// Carries out a command.
+    /// Runs a command.
     fn ask(&mut self, command: &str, arguments: Value) -> Result<Value, Failure> {
         self.client.execute(command, arguments).map_err(Failure::new)
     }
@@ -111,7 +111,7 @@ impl Session<'_> {
         }
     }
 
-    /// The name of the wanted disk, or of the only one there is.
+    /// The name of the requested disk, or of the only disk.
     fn device(&mut self, wanted: Option<&str>) -> Result<String, Failure> {
         if let Some(wanted) = wanted {
             return Ok(wanted.to_owned());
@@ -120,9 +120,9 @@ impl Session<'_> {
         let names: Vec<&str> = entries(&blocks).map(|block| text(block, "device")).collect();
         match names[..] {
             [only] => Ok(only.to_owned()),
-            [] => Err(Failure::new("the server has no disk in a device; name a node")),
+            [] => Err(Failure::new("the server has no disk in a device; name a node instead")),
             _ => Err(Failure::new(format_args!(
-                "the server has several disks; name one of them: {}",
+                "the server has several disks; name one of: {}",
                 names.join(", ")
             ))),
         }
@@ -134,38 +134,38 @@ impl Session<'_> {
     }
 }
 
-/// A member that is a string, or the empty one.
+/// A string member, or the empty string.
 fn text<'a>(value: &'a Value, name: &str) -> &'a str {
     value.get(name).and_then(Value::as_str).unwrap_or("")
 }
 
-/// A member that is a number, or 0.
+/// A number member, or 0.
 fn number(value: &Value, name: &str) -> u64 {
     value.get(name).and_then(Value::as_u64).unwrap_or(0)
 }
 
-/// The entries of an array.
+/// An array's entries.
 fn entries(value: &Value) -> impl Iterator<Item = &Value> {
     value.as_array().map(Vec::as_slice).unwrap_or_default().iter()
 }
 
-/// Arguments from those that are there.
+/// An object of the arguments that are present.
 fn arguments<const N: usize>(pairs: [(&str, Option<Value>); N]) -> Value {
     let pairs = pairs.into_iter().filter_map(|(name, value)| Some((name.to_owned(), value?)));
     Value::Object(pairs.collect::<Map<_, _>>())
 }
 
-/// Becomes true with Ctrl-C, or another wish to end.
+/// Becomes true on SIGINT or SIGTERM.
 fn interrupted() -> Result<Arc<AtomicBool>, Failure> {
     let flag = Arc::new(AtomicBool::new(false));
     for signal in [libc::SIGINT, libc::SIGTERM, libc::SIGHUP] {
         signal_hook::flag::register(signal, flag.clone())
-            .map_err(|error| Failure::new(error).context("cannot receive signals"))?;
+            .map_err(|error| Failure::new(error).context("cannot set up signal handlers"))?;
     }
     Ok(flag)
 }
 
-/// Shows something again and again until Ctrl-C, in the same place of a terminal.
+/// Shows something repeatedly until Ctrl-C, in place on a terminal.
 fn watch(
     session: &mut Session<'_>,
     every: std::time::Duration,
@@ -184,10 +184,12 @@ fn watch(
         session.out.flush()?;
         let until = std::time::Instant::now() + every;
         while std::time::Instant::now() < until && !stop.load(Ordering::Relaxed) {
-            // Events are of no interest here, but must be taken.
+            // Events are ignored here, but must be read.
             match session.client.event(std::time::Duration::from_millis(100)) {
                 Ok(_) => {}
-                Err(ClientError::Closed) => return Err(Failure::new("the server has ended")),
+                Err(ClientError::Closed) => {
+                    return Err(Failure::new("the server closed the connection"));
+                }
                 Err(error) => return Err(Failure::new(error)),
             }
         }
@@ -195,7 +197,7 @@ fn watch(
     Ok(0)
 }
 
-/// Rows of cells, aligned. Cells hold names from images.
+/// Formats rows as an aligned table. Cells may hold names from images.
 fn table(rows: &[Vec<String>]) -> String {
     let printable = |row: &Vec<String>| row.iter().map(|cell| options::printable(cell)).collect();
     let rows: Vec<Vec<String>> = rows.iter().map(printable).collect();
@@ -214,7 +216,7 @@ fn table(rows: &[Vec<String>]) -> String {
     text
 }
 
-/// Reads a speed: bytes per second, with a suffix as sizes have.
+/// Parses a speed: bytes per second, with the same suffixes as sizes.
 fn speed(text: &str) -> Result<u64, String> {
     size::parse(text)
 }

@@ -7,39 +7,39 @@ use crate::failure::{Failure, Outcome};
 use serde_json::{Map, Value, json};
 use std::path::PathBuf;
 
-/// What all jobs are told.
+/// Options of all jobs.
 #[derive(clap::Args)]
 struct Common {
-    /// A name for the job [default: the disk's]
+    /// A name for the job [default: the disk's name]
     #[arg(long, value_name = "NAME")]
     id: Option<String>,
-    /// Copy at most so much a second, such as 100M
+    /// Speed limit in bytes per second, such as 100M
     #[arg(long, value_name = "SIZE", value_parser = speed)]
     speed: Option<u64>,
-    /// Be done in so many seconds, at the guest's cost if need be
+    /// Finish within this many seconds, slowing the guest down if necessary
     #[arg(long, value_name = "SECONDS")]
     deadline: Option<f64>,
-    /// Take at most so much of the guest's bandwidth, in percent
+    /// Limit the job's impact on the guest's bandwidth to this many percent
     #[arg(long, value_name = "PERCENT")]
     max_impact: Option<f64>,
-    /// How to make way for the guest: 'adaptive' copies in its pauses and little beside it, 'none' does
-    /// not, as QEMU's jobs, 'threshold' pauses while the guest is busier than a threshold
+    /// How to throttle the job for guest I/O: 'adaptive' copies while the guest is idle and little otherwise, 'none'
+    /// does not throttle, like QEMU's jobs, 'threshold' pauses while the guest is busier than a threshold
     #[arg(long, value_name = "MODE", value_parser = ["adaptive", "threshold", "none"])]
     pacing: Option<String>,
-    /// The threshold of 'threshold': a share of the guest's mean bandwidth up to 1, or bytes a second
+    /// With 'threshold': the threshold, as a share of the guest's mean bandwidth (up to 1), or in bytes per second
     #[arg(long, value_name = "NUMBER")]
     adaptive_threshold: Option<f64>,
-    /// How long 'threshold' pauses, in seconds
+    /// With 'threshold': how long to pause, in seconds
     #[arg(long, value_name = "SECONDS")]
     pause_time: Option<f64>,
-    /// When the storage fails: 'report' ends the job, 'stop' has it wait, 'enospc' has it wait where
-    /// space is missing, 'ignore' goes on with the rest
+    /// On an I/O error: 'report' fails the job, 'stop' pauses it, 'enospc' pauses it when there is no space left and
+    /// fails it otherwise, 'ignore' continues
     #[arg(long, value_name = "WAY", value_parser = ["report", "stop", "enospc", "ignore"])]
     on_error: Option<String>,
-    /// Return once the job has started
+    /// Return as soon as the job has started
     #[arg(long)]
     detach: bool,
-    /// Leave the change of the chain to 'finalize'
+    /// Do not change the chain until 'finalize'
     #[arg(long)]
     no_finalize: bool,
 }
@@ -102,23 +102,23 @@ fn file_or_node(
     Ok(())
 }
 
-/// Bring the data of backing files into the active image, and let go of them (block-stream)
+/// Copy data from backing files into the active image and remove them from the chain (block-stream)
 ///
-/// Shows how far it has come until it ends. Ctrl-C leaves the job running.
+/// Shows progress until the job ends. Ctrl-C leaves the job running.
 #[derive(clap::Args)]
 pub(super) struct Stream {
-    /// The backing file that stays below [default: none does]
+    /// The backing file to keep as the new backing file [default: none]
     #[arg(long, value_name = "FILE", conflicts_with = "base_node")]
     base: Option<PathBuf>,
-    /// The same, by its node
+    /// The same, by node name
     #[arg(long, value_name = "NAME")]
     base_node: Option<String>,
-    /// What the overlay's header says instead of the base's path
+    /// Backing file name to store in the overlay's header instead of the base's path
     #[arg(long, value_name = "NAME")]
     backing_file: Option<String>,
     #[command(flatten)]
     common: Common,
-    /// The disk's name, or a node's [default: the only disk]
+    /// The disk's name or a node's name [default: the only disk]
     disk: Option<String>,
 }
 
@@ -137,30 +137,30 @@ impl Stream {
     }
 }
 
-/// Bring the data of overlays into a backing file, and let go of them (block-commit)
+/// Copy data from overlays into a backing file and remove them from the chain (block-commit)
 ///
-/// Shows how far it has come until it ends. Ctrl-C leaves the job running. With the active image as top,
-/// the base takes its place in the end.
+/// Shows progress until the job ends. Ctrl-C leaves the job running. If the top is the active image, the base becomes
+/// the active image in the end.
 #[derive(clap::Args)]
 pub(super) struct Commit {
-    /// The backing file that takes the data [default: the base of the chain]
+    /// The backing file to copy into [default: the chain's base]
     #[arg(long, value_name = "FILE", conflicts_with = "base_node")]
     base: Option<PathBuf>,
-    /// The same, by its node
+    /// The same, by node name
     #[arg(long, value_name = "NAME")]
     base_node: Option<String>,
-    /// The uppermost image whose data goes down [default: the active image]
+    /// The topmost image to copy from [default: the active image]
     #[arg(long, value_name = "FILE", conflicts_with = "top_node")]
     top: Option<PathBuf>,
-    /// The same, by its node
+    /// The same, by node name
     #[arg(long, value_name = "NAME")]
     top_node: Option<String>,
-    /// Leave the active image in use once all is copied, until 'complete'
+    /// Once everything is copied, keep using the active image until 'complete'
     #[arg(long)]
     no_complete: bool,
     #[command(flatten)]
     common: Common,
-    /// The disk's name, or a node's [default: the only disk]
+    /// The disk's name or a node's name [default: the only disk]
     disk: Option<String>,
 }
 
@@ -174,28 +174,28 @@ impl Commit {
     }
 }
 
-/// Bring a disk's data into another image, and go on in that one (blockdev-mirror)
+/// Copy a disk to another image and switch to it (blockdev-mirror)
 ///
-/// Shows how far it has come until it ends. Ctrl-C leaves the job running.
+/// Shows progress until the job ends. Ctrl-C leaves the job running.
 #[derive(clap::Args)]
 #[command(allow_missing_positional = true)]
 pub(super) struct Mirror {
-    /// What is copied: everything, what the active image holds (the target has the same backing file),
-    /// or only what is written from now on
+    /// What to copy: everything ('full'), the active image ('top'; the target must have the same backing file), or only
+    /// new writes ('none')
     #[arg(long, value_name = "WHAT", default_value = "full", value_parser = ["full", "top", "none"])]
     sync: String,
     /// The target's format
     #[arg(short, long, value_name = "FMT", default_value = "qcow2", value_parser = ["qcow2", "raw"])]
     format: String,
-    /// Leave the disk's own image in use once all is copied, until 'complete'; 'cancel' then leaves a
+    /// Once everything is copied, keep using the disk's own image until 'complete'; 'cancel' then leaves a consistent
     /// copy
     #[arg(long)]
     no_complete: bool,
     #[command(flatten)]
     common: Common,
-    /// The disk's name, or a node's [default: the only disk]
+    /// The disk's name or a node's name [default: the only disk]
     disk: Option<String>,
-    /// The target: an image of the disk's size that nobody uses
+    /// The target: an existing image of the disk's size that is not in use
     target: PathBuf,
 }
 
@@ -210,7 +210,7 @@ impl Mirror {
         let outcome =
             self.common.start(session, self.disk.as_deref(), "blockdev-mirror", own, readiness);
         if outcome.is_err() {
-            // Where the job has not begun, or is gone: its target is of no use.
+            // If the job did not start, or is gone, its target is useless.
             let _ = session.ask("blockdev-del", json!({"node-name": node}));
         }
         outcome

@@ -6,10 +6,10 @@ use crate::size;
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
-/// Show what the disks were asked for: requests, bytes, latency, the map's hits
+/// Show I/O statistics of the disks: requests, bytes, latency, map hits
 #[derive(clap::Args)]
 pub(super) struct Stats {
-    /// Show what is asked every second, until Ctrl-C
+    /// Show the rates of the last second, every second until Ctrl-C
     #[arg(long)]
     watch: bool,
 }
@@ -26,7 +26,7 @@ impl Stats {
     }
 }
 
-/// What a server said, and when.
+/// A server's counters, and when they were read.
 struct Look {
     at: Instant,
     stats: Value,
@@ -46,7 +46,7 @@ const HEAD: [&str; 11] = [
     "MAP HITS",
 ];
 
-/// The figures since the last look, by the second; those since the server's start the first time.
+/// The rates per second since the last sample; the first time, the totals since the server started.
 fn show(session: &mut Session<'_>, last: &mut Option<Look>) -> Result<String, Failure> {
     let stats = session.ask("query-blockstats", json!({}))?;
     let disks = session.ask_isobath("x-isobath-query-disks", json!({}))?.unwrap_or_default();

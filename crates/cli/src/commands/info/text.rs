@@ -1,4 +1,4 @@
-//! What an image says of itself, as qemu-img prints it for people.
+//! Image information as text, in `qemu-img info`'s form.
 
 use crate::options::printable;
 use crate::size::human;
@@ -94,7 +94,7 @@ fn print_qcow2(out: &mut dyn Write, qcow2: &Qcow2Info) -> io::Result<()> {
     Ok(())
 }
 
-/// The list of internal snapshots; nothing without any.
+/// Prints the list of internal snapshots; nothing if there are none.
 pub(crate) fn snapshot_list(out: &mut dyn Write, snapshots: &[Snapshot]) -> io::Result<()> {
     if snapshots.is_empty() {
         return Ok(());

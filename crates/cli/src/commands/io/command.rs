@@ -1,15 +1,15 @@
-//! The commands that there are.
+//! The table of commands.
 
 use std::fmt::Write as _;
 
-/// How a command is called.
+/// A command's name.
 pub(super) struct Command {
     pub(super) name: &'static str,
-    /// Another name of it.
+    /// Its alias.
     short: &'static str,
-    /// The fewest and the most words after the name.
+    /// The minimum and maximum number of words after the name.
     words: (usize, Option<usize>),
-    /// Its option letters; those with a value are followed by a colon.
+    /// Its option letters; those that take a value are followed by a colon.
     pub(super) options: &'static str,
     synopsis: &'static str,
     summary: &'static str,
@@ -34,7 +34,7 @@ const COMMANDS: &[Command] = &[
         (2, None),
         "CP:qv",
         "[-Cqv] [-P pattern] off len [len..]",
-        "read without waiting for the end",
+        "read asynchronously",
     ),
     command(
         "aio_write",
@@ -42,7 +42,7 @@ const COMMANDS: &[Command] = &[
         (2, None),
         "CfP:quz",
         "[-Cfquz] [-P pattern] off len [len..]",
-        "write without waiting for the end",
+        "write asynchronously",
     ),
     command(
         "alloc",
@@ -53,12 +53,12 @@ const COMMANDS: &[Command] = &[
         "count the bytes allocated in the image itself",
     ),
     command("discard", "d", (2, None), "Cq", "[-Cq] off len", "discard a range"),
-    command("flush", "f", (0, Some(0)), "", "", "make everything written durable"),
+    command("flush", "f", (0, Some(0)), "", "", "flush: make all writes durable"),
     command("help", "?", (0, Some(1)), "", "[command]", "explain one or all commands"),
-    command("info", "i", (0, Some(0)), "", "", "describe the image"),
+    command("info", "i", (0, Some(0)), "", "", "show the image's format and cluster size"),
     command("length", "l", (0, Some(0)), "", "", "print the disk's size"),
-    command("map", "", (0, Some(0)), "", "", "list what is allocated in the image itself"),
-    command("quit", "q", (0, Some(0)), "", "", "end the program"),
+    command("map", "", (0, Some(0)), "", "", "list the ranges allocated in the image itself"),
+    command("quit", "q", (0, Some(0)), "", "", "exit"),
     command(
         "read",
         "r",
@@ -75,7 +75,7 @@ const COMMANDS: &[Command] = &[
         "[-Cqv] [-P pattern] off len [len..]",
         "read a range into several buffers",
     ),
-    command("sleep", "", (1, Some(1)), "", "ms", "wait for some milliseconds"),
+    command("sleep", "", (1, Some(1)), "", "ms", "sleep for a number of milliseconds"),
     command(
         "truncate",
         "t",
@@ -102,19 +102,22 @@ const COMMANDS: &[Command] = &[
     ),
 ];
 
-/// What the option letters mean, in every command that has them.
+/// The meaning of the option letters, the same in every command that has them.
 const LETTERS: &[(char, &str)] = &[
     ('c', "write compressed clusters"),
-    ('C', "statistics for programs: bytes,requests,time,bytes/s,requests/s"),
-    ('f', "make it durable before it counts as done"),
+    ('C', "machine-readable statistics: bytes,requests,time,bytes/s,requests/s"),
+    ('f', "make the write durable before it completes (FUA)"),
     ('l', "how many bytes to verify (with -P)"),
-    ('m', "what to allocate of the new part: off, metadata, falloc or full"),
-    ('n', "fail if zeroes would have to be written as data (with -z)"),
-    ('P', "the byte to write (205 unless told otherwise) or to verify"),
+    ('m', "preallocation of the new part: off, metadata, falloc or full"),
+    ('n', "do not fall back to writing zeroes as data (with -z)"),
+    ('P', "the byte to write (205 by default) or to verify"),
     ('q', "no statistics"),
-    ('s', "write: a file to take the bytes from; read: where to start to verify (with -P)"),
+    (
+        's',
+        "write: a file to take the bytes from; read: offset at which to start verifying (with -P)",
+    ),
     ('u', "allow unmapping (with -z)"),
-    ('v', "dump what was read"),
+    ('v', "dump the data read"),
     ('z', "write zeroes"),
 ];
 
@@ -124,7 +127,7 @@ impl Command {
         COMMANDS.iter().find(|c| c.name == name || (!c.short.is_empty() && c.short == name))
     }
 
-    /// What is wrong with so many words, if anything.
+    /// The error for a wrong number of words, if any.
     pub(super) fn refuses(&self, count: usize) -> Option<String> {
         let (fewest, most) = self.words;
         if count >= fewest && most.is_none_or(|most| count <= most) {
@@ -138,13 +141,13 @@ impl Command {
         Some(format!("bad argument count {count} to {}, expected {expected} arguments", self.name))
     }
 
-    /// One line: how it is called and what it does.
+    /// One line: the usage and the purpose.
     pub(super) fn usage(&self) -> String {
         let space = if self.synopsis.is_empty() { "" } else { " " };
         format!("{}{space}{} -- {}\n", self.name, self.synopsis, self.summary)
     }
 
-    /// The usage, and the options' meanings.
+    /// The usage and the meaning of each option.
     pub(super) fn explanation(&self) -> String {
         let mut text = self.usage();
         for (letter, meaning) in LETTERS.iter().filter(|(l, _)| self.options.contains(*l)) {

@@ -20,16 +20,16 @@ use std::os::fd::AsFd;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// Read and write an image by qemu-io's commands
+/// Read and write an image with qemu-io's commands
 ///
-/// Takes commands such as 'write -P 7 0 64k' from -c, or else a line each from the standard input;
-/// 'help' lists them. The exit code is 1 if a command failed.
+/// Takes commands such as 'write -P 7 0 64k' from -c or, without -c, from standard input, one per line; 'help' lists
+/// them. The exit code is 1 if a command failed.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// A command to carry out; may be given several times
+    /// A command to run; may be given several times
     #[arg(short, long = "cmd", value_name = "CMD")]
     command: Vec<String>,
-    /// The image's format; found out unless given
+    /// The image's format [default: detected]
     #[arg(short, long, value_name = "FMT", value_parser = options::format)]
     format: Option<ImageFormat>,
     /// Open the image read-only
@@ -38,10 +38,10 @@ pub(crate) struct Args {
     /// Bypass the page cache; short for -t none
     #[arg(short, long)]
     nocache: bool,
-    /// How the host caches the image
+    /// Cache mode
     #[arg(short = 't', long, value_name = "MODE", default_value = "writeback")]
     cache: Cache,
-    /// Take no locks on the image, and honour none; with -r only
+    /// Take no lock on the image and ignore other programs' locks; requires -r
     #[arg(short = 'U', long)]
     force_share: bool,
     /// The image
@@ -82,10 +82,10 @@ async fn carry_out(
     Ok(())
 }
 
-/// Takes commands from the standard input while asynchronous requests go on.
+/// Takes commands from standard input while asynchronous requests are in flight.
 async fn interact(session: &mut Session<'_, FileHost>) -> Result<(), Failure> {
     let input_error =
-        |error: io::Error| Failure::new(format_args!("cannot read the standard input: {error}"));
+        |error: io::Error| Failure::new(format_args!("cannot read standard input: {error}"));
     let stdin = io::stdin();
     let prompt = if stdin.is_terminal() { "isobath> " } else { "" };
     let file = stdin.as_fd().try_clone_to_owned().map_err(input_error)?;
@@ -97,7 +97,7 @@ async fn interact(session: &mut Session<'_, FileHost>) -> Result<(), Failure> {
     loop {
         readiness.ready(libc::POLLIN).await.map_err(input_error)?;
         let count = input.read(&mut chunk).map_err(input_error)?;
-        // A last line may end with the input.
+        // The last line may lack a newline.
         let end = if count == 0 { &b"\n"[..] } else { &[] };
         for byte in chunk.iter().take(count).chain(end) {
             if *byte != b'\n' {

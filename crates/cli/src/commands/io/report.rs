@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 use std::time::Duration;
 
-/// A request that has ended: what the two lines of statistics tell.
+/// A completed request, as reported by the two lines of statistics.
 pub(super) struct Done {
     /// `read`, `wrote` or `discard`.
     pub(super) verb: &'static str,

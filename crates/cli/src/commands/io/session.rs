@@ -1,4 +1,4 @@
-//! Carrying out commands, one after another.
+//! Runs commands, one after another.
 
 use super::command::Command;
 use super::report::{Done, amount};
@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 /// What comes after a command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Next {
-    /// The next one.
+    /// The next command.
     Command,
     /// Nothing: `quit`.
     Quit,
@@ -30,7 +30,7 @@ pub(super) struct Session<'a, H: Host> {
     out: &'a mut dyn io::Write,
     good: bool,
     asynchronous: Vec<JoinHandle<()>>,
-    /// What asynchronous requests have to say, in the order in which they ended.
+    /// The output of asynchronous requests, in order of completion.
     reports: Rc<RefCell<String>>,
 }
 
@@ -39,13 +39,13 @@ impl<'a, H: Host> Session<'a, H> {
         Self { disk, out, good: true, asynchronous: Vec::new(), reports: Rc::default() }
     }
 
-    /// Waits for asynchronous requests; tells whether every command succeeded.
+    /// Waits for asynchronous requests; returns whether every command succeeded.
     pub(super) async fn end(mut self) -> Result<bool, Failure> {
         self.wait().await?;
         Ok(self.good)
     }
 
-    /// Prints text, and what asynchronous requests had to say before.
+    /// Prints text, after the output of asynchronous requests completed before.
     pub(super) fn print(&mut self, text: &str) -> Result<(), Failure> {
         let reports = std::mem::take(&mut *self.reports.borrow_mut());
         self.out.write_all(reports.as_bytes())?;
@@ -53,7 +53,7 @@ impl<'a, H: Host> Session<'a, H> {
         Ok(self.out.flush()?)
     }
 
-    /// Carries out one command; blank ones do nothing.
+    /// Runs one command; blank ones do nothing.
     pub(super) async fn carry_out(&mut self, line: &str) -> Result<Next, Failure> {
         let mut words = line.split_whitespace();
         let Some(name) = words.next() else { return Ok(Next::Command) };
@@ -137,7 +137,7 @@ impl<'a, H: Host> Session<'a, H> {
         self.print("")
     }
 
-    /// Starts a request that is not waited for.
+    /// Starts an asynchronous request.
     fn start(&mut self, run: impl AsyncFnOnce(&Disk<H>) -> Ended + 'static) -> Ended {
         let (disk, reports) = (Arc::clone(&self.disk), Rc::clone(&self.reports));
         self.asynchronous.push(spawn(async move {
@@ -202,7 +202,7 @@ impl<'a, H: Host> Session<'a, H> {
         Ok(good(String::new()))
     }
 
-    /// Counts what the active layer itself has allocated of a range.
+    /// Counts the bytes of a range that the active layer itself has allocated.
     async fn alloc(&self, words: &Words<'_>) -> Result<Ended, Refusal> {
         let (offset, length) = match words.arguments.as_slice() {
             [offset] => (number(offset)?, 512),
@@ -223,7 +223,7 @@ impl<'a, H: Host> Session<'a, H> {
         )))
     }
 
-    /// Lists what the active layer itself has allocated.
+    /// Lists the ranges that the active layer itself has allocated.
     async fn map(&self) -> Result<Ended, Refusal> {
         let mut runs: Vec<(u64, u64, bool)> = Vec::new();
         let walk = self.walk(0, self.disk.size(), |at, count, here| match runs.last_mut() {
@@ -241,7 +241,7 @@ impl<'a, H: Host> Session<'a, H> {
         Ok(good(runs.iter().map(line).collect()))
     }
 
-    /// Gives the runs of a range: offset, length, and whether the active layer has it.
+    /// The runs of a range: offset, length, and whether the active layer has allocated it.
     async fn walk(
         &self,
         offset: u64,
@@ -275,7 +275,7 @@ fn good(text: String) -> Ended {
     Ended { text, good: true }
 }
 
-/// What becomes of a change on a read-only disk.
+/// The error of a change to a read-only disk.
 fn read_only() -> Ended {
     messages::complain("the disk is read-only");
     Ended { text: String::new(), good: false }

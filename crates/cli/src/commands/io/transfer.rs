@@ -1,4 +1,4 @@
-//! Reads and writes, waited for or not.
+//! Reads and writes, synchronous and asynchronous.
 
 use super::report::{Done, dump};
 use super::words::{Words, number, pattern};
@@ -12,7 +12,7 @@ use std::time::Instant;
 
 /// The most bytes of one request; QEMU's limit.
 pub(super) const MOST: u64 = (1 << 31) - 512;
-/// The byte that is written unless told otherwise.
+/// The byte written by default.
 const PATTERN: u8 = 0xcd;
 
 /// Which command a request comes from, where that makes a difference.
@@ -26,13 +26,13 @@ pub(super) enum Form {
     Asynchronous,
 }
 
-/// Why a request is not even begun.
+/// Why a request is not started.
 pub(super) enum Refusal {
-    /// The command is called in another way.
+    /// Wrong usage.
     Usage,
-    /// What qemu-io says then.
+    /// qemu-io's message.
     Because(String),
-    /// What qemu-io writes to stderr.
+    /// qemu-io's message on stderr.
     Complaint(String),
 }
 
@@ -42,15 +42,15 @@ impl From<String> for Refusal {
     }
 }
 
-/// How a request has ended.
+/// The result of a request.
 pub(super) struct Ended {
     /// What to print.
     pub(super) text: String,
-    /// Whether all went as it should.
+    /// Whether the request succeeded.
     pub(super) good: bool,
 }
 
-/// How statistics are printed.
+/// The form in which statistics are printed.
 #[derive(Clone, Copy)]
 struct Style {
     quiet: bool,
@@ -73,9 +73,9 @@ impl Style {
 
 /// Why a request failed.
 pub(super) enum Fault {
-    /// The disk's own account of it.
+    /// The disk's error.
     Disk(DiskError),
-    /// The error number that QEMU gives it.
+    /// QEMU's error number for it.
     Errno(i32),
 }
 
@@ -97,7 +97,7 @@ pub(super) fn failed(what: &str, fault: impl Into<Fault>) -> Ended {
     Ended { text: format!("{what} failed: {}\n", message_of(errno)), good: false }
 }
 
-/// What the C library calls an error.
+/// The C library's text for an error number.
 fn message_of(errno: i32) -> String {
     let text = io::Error::from_raw_os_error(errno).to_string();
     text.strip_suffix(&format!(" (os error {errno})")).unwrap_or(&text).to_owned()
@@ -194,13 +194,13 @@ pub(super) struct Write {
     offset: u64,
     length: u64,
     source: Source,
-    /// Make it durable before it counts as done.
+    /// Make it durable before it completes.
     durable: bool,
     style: Style,
     form: Form,
 }
 
-/// What is written.
+/// The data to write.
 enum Source {
     Zeroes(ZeroFlags),
     Bytes { pattern: Vec<u8>, compressed: bool },

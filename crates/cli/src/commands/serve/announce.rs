@@ -1,4 +1,4 @@
-//! What is printed once exports can be reached.
+//! What is printed once clients can connect.
 
 use super::endpoint::reachable;
 use crate::size;
@@ -9,7 +9,7 @@ use std::fmt::Write as _;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
-/// A disk that is served, for people.
+/// The description of a served disk.
 pub(super) struct Announcement<'a> {
     /// The export's name.
     pub(super) name: &'a str,

@@ -1,19 +1,19 @@
-//! Going into the background, once there is something to serve.
+//! Going into the background once clients can connect.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Write};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::process;
 
-/// The child's side: the parent waits until it is told that all is well.
+/// The child's side: the parent waits until the child reports that it is ready.
 #[derive(Debug)]
 pub(super) struct Daemon {
     parent: File,
 }
 
 impl Daemon {
-    /// Splits the process. The parent waits here and never returns: it exits with 0 when the child
-    /// is [`ready`](Self::ready), and with the child's exit code when the child ends before.
+    /// Forks. The parent waits here and never returns: it exits with 0 when the child is
+    /// [`ready`](Self::ready), and with the child's exit code when the child ends before.
     ///
     /// To be called while there is one thread only.
     ///
@@ -27,7 +27,7 @@ impl Daemon {
         }
         // SAFETY: both descriptors were made just now.
         let [read, write] = ends.map(|end| File::from(unsafe { OwnedFd::from_raw_fd(end) }));
-        // SAFETY: there is no other thread, so the child may go on like any process.
+        // SAFETY: there is no other thread, so the child may continue like any process.
         match unsafe { libc::fork() } {
             -1 => Err(io::Error::last_os_error()),
             0 => {
@@ -42,8 +42,7 @@ impl Daemon {
         }
     }
 
-    /// Lets the parent exit with 0, and lets go of the terminal: from here on standard input, output
-    /// and error are `/dev/null`.
+    /// Lets the parent exit with 0 and detaches from the terminal: standard input, output and error become `/dev/null`.
     ///
     /// # Errors
     /// `/dev/null` cannot be opened.
@@ -55,7 +54,7 @@ impl Daemon {
                 return Err(io::Error::last_os_error());
             }
         }
-        // A parent that was killed meanwhile has nobody to tell.
+        // The parent may have been killed meanwhile.
         let _ = self.parent.write_all(&[0]);
         Ok(())
     }

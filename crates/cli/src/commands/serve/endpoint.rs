@@ -1,4 +1,4 @@
-//! Where an NBD server listens, and how that is written.
+//! The addresses that a server listens on, and how they are written.
 
 use isobath_storage::ring::net::{Address, Listener};
 use std::io;
@@ -9,7 +9,7 @@ use std::str::FromStr;
 /// NBD's port.
 pub(super) const PORT: u16 = 10809;
 
-/// What `--nbd` says.
+/// The value of `--nbd`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Endpoint {
     /// `unix:PATH`
@@ -67,7 +67,7 @@ impl FromStr for Endpoint {
 }
 
 impl Endpoint {
-    /// Listens there: for a host's name, on the first of its addresses that can be had.
+    /// Listens on it; for a host name, on the first of its addresses that can be bound.
     pub(super) fn bind(&self) -> io::Result<Listener> {
         let (host, port) = match self {
             Self::Unix(path) => return Listener::bind_unix(path),

@@ -34,26 +34,25 @@ impl FromStr for SocketFile {
 
 #[derive(clap::Args)]
 pub(super) struct FrontendArgs {
-    /// Give the image to a virtual machine by vhost-user-blk, through memory that it shares, on this socket
-    /// file; with several images, may be given for each in turn
+    /// Export the image over vhost-user-blk on this socket file; the virtual machine must share its memory. With
+    /// several images, repeat the option, one per image in order
     #[arg(long, value_name = "unix:PATH")]
     vhost_user_blk: Vec<SocketFile>,
-    /// Make the image's disk the content of this file, which must exist, as long as it is served (FUSE);
-    /// with several images, may be given for each in turn
+    /// Export the image as a raw file by mounting it over this existing file (FUSE). With several images, repeat the
+    /// option, one per image in order
     #[arg(long, value_name = "PATH")]
     fuse: Vec<PathBuf>,
-    /// With --vhost-user-blk: the most queues that a machine may use [default: 64]
+    /// With --vhost-user-blk: maximum number of queues [default: 64]
     #[arg(long, value_name = "N", requires = "vhost_user_blk")]
     queues: Option<u16>,
-    /// With --vhost-user-blk: after a request, look for more for up to so many microseconds before
-    /// sleeping; it adapts to what comes of it. 0 never does
+    /// With --vhost-user-blk: after a request, poll for more for up to this many microseconds before sleeping; the time
+    /// adapts to the load. 0 disables polling
     #[arg(long, value_name = "MICROSECONDS", requires = "vhost_user_blk")]
     poll: Option<u64>,
-    /// With --fuse: let writes and truncation past the end grow the disk
+    /// With --fuse: allow writes and truncation past the end to grow the disk
     #[arg(long, requires = "fuse")]
     growable: bool,
-    /// With --fuse: whether users other than the mounting one may use the file: off, on, or auto, as far
-    /// as the host allows
+    /// With --fuse: whether other users may access the file: off, on, or auto (on if the host allows it)
     #[arg(long, value_name = "off|on|auto", requires = "fuse", default_value = "auto", value_parser = allow_other)]
     allow_other: fuse::AllowOther,
 }
@@ -63,7 +62,7 @@ fn allow_other(text: &str) -> Result<fuse::AllowOther, String> {
         "off" => Ok(fuse::AllowOther::Off),
         "on" => Ok(fuse::AllowOther::On),
         "auto" => Ok(fuse::AllowOther::Auto),
-        _ => Err("it is off, on or auto".into()),
+        _ => Err("expected off, on or auto".into()),
     }
 }
 
@@ -73,7 +72,7 @@ impl FrontendArgs {
         !self.vhost_user_blk.is_empty() || !self.fuse.is_empty()
     }
 
-    /// Whether the client of an image, by its number, goes on when this server is killed and started again.
+    /// Whether the client of the image with this number continues when this server is killed and restarted.
     pub(super) fn outlives(&self, image: usize) -> bool {
         image < self.vhost_user_blk.len()
     }
@@ -85,7 +84,8 @@ impl FrontendArgs {
         {
             if count > images {
                 return Err(Failure::new(format_args!(
-                    "{what} is given {count} times for {images} images; each image takes one of them"
+                    "{what} is given {count} times for {images} images; give it at most once per \
+                     image"
                 )));
             }
         }

@@ -37,93 +37,92 @@ use std::task::Poll;
 use std::time::{Duration, Instant};
 use std::{fs, future, io, process, thread};
 
-/// The most threads unless more are asked for.
+/// The default maximum number of threads.
 const THREADS: usize = 8;
-/// How long an address may be in use before that is an error.
+/// How long to wait for an address in use.
 const BIND_PATIENCE: Duration = Duration::from_millis(500);
-/// For how long a repeated signal is the same order.
+/// For how long a repeated signal counts as the same one.
 const REPEATED: Duration = Duration::from_secs(1);
-/// What ends the server.
+/// The signals that end the server.
 const SIGNALS: [i32; 3] = [libc::SIGTERM, libc::SIGINT, libc::SIGHUP];
 
-/// Serve images to virtual machines and other clients: over NBD, by vhost-user-blk, as files
+/// Serve images to virtual machines and other clients: over NBD, over vhost-user-blk, as files
 ///
-/// Once clients can connect, prints each export's address and options for QEMU that use it. Then
-/// writes only to its log, on stderr. SIGTERM, SIGINT or SIGHUP ends it: requests under way are
-/// finished and answered, the images flushed and closed. A second signal ends it at once, as a crash
-/// would: nothing flushed is lost. The same signal within a second is no second one.
+/// Once clients can connect, prints each export's address and the QEMU options to use it. After that it only logs to
+/// stderr. SIGTERM, SIGINT or SIGHUP shuts it down: requests in flight are completed, and the images are flushed and
+/// closed. A second signal ends it at once, like a crash: flushed data is not lost. The same signal repeated within a
+/// second does not count as a second one.
 ///
-/// There is neither authentication nor encryption: whoever can connect can read, and unless
-/// --read-only is given write, the disk. Give a unix socket's directory the permissions that clients
-/// need.
+/// There is neither authentication nor encryption: whoever can connect can read the disk and, unless --read-only is
+/// given, write to it. Restrict access to a Unix socket by the permissions of its directory.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Where to listen for NBD, may be given several times: a socket file, or a TCP port, on the loopback
-    /// interface unless a HOST is named [default: 127.0.0.1:10809, unless another frontend is asked for]
+    /// Listen for NBD clients on a socket file, or on a TCP port (of the loopback interface unless HOST is given); may
+    /// be given several times [default: 127.0.0.1:10809, unless another frontend is given]
     #[arg(long, value_name = "unix:PATH|[HOST:]PORT")]
     nbd: Vec<Endpoint>,
     #[command(flatten)]
     frontends: FrontendArgs,
-    /// Where programs and 'isobath ctl' control the disks in QEMU's language, QMP; may be given several
-    /// times. A TCP port without a HOST is on the loopback interface
+    /// Listen for QMP connections, from 'isobath ctl' and other management programs, on a socket file or a TCP port (of
+    /// the loopback interface unless HOST is given); may be given several times
     #[arg(long, value_name = "unix:PATH|HOST:PORT")]
     qmp: Vec<Endpoint>,
-    /// Where Prometheus gets figures, over HTTP at /metrics; may be given several times. A port without a
-    /// HOST is on the loopback interface
+    /// Serve Prometheus metrics over HTTP at /metrics on this port (of the loopback interface unless HOST is given);
+    /// may be given several times
     #[arg(long, value_name = "[HOST:]PORT|unix:PATH")]
     metrics: Vec<Endpoint>,
-    /// The export's name; with several images, may be given for each in turn [default: the image's
-    /// file name without its extension]. The first export is also found by the empty name
+    /// The export's name; with several images, repeat the option, one per image in order [default: the image's file
+    /// name without its extension]. The empty name also selects the first export
     #[arg(long, value_name = "NAME")]
     export_name: Vec<String>,
-    /// Refuse writes, and let other programs read the images meanwhile
+    /// Refuse writes, and allow other programs to read the images meanwhile
     #[arg(short, long)]
     read_only: bool,
-    /// How the host caches the images and their backing files
+    /// Cache mode for the images and their backing files
     #[arg(long, value_name = "MODE", default_value = "writeback")]
     cache: Cache,
-    /// How changes of metadata reach an image: 'journal' makes one sync for each flush, and keeps other
-    /// programs out of an image that was not closed ('isobath seal' recovers it); 'embedded' does, and
-    /// writes nothing but the data where that compresses a little; 'ordered' makes two, and leaves the
-    /// image usable by all; 'auto' takes a journal for who flushes
+    /// How metadata changes reach an image. 'journal': one sync per flush; other programs refuse an image that was not
+    /// closed until 'isobath seal' recovers it. 'embedded': like 'journal', but mappings are stored in data that
+    /// compresses, without further writes. 'ordered': two syncs per flush; the image stays usable by other programs.
+    /// 'auto': enables the journal after a few flushes
     #[arg(long, value_name = "MODE", default_value = "auto", value_parser = metadata)]
     metadata: MetadataMode,
-    /// With 'embedded': the most zones in use, each of --zone-size; closing and recovering an image take
-    /// time for each of them [default: 8]
+    /// With 'embedded': maximum number of zones in use, each of --zone-size; closing and recovering an image takes time
+    /// for each zone [default: 8]
     #[arg(long, value_name = "N")]
     zones: Option<u32>,
-    /// With 'embedded': bytes of a zone, such as 16M [default: 64M]
+    /// With 'embedded': zone size, such as 16M [default: 64M]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     zone_size: Option<u64>,
-    /// Memory for each disk's map, such as 64M [default: what the disk needs, at most 132M]
+    /// Memory limit of each disk's map, such as 64M [default: as much as the disk needs, at most 132M]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     map_cache: Option<u64>,
-    /// The images' format; found out unless given. A raw image that is written needs it
+    /// The images' format [default: detected]. Required for raw images unless --read-only is given
     #[arg(short, long, value_name = "FMT", value_parser = options::format)]
     format: Option<ImageFormat>,
-    /// The images may come from strangers: open only files in --backing-dir that they name, and
-    /// trust no guess at a backing file's format
+    /// Do not trust the images: open only backing files and data files in --backing-dir, and do not guess a backing
+    /// file's format
     #[arg(long)]
     untrusted: bool,
-    /// A directory whose files an untrusted image may name, may be given several times [default:
-    /// the image's own]
+    /// A directory whose files an untrusted image may refer to; may be given several times [default: the image's own
+    /// directory]
     #[arg(long, value_name = "DIR", requires = "untrusted")]
     backing_dir: Vec<PathBuf>,
-    /// Threads that serve clients, each client on one of them [default: one per CPU, at most 8]
+    /// Number of threads that serve clients; each client is served by one thread [default: one per CPU, at most 8]
     #[arg(long, value_name = "N")]
     threads: Option<NonZeroUsize>,
-    /// Write the process's number to this file, once clients can connect
+    /// Write the process ID to this file once clients can connect
     #[arg(long, value_name = "FILE")]
     pid_file: Option<PathBuf>,
-    /// Go into the background; the command returns once clients can connect. There is no log then
+    /// Run in the background; the command returns once clients can connect. Disables the log
     #[arg(long)]
     daemonize: bool,
-    /// Let all images lie on one slow disk, as far as time goes, to try things out: bytes per second,
-    /// microseconds of latency, requests at a time, microseconds of a flush; or 'hdd' or 'ssd'
+    /// For experiments: simulate the timing of a slow disk that holds all images, given by bytes per second, latency in
+    /// microseconds, queue depth and flush time in microseconds; or 'hdd' or 'ssd'
     #[cfg(feature = "slow-disk")]
     #[arg(long, hide = true, value_name = "hdd|ssd|BANDWIDTH,LATENCY,DEPTH,FLUSH", value_parser = slow::parse)]
     slow_disk: Option<SlowDisk>,
-    /// The images, each an export
+    /// The images; each becomes an export
     #[arg(required = true, value_name = "IMAGE")]
     images: Vec<PathBuf>,
 }
@@ -131,7 +130,7 @@ pub(crate) struct Args {
 fn metadata(name: &str) -> Result<MetadataMode, String> {
     MetadataMode::from_name(name).ok_or_else(|| {
         let modes = MetadataMode::ALL.map(MetadataMode::name).join(", ");
-        format!("there is no mode '{name}', but {modes}")
+        format!("unknown mode '{name}'; expected {modes}")
     })
 }
 
@@ -141,7 +140,9 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     let daemon = match args.daemonize.then(Daemon::start) {
         None => None,
         Some(Ok(daemon)) => Some(daemon),
-        Some(Err(error)) => return Err(Failure::new(error).context("cannot start a daemon")),
+        Some(Err(error)) => {
+            return Err(Failure::new(error).context("cannot go into the background"));
+        }
     };
     messages::detach();
     runtime::block_on(async || {
@@ -163,10 +164,10 @@ async fn run_on<H: Host + Clone>(
     daemon: Option<Daemon>,
 ) -> Outcome {
     let mut signals = Signals::new(&SIGNALS)
-        .map_err(|error| Failure::new(error).context("cannot receive signals"))?;
+        .map_err(|error| Failure::new(error).context("cannot set up signal handlers"))?;
     let disks = match unless_signalled(&mut signals, open(&host, args)).await {
         Some(disks) => disks?,
-        None => return Err(Failure::new("stopped by a signal before it was ready")),
+        None => return Err(Failure::new("interrupted by a signal during startup")),
     };
     let served = serve(host, args, names, &disks, signals, out, daemon).await;
     let closed = close(&disks).await;
@@ -183,8 +184,8 @@ async fn open<H: Host + Clone>(host: &H, args: &Args) -> Result<Vec<Arc<LiveDisk
         let format = disk.layers().first().map(|layer| layer.format());
         if format == Some(ImageFormat::Raw) && args.format.is_none() && !args.read_only {
             return Err(Failure::new(format_args!(
-                "'{}' is taken for a raw image, and a guest that may write to a raw image can make \
-                 it look like another format at the next start; say what it is with --format raw",
+                "'{}' was detected as raw. A guest that can write to a raw image can make it look \
+                 like another format at the next start; use --format raw to confirm that it is raw",
                 image.display()
             )));
         }
@@ -193,7 +194,7 @@ async fn open<H: Host + Clone>(host: &H, args: &Args) -> Result<Vec<Arc<LiveDisk
     Ok(disks)
 }
 
-/// How images are opened, but for whom they come from.
+/// The options for opening images, without the trust in them.
 fn options(args: &Args) -> OpenOptions {
     OpenOptions {
         writable: !args.read_only,
@@ -207,7 +208,7 @@ fn options(args: &Args) -> OpenOptions {
     }
 }
 
-/// How far the names in an image are believed.
+/// Which files the names in an image may refer to.
 fn trust(args: &Args, image: &Path) -> Result<Trust, Failure> {
     if !args.untrusted {
         return Ok(Trust::Full);
@@ -224,7 +225,7 @@ fn trust(args: &Args, image: &Path) -> Result<Trust, Failure> {
     Ok(Trust::Within(directories.iter().map(canonical).collect::<Result<_, _>>()?))
 }
 
-/// Serves the disks until a signal arrives, or nobody can reach them any more.
+/// Serves the disks until a signal arrives, or until no client can reach them any more.
 async fn serve<H: Host + Clone>(
     host: H,
     args: &Args,
@@ -260,9 +261,9 @@ async fn serve<H: Host + Clone>(
     };
 
     let addresses: Vec<_> = listeners.iter().map(|listener| listener.address().clone()).collect();
-    // Whatever happens to a reader of the announcement, the disks are there for the others.
+    // Clients are served even if the announcement cannot be printed.
     if let Err(error) = announce(out, &monitor.drives(), &addresses, &frontends) {
-        tracing::warn!(%error, "the exports' addresses could not be printed");
+        tracing::warn!(%error, "cannot print the exports' addresses");
     }
     let pid_file = args.pid_file.as_deref().map(create_pid_file).transpose()?;
     if let Some(daemon) = daemon {
@@ -276,7 +277,7 @@ async fn serve<H: Host + Clone>(
         let control = control.clone();
         spawn(async move {
             if let Err(error) = metrics::serve(listener, control).await {
-                tracing::error!(%error, "figures are no longer given");
+                tracing::error!(%error, "metrics are no longer served");
             }
         });
     }
@@ -294,9 +295,9 @@ async fn serve<H: Host + Clone>(
                 if !is_repeat(signal, another, stopped.elapsed()) {
                     break;
                 }
-                tracing::info!("the same signal again, taken for one");
+                tracing::info!("the same signal was repeated, ignored");
             }
-            tracing::warn!("a second signal: ending at once");
+            tracing::warn!("second signal received, exiting at once");
             messages::settle();
             process::exit(1);
         });
@@ -308,7 +309,7 @@ async fn serve<H: Host + Clone>(
         let disk = disk.clone();
         spawn(async move {
             if let Err(error) = disk.upkeep().await {
-                tracing::warn!(%error, "upkeep ended");
+                tracing::warn!(%error, "background upkeep ended");
             }
         });
     }
@@ -352,7 +353,7 @@ async fn serve<H: Host + Clone>(
     result
 }
 
-/// An NBD server with an export for each disk.
+/// Creates an NBD server with an export for each disk.
 fn nbd_server<H: Host>(
     names: &[String],
     disks: &[Arc<LiveDisk<H>>],
@@ -367,8 +368,7 @@ fn nbd_server<H: Host>(
     Ok(Arc::new(server.map_err(Failure::new)?))
 }
 
-/// Flushes and closes every disk, also when one fails, and logs what its map did and how often the host
-/// had to sync.
+/// Flushes and closes every disk, even if one fails, and logs its map's counters and the number of syncs.
 async fn close<H: Host>(disks: &[Arc<LiveDisk<H>>]) -> Result<(), Failure> {
     let mut result = Ok(());
     for disk in disks {
@@ -401,7 +401,8 @@ fn listen(endpoints: &[Endpoint]) -> Result<Vec<Listener>, Failure> {
         let listener = bind(endpoint, "--nbd")?;
         if is_public(listener.address()) {
             tracing::warn!(
-                "{endpoint} may be reached from other machines, without authentication or encryption"
+                "{endpoint} may be reachable from other machines, without authentication or \
+                 encryption"
             );
         }
         Ok(listener)
@@ -413,7 +414,7 @@ fn listen(endpoints: &[Endpoint]) -> Result<Vec<Listener>, Failure> {
 fn bind(endpoint: &Endpoint, option: &str) -> Result<Listener, Failure> {
     bind_soon(endpoint).map_err(|error| {
         let hint = if error.kind() == io::ErrorKind::AddrInUse {
-            format!("; somebody listens there already, choose another with {option}")
+            format!("; another program listens there already, choose another address with {option}")
         } else {
             String::new()
         };
@@ -421,8 +422,8 @@ fn bind(endpoint: &Endpoint, option: &str) -> Result<Listener, Failure> {
     })
 }
 
-/// Binds an endpoint; also one that a killed server still holds, whose sockets the kernel closes only a
-/// moment after the process is gone.
+/// Binds an endpoint, and retries while a killed server still holds it: the kernel closes its sockets a moment after
+/// the process is gone.
 fn bind_soon(endpoint: &Endpoint) -> io::Result<Listener> {
     let until = Instant::now() + BIND_PATIENCE;
     loop {
@@ -435,7 +436,7 @@ fn bind_soon(endpoint: &Endpoint) -> io::Result<Listener> {
     }
 }
 
-/// Starts the threads for clients; a single one would gain nothing over this thread.
+/// Starts the threads for clients; a single extra one would gain nothing over this thread.
 fn start_workers(wanted: Option<NonZeroUsize>) -> Result<Vec<Worker>, Failure> {
     let count = wanted.map_or_else(
         || thread::available_parallelism().map_or(1, NonZeroUsize::get).min(THREADS),
@@ -473,7 +474,7 @@ fn announce<H: Host>(
 fn create_pid_file(path: &Path) -> Result<PidFile, Failure> {
     PidFile::create(path).map_err(|error| {
         let reason = if error.kind() == io::ErrorKind::ResourceBusy {
-            "another process holds it".to_owned()
+            "another process has locked it".to_owned()
         } else {
             error.to_string()
         };
@@ -481,26 +482,26 @@ fn create_pid_file(path: &Path) -> Result<PidFile, Failure> {
     })
 }
 
-/// Tells a service manager that waits to be told.
+/// Notifies a service manager that waits for it.
 fn notify(state: &[sd_notify::NotifyState<'_>]) {
     if let Err(error) = sd_notify::notify(state) {
-        tracing::warn!(%error, "the service manager could not be told");
+        tracing::warn!(%error, "cannot notify the service manager");
     }
 }
 
-/// Waits for a signal; for ever where none can be received.
+/// Waits for a signal; forever if none can be received.
 async fn wait_for_signal(signals: &mut Signals) -> i32 {
     match signals.recv().await {
         Ok(signal) => signal,
         Err(error) => {
-            tracing::error!(%error, "signals cannot be received");
+            tracing::error!(%error, "cannot receive signals");
             future::pending().await
         }
     }
 }
 
-/// Whether a signal, so long after the one that stops the server, is the same order: `timeout` and others
-/// send theirs to the process and to its group.
+/// Whether a signal this long after the one that stops the server counts as the same one: `timeout` and others signal
+/// both the process and its group.
 fn is_repeat(first: Option<i32>, another: i32, after: Duration) -> bool {
     first == Some(another) && after < REPEATED
 }
@@ -511,7 +512,7 @@ fn control_listeners(endpoints: &[Endpoint]) -> Result<Vec<Listener>, Failure> {
     Ok(listeners)
 }
 
-/// Serves the control sockets, and passes on what jobs tell.
+/// Serves the control sockets, and forwards the jobs' events.
 fn start_control<H: Host + Clone>(
     control: &Rc<qmp::Server<Monitor<H>>>,
     listeners: Vec<Listener>,
@@ -548,11 +549,11 @@ async fn unless_signalled<F: Future>(signals: &mut Signals, work: F) -> Option<F
     .await
 }
 
-/// A name for each image: those given, then the files', told apart by numbers where they are equal.
+/// A name for each image: the names given, then the file names, numbered where they are equal.
 fn export_names(images: &[PathBuf], given: &[String]) -> Result<Vec<String>, Failure> {
     if given.len() > images.len() {
         return Err(Failure::new(format_args!(
-            "there are {} export names for {} images",
+            "{} export names are given for {} images; give --export-name at most once per image",
             given.len(),
             images.len()
         )));

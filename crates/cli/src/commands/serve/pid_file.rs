@@ -1,11 +1,11 @@
-//! A file with the process's number, locked for as long as the process lives.
+//! A file with the process ID, locked for as long as the process lives.
 
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{self, Write};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-/// Removed when it is dropped.
+/// A PID file, removed on drop.
 #[derive(Debug)]
 pub(super) struct PidFile {
     path: PathBuf,
@@ -14,10 +14,10 @@ pub(super) struct PidFile {
 }
 
 impl PidFile {
-    /// Writes this process's number. A file left over from a process that is gone is taken over.
+    /// Writes this process's ID. A file left behind by a process that is gone is taken over.
     ///
     /// # Errors
-    /// `EBUSY` while another process holds it; and whatever the file system says.
+    /// `EBUSY` while another process holds the lock; and errors of the file system.
     pub(super) fn create(path: &Path) -> io::Result<Self> {
         loop {
             let mut file =
@@ -26,7 +26,7 @@ impl PidFile {
                 TryLockError::WouldBlock => io::Error::from(io::ErrorKind::ResourceBusy),
                 TryLockError::Error(error) => error,
             })?;
-            // The holder before may have removed it between the open and the lock.
+            // The previous holder may have removed it between the open and the lock.
             let ours = file.metadata()?;
             match fs::metadata(path) {
                 Ok(there) if (there.dev(), there.ino()) == (ours.dev(), ours.ino()) => {}

@@ -1,4 +1,4 @@
-//! What `--slow-disk` says.
+//! The value of `--slow-disk`.
 
 use crate::size;
 use isobath_storage::slow::{Mechanics, SlowDisk};
@@ -7,10 +7,10 @@ use std::time::Duration;
 
 /// A SATA SSD.
 const SSD: &str = "250000000,80,32,500";
-/// What a desktop disk has besides its mechanics.
+/// A desktop disk's properties other than its mechanics.
 const HDD: &str = "100000000,100,32,0";
 
-/// Reads `hdd`, `ssd`, or `BANDWIDTH,LATENCY,DEPTH,FLUSH`, such as `400M,100,32,500`.
+/// Parses `hdd`, `ssd`, or `BANDWIDTH,LATENCY,DEPTH,FLUSH`, such as `400M,100,32,500`.
 pub(super) fn parse(text: &str) -> Result<SlowDisk, String> {
     match text {
         "ssd" => numbers(SSD),
@@ -22,13 +22,13 @@ pub(super) fn parse(text: &str) -> Result<SlowDisk, String> {
 fn numbers(text: &str) -> Result<SlowDisk, String> {
     let parts: Vec<&str> = text.split(',').collect();
     let [bandwidth, latency, depth, flush] = parts[..] else {
-        return Err("it takes 'hdd', 'ssd', or four numbers, as in 400M,100,32,500".into());
+        return Err("expected 'hdd', 'ssd', or four numbers, as in 400M,100,32,500".into());
     };
     let number = |text: &str| text.parse::<u64>().map_err(|_| format!("'{text}' is not a number"));
     Ok(SlowDisk {
-        bandwidth: NonZeroU64::new(size::parse(bandwidth)?).ok_or("the bandwidth is 0")?,
+        bandwidth: NonZeroU64::new(size::parse(bandwidth)?).ok_or("the bandwidth must not be 0")?,
         latency: Duration::from_micros(number(latency)?),
-        depth: NonZeroUsize::new(number(depth)? as usize).ok_or("the depth is 0")?,
+        depth: NonZeroUsize::new(number(depth)? as usize).ok_or("the queue depth must not be 0")?,
         flush: Duration::from_micros(number(flush)?),
         mechanics: None,
     })
