@@ -32,7 +32,7 @@ def modes():
     """The ways of writing metadata that this isobath has."""
     def has(mode):
         said = subprocess.run([tools.ISOBATH, "serve", "--metadata", mode, "/nonexistent"], capture_output=True, text=True)
-        return "there is no mode" not in said.stderr
+        return "unknown mode" not in said.stderr
 
     return [mode for mode in MODES if has(mode)]
 

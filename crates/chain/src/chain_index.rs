@@ -60,8 +60,8 @@ impl<S: Storage> ChainIndex<S> {
         let owners = self.read_owners(guest >> self.root.page_bits()).await;
         if owners.is_none() && !self.damaged.swap(true, Ordering::Relaxed) {
             tracing::warn!(
-                "the index of '{}' is damaged; where it is, the layers' own tables serve. \
-                 'isobath index' writes it anew",
+                "the index of '{}' is damaged; the layers' own tables are used in place of the \
+                 damaged parts. 'isobath index' rewrites it",
                 isobath_storage::shown(self.holder().name())
             );
         }

@@ -293,7 +293,7 @@ impl<H: Host> Fresh<'_, H> {
             Ok(file) if others.contains(&file.id()) => {
                 return Err(DiskError::Refused {
                     image: name.to_owned(),
-                    reason: "it is the backing file itself, or belongs to its chain".into(),
+                    reason: "it is the backing file itself, or part of its chain".into(),
                 });
             }
             Err(error) if error.kind() == io::ErrorKind::NotFound => {

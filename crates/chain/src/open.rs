@@ -65,7 +65,7 @@ pub async fn open_layers<H: Host>(
         if !seen.insert(layer.storage().id()) {
             return Err(DiskError::Refused {
                 image: layer.name().to_owned(),
-                reason: "it is its own backing file, directly or through others; mend the chain \
+                reason: "it is its own backing file, directly or through others; repair the chain \
                          with 'qemu-img rebase -u'"
                     .into(),
             });

@@ -103,7 +103,7 @@ impl<H: Host> Copy<H> {
             );
         }
         if !options.sparse.is_multiple_of(512) {
-            return refuse("the least run of zeroes must be a multiple of 512 bytes");
+            return refuse("the minimum run of zeroes must be a multiple of 512 bytes");
         }
         let chunk = match target.active_qcow2() {
             Some(image) if options.compressed => {

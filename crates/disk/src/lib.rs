@@ -25,10 +25,7 @@
 
 // A `Geometry` goes by reference everywhere, as in the format's own functions.
 #![allow(clippy::trivially_copy_pass_by_ref)]
-#![allow(
-    clippy::missing_errors_doc,
-    reason = "what is not said is internal: errors are those of the storage and of the format"
-)]
+#![allow(clippy::missing_errors_doc, reason = "errors are those of the storage and of the format")]
 
 mod chain_map;
 pub mod clock;

@@ -146,7 +146,7 @@ impl<H: Host> Disk<H> {
     pub fn no_layer(&self, index: LayerIndex) -> DiskError {
         DiskError::Corrupt {
             image: self.chain.active().name().to_owned(),
-            reason: format!("layer {} is asked for, which the chain does not have", index.get()),
+            reason: format!("layer {} was requested, but the chain has no such layer", index.get()),
         }
     }
 }

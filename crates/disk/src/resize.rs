@@ -55,7 +55,7 @@ impl<H: Host> Disk<H> {
         if size < old && !shrink {
             return Err(self.refused(format!(
                 "its size is {old} bytes; shrinking it to {size} deletes all data past the new \
-                 end and must be asked for (--shrink)"
+                 end; use --shrink to allow it"
             )));
         }
         if size < old && preallocation != Preallocation::Off {
@@ -91,7 +91,7 @@ impl<H: Host> Disk<H> {
     fn check_resize(&self, image: &Qcow2, size: u64) -> Result<()> {
         let header = image.header.read();
         if !size.is_multiple_of(512) {
-            return Err(self.refused(format!("the new size {size} is no multiple of 512")));
+            return Err(self.refused(format!("the new size {size} is not a multiple of 512")));
         }
         let most = image.geometry.max_disk_size();
         if size > most {
@@ -344,7 +344,8 @@ impl<H: Host> Disk<H> {
                         tables.record(ClusterIndex::new(cluster), none, references);
                     }
                     // What it means is unknown: its space, if any, stays allocated.
-                    Err(error) => tracing::warn!(%error, "left alone past the end of the disk"),
+                    Err(error) => tracing::warn!(%error, "an invalid L2 entry past the end of the \
+                                                          disk is left as it is"),
                 }
             }
             if start == first.get() {

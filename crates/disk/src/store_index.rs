@@ -65,7 +65,7 @@ impl<H: Host> Disk<H> {
         writer.commit(&self.readers).await?;
         let name = image.header.read().backing_file.clone().unwrap_or_default();
         let Some(below) = self.chain.below(self.chain.depth() - 1) else {
-            return Err(self.no_index("it has no backing file, and nothing to index"));
+            return Err(self.no_index("it has no backing file, so there is nothing to index"));
         };
         let (start, at) = qcow2.metadata.alloc.end().await?;
         let place = Place {

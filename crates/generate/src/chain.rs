@@ -44,7 +44,7 @@ fn prepare(directory: &Path) -> Result<bool, GenerateError> {
     match fs::create_dir(directory) {
         Ok(()) => return Ok(true),
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
-        Err(error) => return Err(failed("make the directory", directory, error)),
+        Err(error) => return Err(failed("create the directory", directory, error)),
     }
     let mut entries =
         fs::read_dir(directory).map_err(|error| failed("read the directory", directory, error))?;

@@ -18,7 +18,7 @@ pub enum GenerateError {
     #[error("the disk's size is {0} bytes; it must be a multiple of 512, and not 0")]
     Size(u64),
     /// The share of clusters to fill is below 0 or above 1.
-    #[error("'{0}' is no share of the disk: give a number from 0 to 1, or from 0% to 100%")]
+    #[error("'{0}' is not a share of the disk: expected a number from 0 to 1, or from 0% to 100%")]
     Fill(String),
     /// A line of a trace that cannot be taken.
     #[error("line {line}: {reason}")]
@@ -42,10 +42,10 @@ pub enum GenerateError {
         clusters: u64,
     },
     /// The list of clusters does not fit memory.
-    #[error("no memory for a list of {0} clusters; use larger clusters, or fill less")]
+    #[error("not enough memory for a list of {0} clusters; use larger clusters, or fill less")]
     Memory(u64),
     /// A file or directory could not be used.
-    #[error("could not {what} '{}': {error}", path.display())]
+    #[error("cannot {what} '{}': {error}", path.display())]
     Io {
         /// What was attempted, such as `write`.
         what: &'static str,
@@ -55,7 +55,7 @@ pub enum GenerateError {
         error: io::Error,
     },
     /// The raw image that the clusters are filled from could not be read.
-    #[error("could not read the raw image: {0}")]
+    #[error("cannot read the raw image: {0}")]
     Source(io::Error),
     /// [`Progress::stop`](crate::Progress::stop) was called.
     #[error("stopped")]

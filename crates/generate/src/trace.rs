@@ -35,15 +35,15 @@ pub fn read(chain: &Chain, trace: impl BufRead) -> Result<Ownership, GenerateErr
         if length == MAX_LINE && bytes.last() != Some(&b'\n') {
             return Err(bad(format!("is longer than {MAX_LINE} bytes")));
         }
-        let text = std::str::from_utf8(&bytes).map_err(|_| bad("is no text".into()))?;
+        let text = std::str::from_utf8(&bytes).map_err(|_| bad("is not text".into()))?;
         let Some((layer, offset, length)) = parse(text).map_err(bad)? else { continue };
         if layer >= chain.layers.into() {
             let last = chain.layers - 1;
-            return Err(bad(format!("there is no layer {layer}; layers are 0 to {last}")));
+            return Err(bad(format!("no such layer: {layer}; layers are 0 to {last}")));
         }
         let Some(end) = offset.checked_add(length).filter(|end| *end <= chain.size) else {
             return Err(bad(format!(
-                "{length} bytes at {offset} reach past the disk's end at {}",
+                "{length} bytes at {offset} extend past the end of the disk at {}",
                 chain.size
             )));
         };
@@ -70,7 +70,7 @@ fn parse(line: &str) -> Result<Option<(u64, u64, u64)>, String> {
             Ok(Some((number("layer", layer)?, number("guest offset", offset)?, length)))
         }
         words => {
-            Err(format!("expected LAYER GUEST_OFFSET LENGTH, and there are {} words", words.len()))
+            Err(format!("expected LAYER GUEST_OFFSET LENGTH, but found {} words", words.len()))
         }
     }
 }
@@ -80,7 +80,7 @@ fn number(what: &str, word: &str) -> Result<u64, String> {
         Some(digits) => u64::from_str_radix(digits, 16),
         None => word.parse(),
     };
-    parsed.map_err(|_| format!("the {what} '{}' is no number", word.escape_debug()))
+    parsed.map_err(|_| format!("the {what} '{}' is not a number", word.escape_debug()))
 }
 
 #[cfg(test)]
@@ -117,8 +117,8 @@ mod tests {
             ("0 0 0x", "length '0x'"),
             ("0 0 0", "length is 0"),
             ("3 0 1", "layers are 0 to 2"),
-            ("0 1048576 1", "disk's end at 1048576"),
-            ("0 18446744073709551615 2", "disk's end"),
+            ("0 1048576 1", "the end of the disk at 1048576"),
+            ("0 18446744073709551615 2", "the end of the disk"),
             ("0 \u{1b}[2J 2", "'\\u{1b}[2J'"),
             (&" ".repeat(5000), "longer than 4096 bytes"),
         ] {

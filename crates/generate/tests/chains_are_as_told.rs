@@ -163,9 +163,9 @@ fn only_a_new_or_an_empty_directory_is_taken() {
     assert!(matches!(error, GenerateError::NotEmpty(_)), "{error}");
     assert!(files(&new) == before);
     let error = make(&new.join("layer-00000.qcow2")).unwrap_err().to_string();
-    assert!(error.contains("could not read the directory"), "{error}");
+    assert!(error.contains("cannot read the directory"), "{error}");
     let error = make(&directory.path().join("no/such")).unwrap_err().to_string();
-    assert!(error.contains("could not make the directory"), "{error}");
+    assert!(error.contains("cannot create the directory"), "{error}");
 }
 
 #[test]

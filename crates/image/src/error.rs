@@ -31,7 +31,7 @@ pub enum DiskError {
         reason: String,
     },
     /// A backing file could not be opened.
-    #[error("the backing file of '{}' could not be opened: {source}", shown(overlay))]
+    #[error("cannot open the backing file of '{}': {source}", shown(overlay))]
     Backing {
         /// The image that names it.
         overlay: PathBuf,
@@ -47,7 +47,7 @@ pub enum DiskError {
         reason: String,
     },
     /// An earlier failure left it unknown what is durable, so writes are refused.
-    #[error("the disk takes no more writes since an earlier failure: {reason}; reopen it")]
+    #[error("the disk accepts no more writes after an earlier failure: {reason}; reopen it")]
     Poisoned {
         /// The failure.
         reason: String,
@@ -59,7 +59,7 @@ pub enum DiskError {
     Closed,
     /// The request reaches past the end of the disk.
     #[error(
-        "request of {length} bytes at {offset} reaches past the end of the disk ({size} bytes)"
+        "request of {length} bytes at {offset} extends past the end of the disk ({size} bytes)"
     )]
     OutOfRange {
         /// First byte asked for.

@@ -371,7 +371,7 @@ impl Qcow2 {
                     FormatErrorKind::Truncated,
                     "L1 entry",
                     format!("{:#x}", entry.raw()),
-                    "is past the end of the file, which may have been cut short",
+                    "is past the end of the file, which may be truncated",
                 ))
             }
             _ => Ok(offset),

@@ -20,11 +20,11 @@ pub fn plain_file_name<'a>(image: &Path, field: &str, name: &'a str) -> Result<&
     let protocol = plain.split('/').next().and_then(|first| first.split_once(':'));
     match protocol {
         Some(("json", _)) => refuse(
-            "descriptions as 'json:' are not followed; give the image a plain file name with \
+            "'json:' descriptions are not supported; give the image a plain file name with \
              'qemu-img rebase -u'",
         ),
         Some(_) => refuse(
-            "only files and block devices are opened, not protocols; for a file with a colon in \
+            "only files and block devices are supported, not protocols; for a file with a colon in \
              its name, rebase to './NAME'",
         ),
         None if plain.is_empty() => refuse("the name is empty"),

@@ -71,7 +71,7 @@ async fn load_layer<H: Host>(
     if writable && header.incompatible.contains(IncompatibleFeatures::CORRUPT) {
         return Err(DiskError::Corrupt {
             image: name.to_owned(),
-            reason: "its header says so (corrupt bit); it can be read, not written".into(),
+            reason: "its corrupt bit is set, so it can only be opened read-only".into(),
         });
     }
     let mut replayed = None;
@@ -88,8 +88,8 @@ async fn load_layer<H: Host>(
                 } else {
                     tracing::warn!(
                         image = %isobath_storage::shown(name),
-                        "it was put back to what it was before its server was killed: what that had \
-                         answered since is not brought in"
+                        "it was restored to an earlier state after its server was killed; the \
+                         writes acknowledged since are not replayed"
                     );
                 }
                 follows
@@ -138,7 +138,7 @@ async fn load_layer<H: Host>(
                 image: name.to_owned(),
                 reason:
                     "it is named as its own external data file: guest data would overwrite its \
-                         tables"
+                     tables"
                         .into(),
             });
         }
@@ -192,7 +192,7 @@ async fn read_l1<S: Storage>(
             image: name.to_owned(),
             reason: format!(
                 "its L1 table (l1_table_offset {offset}, l1_size {}) reaches past the end of the \
-                 file ({file_length} bytes): the file was cut short; restore it from a copy",
+                 file ({file_length} bytes): the file is truncated; restore it from a backup",
                 header.l1_size
             ),
         });

@@ -68,7 +68,7 @@ impl Readers {
         let Some(qcow2) = layer.as_qcow2() else {
             return Err(DiskError::Corrupt {
                 image: layer.name().to_owned(),
-                reason: "a compressed cluster is asked for, which a raw image does not have".into(),
+                reason: "a compressed cluster was requested, but a raw image has none".into(),
             });
         };
         let place = (qcow2.opening, cluster);

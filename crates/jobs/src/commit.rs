@@ -138,7 +138,7 @@ impl<H: Host> Commit<H> {
         };
         // The chain above is no longer the disk; it is left as it can be left.
         if let Err(error) = old.close().await {
-            tracing::warn!(%error, "the former active image was not closed");
+            tracing::warn!(%error, "cannot close the former active image");
         }
         Ok(())
     }

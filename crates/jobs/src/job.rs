@@ -574,7 +574,7 @@ impl Occupant for Job {
     }
 
     fn give_up(&self) {
-        let text = "it was given up before it had ended";
+        let text = "it was abandoned before it ended";
         self.state.lock().error.get_or_insert_with(|| text.to_owned());
         self.go_to(JobStatus::Concluded);
     }

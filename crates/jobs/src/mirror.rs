@@ -57,7 +57,7 @@ pub fn mirror<H: Host>(
     check_sizes(&disk, &other)?;
     let active = other.chain.active().storage().id();
     if disk.layers().any(|layer| layer.storage().id() == active) {
-        return Err(other.unfit_layers("it is part of the disk to be mirrored"));
+        return Err(other.unfit_layers("it is part of the disk to mirror"));
     }
     let job = Job::new(JobKind::Mirror, job);
     let claim = live.claim(Arc::clone(&job) as _)?;
@@ -71,7 +71,7 @@ fn check_sizes<H: Host>(disk: &Disk<H>, target: &Disk<H>) -> Result<()> {
         return Ok(());
     }
     Err(target.unfit_layers(&format!(
-        "its size is {} bytes, that of the disk to be mirrored is {}",
+        "its size is {} bytes, but the size of the disk to mirror is {}",
         target.size(),
         disk.size()
     )))
@@ -127,7 +127,7 @@ impl<H: Host> Task for Mirror<H> {
             live.untrack(dirty);
         }
         if let Err(error) = old?.close().await {
-            tracing::warn!(%error, "the former active image was not closed");
+            tracing::warn!(%error, "cannot close the former active image");
         }
         Ok(())
     }

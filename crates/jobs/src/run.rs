@@ -70,7 +70,7 @@ pub(super) async fn run<H: Host>(job: Arc<Job>, mut task: impl Task, mut claim: 
     if !matches!(result, Ok(true)) {
         job.go_to(JobStatus::Aborting);
         if let Err(error) = task.abandon().await {
-            tracing::warn!(job = job.id(), %error, "a job could not tidy up");
+            tracing::warn!(job = job.id(), %error, "a job's cleanup failed");
             job.see(&error);
         }
     }

@@ -72,7 +72,10 @@ pub fn stream<H: Host>(
         return Err(disk.unfit_layers("the base is not below the layer that takes the data"));
     }
     if disk.chain.get(top).is_none_or(|layer| layer.as_qcow2().is_none()) {
-        return Err(disk.unfit_layers("only a qcow2 layer can take the data of those below"));
+        return Err(disk.unfit_layers(
+            "only a qcow2 layer can take the data of the layers below \
+                                      it",
+        ));
     }
     let writable = disk.writer.is_some();
     if !writable {

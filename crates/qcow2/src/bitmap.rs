@@ -150,7 +150,7 @@ impl Bitmap {
             return Err(FormatError::invalid(
                 "bitmap's name",
                 format!("\"{}\"", twice.name_text()),
-                "two bitmaps have it",
+                "two bitmaps have this name",
             ));
         }
         Ok(bitmaps)
@@ -258,17 +258,13 @@ impl Bitmap {
             return wrong("name_size", &self.name.len(), format!("must be 1 to {MAX_NAME_BYTES}"));
         }
         if self.kind != DIRTY_TRACKING {
-            return wrong("type", &self.kind, "only 1 (dirty tracking) is known".into());
+            return wrong("type", &self.kind, "only 1 (dirty tracking) is supported".into());
         }
         if !BitmapFlags::IN_USE.with(BitmapFlags::AUTO).contains(self.flags) {
-            return wrong("flags", &self.flags.bits(), "has flags that are not known".into());
+            return wrong("flags", &self.flags.bits(), "has unknown flags".into());
         }
         if !self.extra_data.is_empty() {
-            return wrong(
-                "extra_data_size",
-                &self.extra_data.len(),
-                "extra data is not known".into(),
-            );
+            return wrong("extra_data_size", &self.extra_data.len(), "unknown extra data".into());
         }
         let needed = self.table_size_for(geometry, disk_size);
         if !self.flags.contains(BitmapFlags::IN_USE) && u64::from(self.table_size) != needed {

@@ -105,7 +105,7 @@ fn inflate_into(inflate: &mut Decompress, input: &[u8], output: &mut [u8]) -> Re
     match status {
         _ if inflate.total_out() == output.len() as u64 => Ok(()),
         Status::StreamEnd => Err(short(inflate.total_out(), output.len())),
-        Status::Ok | Status::BufError => Err("is cut short".into()),
+        Status::Ok | Status::BufError => Err("is truncated".into()),
     }
 }
 
@@ -120,7 +120,7 @@ fn unzstd_into(context: &mut DCtx, input: &[u8], output: &mut [u8]) -> Result<()
         // Exactly one frame at a time, straight into the output: no window is kept aside, and
         // nothing after the last frame is looked at.
         let length = zstd_safe::find_frame_compressed_size(input).map_err(damaged)?;
-        let (frame, rest) = input.split_at_checked(length).ok_or("is cut short")?;
+        let (frame, rest) = input.split_at_checked(length).ok_or("is truncated")?;
         let produced = context.decompress(output, frame).map_err(damaged)?;
         output = output.get_mut(produced..).unwrap_or_default();
         input = rest;
@@ -129,7 +129,7 @@ fn unzstd_into(context: &mut DCtx, input: &[u8], output: &mut [u8]) -> Result<()
 }
 
 fn short(got: u64, wanted: usize) -> String {
-    format!("ends after {got} of a cluster's {wanted} bytes")
+    format!("decompresses to {got} of a cluster's {wanted} bytes")
 }
 
 /// Compresses a cluster so that QEMU can read it; `None` if that makes it no smaller.

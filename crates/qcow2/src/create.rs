@@ -154,7 +154,7 @@ impl NewImage {
             return Err(FormatError::invalid(
                 "the index's area",
                 format_args!("{} bytes at {}", index.area_length, index.area_offset),
-                format!("must be whole clusters of {size} bytes behind the first"),
+                format!("must be whole clusters of {size} bytes after the first"),
             ));
         }
         Ok(index.area_length / size)
@@ -195,7 +195,7 @@ impl NewImage {
             if let Some(name) = name
                 && (name.is_empty() || name.contains('\0'))
             {
-                return conflict(option, &name.escape_debug().to_string(), "is no file name");
+                return conflict(option, &name.escape_debug().to_string(), "is not a file name");
             }
         }
         if self.data_file_raw {

@@ -60,7 +60,7 @@ impl Geometry {
             return Err(FormatError::unsupported(
                 "version",
                 version,
-                "only qcow2 versions 2 and 3 are known",
+                "only qcow2 versions 2 and 3 are supported",
             ));
         }
         if !(MIN_CLUSTER_BITS..=MAX_CLUSTER_BITS).contains(&cluster_bits) {

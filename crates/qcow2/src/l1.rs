@@ -25,7 +25,11 @@ impl L1Entry {
     pub fn new(offset: HostOffset, copied: bool, geometry: &Geometry) -> Result<Self, FormatError> {
         geometry.check_offset("L1 entry's offset", offset)?;
         if offset.get() == 0 {
-            return Err(FormatError::invalid("L1 entry's offset", 0, "is the header's place"));
+            return Err(FormatError::invalid(
+                "L1 entry's offset",
+                0,
+                "is the offset of the header",
+            ));
         }
         Ok(Self(offset.get() | if copied { COPIED } else { 0 }))
     }

@@ -24,7 +24,12 @@ impl RefcountTableEntry {
     pub fn new(offset: HostOffset, geometry: &Geometry) -> Result<Self, FormatError> {
         geometry.check_offset("refcount table entry", offset)?;
         if offset.get() == 0 {
-            return Err(FormatError::invalid("refcount table entry", 0, "is the header's place"));
+            return Err(FormatError::invalid(
+                "refcount table entry",
+                0,
+                "is the offset of the \
+                                                                        header",
+            ));
         }
         Ok(Self(offset.get()))
     }

@@ -187,7 +187,7 @@ impl Snapshot {
             return Err(FormatError::invalid(
                 "snapshot's extra data",
                 format_args!("{} bytes", extra.len()),
-                format!("must not exceed {MAX_EXTRA_DATA_BYTES} and must have every field before"),
+                format!("must not exceed {MAX_EXTRA_DATA_BYTES} and must have every earlier field"),
             ));
         }
         Ok(extra)
@@ -239,7 +239,7 @@ fn truncated(length: usize, needed: usize) -> FormatError {
         "snapshot table",
         format_args!("{length} bytes long where an entry starts"),
         format!(
-            "the entry needs at least {needed}; the file is cut short or nb_snapshots is wrong"
+            "the entry needs at least {needed}; the file is truncated or nb_snapshots is wrong"
         ),
     )
 }

@@ -29,10 +29,10 @@ pub enum ClientError {
     #[error("the connection failed: {0}")]
     Io(#[from] io::Error),
     /// The server has ended the connection.
-    #[error("the server has ended the connection")]
+    #[error("the server closed the connection")]
     Closed,
     /// What was received is not QMP.
-    #[error("this is no QMP server: {0}")]
+    #[error("this is not a QMP server: {0}")]
     NotQmp(String),
     /// The server refused the command.
     #[error("{description}")]
@@ -144,7 +144,10 @@ impl Client {
             Self { socket, splitter, input: Vec::new(), events: VecDeque::new(), next_id: 0 };
         let greeting = client.receive(None)?.unwrap_or_default();
         if greeting.get("QMP").is_none() {
-            return Err(ClientError::NotQmp(format!("it greets with {}", Value::Object(greeting))));
+            return Err(ClientError::NotQmp(format!(
+                "its greeting is {}",
+                Value::Object(greeting)
+            )));
         }
         client.execute("qmp_capabilities", json!({}))?;
         Ok(client)
@@ -177,7 +180,7 @@ impl Client {
                 self.events.push_back(to_event(message));
             } else if message.get("id") != Some(&id) {
                 let message = Value::Object(message);
-                return Err(ClientError::NotQmp(format!("it answers {message}")));
+                return Err(ClientError::NotQmp(format!("it replied {message}")));
             } else if let Some(value) = message.shift_remove("return") {
                 return Ok(value);
             } else {
@@ -231,7 +234,7 @@ impl Client {
                 let text = value.map_err(|error| not_qmp(&error))?;
                 return match json::parse(&text).map_err(|error| not_qmp(&error))? {
                     Value::Object(message) => Ok(Some(message)),
-                    other => Err(ClientError::NotQmp(format!("it sends {other}"))),
+                    other => Err(ClientError::NotQmp(format!("it sent {other}"))),
                 };
             }
             let mut buf = vec![0; 64 << 10];

@@ -51,7 +51,7 @@ impl fmt::Display for Operation {
             Self::Query => "query",
             Self::SetLength => "resize",
             Self::Clone => "clone into",
-            Self::Retire => "end writing to",
+            Self::Retire => "finish writing to",
         })
     }
 }
@@ -106,7 +106,7 @@ pub fn shown(name: &Path) -> impl fmt::Display + '_ {
 
 impl fmt::Display for StorageError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "could not {} '{}'", self.operation, shown(&self.name))?;
+        write!(f, "cannot {} '{}'", self.operation, shown(&self.name))?;
         if let Some((offset, length)) = self.range {
             write!(f, " at offset {offset} (length {length})")?;
         }

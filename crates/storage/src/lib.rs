@@ -324,8 +324,8 @@ impl OpenMode {
     /// If the mode is writable and [`Locking::Unlocked`].
     pub fn check(self, name: &Path) -> Result<()> {
         if self.writable && self.locking == Locking::Unlocked {
-            let text = "without locks (-U, --force-share) it can only be read: another program may be \
-                        writing to it; ask for read-only access, or leave the option out";
+            let text = "without locks (-U, --force-share) it can only be opened read-only, since \
+                        another program may be writing to it; open it read-only or drop the option";
             let cause = io::Error::new(io::ErrorKind::InvalidInput, text);
             return Err(StorageError::new(Operation::Open, name, cause));
         }

@@ -53,7 +53,7 @@ pub(crate) fn busy(name: &Path, conflict: Conflict) -> StorageError {
     let shared = if conflict.shared { "shared " } else { "" };
     let message = format!(
         "Failed to get {shared}\"{}\" lock. Is another process using the image [{}]? \
-         Close it there first; -U (--force-share) reads it as it is meanwhile",
+         Close it there first, or read it without a lock with -U (--force-share)",
         conflict.permission,
         crate::shown(name)
     );

@@ -557,7 +557,7 @@ impl Storage for MemoryFile {
     async fn admit_writer(&self, admit: bool) -> Result<()> {
         let (mut role, mut users) = (self.role.lock(), self.node.users.lock());
         if role.writable {
-            let text = "it is open for writing, which admits no other writer";
+            let text = "it is already open for writing";
             let source = io::Error::new(io::ErrorKind::InvalidInput, text);
             return Err(StorageError::new(Operation::Lock, &self.name, source));
         }

@@ -118,7 +118,7 @@ pub(crate) fn open(path: &Path, follow_link: bool) -> io::Result<(File, Metadata
     };
     let data = file.metadata()?;
     if !data.is_file() {
-        return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is no regular file"));
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is not a regular file"));
     }
     Ok((file, data))
 }

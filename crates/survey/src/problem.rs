@@ -33,37 +33,37 @@ troubles! {
     /// There is no file of the backing file's name.
     Missing = "missing", "its backing file is missing";
     /// The images name each other in a circle.
-    Loop = "loop", "its chain runs in a circle";
+    Loop = "loop", "its backing chain has a loop";
     /// Symbolic links lead in a circle.
-    LinkLoop = "link-loop", "its backing file's name is a circle of symbolic links";
+    LinkLoop = "link-loop", "its backing file's name is a loop of symbolic links";
     /// The backing file may not be looked at.
-    BackingDenied = "backing-denied", "its backing file may not be read";
+    BackingDenied = "backing-denied", "no permission to read its backing file";
     /// The backing file cannot be looked at for another reason.
     BackingUnreadable = "backing-unreadable", "its backing file cannot be read";
     /// The backing file is a FIFO, a socket, a directory or a character device.
     NoRegularFile = "not-a-file", "its backing file is a FIFO, a socket, a directory or a terminal";
     /// The backing file is a block device, which is not opened.
-    Device = "device", "its backing file is a block device, which is not looked at";
+    Device = "device", "its backing file is a block device, which is not read";
     /// The name begins with `json:`.
     Json = "json", "its backing file's name is a 'json:' description, which is not followed";
     /// The name begins with a protocol.
-    Protocol = "protocol", "its backing file's name has a protocol in front, which is not followed";
+    Protocol = "protocol", "its backing file's name has a protocol prefix, which is not followed";
     /// The name holds a NUL byte or is empty.
-    NoFileName = "no-file-name", "its backing file's name is no file name";
+    NoFileName = "no-file-name", "its backing file's name is not a file name";
     /// The header says qcow2, the backing file is none.
-    NotQcow2 = "not-qcow2", "its backing file should be qcow2 and is not";
+    NotQcow2 = "not-qcow2", "its backing file is not qcow2, although its format is given as qcow2";
     /// The header names no format of the backing file, which is an image of a format not supported.
     Foreign = "foreign", "its backing file is an image in a format that is not supported";
     /// It begins as a qcow2 image, but its header cannot be used.
     BadHeader = "bad-header", "its header is corrupt or not supported";
     /// The image, or a directory, may not be read.
-    Denied = "denied", "it may not be read";
+    Denied = "denied", "no permission to read it";
     /// The image, or a directory, cannot be read for another reason.
     Unreadable = "unreadable", "it cannot be read";
     /// Its tables are corrupt or cannot be read; found only where clusters are counted.
     BadTables = "bad-tables", "its tables are corrupt or cannot be read";
     /// The tree is too large for its clusters to be counted.
-    TooLarge = "too-large", "the disk has too many clusters to be counted";
+    TooLarge = "too-large", "the disk has too many clusters to count";
 }
 
 impl Serialize for Trouble {

@@ -48,9 +48,8 @@ pub(crate) fn walk(
 ) -> Result<Fleet, SurveyError> {
     let mut tasks = Vec::new();
     for path in paths {
-        let data = fs::metadata(path).map_err(|error| {
-            SurveyError::new(path, format_args!("could not look at it: {error}"))
-        })?;
+        let data = fs::metadata(path)
+            .map_err(|error| SurveyError::new(path, format_args!("cannot access it: {error}")))?;
         if data.is_dir() {
             tasks.push(Task::Directory { path: path.clone(), device: data.dev() });
         } else if data.is_file() {

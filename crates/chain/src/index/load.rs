@@ -113,8 +113,8 @@ async fn look_for<S: Storage>(chain: &Chain<S>, mut said: bool) -> Option<Arc<Ch
                 if !said {
                     said = true;
                     tracing::warn!(
-                        "the index of '{}' is out of date and not used: {}. \
-                         'isobath index' writes it anew",
+                        "the index of '{}' is out of date and not used: {}. 'isobath index' \
+                         rewrites it",
                         shown(layer.name()),
                         stale.reason
                     );
@@ -136,8 +136,10 @@ pub async fn examine<S: Storage>(chain: &Chain<S>) -> Result<Root, String> {
 /// Whether the root at `position` describes the layers below it as they are.
 async fn check<S: Storage>(chain: &Chain<S>, position: usize, root: Root) -> Result<Root, Stale> {
     if root.position as usize != position {
-        let reason =
-            format!("it was written over {} layers, of which {position} are there", root.position);
+        let reason = format!(
+            "it was written over {} layers, but the chain has {position} below it",
+            root.position
+        );
         return Err(Stale { layer: root.covers.min(root.position) as usize, reason });
     }
     let covers = root.covers as usize;
@@ -187,7 +189,12 @@ async fn compare<S: Storage>(
     let (Some(layer), Some(record)) =
         (chain.get(LayerIndex::new(number as u16)), ahead.record(number))
     else {
-        return Err(Stale { layer: number, reason: "its chain was longer".into() });
+        return Err(Stale {
+            layer: number,
+            reason: "the chain was longer when the index was \
+                                                   written"
+                .into(),
+        });
     };
     let name = shown(layer.name());
     let stale = |reason: String| Err(Stale { layer: number, reason });
@@ -200,8 +207,8 @@ async fn compare<S: Storage>(
     let bytes = scan::table_bytes(layer);
     if bytes > *budget {
         return stale(format!(
-            "so many layers were copied or touched since (such as '{name}') that comparing them \
-             would take long"
+            "too many layers were copied or touched since (such as '{name}') to compare them \
+             quickly"
         ));
     }
     *budget -= bytes;

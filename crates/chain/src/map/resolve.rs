@@ -224,7 +224,7 @@ pub async fn explain_invalid<S: Storage>(layer: &Layer<S>, guest: u64) -> DiskEr
                     image: layer.name().to_owned(),
                     reason: format!(
                         "the L2 entry of guest offset {guest} is {kind:?}, past the end of the \
-                         file ({} bytes), which may have been cut short",
+                         file ({} bytes), which may be truncated",
                         layer.file_length()
                     ),
                 };

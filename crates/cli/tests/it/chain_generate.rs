@@ -54,11 +54,15 @@ fn a_trace_says_which_layer_wrote_what() {
 
     fs::write(&trace, "0 0 0x20000\n2 0 512\n").unwrap();
     let refused = generate(&directory.path().join("other"), &options).exits(1);
-    let expected = format!("the trace '{}': line 2: there is no layer 2", trace.display());
+    let expected = format!("cannot read the trace '{}': line 2: no such layer: 2", trace.display());
     assert!(refused.stderr.contains(&expected), "{}", refused.stderr);
     let refused =
         generate(&directory.path().join("other"), &format!("{options} --fill 1")).exits(1);
-    assert!(refused.stderr.contains("leave --fill out"), "{}", refused.stderr);
+    assert!(
+        refused.stderr.contains("--fill cannot be combined with --distribution trace"),
+        "{}",
+        refused.stderr
+    );
     assert!(!directory.path().join("other").exists());
 }
 
@@ -79,7 +83,7 @@ fn bad_values_are_named() {
     let directory = tempfile::tempdir().unwrap();
     for (options, message) in [
         ("--layers 0", "--layers"),
-        ("--layers 1 --fill 120%", "'120%' is no share of the disk"),
+        ("--layers 1 --fill 120%", "'120%' is not a share of the disk"),
         ("--layers 1 --size 0", "at least one sector"),
         ("--layers 1 --cluster-size 3k", "power of two"),
         ("--layers 1 --distribution normal", "uniform, zipf, sequential"),
@@ -87,8 +91,8 @@ fn bad_values_are_named() {
         ("--layers 1 --distribution trace:/no/such", "the trace '/no/such': No such file"),
         ("--layers 1 --size 1T --cluster-size 512", "too large for this cluster size"),
         ("--layers 1 --data ones", "random, zero, pattern"),
-        ("--layers 1 --data raw:/no/such", "the raw image '/no/such': No such file"),
-        ("--layers 1 --data raw:/no/such --fill 50%", "leave --fill out"),
+        ("--layers 1 --data raw:/no/such", "cannot read the raw image '/no/such': No such file"),
+        ("--layers 1 --data raw:/no/such --fill 50%", "--fill cannot be combined with --data raw"),
         ("--layers 1", "is not empty"),
     ] {
         fs::write(directory.path().join("something"), "").unwrap();

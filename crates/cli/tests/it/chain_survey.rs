@@ -53,10 +53,10 @@ fn every_form_goes_where_it_should() {
 fn what_it_cannot_do_it_says() {
     let directory = fleet();
     let fails = |arguments: &[&str]| survey(directory.path(), arguments).exits(1).stderr;
-    assert!(fails(&["gone"]).contains("'gone': could not look at it"));
+    assert!(fails(&["gone"]).contains("'gone': cannot access it"));
     assert!(fails(&["fleet", "/dev/null"]).contains("neither a directory nor a regular file"));
     assert!(fails(&["fleet", "--sort=hidden"]).contains("--bytes"));
-    assert!(fails(&["fleet", "--file=gone/out"]).contains("could not write 'gone/out'"));
+    assert!(fails(&["fleet", "--file=gone/out"]).contains("cannot write 'gone/out'"));
     assert!(fails(&[]).contains("PATH"));
     // A name in the wrong place does not cost an image.
     let before = fs::read(directory.path().join("fleet/top")).unwrap();

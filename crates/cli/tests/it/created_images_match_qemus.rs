@@ -173,11 +173,11 @@ fn an_image_in_use_or_below_is_not_overwritten() {
     assert!(made.exits(1).stderr.contains("same filename as the backing file"));
     fs::hard_link(&base, pair.ours.path().join("linked")).unwrap();
     let made = ours(&["-f", "qcow2", "-b", "base.qcow2", "-F", "qcow2", "linked"]);
-    assert!(made.exits(1).stderr.contains("belongs to its chain"));
+    assert!(made.exits(1).stderr.contains("part of its chain"));
     let _ = ours(&["-f", "qcow2", "-b", "base.qcow2", "-F", "qcow2", "top"]).ok();
     let top = ["-f", "qcow2", "-b", "top", "-F", "qcow2", "./base.qcow2"];
     let made = ours(&top);
-    assert!(made.exits(1).stderr.contains("belongs to its chain"));
+    assert!(made.exits(1).stderr.contains("part of its chain"));
     assert_eq!(fs::read(&base).unwrap(), before);
 
     let socket = pair.ours.path().join("socket");

@@ -99,7 +99,7 @@ impl Use {
             Self::Free | Self::Doubtful(_) => Ok(()),
             Self::Job(job) => refused(job, "wait for it or cancel it"),
             Self::GivenUp(job) => {
-                refused(job, "it was given up half done: close the disk and open it again")
+                refused(job, "the job was abandoned half done; close the disk and reopen it")
             }
         }
     }
@@ -108,8 +108,8 @@ impl Use {
     fn check_layers<H: Host>(&self, disk: &Disk<H>) -> Result<()> {
         let Self::Doubtful(job) = self else { return Ok(()) };
         let reason = format!(
-            "a flush of block job {} failed, and what it had written to a layer may be lost: see to the \
-             storage, close the disk and open it again",
+            "a flush of block job {} failed, and data it wrote to a layer may be lost; fix the \
+             storage, then close the disk and reopen it",
             job.describe()
         );
         Err(DiskError::Refused { image: disk.chain.active().name().to_owned(), reason })

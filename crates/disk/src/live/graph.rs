@@ -39,7 +39,7 @@ impl<H: Host> LiveDisk<H> {
         let mut layers = disk.chain.layers();
         match layers.find(|(_, layer)| layer.storage().id() == file) {
             Some((index, _)) => Ok(Some(index)),
-            None => Err(disk.unfit_layers("an image that was named is not part of the chain")),
+            None => Err(disk.unfit_layers("the given image is not part of the chain")),
         }
     }
 

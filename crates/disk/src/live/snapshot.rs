@@ -62,7 +62,7 @@ impl<H: Host> LiveDisk<H> {
         if disk.depth() == MAX_LAYERS {
             return Err(DiskError::Refused {
                 image: overlay.path().to_owned(),
-                reason: format!("the chain has {MAX_LAYERS} layers, as many as it can have"),
+                reason: format!("the chain already has {MAX_LAYERS} layers, the maximum"),
             });
         }
         if let Overlay::Create(path) = overlay {
@@ -82,7 +82,7 @@ impl<H: Host> LiveDisk<H> {
         let _unlogged = writer.without_log(&disk.readers).await?;
         let quiet = self.gate.quiet().await;
         if layer.size() != disk.size() {
-            return Err(unfit(&layer, "its size is not the disk's"));
+            return Err(unfit(&layer, "its size differs from the disk's"));
         }
         map.set_active(chain.active_index());
         let retiring = Retiring { layer: disk.active_index(), writer };
@@ -132,7 +132,7 @@ impl<H: Host> LiveDisk<H> {
         let format = Some(ImageFormat::Qcow2);
         let layer = open_layer(disk.host(), path, format, true, &self.options()).await?;
         if disk.layers().any(|other| other.storage().id() == layer.storage().id()) {
-            return Err(unfit(&layer, "it is part of the chain already"));
+            return Err(unfit(&layer, "it is already part of the chain"));
         }
         if layer.size() != disk.size() {
             return Err(unfit(
@@ -201,7 +201,7 @@ pub fn backing_name(below: &Path, overlay: &Path) -> Result<String> {
     let text = name.to_str().map(str::to_owned);
     text.ok_or_else(|| DiskError::Refused {
         image: below.to_owned(),
-        reason: "its name is not UTF-8, and cannot be written into an image's header".into(),
+        reason: "its name is not UTF-8 and cannot be stored in an image header".into(),
     })
 }
 

@@ -132,8 +132,8 @@ impl<H: Host> Disk<H> {
             let plan = Plan::new(&qcow2.metadata.layer, &geometry, entry, &written)?;
             if let Some(host) = plan.host.filter(|host| qcow2.metadata.is_metadata(*host)) {
                 return Err(qcow2.metadata.alloc.corrupt(format!(
-                    "guest offset {start} is mapped to host offset {host}, where one of the image's \
-                     own tables lies"
+                    "guest offset {start} is mapped to host offset {host}, which holds one of the \
+                     image's own tables"
                 )));
             }
             let past_end = qcow2.metadata.layer.data_end();
@@ -141,8 +141,8 @@ impl<H: Host> Disk<H> {
                 return Err(DiskError::Corrupt {
                     image: qcow2.metadata.layer.name().to_owned(),
                     reason: format!(
-                        "guest offset {start} is mapped to host offset {host}, past the end of the file \
-                         ({} bytes), which may have been cut short",
+                        "guest offset {start} is mapped to host offset {host}, past the end of the \
+                         file ({} bytes), which may be truncated",
                         qcow2.metadata.layer.file_length()
                     ),
                 });
@@ -150,8 +150,8 @@ impl<H: Host> Disk<H> {
             let host = plan.host.unwrap_or(HostOffset::new(start));
             if geometry.has_data_file() && host.get() != start {
                 return Err(qcow2.metadata.alloc.corrupt(format!(
-                    "guest offset {start} is mapped to {host} of its external data file, where \
-                     another part of the disk lies"
+                    "guest offset {start} is mapped to {host} of its external data file, which \
+                     holds another part of the disk"
                 )));
             }
             let cluster = ClusterIndex::new(cluster);

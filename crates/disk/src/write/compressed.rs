@@ -39,7 +39,7 @@ impl<H: Host> Disk<H> {
         let reaches_end = offset + buf.len() as u64 == self.size();
         if !offset.is_multiple_of(size) || (buf.len() as u64 != size && !reaches_end) {
             return Err(DiskError::Unsupported(format!(
-                "compressed writes take whole clusters of {size} bytes"
+                "compressed writes must cover whole clusters of {size} bytes"
             )));
         }
         let compression = match qcow2.metadata.layer.header() {
@@ -93,7 +93,7 @@ impl<H: Host> Disk<H> {
     fn no_offset(&self, cluster: HostCluster) -> DiskError {
         DiskError::Corrupt {
             image: self.chain.active().name().to_owned(),
-            reason: format!("host cluster {cluster} lies beyond what an offset can name"),
+            reason: format!("host cluster {cluster} is past the largest possible offset"),
         }
     }
 

@@ -79,7 +79,7 @@ impl<H: Host> Disk<H> {
                 }
                 if flags.only_fast {
                     return Err(DiskError::Unsupported(
-                        "zeroes can only be written as data here, which is not fast".into(),
+                        "zeroes can only be written as data here, which would be slow".into(),
                     ));
                 }
                 self.write_range(extent.guest, IoBuf::zeroed(extent.length as usize)).await?;

@@ -67,11 +67,11 @@ pub(super) enum NoMessage {
     #[error("no request waits")]
     Empty,
     /// The file system was unmounted, or the connection aborted.
-    #[error("the kernel has ended the connection")]
+    #[error("the kernel closed the connection")]
     Ended,
     #[error(transparent)]
     Malformed(#[from] Malformed),
-    #[error("reading {DEVICE} failed: {0}")]
+    #[error("cannot read {DEVICE}: {0}")]
     Io(io::Error),
 }
 

@@ -56,7 +56,7 @@ pub(super) fn unmount(path: &Path) -> io::Result<()> {
 fn failure(output: &Output) -> io::Error {
     let said = String::from_utf8_lossy(&output.stderr);
     match said.trim() {
-        "" => io::Error::other(format!("{} without a word", output.status)),
+        "" => io::Error::other(format!("{} without an error message", output.status)),
         said => io::Error::other(said.to_owned()),
     }
 }
@@ -73,5 +73,5 @@ fn prepare(device: &OwnedFd) -> io::Result<()> {
         return Ok(());
     }
     let error = io::Error::last_os_error();
-    Err(io::Error::new(error.kind(), format!("the helper's {DEVICE} cannot be used: {error}")))
+    Err(io::Error::new(error.kind(), format!("cannot use the helper's {DEVICE}: {error}")))
 }

@@ -141,7 +141,7 @@ impl<D: BlockDevice> Mount<D> {
                 let _ = fs::metadata(path);
             });
             if let Err(error) = asked {
-                tracing::warn!(%error, "the kernel could not be told of a new size");
+                tracing::warn!(%error, "cannot notify the kernel of a new size");
             }
         }
     }

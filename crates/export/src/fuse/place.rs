@@ -30,21 +30,21 @@ struct Device(u32, u32);
 #[non_exhaustive]
 pub enum MountError {
     /// There is no file to mount on.
-    #[error("'{0}' does not exist; create an empty file there ('touch'), it is the mount point")]
+    #[error("the mount point '{0}' does not exist; create an empty file there ('touch')")]
     NotFound(PathBuf),
     /// The mount point is something else than a regular file.
     #[error(
-        "'{0}' is not a regular file; the disk appears as a file, so its mount point must be one: \
-         create an empty file and name that"
+        "the mount point '{0}' is not a regular file; the disk appears as a file, so create an \
+         empty file and mount on that"
     )]
     NotAFile(PathBuf),
     /// Something is mounted there already.
-    #[error("something is mounted on '{0}' already; unmount it ('umount') or choose another file")]
+    #[error("something is already mounted on '{0}'; unmount it ('umount') or choose another file")]
     Busy(PathBuf),
     /// The kernel has no FUSE, or this process may not see it.
     #[error(
-        "'{path}' cannot be mounted: {DEVICE} cannot be opened: {source}; load the module \
-         ('modprobe fuse'), or give the container the device"
+        "cannot mount '{path}': cannot open {DEVICE}: {source}; load the module ('modprobe fuse'), \
+         or pass the device to the container"
     )]
     NoDevice {
         /// The mount point.
@@ -54,7 +54,7 @@ pub enum MountError {
     },
     /// Neither this process nor the helper may mount.
     #[error(
-        "no permission to mount on '{path}', and the helper fusermount3 could not be used: {source}; \
+        "no permission to mount on '{path}', and the helper fusermount3 failed: {source}; \
          run as root (CAP_SYS_ADMIN), or install fusermount3 (package fuse3)"
     )]
     NoPermission {
@@ -65,8 +65,8 @@ pub enum MountError {
     },
     /// The kernel's protocol is not understood.
     #[error(
-        "'{path}' cannot be mounted: this kernel speaks version {major}.{minor} of FUSE; \
-         7.31 or a later 7 is needed (Linux 5.4)"
+        "cannot mount '{path}': this kernel has FUSE {major}.{minor}, but 7.31 or a later 7.x is \
+         needed (Linux 5.4)"
     )]
     Kernel {
         /// The mount point.
@@ -77,7 +77,7 @@ pub enum MountError {
         minor: u32,
     },
     /// Anything else that went wrong.
-    #[error("'{path}' cannot be mounted: {source}")]
+    #[error("cannot mount '{path}': {source}")]
     Io {
         /// The mount point.
         path: PathBuf,
@@ -150,7 +150,8 @@ impl Place {
         if look(&self.path).is_ok_and(|seen| seen.is_mount && seen.device == device)
             && let Err(error) = detach(&self.path, libc::MNT_FORCE)
         {
-            tracing::error!(path = %isobath_storage::shown(&self.path), %error, "the disk could not be unmounted");
+            tracing::error!(path = %isobath_storage::shown(&self.path), %error, "cannot unmount \
+                                                                                 the disk");
         }
         OWN.lock().retain(|own| *own != device);
     }
@@ -212,7 +213,8 @@ fn check(path: &Path) -> Result<PathBuf, MountError> {
         if own || !fs::metadata(&path).is_err_and(dead) {
             return Err(MountError::Busy(path));
         }
-        tracing::info!(path = %isobath_storage::shown(&path), "cleared the mount of a server that is gone");
+        tracing::info!(path = %isobath_storage::shown(&path), "removed the stale mount of a server \
+                                                               that is gone");
         detach(&path, 0).map_err(failed)?;
     }
     Err(MountError::Busy(path))

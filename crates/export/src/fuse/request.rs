@@ -51,7 +51,7 @@ pub(crate) enum Request {
 
 /// A message that contradicts itself. What follows cannot be trusted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("a FUSE message of {got} bytes with opcode {opcode} says that it has {said}")]
+#[error("a FUSE message of {got} bytes with opcode {opcode} claims a length of {said}")]
 pub(crate) struct Malformed {
     opcode: u32,
     said: u32,

@@ -135,7 +135,7 @@ impl<D: BlockDevice> Service<'_, D> {
         let Pooled { data, spare } = self.pool.take(length);
         let data = self.export.device.read(offset, data).await?;
         if data.len() != length {
-            tracing::error!(offset, length, got = data.len(), "a read gave another length");
+            tracing::error!(offset, length, got = data.len(), "a read returned the wrong length");
             return Err(Refusal::Request(libc::EIO));
         }
         self.channel.reply(unique, &[], &data);
@@ -213,7 +213,7 @@ impl<D: BlockDevice> Service<'_, D> {
                 at = at.saturating_add(run.length);
             }
             if at == before {
-                tracing::error!(offset, "the disk described no extent");
+                tracing::error!(offset, "the disk returned no extent");
                 return Err(Refusal::Request(libc::EIO));
             }
         }
@@ -267,7 +267,7 @@ impl<D: BlockDevice> Service<'_, D> {
         match self.export.device.grow(size).await {
             // The image allows no such size.
             Err(error @ (DiskError::Refused { .. } | DiskError::Unsupported(_))) => {
-                tracing::warn!(size, %error, "the disk could not grow");
+                tracing::warn!(size, %error, "cannot grow the disk");
                 Err(Refusal::Request(libc::EFBIG))
             }
             done => Ok(done?),

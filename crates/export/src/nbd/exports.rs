@@ -68,7 +68,7 @@ pub struct ExportState {
 #[non_exhaustive]
 pub enum ExportError {
     /// There is one of that name.
-    #[error("an export named '{0}' exists already; give each a name of its own")]
+    #[error("an export named '{0}' already exists; names must be unique")]
     DuplicateName(String),
     /// A name or description is too long.
     #[error("the {field} of an export has {length} bytes; the NBD protocol allows {MAX_STRING}")]
@@ -79,7 +79,7 @@ pub enum ExportError {
         length: usize,
     },
     /// The server has been told to stop.
-    #[error("the server is stopping")]
+    #[error("the server is shutting down")]
     Stopping,
 }
 

@@ -79,7 +79,13 @@ impl<D: BlockDevice, T: Transport> Session<'_, D, T> {
                 }
             }
             Ok(data) => {
-                tracing::error!(offset, length, got = data.len(), "a read gave another length");
+                tracing::error!(
+                    offset,
+                    length,
+                    got = data.len(),
+                    "a read returned the wrong \
+                                                                   length"
+                );
                 self.fail(ticket, NbdError::Io);
             }
             Err(error) => {
@@ -123,7 +129,7 @@ impl<D: BlockDevice, T: Transport> Session<'_, D, T> {
             }
         };
         if runs.first().is_none_or(|run| run.length == 0) {
-            tracing::error!(offset, length, "the disk described no extent");
+            tracing::error!(offset, length, "the disk returned no extent");
             return self.fail(ticket, NbdError::Io);
         }
         let mut chunks = Vec::new();

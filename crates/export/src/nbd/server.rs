@@ -189,14 +189,14 @@ impl<D: BlockDevice> Server<D> {
                     if let Address::Tcp(_) = listener.address()
                         && let Err(error) = socket2::SockRef::from(&stream).set_keepalive(true)
                     {
-                        tracing::debug!(%error, "keep-alive could not be set");
+                        tracing::debug!(%error, "cannot enable TCP keep-alive");
                     }
                     return Ok(Some(stream));
                 }
                 Err(error) => match error.raw_os_error() {
                     Some(libc::ECONNABORTED) => {}
                     Some(libc::EMFILE | libc::ENFILE | libc::ENOBUFS | libc::ENOMEM) => {
-                        tracing::warn!(%error, "could not accept a connection; trying again");
+                        tracing::warn!(%error, "cannot accept a connection; retrying");
                         self.unless_stopped(sleep(ACCEPT_PAUSE)).await;
                     }
                     _ => return Err(error),
@@ -240,7 +240,7 @@ impl<D: BlockDevice> Server<D> {
         };
         self.deliver(stream).await;
         match result {
-            Ok(()) => tracing::debug!("a client has left"),
+            Ok(()) => tracing::debug!("a client disconnected"),
             Err(error) => tracing::info!(%error, "a connection ended"),
         }
     }
@@ -280,7 +280,7 @@ impl<D: BlockDevice> Server<D> {
         entry: &Entry<D>,
         window: Window,
     ) -> Result<(), SessionError> {
-        tracing::debug!(export = entry.export.name, ?agreement, "a client has chosen an export");
+        tracing::debug!(export = entry.export.name, ?agreement, "a client selected an export");
         let pool = POOL.with(Rc::clone);
         let limit = self.limits.in_flight;
         let session = Session::new(entry, transport, agreement, limit, &pool, &self.budget);

@@ -47,7 +47,7 @@ pub enum SessionError {
     #[error("the connection failed: {0}")]
     Io(#[from] io::Error),
     /// The client went away in the middle of a message.
-    #[error("the client went away in the middle of a message")]
+    #[error("the client disconnected in the middle of a message")]
     Truncated,
 }
 

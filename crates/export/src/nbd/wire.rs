@@ -203,7 +203,7 @@ impl NbdError {
             Self::Invalid => "the request is not valid for this export",
             Self::NoSpace => "no space is left, or the request reaches past the end of the export",
             Self::Overflow => "the request is longer than 32 MiB",
-            Self::NotSupported => "that cannot be done faster than by writing",
+            Self::NotSupported => "the operation would not be faster than writing zeroes",
         }
     }
 

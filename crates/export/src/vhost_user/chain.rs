@@ -14,17 +14,17 @@ pub(crate) struct Segment {
 /// What is wrong with a chain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum ChainError {
-    #[error("its descriptors are a loop, or too many")]
+    #[error("its descriptors form a loop or are too many")]
     TooLong,
-    #[error("it goes on with descriptor {0}, which does not exist")]
+    #[error("it continues with descriptor {0}, which does not exist")]
     NoDescriptor(u16),
     #[error("its indirect table is not allowed here")]
     Indirect,
-    #[error("its indirect table is outside of the memory, or of a wrong length")]
+    #[error("its indirect table is outside the guest's memory or has a wrong length")]
     Table,
-    #[error("a part of it is outside of the memory")]
+    #[error("a part of it is outside the guest's memory")]
     Outside,
-    #[error("it has memory to read after memory to write")]
+    #[error("it has a device-readable descriptor after a device-writable one")]
     Order,
     #[error("it is shorter than a request")]
     Short,

@@ -99,7 +99,7 @@ impl Region {
     /// The list of one queue. One that was never used is made ready.
     ///
     /// # Errors
-    /// There is none of that number, or it is of another size or version.
+    /// There is none of that number, or it differs in size or version.
     pub(crate) fn queue(self: &Arc<Self>, queue: u16) -> Result<InFlight, RingError> {
         if queue >= self.queues {
             return Err(RingError::Inflight("it has fewer queues"));
@@ -123,7 +123,7 @@ impl Region {
                 version.store(CURRENT, Ordering::Release);
             }
             (CURRENT, size) if size == self.size => {}
-            (CURRENT, _) => return Err(RingError::Inflight("it is of another size")),
+            (CURRENT, _) => return Err(RingError::Inflight("its size differs")),
             _ => return Err(RingError::Inflight("its version is unknown")),
         }
         Ok(list)

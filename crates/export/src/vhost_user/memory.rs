@@ -56,11 +56,11 @@ impl Mapping {
         let invalid = |text: &str| io::Error::new(io::ErrorKind::InvalidInput, text);
         let data = file.metadata()?;
         let end = offset.checked_add(length).filter(|end| length > 0 && *end <= data.size());
-        let end = end.ok_or_else(|| invalid("a mapping beyond the end of its file"))?;
+        let end = end.ok_or_else(|| invalid("a mapping past the end of its file"))?;
         // For hugetlbfs the block is the huge page, to which offsets and lengths must be aligned.
         let block = data.blksize().max(4096);
         if !block.is_power_of_two() {
-            return Err(invalid("a file with odd blocks"));
+            return Err(invalid("a file whose block size is not a power of two"));
         }
         let start = offset & !(block - 1);
         let (lead, length) = ((offset - start) as usize, length as usize);

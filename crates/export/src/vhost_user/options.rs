@@ -48,10 +48,10 @@ impl Default for Options {
 #[non_exhaustive]
 pub enum OptionsError {
     /// The serial number does not fit.
-    #[error("the serial number {0:?} is not ASCII of up to 20 characters")]
+    #[error("the serial number {0:?} is not ASCII of at most 20 characters")]
     Serial(String),
     /// The number of queues is out of range.
-    #[error("{0} queues; there may be 1 to {MAX_QUEUES}")]
+    #[error("the number of queues is {0}; it must be 1 to {MAX_QUEUES}")]
     Queues(u16),
     /// The size of queues is none.
     #[error("the queue size {0} is not a power of two from 2 to 1024")]

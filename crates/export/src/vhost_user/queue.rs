@@ -127,7 +127,7 @@ where
             tracing::info!(
                 queue = self.context.queue,
                 requests = heads.len(),
-                "requests that were in flight when the last server ended are served again"
+                "resubmitting requests that were in flight when the last server ended"
             );
         }
         // Entries are used or in the list, or were not taken: a client that lost its last server cannot
@@ -194,7 +194,8 @@ where
                 Ok(Poll::Ready(()))
             }
             Poll::Ready(Err(error)) => {
-                tracing::warn!(queue = self.context.queue, %error, "a queue's kicks cannot be read");
+                tracing::warn!(queue = self.context.queue, %error, "cannot read a queue's kick \
+                                                                    eventfd");
                 self.broken = true;
                 Ok(Poll::Ready(()))
             }

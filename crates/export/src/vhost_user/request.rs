@@ -133,7 +133,7 @@ impl<D: BlockDevice> Context<D> {
         let changes =
             matches!(kind, VIRTIO_BLK_T_OUT | VIRTIO_BLK_T_DISCARD | VIRTIO_BLK_T_WRITE_ZEROES);
         if changes && self.read_only {
-            return Err(refuse(&"a change of a disk that is read-only"));
+            return Err(refuse(&"a write to a read-only disk"));
         }
         match kind {
             VIRTIO_BLK_T_IN | VIRTIO_BLK_T_OUT => {
@@ -147,7 +147,7 @@ impl<D: BlockDevice> Context<D> {
                     return Err(refuse(&"a request with memory of a wrong kind or length"));
                 }
                 let Some(offset) = self.offset(sector, length) else {
-                    return Err(refuse(&"a request beyond the end of the disk"));
+                    return Err(refuse(&"a request past the end of the disk"));
                 };
                 Ok(match (changes, list.as_slice()) {
                     (_, []) => return Err(Answer::of(OK)),
@@ -211,7 +211,7 @@ impl<D: BlockDevice> Context<D> {
             }
             let length = u64::from(sectors) * SECTOR;
             let Some(offset) = self.offset(sector, length) else {
-                self.complain(&"a range beyond the end of the disk");
+                self.complain(&"a range past the end of the disk");
                 return Err(Answer::of(ERROR));
             };
             ranges.push(Range { offset, length, may_unmap: unmap });

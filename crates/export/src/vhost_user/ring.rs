@@ -73,11 +73,11 @@ pub(crate) struct Addresses {
 pub(crate) enum RingError {
     #[error("its size {0} is not a power of two up to {MAX_SIZE}")]
     Size(u32),
-    #[error("its {0} is outside of the memory, or not aligned")]
+    #[error("its {0} is outside the guest's memory, or not aligned")]
     Place(&'static str),
     #[error("the available index {available} is too far ahead of {next}")]
     TooFar { available: u16, next: u16 },
-    #[error("there is no descriptor {0}")]
+    #[error("descriptor {0} does not exist")]
     NoDescriptor(u16),
     #[error("the list of requests in flight does not fit it: {0}")]
     Inflight(&'static str),

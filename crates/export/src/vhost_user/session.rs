@@ -111,13 +111,13 @@ impl<'a, D: BlockDevice> Session<'a, D> {
                 Ok(false) => {}
                 Ok(true) => break,
                 Err(error) => {
-                    tracing::warn!(%error, "a client is disconnected");
+                    tracing::warn!(%error, "a client was disconnected");
                     break;
                 }
             }
         }
         self.stop_all().await;
-        tracing::info!("the client has gone");
+        tracing::info!("the client disconnected");
     }
 
     async fn next(&self, connection: &mut Connection) -> Event {
@@ -193,7 +193,8 @@ impl<'a, D: BlockDevice> Session<'a, D> {
             code::REM_MEM_REG => {
                 let (_, region): (u64, MemoryRegion) = single_region(&message)?;
                 let memory = self.memory.without(region.into());
-                let memory = memory.ok_or_else(|| invalid("a region that is not there"))?;
+                let memory =
+                    memory.ok_or_else(|| invalid("a memory region that does not exist"))?;
                 self.change_memory(memory).await
             }
             code::GET_CONFIG => self.get_config(&message),
@@ -208,7 +209,7 @@ impl<'a, D: BlockDevice> Session<'a, D> {
             code::SET_STATUS => {
                 let status: u64 = message.read()?;
                 self.status =
-                    u8::try_from(status).map_err(|_| invalid("a status beyond a byte"))?;
+                    u8::try_from(status).map_err(|_| invalid("a status larger than a byte"))?;
                 if self.status == 0 {
                     self.reset().await;
                 }
@@ -223,7 +224,7 @@ impl<'a, D: BlockDevice> Session<'a, D> {
             code::SET_VRING_KICK | code::SET_VRING_CALL | code::SET_VRING_ERR => {
                 self.set_notifier(message).await
             }
-            _ => Err(invalid("a message that is not known here")),
+            _ => Err(invalid("an unknown message")),
         }
     }
 
@@ -296,7 +297,7 @@ impl<'a, D: BlockDevice> Session<'a, D> {
         if let Some(channel) = &self.channel
             && let Err(error) = channel.tell(code::BACKEND_CONFIG_CHANGE).await
         {
-            tracing::warn!(%error, "a client cannot be told of the disk's new size");
+            tracing::warn!(%error, "cannot notify a client of the disk's new size");
             self.channel = None;
         }
     }
@@ -305,7 +306,10 @@ impl<'a, D: BlockDevice> Session<'a, D> {
         let asked = in_flight_area(&mut message)?;
         let options = &self.server.options;
         if asked.queues > options.queues || asked.queue_size > options.queue_size {
-            return Err(invalid("a list of requests in flight for more than there is"));
+            return Err(invalid(
+                "a list of requests in flight for too many queues or too large \
+                                queues",
+            ));
         }
         let file = inflight::create(asked.queues, asked.queue_size)?;
         let length = inflight::length(asked.queues, asked.queue_size);
@@ -317,7 +321,7 @@ impl<'a, D: BlockDevice> Session<'a, D> {
         let file = File::from(message.file()?);
         let area = in_flight_area(&mut message)?;
         if self.vrings.iter().any(Vring::is_running) {
-            return Err(invalid("another list of requests in flight while there may be some"));
+            return Err(invalid("a second list of requests in flight while queues run"));
         }
         let region = Region::new(&file, area.offset, area.length, area.queues, area.queue_size)?;
         self.in_flight = Some(Arc::new(region));
@@ -325,7 +329,7 @@ impl<'a, D: BlockDevice> Session<'a, D> {
     }
 
     fn vring(&mut self, index: u32) -> io::Result<&mut Vring> {
-        self.vrings.get_mut(index as usize).ok_or_else(|| invalid("a queue that is not there"))
+        self.vrings.get_mut(index as usize).ok_or_else(|| invalid("a queue that does not exist"))
     }
 
     async fn set_vring(&mut self, code: u32, state: VringState) -> io::Result<Reply> {
@@ -341,21 +345,21 @@ impl<'a, D: BlockDevice> Session<'a, D> {
             }
             code::SET_VRING_ENABLE => {
                 if value > 1 {
-                    return Err(invalid("a queue is enabled by 1, disabled by 0"));
+                    return Err(invalid("an enable value other than 0 or 1"));
                 }
                 vring.enabled = value == 1;
                 if value == 0 {
                     vring.stop().await;
                 }
             }
-            _ if vring.is_running() => return Err(invalid("a change of a queue that runs")),
+            _ if vring.is_running() => return Err(invalid("a change to a running queue")),
             code::SET_VRING_NUM if value > most || !value.is_power_of_two() => {
-                return Err(invalid("a queue of a size that is not offered"));
+                return Err(invalid("a queue size that was not offered"));
             }
             code::SET_VRING_NUM => vring.size = value,
             _ => {
                 vring.base =
-                    u16::try_from(value).map_err(|_| invalid("an index beyond 16 bits"))?;
+                    u16::try_from(value).map_err(|_| invalid("an index of more than 16 bits"))?;
             }
         }
         self.start(index as usize)
@@ -381,7 +385,7 @@ impl<'a, D: BlockDevice> Session<'a, D> {
         match message.code {
             code::SET_VRING_KICK => {
                 let file: Option<OwnedFd> = file;
-                let kick = file.ok_or_else(|| invalid("a queue that is to be polled for ever"))?;
+                let kick = file.ok_or_else(|| invalid("a queue without a kick eventfd"))?;
                 vring.stop().await;
                 vring.kick = Some(kick);
                 return self.start(index as usize);

@@ -221,7 +221,7 @@ impl Connection {
         };
         let (code, flags, length) = (word(0), word(1), word(2) as usize);
         if flags & VERSION_MASK != VERSION || flags & REPLY != 0 || length > MAX_BODY {
-            return Err(invalid("what arrived is no vhost-user message"));
+            return Err(invalid("the data received is not a vhost-user message"));
         }
         self.body.resize(length, 0);
         if self.filled < HEADER + length {

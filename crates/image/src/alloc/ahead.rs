@@ -104,7 +104,7 @@ impl<S: Storage> Allocator<S> {
             Ok(()) => state.prepared = region,
             Err(error) => {
                 // Space is short: what is needed will say so itself.
-                tracing::debug!(%error, "the file was not prepared for growth");
+                tracing::debug!(%error, "cannot preallocate space at the end of the file");
                 state.growth.exhausted = true;
             }
         }

@@ -118,7 +118,7 @@ impl<S: Storage> Allocator<S> {
     pub async fn append_area(&self, area: Range<u64>) -> Result<Vec<HostCluster>> {
         let mut state = self.lock().await;
         if area.start < state.never_used {
-            return Err(self.full("it grew while its index was made".into()));
+            return Err(self.full("it grew while its index was written".into()));
         }
         let home = area.end;
         self.refuse_tables(area.start..home + 1)?;

@@ -209,7 +209,7 @@ impl<S: Storage> Allocator<S> {
 
     fn start_of(&self, run: Run) -> Result<HostOffset> {
         self.geometry.host_cluster_start(run.start).ok_or_else(|| {
-            self.full(format!("host cluster {} lies beyond what an offset can name", run.start))
+            self.full(format!("host cluster {} is past the largest possible offset", run.start))
         })
     }
 

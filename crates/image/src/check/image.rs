@@ -71,7 +71,7 @@ impl<S: Storage> Image<S> {
         if l1_end.is_none_or(|end| end.get() > length) {
             return Err(image.refused(format!(
                 "its L1 table (l1_table_offset {}, l1_size {}) reaches past the end of the file \
-                 ({length} bytes): the file was cut short; restore it from a copy",
+                 ({length} bytes): the file is truncated; restore it from a backup",
                 image.header.l1_table_offset, image.header.l1_size
             )));
         }

@@ -128,7 +128,7 @@ pub async fn repair_dirty<S: Storage>(storage: &Arc<S>, name: &Path, recover: bo
             image: name.to_owned(),
             reason: format!(
                 "it was not closed (dirty bit) and could not be repaired; {} errors remain, the \
-                 first that was found is '{first}'",
+                 first is '{first}'",
                 report.corruptions + report.check_errors
             ),
         });

@@ -262,7 +262,10 @@ impl Survey {
             return fail(&format!("nb_snapshots {} exceeds {MAX_SNAPSHOTS}", header.nb_snapshots));
         }
         if !image.geometry.is_aligned(header.snapshots_offset) || start == 0 {
-            return fail(&format!("snapshots_offset {} is no cluster's", header.snapshots_offset));
+            return fail(&format!(
+                "snapshots_offset {} is not cluster aligned",
+                header.snapshots_offset
+            ));
         }
         // Snapshots that share an L1 table make the same references.
         let mut tables: BTreeMap<(u64, u32), u64> = BTreeMap::new();

@@ -41,7 +41,7 @@ impl GroupCommit {
 
     /// Refuses writes and commits from now on.
     fn poison(&self, what: &str, reason: String, flush: bool) {
-        tracing::error!(reason, "{what}: the disk takes no more writes");
+        tracing::error!(reason, "{what}: the disk accepts no more writes");
         self.failure.write().get_or_insert(Failure { reason, flush });
     }
 
@@ -63,7 +63,7 @@ impl GroupCommit {
         error: &DiskError,
         last: impl FnOnce() -> F,
     ) -> Result<()> {
-        self.poison("its tables contradict each other", error.to_string(), false);
+        self.poison("its tables are inconsistent", error.to_string(), false);
         let _turn = self.turn.lock().await;
         last().await
     }
@@ -116,7 +116,7 @@ impl Drop for Unfinished<'_> {
         if sabotage::is(Sabotage::ForgottenCommit) {
             return;
         }
-        let reason = format!("{} was given up before it had ended", self.what);
+        let reason = format!("{} was abandoned before it ended", self.what);
         self.group.poison(self.what, reason, false);
     }
 }

@@ -110,7 +110,7 @@ pub(super) async fn give_back<S: Storage>(
     for run in runs {
         let (offset, length) = (run.start * size, (run.end - run.start) * size);
         if let Err(error) = metadata.layer.storage().discard(offset, length).await {
-            tracing::debug!(%error, "discarded space was not given back");
+            tracing::debug!(%error, "cannot release discarded space");
             break;
         }
     }

@@ -47,7 +47,7 @@ impl<S: Storage> Metadata<S> {
                     image = %isobath_storage::shown(self.layer.name()),
                     mappings = changes.len(),
                     pieces = found_log.kept.len(),
-                    "bringing in what a killed process had answered"
+                    "replaying the writes acknowledged by a killed process"
                 );
                 found_log.set_unclean();
                 self.apply(changes, &found_log.kept, &area).await?;
@@ -55,7 +55,8 @@ impl<S: Storage> Metadata<S> {
             Err(reason) => tracing::error!(
                 image = %isobath_storage::shown(self.layer.name()),
                 reason,
-                "the log that a killed process left does not fit: the image is as after a crash"
+                "the restart log of a killed process does not match the image, which is as after a \
+                 power failure"
             ),
         }
         journal::take_out(&**self.layer.storage(), &header).await?;
@@ -86,14 +87,14 @@ impl<S: Storage> Metadata<S> {
         for (&cluster, &entry) in &found_log.entries {
             let cluster = ClusterIndex::new(cluster);
             if cluster.get() >= clusters {
-                return Ok(Err("it maps what is behind the disk's end"));
+                return Ok(Err("it maps an offset past the end of the disk"));
             }
             let present = self.tables.entry(cluster).await?;
             if present == entry {
                 continue;
             }
             let Some((before, after)) = both(&geometry, present, entry) else {
-                return Ok(Err("it has a mapping that is none"));
+                return Ok(Err("it has an invalid mapping"));
             };
             let change = Change {
                 cluster,
@@ -130,7 +131,7 @@ impl<S: Storage> Metadata<S> {
         }
         for (host, count) in released {
             if self.alloc.refcount(host).await? < count {
-                return Ok(Err("it replaces a mapping that is not counted"));
+                return Ok(Err("it replaces a mapping whose refcount is too small"));
             }
         }
         Ok(Ok(changes))

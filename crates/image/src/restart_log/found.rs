@@ -38,8 +38,8 @@ impl FoundLog {
         }
         let memory = memory.map_err(|error| {
             refused(format!(
-                "its server was killed, and what that had answered without a flush cannot be had: \
-                 {error}. Remove that file to open the image as after a power failure"
+                "its server was killed, and its unflushed writes cannot be recovered: {error}. \
+                 Remove that file to open the image as after a power failure"
             ))
         })?;
         let Some(memory) = memory else { return Ok(None) };
@@ -58,8 +58,8 @@ impl FoundLog {
         }
         if damaged {
             return Err(refused(format!(
-                "its server was killed, and the log of what that had answered without a flush is \
-                 damaged. Remove '{}' to open the image as after a power failure",
+                "its server was killed, and the log of its unflushed writes is damaged. Remove \
+                 '{}' to open the image as after a power failure",
                 found.memory.name()
             )));
         }

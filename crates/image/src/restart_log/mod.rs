@@ -293,7 +293,7 @@ impl RestartLog {
         let Some(lost) = memory.filter(|memory| !memory.is_there()) else { return };
         tracing::warn!(
             image = %isobath_storage::shown(storage.name()),
-            "the memory that outlives this process was removed; it goes on in other memory"
+            "the restart memory was removed; continuing in new restart memory"
         );
         let memory = new_memory(storage).await;
         let state = &mut *self.state.lock();
@@ -398,7 +398,7 @@ async fn new_memory<S: Storage>(storage: &S) -> Option<Arc<dyn RestartMemory>> {
     if found.is_none() {
         tracing::warn!(
             image = %isobath_storage::shown(storage.name()),
-            "without memory that outlives this process, what it has not flushed does not either"
+            "no restart memory; unflushed writes will be lost if this process is killed"
         );
     }
     found

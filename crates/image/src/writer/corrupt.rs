@@ -33,7 +33,7 @@ impl<S: Storage> Writer<S> {
         let marked = self.group.end(error, || self.set_corrupt_bit(error)).await;
         if let Err(failure) = marked {
             let image = isobath_storage::shown(self.layer.name());
-            tracing::error!(%image, error = %failure, "it could not be marked as corrupt");
+            tracing::error!(%image, error = %failure, "cannot mark the image as corrupt");
         }
     }
 
@@ -47,7 +47,7 @@ impl<S: Storage> Writer<S> {
         if version < 3 || bits.contains(IncompatibleFeatures::CORRUPT) {
             return Ok(());
         }
-        tracing::error!(%error, "the image is marked as corrupt and takes no more writes");
+        tracing::error!(%error, "the image is marked as corrupt and accepts no more writes");
         let bits = bits.with(IncompatibleFeatures::CORRUPT);
         let bytes = IoBuf::copy_of(&bits.bits().to_be_bytes());
         let storage = self.layer.storage();

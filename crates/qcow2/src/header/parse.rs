@@ -44,7 +44,7 @@ impl Header {
                 FormatErrorKind::NotQcow2,
                 "magic",
                 format_args!("{:02x?}", start.get(..4).unwrap_or(start)),
-                "this is no qcow2 image",
+                "this is not a qcow2 image",
             ));
         }
         match (bytes::be32(start, 4), bytes::be32(start, 20)) {
@@ -148,7 +148,7 @@ impl Header {
                 FormatError::unsupported(
                     "compression_type",
                     compression,
-                    "only 0 (zlib) and 1 (zstd) are known",
+                    "only 0 (zlib) and 1 (zstd) are supported",
                 )
             })?;
             header.unknown_fields = unknown.to_vec();
@@ -215,7 +215,7 @@ impl Header {
         Err(FormatError::unsupported(
             "incompatible_features",
             names.unwrap_or(&empty).describe(FeatureKind::Incompatible, unknown.bits()),
-            "the image needs features that are not known here; open it with a program that has them",
+            "the image needs unsupported features; open it with a program that supports them",
         ))
     }
 }
@@ -224,7 +224,7 @@ fn truncated(length: usize, needed: usize) -> FormatError {
     FormatError::truncated(
         "header",
         format_args!("{length} bytes long"),
-        format!("needs at least {needed}; the file is cut short"),
+        format!("needs at least {needed}; the file is truncated"),
     )
 }
 

@@ -26,14 +26,14 @@ impl Header {
                     FormatErrorKind::Encrypted,
                     "crypt_method",
                     if self.crypt_method == 1 { "1 (AES)" } else { "2 (LUKS)" },
-                    "encrypted images are not supported; decrypt it with qemu-img convert",
+                    "encrypted images are not supported; decrypt the image with qemu-img convert",
                 ));
             }
             other => {
                 return Err(FormatError::unsupported(
                     "crypt_method",
                     other,
-                    "this encryption method is not known",
+                    "unknown encryption method",
                 ));
             }
         }
@@ -101,14 +101,14 @@ impl Header {
             (Some(journal), None) => journal.validate(geometry),
             (Some(_), Some(_)) => Err(journal::irrecoverable(
                 "journal extension",
-                format_args!("there {there} times"),
-                "one must say where the journal is",
+                format_args!("present {there} times"),
+                "exactly one must give the journal's location",
             )),
             _ => Err(journal::irrecoverable(
                 "journal extension",
                 if there == 0 { "missing" } else { "not valid" },
-                "the image needs what is in its journal (incompatible feature bit 61), and nothing \
-                 says where that is",
+                "the image needs what is in its journal (incompatible feature bit 61), but its \
+                 location is unknown",
             )),
         }
     }
@@ -121,7 +121,7 @@ impl Header {
                     return Err(FormatError::invalid(
                         "full disk encryption header pointer",
                         offset,
-                        "must only be there with LUKS encryption",
+                        "must be present only with LUKS encryption",
                     ));
                 }
                 Extension::Bitmaps(bitmaps)
@@ -147,7 +147,7 @@ impl Header {
             }
             if text.contains('\0') {
                 let text = printable(text.as_bytes());
-                return Err(FormatError::invalid(field, text, "must have no NUL in it"));
+                return Err(FormatError::invalid(field, text, "must not contain a NUL"));
             }
             Ok(())
         };
@@ -381,7 +381,7 @@ mod tests {
             errors[0].clone()
         };
         header.extensions.push(Extension::Journal(journal));
-        assert!(refusals(&header).starts_with("journal extension is there 2 times: "));
+        assert!(refusals(&header).starts_with("journal extension is present 2 times: "));
         header.extensions.truncate(3);
         assert!(refusals(&header).starts_with("journal extension is missing: "));
         let data = vec![0; 32];

@@ -75,7 +75,10 @@ impl<'a> Journal<'a> {
             return Err(irrecoverable(
                 "journal record's sequence",
                 view.sequence,
-                format_args!("two records have it, at {at:#x} and {other:#x} in the journal"),
+                format_args!(
+                    "two records have this sequence, at {at:#x} and {other:#x} in the \
+                              journal"
+                ),
             ));
         }
         let mut journal =
@@ -164,7 +167,7 @@ impl<'a> Journal<'a> {
             return Err(irrecoverable(
                 "journal record",
                 format_args!("{}, the last one", last.sequence),
-                "it was durable before a later record was written, and cannot be left out",
+                "it was durable before a later record was written and cannot be dropped",
             ));
         }
         if last.sequence > self.first_sequence {

@@ -71,7 +71,8 @@ impl JournalExtension {
             "journal area",
             format_args!("{} bytes at {}", self.area_length, self.area_offset),
             format_args!(
-                "it must be whole clusters of {cluster} bytes behind the header's and below 2^56, and \
+                "it must be whole clusters of {cluster} bytes after the header's and below 2^56, \
+                 and \
                  a multiple of {BLOCK} from {MIN_AREA} to {MAX_AREA} bytes long"
             ),
         ))

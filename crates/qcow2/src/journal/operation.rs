@@ -184,7 +184,7 @@ impl<'a> Items<'a> {
             return Err(irrecoverable(
                 "journal record's operation",
                 format_args!("of kind {kind} with {reserved:02x?} and {padding:02x?}"),
-                "what is reserved must be 0",
+                "reserved bytes must be 0",
             ));
         }
         let kind = match kind {
@@ -197,7 +197,7 @@ impl<'a> Items<'a> {
                 return Err(irrecoverable(
                     "journal record's zones",
                     format_args!("at {}", HostOffset::new(offset)),
-                    "they have no offset of their own",
+                    "their offset must be 0",
                 ));
             }
             ZONES => Kind::Zones(payload),

@@ -86,7 +86,7 @@ impl Record {
             return Err(irrecoverable(
                 "journal record's checksum",
                 format_args!("{:#010x}", view.crc),
-                format_args!("its bytes give {:#010x}", crc.unwrap_or_default()),
+                format_args!("the checksum of its bytes is {:#010x}", crc.unwrap_or_default()),
             ));
         }
         view.check()?;

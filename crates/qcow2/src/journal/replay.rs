@@ -91,8 +91,8 @@ impl<'a> Replay<'a> {
                 if self.pieces.len() > MAX_PIECES {
                     return Err(irrecoverable(
                         "journal",
-                        format_args!("with more than {MAX_PIECES} ranges to be written"),
-                        "no writer leaves so many",
+                        format_args!("with more than {MAX_PIECES} ranges to write"),
+                        "more than any writer leaves",
                     ));
                 }
             }

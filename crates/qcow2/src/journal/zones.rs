@@ -78,7 +78,7 @@ impl Zone {
                     self.clusters,
                     self.plain.len()
                 ),
-                "it must have a bit for each, and no other that is set",
+                "it must have one bit per cluster, and no other bit set",
             ));
         }
         Ok(())
@@ -116,7 +116,7 @@ impl Zones {
             irrecoverable(
                 "journal record's zones",
                 format_args!("{found} bytes long"),
-                format_args!("the next field ends {needed} bytes on"),
+                format_args!("the next field ends at byte {needed}"),
             )
         };
         let (Some(floor), Some(proven), Some(mut rest)) =
@@ -241,7 +241,7 @@ mod tests {
             (vec![zone(0, 65537)], "must have 1 to 65536"),
             (vec![zone((1 << 56) - 512, 2)], "end below 2^56"),
             (vec![zone(u64::MAX, 1)], "end below 2^56"),
-            (vec![Zone { plain: vec![0x81, 4], ..zone(0, 10) }], "no other that is set"),
+            (vec![Zone { plain: vec![0x81, 4], ..zone(0, 10) }], "no other bit set"),
             (vec![zone(512, 8), zone(1 << 20, 1), zone(512, 1)], "overlaps the one at 0x200"),
             (vec![zone(1024, 1), zone(0, 3)], "overlaps the one at 0x400"),
             (many(most + 1), "at most 4096"),

@@ -32,7 +32,7 @@ pub enum SplitError {
     #[error("JSON parse error, stray '{0}'")]
     Stray(char),
     /// A byte 0xFF, with which a client asks to forget what it has sent so far.
-    #[error("JSON parse error, the value was given up by the client")]
+    #[error("JSON parse error, the client aborted the value")]
     Reset,
 }
 

@@ -85,8 +85,8 @@ async fn answer<H: Host + Clone>(stream: &Stream, server: &Server<Monitor<H>>) {
     }
     let (status, body) = match wanted(&request) {
         Wanted::Metrics => ("200 OK", text::metrics(server)),
-        Wanted::Other => ("404 Not Found", "The figures are at /metrics.\n".to_owned()),
-        Wanted::Method => ("405 Method Not Allowed", "Only GET is answered.\n".to_owned()),
+        Wanted::Other => ("404 Not Found", "Metrics are served at /metrics.\n".to_owned()),
+        Wanted::Method => ("405 Method Not Allowed", "Only GET is supported.\n".to_owned()),
     };
     let head = format!(
         "HTTP/1.1 {status}\r\nContent-Type: text/plain; version=0.0.4; charset=utf-8\r\n\
@@ -95,7 +95,7 @@ async fn answer<H: Host + Clone>(stream: &Stream, server: &Server<Monitor<H>>) {
     );
     let reply = IoBuf::copy_of((head + &body).as_bytes());
     if let Err(error) = stream.send_all(reply).await.0 {
-        tracing::debug!(%error, "metrics could not be sent");
+        tracing::debug!(%error, "cannot send metrics");
     }
 }
 

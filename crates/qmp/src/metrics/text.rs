@@ -98,7 +98,7 @@ fn gauges<H: Host>(text: &mut Text, drives: &Drives<H>) {
             text.sample(name, &[("disk", disk)], value(drive));
         }
     };
-    gauge("isobath_requests_in_flight", "Requests under way.", &|drive| {
+    gauge("isobath_requests_in_flight", "Requests in flight.", &|drive| {
         drive.disk().io_stats().in_flight.into()
     });
     gauge("isobath_disk_size_bytes", "The disk's size.", &|drive| drive.disk().size());
@@ -109,14 +109,14 @@ fn gauges<H: Host>(text: &mut Text, drives: &Drives<H>) {
         &|drive| drive.disk().indexed_layers() as u64,
     );
     gauge("isobath_map_bytes", "Memory of the map.", &|drive| drive.disk().map_stats().bytes);
-    gauge("isobath_map_budget_bytes", "Memory that the map may have.", &|drive| {
+    gauge("isobath_map_budget_bytes", "The map's memory limit.", &|drive| {
         drive.disk().map_stats().budget
     });
 }
 
 fn map<H: Host>(text: &mut Text, drives: &Drives<H>) {
     let name = "isobath_map_lookups_total";
-    text.family(name, "counter", "Lookups in the map since the chain's map was made.");
+    text.family(name, "counter", "Lookups in the map since it was created.");
     for (disk, drive) in drives {
         let stats = drive.disk().map_stats();
         for (result, count) in
@@ -141,13 +141,13 @@ fn monitor_metrics<H: Host + Clone>(text: &mut Text, monitor: &Monitor<H>) {
             text.sample(name, &labels, value(job));
         }
     };
-    gauge("isobath_job_done_bytes", "How far a job has come.", |job| job.progress().current);
-    gauge("isobath_job_bytes", "All that a job has to look at.", |job| job.progress().total);
-    gauge("isobath_job_copied_bytes", "What a job has copied.", |job| job.progress().copied);
-    gauge("isobath_job_yields", "1 where a job makes way for the guest just now.", |job| {
+    gauge("isobath_job_done_bytes", "A job's progress.", |job| job.progress().current);
+    gauge("isobath_job_bytes", "A job's total work.", |job| job.progress().total);
+    gauge("isobath_job_copied_bytes", "Bytes that a job has copied.", |job| job.progress().copied);
+    gauge("isobath_job_yields", "1 while a job is throttled for guest I/O.", |job| {
         job.yields().into()
     });
-    text.family("isobath_export_clients", "gauge", "Clients that have chosen an export.");
+    text.family("isobath_export_clients", "gauge", "Clients connected to an export.");
     for (export, clients) in monitor.export_clients() {
         text.sample("isobath_export_clients", &[("export", &export)], clients);
     }

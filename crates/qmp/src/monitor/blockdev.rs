@@ -88,7 +88,7 @@ impl<H: Host + Clone> Monitor<H> {
                 let driver = text(options, "driver");
                 if format_of(driver).is_some() {
                     return Err(QmpError::new(format_args!(
-                        "driver '{driver}' cannot be what an image is stored in; use 'file'"
+                        "driver '{driver}' cannot hold an image; use 'file'"
                     )));
                 }
                 let path = text(options, "filename").into();
@@ -153,8 +153,8 @@ impl<H: Host + Clone> Monitor<H> {
         let shrink = flag(arguments, "shrink").unwrap_or(false);
         if size < disk.size() && !shrink {
             return Err(QmpError::new(format_args!(
-                "The new size of {size} bytes is smaller than the disk's {}, and what lies beyond it \
-                 would be lost; 'shrink': true allows that",
+                "The new size of {size} bytes is smaller than the disk's {}, so data past the new \
+                 end would be lost; use 'shrink': true to allow it",
                 disk.size()
             )));
         }

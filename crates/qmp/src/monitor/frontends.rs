@@ -69,8 +69,8 @@ impl<H: Host + Clone> Monitor<H> {
                 .any(|layer| layer.name().canonicalize().is_ok_and(|name| name == covered))
             {
                 return Err(QmpError::new(format_args!(
-                    "'{}' is an image of the disk itself, which could not be opened again below the mount; \
-                     create an empty file and name that",
+                    "'{}' is an image of the disk itself, which could not be reopened below the \
+                     mount; create an empty file and mount on that",
                     mount_point.display()
                 )));
             }

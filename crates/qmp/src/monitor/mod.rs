@@ -179,7 +179,7 @@ impl<H: Host + Clone> Monitor<H> {
         let added: Vec<_> = self.drives().into_iter().filter(|drive| drive.is_added()).collect();
         for drive in added {
             if let Err(error) = drive.close().await {
-                tracing::warn!(%error, "a disk was not closed");
+                tracing::warn!(%error, "cannot close a disk");
             }
         }
         self.pass_on();
@@ -240,7 +240,7 @@ impl<H: Host + Clone> Service for Monitor<H> {
         arguments: Map<String, Value>,
     ) -> std::result::Result<Value, QmpError> {
         if self.ending.get() {
-            return Err(QmpError::of(ErrorClass::GenericError, "the server is ending"));
+            return Err(QmpError::of(ErrorClass::GenericError, "the server is shutting down"));
         }
         let result = self.run(command, arguments).await;
         // A job that was just started or ended tells so before the reply.

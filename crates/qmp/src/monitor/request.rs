@@ -91,7 +91,7 @@ impl Request {
             .and_then(|()| fs::rename(&unfinished, file));
         if let Err(error) = kept {
             let file = file.display();
-            tracing::warn!(%file, %error, "a job's request could not be kept");
+            tracing::warn!(%file, %error, "cannot save a job's request");
         }
     }
 
@@ -102,7 +102,7 @@ impl Request {
             && error.kind() != io::ErrorKind::NotFound
         {
             let file = file.display();
-            tracing::warn!(%file, %error, "a job's request could not be removed");
+            tracing::warn!(%file, %error, "cannot remove a job's request");
         }
     }
 
@@ -132,11 +132,13 @@ impl Request {
             return Err(format!("it is longer than {LONGEST} bytes"));
         }
         let content = json::parse(&content)?;
-        let content = content.as_object().ok_or("it is no object")?;
+        let content = content.as_object().ok_or("it is not an object")?;
         let command = match text(content, "command") {
             "block-stream" => "block-stream",
             "block-commit" => "block-commit",
-            other => return Err(format!("the command '{}' starts no job", other.escape_debug())),
+            other => {
+                return Err(format!("the command '{}' does not start a job", other.escape_debug()));
+            }
         };
         let path = |name: &str| content.get(name).and_then(Value::as_str).map(PathBuf::from);
         let arguments = content.get("arguments").and_then(Value::as_object).cloned();
@@ -185,7 +187,7 @@ pub(super) fn interrupted<H: Host>(drive: &Drive<H>) -> Vec<Request> {
             }
             Err(error) => {
                 let file = file.display();
-                tracing::warn!(%file, error, "a job's request cannot be used");
+                tracing::warn!(%file, error, "cannot use a job's request");
             }
         }
     }
@@ -211,8 +213,8 @@ impl<H: Host + Clone> Monitor<H> {
             let named = path.as_deref().map(|path| {
                 found.drive.layers().into_iter().find(|layer| layer.name() == path).ok_or_else(|| {
                     QmpError::new(format_args!(
-                        "'{}', of which the job '{}' was to make use, is not part of the chain any \
-                         more; forget the job, and start another",
+                        "'{}', which the job '{}' needs, is no longer part of the chain; dismiss \
+                         the job and start a new one",
                         path.display(),
                         request.id
                     ))

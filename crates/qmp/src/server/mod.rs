@@ -125,7 +125,7 @@ impl<S: Service> Server<S> {
                 Err(error) => match error.raw_os_error() {
                     Some(libc::ECONNABORTED) => {}
                     Some(libc::EMFILE | libc::ENFILE | libc::ENOBUFS | libc::ENOMEM) => {
-                        tracing::warn!(%error, "could not accept a QMP client; trying again");
+                        tracing::warn!(%error, "cannot accept a QMP client; retrying");
                         self.unless_stopped(sleep(ACCEPT_PAUSE)).await;
                     }
                     _ => return Err(error),

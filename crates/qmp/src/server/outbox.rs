@@ -50,7 +50,11 @@ impl Outbox {
     /// Adds an event; cuts the client off where too much waits already.
     pub(super) fn push_event(&self, line: &[u8]) {
         if self.queued().saturating_add(line.len()) > self.limit && !self.broken.get() {
-            tracing::warn!(waiting = self.queued(), "a QMP client does not read; it is cut off");
+            tracing::warn!(
+                waiting = self.queued(),
+                "a QMP client does not read its replies; \
+                                                     disconnecting it"
+            );
             self.cut();
         }
         self.push(line);
@@ -111,7 +115,7 @@ impl Outbox {
             let (result, _) = self.stream.send_all(piece).await;
             self.sending.set(0);
             if let Err(error) = result {
-                tracing::debug!(%error, "a QMP client is gone");
+                tracing::debug!(%error, "a QMP client disconnected");
                 self.cut();
             }
             self.changed.notify(usize::MAX);

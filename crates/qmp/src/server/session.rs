@@ -49,7 +49,7 @@ impl<'a, S: Service> Session<'a, S> {
                 Ok(0) => return,
                 Ok(count) => count,
                 Err(error) => {
-                    tracing::debug!(%error, "a QMP client is gone");
+                    tracing::debug!(%error, "a QMP client disconnected");
                     return;
                 }
             };

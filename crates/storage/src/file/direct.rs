@@ -36,8 +36,8 @@ impl Direct {
             return Err(io::Error::new(
                 io::ErrorKind::Unsupported,
                 format!(
-                    "O_DIRECT needs memory aligned to {memory} and blocks of {block} bytes here, \
-                     which is not supported; use the page cache (--cache writeback)"
+                    "O_DIRECT requires memory aligned to {memory} and blocks of {block} bytes \
+                     here, which is not supported; use the page cache (--cache writeback)"
                 ),
             ));
         }

@@ -61,8 +61,8 @@ impl Durability {
             return Ok(());
         }
         Err(io::Error::other(format!(
-            "an earlier flush failed ({}), so writes before it may be lost; \
-             close the image, check its disk, and open it again",
+            "an earlier flush failed ({}), so writes before it may be lost; close the image, check \
+             the storage, and reopen it",
             self.cause.lock()
         )))
     }
@@ -112,7 +112,7 @@ struct Unseen<'a>(Option<&'a Durability>);
 impl Drop for Unseen<'_> {
     fn drop(&mut self) {
         if let Some(durability) = self.0 {
-            durability.poison("its thread ended before it did");
+            durability.poison("the thread that ran it ended early");
         }
     }
 }
@@ -194,7 +194,7 @@ mod tests {
                 );
             }
             let error = durability.check().unwrap_err();
-            assert!(error.to_string().contains("its thread ended"), "{error}");
+            assert!(error.to_string().contains("the thread that ran it ended"), "{error}");
         });
     }
 }

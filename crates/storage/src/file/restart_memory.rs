@@ -48,7 +48,7 @@ impl RestartMemory for Mapped {
         if let Err(error) = fs::remove_file(&self.path)
             && error.kind() != io::ErrorKind::NotFound
         {
-            tracing::warn!(file = %shown(&self.path), %error, "it was not removed");
+            tracing::warn!(file = %shown(&self.path), %error, "cannot remove a restart log");
         }
     }
 
@@ -80,7 +80,8 @@ pub(super) async fn restart_memory(
             }
             Err(error) => {
                 let text = format!(
-                    "the memory in '{}', which may hold what a killed process had answered: {}",
+                    "the restart memory '{}', which may hold acknowledged writes of a killed \
+                     process: {}",
                     shown(&path),
                     explained(&error)
                 );
@@ -95,7 +96,7 @@ fn explained(error: &io::Error) -> String {
     match error.kind() {
         io::ErrorKind::WouldBlock => "another process is using it".into(),
         io::ErrorKind::PermissionDenied if error.raw_os_error().is_some() => {
-            format!("{error}; open the image as the user whose it is")
+            format!("{error}; open the image as the user who owns it")
         }
         _ => error.to_string(),
     }
@@ -119,16 +120,16 @@ fn open(path: &Path, owner: Option<u32>, create: bool) -> io::Result<Mapped> {
         return Err(if create { io::ErrorKind::WouldBlock } else { io::ErrorKind::NotFound }.into());
     }
     if !found.is_file() {
-        return refused("it is no regular file");
+        return refused("it is not a regular file");
     }
     let known = [Some(sys::effective_user()), owner].contains(&Some(found.uid()));
     if !known || found.nlink() != 1 || found.mode() & 0o077 != 0 {
-        return refused("it may be somebody else's");
+        return refused("it may belong to another user");
     }
     let length = RESTART_MEMORY_BYTES as u64;
     if found.len() != length {
         if found.len() != 0 {
-            return refused("it is of another length");
+            return refused("it has the wrong length");
         }
         // A page that cannot be had later would end the process.
         if let Err(error) = reserve(&file, length) {

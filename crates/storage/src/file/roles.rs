@@ -150,7 +150,7 @@ impl FileStorage {
     pub(super) async fn set_admitting(&self, admit: bool) -> Result<()> {
         let mut roles = self.roles.lock().await;
         if !self.writing.has_ended() {
-            let text = "it is open for writing, which admits no other writer";
+            let text = "it is already open for writing";
             let source = io::Error::new(io::ErrorKind::InvalidInput, text);
             return Err(StorageError::new(Operation::Lock, &self.file.name, source));
         }

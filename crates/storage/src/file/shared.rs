@@ -104,8 +104,8 @@ impl Shared {
         let now = now.map_err(|error| StorageError::new(Operation::Open, name, error))?;
         if let Some(difference) = self.seen.difference(&now) {
             let text = format!(
-                "{difference}; backing files must not change while they are used: put it back, and \
-                 open the disk again"
+                "{difference}; backing files must not change while they are in use; restore the \
+                 file, then reopen the disk"
             );
             let source = io::Error::other(text);
             return Err(StorageError::new(Operation::Open, name, source));
@@ -139,8 +139,8 @@ impl Shared {
             return error;
         }
         let text = format!(
-            "{} (it was open before, and opened again to share {} descriptors among more files; keep \
-             backing files in place while they are used, or raise the limit on open files)",
+            "{} (it was closed and reopened, as {} descriptors are shared among more files; keep \
+             backing files in place while they are in use, or raise the limit on open files)",
             error.source,
             self.file.pool.limit()
         );

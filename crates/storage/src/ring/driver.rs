@@ -404,7 +404,7 @@ fn explain(error: &io::Error) -> io::Error {
         Some(libc::ENOMEM) => "; the limit of locked memory (ulimit -l) may be too low",
         _ => "",
     };
-    io::Error::new(error.kind(), format!("could not set up io_uring: {error}{hint}"))
+    io::Error::new(error.kind(), format!("cannot set up io_uring: {error}{hint}"))
 }
 
 #[cfg(test)]

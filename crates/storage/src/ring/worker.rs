@@ -38,7 +38,8 @@ impl Worker {
                     Err(error) => drop(report.send(Err(error))),
                 }
             })?;
-        let handle = started.recv().map_err(|_| io::Error::other("the thread ended at once"))??;
+        let handle =
+            started.recv().map_err(|_| io::Error::other("the thread ended immediately"))??;
         Ok(Self { handle, stop: Some(stop), thread: Some(thread) })
     }
 

@@ -142,7 +142,7 @@ fn a_file_that_was_changed_meanwhile_is_not_read() {
     });
     let error = error.unwrap_err().to_string();
     assert!(error.contains("replaced by another file while in use"), "{error}");
-    assert!(error.contains("open the disk again"), "{error}");
+    assert!(error.contains("reopen the disk"), "{error}");
 
     let error = after(|path| {
         let time = was(path);

@@ -71,10 +71,10 @@ pub(super) fn read(
     let path = fleet.path(number);
     let (file, data) = probe::open(&path, true)?;
     let Kind::Qcow2(summary) = probe::header(&file, &path, data.len())? else {
-        return Err(Error::Corrupt("the image changed while it was looked at".into()));
+        return Err(Error::Corrupt("the image changed while it was read".into()));
     };
     if Id::of(&data) != fleet.id(number) {
-        return Err(Error::Corrupt("the image changed while it was looked at".into()));
+        return Err(Error::Corrupt("the image changed while it was read".into()));
     }
     walk(&file, data.len(), &summary, each)
 }
@@ -89,11 +89,14 @@ fn walk(
     let entries = geometry.l1_size_for(summary.disk).min(u64::from(summary.l1_size));
     let wanted = entries * 8;
     if wanted > length {
-        return Err(Error::Corrupt(format!("l1_size is {}: the file is shorter", summary.l1_size)));
+        return Err(Error::Corrupt(format!(
+            "l1_size is {}, but the file is shorter",
+            summary.l1_size
+        )));
     }
     let mut l1 = vec![0; wanted as usize];
     if probe::read_up_to(file, summary.l1_offset, &mut l1)?.len() as u64 != wanted {
-        return Err(Error::Corrupt("the L1 table does not end within the file".into()));
+        return Err(Error::Corrupt("the L1 table extends past the end of the file".into()));
     }
     // Tables cannot be more than the file has room for, however often an L1 table names one.
     let most = length / geometry.cluster_size();
@@ -112,13 +115,13 @@ fn walk(
         };
         if u64::from(tables) >= most {
             return Err(Error::Corrupt(
-                "the L1 table names more tables than the file holds".into(),
+                "the L1 table refers to more tables than the file can hold".into(),
             ));
         }
         tables += 1;
         if probe::read_up_to(file, offset.get(), &mut table)?.len() != table.len() {
             wrong.get_or_insert_with(|| {
-                format!("L1 entry {index}: the L2 table does not end within the file")
+                format!("L1 entry {index}: the L2 table extends past the end of the file")
             });
             continue;
         }

@@ -43,8 +43,8 @@ pub fn html(survey: &Survey, report: &Report, listing: Listing) -> String {
     );
     if report.interrupted {
         page.push_str(
-            "<p class=\"warning\">The survey was interrupted: this is what had been seen by then, \
-             and chains may be longer.</p>\n",
+            "<p class=\"warning\">The survey was interrupted: these are partial results, and \
+             chains may be longer.</p>\n",
         );
     }
     tiles(report, &mut page);
@@ -118,10 +118,10 @@ fn tiles(report: &Report, page: &mut String) {
     match &report.clusters {
         Some(clusters) => tile(
             &bytes(clusters.hidden_bytes),
-            "no disk shows",
+            "no disk can see",
             &format!("{:.0} % of clusters", share(clusters.hidden_bytes, clusters.data_bytes)),
         ),
-        None => tile("?", "no disk shows", "counted with --bytes"),
+        None => tile("?", "no disk can see", "counted with --bytes"),
     }
     tile(
         &bytes(report.qemu_memory_bytes),

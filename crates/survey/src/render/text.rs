@@ -42,7 +42,7 @@ fn found(report: &Report, out: &mut dyn Write) -> io::Result<()> {
         time(report.taken_at),
     )?;
     if report.interrupted {
-        writeln!(out, "INTERRUPTED: this is what had been seen, chains may be longer")?;
+        writeln!(out, "INTERRUPTED: partial results, chains may be longer")?;
     }
     writeln!(
         out,
@@ -55,15 +55,15 @@ fn found(report: &Report, out: &mut dyn Write) -> io::Result<()> {
         (counts.shared, "files shared by several overlays"),
         (counts.raw_bases, "bases that are not qcow2"),
         (counts.outside, "files outside the paths surveyed"),
-        (counts.incomplete, "chains that are not whole"),
-        (counts.in_loops, "images on circles, in no chain"),
-        (counts.broken, "images with a header that cannot be used"),
+        (counts.incomplete, "incomplete chains"),
+        (counts.in_loops, "images in loops, not part of any chain"),
+        (counts.broken, "images with an unusable header"),
         (counts.encrypted, "encrypted images"),
         (counts.indexed, "images with a direct-access index"),
         (counts.other_names, "further names of the same files"),
         (counts.symbolic_links, "symbolic links, not followed"),
         (counts.special_files, "FIFOs, sockets and devices, not opened"),
-        (counts.other_file_systems, "other file systems, left alone"),
+        (counts.other_file_systems, "other file systems, not entered"),
     ];
     for (count, what) in also.into_iter().filter(|(count, _)| *count > 0) {
         writeln!(out, "{:>12} {what}", number(count))?;
@@ -149,12 +149,12 @@ fn held(report: &Report, out: &mut dyn Write) -> io::Result<()> {
     match &report.clusters {
         Some(clusters) => writeln!(
             out,
-            "No disk shows at least {} of the {} in clusters ({} images counted)",
+            "No disk can see at least {} of the {} in clusters ({} images counted)",
             bytes(clusters.hidden_bytes),
             bytes(clusters.data_bytes),
             number(clusters.images),
         )?,
-        None => writeln!(out, "How much of that no disk shows was not counted; --bytes does")?,
+        None => writeln!(out, "Bytes that no disk can see were not counted; use --bytes")?,
     }
     writeln!(
         out,
@@ -214,7 +214,7 @@ fn advice(report: &Report, out: &mut dyn Write) -> io::Result<()> {
     if report.files_merged > 0 {
         writeln!(
             out,
-            "Merging does away with {} files; an index makes a cold look-up one read, {}",
+            "Merging removes {} files; an index reduces a cold lookup to one read, {}",
             number(report.files_merged),
             microseconds(cost::indexed_cold() / 1000.0),
         )?;

@@ -192,7 +192,7 @@ fn corrupt_tables_hide_nothing_and_cost_no_more_than_the_file() {
     let report = count().report();
     let words: Vec<_> = report.problems.list().iter().map(|one| one.trouble.word()).collect();
     assert_eq!(words, ["bad-tables"]);
-    assert!(report.problems.list()[0].detail.contains("more tables than the file holds"));
+    assert!(report.problems.list()[0].detail.contains("more tables than the file can hold"));
     // A table past the end of the file, and an entry that no cluster starts at.
     bytes[l1_at..l1_at + 1024].fill(0);
     bytes[l1_at..l1_at + 8].copy_from_slice(&(1_u64 << 63 | 1 << 40).to_be_bytes());
@@ -200,7 +200,7 @@ fn corrupt_tables_hide_nothing_and_cost_no_more_than_the_file() {
     let found = count();
     let report = found.report();
     assert_eq!(report.clusters.unwrap().hidden_bytes, 0);
-    assert!(report.problems.list()[0].detail.contains("does not end within the file"));
+    assert!(report.problems.list()[0].detail.contains("extends past the end of the file"));
     // And yet all is printed.
     let listing = Listing { count: 10, sort: SortBy::Hidden };
     let mut text = Vec::new();

@@ -197,7 +197,7 @@ fn names_lead_out_of_the_surveyed_directory_and_back() {
         assert_eq!((row.length, row.whole), expected, "{name}");
     }
     let error = survey(&[fleet.at("gone")], &options, &Progress::default()).unwrap_err();
-    assert!(error.to_string().contains("gone': could not look at it"), "{error}");
+    assert!(error.to_string().contains("gone': cannot access it"), "{error}");
     let error = survey(&[PathBuf::from("/dev/null")], &options, &Progress::default()).unwrap_err();
     assert!(error.to_string().contains("neither"), "{error}");
 }

@@ -309,7 +309,7 @@ impl Journal {
         if metadata.zones.any() {
             return Err(DiskError::Corrupt {
                 image: metadata.layer.name().to_owned(),
-                reason: "its journal was to be taken out of use while it lists zones".into(),
+                reason: "its journal cannot be deactivated while it lists zones".into(),
             });
         }
         checkpoint(metadata).await?;

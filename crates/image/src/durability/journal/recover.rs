@@ -103,8 +103,8 @@ pub async fn recover<S: Storage>(
         return Err(DiskError::Refused {
             image: name.to_owned(),
             reason: format!(
-                "its journal has {} ranges to be written apart from each other, which no writer \
-                 leaves (at most {MOST_SPANS}); copy the disk with 'isobath convert', which only reads \
+                "its journal has {} separate ranges to replay, more than any writer leaves (at \
+                 most {MOST_SPANS}); copy the disk with 'isobath convert', which only reads \
                  it",
                 spans.len()
             ),
@@ -120,8 +120,8 @@ pub async fn recover<S: Storage>(
             return Err(DiskError::Corrupt {
                 image: name.to_owned(),
                 reason: format!(
-                    "its journal (area_length {}) cannot be emptied, which what its killed server had \
-                     answered needs",
+                    "its journal (area_length {}) cannot be emptied, as replaying the writes \
+                     acknowledged by its killed server requires",
                     header.journal().map_or(0, |journal| journal.area_length)
                 ),
             });

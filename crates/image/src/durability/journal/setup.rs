@@ -27,7 +27,8 @@ impl Journal {
         if state.area.is_none()
             && let Err(error) = self.find_area(state, metadata).await
         {
-            tracing::warn!(image = %isobath_storage::shown(layer.name()), %error, "it goes on without a journal");
+            tracing::warn!(image = %isobath_storage::shown(layer.name()), %error, "cannot set up a \
+                                                                                   journal; continuing without one");
             state.impossible = true;
             if let Some(log) = &metadata.log {
                 log.promise_nothing();

@@ -57,7 +57,7 @@ fn bounded(
                 image: name.to_owned(),
                 reason: format!(
                     "the last record of its journal has checksums of more than {MOST_BYTES} bytes in \
-                     {MOST_COVERS} ranges, which no writer does; restore the image from a backup, \
+                     {MOST_COVERS} ranges, more than any writer leaves; restore the image from a backup, \
                      or have it checked by hand"
                 ),
             });

@@ -66,7 +66,7 @@ impl<S: Storage> Metadata<S> {
             if !unused.is_empty() {
                 let (at, length) = (unused.start * size, (unused.end - unused.start) * size);
                 if let Err(error) = self.layer.storage().discard(at, length).await {
-                    tracing::debug!(%error, "what was prepared of a zone was not given back");
+                    tracing::debug!(%error, "cannot release a zone's unused preallocated space");
                 }
             }
             self.alloc.forget_area(&area).await;
@@ -82,7 +82,7 @@ impl<S: Storage> Metadata<S> {
             Ok(()) => self.zones.prepared(&run),
             // Space is short: what is needed will say so itself.
             Err(error) => {
-                tracing::debug!(%error, "a zone was not prepared");
+                tracing::debug!(%error, "cannot preallocate a zone");
                 self.zones.cannot_prepare();
             }
         }

@@ -39,7 +39,7 @@ fn lengths(report: &Report) -> Chart {
         title: "Chain length".into(),
         note:
             "Cumulative, over chains and over files; a shared file counts once, with its longest \
-               chain."
+             chain."
                 .into(),
         x: Axis::powers("files in a chain", 1.0, longest, |value| number(value as u64)),
         y: Axis::shares("share"),
@@ -61,10 +61,9 @@ fn longest(report: &Report) -> Chart {
     Chart {
         id: "longest",
         title: "Longest chain over time".into(),
-        note:
-            "Of files that still are, by when they were made: chains that were merged or deleted \
-               do not show."
-                .into(),
+        note: "By creation time of the files that still exist; merged or deleted chains are not \
+             included."
+            .into(),
         x: time_axis(first, report.taken_at),
         y: Axis::counting("files", f64::from(most), |value| number(value as u64)),
         series: vec![Series {
@@ -100,8 +99,8 @@ fn intervals(report: &Report) -> Chart {
         id: "intervals",
         title: "Time between layers, and age of backing files".into(),
         note:
-            "Cumulative. A layer's interval is from the making of the file below it; overlays of \
-               shared files are left out."
+            "Cumulative. A layer's interval starts when the file below it was created; overlays of \
+             shared files are left out."
                 .into(),
         x: Axis {
             label: "time".into(),
@@ -138,8 +137,8 @@ fn made(report: &Report) -> Chart {
     });
     Chart {
         id: "made",
-        title: "Overlays made".into(),
-        note: format!("Overlays that still are, by when they were made; a bar is {step}."),
+        title: "Overlays created".into(),
+        note: format!("Overlays that still exist, by creation time; each bar is {step}."),
         x: time_axis(first, last),
         y: Axis::counting("overlays", most as f64, |value| number(value as u64)),
         series: vec![Series {
@@ -164,11 +163,10 @@ fn look_ups(report: &Report) -> Chart {
     let most = cost::qemu_cold(longest) / 1000.0;
     Chart {
         id: "costs",
-        title: "A look-up by chain length".into(),
-        note:
-            "By the cost model below, for data in the base: cold is with nothing cached, warm with \
-               all tables cached."
-                .into(),
+        title: "Lookup time by chain length".into(),
+        note: "By the cost model below, for data in the base: cold with nothing cached, warm with \
+             all tables cached."
+            .into(),
         x: Axis::powers("files in a chain", 1.0, f64::from(longest), |value| number(value as u64)),
         y: Axis::powers("time", 0.1, 10_f64.powf(most.log10().ceil()), |value| {
             if value < 1.0 {
@@ -263,7 +261,7 @@ fn time_axis(from: i64, to: i64) -> Axis {
         (at as f64, label)
     });
     Axis {
-        label: "made (UTC)".into(),
+        label: "created (UTC)".into(),
         from: from as f64,
         to: to as f64,
         logarithmic: false,

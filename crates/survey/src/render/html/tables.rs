@@ -108,19 +108,18 @@ fn chains(survey: &Survey, listing: Listing, page: &mut String) {
 }
 
 fn advice(report: &Report, page: &mut String) {
-    page.push_str("<section>\n<h2>What to do</h2>\n");
+    page.push_str("<section>\n<h2>Advice</h2>\n");
     begin(page, "advice", &[("advice", false), ("chains", true), ("rule", false)]);
     for (advice, count) in &report.advice {
         let rule = match advice {
             Advice::Repair => {
-                "The chain is not whole: its backing file is missing, cannot be read, is not \
-                 followed, or runs in a circle."
+                "The chain is incomplete: a backing file is missing, cannot be read, is not \
+                 followed, or forms a loop."
                     .to_owned()
             }
             Advice::Merge => format!(
                 "{} files or more, or at least {} and a quarter of its lower layers hidden; and \
-                 three files or more that no other chain uses. Merging is for snapshots that nobody \
-                 wants to go back to.",
+                 three files or more that no other chain uses. Merge only snapshots that nobody needs to revert to.",
                 report.merge_at,
                 bytes(MERGE_GAIN)
             ),
@@ -138,13 +137,13 @@ fn advice(report: &Report, page: &mut String) {
     end(page);
     let _ = write!(
         page,
-        "<p>Merging would do away with {} files.</p>\n</section>\n",
+        "<p>Merging would remove {} files.</p>\n</section>\n",
         number(report.files_merged)
     );
 }
 
 fn intervals(report: &Report, page: &mut String) {
-    page.push_str("<section>\n<h2>How often snapshots are made</h2>\n");
+    page.push_str("<section>\n<h2>How often snapshots are taken</h2>\n");
     let columns =
         [("within", true), ("layers", true), ("share", true), ("backing files of that age", true)];
     begin(page, "spans", &columns);
@@ -163,7 +162,8 @@ fn intervals(report: &Report, page: &mut String) {
     end(page);
     let _ = write!(
         page,
-        "<p>{} layers made over another one. Left out: {} overlays of shared files, {} layers that \
+        "<p>{} layers were created on top of another one. Left out: {} overlays of shared files, \
+         {} layers that \
          are older than the one below. {} files are dated by their last write.</p>\n</section>\n",
         number(intervals.count),
         number(report.clones),
