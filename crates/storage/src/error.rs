@@ -123,7 +123,7 @@ mod tests {
         let source = io::Error::from_raw_os_error(libc::ENOENT);
         let name = Path::new("\u{1b}[2Jä\nb\u{202e}");
         let error = StorageError::new(Operation::Open, name, source);
-        let expected = "could not open '\\u{1b}[2Jä\\nb\\u{202e}': ";
+        let expected = "cannot open '\\u{1b}[2Jä\\nb\\u{202e}': ";
         assert!(error.to_string().starts_with(expected), "{error}");
     }
 }

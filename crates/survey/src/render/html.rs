@@ -132,7 +132,7 @@ fn tiles(report: &Report, page: &mut String) {
     tile(
         &number(problems),
         if problems == 1 { "problem" } else { "problems" },
-        &format!("{} chains not whole", number(counts.incomplete)),
+        &format!("{} incomplete chains", number(counts.incomplete)),
     );
     page.push_str("</section>\n");
 }
