@@ -1,4 +1,4 @@
-//! Which layer holds what, and where, as `qemu-img map` tells it.
+//! Which layer holds which data, and at which offset, as in `qemu-img map`.
 
 use crate::device::BlockStatus;
 use crate::disk::Disk;
@@ -9,7 +9,7 @@ use isobath_qcow2::{ClusterIndex, ClusterKind, GuestOffset, L2Entry, RefcountTab
 use isobath_storage::{Host, IoBuf, Storage};
 use std::ops::Range;
 
-/// Guest bytes looked at in one go.
+/// Guest bytes examined at a time.
 const WINDOW: u64 = 1 << 30;
 
 /// A run of guest bytes, with QEMU's names.
@@ -19,8 +19,8 @@ pub struct MapEntry {
     pub start: u64,
     /// Bytes.
     pub length: u64,
-    /// The layer that decides the content; where none has it, the one at which the search ends. 0
-    /// is the active layer.
+    /// The layer that determines the contents, or, if no layer has the range, the layer at which the search ends. 0 is
+    /// the active layer.
     pub depth: u32,
     /// Whether some layer has it.
     pub present: bool,
@@ -48,8 +48,8 @@ impl MapEntry {
 }
 
 impl<H: Host> Disk<H> {
-    /// Describes a range of guest bytes in order: `visit` is called with every run. What the disk's
-    /// writer has not flushed may be told wrongly.
+    /// Describes a range of guest bytes in order: `visit` is called for every run. Data that the disk's writer has not
+    /// flushed may be described wrongly.
     ///
     /// # Errors
     /// If the range reaches past the end of the disk, or tables cannot be read.
@@ -81,8 +81,8 @@ impl<H: Host> Disk<H> {
         Ok(())
     }
 
-    /// The layer at which the search for a byte that no layer has ends, and up to where that is so:
-    /// a backing file that is too short is not asked.
+    /// The layer at which the search for a byte that no layer has ends, and the end of the range for which this holds:
+    /// a backing file that is too short is not searched.
     pub fn search_ends(&self, at: u64) -> (u32, u64) {
         let below = self.layers().skip(1).map(|layer| layer.size());
         below
@@ -154,7 +154,7 @@ impl<H: Host> Disk<H> {
         Ok(entries)
     }
 
-    /// Adds an entry that reads as zeroes, with the host clusters that lie behind it.
+    /// Adds an entry that reads as zeroes, with the host clusters behind it.
     async fn add_hosts(&self, entry: MapEntry, entries: &mut Vec<MapEntry>) -> Result<()> {
         let layer = self.layers().nth(entry.depth as usize);
         let qcow2 = layer.and_then(|layer| Some((layer, layer.as_qcow2()?)));

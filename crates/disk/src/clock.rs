@@ -1,16 +1,16 @@
-//! The time as live disks and their jobs see it.
+//! The clock of live disks and their jobs.
 
 use isobath_storage::ring;
 use std::future::Future;
 use std::pin::Pin;
 use std::time::{Duration, Instant};
 
-/// Tells the time and waits for it. Simulations bring their own.
+/// A clock with timers. Simulations provide their own.
 pub trait Clock: Send + Sync + 'static {
-    /// Time since some moment before the clock was made.
+    /// Time since some moment before the clock was created.
     fn now(&self) -> Duration;
 
-    /// Waits at least until `now` has come to `time`.
+    /// Waits at least until `now` reaches `time`.
     fn sleep_until(&self, time: Duration) -> Pin<Box<dyn Future<Output = ()>>>;
 }
 

@@ -13,17 +13,17 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 /// Bytes compared at once.
 const CHUNK: u64 = 1 << 20;
-/// Guest bytes whose status is asked for in one go.
+/// Guest bytes whose status is queried at a time.
 const WINDOW: u64 = 1 << 30;
 const RUNS: usize = 4096;
-/// Differences are told by sectors.
+/// Differences are reported by sector.
 const SECTOR: usize = 512;
 const PAGE: usize = 4096;
 
 /// How two disks differ.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Difference {
-    /// One is allocated otherwise than the other at this byte offset (strict mode).
+    /// The block status at this byte offset (strict mode).
     Status(u64),
     /// The content of the sector at this byte offset.
     Content(u64),
@@ -37,17 +37,17 @@ impl Difference {
     }
 }
 
-/// What could not be done to compare.
+/// Why a comparison failed.
 #[derive(Debug)]
 pub enum CompareError {
-    /// What is allocated in one of the disks (0 or 1) could not be told.
+    /// The block status of one of the disks (0 or 1) cannot be read.
     Status(usize, DiskError),
-    /// One of the disks (0 or 1) could not be read at this offset.
+    /// One of the disks (0 or 1) cannot be read at this offset.
     Read(usize, u64, DiskError),
 }
 
-/// A comparison of two disks, done by any number of [`work`](Self::work)ers at once. Where both are
-/// known to be zero nothing is read. A shorter disk counts as followed by zeroes.
+/// A comparison of two disks, done by any number of concurrent [`work`](Self::work)ers. Ranges known to be zero in both
+/// are not read. A shorter disk is treated as padded with zeroes.
 pub struct Compare<H: Host> {
     sides: [Side<H>; 2],
     strict: bool,
@@ -60,7 +60,7 @@ pub struct Compare<H: Host> {
 
 struct Side<H: Host> {
     disk: Arc<Disk<H>>,
-    /// What is known of the bytes from the present offset on.
+    /// What is known of the bytes from the current offset on.
     runs: Mutex<VecDeque<BlockStatus>>,
 }
 
@@ -118,7 +118,7 @@ fn first_data(bytes: &[u8]) -> Option<usize> {
 }
 
 impl<H: Host> Compare<H> {
-    /// Compares `one` and `other`; `strict` also whether they are allocated alike.
+    /// Compares `one` and `other`; `strict` also compares their block status.
     pub fn new(one: Arc<Disk<H>>, other: Arc<Disk<H>>, strict: bool) -> Self {
         let end = one.size().max(other.size());
         let sides = [one, other].map(|disk| Side { disk, runs: Mutex::default() });

@@ -27,7 +27,7 @@ const COMPRESSED_CHUNK: u64 = 256 << 10;
 /// How to copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CopyOptions {
-    /// Begin writes to the target in the order of the disk.
+    /// Start writes to the target in the order of the disk.
     pub in_order: bool,
     /// Bytes of zeroes in a row, a multiple of 512, that are not written as data. With 0 everything
     /// is, also what is known to be zero.
@@ -53,8 +53,8 @@ impl Default for CopyOptions {
     }
 }
 
-/// A copy of disks, one after another, into one, done by any number of [`work`](Self::work)ers at
-/// once, on any threads.
+/// A copy of concatenated disks to one target, done by any number of concurrent [`work`](Self::work)ers, on any
+/// threads.
 pub struct Copy<H: Host> {
     sources: Sources<H>,
     target: Arc<Disk<H>>,
@@ -86,7 +86,7 @@ impl<H: Host> Copy<H> {
     /// Copies `sources` to the start of `target`.
     ///
     /// # Errors
-    /// If the target is too small, or options do not go together.
+    /// If the target is too small, or options exclude each other.
     pub fn new(
         sources: Vec<Arc<Disk<H>>>,
         target: Arc<Disk<H>>,
@@ -153,7 +153,7 @@ impl<H: Host> Copy<H> {
         Ok(())
     }
 
-    /// Ends the copy early: the workers finish what they have begun.
+    /// Ends the copy early: the workers complete what they have started.
     pub fn stop(&self) {
         self.stopped.store(true, Ordering::Relaxed);
         self.next_turn.notify(usize::MAX);

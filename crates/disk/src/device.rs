@@ -1,10 +1,10 @@
-//! What every frontend serves: a block device.
+//! The block device that every frontend serves.
 
 use isobath_image::{DiskError, Result};
 use isobath_storage::IoBuf;
 use std::future::{Future, pending};
 
-/// How a request to write zeroes may be carried out.
+/// How zeroes may be written.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ZeroFlags {
     /// The range may be unmapped (NBD: `NBD_CMD_FLAG_NO_HOLE` not set).
@@ -24,14 +24,13 @@ pub struct BlockStatus {
     pub zero: bool,
     /// The run is stored compressed.
     pub compressed: bool,
-    /// The layer that decides the content: 0 is the active layer. Where nothing is allocated, the
-    /// chain's length.
+    /// The layer that determines the contents: 0 is the active layer. If nothing is allocated, the chain's length.
     pub depth: u32,
     /// Which layer's file, and where in it, plain data lies: layer as in `depth`, byte offset.
     pub host: Option<(u32, u64)>,
 }
 
-/// A disk as its frontends see it. Offsets and lengths are in bytes, with no alignment demanded.
+/// The interface of a disk for frontends. Offsets and lengths are in bytes, without alignment requirements.
 ///
 /// Requests may run concurrently. Overlapping writes in flight together take effect in some order,
 /// each as a whole per cluster; a request issued after another's reply sees its effect.
@@ -42,7 +41,7 @@ pub trait BlockDevice: Send + Sync + 'static {
     /// Whether writes are refused.
     fn is_read_only(&self) -> bool;
 
-    /// The size in bytes to which requests are best aligned (the cluster or subcluster size).
+    /// The optimal alignment of requests in bytes (the cluster or subcluster size).
     fn preferred_block(&self) -> u32;
 
     /// Reads `buf.len()` bytes at `offset`.
@@ -59,8 +58,7 @@ pub trait BlockDevice: Send + Sync + 'static {
         flags: ZeroFlags,
     ) -> impl Future<Output = Result<()>>;
 
-    /// Gives a range's space back where that can be done; it then reads as zeroes or as before,
-    /// never as something older.
+    /// Releases a range's space where possible; it then reads as zeroes or as before, never as something older.
     fn discard(&self, offset: u64, length: u64) -> impl Future<Output = Result<()>>;
 
     /// Makes everything that completed before this call durable.
@@ -84,8 +82,7 @@ pub trait BlockDevice: Send + Sync + 'static {
         async { Err(DiskError::Unsupported("this device cannot grow".into())) }
     }
 
-    /// Waits until the size is another than `known`, a size that the caller was told. Never ends for a
-    /// device whose size never changes.
+    /// Waits until the size differs from `known`. Never completes for a device whose size never changes.
     fn resized(&self, known: u64) -> impl Future<Output = ()> {
         let _ = known;
         pending()

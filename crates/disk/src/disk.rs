@@ -20,14 +20,13 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
-/// The most memory that the map takes unless told otherwise: enough for a disk of 1 TiB in 64 KiB
-/// clusters.
+/// The default memory limit of the map: enough for a disk of 1 TiB in 64 KiB clusters.
 pub const DEFAULT_MAP_CACHE: usize = 132 << 20;
 
 /// Slices resolved at once, each with at most 64 tables' parts in memory.
 const RESOLVERS: usize = 8;
 
-/// A layer that takes no more writes, of which its writer still knows more than its file.
+/// A layer that accepts no more writes, whose writer still has changes that its file lacks.
 pub struct Retiring<S> {
     /// Its place.
     pub layer: LayerIndex,
@@ -41,8 +40,8 @@ impl<S> Clone for Retiring<S> {
     }
 }
 
-/// What a flush needs of a disk. Not the disk itself, whose other layers may leave the chain, and be opened
-/// again, while a sync takes its time.
+/// The parts of a disk that a flush needs. Not the disk itself, whose other layers may leave the chain, and be
+/// reopened, during a sync.
 pub struct Flushing<S> {
     writer: Option<Arc<Writer<S>>>,
     retiring: Option<Retiring<S>>,
@@ -50,7 +49,7 @@ pub struct Flushing<S> {
 }
 
 impl<S: Storage> Flushing<S> {
-    /// Makes durable what was answered before the disk was asked for this.
+    /// Makes durable what completed before this was requested from the disk.
     pub async fn run(self) -> Result<()> {
         let Some(writer) = &self.writer else { return Ok(()) };
         let Some(retiring) = &self.retiring else {
@@ -63,7 +62,7 @@ impl<S: Storage> Flushing<S> {
                 done => done,
             }
         };
-        // Both end, also where one fails: a commit given up would be half done.
+        // Both run to the end, even if one fails: a cancelled commit would be half done.
         let (before, now) = join!(before, writer.commit(&self.readers));
         before.and(writer.or_mark_corrupt(now).await)
     }
@@ -71,9 +70,8 @@ impl<S: Storage> Flushing<S> {
 
 /// A virtual disk: an image and its backing chain.
 ///
-/// All methods may be called concurrently. Dropping a disk that was written loses what was not
-/// flushed, as a crash does; [`close`](Self::close) flushes and leaves a plain qcow2 image, with no
-/// journal and no cluster leaked.
+/// All methods may be called concurrently. Dropping a disk that was written to loses unflushed data, like a crash;
+/// [`close`](Self::close) flushes and leaves a plain qcow2 image, without a journal or leaked clusters.
 pub struct Disk<H: Host> {
     /// Where the disk's files are.
     pub host: Arc<H>,
@@ -104,9 +102,9 @@ pub struct Disk<H: Host> {
 impl<H: Host> Disk<H> {
     /// Opens the image `name` and its backing chain. The backing files are opened read-only.
     ///
-    /// Opening for writing recovers an image that was not closed from its journal, or repairs its
-    /// refcounts (`lazy_refcounts`), and says in the image's header that bitmaps and extensions unknown here
-    /// no longer match its data.
+    /// Opening for writing recovers an image that was not closed from its journal, or repairs its refcounts
+    /// (`lazy_refcounts`), and marks bitmaps and unknown extensions in the image's header as no longer matching its
+    /// data.
     ///
     /// # Errors
     /// If a file cannot be opened or locked, is not a valid image, is encrypted, has features
@@ -150,8 +148,7 @@ impl<H: Host> Disk<H> {
         })
     }
 
-    /// The disk after a change of its chain: it goes on with what this one knows. `map` is this one's,
-    /// if what that says still holds.
+    /// The disk after a change of its chain: it takes over this one's state. `map` is this one's, if it is still valid.
     #[must_use]
     pub fn successor(
         &self,
@@ -233,7 +230,7 @@ impl<H: Host> Disk<H> {
         self.map.stats()
     }
 
-    /// Lets the map grow with the disk, up to the default limit.
+    /// Grows the map's limit with the disk, up to the default limit.
     pub fn refit_map(&self) {
         if self.map_fits {
             self.map.raise_budget(whole_map(self.size(), self.map.unit_bits()));
@@ -262,12 +259,12 @@ impl<H: Host> Disk<H> {
         }
     }
 
-    /// Does what makes flushes cheap before it is needed, such as growing the file, until the disk is
-    /// [closed](Self::close). Run it beside the requests, as a task of its own; without it the same
-    /// is done in some of the flushes.
+    /// Does work in advance that makes flushes cheap, such as growing the file, until the disk is
+    /// [closed](Self::close). Run it concurrently with the requests, as a separate task; without it some of the flushes
+    /// do the same work.
     ///
     /// # Errors
-    /// If the storage fails in a way that flushes will notice too.
+    /// If the storage fails in a way that flushes will report too.
     pub async fn upkeep(&self) -> Result<()> {
         match &self.writer {
             Some(writer) => writer.attend(&self.readers).await,
@@ -283,9 +280,9 @@ impl<H: Host> Disk<H> {
         }
     }
 
-    /// Does a piece of what [`close`](Self::close) would have to do: in mode
-    /// [`Embedded`](crate::MetadataMode::Embedded), it brings some of what is embedded into its final form. Call it in
-    /// quiet moments. `false` if there was nothing to do.
+    /// Does a part of the work of [`close`](Self::close): in mode [`Embedded`](crate::MetadataMode::Embedded), it
+    /// brings some embedded mappings into their final form. Call it while the disk is idle. Returns `false` if there
+    /// was nothing to do.
     ///
     /// # Errors
     /// As [`flush`](BlockDevice::flush).
@@ -305,7 +302,7 @@ impl<H: Host> Disk<H> {
         Ok(())
     }
 
-    /// Returns once what was done so far outlives this process, if that was asked for.
+    /// Returns once everything done so far survives a kill of this process, if that was requested.
     async fn outlive(&self) -> Result<()> {
         match &self.writer {
             Some(writer) => writer.outlive(&self.readers).await,
@@ -313,7 +310,7 @@ impl<H: Host> Disk<H> {
         }
     }
 
-    /// The write side; refused where the disk takes no writes.
+    /// The write side; an error if the disk is read-only.
     pub fn writer(&self) -> Result<&Writer<H::File>> {
         let writer = self.writer.as_deref().ok_or(DiskError::ReadOnly)?;
         writer.check()?;
@@ -331,7 +328,7 @@ pub async fn grow_to(
         return Ok(());
     }
     match resize.await {
-        // Somebody else was faster.
+        // Another request was faster.
         Err(_) if now() >= size => Ok(()),
         done => done,
     }
@@ -415,8 +412,8 @@ impl<H: Host> BlockDevice for Disk<H> {
 }
 
 impl<H: Host> Disk<H> {
-    /// Hands on what became of a change. If it found the active image's tables to contradict each other,
-    /// it is the last one, and the image is marked.
+    /// Passes on the result of a change. If it found the active image's tables inconsistent, it is the last one, and
+    /// the image is marked corrupt.
     pub async fn or_mark_corrupt<T>(&self, done: Result<T>) -> Result<T> {
         match &self.writer {
             Some(writer) => writer.or_mark_corrupt(done).await,

@@ -13,14 +13,14 @@ use std::path::Path;
 /// The size of an image file, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Measure {
-    /// With the data that there is, and the tables of a full image: what a copy needs at most.
+    /// With the present data and the tables of a full image: the maximum that a copy needs.
     pub required: u64,
     /// With every cluster allocated.
     pub fully_allocated: u64,
 }
 
-/// How large the image `new` would be after a copy of `source`, or without one with nothing in it.
-/// The disk is as large as `source`, or as `new` says.
+/// The size of the image `new` after a copy of `source`, or when empty if there is no source. The disk's size is that
+/// of `source`, or given by `new`.
 ///
 /// # Errors
 /// If options exclude each other, neither a source nor a size is given, or the source's tables

@@ -1,10 +1,9 @@
 //! Changing a disk's size while it is in use.
 //!
-//! Growing: the L1 table is replaced by a longer one where it must be; what an earlier shrink or a
-//! larger backing file would show in the new part is turned into zeroes; space is preallocated; and
-//! only when all that is durable does the header's `size` change. Shrinking: the header's `size`
-//! changes first, then the clusters past the end are released, and the file is cut where its tail
-//! became free. A crash leaves the disk at its old size or at its new one, and at worst lost space.
+//! Growing: the L1 table is replaced by a longer one if necessary; data of an earlier shrink or a larger backing file
+//! in the new part is turned into zeroes; space is preallocated; and only when all that is durable does the header's
+//! `size` change. Shrinking: the header's `size` changes first, then the clusters past the end are released, and the file is truncated where its tail became free. A crash leaves the disk at its old size or at its new one, and at worst lost
+//! space.
 
 mod preallocate;
 
@@ -33,16 +32,15 @@ const WINDOW: u64 = 64 << 20;
 const RELEASES_AT_ONCE: usize = 64 << 10;
 
 impl<H: Host> Disk<H> {
-    /// Changes the disk's size to `size` bytes, durably. What is new reads as zeroes, but for what a raw
-    /// data file holds there already. With `shrink` the size may become smaller; what lay past it is gone.
+    /// Changes the disk's size to `size` bytes, durably. The new part reads as zeroes, except for what a raw data file
+    /// already holds there. With `shrink` the size may become smaller; data past it is deleted.
     ///
     /// Other requests may run meanwhile. Those that reach past the end of a disk that shrinks fail.
     ///
     /// # Errors
-    /// If the size is no multiple of 512 bytes or beyond what the image's tables can describe; if
-    /// it is smaller and `shrink` is not set or preallocation is asked for; if the image is of
-    /// version 2 and has internal snapshots, or has persistent bitmaps; or the storage fails. After
-    /// a failure of the storage the disk may take no more writes.
+    /// If the size is no multiple of 512 bytes or beyond what the image's tables can describe; if it is smaller and
+    /// `shrink` is not set or preallocation is asked for; if the image is of version 2 and has internal snapshots, or
+    /// has persistent bitmaps; or the storage fails. After a failure of the storage the disk may accept no more writes.
     pub async fn resize(
         &self,
         size: u64,

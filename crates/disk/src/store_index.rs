@@ -19,7 +19,7 @@ use isobath_storage::{Host, IoBuf, Storage, ZeroMode};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// How far the work on an index has come.
+/// Progress of building or verifying an index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IndexProgress {
     /// Pages of the disk done.
@@ -28,16 +28,14 @@ pub struct IndexProgress {
     pub total: u64,
 }
 
-/// A part of the disk of which an index says something else than the layers, or nothing that can be
-/// read.
+/// A part of the disk for which an index differs from the layers, or is unreadable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IndexMismatch {
     /// First guest byte.
     pub offset: u64,
     /// Bytes.
     pub length: u64,
-    /// Whether a read notices by a hash, as where something else was written over the index, and
-    /// goes to the layers' tables.
+    /// Whether a read detects this by a hash, as when the index was overwritten, and uses the layers' tables.
     pub noticed: bool,
 }
 
@@ -118,8 +116,8 @@ impl<H: Host> Disk<H> {
         }
     }
 
-    /// Removes the index from the active image; whether it had one. Those of images above it may
-    /// have pointed into it, and are then not used any more.
+    /// Removes the index from the active image; returns whether it had one. Indexes of images above may have pointed
+    /// into it, and are then no longer used.
     ///
     /// # Errors
     /// If the disk is read-only, or the storage fails.
@@ -137,7 +135,7 @@ impl<H: Host> Disk<H> {
     }
 
     /// Compares what the active image's index says with the layers' own tables, page by page, and
-    /// returns where they differ. `Err` inside tells why the index is not used at all.
+    /// returns where they differ. The inner `Err` is the reason why the index is not used at all.
     ///
     /// # Errors
     /// If the image has no index, or the storage fails.

@@ -1,4 +1,4 @@
-//! `block-commit`: what layers above a base hold goes into the base, and they leave the chain.
+//! `block-commit`: copies the data of layers above a base into the base, and removes them from the chain.
 
 use super::follow::{Follow, From};
 use super::job::{Job, JobKind, JobOptions};
@@ -39,7 +39,7 @@ struct Commit<H: Host> {
     follow: Option<Follow<H>>,
 }
 
-/// Starts a job that commits. The future runs it; the caller spawns it on this thread.
+/// Starts a commit job. The future runs it; the caller spawns it on this thread.
 ///
 /// # Errors
 /// If the layers are not of this chain, or not in this order, or the disk is read-only.

@@ -1,4 +1,4 @@
-//! A job as its user sees it: QEMU's states, and what may be asked for in each.
+//! A job's interface: QEMU's states, and the verbs allowed in each.
 
 use super::pace::{Forecast, Pacing};
 use super::record::{JobRecord, Recorder};
@@ -15,11 +15,11 @@ use std::time::Duration;
 /// What a job does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum JobKind {
-    /// Brings data of backing files into an overlay (`block-stream`).
+    /// Copies data of backing files into an overlay (`block-stream`).
     Stream,
-    /// Brings data of overlays into a backing file (`block-commit`).
+    /// Copies data of overlays into a backing file (`block-commit`).
     Commit,
-    /// Brings a disk's data into another disk, and follows its changes (`blockdev-mirror`).
+    /// Copies a disk to another disk, and follows its changes (`blockdev-mirror`).
     Mirror,
 }
 
@@ -37,11 +37,11 @@ impl JobKind {
 /// QEMU's `JobStatus`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum JobStatus {
-    /// It has not begun.
+    /// It has not started.
     Created,
-    /// It works.
+    /// It is running.
     Running,
-    /// Its user, or an error, has it wait.
+    /// It is paused by its user or because of an error.
     Paused,
     /// Everything is copied; it follows changes until it is completed or cancelled.
     Ready,
@@ -51,7 +51,7 @@ pub enum JobStatus {
     Waiting,
     /// The change of the chain is still to be made.
     Pending,
-    /// It was cancelled or has failed, and tidies up.
+    /// It was cancelled or has failed, and cleans up.
     Aborting,
     /// It has ended, and can be dismissed.
     Concluded,
@@ -76,7 +76,7 @@ impl JobStatus {
         }
     }
 
-    /// Whether a verb is for a job in this state.
+    /// Whether a verb is allowed in this state.
     fn allows(self, verb: Verb) -> bool {
         use JobStatus::{Concluded, Created, Paused, Pending, Ready, Running, Standby, Waiting};
         match verb {
@@ -93,22 +93,22 @@ impl JobStatus {
     }
 }
 
-/// What may be asked of a job.
+/// The verbs of jobs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verb {
-    /// End it early.
+    /// Cancels it.
     Cancel,
-    /// Have it wait.
+    /// Pauses it.
     Pause,
-    /// Let it go on.
+    /// Resumes it.
     Resume,
-    /// Change its speed limit.
+    /// Changes its speed limit.
     SetSpeed,
-    /// Have a job that is ready change the chain.
+    /// Completes a job that is ready: it changes the chain.
     Complete,
-    /// Have a pending job change the chain.
+    /// Finalizes a pending job: it changes the chain.
     Finalize,
-    /// Forget it.
+    /// Dismisses it.
     Dismiss,
 }
 
@@ -133,15 +133,15 @@ pub enum OnError {
     /// Fails.
     #[default]
     Report,
-    /// Goes on with other parts, and fails at the end: the chain stays as it was.
+    /// Continues with other parts, and fails at the end: the chain stays unchanged.
     Ignore,
-    /// Waits to be resumed, and tries again.
+    /// Pauses until resumed, and retries.
     Stop,
     /// As [`Stop`](Self::Stop) where there is no space left, as [`Report`](Self::Report) otherwise.
     Enospc,
 }
 
-/// What a job tells those who listen.
+/// A job's events.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum JobEvent {
     /// It has come into a state.
@@ -163,25 +163,25 @@ pub enum JobEvent {
     Cancelled,
 }
 
-/// Hears of a job's events, in order, while they happen. It must not wait.
+/// Called with a job's events, in order, as they happen. It must not block.
 pub type Listener = Arc<dyn Fn(&Job, JobEvent) + Send + Sync>;
 
-/// What all jobs have in common.
+/// Options common to all jobs.
 #[derive(Clone)]
 pub struct JobOptions {
     /// The job's name, unlike any other's.
     pub id: String,
-    /// The most that is copied, in bytes per second; 0: no limit.
+    /// The speed limit, in bytes per second; 0: no limit.
     pub speed: u64,
-    /// How it makes way for the guest.
+    /// How it is throttled for guest I/O.
     pub pacing: Pacing,
     /// What it does when the storage fails.
     pub on_error: OnError,
-    /// Change the chain without being told to (`auto-finalize`).
+    /// Change the chain without `finalize` (`auto-finalize`).
     pub auto_finalize: bool,
-    /// Forget the job once it has ended (`auto-dismiss`).
+    /// Dismiss the job once it has ended (`auto-dismiss`).
     pub auto_dismiss: bool,
-    /// Who hears of its events.
+    /// The listener for its events.
     pub listener: Option<Listener>,
 }
 
@@ -222,7 +222,7 @@ pub struct VerbRefused {
     pub id: String,
     /// Its state.
     pub status: JobStatus,
-    /// What was asked.
+    /// The verb.
     pub verb: Verb,
 }
 
@@ -265,7 +265,7 @@ enum FailedForNow {
     Otherwise,
 }
 
-/// How far a job has come.
+/// A job's progress.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Progress {
     /// What is done, in the unit of `total`.
@@ -274,7 +274,7 @@ pub struct Progress {
     pub total: u64,
     /// Bytes read and written so far.
     pub copied: u64,
-    /// Bytes that came to share the space of others instead.
+    /// Bytes that were cloned (reflinked) instead.
     pub cloned: u64,
 }
 
@@ -326,7 +326,7 @@ impl Job {
         self.state.lock().status.unwrap_or(JobStatus::Created)
     }
 
-    /// How far it has come.
+    /// Its progress.
     pub fn progress(&self) -> Progress {
         let state = self.state.lock();
         Progress {
@@ -347,12 +347,12 @@ impl Job {
         self.state.lock().error.clone()
     }
 
-    /// Whether it makes way for the guest just now.
+    /// Whether it is currently throttled for guest I/O.
     pub fn yields(&self) -> bool {
         self.state.lock().yields
     }
 
-    /// When it will end, where that is known.
+    /// When it is expected to end, if known.
     pub fn forecast(&self) -> Option<Forecast> {
         self.state.lock().forecast
     }
@@ -366,7 +366,7 @@ impl Job {
         }
     }
 
-    /// When it ran, and what the guest did meanwhile; empty before it began.
+    /// Its and the guest's activity over time; empty before it started.
     pub fn record(&self) -> JobRecord {
         self.state.lock().recorder.as_ref().map(Recorder::record).unwrap_or_default()
     }
@@ -389,11 +389,11 @@ impl Job {
         Ok(())
     }
 
-    /// Ends the job early. One that is ready then ends well, without changing the chain, unless
-    /// `force` is set; any other leaves a chain that reads as before.
+    /// Cancels the job. A job that is ready then completes without changing the chain, unless `force` is set; any other
+    /// leaves a chain that reads as before.
     ///
     /// # Errors
-    /// If its state does not allow that; so for the others.
+    /// If its state does not allow that; the same applies to the other verbs.
     pub fn cancel(&self, force: bool) -> Result<(), VerbRefused> {
         self.verb(Verb::Cancel, |state| {
             if state.status == Some(JobStatus::Ready) && !force {
@@ -405,7 +405,7 @@ impl Job {
         })
     }
 
-    /// Has the job wait, once what it has begun is done.
+    /// Pauses the job, once the pieces in flight are done.
     ///
     /// # Errors
     /// See [`cancel`](Self::cancel).
@@ -413,7 +413,7 @@ impl Job {
         self.verb(Verb::Pause, |state| state.asked_to_pause = true)
     }
 
-    /// Lets the job go on, also after an error for which it waits.
+    /// Resumes the job, including after an error that paused it.
     ///
     /// # Errors
     /// See [`cancel`](Self::cancel).
@@ -424,7 +424,7 @@ impl Job {
         })
     }
 
-    /// Limits what is copied, in bytes per second; 0: not.
+    /// Sets the speed limit in bytes per second; 0: no limit.
     ///
     /// # Errors
     /// See [`cancel`](Self::cancel).
@@ -432,7 +432,7 @@ impl Job {
         self.verb(Verb::SetSpeed, |state| state.speed = speed)
     }
 
-    /// Has a job that is ready put its target in the disk's place.
+    /// Completes a job that is ready: its target replaces the disk's chain.
     ///
     /// # Errors
     /// See [`cancel`](Self::cancel).
@@ -440,7 +440,7 @@ impl Job {
         self.verb(Verb::Complete, |state| state.complete = true)
     }
 
-    /// Has a pending job change the chain.
+    /// Finalizes a pending job: it changes the chain.
     ///
     /// # Errors
     /// See [`cancel`](Self::cancel).
@@ -448,7 +448,7 @@ impl Job {
         self.verb(Verb::Finalize, |state| state.finalize = true)
     }
 
-    /// Forgets a job that has ended.
+    /// Dismisses a job that has ended.
     ///
     /// # Errors
     /// See [`cancel`](Self::cancel).

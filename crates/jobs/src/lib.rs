@@ -1,8 +1,8 @@
-//! Block jobs: long work on a disk in use.
+//! Block jobs: long-running operations on a disk in use.
 //!
-//! A job is a [`Job`], by which its user sees and steers it, and a future that does the work beside
-//! the disk's requests. [`pace`] says when it copies; what it copies is what the map says is needed.
-//! When all is copied the chain changes, in one step that a crash leaves done or not done.
+//! A job is a [`Job`], through which its user monitors and controls it, and a future that does the work concurrently
+//! with the disk's requests. [`pace`] decides when it copies; the map determines what it copies. When everything is
+//! copied the chain changes, in one step that a crash leaves either done or not done.
 
 mod commit;
 mod follow;

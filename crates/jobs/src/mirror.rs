@@ -1,4 +1,4 @@
-//! `blockdev-mirror`: a disk's data goes into another disk, which then takes its place.
+//! `blockdev-mirror`: copies a disk to another disk, which then takes its place.
 
 use super::follow::{Follow, From};
 use super::job::{Job, JobKind, JobOptions};
@@ -39,8 +39,8 @@ struct Mirror<H: Host> {
     follow: Option<Follow<H>>,
 }
 
-/// Starts a job that mirrors the disk to `target`, which nobody else uses. The future runs it; the
-/// caller spawns it on this thread. Once completed, this disk goes on in the target's image.
+/// Starts a job that mirrors the disk to `target`, which must not be used otherwise. The future runs it; the caller
+/// spawns it on this thread. Once completed, this disk uses the target's image.
 ///
 /// # Errors
 /// If the target is read-only, of another size, or part of this disk.

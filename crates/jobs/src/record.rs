@@ -1,5 +1,5 @@
-//! What a job and the guest did over time, to be kept and shown: [`JobRecord`], the [`Recorder`] that
-//! makes it, and [`plot_svg`] and [`plot_html`] that draw it.
+//! A job's and its guest's activity over time: [`JobRecord`], the [`Recorder`] that records it, and [`plot_svg`] and
+//! [`plot_html`] that plot it.
 //!
 //! A record has a bounded size however long the job runs: its samples become longer, and pauses too
 //! short to be seen beside them are left out of its intervals.
@@ -18,12 +18,12 @@ const SAMPLES: usize = 4096;
 /// The most intervals.
 const INTERVALS: usize = 4096;
 
-/// What a job and the guest did over time. Times are in seconds since the job started.
+/// A job's and its guest's activity over time. Times are in seconds since the job started.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct JobRecord {
-    /// How long the job took, up to now where it has not ended.
+    /// How long the job took, or has been running so far.
     pub seconds: f64,
-    /// The time that it ran; the rest it kept away from the guest.
+    /// The time that it ran; for the rest it was throttled.
     pub seconds_running: f64,
     /// The guest's bytes in that time.
     pub guest_bytes: u64,
@@ -40,7 +40,7 @@ pub struct JobRecord {
     pub snapshots: Vec<f64>,
 }
 
-/// What happened in a part of the time.
+/// The activity during one interval.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct JobSample {
     /// The guest's bytes per second.
@@ -54,7 +54,7 @@ pub struct JobSample {
 /// A part of the time, in seconds since the job started.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Interval {
-    /// Its begin.
+    /// Its start.
     pub from: f64,
     /// Its end.
     pub to: f64,
@@ -68,7 +68,7 @@ struct Sums {
     running: f64,
 }
 
-/// Makes a [`JobRecord`] while a job runs.
+/// Records a [`JobRecord`] while a job runs.
 #[derive(Clone, Debug)]
 pub struct Recorder {
     start: Duration,
@@ -106,8 +106,8 @@ impl Recorder {
         }
     }
 
-    /// Tells of the time up to now: the guest's and the job's bytes so far, and whether the job runs
-    /// from now on. To be called when the job pauses or goes on, and a few times a second.
+    /// Records the time up to now: the guest's and the job's bytes so far, and whether the job runs from now on. To be
+    /// called when the job pauses or continues, and a few times per second.
     pub fn tell(&mut self, now: Duration, guest_bytes: u64, job_bytes: u64, runs: bool) {
         let to = now.saturating_sub(self.start).as_secs_f64().max(self.at);
         let guest = guest_bytes.saturating_sub(self.guest) as f64;
@@ -131,7 +131,7 @@ impl Recorder {
         self.at = to;
     }
 
-    /// A snapshot was taken now.
+    /// Records a snapshot taken now.
     pub fn snapshot(&mut self, now: Duration) {
         let at = now.saturating_sub(self.start).as_secs_f64();
         if self.snapshots.last().is_none_or(|&last| self.sample(at) > self.sample(last)) {
@@ -139,7 +139,7 @@ impl Recorder {
         }
     }
 
-    /// The record up to what was told last.
+    /// The record up to the last update.
     pub fn record(&self) -> JobRecord {
         let samples = (0..).zip(&self.sums).map(|(number, sums)| {
             let from = f64::from(number) * self.every;

@@ -1,4 +1,4 @@
-//! What all jobs do alike: piece after piece as the pacer has it, pauses, errors, and their end.
+//! The loop of all jobs: piece after piece as the pacer decides, pauses, errors, and completion.
 
 use super::job::{Job, JobEvent, JobStatus, LOOK_AGAIN, OnError};
 use super::pace::{Pacer, Pacing, Step, Work};
@@ -41,7 +41,7 @@ pub(super) trait Task {
     /// Changes the chain.
     fn finish(&mut self, job: &Job) -> impl Future<Output = Result<()>>;
 
-    /// Tidies up; the chain reads as before.
+    /// Cleans up; the chain reads as before.
     fn abandon(&mut self) -> impl Future<Output = Result<()>>;
 }
 
@@ -83,13 +83,13 @@ pub(super) async fn run<H: Host>(job: Arc<Job>, mut task: impl Task, mut claim: 
     job.go_to(JobStatus::Null);
 }
 
-/// Does pieces until there are none, as fast as the guest and the job's user let it.
+/// Processes pieces until there are none, as fast as the pacing and the speed limit allow.
 pub(super) struct Driver<'a, H: Host> {
     job: &'a Job,
     live: &'a LiveDisk<H>,
     pacer: Pacer,
     speed: u64,
-    /// An error that was passed over.
+    /// An error that was ignored.
     ignored: Option<DiskError>,
 }
 
@@ -108,7 +108,7 @@ impl<'a, H: Host> Driver<'a, H> {
         }
     }
 
-    /// From now on nothing is held back for the guest: the job is about to end.
+    /// Stops throttling for the guest: the job is about to end.
     pub(super) fn hurry(&mut self) {
         self.pacer = Pacer::new(&Pacing::None, self.speed, self.live.clock().now());
     }
@@ -236,7 +236,7 @@ impl<'a, H: Host> Driver<'a, H> {
         }
     }
 
-    /// What is done about an error.
+    /// The action for an error.
     fn passed_over(&self, error: &DiskError) -> Verdict {
         self.job.see(error);
         let no_space = matches!(error.errno(), libc::ENOSPC | libc::EDQUOT);

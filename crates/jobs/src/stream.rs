@@ -1,5 +1,4 @@
-//! `block-stream`: what layers between a base and an overlay hold goes into the overlay, and they
-//! leave the chain.
+//! `block-stream`: copies the data of layers between a base and an overlay into the overlay, and removes them from the chain.
 
 use super::job::{Job, JobKind, JobOptions, JobStatus};
 use super::run::{Driver, Pieces, Task, run};
@@ -56,7 +55,7 @@ struct Stream<H: Host> {
     flushes: AtomicU64,
 }
 
-/// Starts a job that streams. The future runs it; the caller spawns it on this thread.
+/// Starts a stream job. The future runs it; the caller spawns it on this thread.
 ///
 /// # Errors
 /// If the layers are not of this chain, or not in this order.
@@ -72,10 +71,9 @@ pub fn stream<H: Host>(
         return Err(disk.unfit_layers("the base is not below the layer that takes the data"));
     }
     if disk.chain.get(top).is_none_or(|layer| layer.as_qcow2().is_none()) {
-        return Err(disk.unfit_layers(
-            "only a qcow2 layer can take the data of the layers below \
-                                      it",
-        ));
+        return Err(
+            disk.unfit_layers("only a qcow2 layer can take the data of the layers below it")
+        );
     }
     let writable = disk.writer.is_some();
     if !writable {

@@ -9,7 +9,7 @@ use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
 
-/// What has a disk to itself: a block job.
+/// The exclusive user of a disk: a block job.
 pub trait Occupant: Send + Sync {
     /// Its kind and name, for errors.
     fn describe(&self) -> String;
@@ -21,7 +21,7 @@ pub trait Occupant: Send + Sync {
     fn end(&self) -> Pin<Box<dyn Future<Output = ()> + '_>>;
 }
 
-/// The job that a disk is in use by.
+/// The job that uses a disk.
 #[derive(Default)]
 pub(super) struct Claims(Mutex<Use>);
 
@@ -33,8 +33,8 @@ enum Use {
     /// By a job whose future was dropped before it had ended: a layer below may be half changed, and its place
     /// in the chain be another's.
     GivenUp(Arc<dyn Occupant>),
-    /// By a job that failed since a flush did. What it had written to a layer may be lost and still be read, so
-    /// that nothing may rely on that.
+    /// By a job that failed because a flush did. Data it wrote to a layer may be lost although it still reads
+    /// correctly, so nothing may rely on it.
     Doubtful(Arc<dyn Occupant>),
 }
 
@@ -73,7 +73,7 @@ impl<H: Host> Drop for Claim<H> {
 }
 
 impl Claims {
-    /// Refuses what does not go beside a job.
+    /// Refuses operations that exclude a job.
     pub(super) fn check<H: Host>(&self, disk: &Disk<H>) -> Result<()> {
         self.0.lock().check(disk)
     }
@@ -104,7 +104,7 @@ impl Use {
         }
     }
 
-    /// Refuses a job where what another had written to a layer may be lost.
+    /// Refuses a job if data that another job wrote to a layer may be lost.
     fn check_layers<H: Host>(&self, disk: &Disk<H>) -> Result<()> {
         let Self::Doubtful(job) = self else { return Ok(()) };
         let reason = format!(

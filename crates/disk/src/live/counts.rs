@@ -1,4 +1,4 @@
-//! What a disk was asked for, and how long that took.
+//! Counters of a disk's requests and their latencies.
 
 use isobath_image::per_thread::PerThread;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -38,9 +38,9 @@ pub struct RequestStats {
     pub failed: u64,
     /// Bytes of those that succeeded.
     pub bytes: u64,
-    /// Their time from arrival to reply, summed up.
+    /// The sum of their times from arrival to reply.
     pub latency: Duration,
-    /// How many took how long; see [`LATENCY_BUCKETS`].
+    /// Histogram of latencies; see [`LATENCY_BUCKETS`].
     pub histogram: [u64; LATENCY_BUCKETS],
 }
 
@@ -55,20 +55,20 @@ pub struct IoStats {
     pub flushes: RequestStats,
     /// Zero-writes and discards.
     pub unmaps: RequestStats,
-    /// Requests under way.
+    /// Requests in flight.
     pub in_flight: u32,
 }
 
-/// What the guest did so far. Its numbers never fall, except for `in_flight`.
+/// The guest's activity so far. The numbers never decrease, except for `in_flight`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GuestCounts {
-    /// Requests under way now.
+    /// Requests in flight now.
     pub in_flight: u32,
     /// When a request last arrived or completed, by the job clock.
     pub last_activity: Duration,
-    /// Completed requests during which no job I/O was under way.
+    /// Completed requests during which no job I/O was in flight.
     pub alone: Sample,
-    /// Completed requests that had job I/O under way at any time.
+    /// Completed requests during which job I/O was in flight at any time.
     pub beside: Sample,
 }
 
@@ -140,7 +140,7 @@ pub(super) struct Counts {
     begun: AtomicU64,
 }
 
-/// A request under way.
+/// A request in flight.
 pub(super) struct Request<'a> {
     counts: &'a Counts,
     /// Where it is counted.
@@ -152,7 +152,7 @@ pub(super) struct Request<'a> {
     begun: Option<u64>,
 }
 
-/// A copy of a job under way.
+/// A job's copy in flight.
 pub struct Copying<'a>(&'a Counts);
 
 impl Drop for Copying<'_> {

@@ -1,4 +1,4 @@
-//! Telling of requests that the storage failed.
+//! Reports of requests that failed because of the storage.
 
 use super::counts::Kind;
 use isobath_image::DiskError;
@@ -13,17 +13,17 @@ pub struct IoFailure {
     pub read: bool,
     /// Whether the host has no space left.
     pub no_space: bool,
-    /// What went wrong, for people.
+    /// The error message.
     pub reason: String,
 }
 
-/// Hears of failures, on the thread of the request. It must not wait.
+/// Called on failures, on the thread of the request. It must not block.
 pub type FailureListener = Box<dyn Fn(IoFailure) + Send + Sync>;
 
-/// At most one failure is told in this time.
+/// At most one failure is reported in this time.
 const EVERY: Duration = Duration::from_secs(1);
 
-/// Who hears of failures, and when they last did.
+/// The listener, and the time of its last report.
 #[derive(Default)]
 pub(super) struct Failures {
     listener: OnceLock<FailureListener>,

@@ -1,4 +1,4 @@
-//! Keeping requests out for the moment in which the chain changes.
+//! Keeping requests out while the chain changes.
 
 use event_listener::Event;
 use isobath_image::per_thread::PerThread;
@@ -18,7 +18,7 @@ pub(super) struct Gate {
     opened: Event,
 }
 
-/// A request's stay; ends when dropped.
+/// A request inside the gate; leaves when dropped.
 pub(super) struct Pass<'a> {
     gate: &'a Gate,
     inside: &'a AtomicUsize,
@@ -41,7 +41,7 @@ impl Drop for Quiet<'_> {
 }
 
 impl Gate {
-    /// Lets a request in, at once unless a change is being made.
+    /// Lets a request in, immediately unless a change is in progress.
     pub(super) async fn enter(&self) -> Pass<'_> {
         loop {
             let (_, inside) = self.inside.mine();
@@ -63,7 +63,7 @@ impl Gate {
         }
     }
 
-    /// Lets nobody in any more and waits for those inside.
+    /// Closes the gate and waits for the requests inside.
     pub(super) async fn quiet(&self) -> Quiet<'_> {
         self.shut.store(true, Ordering::SeqCst);
         let quiet = Quiet(self);

@@ -43,7 +43,7 @@ impl<H: Host> LiveDisk<H> {
         }
     }
 
-    /// Holds off other changes of the chain until what is returned is dropped.
+    /// Excludes other changes of the chain until the returned guard is dropped.
     pub async fn hold_graph(&self) -> async_lock::MutexGuard<'_, ()> {
         self.graph.lock().await
     }
@@ -100,8 +100,8 @@ impl<H: Host> LiveDisk<H> {
         Ok(())
     }
 
-    /// Lets the disk go on in another one, once `last` has seen to it that it reads the same; nobody
-    /// changes anything meanwhile. The caller holds the graph. What is returned is the disk so far.
+    /// Replaces the disk by another one, once `last` has made sure that it reads the same; no changes happen meanwhile.
+    /// The caller holds the graph. Returns the former disk.
     pub async fn go_on_in<F: Future<Output = Result<()>>>(
         &self,
         other: Arc<Disk<H>>,
@@ -183,7 +183,7 @@ impl<H: Host> LiveDisk<H> {
         Ok(())
     }
 
-    /// Has a layer name another backing file, or none, durably.
+    /// Changes a layer's backing file name, or removes it, durably.
     pub async fn set_backing(
         &self,
         of: LayerIndex,
@@ -232,7 +232,7 @@ fn shows_more<S: Storage>(before: &Chain<S>, after: &Chain<S>, removed: &Range<u
 }
 
 impl<H: Host> Disk<H> {
-    /// An error about layers that do not go together.
+    /// An error about layers that do not belong together.
     pub fn unfit_layers(&self, reason: &str) -> DiskError {
         DiskError::Refused {
             image: self.chain.active().name().to_owned(),
@@ -255,7 +255,7 @@ impl<H: Host> Disk<H> {
         backing_name(below.name(), overlay.name())
     }
 
-    /// Has the active image name another backing file, or none, durably.
+    /// Changes the active image's backing file name, or removes it, durably.
     pub async fn set_backing(&self, backing: Option<(&str, &str)>) -> Result<()> {
         let writer = self.writer()?;
         let _alone = writer.resizing.lock().await;

@@ -1,10 +1,9 @@
 //! A disk whose chain changes while it is used.
 //!
-//! A [`LiveDisk`] is what frontends serve where snapshots are made and jobs run. Beneath it is a [`Disk`]
-//! of the chain as it is now. A change prepares another `Disk`, keeps new requests out for as long as
-//! those under way take (`gate.rs`), and puts the other in place. Nothing else happens in that moment:
-//! files are made before, and the former active image gets its final state afterwards
-//! (`snapshot.rs`).
+//! Frontends serve a [`LiveDisk`] if snapshots are taken and jobs run. Beneath it is a [`Disk`] of the chain as it is
+//! now. A change prepares another `Disk`, keeps new requests out until those in flight have ended (`gate.rs`), and
+//! swaps it in. Nothing else happens while requests wait: files are created before, and the former active image gets
+//! its final state afterwards (`snapshot.rs`).
 
 mod claim;
 mod counts;
@@ -52,10 +51,10 @@ const STEP: u64 = 1 << 30;
 /// The same for looking at the map.
 const STATUS_STEP: u64 = 16 << 30;
 
-/// Between two looks at whether what outlives this process is still there.
+/// How often to check that the restart memory still exists.
 const LOOK_AFTER: Duration = Duration::from_secs(1);
 
-/// A disk without requests for so long is quiet.
+/// A disk without requests for this long is idle.
 const QUIET: Duration = Duration::from_millis(400);
 
 /// A virtual disk whose chain can change while it is used. See [`Disk`].
@@ -63,14 +62,14 @@ pub struct LiveDisk<H: Host> {
     current: ArcSwap<Disk<H>>,
     options: ArcSwap<OpenOptions>,
     gate: Gate,
-    /// Held by whoever changes the chain.
+    /// Held while the chain changes.
     graph: async_lock::Mutex<()>,
     counts: Counts,
     clock: Arc<dyn Clock>,
     tracked: Tracked,
     claims: Claims,
     failures: Failures,
-    /// What is answered is to outlive the process from now on.
+    /// Completed writes must survive a kill of the process from now on.
     woken: Event,
 }
 
@@ -84,7 +83,7 @@ impl<H: Host> LiveDisk<H> {
         Ok(Self::new(disk, options, Arc::new(SystemClock::default())))
     }
 
-    /// The disk with a clock of the caller's. `options` are those that `disk` was opened with.
+    /// The disk with the caller's clock. `options` are those that `disk` was opened with.
     pub fn new(disk: Disk<H>, options: &OpenOptions, clock: Arc<dyn Clock>) -> Arc<Self> {
         Arc::new(Self {
             current: ArcSwap::from_pointee(disk),
@@ -100,7 +99,7 @@ impl<H: Host> LiveDisk<H> {
         })
     }
 
-    /// The disk as it is now. A change of the chain puts another in its place.
+    /// The current disk. A change of the chain replaces it.
     pub fn current(&self) -> Arc<Disk<H>> {
         self.current.load_full()
     }
@@ -135,12 +134,12 @@ impl<H: Host> LiveDisk<H> {
         self.counts.flushes()
     }
 
-    /// What pacing looks at.
+    /// The counters that pacing uses.
     pub fn guest(&self) -> GuestCounts {
         self.counts.guest()
     }
 
-    /// Says that a job copies until what is returned is dropped.
+    /// Counts a job's copy as in flight until the returned guard is dropped.
     pub fn copying(&self) -> Copying<'_> {
         self.counts.copying()
     }
@@ -150,7 +149,7 @@ impl<H: Host> LiveDisk<H> {
         &self.clock
     }
 
-    /// Has `listener` hear of requests that the storage fails, one a second at most. The first listener
+    /// Reports requests that fail because of the storage to `listener`, at most one per second. The first listener
     /// stays.
     pub fn on_failure(&self, listener: FailureListener) {
         self.failures.listen(listener);
@@ -161,8 +160,8 @@ impl<H: Host> LiveDisk<H> {
         self.options.load_full()
     }
 
-    /// From now on what a request was answered for outlives this process being killed, as if the disk had been
-    /// opened with [`OpenOptions::restart_log`]; so does what was answered before.
+    /// From now on completed writes, including earlier ones, survive a kill of this process, as if the disk had been
+    /// opened with [`OpenOptions::restart_log`].
     ///
     /// # Errors
     /// As [`flush`](BlockDevice::flush).
@@ -190,7 +189,7 @@ impl<H: Host> LiveDisk<H> {
         self.current().resize(size, preallocation, shrink).await
     }
 
-    /// Cancels the job that runs, flushes, and brings the image into its final state, as
+    /// Cancels the running job, flushes, and brings the image into its final state, as
     /// [`Disk::close`] does.
     ///
     /// # Errors
@@ -203,7 +202,7 @@ impl<H: Host> LiveDisk<H> {
         settled.and(disk.close().await)
     }
 
-    /// As [`Disk::upkeep`], over every change of the chain; and [`Disk::tidy`] when the disk is quiet.
+    /// As [`Disk::upkeep`], over every change of the chain; and [`Disk::tidy`] while the disk is idle.
     ///
     /// # Errors
     /// As there.
@@ -237,8 +236,7 @@ impl<H: Host> LiveDisk<H> {
         }
     }
 
-    /// Brings what is embedded into its final form while nobody uses the disk, until it takes no more
-    /// writes.
+    /// Brings embedded mappings into their final form while the disk is idle, until it accepts no more writes.
     async fn tidy_when_quiet(
         &self,
         writer: &Weak<Writer<H::File>>,
@@ -260,7 +258,7 @@ impl<H: Host> LiveDisk<H> {
         }
     }
 
-    /// Looks after what outlives this process.
+    /// Maintains the restart memory.
     async fn watch(&self, writer: &Weak<Writer<H::File>>) -> Infallible {
         loop {
             let woken = self.woken.listen();
@@ -275,12 +273,12 @@ impl<H: Host> LiveDisk<H> {
         }
     }
 
-    /// Has `map` hear of every change from now on.
+    /// Tracks every change in `map` from now on.
     pub fn track(&self, map: &Arc<DirtyMap>) {
         self.tracked.add(map);
     }
 
-    /// `map` has heard enough.
+    /// Stops tracking changes in `map`.
     pub fn untrack(&self, map: &Arc<DirtyMap>) {
         self.tracked.remove(map);
     }
@@ -305,7 +303,7 @@ impl<H: Host> LiveDisk<H> {
         result
     }
 
-    /// Runs a change of the disk's content, which those who [track](Self::track) it hear of.
+    /// Runs a change of the disk's contents, which is [tracked](Self::track).
     async fn change<T, F: Future<Output = Result<T>>>(
         &self,
         kind: Kind,

@@ -1,11 +1,11 @@
 //! Snapshots of a disk in use.
 //!
-//! Everything that takes time comes before the change of the chain or after it. Before: the overlay,
-//! with its index of the layers below, is made, durable and open for writing. Then requests are kept
-//! out until those under way have ended, and the next ones find the overlay as active layer. After:
-//! what the file of the former active image lacks is written there, its journal is taken out of
-//! use, and the locks of a writer are given up. Until that is done its writer answers for it, and a
-//! flush makes both durable. A crash at any point leaves the old chain or the new one.
+//! All slow work is done before the change of the chain or after it. Before: the overlay, with its
+//! index of the layers below, is made, durable and open for writing. Then requests are kept out
+//! until those under way have ended, and the next ones find the overlay as active layer. After: what
+//! the file of the former active image lacks is written there, its journal is taken out of use, and
+//! the locks of a writer are given up. Until that is done its writer answers for it, and a flush
+//! makes both durable. A crash at any point leaves the old chain or the new one.
 
 use super::LiveDisk;
 use crate::device::BlockDevice;
@@ -26,11 +26,10 @@ use std::sync::Arc;
 /// The image that is to become the active layer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Overlay {
-    /// A qcow2 image to be made at this path, in place of a file that nobody uses. Its clusters are
-    /// as the active image's.
+    /// A qcow2 image to create at this path, replacing a file that is not in use. Its cluster size is the active
+    /// image's.
     Create(PathBuf),
-    /// An image that was made before, of the same size, whose header names the active image as its
-    /// backing file.
+    /// An existing image of the same size, whose header names the active image as its backing file.
     Existing(PathBuf),
 }
 
@@ -43,14 +42,14 @@ impl Overlay {
 }
 
 impl<H: Host> LiveDisk<H> {
-    /// Makes the active image a backing file and `overlay` the active image. What was written before
-    /// the call is below; requests go on meanwhile. On return the former active image is a plain
-    /// image, durable, and others may read it.
+    /// Makes the active image a backing file and `overlay` the active image. Data written before the call is in the
+    /// backing file; requests continue meanwhile. On return the former active image is a plain, durable image that
+    /// other programs may read.
     ///
     /// # Errors
-    /// If the disk is read-only, the overlay cannot be made or does not fit: the chain is then as it
-    /// was. If what is left of the former active image cannot be written: the overlay is in use
-    /// then, and the disk takes no more flushes.
+    /// If the disk is read-only, or the overlay cannot be created or does not fit; the chain is then unchanged. If the
+    /// remaining changes of the former active image cannot be written; the overlay is in use then, and flushes fail
+    /// from then on.
     pub async fn snapshot(&self, overlay: &Overlay) -> Result<()> {
         let _graph = self.graph.lock().await;
         let disk = self.current();

@@ -1,4 +1,4 @@
-//! When a block job copies, beside a guest that uses the same disk.
+//! Pacing: when a block job copies while a guest uses the same disk.
 //!
 //! A [`Pacer`] is a state machine: it does no I/O and has no clock. The job's loop tells it the time
 //! and what the guest did, and asks for the next [`Step`]. Times are [`Duration`]s since the job
@@ -26,10 +26,10 @@ const MIB: u64 = 1 << 20;
 /// A piece of a job that nothing paces, and how many of them are under way at once.
 const UNPACED: (u64, u32) = (MIB, 4);
 
-/// How a job makes way for the guest.
+/// How a job is throttled for guest I/O.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Pacing {
-    /// Fills the guest's pauses within milliseconds, and copies little beside a busy guest.
+    /// Copies within milliseconds when the guest is idle, and little while it is busy.
     Adaptive {
         /// The job should end within this time of its start. `None`: when it may.
         deadline: Option<Duration>,
@@ -47,7 +47,7 @@ pub enum Pacing {
         /// How long the job pauses where the guest's throughput is above the threshold.
         pause_time: Duration,
     },
-    /// Copies without regard to the guest.
+    /// Copies without throttling.
     None,
 }
 
@@ -164,9 +164,8 @@ impl Pacer {
         }
     }
 
-    /// Tells of a piece that was copied: its bytes that were really read and written, and how long
-    /// that took together. A piece without any, because they came to share space instead, tells
-    /// nothing of the disk's speed, nor counts for the limit.
+    /// Reports a copied piece: the bytes that were really read and written, and how long that took together. A piece
+    /// without any, because it was cloned instead, neither measures the disk's speed nor counts towards the limit.
     pub fn copied(&mut self, now: Duration, bytes: u64, took: Duration) {
         if bytes == 0 {
             return;
@@ -184,8 +183,8 @@ impl Pacer {
         self.limit = SpeedLimit::new(bytes_per_second, now);
     }
 
-    /// Whether the job keeps away from the guest: it waits for the guest's sake, and has nothing under
-    /// way. A job that waits for its speed limit, or for its own pieces, is running.
+    /// Whether the job is being throttled for guest I/O: it waits because of the guest, and has nothing in flight. A
+    /// job that waits for its speed limit, or for its own pieces, is running.
     pub fn is_paused(&self) -> bool {
         self.paused
     }
