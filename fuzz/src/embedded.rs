@@ -1,9 +1,9 @@
 //! Embedded records: lead blocks that claim to hold one, and data that gets one.
 
 use crate::take;
-use isobath_qcow2::ClusterIndex;
 use isobath_qcow2::embedded::{LEAD, Lead, Mapping, Span, ZoneId, embed, extract, find};
 use isobath_qcow2::journal::Crc32c;
+use isobath_qcow2::{ClusterIndex, Lsn};
 
 /// The zone that the seeds belong to.
 pub(crate) const ZONE: ZoneId = ZoneId(*b"the seeds' zone!");
@@ -17,8 +17,8 @@ pub fn embedded(data: &[u8]) {
         let rest = u32::from_be_bytes(take(&mut data));
         let mapping = Mapping {
             cluster: ClusterIndex::new(cluster),
-            serial,
-            proven,
+            lsn: Lsn::new(serial),
+            durable_lsn: Lsn::new(proven),
             rest: (kind & 2 != 0).then_some(rest),
         };
         let mut block = data.to_vec();

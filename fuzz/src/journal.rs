@@ -3,7 +3,7 @@
 use isobath_qcow2::journal::{
     BLOCK, Content, Crc32c, HEAD_BYTES, Journal, JournalExtension, MIN_AREA, Operation, Record,
 };
-use isobath_qcow2::{Header, HostOffset, IncompatibleFeatures, ParseMode};
+use isobath_qcow2::{Header, HostOffset, IncompatibleFeatures, Lsn, ParseMode};
 
 /// The journal that the seeds belong to.
 pub(crate) const ID: u64 = 0x1504_a7b5_f022_1e55;
@@ -56,7 +56,7 @@ fn area(area: &[u8]) {
         area_offset: HostOffset::new(1 << 20),
         area_length: area.len() as u64,
         id: ID,
-        first_sequence: 2,
+        first_lsn: Lsn::new(2),
     };
     let Ok(mut journal) = Journal::scan(area, &extension) else { return };
     replay(&journal, area.len());
@@ -73,8 +73,8 @@ fn area(area: &[u8]) {
     }
     if journal.drop_last().is_ok() {
         assert_eq!(journal.checksums().count(), 0);
-        let expected = last.map(|last| last.sequence - 1).filter(|n| *n >= 2);
-        assert_eq!(journal.last().map(|last| last.sequence), expected);
+        let expected = last.map(|last| last.previous).filter(|n| *n >= Lsn::new(2));
+        assert_eq!(journal.last().map(|last| last.lsn), expected);
         replay(&journal, area.len());
     }
 }
@@ -108,7 +108,7 @@ fn edit(bytes: &[u8]) {
         area_offset: HostOffset::new(n * length),
         area_length: n * length,
         id: n,
-        first_sequence: n,
+        first_lsn: Lsn::new(n),
     });
     for wanted in [Some(&wanted[0]), Some(&wanted[1]), None, Some(&wanted[0])] {
         let Ok(writes) = Header::edit_journal(&cluster, wanted) else { continue };

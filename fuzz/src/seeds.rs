@@ -9,7 +9,7 @@ use isobath_qcow2::index::{
 };
 use isobath_qcow2::journal::{Operation, Record, Zone, Zones};
 use isobath_qcow2::{
-    ClusterIndex, CompressionType, Extension, HostOffset, NewImage, Snapshot, compress,
+    ClusterIndex, CompressionType, Extension, HostOffset, Lsn, NewImage, Snapshot, compress,
 };
 use std::fs;
 use std::path::Path;
@@ -140,8 +140,8 @@ fn journals() -> Vec<Vec<u8>> {
         Operation::Data { offset, bytes: vec![2; 5000] },
         Operation::Checksum { offset, length: 512, crc: 3 },
         Operation::Zones(Zones {
-            floor: 9,
-            proven: 7,
+            checkpoint_lsn: Lsn::new(9),
+            durable_lsn: Lsn::new(7),
             zones: vec![
                 Zone { start: offset, clusters: 10, id: ZoneId([4; 16]), plain: vec![1, 2] },
                 Zone {
@@ -153,9 +153,14 @@ fn journals() -> Vec<Vec<u8>> {
             ],
         }),
     ];
-    let record =
-        |sequence| Record { sequence, tail: 1, data_from: 1, operations: operations.clone() };
-    let blocks = |sequence| record(sequence).encode(crate::journal::ID).expect("a valid record");
+    let record = |n| Record {
+        lsn: Lsn::new(n),
+        previous: Lsn::new(n - 1),
+        tail: Lsn::new(1),
+        data_from: Lsn::new(1),
+        operations: operations.clone(),
+    };
+    let blocks = |n| record(n).encode(crate::journal::ID).expect("a valid record");
     let area = [blocks(2), blocks(3), blocks(1)].concat();
     let mut seeds = vec![[&[0][..], &blocks(3)].concat(), [&[1][..], &area].concat()];
     seeds.extend(images().iter().map(|new| [&[2][..], &image(new)].concat()));
@@ -167,8 +172,12 @@ fn leads() -> Vec<Vec<u8>> {
     let dense: Vec<u8> =
         (0..512u32).map(|at| (at.wrapping_mul(0x9e37_79b1) >> 24) as u8 ^ (at / 3) as u8).collect();
     let data = [vec![b'a'; LEAD], [dense, vec![7; LEAD - 512]].concat()];
-    let mapping =
-        Mapping { cluster: ClusterIndex::new(7), serial: 9, proven: 5, rest: Some(0x0102_0304) };
+    let mapping = Mapping {
+        cluster: ClusterIndex::new(7),
+        lsn: Lsn::new(9),
+        durable_lsn: Lsn::new(5),
+        rest: Some(0x0102_0304),
+    };
     let records = data.iter().map(|plain| {
         let mut block = plain.clone();
         embed(&mut block, &mapping, crate::embedded::ZONE).expect("it compresses");

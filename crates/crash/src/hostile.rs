@@ -3,7 +3,7 @@
 use crate::value::{Given, Sort, Value};
 use isobath_qcow2::embedded::{LEAD, Mapping, ZoneId, embed};
 use isobath_qcow2::journal::{Crc32c, Journal, Zones};
-use isobath_qcow2::{ClusterIndex, Header};
+use isobath_qcow2::{ClusterIndex, Header, Lsn};
 use rand::RngExt;
 use rand::rngs::SmallRng;
 use std::ops::Range;
@@ -11,7 +11,7 @@ use std::ops::Range;
 /// What such a guest has found out.
 #[derive(Debug, Default)]
 pub struct Spy {
-    /// Every zone's id that was ever listed, the newest last, and the serial from which records counted.
+    /// Every zone's id that was ever listed, the newest last, and the number from which records counted.
     zones: Vec<(ZoneId, u64)>,
 }
 
@@ -30,7 +30,7 @@ impl Spy {
         let Some(found) = zones(image) else { return };
         for zone in found.zones {
             self.zones.retain(|(id, _)| *id != zone.id);
-            self.zones.push((zone.id, found.floor));
+            self.zones.push((zone.id, found.checkpoint_lsn.get()));
         }
     }
 
@@ -70,7 +70,7 @@ impl Spy {
     ) -> Option<Vec<u8>> {
         let newest = self.zones.len().checked_sub(1)?;
         let place = if rng.random_bool(0.7) { newest } else { rng.random_range(0..=newest) };
-        let (id, floor) = self.zones[place];
+        let (id, checkpoint) = self.zones[place];
         let start = cluster * cluster_size;
         let sort = [Sort::Plain, Sort::Text, Sort::Block, Sort::Mixed][rng.random_range(0..4)];
         let mut bytes = Value::Pattern(sort, number).bytes(start..start + cluster_size);
@@ -78,18 +78,19 @@ impl Spy {
             bytes.fill(0);
         }
         let other = if rng.random_bool(0.2) { cluster } else { rng.random_range(0..cluster + 16) };
-        let serial = match rng.random_range(0..4) {
+        let lsn = match rng.random_range(0..4) {
             0 => u64::MAX - rng.random_range(0..2),
-            1 => floor.saturating_add(1 << 40),
-            _ => floor.saturating_add(rng.random_range(0..64)),
+            1 => checkpoint.saturating_add(1 << 40),
+            _ => checkpoint.saturating_add(rng.random_range(0..64)),
         };
-        let proven = if rng.random() { serial } else { floor.min(serial) };
+        let durable = if rng.random() { lsn } else { checkpoint.min(lsn) };
         let rest = match rng.random_range(0..3) {
             0 => None,
             1 => Some(rng.random()),
             _ => Some(Crc32c::of(bytes.get(LEAD..)?)),
         };
-        let mapping = Mapping { cluster: ClusterIndex::new(other), serial, proven, rest };
+        let (lsn, durable_lsn) = (Lsn::new(lsn), Lsn::new(durable));
+        let mapping = Mapping { cluster: ClusterIndex::new(other), lsn, durable_lsn, rest };
         embed(&mut bytes, &mapping, id)?;
         Some(bytes)
     }

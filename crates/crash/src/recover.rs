@@ -161,7 +161,7 @@ fn loses_no_space(files: &Files, image: &Path) -> bool {
         let last = Journal::scan(&area, extension).ok()?.last()?;
         let record = Record::parse(area.get(last.at..)?, extension.id).ok()?;
         let lists = |operation: &Operation| matches!(operation, Operation::Zones(_));
-        Some(last.tail == last.sequence && record.operations.iter().all(lists))
+        Some(last.tail == last.lsn && record.operations.iter().all(lists))
     });
     empty != Some(true)
 }

@@ -236,8 +236,8 @@ pub fn interpret(offset: u64, bytes: &[u8]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use isobath_qcow2::ClusterIndex;
     use isobath_qcow2::embedded::{LEAD, Mapping, Span, ZoneId, embed};
+    use isobath_qcow2::{ClusterIndex, Lsn};
 
     #[test]
     fn words_tell_where_they_are_from() {
@@ -260,7 +260,12 @@ mod tests {
 
     #[test]
     fn sorts_compress_as_they_say() {
-        let mapping = Mapping { cluster: ClusterIndex::new(1), serial: 1, proven: 0, rest: None };
+        let mapping = Mapping {
+            cluster: ClusterIndex::new(1),
+            lsn: Lsn::new(1),
+            durable_lsn: Lsn::default(),
+            rest: None,
+        };
         let span = |sort| {
             let mut block = Value::Pattern(sort, 10_001).bytes(8192..8192 + LEAD as u64);
             embed(&mut block, &mapping, ZoneId([1; 16]))

@@ -2,7 +2,7 @@
 
 use isobath_qcow2::FormatError;
 use isobath_storage::{Operation, StorageError, shown};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// The result of a disk operation.
 pub type Result<T> = std::result::Result<T, DiskError>;
@@ -46,6 +46,19 @@ pub enum DiskError {
         /// What is wrong, and where.
         reason: String,
     },
+    /// Isobath found itself in a state that it excludes: a defect of the program, not of the image. The disk
+    /// takes no more writes.
+    #[error(
+        "internal error at '{}': {violated} does not hold; the disk takes no more writes: reopen it, and report \
+         this with the log",
+        shown(image)
+    )]
+    Internal {
+        /// The image in use.
+        image: PathBuf,
+        /// What should have held.
+        violated: &'static str,
+    },
     /// An earlier failure left it unknown what is durable, so writes are refused.
     #[error("the disk accepts no more writes after an earlier failure: {reason}; reopen it")]
     Poisoned {
@@ -77,7 +90,32 @@ pub enum DiskError {
     Unsupported(String),
 }
 
+/// Stops what relies on `holds` where it does not; `what` names it.
+///
+/// # Errors
+/// [`DiskError::Internal`], which forbids further writes.
+#[inline]
+pub fn invariant(holds: bool, image: &Path, what: &'static str) -> Result<()> {
+    if holds { Ok(()) } else { Err(DiskError::internal(image, what)) }
+}
+
+/// What is always there where `what`, which names that, holds.
+///
+/// # Errors
+/// As [`invariant`].
+#[inline]
+pub fn always<T>(there: Option<T>, image: &Path, what: &'static str) -> Result<T> {
+    there.ok_or_else(|| DiskError::internal(image, what))
+}
+
 impl DiskError {
+    /// Says that `violated` does not hold although it must.
+    #[cold]
+    pub fn internal(image: &Path, violated: &'static str) -> Self {
+        tracing::error!(image = %shown(image), violated, "an invariant does not hold");
+        Self::Internal { image: image.to_owned(), violated }
+    }
+
     /// Whether it says that a flush has failed: what was written before may be lost, and is still read.
     pub fn is_failed_flush(&self) -> bool {
         match self {
@@ -95,6 +133,7 @@ impl DiskError {
             Self::Format { .. }
             | Self::Refused { .. }
             | Self::Corrupt { .. }
+            | Self::Internal { .. }
             | Self::Poisoned { .. } => libc::EIO,
             Self::Closed => libc::ESHUTDOWN,
             Self::OutOfRange { .. } => libc::EINVAL,

@@ -2,7 +2,7 @@
 //!
 //! A [`Layer`](layer::Layer) is an open image; a [`Writer`](writer::Writer) changes one. Below them are the
 //! image's [tables], the [allocation](alloc) of its clusters, and [what makes changes durable](durability): the
-//! log, its commit, its recovery. [`check`](offline::check) finds and repairs what contradicts itself.
+//! log and its commit. [`recover`](recovery::recover) brings in what a crash has left, [`check`](offline::check) finds and repairs what contradicts itself.
 //!
 //! This crate knows nothing of chains. It is a part of `isobath`, with no interface of its own that stays as
 //! it is.
@@ -19,6 +19,7 @@ pub mod error;
 pub mod ids;
 pub mod index_area;
 pub mod layer;
+pub mod lsn;
 pub mod name;
 pub mod offline;
 pub mod open;
@@ -29,6 +30,7 @@ pub mod probe;
 pub mod range_lock;
 pub mod reader_epoch;
 pub mod readers;
+pub mod recovery;
 pub mod references;
 pub mod replayed;
 pub mod restart_log;
@@ -36,4 +38,4 @@ pub mod sabotage;
 pub mod tables;
 pub mod writer;
 
-pub use error::{DiskError, Result};
+pub use error::{DiskError, Result, always, invariant};

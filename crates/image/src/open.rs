@@ -1,11 +1,11 @@
 //! Opening one image.
 
 use crate::check::repair_dirty;
-use crate::durability::journal;
 use crate::layer::{ImageFormat, Layer, OpeningId, Qcow2};
 use crate::name::plain_file_name;
 use crate::options::{OpenOptions, Trust};
 use crate::probe::format_of;
+use crate::recovery::{Purpose, Recovered, recover};
 use crate::replayed::Replayed;
 use crate::restart_log::FoundLog;
 use crate::{DiskError, Result};
@@ -74,31 +74,10 @@ async fn load_layer<H: Host>(
             reason: "its corrupt bit is set, so it can only be opened read-only".into(),
         });
     }
-    let mut replayed = None;
-    let mut found_log = None;
+    let purpose = if writable { Purpose::Write } else { Purpose::View };
+    let Recovered { view: replayed, restart_log: found_log } =
+        recover(&**storage, name, &header, purpose).await?;
     if header.incompatible.contains(IncompatibleFeatures::JOURNAL) {
-        if writable {
-            let found = FoundLog::find(&**storage, name, &header).await?;
-            let follows = |durable, last| {
-                let Some(found) = &found else { return false };
-                let follows = found.follows(durable);
-                if follows {
-                    // The record that empties the journal comes next.
-                    found.goes_on_behind(last);
-                } else {
-                    tracing::warn!(
-                        image = %isobath_storage::shown(name),
-                        "it was restored to an earlier state after its server was killed; the \
-                         writes acknowledged since are not replayed"
-                    );
-                }
-                follows
-            };
-            let kept = journal::recover(&**storage, name, &header, follows).await?;
-            found_log = found.filter(|_| kept);
-        } else {
-            replayed = Some(journal::examine(&**storage, name, &header).await?);
-        }
         length = storage.len().await?;
         let mut start = storage.read_at(0, IoBuf::zeroed(4096)).await?;
         if let Some(replayed) = &replayed {
@@ -109,7 +88,7 @@ async fn load_layer<H: Host>(
     }
     let unclean = found_log.as_ref().is_some_and(FoundLog::is_unclean);
     if writable && (unclean || header.incompatible.contains(IncompatibleFeatures::DIRTY)) {
-        repair_dirty(storage, name, found_log.is_none()).await?;
+        repair_dirty(storage, name).await?;
         length = storage.len().await?;
         let start = storage.read_at(0, IoBuf::zeroed(4096)).await?;
         header = read_header(&**storage, name, start, length).await?;

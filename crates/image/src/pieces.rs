@@ -1,5 +1,6 @@
 //! Pieces of data that are not in their places.
 
+use isobath_qcow2::Lsn;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
@@ -13,7 +14,7 @@ pub struct JournaledWrite {
     pub bytes: Vec<u8>,
 }
 
-/// Pieces by offset; they do not overlap. Each has a mark, which belongs to whoever uses them.
+/// Pieces by offset; they do not overlap. Each has a mark: the record that has it.
 #[derive(Default)]
 pub struct Pieces(BTreeMap<u64, Piece>);
 
@@ -21,7 +22,7 @@ pub struct Pieces(BTreeMap<u64, Piece>);
 struct Piece {
     bytes: Arc<[u8]>,
     part: Range<usize>,
-    mark: u64,
+    mark: Lsn,
 }
 
 impl Piece {
@@ -46,7 +47,7 @@ impl Pieces {
     }
 
     /// Adds a piece in place of what there is of its range.
-    pub fn put(&mut self, at: u64, bytes: Arc<[u8]>, mark: u64) {
+    pub fn put(&mut self, at: u64, bytes: Arc<[u8]>, mark: Lsn) {
         let part = 0..bytes.len();
         self.put_piece(at, Piece { bytes, part, mark });
     }
@@ -64,7 +65,7 @@ impl Pieces {
     }
 
     /// Sets the mark of everything in a range, or everywhere.
-    pub fn mark(&mut self, range: Option<&Range<u64>>, mark: u64) {
+    pub fn mark(&mut self, range: Option<&Range<u64>>, mark: Lsn) {
         if let Some(range) = range {
             self.split(range.start);
             self.split(range.end);
@@ -75,12 +76,12 @@ impl Pieces {
     }
 
     /// Drops pieces whose mark does not suit.
-    pub fn retain(&mut self, keep: impl Fn(u64) -> bool) {
+    pub fn retain(&mut self, keep: impl Fn(Lsn) -> bool) {
         self.0.retain(|_, piece| keep(piece.mark));
     }
 
     /// Copies of the pieces whose mark suits.
-    pub fn list(&self, wanted: impl Fn(u64) -> bool) -> Vec<JournaledWrite> {
+    pub fn list(&self, wanted: impl Fn(Lsn) -> bool) -> Vec<JournaledWrite> {
         let pieces = self.0.iter().filter(|(_, piece)| wanted(piece.mark));
         pieces.map(|(&at, piece)| JournaledWrite { at, bytes: piece.bytes().to_vec() }).collect()
     }
@@ -150,7 +151,7 @@ mod tests {
             (state >> 33) % below
         };
         let mut pieces = Pieces::default();
-        let mut model: Vec<Option<(u8, u64)>> = vec![None; 256];
+        let mut model: Vec<Option<(u8, Lsn)>> = vec![None; 256];
         for tag in 0..4000_u64 {
             let start = random(256);
             let range = start..start + 1 + random(256 - start);
@@ -161,16 +162,16 @@ mod tests {
                     model[places].fill(None);
                 }
                 1 => {
-                    pieces.mark(Some(&range), tag);
-                    model[places].iter_mut().flatten().for_each(|byte| byte.1 = tag);
+                    pieces.mark(Some(&range), Lsn::new(tag));
+                    model[places].iter_mut().flatten().for_each(|byte| byte.1 = Lsn::new(tag));
                 }
                 _ => {
                     let bytes = vec![tag as u8; places.len()];
-                    pieces.put(range.start, bytes.into(), 0);
-                    model[places].fill(Some((tag as u8, 0)));
+                    pieces.put(range.start, bytes.into(), Lsn::default());
+                    model[places].fill(Some((tag as u8, Lsn::default())));
                 }
             }
-            let mut found: Vec<Option<(u8, u64)>> = vec![None; 256];
+            let mut found: Vec<Option<(u8, Lsn)>> = vec![None; 256];
             for (at, piece) in &pieces.0 {
                 for (place, byte) in (*at as usize..).zip(piece.bytes()) {
                     assert_eq!(found[place].replace((*byte, piece.mark)), None, "overlapping");

@@ -278,6 +278,7 @@ pub(crate) fn text(field: &'static str, data: &[u8]) -> Result<String, FormatErr
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::lsn::Lsn;
     use proptest::prelude::*;
 
     fn encoded(extensions: &[Extension]) -> Vec<u8> {
@@ -307,7 +308,7 @@ mod tests {
                 area_offset: HostOffset::new(0x10_0000),
                 area_length: 1 << 20,
                 id: 1,
-                first_sequence: 2,
+                first_lsn: Lsn::new(2),
             }),
             Extension::Unknown { magic: 0x1234_5678, data: Vec::new() },
         ];

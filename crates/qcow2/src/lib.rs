@@ -38,6 +38,7 @@ pub mod snapshot;
 pub mod text;
 
 mod bytes;
+mod lsn;
 
 pub use bitmap::{Bitmap, BitmapCluster, BitmapFlags};
 pub use compress::CompressionType;
@@ -52,6 +53,7 @@ pub use geometry::{Geometry, GuestPosition};
 pub use header::{Header, ParseMode, is_qcow2};
 pub use l1::L1Entry;
 pub use l2::{ClusterKind, CompressedCluster, L2Entry};
+pub use lsn::Lsn;
 pub use offset::{ClusterIndex, GuestOffset, HostCluster, HostOffset};
 pub use refcount::{RefcountOrder, RefcountTableEntry};
 pub use snapshot::Snapshot;

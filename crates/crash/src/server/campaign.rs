@@ -141,11 +141,16 @@ fn is_told_apart(happened: &Happened, tick: Tick, earlier: &Files, latest: &File
         let (at, length) = (journal.area_offset.get(), journal.area_length);
         let area = content.bytes(at..at + length);
         let last = Journal::scan(&area, &journal).ok()?.last();
-        Some((journal.id, last.map_or(journal.first_sequence, |last| last.sequence)))
+        Some(match last {
+            None => (journal.id, journal.first_lsn.before(), None),
+            Some(last) => (journal.id, last.lsn, Some(last.previous)),
+        })
     };
     match (last(earlier), last(latest)) {
         // A kill may come between a record and the memory's word of it.
-        (Some((id, earlier)), Some((other, latest))) => id != other || latest > earlier + 1,
+        (Some((id, earlier, _)), Some((other, latest, previous))) => {
+            id != other || latest != earlier && previous != Some(earlier)
+        }
         _ => true,
     }
 }

@@ -39,7 +39,7 @@ impl<H: Host> Disk<H> {
             return Ok(None);
         }
         // Most writes that gain nothing end here, before anything is looked up for them.
-        let Some(taken) = zones.take() else { return Ok(None) };
+        let Some(taken) = zones.take(&qcow2.metadata.sequence) else { return Ok(None) };
         let size = qcow2.geometry().cluster_size();
         let start = target.cluster.get() * size;
         let below = match self.extents(start..start + size).await {
@@ -83,7 +83,7 @@ impl<H: Host> Disk<H> {
             zones.give_back(&taken);
             return Err(error);
         }
-        let (cluster, serial) = (target.cluster.get(), mapping.serial);
-        Ok(Some(Embedding { taken, embedded: Embedded { cluster, serial, span, rest }, lead }))
+        let (cluster, lsn) = (target.cluster.get(), mapping.lsn);
+        Ok(Some(Embedding { taken, embedded: Embedded { cluster, lsn, span, rest }, lead }))
     }
 }

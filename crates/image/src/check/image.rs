@@ -1,10 +1,10 @@
 //! The image under examination.
 
-use crate::durability::journal;
 use crate::layer::ImageFormat;
 use crate::probe::format_of;
+use crate::recovery::{Purpose, Recovered, recover};
 use crate::replayed::Replayed;
-use crate::{DiskError, Result};
+use crate::{DiskError, Result, invariant};
 use isobath_qcow2::header::{ParseMode, field};
 use isobath_qcow2::{AutoclearFeatures, Geometry, Header, IncompatibleFeatures};
 use isobath_storage::{IoBuf, Storage};
@@ -23,17 +23,17 @@ pub(super) struct Image<S> {
     /// The file's length in bytes.
     pub(super) length: u64,
     /// What a journal that is in use puts over what is read.
-    replayed: Option<Replayed>,
+    view: Option<Replayed>,
 }
 
 impl<S: Storage> Image<S> {
-    /// Opens the image; its journal, if it was not closed, is replayed in memory, or with `recover`
-    /// in the file.
+    /// Opens the image; what a crash has left of it is [recovered](recover) first. What only a restart log has was
+    /// brought in before.
     pub(super) async fn open(
         storage: &Arc<S>,
         name: &Path,
         format: Option<ImageFormat>,
-        recover: bool,
+        purpose: Purpose,
     ) -> Result<Self> {
         let mut length = storage.len().await?;
         let start = storage.read_at(0, IoBuf::zeroed(4096)).await?;
@@ -44,23 +44,20 @@ impl<S: Storage> Image<S> {
         let head = Header::probe_length(&start).map_err(error)?.min(length as usize);
         let mut bytes = storage.read_at(0, IoBuf::zeroed(head)).await?;
         let mut header = Header::parse_for(&bytes, ParseMode::Check).map_err(error)?;
-        let mut replayed = None;
+        let Recovered { view, restart_log } = recover(&**storage, name, &header, purpose).await?;
+        invariant(restart_log.is_none(), name, "a restart log is brought in before a check")?;
         if header.incompatible.contains(IncompatibleFeatures::JOURNAL) {
-            if recover {
-                journal::recover(&**storage, name, &header, |_, _| false).await?;
-                length = storage.len().await?;
-                bytes = storage.read_at(0, bytes).await?;
-            } else {
-                let journal = journal::examine(&**storage, name, &header).await?;
-                journal.put_over(0, &mut bytes);
-                length = length.max(journal.end());
-                replayed = Some(journal);
+            length = storage.len().await?;
+            bytes = storage.read_at(0, bytes).await?;
+            if let Some(view) = &view {
+                view.put_over(0, &mut bytes);
+                length = length.max(view.end());
             }
             header = Header::parse_for(&bytes, ParseMode::Check).map_err(error)?;
         }
         let geometry = header.geometry().map_err(error)?;
         let (storage, name) = (Arc::clone(storage), name.to_owned());
-        let image = Self { storage, name, header, geometry, length, replayed };
+        let image = Self { storage, name, header, geometry, length, view };
         if image.clusters() > MAX_CLUSTERS {
             return Err(image.refused(format!(
                 "the file has {} clusters; a check counts at most {MAX_CLUSTERS}",
@@ -90,8 +87,8 @@ impl<S: Storage> Image<S> {
     /// Reads bytes; what lies past the end of the file reads as zeroes.
     pub(super) async fn read(&self, offset: u64, length: usize) -> Result<IoBuf> {
         let mut bytes = self.storage.read_at(offset, IoBuf::zeroed(length)).await?;
-        if let Some(replayed) = &self.replayed {
-            replayed.put_over(offset, &mut bytes);
+        if let Some(view) = &self.view {
+            view.put_over(offset, &mut bytes);
         }
         Ok(bytes)
     }

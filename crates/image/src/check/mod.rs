@@ -28,6 +28,7 @@ mod refcounts;
 mod survey;
 
 use crate::layer::ImageFormat;
+use crate::recovery::Purpose;
 use crate::{DiskError, Result};
 use image::Image;
 use isobath_qcow2::IncompatibleFeatures;
@@ -106,13 +107,13 @@ impl CheckReport {
     }
 }
 
-/// Makes the refcounts of an image true that was not closed (dirty bit), and clears the bit. With
-/// `recover` a journal in use is brought home before; without, it has nothing and stays.
+/// Makes the refcounts of an image true that was not closed (dirty bit), and clears the bit. The image is recovered,
+/// but for a restart log: its journal, if it is in use, is empty and stays.
 ///
 /// # Errors
 /// If the file cannot be read or written, or errors remain; the bit is then still set.
-pub async fn repair_dirty<S: Storage>(storage: &Arc<S>, name: &Path, recover: bool) -> Result<()> {
-    let mut image = Image::open(storage, name, Some(ImageFormat::Qcow2), recover).await?;
+pub async fn repair_dirty<S: Storage>(storage: &Arc<S>, name: &Path) -> Result<()> {
+    let mut image = Image::open(storage, name, Some(ImageFormat::Qcow2), Purpose::View).await?;
     let mut first = String::new();
     let mut events = |event: CheckEvent<'_>| {
         if let CheckEvent::Finding(text) = event {
@@ -147,7 +148,8 @@ pub async fn check_storage<S: Storage>(
     repair: Repair,
     events: &mut dyn FnMut(CheckEvent<'_>),
 ) -> Result<CheckReport> {
-    let mut image = Image::open(storage, name, format, repair != Repair::None).await?;
+    let purpose = if repair == Repair::None { Purpose::View } else { Purpose::Write };
+    let mut image = Image::open(storage, name, format, purpose).await?;
     check_image(&mut image, repair, &mut Log::new(events)).await
 }
 

@@ -4,7 +4,6 @@ pub mod data_journal;
 mod group;
 pub mod journal;
 mod ordered;
-mod replay;
 mod upkeep;
 pub mod zones;
 
@@ -14,6 +13,7 @@ use crate::Result;
 use crate::alloc::Allocator;
 use crate::entries::ActiveEntries;
 use crate::layer::Layer;
+use crate::lsn::LogSequence;
 use crate::pieces::JournaledWrite;
 use crate::readers::Readers;
 use crate::restart_log::RestartLog;
@@ -23,7 +23,7 @@ use futures_util::future::try_join_all;
 use isobath_qcow2::{ClusterIndex, HostOffset, L2Entry};
 use isobath_storage::{IoBuf, Storage};
 use journal::Journal;
-use ordered::Ordered;
+pub use ordered::Ordered;
 use std::future::Future;
 use std::ops::Range;
 use std::sync::Arc;
@@ -106,6 +106,8 @@ pub struct Metadata<S> {
     pub upkeep: Upkeep,
     /// Where mappings are embedded in data.
     pub zones: Zones,
+    /// The numbers of what is logged.
+    pub sequence: LogSequence,
     /// Where what was answered is noted until it is durable.
     pub log: Option<Arc<RestartLog>>,
 }
@@ -113,7 +115,7 @@ pub struct Metadata<S> {
 impl<S: Storage> Metadata<S> {
     /// Makes what was written so far durable: the image's file, and the data file where there is
     /// one.
-    async fn sync(&self) -> Result<()> {
+    pub(crate) async fn sync(&self) -> Result<()> {
         if self.has_data_apart() {
             self.layer.data().flush().await?;
         }
@@ -132,7 +134,7 @@ impl<S: Storage> Metadata<S> {
         }
     }
 
-    fn cluster_size(&self) -> u64 {
+    pub(crate) fn cluster_size(&self) -> u64 {
         self.tables.geometry().cluster_size()
     }
 
@@ -243,7 +245,7 @@ impl<S: Storage> Metadata<S> {
     }
 
     /// Writes pieces of data to their places.
-    async fn place(&self, pieces: &[JournaledWrite]) -> Result<()> {
+    pub(crate) async fn place(&self, pieces: &[JournaledWrite]) -> Result<()> {
         let data = self.layer.data();
         let writes = pieces.iter().map(|kept| data.write_at(kept.at, IoBuf::copy_of(&kept.bytes)));
         try_join_all(writes).await?;

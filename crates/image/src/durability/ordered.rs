@@ -15,7 +15,7 @@ use crate::Result;
 use crate::readers::Readers;
 use crate::sabotage::{self, Sabotage};
 use crate::tables::CommitNeeds;
-use isobath_qcow2::HostCluster;
+use isobath_qcow2::{HostCluster, Lsn};
 use isobath_storage::Storage;
 use std::ops::Range;
 
@@ -26,7 +26,7 @@ impl Durability for Ordered {
     async fn commit<S: Storage>(&self, metadata: &Metadata<S>, readers: &Readers) -> Result<()> {
         let needs = metadata.tables.begin_commit();
         // What a journal that is being set up gathers from here on is not in this batch.
-        let closed = metadata.data_journal.close(0, &[], metadata.cluster_size());
+        let closed = metadata.data_journal.close(Lsn::default(), &[], metadata.cluster_size());
         metadata.place(&closed.kept).await?;
         finish(metadata, readers, needs, &[]).await?;
         metadata.data_journal.unneeded();

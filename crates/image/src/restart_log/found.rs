@@ -4,7 +4,7 @@ use super::{CAPACITY, ENTRY, KEPT, MAGIC, at, load, sum};
 use crate::pieces::JournaledWrite;
 use crate::sabotage::{self, Sabotage};
 use crate::{DiskError, Result};
-use isobath_qcow2::{Geometry, Header, L2Entry};
+use isobath_qcow2::{Geometry, Header, L2Entry, Lsn};
 use isobath_storage::{RestartMemory, Storage};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -66,19 +66,17 @@ impl FoundLog {
         Ok(Some(found))
     }
 
-    /// Whether the log goes on where an image of which `sequence` is the journal's last record ends. A kill may
-    /// come between a record and the log's word of it.
-    pub fn follows(&self, sequence: u64) -> bool {
-        let known = load(self.memory.words(), at::SEQUENCE);
-        sequence == known
-            || known.checked_add(1) == Some(sequence)
-            || sabotage::is(Sabotage::ForeignLog)
+    /// Whether the log goes on where an image ends of which `durable` is the journal's last record, and `previous`
+    /// the one before. A kill may come between a record and the log's word of it.
+    pub fn follows(&self, durable: Lsn, previous: Option<Lsn>) -> bool {
+        let known = Lsn::new(load(self.memory.words(), at::LAST));
+        durable == known || previous == Some(known) || sabotage::is(Sabotage::ForeignLog)
     }
 
     /// From now on the log goes on behind the record with this number.
-    pub fn goes_on_behind(&self, sequence: u64) {
-        if let Some(word) = self.memory.words().get(at::SEQUENCE) {
-            word.store(sequence, Ordering::Release);
+    pub fn goes_on_behind(&self, last: Lsn) {
+        if let Some(word) = self.memory.words().get(at::LAST) {
+            word.store(last.get(), Ordering::Release);
         }
     }
 

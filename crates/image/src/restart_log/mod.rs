@@ -4,7 +4,7 @@
 //! recorded in memory until the next commit is not: new mappings, and small writes that are kept for a
 //! record. So both are noted as well in [restart memory](isobath_storage::RestartMemory), a *log*, before
 //! a request is answered, by plain stores. Who opens the image next brings the journal home and then
-//! what the log has beyond it (`durability/replay.rs`).
+//! what the log has beyond it ([`recovery`](crate::recovery)).
 //!
 //! - A log belongs to one use of the journal, by its random id, and counts as long as that lasts: any
 //!   recovery ends it. It also says which record of the journal was the last when it was written to: an
@@ -19,6 +19,7 @@ mod found;
 
 pub use found::FoundLog;
 
+use isobath_qcow2::Lsn;
 use isobath_qcow2::journal::Crc32c;
 use isobath_storage::restart_memory::RESTART_MEMORY_BYTES;
 use isobath_storage::{RestartMemory, Storage};
@@ -45,7 +46,7 @@ mod at {
     /// The position behind the last item.
     pub(super) const END: usize = 6;
     /// The last durable record of the journal.
-    pub(super) const SEQUENCE: usize = 7;
+    pub(super) const LAST: usize = 7;
     /// Items from here on, at their positions modulo [`CAPACITY`](super::CAPACITY).
     pub(super) const ITEMS: usize = 8;
 }
@@ -98,7 +99,7 @@ struct State {
     /// Nobody relies on what is answered.
     unpromised: usize,
     /// The last durable record of the journal.
-    sequence: u64,
+    last: Lsn,
     entries: Part,
     bytes: Part,
     end: u64,
@@ -245,17 +246,17 @@ impl RestartLog {
     }
 
     /// A record of the journal is durable.
-    pub fn recorded(&self, sequence: u64) {
+    pub fn recorded(&self, lsn: Lsn) {
         let state = &mut *self.state.lock();
-        state.sequence = sequence;
+        state.last = lsn;
         if state.begun {
-            state.set(at::SEQUENCE, sequence);
+            state.set(at::LAST, lsn.get());
         }
     }
 
-    /// The journal `id` of the file is in use, and has nothing yet; its next record comes after `sequence`. A
+    /// The journal `id` of the file is in use, and has nothing yet; its next record comes after `last`. A
     /// commit that closed everything of before has just ended. Does nothing if nobody asked for the log.
-    pub async fn begin<S: Storage>(&self, storage: &S, id: u64, sequence: u64) {
+    pub async fn begin<S: Storage>(&self, storage: &S, id: u64, last: Lsn) {
         if !self.is_awake() {
             return;
         }
@@ -269,13 +270,13 @@ impl RestartLog {
         if state.memory.is_none() {
             state.unpromised += 1;
         }
-        (state.id, state.end, state.sequence) = (id, 0, sequence);
+        (state.id, state.end, state.last) = (id, 0, last);
         (state.entries.from, state.bytes.from) = (0, 0);
         (state.entries.closing, state.bytes.closing) = (0, 0);
         for place in [at::ID, at::SUM, at::UNCLEAN, at::ENTRIES, at::BYTES, at::END] {
             state.set(place, 0);
         }
-        state.set(at::SEQUENCE, sequence);
+        state.set(at::LAST, last.get());
         state.set(at::MAGIC, MAGIC);
         state.set(at::SUM, u64::from(sum(id, MAGIC, &[], &[])));
         state.set(at::ID, id);

@@ -8,7 +8,7 @@ use isobath_storage::{Host, OpenMode};
 use std::path::Path;
 
 const ID: u64 = 0x1234_5678_9abc_def0;
-const SEQUENCE: u64 = 40;
+const LAST: Lsn = Lsn::new(40);
 
 struct World {
     host: MemoryHost,
@@ -25,7 +25,7 @@ fn world() -> World {
     let file = isobath_storage::block_on(host.open(Path::new("image"), mode)).unwrap();
     let log = Arc::new(RestartLog::default());
     log.wake();
-    isobath_storage::block_on(log.begin(&file, ID, SEQUENCE));
+    isobath_storage::block_on(log.begin(&file, ID, LAST));
     World { host, file, header: header(ID), log }
 }
 
@@ -41,7 +41,7 @@ fn header(id: u64) -> Header {
         area_offset: HostOffset::new(1 << 20),
         area_length: 1 << 20,
         id,
-        first_sequence: 1,
+        first_lsn: Lsn::new(1),
     };
     for (at, part) in Header::edit_journal(&bytes, Some(&extension)).unwrap() {
         bytes[at..at + part.len()].copy_from_slice(&part);
@@ -165,12 +165,15 @@ fn what_is_not_logged_is_owed_only_where_something_was_promised() {
 #[test]
 fn a_log_goes_on_where_the_journal_ends_and_nowhere_else() {
     let world = world();
-    for last in [SEQUENCE, SEQUENCE + 7] {
+    for last in [LAST, Lsn::new(47)] {
         world.log.recorded(last);
         let found = world.found().unwrap();
+        let (before, next) = (last.before(), Lsn::new(last.get() + 3));
+        assert!(found.follows(last, None) && found.follows(last, Some(before)));
         // A kill may come before the log is told of a record.
-        assert!(found.follows(last) && found.follows(last + 1));
-        assert!(!found.follows(last - 1) && !found.follows(last + 2));
+        assert!(found.follows(next, Some(last)));
+        assert!(!found.follows(before, None) && !found.follows(before, Some(before.before())));
+        assert!(!found.follows(last.next(), None) && !found.follows(next.next(), Some(next)));
     }
 }
 
@@ -208,7 +211,7 @@ fn a_damaged_or_foreign_log_is_not_used() {
     let used = at::ITEMS + world.log.state.lock().end as usize;
     for place in 0..used {
         // Numbers that say nothing of what is there.
-        if matches!(place, at::UNCLEAN | at::SEQUENCE) {
+        if matches!(place, at::UNCLEAN | at::LAST) {
             continue;
         }
         let word = &memory.words()[place];

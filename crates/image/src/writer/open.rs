@@ -7,10 +7,11 @@ use crate::durability::data_journal::DataJournal;
 use crate::durability::zones::Zones;
 use crate::durability::{CommitPolicy, Metadata, MetadataMode, Upkeep};
 use crate::layer::{Layer, Qcow2};
+use crate::lsn::LogSequence;
 use crate::options::OpenOptions;
 use crate::restart_log::RestartLog;
 use crate::tables::Tables;
-use crate::{Result, index_area};
+use crate::{Result, index_area, recovery};
 use isobath_qcow2::AutoclearFeatures;
 use isobath_qcow2::header::field;
 use isobath_storage::{IoBuf, Storage};
@@ -64,10 +65,11 @@ impl<S: Storage> Writer<S> {
             data_journal: DataJournal::new(log.clone()),
             upkeep: Upkeep::default(),
             zones,
+            sequence: LogSequence::default(),
             log,
         };
         match layer.take_found_log() {
-            Some(found_log) => metadata.replay(&found_log).await?,
+            Some(found_log) => recovery::finish(&metadata, &found_log).await?,
             // Of a journal that is no longer in use. What is somebody else's is no matter then.
             None => {
                 if let Ok(Some(stale)) = layer.storage().restart_memory(false).await {

@@ -10,6 +10,7 @@ mod tests;
 
 use crate::bytes;
 use crate::journal::Crc32c;
+use crate::lsn::Lsn;
 use crate::offset::ClusterIndex;
 use lz4_flex::block::{
     CompressTable, compress_into_with_table, decompress_into, get_maximum_output_size,
@@ -25,8 +26,8 @@ const SUM: usize = 16;
 /// First byte behind the sum.
 const BEHIND_SUM: usize = 20;
 const REST: usize = 20;
-const SERIAL: usize = 24;
-const PROVEN: usize = 32;
+const LSN: usize = 24;
+const DURABLE: usize = 32;
 const CLUSTER: usize = 40;
 const FORM: usize = 48;
 
@@ -71,10 +72,10 @@ impl Span {
 pub struct Mapping {
     /// The guest cluster.
     pub cluster: ClusterIndex,
-    /// Rises with every record written; the highest of a guest cluster counts.
-    pub serial: u64,
-    /// Every record with a lower serial was durable when this one was made; at most `serial`.
-    pub proven: u64,
+    /// The record's number; the highest of a guest cluster counts.
+    pub lsn: Lsn,
+    /// Every record with a lower number was durable when this one was made; at most `lsn`.
+    pub durable_lsn: Lsn,
     /// CRC-32C of the cluster's bytes behind the lead block, where they must be as written. If the
     /// sectors behind a sector span are not as written, [`find`] gives another number here: who finds
     /// the sum to hold knows the whole cluster to be as written.
@@ -114,7 +115,7 @@ impl Scratch {
 /// does not compress enough.
 pub fn embed(block: &mut [u8], mapping: &Mapping, zone: ZoneId) -> Option<Span> {
     let block: &mut [u8; LEAD] = block.first_chunk_mut()?;
-    if mapping.proven > mapping.serial {
+    if mapping.durable_lsn > mapping.lsn {
         return None;
     }
     SCRATCH.with_borrow_mut(|scratch| {
@@ -146,8 +147,8 @@ fn write(
     let block = block.get_mut(..span.bytes())?;
     bytes::put(block, 0, &zone.0)?;
     bytes::put(block, REST, &rest.to_be_bytes())?;
-    bytes::put(block, SERIAL, &mapping.serial.to_be_bytes())?;
-    bytes::put(block, PROVEN, &mapping.proven.to_be_bytes())?;
+    bytes::put(block, LSN, &mapping.lsn.get().to_be_bytes())?;
+    bytes::put(block, DURABLE, &mapping.durable_lsn.get().to_be_bytes())?;
     bytes::put(block, CLUSTER, &mapping.cluster.get().to_be_bytes())?;
     bytes::put(block, FORM, &form.to_be_bytes())?;
     bytes::put(block, HEAD, packed)?;
@@ -186,17 +187,17 @@ fn parse(block: &[u8; LEAD], zone: ZoneId) -> Option<(Lead, &[u8])> {
     let packed_length = usize::from(form & FORM_PACKED);
     let whole = block.get(..span.bytes())?;
     let packed = whole.get(HEAD..HEAD + packed_length)?;
-    let (serial, proven) = (bytes::be64(block, SERIAL)?, bytes::be64(block, PROVEN)?);
+    let [lsn, durable_lsn] = [bytes::be64(block, LSN)?, bytes::be64(block, DURABLE)?].map(Lsn::new);
     let stored = bytes::be32(block, REST)?;
     let has_rest = form & FORM_REST != 0;
     let valid = form & FORM_RESERVED == 0
         && packed_length > 0
-        && proven <= serial
+        && durable_lsn <= lsn
         && (has_rest || stored == 0)
         && bytes::be32(block, SUM) == Some(sum(whole)?);
     let rest = has_rest.then(|| stored ^ behind(block, span));
     let cluster = ClusterIndex::new(bytes::be64(block, CLUSTER)?);
-    valid.then_some((Lead { mapping: Mapping { cluster, serial, proven, rest }, span }, packed))
+    valid.then_some((Lead { mapping: Mapping { cluster, lsn, durable_lsn, rest }, span }, packed))
 }
 
 /// The sum of a span as it is stored, without the sum's own bytes.

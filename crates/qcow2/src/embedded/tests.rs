@@ -13,7 +13,7 @@ static PROGRAM: LazyLock<Vec<u8>> =
     LazyLock::new(|| fs::read(std::env::current_exe().unwrap()).unwrap());
 
 fn mapping(rest: Option<u32>) -> Mapping {
-    Mapping { cluster: ClusterIndex::new(7), serial: 9, proven: 5, rest }
+    Mapping { cluster: ClusterIndex::new(7), lsn: Lsn::new(9), durable_lsn: Lsn::new(5), rest }
 }
 
 /// Bytes that do not compress.
@@ -114,7 +114,7 @@ fn hostile_heads_are_no_records() {
         ("one byte too long for a block", form(0x8fcf, 4096)),
         ("as long as can be said", form(0x1fff, 512)),
         ("reserved", by_hand(0x2000, [9, 5, 7], 0, &ZEROES)),
-        ("proven before it was made", by_hand(0, [9, 10, 7], 0, &ZEROES)),
+        ("durable before it was made", by_hand(0, [9, 10, 7], 0, &ZEROES)),
         ("a sum that is not there", by_hand(0, [9, 5, 7], 1, &ZEROES)),
         ("a sum of the wrong span", form(0x800d, 512)),
         ("zeroes", vec![0; LEAD]),
@@ -129,7 +129,7 @@ fn hostile_heads_are_no_records() {
     assert!(find(&form(462, 512), ZONE).is_some());
     assert!(find(&form(0x8fce, 4096), ZONE).is_some());
     // What cannot be written either.
-    let hasty = Mapping { proven: 10, ..mapping(None) };
+    let hasty = Mapping { durable_lsn: Lsn::new(10), ..mapping(None) };
     assert_eq!(embed(&mut [0; LEAD], &hasty, ZONE), None);
 }
 
@@ -184,10 +184,10 @@ fn the_same_loss_in_the_lead_block_and_behind_it_is_noticed() {
 
 fn any_mapping() -> impl Strategy<Value = Mapping> {
     (any::<u64>(), any::<u64>(), any::<u64>(), any::<Option<u32>>()).prop_map(
-        |(cluster, serial, proven, rest)| Mapping {
+        |(cluster, lsn, durable, rest)| Mapping {
             cluster: ClusterIndex::new(cluster),
-            serial: serial.max(proven),
-            proven: proven.min(serial),
+            lsn: Lsn::new(lsn.max(durable)),
+            durable_lsn: Lsn::new(durable.min(lsn)),
             rest,
         },
     )

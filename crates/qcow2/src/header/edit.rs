@@ -324,6 +324,7 @@ mod tests {
     use super::*;
     use crate::header::tests::sample;
     use crate::index::BlockHash;
+    use crate::lsn::Lsn;
     use crate::offset::HostOffset;
 
     fn index(n: u64) -> IndexExtension {
@@ -428,7 +429,7 @@ mod tests {
             area_offset: HostOffset::new(n << 16),
             area_length: n << 16,
             id: n << 32,
-            first_sequence: n,
+            first_lsn: Lsn::new(n),
         }
     }
 
@@ -564,8 +565,8 @@ mod tests {
             assert!(error.to_string().contains("must be replayed before"), "{error}");
         }
         for wanted in [
-            JournalExtension { first_sequence: u64::MAX, ..journal(1) },
-            JournalExtension { id: 77, first_sequence: 78, ..journal(1) },
+            JournalExtension { first_lsn: Lsn::MAX, ..journal(1) },
+            JournalExtension { id: 77, first_lsn: Lsn::new(78), ..journal(1) },
             JournalExtension { area_length: 1 << 17, ..journal(1) },
         ] {
             let mut cluster = cluster.clone();

@@ -277,6 +277,7 @@ mod tests {
     use super::*;
     use crate::extension::BitmapsExtension;
     use crate::header::tests::sample;
+    use crate::lsn::Lsn;
 
     fn refusal(change: impl Fn(&mut Header)) -> FormatError {
         let mut header = sample();
@@ -366,7 +367,7 @@ mod tests {
             area_offset: HostOffset::new(0x100_0000),
             area_length: 1 << 20,
             id: 7,
-            first_sequence: 1,
+            first_lsn: Lsn::new(1),
         };
         let mut header = sample();
         header.extensions.push(Extension::Journal(journal));

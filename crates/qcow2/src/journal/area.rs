@@ -7,17 +7,20 @@ use super::record::{SUMMED, View};
 use super::replay::Replay;
 use super::{BLOCK, Zones, irrecoverable};
 use crate::error::FormatError;
+use crate::lsn::Lsn;
 use crate::offset::HostOffset;
 
 /// A record that was found in an area.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Found {
-    /// Its sequence.
-    pub sequence: u64,
-    /// The first record whose metadata must be replayed, as of this one.
-    pub tail: u64,
-    /// The first record whose data must be replayed, as of this one.
-    pub data_from: u64,
+    /// Its number.
+    pub lsn: Lsn,
+    /// The number of the record before.
+    pub previous: Lsn,
+    /// The number from which records' metadata must be replayed, as of this one.
+    pub tail: Lsn,
+    /// The number from which records' data must be replayed, as of this one.
+    pub data_from: Lsn,
     /// Bytes from the area's start to the record's.
     pub at: usize,
     /// Bytes that it takes in the area: whole [blocks](BLOCK).
@@ -27,8 +30,8 @@ pub struct Found {
 /// The records of an area that can be used after a crash.
 #[derive(Debug)]
 pub struct Journal<'a> {
-    first_sequence: u64,
-    /// By sequence.
+    first_lsn: Lsn,
+    /// By number.
     records: Vec<(usize, View<'a>)>,
     /// Those that are needed, in `records`: the last ones.
     needed: usize,
@@ -37,11 +40,11 @@ pub struct Journal<'a> {
 
 impl<'a> Journal<'a> {
     /// The records in `area`, all its bytes. Blocks where no whole record of this journal with
-    /// `first_sequence` or a later one begins are passed over: they are free, or hold what a crash has
+    /// its first number or a later one begins are passed over: they are free, or hold what a crash has
     /// left of a record.
     ///
     /// # Errors
-    /// If the area is cut short, two records have the same sequence, a record that the last one
+    /// If the area is cut short, two records have the same number, a record that the last one
     /// needs is missing, or one is whole but not understood.
     pub fn scan(area: &'a [u8], extension: &JournalExtension) -> Result<Self, FormatError> {
         if area.len() as u64 != extension.area_length {
@@ -58,7 +61,7 @@ impl<'a> Journal<'a> {
             let record = View::may_start(rest, extension.id)
                 .then(|| View::at(rest, extension.id).ok())
                 .flatten()
-                .filter(|view| view.sequence >= extension.first_sequence)
+                .filter(|view| view.lsn >= extension.first_lsn)
                 .filter(|view| sums.of(at + SUMMED, at + view.length) == Some(view.crc));
             let Some(view) = record else {
                 at += BLOCK;
@@ -69,20 +72,17 @@ impl<'a> Journal<'a> {
             records.push((at, view));
             at += view.length.next_multiple_of(BLOCK);
         }
-        records.sort_unstable_by_key(|(_, view)| view.sequence);
-        let twice = records.array_windows().find(|[(_, a), (_, b)]| a.sequence == b.sequence);
+        records.sort_unstable_by_key(|(_, view)| view.lsn);
+        let twice = records.array_windows().find(|[(_, a), (_, b)]| a.lsn == b.lsn);
         if let Some([(at, view), (other, _)]) = twice {
             return Err(irrecoverable(
-                "journal record's sequence",
-                view.sequence,
-                format_args!(
-                    "two records have this sequence, at {at:#x} and {other:#x} in the \
-                              journal"
-                ),
+                "journal record's LSN",
+                view.lsn,
+                format_args!("two records have this LSN, at {at:#x} and {other:#x} in the journal"),
             ));
         }
         let mut journal =
-            Self { first_sequence: extension.first_sequence, records, needed: 0, dropped: false };
+            Self { first_lsn: extension.first_lsn, records, needed: 0, dropped: false };
         journal.needed = journal.find_needed()?;
         Ok(journal)
     }
@@ -90,25 +90,25 @@ impl<'a> Journal<'a> {
     /// Where the records begin that the last one needs, all of which must be there.
     fn find_needed(&self) -> Result<usize, FormatError> {
         let Some((_, last)) = self.records.last() else { return Ok(0) };
-        let from = last.tail.max(self.first_sequence);
-        let mut expected = last.sequence;
+        let from = last.tail.max(self.first_lsn);
+        let mut expected = last.lsn;
         for (index, (_, view)) in self.records.iter().enumerate().rev() {
-            if view.sequence != expected {
+            if view.lsn != expected {
                 break;
             }
-            if expected == from {
+            if view.previous() < from {
                 return Ok(index);
             }
-            expected -= 1;
+            expected = view.previous();
         }
         Err(self.missing(expected))
     }
 
-    fn missing(&self, sequence: u64) -> FormatError {
-        let last = self.last().map_or(0, |last| last.sequence);
+    fn missing(&self, lsn: Lsn) -> FormatError {
+        let last = self.last().map_or(Lsn::default(), |last| last.lsn);
         irrecoverable(
             "journal record",
-            format_args!("{sequence} is missing"),
+            format_args!("{lsn} is missing"),
             format_args!("the journal is damaged: record {last}, the last one, needs it"),
         )
     }
@@ -123,7 +123,8 @@ impl<'a> Journal<'a> {
     /// The last record: the one that decides. `None` if there are none, and nothing is to be done.
     pub fn last(&self) -> Option<Found> {
         self.records.last().map(|&(at, view)| Found {
-            sequence: view.sequence,
+            lsn: view.lsn,
+            previous: view.previous(),
             tail: view.tail,
             data_from: view.data_from,
             at,
@@ -166,19 +167,19 @@ impl<'a> Journal<'a> {
         if self.dropped {
             return Err(irrecoverable(
                 "journal record",
-                format_args!("{}, the last one", last.sequence),
-                "it was durable before a later record was written and cannot be dropped",
+                format_args!("{}, the last one", last.lsn),
+                "it was durable before a later record was written, and cannot be dropped",
             ));
         }
-        if last.sequence > self.first_sequence {
+        if last.previous >= self.first_lsn {
             let before = self.records.iter().rev().nth(1);
-            if before.is_none_or(|(_, view)| view.sequence != last.sequence - 1) {
+            if before.is_none_or(|(_, view)| view.lsn != last.previous) {
                 return Err(irrecoverable(
                     "journal record",
-                    format_args!("{} is missing", last.sequence - 1),
+                    format_args!("{} is missing", last.previous),
                     format_args!(
                         "the journal is damaged: record {}, the last one, is not complete",
-                        last.sequence
+                        last.lsn
                     ),
                 ));
             }
@@ -195,10 +196,10 @@ impl<'a> Journal<'a> {
     /// If that is more than [`MAX_PIECES`](super::MAX_PIECES) ranges.
     pub fn replay(&self) -> Result<Replay<'a>, FormatError> {
         let needed = self.records.get(self.needed..).unwrap_or_default();
-        let data_from = self.records.last().map_or(0, |(_, last)| last.data_from);
+        let data_from = self.records.last().map_or(Lsn::default(), |(_, last)| last.data_from);
         let mut replay = Replay::default();
         for (_, view) in needed {
-            replay.add(view, view.sequence >= data_from)?;
+            replay.add(view, view.lsn >= data_from)?;
         }
         Ok(replay)
     }

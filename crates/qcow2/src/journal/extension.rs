@@ -4,6 +4,7 @@ use super::{BLOCK, irrecoverable};
 use crate::bytes;
 use crate::error::FormatError;
 use crate::geometry::{Geometry, HOST_OFFSET_LIMIT};
+use crate::lsn::Lsn;
 use crate::offset::HostOffset;
 
 /// Bytes of the smallest area.
@@ -22,8 +23,8 @@ pub struct JournalExtension {
     pub area_length: u64,
     /// Random; records of another journal have another.
     pub id: u64,
-    /// Records with a lower sequence do not belong to the journal.
-    pub first_sequence: u64,
+    /// Records with a lower number do not belong to the journal.
+    pub first_lsn: Lsn,
 }
 
 impl JournalExtension {
@@ -41,7 +42,7 @@ impl JournalExtension {
             area_offset: HostOffset::new(bytes::be64(data, 0)?),
             area_length: bytes::be64(data, 8)?,
             id: bytes::be64(data, 16)?,
-            first_sequence: bytes::be64(data, 24)?,
+            first_lsn: Lsn::new(bytes::be64(data, 24)?),
         };
         extension.is_sane().then_some(extension)
     }
@@ -79,7 +80,7 @@ impl JournalExtension {
     }
 
     pub(crate) fn encode(&self) -> Vec<u8> {
-        [self.area_offset.get(), self.area_length, self.id, self.first_sequence]
+        [self.area_offset.get(), self.area_length, self.id, self.first_lsn.get()]
             .iter()
             .flat_map(|field| field.to_be_bytes())
             .collect()
@@ -95,7 +96,7 @@ mod tests {
             area_offset: HostOffset::new(1 << 21),
             area_length: 1 << 21,
             id: 0x0123_4567_89ab_cdef,
-            first_sequence: 7,
+            first_lsn: Lsn::new(7),
         }
     }
 

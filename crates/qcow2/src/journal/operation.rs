@@ -14,7 +14,7 @@ const ALIGN: usize = 8;
 const PATCH: u8 = 1;
 const ZERO: u8 = 2;
 const DATA: u8 = 3;
-const COVER: u8 = 4;
+const CHECKSUM: u8 = 4;
 const REVOKE: u8 = 5;
 const ZONES: u8 = 6;
 
@@ -85,7 +85,7 @@ impl Operation {
             Self::Data { offset, bytes } => (DATA, offset, length(bytes), bytes.as_slice()),
             Self::Checksum { offset, length, crc } => {
                 crc_bytes = crc.to_be_bytes();
-                (COVER, offset, *length, &crc_bytes[..])
+                (CHECKSUM, offset, *length, &crc_bytes[..])
             }
             Self::Revoke { offset, length } => (REVOKE, offset, *length, &[][..]),
             Self::Zones(zones) => {
@@ -164,7 +164,7 @@ impl<'a> Items<'a> {
         };
         let payload_length = match kind {
             PATCH | DATA | ZONES => length as usize,
-            COVER => 4,
+            CHECKSUM => 4,
             _ => 0,
         };
         let padded = payload_length.next_multiple_of(ALIGN);
@@ -191,7 +191,7 @@ impl<'a> Items<'a> {
             PATCH => Kind::Patch(payload),
             ZERO => Kind::Zero,
             DATA => Kind::Data(payload),
-            COVER => Kind::Checksum(bytes::be32(payload, 0).unwrap_or_default()),
+            CHECKSUM => Kind::Checksum(bytes::be32(payload, 0).unwrap_or_default()),
             REVOKE => Kind::Revoke,
             ZONES if offset != 0 => {
                 return Err(irrecoverable(

@@ -6,6 +6,7 @@ use super::operation::{Item, Items, Kind, Operation};
 use super::{BLOCK, Zones, irrecoverable};
 use crate::bytes;
 use crate::error::FormatError;
+use crate::lsn::Lsn;
 
 const MAGIC: [u8; 4] = *b"IBJR";
 const CRC: usize = 4;
@@ -17,13 +18,15 @@ pub const HEAD_BYTES: usize = 64;
 /// A record: operations that take effect together or not at all.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Record {
-    /// One more than that of the record before.
-    pub sequence: u64,
-    /// The first record whose metadata must be replayed, as of this one; at most `sequence`.
-    pub tail: u64,
-    /// The first record whose data must be replayed, as of this one; at most `sequence`. Data of
+    /// Its number.
+    pub lsn: Lsn,
+    /// The number of the record before, also of one before the journal's first; below `lsn`.
+    pub previous: Lsn,
+    /// The number from which records' metadata must be replayed, as of this one; at most `lsn`.
+    pub tail: Lsn,
+    /// The number from which records' data must be replayed, as of this one; at most `lsn`. Data of
     /// records before `tail` is not replayed in any case.
-    pub data_from: u64,
+    pub data_from: Lsn,
     /// The operations, in order.
     pub operations: Vec<Operation>,
 }
@@ -56,14 +59,23 @@ impl Record {
                 zones.check().map_err(not_written)?;
             }
         }
+        let Some(gap) = self
+            .lsn
+            .get()
+            .checked_sub(1)
+            .and_then(|before| before.checked_sub(self.previous.get()))
+        else {
+            return Err(not_written(previous_not_below(self.lsn, self.previous)));
+        };
         let mut out = Vec::with_capacity(self.encoded_length());
         out.extend(MAGIC);
         out.extend([0; 4]);
-        for field in [id, self.sequence, self.tail, self.data_from] {
+        for field in [id, self.lsn.get(), self.tail.get(), self.data_from.get()] {
             out.extend(field.to_be_bytes());
         }
         out.extend((length as u32).to_be_bytes());
         out.extend((self.operations.len() as u32).to_be_bytes());
+        out.extend(gap.to_be_bytes());
         out.resize(HEAD_BYTES, 0);
         for operation in &self.operations {
             operation.write(&mut out);
@@ -92,12 +104,21 @@ impl Record {
         view.check()?;
         let items: Result<Vec<_>, _> = view.items().collect();
         Ok(Self {
-            sequence: view.sequence,
+            lsn: view.lsn,
+            previous: view.previous(),
             tail: view.tail,
             data_from: view.data_from,
             operations: items?.into_iter().map(Item::to_operation).collect::<Result<_, _>>()?,
         })
     }
+}
+
+fn previous_not_below(lsn: Lsn, previous: Lsn) -> FormatError {
+    irrecoverable(
+        "journal record's previous",
+        previous,
+        format_args!("must be below the record's number, {lsn}"),
+    )
 }
 
 #[allow(clippy::needless_pass_by_value, reason = "for map_err")]
@@ -113,9 +134,11 @@ fn not_written(error: FormatError) -> FormatError {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct View<'a> {
     pub(super) crc: u32,
-    pub(super) sequence: u64,
-    pub(super) tail: u64,
-    pub(super) data_from: u64,
+    pub(super) lsn: Lsn,
+    /// Numbers between that of the record before and its own.
+    gap: u64,
+    pub(super) tail: Lsn,
+    pub(super) data_from: Lsn,
     /// Bytes of the record, without padding.
     pub(super) length: usize,
     count: u32,
@@ -159,26 +182,39 @@ impl<'a> View<'a> {
         };
         Ok(Self {
             crc: bytes::be32(head, CRC).unwrap_or_default(),
-            sequence: field(16),
-            tail: field(24),
-            data_from: field(32),
+            lsn: Lsn::new(field(16)),
+            gap: field(48),
+            tail: Lsn::new(field(24)),
+            data_from: Lsn::new(field(32)),
             length,
             count: bytes::be32(head, 44).unwrap_or_default(),
-            reserved: head.get(48..).unwrap_or_default(),
+            reserved: head.get(56..).unwrap_or_default(),
             operations,
         })
+    }
+
+    /// The number of the record before.
+    pub(super) fn previous(&self) -> Lsn {
+        Lsn::new(self.lsn.before().get().saturating_sub(self.gap))
     }
 
     /// Checks every field and operation.
     pub(super) fn check(&self) -> Result<(), FormatError> {
         for (field, value) in [("tail", self.tail), ("data_from", self.data_from)] {
-            if value > self.sequence {
+            if value > self.lsn {
                 return Err(irrecoverable(
                     format!("journal record's {field}"),
                     value,
-                    format_args!("must not exceed the record's sequence, {}", self.sequence),
+                    format_args!("must not exceed the record's number, {}", self.lsn),
                 ));
             }
+        }
+        if self.gap >= self.lsn.get() {
+            return Err(irrecoverable(
+                "journal record's gap",
+                self.gap,
+                format_args!("must be below the record's number, {}", self.lsn),
+            ));
         }
         if self.reserved.iter().any(|byte| *byte != 0) {
             return Err(irrecoverable(
@@ -276,9 +312,9 @@ pub(super) mod tests {
             zones.collect()
         });
         let zones = Strategy::prop_shuffle(zones);
-        (any::<u64>(), any::<u64>(), zones).prop_map(|(floor, proven, zones)| Zones {
-            floor,
-            proven,
+        (any::<u64>(), any::<u64>(), zones).prop_map(|(checkpoint, durable, zones)| Zones {
+            checkpoint_lsn: Lsn::new(checkpoint),
+            durable_lsn: Lsn::new(durable),
             zones,
         })
     }
@@ -286,9 +322,10 @@ pub(super) mod tests {
     fn sample() -> Record {
         let offset = HostOffset::new(0x5_0000);
         Record {
-            sequence: 9,
-            tail: 4,
-            data_from: 6,
+            lsn: Lsn::new(9),
+            previous: Lsn::new(7),
+            tail: Lsn::new(4),
+            data_from: Lsn::new(6),
             operations: vec![
                 Operation::Patch { offset, bytes: b"123456789".to_vec() },
                 Operation::Zero { offset, length: u32::MAX },
@@ -323,7 +360,8 @@ pub(super) mod tests {
         assert_eq!(blocks[32..40], 6u64.to_be_bytes());
         assert_eq!(blocks[40..44], (length as u32).to_be_bytes());
         assert_eq!(blocks[44..48], 5u32.to_be_bytes());
-        assert_eq!(blocks[48..64], [0; 16]);
+        assert_eq!(blocks[48..56], 1u64.to_be_bytes());
+        assert_eq!(blocks[56..64], [0; 8]);
         let patch = [&[1, 0, 0, 0, 0, 0, 0, 9, 0, 0, 0, 0, 0, 5, 0, 0][..], b"123456789", &[0; 7]];
         assert_eq!(blocks[64..96], patch.concat());
         let cover = [4, 0, 0, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 5, 0, 0, 1, 2, 3, 4, 0, 0, 0, 0];
@@ -343,6 +381,7 @@ pub(super) mod tests {
             ("length", changed(|b| b[40..44].copy_from_slice(&63u32.to_be_bytes()))),
             ("operations", changed(|b| b[47] = 4)),
             ("operations", changed(|b| b[47] = 6)),
+            ("gap", changed(|b| b[55] = 9)),
             ("reserved bytes", changed(|b| b[63] = 1)),
             ("operation", changed(|b| b[64 + 1] = 1)),
             ("operation", changed(|b| b[64 + 31] = 1)),
@@ -376,10 +415,12 @@ pub(super) mod tests {
         ] {
             assert!(Record { operations, ..sample() }.encode(ID).is_err());
         }
-        assert!(Record { tail: 10, ..sample() }.encode(ID).is_err());
-        assert!(Record { data_from: 10, ..sample() }.encode(ID).is_err());
+        assert!(Record { tail: Lsn::new(10), ..sample() }.encode(ID).is_err());
+        assert!(Record { data_from: Lsn::new(10), ..sample() }.encode(ID).is_err());
+        assert!(Record { previous: Lsn::new(9), ..sample() }.encode(ID).is_err());
+        assert!(Record::default().encode(ID).is_err());
         let last = Record {
-            sequence: u64::MAX,
+            lsn: Lsn::MAX,
             operations: vec![Operation::Zero { offset: end, length: 1 }],
             ..Record::default()
         };
@@ -390,10 +431,11 @@ pub(super) mod tests {
         #[test]
         fn a_record_comes_back(
             operations in operations(1 << 40, 0..20),
-            id: u64, sequence: u64, tail: u64, data_from: u64,
+            id: u64, lsn in 1u64.., previous: u64, tail: u64, data_from: u64,
         ) {
-            let (tail, data_from) = (tail.min(sequence), data_from.min(sequence));
-            let record = Record { sequence, tail, data_from, operations };
+            let [tail, data_from] = [tail, data_from].map(|field| Lsn::new(field.min(lsn)));
+            let (lsn, previous) = (Lsn::new(lsn), Lsn::new(previous.min(lsn - 1)));
+            let record = Record { lsn, previous, tail, data_from, operations };
             let blocks = record.encode(id).unwrap();
             prop_assert_eq!(blocks.len() % BLOCK, 0);
             prop_assert_eq!(Record::parse(&blocks, id), Ok(record));

@@ -3,6 +3,7 @@
 use super::record::tests::operations;
 use super::*;
 use crate::error::FormatErrorKind;
+use crate::lsn::Lsn;
 use crate::offset::HostOffset;
 use proptest::prelude::*;
 use proptest::sample::Index;
@@ -17,12 +18,13 @@ fn extension(area: &[u8]) -> JournalExtension {
         area_offset: HostOffset::new(1 << 16),
         area_length: area.len() as u64,
         id: ID,
-        first_sequence: FIRST,
+        first_lsn: Lsn::new(FIRST),
     }
 }
 
-fn record(sequence: u64, tail: u64, operations: Vec<Operation>) -> Record {
-    Record { sequence, tail, data_from: tail, operations }
+fn record(lsn: u64, tail: u64, operations: Vec<Operation>) -> Record {
+    let (previous, lsn, tail) = (Lsn::new(lsn - 1), Lsn::new(lsn), Lsn::new(tail));
+    Record { lsn, previous, tail, data_from: tail, operations }
 }
 
 fn put(area: &mut [u8], at: usize, record: &Record) {
@@ -102,7 +104,7 @@ fn what_is_in_its_place_is_not_overwritten_by_what_is_older() {
     let records = [
         record(100, 100, vec![patch(0, b"0123456789")]),
         record(101, 100, vec![data(b"ab")]),
-        Record { data_from: 102, ..record(102, 100, vec![cover, patch(7, b"xy")]) },
+        Record { data_from: Lsn::new(102), ..record(102, 100, vec![cover, patch(7, b"xy")]) },
     ];
     assert_eq!(replayed(&records), [bytes(0, b"01"), bytes(4, b"45"), bytes(8, b"y9")]);
     assert_eq!(replayed(&records[..2]), [bytes(0, b"01ab456789")]);
@@ -126,13 +128,20 @@ fn the_last_record_says_what_to_check_and_may_be_dropped_once() {
     put(&mut area, 0, &record(100, 100, vec![patch(0, b"a"), cover(9)]));
     put(&mut area, 8192, &record(101, 101, vec![cover(7), patch(0, b"b"), cover(8)]));
     let mut journal = Journal::scan(&area, &extension(&area)).unwrap();
-    let last = Found { sequence: 101, tail: 101, data_from: 101, at: 8192, length: 4096 };
+    let last = Found {
+        lsn: Lsn::new(101),
+        previous: Lsn::new(100),
+        tail: Lsn::new(101),
+        data_from: Lsn::new(101),
+        at: 8192,
+        length: 4096,
+    };
     assert_eq!(journal.last(), Some(last));
     let offset = HostOffset::new(512);
     assert_eq!(journal.checksums().collect::<Vec<_>>(), [(offset, 7, 7), (offset, 8, 8)]);
     assert_eq!(journal.replay().unwrap().ranges().collect::<Vec<_>>(), [bytes(0, b"b")]);
     journal.drop_last().unwrap();
-    assert_eq!(journal.last().unwrap().sequence, 100);
+    assert_eq!(journal.last().unwrap().lsn, Lsn::new(100));
     assert_eq!(journal.checksums().next(), None);
     assert_eq!(journal.replay().unwrap().ranges().collect::<Vec<_>>(), [bytes(0, b"a")]);
     let error = journal.drop_last().unwrap_err().to_string();
@@ -209,7 +218,7 @@ fn records_of_others_and_inside_of_others_are_passed_over() {
     inner.extend(record(106, 106, vec![]).encode(ID).unwrap());
     put(&mut area, 8192, &record(100, 100, vec![patch(7, &inner)]));
     let journal = Journal::scan(&area, &extension(&area)).unwrap();
-    assert_eq!(journal.last().unwrap().sequence, 100);
+    assert_eq!(journal.last().unwrap().lsn, Lsn::new(100));
     assert_eq!(journal.replay().unwrap().ranges().collect::<Vec<_>>(), [bytes(7, &inner)]);
 }
 
@@ -220,7 +229,7 @@ fn model(records: &[Record], at: u64) -> Option<u8> {
     let hit = |offset: &HostOffset, length: usize| {
         (offset.get()..offset.get() + length as u64).contains(&at)
     };
-    for record in records.iter().rev().filter(|record| record.sequence >= last.tail) {
+    for record in records.iter().rev().filter(|record| record.lsn >= last.tail) {
         let covered = |operation: &Operation| matches!(operation, Operation::Checksum { offset, length, .. } if hit(offset, *length as usize));
         if record.operations.iter().any(covered) {
             return None;
@@ -234,7 +243,7 @@ fn model(records: &[Record], at: u64) -> Option<u8> {
                     return Some(0);
                 }
                 Operation::Data { offset, bytes } if hit(offset, bytes.len()) => {
-                    let needed = record.sequence >= last.data_from;
+                    let needed = record.lsn >= last.data_from;
                     return needed.then(|| bytes[(at - offset.get()) as usize]);
                 }
                 _ => {}
@@ -284,31 +293,39 @@ fn check_replay(journal: &Journal<'_>, records: &[Record]) {
     }
 }
 
-/// What a record is made of: operations, how far tail and `data_from` move, blocks of ballast.
-type Plan = (Vec<Operation>, Index, Index, usize);
+/// What a record is made of: operations, how far tail and `data_from` move, blocks of ballast, and numbers that
+/// are left out before its own.
+type Plan = (Vec<Operation>, Index, Index, usize, u64);
 
 /// A history of records in an area, each durable before the next is written, that ends before a
 /// record would overwrite one that is still needed.
 fn written(area: &mut [u8], plans: &[Plan]) -> Vec<(usize, Record)> {
     let mut written: Vec<(usize, Record)> = Vec::new();
-    for (sequence, (operations, tail, data_from, ballast)) in (FIRST..).zip(plans) {
+    let mut previous = FIRST - 1;
+    for (operations, tail, data_from, ballast, gap) in plans {
+        let lsn = previous + 1 + gap;
         let before = written.last().map_or((0, FIRST, FIRST), |(at, record)| {
-            (at + record.encoded_length(), record.tail, record.data_from)
+            (at + record.encoded_length(), record.tail.get(), record.data_from.get())
         });
         let (mut at, least_tail, least_data) = before;
         let mut operations = operations.clone();
         let elsewhere = Operation::Checksum { offset: HostOffset::new(1 << 20), length: 9, crc: 9 };
         operations.extend(vec![elsewhere; ballast * 90]);
-        let between =
-            |least: u64, by: &Index| least + by.index((sequence - least + 1) as usize) as u64;
-        let (tail, data_from) = (between(least_tail, tail), between(least_data, data_from));
-        let record = Record { sequence, tail, data_from, operations };
+        let between = |least: u64, by: &Index| least + by.index((lsn - least + 1) as usize) as u64;
+        let record = Record {
+            lsn: Lsn::new(lsn),
+            previous: Lsn::new(previous),
+            tail: Lsn::new(between(least_tail, tail)),
+            data_from: Lsn::new(between(least_data, data_from)),
+            operations,
+        };
+        previous = lsn;
         let length = record.encoded_length();
         if at + length > area.len() {
             at = 0;
         }
         let taken = written.iter().any(|(other, record)| {
-            record.sequence >= least_tail
+            record.lsn >= Lsn::new(least_tail)
                 && at < other + record.encoded_length()
                 && *other < at + length
         });
@@ -326,7 +343,7 @@ proptest! {
     #[test]
     fn what_a_crash_leaves_is_replayed_as_the_model_says(
         plans in prop::collection::vec(
-            (operations(FILE, 0..6), any::<Index>(), any::<Index>(), 0usize..6),
+            (operations(FILE, 0..6), any::<Index>(), any::<Index>(), 0usize..6, 0u64..4),
             1..40,
         ),
         old in 0u8..3,
@@ -336,8 +353,8 @@ proptest! {
         let mut area = vec![0; 32 << 10];
         for (n, block) in (0..).zip(area.chunks_exact_mut(BLOCK)) {
             // What an earlier journal has left, or the numbers before this one's first.
-            let (id, sequence) = [(0, n), (ID ^ 1, FIRST + n), (ID, FIRST - 1 - n)][usize::from(old)];
-            let record = Record { sequence, ..Record::default() };
+            let (id, lsn) = [(0, n + 1), (ID ^ 1, FIRST + n), (ID, FIRST - 1 - n)][usize::from(old)];
+            let record = Record { lsn: Lsn::new(lsn), ..Record::default() };
             block.copy_from_slice(&record.encode(id).unwrap());
         }
         let mut before = area.clone();
@@ -358,7 +375,7 @@ proptest! {
             records.pop();
         }
         let mut journal = Journal::scan(&area, &extension(&area)).unwrap();
-        prop_assert_eq!(journal.last().map(|last| last.sequence), records.last().map(|r| r.sequence));
+        prop_assert_eq!(journal.last().map(|last| last.lsn), records.last().map(|r| r.lsn));
         check_replay(&journal, &records);
         check_zones(&journal, &records);
         if drop && !torn {
@@ -405,4 +422,21 @@ fn more_ranges_than_any_writer_leaves_are_refused() {
     assert_eq!(zeroes(MAX_PIECES as u64), Ok(MAX_PIECES));
     let error = zeroes(MAX_PIECES as u64 + 1).unwrap_err();
     assert!(error.to_string().contains("more than 2097152 ranges"), "{error}");
+}
+
+#[test]
+fn numbers_may_be_left_out_and_a_missing_record_is_told_from_a_gap() {
+    let after = |previous: u64, record: Record| Record { previous: Lsn::new(previous), ..record };
+    let mut area = vec![0; 32 << 10];
+    put(&mut area, 0, &after(90, record(103, 90, vec![patch(0, b"a")])));
+    put(&mut area, 4096, &after(103, record(110, 104, vec![patch(1, b"b")])));
+    put(&mut area, 8192, &after(110, record(111, 103, vec![patch(2, b"c")])));
+    let mut journal = Journal::scan(&area, &extension(&area)).unwrap();
+    assert_eq!(journal.replay().unwrap().ranges().collect::<Vec<_>>(), [bytes(0, b"abc")]);
+    journal.drop_last().unwrap();
+    // Only the one: a tail may be a number that no record has.
+    assert_eq!(journal.replay().unwrap().ranges().collect::<Vec<_>>(), [bytes(1, b"b")]);
+    area[4096..8192].fill(0);
+    let error = Journal::scan(&area, &extension(&area)).unwrap_err();
+    assert_eq!(error.value(), "110 is missing");
 }

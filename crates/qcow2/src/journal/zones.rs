@@ -5,6 +5,7 @@ use crate::bytes;
 use crate::embedded::ZoneId;
 use crate::error::FormatError;
 use crate::geometry::HOST_OFFSET_LIMIT;
+use crate::lsn::Lsn;
 use crate::offset::HostOffset;
 
 /// Most zones that a record may list.
@@ -22,10 +23,10 @@ const LEAST_CLUSTER: u64 = 512;
 /// The zones of an image, of which none overlaps another.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Zones {
-    /// Records with lower serials are in the tables.
-    pub floor: u64,
-    /// Records with lower serials were durable before this list was written.
-    pub proven: u64,
+    /// What embedded records with lower numbers say is in the tables.
+    pub checkpoint_lsn: Lsn,
+    /// Embedded records with lower numbers were durable before this list was written.
+    pub durable_lsn: Lsn,
     /// The zones, in any order; at most [`MAX_ZONES`].
     pub zones: Vec<Zone>,
 }
@@ -99,8 +100,8 @@ impl Zones {
     /// The operation's payload.
     pub(super) fn encode(&self) -> Vec<u8> {
         let mut out = Vec::with_capacity(self.encoded_length());
-        out.extend(self.floor.to_be_bytes());
-        out.extend(self.proven.to_be_bytes());
+        out.extend(self.checkpoint_lsn.get().to_be_bytes());
+        out.extend(self.durable_lsn.get().to_be_bytes());
         for zone in &self.zones {
             out.extend(zone.start.get().to_be_bytes());
             out.extend(zone.clusters.to_be_bytes());
@@ -119,7 +120,7 @@ impl Zones {
                 format_args!("the next field ends at byte {needed}"),
             )
         };
-        let (Some(floor), Some(proven), Some(mut rest)) =
+        let (Some(checkpoint), Some(durable), Some(mut rest)) =
             (bytes::be64(payload, 0), bytes::be64(payload, 8), payload.get(HEAD..))
         else {
             return Err(truncated(payload.len(), HEAD));
@@ -142,7 +143,8 @@ impl Zones {
             zones.push(Zone { start, clusters, id, plain: plain.to_vec() });
             rest = rest.get(end..).unwrap_or_default();
         }
-        let zones = Self { floor, proven, zones };
+        let (checkpoint_lsn, durable_lsn) = (Lsn::new(checkpoint), Lsn::new(durable));
+        let zones = Self { checkpoint_lsn, durable_lsn, zones };
         zones.check()?;
         Ok(zones)
     }
@@ -192,11 +194,16 @@ mod tests {
 
     fn sample() -> Zones {
         let small = Zone { plain: vec![0x81, 2], ..zone(0x5_0000, 10) };
-        Zones { floor: 0x0102, proven: 0x0304, zones: vec![small, zone(0x1_0000, 8)] }
+        Zones {
+            checkpoint_lsn: Lsn::new(0x0102),
+            durable_lsn: Lsn::new(0x0304),
+            zones: vec![small, zone(0x1_0000, 8)],
+        }
     }
 
-    fn record(sequence: u64, operations: Vec<Operation>) -> Record {
-        Record { sequence, tail: 1, data_from: 1, operations }
+    fn record(lsn: u64, operations: Vec<Operation>) -> Record {
+        let (previous, lsn, first) = (Lsn::new(lsn - 1), Lsn::new(lsn), Lsn::new(1));
+        Record { lsn, previous, tail: first, data_from: first, operations }
     }
 
     #[test]
@@ -247,7 +254,7 @@ mod tests {
             (many(most + 1), "at most 4096"),
         ];
         for (zones, reason) in cases {
-            let zones = Zones { floor: 0, proven: 0, zones };
+            let zones = Zones { zones, ..Zones::default() };
             let error = Zones::parse(&zones.encode()).unwrap_err();
             assert!(error.reason().contains(reason), "{error}");
             assert!(error.reason().contains("restore it from a backup"), "{error}");
@@ -258,12 +265,12 @@ mod tests {
         let long =
             Zone { plain: [vec![0], zone(1 << 20, 8).plain, vec![0; 28]].concat(), ..zone(0, 8) };
         assert!(
-            record(1, vec![Operation::Zones(Zones { floor: 0, proven: 0, zones: vec![long] })])
+            record(1, vec![Operation::Zones(Zones { zones: vec![long], ..Zones::default() })])
                 .encode(1)
                 .is_err()
         );
         for zones in [many(most), vec![zone(0, 65536)], vec![zone((1 << 56) - 512, 1)]] {
-            let zones = Zones { floor: u64::MAX, proven: 1, zones };
+            let zones = Zones { checkpoint_lsn: Lsn::MAX, durable_lsn: Lsn::new(1), zones };
             assert_eq!(Zones::parse(&zones.encode()), Ok(zones));
         }
         let payload = sample().encode();
@@ -293,18 +300,22 @@ mod tests {
 
     #[test]
     fn the_last_record_that_counts_lists_the_zones() {
-        let other = Zones { floor: 9, proven: 8, zones: vec![zone(0, 1)] };
+        let other = Zones {
+            checkpoint_lsn: Lsn::new(9),
+            durable_lsn: Lsn::new(8),
+            zones: vec![zone(0, 1)],
+        };
         let zero = Operation::Zero { offset: HostOffset::new(0), length: 1 };
         let extension = JournalExtension {
             area_offset: HostOffset::new(1 << 16),
             area_length: 16 << 10,
             id: 1,
-            first_sequence: 1,
+            first_lsn: Lsn::new(1),
         };
         let mut area = vec![0; 16 << 10];
-        let put = |area: &mut Vec<u8>, sequence: u64, operations: Vec<Operation>| {
-            let blocks = record(sequence, operations).encode(1).unwrap();
-            let at = (sequence - 1) as usize * 4096;
+        let put = |area: &mut Vec<u8>, lsn: u64, operations: Vec<Operation>| {
+            let blocks = record(lsn, operations).encode(1).unwrap();
+            let at = (lsn - 1) as usize * 4096;
             area[at..at + 4096].copy_from_slice(&blocks);
         };
         assert_eq!(Journal::scan(&area, &extension).unwrap().zones(), None);

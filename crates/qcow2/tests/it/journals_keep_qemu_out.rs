@@ -4,7 +4,7 @@
 use crate::common::{Image, patch};
 use isobath_qcow2::header::field;
 use isobath_qcow2::journal::JournalExtension;
-use isobath_qcow2::{Extension, Header, HostOffset, IncompatibleFeatures};
+use isobath_qcow2::{Extension, Header, HostOffset, IncompatibleFeatures, Lsn};
 use isobath_testkit::{args, qemu};
 use std::fs;
 use std::path::Path;
@@ -20,7 +20,7 @@ fn journal(cluster_size: u64) -> JournalExtension {
         area_offset: HostOffset::new(8 * cluster_size),
         area_length: cluster_size.max(16 << 10),
         id: 0x0123_4567_89ab_cdef,
-        first_sequence: 1,
+        first_lsn: Lsn::new(1),
     }
 }
 

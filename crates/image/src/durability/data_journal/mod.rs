@@ -19,7 +19,7 @@ use crate::pieces::{JournaledWrite, Pieces};
 use crate::restart_log::RestartLog;
 use crate::sabotage::{self, Sabotage};
 use checksums::{Checksum, ChecksummedRanges, InFlight};
-use isobath_qcow2::HostCluster;
+use isobath_qcow2::{HostCluster, Lsn};
 use isobath_storage::IoBuf;
 use parking_lot::Mutex;
 use std::collections::HashSet;
@@ -34,7 +34,7 @@ const MAX_PENDING: u64 = 128 << 10;
 const MAX_UNWRITTEN: usize = 16 << 10;
 
 /// In place of a record's number: the piece is of a cluster that is about to be free.
-const NO_RECORD: u64 = u64::MAX;
+const NO_RECORD: Lsn = Lsn::MAX;
 
 /// What must not change in its place, and what is kept instead.
 #[derive(Default)]
@@ -58,9 +58,9 @@ struct State {
     open: ChecksummedRanges,
     /// What the record under way has checksums of.
     closing: ChecksummedRanges,
-    /// What was checksummed by what is durable, and not proven by anything later that is: by the number
-    /// at which that ended.
-    last: Vec<(u64, ChecksummedRanges)>,
+    /// What was checksummed by what is durable, and not shown to be so by anything later that is: by
+    /// the number of that commit.
+    last: Vec<(Lsn, ChecksummedRanges)>,
     /// Clusters of which the next record has the plain lead block.
     plain: Vec<HostCluster>,
     /// Data that durable records have, by their numbers, and of clusters about to be free.
@@ -240,9 +240,9 @@ impl DataJournal {
         }
     }
 
-    /// Begins record `sequence`. Nothing is said of clusters in `freed`, of `size` bytes each, to which
+    /// Begins record `lsn`. Nothing is said of clusters in `freed`, of `size` bytes each, to which
     /// nothing will refer any more.
-    pub fn close(&self, sequence: u64, freed: &[HostCluster], size: u64) -> Closed {
+    pub fn close(&self, lsn: Lsn, freed: &[HostCluster], size: u64) -> Closed {
         let mut state = self.state.lock();
         let state = &mut *state;
         if let Some(log) = &self.log {
@@ -250,7 +250,7 @@ impl DataJournal {
         }
         state.closing = std::mem::take(&mut state.open);
         state.under_way = std::mem::take(&mut state.pending);
-        state.under_way.mark(None, sequence);
+        state.under_way.mark(None, lsn);
         for cluster in freed {
             let range = cluster.get() * size..(cluster.get() + 1) * size;
             state.closing.forget(&range);
@@ -284,23 +284,23 @@ impl DataJournal {
         Some(Arc::clone(&state.closing.writes))
     }
 
-    /// The commit under way, which ends at `until`, is durable without a record. What ended at `proven`
-    /// or before is proven.
-    pub fn sealed_embedded(&self, until: u64, proven: u64) {
+    /// The commit `lsn` under way is durable without a record. What durable data now notes shows that commits up
+    /// to `noted` were durable.
+    pub fn sealed_embedded(&self, lsn: Lsn, noted: Lsn) {
         let mut state = self.state.lock();
         let closing = std::mem::take(&mut state.closing);
-        state.last.retain(|(end, _)| *end > proven);
+        state.last.retain(|(commit, _)| *commit > noted);
         if !closing.ranges.is_empty() {
-            state.last.push((until, closing));
+            state.last.push((lsn, closing));
         }
     }
 
-    /// The record under way, which ends at `until`, is durable, and a recovery replays no record before
+    /// The record of the commit `lsn` under way is durable, and a recovery replays no record before
     /// `tail`.
-    pub fn sealed(&self, until: u64, tail: u64) {
+    pub fn sealed(&self, lsn: Lsn, tail: Lsn) {
         let mut state = self.state.lock();
         let state = &mut *state;
-        state.last = vec![(until, std::mem::take(&mut state.closing))];
+        state.last = vec![(lsn, std::mem::take(&mut state.closing))];
         let newer = std::mem::take(&mut state.under_way);
         state.recorded.put_all(newer);
         state.recorded.retain(|record| record >= tail);
@@ -317,15 +317,15 @@ impl DataJournal {
         self.count(state);
     }
 
-    /// Of what the commit under way took, `placed` is in its place, and record `sequence` has the
+    /// Of what the commit under way took, `placed` is in its place, and record `lsn` has the
     /// rest.
-    pub fn moved(&self, placed: &[JournaledWrite], sequence: u64) {
+    pub fn moved(&self, placed: &[JournaledWrite], lsn: Lsn) {
         let mut state = self.state.lock();
         let state = &mut *state;
         for done in placed {
             state.under_way.remove(done);
         }
-        state.under_way.mark(None, sequence);
+        state.under_way.mark(None, lsn);
         self.count(state);
     }
 
@@ -413,7 +413,7 @@ impl State {
     fn keep(&mut self, at: u64, bytes: Arc<[u8]>) {
         // One record does not have checksums of what it has itself.
         self.open.cut_out(&(at..at + bytes.len() as u64));
-        self.pending.put(at, bytes, 0);
+        self.pending.put(at, bytes, Lsn::default());
     }
 }
 
@@ -466,30 +466,30 @@ mod tests {
         journal.add_checksums(checksummed(0, &[buf(1, 8192)], SIZE, true));
         // Not in a record yet: it goes there, and is read back.
         assert_eq!(straight(&journal, 4096, 2, 4096), all(4096, 4096));
-        let closed = journal.close(1, &[], SIZE);
+        let closed = journal.close(Lsn::new(1), &[], SIZE);
         assert_eq!(
             closed.checksums,
             [ChecksummedRange { range: 0..8192, crc: None, holder: ChecksumHolder::Record }]
         );
         // While the record is written, and after.
         assert_eq!(straight(&journal, 4096, 3, 8192), all(8192, 4096));
-        journal.sealed(0, 1);
+        journal.sealed(Lsn::new(1), Lsn::new(1));
         assert_eq!(straight(&journal, 0, 4, 512), []);
         assert_eq!(journal.pending(), 4096 + 512);
         let kept = journal.kept_in(&(0..16384));
         assert_eq!(kept.len(), 2);
         assert_eq!(kept[0], JournaledWrite { at: 0, bytes: vec![4; 512] });
         // The next record has them, and then nothing is checksummed any more.
-        assert_eq!(journal.close(2, &[], SIZE).kept, kept);
-        journal.sealed(0, 1);
+        assert_eq!(journal.close(Lsn::new(2), &[], SIZE).kept, kept);
+        journal.sealed(Lsn::new(2), Lsn::new(1));
         assert_eq!(straight(&journal, 1024, 5, 512), all(1024, 512));
         // What is kept stays as long as it may be replayed.
         assert_eq!(straight(&journal, 0, 6, 512), []);
-        journal.close(3, &[], SIZE);
-        journal.sealed(0, 3);
+        journal.close(Lsn::new(3), &[], SIZE);
+        journal.sealed(Lsn::new(3), Lsn::new(3));
         assert_eq!(journal.kept_in(&(0..16384)), [JournaledWrite { at: 0, bytes: vec![6; 512] }]);
-        journal.close(4, &[], SIZE);
-        journal.sealed(0, 4);
+        journal.close(Lsn::new(4), &[], SIZE);
+        journal.sealed(Lsn::new(4), Lsn::new(4));
         assert!(!journal.keeps());
     }
 
@@ -498,7 +498,7 @@ mod tests {
         let journal = active();
         journal.add_checksums(checksummed(0, &[buf(1, 12288)], SIZE, true));
         assert!(journal.keep(4096, &[buf(2, 4096)], true, SIZE));
-        let closed = journal.close(1, &[], SIZE);
+        let closed = journal.close(Lsn::new(1), &[], SIZE);
         let unread = |range| ChecksummedRange { range, crc: None, holder: ChecksumHolder::Record };
         assert_eq!(closed.checksums, [unread(0..4096), unread(8192..12288)]);
         assert_eq!(closed.kept.len(), 1);
@@ -509,12 +509,12 @@ mod tests {
         let journal = active();
         journal.add_checksums(checksummed(SIZE - 4096, &[buf(1, 8192)], SIZE, true));
         assert!(journal.keep(2 * SIZE - 512, &[buf(2, 1024)], true, SIZE));
-        let closed = journal.close(1, &[HostCluster::new(1)], SIZE);
+        let closed = journal.close(Lsn::new(1), &[HostCluster::new(1)], SIZE);
         assert_eq!(closed.checksums.len(), 1);
         assert_eq!(closed.checksums[0].range, SIZE - 4096..SIZE);
         assert_eq!(closed.kept, [JournaledWrite { at: 2 * SIZE, bytes: vec![2; 512] }]);
         assert_eq!(journal.kept_in(&(0..4 * SIZE)).len(), 2);
-        journal.sealed(0, 1);
+        journal.sealed(Lsn::new(1), Lsn::new(1));
         journal.forget(&[HostCluster::new(1)], SIZE);
         assert_eq!(journal.recorded().len(), 1);
         assert_eq!(journal.kept_in(&(0..2 * SIZE)), []);
@@ -525,7 +525,7 @@ mod tests {
         for holder in [ChecksumHolder::Record, ChecksumHolder::Lead] {
             let journal = active();
             journal.add_checksums(checksummed_by(0..3 * SIZE, holder));
-            let closed = journal.close(1, &[HostCluster::new(1)], SIZE);
+            let closed = journal.close(Lsn::new(1), &[HostCluster::new(1)], SIZE);
             let beside =
                 [checksummed_by(0..SIZE, holder), checksummed_by(2 * SIZE..3 * SIZE, holder)];
             assert_eq!(closed.checksums, beside.concat());
@@ -569,27 +569,27 @@ mod tests {
     }
 
     #[test]
-    fn what_a_lead_block_vouches_for_is_kept_until_it_is_proven() {
+    fn what_a_lead_block_vouches_for_is_kept_until_it_is_known_to_be_durable() {
         let journal = active();
         journal.add_checksums(checksummed_by(0..SIZE, ChecksumHolder::Lead));
         journal.add_checksums(checksummed_by(SIZE..2 * SIZE, ChecksumHolder::Nobody));
         assert!(journal.close_embedded().is_some());
-        journal.sealed_embedded(5, 0);
+        journal.sealed_embedded(Lsn::new(5), Lsn::new(0));
         // Nobody needs the sum of the one; nothing shows yet that the other was durable.
         assert_eq!(straight(&journal, SIZE, 1, 4096), all(SIZE, 4096));
         assert_eq!(straight(&journal, SIZE - 4096, 1, 8192), all(SIZE, 4096));
         assert!(journal.close_embedded().is_none(), "what is kept needs a record");
-        let closed = journal.close(1, &[], SIZE);
+        let closed = journal.close(Lsn::new(8), &[], SIZE);
         assert_eq!(closed.kept.len(), 1);
-        journal.sealed(8, 1);
+        journal.sealed(Lsn::new(8), Lsn::new(6));
         journal.add_checksums(checksummed_by(2 * SIZE..3 * SIZE, ChecksumHolder::Lead));
         assert!(journal.close_embedded().is_some());
-        journal.sealed_embedded(9, 8);
+        journal.sealed_embedded(Lsn::new(9), Lsn::new(8));
         assert!(journal.close_embedded().is_some());
         // A later record shows that the commit which ended at 9 was durable.
         assert_eq!(straight(&journal, 2 * SIZE, 2, 512), []);
-        let _ = journal.close(2, &[], SIZE);
-        journal.sealed(10, 3);
+        let _ = journal.close(Lsn::new(10), &[], SIZE);
+        journal.sealed(Lsn::new(10), Lsn::new(11));
         assert_eq!(straight(&journal, 2 * SIZE + 512, 2, 512), all(2 * SIZE + 512, 512));
     }
 
@@ -599,13 +599,13 @@ mod tests {
         journal.add_checksums(checksummed_by(0..SIZE, ChecksumHolder::Lead));
         assert_eq!(straight(&journal, 4096, 1, 512), all(4096, 512));
         assert!(journal.close_embedded().is_none());
-        let closed = journal.close(1, &[], SIZE);
+        let closed = journal.close(Lsn::new(1), &[], SIZE);
         assert_eq!(closed.checksums, checksummed_by(0..SIZE, ChecksumHolder::Lead));
-        journal.sealed(2, 2);
+        journal.sealed(Lsn::new(1), Lsn::new(1));
         assert!(journal.close_embedded().is_some());
         journal.keep_plain(SIZE, &[7; 512], HostCluster::new(1));
         assert!(journal.close_embedded().is_none());
-        let closed = journal.close(2, &[], SIZE);
+        let closed = journal.close(Lsn::new(2), &[], SIZE);
         assert_eq!((closed.plain, closed.kept.len()), (vec![HostCluster::new(1)], 1));
     }
 }

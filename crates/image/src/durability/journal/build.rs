@@ -8,7 +8,7 @@ use crate::sabotage::{self, Sabotage};
 use crate::tables::{CommitNeeds, StagedTables};
 use futures_util::future::try_join_all;
 use isobath_qcow2::journal::{Crc32c, HEAD_BYTES, Operation, Record, Zones};
-use isobath_qcow2::{HostCluster, HostOffset};
+use isobath_qcow2::{HostCluster, HostOffset, Lsn};
 use isobath_storage::{IoBuf, Storage};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -42,15 +42,15 @@ pub(super) struct Builder {
 }
 
 impl Builder {
-    pub(super) fn new(cluster_size: u64, sequence: u64, tail: u64) -> Self {
-        let record = Record { sequence, tail, data_from: tail, operations: Vec::new() };
+    pub(super) fn new(cluster_size: u64, lsn: Lsn, previous: Lsn, tail: Lsn) -> Self {
+        let record = Record { lsn, previous, tail, data_from: tail, operations: Vec::new() };
         Self { cluster_size, record, told: BTreeSet::new() }
     }
 
     /// Earlier records' operations on clusters that become free are not to be replayed.
     pub(super) fn revoke<'a>(
         &mut self,
-        told: &BTreeMap<u64, u64>,
+        told: &BTreeMap<u64, Lsn>,
         released: impl Iterator<Item = &'a HostCluster>,
     ) {
         let tail = self.record.tail;

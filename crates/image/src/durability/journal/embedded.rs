@@ -3,17 +3,18 @@
 use super::{Journal, State};
 use crate::Result;
 use crate::durability::Metadata;
+use isobath_qcow2::Lsn;
 use isobath_storage::Storage;
 use std::sync::atomic::Ordering;
 
 impl Journal {
-    /// Commits by a sync alone, if all there is to tell is embedded with a serial below `until`; `false`, with
-    /// nothing done, if it is not.
+    /// Commits by a sync alone, if all there is to tell is embedded with a number below `lsn`, that of the commit;
+    /// `false`, with nothing done, if it is not.
     pub(super) async fn commit_embedded<S: Storage>(
         &self,
         state: &mut State,
         metadata: &Metadata<S>,
-        until: u64,
+        lsn: Lsn,
     ) -> Result<bool> {
         let Metadata { tables, alloc, data_journal, zones, .. } = metadata;
         let Some(active) = &mut state.active else { return Ok(false) };
@@ -26,11 +27,11 @@ impl Journal {
         }
         let Some(writes) = data_journal.close_embedded() else { return Ok(false) };
         writes.ended().await;
-        let proof = zones.take_proof();
+        let noted = zones.take_noted();
         let written = active.written;
         metadata.sync().await?;
         active.synced(written);
-        data_journal.sealed_embedded(until, proof);
+        data_journal.sealed_embedded(lsn, noted);
         Ok(true)
     }
 }

@@ -13,7 +13,7 @@ use crate::pieces::JournaledWrite;
 use crate::readers::Readers;
 use crate::sabotage::{self, Sabotage};
 use crate::tables::CommitNeeds;
-use isobath_qcow2::HostCluster;
+use isobath_qcow2::{HostCluster, Lsn};
 use isobath_storage::Storage;
 
 /// What was closed for the commit.
@@ -32,21 +32,21 @@ impl Journal {
         metadata: &Metadata<S>,
         readers: &Readers,
         closed: Closed,
-        until: u64,
+        lsn: Lsn,
     ) -> Result<()> {
         let Metadata { alloc, data_journal, zones, .. } = metadata;
         let size = metadata.cluster_size();
         let Closed { needs, freed, kept, plain } = closed;
-        let State { active: Some(active), sequence, .. } = state else { return Ok(()) };
+        let State { active: Some(active), last, .. } = state else { return Ok(()) };
         checkpoint(metadata).await?;
         metadata.sync().await?;
         // The record says so: what is kept may overwrite what embedded records have sums of.
-        zones.committed(until);
-        *sequence += 1;
-        let mut empty = Builder::new(size, *sequence, *sequence);
-        empty.zones(zones.table(active.floor, &[]));
-        active.write(metadata, empty).await?;
-        (active.written, active.durable) = (*sequence, *sequence);
+        zones.committed(lsn);
+        let emptied = metadata.sequence.next();
+        let mut empty = Builder::new(size, emptied, *last, emptied);
+        empty.zones(zones.table(active.checkpoint_lsn, &[]));
+        *last = active.write(metadata, empty).await?;
+        (active.written, active.durable) = (*last, *last);
         data_journal.in_place();
         metadata.zones_listed().await?;
 
@@ -88,9 +88,8 @@ impl Journal {
             }
             let (now, later) = leads.split_at(count);
             leads = later;
-            *sequence += 1;
-            let tail = active.durable + 1;
-            let mut record = Builder::new(size, *sequence, tail);
+            let tail = active.durable.next();
+            let mut record = Builder::new(size, metadata.sequence.next(), *last, tail);
             let data: Vec<JournaledWrite> = now.iter().map(|kept| (*kept).clone()).collect();
             record.data(&data);
             let told: Vec<HostCluster> = plain
@@ -98,15 +97,15 @@ impl Journal {
                 .filter(|cluster| now.iter().any(|kept| kept.at / size == cluster.get()))
                 .copied()
                 .collect();
-            record.zones(zones.table(until, &told));
-            active.write(metadata, record).await?;
-            active.floor = until;
+            record.zones(zones.table(lsn, &told));
+            *last = active.write(metadata, record).await?;
+            active.checkpoint_lsn = lsn;
             if leads.is_empty() {
                 break;
             }
         }
-        data_journal.moved(&others, *sequence);
-        data_journal.sealed(until, active.durable + 1);
+        data_journal.moved(&others, *last);
+        data_journal.sealed(lsn, active.durable.next());
         metadata.zones_listed().await?;
         Ok(())
     }

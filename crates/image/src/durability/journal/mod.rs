@@ -22,12 +22,8 @@
 mod build;
 mod embedded;
 mod in_place;
-mod recover;
 mod ring;
 mod setup;
-mod verify;
-
-pub use recover::{examine, recover, take_out};
 
 use super::ordered::{self, Ordered};
 use super::{Durability, Metadata};
@@ -36,6 +32,7 @@ use crate::sabotage::{self, Sabotage};
 use crate::{DiskError, Result};
 use async_lock::Mutex;
 use build::Builder;
+use isobath_qcow2::Lsn;
 use isobath_qcow2::journal::{BLOCK, JournalExtension};
 use isobath_storage::{IoBuf, Storage};
 use ring::Ring;
@@ -72,8 +69,8 @@ struct State {
     /// Clusters of the area, kept also while it is not in use.
     area: Option<Range<u64>>,
     active: Option<Active>,
-    /// The last record's sequence.
-    sequence: u64,
+    /// The last record.
+    last: Lsn,
 }
 
 /// A journal in use.
@@ -81,24 +78,24 @@ struct Active {
     extension: JournalExtension,
     ring: Ring,
     /// The last record of which all is written to its place.
-    written: u64,
+    written: Lsn,
     /// The last record of which all is durable in its place.
-    durable: u64,
+    durable: Lsn,
     /// Clusters that records tell of, and the last that does.
-    told: BTreeMap<u64, u64>,
-    /// What is embedded with a lower serial is in the last record, or in earlier ones.
-    floor: u64,
+    told: BTreeMap<u64, Lsn>,
+    /// What is embedded with a lower number is in the last record, or in earlier ones.
+    checkpoint_lsn: Lsn,
 }
 
 impl Active {
     /// What was written to its place before the sync that has ended, up to record `written`, is
     /// durable.
-    fn synced(&mut self, written: u64) {
+    fn synced(&mut self, written: Lsn) {
         self.durable = self.durable.max(written);
     }
 
-    /// Writes a record and makes it durable, with all data written before.
-    async fn write<S: Storage>(&mut self, metadata: &Metadata<S>, record: Builder) -> Result<()> {
+    /// Writes a record and makes it durable, with all data written before. Gives its number.
+    async fn write<S: Storage>(&mut self, metadata: &Metadata<S>, record: Builder) -> Result<Lsn> {
         let layer = &metadata.layer;
         let (told, record) = record.finish();
         let error = |error| layer.format_error(error);
@@ -116,13 +113,13 @@ impl Active {
             layer.storage().flush().await?;
         }
         if let Some(log) = &metadata.log {
-            log.recorded(record.sequence);
+            log.recorded(record.lsn);
         }
-        self.ring.take(record.sequence, start, count);
+        self.ring.take(record.lsn, start, count);
         self.ring.release(record.tail);
         self.told.retain(|_, last| *last >= record.tail);
-        self.told.extend(told.into_iter().map(|cluster| (cluster, record.sequence)));
-        Ok(())
+        self.told.extend(told.into_iter().map(|cluster| (cluster, record.lsn)));
+        Ok(record.lsn)
     }
 }
 
@@ -141,13 +138,13 @@ impl Journal {
         readers: &Readers,
     ) -> Result<()> {
         let zones = &metadata.zones;
-        let closing = zones.close();
-        if self.commit_embedded(state, metadata, closing.until).await? {
+        let closing = zones.close(&metadata.sequence);
+        if self.commit_embedded(state, metadata, closing.lsn).await? {
             zones.committed(closing.ended);
         } else {
             closing.landed().await;
-            self.commit_record(state, metadata, readers, closing.until).await?;
-            zones.committed(closing.until);
+            self.commit_record(state, metadata, readers, closing.lsn).await?;
+            zones.committed(closing.lsn);
         }
         if metadata.open_zone().await? {
             self.ask_for_record();
@@ -207,22 +204,21 @@ impl Journal {
         self.held.fetch_sub(1, Ordering::SeqCst);
     }
 
-    /// Commits by a record, if there is anything to tell. It has what is embedded with a serial below
-    /// `until`.
+    /// Commits by a record, if there is anything to tell. The record gets the commit's
+    /// number, and has what is embedded with a lower one.
     async fn commit_record<S: Storage>(
         &self,
         state: &mut State,
         metadata: &Metadata<S>,
         readers: &Readers,
-        until: u64,
+        lsn: Lsn,
     ) -> Result<()> {
         let Metadata { layer, tables, alloc, data_journal, zones, .. } = metadata;
         let Some(active) = &mut state.active else { return Ok(()) };
         let needs = tables.begin_commit();
         let releases = tables.closed_releases();
         let freed = alloc.freed_by(&releases).await?;
-        let sequence = state.sequence + 1;
-        let closed = data_journal.close(sequence, &freed, metadata.cluster_size());
+        let closed = data_journal.close(lsn, &freed, metadata.cluster_size());
         closed.landed().await;
         let asked = self.asked.swap(false, Ordering::SeqCst);
         let tells = needs.changes || !closed.kept.is_empty() || asked;
@@ -251,28 +247,27 @@ impl Journal {
             if zones.any() || metadata.log.as_ref().is_some_and(|log| log.is_begun()) {
                 let batch =
                     in_place::Closed { needs, freed, kept: closed.kept, plain: closed.plain };
-                return self.commit_in_place(state, metadata, readers, batch, until).await;
+                return self.commit_in_place(state, metadata, readers, batch, lsn).await;
             }
             self.deactivate_locked(state, metadata).await?;
             return ordered::finish(metadata, readers, needs, &[]).await;
         }
         alloc.publish(&needs.allocated).await?;
         let refcounts = alloc.stage(&releases).await?;
-        let tail = active.durable + 1;
-        let mut record = Builder::new(metadata.cluster_size(), sequence, tail);
+        let tail = active.durable.next();
+        let mut record = Builder::new(metadata.cluster_size(), lsn, state.last, tail);
         record.revoke(&active.told, freed.iter().chain(&refcounts.replaced));
         record.tables(&staged);
         record.refcounts(&refcounts);
         record.data(&closed.kept);
         record.add_checksums(&**layer.data(), checksums).await?;
-        record.zones(zones.table(until, &closed.plain));
-        active.write(metadata, record).await?;
+        record.zones(zones.table(lsn, &closed.plain));
+        state.last = active.write(metadata, record).await?;
         active.synced(written);
-        active.floor = until;
-        state.sequence = sequence;
+        active.checkpoint_lsn = lsn;
 
         metadata.log_durable();
-        data_journal.sealed(until, tail);
+        data_journal.sealed(lsn, tail);
         metadata.zones_listed().await?;
         let released = tables.finish_journaled(&staged)?;
         if !released.clusters.is_empty() || !refcounts.replaced.is_empty() {
@@ -288,9 +283,9 @@ impl Journal {
         let half = active.ring.used() * 2 > active.ring.blocks();
         if half || tables.dirty_bytes() > MAX_DIRTY {
             checkpoint(metadata).await?;
-            active.written = sequence;
+            active.written = lsn;
             if sabotage::is(Sabotage::EarlyCheckpoint) {
-                active.synced(sequence);
+                active.synced(lsn);
             }
         }
         Ok(())

@@ -1,5 +1,6 @@
 //! The area's blocks: where the next record goes, and how long records stay.
 
+use isobath_qcow2::Lsn;
 use std::collections::VecDeque;
 
 /// Blocks in use, oldest record first. Records are whole runs of blocks, placed one behind the other
@@ -12,7 +13,7 @@ pub(super) struct Ring {
 }
 
 struct Slot {
-    sequence: u64,
+    lsn: Lsn,
     start: u64,
     count: u64,
 }
@@ -42,14 +43,14 @@ impl Ring {
     }
 
     /// Takes the blocks of a record, which [`room`](Self::room) has found.
-    pub(super) fn take(&mut self, sequence: u64, start: u64, count: u64) {
-        self.records.push_back(Slot { sequence, start, count });
+    pub(super) fn take(&mut self, lsn: Lsn, start: u64, count: u64) {
+        self.records.push_back(Slot { lsn, start, count });
         self.head = start + count;
     }
 
-    /// Gives the blocks of records before `sequence` back.
-    pub(super) fn release(&mut self, sequence: u64) {
-        while self.records.front().is_some_and(|slot| slot.sequence < sequence) {
+    /// Gives the blocks of records before `lsn` back.
+    pub(super) fn release(&mut self, lsn: Lsn) {
+        while self.records.front().is_some_and(|slot| slot.lsn < lsn) {
             self.records.pop_front();
         }
     }
@@ -80,7 +81,7 @@ mod tests {
             let mut live: BTreeMap<u64, std::ops::Range<u64>> = BTreeMap::new();
             let mut oldest = 1;
             let mut state = 12345_u64;
-            for sequence in 1..5000 {
+            for lsn in 1..5000 {
                 state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
                 let count = 1 + (state >> 33) % (blocks / 2);
                 let start = loop {
@@ -89,16 +90,16 @@ mod tests {
                     }
                     assert!(!live.is_empty(), "an empty area has room");
                     oldest += 1;
-                    ring.release(oldest);
-                    live.retain(|sequence, _| *sequence >= oldest);
+                    ring.release(Lsn::new(oldest));
+                    live.retain(|lsn, _| *lsn >= oldest);
                 };
                 let taken = start..start + count;
                 assert!(taken.end <= blocks);
                 for other in live.values() {
                     assert!(taken.end <= other.start || other.end <= taken.start);
                 }
-                ring.take(sequence, start, count);
-                live.insert(sequence, taken);
+                ring.take(Lsn::new(lsn), start, count);
+                live.insert(lsn, taken);
                 let held: u64 = live.values().map(|range| range.end - range.start).sum();
                 assert!(ring.used() >= held && ring.used() <= blocks);
             }

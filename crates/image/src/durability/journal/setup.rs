@@ -8,7 +8,7 @@ use crate::ids;
 use crate::layer::Layer;
 use isobath_qcow2::header::field;
 use isobath_qcow2::journal::{BLOCK, JournalExtension, MAX_AREA, MIN_AREA};
-use isobath_qcow2::{FormatError, Header, HostOffset, IncompatibleFeatures};
+use isobath_qcow2::{FormatError, Header, HostOffset, IncompatibleFeatures, Lsn};
 use isobath_storage::{IoBuf, Storage};
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -42,13 +42,14 @@ impl Journal {
         alloc.write_blocks().await?;
         layer.storage().flush().await?;
         let id = ids::fresh();
-        let extension = extension(&area, size, id, state.sequence + 1);
+        state.last = metadata.sequence.last();
+        let extension = extension(&area, size, id, state.last.next());
         let writes = edits(layer, Some(&extension)).await?.map_err(|e| layer.format_error(e))?;
         write_header(layer, &writes).await?;
         set_bits(layer, |bits| bits.with(IncompatibleFeatures::JOURNAL)).await?;
         alloc.begin_journal().await;
         if let Some(log) = &metadata.log {
-            log.begin(&**layer.storage(), id, state.sequence).await;
+            log.begin(&**layer.storage(), id, state.last).await;
         }
         let blocks = extension.area_length / BLOCK as u64;
         self.due.store(
@@ -58,10 +59,10 @@ impl Journal {
         state.active = Some(Active {
             extension,
             ring: Ring::new(blocks),
-            written: state.sequence,
-            durable: state.sequence,
+            written: state.last,
+            durable: state.last,
             told: BTreeMap::new(),
-            floor: 0,
+            checkpoint_lsn: Lsn::default(),
         });
         Ok(())
     }
@@ -79,7 +80,7 @@ impl Journal {
         }
         let area = alloc.reserve_area(spare).await?;
         let bytes = area.start * size..area.end * size;
-        let found = match edits(layer, Some(&extension(&area, size, 0, 0))).await {
+        let found = match edits(layer, Some(&extension(&area, size, 0, Lsn::default()))).await {
             Ok(Ok(_)) => write_zeroes(&**layer.storage(), bytes).await,
             Ok(Err(error)) => Err(layer.format_error(error)),
             Err(error) => Err(error),
@@ -96,7 +97,7 @@ impl Journal {
         let Some(qcow2) = layer.as_qcow2() else { return Ok(()) };
         let size = qcow2.geometry.cluster_size();
         let anywhere = 1..1 + area_length(self.size, size) / size;
-        match edits(layer, Some(&extension(&anywhere, size, 0, 0))).await? {
+        match edits(layer, Some(&extension(&anywhere, size, 0, Lsn::default()))).await? {
             Ok(_) => Ok(()),
             Err(error) => Err(layer.format_error(error)),
         }
@@ -122,12 +123,12 @@ fn area_length(wish: u64, cluster_size: u64) -> u64 {
     wish.clamp(MIN_AREA, MAX_AREA).next_multiple_of(cluster_size.max(BLOCK as u64)).min(MAX_AREA)
 }
 
-fn extension(area: &Range<u64>, size: u64, id: u64, first_sequence: u64) -> JournalExtension {
+fn extension(area: &Range<u64>, size: u64, id: u64, first_lsn: Lsn) -> JournalExtension {
     JournalExtension {
         area_offset: HostOffset::new(area.start * size),
         area_length: (area.end - area.start) * size,
         id,
-        first_sequence,
+        first_lsn,
     }
 }
 

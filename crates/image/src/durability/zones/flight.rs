@@ -1,39 +1,40 @@
 //! First writes whose mapping is not recorded yet.
 
 use event_listener::Event;
+use isobath_qcow2::Lsn;
 use isobath_storage::sync::Mutex;
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-/// Those under way, by serial.
+/// Those under way, by number.
 #[derive(Default)]
 pub(super) struct Flights {
-    serials: Mutex<BTreeSet<u64>>,
+    lsns: Mutex<BTreeSet<Lsn>>,
     ended: Event,
 }
 
 /// One of them; ends when dropped.
 pub(super) struct Flight {
     flights: Arc<Flights>,
-    serial: u64,
+    lsn: Lsn,
 }
 
 impl Flights {
-    pub(super) fn begin(self: &Arc<Self>, serial: u64) -> Flight {
-        self.serials.lock().insert(serial);
-        Flight { flights: Arc::clone(self), serial }
+    pub(super) fn begin(self: &Arc<Self>, lsn: Lsn) -> Flight {
+        self.lsns.lock().insert(lsn);
+        Flight { flights: Arc::clone(self), lsn }
     }
 
-    /// The lowest serial.
-    pub(super) fn lowest(&self) -> Option<u64> {
-        self.serials.lock().first().copied()
+    /// The lowest number.
+    pub(super) fn lowest(&self) -> Option<Lsn> {
+        self.lsns.lock().first().copied()
     }
 
-    /// Waits for all with serials below `until`.
-    pub(super) async fn ended_below(&self, until: u64) {
+    /// Waits for all with numbers below `lsn`.
+    pub(super) async fn ended_below(&self, lsn: Lsn) {
         loop {
             let ended = self.ended.listen();
-            if self.lowest().is_none_or(|lowest| lowest >= until) {
+            if self.lowest().is_none_or(|lowest| lowest >= lsn) {
                 return;
             }
             ended.await;
@@ -43,7 +44,7 @@ impl Flights {
 
 impl Drop for Flight {
     fn drop(&mut self) {
-        self.flights.serials.lock().remove(&self.serial);
+        self.flights.lsns.lock().remove(&self.lsn);
         self.flights.ended.notify(usize::MAX);
     }
 }
@@ -61,7 +62,7 @@ mod interleavings {
 
     fn zones() -> Zones {
         let flights = Arc::<Flights>::default();
-        let write = |serial| (Mutex::new(Some(flights.begin(serial))), Cell::new(0));
+        let write = |lsn| (Mutex::new(Some(flights.begin(Lsn::new(lsn)))), Cell::new(0));
         Zones { writes: [0, 1, 2].map(write), flights }
     }
 
@@ -71,9 +72,9 @@ mod interleavings {
         drop(flight.lock().take());
     }
 
-    /// A commit up to a serial finds all of the data below it.
+    /// A commit finds all of the data below it.
     fn commit(zones: &Zones, until: u64) {
-        wait(zones.flights.ended_below(until));
+        wait(zones.flights.ended_below(Lsn::new(until)));
         for (_, data) in &zones.writes[..until as usize] {
             assert_eq!(data.get(), 1);
         }

@@ -128,12 +128,13 @@ impl<S: Storage> Metadata<S> {
         };
         let from = (at - lead.at) as usize;
         plain[from..from + own.len()].copy_from_slice(own);
-        let (serial, proven) = self.zones.serial();
-        let mapping = Mapping { cluster: ClusterIndex::new(cluster), serial, proven, rest: None };
+        let (lsn, durable_lsn) = self.zones.next_lsn(&self.sequence);
+        let cluster_index = ClusterIndex::new(cluster);
+        let mapping = Mapping { cluster: cluster_index, lsn, durable_lsn, rest: None };
         let mut block = IoBuf::copy_of(&plain);
         let new = match rest {
             // The checksum is still needed.
-            Some(_) if lead.embedded.serial >= proven => None,
+            Some(_) if lead.embedded.lsn >= durable_lsn => None,
             _ => embed(&mut block, &mapping, lead.id),
         };
         // Some of its sectors alone would be neither the old block nor the new one.
@@ -145,7 +146,7 @@ impl<S: Storage> Metadata<S> {
         };
         match new {
             Some(new) if fits(new) => {
-                let embedded = Embedded { cluster, serial, span: new, rest: None };
+                let embedded = Embedded { cluster, lsn, span: new, rest: None };
                 Ok(Stored::Lead(block.split_to(span.bytes()), embedded))
             }
             _ => {

@@ -11,17 +11,17 @@
 //!   has one; and as long as a zone is listed no guest bytes are written as they are to where one of its
 //!   clusters begins, unless the record that has these bytes says that the cluster is *plain*. So no
 //!   stale bytes, and none that a guest chose, can pass for a record.
-//! - Records are numbered (*serial*). A record of the journal says from where on they count (*floor*):
-//!   it has all earlier ones. So a crash leaves at most what was embedded since to be found.
-//! - A record says which ones were durable when it was made (*proven*). Where the rest of a cluster
+//! - Records take their numbers ([`Lsn`]) from the log's one counter. A record of the journal says from where on
+//!   they count (*checkpoint LSN*): it has all earlier ones. So a crash leaves at most what was embedded since to
+//!   be found.
+//! - A record notes which ones were durable when it was made (*durable LSN*). Where the rest of a cluster
 //!   cannot be told from what was there before, its record has a checksum of it, which counts
-//!   unless a later record proves it; until then the [`data_journal`](super::data_journal) keeps the data as it is.
+//!   unless a later record notes that it was durable; until then the [`data_journal`](super::data_journal) keeps the data as it is.
 //! - In quiet moments, and before the image is closed, lead blocks become plain again
 //!   (`seal.rs`), by way of the journal: a plain qcow2 image remains.
 
 mod flight;
 mod lead;
-pub mod recover;
 mod seal;
 mod zone;
 
@@ -29,10 +29,11 @@ pub use zone::Embedded;
 
 use crate::alloc::Growth;
 use crate::ids;
+use crate::lsn::LogSequence;
 use crate::range_lock::RangeLocks;
 use flight::{Flight, Flights};
 use isobath_qcow2::embedded::{LEAD, Mapping, ZoneId};
-use isobath_qcow2::{ClusterIndex, Geometry, HostCluster, journal};
+use isobath_qcow2::{ClusterIndex, Geometry, HostCluster, Lsn, journal};
 use parking_lot::Mutex;
 use std::ops::Range;
 use std::sync::Arc;
@@ -72,12 +73,10 @@ struct Settings {
 #[derive(Default)]
 struct State {
     zones: Vec<Zone>,
-    /// The next record's.
-    serial: u64,
-    /// Records with lower serials are durable.
-    proven: u64,
-    /// The most that a record proves which was written since this was asked.
-    proof: u64,
+    /// Records with lower numbers are durable.
+    durable_lsn: Lsn,
+    /// The most of these that is noted in a record which was written since this was asked.
+    noted: Lsn,
     flights: Arc<Flights>,
     /// Clusters that could be embedded, since the last commit and between the two before.
     wanted: u64,
@@ -98,11 +97,6 @@ impl State {
         let zone = self.zones.iter().find(|zone| zone.clusters().contains(&cluster))?;
         Some((zone.id, zone.slot(cluster)?))
     }
-
-    fn next_serial(&mut self) -> u64 {
-        self.serial += 1;
-        self.serial
-    }
 }
 
 /// A cluster for a first write.
@@ -113,8 +107,8 @@ pub struct Taken {
     pub id: ZoneId,
     /// Whether the file holds zeroes there.
     pub zeroed: bool,
-    serial: u64,
-    proven: u64,
+    lsn: Lsn,
+    durable_lsn: Lsn,
     /// Until the mapping is recorded.
     _flight: Flight,
 }
@@ -122,7 +116,7 @@ pub struct Taken {
 impl Taken {
     /// The record of this cluster as the home of a guest cluster.
     pub fn mapping(&self, cluster: ClusterIndex, rest: Option<u32>) -> Mapping {
-        Mapping { cluster, serial: self.serial, proven: self.proven, rest }
+        Mapping { cluster, lsn: self.lsn, durable_lsn: self.durable_lsn, rest }
     }
 }
 
@@ -151,18 +145,18 @@ impl LeadAt {
 
 /// The end of what a commit makes durable.
 pub struct Closing {
-    /// Serials from here on are given out after it began.
-    pub until: u64,
-    /// Of those below, the lowest of a write that had not ended when it began.
-    pub ended: u64,
+    /// The commit's number: higher ones are given out after it began.
+    pub lsn: Lsn,
+    /// The lowest number of a write that had not ended when it began, or the commit's.
+    pub ended: Lsn,
     flights: Arc<Flights>,
 }
 
 impl Closing {
-    /// Waits until everything with a serial below [`until`](Self::until) is recorded: a record of the
-    /// journal that is written then has it.
+    /// Waits until everything with a number below the commit's is recorded: a record of the journal that is
+    /// written then has it.
     pub async fn landed(&self) {
-        self.flights.ended_below(self.until).await;
+        self.flights.ended_below(self.lsn).await;
     }
 }
 
@@ -224,7 +218,7 @@ impl Zones {
     }
 
     /// A cluster for a first write, where that is worth it.
-    pub fn take(&self) -> Option<Taken> {
+    pub fn take(&self, sequence: &LogSequence) -> Option<Taken> {
         if !self.any() {
             return None;
         }
@@ -238,14 +232,14 @@ impl Zones {
             state.zones.iter_mut().find_map(|zone| zone.take().map(|taken| (zone, taken)))?;
         let id = zone.id;
         state.taken += 1;
-        let serial = state.next_serial();
+        let lsn = sequence.next();
         Some(Taken {
             host: HostCluster::new(cluster),
             id,
             zeroed,
-            serial,
-            proven: state.proven,
-            _flight: state.flights.begin(serial),
+            lsn,
+            durable_lsn: state.durable_lsn,
+            _flight: state.flights.begin(lsn),
         })
     }
 
@@ -260,7 +254,7 @@ impl Zones {
     /// after this, before `taken` is dropped.
     pub fn written(&self, taken: &Taken, embedded: Embedded) {
         let mut state = self.state.lock();
-        state.proof = state.proof.max(taken.proven);
+        state.noted = state.noted.max(taken.durable_lsn);
         if let Some(zone) = state.zone(taken.host.get()) {
             zone.set(taken.host.get(), Slot::Embedded(embedded));
         }
@@ -300,10 +294,10 @@ impl Zones {
         }
     }
 
-    /// The serial of a lead block that is written again, and what it proves.
-    fn serial(&self) -> (u64, u64) {
-        let mut state = self.state.lock();
-        (state.next_serial(), state.proven)
+    /// The number of a lead block that is written again, and the durable LSN that it notes.
+    fn next_lsn(&self, sequence: &LogSequence) -> (Lsn, Lsn) {
+        let state = self.state.lock();
+        (sequence.next(), state.durable_lsn)
     }
 
     /// Says that an embedded lead block is plain from now on, once `keep` has kept what it then is for the next
@@ -321,25 +315,24 @@ impl Zones {
     }
 
     /// Begins a commit: ends what belongs to it.
-    pub fn close(&self) -> Closing {
+    pub fn close(&self, sequence: &LogSequence) -> Closing {
         let mut state = self.state.lock();
-        // No two commits end at the same serial.
-        let until = state.next_serial();
+        let lsn = sequence.next();
         state.wanted_before = std::mem::take(&mut state.wanted);
-        let ended = state.flights.lowest().unwrap_or(until);
-        Closing { until, ended, flights: Arc::clone(&state.flights) }
+        let ended = state.flights.lowest().unwrap_or(lsn);
+        Closing { lsn, ended, flights: Arc::clone(&state.flights) }
     }
 
-    /// Commits that ended at this serial or before are shown to have been durable by what was written
-    /// since this was asked last, once that is durable.
-    pub fn take_proof(&self) -> u64 {
-        std::mem::take(&mut self.state.lock().proof)
+    /// Commits with this number or a lower one are shown to have been durable by what was written since this was
+    /// asked last, once that is durable.
+    pub fn take_noted(&self) -> Lsn {
+        std::mem::take(&mut self.state.lock().noted)
     }
 
-    /// Everything with a serial below `ended` is durable.
-    pub fn committed(&self, ended: u64) {
+    /// Everything with a number below `ended` is durable.
+    pub fn committed(&self, ended: Lsn) {
         let mut state = self.state.lock();
-        state.proven = state.proven.max(ended);
+        state.durable_lsn = state.durable_lsn.max(ended);
     }
 
     /// Nobody refers to these clusters any more.
@@ -355,9 +348,9 @@ impl Zones {
         }
     }
 
-    /// What a record that has everything below `floor` says of the zones. `plain` are clusters whose
+    /// What a record that has everything below `checkpoint_lsn` says of the zones. `plain` are clusters whose
     /// plain lead blocks it has too.
-    pub fn table(&self, floor: u64, plain: &[HostCluster]) -> Option<journal::Zones> {
+    pub fn table(&self, checkpoint_lsn: Lsn, plain: &[HostCluster]) -> Option<journal::Zones> {
         let settings = self.settings?;
         let mut state = self.state.lock();
         for cluster in plain {
@@ -375,7 +368,7 @@ impl Zones {
                 zones.push(zone.entry(settings.cluster_size));
             }
         }
-        Some(journal::Zones { floor, proven: state.proven, zones })
+        Some(journal::Zones { checkpoint_lsn, durable_lsn: state.durable_lsn, zones })
     }
 
     /// The record with that [`table`](Self::table) is durable. Returns what is no longer a zone, and

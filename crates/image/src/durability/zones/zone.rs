@@ -1,7 +1,7 @@
 //! One zone: a run of host clusters whose data carries its own mappings.
 
 use isobath_qcow2::embedded::{Span, ZoneId};
-use isobath_qcow2::{HostOffset, journal};
+use isobath_qcow2::{HostOffset, Lsn, journal};
 use std::ops::Range;
 
 /// What a cluster of a zone holds.
@@ -23,7 +23,7 @@ pub struct Embedded {
     /// The guest cluster.
     pub cluster: u64,
     /// The number of the mapping; later ones count for the same cluster.
-    pub serial: u64,
+    pub lsn: Lsn,
     /// The part of the lead block that is replaced.
     pub span: Span,
     /// The checksum that the record has of the rest of the cluster.
@@ -200,7 +200,7 @@ mod tests {
     use super::*;
 
     fn embedded(cluster: u64) -> Slot {
-        Slot::Embedded(Embedded { cluster, serial: cluster, span: Span::Sector, rest: None })
+        Slot::Embedded(Embedded { cluster, lsn: Lsn::new(cluster), span: Span::Sector, rest: None })
     }
 
     fn listed(count: u64) -> Zone {

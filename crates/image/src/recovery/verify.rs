@@ -1,6 +1,6 @@
 //! Whether data is what the last record of a journal says it is.
 
-use super::recover::READS;
+use super::AT_ONCE;
 use crate::replayed::PIECE;
 use crate::{DiskError, Result};
 use futures_util::stream::{self, StreamExt, TryStreamExt};
@@ -14,7 +14,7 @@ use std::path::Path;
 const MOST_BYTES: u64 = 64 << 20;
 /// Most checksums of a record. A writer's record takes an eighth of the area at most: in the largest 8 MiB,
 /// room for 349,525.
-const MOST_COVERS: usize = 1 << 19;
+const MOST_CHECKSUMS: usize = 1 << 19;
 /// Ranges with less between them are read together.
 const NEAR: u64 = 512;
 
@@ -40,7 +40,7 @@ pub(super) async fn all_hold<S: Storage>(
         return Ok(false);
     }
     let checks = groups(&checksums).into_iter().map(|checksums| holds(storage, checksums));
-    stream::iter(checks).buffer_unordered(READS).try_all(|holds| async move { holds }).await
+    stream::iter(checks).buffer_unordered(AT_ONCE).try_all(|holds| async move { holds }).await
 }
 
 /// The checksums by offset, if they are as many as a writer leaves.
@@ -52,12 +52,12 @@ fn bounded(
     let mut bounded = Vec::new();
     for (offset, length, crc) in checksums {
         bytes += u64::from(length);
-        if bytes > MOST_BYTES || bounded.len() == MOST_COVERS {
+        if bytes > MOST_BYTES || bounded.len() == MOST_CHECKSUMS {
             return Err(DiskError::Refused {
                 image: name.to_owned(),
                 reason: format!(
                     "the last record of its journal has checksums of more than {MOST_BYTES} bytes in \
-                     {MOST_COVERS} ranges, more than any writer leaves; restore the image from a backup, \
+                     {MOST_CHECKSUMS} ranges, more than any writer leaves; restore the image from a backup, \
                      or have it checked by hand"
                 ),
             });
@@ -138,11 +138,11 @@ mod tests {
     }
 
     #[test]
-    fn more_than_a_writer_vouches_for_is_refused() {
+    fn more_than_a_writer_has_checksums_of_is_refused() {
         assert!(list(&[(0, 32 << 20); 2]).is_ok());
         let error = list(&[(0, 32 << 20), (0, 32 << 20), (7, 1)]).err().unwrap().to_string();
         assert!(error.contains("'image'") && error.contains("67108864 bytes"), "{error}");
-        assert!(list(&vec![(0, 0); MOST_COVERS]).is_ok());
-        assert!(list(&vec![(0, 0); MOST_COVERS + 1]).is_err());
+        assert!(list(&vec![(0, 0); MOST_CHECKSUMS]).is_ok());
+        assert!(list(&vec![(0, 0); MOST_CHECKSUMS + 1]).is_err());
     }
 }

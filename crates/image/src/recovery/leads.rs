@@ -6,7 +6,7 @@ use futures_util::stream::{self, StreamExt, TryStreamExt};
 use isobath_qcow2::embedded::{LEAD, Lead, extract, find as find_record};
 use isobath_qcow2::journal::{Crc32c, Zone, Zones};
 use isobath_qcow2::{
-    ClusterKind, FormatError, Geometry, Header, HostCluster, HostOffset, L1Entry, L2Entry,
+    ClusterKind, FormatError, Geometry, Header, HostCluster, HostOffset, L1Entry, L2Entry, Lsn,
     RefcountTableEntry,
 };
 use isobath_storage::{IoBuf, Storage};
@@ -19,7 +19,7 @@ const READS: usize = 64;
 
 /// What is embedded.
 #[derive(Default)]
-pub struct Found {
+pub(super) struct Found {
     leads: Vec<FoundLead>,
 }
 
@@ -32,7 +32,7 @@ struct FoundLead {
 }
 
 /// Looks for records in the lead blocks of zones; `replayed` is put over what the file holds.
-pub async fn find<S: Storage>(
+pub(super) async fn find<S: Storage>(
     storage: &S,
     name: &Path,
     geometry: &Geometry,
@@ -115,14 +115,14 @@ async fn data_in<'a, S: Storage>(
 }
 
 impl Found {
-    /// Records with lower serials were durable.
-    pub fn proof(&self) -> Option<u64> {
-        self.leads.iter().map(|found| found.lead.mapping.proven).max()
+    /// Records with lower numbers were durable.
+    pub(super) fn durable_lsn(&self) -> Option<Lsn> {
+        self.leads.iter().map(|found| found.lead.mapping.durable_lsn).max()
     }
 
-    /// Brings the mappings with serials from the floor of `zones` on into the tables as `replayed` has them, and the plain
-    /// bytes of every lead block that the tables then refer to.
-    pub async fn apply<S: Storage>(
+    /// Brings the mappings from the checkpoint LSN of `zones` on into the tables as `replayed` has them, and the
+    /// plain bytes of every lead block that the tables then refer to.
+    pub(super) async fn apply<S: Storage>(
         self,
         storage: &S,
         name: &Path,
@@ -130,8 +130,8 @@ impl Found {
         zones: &Zones,
         replayed: &mut Replayed,
     ) -> Result<()> {
-        let floor = zones.floor;
-        let proven = self.proof().unwrap_or(0).max(zones.proven).max(floor);
+        let checkpoint = zones.checkpoint_lsn;
+        let durable = self.durable_lsn().unwrap_or_default().max(zones.durable_lsn).max(checkpoint);
         let format_error = |source| DiskError::Format { image: name.to_owned(), source };
         let geometry = header.geometry().map_err(format_error)?;
         let file = File { storage, name, header, geometry };
@@ -145,7 +145,7 @@ impl Found {
         }
         let mut taken = Vec::new();
         for (l1_index, leads) in tables {
-            file.apply_table(l1_index, leads, floor..proven, replayed, &mut taken).await?;
+            file.apply_table(l1_index, leads, checkpoint..durable, replayed, &mut taken).await?;
         }
         taken.sort_unstable();
         file.count(&taken, replayed).await
@@ -171,13 +171,13 @@ impl<S: Storage> File<'_, S> {
         Ok(bytes)
     }
 
-    /// Brings mappings into one L2 table. Those with serials below `trusted` are in the tables already, if they
-    /// still hold; those below its end were durable. `taken` gets the clusters to which the table newly refers.
+    /// Brings mappings into one L2 table. Those with numbers below `trusted` are in the tables already, if
+    /// they still hold; those below its end were durable. `taken` gets the clusters to which the table newly refers.
     async fn apply_table(
         &self,
         l1_index: u64,
         mut leads: Vec<FoundLead>,
-        trusted: std::ops::Range<u64>,
+        trusted: Range<Lsn>,
         replayed: &mut Replayed,
         taken: &mut Vec<u64>,
     ) -> Result<()> {
@@ -197,7 +197,7 @@ impl<S: Storage> File<'_, S> {
         // Of one guest cluster, the newest first.
         leads.sort_unstable_by_key(|found| {
             let mapping = found.lead.mapping;
-            (mapping.cluster, std::cmp::Reverse(mapping.serial))
+            (mapping.cluster, std::cmp::Reverse(mapping.lsn))
         });
         for found in leads {
             let mapping = found.lead.mapping;
@@ -206,7 +206,7 @@ impl<S: Storage> File<'_, S> {
             let kind = entry.kind(geometry).map_err(|error| self.format_error(error))?;
             let new = match kind {
                 ClusterKind::Unallocated | ClusterKind::ZeroPlain
-                    if mapping.serial >= trusted.start =>
+                    if mapping.lsn >= trusted.start =>
                 {
                     true
                 }
@@ -215,7 +215,7 @@ impl<S: Storage> File<'_, S> {
                 _ => continue,
             };
             if new {
-                if mapping.serial >= trusted.end && !self.holds(replayed, &found).await? {
+                if mapping.lsn >= trusted.end && !self.holds(replayed, &found).await? {
                     continue;
                 }
                 let entry = L2Entry::data(HostOffset::new(found.at), true);
