@@ -11,7 +11,7 @@ use isobath_chain::open::open_chain;
 use isobath_image::layer::{Layer, Qcow2};
 use isobath_image::options::OpenOptions;
 use isobath_image::readers::Readers;
-use isobath_image::writer::Writer;
+use isobath_image::writer::{StopOnPanic, Writer};
 use isobath_image::{DiskError, Result};
 use isobath_storage::{Host, IoBuf, Storage};
 use parking_lot::RwLock;
@@ -366,11 +366,13 @@ impl<H: Host> BlockDevice for Disk<H> {
 
     async fn read(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
         self.check_range(offset, buf.len() as u64)?;
-        self.read_range(offset, buf).await
+        let _stop = self.stop_on_panic();
+        self.or_stop(self.read_range(offset, buf).await)
     }
 
     async fn write(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
         self.check_range(offset, buf.len() as u64)?;
+        let _stop = self.stop_on_panic();
         let buf = self.or_mark_corrupt(self.write_range(offset, buf).await).await?;
         self.outlive().await?;
         Ok(buf)
@@ -378,12 +380,14 @@ impl<H: Host> BlockDevice for Disk<H> {
 
     async fn write_zeroes(&self, offset: u64, length: u64, flags: ZeroFlags) -> Result<()> {
         self.check_range(offset, length)?;
+        let _stop = self.stop_on_panic();
         self.or_mark_corrupt(self.zero_range(offset, length, flags).await).await?;
         self.outlive().await
     }
 
     async fn discard(&self, offset: u64, length: u64) -> Result<()> {
         self.check_range(offset, length)?;
+        let _stop = self.stop_on_panic();
         self.or_mark_corrupt(self.discard_range(offset, length).await).await?;
         self.outlive().await
     }
@@ -399,7 +403,8 @@ impl<H: Host> BlockDevice for Disk<H> {
         max_runs: usize,
     ) -> Result<Vec<BlockStatus>> {
         self.check_range(offset, length)?;
-        self.status_of(offset, length, max_runs).await
+        let _stop = self.stop_on_panic();
+        self.or_stop(self.status_of(offset, length, max_runs).await)
     }
 
     async fn grow(&self, size: u64) -> Result<()> {
@@ -412,6 +417,20 @@ impl<H: Host> BlockDevice for Disk<H> {
 }
 
 impl<H: Host> Disk<H> {
+    /// Passes on the result of a request that changes nothing. If it found an invariant violated, the disk accepts
+    /// no more writes.
+    fn or_stop<T>(&self, done: Result<T>) -> Result<T> {
+        if let (Err(error), Some(writer)) = (&done, &self.writer) {
+            writer.stop_on_internal(error);
+        }
+        done
+    }
+
+    /// If a request panics before the returned guard is dropped, the disk accepts no more writes.
+    pub fn stop_on_panic(&self) -> Option<StopOnPanic<'_, H::File>> {
+        self.writer.as_deref().map(Writer::stop_on_panic)
+    }
+
     /// Passes on the result of a change. If it found the active image's tables inconsistent, it is the last one, and
     /// the image is marked corrupt.
     pub async fn or_mark_corrupt<T>(&self, done: Result<T>) -> Result<T> {

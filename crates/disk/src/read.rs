@@ -6,7 +6,7 @@ use isobath_chain::chain::LayerIndex;
 use isobath_chain::map::resolve::{explain_invalid, resolve};
 use isobath_chain::map::{Extent, Extents, Lookup, Source};
 use isobath_image::writer::{Entries, Writer};
-use isobath_image::{DiskError, Result};
+use isobath_image::{Result, always};
 use isobath_storage::{Host, IoBuf};
 use std::ops::Range;
 use std::sync::Arc;
@@ -138,15 +138,12 @@ impl<H: Host> Disk<H> {
         }
     }
 
-    fn layer(&self, index: LayerIndex) -> Result<&Arc<crate::Layer<H::File>>> {
-        self.chain.get(index).ok_or_else(|| self.no_layer(index))
-    }
-
-    /// An error about a layer that the chain does not have.
-    pub fn no_layer(&self, index: LayerIndex) -> DiskError {
-        DiskError::Corrupt {
-            image: self.chain.active().name().to_owned(),
-            reason: format!("layer {} was requested, but the chain has no such layer", index.get()),
-        }
+    /// A layer of the chain.
+    ///
+    /// # Errors
+    /// [`DiskError::Internal`](crate::DiskError::Internal), if the chain does not have it.
+    pub fn layer(&self, index: LayerIndex) -> Result<&Arc<crate::Layer<H::File>>> {
+        let name = self.chain.active().name();
+        always(self.chain.get(index), name, "the chain has every layer that its map names")
     }
 }

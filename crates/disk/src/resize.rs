@@ -48,6 +48,7 @@ impl<H: Host> Disk<H> {
         shrink: bool,
     ) -> Result<()> {
         let writer = self.writer()?;
+        let _stop = self.stop_on_panic();
         let _alone = writer.resizing.lock().await;
         let old = self.size();
         if size < old && !shrink {

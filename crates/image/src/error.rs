@@ -46,11 +46,10 @@ pub enum DiskError {
         /// What is wrong, and where.
         reason: String,
     },
-    /// Isobath found itself in a state that it excludes: a defect of the program, not of the image. The disk
-    /// takes no more writes.
+    /// An invariant is violated: a bug in Isobath, not damage to the image. The disk accepts no more writes.
     #[error(
-        "internal error at '{}': {violated} does not hold; the disk takes no more writes: reopen it, and report \
-         this with the log",
+        "internal error in '{}': violated invariant: {violated}; the disk accepts no more writes; reopen it, and \
+         report this with the log",
         shown(image)
     )]
     Internal {
@@ -90,7 +89,7 @@ pub enum DiskError {
     Unsupported(String),
 }
 
-/// Stops what relies on `holds` where it does not; `what` names it.
+/// Fails unless the invariant `what` holds.
 ///
 /// # Errors
 /// [`DiskError::Internal`], which forbids further writes.
@@ -99,7 +98,7 @@ pub fn invariant(holds: bool, image: &Path, what: &'static str) -> Result<()> {
     if holds { Ok(()) } else { Err(DiskError::internal(image, what)) }
 }
 
-/// What is always there where `what`, which names that, holds.
+/// The value that is there if the invariant `what` holds.
 ///
 /// # Errors
 /// As [`invariant`].
@@ -108,11 +107,18 @@ pub fn always<T>(there: Option<T>, image: &Path, what: &'static str) -> Result<T
     there.ok_or_else(|| DiskError::internal(image, what))
 }
 
+/// Panics because the invariant `what` is violated, where no error can be returned. The disk of the request accepts
+/// no more writes.
+#[cold]
+pub fn violated(what: &'static str) -> ! {
+    panic!("internal error: violated invariant: {what}")
+}
+
 impl DiskError {
-    /// Says that `violated` does not hold although it must.
+    /// The error for a violated invariant, which is logged.
     #[cold]
     pub fn internal(image: &Path, violated: &'static str) -> Self {
-        tracing::error!(image = %shown(image), violated, "an invariant does not hold");
+        tracing::error!(image = %shown(image), violated, "violated invariant");
         Self::Internal { image: image.to_owned(), violated }
     }
 

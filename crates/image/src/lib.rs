@@ -13,6 +13,7 @@
 
 pub mod alloc;
 pub mod check;
+pub mod checksummed;
 pub mod durability;
 pub mod entries;
 pub mod error;
@@ -38,4 +39,4 @@ pub mod sabotage;
 pub mod tables;
 pub mod writer;
 
-pub use error::{DiskError, Result, always, invariant};
+pub use error::{DiskError, Result, always, invariant, violated};

@@ -101,6 +101,10 @@ sabotages! {
     SharedOldData => "shared-old-data",
     /// A commit leaves out what the layers above hide of the top.
     HiddenLeftOut => "hidden-left-out",
+    /// A cluster that is to be written gets no place.
+    LostPlace => "lost-place",
+    /// A unit of the map is changed where its slice has none.
+    ForeignUnit => "foreign-unit",
 }
 
 impl Sabotage {

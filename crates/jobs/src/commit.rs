@@ -80,7 +80,7 @@ impl<H: Host> Commit<H> {
                 return Ok(From::Live(Arc::clone(&self.live), dirty));
             }
             // All of the top layer, also what the layers above it in this chain hide: others may show that.
-            let Some(top) = disk.chain.get(self.top) else { return Err(disk.no_layer(self.top)) };
+            let top = disk.layer(self.top)?;
             let below = disk.chain.layers().take(self.top.get() as usize);
             let mut layers: Vec<_> = below.map(|(_, layer)| Arc::clone(layer)).collect();
             layers.push(if sabotage::is(Sabotage::HiddenLeftOut) {
@@ -147,7 +147,7 @@ impl<H: Host> Commit<H> {
     async fn rebase(&mut self, follow: Follow<H>) -> Result<()> {
         let disk = self.live.current();
         let overlay = self.top.above();
-        let Some(base) = disk.chain.get(self.base) else { return Err(disk.no_layer(self.base)) };
+        let base = disk.layer(self.base)?;
         let name = match self.options.backing_file.clone() {
             Some(name) => name,
             None => disk.name_below(self.base.above(), overlay)?,

@@ -15,6 +15,7 @@ pub use entry::{Unit, UnitKind};
 use crate::chain::LayerIndex;
 use isobath_image::per_thread::PerThread;
 use isobath_image::sabotage::{self, Sabotage};
+use isobath_image::violated;
 use isobath_qcow2::CompressedCluster;
 use isobath_storage::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use isobath_storage::sync::{Mutex, RwLock};
@@ -82,7 +83,7 @@ pub enum Source {
 
 /// A slice of the map.
 pub struct Slice {
-    units: Box<[AtomicU64]>,
+    units: Box<[AtomicU64; SLICE_UNITS]>,
     /// Compressed clusters that units name by index; only ever appended to.
     compressed: RwLock<Vec<CompressedCluster>>,
     used: AtomicBool,
@@ -90,22 +91,27 @@ pub struct Slice {
 
 impl Slice {
     /// A slice of these units; those that are compressed refer to `compressed` by number.
-    pub fn new(units: &[Unit], compressed: Vec<CompressedCluster>) -> Self {
-        Self {
-            units: units.iter().map(|unit| AtomicU64::new(unit.bits())).collect(),
-            compressed: RwLock::new(compressed),
-            used: AtomicBool::new(false),
-        }
+    pub fn new(units: &[Unit; SLICE_UNITS], compressed: Vec<CompressedCluster>) -> Self {
+        let units: Box<[AtomicU64]> =
+            units.iter().map(|unit| AtomicU64::new(unit.bits())).collect();
+        let Ok(units) = units.try_into() else { violated("a slice has all of its units") };
+        Self { units, compressed: RwLock::new(compressed), used: AtomicBool::new(false) }
     }
 
     fn unit(&self, index: usize) -> Unit {
-        self.units
-            .get(index)
-            .map_or(Unit::ABSENT, |unit| Unit::from_bits(unit.load(Ordering::Acquire)))
+        match self.units.get(index) {
+            Some(unit) => Unit::from_bits(unit.load(Ordering::Acquire)),
+            None => violated("a unit is looked up in its own slice"),
+        }
     }
 
     fn set(&self, range: Range<usize>, value: impl Fn(usize) -> Unit) {
-        for (step, unit) in self.units.get(range).unwrap_or_default().iter().enumerate() {
+        let foreign = sabotage::is(Sabotage::ForeignUnit);
+        let range = if foreign { range.start..SLICE_UNITS + 1 } else { range };
+        let Some(units) = self.units.get(range) else {
+            violated("units are changed in their own slice");
+        };
+        for (step, unit) in units.iter().enumerate() {
             unit.store(value(step).bits(), Ordering::Release);
         }
     }
@@ -131,7 +137,7 @@ impl Slice {
                 let list = self.compressed.read();
                 match list.get(unit.compressed_index() as usize) {
                     Some(&cluster) => Source::Compressed { layer, cluster },
-                    None => Source::Absent,
+                    None => violated("a slice has every compressed cluster that its units name"),
                 }
             }
         }
@@ -518,7 +524,7 @@ mod tests {
     const TOP: LayerIndex = LayerIndex::new(3);
 
     fn filled(map: &Map, index: u64, unit: impl Fn(usize) -> Unit) {
-        let units: Vec<_> = (0..SLICE_UNITS).map(unit).collect();
+        let units = std::array::from_fn(unit);
         assert!(map.insert(index, map.generation(index), Slice::new(&units, Vec::new())));
     }
 
@@ -550,7 +556,7 @@ mod tests {
         let lengths: Vec<_> = extents.iter().map(|e| e.length >> 16).collect();
         assert_eq!(lengths, [1, 2, 1]);
         // Slice 64 shares the shard of slice 0.
-        assert!(!map.insert(64, generation, Slice::new(&[Unit::ABSENT], Vec::new())));
+        assert!(!map.insert(64, generation, Slice::new(&[Unit::ABSENT; SLICE_UNITS], Vec::new())));
     }
 
     #[test]

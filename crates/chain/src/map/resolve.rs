@@ -33,7 +33,7 @@ pub async fn resolve<S: Storage, A: ActiveEntries>(
     let mut merge = Merge {
         start: range.start,
         unit_bits,
-        units: vec![Unit::ABSENT; SLICE_UNITS],
+        units: Box::new([Unit::ABSENT; SLICE_UNITS]),
         decided: vec![false; SLICE_UNITS],
         left: SLICE_UNITS,
         compressed: Vec::new(),
@@ -260,7 +260,7 @@ impl ActiveEntries for NoWriter {
 struct Merge {
     start: u64,
     unit_bits: u32,
-    units: Vec<Unit>,
+    units: Box<[Unit; SLICE_UNITS]>,
     decided: Vec<bool>,
     left: usize,
     compressed: Vec<CompressedCluster>,

@@ -127,7 +127,7 @@ impl<H: Host> LiveDisk<H> {
     /// [`close_lower`](Self::close_lower).
     pub async fn open_lower(&self, top: LayerIndex) -> Result<Disk<H>> {
         let disk = self.current();
-        let Some(layer) = disk.chain.get(top) else { return Err(disk.no_layer(top)) };
+        let layer = disk.layer(top)?;
         layer.admit_writer(true).await?;
         // What the writer adds is data to those who read here.
         layer.give_out(u64::MAX >> 1);
@@ -139,7 +139,7 @@ impl<H: Host> LiveDisk<H> {
     }
 
     async fn open_writable(&self, disk: &Disk<H>, top: LayerIndex) -> Result<Disk<H>> {
-        let Some(layer) = disk.chain.get(top) else { return Err(disk.no_layer(top)) };
+        let layer = disk.layer(top)?;
         let (format, options) = (Some(layer.format()), self.options());
         let mut options = OpenOptions { writable: true, ..(*options).clone() };
         // A layer may be of a version that has none.
@@ -194,7 +194,7 @@ impl<H: Host> LiveDisk<H> {
         if of == disk.active_index() {
             return disk.set_backing(named).await;
         }
-        let Some(layer) = disk.chain.get(of) else { return Err(disk.no_layer(of)) };
+        let layer = disk.layer(of)?;
         layer.admit_writer(true).await?;
         let changed = async {
             let options = OpenOptions { writable: true, ..(*self.options()).clone() };
@@ -243,7 +243,7 @@ impl<H: Host> Disk<H> {
     /// How the header of the layer `overlay` is to name the image below layer `next`: as that one does,
     /// if the name means the same there.
     pub fn name_below(&self, next: LayerIndex, overlay: LayerIndex) -> Result<String> {
-        let layer = |index| self.chain.get(index).ok_or_else(|| self.no_layer(index));
+        let layer = |index| self.layer(index);
         let (overlay, next_layer) = (layer(overlay)?, layer(next)?);
         let named = next_layer.header().and_then(|header| header.backing_file).filter(|name| {
             Path::new(name).is_absolute() || next_layer.name().parent() == overlay.name().parent()

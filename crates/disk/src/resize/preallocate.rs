@@ -79,6 +79,7 @@ impl<H: Host> Disk<H> {
             qcow2.check_releases(&referenced(&geometry, kind))?;
         }
         claim.keep();
+        let data = qcow2.metadata.data_journal.add_unchecked();
         for (step, (cluster, kind)) in (0..).zip(wanted) {
             let at =
                 if geometry.has_data_file() { cluster * size } else { host.start + step * size };
@@ -93,7 +94,7 @@ impl<H: Host> Disk<H> {
             let references = References {
                 taken: if geometry.has_data_file() { &[] } else { &taken },
                 released: &releases,
-                ordered: true,
+                data: Some(data),
                 embedded: false,
             };
             self.record(qcow2, ClusterIndex::new(cluster), entry, references)?;

@@ -6,14 +6,15 @@ use super::plan::Plan;
 use crate::disk::Disk;
 use futures_util::future::try_join_all;
 use isobath_chain::map::{Extent, Source, Unit};
+use isobath_image::checksummed::Checksummed;
 use isobath_image::durability::Destination;
 use isobath_image::entries::ActiveEntries;
 use isobath_image::sabotage::{self, Sabotage};
 use isobath_image::tables::{Claim, References};
 use isobath_image::writer::{Qcow2Writer, Writer};
-use isobath_image::{DiskError, Result};
+use isobath_image::{DiskError, Result, always};
 use isobath_qcow2::{ClusterIndex, ClusterKind, HostOffset, L2Entry};
-use isobath_storage::{Host, IoBuf};
+use isobath_storage::{Host, IoBuf, Storage};
 use std::ops::Range;
 
 /// Buffers in one vectored write; the kernel takes 1024.
@@ -25,7 +26,8 @@ pub(super) struct Target {
     /// The written part, from the cluster's start.
     pub(super) written: Range<u64>,
     pub(super) plan: Plan,
-    host: HostOffset,
+    /// The host cluster that takes the data; `None` as long as it has none.
+    host: Option<HostOffset>,
     /// The host cluster is new and known to hold zeroes.
     zeroed: bool,
     /// The file does not reach there yet.
@@ -35,6 +37,11 @@ pub(super) struct Target {
 }
 
 impl Target {
+    /// The host cluster that was given to it.
+    fn placed<S: Storage>(&self, qcow2: &Qcow2Writer<S>) -> Result<HostOffset> {
+        always(self.host, qcow2.metadata.layer.name(), "a cluster that is written has a place")
+    }
+
     fn destination(&self) -> Destination {
         if let Some(embedding) = &self.embedding {
             return Destination::Embedded { checked: embedding.is_checked() };
@@ -147,8 +154,10 @@ impl<H: Host> Disk<H> {
                     ),
                 });
             }
-            let host = plan.host.unwrap_or(HostOffset::new(start));
-            if geometry.has_data_file() && host.get() != start {
+            // In an external data file every cluster has its place.
+            let host = plan.host.or(geometry.has_data_file().then_some(HostOffset::new(start)));
+            if let Some(host) = host.filter(|host| geometry.has_data_file() && host.get() != start)
+            {
                 return Err(qcow2.metadata.alloc.corrupt(format!(
                     "guest offset {start} is mapped to {host} of its external data file, which \
                      holds another part of the disk"
@@ -165,9 +174,9 @@ impl<H: Host> Disk<H> {
             qcow2.metadata.alloc.publish(claim.clusters()).await?;
             qcow2.metadata.alloc.release(claim.clusters()).await?;
             claim.keep();
-            return filled;
+            return filled.map(|(buf, _)| buf);
         }
-        let buf = filled?;
+        let (buf, data) = filled?;
         for target in &targets {
             qcow2.check_releases(&target.plan.releases)?;
         }
@@ -177,13 +186,14 @@ impl<H: Host> Disk<H> {
                 qcow2.metadata.zones.written(taken, *embedded);
             }
             if target.plan.changes {
-                let entry = target.plan.entry(target.host);
-                let taken = [geometry.host_cluster_of(target.host)];
+                let host = target.placed(qcow2)?;
+                let entry = target.plan.entry(host);
+                let taken = [geometry.host_cluster_of(host)];
                 let new = target.plan.host.is_none() && !geometry.has_data_file();
                 let references = References {
                     taken: if new { &taken } else { &[] },
                     released: &target.plan.releases,
-                    ordered: true,
+                    data: Some(data),
                     embedded: target.embedding.is_some(),
                 };
                 self.record(qcow2, target.cluster, entry, references)?;
@@ -200,7 +210,7 @@ impl<H: Host> Disk<H> {
         targets: &mut [Target],
         claim: &mut Claim<'_, H::File>,
         buf: IoBuf,
-    ) -> Result<IoBuf> {
+    ) -> Result<(IoBuf, Checksummed)> {
         let geometry = qcow2.geometry();
         let size = geometry.cluster_size();
         let copies = try_join_all(targets.iter().map(|target| self.copies(target, size))).await?;
@@ -211,8 +221,7 @@ impl<H: Host> Disk<H> {
                 let own = &buf[from..from + (target.written.end - target.written.start) as usize];
                 if let Some(embedding) = self.embed(qcow2, target, copies, own).await? {
                     claim.add(embedding.taken.host);
-                    let host = geometry.host_cluster_start(embedding.taken.host);
-                    target.host = host.unwrap_or(HostOffset::new(u64::MAX));
+                    target.host = geometry.host_cluster_start(embedding.taken.host);
                     target.zeroed = !embedding.is_checked();
                     target.embedding = Some(embedding);
                 }
@@ -221,23 +230,29 @@ impl<H: Host> Disk<H> {
                 .iter_mut()
                 .filter(|target| target.plan.host.is_none() && target.embedding.is_none())
                 .collect();
+            let name = qcow2.metadata.layer.name();
             let mut next = 0;
             while next < homeless.len() {
                 let run = qcow2.metadata.alloc.allocate((homeless.len() - next) as u64).await?;
                 claim.add_run(&run);
                 for cluster in run.clusters() {
-                    let host = geometry.host_cluster_start(cluster);
-                    if let (Some(target), Some(host)) = (homeless.get_mut(next), host) {
-                        target.host = host;
-                        (target.zeroed, target.beyond) = (run.zeroed, run.beyond);
+                    let target = always(
+                        homeless.get_mut(next),
+                        name,
+                        "no run is longer than what was asked for",
+                    )?;
+                    if !sabotage::is(Sabotage::LostPlace) {
+                        target.host = geometry.host_cluster_start(cluster);
                     }
+                    (target.zeroed, target.beyond) = (run.zeroed, run.beyond);
                     next += 1;
                 }
             }
         }
         let mut pieces: Vec<Piece> = Vec::new();
         for (target, copies) in targets.iter_mut().zip(copies) {
-            add_pieces(&mut pieces, target, copies);
+            let host = target.placed(qcow2)?;
+            add_pieces(&mut pieces, target, host, copies);
         }
         self.write_pieces(qcow2, pieces, buf).await
     }
@@ -260,13 +275,14 @@ impl<H: Host> Disk<H> {
         Ok(copies)
     }
 
-    /// Writes the pieces, adjacent ones together, all at once; gives back the request's buffer.
+    /// Writes the pieces, adjacent ones together, all at once; gives back the request's buffer, and what refers to
+    /// the data needs.
     async fn write_pieces(
         &self,
         qcow2: &Qcow2Writer<H::File>,
         pieces: Vec<Piece>,
         mut buf: IoBuf,
-    ) -> Result<IoBuf> {
+    ) -> Result<(IoBuf, Checksummed)> {
         let mut writes: Vec<Run> = Vec::new();
         let mut gives = Vec::with_capacity(pieces.len());
         for piece in pieces {
@@ -305,21 +321,20 @@ impl<H: Host> Disk<H> {
         let writes = writes
             .into_iter()
             .map(|run| async move { data.write_to(run.destination, run.start, run.bufs).await });
-        let mut written = Vec::with_capacity(gives.len());
-        for (bufs, checksums) in finish_writes(writes).await? {
-            written.extend(bufs);
-            data.data_journal.add_checksums(checksums);
-        }
-        let mut written = written.into_iter();
+        let (bufs, written): (Vec<_>, Vec<_>) = finish_writes(writes).await?.into_iter().unzip();
+        let checksummed = data.data_journal.add_checksums(written);
+        let mut written = bufs.into_iter().flatten();
+        let mut next =
+            || always(written.next(), data.layer.name(), "a write gives back every buffer");
         let mut whole = IoBuf::empty();
         for give in gives {
             match give {
-                Give::Written => whole.unsplit(written.next().unwrap_or_else(IoBuf::empty)),
-                Give::Skip => drop(written.next()),
+                Give::Written => whole.unsplit(next()?),
+                Give::Skip => drop(next()?),
                 Give::Apart(bytes) => whole.unsplit(bytes),
             }
         }
-        Ok(whole)
+        Ok((whole, checksummed))
     }
 
     /// Records a cluster's new entry and shows it to readers.
@@ -386,8 +401,8 @@ pub(super) fn reads_zero(extents: &[Extent]) -> bool {
 
 /// Adds a target's pieces in the order of their places; its own data stays one piece with the data
 /// before it where the places are adjacent.
-fn add_pieces(pieces: &mut Vec<Piece>, target: &mut Target, copies: Vec<Copy>) {
-    let (host, destination) = (target.host.get(), target.destination());
+fn add_pieces(pieces: &mut Vec<Piece>, target: &mut Target, host: HostOffset, copies: Vec<Copy>) {
+    let (host, destination) = (host.get(), target.destination());
     // Where the bytes begin that are written as they are.
     let mut plain = 0;
     let (from, mut own) = (target.written.start, target.written.clone());

@@ -21,6 +21,7 @@ impl<H: Host> Disk<H> {
     /// the image cannot hold compressed clusters.
     pub async fn write_compressed(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
         self.check_range(offset, buf.len() as u64)?;
+        let _stop = self.stop_on_panic();
         self.or_mark_corrupt(self.compress_range(offset, buf).await).await
     }
 
@@ -79,12 +80,12 @@ impl<H: Host> Disk<H> {
         (first..=last).for_each(|cluster| claim.add(HostCluster::new(cluster)));
         let taken = claim.clusters().to_vec();
         let packed = vec![IoBuf::copy_of(&packed)];
-        let (_, checksums) = qcow2.metadata.write_to(Destination::New, host.get(), packed).await?;
+        let (_, written) = qcow2.metadata.write_to(Destination::New, host.get(), packed).await?;
         let entry = L2Entry::compressed(host, length, geometry.cluster_bits())
             .map_err(|error| qcow2.metadata.layer.format_error(error))?;
         claim.keep();
-        qcow2.metadata.data_journal.add_checksums(checksums);
-        let references = References { taken: &taken, released, ordered: true, embedded: false };
+        let data = Some(qcow2.metadata.data_journal.add_checksums([written]));
+        let references = References { taken: &taken, released, data, embedded: false };
         self.record(qcow2, cluster, entry, references)?;
         Ok(buf)
     }
@@ -121,16 +122,15 @@ impl<H: Host> Disk<H> {
         let Some(host) = geometry.host_cluster_start(run.start) else {
             return Err(self.no_offset(run.start));
         };
-        let (_, checksums) =
+        let (_, written) =
             qcow2.metadata.write_to(Destination::New, host.get(), vec![bytes]).await?;
         claim.keep();
-        qcow2.metadata.data_journal.add_checksums(checksums);
+        let data = Some(qcow2.metadata.data_journal.add_checksums([written]));
         let sub = geometry.subcluster_size();
         let count = (zero.end - zero.start) / sub;
         let mask = (((1_u64 << count) - 1) << (zero.start / sub)) as u32;
         let entry = L2Entry::subclustered(Some(host), true, !mask, mask);
-        let references =
-            References { taken: &[run.start], released, ordered: true, embedded: false };
+        let references = References { taken: &[run.start], released, data, embedded: false };
         self.record(qcow2, index, entry, references)
     }
 }

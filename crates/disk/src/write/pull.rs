@@ -9,7 +9,7 @@ use isobath_chain::chain::LayerIndex;
 use isobath_chain::map::{Extent, Source, guest_range};
 use isobath_image::sabotage::{self, Sabotage};
 use isobath_image::tables::{Claim, References};
-use isobath_image::{DiskError, Result};
+use isobath_image::{DiskError, Result, always};
 use isobath_qcow2::{ClusterIndex, HostOffset};
 use isobath_storage::{Host, IoBuf, Storage};
 use std::io;
@@ -132,6 +132,7 @@ impl<H: Host> Disk<H> {
     /// layer. The guest may use the disk meanwhile.
     pub async fn pull(&self, surplus: Surplus, range: Range<u64>) -> Result<Pulled> {
         let writer = self.writer()?;
+        let _stop = self.stop_on_panic();
         let qcow2 = writer.qcow2().ok_or(DiskError::ReadOnly)?;
         writer.commit_if_much(&self.readers).await?;
         let _range = writer.ranges.lock(range.clone()).await;
@@ -256,6 +257,7 @@ impl<H: Host> Disk<H> {
         at: u64,
     ) -> Result<bool> {
         let writer = self.writer()?;
+        let _stop = self.stop_on_panic();
         let Some(qcow2) = writer.qcow2() else { return Ok(false) };
         if !sabotage::is(Sabotage::UnmarkedClone) {
             qcow2.note_write(offset..offset + length).await?;
@@ -304,14 +306,14 @@ impl<H: Host> Disk<H> {
         let placed = self.clone_into_places(qcow2, &plans, &mut claim, source, at).await?;
         let Some(hosts) = placed else { return Ok(false) };
         claim.keep();
-        qcow2.metadata.data_journal.add_unchecked();
+        let data = qcow2.metadata.data_journal.add_unchecked();
         for ((cluster, plan), host) in clusters.zip(&plans).zip(hosts) {
             if plan.changes {
                 let new = [geometry.host_cluster_of(host)];
                 let references = References {
                     taken: if plan.host.is_none() { &new } else { &[] },
                     released: &plan.releases,
-                    ordered: true,
+                    data: Some(data),
                     embedded: false,
                 };
                 self.record(qcow2, ClusterIndex::new(cluster), plan.entry(host), references)?;
@@ -343,8 +345,9 @@ impl<H: Host> Disk<H> {
             }
         }
         for plan in plans {
-            let Some(host) = plan.host.or_else(|| free.pop_front()) else { return Ok(None) };
-            hosts.push(host);
+            let host = plan.host.or_else(|| free.pop_front());
+            let name = qcow2.metadata.layer.name();
+            hosts.push(always(host, name, "each cluster of a clone has a place")?);
         }
         let mut first = 0;
         while first < hosts.len() {

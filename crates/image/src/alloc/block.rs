@@ -1,5 +1,6 @@
 //! One refcount block in memory.
 
+use crate::violated;
 use isobath_qcow2::{FormatError, HostOffset, RefcountOrder};
 use isobath_storage::IoBuf;
 use std::collections::BTreeSet;
@@ -7,6 +8,8 @@ use std::ops::Range;
 
 /// The most that is written for one changed refcount.
 const PAGE: usize = 4096;
+/// What is relied on where a refcount is looked up.
+const HAS_ALL: &str = "a refcount is looked up in its own block";
 
 /// A refcount block: its bytes, and which of them the file does not have yet.
 pub(super) struct Block {
@@ -34,9 +37,9 @@ impl Block {
         std::mem::replace(&mut self.offset, offset)
     }
 
-    /// The refcount at `index`; 0 past the end.
+    /// The refcount at `index`, which the block has.
     pub(super) fn get(&self, index: usize) -> u64 {
-        self.order.read(&self.bytes, index).unwrap_or(0)
+        self.order.read(&self.bytes, index).unwrap_or_else(|| violated(HAS_ALL))
     }
 
     pub(super) fn set(&mut self, index: usize, value: u64) -> Result<(), FormatError> {
@@ -78,7 +81,7 @@ impl Block {
         let mut copy = IoBuf::copy_of(&self.bytes[bytes.clone()]);
         let first = self.indexes_in(&bytes).start;
         for (index, less) in less {
-            let now = self.order.read(&copy, index - first).unwrap_or(0);
+            let now = self.order.read(&copy, index - first).unwrap_or_else(|| violated(HAS_ALL));
             self.order.write(&mut copy, index - first, now.saturating_sub(less))?;
         }
         Ok(copy)

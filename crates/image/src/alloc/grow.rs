@@ -6,7 +6,7 @@
 
 use super::block::Block;
 use super::{Allocator, Run, State};
-use crate::Result;
+use crate::{Result, violated};
 use async_lock::MutexGuard;
 use isobath_qcow2::geometry::MAX_REFCOUNT_TABLE_BYTES;
 use isobath_qcow2::header::field;
@@ -302,8 +302,9 @@ impl State {
     pub(super) fn table_bytes(&self) -> IoBuf {
         let mut bytes = IoBuf::zeroed(self.table.len() * 8);
         for (index, entry) in self.table.iter().enumerate() {
-            // In range: the buffer has a place for each entry.
-            let _ = entry.write(&mut bytes, index);
+            if entry.write(&mut bytes, index).is_none() {
+                violated("the refcount table has a place for each of its entries");
+            }
         }
         bytes
     }

@@ -1,7 +1,8 @@
 //! Refcounts by way of a journal: what a record tells of them, and writing them to their places.
 
+use super::block::Block;
 use super::{Allocator, Journaled, State};
-use crate::Result;
+use crate::{Result, always};
 use async_lock::MutexGuard;
 use isobath_qcow2::HostCluster;
 use isobath_storage::{IoBuf, Storage};
@@ -90,9 +91,8 @@ impl<S: Storage> Allocator<S> {
             }
         }
         for (index, bytes) in runs {
-            if let Some(patch) = self.patch(&state, &less, index, bytes)? {
-                staged.patches.push(patch);
-            }
+            let patch = self.patch(&state, &less, index, bytes)?;
+            staged.patches.push(patch);
         }
         Ok(staged)
     }
@@ -131,11 +131,10 @@ impl<S: Storage> Allocator<S> {
         index: u64,
         staged: &mut Staged,
     ) -> Result<()> {
-        let Some(length) = state.blocks.get(&index).map(super::Block::len) else { return Ok(()) };
-        if let Some((at, bytes)) = self.patch(state, less, index, 0..length)? {
-            staged.fresh.push((at, length as u64));
-            staged.patches.extend(not_zero(at, &bytes));
-        }
+        let length = self.staged_block(state, index)?.len();
+        let (at, bytes) = self.patch(state, less, index, 0..length)?;
+        staged.fresh.push((at, length as u64));
+        staged.patches.extend(not_zero(at, &bytes));
         Ok(())
     }
 
@@ -146,14 +145,20 @@ impl<S: Storage> Allocator<S> {
         less: &BTreeMap<u64, u64>,
         index: u64,
         bytes: Range<usize>,
-    ) -> Result<Option<(u64, IoBuf)>> {
-        let Some(block) = state.blocks.get(&index) else { return Ok(None) };
+    ) -> Result<(u64, IoBuf)> {
+        let block = self.staged_block(state, index)?;
         let places = block.indexes_in(&bytes);
         let unpublished = self.counted_in(&state.unpublished, index, places.clone());
         let less = unpublished.chain(self.counted_in(less, index, places));
         let at = block.offset.get() + bytes.start as u64;
         let bytes = block.copy_with_less(bytes, less);
-        Ok(Some((at, bytes.map_err(|error| self.layer.format_error(error))?)))
+        Ok((at, bytes.map_err(|error| self.layer.format_error(error))?))
+    }
+
+    /// A block of which a record is to tell.
+    fn staged_block<'a>(&self, state: &'a MutexGuard<'_, State>, index: u64) -> Result<&'a Block> {
+        let block = state.blocks.get(&index);
+        always(block, self.layer.name(), "a refcount block that changed is in memory")
     }
 
     /// Writes everything that records have told to its place; not yet durable. No record is under

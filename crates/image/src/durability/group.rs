@@ -40,7 +40,7 @@ impl GroupCommit {
     }
 
     /// Refuses writes and commits from now on.
-    fn poison(&self, what: &str, reason: String, flush: bool) {
+    pub fn poison(&self, what: &str, reason: String, flush: bool) {
         tracing::error!(reason, "{what}: the disk accepts no more writes");
         self.failure.write().get_or_insert(Failure { reason, flush });
     }

@@ -18,7 +18,9 @@ use crate::pieces::JournaledWrite;
 use crate::readers::Readers;
 use crate::restart_log::RestartLog;
 use crate::tables::Tables;
-use data_journal::{ChecksumHolder, ChecksummedRange, DataJournal, WriteRoute, checksummed, cut};
+use data_journal::{
+    ChecksumHolder, ChecksummedRange, DataJournal, WriteRoute, Written, checksummed, cut,
+};
 use futures_util::future::try_join_all;
 use isobath_qcow2::{ClusterIndex, HostOffset, L2Entry};
 use isobath_storage::{IoBuf, Storage};
@@ -168,23 +170,22 @@ impl<S: Storage> Metadata<S> {
         }
     }
 
-    /// Writes buffers that follow one another. What is returned is to be [checksummed](DataJournal::add_checksums)
-    /// before anything is recorded that refers to it.
+    /// Writes buffers that follow one another, and gives them back. [`DataJournal::add_checksums`] takes the rest.
     pub async fn write_to(
         &self,
         destination: Destination,
         at: u64,
         bufs: Vec<IoBuf>,
-    ) -> Result<(Vec<IoBuf>, Vec<ChecksummedRange>)> {
+    ) -> Result<(Vec<IoBuf>, Written)> {
         let data = self.layer.data();
         if self.has_data_apart() {
-            return Ok((data.write_vectored_at(at, bufs).await?, Vec::new()));
+            return Ok((data.write_vectored_at(at, bufs).await?, Written(Vec::new())));
         }
         let length: usize = bufs.iter().map(IoBuf::len).sum();
         if let Destination::Embedded { checked } = destination {
             let holder = if checked { ChecksumHolder::Lead } else { ChecksumHolder::Nobody };
             let checksum = ChecksummedRange { range: at..at + length as u64, crc: None, holder };
-            return Ok((self.write_stored(at, bufs).await?, vec![checksum]));
+            return Ok((self.write_stored(at, bufs).await?, Written(vec![checksum])));
         }
         if destination == Destination::InUse
             && !self.zones.leads_in(&(at..at + length as u64)).is_empty()
@@ -196,11 +197,11 @@ impl<S: Storage> Metadata<S> {
                 next += buf.len() as u64;
                 written.push(self.write(start, buf).await?);
             }
-            return Ok((written, Vec::new()));
+            return Ok((written, Written(Vec::new())));
         }
         if length <= SMALL {
             if self.keep(destination, at, &bufs) {
-                return Ok((bufs, Vec::new()));
+                return Ok((bufs, Written(Vec::new())));
             }
         } else if matches!(destination, Destination::Beyond | Destination::Prepared) {
             self.alloc.note_growth(length as u64);
@@ -214,7 +215,7 @@ impl<S: Storage> Metadata<S> {
                 } else {
                     Vec::new()
                 };
-                Ok((data.write_vectored_at(at, bufs).await?, checksums))
+                Ok((data.write_vectored_at(at, bufs).await?, Written(checksums)))
             }
             WriteRoute::Parts(parts, _busy) => {
                 let unread = |part: &Range<u64>| ChecksummedRange {
@@ -224,7 +225,7 @@ impl<S: Storage> Metadata<S> {
                 };
                 let checksums = parts.iter().filter(|_| checked).map(unread).collect();
                 self.write_parts(at, parts, &bufs).await?;
-                Ok((bufs, checksums))
+                Ok((bufs, Written(checksums)))
             }
         }
     }

@@ -14,7 +14,7 @@ use super::{Durability, Metadata};
 use crate::Result;
 use crate::readers::Readers;
 use crate::sabotage::{self, Sabotage};
-use crate::tables::CommitNeeds;
+use crate::tables::ClosedBatch;
 use isobath_qcow2::{HostCluster, Lsn};
 use isobath_storage::Storage;
 use std::ops::Range;
@@ -24,11 +24,11 @@ pub struct Ordered;
 
 impl Durability for Ordered {
     async fn commit<S: Storage>(&self, metadata: &Metadata<S>, readers: &Readers) -> Result<()> {
-        let needs = metadata.tables.begin_commit();
+        let batch = metadata.tables.begin_commit()?;
         // What a journal that is being set up gathers from here on is not in this batch.
         let closed = metadata.data_journal.close(Lsn::default(), &[], metadata.cluster_size());
         metadata.place(&closed.kept).await?;
-        finish(metadata, readers, needs, &[]).await?;
+        finish(metadata, readers, batch, &[]).await?;
         metadata.data_journal.unneeded();
         Ok(())
     }
@@ -40,25 +40,25 @@ impl Durability for Ordered {
 pub(super) async fn finish<S: Storage>(
     metadata: &Metadata<S>,
     readers: &Readers,
-    needs: CommitNeeds,
+    batch: ClosedBatch,
     freed: &[HostCluster],
 ) -> Result<()> {
     let Metadata { tables, alloc, .. } = metadata;
     let early = sabotage::is(Sabotage::EarlyRelease);
     if early {
-        alloc.release(&tables.closed_releases()).await?;
+        alloc.release(&batch.releases).await?;
     }
-    alloc.publish(&needs.allocated).await?;
+    alloc.publish(&batch.allocated).await?;
     let replaced = alloc.write_structure().await?;
-    if alloc.is_dirty().await || needs.ordered || !needs.changes || !replaced.is_empty() {
+    if alloc.is_dirty().await || batch.ordered || !batch.changes || !replaced.is_empty() {
         alloc.write_blocks().await?;
-        tables.write_fresh().await?;
+        tables.write_fresh(&batch).await?;
         if !sabotage::is(Sabotage::NoFirstSync) {
             metadata.sync().await?;
         }
     }
-    if needs.changes {
-        tables.write_updates().await?;
+    if batch.changes {
+        tables.write_updates(&batch).await?;
         if !sabotage::is(Sabotage::NoSecondSync) {
             metadata.sync().await?;
         }
@@ -66,7 +66,7 @@ pub(super) async fn finish<S: Storage>(
     if !sabotage::is(Sabotage::LateLog) || freed.is_empty() {
         metadata.log_durable();
     }
-    let released = tables.finish_commit();
+    let released = tables.finish_commit(batch);
     if released.clusters.is_empty() && replaced.is_empty() {
         return Ok(());
     }

@@ -176,11 +176,12 @@ async fn apply<S: Storage>(
         }
     }
     metadata.place(&pieces.list(|_| true)).await?;
+    let data = metadata.data_journal.add_unchecked();
     for Change { cluster, entry, taken, released } in changes {
         let (l1_index, _) = metadata.tables.geometry().table_position(cluster);
         metadata.tables.ensure_table(l1_index, &metadata.alloc).await?;
         let change =
-            References { taken: &taken, released: &released, ordered: true, embedded: false };
+            References { taken: &taken, released: &released, data: Some(data), embedded: false };
         metadata.tables.record(cluster, entry, change);
     }
     Ordered.commit(metadata, &Readers::default()).await?;

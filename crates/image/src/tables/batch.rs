@@ -1,6 +1,7 @@
 //! Changes that reach the file together.
 
-use isobath_qcow2::{ClusterIndex, Geometry, HostCluster, HostOffset, L1Entry, L2Entry};
+use crate::violated;
+use isobath_qcow2::{Geometry, HostCluster, HostOffset, L1Entry, L2Entry};
 use isobath_storage::IoBuf;
 use std::collections::BTreeMap;
 
@@ -40,11 +41,14 @@ impl Batch {
         let mut tables = Vec::with_capacity(self.fresh.len());
         for (&l1_index, (offset, content)) in &self.fresh {
             let mut bytes = IoBuf::copy_of(content);
-            let first =
-                geometry.first_cluster_of_l1(l1_index).unwrap_or(ClusterIndex::new(0)).get();
+            let Some(first) = geometry.first_cluster_of_l1(l1_index) else {
+                violated("a new table lies within the largest disk");
+            };
+            let first = first.get();
             for (&cluster, entry) in self.entries.range(first..first + geometry.l2_entries()) {
-                // In range: a table has a place for each of its clusters.
-                let _ = entry.write(&mut bytes, (cluster - first) as usize, geometry);
+                if entry.write(&mut bytes, (cluster - first) as usize, geometry).is_none() {
+                    violated("a table has a place for each of its clusters");
+                }
             }
             tables.push((offset.get(), bytes));
         }

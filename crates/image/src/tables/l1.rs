@@ -1,8 +1,8 @@
 //! Tables that a smaller disk no longer needs.
 
 use super::Tables;
-use crate::Result;
-use isobath_qcow2::{ClusterIndex, HostCluster, HostOffset, L1Entry};
+use crate::{Result, violated};
+use isobath_qcow2::{HostCluster, HostOffset, L1Entry};
 use isobath_storage::Storage;
 
 impl<S: Storage> Tables<S> {
@@ -20,11 +20,10 @@ impl<S: Storage> Tables<S> {
         let mut state = self.state.lock();
         state.open.l1.insert(l1_index, L1Entry::unallocated());
         state.open.fresh.remove(&l1_index);
-        let first = self
-            .geometry
-            .first_cluster_of_l1(l1_index)
-            .unwrap_or(ClusterIndex::new(u64::MAX))
-            .get();
+        let Some(first) = self.geometry.first_cluster_of_l1(l1_index) else {
+            violated("a table that is dropped lies within the largest disk");
+        };
+        let first = first.get();
         let past = first.saturating_add(self.geometry.l2_entries());
         state.open.entries.retain(|cluster, _| !(first..past).contains(cluster));
         state.open.releases.extend_from_slice(releases);

@@ -15,9 +15,10 @@ pub use claim::Claim;
 pub use stage::StagedTables;
 
 use crate::alloc::Allocator;
+use crate::checksummed::Checksummed;
 use crate::layer::{Layer, Qcow2};
 use crate::restart_log::RestartLog;
-use crate::{DiskError, Result};
+use crate::{Result, always, invariant, violated};
 use async_lock::Mutex as AsyncMutex;
 use batch::Batch;
 use futures_util::future::try_join_all;
@@ -139,7 +140,9 @@ impl<S: Storage> Tables<S> {
         size: usize,
     ) -> Result<(HostOffset, L1Entry, IoBuf)> {
         let error = |error| self.layer.format_error(error);
-        let offset = self.geometry.host_cluster_start(home).unwrap_or(HostOffset::new(u64::MAX));
+        let offset = self.geometry.host_cluster_start(home);
+        let offset =
+            always(offset, self.layer.name(), "a cluster that is given out has an offset")?;
         let entry = L1Entry::new(offset, true, &self.geometry).map_err(error)?;
         let bytes = match old {
             Some(old) => self.layer.storage().read_at(old.get(), IoBuf::zeroed(size)).await?,
@@ -153,14 +156,15 @@ impl<S: Storage> Tables<S> {
         let mut state = self.state.lock();
         if let Some(log) = &self.log {
             let mut bytes = [0; 16];
-            // In range: no entry is longer.
-            let _ = entry.write(&mut bytes, 0, &self.geometry);
+            if entry.write(&mut bytes, 0, &self.geometry).is_none() {
+                violated("no entry is longer than 16 bytes");
+            }
             log.entry(cluster.get(), bytes);
         }
         state.open.entries.insert(cluster.get(), entry);
         state.open.allocated.extend_from_slice(change.taken);
         state.open.releases.extend_from_slice(change.released);
-        state.open.ordered |= change.ordered;
+        state.open.ordered |= change.data.is_some();
         state.open.needs_record |= !change.embedded;
     }
 
@@ -186,34 +190,41 @@ impl<S: Storage> Tables<S> {
     }
 
     /// Closes the open batch for a commit.
-    pub fn begin_commit(&self) -> CommitNeeds {
+    pub fn begin_commit(&self) -> Result<ClosedBatch> {
         let mut state = self.state.lock();
+        invariant(
+            state.closed.is_none(),
+            self.layer.name(),
+            "one commit ends before the next begins",
+        )?;
         if let Some(log) = &self.log {
             log.close_entries();
         }
         let mut batch = std::mem::take(&mut state.open);
-        let needs = CommitNeeds {
+        let closed = ClosedBatch {
             allocated: std::mem::take(&mut batch.allocated),
+            releases: batch.releases.clone(),
             changes: !batch.is_empty(),
             ordered: batch.ordered || !batch.fresh.is_empty(),
         };
         state.closed = Some(batch);
-        needs
+        Ok(closed)
     }
 
     /// Writes the closed batch's new tables, which nothing durable refers to.
-    pub async fn write_fresh(&self) -> Result<()> {
-        let tables: Vec<_> = {
-            let state = self.state.lock();
-            let Some(batch) = &state.closed else { return Ok(()) };
-            batch.complete_tables(&self.geometry)
-        };
+    pub async fn write_fresh(&self, _closed: &ClosedBatch) -> Result<()> {
+        let tables = self.closed(&self.state.lock())?.complete_tables(&self.geometry);
         self.write_all(tables).await
     }
 
+    /// The batch of the commit under way.
+    fn closed<'a>(&self, state: &'a State) -> Result<&'a Batch> {
+        always(state.closed.as_ref(), self.layer.name(), "a commit under way has closed its batch")
+    }
+
     /// Writes the closed batch's entries into existing tables, and its L1 entries.
-    pub async fn write_updates(&self) -> Result<()> {
-        let by_page = self.load_updates().await?;
+    pub async fn write_updates(&self, closed: &ClosedBatch) -> Result<()> {
+        let by_page = self.load_updates(closed).await?;
         let writes = {
             let mut state = self.state.lock();
             let mut writes = self.apply(&mut state, &by_page)?;
@@ -233,12 +244,14 @@ impl<S: Storage> Tables<S> {
 
     /// The closed batch's entries in tables that exist, by page: places in the page, and entries.
     /// Their pages are in the cache then, and stay there until the commit ends.
-    async fn load_updates(&self) -> Result<BTreeMap<u64, Vec<(usize, L2Entry)>>> {
+    async fn load_updates(
+        &self,
+        _closed: &ClosedBatch,
+    ) -> Result<BTreeMap<u64, Vec<(usize, L2Entry)>>> {
         let mut by_page: BTreeMap<u64, Vec<(usize, L2Entry)>> = BTreeMap::new();
         {
             let state = self.state.lock();
-            let Some(batch) = &state.closed else { return Ok(by_page) };
-            for (at, entry) in self.entry_places(batch)? {
+            for (at, entry) in self.entry_places(self.closed(&state)?)? {
                 let (page, within) = state.pages.position(at);
                 let place = within / self.geometry.l2_entry_size();
                 by_page.entry(page).or_default().push((place, entry));
@@ -260,7 +273,7 @@ impl<S: Storage> Tables<S> {
                 self.layer.as_qcow2().map_or(L1Entry::unallocated(), |q| q.l1_entry(l1_index))
             });
             let table = table.offset(&self.geometry).map_err(|e| self.layer.format_error(e))?;
-            let Some(table) = table else { continue };
+            let table = always(table, self.layer.name(), "a recorded entry has a table")?;
             places.push((table.get() + (l2_index * self.geometry.l2_entry_size()) as u64, entry));
         }
         Ok(places)
@@ -274,15 +287,15 @@ impl<S: Storage> Tables<S> {
     ) -> Result<Vec<(u64, IoBuf)>> {
         let mut pages = Vec::with_capacity(by_page.len());
         for (&page, entries) in by_page {
-            let Some(bytes) = state.pages.get_mut(page) else {
-                return Err(DiskError::Corrupt {
-                    image: self.layer.name().to_owned(),
-                    reason: format!("the L2 table page at {page} left the cache"),
-                });
-            };
+            let name = self.layer.name();
+            let bytes = always(
+                state.pages.get_mut(page),
+                name,
+                "a page that a commit changes is in the cache",
+            )?;
             for &(index, entry) in entries {
-                // In range: the page was found by the entry's offset.
-                let _ = entry.write(bytes, index, &self.geometry);
+                let written = entry.write(bytes, index, &self.geometry);
+                always(written, name, "a page has a place for each entry that it was found by")?;
             }
             pages.push((page, IoBuf::copy_of(bytes)));
         }
@@ -303,8 +316,9 @@ impl<S: Storage> Tables<S> {
             for index in first..last {
                 let newer = batch.and_then(|batch| batch.l1.get(&index).copied());
                 let entry = newer.unwrap_or_else(|| table[index as usize]);
-                // In range: the buffer has a place for each.
-                let _ = entry.write(&mut bytes, (index - first) as usize);
+                if entry.write(&mut bytes, (index - first) as usize).is_none() {
+                    violated("a sector of the L1 table has a place for each of its entries");
+                }
             }
             (offset + first * 8, bytes)
         };
@@ -313,9 +327,9 @@ impl<S: Storage> Tables<S> {
 
     /// Ends a commit: the closed batch is durable. The references returned may be released once no
     /// request uses the old mappings.
-    pub fn finish_commit(&self) -> Released {
+    pub fn finish_commit(&self, closed: ClosedBatch) -> Released {
         let mut state = self.state.lock();
-        let Some(batch) = state.closed.take() else { return Released::default() };
+        let batch = closed.batch(state.closed.take());
         for (offset, _) in batch.fresh.values() {
             state.pages.forget(*offset, self.geometry.cluster_size());
         }
@@ -357,7 +371,12 @@ impl<S: Storage> Tables<S> {
     /// The entry of one cluster.
     pub async fn entry(&self, cluster: ClusterIndex) -> Result<L2Entry> {
         let entries = self.entries(cluster, 1).await?;
-        Ok(entries.first().copied().unwrap_or(L2Entry::unallocated()))
+        always(entries.first().copied(), self.layer.name(), "an entry is read for each cluster")
+    }
+
+    fn read_entry(&self, table: &[u8], index: usize) -> Result<L2Entry> {
+        let entry = L2Entry::read(table, index, &self.geometry);
+        always(entry, self.layer.name(), "a table is read where it has entries")
     }
 
     /// The entries of `count` clusters from `first` on, all in one L2 table.
@@ -371,19 +390,15 @@ impl<S: Storage> Tables<S> {
                 let mut missing = Vec::new();
                 let fresh = state.batches().find_map(|batch| batch.fresh.get(&l1_index));
                 if let Some((_, bytes)) = fresh {
-                    entries.extend((0..count as usize).map(|step| {
-                        L2Entry::read(bytes, l2_index + step, &self.geometry)
-                            .unwrap_or(L2Entry::unallocated())
-                    }));
+                    for step in 0..count as usize {
+                        entries.push(self.read_entry(bytes, l2_index + step)?);
+                    }
                 } else if let Some(table) = self.table_offset(&state, l1_index)? {
                     for step in 0..count {
                         let at = table.get() + (l2_index as u64 + step) * size as u64;
                         let (page, within) = state.pages.position(at);
                         match state.pages.get(page) {
-                            Some(bytes) => entries.push(
-                                L2Entry::read(bytes, within / size, &self.geometry)
-                                    .unwrap_or(L2Entry::unallocated()),
-                            ),
+                            Some(bytes) => entries.push(self.read_entry(bytes, within / size)?),
                             None if missing.last() == Some(&page) => {}
                             None => missing.push(page),
                         }
@@ -421,19 +436,30 @@ pub struct References<'a> {
     pub taken: &'a [HostCluster],
     /// Those that the old entry made and the new one does not.
     pub released: &'a [HostCluster],
-    /// Data must be durable before the entry.
-    pub ordered: bool,
+    /// The new entry refers to data that was written for it, which must be durable before the entry.
+    pub data: Option<Checksummed>,
     /// The data says itself what the entry says.
     pub embedded: bool,
 }
 
-/// What a commit must do for the batch it closed.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct CommitNeeds {
+/// The batch that a commit has closed, and what the commit must do for it. Whoever has this finishes the commit;
+/// one that is dropped has failed, and no other begins.
+#[must_use = "the commit is to be finished with it"]
+#[derive(Debug)]
+pub struct ClosedBatch {
     /// Clusters to which the batch refers, to be published.
     pub allocated: Vec<HostCluster>,
+    /// References that the batch ends.
+    pub releases: Vec<HostCluster>,
     /// There are entries to write.
     pub changes: bool,
     /// Something must be durable before they are written.
     pub ordered: bool,
+}
+
+impl ClosedBatch {
+    /// Its content, which the tables have kept for it.
+    fn batch(self, kept: Option<Batch>) -> Batch {
+        kept.unwrap_or_else(|| violated("a commit under way has closed its batch"))
+    }
 }

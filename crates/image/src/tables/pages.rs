@@ -1,5 +1,6 @@
 //! Pages of L2 tables, as the file has them.
 
+use crate::violated;
 use isobath_qcow2::HostOffset;
 use isobath_storage::IoBuf;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -107,7 +108,9 @@ impl Pages {
     pub(super) fn dirty(&self) -> Vec<(u64, IoBuf)> {
         let mut runs: Vec<(u64, Vec<u8>)> = Vec::new();
         for page in &self.dirty {
-            let Some(bytes) = self.cached.get(page) else { continue };
+            let Some(bytes) = self.cached.get(page) else {
+                violated("a page that is newer than the file is in the cache");
+            };
             match runs.last_mut() {
                 Some((at, run)) if *at + run.len() as u64 == *page && run.len() < MAX_RUN => {
                     run.extend_from_slice(bytes);

@@ -1,9 +1,9 @@
 //! Tables by way of a journal: what a record tells of them, and writing them to their places.
 
-use super::{Released, Tables};
-use crate::Result;
+use super::{ClosedBatch, Released, Tables};
 use crate::alloc::not_zero;
-use isobath_qcow2::{HostCluster, L2Entry};
+use crate::{Result, always};
+use isobath_qcow2::L2Entry;
 use isobath_storage::{IoBuf, Storage};
 use std::collections::BTreeMap;
 
@@ -18,17 +18,12 @@ pub struct StagedTables {
 }
 
 impl<S: Storage> Tables<S> {
-    /// References that the closed batch ends.
-    pub fn closed_releases(&self) -> Vec<HostCluster> {
-        self.state.lock().closed.as_ref().map(|batch| batch.releases.clone()).unwrap_or_default()
-    }
-
     /// What a record tells of the closed batch.
-    pub async fn stage(&self) -> Result<StagedTables> {
-        let updates = self.load_updates().await?;
+    pub async fn stage(&self, closed: &ClosedBatch) -> Result<StagedTables> {
+        let updates = self.load_updates(closed).await?;
         let mut staged = StagedTables { updates, ..StagedTables::default() };
         let state = self.state.lock();
-        let Some(batch) = &state.closed else { return Ok(staged) };
+        let batch = self.closed(&state)?;
         for (at, table) in batch.complete_tables(&self.geometry) {
             staged.fresh.push(at);
             staged.patches.extend(not_zero(at, &table).into_iter().map(|(at, b)| (at, b.to_vec())));
@@ -36,8 +31,11 @@ impl<S: Storage> Tables<S> {
         let size = self.geometry.l2_entry_size();
         let mut bytes = vec![0; size];
         for (at, entry) in self.entry_places(batch)? {
-            // In range: one entry fits.
-            let _ = entry.write(&mut bytes, 0, &self.geometry);
+            always(
+                entry.write(&mut bytes, 0, &self.geometry),
+                self.layer.name(),
+                "an entry is as long as it is",
+            )?;
             match staged.patches.last_mut() {
                 Some((start, run)) if *start + run.len() as u64 == at => {
                     run.extend_from_slice(&bytes);
@@ -56,14 +54,14 @@ impl<S: Storage> Tables<S> {
 
     /// Ends a commit whose record is durable: cached pages have what it told, which their places in
     /// the file do not have yet. As [`finish_commit`](Self::finish_commit) otherwise.
-    pub fn finish_journaled(&self, staged: &StagedTables) -> Result<Released> {
+    pub fn finish_journaled(&self, closed: ClosedBatch, staged: &StagedTables) -> Result<Released> {
         let mut state = self.state.lock();
         let state = &mut *state;
         self.apply(state, &staged.updates)?;
         for page in staged.updates.keys() {
             state.pages.mark_dirty(*page);
         }
-        let Some(batch) = state.closed.take() else { return Ok(Released::default()) };
+        let batch = closed.batch(state.closed.take());
         let length = state.pages.page_size();
         for (at, table) in batch.complete_tables(&self.geometry) {
             for (number, page) in table.chunks(length).enumerate() {

@@ -9,6 +9,18 @@ use isobath_qcow2::header::field;
 use isobath_qcow2::{FormatErrorKind, IncompatibleFeatures};
 use isobath_storage::{IoBuf, Storage};
 
+/// See [`Writer::stop_on_panic`].
+pub struct StopOnPanic<'a, S: Storage>(&'a Writer<S>);
+
+impl<S: Storage> Drop for StopOnPanic<'_, S> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            let reason = "a request panicked, see the log".to_owned();
+            self.0.group.poison("violated invariant", reason, false);
+        }
+    }
+}
+
 impl<S: Storage> Writer<S> {
     /// Hands on what became of a change. If it found the tables to contradict each other, it is the last one, and
     /// the image is marked.
@@ -21,6 +33,7 @@ impl<S: Storage> Writer<S> {
 
     /// Marks the image if `error` or an earlier one says that its tables cannot be right.
     async fn mark_corrupt(&self, error: &DiskError) {
+        self.stop_on_internal(error);
         let Some(qcow2) = &self.qcow2 else { return };
         let invalid = matches!(error, DiskError::Format { image, source }
             if image == self.layer.name() && source.kind() == FormatErrorKind::Invalid);
@@ -35,6 +48,20 @@ impl<S: Storage> Writer<S> {
             let image = isobath_storage::shown(self.layer.name());
             tracing::error!(%image, error = %failure, "cannot mark the image as corrupt");
         }
+    }
+
+    /// Accepts no more changes if `error` is [`DiskError::Internal`]: the writer's memory cannot be trusted then. The
+    /// image is as after a crash.
+    pub fn stop_on_internal(&self, error: &DiskError) {
+        if let DiskError::Internal { .. } = error {
+            self.group.poison("violated invariant", error.to_string(), false);
+        }
+    }
+
+    /// Accepts no more changes if the thread panics before the returned guard is dropped.
+    #[must_use]
+    pub fn stop_on_panic(&self) -> StopOnPanic<'_, S> {
+        StopOnPanic(self)
     }
 
     /// Sets the corrupt bit, durably, unless it is set or the version has none.

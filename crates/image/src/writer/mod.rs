@@ -4,6 +4,8 @@ mod bitmaps;
 mod corrupt;
 mod open;
 
+pub use corrupt::StopOnPanic;
+
 use crate::Result;
 use crate::durability::{CommitPolicy, GroupCommit, Metadata, MetadataMode};
 use crate::entries::ActiveEntries;

@@ -23,3 +23,4 @@ mod restart_log;
 mod rooms;
 mod small_map;
 mod snapshots_stay;
+mod stopped;

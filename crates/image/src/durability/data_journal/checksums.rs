@@ -33,6 +33,11 @@ pub enum ChecksumHolder {
     Lead,
 }
 
+/// Data that was written to places of its own, of which the log does not know yet.
+#[must_use = "no entry may refer to it before the data journal has checksums of it"]
+#[derive(Debug)]
+pub struct Written(pub(in crate::durability) Vec<ChecksummedRange>);
+
 /// A checksummed range.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Checksum {

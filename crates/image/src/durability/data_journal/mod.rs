@@ -13,8 +13,9 @@
 
 mod checksums;
 
-pub use checksums::{Busy, ChecksumHolder, ChecksummedRange, checksummed};
+pub use checksums::{Busy, ChecksumHolder, ChecksummedRange, Written, checksummed};
 
+use crate::checksummed::Checksummed;
 use crate::pieces::{JournaledWrite, Pieces};
 use crate::restart_log::RestartLog;
 use crate::sabotage::{self, Sabotage};
@@ -222,22 +223,25 @@ impl DataJournal {
         self.count(&state);
     }
 
-    /// Has the next record have checksums of newly written data. What refers to it is recorded after this.
-    pub fn add_checksums(&self, checksums: Vec<ChecksummedRange>) {
+    /// Has the next record have checksums of newly written data. Gives what [`record`](crate::tables::Tables::record)
+    /// needs of whoever refers to it.
+    pub fn add_checksums(&self, written: impl IntoIterator<Item = Written>) -> Checksummed {
+        let written = written.into_iter();
         if self.is_active() {
             let mut state = self.state.lock();
-            for checksum in checksums {
-                state.open.add(&checksum);
-            }
+            written
+                .for_each(|Written(ranges)| ranges.iter().for_each(|range| state.open.add(range)));
         }
+        Checksummed::new()
     }
 
-    /// New data was put into its place that no record is to have checksums of: it is durable before the next
-    /// record is written. What refers to it is recorded after this.
-    pub fn add_unchecked(&self) {
+    /// As [`add_checksums`](Self::add_checksums), of data that no record is to have checksums of: it is durable
+    /// before the next record is written.
+    pub fn add_unchecked(&self) -> Checksummed {
         if self.is_active() {
             self.state.lock().open.too_much = true;
         }
+        Checksummed::new()
     }
 
     /// Begins record `lsn`. Nothing is said of clusters in `freed`, of `size` bytes each, to which
@@ -463,7 +467,7 @@ mod tests {
     #[test]
     fn what_the_last_record_vouches_for_is_kept_until_the_next_is_durable() {
         let journal = active();
-        journal.add_checksums(checksummed(0, &[buf(1, 8192)], SIZE, true));
+        let _ = journal.add_checksums([Written(checksummed(0, &[buf(1, 8192)], SIZE, true))]);
         // Not in a record yet: it goes there, and is read back.
         assert_eq!(straight(&journal, 4096, 2, 4096), all(4096, 4096));
         let closed = journal.close(Lsn::new(1), &[], SIZE);
@@ -496,7 +500,7 @@ mod tests {
     #[test]
     fn a_record_does_not_vouch_for_what_it_has() {
         let journal = active();
-        journal.add_checksums(checksummed(0, &[buf(1, 12288)], SIZE, true));
+        let _ = journal.add_checksums([Written(checksummed(0, &[buf(1, 12288)], SIZE, true))]);
         assert!(journal.keep(4096, &[buf(2, 4096)], true, SIZE));
         let closed = journal.close(Lsn::new(1), &[], SIZE);
         let unread = |range| ChecksummedRange { range, crc: None, holder: ChecksumHolder::Record };
@@ -507,7 +511,8 @@ mod tests {
     #[test]
     fn nothing_is_said_of_released_clusters_and_kept_pieces_stay_readable_until_forgotten() {
         let journal = active();
-        journal.add_checksums(checksummed(SIZE - 4096, &[buf(1, 8192)], SIZE, true));
+        let _ =
+            journal.add_checksums([Written(checksummed(SIZE - 4096, &[buf(1, 8192)], SIZE, true))]);
         assert!(journal.keep(2 * SIZE - 512, &[buf(2, 1024)], true, SIZE));
         let closed = journal.close(Lsn::new(1), &[HostCluster::new(1)], SIZE);
         assert_eq!(closed.checksums.len(), 1);
@@ -524,7 +529,7 @@ mod tests {
     fn a_cluster_beside_a_released_one_is_still_vouched_for() {
         for holder in [ChecksumHolder::Record, ChecksumHolder::Lead] {
             let journal = active();
-            journal.add_checksums(checksummed_by(0..3 * SIZE, holder));
+            let _ = journal.add_checksums([Written(checksummed_by(0..3 * SIZE, holder))]);
             let closed = journal.close(Lsn::new(1), &[HostCluster::new(1)], SIZE);
             let beside =
                 [checksummed_by(0..SIZE, holder), checksummed_by(2 * SIZE..3 * SIZE, holder)];
@@ -571,8 +576,9 @@ mod tests {
     #[test]
     fn what_a_lead_block_vouches_for_is_kept_until_it_is_known_to_be_durable() {
         let journal = active();
-        journal.add_checksums(checksummed_by(0..SIZE, ChecksumHolder::Lead));
-        journal.add_checksums(checksummed_by(SIZE..2 * SIZE, ChecksumHolder::Nobody));
+        let _ = journal.add_checksums([Written(checksummed_by(0..SIZE, ChecksumHolder::Lead))]);
+        let _ = journal
+            .add_checksums([Written(checksummed_by(SIZE..2 * SIZE, ChecksumHolder::Nobody))]);
         assert!(journal.close_embedded().is_some());
         journal.sealed_embedded(Lsn::new(5), Lsn::new(0));
         // Nobody needs the sum of the one; nothing shows yet that the other was durable.
@@ -582,7 +588,8 @@ mod tests {
         let closed = journal.close(Lsn::new(8), &[], SIZE);
         assert_eq!(closed.kept.len(), 1);
         journal.sealed(Lsn::new(8), Lsn::new(6));
-        journal.add_checksums(checksummed_by(2 * SIZE..3 * SIZE, ChecksumHolder::Lead));
+        let _ = journal
+            .add_checksums([Written(checksummed_by(2 * SIZE..3 * SIZE, ChecksumHolder::Lead))]);
         assert!(journal.close_embedded().is_some());
         journal.sealed_embedded(Lsn::new(9), Lsn::new(8));
         assert!(journal.close_embedded().is_some());
@@ -596,7 +603,7 @@ mod tests {
     #[test]
     fn a_broken_sum_and_a_plain_lead_block_need_a_record() {
         let journal = active();
-        journal.add_checksums(checksummed_by(0..SIZE, ChecksumHolder::Lead));
+        let _ = journal.add_checksums([Written(checksummed_by(0..SIZE, ChecksumHolder::Lead))]);
         assert_eq!(straight(&journal, 4096, 1, 512), all(4096, 512));
         assert!(journal.close_embedded().is_none());
         let closed = journal.close(Lsn::new(1), &[], SIZE);

@@ -5,7 +5,7 @@ use crate::alloc::{Allocator, Staged};
 use crate::durability::data_journal::ChecksummedRange;
 use crate::pieces::JournaledWrite;
 use crate::sabotage::{self, Sabotage};
-use crate::tables::{CommitNeeds, StagedTables};
+use crate::tables::{ClosedBatch, StagedTables};
 use futures_util::future::try_join_all;
 use isobath_qcow2::journal::{Crc32c, HEAD_BYTES, Operation, Record, Zones};
 use isobath_qcow2::{HostCluster, HostOffset, Lsn};
@@ -22,14 +22,14 @@ pub(super) const OPERATION: u64 = 16 + 8;
 pub(super) async fn estimate<S: Storage>(
     tables: &StagedTables,
     alloc: &Allocator<S>,
-    needs: &CommitNeeds,
-    releases: &[HostCluster],
+    batch: &ClosedBatch,
     checksums: &[ChecksummedRange],
     kept: &[JournaledWrite],
 ) -> u64 {
     let patches: u64 = tables.patches.iter().map(|(_, bytes)| OPERATION + bytes.len() as u64).sum();
     let data: u64 = kept.iter().map(|kept| OPERATION + kept.bytes.len() as u64).sum();
-    let small = tables.fresh.len() + needs.allocated.len() + 2 * releases.len() + checksums.len();
+    let small =
+        tables.fresh.len() + batch.allocated.len() + 2 * batch.releases.len() + checksums.len();
     let refcounts = alloc.staged_bytes().await;
     HEAD_BYTES as u64 + patches + data + small as u64 * (OPERATION + 8) + refcounts
 }

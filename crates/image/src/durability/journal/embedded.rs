@@ -1,6 +1,6 @@
 //! Commits of what is embedded: a sync, and no record.
 
-use super::{Journal, State};
+use super::{Active, Journal};
 use crate::Result;
 use crate::durability::Metadata;
 use isobath_qcow2::Lsn;
@@ -12,12 +12,11 @@ impl Journal {
     /// `false`, with nothing done, if it is not.
     pub(super) async fn commit_embedded<S: Storage>(
         &self,
-        state: &mut State,
+        active: &mut Active,
         metadata: &Metadata<S>,
         lsn: Lsn,
     ) -> Result<bool> {
         let Metadata { tables, alloc, data_journal, zones, .. } = metadata;
-        let Some(active) = &mut state.active else { return Ok(false) };
         let asked = self.asked.load(Ordering::SeqCst);
         if !zones.any() || asked || self.is_due(tables.pending(), 0) || !tables.are_embedded() {
             return Ok(false);

@@ -5,108 +5,104 @@
 //! goes the ordered way, and a record says that it has what was embedded. A crash in between finds the records that are embedded once more: they say
 //! what the tables say, or what was there before the commit.
 
-use super::build::Builder;
-use super::{Journal, State, checkpoint, ordered};
+use super::{Active, checkpoint, ordered};
 use crate::Result;
 use crate::durability::Metadata;
 use crate::pieces::JournaledWrite;
 use crate::readers::Readers;
 use crate::sabotage::{self, Sabotage};
-use crate::tables::CommitNeeds;
+use crate::tables::ClosedBatch;
 use isobath_qcow2::{HostCluster, Lsn};
 use isobath_storage::Storage;
 
 /// What was closed for the commit.
 pub(super) struct Closed {
-    pub(super) needs: CommitNeeds,
+    pub(super) batch: ClosedBatch,
     /// Clusters to which nothing refers once it is done.
     pub(super) freed: Vec<HostCluster>,
     pub(super) kept: Vec<JournaledWrite>,
     pub(super) plain: Vec<HostCluster>,
 }
 
-impl Journal {
-    pub(super) async fn commit_in_place<S: Storage>(
-        &self,
-        state: &mut State,
-        metadata: &Metadata<S>,
-        readers: &Readers,
-        closed: Closed,
-        lsn: Lsn,
-    ) -> Result<()> {
-        let Metadata { alloc, data_journal, zones, .. } = metadata;
-        let size = metadata.cluster_size();
-        let Closed { needs, freed, kept, plain } = closed;
-        let State { active: Some(active), last, .. } = state else { return Ok(()) };
-        checkpoint(metadata).await?;
-        metadata.sync().await?;
-        // The record says so: what is kept may overwrite what embedded records have sums of.
-        zones.committed(lsn);
-        let emptied = metadata.sequence.next();
-        let mut empty = Builder::new(size, emptied, *last, emptied);
-        empty.zones(zones.table(active.checkpoint_lsn, &[]));
-        *last = active.write(metadata, empty).await?;
-        (active.written, active.durable) = (*last, *last);
-        data_journal.in_place();
-        metadata.zones_listed().await?;
+/// Commits what was closed, by way of its places.
+pub(super) async fn commit<S: Storage>(
+    active: &mut Active,
+    metadata: &Metadata<S>,
+    readers: &Readers,
+    closed: Closed,
+    lsn: Lsn,
+) -> Result<()> {
+    let Metadata { alloc, data_journal, zones, .. } = metadata;
+    let size = metadata.cluster_size();
+    let Closed { batch, freed, kept, plain } = closed;
+    checkpoint(metadata).await?;
+    metadata.sync().await?;
+    // The record says so: what is kept may overwrite what embedded records have sums of.
+    zones.committed(lsn);
+    let emptied = metadata.sequence.next();
+    let mut empty = active.next(size, emptied, emptied);
+    empty.zones(zones.table(active.checkpoint_lsn, &[]));
+    active.write(metadata, empty).await?;
+    (active.written, active.durable) = (emptied, emptied);
+    data_journal.in_place();
+    metadata.zones_listed().await?;
 
-        // Lead blocks become plain by a record only: it says so.
-        let is_lead = |kept: &&JournaledWrite| plain.contains(&HostCluster::new(kept.at / size));
-        let (leads, others): (Vec<&JournaledWrite>, Vec<&JournaledWrite>) =
-            kept.iter().partition(is_lead);
-        let others: Vec<JournaledWrite> = others.into_iter().cloned().collect();
-        metadata.place(&others).await?;
-        alloc.end_journal().await;
-        if let Some(log) = &metadata.log {
-            log.set_unclean(true);
-        }
-        ordered::finish(metadata, readers, needs, &freed).await?;
-        zones.release(&freed);
-        alloc.write_blocks().await?;
-        metadata.sync().await?;
-        if sabotage::is(Sabotage::LateLog) {
-            metadata.log_durable();
-        }
-        if let Some(log) = &metadata.log {
-            log.set_unclean(false);
-        }
-        alloc.begin_journal().await;
+    // Lead blocks become plain by a record only: it says so.
+    let is_lead = |kept: &&JournaledWrite| plain.contains(&HostCluster::new(kept.at / size));
+    let (leads, others): (Vec<&JournaledWrite>, Vec<&JournaledWrite>) =
+        kept.iter().partition(is_lead);
+    let others: Vec<JournaledWrite> = others.into_iter().cloned().collect();
+    metadata.place(&others).await?;
+    alloc.end_journal().await;
+    if let Some(log) = &metadata.log {
+        log.set_unclean(true);
+    }
+    ordered::finish(metadata, readers, batch, &freed).await?;
+    zones.release(&freed);
+    alloc.write_blocks().await?;
+    metadata.sync().await?;
+    if sabotage::is(Sabotage::LateLog) {
+        metadata.log_durable();
+    }
+    if let Some(log) = &metadata.log {
+        log.set_unclean(false);
+    }
+    alloc.begin_journal().await;
 
-        let mut leads = leads.as_slice();
-        loop {
-            // One cluster's pieces are adjacent, and in one record.
-            let room = super::most_blocks(&active.ring) as usize * super::BLOCK / 2;
-            let mut bytes = 0;
-            let mut count = 0;
-            while let Some(next) = leads.get(count) {
-                let same = count > 0 && leads[count - 1].at / size == next.at / size;
-                if !same && bytes >= room {
-                    break;
-                }
-                bytes += next.bytes.len();
-                count += 1;
-            }
-            let (now, later) = leads.split_at(count);
-            leads = later;
-            let tail = active.durable.next();
-            let mut record = Builder::new(size, metadata.sequence.next(), *last, tail);
-            let data: Vec<JournaledWrite> = now.iter().map(|kept| (*kept).clone()).collect();
-            record.data(&data);
-            let told: Vec<HostCluster> = plain
-                .iter()
-                .filter(|cluster| now.iter().any(|kept| kept.at / size == cluster.get()))
-                .copied()
-                .collect();
-            record.zones(zones.table(lsn, &told));
-            *last = active.write(metadata, record).await?;
-            active.checkpoint_lsn = lsn;
-            if leads.is_empty() {
+    let mut leads = leads.as_slice();
+    loop {
+        // One cluster's pieces are adjacent, and in one record.
+        let room = super::most_blocks(&active.ring) as usize * super::BLOCK / 2;
+        let mut bytes = 0;
+        let mut count = 0;
+        while let Some(next) = leads.get(count) {
+            let same = count > 0 && leads[count - 1].at / size == next.at / size;
+            if !same && bytes >= room {
                 break;
             }
+            bytes += next.bytes.len();
+            count += 1;
         }
-        data_journal.moved(&others, *last);
-        data_journal.sealed(lsn, active.durable.next());
-        metadata.zones_listed().await?;
-        Ok(())
+        let (now, later) = leads.split_at(count);
+        leads = later;
+        let tail = active.durable.next();
+        let mut record = active.next(size, metadata.sequence.next(), tail);
+        let data: Vec<JournaledWrite> = now.iter().map(|kept| (*kept).clone()).collect();
+        record.data(&data);
+        let told: Vec<HostCluster> = plain
+            .iter()
+            .filter(|cluster| now.iter().any(|kept| kept.at / size == cluster.get()))
+            .copied()
+            .collect();
+        record.zones(zones.table(lsn, &told));
+        active.write(metadata, record).await?;
+        active.checkpoint_lsn = lsn;
+        if leads.is_empty() {
+            break;
+        }
     }
+    data_journal.moved(&others, active.last);
+    data_journal.sealed(lsn, active.durable.next());
+    metadata.zones_listed().await?;
+    Ok(())
 }

@@ -29,7 +29,8 @@ use super::ordered::{self, Ordered};
 use super::{Durability, Metadata};
 use crate::readers::Readers;
 use crate::sabotage::{self, Sabotage};
-use crate::{DiskError, Result};
+use crate::tables::ClosedBatch;
+use crate::{Result, always, invariant};
 use async_lock::Mutex;
 use build::Builder;
 use isobath_qcow2::Lsn;
@@ -69,14 +70,14 @@ struct State {
     /// Clusters of the area, kept also while it is not in use.
     area: Option<Range<u64>>,
     active: Option<Active>,
-    /// The last record.
-    last: Lsn,
 }
 
 /// A journal in use.
 struct Active {
     extension: JournalExtension,
     ring: Ring,
+    /// The last record.
+    last: Lsn,
     /// The last record of which all is written to its place.
     written: Lsn,
     /// The last record of which all is durable in its place.
@@ -94,19 +95,25 @@ impl Active {
         self.durable = self.durable.max(written);
     }
 
-    /// Writes a record and makes it durable, with all data written before. Gives its number.
-    async fn write<S: Storage>(&mut self, metadata: &Metadata<S>, record: Builder) -> Result<Lsn> {
+    /// The record behind the last one; see [`Builder::new`].
+    fn next(&self, cluster_size: u64, lsn: Lsn, tail: Lsn) -> Builder {
+        Builder::new(cluster_size, lsn, self.last, tail)
+    }
+
+    /// Writes a record, which there is room for, and makes it durable, with all data written before.
+    async fn write<S: Storage>(&mut self, metadata: &Metadata<S>, record: Builder) -> Result<()> {
         let layer = &metadata.layer;
         let (told, record) = record.finish();
         let error = |error| layer.format_error(error);
         let bytes = record.encode(self.extension.id).map_err(error)?;
         let count = (bytes.len() / BLOCK) as u64;
-        let Some(start) = self.ring.room(count) else {
-            return Err(DiskError::Corrupt {
-                image: layer.name().to_owned(),
-                reason: format!("its journal has no room for {count} blocks"),
-            });
-        };
+        invariant(
+            record.lsn > self.last,
+            layer.name(),
+            "a record's number is above the last one's",
+        )?;
+        let start =
+            always(self.ring.room(count), layer.name(), "a record is written where there is room")?;
         let at = self.extension.area_offset.get() + start * BLOCK as u64;
         layer.storage().write_at(at, IoBuf::copy_of(&bytes)).await?;
         if !sabotage::is(Sabotage::UnflushedRecord) {
@@ -119,7 +126,8 @@ impl Active {
         self.ring.release(record.tail);
         self.told.retain(|_, last| *last >= record.tail);
         self.told.extend(told.into_iter().map(|cluster| (cluster, record.lsn)));
-        Ok(record.lsn)
+        self.last = record.lsn;
+        Ok(())
     }
 }
 
@@ -138,12 +146,18 @@ impl Journal {
         readers: &Readers,
     ) -> Result<()> {
         let zones = &metadata.zones;
+        let name = metadata.layer.name();
+        let active = always(state.active.as_mut(), name, "a journal in use has an area")?;
         let closing = zones.close(&metadata.sequence);
-        if self.commit_embedded(state, metadata, closing.lsn).await? {
+        if self.commit_embedded(active, metadata, closing.lsn).await? {
             zones.committed(closing.ended);
         } else {
             closing.landed().await;
-            self.commit_record(state, metadata, readers, closing.lsn).await?;
+            let too_much = self.commit_record(active, metadata, readers, closing.lsn).await?;
+            if let Some(batch) = too_much {
+                self.deactivate_locked(state, metadata).await?;
+                ordered::finish(metadata, readers, batch, &[]).await?;
+            }
             zones.committed(closing.lsn);
         }
         if metadata.open_zone().await? {
@@ -204,24 +218,23 @@ impl Journal {
         self.held.fetch_sub(1, Ordering::SeqCst);
     }
 
-    /// Commits by a record, if there is anything to tell. The record gets the commit's
-    /// number, and has what is embedded with a lower one.
+    /// Commits by a record, if there is anything to tell. The record gets the commit's number, and has what is
+    /// embedded with a lower one. Gives the batch back where it is too much for a record, and the journal may be
+    /// taken out of use for it.
     async fn commit_record<S: Storage>(
         &self,
-        state: &mut State,
+        active: &mut Active,
         metadata: &Metadata<S>,
         readers: &Readers,
         lsn: Lsn,
-    ) -> Result<()> {
+    ) -> Result<Option<ClosedBatch>> {
         let Metadata { layer, tables, alloc, data_journal, zones, .. } = metadata;
-        let Some(active) = &mut state.active else { return Ok(()) };
-        let needs = tables.begin_commit();
-        let releases = tables.closed_releases();
-        let freed = alloc.freed_by(&releases).await?;
+        let batch = tables.begin_commit()?;
+        let freed = alloc.freed_by(&batch.releases).await?;
         let closed = data_journal.close(lsn, &freed, metadata.cluster_size());
         closed.landed().await;
         let asked = self.asked.swap(false, Ordering::SeqCst);
-        let tells = needs.changes || !closed.kept.is_empty() || asked;
+        let tells = batch.changes || !closed.kept.is_empty() || asked;
         let changed = tells || alloc.has_unstaged().await;
         // Data that no record can have checksums of is durable before the record is written.
         let before = changed && (closed.too_much || metadata.has_data_apart());
@@ -234,42 +247,42 @@ impl Journal {
             active.synced(written);
             metadata.log_durable();
             data_journal.unneeded();
-            tables.finish_commit();
-            return Ok(());
+            tables.finish_commit(batch);
+            return Ok(None);
         }
         let checksums = if before { Vec::new() } else { closed.checksums };
-        let staged = tables.stage().await?;
+        let staged = tables.stage(&batch).await?;
         let estimate = zones.table_bytes()
-            + build::estimate(&staged, alloc, &needs, &releases, &checksums, &closed.kept).await;
+            + build::estimate(&staged, alloc, &batch, &checksums, &closed.kept).await;
         let blocks = estimate.div_ceil(BLOCK as u64);
         if blocks > most_blocks(&active.ring) || active.ring.room(blocks).is_none() {
             // Too much for one record, or for what is left of the area.
             if zones.any() || metadata.log.as_ref().is_some_and(|log| log.is_begun()) {
-                let batch =
-                    in_place::Closed { needs, freed, kept: closed.kept, plain: closed.plain };
-                return self.commit_in_place(state, metadata, readers, batch, lsn).await;
+                let closed =
+                    in_place::Closed { batch, freed, kept: closed.kept, plain: closed.plain };
+                in_place::commit(active, metadata, readers, closed, lsn).await?;
+                return Ok(None);
             }
-            self.deactivate_locked(state, metadata).await?;
-            return ordered::finish(metadata, readers, needs, &[]).await;
+            return Ok(Some(batch));
         }
-        alloc.publish(&needs.allocated).await?;
-        let refcounts = alloc.stage(&releases).await?;
+        alloc.publish(&batch.allocated).await?;
+        let refcounts = alloc.stage(&batch.releases).await?;
         let tail = active.durable.next();
-        let mut record = Builder::new(metadata.cluster_size(), lsn, state.last, tail);
+        let mut record = active.next(metadata.cluster_size(), lsn, tail);
         record.revoke(&active.told, freed.iter().chain(&refcounts.replaced));
         record.tables(&staged);
         record.refcounts(&refcounts);
         record.data(&closed.kept);
         record.add_checksums(&**layer.data(), checksums).await?;
         record.zones(zones.table(lsn, &closed.plain));
-        state.last = active.write(metadata, record).await?;
+        active.write(metadata, record).await?;
         active.synced(written);
         active.checkpoint_lsn = lsn;
 
         metadata.log_durable();
         data_journal.sealed(lsn, tail);
         metadata.zones_listed().await?;
-        let released = tables.finish_journaled(&staged)?;
+        let released = tables.finish_journaled(batch, &staged)?;
         if !released.clusters.is_empty() || !refcounts.replaced.is_empty() {
             readers.drain().await;
             data_journal.forget(&freed, metadata.cluster_size());
@@ -288,7 +301,7 @@ impl Journal {
                 active.synced(lsn);
             }
         }
-        Ok(())
+        Ok(None)
     }
 
     /// Brings everything that is in the journal to its place and takes the journal out of use.
@@ -301,12 +314,8 @@ impl Journal {
         if state.active.is_none() {
             return Ok(());
         }
-        if metadata.zones.any() {
-            return Err(DiskError::Corrupt {
-                image: metadata.layer.name().to_owned(),
-                reason: "its journal cannot be deactivated while it lists zones".into(),
-            });
-        }
+        let name = metadata.layer.name();
+        invariant(!metadata.zones.any(), name, "a journal that lists zones stays in use")?;
         checkpoint(metadata).await?;
         metadata.sync().await?;
         setup::clear_bit(&metadata.layer).await?;

@@ -42,14 +42,14 @@ impl Journal {
         alloc.write_blocks().await?;
         layer.storage().flush().await?;
         let id = ids::fresh();
-        state.last = metadata.sequence.last();
-        let extension = extension(&area, size, id, state.last.next());
+        let last = metadata.sequence.last();
+        let extension = extension(&area, size, id, last.next());
         let writes = edits(layer, Some(&extension)).await?.map_err(|e| layer.format_error(e))?;
         write_header(layer, &writes).await?;
         set_bits(layer, |bits| bits.with(IncompatibleFeatures::JOURNAL)).await?;
         alloc.begin_journal().await;
         if let Some(log) = &metadata.log {
-            log.begin(&**layer.storage(), id, state.last).await;
+            log.begin(&**layer.storage(), id, last).await;
         }
         let blocks = extension.area_length / BLOCK as u64;
         self.due.store(
@@ -59,8 +59,9 @@ impl Journal {
         state.active = Some(Active {
             extension,
             ring: Ring::new(blocks),
-            written: state.last,
-            durable: state.last,
+            last,
+            written: last,
+            durable: last,
             told: BTreeMap::new(),
             checkpoint_lsn: Lsn::default(),
         });

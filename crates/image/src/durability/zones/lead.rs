@@ -5,7 +5,7 @@
 
 use super::{Embedded, LeadAt};
 use crate::durability::Metadata;
-use crate::{DiskError, Result};
+use crate::{DiskError, Result, always};
 use futures_util::future::join_all;
 use isobath_qcow2::embedded::{LEAD, Mapping, Span, embed, extract};
 use isobath_qcow2::{ClusterIndex, HostCluster};
@@ -215,7 +215,8 @@ impl<S: Storage> Metadata<S> {
                     Some(own)
                 }
             };
-            whole.unsplit(own.unwrap_or_else(IoBuf::empty));
+            let name = self.layer.name();
+            whole.unsplit(always(own, name, "a write gives back every buffer")?);
         }
         Ok(whole)
     }

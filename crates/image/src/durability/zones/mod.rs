@@ -31,6 +31,7 @@ use crate::alloc::Growth;
 use crate::ids;
 use crate::lsn::LogSequence;
 use crate::range_lock::RangeLocks;
+use crate::violated;
 use flight::{Flight, Flights};
 use isobath_qcow2::embedded::{LEAD, Mapping, ZoneId};
 use isobath_qcow2::{ClusterIndex, Geometry, HostCluster, Lsn, journal};
@@ -255,8 +256,9 @@ impl Zones {
     pub fn written(&self, taken: &Taken, embedded: Embedded) {
         let mut state = self.state.lock();
         state.noted = state.noted.max(taken.durable_lsn);
-        if let Some(zone) = state.zone(taken.host.get()) {
-            zone.set(taken.host.get(), Slot::Embedded(embedded));
+        match state.zone(taken.host.get()) {
+            Some(zone) => zone.set(taken.host.get(), Slot::Embedded(embedded)),
+            None => violated("a cluster that was taken lies in a zone"),
         }
     }
 

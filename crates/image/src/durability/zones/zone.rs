@@ -1,5 +1,6 @@
 //! One zone: a run of host clusters whose data carries its own mappings.
 
+use crate::violated;
 use isobath_qcow2::embedded::{Span, ZoneId};
 use isobath_qcow2::{HostOffset, Lsn, journal};
 use std::ops::Range;
@@ -87,8 +88,9 @@ impl Zone {
 
     /// Says what a host cluster of the zone holds.
     pub(super) fn set(&mut self, cluster: u64, slot: Slot) {
-        if let Some(place) = self.slots.get_mut((cluster - self.start) as usize) {
-            *place = slot;
+        match self.slots.get_mut((cluster - self.start) as usize) {
+            Some(place) => *place = slot,
+            None => violated("a cluster of a zone has a slot"),
         }
     }
 
