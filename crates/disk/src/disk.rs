@@ -288,7 +288,7 @@ impl<H: Host> Disk<H> {
     /// As [`flush`](BlockDevice::flush).
     pub async fn tidy(&self) -> Result<bool> {
         match &self.writer {
-            Some(writer) => writer.seal_some(true, &self.readers).await,
+            Some(writer) => writer.extract_some(true, &self.readers).await,
             None => Ok(false),
         }
     }

@@ -111,7 +111,7 @@ impl<H: Host> Disk<H> {
         self.point_to(image, Some(&built.extension)).await?;
         alloc.release(&released).await?;
         match old {
-            Some(old) => self.give_back(qcow2, image, &old).await,
+            Some(old) => self.free_area(qcow2, image, &old).await,
             None => Ok(()),
         }
     }
@@ -128,7 +128,7 @@ impl<H: Host> Disk<H> {
         self.chain.set_index(None);
         let removed = writer.exclusively(|| async {
             self.point_to(image, None).await?;
-            self.give_back(qcow2, image, &old).await
+            self.free_area(qcow2, image, &old).await
         });
         writer.without_journal(&self.readers, removed).await?;
         Ok(true)
@@ -218,7 +218,7 @@ impl<H: Host> Disk<H> {
     }
 
     /// Makes the area of an index that nothing points to free space, of zeroes as it was before.
-    async fn give_back(
+    async fn free_area(
         &self,
         qcow2: &Qcow2Writer<H::File>,
         image: &Qcow2,

@@ -14,11 +14,11 @@ use std::task::{Context, Poll, Waker};
 /// requests in flight.
 #[derive(Default)]
 pub struct RangeLocks {
-    state: Mutex<State>,
+    state: Mutex<LockState>,
 }
 
 #[derive(Default)]
-struct State {
+struct LockState {
     next_ticket: u64,
     entries: Vec<Entry>,
 }

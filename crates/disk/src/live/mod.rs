@@ -250,7 +250,7 @@ impl<H: Host> LiveDisk<H> {
                     return Ok(());
                 }
                 let quiet = now > QUIET && self.counts.quiet_since(now.saturating_sub(QUIET));
-                if quiet && writer.seal_some(true, readers).await? {
+                if quiet && writer.extract_some(true, readers).await? {
                     continue;
                 }
             }

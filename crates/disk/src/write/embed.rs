@@ -45,7 +45,7 @@ impl<H: Host> Disk<H> {
         let below = match self.extents(start..start + size).await {
             Ok(below) => below,
             Err(error) => {
-                zones.give_back(&taken);
+                zones.put_back(&taken);
                 return Err(error);
             }
         };
@@ -76,11 +76,11 @@ impl<H: Host> Disk<H> {
         let rest = checked.then(|| sum.finish());
         let mapping = taken.mapping(target.cluster, rest);
         let Some(span) = embed(&mut lead, &mapping, taken.id) else {
-            zones.give_back(&taken);
+            zones.put_back(&taken);
             return Ok(None);
         };
         if let Err(error) = qcow2.metadata.alloc.take_kept(taken.host).await {
-            zones.give_back(&taken);
+            zones.put_back(&taken);
             return Err(error);
         }
         let (cluster, lsn) = (target.cluster.get(), mapping.lsn);

@@ -23,7 +23,7 @@ pub use pull::{Need, Pulled, Surplus};
 /// Bytes of one write that may be kept for the next record.
 const MOST_KEPT: u64 = 256 << 10;
 /// Records after which nothing of before is guarded any more, unless it was written to meanwhile.
-const SEALS: u32 = 3;
+const RECORDS: u32 = 3;
 
 /// Whether writes may go to where the extent is.
 fn in_place(extent: &Extent) -> Option<u64> {
@@ -60,7 +60,7 @@ impl<H: Host> Disk<H> {
             return Ok(writer.layer().storage().write_at(offset, buf).await?);
         };
         qcow2.note_write(offset..end).await?;
-        let mut sealed = 0;
+        let mut records = 0;
         loop {
             {
                 let _range = writer.ranges.lock(offset..end).await;
@@ -70,13 +70,13 @@ impl<H: Host> Disk<H> {
                 if extents.iter().any(|extent| in_place(extent).is_none()) {
                     break;
                 }
-                if sealed == SEALS || guarded(qcow2, &extents) <= MOST_KEPT {
+                if records == RECORDS || guarded(qcow2, &extents) <= MOST_KEPT {
                     return self.write_in_place(qcow2, &extents, buf).await;
                 }
             }
             // Much would be kept in memory: a record more, and its place may change.
-            sealed += 1;
-            Box::pin(writer.seal(&self.readers)).await?;
+            records += 1;
+            Box::pin(writer.commit_with_record(&self.readers)).await?;
         }
         Box::pin(async {
             writer.commit_if_much(&self.readers).await?;

@@ -3,7 +3,7 @@
 //! What lies behind the last cluster in use is free, and holds anything. Whoever finds no room is told so before
 //! anything has changed: a commit that found none would leave the disk taking no more writes.
 
-use super::{Allocator, State};
+use super::{AllocState, Allocator};
 use crate::sabotage::{self, Sabotage};
 use crate::{DiskError, Result};
 use async_lock::MutexGuard;
@@ -76,7 +76,7 @@ impl<S: Storage> Allocator<S> {
     /// Fails if the clusters up to `end` reach past the end of the device, which may have grown meanwhile.
     pub(super) async fn need_room(
         &self,
-        state: &mut MutexGuard<'_, State>,
+        state: &mut MutexGuard<'_, AllocState>,
         end: u64,
     ) -> Result<()> {
         if state.has_room(end) || sabotage::is(Sabotage::NoEnd) {

@@ -5,7 +5,7 @@
 //! structure whole: what only the new one counted is then not referenced either.
 
 use super::block::Block;
-use super::{Allocator, Run, State};
+use super::{AllocState, Allocator, Run};
 use crate::{Result, violated};
 use async_lock::MutexGuard;
 use isobath_qcow2::geometry::MAX_REFCOUNT_TABLE_BYTES;
@@ -18,7 +18,7 @@ impl<S: Storage> Allocator<S> {
     /// Sees to it that a cluster has a refcount block in memory, creating one where none is.
     pub(super) async fn cover(
         &self,
-        state: &mut MutexGuard<'_, State>,
+        state: &mut MutexGuard<'_, AllocState>,
         cluster: u64,
     ) -> Result<()> {
         let (index, _) = self.geometry.refcount_position(HostCluster::new(cluster));
@@ -54,7 +54,7 @@ impl<S: Storage> Allocator<S> {
     /// need go behind them, since a run may be longer than what a block counts.
     pub(super) async fn take_adjacent(
         &self,
-        state: &mut MutexGuard<'_, State>,
+        state: &mut MutexGuard<'_, AllocState>,
         count: u64,
     ) -> Result<Run> {
         loop {
@@ -100,7 +100,7 @@ impl<S: Storage> Allocator<S> {
     /// count all of these: the start, and the indexes of those blocks.
     async fn find_adjacent(
         &self,
-        state: &mut MutexGuard<'_, State>,
+        state: &mut MutexGuard<'_, AllocState>,
         count: u64,
     ) -> Result<(u64, Vec<u64>)> {
         // A device may have no room behind what is in use, and some before.
@@ -133,7 +133,7 @@ impl<S: Storage> Allocator<S> {
 
     fn take_with_blocks(
         &self,
-        state: &mut MutexGuard<'_, State>,
+        state: &mut MutexGuard<'_, AllocState>,
         start: u64,
         count: u64,
         missing: Vec<u64>,
@@ -151,7 +151,7 @@ impl<S: Storage> Allocator<S> {
     }
 
     /// Whether there is a refcount block at an index.
-    pub(super) fn has_block(&self, state: &MutexGuard<'_, State>, index: u64) -> Result<bool> {
+    pub(super) fn has_block(&self, state: &MutexGuard<'_, AllocState>, index: u64) -> Result<bool> {
         if state.blocks.contains_key(&index) {
             return Ok(true);
         }
@@ -162,7 +162,7 @@ impl<S: Storage> Allocator<S> {
     /// Replaces the refcount table by a longer one, for host clusters up to `end` and for its own.
     pub(super) async fn grow_table(
         &self,
-        state: &mut MutexGuard<'_, State>,
+        state: &mut MutexGuard<'_, AllocState>,
         end: u64,
     ) -> Result<()> {
         let entries = self.geometry.cluster_size() / 8;
@@ -217,7 +217,7 @@ impl<S: Storage> Allocator<S> {
     /// caller raises.
     pub(super) fn create_block(
         &self,
-        state: &mut MutexGuard<'_, State>,
+        state: &mut MutexGuard<'_, AllocState>,
         index: u64,
         home: u64,
     ) -> Result<()> {
@@ -282,7 +282,7 @@ impl<S: Storage> Allocator<S> {
 
     /// Says in the header in memory where the table is; the same for the header in the file: byte
     /// offset and bytes.
-    pub(super) fn point_to_table(&self, state: &State) -> (u64, IoBuf) {
+    pub(super) fn point_to_table(&self, state: &AllocState) -> (u64, IoBuf) {
         let clusters = (state.table.len() as u64 * 8) >> self.geometry.cluster_bits();
         if let Some(qcow2) = self.layer.as_qcow2() {
             let mut header = qcow2.header.write();
@@ -297,7 +297,7 @@ impl<S: Storage> Allocator<S> {
     }
 }
 
-impl State {
+impl AllocState {
     /// The whole refcount table.
     pub(super) fn table_bytes(&self) -> IoBuf {
         let mut bytes = IoBuf::zeroed(self.table.len() * 8);

@@ -60,7 +60,7 @@ impl Run {
 pub struct Allocator<S> {
     layer: Arc<Layer<S>>,
     geometry: Geometry,
-    state: Mutex<State>,
+    state: Mutex<AllocState>,
     /// Host clusters that hold the image's own tables: never given out, never a guest's.
     metadata: RwLock<HashSet<u64>>,
     /// Bytes newly used in their places behind everything used before, since the last commit.
@@ -69,7 +69,7 @@ pub struct Allocator<S> {
     contradicted: AtomicBool,
 }
 
-struct State {
+struct AllocState {
     table_offset: HostOffset,
     /// The refcount table as it will be; as long as the clusters it takes.
     table: Vec<RefcountTableEntry>,
@@ -114,7 +114,7 @@ struct Journaled {
     moved: bool,
 }
 
-impl State {
+impl AllocState {
     /// Whether clusters up to this one lie on the device, where there is one.
     fn has_room(&self, end: u64) -> bool {
         self.room.is_none_or(|room| end <= room)
@@ -173,7 +173,7 @@ impl<S: Storage> Allocator<S> {
             table.push(entry);
         }
         let metadata = own::own_clusters(&layer, qcow2, &table).await?;
-        let state = State {
+        let state = AllocState {
             table_offset,
             table,
             blocks: BTreeMap::new(),
@@ -313,7 +313,7 @@ impl<S: Storage> Allocator<S> {
         }
     }
 
-    async fn lower(&self, state: &mut MutexGuard<'_, State>, cluster: u64) -> Result<()> {
+    async fn lower(&self, state: &mut MutexGuard<'_, AllocState>, cluster: u64) -> Result<()> {
         let count = self.refcount_in(state, cluster).await?;
         let Some(less) = count.checked_sub(1) else { return Err(self.unbalanced(cluster)) };
         self.set(state, cluster, less)?;
@@ -387,7 +387,7 @@ impl<S: Storage> Allocator<S> {
 
     /// The changed parts of the blocks, as the file is to have them: byte offsets and bytes. The
     /// blocks then count as clean.
-    fn take_dirty(&self, state: &mut MutexGuard<'_, State>) -> Result<Vec<(u64, IoBuf)>> {
+    fn take_dirty(&self, state: &mut MutexGuard<'_, AllocState>) -> Result<Vec<(u64, IoBuf)>> {
         let state = &mut **state;
         let mut parts = Vec::new();
         for (&index, block) in &mut state.blocks {
@@ -427,7 +427,7 @@ impl<S: Storage> Allocator<S> {
     }
 
     /// Locks the state, with clean blocks beyond the cache's size dropped.
-    async fn lock(&self) -> MutexGuard<'_, State> {
+    async fn lock(&self) -> MutexGuard<'_, AllocState> {
         let mut state = self.state.lock().await;
         self.shrink_cache(&mut state);
         state
@@ -435,7 +435,7 @@ impl<S: Storage> Allocator<S> {
 
     /// Drops clean blocks beyond the cache's size, half of it at once. Blocks that the operation
     /// under way relies on must not go, so this comes before the first is looked at.
-    fn shrink_cache(&self, state: &mut MutexGuard<'_, State>) {
+    fn shrink_cache(&self, state: &mut MutexGuard<'_, AllocState>) {
         let keep = (CACHE_BYTES / self.geometry.cluster_size()).max(4) as usize;
         let state = &mut **state;
         if state.blocks.len() > keep {
@@ -468,7 +468,7 @@ impl<S: Storage> Allocator<S> {
     }
 
     /// The first free cluster.
-    async fn find_free(&self, state: &mut MutexGuard<'_, State>) -> Result<u64> {
+    async fn find_free(&self, state: &mut MutexGuard<'_, AllocState>) -> Result<u64> {
         loop {
             let cluster = state.first_maybe_free;
             self.need_room(state, cluster + 1).await?;
@@ -481,7 +481,7 @@ impl<S: Storage> Allocator<S> {
     }
 
     /// Whether a cluster is free, after giving it a refcount block if it has none.
-    async fn is_free(&self, state: &mut MutexGuard<'_, State>, cluster: u64) -> Result<bool> {
+    async fn is_free(&self, state: &mut MutexGuard<'_, AllocState>, cluster: u64) -> Result<bool> {
         if state.is_kept(cluster) {
             return Ok(false);
         }
@@ -490,7 +490,7 @@ impl<S: Storage> Allocator<S> {
     }
 
     /// Takes free clusters that have refcount blocks.
-    fn take(&self, state: &mut MutexGuard<'_, State>, start: u64, count: u64) -> Result<Run> {
+    fn take(&self, state: &mut MutexGuard<'_, AllocState>, start: u64, count: u64) -> Result<Run> {
         self.refuse_tables(start..start + count)?;
         for cluster in start..start + count {
             self.reserve(state, cluster, 1)?;
@@ -510,7 +510,11 @@ impl<S: Storage> Allocator<S> {
         Ok(Run { start: HostCluster::new(start), count, zeroed, beyond })
     }
 
-    async fn refcount_in(&self, state: &mut MutexGuard<'_, State>, cluster: u64) -> Result<u64> {
+    async fn refcount_in(
+        &self,
+        state: &mut MutexGuard<'_, AllocState>,
+        cluster: u64,
+    ) -> Result<u64> {
         let (index, within) = self.geometry.refcount_position(HostCluster::new(cluster));
         if let Some(block) = state.blocks.get(&index) {
             return Ok(block.get(within));
@@ -533,21 +537,26 @@ impl<S: Storage> Allocator<S> {
     }
 
     /// Adds a reference that the file is not told of yet.
-    fn reserve(&self, state: &mut MutexGuard<'_, State>, cluster: u64, count: u64) -> Result<()> {
+    fn reserve(
+        &self,
+        state: &mut MutexGuard<'_, AllocState>,
+        cluster: u64,
+        count: u64,
+    ) -> Result<()> {
         self.set(state, cluster, count)?;
         *state.unpublished.entry(cluster).or_default() += 1;
         Ok(())
     }
 
     /// Counts a cluster of the refcount structure itself.
-    fn count_own(&self, state: &mut MutexGuard<'_, State>, cluster: u64) -> Result<()> {
+    fn count_own(&self, state: &mut MutexGuard<'_, AllocState>, cluster: u64) -> Result<()> {
         self.reserve(state, cluster, 1)?;
         state.own.push(cluster);
         Ok(())
     }
 
     /// The file is about to be told of the structure's new clusters.
-    fn publish_own(&self, state: &mut MutexGuard<'_, State>) -> Result<()> {
+    fn publish_own(&self, state: &mut MutexGuard<'_, AllocState>) -> Result<()> {
         for cluster in std::mem::take(&mut state.own) {
             state.forget_unpublished(cluster);
             self.mark(state, cluster)?;
@@ -556,14 +565,14 @@ impl<S: Storage> Allocator<S> {
     }
 
     /// Sets the refcount of a cluster whose block is in memory.
-    fn set(&self, state: &mut MutexGuard<'_, State>, cluster: u64, value: u64) -> Result<()> {
+    fn set(&self, state: &mut MutexGuard<'_, AllocState>, cluster: u64, value: u64) -> Result<()> {
         let (index, within) = self.geometry.refcount_position(HostCluster::new(cluster));
         let block = self.block(state, index, cluster)?;
         block.set(within, value).map_err(|e| self.layer.format_error(e))
     }
 
     /// Says that the file is to be told the refcount of a cluster whose block is in memory.
-    fn mark(&self, state: &mut MutexGuard<'_, State>, cluster: u64) -> Result<()> {
+    fn mark(&self, state: &mut MutexGuard<'_, AllocState>, cluster: u64) -> Result<()> {
         let (index, within) = self.geometry.refcount_position(HostCluster::new(cluster));
         self.block(state, index, cluster)?.mark(within);
         if let Some(journaled) = &mut state.journaled {
@@ -574,7 +583,7 @@ impl<S: Storage> Allocator<S> {
 
     fn block<'a>(
         &self,
-        state: &'a mut MutexGuard<'_, State>,
+        state: &'a mut MutexGuard<'_, AllocState>,
         index: u64,
         cluster: u64,
     ) -> Result<&'a mut Block> {

@@ -3,7 +3,7 @@
 //! Nothing is written where two of them are in one place, or where the refcounts say that one is free:
 //! what to believe is then for a check to find out.
 
-use super::{Allocator, State};
+use super::{AllocState, Allocator};
 use crate::layer::{Layer, Qcow2};
 use crate::{DiskError, Result};
 use async_lock::MutexGuard;
@@ -197,7 +197,7 @@ impl<S: Storage> Allocator<S> {
 
     /// Fails if a refcount block that was just loaded says that a table's cluster is free: its other
     /// refcounts are not to be believed either.
-    pub(super) fn check_block(&self, state: &MutexGuard<'_, State>, index: u64) -> Result<()> {
+    pub(super) fn check_block(&self, state: &MutexGuard<'_, AllocState>, index: u64) -> Result<()> {
         let Some(block) = state.blocks.get(&index) else { return Ok(()) };
         let entries = self.geometry.refcount_block_entries();
         let counted = index * entries..(index + 1) * entries;

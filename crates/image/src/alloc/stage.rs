@@ -1,7 +1,7 @@
 //! Refcounts by way of a journal: what a record tells of them, and writing them to their places.
 
 use super::block::Block;
-use super::{Allocator, Journaled, State};
+use super::{AllocState, Allocator, Journaled};
 use crate::{Result, always};
 use async_lock::MutexGuard;
 use isobath_qcow2::HostCluster;
@@ -98,7 +98,7 @@ impl<S: Storage> Allocator<S> {
     }
 
     /// Entries of new blocks, or a whole new table and the header's pointer to it.
-    fn stage_table(&self, state: &mut MutexGuard<'_, State>, staged: &mut Staged) {
+    fn stage_table(&self, state: &mut MutexGuard<'_, AllocState>, staged: &mut Staged) {
         let at = state.table_offset.get();
         if staged.replaced.is_empty() {
             let mut entries = Vec::new();
@@ -126,7 +126,7 @@ impl<S: Storage> Allocator<S> {
     /// A new block, whole.
     fn stage_block(
         &self,
-        state: &MutexGuard<'_, State>,
+        state: &MutexGuard<'_, AllocState>,
         less: &BTreeMap<u64, u64>,
         index: u64,
         staged: &mut Staged,
@@ -141,7 +141,7 @@ impl<S: Storage> Allocator<S> {
     /// Bytes of a block as a record tells them, and their offset in the file.
     fn patch(
         &self,
-        state: &MutexGuard<'_, State>,
+        state: &MutexGuard<'_, AllocState>,
         less: &BTreeMap<u64, u64>,
         index: u64,
         bytes: Range<usize>,
@@ -156,7 +156,11 @@ impl<S: Storage> Allocator<S> {
     }
 
     /// A block of which a record is to tell.
-    fn staged_block<'a>(&self, state: &'a MutexGuard<'_, State>, index: u64) -> Result<&'a Block> {
+    fn staged_block<'a>(
+        &self,
+        state: &'a MutexGuard<'_, AllocState>,
+        index: u64,
+    ) -> Result<&'a Block> {
         let block = state.blocks.get(&index);
         always(block, self.layer.name(), "a refcount block that changed is in memory")
     }

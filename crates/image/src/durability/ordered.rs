@@ -26,10 +26,11 @@ impl Durability for Ordered {
     async fn commit<S: Storage>(&self, metadata: &Metadata<S>, readers: &Readers) -> Result<()> {
         let batch = metadata.tables.begin_commit()?;
         // What a journal that is being set up gathers from here on is not in this batch.
-        let closed = metadata.data_journal.close(Lsn::default(), &[], metadata.cluster_size());
+        let closed =
+            metadata.data_journal.begin_commit(Lsn::default(), &[], metadata.cluster_size());
         metadata.place(&closed.kept).await?;
         finish(metadata, readers, batch, &[]).await?;
-        metadata.data_journal.unneeded();
+        metadata.data_journal.finish_plain_commit();
         Ok(())
     }
 }
@@ -73,7 +74,7 @@ pub(super) async fn finish<S: Storage>(
     readers.drain().await;
     metadata.data_journal.forget(freed, metadata.cluster_size());
     if released.discarded {
-        give_back(metadata, &released.clusters).await?;
+        discard_freed(metadata, &released.clusters).await?;
     }
     if !early {
         alloc.release(&released.clusters).await?;
@@ -84,7 +85,7 @@ pub(super) async fn finish<S: Storage>(
 
 /// Gives the space of clusters that are about to become free back to the host: before they can be
 /// allocated again. Failure to do so costs space, not data, so it is only logged.
-pub(super) async fn give_back<S: Storage>(
+pub(super) async fn discard_freed<S: Storage>(
     metadata: &Metadata<S>,
     released: &[HostCluster],
 ) -> Result<()> {

@@ -75,8 +75,8 @@ impl<S: Storage> Metadata<S> {
         Ok(())
     }
 
-    /// Does what comes up until [`end_upkeep`](Self::end_upkeep). `seal` makes some of what is embedded plain.
-    pub async fn attend(&self, seal: impl AsyncFn() -> Result<()>) -> Result<()> {
+    /// Does what comes up until [`end_upkeep`](Self::end_upkeep). `extract` makes some of what is embedded plain.
+    pub async fn attend(&self, extract: impl AsyncFn() -> Result<()>) -> Result<()> {
         let upkeep = &self.upkeep;
         upkeep.attendants.fetch_add(1, Ordering::SeqCst);
         let _attendant = Attendant(upkeep);
@@ -94,7 +94,7 @@ impl<S: Storage> Metadata<S> {
                     continue;
                 }
                 if self.zones.are_short() {
-                    seal().await?;
+                    extract().await?;
                     continue;
                 }
             }

@@ -79,7 +79,7 @@ fn number(chunk: &[u8]) -> u64 {
 /// The log of one image's writer.
 #[derive(Default)]
 pub struct RestartLog {
-    state: Mutex<State>,
+    state: Mutex<LogState>,
     /// There is a debt, and it matters.
     must_sync: AtomicBool,
     /// More than half is in use.
@@ -89,7 +89,7 @@ pub struct RestartLog {
 }
 
 #[derive(Default)]
-struct State {
+struct LogState {
     memory: Option<Arc<dyn RestartMemory>>,
     id: u64,
     /// The memory belongs to the journal in use.
@@ -122,7 +122,7 @@ struct Part {
     closing: u64,
 }
 
-impl State {
+impl LogState {
     fn used(&self) -> u64 {
         self.end - self.entries.from.min(self.bytes.from)
     }
@@ -378,7 +378,7 @@ impl RestartLog {
         }
     }
 
-    fn tell(&self, state: &State) {
+    fn tell(&self, state: &LogState) {
         let must_sync = state.lost != state.paid && state.unpromised == 0;
         if must_sync != self.must_sync.load(Ordering::Relaxed) {
             self.must_sync.store(must_sync, Ordering::SeqCst);

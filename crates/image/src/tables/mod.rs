@@ -36,14 +36,14 @@ const L1_CHUNK: u64 = 64;
 pub struct Tables<S> {
     layer: Arc<Layer<S>>,
     geometry: Geometry,
-    state: Mutex<State>,
+    state: Mutex<TableState>,
     /// Held while a table is made, so that no two are made for one L1 entry.
     growth: AsyncMutex<()>,
     /// What is recorded is noted here too.
     log: Option<Arc<RestartLog>>,
 }
 
-struct State {
+struct TableState {
     open: Batch,
     closed: Option<Batch>,
     pages: Pages,
@@ -53,7 +53,7 @@ struct State {
     journaled_l1: BTreeSet<u64>,
 }
 
-impl State {
+impl TableState {
     fn batches(&self) -> impl Iterator<Item = &Batch> {
         std::iter::once(&self.open).chain(&self.closed)
     }
@@ -72,7 +72,7 @@ impl<S: Storage> Tables<S> {
     /// The tables of an image that is open for writing.
     pub fn new(layer: Arc<Layer<S>>, qcow2: &Qcow2, log: Option<Arc<RestartLog>>) -> Self {
         let geometry = qcow2.geometry;
-        let state = State {
+        let state = TableState {
             open: Batch::default(),
             closed: None,
             pages: Pages::new(geometry.cluster_size()),
@@ -87,14 +87,14 @@ impl<S: Storage> Tables<S> {
         self.geometry
     }
 
-    fn l1_entry(&self, state: &State, index: u64) -> L1Entry {
+    fn l1_entry(&self, state: &TableState, index: u64) -> L1Entry {
         let changed = state.batches().find_map(|batch| batch.l1.get(&index).copied());
         changed.unwrap_or_else(|| {
             self.layer.as_qcow2().map_or(L1Entry::unallocated(), |qcow2| qcow2.l1_entry(index))
         })
     }
 
-    fn table_offset(&self, state: &State, index: u64) -> Result<Option<HostOffset>> {
+    fn table_offset(&self, state: &TableState, index: u64) -> Result<Option<HostOffset>> {
         let entry = self.l1_entry(state, index);
         entry.offset(&self.geometry).map_err(|error| self.layer.format_error(error))
     }
@@ -218,7 +218,7 @@ impl<S: Storage> Tables<S> {
     }
 
     /// The batch of the commit under way.
-    fn closed<'a>(&self, state: &'a State) -> Result<&'a Batch> {
+    fn closed<'a>(&self, state: &'a TableState) -> Result<&'a Batch> {
         always(state.closed.as_ref(), self.layer.name(), "a commit under way has closed its batch")
     }
 
@@ -282,7 +282,7 @@ impl<S: Storage> Tables<S> {
     /// Puts entries into their cached pages; returns the pages.
     fn apply(
         &self,
-        state: &mut State,
+        state: &mut TableState,
         by_page: &BTreeMap<u64, Vec<(usize, L2Entry)>>,
     ) -> Result<Vec<(u64, IoBuf)>> {
         let mut pages = Vec::with_capacity(by_page.len());
@@ -336,7 +336,7 @@ impl<S: Storage> Tables<S> {
         self.finish(&mut state, batch)
     }
 
-    fn finish(&self, state: &mut State, batch: Batch) -> Released {
+    fn finish(&self, state: &mut TableState, batch: Batch) -> Released {
         if let Some(qcow2) = self.layer.as_qcow2() {
             let mut table = qcow2.l1.write();
             for (index, entry) in batch.l1 {

@@ -151,7 +151,7 @@ impl<S: Storage> Writer<S> {
 
     /// Commits with a record also if there is nothing to tell, so that what the last one vouches for
     /// is free to change.
-    pub async fn seal(&self, readers: &Readers) -> Result<()> {
+    pub async fn commit_with_record(&self, readers: &Readers) -> Result<()> {
         if let Some(journal) = self.policy.journal() {
             journal.ask_for_record();
         }
@@ -230,7 +230,7 @@ impl<S: Storage> Writer<S> {
         };
         let _held = journal.hold();
         let _suspended = qcow2.metadata.zones.suspend();
-        self.seal_all(readers).await?;
+        self.extract_all(readers).await?;
         let _unlogged = self.without_log(readers).await?;
         self.exclusively(|| journal.deactivate(&qcow2.metadata)).await?;
         change.await
@@ -238,24 +238,24 @@ impl<S: Storage> Writer<S> {
 
     /// Makes some of what is embedded plain, durably: of zones that take no more clusters, or of `all`.
     /// `false` if there was nothing.
-    pub async fn seal_some(&self, all: bool, readers: &Readers) -> Result<bool> {
+    pub async fn extract_some(&self, all: bool, readers: &Readers) -> Result<bool> {
         let (Some(journal), Some(qcow2)) = (self.policy.journal(), &self.qcow2) else {
             return Ok(false);
         };
-        let found = qcow2.metadata.seal(all, journal.room(), readers).await?;
+        let found = qcow2.metadata.extract_leads(all, journal.room(), readers).await?;
         if found {
-            self.seal(readers).await?;
+            self.commit_with_record(readers).await?;
         }
         Ok(found)
     }
 
     /// Makes everything plain that is embedded. Nothing more is embedded meanwhile.
-    async fn seal_all(&self, readers: &Readers) -> Result<()> {
+    async fn extract_all(&self, readers: &Readers) -> Result<()> {
         let Some(qcow2) = &self.qcow2 else { return Ok(()) };
         while qcow2.metadata.zones.any() {
-            if !self.seal_some(true, readers).await? {
+            if !self.extract_some(true, readers).await? {
                 // A record says that zones are no more.
-                self.seal(readers).await?;
+                self.commit_with_record(readers).await?;
             }
         }
         Ok(())
@@ -264,7 +264,7 @@ impl<S: Storage> Writer<S> {
     /// Does what nobody waits for, until the writer is closed.
     pub async fn attend(&self, readers: &Readers) -> Result<()> {
         let Some(qcow2) = &self.qcow2 else { return Ok(()) };
-        qcow2.metadata.attend(async || self.seal_some(false, readers).await.map(drop)).await
+        qcow2.metadata.attend(async || self.extract_some(false, readers).await.map(drop)).await
     }
 
     /// Commits, and writes what a commit leaves to the next one.
@@ -278,7 +278,7 @@ impl<S: Storage> Writer<S> {
         }
         if let Some(qcow2) = &self.qcow2 {
             let _suspended = qcow2.metadata.zones.suspend();
-            self.seal_all(readers).await?;
+            self.extract_all(readers).await?;
             if let Some(journal) = self.policy.journal() {
                 self.exclusively(|| journal.close(&qcow2.metadata)).await?;
             }

@@ -48,11 +48,11 @@ pub struct DataJournal {
     pending: AtomicU64,
     /// What is kept is noted here too.
     log: Option<Arc<RestartLog>>,
-    state: Mutex<State>,
+    state: Mutex<DataState>,
 }
 
 #[derive(Default)]
-struct State {
+struct DataState {
     /// Clusters of which the file has at most parts: all that was written to them was kept at first.
     unwritten: HashSet<u64>,
     /// What the next record will have checksums of.
@@ -81,7 +81,7 @@ pub enum WriteRoute {
 }
 
 /// What a record must say of data.
-pub struct Closed {
+pub struct ClosedData {
     /// What it has checksums of.
     pub checksums: Vec<ChecksummedRange>,
     /// Data that goes into it.
@@ -93,7 +93,7 @@ pub struct Closed {
     writes: Arc<InFlight>,
 }
 
-impl Closed {
+impl ClosedData {
     /// Waits for the writes to checksummed ranges that were under way at the close.
     pub async fn landed(&self) {
         self.writes.ended().await;
@@ -207,7 +207,7 @@ impl DataJournal {
         true
     }
 
-    fn keep_piece(&self, state: &mut State, at: u64, bytes: Arc<[u8]>) {
+    fn keep_piece(&self, state: &mut DataState, at: u64, bytes: Arc<[u8]>) {
         if let Some(log) = &self.log {
             log.kept(at, &bytes);
         }
@@ -246,7 +246,7 @@ impl DataJournal {
 
     /// Begins record `lsn`. Nothing is said of clusters in `freed`, of `size` bytes each, to which
     /// nothing will refer any more.
-    pub fn close(&self, lsn: Lsn, freed: &[HostCluster], size: u64) -> Closed {
+    pub fn begin_commit(&self, lsn: Lsn, freed: &[HostCluster], size: u64) -> ClosedData {
         let mut state = self.state.lock();
         let state = &mut *state;
         if let Some(log) = &self.log {
@@ -266,7 +266,7 @@ impl DataJournal {
         let checksum = |(&at, &Checksum { end, crc, holder }): (&u64, &Checksum)| {
             ChecksummedRange { range: at..end, crc, holder }
         };
-        Closed {
+        ClosedData {
             checksums: closing.ranges.iter().map(checksum).collect(),
             kept: state.under_way.list(|mark| mark != NO_RECORD),
             plain: std::mem::take(&mut state.plain),
@@ -276,7 +276,7 @@ impl DataJournal {
     }
 
     /// Begins a commit without a record; `None` if something must go into one.
-    pub fn close_embedded(&self) -> Option<Arc<InFlight>> {
+    pub fn begin_embedded_commit(&self) -> Option<Arc<InFlight>> {
         let mut state = self.state.lock();
         let state = &mut *state;
         let needs_record = state.open.too_much || state.open.broken || !state.plain.is_empty();
@@ -290,7 +290,7 @@ impl DataJournal {
 
     /// The commit `lsn` under way is durable without a record. What durable data now notes shows that commits up
     /// to `noted` were durable.
-    pub fn sealed_embedded(&self, lsn: Lsn, noted: Lsn) {
+    pub fn finish_embedded_commit(&self, lsn: Lsn, noted: Lsn) {
         let mut state = self.state.lock();
         let closing = std::mem::take(&mut state.closing);
         state.last.retain(|(commit, _)| *commit > noted);
@@ -301,7 +301,7 @@ impl DataJournal {
 
     /// The record of the commit `lsn` under way is durable, and a recovery replays no record before
     /// `tail`.
-    pub fn sealed(&self, lsn: Lsn, tail: Lsn) {
+    pub fn finish_commit(&self, lsn: Lsn, tail: Lsn) {
         let mut state = self.state.lock();
         let state = &mut *state;
         state.last = vec![(lsn, std::mem::take(&mut state.closing))];
@@ -312,7 +312,7 @@ impl DataJournal {
     }
 
     /// What durable records have of data is in its place, and nothing is checksummed any more.
-    pub fn in_place(&self) {
+    pub fn checkpointed(&self) {
         let mut state = self.state.lock();
         let state = &mut *state;
         state.recorded = Pieces::default();
@@ -334,7 +334,7 @@ impl DataJournal {
     }
 
     /// The commit under way wrote no record, and all data is durable in its place.
-    pub fn unneeded(&self) {
+    pub fn finish_plain_commit(&self) {
         let mut state = self.state.lock();
         state.closing = ChecksummedRanges::default();
         state.under_way = Pieces::default();
@@ -385,14 +385,14 @@ impl DataJournal {
         layers.into_iter().flat_map(|pieces| pieces.copies_of(range)).collect()
     }
 
-    fn count(&self, state: &State) {
+    fn count(&self, state: &DataState) {
         self.pending.store(state.pending.bytes(), Ordering::Relaxed);
         let kept = state.recorded.count() + state.under_way.count() + state.pending.count();
         self.kept.store(kept, Ordering::Release);
     }
 }
 
-impl State {
+impl DataState {
     /// The parts of a range that must not be written to, in order and apart from each other.
     fn guarded(&self, range: &Range<u64>) -> Vec<Range<u64>> {
         let last = self.last.iter().map(|(_, checksums)| checksums);
@@ -470,30 +470,30 @@ mod tests {
         let _ = journal.add_checksums([Written(checksummed(0, &[buf(1, 8192)], SIZE, true))]);
         // Not in a record yet: it goes there, and is read back.
         assert_eq!(straight(&journal, 4096, 2, 4096), all(4096, 4096));
-        let closed = journal.close(Lsn::new(1), &[], SIZE);
+        let closed = journal.begin_commit(Lsn::new(1), &[], SIZE);
         assert_eq!(
             closed.checksums,
             [ChecksummedRange { range: 0..8192, crc: None, holder: ChecksumHolder::Record }]
         );
         // While the record is written, and after.
         assert_eq!(straight(&journal, 4096, 3, 8192), all(8192, 4096));
-        journal.sealed(Lsn::new(1), Lsn::new(1));
+        journal.finish_commit(Lsn::new(1), Lsn::new(1));
         assert_eq!(straight(&journal, 0, 4, 512), []);
         assert_eq!(journal.pending(), 4096 + 512);
         let kept = journal.kept_in(&(0..16384));
         assert_eq!(kept.len(), 2);
         assert_eq!(kept[0], JournaledWrite { at: 0, bytes: vec![4; 512] });
         // The next record has them, and then nothing is checksummed any more.
-        assert_eq!(journal.close(Lsn::new(2), &[], SIZE).kept, kept);
-        journal.sealed(Lsn::new(2), Lsn::new(1));
+        assert_eq!(journal.begin_commit(Lsn::new(2), &[], SIZE).kept, kept);
+        journal.finish_commit(Lsn::new(2), Lsn::new(1));
         assert_eq!(straight(&journal, 1024, 5, 512), all(1024, 512));
         // What is kept stays as long as it may be replayed.
         assert_eq!(straight(&journal, 0, 6, 512), []);
-        journal.close(Lsn::new(3), &[], SIZE);
-        journal.sealed(Lsn::new(3), Lsn::new(3));
+        journal.begin_commit(Lsn::new(3), &[], SIZE);
+        journal.finish_commit(Lsn::new(3), Lsn::new(3));
         assert_eq!(journal.kept_in(&(0..16384)), [JournaledWrite { at: 0, bytes: vec![6; 512] }]);
-        journal.close(Lsn::new(4), &[], SIZE);
-        journal.sealed(Lsn::new(4), Lsn::new(4));
+        journal.begin_commit(Lsn::new(4), &[], SIZE);
+        journal.finish_commit(Lsn::new(4), Lsn::new(4));
         assert!(!journal.keeps());
     }
 
@@ -502,7 +502,7 @@ mod tests {
         let journal = active();
         let _ = journal.add_checksums([Written(checksummed(0, &[buf(1, 12288)], SIZE, true))]);
         assert!(journal.keep(4096, &[buf(2, 4096)], true, SIZE));
-        let closed = journal.close(Lsn::new(1), &[], SIZE);
+        let closed = journal.begin_commit(Lsn::new(1), &[], SIZE);
         let unread = |range| ChecksummedRange { range, crc: None, holder: ChecksumHolder::Record };
         assert_eq!(closed.checksums, [unread(0..4096), unread(8192..12288)]);
         assert_eq!(closed.kept.len(), 1);
@@ -514,12 +514,12 @@ mod tests {
         let _ =
             journal.add_checksums([Written(checksummed(SIZE - 4096, &[buf(1, 8192)], SIZE, true))]);
         assert!(journal.keep(2 * SIZE - 512, &[buf(2, 1024)], true, SIZE));
-        let closed = journal.close(Lsn::new(1), &[HostCluster::new(1)], SIZE);
+        let closed = journal.begin_commit(Lsn::new(1), &[HostCluster::new(1)], SIZE);
         assert_eq!(closed.checksums.len(), 1);
         assert_eq!(closed.checksums[0].range, SIZE - 4096..SIZE);
         assert_eq!(closed.kept, [JournaledWrite { at: 2 * SIZE, bytes: vec![2; 512] }]);
         assert_eq!(journal.kept_in(&(0..4 * SIZE)).len(), 2);
-        journal.sealed(Lsn::new(1), Lsn::new(1));
+        journal.finish_commit(Lsn::new(1), Lsn::new(1));
         journal.forget(&[HostCluster::new(1)], SIZE);
         assert_eq!(journal.recorded().len(), 1);
         assert_eq!(journal.kept_in(&(0..2 * SIZE)), []);
@@ -530,7 +530,7 @@ mod tests {
         for holder in [ChecksumHolder::Record, ChecksumHolder::Lead] {
             let journal = active();
             let _ = journal.add_checksums([Written(checksummed_by(0..3 * SIZE, holder))]);
-            let closed = journal.close(Lsn::new(1), &[HostCluster::new(1)], SIZE);
+            let closed = journal.begin_commit(Lsn::new(1), &[HostCluster::new(1)], SIZE);
             let beside =
                 [checksummed_by(0..SIZE, holder), checksummed_by(2 * SIZE..3 * SIZE, holder)];
             assert_eq!(closed.checksums, beside.concat());
@@ -579,24 +579,24 @@ mod tests {
         let _ = journal.add_checksums([Written(checksummed_by(0..SIZE, ChecksumHolder::Lead))]);
         let _ = journal
             .add_checksums([Written(checksummed_by(SIZE..2 * SIZE, ChecksumHolder::Nobody))]);
-        assert!(journal.close_embedded().is_some());
-        journal.sealed_embedded(Lsn::new(5), Lsn::new(0));
+        assert!(journal.begin_embedded_commit().is_some());
+        journal.finish_embedded_commit(Lsn::new(5), Lsn::new(0));
         // Nobody needs the sum of the one; nothing shows yet that the other was durable.
         assert_eq!(straight(&journal, SIZE, 1, 4096), all(SIZE, 4096));
         assert_eq!(straight(&journal, SIZE - 4096, 1, 8192), all(SIZE, 4096));
-        assert!(journal.close_embedded().is_none(), "what is kept needs a record");
-        let closed = journal.close(Lsn::new(8), &[], SIZE);
+        assert!(journal.begin_embedded_commit().is_none(), "what is kept needs a record");
+        let closed = journal.begin_commit(Lsn::new(8), &[], SIZE);
         assert_eq!(closed.kept.len(), 1);
-        journal.sealed(Lsn::new(8), Lsn::new(6));
+        journal.finish_commit(Lsn::new(8), Lsn::new(6));
         let _ = journal
             .add_checksums([Written(checksummed_by(2 * SIZE..3 * SIZE, ChecksumHolder::Lead))]);
-        assert!(journal.close_embedded().is_some());
-        journal.sealed_embedded(Lsn::new(9), Lsn::new(8));
-        assert!(journal.close_embedded().is_some());
+        assert!(journal.begin_embedded_commit().is_some());
+        journal.finish_embedded_commit(Lsn::new(9), Lsn::new(8));
+        assert!(journal.begin_embedded_commit().is_some());
         // A later record shows that the commit which ended at 9 was durable.
         assert_eq!(straight(&journal, 2 * SIZE, 2, 512), []);
-        let _ = journal.close(Lsn::new(10), &[], SIZE);
-        journal.sealed(Lsn::new(10), Lsn::new(11));
+        let _ = journal.begin_commit(Lsn::new(10), &[], SIZE);
+        journal.finish_commit(Lsn::new(10), Lsn::new(11));
         assert_eq!(straight(&journal, 2 * SIZE + 512, 2, 512), all(2 * SIZE + 512, 512));
     }
 
@@ -605,14 +605,14 @@ mod tests {
         let journal = active();
         let _ = journal.add_checksums([Written(checksummed_by(0..SIZE, ChecksumHolder::Lead))]);
         assert_eq!(straight(&journal, 4096, 1, 512), all(4096, 512));
-        assert!(journal.close_embedded().is_none());
-        let closed = journal.close(Lsn::new(1), &[], SIZE);
+        assert!(journal.begin_embedded_commit().is_none());
+        let closed = journal.begin_commit(Lsn::new(1), &[], SIZE);
         assert_eq!(closed.checksums, checksummed_by(0..SIZE, ChecksumHolder::Lead));
-        journal.sealed(Lsn::new(1), Lsn::new(1));
-        assert!(journal.close_embedded().is_some());
+        journal.finish_commit(Lsn::new(1), Lsn::new(1));
+        assert!(journal.begin_embedded_commit().is_some());
         journal.keep_plain(SIZE, &[7; 512], HostCluster::new(1));
-        assert!(journal.close_embedded().is_none());
-        let closed = journal.close(Lsn::new(2), &[], SIZE);
+        assert!(journal.begin_embedded_commit().is_none());
+        let closed = journal.begin_commit(Lsn::new(2), &[], SIZE);
         assert_eq!((closed.plain, closed.kept.len()), (vec![HostCluster::new(1)], 1));
     }
 }

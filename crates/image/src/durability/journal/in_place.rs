@@ -16,7 +16,7 @@ use isobath_qcow2::{HostCluster, Lsn};
 use isobath_storage::Storage;
 
 /// What was closed for the commit.
-pub(super) struct Closed {
+pub(super) struct Oversized {
     pub(super) batch: ClosedBatch,
     /// Clusters to which nothing refers once it is done.
     pub(super) freed: Vec<HostCluster>,
@@ -29,22 +29,22 @@ pub(super) async fn commit<S: Storage>(
     active: &mut Active,
     metadata: &Metadata<S>,
     readers: &Readers,
-    closed: Closed,
+    closed: Oversized,
     lsn: Lsn,
 ) -> Result<()> {
     let Metadata { alloc, data_journal, zones, .. } = metadata;
     let size = metadata.cluster_size();
-    let Closed { batch, freed, kept, plain } = closed;
+    let Oversized { batch, freed, kept, plain } = closed;
     checkpoint(metadata).await?;
     metadata.sync().await?;
     // The record says so: what is kept may overwrite what embedded records have sums of.
-    zones.committed(lsn);
+    zones.finish_commit(lsn);
     let emptied = metadata.sequence.next();
     let mut empty = active.next(size, emptied, emptied);
     empty.zones(zones.table(active.checkpoint_lsn, &[]));
     active.write(metadata, empty).await?;
     (active.written, active.durable) = (emptied, emptied);
-    data_journal.in_place();
+    data_journal.checkpointed();
     metadata.zones_listed().await?;
 
     // Lead blocks become plain by a record only: it says so.
@@ -102,7 +102,7 @@ pub(super) async fn commit<S: Storage>(
         }
     }
     data_journal.moved(&others, active.last);
-    data_journal.sealed(lsn, active.durable.next());
+    data_journal.finish_commit(lsn, active.durable.next());
     metadata.zones_listed().await?;
     Ok(())
 }

@@ -58,11 +58,11 @@ pub struct Journal {
     due: AtomicUsize,
     /// The next commit is to write a record whatever it has to tell.
     asked: AtomicBool,
-    state: Mutex<State>,
+    state: Mutex<JournalState>,
 }
 
 #[derive(Default)]
-struct State {
+struct JournalState {
     /// Commits that changed something.
     commits: u32,
     /// The image cannot have a journal.
@@ -141,24 +141,24 @@ impl Journal {
     /// Commits with the journal in use.
     async fn commit_active<S: Storage>(
         &self,
-        state: &mut State,
+        state: &mut JournalState,
         metadata: &Metadata<S>,
         readers: &Readers,
     ) -> Result<()> {
         let zones = &metadata.zones;
         let name = metadata.layer.name();
         let active = always(state.active.as_mut(), name, "a journal in use has an area")?;
-        let closing = zones.close(&metadata.sequence);
-        if self.commit_embedded(active, metadata, closing.lsn).await? {
-            zones.committed(closing.ended);
+        let point = zones.begin_commit(&metadata.sequence);
+        if self.commit_embedded(active, metadata, point.lsn).await? {
+            zones.finish_commit(point.ended);
         } else {
-            closing.landed().await;
-            let too_much = self.commit_record(active, metadata, readers, closing.lsn).await?;
+            point.landed().await;
+            let too_much = self.commit_record(active, metadata, readers, point.lsn).await?;
             if let Some(batch) = too_much {
                 self.deactivate_locked(state, metadata).await?;
                 ordered::finish(metadata, readers, batch, &[]).await?;
             }
-            zones.committed(closing.lsn);
+            zones.finish_commit(point.lsn);
         }
         if metadata.open_zone().await? {
             self.ask_for_record();
@@ -231,7 +231,7 @@ impl Journal {
         let Metadata { layer, tables, alloc, data_journal, zones, .. } = metadata;
         let batch = tables.begin_commit()?;
         let freed = alloc.freed_by(&batch.releases).await?;
-        let closed = data_journal.close(lsn, &freed, metadata.cluster_size());
+        let closed = data_journal.begin_commit(lsn, &freed, metadata.cluster_size());
         closed.landed().await;
         let asked = self.asked.swap(false, Ordering::SeqCst);
         let tells = batch.changes || !closed.kept.is_empty() || asked;
@@ -246,7 +246,7 @@ impl Journal {
             metadata.sync().await?;
             active.synced(written);
             metadata.log_durable();
-            data_journal.unneeded();
+            data_journal.finish_plain_commit();
             tables.finish_commit(batch);
             return Ok(None);
         }
@@ -259,7 +259,7 @@ impl Journal {
             // Too much for one record, or for what is left of the area.
             if zones.any() || metadata.log.as_ref().is_some_and(|log| log.is_begun()) {
                 let closed =
-                    in_place::Closed { batch, freed, kept: closed.kept, plain: closed.plain };
+                    in_place::Oversized { batch, freed, kept: closed.kept, plain: closed.plain };
                 in_place::commit(active, metadata, readers, closed, lsn).await?;
                 return Ok(None);
             }
@@ -280,14 +280,14 @@ impl Journal {
         active.checkpoint_lsn = lsn;
 
         metadata.log_durable();
-        data_journal.sealed(lsn, tail);
+        data_journal.finish_commit(lsn, tail);
         metadata.zones_listed().await?;
         let released = tables.finish_journaled(batch, &staged)?;
         if !released.clusters.is_empty() || !refcounts.replaced.is_empty() {
             readers.drain().await;
             data_journal.forget(&freed, metadata.cluster_size());
             if released.discarded {
-                ordered::give_back(metadata, &released.clusters).await?;
+                ordered::discard_freed(metadata, &released.clusters).await?;
             }
             alloc.release(&released.clusters).await?;
             alloc.release(&refcounts.replaced).await?;
@@ -308,7 +308,7 @@ impl Journal {
     /// Nothing else commits meanwhile, and nothing is embedded any more.
     async fn deactivate_locked<S: Storage>(
         &self,
-        state: &mut State,
+        state: &mut JournalState,
         metadata: &Metadata<S>,
     ) -> Result<()> {
         if state.active.is_none() {

@@ -1,6 +1,6 @@
 //! Putting the journal's area into use, and out of it.
 
-use super::{Active, Journal, Ring, State};
+use super::{Active, Journal, JournalState, Ring};
 use crate::Result;
 use crate::alloc::{TailCut, write_zeroes};
 use crate::durability::Metadata;
@@ -19,7 +19,7 @@ impl Journal {
     /// header has no room, or whose file system has none, goes on without a journal.
     pub(super) async fn set_up<S: Storage>(
         &self,
-        state: &mut State,
+        state: &mut JournalState,
         metadata: &Metadata<S>,
     ) -> Result<()> {
         let Metadata { layer, alloc, data_journal, .. } = metadata;
@@ -70,7 +70,11 @@ impl Journal {
 
     /// Finds an area and fills it with zeroes: space that was written before is what makes a flush
     /// cheap. Nothing is changed otherwise.
-    async fn find_area<S: Storage>(&self, state: &mut State, metadata: &Metadata<S>) -> Result<()> {
+    async fn find_area<S: Storage>(
+        &self,
+        state: &mut JournalState,
+        metadata: &Metadata<S>,
+    ) -> Result<()> {
         let Metadata { layer, alloc, .. } = metadata;
         let size = metadata.cluster_size();
         let wanted = area_length(self.size, size) / size;

@@ -18,11 +18,11 @@
 //!   cannot be told from what was there before, its record has a checksum of it, which counts
 //!   unless a later record notes that it was durable; until then the [`data_journal`](super::data_journal) keeps the data as it is.
 //! - In quiet moments, and before the image is closed, lead blocks become plain again
-//!   (`seal.rs`), by way of the journal: a plain qcow2 image remains.
+//!   (`extract.rs`), by way of the journal: a plain qcow2 image remains.
 
+mod extract;
 mod flight;
 mod lead;
-mod seal;
 mod zone;
 
 pub use zone::Embedded;
@@ -60,7 +60,7 @@ pub struct Zones {
     suspended: AtomicUsize,
     /// Held by whoever changes a lead block; host bytes.
     locks: RangeLocks,
-    state: Mutex<State>,
+    state: Mutex<ZoneState>,
 }
 
 #[derive(Clone, Copy)]
@@ -72,7 +72,7 @@ struct Settings {
 }
 
 #[derive(Default)]
-struct State {
+struct ZoneState {
     zones: Vec<Zone>,
     /// Records with lower numbers are durable.
     durable_lsn: Lsn,
@@ -89,7 +89,7 @@ struct State {
     taken: u64,
 }
 
-impl State {
+impl ZoneState {
     fn zone(&mut self, cluster: u64) -> Option<&mut Zone> {
         self.zones.iter_mut().find(|zone| zone.clusters().contains(&cluster))
     }
@@ -145,7 +145,7 @@ impl LeadAt {
 }
 
 /// The end of what a commit makes durable.
-pub struct Closing {
+pub struct CommitPoint {
     /// The commit's number: higher ones are given out after it began.
     pub lsn: Lsn,
     /// The lowest number of a write that had not ended when it began, or the commit's.
@@ -153,7 +153,7 @@ pub struct Closing {
     flights: Arc<Flights>,
 }
 
-impl Closing {
+impl CommitPoint {
     /// Waits until everything with a number below the commit's is recorded: a record of the journal that is
     /// written then has it.
     pub async fn landed(&self) {
@@ -210,7 +210,7 @@ impl Zones {
     /// Nothing more is embedded as long as the caller has what is returned.
     pub fn suspend(&self) -> Suspended<'_> {
         self.suspended.fetch_add(1, Ordering::SeqCst);
-        self.state.lock().zones.iter_mut().for_each(|zone| zone.closed = true);
+        self.state.lock().zones.iter_mut().for_each(|zone| zone.frozen = true);
         Suspended(self)
     }
 
@@ -245,9 +245,9 @@ impl Zones {
     }
 
     /// Nothing was written to a cluster that was taken.
-    pub fn give_back(&self, taken: &Taken) {
+    pub fn put_back(&self, taken: &Taken) {
         if let Some(zone) = self.state.lock().zone(taken.host.get()) {
-            zone.give_back(taken.host.get(), taken.zeroed);
+            zone.put_back(taken.host.get(), taken.zeroed);
         }
     }
 
@@ -317,12 +317,12 @@ impl Zones {
     }
 
     /// Begins a commit: ends what belongs to it.
-    pub fn close(&self, sequence: &LogSequence) -> Closing {
+    pub fn begin_commit(&self, sequence: &LogSequence) -> CommitPoint {
         let mut state = self.state.lock();
         let lsn = sequence.next();
         state.wanted_before = std::mem::take(&mut state.wanted);
         let ended = state.flights.lowest().unwrap_or(lsn);
-        Closing { lsn, ended, flights: Arc::clone(&state.flights) }
+        CommitPoint { lsn, ended, flights: Arc::clone(&state.flights) }
     }
 
     /// Commits with this number or a lower one are shown to have been durable by what was written since this was
@@ -332,7 +332,7 @@ impl Zones {
     }
 
     /// Everything with a number below `ended` is durable.
-    pub fn committed(&self, ended: Lsn) {
+    pub fn finish_commit(&self, ended: Lsn) {
         let mut state = self.state.lock();
         state.durable_lsn = state.durable_lsn.max(ended);
     }
@@ -364,7 +364,7 @@ impl Zones {
         let mut zones = Vec::with_capacity(state.zones.len());
         for zone in &mut state.zones {
             // Also one that was being opened then.
-            zone.closed |= suspended;
+            zone.frozen |= suspended;
             zone.left_out = zone.is_spent();
             if !zone.left_out {
                 zones.push(zone.entry(settings.cluster_size));
@@ -418,15 +418,15 @@ impl Zones {
     pub fn are_short(&self) -> bool {
         let Some(settings) = self.settings else { return false };
         let state = self.state.lock();
-        state.zones.len() * 2 > settings.most && state.zones.iter().any(|zone| zone.closed)
+        state.zones.len() * 2 > settings.most && state.zones.iter().any(|zone| zone.frozen)
     }
 
     /// The embedded lead blocks of whole zones, oldest first; of all of them, or only of those that take no
     /// more.
-    fn to_seal(&self, all: bool, most: usize) -> Vec<LeadAt> {
+    fn to_extract(&self, all: bool, most: usize) -> Vec<LeadAt> {
         let Some(settings) = self.settings else { return Vec::new() };
         let state = self.state.lock();
-        let zones = state.zones.iter().filter(|zone| all || zone.closed);
+        let zones = state.zones.iter().filter(|zone| all || zone.frozen);
         let leads = zones.flat_map(|zone| {
             zone.embedded().map(|(cluster, embedded)| LeadAt {
                 at: cluster * settings.cluster_size,

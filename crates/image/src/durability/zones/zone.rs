@@ -51,7 +51,7 @@ pub(super) struct Zone {
     /// A durable record lists it.
     pub(super) listed: bool,
     /// No slot is given out any more.
-    pub(super) closed: bool,
+    pub(super) frozen: bool,
     /// The record under way lists it no more.
     pub(super) left_out: bool,
 }
@@ -71,7 +71,7 @@ impl Zone {
             zeroed,
             plain: vec![0; count.div_ceil(8)],
             listed: false,
-            closed: false,
+            frozen: false,
             left_out: false,
         }
     }
@@ -96,7 +96,7 @@ impl Zone {
 
     /// A free host cluster, and whether it holds zeroes.
     pub(super) fn take(&mut self) -> Option<(u64, bool)> {
-        if self.closed || !self.listed {
+        if self.frozen || !self.listed {
             return None;
         }
         let (place, zeroed) = if self.next < self.prepared {
@@ -105,7 +105,7 @@ impl Zone {
         } else {
             (self.freed.pop()?, false)
         };
-        self.closed = self.next == self.slots.len() && self.freed.is_empty();
+        self.frozen = self.next == self.slots.len() && self.freed.is_empty();
         self.slots[place] = Slot::Taken;
         Some((self.start + place as u64, zeroed))
     }
@@ -121,7 +121,7 @@ impl Zone {
     }
 
     /// A host cluster that was taken was not written to; `zeroed` as it was then.
-    pub(super) fn give_back(&mut self, cluster: u64, zeroed: bool) {
+    pub(super) fn put_back(&mut self, cluster: u64, zeroed: bool) {
         let place = (cluster - self.start) as usize;
         self.slots[place] = Slot::Free;
         if zeroed && place + 1 == self.next {
@@ -156,17 +156,17 @@ impl Zone {
             Slot::Plain => self.is_plain(place),
             Slot::Taken | Slot::Embedded(_) => false,
         };
-        self.closed && self.slots.iter().enumerate().all(done)
+        self.frozen && self.slots.iter().enumerate().all(done)
     }
 
     /// Slots that can be given out.
     pub(super) fn room(&self) -> usize {
-        if self.closed { 0 } else { self.slots.len() - self.next + self.freed.len() }
+        if self.frozen { 0 } else { self.slots.len() - self.next + self.freed.len() }
     }
 
     /// Slots that are prepared and not given out.
     pub(super) fn ready(&self) -> usize {
-        if self.closed { 0 } else { self.prepared - self.next }
+        if self.frozen { 0 } else { self.prepared - self.next }
     }
 
     /// Host clusters that were never given out.
@@ -176,7 +176,7 @@ impl Zone {
 
     /// Up to `most` host clusters that are not prepared.
     pub(super) fn unprepared(&self, most: u64) -> Range<u64> {
-        let left = if self.closed { 0 } else { self.slots.len() - self.prepared };
+        let left = if self.frozen { 0 } else { self.slots.len() - self.prepared };
         let start = self.start + self.prepared as u64;
         start..start + most.min(left as u64)
     }
@@ -216,14 +216,14 @@ mod tests {
         let mut zone = listed(3);
         assert_eq!(zone.take(), Some((100, true)));
         assert_eq!(zone.take(), Some((101, true)));
-        zone.give_back(101, true);
+        zone.put_back(101, true);
         assert_eq!(zone.take(), Some((101, true)), "it was not written to");
         zone.set(101, embedded(5));
         zone.free(101);
         assert_eq!(zone.room(), 2);
         assert_eq!(zone.take(), Some((102, true)));
         assert_eq!(zone.take(), Some((101, false)), "it was");
-        assert!(zone.closed);
+        assert!(zone.frozen);
         assert_eq!(zone.take(), None);
         let mut zone = listed(2);
         assert_eq!(zone.take(), Some((100, true)));
@@ -232,7 +232,7 @@ mod tests {
         assert_eq!(zone.take(), Some((101, true)));
         zone.free(101);
         assert_eq!(zone.take(), Some((101, false)));
-        zone.give_back(101, false);
+        zone.put_back(101, false);
         assert_eq!(zone.take(), Some((101, false)), "it has what was there before");
     }
 

@@ -14,9 +14,9 @@ const READS: usize = 32;
 impl<S: Storage> Metadata<S> {
     /// Has the next record make lead blocks plain, so many that it takes about `bytes`: of zones that take no
     /// more clusters, or of `all`. `false` if there are none.
-    pub async fn seal(&self, all: bool, bytes: usize, readers: &Readers) -> Result<bool> {
+    pub async fn extract_leads(&self, all: bool, bytes: usize, readers: &Readers) -> Result<bool> {
         let mut room = bytes;
-        let mut leads = self.zones.to_seal(all, bytes.div_ceil(512));
+        let mut leads = self.zones.to_extract(all, bytes.div_ceil(512));
         let mut fits = |lead: &LeadAt| {
             let fits = room > 0;
             room = room.saturating_sub(lead.embedded.span.bytes());
@@ -26,12 +26,12 @@ impl<S: Storage> Metadata<S> {
         leads.truncate(count);
         let found = !leads.is_empty();
         stream::iter(leads.into_iter().map(Ok))
-            .try_for_each_concurrent(READS, |lead| self.seal_lead(lead, readers))
+            .try_for_each_concurrent(READS, |lead| self.extract_lead(lead, readers))
             .await?;
         Ok(found)
     }
 
-    async fn seal_lead(&self, lead: LeadAt, readers: &Readers) -> Result<()> {
+    async fn extract_lead(&self, lead: LeadAt, readers: &Readers) -> Result<()> {
         let _lock = self.zones.locks.lock(lead.block()).await;
         // What is released meanwhile is not used again before this has ended.
         let _pass = readers.gate.enter();
