@@ -366,8 +366,11 @@ impl<H: Host> BlockDevice for Disk<H> {
 
     async fn read(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
         self.check_range(offset, buf.len() as u64)?;
-        let _stop = self.stop_on_panic();
-        self.or_stop(self.read_range(offset, buf).await)
+        let done = self.read_range(offset, buf).await;
+        if let Err(error) = &done {
+            self.stop_on_internal(error);
+        }
+        done
     }
 
     async fn write(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
@@ -403,8 +406,11 @@ impl<H: Host> BlockDevice for Disk<H> {
         max_runs: usize,
     ) -> Result<Vec<BlockStatus>> {
         self.check_range(offset, length)?;
-        let _stop = self.stop_on_panic();
-        self.or_stop(self.status_of(offset, length, max_runs).await)
+        let done = self.status_of(offset, length, max_runs).await;
+        if let Err(error) = &done {
+            self.stop_on_internal(error);
+        }
+        done
     }
 
     async fn grow(&self, size: u64) -> Result<()> {
@@ -417,13 +423,12 @@ impl<H: Host> BlockDevice for Disk<H> {
 }
 
 impl<H: Host> Disk<H> {
-    /// Passes on the result of a request that changes nothing. If it found an invariant violated, the disk accepts
-    /// no more writes.
-    fn or_stop<T>(&self, done: Result<T>) -> Result<T> {
-        if let (Err(error), Some(writer)) = (&done, &self.writer) {
+    /// Accepts no more writes if `error`, that of a request which changes nothing, says that an invariant is violated.
+    #[cold]
+    fn stop_on_internal(&self, error: &DiskError) {
+        if let Some(writer) = &self.writer {
             writer.stop_on_internal(error);
         }
-        done
     }
 
     /// If a request panics before the returned guard is dropped, the disk accepts no more writes.
