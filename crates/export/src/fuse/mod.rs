@@ -47,6 +47,7 @@
 
 mod channel;
 mod file;
+mod frontend;
 mod handshake;
 mod helper;
 mod memory;
@@ -58,6 +59,7 @@ mod trial;
 mod wire;
 mod worker;
 
+pub use frontend::{FuseFrontend, PROTOCOL};
 pub use mount::{AllowOther, Mount, Options};
 pub use place::MountError;
 pub use trial::{Answer, Trial};

@@ -3,6 +3,7 @@
 use super::handshake::ExportInfo;
 use super::live::{Gone, Guard, Live};
 use super::wire::MAX_STRING;
+use crate::frontend::RemoveMode;
 use crate::stop::Stop;
 use isobath_disk::BlockDevice;
 use parking_lot::Mutex;
@@ -81,16 +82,6 @@ pub enum ExportError {
     /// The server has been told to stop.
     #[error("the server is shutting down")]
     Stopping,
-}
-
-/// How an export is removed; QEMU's `BlockExportRemoveMode`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum RemoveMode {
-    /// Only if no client has chosen it.
-    #[default]
-    Safe,
-    /// Clients take no further request, are answered what they have begun, and are disconnected.
-    Hard,
 }
 
 /// Why an export is not removed.
@@ -216,6 +207,13 @@ impl<D: BlockDevice> Exports<D> {
         let (result, index) = look(&infos);
         let entry = index.and_then(|index| state.entries.get(index)).cloned();
         (result, entry.and_then(Entry::choose))
+    }
+
+    /// How many clients have chosen the export of a name.
+    pub(crate) fn clients(&self, name: &str) -> Option<usize> {
+        let state = self.0.lock();
+        let entry = state.entries.iter().find(|entry| entry.export.name == name);
+        entry.map(|entry| entry.clients.count())
     }
 
     pub(crate) fn states(&self) -> Vec<ExportState> {

@@ -36,9 +36,11 @@
 
 pub mod context;
 mod exports;
+mod frontend;
 pub mod handshake;
 mod live;
 mod outbox;
+mod places;
 pub mod reply;
 pub mod request;
 mod serve;
@@ -48,7 +50,8 @@ mod transport;
 mod window;
 pub mod wire;
 
-pub use exports::{Export, ExportError, ExportState, RemoveError, RemoveMode};
+pub use exports::{Export, ExportError, ExportState, RemoveError};
+pub use frontend::{NbdFrontend, PROTOCOL};
 pub use live::Gone;
 pub use server::{Limits, Server, ServerError};
 pub use session::{InFlight, SessionError};

@@ -1,12 +1,13 @@
 //! The server: exports, connections and their limits.
 
-use super::exports::{Entry, Export, ExportError, ExportState, Exports, RemoveError, RemoveMode};
+use super::exports::{Entry, Export, ExportError, ExportState, Exports, RemoveError};
 use super::handshake::Agreement;
 use super::live::{Gone, Live};
 use super::session::{InFlight, Negotiated, Session, SessionError, negotiate};
 use super::transport::Transport;
 use super::window::Window;
 use crate::budget::Budget;
+use crate::frontend::RemoveMode;
 use crate::pool::Pool;
 use crate::stop::Stop;
 use isobath_disk::BlockDevice;
@@ -135,6 +136,11 @@ impl<D: BlockDevice> Server<D> {
     /// The exports as they are now, the default one first. There is none once the server stops.
     pub fn exports(&self) -> Vec<ExportState> {
         self.exports.states()
+    }
+
+    /// How many clients have chosen the export of a name; none if there is no such export.
+    pub fn clients(&self, name: &str) -> Option<usize> {
+        self.exports.clients(name)
     }
 
     /// How many clients are connected, over all listeners.

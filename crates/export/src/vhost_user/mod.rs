@@ -29,6 +29,7 @@
 
 mod chain;
 mod config;
+mod frontend;
 mod inflight;
 mod memory;
 mod notify;
@@ -42,5 +43,6 @@ mod throttle;
 mod vring;
 mod wire;
 
+pub use frontend::{PROTOCOL, VhostUserFrontend};
 pub use options::{MAX_QUEUES, Options, OptionsError};
 pub use server::Server;

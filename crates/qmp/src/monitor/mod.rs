@@ -8,7 +8,6 @@ mod arguments;
 mod blockdev;
 mod drive;
 mod exports;
-mod frontends;
 mod image;
 mod job_queries;
 mod jobs;
@@ -19,18 +18,18 @@ mod request;
 mod snapshot;
 
 pub use drive::Drive;
-pub use exports::NbdServer;
 
 use crate::error::{ErrorClass, QmpError};
 use crate::schema::Schema;
 use crate::server::{Events, Service};
 use crate::tables::SCHEMA;
 use event_listener::Event;
-use exports::{ExportEntry, ExportList};
-use isobath_disk::OpenOptions;
+use exports::ExportList;
+use isobath_disk::{LiveDisk, OpenOptions};
+use isobath_export::registry::Frontends;
 use isobath_jobs::Job;
 use isobath_storage::Host;
-use isobath_storage::ring::{Handle, yield_now};
+use isobath_storage::ring::yield_now;
 use jobs::{EventQueue, Started};
 use names::Names;
 use request::Request;
@@ -57,10 +56,8 @@ pub struct Monitor<H: Host> {
     interrupted: RefCell<Vec<Request>>,
     /// Records of jobs that are gone, the oldest first.
     records: RefCell<VecDeque<Value>>,
-    nbd: Option<NbdServer<H>>,
-    exports: Rc<ExportList<H>>,
-    /// Who serves frontends to one disk.
-    workers: Vec<Handle>,
+    frontends: Frontends<LiveDisk<H>>,
+    exports: Rc<ExportList>,
     events: Events,
     event_queue: Arc<EventQueue>,
     /// Held by commands that change something.
@@ -79,14 +76,13 @@ struct FileNode {
 }
 
 impl<H: Host + Clone> Monitor<H> {
-    /// A monitor of `drives`, each of which `nbd` exports; other frontends are served by `workers`, or on this
-    /// thread if there are none. Jobs that an earlier server was busy with are found beside the images.
+    /// A monitor of `drives`, none of which is exported yet. Jobs that an earlier server was busy with are found
+    /// beside the images.
     pub fn new(
         host: H,
         options: OpenOptions,
         drives: Vec<Drive<H>>,
-        nbd: Option<NbdServer<H>>,
-        workers: Vec<Handle>,
+        frontends: Frontends<LiveDisk<H>>,
         events: Events,
     ) -> Self {
         let event_queue = Arc::<EventQueue>::default();
@@ -94,11 +90,6 @@ impl<H: Host + Clone> Monitor<H> {
             event_queue.attend(drive);
         }
         let interrupted = drives.iter().flat_map(request::interrupted).collect();
-        let exports = if nbd.is_some() {
-            drives.iter().map(ExportEntry::of_device).collect()
-        } else {
-            Vec::new()
-        };
         Self {
             host,
             options,
@@ -108,9 +99,8 @@ impl<H: Host + Clone> Monitor<H> {
             jobs: RefCell::default(),
             interrupted: RefCell::new(interrupted),
             records: RefCell::default(),
-            nbd,
-            exports: Rc::new(ExportList::new(exports)),
-            workers,
+            frontends,
+            exports: Rc::default(),
             events,
             event_queue,
             order: async_lock::Mutex::default(),
@@ -139,13 +129,6 @@ impl<H: Host + Clone> Monitor<H> {
         jobs.iter().map(|job| (self.name_of(&job.drive), Arc::clone(&job.job))).collect()
     }
 
-    /// The exports that clients can choose or connect to, and how many have.
-    pub(crate) fn export_clients(&self) -> Vec<(String, usize)> {
-        let exports = self.nbd.iter().flat_map(|server| server.exports());
-        let exports = exports.map(|export| (export.info.name, export.clients));
-        exports.chain(self.exports.clients()).collect()
-    }
-
     /// Passes on what jobs tell, for as long as it is polled.
     pub async fn watch(&self) {
         loop {
@@ -167,15 +150,15 @@ impl<H: Host + Clone> Monitor<H> {
     }
 
     /// Ends what this monitor runs: tells clients, cancels jobs, which can be started again later, closes
-    /// the frontends to one disk, and the disks that were added by `blockdev-add`. Those given to [`new`](Self::new) are left
-    /// to the caller.
+    /// the exports that have a server to themselves, and the disks that were added by `blockdev-add`. Shared servers,
+    /// and the disks given to [`new`](Self::new), are left to the caller.
     pub async fn end(&self) {
         self.ending.set(true);
         let reason = if self.quit.get() { "host-qmp-quit" } else { "host-signal" };
         self.events.emit("SHUTDOWN", json!({"guest": false, "reason": reason}));
         let _order = self.order.lock().await;
         self.end_jobs().await;
-        self.close_frontends().await;
+        self.close_exports().await;
         let added: Vec<_> = self.drives().into_iter().filter(|drive| drive.is_added()).collect();
         for drive in added {
             if let Err(error) = drive.close().await {

@@ -55,7 +55,7 @@ pub struct Variants {
 }
 
 /// A member of an object, or an argument of a command.
-#[derive(Debug)]
+#[derive(Clone, Copy, Debug)]
 pub struct Member {
     /// Its name.
     pub name: &'static str,

@@ -1,29 +1,99 @@
 //! Commands and events of exports, and of the server's end.
 
-use crate::schema::{Command, EMPTY, Object, Type, Variants, object, opt, req};
+use crate::schema::{Command, EMPTY, Member, Object, Type, Variants, object, opt, req};
+use isobath_export::frontend::{Parameter, Presence, Protocol, Takes};
+use isobath_export::registry::PROTOCOLS;
 
-const EXPORT_TYPE: Type = Type::Enum(&["nbd", "vhost-user-blk", "fuse"]);
+/// Frontends there are.
+const COUNT: usize = PROTOCOLS.len();
+/// The most parameters of a frontend, its location among them.
+const MOST: usize = 8;
 
-static NBD: Object = object(&[
-    opt("name", Type::Str),
-    opt("description", Type::Str),
-    opt("allocation-depth", Type::Bool),
-]);
 static UNIX: Object = object(&[req("path", Type::Str)]);
 static ADDRESS: Object = Object {
     members: &[req("type", Type::Enum(&["unix"]))],
     variants: Some(Variants { tag: "type", cases: &[("unix", &UNIX)] }),
 };
-static VHOST_USER_BLK: Object = object(&[
-    req("addr", Type::Object(&ADDRESS)),
-    opt("logical-block-size", Type::Size),
-    opt("num-queues", Type::Int),
-]);
-static FUSE: Object = object(&[
-    req("mountpoint", Type::Str),
-    opt("growable", Type::Bool),
-    opt("allow-other", Type::Enum(&["off", "on", "auto"])),
-]);
+
+/// The frontends' names.
+static NAMES: [&str; COUNT] = {
+    let mut names = [""; COUNT];
+    let mut number = 0;
+    while number < COUNT {
+        names[number] = PROTOCOLS[number].name;
+        number += 1;
+    }
+    names
+};
+const EXPORT_TYPE: Type = Type::Enum(&NAMES);
+
+/// What each frontend takes, and how much of it counts.
+static MEMBERS: [([Member; MOST], usize); COUNT] = {
+    let mut all = [([opt("", Type::Any); MOST], 0); COUNT];
+    let mut number = 0;
+    while number < COUNT {
+        all[number] = members(PROTOCOLS[number]);
+        number += 1;
+    }
+    all
+};
+static OBJECTS: [Object; COUNT] = {
+    let mut objects = [const { object(&[]) }; COUNT];
+    let mut number = 0;
+    while number < COUNT {
+        let (members, count) = &MEMBERS[number];
+        objects[number] = object(members.split_at(*count).0);
+        number += 1;
+    }
+    objects
+};
+static CASES: [(&str, &Object); COUNT] = {
+    let mut cases = [("", &UNIX); COUNT];
+    let mut number = 0;
+    while number < COUNT {
+        cases[number] = (PROTOCOLS[number].name, &OBJECTS[number]);
+        number += 1;
+    }
+    cases
+};
+
+/// What `block-export-add` takes for a protocol.
+const fn members(protocol: &Protocol) -> ([Member; MOST], usize) {
+    let mut members = [opt("", Type::Any); MOST];
+    let mut count = 0;
+    if let Some(location) = member(&protocol.location) {
+        members[count] = location;
+        count += 1;
+    }
+    let mut number = 0;
+    while number < protocol.parameters.len() {
+        if let Some(other) = member(&protocol.parameters[number]) {
+            members[count] = other;
+            count += 1;
+        }
+        number += 1;
+    }
+    (members, count)
+}
+
+/// A parameter as a member of `block-export-add`'s arguments, where it is one.
+const fn member(parameter: &Parameter) -> Option<Member> {
+    let optional = match parameter.qmp {
+        Presence::Absent => return None,
+        Presence::Optional => true,
+        Presence::Required => false,
+    };
+    let ty = match parameter.takes {
+        Takes::Text | Takes::Path => Type::Str,
+        Takes::Flag => Type::Bool,
+        Takes::Number { .. } => Type::Int,
+        Takes::Bytes { .. } => Type::Size,
+        Takes::Choice(words) => Type::Enum(words),
+        Takes::UnixSocket | Takes::Socket => Type::Object(&ADDRESS),
+    };
+    Some(Member { name: parameter.name, ty, optional })
+}
+
 static ADD: Object = Object {
     members: &[
         req("type", EXPORT_TYPE),
@@ -32,10 +102,7 @@ static ADD: Object = Object {
         opt("writable", Type::Bool),
         opt("writethrough", Type::Bool),
     ],
-    variants: Some(Variants {
-        tag: "type",
-        cases: &[("nbd", &NBD), ("vhost-user-blk", &VHOST_USER_BLK), ("fuse", &FUSE)],
-    }),
+    variants: Some(Variants { tag: "type", cases: &CASES }),
 };
 static DELETE: Object = object(&[req("id", Type::Str), opt("mode", Type::Enum(&["safe", "hard"]))]);
 static INFO: Object = object(&[

@@ -1,7 +1,8 @@
 //! A monitor of live disks, as `isobath serve` sets it up.
 
 use isobath_disk::{LiveDisk, OpenOptions};
-use isobath_export::nbd::{Export, Limits as NbdLimits, Server as Nbd};
+use isobath_export::frontend::Settings;
+use isobath_export::registry::{Frontends, Listeners};
 use isobath_qmp::client::{Address, Client};
 use isobath_qmp::monitor::{Drive, Monitor};
 use isobath_qmp::server::{Events, Limits, Server};
@@ -9,7 +10,6 @@ use isobath_storage::file::FileHost;
 use isobath_storage::ring::net::Listener;
 use isobath_storage::ring::{Config, Executor, spawn};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 
 /// The monitor on a thread; it ends by `quit`.
@@ -51,24 +51,19 @@ impl Live {
 async fn run(images: Vec<(String, PathBuf)>, (qmp, nbd): (Listener, Listener)) {
     let options = OpenOptions { writable: true, ..OpenOptions::default() };
     let mut drives = Vec::new();
-    let mut exports = Vec::new();
     for (name, path) in images {
         let disk = LiveDisk::open(FileHost, &path, &options).await.unwrap();
-        exports.push(Export {
-            name: name.clone(),
-            description: String::new(),
-            read_only: false,
-            device: disk.clone(),
-        });
         drives.push(Drive::new(name, disk));
     }
-    let exporter = Arc::new(Nbd::new(exports, NbdLimits::default()).unwrap());
-    let served = exporter.clone();
-    let exporting = spawn(async move { served.serve(nbd, &[]).await });
+    let frontends = Frontends::start(&[], Listeners::from([("nbd", vec![nbd])])).unwrap();
+    let exporting = frontends.serve();
     let disks: Vec<_> = drives.iter().map(|drive| drive.disk().clone()).collect();
     let events = Events::default();
-    let monitor =
-        Monitor::new(FileHost, options, drives, Some(exporter.clone()), Vec::new(), events.clone());
+    let monitor = Monitor::new(FileHost, options, drives, frontends.clone(), events.clone());
+    for drive in monitor.drives() {
+        let nbd = frontends.of("nbd").unwrap();
+        monitor.export(nbd, drive.device(), &drive, Settings::default()).unwrap();
+    }
     let server = Server::new(monitor, events, Limits::default());
     let (watched, serving) = (server.clone(), server.clone());
     let watching = spawn(async move { watched.service().watch().await });
@@ -78,8 +73,10 @@ async fn run(images: Vec<(String, PathBuf)>, (qmp, nbd): (Listener, Listener)) {
     server.stop();
     serving.await.unwrap().unwrap();
     watching.abort();
-    exporter.stop();
-    exporting.await.unwrap().unwrap();
+    frontends.stop();
+    for ended in exporting {
+        ended.await.unwrap().unwrap();
+    }
     for disk in disks {
         disk.close().await.unwrap();
     }

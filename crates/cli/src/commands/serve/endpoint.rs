@@ -2,14 +2,14 @@
 
 use isobath_storage::ring::net::{Address, Listener};
 use std::io;
-use std::net::{Ipv4Addr, SocketAddr, ToSocketAddrs};
+use std::net::{Ipv4Addr, ToSocketAddrs};
 use std::path::PathBuf;
 use std::str::FromStr;
 
 /// NBD's port.
 pub(super) const PORT: u16 = 10809;
 
-/// The value of `--nbd`.
+/// The value of `--nbd`, `--qmp` or `--metrics`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Endpoint {
     /// `unix:PATH`
@@ -92,18 +92,6 @@ impl std::fmt::Display for Endpoint {
             Self::Tcp { host, port } => write!(f, "{host}:{port}"),
         }
     }
-}
-
-/// An address as a client on this machine reaches it: `0.0.0.0` and `::` listen everywhere.
-pub(super) fn reachable(address: SocketAddr) -> SocketAddr {
-    let mut address = address;
-    if address.ip().is_unspecified() {
-        address.set_ip(match address {
-            SocketAddr::V4(_) => Ipv4Addr::LOCALHOST.into(),
-            SocketAddr::V6(_) => std::net::Ipv6Addr::LOCALHOST.into(),
-        });
-    }
-    address
 }
 
 /// Whether other machines may reach a listener.

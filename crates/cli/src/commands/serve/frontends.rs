@@ -1,143 +1,316 @@
-//! Frontends to one disk each: vhost-user-blk and FUSE.
+//! Frontends on the command line: their options, as the table of frontends has them, and the exports that they ask for.
 
-use super::announce::Frontend;
-use super::bind;
 use super::endpoint::Endpoint;
+use super::listen::{bind, listen};
 use crate::failure::Failure;
-use isobath_disk::BlockDevice;
-use isobath_export::{fuse, vhost_user};
+use clap::builder::{
+    BoolValueParser, PathBufValueParser, RangedU64ValueParser, TypedValueParser, ValueParser,
+};
+use clap::{Arg, ArgAction, ArgMatches, Command, FromArgMatches, ValueHint};
+use isobath_disk::LiveDisk;
+use isobath_export::frontend::{Parameter, Protocol, Setting, Settings, Takes};
+use isobath_export::registry::{Frontends, Listeners, PROTOCOLS};
 use isobath_qmp::monitor::{Drive, Monitor};
 use isobath_storage::Host;
 use std::path::PathBuf;
 use std::rc::Rc;
-use std::str::FromStr;
-use std::time::Duration;
 
-/// Queues offered: machines take one for each of their processors, and none is started before.
-const QUEUES: u16 = 64;
+/// What options say of each frontend.
+pub(super) struct FrontendArgs(Vec<Given>);
 
-/// `unix:PATH`
+/// What options say of one frontend.
+struct Given {
+    protocol: &'static Protocol,
+    locations: Vec<Value>,
+    /// Parameters that are the same for each of its exports.
+    others: Vec<(&'static Parameter, Value)>,
+}
+
+/// The value of an option.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct SocketFile(PathBuf);
+enum Value {
+    Text(String),
+    Flag(bool),
+    Number(u64),
+    Path(PathBuf),
+    Endpoint(Endpoint),
+}
 
-impl FromStr for SocketFile {
-    type Err = String;
+impl Value {
+    /// For an export; a socket is bound now.
+    fn setting(&self, option: &str) -> Result<Setting, Failure> {
+        Ok(match self {
+            Self::Text(text) => Setting::Text(text.clone()),
+            Self::Flag(flag) => Setting::Flag(*flag),
+            Self::Number(number) => Setting::Number(*number),
+            Self::Path(path) => Setting::Path(path.clone()),
+            Self::Endpoint(endpoint) => Setting::Listener(bind(endpoint, option)?),
+        })
+    }
+}
 
-    fn from_str(text: &str) -> Result<Self, String> {
-        match text.strip_prefix("unix:") {
-            Some("") => Err("the socket's path is missing after 'unix:'".into()),
-            Some(path) => Ok(Self(path.into())),
-            None => Err("a socket file is written as unix:PATH".into()),
+/// What reads the values of an option.
+fn parser(takes: Takes) -> ValueParser {
+    match takes {
+        Takes::Text => ValueParser::new(|text: &str| Ok::<_, String>(Value::Text(text.to_owned()))),
+        Takes::Flag => ValueParser::new(BoolValueParser::new().map(Value::Flag)),
+        Takes::Number { most } | Takes::Bytes { most } => {
+            let number = RangedU64ValueParser::<u64>::new().range(0..=most);
+            ValueParser::new(number.map(Value::Number))
+        }
+        Takes::Choice(words) => ValueParser::new(move |text: &str| choice(words, text)),
+        Takes::Path => ValueParser::new(PathBufValueParser::new().map(Value::Path)),
+        Takes::UnixSocket => ValueParser::new(socket_file),
+        Takes::Socket => {
+            ValueParser::new(|text: &str| text.parse::<Endpoint>().map(Value::Endpoint))
         }
     }
 }
 
-#[derive(clap::Args)]
-pub(super) struct FrontendArgs {
-    /// Export the image over vhost-user-blk on this socket file; the virtual machine must share its memory. With
-    /// several images, repeat the option, one per image in order
-    #[arg(long, value_name = "unix:PATH")]
-    vhost_user_blk: Vec<SocketFile>,
-    /// Export the image as a raw file by mounting it over this existing file (FUSE). With several images, repeat the
-    /// option, one per image in order
-    #[arg(long, value_name = "PATH")]
-    fuse: Vec<PathBuf>,
-    /// With --vhost-user-blk: maximum number of queues [default: 64]
-    #[arg(long, value_name = "N", requires = "vhost_user_blk")]
-    queues: Option<u16>,
-    /// With --vhost-user-blk: after a request, poll for more for up to this many microseconds before sleeping; the time
-    /// adapts to the load. 0 disables polling
-    #[arg(long, value_name = "MICROSECONDS", requires = "vhost_user_blk")]
-    poll: Option<u64>,
-    /// With --fuse: allow writes and truncation past the end to grow the disk
-    #[arg(long, requires = "fuse")]
-    growable: bool,
-    /// With --fuse: whether other users may access the file: off, on, or auto (on if the host allows it)
-    #[arg(long, value_name = "off|on|auto", requires = "fuse", default_value = "auto", value_parser = allow_other)]
-    allow_other: fuse::AllowOther,
+fn choice(words: &[&str], text: &str) -> Result<Value, String> {
+    if words.contains(&text) {
+        return Ok(Value::Text(text.to_owned()));
+    }
+    Err(match words {
+        [others @ .., last] if !others.is_empty() => {
+            format!("expected {} or {last}", others.join(", "))
+        }
+        words => format!("expected {}", words.concat()),
+    })
 }
 
-fn allow_other(text: &str) -> Result<fuse::AllowOther, String> {
-    match text {
-        "off" => Ok(fuse::AllowOther::Off),
-        "on" => Ok(fuse::AllowOther::On),
-        "auto" => Ok(fuse::AllowOther::Auto),
-        _ => Err("expected off, on or auto".into()),
+/// `unix:PATH`
+fn socket_file(text: &str) -> Result<Value, String> {
+    match text.strip_prefix("unix:") {
+        Some("") => Err("the socket's path is missing after 'unix:'".into()),
+        Some(path) => Ok(Value::Endpoint(Endpoint::Unix(path.into()))),
+        None => Err("a socket file is written as unix:PATH".into()),
+    }
+}
+
+/// The option of a parameter; none if it has none.
+fn argument(parameter: &Parameter) -> Option<Arg> {
+    let option = parameter.option.as_ref()?;
+    let argument = Arg::new(option.flag).long(option.flag).help(option.help);
+    let argument = match parameter.takes {
+        Takes::Flag => argument.action(ArgAction::SetTrue),
+        Takes::Path => argument.value_hint(ValueHint::AnyPath),
+        _ => argument,
+    };
+    let argument = argument.value_parser(parser(parameter.takes));
+    Some(if option.value_name.is_empty() {
+        argument
+    } else {
+        argument.value_name(option.value_name)
+    })
+}
+
+impl clap::Args for FrontendArgs {
+    fn augment_args(mut command: Command) -> Command {
+        for protocol in PROTOCOLS {
+            let location = argument(&protocol.location);
+            command = command.args(location.map(|argument| argument.action(ArgAction::Append)));
+        }
+        for protocol in PROTOCOLS {
+            for parameter in protocol.parameters {
+                let Some(mut argument) = argument(parameter) else { continue };
+                if let Some(option) = &protocol.location.option {
+                    argument = argument.requires(option.flag);
+                }
+                if let Some(default) = parameter.option.as_ref().and_then(|option| option.default) {
+                    argument = argument.default_value(default);
+                }
+                command = command.arg(argument);
+            }
+        }
+        command
+    }
+
+    fn augment_args_for_update(command: Command) -> Command {
+        Self::augment_args(command)
+    }
+}
+
+impl FromArgMatches for FrontendArgs {
+    fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
+        let values = |parameter: &Parameter| -> Vec<Value> {
+            let option = parameter.option.as_ref();
+            let values = option.and_then(|option| matches.get_many(option.flag));
+            values.into_iter().flatten().cloned().collect()
+        };
+        let given = PROTOCOLS.iter().map(|&protocol| Given {
+            protocol,
+            locations: values(&protocol.location),
+            others: protocol
+                .parameters
+                .iter()
+                .flat_map(|parameter| {
+                    values(parameter).into_iter().map(move |value| (parameter, value))
+                })
+                .collect(),
+        });
+        let mut given: Vec<_> = given.collect();
+        if given.iter().all(|given| given.locations.is_empty()) {
+            for Given { protocol, locations, .. } in &mut given {
+                let default = protocol.location.option.as_ref().and_then(|option| option.default);
+                locations.extend(default.map(default_location).transpose()?);
+            }
+        }
+        Ok(Self(given))
+    }
+
+    fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {
+        *self = Self::from_arg_matches(matches)?;
+        Ok(())
+    }
+}
+
+/// Where clients find a frontend when none was asked for.
+fn default_location(text: &str) -> Result<Value, clap::Error> {
+    let endpoint = text.parse::<Endpoint>();
+    let endpoint =
+        endpoint.map_err(|error| clap::Error::raw(clap::error::ErrorKind::InvalidValue, error))?;
+    Ok(Value::Endpoint(endpoint))
+}
+
+impl Given {
+    /// The option that asks for an export or names an address.
+    fn option(&self) -> String {
+        let flag = self.protocol.location.option.as_ref().map_or("", |option| option.flag);
+        format!("--{flag}")
+    }
+
+    /// What is said of the export at `location`, or of one of a shared server.
+    fn settings(&self, location: Option<&Value>) -> Result<Settings, Failure> {
+        let mut settings = Settings::default();
+        for (parameter, value) in &self.others {
+            settings.set(parameter, value.setting(&self.option())?);
+        }
+        if let Some(location) = location {
+            settings.set(&self.protocol.location, location.setting(&self.option())?);
+        }
+        Ok(settings)
     }
 }
 
 impl FrontendArgs {
-    /// Whether any is asked for.
-    pub(super) fn any(&self) -> bool {
-        !self.vhost_user_blk.is_empty() || !self.fuse.is_empty()
+    /// Those asked for whose exports have servers to themselves, and so are for one image each.
+    fn own_servers(&self) -> impl Iterator<Item = &Given> {
+        self.0.iter().filter(|given| !given.protocol.shared)
     }
 
-    /// Whether the client of the image with this number continues when this server is killed and restarted.
+    /// Whether a client of an image, by its number, continues when this server is killed and restarted.
     pub(super) fn outlives(&self, image: usize) -> bool {
-        image < self.vhost_user_blk.len()
+        let mut given = self.own_servers().filter(|given| given.protocol.clients_outlive);
+        given.any(|given| image < given.locations.len())
     }
 
     /// Refuses more frontends than there are images.
     pub(super) fn check(&self, images: usize) -> Result<(), Failure> {
-        for (what, count) in
-            [("--vhost-user-blk", self.vhost_user_blk.len()), ("--fuse", self.fuse.len())]
-        {
+        for given in self.own_servers() {
+            let (option, count) = (given.option(), given.locations.len());
             if count > images {
                 return Err(Failure::new(format_args!(
-                    "{what} is given {count} times for {images} images; give it at most once per \
-                     image"
+                    "{option} is given {count} times for {images} images; give it at most once per image"
                 )));
             }
         }
         Ok(())
     }
 
-    /// Opens the frontends to `drives`; each comes with the number of its drive.
-    pub(super) fn open<H: Host + Clone>(
+    /// Listens for clients of shared servers.
+    pub(super) fn listen(&self) -> Result<Listeners, Failure> {
+        let mut listeners = Listeners::new();
+        for given in self.0.iter().filter(|given| given.protocol.shared) {
+            let endpoints = given.locations.iter().filter_map(|location| match location {
+                Value::Endpoint(endpoint) => Some(endpoint.clone()),
+                _ => None,
+            });
+            let endpoints: Vec<_> = endpoints.collect();
+            listeners.insert(given.protocol.name, listen(&endpoints, &given.option())?);
+        }
+        Ok(listeners)
+    }
+
+    /// Exports the monitor's disks: all of them by shared servers that listen, and in turn by others.
+    pub(super) fn export<H: Host + Clone>(
         &self,
         monitor: &Monitor<H>,
-        drives: &[Rc<Drive<H>>],
-    ) -> Result<Vec<(usize, Frontend)>, Failure> {
-        let mut frontends = Vec::new();
-        for (number, (drive, SocketFile(path))) in
-            drives.iter().zip(&self.vhost_user_blk).enumerate()
-        {
-            let default = vhost_user::Options::default();
-            let options = vhost_user::Options {
-                writable: !drive.disk().is_read_only(),
-                queues: self.queues.unwrap_or(QUEUES),
-                poll: self.poll.map_or(default.poll, Duration::from_micros),
-                ..default
+        frontends: &Frontends<LiveDisk<H>>,
+    ) -> Result<(), Failure> {
+        let drives = monitor.drives();
+        for given in self.0.iter().filter(|given| !given.locations.is_empty()) {
+            let protocol = given.protocol;
+            let export = |id: &str, drive: &Rc<Drive<H>>, location| {
+                let Some(frontend) = frontends.of(protocol.name) else {
+                    return Err(Failure::new(format_args!(
+                        "there is no frontend '{}'",
+                        protocol.name
+                    )));
+                };
+                let exported = monitor.export(frontend, id, drive, given.settings(location)?);
+                exported.map_err(|error| Failure::new(error).context(given.option()))
             };
-            let id = format!("vhost-user-blk-{number}");
-            let endpoint = Endpoint::Unix(path.clone());
-            let listener = bind(&endpoint, "--vhost-user-blk")?;
-            let opened = monitor.serve_vhost_user(&id, drive, listener, options);
-            opened.map_err(|error| Failure::new(error).context("--vhost-user-blk"))?;
-            frontends.push((number, Frontend::VhostUserBlk(path.clone())));
+            if protocol.shared {
+                for drive in &drives {
+                    export(drive.device(), drive, None)?;
+                }
+                continue;
+            }
+            for (number, (drive, location)) in drives.iter().zip(&given.locations).enumerate() {
+                export(&format!("{}-{number}", protocol.name), drive, Some(location))?;
+            }
         }
-        for (number, (drive, path)) in drives.iter().zip(&self.fuse).enumerate() {
-            let options = fuse::Options {
-                writable: !drive.disk().is_read_only(),
-                growable: self.growable,
-                allow_other: self.allow_other,
-            };
-            let opened = monitor.mount(&format!("fuse-{number}"), drive, path, options);
-            opened.map_err(|error| Failure::new(error).context("--fuse"))?;
-            frontends.push((number, Frontend::File(path.clone())));
-        }
-        Ok(frontends)
+        Ok(())
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use clap::Args as _;
+
+    fn parse(arguments: &[&str]) -> Result<FrontendArgs, clap::Error> {
+        let command = FrontendArgs::augment_args(Command::new("serve").no_binary_name(true));
+        FrontendArgs::from_arg_matches(&command.try_get_matches_from(arguments)?)
+    }
 
     #[test]
     fn a_socket_file_is_written_with_its_kind() {
-        assert_eq!("unix:/run/a".parse(), Ok(SocketFile("/run/a".into())));
-        assert!("unix:".parse::<SocketFile>().is_err());
-        assert!("/run/a".parse::<SocketFile>().is_err());
+        let endpoint = Endpoint::Unix("/run/a".into());
+        assert_eq!(socket_file("unix:/run/a"), Ok(Value::Endpoint(endpoint)));
+        assert!(socket_file("unix:").is_err());
+        assert!(socket_file("/run/a").is_err());
+    }
+
+    #[test]
+    fn a_choice_is_one_of_its_words() {
+        assert_eq!(choice(&["off", "on"], "on"), Ok(Value::Text("on".into())));
+        assert_eq!(choice(&["off", "on", "auto"], ""), Err("expected off, on or auto".into()));
+        assert_eq!(choice(&["off"], "on"), Err("expected off".into()));
+    }
+
+    #[test]
+    fn nbd_is_where_nothing_else_is_asked_for() {
+        let count = |arguments: &[&str]| -> Vec<usize> {
+            parse(arguments).unwrap().0.iter().map(|given| given.locations.len()).collect()
+        };
+        assert_eq!(count(&[]), [1, 0, 0]);
+        assert_eq!(count(&["--fuse", "/a", "--fuse", "/b"]), [0, 0, 2]);
+        assert_eq!(count(&["--nbd", "1", "--vhost-user-blk", "unix:/a"]), [1, 1, 0]);
+        let default = &parse(&[]).unwrap().0[0].locations[0];
+        assert_eq!(*default, Value::Endpoint(Endpoint::default()));
+    }
+
+    #[test]
+    fn options_belong_to_their_frontend() {
+        assert!(parse(&["--fuse", "/a", "--queues", "2"]).is_err());
+        assert!(parse(&["--fuse", "/a", "--allow-other", "maybe"]).is_err());
+        let given = parse(&["--vhost-user-blk", "unix:/a", "--poll", "0"]).unwrap();
+        assert!(given.outlives(0) && !given.outlives(1));
+        assert!(given.check(0).is_err() && given.check(1).is_ok());
+        let values: Vec<_> = given.0[1].others.iter().map(|(_, value)| value.clone()).collect();
+        assert_eq!(values, [Value::Number(64), Value::Number(0)]);
+        assert!(parse(&["--vhost-user-blk", "unix:/a", "--queues", "65536"]).is_err());
     }
 }

@@ -1,5 +1,6 @@
 //! A file with the process ID, locked for as long as the process lives.
 
+use crate::failure::Failure;
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{self, Write};
 use std::os::unix::fs::MetadataExt;
@@ -37,6 +38,18 @@ impl PidFile {
             return Ok(Self { path: path.to_owned(), _file: file });
         }
     }
+}
+
+/// The file that an option names.
+pub(super) fn create(path: &Path) -> Result<PidFile, Failure> {
+    PidFile::create(path).map_err(|error| {
+        let reason = if error.kind() == io::ErrorKind::ResourceBusy {
+            "another process has locked it".to_owned()
+        } else {
+            error.to_string()
+        };
+        Failure::new(format_args!("cannot write the pid file '{}': {reason}", path.display()))
+    })
 }
 
 impl Drop for PidFile {

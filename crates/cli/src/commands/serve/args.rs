@@ -1,0 +1,156 @@
+//! What `isobath serve` is told.
+
+use super::endpoint::Endpoint;
+use super::frontends::FrontendArgs;
+#[cfg(feature = "slow-disk")]
+use super::slow;
+use crate::cache::Cache;
+use crate::failure::Failure;
+use crate::{options, size};
+use isobath_disk::{ImageFormat, MetadataMode};
+use isobath_export::nbd::ExportError;
+use isobath_export::nbd::wire::MAX_STRING;
+#[cfg(feature = "slow-disk")]
+use isobath_storage::slow::SlowDisk;
+use std::num::NonZeroUsize;
+use std::path::PathBuf;
+
+/// Serve images to virtual machines and other clients: over NBD, over vhost-user-blk, as files
+///
+/// Once clients can connect, prints each export's address and the QEMU options to use it. After that it only logs to
+/// stderr. SIGTERM, SIGINT or SIGHUP shuts it down: requests in flight are completed, and the images are flushed and
+/// closed. A second signal ends it at once, like a crash: flushed data is not lost. The same signal repeated within a
+/// second does not count as a second one.
+///
+/// There is neither authentication nor encryption: whoever can connect can read the disk and, unless --read-only is
+/// given, write to it. Restrict access to a Unix socket by the permissions of its directory.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    #[command(flatten)]
+    pub(super) frontends: FrontendArgs,
+    /// Listen for QMP connections, from 'isobath ctl' and other management programs, on a socket file or a TCP port (of
+    /// the loopback interface unless HOST is given); may be given several times
+    #[arg(long, value_name = "unix:PATH|HOST:PORT")]
+    pub(super) qmp: Vec<Endpoint>,
+    /// Serve Prometheus metrics over HTTP at /metrics on this port (of the loopback interface unless HOST is given);
+    /// may be given several times
+    #[arg(long, value_name = "[HOST:]PORT|unix:PATH")]
+    pub(super) metrics: Vec<Endpoint>,
+    /// The export's name; with several images, repeat the option, one per image in order [default: the image's file
+    /// name without its extension]. The empty name also selects the first export
+    #[arg(long, value_name = "NAME")]
+    pub(super) export_name: Vec<String>,
+    /// Refuse writes, and allow other programs to read the images meanwhile
+    #[arg(short, long)]
+    pub(super) read_only: bool,
+    /// Cache mode for the images and their backing files
+    #[arg(long, value_name = "MODE", default_value = "writeback")]
+    pub(super) cache: Cache,
+    /// How metadata changes reach an image. 'journal': one sync per flush; other programs refuse an image that was not
+    /// closed until 'isobath seal' recovers it. 'embedded': like 'journal', but mappings are stored in data that
+    /// compresses, without further writes. 'ordered': two syncs per flush; the image stays usable by other programs.
+    /// 'auto': enables the journal after a few flushes
+    #[arg(long, value_name = "MODE", default_value = "auto", value_parser = metadata)]
+    pub(super) metadata: MetadataMode,
+    /// With 'embedded': maximum number of zones in use, each of --zone-size; closing and recovering an image takes time
+    /// for each zone [default: 8]
+    #[arg(long, value_name = "N")]
+    pub(super) zones: Option<u32>,
+    /// With 'embedded': zone size, such as 16M [default: 64M]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    pub(super) zone_size: Option<u64>,
+    /// Memory limit of each disk's map, such as 64M [default: as much as the disk needs, at most 132M]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    pub(super) map_cache: Option<u64>,
+    /// The images' format [default: detected]. Required for raw images unless --read-only is given
+    #[arg(short, long, value_name = "FMT", value_parser = options::format)]
+    pub(super) format: Option<ImageFormat>,
+    /// Do not trust the images: open only backing files and data files in --backing-dir, and do not guess a backing
+    /// file's format
+    #[arg(long)]
+    pub(super) untrusted: bool,
+    /// A directory whose files an untrusted image may refer to; may be given several times [default: the image's own
+    /// directory]
+    #[arg(long, value_name = "DIR", requires = "untrusted")]
+    pub(super) backing_dir: Vec<PathBuf>,
+    /// Number of threads that serve clients; each client is served by one thread [default: one per CPU, at most 8]
+    #[arg(long, value_name = "N")]
+    pub(super) threads: Option<NonZeroUsize>,
+    /// Write the process ID to this file once clients can connect
+    #[arg(long, value_name = "FILE")]
+    pub(super) pid_file: Option<PathBuf>,
+    /// Run in the background; the command returns once clients can connect. Disables the log
+    #[arg(long)]
+    pub(super) daemonize: bool,
+    /// For experiments: simulate the timing of a slow disk that holds all images, given by bytes per second, latency in
+    /// microseconds, queue depth and flush time in microseconds; or 'hdd' or 'ssd'
+    #[cfg(feature = "slow-disk")]
+    #[arg(long, hide = true, value_name = "hdd|ssd|BANDWIDTH,LATENCY,DEPTH,FLUSH", value_parser = slow::parse)]
+    pub(super) slow_disk: Option<SlowDisk>,
+    /// The images; each becomes an export
+    #[arg(required = true, value_name = "IMAGE")]
+    pub(super) images: Vec<PathBuf>,
+}
+
+fn metadata(name: &str) -> Result<MetadataMode, String> {
+    MetadataMode::from_name(name).ok_or_else(|| {
+        let modes = MetadataMode::ALL.map(MetadataMode::name).join(", ");
+        format!("unknown mode '{name}'; expected {modes}")
+    })
+}
+
+impl Args {
+    /// The name of each image's export.
+    pub(super) fn export_names(&self) -> Result<Vec<String>, Failure> {
+        export_names(&self.images, &self.export_name)
+    }
+}
+
+/// A name for each image: the names given, then the file names, numbered where they are equal.
+fn export_names(images: &[PathBuf], given: &[String]) -> Result<Vec<String>, Failure> {
+    if given.len() > images.len() {
+        return Err(Failure::new(format_args!(
+            "{} export names are given for {} images; give --export-name at most once per image",
+            given.len(),
+            images.len()
+        )));
+    }
+    let mut names: Vec<String> = Vec::new();
+    for name in given {
+        if names.contains(name) {
+            return Err(Failure::new(ExportError::DuplicateName(name.clone())));
+        }
+        if name.len() > MAX_STRING {
+            let error = ExportError::TooLong { field: "name", length: name.len() };
+            return Err(Failure::new(error));
+        }
+        names.push(name.clone());
+    }
+    for image in images.iter().skip(given.len()) {
+        let stem = image.file_stem().map_or_else(|| "disk".into(), |stem| stem.to_string_lossy());
+        let mut name = stem.clone().into_owned();
+        let mut number = 2;
+        while names.contains(&name) {
+            name = format!("{stem}-{number}");
+            number += 1;
+        }
+        names.push(name);
+    }
+    Ok(names)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_export_has_a_name_of_its_own() {
+        let images = ["a/x.qcow2", "b/x.qcow2", "x-2", "y.img"].map(PathBuf::from);
+        assert_eq!(export_names(&images, &[]).unwrap(), ["x", "x-2", "x-2-2", "y"]);
+        let given = ["y".to_owned(), "z".to_owned()];
+        assert_eq!(export_names(&images, &given).unwrap(), ["y", "z", "x-2", "y-2"]);
+        assert!(export_names(&images[..1], &given).is_err());
+        assert!(export_names(&images, &["y".to_owned(), "y".to_owned()]).is_err());
+        assert!(export_names(&images, &["n".repeat(MAX_STRING + 1)]).is_err());
+    }
+}

@@ -1,0 +1,42 @@
+//! What is beside the exports: control sockets and figures.
+
+use isobath_qmp::metrics;
+use isobath_qmp::monitor::Monitor;
+use isobath_qmp::server as qmp;
+use isobath_storage::Host;
+use isobath_storage::ring::net::Listener;
+use isobath_storage::ring::{JoinHandle, spawn};
+use std::rc::Rc;
+
+/// Serves the control sockets, and forwards the jobs' events.
+pub(super) fn serve_control<H: Host + Clone>(
+    control: &Rc<qmp::Server<Monitor<H>>>,
+    listeners: Vec<Listener>,
+) -> Vec<JoinHandle<()>> {
+    let watching = control.clone();
+    spawn(async move { watching.service().watch().await });
+    let serve = |listener| {
+        let control = control.clone();
+        spawn(async move {
+            if let Err(error) = control.serve(listener).await {
+                tracing::error!(%error, "a control socket failed");
+            }
+        })
+    };
+    listeners.into_iter().map(serve).collect()
+}
+
+/// Gives figures to whoever asks for them.
+pub(super) fn serve_metrics<H: Host + Clone>(
+    control: &Rc<qmp::Server<Monitor<H>>>,
+    listeners: Vec<Listener>,
+) {
+    for listener in listeners {
+        let control = control.clone();
+        spawn(async move {
+            if let Err(error) = metrics::serve(listener, control).await {
+                tracing::error!(%error, "metrics are no longer served");
+            }
+        });
+    }
+}

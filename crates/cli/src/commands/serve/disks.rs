@@ -1,0 +1,109 @@
+//! The disks that are served: opened, looked after, closed.
+
+use super::args::Args;
+use crate::cache::Cache;
+use crate::failure::Failure;
+use isobath_disk::{ImageFormat, LiveDisk, OpenOptions, Trust};
+use isobath_storage::Host;
+use isobath_storage::file;
+use isobath_storage::ring::spawn;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// Opens every image.
+pub(super) async fn open<H: Host + Clone>(
+    host: &H,
+    args: &Args,
+) -> Result<Vec<Arc<LiveDisk<H>>>, Failure> {
+    let mut disks = Vec::new();
+    for (number, image) in args.images.iter().enumerate() {
+        let restart_log = args.frontends.outlives(number);
+        let options = OpenOptions { trust: trust(args, image)?, restart_log, ..options(args) };
+        let disk = LiveDisk::open(host.clone(), image, &options).await?;
+        let format = disk.layers().first().map(|layer| layer.format());
+        if format == Some(ImageFormat::Raw) && args.format.is_none() && !args.read_only {
+            return Err(Failure::new(format_args!(
+                "'{}' was detected as raw. A guest that can write to a raw image can make it look \
+                 like another format at the next start; use --format raw to confirm that it is raw",
+                image.display()
+            )));
+        }
+        disks.push(disk);
+    }
+    Ok(disks)
+}
+
+/// The options for opening images, without the trust in them.
+fn options(args: &Args) -> OpenOptions {
+    OpenOptions {
+        writable: !args.read_only,
+        direct: args.cache == Cache::None,
+        format: args.format,
+        metadata: args.metadata,
+        zones: args.zones,
+        zone_size: args.zone_size,
+        map_cache: args.map_cache.map(|bytes| usize::try_from(bytes).unwrap_or(usize::MAX)),
+        ..OpenOptions::default()
+    }
+}
+
+/// Which files the names in an image may refer to.
+fn trust(args: &Args, image: &Path) -> Result<Trust, Failure> {
+    if !args.untrusted {
+        return Ok(Trust::Full);
+    }
+    let own = [match image.parent() {
+        Some(parent) if parent != Path::new("") => parent.to_owned(),
+        _ => PathBuf::from("."),
+    }];
+    let directories = if args.backing_dir.is_empty() { &own[..] } else { &args.backing_dir };
+    let canonical = |directory: &PathBuf| {
+        fs::canonicalize(directory)
+            .map_err(|error| Failure::new(error).context(format_args!("'{}'", directory.display())))
+    };
+    Ok(Trust::Within(directories.iter().map(canonical).collect::<Result<_, _>>()?))
+}
+
+/// How images are opened that clients add: as the first one is, in whatever format they say.
+pub(super) fn options_of_added(args: &Args) -> Result<OpenOptions, Failure> {
+    let trust = args.images.first().map_or(Ok(Trust::Full), |image| trust(args, image))?;
+    Ok(OpenOptions { format: None, writable: true, trust, ..options(args) })
+}
+
+/// Has each disk do its work in the background.
+pub(super) fn look_after<H: Host + Clone>(disks: &[Arc<LiveDisk<H>>]) {
+    for disk in disks {
+        let disk = disk.clone();
+        spawn(async move {
+            if let Err(error) = disk.upkeep().await {
+                tracing::warn!(%error, "background upkeep ended");
+            }
+        });
+    }
+}
+
+/// Flushes and closes every disk, even if one fails, and logs its map's counters and the number of syncs.
+pub(super) async fn close<H: Host>(disks: &[Arc<LiveDisk<H>>]) -> Result<(), Failure> {
+    let mut result = Ok(());
+    for disk in disks {
+        if let Err(error) = disk.close().await {
+            if let Err(Failure { message: Some(message), .. }) = &result {
+                tracing::error!("{message}");
+            }
+            result = Err(error.into());
+        }
+        let map = disk.map_stats();
+        tracing::info!(
+            hits = map.hits,
+            unallocated_hits = map.unallocated_hits,
+            misses = map.misses,
+            bytes = map.bytes,
+            lookup_median_ns = map.lookup_median_ns,
+            lookup_p99_ns = map.lookup_p99_ns,
+            "the map's counters"
+        );
+    }
+    tracing::info!(syncs = file::syncs(), "fdatasyncs of all images");
+    result
+}

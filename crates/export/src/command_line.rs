@@ -1,0 +1,59 @@
+//! Words of command lines, to be pasted into a shell.
+
+use isobath_qcow2::text::is_hidden;
+use std::borrow::Cow;
+use std::fmt::Write as _;
+use std::path::Path;
+
+/// The path as every directory finds it.
+pub(crate) fn absolute(path: &Path) -> Cow<'_, Path> {
+    std::path::absolute(path).map_or(Cow::Borrowed(path), Cow::Owned)
+}
+
+/// A path as a value among QEMU's options.
+pub(crate) fn option_value(path: &Path) -> String {
+    absolute(path).to_string_lossy().replace(',', ",,")
+}
+
+/// A word as a shell takes it. What would do something to a terminal, or deceive, is written as its bytes
+/// in a form that bash, zsh and a POSIX shell of 2024 read.
+pub(crate) fn quoted(word: &str) -> Cow<'_, str> {
+    if word.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-._~/:,=+%@".contains(&byte)) {
+        return Cow::Borrowed(word);
+    }
+    if !word.chars().any(is_hidden) {
+        return Cow::Owned(format!("'{}'", word.replace('\'', r"'\''")));
+    }
+    let mut text = String::from("$'");
+    for c in word.chars() {
+        match c {
+            '\'' | '\\' => text.extend(['\\', c]),
+            _ if is_hidden(c) => {
+                for byte in c.encode_utf8(&mut [0; 4]).bytes() {
+                    // Three octal digits end by themselves, whatever follows.
+                    let _ = write!(text, "\\{byte:03o}");
+                }
+            }
+            _ => text.push(c),
+        }
+    }
+    text.push('\'');
+    Cow::Owned(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_shell_reads_what_was_quoted() {
+        for name in ["plain", "it's, é", "it's\x1b[2J\u{202e}7\\"] {
+            let word = quoted(name);
+            assert!(!word.chars().any(is_hidden), "{word:?}");
+            let shell = std::process::Command::new("bash")
+                .args(["-c", &format!("printf %s {word}")])
+                .output();
+            assert_eq!(shell.unwrap().stdout, name.as_bytes());
+        }
+    }
+}

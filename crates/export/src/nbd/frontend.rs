@@ -1,0 +1,167 @@
+//! NBD as a [`Frontend`]: one server for all exports.
+
+use super::exports::{self, ExportError};
+use super::places;
+use super::server::{Limits, Server};
+use crate::frontend::{
+    CommandLineOption, Export, ExportControl, ExportedDisk, Frontend, FrontendError, Parameter,
+    Place, Presence, Protocol, RemoveError, RemoveMode, Serving, Settings, Shown, Start, Takes,
+};
+use crate::stop::Stop;
+use isobath_disk::BlockDevice;
+use isobath_storage::ring::Handle;
+use isobath_storage::ring::net::{Address, Listener};
+use std::cell::RefCell;
+use std::rc::Rc;
+use std::sync::Arc;
+
+/// NBD, with its parameters.
+pub const PROTOCOL: Protocol = Protocol {
+    name: "nbd",
+    shared: true,
+    clients_outlive: false,
+    location: Parameter {
+        name: "addr",
+        takes: Takes::Socket,
+        qmp: Presence::Absent,
+        option: Some(CommandLineOption {
+            flag: "nbd",
+            value_name: "unix:PATH|[HOST:]PORT",
+            help: "Listen for NBD clients on a socket file, or on a TCP port (of the loopback \
+                   interface unless HOST is given); may be given several times [default: \
+                   127.0.0.1:10809, unless another frontend is given]",
+            default: Some("127.0.0.1:10809"),
+        }),
+    },
+    parameters: &[
+        Parameter { name: "name", takes: Takes::Text, qmp: Presence::Optional, option: None },
+        Parameter {
+            name: "description",
+            takes: Takes::Text,
+            qmp: Presence::Optional,
+            option: None,
+        },
+        // Clients are always offered `qemu:allocation-depth`, so this changes nothing.
+        Parameter {
+            name: "allocation-depth",
+            takes: Takes::Flag,
+            qmp: Presence::Optional,
+            option: None,
+        },
+    ],
+};
+
+/// An NBD server at the addresses of its listeners.
+pub struct NbdFrontend<D> {
+    server: Arc<Server<D>>,
+    workers: Vec<Handle>,
+    /// Those that nobody serves yet.
+    listeners: RefCell<Vec<Listener>>,
+    addresses: Rc<[Address]>,
+}
+
+impl<D: BlockDevice> NbdFrontend<D> {
+    /// A server without exports.
+    ///
+    /// # Errors
+    /// None.
+    pub fn start(start: Start) -> Result<Self, FrontendError> {
+        let Start { workers, listeners } = start;
+        let addresses = listeners.iter().map(|listener| listener.address().clone()).collect();
+        let server = Arc::new(Server::new(Vec::new(), Limits::default())?);
+        Ok(Self { server, workers, listeners: RefCell::new(listeners), addresses })
+    }
+}
+
+impl<D: BlockDevice> Frontend<D> for NbdFrontend<D> {
+    fn protocol(&self) -> &'static Protocol {
+        &PROTOCOL
+    }
+
+    fn ready(&self) -> Result<(), FrontendError> {
+        if self.addresses.is_empty() { Err("NBD server not running".into()) } else { Ok(()) }
+    }
+
+    fn export(&self, disk: ExportedDisk<D>, settings: Settings) -> Result<Export, FrontendError> {
+        self.ready()?;
+        let name = settings.text("name").unwrap_or(&disk.chosen_by).to_owned();
+        let gone = self.server.add(exports::Export {
+            name: name.clone(),
+            description: settings.text("description").unwrap_or_default().to_owned(),
+            read_only: !disk.writable,
+            device: disk.device,
+        });
+        let gone = gone.map_err(|error| match error {
+            ExportError::DuplicateName(name) => {
+                FrontendError::from(format!("NBD server already has export named '{name}'"))
+            }
+            error => error.into(),
+        })?;
+        let removed = Rc::<Stop>::default();
+        let control = Control {
+            name,
+            server: Arc::clone(&self.server),
+            addresses: Rc::clone(&self.addresses),
+            removed: Rc::clone(&removed),
+        };
+        let serving = async move {
+            removed.requested().await;
+            gone.await;
+            Ok(())
+        };
+        Ok(Export { control: Box::new(control), serving: Box::pin(serving) })
+    }
+
+    fn serve(&self) -> Vec<Serving> {
+        let serve = |listener| -> Serving {
+            let (server, workers) = (Arc::clone(&self.server), self.workers.clone());
+            Box::pin(async move {
+                let result = server.serve(listener, &workers).await;
+                if result.is_err() {
+                    server.stop();
+                }
+                result
+            })
+        };
+        self.listeners.take().into_iter().map(serve).collect()
+    }
+
+    fn stop(&self) {
+        self.server.stop();
+    }
+}
+
+struct Control<D> {
+    name: String,
+    server: Arc<Server<D>>,
+    addresses: Rc<[Address]>,
+    removed: Rc<Stop>,
+}
+
+impl<D: BlockDevice> ExportControl for Control<D> {
+    fn name(&self) -> Option<&str> {
+        Some(&self.name)
+    }
+
+    fn clients(&self) -> Option<usize> {
+        // Another one may have the name of one that is removed.
+        if self.removed.is_requested() { None } else { self.server.clients(&self.name) }
+    }
+
+    fn remove(&self, mode: RemoveMode) -> Result<(), RemoveError> {
+        if self.removed.is_requested() {
+            return Ok(());
+        }
+        self.server.remove(&self.name, mode).map_err(|error| match error {
+            exports::RemoveError::InUse { clients, .. } => RemoveError::InUse(clients),
+            error @ exports::RemoveError::NotFound(_) => RemoveError::Gone(error.into()),
+        })?;
+        self.removed.request();
+        Ok(())
+    }
+
+    fn places(&self, shown: Shown) -> Vec<Place> {
+        let place = |address| places::place(address, &self.name, shown);
+        self.addresses.iter().map(place).collect()
+    }
+}

@@ -1,0 +1,106 @@
+//! The frontends there are.
+
+use crate::frontend::{Frontend, FrontendError, Protocol, Start};
+use crate::{fuse, nbd, vhost_user};
+use isobath_disk::BlockDevice;
+use isobath_storage::ring::net::Listener;
+use isobath_storage::ring::{Handle, JoinHandle, spawn};
+use std::collections::BTreeMap;
+use std::io;
+use std::rc::Rc;
+
+/// The table: for each frontend its protocol and its type.
+macro_rules! frontends {
+    ($($protocol:path => $frontend:path),* $(,)?) => {
+        /// What can be started, in the order in which it is.
+        pub const PROTOCOLS: &[&Protocol] = &[$(&$protocol),*];
+
+        fn start_all<D: BlockDevice>(
+            mut start: impl FnMut(&'static Protocol) -> Start,
+        ) -> Result<Vec<Rc<dyn Frontend<D>>>, FrontendError> {
+            Ok(vec![$(Rc::new($frontend(start(&$protocol))?)),*])
+        }
+    };
+}
+
+frontends! {
+    nbd::PROTOCOL => nbd::NbdFrontend::start,
+    vhost_user::PROTOCOL => vhost_user::VhostUserFrontend::start,
+    fuse::PROTOCOL => fuse::FuseFrontend::start,
+}
+
+/// Every frontend, started.
+pub struct Frontends<D: BlockDevice>(Vec<Rc<dyn Frontend<D>>>);
+
+/// Where clients of [shared](Protocol::shared) servers connect, by the protocols' names.
+pub type Listeners = BTreeMap<&'static str, Vec<Listener>>;
+
+impl<D: BlockDevice> Frontends<D> {
+    /// Starts all of them. Clients are served by `workers`, or on this thread if there are none.
+    ///
+    /// # Errors
+    /// One cannot be started.
+    pub fn start(workers: &[Handle], mut listeners: Listeners) -> Result<Self, FrontendError> {
+        let start = |protocol: &Protocol| Start {
+            workers: workers.to_vec(),
+            listeners: listeners.remove(protocol.name).unwrap_or_default(),
+        };
+        start_all(start).map(Self)
+    }
+
+    /// All of them, in the order of [`PROTOCOLS`].
+    pub fn iter(&self) -> impl Iterator<Item = &dyn Frontend<D>> {
+        self.0.iter().map(|frontend| &**frontend)
+    }
+
+    /// The one of a protocol, by its name.
+    pub fn of(&self, protocol: &str) -> Option<&dyn Frontend<D>> {
+        self.iter().find(|frontend| frontend.protocol().name == protocol)
+    }
+
+    /// Serves clients of the [shared](Protocol::shared) servers, until [`stop`](Self::stop), each listener by a
+    /// task on this thread. To be called once.
+    pub fn serve(&self) -> Vec<JoinHandle<io::Result<()>>> {
+        self.iter().flat_map(Frontend::serve).map(spawn).collect()
+    }
+
+    /// Ends the [shared](Protocol::shared) servers, with their exports.
+    pub fn stop(&self) {
+        self.iter().for_each(Frontend::stop);
+    }
+}
+
+impl<D: BlockDevice> Clone for Frontends<D> {
+    fn clone(&self) -> Self {
+        Self(self.0.clone())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::frontend::{Parameter, Presence};
+    use std::collections::BTreeSet;
+
+    #[test]
+    fn names_are_told_apart() {
+        let mut flags = BTreeSet::new();
+        let mut names = BTreeSet::new();
+        for protocol in PROTOCOLS {
+            assert!(names.insert(protocol.name), "{}", protocol.name);
+            let all: Vec<&Parameter> =
+                [&protocol.location].into_iter().chain(protocol.parameters).collect();
+            let own: BTreeSet<_> = all.iter().map(|parameter| parameter.name).collect();
+            assert_eq!(own.len(), all.len(), "{}", protocol.name);
+            for parameter in all {
+                let Some(option) = &parameter.option else {
+                    assert_ne!(parameter.qmp, Presence::Absent, "nobody sets {}", parameter.name);
+                    continue;
+                };
+                assert!(flags.insert(option.flag), "--{}", option.flag);
+            }
+            // An export of a shared server has no place of its own to tell.
+            assert_eq!(protocol.shared, protocol.location.qmp == Presence::Absent);
+        }
+    }
+}

@@ -1,0 +1,171 @@
+//! vhost-user-blk as a [`Frontend`]: a server for each export, on a socket file of its own.
+
+use super::options::Options;
+use super::server::Server;
+use crate::command_line::{option_value, quoted};
+use crate::frontend::{
+    CommandLineOption, Export, ExportControl, ExportedDisk, Frontend, FrontendError, Parameter,
+    Place, Presence, Protocol, RemoveError, RemoveMode, Settings, Shown, Start, Takes,
+};
+use isobath_disk::BlockDevice;
+use isobath_storage::ring::Handle;
+use isobath_storage::ring::net::Address;
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixListener;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// vhost-user-blk, with its parameters.
+pub const PROTOCOL: Protocol = Protocol {
+    name: "vhost-user-blk",
+    shared: false,
+    clients_outlive: true,
+    location: Parameter {
+        name: "addr",
+        takes: Takes::UnixSocket,
+        qmp: Presence::Required,
+        option: Some(CommandLineOption {
+            flag: "vhost-user-blk",
+            value_name: "unix:PATH",
+            help: "Export the image over vhost-user-blk on this socket file; the virtual machine \
+                   must share its memory. With several images, repeat the option, one per image \
+                   in order",
+            default: None,
+        }),
+    },
+    parameters: &[
+        Parameter {
+            name: "logical-block-size",
+            takes: Takes::Bytes { most: u32::MAX as u64 },
+            qmp: Presence::Optional,
+            option: None,
+        },
+        Parameter {
+            name: "num-queues",
+            takes: Takes::Number { most: u16::MAX as u64 },
+            qmp: Presence::Optional,
+            option: Some(CommandLineOption {
+                flag: "queues",
+                value_name: "N",
+                help: "With --vhost-user-blk: maximum number of queues",
+                // Machines take one for each of their processors, and none is started before.
+                default: Some("64"),
+            }),
+        },
+        Parameter {
+            name: "poll",
+            takes: Takes::Number { most: u64::MAX },
+            qmp: Presence::Absent,
+            option: Some(CommandLineOption {
+                flag: "poll",
+                value_name: "MICROSECONDS",
+                help: "With --vhost-user-blk: after a request, poll for more for up to this many \
+                   microseconds before sleeping; the time adapts to the load. 0 disables polling",
+                default: None,
+            }),
+        },
+    ],
+};
+
+/// Exports by vhost-user-blk.
+pub struct VhostUserFrontend {
+    workers: Vec<Handle>,
+}
+
+impl VhostUserFrontend {
+    /// Ready for exports, which `workers` serve.
+    ///
+    /// # Errors
+    /// None.
+    pub fn start(start: Start) -> Result<Self, FrontendError> {
+        Ok(Self { workers: start.workers })
+    }
+}
+
+impl<D: BlockDevice> Frontend<D> for VhostUserFrontend {
+    fn protocol(&self) -> &'static Protocol {
+        &PROTOCOL
+    }
+
+    fn export(
+        &self,
+        disk: ExportedDisk<D>,
+        mut settings: Settings,
+    ) -> Result<Export, FrontendError> {
+        let listener = settings.take_listener("addr")?;
+        let Address::Unix(path) = listener.address().clone() else {
+            return Err(
+                "vhost-user-blk takes a socket file, since descriptors are passed over it".into()
+            );
+        };
+        let mut options =
+            Options { serial: serial(&disk.name), writable: disk.writable, ..Options::default() };
+        if let Some(queues) = settings.number("num-queues") {
+            options.queues = u16::try_from(queues)?;
+        }
+        if let Some(bytes) = settings.number("logical-block-size") {
+            options.logical_block_size = u32::try_from(bytes)?;
+        }
+        if let Some(microseconds) = settings.number("poll") {
+            options.poll = Duration::from_micros(microseconds);
+        }
+        let server = Server::new(disk.device, options)?;
+        let accepting = listener.as_fd().try_clone_to_owned()?;
+        let control = Control { server: Arc::clone(&server), path };
+        let workers = self.workers.clone();
+        let serving = async move {
+            let result = server.serve(UnixListener::from(accepting), &workers).await;
+            // The socket's file goes with it.
+            drop(listener);
+            result
+        };
+        Ok(Export { control: Box::new(control), serving: Box::pin(serving) })
+    }
+}
+
+/// What of a name can be a serial number.
+fn serial(name: &str) -> String {
+    name.chars().filter(char::is_ascii_graphic).take(20).collect()
+}
+
+struct Control<D> {
+    server: Arc<Server<D>>,
+    path: PathBuf,
+}
+
+impl<D: BlockDevice> ExportControl for Control<D> {
+    fn clients(&self) -> Option<usize> {
+        Some(usize::from(self.server.connected()))
+    }
+
+    fn remove(&self, mode: RemoveMode) -> Result<(), RemoveError> {
+        if mode == RemoveMode::Safe && self.server.connected() {
+            return Err(RemoveError::InUse(1));
+        }
+        self.server.stop();
+        Ok(())
+    }
+
+    fn places(&self, Shown { number, .. }: Shown) -> Vec<Place> {
+        let path = option_value(&self.path);
+        let chardev = format!("socket,id=char{number},path={path},reconnect=1");
+        let machine = format!(
+            "-m 1G -object memory-backend-memfd,id=mem,size=1G,share=on -machine memory-backend=mem -chardev \
+             {} -device vhost-user-blk-pci,chardev=char{number}",
+            quoted(&chardev)
+        );
+        vec![Place { name: format!("vhost-user-blk {}", quoted(&path)), uses: vec![machine] }]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn any_name_gives_a_serial_number() {
+        assert_eq!(serial("disk-1"), "disk-1");
+        assert_eq!(serial("é a disk of many words, and more"), "adiskofmanywords,and");
+    }
+}
