@@ -3,17 +3,19 @@
 
 use crate::take;
 use isobath_disk::{LiveDisk, MetadataMode, NewDisk, OpenOptions, Trust, create};
-use isobath_export::nbd::{Export, Limits as NbdLimits, Server as Nbd};
+use isobath_export::frontend::Settings;
+use isobath_export::registry::{Frontends, Listeners};
 use isobath_qmp::json::{self, Limits as JsonLimits, Splitter};
 use isobath_qmp::monitor::{Drive, Monitor};
 use isobath_qmp::server::{Events, Limits, Server};
 use isobath_storage::memory::MemoryHost;
+use isobath_storage::ring::net::Listener;
 use isobath_storage::ring::{Config, Executor, yield_now};
 use serde_json::{Value, json};
 use std::fs;
+use std::net::Ipv4Addr;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
-use std::sync::Arc;
 
 type Served = Rc<Server<Monitor<MemoryHost>>>;
 
@@ -82,20 +84,23 @@ fn serve(files: &Files, talk: impl AsyncFnOnce(&Served)) {
             let host = files.host.deep_copy();
             let disk = LiveDisk::open(host.clone(), &files.top, &Files::options()).await;
             let disk = disk.expect("a valid image");
-            let export = Export {
-                name: "disk".into(),
-                description: String::new(),
-                read_only: false,
-                device: disk.clone(),
-            };
-            let nbd = Arc::new(Nbd::new(vec![export], NbdLimits::default()).expect("one export"));
+            // Nobody accepts its clients.
+            let listener = Listener::bind_tcp((Ipv4Addr::LOCALHOST, 0).into()).expect("a port");
+            let listeners = Listeners::from([("nbd", vec![listener])]);
+            let frontends = Frontends::start(&[], listeners).expect("frontends");
             let drives = vec![Drive::new("disk", disk.clone())];
             let events = Events::default();
             let monitor =
-                Monitor::new(host, Files::options(), drives, Some(nbd), Vec::new(), events.clone());
+                Monitor::new(host, Files::options(), drives, frontends.clone(), events.clone());
+            let nbd = frontends.of("nbd").expect("it is in the table");
+            for drive in monitor.drives() {
+                let exported = monitor.export(nbd, "disk", &drive, Settings::default());
+                exported.expect("one export");
+            }
             let server = Server::new(monitor, events, Limits::default());
             talk(&server).await;
             server.service().end().await;
+            frontends.stop();
             let _ = disk.close().await;
         });
     });

@@ -199,6 +199,14 @@ pub struct Start {
 /// How many clients, requests and bytes it takes at a time is its own business, and so is how long it waits for clients at
 /// its end, since each protocol has other means to make a client wait; but both have bounds.
 pub trait Frontend<D: BlockDevice> {
+    /// Ready to export disks.
+    ///
+    /// # Errors
+    /// What is wrong with `start`.
+    fn start(start: Start) -> Result<Self, FrontendError>
+    where
+        Self: Sized;
+
     /// Its protocol.
     fn protocol(&self) -> &'static Protocol;
 

@@ -11,22 +11,22 @@ use std::rc::Rc;
 
 /// The table: for each frontend its protocol and its type.
 macro_rules! frontends {
-    ($($protocol:path => $frontend:path),* $(,)?) => {
+    ($($protocol:path => $frontend:ty),* $(,)?) => {
         /// What can be started, in the order in which it is.
         pub const PROTOCOLS: &[&Protocol] = &[$(&$protocol),*];
 
         fn start_all<D: BlockDevice>(
             mut start: impl FnMut(&'static Protocol) -> Start,
         ) -> Result<Vec<Rc<dyn Frontend<D>>>, FrontendError> {
-            Ok(vec![$(Rc::new($frontend(start(&$protocol))?)),*])
+            Ok(vec![$(Rc::new(<$frontend as Frontend<D>>::start(start(&$protocol))?)),*])
         }
     };
 }
 
 frontends! {
-    nbd::PROTOCOL => nbd::NbdFrontend::start,
-    vhost_user::PROTOCOL => vhost_user::VhostUserFrontend::start,
-    fuse::PROTOCOL => fuse::FuseFrontend::start,
+    nbd::PROTOCOL => nbd::NbdFrontend<D>,
+    vhost_user::PROTOCOL => vhost_user::VhostUserFrontend,
+    fuse::PROTOCOL => fuse::FuseFrontend,
 }
 
 /// Every frontend, started.

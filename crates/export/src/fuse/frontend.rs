@@ -60,17 +60,11 @@ pub struct FuseFrontend {
     workers: Vec<Handle>,
 }
 
-impl FuseFrontend {
-    /// Ready for exports, which `workers` serve.
-    ///
-    /// # Errors
-    /// None.
-    pub fn start(start: Start) -> Result<Self, FrontendError> {
+impl<D: BlockDevice> Frontend<D> for FuseFrontend {
+    fn start(start: Start) -> Result<Self, FrontendError> {
         Ok(Self { workers: start.workers })
     }
-}
 
-impl<D: BlockDevice> Frontend<D> for FuseFrontend {
     fn protocol(&self) -> &'static Protocol {
         &PROTOCOL
     }

@@ -60,20 +60,14 @@ pub struct NbdFrontend<D> {
     addresses: Rc<[Address]>,
 }
 
-impl<D: BlockDevice> NbdFrontend<D> {
-    /// A server without exports.
-    ///
-    /// # Errors
-    /// None.
-    pub fn start(start: Start) -> Result<Self, FrontendError> {
+impl<D: BlockDevice> Frontend<D> for NbdFrontend<D> {
+    fn start(start: Start) -> Result<Self, FrontendError> {
         let Start { workers, listeners } = start;
         let addresses = listeners.iter().map(|listener| listener.address().clone()).collect();
         let server = Arc::new(Server::new(Vec::new(), Limits::default())?);
         Ok(Self { server, workers, listeners: RefCell::new(listeners), addresses })
     }
-}
 
-impl<D: BlockDevice> Frontend<D> for NbdFrontend<D> {
     fn protocol(&self) -> &'static Protocol {
         &PROTOCOL
     }

@@ -73,17 +73,11 @@ pub struct VhostUserFrontend {
     workers: Vec<Handle>,
 }
 
-impl VhostUserFrontend {
-    /// Ready for exports, which `workers` serve.
-    ///
-    /// # Errors
-    /// None.
-    pub fn start(start: Start) -> Result<Self, FrontendError> {
+impl<D: BlockDevice> Frontend<D> for VhostUserFrontend {
+    fn start(start: Start) -> Result<Self, FrontendError> {
         Ok(Self { workers: start.workers })
     }
-}
 
-impl<D: BlockDevice> Frontend<D> for VhostUserFrontend {
     fn protocol(&self) -> &'static Protocol {
         &PROTOCOL
     }

@@ -13,7 +13,7 @@ use isobath_export::frontend::{
 use isobath_export::registry::PROTOCOLS;
 use isobath_storage::Host;
 use isobath_storage::ring::net::Listener;
-use isobath_storage::ring::spawn;
+use isobath_storage::ring::{JoinHandle, spawn};
 use serde_json::{Value, json};
 use std::cell::{Cell, RefCell};
 use std::path::Path;
@@ -31,6 +31,8 @@ pub(super) struct ExportEntry {
     /// The device it serves, or the node, at the time when it was added.
     of: Of,
     ending: Cell<bool>,
+    /// Serves it, takes it out of the list and tells so.
+    serving: JoinHandle<()>,
 }
 
 enum Of {
@@ -86,10 +88,13 @@ impl ExportList {
         }
     }
 
-    /// Has all end that have a server to themselves.
+    /// Has all end that have a server to themselves. Of the others nothing is told any more: they end with their
+    /// server.
     fn stop_own_servers(&self) {
-        for export in self.entries.borrow().iter().filter(|export| !export.protocol.shared) {
-            if let Err(error) = export.control.remove(RemoveMode::Hard) {
+        for export in &*self.entries.borrow() {
+            if export.protocol.shared {
+                export.serving.abort();
+            } else if let Err(error) = export.control.remove(RemoveMode::Hard) {
                 tracing::error!(%error, id = export.id, "an export does not end");
             }
         }
@@ -131,21 +136,23 @@ impl<H: Host + Clone> Monitor<H> {
             images: drive.layers().iter().map(|layer| layer.name().to_owned()).collect(),
         };
         let Export { control, serving } = frontend.export(disk, settings).map_err(QmpError::new)?;
+        let (exports, events, name) =
+            (Rc::clone(&self.exports), self.events.clone(), id.to_owned());
+        let serving = spawn(async move {
+            if let Err(error) = serving.await {
+                tracing::error!(%error, id = name, "an export failed");
+            }
+            exports.remove(&name);
+            events.emit("BLOCK_EXPORT_DELETED", json!({"id": name}));
+        });
         self.exports.entries.borrow_mut().push(ExportEntry {
             id: id.to_owned(),
             protocol: frontend.protocol(),
             control,
             of: Of::drive(drive),
             ending: Cell::new(false),
+            serving,
         });
-        let (exports, events, id) = (Rc::clone(&self.exports), self.events.clone(), id.to_owned());
-        drop(spawn(async move {
-            if let Err(error) = serving.await {
-                tracing::error!(%error, id, "an export failed");
-            }
-            exports.remove(&id);
-            events.emit("BLOCK_EXPORT_DELETED", json!({"id": id}));
-        }));
         Ok(())
     }
 
