@@ -1,9 +1,13 @@
 //! When a freed cluster may be used again.
+//!
+//! A [`WaitGroup`](isobath_storage::sync::WaitGroup) would not do: every read is counted, so threads count apart, and
+//! a drain waits for those that came before it while others come and need not wait. The gate of
+//! `isobath_disk::LiveDisk` counts alike but keeps others out, so it needs no epochs.
 
 use crate::per_thread::PerThread;
 use crate::sabotage::{self, Sabotage};
 use async_lock::Mutex;
-use event_listener::Event;
+use isobath_storage::sync::Condition;
 use isobath_storage::sync::atomic::{AtomicU64, Ordering};
 
 /// Counts the requests that may still use an old mapping.
@@ -19,7 +23,7 @@ use isobath_storage::sync::atomic::{AtomicU64, Ordering};
 pub struct ReaderEpoch {
     epoch: AtomicU64,
     inside: PerThread<[AtomicU64; 2]>,
-    left: Event,
+    left: Condition,
     draining: Mutex<()>,
 }
 
@@ -63,13 +67,8 @@ impl ReaderEpoch {
     /// one's: nobody else enters there, but for one who tries and leaves at once.
     async fn empty(&self, epoch: u64) {
         let side = (epoch & 1) as usize;
-        loop {
-            let left = self.left.listen();
-            if self.inside.all().all(|sides| sides[side].load(Ordering::SeqCst) == 0) {
-                return;
-            }
-            left.await;
-        }
+        let empty = || self.inside.all().all(|sides| sides[side].load(Ordering::SeqCst) == 0);
+        self.left.until(empty).await;
     }
 }
 
@@ -78,7 +77,7 @@ impl Drop for Pass<'_> {
         let last = self.inside.fetch_sub(1, Ordering::SeqCst) == 1;
         // A drain that begins after this look finds the count as it is now.
         if last && self.gate.epoch.load(Ordering::SeqCst) != self.epoch {
-            self.gate.left.notify(usize::MAX);
+            self.gate.left.changed();
         }
     }
 }

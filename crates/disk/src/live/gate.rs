@@ -1,8 +1,11 @@
 //! Keeping requests out while the chain changes.
+//!
+//! Each side waits for the other, and every request passes, so threads count apart. The
+//! [`ReaderEpoch`](isobath_image::reader_epoch::ReaderEpoch) counts alike but never keeps a request out.
 
-use event_listener::Event;
 use isobath_image::per_thread::PerThread;
 use isobath_image::sabotage::{self, Sabotage};
+use isobath_storage::sync::Condition;
 use isobath_storage::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 /// Requests pass; a change of the chain waits until none is inside, and keeps new ones out until it
@@ -13,9 +16,9 @@ pub(super) struct Gate {
     shut: AtomicBool,
     /// A request left while the gate is shut: for the change. Requests that wait do not hear of each other's
     /// tries, or they would go on to wake one another.
-    left: Event,
+    left: Condition,
     /// For the requests that wait.
-    opened: Event,
+    opened: Condition,
 }
 
 /// A request inside the gate; leaves when dropped.
@@ -36,7 +39,7 @@ pub(super) struct Quiet<'a>(&'a Gate);
 impl Drop for Quiet<'_> {
     fn drop(&mut self) {
         self.0.shut.store(false, Ordering::SeqCst);
-        self.0.opened.notify(usize::MAX);
+        self.0.opened.changed();
     }
 }
 
@@ -50,16 +53,13 @@ impl Gate {
                 return Pass { gate: self, inside };
             }
             self.leave(inside);
-            let opened = self.opened.listen();
-            if self.shut.load(Ordering::SeqCst) {
-                opened.await;
-            }
+            self.opened.until(|| !self.shut.load(Ordering::SeqCst)).await;
         }
     }
 
     fn leave(&self, inside: &AtomicUsize) {
         if inside.fetch_sub(1, Ordering::SeqCst) == 1 && self.shut.load(Ordering::SeqCst) {
-            self.left.notify(usize::MAX);
+            self.left.changed();
         }
     }
 
@@ -67,14 +67,9 @@ impl Gate {
     pub(super) async fn quiet(&self) -> Quiet<'_> {
         self.shut.store(true, Ordering::SeqCst);
         let quiet = Quiet(self);
-        loop {
-            let left = self.left.listen();
-            let empty = self.inside.all().all(|inside| inside.load(Ordering::SeqCst) == 0);
-            if empty || sabotage::is(Sabotage::OpenGate) {
-                return quiet;
-            }
-            left.await;
-        }
+        let empty = || self.inside.all().all(|inside| inside.load(Ordering::SeqCst) == 0);
+        self.left.until(|| empty() || sabotage::is(Sabotage::OpenGate)).await;
+        quiet
     }
 }
 

@@ -4,32 +4,26 @@
 //! over a later one, nor after a flush that was to cover it: so every later operation on the file waits for it.
 
 use crate::ring::{Held, unblock};
-use event_listener::Event;
+use crate::sync::WaitGroup;
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU8, Ordering};
 
 /// The operations of one file that nobody waits for any more.
 #[derive(Debug, Default)]
 pub(super) struct Landing {
-    orphans: AtomicUsize,
-    landed: Event,
+    orphans: WaitGroup,
 }
 
 impl Landing {
     /// Whether there are any.
     pub(super) fn any(&self) -> bool {
-        self.orphans.load(Ordering::SeqCst) > 0
+        !self.orphans.is_empty()
     }
 
     /// Waits for all of them.
     pub(super) async fn ended(&self) {
-        while self.any() {
-            let landed = self.landed.listen();
-            if self.any() {
-                landed.await;
-            }
-        }
+        self.orphans.ended().await;
     }
 }
 
@@ -90,12 +84,11 @@ impl Drop for Ending {
 
 impl Held for Landing {
     fn orphaned(&self) {
-        self.orphans.fetch_add(1, Ordering::SeqCst);
+        self.orphans.begin();
     }
 
     fn landed(&self) {
-        self.orphans.fetch_sub(1, Ordering::SeqCst);
-        self.landed.notify(usize::MAX);
+        self.orphans.end();
     }
 }
 

@@ -4,9 +4,11 @@
 //! loom's, so that `make interleavings` runs the very code of a structure in every order that its threads
 //! can take. A structure is explored if it takes its locks and atomics from here.
 
+mod condition;
 #[cfg(loom)]
 mod explored;
 
+pub use condition::{Condition, WaitGroup};
 #[cfg(loom)]
 pub use explored::{Cell, Mutex, MutexGuard, RwLock, atomic, explore, explore_within, wait};
 #[cfg(not(loom))]

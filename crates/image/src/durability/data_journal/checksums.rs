@@ -1,9 +1,8 @@
 //! Ranges of newly written data, and what is in them.
 
-use event_listener::Event;
 use isobath_qcow2::journal::Crc32c;
 use isobath_storage::IoBuf;
-use isobath_storage::sync::atomic::{AtomicU64, Ordering};
+use isobath_storage::sync::WaitGroup;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
@@ -57,36 +56,16 @@ pub(super) struct ChecksummedRanges {
     pub(super) broken: bool,
     /// There is too much: the data is made durable before the record instead.
     pub(super) too_much: bool,
-    pub(super) writes: Arc<InFlight>,
+    pub(super) writes: Arc<WaitGroup>,
 }
 
-/// Writes for which a commit waits.
-#[derive(Default)]
-pub struct InFlight {
-    count: AtomicU64,
-    ended: Event,
-}
-
-impl InFlight {
-    /// Waits for all of them.
-    pub async fn ended(&self) {
-        loop {
-            let ended = self.ended.listen();
-            if self.count.load(Ordering::SeqCst) == 0 {
-                return;
-            }
-            ended.await;
-        }
-    }
-}
-
-/// One of them; ends when dropped.
-pub struct Busy(Option<Arc<InFlight>>);
+/// A write for which a commit waits; ends when dropped.
+pub struct Busy(Option<Arc<WaitGroup>>);
 
 impl Busy {
     /// One more.
-    pub fn on(writes: &Arc<InFlight>) -> Self {
-        writes.count.fetch_add(1, Ordering::SeqCst);
+    pub fn on(writes: &Arc<WaitGroup>) -> Self {
+        writes.begin();
         Self(Some(Arc::clone(writes)))
     }
 
@@ -98,10 +77,8 @@ impl Busy {
 
 impl Drop for Busy {
     fn drop(&mut self) {
-        if let Some(writes) = &self.0
-            && writes.count.fetch_sub(1, Ordering::SeqCst) == 1
-        {
-            writes.ended.notify(usize::MAX);
+        if let Some(writes) = &self.0 {
+            writes.end();
         }
     }
 }
@@ -224,13 +201,13 @@ mod interleavings {
     use isobath_storage::sync::{Cell, Mutex, explore, wait};
 
     struct DataJournal {
-        writes: Arc<InFlight>,
+        writes: Arc<WaitGroup>,
         /// Writes that began before anything else, and what they write.
         busy: [(Mutex<Option<Busy>>, Cell<u8>); 2],
     }
 
     fn guard() -> DataJournal {
-        let writes = Arc::<InFlight>::default();
+        let writes = Arc::<WaitGroup>::default();
         let write = |_| (Mutex::new(Some(Busy::on(&writes))), Cell::new(0));
         DataJournal { busy: [0, 1].map(write), writes }
     }
@@ -249,12 +226,12 @@ mod interleavings {
     #[test]
     fn a_commit_waits_for_all_writes() {
         let tasks: &[fn(&DataJournal)] = &[|g| end(g, 0), |g| end(g, 1), commit];
-        explore("InFlight, two writes and a commit", 3, guard, tasks, |_| ());
+        explore("Busy, two writes and a commit", 3, guard, tasks, |_| ());
     }
 
     #[test]
     fn two_commits_wait() {
         let tasks: &[fn(&DataJournal)] = &[|g| (0..2).for_each(|n| end(g, n)), commit, commit];
-        explore("InFlight, two writes and two commits", 2, guard, tasks, |_| ());
+        explore("Busy, two writes and two commits", 2, guard, tasks, |_| ());
     }
 }

@@ -19,9 +19,10 @@ use crate::checksummed::Checksummed;
 use crate::pieces::{JournaledWrite, Pieces};
 use crate::restart_log::RestartLog;
 use crate::sabotage::{self, Sabotage};
-use checksums::{Checksum, ChecksummedRanges, InFlight};
+use checksums::{Checksum, ChecksummedRanges};
 use isobath_qcow2::{HostCluster, Lsn};
 use isobath_storage::IoBuf;
+use isobath_storage::sync::WaitGroup;
 use parking_lot::Mutex;
 use std::collections::HashSet;
 use std::ops::Range;
@@ -90,7 +91,7 @@ pub struct ClosedData {
     pub plain: Vec<HostCluster>,
     /// There is too much to have checksums of: data must be durable before the record is written.
     pub too_much: bool,
-    writes: Arc<InFlight>,
+    writes: Arc<WaitGroup>,
 }
 
 impl ClosedData {
@@ -276,7 +277,7 @@ impl DataJournal {
     }
 
     /// Begins a commit without a record; `None` if something must go into one.
-    pub fn begin_embedded_commit(&self) -> Option<Arc<InFlight>> {
+    pub fn begin_embedded_commit(&self) -> Option<Arc<WaitGroup>> {
         let mut state = self.state.lock();
         let state = &mut *state;
         let needs_record = state.open.too_much || state.open.broken || !state.plain.is_empty();

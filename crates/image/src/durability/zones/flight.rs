@@ -1,8 +1,10 @@
 //! First writes whose mapping is not recorded yet.
+//!
+//! A [`WaitGroup`](isobath_storage::sync::WaitGroup) would not do: a commit waits for those that began before it, and
+//! others begin all the time.
 
-use event_listener::Event;
 use isobath_qcow2::Lsn;
-use isobath_storage::sync::Mutex;
+use isobath_storage::sync::{Condition, Mutex};
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
@@ -10,7 +12,7 @@ use std::sync::Arc;
 #[derive(Default)]
 pub(super) struct Flights {
     lsns: Mutex<BTreeSet<Lsn>>,
-    ended: Event,
+    ended: Condition,
 }
 
 /// One of them; ends when dropped.
@@ -32,20 +34,14 @@ impl Flights {
 
     /// Waits for all with numbers below `lsn`.
     pub(super) async fn ended_below(&self, lsn: Lsn) {
-        loop {
-            let ended = self.ended.listen();
-            if self.lowest().is_none_or(|lowest| lowest >= lsn) {
-                return;
-            }
-            ended.await;
-        }
+        self.ended.until(|| self.lowest().is_none_or(|lowest| lowest >= lsn)).await;
     }
 }
 
 impl Drop for Flight {
     fn drop(&mut self) {
         self.flights.lsns.lock().remove(&self.lsn);
-        self.flights.ended.notify(usize::MAX);
+        self.flights.ended.changed();
     }
 }
 
