@@ -18,9 +18,11 @@ export PATH := $(PATH):$(HOME)/.cargo/bin
 DENY := target/tools/bin/cargo-deny
 # Compiled anew, without optimisation of what it does not need: loom replaces locks and atomics in dependencies too.
 LOOM := RUSTFLAGS='--cfg loom' CARGO_TARGET_DIR=target/loom \
-	cargo test --locked -p isobath-storage -p isobath-image -p isobath-chain -p isobath-disk --lib -- interleavings:: --nocapture --test-threads=2
+	cargo test --locked -p isobath-storage -p isobath-image -p isobath-chain -p isobath-disk --lib \
+	-- interleavings:: --nocapture --test-threads=2
 
-.PHONY: setup build test interleavings miri tsan demo soak kills crash crash-small crash-files coverage damage index-cases fuzz bench papers papers-quick clean
+.PHONY: setup build test interleavings miri tsan demo soak kills crash crash-small crash-files \
+	coverage damage index-cases fuzz bench papers papers-quick clean
 
 setup:
 	@scripts/setup
@@ -67,7 +69,8 @@ crash-small: setup
 
 # Crashes of a server on real files: CRASH_FILES_STATES states of each workload in every mode.
 crash-files: setup
-	cargo run --locked --release -p isobath-crash --bin isobath-crash-files -- --states $(CRASH_FILES_STATES) --seed $(CRASH_SEED)
+	cargo run --locked --release -p isobath-crash --bin isobath-crash-files \
+		-- --states $(CRASH_FILES_STATES) --seed $(CRASH_SEED)
 
 # The engine's lines that the simulator's histories run, per module.
 coverage: setup
@@ -75,7 +78,8 @@ coverage: setup
 
 # Damaged images beside QEMU: the first DAMAGE_IMAGES of DAMAGE_SEED, from where the last run ended.
 damage: setup
-	ISOBATH_DAMAGE_IMAGES=$(DAMAGE_IMAGES) ISOBATH_SEED=$(DAMAGE_SEED) cargo test --locked --release -p isobath --test damaged -- --nocapture damaged_images
+	ISOBATH_DAMAGE_IMAGES=$(DAMAGE_IMAGES) ISOBATH_SEED=$(DAMAGE_SEED) \
+		cargo test --locked --release -p isobath --test damaged -- --nocapture damaged_images
 
 # Every operation of QEMU on every layer of indexed chains of every sort; half of them are in `make test`.
 index-cases: setup

@@ -1,10 +1,10 @@
 //! The states in which a crash can leave the files.
 //!
-//! Every change that no flush covers has a fate of its own, down to grains of 512 or 4,096 bytes, only
-//! the latter where the device writes so many whole: a grain holds what it held after any number of the changes made to it, from those that are durable
-//! on. So changes are lost, reordered and torn in every way in which a page cache above a disk can do
-//! it. The length of a file is one that it had at some moment since its last flush; what lies below it
-//! and was never written reads as zeroes.
+//! Every change that no flush covers has a fate of its own, down to grains of 512 or 4,096 bytes, only the latter where
+//! the device writes so many whole: a grain holds what it held after any number of the changes made to it, from those
+//! that are durable on. So changes are lost, reordered and torn in every way in which a page cache above a disk can do
+//! it. The length of a file is one that it had at some moment since its last flush; what lies below it and was never
+//! written reads as zeroes.
 
 use crate::content::Content;
 use crate::guest::SECTOR;

@@ -2,8 +2,9 @@
 //!
 //! Growing: the L1 table is replaced by a longer one if necessary; data of an earlier shrink or a larger backing file
 //! in the new part is turned into zeroes; space is preallocated; and only when all that is durable does the header's
-//! `size` change. Shrinking: the header's `size` changes first, then the clusters past the end are released, and the file is truncated where its tail became free. A crash leaves the disk at its old size or at its new one, and at worst lost
-//! space.
+//! `size` change. Shrinking: the header's `size` changes first, then the clusters past the end are released, and the
+//! file is truncated where its tail became free. A crash leaves the disk at its old size or at its new one, and at
+//! worst lost space.
 
 mod preallocate;
 

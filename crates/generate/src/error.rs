@@ -33,7 +33,8 @@ pub enum GenerateError {
     Format(#[from] FormatError),
     /// One layer's clusters do not fit one image.
     #[error(
-        "layer {layer} would need {clusters} clusters, more than an image of this cluster size can count; use larger clusters"
+        "layer {layer} would need {clusters} clusters, more than an image of this cluster size can \
+         count; use larger clusters"
     )]
     LayerTooLarge {
         /// The layer's number, from the base at 0.

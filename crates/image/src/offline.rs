@@ -18,8 +18,8 @@ use std::sync::Arc;
 ///
 /// # Errors
 /// If the file cannot be opened, locked, read or written; it is no qcow2 image
-/// ([`DiskError::Unsupported`](crate::DiskError::Unsupported)); or its header cannot be used. What is wrong beyond the header is
-/// in the report.
+/// ([`DiskError::Unsupported`](crate::DiskError::Unsupported)); or its header cannot be used. What is wrong beyond the
+/// header is in the report.
 pub async fn check<H: Host>(
     host: &H,
     name: &Path,

@@ -22,7 +22,8 @@ pub fn format_of(name: &Path, named: Option<ImageFormat>, start: &[u8]) -> Resul
             image: name.to_owned(),
             reason: format!(
                 "it is {format}; only qcow2 and raw are supported. Convert it with 'qemu-img \
-                 convert -f {} -O qcow2'; if it is in fact a raw disk, use '-f raw', or for a backing file 'qemu-img rebase -u -F raw' on the image above it",
+                 convert -f {} -O qcow2'; if it is in fact a raw disk, use '-f raw', or for a \
+                 backing file 'qemu-img rebase -u -F raw' on the image above it",
                 format.name()
             ),
         }),

@@ -1,4 +1,5 @@
-//! `block-stream`: copies the data of layers between a base and an overlay into the overlay, and removes them from the chain.
+//! `block-stream`: copies the data of layers between a base and an overlay into the overlay, and removes them from the
+//! chain.
 
 use super::job::{Job, JobKind, JobOptions, JobStatus};
 use super::run::{Driver, Pieces, Task, run};

@@ -234,7 +234,9 @@ mod tests {
         #[test]
         fn a_timeline_counts_all_in_few_bins(
             times in prop::collection::vec(prop_oneof![
-                any::<i32>().prop_map(i64::from), -62_135_596_800..253_402_300_799_i64, 1_700_000_000..1_700_010_000_i64,
+                any::<i32>().prop_map(i64::from),
+                -62_135_596_800..253_402_300_799_i64,
+                1_700_000_000..1_700_010_000_i64,
             ], 0..50),
         ) {
             let timeline = Timeline::of(times.iter().copied());

@@ -176,7 +176,7 @@ fn what_cannot_be_a_door_is_refused() {
     refused(&["--fuse", "file", "--fuse", "other"], "given 2 times for 1 images");
     refused(&["--fuse", "disk"], "an image of the disk itself");
     refused(&["--vhost-user-blk", "unix:none/v"], "none/v");
-    refused(&["--vhost-user-blk", "unix:v", "--queues", "0"], "0 queues");
+    refused(&["--vhost-user-blk", "unix:v", "--queues", "0"], "the number of queues is 0");
     assert!(!is_mounted(&directory.path().join("file")));
     let both = ["--fuse", "file", "--vhost-user-blk", "unix:none/v"];
     refused(&both, "none/v");

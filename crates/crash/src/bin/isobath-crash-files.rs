@@ -71,7 +71,8 @@ fn main() -> ExitCode {
             }
             println!(
                 "{} {}: {} states passed, {} of them different; before recovery {} refused by QEMU, \
-                 {} leaking; {} read by QEMU; lost: data in {}, metadata in {}, journal in {}; seeds {}..{seed}, {} changes and {} syncs, {:.0} s",
+                 {} leaking; {} read by QEMU; lost: data in {}, metadata in {}, journal in {}; \
+                 seeds {}..{seed}, {} changes and {} syncs, {:.0} s",
                 workload.name(),
                 mode.name(),
                 totals.states,

@@ -148,9 +148,9 @@ impl<D: BlockDevice> Server<D> {
         self.live.count()
     }
 
-    /// Ends the server: nobody is accepted any more, every export is removed, and each connection takes no further request,
-    /// finishes what it has begun, replies, and closes. [`serve`](Self::serve) returns after that.
-    /// May be called from any thread, and more than once.
+    /// Ends the server: nobody is accepted any more, every export is removed, and each connection takes no further
+    /// request, finishes what it has begun, replies, and closes. [`serve`](Self::serve) returns after that. May be
+    /// called from any thread, and more than once.
     pub fn stop(&self) {
         self.stop.request();
         self.exports.end();

@@ -14,6 +14,7 @@ mod embedded;
 mod failed_writes;
 mod hostile;
 mod journal;
+mod lines;
 mod live;
 mod merged_layers;
 mod random_requests;

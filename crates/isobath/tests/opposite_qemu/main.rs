@@ -1,11 +1,10 @@
 //! Isobath opposite QEMU, at random: both write into one chain by turns, or each into a chain of its
 //! own, and agree on every byte with each other and with a model.
 //!
-//! `ISOBATH_DIFF_SECONDS` says for how long (40 unless set), `ISOBATH_DIFF_OPERATIONS` for how many
-//! operations at most; `make soak` sets both, and names in `ISOBATH_DIFF_STATE` a file of seeds and totals
-//! with which the next run goes on. `ISOBATH_DIFF_DIR` is where the images lie; with
-//! `ISOBATH_DIFF_KEEP` those of a failure are kept, and its history is not shrunk. A failure prints its seed, and the history that led to it, shrunk;
-//! `ISOBATH_SEED` begins with that one.
+//! `ISOBATH_DIFF_SECONDS` says for how long (40 unless set), `ISOBATH_DIFF_OPERATIONS` for how many operations at most;
+//! `make soak` sets both, and names in `ISOBATH_DIFF_STATE` a file of seeds and totals with which the next run goes on.
+//! `ISOBATH_DIFF_DIR` is where the images lie; with `ISOBATH_DIFF_KEEP` those of a failure are kept, and its history is
+//! not shrunk. A failure prints its seed, and the history that led to it, shrunk; `ISOBATH_SEED` begins with that one.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by a panic")]
 

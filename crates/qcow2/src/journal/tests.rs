@@ -230,7 +230,10 @@ fn model(records: &[Record], at: u64) -> Option<u8> {
         (offset.get()..offset.get() + length as u64).contains(&at)
     };
     for record in records.iter().rev().filter(|record| record.lsn >= last.tail) {
-        let covered = |operation: &Operation| matches!(operation, Operation::Checksum { offset, length, .. } if hit(offset, *length as usize));
+        let covered = |operation: &Operation| match operation {
+            Operation::Checksum { offset, length, .. } => hit(offset, *length as usize),
+            _ => false,
+        };
         if record.operations.iter().any(covered) {
             return None;
         }
@@ -249,7 +252,10 @@ fn model(records: &[Record], at: u64) -> Option<u8> {
                 _ => {}
             }
         }
-        let revoked = |operation: &Operation| matches!(operation, Operation::Revoke { offset, length } if hit(offset, *length as usize));
+        let revoked = |operation: &Operation| match operation {
+            Operation::Revoke { offset, length } => hit(offset, *length as usize),
+            _ => false,
+        };
         if record.operations.iter().any(revoked) {
             return None;
         }

@@ -58,7 +58,8 @@ impl RestartMemory for Mapped {
     }
 }
 
-/// The restart memory of the file `id`, which is open under `name` as `image`; made if there is none and `create` says so.
+/// The restart memory of the file `id`, which is open under `name` as `image`; made if there is none and `create` says
+/// so.
 pub(super) async fn restart_memory(
     name: &Path,
     image: Option<&OwnedFd>,

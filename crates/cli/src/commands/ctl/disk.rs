@@ -140,9 +140,8 @@ impl Events {
 
 /// Run any QMP command and print its result
 #[derive(clap::Args)]
-#[command(
-    after_help = "Examples:\n  query query-block\n  query block-job-set-speed device=vm speed=1048576\n  query blockdev-add '{\"driver\": \"qcow2\", ...}'"
-)]
+#[command(after_help = "Examples:\n  query query-block\n  query block-job-set-speed device=vm \
+                  speed=1048576\n  query blockdev-add '{\"driver\": \"qcow2\", ...}'")]
 pub(super) struct Query {
     /// The command's name
     command: String,

@@ -1,9 +1,9 @@
 //! A commit that is too much for a record, while zones are in use or a log for a killed process.
 //!
-//! Without either the journal is taken out of use for such a commit. With zones it must stay, since it
-//! lists them, and with a log, which counts as long as it does; so it becomes empty instead, the commit
-//! goes the ordered way, and a record says that it has what was embedded. A crash in between finds the records that are embedded once more: they say
-//! what the tables say, or what was there before the commit.
+//! Without either the journal is taken out of use for such a commit. With zones it must stay, since it lists them, and
+//! with a log, which counts as long as it does; so it becomes empty instead, the commit goes the ordered way, and a
+//! record says that it has what was embedded. A crash in between finds the records that are embedded once more: they
+//! say what the tables say, or what was there before the commit.
 
 use super::{Active, checkpoint, ordered};
 use crate::Result;
