@@ -39,6 +39,16 @@ class Samples(dict):
         return {" / ".join(map(str, key if isinstance(key, tuple) else (key,))): each for key, each in self.items()}
 
 
+def by_case(rounds, cases, names, measure):
+    """Samples of each case, a tuple, by each name, under the key of both: the names in another order each round."""
+    samples = Samples()
+    for number in range(rounds):
+        for case in cases:
+            for name in rotated(names, number):
+                samples.attempt((*case, name), lambda: measure(*case, name))
+    return samples
+
+
 def rotated(items, number):
     """The items in another order each round."""
     number %= max(len(items), 1)

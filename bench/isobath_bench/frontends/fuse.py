@@ -1,7 +1,7 @@
 """The disk as a file, by FUSE: fio on it, Isobath beside QEMU."""
 
 from .. import plot
-from ..rounds import Samples, rotated
+from ..rounds import by_case
 from . import images, load, paired, served
 
 LOADS = {
@@ -24,12 +24,9 @@ def measure(what, name, seconds):
 
 
 def run(rounds, seconds):
-    samples, qemu = Samples(), served.qemu_name()
+    qemu = served.qemu_name()
     names = [served.ISOBATH, qemu]
-    for number in range(rounds):
-        for what in LOADS:
-            for name in rotated(names, number):
-                samples.attempt((what, name), lambda: measure(what, name, seconds))
+    samples = by_case(rounds, [(what,) for what in LOADS], names, lambda *key: measure(*key, seconds))
     rows, goals, bars = [], [], {}
     for what in LOADS:
         own, peer = ((what, name) for name in names)

@@ -1,6 +1,6 @@
 """1 MiB reads and writes in order through vhost-user-blk, 4 at a time, to clusters that have data."""
 
-from ..rounds import Samples, rotated
+from ..rounds import by_case
 from . import images, load, paired, served
 from .paired import DIRECT, PAGE_CACHE
 
@@ -20,11 +20,8 @@ def measure(cache, rw, name, seconds):
 
 
 def run(rounds, seconds):
-    samples, names = Samples(), [RAW, served.ISOBATH, served.qemu_name()]
-    for number in range(rounds):
-        for case in CASES:
-            for name in rotated(names, number):
-                samples.attempt((*case, name), lambda: measure(*case, name, seconds))
+    names = [RAW, served.ISOBATH, served.qemu_name()]
+    samples = by_case(rounds, CASES, names, lambda *key: measure(*key, seconds))
     rows, goals = [], []
     for case in CASES:
         cache, rw = case

@@ -1,7 +1,7 @@
 """4 KiB random writes through vhost-user-blk, 32 at a time, no flush: over data, and each to a new cluster."""
 
 from .. import tools
-from ..rounds import Samples, rotated
+from ..rounds import by_case
 from . import images, load, paired, served
 from .paired import DIRECT, PAGE_CACHE
 
@@ -32,11 +32,8 @@ def measure(cache, where, name, seconds):
 
 
 def run(rounds, seconds):
-    samples, names = Samples(), [RAW, served.ISOBATH, served.qemu_name()]
-    for number in range(rounds):
-        for case in CASES:
-            for name in rotated(names, number):
-                samples.attempt((*case, name), lambda: measure(*case, name, seconds))
+    names = [RAW, served.ISOBATH, served.qemu_name()]
+    samples = by_case(rounds, CASES, names, lambda *key: measure(*key, seconds))
     rows, goals = [], []
     for case in CASES:
         cache, where = case
