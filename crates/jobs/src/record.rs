@@ -1,12 +1,7 @@
-//! A job's and its guest's activity over time: [`JobRecord`], the [`Recorder`] that records it, and [`plot_svg`] and
-//! [`plot_html`] that plot it.
+//! A job's and its guest's activity over time: [`JobRecord`], and the [`Recorder`] that records it.
 //!
 //! A record has a bounded size however long the job runs: its samples become longer, and pauses too
 //! short to be seen beside them are left out of its intervals.
-
-mod plot;
-
-pub use plot::{plot_html, plot_svg};
 
 use serde::{Deserialize, Serialize};
 use std::time::Duration;

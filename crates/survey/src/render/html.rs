@@ -10,6 +10,7 @@ mod tables;
 use super::Listing;
 use super::format::{bytes, number, time};
 use crate::{Report, Survey, shown};
+use isobath_charts::escaped;
 use std::collections::hash_map::RandomState;
 use std::fmt::Write as _;
 use std::hash::{BuildHasher, Hasher};
@@ -22,7 +23,7 @@ pub fn html(survey: &Survey, report: &Report, listing: Listing) -> String {
     let nonce = nonce();
     let mut page = String::new();
     let paths: Vec<String> =
-        report.paths.iter().map(|path| text(&super::text::for_people(path))).collect();
+        report.paths.iter().map(|path| escaped(&super::text::for_people(path))).collect();
     // Writing to a string does not fail, here and below.
     let _ = write!(
         page,
@@ -66,25 +67,9 @@ fn nonce() -> String {
     format!("{:016x}{:016x}", random(), random())
 }
 
-/// Text as it stands in a page, in an element or in a quoted attribute.
-fn text(plain: &str) -> String {
-    let mut escaped = String::with_capacity(plain.len());
-    for c in plain.chars() {
-        match c {
-            '&' => escaped.push_str("&amp;"),
-            '<' => escaped.push_str("&lt;"),
-            '>' => escaped.push_str("&gt;"),
-            '"' => escaped.push_str("&quot;"),
-            '\'' => escaped.push_str("&#39;"),
-            c => escaped.push(c),
-        }
-    }
-    escaped
-}
-
 /// A file's name as it stands in a page.
 fn name(bytes: &[u8]) -> String {
-    text(&shown(bytes))
+    escaped(&shown(bytes))
 }
 
 fn tiles(report: &Report, page: &mut String) {
@@ -94,9 +79,9 @@ fn tiles(report: &Report, page: &mut String) {
         let _ = writeln!(
             page,
             "<div class=\"tile\"><b>{}</b><span>{}</span><small>{}</small></div>",
-            text(value),
-            text(label),
-            text(note),
+            escaped(value),
+            escaped(label),
+            escaped(note),
         );
     };
     tile(

@@ -1,10 +1,11 @@
 //! `isobath ctl SOCKET jobs`
 
 use super::follow::state;
+use super::plot::{plot_html, plot_svg};
 use super::{Session, entries, number, table, text, watch};
 use crate::failure::{Failure, Outcome};
 use crate::size;
-use isobath_jobs::record::{JobRecord, plot_html, plot_svg};
+use isobath_jobs::record::JobRecord;
 use serde_json::{Value, json};
 use std::fs;
 use std::path::{Path, PathBuf};

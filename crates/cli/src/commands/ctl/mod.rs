@@ -4,6 +4,7 @@ mod disk;
 mod follow;
 mod job;
 mod list;
+mod plot;
 mod start;
 mod stats;
 

@@ -1,8 +1,9 @@
 //! The page's charts.
 
-use super::chart::{Axis, Chart, Series, Shape};
+use super::chart::{Chart, Series, Shape};
 use crate::render::format::{bytes, date, microseconds, number, percent, span, time};
 use crate::{Report, Spread, cost};
+use isobath_charts::Axis;
 
 /// All charts of a survey.
 pub(super) fn all(report: &Report, page: &mut String) {

@@ -1,12 +1,13 @@
 //! The page's tables.
 
-use super::{name, text};
+use super::name;
 use crate::chain::{INDEX_ABOVE, MERGE_GAIN};
 use crate::render::Listing;
 use crate::render::format::{bytes, date, microseconds, number};
 use crate::render::text::for_people;
 use crate::statistics::SPANS;
 use crate::{Advice, ChainRow, Report, SortBy, Survey, cost};
+use isobath_charts::escaped;
 use std::fmt::Write as _;
 
 /// Problems that are told one by one.
@@ -27,7 +28,7 @@ fn begin(page: &mut String, id: &str, columns: &[(&str, bool)]) {
     let _ = write!(page, "<div class=\"scroll\"><table id=\"{id}\"><thead><tr>");
     for (column, numbers) in columns {
         let class = if *numbers { " class=\"n\"" } else { "" };
-        let _ = write!(page, "<th scope=\"col\"{class}><button>{}</button></th>", text(column));
+        let _ = write!(page, "<th scope=\"col\"{class}><button>{}</button></th>", escaped(column));
     }
     page.push_str("</tr></thead><tbody>\n");
 }
@@ -38,7 +39,7 @@ fn end(page: &mut String) {
 
 /// A cell of a number, shown as it is told.
 fn cell(page: &mut String, value: f64, told: &str) {
-    let _ = write!(page, "<td class=\"n\" data-value=\"{value}\">{}</td>", text(told));
+    let _ = write!(page, "<td class=\"n\" data-value=\"{value}\">{}</td>", escaped(told));
 }
 
 fn chains(survey: &Survey, listing: Listing, page: &mut String) {
@@ -75,7 +76,7 @@ fn chains(survey: &Survey, listing: Listing, page: &mut String) {
     ];
     begin(page, "chains", &columns);
     for row in &rows {
-        let _ = write!(page, "<tr><td class=\"name\">{}</td>", text(&for_people(&row.image)));
+        let _ = write!(page, "<tr><td class=\"name\">{}</td>", escaped(&for_people(&row.image)));
         let plus = if row.whole { "" } else { "+" };
         cell(page, row.length.into(), &format!("{}{plus}", number(row.length.into())));
         cell(page, row.own_files.into(), &number(row.own_files.into()));
@@ -100,7 +101,7 @@ fn chains(survey: &Survey, listing: Listing, page: &mut String) {
             page,
             "<td><span class=\"advice {}\">{}</span></td></tr>",
             row.advice.word(),
-            text(&told)
+            escaped(&told)
         );
     }
     end(page);
@@ -132,7 +133,7 @@ fn advice(report: &Report, page: &mut String) {
         let word = advice.word();
         let _ = write!(page, "<tr><td><span class=\"advice {word}\">{word}</span></td>");
         cell(page, *count as f64, &number(*count));
-        let _ = writeln!(page, "<td>{}</td></tr>", text(&rule));
+        let _ = writeln!(page, "<td>{}</td></tr>", escaped(&rule));
     }
     end(page);
     let _ = write!(
@@ -190,8 +191,8 @@ fn problems(report: &Report, page: &mut String) {
             page,
             "<tr><td class=\"name\">{}</td><td>{}</td><td class=\"name\">{}</td></tr>",
             name(&problem.image),
-            text(problem.trouble.text()),
-            text(&for_people(&problem.detail)),
+            escaped(problem.trouble.text()),
+            escaped(&for_people(&problem.detail)),
         );
     }
     end(page);

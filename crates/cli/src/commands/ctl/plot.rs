@@ -1,17 +1,14 @@
-//! A record as a picture: the guest's bandwidth over time, in the manner of the dissertation's
+//! Plots of a job record: the guest's bandwidth over time, in the manner of the dissertation's
 //! figures 4.5 to 4.7, with the times that the job ran shaded, and snapshots as lines.
 
-use super::{JobRecord, JobSample};
+use isobath_charts::{Axis, Frame, escaped, nice_step};
+use isobath_jobs::record::{JobRecord, JobSample};
 use std::fmt::Write as _;
 
-const WIDTH: f64 = 760.0;
-const HEIGHT: f64 = 380.0;
-const LEFT: f64 = 70.0;
-const RIGHT: f64 = 18.0;
-const TOP: f64 = 64.0;
-const BOTTOM: f64 = 48.0;
-/// The most points of a line: one for each unit of the picture.
-const POINTS: usize = (WIDTH - LEFT - RIGHT) as usize;
+const FRAME: Frame =
+    Frame { width: 760.0, height: 380.0, left: 70.0, right: 18.0, top: 64.0, bottom: 48.0 };
+/// Maximum points of a line: one for each unit of the chart's width.
+const POINTS: usize = (FRAME.right_end() - FRAME.left) as usize;
 /// Steps of shading.
 const SHADES: f64 = 20.0;
 
@@ -28,47 +25,57 @@ svg { --ground: #fff; --ink: #1b2330; --dim: #5d6878; --rule: #dfe3e9;
 .snapshot { stroke: var(--snapshot); stroke-width: 1.2; stroke-dasharray: 5 3; }
 ";
 
-/// Where a picture's values lie.
+/// The axes of a plot: seconds since the job started, and bytes per second.
 struct Axes {
-    seconds: f64,
-    most: f64,
+    x: Axis,
+    y: Axis,
 }
 
 impl Axes {
+    fn new(record: &JobRecord, samples: &[(f64, JobSample)]) -> Self {
+        let highest = samples.iter().map(|(_, sample)| sample.guest.max(sample.job)).max();
+        let highest = (highest.unwrap_or(0) as f64).max(1e6);
+        // A little below, for the error of the division.
+        let step = |least: f64| nice_step(least * 0.999);
+        let y = Axis::stepped("Bandwidth (MB/s)", highest, step(highest / 5.0), megabytes);
+        let to = if record.seconds.is_finite() { record.seconds.max(0.001) } else { 0.001 };
+        let mut x = Axis::stepped("Time since the job started (s)", to, step(to / 8.0), plain);
+        // It ends with the job, not with a tick.
+        x.ticks.retain(|(at, _)| *at <= to * (1.0 + 1e-9));
+        Self { x: Axis { to, ..x }, y }
+    }
+
     fn x(&self, seconds: f64) -> f64 {
-        LEFT + (seconds / self.seconds).clamp(0.0, 1.0) * (WIDTH - LEFT - RIGHT)
+        FRAME.x(&self.x, seconds)
     }
 
     fn y(&self, bytes: f64) -> f64 {
-        HEIGHT - BOTTOM - (bytes / self.most).clamp(0.0, 1.0) * (HEIGHT - TOP - BOTTOM)
+        FRAME.y(&self.y, bytes)
     }
 }
 
 /// The record as an SVG picture, for light and dark grounds. `title` is shown above it.
-pub fn plot_svg(record: &JobRecord, title: &str) -> String {
+pub(super) fn plot_svg(record: &JobRecord, title: &str) -> String {
     let samples = thinned(record);
-    let highest = samples.iter().map(|(_, sample)| sample.guest.max(sample.job)).max();
-    let highest = highest.unwrap_or(0) as f64;
-    let y_step = nice_step(highest.max(1e6) / 5.0);
-    let seconds = if record.seconds.is_finite() { record.seconds.max(0.001) } else { 0.001 };
-    let axes = Axes { seconds, most: (highest.max(1e6) / y_step).ceil() * y_step };
+    let axes = Axes::new(record, &samples);
+    let Frame { width, height, left, top, .. } = FRAME;
     let mut svg = format!(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {HEIGHT}\" role=\"img\" \
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width} {height}\" role=\"img\" \
          font-family=\"system-ui, 'Noto Sans', 'Liberation Sans', sans-serif\" font-size=\"12\">\n\
          <title>{0}</title>\n<style>{STYLE}</style>\n\
-         <rect class=\"ground\" width=\"{WIDTH}\" height=\"{HEIGHT}\"/>\n\
-         <text class=\"title\" x=\"{LEFT}\" y=\"24\" font-size=\"16\" font-weight=\"600\">{0}</text>\n",
+         <rect class=\"ground\" width=\"{width}\" height=\"{height}\"/>\n\
+         <text class=\"title\" x=\"{left}\" y=\"24\" font-size=\"16\" font-weight=\"600\">{0}</text>\n",
         escaped(title)
     );
     shades(&mut svg, &axes, &samples);
-    scales(&mut svg, &axes, y_step);
+    FRAME.draw_axes(&mut svg, &axes.x, &axes.y);
     line(&mut svg, &axes, "job", &samples, |sample| sample.job);
     line(&mut svg, &axes, "guest", &samples, |sample| sample.guest);
     for &at in record.snapshots.iter().filter(|at| at.is_finite()) {
-        let (x, bottom) = (axes.x(at), HEIGHT - BOTTOM);
+        let (x, bottom) = (axes.x(at), FRAME.floor());
         let _ = writeln!(
             svg,
-            "<line class=\"snapshot\" x1=\"{x:.1}\" y1=\"{TOP}\" x2=\"{x:.1}\" y2=\"{bottom}\"/>"
+            "<line class=\"snapshot\" x1=\"{x:.1}\" y1=\"{top}\" x2=\"{x:.1}\" y2=\"{bottom}\"/>"
         );
     }
     legend(&mut svg, !record.snapshots.is_empty());
@@ -77,7 +84,7 @@ pub fn plot_svg(record: &JobRecord, title: &str) -> String {
 }
 
 /// The same as a page of its own, with the record's sums.
-pub fn plot_html(record: &JobRecord, title: &str) -> String {
+pub(super) fn plot_html(record: &JobRecord, title: &str) -> String {
     let mean = |bytes: u64| bytes as f64 / record.seconds.max(0.001) / 1e6;
     format!(
         "<!DOCTYPE html>\n<html lang=\"en\">\n<meta charset=\"utf-8\">\n\
@@ -122,58 +129,20 @@ fn shades(svg: &mut String, axes: &Axes, samples: &[(f64, JobSample)]) {
     while let Some((from, sample)) = rest.first() {
         let same = rest.iter().take_while(|(_, other)| shade(other) == shade(sample)).count();
         let (_, after) = rest.split_at(same.max(1));
-        let to = after.first().map_or(axes.seconds, |(to, _)| *to);
+        let to = after.first().map_or(axes.x.to, |(to, _)| *to);
         if shade(sample) > 0 {
             let (x, width) = (axes.x(*from), axes.x(to) - axes.x(*from));
             let _ = writeln!(
                 svg,
-                "<rect class=\"shade\" x=\"{x:.1}\" y=\"{TOP}\" width=\"{width:.2}\" \
+                "<rect class=\"shade\" x=\"{x:.1}\" y=\"{}\" width=\"{width:.2}\" \
                  height=\"{:.1}\" opacity=\"{:.2}\"/>",
-                HEIGHT - BOTTOM - TOP,
+                FRAME.top,
+                FRAME.floor() - FRAME.top,
                 f64::from(shade(sample)) / SHADES * 0.4
             );
         }
         rest = after;
     }
-}
-
-fn scales(svg: &mut String, axes: &Axes, y_step: f64) {
-    let (right, bottom) = (WIDTH - RIGHT, HEIGHT - BOTTOM);
-    for number in 0..=(axes.most / y_step).round() as u32 {
-        let value = f64::from(number) * y_step;
-        let y = axes.y(value);
-        let _ = writeln!(
-            svg,
-            "<line class=\"grid\" x1=\"{LEFT}\" y1=\"{y:.1}\" x2=\"{right}\" y2=\"{y:.1}\"/>\
-             <text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"end\">{}</text>",
-            LEFT - 8.0,
-            y + 4.0,
-            megabytes(value)
-        );
-    }
-    let x_step = nice_step(axes.seconds / 8.0);
-    for number in 0..=(axes.seconds / x_step + 1e-9) as u32 {
-        let value = f64::from(number) * x_step;
-        let x = axes.x(value);
-        let _ = writeln!(
-            svg,
-            "<line class=\"axis\" x1=\"{x:.1}\" y1=\"{bottom}\" x2=\"{x:.1}\" y2=\"{:.1}\"/>\
-             <text x=\"{x:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{}</text>",
-            bottom + 5.0,
-            bottom + 19.0,
-            plain(value)
-        );
-    }
-    let middle = f64::midpoint(TOP, bottom);
-    let _ = writeln!(
-        svg,
-        "<line class=\"axis\" x1=\"{LEFT}\" y1=\"{bottom}\" x2=\"{right}\" y2=\"{bottom}\"/>\
-         <text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"middle\">Time since the job started (s)</text>\
-         <text x=\"18\" y=\"{middle}\" text-anchor=\"middle\" \
-         transform=\"rotate(-90 18 {middle})\">Bandwidth (MB/s)</text>",
-        f64::midpoint(LEFT, right),
-        HEIGHT - 10.0
-    );
 }
 
 /// A line whose values hold for their whole samples.
@@ -189,7 +158,7 @@ fn line(
     }
     let _ = write!(svg, "<path class=\"line {class}\" d=\"");
     for (number, (from, sample)) in samples.iter().enumerate() {
-        let to = samples.get(number + 1).map_or(axes.seconds, |(next, _)| *next);
+        let to = samples.get(number + 1).map_or(axes.x.to, |(next, _)| *next);
         let move_to = if number == 0 { 'M' } else { 'L' };
         let y = axes.y(value(sample) as f64);
         let _ = write!(svg, "{move_to}{:.1} {y:.1}H{:.1}", axes.x(*from), axes.x(to));
@@ -198,7 +167,7 @@ fn line(
 }
 
 fn legend(svg: &mut String, snapshots: bool) {
-    let mut x = LEFT;
+    let mut x = FRAME.left;
     let mut entry = |mark: &str, name: &str| {
         let _ = writeln!(
             svg,
@@ -216,13 +185,6 @@ fn legend(svg: &mut String, snapshots: bool) {
     }
 }
 
-/// The least of 1, 2 or 5 times a power of ten that is not below a value above 0.
-fn nice_step(least: f64) -> f64 {
-    let power = 10_f64.powf(least.log10().floor());
-    let factors = [1.0, 2.0, 5.0, 10.0].into_iter();
-    factors.map(|factor| factor * power).find(|&step| step >= least * 0.999).unwrap_or(least)
-}
-
 fn megabytes(bytes: f64) -> String {
     plain(bytes / 1e6)
 }
@@ -233,28 +195,10 @@ fn plain(value: f64) -> String {
     shown.trim_end_matches('0').trim_end_matches('.').to_owned()
 }
 
-fn escaped(text: &str) -> String {
-    let mut escaped = String::with_capacity(text.len());
-    for letter in text.chars() {
-        match letter {
-            '&' => escaped.push_str("&amp;"),
-            '<' => escaped.push_str("&lt;"),
-            '>' => escaped.push_str("&gt;"),
-            '"' => escaped.push_str("&quot;"),
-            // XML has no way to write these.
-            '\0'..='\u{8}' | '\u{b}' | '\u{c}' | '\u{e}'..='\u{1f}' | '\u{fffe}' | '\u{ffff}' => {
-                escaped.push('\u{fffd}');
-            }
-            letter => escaped.push(letter),
-        }
-    }
-    escaped
-}
-
 #[cfg(test)]
 mod tests {
-    use super::super::Recorder;
     use super::*;
+    use isobath_jobs::record::Recorder;
     use std::time::Duration;
 
     fn bursts(seconds: u64) -> JobRecord {
