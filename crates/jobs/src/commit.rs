@@ -125,24 +125,6 @@ impl<H: Host> Commit<H> {
         }
     }
 
-    /// The base takes the place of the whole chain above.
-    async fn pivot(&mut self, follow: Follow<H>) -> Result<()> {
-        let base = Arc::clone(&follow.to);
-        let old = self.live.go_on_in(base, async |disk| follow.finish(&disk).await).await;
-        let old = match old {
-            Ok(old) => old,
-            Err(error) => {
-                self.follow = Some(follow);
-                return Err(error);
-            }
-        };
-        // The chain above is no longer the disk; it is left as it can be left.
-        if let Err(error) = old.close().await {
-            tracing::warn!(%error, "cannot close the former active image");
-        }
-        Ok(())
-    }
-
     /// The base is below the overlay of what was committed.
     async fn rebase(&mut self, follow: Follow<H>) -> Result<()> {
         let disk = self.live.current();
@@ -179,9 +161,7 @@ impl<H: Host> Commit<H> {
 impl<H: Host> Task for Commit<H> {
     async fn work(&mut self, job: &Job) -> Result<bool> {
         let follow = self.follow.insert(self.open().await?);
-        if let From::Live(live, dirty) = &follow.from {
-            live.track(dirty);
-        }
+        follow.track();
         follow.work(job, &self.live).await
     }
 
@@ -192,24 +172,21 @@ impl<H: Host> Task for Commit<H> {
         let live = Arc::clone(&self.live);
         let _graph = live.hold_graph().await;
         let Some(follow) = self.follow.take() else { return Ok(()) };
-        match &follow.from {
-            From::Live(live, dirty) => {
-                let (live, dirty) = (Arc::clone(live), Arc::clone(dirty));
-                let done = self.pivot(follow).await;
-                live.untrack(&dirty);
-                done
-            }
-            From::Still(_) => self.rebase(follow).await,
+        if let From::Still(_) = follow.from {
+            return self.rebase(follow).await;
         }
+        let done = follow.pivot(&live).await;
+        if done.is_err() {
+            self.follow = Some(follow);
+        }
+        done
     }
 
     async fn abandon(&mut self) -> Result<()> {
         let live = Arc::clone(&self.live);
         let _graph = live.hold_graph().await;
         let Some(follow) = self.follow.take() else { return Ok(()) };
-        if let From::Live(live, dirty) = &follow.from {
-            live.untrack(dirty);
-        }
+        follow.untrack();
         let layer = live.close_lower(self.base, &follow.to).await?;
         live.renew(self.base, layer).await
     }

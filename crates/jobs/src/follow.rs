@@ -125,8 +125,34 @@ impl<H: Host> Follow<H> {
         }
     }
 
-    /// Copies what has changed last. Nobody changes anything meanwhile.
-    pub(super) async fn finish(&self, disk: &Disk<H>) -> Result<()> {
+    /// Tracks the changes of a disk in use from now on.
+    pub(super) fn track(&self) {
+        if let From::Live(live, dirty) = &self.from {
+            live.track(dirty);
+        }
+    }
+
+    /// Ends [`track`](Self::track).
+    pub(super) fn untrack(&self) {
+        if let From::Live(live, dirty) = &self.from {
+            live.untrack(dirty);
+        }
+    }
+
+    /// Puts the target in the place of the disk in use. The caller holds the graph.
+    pub(super) async fn pivot(&self, live: &LiveDisk<H>) -> Result<()> {
+        let target = Arc::clone(&self.to);
+        let old = live.go_on_in(target, async |disk| self.finish(&disk).await).await;
+        self.untrack();
+        // The former chain is no longer the disk: a failure to close it is not the job's.
+        if let Err(error) = old?.close().await {
+            tracing::warn!(%error, "cannot close the former active image");
+        }
+        Ok(())
+    }
+
+    /// Copies the last changes. There are no others meanwhile.
+    async fn finish(&self, disk: &Disk<H>) -> Result<()> {
         if let From::Live(_, dirty) = &self.from
             && !sabotage::is(Sabotage::UncopiedRest)
         {

@@ -121,22 +121,12 @@ impl<H: Host> Task for Mirror<H> {
         let live = Arc::clone(&self.live);
         let _graph = live.hold_graph().await;
         let Some(follow) = self.follow.take() else { return Ok(()) };
-        let target = Arc::clone(&follow.to);
-        let old = live.go_on_in(target, async |disk| follow.finish(&disk).await).await;
-        if let From::Live(live, dirty) = &follow.from {
-            live.untrack(dirty);
-        }
-        if let Err(error) = old?.close().await {
-            tracing::warn!(%error, "cannot close the former active image");
-        }
-        Ok(())
+        follow.pivot(&live).await
     }
 
     async fn abandon(&mut self) -> Result<()> {
         if let Some(follow) = self.follow.take() {
-            if let From::Live(live, dirty) = &follow.from {
-                live.untrack(dirty);
-            }
+            follow.untrack();
             follow.to.flush().await?;
         }
         Ok(())
