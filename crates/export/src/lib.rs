@@ -1,4 +1,4 @@
-//! Frontends to a virtual disk: the protocols by which other programs reach a
+//! Frontends to a virtual disk: the protocols through which other programs access a
 //! [`BlockDevice`](isobath_disk::BlockDevice).
 //!
 //! [`frontend`] is what they have in common, [`registry`] the table of those there are. Each can also be used

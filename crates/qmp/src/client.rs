@@ -1,4 +1,4 @@
-//! A QMP client that waits: for the command line.
+//! A blocking QMP client, for the command line.
 
 use crate::json::{self, Limits, Splitter};
 use serde_json::{Map, Value, json};
@@ -9,7 +9,7 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// The longest reply taken: of a disk with many thousands of layers.
+/// The longest reply accepted: that of a disk with many thousands of layers.
 const LONGEST: usize = 256 << 20;
 
 /// Why a command has no result.
@@ -19,19 +19,19 @@ pub enum ClientError {
     /// The server cannot be reached.
     #[error("cannot connect to '{address}': {error}")]
     Connect {
-        /// Where it was looked for.
+        /// The server's address.
         address: String,
-        /// What the system says.
+        /// The system's error.
         #[source]
         error: io::Error,
     },
     /// The connection failed.
     #[error("the connection failed: {0}")]
     Io(#[from] io::Error),
-    /// The server has ended the connection.
+    /// The server closed the connection.
     #[error("the server closed the connection")]
     Closed,
-    /// What was received is not QMP.
+    /// The data received is not QMP.
     #[error("this is not a QMP server: {0}")]
     NotQmp(String),
     /// The server refused the command.
@@ -51,7 +51,7 @@ impl ClientError {
     }
 }
 
-/// Something that happened, told by the server.
+/// An event from the server.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Event {
     /// Its name.
@@ -130,7 +130,7 @@ impl Client {
     /// Connects and negotiates.
     ///
     /// # Errors
-    /// Nobody listens there, or it is no QMP server.
+    /// Nothing listens there, or it is not a QMP server.
     pub fn connect(address: &Address) -> Result<Self, ClientError> {
         let socket = match address {
             Address::Unix(path) => Self::connect_unix(path),
@@ -159,11 +159,11 @@ impl Client {
             .map_err(|error| ClientError::Connect { address: path.display().to_string(), error })
     }
 
-    /// Carries out a command and gives what it returns. Events that come meanwhile are kept for
+    /// Executes a command and returns its result. Events received meanwhile are kept for
     /// [`event`](Self::event).
     ///
     /// # Errors
-    /// The server refuses it, or is gone.
+    /// The server refuses it, or closed the connection.
     pub fn execute(&mut self, command: &str, arguments: Value) -> Result<Value, ClientError> {
         self.next_id += 1;
         let id = Value::from(self.next_id);
@@ -196,7 +196,7 @@ impl Client {
         }
     }
 
-    /// The next event; `None` if none comes in so long.
+    /// The next event; `None` if none arrives within the timeout.
     ///
     /// # Errors
     /// The server is gone.
@@ -218,7 +218,7 @@ impl Client {
         }
     }
 
-    /// The next message; `None` if none is complete in so long.
+    /// The next message; `None` if none is complete within the timeout.
     fn receive(
         &mut self,
         patience: Option<Duration>,

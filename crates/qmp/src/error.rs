@@ -1,4 +1,4 @@
-//! What a command answers when it fails.
+//! The error reply of a command.
 
 use serde_json::{Value, json};
 use std::fmt;
@@ -6,7 +6,7 @@ use std::fmt;
 /// QMP's error classes (`QapiErrorClass`). Programs may rely on them, and on nothing in the text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ErrorClass {
-    /// Every failure for which there is no class of its own.
+    /// Any failure without a class of its own.
     GenericError,
     /// The command is unknown, or not allowed in the present mode of the session.
     CommandNotFound,
@@ -31,7 +31,7 @@ impl ErrorClass {
     }
 }
 
-/// A failed command's answer: a class for programs, a text for people.
+/// A failed command's reply: a class for programs, a text for people.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct QmpError {
     /// What kind of failure it is.

@@ -1,9 +1,9 @@
-//! The control socket of live disks, in QEMU's language: QMP.
+//! The control socket of live disks, which speaks QEMU's protocol, QMP.
 //!
-//! [`server`] speaks the protocol: JSON requests and replies, errors by class, events. [`schema`] is the
-//! table of commands, arguments and replies, which checks what clients send and answers
-//! `query-qmp-schema`. [`monitor`] carries the commands out on live disks; [`metrics`] gives their figures
-//! to Prometheus. [`client`] is the other side, for the command line.
+//! [`server`] implements the protocol: JSON requests and replies, errors by class, events. [`schema`] is the table of
+//! commands, arguments and replies, which checks requests and answers `query-qmp-schema`. [`monitor`] executes the
+//! commands on live disks; [`metrics`] serves their metrics to Prometheus. [`client`] is the other side, for the
+//! command line.
 //!
 //! Source: QEMU's "QEMU Machine Protocol Specification" (docs/interop/qmp-spec) and "QEMU QMP Reference
 //! Manual".

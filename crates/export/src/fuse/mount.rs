@@ -27,19 +27,19 @@ use zerocopy::IntoBytes;
 /// returns.
 const GREETING: i32 = 10_000;
 
-/// Who else may use the file, as its permissions allow; QEMU's `FuseExportAllowOther`.
+/// Which other users may access the file, as far as its permissions allow; QEMU's `FuseExportAllowOther`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum AllowOther {
-    /// Nobody but the user who mounts it, not even root.
+    /// Only the user who mounts it, not even root.
     Off,
     /// Everybody.
     On,
-    /// Everybody, or nobody where the system does not let this user decide so.
+    /// Everybody, or nobody else if the system does not permit it.
     #[default]
     Auto,
 }
 
-/// What the file is good for.
+/// Options of the file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Options {
     /// It can be written, if the disk can.
@@ -62,7 +62,7 @@ pub struct Mount<D> {
 impl<D: BlockDevice> Mount<D> {
     /// Mounts a disk on an existing file. Whoever opens it waits for [`serve`](Self::serve).
     ///
-    /// A mount that a server which is gone has left on the file is cleared away.
+    /// A stale mount left on the file by a server that is gone is removed.
     ///
     /// # Errors
     /// See [`MountError`].
@@ -80,12 +80,11 @@ impl<D: BlockDevice> Mount<D> {
         Ok(Arc::new(Self { export, place: Mutex::new(place), stop: Stop::default(), connection }))
     }
 
-    /// Serves until [`stop`](Self::stop), or until somebody unmounts the file. Then finishes and answers
-    /// what was begun, unmounts, and returns. Those who still have the file open find it aborted
-    /// (`ENOTCONN`).
+    /// Serves until [`stop`](Self::stop), or until somebody unmounts the file. Then completes the requests in flight,
+    /// unmounts, and returns. Programs that still have the file open get `ENOTCONN`.
     ///
-    /// Requests are spread over `workers`, or stay on this thread if there are none. Dropping the future
-    /// unmounts at once; what was begun is then not answered.
+    /// Requests are spread over `workers`, or stay on this thread if there are none. Dropping the future unmounts at
+    /// once; requests in flight then get no reply.
     ///
     /// # Errors
     /// If the connection fails, or a worker ends. `EBUSY` if it was served before.

@@ -25,23 +25,23 @@ static OWN: Mutex<Vec<Device>> = Mutex::new(Vec::new());
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Device(u32, u32);
 
-/// Why a disk cannot be mounted. The message names the mount point and the way out.
+/// Why a disk cannot be mounted. The message names the mount point and the remedy.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum MountError {
-    /// There is no file to mount on.
+    /// The mount point does not exist.
     #[error("the mount point '{0}' does not exist; create an empty file there ('touch')")]
     NotFound(PathBuf),
-    /// The mount point is something else than a regular file.
+    /// The mount point is not a regular file.
     #[error(
         "the mount point '{0}' is not a regular file; the disk appears as a file, so create an \
          empty file and mount on that"
     )]
     NotAFile(PathBuf),
-    /// Something is mounted there already.
+    /// Something is already mounted there.
     #[error("something is already mounted on '{0}'; unmount it ('umount') or choose another file")]
     Busy(PathBuf),
-    /// The kernel has no FUSE, or this process may not see it.
+    /// The kernel has no FUSE, or this process has no access to it.
     #[error(
         "cannot mount '{path}': cannot open {DEVICE}: {source}; load the module ('modprobe fuse'), \
          or pass the device to the container"
@@ -63,7 +63,7 @@ pub enum MountError {
         /// What came of the helper.
         source: io::Error,
     },
-    /// The kernel's protocol is not understood.
+    /// The kernel's protocol version is not supported.
     #[error(
         "cannot mount '{path}': this kernel has FUSE {major}.{minor}, but 7.31 or a later 7.x is \
          needed (Linux 5.4)"

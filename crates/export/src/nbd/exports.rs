@@ -1,4 +1,4 @@
-//! The exports of a server, which come and go while it serves.
+//! The exports of a server, which can be added and removed while it serves.
 
 use super::handshake::ExportInfo;
 use super::live::{Gone, Guard, Live};
@@ -12,12 +12,11 @@ use std::sync::Arc;
 /// A disk under a name.
 #[derive(Debug)]
 pub struct Export<D> {
-    /// The name by which clients choose it, at most 4096 bytes. The first export of a server answers
-    /// to the empty name as well.
+    /// The name by which clients select it, at most 4096 bytes. The empty name also selects a server's first export.
     pub name: String,
     /// A description for people, at most 4096 bytes; may be empty.
     pub description: String,
-    /// Whether writes are refused even if the disk takes them.
+    /// Whether writes are refused even if the disk is writable.
     pub read_only: bool,
     /// The disk.
     pub device: Arc<D>,

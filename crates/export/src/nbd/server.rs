@@ -38,7 +38,7 @@ thread_local! {
     static POOL: Rc<Pool> = Rc::new(Pool::new(POOL_BYTES));
 }
 
-/// What clients may use of the server.
+/// Limits for clients.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
     /// Connections at a time, over all listeners. Further ones are closed at once.
@@ -148,9 +148,9 @@ impl<D: BlockDevice> Server<D> {
         self.live.count()
     }
 
-    /// Ends the server: nobody is accepted any more, every export is removed, and each connection takes no further
-    /// request, finishes what it has begun, replies, and closes. [`serve`](Self::serve) returns after that. May be
-    /// called from any thread, and more than once.
+    /// Shuts the server down: no client is accepted any more, every export is removed, and each connection reads no
+    /// further request, completes those in flight, and closes. [`serve`](Self::serve) returns after that. May be called
+    /// from any thread, and more than once.
     pub fn stop(&self) {
         self.stop.request();
         self.exports.end();

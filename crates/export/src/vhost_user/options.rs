@@ -1,4 +1,4 @@
-//! What a server offers.
+//! Options of a server.
 
 use super::ring;
 use std::time::Duration;
@@ -6,12 +6,12 @@ use std::time::Duration;
 /// The most queues: the protocol has one byte for their number.
 pub const MAX_QUEUES: u16 = 256;
 
-/// How a disk is shown to guests.
+/// How a disk is presented to guests.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Options {
     /// What the guest sees as the disk's serial number: up to 20 bytes of ASCII.
     pub serial: String,
-    /// Writes are served, unless the device itself is read-only.
+    /// Writes are accepted, unless the device itself is read-only.
     pub writable: bool,
     /// Writes are durable when they are answered, for guests too that would ask for it when they need it.
     /// Such a guest loses nothing even if the server is killed, whatever the image; every write costs a
@@ -23,8 +23,8 @@ pub struct Options {
     pub queue_size: u16,
     /// The block size that the guest sees, in bytes: a power of two from 512 to 4096.
     pub logical_block_size: u32,
-    /// The longest time for which a queue without requests looks for new ones before it sleeps. The time
-    /// adapts to the guest, and is 0 for one that asks seldom. Looking keeps a thread busy.
+    /// The longest time for which a queue without requests looks for new ones before it sleeps. The time adapts to the
+    /// guest, and is 0 for one with few requests. Polling keeps a thread busy.
     pub poll: Duration,
 }
 

@@ -81,9 +81,8 @@ impl<D: BlockDevice> Server<D> {
         Ok(())
     }
 
-    /// Ends the server: requests under way are finished and shown to the guest, the queues stopped, and
-    /// the connection closed. [`serve`](Self::serve) returns after that. May be called from any thread,
-    /// and more than once.
+    /// Shuts the server down: requests in flight are completed and shown to the guest, the queues stopped, and the
+    /// connection closed. [`serve`](Self::serve) returns after that. May be called from any thread, and more than once.
     pub fn stop(&self) {
         self.stop.request();
     }

@@ -1,4 +1,4 @@
-//! JSON as QMP speaks it: values back to back, with or without whitespace between them.
+//! JSON as in QMP: consecutive values, with or without whitespace between them.
 //!
 //! What a peer sends is first cut into values ([`Splitter`], which bounds their size and nesting), and
 //! each is then parsed by `serde_json`, with duplicate keys refused ([`parse`]).

@@ -1,6 +1,6 @@
-//! Figures for Prometheus, over HTTP.
+//! Prometheus metrics, over HTTP.
 //!
-//! `GET /metrics` gives them in Prometheus' text format 0.0.4. A connection is for one request.
+//! `GET /metrics` returns them in Prometheus' text format 0.0.4. A connection is for one request.
 
 mod text;
 
@@ -19,12 +19,12 @@ use std::time::Duration;
 const CONNECTIONS: usize = 16;
 /// The longest request.
 const LONGEST: usize = 8 << 10;
-/// How long a request and its answer may take.
+/// How long a request and its reply may take.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// How long to wait for descriptors to become free before accepting again.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// Answers on a listener until the future is dropped.
+/// Serves a listener until the future is dropped.
 ///
 /// # Errors
 /// If the listener fails.

@@ -1,4 +1,4 @@
-//! The figures as text.
+//! The metrics as text.
 
 use crate::monitor::{Drive, Monitor};
 use crate::server::Server;
@@ -32,7 +32,7 @@ fn escaped(text: &str) -> String {
     text.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
 }
 
-/// Everything there is to tell.
+/// All metrics.
 pub(super) fn metrics<H: Host + Clone>(server: &Server<Monitor<H>>) -> String {
     let monitor = server.service();
     let drives: Vec<_> =

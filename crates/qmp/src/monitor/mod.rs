@@ -1,8 +1,7 @@
 //! What the commands act on: the disks that are served, their jobs and exports.
 //!
-//! Commands that change something are carried out one at a time, in the order in which they arrive, as
-//! in QEMU. Jobs run as tasks on the thread of the monitor. What they tell is passed on as events
-//! before the reply to the command that caused it.
+//! Commands that change something are executed one at a time, in order of arrival, as in QEMU. Jobs run as tasks on the
+//! thread of the monitor. Their events are sent before the reply to the command that caused them.
 
 mod arguments;
 mod blockdev;
@@ -43,7 +42,7 @@ use std::sync::Arc;
 /// The result of a command.
 type Result<T> = std::result::Result<T, QmpError>;
 
-/// Carries out QMP's commands on live disks.
+/// Executes QMP commands on live disks.
 pub struct Monitor<H: Host> {
     host: H,
     /// How `blockdev-add` opens images, but for what its arguments say.

@@ -1,4 +1,4 @@
-//! What a job is told about the guest beside it, and about errors.
+//! A job's arguments for pacing and errors.
 
 use super::Result;
 use super::arguments::{Arguments, flag, number, optional_text};
@@ -10,7 +10,7 @@ use std::time::Duration;
 /// The longest time that may be asked for, in seconds: some 300 years.
 const LONGEST_TIME: f64 = 1e10;
 
-/// How a job makes way for the guest.
+/// How a job is throttled for guest I/O.
 pub(super) fn pacing(arguments: &Arguments) -> Result<Pacing> {
     let refuse = |text: &str| Err(QmpError::new(text));
     let positive = |name: &str, most: f64| match number(arguments, name) {

@@ -1,7 +1,7 @@
-//! What a job was asked to do, kept beside the image while it runs.
+//! A job's request, stored beside the image while the job runs.
 //!
-//! A server that ends, or is killed, leaves the file there. The next one finds it, tells of it
-//! (`x-isobath-query-jobs`), and can start the job again: what was copied is not copied again.
+//! A server that ends, or is killed, leaves the file there. The next one finds it, lists the job
+//! (`x-isobath-query-jobs`), and can restart it: what was copied is not copied again.
 
 use super::arguments::{Arguments, text};
 use super::jobs::Between;

@@ -1,10 +1,10 @@
 //! The server's side of QMP: sessions, capabilities, events.
 //!
-//! Everything runs as tasks of one thread's [ring](isobath_storage::ring). A session carries out one
-//! request after another; sessions run beside each other.
+//! Everything runs as tasks of one thread's [ring](isobath_storage::ring). A session executes one request after
+//! another; sessions run concurrently.
 //!
 //! Bounds: see [`Limits`]. A client that sends more than it reads is not read from until it has taken
-//! its replies; one that does not take its events is cut off. Neither holds up the others.
+//! its replies; one that does not read its events is disconnected. Neither blocks the others.
 
 mod events;
 mod outbox;
@@ -37,7 +37,7 @@ pub trait Service: 'static {
     /// The commands and events. Those of [`CONTROL`] are carried out by the server.
     fn schema(&self) -> &'static Schema;
 
-    /// Carries out a command whose arguments have been checked against the schema.
+    /// Executes a command whose arguments have been checked against the schema.
     fn execute(
         &self,
         command: &'static str,

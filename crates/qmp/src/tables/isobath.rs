@@ -1,4 +1,4 @@
-//! Commands that QEMU has no words for.
+//! Commands that QEMU does not have.
 
 use crate::schema::{Command, EMPTY, Object, Type, object, opt, req};
 

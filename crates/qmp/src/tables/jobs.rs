@@ -25,7 +25,7 @@ const IO_STATUS: Type = Type::Enum(&["ok", "failed", "nospace"]);
 const ON_ERROR: Type = Type::Enum(&["report", "ignore", "enospc", "stop", "auto"]);
 const MODE: Type = Type::Enum(&["adaptive", "threshold", "none"]);
 
-/// The arguments by which a job is told how to make way for the guest; Isobath's own.
+/// The arguments for throttling a job for guest I/O; Isobath's own.
 pub static PACING: &[&str] =
     &["pacing", "deadline", "max-impact", "adaptive-stream", "adaptive-threshold", "pause-time"];
 

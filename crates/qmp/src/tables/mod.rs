@@ -14,7 +14,7 @@ use crate::server::CONTROL;
 
 pub use jobs::PACING;
 
-/// Everything that `isobath serve` can be asked for through QMP.
+/// All commands and events of `isobath serve`.
 pub static SCHEMA: Schema = Schema {
     commands: &[CONTROL, nodes::COMMANDS, jobs::COMMANDS, exports::COMMANDS, isobath::COMMANDS],
     events: EVENTS,
