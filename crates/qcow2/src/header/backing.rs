@@ -48,6 +48,20 @@ fn remove(places: &Places<'_>) -> Option<Vec<HeaderWrite>> {
     Some(vec![(PLACE.start, vec![0; PLACE.len()])])
 }
 
+/// The bytes of the header's cluster that hold the present name.
+fn present_name(cluster: &[u8]) -> Option<Range<usize>> {
+    let at = bytes::be64(cluster, PLACE.start)? as usize;
+    let length = bytes::be32(cluster, PLACE.start + 8)? as usize;
+    Some(at..at.checked_add(length)?)
+}
+
+/// The header's fields for a name: its offset and its length.
+fn place(at: usize, length: usize) -> Vec<u8> {
+    let mut place = (at as u64).to_be_bytes().to_vec();
+    place.extend_from_slice(&(length as u32).to_be_bytes());
+    place
+}
+
 fn replace(
     places: &Places<'_>,
     cluster: &[u8],
@@ -55,9 +69,7 @@ fn replace(
     format: &str,
 ) -> Option<Vec<HeaderWrite>> {
     let size = 1usize << places.header.cluster_bits;
-    let old_at = bytes::be64(cluster, PLACE.start)? as usize;
-    let old_length = bytes::be32(cluster, PLACE.start + 8)? as usize;
-    let behind = (places.end? + HEAD).max(old_at.checked_add(old_length)?);
+    let behind = (places.end? + HEAD).max(present_name(cluster)?.end);
     let name_at = behind.next_multiple_of(8);
     if name_at.checked_add(name.len())? > size {
         return None;
@@ -70,8 +82,7 @@ fn replace(
         return None;
     }
     let mut sector = cluster.get(..end)?.to_vec();
-    bytes::put(&mut sector, PLACE.start, &(name_at as u64).to_be_bytes())?;
-    bytes::put(&mut sector, PLACE.start + 8, &(name.len() as u32).to_be_bytes())?;
+    bytes::put(&mut sector, PLACE.start, &place(name_at, name.len()))?;
     let mut data = format.as_bytes().to_vec();
     data.resize(room, 0);
     bytes::put(&mut sector, named.at + 4, &(format.len() as u32).to_be_bytes())?;
@@ -93,9 +104,7 @@ fn append(
     format: &str,
 ) -> Option<Vec<HeaderWrite>> {
     let size = 1usize << places.header.cluster_bits;
-    let old_at = bytes::be64(cluster, PLACE.start)? as usize;
-    let old_length = bytes::be32(cluster, PLACE.start + 8)? as usize;
-    let old_end = old_at.checked_add(old_length)?;
+    let old = present_name(cluster)?;
     let mark = places.end?;
     let named = places.extents.iter().any(|extent| extent.magic == BACKING_FORMAT);
     if named || mark + HEAD > SECTOR {
@@ -105,17 +114,12 @@ fn append(
     // And the new end of the extensions.
     data.resize(data.len().next_multiple_of(8) + HEAD, 0);
     let (data_at, data_end) = (mark + HEAD, mark + HEAD + data.len());
-    let mut next = data_end.max(old_end).next_multiple_of(8);
+    let mut next = data_end.max(old.end).next_multiple_of(8);
     let mut writes = Vec::new();
-    let place = |at: usize, length: usize| {
-        let mut place = (at as u64).to_be_bytes().to_vec();
-        place.extend_from_slice(&(length as u32).to_be_bytes());
-        place
-    };
-    if old_length > 0 && old_at < data_end && data_at < old_end {
-        writes.push((next, cluster.get(old_at..old_end)?.to_vec()));
-        writes.push((PLACE.start, place(next, old_length)));
-        next = (next + old_length).next_multiple_of(8);
+    if !old.is_empty() && old.start < data_end && data_at < old.end {
+        writes.push((next, cluster.get(old.clone())?.to_vec()));
+        writes.push((PLACE.start, place(next, old.len())));
+        next = (next + old.len()).next_multiple_of(8);
     }
     if next.checked_add(name.len())? > size {
         return None;
