@@ -3,6 +3,7 @@
 use clap::ValueEnum;
 use isobath_disk::ImageFormat;
 use isobath_qcow2::text::Shown;
+use isobath_storage::Locking;
 
 /// `--output`: for people or for programs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
@@ -12,6 +13,11 @@ pub(crate) enum OutputFormat {
     Human,
     /// JSON
     Json,
+}
+
+/// How to lock an image to read, by its option `-U`, `--force-share`.
+pub(crate) fn locking(force_share: bool) -> Locking {
+    if force_share { Locking::Unlocked } else { Locking::Exclusive }
 }
 
 /// Parses a format by QEMU's name.

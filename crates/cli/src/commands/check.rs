@@ -6,7 +6,6 @@ use crate::{json, messages, runtime};
 use clap::ValueEnum;
 use isobath_disk::{CheckEvent, CheckOptions, CheckReport, DiskError, ImageFormat, Repair, check};
 use isobath_qcow2::text::Shown;
-use isobath_storage::Locking;
 use isobath_storage::file::FileHost;
 use serde_json::{Map, Value, json};
 use std::io::{self, Write};
@@ -53,7 +52,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         Some(What::Leaks) => Repair::Leaks,
         Some(What::All) => Repair::All,
     };
-    let locking = if args.force_share { Locking::Unlocked } else { Locking::Exclusive };
+    let locking = options::locking(args.force_share);
     let options = CheckOptions { repair, locking, format: args.format };
     let human = args.output == OutputFormat::Human;
     let mut report = examine(&args.image, options)?;

@@ -7,7 +7,6 @@ use crate::{options, runtime};
 use isobath_disk::{
     BlockDevice, Compare, CompareError, Difference, Disk, ImageFormat, OpenOptions,
 };
-use isobath_storage::Locking;
 use isobath_storage::file::FileHost;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -104,7 +103,7 @@ async fn open(
     image: &Path,
     format: Option<ImageFormat>,
 ) -> Result<Arc<Disk<FileHost>>, Failure> {
-    let locking = if args.force_share { Locking::Unlocked } else { Locking::Exclusive };
+    let locking = options::locking(args.force_share);
     let direct = args.source_cache.is_direct();
     let options = OpenOptions { format, locking, direct, ..OpenOptions::default() };
     match Disk::open(FileHost, image, &options).await {

@@ -7,9 +7,9 @@ use crate::failure::{Failure, Outcome};
 use crate::workers::{self, Progress};
 use crate::{options, runtime, size};
 use isobath_disk::{BlockDevice, Copy, CopyOptions, Disk, ImageFormat, OpenOptions};
+use isobath_storage::Storage;
 use isobath_storage::file::FileHost;
 use isobath_storage::ring::Signals;
-use isobath_storage::{Locking, Storage};
 use std::cell::Cell;
 use std::io::Write;
 use std::path::PathBuf;
@@ -115,7 +115,7 @@ pub(crate) fn run(args: &Args, _out: &mut dyn Write) -> Outcome {
     runtime::block_on(async || {
         let mut sources = Vec::new();
         for input in inputs {
-            let locking = if args.force_share { Locking::Unlocked } else { Locking::Exclusive };
+            let locking = options::locking(args.force_share);
             let options = OpenOptions {
                 format: args.format,
                 locking,

@@ -5,7 +5,6 @@ use crate::size::human;
 use crate::workers::Progress;
 use crate::{options, runtime};
 use isobath_disk::{Disk, ImageFormat, IndexProgress, OpenOptions};
-use isobath_storage::Locking;
 use isobath_storage::file::FileHost;
 use std::cell::Cell;
 use std::io::Write;
@@ -42,7 +41,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     let options = OpenOptions {
         writable: !args.verify,
         format: Some(ImageFormat::Qcow2),
-        locking: if args.force_share { Locking::Unlocked } else { Locking::Exclusive },
+        locking: options::locking(args.force_share),
         ..OpenOptions::default()
     };
     runtime::block_on(async || {

@@ -37,7 +37,7 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
-    let locking = if args.force_share { Locking::Unlocked } else { Locking::Exclusive };
+    let locking = options::locking(args.force_share);
     let chain = read(&args.image, args.format, locking, args.backing_chain)?;
     match args.output {
         OutputFormat::Human => {

@@ -4,8 +4,8 @@ use crate::failure::{Failure, Outcome};
 use crate::options::{self, OutputFormat, printable};
 use crate::{runtime, size};
 use isobath_disk::{BlockDevice, Disk, ImageFormat, MapEntry, OpenOptions};
+use isobath_storage::IoBuf;
 use isobath_storage::file::FileHost;
-use isobath_storage::{IoBuf, Locking};
 use std::io::Write;
 use std::path::PathBuf;
 
@@ -32,7 +32,7 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
-    let locking = if args.force_share { Locking::Unlocked } else { Locking::Exclusive };
+    let locking = options::locking(args.force_share);
     let options = OpenOptions { format: args.format, locking, ..OpenOptions::default() };
     runtime::block_on(async || {
         let disk = Disk::open(FileHost, &args.image, &options).await?;

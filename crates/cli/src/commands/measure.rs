@@ -5,7 +5,6 @@ use crate::failure::{Failure, Outcome};
 use crate::options::{self, OutputFormat};
 use crate::{json, runtime, size};
 use isobath_disk::{Disk, ImageFormat, NewDisk, OpenOptions, measure};
-use isobath_storage::Locking;
 use isobath_storage::file::FileHost;
 use serde_json::{Map, Value};
 use std::io::Write;
@@ -46,7 +45,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         let Some(image) = &args.image else {
             return Ok((measure::<FileHost>(&new, None).await?, None));
         };
-        let locking = if args.force_share { Locking::Unlocked } else { Locking::Exclusive };
+        let locking = options::locking(args.force_share);
         let options = OpenOptions { format: args.format, locking, ..OpenOptions::default() };
         let disk = Disk::open(FileHost, image, &options).await?;
         // Bitmaps are not copied; QEMU names them where both images can have some.

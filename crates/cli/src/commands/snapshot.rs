@@ -4,7 +4,6 @@ use super::info;
 use crate::failure::Outcome;
 use crate::options;
 use isobath_disk::ImageFormat;
-use isobath_storage::Locking;
 use std::io::Write;
 use std::path::PathBuf;
 
@@ -25,7 +24,7 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
-    let locking = if args.force_share { Locking::Unlocked } else { Locking::Exclusive };
+    let locking = options::locking(args.force_share);
     for image in info::read(&args.image, args.format, locking, false)? {
         info::snapshot_list(out, &image.snapshots)?;
     }

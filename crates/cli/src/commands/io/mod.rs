@@ -10,7 +10,6 @@ use crate::cache::Cache;
 use crate::failure::{Failure, Outcome};
 use crate::{options, runtime};
 use isobath_disk::{Disk, ImageFormat, OpenOptions};
-use isobath_storage::Locking;
 use isobath_storage::file::FileHost;
 use isobath_storage::ring::Readiness;
 use session::{Next, Session};
@@ -52,7 +51,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     let options = OpenOptions {
         writable: !args.read_only,
         direct: args.nocache || args.cache == Cache::None,
-        locking: if args.force_share { Locking::Unlocked } else { Locking::Exclusive },
+        locking: options::locking(args.force_share),
         format: args.format,
         ..OpenOptions::default()
     };
