@@ -1,8 +1,9 @@
 //! One qcow2 image in use.
 //!
-//! A [`Layer`](layer::Layer) is an open image; a [`Writer`](writer::Writer) changes one. Below them are the
-//! image's [tables], the [allocation](alloc) of its clusters, and [what makes changes durable](durability): the
-//! log and its commit. [`recover`](recovery::recover) brings in what a crash has left, [`check`](offline::check) finds and repairs what contradicts itself.
+//! A [`Layer`](layer::Layer) is an open image; a [`Writer`](writer::Writer) changes one. Below them are the image's
+//! [tables], the [allocation](alloc) of its clusters, and [what makes changes durable](durability): the log and its
+//! commit. [`recover`](recovery::recover) brings in what a crash has left, [`check`](offline::check) finds and repairs
+//! what contradicts itself.
 //!
 //! This crate knows nothing of chains. It is a part of `isobath`, with no interface of its own that stays as
 //! it is.

@@ -33,7 +33,8 @@ fn too_long(text: &str, is_markdown: bool) -> Vec<usize> {
     for (number, line) in text.lines().enumerate() {
         let content = line.trim_start();
         fenced ^= is_markdown && content.starts_with("```");
-        let fixed = is_markdown && (fenced || content.starts_with('|'));
+        let row = content.trim_start_matches(['/', '!']).trim_start().starts_with('|');
+        let fixed = row || fenced;
         if line.chars().count() > WIDTH && !fixed && content.contains(' ') {
             found.push(number + 1);
         }
@@ -64,5 +65,6 @@ fn what_cannot_be_broken_may_be_long() {
     let (row, link) = (format!("| {long} |"), format!("https://{}", "a".repeat(200)));
     let text = format!("{long}\n{row}\n{link}\n```\n{long}\n```\n{long}");
     assert_eq!(too_long(&text, true), [1, 7]);
-    assert_eq!(too_long(&text, false), [1, 2, 5, 7]);
+    assert_eq!(too_long(&text, false), [1, 5, 7]);
+    assert_eq!(too_long(&format!("//! {row}\n/// {long}"), false), [2]);
 }

@@ -16,7 +16,8 @@
 //!   be found.
 //! - A record notes which ones were durable when it was made (*durable LSN*). Where the rest of a cluster
 //!   cannot be told from what was there before, its record has a checksum of it, which counts
-//!   unless a later record notes that it was durable; until then the [`data_journal`](super::data_journal) keeps the data as it is.
+//!   unless a later record notes that it was durable; until then the [`data_journal`](super::data_journal) keeps
+//!   the data as it is.
 //! - In quiet moments, and before the image is closed, lead blocks become plain again
 //!   (`extract.rs`), by way of the journal: a plain qcow2 image remains.
 
