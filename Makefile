@@ -1,4 +1,4 @@
-# make demo: sets the machine up, makes a chain, serves it and boots a guest on it.
+# make demo: sets the machine up, creates a chain, serves it and boots a guest on it.
 # make test: sets the machine up and runs every check that CI runs. Clippy compiles the examples; they are
 # not built as well.
 
@@ -56,13 +56,13 @@ kills: setup
 		cargo test --locked --release -p isobath-cli --test it what_was_promised_is_there_after_a_kill -- --nocapture
 
 # The crash simulator, in every mode: random histories of a disk and of a server with jobs, until CRASH_STATES
-# states of each have passed. It goes on where it ended; `rm -r target/crash` has it begin again.
+# states of each have passed. It continues where it ended; `rm -r target/crash` starts over.
 crash: setup
 	cargo build --locked --release -p isobath-crash --bin isobath-crash
 	$(CRASH) --states $(CRASH_STATES) --seed $(CRASH_SEED) --state target/crash
 	$(CRASH) --states $(CRASH_STATES) --seed $(CRASH_SEED) --state target/crash --server
 
-# The crash simulator's small histories, with every crash there is.
+# The crash simulator's small histories, with every possible crash.
 crash-small: setup
 	cargo build --locked --release -p isobath-crash --bin isobath-crash
 	$(CRASH) --exhaustive
@@ -76,7 +76,7 @@ crash-files: setup
 coverage: setup
 	scripts/coverage
 
-# Damaged images beside QEMU: the first DAMAGE_IMAGES of DAMAGE_SEED, from where the last run ended.
+# Damaged images compared with QEMU: the first DAMAGE_IMAGES of DAMAGE_SEED, from where the last run ended.
 damage: setup
 	ISOBATH_DAMAGE_IMAGES=$(DAMAGE_IMAGES) ISOBATH_SEED=$(DAMAGE_SEED) \
 		cargo test --locked --release -p isobath --test damaged -- --nocapture damaged_images
@@ -85,8 +85,8 @@ damage: setup
 index-cases: setup
 	ISOBATH_EVERY_CASE=1 cargo test --locked -p isobath-cli --test it index_survives_qemu
 
-# Each fuzz target, for FUZZ_SECONDS. Goes on from what earlier runs found; `scripts/fuzz --totals` tells what
-# all of them came to.
+# Each fuzz target, for FUZZ_SECONDS. Continues from the corpus of earlier runs; `scripts/fuzz --totals` shows their
+# totals.
 fuzz:
 	FUZZ_SECONDS=$(FUZZ_SECONDS) scripts/fuzz
 
@@ -108,8 +108,8 @@ bench: setup
 	cargo build --locked --release --workspace --features isobath-cli/slow-disk
 	bench/run
 
-# The papers' figures, measured again: bench/papers --help tells more. PAPERS names experiments, all by default. The
-# quick profile tries them out: what it measures means nothing, so it needs no optimised build.
+# The papers' figures, reproduced: see bench/papers --help. PAPERS names experiments, all by default. The quick profile
+# is a trial run: its figures mean nothing, so it needs no optimised build.
 papers: setup
 	scripts/setup-papers
 	cargo build --locked --release -p isobath-testkit --example boot
