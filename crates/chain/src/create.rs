@@ -48,7 +48,7 @@ impl Preallocation {
     }
 }
 
-/// A disk to be made: qemu-img's options and defaults.
+/// A disk to create: qemu-img's options and defaults.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NewDisk {
     /// The disk's size in bytes; rounded up to a multiple of 512. `None` takes the backing file's.
@@ -71,17 +71,16 @@ pub struct NewDisk {
     pub preallocation: Preallocation,
     /// The external data file's name, as the image will hold it.
     pub data_file: Option<String>,
-    /// The external data file alone is to be the disk's content.
+    /// The external data file must stay valid as a raw image.
     pub data_file_raw: bool,
     /// The backing file's name, as the image will hold it.
     pub backing_file: Option<String>,
     /// The backing file's format; must be given with `backing_file`.
     pub backing_format: Option<String>,
-    /// Open the backing file, to see that it can be opened and to know its size. Without this
-    /// (`-u`) `size` must be given.
+    /// Open the backing file, to check it and to get its size. Without this (`-u`) `size` is required.
     pub open_backing: bool,
-    /// Write the direct-access index of the layers below. It needs an open backing file, and is left
-    /// out where the chain is not suited.
+    /// Write the direct-access index of the layers below. It needs an open backing file, and is omitted if the chain is
+    /// not suited.
     pub index: bool,
 }
 
@@ -107,11 +106,10 @@ impl Default for NewDisk {
     }
 }
 
-/// Makes an image, durably, in place of a file of that name that nobody uses. Returns the disk's size
-/// in bytes.
+/// Creates an image, durably, replacing an existing file that is not in use. Returns the disk's size in bytes.
 ///
 /// # Errors
-/// If options exclude each other, the size is not given and not to be had from a backing file, the
+/// If options exclude each other, the size is not given and cannot be taken from a backing file, the
 /// backing file cannot be opened or is named without its format, the file is in use or is the
 /// backing file itself, or the storage fails. A new file is then removed.
 pub async fn create<H: Host>(host: &H, name: &Path, new: &NewDisk) -> Result<u64> {

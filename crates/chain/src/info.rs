@@ -1,4 +1,4 @@
-//! What an image says of itself.
+//! Image information.
 
 use crate::index::{IndexInfo, IndexState, examine};
 use crate::open::open_layers;
@@ -21,7 +21,7 @@ use std::path::{Path, PathBuf};
 /// Bytes of the snapshot table read at once; more than any entry takes.
 const SNAPSHOT_WINDOW: u64 = 1 << 20;
 
-/// How to look at an image.
+/// Options of [`info`].
 #[derive(Clone, Copy, Debug, Default)]
 pub struct InfoOptions {
     /// Image locks to take.
@@ -30,7 +30,7 @@ pub struct InfoOptions {
     pub format: Option<ImageFormat>,
 }
 
-/// What an image says of itself. Names are as stored: hostile text.
+/// Image information. Names are as stored: hostile text.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ImageInfo {
     /// The name under which it was opened.
@@ -39,7 +39,7 @@ pub struct ImageInfo {
     pub format: ImageFormat,
     /// The disk's size in bytes.
     pub virtual_size: u64,
-    /// Bytes that the file takes in its file system.
+    /// Bytes that the file uses in its file system.
     pub actual_size: u64,
     /// The backing file's name, as the image has it.
     pub backing_filename: Option<String>,
@@ -68,7 +68,7 @@ pub struct Qcow2Info {
     pub refcount_bits: u32,
     /// It was not closed, and its refcounts may be wrong.
     pub dirty: bool,
-    /// It was not closed, and its journal holds what is not in its place.
+    /// It was not closed, and its journal holds changes that are not in place yet.
     pub journal: bool,
     /// It is marked corrupt.
     pub corrupt: bool,
@@ -89,7 +89,7 @@ pub struct Qcow2Info {
 pub struct BitmapInfo {
     /// Its name, made safe to print.
     pub name: String,
-    /// Guest bytes that a bit stands for.
+    /// Guest bytes per bit.
     pub granularity: u64,
     /// It was not saved, and may be wrong.
     pub in_use: bool,
@@ -97,7 +97,7 @@ pub struct BitmapInfo {
     pub auto: bool,
 }
 
-/// Looks at one image. Its backing file need not exist.
+/// Reads the information of one image. Its backing file need not exist.
 ///
 /// # Errors
 /// If the file cannot be opened, locked or read, or its header, snapshot table or bitmap directory
@@ -108,14 +108,14 @@ pub async fn info<H: Host>(host: &H, name: &Path, options: &InfoOptions) -> Resu
     Ok(info)
 }
 
-/// Looks whether an image's index describes the layers below as they are.
+/// Checks whether an image's index matches the layers below.
 async fn check_index<H: Host>(host: &H, info: &mut ImageInfo, options: &InfoOptions) {
     if let Some(index) = info.qcow2.as_mut().and_then(|qcow2| qcow2.index.as_mut()) {
         *index = index_info(host, &info.filename, index, options.locking).await;
     }
 }
 
-/// Looks at an image and its backing chain, from the image down.
+/// Reads the information of an image and its backing chain, from the image down.
 ///
 /// # Errors
 /// As [`info`], for any of them; or if the chain has a loop.

@@ -1,10 +1,10 @@
-//! Many layers as one disk, to be read: a backing chain.
+//! Backing chains: many layers read as one disk.
 //!
-//! [`open_chain`](open::open_chain) opens an image and everything below it, by the names in the headers. The
-//! [map] tells which layer has what of the disk, at the same cost whatever the depth; the direct-access [index]
-//! spares it the walk over the lower layers. [`create`](create::create) makes images, alone or on top of others.
+//! [`open_chain`](open::open_chain) opens an image and everything below it, by the names in the headers. The [map]
+//! gives the layer of each part of the disk, at the same cost whatever the depth; the direct-access [index] saves it
+//! the walk over the lower layers. [`create`](create::create) creates images, with or without a backing file.
 //!
-//! It is a part of `isobath`, with no interface of its own that stays as it is.
+//! It is a part of `isobath`; its own interface is not stable.
 
 // A `Geometry` goes by reference everywhere, as in the format's own functions.
 #![allow(clippy::trivially_copy_pass_by_ref)]

@@ -1,7 +1,7 @@
-//! Faults on purpose, at planned places.
+//! Fault injection at planned operations.
 //!
-//! A [`FaultHost`] wraps another host. What shall go wrong is told to its [`Plan`], which every file
-//! opened through it consults: the same plan and the same operations give the same faults.
+//! A [`FaultHost`] wraps another host. Its [`Plan`] determines the faults of every file opened through it: the same
+//! plan and the same operations give the same faults.
 
 use crate::error::{Operation, StorageError};
 use crate::{

@@ -1,4 +1,4 @@
-//! Where the bytes of an image are kept.
+//! Storage for the bytes of images.
 //!
 //! The engine above this crate sees only two traits: [`Host`] opens and creates files by name, and
 //! [`Storage`] reads, writes and flushes one of them. Files on Linux go through io_uring
@@ -31,7 +31,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Bytes that every device writes whole or not at all.
+/// Bytes that every device writes atomically.
 const SECTOR: u64 = 512;
 
 /// The result of a storage operation.
@@ -58,13 +58,13 @@ pub struct Allocation {
 /// How a file is read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
-    /// The host may read ahead as it thinks best.
+    /// The host may read ahead as it sees fit.
     Normal,
-    /// Here and there: what lies behind is not wanted.
+    /// At random: reading ahead is useless.
     Random,
 }
 
-/// What tells one file from another, whatever its name: device and inode, or a number of the host's.
+/// A file's identity, whatever its name: device and inode, or a number of the host's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct FileId {
     /// The device that holds the file.
@@ -73,7 +73,7 @@ pub struct FileId {
     pub inode: u64,
 }
 
-/// What changes whenever a file's content does, and is cheap to ask for.
+/// A value that changes whenever a file's contents do, and is cheap to query.
 ///
 /// It follows writes, changes of length and anything else that the file system gives a time for. What
 /// it misses: stores to a page that a program has mapped and already written to, a clock set back, and
@@ -125,14 +125,14 @@ pub trait Storage: Send + Sync + 'static {
         mode: ZeroMode,
     ) -> impl Future<Output = Result<()>>;
 
-    /// Gives a range's space back where the host can; its content is undefined afterwards. Does
-    /// nothing, successfully, where the host cannot.
+    /// Releases a range's space if the host can; its contents are undefined afterwards. Otherwise does nothing,
+    /// successfully.
     fn discard(&self, offset: u64, length: u64) -> impl Future<Output = Result<()>>;
 
     /// Makes every write that completed before this call durable (fdatasync).
     fn flush(&self) -> impl Future<Output = Result<()>>;
 
-    /// Tells the file's present length in bytes.
+    /// The file's current length in bytes.
     fn len(&self) -> impl Future<Output = Result<u64>>;
 
     /// Truncates or extends the file; new bytes read as zeroes.
@@ -142,7 +142,7 @@ pub trait Storage: Send + Sync + 'static {
     /// data up to the end of the file.
     fn allocation(&self, offset: u64) -> impl Future<Output = Result<Allocation>>;
 
-    /// Bytes that the file takes where it is kept, whatever its length.
+    /// Bytes that the file uses in its file system, whatever its length.
     fn allocated(&self) -> impl Future<Output = Result<u64>> {
         async move {
             let (mut offset, mut total) = (0u64, 0);
@@ -201,8 +201,8 @@ pub trait Storage: Send + Sync + 'static {
         async { Ok(()) }
     }
 
-    /// Lets others write to the file that this handle reads (`true`), or keeps them out again (`false`,
-    /// as when it was opened).
+    /// Allows others to write to the file that this handle reads (`true`), or excludes them again (`false`, as when it
+    /// was opened).
     ///
     /// For a job that writes to a backing file: this process then opens the file once more,
     /// [`writable`](OpenMode::writable), which keeps all other programs out, while this handle reads
@@ -249,7 +249,7 @@ pub trait Storage: Send + Sync + 'static {
     /// files, not of block devices).
     fn extends_with_zeroes(&self) -> bool;
 
-    /// Bytes that the file may still grow by, as far as the host can tell at once.
+    /// Bytes that the file may still grow by, as far as the host knows.
     fn free_space(&self) -> Option<u64> {
         None
     }
@@ -267,21 +267,20 @@ pub trait Storage: Send + Sync + 'static {
         false
     }
 
-    /// Bytes that the device writes whole or not at all, also when its power fails: each block of that
-    /// many of the file, at multiples of that, holds what it held before or what was written. A power of
-    /// two, at least 512.
+    /// Bytes that the device writes atomically, even when its power fails: each aligned block of this size holds either
+    /// its old contents or what was written. A power of two, at least 512.
     fn atomic_write(&self) -> u64 {
         SECTOR
     }
 
-    /// Memory that belongs to this file and outlives the process; if there is none it is made when
-    /// `create` says so. `None` also where there can be none.
+    /// Memory that belongs to this file and survives a kill of the process; if there is none, it is created if `create`
+    /// is set. `None` also if there can be none.
     ///
     /// Its last user may be a process that was killed and has not ended yet, although the image's lock is
     /// free: the call waits for that.
     ///
     /// # Errors
-    /// There is memory that cannot be used: it is in use, or somebody else's. Or it cannot be made.
+    /// The memory exists but cannot be used: it is in use, or belongs to another user. Or it cannot be created.
     fn restart_memory(
         &self,
         create: bool,
@@ -301,8 +300,8 @@ pub enum Locking {
     /// As [`Exclusive`](Self::Exclusive), but without waiting a moment for a user that is about to
     /// let go.
     Immediate,
-    /// Take no lock and honour none (`qemu-img -U`, `force-share=on`). For reading only: who writes
-    /// without a lock destroys what others write meanwhile.
+    /// Take no lock and ignore those of others (`qemu-img -U`, `force-share=on`). For reading only: writing without a
+    /// lock destroys what others write meanwhile.
     Unlocked,
 }
 
@@ -335,7 +334,7 @@ impl OpenMode {
 
 /// Opens files by name.
 pub trait Host: Send + Sync + 'static {
-    /// What an open gives.
+    /// The type of an open file.
     type File: Storage;
 
     /// Opens an existing file.

@@ -1,4 +1,4 @@
-//! Memory that outlives the process, but not the machine's run: as long as the page cache does.
+//! Memory that survives a kill of the process, but not a reboot: it lives as long as the page cache does.
 //!
 //! What a program writes to a file is in the kernel's page cache, and stays there when the program is
 //! killed. What it only keeps in its own memory is gone. A [`RestartMemory`] is memory of the kernel's that

@@ -1,4 +1,4 @@
-//! What is said of each chain.
+//! The survey's results for each chain.
 
 use crate::clusters::Counted;
 use crate::cost;
@@ -17,13 +17,13 @@ pub(crate) const INDEX_ABOVE: u32 = 12;
 /// What to do about a chain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Advice {
-    /// It is not whole: see to the problems first.
+    /// It is incomplete: fix the problems first.
     Repair,
     /// Merge the layers that only this chain uses.
     Merge,
     /// Write a direct-access index: merging is not worth it, or not possible.
     Index,
-    /// Leave it as it is.
+    /// Leave it unchanged.
     Leave,
 }
 
@@ -114,23 +114,23 @@ pub struct ChainRow {
     pub image: String,
     /// Files, from the active image to the base.
     pub length: u32,
-    /// Whether the whole chain is known; otherwise it may be longer.
+    /// Whether the chain is complete; otherwise it may be longer.
     pub whole: bool,
     /// The disk's size in bytes.
     pub disk_bytes: u64,
-    /// Bytes that the chain's files take.
+    /// Bytes that the chain's files use.
     pub held_bytes: u64,
-    /// Files that only this chain uses.
+    /// Files used by this chain alone.
     pub own_files: u32,
     /// Bytes that those take.
     pub own_bytes: u64,
-    /// Bytes in clusters of its files that no disk shows; where they were counted.
+    /// Bytes in clusters of its files that no disk can see, if they were counted.
     pub hidden_bytes: Option<u64>,
-    /// When the active image was made, in seconds since 1970.
+    /// Creation time of the active image, in seconds since 1970.
     pub newest: i64,
-    /// When the oldest file was made, in seconds since 1970.
+    /// Creation time of the oldest file, in seconds since 1970.
     pub oldest: i64,
-    /// Whether the active image announces a direct-access index.
+    /// Whether the active image has a direct-access index, valid or not.
     pub indexed: bool,
     /// Microseconds of a cold look-up in QEMU; see [`cost`].
     pub qemu_cold_us: f64,
@@ -150,7 +150,7 @@ pub struct ChainRow {
     pub length_after: u32,
 }
 
-/// What chains are listed by, largest first.
+/// The sort key for lists of chains, largest first.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum SortBy {
     /// Files
@@ -160,7 +160,7 @@ pub enum SortBy {
     Memory,
     /// Bytes of the chain's files
     Held,
-    /// Bytes that no disk shows
+    /// Bytes that no disk can see
     Hidden,
 }
 
@@ -218,7 +218,7 @@ impl Survey {
         Some(chain(&self.fleet, &self.links, active).map(|one| counted.of(one).hidden).sum())
     }
 
-    /// Whether a chain is whole.
+    /// Whether a chain is complete.
     pub(crate) fn is_whole(&self, active: u32) -> bool {
         !self.sums_of(active).cut
     }

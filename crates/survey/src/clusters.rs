@@ -1,11 +1,10 @@
-//! Counting clusters that no disk shows, from the L1 and L2 tables.
+//! Counting clusters that no disk can see, from the L1 and L2 tables.
 //!
-//! A tree of images is gone through from its active images down. What an image's overlays want of it
-//! is the union, over them, of what is wanted of each and not allocated there; of an active image all
-//! is wanted. A cluster of which nothing is wanted is *hidden*: some image above has it in every
-//! chain that uses the file. Hidden clusters are counted too low rather than too high: not where an
-//! image has internal snapshots or a data file, not in bases that are not qcow2, and tables that
-//! cannot be read hide nothing.
+//! A tree of images is traversed from its active images down. The wanted part of an image is the union, over its
+//! overlays, of what is wanted of each and not allocated there; an active image is wanted entirely. A cluster of which
+//! nothing is wanted is *hidden*: some image above has it in every chain that uses the file. Hidden clusters are
+//! counted conservatively: not where an image has internal snapshots or a data file, not in bases that are not qcow2,
+//! and tables that cannot be read hide nothing.
 
 mod tables;
 mod wanted;

@@ -1,4 +1,4 @@
-//! What is kept of every image, in few bytes each.
+//! The record of every image, in a few bytes each.
 
 use crate::probe::{Facts, Id, Kind};
 use crate::problem::Problems;
@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 /// No image: the parent of one without a backing file.
 pub(crate) const NONE: u32 = u32::MAX;
 
-/// What is known of an image beyond numbers.
+/// Flags of an image.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Flags(u16);
 
@@ -23,9 +23,9 @@ impl Flags {
     pub(crate) const RAW_BACKING: Self = Self(1 << 2);
     /// Its header says that its backing file is qcow2.
     pub(crate) const QCOW2_BACKING: Self = Self(1 << 3);
-    /// It has a backing file that could not be followed, or lies on a circle.
+    /// It has a backing file that could not be followed, or is part of a loop.
     pub(crate) const CUT: Self = Self(1 << 4);
-    /// It begins as qcow2, but its header is of no use.
+    /// It starts like qcow2, but its header is unusable.
     pub(crate) const BROKEN: Self = Self(1 << 5);
     /// It announces a direct-access index.
     pub(crate) const INDEXED: Self = Self(1 << 6);

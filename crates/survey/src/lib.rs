@@ -1,9 +1,9 @@
-//! Characterises a fleet of backing chains: how long they are, how often snapshots are made, what
-//! they cost, and what is worth merging.
+//! Surveys a fleet of backing chains: how long they are, how often snapshots are taken, what they cost, and which
+//! should be merged.
 //!
-//! [`survey`] walks directories and reads headers; nothing is written and no image lock is taken.
-//! Of every image 72 bytes and its file's name are kept, and some 60 bytes more once chains are made
-//! of them; directories' names are kept once. [`Report`] sums it up, [`render`] prints it.
+//! [`survey`] walks directories and reads headers; nothing is written and no image lock is taken. Of
+//! every image 72 bytes and its file's name are kept, and some 60 bytes more once chains are made of
+//! them; directories' names are kept once. [`Report`] summarizes it, [`render`] prints it.
 //!
 //! The measures are those of section III of "SVD: A Scalable Virtual Disk" (chain lengths over
 //! chains and over files, the longest chain over time, the time between snapshots) and its cost
@@ -35,17 +35,16 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
-/// How to survey.
+/// Options of a survey.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// Threads that read directories and images; at least 1.
     pub threads: usize,
-    /// Stay on the file systems of the paths given.
+    /// Do not cross file system boundaries.
     pub one_file_system: bool,
-    /// Take the time of a file's birth, where the file system tells it, for that of the snapshot;
-    /// otherwise the time of the last write.
+    /// Date a snapshot by its file's birth time, if the file system records it; otherwise by the last write.
     pub births: bool,
-    /// Read the L1 and L2 tables too, to count clusters that nobody sees.
+    /// Read the L1 and L2 tables too, to count clusters that no disk can see.
     pub clusters: bool,
     /// Chains of this length or more are worth merging.
     pub merge_at: u32,
@@ -68,13 +67,13 @@ impl Default for Options {
 pub enum Phase {
     /// Directories are read.
     Walking,
-    /// Chains are made of images.
+    /// Images are linked into chains.
     Linking,
     /// Tables are read.
     Counting,
 }
 
-/// How far a survey is, and how to end it early.
+/// The progress of a survey, and a way to end it early.
 #[derive(Debug, Default)]
 pub struct Progress {
     pub(crate) directories: AtomicU64,
@@ -89,7 +88,7 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// Ends the survey as soon as possible, with what is known by then. May be called from a signal
+    /// Ends the survey as soon as possible, with partial results. May be called from a signal
     /// handler.
     pub fn stop(&self) {
         self.stopped.store(true, Ordering::Relaxed);
@@ -166,8 +165,8 @@ pub struct Survey {
 /// Surveys every qcow2 image below the paths, which may be files too.
 ///
 /// # Errors
-/// If a path cannot be looked at, or is neither a directory nor a regular file. Whatever is wrong
-/// below them is told in the [`Report`].
+/// If a path cannot be accessed, or is neither a directory nor a regular file. Problems below them are listed in the
+/// [`Report`].
 pub fn survey(
     paths: &[PathBuf],
     options: &Options,

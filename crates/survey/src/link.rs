@@ -1,4 +1,4 @@
-//! Making chains of images: whose backing file is whose.
+//! Linking images into chains by their backing files.
 
 use crate::fleet::{Flags, Fleet, NONE};
 use crate::probe::{self, Backing, Id, Kind};
@@ -23,7 +23,7 @@ pub(crate) struct Links {
     pub(crate) active: Vec<u32>,
     /// Every image after all those that it is a backing file of; without those on a circle.
     pub(crate) top_down: Vec<u32>,
-    /// Images on circles.
+    /// Images in loops.
     pub(crate) in_loops: u64,
 }
 

@@ -1,4 +1,4 @@
-//! Looking at one file: what it is, and what its header says. Reading only, with no lock.
+//! Probing one file: its kind and its header. Only reads, without locks.
 
 use crate::name::{self, Refused};
 use crate::problem::Trouble;
@@ -30,7 +30,7 @@ impl Id {
     }
 }
 
-/// What a file's metadata says.
+/// A file's metadata.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Facts {
     pub(crate) id: Id,
@@ -66,7 +66,7 @@ fn clamp(seconds: i64) -> i64 {
     seconds.clamp(-62_135_596_800, 253_402_300_799)
 }
 
-/// What a header says, as far as a survey wants it.
+/// The parts of a header that a survey needs.
 #[derive(Clone, Debug)]
 pub(crate) struct Summary {
     pub(crate) geometry: Geometry,
@@ -90,7 +90,7 @@ pub(crate) struct Backing {
     pub(crate) qcow2: bool,
 }
 
-/// A regular file that was looked at.
+/// A probed regular file.
 #[derive(Debug)]
 pub(crate) enum Kind {
     /// It does not begin as a qcow2 image does: a raw image, or one of another format.

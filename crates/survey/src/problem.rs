@@ -1,4 +1,4 @@
-//! What is wrong with a fleet's images.
+//! Problems of a fleet's images.
 
 use serde::{Serialize, Serializer};
 use std::fmt;
@@ -6,7 +6,7 @@ use std::io;
 
 macro_rules! troubles {
     ($($(#[$doc:meta])* $name:ident = $word:literal, $text:literal;)*) => {
-        /// What is wrong with an image, or with the name of its backing file.
+        /// A problem of an image, or of the name of its backing file.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
         pub enum Trouble {
             $($(#[$doc])* $name,)*
@@ -30,15 +30,15 @@ macro_rules! troubles {
 }
 
 troubles! {
-    /// There is no file of the backing file's name.
+    /// The backing file does not exist.
     Missing = "missing", "its backing file is missing";
-    /// The images name each other in a circle.
+    /// The images' backing files form a loop.
     Loop = "loop", "its backing chain has a loop";
-    /// Symbolic links lead in a circle.
+    /// The symbolic links form a loop.
     LinkLoop = "link-loop", "its backing file's name is a loop of symbolic links";
-    /// The backing file may not be looked at.
+    /// No permission to read the backing file.
     BackingDenied = "backing-denied", "no permission to read its backing file";
-    /// The backing file cannot be looked at for another reason.
+    /// The backing file cannot be read for another reason.
     BackingUnreadable = "backing-unreadable", "its backing file cannot be read";
     /// The backing file is a FIFO, a socket, a directory or a character device.
     NoRegularFile = "not-a-file", "its backing file is a FIFO, a socket, a directory or a terminal";
@@ -56,7 +56,7 @@ troubles! {
     Foreign = "foreign", "its backing file is an image in a format that is not supported";
     /// It begins as a qcow2 image, but its header cannot be used.
     BadHeader = "bad-header", "its header is corrupt or not supported";
-    /// The image, or a directory, may not be read.
+    /// No permission to read the image or a directory.
     Denied = "denied", "no permission to read it";
     /// The image, or a directory, cannot be read for another reason.
     Unreadable = "unreadable", "it cannot be read";
@@ -93,7 +93,7 @@ impl Trouble {
     }
 }
 
-/// Something that is wrong, and where.
+/// A problem, and its place.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Problem {
     /// The file's name, as bytes.

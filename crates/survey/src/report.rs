@@ -1,4 +1,4 @@
-//! A survey summed up.
+//! The summary of a survey.
 
 use crate::chain::Advice;
 use crate::fleet::{Flags, Fleet};
@@ -31,7 +31,7 @@ pub struct Counts {
     pub outside: u64,
     /// Chains of which something is missing.
     pub incomplete: u64,
-    /// Images on circles, which belong to no chain.
+    /// Images in loops, which belong to no chain.
     pub in_loops: u64,
     /// Images with a header that cannot be used.
     pub broken: u64,
@@ -47,7 +47,7 @@ pub struct Counts {
     pub symbolic_links: u64,
     /// FIFOs, sockets and devices, which are not opened.
     pub special_files: u64,
-    /// Other file systems, where those were to be left alone.
+    /// Other file systems, if those were not to be entered.
     pub other_file_systems: u64,
 }
 
@@ -104,11 +104,11 @@ pub struct Clusters {
     pub images: u64,
     /// Bytes of host clusters that tables name.
     pub data_bytes: u64,
-    /// Those of them that no disk shows: at least so many.
+    /// Those of them that no disk can see: at least this many.
     pub hidden_bytes: u64,
 }
 
-/// The survey, summed up. Times are seconds since 1970, spans are seconds.
+/// The summary of a survey. Times are seconds since 1970, spans are seconds.
 #[derive(Clone, Debug)]
 pub struct Report {
     /// The paths surveyed.
@@ -117,7 +117,7 @@ pub struct Report {
     pub taken_at: i64,
     /// How long it took, in seconds.
     pub seconds: f64,
-    /// It was ended early: this is what had been seen by then.
+    /// It was ended early: these are partial results.
     pub interrupted: bool,
     /// What was found.
     pub counts: Counts,
@@ -144,7 +144,7 @@ pub struct Report {
     pub merge_at: u32,
     /// Chains by what to do about them.
     pub advice: Vec<(Advice, u64)>,
-    /// Files that the merges advised would do away with.
+    /// Files that the advised merges would remove.
     pub files_merged: u64,
     /// Memory of all chains in QEMU, in bytes.
     pub qemu_memory_bytes: u64,
@@ -160,7 +160,7 @@ impl Survey {
         self.interrupted
     }
 
-    /// Sums the survey up.
+    /// Summarizes the survey.
     pub fn report(&self) -> Report {
         let (fleet, links) = (&self.fleet, &self.links);
         let mut counts = self.counts.clone();

@@ -1,16 +1,16 @@
-//! What an image's index is, for people.
+//! The status of an image's index.
 
 use isobath_qcow2::index::IndexExtension;
 
 /// An image's direct-access index.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct IndexInfo {
-    /// Layers that it describes, from the base; 0 if that cannot be told.
+    /// Layers that it describes, from the base; 0 if unknown.
     pub layers: u32,
     /// Bytes that it takes in this image's file; what did not change since the snapshot before lies
     /// in the files below.
     pub bytes: u64,
-    /// The smallest piece of the disk that it tells apart, in bytes; 0 if that cannot be told.
+    /// Its granularity, in bytes; 0 if unknown.
     pub granularity: u64,
     /// Whether it is used.
     pub state: IndexState,
@@ -19,11 +19,11 @@ pub struct IndexInfo {
 /// Whether an index is used.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum IndexState {
-    /// It describes the layers below as they are.
+    /// It matches the layers below.
     Valid,
-    /// It does not, for this reason.
+    /// It does not match, for this reason.
     Invalid(String),
-    /// Nobody looked at the layers below.
+    /// The layers below were not examined.
     Unchecked,
 }
 

@@ -17,7 +17,8 @@ fn texts(directory: &Path, into: &mut Vec<PathBuf>) {
             path.extension().is_some_and(|extension| extension == "rs" || extension == "md");
         if name.starts_with('.') || GENERATED.contains(&name.as_str()) {
             continue;
-        } else if path.is_dir() {
+        }
+        if path.is_dir() {
             texts(&path, into);
         } else if is_text || is_script {
             into.push(path);

@@ -1,4 +1,4 @@
-//! Tasks: futures that an executor runs by themselves.
+//! Tasks: futures that an executor runs independently.
 
 use super::local;
 use super::remote::Remote;
@@ -32,7 +32,7 @@ impl JoinError {
         self.panic.is_some()
     }
 
-    /// Goes on with the task's panic here.
+    /// Resumes the task's panic here.
     ///
     /// # Panics
     /// Always: with the task's panic, or saying that the task was aborted.
