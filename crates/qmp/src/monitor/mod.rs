@@ -128,7 +128,7 @@ impl<H: Host + Clone> Monitor<H> {
         jobs.iter().map(|job| (self.name_of(&job.drive), Arc::clone(&job.job))).collect()
     }
 
-    /// Passes on what jobs tell, for as long as it is polled.
+    /// Forwards the jobs' events, for as long as it is polled.
     pub async fn watch(&self) {
         loop {
             let event_queue = self.event_queue.listen();
