@@ -154,7 +154,8 @@ impl<'a, S: Storage> Log<'a, S> {
         let at = self.extension.area_offset.get() + gap.start as u64;
         self.storage.write_at(at, IoBuf::copy_of(&bytes)).await?;
         self.storage.flush().await?;
-        self.needed = vec![gap.start..gap.start + bytes.len()];
+        self.needed.clear();
+        self.needed.push(gap.start..gap.start + bytes.len());
         Ok(())
     }
 
@@ -195,7 +196,9 @@ async fn unembed<S: Storage>(
             return Err(log.full(&format!("{} embedded blocks", rest.len())));
         }
         rest = later;
-        now.iter().for_each(|(at, _)| mark_plain(&mut zones, *at, cluster_size));
+        for (at, _) in now {
+            mark_plain(&mut zones, *at, cluster_size);
+        }
         operations.push(Operation::Zones(zones.clone()));
         let record = log.record(operations);
         log.write(&record).await?;

@@ -329,7 +329,7 @@ impl<S: Storage> Tables<S> {
     /// request uses the old mappings.
     pub fn finish_commit(&self, closed: ClosedBatch) -> Released {
         let mut state = self.state.lock();
-        let batch = closed.batch(state.closed.take());
+        let batch = closed.into_batch(state.closed.take());
         for (offset, _) in batch.fresh.values() {
             state.pages.forget(*offset, self.geometry.cluster_size());
         }
@@ -459,7 +459,8 @@ pub struct ClosedBatch {
 
 impl ClosedBatch {
     /// Its content, which the tables have kept for it.
-    fn batch(self, kept: Option<Batch>) -> Batch {
+    fn into_batch(self, kept: Option<Batch>) -> Batch {
+        drop(self);
         kept.unwrap_or_else(|| violated("a commit under way has closed its batch"))
     }
 }

@@ -61,7 +61,7 @@ impl<S: Storage> Tables<S> {
         for page in staged.updates.keys() {
             state.pages.mark_dirty(*page);
         }
-        let batch = closed.batch(state.closed.take());
+        let batch = closed.into_batch(state.closed.take());
         let length = state.pages.page_size();
         for (at, table) in batch.complete_tables(&self.geometry) {
             for (number, page) in table.chunks(length).enumerate() {

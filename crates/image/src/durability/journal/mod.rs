@@ -155,8 +155,8 @@ impl Journal {
             point.landed().await;
             let too_much = self.commit_record(active, metadata, readers, point.lsn).await?;
             if let Some(batch) = too_much {
-                self.deactivate_locked(state, metadata).await?;
-                ordered::finish(metadata, readers, batch, &[]).await?;
+                Box::pin(self.deactivate_locked(state, metadata)).await?;
+                Box::pin(ordered::finish(metadata, readers, batch, &[])).await?;
             }
             zones.finish_commit(point.lsn);
         }
@@ -260,7 +260,7 @@ impl Journal {
             if zones.any() || metadata.log.as_ref().is_some_and(|log| log.is_begun()) {
                 let closed =
                     in_place::Oversized { batch, freed, kept: closed.kept, plain: closed.plain };
-                in_place::commit(active, metadata, readers, closed, lsn).await?;
+                Box::pin(in_place::commit(active, metadata, readers, closed, lsn)).await?;
                 return Ok(None);
             }
             return Ok(Some(batch));
@@ -371,7 +371,7 @@ impl Durability for Journal {
         }
         metadata.data_journal.activate();
         self.ordered.commit(metadata, readers).await?;
-        self.set_up(state, metadata).await?;
+        Box::pin(self.set_up(state, metadata)).await?;
         if state.active.is_some() && metadata.open_zone().await? {
             self.ask_for_record();
         }
