@@ -41,7 +41,7 @@ def run(rounds, seconds):
             goals.append(report.limit(what, added, at_most=MOST[how], unit="µs", why=samples.failure(key)))
     table = {
         "title": "vhost-user-blk: latency of a 4 KiB read alone",
-        "text": "One layer, page cache. *Polling*: the client looks for completions all the time, the server for requests as long as it does unless told otherwise; *sleeping*: both sleep at once.",
+        "text": "One layer, page cache. *Polling*: the client looks for completions all the time, the server polls for its default time; *sleeping*: both sleep at once.",
         "columns": ["waiting", "server", "median µs", "beyond raw", "p99 µs", "CPU µs per I/O", "the server's"],
         "rows": rows,
     }
