@@ -32,8 +32,8 @@ pub(crate) struct Args {
     /// the loopback interface unless HOST is given); may be given several times
     #[arg(long, value_name = "unix:PATH|HOST:PORT")]
     pub(super) qmp: Vec<Endpoint>,
-    /// Serve Prometheus metrics over HTTP at /metrics on this port (of the loopback interface unless HOST is given);
-    /// may be given several times
+    /// Serve Prometheus metrics over HTTP at /metrics, on a socket file or a TCP port (of the loopback interface unless
+    /// HOST is given); may be given several times
     #[arg(long, value_name = "[HOST:]PORT|unix:PATH")]
     pub(super) metrics: Vec<Endpoint>,
     /// The export's name; with several images, repeat the option, one per image in order [default: the image's file
