@@ -18,7 +18,7 @@ export PATH := $(PATH):$(HOME)/.cargo/bin
 DENY := target/tools/bin/cargo-deny
 # Compiled anew, without optimisation of what it does not need: loom replaces locks and atomics in dependencies too.
 LOOM := RUSTFLAGS='--cfg loom' CARGO_TARGET_DIR=target/loom \
-	cargo test --locked -p isobath-storage -p isobath-image -p isobath-chain -p isobath-disk --lib \
+	cargo test --locked -p isobath-ring -p isobath-storage -p isobath-image -p isobath-chain -p isobath-disk --lib \
 	-- interleavings:: --nocapture --test-threads=2
 
 .PHONY: setup build test interleavings miri tsan demo soak kills crash crash-small crash-files \

@@ -7,7 +7,7 @@ pub(crate) mod script;
 
 use crate::take;
 use isobath_export::nbd::{Export, InFlight, Limits, Server};
-use isobath_storage::block_on;
+use isobath_ring::block_on;
 use memory_disk::MemoryDisk;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

@@ -8,9 +8,9 @@ use isobath_export::registry::{Frontends, Listeners};
 use isobath_qmp::json::{self, Limits as JsonLimits, Splitter};
 use isobath_qmp::monitor::{Drive, Monitor};
 use isobath_qmp::server::{Events, Limits, Server};
+use isobath_ring::net::Listener;
+use isobath_ring::{Config, Executor, yield_now};
 use isobath_storage::memory::MemoryHost;
-use isobath_storage::ring::net::Listener;
-use isobath_storage::ring::{Config, Executor, yield_now};
 use serde_json::{Value, json};
 use std::fs;
 use std::net::Ipv4Addr;
@@ -53,7 +53,7 @@ impl Files {
     fn new(directory: &Path) -> Self {
         let host = MemoryHost::new();
         let (base, top) = (directory.join("base"), directory.join("top"));
-        isobath_storage::block_on(async {
+        isobath_ring::block_on(async {
             let new = NewDisk { size: Some(SIZE), cluster_size: 4096, ..NewDisk::default() };
             create(&host, &base, &new).await.expect("a valid image");
             let backing_format = Some("qcow2".to_owned());

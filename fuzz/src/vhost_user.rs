@@ -6,7 +6,7 @@ pub(crate) mod raw;
 use crate::nbd_session::memory_disk::MemoryDisk;
 use crate::take;
 use isobath_export::vhost_user::{Options, Server};
-use isobath_storage::ring::{Config, Executor};
+use isobath_ring::{Config, Executor};
 use raw::{
     AVAILABLE, DATA, EVENT_INDEX, FEATURES, NEXT, PART, Raw, TABLE, WRITE, descriptor, header,
 };

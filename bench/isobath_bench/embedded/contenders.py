@@ -20,7 +20,7 @@ CONFIGURATIONS = {
 # The simulated disk's trace event.
 COUNTS = re.compile(r"(reads|writes|bytes_written|flushes|others)=(\d+)")
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-COUNTING = "warn,isobath_storage::slow=trace"
+COUNTING = "warn,isobath_storage_test::slow=trace"
 
 
 @cache

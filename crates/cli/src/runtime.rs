@@ -2,7 +2,7 @@
 
 use crate::descriptors;
 use crate::failure::Failure;
-use isobath_storage::ring::{Config, Executor};
+use isobath_ring::{Config, Executor};
 
 /// Runs `work` on an executor on this thread.
 pub(crate) fn block_on<T>(work: impl AsyncFnOnce() -> Result<T, Failure>) -> Result<T, Failure> {

@@ -1,7 +1,7 @@
 //! Work shared by several tasks on several threads, with its progress on the terminal.
 
 use crate::failure::Failure;
-use isobath_storage::ring::{Config, JoinError, JoinHandle, Signals, Worker, sleep, spawn};
+use isobath_ring::{Config, JoinError, JoinHandle, Signals, Worker, sleep, spawn};
 use std::future::{Future, poll_fn};
 use std::io::{self, IsTerminal, Write};
 use std::pin::pin;

@@ -1,6 +1,5 @@
 //! The clock of live disks and their jobs.
 
-use isobath_storage::ring;
 use std::future::Future;
 use std::pin::Pin;
 use std::time::{Duration, Instant};
@@ -31,6 +30,6 @@ impl Clock for SystemClock {
 
     fn sleep_until(&self, time: Duration) -> Pin<Box<dyn Future<Output = ()>>> {
         let at = self.0 + time;
-        Box::pin(ring::sleep_until(at))
+        Box::pin(isobath_ring::sleep_until(at))
     }
 }

@@ -6,8 +6,8 @@
 
 use isobath_disk::{LiveDisk, OpenOptions};
 use isobath_export::vhost_user::{Options, Server};
+use isobath_ring::{Config, Executor, Signals, Worker, spawn};
 use isobath_storage::file::FileHost;
-use isobath_storage::ring::{Config, Executor, Signals, Worker, spawn};
 use std::error::Error;
 use std::fs;
 use std::os::unix::net::UnixListener;

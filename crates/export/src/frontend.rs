@@ -4,8 +4,8 @@
 //! The command line and QMP do both by this module alone, from what [`Protocol`] says.
 
 use isobath_disk::BlockDevice;
-use isobath_storage::ring::Handle;
-use isobath_storage::ring::net::Listener;
+use isobath_ring::Handle;
+use isobath_ring::net::Listener;
 use std::collections::BTreeMap;
 use std::error::Error;
 use std::future::Future;

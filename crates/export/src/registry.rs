@@ -3,8 +3,8 @@
 use crate::frontend::{Frontend, FrontendError, Protocol, Start};
 use crate::{fuse, nbd, vhost_user};
 use isobath_disk::BlockDevice;
-use isobath_storage::ring::net::Listener;
-use isobath_storage::ring::{Handle, JoinHandle, spawn};
+use isobath_ring::net::Listener;
+use isobath_ring::{Handle, JoinHandle, spawn};
 use std::collections::BTreeMap;
 use std::io;
 use std::rc::Rc;

@@ -1,7 +1,7 @@
 //! Order among requests that change overlapping parts of a disk.
 
 use crate::sabotage::{self, Sabotage};
-use isobath_storage::sync::Mutex;
+use isobath_sync::Mutex;
 use std::future::Future;
 use std::ops::Range;
 use std::pin::Pin;
@@ -147,7 +147,7 @@ mod tests {
 mod interleavings {
     use super::*;
     use futures_util::FutureExt;
-    use isobath_storage::sync::{Cell, explore, wait};
+    use isobath_sync::{Cell, explore, wait};
 
     struct Disk {
         locks: RangeLocks,

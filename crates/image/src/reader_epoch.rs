@@ -1,14 +1,14 @@
 //! When a freed cluster may be used again.
 //!
-//! A [`WaitGroup`](isobath_storage::sync::WaitGroup) would not do: every read is counted, so threads count apart, and
+//! A [`WaitGroup`](isobath_sync::WaitGroup) would not do: every read is counted, so threads count apart, and
 //! a drain waits for those that came before it while others come and need not wait. The gate of
 //! `isobath_disk::LiveDisk` counts alike but keeps others out, so it needs no epochs.
 
 use crate::per_thread::PerThread;
 use crate::sabotage::{self, Sabotage};
 use async_lock::Mutex;
-use isobath_storage::sync::Condition;
-use isobath_storage::sync::atomic::{AtomicU64, Ordering};
+use isobath_sync::Condition;
+use isobath_sync::atomic::{AtomicU64, Ordering};
 
 /// Counts the requests that may still use an old mapping.
 ///
@@ -152,7 +152,7 @@ mod tests {
 mod interleavings {
     use super::*;
     use futures_util::FutureExt;
-    use isobath_storage::sync::{Cell, explore, explore_within, wait};
+    use isobath_sync::{Cell, explore, explore_within, wait};
 
     /// A cluster, and whether a mapping names it.
     struct Cluster {

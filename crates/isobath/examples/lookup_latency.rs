@@ -7,8 +7,9 @@
 //! ```
 
 use isobath_disk::{BlockDevice, Disk, MapStats, OpenOptions};
+use isobath_ring::block_on;
+use isobath_storage::IoBuf;
 use isobath_storage::file::FileHost;
-use isobath_storage::{IoBuf, block_on};
 use std::error::Error;
 use std::ffi::OsStr;
 use std::path::Path;

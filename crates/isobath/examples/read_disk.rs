@@ -5,8 +5,9 @@
 //! ```
 
 use isobath_disk::{BlockDevice, Disk, OpenOptions};
+use isobath_ring::block_on;
+use isobath_storage::IoBuf;
 use isobath_storage::file::FileHost;
-use isobath_storage::{IoBuf, block_on};
 use std::error::Error;
 use std::io::Write;
 use std::path::Path;

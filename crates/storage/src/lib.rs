@@ -2,29 +2,22 @@
 //!
 //! The engine above this crate sees only two traits: [`Host`] opens and creates files by name, and
 //! [`Storage`] reads, writes and flushes one of them. Files on Linux go through io_uring
-//! ([`file::FileHost`] on a [`ring::Executor`]); tests keep bytes in memory ([`memory::MemoryHost`]) and
+//! ([`file::FileHost`] on a [`isobath_ring::Executor`]); tests keep bytes in memory ([`memory::MemoryHost`]) and
 //! may inject faults, record what happens, or slow it down.
 //!
 //! Futures returned here need no particular runtime. They are not `Send`: a future stays on the
 //! thread that first polled it, since that thread's ring holds its operation.
 
-pub mod buf;
 pub mod error;
-pub mod fault;
 pub mod file;
 mod lock;
 pub mod memory;
-pub mod recorder;
 pub mod restart_memory;
-pub mod ring;
-pub mod slow;
-pub mod sync;
-mod wait;
 
-pub use buf::IoBuf;
 pub use error::{Operation, StorageError, shown};
+/// The buffers of every operation.
+pub use isobath_ring::IoBuf;
 pub use restart_memory::RestartMemory;
-pub use wait::block_on;
 
 use std::future::Future;
 use std::io;

@@ -2,8 +2,9 @@
 
 #![allow(clippy::unwrap_used)]
 
+use isobath_ring::block_on;
 use isobath_storage::file::FileHost;
-use isobath_storage::{Host, IoBuf, OpenMode, Storage, block_on};
+use isobath_storage::{Host, IoBuf, OpenMode, Storage};
 use std::fs;
 use std::path::PathBuf;
 use tempfile::TempDir;

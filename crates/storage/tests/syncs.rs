@@ -1,8 +1,8 @@
 //! The counter of syncs counts what reaches the kernel, and nothing else. The counter is the process's:
 //! no other test belongs in this file.
 
+use isobath_ring::{Config, Executor};
 use isobath_storage::file::{FileHost, syncs};
-use isobath_storage::ring::{Config, Executor};
 use isobath_storage::{Host, IoBuf, OpenMode, Storage};
 
 #[test]

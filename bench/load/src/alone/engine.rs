@@ -3,9 +3,9 @@
 use super::{Args, Start, WARM};
 use crate::Result;
 use isobath_disk::{BlockDevice, LiveDisk, OpenOptions};
+use isobath_ring::{Config, Executor};
 use isobath_storage::IoBuf;
 use isobath_storage::file::FileHost;
-use isobath_storage::ring::{self, Config, Executor};
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
 use serde_json::Value;
@@ -35,7 +35,7 @@ pub(crate) fn run(args: &Args) -> Result<Value> {
             .map(|task| {
                 let count = args.count / tasks + u64::from(task < args.count % tasks);
                 let random = SmallRng::seed_from_u64(args.seed.wrapping_add(task));
-                ring::spawn(read(disk.clone(), random, count, places, args.bs))
+                isobath_ring::spawn(read(disk.clone(), random, count, places, args.bs))
             })
             .collect();
         for reader in readers {

@@ -1,7 +1,7 @@
 //! Small programs over the map, in every order that their threads can take.
 
 use super::*;
-use isobath_storage::sync::explore;
+use isobath_sync::explore;
 
 const BITS: u32 = 16;
 const TOP: LayerIndex = LayerIndex::new(1);

@@ -10,7 +10,7 @@ use crate::content::Content;
 use crate::record::Record;
 use crate::state::{Fate, Replay};
 use isobath_disk::{MetadataMode, OpenOptions};
-use isobath_storage::recorder::{Change, Entry};
+use isobath_storage_test::recorder::{Change, Entry};
 use isobath_testkit::qemu;
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};

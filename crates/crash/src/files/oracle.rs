@@ -1,6 +1,6 @@
 //! What clients wrote, what they were promised, and so what each sector may hold after a crash.
 
-use isobath_storage::recorder;
+use isobath_storage_test::recorder;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// The grain of promises.

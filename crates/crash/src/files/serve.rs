@@ -2,10 +2,10 @@
 
 use isobath_disk::{Disk, OpenOptions};
 use isobath_export::nbd::{Export, Limits, Server};
+use isobath_ring::net::Listener;
+use isobath_ring::{Config, Executor, Worker, spawn};
 use isobath_storage::file::FileHost;
-use isobath_storage::recorder::{Entry, Record, RecorderHost};
-use isobath_storage::ring::net::Listener;
-use isobath_storage::ring::{Config, Executor, Worker, spawn};
+use isobath_storage_test::recorder::{Entry, Record, RecorderHost};
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

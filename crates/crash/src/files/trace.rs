@@ -2,7 +2,7 @@
 
 use crate::content::Content;
 use crate::record::{Action, Change, Flush, NEVER, Record, Tick};
-use isobath_storage::recorder::{self, Entry};
+use isobath_storage_test::recorder::{self, Entry};
 use rand::RngExt;
 use rand::rngs::SmallRng;
 use std::path::Path;

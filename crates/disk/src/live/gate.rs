@@ -5,8 +5,8 @@
 
 use isobath_image::per_thread::PerThread;
 use isobath_image::sabotage::{self, Sabotage};
-use isobath_storage::sync::Condition;
-use isobath_storage::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use isobath_sync::Condition;
+use isobath_sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 /// Requests pass; a change of the chain waits until none is inside, and keeps new ones out until it
 /// is done. At most one change at a time.
@@ -136,7 +136,7 @@ mod tests {
 mod interleavings {
     use super::*;
     use futures_util::FutureExt;
-    use isobath_storage::sync::{Cell, explore, wait};
+    use isobath_sync::{Cell, explore, wait};
 
     struct Live {
         gate: Gate,

@@ -3,8 +3,8 @@
 use super::memory::Memory;
 use super::request::{Malformed, Message, Request, WRITE_HEAD};
 use super::wire::{IOCTL_CLONE, OutHeader};
+use isobath_ring::Device;
 use isobath_storage::IoBuf;
-use isobath_storage::ring::Device;
 use std::fs::File;
 use std::io::{self, IoSlice};
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -17,7 +17,7 @@ pub(super) const DEVICE: &str = "/dev/fuse";
 pub(super) const MAX_WRITE: usize = 1 << 20;
 
 /// Where the payload of a write begins in a buffer: at a page, as direct I/O wants it.
-const PAYLOAD: usize = isobath_storage::buf::ALIGNMENT;
+const PAYLOAD: usize = isobath_ring::buf::ALIGNMENT;
 /// Where a message begins in a buffer.
 const START: usize = PAYLOAD - WRITE_HEAD;
 

@@ -7,7 +7,7 @@ use crate::frontend::{
     Place, Presence, Protocol, RemoveError, RemoveMode, Settings, Shown, Start, Takes,
 };
 use isobath_disk::BlockDevice;
-use isobath_storage::ring::Handle;
+use isobath_ring::Handle;
 use std::path::PathBuf;
 use std::sync::Arc;
 

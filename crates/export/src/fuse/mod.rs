@@ -21,7 +21,7 @@
 //! ```no_run
 //! # use isobath_disk::BlockDevice;
 //! use isobath_export::fuse::{Mount, Options};
-//! use isobath_storage::ring::{Config, Executor, Signals, Worker, spawn};
+//! use isobath_ring::{Config, Executor, Signals, Worker, spawn};
 //! use std::path::Path;
 //! use std::sync::Arc;
 //!

@@ -9,7 +9,7 @@ use super::serve::Export;
 use super::worker::work;
 use crate::stop::Stop;
 use isobath_disk::BlockDevice;
-use isobath_storage::ring::{Handle, JoinError, spawn};
+use isobath_ring::{Handle, JoinError, spawn};
 use parking_lot::Mutex;
 use std::convert::Infallible;
 use std::fs;

@@ -8,7 +8,7 @@ use super::request::Request;
 use super::serve::{Export, Service};
 use crate::pool::Pool;
 use isobath_disk::BlockDevice;
-use isobath_storage::block_on;
+use isobath_ring::block_on;
 use std::cell::Cell;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};

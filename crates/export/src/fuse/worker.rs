@@ -6,7 +6,7 @@ use crate::pool::Pool;
 use crate::slots::Slots;
 use crate::stop::Stop;
 use isobath_disk::BlockDevice;
-use isobath_storage::ring::yield_now;
+use isobath_ring::yield_now;
 use std::cell::{Cell, RefCell};
 use std::future::poll_fn;
 use std::io;

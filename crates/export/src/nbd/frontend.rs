@@ -9,8 +9,8 @@ use crate::frontend::{
 };
 use crate::stop::Stop;
 use isobath_disk::BlockDevice;
-use isobath_storage::ring::Handle;
-use isobath_storage::ring::net::{Address, Listener};
+use isobath_ring::Handle;
+use isobath_ring::net::{Address, Listener};
 use std::cell::RefCell;
 use std::rc::Rc;
 use std::sync::Arc;

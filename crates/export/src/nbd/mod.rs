@@ -8,8 +8,8 @@
 //! ```no_run
 //! # use isobath_disk::BlockDevice;
 //! use isobath_export::nbd::{Export, Limits, Server};
-//! use isobath_storage::ring::net::Listener;
-//! use isobath_storage::ring::{Config, Executor, Signals, Worker, spawn};
+//! use isobath_ring::net::Listener;
+//! use isobath_ring::{Config, Executor, Signals, Worker, spawn};
 //! use std::path::Path;
 //! use std::sync::Arc;
 //!

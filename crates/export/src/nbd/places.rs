@@ -2,7 +2,7 @@
 
 use crate::command_line::{absolute, option_value, quoted};
 use crate::frontend::{Place, Shown};
-use isobath_storage::ring::net::Address;
+use isobath_ring::net::Address;
 use std::fmt::Write as _;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::os::unix::ffi::OsStrExt;

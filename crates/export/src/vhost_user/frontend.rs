@@ -8,8 +8,8 @@ use crate::frontend::{
     Place, Presence, Protocol, RemoveError, RemoveMode, Settings, Shown, Start, Takes,
 };
 use isobath_disk::BlockDevice;
-use isobath_storage::ring::Handle;
-use isobath_storage::ring::net::Address;
+use isobath_ring::Handle;
+use isobath_ring::net::Address;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixListener;
 use std::path::PathBuf;

@@ -9,7 +9,7 @@
 //! ```no_run
 //! # use isobath_disk::BlockDevice;
 //! use isobath_export::vhost_user::{Options, Server};
-//! use isobath_storage::ring::{Config, Executor, Worker};
+//! use isobath_ring::{Config, Executor, Worker};
 //! use std::os::unix::net::UnixListener;
 //! use std::sync::Arc;
 //!

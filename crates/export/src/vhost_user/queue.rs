@@ -10,7 +10,7 @@ use crate::pool::Pool;
 use crate::slots::Slots;
 use crate::stop::Stop;
 use isobath_disk::BlockDevice;
-use isobath_storage::ring::Event;
+use isobath_ring::Event;
 use std::cell::RefCell;
 use std::future::{Future, poll_fn};
 use std::os::fd::OwnedFd;

@@ -4,7 +4,7 @@ use super::options::{Options, OptionsError};
 use super::session::Session;
 use crate::stop::Stop;
 use isobath_disk::BlockDevice;
-use isobath_storage::ring::{self, Handle, Readiness, sleep};
+use isobath_ring::{Handle, Readiness, sleep};
 use std::future::{Future, poll_fn};
 use std::io;
 use std::os::fd::OwnedFd;
@@ -56,7 +56,7 @@ impl<D: BlockDevice> Server<D> {
     ) -> io::Result<()> {
         listener.set_nonblocking(true)?;
         let ready = Readiness::from(OwnedFd::from(listener.try_clone()?));
-        let own = [ring::handle()];
+        let own = [isobath_ring::handle()];
         let workers = if workers.is_empty() { &own } else { workers };
         while !self.stop.is_requested() {
             match listener.accept() {

@@ -13,7 +13,7 @@ use super::wire::{
     VringState, code, invalid, protocol,
 };
 use isobath_disk::BlockDevice;
-use isobath_storage::ring::Handle;
+use isobath_ring::Handle;
 use std::fs::File;
 use std::future::{Future, poll_fn};
 use std::io;

@@ -9,7 +9,7 @@ use super::ring::{Addresses, Ring};
 use super::wire::invalid;
 use crate::stop::Stop;
 use isobath_disk::BlockDevice;
-use isobath_storage::ring::{Handle, RemoteJoin};
+use isobath_ring::{Handle, RemoteJoin};
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;

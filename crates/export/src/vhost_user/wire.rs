@@ -2,7 +2,7 @@
 //!
 //! Everything is in the host's byte order (vhost-user: "Message Specification").
 
-use isobath_storage::ring::Readiness;
+use isobath_ring::Readiness;
 use std::fs::File;
 use std::io;
 use std::mem::{MaybeUninit, size_of};

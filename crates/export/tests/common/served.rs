@@ -3,8 +3,8 @@
 
 use super::memory_disk::MemoryDisk;
 use isobath_export::nbd::{Export, Limits, Server};
-use isobath_storage::ring::net::{Address, Listener};
-use isobath_storage::ring::{Config, Executor, Worker};
+use isobath_ring::net::{Address, Listener};
+use isobath_ring::{Config, Executor, Worker};
 use isobath_testkit::process::Finished;
 use isobath_testkit::{process, tools};
 use std::path::PathBuf;

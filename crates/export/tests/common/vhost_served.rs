@@ -3,7 +3,7 @@
 
 use isobath_disk::BlockDevice;
 use isobath_export::vhost_user::{Options, Server};
-use isobath_storage::ring::{Config, Executor, Worker};
+use isobath_ring::{Config, Executor, Worker};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

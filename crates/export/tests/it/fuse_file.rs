@@ -4,7 +4,7 @@ use crate::fuse_mount::{FIXED, FULL, FileEnd, Image, Mounted};
 use crate::memory_disk::MemoryDisk;
 use isobath_disk::{BlockDevice, OpenOptions, Preallocation};
 use isobath_export::fuse::Options;
-use isobath_storage::block_on;
+use isobath_ring::block_on;
 use std::fs::{self, File, OpenOptions as Open, Permissions};
 use std::io::ErrorKind;
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};

@@ -179,7 +179,7 @@ fn a_loop_device_takes_a_new_size() {
     let device = Loop::new(&image.path, true);
     let size = 3 << 20;
     let resize = image.device.resize(size, isobath_disk::Preallocation::Off, false);
-    isobath_storage::block_on(resize).unwrap();
+    isobath_ring::block_on(resize).unwrap();
     let _ = run(Command::new("losetup").arg("-c").arg(&device.0)).ok();
     let mut dd = Command::new("dd");
     let (to, seek) = (format!("of={}", device.0.display()), "seek=2");

@@ -5,7 +5,7 @@ use crate::memory_disk::MemoryDisk;
 use crate::script::{Reply, Script, handshake, replies, request, skip_handshake};
 use isobath_export::nbd::wire::{chunk, command, command_flag};
 use isobath_export::nbd::{Export, InFlight, Limits, Server, SessionError};
-use isobath_storage::block_on;
+use isobath_ring::block_on;
 use proptest::prelude::*;
 use std::collections::HashMap;
 use std::sync::Arc;

@@ -7,7 +7,7 @@ use crate::script::{flags, go, handshake, option as option_bytes, request};
 use crate::served::{Served, export};
 use isobath_export::nbd::wire::{command, command_flag, option};
 use isobath_export::nbd::{InFlight, Limits};
-use isobath_storage::ring::net::Listener;
+use isobath_ring::net::Listener;
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::os::unix::net::{UnixListener, UnixStream};

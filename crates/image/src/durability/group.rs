@@ -3,8 +3,8 @@
 use crate::sabotage::{self, Sabotage};
 use crate::{DiskError, Result};
 use async_lock::Mutex;
-use isobath_storage::sync::RwLock;
-use isobath_storage::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use isobath_sync::RwLock;
+use isobath_sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::future::Future;
 
 /// Runs commits one after another. Whoever asks while one runs shares the next.
@@ -210,7 +210,7 @@ mod tests {
 mod interleavings {
     use super::*;
     use futures_util::FutureExt;
-    use isobath_storage::sync::{Cell, explore, wait};
+    use isobath_sync::{Cell, explore, wait};
     use std::task::Poll;
 
     /// Sums of changes, each of which has a bit.

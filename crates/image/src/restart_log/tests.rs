@@ -22,10 +22,10 @@ fn world() -> World {
     let host = MemoryHost::new();
     host.insert("image", &[0; 512]);
     let mode = OpenMode { writable: true, ..OpenMode::default() };
-    let file = isobath_storage::block_on(host.open(Path::new("image"), mode)).unwrap();
+    let file = futures_executor::block_on(host.open(Path::new("image"), mode)).unwrap();
     let log = Arc::new(RestartLog::default());
     log.wake();
-    isobath_storage::block_on(log.begin(&file, ID, LAST));
+    futures_executor::block_on(log.begin(&file, ID, LAST));
     World { host, file, header: header(ID), log }
 }
 
@@ -61,7 +61,7 @@ impl World {
     fn found(&self) -> Option<FoundLog> {
         let found = FoundLog::find(&self.file, Path::new("image"), &self.header);
         // What is damaged is refused.
-        isobath_storage::block_on(found).ok().flatten()
+        futures_executor::block_on(found).ok().flatten()
     }
 
     /// The guest clusters that are mapped, and the kept pieces' places and lengths.
@@ -186,14 +186,14 @@ fn a_log_whose_memory_is_removed_goes_on_in_other_memory_or_owes_a_commit() {
     let (host, file) = (&world.host, &world.file);
     host.forget_restart_memories();
     assert!(world.found().is_none());
-    isobath_storage::block_on(log.check_memory(file));
+    futures_executor::block_on(log.check_memory(file));
     assert_eq!(world.holds(), (vec![1], vec![(4096, 513)]));
     log.entry(2, entry(2));
     assert_eq!(world.holds(), (vec![1, 2], vec![(4096, 513)]));
     assert!(!log.must_sync());
     host.forget_restart_memories();
     host.set_restart_memories(false);
-    isobath_storage::block_on(log.check_memory(file));
+    futures_executor::block_on(log.check_memory(file));
     assert!(log.must_sync());
 }
 
@@ -207,7 +207,7 @@ fn a_damaged_or_foreign_log_is_not_used() {
     let all = world.found().unwrap();
     let other = World { header: header(ID + 1), ..self::world() };
     assert!(other.found().is_none());
-    let memory = isobath_storage::block_on(world.file.restart_memory(false)).unwrap().unwrap();
+    let memory = futures_executor::block_on(world.file.restart_memory(false)).unwrap().unwrap();
     let used = at::ITEMS + world.log.state.lock().end as usize;
     for place in 0..used {
         // Numbers that say nothing of what is there.

@@ -8,8 +8,8 @@ use isobath_disk::{
 use isobath_qcow2::header::field;
 use isobath_qcow2::{CompressionType, Header, HostCluster, L1Entry, L2Entry, RefcountTableEntry};
 use isobath_storage::memory::MemoryHost;
-use isobath_storage::recorder::{Fate, RecorderHost};
 use isobath_storage::{Host, IoBuf};
+use isobath_storage_test::recorder::{Fate, RecorderHost};
 use isobath_testkit::seed::Seed;
 use rand::RngExt;
 use rand::rngs::StdRng;

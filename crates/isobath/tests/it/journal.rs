@@ -8,8 +8,8 @@ use isobath_disk::{
 };
 use isobath_qcow2::{IncompatibleFeatures, NewImage};
 use isobath_storage::memory::MemoryHost;
-use isobath_storage::recorder::{Change, Record, RecorderHost};
 use isobath_storage::{Host, IoBuf, OpenMode, Storage};
+use isobath_storage_test::recorder::{Change, Record, RecorderHost};
 use isobath_testkit::qemu;
 use std::path::Path;
 

@@ -13,9 +13,9 @@ use isobath_jobs::{
     CommitOptions, Job, JobOptions, JobStatus, MirrorOptions, MirrorSync, StreamOptions,
 };
 use isobath_qcow2::NewImage;
-use isobath_storage::fault::{Fault, FaultHost, Plan};
 use isobath_storage::memory::MemoryHost;
 use isobath_storage::{FileId, IoBuf, Locking, Operation, Storage};
+use isobath_storage_test::fault::{Fault, FaultHost, Plan};
 use isobath_testkit::{model::Model, qemu, seed::Seed};
 use rand::rngs::StdRng;
 use rand::{Rng, RngExt, SeedableRng};

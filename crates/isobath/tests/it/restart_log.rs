@@ -13,11 +13,11 @@ use isobath_disk::{
 use isobath_jobs::pace::Pacing;
 use isobath_jobs::{JobOptions, MirrorOptions, MirrorSync};
 use isobath_qcow2::NewImage;
-use isobath_storage::fault::{FaultHost, Plan};
 use isobath_storage::file::FileHost;
 use isobath_storage::memory::MemoryHost;
-use isobath_storage::recorder::{Change, Record, RecorderHost};
 use isobath_storage::{Host, IoBuf, OpenMode, Storage};
+use isobath_storage_test::fault::{FaultHost, Plan};
+use isobath_storage_test::recorder::{Change, Record, RecorderHost};
 use isobath_testkit::{qemu, seed::Seed};
 use rand::rngs::StdRng;
 use rand::{Rng, RngExt, SeedableRng};
@@ -524,7 +524,7 @@ fn a_log_is_not_applied_to_an_image_that_was_put_back() {
 
 #[test]
 fn an_image_whose_log_cannot_be_used_is_not_opened_for_writing() {
-    isobath_storage::block_on(async {
+    isobath_ring::block_on(async {
         let directory = tempfile::tempdir().unwrap();
         let image = directory.path().join(NAME);
         qemu::create(&image, "qcow2", 64 << 20, "");
@@ -591,7 +591,7 @@ fn more_than_there_is_room_for_is_durable_before_it_is_answered() {
 
 #[test]
 fn files_have_it_too() {
-    isobath_storage::block_on(async {
+    isobath_ring::block_on(async {
         let directory = tempfile::tempdir().unwrap();
         let (image, base) = (directory.path().join(NAME), directory.path().join("base.raw"));
         std::fs::write(&base, vec![0xbb; 64 << 20]).unwrap();

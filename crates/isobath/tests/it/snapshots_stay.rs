@@ -1,8 +1,9 @@
 //! Internal snapshots, made by QEMU, hold what they held whatever is written afterwards.
 
 use isobath_disk::{BlockDevice, Disk, OpenOptions, ZeroFlags};
+use isobath_ring::block_on;
+use isobath_storage::IoBuf;
 use isobath_storage::file::FileHost;
-use isobath_storage::{IoBuf, block_on};
 use isobath_testkit::{args, qemu};
 use std::fs;
 use std::path::Path;

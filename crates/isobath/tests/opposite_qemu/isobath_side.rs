@@ -10,8 +10,8 @@ use isobath_disk::{
 };
 use isobath_jobs::{CommitOptions, Job, JobOptions, JobStatus};
 use isobath_jobs::{MirrorOptions, MirrorSync, StreamOptions};
+use isobath_ring::{Config, Executor, Worker};
 use isobath_storage::file::FileHost;
-use isobath_storage::ring::{self, Config, Executor, Worker};
 use isobath_storage::{FileId, IoBuf, Storage};
 use isobath_testkit::model::Model;
 use std::fmt::Display;
@@ -29,7 +29,7 @@ const PATIENCE: Duration = Duration::from_mins(5);
 pub(crate) fn on_ring<T>(work: impl Future<Output = T>) -> T {
     let executor = Executor::new(&Config::default()).unwrap();
     executor
-        .block_on(ring::timeout(PATIENCE, work))
+        .block_on(isobath_ring::timeout(PATIENCE, work))
         .unwrap_or_else(|_| panic!("isobath hangs: nothing for {PATIENCE:?}"))
 }
 

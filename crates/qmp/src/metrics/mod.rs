@@ -6,10 +6,10 @@ mod text;
 
 use crate::monitor::Monitor;
 use crate::server::Server;
+use isobath_ring::net::{Listener, Stream};
+use isobath_ring::{sleep, spawn, timeout};
 use isobath_storage::Host;
 use isobath_storage::IoBuf;
-use isobath_storage::ring::net::{Listener, Stream};
-use isobath_storage::ring::{sleep, spawn, timeout};
 use std::cell::Cell;
 use std::io;
 use std::rc::Rc;

@@ -1,7 +1,7 @@
 //! A disk under a monitor.
 
 use isobath_disk::{BlockDevice, Layer, LiveDisk};
-use isobath_storage::ring::{JoinHandle, spawn};
+use isobath_ring::{JoinHandle, spawn};
 use isobath_storage::{FileId, Host, Storage};
 use std::cell::{Cell, RefCell};
 use std::path::PathBuf;

@@ -11,9 +11,9 @@ use isobath_export::frontend::{
     RemoveError, RemoveMode, Setting, Settings, Shown, Takes,
 };
 use isobath_export::registry::PROTOCOLS;
+use isobath_ring::net::Listener;
+use isobath_ring::{JoinHandle, spawn};
 use isobath_storage::Host;
-use isobath_storage::ring::net::Listener;
-use isobath_storage::ring::{JoinHandle, spawn};
 use serde_json::{Value, json};
 use std::cell::{Cell, RefCell};
 use std::path::Path;

@@ -14,7 +14,7 @@ use isobath_jobs::{
     CommitOptions, IoStatus, Job, JobEvent, JobOptions, JobStatus, MirrorOptions, MirrorSync,
     StreamOptions,
 };
-use isobath_storage::ring::spawn;
+use isobath_ring::spawn;
 use isobath_storage::{FileId, Host, Storage};
 use parking_lot::Mutex;
 use serde_json::json;

@@ -1,6 +1,6 @@
 //! The server's side of QMP: sessions, capabilities, events.
 //!
-//! Everything runs as tasks of one thread's [ring](isobath_storage::ring). A session executes one request after
+//! Everything runs as tasks of one thread's [ring](isobath_ring). A session executes one request after
 //! another; sessions run concurrently.
 //!
 //! Bounds: see [`Limits`]. A client that sends more than it reads is not read from until it has taken
@@ -16,8 +16,8 @@ use crate::error::QmpError;
 use crate::json;
 use crate::schema::{Command, Member, Object, Schema, Type, object, opt, req};
 use event_listener::Event;
-use isobath_storage::ring::net::{Listener, Stream};
-use isobath_storage::ring::{sleep, spawn};
+use isobath_ring::net::{Listener, Stream};
+use isobath_ring::{sleep, spawn};
 use outbox::Outbox;
 use serde_json::{Map, Value, json};
 use session::Session;

@@ -1,8 +1,8 @@
 //! What waits to be sent to one client.
 
 use event_listener::Event;
+use isobath_ring::net::Stream;
 use isobath_storage::IoBuf;
-use isobath_storage::ring::net::Stream;
 use std::cell::{Cell, RefCell};
 use std::net::Shutdown;
 use std::rc::Rc;

@@ -5,8 +5,8 @@ use super::{Server, Service};
 use crate::error::{ErrorClass, QmpError};
 use crate::json::{self, Splitter, to_line};
 use crate::schema;
+use isobath_ring::{spawn, timeout};
 use isobath_storage::IoBuf;
-use isobath_storage::ring::{spawn, timeout};
 use serde_json::{Map, Value, json};
 use std::rc::Rc;
 

@@ -3,8 +3,8 @@
 use isobath_qmp::QmpError;
 use isobath_qmp::schema::{Command, EventType, Object, Schema, Type, object, opt, req};
 use isobath_qmp::server::{CONTROL, Events, Limits, Server, Service};
-use isobath_storage::ring::net::Listener;
-use isobath_storage::ring::{Config, Executor, sleep};
+use isobath_ring::net::Listener;
+use isobath_ring::{Config, Executor, sleep};
 use serde_json::{Map, Value, json};
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -83,7 +83,7 @@ impl Served {
                 let events = Events::default();
                 let server = Server::new(Toy { events: events.clone(), quit }, events, limits);
                 let watched = server.clone();
-                drop(isobath_storage::ring::spawn(async move {
+                drop(isobath_ring::spawn(async move {
                     while wanted.try_recv().is_err() {
                         sleep(Duration::from_millis(1)).await;
                     }

@@ -6,9 +6,9 @@ use isobath_export::registry::{Frontends, Listeners};
 use isobath_qmp::client::{Address, Client};
 use isobath_qmp::monitor::{Drive, Monitor};
 use isobath_qmp::server::{Events, Limits, Server};
+use isobath_ring::net::Listener;
+use isobath_ring::{Config, Executor, spawn};
 use isobath_storage::file::FileHost;
-use isobath_storage::ring::net::Listener;
-use isobath_storage::ring::{Config, Executor, spawn};
 use std::path::{Path, PathBuf};
 use std::thread::{self, JoinHandle};
 

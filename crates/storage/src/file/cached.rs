@@ -2,7 +2,6 @@
 
 use super::sys;
 use crate::IoBuf;
-use crate::ring;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -36,7 +35,7 @@ impl Cached {
             }
         }
         // Otherwise a task that never waits would keep all others from running.
-        if !ring::may_go_on(buf.len()) {
+        if !isobath_ring::may_go_on(buf.len()) {
             return 0;
         }
         match sys::pread_cached(file, buf, offset) {

@@ -204,7 +204,7 @@ mod tests {
     #[test]
     fn the_limit_is_passed_when_nothing_can_be_given_up() {
         let pool = Arc::new(Pool::new(2));
-        crate::block_on(async {
+        isobath_ring::block_on(async {
             let permits = [pool.admit().await, pool.admit().await, pool.admit().await];
             assert!(pool.take().is_none());
             drop(permits);

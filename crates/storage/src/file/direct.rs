@@ -10,7 +10,7 @@ use super::ranges::{Guard, Ranges};
 use super::sys;
 use super::transfer::{self, Target};
 use crate::IoBuf;
-use crate::ring::Lease;
+use isobath_ring::Lease;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -32,7 +32,7 @@ pub(super) struct Direct {
 impl Direct {
     pub(super) fn new(memory: u64, block: u64, extends: bool) -> io::Result<Self> {
         let fits = |align: u64| align.is_power_of_two() && align <= CHUNK;
-        if !fits(block) || !fits(memory) || memory > crate::buf::ALIGNMENT as u64 {
+        if !fits(block) || !fits(memory) || memory > isobath_ring::buf::ALIGNMENT as u64 {
             return Err(io::Error::new(
                 io::ErrorKind::Unsupported,
                 format!(

@@ -1,7 +1,6 @@
 //! Making writes durable, and remembering when that failed.
 
 use super::transfer;
-use crate::ring;
 use parking_lot::Mutex;
 use std::io;
 use std::os::fd::OwnedFd;
@@ -80,9 +79,9 @@ impl Durability {
         self.check()?;
         let (this, file) = (self.clone(), file.clone());
         let flush = async move { this.flush_now(&file).await };
-        match ring::current() {
+        match isobath_ring::current() {
             Some(_) => {
-                let joined = ring::spawn(flush).await;
+                let joined = isobath_ring::spawn(flush).await;
                 joined.map_err(|error| io::Error::other(error.to_string()))?
             }
             None => flush.await,
@@ -120,7 +119,7 @@ impl Drop for Unseen<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ring::{Config, Executor, yield_now};
+    use isobath_ring::{Config, Executor, yield_now};
     use std::fs::File;
 
     #[test]
@@ -158,7 +157,7 @@ mod tests {
             }
             assert!(durability.check().is_err());
         });
-        assert!(crate::block_on(durability.flush(&file)).is_err());
+        assert!(isobath_ring::block_on(durability.flush(&file)).is_err());
     }
 
     #[test]

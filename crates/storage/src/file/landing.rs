@@ -3,8 +3,8 @@
 //! The kernel carries out what it was given. A write whose future was dropped may still land, and must not do so
 //! over a later one, nor after a flush that was to cover it: so every later operation on the file waits for it.
 
-use crate::ring::{Held, unblock};
-use crate::sync::WaitGroup;
+use isobath_ring::{Held, unblock};
+use isobath_sync::WaitGroup;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};

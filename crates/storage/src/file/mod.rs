@@ -1,6 +1,6 @@
 //! Files and block devices of the operating system.
 //!
-//! Inside an [`Executor`](crate::ring::Executor) operations go through that thread's ring; elsewhere they are
+//! Inside an [`Executor`](isobath_ring::Executor) operations go through that thread's ring; elsewhere they are
 //! blocking system calls, so the same file works on any executor. What a ring cannot do (`ioctl`,
 //! cutting a file) runs on a thread of its own when it can take long.
 //!
@@ -434,7 +434,8 @@ impl Storage for FileStorage {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Host, OpenMode, block_on};
+    use crate::{Host, OpenMode};
+    use isobath_ring::block_on;
 
     const WRITABLE: OpenMode =
         OpenMode { writable: true, direct: false, locking: crate::Locking::Exclusive };

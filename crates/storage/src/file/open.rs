@@ -13,7 +13,6 @@ use super::zero::Abilities;
 use super::{FileStorage, Kind, sys};
 use crate::error::{Operation, StorageError};
 use crate::lock::{self, Locks};
-use crate::ring;
 use crate::{FileId, Host, Locking, OpenMode, Result};
 use arc_swap::ArcSwap;
 use std::fs::{self, File, OpenOptions};
@@ -137,7 +136,7 @@ struct Held {
     landing: Arc<Landing>,
 }
 
-impl ring::Held for Held {
+impl isobath_ring::Held for Held {
     fn orphaned(&self) {
         self.landing.orphaned();
     }

@@ -1,6 +1,6 @@
 //! Ranges of a file that operations hold while they are in flight.
 
-use crate::ring::{self, Lease};
+use isobath_ring::Lease;
 use parking_lot::Mutex;
 use std::future::poll_fn;
 use std::sync::Arc;
@@ -36,7 +36,7 @@ pub(super) struct Guard {
     id: u64,
 }
 
-impl ring::Held for Guard {
+impl isobath_ring::Held for Guard {
     fn orphaned(&self) {
         self.lease.orphaned();
     }

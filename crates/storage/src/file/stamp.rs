@@ -1,7 +1,7 @@
 //! When a file was last changed, and whether a later change would show.
 
 use super::{FileStorage, Kind, sys};
-use crate::{Stamp, ring};
+use crate::Stamp;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::time::Duration;
@@ -44,8 +44,8 @@ pub(super) fn of(stat: &libc::stat) -> Option<Stamp> {
 
 /// Waits: with the ring's timer inside an executor, holding up the thread elsewhere.
 pub(super) async fn pause(duration: Duration) {
-    if ring::is_running() {
-        ring::sleep(duration).await;
+    if isobath_ring::is_running() {
+        isobath_ring::sleep(duration).await;
     } else {
         std::thread::sleep(duration);
     }

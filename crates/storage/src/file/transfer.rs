@@ -3,7 +3,7 @@
 use super::landing::Landing;
 use super::sys;
 use crate::IoBuf;
-use crate::ring::{self, ops};
+use isobath_ring::ops;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -13,14 +13,14 @@ use std::sync::Arc;
 #[derive(Clone)]
 pub(super) struct Target {
     pub(super) file: Arc<OwnedFd>,
-    pub(super) lease: ring::Lease,
+    pub(super) lease: isobath_ring::Lease,
     /// Operations on it that nobody waits for.
     pub(super) landing: Arc<Landing>,
 }
 
 impl Target {
     /// The same file, with what operations in flight keep.
-    pub(super) fn leased(&self, lease: ring::Lease) -> Self {
+    pub(super) fn leased(&self, lease: isobath_ring::Lease) -> Self {
         Self { file: self.file.clone(), lease, landing: self.landing.clone() }
     }
 }
@@ -38,7 +38,7 @@ pub(super) async fn read(
     mut done: usize,
     align: u64,
 ) -> (io::Result<usize>, IoBuf) {
-    let local = ring::current();
+    let local = isobath_ring::current();
     while done < buf.len() {
         let at = offset + done as u64;
         let result = if let Some(local) = &local {
@@ -65,7 +65,7 @@ pub(super) async fn read(
 
 /// Writes the whole buffer.
 pub(super) async fn write(target: &Target, offset: u64, mut buf: IoBuf) -> (io::Result<()>, IoBuf) {
-    let local = ring::current();
+    let local = isobath_ring::current();
     let mut done = 0;
     while done < buf.len() {
         let at = offset + done as u64;
@@ -93,10 +93,10 @@ pub(super) async fn write_vectored(
     offset: u64,
     bufs: Vec<IoBuf>,
 ) -> (io::Result<()>, Vec<IoBuf>) {
-    let local = ring::current();
+    let local = isobath_ring::current();
     let mut vectored = match &local {
         Some(local) => local.vectored(bufs),
-        None => ring::Vectored::boxed(bufs),
+        None => isobath_ring::Vectored::boxed(bufs),
     };
     let mut done = 0;
     let result = loop {
@@ -122,7 +122,7 @@ pub(super) async fn write_vectored(
     };
     let bufs = match &local {
         Some(local) => local.reuse(vectored),
-        None => vectored.bufs,
+        None => vectored.into_bufs(),
     };
     (result, bufs)
 }
@@ -135,7 +135,7 @@ pub(super) async fn fallocate(
     length: u64,
 ) -> io::Result<()> {
     loop {
-        let result = match ring::current() {
+        let result = match isobath_ring::current() {
             Some(local) => {
                 ops::fallocate(&local, &target.file, &target.lease, mode, offset, length).await
             }
@@ -151,7 +151,7 @@ pub(super) async fn fallocate(
 /// `fdatasync(2)`.
 pub(super) async fn fdatasync(file: &Arc<OwnedFd>) -> io::Result<()> {
     loop {
-        let result = match ring::current() {
+        let result = match isobath_ring::current() {
             Some(local) => ops::fdatasync(&local, file).await,
             None => sys::fdatasync(file),
         };

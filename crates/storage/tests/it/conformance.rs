@@ -1,10 +1,10 @@
 //! Every place where bytes can be kept behaves the same.
 
-use crate::common;
-use isobath_storage::block_on;
+use isobath_ring::block_on;
+use isobath_ring::{Config, Executor};
 use isobath_storage::file::FileHost;
 use isobath_storage::memory::MemoryHost;
-use isobath_storage::ring::{Config, Executor};
+use isobath_storage_test::conformance;
 use std::path::Path;
 use tempfile::TempDir;
 
@@ -15,38 +15,38 @@ fn directory() -> TempDir {
 
 #[test]
 fn memory() {
-    block_on(common::conformance(&MemoryHost::new(), Path::new("/images"), false));
+    block_on(conformance::check(&MemoryHost::new(), Path::new("/images"), false));
 }
 
 #[test]
 fn files_through_the_page_cache() {
     let executor = Executor::new(&Config::default()).unwrap();
-    executor.block_on(common::conformance(&FileHost, directory().path(), false));
+    executor.block_on(conformance::check(&FileHost, directory().path(), false));
 }
 
 #[test]
 fn files_past_the_page_cache() {
     let executor = Executor::new(&Config::default()).unwrap();
-    executor.block_on(common::conformance(&FileHost, directory().path(), true));
+    executor.block_on(conformance::check(&FileHost, directory().path(), true));
 }
 
 #[test]
 fn files_with_a_tiny_ring() {
     let executor = Executor::new(&Config { entries: 1, batch: 1 }).unwrap();
-    executor.block_on(common::conformance(&FileHost, directory().path(), false));
-    executor.block_on(common::conformance(&FileHost, directory().path(), true));
+    executor.block_on(conformance::check(&FileHost, directory().path(), false));
+    executor.block_on(conformance::check(&FileHost, directory().path(), true));
 }
 
 #[test]
 fn files_without_a_ring() {
-    block_on(common::conformance(&FileHost, directory().path(), false));
-    block_on(common::conformance(&FileHost, directory().path(), true));
+    block_on(conformance::check(&FileHost, directory().path(), false));
+    block_on(conformance::check(&FileHost, directory().path(), true));
 }
 
 #[test]
 fn files_that_share_descriptors() {
     let host = FileHost::with_descriptors(2);
     let executor = Executor::new(&Config::default()).unwrap();
-    executor.block_on(common::conformance(&host, directory().path(), false));
-    block_on(common::conformance(&host, directory().path(), true));
+    executor.block_on(conformance::check(&host, directory().path(), false));
+    block_on(conformance::check(&host, directory().path(), true));
 }

@@ -1,8 +1,9 @@
 //! More files than descriptors: those not in use give theirs up, and what they hold stays theirs.
 
+use isobath_ring::block_on;
+use isobath_ring::{Config, Worker, spawn};
 use isobath_storage::file::{FileHost, FileStorage, LimitedHost};
-use isobath_storage::ring::{Config, Worker, spawn};
-use isobath_storage::{Host, IoBuf, Locking, OpenMode, Storage, StorageError, block_on};
+use isobath_storage::{Host, IoBuf, Locking, OpenMode, Storage, StorageError};
 use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};

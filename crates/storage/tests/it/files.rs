@@ -1,8 +1,9 @@
 //! Files of the operating system: what may be opened, many operations at once, dropped futures.
 
+use isobath_ring::block_on;
+use isobath_ring::{Config, Executor, Worker, spawn, yield_now};
 use isobath_storage::file::FileHost;
-use isobath_storage::ring::{Config, Executor, Worker, spawn, yield_now};
-use isobath_storage::{Host, IoBuf, Locking, OpenMode, Storage, StorageError, ZeroMode, block_on};
+use isobath_storage::{Host, IoBuf, Locking, OpenMode, Storage, StorageError, ZeroMode};
 use std::future::poll_fn;
 use std::io::ErrorKind;
 use std::os::unix::ffi::OsStrExt;

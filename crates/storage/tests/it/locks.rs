@@ -1,9 +1,10 @@
 //! Image locks against QEMU, in both directions.
 
 use crate::qemu::{QemuIo, chain, opens, run};
+use isobath_ring::block_on;
+use isobath_ring::{Config, Executor, sleep, spawn};
 use isobath_storage::file::{FileHost, FileStorage};
-use isobath_storage::ring::{Config, Executor, sleep, spawn};
-use isobath_storage::{Host, Locking, OpenMode, Result, block_on};
+use isobath_storage::{Host, Locking, OpenMode, Result};
 use std::os::fd::AsRawFd;
 use std::path::Path;
 use std::time::Duration;

@@ -2,17 +2,13 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by a panic")]
 
-mod common;
 mod conformance;
 mod descriptors;
-mod faults;
 mod files;
 mod locks;
 mod mounted;
 mod qemu;
 mod reflinks;
 mod restart_memory;
-mod ring;
 mod roles;
-mod slow;
 mod stamps;

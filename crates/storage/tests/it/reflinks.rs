@@ -1,12 +1,13 @@
 //! Ranges that share the space of another file's.
 
 use crate::mounted::Mounted;
-use isobath_storage::fault::{Fault, FaultHost, Plan};
+use isobath_ring::block_on;
+use isobath_ring::{Config, Executor};
 use isobath_storage::file::FileHost;
 use isobath_storage::memory::MemoryHost;
-use isobath_storage::recorder::{Change, Fate, RecorderHost};
-use isobath_storage::ring::{Config, Executor};
-use isobath_storage::{Host, IoBuf, Locking, OpenMode, Operation, Storage, block_on};
+use isobath_storage::{Host, IoBuf, Locking, OpenMode, Operation, Storage};
+use isobath_storage_test::fault::{Fault, FaultHost, Plan};
+use isobath_storage_test::recorder::{Change, Fate, RecorderHost};
 use std::io::ErrorKind;
 use std::path::Path;
 use std::process::Command;

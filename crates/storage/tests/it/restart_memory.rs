@@ -1,6 +1,6 @@
 //! Memory of files that outlives the process.
 
-use isobath_storage::block_on;
+use isobath_ring::block_on;
 use isobath_storage::file::FileHost;
 use isobath_storage::restart_memory::RESTART_MEMORY_BYTES;
 use isobath_storage::{Host, OpenMode, Storage};

@@ -3,10 +3,11 @@
 
 use crate::qemu;
 use crate::qemu::QemuIo;
+use isobath_ring::block_on;
+use isobath_ring::{Config, Executor, Worker, spawn};
 use isobath_storage::file::{FileHost, FileStorage};
 use isobath_storage::memory::MemoryHost;
-use isobath_storage::ring::{Config, Executor, Worker, spawn};
-use isobath_storage::{Host, IoBuf, Locking, OpenMode, Storage, StorageError, ZeroMode, block_on};
+use isobath_storage::{Host, IoBuf, Locking, OpenMode, Storage, StorageError, ZeroMode};
 use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -254,7 +255,7 @@ fn operations_under_way_end_on_the_writers_descriptor() {
                 })
                 .collect();
             // Every one has begun.
-            isobath_storage::ring::yield_now().await;
+            isobath_ring::yield_now().await;
             file.retire().await.unwrap();
             assert_eq!(descriptors(&path), [libc::O_CLOEXEC | 0o100_000 | direct_flag(direct)]);
             let length = file.len().await.unwrap();
@@ -292,7 +293,7 @@ fn a_dropped_call_leaves_a_handle_that_can_be_retired() {
                     if done.await {
                         break;
                     }
-                    isobath_storage::ring::yield_now().await;
+                    isobath_ring::yield_now().await;
                 }
             }
             assert_eq!(kind(FileHost.open(&path, WRITABLE).await), BUSY);

@@ -1,13 +1,12 @@
 //! Stamps: whatever changes a file shows in them, and reading does not.
 
-use isobath_storage::fault::{Fault, FaultHost, Plan};
+use isobath_ring::block_on;
+use isobath_ring::{Config, Executor};
 use isobath_storage::file::FileHost;
 use isobath_storage::memory::MemoryHost;
-use isobath_storage::recorder::RecorderHost;
-use isobath_storage::ring::{Config, Executor};
-use isobath_storage::{
-    Host, IoBuf, Locking, OpenMode, Operation, Stamp, Storage, ZeroMode, block_on,
-};
+use isobath_storage::{Host, IoBuf, Locking, OpenMode, Operation, Stamp, Storage, ZeroMode};
+use isobath_storage_test::fault::{Fault, FaultHost, Plan};
+use isobath_storage_test::recorder::RecorderHost;
 use std::fs::{self, File, FileTimes};
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;

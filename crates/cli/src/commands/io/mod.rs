@@ -11,7 +11,6 @@ use crate::failure::{Failure, Outcome};
 use crate::{options, runtime};
 use isobath_disk::{Disk, ImageFormat, OpenOptions};
 use isobath_storage::file::FileHost;
-use isobath_storage::ring::Readiness;
 use session::{Next, Session};
 use std::fs::File;
 use std::io::{self, IsTerminal, Read, Write};

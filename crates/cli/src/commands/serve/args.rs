@@ -11,7 +11,7 @@ use isobath_disk::{ImageFormat, MetadataMode};
 use isobath_export::nbd::ExportError;
 use isobath_export::nbd::wire::MAX_STRING;
 #[cfg(feature = "slow-disk")]
-use isobath_storage::slow::SlowDisk;
+use isobath_storage_test::slow::SlowDisk;
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 

@@ -3,9 +3,9 @@
 use isobath_qmp::metrics;
 use isobath_qmp::monitor::Monitor;
 use isobath_qmp::server as qmp;
+use isobath_ring::net::Listener;
+use isobath_ring::{JoinHandle, spawn};
 use isobath_storage::Host;
-use isobath_storage::ring::net::Listener;
-use isobath_storage::ring::{JoinHandle, spawn};
 use std::rc::Rc;
 
 /// Serves the control sockets, and forwards the jobs' events.

@@ -1,6 +1,6 @@
 //! The addresses that a server listens on, and how they are written.
 
-use isobath_storage::ring::net::{Address, Listener};
+use isobath_ring::net::{Address, Listener};
 use std::io;
 use std::net::{Ipv4Addr, ToSocketAddrs};
 use std::path::PathBuf;

@@ -2,7 +2,7 @@
 
 use super::endpoint::{Endpoint, is_public};
 use crate::failure::Failure;
-use isobath_storage::ring::net::Listener;
+use isobath_ring::net::Listener;
 use std::time::{Duration, Instant};
 use std::{io, thread};
 

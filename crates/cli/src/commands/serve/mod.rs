@@ -24,11 +24,13 @@ use isobath_disk::LiveDisk;
 use isobath_export::registry::Frontends;
 use isobath_qmp::monitor::{Drive, Monitor};
 use isobath_qmp::server::{self as qmp, Events};
+use isobath_ring::net::{Address, Listener};
+use isobath_ring::{Config, Handle, JoinHandle, Signals, Worker, spawn};
+use isobath_ring::{Handle, JoinHandle, Signals, spawn};
 use isobath_storage::Host;
 use isobath_storage::file::FileHost;
-use isobath_storage::ring::{Handle, JoinHandle, Signals, spawn};
 #[cfg(feature = "slow-disk")]
-use isobath_storage::slow::SlowHost;
+use isobath_storage_test::slow::SlowHost;
 use signals::either;
 use std::future;
 use std::io::{self, Write};

@@ -2,7 +2,7 @@
 
 use crate::failure::Failure;
 use crate::messages;
-use isobath_storage::ring::{Signals, spawn};
+use isobath_ring::{Signals, spawn};
 use std::future;
 use std::pin::pin;
 use std::process;

@@ -1,7 +1,7 @@
 //! The value of `--slow-disk`.
 
 use crate::size;
-use isobath_storage::slow::{Mechanics, SlowDisk};
+use isobath_storage_test::slow::{Mechanics, SlowDisk};
 use std::num::{NonZeroU64, NonZeroUsize};
 use std::time::Duration;
 

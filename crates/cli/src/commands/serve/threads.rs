@@ -1,7 +1,7 @@
 //! The threads that serve clients.
 
 use crate::failure::Failure;
-use isobath_storage::ring::{Config, Worker};
+use isobath_ring::{Config, Worker};
 use std::num::NonZeroUsize;
 use std::{io, thread};
 

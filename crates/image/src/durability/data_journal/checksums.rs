@@ -2,7 +2,7 @@
 
 use isobath_qcow2::journal::Crc32c;
 use isobath_storage::IoBuf;
-use isobath_storage::sync::WaitGroup;
+use isobath_sync::WaitGroup;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
@@ -198,7 +198,7 @@ pub fn checksummed(at: u64, bufs: &[IoBuf], size: u64, checked: bool) -> Vec<Che
 #[cfg(all(test, loom))]
 mod interleavings {
     use super::*;
-    use isobath_storage::sync::{Cell, Mutex, explore, wait};
+    use isobath_sync::{Cell, Mutex, explore, wait};
 
     struct DataJournal {
         writes: Arc<WaitGroup>,

@@ -22,7 +22,7 @@ use crate::sabotage::{self, Sabotage};
 use checksums::{Checksum, ChecksummedRanges};
 use isobath_qcow2::{HostCluster, Lsn};
 use isobath_storage::IoBuf;
-use isobath_storage::sync::WaitGroup;
+use isobath_sync::WaitGroup;
 use parking_lot::Mutex;
 use std::collections::HashSet;
 use std::ops::Range;

@@ -1,10 +1,10 @@
 //! First writes whose mapping is not recorded yet.
 //!
-//! A [`WaitGroup`](isobath_storage::sync::WaitGroup) would not do: a commit waits for those that began before it, and
+//! A [`WaitGroup`](isobath_sync::WaitGroup) would not do: a commit waits for those that began before it, and
 //! others begin all the time.
 
 use isobath_qcow2::Lsn;
-use isobath_storage::sync::{Condition, Mutex};
+use isobath_sync::{Condition, Mutex};
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
@@ -48,7 +48,7 @@ impl Drop for Flight {
 #[cfg(all(test, loom))]
 mod interleavings {
     use super::*;
-    use isobath_storage::sync::{Cell, explore, wait};
+    use isobath_sync::{Cell, explore, wait};
 
     struct Zones {
         flights: Arc<Flights>,

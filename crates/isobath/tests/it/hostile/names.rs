@@ -3,8 +3,9 @@
 use super::images::plain;
 use super::survive::guarded;
 use isobath_disk::{BlockDevice, Disk, ImageFormat, NewDisk, OpenOptions, Result, Trust, create};
+use isobath_ring::block_on;
 use isobath_storage::file::FileHost;
-use isobath_storage::{IoBuf, Locking, block_on};
+use isobath_storage::{IoBuf, Locking};
 use std::ffi::CString;
 use std::fs;
 use std::os::unix::ffi::OsStrExt;

@@ -1,11 +1,12 @@
 //! Planned faults and recorded changes.
 
-use crate::common;
-use crate::common::WRITABLE;
-use isobath_storage::fault::{Fault, FaultHost, Plan};
+use isobath_ring::block_on;
 use isobath_storage::memory::MemoryHost;
-use isobath_storage::recorder::{Change, Entry, Fate, RecorderHost};
-use isobath_storage::{Host, IoBuf, Operation, Storage, ZeroMode, block_on};
+use isobath_storage::{Host, IoBuf, Operation, Storage, ZeroMode};
+use isobath_storage_test::conformance;
+use isobath_storage_test::conformance::WRITABLE;
+use isobath_storage_test::fault::{Fault, FaultHost, Plan};
+use isobath_storage_test::recorder::{Change, Entry, Fate, RecorderHost};
 use std::path::Path;
 
 const NAME: &str = "/disk";
@@ -15,7 +16,7 @@ fn wrappers_without_a_plan_change_nothing() {
     let plan = Plan::new();
     plan.delay(7);
     let host = RecorderHost::new(FaultHost::new(MemoryHost::new(), plan.clone()));
-    block_on(common::conformance(&host, Path::new("/images"), false));
+    block_on(conformance::check(&host, Path::new("/images"), false));
     assert_eq!(plan.injected(), 0);
     assert!(!host.record().is_empty());
 }

@@ -1,8 +1,8 @@
 //! Sockets on the ring.
 
-use super::local;
-use super::op::ops;
-use crate::IoBuf;
+use crate::buf::IoBuf;
+use crate::runtime::ops;
+use crate::runtime::required;
 use std::fs;
 use std::io;
 use std::net::{Shutdown, SocketAddr, TcpListener};
@@ -72,9 +72,9 @@ impl Listener {
     /// against the next call.
     ///
     /// # Panics
-    /// Outside [`Executor::block_on`](super::Executor::block_on).
+    /// Outside [`Executor::block_on`](crate::Executor::block_on).
     pub async fn accept(&self) -> io::Result<Stream> {
-        let local = local::required();
+        let local = required();
         loop {
             // Polled and then taken: a cancelled IORING_OP_ACCEPT can swallow the wake-up of the next
             // one, since the kernel wakes a single waiter for a connection.
@@ -158,7 +158,7 @@ impl Stream {
     /// As `connect(2)`.
     ///
     /// # Panics
-    /// Outside [`Executor::block_on`](super::Executor::block_on), as every operation here.
+    /// Outside [`Executor::block_on`](crate::Executor::block_on), as every operation here.
     pub async fn connect_unix(path: &Path) -> io::Result<Self> {
         Self::connect(socket2::Domain::UNIX, socket2::SockAddr::unix(path)?).await
     }
@@ -176,7 +176,7 @@ impl Stream {
     async fn connect(domain: socket2::Domain, address: socket2::SockAddr) -> io::Result<Self> {
         let socket = socket2::Socket::new(domain, socket2::Type::STREAM, None)?;
         let stream = Self::from(OwnedFd::from(socket));
-        ops::connect(&local::required(), &stream.socket, address).await?;
+        ops::connect(&required(), &stream.socket, address).await?;
         Ok(stream)
     }
 
@@ -193,7 +193,7 @@ impl Stream {
         if from == buf.len() {
             return (Ok(0), buf);
         }
-        let local = local::required();
+        let local = required();
         loop {
             let (result, back) = ops::recv(&local, &self.socket, buf, from).await;
             match result {
@@ -222,7 +222,7 @@ impl Stream {
     ///
     /// Dropping the future cancels it; how much was sent is then unknown.
     pub async fn send_all(&self, mut buf: IoBuf) -> (io::Result<()>, IoBuf) {
-        let local = local::required();
+        let local = required();
         let mut done = 0;
         while done < buf.len() {
             let (result, back) = ops::send(&local, &self.socket, buf, done).await;
@@ -239,7 +239,7 @@ impl Stream {
     /// Sends all buffers one after another, as one message where possible; otherwise as
     /// [`send_all`](Self::send_all).
     pub async fn send_vectored(&self, bufs: Vec<IoBuf>) -> (io::Result<()>, Vec<IoBuf>) {
-        let local = local::required();
+        let local = required();
         let mut vectored = local.vectored(bufs);
         let mut done = 0;
         while vectored.describe(done) > 0 {
@@ -297,9 +297,9 @@ impl Readiness {
     /// The descriptor cannot be polled.
     ///
     /// # Panics
-    /// Outside [`Executor::block_on`](super::Executor::block_on).
+    /// Outside [`Executor::block_on`](crate::Executor::block_on).
     pub async fn ready(&self, events: i16) -> io::Result<i16> {
-        let local = local::required();
+        let local = required();
         loop {
             match ops::poll(&local, &self.file, u32::from(events as u16)).await {
                 Err(error) if is_transient(&error) => {}

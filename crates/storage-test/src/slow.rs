@@ -19,12 +19,11 @@
 //! is cached for reads. With each flush a trace event tells what the disk was sent so far.
 //!
 //! A disk that is slower than the simulated one shows through. Waiting needs the timers of an
-//! [`Executor`](crate::ring::Executor); elsewhere it holds up the thread.
+//! [`Executor`](isobath_ring::Executor); elsewhere it holds up the thread.
 
 mod mechanics;
 
-use crate::ring;
-use crate::{
+use isobath_storage::{
     Access, Allocation, FileId, Host, IoBuf, OpenMode, RestartMemory, Result, Stamp, Storage,
     ZeroMode,
 };
@@ -188,8 +187,8 @@ impl Device {
 }
 
 async fn wait_until(end: Instant) {
-    if ring::is_running() {
-        ring::sleep_until(end).await;
+    if isobath_ring::is_running() {
+        isobath_ring::sleep_until(end).await;
     } else {
         std::thread::sleep(end.saturating_duration_since(Instant::now()));
     }

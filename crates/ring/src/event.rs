@@ -1,8 +1,8 @@
 //! Eventfds on the ring.
 
-use super::local;
-use super::op::{Keep, Op, ops};
-use crate::IoBuf;
+use crate::buf::IoBuf;
+use crate::runtime::required;
+use crate::runtime::{Keep, Op, ops};
 use std::fmt;
 use std::future::Future;
 use std::io;
@@ -52,7 +52,7 @@ impl Event {
     /// The file cannot be read; `InvalidData` if it gives something else than a count, as no eventfd does.
     ///
     /// # Panics
-    /// Outside [`Executor::block_on`](super::Executor::block_on).
+    /// Outside [`Executor::block_on`](crate::Executor::block_on).
     pub fn poll_take(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<u64>> {
         loop {
             match &mut self.state {
@@ -60,8 +60,7 @@ impl Event {
                     let State::Idle(buf) = std::mem::replace(&mut self.state, State::Lost) else {
                         continue;
                     };
-                    self.state =
-                        State::Reading(ops::read_count(&local::required(), &self.file, buf));
+                    self.state = State::Reading(ops::read_count(&required(), &self.file, buf));
                 }
                 State::Reading(op) => {
                     let (result, keep) = ready!(Pin::new(op).poll(cx));
@@ -79,8 +78,7 @@ impl Event {
                         Err(error) => error,
                     };
                     if error.kind() == io::ErrorKind::WouldBlock {
-                        let wait =
-                            ops::start_poll(&local::required(), &self.file, libc::POLLIN as u32);
+                        let wait = ops::start_poll(&required(), &self.file, libc::POLLIN as u32);
                         self.state = State::Waiting(wait, buf);
                         continue;
                     }
@@ -118,7 +116,7 @@ impl fmt::Debug for Event {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ring::{Config, Executor, spawn, yield_now};
+    use crate::{Config, Executor, spawn, yield_now};
     use std::fs::File;
     use std::future::poll_fn;
     use std::io::Write;

@@ -1,6 +1,6 @@
 //! One value from one thread to another.
 
-use crate::sync::Mutex;
+use isobath_sync::Mutex;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 

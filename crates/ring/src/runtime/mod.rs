@@ -1,53 +1,32 @@
-//! A single-threaded executor on io_uring.
-//!
-//! Each thread that does I/O runs one [`Executor`] with a ring of its own; nothing is shared between
-//! rings but a mailbox through which other threads wake tasks and send work ([`Handle`]). Tasks are
-//! not `Send`: a task, its operations and their buffers stay on one thread.
-//!
-//! - An operation's buffers belong to the ring until its completion arrives. A dropped future leaves
-//!   them there, so the kernel never writes into freed memory; operations that could wait without end
-//!   (receive, accept, poll, connect, send) are cancelled as well.
-//! - Submissions are batched: they go to the kernel when nothing else can run, or every
-//!   [`Config::batch`] entries.
-//! - Operations beyond what the queues hold wait here or, completed, in the kernel (`FEAT_NODROP`), so
-//!   none is refused or lost.
-//! - [`Executor::block_on`] returns only when no dropped operation is in flight any more, and dropping
-//!   the executor ends every task and waits for every operation.
-//!
-//! A panic in a task ends that task alone: its [`JoinHandle`] tells, or the log if nobody listens. A
-//! panic in the future given to `block_on` unwinds through it.
+//! The executor: its ring, its tasks, and how other threads reach it.
 
 mod bell;
 mod blocking;
-mod device;
 mod driver;
-mod event;
 mod executor;
 #[cfg(all(test, loom))]
 mod interleavings;
 mod local;
-pub mod net;
 mod oneshot;
 mod op;
 mod remote;
-mod signal;
 mod task;
 mod timer;
+mod wait;
 mod worker;
 
-pub use device::Device;
-pub use event::Event;
+pub use blocking::unblock;
 pub use executor::{Config, Executor};
-pub use net::Readiness;
+pub use local::{Local, current, may_go_on};
+pub use op::{Held, Lease, Vectored, ops};
 pub use remote::{Handle, RemoteJoin};
-pub use signal::Signals;
 pub use task::{JoinError, JoinHandle};
 pub use timer::{Elapsed, Sleep, sleep, sleep_until, timeout};
+pub use wait::block_on;
 pub use worker::Worker;
 
-pub(crate) use blocking::unblock;
-pub(crate) use local::{current, may_go_on};
-pub(crate) use op::{Held, Lease, Vectored, ops};
+pub(crate) use local::required;
+pub(crate) use op::{Keep, Op};
 
 use std::future::Future;
 use std::pin::Pin;

@@ -1,7 +1,7 @@
 //! Character devices that hand out messages, such as `/dev/fuse`.
 
-use super::local;
-use super::op::ops;
+use crate::runtime::ops;
+use crate::runtime::required;
 use std::io::{self, IoSlice};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -38,10 +38,10 @@ impl Device {
     /// The device cannot be polled.
     ///
     /// # Panics
-    /// Outside [`Executor::block_on`](super::Executor::block_on).
+    /// Outside [`Executor::block_on`](crate::Executor::block_on).
     pub async fn readable(&self) -> io::Result<()> {
         const EVENTS: u32 = (libc::EPOLLIN | libc::EPOLLEXCLUSIVE) as u32;
-        let local = local::required();
+        let local = required();
         loop {
             match ops::poll(&local, &self.file, EVENTS).await {
                 Err(error) if error.raw_os_error() == Some(libc::EINTR) => {}
@@ -76,7 +76,7 @@ impl Device {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ring::{Config, Executor, spawn, yield_now};
+    use crate::{Config, Executor, spawn, yield_now};
     use std::cell::Cell;
     use std::io::Write;
     use std::os::unix::net::UnixStream;

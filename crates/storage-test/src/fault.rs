@@ -3,9 +3,9 @@
 //! A [`FaultHost`] wraps another host. Its [`Plan`] determines the faults of every file opened through it: the same
 //! plan and the same operations give the same faults.
 
-use crate::error::{Operation, StorageError};
-use crate::{
-    Allocation, FileId, Host, IoBuf, OpenMode, RestartMemory, Result, Stamp, Storage, ZeroMode,
+use isobath_storage::{
+    Allocation, FileId, Host, IoBuf, OpenMode, Operation, RestartMemory, Result, Stamp, Storage,
+    StorageError, ZeroMode,
 };
 use parking_lot::Mutex;
 use std::future::poll_fn;

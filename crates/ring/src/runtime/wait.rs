@@ -14,14 +14,14 @@ impl Wake for Unpark {
     }
 }
 
-/// Runs one future to its end, parking the thread while it waits. Storage then works without a
-/// ring: in memory, or with blocking system calls.
+/// Runs one future to its end, parking the thread while it waits. Files then work without
+/// a ring: in memory, or with blocking system calls.
 ///
 /// # Panics
-/// Inside [`Executor::block_on`](crate::ring::Executor::block_on): the future's operations would go to
+/// Inside [`Executor::block_on`](crate::Executor::block_on): the future's operations would go to
 /// that executor, which could not run.
 pub fn block_on<F: Future>(future: F) -> F::Output {
-    assert!(!crate::ring::is_running(), "block_on inside an executor would wait for itself");
+    assert!(!super::is_running(), "block_on inside an executor would wait for itself");
     let mut future = pin!(future);
     let waker = Waker::from(Arc::new(Unpark(std::thread::current())));
     let mut context = Context::from_waker(&waker);
@@ -35,17 +35,16 @@ pub fn block_on<F: Future>(future: F) -> F::Output {
 
 #[cfg(test)]
 mod tests {
+    use super::super::oneshot;
     use super::*;
 
     #[test]
     fn a_wake_from_another_thread_arrives() {
-        let lock = Arc::new(async_lock::Mutex::new(1));
-        let guard = block_on(lock.lock_arc());
-        let other = {
-            let lock = lock.clone();
-            std::thread::spawn(move || block_on(async { *lock.lock().await }))
-        };
-        drop(guard);
-        assert_eq!(other.join().unwrap(), 1);
+        let (sender, mut receiver) = oneshot::channel();
+        let other = std::thread::spawn(move || {
+            block_on(std::future::poll_fn(|context| receiver.poll(context)))
+        });
+        sender.send(1);
+        assert_eq!(other.join().unwrap(), Some(1));
     }
 }

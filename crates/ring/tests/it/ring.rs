@@ -1,8 +1,8 @@
 //! The executor: tasks, wake-ups, timers, threads, signals and sockets.
 
-use isobath_storage::IoBuf;
-use isobath_storage::ring::net::{Address, Listener, Stream};
-use isobath_storage::ring::{
+use isobath_ring::IoBuf;
+use isobath_ring::net::{Address, Listener, Stream};
+use isobath_ring::{
     Config, Elapsed, Executor, Readiness, Signals, Worker, sleep, spawn, timeout, yield_now,
 };
 use std::cell::{Cell, RefCell};
@@ -170,7 +170,7 @@ fn threads_wake_each_other() {
             });
             assert_eq!(value.await.unwrap(), round);
         }
-        let here = isobath_storage::ring::handle();
+        let here = isobath_ring::handle();
         let back = worker.handle().spawn_with(move || async move {
             here.spawn_with(|| async { std::thread::current().id() }).await.unwrap()
         });

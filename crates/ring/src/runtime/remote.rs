@@ -3,8 +3,8 @@
 use super::bell::Bell;
 use super::oneshot;
 use super::task::{JoinError, Run};
-use crate::sync::Mutex;
-use crate::sync::atomic::{AtomicBool, Ordering};
+use isobath_sync::Mutex;
+use isobath_sync::atomic::{AtomicBool, Ordering};
 use std::future::Future;
 use std::io;
 use std::pin::Pin;
@@ -144,7 +144,7 @@ impl<T> RemoteJoin<T> {
     /// # Panics
     /// Inside [`Executor::block_on`](super::Executor::block_on), which would wait for itself.
     pub fn wait(self) -> Result<T, JoinError> {
-        crate::block_on(self)
+        super::block_on(self)
     }
 }
 

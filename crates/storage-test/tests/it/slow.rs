@@ -1,11 +1,12 @@
 //! Files on a simulated disk.
 
-use crate::common;
-use crate::common::WRITABLE;
+use isobath_ring::block_on;
+use isobath_ring::{Config, Executor, spawn};
 use isobath_storage::memory::MemoryHost;
-use isobath_storage::ring::{Config, Executor, spawn};
-use isobath_storage::slow::{SlowDisk, SlowHost};
-use isobath_storage::{Host, IoBuf, Storage, ZeroMode, block_on};
+use isobath_storage::{Host, IoBuf, Storage, ZeroMode};
+use isobath_storage_test::conformance;
+use isobath_storage_test::conformance::WRITABLE;
+use isobath_storage_test::slow::{SlowDisk, SlowHost};
 use std::num::{NonZeroU64, NonZeroUsize};
 use std::path::Path;
 use std::sync::Arc;
@@ -25,10 +26,10 @@ fn disk(bandwidth: u64, latency: Duration, depth: usize) -> SlowDisk {
 fn a_slow_disk_is_a_disk() {
     let fast = disk(1 << 40, Duration::ZERO, 64);
     let host = SlowHost::new(MemoryHost::new(), fast);
-    block_on(common::conformance(&host, Path::new("/images"), false));
+    block_on(conformance::check(&host, Path::new("/images"), false));
     let executor = Executor::new(&Config::default()).unwrap();
     let host = SlowHost::new(MemoryHost::new(), disk(1 << 34, Duration::from_micros(1), 64));
-    executor.block_on(common::conformance(&host, Path::new("/images"), false));
+    executor.block_on(conformance::check(&host, Path::new("/images"), false));
 }
 
 /// Two files, requests at once: nothing ends before the disk that they share allows it.

@@ -1,12 +1,18 @@
 //! What every host must do, whatever keeps the bytes.
+//!
+//! For tests: what is not as it must be ends in a panic.
+
+#![allow(clippy::unwrap_used, reason = "a check fails by a panic")]
 
 use isobath_storage::{Host, IoBuf, Locking, OpenMode, Storage, ZeroMode};
 use std::io::ErrorKind;
 use std::path::Path;
 
-pub(crate) const WRITABLE: OpenMode =
+/// For writing, with locks.
+pub const WRITABLE: OpenMode =
     OpenMode { writable: true, direct: false, locking: Locking::Exclusive };
-pub(crate) const READ_ONLY: OpenMode =
+/// For reading, with locks.
+pub const READ_ONLY: OpenMode =
     OpenMode { writable: false, direct: false, locking: Locking::Exclusive };
 
 async fn read(file: &impl Storage, offset: u64, length: usize) -> Vec<u8> {
@@ -23,7 +29,7 @@ fn pattern(offset: u64, length: usize, generation: u64) -> Vec<u8> {
 }
 
 /// Runs every check on files in `directory`; `direct` asks for `O_DIRECT`.
-pub(crate) async fn conformance<H: Host>(host: &H, directory: &Path, direct: bool) {
+pub async fn check<H: Host>(host: &H, directory: &Path, direct: bool) {
     let writable = OpenMode { direct, ..WRITABLE };
     let read_only = OpenMode { direct, ..READ_ONLY };
     let name = directory.join("image");

@@ -2,7 +2,7 @@
 
 use super::local;
 use super::remote::Remote;
-use crate::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use isobath_sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::any::Any;
 use std::cell::UnsafeCell;
 use std::fmt;
@@ -304,8 +304,8 @@ impl<T> Drop for JoinHandle<T> {
 
 #[cfg(all(test, not(loom)))]
 mod tests {
+    use super::super::oneshot;
     use super::*;
-    use crate::ring::oneshot;
     use std::future::poll_fn;
     use std::thread;
 

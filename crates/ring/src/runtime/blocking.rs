@@ -9,7 +9,10 @@ use std::thread;
 
 /// Runs `call` without holding up this thread's tasks: on a thread of its own inside an executor, in
 /// place elsewhere. Meant for what happens seldom.
-pub(crate) async fn unblock<T: Send + 'static>(
+///
+/// # Errors
+/// Those of the call, and where no thread can be started.
+pub async fn unblock<T: Send + 'static>(
     call: impl FnOnce() -> io::Result<T> + Send + 'static,
 ) -> io::Result<T> {
     if !super::is_running() {

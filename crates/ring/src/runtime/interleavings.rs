@@ -4,7 +4,7 @@
 use super::remote::Handle;
 use super::task::JoinError;
 use super::{Config, Executor, oneshot, spawn};
-use crate::sync::{Cell, Mutex, explore, wait};
+use isobath_sync::{Cell, Mutex, explore, wait};
 use std::future::poll_fn;
 use std::sync::Arc;
 use std::task::Poll;

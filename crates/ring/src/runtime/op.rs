@@ -2,7 +2,7 @@
 
 use super::driver::{Abandon, Key};
 use super::local::Local;
-use crate::IoBuf;
+use crate::buf::IoBuf;
 use io_uring::squeue;
 use std::future::Future;
 use std::io;
@@ -19,22 +19,23 @@ const MAX_VECTORS: usize = 1024;
 pub(crate) const MAX_BYTES: usize = 1 << 30;
 
 /// Several buffers for one operation, with the kernel's description of them.
-pub(crate) struct Vectored {
-    pub(crate) bufs: Vec<IoBuf>,
+pub struct Vectored {
+    bufs: Vec<IoBuf>,
     iovecs: Vec<libc::iovec>,
     header: libc::msghdr,
 }
 
 impl Vectored {
+    /// A description of `bufs`, none of them described yet.
     #[allow(clippy::unnecessary_box_returns)] // its address must not change
-    pub(crate) fn boxed(bufs: Vec<IoBuf>) -> Box<Self> {
+    pub fn boxed(bufs: Vec<IoBuf>) -> Box<Self> {
         // SAFETY: a message header of zeroes is valid and empty.
         let header = unsafe { std::mem::zeroed() };
         Box::new(Self { bufs, iovecs: Vec::new(), header })
     }
 
     /// Describes the bytes from `skip` on, as far as one operation takes them; returns how many.
-    pub(crate) fn describe(&mut self, mut skip: usize) -> usize {
+    pub fn describe(&mut self, mut skip: usize) -> usize {
         self.iovecs.clear();
         let mut total = 0;
         for buf in &self.bufs {
@@ -59,18 +60,23 @@ impl Vectored {
         total
     }
 
+    /// The buffers back.
+    pub fn into_bufs(self) -> Vec<IoBuf> {
+        self.bufs
+    }
+
     /// The description made last.
-    pub(crate) fn iovecs(&self) -> &[libc::iovec] {
+    pub fn iovecs(&self) -> &[libc::iovec] {
         &self.iovecs
     }
 }
 
 /// Whatever an operation in flight keeps alive besides its memory: its file, or a guard that holds the
 /// file.
-pub(crate) type Lease = Arc<dyn Held>;
+pub type Lease = Arc<dyn Held>;
 
 /// What is kept so, and is told of operations whose futures are gone before their end.
-pub(crate) trait Held: Send + Sync {
+pub trait Held: Send + Sync {
     /// Nobody waits any more for an operation that is in flight.
     fn orphaned(&self) {}
 
@@ -92,7 +98,7 @@ pub(crate) enum Keep {
 }
 
 /// An operation in flight. Dropped before its end, it leaves its resources with the ring.
-pub(super) struct Op {
+pub(crate) struct Op {
     local: Rc<Local>,
     key: Option<Key>,
 }
@@ -140,7 +146,7 @@ impl Local {
 
     /// A description for `bufs`, reusing the memory of earlier ones.
     #[allow(clippy::unnecessary_box_returns)] // its address must not change
-    pub(crate) fn vectored(&self, bufs: Vec<IoBuf>) -> Box<Vectored> {
+    pub fn vectored(&self, bufs: Vec<IoBuf>) -> Box<Vectored> {
         match self.spare.borrow_mut().pop() {
             Some(mut vectored) => {
                 vectored.bufs = bufs;
@@ -151,8 +157,10 @@ impl Local {
     }
 
     /// Takes the buffers back and keeps the description for the next operation.
-    pub(crate) fn reuse(&self, mut vectored: Box<Vectored>) -> Vec<IoBuf> {
+    pub fn reuse(&self, mut vectored: Box<Vectored>) -> Vec<IoBuf> {
         let bufs = std::mem::take(&mut vectored.bufs);
+        // What is described belongs to the buffers.
+        vectored.iovecs.clear();
         let mut spare = self.spare.borrow_mut();
         if spare.len() < 64 {
             spare.push(vectored);
@@ -161,8 +169,10 @@ impl Local {
     }
 }
 
-/// The operations, each one system call's worth: short transfers are the caller's to continue.
-pub(crate) mod ops {
+pub mod ops {
+    //! Operations on this thread's ring, each one system call's worth: short transfers are the caller's to
+    //! continue. What an operation owns stays with the ring until its completion, also where its future is dropped.
+
     use super::{
         Abandon, Arc, IoBuf, Keep, Lease, Local, MAX_BYTES, Op, OwnedFd, Rc, Vectored, io,
     };
@@ -170,7 +180,7 @@ pub(crate) mod ops {
     use std::os::fd::AsRawFd;
 
     /// An operation's result, and the buffer back.
-    pub(crate) type Transfer<B = IoBuf> = (io::Result<usize>, B);
+    pub type Transfer<B = IoBuf> = (io::Result<usize>, B);
 
     fn fd(file: &Arc<OwnedFd>) -> types::Fd {
         types::Fd(file.as_raw_fd())
@@ -193,7 +203,7 @@ pub(crate) mod ops {
     }
 
     /// Reads at `offset` of a file into `buf[from..]`.
-    pub(crate) async fn read(
+    pub async fn read(
         local: &Rc<Local>,
         file: &Arc<OwnedFd>,
         lease: &Lease,
@@ -209,7 +219,7 @@ pub(crate) mod ops {
     }
 
     /// Writes `buf[from..]` at `offset` of a file.
-    pub(crate) async fn write(
+    pub async fn write(
         local: &Rc<Local>,
         file: &Arc<OwnedFd>,
         lease: &Lease,
@@ -225,7 +235,7 @@ pub(crate) mod ops {
     }
 
     /// Writes what `vectored` describes at `offset` of a file.
-    pub(crate) async fn writev(
+    pub async fn writev(
         local: &Rc<Local>,
         file: &Arc<OwnedFd>,
         lease: &Lease,
@@ -241,14 +251,20 @@ pub(crate) mod ops {
     }
 
     /// Makes a file's data durable, and the metadata needed to read it.
-    pub(crate) async fn fdatasync(local: &Rc<Local>, file: &Arc<OwnedFd>) -> io::Result<()> {
+    ///
+    /// # Errors
+    /// As `fdatasync(2)`.
+    pub async fn fdatasync(local: &Rc<Local>, file: &Arc<OwnedFd>) -> io::Result<()> {
         let entry = opcode::Fsync::new(fd(file)).flags(types::FsyncFlags::DATASYNC).build();
         // SAFETY: the entry points to no memory.
         unsafe { local.op(entry, Keep::Nothing, file.clone(), Abandon::Finish) }.await.0.map(drop)
     }
 
     /// `fallocate(2)`.
-    pub(crate) async fn fallocate(
+    ///
+    /// # Errors
+    /// As the system call's.
+    pub async fn fallocate(
         local: &Rc<Local>,
         file: &Arc<OwnedFd>,
         lease: &Lease,
@@ -331,18 +347,14 @@ pub(crate) mod ops {
     }
 
     /// As [`poll`], as an operation that can be kept.
-    pub(in crate::ring) fn start_poll(local: &Rc<Local>, file: &Arc<OwnedFd>, events: u32) -> Op {
+    pub(crate) fn start_poll(local: &Rc<Local>, file: &Arc<OwnedFd>, events: u32) -> Op {
         let entry = opcode::PollAdd::new(fd(file), events).build();
         // SAFETY: the entry points to no memory.
         unsafe { local.op(entry, Keep::Nothing, file.clone(), Abandon::Cancel) }
     }
 
     /// Reads an eventfd's count into `buf`, once there is one.
-    pub(in crate::ring) fn read_count(
-        local: &Rc<Local>,
-        file: &Arc<OwnedFd>,
-        mut buf: IoBuf,
-    ) -> Op {
+    pub(crate) fn read_count(local: &Rc<Local>, file: &Arc<OwnedFd>, mut buf: IoBuf) -> Op {
         let entry = opcode::Read::new(fd(file), buf.as_mut_ptr(), length(&buf, 0)).build();
         // SAFETY: the entry points into `buf`, which the operation keeps.
         unsafe { local.op(entry, Keep::Buf(buf), file.clone(), Abandon::Cancel) }

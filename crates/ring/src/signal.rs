@@ -1,7 +1,7 @@
 //! Signals as something to await.
 
-use super::local;
-use super::op::ops;
+use crate::runtime::ops;
+use crate::runtime::required;
 use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, FromRawFd, IntoRawFd, OwnedFd};
@@ -62,7 +62,7 @@ impl Signals {
     /// The ring is out of resources.
     ///
     /// # Panics
-    /// Outside [`Executor::block_on`](super::Executor::block_on).
+    /// Outside [`Executor::block_on`](crate::Executor::block_on).
     pub async fn recv(&mut self) -> io::Result<i32> {
         loop {
             let mut number = 0_u8;
@@ -71,7 +71,7 @@ impl Signals {
             if count == 1 {
                 return Ok(i32::from(number));
             }
-            ops::poll(&local::required(), &self.pipe, libc::POLLIN as u32).await?;
+            ops::poll(&required(), &self.pipe, libc::POLLIN as u32).await?;
         }
     }
 }

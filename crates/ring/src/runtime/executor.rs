@@ -3,7 +3,7 @@
 use super::local::{self, Local};
 use super::remote::{Handle, Remote};
 use super::task::JoinHandle;
-use crate::sync::atomic::{AtomicBool, Ordering};
+use isobath_sync::atomic::{AtomicBool, Ordering};
 use std::fmt;
 use std::future::Future;
 use std::io;

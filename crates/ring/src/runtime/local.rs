@@ -29,15 +29,15 @@ loom::thread_local! {
     static CURRENT: RefCell<Option<Rc<Local>>> = RefCell::new(None);
 }
 
-/// This thread's executor, inside `block_on`.
-pub(crate) fn current() -> Option<Rc<Local>> {
+/// This thread's executor, inside [`Executor::block_on`](crate::Executor::block_on); `None` elsewhere.
+pub fn current() -> Option<Rc<Local>> {
     CURRENT.try_with(|current| current.borrow().clone()).ok().flatten()
 }
 
 /// Whether a task may go on after `bytes` more bytes of work done at once, without waiting. It may not
 /// after a good deal of that, so that the executor's other tasks have their turn. Always outside
 /// `block_on`.
-pub(crate) fn may_go_on(bytes: usize) -> bool {
+pub fn may_go_on(bytes: usize) -> bool {
     let may = CURRENT.try_with(|current| {
         current.borrow().as_ref().is_none_or(|local| {
             let left = local.at_once.get().checked_sub(bytes + AT_ONCE / AT_ONCE_CALLS);
@@ -52,7 +52,7 @@ pub(crate) fn may_go_on(bytes: usize) -> bool {
 ///
 /// # Panics
 /// Outside `block_on`.
-pub(super) fn required() -> Rc<Local> {
+pub(crate) fn required() -> Rc<Local> {
     current().unwrap_or_else(|| panic!("this thread is not inside Executor::block_on"))
 }
 
@@ -86,7 +86,7 @@ impl Drop for Entered {
 }
 
 /// One thread's executor. Everything here is touched by that thread alone, but for `remote`.
-pub(crate) struct Local {
+pub struct Local {
     pub(super) driver: Driver,
     pub(super) timers: Timers,
     /// Descriptions of vectored operations, for reuse; boxed, since the kernel holds their addresses.

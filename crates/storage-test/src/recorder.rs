@@ -4,8 +4,8 @@
 //! its files complete. A crash keeps what was flushed and any selection of what came later, whole or torn;
 //! [`Record::replay`] makes the files that it leaves.
 
-use crate::memory::MemoryHost;
-use crate::{
+use isobath_storage::memory::MemoryHost;
+use isobath_storage::{
     Allocation, FileId, Host, IoBuf, OpenMode, RestartMemory, Result, Stamp, Storage, ZeroMode,
 };
 use parking_lot::Mutex;

@@ -410,7 +410,7 @@ fn explain(error: &io::Error) -> io::Error {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::IoBuf;
+    use crate::buf::IoBuf;
     use std::os::fd::{AsRawFd, OwnedFd};
     use std::sync::Arc;
 
