@@ -5,7 +5,7 @@ use futures_executor::block_on;
 use isobath_disk::{BlockDevice, Disk, MetadataMode, NewDisk, OpenOptions, create};
 use isobath_qcow2::journal::Crc32c;
 use isobath_storage::memory::MemoryHost;
-use isobath_storage::{Host, IoBuf, OpenMode, Storage};
+use isobath_storage::{Host, IoBuf, OpenMode, StorageExt};
 use std::path::Path;
 use std::sync::LazyLock;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};

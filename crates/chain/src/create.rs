@@ -8,7 +8,9 @@ use isobath_image::options::OpenOptions;
 use isobath_image::{DiskError, Result};
 use isobath_qcow2::index::IndexExtension;
 use isobath_qcow2::{CompressionType, FormatError, HostOffset, NewImage, Plan};
-use isobath_storage::{FileId, Host, IoBuf, Locking, OpenMode, Storage, StorageError, ZeroMode};
+use isobath_storage::{
+    FileId, Host, IoBuf, Locking, OpenMode, Storage, StorageError, StorageExt, ZeroMode,
+};
 use std::io;
 use std::path::{Path, PathBuf};
 

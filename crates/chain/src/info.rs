@@ -14,7 +14,7 @@ use isobath_qcow2::{
     AutoclearFeatures, Bitmap, BitmapFlags, CompatibleFeatures, CompressionType, Header,
     IncompatibleFeatures, Snapshot,
 };
-use isobath_storage::{FileId, Host, IoBuf, Locking, OpenMode, Storage};
+use isobath_storage::{FileId, Host, IoBuf, Locking, OpenMode, Storage, StorageExt};
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 

@@ -8,7 +8,7 @@ use isobath_image::layer::{ImageFormat, Layer};
 use isobath_image::open::{open_layer, referenced_file};
 use isobath_image::options::{OpenOptions, Trust};
 use isobath_image::{DiskError, Result};
-use isobath_storage::{FileId, Host, Storage};
+use isobath_storage::{FileId, Host, Storage, StorageExt};
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

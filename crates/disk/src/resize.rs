@@ -23,7 +23,7 @@ use isobath_qcow2::header::field;
 use isobath_qcow2::{
     AutoclearFeatures, ClusterIndex, ClusterKind, GuestOffset, HostCluster, L2Entry,
 };
-use isobath_storage::{Host, IoBuf, Storage, ZeroMode};
+use isobath_storage::{Host, IoBuf, Storage, StorageExt, ZeroMode};
 use std::cmp::Ordering;
 use std::ops::Range;
 

@@ -15,7 +15,7 @@ use isobath_image::{DiskError, Result};
 use isobath_qcow2::header::HeaderWrite;
 use isobath_qcow2::index::IndexExtension;
 use isobath_qcow2::{Header, HostCluster};
-use isobath_storage::{Host, IoBuf, Storage, ZeroMode};
+use isobath_storage::{Host, IoBuf, Storage, StorageExt, ZeroMode};
 use std::ops::Range;
 use std::sync::Arc;
 

@@ -10,7 +10,7 @@ use crate::replayed::Replayed;
 use crate::restart_log::FoundLog;
 use crate::{DiskError, Result};
 use isobath_qcow2::{Extension, Header, IncompatibleFeatures, L1Entry};
-use isobath_storage::{Access, Host, IoBuf, Storage};
+use isobath_storage::{Access, Host, IoBuf, Storage, StorageExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 

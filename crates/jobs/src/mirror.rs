@@ -9,7 +9,7 @@ use isobath_disk::disk::Disk;
 use isobath_disk::live::{DirtyMap, LiveDisk};
 use isobath_disk::write::Surplus;
 use isobath_image::{DiskError, Result};
-use isobath_storage::{Host, Storage};
+use isobath_storage::{Host, StorageExt};
 use std::future::Future;
 use std::sync::Arc;
 

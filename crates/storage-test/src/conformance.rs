@@ -4,7 +4,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a check fails by a panic")]
 
-use isobath_storage::{Host, IoBuf, Locking, OpenMode, Storage, ZeroMode};
+use isobath_storage::{Host, IoBuf, Locking, OpenMode, Storage, StorageExt, ZeroMode};
 use std::io::ErrorKind;
 use std::path::Path;
 

@@ -3,10 +3,8 @@
 //! A [`FaultHost`] wraps another host. Its [`Plan`] determines the faults of every file opened through it: the same
 //! plan and the same operations give the same faults.
 
-use isobath_storage::{
-    Allocation, FileId, Host, IoBuf, OpenMode, Operation, RestartMemory, Result, Stamp, Storage,
-    StorageError, ZeroMode,
-};
+use crate::pass_through::{Hooks, HostHooks, HostRequest, PassThrough, Request};
+use isobath_storage::{Host, IoBuf, Operation, Result, Storage, StorageError};
 use parking_lot::Mutex;
 use std::future::poll_fn;
 use std::io;
@@ -136,6 +134,22 @@ impl Plan {
         .await;
     }
 
+    /// Fails a write as planned, after the part of it that reaches the file.
+    async fn tear(&self, file: &impl Storage, offset: u64, bufs: &[IoBuf]) -> Result<()> {
+        self.wait().await;
+        let Some(fault) = self.strike(Operation::Write, file.name()) else {
+            return Ok(());
+        };
+        let length = bufs.iter().map(IoBuf::len).sum::<usize>();
+        let bytes: Vec<u8> = bufs.iter().flat_map(|buf| buf.iter().copied()).collect();
+        let torn = &bytes[..fault.torn.min(length)];
+        if !torn.is_empty() {
+            file.write_at(offset, IoBuf::copy_of(torn)).await?;
+        }
+        let length = length as u64;
+        Err(StorageError::at(Operation::Write, file.name(), offset, length, cause(&fault)))
+    }
+
     async fn apply(&self, operation: Operation, file: &Path) -> Result<()> {
         self.wait().await;
         match self.strike(operation, file) {
@@ -157,186 +171,55 @@ fn cause(fault: &Fault) -> io::Error {
 }
 
 /// A host whose operations fail as planned.
-#[derive(Clone)]
-pub struct FaultHost<H> {
-    inner: H,
-    plan: Plan,
-}
+pub type FaultHost<H> = PassThrough<H, Plan>;
 
 impl<H: Host> FaultHost<H> {
     /// Wraps a host.
     pub fn new(inner: H, plan: Plan) -> Self {
-        Self { inner, plan }
+        Self::around(inner, plan)
     }
 }
 
-impl<H: Host> Host for FaultHost<H> {
-    type File = FaultFile<H::File>;
+impl HostHooks for Plan {
+    type File = Self;
+    type Begun = ();
 
-    async fn open(&self, name: &Path, mode: OpenMode) -> Result<Self::File> {
-        self.plan.apply(Operation::Open, name).await?;
-        let inner = self.inner.open(name, mode).await?;
-        Ok(FaultFile { inner, plan: self.plan.clone() })
-    }
-
-    async fn create(&self, name: &Path, mode: OpenMode) -> Result<Self::File> {
-        self.plan.apply(Operation::Create, name).await?;
-        let inner = self.inner.create(name, mode).await?;
-        Ok(FaultFile { inner, plan: self.plan.clone() })
-    }
-
-    async fn remove(&self, name: &Path) -> Result<()> {
-        self.plan.apply(Operation::Remove, name).await?;
-        self.inner.remove(name).await
-    }
-
-    fn canonical(&self, name: &Path) -> Result<PathBuf> {
-        self.inner.canonical(name)
-    }
-
-    fn resolve(&self, referrer: &Path, name: &str) -> PathBuf {
-        self.inner.resolve(referrer, name)
-    }
-}
-
-/// A file whose operations fail as planned.
-pub struct FaultFile<S> {
-    inner: S,
-    plan: Plan,
-}
-
-impl<S: Storage> FaultFile<S> {
-    async fn apply(&self, operation: Operation) -> Result<()> {
-        self.plan.apply(operation, self.inner.name()).await
-    }
-
-    /// Fails a write as planned, after the part of it that reaches the file.
-    async fn tear(&self, offset: u64, bufs: &[IoBuf]) -> Result<()> {
-        self.plan.wait().await;
-        let Some(fault) = self.plan.strike(Operation::Write, self.inner.name()) else {
-            return Ok(());
+    async fn begin(&self, request: HostRequest, name: &Path) -> Result<()> {
+        let operation = match request {
+            HostRequest::Open => Operation::Open,
+            HostRequest::Create => Operation::Create,
+            HostRequest::Remove => Operation::Remove,
         };
-        let length = bufs.iter().map(IoBuf::len).sum::<usize>();
-        let bytes: Vec<u8> = bufs.iter().flat_map(|buf| buf.iter().copied()).collect();
-        let torn = &bytes[..fault.torn.min(length)];
-        if !torn.is_empty() {
-            self.inner.write_at(offset, IoBuf::copy_of(torn)).await?;
-        }
-        let (name, length) = (self.inner.name(), length as u64);
-        Err(StorageError::at(Operation::Write, name, offset, length, cause(&fault)))
+        self.apply(operation, name).await
+    }
+
+    fn end(&self, _request: HostRequest, _name: &Path, (): ()) {}
+
+    fn file(&self, _file: &impl Storage) -> Self {
+        self.clone()
     }
 }
 
-impl<S: Storage> Storage for FaultFile<S> {
-    fn name(&self) -> &Path {
-        self.inner.name()
+impl Hooks for Plan {
+    type Begun = ();
+
+    async fn begin(&self, file: &impl Storage, request: Request<'_>) -> Result<()> {
+        let operation = match request {
+            Request::Read { .. } => Operation::Read,
+            Request::Write { offset, bufs } => return self.tear(file, offset, bufs).await,
+            Request::WriteZeroes { .. } => Operation::WriteZeroes,
+            Request::Discard { .. } => Operation::Discard,
+            Request::Flush => Operation::Flush,
+            Request::SetLength(_) => Operation::SetLength,
+            Request::Query => Operation::Query,
+            Request::Clone { .. } => Operation::Clone,
+            Request::Retire => Operation::Retire,
+            Request::AdmitWriter => Operation::Lock,
+        };
+        self.apply(operation, file.name()).await
     }
 
-    fn id(&self) -> FileId {
-        self.inner.id()
-    }
-
-    async fn read_at(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
-        self.apply(Operation::Read).await?;
-        self.inner.read_at(offset, buf).await
-    }
-
-    async fn write_at(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
-        self.tear(offset, std::slice::from_ref(&buf)).await?;
-        self.inner.write_at(offset, buf).await
-    }
-
-    async fn write_vectored_at(&self, offset: u64, bufs: Vec<IoBuf>) -> Result<Vec<IoBuf>> {
-        self.tear(offset, &bufs).await?;
-        self.inner.write_vectored_at(offset, bufs).await
-    }
-
-    async fn write_zeroes(&self, offset: u64, length: u64, mode: ZeroMode) -> Result<()> {
-        self.apply(Operation::WriteZeroes).await?;
-        self.inner.write_zeroes(offset, length, mode).await
-    }
-
-    async fn discard(&self, offset: u64, length: u64) -> Result<()> {
-        self.apply(Operation::Discard).await?;
-        self.inner.discard(offset, length).await
-    }
-
-    async fn flush(&self) -> Result<()> {
-        self.apply(Operation::Flush).await?;
-        self.inner.flush().await
-    }
-
-    async fn len(&self) -> Result<u64> {
-        self.apply(Operation::Query).await?;
-        self.inner.len().await
-    }
-
-    async fn set_len(&self, length: u64) -> Result<()> {
-        self.apply(Operation::SetLength).await?;
-        self.inner.set_len(length).await
-    }
-
-    async fn allocation(&self, offset: u64) -> Result<Allocation> {
-        self.apply(Operation::Query).await?;
-        self.inner.allocation(offset).await
-    }
-
-    async fn stamp(&self) -> Result<Option<Stamp>> {
-        self.apply(Operation::Query).await?;
-        self.inner.stamp().await
-    }
-
-    async fn settled_stamp(&self) -> Result<Option<Stamp>> {
-        self.apply(Operation::Query).await?;
-        self.inner.settled_stamp().await
-    }
-
-    fn is_read_only(&self) -> bool {
-        self.inner.is_read_only()
-    }
-
-    async fn retire(&self) -> Result<()> {
-        self.apply(Operation::Retire).await?;
-        self.inner.retire().await
-    }
-
-    async fn admit_writer(&self, admit: bool) -> Result<()> {
-        self.apply(Operation::Lock).await?;
-        self.inner.admit_writer(admit).await
-    }
-
-    async fn clone_range(
-        &self,
-        from: &Self,
-        from_offset: u64,
-        to_offset: u64,
-        length: u64,
-    ) -> Result<bool> {
-        self.apply(Operation::Clone).await?;
-        self.inner.clone_range(&from.inner, from_offset, to_offset, length).await
-    }
-
-    fn clone_alignment(&self) -> Option<u64> {
-        self.inner.clone_alignment()
-    }
-
-    fn extends_with_zeroes(&self) -> bool {
-        self.inner.extends_with_zeroes()
-    }
-
-    fn free_space(&self) -> Option<u64> {
-        self.inner.free_space()
-    }
-
-    fn gains_from_written_space(&self) -> bool {
-        self.inner.gains_from_written_space()
-    }
-
-    fn atomic_write(&self) -> u64 {
-        self.inner.atomic_write()
-    }
-
-    async fn restart_memory(&self, create: bool) -> Result<Option<Arc<dyn RestartMemory>>> {
-        self.inner.restart_memory(create).await
+    async fn end(&self, _: &impl Storage, (): (), _: Option<Request<'_>>) -> Result<()> {
+        Ok(())
     }
 }

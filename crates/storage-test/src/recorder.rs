@@ -4,13 +4,12 @@
 //! its files complete. A crash keeps what was flushed and any selection of what came later, whole or torn;
 //! [`Record::replay`] makes the files that it leaves.
 
+use crate::pass_through::{Hooks, HostHooks, HostRequest, PassThrough, Request};
 use isobath_storage::memory::MemoryHost;
-use isobath_storage::{
-    Allocation, FileId, Host, IoBuf, OpenMode, RestartMemory, Result, Stamp, Storage, ZeroMode,
-};
+use isobath_storage::{Capabilities, Host, IoBuf, OpenMode, Result, Storage, ZeroMode};
 use parking_lot::Mutex;
 use std::ops::Range;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
 /// The most bytes that an entry has of a range that was cloned.
@@ -153,9 +152,11 @@ async fn apply(file: &impl Storage, change: &Change, fate: Fate) -> Result<()> {
 }
 
 /// A host whose changes are written down.
-#[derive(Clone)]
-pub struct RecorderHost<H> {
-    inner: H,
+pub type RecorderHost<H> = PassThrough<H, Recorder>;
+
+/// Writes down what changes files.
+#[derive(Clone, Default)]
+pub struct Recorder {
     record: Record,
     atomic_write: Option<u64>,
 }
@@ -163,201 +164,95 @@ pub struct RecorderHost<H> {
 impl<H: Host> RecorderHost<H> {
     /// Wraps a host.
     pub fn new(inner: H) -> Self {
-        Self { inner, record: Record::default(), atomic_write: None }
+        Self::around(inner, Recorder::default())
     }
 
-    /// Has its files promise so many bytes as their [`Storage::atomic_write`], whatever the host's do:
+    /// Has its files promise so many bytes as their [`Capabilities::atomic_write`], whatever the host's do:
     /// for who tears what was recorded into such pieces.
     #[must_use]
     pub fn promising(mut self, atomic_write: u64) -> Self {
-        self.atomic_write = Some(atomic_write);
+        self.hooks_mut().atomic_write = Some(atomic_write);
         self
     }
 
     /// The record; it goes on growing.
     pub fn record(&self) -> Record {
-        self.record.clone()
+        self.hooks().record.clone()
+    }
+}
+
+impl HostHooks for Recorder {
+    type File = FileRecorder;
+    /// The length of the record.
+    type Begun = usize;
+
+    async fn begin(&self, _request: HostRequest, _name: &Path) -> Result<usize> {
+        Ok(self.record.len())
     }
 
-    fn wrap(&self, inner: H::File) -> RecorderFile<H::File> {
-        RecorderFile {
-            name: inner.name().into(),
-            inner,
-            record: self.record.clone(),
-            atomic_write: self.atomic_write,
+    fn end(&self, request: HostRequest, name: &Path, asked: usize) {
+        match request {
+            HostRequest::Open => {}
+            HostRequest::Create => self.record.add(&name.into(), asked, Change::Create),
+            HostRequest::Remove => self.record.add(&name.into(), asked, Change::Remove),
         }
     }
-}
 
-impl<H: Host> Host for RecorderHost<H> {
-    type File = RecorderFile<H::File>;
-
-    async fn open(&self, name: &Path, mode: OpenMode) -> Result<Self::File> {
-        Ok(self.wrap(self.inner.open(name, mode).await?))
-    }
-
-    async fn create(&self, name: &Path, mode: OpenMode) -> Result<Self::File> {
-        let asked = self.record.len();
-        let file = self.wrap(self.inner.create(name, mode).await?);
-        self.record.add(&file.name, asked, Change::Create);
-        Ok(file)
-    }
-
-    async fn remove(&self, name: &Path) -> Result<()> {
-        let asked = self.record.len();
-        self.inner.remove(name).await?;
-        self.record.add(&name.into(), asked, Change::Remove);
-        Ok(())
-    }
-
-    fn canonical(&self, name: &Path) -> Result<PathBuf> {
-        self.inner.canonical(name)
-    }
-
-    fn resolve(&self, referrer: &Path, name: &str) -> PathBuf {
-        self.inner.resolve(referrer, name)
+    fn file(&self, file: &impl Storage) -> FileRecorder {
+        FileRecorder { name: file.name().into(), recorder: self.clone() }
     }
 }
 
-/// A file whose changes are written down.
-pub struct RecorderFile<S> {
+/// Writes down what changes a file.
+pub struct FileRecorder {
     name: Arc<Path>,
-    inner: S,
-    record: Record,
-    atomic_write: Option<u64>,
+    recorder: Recorder,
 }
 
-impl<S: Storage> Storage for RecorderFile<S> {
-    fn name(&self) -> &Path {
-        self.inner.name()
+impl Hooks for FileRecorder {
+    /// The length of the record.
+    type Begun = usize;
+
+    async fn begin(&self, _file: &impl Storage, _request: Request<'_>) -> Result<usize> {
+        Ok(self.recorder.record.len())
     }
 
-    fn id(&self) -> FileId {
-        self.inner.id()
-    }
-
-    async fn read_at(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
-        self.inner.read_at(offset, buf).await
-    }
-
-    async fn write_at(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
-        let asked = self.record.len();
-        let buf = self.inner.write_at(offset, buf).await?;
-        self.record.add(&self.name, asked, Change::Write(offset, Arc::from(&*buf)));
-        Ok(buf)
-    }
-
-    async fn write_vectored_at(&self, offset: u64, bufs: Vec<IoBuf>) -> Result<Vec<IoBuf>> {
-        let asked = self.record.len();
-        let bufs = self.inner.write_vectored_at(offset, bufs).await?;
-        let bytes = bufs.iter().flat_map(|buf| buf.iter().copied()).collect();
-        self.record.add(&self.name, asked, Change::Write(offset, bytes));
-        Ok(bufs)
-    }
-
-    async fn write_zeroes(&self, offset: u64, length: u64, mode: ZeroMode) -> Result<()> {
-        let asked = self.record.len();
-        self.inner.write_zeroes(offset, length, mode).await?;
-        self.record.add(&self.name, asked, Change::Zero(offset..offset + length));
-        Ok(())
-    }
-
-    async fn discard(&self, offset: u64, length: u64) -> Result<()> {
-        let asked = self.record.len();
-        self.inner.discard(offset, length).await?;
-        self.record.add(&self.name, asked, Change::Discard(offset..offset + length));
-        Ok(())
-    }
-
-    async fn flush(&self) -> Result<()> {
-        let started = self.record.len();
-        self.inner.flush().await?;
-        self.record.add(&self.name, started, Change::Flush { started });
-        Ok(())
-    }
-
-    async fn len(&self) -> Result<u64> {
-        self.inner.len().await
-    }
-
-    async fn set_len(&self, length: u64) -> Result<()> {
-        let asked = self.record.len();
-        self.inner.set_len(length).await?;
-        self.record.add(&self.name, asked, Change::SetLength(length));
-        Ok(())
-    }
-
-    async fn allocation(&self, offset: u64) -> Result<Allocation> {
-        self.inner.allocation(offset).await
-    }
-
-    async fn stamp(&self) -> Result<Option<Stamp>> {
-        self.inner.stamp().await
-    }
-
-    async fn settled_stamp(&self) -> Result<Option<Stamp>> {
-        self.inner.settled_stamp().await
-    }
-
-    fn is_read_only(&self) -> bool {
-        self.inner.is_read_only()
-    }
-
-    async fn retire(&self) -> Result<()> {
-        let started = self.record.len();
-        self.inner.retire().await?;
-        self.record.add(&self.name, started, Change::Flush { started });
-        Ok(())
-    }
-
-    async fn admit_writer(&self, admit: bool) -> Result<()> {
-        self.inner.admit_writer(admit).await
-    }
-
-    /// Recorded as the write that it saves.
-    async fn clone_range(
+    async fn end(
         &self,
-        from: &Self,
-        from_offset: u64,
-        to_offset: u64,
-        length: u64,
-    ) -> Result<bool> {
-        let asked = self.record.len();
-        if !self.inner.clone_range(&from.inner, from_offset, to_offset, length).await? {
-            return Ok(false);
-        }
-        let mut done = 0;
-        while done < length {
-            let part = (length - done).min(CLONED);
-            let buf = self.inner.read_at(to_offset + done, IoBuf::zeroed(part as usize)).await?;
-            let change = Change::Write(to_offset + done, Arc::from(&*buf));
-            self.record.add(&self.name, asked, change);
-            done += part;
-        }
-        Ok(true)
+        file: &impl Storage,
+        asked: usize,
+        done: Option<Request<'_>>,
+    ) -> Result<()> {
+        let change = match done {
+            Some(Request::Write { offset, bufs }) => {
+                Change::Write(offset, bufs.iter().flat_map(|buf| buf.iter().copied()).collect())
+            }
+            Some(Request::WriteZeroes { offset, length }) => Change::Zero(offset..offset + length),
+            Some(Request::Discard { offset, length }) => Change::Discard(offset..offset + length),
+            Some(Request::Flush | Request::Retire) => Change::Flush { started: asked },
+            Some(Request::SetLength(length)) => Change::SetLength(length),
+            // Recorded as the writes that it saves.
+            Some(Request::Clone { offset, length }) => {
+                let mut done = 0;
+                while done < length {
+                    let part = (length - done).min(CLONED);
+                    let buf = file.read_at(offset + done, IoBuf::zeroed(part as usize)).await?;
+                    let change = Change::Write(offset + done, Arc::from(&*buf));
+                    self.recorder.record.add(&self.name, asked, change);
+                    done += part;
+                }
+                return Ok(());
+            }
+            Some(Request::Read { .. } | Request::Query | Request::AdmitWriter) | None => {
+                return Ok(());
+            }
+        };
+        self.recorder.record.add(&self.name, asked, change);
+        Ok(())
     }
 
-    fn clone_alignment(&self) -> Option<u64> {
-        self.inner.clone_alignment()
-    }
-
-    fn extends_with_zeroes(&self) -> bool {
-        self.inner.extends_with_zeroes()
-    }
-
-    fn free_space(&self) -> Option<u64> {
-        self.inner.free_space()
-    }
-
-    fn gains_from_written_space(&self) -> bool {
-        self.inner.gains_from_written_space()
-    }
-
-    fn atomic_write(&self) -> u64 {
-        self.atomic_write.unwrap_or_else(|| self.inner.atomic_write())
-    }
-
-    async fn restart_memory(&self, create: bool) -> Result<Option<Arc<dyn RestartMemory>>> {
-        self.inner.restart_memory(create).await
+    fn capabilities(&self, own: Capabilities) -> Capabilities {
+        let atomic_write = self.recorder.atomic_write.unwrap_or(own.atomic_write);
+        Capabilities { atomic_write, ..own }
     }
 }

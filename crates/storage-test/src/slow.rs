@@ -23,16 +23,14 @@
 
 mod mechanics;
 
-use isobath_storage::{
-    Access, Allocation, FileId, Host, IoBuf, OpenMode, RestartMemory, Result, Stamp, Storage,
-    ZeroMode,
-};
+use crate::pass_through::{Hooks, HostHooks, HostRequest, PassThrough, Request};
+use isobath_storage::{Capabilities, FileId, Host, Result, Storage};
 use mechanics::{Arm, transfer};
 use parking_lot::Mutex;
 use std::collections::{HashMap, VecDeque};
 use std::num::{NonZeroU64, NonZeroUsize};
 use std::ops::Range;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -58,7 +56,7 @@ pub struct SlowDisk {
 
 /// What a disk is asked for, by places on it.
 #[derive(Clone, Debug)]
-enum Request {
+enum Job {
     Read(Range<u64>),
     Write(Range<u64>),
     Flush,
@@ -77,14 +75,14 @@ struct Counts {
 }
 
 impl Counts {
-    fn add(&mut self, request: &Request) {
+    fn add(&mut self, request: &Job) {
         match request {
-            Request::Read(_) => self.reads += 1,
-            Request::Write(places) => {
+            Job::Read(_) => self.reads += 1,
+            Job::Write(places) => {
                 self.writes += 1;
                 self.bytes_written += places.end - places.start;
             }
-            Request::Flush => {
+            Job::Flush => {
                 self.flushes += 1;
                 tracing::trace!(
                     reads = self.reads,
@@ -95,7 +93,7 @@ impl Counts {
                     "the simulated disk's requests"
                 );
             }
-            Request::Other => self.others += 1,
+            Job::Other => self.others += 1,
         }
     }
 }
@@ -132,7 +130,7 @@ impl Schedule {
     }
 
     /// Takes a request; tells when it ends.
-    fn submit(&mut self, now: Duration, request: Request) -> Duration {
+    fn submit(&mut self, now: Duration, request: Job) -> Duration {
         self.counts.add(&request);
         let mut start = now.max(self.free);
         // All take the same latency, so they end in the order in which they begin.
@@ -148,39 +146,36 @@ impl Schedule {
     }
 
     /// When the disk is free again after a request.
-    fn carry_out(&mut self, start: Duration, request: Request) -> Duration {
+    fn carry_out(&mut self, start: Duration, request: Job) -> Duration {
         match (request, &mut self.arm) {
-            (Request::Read(places), Some(arm)) => arm.read(start, places),
-            (Request::Write(places), Some(arm)) => arm.write(start, places),
-            (Request::Read(places) | Request::Write(places), None) => {
+            (Job::Read(places), Some(arm)) => arm.read(start, places),
+            (Job::Write(places), Some(arm)) => arm.write(start, places),
+            (Job::Read(places) | Job::Write(places), None) => {
                 start.saturating_add(transfer(places.end - places.start, self.disk.bandwidth.get()))
             }
-            (Request::Flush, arm) => {
+            (Job::Flush, arm) => {
                 let written = arm.as_mut().map_or(start, |arm| arm.write_out(start));
                 written.saturating_add(self.disk.flush)
             }
-            (Request::Other, _) => start,
+            (Job::Other, _) => start,
         }
     }
 }
 
 /// A host whose files share one simulated disk. Clones share it too.
-#[derive(Clone)]
-pub struct SlowHost<H> {
-    inner: H,
-    disk: Device,
-}
+pub type SlowHost<H> = PassThrough<H, Device>;
 
+/// A simulated disk.
 #[derive(Clone)]
-struct Device {
+pub struct Device {
     began: Instant,
     schedule: Arc<Mutex<Schedule>>,
 }
 
 impl Device {
     /// Queues a request and says when it ends.
-    fn submit(&self, request: Request) -> Instant {
-        let end = self.schedule.lock().submit(self.began.elapsed(), request);
+    fn submit(&self, job: Job) -> Instant {
+        let end = self.schedule.lock().submit(self.began.elapsed(), job);
         let never = Duration::from_hours(24 * 365);
         self.began.checked_add(end).unwrap_or(self.began + never)
     }
@@ -198,48 +193,34 @@ impl<H: Host> SlowHost<H> {
     /// Puts the files of a host on a slow disk.
     pub fn new(inner: H, disk: SlowDisk) -> Self {
         let schedule = Arc::new(Mutex::new(Schedule::new(disk)));
-        Self { inner, disk: Device { began: Instant::now(), schedule } }
-    }
-
-    fn wrap(&self, inner: H::File) -> SlowFile<H::File> {
-        let begin = self.disk.schedule.lock().begin(inner.id());
-        SlowFile { inner, begin, disk: self.disk.clone() }
+        Self::around(inner, Device { began: Instant::now(), schedule })
     }
 }
 
-impl<H: Host> Host for SlowHost<H> {
-    type File = SlowFile<H::File>;
+impl HostHooks for Device {
+    type File = Place;
+    type Begun = ();
 
-    async fn open(&self, name: &Path, mode: OpenMode) -> Result<Self::File> {
-        Ok(self.wrap(self.inner.open(name, mode).await?))
+    async fn begin(&self, _request: HostRequest, _name: &Path) -> Result<()> {
+        Ok(())
     }
 
-    async fn create(&self, name: &Path, mode: OpenMode) -> Result<Self::File> {
-        Ok(self.wrap(self.inner.create(name, mode).await?))
-    }
+    fn end(&self, _request: HostRequest, _name: &Path, (): ()) {}
 
-    async fn remove(&self, name: &Path) -> Result<()> {
-        self.inner.remove(name).await
-    }
-
-    fn canonical(&self, name: &Path) -> Result<PathBuf> {
-        self.inner.canonical(name)
-    }
-
-    fn resolve(&self, referrer: &Path, name: &str) -> PathBuf {
-        self.inner.resolve(referrer, name)
+    fn file(&self, file: &impl Storage) -> Place {
+        let begin = self.schedule.lock().begin(file.id());
+        Place { begin, disk: self.clone() }
     }
 }
 
-/// A file on a simulated disk.
-pub struct SlowFile<S> {
-    inner: S,
+/// Where a file lies on a simulated disk.
+pub struct Place {
     /// Its first byte's place on the disk.
     begin: u64,
     disk: Device,
 }
 
-impl<S> SlowFile<S> {
+impl Place {
     /// The places of bytes on the disk.
     fn places(&self, offset: u64, length: u64) -> Range<u64> {
         let start = self.begin.saturating_add(offset);
@@ -247,139 +228,41 @@ impl<S> SlowFile<S> {
     }
 }
 
-impl<S: Storage> Storage for SlowFile<S> {
-    fn name(&self) -> &Path {
-        self.inner.name()
+impl Hooks for Place {
+    /// When the request ends, if it is one of the disk's.
+    type Begun = Option<Instant>;
+
+    async fn begin(&self, _file: &impl Storage, request: Request<'_>) -> Result<Option<Instant>> {
+        let job = match request {
+            Request::Read { offset, length } => Job::Read(self.places(offset, length)),
+            Request::Write { offset, bufs } => {
+                let length = bufs.iter().map(|buf| buf.len() as u64).sum();
+                Job::Write(self.places(offset, length))
+            }
+            Request::Flush | Request::Retire => Job::Flush,
+            Request::WriteZeroes { .. }
+            | Request::Discard { .. }
+            | Request::SetLength(_)
+            | Request::Clone { .. } => Job::Other,
+            Request::Query | Request::AdmitWriter => return Ok(None),
+        };
+        Ok(Some(self.disk.submit(job)))
     }
 
-    fn id(&self) -> FileId {
-        self.inner.id()
-    }
-
-    async fn read_at(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
-        let end = self.disk.submit(Request::Read(self.places(offset, buf.len() as u64)));
-        let result = self.inner.read_at(offset, buf).await;
-        wait_until(end).await;
-        result
-    }
-
-    async fn write_at(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
-        let end = self.disk.submit(Request::Write(self.places(offset, buf.len() as u64)));
-        let result = self.inner.write_at(offset, buf).await;
-        wait_until(end).await;
-        result
-    }
-
-    async fn write_vectored_at(&self, offset: u64, bufs: Vec<IoBuf>) -> Result<Vec<IoBuf>> {
-        let length = bufs.iter().map(|buf| buf.len() as u64).sum();
-        let end = self.disk.submit(Request::Write(self.places(offset, length)));
-        let result = self.inner.write_vectored_at(offset, bufs).await;
-        wait_until(end).await;
-        result
-    }
-
-    async fn write_zeroes(&self, offset: u64, length: u64, mode: ZeroMode) -> Result<()> {
-        let end = self.disk.submit(Request::Other);
-        let result = self.inner.write_zeroes(offset, length, mode).await;
-        wait_until(end).await;
-        result
-    }
-
-    async fn discard(&self, offset: u64, length: u64) -> Result<()> {
-        let end = self.disk.submit(Request::Other);
-        let result = self.inner.discard(offset, length).await;
-        wait_until(end).await;
-        result
-    }
-
-    async fn flush(&self) -> Result<()> {
-        let end = self.disk.submit(Request::Flush);
-        let result = self.inner.flush().await;
-        wait_until(end).await;
-        result
-    }
-
-    async fn len(&self) -> Result<u64> {
-        self.inner.len().await
-    }
-
-    async fn set_len(&self, length: u64) -> Result<()> {
-        let end = self.disk.submit(Request::Other);
-        let result = self.inner.set_len(length).await;
-        wait_until(end).await;
-        result
-    }
-
-    async fn allocation(&self, offset: u64) -> Result<Allocation> {
-        self.inner.allocation(offset).await
-    }
-
-    async fn allocated(&self) -> Result<u64> {
-        self.inner.allocated().await
-    }
-
-    async fn stamp(&self) -> Result<Option<Stamp>> {
-        self.inner.stamp().await
-    }
-
-    async fn settled_stamp(&self) -> Result<Option<Stamp>> {
-        self.inner.settled_stamp().await
-    }
-
-    async fn advise(&self, access: Access) {
-        self.inner.advise(access).await;
-    }
-
-    fn is_read_only(&self) -> bool {
-        self.inner.is_read_only()
-    }
-
-    async fn retire(&self) -> Result<()> {
-        let end = self.disk.submit(Request::Flush);
-        let result = self.inner.retire().await;
-        wait_until(end).await;
-        result
-    }
-
-    async fn admit_writer(&self, admit: bool) -> Result<()> {
-        self.inner.admit_writer(admit).await
-    }
-
-    async fn clone_range(
+    async fn end(
         &self,
-        from: &Self,
-        from_offset: u64,
-        to_offset: u64,
-        length: u64,
-    ) -> Result<bool> {
-        let end = self.disk.submit(Request::Other);
-        let result = self.inner.clone_range(&from.inner, from_offset, to_offset, length).await;
-        wait_until(end).await;
-        result
+        _file: &impl Storage,
+        end: Option<Instant>,
+        _done: Option<Request<'_>>,
+    ) -> Result<()> {
+        if let Some(end) = end {
+            wait_until(end).await;
+        }
+        Ok(())
     }
 
-    fn clone_alignment(&self) -> Option<u64> {
-        self.inner.clone_alignment()
-    }
-
-    fn extends_with_zeroes(&self) -> bool {
-        self.inner.extends_with_zeroes()
-    }
-
-    fn free_space(&self) -> Option<u64> {
-        self.inner.free_space()
-    }
-
-    fn gains_from_written_space(&self) -> bool {
-        false
-    }
-
-    fn atomic_write(&self) -> u64 {
-        self.inner.atomic_write()
-    }
-
-    async fn restart_memory(&self, create: bool) -> Result<Option<Arc<dyn RestartMemory>>> {
-        self.inner.restart_memory(create).await
+    fn capabilities(&self, own: Capabilities) -> Capabilities {
+        Capabilities { gains_from_written_space: false, ..own }
     }
 }
 
@@ -403,7 +286,7 @@ mod tests {
     impl Schedule {
         /// The end of a request, in whole milliseconds.
         fn transfer(&mut self, now: u32, bytes: u64) -> u128 {
-            self.submit(now * MS, Request::Write(0..bytes)).as_millis()
+            self.submit(now * MS, Job::Write(0..bytes)).as_millis()
         }
     }
 
@@ -438,7 +321,7 @@ mod tests {
     fn a_flush_holds_up_what_comes_after_it() {
         let mut disk = disk(32);
         assert_eq!(disk.transfer(0, 1 << 20), 12);
-        assert_eq!(disk.submit(MS, Request::Flush), 17 * MS);
+        assert_eq!(disk.submit(MS, Job::Flush), 17 * MS);
         assert_eq!(disk.transfer(1, 0), 17);
     }
 
@@ -452,7 +335,7 @@ mod tests {
             mechanics: None,
         });
         disk.transfer(0, u64::MAX);
-        assert_eq!(disk.submit(Duration::ZERO, Request::Flush), Duration::MAX);
+        assert_eq!(disk.submit(Duration::ZERO, Job::Flush), Duration::MAX);
     }
 
     #[test]
@@ -461,11 +344,7 @@ mod tests {
         let mechanics = Mechanics { turn, ..Mechanics::DESKTOP };
         let mut disk = Schedule::new(SlowDisk { mechanics: Some(mechanics), ..disk(32).disk });
         assert_eq!(disk.transfer(0, 1 << 20), 2, "the latency");
-        assert_eq!(
-            disk.submit(MS, Request::Flush),
-            27 * MS,
-            "late for the first turn; flush, latency"
-        );
+        assert_eq!(disk.submit(MS, Job::Flush), 27 * MS, "late for the first turn; flush, latency");
         assert_eq!(
             (disk.counts.writes, disk.counts.bytes_written, disk.counts.flushes),
             (1, 1 << 20, 1)

@@ -8,13 +8,18 @@
 //! Futures returned here need no particular runtime. They are not `Send`: a future stays on the
 //! thread that first polled it, since that thread's ring holds its operation.
 
+pub mod either;
 pub mod error;
+pub mod extension;
 pub mod file;
 mod lock;
 pub mod memory;
 pub mod restart_memory;
 
 pub use error::{Operation, StorageError, shown};
+pub use extension::{
+    BoxFuture, Extensions, Hints, Reflink, RestartMemories, Roles, Stamps, StorageExt, Usage,
+};
 /// The buffers of every operation.
 pub use isobath_ring::IoBuf;
 pub use restart_memory::RestartMemory;
@@ -22,7 +27,6 @@ pub use restart_memory::RestartMemory;
 use std::future::Future;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
 /// Bytes that every device writes atomically.
 const SECTOR: u64 = 512;
@@ -84,26 +88,82 @@ pub struct Stamp {
     pub inode: u64,
 }
 
-/// One open file or block device.
+/// What tells an open file from others.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Identity<'a> {
+    /// The name given to [`Host::open`], for messages.
+    pub name: &'a Path,
+    /// What identifies the file, to find loops and files opened twice.
+    pub id: FileId,
+}
+
+/// What may be expected of an open file now. What costs something to find out is found out once.
+///
+/// The default is a file of which nothing is known, open for writing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Capabilities {
+    /// Whether writes are refused. [`Roles::retire`] changes it.
+    pub read_only: bool,
+    /// Whether a newly extended range of the file is known to read as zeroes (true of regular
+    /// files, not of block devices).
+    pub extends_with_zeroes: bool,
+    /// Whether a [`flush`](Storage::flush) costs less where the bytes written since the last one lie in
+    /// space that has been written before, be it with zeroes.
+    ///
+    /// A file system that overwrites in place and keeps a journal (ext4, XFS) commits that journal in an
+    /// `fdatasync` when blocks were added to the file or first written to, also those that `fallocate`
+    /// has reserved: another flush of the device. For blocks written before and flushed it does not. Who
+    /// writes zeroes ahead and flushes them apart, or uses freed space again, then saves half of a
+    /// flush's cost. Elsewhere that is work for nothing: on file systems that never overwrite (Btrfs), in
+    /// memory, on block devices, and over a network, whose far side is not known.
+    pub gains_from_written_space: bool,
+    /// Bytes that the device writes whole or not at all, also when its power fails: each block of that
+    /// many of the file, at multiples of that, holds what it held before or what was written. A power of
+    /// two, at least 512.
+    pub atomic_write: u64,
+    /// The block size in bytes, a power of two, by which [`Reflink::clone_range`] may share another file's
+    /// space in this one; `None` where it is known that it cannot.
+    pub clone_alignment: Option<u64>,
+}
+
+impl Default for Capabilities {
+    fn default() -> Self {
+        Self {
+            read_only: false,
+            extends_with_zeroes: false,
+            gains_from_written_space: false,
+            atomic_write: SECTOR,
+            clone_alignment: None,
+        }
+    }
+}
+
+/// One open file or block device: the operations that every storage has.
 ///
 /// Operations may be issued concurrently; overlapping writes in flight together have no order, and
 /// nothing is durable before [`flush`](Storage::flush) returns. Dropping a future does not undo its
 /// operation: the buffer it owned is kept until the operation has ended.
+///
+/// What only some storage has is told by [`extensions`](Self::extensions). [`StorageExt`] has what follows
+/// from these methods and the extensions; the engine asks by it.
 #[allow(clippy::len_without_is_empty)]
-pub trait Storage: Send + Sync + 'static {
-    /// The name given to [`Host::open`], for messages.
-    fn name(&self) -> &Path;
+pub trait Storage: StorageExt + Sized + Send + Sync + 'static {
+    /// Which file it is.
+    fn identity(&self) -> Identity<'_>;
 
-    /// What identifies the file, to find loops and files opened twice.
-    fn id(&self) -> FileId;
+    /// What may be expected of it now.
+    fn capabilities(&self) -> Capabilities;
+
+    /// What it has besides these methods; nothing, unless it says so.
+    fn extensions(&self) -> Extensions<'_, Self> {
+        Extensions::default()
+    }
 
     /// Reads `buf.len()` bytes at `offset`. Bytes past the end of the file read as zeroes.
     fn read_at(&self, offset: u64, buf: IoBuf) -> impl Future<Output = Result<IoBuf>>;
 
-    /// Writes all of `buf` at `offset`, extending the file where needed, and gives the buffer back.
-    fn write_at(&self, offset: u64, buf: IoBuf) -> impl Future<Output = Result<IoBuf>>;
-
-    /// Writes the buffers one after another at `offset`, as one request where possible.
+    /// Writes all of the buffers one after another at `offset`, as one request where possible, extending
+    /// the file where needed, and gives them back.
     fn write_vectored_at(
         &self,
         offset: u64,
@@ -119,8 +179,11 @@ pub trait Storage: Send + Sync + 'static {
     ) -> impl Future<Output = Result<()>>;
 
     /// Releases a range's space if the host can; its contents are undefined afterwards. Otherwise does nothing,
-    /// successfully.
-    fn discard(&self, offset: u64, length: u64) -> impl Future<Output = Result<()>>;
+    /// successfully: the default.
+    fn discard(&self, offset: u64, length: u64) -> impl Future<Output = Result<()>> {
+        let _ = (offset, length);
+        async { Ok(()) }
+    }
 
     /// Makes every write that completed before this call durable (fdatasync).
     fn flush(&self) -> impl Future<Output = Result<()>>;
@@ -132,154 +195,12 @@ pub trait Storage: Send + Sync + 'static {
     fn set_len(&self, length: u64) -> impl Future<Output = Result<()>>;
 
     /// Tells whether the bytes from `offset` on are data or a hole. Storage that cannot tell answers
-    /// data up to the end of the file.
-    fn allocation(&self, offset: u64) -> impl Future<Output = Result<Allocation>>;
-
-    /// Bytes that the file uses in its file system, whatever its length.
-    fn allocated(&self) -> impl Future<Output = Result<u64>> {
+    /// data up to the end of the file: the default.
+    fn allocation(&self, offset: u64) -> impl Future<Output = Result<Allocation>> {
         async move {
-            let (mut offset, mut total) = (0u64, 0);
-            loop {
-                let run = self.allocation(offset).await?;
-                if run.length == 0 {
-                    return Ok(total);
-                }
-                total += if run.data { run.length } else { 0 };
-                offset += run.length;
-            }
+            let length = self.len().await?.saturating_sub(offset);
+            Ok(Allocation { length, data: length > 0 })
         }
-    }
-
-    /// The file's stamp, or `None` where nothing of the kind can be trusted: block devices, and file
-    /// systems that others may change through another machine or a program.
-    ///
-    /// The clock behind it is coarse: a change soon after this call can leave the stamp as it is. A
-    /// stamp to be compared with later ones comes from [`settled_stamp`](Self::settled_stamp).
-    fn stamp(&self) -> impl Future<Output = Result<Option<Stamp>>> {
-        async { Ok(None) }
-    }
-
-    /// A stamp from which any later one differs if a write or another change of the content has begun
-    /// in between; `None` also where the last change is too recent to tell, or lies in the future.
-    ///
-    /// Waits up to about 50 ms for the clock to move on. Writes already in flight are the caller's to
-    /// keep out: the kernel sets a file's times when a write begins.
-    fn settled_stamp(&self) -> impl Future<Output = Result<Option<Stamp>>> {
-        async { Ok(None) }
-    }
-
-    /// Tells the host how the file is read from now on: a hint, without effect on what is read.
-    fn advise(&self, access: Access) -> impl Future<Output = ()> {
-        let _ = access;
-        async {}
-    }
-
-    /// Whether writes are refused.
-    fn is_read_only(&self) -> bool;
-
-    /// Ends writing through this handle: an image that becomes a backing file while it is open.
-    ///
-    /// From the call on, changes begun later fail; those under way end as they would have. Then
-    /// what was written is made durable, and the locks of a writer are exchanged for a reader's: other
-    /// programs may open the image for reading, and none for writing at any moment in between. The
-    /// handle reads on, as if it had been opened for reading. Does nothing to one that was.
-    ///
-    /// Dropped before its end, the future leaves the handle read-only or writable; called again, it
-    /// completes what is left.
-    ///
-    /// # Errors
-    /// The file cannot be opened for reading: the handle is as it was. Or the flush failed: the handle
-    /// is read-only, and [`flush`](Self::flush) goes on failing.
-    fn retire(&self) -> impl Future<Output = Result<()>> {
-        async { Ok(()) }
-    }
-
-    /// Allows others to write to the file that this handle reads (`true`), or excludes them again (`false`, as when it
-    /// was opened).
-    ///
-    /// For a job that writes to a backing file: this process then opens the file once more,
-    /// [`writable`](OpenMode::writable), which keeps all other programs out, while this handle reads
-    /// on and takes no change for a fault. Before writers are kept out again that one is dropped, or
-    /// [retired](Self::retire). Whichever was asked last holds; asking twice is asking once.
-    ///
-    /// # Errors
-    /// The handle is writable; or the file is still written to ([`std::io::ErrorKind::ResourceBusy`]):
-    /// nothing has changed then.
-    fn admit_writer(&self, admit: bool) -> impl Future<Output = Result<()>> {
-        let _ = admit;
-        async { Ok(()) }
-    }
-
-    /// Makes `length` bytes of this file the same as those of `from`, by sharing the space that holds
-    /// them (a reflink), so that no data moves; extends this file where needed. Both files belong to
-    /// the same host, or are the same file with ranges apart.
-    ///
-    /// `false` where the host cannot do it here: the range may then hold any part of the bytes, and is to
-    /// be written as usual. All offsets and the length are multiples of
-    /// [`clone_alignment`](Self::clone_alignment), but for a length that ends with `from`. Changes in
-    /// flight in either range leave undefined bytes, as they would for a copy.
-    ///
-    /// # Errors
-    /// The file is read-only, or the host failed in an attempt, such as for lack of space.
-    fn clone_range(
-        &self,
-        from: &Self,
-        from_offset: u64,
-        to_offset: u64,
-        length: u64,
-    ) -> impl Future<Output = Result<bool>> {
-        let _ = (from, from_offset, to_offset, length);
-        async { Ok(false) }
-    }
-
-    /// The block size in bytes, a power of two, by which [`clone_range`](Self::clone_range) may share
-    /// another file's space in this one; `None` where it is known that it cannot.
-    fn clone_alignment(&self) -> Option<u64> {
-        None
-    }
-
-    /// Whether a newly extended range of the file is known to read as zeroes (true of regular
-    /// files, not of block devices).
-    fn extends_with_zeroes(&self) -> bool;
-
-    /// Bytes that the file may still grow by, as far as the host knows.
-    fn free_space(&self) -> Option<u64> {
-        None
-    }
-
-    /// Whether a [`flush`](Self::flush) costs less where the bytes written since the last one lie in
-    /// space that has been written before, be it with zeroes.
-    ///
-    /// A file system that overwrites in place and keeps a journal (ext4, XFS) commits that journal in an
-    /// `fdatasync` when blocks were added to the file or first written to, also those that `fallocate`
-    /// has reserved: another flush of the device. For blocks written before and flushed it does not. Who
-    /// writes zeroes ahead and flushes them apart, or uses freed space again, then saves half of a
-    /// flush's cost. Elsewhere that is work for nothing: on file systems that never overwrite (Btrfs), in
-    /// memory, on block devices, and over a network, whose far side is not known.
-    fn gains_from_written_space(&self) -> bool {
-        false
-    }
-
-    /// Bytes that the device writes atomically, even when its power fails: each aligned block of this size holds either
-    /// its old contents or what was written. A power of two, at least 512.
-    fn atomic_write(&self) -> u64 {
-        SECTOR
-    }
-
-    /// Memory that belongs to this file and survives a kill of the process; if there is none, it is created if `create`
-    /// is set. `None` also if there can be none.
-    ///
-    /// Its last user may be a process that was killed and has not ended yet, although the image's lock is
-    /// free: the call waits for that.
-    ///
-    /// # Errors
-    /// The memory exists but cannot be used: it is in use, or belongs to another user. Or it cannot be created.
-    fn restart_memory(
-        &self,
-        create: bool,
-    ) -> impl Future<Output = Result<Option<Arc<dyn RestartMemory>>>> {
-        let _ = create;
-        async { Ok(None) }
     }
 }
 

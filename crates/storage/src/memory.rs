@@ -8,7 +8,8 @@ use crate::error::{Operation, StorageError};
 use crate::lock;
 use crate::restart_memory::RESTART_MEMORY_BYTES;
 use crate::{
-    Allocation, FileId, Host, IoBuf, Locking, OpenMode, RestartMemory, Result, SECTOR, Stamp,
+    Allocation, BoxFuture, Capabilities, Extensions, FileId, Host, Identity, IoBuf, Locking,
+    OpenMode, Reflink, RestartMemories, RestartMemory, Result, Roles, SECTOR, Stamp, Stamps,
     Storage, ZeroMode,
 };
 use parking_lot::Mutex;
@@ -241,7 +242,7 @@ impl MemoryHost {
         Self::default()
     }
 
-    /// What [`Storage::gains_from_written_space`] answers for this host's files, open ones too; `false`
+    /// What [`Capabilities::gains_from_written_space`] answers for this host's files, open ones too; `false`
     /// unless set.
     pub fn set_gains_from_written_space(&self, gains: bool) {
         self.settings.gains.store(gains, Ordering::Relaxed);
@@ -253,19 +254,19 @@ impl MemoryHost {
         self.settings.devices.store(devices, Ordering::Relaxed);
     }
 
-    /// What [`Storage::clone_alignment`] answers for this host's writable files, open ones too: a power
+    /// What [`Capabilities::clone_alignment`] answers for this host's writable files, open ones too: a power
     /// of two, 4096 unless set. They clone by copying. `None` refuses to.
     pub fn set_clone_alignment(&self, alignment: Option<u64>) {
         let alignment = alignment.unwrap_or(0);
         self.settings.clone_alignment.store(alignment, Ordering::Relaxed);
     }
 
-    /// What [`Storage::atomic_write`] answers for this host's files, open ones too: 512 unless set.
+    /// What [`Capabilities::atomic_write`] answers for this host's files, open ones too: 512 unless set.
     pub fn set_atomic_write(&self, bytes: u64) {
         self.settings.atomic_write.store(bytes, Ordering::Relaxed);
     }
 
-    /// Whether files have [restart memory](Storage::restart_memory), open ones too; `true` unless set.
+    /// Whether files have [restart memory](RestartMemories::restart_memory), open ones too; `true` unless set.
     pub fn set_restart_memories(&self, have: bool) {
         self.settings.restart_memories.store(have, Ordering::Relaxed);
     }
@@ -417,6 +418,10 @@ impl MemoryFile {
         self.settings.devices.load(Ordering::Relaxed)
     }
 
+    fn is_read_only(&self) -> bool {
+        !self.role.lock().writable
+    }
+
     /// The end of the range, once the operation is allowed there.
     fn check(&self, operation: Operation, offset: u64, length: u64) -> Result<u64> {
         let error = |code| {
@@ -451,25 +456,35 @@ impl Drop for MemoryFile {
 }
 
 impl Storage for MemoryFile {
-    fn name(&self) -> &Path {
-        &self.name
+    fn identity(&self) -> Identity<'_> {
+        Identity { name: &self.name, id: FileId { device: 0, inode: self.node.id } }
     }
 
-    fn id(&self) -> FileId {
-        FileId { device: 0, inode: self.node.id }
+    fn capabilities(&self) -> Capabilities {
+        let read_only = self.is_read_only();
+        let alignment = self.settings.clone_alignment.load(Ordering::Relaxed);
+        Capabilities {
+            read_only,
+            extends_with_zeroes: !self.is_device(),
+            gains_from_written_space: self.settings.gains.load(Ordering::Relaxed),
+            atomic_write: self.settings.atomic_write.load(Ordering::Relaxed),
+            clone_alignment: (alignment > 0 && !read_only).then_some(alignment),
+        }
+    }
+
+    fn extensions(&self) -> Extensions<'_, Self> {
+        Extensions {
+            reflink: Some(self),
+            roles: Some(self),
+            stamps: Some(self),
+            restart_memories: Some(self),
+            ..Extensions::default()
+        }
     }
 
     async fn read_at(&self, offset: u64, mut buf: IoBuf) -> Result<IoBuf> {
         self.check(Operation::Read, offset, buf.len() as u64)?;
         self.node.contents.lock().read(offset, &mut buf);
-        Ok(buf)
-    }
-
-    async fn write_at(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
-        self.check(Operation::Write, offset, buf.len() as u64)?;
-        if !buf.is_empty() {
-            self.node.contents.lock().write(offset, &buf);
-        }
         Ok(buf)
     }
 
@@ -521,114 +536,116 @@ impl Storage for MemoryFile {
     async fn allocation(&self, offset: u64) -> Result<Allocation> {
         Ok(self.node.contents.lock().allocation(offset))
     }
+}
 
-    async fn stamp(&self) -> Result<Option<Stamp>> {
-        let contents = self.node.contents.lock();
-        Ok(Some(Stamp {
-            length: contents.length,
-            modified: contents.history as i64,
-            changed: contents.changes as i64,
-            inode: self.node.id,
-        }))
+impl Stamps for MemoryFile {
+    fn stamp(&self) -> BoxFuture<'_, Result<Option<Stamp>>> {
+        Box::pin(async {
+            let contents = self.node.contents.lock();
+            Ok(Some(Stamp {
+                length: contents.length,
+                modified: contents.history as i64,
+                changed: contents.changes as i64,
+                inode: self.node.id,
+            }))
+        })
     }
 
-    async fn settled_stamp(&self) -> Result<Option<Stamp>> {
-        self.stamp().await
+    fn settled_stamp(&self) -> BoxFuture<'_, Result<Option<Stamp>>> {
+        self.stamp()
     }
+}
 
-    fn is_read_only(&self) -> bool {
-        !self.role.lock().writable
-    }
-
-    async fn retire(&self) -> Result<()> {
-        let (mut role, mut users) = (self.role.lock(), self.node.users.lock());
-        if role.writable {
-            if let Some(count) = role.count(&mut users) {
-                *count -= 1;
+impl Roles for MemoryFile {
+    fn retire(&self) -> BoxFuture<'_, Result<()>> {
+        Box::pin(async {
+            let (mut role, mut users) = (self.role.lock(), self.node.users.lock());
+            if role.writable {
+                if let Some(count) = role.count(&mut users) {
+                    *count -= 1;
+                }
+                role.writable = false;
+                if let Some(count) = role.count(&mut users) {
+                    *count += 1;
+                }
             }
-            role.writable = false;
-            if let Some(count) = role.count(&mut users) {
-                *count += 1;
-            }
-        }
-        Ok(())
+            Ok(())
+        })
     }
 
-    async fn admit_writer(&self, admit: bool) -> Result<()> {
-        let (mut role, mut users) = (self.role.lock(), self.node.users.lock());
-        if role.writable {
-            let text = "it is already open for writing";
-            let source = io::Error::new(io::ErrorKind::InvalidInput, text);
-            return Err(StorageError::new(Operation::Lock, &self.name, source));
-        }
-        if role.locked && role.admits && !admit && users.writers > 0 {
-            return Err(lock::busy(&self.name, lock::Conflict::SHARED_WRITE));
-        }
-        if role.admits != admit {
-            if let Some(count) = role.count(&mut users) {
-                *count -= 1;
+    fn admit_writer(&self, admit: bool) -> BoxFuture<'_, Result<()>> {
+        Box::pin(async move {
+            let (mut role, mut users) = (self.role.lock(), self.node.users.lock());
+            if role.writable {
+                let text = "it is already open for writing";
+                let source = io::Error::new(io::ErrorKind::InvalidInput, text);
+                return Err(StorageError::new(Operation::Lock, &self.name, source));
             }
-            role.admits = admit;
-            if let Some(count) = role.count(&mut users) {
-                *count += 1;
+            if role.locked && role.admits && !admit && users.writers > 0 {
+                return Err(lock::busy(&self.name, lock::Conflict::SHARED_WRITE));
             }
-        }
-        Ok(())
+            if role.admits != admit {
+                if let Some(count) = role.count(&mut users) {
+                    *count -= 1;
+                }
+                role.admits = admit;
+                if let Some(count) = role.count(&mut users) {
+                    *count += 1;
+                }
+            }
+            Ok(())
+        })
     }
+}
 
-    async fn clone_range(
-        &self,
-        from: &Self,
+impl Reflink<Self> for MemoryFile {
+    fn clone_range<'a>(
+        &'a self,
+        from: &'a Self,
         from_offset: u64,
         to_offset: u64,
         length: u64,
-    ) -> Result<bool> {
-        self.check(Operation::Clone, to_offset, length)?;
-        let from_end = from.check(Operation::Read, from_offset, length)?;
-        let Some(align) = self.clone_alignment() else { return Ok(false) };
-        let from_length = from.node.contents.lock().length;
-        let whole = |value: u64| value.is_multiple_of(align);
-        let ends = whole(length) || from_end == from_length;
-        if !whole(from_offset) || !whole(to_offset) || !ends || from_end > from_length {
-            return Ok(false);
-        }
-        let mut done = 0;
-        while done < length {
-            let mut buf = vec![0; (length - done).min(PAGE) as usize];
-            from.node.contents.lock().read(from_offset + done, &mut buf);
-            self.node.contents.lock().write(to_offset + done, &buf);
-            done += buf.len() as u64;
-        }
-        Ok(true)
+    ) -> BoxFuture<'a, Result<bool>> {
+        Box::pin(async move {
+            self.check(Operation::Clone, to_offset, length)?;
+            let from_end = from.check(Operation::Read, from_offset, length)?;
+            let Some(align) = self.capabilities().clone_alignment else { return Ok(false) };
+            let from_length = from.node.contents.lock().length;
+            let whole = |value: u64| value.is_multiple_of(align);
+            let ends = whole(length) || from_end == from_length;
+            if !whole(from_offset) || !whole(to_offset) || !ends || from_end > from_length {
+                return Ok(false);
+            }
+            let mut done = 0;
+            while done < length {
+                let mut buf = vec![0; (length - done).min(PAGE) as usize];
+                from.node.contents.lock().read(from_offset + done, &mut buf);
+                self.node.contents.lock().write(to_offset + done, &buf);
+                done += buf.len() as u64;
+            }
+            Ok(true)
+        })
     }
+}
 
-    fn clone_alignment(&self) -> Option<u64> {
-        let alignment = self.settings.clone_alignment.load(Ordering::Relaxed);
-        (alignment > 0 && !self.is_read_only()).then_some(alignment)
-    }
-
-    fn extends_with_zeroes(&self) -> bool {
-        !self.is_device()
-    }
-
-    fn gains_from_written_space(&self) -> bool {
-        self.settings.gains.load(Ordering::Relaxed)
-    }
-
-    fn atomic_write(&self) -> u64 {
-        self.settings.atomic_write.load(Ordering::Relaxed)
-    }
-
-    async fn restart_memory(&self, create: bool) -> Result<Option<Arc<dyn RestartMemory>>> {
-        if !self.settings.restart_memories.load(Ordering::Relaxed) {
-            return Ok(None);
-        }
-        let mut place = self.node.restart_memory.lock();
-        if place.is_none() && create {
-            let count = RESTART_MEMORY_BYTES / size_of::<AtomicU64>();
-            *place = Some((0..count).map(|_| AtomicU64::new(0)).collect());
-        }
-        let Some(words) = place.clone() else { return Ok(None) };
-        Ok(Some(Arc::new(KeptMemory { words, place: Arc::clone(&self.node.restart_memory) })))
+impl RestartMemories for MemoryFile {
+    fn restart_memory(
+        &self,
+        create: bool,
+    ) -> BoxFuture<'_, Result<Option<Arc<dyn RestartMemory>>>> {
+        Box::pin(async move {
+            if !self.settings.restart_memories.load(Ordering::Relaxed) {
+                return Ok(None);
+            }
+            let mut place = self.node.restart_memory.lock();
+            if place.is_none() && create {
+                let count = RESTART_MEMORY_BYTES / size_of::<AtomicU64>();
+                *place = Some((0..count).map(|_| AtomicU64::new(0)).collect());
+            }
+            let Some(words) = place.clone() else { return Ok(None) };
+            let place = Arc::clone(&self.node.restart_memory);
+            let memory: Arc<dyn RestartMemory> = Arc::new(KeptMemory { words, place });
+            Ok(Some(memory))
+        })
     }
 }

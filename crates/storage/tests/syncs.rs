@@ -3,7 +3,7 @@
 
 use isobath_ring::{Config, Executor};
 use isobath_storage::file::{FileHost, syncs};
-use isobath_storage::{Host, IoBuf, OpenMode, Storage};
+use isobath_storage::{Host, IoBuf, OpenMode, Storage, StorageExt};
 
 #[test]
 fn every_fdatasync_is_counted_once() {

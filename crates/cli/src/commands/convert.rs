@@ -8,7 +8,7 @@ use crate::workers::{self, Progress};
 use crate::{options, runtime, size};
 use isobath_disk::{BlockDevice, Copy, CopyOptions, Disk, ImageFormat, OpenOptions};
 use isobath_ring::Signals;
-use isobath_storage::Storage;
+use isobath_storage::StorageExt;
 use isobath_storage::file::FileHost;
 use std::cell::Cell;
 use std::io::Write;

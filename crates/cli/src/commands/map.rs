@@ -96,7 +96,7 @@ async fn human(
     let names: Vec<String> = disk
         .layers()
         .map(|layer| {
-            let name = isobath_storage::Storage::name(&**layer.data());
+            let name = isobath_storage::StorageExt::name(&**layer.data());
             printable(&name.display().to_string())
         })
         .collect();

@@ -6,13 +6,14 @@ use super::{Access, SimHost, busy};
 use crate::executor::pause;
 use crate::record::{Action, Flush};
 use isobath_storage::{
-    Allocation, FileId, IoBuf, Operation, RestartMemory, Result, Stamp, Storage, StorageError,
+    BoxFuture, Capabilities, Extensions, FileId, Identity, IoBuf, Operation, Reflink,
+    RestartMemories, RestartMemory, Result, Roles, Stamp, Stamps, Storage, StorageError, Usage,
     ZeroMode,
 };
 use parking_lot::{Mutex, MutexGuard};
 use rand::RngExt;
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -41,13 +42,13 @@ pub struct SimFile {
     pub(super) number: usize,
     pub(super) writable: AtomicBool,
     pub(super) role: Mutex<Role>,
-    /// What [`Storage::gains_from_written_space`] says.
+    /// What [`Capabilities::gains_from_written_space`] says.
     pub(super) gains: bool,
-    /// What [`Storage::atomic_write`] says.
+    /// What [`Capabilities::atomic_write`] says.
     pub(super) atomic: u64,
     /// A block device.
     pub(super) fixed: bool,
-    /// What [`Storage::clone_alignment`] says of a writable file.
+    /// What [`Capabilities::clone_alignment`] says of a writable file.
     pub(super) clones: Option<u64>,
 }
 
@@ -89,6 +90,10 @@ struct Failure {
 }
 
 impl SimFile {
+    fn is_read_only(&self) -> bool {
+        !self.writable.load(Ordering::Relaxed)
+    }
+
     pub(super) fn world(&self) -> MutexGuard<'_, World> {
         self.host.0.lock()
     }
@@ -254,12 +259,31 @@ impl Drop for SimFile {
 }
 
 impl Storage for SimFile {
-    fn name(&self) -> &Path {
-        &self.name
+    fn identity(&self) -> Identity<'_> {
+        Identity { name: &self.name, id: FileId { device: 0, inode: self.number as u64 + 1 } }
     }
 
-    fn id(&self) -> FileId {
-        FileId { device: 0, inode: self.number as u64 + 1 }
+    fn capabilities(&self) -> Capabilities {
+        let read_only = self.is_read_only();
+        Capabilities {
+            read_only,
+            extends_with_zeroes: !self.fixed,
+            // In half of the histories, so that the engine grows files ahead.
+            gains_from_written_space: self.gains,
+            atomic_write: self.atomic,
+            clone_alignment: self.clones.filter(|_| !read_only),
+        }
+    }
+
+    fn extensions(&self) -> Extensions<'_, Self> {
+        Extensions {
+            reflink: Some(self),
+            roles: Some(self),
+            stamps: Some(self),
+            restart_memories: Some(self),
+            usage: Some(self),
+            ..Extensions::default()
+        }
     }
 
     async fn read_at(&self, offset: u64, mut buf: IoBuf) -> Result<IoBuf> {
@@ -283,12 +307,6 @@ impl Storage for SimFile {
         }
         world.files[self.number].1.read(offset, &mut buf);
         drop(world);
-        Ok(buf)
-    }
-
-    async fn write_at(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
-        let action = Action::Write(offset, Arc::from(&*buf));
-        self.change(Operation::Write, Kind::Write, action).await?;
         Ok(buf)
     }
 
@@ -362,85 +380,84 @@ impl Storage for SimFile {
     async fn set_len(&self, length: u64) -> Result<()> {
         self.change(Operation::SetLength, Kind::Length, Action::SetLength(length)).await
     }
+}
 
-    async fn allocation(&self, offset: u64) -> Result<Allocation> {
-        let length = self.len().await?.saturating_sub(offset);
-        Ok(Allocation { length, data: length > 0 })
+impl Stamps for SimFile {
+    fn stamp(&self) -> BoxFuture<'_, Result<Option<Stamp>>> {
+        Box::pin(async {
+            if self.fixed {
+                return Ok(None);
+            }
+            let world = self.world();
+            Ok(Some(Stamp {
+                length: world.files[self.number].1.len(),
+                modified: world.stamps[self.number] as i64,
+                changed: world.stamps[self.number] as i64,
+                inode: self.number as u64 + 1,
+            }))
+        })
     }
 
-    async fn stamp(&self) -> Result<Option<Stamp>> {
-        if self.fixed {
-            return Ok(None);
-        }
-        let world = self.world();
-        Ok(Some(Stamp {
-            length: world.files[self.number].1.len(),
-            modified: world.stamps[self.number] as i64,
-            changed: world.stamps[self.number] as i64,
-            inode: self.number as u64 + 1,
-        }))
+    fn settled_stamp(&self) -> BoxFuture<'_, Result<Option<Stamp>>> {
+        self.stamp()
+    }
+}
+
+impl Roles for SimFile {
+    fn retire(&self) -> BoxFuture<'_, Result<()>> {
+        Box::pin(async {
+            if self.is_read_only() {
+                return Ok(());
+            }
+            self.set_role(|_| self.writable.store(false, Ordering::Relaxed));
+            self.flush().await
+        })
     }
 
-    async fn settled_stamp(&self) -> Result<Option<Stamp>> {
-        self.stamp().await
+    fn admit_writer(&self, admit: bool) -> BoxFuture<'_, Result<()>> {
+        Box::pin(async move {
+            if !self.is_read_only() {
+                return Err(self.error(Operation::Lock, (0, 0), libc::EINVAL));
+            }
+            let (locked, admits) = {
+                let role = self.role.lock();
+                (role.locked, role.admits)
+            };
+            if locked && admits && !admit && self.world().users[self.number].writers > 0 {
+                return Err(busy(&self.name));
+            }
+            self.set_role(|role| role.admits = admit);
+            Ok(())
+        })
     }
+}
 
-    fn is_read_only(&self) -> bool {
-        !self.writable.load(Ordering::Relaxed)
-    }
-
-    async fn retire(&self) -> Result<()> {
-        if self.is_read_only() {
-            return Ok(());
-        }
-        self.set_role(|_| self.writable.store(false, Ordering::Relaxed));
-        self.flush().await
-    }
-
-    async fn admit_writer(&self, admit: bool) -> Result<()> {
-        if !self.is_read_only() {
-            return Err(self.error(Operation::Lock, (0, 0), libc::EINVAL));
-        }
-        let (locked, admits) = {
-            let role = self.role.lock();
-            (role.locked, role.admits)
-        };
-        if locked && admits && !admit && self.world().users[self.number].writers > 0 {
-            return Err(busy(&self.name));
-        }
-        self.set_role(|role| role.admits = admit);
-        Ok(())
-    }
-
-    async fn clone_range(
-        &self,
-        from: &Self,
+impl Reflink<Self> for SimFile {
+    fn clone_range<'a>(
+        &'a self,
+        from: &'a Self,
         from_offset: u64,
         to_offset: u64,
         length: u64,
-    ) -> Result<bool> {
-        let Some(align) = self.clone_alignment() else { return Ok(false) };
-        let content = Arc::clone(&self.world().files[from.number].1);
-        let end = from_offset + length;
-        let whole = |value: u64| value.is_multiple_of(align);
-        let ends = whole(length) || end == content.len();
-        if !whole(from_offset) || !whole(to_offset) || !ends || end > content.len() {
-            return Ok(false);
-        }
-        let bytes = content.bytes(from_offset..end);
-        let action = Action::Write(to_offset, bytes.into());
-        self.change(Operation::Clone, Kind::Clone, action).await?;
-        Ok(true)
+    ) -> BoxFuture<'a, Result<bool>> {
+        Box::pin(async move {
+            let Some(align) = self.capabilities().clone_alignment else { return Ok(false) };
+            let content = Arc::clone(&self.world().files[from.number].1);
+            let end = from_offset + length;
+            let whole = |value: u64| value.is_multiple_of(align);
+            let ends = whole(length) || end == content.len();
+            if !whole(from_offset) || !whole(to_offset) || !ends || end > content.len() {
+                return Ok(false);
+            }
+            let bytes = content.bytes(from_offset..end);
+            let action = Action::Write(to_offset, bytes.into());
+            self.change(Operation::Clone, Kind::Clone, action).await?;
+            Ok(true)
+        })
     }
+}
 
-    fn clone_alignment(&self) -> Option<u64> {
-        self.clones.filter(|_| !self.is_read_only())
-    }
-
-    fn extends_with_zeroes(&self) -> bool {
-        !self.fixed
-    }
-
+impl Usage for SimFile {
     fn free_space(&self) -> Option<u64> {
         let world = self.world();
         let length = world.files[self.number].1.len();
@@ -448,24 +465,22 @@ impl Storage for SimFile {
         let space = faults.space.filter(|_| !self.fixed && faults.space_ends != Some(0));
         space.map(|space| space.saturating_sub(length))
     }
+}
 
-    /// In half of the histories, so that the engine grows files ahead.
-    fn gains_from_written_space(&self) -> bool {
-        self.gains
-    }
-
-    fn atomic_write(&self) -> u64 {
-        self.atomic
-    }
-
-    async fn restart_memory(&self, create: bool) -> Result<Option<Arc<dyn RestartMemory>>> {
-        let mut world = self.world();
-        if let Access::Denied(_, code) = world.conduct.access
-            && world.restart_memories.has(self.number)
-        {
-            drop(world);
-            return Err(self.error(Operation::Lock, (0, 0), code));
-        }
-        Ok(world.restart_memories.of(self.number, create))
+impl RestartMemories for SimFile {
+    fn restart_memory(
+        &self,
+        create: bool,
+    ) -> BoxFuture<'_, Result<Option<Arc<dyn RestartMemory>>>> {
+        Box::pin(async move {
+            let mut world = self.world();
+            if let Access::Denied(_, code) = world.conduct.access
+                && world.restart_memories.has(self.number)
+            {
+                drop(world);
+                return Err(self.error(Operation::Lock, (0, 0), code));
+            }
+            Ok(world.restart_memories.of(self.number, create))
+        })
     }
 }

@@ -19,7 +19,7 @@ use isobath_disk::{Disk, LiveDisk, OpenOptions, Repair};
 use isobath_jobs::pace::Pacing;
 use isobath_jobs::{CommitOptions, JobOptions, StreamOptions};
 use isobath_qcow2::IncompatibleFeatures;
-use isobath_storage::Storage;
+use isobath_storage::StorageExt;
 use rand::rngs::SmallRng;
 use rand::{Rng, RngExt, SeedableRng};
 use std::path::Path;

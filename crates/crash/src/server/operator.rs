@@ -16,7 +16,7 @@ use isobath_jobs::{
     CommitOptions, IoStatus, Job, JobOptions, JobStatus, MirrorOptions, MirrorSync, OnError,
     StreamOptions,
 };
-use isobath_storage::{FileId, Storage};
+use isobath_storage::{FileId, StorageExt};
 use rand::RngExt;
 use rand::rngs::SmallRng;
 use std::cell::{Cell, RefCell};

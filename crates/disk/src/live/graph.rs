@@ -12,7 +12,7 @@ use isobath_image::open::open_layer;
 use isobath_image::options::{OpenOptions, Trust};
 use isobath_image::sabotage::{self, Sabotage};
 use isobath_image::{DiskError, Result};
-use isobath_storage::{FileId, Host, Storage};
+use isobath_storage::{FileId, Host, Storage, StorageExt};
 use std::future::Future;
 use std::ops::Range;
 use std::path::Path;

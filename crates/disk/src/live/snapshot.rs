@@ -19,7 +19,7 @@ use isobath_image::open::open_layer;
 use isobath_image::writer::Writer;
 use isobath_image::{DiskError, Result};
 use isobath_qcow2::L1Entry;
-use isobath_storage::{Host, Storage};
+use isobath_storage::{Host, Storage, StorageExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 

@@ -14,7 +14,7 @@ use isobath_chain::map::{Extent, Source};
 use isobath_image::durability::Metadata;
 use isobath_image::writer::Qcow2Writer;
 use isobath_image::{DiskError, Result};
-use isobath_storage::{Host, IoBuf, Storage};
+use isobath_storage::{Host, IoBuf, Storage, StorageExt};
 use std::future::Future;
 use std::ops::Range;
 

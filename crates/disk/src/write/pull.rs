@@ -11,7 +11,7 @@ use isobath_image::sabotage::{self, Sabotage};
 use isobath_image::tables::{Claim, References};
 use isobath_image::{DiskError, Result, always};
 use isobath_qcow2::{ClusterIndex, HostOffset};
-use isobath_storage::{Host, IoBuf, Storage};
+use isobath_storage::{Host, IoBuf, StorageExt};
 use std::io;
 use std::ops::Range;
 

@@ -4,7 +4,7 @@ use super::*;
 use isobath_qcow2::journal::JournalExtension;
 use isobath_qcow2::{Header, HostOffset, IncompatibleFeatures, NewImage};
 use isobath_storage::memory::{MemoryFile, MemoryHost};
-use isobath_storage::{Host, OpenMode};
+use isobath_storage::{Host, OpenMode, StorageExt};
 use std::path::Path;
 
 const ID: u64 = 0x1234_5678_9abc_def0;

@@ -10,7 +10,7 @@ use isobath_disk::{CheckEvent, CheckOptions, check};
 use isobath_jobs::{Job, JobStatus};
 use isobath_qcow2::NewImage;
 use isobath_storage::memory::MemoryHost;
-use isobath_storage::{Host, IoBuf, OpenMode, Storage};
+use isobath_storage::{Host, IoBuf, OpenMode, Storage, StorageExt};
 use isobath_storage_test::recorder::{Entry, Fate};
 use isobath_testkit::qemu;
 use parking_lot::Mutex;

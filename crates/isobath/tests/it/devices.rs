@@ -5,7 +5,7 @@ use futures_executor::block_on;
 use isobath_disk::{BlockDevice, Disk, MetadataMode, OpenOptions, Preallocation};
 use isobath_qcow2::NewImage;
 use isobath_storage::memory::MemoryHost;
-use isobath_storage::{Host, IoBuf, OpenMode, Storage};
+use isobath_storage::{Host, IoBuf, OpenMode, Storage, StorageExt};
 use std::path::Path;
 
 const NAME: &str = "device";

@@ -14,7 +14,7 @@ use isobath_jobs::{
 };
 use isobath_qcow2::NewImage;
 use isobath_storage::memory::MemoryHost;
-use isobath_storage::{FileId, IoBuf, Locking, Operation, Storage};
+use isobath_storage::{FileId, IoBuf, Locking, Operation, StorageExt};
 use isobath_storage_test::fault::{Fault, FaultHost, Plan};
 use isobath_testkit::{model::Model, qemu, seed::Seed};
 use rand::rngs::StdRng;

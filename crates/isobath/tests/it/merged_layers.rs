@@ -10,7 +10,7 @@ use isobath_jobs::{
     CommitOptions, Job, JobOptions, JobStatus, MirrorOptions, MirrorSync, StreamOptions,
 };
 use isobath_storage::memory::MemoryHost;
-use isobath_storage::{FileId, IoBuf, Storage};
+use isobath_storage::{FileId, IoBuf, StorageExt};
 use std::future::Future;
 use std::path::Path;
 use std::sync::Arc;

@@ -15,7 +15,7 @@ use isobath_jobs::{JobOptions, MirrorOptions, MirrorSync};
 use isobath_qcow2::NewImage;
 use isobath_storage::file::FileHost;
 use isobath_storage::memory::MemoryHost;
-use isobath_storage::{Host, IoBuf, OpenMode, Storage};
+use isobath_storage::{Host, IoBuf, OpenMode, Storage, StorageExt};
 use isobath_storage_test::fault::{FaultHost, Plan};
 use isobath_storage_test::recorder::{Change, Record, RecorderHost};
 use isobath_testkit::{qemu, seed::Seed};

@@ -12,7 +12,7 @@ use isobath_jobs::{CommitOptions, Job, JobOptions, JobStatus};
 use isobath_jobs::{MirrorOptions, MirrorSync, StreamOptions};
 use isobath_ring::{Config, Executor, Worker};
 use isobath_storage::file::FileHost;
-use isobath_storage::{FileId, IoBuf, Storage};
+use isobath_storage::{FileId, IoBuf, Storage, StorageExt};
 use isobath_testkit::model::Model;
 use std::fmt::Display;
 use std::path::Path;

@@ -2,7 +2,7 @@
 
 use isobath_disk::{BlockDevice, Layer, LiveDisk};
 use isobath_ring::{JoinHandle, spawn};
-use isobath_storage::{FileId, Host, Storage};
+use isobath_storage::{FileId, Host, StorageExt};
 use std::cell::{Cell, RefCell};
 use std::path::PathBuf;
 use std::sync::Arc;

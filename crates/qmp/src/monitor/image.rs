@@ -2,7 +2,7 @@
 
 use isobath_disk::{ImageFormat, Layer};
 use isobath_qcow2::{AutoclearFeatures, CompatibleFeatures, Header, IncompatibleFeatures};
-use isobath_storage::{Host, Storage};
+use isobath_storage::{Host, StorageExt};
 use serde_json::{Map, Value, json};
 use std::sync::Arc;
 

@@ -15,7 +15,7 @@ use isobath_jobs::{
     StreamOptions,
 };
 use isobath_ring::spawn;
-use isobath_storage::{FileId, Host, Storage};
+use isobath_storage::{FileId, Host, Storage, StorageExt};
 use parking_lot::Mutex;
 use serde_json::json;
 use std::cell::Cell;

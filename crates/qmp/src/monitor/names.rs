@@ -4,7 +4,7 @@ use super::arguments::is_well_formed;
 use super::{Drive, Monitor, Result};
 use crate::error::QmpError;
 use isobath_disk::Layer;
-use isobath_storage::{FileId, Host, Storage};
+use isobath_storage::{FileId, Host, StorageExt};
 use std::collections::{HashMap, HashSet};
 use std::rc::Rc;
 use std::sync::Arc;

@@ -10,7 +10,7 @@ use crate::error::QmpError;
 use crate::json;
 use crate::tables::SCHEMA;
 use isobath_disk::{Layer, Trust};
-use isobath_storage::{Host, Storage};
+use isobath_storage::{Host, StorageExt};
 use serde_json::{Map, Value, json};
 use std::ffi::OsString;
 use std::fs;

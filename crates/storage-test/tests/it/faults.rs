@@ -2,7 +2,7 @@
 
 use isobath_ring::block_on;
 use isobath_storage::memory::MemoryHost;
-use isobath_storage::{Host, IoBuf, Operation, Storage, ZeroMode};
+use isobath_storage::{Host, IoBuf, Operation, Storage, StorageExt, ZeroMode};
 use isobath_storage_test::conformance;
 use isobath_storage_test::conformance::WRITABLE;
 use isobath_storage_test::fault::{Fault, FaultHost, Plan};

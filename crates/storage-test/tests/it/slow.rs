@@ -3,7 +3,7 @@
 use isobath_ring::block_on;
 use isobath_ring::{Config, Executor, spawn};
 use isobath_storage::memory::MemoryHost;
-use isobath_storage::{Host, IoBuf, Storage, ZeroMode};
+use isobath_storage::{Host, IoBuf, Storage, StorageExt, ZeroMode};
 use isobath_storage_test::conformance;
 use isobath_storage_test::conformance::WRITABLE;
 use isobath_storage_test::slow::{SlowDisk, SlowHost};

@@ -44,19 +44,19 @@ pub use open::{FileHost, LimitedHost};
 
 use crate::error::{Operation, StorageError};
 use crate::{
-    Access, Allocation, FileId, IoBuf, RestartMemory, Result, SECTOR, Stamp, Storage, ZeroMode,
+    Access, Allocation, BoxFuture, Capabilities, Extensions, Hints, Identity, IoBuf, Reflink,
+    RestartMemories, RestartMemory, Result, Roles, SECTOR, Stamp, Stamps, Storage, Usage, ZeroMode,
 };
 use arc_swap::ArcSwap;
 use cached::Cached;
 use direct::Direct;
 use flush::Durability;
 use landing::unblocked;
-use roles::{FlushDue, Roles, Writing};
+use roles::{Changed, FlushDue, Writing};
 use source::{Named, Source};
 use std::fmt;
 use std::io;
 use std::os::fd::OwnedFd;
-use std::path::Path;
 use std::sync::{Arc, OnceLock};
 use transfer::Target;
 use zero::Abilities;
@@ -76,7 +76,7 @@ pub struct FileStorage {
     source: ArcSwap<Source>,
     writing: Writing,
     /// One change of what the handle is for at a time.
-    roles: async_lock::Mutex<Roles>,
+    roles: async_lock::Mutex<Changed>,
     kind: Kind,
     direct: Option<Direct>,
     cached: Cached,
@@ -97,7 +97,7 @@ impl fmt::Debug for FileStorage {
         f.debug_struct("FileStorage")
             .field("name", &self.file.name)
             .field("kind", &self.kind)
-            .field("read_only", &self.is_read_only())
+            .field("read_only", &self.writing.has_ended())
             .finish_non_exhaustive()
     }
 }
@@ -229,12 +229,35 @@ impl FileStorage {
 }
 
 impl Storage for FileStorage {
-    fn name(&self) -> &Path {
-        &self.file.name
+    fn identity(&self) -> Identity<'_> {
+        Identity { name: &self.file.name, id: self.file.id }
     }
 
-    fn id(&self) -> FileId {
-        self.file.id
+    fn capabilities(&self) -> Capabilities {
+        Capabilities {
+            read_only: self.writing.has_ended(),
+            extends_with_zeroes: self.kind == Kind::Regular,
+            gains_from_written_space: *self.gains.get_or_init(|| {
+                let found = self.kept().and_then(|target| sys::file_system(&target.file));
+                self.kind == Kind::Regular && found.is_ok_and(flush::gains_from_written_space)
+            }),
+            atomic_write: *self.atomic.get_or_init(|| {
+                let found = self.kept().ok().map(|target| atomic::of_file(&target.file));
+                found.unwrap_or(SECTOR)
+            }),
+            clone_alignment: *self.clones.get_or_init(|| self.find_clone_alignment()),
+        }
+    }
+
+    fn extensions(&self) -> Extensions<'_, Self> {
+        Extensions {
+            reflink: Some(self),
+            roles: Some(self),
+            stamps: Some(self),
+            restart_memories: Some(self),
+            usage: Some(self),
+            hints: Some(self),
+        }
     }
 
     async fn read_at(&self, offset: u64, mut buf: IoBuf) -> Result<IoBuf> {
@@ -259,20 +282,6 @@ impl Storage for FileStorage {
         }
     }
 
-    async fn write_at(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
-        let length = buf.len() as u64;
-        self.check(Operation::Write, offset, length)?;
-        if length == 0 {
-            return Ok(buf);
-        }
-        self.landed().await;
-        let target =
-            self.kept().map_err(|error| self.at(Operation::Write, offset, length, error))?;
-        let (result, buf) = self.write_buf(&target, offset, buf).await;
-        result.map_err(|error| self.at(Operation::Write, offset, length, error))?;
-        Ok(buf)
-    }
-
     async fn write_vectored_at(&self, offset: u64, bufs: Vec<IoBuf>) -> Result<Vec<IoBuf>> {
         let length = bufs.iter().map(|buf| buf.len() as u64).sum();
         self.check(Operation::Write, offset, length)?;
@@ -282,9 +291,15 @@ impl Storage for FileStorage {
         self.landed().await;
         let target =
             self.kept().map_err(|error| self.at(Operation::Write, offset, length, error))?;
-        let (result, bufs) = match &self.direct {
-            Some(direct) => direct.write_vectored(&target, offset, bufs).await,
-            None => transfer::write_vectored(&target, offset, bufs).await,
+        let (result, bufs) = match <[IoBuf; 1]>::try_from(bufs) {
+            Ok([buf]) => {
+                let (result, buf) = self.write_buf(&target, offset, buf).await;
+                (result, vec![buf])
+            }
+            Err(bufs) => match &self.direct {
+                Some(direct) => direct.write_vectored(&target, offset, bufs).await,
+                None => transfer::write_vectored(&target, offset, bufs).await,
+            },
         };
         result.map_err(|error| self.at(Operation::Write, offset, length, error))?;
         Ok(bufs)
@@ -343,90 +358,91 @@ impl Storage for FileStorage {
         let found = self.find_allocation(&target.file, offset);
         found.map_err(|error| self.at(Operation::Query, offset, 0, error))
     }
+}
 
-    async fn allocated(&self) -> Result<u64> {
-        let stat = sys::stat(&self.target().await?.file);
-        let stat = stat.map_err(|error| self.error(Operation::Query, error))?;
-        // Counted in 512 bytes, whatever the file system's blocks.
-        Ok(stat.st_blocks as u64 * 512)
-    }
-
-    async fn stamp(&self) -> Result<Option<Stamp>> {
-        let target = self.target().await?;
-        self.present_stamp(&target.file).map_err(|error| self.error(Operation::Query, error))
-    }
-
-    async fn settled_stamp(&self) -> Result<Option<Stamp>> {
-        let target = self.target().await?;
-        let stamp = self.wait_for_stamp(&target.file).await;
-        stamp.map_err(|error| self.error(Operation::Query, error))
-    }
-
-    async fn advise(&self, access: Access) {
-        let advice = match access {
-            Access::Normal => libc::POSIX_FADV_NORMAL,
-            Access::Random => libc::POSIX_FADV_RANDOM,
-        };
-        if let Ok(target) = self.target().await {
-            sys::advise(&target.file, advice);
-        }
-    }
-
-    fn is_read_only(&self) -> bool {
-        self.writing.has_ended()
-    }
-
-    async fn retire(&self) -> Result<()> {
-        Box::pin(self.end_writing()).await
-    }
-
-    async fn admit_writer(&self, admit: bool) -> Result<()> {
-        Box::pin(self.set_admitting(admit)).await
-    }
-
-    async fn clone_range(
-        &self,
-        from: &Self,
+impl Reflink<Self> for FileStorage {
+    fn clone_range<'a>(
+        &'a self,
+        from: &'a Self,
         from_offset: u64,
         to_offset: u64,
         length: u64,
-    ) -> Result<bool> {
-        self.check(Operation::Clone, to_offset, length)?;
-        from.check(Operation::Read, from_offset, length)?;
-        let result = self.reflink(from, from_offset, to_offset, length).await?;
-        result.map_err(|error| self.at(Operation::Clone, to_offset, length, error))
+    ) -> BoxFuture<'a, Result<bool>> {
+        Box::pin(async move {
+            self.check(Operation::Clone, to_offset, length)?;
+            from.check(Operation::Read, from_offset, length)?;
+            let result = self.reflink(from, from_offset, to_offset, length).await?;
+            result.map_err(|error| self.at(Operation::Clone, to_offset, length, error))
+        })
+    }
+}
+
+impl Roles for FileStorage {
+    fn retire(&self) -> BoxFuture<'_, Result<()>> {
+        Box::pin(self.end_writing())
     }
 
-    fn clone_alignment(&self) -> Option<u64> {
-        *self.clones.get_or_init(|| self.find_clone_alignment())
+    fn admit_writer(&self, admit: bool) -> BoxFuture<'_, Result<()>> {
+        Box::pin(self.set_admitting(admit))
+    }
+}
+
+impl Stamps for FileStorage {
+    fn stamp(&self) -> BoxFuture<'_, Result<Option<Stamp>>> {
+        Box::pin(async {
+            let target = self.target().await?;
+            self.present_stamp(&target.file).map_err(|error| self.error(Operation::Query, error))
+        })
     }
 
-    fn extends_with_zeroes(&self) -> bool {
-        self.kind == Kind::Regular
+    fn settled_stamp(&self) -> BoxFuture<'_, Result<Option<Stamp>>> {
+        Box::pin(async {
+            let target = self.target().await?;
+            let stamp = self.wait_for_stamp(&target.file).await;
+            stamp.map_err(|error| self.error(Operation::Query, error))
+        })
+    }
+}
+
+impl RestartMemories for FileStorage {
+    fn restart_memory(
+        &self,
+        create: bool,
+    ) -> BoxFuture<'_, Result<Option<Arc<dyn RestartMemory>>>> {
+        Box::pin(async move {
+            let kept = self.kept().ok();
+            let image = kept.as_ref().map(|target| &*target.file);
+            restart_memory::restart_memory(&self.file.name, image, self.file.id, create).await
+        })
+    }
+}
+
+impl Usage for FileStorage {
+    fn allocated(&self) -> BoxFuture<'_, Result<Option<u64>>> {
+        Box::pin(async {
+            let stat = sys::stat(&self.target().await?.file);
+            let stat = stat.map_err(|error| self.error(Operation::Query, error))?;
+            // Counted in 512 bytes, whatever the file system's blocks.
+            Ok(Some(stat.st_blocks as u64 * 512))
+        })
     }
 
     fn free_space(&self) -> Option<u64> {
         let target = self.kept().ok().filter(|_| self.kind == Kind::Regular)?;
         sys::free_space(&target.file).ok()
     }
+}
 
-    fn gains_from_written_space(&self) -> bool {
-        *self.gains.get_or_init(|| {
-            let found = self.kept().and_then(|target| sys::file_system(&target.file));
-            self.kind == Kind::Regular && found.is_ok_and(flush::gains_from_written_space)
-        })
-    }
-
-    async fn restart_memory(&self, create: bool) -> Result<Option<Arc<dyn RestartMemory>>> {
-        let kept = self.kept().ok();
-        let image = kept.as_ref().map(|target| &*target.file);
-        restart_memory::restart_memory(&self.file.name, image, self.file.id, create).await
-    }
-
-    fn atomic_write(&self) -> u64 {
-        *self.atomic.get_or_init(|| {
-            let found = self.kept().ok().map(|target| atomic::of_file(&target.file));
-            found.unwrap_or(SECTOR)
+impl Hints for FileStorage {
+    fn advise(&self, access: Access) -> BoxFuture<'_, ()> {
+        let advice = match access {
+            Access::Normal => libc::POSIX_FADV_NORMAL,
+            Access::Random => libc::POSIX_FADV_RANDOM,
+        };
+        Box::pin(async move {
+            if let Ok(target) = self.target().await {
+                sys::advise(&target.file, advice);
+            }
         })
     }
 }
@@ -434,7 +450,7 @@ impl Storage for FileStorage {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Host, OpenMode};
+    use crate::{Host, OpenMode, StorageExt};
     use isobath_ring::block_on;
 
     const WRITABLE: OpenMode =
@@ -462,9 +478,9 @@ mod tests {
                 assert!(error.to_string().contains("flush failed (Input/output error)"), "{error}");
             }
             assert_eq!(&*file.read_at(0, IoBuf::zeroed(4)).await.unwrap(), b"kept");
-            assert!(file.retire().await.is_err());
+            assert!(Roles::retire(&file).await.is_err());
             assert!(file.is_read_only());
-            file.retire().await.unwrap();
+            Roles::retire(&file).await.unwrap();
             assert!(file.flush().await.is_err(), "what is lost stays lost");
             assert_eq!(&*file.read_at(0, IoBuf::zeroed(4)).await.unwrap(), b"kept");
         });

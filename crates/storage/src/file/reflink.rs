@@ -17,7 +17,7 @@ impl FileStorage {
         if length == 0 {
             return Ok(Ok(true));
         }
-        if self.clone_alignment().is_none() || from.kind != Kind::Regular {
+        if self.capabilities().clone_alignment.is_none() || from.kind != Kind::Regular {
             return Ok(Ok(false));
         }
         let source = from.target().await?;
@@ -43,7 +43,7 @@ impl FileStorage {
     }
 
     pub(super) fn find_clone_alignment(&self) -> Option<u64> {
-        if self.kind != Kind::Regular || self.is_read_only() {
+        if self.kind != Kind::Regular || self.writing.has_ended() {
             return None;
         }
         let target = self.kept().ok()?;

@@ -66,7 +66,7 @@ impl Writing {
 
 /// What has changed since the file was opened.
 #[derive(Default)]
-pub(super) struct Roles {
+pub(super) struct Changed {
     /// The writer's descriptor, until its last operation has ended.
     writer: Option<Arc<Target>>,
     /// The file was no longer there by its name when writing ended.
@@ -133,7 +133,7 @@ impl FileStorage {
     }
 
     /// Lets the descriptor of a file that nobody changes be given up, as those of other files.
-    fn let_share(&self, roles: &Roles) {
+    fn let_share(&self, roles: &Changed) {
         if self.kind != Kind::Regular || roles.nameless {
             return;
         }
@@ -160,7 +160,7 @@ impl FileStorage {
         if admit { self.admit(&mut roles).await } else { self.deny(&mut roles).await }
     }
 
-    async fn admit(&self, roles: &mut Roles) -> Result<()> {
+    async fn admit(&self, roles: &mut Changed) -> Result<()> {
         let target = self.target().await?;
         if self.file.mode.locking != Locking::Unlocked {
             lock::admit(&target.file, &self.file.name)?;
@@ -178,7 +178,7 @@ impl FileStorage {
         Ok(())
     }
 
-    async fn deny(&self, roles: &mut Roles) -> Result<()> {
+    async fn deny(&self, roles: &mut Changed) -> Result<()> {
         let target = self.kept().map_err(|error| self.error(Operation::Lock, error))?;
         match self.file.mode.locking {
             Locking::Exclusive => open::wait_to_deny(&target.file, &self.file.name).await?,

@@ -3,7 +3,7 @@
 use isobath_ring::block_on;
 use isobath_ring::{Config, Worker, spawn};
 use isobath_storage::file::{FileHost, FileStorage, LimitedHost};
-use isobath_storage::{Host, IoBuf, Locking, OpenMode, Storage, StorageError};
+use isobath_storage::{Host, IoBuf, Locking, OpenMode, Storage, StorageError, StorageExt};
 use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};

@@ -3,7 +3,9 @@
 use isobath_ring::block_on;
 use isobath_ring::{Config, Executor, Worker, spawn, yield_now};
 use isobath_storage::file::FileHost;
-use isobath_storage::{Host, IoBuf, Locking, OpenMode, Storage, StorageError, ZeroMode};
+use isobath_storage::{
+    Host, IoBuf, Locking, OpenMode, Storage, StorageError, StorageExt, ZeroMode,
+};
 use std::future::poll_fn;
 use std::io::ErrorKind;
 use std::os::unix::ffi::OsStrExt;

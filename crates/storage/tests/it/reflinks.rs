@@ -5,7 +5,7 @@ use isobath_ring::block_on;
 use isobath_ring::{Config, Executor};
 use isobath_storage::file::FileHost;
 use isobath_storage::memory::MemoryHost;
-use isobath_storage::{Host, IoBuf, Locking, OpenMode, Operation, Storage};
+use isobath_storage::{Host, IoBuf, Locking, OpenMode, Operation, Storage, StorageExt};
 use isobath_storage_test::fault::{Fault, FaultHost, Plan};
 use isobath_storage_test::recorder::{Change, Fate, RecorderHost};
 use std::io::ErrorKind;

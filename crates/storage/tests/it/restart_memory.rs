@@ -3,7 +3,7 @@
 use isobath_ring::block_on;
 use isobath_storage::file::FileHost;
 use isobath_storage::restart_memory::RESTART_MEMORY_BYTES;
-use isobath_storage::{Host, OpenMode, Storage};
+use isobath_storage::{Host, OpenMode, Storage, StorageExt};
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};

@@ -7,7 +7,9 @@ use isobath_ring::block_on;
 use isobath_ring::{Config, Executor, Worker, spawn};
 use isobath_storage::file::{FileHost, FileStorage};
 use isobath_storage::memory::MemoryHost;
-use isobath_storage::{Host, IoBuf, Locking, OpenMode, Storage, StorageError, ZeroMode};
+use isobath_storage::{
+    Host, IoBuf, Locking, OpenMode, Storage, StorageError, StorageExt, ZeroMode,
+};
 use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};

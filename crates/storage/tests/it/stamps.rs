@@ -4,7 +4,9 @@ use isobath_ring::block_on;
 use isobath_ring::{Config, Executor};
 use isobath_storage::file::FileHost;
 use isobath_storage::memory::MemoryHost;
-use isobath_storage::{Host, IoBuf, Locking, OpenMode, Operation, Stamp, Storage, ZeroMode};
+use isobath_storage::{
+    Host, IoBuf, Locking, OpenMode, Operation, Stamp, Storage, StorageExt, ZeroMode,
+};
 use isobath_storage_test::fault::{Fault, FaultHost, Plan};
 use isobath_storage_test::recorder::RecorderHost;
 use std::fs::{self, File, FileTimes};

@@ -6,7 +6,7 @@ use crate::failure::Failure;
 use crate::options;
 use isobath_disk::{Disk, NewDisk, OpenOptions};
 use isobath_storage::file::FileHost;
-use isobath_storage::{FileId, Host, Locking, OpenMode, Storage};
+use isobath_storage::{FileId, Host, Locking, OpenMode, Storage, StorageExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -108,7 +108,7 @@ pub(super) async fn refuse_source(
     let Ok(file) = FileHost.open(name, look).await else { return Ok(()) };
     let mut layers = sources.iter().flat_map(|source| source.layers());
     let ids = |layer: &isobath_disk::Layer<_>| -> [FileId; 2] {
-        [Storage::id(&**layer.storage()), Storage::id(&**layer.data())]
+        [StorageExt::id(&**layer.storage()), StorageExt::id(&**layer.data())]
     };
     if layers.any(|layer| ids(layer).contains(&file.id())) {
         return Err(Failure::new(format_args!(

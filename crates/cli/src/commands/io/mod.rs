@@ -10,6 +10,7 @@ use crate::cache::Cache;
 use crate::failure::{Failure, Outcome};
 use crate::{options, runtime};
 use isobath_disk::{Disk, ImageFormat, OpenOptions};
+use isobath_ring::Readiness;
 use isobath_storage::file::FileHost;
 use session::{Next, Session};
 use std::fs::File;

@@ -24,8 +24,6 @@ use isobath_disk::LiveDisk;
 use isobath_export::registry::Frontends;
 use isobath_qmp::monitor::{Drive, Monitor};
 use isobath_qmp::server::{self as qmp, Events};
-use isobath_ring::net::{Address, Listener};
-use isobath_ring::{Config, Handle, JoinHandle, Signals, Worker, spawn};
 use isobath_ring::{Handle, JoinHandle, Signals, spawn};
 use isobath_storage::Host;
 use isobath_storage::file::FileHost;

@@ -1,0 +1,300 @@
+//! Hosts around others: everything is passed on, and hooks see it before and after.
+
+use isobath_storage::{
+    Allocation, BoxFuture, Capabilities, Extensions, Host, Identity, IoBuf, OpenMode, Reflink,
+    Result, Roles, Stamp, Stamps, Storage, ZeroMode,
+};
+use std::future::Future;
+use std::path::{Path, PathBuf};
+
+/// What a host is asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HostRequest {
+    /// [`Host::open`].
+    Open,
+    /// [`Host::create`].
+    Create,
+    /// [`Host::remove`].
+    Remove,
+}
+
+/// What a file is asked for. Offsets and lengths are in bytes.
+#[derive(Clone, Copy, Debug)]
+pub enum Request<'a> {
+    /// [`Storage::read_at`].
+    Read {
+        /// Where.
+        offset: u64,
+        /// How much.
+        length: u64,
+    },
+    /// [`Storage::write_vectored_at`].
+    Write {
+        /// Where.
+        offset: u64,
+        /// What.
+        bufs: &'a [IoBuf],
+    },
+    /// [`Storage::write_zeroes`].
+    WriteZeroes {
+        /// Where.
+        offset: u64,
+        /// How much.
+        length: u64,
+    },
+    /// [`Storage::discard`].
+    Discard {
+        /// Where.
+        offset: u64,
+        /// How much.
+        length: u64,
+    },
+    /// [`Storage::flush`].
+    Flush,
+    /// [`Storage::set_len`].
+    SetLength(u64),
+    /// What changes nothing: [`Storage::len`], [`Storage::allocation`] and [`Stamps`].
+    Query,
+    /// [`Reflink::clone_range`].
+    Clone {
+        /// Where to.
+        offset: u64,
+        /// How much.
+        length: u64,
+    },
+    /// [`Roles::retire`].
+    Retire,
+    /// [`Roles::admit_writer`].
+    AdmitWriter,
+}
+
+/// What happens around the operations of one file.
+pub trait Hooks: Send + Sync + 'static {
+    /// What is kept from the begin of an operation to its end.
+    type Begun;
+
+    /// Before an operation of `file`, the one that is wrapped. An error is the operation's: it does not
+    /// take place, and [`end`](Self::end) is not called.
+    fn begin(
+        &self,
+        file: &impl Storage,
+        request: Request<'_>,
+    ) -> impl Future<Output = Result<Self::Begun>>;
+
+    /// After an operation: `done` is what was asked for, if it succeeded and has done something. An error
+    /// replaces its result.
+    fn end(
+        &self,
+        file: &impl Storage,
+        begun: Self::Begun,
+        done: Option<Request<'_>>,
+    ) -> impl Future<Output = Result<()>>;
+
+    /// What may be expected of the file, given what it says of itself.
+    fn capabilities(&self, own: Capabilities) -> Capabilities {
+        own
+    }
+}
+
+/// What happens around the operations of a host.
+pub trait HostHooks: Send + Sync + 'static {
+    /// The hooks of its files.
+    type File: Hooks;
+    /// What is kept from the begin of an operation to its end.
+    type Begun;
+
+    /// Before an operation. An error is the operation's: it does not take place.
+    fn begin(&self, request: HostRequest, name: &Path)
+    -> impl Future<Output = Result<Self::Begun>>;
+
+    /// After an operation that succeeded.
+    fn end(&self, request: HostRequest, name: &Path, begun: Self::Begun);
+
+    /// The hooks of a file that was opened or created.
+    fn file(&self, file: &impl Storage) -> Self::File;
+}
+
+/// A host around another.
+#[derive(Clone, Debug)]
+pub struct PassThrough<H, K> {
+    inner: H,
+    hooks: K,
+}
+
+impl<H: Host, K: HostHooks> PassThrough<H, K> {
+    /// Wraps a host.
+    pub fn around(inner: H, hooks: K) -> Self {
+        Self { inner, hooks }
+    }
+
+    /// Its hooks.
+    pub fn hooks(&self) -> &K {
+        &self.hooks
+    }
+
+    /// Its hooks, for a change.
+    pub fn hooks_mut(&mut self) -> &mut K {
+        &mut self.hooks
+    }
+
+    fn wrap(&self, inner: H::File) -> PassThroughFile<H::File, K::File> {
+        let hooks = self.hooks.file(&inner);
+        PassThroughFile { inner, hooks }
+    }
+}
+
+impl<H: Host, K: HostHooks> Host for PassThrough<H, K> {
+    type File = PassThroughFile<H::File, K::File>;
+
+    async fn open(&self, name: &Path, mode: OpenMode) -> Result<Self::File> {
+        let begun = self.hooks.begin(HostRequest::Open, name).await?;
+        let file = self.wrap(self.inner.open(name, mode).await?);
+        self.hooks.end(HostRequest::Open, name, begun);
+        Ok(file)
+    }
+
+    async fn create(&self, name: &Path, mode: OpenMode) -> Result<Self::File> {
+        let begun = self.hooks.begin(HostRequest::Create, name).await?;
+        let file = self.wrap(self.inner.create(name, mode).await?);
+        self.hooks.end(HostRequest::Create, name, begun);
+        Ok(file)
+    }
+
+    async fn remove(&self, name: &Path) -> Result<()> {
+        let begun = self.hooks.begin(HostRequest::Remove, name).await?;
+        self.inner.remove(name).await?;
+        self.hooks.end(HostRequest::Remove, name, begun);
+        Ok(())
+    }
+
+    fn canonical(&self, name: &Path) -> Result<PathBuf> {
+        self.inner.canonical(name)
+    }
+
+    fn resolve(&self, referrer: &Path, name: &str) -> PathBuf {
+        self.inner.resolve(referrer, name)
+    }
+}
+
+/// A file around another.
+#[derive(Debug)]
+pub struct PassThroughFile<S, K> {
+    inner: S,
+    hooks: K,
+}
+
+impl<S: Storage, K: Hooks> PassThroughFile<S, K> {
+    /// An operation that changes nothing in its request, between the hooks.
+    async fn around<T>(
+        &self,
+        request: Request<'_>,
+        operation: impl Future<Output = Result<T>>,
+    ) -> Result<T> {
+        let begun = self.hooks.begin(&self.inner, request).await?;
+        let result = operation.await;
+        self.hooks.end(&self.inner, begun, result.is_ok().then_some(request)).await?;
+        result
+    }
+}
+
+impl<S: Storage, K: Hooks> Storage for PassThroughFile<S, K> {
+    fn identity(&self) -> Identity<'_> {
+        self.inner.identity()
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        self.hooks.capabilities(self.inner.capabilities())
+    }
+
+    fn extensions(&self) -> Extensions<'_, Self> {
+        let inner = self.inner.extensions();
+        let reflink = inner.reflink.is_some();
+        let roles = inner.roles.is_some();
+        let stamps = inner.stamps.is_some();
+        Extensions {
+            roles: roles.then_some(self),
+            stamps: stamps.then_some(self),
+            ..inner.with_reflink(reflink.then_some(self as &dyn Reflink<Self>))
+        }
+    }
+
+    async fn read_at(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
+        let request = Request::Read { offset, length: buf.len() as u64 };
+        self.around(request, self.inner.read_at(offset, buf)).await
+    }
+
+    async fn write_vectored_at(&self, offset: u64, bufs: Vec<IoBuf>) -> Result<Vec<IoBuf>> {
+        let request = Request::Write { offset, bufs: &bufs };
+        let begun = self.hooks.begin(&self.inner, request).await?;
+        let result = self.inner.write_vectored_at(offset, bufs).await;
+        let done = result.as_ref().ok().map(|bufs| Request::Write { offset, bufs });
+        self.hooks.end(&self.inner, begun, done).await?;
+        result
+    }
+
+    async fn write_zeroes(&self, offset: u64, length: u64, mode: ZeroMode) -> Result<()> {
+        let request = Request::WriteZeroes { offset, length };
+        self.around(request, self.inner.write_zeroes(offset, length, mode)).await
+    }
+
+    async fn discard(&self, offset: u64, length: u64) -> Result<()> {
+        let request = Request::Discard { offset, length };
+        self.around(request, self.inner.discard(offset, length)).await
+    }
+
+    async fn flush(&self) -> Result<()> {
+        self.around(Request::Flush, self.inner.flush()).await
+    }
+
+    async fn len(&self) -> Result<u64> {
+        self.around(Request::Query, self.inner.len()).await
+    }
+
+    async fn set_len(&self, length: u64) -> Result<()> {
+        self.around(Request::SetLength(length), self.inner.set_len(length)).await
+    }
+
+    async fn allocation(&self, offset: u64) -> Result<Allocation> {
+        self.around(Request::Query, self.inner.allocation(offset)).await
+    }
+}
+
+impl<S: Storage, K: Hooks> Reflink<Self> for PassThroughFile<S, K> {
+    fn clone_range<'a>(
+        &'a self,
+        from: &'a Self,
+        from_offset: u64,
+        to_offset: u64,
+        length: u64,
+    ) -> BoxFuture<'a, Result<bool>> {
+        Box::pin(async move {
+            let request = Request::Clone { offset: to_offset, length };
+            let begun = self.hooks.begin(&self.inner, request).await?;
+            let from = &from.inner;
+            let result = self.inner.clone_range(from, from_offset, to_offset, length).await;
+            let done = matches!(result, Ok(true)).then_some(request);
+            self.hooks.end(&self.inner, begun, done).await?;
+            result
+        })
+    }
+}
+
+impl<S: Storage, K: Hooks> Roles for PassThroughFile<S, K> {
+    fn retire(&self) -> BoxFuture<'_, Result<()>> {
+        Box::pin(self.around(Request::Retire, self.inner.retire()))
+    }
+
+    fn admit_writer(&self, admit: bool) -> BoxFuture<'_, Result<()>> {
+        Box::pin(self.around(Request::AdmitWriter, self.inner.admit_writer(admit)))
+    }
+}
+
+impl<S: Storage, K: Hooks> Stamps for PassThroughFile<S, K> {
+    fn stamp(&self) -> BoxFuture<'_, Result<Option<Stamp>>> {
+        Box::pin(self.around(Request::Query, self.inner.stamp()))
+    }
+
+    fn settled_stamp(&self) -> BoxFuture<'_, Result<Option<Stamp>>> {
+        Box::pin(self.around(Request::Query, self.inner.settled_stamp()))
+    }
+}

@@ -1,0 +1,197 @@
+//! Two hosts as one: each file lies on the one that its name says.
+//!
+//! The layers of a chain may so be of different kinds, as a file in use whose backing files lie elsewhere. A
+//! request takes one branch more than on the host itself. More than two hosts are pairs of pairs.
+
+use crate::error::{Operation, StorageError};
+use crate::{
+    Allocation, BoxFuture, Capabilities, Extensions, FileId, Host, Identity, IoBuf, OpenMode,
+    Reflink, Result, Storage, ZeroMode,
+};
+use std::fmt;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// One of two.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Side {
+    /// The first host.
+    First,
+    /// The second host.
+    Second,
+}
+
+type Rule = dyn Fn(&Path) -> Side + Send + Sync;
+
+/// A host whose files lie on two others. Clones share them as theirs do.
+#[derive(Clone)]
+pub struct EitherHost<A, B> {
+    first: A,
+    second: B,
+    rule: Arc<Rule>,
+}
+
+impl<A: Host, B: Host> EitherHost<A, B> {
+    /// Puts two hosts together. `rule` tells where a name belongs, as it is given to [`Host::open`]; the
+    /// same name must always get the same answer. A name in an image is [resolved](Host::resolve) by the
+    /// host of that image first.
+    pub fn new(first: A, second: B, rule: impl Fn(&Path) -> Side + Send + Sync + 'static) -> Self {
+        Self { first, second, rule: Arc::new(rule) }
+    }
+}
+
+impl<A: fmt::Debug, B: fmt::Debug> fmt::Debug for EitherHost<A, B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("EitherHost")
+            .field("first", &self.first)
+            .field("second", &self.second)
+            .finish_non_exhaustive()
+    }
+}
+
+impl<A: Host, B: Host> Host for EitherHost<A, B> {
+    type File = EitherFile<A::File, B::File>;
+
+    async fn open(&self, name: &Path, mode: OpenMode) -> Result<Self::File> {
+        match (self.rule)(name) {
+            Side::First => Ok(EitherFile::First(self.first.open(name, mode).await?)),
+            Side::Second => Ok(EitherFile::Second(self.second.open(name, mode).await?)),
+        }
+    }
+
+    async fn create(&self, name: &Path, mode: OpenMode) -> Result<Self::File> {
+        match (self.rule)(name) {
+            Side::First => Ok(EitherFile::First(self.first.create(name, mode).await?)),
+            Side::Second => Ok(EitherFile::Second(self.second.create(name, mode).await?)),
+        }
+    }
+
+    async fn remove(&self, name: &Path) -> Result<()> {
+        match (self.rule)(name) {
+            Side::First => self.first.remove(name).await,
+            Side::Second => self.second.remove(name).await,
+        }
+    }
+
+    /// # Errors
+    /// Those of the name's host; or the host's own name for the file belongs to the other one.
+    fn canonical(&self, name: &Path) -> Result<PathBuf> {
+        let side = (self.rule)(name);
+        let canonical = match side {
+            Side::First => self.first.canonical(name),
+            Side::Second => self.second.canonical(name),
+        }?;
+        if (self.rule)(&canonical) != side {
+            let text = format!(
+                "it is a link to '{}', a name that belongs to another host",
+                crate::shown(&canonical)
+            );
+            let source = io::Error::new(io::ErrorKind::CrossesDevices, text);
+            return Err(StorageError::new(Operation::Query, name, source));
+        }
+        Ok(canonical)
+    }
+
+    fn resolve(&self, referrer: &Path, name: &str) -> PathBuf {
+        match (self.rule)(referrer) {
+            Side::First => self.first.resolve(referrer, name),
+            Side::Second => self.second.resolve(referrer, name),
+        }
+    }
+}
+
+/// A file of one of two hosts.
+#[derive(Debug)]
+pub enum EitherFile<A, B> {
+    /// Of the first.
+    First(A),
+    /// Of the second.
+    Second(B),
+}
+
+/// The same of whichever it is.
+macro_rules! either {
+    ($file:expr, $inner:ident => $result:expr) => {
+        match $file {
+            EitherFile::First($inner) => $result,
+            EitherFile::Second($inner) => $result,
+        }
+    };
+}
+
+impl<A: Storage, B: Storage> Storage for EitherFile<A, B> {
+    fn identity(&self) -> Identity<'_> {
+        let (Identity { name, id }, side) = match self {
+            Self::First(file) => (file.identity(), 0),
+            Self::Second(file) => (file.identity(), 1),
+        };
+        // Hosts number their devices alike: the lowest bit tells them apart. Linux's numbers have 32 bits.
+        Identity { name, id: FileId { device: id.device << 1 | side, ..id } }
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        either!(self, file => file.capabilities())
+    }
+
+    fn extensions(&self) -> Extensions<'_, Self> {
+        either!(self, file => {
+            let extensions = file.extensions();
+            let reflink = extensions.reflink.is_some();
+            extensions.with_reflink(reflink.then_some(self as &dyn Reflink<Self>))
+        })
+    }
+
+    async fn read_at(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
+        either!(self, file => file.read_at(offset, buf).await)
+    }
+
+    async fn write_vectored_at(&self, offset: u64, bufs: Vec<IoBuf>) -> Result<Vec<IoBuf>> {
+        either!(self, file => file.write_vectored_at(offset, bufs).await)
+    }
+
+    async fn write_zeroes(&self, offset: u64, length: u64, mode: ZeroMode) -> Result<()> {
+        either!(self, file => file.write_zeroes(offset, length, mode).await)
+    }
+
+    async fn discard(&self, offset: u64, length: u64) -> Result<()> {
+        either!(self, file => file.discard(offset, length).await)
+    }
+
+    async fn flush(&self) -> Result<()> {
+        either!(self, file => file.flush().await)
+    }
+
+    async fn len(&self) -> Result<u64> {
+        either!(self, file => file.len().await)
+    }
+
+    async fn set_len(&self, length: u64) -> Result<()> {
+        either!(self, file => file.set_len(length).await)
+    }
+
+    async fn allocation(&self, offset: u64) -> Result<Allocation> {
+        either!(self, file => file.allocation(offset).await)
+    }
+}
+
+/// Files share space only within a host.
+impl<A: Storage, B: Storage> Reflink<Self> for EitherFile<A, B> {
+    fn clone_range<'a>(
+        &'a self,
+        from: &'a Self,
+        from_offset: u64,
+        to_offset: u64,
+        length: u64,
+    ) -> BoxFuture<'a, Result<bool>> {
+        match (self, from) {
+            (Self::First(to), Self::First(from)) => {
+                Box::pin(to.clone_range(from, from_offset, to_offset, length))
+            }
+            (Self::Second(to), Self::Second(from)) => {
+                Box::pin(to.clone_range(from, from_offset, to_offset, length))
+            }
+            _ => Box::pin(async { Ok(false) }),
+        }
+    }
+}
