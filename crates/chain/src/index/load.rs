@@ -189,12 +189,8 @@ async fn compare<S: Storage>(
     let (Some(layer), Some(record)) =
         (chain.get(LayerIndex::new(number as u16)), ahead.record(number))
     else {
-        return Err(Stale {
-            layer: number,
-            reason: "the chain was longer when the index was \
-                                                   written"
-                .into(),
-        });
+        let reason = "the chain was longer when the index was written".into();
+        return Err(Stale { layer: number, reason });
     };
     let name = shown(layer.name());
     let stale = |reason: String| Err(Stale { layer: number, reason });

@@ -306,10 +306,7 @@ impl<'a, D: BlockDevice> Session<'a, D> {
         let asked = in_flight_area(&mut message)?;
         let options = &self.server.options;
         if asked.queues > options.queues || asked.queue_size > options.queue_size {
-            return Err(invalid(
-                "a list of requests in flight for too many queues or too large \
-                                queues",
-            ));
+            return Err(invalid("a list of requests in flight for too many or too large queues"));
         }
         let file = inflight::create(asked.queues, asked.queue_size)?;
         let length = inflight::length(asked.queues, asked.queue_size);
