@@ -344,8 +344,10 @@ impl<H: Host> Disk<H> {
                         tables.record(ClusterIndex::new(cluster), none, references);
                     }
                     // What it means is unknown: its space, if any, stays allocated.
-                    Err(error) => tracing::warn!(%error, "an invalid L2 entry past the end of the \
-                                                          disk is left as it is"),
+                    Err(error) => {
+                        let what = "an invalid L2 entry past the end of the disk is left as it is";
+                        tracing::warn!(%error, "{what}");
+                    }
                 }
             }
             if start == first.get() {

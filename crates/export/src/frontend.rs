@@ -1,7 +1,7 @@
 //! What frontends have in common: a protocol and its parameters, and disks that are exported by it.
 //!
-//! A frontend is started once, with the threads that serve its clients; then disks are exported by it and removed again.
-//! The command line and QMP do both by this module alone, from what [`Protocol`] says.
+//! A frontend is started once, with the threads that serve its clients; then disks are exported by it and removed
+//! again. The command line and QMP do both by this module alone, from what [`Protocol`] says.
 
 use isobath_disk::BlockDevice;
 use isobath_ring::Handle;
@@ -196,8 +196,8 @@ pub struct Start {
 
 /// A frontend that was started.
 ///
-/// How many clients, requests and bytes it takes at a time is its own business, and so is how long it waits for clients at
-/// its end, since each protocol has other means to make a client wait; but both have bounds.
+/// How many clients, requests and bytes it takes at a time is its own business, and so is how long it waits for clients
+/// at its end, since each protocol has other means to make a client wait; but both have bounds.
 pub trait Frontend<D: BlockDevice> {
     /// Ready to export disks.
     ///

@@ -24,12 +24,8 @@ impl RefcountTableEntry {
     pub fn new(offset: HostOffset, geometry: &Geometry) -> Result<Self, FormatError> {
         geometry.check_offset("refcount table entry", offset)?;
         if offset.get() == 0 {
-            return Err(FormatError::invalid(
-                "refcount table entry",
-                0,
-                "is the offset of the \
-                                                                        header",
-            ));
+            let reason = "is the offset of the header";
+            return Err(FormatError::invalid("refcount table entry", 0, reason));
         }
         Ok(Self(offset.get()))
     }

@@ -150,8 +150,8 @@ impl Place {
         if look(&self.path).is_ok_and(|seen| seen.is_mount && seen.device == device)
             && let Err(error) = detach(&self.path, libc::MNT_FORCE)
         {
-            tracing::error!(path = %isobath_storage::shown(&self.path), %error, "cannot unmount \
-                                                                                 the disk");
+            let path = isobath_storage::shown(&self.path);
+            tracing::error!(%path, %error, "cannot unmount the disk");
         }
         OWN.lock().retain(|own| *own != device);
     }
@@ -213,8 +213,8 @@ fn check(path: &Path) -> Result<PathBuf, MountError> {
         if own || !fs::metadata(&path).is_err_and(dead) {
             return Err(MountError::Busy(path));
         }
-        tracing::info!(path = %isobath_storage::shown(&path), "removed the stale mount of a server \
-                                                               that is gone");
+        let shown = isobath_storage::shown(&path);
+        tracing::info!(path = %shown, "removed the stale mount of a server that is gone");
         detach(&path, 0).map_err(failed)?;
     }
     Err(MountError::Busy(path))

@@ -1,7 +1,7 @@
 //! How many there are of something that comes and goes: connections, clients of an export.
 //!
-//! A [`WaitGroup`](isobath_sync::WaitGroup) would not do: to come in depends on the count, and on whether it is closed, so
-//! all of it is one step under a lock.
+//! A [`WaitGroup`](isobath_sync::WaitGroup) would not do: to come in depends on the count, and on whether it
+//! is closed, so all of it is one step under a lock.
 
 use parking_lot::Mutex;
 use std::future::{Future, poll_fn};

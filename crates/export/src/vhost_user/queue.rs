@@ -194,8 +194,8 @@ where
                 Ok(Poll::Ready(()))
             }
             Poll::Ready(Err(error)) => {
-                tracing::warn!(queue = self.context.queue, %error, "cannot read a queue's kick \
-                                                                    eventfd");
+                let queue = self.context.queue;
+                tracing::warn!(queue, %error, "cannot read a queue's kick eventfd");
                 self.broken = true;
                 Ok(Poll::Ready(()))
             }

@@ -4,7 +4,7 @@ use crate::client::Client;
 use crate::memory_disk::MemoryDisk;
 use crate::script::{flags, go, option as option_bytes, request};
 use crate::served::{Served, export, run};
-use futures_executor::block_on;
+use isobath_ring::block_on;
 use isobath_export::frontend::RemoveMode;
 use isobath_export::nbd::wire::{command, option, option_reply};
 use isobath_export::nbd::{Export, ExportError, Gone, Limits, RemoveError};

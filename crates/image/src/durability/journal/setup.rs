@@ -27,8 +27,8 @@ impl Journal {
         if state.area.is_none()
             && let Err(error) = self.find_area(state, metadata).await
         {
-            tracing::warn!(image = %isobath_storage::shown(layer.name()), %error, "cannot set up a \
-                                                                                   journal; continuing without one");
+            let image = isobath_storage::shown(layer.name());
+            tracing::warn!(%image, %error, "cannot set up a journal; continuing without one");
             state.impossible = true;
             if let Some(log) = &metadata.log {
                 log.promise_nothing();
