@@ -296,7 +296,7 @@ mod tests {
     use futures_executor::block_on;
     use isobath_qcow2::embedded::ZoneId;
     use isobath_storage::memory::MemoryHost;
-    use isobath_storage::{Host, OpenMode};
+    use isobath_storage::{Host, OpenMode, StorageExt};
 
     const CLUSTER: u64 = 64 << 10;
 
