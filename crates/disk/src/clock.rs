@@ -13,7 +13,7 @@ pub trait Clock: Send + Sync + 'static {
     fn sleep_until(&self, time: Duration) -> Pin<Box<dyn Future<Output = ()>>>;
 }
 
-/// The machine's clock. It waits only within a [`ring::Executor`].
+/// The machine's clock. It waits only within a [`isobath_ring::Executor`].
 #[derive(Clone, Copy, Debug)]
 pub struct SystemClock(Instant);
 

@@ -48,7 +48,7 @@ impl<D: BlockDevice> Server<D> {
     /// The listener fails.
     ///
     /// # Panics
-    /// Outside [`Executor::block_on`](ring::Executor::block_on).
+    /// Outside [`Executor::block_on`](isobath_ring::Executor::block_on).
     pub async fn serve(
         self: &Arc<Self>,
         listener: UnixListener,

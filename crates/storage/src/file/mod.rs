@@ -14,8 +14,8 @@
 //! was meanwhile replaced, removed, made longer or shorter, or given another modification time fails
 //! its operation.
 //!
-//! A handle that has [retired](Storage::retire) from writing is one of those, and one that
-//! [admits a writer](Storage::admit_writer) is not: it keeps its descriptor, and what the file is like
+//! A handle that has [retired](crate::StorageExt::retire) from writing is one of those, and one that
+//! [admits a writer](crate::StorageExt::admit_writer) is not: it keeps its descriptor, and what the file is like
 //! when writers are kept out again is what it must be from then on.
 //!
 //! After a failed flush the file is poisoned: each later flush and change fails with an error that

@@ -42,9 +42,17 @@ fn random_chains_grow_alike() {
             if chain.format == "qcow2" {
                 qemu::assert_clean(&chain.top);
             }
-            assert!(qemu::read_disk(&chain.top, chain.format).starts_with(&before));
-            if !qemu::read_disk(&copy, chain.format).starts_with(&before) {
+            let own = qemu::read_disk(&chain.top, chain.format);
+            assert!(own.starts_with(&before));
+            let zero = |added: &[u8]| added.iter().all(|byte| *byte == 0);
+            assert!(zero(&own[before.len()..]));
+            let other = qemu::read_disk(&copy, chain.format);
+            if !other.starts_with(&before) {
                 // QEMU 7.2 preallocates over a last cluster that is compressed, and loses it.
+                break;
+            }
+            if mode == "metadata" && !zero(&other[before.len()..]) {
+                // QEMU takes free clusters without clearing them (docs/format.md).
                 break;
             }
             assert_same_content(&chain.top, chain.format, &copy, chain.format);
