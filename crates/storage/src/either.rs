@@ -150,6 +150,10 @@ impl<A: Storage, B: Storage> Storage for EitherFile<A, B> {
         either!(self, file => file.write_vectored_at(offset, bufs).await)
     }
 
+    async fn write_one_at(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
+        either!(self, file => file.write_one_at(offset, buf).await)
+    }
+
     async fn write_zeroes(&self, offset: u64, length: u64, mode: ZeroMode) -> Result<()> {
         either!(self, file => file.write_zeroes(offset, length, mode).await)
     }

@@ -242,11 +242,7 @@ pub trait StorageExt {
     where
         Self: Storage,
     {
-        async move {
-            let mut bufs = self.write_vectored_at(offset, vec![buf]).await?;
-            let back = bufs.pop().filter(|_| bufs.is_empty());
-            Ok(back.unwrap_or_else(|| unreachable!("one buffer was written, and one comes back")))
-        }
+        self.write_one_at(offset, buf)
     }
 
     /// Bytes that the file takes where it is kept, whatever its length: by [`Usage::allocated`], or counted

@@ -170,6 +170,16 @@ pub trait Storage: StorageExt + Sized + Send + Sync + 'static {
         bufs: Vec<IoBuf>,
     ) -> impl Future<Output = Result<Vec<IoBuf>>>;
 
+    /// Writes one buffer, as [`write_vectored_at`](Self::write_vectored_at) does: what
+    /// [`StorageExt::write_at`] calls. Storage that needs no list for it spares one allocation.
+    fn write_one_at(&self, offset: u64, buf: IoBuf) -> impl Future<Output = Result<IoBuf>> {
+        async move {
+            let mut bufs = self.write_vectored_at(offset, vec![buf]).await?;
+            let back = bufs.pop().filter(|_| bufs.is_empty());
+            Ok(back.unwrap_or_else(|| unreachable!("one buffer was written, and one comes back")))
+        }
+    }
+
     /// Makes a range read as zeroes, extending the file where needed.
     fn write_zeroes(
         &self,

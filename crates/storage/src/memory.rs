@@ -501,6 +501,14 @@ impl Storage for MemoryFile {
         Ok(bufs)
     }
 
+    async fn write_one_at(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
+        self.check(Operation::Write, offset, buf.len() as u64)?;
+        if !buf.is_empty() {
+            self.node.contents.lock().write(offset, &buf);
+        }
+        Ok(buf)
+    }
+
     async fn write_zeroes(&self, offset: u64, length: u64, _mode: ZeroMode) -> Result<()> {
         let end = self.check(Operation::WriteZeroes, offset, length)?;
         if length > 0 {

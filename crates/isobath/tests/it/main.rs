@@ -17,6 +17,7 @@ mod journal;
 mod lines;
 mod live;
 mod merged_layers;
+mod mixed_hosts;
 mod random_requests;
 mod resize;
 mod resize_crash;

@@ -291,18 +291,26 @@ impl Storage for FileStorage {
         self.landed().await;
         let target =
             self.kept().map_err(|error| self.at(Operation::Write, offset, length, error))?;
-        let (result, bufs) = match <[IoBuf; 1]>::try_from(bufs) {
-            Ok([buf]) => {
-                let (result, buf) = self.write_buf(&target, offset, buf).await;
-                (result, vec![buf])
-            }
-            Err(bufs) => match &self.direct {
-                Some(direct) => direct.write_vectored(&target, offset, bufs).await,
-                None => transfer::write_vectored(&target, offset, bufs).await,
-            },
+        let (result, bufs) = match &self.direct {
+            Some(direct) => direct.write_vectored(&target, offset, bufs).await,
+            None => transfer::write_vectored(&target, offset, bufs).await,
         };
         result.map_err(|error| self.at(Operation::Write, offset, length, error))?;
         Ok(bufs)
+    }
+
+    async fn write_one_at(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
+        let length = buf.len() as u64;
+        self.check(Operation::Write, offset, length)?;
+        if length == 0 {
+            return Ok(buf);
+        }
+        self.landed().await;
+        let target =
+            self.kept().map_err(|error| self.at(Operation::Write, offset, length, error))?;
+        let (result, buf) = self.write_buf(&target, offset, buf).await;
+        result.map_err(|error| self.at(Operation::Write, offset, length, error))?;
+        Ok(buf)
     }
 
     async fn write_zeroes(&self, offset: u64, length: u64, mode: ZeroMode) -> Result<()> {

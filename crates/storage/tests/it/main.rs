@@ -4,6 +4,7 @@
 
 mod conformance;
 mod descriptors;
+mod either;
 mod files;
 mod locks;
 mod mounted;
