@@ -13,7 +13,7 @@ const CLUSTER: u64 = 64 << 10;
 
 /// What a cluster holds under so many layers, the lowest of which is 1: each writes to those that its number divides.
 fn byte(cluster: u64, layers: u64) -> u8 {
-    (1..=layers).rev().find(|layer| cluster % layer == 0).unwrap_or(0) as u8
+    (1..=layers).rev().find(|layer| cluster.is_multiple_of(*layer)).unwrap_or(0) as u8
 }
 
 async fn fill(disk: &impl BlockDevice, layer: u64) {
