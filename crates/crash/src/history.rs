@@ -16,6 +16,7 @@ use isobath_storage::IoBuf;
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
 use std::cell::{Cell, Ref, RefCell};
+use std::fmt::Display;
 use std::future::Future;
 use std::ops::Range;
 use std::sync::Arc;
@@ -154,14 +155,20 @@ impl<'a> Guest<'a> {
         self.excused.get() || self.host.struck() != NEVER
     }
 
-    /// An error without a fault is a finding.
+    /// Whether `error` may come from a fault of the host, or from what was given up: nothing that may happen to the
+    /// engine violates its invariants.
+    pub fn excuses(&self, error: &impl Display) -> bool {
+        self.faulty() && !error.to_string().contains("violated invariant")
+    }
+
+    /// An error that nothing excuses is a finding.
     ///
     /// # Errors
     /// The finding.
     pub fn judge<T>(&self, what: &str, done: Result<T, DiskError>) -> Result<Option<T>, String> {
         match done {
             Ok(value) => Ok(Some(value)),
-            Err(_) if self.faulty() => Ok(None),
+            Err(error) if self.excuses(&error) => Ok(None),
             Err(error) if self.is_full(what, &error) => Ok(None),
             Err(error) => Err(format!("{what} failed: {error}")),
         }
@@ -363,7 +370,7 @@ impl<'a> Guest<'a> {
     /// Everything of a plan.
     pub async fn work(&self, plan: &Plan) -> Result<(), String> {
         let mut disk = match self.open().await {
-            Err(_) if self.faulty() => return Ok(()),
+            Err(error) if self.excuses(&error) => return Ok(()),
             opened => opened?,
         };
         for phase in &plan.phases {
@@ -376,7 +383,7 @@ impl<'a> Guest<'a> {
                         return Ok(());
                     }
                     disk = match self.open().await {
-                        Err(_) if self.faulty() => return Ok(()),
+                        Err(error) if self.excuses(&error) => return Ok(()),
                         opened => opened?,
                     };
                 }

@@ -272,7 +272,7 @@ fn work(
         }
         let done = endure(Patience::Endless, live.upkeep()).await;
         match done {
-            Some(Err(error)) if !guest.faulty() => Err(format!("upkeep failed: {error}")),
+            Some(Err(error)) if !guest.excuses(&error) => Err(format!("upkeep failed: {error}")),
             _ => Ok(()),
         }
     });

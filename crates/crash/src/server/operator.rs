@@ -325,7 +325,7 @@ impl Operator<'_> {
 
     fn refused(&self, act: usize, error: &isobath_disk::DiskError) -> Result<(), String> {
         self.end_act(act, ", refused");
-        if self.guest.faulty() { Ok(()) } else { Err(format!("a job was refused: {error}")) }
+        if self.guest.excuses(error) { Ok(()) } else { Err(format!("a job was refused: {error}")) }
     }
 
     async fn run(
@@ -396,7 +396,7 @@ impl Operator<'_> {
             Some(error) if self.begin.bitmaps && error.contains("persistent bitmaps") => Ok(()),
             // So can nothing on a full device.
             Some(error) if self.begin.fixed && error.contains("No space left") => Ok(()),
-            Some(error) if !self.guest.faulty() => Err(format!("a job failed: {error}")),
+            Some(error) if !self.guest.excuses(&error) => Err(format!("a job failed: {error}")),
             _ => Ok(()),
         }
     }
