@@ -1,7 +1,7 @@
 //! A whole image, opened, read and written.
 
 use futures_executor::block_on;
-use isobath_disk::{BlockDevice, Disk, OpenOptions, Trust, ZeroFlags};
+use isobath_disk::{Disk, OpenOptions, Trust, ZeroFlags};
 use isobath_storage::memory::MemoryHost;
 use isobath_storage::{IoBuf, Locking};
 use std::path::Path;

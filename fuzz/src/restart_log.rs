@@ -2,7 +2,7 @@
 
 use crate::take;
 use futures_executor::block_on;
-use isobath_disk::{BlockDevice, Disk, MetadataMode, NewDisk, OpenOptions, create};
+use isobath_disk::{Disk, MetadataMode, NewDisk, OpenOptions, create};
 use isobath_qcow2::journal::Crc32c;
 use isobath_storage::memory::MemoryHost;
 use isobath_storage::{Host, IoBuf, OpenMode, StorageExt};

@@ -7,8 +7,7 @@ use crate::look::look;
 use crate::record::Files;
 use crate::value::{Sort, Value};
 use isobath_disk::{
-    BlockDevice, CheckOptions, Disk, MetadataMode, NewDisk, OpenOptions, Repair, ZeroFlags, check,
-    create,
+    CheckOptions, Disk, MetadataMode, NewDisk, OpenOptions, Repair, ZeroFlags, check, create,
 };
 use isobath_qcow2::{CompressionType, Header, HostOffset, Snapshot};
 use isobath_storage::IoBuf;

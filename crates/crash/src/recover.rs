@@ -11,9 +11,7 @@ use crate::mode::Mode;
 use crate::plan;
 use crate::record::Files;
 use crate::state::{Fate, Replay, random_grain};
-use isobath_disk::{
-    BlockDevice, CheckEvent, CheckOptions, CheckReport, Disk, OpenOptions, Repair, check,
-};
+use isobath_disk::{CheckEvent, CheckOptions, CheckReport, Disk, OpenOptions, Repair, check};
 use isobath_qcow2::journal::{Journal, Operation, Record};
 use isobath_qcow2::{Header, IncompatibleFeatures};
 use isobath_storage::{IoBuf, Locking};

@@ -1,7 +1,7 @@
 //! Comparing two disks.
 
 use crate::copy::is_zero;
-use crate::device::{BlockDevice, BlockStatus};
+use crate::device::BlockStatus;
 use crate::disk::Disk;
 use async_lock::Mutex;
 use isobath_image::{DiskError, Result};

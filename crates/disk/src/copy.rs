@@ -3,7 +3,7 @@
 mod sources;
 mod zeroes;
 
-use crate::device::{BlockDevice, ZeroFlags};
+use crate::device::ZeroFlags;
 use crate::disk::Disk;
 use async_lock::Mutex;
 use event_listener::Event;
@@ -55,7 +55,7 @@ impl Default for CopyOptions {
 
 /// A copy of concatenated disks to one target, done by any number of concurrent [`work`](Self::work)ers, on any
 /// threads.
-pub struct Copy<H: Host> {
+pub struct DiskCopy<H: Host> {
     sources: Sources<H>,
     target: Arc<Disk<H>>,
     options: CopyOptions,
@@ -82,7 +82,7 @@ struct Piece {
     zero: bool,
 }
 
-impl<H: Host> Copy<H> {
+impl<H: Host> DiskCopy<H> {
     /// Copies `sources` to the start of `target`.
     ///
     /// # Errors

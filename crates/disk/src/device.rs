@@ -88,3 +88,65 @@ pub trait BlockDevice: Send + Sync + 'static {
         pending()
     }
 }
+
+/// Makes a type that has the methods of a block device one.
+macro_rules! block_device {
+    ($device:ident) => {
+        impl<H: Host> BlockDevice for $device<H> {
+            fn size(&self) -> u64 {
+                $device::size(self)
+            }
+
+            fn is_read_only(&self) -> bool {
+                $device::is_read_only(self)
+            }
+
+            fn preferred_block(&self) -> u32 {
+                $device::preferred_block(self)
+            }
+
+            fn read(&self, offset: u64, buf: IoBuf) -> impl Future<Output = Result<IoBuf>> {
+                $device::read(self, offset, buf)
+            }
+
+            fn write(&self, offset: u64, buf: IoBuf) -> impl Future<Output = Result<IoBuf>> {
+                $device::write(self, offset, buf)
+            }
+
+            fn write_zeroes(
+                &self,
+                offset: u64,
+                length: u64,
+                flags: ZeroFlags,
+            ) -> impl Future<Output = Result<()>> {
+                $device::write_zeroes(self, offset, length, flags)
+            }
+
+            fn discard(&self, offset: u64, length: u64) -> impl Future<Output = Result<()>> {
+                $device::discard(self, offset, length)
+            }
+
+            fn flush(&self) -> impl Future<Output = Result<()>> {
+                $device::flush(self)
+            }
+
+            fn block_status(
+                &self,
+                offset: u64,
+                length: u64,
+                max_runs: usize,
+            ) -> impl Future<Output = Result<Vec<BlockStatus>>> {
+                $device::block_status(self, offset, length, max_runs)
+            }
+
+            fn grow(&self, size: u64) -> impl Future<Output = Result<()>> {
+                $device::grow(self, size)
+            }
+
+            fn resized(&self, known: u64) -> impl Future<Output = ()> {
+                $device::resized(self, known)
+            }
+        }
+    };
+}
+pub(crate) use block_device;

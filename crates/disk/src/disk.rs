@@ -1,6 +1,6 @@
 //! An open disk.
 
-use crate::device::{BlockDevice, BlockStatus, ZeroFlags};
+use crate::device::{BlockDevice, BlockStatus, ZeroFlags, block_device};
 use crate::touched::Touched;
 use event_listener::Event;
 use futures_util::join;
@@ -351,20 +351,27 @@ fn whole_map(size: u64, unit_bits: u32) -> usize {
     slices.saturating_mul(9 << 10).min(DEFAULT_MAP_CACHE as u64) as usize
 }
 
-impl<H: Host> BlockDevice for Disk<H> {
-    fn size(&self) -> u64 {
+impl<H: Host> Disk<H> {
+    /// The disk's size in bytes.
+    pub fn size(&self) -> u64 {
         self.chain.active().size()
     }
 
-    fn is_read_only(&self) -> bool {
+    /// Whether writes are refused.
+    pub fn is_read_only(&self) -> bool {
         self.writer.is_none()
     }
 
-    fn preferred_block(&self) -> u32 {
+    /// The optimal alignment of requests in bytes (the cluster or subcluster size).
+    pub fn preferred_block(&self) -> u32 {
         1 << self.chain.active().unit_bits().unwrap_or(12)
     }
 
-    async fn read(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
+    /// Reads `buf.len()` bytes at `offset`, and gives the buffer back.
+    ///
+    /// # Errors
+    /// If the range reaches past the end of the disk, the storage fails, or the tables are not valid there.
+    pub async fn read(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
         self.check_range(offset, buf.len() as u64)?;
         let done = self.read_range(offset, buf).await;
         if let Err(error) = &done {
@@ -373,7 +380,12 @@ impl<H: Host> BlockDevice for Disk<H> {
         done
     }
 
-    async fn write(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
+    /// Writes `buf` at `offset`, and gives the buffer back. It is durable after a [`flush`](Self::flush).
+    ///
+    /// # Errors
+    /// If the disk is read-only or [accepts no more writes](DiskError::Poisoned), the range reaches past its end, the
+    /// storage fails, or the tables turn out to be inconsistent.
+    pub async fn write(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
         self.check_range(offset, buf.len() as u64)?;
         let _stop = self.stop_on_panic();
         let buf = self.or_mark_corrupt(self.write_range(offset, buf).await).await?;
@@ -381,25 +393,42 @@ impl<H: Host> BlockDevice for Disk<H> {
         Ok(buf)
     }
 
-    async fn write_zeroes(&self, offset: u64, length: u64, flags: ZeroFlags) -> Result<()> {
+    /// Makes a range read as zeroes.
+    ///
+    /// # Errors
+    /// As for [`write`](Self::write); [`DiskError::Unsupported`] if it must be fast and is not.
+    pub async fn write_zeroes(&self, offset: u64, length: u64, flags: ZeroFlags) -> Result<()> {
         self.check_range(offset, length)?;
         let _stop = self.stop_on_panic();
         self.or_mark_corrupt(self.zero_range(offset, length, flags).await).await?;
         self.outlive().await
     }
 
-    async fn discard(&self, offset: u64, length: u64) -> Result<()> {
+    /// Releases a range's space where possible; it then reads as zeroes or as before, never as something older.
+    ///
+    /// # Errors
+    /// As for [`write`](Self::write).
+    pub async fn discard(&self, offset: u64, length: u64) -> Result<()> {
         self.check_range(offset, length)?;
         let _stop = self.stop_on_panic();
         self.or_mark_corrupt(self.discard_range(offset, length).await).await?;
         self.outlive().await
     }
 
-    async fn flush(&self) -> Result<()> {
+    /// Makes everything that completed before this call durable.
+    ///
+    /// # Errors
+    /// If the storage fails: it is then unknown what is durable, and the disk accepts no more writes.
+    pub async fn flush(&self) -> Result<()> {
         self.flushing().run().await
     }
 
-    async fn block_status(
+    /// Describes the range in runs, in order and without gaps, at most `max_runs` of them; the runs
+    /// returned may end before the range does, or be the whole of it.
+    ///
+    /// # Errors
+    /// If the range reaches past the end of the disk, or the storage fails.
+    pub async fn block_status(
         &self,
         offset: u64,
         length: u64,
@@ -413,14 +442,21 @@ impl<H: Host> BlockDevice for Disk<H> {
         done
     }
 
-    async fn grow(&self, size: u64) -> Result<()> {
+    /// Makes the disk `size` bytes long if it is shorter; new bytes read as zeroes.
+    ///
+    /// # Errors
+    /// If the disk is read-only, or a larger one would not fit the image.
+    pub async fn grow(&self, size: u64) -> Result<()> {
         grow_to(size, || self.size(), self.resize(size, Preallocation::Off, false)).await
     }
 
-    async fn resized(&self, known: u64) {
+    /// Waits until the size differs from `known`.
+    pub async fn resized(&self, known: u64) {
         wait_for_size(&self.resized, || self.size(), known).await;
     }
 }
+
+block_device!(Disk);
 
 impl<H: Host> Disk<H> {
     /// Accepts no more writes if `error`, that of a request which changes nothing, says that an invariant is violated.

@@ -44,7 +44,7 @@ pub mod write;
 
 pub use chain_map::MapEntry;
 pub use compare::{Compare, CompareError, Difference};
-pub use copy::{Copy, CopyOptions};
+pub use copy::{CopyOptions, DiskCopy};
 pub use device::{BlockDevice, BlockStatus, ZeroFlags};
 pub use disk::{DEFAULT_MAP_CACHE, Disk};
 pub use isobath_chain::chain::{LayerIndex, MAX_LAYERS};

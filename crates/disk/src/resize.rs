@@ -8,7 +8,7 @@
 
 mod preallocate;
 
-use crate::device::{BlockDevice, ZeroFlags};
+use crate::device::ZeroFlags;
 use crate::disk::Disk;
 use isobath_chain::create::Preallocation;
 use isobath_chain::map::Source;
@@ -69,7 +69,7 @@ impl<H: Host> Disk<H> {
                         Ordering::Less => self.shrink(writer, qcow2, image, size).await,
                         Ordering::Equal => Ok(()),
                         Ordering::Greater => {
-                            self.grow(writer, qcow2, image, old..size, preallocation).await
+                            self.extend(writer, qcow2, image, old..size, preallocation).await
                         }
                     }
                 };
@@ -130,7 +130,7 @@ impl<H: Host> Disk<H> {
         self.map.clear();
     }
 
-    async fn grow(
+    async fn extend(
         &self,
         writer: &Writer<H::File>,
         qcow2: &Qcow2Writer<H::File>,

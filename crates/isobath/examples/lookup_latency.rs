@@ -6,7 +6,7 @@
 //! cargo run --release -p isobath --example lookup_latency -- overlay.qcow2
 //! ```
 
-use isobath_disk::{BlockDevice, Disk, MapStats, OpenOptions};
+use isobath_disk::{Disk, MapStats, OpenOptions};
 use isobath_ring::block_on;
 use isobath_storage::IoBuf;
 use isobath_storage::file::FileHost;

@@ -4,7 +4,7 @@
 //! cargo run --release -p isobath --example read_disk -- overlay.qcow2 | sha256sum
 //! ```
 
-use isobath_disk::{BlockDevice, Disk, OpenOptions};
+use isobath_disk::{Disk, OpenOptions};
 use isobath_ring::block_on;
 use isobath_storage::IoBuf;
 use isobath_storage::file::FileHost;

@@ -2,7 +2,7 @@
 //! `bench/instructions` runs it. Takes `read` or `write`, and how many.
 
 use isobath::storage::{IoBuf, memory::MemoryHost};
-use isobath::{BlockDevice, Disk, NewDisk, OpenOptions, create};
+use isobath::{Disk, NewDisk, OpenOptions, create};
 use std::path::Path;
 
 const SIZE: u64 = 64 << 20;

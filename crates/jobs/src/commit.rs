@@ -6,7 +6,7 @@ use super::run::{Task, run};
 use isobath_chain::chain::{Chain, LayerIndex};
 use isobath_chain::create::Preallocation;
 use isobath_chain::map::Unit;
-use isobath_disk::device::{BlockDevice, ZeroFlags};
+use isobath_disk::device::ZeroFlags;
 use isobath_disk::disk::Disk;
 use isobath_disk::live::graph::Shortening;
 use isobath_disk::live::{DirtyMap, LiveDisk};

@@ -5,7 +5,7 @@ use super::run::{Driver, Pieces, look_again};
 use super::scan::Scan;
 use isobath_chain::map::{Extent, Source, guest_range};
 use isobath_disk::copy::is_zero;
-use isobath_disk::device::{BlockDevice, ZeroFlags};
+use isobath_disk::device::ZeroFlags;
 use isobath_disk::disk::Disk;
 use isobath_disk::live::{DirtyMap, LiveDisk};
 use isobath_disk::write::{Need, Pulled, Surplus};

@@ -4,7 +4,7 @@ use super::follow::{Follow, From};
 use super::job::{Job, JobKind, JobOptions};
 use super::run::{Task, run};
 use isobath_chain::chain::LayerIndex;
-use isobath_disk::device::{BlockDevice, ZeroFlags};
+use isobath_disk::device::ZeroFlags;
 use isobath_disk::disk::Disk;
 use isobath_disk::live::{DirtyMap, LiveDisk};
 use isobath_disk::write::Surplus;

@@ -6,7 +6,6 @@ use super::run::{Driver, Pieces, Task, run};
 use super::scan::Scan;
 use isobath_chain::chain::LayerIndex;
 use isobath_chain::map::{Unit, UnitKind};
-use isobath_disk::device::BlockDevice;
 use isobath_disk::disk::Disk;
 use isobath_disk::live::LiveDisk;
 use isobath_disk::live::graph::Shortening;

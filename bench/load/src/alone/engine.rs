@@ -2,7 +2,7 @@
 
 use super::{Args, Start, WARM};
 use crate::Result;
-use isobath_disk::{BlockDevice, LiveDisk, OpenOptions};
+use isobath_disk::{LiveDisk, OpenOptions};
 use isobath_ring::{Config, Executor};
 use isobath_storage::IoBuf;
 use isobath_storage::file::FileHost;

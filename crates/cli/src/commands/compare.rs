@@ -4,9 +4,7 @@ use crate::cache::CacheMode;
 use crate::failure::{Failure, Outcome};
 use crate::workers::{self, Progress};
 use crate::{options, runtime};
-use isobath_disk::{
-    BlockDevice, Compare, CompareError, Difference, Disk, ImageFormat, OpenOptions,
-};
+use isobath_disk::{Compare, CompareError, Difference, Disk, ImageFormat, OpenOptions};
 use isobath_storage::file::FileHost;
 use std::io::Write;
 use std::path::{Path, PathBuf};

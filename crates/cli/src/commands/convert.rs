@@ -6,7 +6,7 @@ use crate::cache::CacheMode;
 use crate::failure::{Failure, Outcome};
 use crate::workers::{self, Progress};
 use crate::{options, runtime, size};
-use isobath_disk::{BlockDevice, Copy, CopyOptions, Disk, ImageFormat, OpenOptions};
+use isobath_disk::{CopyOptions, Disk, DiskCopy, ImageFormat, OpenOptions};
 use isobath_ring::Signals;
 use isobath_storage::StorageExt;
 use isobath_storage::file::FileHost;
@@ -163,7 +163,7 @@ async fn copy(
         target_is_zero: (fresh && backing.is_none()) || args.target_is_zero,
         backing: target.shares_backing.then_some(backing.unwrap_or(0)),
     };
-    let copy = Arc::new(Copy::new(sources, target.disk.clone(), options)?);
+    let copy = Arc::new(DiskCopy::new(sources, target.disk.clone(), options)?);
     let shown = args.progress && !args.quiet;
     if shown {
         copy.count_data().await?;

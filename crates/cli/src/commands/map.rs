@@ -3,7 +3,7 @@
 use crate::failure::{Failure, Outcome};
 use crate::options::{self, OutputFormat, printable};
 use crate::{runtime, size};
-use isobath_disk::{BlockDevice, Disk, ImageFormat, MapEntry, OpenOptions};
+use isobath_disk::{Disk, ImageFormat, MapEntry, OpenOptions};
 use isobath_storage::IoBuf;
 use isobath_storage::file::FileHost;
 use std::io::Write;

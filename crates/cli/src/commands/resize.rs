@@ -2,7 +2,7 @@
 
 use crate::failure::{Failure, Outcome};
 use crate::{options, runtime, size};
-use isobath_disk::{BlockDevice, Disk, ImageFormat, OpenOptions, Preallocation};
+use isobath_disk::{Disk, ImageFormat, OpenOptions, Preallocation};
 use isobath_storage::file::FileHost;
 use std::io::Write;
 use std::path::PathBuf;

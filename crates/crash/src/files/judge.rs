@@ -2,7 +2,7 @@
 
 use super::guest;
 use super::oracle::Sectors;
-use isobath_disk::{BlockDevice, CheckOptions, Disk, MetadataMode, OpenOptions, Repair, check};
+use isobath_disk::{CheckOptions, Disk, MetadataMode, OpenOptions, Repair, check};
 use isobath_qcow2::IncompatibleFeatures;
 use isobath_ring::{Config, Executor};
 use isobath_storage::IoBuf;

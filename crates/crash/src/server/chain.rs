@@ -10,7 +10,7 @@ use crate::look::look;
 use crate::mode::Mode;
 use crate::record::Files;
 use crate::value::{Sort, Value};
-use isobath_disk::{BlockDevice, Disk, MetadataMode, NewDisk, OpenOptions, ZeroFlags, create};
+use isobath_disk::{Disk, MetadataMode, NewDisk, OpenOptions, ZeroFlags, create};
 use isobath_storage::IoBuf;
 use rand::RngExt;
 use rand::rngs::SmallRng;

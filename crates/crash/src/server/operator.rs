@@ -8,9 +8,7 @@ use crate::clock::SimClock;
 use crate::history::Guest;
 use crate::host::SimHost;
 use crate::record::NEVER;
-use isobath_disk::{
-    BlockDevice, Disk, ImageFormat, LiveDisk, NewDisk, OpenOptions, Overlay, create,
-};
+use isobath_disk::{Disk, ImageFormat, LiveDisk, NewDisk, OpenOptions, Overlay, create};
 use isobath_jobs::pace::Pacing;
 use isobath_jobs::{
     CommitOptions, IoStatus, Job, JobOptions, JobStatus, MirrorOptions, MirrorSync, OnError,

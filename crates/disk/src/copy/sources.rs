@@ -1,6 +1,6 @@
 //! Disks one after another, as one.
 
-use crate::device::{BlockDevice, BlockStatus};
+use crate::device::BlockStatus;
 use crate::disk::Disk;
 use async_lock::Mutex;
 use isobath_image::Result;

@@ -1,7 +1,6 @@
 //! Changing which layers a chain has, under requests.
 
 use super::{LiveDisk, backing_name};
-use crate::device::BlockDevice;
 use crate::disk::Disk;
 use isobath_chain::chain::{Chain, LayerIndex};
 use isobath_chain::index;

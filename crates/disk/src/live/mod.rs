@@ -20,7 +20,7 @@ pub use snapshot::{Overlay, backing_name};
 pub use tracked::DirtyMap;
 
 use crate::clock::{Clock, SystemClock};
-use crate::device::{BlockDevice, BlockStatus, ZeroFlags};
+use crate::device::{BlockDevice, BlockStatus, ZeroFlags, block_device};
 use crate::disk::{Disk, grow_to, wait_for_size};
 use arc_swap::ArcSwap;
 use claim::Claims;
@@ -341,30 +341,46 @@ fn steps(offset: u64, length: u64, step: u64) -> impl Iterator<Item = (u64, u64)
     })
 }
 
-impl<H: Host> BlockDevice for LiveDisk<H> {
-    fn size(&self) -> u64 {
+impl<H: Host> LiveDisk<H> {
+    /// The disk's size in bytes.
+    pub fn size(&self) -> u64 {
         self.current.load().size()
     }
 
-    fn is_read_only(&self) -> bool {
+    /// Whether writes are refused.
+    pub fn is_read_only(&self) -> bool {
         self.current.load().is_read_only()
     }
 
-    fn preferred_block(&self) -> u32 {
+    /// The optimal alignment of requests in bytes (the cluster or subcluster size).
+    pub fn preferred_block(&self) -> u32 {
         self.current.load().preferred_block()
     }
 
-    async fn read(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
+    /// Reads `buf.len()` bytes at `offset`, and gives the buffer back.
+    ///
+    /// # Errors
+    /// If the range reaches past the end of the disk, the storage fails, or the tables are not valid there.
+    pub async fn read(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
         let length = buf.len() as u64;
         self.request(Kind::Read, length, |disk| async move { disk.read(offset, buf).await }).await
     }
 
-    async fn write(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
+    /// Writes `buf` at `offset`, and gives the buffer back. It is durable after a [`flush`](Self::flush).
+    ///
+    /// # Errors
+    /// If the disk is read-only or [accepts no more writes](DiskError::Poisoned), the range reaches past its end, the
+    /// storage fails, or the tables turn out to be inconsistent.
+    pub async fn write(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
         let range = (offset, buf.len() as u64);
         self.change(Kind::Write, range, |disk| async move { disk.write(offset, buf).await }).await
     }
 
-    async fn write_zeroes(&self, offset: u64, length: u64, flags: ZeroFlags) -> Result<()> {
+    /// Makes a range read as zeroes.
+    ///
+    /// # Errors
+    /// As for [`write`](Self::write); [`DiskError::Unsupported`] if it must be fast and is not.
+    pub async fn write_zeroes(&self, offset: u64, length: u64, flags: ZeroFlags) -> Result<()> {
         self.current.load().check_range(offset, length)?;
         for (at, length) in steps(offset, length, STEP) {
             self.change(Kind::Unmap, (at, length), |disk| async move {
@@ -375,7 +391,11 @@ impl<H: Host> BlockDevice for LiveDisk<H> {
         Ok(())
     }
 
-    async fn discard(&self, offset: u64, length: u64) -> Result<()> {
+    /// Releases a range's space where possible; it then reads as zeroes or as before, never as something older.
+    ///
+    /// # Errors
+    /// As for [`write`](Self::write).
+    pub async fn discard(&self, offset: u64, length: u64) -> Result<()> {
         self.current.load().check_range(offset, length)?;
         for (at, length) in steps(offset, length, STEP) {
             self.change(Kind::Unmap, (at, length), |disk| async move {
@@ -386,7 +406,11 @@ impl<H: Host> BlockDevice for LiveDisk<H> {
         Ok(())
     }
 
-    async fn flush(&self) -> Result<()> {
+    /// Makes everything that completed before this call durable.
+    ///
+    /// # Errors
+    /// If the storage fails: it is then unknown what is durable, and the disk accepts no more writes.
+    pub async fn flush(&self) -> Result<()> {
         let request = self.counts.begin(Kind::Flush, 0, self.clock.now());
         let result = loop {
             // Not inside the gate: a sync may take long. What was done before went to this disk,
@@ -408,7 +432,12 @@ impl<H: Host> BlockDevice for LiveDisk<H> {
         result
     }
 
-    async fn block_status(
+    /// Describes the range in runs, in order and without gaps, at most `max_runs` of them; the runs
+    /// returned may end before the range does, or be the whole of it.
+    ///
+    /// # Errors
+    /// If the range reaches past the end of the disk, or the storage fails.
+    pub async fn block_status(
         &self,
         offset: u64,
         length: u64,
@@ -422,12 +451,19 @@ impl<H: Host> BlockDevice for LiveDisk<H> {
         .await
     }
 
-    async fn grow(&self, size: u64) -> Result<()> {
+    /// Makes the disk `size` bytes long if it is shorter; new bytes read as zeroes.
+    ///
+    /// # Errors
+    /// If the disk is read-only, or a larger one would not fit the image.
+    pub async fn grow(&self, size: u64) -> Result<()> {
         grow_to(size, || self.size(), self.resize(size, Preallocation::Off, false)).await
     }
 
-    async fn resized(&self, known: u64) {
+    /// Waits until the size differs from `known`.
+    pub async fn resized(&self, known: u64) {
         let resized = Arc::clone(&self.current.load().resized);
         wait_for_size(&resized, || self.size(), known).await;
     }
 }
+
+block_device!(LiveDisk);

@@ -8,7 +8,6 @@
 //! makes both durable. A crash at any point leaves the old chain or the new one.
 
 use super::LiveDisk;
-use crate::device::BlockDevice;
 use crate::disk::{Disk, Retiring};
 use isobath_chain::chain::{Chain, MAX_LAYERS};
 use isobath_chain::create::{NewDisk, create};

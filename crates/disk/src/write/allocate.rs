@@ -64,7 +64,7 @@ struct Run {
 }
 
 /// What must be written beside a target's own data.
-pub(super) struct Copy {
+pub(super) struct CopiedPart {
     /// From the cluster's start.
     pub(super) at: u64,
     pub(super) length: u64,
@@ -258,7 +258,7 @@ impl<H: Host> Disk<H> {
     }
 
     /// What must be written beside a target's own data.
-    async fn copies(&self, target: &Target, size: u64) -> Result<Vec<Copy>> {
+    async fn copies(&self, target: &Target, size: u64) -> Result<Vec<CopiedPart>> {
         let start = target.cluster.get() * size;
         let mut copies = Vec::new();
         for part in &target.plan.copy {
@@ -270,7 +270,7 @@ impl<H: Host> Disk<H> {
             } else {
                 Some(self.read_extents(&extents, IoBuf::zeroed(length as usize)).await?)
             };
-            copies.push(Copy { at: part.start, length, bytes });
+            copies.push(CopiedPart { at: part.start, length, bytes });
         }
         Ok(copies)
     }
@@ -401,7 +401,12 @@ pub(super) fn reads_zero(extents: &[Extent]) -> bool {
 
 /// Adds a target's pieces in the order of their places; its own data stays one piece with the data
 /// before it where the places are adjacent.
-fn add_pieces(pieces: &mut Vec<Piece>, target: &mut Target, host: HostOffset, copies: Vec<Copy>) {
+fn add_pieces(
+    pieces: &mut Vec<Piece>,
+    target: &mut Target,
+    host: HostOffset,
+    copies: Vec<CopiedPart>,
+) {
     let (host, destination) = (host.get(), target.destination());
     // Where the bytes begin that are written as they are.
     let mut plain = 0;
@@ -422,7 +427,7 @@ fn add_pieces(pieces: &mut Vec<Piece>, target: &mut Target, host: HostOffset, co
         content: Content::Own,
     };
     let mut own = Some(own).filter(|own| own.length > 0);
-    for Copy { at, length, bytes } in copies {
+    for CopiedPart { at, length, bytes } in copies {
         if at >= target.written.end
             && let Some(own) = own.take()
         {

@@ -1,7 +1,6 @@
 //! Compressed clusters: writing them, and turning them into plain ones.
 
 use super::Qcow2Writer;
-use crate::device::BlockDevice;
 use crate::disk::Disk;
 use isobath_image::durability::Destination;
 use isobath_image::references::referenced;

@@ -1,7 +1,7 @@
 //! First writes whose mapping travels in their data.
 
 use super::Qcow2Writer;
-use super::allocate::{Copy, Target, reads_zero};
+use super::allocate::{CopiedPart, Target, reads_zero};
 use crate::disk::Disk;
 use isobath_image::Result;
 use isobath_image::durability::zones::{Embedded, Taken};
@@ -31,7 +31,7 @@ impl<H: Host> Disk<H> {
         &self,
         qcow2: &Qcow2Writer<H::File>,
         target: &Target,
-        copies: &[Copy],
+        copies: &[CopiedPart],
         own: &[u8],
     ) -> Result<Option<Embedding>> {
         let zones = &qcow2.metadata.zones;

@@ -3,7 +3,6 @@
 use super::Qcow2Writer;
 use super::plan::Plan;
 use crate::copy::is_zero;
-use crate::device::BlockDevice;
 use crate::disk::Disk;
 use isobath_chain::chain::LayerIndex;
 use isobath_chain::map::{Extent, Source, guest_range};

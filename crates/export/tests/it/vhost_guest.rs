@@ -3,7 +3,7 @@
 use crate::memory_disk::MemoryDisk;
 use crate::vhost_process::start;
 use crate::vhost_served::VhostServed;
-use isobath_disk::{BlockDevice, LiveDisk, OpenOptions};
+use isobath_disk::{LiveDisk, OpenOptions};
 use isobath_export::vhost_user::Options;
 use isobath_ring::{Config, Executor};
 use isobath_storage::file::FileHost;

@@ -2,7 +2,7 @@
 
 use crate::sides::{qemu_checks, qemu_img, qemu_io};
 use futures_executor::block_on;
-use isobath_disk::{BlockDevice, Disk, MetadataMode, NewDisk, OpenOptions, ZeroFlags, create};
+use isobath_disk::{Disk, MetadataMode, NewDisk, OpenOptions, ZeroFlags, create};
 use isobath_qcow2::CompressionType;
 use isobath_storage::IoBuf;
 use isobath_storage::memory::MemoryHost;

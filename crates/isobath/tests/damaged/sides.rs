@@ -3,8 +3,8 @@
 use crate::pool::{IMAGE, Sample};
 use futures_executor::block_on;
 use isobath_disk::{
-    BlockDevice, CheckEvent, CheckOptions, CheckReport, Disk, ImageFormat, MetadataMode,
-    OpenOptions, Repair, check,
+    CheckEvent, CheckOptions, CheckReport, Disk, ImageFormat, MetadataMode, OpenOptions, Repair,
+    check,
 };
 use isobath_storage::memory::MemoryHost;
 use isobath_storage::{Host, IoBuf, Locking, OpenMode, Storage};

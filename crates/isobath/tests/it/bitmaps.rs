@@ -3,7 +3,7 @@
 
 use crate::common::{Ticking, complete};
 use futures_util::join;
-use isobath_disk::{BlockDevice, Disk, LiveDisk, NewDisk, OpenOptions, ZeroFlags, create};
+use isobath_disk::{Disk, LiveDisk, NewDisk, OpenOptions, ZeroFlags, create};
 use isobath_jobs::pace::Pacing;
 use isobath_jobs::{CommitOptions, JobOptions};
 use isobath_storage::IoBuf;

@@ -2,8 +2,8 @@
 
 use futures_executor::block_on;
 use isobath_disk::{
-    BlockDevice, CheckEvent, CheckOptions, CheckReport, Disk, DiskError, NewDisk, OpenOptions,
-    Preallocation, Repair, ZeroFlags, check, create,
+    CheckEvent, CheckOptions, CheckReport, Disk, DiskError, NewDisk, OpenOptions, Preallocation,
+    Repair, ZeroFlags, check, create,
 };
 use isobath_qcow2::header::field;
 use isobath_qcow2::{CompressionType, Header, HostCluster, L1Entry, L2Entry, RefcountTableEntry};

@@ -3,8 +3,8 @@
 
 use futures_executor::block_on;
 use isobath_disk::{
-    BlockDevice, CheckOptions, CheckReport, Disk, DiskError, MetadataMode, NewDisk, OpenOptions,
-    Repair, ZeroFlags, check, create,
+    CheckOptions, CheckReport, Disk, DiskError, MetadataMode, NewDisk, OpenOptions, Repair,
+    ZeroFlags, check, create,
 };
 use isobath_qcow2::header::field;
 use isobath_qcow2::{Geometry, Header, HostCluster, IncompatibleFeatures, RefcountTableEntry};

@@ -2,7 +2,7 @@
 
 use crate::common::{findings, make};
 use futures_executor::block_on;
-use isobath_disk::{BlockDevice, Disk, MetadataMode, OpenOptions, Preallocation};
+use isobath_disk::{Disk, MetadataMode, OpenOptions, Preallocation};
 use isobath_qcow2::NewImage;
 use isobath_storage::memory::MemoryHost;
 use isobath_storage::{Host, IoBuf, OpenMode, Storage, StorageExt};

@@ -3,7 +3,7 @@
 
 use crate::common::{assert_consistent, export, random_fates};
 use futures_executor::block_on;
-use isobath_disk::{BlockDevice, Disk, NewDisk, OpenOptions, ZeroFlags, create};
+use isobath_disk::{Disk, NewDisk, OpenOptions, ZeroFlags, create};
 use isobath_qcow2::CompressionType;
 use isobath_qcow2::index::IndexExtension;
 use isobath_storage::memory::MemoryHost;

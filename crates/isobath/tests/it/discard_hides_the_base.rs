@@ -1,7 +1,7 @@
 //! What is discarded in an overlay reads as zeroes, never as what the backing file holds.
 
 use futures_executor::block_on;
-use isobath_disk::{BlockDevice, Disk, NewDisk, OpenOptions, create};
+use isobath_disk::{Disk, NewDisk, OpenOptions, create};
 use isobath_storage::IoBuf;
 use isobath_storage::memory::MemoryHost;
 use std::path::Path;

@@ -3,7 +3,7 @@
 
 use crate::common::{export, make};
 use futures_executor::block_on;
-use isobath_disk::{BlockDevice, Disk, MetadataMode, OpenOptions};
+use isobath_disk::{Disk, MetadataMode, OpenOptions};
 use isobath_qcow2::{IncompatibleFeatures, NewImage};
 use isobath_storage::memory::MemoryHost;
 use isobath_storage::{Host, IoBuf};

@@ -3,7 +3,7 @@
 
 use crate::common::{ALWAYS, findings, make, run};
 use futures_executor::block_on;
-use isobath_disk::{BlockDevice, Disk, DiskError, MetadataMode, OpenOptions, ZeroFlags};
+use isobath_disk::{Disk, DiskError, MetadataMode, OpenOptions, ZeroFlags};
 use isobath_qcow2::NewImage;
 use isobath_storage::memory::MemoryHost;
 use isobath_storage::{Host, IoBuf, Operation};

@@ -3,9 +3,7 @@
 use crate::common::{assert_consistent, export, make};
 use futures_executor::block_on;
 use futures_util::future::join_all;
-use isobath_disk::{
-    BlockDevice, CheckOptions, Disk, MetadataMode, OpenOptions, Preallocation, Repair, check,
-};
+use isobath_disk::{CheckOptions, Disk, MetadataMode, OpenOptions, Preallocation, Repair, check};
 use isobath_qcow2::{IncompatibleFeatures, NewImage};
 use isobath_storage::memory::MemoryHost;
 use isobath_storage::{Host, IoBuf, OpenMode, Storage};

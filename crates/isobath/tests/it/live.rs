@@ -6,7 +6,7 @@ use crate::common::{Ticking, export, make, turns};
 use futures_executor::block_on;
 use futures_util::future::{Either, join_all, select};
 use isobath_disk::{
-    BlockDevice, Disk, LiveDisk, MetadataMode, NewDisk, OpenOptions, Overlay, ZeroFlags, create,
+    Disk, LiveDisk, MetadataMode, NewDisk, OpenOptions, Overlay, ZeroFlags, create,
 };
 use isobath_jobs::pace::Pacing;
 use isobath_jobs::{

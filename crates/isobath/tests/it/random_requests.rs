@@ -3,7 +3,7 @@
 use crate::common::make;
 use futures_executor::block_on;
 use futures_util::future::join_all;
-use isobath_disk::{BlockDevice, Disk, OpenOptions, ZeroFlags};
+use isobath_disk::{Disk, OpenOptions, ZeroFlags};
 use isobath_qcow2::{CompressionType, NewImage};
 use isobath_storage::IoBuf;
 use isobath_storage::memory::MemoryHost;

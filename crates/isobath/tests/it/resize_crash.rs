@@ -2,7 +2,7 @@
 
 use crate::common::{assert_consistent, random_fates};
 use futures_executor::block_on;
-use isobath_disk::{BlockDevice, Disk, NewDisk, OpenOptions, Preallocation, create};
+use isobath_disk::{Disk, NewDisk, OpenOptions, Preallocation, create};
 use isobath_storage::memory::MemoryHost;
 use isobath_storage::{Host, IoBuf};
 use isobath_storage_test::recorder::RecorderHost;

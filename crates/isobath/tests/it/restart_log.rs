@@ -7,8 +7,8 @@ use crate::common::{ALWAYS, Ticking, complete, export, make, run, turns};
 use futures_executor::block_on;
 use futures_util::future::{LocalBoxFuture, join_all};
 use isobath_disk::{
-    BlockDevice, CheckOptions, Disk, LiveDisk, MetadataMode, OpenOptions, Overlay, Preallocation,
-    Repair, ZeroFlags, check,
+    CheckOptions, Disk, LiveDisk, MetadataMode, OpenOptions, Overlay, Preallocation, Repair,
+    ZeroFlags, check,
 };
 use isobath_jobs::pace::Pacing;
 use isobath_jobs::{JobOptions, MirrorOptions, MirrorSync};

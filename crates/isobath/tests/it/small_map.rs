@@ -2,7 +2,7 @@
 
 use futures_executor::block_on;
 use futures_util::future::join_all;
-use isobath_disk::{BlockDevice, Disk, NewDisk, OpenOptions, create};
+use isobath_disk::{Disk, NewDisk, OpenOptions, create};
 use isobath_storage::IoBuf;
 use isobath_storage::memory::MemoryHost;
 use std::path::Path;

@@ -1,6 +1,6 @@
 //! Internal snapshots, made by QEMU, hold what they held whatever is written afterwards.
 
-use isobath_disk::{BlockDevice, Disk, OpenOptions, ZeroFlags};
+use isobath_disk::{Disk, OpenOptions, ZeroFlags};
 use isobath_ring::block_on;
 use isobath_storage::IoBuf;
 use isobath_storage::file::FileHost;

@@ -5,7 +5,7 @@ use crate::common::{findings, make};
 use futures_executor::block_on;
 use futures_util::FutureExt;
 use isobath_disk::sabotage::Sabotage;
-use isobath_disk::{BlockDevice, Disk, DiskError, MetadataMode, OpenOptions};
+use isobath_disk::{Disk, DiskError, MetadataMode, OpenOptions};
 use isobath_qcow2::NewImage;
 use isobath_storage::IoBuf;
 use isobath_storage::memory::MemoryHost;

@@ -2,8 +2,8 @@
 
 use crate::monitor::{Drive, Monitor};
 use crate::server::Server;
+use isobath_disk::RequestStats;
 use isobath_disk::live::LATENCY_BUCKETS;
-use isobath_disk::{BlockDevice, RequestStats};
 use isobath_storage::{Host, file};
 use std::fmt::{Display, Write};
 

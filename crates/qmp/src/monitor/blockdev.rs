@@ -4,7 +4,7 @@ use super::arguments::{Arguments, flag, integer, optional_text, text};
 use super::image::format_of;
 use super::{Drive, FileNode, Monitor, Result};
 use crate::error::QmpError;
-use isobath_disk::{BlockDevice, LiveDisk, OpenOptions, Preallocation};
+use isobath_disk::{LiveDisk, OpenOptions, Preallocation};
 use isobath_storage::{Host, Locking};
 use serde_json::Value;
 use std::path::PathBuf;

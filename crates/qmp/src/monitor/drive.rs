@@ -1,6 +1,6 @@
 //! A disk under a monitor.
 
-use isobath_disk::{BlockDevice, Layer, LiveDisk};
+use isobath_disk::{Layer, LiveDisk};
 use isobath_ring::{JoinHandle, spawn};
 use isobath_storage::{FileId, Host, StorageExt};
 use std::cell::{Cell, RefCell};

@@ -3,8 +3,8 @@
 use super::arguments::{Arguments, flag};
 use super::image::{Node, device_info};
 use super::{Drive, Monitor, Result};
+use isobath_disk::RequestStats;
 use isobath_disk::live::LATENCY_BUCKETS;
-use isobath_disk::{BlockDevice, RequestStats};
 use isobath_storage::{Host, file};
 use serde_json::{Value, json};
 

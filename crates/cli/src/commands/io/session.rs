@@ -6,7 +6,7 @@ use super::transfer::{Ended, Form, MOST, Read, Refusal, Write, failed};
 use super::words::{BadOption, Words, number};
 use crate::failure::Failure;
 use crate::messages;
-use isobath_disk::{BlockDevice, Disk, ImageFormat, Preallocation};
+use isobath_disk::{Disk, ImageFormat, Preallocation};
 use isobath_ring::{JoinHandle, sleep, spawn};
 use isobath_storage::Host;
 use std::cell::RefCell;

@@ -3,7 +3,7 @@
 use super::report::{Done, dump};
 use super::words::{Words, number, pattern};
 use crate::messages;
-use isobath_disk::{BlockDevice, Disk, DiskError, ZeroFlags};
+use isobath_disk::{Disk, DiskError, ZeroFlags};
 use isobath_storage::{Host, IoBuf};
 use std::fs::File;
 use std::io::{self, Read as _};

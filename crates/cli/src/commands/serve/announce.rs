@@ -1,7 +1,6 @@
 //! What is printed once clients can connect.
 
 use crate::size;
-use isobath_disk::BlockDevice;
 use isobath_export::frontend::{Place, Shown};
 use isobath_qmp::monitor::Monitor;
 use isobath_storage::Host;

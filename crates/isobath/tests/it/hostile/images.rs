@@ -1,6 +1,6 @@
 //! Valid images to start from, and what is done to them.
 
-use isobath_disk::{BlockDevice, Disk, NewDisk, OpenOptions, ZeroFlags, create};
+use isobath_disk::{Disk, NewDisk, OpenOptions, ZeroFlags, create};
 use isobath_qcow2::{CompressionType, Header};
 use isobath_storage::IoBuf;
 use isobath_storage::memory::MemoryHost;

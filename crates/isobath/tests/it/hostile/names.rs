@@ -2,7 +2,7 @@
 
 use super::images::plain;
 use super::survive::guarded;
-use isobath_disk::{BlockDevice, Disk, ImageFormat, NewDisk, OpenOptions, Result, Trust, create};
+use isobath_disk::{Disk, ImageFormat, NewDisk, OpenOptions, Result, Trust, create};
 use isobath_ring::block_on;
 use isobath_storage::file::FileHost;
 use isobath_storage::{IoBuf, Locking};

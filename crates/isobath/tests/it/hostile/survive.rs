@@ -3,8 +3,8 @@
 use super::images::{BASE, IMAGE, SECRET, base};
 use super::memory;
 use isobath_disk::{
-    BlockDevice, CheckOptions, Disk, InfoOptions, OpenOptions, Preallocation, Repair, Result,
-    ZeroFlags, check, info,
+    CheckOptions, Disk, InfoOptions, OpenOptions, Preallocation, Repair, Result, ZeroFlags, check,
+    info,
 };
 use isobath_qcow2::Header;
 use isobath_storage::memory::MemoryHost;

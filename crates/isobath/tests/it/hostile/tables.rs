@@ -3,7 +3,7 @@
 use super::images::{Image, at, made, overlay, plain, with_snapshot_and_bitmap};
 use super::survive::{guarded, host_with, open, start_of, survive, unharmed, writable};
 use futures_executor::block_on;
-use isobath_disk::{BlockDevice, OpenOptions, ZeroFlags};
+use isobath_disk::{OpenOptions, ZeroFlags};
 use isobath_qcow2::header::field;
 use isobath_storage::IoBuf;
 
