@@ -16,12 +16,12 @@ pub fn image(input: &[u8]) {
     let name = Path::new("image");
     host.insert(name, input);
     host.insert("base", &[0x5a; 10_000]);
-    let options = |writable| OpenOptions {
-        writable,
-        trust: Trust::default(),
-        locking: Locking::Unlocked,
-        map_cache: Some(1 << 20),
-        ..OpenOptions::default()
+    let options = |writable| {
+        OpenOptions::new()
+            .writable(writable)
+            .trust(Trust::default())
+            .locking(Locking::Unlocked)
+            .map_cache(1 << 20)
     };
     block_on(async {
         let Ok(disk) = Disk::open(host.deep_copy(), name, &options(false)).await else { return };

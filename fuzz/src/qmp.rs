@@ -54,11 +54,9 @@ impl Files {
         let host = MemoryHost::new();
         let (base, top) = (directory.join("base"), directory.join("top"));
         isobath_ring::block_on(async {
-            let new = NewDisk { size: Some(SIZE), cluster_size: 4096, ..NewDisk::default() };
+            let new = NewDisk::new(SIZE).cluster_size(4096);
             create(&host, &base, &new).await.expect("a valid image");
-            let backing_format = Some("qcow2".to_owned());
-            let backing_file = Some(base.to_str().expect("plain").to_owned());
-            let new = NewDisk { backing_file, backing_format, ..new };
+            let new = new.backing_file(base.to_str().expect("plain"), "qcow2");
             create(&host, &top, &new).await.expect("a valid image");
         });
         let mut job = top.clone().into_os_string();
@@ -67,13 +65,11 @@ impl Files {
     }
 
     fn options() -> OpenOptions {
-        OpenOptions {
-            writable: true,
-            trust: Trust::Full,
-            metadata: MetadataMode::Ordered,
-            map_cache: Some(1 << 16),
-            ..OpenOptions::default()
-        }
+        OpenOptions::new()
+            .writable(true)
+            .trust(Trust::Full)
+            .metadata(MetadataMode::Ordered)
+            .map_cache(1 << 16)
     }
 }
 

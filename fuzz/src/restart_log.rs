@@ -25,7 +25,7 @@ const ITEMS: usize = 8;
 static LEFT: LazyLock<MemoryHost> = LazyLock::new(|| {
     let host = MemoryHost::new();
     block_on(async {
-        let new = NewDisk { size: Some(SIZE), cluster_size: 4096, ..NewDisk::default() };
+        let new = NewDisk::new(SIZE).cluster_size(4096);
         create(&host, Path::new(IMAGE), &new).await.expect("a valid image");
         let disk = open(host.clone()).await.expect("a valid image");
         write(&disk, 0, 1).await;
@@ -42,13 +42,11 @@ async fn write(disk: &Disk<MemoryHost>, offset: u64, byte: u8) {
 }
 
 async fn open(host: MemoryHost) -> isobath_disk::Result<Disk<MemoryHost>> {
-    let options = OpenOptions {
-        writable: true,
-        metadata: MetadataMode::Journal,
-        restart_log: true,
-        map_cache: Some(1 << 16),
-        ..OpenOptions::default()
-    };
+    let options = OpenOptions::new()
+        .writable(true)
+        .metadata(MetadataMode::Journal)
+        .restart_log(true)
+        .map_cache(1 << 16);
     Disk::open(host, Path::new(IMAGE), &options).await
 }
 

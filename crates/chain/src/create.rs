@@ -4,7 +4,7 @@ use crate::chain::Chain;
 use crate::index::{Built, Folding, Place, build};
 use crate::open::open_chain;
 use isobath_image::layer::ImageFormat;
-use isobath_image::options::OpenOptions;
+use isobath_image::options::{OpenOptions, setters};
 use isobath_image::{DiskError, Result};
 use isobath_qcow2::index::IndexExtension;
 use isobath_qcow2::{CompressionType, FormatError, HostOffset, NewImage, Plan};
@@ -52,6 +52,7 @@ impl Preallocation {
 
 /// A disk to create: qemu-img's options and defaults.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct NewDisk {
     /// The disk's size in bytes; rounded up to a multiple of 512. `None` takes the backing file's.
     pub size: Option<u64>,
@@ -106,6 +107,49 @@ impl Default for NewDisk {
             index: true,
         }
     }
+}
+
+impl NewDisk {
+    /// A qcow2 image of `size` bytes without a backing file.
+    pub fn new(size: u64) -> Self {
+        Self { size: Some(size), ..Self::default() }
+    }
+
+    /// A qcow2 overlay of the image `backing_file` in that format, of the same size.
+    pub fn overlay(backing_file: impl Into<String>, format: impl Into<String>) -> Self {
+        Self::default().backing_file(backing_file, format)
+    }
+
+    /// Sets [`backing_file`](Self::backing_file) and [`backing_format`](Self::backing_format).
+    #[must_use]
+    pub fn backing_file(mut self, name: impl Into<String>, format: impl Into<String>) -> Self {
+        self.backing_file = Some(name.into());
+        self.backing_format = Some(format.into());
+        self
+    }
+
+    /// Sets [`data_file`](Self::data_file).
+    #[must_use]
+    pub fn data_file(mut self, name: impl Into<String>) -> Self {
+        self.data_file = Some(name.into());
+        self
+    }
+}
+
+setters! {
+    NewDisk:
+    size: u64,
+    format: ImageFormat,
+    cluster_size: u64,
+    version: u32,
+    refcount_bits: u32,
+    extended_l2: bool,
+    compression_type: CompressionType,
+    lazy_refcounts: bool,
+    preallocation: Preallocation,
+    data_file_raw: bool,
+    open_backing: bool,
+    index: bool,
 }
 
 /// Creates an image, durably, replacing an existing file that is not in use. Returns the disk's size in bytes.
@@ -192,8 +236,7 @@ async fn backing<H: Host>(host: &H, name: &Path, new: &NewDisk) -> Result<Option
     let format = ImageFormat::from_name(format)
         .ok_or_else(|| refused(format!("Unknown driver '{}'", format.escape_debug())))?;
     // Others may be using it: that it can be opened is enough.
-    let options =
-        OpenOptions { format: Some(format), locking: Locking::Unlocked, ..OpenOptions::default() };
+    let options = OpenOptions::new().format(format).locking(Locking::Unlocked);
     let chain = open_chain(host, &path, &options).await.map_err(|source| DiskError::Backing {
         overlay: name.to_owned(),
         source: Box::new(source),

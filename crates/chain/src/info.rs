@@ -288,8 +288,7 @@ async fn index_info<H: Host>(
     locking: Locking,
 ) -> IndexInfo {
     let mut info = unchecked.clone();
-    let options =
-        OpenOptions { format: Some(ImageFormat::Qcow2), locking, ..OpenOptions::default() };
+    let options = OpenOptions::new().format(ImageFormat::Qcow2).locking(locking);
     let chain = match open_layers(host, name, &options).await {
         Ok(chain) => chain,
         Err(error) => {

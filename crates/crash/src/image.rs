@@ -207,19 +207,21 @@ fn shape(kind: Kind, small: bool, rng: &mut SmallRng) -> NewDisk {
         _ => 16,
     };
     let zstd = version > 2 && rng.random_bool(0.3);
-    NewDisk {
-        size: Some(size / 512 * 512),
-        cluster_size,
-        version,
-        refcount_bits,
-        extended_l2: kind == Kind::Subclusters
-            || (version > 2 && bits >= 14 && kind != Kind::Embedded && rng.random_bool(0.3)),
-        compression_type: if zstd { CompressionType::Zstd } else { CompressionType::Zlib },
-        lazy_refcounts: kind == Kind::Lazy,
-        data_file: (kind == Kind::DataFile).then(|| DATA.into()),
-        index: kind == Kind::Index && rng.random(),
-        ..NewDisk::default()
+    let mut new = NewDisk::new(size / 512 * 512)
+        .cluster_size(cluster_size)
+        .version(version)
+        .refcount_bits(refcount_bits)
+        .extended_l2(
+            kind == Kind::Subclusters
+                || (version > 2 && bits >= 14 && kind != Kind::Embedded && rng.random_bool(0.3)),
+        )
+        .compression_type(if zstd { CompressionType::Zstd } else { CompressionType::Zlib })
+        .lazy_refcounts(kind == Kind::Lazy)
+        .index(kind == Kind::Index && rng.random());
+    if kind == Kind::DataFile {
+        new = new.data_file(DATA);
     }
+    new
 }
 
 /// Puts something into an image: patterns from number `first` on.
@@ -231,7 +233,7 @@ async fn fill(
     rng: &mut SmallRng,
 ) -> isobath_disk::Result<()> {
     let metadata = MetadataMode::Ordered;
-    let options = OpenOptions { writable: true, metadata, ..OpenOptions::default() };
+    let options = OpenOptions::new().writable(true).metadata(metadata);
     let disk = Disk::open(host.clone(), Path::new(name), &options).await?;
     let size = disk.size();
     let cluster = 1 << disk.layers().next().and_then(|l| l.header()).map_or(16, |h| h.cluster_bits);
@@ -294,14 +296,10 @@ async fn layers(
     }
     for layer in 0..depth {
         let name = format!("layer{layer}.qcow2");
-        let image = NewDisk {
-            size: Some(length(rng)),
-            cluster_size: 1 << rng.random_range(9..=13),
-            backing_file: new.backing_file.take(),
-            backing_format: new.backing_format.take(),
-            index: false,
-            ..NewDisk::default()
-        };
+        let mut image =
+            NewDisk::new(length(rng)).cluster_size(1 << rng.random_range(9..=13)).index(false);
+        image.backing_file = new.backing_file.take();
+        image.backing_format = new.backing_format.take();
         create(host, Path::new(&name), &image).await?;
         fill(host, &name, 10 * (layer + 1), true, rng).await?;
         new.backing_file = Some(name);

@@ -59,16 +59,16 @@ impl Mode {
         let (zones, rest) = choose(MOST_ZONES, rest);
         // Nothing is embedded then.
         let restart_log = self.metadata != MetadataMode::Embedded && rest % 3 == 0;
-        OpenOptions {
-            writable,
-            metadata: self.metadata,
-            journal_size,
-            zone_size: Some(zone_size),
-            zones,
-            // A small map makes the engine read tables again.
-            map_cache: draw.is_multiple_of(3).then_some(16 << 10),
-            restart_log,
-            ..OpenOptions::default()
-        }
+        // A small map makes the engine read tables again.
+        let map_cache = draw.is_multiple_of(3).then_some(16 << 10);
+        let mut options = OpenOptions::new()
+            .writable(writable)
+            .metadata(self.metadata)
+            .zone_size(zone_size)
+            .restart_log(restart_log);
+        options.journal_size = journal_size;
+        options.zones = zones;
+        options.map_cache = map_cache;
+        options
     }
 }

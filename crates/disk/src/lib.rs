@@ -12,8 +12,8 @@
 //!
 //! # futures_executor::block_on(async {
 //! let host = MemoryHost::default();
-//! create(&host, Path::new("disk.qcow2"), &NewDisk { size: Some(1 << 30), ..NewDisk::default() }).await?;
-//! let options = OpenOptions { writable: true, ..OpenOptions::default() };
+//! create(&host, Path::new("disk.qcow2"), &NewDisk::new(1 << 30)).await?;
+//! let options = OpenOptions::new().writable(true);
 //! let disk = Disk::open(host, Path::new("disk.qcow2"), &options).await?;
 //! disk.write(4096, IoBuf::copy_of(b"isobath")).await?;
 //! disk.flush().await?;

@@ -21,7 +21,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let workers = (0..threads).map(start).collect::<Result<Vec<_>, _>>()?;
     let handles: Vec<_> = workers.iter().map(|worker| worker.handle().clone()).collect();
     Executor::new(&Config::default())?.block_on(async {
-        let options = OpenOptions { writable: true, ..OpenOptions::default() };
+        let options = OpenOptions::new().writable(true);
         let disk = LiveDisk::open(FileHost, Path::new(image), &options).await?;
         let options = Options { writable: true, growable: true, ..Options::default() };
         let mount = Mount::new(disk.clone(), Path::new(file), options)?;

@@ -25,7 +25,7 @@ fn main() -> Result<(), Box<dyn Error>> {
 
 async fn serve(socket: &Path, image: &Path, worker: &Worker) -> Result<(), Box<dyn Error>> {
     let mut signals = Signals::new(&[libc::SIGTERM, libc::SIGINT])?;
-    let open = OpenOptions { writable: true, ..OpenOptions::default() };
+    let open = OpenOptions::new().writable(true);
     let disk = LiveDisk::open(FileHost, image, &open).await?;
     let options = Options { serial: "isobath-example".into(), ..Options::default() };
     let server = Server::new(disk.clone(), options)?;

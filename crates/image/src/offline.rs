@@ -45,7 +45,7 @@ async fn bring_in<H: Host>(
     format: Option<ImageFormat>,
     locking: Locking,
 ) -> Result<()> {
-    let options = OpenOptions { writable: true, locking, ..OpenOptions::default() };
+    let options = OpenOptions::new().writable(true).locking(locking);
     let storage = host.open(name, options.mode(true)).await?;
     let length = storage.len().await?;
     let start = storage.read_at(0, IoBuf::zeroed(4096)).await?;

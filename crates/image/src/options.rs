@@ -5,6 +5,25 @@ use crate::layer::ImageFormat;
 use isobath_storage::{Locking, OpenMode};
 use std::path::PathBuf;
 
+/// Methods that set a field and return the whole, for building options in one expression.
+#[macro_export]
+#[doc(hidden)]
+macro_rules! setters {
+    ($options:ident: $($field:ident: $type:ty),* $(,)?) => {
+        impl $options {
+            $(
+                #[doc = concat!("Sets [`", stringify!($field), "`](Self::", stringify!($field), ").")]
+                #[must_use]
+                pub fn $field(mut self, $field: $type) -> Self {
+                    self.$field = $field.into();
+                    self
+                }
+            )*
+        }
+    };
+}
+pub use setters;
+
 /// How far the names in an image's header are believed.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Trust {
@@ -18,7 +37,14 @@ pub enum Trust {
 }
 
 /// How to open a disk.
+///
+/// ```
+/// use isobath_image::options::OpenOptions;
+///
+/// let options = OpenOptions::new().writable(true).map_cache(16 << 20);
+/// ```
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct OpenOptions {
     /// Allow writes to the active layer.
     pub writable: bool,
@@ -69,6 +95,35 @@ impl Default for OpenOptions {
             restart_log: false,
         }
     }
+}
+
+impl OpenOptions {
+    /// As [`default`](Self::default): read-only, with the whole backing chain.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Sets [`format`](Self::format).
+    #[must_use]
+    pub fn format(mut self, format: impl Into<Option<ImageFormat>>) -> Self {
+        self.format = format.into();
+        self
+    }
+}
+
+setters! {
+    OpenOptions:
+    writable: bool,
+    direct: bool,
+    locking: Locking,
+    backing: bool,
+    trust: Trust,
+    metadata: MetadataMode,
+    journal_size: u64,
+    zone_size: u64,
+    zones: u32,
+    map_cache: usize,
+    restart_log: bool,
 }
 
 impl OpenOptions {

@@ -10,17 +10,13 @@ const BLOCK: u64 = 4096;
 
 async fn run(write: bool, count: u64) -> Result<(), Box<dyn std::error::Error>> {
     let host = MemoryHost::new();
-    let options = OpenOptions { writable: true, ..OpenOptions::default() };
+    let options = OpenOptions::new().writable(true);
     let names = ["base.qcow2", "middle.qcow2", "active.qcow2"];
     for (layer, name) in names.into_iter().enumerate() {
-        let below: Option<String> = layer.checked_sub(1).map(|below| names[below].into());
-        let format = below.as_ref().map(|_| "qcow2".into());
-        let new = NewDisk {
-            size: Some(SIZE),
-            backing_file: below,
-            backing_format: format,
-            ..NewDisk::default()
-        };
+        let mut new = NewDisk::new(SIZE);
+        if let Some(below) = layer.checked_sub(1) {
+            new = new.backing_file(names[below], "qcow2");
+        }
         create(&host, Path::new(name), &new).await?;
         let disk = Disk::open(host.clone(), Path::new(name), &options).await?;
         // Every third cluster is another layer's; all of them are the active layer's where it is written to.

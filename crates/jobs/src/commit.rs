@@ -10,7 +10,6 @@ use isobath_disk::device::ZeroFlags;
 use isobath_disk::disk::Disk;
 use isobath_disk::live::graph::Shortening;
 use isobath_disk::live::{DirtyMap, LiveDisk};
-use isobath_image::options::OpenOptions;
 use isobath_image::sabotage::{self, Sabotage};
 use isobath_image::{DiskError, Result};
 use isobath_storage::{FileId, Host};
@@ -91,7 +90,7 @@ impl<H: Host> Commit<H> {
             let chain = Chain::stacked(layers);
             let index = disk.chain.index().filter(|index| index.covers() <= chain.depth());
             chain.set_index(index);
-            let options = OpenOptions { writable: false, ..(*self.live.options()).clone() };
+            let options = (*self.live.options()).clone().writable(false);
             let disk = Disk::of_chain(Arc::clone(&disk.host), chain, &options).await?;
             Ok::<_, DiskError>(From::Still(Box::new(disk)))
         };

@@ -103,7 +103,7 @@ async fn open(
 ) -> Result<Arc<Disk<FileHost>>, Failure> {
     let locking = options::locking(args.force_share);
     let direct = args.source_cache.is_direct();
-    let options = OpenOptions { format, locking, direct, ..OpenOptions::default() };
+    let options = OpenOptions::new().format(format).locking(locking).direct(direct);
     match Disk::open(FileHost, image, &options).await {
         Ok(disk) => Ok(Arc::new(disk)),
         Err(error) => Err(Failure::from(error).with_code(2)),

@@ -116,12 +116,10 @@ pub(crate) fn run(args: &Args, _out: &mut dyn Write) -> Outcome {
         let mut sources = Vec::new();
         for input in inputs {
             let locking = options::locking(args.force_share);
-            let options = OpenOptions {
-                format: args.format,
-                locking,
-                direct: args.source_cache.is_direct(),
-                ..OpenOptions::default()
-            };
+            let options = OpenOptions::new()
+                .format(args.format)
+                .locking(locking)
+                .direct(args.source_cache.is_direct());
             sources.push(Arc::new(Disk::open(FileHost, input, &options).await?));
         }
         target::refuse_source(name, &sources).await?;

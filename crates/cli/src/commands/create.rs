@@ -66,12 +66,8 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     }
     let Some(image) = &args.image else { return Err(Failure::new("Expecting image file name")) };
     let failure = |message: &dyn std::fmt::Display| Failure::new(message).context(image.display());
-    let mut new = NewDisk {
-        format: args.format,
-        open_backing: !args.unchecked,
-        index: !args.no_index,
-        ..NewDisk::default()
-    };
+    let mut new =
+        NewDisk::default().format(args.format).open_backing(!args.unchecked).index(!args.no_index);
     for (name, value) in &given {
         apply(&mut new, name, value).map_err(|error| failure(&error))?;
     }

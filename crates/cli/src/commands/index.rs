@@ -38,12 +38,10 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
-    let options = OpenOptions {
-        writable: !args.verify,
-        format: Some(ImageFormat::Qcow2),
-        locking: options::locking(args.force_share),
-        ..OpenOptions::default()
-    };
+    let options = OpenOptions::new()
+        .writable(!args.verify)
+        .format(ImageFormat::Qcow2)
+        .locking(options::locking(args.force_share));
     runtime::block_on(async || {
         let disk = Disk::open(FileHost, &args.image, &options).await?;
         let name = options::printable(&args.image.display().to_string());

@@ -33,7 +33,7 @@ pub(crate) struct Args {
 
 pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     let locking = options::locking(args.force_share);
-    let options = OpenOptions { format: args.format, locking, ..OpenOptions::default() };
+    let options = OpenOptions::new().format(args.format).locking(locking);
     runtime::block_on(async || {
         let disk = Disk::open(FileHost, &args.image, &options).await?;
         let length = args.max_length.unwrap_or(u64::MAX);

@@ -37,7 +37,8 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
-    let mut new = NewDisk { format: args.output_format, size: args.size, ..NewDisk::default() };
+    let mut new = NewDisk::default().format(args.output_format);
+    new.size = args.size;
     for (name, value) in options::parse(&args.options) {
         create::apply(&mut new, &name, &value).map_err(Failure::new)?;
     }
@@ -46,7 +47,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
             return Ok((measure::<FileHost>(&new, None).await?, None));
         };
         let locking = options::locking(args.force_share);
-        let options = OpenOptions { format: args.format, locking, ..OpenOptions::default() };
+        let options = OpenOptions::new().format(args.format).locking(locking);
         let disk = Disk::open(FileHost, image, &options).await?;
         // Bitmaps are not copied; QEMU names them where both images can have some.
         let header = disk.layers().next().and_then(|layer| layer.header());

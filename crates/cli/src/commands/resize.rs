@@ -42,7 +42,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         _ => (None, args.size.as_str()),
     };
     let number = size::parse(number).map_err(Failure::new)?;
-    let options = OpenOptions { writable: true, format: args.format, ..OpenOptions::default() };
+    let options = OpenOptions::new().writable(true).format(args.format);
     runtime::block_on(async || {
         let disk = Disk::open(FileHost, &args.image, &options).await?;
         let old = disk.size();

@@ -23,12 +23,7 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args, _: &mut dyn Write) -> Outcome {
-    let options = OpenOptions {
-        writable: true,
-        format: args.format,
-        backing: false,
-        ..OpenOptions::default()
-    };
+    let options = OpenOptions::new().writable(true).format(args.format).backing(false);
     runtime::block_on(async || {
         for image in &args.images {
             Disk::open(FileHost, image, &options).await?.close().await?;

@@ -94,14 +94,10 @@ fn run_workload(settings: &Settings) -> Result<Totals, String> {
     settings.workload.make_image(&image)?;
     let read = || fs::read(&image).map_err(|error| format!("the image: {error}"));
     let start = read()?;
-    let options = OpenOptions {
-        writable: true,
-        metadata: settings.mode,
-        journal_size: journal_size(settings.seed),
-        // Zones fill up, or the disk fits into one.
-        zone_size: settings.seed.is_multiple_of(2).then_some(1 << 20),
-        ..OpenOptions::default()
-    };
+    let mut options = OpenOptions::new().writable(true).metadata(settings.mode);
+    options.journal_size = journal_size(settings.seed);
+    // Zones fill up, or the disk fits into one.
+    options.zone_size = settings.seed.is_multiple_of(2).then_some(1 << 20);
     let (entries, promises) =
         serve::record(&image, &options, |frontend| match settings.workload {
             Workload::Guest => guest::run(frontend).map(Promises::Files),

@@ -180,7 +180,7 @@ impl<'a> Judge<'a> {
     }
 
     fn open_and_close(&self, image: &Path) -> Result<(), String> {
-        let options = OpenOptions { writable: true, metadata: self.mode, ..OpenOptions::default() };
+        let options = OpenOptions::new().writable(true).metadata(self.mode);
         self.executor
             .block_on(async { Disk::open(FileHost, image, &options).await?.close().await })
             .map_err(told("it could not be opened for writing and closed"))

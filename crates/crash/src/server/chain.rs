@@ -100,19 +100,16 @@ fn shape(kind: Kind, version: u32, rng: &mut SmallRng) -> Shape {
             _ => rng.random_bool(0.1),
         };
     Shape {
-        new: NewDisk {
-            size: Some(size),
-            cluster_size,
-            version,
-            refcount_bits: if version > 2 && rng.random_bool(0.2) {
+        new: NewDisk::new(size)
+            .cluster_size(cluster_size)
+            .version(version)
+            .refcount_bits(if version > 2 && rng.random_bool(0.2) {
                 1 << rng.random_range(0..=6)
             } else {
                 16
-            },
-            extended_l2: version > 2 && bits >= 14 && rng.random_bool(0.3),
-            index: rng.random_bool(0.3),
-            ..NewDisk::default()
-        },
+            })
+            .extended_l2(version > 2 && bits >= 14 && rng.random_bool(0.3))
+            .index(rng.random_bool(0.3)),
         below,
         raw: !fixed && !large && rng.random_bool(0.25),
         twins,
@@ -177,8 +174,7 @@ async fn fill(
     close: bool,
 ) -> isobath_disk::Result<()> {
     let metadata = if close { MetadataMode::Ordered } else { MetadataMode::Journal };
-    let journal_size = Some(0);
-    let options = OpenOptions { writable: true, metadata, journal_size, ..OpenOptions::default() };
+    let options = OpenOptions::new().writable(true).metadata(metadata).journal_size(0);
     let disk = Disk::open(host.clone(), name, &options).await?;
     let size = disk.size();
     for (number, step) in (first..).zip(steps) {

@@ -157,17 +157,14 @@ impl Operator<'_> {
     ) -> Result<Option<()>, String> {
         let like = &self.begin.start.new;
         let other = self.kind != Kind::Large && rng.random_bool(0.4);
-        let (name, format) = backing.unzip();
-        let new = NewDisk {
-            size: Some(self.live.size()),
-            cluster_size: if other { 1 << rng.random_range(9..=14) } else { like.cluster_size },
-            extended_l2: like.extended_l2 && !other,
-            backing_file: name,
-            backing_format: format.map(str::to_owned),
-            open_backing: false,
-            index: rng.random_bool(0.3),
-            ..NewDisk::default()
-        };
+        let mut new = NewDisk::new(self.live.size())
+            .cluster_size(if other { 1 << rng.random_range(9..=14) } else { like.cluster_size })
+            .extended_l2(like.extended_l2 && !other)
+            .open_backing(false)
+            .index(rng.random_bool(0.3));
+        if let Some((name, format)) = backing {
+            new = new.backing_file(name, format);
+        }
         match endure(Patience::Endless, create(self.host, path, &new)).await {
             Some(made) => self.guest.judge("making an image", made.map(drop)),
             None => Ok(None),
@@ -287,7 +284,7 @@ impl Operator<'_> {
         }
         let restart_log = self.options.restart_log && rng.random();
         let format = Some(ImageFormat::Qcow2);
-        let options = OpenOptions { format, restart_log, ..self.options.clone() };
+        let options = self.options.clone().format(format).restart_log(restart_log);
         let opening = Disk::open(self.host.clone(), &path, &options);
         let Some(opened) = endure(Patience::Endless, opening).await else { return Ok(()) };
         let Some(target) = self.guest.judge("opening a target", opened)? else { return Ok(()) };

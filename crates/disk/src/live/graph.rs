@@ -8,7 +8,7 @@ use isobath_chain::map::{Unit, UnitKind};
 use isobath_image::durability::MetadataMode;
 use isobath_image::layer::{ImageFormat, Layer};
 use isobath_image::open::open_layer;
-use isobath_image::options::{OpenOptions, Trust};
+use isobath_image::options::Trust;
 use isobath_image::sabotage::{self, Sabotage};
 use isobath_image::{DiskError, Result};
 use isobath_storage::{FileId, Host, Storage, StorageExt};
@@ -140,7 +140,7 @@ impl<H: Host> LiveDisk<H> {
     async fn open_writable(&self, disk: &Disk<H>, top: LayerIndex) -> Result<Disk<H>> {
         let layer = disk.layer(top)?;
         let (format, options) = (Some(layer.format()), self.options());
-        let mut options = OpenOptions { writable: true, ..(*options).clone() };
+        let mut options = (*options).clone().writable(true);
         // A layer may be of a version that has none.
         if options.metadata != MetadataMode::Ordered {
             options.metadata = MetadataMode::Auto;
@@ -196,7 +196,7 @@ impl<H: Host> LiveDisk<H> {
         let layer = disk.layer(of)?;
         layer.admit_writer(true).await?;
         let changed = async {
-            let options = OpenOptions { writable: true, ..(*self.options()).clone() };
+            let options = (*self.options()).clone().writable(true);
             let opened =
                 open_layer(disk.host(), layer.name(), Some(layer.format()), true, &options);
             opened.await?.edit_backing(named).await

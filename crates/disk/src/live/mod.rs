@@ -167,8 +167,7 @@ impl<H: Host> LiveDisk<H> {
     /// As [`flush`](BlockDevice::flush).
     pub async fn begin_restart_log(&self) -> Result<()> {
         let _graph = self.graph.lock().await;
-        self.options
-            .store(Arc::new(OpenOptions { restart_log: true, ..(*self.options()).clone() }));
+        self.options.store(Arc::new((*self.options()).clone().restart_log(true)));
         self.current().begin_restart_log().await?;
         self.woken.notify(usize::MAX);
         Ok(())

@@ -110,13 +110,9 @@ impl<H: Host> LiveDisk<H> {
 
     async fn create_overlay(&self, disk: &Disk<H>, path: &Path) -> Result<()> {
         let active = disk.chain.active();
-        let mut new = NewDisk {
-            size: Some(disk.size()),
-            backing_file: Some(backing_name(active.name(), path)?),
-            backing_format: Some(active.format().name().to_owned()),
-            index: self.may_use_index(),
-            ..NewDisk::default()
-        };
+        let mut new = NewDisk::new(disk.size())
+            .backing_file(backing_name(active.name(), path)?, active.format().name())
+            .index(self.may_use_index());
         if let Some(qcow2) = active.as_qcow2() {
             new.cluster_size = qcow2.geometry.cluster_size();
             new.extended_l2 = qcow2.geometry.extended_l2();

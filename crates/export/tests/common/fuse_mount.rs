@@ -110,7 +110,7 @@ impl Image {
         let directory = tempfile::tempdir().unwrap();
         let name = directory.path().join("disk.qcow2");
         isobath_testkit::qemu::create(&name, "qcow2", size, "");
-        let open = OpenOptions { writable: true, ..open.clone() };
+        let open = open.clone().writable(true);
         let disk = block_on(LiveDisk::open(FileHost, &name, &open)).unwrap();
         let mounted = Mounted::with(disk, options, workers);
         Self { mounted, name, _directory: directory }

@@ -70,7 +70,7 @@ fn serve(socket: &Path, image: &Path, more: &[&str]) {
 async fn serve_on<H: Host + Clone>(host: H, socket: &Path, image: &Path, options: Options) {
     let worker = Worker::start("vring", &Config::default()).unwrap();
     let mut signals = Signals::new(&[libc::SIGTERM, libc::SIGINT]).unwrap();
-    let open = OpenOptions { writable: true, ..OpenOptions::default() };
+    let open = OpenOptions::new().writable(true);
     // What a killed server had in the kernel may hold the image's lock for a moment longer.
     let mut patience = 100;
     let disk = loop {

@@ -167,7 +167,7 @@ fn file_systems_live_on_it_with_direct_access() {
 
 #[test]
 fn file_systems_live_on_it_with_direct_access_all_the_way_down() {
-    let open = OpenOptions { direct: true, ..OpenOptions::default() };
+    let open = OpenOptions::new().direct(true);
     let image = Image::new(SIZE, &open, FIXED, 1);
     use_file_system(&image, true, "ext4");
     image.finish();

@@ -108,5 +108,5 @@ fn random_use_agrees_with_a_model() {
 
 #[test]
 fn random_use_past_the_page_cache_agrees_with_a_model() {
-    run(3, &OpenOptions { direct: true, ..OpenOptions::default() }, 1);
+    run(3, &OpenOptions::new().direct(true), 1);
 }

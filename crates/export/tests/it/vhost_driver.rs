@@ -77,7 +77,7 @@ fn a_chain_of_images_holds_what_was_written() {
     qemu::create(&base, "qcow2", (QUEUES * ZONE) as u64, "");
     qemu::create_overlay(&image, &base, "qcow2", "cluster_size=16k");
     let executor = Executor::new(&Config::default()).unwrap();
-    let open = OpenOptions { writable: true, ..OpenOptions::default() };
+    let open = OpenOptions::new().writable(true);
     let disk = executor.block_on(LiveDisk::open(FileHost, &image, &open)).unwrap();
     let served = VhostServed::new(disk.clone(), Options::default(), 1);
     let models = drive(&served, true, seed.value());

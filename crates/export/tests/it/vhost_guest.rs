@@ -181,7 +181,7 @@ fn modified(image: &Path) -> SystemTime {
 }
 
 fn open(image: &Path) -> Arc<LiveDisk<FileHost>> {
-    let options = OpenOptions { writable: true, ..OpenOptions::default() };
+    let options = OpenOptions::new().writable(true);
     on_executor(LiveDisk::open(FileHost, image, &options)).unwrap()
 }
 

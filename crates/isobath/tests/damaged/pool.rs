@@ -62,16 +62,14 @@ pub(crate) fn make(rng: &mut StdRng, directory: &Path) -> Vec<Sample> {
     let mut pool: Vec<Sample> =
         BY_QEMU.iter().map(|options| by_qemu(options, rng, directory)).collect();
     for new in [
-        NewDisk { cluster_size: 4096, ..NewDisk::default() },
-        NewDisk { cluster_size: 512, refcount_bits: 1, ..NewDisk::default() },
-        NewDisk { cluster_size: 16 << 10, extended_l2: true, ..NewDisk::default() },
-        NewDisk { cluster_size: 4096, version: 2, ..NewDisk::default() },
-        NewDisk {
-            cluster_size: 8192,
-            compression_type: CompressionType::Zstd,
-            refcount_bits: 8,
-            ..NewDisk::default()
-        },
+        NewDisk::default().cluster_size(4096),
+        NewDisk::default().cluster_size(512).refcount_bits(1),
+        NewDisk::default().cluster_size(16 << 10).extended_l2(true),
+        NewDisk::default().cluster_size(4096).version(2),
+        NewDisk::default()
+            .cluster_size(8192)
+            .compression_type(CompressionType::Zstd)
+            .refcount_bits(8),
     ] {
         pool.push(by_engine(&new, rng));
     }
@@ -159,13 +157,9 @@ fn by_engine(new: &NewDisk, rng: &mut StdRng) -> Sample {
     let host = MemoryHost::new();
     let name = PathBuf::from(IMAGE);
     block_on(async {
-        create(&host, &name, &NewDisk { size: Some(size), ..new.clone() }).await.unwrap();
-        let options = OpenOptions {
-            writable: true,
-            metadata: MetadataMode::Auto,
-            journal_size: Some(64 << 10),
-            ..OpenOptions::default()
-        };
+        create(&host, &name, &new.clone().size(size)).await.unwrap();
+        let options =
+            OpenOptions::new().writable(true).metadata(MetadataMode::Auto).journal_size(64 << 10);
         let disk = Disk::open(host.clone(), &name, &options).await.unwrap();
         for number in 0..20 {
             let (offset, length) = range(rng, size);

@@ -78,7 +78,7 @@ fn name() -> PathBuf {
 }
 
 fn options() -> OpenOptions {
-    OpenOptions { format: Some(ImageFormat::Qcow2), ..OpenOptions::default() }
+    OpenOptions::new().format(ImageFormat::Qcow2)
 }
 
 /// What Isobath reads, or why it does not open the image.
@@ -124,12 +124,7 @@ pub(crate) fn isobath_checks(
 /// Writes with Isobath, flushes and closes; the first error.
 pub(crate) fn isobath_writes(host: &MemoryHost, write: Write) -> Result<(), String> {
     block_on(async {
-        let options = OpenOptions {
-            writable: true,
-            metadata: write.mode,
-            journal_size: Some(64 << 10),
-            ..options()
-        };
+        let options = options().writable(true).metadata(write.mode).journal_size(64 << 10);
         let disk = Disk::open(host.clone(), &name(), &options).await;
         let disk = disk.map_err(|error| error.to_string())?;
         let bytes = vec![write.pattern; write.length as usize];

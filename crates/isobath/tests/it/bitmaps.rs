@@ -23,12 +23,7 @@ async fn images() -> MemoryHost {
     let _ = qemu::img(["bitmap", "--add", base.to_str().unwrap(), "changes"]).ok();
     let host = MemoryHost::new();
     host.insert("base.qcow2", &std::fs::read(&base).unwrap());
-    let new = NewDisk {
-        size: Some(SIZE),
-        backing_file: Some("base.qcow2".into()),
-        backing_format: Some("qcow2".into()),
-        ..NewDisk::default()
-    };
+    let new = NewDisk::new(SIZE).backing_file("base.qcow2", "qcow2");
     create(&host, Path::new("top.qcow2"), &new).await.unwrap();
     host
 }
@@ -44,7 +39,7 @@ fn is_trusted(host: &MemoryHost) -> bool {
 }
 
 fn options() -> OpenOptions {
-    OpenOptions { writable: true, ..OpenOptions::default() }
+    OpenOptions::new().writable(true)
 }
 
 #[test]

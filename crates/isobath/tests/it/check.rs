@@ -29,9 +29,9 @@ async fn examine<H: Host>(host: &H, repair: Repair) -> Result<CheckReport, DiskE
 /// An image with data, zeroes, holes and what a discard leaves.
 async fn make(new: &NewDisk, rng: &mut StdRng) -> MemoryHost {
     let host = MemoryHost::new();
-    let new = NewDisk { size: Some(2 << 20), ..new.clone() };
+    let new = new.clone().size(2 << 20);
     create(&host, name(), &new).await.unwrap();
-    let options = OpenOptions { writable: true, ..OpenOptions::default() };
+    let options = OpenOptions::new().writable(true);
     let disk = Disk::open(host.clone(), name(), &options).await.unwrap();
     for _ in 0..20 {
         let length = rng.random_range(1..50_000);
@@ -50,7 +50,7 @@ async fn make(new: &NewDisk, rng: &mut StdRng) -> MemoryHost {
 }
 
 fn small() -> NewDisk {
-    NewDisk { cluster_size: 4096, ..NewDisk::default() }
+    NewDisk::default().cluster_size(4096)
 }
 
 async fn content<H: Host>(host: H) -> Vec<u8> {
@@ -89,17 +89,17 @@ fn images_of_every_kind_are_clean_after_writes() {
     for new in [
         NewDisk::default(),
         small(),
-        NewDisk { cluster_size: 512, ..small() },
-        NewDisk { cluster_size: 2 << 20, ..small() },
-        NewDisk { version: 2, ..small() },
-        NewDisk { refcount_bits: 1, ..small() },
-        NewDisk { refcount_bits: 64, ..small() },
-        NewDisk { cluster_size: 16 << 10, extended_l2: true, ..small() },
-        NewDisk { lazy_refcounts: true, compression_type: CompressionType::Zstd, ..small() },
-        NewDisk { preallocation: Preallocation::Metadata, ..small() },
-        NewDisk { preallocation: Preallocation::Full, ..small() },
-        NewDisk { data_file: Some("data".into()), ..small() },
-        NewDisk { data_file: Some("data".into()), data_file_raw: true, ..small() },
+        small().cluster_size(512),
+        small().cluster_size(2 << 20),
+        small().version(2),
+        small().refcount_bits(1),
+        small().refcount_bits(64),
+        small().cluster_size(16 << 10).extended_l2(true),
+        small().lazy_refcounts(true).compression_type(CompressionType::Zstd),
+        small().preallocation(Preallocation::Metadata),
+        small().preallocation(Preallocation::Full),
+        small().data_file("data"),
+        small().data_file("data").data_file_raw(true),
     ] {
         let report = block_on(async {
             let host = make(&new, &mut rng).await;
@@ -158,7 +158,7 @@ fn a_crash_while_the_refcounts_are_rebuilt_makes_nothing_worse() {
     let mut rng = seed.rng();
     block_on(async {
         for damage in 0..3 {
-            let host = make(&NewDisk { refcount_bits: 32, ..small() }, &mut rng).await;
+            let host = make(&small().refcount_bits(32), &mut rng).await;
             change(&host, |bytes, header| {
                 let table = header.refcount_table_offset.get() as usize;
                 match damage {
@@ -261,7 +261,7 @@ fn an_image_that_was_not_closed_is_repaired_when_it_is_opened_for_writing() {
     let seed = Seed::new();
     let mut rng = seed.rng();
     block_on(async {
-        let host = make(&NewDisk { lazy_refcounts: true, ..small() }, &mut rng).await;
+        let host = make(&small().lazy_refcounts(true), &mut rng).await;
         let before = content(host.clone()).await;
         change(&host, |bytes, header| {
             spoil_refcounts(bytes, header, 30, &mut rng);
@@ -269,7 +269,7 @@ fn an_image_that_was_not_closed_is_repaired_when_it_is_opened_for_writing() {
         });
         assert!(content(host.clone()).await == before, "reading needs no refcounts");
         assert!(!examine(&host, Repair::None).await.unwrap().is_clean());
-        let options = OpenOptions { writable: true, ..OpenOptions::default() };
+        let options = OpenOptions::new().writable(true);
         let disk = Disk::open(host.clone(), name(), &options).await.unwrap();
         disk.write(1 << 20, IoBuf::copy_of(&vec![9; 100_000])).await.unwrap();
         disk.close().await.unwrap();
@@ -293,7 +293,7 @@ fn an_image_that_was_not_closed_and_cannot_be_repaired_is_not_written() {
             bytes[header.l1_table_offset.get() as usize + 6] ^= 2;
             bytes[field::INCOMPATIBLE_FEATURES + 7] = 1;
         });
-        let options = OpenOptions { writable: true, ..OpenOptions::default() };
+        let options = OpenOptions::new().writable(true);
         let error = Disk::open(host.clone(), name(), &options).await.err().unwrap();
         assert!(error.to_string().contains("not cluster aligned"), "{error}");
         assert_eq!(host.contents(NAME).unwrap()[field::INCOMPATIBLE_FEATURES + 7], 1);
@@ -320,7 +320,7 @@ fn whatever_the_bytes_are_a_check_ends_with_a_report_or_a_reason() {
     let seed = Seed::new();
     let mut rng = seed.rng();
     block_on(async {
-        for new in [small(), NewDisk { cluster_size: 16 << 10, extended_l2: true, ..small() }] {
+        for new in [small(), small().cluster_size(16 << 10).extended_l2(true)] {
             let good = make(&new, &mut rng).await.contents(NAME).unwrap();
             let places = metadata(&good);
             for _ in 0..400 {

@@ -29,14 +29,14 @@ async fn examine(host: &MemoryHost, repair: Repair) -> Result<CheckReport, DiskE
 }
 
 async fn open(host: &MemoryHost, metadata: MetadataMode) -> Result<Disk<MemoryHost>, DiskError> {
-    let options = OpenOptions { writable: true, metadata, ..OpenOptions::default() };
+    let options = OpenOptions::new().writable(true).metadata(metadata);
     Disk::open(host.clone(), name(), &options).await
 }
 
 /// An image of random bytes in its first half, without a hole.
 async fn make(new: &NewDisk) -> MemoryHost {
     let host = MemoryHost::new();
-    let new = NewDisk { size: Some(SIZE as u64), cluster_size: CLUSTER as u64, ..new.clone() };
+    let new = new.clone().size(SIZE as u64).cluster_size(CLUSTER as u64);
     create(&host, name(), &new).await.unwrap();
     let disk = open(&host, MetadataMode::Ordered).await.unwrap();
     let mut bytes = vec![0; SIZE / 2];
@@ -207,7 +207,7 @@ fn two_references_are_not_one_where_refcounts_are_narrow() {
     block_on(async {
         // A data cluster that an L1 entry takes for a table has two references, of which refcounts of one
         // bit can hold one.
-        let good = make(&NewDisk { refcount_bits: 1, ..NewDisk::default() }).await;
+        let good = make(&NewDisk::default().refcount_bits(1)).await;
         let mut image = Image::of(&good);
         let (data, at) = (image.host_of(3), image.l1() + 8);
         image.put(at, (data * CLUSTER as u64) | 1 << 63);
@@ -287,7 +287,7 @@ fn nothing_is_written_where_a_table_seems_free() {
 #[test]
 fn version_2_has_no_mark_but_takes_no_writes_either() {
     block_on(async {
-        let mut image = Image::of(&make(&NewDisk { version: 2, ..NewDisk::default() }).await);
+        let mut image = Image::of(&make(&NewDisk::default().version(2)).await);
         image.set_refcount(0, 0);
         let damaged = image.bytes.clone();
         let host = image.into();
@@ -368,7 +368,7 @@ fn a_close_does_not_cut_off_data_that_seems_free() {
 #[test]
 fn an_image_that_does_not_name_its_data_file_is_not_called_clean() {
     block_on(async {
-        let good = make(&NewDisk { data_file: Some("data".into()), ..NewDisk::default() }).await;
+        let good = make(&NewDisk::default().data_file("data")).await;
         assert!(examine(&good, Repair::None).await.unwrap().is_clean());
         let mut image = Image::of(&good);
         // The end of the extensions, where they begin.
@@ -383,7 +383,7 @@ fn an_image_that_does_not_name_its_data_file_is_not_called_clean() {
 #[test]
 fn data_at_another_offset_of_a_data_file_is_neither_read_nor_written() {
     block_on(async {
-        let good = make(&NewDisk { data_file: Some("data".into()), ..NewDisk::default() }).await;
+        let good = make(&NewDisk::default().data_file("data")).await;
         let mut image = Image::of(&good);
         let at = image.l2() + 8 * 5;
         let other = image.get(at) + 2 * CLUSTER as u64;

@@ -28,12 +28,7 @@ async fn device(size: u64, clusters: u64, refcount_order: u32) -> MemoryHost {
 }
 
 async fn open(host: &MemoryHost, metadata: MetadataMode) -> Disk<MemoryHost> {
-    let options = OpenOptions {
-        writable: true,
-        metadata,
-        journal_size: Some(64 << 10),
-        ..OpenOptions::default()
-    };
+    let options = OpenOptions::new().writable(true).metadata(metadata).journal_size(64 << 10);
     Disk::open(host.clone(), Path::new(NAME), &options).await.unwrap()
 }
 
@@ -89,7 +84,7 @@ fn a_journal_takes_no_room_that_the_guest_needs() {
             block_on(async {
                 let size = 1 << 20;
                 let host = device(size, size / CLUSTER + spare, 4).await;
-                let options = OpenOptions { writable: true, metadata, ..OpenOptions::default() };
+                let options = OpenOptions::new().writable(true).metadata(metadata);
                 let disk = Disk::open(host.clone(), Path::new(NAME), &options).await.unwrap();
                 for n in 0..size / CLUSTER {
                     disk.write(n * CLUSTER, IoBuf::copy_of(&bytes(n))).await.unwrap();

@@ -41,21 +41,19 @@ impl Chain {
     }
 
     /// Adds a layer, with an index or without.
-    async fn add(&mut self, new: NewDisk) {
+    async fn add(&mut self, mut new: NewDisk) {
         let name = format!("layer{}.qcow2", self.layers.len());
         let below = self.layers.last();
-        let new = NewDisk {
-            backing_file: below.map(|(name, _)| name.clone()),
-            backing_format: below.map(|(_, format)| (*format).to_owned()),
-            ..new
-        };
+        if let Some((name, format)) = below {
+            new = new.backing_file(name, *format);
+        }
         self.model.resize(new.size.unwrap());
         create(&self.host, Path::new(&name), &new).await.unwrap();
         self.layers.push((name, "qcow2"));
     }
 
     async fn open(&self, writable: bool) -> Disk<MemoryHost> {
-        let options = OpenOptions { writable, ..OpenOptions::default() };
+        let options = OpenOptions::new().writable(writable);
         Disk::open(self.host.clone(), &self.name(), &options).await.unwrap()
     }
 
@@ -131,16 +129,13 @@ fn random_disk(rng: &mut StdRng, size: u64) -> NewDisk {
     let extended_l2 = version == 3 && rng.random_bool(0.2);
     let least = if extended_l2 { 14 } else { 9 };
     let zstd = version == 3 && rng.random();
-    NewDisk {
-        size: Some(size),
-        version,
-        cluster_size: 1 << rng.random_range(least..=16),
-        extended_l2,
-        compression_type: if zstd { CompressionType::Zstd } else { CompressionType::Zlib },
-        refcount_bits: if version == 3 { 1 << rng.random_range(0..=6) } else { 16 },
-        index: rng.random_bool(0.7),
-        ..NewDisk::default()
-    }
+    NewDisk::new(size)
+        .version(version)
+        .cluster_size(1 << rng.random_range(least..=16))
+        .extended_l2(extended_l2)
+        .compression_type(if zstd { CompressionType::Zstd } else { CompressionType::Zlib })
+        .refcount_bits(if version == 3 { 1 << rng.random_range(0..=6) } else { 16 })
+        .index(rng.random_bool(0.7))
 }
 
 #[test]
@@ -181,7 +176,7 @@ fn long_chains_share_what_did_not_change() {
         // 32 pages of 512 KiB.
         let size = 16 << 20;
         let mut chain = Chain::new(&mut rng, size);
-        let new = NewDisk { size: Some(size), cluster_size: 512, ..NewDisk::default() };
+        let new = NewDisk::new(size).cluster_size(512);
         for number in 0..150 {
             chain.add(new.clone()).await;
             chain.fill(&mut rng, 12).await;
@@ -208,7 +203,7 @@ fn a_changed_layer_is_noticed_and_the_index_below_it_serves() {
             let size = 256 << 10;
             let mut chain = Chain::new(&mut rng, size);
             for _ in 0..6 {
-                let new = NewDisk { size: Some(size), cluster_size: 4096, ..NewDisk::default() };
+                let new = NewDisk::new(size).cluster_size(4096);
                 chain.add(new).await;
                 chain.fill(&mut rng, 8).await;
             }
@@ -217,7 +212,7 @@ fn a_changed_layer_is_noticed_and_the_index_below_it_serves() {
             // Somebody writes to a layer below, behind everybody's back.
             let changed = rng.random_range(1..count - 1);
             let name = PathBuf::from(&chain.layers[changed].0);
-            let options = OpenOptions { writable: true, ..OpenOptions::default() };
+            let options = OpenOptions::new().writable(true);
             let disk = Disk::open(chain.host.clone(), &name, &options).await.unwrap();
             for cluster in 0..size / 4096 {
                 if rng.random() {
@@ -247,7 +242,7 @@ fn copied_layers_keep_their_index() {
             chain.add(random_disk(&mut rng, size)).await;
             chain.fill(&mut rng, 8).await;
         }
-        chain.add(NewDisk { size: Some(size), ..NewDisk::default() }).await;
+        chain.add(NewDisk::new(size)).await;
         // Other files with the same bytes: their stamps say nothing.
         let copy = MemoryHost::new();
         for name in chain.host.names() {
@@ -267,8 +262,8 @@ fn a_flipped_bit_anywhere_in_the_index_changes_no_byte() {
         let mut chain = Chain::new(&mut rng, size);
         for number in 0..40 {
             let cluster_size = 4096;
-            let new = NewDisk { size: Some(size), cluster_size, ..NewDisk::default() };
-            chain.add(NewDisk { index: number > 20, ..new }).await;
+            let new = NewDisk::new(size).cluster_size(cluster_size);
+            chain.add(new.index(number > 20)).await;
             chain.fill(&mut rng, 10).await;
         }
         let name = chain.name();
@@ -319,12 +314,13 @@ fn a_crash_leaves_the_disk_and_a_whole_index_or_none() {
             let mut chain = Chain::new(&mut rng, size);
             for _ in 0..3 {
                 let new = random_disk(&mut rng, size);
-                chain.add(NewDisk { cluster_size: new.cluster_size.max(1024), ..new }).await;
+                let cluster_size = new.cluster_size.max(1024);
+                chain.add(new.cluster_size(cluster_size)).await;
                 chain.fill(&mut rng, 8).await;
             }
             let host = RecorderHost::new(chain.host.deep_copy());
             let record = host.record();
-            let options = OpenOptions { writable: true, ..OpenOptions::default() };
+            let options = OpenOptions::new().writable(true);
             let disk = Disk::open(host, &chain.name(), &options).await.unwrap();
             disk.write_index(|_| {}).await.unwrap();
             if rng.random() {
@@ -362,7 +358,7 @@ fn writes_keep_off_the_index() {
         let size = 4 << 20;
         let mut chain = Chain::new(&mut rng, size);
         for _ in 0..4 {
-            let new = NewDisk { size: Some(size), cluster_size: 4096, ..NewDisk::default() };
+            let new = NewDisk::new(size).cluster_size(4096);
             chain.add(new).await;
             chain.fill(&mut rng, 40).await;
         }
@@ -384,13 +380,13 @@ fn an_overlay_of_an_image_in_use_describes_what_is_below_that() {
         let size = 1 << 20;
         let mut chain = Chain::new(&mut rng, size);
         for _ in 0..3 {
-            chain.add(NewDisk { size: Some(size), ..NewDisk::default() }).await;
+            chain.add(NewDisk::new(size)).await;
             chain.fill(&mut rng, 20).await;
         }
         for _ in 0..20 {
             let count = chain.layers.len();
             let running = chain.open(true).await;
-            chain.add(NewDisk { size: Some(size), ..NewDisk::default() }).await;
+            chain.add(NewDisk::new(size)).await;
             let bytes = IoBuf::copy_of(&vec![rng.random(); 70_000]);
             let offset = rng.random_range(0..size - 70_000);
             chain.model.write(offset, &bytes);
@@ -409,7 +405,7 @@ fn an_index_that_lies_about_its_area_costs_nothing() {
         let size = 1 << 20;
         let mut chain = Chain::new(&mut rng, size);
         for _ in 0..2 {
-            chain.add(NewDisk { size: Some(size), ..NewDisk::default() }).await;
+            chain.add(NewDisk::new(size)).await;
             chain.fill(&mut rng, 5).await;
         }
         let name = chain.name();

@@ -12,13 +12,9 @@ fn even_when_the_overlay_was_open_without_its_base() {
         let host = MemoryHost::new();
         host.insert("base", &vec![7; 1 << 20]);
         let name = Path::new("overlay");
-        let new = NewDisk {
-            backing_file: Some("base".into()),
-            backing_format: Some("raw".into()),
-            ..NewDisk::default()
-        };
+        let new = NewDisk::default().backing_file("base", "raw");
         create(&host, name, &new).await.unwrap();
-        let alone = OpenOptions { writable: true, backing: false, ..OpenOptions::default() };
+        let alone = OpenOptions::new().writable(true).backing(false);
         let disk = Disk::open(host.clone(), name, &alone).await.unwrap();
         disk.write(0, IoBuf::copy_of(&vec![1; 1 << 17])).await.unwrap();
         disk.discard(0, 1 << 17).await.unwrap();

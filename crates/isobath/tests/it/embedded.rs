@@ -18,12 +18,7 @@ const CLUSTER: u64 = 64 << 10;
 const SIZE: u64 = 16 << 20;
 
 fn options() -> OpenOptions {
-    OpenOptions {
-        writable: true,
-        metadata: MetadataMode::Embedded,
-        zone_size: Some(4 << 20),
-        ..OpenOptions::default()
-    }
+    OpenOptions::new().writable(true).metadata(MetadataMode::Embedded).zone_size(4 << 20)
 }
 
 async fn open<H: Host>(host: H) -> Disk<H> {

@@ -30,7 +30,7 @@ async fn image() -> MemoryHost {
 }
 
 fn options(metadata: MetadataMode) -> OpenOptions {
-    OpenOptions { writable: true, metadata, journal_size: Some(64 << 10), ..OpenOptions::default() }
+    OpenOptions::new().writable(true).metadata(metadata).journal_size(64 << 10)
 }
 
 async fn open<H: Host>(host: H, metadata: MetadataMode) -> Disk<H> {

@@ -15,7 +15,7 @@ const NAME: &str = "disk.qcow2";
 const CLUSTER: u64 = 64 << 10;
 
 async fn open<H: Host>(host: H, metadata: MetadataMode) -> Disk<H> {
-    let options = OpenOptions { writable: true, metadata, ..OpenOptions::default() };
+    let options = OpenOptions::new().writable(true).metadata(metadata);
     Disk::open(host, Path::new(NAME), &options).await.unwrap()
 }
 
@@ -194,11 +194,7 @@ fn who_seldom_flushes_gets_no_journal_unless_it_is_asked_for() {
         let mut image = NewImage::new(1 << 20);
         image.version = 2;
         make(&host, NAME, &image).await;
-        let options = OpenOptions {
-            writable: true,
-            metadata: MetadataMode::Journal,
-            ..OpenOptions::default()
-        };
+        let options = OpenOptions::new().writable(true).metadata(MetadataMode::Journal);
         let refused = Disk::open(host.clone(), Path::new(NAME), &options).await.err().unwrap();
         assert!(refused.to_string().contains("version 3"), "{refused}");
         let disk = open(host.clone(), MetadataMode::Auto).await;
@@ -243,12 +239,10 @@ fn what_is_too_much_for_a_record_goes_without_one() {
     block_on(async {
         let host = MemoryHost::new();
         make(&host, NAME, &NewImage { cluster_bits: 9, ..NewImage::new(64 << 20) }).await;
-        let options = OpenOptions {
-            writable: true,
-            metadata: MetadataMode::Journal,
-            journal_size: Some(16 << 10),
-            ..OpenOptions::default()
-        };
+        let options = OpenOptions::new()
+            .writable(true)
+            .metadata(MetadataMode::Journal)
+            .journal_size(16 << 10);
         let disk = Disk::open(host.clone(), Path::new(NAME), &options).await.unwrap();
         for round in 0..3 {
             write(&disk, round << 20, 1 + round as u8, 8 << 20).await;

@@ -44,12 +44,10 @@ struct World {
 
 fn options(rng: &mut StdRng) -> OpenOptions {
     let modes = MetadataMode::ALL;
-    OpenOptions {
-        writable: true,
-        metadata: modes[rng.random_range(0..modes.len())],
-        map_cache: rng.random_bool(0.5).then_some(64 << 10),
-        ..OpenOptions::default()
-    }
+    let mut options =
+        OpenOptions::new().writable(true).metadata(modes[rng.random_range(0..modes.len())]);
+    options.map_cache = rng.random_bool(0.5).then_some(64 << 10);
+    options
 }
 
 fn random_image(rng: &mut StdRng, size: u64) -> NewImage {
@@ -71,7 +69,7 @@ async fn fill(
     layout: &mut StdRng,
     rng: &mut StdRng,
 ) {
-    let options = OpenOptions { writable: true, ..OpenOptions::default() };
+    let options = OpenOptions::new().writable(true);
     let disk = Disk::open(host.clone(), Path::new(name), &options).await.unwrap();
     let size = disk.size();
     for _ in 0..layout.random_range(0..12) {
@@ -166,7 +164,7 @@ impl World {
         let disk = match disk {
             // An image of version 2 cannot have a journal.
             Err(_) if options.metadata != MetadataMode::Ordered => {
-                let options = OpenOptions { metadata: MetadataMode::Auto, ..options.clone() };
+                let options = options.clone().metadata(MetadataMode::Auto);
                 let disk = Disk::open(host.clone(), name, &options).await.unwrap();
                 return LiveDisk::new(disk, &options, Arc::new(Ticking::default()));
             }
@@ -255,14 +253,10 @@ impl World {
         let overlay = if rng.random_bool(0.5) {
             Overlay::Create(path)
         } else {
-            let new = NewDisk {
-                size: Some(self.live.size()),
-                cluster_size: 1 << rng.random_range(9..=16),
-                backing_file: Some(former.to_str().unwrap().into()),
-                backing_format: Some(self.live.layers()[0].format().name().into()),
-                open_backing: false,
-                ..NewDisk::default()
-            };
+            let new = NewDisk::new(self.live.size())
+                .cluster_size(1 << rng.random_range(9..=16))
+                .backing_file(former.to_str().unwrap(), self.live.layers()[0].format().name())
+                .open_backing(false);
             create(&self.host, &path, &new).await.unwrap();
             Overlay::Existing(path)
         };
@@ -293,7 +287,7 @@ impl World {
 
     /// What an image of the chain holds with those below it.
     async fn content(&self, image: &Path) -> Vec<u8> {
-        let options = OpenOptions { locking: Locking::Unlocked, ..OpenOptions::default() };
+        let options = OpenOptions::new().locking(Locking::Unlocked);
         let disk = Disk::open(self.memory.clone(), image, &options).await.unwrap();
         let size = disk.size() as usize;
         disk.read(0, IoBuf::zeroed(size)).await.unwrap().to_vec()
@@ -318,7 +312,7 @@ impl World {
         let (job, run): (Arc<Job>, Pin<Box<dyn Future<Output = ()>>>) = if kind == 2 {
             self.count += 1;
             let path = PathBuf::from(format!("mirror{}.qcow2", self.count));
-            let mut new = NewDisk { size: Some(self.live.size()), ..NewDisk::default() };
+            let mut new = NewDisk::new(self.live.size());
             let below = self.live.layers().get(1).cloned();
             let top = rng.random_bool(0.5) && below.is_some();
             if top && let Some(below) = below {

@@ -24,14 +24,12 @@ fn name(layer: usize) -> String {
 
 /// Puts a layer with this number and size on top of the one before, and opens it for writing.
 async fn make(host: &MemoryHost, layer: usize, size: u64) -> Disk<MemoryHost> {
-    let new = NewDisk {
-        size: Some(size),
-        backing_file: (layer > 0).then(|| name(layer - 1)),
-        backing_format: (layer > 0).then(|| "qcow2".into()),
-        ..NewDisk::default()
-    };
+    let mut new = NewDisk::new(size);
+    if layer > 0 {
+        new = new.backing_file(name(layer - 1), "qcow2");
+    }
     create(host, Path::new(&name(layer)), &new).await.unwrap();
-    let options = OpenOptions { writable: true, ..OpenOptions::default() };
+    let options = OpenOptions::new().writable(true);
     Disk::open(host.clone(), Path::new(&name(layer)), &options).await.unwrap()
 }
 
@@ -96,7 +94,7 @@ async fn open(host: &MemoryHost, name: &str, options: &OpenOptions) -> Arc<LiveD
 
 async fn change(change: Change) {
     let host = chain().await;
-    let options = OpenOptions { writable: true, ..OpenOptions::default() };
+    let options = OpenOptions::new().writable(true);
     let top = name(LAYERS - 1);
     let live = open(&host, &top, &options).await;
     // From now on all of them are in memory.
@@ -118,7 +116,7 @@ async fn change(change: Change) {
             Box::pin(finish(job, work)).await;
         }
         Change::Mirror => {
-            let new = NewDisk { size: Some(live.size()), ..NewDisk::default() };
+            let new = NewDisk::new(live.size());
             create(&host, Path::new("mirror.qcow2"), &new).await.unwrap();
             let target = open(&host, "mirror.qcow2", &options).await;
             let sync = MirrorOptions { sync: MirrorSync::Full };
@@ -160,7 +158,7 @@ async fn hidden(change: Change) {
         disk.read(0, IoBuf::zeroed(sizes[layer] as usize)).await.unwrap().to_vec()
     };
     let before = [content(2).await, content(4).await];
-    let options = OpenOptions { writable: true, ..OpenOptions::default() };
+    let options = OpenOptions::new().writable(true);
     let live = open(&host, &name(4), &options).await;
     let file = |number: usize| -> FileId { live.layers()[4 - number].storage().id() };
     match change {
@@ -204,7 +202,7 @@ fn a_commit_that_is_cancelled_shows_nothing_that_was_hidden() {
             }
             disk.close().await.unwrap();
         }
-        let options = OpenOptions { writable: true, ..OpenOptions::default() };
+        let options = OpenOptions::new().writable(true);
         let live = open(&host, &name(2), &options).await;
         let read = async || live.read(0, IoBuf::zeroed(8 * CLUSTER)).await.unwrap().to_vec();
         let mut model = vec![7; 4 * CLUSTER];
@@ -246,11 +244,7 @@ async fn crashed(change: Change) {
             continue;
         }
         drop(disk);
-        let options = OpenOptions {
-            writable: true,
-            metadata: MetadataMode::Journal,
-            ..OpenOptions::default()
-        };
+        let options = OpenOptions::new().writable(true).metadata(MetadataMode::Journal);
         let disk = Disk::open(host.clone(), Path::new(&name(1)), &options).await.unwrap();
         // The first flush puts the journal into use.
         for at in [3 * CLUSTER, 0] {
@@ -276,7 +270,7 @@ async fn crashed(change: Change) {
     model[..CLUSTER].fill(1);
     model[3 * CLUSTER..].fill(1);
     model[4096..8192].fill(2);
-    let options = OpenOptions { writable: true, ..OpenOptions::default() };
+    let options = OpenOptions::new().writable(true);
     let live = open(&host, &name(2), &options).await;
     let read = async || live.read(0, IoBuf::zeroed(size as usize)).await.unwrap().to_vec();
     assert_same(&read().await, &model, "before");
@@ -295,7 +289,7 @@ async fn crashed(change: Change) {
             Box::pin(finish(job, work)).await;
         }
         Change::Mirror => {
-            let new = NewDisk { size: Some(size), ..NewDisk::default() };
+            let new = NewDisk::new(size);
             create(&host, Path::new("mirror.qcow2"), &new).await.unwrap();
             let target = open(&host, "mirror.qcow2", &options).await;
             let sync = MirrorOptions { sync: MirrorSync::Full };

@@ -40,7 +40,7 @@ fn an_active_layer_in_files_lies_over_layers_in_memory() {
     let rule = |name: &Path| if name.starts_with("/memory") { Side::Second } else { Side::First };
     let host = EitherHost::new(FileHost, memory.clone(), rule);
     let (active, newest) = (directory.path().join("active"), directory.path().join("newest"));
-    let options = OpenOptions { writable: true, ..OpenOptions::default() };
+    let options = OpenOptions::new().writable(true);
     block_on(async {
         let layers = [
             (Path::new("/memory/base"), None),
@@ -48,9 +48,10 @@ fn an_active_layer_in_files_lies_over_layers_in_memory() {
             (&active, Some("/memory/middle".to_owned())),
         ];
         for (name, backing_file) in layers.clone() {
-            let backing_format = backing_file.as_ref().map(|_| "qcow2".to_owned());
-            let new =
-                NewDisk { size: Some(SIZE), backing_file, backing_format, ..NewDisk::default() };
+            let mut new = NewDisk::new(SIZE);
+            if let Some(below) = backing_file {
+                new = new.backing_file(below, "qcow2");
+            }
             create(&host, name, &new).await.unwrap();
         }
         for (layer, (name, _)) in (1..).zip(layers) {

@@ -30,8 +30,7 @@ fn random_image(rng: &mut StdRng, size: u64) -> NewImage {
 }
 
 async fn open(host: &MemoryHost, name: &str) -> Disk<MemoryHost> {
-    let options =
-        OpenOptions { writable: true, map_cache: Some(64 << 10), ..OpenOptions::default() };
+    let options = OpenOptions::new().writable(true).map_cache(64 << 10);
     Disk::open(host.clone(), Path::new(name), &options).await.unwrap()
 }
 

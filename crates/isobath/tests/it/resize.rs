@@ -15,7 +15,7 @@ use std::path::Path;
 const TOP: &str = "top.qcow2";
 
 async fn open(host: &MemoryHost, name: &str) -> Disk<MemoryHost> {
-    let options = OpenOptions { writable: true, ..OpenOptions::default() };
+    let options = OpenOptions::new().writable(true);
     Disk::open(host.clone(), Path::new(name), &options).await.unwrap()
 }
 

@@ -14,7 +14,7 @@ use std::path::Path;
 const NAME: &str = "disk.qcow2";
 
 async fn open<H: Host>(host: H) -> Disk<H> {
-    let options = OpenOptions { writable: true, ..OpenOptions::default() };
+    let options = OpenOptions::new().writable(true);
     Disk::open(host, Path::new(NAME), &options).await.unwrap()
 }
 
@@ -28,13 +28,10 @@ async fn prepare(rng: &mut StdRng) -> (MemoryHost, Model) {
     let size = random_size(rng);
     let mut model = Model::new(size);
     let cluster_size = 512 << rng.random_range(0..8);
-    let mut new = NewDisk {
-        size: Some(size),
-        cluster_size,
-        refcount_bits: 1 << rng.random_range(0..=6),
-        extended_l2: cluster_size >= 16 << 10 && rng.random(),
-        ..NewDisk::default()
-    };
+    let mut new = NewDisk::new(size)
+        .cluster_size(cluster_size)
+        .refcount_bits(1 << rng.random_range(0..=6))
+        .extended_l2(cluster_size >= 16 << 10 && rng.random());
     if rng.random() {
         let bytes = vec![5; random_size(rng).max(512) as usize];
         host.insert("base.raw", &bytes);

@@ -87,14 +87,12 @@ impl World {
         make(&memory, NAME, &image).await;
         let modes = [MetadataMode::Auto, MetadataMode::Journal, MetadataMode::Embedded];
         let journals = [None, Some(256 << 10), Some(64 << 10), Some(16 << 10)];
-        let options = OpenOptions {
-            writable: true,
-            metadata: modes[rng.random_range(0..3)],
-            journal_size: journals[rng.random_range(0..4)],
-            map_cache: rng.random_bool(0.3).then_some(64 << 10),
-            restart_log: true,
-            ..OpenOptions::default()
-        };
+        let mut options = OpenOptions::new()
+            .writable(true)
+            .metadata(modes[rng.random_range(0..3)])
+            .restart_log(true);
+        options.journal_size = journals[rng.random_range(0..4)];
+        options.map_cache = rng.random_bool(0.3).then_some(64 << 10);
         println!("{options:?}");
         Self { memory, name: NAME.into(), options, model, snapshots: 0 }
     }
@@ -297,7 +295,7 @@ fn what_was_answered_is_there_after_a_kill() {
 const CLUSTER: u64 = 64 << 10;
 
 fn logged() -> OpenOptions {
-    OpenOptions { writable: true, restart_log: true, ..OpenOptions::default() }
+    OpenOptions::new().writable(true).restart_log(true)
 }
 
 /// An overlay of 64 MiB over a base that is written all over.
@@ -381,7 +379,7 @@ fn no_write_waits_for_a_sync() {
         }
         assert_eq!(syncs(&record), before);
         drop(disk);
-        let disk = open(memory.clone(), &OpenOptions { restart_log: false, ..logged() }).await;
+        let disk = open(memory.clone(), &logged().restart_log(false)).await;
         for n in 1..200 {
             assert_reads(&disk, n * CLUSTER, n as u8, 512).await;
             assert_reads(&disk, n * CLUSTER + 512, 0xee, 512).await;
@@ -440,7 +438,7 @@ fn a_log_that_was_asked_for_later_has_everything_too() {
         for mirrored in [false, true] {
             block_on(async {
                 let memory = overlay(16).await;
-                let options = OpenOptions { restart_log: false, metadata, ..logged() };
+                let options = logged().restart_log(false).metadata(metadata);
                 let live = open_live(&memory, NAME, &options).await;
                 let tagged = |tag: u8| IoBuf::copy_of(&[tag; 4096]);
                 live.write(0, tagged(1)).await.unwrap();
@@ -630,7 +628,7 @@ fn what_a_commit_in_place_releases_is_not_written_over_after_a_kill() {
         let plan = Plan::new();
         plan.delay(rng.random());
         let host = FaultHost::new(memory.clone(), plan.clone());
-        let options = OpenOptions { journal_size: Some(64 << 10), ..logged() };
+        let options = logged().journal_size(64 << 10);
         let disk = run(open(host, &options), ALWAYS).unwrap();
         run(write(&disk, 0, 1, 4096), ALWAYS).unwrap();
         run(disk.flush(), ALWAYS).unwrap().unwrap();

@@ -12,9 +12,9 @@ fn a_request_larger_than_the_map_is_answered() {
     block_on(async {
         let host = MemoryHost::new();
         let name = Path::new("disk.qcow2");
-        let new = NewDisk { size: Some(16 << 20), cluster_size: 512, ..NewDisk::default() };
+        let new = NewDisk::new(16 << 20).cluster_size(512);
         create(&host, name, &new).await.unwrap();
-        let options = OpenOptions { writable: true, map_cache: Some(0), ..OpenOptions::default() };
+        let options = OpenOptions::new().writable(true).map_cache(0);
         let disk = Disk::open(host, name, &options).await.unwrap();
         disk.write(8 << 20, IoBuf::copy_of(&[7; 512])).await.unwrap();
         let runs = disk.block_status(0, 16 << 20, 9).await.unwrap();

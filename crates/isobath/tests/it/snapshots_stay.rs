@@ -11,7 +11,7 @@ use std::path::Path;
 const SIZE: u64 = 1 << 20;
 
 async fn open(image: &Path) -> Disk<FileHost> {
-    let options = OpenOptions { writable: true, ..OpenOptions::default() };
+    let options = OpenOptions::new().writable(true);
     Disk::open(FileHost, image, &options).await.unwrap()
 }
 

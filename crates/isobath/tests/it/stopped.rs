@@ -16,7 +16,7 @@ const NAME: &str = "disk.qcow2";
 const CLUSTER: usize = 65536;
 
 async fn open(host: &MemoryHost, metadata: MetadataMode) -> Disk<MemoryHost> {
-    let options = OpenOptions { writable: true, metadata, ..OpenOptions::default() };
+    let options = OpenOptions::new().writable(true).metadata(metadata);
     Disk::open(host.clone(), Path::new(NAME), &options).await.unwrap()
 }
 

@@ -175,21 +175,23 @@ impl ImageOptions {
         data: &Path,
     ) -> NewDisk {
         let text = |path: &Path| path.to_str().unwrap().to_owned();
-        NewDisk {
-            size: Some(size),
-            version: if self.v2 { 2 } else { 3 },
-            cluster_size: self.cluster(),
-            refcount_bits: 1 << self.refcount_order,
-            extended_l2: self.extended_l2,
-            compression_type: if self.zstd { CompressionType::Zstd } else { CompressionType::Zlib },
-            lazy_refcounts: self.lazy,
-            preallocation: self.preallocation,
-            backing_file: backing.map(|(path, _)| text(path)),
-            backing_format: backing.map(|(_, format)| format.to_owned()),
-            data_file: (self.data_file != DataFile::Inside).then(|| text(data)),
-            data_file_raw: self.data_file == DataFile::Raw,
-            ..NewDisk::default()
+        let compression = if self.zstd { CompressionType::Zstd } else { CompressionType::Zlib };
+        let mut new = NewDisk::new(size)
+            .version(if self.v2 { 2 } else { 3 })
+            .cluster_size(self.cluster())
+            .refcount_bits(1 << self.refcount_order)
+            .extended_l2(self.extended_l2)
+            .compression_type(compression)
+            .lazy_refcounts(self.lazy)
+            .preallocation(self.preallocation)
+            .data_file_raw(self.data_file == DataFile::Raw);
+        if let Some((path, format)) = backing {
+            new = new.backing_file(text(path), format);
         }
+        if self.data_file != DataFile::Inside {
+            new = new.data_file(text(data));
+        }
+        new
     }
 }
 

@@ -79,13 +79,11 @@ pub(crate) async fn session(
 }
 
 fn options(session: Session) -> OpenOptions {
-    OpenOptions {
-        writable: true,
-        direct: session.direct,
-        map_cache: Some(session.map_cache),
-        metadata: session.metadata,
-        ..OpenOptions::default()
-    }
+    OpenOptions::new()
+        .writable(true)
+        .direct(session.direct)
+        .map_cache(session.map_cache)
+        .metadata(session.metadata)
 }
 
 fn cluster<S: Storage>(layer: &Layer<S>) -> u64 {
@@ -326,7 +324,7 @@ pub(crate) fn apply(model: &mut Model, op: Op, size: u64, cluster: u64, noises: 
 
 /// Reads the whole disk, and what it says of its state, against the model.
 pub(crate) async fn verify(image: &Path, model: &Model) {
-    let options = OpenOptions { map_cache: Some(64 << 10), ..OpenOptions::default() };
+    let options = OpenOptions::new().map_cache(64 << 10);
     let disk = open(image, options).await;
     assert!(disk.size() == model.size(), "isobath: size {} not {}", disk.size(), model.size());
     let offsets: Vec<u64> = (0..disk.size()).step_by(1 << 20).collect();
@@ -378,7 +376,7 @@ pub(crate) fn make(image: &Path, new: &NewDisk) {
 /// Changes the size of an image's disk.
 pub(crate) fn resize(image: &Path, size: u64) {
     on_ring(async {
-        let disk = open(image, OpenOptions { writable: true, ..OpenOptions::default() }).await;
+        let disk = open(image, OpenOptions::new().writable(true)).await;
         done(Box::pin(disk.resize(size, Preallocation::Off, true)).await, "resize");
         assert!(disk.size() == size, "isobath: resize: the size is {}", disk.size());
         done(disk.close().await, "close");
@@ -388,7 +386,7 @@ pub(crate) fn resize(image: &Path, size: u64) {
 /// Opens an image for writing and closes it: what a crash left is mended.
 pub(crate) fn mend(image: &Path) {
     on_ring(async {
-        let disk = open(image, OpenOptions { writable: true, ..OpenOptions::default() }).await;
+        let disk = open(image, OpenOptions::new().writable(true)).await;
         done(disk.close().await, "close");
     });
 }

@@ -4,7 +4,7 @@ use super::arguments::{Arguments, flag, integer, optional_text, text};
 use super::image::format_of;
 use super::{Drive, FileNode, Monitor, Result};
 use crate::error::QmpError;
-use isobath_disk::{LiveDisk, OpenOptions, Preallocation};
+use isobath_disk::{LiveDisk, Preallocation};
 use isobath_storage::{Host, Locking};
 use serde_json::Value;
 use std::path::PathBuf;
@@ -54,20 +54,22 @@ impl<H: Host + Clone> Monitor<H> {
             let cache = options.get("cache").and_then(Value::as_object);
             cache.and_then(|cache| flag(cache, "direct"))
         };
-        let options = OpenOptions {
-            writable: !said("read-only").unwrap_or(false),
-            direct: cache(&protocol.options)
-                .or_else(|| cache(&arguments))
-                .unwrap_or(self.options.direct),
-            locking: if said("force-share").unwrap_or(false) {
+        let options = self
+            .options
+            .clone()
+            .writable(!said("read-only").unwrap_or(false))
+            .direct(
+                cache(&protocol.options)
+                    .or_else(|| cache(&arguments))
+                    .unwrap_or(self.options.direct),
+            )
+            .locking(if said("force-share").unwrap_or(false) {
                 Locking::Unlocked
             } else {
                 self.options.locking
-            },
-            format: Some(format),
-            backing,
-            ..self.options.clone()
-        };
+            })
+            .format(format)
+            .backing(backing);
         let disk = LiveDisk::open(self.host.clone(), &protocol.path, &options).await;
         let drive = Drive::added(disk.map_err(QmpError::new)?);
         if let Some(file) = drive.root() {

@@ -49,7 +49,7 @@ impl Live {
 }
 
 async fn run(images: Vec<(String, PathBuf)>, (qmp, nbd): (Listener, Listener)) {
-    let options = OpenOptions { writable: true, ..OpenOptions::default() };
+    let options = OpenOptions::new().writable(true);
     let mut drives = Vec::new();
     for (name, path) in images {
         let disk = LiveDisk::open(FileHost, &path, &options).await.unwrap();

@@ -139,7 +139,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     let active = runtime::block_on(async || {
         let active = generate(args, chain, ownership).await?;
         if indexed {
-            let options = OpenOptions { writable: true, ..OpenOptions::default() };
+            let options = OpenOptions::new().writable(true);
             let disk = Disk::open(FileHost, &active, &options).await?;
             disk.write_index(|_| {}).await?;
             disk.close().await?;

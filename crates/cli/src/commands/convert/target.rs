@@ -22,7 +22,7 @@ pub(super) struct Target {
 impl Target {
     /// Creates the target for a disk of `size` bytes.
     pub(super) async fn create(name: &Path, size: u64, args: &Args) -> Result<Self, Failure> {
-        let mut new = NewDisk { format: args.output_format, ..NewDisk::default() };
+        let mut new = NewDisk::default().format(args.output_format);
         for (option, value) in options::parse(&args.options) {
             create::apply(&mut new, &option, &value)
                 .map_err(|error| Failure::new(error).context(name.display()))?;
@@ -89,12 +89,8 @@ async fn remove(files: &[PathBuf]) {
 }
 
 async fn open(name: &Path, args: &Args) -> Result<Arc<Disk<FileHost>>, Failure> {
-    let options = OpenOptions {
-        writable: true,
-        format: Some(args.output_format),
-        direct: args.cache.is_direct(),
-        ..OpenOptions::default()
-    };
+    let options =
+        OpenOptions::new().writable(true).format(args.output_format).direct(args.cache.is_direct());
     Ok(Arc::new(Disk::open(FileHost, name, &options).await?))
 }
 

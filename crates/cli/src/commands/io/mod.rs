@@ -48,13 +48,11 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
-    let options = OpenOptions {
-        writable: !args.read_only,
-        direct: args.nocache || args.cache == Cache::None,
-        locking: options::locking(args.force_share),
-        format: args.format,
-        ..OpenOptions::default()
-    };
+    let options = OpenOptions::new()
+        .writable(!args.read_only)
+        .direct(args.nocache || args.cache == Cache::None)
+        .locking(options::locking(args.force_share))
+        .format(args.format);
     runtime::block_on(async || {
         let disk = Arc::new(Disk::open(FileHost, &args.image, &options).await?);
         let mut session = Session::new(disk.clone(), out);

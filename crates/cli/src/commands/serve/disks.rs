@@ -19,7 +19,7 @@ pub(super) async fn open<H: Host + Clone>(
     let mut disks = Vec::new();
     for (number, image) in args.images.iter().enumerate() {
         let restart_log = args.frontends.outlives(number);
-        let options = OpenOptions { trust: trust(args, image)?, restart_log, ..options(args) };
+        let options = options(args).trust(trust(args, image)?).restart_log(restart_log);
         let disk = LiveDisk::open(host.clone(), image, &options).await?;
         let format = disk.layers().first().map(|layer| layer.format());
         if format == Some(ImageFormat::Raw) && args.format.is_none() && !args.read_only {
@@ -36,16 +36,15 @@ pub(super) async fn open<H: Host + Clone>(
 
 /// The options for opening images, without the trust in them.
 fn options(args: &Args) -> OpenOptions {
-    OpenOptions {
-        writable: !args.read_only,
-        direct: args.cache == Cache::None,
-        format: args.format,
-        metadata: args.metadata,
-        zones: args.zones,
-        zone_size: args.zone_size,
-        map_cache: args.map_cache.map(|bytes| usize::try_from(bytes).unwrap_or(usize::MAX)),
-        ..OpenOptions::default()
-    }
+    let mut options = OpenOptions::new()
+        .writable(!args.read_only)
+        .direct(args.cache == Cache::None)
+        .format(args.format)
+        .metadata(args.metadata);
+    options.zones = args.zones;
+    options.zone_size = args.zone_size;
+    options.map_cache = args.map_cache.map(|bytes| usize::try_from(bytes).unwrap_or(usize::MAX));
+    options
 }
 
 /// Which files the names in an image may refer to.
@@ -68,7 +67,7 @@ fn trust(args: &Args, image: &Path) -> Result<Trust, Failure> {
 /// How images are opened that clients add: as the first one is, in whatever format they say.
 pub(super) fn options_of_added(args: &Args) -> Result<OpenOptions, Failure> {
     let trust = args.images.first().map_or(Ok(Trust::Full), |image| trust(args, image))?;
-    Ok(OpenOptions { format: None, writable: true, trust, ..options(args) })
+    Ok(options(args).format(None).writable(true).trust(trust))
 }
 
 /// Has each disk do its work in the background.

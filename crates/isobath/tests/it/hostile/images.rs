@@ -112,8 +112,8 @@ impl Image {
 pub(crate) async fn made(new: &NewDisk) -> Image {
     let host = MemoryHost::new();
     host.insert(BASE, &base());
-    create(&host, Path::new(IMAGE), &NewDisk { size: Some(1 << 20), ..new.clone() }).await.unwrap();
-    let options = OpenOptions { writable: true, ..OpenOptions::default() };
+    create(&host, Path::new(IMAGE), &new.clone().size(1 << 20)).await.unwrap();
+    let options = OpenOptions::new().writable(true);
     let disk = Disk::open(host.clone(), Path::new(IMAGE), &options).await.unwrap();
     let cluster = new.cluster_size;
     disk.write(0, IoBuf::copy_of(&vec![1; 100_000])).await.unwrap();
@@ -129,12 +129,12 @@ pub(crate) async fn made(new: &NewDisk) -> Image {
 
 /// Small clusters, version 3.
 pub(crate) fn plain() -> NewDisk {
-    NewDisk { cluster_size: 4096, ..NewDisk::default() }
+    NewDisk::default().cluster_size(4096)
 }
 
 /// Over [`BASE`].
 pub(crate) fn overlay() -> NewDisk {
-    NewDisk { backing_file: Some("base.raw".into()), backing_format: Some("raw".into()), ..plain() }
+    plain().backing_file("base.raw", "raw")
 }
 
 /// Images of every kind, to damage at random.
@@ -143,16 +143,14 @@ pub(crate) async fn kinds() -> Vec<Image> {
     for new in [
         plain(),
         overlay(),
-        NewDisk { version: 2, ..plain() },
-        NewDisk { cluster_size: 16384, extended_l2: true, ..plain() },
-        NewDisk { cluster_size: 512, refcount_bits: 1, ..plain() },
-        NewDisk {
-            cluster_size: 65536,
-            refcount_bits: 64,
-            compression_type: CompressionType::Zstd,
-            lazy_refcounts: true,
-            ..overlay()
-        },
+        plain().version(2),
+        plain().cluster_size(16384).extended_l2(true),
+        plain().cluster_size(512).refcount_bits(1),
+        overlay()
+            .cluster_size(65536)
+            .refcount_bits(64)
+            .compression_type(CompressionType::Zstd)
+            .lazy_refcounts(true),
     ] {
         images.push(made(&new).await);
     }

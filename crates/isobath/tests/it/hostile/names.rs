@@ -2,7 +2,7 @@
 
 use super::images::plain;
 use super::survive::guarded;
-use isobath_disk::{Disk, ImageFormat, NewDisk, OpenOptions, Result, Trust, create};
+use isobath_disk::{Disk, ImageFormat, OpenOptions, Result, Trust, create};
 use isobath_ring::block_on;
 use isobath_storage::file::FileHost;
 use isobath_storage::{IoBuf, Locking};
@@ -22,13 +22,8 @@ fn naming(backing: &str, format: Option<&str>) -> (TempDir, PathBuf) {
 }
 
 fn overlay(image: &Path, backing: &str, format: Option<&str>) {
-    let new = NewDisk {
-        size: Some(1 << 20),
-        backing_file: Some(backing.into()),
-        backing_format: Some(format.unwrap_or("qcow2").into()),
-        open_backing: false,
-        ..plain()
-    };
+    let new =
+        plain().size(1 << 20).backing_file(backing, format.unwrap_or("qcow2")).open_backing(false);
     // Under another name first: an image over itself is not made willingly.
     let made = image.with_extension("new");
     block_on(create(&FileHost, &made, &new)).unwrap();
@@ -43,7 +38,7 @@ fn overlay(image: &Path, backing: &str, format: Option<&str>) {
 }
 
 async fn read_first(image: PathBuf, trust: Trust) -> Result<Vec<u8>> {
-    let options = OpenOptions { trust, ..OpenOptions::default() };
+    let options = OpenOptions::new().trust(trust);
     let disk = Disk::open(FileHost, &image, &options).await?;
     Ok(disk.read(0, IoBuf::zeroed(4096)).await?.to_vec())
 }
@@ -112,8 +107,7 @@ fn an_untrusted_image_names_files_of_its_own_directory_only() {
     assert!(refusal(&image, within(directory.path())).contains("outside"));
     let data = outside.path().join("data");
     let image = directory.path().join("data-image.qcow2");
-    let new =
-        NewDisk { size: Some(1 << 20), data_file: Some(data.to_str().unwrap().into()), ..plain() };
+    let new = plain().size(1 << 20).data_file(data.to_str().unwrap());
     block_on(create(&FileHost, &image, &new)).unwrap();
     let message = refusal(&image, within(directory.path()));
     assert!(message.contains("data file") && message.contains("outside"), "{message}");
@@ -154,7 +148,7 @@ fn chains_that_loop_end_in_an_error() {
     fs::hard_link(&image, directory.path().join("hard.qcow2")).unwrap();
     assert!(refusal(&image, Trust::Full).contains("its own backing file"));
     // For writing, where the first lock stands in the way of the second.
-    let options = OpenOptions { writable: true, ..OpenOptions::default() };
+    let options = OpenOptions::new().writable(true);
     let error = guarded("writable loop", move || {
         block_on(Disk::open(FileHost, &image, &options)).err().map(|error| error.to_string())
     });
@@ -166,18 +160,17 @@ fn an_image_is_not_its_own_data_file() {
     let directory = tempfile::tempdir().unwrap();
     let image = directory.path().join("image.qcow2");
     let other = directory.path().join("other");
-    let data_file = Some(other.to_str().unwrap().to_owned());
-    let new = NewDisk { size: Some(1 << 20), data_file, ..plain() };
+    let new = plain().size(1 << 20).data_file(other.to_str().unwrap());
     block_on(create(&FileHost, &image, &new)).unwrap();
     fs::remove_file(&other).unwrap();
     fs::hard_link(&image, &other).unwrap();
     for locking in [Locking::Exclusive, Locking::Unlocked] {
-        let options = OpenOptions { locking, ..OpenOptions::default() };
+        let options = OpenOptions::new().locking(locking);
         let error = block_on(Disk::open(FileHost, &image, &options)).err().unwrap().to_string();
         assert!(error.contains("image.qcow2") && error.contains("data file"), "{error}");
     }
     // The first lock stands in the way of the second.
-    let options = OpenOptions { writable: true, ..OpenOptions::default() };
+    let options = OpenOptions::new().writable(true);
     assert!(block_on(Disk::open(FileHost, &image, &options)).is_err());
 }
 
@@ -209,7 +202,7 @@ fn what_is_no_file_is_no_backing_file() {
 fn a_raw_image_that_starts_as_a_qcow2_is_raw_where_the_user_says_so() {
     // A guest has written a header that names a file of the host onto its raw disk.
     let (directory, image) = naming("/etc/hostname", Some("raw"));
-    let options = OpenOptions { format: Some(ImageFormat::Raw), ..OpenOptions::default() };
+    let options = OpenOptions::new().format(ImageFormat::Raw);
     let disk = block_on(Disk::open(FileHost, &image, &options)).unwrap();
     assert_eq!(disk.depth(), 1);
     let bytes = block_on(disk.read(0, IoBuf::zeroed(4096))).unwrap();

@@ -54,7 +54,7 @@ pub(crate) fn host_with(image: &[u8]) -> MemoryHost {
 }
 
 pub(crate) fn writable() -> OpenOptions {
-    OpenOptions { writable: true, ..OpenOptions::default() }
+    OpenOptions::new().writable(true)
 }
 
 pub(crate) async fn open<H: Host>(host: H, options: &OpenOptions) -> Result<Disk<H>> {
