@@ -373,11 +373,10 @@ impl<H: Host> Disk<H> {
     /// If the range reaches past the end of the disk, the storage fails, or the tables are not valid there.
     pub async fn read(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
         self.check_range(offset, buf.len() as u64)?;
-        let done = self.read_range(offset, buf).await;
-        if let Err(error) = &done {
-            self.stop_on_internal(error);
+        match self.read_range(offset, buf).await {
+            Ok(buf) => Ok(buf),
+            Err(error) => Err(self.stop_on_internal(error)),
         }
-        done
     }
 
     /// Writes `buf` at `offset`, and gives the buffer back. It is durable after a [`flush`](Self::flush).
@@ -435,11 +434,10 @@ impl<H: Host> Disk<H> {
         max_runs: usize,
     ) -> Result<Vec<BlockStatus>> {
         self.check_range(offset, length)?;
-        let done = self.status_of(offset, length, max_runs).await;
-        if let Err(error) = &done {
-            self.stop_on_internal(error);
+        match self.status_of(offset, length, max_runs).await {
+            Ok(runs) => Ok(runs),
+            Err(error) => Err(self.stop_on_internal(error)),
         }
-        done
     }
 
     /// Makes the disk `size` bytes long if it is shorter; new bytes read as zeroes.
@@ -461,10 +459,11 @@ block_device!(Disk);
 impl<H: Host> Disk<H> {
     /// Accepts no more writes if `error`, that of a request which changes nothing, says that an invariant is violated.
     #[cold]
-    fn stop_on_internal(&self, error: &DiskError) {
+    fn stop_on_internal(&self, error: DiskError) -> DiskError {
         if let Some(writer) = &self.writer {
-            writer.stop_on_internal(error);
+            writer.stop_on_internal(&error);
         }
+        error
     }
 
     /// If a request panics before the returned guard is dropped, the disk accepts no more writes.

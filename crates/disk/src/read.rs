@@ -19,7 +19,10 @@ impl<H: Host> Disk<H> {
         let mut at = range.start;
         loop {
             match self.map.lookup(at..range.end, &mut extents) {
-                Lookup::Found => return Ok(self.clipped(extents)),
+                Lookup::Found => {
+                    self.clip(&mut extents);
+                    return Ok(extents);
+                }
                 Lookup::Missing(slice) => {
                     // What was found stays good: the caller is inside the gate. The map may be too
                     // small for all slices of the range at once.
@@ -50,29 +53,31 @@ impl<H: Host> Disk<H> {
         }
     }
 
-    /// Turns the part of an extent past its layer's visible end into an absent one.
-    fn clipped(&self, extents: Extents) -> Extents {
-        let visible = |extent: &Extent| match extent.source {
+    /// How far the content of an extent's source is visible.
+    fn visible(&self, extent: &Extent) -> u64 {
+        match extent.source {
             Source::Data { layer, .. } | Source::Compressed { layer, .. } | Source::Zero(layer) => {
                 self.chain.get(layer).map_or(u64::MAX, |layer| layer.visible())
             }
             _ => u64::MAX,
-        };
-        if extents.iter().all(|extent| extent.guest + extent.length <= visible(extent)) {
-            return extents;
         }
-        let mut clipped = Extents::new();
-        for extent in extents {
+    }
+
+    /// Turns the part of an extent past its layer's visible end into an absent one.
+    fn clip(&self, extents: &mut Extents) {
+        if extents.iter().all(|extent| extent.guest + extent.length <= self.visible(extent)) {
+            return;
+        }
+        for extent in std::mem::take(extents) {
             let end = extent.guest + extent.length;
-            let seen = visible(&extent).clamp(extent.guest, end);
+            let seen = self.visible(&extent).clamp(extent.guest, end);
             if seen > extent.guest {
-                clipped.push(Extent { length: seen - extent.guest, ..extent });
+                extents.push(Extent { length: seen - extent.guest, ..extent });
             }
             if end > seen {
-                clipped.push(Extent { guest: seen, length: end - seen, source: Source::Absent });
+                extents.push(Extent { guest: seen, length: end - seen, source: Source::Absent });
             }
         }
-        clipped
     }
 
     pub(crate) async fn read_range(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {

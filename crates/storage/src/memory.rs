@@ -423,6 +423,7 @@ impl MemoryFile {
     }
 
     /// The end of the range, once the operation is allowed there.
+    #[inline]
     fn check(&self, operation: Operation, offset: u64, length: u64) -> Result<u64> {
         let error = |code| {
             let source = io::Error::from_raw_os_error(code);
