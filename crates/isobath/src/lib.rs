@@ -6,8 +6,10 @@
 //! - [`LiveDisk`] is a disk whose chain changes while it is used: it takes snapshots, and [jobs] stream, commit and
 //!   mirror it.
 //! - Files are reached only through [`Host`](storage::Host) and [`Storage`](storage::Storage), and the futures run on
-//!   any executor.
+//!   any executor. On that of [`ring`], a [`FileHost`](storage::file::FileHost) uses io_uring.
+//! - A method's errors are named in its documentation; [`DiskError`] says what each of them means.
 
 pub use isobath_disk::*;
 pub use isobath_jobs as jobs;
+pub use isobath_ring as ring;
 pub use isobath_storage as storage;

@@ -11,6 +11,7 @@ mod devices;
 mod direct_access;
 mod discard_hides_the_base;
 mod embedded;
+mod examples;
 mod failed_writes;
 mod hostile;
 mod journal;
