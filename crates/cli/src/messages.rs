@@ -107,7 +107,7 @@ fn harmless(text: &str, colours: bool) -> String {
 }
 
 /// The queue of messages.
-struct State {
+struct Queue {
     waiting: VecDeque<String>,
     bytes: usize,
     /// A message is being written.
@@ -118,7 +118,7 @@ struct State {
     detached: bool,
 }
 
-static STATE: Mutex<State> = Mutex::new(State {
+static STATE: Mutex<Queue> = Mutex::new(Queue {
     waiting: VecDeque::new(),
     bytes: 0,
     writing: false,
@@ -128,7 +128,7 @@ static STATE: Mutex<State> = Mutex::new(State {
 /// Signalled when a message is queued or written.
 static CHANGED: Condvar = Condvar::new();
 
-fn lock() -> MutexGuard<'static, State> {
+fn lock() -> MutexGuard<'static, Queue> {
     STATE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 

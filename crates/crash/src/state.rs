@@ -122,7 +122,7 @@ struct Pending {
 }
 
 /// The files after a crash.
-pub struct State {
+pub struct Crashed {
     /// What they hold.
     pub files: Files,
     /// A digest of the choices made.
@@ -239,7 +239,7 @@ impl<'a> Replay<'a> {
     }
 
     /// The files that this fate leaves.
-    pub fn build(&self, fate: &Fate, grain: u64, rng: &mut SmallRng) -> State {
+    pub fn build(&self, fate: &Fate, grain: u64, rng: &mut SmallRng) -> Crashed {
         let drawn: Vec<bool> = match fate {
             Fate::Some(keep) => self.pending.iter().map(|_| rng.random_bool(*keep)).collect(),
             Fate::Killed => {
@@ -265,7 +265,7 @@ impl<'a> Replay<'a> {
                 *bytes = Arc::new(built);
             }
         }
-        State { files, print: print.finish() }
+        Crashed { files, print: print.finish() }
     }
 
     #[allow(clippy::too_many_arguments, reason = "all of it is one choice")]

@@ -13,11 +13,11 @@ const PART: usize = 8;
 /// of what is free only, so that there is always something left for the others.
 pub(crate) struct Budget {
     limit: usize,
-    state: Mutex<State>,
+    state: Mutex<Shares>,
 }
 
 #[derive(Default)]
-struct State {
+struct Shares {
     /// What clients hold beyond what they are assured of.
     held: usize,
     next: u64,

@@ -35,11 +35,11 @@ struct Flag {
 
 #[derive(Default)]
 struct Woken {
-    state: Mutex<State>,
+    state: Mutex<Ready>,
 }
 
 #[derive(Default)]
-struct State {
+struct Ready {
     list: Vec<usize>,
     task: Option<Waker>,
 }

@@ -11,11 +11,11 @@ use std::task::{Context, Poll, Waker};
 #[derive(Default)]
 pub(crate) struct Stop {
     requested: AtomicBool,
-    state: Mutex<State>,
+    state: Mutex<Waiters>,
 }
 
 #[derive(Default)]
-struct State {
+struct Waiters {
     next: u64,
     waiting: BTreeMap<u64, Waker>,
 }

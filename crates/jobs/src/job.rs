@@ -230,12 +230,12 @@ pub struct VerbRefused {
 pub struct Job {
     kind: JobKind,
     options: JobOptions,
-    state: Mutex<State>,
+    state: Mutex<JobState>,
     changed: Event,
 }
 
 #[derive(Clone, Debug, Default)]
-pub(super) struct State {
+pub(super) struct JobState {
     status: Option<JobStatus>,
     speed: u64,
     /// Bytes of the disk looked at, and of the whole disk, or of what is still dirty.
@@ -299,8 +299,11 @@ impl fmt::Debug for Job {
 
 impl Job {
     pub(super) fn new(kind: JobKind, options: JobOptions) -> Arc<Self> {
-        let state =
-            State { status: Some(JobStatus::Created), speed: options.speed, ..State::default() };
+        let state = JobState {
+            status: Some(JobStatus::Created),
+            speed: options.speed,
+            ..JobState::default()
+        };
         let job = Arc::new(Self { kind, options, state: Mutex::new(state), changed: Event::new() });
         job.tell(JobEvent::Status(JobStatus::Created));
         job
@@ -376,7 +379,7 @@ impl Job {
         self.changed.listen()
     }
 
-    fn verb(&self, verb: Verb, change: impl FnOnce(&mut State)) -> Result<(), VerbRefused> {
+    fn verb(&self, verb: Verb, change: impl FnOnce(&mut JobState)) -> Result<(), VerbRefused> {
         {
             let mut state = self.state.lock();
             let status = state.status.unwrap_or(JobStatus::Created);

@@ -19,10 +19,10 @@ const COUNT: usize = 8;
 /// A wait costs one operation and, after the first, no allocation. All waits must be on one thread.
 pub struct Event {
     file: Arc<OwnedFd>,
-    state: State,
+    state: Wait,
 }
 
-enum State {
+enum Wait {
     Idle(IoBuf),
     /// Reads the count.
     Reading(Op),
@@ -34,7 +34,7 @@ enum State {
 
 impl From<OwnedFd> for Event {
     fn from(file: OwnedFd) -> Self {
-        Self { file: Arc::new(file), state: State::Idle(IoBuf::zeroed(COUNT)) }
+        Self { file: Arc::new(file), state: Wait::Idle(IoBuf::zeroed(COUNT)) }
     }
 }
 
@@ -56,22 +56,22 @@ impl Event {
     pub fn poll_take(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<u64>> {
         loop {
             match &mut self.state {
-                State::Idle(_) => {
-                    let State::Idle(buf) = std::mem::replace(&mut self.state, State::Lost) else {
+                Wait::Idle(_) => {
+                    let Wait::Idle(buf) = std::mem::replace(&mut self.state, Wait::Lost) else {
                         continue;
                     };
-                    self.state = State::Reading(ops::read_count(&required(), &self.file, buf));
+                    self.state = Wait::Reading(ops::read_count(&required(), &self.file, buf));
                 }
-                State::Reading(op) => {
+                Wait::Reading(op) => {
                     let (result, keep) = ready!(Pin::new(op).poll(cx));
                     let Keep::Buf(buf) = keep else {
-                        self.state = State::Lost;
+                        self.state = Wait::Lost;
                         continue;
                     };
                     let count = buf.first_chunk::<COUNT>().map(|count| u64::from_ne_bytes(*count));
                     let error = match result {
                         Ok(length) if length as usize == COUNT => {
-                            self.state = State::Idle(buf);
+                            self.state = Wait::Idle(buf);
                             return Poll::Ready(Ok(count.unwrap_or(0)));
                         }
                         Ok(_) => io::ErrorKind::InvalidData.into(),
@@ -79,21 +79,21 @@ impl Event {
                     };
                     if error.kind() == io::ErrorKind::WouldBlock {
                         let wait = ops::start_poll(&required(), &self.file, libc::POLLIN as u32);
-                        self.state = State::Waiting(wait, buf);
+                        self.state = Wait::Waiting(wait, buf);
                         continue;
                     }
-                    self.state = State::Idle(buf);
+                    self.state = Wait::Idle(buf);
                     if error.kind() != io::ErrorKind::Interrupted {
                         return Poll::Ready(Err(error));
                     }
                 }
-                State::Waiting(op, _) => {
+                Wait::Waiting(op, _) => {
                     let (result, _) = ready!(Pin::new(op).poll(cx));
-                    let State::Waiting(_, buf) = std::mem::replace(&mut self.state, State::Lost)
+                    let Wait::Waiting(_, buf) = std::mem::replace(&mut self.state, Wait::Lost)
                     else {
                         continue;
                     };
-                    self.state = State::Idle(buf);
+                    self.state = Wait::Idle(buf);
                     match result {
                         Err(error) if error.kind() != io::ErrorKind::Interrupted => {
                             return Poll::Ready(Err(error));
@@ -101,7 +101,7 @@ impl Event {
                         _ => {}
                     }
                 }
-                State::Lost => return Poll::Ready(Err(io::ErrorKind::InvalidData.into())),
+                Wait::Lost => return Poll::Ready(Err(io::ErrorKind::InvalidData.into())),
             }
         }
     }

@@ -55,17 +55,17 @@ impl Fault {
 }
 
 #[derive(Default)]
-struct State {
+struct Schedule {
     /// Each fault and the number of operations that it has seen.
     faults: Vec<(Fault, u64)>,
-    /// State of the generator of delays; 0 for none.
+    /// The generator of delays; 0 for none.
     delays: u64,
     injected: u64,
 }
 
 /// What goes wrong, shared by a host and its files.
 #[derive(Clone, Default)]
-pub struct Plan(Arc<Mutex<State>>);
+pub struct Plan(Arc<Mutex<Schedule>>);
 
 impl Plan {
     /// A plan without faults.

@@ -1,7 +1,7 @@
 //! Histories of servers by the thousand.
 
 use super::history::{Happened, happen};
-use super::judge::{Death, State, file, judge};
+use super::judge::{Crashed, Death, file, judge};
 use super::kind::Kind;
 use crate::host::Memories;
 use crate::outcome::{Failure, Settings, Totals, device, guarded, panicked};
@@ -64,7 +64,7 @@ fn history(
             let fate = Fate::random(replay.pending(), &mut rng);
             let grain = random_grain(happened.host.atomic, &mut rng);
             let files = replay.build(&fate, grain, &mut rng).files;
-            let state = State { files, tick, death: Death::Power };
+            let state = Crashed { files, tick, death: Death::Power };
             one(settings, &happened, &state, &replay, &fate, &mut rng, totals, story)?;
         }
     }
@@ -106,7 +106,7 @@ fn kills(
             let latest = replay.build(&Fate::Killed, 512, &mut SmallRng::seed_from_u64(0)).files;
             if is_told_apart(happened, earlier, &files, &latest) {
                 let death = Death::RolledBack(killed.memories.clone());
-                let state = State { files, tick: earlier, death };
+                let state = Crashed { files, tick: earlier, death };
                 one(settings, happened, &state, &before, &Fate::Killed, rng, totals, story)?;
             }
         }
@@ -116,7 +116,7 @@ fn kills(
                 continue;
             }
             let death = Death::Killed(killed.memories.clone());
-            let state = State { files, tick, death };
+            let state = Crashed { files, tick, death };
             one(settings, happened, &state, &replay, &Fate::Killed, rng, totals, story)?;
         }
     }
@@ -159,7 +159,7 @@ fn is_told_apart(happened: &Happened, tick: Tick, earlier: &Files, latest: &File
 fn one(
     settings: &Settings,
     happened: &Happened,
-    state: &State,
+    state: &Crashed,
     replay: &Replay<'_>,
     fate: &Fate,
     rng: &mut SmallRng,

@@ -49,7 +49,7 @@ impl Death {
 }
 
 /// A state and how it came about.
-pub struct State {
+pub struct Crashed {
     /// What the files hold.
     pub files: Files,
     /// The moment of which they are.
@@ -65,7 +65,7 @@ pub struct State {
 pub fn judge(
     happened: &Happened,
     mode: &Mode,
-    state: &State,
+    state: &Crashed,
     way: Way,
     qemu: bool,
     seed: u64,
@@ -137,7 +137,7 @@ pub fn judge(
 async fn denied(
     memories: &Memories,
     mode: &Mode,
-    state: &State,
+    state: &Crashed,
     case: &Case<'_>,
     rng: &mut SmallRng,
 ) -> Result<Files, String> {
@@ -177,7 +177,7 @@ async fn read(
     look(&disk, interest).await.map_err(|error| shown("read", error))
 }
 
-async fn look_at_raw(state: &State, case: &Case<'_>) -> Result<(), String> {
+async fn look_at_raw(state: &Crashed, case: &Case<'_>) -> Result<(), String> {
     let look = read(&state.files, &case.start.image, case, &case.oracle.interest()).await?;
     case.oracle.check(&look)
 }
@@ -186,7 +186,7 @@ async fn look_at_raw(state: &State, case: &Case<'_>) -> Result<(), String> {
 async fn below(
     happened: &Happened,
     mode: &Mode,
-    state: &State,
+    state: &Crashed,
     case: &Case<'_>,
     rng: &mut SmallRng,
 ) -> Result<(), String> {
@@ -251,7 +251,7 @@ async fn below(
 /// An interrupted job is started again, or another, and comes to its end.
 async fn jobs_again(
     mode: &Mode,
-    state: &State,
+    state: &Crashed,
     case: &Case<'_>,
     rng: &mut SmallRng,
 ) -> Result<(), String> {

@@ -9,10 +9,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 pub struct DirtyMap {
     /// log2 of the bytes in a part.
     bits: u32,
-    state: Mutex<State>,
+    state: Mutex<Marks>,
 }
 
-struct State {
+struct Marks {
     words: Vec<u64>,
     /// Parts marked.
     count: u64,
@@ -24,7 +24,7 @@ impl DirtyMap {
     /// For a disk of `size` bytes, in parts of `1 << bits` bytes.
     pub fn new(size: u64, bits: u32) -> Self {
         let words = size.div_ceil(1 << bits).div_ceil(64) as usize;
-        Self { bits, state: Mutex::new(State { words: vec![0; words], count: 0, hand: 0 }) }
+        Self { bits, state: Mutex::new(Marks { words: vec![0; words], count: 0, hand: 0 }) }
     }
 
     /// Marks every part that a range touches.

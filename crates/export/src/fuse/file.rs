@@ -18,13 +18,13 @@ const WRITABLE: u32 = 0o222;
 /// What is kept of the file besides its content and size.
 pub(super) struct Inode {
     read_only: bool,
-    state: Mutex<State>,
+    state: Mutex<Attributes>,
     /// Something was written since the state's `mtime`.
     changed: AtomicBool,
 }
 
 #[derive(Clone, Copy)]
-struct State {
+struct Attributes {
     mode: u32,
     uid: u32,
     gid: u32,
@@ -44,7 +44,7 @@ impl Inode {
         let (uid, gid) = unsafe { (libc::geteuid(), libc::getegid()) };
         let now = now();
         let mode = if read_only { 0o400 } else { 0o600 };
-        let state = State { mode, uid, gid, accessed: now, modified: now, changed: now };
+        let state = Attributes { mode, uid, gid, accessed: now, modified: now, changed: now };
         Self { read_only, state: Mutex::new(state), changed: AtomicBool::new(false) }
     }
 

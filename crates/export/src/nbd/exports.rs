@@ -132,16 +132,16 @@ impl<D> Entry<D> {
 }
 
 /// The exports in order, the default one first.
-pub(crate) struct Exports<D>(Mutex<State<D>>);
+pub(crate) struct Exports<D>(Mutex<Entries<D>>);
 
-struct State<D> {
+struct Entries<D> {
     entries: Vec<Arc<Entry<D>>>,
     stopping: bool,
 }
 
 impl<D> Default for Exports<D> {
     fn default() -> Self {
-        Self(Mutex::new(State { entries: Vec::new(), stopping: false }))
+        Self(Mutex::new(Entries { entries: Vec::new(), stopping: false }))
     }
 }
 

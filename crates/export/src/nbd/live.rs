@@ -12,18 +12,18 @@ use std::task::{Context, Poll, Waker};
 /// Counts them, on whatever threads they are.
 #[derive(Default)]
 pub(crate) struct Live {
-    state: Mutex<State>,
+    state: Mutex<Connections>,
 }
 
 #[derive(Default)]
-struct State {
+struct Connections {
     count: usize,
     /// Nobody comes any more.
     closed: bool,
     waiting: Vec<Waker>,
 }
 
-impl State {
+impl Connections {
     fn wait(&mut self, cx: &Context<'_>) {
         if !self.waiting.iter().any(|waker| waker.will_wake(cx.waker())) {
             self.waiting.push(cx.waker().clone());

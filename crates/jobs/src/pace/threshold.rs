@@ -23,7 +23,7 @@ const LOOK: Duration = Duration::from_millis(100);
 const NOTE_EACH: Duration = Duration::from_millis(5);
 
 #[derive(Debug)]
-enum State {
+enum Phase {
     /// Before anything is copied: the windows' throughputs so far, and where this one started.
     Sampling { done: [f64; WINDOWS], count: usize, from: Option<(Duration, u64)> },
     /// A piece may start. `look`: whether the throughput is looked at first.
@@ -36,7 +36,7 @@ enum State {
 
 #[derive(Debug)]
 pub(super) struct Threshold {
-    state: State,
+    state: Phase,
     ratio: f64,
     /// Bytes per second, above which the job pauses.
     most: f64,
@@ -54,9 +54,9 @@ impl Threshold {
     pub(super) fn new(threshold: f64, pause_time: Duration, now: Duration) -> Self {
         let explicit = threshold > 1.0;
         let state = if explicit {
-            State::Running { look: false }
+            Phase::Running { look: false }
         } else {
-            State::Sampling { done: [0.0; WINDOWS], count: 0, from: None }
+            Phase::Sampling { done: [0.0; WINDOWS], count: 0, from: None }
         };
         Self {
             state,
@@ -72,7 +72,7 @@ impl Threshold {
 
     pub(super) fn next(&mut self, now: Duration, guest: &GuestCounts, work: &Work) -> Wish {
         self.note(now, guest.bytes());
-        if let State::Sampling { done, count, from } = &mut self.state {
+        if let Phase::Sampling { done, count, from } = &mut self.state {
             let (start, bytes) = *from.get_or_insert((self.started, guest.bytes()));
             let due = start + WINDOW;
             if now < due {
@@ -88,28 +88,28 @@ impl Threshold {
             }
             self.most = self.ratio * done.iter().sum::<f64>() / WINDOWS as f64;
             self.last_look = (now, guest.bytes());
-            self.state = State::Running { look: false };
+            self.state = Phase::Running { look: false };
         }
-        if let State::Paused(since, until) = self.state {
+        if let Phase::Paused(since, until) = self.state {
             if now < until {
                 return Wish::Pause(until);
             }
             self.paused += now.saturating_sub(since);
             self.state = if self.paused > MOST_PAUSING {
-                State::Normal
+                Phase::Normal
             } else {
-                State::Running { look: false }
+                Phase::Running { look: false }
             };
         }
         if work.pieces > 0 {
             return Wish::Drain(now + FAR);
         }
-        if let State::Running { look: true } = self.state {
+        if let Phase::Running { look: true } = self.state {
             let exceeds = self.look(now, guest.bytes()) > self.most;
-            self.state = State::Running { look: false };
+            self.state = Phase::Running { look: false };
             if exceeds && !self.pause_time.is_zero() {
                 let until = now.saturating_add(self.pause_time);
-                self.state = State::Paused(now, until);
+                self.state = Phase::Paused(now, until);
                 return Wish::Pause(until);
             }
         }
@@ -118,7 +118,7 @@ impl Threshold {
 
     /// A piece was copied.
     pub(super) fn copied(&mut self) {
-        if let State::Running { look } = &mut self.state {
+        if let Phase::Running { look } = &mut self.state {
             *look = true;
         }
     }

@@ -37,7 +37,7 @@ pub enum SplitError {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum State {
+enum Position {
     /// Between values.
     Between,
     /// In an object or array.
@@ -59,7 +59,7 @@ enum State {
 #[derive(Debug)]
 pub struct Splitter {
     limits: Limits,
-    state: State,
+    state: Position,
     depth: usize,
     value: Vec<u8>,
 }
@@ -67,23 +67,23 @@ pub struct Splitter {
 impl Splitter {
     /// A splitter at the beginning of a stream.
     pub const fn new(limits: Limits) -> Self {
-        Self { limits, state: State::Between, depth: 0, value: Vec::new() }
+        Self { limits, state: Position::Between, depth: 0, value: Vec::new() }
     }
 
     /// Takes bytes from the front of `input` until a value is complete or refused; `None` once all are
     /// taken.
     pub fn next(&mut self, input: &mut &[u8]) -> Option<Result<Vec<u8>, SplitError>> {
         while let Some((&byte, rest)) = input.split_first() {
-            if self.state == State::Word && !is_word(byte) {
+            if self.state == Position::Word && !is_word(byte) {
                 // The byte belongs to what follows.
-                self.state = State::Between;
+                self.state = Position::Between;
                 return Some(Ok(std::mem::take(&mut self.value)));
             }
             *input = rest;
             match self.take(byte) {
                 Ok(false) => {}
                 Ok(true) => {
-                    self.state = State::Between;
+                    self.state = Position::Between;
                     return Some(Ok(std::mem::take(&mut self.value)));
                 }
                 Err(error) => {
@@ -98,30 +98,30 @@ impl Splitter {
 
     /// Whether a value has begun and not ended.
     pub fn is_inside(&self) -> bool {
-        !matches!(self.state, State::Between | State::Skipping)
+        !matches!(self.state, Position::Between | Position::Skipping)
     }
 
     /// Takes a byte; `true` if it ends a value.
     fn take(&mut self, byte: u8) -> Result<bool, SplitError> {
         if byte == 0xff {
             let was_inside = self.is_inside();
-            self.state = State::Between;
+            self.state = Position::Between;
             return if was_inside { Err(SplitError::Reset) } else { Ok(false) };
         }
         match self.state {
-            State::Skipping => {
+            Position::Skipping => {
                 if byte == b'\n' {
-                    self.state = State::Between;
+                    self.state = Position::Between;
                 }
                 return Ok(false);
             }
-            State::Between => match byte {
+            Position::Between => match byte {
                 b' ' | b'\t' | b'\r' | b'\n' => return Ok(false),
                 b'{' | b'[' | b'"' | b'\'' => {}
-                _ if is_word(byte) => self.state = State::Word,
+                _ if is_word(byte) => self.state = Position::Word,
                 b'}' | b']' | b',' | b':' => return Err(SplitError::NoValue),
                 _ => {
-                    self.state = State::Skipping;
+                    self.state = Position::Skipping;
                     let shown = if byte.is_ascii() { char::from(byte) } else { '\u{fffd}' };
                     return Err(SplitError::Stray(shown));
                 }
@@ -129,40 +129,40 @@ impl Splitter {
             _ => {}
         }
         if self.value.len() >= self.limits.bytes {
-            self.state = State::Skipping;
+            self.state = Position::Skipping;
             return Err(SplitError::TooLong);
         }
         match (self.state, byte) {
-            (State::Escape(quote), _) => {
-                self.state = State::String(quote);
+            (Position::Escape(quote), _) => {
+                self.state = Position::String(quote);
                 if byte == b'\'' {
                     // JSON has no such escape.
                     self.value.pop();
                 }
                 self.value.push(byte);
             }
-            (State::String(quote), b'\\') => {
-                self.state = State::Escape(quote);
+            (Position::String(quote), b'\\') => {
+                self.state = Position::Escape(quote);
                 self.value.push(byte);
             }
-            (State::String(quote), _) if byte == quote => {
+            (Position::String(quote), _) if byte == quote => {
                 self.value.push(b'"');
-                self.state = State::Nested;
+                self.state = Position::Nested;
                 return Ok(self.depth == 0);
             }
-            (State::String(b'\''), b'"') => self.value.extend(br#"\""#),
-            (State::String(_) | State::Word, _) => self.value.push(byte),
+            (Position::String(b'\''), b'"') => self.value.extend(br#"\""#),
+            (Position::String(_) | Position::Word, _) => self.value.push(byte),
             (_, b'"' | b'\'') => {
-                self.state = State::String(byte);
+                self.state = Position::String(byte);
                 self.value.push(b'"');
             }
             (_, b'{' | b'[') => {
                 if self.depth >= self.limits.depth {
-                    self.state = State::Skipping;
+                    self.state = Position::Skipping;
                     return Err(SplitError::TooDeep);
                 }
                 self.depth += 1;
-                self.state = State::Nested;
+                self.state = Position::Nested;
                 self.value.push(byte);
             }
             (_, b'}' | b']') => {

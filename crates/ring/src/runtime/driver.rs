@@ -28,7 +28,7 @@ pub(super) enum Abandon {
     Cancel,
 }
 
-enum State {
+enum Operation {
     Waiting(Option<Waker>),
     Orphan,
     Done(i32),
@@ -37,7 +37,7 @@ enum State {
 struct Slot {
     /// Tells this operation's completion from those of the slot's earlier tenants.
     serial: u32,
-    state: State,
+    state: Operation,
     abandon: Abandon,
     keep: Keep,
     /// Keeps the descriptor from being closed, and its number from being given to another file,
@@ -108,7 +108,8 @@ impl Driver {
         let serial = self.serial.get();
         self.serial.set((serial + 1) % u32::MAX);
         let closed = self.closed.get();
-        let state = if closed { State::Done(-libc::ECANCELED) } else { State::Waiting(None) };
+        let state =
+            if closed { Operation::Done(-libc::ECANCELED) } else { Operation::Waiting(None) };
         let key = self.slots.borrow_mut().insert(Slot {
             serial,
             state,
@@ -246,14 +247,14 @@ impl Driver {
             return;
         };
         let lease = slot.lease.take();
-        match std::mem::replace(&mut slot.state, State::Done(result)) {
-            State::Waiting(waker) => {
+        match std::mem::replace(&mut slot.state, Operation::Done(result)) {
+            Operation::Waiting(waker) => {
                 drop(slots);
                 if let Some(waker) = waker {
                     waker.wake();
                 }
             }
-            State::Orphan => {
+            Operation::Orphan => {
                 let slot = slots.remove(key);
                 drop(slots);
                 self.orphans.set(self.orphans.get() - 1);
@@ -262,7 +263,7 @@ impl Driver {
                     lease.landed();
                 }
             }
-            State::Done(first) => {
+            Operation::Done(first) => {
                 tracing::error!(
                     key,
                     serial,
@@ -279,18 +280,18 @@ impl Driver {
         let mut slots = self.slots.borrow_mut();
         let slot = slots.get_mut(key.0 as usize)?;
         match &mut slot.state {
-            State::Done(result) => {
+            Operation::Done(result) => {
                 let result = *result;
                 Some((result, slots.remove(key.0 as usize).keep))
             }
-            State::Waiting(Some(known)) if known.will_wake(waker) => None,
-            State::Waiting(place) => {
+            Operation::Waiting(Some(known)) if known.will_wake(waker) => None,
+            Operation::Waiting(place) => {
                 let old = place.replace(waker.clone());
                 drop(slots);
                 drop(old);
                 None
             }
-            State::Orphan => None,
+            Operation::Orphan => None,
         }
     }
 
@@ -299,13 +300,13 @@ impl Driver {
         let index = key.0 as usize;
         let mut slots = self.slots.borrow_mut();
         let Some(slot) = slots.get_mut(index) else { return };
-        if let State::Done(_) = slot.state {
+        if let Operation::Done(_) = slot.state {
             let slot = slots.remove(index);
             drop(slots);
             drop(slot);
             return;
         }
-        let waker = std::mem::replace(&mut slot.state, State::Orphan);
+        let waker = std::mem::replace(&mut slot.state, Operation::Orphan);
         if let Some(lease) = &slot.lease {
             lease.orphaned();
         }
@@ -338,7 +339,7 @@ impl Driver {
             .borrow()
             .iter()
             .filter(|(_, slot)| {
-                matches!(slot.state, State::Waiting(_)) && slot.abandon == Abandon::Cancel
+                matches!(slot.state, Operation::Waiting(_)) && slot.abandon == Abandon::Cancel
             })
             .map(|(key, slot)| u64::from(slot.serial) << 32 | key as u64)
             .collect();

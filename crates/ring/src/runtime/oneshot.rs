@@ -4,18 +4,18 @@ use isobath_sync::Mutex;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
-struct State<T> {
+struct Slot<T> {
     value: Option<T>,
     sender_gone: bool,
     waker: Option<Waker>,
 }
 
-pub(super) struct Sender<T>(Arc<Mutex<State<T>>>);
+pub(super) struct Sender<T>(Arc<Mutex<Slot<T>>>);
 
-pub(super) struct Receiver<T>(Arc<Mutex<State<T>>>);
+pub(super) struct Receiver<T>(Arc<Mutex<Slot<T>>>);
 
 pub(super) fn channel<T>() -> (Sender<T>, Receiver<T>) {
-    let state = State { value: None, sender_gone: false, waker: None };
+    let state = Slot { value: None, sender_gone: false, waker: None };
     let state = Arc::new(Mutex::new(state));
     (Sender(state.clone()), Receiver(state))
 }

@@ -15,7 +15,7 @@ struct Held {
 }
 
 #[derive(Default)]
-struct State {
+struct Holders {
     held: Vec<Held>,
     exclusive: usize,
     next: u64,
@@ -25,7 +25,7 @@ struct State {
 /// The ranges held in one file. Any number of shared holders may overlap; an exclusive holder
 /// overlaps with nobody.
 #[derive(Default)]
-pub(super) struct Ranges(Mutex<State>);
+pub(super) struct Ranges(Mutex<Holders>);
 
 /// A held range, and the file that it is in. It is released when dropped; operations in flight
 /// keep it.
