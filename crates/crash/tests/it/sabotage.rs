@@ -73,7 +73,7 @@ const FOUND: &[Found] = &[
     server(Sabotage::ForeignLog, "journal", "kills", 7, 2000),
     server(Sabotage::UnmarkedClone, "ordered", "reflinks", 7, 3000),
     server(Sabotage::NoEnd, "ordered", "devices", 7, 1500),
-    server(Sabotage::ForgottenCommit, "ordered", "drops", 7, 1500),
+    server(Sabotage::ForgottenCommit, "ordered", "drops", 7, 1000),
     server(Sabotage::NoNewLog, "journal", "kills", 207, 2000),
     server(Sabotage::SharedOldData, "journal", "reflinks", 222, 1000),
     server(Sabotage::HiddenLeftOut, "ordered", "commits", 220, 1000),
