@@ -3,7 +3,9 @@
 //! A command is a file under `commands/` with an `Args` and a `run`, and a line in
 //! [`commands::Command`].
 
+mod block_job;
 mod cache;
+mod chain_files;
 mod commands;
 mod descriptors;
 mod failure;
@@ -22,7 +24,7 @@ use tracing_subscriber::EnvFilter;
 
 /// A virtual-disk engine for qcow2 images with long snapshot chains
 #[derive(Parser)]
-#[command(name = "isobath", version, arg_required_else_help = true)]
+#[command(name = "isobath", version, arg_required_else_help = true, args_override_self = true)]
 #[command(
     after_help = "ISOBATH_LOG sets the log level on stderr (error, warn, info, debug, trace)."
 )]

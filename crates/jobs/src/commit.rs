@@ -28,6 +28,9 @@ pub struct CommitOptions {
     pub base: Option<FileId>,
     /// How the overlay's header names the base; `None`: by its path.
     pub backing_file: Option<String>,
+    /// The chain stays as it is: the base gets a copy of the active layer's data, and nothing more. Nobody may write
+    /// to the disk meanwhile. A base larger than the disk keeps its size and what it has there.
+    pub keep_chain: bool,
 }
 
 struct Commit<H: Host> {
@@ -63,8 +66,9 @@ pub fn commit<H: Host>(
 }
 
 impl<H: Host> Commit<H> {
-    fn is_active(&self) -> bool {
-        self.top == self.live.current().active_index()
+    /// Whether the base is to take the active layer's place.
+    fn follows(&self) -> bool {
+        self.top == self.live.current().active_index() && !self.options.keep_chain
     }
 
     async fn open(&self) -> Result<Follow<H>> {
@@ -74,7 +78,7 @@ impl<H: Host> Commit<H> {
         let surplus = disk.surplus(self.base.above(), self.top.above());
         let base = Arc::new(self.live.open_lower(self.base).await?);
         let from = async {
-            if self.is_active() {
+            if self.follows() {
                 let dirty = Arc::new(DirtyMap::new(disk.size(), 16));
                 return Ok(From::Live(Arc::clone(&self.live), dirty));
             }
@@ -104,7 +108,8 @@ impl<H: Host> Commit<H> {
                 Ordering::Less => base.resize(size, Preallocation::Off, false).await?,
                 Ordering::Equal => {}
                 // What the base has past the end of those above would come to light.
-                Ordering::Greater if self.is_active() => {
+                Ordering::Greater if self.options.keep_chain => {}
+                Ordering::Greater if self.follows() => {
                     base.resize(size, Preallocation::Off, true).await?;
                 }
                 Ordering::Greater => {
@@ -171,6 +176,11 @@ impl<H: Host> Task for Commit<H> {
         let live = Arc::clone(&self.live);
         let _graph = live.hold_graph().await;
         let Some(follow) = self.follow.take() else { return Ok(()) };
+        if self.options.keep_chain {
+            follow.to.flush().await?;
+            self.follow = Some(follow);
+            return self.leave().await;
+        }
         if let From::Still(_) = follow.from {
             return self.rebase(follow).await;
         }
@@ -184,6 +194,14 @@ impl<H: Host> Task for Commit<H> {
     async fn abandon(&mut self) -> Result<()> {
         let live = Arc::clone(&self.live);
         let _graph = live.hold_graph().await;
+        self.leave().await
+    }
+}
+
+impl<H: Host> Commit<H> {
+    /// Closes the base, which stays where it is in the chain. The caller holds the graph.
+    async fn leave(&mut self) -> Result<()> {
+        let live = &self.live;
         let Some(follow) = self.follow.take() else { return Ok(()) };
         follow.untrack();
         let layer = live.close_lower(self.base, &follow.to).await?;

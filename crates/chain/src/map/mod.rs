@@ -81,6 +81,19 @@ pub enum Source {
     Invalid(LayerIndex),
 }
 
+impl Source {
+    /// The layer that determines the bytes, if one does.
+    pub fn layer(&self) -> Option<LayerIndex> {
+        match *self {
+            Self::Absent => None,
+            Self::Zero(layer)
+            | Self::Data { layer, .. }
+            | Self::Compressed { layer, .. }
+            | Self::Invalid(layer) => Some(layer),
+        }
+    }
+}
+
 /// A slice of the map.
 pub struct Slice {
     units: Box<[AtomicU64; SLICE_UNITS]>,

@@ -2,6 +2,7 @@
 
 mod chain;
 mod check;
+mod commit;
 mod compare;
 mod completions;
 mod convert;
@@ -12,6 +13,7 @@ mod info;
 mod io;
 mod map;
 mod measure;
+mod rebase;
 mod resize;
 mod seal;
 mod serve;
@@ -50,6 +52,8 @@ commands! {
     Compare = compare;
     Convert = convert;
     Resize = resize;
+    Commit = commit;
+    Rebase = rebase;
     Index = index;
     Measure = measure;
     Completions = completions;

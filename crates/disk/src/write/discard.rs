@@ -1,12 +1,13 @@
 //! Discards.
 
+use super::Qcow2Writer;
 use crate::device::ZeroFlags;
 use crate::disk::Disk;
 use isobath_image::references::referenced;
 use isobath_image::sabotage::{self, Sabotage};
 use isobath_image::tables::References;
 use isobath_image::{DiskError, Result};
-use isobath_qcow2::{ClusterIndex, ClusterKind, Geometry, L2Entry};
+use isobath_qcow2::{ClusterIndex, Geometry, L2Entry};
 use isobath_storage::{Host, Storage};
 use std::ops::Range;
 
@@ -52,6 +53,37 @@ impl<H: Host> Disk<H> {
         Ok(())
     }
 
+    /// Releases everything that the image holds, so that its backing file shows everywhere (QEMU's `bdrv_make_empty`).
+    /// The disk must have been opened [without its backing file](isobath_image::options::OpenOptions::backing). After a
+    /// crash a part of the image is empty.
+    ///
+    /// # Errors
+    /// If the disk is read-only, was opened with its backing file, is not a qcow2 image, or has a raw external data
+    /// file; or if the storage fails.
+    pub async fn make_empty(&self) -> Result<()> {
+        let writer = self.writer()?;
+        let qcow2 = match writer.qcow2() {
+            Some(qcow2) if self.depth() == 1 && !qcow2.data_file_raw() => qcow2,
+            _ => return Err(self.unfit_layers("only a qcow2 overlay on its own can be emptied")),
+        };
+        let end = self.size();
+        let clusters = end.div_ceil(qcow2.geometry().cluster_size());
+        qcow2.note_write(0..end).await?;
+        let mut at = 0;
+        while at < clusters {
+            let next = clusters.min(at + CLUSTERS_AT_ONCE);
+            writer.commit_if_much(&self.readers).await?;
+            let _range = {
+                let size = qcow2.geometry().cluster_size();
+                writer.ranges.lock(at * size..next * size).await
+            };
+            let _pass = self.readers.gate.enter();
+            self.discard_entries(qcow2, at..next, L2Entry::unallocated()).await?;
+            at = next;
+        }
+        Ok(())
+    }
+
     /// Discards whole clusters; the last may reach past `end` if the disk ends there.
     async fn discard_clusters(&self, mut clusters: Range<u64>, end: u64) -> Result<()> {
         let writer = self.writer()?;
@@ -68,18 +100,24 @@ impl<H: Host> Disk<H> {
         if clusters.is_empty() {
             return Ok(());
         }
+        self.discard_entries(qcow2, clusters, discarded(&geometry, qcow2.alone())).await
+    }
+
+    /// Gives whole clusters this entry, and their space back, for a caller that holds the range and is inside the gate.
+    async fn discard_entries(
+        &self,
+        qcow2: &Qcow2Writer<H::File>,
+        clusters: Range<u64>,
+        new: L2Entry,
+    ) -> Result<()> {
+        let geometry = qcow2.geometry();
         let entries = qcow2.entries(clusters.clone()).await?;
         for (cluster, entry) in clusters.zip(entries) {
-            let kind =
-                entry.kind(&geometry).map_err(|error| qcow2.metadata.layer.format_error(error))?;
-            let new = discarded(&geometry, qcow2.alone());
-            let nothing_here = matches!(
-                kind,
-                ClusterKind::Unallocated | ClusterKind::Subclusters { offset: None, .. }
-            );
-            if new == entry || (qcow2.alone() && nothing_here) {
+            if entry == new {
                 continue;
             }
+            let kind =
+                entry.kind(&geometry).map_err(|error| qcow2.metadata.layer.format_error(error))?;
             qcow2.ensure_tables(cluster..cluster + 1).await?;
             let mut releases = referenced(&geometry, &kind);
             if sabotage::is(Sabotage::EarlyReuse) {

@@ -231,7 +231,7 @@ impl<H: Host + Clone> Monitor<H> {
                 self.run_job(job, work, drive, None, request);
             }
             "block-commit" => {
-                let commit = CommitOptions { top, base, backing_file };
+                let commit = CommitOptions { top, base, backing_file, keep_chain: false };
                 let (job, work) = isobath_jobs::commit(disk, commit, options).map_err(refused)?;
                 self.run_job(job, work, drive, None, request);
             }

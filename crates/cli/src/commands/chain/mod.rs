@@ -1,13 +1,15 @@
 //! `isobath chain`: tools for whole chains and for many of them.
 
 mod generate;
+mod merge;
 mod survey;
+mod users;
 
 use crate::failure::Outcome;
 use clap::Subcommand;
 use std::io::Write;
 
-/// Generate chains for tests and benchmarks, or survey existing ones
+/// Merge and remove layers of a chain, survey many chains, or generate one
 #[derive(clap::Args)]
 pub(crate) struct Args {
     #[command(subcommand)]
@@ -16,13 +18,19 @@ pub(crate) struct Args {
 
 #[derive(Subcommand)]
 enum Command {
-    Generate(generate::Args),
+    Flatten(merge::FlattenArgs),
+    Merge(merge::MergeArgs),
+    Delete(merge::DeleteArgs),
     Survey(survey::Args),
+    Generate(generate::Args),
 }
 
 pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     match &args.command {
-        Command::Generate(args) => generate::run(args, out),
+        Command::Flatten(args) => merge::flatten(args, out),
+        Command::Merge(args) => merge::merge(args, out),
+        Command::Delete(args) => merge::delete(args, out),
         Command::Survey(args) => survey::run(args, out),
+        Command::Generate(args) => generate::run(args, out),
     }
 }

@@ -1,0 +1,46 @@
+//! The images of a chain, by their names.
+
+use crate::failure::Failure;
+use crate::options::printable;
+use isobath_disk::{Layer, LayerIndex};
+use isobath_storage::Storage;
+use std::fs;
+use std::path::Path;
+use std::sync::Arc;
+
+/// The layer that `name` means: as the header of its overlay names it, relative to that overlay's directory, or as a
+/// path. `layers` go from the active one down.
+pub(crate) fn find<S: Storage>(layers: &[Arc<Layer<S>>], name: &str) -> Option<LayerIndex> {
+    let index = |place: usize| u16::try_from(layers.len() - 1 - place).ok().map(LayerIndex::new);
+    let named = |(overlay, layer): (&Arc<Layer<S>>, &Arc<Layer<S>>)| {
+        let stored = overlay.header().and_then(|header| header.backing_file);
+        let beside = overlay.name().parent().map(|directory| directory.join(name));
+        stored.as_deref() == Some(name)
+            || beside.is_some_and(|beside| same_file(&beside, layer.name()))
+    };
+    let stored = layers.iter().zip(layers.iter().skip(1)).position(named);
+    let given = || layers.iter().position(|layer| same_file(Path::new(name), layer.name()));
+    index(stored.map(|place| place + 1).or_else(given)?)
+}
+
+fn same_file(one: &Path, other: &Path) -> bool {
+    match (fs::canonicalize(one), fs::canonicalize(other)) {
+        (Ok(one), Ok(other)) => one == other,
+        _ => false,
+    }
+}
+
+/// As [`find`], for a layer that there must be.
+///
+/// # Errors
+/// QEMU's, if there is none.
+pub(crate) fn required<S: Storage>(
+    layers: &[Arc<Layer<S>>],
+    name: &str,
+    image: &Path,
+) -> Result<LayerIndex, Failure> {
+    find(layers, name).ok_or_else(|| {
+        let (name, image) = (printable(name), printable(&image.to_string_lossy()));
+        Failure::new(format_args!("Did not find '{name}' in the backing chain of '{image}'"))
+    })
+}

@@ -1,0 +1,164 @@
+//! `isobath chain merge`, `flatten` and `delete`: fewer layers, and every disk reads as before.
+
+use super::users;
+use crate::failure::{Failure, Outcome};
+use crate::options::printable;
+use crate::{block_job, chain_files, runtime, size};
+use isobath_disk::{Disk, LayerIndex, LiveDisk, OpenOptions};
+use isobath_jobs::StreamOptions;
+use isobath_ring::Signals;
+use isobath_storage::file::FileHost;
+use isobath_storage::{Locking, StorageExt};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+#[derive(clap::Args)]
+struct Shared {
+    /// Limit the copying to this many bytes per second
+    #[arg(short, value_name = "RATE", value_parser = size::parse)]
+    rate: Option<u64>,
+    /// Show progress
+    #[arg(short, long)]
+    progress: bool,
+    /// Print only errors
+    #[arg(short, long)]
+    quiet: bool,
+}
+
+/// Merge all backing files into an image
+///
+/// The image needs no backing file afterwards. The former ones are left as they are.
+#[derive(clap::Args)]
+pub(crate) struct FlattenArgs {
+    #[command(flatten)]
+    shared: Shared,
+    /// The image
+    image: PathBuf,
+}
+
+/// Merge consecutive layers into the uppermost of them
+///
+/// The images from FROM up to TO become one, in TO: it takes the data of the others, and FROM's backing file becomes
+/// its own. Every overlay of TO reads as before. The other images are left as they are; images that need them still
+/// work.
+#[derive(clap::Args)]
+pub(crate) struct MergeArgs {
+    #[command(flatten)]
+    shared: Shared,
+    /// The lowest image to merge, a backing file of TO
+    from: String,
+    /// The image that takes the data
+    to: PathBuf,
+}
+
+/// Remove one layer from a chain
+///
+/// What the layer holds and its overlay needs moves into the overlay, whose backing file becomes that of the layer.
+/// The layer's file is deleted, unless another image in the directories of the chain needs it.
+#[derive(clap::Args)]
+pub(crate) struct DeleteArgs {
+    #[command(flatten)]
+    shared: Shared,
+    /// Keep the layer's file
+    #[arg(long)]
+    keep: bool,
+    /// Another directory with images that may need the layer; can be repeated
+    #[arg(long, value_name = "DIR")]
+    search: Vec<PathBuf>,
+    /// The chain's active image, or any above the layer
+    image: PathBuf,
+    /// The layer to remove
+    layer: String,
+}
+
+pub(crate) fn flatten(args: &FlattenArgs, out: &mut dyn Write) -> Outcome {
+    runtime::block_on(async || Box::pin(merge_into(&args.image, None, &args.shared)).await)?;
+    say(&args.shared, out, "Image flattened.")
+}
+
+pub(crate) fn merge(args: &MergeArgs, out: &mut dyn Write) -> Outcome {
+    runtime::block_on(async || {
+        Box::pin(merge_into(&args.to, Some(&args.from), &args.shared)).await
+    })?;
+    say(&args.shared, out, "Images merged.")
+}
+
+pub(crate) fn delete(args: &DeleteArgs, out: &mut dyn Write) -> Outcome {
+    let removed = runtime::block_on(async || {
+        let look = OpenOptions::new().locking(Locking::Unlocked);
+        let disk = Disk::open(FileHost, &args.image, &look).await?;
+        let layers: Vec<_> = disk.layers().cloned().collect();
+        let place = chain_files::required(&layers, &args.layer, &args.image)?;
+        let (Ok(overlay), Ok(layer)) = (disk.layer(place.above()), disk.layer(place)) else {
+            return Err(Failure::new(format_args!(
+                "'{}' is the active image: no overlay could take its data; use 'isobath commit'",
+                printable(&args.layer)
+            )));
+        };
+        let (overlay, layer) = (overlay.name().to_owned(), layer.name().to_owned());
+        let mut directories: Vec<PathBuf> = args.search.clone();
+        for image in &layers {
+            directories.extend(image.name().parent().map(Path::to_owned));
+        }
+        drop(layers);
+        drop(disk);
+        let name = layer.to_string_lossy().into_owned();
+        Box::pin(merge_into(&overlay, Some(&name), &args.shared)).await?;
+        if args.keep {
+            return Ok(None);
+        }
+        let user = users::user_of(&layer, directories)?;
+        if user.is_none() {
+            std::fs::remove_file(&layer).map_err(|error| {
+                Failure::new(format_args!("cannot delete '{}': {error}", layer.display()))
+            })?;
+        }
+        Ok(Some((layer, user)))
+    })?;
+    match removed {
+        Some((layer, Some(user))) => {
+            let (layer, user) = (layer.display(), user.display());
+            say(&args.shared, out, &format!("Layer removed; '{layer}' stays: '{user}' needs it."))
+        }
+        _ => say(&args.shared, out, "Layer removed."),
+    }
+}
+
+fn say(args: &Shared, out: &mut dyn Write, what: &str) -> Outcome {
+    if !args.quiet {
+        writeln!(out, "{what}")?;
+    }
+    Ok(0)
+}
+
+/// Moves what the layers from `from` on hold into `image`, above them; without `from`, all of them.
+async fn merge_into(image: &Path, from: Option<&str>, args: &Shared) -> Result<(), Failure> {
+    let mut signals = Signals::new(&[libc::SIGINT, libc::SIGTERM])?;
+    let live = LiveDisk::open(FileHost, image, &OpenOptions::new().writable(true)).await?;
+    let layers = live.layers();
+    let base = match from {
+        None => None,
+        Some(from) => {
+            let from = chain_files::required(&layers, from, image)?;
+            let file = |index: LayerIndex| {
+                let place = layers.len() - 1 - usize::from(index.get());
+                layers.get(place).map(|layer| layer.storage().id())
+            };
+            if usize::from(from.get()) + 1 == layers.len() {
+                live.close().await?;
+                return Err(Failure::new("the images to merge are one and the same"));
+            }
+            from.get().checked_sub(1).and_then(|below| file(LayerIndex::new(below)))
+        }
+    };
+    if layers.len() > 1 {
+        let stream = StreamOptions { base, ..StreamOptions::default() };
+        let job = block_job::options("merge", args.rate.unwrap_or(0));
+        let started = isobath_jobs::stream(&live, stream, job);
+        let done = block_job::run(started, &mut signals, args.progress && !args.quiet).await;
+        live.close().await?;
+        return done;
+    }
+    live.close().await?;
+    Ok(())
+}

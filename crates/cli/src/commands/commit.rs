@@ -1,0 +1,87 @@
+//! `isobath commit`
+
+use crate::cache::CacheMode;
+use crate::failure::{Failure, Outcome};
+use crate::{block_job, chain_files, options, runtime, size};
+use isobath_disk::{Disk, ImageFormat, LayerIndex, LiveDisk, OpenOptions};
+use isobath_jobs::CommitOptions;
+use isobath_ring::Signals;
+use isobath_storage::StorageExt;
+use isobath_storage::file::FileHost;
+use std::io::Write;
+use std::path::PathBuf;
+
+/// Commit an image's data to its backing file
+///
+/// The backing file grows if it is smaller than the disk; a larger one keeps its size. Then the image is emptied. With
+/// a base further down, the data of all images above it is committed in one pass, and the image is left as it is: the
+/// images between are no longer valid.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// The image's format [default: detected]
+    #[arg(short, long, value_name = "FMT", value_parser = options::format)]
+    format: Option<ImageFormat>,
+    /// The image of the backing chain to commit to [default: the backing file]
+    #[arg(short, value_name = "BASE")]
+    base: Option<String>,
+    /// Do not empty the image
+    #[arg(short)]
+    drop: bool,
+    /// Cache mode for the images
+    #[arg(short = 't', value_name = "MODE", default_value = "writeback")]
+    cache: CacheMode,
+    /// Limit the copying to this many bytes per second
+    #[arg(short, value_name = "RATE", value_parser = size::parse)]
+    rate: Option<u64>,
+    /// Show progress
+    #[arg(short)]
+    progress: bool,
+    /// Print only errors
+    #[arg(short)]
+    quiet: bool,
+    /// The image
+    image: PathBuf,
+}
+
+pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
+    let options =
+        OpenOptions::new().writable(true).format(args.format).direct(args.cache.is_direct());
+    runtime::block_on(async || {
+        let mut signals = Signals::new(&[libc::SIGINT, libc::SIGTERM])?;
+        let live = LiveDisk::open(FileHost, &args.image, &options).await?;
+        let layers = live.layers();
+        let Some(below) = u16::try_from(layers.len()).ok().and_then(|depth| depth.checked_sub(2))
+        else {
+            return Err(Failure::new("Image does not have a backing file"));
+        };
+        let base = match &args.base {
+            Some(name) => chain_files::required(&layers, name, &args.image)?,
+            None => LayerIndex::new(below),
+        };
+        let chosen = layers.len() - 1 - usize::from(base.get());
+        let commit = CommitOptions {
+            base: layers.get(chosen).map(|layer| layer.storage().id()),
+            keep_chain: true,
+            ..CommitOptions::default()
+        };
+        let job = block_job::options("commit", args.rate.unwrap_or(0));
+        let started = isobath_jobs::commit(&live, commit, job);
+        let run = block_job::run(started, &mut signals, args.progress && !args.quiet);
+        let done = Box::pin(run).await;
+        live.close().await?;
+        done?;
+        // They hold the images' locks.
+        drop((live, layers));
+        if args.base.is_none() && !args.drop {
+            let alone = options.clone().backing(false).format(ImageFormat::Qcow2);
+            let image = Disk::open(FileHost, &args.image, &alone).await?;
+            image.make_empty().await?;
+            image.close().await?;
+        }
+        Ok(())
+    })?;
+    if !args.quiet {
+        writeln!(out, "Image committed.")?;
+    }
+    Ok(0)
+}
