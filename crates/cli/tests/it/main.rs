@@ -12,6 +12,7 @@ mod ctl;
 mod damage;
 mod deep_chains;
 mod disks_agree_with_qemu;
+mod fewer_layers;
 mod frontends;
 mod hostile_images;
 mod index_survives_qemu;
