@@ -7,9 +7,9 @@ use isobath_image::layer::ImageFormat;
 use isobath_image::name::plain_file_name;
 use isobath_image::options::OpenOptions;
 use isobath_image::probe::format_of;
+use isobath_image::snapshots::read_snapshots;
 use isobath_image::{DiskError, Result};
 use isobath_qcow2::header::ParseMode;
-use isobath_qcow2::snapshot::check_length;
 use isobath_qcow2::{
     AutoclearFeatures, Bitmap, BitmapFlags, CompatibleFeatures, CompressionType, Header,
     IncompatibleFeatures, Snapshot,
@@ -17,9 +17,6 @@ use isobath_qcow2::{
 use isobath_storage::{FileId, Host, IoBuf, Locking, OpenMode, Storage, StorageExt};
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
-
-/// Bytes of the snapshot table read at once; more than any entry takes.
-const SNAPSHOT_WINDOW: u64 = 1 << 20;
 
 /// Options of [`info`].
 #[derive(Clone, Copy, Debug, Default)]
@@ -188,6 +185,7 @@ async fn look<H: Host>(
     let bytes = file.read_at(0, IoBuf::zeroed(head)).await?;
     let header = Header::parse_for(&bytes, ParseMode::Check).map_err(error)?;
     let geometry = header.geometry().map_err(error)?;
+    header.validate(ParseMode::Open).map_err(error)?;
     let snapshots = read_snapshots(&file, name, &header, length).await?;
     let bitmaps = read_bitmaps(&file, name, &header, length).await?;
     let has = |feature| header.incompatible.contains(feature);
@@ -222,33 +220,6 @@ async fn look<H: Host>(
 fn full_name<H: Host>(host: &H, name: &Path, backing: &str) -> PathBuf {
     let first = backing.split('/').next().unwrap_or_default();
     if first.contains(':') { PathBuf::from(backing) } else { host.resolve(name, backing) }
-}
-
-async fn read_snapshots<S: Storage>(
-    file: &S,
-    name: &Path,
-    header: &Header,
-    length: u64,
-) -> Result<Vec<Snapshot>> {
-    let error = |source| DiskError::Format { image: name.to_owned(), source };
-    header.validate(ParseMode::Open).map_err(error)?;
-    let mut snapshots = Vec::new();
-    let mut at = header.snapshots_offset.get();
-    let (mut window, mut start) = (IoBuf::empty(), at);
-    for _ in 0..header.nb_snapshots {
-        let rest = window.get((at - start) as usize..).unwrap_or_default();
-        let more = start.saturating_add(window.len() as u64) < length;
-        if more && (rest.len() as u64) < SNAPSHOT_WINDOW / 2 {
-            let there = SNAPSHOT_WINDOW.min(length.saturating_sub(at));
-            (window, start) = (file.read_at(at, IoBuf::zeroed(there as usize)).await?, at);
-        }
-        let rest = window.get((at - start) as usize..).unwrap_or_default();
-        let (snapshot, used) = Snapshot::parse(rest).map_err(error)?;
-        snapshots.push(snapshot);
-        at += used as u64;
-        check_length((at - header.snapshots_offset.get()) as usize).map_err(error)?;
-    }
-    Ok(snapshots)
 }
 
 async fn read_bitmaps<S: Storage>(

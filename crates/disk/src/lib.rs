@@ -63,6 +63,7 @@ pub use isobath_image::offline::check;
 pub use isobath_image::options::{OpenOptions, Trust};
 #[doc(hidden)]
 pub use isobath_image::sabotage;
+pub use isobath_image::snapshots::{apply_snapshot, create_snapshot, delete_snapshot};
 pub use live::{IoFailure, IoStats, LiveDisk, Overlay, RequestStats};
 pub use measure::{Measure, measure};
 pub use rebase::Rebase;

@@ -37,6 +37,7 @@ pub mod references;
 pub mod replayed;
 pub mod restart_log;
 pub mod sabotage;
+pub mod snapshots;
 pub mod tables;
 pub mod writer;
 

@@ -1,32 +1,82 @@
 //! `isobath snapshot`
 
 use super::info;
-use crate::failure::Outcome;
-use crate::options;
-use isobath_disk::ImageFormat;
+use crate::failure::{Failure, Outcome};
+use crate::options::printable;
+use crate::{options, runtime};
+use isobath_disk::{
+    DiskError, ImageFormat, OpenOptions, apply_snapshot, create_snapshot, delete_snapshot,
+};
+use isobath_storage::file::FileHost;
 use std::io::Write;
 use std::path::PathBuf;
+use std::time::{SystemTime, UNIX_EPOCH};
 
-/// List an image's internal snapshots
+/// List, take, apply and delete internal snapshots
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// List the snapshots (the default)
     #[arg(short)]
     list: bool,
+    /// Take a snapshot of the disk
+    #[arg(short, value_name = "NAME")]
+    create: Option<String>,
+    /// Make the disk what it was when the snapshot was taken
+    #[arg(short, value_name = "SNAPSHOT")]
+    apply: Option<String>,
+    /// Delete a snapshot
+    #[arg(short, value_name = "NAME")]
+    delete: Option<String>,
     /// The image's format [default: detected]
     #[arg(short, long, value_name = "FMT", value_parser = options::format)]
     format: Option<ImageFormat>,
-    /// Take no lock on the image and ignore other programs' locks
+    /// Take no lock on the image and ignore other programs' locks; only with -l
     #[arg(short = 'U', long)]
     force_share: bool,
+    /// Print only errors
+    #[arg(short, long)]
+    quiet: bool,
     /// The image
     image: PathBuf,
 }
 
 pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
-    let locking = options::locking(args.force_share);
-    for image in info::read(&args.image, args.format, locking, false)? {
-        info::snapshot_list(out, &image.snapshots)?;
+    let changes = [&args.create, &args.apply, &args.delete];
+    let wanted = changes.iter().filter(|change| change.is_some()).count() + usize::from(args.list);
+    if wanted > 1 {
+        return Err(Failure::new("Cannot mix '-l', '-a', '-c', '-d'"));
     }
+    if changes.iter().all(|change| change.is_none()) {
+        let locking = options::locking(args.force_share);
+        for image in info::read(&args.image, args.format, locking, false)? {
+            info::snapshot_list(out, &image.snapshots)?;
+        }
+        return Ok(0);
+    }
+    if args.force_share {
+        return Err(Failure::new("--force-share cannot be combined with a change of the image"));
+    }
+    let options = OpenOptions::new().format(args.format);
+    let (host, image) = (&FileHost, &args.image);
+    runtime::block_on(async || {
+        if let Some(name) = &args.create {
+            let taken = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+            let created = Box::pin(create_snapshot(host, image, &options, name, taken)).await;
+            return created.map_err(|error| failed("create", name, &error));
+        }
+        if let Some(name) = &args.apply {
+            let applied = Box::pin(apply_snapshot(host, image, &options, name)).await;
+            return applied.map_err(|error| failed("apply", name, &error));
+        }
+        if let Some(name) = &args.delete {
+            let deleted = Box::pin(delete_snapshot(host, image, &options, name)).await;
+            return deleted.map_err(|error| failed("delete", name, &error));
+        }
+        Ok(())
+    })?;
     Ok(0)
+}
+
+fn failed(what: &str, snapshot: &str, error: &DiskError) -> Failure {
+    Failure::new(format_args!("Could not {what} snapshot '{}': {error}", printable(snapshot)))
 }

@@ -10,11 +10,12 @@ use futures_util::future::try_join_all;
 use isobath_qcow2::{HostOffset, L2Entry};
 use isobath_storage::Storage;
 
-/// Compares the flags with the refcounts in the file, and corrects them where `repair` allows.
-pub(super) async fn check<S: Storage>(
+/// Compares the flags with the refcounts in the file, and corrects them where `repair` allows. The refcounts come with
+/// the survey that they were compared with.
+pub(crate) async fn check<S: Storage>(
     image: &Image<S>,
     survey: &Survey,
-    refcounts: &Refcounts,
+    refcounts: (&Refcounts, &Survey),
     repair: Repair,
     log: &mut Log<'_>,
 ) -> Result<()> {
@@ -46,11 +47,11 @@ pub(super) async fn check<S: Storage>(
     for batch in tables.chunks(tables_at_once(image)) {
         let contents = try_join_all(batch.iter().map(|(at, _)| image.read(*at, size))).await?;
         for ((table, _), bytes) in batch.iter().zip(contents) {
-            let wrong = wrong_entries(image, survey, refcounts, &bytes);
+            let wrong = wrong_entries(image, refcounts, &bytes);
             let mend = repair && survey.may_write_table(image, *table);
             let word = if mend { "Repairing" } else { "ERROR" };
             for (_, entry, refcount) in &wrong {
-                log.corruption(&format!(
+                log.corruption(format_args!(
                     "{word} OFLAG_COPIED data cluster: l2_entry={:x} refcount={refcount}",
                     entry.descriptor
                 ));
@@ -71,21 +72,25 @@ pub(super) async fn check<S: Storage>(
     Ok(())
 }
 
+fn refcount_of((refcounts, compared): (&Refcounts, &Survey), cluster: u64) -> u64 {
+    refcounts.get(compared, cluster)
+}
+
 /// Reports the entries of the active L1 table whose flag is wrong, with what it should be.
 fn check_l1<S: Storage>(
     image: &Image<S>,
     survey: &Survey,
-    refcounts: &Refcounts,
+    refcounts: (&Refcounts, &Survey),
     word: &str,
     log: &mut Log<'_>,
 ) -> Vec<(usize, bool)> {
     let mut wrong = Vec::new();
     for (index, entry) in survey.l1.iter().enumerate() {
         let Ok(Some(offset)) = entry.offset(&image.geometry) else { continue };
-        let refcount = refcounts.get(survey, image.geometry.host_cluster_of(offset).get());
+        let refcount = refcount_of(refcounts, image.geometry.host_cluster_of(offset).get());
         if (refcount == 1) != entry.is_copied() {
             wrong.push((index, refcount == 1));
-            log.corruption(&format!(
+            log.corruption(format_args!(
                 "{word} OFLAG_COPIED L2 cluster: l1_index={index} l1_entry={:x} \
                  refcount={refcount}",
                 entry.raw()
@@ -98,8 +103,7 @@ fn check_l1<S: Storage>(
 /// The entries of an L2 table whose flag is wrong, with their cluster's refcount.
 fn wrong_entries<S: Storage>(
     image: &Image<S>,
-    survey: &Survey,
-    refcounts: &Refcounts,
+    refcounts: (&Refcounts, &Survey),
     table: &[u8],
 ) -> Vec<(usize, L2Entry, u64)> {
     let geometry = &image.geometry;
@@ -116,7 +120,7 @@ fn wrong_entries<S: Storage>(
             1
         } else {
             let cluster = geometry.host_cluster_of(HostOffset::new(offset.get()));
-            refcounts.get(survey, cluster.get())
+            refcount_of(refcounts, cluster.get())
         };
         if (refcount == 1) != entry.is_copied() {
             wrong.push((index, entry, refcount));

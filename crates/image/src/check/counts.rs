@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 /// Clusters in a page.
-pub(super) const PAGE: u64 = 256;
+pub(crate) const PAGE: u64 = 256;
 
 /// Stands for a number kept in `wide`.
 const WIDE: u16 = u16::MAX;
@@ -12,13 +12,13 @@ const WIDE: u16 = u16::MAX;
 /// are referred to at all, and next to nothing elsewhere: what a hostile image costs is in proportion
 /// to its bytes, not to the offsets that it claims.
 #[derive(Default)]
-pub(super) struct Counts {
+pub(crate) struct Counts {
     pages: Vec<Option<Box<[u16; PAGE as usize]>>>,
     wide: HashMap<u64, u64>,
 }
 
 impl Counts {
-    pub(super) fn get(&self, cluster: u64) -> u64 {
+    pub(crate) fn get(&self, cluster: u64) -> u64 {
         let page = self.pages.get((cluster / PAGE) as usize).and_then(Option::as_ref);
         match page.map_or(0, |page| page[(cluster % PAGE) as usize]) {
             WIDE => self.wide.get(&cluster).copied().unwrap_or(0),
@@ -26,7 +26,7 @@ impl Counts {
         }
     }
 
-    pub(super) fn set(&mut self, cluster: u64, value: u64) {
+    pub(crate) fn set(&mut self, cluster: u64, value: u64) {
         let index = (cluster / PAGE) as usize;
         if index >= self.pages.len() {
             self.pages.resize_with(index + 1, || None);
@@ -46,17 +46,17 @@ impl Counts {
     }
 
     /// Whether any cluster of the page that holds `cluster` was ever set.
-    pub(super) fn has_page(&self, cluster: u64) -> bool {
+    pub(crate) fn has_page(&self, cluster: u64) -> bool {
         self.pages.get((cluster / PAGE) as usize).is_some_and(Option::is_some)
     }
 
     /// One past the last cluster whose page was ever set.
-    pub(super) fn end(&self) -> u64 {
+    pub(crate) fn end(&self) -> u64 {
         self.pages.len() as u64 * PAGE
     }
 
     /// The clusters with a number above 0, in order.
-    pub(super) fn nonzero(&self) -> impl Iterator<Item = u64> + '_ {
+    pub(crate) fn nonzero(&self) -> impl Iterator<Item = u64> + '_ {
         let pages = self.pages.iter().enumerate().filter_map(|(n, page)| Some((n, page.as_ref()?)));
         pages.flat_map(|(n, page)| {
             let first = n as u64 * PAGE;
@@ -65,7 +65,7 @@ impl Counts {
     }
 
     /// The last cluster with a number above 0.
-    pub(super) fn highest(&self) -> Option<u64> {
+    pub(crate) fn highest(&self) -> Option<u64> {
         let pages = self.pages.iter().enumerate().rev();
         pages.filter_map(|(n, page)| Some((n, page.as_ref()?))).find_map(|(n, page)| {
             let within = page.iter().rposition(|value| *value > 0)?;

@@ -12,16 +12,16 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// Most host clusters that are counted (QEMU's limit).
-pub(super) const MAX_CLUSTERS: u64 = i32::MAX as u64;
+pub(crate) const MAX_CLUSTERS: u64 = i32::MAX as u64;
 
 /// An image whose header can be used.
-pub(super) struct Image<S> {
-    pub(super) storage: Arc<S>,
-    pub(super) name: PathBuf,
-    pub(super) header: Header,
-    pub(super) geometry: Geometry,
+pub(crate) struct Image<S> {
+    pub(crate) storage: Arc<S>,
+    pub(crate) name: PathBuf,
+    pub(crate) header: Header,
+    pub(crate) geometry: Geometry,
     /// The file's length in bytes.
-    pub(super) length: u64,
+    pub(crate) length: u64,
     /// What a journal that is in use puts over what is read.
     view: Option<Replayed>,
 }
@@ -29,7 +29,7 @@ pub(super) struct Image<S> {
 impl<S: Storage> Image<S> {
     /// Opens the image; what a crash has left of it is [recovered](recover) first. What only a restart log has was
     /// brought in before.
-    pub(super) async fn open(
+    pub(crate) async fn open(
         storage: &Arc<S>,
         name: &Path,
         format: Option<ImageFormat>,
@@ -76,16 +76,16 @@ impl<S: Storage> Image<S> {
     }
 
     /// The file's clusters, with the last if it is cut short.
-    pub(super) fn clusters(&self) -> u64 {
+    pub(crate) fn clusters(&self) -> u64 {
         self.geometry.clusters_for(self.length)
     }
 
-    pub(super) fn refused(&self, reason: String) -> DiskError {
+    pub(crate) fn refused(&self, reason: String) -> DiskError {
         DiskError::Refused { image: self.name.clone(), reason }
     }
 
     /// Reads bytes; what lies past the end of the file reads as zeroes.
-    pub(super) async fn read(&self, offset: u64, length: usize) -> Result<IoBuf> {
+    pub(crate) async fn read(&self, offset: u64, length: usize) -> Result<IoBuf> {
         let mut bytes = self.storage.read_at(offset, IoBuf::zeroed(length)).await?;
         if let Some(view) = &self.view {
             view.put_over(offset, &mut bytes);
@@ -94,22 +94,46 @@ impl<S: Storage> Image<S> {
     }
 
     /// Reads at most `length` bytes: what the file has of them.
-    pub(super) async fn read_existing(&self, offset: u64, length: u64) -> Result<IoBuf> {
+    pub(crate) async fn read_existing(&self, offset: u64, length: u64) -> Result<IoBuf> {
         let there = self.length.saturating_sub(offset).min(length);
         self.read(offset, there as usize).await
     }
 
-    pub(super) async fn write(&self, offset: u64, bytes: &[u8]) -> Result<()> {
+    pub(crate) async fn write(&self, offset: u64, bytes: &[u8]) -> Result<()> {
         self.storage.write_at(offset, IoBuf::copy_of(bytes)).await?;
         Ok(())
     }
 
-    pub(super) async fn flush(&self) -> Result<()> {
+    pub(crate) async fn flush(&self) -> Result<()> {
         Ok(self.storage.flush().await?)
     }
 
+    /// The same file, open for writing, as an image with another header.
+    pub(crate) fn with_header(&self, header: Header) -> Self {
+        Self {
+            storage: Arc::clone(&self.storage),
+            name: self.name.clone(),
+            header,
+            geometry: self.geometry,
+            length: self.length,
+            // Only what is opened to be viewed has one.
+            view: None,
+        }
+    }
+
+    /// Sets a bit of the incompatible features, durably, where the version has any.
+    pub(crate) async fn set_incompatible(&mut self, bit: IncompatibleFeatures) -> Result<()> {
+        let bits = self.header.incompatible.with(bit);
+        if self.header.version >= 3 && bits != self.header.incompatible {
+            self.write(field::INCOMPATIBLE_FEATURES as u64, &bits.bits().to_be_bytes()).await?;
+            self.flush().await?;
+            self.header.incompatible = bits;
+        }
+        Ok(())
+    }
+
     /// Clears bits of the incompatible features, durably, after what was written before.
-    pub(super) async fn clear_incompatible(&mut self, bits: IncompatibleFeatures) -> Result<()> {
+    pub(crate) async fn clear_incompatible(&mut self, bits: IncompatibleFeatures) -> Result<()> {
         let kept = self.header.incompatible.without(bits);
         if kept != self.header.incompatible {
             self.flush().await?;
@@ -121,7 +145,7 @@ impl<S: Storage> Image<S> {
     }
 
     /// Says that what unknown autoclear features describe may no longer be true.
-    pub(super) async fn clear_unknown_autoclear(&mut self) -> Result<()> {
+    pub(crate) async fn clear_unknown_autoclear(&mut self) -> Result<()> {
         let unknown = self.header.autoclear.unknown();
         if !unknown.is_empty() {
             let kept: AutoclearFeatures = self.header.autoclear.without(unknown);

@@ -1,36 +1,46 @@
 //! Where findings go.
 
 use super::{CheckEvent, CheckReport};
+use std::fmt::Display;
 
 /// The report in the making, and who is told meanwhile.
-pub(super) struct Log<'a> {
-    events: &'a mut dyn FnMut(CheckEvent<'_>),
-    pub(super) report: CheckReport,
+pub(crate) struct Log<'a> {
+    events: Option<&'a mut dyn FnMut(CheckEvent<'_>)>,
+    pub(crate) report: CheckReport,
 }
 
 impl<'a> Log<'a> {
-    pub(super) fn new(events: &'a mut dyn FnMut(CheckEvent<'_>)) -> Self {
-        Self { events, report: CheckReport::default() }
+    pub(crate) fn new(events: &'a mut dyn FnMut(CheckEvent<'_>)) -> Self {
+        Self { events: Some(events), report: CheckReport::default() }
+    }
+
+    /// Counts, and tells nobody.
+    pub(crate) fn quiet() -> Self {
+        Self { events: None, report: CheckReport::default() }
     }
 
     /// Tells a line, and counts nothing.
-    pub(super) fn say(&mut self, text: &str) {
-        (self.events)(CheckEvent::Finding(text));
+    pub(crate) fn say(&mut self, text: impl Display) {
+        if let Some(events) = &mut self.events {
+            events(CheckEvent::Finding(&text.to_string()));
+        }
     }
 
     /// An error in the image.
-    pub(super) fn corruption(&mut self, text: &str) {
+    pub(crate) fn corruption(&mut self, text: impl Display) {
         self.report.corruptions += 1;
         self.say(text);
     }
 
     /// Something that could not be examined.
-    pub(super) fn check_error(&mut self, text: &str) {
+    pub(crate) fn check_error(&mut self, text: impl Display) {
         self.report.check_errors += 1;
         self.say(text);
     }
 
-    pub(super) fn progress(&mut self, done: u64, total: u64) {
-        (self.events)(CheckEvent::Progress { done, total });
+    pub(crate) fn progress(&mut self, done: u64, total: u64) {
+        if let Some(events) = &mut self.events {
+            events(CheckEvent::Progress { done, total });
+        }
     }
 }

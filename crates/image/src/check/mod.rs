@@ -17,15 +17,15 @@
 //! - Entries are mended only where that changes nothing that a guest could read before, and where there
 //!   is one way to mend them.
 
-mod copied;
+pub(crate) mod copied;
 mod counts;
 mod entry;
-mod image;
-mod log;
+pub(crate) mod image;
+pub(crate) mod log;
 mod own;
 mod rebuild;
-mod refcounts;
-mod survey;
+pub(crate) mod refcounts;
+pub(crate) mod survey;
 
 use crate::layer::ImageFormat;
 use crate::recovery::Purpose;
@@ -174,8 +174,7 @@ async fn check_image<S: Storage>(
         let fixed = survey.apply_fixes(image).await?;
         if fixed > 0 {
             // The counts have changed, and what remains is to be told from what was there.
-            let mut quiet = |_: CheckEvent<'_>| {};
-            let mut again = Log::new(&mut quiet);
+            let mut again = Log::quiet();
             again.report.total_clusters = log.report.total_clusters;
             let Some(second) = Survey::take(image, &mut again).await? else {
                 return Ok(log.report);
@@ -186,7 +185,7 @@ async fn check_image<S: Storage>(
         }
     }
     let refcounts = refcounts::check(image, &mut survey, repair, log).await?;
-    copied::check(image, &survey, &refcounts, repair, log).await?;
+    copied::check(image, &survey, (&refcounts, &survey), repair, log).await?;
     log.report.image_end_offset = refcounts.end_offset(image);
     if repair != Repair::None && log.report.corruptions == 0 && log.report.check_errors == 0 {
         image

@@ -10,24 +10,25 @@ use futures_util::future::try_join_all;
 use isobath_qcow2::RefcountTableEntry;
 use isobath_storage::Storage;
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 /// Clusters past the end of the file, besides as many as the file has, whose refcounts a repair sees.
 const PAST_END: u64 = 1 << 16;
 
 /// Where an image's refcounts are.
 #[derive(Default)]
-pub(super) struct Structure {
+pub(crate) struct Structure {
     /// Refcount blocks that can be used: their offset by their place in the refcount table.
     blocks: BTreeMap<u64, u64>,
     /// The ranges of the file that the structure takes, offset and length, as they were counted.
-    pub(super) ranges: Vec<(u64, u64)>,
+    pub(crate) ranges: Vec<(u64, u64)>,
     /// Errors that only a new structure mends.
     broken: u64,
 }
 
 impl Structure {
     /// Reads the refcount table, and counts its references and those to it.
-    pub(super) async fn load<S: Storage>(
+    pub(crate) async fn load<S: Storage>(
         image: &Image<S>,
         survey: &mut Survey,
         log: &mut Log<'_>,
@@ -50,26 +51,26 @@ impl Structure {
                 continue;
             }
             if entry.reserved_bits() != 0 || entry.raw() >> 56 != 0 {
-                log.corruption(&format!(
+                log.corruption(format_args!(
                     "ERROR refcount table entry {index} has reserved bits set"
                 ));
                 continue;
             }
             let Ok(Some(offset)) = entry.offset(geometry) else {
-                log.corruption(&format!(
+                log.corruption(format_args!(
                     "ERROR refcount block {index} is not cluster aligned; refcount table entry \
                      corrupted"
                 ));
                 continue;
             };
             if geometry.host_cluster_of(offset).get() >= image.clusters() {
-                log.corruption(&format!("ERROR refcount block {index} is outside image"));
+                log.corruption(format_args!("ERROR refcount block {index} is outside image"));
                 continue;
             }
             structure.refer(image, survey, offset.get(), cluster_size, log);
             let count = survey.counts.get(geometry.host_cluster_of(offset).get());
             if count != 1 {
-                log.corruption(&format!("ERROR refcount block {index} refcount={count}"));
+                log.corruption(format_args!("ERROR refcount block {index} refcount={count}"));
                 continue;
             }
             structure.blocks.insert(index as u64, offset.get());
@@ -99,7 +100,7 @@ impl Structure {
 }
 
 /// The refcounts in the file, as far as they differ from the references counted.
-pub(super) struct Refcounts {
+pub(crate) struct Refcounts {
     /// Refcounts in the file, in pages of clusters where any differs.
     different: Counts,
     /// The last cluster with a refcount or a reference.
@@ -108,7 +109,7 @@ pub(super) struct Refcounts {
 
 impl Refcounts {
     /// The refcount in the file.
-    pub(super) fn get(&self, survey: &Survey, cluster: u64) -> u64 {
+    pub(crate) fn get(&self, survey: &Survey, cluster: u64) -> u64 {
         if self.different.has_page(cluster) {
             self.different.get(cluster)
         } else {
@@ -117,13 +118,13 @@ impl Refcounts {
     }
 
     /// One past the last cluster in use, in bytes.
-    pub(super) fn end_offset<S: Storage>(&self, image: &Image<S>) -> u64 {
+    pub(crate) fn end_offset<S: Storage>(&self, image: &Image<S>) -> u64 {
         self.highest.map_or(0, |last| (last + 1) << image.geometry.cluster_bits())
     }
 }
 
 /// Compares, and repairs as far as `repair` allows.
-pub(super) async fn check<S: Storage>(
+pub(crate) async fn check<S: Storage>(
     image: &mut Image<S>,
     survey: &mut Survey,
     repair: Repair,
@@ -167,6 +168,38 @@ pub(super) async fn check<S: Storage>(
         }
     }
     Ok(refcounts)
+}
+
+/// Compares, for an image that is about to have these references.
+pub(crate) async fn compare<S: Storage>(image: &Image<S>, survey: &Survey) -> Result<Refcounts> {
+    let compared = Comparison::run(image, survey, Repair::Leaks, &mut Log::quiet()).await?;
+    if compared.without_block {
+        return Err(
+            image.refused("its refcount structure has gaps; run 'isobath check -r all'".into())
+        );
+    }
+    Ok(compared.refcounts)
+}
+
+/// Raises the refcounts that are too low, durably. Returns whether there were any.
+pub(crate) async fn raise<S: Storage>(
+    image: &Image<S>,
+    survey: &Survey,
+    refcounts: &mut Refcounts,
+) -> Result<bool> {
+    let allowed = Allowed { raise: true, lower: false };
+    let mended = mend(image, survey, refcounts, allowed, &mut Log::quiet()).await?;
+    Ok(mended.count > 0)
+}
+
+/// Lowers the refcounts that are too high, durably.
+pub(crate) async fn lower<S: Storage>(
+    image: &Image<S>,
+    survey: &Survey,
+    refcounts: &mut Refcounts,
+) -> Result<Mended> {
+    let allowed = Allowed { raise: false, lower: true };
+    mend(image, survey, refcounts, allowed, &mut Log::quiet()).await
 }
 
 struct Comparison {
@@ -224,7 +257,7 @@ impl Comparison {
                         result.refcounts.highest = Some(cluster);
                     }
                     if stored >= counted && survey.own.is_disputed(cluster) {
-                        log.corruption(&format!(
+                        log.corruption(format_args!(
                             "ERROR cluster {cluster} holds one of the image's tables, and something \
                              else refers to it"
                         ));
@@ -264,7 +297,7 @@ impl Comparison {
             self.too_high += 1;
             "Leaked"
         };
-        log.say(&format!("{word} cluster {cluster} refcount={stored} reference={counted}"));
+        log.say(format_args!("{word} cluster {cluster} refcount={stored} reference={counted}"));
     }
 }
 
@@ -288,6 +321,17 @@ struct Allowed {
     lower: bool,
 }
 
+/// What was done to refcounts.
+#[derive(Default)]
+pub(crate) struct Mended {
+    /// Refcounts that were changed.
+    count: u64,
+    /// Some of them are 1 now.
+    pub(crate) ones: bool,
+    /// The clusters that are free now.
+    pub(crate) freed: Vec<Range<u64>>,
+}
+
 /// Writes the right refcounts into the blocks that there are, durably.
 async fn mend<S: Storage>(
     image: &Image<S>,
@@ -295,7 +339,8 @@ async fn mend<S: Storage>(
     refcounts: &mut Refcounts,
     allowed: Allowed,
     log: &mut Log<'_>,
-) -> Result<()> {
+) -> Result<Mended> {
+    let mut mended = Mended::default();
     let entries = image.geometry.refcount_block_entries();
     let order = image.geometry.refcount_order();
     let size = image.geometry.cluster_size() as usize;
@@ -318,16 +363,25 @@ async fn mend<S: Storage>(
         }
         let mut block = image.read(at, size).await?.to_vec();
         for (cluster, stored, counted) in wrong {
-            log.say(&format!("Repairing cluster {cluster} refcount={stored} reference={counted}"));
+            log.say(format_args!(
+                "Repairing cluster {cluster} refcount={stored} reference={counted}"
+            ));
             order
                 .write(&mut block, (cluster - first) as usize, counted)
                 .map_err(|error| image.refused(error.to_string()))?;
             refcounts.different.set(cluster, counted);
+            mended.count += 1;
+            mended.ones |= counted == 1;
+            match mended.freed.last_mut() {
+                _ if counted > 0 => {}
+                Some(run) if run.end == cluster => run.end += 1,
+                _ => mended.freed.push(cluster..cluster + 1),
+            }
             if stored < counted {
-                log.report.corruptions -= 1;
+                log.report.corruptions = log.report.corruptions.saturating_sub(1);
                 log.report.corruptions_fixed += 1;
             } else {
-                log.report.leaks -= 1;
+                log.report.leaks = log.report.leaks.saturating_sub(1);
                 log.report.leaks_fixed += 1;
             }
         }
@@ -337,5 +391,5 @@ async fn mend<S: Storage>(
     if log.report.leaks == 0 && log.report.corruptions == 0 {
         refcounts.highest = survey.counts.highest();
     }
-    Ok(())
+    Ok(mended)
 }

@@ -21,22 +21,22 @@ use std::ops::RangeInclusive;
 /// Bytes of tables read at once.
 const READ_AT_ONCE: u64 = 4 << 20;
 /// Bytes written at once into a table: what changes, with its neighbours.
-pub(super) const PIECE: usize = 4096;
+pub(crate) const PIECE: usize = 4096;
 
 /// How often an L2 table is referred to.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct TableUse {
+pub(crate) struct TableUse {
     /// From the active L1 table.
-    pub(super) active: u64,
+    pub(crate) active: u64,
     /// From all L1 tables.
-    pub(super) total: u64,
+    pub(crate) total: u64,
     /// The first entry of an L1 table that refers to it.
     l1_index: u64,
 }
 
 /// A new value for an L2 entry.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Fix {
+pub(crate) struct Fix {
     /// Where its table starts.
     table: u64,
     index: usize,
@@ -46,16 +46,16 @@ pub(super) struct Fix {
 }
 
 /// The references that an image's structures make.
-pub(super) struct Survey {
+pub(crate) struct Survey {
     /// All of them, also where there are more than a refcount can hold.
-    pub(super) counts: Counts,
+    pub(crate) counts: Counts,
     /// The most that a refcount can hold.
     most: u64,
-    pub(super) own: Own,
+    pub(crate) own: Own,
     /// The active L1 table.
-    pub(super) l1: Vec<L1Entry>,
+    pub(crate) l1: Vec<L1Entry>,
     /// The L2 tables by their offset.
-    pub(super) tables: BTreeMap<u64, TableUse>,
+    pub(crate) tables: BTreeMap<u64, TableUse>,
     fixes: Vec<Fix>,
     /// New values for entries of the active L1 table, each of which mends one error.
     l1_fixes: Vec<(usize, L1Entry)>,
@@ -64,11 +64,11 @@ pub(super) struct Survey {
     /// The same of the active L1 table.
     l1_doubtful: bool,
     /// The active L1 table is certain to be one, and nothing else.
-    pub(super) l1_certain: bool,
+    pub(crate) l1_certain: bool,
     /// The refcount table and its blocks, which `counts` includes.
-    pub(super) structure: Structure,
+    pub(crate) structure: Structure,
     /// Something leads nowhere: clusters that seem unused may not be.
-    pub(super) lost: bool,
+    pub(crate) lost: bool,
     /// Guest clusters counted from the active L1 table.
     allocated: u64,
     fragmented: u64,
@@ -77,7 +77,7 @@ pub(super) struct Survey {
 
 impl Survey {
     /// Walks every structure; `None` if one cannot be read at all, and the rest would mean nothing.
-    pub(super) async fn take<S: Storage>(
+    pub(crate) async fn take<S: Storage>(
         image: &Image<S>,
         log: &mut Log<'_>,
     ) -> Result<Option<Self>> {
@@ -130,7 +130,7 @@ impl Survey {
     }
 
     /// The references to a cluster, as far as a refcount can hold them.
-    pub(super) fn references(&self, cluster: u64) -> u64 {
+    pub(crate) fn references(&self, cluster: u64) -> u64 {
         self.counts.get(cluster).min(self.most)
     }
 
@@ -149,7 +149,7 @@ impl Survey {
     }
 
     /// Counts `weight` references to each cluster of a range; returns those.
-    pub(super) fn refer<S: Storage>(
+    pub(crate) fn refer<S: Storage>(
         &mut self,
         image: &Image<S>,
         offset: u64,
@@ -167,7 +167,7 @@ impl Survey {
             end.checked_sub(image.length).is_none_or(|past| past < image.geometry.cluster_size())
         }) else {
             self.lost = true;
-            log.corruption(&format!(
+            log.corruption(format_args!(
                 "ERROR: counting reference for region exceeding the end of the file by one cluster \
                  or more: offset {offset:#x} size {length:#x}"
             ));
@@ -178,7 +178,7 @@ impl Survey {
             let count = self.counts.get(cluster).saturating_add(weight);
             if count > self.most {
                 let at = cluster << bits;
-                log.corruption(&format!(
+                log.corruption(format_args!(
                     "ERROR: overflow cluster offset={at:#x}: it has more references than refcounts \
                      of {} bits can count; convert the image to one with refcount_bits=16",
                     image.geometry.refcount_bits()
@@ -203,7 +203,7 @@ impl Survey {
         for (index, entry) in l1.iter().enumerate().filter(|(_, entry)| entry.raw() != 0) {
             let reserved = entry.reserved_bits();
             if reserved != 0 {
-                log.corruption(&format!(
+                log.corruption(format_args!(
                     "ERROR found L1 entry with reserved bits set: {:x}",
                     entry.raw()
                 ));
@@ -216,7 +216,7 @@ impl Survey {
                 self.lost = true;
                 self.l1_doubtful |= active > 0;
                 if reserved == 0 {
-                    log.corruption(&format!(
+                    log.corruption(format_args!(
                         "ERROR L1 entry {index} is {:x}: it has a flag but no table",
                         entry.raw()
                     ));
@@ -229,7 +229,7 @@ impl Survey {
             }
             if !offset.is_multiple_of(cluster_size) {
                 self.lost = true;
-                log.corruption(&format!(
+                log.corruption(format_args!(
                     "ERROR l2_offset={offset:x}: Table is not cluster aligned; L1 entry corrupted"
                 ));
             } else if offset < image.length {
@@ -255,7 +255,7 @@ impl Survey {
             return Ok(true);
         }
         let mut fail = |reason: &str| {
-            log.check_error(&format!("ERROR failed to read the snapshot table: {reason}"));
+            log.check_error(format_args!("ERROR failed to read the snapshot table: {reason}"));
             Ok(false)
         };
         if header.nb_snapshots > MAX_SNAPSHOTS {
@@ -428,7 +428,7 @@ impl Survey {
         let Some(extension) = image.header.bitmaps().filter(|_| consistent) else { return Ok(()) };
         let wrong = |survey: &mut Self, log: &mut Log<'_>, error: &dyn std::fmt::Display| {
             survey.lost = true;
-            log.corruption(&format!("ERROR {error}"));
+            log.corruption(format_args!("ERROR {error}"));
         };
         if let Err(error) = extension.validate(&image.geometry) {
             wrong(self, log, &error);
@@ -448,7 +448,7 @@ impl Survey {
         for bitmap in bitmaps {
             if let Err(error) = bitmap.validate(&image.geometry, image.header.disk_size()) {
                 self.lost = true;
-                log.corruption(&format!("ERROR {error}"));
+                log.corruption(format_args!("ERROR {error}"));
                 continue;
             }
             let (at, bytes) = (bitmap.table_offset.get(), u64::from(bitmap.table_size) * 8);
@@ -463,7 +463,7 @@ impl Survey {
                     Ok(_) => {}
                     Err(error) => {
                         self.lost = true;
-                        log.corruption(&format!("ERROR {error}"));
+                        log.corruption(format_args!("ERROR {error}"));
                     }
                 }
             }
@@ -479,7 +479,7 @@ impl Survey {
     }
 
     /// Whether the table at `offset` is certain to be an L2 table, and nothing else.
-    pub(super) fn may_write_table<S: Storage>(&self, image: &Image<S>, offset: u64) -> bool {
+    pub(crate) fn may_write_table<S: Storage>(&self, image: &Image<S>, offset: u64) -> bool {
         let cluster = offset >> image.geometry.cluster_bits();
         self.l1_certain
             && !self.doubtful.contains(&offset)
@@ -487,13 +487,13 @@ impl Survey {
     }
 
     /// Whether there are entries to mend.
-    pub(super) fn has_fixes(&self) -> bool {
+    pub(crate) fn has_fixes(&self) -> bool {
         !self.fixes.is_empty() || !self.l1_fixes.is_empty()
     }
 
     /// Writes the mended entries, durably, where their tables are nothing but tables. Returns how
     /// many errors that mends.
-    pub(super) async fn apply_fixes<S: Storage>(&self, image: &Image<S>) -> Result<u64> {
+    pub(crate) async fn apply_fixes<S: Storage>(&self, image: &Image<S>) -> Result<u64> {
         let mut fixed = 0;
         for (index, entry) in &self.l1_fixes {
             let table = entry.offset(&image.geometry).ok().flatten();
@@ -517,7 +517,7 @@ impl Survey {
 }
 
 /// Puts an entry into the active L1 table.
-pub(super) async fn write_l1_entry<S: Storage>(
+pub(crate) async fn write_l1_entry<S: Storage>(
     image: &Image<S>,
     index: usize,
     entry: L1Entry,
@@ -527,12 +527,12 @@ pub(super) async fn write_l1_entry<S: Storage>(
 }
 
 /// How many tables to read at once.
-pub(super) fn tables_at_once<S: Storage>(image: &Image<S>) -> usize {
+pub(crate) fn tables_at_once<S: Storage>(image: &Image<S>) -> usize {
     (READ_AT_ONCE >> image.geometry.cluster_bits()).clamp(1, 64) as usize
 }
 
 /// Puts entries, in order of their indexes, into the L2 table at `table`.
-pub(super) async fn write_entries<S: Storage>(
+pub(crate) async fn write_entries<S: Storage>(
     image: &Image<S>,
     table: u64,
     entries: impl Iterator<Item = (usize, L2Entry)>,

@@ -6,7 +6,6 @@ mod open;
 
 pub use corrupt::StopOnPanic;
 
-use crate::Result;
 use crate::durability::{CommitPolicy, GroupCommit, Metadata, MetadataMode};
 use crate::entries::ActiveEntries;
 use crate::layer::Layer;
@@ -14,6 +13,7 @@ use crate::range_lock::RangeLocks;
 use crate::readers::Readers;
 use crate::restart_log::{RestartLog, Suspended};
 use crate::sabotage::{self, Sabotage};
+use crate::{DiskError, Result, always};
 use isobath_qcow2::{AutoclearFeatures, ClusterIndex, Geometry, HostCluster, HostOffset, L2Entry};
 use isobath_storage::Storage;
 use std::future::Future;
@@ -103,6 +103,26 @@ impl<S: Storage> Writer<S> {
             Some(qcow2) => self.policy.commit(&qcow2.metadata, readers).await,
             None => Ok(self.layer.storage().flush().await?),
         }
+    }
+
+    /// Takes adjacent clusters past everything ever used, durably. Nothing refers to them: they are leaked until
+    /// something does.
+    pub async fn take_clusters(&self, readers: &Readers, count: u64) -> Result<HostOffset> {
+        let qcow2 = self.qcow2.as_ref().ok_or(DiskError::ReadOnly)?;
+        let Metadata { alloc, tables, .. } = &qcow2.metadata;
+        let run = alloc.allocate_adjacent(count).await?;
+        let mut claim = tables.claim();
+        claim.add_run(&run);
+        let offset = qcow2.geometry().host_cluster_start(run.start);
+        let offset =
+            always(offset, self.layer.name(), "a cluster that was allocated has an offset")?;
+        self.exclusively(|| async {
+            alloc.publish(claim.clusters()).await?;
+            claim.keep();
+            self.commit_alone(readers).await
+        })
+        .await?;
+        Ok(offset)
     }
 
     /// Runs `change` while no commit runs; its failure forbids writes.
