@@ -280,7 +280,12 @@ async fn jobs_again(
     let (job, what) = if depth > 2 && rng.random() {
         let top = rng.random_range(1..depth - 1);
         let base = rng.random_range(top + 1..depth);
-        let options = CommitOptions { top: layer(top), base: layer(base), backing_file: None };
+        let options = CommitOptions {
+            top: layer(top),
+            base: layer(base),
+            backing_file: None,
+            ..CommitOptions::default()
+        };
         let (job, run) = isobath_jobs::commit(&live, options, job).map_err(failed)?;
         tasks.add(async {
             run.await;

@@ -257,6 +257,7 @@ impl Operator<'_> {
             top: self.layer(top).filter(|_| top > 0),
             base: self.layer(base),
             backing_file: None,
+            ..CommitOptions::default()
         };
         let act = self.begin_act(format!("a commit of layer {top} into {base} of {depth}"));
         let (chain, now) = (self.chain(), self.host.tick());

@@ -338,7 +338,12 @@ impl World {
                 self.forget(top..base.min(depth));
                 (job, Box::pin(run))
             } else {
-                let options = CommitOptions { top: top_file, base: base_file, backing_file: None };
+                let options = CommitOptions {
+                    top: top_file,
+                    base: base_file,
+                    backing_file: None,
+                    ..CommitOptions::default()
+                };
                 let (job, run) = isobath_jobs::commit(&self.live, options, job).unwrap();
                 self.forget(top..depth);
                 (job, Box::pin(run))

@@ -110,9 +110,12 @@ async fn change(change: Change) {
         }
         Change::Commit(top, base) => {
             let (base, top) = (Some(file(base)), (top < LAYERS - 1).then(|| file(top)));
-            let (job, work) =
-                isobath_jobs::commit(&live, CommitOptions { top, base, backing_file: None }, job())
-                    .unwrap();
+            let (job, work) = isobath_jobs::commit(
+                &live,
+                CommitOptions { top, base, backing_file: None, ..CommitOptions::default() },
+                job(),
+            )
+            .unwrap();
             Box::pin(finish(job, work)).await;
         }
         Change::Mirror => {
@@ -163,8 +166,12 @@ async fn hidden(change: Change) {
     let file = |number: usize| -> FileId { live.layers()[4 - number].storage().id() };
     match change {
         Change::Commit(top, base) => {
-            let options =
-                CommitOptions { top: Some(file(top)), base: Some(file(base)), backing_file: None };
+            let options = CommitOptions {
+                top: Some(file(top)),
+                base: Some(file(base)),
+                backing_file: None,
+                ..CommitOptions::default()
+            };
             let (job, work) = isobath_jobs::commit(&live, options, job()).unwrap();
             Box::pin(finish(job, work)).await;
         }
@@ -284,7 +291,8 @@ async fn crashed(change: Change) {
         }
         Change::Commit(top, base) => {
             let (base, top) = (Some(file(base)), (top < 2).then(|| file(top)));
-            let options = CommitOptions { top, base, backing_file: None };
+            let options =
+                CommitOptions { top, base, backing_file: None, ..CommitOptions::default() };
             let (job, work) = isobath_jobs::commit(&live, options, job()).unwrap();
             Box::pin(finish(job, work)).await;
         }

@@ -136,7 +136,7 @@ async fn start(
             (job, Box::pin(work))
         }
         JobKind::Commit => {
-            let options = CommitOptions { top, base, backing_file: None };
+            let options = CommitOptions { top, base, ..CommitOptions::default() };
             let (job, work) = done(isobath_jobs::commit(live, options, job), "commit");
             (job, Box::pin(work))
         }

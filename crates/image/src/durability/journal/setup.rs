@@ -1,11 +1,11 @@
 //! Putting the journal's area into use, and out of it.
 
 use super::{Active, Journal, JournalState, Ring};
-use crate::Result;
 use crate::alloc::{TailCut, write_zeroes};
 use crate::durability::Metadata;
 use crate::ids;
 use crate::layer::Layer;
+use crate::{DiskError, Result};
 use isobath_qcow2::header::field;
 use isobath_qcow2::journal::{BLOCK, JournalExtension, MAX_AREA, MIN_AREA};
 use isobath_qcow2::{FormatError, Header, HostOffset, IncompatibleFeatures, Lsn};
@@ -30,7 +30,11 @@ impl Journal {
             let image = isobath_storage::shown(layer.name());
             tracing::warn!(%image, %error, "cannot set up a journal; continuing without one");
             state.impossible = true;
-            if let Some(log) = &metadata.log {
+            // Without a restart log, which belongs to a journal, requests wait for a commit. That is too slow to be
+            // done for an image that has no room for a journal; a failing device is slow in any case.
+            let no_room = matches!(error.errno(), libc::ENOSPC | libc::EDQUOT | libc::EFBIG);
+            let failing = matches!(error, DiskError::Storage(_)) && !no_room;
+            if let Some(log) = metadata.log.as_ref().filter(|_| !failing) {
                 log.promise_nothing();
             }
         }
