@@ -73,8 +73,9 @@ pub struct OpenOptions {
     pub map_cache: Option<usize>,
     /// What a request was answered for outlives this process being killed, flushed or not, as it does
     /// with a file: who opens the image for writing next on this machine, before that is started again,
-    /// finds it. Not in mode `ordered`, nor where the image can have no journal; the others set it up
-    /// with the first change, and nothing is embedded.
+    /// finds it. Not in mode `ordered`, nor where the image has no room for a journal; the others set
+    /// it up with the first change, and nothing is embedded. While the journal cannot be set up because the device
+    /// fails, each change is made durable before it is answered.
     pub restart_log: bool,
 }
 

@@ -116,14 +116,16 @@ fn one_case(rng: &mut StdRng, case: u32) {
     match rng.random_range(0..5) {
         0 => {
             what = format!("case {case}: commit of layer {top}");
-            both(&ours, &theirs, &args!["commit", &ours.names[top]]);
+            let commit = args!["commit", &ours.names[top]];
+            both(&ours, &theirs, &commit);
             for layers in [&mut ours, &mut theirs] {
                 layers.disks[top - 1] = committed(&layers.disks[top], &layers.disks[top - 1]);
             }
         }
         1 => {
             what = format!("case {case}: commit of layer {top} into {below}");
-            both(&ours, &theirs, &args!["commit", "-b", &ours.names[below], &ours.names[top]]);
+            let commit = args!["commit", "-b", &ours.names[below], &ours.names[top]];
+            both(&ours, &theirs, &commit);
             for layers in [&mut ours, &mut theirs] {
                 layers.disks[below] = committed(&layers.disks[top], &layers.disks[below]);
                 for place in (below + 1..top).rev() {
