@@ -17,6 +17,7 @@ mod frontends;
 mod hostile_images;
 mod index_survives_qemu;
 mod info_matches_qemus;
+mod internal_snapshots;
 mod io_like_qemu_io;
 mod live;
 mod live_guest;
