@@ -1,7 +1,8 @@
 //! Sizes as qemu-img reads and prints them.
 
 /// Parses a size such as `512`, `10G`, `1.5M` or `0x10000`: bytes, or with a suffix in powers of
-/// 1024 (`k`, `M`, `G`, `T`, `P`, `E`; `b` for bytes), case ignored.
+/// 1024 (`k`, `M`, `G`, `T`, `P`, `E`; `b` for bytes), case ignored. Like QEMU, it accepts spaces and a plus sign
+/// before the number, a fraction of zero bytes (`512.0`), and a suffix after a hexadecimal number.
 ///
 /// # Errors
 /// If it is not a size, or exceeds 2^63 - 1 bytes.
@@ -14,27 +15,24 @@ pub(crate) fn parse(text: &str) -> Result<u64, String> {
         )
     };
     let too_large = || format!("Image size '{text}' must be less than 8 EiB!");
-    if let Some(digits) = text.strip_prefix("0x").or_else(|| text.strip_prefix("0X")) {
-        let size = u64::from_str_radix(digits, 16).map_err(|_| invalid())?;
-        return if size > MOST { Err(too_large()) } else { Ok(size) };
+    let number = text.trim_start();
+    let number = number.strip_prefix('+').unwrap_or(number);
+    if let Some(number) = number.strip_prefix("0x").or_else(|| number.strip_prefix("0X")) {
+        let digits = number.find(|c: char| !c.is_ascii_hexdigit()).unwrap_or(number.len());
+        let (digits, suffix) = number.split_at(digits);
+        let size = u128::from_str_radix(digits, 16).map_err(|_| invalid())?;
+        let size = size.checked_mul(1 << shift(suffix).ok_or_else(invalid)?);
+        return match size.map(u64::try_from) {
+            Some(Ok(size)) if size <= MOST => Ok(size),
+            _ => Err(too_large()),
+        };
     }
-    let digits = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
-    let (number, suffix) = text.split_at(digits);
-    let shift = match suffix {
-        "" | "b" | "B" => 0,
-        "k" | "K" => 10,
-        "m" | "M" => 20,
-        "g" | "G" => 30,
-        "t" | "T" => 40,
-        "p" | "P" => 50,
-        "e" | "E" => 60,
-        _ => return Err(invalid()),
-    };
+    let digits = number.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(number.len());
+    let (number, suffix) = number.split_at(digits);
+    let shift = shift(suffix).ok_or_else(invalid)?;
     let (whole, fraction) = number.split_once('.').unwrap_or((number, ""));
-    if whole.is_empty() || (number.contains('.') && (fraction.is_empty() || shift == 0)) {
-        return Err(invalid());
-    }
-    if !fraction.bytes().all(|b| b.is_ascii_digit()) {
+    let parts = shift == 0 && fraction.bytes().any(|digit| digit != b'0');
+    if whole.is_empty() || parts || !fraction.bytes().all(|digit| digit.is_ascii_digit()) {
         return Err(invalid());
     }
     let whole: u128 = whole.parse().map_err(|_| too_large())?;
@@ -51,6 +49,20 @@ pub(crate) fn parse(text: &str) -> Result<u64, String> {
     match bytes.map(u64::try_from) {
         Some(Ok(size)) if size <= MOST => Ok(size),
         _ => Err(too_large()),
+    }
+}
+
+/// log2 of what a suffix stands for.
+fn shift(suffix: &str) -> Option<u32> {
+    match suffix {
+        "" | "b" | "B" => Some(0),
+        "k" | "K" => Some(10),
+        "m" | "M" => Some(20),
+        "g" | "G" => Some(30),
+        "t" | "T" => Some(40),
+        "p" | "P" => Some(50),
+        "e" | "E" => Some(60),
+        _ => None,
     }
 }
 
@@ -104,11 +116,27 @@ mod tests {
             ("7b", 7),
             ("0x1000", 4096),
             ("7E", 7 << 60),
+            ("1024.0", 1024),
+            ("512.", 512),
+            ("1.k", 1024),
+            (" +5K", 5120),
+            ("0x10k", 16384),
         ] {
             assert_eq!(parse(text), Ok(size), "{text}");
         }
-        for text in ["", "x", "1x", "-1", "1.5", "1.M", ".5M", "1.2.3M", "8E", "99999999999999999E"]
-        {
+        for text in [
+            "",
+            "x",
+            "1x",
+            "-1",
+            "1.5",
+            ".5M",
+            "1.2.3M",
+            "8E",
+            "99999999999999999E",
+            "0xffP",
+            "1kk",
+        ] {
             assert!(parse(text).is_err(), "{text}");
         }
     }

@@ -225,7 +225,7 @@ fn shape(kind: Kind, small: bool, rng: &mut SmallRng) -> NewDisk {
 }
 
 /// Puts something into an image: patterns from number `first` on.
-async fn fill(
+pub(crate) async fn fill(
     host: &SimHost,
     name: &str,
     first: u32,

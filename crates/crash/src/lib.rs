@@ -22,6 +22,7 @@ pub mod hostile;
 pub mod image;
 mod look;
 pub mod mode;
+pub mod offline;
 pub mod outcome;
 pub mod plan;
 pub mod progress;

@@ -5,6 +5,7 @@ use isobath_crash::campaign::run_history;
 use isobath_crash::exhaustive::{COUNT, run_small};
 use isobath_crash::image::Kind;
 use isobath_crash::mode::{MODES, Mode};
+use isobath_crash::offline::run_offline;
 use isobath_crash::outcome::{Failure, Settings, Totals, history_seed};
 use isobath_crash::progress::Progress;
 use isobath_crash::server;
@@ -39,6 +40,9 @@ struct Arguments {
     /// Runs histories of a whole server, with jobs and a chain that changes.
     #[arg(long, conflicts_with = "exhaustive")]
     server: bool,
+    /// Runs commands on images that nobody else uses, whatever the mode.
+    #[arg(long, conflicts_with_all = ["exhaustive", "server", "mode"])]
+    offline: bool,
     /// Goes on after failures, and tells each.
     #[arg(long)]
     keep_going: bool,
@@ -69,11 +73,20 @@ struct Arguments {
 }
 
 impl Arguments {
+    /// What the histories are of.
+    const fn histories(&self) -> &'static str {
+        match (self.server, self.offline) {
+            (true, _) => "server",
+            (_, true) => "offline",
+            _ => "disk",
+        }
+    }
+
     /// The file that says how far a campaign has come.
     fn progress(&self, settings: &Settings) -> io::Result<Progress> {
         let Some(directory) = &self.state else { return Ok(Progress::new()) };
         fs::create_dir_all(directory)?;
-        let histories = if self.server { "server" } else { "disk" };
+        let histories = self.histories();
         let kind = self.kind.as_deref().unwrap_or("all");
         let faults = if self.faultless { "-faultless" } else { "" };
         let (mode, seed) = (settings.mode.name(), self.seed);
@@ -99,7 +112,7 @@ fn main() -> ExitCode {
         return ExitCode::from(2);
     }
     let modes: Vec<&'static Mode> = match &arguments.mode {
-        None => MODES.iter().collect(),
+        None => MODES.iter().take(if arguments.offline { 1 } else { MODES.len() }).collect(),
         Some(name) => Mode::from_name(name).into_iter().collect(),
     };
     if modes.is_empty() {
@@ -131,6 +144,7 @@ fn main() -> ExitCode {
             faultless: arguments.faultless,
             trace: arguments.trace,
             server: arguments.server,
+            offline: arguments.offline,
             ..Settings::new(mode)
         };
         let progress = match arguments.progress(&settings) {
@@ -158,6 +172,9 @@ fn one(
     if arguments.server {
         return run_server(settings, kind, seed);
     }
+    if arguments.offline {
+        return run_offline(settings, seed);
+    }
     if arguments.exhaustive {
         return run_small(settings, seed, arguments.bits);
     }
@@ -178,8 +195,7 @@ fn campaign(
     let threads =
         arguments.threads.unwrap_or_else(|| thread::available_parallelism().map_or(1, usize::from));
     let (next, stop) = (AtomicU64::new(progress.first()), AtomicBool::new(false));
-    let (histories, name) =
-        (if arguments.server { "server" } else { "disk" }, settings.mode.name());
+    let (histories, name) = (arguments.histories(), settings.mode.name());
     let earlier = progress.states();
     if earlier > 0 {
         println!(

@@ -93,6 +93,9 @@ impl Failure {
         if settings.server {
             text.push_str(" --server");
         }
+        if settings.offline {
+            text.push_str(" --offline");
+        }
         if let Some(kind) = settings.kind {
             let _ = write!(text, " --kind {kind}");
         }
@@ -131,6 +134,8 @@ pub struct Settings {
     pub trace: bool,
     /// Histories are of a server.
     pub server: bool,
+    /// Histories are of commands.
+    pub offline: bool,
 }
 
 impl Settings {
@@ -145,6 +150,7 @@ impl Settings {
             qemu_every: QEMU_EVERY,
             trace: false,
             server: false,
+            offline: false,
         }
     }
 }

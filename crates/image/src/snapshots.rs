@@ -80,7 +80,8 @@ pub async fn create_snapshot<H: Host>(
 /// size. The snapshot stays.
 ///
 /// # Errors
-/// As for [`create_snapshot`]; or if there is no such snapshot, or the image has bitmaps, which would no longer be true.
+/// As for [`create_snapshot`]; or if there is no such snapshot, or the image has bitmaps, which would no longer be
+/// true.
 pub async fn apply_snapshot<H: Host>(
     host: &H,
     name: &Path,
@@ -282,25 +283,31 @@ impl<S: Storage> Change<S> {
     }
 }
 
-/// The image as it will be, and what refers to its clusters now and then.
+/// The image as it will be, and what refers to its clusters.
 struct Prepared<S> {
     then: Image<S>,
-    now: Survey,
     target: Survey,
+    /// What the active tables are now, if they are not those that they will be.
+    now: Option<Survey>,
     refcounts: Refcounts,
 }
 
 /// Counts; changes nothing.
 async fn prepare<S: Storage>(now: &Image<S>, header: Header) -> Result<Prepared<S>> {
     let then = now.with_header(header);
-    let before = count(now).await?;
-    let target = count(&then).await?;
+    let target = count(&then, "the change would leave it with errors").await?;
+    let moves = then.header.l1_table_offset != now.header.l1_table_offset;
+    let before = if moves {
+        Some(count(now, "its snapshots are not changed while it has errors").await?)
+    } else {
+        None
+    };
     let refcounts = refcounts::compare(&then, &target).await?;
-    Ok(Prepared { then, now: before, target, refcounts })
+    Ok(Prepared { then, target, now: before, refcounts })
 }
 
-/// Counts the references of an image without errors.
-async fn count<S: Storage>(image: &Image<S>) -> Result<Survey> {
+/// Counts the references of an image without errors; `otherwise` is what is said of one with some.
+async fn count<S: Storage>(image: &Image<S>, otherwise: &str) -> Result<Survey> {
     let mut first = None;
     let mut events = |event: CheckEvent<'_>| {
         if let CheckEvent::Finding(text) = event {
@@ -314,23 +321,20 @@ async fn count<S: Storage>(image: &Image<S>) -> Result<Survey> {
         Some(survey) if corruptions == 0 && errors == 0 && !survey.lost => Ok(survey),
         _ => Err(DiskError::Corrupt {
             image: image.name.clone(),
-            reason: format!(
-                "its snapshots are not changed while it has errors; the first is '{}'",
-                first.unwrap_or_default()
-            ),
+            reason: format!("{otherwise}; the first is '{}'", first.unwrap_or_default()),
         }),
     }
 }
 
 impl<S: Storage> Prepared<S> {
     async fn run(self, now: &mut Image<S>) -> Result<()> {
-        let Self { mut then, now: before, target, mut refcounts } = self;
+        let Self { mut then, target, now: before, mut refcounts } = self;
         now.set_incompatible(IncompatibleFeatures::DIRTY).await?;
         then.header.incompatible = now.header.incompatible;
         if refcounts::raise(&then, &target, &mut refcounts).await? {
-            flags(now, &before, (&refcounts, &target)).await?;
+            flags(now, before.as_ref().unwrap_or(&target), (&refcounts, &target)).await?;
         }
-        if then.header.l1_table_offset != now.header.l1_table_offset {
+        if before.is_some() {
             flags(&then, &target, (&refcounts, &target)).await?;
         }
         write_header(&then).await?;

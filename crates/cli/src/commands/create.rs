@@ -73,7 +73,13 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     }
     new.backing_file = args.backing_file.clone().or(new.backing_file);
     new.backing_format = args.backing_format.clone().or(new.backing_format);
+    if new.backing_file.as_deref() == Some("") {
+        return Err(failure(&"Expected backing file name, got empty string"));
+    }
     if let Some(text) = &args.size {
+        if new.size.is_some() {
+            return Err(failure(&"The image size must be specified only once"));
+        }
         new.size = Some(size::parse(text).map_err(Failure::new)?);
     }
     let made = runtime::block_on(async || Ok(create(&FileHost, image, &new).await?))?;

@@ -4,6 +4,7 @@
 
 mod crashes;
 mod it_can_fail;
+mod offline;
 mod real_files;
 mod sabotage;
 mod same_seed_same_history;
