@@ -10,7 +10,7 @@ use futures_util::future::try_join_all;
 use isobath_qcow2::{HostOffset, L2Entry};
 use isobath_storage::Storage;
 
-/// Compares the flags with the refcounts in the file, and corrects them where `repair` allows.
+/// Compares the flags with the refcounts in the file, and corrects them if `repair` allows it.
 pub(super) async fn check<S: Storage>(
     image: &Image<S>,
     survey: &Survey,
@@ -23,7 +23,7 @@ pub(super) async fn check<S: Storage>(
     };
     let repair = match repair {
         Repair::None => false,
-        // With refcounts that are right.
+        // Only with correct refcounts.
         Repair::Leaks => sound(log),
         Repair::All => true,
     };

@@ -11,10 +11,10 @@ use isobath_storage::{IoBuf, Storage};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Most host clusters that are counted (QEMU's limit).
+/// The most host clusters that are counted (QEMU's limit).
 pub(super) const MAX_CLUSTERS: u64 = i32::MAX as u64;
 
-/// An image whose header can be used.
+/// An image with a usable header.
 pub(super) struct Image<S> {
     pub(super) storage: Arc<S>,
     pub(super) name: PathBuf,
@@ -22,13 +22,13 @@ pub(super) struct Image<S> {
     pub(super) geometry: Geometry,
     /// The file's length in bytes.
     pub(super) length: u64,
-    /// What a journal that is in use puts over what is read.
+    /// The overlay of a journal in use, applied to everything that is read.
     view: Option<Replayed>,
 }
 
 impl<S: Storage> Image<S> {
-    /// Opens the image; what a crash has left of it is [recovered](recover) first. What only a restart log has was
-    /// brought in before.
+    /// Opens the image, after [recovering](recover) it if it was not closed. The contents of a restart log were applied
+    /// before.
     pub(super) async fn open(
         storage: &Arc<S>,
         name: &Path,
@@ -75,7 +75,7 @@ impl<S: Storage> Image<S> {
         Ok(image)
     }
 
-    /// The file's clusters, with the last if it is cut short.
+    /// The file's clusters, including a partial last one.
     pub(super) fn clusters(&self) -> u64 {
         self.geometry.clusters_for(self.length)
     }
@@ -84,7 +84,7 @@ impl<S: Storage> Image<S> {
         DiskError::Refused { image: self.name.clone(), reason }
     }
 
-    /// Reads bytes; what lies past the end of the file reads as zeroes.
+    /// Reads bytes, with zeroes past the end of the file.
     pub(super) async fn read(&self, offset: u64, length: usize) -> Result<IoBuf> {
         let mut bytes = self.storage.read_at(offset, IoBuf::zeroed(length)).await?;
         if let Some(view) = &self.view {
@@ -93,7 +93,7 @@ impl<S: Storage> Image<S> {
         Ok(bytes)
     }
 
-    /// Reads at most `length` bytes: what the file has of them.
+    /// Reads at most `length` bytes, as many as the file has.
     pub(super) async fn read_existing(&self, offset: u64, length: u64) -> Result<IoBuf> {
         let there = self.length.saturating_sub(offset).min(length);
         self.read(offset, there as usize).await
@@ -120,7 +120,7 @@ impl<S: Storage> Image<S> {
         Ok(())
     }
 
-    /// Says that what unknown autoclear features describe may no longer be true.
+    /// Clears unknown autoclear bits: the data that they describe may no longer be valid.
     pub(super) async fn clear_unknown_autoclear(&mut self) -> Result<()> {
         let unknown = self.header.autoclear.unknown();
         if !unknown.is_empty() {

@@ -1,8 +1,8 @@
-//! Where findings go.
+//! Reporting of findings.
 
 use super::{CheckEvent, CheckReport};
 
-/// The report in the making, and who is told meanwhile.
+/// The report so far, and the callback that receives events.
 pub(super) struct Log<'a> {
     events: &'a mut dyn FnMut(CheckEvent<'_>),
     pub(super) report: CheckReport,
@@ -13,7 +13,7 @@ impl<'a> Log<'a> {
         Self { events, report: CheckReport::default() }
     }
 
-    /// Tells a line, and counts nothing.
+    /// Reports a line without counting it.
     pub(super) fn say(&mut self, text: &str) {
         (self.events)(CheckEvent::Finding(text));
     }

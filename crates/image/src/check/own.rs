@@ -1,10 +1,10 @@
-//! The host clusters that hold the image's own structures, of which nothing else may have a part.
+//! The host clusters that hold the image's own structures, which nothing else may use.
 
 use super::counts::Counts;
 use std::collections::BTreeSet;
 use std::ops::RangeInclusive;
 
-/// Header, tables and lists, but for what only the refcounts consist of.
+/// Header, tables and lists, except for the refcount structure.
 #[derive(Default)]
 pub(super) struct Own {
     /// The references that a sound image has to each of these clusters; 0 for all others.
@@ -14,7 +14,7 @@ pub(super) struct Own {
 }
 
 impl Own {
-    /// Says that a structure takes these clusters, and accounts for `references` to each.
+    /// Notes that a structure takes these clusters, and accounts for `references` to each.
     pub(super) fn claim(&mut self, clusters: RangeInclusive<u64>, references: u64) {
         for cluster in clusters {
             let before = self.expected.get(cluster);
@@ -25,12 +25,12 @@ impl Own {
         }
     }
 
-    /// Notes a cluster of which more than one thing makes use that should not.
+    /// Notes a cluster that is shared although it should not be.
     pub(super) fn note_shared(&mut self, cluster: u64) {
         self.disputed.insert(cluster);
     }
 
-    /// Notes those of the clusters that a structure takes already. Whether there are any.
+    /// Notes those of the clusters that a structure already takes. Returns whether there are any.
     pub(super) fn collide(&mut self, clusters: RangeInclusive<u64>) -> bool {
         let taken = clusters.filter(|cluster| self.expected.get(*cluster) > 0);
         let taken: Vec<u64> = taken.collect();
@@ -38,8 +38,8 @@ impl Own {
         !taken.is_empty()
     }
 
-    /// Notes the clusters with more references than the structures account for, once all of these are
-    /// known, and everything that may refer to them by mistake. Whether there are any.
+    /// Notes the clusters with more references than the structures account for. Called once all structures, and
+    /// everything that may refer to them by mistake, are known. Returns whether there are any.
     pub(super) fn dispute(&mut self, counts: &Counts) -> bool {
         let more = self.expected.nonzero().filter(|at| counts.get(*at) > self.expected.get(*at));
         let more: Vec<u64> = more.collect();
@@ -52,7 +52,7 @@ impl Own {
         self.disputed.contains(&cluster)
     }
 
-    /// Whether clusters belong to one structure, and to nothing else that was counted.
+    /// Whether clusters belong to a single structure, and nothing else that was counted refers to them.
     pub(super) fn are_alone(&self, mut clusters: RangeInclusive<u64>, counts: &Counts) -> bool {
         clusters.all(|at| !self.disputed.contains(&at) && counts.get(at) == self.expected.get(at))
     }

@@ -11,17 +11,17 @@ use isobath_qcow2::RefcountTableEntry;
 use isobath_storage::Storage;
 use std::collections::BTreeMap;
 
-/// Clusters past the end of the file, besides as many as the file has, whose refcounts a repair sees.
+/// A repair looks at the refcounts of as many clusters past the end of the file as the file has, plus this many.
 const PAST_END: u64 = 1 << 16;
 
-/// Where an image's refcounts are.
+/// The location of an image's refcounts.
 #[derive(Default)]
 pub(super) struct Structure {
-    /// Refcount blocks that can be used: their offset by their place in the refcount table.
+    /// Usable refcount blocks: their offset by their index in the refcount table.
     blocks: BTreeMap<u64, u64>,
     /// The ranges of the file that the structure takes, offset and length, as they were counted.
     pub(super) ranges: Vec<(u64, u64)>,
-    /// Errors that only a new structure mends.
+    /// Errors that only a new structure can repair.
     broken: u64,
 }
 
@@ -74,7 +74,7 @@ impl Structure {
             }
             structure.blocks.insert(index as u64, offset.get());
         }
-        // Of two entries for one block the first was taken for right.
+        // If two entries refer to one block, the first was considered correct.
         let bits = geometry.cluster_bits();
         structure.blocks.retain(|_, at| survey.counts.get(*at >> bits) == 1);
         structure.broken = log.report.corruptions - before;
@@ -91,14 +91,13 @@ impl Structure {
     ) {
         let lost = survey.lost;
         let clusters = survey.refer(image, offset, length, 1, log);
-        // What is wrong with the structure itself says nothing of the data, unless one of the tables is in
-        // the same place.
+        // Errors in the structure itself say nothing about the data, unless one of the tables overlaps it.
         survey.lost = lost | clusters.is_some_and(|clusters| survey.own.collide(clusters));
         self.ranges.push((offset, length));
     }
 }
 
-/// The refcounts in the file, as far as they differ from the references counted.
+/// The refcounts in the file that differ from the references counted.
 pub(super) struct Refcounts {
     /// Refcounts in the file, in pages of clusters where any differs.
     different: Counts,
@@ -133,7 +132,7 @@ pub(super) async fn check<S: Storage>(
     log.report.corruptions += compared.too_low;
     log.report.leaks += compared.too_high;
     let broken = survey.structure.broken;
-    // Everything that is wrong but for the structure and its refcounts.
+    // All errors except those of the structure and its refcounts.
     let elsewhere = log.report.corruptions - compared.too_low - broken;
     let mut refcounts = compared.refcounts;
     match repair {
@@ -173,7 +172,7 @@ struct Comparison {
     refcounts: Refcounts,
     too_low: u64,
     too_high: u64,
-    /// A cluster in use has no refcount block, or none that can be used.
+    /// A cluster in use has no usable refcount block.
     without_block: bool,
 }
 
@@ -190,7 +189,7 @@ impl Comparison {
         let used = survey.counts.highest().map_or(0, |last| last + 1);
         let clusters = match repair {
             Repair::None => image.clusters().max(used),
-            // Refcounts past the end of the file are no leaks yet, but will be when it grows.
+            // Refcounts past the end of the file are not leaks yet, but become leaks when it grows.
             _ => (image.clusters().max(used) * 2 + PAST_END).min(MAX_CLUSTERS),
         };
         let mut result = Self {
@@ -250,7 +249,7 @@ impl Comparison {
     ) {
         let different = &mut self.refcounts.different;
         if !different.has_page(cluster) {
-            // The page stands for all its clusters from now on.
+            // From now on the page covers all its clusters.
             let first = cluster - cluster % PAGE;
             for other in first..first + PAGE {
                 different.set(other, survey.references(other));
@@ -268,7 +267,7 @@ impl Comparison {
     }
 }
 
-/// Neighbours that are equal, once.
+/// Removes adjacent duplicates.
 struct Deduplicated<I: Iterator>(std::iter::Peekable<I>);
 
 impl<I: Iterator<Item: PartialEq>> Iterator for Deduplicated<I> {
@@ -288,7 +287,7 @@ struct Allowed {
     lower: bool,
 }
 
-/// Writes the right refcounts into the blocks that there are, durably.
+/// Writes the correct refcounts into the existing blocks, durably.
 async fn mend<S: Storage>(
     image: &Image<S>,
     survey: &Survey,
@@ -307,7 +306,7 @@ async fn mend<S: Storage>(
             .filter(|cluster| refcounts.different.has_page(*cluster))
             .map(|at| (at, refcounts.different.get(at), survey.references(at)))
             .filter(|(at, stored, counted)| match stored.cmp(counted) {
-                // A refcount that tells of both would have the mistake pass for right.
+                // A refcount that counts both would make the error look correct.
                 std::cmp::Ordering::Less => allowed.raise && !survey.own.is_disputed(*at),
                 std::cmp::Ordering::Greater => allowed.lower,
                 std::cmp::Ordering::Equal => false,

@@ -20,10 +20,10 @@ use std::ops::RangeInclusive;
 
 /// Bytes of tables read at once.
 const READ_AT_ONCE: u64 = 4 << 20;
-/// Bytes written at once into a table: what changes, with its neighbours.
+/// Bytes written at once into a table: the changed entry and its neighbours.
 pub(super) const PIECE: usize = 4096;
 
-/// How often an L2 table is referred to.
+/// The number of references to an L2 table.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct TableUse {
     /// From the active L1 table.
@@ -41,15 +41,15 @@ pub(super) struct Fix {
     table: u64,
     index: usize,
     entry: L2Entry,
-    /// Errors that it mends.
+    /// Errors that it repairs.
     errors: u64,
 }
 
 /// The references that an image's structures make.
 pub(super) struct Survey {
-    /// All of them, also where there are more than a refcount can hold.
+    /// All of them, including more than a refcount can hold.
     pub(super) counts: Counts,
-    /// The most that a refcount can hold.
+    /// The largest value of a refcount.
     most: u64,
     pub(super) own: Own,
     /// The active L1 table.
@@ -57,17 +57,17 @@ pub(super) struct Survey {
     /// The L2 tables by their offset.
     pub(super) tables: BTreeMap<u64, TableUse>,
     fixes: Vec<Fix>,
-    /// New values for entries of the active L1 table, each of which mends one error.
+    /// New values for entries of the active L1 table, each of which repairs one error.
     l1_fixes: Vec<(usize, L1Entry)>,
-    /// Tables with an entry that leads nowhere: they may be something else.
+    /// Tables with an entry that has an invalid offset: they may be something else.
     doubtful: BTreeSet<u64>,
-    /// The same of the active L1 table.
+    /// The same for the active L1 table.
     l1_doubtful: bool,
-    /// The active L1 table is certain to be one, and nothing else.
+    /// The active L1 table is certainly an L1 table, and nothing else.
     pub(super) l1_certain: bool,
     /// The refcount table and its blocks, which `counts` includes.
     pub(super) structure: Structure,
-    /// Something leads nowhere: clusters that seem unused may not be.
+    /// Some entry has an invalid offset: clusters that seem unused may be in use.
     pub(super) lost: bool,
     /// Guest clusters counted from the active L1 table.
     allocated: u64,
@@ -76,7 +76,7 @@ pub(super) struct Survey {
 }
 
 impl Survey {
-    /// Walks every structure; `None` if one cannot be read at all, and the rest would mean nothing.
+    /// Walks every structure; `None` if one cannot be read at all, which makes the rest meaningless.
     pub(super) async fn take<S: Storage>(
         image: &Image<S>,
         log: &mut Log<'_>,
@@ -129,12 +129,12 @@ impl Survey {
         Ok(Some(survey))
     }
 
-    /// The references to a cluster, as far as a refcount can hold them.
+    /// The references to a cluster, limited to the largest value of a refcount.
     pub(super) fn references(&self, cluster: u64) -> u64 {
         self.counts.get(cluster).min(self.most)
     }
 
-    /// Counts `weight` references to each cluster of a structure of the image's own.
+    /// Counts `weight` references to each cluster of one of the image's own structures.
     fn refer_own<S: Storage>(
         &mut self,
         image: &Image<S>,
@@ -148,7 +148,7 @@ impl Survey {
         }
     }
 
-    /// Counts `weight` references to each cluster of a range; returns those.
+    /// Counts `weight` references to each cluster of a range; returns the clusters.
     pub(super) fn refer<S: Storage>(
         &mut self,
         image: &Image<S>,
@@ -162,7 +162,7 @@ impl Survey {
         }
         let bits = image.geometry.cluster_bits();
         let end = offset.checked_add(length);
-        // The file's last cluster may be cut short.
+        // The file's last cluster may be partial.
         let Some(end) = end.filter(|end| {
             end.checked_sub(image.length).is_none_or(|past| past < image.geometry.cluster_size())
         }) else {
@@ -189,8 +189,8 @@ impl Survey {
         Some(clusters)
     }
 
-    /// Takes note of the L2 tables that an L1 table refers to. `weight` is the number of L1 tables
-    /// with these entries, `active` of them in use by the guest.
+    /// Notes the L2 tables that an L1 table refers to. `weight` is the number of L1 tables with these entries; `active`
+    /// of them are in use by the guest.
     fn visit_l1<S: Storage>(
         &mut self,
         image: &Image<S>,
@@ -418,7 +418,7 @@ impl Survey {
         }
     }
 
-    /// Walks the bitmaps, where the image says that they are consistent.
+    /// Walks the bitmaps, if the image says that they are consistent.
     async fn visit_bitmaps<S: Storage>(
         &mut self,
         image: &Image<S>,
@@ -478,7 +478,7 @@ impl Survey {
         !self.l1_doubtful && self.own.are_alone(clusters, &self.counts)
     }
 
-    /// Whether the table at `offset` is certain to be an L2 table, and nothing else.
+    /// Whether the table at `offset` is certainly an L2 table, and nothing else.
     pub(super) fn may_write_table<S: Storage>(&self, image: &Image<S>, offset: u64) -> bool {
         let cluster = offset >> image.geometry.cluster_bits();
         self.l1_certain
@@ -486,13 +486,12 @@ impl Survey {
             && self.own.are_alone(cluster..=cluster, &self.counts)
     }
 
-    /// Whether there are entries to mend.
+    /// Whether there are entries to repair.
     pub(super) fn has_fixes(&self) -> bool {
         !self.fixes.is_empty() || !self.l1_fixes.is_empty()
     }
 
-    /// Writes the mended entries, durably, where their tables are nothing but tables. Returns how
-    /// many errors that mends.
+    /// Writes the repaired entries, durably, in tables that are certainly tables. Returns how many errors that repairs.
     pub(super) async fn apply_fixes<S: Storage>(&self, image: &Image<S>) -> Result<u64> {
         let mut fixed = 0;
         for (index, entry) in &self.l1_fixes {
