@@ -20,9 +20,9 @@ use std::sync::Arc;
 /// What to commit.
 #[derive(Clone, Debug, Default)]
 pub struct CommitOptions {
-    /// The highest layer whose data goes down, by its image's file; `None`: the active layer. Its
-    /// overlay gets the base as backing file; the active layer is followed until the job is completed,
-    /// and the base then takes its place.
+    /// The highest layer to commit, by its image's file; `None`: the active layer. Its overlay gets the base as backing
+    /// file. If it is the active layer, its changes are tracked until the job is completed, and the base then replaces
+    /// it.
     pub top: Option<FileId>,
     /// The layer that takes the data; `None`: the base of the chain.
     pub base: Option<FileId>,
@@ -78,7 +78,8 @@ impl<H: Host> Commit<H> {
                 let dirty = Arc::new(DirtyMap::new(disk.size(), 16));
                 return Ok(From::Live(Arc::clone(&self.live), dirty));
             }
-            // All of the top layer, also what the layers above it in this chain hide: others may show that.
+            // All of the top layer, including parts that the layers above it in this chain hide: other chains may show
+            // them.
             let top = disk.layer(self.top)?;
             let below = disk.chain.layers().take(self.top.get() as usize);
             let mut layers: Vec<_> = below.map(|(_, layer)| Arc::clone(layer)).collect();
@@ -103,7 +104,7 @@ impl<H: Host> Commit<H> {
             match base.size().cmp(&size) {
                 Ordering::Less => base.resize(size, Preallocation::Off, false).await?,
                 Ordering::Equal => {}
-                // What the base has past the end of those above would come to light.
+                // Data of the base past the end of the layers above would become visible.
                 Ordering::Greater if self.is_active() => {
                     base.resize(size, Preallocation::Off, true).await?;
                 }
@@ -124,7 +125,7 @@ impl<H: Host> Commit<H> {
         }
     }
 
-    /// The base is below the overlay of what was committed.
+    /// Makes the base the backing file of the overlay of the committed layers.
     async fn rebase(&mut self, follow: Follow<H>) -> Result<()> {
         let disk = self.live.current();
         let overlay = self.top.above();
