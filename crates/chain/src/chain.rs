@@ -36,13 +36,12 @@ pub const MAX_LAYERS: usize = 1 << 16;
 pub struct Chain<S> {
     /// From the base up; never empty.
     layers: Vec<Arc<Layer<S>>>,
-    /// The index that describes the lower layers, if one holds.
+    /// The index that describes the lower layers, if there is a valid one.
     index: RwLock<Option<Arc<ChainIndex<S>>>>,
 }
 
 impl<S: Storage> Chain<S> {
-    /// The chain of the first `count` layers, as it is by itself, without an index. `None` if there
-    /// are none.
+    /// The chain of the first `count` layers by itself, without an index. `None` if there are none.
     pub fn below(&self, count: usize) -> Option<Self> {
         let mut visible = u64::MAX;
         let mut layers = Vec::with_capacity(count);
@@ -69,8 +68,8 @@ impl<S> Chain<S> {
         Self { layers, index: RwLock::default() }
     }
 
-    /// A chain of layers that may come from others, from the base up; how much of each can be seen
-    /// follows from those above it.
+    /// A chain of layers that may come from other chains, from the base up; how much of each is visible follows from
+    /// those above it.
     pub fn stacked(layers: Vec<Arc<Layer<S>>>) -> Self
     where
         S: Storage,
@@ -105,7 +104,7 @@ impl<S> Chain<S> {
         self.index.read().clone()
     }
 
-    /// The index of which `root` was read from one of its layers.
+    /// The index whose `root` was read from one of its layers.
     pub fn indexed_by(&self, root: Root) -> Arc<ChainIndex<S>>
     where
         S: Storage,
@@ -132,12 +131,12 @@ impl<S> Chain<S> {
         &self.layers[self.layers.len() - 1]
     }
 
-    /// The place of the active layer.
+    /// The index of the active layer.
     pub fn active_index(&self) -> LayerIndex {
         LayerIndex::new((self.layers.len() - 1) as u16)
     }
 
-    /// The layer at a place; `None` past the active one.
+    /// The layer at an index; `None` past the active one.
     pub fn get(&self, index: LayerIndex) -> Option<&Arc<Layer<S>>> {
         self.layers.get(index.get() as usize)
     }

@@ -11,30 +11,29 @@ use rustc_hash::FxHashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Segments kept in memory: of a disk in 64 KiB clusters, 4 GiB each in some 6 KiB.
+/// Segments kept in memory: with 64 KiB clusters each covers 4 GiB and takes some 6 KiB.
 const CACHED_SEGMENTS: usize = 256;
 
 /// An index in use.
 pub struct ChainIndex<S> {
-    /// The layers from the base up to the one that holds it, which is last. The chain that uses it
-    /// may end below.
+    /// The layers from the base up to the one that holds it, which is the last. The chain that uses it may end below.
     layers: Vec<Arc<Layer<S>>>,
     root: Root,
     segments: Mutex<FxHashMap<u32, Arc<Segment>>>,
-    /// A block was not what it should be, and that was said.
+    /// A block was damaged, and that was logged.
     damaged: AtomicBool,
 }
 
-/// What an index says of one page of the disk.
+/// The owners that an index gives for one page of the disk.
 pub struct Owners {
-    /// Layers whose own tables come first, from the base.
+    /// Layers whose own tables take precedence, from the base.
     pub newer: Vec<u16>,
     /// The owners below those.
     pub page: Option<Page>,
 }
 
 impl<S: Storage> ChainIndex<S> {
-    /// The index of which `root` was read; of the `layers`, from the base up to the one that holds it.
+    /// The index with this `root`, over `layers`, from the base up to the one that holds it.
     pub fn new(layers: Vec<Arc<Layer<S>>>, root: Root) -> Self {
         Self { layers, root, segments: Mutex::default(), damaged: AtomicBool::new(false) }
     }
@@ -54,8 +53,8 @@ impl<S: Storage> ChainIndex<S> {
         &self.layers[self.root.position as usize]
     }
 
-    /// What it says of the page around the guest byte at `guest`; `None` if its block is damaged,
-    /// which is said once.
+    /// The owners of the page that contains the guest byte at `guest`; `None` if its block is damaged, which is logged
+    /// once.
     pub async fn owners(&self, guest: u64) -> Option<Owners> {
         let owners = self.read_owners(guest >> self.root.page_bits()).await;
         if owners.is_none() && !self.damaged.swap(true, Ordering::Relaxed) {
@@ -110,7 +109,7 @@ impl<S: Storage> ChainIndex<S> {
         page.runs.iter().all(|run| run.entry.layer().is_none_or(known)).then_some(page)
     }
 
-    /// A block, from the layer whose file has it.
+    /// A block, from the layer whose file contains it.
     async fn block(&self, pointer: &BlockPointer, most: u32) -> Option<IoBuf> {
         read_block(self.layers.get(pointer.layer as usize)?, pointer, most).await
     }

@@ -186,7 +186,7 @@ pub async fn create<H: Host>(host: &H, name: &Path, new: &NewDisk) -> Result<u64
                 Some(backing) if new.index => index_of(host, backing, &new).await?,
                 _ => None,
             };
-            // A header without room for the extension does without the index.
+            // If the header has no room for the extension, the index is omitted.
             let indexed = index.and_then(|index| {
                 Some((plan(name, &new, size, Some(index.extension)).ok()?, index.bytes))
             });
@@ -208,7 +208,7 @@ pub async fn create<H: Host>(host: &H, name: &Path, new: &NewDisk) -> Result<u64
     result.map(|()| size)
 }
 
-/// Sees to the backing file that `new` names.
+/// Checks the backing file that `new` names.
 async fn backing<H: Host>(host: &H, name: &Path, new: &NewDisk) -> Result<Option<Chain<H::File>>> {
     let refused = |reason: String| DiskError::Refused { image: name.to_owned(), reason };
     let Some(file) = &new.backing_file else {
@@ -226,7 +226,7 @@ async fn backing<H: Host>(host: &H, name: &Path, new: &NewDisk) -> Result<Option
             "Error: Trying to create an image with the same filename as the backing file".into(),
         ));
     }
-    // Whoever guesses the format of a raw disk lets its guest choose what is opened.
+    // Probing the format of a raw disk would let its guest choose what is opened.
     let Some(format) = &new.backing_format else {
         return Err(refused("Backing file specified without backing format".into()));
     };
@@ -235,7 +235,7 @@ async fn backing<H: Host>(host: &H, name: &Path, new: &NewDisk) -> Result<Option
     }
     let format = ImageFormat::from_name(format)
         .ok_or_else(|| refused(format!("Unknown driver '{}'", format.escape_debug())))?;
-    // Others may be using it: that it can be opened is enough.
+    // Others may be using it: it is enough that it can be opened.
     let options = OpenOptions::new().format(format).locking(Locking::Unlocked);
     let chain = open_chain(host, &path, &options).await.map_err(|source| DiskError::Backing {
         overlay: name.to_owned(),
@@ -244,7 +244,7 @@ async fn backing<H: Host>(host: &H, name: &Path, new: &NewDisk) -> Result<Option
     Ok(Some(chain))
 }
 
-/// The index that the overlay of a chain is to hold, if the chain is suited.
+/// The index for the overlay of a chain, if the chain is suited.
 async fn index_of<H: Host>(
     host: &H,
     chain: &Chain<H::File>,
@@ -256,7 +256,7 @@ async fn index_of<H: Host>(
         cluster_size: new.cluster_size,
         position: chain.depth() as u32,
     };
-    // What a writer has open is still changing; it is frozen only when the overlay takes its place.
+    // An image that a writer has open still changes; it is frozen only when the overlay replaces it.
     let look = OpenMode { locking: Locking::Immediate, ..OpenMode::default() };
     let frozen = host.open(top.name(), look).await.is_ok();
     let name = new.backing_file.as_deref().unwrap_or_default();
@@ -292,7 +292,7 @@ pub fn plan(name: &Path, new: &NewDisk, size: u64, index: Option<IndexExtension>
         backing_format: new.backing_format.clone(),
         data_file: new.data_file.clone(),
         data_file_raw: new.data_file_raw,
-        // The data file alone can be the content only where every cluster is in it.
+        // The data file alone can hold the disk's contents only if every cluster is in it.
         preallocate: new.preallocation != Preallocation::Off || new.data_file_raw,
         index,
     };
@@ -321,14 +321,14 @@ fn check_raw(name: &Path, new: &NewDisk) -> Result<()> {
     Ok(())
 }
 
-/// The files made so far, to be removed where the rest fails.
+/// The files created so far, to be removed if the rest fails.
 struct Fresh<'a, H: Host> {
     host: &'a H,
     names: Vec<PathBuf>,
 }
 
 impl<H: Host> Fresh<'_, H> {
-    /// Makes an empty file, unless one of that name is among `others`.
+    /// Creates an empty file, unless one of that name is among `others`.
     async fn file(&mut self, name: &Path, others: &[FileId]) -> Result<H::File> {
         let look = OpenMode { locking: Locking::Unlocked, ..OpenMode::default() };
         let found = self.host.open(name, look).await;
@@ -394,7 +394,7 @@ async fn write_qcow2<H: Host>(
     }
     for (at, bytes) in plan.writes() {
         if at.get() == 0 {
-            // The header makes it an image: what it names is there before it.
+            // The header makes it an image: the files that it names exist before it.
             file.flush().await?;
         }
         file.write_at(at.get(), IoBuf::copy_of(&bytes)).await?;
@@ -410,7 +410,7 @@ async fn write_raw<H: Host>(
     preallocation: Preallocation,
 ) -> Result<()> {
     let file = fresh.file(name, &[]).await?;
-    // The content of a device stays, as with qemu-img: its disk is what it holds.
+    // A device keeps its contents, as with qemu-img.
     file.set_len(size).await?;
     preallocate(&file, 0, size, preallocation).await?;
     file.flush().await?;
@@ -426,7 +426,7 @@ async fn clear<S: Storage>(file: &S, length: u64) -> Result<()> {
     Ok(())
 }
 
-/// Takes space for a range that reads as zeroes.
+/// Allocates space for a range that reads as zeroes.
 async fn preallocate<S: Storage>(file: &S, at: u64, length: u64, how: Preallocation) -> Result<()> {
     let end = at + length;
     match how {

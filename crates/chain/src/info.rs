@@ -46,11 +46,11 @@ pub struct ImageInfo {
     pub backing_format: Option<String>,
     /// The internal snapshots.
     pub snapshots: Vec<Snapshot>,
-    /// What only qcow2 images have.
+    /// Properties of qcow2 images only.
     pub qcow2: Option<Qcow2Info>,
 }
 
-/// What only qcow2 images have.
+/// Properties of qcow2 images only.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Qcow2Info {
     /// The version, 2 or 3.
@@ -73,7 +73,7 @@ pub struct Qcow2Info {
     pub extended_l2: bool,
     /// The external data file's name, as the image has it.
     pub data_file: Option<String>,
-    /// The external data file alone is the disk's content; `None` without one.
+    /// The external data file alone holds the disk's contents; `None` without one.
     pub data_file_raw: Option<bool>,
     /// The persistent bitmaps.
     pub bitmaps: Vec<BitmapInfo>,
@@ -250,8 +250,7 @@ async fn read_bitmaps<S: Storage>(
         .collect())
 }
 
-/// What is to be said of the image `name`, which has the index `unchecked`, once the layers that it
-/// describes were looked at.
+/// The status of the index `unchecked` of the image `name`, after examining the layers that it describes.
 async fn index_info<H: Host>(
     host: &H,
     name: &Path,

@@ -16,7 +16,7 @@ use std::sync::Arc;
 /// Layers opened together.
 const OPENED_AT_ONCE: usize = 128;
 
-/// Opens `name` and everything below it, and the index that describes it, if one holds.
+/// Opens `name` and everything below it, and the index that describes it, if there is a valid one.
 pub async fn open_chain<H: Host>(
     host: &H,
     name: &Path,
@@ -29,7 +29,7 @@ pub async fn open_chain<H: Host>(
     Ok(chain)
 }
 
-/// Opens `name` and everything below it, together where an index says what there is.
+/// Opens `name` and everything below it, concurrently if an index lists the layers.
 pub async fn open_layers<H: Host>(
     host: &H,
     name: &Path,
@@ -101,10 +101,10 @@ impl<S: Storage> OpenedAhead<S> {
         self.layers.is_empty()
     }
 
-    /// The next layer, if it is what the chain asks for; otherwise nothing that follows is, either.
+    /// The next layer, if it is the one that the chain needs; otherwise none of the following layers is either.
     fn take(&mut self, name: &Path, format: Option<ImageFormat>) -> Option<Layer<S>> {
         let layer = self.layers.pop()?;
-        // What is not named is probed, which finds qcow2 where it is.
+        // If the format is not named it is probed, which detects qcow2.
         let expected = format.unwrap_or(ImageFormat::Qcow2);
         if layer.name() != name || layer.format() != expected {
             self.layers.clear();
@@ -128,7 +128,7 @@ async fn open_ahead<H: Host>(
     let (position, covers) = (root.position as usize, root.covers as usize);
     let mut ahead = Ahead::new(root);
     let mut referrer = holder.name().to_owned();
-    // From the top down, as the names are known.
+    // From the top down, in the order in which the names become known.
     let mut layers: Vec<Layer<H::File>> = Vec::with_capacity(covers);
     while ahead.next_chapter().is_some_and(|chapter| chapter.layer as usize == position) {
         if !ahead.read_chapter(holder).await {
@@ -150,7 +150,7 @@ async fn open_ahead<H: Host>(
             .map(|(path, format)| open_layer(host, path, Some(*format), false, options));
         let mut opening = stream::iter(opening).buffered(OPENED_AT_ONCE);
         while let Some(layer) = opening.next().await {
-            // Whoever asks for one that fails by the header's name finds out why.
+            // Opening it again by the header's name reports the error.
             let Ok(layer) = layer else { break };
             layers.push(layer);
         }

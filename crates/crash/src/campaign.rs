@@ -1,4 +1,4 @@
-//! Histories by the thousand.
+//! Campaigns: many random histories.
 
 use crate::executor::run;
 use crate::guest::{Before, Log, Oracle};
@@ -51,24 +51,24 @@ fn faults(rng: &mut SmallRng, start: &Start) -> (Faults, &'static str) {
     (faults, name)
 }
 
-/// A history that has happened.
+/// A history that was run.
 pub struct Happened {
-    /// What it began from.
+    /// Its initial state.
     pub start: Start,
-    /// What it was about.
+    /// Its kind.
     pub kind: Kind,
-    /// What was to be done.
+    /// Its plan.
     pub plan: Plan,
-    /// Bytes that the device writes whole or not at all.
+    /// Bytes that the device writes atomically.
     pub atomic: u64,
-    /// What the storage saw.
+    /// The changes and flushes of the storage.
     pub record: Record,
-    /// What the guest saw.
+    /// The guest's requests and results.
     pub log: Arc<Log>,
 }
 
 impl Happened {
-    /// A digest of all that the storage and the guest saw.
+    /// A digest of everything that the storage and the guest saw.
     fn digest(&self) -> u64 {
         let mut hasher = FxHasher::default();
         self.record.tell().hash(&mut hasher);
@@ -77,7 +77,7 @@ impl Happened {
     }
 }
 
-/// Lets a history happen, and checks what was read while it did.
+/// Runs a history, and checks all data read during it.
 pub fn happen(
     settings: &Settings,
     kind: Kind,
@@ -95,7 +95,7 @@ pub fn happen(
     let worked = run(guest.work(&plan)).and_then(|worked| worked);
     let log = Arc::new(guest.into_log());
     let record = host.record();
-    // Where the page cache has dropped data, reads show whatever the disk holds there.
+    // If the page cache has dropped data, reads return whatever the disk holds there.
     let until = if drops { host.struck() } else { NEVER };
     worked.and_then(|()| log.check_reads(until)).map_err(|error| {
         let mut lines = log.tell(NEVER);
@@ -179,7 +179,7 @@ pub struct Crashes<'a> {
     settings: &'a Settings,
     happened: &'a Happened,
     fault: &'static str,
-    /// Nothing was promised.
+    /// A flush lied, so nothing is guaranteed.
     lies: bool,
     seen: FxHashSet<u64>,
     totals: &'a mut Totals,
@@ -187,7 +187,7 @@ pub struct Crashes<'a> {
 }
 
 impl<'a> Crashes<'a> {
-    /// None so far.
+    /// No crashes so far.
     pub fn new(
         settings: &'a Settings,
         happened: &'a Happened,
@@ -199,8 +199,8 @@ impl<'a> Crashes<'a> {
         Self { settings, happened, fault, lies, seen: FxHashSet::default(), totals, story }
     }
 
-    /// Recovers and judges what one fate leaves of a crash at `tick`, to which `replay` has come and
-    /// which `oracle` knows, unless that was done already.
+    /// Recovers and checks the state that one fate leaves after a crash at `tick`, which `replay` has reached and which
+    /// `oracle` describes, unless that was already done.
     #[allow(clippy::too_many_arguments, reason = "all of it makes one state")]
     pub fn judge(
         &mut self,
@@ -258,7 +258,7 @@ impl<'a> Crashes<'a> {
         Ok(())
     }
 
-    /// Tells how it came to a failure.
+    /// Describes how a failure came about.
     fn tell(&mut self, replay: &Replay<'_>, tick: Tick, fate: &Fate, grain: u64) {
         self.story.push(format!("the guest's requests up to the crash at {tick}:"));
         let requests = self.happened.log.tell(tick);

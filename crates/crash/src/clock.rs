@@ -1,4 +1,4 @@
-//! Simulated time: it passes only when everybody waits for it.
+//! Simulated time, which passes only when all tasks wait for it.
 
 use isobath_disk::clock::Clock;
 use parking_lot::Mutex;
@@ -16,12 +16,12 @@ struct Timers {
     waiting: BTreeMap<(Duration, u64), Waker>,
 }
 
-/// A clock of a simulation. Clones tell the same time.
+/// A simulation's clock. Clones share the time.
 #[derive(Clone, Debug, Default)]
 pub struct SimClock(Arc<Mutex<Timers>>);
 
 impl SimClock {
-    /// Has the next of those who wait go on, and says whether there was one.
+    /// Advances to the next waiting task and wakes it; returns whether there was one.
     pub fn advance(&self) -> bool {
         let mut timers = self.0.lock();
         let Some(((time, _), waker)) = timers.waiting.pop_first() else { return false };
@@ -31,7 +31,7 @@ impl SimClock {
         true
     }
 
-    /// So much time passes, whoever waits.
+    /// Advances the time by this much, regardless of waiting tasks.
     pub fn pass(&self, length: Duration) {
         let mut timers = self.0.lock();
         timers.now += length;
@@ -44,7 +44,7 @@ impl SimClock {
         due.into_iter().for_each(Waker::wake);
     }
 
-    /// Waits for so long.
+    /// Waits for this long.
     pub fn sleep(&self, length: Duration) -> impl Future<Output = ()> + use<> {
         let until = self.0.lock().now + length;
         self.wait_until(until)
@@ -70,7 +70,7 @@ impl SimClock {
     }
 }
 
-/// A place among those who wait; given up, it is nobody's.
+/// An entry in the list of waiting tasks, which is removed when dropped.
 struct Wait {
     clock: SimClock,
     at: Option<(Duration, u64)>,
@@ -87,7 +87,7 @@ impl Drop for Wait {
 impl Clock for SimClock {
     fn now(&self) -> Duration {
         let mut timers = self.0.lock();
-        // Code takes time as well.
+        // Code takes time, too.
         timers.now += Duration::from_nanos(100);
         timers.now
     }

@@ -1,4 +1,4 @@
-//! What a file or a disk holds: sparse, and cheap to copy.
+//! The contents of a file or a disk: sparse, and cheap to copy.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -32,7 +32,7 @@ fn parts(range: Range<u64>) -> impl Iterator<Item = (u64, Range<usize>)> {
 }
 
 impl Content {
-    /// So many zeroes.
+    /// This many zeroes.
     pub fn zeroes(length: u64) -> Self {
         Self { length, pages: BTreeMap::new() }
     }
@@ -47,7 +47,7 @@ impl Content {
         self.length == 0
     }
 
-    /// Reads from `offset` on; behind the end there are zeroes.
+    /// Reads from `offset` on, with zeroes past the end.
     pub fn read(&self, offset: u64, buf: &mut [u8]) {
         let mut done = 0;
         for (page, within) in parts(offset..offset + buf.len() as u64) {
@@ -60,7 +60,7 @@ impl Content {
         }
     }
 
-    /// The bytes of a range; behind the end there are zeroes.
+    /// The bytes of a range, with zeroes past the end.
     pub fn bytes(&self, range: Range<u64>) -> Vec<u8> {
         let mut bytes = vec![0; (range.end - range.start) as usize];
         self.read(range.start, &mut bytes);
@@ -118,7 +118,7 @@ impl Content {
         }
     }
 
-    /// Makes a range zero, giving whole pages back.
+    /// Makes a range zero, freeing whole pages.
     fn clear(&mut self, range: Range<u64>) {
         let pages = range.start / PAGE..range.end.div_ceil(PAGE);
         let touched: Vec<u64> = self.pages.range(pages).map(|(page, _)| *page).collect();
@@ -133,7 +133,7 @@ impl Content {
         }
     }
 
-    /// Sets the length; what is added reads as zeroes.
+    /// Sets the length; added bytes read as zeroes.
     pub fn set_len(&mut self, length: u64) {
         if length < self.length {
             self.clear(length..self.length.next_multiple_of(PAGE));
@@ -141,12 +141,12 @@ impl Content {
         self.length = length;
     }
 
-    /// The parts that may hold something else than zeroes, in order, in whole pages.
+    /// The parts that may hold something other than zeroes, in order, in whole pages.
     pub fn data(&self) -> impl Iterator<Item = Range<u64>> {
         self.pages.keys().map(|page| page * PAGE..((page + 1) * PAGE).min(self.length))
     }
 
-    /// The first byte that the other has not alike, or the shorter length.
+    /// The first byte that differs from the other's, or the shorter length.
     pub fn first_difference(&self, other: &Self) -> Option<u64> {
         let mut pages: Vec<u64> = self.pages.keys().chain(other.pages.keys()).copied().collect();
         pages.sort_unstable();
@@ -226,7 +226,7 @@ mod tests {
                 }
             }
             if content.len() < bytes.len() as u64 {
-                // Only nothing was written behind the end.
+                // Nothing was written past the end.
                 assert_eq!(start, end);
                 bytes.truncate(content.len() as usize);
             }

@@ -1,4 +1,4 @@
-//! Runs one future on this thread, and notices when it can never end.
+//! Runs one future on this thread, and detects when it can never end.
 
 use std::future::Future;
 use std::pin::pin;
@@ -25,7 +25,7 @@ impl Wake for Woken {
 /// Polls `future` to its end.
 ///
 /// # Errors
-/// It waits for something that nothing will bring about, or does not end.
+/// It waits for something that can never happen, or does not end.
 pub fn run<T>(future: impl Future<Output = T>) -> Result<T, String> {
     let woken = Arc::new(Woken::default());
     let waker = Waker::from(woken.clone());
@@ -43,7 +43,7 @@ pub fn run<T>(future: impl Future<Output = T>) -> Result<T, String> {
     Err(format!("the requests did not end within {MOST_POLLS} polls"))
 }
 
-/// Gives way a number of times.
+/// Yields a number of times.
 pub async fn pause(mut turns: u32) {
     std::future::poll_fn(|context| {
         if turns == 0 {

@@ -1,5 +1,5 @@
-//! Small histories, with every crash there is: each moment, each subset of the changes that no flush
-//! covers, and each of them torn.
+//! Small histories with every possible crash: at each moment, with each subset of the changes that no flush covers, and
+//! with each of them torn.
 
 use crate::campaign::{Crashes, happen};
 use crate::guest::Oracle;
@@ -13,12 +13,12 @@ use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
 use std::sync::Arc;
 
-/// Images and orders of execution of each small history.
+/// Variants of images and execution orders for each small history.
 const VARIANTS: u64 = 3;
-/// Random subsets where there are too many for all.
+/// Random subsets if there are too many to try all.
 const RANDOM: usize = 64;
 
-/// How many small histories there are.
+/// The number of small histories.
 pub const COUNT: u64 = {
     let (mut patterns, mut kind) = (0, 0);
     while kind < KINDS.len() {
@@ -36,8 +36,8 @@ fn subject(number: u64) -> (Kind, u32) {
     subjects.nth((number / VARIANTS) as usize).unwrap_or((Kind::Plain, 0))
 }
 
-/// Runs one small history, from 0 on. All subsets of up to `bits` changes are tried; where there are
-/// more, those of the first so many, and random ones.
+/// Runs one small history, numbered from 0. All subsets of up to `bits` changes are tried; if there are more, those of
+/// the first `bits` changes, and random ones.
 pub fn run_small(settings: &Settings, number: u64, bits: u32) -> Result<Totals, Box<Failure>> {
     let tested = guarded(number, |totals, story| small(settings, number, bits, totals, story));
     tested.map_err(|failure| Box::new(Failure { bits: Some(bits), ..*failure }))

@@ -1,9 +1,8 @@
-//! What the guest did, and what a disk may hold for it.
+//! The guest's requests, and the disk contents that they allow.
 //!
-//! Every request has a moment when it began and one when it was answered. Of the requests that wrote
-//! a byte, one is out of the question when a later one settled the byte: one that began after the
-//! first was answered, and that a flush has promised (after a crash) or that was itself answered
-//! before the read began. The byte may hold what any other wrote.
+//! Every request has a moment when it began and one when it completed. Of the requests that wrote a byte, one is ruled
+//! out if a later one settled the byte: it began after the first one completed, and either a flush covers it (after a
+//! crash) or it completed before the read began. The byte may hold what any other request wrote.
 
 use crate::content::Content;
 use crate::record::{NEVER, Tick};
@@ -13,34 +12,34 @@ use std::fmt::Write as _;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Bytes that reach a disk as a whole or not at all.
+/// Bytes that reach a disk atomically.
 pub const SECTOR: u64 = 512;
 
 /// Sectors whose requests are listed together.
 const GROUP: u64 = 64;
-/// Requests over more groups than this are listed apart.
+/// Requests that cover more groups than this are listed separately.
 const WIDE: u64 = 32;
 
-/// A request that changed the disk, or may have.
+/// A request that changed the disk, or may have changed it.
 #[derive(Clone, Debug)]
 pub struct Written {
-    /// Which bytes.
+    /// The bytes.
     pub range: Range<u64>,
-    /// To what.
+    /// The value written.
     pub value: Value,
     /// When it began.
     pub began: Tick,
-    /// When it was answered.
+    /// When it completed.
     pub ended: Tick,
-    /// Whether it was answered with success.
+    /// Whether it succeeded.
     pub done: bool,
     /// Whether success alone makes it durable.
     pub durable: bool,
-    /// What it was, for people.
+    /// Its description for messages.
     pub name: &'static str,
 }
 
-/// A read and what it saw.
+/// A read and its result.
 #[derive(Clone, Debug)]
 pub struct Seen {
     /// Where.
@@ -49,35 +48,35 @@ pub struct Seen {
     pub bytes: Vec<u8>,
     /// When it began.
     pub began: Tick,
-    /// When it was answered.
+    /// When it completed.
     pub ended: Tick,
 }
 
-/// All that a guest did.
+/// Everything that a guest did.
 #[derive(Clone, Debug, Default)]
 pub struct Log {
-    /// What the disk held at first; beyond it, zeroes.
+    /// The disk's initial contents; beyond them, zeroes.
     pub before: Before,
     /// Requests that wrote.
     pub written: Vec<Written>,
-    /// When flushes that succeeded began and were answered.
+    /// When successful flushes began and completed.
     pub flushed: Vec<(Tick, Tick)>,
-    /// Changes of the disk's size: when they began and were answered, and to what.
+    /// Changes of the disk's size: when they began and completed, and the new size.
     pub sizes: Vec<(Tick, Tick, u64)>,
     /// Reads.
     pub seen: Vec<Seen>,
-    /// By group of sectors, and the sector in it, the requests that wrote there.
+    /// The requests that wrote to a sector, by its group and its index in the group.
     by_group: FxHashMap<u64, Box<[Vec<u32>; GROUP as usize]>>,
-    /// Those over so much that they are in no group.
+    /// Requests too large to be listed in groups.
     wide: Vec<u32>,
 }
 
-/// What was read of a disk: all of it, or what may be anything but zeroes.
+/// The contents read from a disk: all of it, or the parts that may be nonzero.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Look {
     /// What it holds.
     pub content: Content,
-    /// What was read, in order.
+    /// The ranges read, in order.
     pub parts: Vec<Range<u64>>,
 }
 
@@ -89,12 +88,12 @@ impl Look {
     }
 }
 
-/// What a disk held at first.
+/// The initial contents of a disk.
 #[derive(Clone, Debug)]
 pub enum Before {
-    /// These bytes, for certain.
+    /// Exactly these bytes.
     Bytes(Arc<Content>),
-    /// What an earlier crash may have left.
+    /// Anything that an earlier crash may have left.
     Crash(Arc<Oracle>),
 }
 
@@ -135,12 +134,12 @@ impl Before {
 }
 
 impl Log {
-    /// A log of a disk that held `before`.
+    /// A log for a disk that contained `before`.
     pub fn new(before: Before) -> Self {
         Self { before, ..Self::default() }
     }
 
-    /// A request that changes a range begins. Returns its number.
+    /// Notes the start of a request that changes a range. Returns its number.
     pub fn begin(
         &mut self,
         range: Range<u64>,
@@ -164,17 +163,17 @@ impl Log {
         number
     }
 
-    /// The request is answered.
+    /// Notes the completion of a request.
     pub fn end(&mut self, number: usize, ended: Tick, done: bool) {
         if let Some(written) = self.written.get_mut(number) {
             (written.ended, written.done) = (ended, done);
         }
     }
 
-    /// Checks everything that was read and answered before `until`.
+    /// Checks every read that completed before `until`.
     ///
     /// # Errors
-    /// A read saw what it could not.
+    /// A read returned impossible data.
     pub fn check_reads(self: &Arc<Self>, until: Tick) -> Result<(), String> {
         for seen in self.seen.iter().filter(|seen| seen.ended < until) {
             let oracle = Oracle { log: Arc::clone(self), now: seen.ended, settled: seen.began };
@@ -191,7 +190,7 @@ impl Log {
         Ok(())
     }
 
-    /// Where the disk may hold something else than zeroes, or lately did.
+    /// Where the disk may hold something other than zeroes, or recently did.
     pub fn interest(&self) -> Vec<Range<u64>> {
         let mut ranges = self.before.interest();
         for written in &self.written {
@@ -199,7 +198,7 @@ impl Log {
             if end - start <= 2 * LOOKED_AT_ONCE {
                 ranges.push(start..end);
             } else {
-                // Of much, its ends and something between.
+                // For a long range, its ends and something in between.
                 let middle = start + (end - start) / 2;
                 let pieces = [start, middle, end - EDGE];
                 ranges.extend(pieces.map(|at| at..at + EDGE));
@@ -208,13 +207,13 @@ impl Log {
         ranges
     }
 
-    /// Until when everything answered was promised before `now`.
+    /// The moment before which every completed request is guaranteed at `now`.
     fn promised(&self, now: Tick) -> Tick {
         let promised = self.flushed.iter().filter(|(_, ended)| *ended < now);
         promised.map(|(began, _)| *began).max().unwrap_or(0)
     }
 
-    /// The requests up to a moment, one a line.
+    /// The requests up to a moment, one per line.
     pub fn tell(&self, now: Tick) -> Vec<String> {
         let mut lines: Vec<(Tick, String)> = Vec::new();
         let shown = |tick: Tick| if tick == NEVER { "never".into() } else { tick.to_string() };
@@ -240,7 +239,7 @@ impl Log {
         lines.into_iter().map(|(_, line)| line).collect()
     }
 
-    /// How many events came before `now`: the oracle is the same between two of them.
+    /// The number of events before `now`: the oracle does not change between two of them.
     pub fn events_before(&self, now: Tick) -> usize {
         let written = self.written.iter().flat_map(|written| [written.began, written.ended]);
         let flushed = self.flushed.iter().map(|(_, ended)| *ended);
@@ -266,33 +265,33 @@ impl On<'_> {
     }
 }
 
-/// Bytes of a long range that are looked at in one place.
+/// Bytes of a long range that are examined in one place.
 const EDGE: u64 = 256 << 10;
 /// Bytes of a disk that are checked at once.
 const LOOKED_AT_ONCE: u64 = 1 << 20;
 
-/// What a disk may hold at a moment.
+/// The contents that a disk may have at a moment.
 #[derive(Clone, Debug)]
 pub struct Oracle {
     log: Arc<Log>,
-    /// Requests that had not begun then are of no account.
+    /// Requests that had not begun then are ignored.
     now: Tick,
-    /// What was answered by then is settled.
+    /// Requests completed by then are settled.
     settled: Tick,
 }
 
 impl Oracle {
-    /// What it may hold after a crash just before `now`.
+    /// The contents allowed after a crash just before `now`.
     pub fn of_crash(log: &Arc<Log>, now: Tick) -> Self {
         Self { log: Arc::clone(log), now, settled: log.promised(now) }
     }
 
-    /// What it may hold after a kill at the moment `at`, of which nothing but what was under way is lost.
+    /// The contents allowed after a kill at `at`, which loses only requests in progress.
     pub fn of_kill(log: &Arc<Log>, at: Tick) -> Self {
         Self { log: Arc::clone(log), now: at + 1, settled: at }
     }
 
-    /// What it holds at `now`, while it runs.
+    /// The contents allowed at `now`, while the disk is in use.
     pub fn of_present(log: &Arc<Log>, now: Tick) -> Self {
         Self { log: Arc::clone(log), now, settled: now }
     }
@@ -302,7 +301,7 @@ impl Oracle {
             && (written.ended <= self.settled || written.durable && written.ended < self.now)
     }
 
-    /// Whether `written`, or what was before where it is `None`, may be in all of `range`.
+    /// Whether `written`, or the initial contents if it is `None`, may be in all of `range`.
     fn may_show(&self, written: Option<&Written>, range: &Range<u64>, on: On<'_>) -> bool {
         let ended = written.map_or(0, |written| written.ended);
         !on.any(|number| {
@@ -376,7 +375,7 @@ impl Oracle {
     /// Checks a whole disk.
     ///
     /// # Errors
-    /// It has another size, or holds what it cannot.
+    /// It has another size, or has impossible contents.
     pub fn check(&self, look: &Look) -> Result<(), String> {
         let (sizes, size) = (self.sizes(), look.content.len());
         if !sizes.contains(&size) {
@@ -393,7 +392,7 @@ impl Oracle {
         Ok(())
     }
 
-    /// Where the disk may hold something else than zeroes, or lately did.
+    /// Where the disk may hold something other than zeroes, or recently did.
     pub fn interest(&self) -> Vec<Range<u64>> {
         self.log.interest()
     }

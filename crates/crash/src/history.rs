@@ -21,8 +21,7 @@ use std::future::Future;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// The numbers of a guest's patterns in each of its lives; lower ones are in the images from the
-/// beginning.
+/// The range of a guest's pattern numbers in each of its lives; lower ones are in the initial images.
 const PATTERNS: u32 = 10_000;
 
 /// A disk that a guest can use.
@@ -34,7 +33,7 @@ pub trait Target: BlockDevice {
         buf: IoBuf,
     ) -> impl Future<Output = isobath_disk::Result<IoBuf>>;
 
-    /// Does some of what is done in quiet moments.
+    /// Does some background work of idle moments.
     fn tidy(&self) -> impl Future<Output = isobath_disk::Result<bool>>;
 
     /// Sets the disk's size.
@@ -43,7 +42,7 @@ pub trait Target: BlockDevice {
     /// Brings the image into its final state.
     fn close(&self) -> impl Future<Output = isobath_disk::Result<()>>;
 
-    /// Whether a raw image is the active one, or may be soon: what a discard leaves there is the host's matter.
+    /// Whether a raw image is the active one, or may be soon: there the host decides what a discard leaves.
     fn may_be_raw(&self) -> bool {
         false
     }
@@ -67,7 +66,7 @@ impl Target for Disk<SimHost> {
     }
 }
 
-/// What is compressed comes from other programs there, and what is tidied when is the disk's own matter.
+/// There, compressed clusters come from other programs, and the disk itself decides when to tidy.
 impl Target for LiveDisk<SimHost> {
     async fn write_compressed(&self, offset: u64, buf: IoBuf) -> isobath_disk::Result<IoBuf> {
         self.write(offset, buf).await
@@ -90,7 +89,7 @@ impl Target for LiveDisk<SimHost> {
     }
 }
 
-/// A guest, and what it remembers.
+/// A guest, and its memory.
 pub struct Guest<'a> {
     host: &'a SimHost,
     start: &'a Start,
@@ -99,15 +98,14 @@ pub struct Guest<'a> {
     next: Cell<u32>,
     spy: RefCell<Spy>,
     seed: u64,
-    /// Something was given up, so that requests may fail.
+    /// Something was cancelled, so that requests may fail.
     excused: Cell<bool>,
-    /// A discard says nothing about what it leaves.
+    /// The contents after a discard are unknown.
     vague: bool,
 }
 
 impl<'a> Guest<'a> {
-    /// A guest in its `life`th life (from 1), of the disk that `start` describes and that holds
-    /// `before`.
+    /// A guest in its `life`th life (from 1), with the disk that `start` describes, which contains `before`.
     pub fn new(
         host: &'a SimHost,
         start: &'a Start,
@@ -121,23 +119,23 @@ impl<'a> Guest<'a> {
         Self { host, start, mode, log, next, spy: RefCell::default(), seed, excused, vague: false }
     }
 
-    /// The same guest of a disk whose active image changes: a discard may leave what was there.
+    /// The same guest, with a disk whose active image changes: a discard may leave the old contents.
     #[must_use]
     pub fn of_changing_chain(self) -> Self {
         Self { vague: true, ..self }
     }
 
-    /// Says that something was given up: requests may fail from now on.
+    /// Notes that something was cancelled: requests may fail from now on.
     pub fn excuse(&self) {
         self.excused.set(true);
     }
 
-    /// What the guest remembers so far.
+    /// The guest's log so far.
     pub fn log(&self) -> Ref<'_, Log> {
         self.log.borrow()
     }
 
-    /// Ends the guest's life; its memory remains.
+    /// Ends the guest's life and returns its log.
     pub fn into_log(self) -> Log {
         self.log.into_inner()
     }
@@ -155,13 +153,13 @@ impl<'a> Guest<'a> {
         self.excused.get() || self.host.struck() != NEVER
     }
 
-    /// Whether `error` may come from a fault of the host, or from what was given up: nothing that may happen to the
-    /// engine violates its invariants.
+    /// Whether `error` may result from a fault of the host, or from a cancelled operation. A violated invariant never
+    /// does.
     pub fn excuses(&self, error: &impl Display) -> bool {
         self.faulty() && !error.to_string().contains("violated invariant")
     }
 
-    /// An error that nothing excuses is a finding.
+    /// An error without an excuse is a finding.
     ///
     /// # Errors
     /// The finding.
@@ -174,13 +172,13 @@ impl<'a> Guest<'a> {
         }
     }
 
-    /// Whether there is no room on a device. Who makes durable what was answered needs none.
+    /// Whether there is no room on a device. Making completed requests durable needs none.
     fn is_full(&self, what: &str, error: &DiskError) -> bool {
         let needs_none = matches!(what, "a flush" | "closing");
         self.host.is_fixed() && !needs_none && error.errno() == libc::ENOSPC
     }
 
-    /// What a write leaves.
+    /// The value of a write.
     fn value(&self, offset: u64, length: u64, sort: Sort) -> Value {
         let number = self.next.get();
         self.next.set(number + 1);
@@ -210,8 +208,7 @@ impl<'a> Guest<'a> {
         self.log.borrow_mut().end(number, ended, done);
     }
 
-    /// The bytes that a discard turns into zeroes: whole clusters, and what the disk has of its last
-    /// one.
+    /// The bytes that a discard turns into zeroes: whole clusters, and a partial one at the end of the disk.
     fn discarded(&self, disk: &impl Target, offset: u64, length: u64) -> Option<(u64, u64)> {
         if self.vague {
             return Some((offset, length));
@@ -226,7 +223,7 @@ impl<'a> Guest<'a> {
         (first < last).then(|| (first, last - first))
     }
 
-    /// A discard of a raw image leaves what the host leaves.
+    /// After a discard of a raw image the contents are up to the host.
     fn may_leave_anything(&self, offset: u64, length: u64) {
         if let Some(byte @ 1..) = self.host.discarded() {
             let number = self.next.get();
@@ -295,7 +292,7 @@ impl<'a> Guest<'a> {
         Ok(())
     }
 
-    /// Several tasks at once, and what is done to the disk beside them.
+    /// Runs several tasks at once, and an action on the disk beside them.
     pub async fn tasks(
         &self,
         disk: &Disk<SimHost>,
@@ -321,7 +318,7 @@ impl<'a> Guest<'a> {
         worked.into_iter().collect::<Result<(), String>>().and(acted)
     }
 
-    /// Does something to the disk as a whole.
+    /// Performs an action on the disk as a whole.
     async fn act(&self, disk: &Disk<SimHost>, act: Act) -> Result<(), String> {
         match act {
             Act::None | Act::Reopen => {}
@@ -358,7 +355,7 @@ impl<'a> Guest<'a> {
         Ok(())
     }
 
-    /// Closes the disk: all is promised then.
+    /// Closes the disk: then everything is guaranteed.
     pub async fn close(&self, disk: &impl Target) -> Result<(), String> {
         let began = self.host.tick();
         if self.judge("closing", disk.close().await)?.is_some() {
@@ -367,7 +364,7 @@ impl<'a> Guest<'a> {
         Ok(())
     }
 
-    /// Everything of a plan.
+    /// Executes a plan.
     pub async fn work(&self, plan: &Plan) -> Result<(), String> {
         let mut disk = match self.open().await {
             Err(error) if self.excuses(&error) => return Ok(()),
@@ -397,7 +394,7 @@ impl<'a> Guest<'a> {
         Ok(())
     }
 
-    /// Reads the whole disk; of a large one, what may be anything but zeroes, `interest` among it.
+    /// Reads the whole disk; for a large one, the parts that may be nonzero, including `interest`.
     pub async fn look(
         &self,
         disk: &impl BlockDevice,
@@ -406,12 +403,12 @@ impl<'a> Guest<'a> {
         look(disk, interest).await.map_err(|error| format!("the disk could not be read: {error}"))
     }
 
-    /// Where the disk may hold something else than zeroes, as far as the guest knows.
+    /// Where the disk may hold something other than zeroes, as far as the guest knows.
     pub fn interest(&self) -> Vec<Range<u64>> {
         self.log.borrow().interest()
     }
 
-    /// What the disk held when the guest first looked at it.
+    /// Notes the disk's contents when the guest first read it.
     pub fn found(&self, look: Look) -> Tick {
         self.log.borrow_mut().before = Before::Bytes(Arc::new(look.content));
         self.host.tick()

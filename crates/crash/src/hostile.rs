@@ -1,4 +1,4 @@
-//! A guest that knows the image's file: what it writes passes for the engine's own.
+//! A guest that knows the image's file, and writes data that imitates the engine's own.
 
 use crate::value::{Given, Sort, Value};
 use isobath_qcow2::embedded::{LEAD, Mapping, ZoneId, embed};
@@ -8,10 +8,10 @@ use rand::RngExt;
 use rand::rngs::SmallRng;
 use std::ops::Range;
 
-/// What such a guest has found out.
+/// What such a guest knows.
 #[derive(Debug, Default)]
 pub struct Spy {
-    /// Every zone's id that was ever listed, the newest last, and the number from which records counted.
+    /// The id of every zone that was ever listed, the newest last, and the LSN from which records counted.
     zones: Vec<(ZoneId, u64)>,
 }
 
@@ -25,7 +25,7 @@ fn zones(image: &[u8]) -> Option<Zones> {
 }
 
 impl Spy {
-    /// Looks into the image's file.
+    /// Reads the image's file.
     fn look(&mut self, image: &[u8]) {
         let Some(found) = zones(image) else { return };
         for zone in found.zones {
@@ -34,8 +34,8 @@ impl Spy {
         }
     }
 
-    /// Bytes of a sort for a range of the disk with clusters of `cluster_size` bytes; `None` if nothing
-    /// is known that could be taken for the engine's.
+    /// Bytes of a sort for a range of the disk with clusters of `cluster_size` bytes; `None` if nothing is known that
+    /// could be mistaken for the engine's.
     pub fn bytes(
         &mut self,
         sort: Sort,
@@ -60,7 +60,7 @@ impl Spy {
         Some(Given { sort, number, start: range.start, bytes })
     }
 
-    /// A cluster that says that it is another one.
+    /// A cluster with a record that names another cluster.
     fn record(
         &self,
         cluster: u64,
@@ -96,7 +96,7 @@ impl Spy {
     }
 }
 
-/// A cluster of the image's file, and what it lacks at the file's end.
+/// A cluster of the image's file, padded at the end of the file.
 fn stolen(image: &[u8], cluster_size: u64, rng: &mut SmallRng) -> Option<Vec<u8>> {
     let size = cluster_size as usize;
     let start = rng.random_range(0..image.len().div_ceil(size).max(1)) * size;

@@ -1,4 +1,4 @@
-//! The images that histories start from.
+//! The initial images of histories.
 
 use crate::content::Content;
 use crate::executor::run;
@@ -22,7 +22,7 @@ pub const IMAGE: &str = "disk.qcow2";
 /// Its external data file.
 const DATA: &str = "data.raw";
 
-/// What a history is about.
+/// The kind of a history.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Kind {
     /// An image without a backing file.
@@ -49,10 +49,9 @@ pub enum Kind {
     Resize,
     /// Direct-access indexes, written and dropped.
     Index,
-    /// What a journal must get right: appends, overwrites and discards, each flushed.
+    /// Patterns that test a journal: appends, overwrites and discards, each flushed.
     Flushes,
-    /// What mappings in the data must get right: writes around lead blocks, and contents that look like
-    /// the engine's own.
+    /// Patterns that test embedded mappings: writes around lead blocks, and contents that look like the engine's own.
     Embedded,
 }
 
@@ -117,13 +116,13 @@ impl fmt::Display for Kind {
 pub struct Kept {
     /// Where its L1 table is.
     pub l1_offset: u64,
-    /// How many entries that has.
+    /// The number of its entries.
     pub l1_size: u32,
-    /// The disk as it was.
+    /// The disk's contents at that time.
     pub content: Arc<Content>,
 }
 
-/// What a history starts from.
+/// The initial state of a history.
 #[derive(Clone, Debug)]
 pub struct Start {
     /// Every file.
@@ -132,7 +131,7 @@ pub struct Start {
     pub image: PathBuf,
     /// What the disk holds.
     pub content: Arc<Content>,
-    /// How the image was made.
+    /// The options with which the image was created.
     pub new: NewDisk,
     /// Its internal snapshot.
     pub snapshot: Option<Kept>,
@@ -156,7 +155,7 @@ impl Start {
         self.new.data_file.is_none()
     }
 
-    /// In a few words.
+    /// A short description.
     pub fn describe(&self) -> String {
         let new = &self.new;
         let mut text = format!(
@@ -195,7 +194,7 @@ fn shape(kind: Kind, small: bool, rng: &mut SmallRng) -> NewDisk {
     let version = kind.version();
     let most = (1 << 20_u64).min(cluster_size * 256);
     let least = (cluster_size * 4).max(16 << 10);
-    // Mostly small: what is small is tried more often.
+    // Mostly small, so that small sizes are tried more often.
     let more = rng.random_range(0..=most.saturating_sub(least)) >> rng.random_range(0..4);
     let size = least + if small { more.min(16 << 10) } else { more };
     let any_width = 1 << rng.random_range(0..=6);
@@ -308,7 +307,7 @@ async fn layers(
     Ok(())
 }
 
-/// Adds an internal snapshot of the disk as it is.
+/// Adds an internal snapshot of the disk.
 async fn take_snapshot(host: &SimHost) -> Result<Kept, String> {
     let shown = |error: &dyn fmt::Display| format!("the internal snapshot: {error}");
     let content = content(host, IMAGE).await.map_err(|error| shown(&error))?;
@@ -358,7 +357,7 @@ async fn repair(host: &SimHost) -> Result<(), String> {
     if report.is_clean() { Ok(()) } else { Err(format!("the first image: {report:?}")) }
 }
 
-/// Makes what a history of a kind starts from, with `small` a small disk.
+/// Creates the initial state for a history of a kind, with a small disk if `small` is set.
 ///
 /// # Errors
 /// The engine cannot make it.
@@ -391,8 +390,8 @@ async fn make_image(kind: Kind, small: bool, rng: &mut SmallRng) -> Result<Start
     Ok(Start { files: host.files(), image: IMAGE.into(), content, new, snapshot, dirty })
 }
 
-/// Sets the dirty bit, and makes some refcounts wrong as lazy ones may be: the first block's, from
-/// the clusters behind the tables on.
+/// Sets the dirty bit, and makes some refcounts wrong as lazy ones may be: those of the first block, from the clusters
+/// after the tables on.
 fn spoil(bytes: &mut [u8], rng: &mut SmallRng) -> Result<(), String> {
     let header = Header::parse(bytes).map_err(|error| error.to_string())?;
     bytes[79] |= 1;
@@ -414,8 +413,7 @@ fn spoil(bytes: &mut [u8], rng: &mut SmallRng) -> Result<(), String> {
     Ok(())
 }
 
-/// The files of a disk as the snapshot of `image` shows them: the header of the image leads to the
-/// snapshot's tables.
+/// The files of a disk with the contents of the snapshot of `image`: the header refers to the snapshot's tables.
 pub fn show_snapshot(files: &Files, image: &Path, kept: &Kept) -> Files {
     files
         .iter()

@@ -1,10 +1,9 @@
 //! The crash simulator: the engine's own code on simulated storage, on one thread, from a seed.
 //!
-//! A history of guest requests runs on a disk whose files remember every change, when it was asked
-//! for, when it took effect and when it was answered ([`host`], [`record`]). From that record come
-//! the states that a crash at any moment can leave ([`state`]), each of which is recovered and
-//! judged: by what the guest was promised ([`guest`]), by the engine's check, and now and then by
-//! QEMU's ([`recover`]).
+//! A history of guest requests runs on a disk whose files record every change, with the times when it was submitted,
+//! took effect and completed ([`host`], [`record`]). From that record the states are derived that a crash at any moment
+//! can leave ([`state`]). Each is recovered and checked: against the guarantees to the guest ([`guest`]), by the
+//! engine's check, and sometimes by QEMU's ([`recover`]).
 
 #![allow(clippy::large_futures, reason = "they are polled where they are made")]
 #![allow(clippy::missing_errors_doc, reason = "an error is what the simulator has found")]

@@ -1,4 +1,4 @@
-//! What a disk shows.
+//! Reading a disk's contents.
 
 use crate::content::Content;
 use crate::guest::{Look, SECTOR};
@@ -11,7 +11,7 @@ pub(crate) const SMALL: u64 = 8 << 20;
 /// Bytes that are read at once.
 const READ: u64 = 1 << 20;
 
-/// Reads a whole disk; of a large one, what it has data for and `interest`.
+/// Reads a whole disk; for a large one, the parts with data and `interest`.
 ///
 /// # Errors
 /// The disk's.
@@ -49,7 +49,7 @@ pub(crate) async fn look(
     Ok(look)
 }
 
-/// Ranges in order and apart, widened to whole sectors, of a disk of `size` bytes.
+/// The ranges, sorted, merged and extended to whole sectors, of a disk of `size` bytes.
 fn merged(mut parts: Vec<Range<u64>>, size: u64) -> Vec<Range<u64>> {
     for part in &mut parts {
         *part = part.start / SECTOR * SECTOR..part.end.next_multiple_of(SECTOR).min(size);

@@ -19,19 +19,19 @@ use std::thread;
 use std::time::{Duration, Instant};
 use std::{fs, io};
 
-/// Runs histories on simulated disks, crashes them, and judges what recovery makes of it.
+/// Runs histories on simulated disks, crashes them, and checks their recovery.
 #[derive(Parser)]
 struct Arguments {
     /// Crash states to test.
     #[arg(long, default_value_t = 100_000)]
     states: u64,
-    /// How metadata is kept; all modes without it.
+    /// The metadata mode [default: all].
     #[arg(long)]
     mode: Option<String>,
     /// The campaign's seed.
     #[arg(long, default_value_t = 1, value_parser = number)]
     seed: u64,
-    /// Threads; as many as there are processors without it.
+    /// Threads [default: the number of processors].
     #[arg(long)]
     threads: Option<usize>,
     /// Only histories of this kind.
@@ -46,28 +46,28 @@ struct Arguments {
     /// Goes on after failures, and tells each.
     #[arg(long)]
     keep_going: bool,
-    /// Runs small histories with every crash there is, instead of random ones.
+    /// Runs small histories with every possible crash, instead of random ones.
     #[arg(long)]
     exhaustive: bool,
-    /// Of how many changes all subsets are tried.
+    /// The number of changes of which all subsets are tried.
     #[arg(long, default_value_t = 12, value_parser = clap::value_parser!(u32).range(0..=20))]
     bits: u32,
     /// Runs one history again, by its own seed (a small one: by its number).
     #[arg(long, value_parser = number)]
     repeat: Option<u64>,
-    /// Lets this flush of each history do nothing, to see that it is noticed.
+    /// Makes this flush of each history do nothing, to verify that this is detected.
     #[arg(long)]
     sabotage: Option<u64>,
-    /// Gives the engine this defect, to see that it is noticed; only in builds with debug assertions.
+    /// Enables this defect in the engine, to verify that it is detected; only in builds with debug assertions.
     #[arg(long)]
     defect: Option<String>,
-    /// A failure tells all that was done to the files.
+    /// Reports all operations on the files after a failure.
     #[arg(long)]
     trace: bool,
-    /// Leaves faults of the storage out.
+    /// Omits storage faults.
     #[arg(long)]
     faultless: bool,
-    /// Keeps in this directory how far each campaign has come, and goes on there.
+    /// Saves the progress of each campaign in this directory, and continues from there.
     #[arg(long, conflicts_with_all = ["exhaustive", "repeat"])]
     state: Option<PathBuf>,
 }

@@ -1,9 +1,9 @@
-//! The ways to keep metadata that are put to the test: the one place that knows them apart.
+//! The metadata modes under test; the only module that distinguishes them.
 
 use crate::image::Kind;
 use isobath_disk::{MetadataMode, OpenOptions};
 
-/// A mode and what it promises.
+/// A mode and its guarantees.
 #[derive(Clone, Copy, Debug)]
 pub struct Mode {
     /// The engine's mode.
@@ -12,7 +12,7 @@ pub struct Mode {
     pub consistent: bool,
     /// The oldest version of an image that is opened for writing.
     pub version: u32,
-    /// What a third of its histories is about.
+    /// The kind of a third of its histories.
     pub favours: Option<Kind>,
 }
 
@@ -31,12 +31,12 @@ pub const MODES: &[Mode] = &[
 /// Sizes of journals: so small that they wrap around, up to the engine's own choice.
 const JOURNALS: [Option<u64>; 5] = [Some(16 << 10), Some(32 << 10), Some(64 << 10), Some(0), None];
 
-/// Sizes of zones, down to one cluster, and how many there may be at most. The engine's own choice
-/// would make files too long for a simulation.
+/// Sizes of zones, down to one cluster, and the most zones. The engine's own choice would make files too long for a
+/// simulation.
 const ZONES: [u64; 6] = [16 << 10, 64 << 10, 64 << 10, 128 << 10, 512 << 10, 4 << 20];
 const MOST_ZONES: [Option<u32>; 6] = [Some(1), Some(2), Some(2), Some(3), Some(4), None];
 
-/// One of `choices`, and what is left to draw from.
+/// One of `choices`, and the rest of the random number.
 const fn choose<T: Copy, const N: usize>(choices: [T; N], draw: u64) -> (T, u64) {
     (choices[(draw % N as u64) as usize], draw / N as u64)
 }
@@ -52,7 +52,7 @@ impl Mode {
         MODES.iter().find(|mode| mode.name() == name)
     }
 
-    /// How a disk is opened; `draw` chooses among what must make no difference.
+    /// The options for opening a disk; `draw` chooses among those that must make no difference.
     pub fn options(&self, writable: bool, draw: u64) -> OpenOptions {
         let (journal_size, rest) = choose(JOURNALS, draw / 3);
         let (zone_size, rest) = choose(ZONES, rest);

@@ -1,4 +1,4 @@
-//! What a campaign chooses, and what comes of its histories.
+//! A campaign's settings and results.
 
 use crate::image::Kind;
 use crate::mode::Mode;
@@ -11,21 +11,21 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-/// One state of so many is judged by QEMU too.
+/// One state in this many is checked by QEMU too.
 const QEMU_EVERY: u64 = 1000;
 
-/// What passed, counted by its sort.
+/// Counts of what passed.
 #[derive(Clone, Debug, Default)]
 pub struct Totals {
     /// Histories.
     pub histories: u64,
-    /// States of crashes that were recovered and judged.
+    /// Crash states that were recovered and checked.
     pub states: u64,
-    /// Of those, how many QEMU has judged too.
+    /// How many of those QEMU has checked too.
     pub qemu: u64,
-    /// A digest of all that happened, so that two runs can be compared.
+    /// A digest of everything that happened, so that two runs can be compared.
     pub digest: u64,
-    /// States by what their history was about, by their fate, by their recovery, by faults.
+    /// States by the kind of history, by fate, by recovery, and by faults.
     pub sorts: BTreeMap<(&'static str, &'static str), u64>,
 }
 
@@ -45,7 +45,7 @@ impl Totals {
         }
     }
 
-    /// As a table of text.
+    /// The counts as a text table.
     pub fn table(&self) -> String {
         let mut text = String::new();
         let mut last = "";
@@ -60,25 +60,25 @@ impl Totals {
     }
 }
 
-/// What is wrong, and with which history.
+/// A failure, and its history.
 #[derive(Clone, Debug)]
 pub struct Failure {
     /// The history's seed.
     pub seed: u64,
-    /// What was found.
+    /// The finding.
     pub what: String,
-    /// How it came to that.
+    /// The events that led to it.
     pub story: Vec<String>,
-    /// Of a small history: of how many changes all subsets were tried.
+    /// For a small history: the number of changes of which all subsets were tried.
     pub bits: Option<u32>,
-    /// Of a server's history: the kind that was asked for.
+    /// For a server's history: the requested kind.
     pub server: Option<&'static str>,
-    /// States of the history that had passed before.
+    /// States of the history that had passed before it.
     pub passed: u64,
 }
 
 impl Failure {
-    /// All of it as text, and how to repeat it.
+    /// A full report, with the command to repeat it.
     pub fn report(&self, settings: &Settings) -> String {
         let mut text = format!("FAILED: {}\n{}\n", self.what, self.story.join("\n"));
         let mode = settings.mode.name();
@@ -115,20 +115,20 @@ impl Failure {
     }
 }
 
-/// The choices of a campaign.
+/// The settings of a campaign.
 #[derive(Clone, Copy, Debug)]
 pub struct Settings {
-    /// How metadata is kept.
+    /// The metadata mode.
     pub mode: &'static Mode,
     /// Only histories of this kind.
     pub kind: Option<Kind>,
-    /// This flush of each history does nothing, silently: the simulator must notice.
+    /// This flush of each history silently does nothing: the simulator must detect that.
     pub sabotage: Option<u64>,
-    /// The engine has this defect: the simulator must notice.
+    /// The engine has this defect: the simulator must detect it.
     pub defect: Option<Sabotage>,
-    /// Faults are left out.
+    /// Without faults.
     pub faultless: bool,
-    /// One state of so many is judged by QEMU; 0 for none.
+    /// One state in this many is checked by QEMU; 0 for none.
     pub qemu_every: u64,
     /// A failure tells all that was done to the files.
     pub trace: bool,
@@ -155,10 +155,10 @@ impl Settings {
     }
 }
 
-/// How much devices write whole.
+/// Sizes of devices' atomic writes.
 pub const ATOMIC: [u64; 2] = [512, 4096];
 
-/// The name of a device that writes so many bytes whole.
+/// The name of a device with atomic writes of this size.
 pub const fn device(atomic: u64) -> &'static str {
     if atomic == 4096 { "atomic-4096" } else { "atomic-512" }
 }
@@ -168,7 +168,7 @@ pub fn history_seed(campaign: u64, number: u64) -> u64 {
     SmallRng::seed_from_u64(campaign ^ number.wrapping_mul(0x9E37_79B9_7F4A_7C15)).random()
 }
 
-/// Runs what tests a history, and makes of errors and panics the failure of that seed.
+/// Runs a history's test, and turns errors and panics into a failure of that seed.
 pub(crate) fn guarded(
     seed: u64,
     test: impl FnOnce(&mut Totals, &mut Vec<String>) -> Result<(), String>,
@@ -185,7 +185,7 @@ pub(crate) fn guarded(
     }
 }
 
-/// What a panic said.
+/// The message of a panic.
 pub(crate) fn panicked(panic: &(dyn Any + Send)) -> String {
     let text = panic.downcast_ref::<String>().map(String::as_str);
     let text = text.or_else(|| panic.downcast_ref::<&str>().copied());

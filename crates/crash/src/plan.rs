@@ -1,4 +1,4 @@
-//! What a guest is going to do.
+//! A guest's plan.
 
 mod embedded;
 
@@ -10,58 +10,58 @@ use rand::rngs::SmallRng;
 /// One request. Offsets and lengths in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Request {
-    /// Bytes of a sort are written.
+    /// Writes bytes of a sort.
     Write(u64, u64, Sort),
-    /// As one compressed cluster.
+    /// Writes one compressed cluster.
     Compressed(u64, u64),
-    /// A range becomes zeroes, and may be unmapped.
+    /// Zeroes a range, which may be unmapped.
     Zero(u64, u64, bool),
-    /// A range is discarded.
+    /// Discards a range.
     Discard(u64, u64),
-    /// A range is read.
+    /// Reads a range.
     Read(u64, u64),
-    /// All is made durable.
+    /// Flushes.
     Flush,
-    /// The engine does some of what it would do in a quiet moment.
+    /// Makes the engine do some background work of idle moments.
     Tidy,
 }
 
-/// What is done to the disk as a whole.
+/// An action on the disk as a whole.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Act {
     /// Nothing.
     None,
-    /// It gets another size.
+    /// Resizes it.
     Resize(u64),
-    /// A direct-access index is written.
+    /// Writes a direct-access index.
     WriteIndex,
-    /// Its index is dropped.
+    /// Drops its index.
     DropIndex,
-    /// It is closed and opened again.
+    /// Closes and reopens it.
     Reopen,
 }
 
-/// Requests of several tasks at the same time.
+/// Concurrent requests of several tasks.
 #[derive(Clone, Debug, Default)]
 pub struct Phase {
-    /// What each task does, one after another.
+    /// The requests of each task, in order.
     pub tasks: Vec<Vec<Request>>,
-    /// What is done beside them.
+    /// An action beside them.
     pub beside: Option<Act>,
-    /// What is done when they have ended.
+    /// An action after they have ended.
     pub then: Option<Act>,
 }
 
 /// A whole history.
 #[derive(Clone, Debug)]
 pub struct Plan {
-    /// One after another.
+    /// The phases, in order.
     pub phases: Vec<Phase>,
-    /// Whether the disk is closed in the end.
+    /// Whether the disk is closed at the end.
     pub close: bool,
 }
 
-/// What a disk allows.
+/// The properties of a disk that limit requests.
 #[derive(Clone, Copy, Debug)]
 pub struct Disk {
     /// Its size in bytes.
@@ -73,12 +73,12 @@ pub struct Disk {
 }
 
 impl Disk {
-    /// Of a start.
+    /// Those of an initial state.
     pub fn of(start: &Start) -> Self {
         Self { size: start.size(), cluster: start.new.cluster_size, compresses: start.compresses() }
     }
 
-    /// A range within the disk: mostly short and aligned to sectors, mostly where it is busy.
+    /// A range within the disk: mostly short and aligned to sectors, mostly in the busy part.
     fn range(&self, rng: &mut SmallRng) -> (u64, u64) {
         let size = self.size;
         let offset = if rng.random_bool(0.6) {
@@ -139,12 +139,12 @@ impl Disk {
             .collect()
     }
 
-    /// How many [patterns](Self::pattern) there are for histories of a kind.
+    /// The number of [patterns](Self::pattern) for histories of a kind.
     pub const fn patterns(kind: Kind) -> u32 {
         if matches!(kind, Kind::Embedded) { PATTERNS + embedded::PATTERNS } else { PATTERNS }
     }
 
-    /// What a log, a database or a file system does: small writes, each flushed, `times` times.
+    /// The pattern of a log, a database or a file system: small writes, each flushed, `times` times.
     pub fn pattern(&self, number: u32, times: u64, rng: &mut SmallRng) -> Vec<Vec<Request>> {
         if number >= PATTERNS {
             return self.pattern_at_lead(number - PATTERNS, times, rng);
@@ -166,13 +166,13 @@ impl Disk {
                     })
                     .collect(),
             ],
-            // One block again and again.
+            // One block, repeatedly.
             1 => vec![
                 (0..times)
                     .flat_map(|_| [Request::Write(start, unit, sort), Request::Flush])
                     .collect(),
             ],
-            // What was just flushed goes, and its space is taken by others.
+            // Discards what was just flushed, so that its space is reused.
             2 => vec![
                 (0..times)
                     .flat_map(|n| {
@@ -186,7 +186,7 @@ impl Disk {
                     })
                     .collect(),
             ],
-            // The whole of a tiny image, so that its structure grows.
+            // All of a tiny image, so that its structure grows.
             3 => {
                 let clusters = (self.size / self.cluster).min(times * 6);
                 vec![
@@ -247,7 +247,7 @@ impl Disk {
                     })
                     .collect(),
             ],
-            // What a record has of a cluster goes with it, and others take its space.
+            // Discards a cluster that a record has data of, so that its space is reused.
             8 => vec![
                 (0..times)
                     .flat_map(|n| {
@@ -278,7 +278,7 @@ impl Disk {
     }
 }
 
-/// How many patterns there are for every kind.
+/// The number of patterns for every kind.
 const PATTERNS: u32 = 10;
 
 /// A sort of contents: often one that compresses.
@@ -317,7 +317,7 @@ pub fn random(kind: Kind, start: &Start, rng: &mut SmallRng) -> Plan {
         };
         let beside = rng.random_bool(0.5) && act != Some(Act::Reopen);
         if let (Some(Act::Resize(size)), true) = (act, beside) {
-            // Requests keep away from the end that moves.
+            // Requests avoid the moving end.
             let low = disk.size.min(size);
             disk.size = if low >= disk.cluster { low / disk.cluster * disk.cluster } else { low };
         }

@@ -1,10 +1,10 @@
-//! How far a campaign has come, in a small file, so that it can go on where it ended.
+//! A campaign's progress in a small file, so that it can continue where it ended.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::{fs, io};
 
-/// How far a campaign has come. Histories have numbers, and may end in any order.
+/// A campaign's progress. Histories have numbers, and may end in any order.
 #[derive(Debug, Default)]
 pub struct Progress {
     file: Option<PathBuf>,
@@ -12,20 +12,20 @@ pub struct Progress {
     first: u64,
     /// The states of those.
     states: u64,
-    /// Histories that are done, out of turn, and their states.
+    /// Histories that were finished out of order, and their states.
     done: BTreeMap<u64, u64>,
 }
 
 impl Progress {
-    /// From the beginning, kept nowhere.
+    /// A new campaign that is not saved.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// From where the file says an earlier run has ended.
+    /// Continues where an earlier run ended, according to the file.
     ///
     /// # Errors
-    /// The file cannot be read, or is none of these.
+    /// The file cannot be read, or is not a progress file.
     pub fn resume(file: &Path) -> io::Result<Self> {
         let text = match fs::read_to_string(file) {
             Ok(text) => text,
@@ -51,7 +51,7 @@ impl Progress {
         self.states + self.done.values().sum::<u64>()
     }
 
-    /// A history is done.
+    /// Notes that a history is done.
     pub fn end(&mut self, number: u64, states: u64) {
         self.done.insert(number, states);
         while let Some(states) = self.done.remove(&self.first) {
@@ -60,7 +60,7 @@ impl Progress {
         }
     }
 
-    /// Puts it into the file, if it has one.
+    /// Saves it to the file, if it has one.
     ///
     /// # Errors
     /// The file system's.
@@ -86,7 +86,7 @@ mod tests {
         }
         assert_eq!((progress.first(), progress.states()), (1, 13));
         progress.keep().unwrap();
-        // What was done out of turn is done again.
+        // Histories finished out of order are run again.
         let mut progress = Progress::resume(&file).unwrap();
         assert_eq!((progress.first(), progress.states()), (1, 5));
         progress.end(1, 4);

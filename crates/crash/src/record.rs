@@ -1,36 +1,36 @@
-//! What happened to the simulated files, and when.
+//! The record of the simulated files' changes.
 
 use crate::content::Content;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// A moment of a history: every event has one of its own.
+/// A moment of a history: every event has its own.
 pub type Tick = u64;
 
-/// The tick of what has not happened yet.
+/// The tick of an event that has not happened yet.
 pub const NEVER: Tick = Tick::MAX;
 
 /// Files by name.
 pub type Files = Vec<(PathBuf, Arc<Content>)>;
 
-/// What is done to a file.
+/// A change of a file.
 #[derive(Clone, Debug)]
 pub enum Action {
-    /// Bytes are put at an offset.
+    /// Writes bytes at an offset.
     Write(u64, Arc<[u8]>),
-    /// `length` bytes at an offset become one byte, which is 0 but for discards; only up to the end
-    /// of the file where `extend` is not set.
+    /// Fills `length` bytes at an offset with one byte, which is 0 except for discards; only up to the end of the file
+    /// unless `extend` is set.
     Fill {
         /// Where.
         offset: u64,
         /// How many bytes.
         length: u64,
-        /// With what.
+        /// The byte.
         byte: u8,
-        /// Whether the file is lengthened.
+        /// Whether the file is extended.
         extend: bool,
     },
-    /// The length is set.
+    /// Sets the length.
     SetLength(u64),
 }
 
@@ -55,7 +55,7 @@ impl Action {
         }
     }
 
-    /// Does it to the whole of `content`.
+    /// Applies it to `content`.
     pub fn apply(&self, content: &mut Content) {
         let length = content.len();
         let after = self.length_after(length);
@@ -68,7 +68,7 @@ impl Action {
         }
     }
 
-    /// Does it to the bytes from `start` to `end` only, all within its range.
+    /// Applies it to the bytes from `start` to `end` only, which are within its range.
     pub fn apply_part(&self, content: &mut Content, start: u64, end: u64) {
         match self {
             Self::Write(offset, new) => {
@@ -85,24 +85,24 @@ impl Action {
 pub struct Change {
     /// The file's number.
     pub file: usize,
-    /// When it was asked for.
+    /// When it was submitted.
     pub issued: Tick,
     /// When reads began to see it.
     pub applied: Tick,
     /// When it was answered.
     pub completed: Tick,
-    /// Whether a flush still covers it: one that failed may have made the host forget it.
+    /// Whether flushes still cover it: a failed one may have made the host forget it.
     pub sync: bool,
-    /// What was done.
+    /// The change.
     pub action: Action,
 }
 
-/// One flush of a file that was answered with success, and did its work.
+/// One flush of a file that succeeded and took effect.
 #[derive(Clone, Copy, Debug)]
 pub struct Flush {
     /// The file's number.
     pub file: usize,
-    /// When it was asked for: what completed before is durable.
+    /// When it was submitted: everything completed before that is durable.
     pub issued: Tick,
     /// When it was answered.
     pub completed: Tick,
@@ -111,11 +111,11 @@ pub struct Flush {
 /// The record of a history.
 #[derive(Clone, Debug)]
 pub struct Record {
-    /// The files as they were at the beginning, all of it durable.
+    /// The initial files, all durable.
     pub start: Files,
-    /// All changes, as they were asked for.
+    /// All changes, in the order of submission.
     pub changes: Vec<Change>,
-    /// All flushes, as they were answered.
+    /// All flushes, in the order of completion.
     pub flushes: Vec<Flush>,
     /// The tick after the last event.
     pub end: Tick,
@@ -142,7 +142,7 @@ impl Change {
 }
 
 impl Record {
-    /// Everything, one event a line.
+    /// All events, one per line.
     pub fn tell(&self) -> Vec<String> {
         let changes = self.changes.iter().map(|change| (change.issued, change.tell(&self.start)));
         let flushes = self.flushes.iter().map(|flush| {

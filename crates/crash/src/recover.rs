@@ -1,4 +1,4 @@
-//! Recovery from a crash, and whether it did its duty.
+//! Recovery from a crash, and checks of its result.
 
 use crate::content::Content;
 use crate::executor::run;
@@ -22,7 +22,7 @@ use std::fmt::Write as _;
 use std::path::Path;
 use std::sync::Arc;
 
-/// What is done with what a crash has left.
+/// How a state after a crash is recovered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Way {
     /// It is opened for writing.
@@ -31,14 +31,14 @@ pub enum Way {
     ReadFirst,
     /// It is repaired by `isobath check -r all` before.
     Repair,
-    /// The recovery crashes too, and again at most so many times.
+    /// The recovery crashes too, repeatedly, at most this many times.
     Crash(u32),
-    /// Nothing was promised: whatever it says must be an error that names the image, or true.
+    /// Nothing is guaranteed: every result must be correct, or an error that names the image.
     Wild,
 }
 
 impl Way {
-    /// One of them.
+    /// A random way.
     pub fn random(rng: &mut SmallRng) -> Self {
         match rng.random_range(0..20) {
             0..11 => Self::Open,
@@ -61,33 +61,33 @@ impl Way {
     }
 }
 
-/// What a crash has left, and what is to be expected of it.
+/// A state after a crash, and what is expected of it.
 #[derive(Clone)]
 pub struct Case<'a> {
-    /// How metadata is kept.
+    /// The metadata mode.
     pub mode: &'a Mode,
-    /// What the history began from.
+    /// The history's initial state.
     pub start: &'a Start,
-    /// What the history was about.
+    /// The kind of history.
     pub kind: Kind,
-    /// Bytes that the device writes whole or not at all.
+    /// Bytes that the device writes atomically.
     pub atomic: u64,
-    /// What the disk may hold.
+    /// The contents that the disk may have.
     pub oracle: Arc<Oracle>,
-    /// How often the guest has lived.
+    /// The number of the guest's lives.
     pub lives: u32,
     /// Clusters that were leaked when its last life began: an earlier crash leaked them.
     pub leaked: u64,
-    /// Whether QEMU judges too.
+    /// Whether QEMU checks it too.
     pub qemu: bool,
-    /// What of the host is as it was.
+    /// The properties of the host that stay.
     pub host: Conduct,
     /// Clusters may be leaked.
     pub may_leak: bool,
 }
 
 impl Case<'_> {
-    /// How the host behaves where nothing goes wrong any more.
+    /// The host's behaviour without faults.
     fn quiet(&self) -> Conduct {
         Conduct { atomic: self.atomic, ..self.host.clone() }
     }
@@ -98,11 +98,11 @@ impl Case<'_> {
 pub struct Passed {
     /// How.
     pub way: Way,
-    /// Whether QEMU has judged it.
+    /// Whether QEMU has checked it.
     pub qemu: bool,
 }
 
-/// Checks an image, and repairs it where that is said.
+/// Checks an image, and repairs it as `repair` says.
 pub(crate) async fn examine(
     host: &SimHost,
     image: &Path,
@@ -146,8 +146,8 @@ pub(crate) fn has_bit(files: &Files, image: &Path, bit: IncompatibleFeatures) ->
     header.is_some_and(|header| header.incompatible.contains(bit))
 }
 
-/// Whether the image's journal is in use and lets no space be lost. An empty record that lists zones says
-/// that a commit which is too much for a record writes to its places: that is ordered, and no more.
+/// Whether the image's journal is in use and lets no space be lost. An empty record that lists zones means that a
+/// commit too large for a record is being written in place: that is only ordered.
 fn loses_no_space(files: &Files, image: &Path) -> bool {
     let used = has_bit(files, image, IncompatibleFeatures::JOURNAL);
     let found = files.iter().find(|(name, _)| name == image);
@@ -169,17 +169,16 @@ pub(crate) fn header_of(content: &Content) -> Option<Header> {
     Header::parse(&content.bytes(0..content.len().min(HEADER))).ok()
 }
 
-/// Bytes in which a header lies.
+/// The bytes that contain a header.
 const HEADER: u64 = 64 << 10;
 
-/// The clusters leaked in an image, among them those past the end of the file, which are none until
-/// the file grows.
+/// The clusters leaked in an image, including those past the end of the file, which do not count until the file grows.
 async fn leaks(files: &Files, image: &Path) -> Result<u64, String> {
     let host = SimHost::new(lengthened(files, image), Conduct::default());
     Ok(examine(&host, image, Repair::None).await?.0.leaks)
 }
 
-/// The files, the image with room behind its end.
+/// The files, with the image extended past its end.
 fn lengthened(files: &Files, image: &Path) -> Files {
     let mut files = files.clone();
     for (_, content) in files.iter_mut().filter(|(name, _)| name == image) {
@@ -190,7 +189,7 @@ fn lengthened(files: &Files, image: &Path) -> Files {
     files
 }
 
-/// The files that no history may change.
+/// Checks the files that no history may change.
 fn untouched(case: &Case<'_>, files: &Files) -> Result<(), String> {
     for (name, bytes) in &case.start.files {
         let own = *name == case.start.image
@@ -225,7 +224,7 @@ async fn snapshot_stays(files: &Files, case: &Case<'_>) -> Result<(), String> {
     }
 }
 
-/// A few requests for a disk that goes on.
+/// A few requests for a recovered disk.
 fn few(case: &Case<'_>, size: u64, rng: &mut SmallRng) -> Vec<Vec<plan::Request>> {
     let disk = plan::Disk { size, ..plan::Disk::of(case.start) };
     let task = |rng: &mut SmallRng| {
@@ -235,7 +234,7 @@ fn few(case: &Case<'_>, size: u64, rng: &mut SmallRng) -> Vec<Vec<plan::Request>
     (0..rng.random_range(1..=2)).map(|_| task(rng)).collect()
 }
 
-/// Opens the disk after a crash, looks, works on, and leaves it as it should be.
+/// Opens the disk after a crash, reads it, continues to use it, closes it, and checks it.
 async fn go_on(
     host: &SimHost,
     case: &Case<'_>,
@@ -321,7 +320,7 @@ async fn recover_and_use(
     let (report, findings) = examine(host, image, Repair::None).await?;
     sound("after it was closed", &report, &findings)?;
     if case.may_leak {
-        // A kill leaves refcounts too high where it comes amid a change that says so.
+        // A kill leaves refcounts too high if it interrupts a change that announces that.
     } else if report.leaks > 0 && closed {
         let most = if may_leak { leaks(&left, image).await? } else { 0 };
         few_leaks("after it was closed", &report, &findings, most)?;
@@ -341,7 +340,7 @@ async fn recover_and_use(
     snapshot_stays(&files, case).await?;
     untouched(case, &files)?;
     if case.qemu {
-        // A crash may come before the former active image below was closed; QEMU asks for this then.
+        // A crash may come before the former active image below was closed; then QEMU requires this.
         for (name, _) in &files {
             if name != image && has_bit(&files, name, IncompatibleFeatures::JOURNAL) {
                 examine(host, name, Repair::All).await?;
@@ -352,7 +351,7 @@ async fn recover_and_use(
     Ok(())
 }
 
-/// QEMU finds an image in order, and reads the same from it.
+/// Checks that QEMU finds the image clean, and reads the same from it.
 fn ask_qemu(case: &Case<'_>, files: &Files, content: &Content) -> Result<(), String> {
     let directory = tempfile::tempdir().map_err(|error| format!("no directory: {error}"))?;
     for (name, bytes) in files {
@@ -383,7 +382,7 @@ fn ask_qemu(case: &Case<'_>, files: &Files, content: &Content) -> Result<(), Str
     }
 }
 
-/// Recovers one state and judges it; with [`Way::Crash`] also states of crashes during that.
+/// Recovers one state and checks it; with [`Way::Crash`], also states of crashes during the recovery.
 pub fn recover(
     files: Files,
     case: &Case<'_>,
@@ -423,7 +422,7 @@ pub fn recover(
     let mut replay = Replay::new(&record);
     let mut ticks: Vec<u64> =
         (0..rng.random_range(1..=3)).map(|_| rng.random_range(1..=record.end)).collect();
-    // Recovery itself is short: some crashes are aimed at it.
+    // Recovery itself is short, so some crashes target it.
     if let Some(first) = ticks.first_mut().filter(|_| rng.random()) {
         *first = rng.random_range(1..=looked);
     }
@@ -433,7 +432,7 @@ pub fn recover(
         let fate = Fate::random(replay.pending(), &mut rng);
         let grain = random_grain(case.atomic, &mut rng);
         let state = replay.build(&fate, grain, &mut rng);
-        // What the guest has seen after the first recovery stays so.
+        // Data that the guest has read after the first recovery must not change.
         let oracle = if tick <= looked {
             Arc::clone(&case.oracle)
         } else {
@@ -458,7 +457,7 @@ pub fn recover(
     Ok(())
 }
 
-/// Recovers a state of which nothing is promised: with an error that names the image, or a clean
+/// Recovers a state for which nothing is guaranteed: the result must be an error that names the image, or a clean
 /// image.
 pub fn recover_wild(files: Files, case: &Case<'_>, seed: u64) -> Result<(), String> {
     let mut rng = SmallRng::seed_from_u64(seed);
@@ -490,7 +489,7 @@ pub fn recover_wild(files: Files, case: &Case<'_>, seed: u64) -> Result<(), Stri
         for at in (0..disk.size()).step_by(4096) {
             let length = (disk.size() - at).min(4096) as usize;
             if let Err(error) = disk.read(at, IoBuf::zeroed(length)).await {
-                // Compressed data that was lost is found damaged only when it is read.
+                // Lost compressed data is detected only when it is read.
                 named("read", error.to_string())?;
                 readable = false;
             }
@@ -498,7 +497,7 @@ pub fn recover_wild(files: Files, case: &Case<'_>, seed: u64) -> Result<(), Stri
         if mended {
             match disk.write(0, IoBuf::zeroed(512)).await {
                 Ok(_) => {}
-                // It would take the rest of its cluster along.
+                // Damaged compressed data prevents a write to the rest of its cluster.
                 Err(error) if !readable => named("write", error.to_string())?,
                 Err(error) => return Err(error.to_string()),
             }

@@ -1,10 +1,10 @@
 //! The states in which a crash can leave the files.
 //!
-//! Every change that no flush covers has a fate of its own, down to grains of 512 or 4,096 bytes, only the latter where
-//! the device writes so many whole: a grain holds what it held after any number of the changes made to it, from those
-//! that are durable on. So changes are lost, reordered and torn in every way in which a page cache above a disk can do
-//! it. The length of a file is one that it had at some moment since its last flush; what lies below it and was never
-//! written reads as zeroes.
+//! Every change that no flush covers has a fate of its own, down to grains of 512 or 4,096 bytes, only the latter if
+//! the device writes 4,096 bytes atomically: a grain has the contents that it had after any number of the changes made
+//! to it, starting with the durable ones. So changes are lost, reordered and torn in every way that a page cache above
+//! a disk allows. The length of a file is one that it had at some moment since its last flush; bytes below it that were
+//! never written read as zeroes.
 
 use crate::content::Content;
 use crate::guest::SECTOR;
@@ -16,12 +16,12 @@ use std::collections::BTreeMap;
 use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 
-/// A size of grains on a device that writes `atomic` bytes whole.
+/// A random size of grains on a device that writes `atomic` bytes atomically.
 pub fn random_grain(atomic: u64, rng: &mut SmallRng) -> u64 {
     if rng.random() { atomic.max(512) } else { 4096 }
 }
 
-/// What becomes of the changes that no flush covers, numbered as they took effect.
+/// The fate of the changes that no flush covers, numbered in the order in which they took effect.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Fate {
     /// All are lost, or all but one.
@@ -34,7 +34,7 @@ pub enum Fate {
         /// The one.
         but: Option<usize>,
     },
-    /// The first so many are kept.
+    /// The first changes are kept, this many.
     First(usize),
     /// Those whose bit is set are kept.
     Subset(u64),
@@ -42,7 +42,7 @@ pub enum Fate {
     Some(f64),
     /// Each grain holds any of its versions.
     Grains,
-    /// The machine goes on: what the page cache has is kept, and of what is under way any part.
+    /// The machine keeps running: everything in the page cache is kept, and any part of the operations in flight.
     Killed,
     /// One is torn: of its grains only the first half reaches the disk, or only the second.
     Torn {
@@ -50,9 +50,9 @@ pub enum Fate {
         change: usize,
         /// The first half.
         front: bool,
-        /// What becomes of those before it.
+        /// Whether those before it are kept.
         before: bool,
-        /// What becomes of those after it.
+        /// Whether those after it are kept.
         after: bool,
     },
 }
@@ -63,7 +63,7 @@ impl Fate {
     /// All is kept.
     pub const ALL_KEPT: Self = Self::Kept { but: None };
 
-    /// One of every kind, at random, for `changes` changes.
+    /// A random fate of any kind for `changes` changes.
     pub fn random(changes: usize, rng: &mut SmallRng) -> Self {
         let any = |rng: &mut SmallRng| rng.random_range(0..changes.max(1));
         match rng.random_range(0..20) {
@@ -99,7 +99,7 @@ impl Fate {
         }
     }
 
-    /// Whether grain number `grain` of the `grains` of a change is taken over.
+    /// Whether grain number `grain` of the `grains` of a change is written.
     fn takes(&self, position: usize, grain: u64, grains: u64, drawn: &[bool]) -> bool {
         match *self {
             Self::Lost { but } => but == Some(position),
@@ -117,32 +117,32 @@ impl Fate {
 #[derive(Clone, Copy, Debug)]
 struct Pending {
     change: usize,
-    /// A flush covers it, but not all that came before it.
+    /// A flush covers it, but not everything before it.
     durable: bool,
 }
 
 /// The files after a crash.
 pub struct Crashed {
-    /// What they hold.
+    /// Their contents.
     pub files: Files,
     /// A digest of the choices made.
     pub print: u64,
 }
 
-/// Goes through a record and makes the states that a crash at each moment can leave.
+/// Steps through a record and builds the states that a crash at each moment can leave.
 pub struct Replay<'a> {
     record: &'a Record,
-    /// The changes as they took effect.
+    /// The changes in the order in which they took effect.
     order: Vec<usize>,
-    /// The earliest that any change from this place of the order on was asked for.
+    /// The earliest submission of any change from this position in the order on.
     earliest: Vec<Tick>,
-    /// Places of the order that are part of `base`.
+    /// Positions in the order that are part of `base`.
     done: Vec<bool>,
     done_count: usize,
     first: usize,
-    /// What each file holds for certain.
+    /// The durable contents of each file.
     base: Files,
-    /// Until when each file is flushed.
+    /// The moment up to which each file is flushed.
     flushed: Vec<Tick>,
     next_flush: usize,
     pending: Vec<Pending>,
@@ -174,7 +174,7 @@ impl<'a> Replay<'a> {
         }
     }
 
-    /// Goes on to the moment just before tick `now`, which is no earlier than the present one.
+    /// Advances to the moment just before tick `now`, which must not be earlier than the current one.
     pub fn advance(&mut self, now: Tick) {
         while let Some(flush) = self.record.flushes.get(self.next_flush)
             && flush.completed < now
@@ -210,12 +210,12 @@ impl<'a> Replay<'a> {
         }
     }
 
-    /// How many changes have a fate.
+    /// The number of changes that have a fate.
     pub fn pending(&self) -> usize {
         self.pending.len()
     }
 
-    /// A digest of what a crash would decide about.
+    /// A digest of the changes that a crash would decide about.
     pub fn moment(&self) -> u64 {
         let mut hasher = FxHasher::default();
         self.done_count.hash(&mut hasher);
@@ -225,7 +225,7 @@ impl<'a> Replay<'a> {
         hasher.finish()
     }
 
-    /// What is asked for at this moment: one line for each change that has a fate.
+    /// The pending changes: one line for each change that has a fate.
     pub fn describe(&self) -> Vec<String> {
         self.pending
             .iter()
@@ -333,7 +333,7 @@ impl<'a> Replay<'a> {
             }
             _ => last_kept.max(durable_length),
         };
-        // A sector is whole, also the last one of the file.
+        // Sectors are atomic, including the last one of the file.
         while lengths[seen] % SECTOR != 0
             && cuts.get(&(lengths[seen] / grain)).is_some_and(|cut| cut.seen > seen)
         {
@@ -344,7 +344,7 @@ impl<'a> Replay<'a> {
                 && *new < lengths[place]
                 && place < seen
             {
-                // A file system that has shortened a file shows nothing of what it cut off.
+                // A file system that has truncated a file never shows the removed part.
                 for cut in cuts.range_mut(*new / grain..).map(|(_, cut)| cut) {
                     cut.seen = cut.seen.max(place + 1);
                 }
@@ -375,7 +375,7 @@ impl<'a> Replay<'a> {
     }
 }
 
-/// What a grain of a file holds.
+/// The contents of a grain of a file.
 #[derive(Clone, Copy, Default)]
 struct Cut {
     /// How many of the file's changes it has seen.

@@ -1,8 +1,8 @@
-//! What requests leave on a disk.
+//! The contents that requests write.
 //!
-//! Contents come in sorts, since an engine may compress data to put something of its own beside it, or
-//! look for something of its own in data. But for zeroes and what a guest has from the files themselves,
-//! every 8 bytes of each sort tell of which pattern they are and where they belong.
+//! There are several sorts of contents, since the engine may compress data to store something of its own beside it, or
+//! look for its own data. Except for zeroes and data that a guest took from the files themselves, every 8 bytes of each
+//! sort identify their pattern and their position.
 
 use std::fmt;
 use std::ops::Range;
@@ -25,9 +25,9 @@ pub enum Sort {
     Block,
     /// Some of each.
     Mixed,
-    /// What passes for a record of the engine's own, with an id from the image's journal.
+    /// Imitates a record of the engine, with an id from the image's journal.
     Hostile,
-    /// Clusters as they lie in the image.
+    /// Clusters copied from the image's file.
     Copied,
 }
 
@@ -45,28 +45,28 @@ impl Sort {
         Self::Copied,
     ];
 
-    /// Those of [`ALL`](Self::ALL) that a number makes.
+    /// Those of [`ALL`](Self::ALL) that are generated from a number.
     const WRITTEN: [Self; 6] =
         [Self::Plain, Self::Text, Self::Random, Self::Sector, Self::Block, Self::Mixed];
 }
 
-/// What a request leaves behind.
+/// The contents that a request writes.
 #[derive(Clone, PartialEq, Eq)]
 pub enum Value {
     /// Zeroes.
     Zero,
-    /// The pattern of this number, of a sort that a number makes.
+    /// The pattern with this number, of a generated sort.
     Pattern(Sort, u32),
-    /// Bytes that a guest has from elsewhere.
+    /// Bytes that a guest took from elsewhere.
     Given(Given),
 }
 
 /// Bytes for a range of a disk.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Given {
-    /// What they are.
+    /// Their sort.
     pub sort: Sort,
-    /// Tells them apart.
+    /// Distinguishes them.
     pub number: u32,
     /// Where on the disk they begin.
     pub start: u64,
@@ -154,7 +154,7 @@ fn word(sort: Sort, number: u32, index: u64) -> u64 {
     if compresses { plain } else { mix(plain) }
 }
 
-/// The number and the index of a word, whatever its sort. Of a word of no pattern, anything.
+/// The number and the index of a word, whatever its sort. For a word of no pattern the result is arbitrary.
 fn origin(word: u64) -> (u32, u64) {
     let split = |plain: u64| ((plain >> 32) as u32, plain & 0xffff_ffff);
     let likely = |(number, index): &(u32, u64)| *number < 1 << 24 && *index < 1 << 24;
@@ -167,7 +167,7 @@ const STEP: u64 = 0xBF58_476D_1CE4_E5B9;
 const STEP_BACK: u64 = inverse(STEP);
 
 const fn inverse(odd: u64) -> u64 {
-    // Each round doubles the bits that are right, of which three are at first.
+    // Each round doubles the number of correct bits, which starts at three.
     let (mut result, mut round) = (odd, 0);
     while round < 5 {
         result = result.wrapping_mul(2_u64.wrapping_sub(odd.wrapping_mul(result)));
@@ -196,7 +196,7 @@ fn letters(plain: u64) -> u64 {
     u64::from_le_bytes(std::array::from_fn(|at| letter(7 - at as u32)))
 }
 
-/// What [`letters`] was made of.
+/// The number and index encoded by [`letters`].
 fn numbers(letters: u64) -> Option<u64> {
     let packed = letters.to_le_bytes().into_iter().try_fold(0_u64, |packed, letter| {
         let value = letter.checked_sub(b'A').filter(|value| *value < 32)?;
@@ -205,7 +205,7 @@ fn numbers(letters: u64) -> Option<u64> {
     Some(packed >> 20 << 32 | packed & 0xf_ffff)
 }
 
-/// What bytes of a disk look like.
+/// Describes bytes of a disk.
 pub fn interpret(offset: u64, bytes: &[u8]) -> String {
     if bytes.iter().all(|byte| *byte == 0) {
         return "zeroes".into();

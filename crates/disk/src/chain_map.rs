@@ -1,4 +1,4 @@
-//! Which layer holds which data, and at which offset, as in `qemu-img map`.
+//! The layer and offset of all data, as in `qemu-img map`.
 
 use crate::device::BlockStatus;
 use crate::disk::Disk;
@@ -22,7 +22,7 @@ pub struct MapEntry {
     /// The layer that determines the contents, or, if no layer has the range, the layer at which the search ends. 0 is
     /// the active layer.
     pub depth: u32,
-    /// Whether some layer has it.
+    /// Whether any layer has it.
     pub present: bool,
     /// Whether it is known to read as zeroes.
     pub zero: bool,
@@ -81,7 +81,7 @@ impl<H: Host> Disk<H> {
         Ok(())
     }
 
-    /// The layer at which the search for a byte that no layer has ends, and the end of the range for which this holds:
+    /// The layer at which the search for a byte that no layer has ends, and the end of the range to which this applies:
     /// a backing file that is too short is not searched.
     pub fn search_ends(&self, at: u64) -> (u32, u64) {
         let below = self.layers().skip(1).map(|layer| layer.size());
@@ -154,7 +154,7 @@ impl<H: Host> Disk<H> {
         Ok(entries)
     }
 
-    /// Adds an entry that reads as zeroes, with the host clusters behind it.
+    /// Adds an entry that reads as zeroes, with its host clusters.
     async fn add_hosts(&self, entry: MapEntry, entries: &mut Vec<MapEntry>) -> Result<()> {
         let layer = self.layers().nth(entry.depth as usize);
         let qcow2 = layer.and_then(|layer| Some((layer, layer.as_qcow2()?)));
@@ -204,8 +204,8 @@ impl<H: Host> Disk<H> {
     }
 }
 
-/// Whether an image has clusters that were allocated but not written, as far as can be told: more of
-/// them are in use than its file takes space for. Only then QEMU looks for holes in the file.
+/// Whether an image seems to have clusters that were allocated but not written: more clusters are in use than the file
+/// takes space for. Only then does QEMU look for holes in the file.
 async fn has_preallocated_metadata<S: Storage>(layer: &Layer<S>) -> Result<bool> {
     let Some(qcow2) = layer.as_qcow2() else { return Ok(false) };
     let geometry = qcow2.geometry;
@@ -240,8 +240,7 @@ async fn has_preallocated_metadata<S: Storage>(layer: &Layer<S>) -> Result<bool>
 }
 
 impl<H: Host> Disk<H> {
-    /// Up to where nothing from `at` on is allocated, at most `end`; `at` where that is not known at
-    /// once.
+    /// The end of the unallocated range from `at` on, at most `end`; `at` if that is not immediately known.
     pub fn untouched_until(&self, at: u64, end: u64) -> u64 {
         if self.writer.is_some() {
             return at;

@@ -25,7 +25,7 @@ const PAGE: usize = 4096;
 pub enum Difference {
     /// The block status at this byte offset (strict mode).
     Status(u64),
-    /// The content of the sector at this byte offset.
+    /// The contents of the sector at this byte offset.
     Content(u64),
 }
 
@@ -60,7 +60,7 @@ pub struct Compare<H: Host> {
 
 struct Side<H: Host> {
     disk: Arc<Disk<H>>,
-    /// What is known of the bytes from the current offset on.
+    /// The known status of the bytes from the current offset on.
     runs: Mutex<VecDeque<BlockStatus>>,
 }
 
@@ -133,7 +133,7 @@ impl<H: Host> Compare<H> {
         }
     }
 
-    /// Bytes compared so far, and in all.
+    /// Bytes compared so far, and in total.
     pub fn progress(&self) -> (u64, u64) {
         (self.done.load(Ordering::Relaxed), self.end)
     }
@@ -164,7 +164,7 @@ impl<H: Host> Compare<H> {
     }
 
     async fn compare_pieces(&self) -> std::result::Result<(), CompareError> {
-        // Kept from piece to piece: fresh memory costs more than reading into it.
+        // Reused for every piece: allocating memory costs more than reading into it.
         let mut spare = [IoBuf::empty(), IoBuf::empty()];
         while let Some(piece) = self.next_piece().await? {
             let mut bufs = [IoBuf::empty(), IoBuf::empty()];
@@ -230,7 +230,7 @@ impl<H: Host> Compare<H> {
             }
             let known = one.length.min(other.length);
             let read = [!one.zero, !other.zero];
-            // A zero run is read beside data of the other only in the other.
+            // If one disk has zeroes and the other data, only the other is read.
             let length = if read == [false; 2] {
                 known
             } else {

@@ -21,7 +21,7 @@ use zeroes::runs;
 
 /// Bytes read and written at once.
 const CHUNK: u64 = 2 << 20;
-/// The least that is read at once to be compressed.
+/// The minimum read at once for compression.
 const COMPRESSED_CHUNK: u64 = 256 << 10;
 
 /// How to copy.
@@ -29,15 +29,15 @@ const COMPRESSED_CHUNK: u64 = 256 << 10;
 pub struct CopyOptions {
     /// Start writes to the target in the order of the disk.
     pub in_order: bool,
-    /// Bytes of zeroes in a row, a multiple of 512, that are not written as data. With 0 everything
-    /// is, also what is known to be zero.
+    /// The minimum run of zeroes, in bytes and a multiple of 512, that is not written as data. With 0 everything is
+    /// written as data, including known zeroes.
     pub sparse: u64,
     /// Write compressed clusters.
     pub compressed: bool,
     /// The target reads as zeroes where nothing is written.
     pub target_is_zero: bool,
-    /// The target has a backing file of this many bytes, with the content of the source's backing
-    /// file: only what the source's active layer holds is copied.
+    /// The target has a backing file of this many bytes, with the contents of the source's backing file: only the data
+    /// in the source's active layer is copied.
     pub backing: Option<u64>,
 }
 
@@ -59,7 +59,7 @@ pub struct DiskCopy<H: Host> {
     sources: Sources<H>,
     target: Arc<Disk<H>>,
     options: CopyOptions,
-    /// Bytes that a piece is a multiple of, but for the last.
+    /// Every piece except the last is a multiple of this many bytes.
     chunk: u64,
     planned: Mutex<Planned>,
     /// The ticket whose turn it is to write.
@@ -129,14 +129,12 @@ impl<H: Host> DiskCopy<H> {
         })
     }
 
-    /// Bytes of data copied so far, and in all: an estimate until
-    /// [`count_data`](Self::count_data) has been called.
+    /// Bytes of data copied so far, and in total: an estimate until [`count_data`](Self::count_data) has been called.
     pub fn progress(&self) -> (u64, u64) {
         (self.done.load(Ordering::Relaxed), self.total.load(Ordering::Relaxed))
     }
 
-    /// Finds out how much data there is to copy, for [`progress`](Self::progress). To be called
-    /// before any worker begins.
+    /// Determines how much data there is to copy, for [`progress`](Self::progress). Call it before any worker begins.
     ///
     /// # Errors
     /// If a source's tables cannot be read.
@@ -176,7 +174,7 @@ impl<H: Host> DiskCopy<H> {
         result
     }
 
-    /// Whether a run's bytes are moved rather than known.
+    /// Whether a run's bytes must be copied, because they are not known zeroes.
     fn moves(&self, content: Content) -> bool {
         match content {
             Content::Data => true,
@@ -207,7 +205,7 @@ impl<H: Host> DiskCopy<H> {
             } else if self.wait_for(piece.ticket).await {
                 let mut write = pin!(self.write(piece.range.start, buf));
                 let begun = poll_fn(|context| Poll::Ready(write.as_mut().poll(context))).await;
-                // Begun in order is enough: it decides where the target's clusters lie.
+                // It is enough to start in order: that determines the places of the target's clusters.
                 self.pass_on(piece.ticket);
                 match begun {
                     Poll::Ready(written) => written?,
@@ -295,7 +293,7 @@ impl<H: Host> DiskCopy<H> {
         Ok(whole)
     }
 
-    /// The next piece to copy. What needs no work is passed over.
+    /// The next piece to copy. Runs that need no work are skipped.
     async fn next_piece(&self) -> Result<Option<Piece>> {
         let mut planned = self.planned.lock().await;
         while planned.offset < self.sources.size() && !self.is_stopped() {
@@ -313,14 +311,14 @@ impl<H: Host> DiskCopy<H> {
         Ok(None)
     }
 
-    /// What to do from `start` on, and up to where.
+    /// What to do from `start` on, and where that ends.
     async fn plan(&self, start: u64) -> Result<(Content, u64)> {
         let size = self.sources.size();
         let border = size.min(start - start % self.chunk + self.chunk);
         let (content, length) = self.sources.content(start).await?;
         let mut end = start + length;
         if self.options.compressed {
-            // Whole clusters: those of which only a part is known are read.
+            // Only whole clusters count: a cluster of which only a part is known is read.
             return Ok(if self.moves(content) || end < border {
                 (Content::Data, border)
             } else if end < size {

@@ -26,14 +26,14 @@ pub struct BlockStatus {
     pub compressed: bool,
     /// The layer that determines the contents: 0 is the active layer. If nothing is allocated, the chain's length.
     pub depth: u32,
-    /// Which layer's file, and where in it, plain data lies: layer as in `depth`, byte offset.
+    /// The layer whose file holds plain data, as in `depth`, and the byte offset in the file.
     pub host: Option<(u32, u64)>,
 }
 
 /// The interface of a disk for frontends. Offsets and lengths are in bytes, without alignment requirements.
 ///
-/// Requests may run concurrently. Overlapping writes in flight together take effect in some order,
-/// each as a whole per cluster; a request issued after another's reply sees its effect.
+/// Requests may run concurrently. Concurrent overlapping writes take effect in some order, each as a whole per cluster;
+/// a request issued after another's reply sees its effect.
 pub trait BlockDevice: Send + Sync + 'static {
     /// The disk's size in bytes.
     fn size(&self) -> u64;
@@ -47,7 +47,7 @@ pub trait BlockDevice: Send + Sync + 'static {
     /// Reads `buf.len()` bytes at `offset`.
     fn read(&self, offset: u64, buf: IoBuf) -> impl Future<Output = Result<IoBuf>>;
 
-    /// Writes `buf` at `offset` and gives the buffer back.
+    /// Writes `buf` at `offset` and returns the buffer.
     fn write(&self, offset: u64, buf: IoBuf) -> impl Future<Output = Result<IoBuf>>;
 
     /// Makes a range read as zeroes.
@@ -64,8 +64,8 @@ pub trait BlockDevice: Send + Sync + 'static {
     /// Makes everything that completed before this call durable.
     fn flush(&self) -> impl Future<Output = Result<()>>;
 
-    /// Describes the range in runs, in order and without gaps, at most `max_runs` of them; the runs
-    /// returned may end before the range does, or be the whole of it.
+    /// Describes the range in runs, in order and without gaps, at most `max_runs` of them; the runs returned may end
+    /// before the range does, or cover all of it.
     fn block_status(
         &self,
         offset: u64,
@@ -76,7 +76,7 @@ pub trait BlockDevice: Send + Sync + 'static {
     /// Makes the disk `size` bytes long if it is shorter; new bytes read as zeroes.
     ///
     /// # Errors
-    /// Where the device cannot grow.
+    /// If the device cannot grow.
     fn grow(&self, size: u64) -> impl Future<Output = Result<()>> {
         let _ = size;
         async { Err(DiskError::Unsupported("this device cannot grow".into())) }
@@ -89,7 +89,7 @@ pub trait BlockDevice: Send + Sync + 'static {
     }
 }
 
-/// Makes a type that has the methods of a block device one.
+/// Implements the trait for a type that has its methods.
 macro_rules! block_device {
     ($device:ident) => {
         impl<H: Host> BlockDevice for $device<H> {

@@ -28,7 +28,7 @@ const RESOLVERS: usize = 8;
 
 /// A layer that accepts no more writes, whose writer still has changes that its file lacks.
 pub struct Retiring<S> {
-    /// Its place.
+    /// Its index.
     pub layer: LayerIndex,
     /// Its writer.
     pub writer: Arc<Writer<S>>,
@@ -49,7 +49,7 @@ pub struct Flushing<S> {
 }
 
 impl<S: Storage> Flushing<S> {
-    /// Makes durable what completed before this was requested from the disk.
+    /// Makes everything durable that completed before this flush was created.
     pub async fn run(self) -> Result<()> {
         let Some(writer) = &self.writer else { return Ok(()) };
         let Some(retiring) = &self.retiring else {
@@ -77,25 +77,25 @@ pub struct Disk<H: Host> {
     pub host: Arc<H>,
     /// Its layers.
     pub chain: Chain<H::File>,
-    /// Which layer has what.
+    /// The map of extents.
     pub map: Arc<Map>,
     /// The map's limit follows the disk's size.
     map_fits: bool,
-    /// The requests that read.
+    /// The read requests in flight.
     pub readers: Arc<Readers>,
     /// Present when the disk was opened for writing.
     pub writer: Option<Arc<Writer<H::File>>>,
-    /// The layer that took writes before, until its file has all of them.
+    /// The former active layer, until its file has all writes.
     retiring: RwLock<Option<Retiring<H::File>>>,
     /// Whether there is one.
     retires: AtomicBool,
-    /// What a disk that is only read has tables for; found out once, where somebody asks.
+    /// The parts for which a read-only disk has tables; determined once, when needed.
     pub touched: OnceLock<Touched>,
     /// Keeps two tasks from resolving the same slice; by slice number.
     pub resolving: Box<[async_lock::Mutex<()>]>,
-    /// Slices resolved at once: each holds the tables of many layers in memory.
+    /// Limits the slices resolved at once: each holds the tables of many layers in memory.
     pub resolvers: async_lock::Semaphore,
-    /// The size has changed; over every change of the chain.
+    /// Signalled when the size changes; it is kept across changes of the chain.
     pub resized: Arc<Event>,
 }
 
@@ -114,7 +114,7 @@ impl<H: Host> Disk<H> {
         Self::of_chain(Arc::new(host), chain, options).await
     }
 
-    /// The disk of an open chain, of which the active layer is open as `options` say.
+    /// The disk of an open chain, whose active layer was opened with `options`.
     pub async fn of_chain(
         host: Arc<H>,
         chain: Chain<H::File>,
@@ -125,7 +125,7 @@ impl<H: Host> Disk<H> {
         let budget = options.map_cache.unwrap_or(wanted);
         let writer = match (options.writable, chain.active().as_qcow2()) {
             (true, Some(qcow2)) => {
-                // Also without its backing file open: others will read it with that.
+                // This applies even if its backing file is not open: others will read the image with it.
                 let alone = qcow2.header.read().backing_file.is_none();
                 Some(Arc::new(Writer::open(chain.active(), qcow2, options, alone).await?))
             }
@@ -190,7 +190,7 @@ impl<H: Host> Disk<H> {
         self.retiring.read().clone()
     }
 
-    /// A flush of what was answered so far.
+    /// A flush of everything completed so far.
     pub fn flushing(&self) -> Flushing<H::File> {
         Flushing {
             writer: self.writer.clone(),
@@ -199,7 +199,7 @@ impl<H: Host> Disk<H> {
         }
     }
 
-    /// The file of the former active layer has everything.
+    /// Notes that the file of the former active layer has everything.
     pub fn retired(&self) {
         *self.retiring.write() = None;
         self.retires.store(false, Ordering::Release);
@@ -237,7 +237,7 @@ impl<H: Host> Disk<H> {
         }
     }
 
-    /// The place of the active layer.
+    /// The index of the active layer.
     pub fn active_index(&self) -> LayerIndex {
         self.chain.active_index()
     }
@@ -318,7 +318,7 @@ impl<H: Host> Disk<H> {
     }
 }
 
-/// Grows to `size` by `resize`, which is not begun where `now` tells that the disk is that long already.
+/// Grows to `size` with `resize`, which is not started if `now` shows that the disk is already that long.
 pub async fn grow_to(
     size: u64,
     now: impl Fn() -> u64,
@@ -334,7 +334,7 @@ pub async fn grow_to(
     }
 }
 
-/// Waits until `size` is not `known`, which `resized` says.
+/// Waits until `size` differs from `known`, which `resized` signals.
 pub async fn wait_for_size(resized: &Event, size: impl Fn() -> u64, known: u64) {
     loop {
         let changed = resized.listen();
@@ -367,7 +367,7 @@ impl<H: Host> Disk<H> {
         1 << self.chain.active().unit_bits().unwrap_or(12)
     }
 
-    /// Reads `buf.len()` bytes at `offset`, and gives the buffer back.
+    /// Reads `buf.len()` bytes at `offset`, and returns the buffer.
     ///
     /// # Errors
     /// If the range reaches past the end of the disk, the storage fails, or the tables are not valid there.
@@ -379,7 +379,7 @@ impl<H: Host> Disk<H> {
         }
     }
 
-    /// Writes `buf` at `offset`, and gives the buffer back. It is durable after a [`flush`](Self::flush).
+    /// Writes `buf` at `offset`, and returns the buffer. It is durable after a [`flush`](Self::flush).
     ///
     /// # Errors
     /// If the disk is read-only or [accepts no more writes](DiskError::Poisoned), the range reaches past its end, the
@@ -457,7 +457,7 @@ impl<H: Host> Disk<H> {
 block_device!(Disk);
 
 impl<H: Host> Disk<H> {
-    /// Accepts no more writes if `error`, that of a request which changes nothing, says that an invariant is violated.
+    /// Accepts no more writes if `error`, from a request that changes nothing, says that an invariant is violated.
     #[cold]
     fn stop_on_internal(&self, error: DiskError) -> DiskError {
         if let Some(writer) = &self.writer {

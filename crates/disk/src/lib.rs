@@ -23,7 +23,7 @@
 //! # }).unwrap();
 //! ```
 
-// A `Geometry` goes by reference everywhere, as in the format's own functions.
+// A `Geometry` is passed by reference everywhere, as in the format's own functions.
 #![allow(clippy::trivially_copy_pass_by_ref)]
 #![allow(clippy::missing_errors_doc, reason = "errors are those of the storage and of the format")]
 

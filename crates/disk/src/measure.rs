@@ -1,4 +1,4 @@
-//! How large an image would be.
+//! The size that an image would have.
 
 use crate::chain_map::MapEntry;
 use crate::device::BlockDevice;
@@ -13,7 +13,7 @@ use std::path::Path;
 /// The size of an image file, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Measure {
-    /// With the present data and the tables of a full image: the maximum that a copy needs.
+    /// With the current data and the tables of a full image: the maximum that a copy needs.
     pub required: u64,
     /// With every cluster allocated.
     pub fully_allocated: u64,
@@ -60,7 +60,7 @@ pub async fn measure<H: Host>(new: &NewDisk, source: Option<&Disk<H>>) -> Result
     let fully_allocated = (counted + blocks + table) * cluster;
     let full = matches!(new.preallocation, Preallocation::Falloc | Preallocation::Full);
     let data = match source {
-        // How much of it the backing file will have is not known.
+        // It is unknown how much of it the backing file will have.
         _ if full => clusters,
         Some(_) if new.backing_file.is_some() => clusters,
         Some(source) => data_clusters(source, cluster).await?,
@@ -72,7 +72,7 @@ pub async fn measure<H: Host>(new: &NewDisk, source: Option<&Disk<H>>) -> Result
     })
 }
 
-/// Clusters of `cluster` bytes that hold data, and not only space for some.
+/// Clusters of `cluster` bytes that hold data, not only reserved space.
 async fn data_clusters<H: Host>(source: &Disk<H>, cluster: u64) -> Result<u64> {
     let (mut count, mut counted) = (0, 0);
     let mut add = |entry: &MapEntry| {

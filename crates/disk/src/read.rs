@@ -12,8 +12,8 @@ use std::ops::Range;
 use std::sync::Arc;
 
 impl<H: Host> Disk<H> {
-    /// The extents of a guest range, resolving slices as needed. Bytes that the layers above their
-    /// owner cut off count as absent.
+    /// The extents of a guest range, resolving slices as needed. Bytes that are hidden by the size of a layer above
+    /// their owner count as absent.
     pub async fn extents(&self, range: Range<u64>) -> Result<Extents> {
         let mut extents = Extents::new();
         let mut at = range.start;
@@ -24,7 +24,7 @@ impl<H: Host> Disk<H> {
                     return Ok(extents);
                 }
                 Lookup::Missing(slice) => {
-                    // What was found stays good: the caller is inside the gate. The map may be too
+                    // The extents found so far stay valid, because the caller is inside the gate. The map may be too
                     // small for all slices of the range at once.
                     at = at.max(slice << self.map.slice_bits());
                     Box::pin(self.resolve_slice(slice)).await?;
@@ -53,7 +53,7 @@ impl<H: Host> Disk<H> {
         }
     }
 
-    /// How far the content of an extent's source is visible.
+    /// How far an extent's source is visible.
     fn visible(&self, extent: &Extent) -> u64 {
         match extent.source {
             Source::Data { layer, .. } | Source::Compressed { layer, .. } | Source::Zero(layer) => {

@@ -27,9 +27,9 @@ use isobath_storage::{Host, IoBuf, Storage, StorageExt, ZeroMode};
 use std::cmp::Ordering;
 use std::ops::Range;
 
-/// Guest bytes looked at in one go.
+/// Guest bytes examined at once.
 const WINDOW: u64 = 64 << 20;
-/// Released references that gather before they are committed.
+/// Released references that accumulate before they are committed.
 const RELEASES_AT_ONCE: usize = 64 << 10;
 
 impl<H: Host> Disk<H> {
@@ -39,8 +39,8 @@ impl<H: Host> Disk<H> {
     /// Other requests may run meanwhile. Those that reach past the end of a disk that shrinks fail.
     ///
     /// # Errors
-    /// If the size is no multiple of 512 bytes or beyond what the image's tables can describe; if it is smaller and
-    /// `shrink` is not set or preallocation is asked for; if the image is of version 2 and has internal snapshots, or
+    /// If the size is not a multiple of 512 bytes or exceeds what the image's tables can describe; if it is smaller and
+    /// `shrink` is not set or preallocation is requested; if the image is of version 2 and has internal snapshots, or
     /// has persistent bitmaps; or the storage fails. After a failure of the storage the disk may accept no more writes.
     pub async fn resize(
         &self,
@@ -87,7 +87,7 @@ impl<H: Host> Disk<H> {
         DiskError::Refused { image: self.chain.active().name().to_owned(), reason }
     }
 
-    /// Whether the image can have another size at all, and this one.
+    /// Checks whether the image can be resized at all, and to this size.
     fn check_resize(&self, image: &Qcow2, size: u64) -> Result<()> {
         let header = image.header.read();
         if !size.is_multiple_of(512) {
@@ -118,7 +118,7 @@ impl<H: Host> Disk<H> {
         Ok(())
     }
 
-    /// Sets how much of each layer can be seen.
+    /// Sets how much of each layer is visible.
     fn show(&self, size: u64) {
         let mut visible = size;
         for (index, layer) in self.chain.top_down() {
@@ -146,17 +146,17 @@ impl<H: Host> Disk<H> {
             if length < new.end {
                 layer.data().set_len(new.end).await?;
             }
-            // What a raw data file holds is what the guest sees, also behind the old end.
+            // The guest sees a raw data file's contents, even past the old end.
             kept = if qcow2.data_file_raw() { length } else { 0 };
         }
-        // Requests are still held to the old size, but the new part can be looked at.
+        // Requests are still limited to the old size, but the new part can be examined.
         self.show(new.end);
         let prepared = async {
             if !qcow2.data_file_raw() && !sabotage::is(Sabotage::UnclearedGrowth) {
                 self.clear_new_part(image, new.clone()).await?;
             }
             let preallocation = match preallocation {
-                // A raw data file must be whole without the image's tables.
+                // A raw data file must be complete without the image's tables.
                 Preallocation::Off if qcow2.data_file_raw() => Preallocation::Metadata,
                 other => other,
             };
@@ -174,7 +174,7 @@ impl<H: Host> Disk<H> {
         Ok(())
     }
 
-    /// Sees to it that the L1 table has at least `entries` entries.
+    /// Ensures that the L1 table has at least `entries` entries.
     async fn grow_l1(
         &self,
         writer: &Writer<H::File>,
@@ -203,7 +203,7 @@ impl<H: Host> Disk<H> {
                 alloc.publish(claim.clusters()).await?;
                 claim.keep();
                 alloc.mark_metadata(run.start.get()..run.start.get() + run.count);
-                // The new table's refcounts, and every L1 entry that is to be copied.
+                // This covers the new table's refcounts, and every L1 entry that will be copied.
                 writer.commit_alone(&self.readers).await?;
                 let mut table = IoBuf::zeroed((run.count << geometry.cluster_bits()) as usize);
                 for (index, entry) in image.l1.read().iter().enumerate() {
@@ -232,8 +232,8 @@ impl<H: Host> Disk<H> {
         Ok(())
     }
 
-    /// Makes what is not zero in the new part zero: what the active layer kept from before it was
-    /// shrunk, and what the smaller size hid of the backing file.
+    /// Zeroes whatever is not zero in the new part: data that the active layer kept from before it was shrunk, and data
+    /// of the backing file that the smaller size hid.
     async fn clear_new_part(&self, image: &Qcow2, new: Range<u64>) -> Result<()> {
         let below = self.chain.top_down().nth(1).map_or(0, |(_, layer)| layer.size());
         self.clear(new.start..new.end.min(below)).await?;
@@ -241,7 +241,7 @@ impl<H: Host> Disk<H> {
         let tables: Vec<u64> = {
             let l1 = image.l1.read();
             let first = new.start / span;
-            // The table in which the old end lies may be known to nobody but the open batch.
+            // The table that contains the old end may be only in the open batch.
             (first..new.end.div_ceil(span))
                 .take(l1.len().saturating_sub(first as usize))
                 .filter(|index| {
@@ -289,13 +289,13 @@ impl<H: Host> Disk<H> {
             .exclusively(|| async {
                 layer.set_size(size);
                 self.show(size);
-                // From here on nobody changes anything past the new end.
+                // From here on no request changes anything past the new end.
                 self.readers.drain().await;
                 writer.commit_alone(&self.readers).await?;
                 write_size(layer, image, size).await?;
                 self.drop_past(writer, qcow2, image, size).await?;
                 writer.commit_alone(&self.readers).await?;
-                // The refcounts of what that released.
+                // This writes the refcounts of the released clusters.
                 writer.commit_alone(&self.readers).await?;
                 if image.geometry.has_data_file() {
                     layer.data().set_len(size).await?;
@@ -307,7 +307,7 @@ impl<H: Host> Disk<H> {
         self.clear_last_cluster(writer, qcow2, size).await
     }
 
-    /// Releases the clusters that lie wholly past the end, and the tables that describe no others.
+    /// Releases the clusters that are entirely past the end, and the tables that describe no others.
     async fn drop_past(
         &self,
         writer: &Writer<H::File>,
@@ -343,7 +343,7 @@ impl<H: Host> Disk<H> {
                             References { released: &releases, ..References::default() };
                         tables.record(ClusterIndex::new(cluster), none, references);
                     }
-                    // What it means is unknown: its space, if any, stays allocated.
+                    // Its meaning is unknown: its space, if any, stays allocated.
                     Err(error) => {
                         let what = "an invalid L2 entry past the end of the disk is left as it is";
                         tracing::warn!(%error, "{what}");
@@ -367,8 +367,7 @@ impl<H: Host> Disk<H> {
         Ok(())
     }
 
-    /// Zeroes the rest of the cluster in which the disk ends: a program that grows the disk later
-    /// may show it.
+    /// Zeroes the rest of the cluster in which the disk ends: a program that grows the disk later may expose it.
     async fn clear_last_cluster(
         &self,
         writer: &Writer<H::File>,

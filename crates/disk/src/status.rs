@@ -6,7 +6,7 @@ use isobath_chain::map::{Extent, Source};
 use isobath_image::Result;
 use isobath_storage::Host;
 
-/// Guest bytes looked at in one go.
+/// Guest bytes examined at once.
 const WINDOW: u64 = 64 << 20;
 
 impl<H: Host> Disk<H> {
@@ -83,7 +83,7 @@ impl<H: Host> Disk<H> {
                     ..none
                 };
                 match self.chain.get(index) {
-                    // The tables say nothing about a raw layer, but its host's holes do.
+                    // A raw layer has no tables, but its file's holes are known.
                     Some(layer) if layer.as_qcow2().is_none() => {
                         let found = layer.allocation(host).await?;
                         // The disk's last sector may be longer than the file.
@@ -99,7 +99,7 @@ impl<H: Host> Disk<H> {
     }
 }
 
-/// Appends a run, or lengthens the last one where it goes on. Gives the number of runs.
+/// Appends a run, or extends the last one if the new one continues it. Returns the number of runs.
 fn push_run(runs: &mut Vec<BlockStatus>, run: BlockStatus) -> usize {
     if let Some(last) = runs.last_mut() {
         let adjacent = match (last.host, run.host) {

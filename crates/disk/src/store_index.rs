@@ -1,8 +1,8 @@
 //! The index of an existing image: writing, verifying, removing.
 //!
-//! The area goes to the end of the file with a refcount block behind it, which are durable before the
-//! blocks are written into it; these are durable before the header points to them. A crash leaves
-//! the index that was there before, or none, and at worst lost space.
+//! The area is put at the end of the file, followed by a refcount block. Both are durable before the blocks are written
+//! into the area, and the blocks before the header points to them. A crash leaves the previous index, or none, and at
+//! worst lost space.
 
 use crate::disk::Disk;
 use isobath_chain::index::{
@@ -45,8 +45,8 @@ const PIECE: usize = 1 << 20;
 type Indexable<'a, S> = (&'a Writer<S>, &'a Qcow2Writer<S>, &'a Qcow2);
 
 impl<H: Host> Disk<H> {
-    /// Writes the index of all layers below the active one into its image, in place of the one that
-    /// it has. The disk may be read meanwhile; writes wait.
+    /// Writes the index of all layers below the active one into its image, replacing an existing one. The disk may be
+    /// read meanwhile; writes wait.
     ///
     /// # Errors
     /// If the disk is read-only, has no backing file or is too large for an index; the header has
@@ -190,7 +190,7 @@ impl<H: Host> Disk<H> {
         }
     }
 
-    /// What to write, in order, so that the header points to an index, or to none.
+    /// The writes, in order, that make the header point to an index, or to none.
     async fn edits(
         &self,
         image: &Qcow2,
@@ -217,7 +217,7 @@ impl<H: Host> Disk<H> {
         Ok(())
     }
 
-    /// Makes the area of an index that nothing points to free space, of zeroes as it was before.
+    /// Frees the area of an index that nothing refers to, and zeroes it as it was before.
     async fn free_area(
         &self,
         qcow2: &Qcow2Writer<H::File>,

@@ -1,5 +1,4 @@
-//! Parts of a disk for which no layer has a table, so that a look at a large and empty disk takes
-//! no look at each layer.
+//! Parts of a disk for which no layer has a table, so that a query of a large, empty disk need not examine each layer.
 
 use isobath_chain::chain::Chain;
 use isobath_qcow2::L1Entry;
@@ -14,10 +13,10 @@ pub struct Touched {
 }
 
 impl Touched {
-    /// More parts are not told apart.
+    /// The maximum number of parts.
     const MOST_PARTS: u64 = 1 << 22;
 
-    /// Looks once at the L1 tables of all layers.
+    /// Reads the L1 tables of all layers once.
     pub fn new<S: Storage>(chain: &Chain<S>) -> Self {
         let size = chain.active().size();
         let spans = chain.layers().filter_map(|(_, layer)| layer.as_qcow2());
@@ -54,7 +53,7 @@ impl Touched {
         }
     }
 
-    /// Where the first touched part at `at` or behind begins; past the end if there is none.
+    /// The start of the first touched part at or after `at`; past the end if there is none.
     pub fn next(&self, at: u64) -> u64 {
         let first = at >> self.bits;
         let mut mask = u64::MAX << (first % 64);

@@ -1,4 +1,4 @@
-//! What is known of an image's L2 entries beyond its file.
+//! L2 entries that are newer than those in the file.
 
 use crate::Result;
 use isobath_qcow2::{ClusterIndex, HostOffset, L2Entry};

@@ -1,4 +1,4 @@
-//! Errors of a disk: which image, which field, what to do.
+//! Errors of a disk: which image, which field, and how to fix it.
 
 use isobath_qcow2::FormatError;
 use isobath_storage::{Operation, StorageError, shown};
@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 /// The result of a disk operation.
 pub type Result<T> = std::result::Result<T, DiskError>;
 
-/// Why a disk operation failed. The message names the image and says the way out.
+/// Why a disk operation failed. The message names the image and says how to fix the problem.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum DiskError {
@@ -19,7 +19,7 @@ pub enum DiskError {
     Format {
         /// The image.
         image: PathBuf,
-        /// The field, its value and the way out.
+        /// The field, its value and how to fix it.
         source: FormatError,
     },
     /// An image is not opened, or not used in this way, for a reason beyond one field.
@@ -27,7 +27,7 @@ pub enum DiskError {
     Refused {
         /// The image.
         image: PathBuf,
-        /// Why, and the way out.
+        /// The reason, and how to fix it.
         reason: String,
     },
     /// A backing file could not be opened.
@@ -38,7 +38,7 @@ pub enum DiskError {
         /// What went wrong there.
         source: Box<DiskError>,
     },
-    /// The image's own tables contradict each other; nothing was changed.
+    /// The image's own tables are inconsistent; nothing was changed.
     #[error("'{}' is corrupt: {reason}; run 'isobath check -r all' on it", shown(image))]
     Corrupt {
         /// The image.
@@ -63,7 +63,7 @@ pub enum DiskError {
     Poisoned {
         /// The failure.
         reason: String,
-        /// It was a flush: what was written before may be lost, and is still read.
+        /// A flush failed: data written before it may be lost, although it can still be read.
         flush_failed: bool,
     },
     /// The disk was closed.
@@ -98,7 +98,7 @@ pub fn invariant(holds: bool, image: &Path, what: &'static str) -> Result<()> {
     if holds { Ok(()) } else { Err(DiskError::internal(image, what)) }
 }
 
-/// The value that is there if the invariant `what` holds.
+/// The value, which is present if the invariant `what` holds.
 ///
 /// # Errors
 /// As [`invariant`].
@@ -122,7 +122,7 @@ impl DiskError {
         Self::Internal { image: image.to_owned(), violated }
     }
 
-    /// Whether it says that a flush has failed: what was written before may be lost, and is still read.
+    /// Whether a flush has failed: data written before it may be lost, although it can still be read.
     pub fn is_failed_flush(&self) -> bool {
         match self {
             Self::Storage(error) => error.operation == Operation::Flush,

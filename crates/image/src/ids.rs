@@ -1,14 +1,14 @@
-//! Numbers that tell one use of an image from all others: of journals, and of zones.
+//! Random ids of journals and zones, which distinguish one use of an image from all others.
 
 use std::cell::Cell;
 use std::hash::{BuildHasher, RandomState};
 
 thread_local! {
-    /// Where a simulation has come to.
+    /// The state of a simulation's generator.
     static SEED: Cell<Option<u64>> = const { Cell::new(None) };
 }
 
-/// A number that nobody can guess; with a [seed] the next one from that.
+/// An unpredictable number, or with a [seed] the next one of its sequence.
 pub fn fresh() -> u64 {
     let Some(seed) = SEED.get() else { return RandomState::new().hash_one(0_u64) };
     let next = seed.wrapping_add(0x9E37_79B9_7F4A_7C15);
@@ -19,7 +19,7 @@ pub fn fresh() -> u64 {
     mixed ^ (mixed >> 31)
 }
 
-/// Has the numbers of this thread follow from a seed, so that a simulation can be repeated; `None` ends that.
+/// Derives this thread's numbers from a seed, so that a simulation can be repeated; `None` ends that.
 pub fn seed(seed: Option<u64>) {
     SEED.set(seed);
 }

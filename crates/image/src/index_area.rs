@@ -1,11 +1,11 @@
-//! Where a direct-access index lies in its image's file.
+//! The place of a direct-access index in its image's file.
 
 use crate::layer::{Layer, Qcow2};
 use isobath_qcow2::index::{BlockHash, BlockPointer, IndexExtension, MAX_BLOCK_BYTES, Root};
 use isobath_storage::{IoBuf, Storage};
 use std::ops::Range;
 
-/// The root that an image's header points to, if it is there and whole.
+/// The root that an image's header points to, if it is present and intact.
 pub async fn read_root<S: Storage>(layer: &Layer<S>) -> Option<Root> {
     let extension = *layer.as_qcow2()?.header.read().index()?;
     let pointer = BlockPointer {
@@ -17,7 +17,7 @@ pub async fn read_root<S: Storage>(layer: &Layer<S>) -> Option<Root> {
     Root::decode(&read_block(layer, &pointer, MAX_BLOCK_BYTES).await?)
 }
 
-/// Reads a block from a layer's file; `None` if it is not what the pointer says.
+/// Reads a block from a layer's file; `None` if it does not match the pointer.
 pub async fn read_block<S: Storage>(
     layer: &Layer<S>,
     pointer: &BlockPointer,
@@ -36,7 +36,7 @@ pub async fn read_block<S: Storage>(
     }
 }
 
-/// The host clusters of an index's area; `None` if it is not made of whole clusters.
+/// The host clusters of an index's area; `None` if the area does not consist of whole clusters.
 pub fn clusters(image: &Qcow2, index: &IndexExtension) -> Option<Range<u64>> {
     let size = image.geometry.cluster_size();
     let (start, length) = (index.area_offset.get(), index.area_length);

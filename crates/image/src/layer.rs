@@ -32,7 +32,7 @@ impl ImageFormat {
         }
     }
 
-    /// The format of that name, or `None` for one that is not handled here.
+    /// The format of that name, or `None` if it is not supported.
     pub fn from_name(name: &str) -> Option<Self> {
         match name {
             "qcow2" => Some(Self::Qcow2),
@@ -67,27 +67,26 @@ pub struct Layer<S> {
     data: Arc<S>,
     /// Guest bytes.
     size: AtomicU64,
-    /// Guest bytes that can be seen through the layers above.
+    /// Guest bytes that are visible through the layers above.
     visible: AtomicU64,
     /// Bytes in the file when last asked.
     file_length: AtomicU64,
-    /// Bytes of the file that its writer has given out, also past its end so far.
+    /// The end of the space that the writer has allocated, which may be past the end of the file.
     given_out: AtomicU64,
     qcow2: Option<Arc<Qcow2>>,
-    /// What the journal of an image that was not closed puts over what is in the file.
+    /// The overlay of the journal of an image that was not closed.
     replayed: Option<Arc<Replayed>>,
-    /// What a killed process left, for the writer to bring in.
+    /// A killed process's restart log, which the writer must apply.
     found_log: Mutex<Option<FoundLog>>,
 }
 
-/// One opening of an image's tables, unlike any other in this process: what is known of places in a file
-/// holds for one of these. Layers change their numbers, and a file that is written to through another handle
-/// its meaning.
+/// Identifies one opening of an image's tables in this process. Caches of a file's contents are valid for one opening
+/// only: a layer's number can change, and so can the contents of a file that is written to through another handle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct OpeningId(u64);
 
 impl OpeningId {
-    /// The next one.
+    /// A new id.
     pub fn next() -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         if sabotage::is(Sabotage::SharedOpening) {
@@ -105,14 +104,14 @@ pub struct Qcow2 {
     pub header: RwLock<Header>,
     /// Sizes that follow from the header.
     pub geometry: Geometry,
-    /// Bytes in the image's file when it was opened, or when its writer was done with it.
+    /// Bytes in the image's file when it was opened, or when its writer finished.
     pub opened_length: AtomicU64,
-    /// The active L1 table as it is in the file; the writer keeps what is not yet there.
+    /// The active L1 table as it is in the file; the writer holds changes that are not there yet.
     pub l1: RwLock<Vec<L1Entry>>,
 }
 
 impl<S: Storage> Layer<S> {
-    /// The size of a raw disk is its file's, in whole sectors.
+    /// The size of a raw disk is that of its file, rounded to whole sectors.
     pub fn raw(name: PathBuf, storage: Arc<S>, length: u64) -> Self {
         let size = length.next_multiple_of(512);
         Self {
@@ -129,7 +128,7 @@ impl<S: Storage> Layer<S> {
         }
     }
 
-    /// A qcow2 image, whose header and L1 table were read.
+    /// A qcow2 image whose header and L1 table were read.
     pub fn qcow2(
         name: PathBuf,
         storage: Arc<S>,
@@ -153,7 +152,7 @@ impl<S: Storage> Layer<S> {
         }
     }
 
-    /// The same image as part of another chain, of which more may be visible.
+    /// The same image as part of another chain, where more of it may be visible.
     #[must_use]
     pub fn in_other_chain(&self) -> Self {
         Self {
@@ -170,17 +169,17 @@ impl<S: Storage> Layer<S> {
         }
     }
 
-    /// What a killed process left is to be brought in by the image's writer.
+    /// Sets the restart log that the image's writer must apply.
     pub fn set_found_log(&self, found_log: Option<FoundLog>) {
         *self.found_log.lock() = found_log;
     }
 
-    /// What its writer is to bring in.
+    /// Takes the restart log that the writer must apply.
     pub fn take_found_log(&self) -> Option<FoundLog> {
         self.found_log.lock().take()
     }
 
-    /// Reads the image's file, with what a journal that is in use puts over it.
+    /// Reads the image's file, with the overlay of a journal in use.
     pub async fn read_at(&self, at: u64, buf: IoBuf) -> Result<IoBuf> {
         let mut buf = self.storage.read_at(at, buf).await?;
         if let Some(replayed) = &self.replayed {
@@ -189,7 +188,7 @@ impl<S: Storage> Layer<S> {
         Ok(buf)
     }
 
-    /// Reads the guest's data, as [`read_at`](Self::read_at).
+    /// Like [`read_at`](Self::read_at), for the guest's data.
     pub async fn read_data_at(&self, at: u64, buf: IoBuf) -> Result<IoBuf> {
         if Arc::ptr_eq(&self.storage, &self.data) {
             return self.read_at(at, buf).await;
@@ -197,7 +196,7 @@ impl<S: Storage> Layer<S> {
         Ok(self.data.read_at(at, buf).await?)
     }
 
-    /// Whether a journal that is in use puts something over a range of the guest's data.
+    /// Whether the overlay of a journal in use contains any of a range of the guest's data.
     pub fn is_newer_than_data(&self, range: &Range<u64>) -> bool {
         Arc::ptr_eq(&self.storage, &self.data)
             && self
@@ -206,7 +205,7 @@ impl<S: Storage> Layer<S> {
                 .is_some_and(|replayed| replayed.touches(range.start, range.end - range.start))
     }
 
-    /// Tells whether the guest's data from `at` on takes space.
+    /// Returns whether the guest's data from `at` on takes space.
     pub async fn allocation(&self, at: u64) -> Result<Allocation> {
         let found = self.data.allocation(at).await?;
         let newer = self.is_newer_than_data(&(at..at + found.length.max(1)));
@@ -238,43 +237,43 @@ impl<S: Storage> Layer<S> {
         self.size.load(Ordering::Relaxed)
     }
 
-    /// The disk has another size.
+    /// Sets the disk's size.
     pub fn set_size(&self, size: u64) {
         self.size.store(size, Ordering::Relaxed);
     }
 
-    /// Guest bytes of this layer that the layers above do not cut off.
+    /// Guest bytes of this layer that are not hidden by the sizes of the layers above.
     pub fn visible(&self) -> u64 {
         self.visible.load(Ordering::Relaxed)
     }
 
-    /// As much can be seen of it.
+    /// Sets how much of it is visible.
     pub fn set_visible(&self, to: u64) {
         self.visible.store(to, Ordering::Relaxed);
     }
 
-    /// No more than this can be seen of it.
+    /// Limits how much of it is visible.
     pub fn limit_visible(&self, to: u64) {
         self.visible.fetch_min(to, Ordering::Relaxed);
     }
 
-    /// Bytes in the file when last asked, or as many as there will be.
+    /// Bytes in the file when last asked, or the number that the writer has allocated.
     pub fn file_length(&self) -> u64 {
         let given_out = self.given_out.load(Ordering::Relaxed);
         self.file_length.load(Ordering::Relaxed).max(given_out)
     }
 
-    /// Says that the writer uses the file up to here.
+    /// Notes that the writer uses the file up to here.
     pub fn give_out(&self, end: u64) {
         self.given_out.fetch_max(end, Ordering::Relaxed);
     }
 
-    /// Says that the writer has cut the file here.
+    /// Notes that the writer has truncated the file here.
     pub fn cut_at(&self, end: u64) {
         self.given_out.fetch_min(end, Ordering::Relaxed);
     }
 
-    /// No cluster of data starts here or behind: the file ends before. Raw data and external data
+    /// No cluster of data starts at or after this offset, because the file ends before. Raw data and external data
     /// files may be short.
     pub fn data_end(&self) -> u64 {
         match self.as_qcow2() {
@@ -292,7 +291,7 @@ impl<S: Storage> Layer<S> {
         Ok(length)
     }
 
-    /// The image is written no more: others may read it.
+    /// The image is no longer written to: others may read it.
     pub async fn retire(&self) -> Result<()> {
         self.storage.retire().await?;
         if !Arc::ptr_eq(&self.storage, &self.data) {
@@ -301,7 +300,7 @@ impl<S: Storage> Layer<S> {
         Ok(())
     }
 
-    /// Lets this process open the image for writing beside this handle, or not any more.
+    /// Allows or forbids this process to open the image for writing besides this handle.
     pub async fn admit_writer(&self, admit: bool) -> Result<()> {
         self.storage.admit_writer(admit).await?;
         if !Arc::ptr_eq(&self.storage, &self.data) {
@@ -310,7 +309,7 @@ impl<S: Storage> Layer<S> {
         Ok(())
     }
 
-    /// The writer is done with the file: from now on its tables alone say what is where.
+    /// The writer has finished with the file: from now on only the tables in the file count.
     pub async fn writer_done(&self) -> Result<()> {
         self.refresh_file_length().await?;
         if let Some(qcow2) = &self.qcow2 {
@@ -349,8 +348,7 @@ impl<S: Storage> Layer<S> {
         self.qcow2.as_ref().map(|q| q.header.read().clone())
     }
 
-    /// log2 of the smallest piece of the disk that the layer's tables tell apart, in bytes; `None`
-    /// for raw.
+    /// log2 of the smallest piece of the disk that the layer's tables can map, in bytes; `None` for raw.
     pub fn unit_bits(&self) -> Option<u32> {
         self.qcow2.as_ref().map(|q| q.geometry.subcluster_size().trailing_zeros())
     }
@@ -362,7 +360,7 @@ impl<S: Storage> Layer<S> {
 }
 
 impl Qcow2 {
-    /// Where the L2 table of an L1 entry lies, which must be within the file.
+    /// The offset of an L1 entry's L2 table, which must be within the file.
     pub fn l2_table(&self, entry: L1Entry) -> std::result::Result<Option<HostOffset>, FormatError> {
         let offset = entry.offset(&self.geometry)?;
         match offset {

@@ -2,13 +2,12 @@
 //!
 //! A [`Layer`](layer::Layer) is an open image; a [`Writer`](writer::Writer) changes one. Below them are the image's
 //! [tables], the [allocation](alloc) of its clusters, and [what makes changes durable](durability): the log and its
-//! commit. [`recover`](recovery::recover) brings in what a crash has left, [`check`](offline::check) finds and repairs
-//! what contradicts itself.
+//! commit. [`recover`](recovery::recover) repairs an image after a crash, and [`check`](offline::check) finds and
+//! repairs inconsistencies.
 //!
-//! This crate knows nothing of chains. It is a part of `isobath`, with no interface of its own that stays as
-//! it is.
+//! This crate knows nothing of chains. It is a part of `isobath`, and its interface is not stable.
 
-// A `Geometry` goes by reference everywhere, as in the format's own functions.
+// A `Geometry` is passed by reference everywhere, as in the format's own functions.
 #![allow(clippy::trivially_copy_pass_by_ref)]
 #![allow(clippy::missing_errors_doc, reason = "errors are those of the storage and of the format")]
 

@@ -1,11 +1,11 @@
-//! What a file name in an image's header may mean.
+//! The interpretation of file names in an image's header.
 
 use crate::{DiskError, Result};
 use std::path::Path;
 
-/// The file name that a header's backing or data file name stands for, or an error where it is no
-/// plain file name: QEMU would read `json:` and `protocol:` names as instructions to open something
-/// else, and an image must not choose that for its user.
+/// The file name that a header's backing or data file name stands for, or an error if it is not a plain file name: QEMU
+/// would take `json:` and `protocol:` names as instructions to open something else, and an image must not choose that
+/// for its user.
 pub fn plain_file_name<'a>(image: &Path, field: &str, name: &'a str) -> Result<&'a str> {
     let refuse = |why: &str| {
         Err(DiskError::Refused {

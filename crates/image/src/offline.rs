@@ -1,4 +1,4 @@
-//! What is done to an image that nobody uses.
+//! Operations on an image that is not in use.
 
 use crate::Result;
 use crate::check::{CheckEvent, CheckOptions, CheckReport, Repair, check_storage};
@@ -12,14 +12,14 @@ use isobath_storage::{Host, IoBuf, Locking, OpenMode, Storage};
 use std::path::Path;
 use std::sync::Arc;
 
-/// Checks one image, without its backing files, and repairs it as far as `options` allow. An image
-/// whose journal is in use, since it was not closed, is recovered by any repair, with what a killed
-/// process [left](crate::options::OpenOptions::restart_log); without one the check sees it as after a crash.
+/// Checks one image, without its backing files, and repairs it as far as `options` allow. If the image was not closed
+/// and its journal is in use, any repair recovers it, including a killed process's [restart
+/// log](crate::options::OpenOptions::restart_log); without a repair the check sees the image as after a crash.
 ///
 /// # Errors
-/// If the file cannot be opened, locked, read or written; it is no qcow2 image
-/// ([`DiskError::Unsupported`](crate::DiskError::Unsupported)); or its header cannot be used. What is wrong beyond the
-/// header is in the report.
+/// If the file cannot be opened, locked, read or written; it is not a qcow2 image
+/// ([`DiskError::Unsupported`](crate::DiskError::Unsupported)); or its header cannot be used. Errors beyond the header
+/// are in the report.
 pub async fn check<H: Host>(
     host: &H,
     name: &Path,
@@ -35,7 +35,7 @@ pub async fn check<H: Host>(
     check_storage(&storage, name, options.format, options.repair, events).await
 }
 
-/// Brings into an image what a killed process left of it, if there is anything.
+/// Applies the restart log that a killed process left, if there is one.
 ///
 /// # Errors
 /// If the image cannot be opened for writing.
@@ -49,7 +49,7 @@ async fn bring_in<H: Host>(
     let storage = host.open(name, options.mode(true)).await?;
     let length = storage.len().await?;
     let start = storage.read_at(0, IoBuf::zeroed(4096)).await?;
-    // What has no header that can be used has no log either.
+    // Without a usable header there is no log either.
     let header = read_header(&storage, name, start, length).await.ok();
     let header =
         header.filter(|header| header.incompatible.contains(IncompatibleFeatures::JOURNAL));

@@ -14,7 +14,7 @@ use isobath_storage::{Access, Host, IoBuf, Storage, StorageExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// The path of a file that the image `referrer` names, once it may be opened.
+/// The path of a file that the image `referrer` names, after checking that it may be opened.
 pub fn referenced_file<H: Host>(
     host: &H,
     referrer: &Path,
@@ -38,7 +38,7 @@ pub fn referenced_file<H: Host>(
     Ok(path)
 }
 
-/// Opens one image, without what is below it.
+/// Opens one image, without its backing files.
 pub async fn open_layer<H: Host>(
     host: &H,
     name: &Path,
@@ -47,7 +47,7 @@ pub async fn open_layer<H: Host>(
     options: &OpenOptions,
 ) -> Result<Layer<H::File>> {
     let storage = Arc::new(host.open(name, options.mode(writable)).await?);
-    // A header here, a table there: of thousands of layers nothing else is wanted yet.
+    // A header here, a table there: nothing else of thousands of layers is needed yet.
     storage.advise(Access::Random).await;
     let layer = load_layer(host, name, format, writable, options, &storage).await?;
     storage.advise(Access::Normal).await;
@@ -94,7 +94,7 @@ async fn load_layer<H: Host>(
         header = read_header(&**storage, name, start, length).await?;
     }
     if !writable {
-        // Of use only to explain a refusal; there may be thousands of layers.
+        // Needed only to explain a refusal; there may be thousands of layers.
         header.extensions.retain(|extension| !matches!(extension, Extension::FeatureNames(_)));
         header.extensions.shrink_to_fit();
     }

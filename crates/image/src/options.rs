@@ -5,7 +5,7 @@ use crate::layer::ImageFormat;
 use isobath_storage::{Locking, OpenMode};
 use std::path::PathBuf;
 
-/// Methods that set a field and return the whole, for building options in one expression.
+/// Methods that set a field and return the options, to build them in one expression.
 #[macro_export]
 #[doc(hidden)]
 macro_rules! setters {
@@ -24,15 +24,15 @@ macro_rules! setters {
 }
 pub use setters;
 
-/// How far the names in an image's header are believed.
+/// How far the names in an image's header are trusted.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Trust {
-    /// The image comes from its user: any file that it names is opened, and a backing file without
-    /// a named format is probed, as QEMU does.
+    /// The image is trusted: any file that it names is opened, and a backing file without a named format is probed, as
+    /// in QEMU.
     #[default]
     Full,
-    /// The image may come from a stranger: it may only name files below these directories (links
-    /// followed), and must name their format. Direct-access indexes are not used.
+    /// The image is untrusted: it may only name files below these directories (links followed), and must name their
+    /// format. Direct-access indexes are not used.
     Within(Vec<PathBuf>),
 }
 
@@ -54,22 +54,20 @@ pub struct OpenOptions {
     pub locking: Locking,
     /// The active layer's format; `None` probes.
     pub format: Option<ImageFormat>,
-    /// Whether to open the backing chain; without it, what it holds reads as zeroes.
+    /// Whether to open the backing chain; without it, its data reads as zeroes.
     pub backing: bool,
-    /// How far names in headers are believed.
+    /// How far names in headers are trusted.
     pub trust: Trust,
     /// How changes of metadata reach the file.
     pub metadata: MetadataMode,
-    /// Bytes of the journal, if there is one; `None` takes 1/32 of the disk's size, 1 to 4 MiB.
+    /// Size of the journal in bytes, if there is one; `None` uses 1/32 of the disk's size, 1 to 4 MiB.
     pub journal_size: Option<u64>,
-    /// Bytes of a zone, in mode `embedded`: as many whole clusters as that has, 1 to 4,096; `None` takes
-    /// 64 MiB.
+    /// Size of a zone in bytes, in mode `embedded`, rounded to whole clusters, 1 to 4,096; `None` uses 64 MiB.
     pub zone_size: Option<u64>,
-    /// Zones in use at most, in mode `embedded`: a recovery looks for records in all of them, and a
-    /// close makes them plain. `None` takes 8; with 0 nothing is embedded.
+    /// The most zones in use, in mode `embedded`: a recovery looks for records in all of them, and a close makes them
+    /// plain. `None` uses 8; with 0 nothing is embedded.
     pub zones: Option<u32>,
-    /// Bytes of memory for the map; `None` takes what the disk needs, up to
-    /// `DEFAULT_MAP_CACHE`.
+    /// Memory for the map in bytes; `None` uses what the disk needs, up to `DEFAULT_MAP_CACHE`.
     pub map_cache: Option<usize>,
     /// What a request was answered for outlives this process being killed, flushed or not, as it does
     /// with a file: who opens the image for writing next on this machine, before that is started again,
@@ -99,7 +97,7 @@ impl Default for OpenOptions {
 }
 
 impl OpenOptions {
-    /// As [`default`](Self::default): read-only, with the whole backing chain.
+    /// Like [`default`](Self::default): read-only, with the whole backing chain.
     pub fn new() -> Self {
         Self::default()
     }
@@ -128,8 +126,7 @@ setters! {
 }
 
 impl OpenOptions {
-    /// Whether an index is believed. One made to harm could show parts of the files below that no
-    /// guest may see.
+    /// Whether an index is trusted. A malicious one could expose parts of the files below that no guest may see.
     pub fn may_use_index(&self) -> bool {
         self.trust == Trust::Full
     }

@@ -1,10 +1,9 @@
-//! State that every thread has for itself, so that threads that serve one disk do not wait for each other's
-//! caches.
+//! Per-thread state, so that threads that serve one disk do not contend for cache lines.
 
 use std::cell::Cell;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// How many threads have a place of their own; more share.
+/// The number of threads with a slot of their own; further threads share one.
 const PLACES: usize = if cfg!(loom) { 2 } else { 8 };
 
 #[cfg(not(loom))]
@@ -25,7 +24,7 @@ loom::thread_local! {
     static PLACE: Cell<usize> = Cell::new(usize::MAX);
 }
 
-/// This thread's place.
+/// This thread's slot.
 fn place() -> usize {
     PLACE.with(|place| {
         if place.get() == usize::MAX {
@@ -35,23 +34,23 @@ fn place() -> usize {
     })
 }
 
-/// Alone in its cache lines, with the line that the processor fetches along.
+/// Aligned to two cache lines, since the processor prefetches the adjacent line.
 #[derive(Default)]
 #[repr(align(128))]
 struct Apart<T>(T);
 
-/// A value for each thread. All can be looked at from any thread.
+/// A value for each thread. Any thread can read all of them.
 #[derive(Default)]
 pub struct PerThread<T>([Apart<T>; PLACES]);
 
 impl<T> PerThread<T> {
-    /// This thread's value, with a number by which it is found [again](Self::at) on another thread.
+    /// This thread's value, and a number that gives access to it [from another thread](Self::at).
     pub fn mine(&self) -> (usize, &T) {
         let place = place();
         (place, self.at(place))
     }
 
-    /// The value of a place.
+    /// The value of a slot.
     pub fn at(&self, place: usize) -> &T {
         &self.0[place % PLACES].0
     }

@@ -1,20 +1,20 @@
-//! Pieces of data that are not in their places.
+//! Pieces of data that are not written in place yet.
 
 use isobath_qcow2::Lsn;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Bytes that are newer than those in their place.
+/// Bytes that are newer than those in place.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct JournaledWrite {
     /// The first byte, in the host file.
     pub at: u64,
-    /// What is to be there.
+    /// The bytes to be written there.
     pub bytes: Vec<u8>,
 }
 
-/// Pieces by offset; they do not overlap. Each has a mark: the record that has it.
+/// Pieces by offset; they do not overlap. Each has a mark: the record that contains it.
 #[derive(Default)]
 pub struct Pieces(BTreeMap<u64, Piece>);
 
@@ -36,17 +36,17 @@ impl Piece {
 }
 
 impl Pieces {
-    /// How many there are.
+    /// The number of pieces.
     pub fn count(&self) -> usize {
         self.0.len()
     }
 
-    /// Their bytes, all together.
+    /// Their bytes in total.
     pub fn bytes(&self) -> u64 {
         self.0.values().map(Piece::length).sum()
     }
 
-    /// Adds a piece in place of what there is of its range.
+    /// Adds a piece, replacing existing pieces in its range.
     pub fn put(&mut self, at: u64, bytes: Arc<[u8]>, mark: Lsn) {
         let part = 0..bytes.len();
         self.put_piece(at, Piece { bytes, part, mark });
@@ -57,7 +57,7 @@ impl Pieces {
         self.0.insert(at, piece);
     }
 
-    /// Adds all of `newer` in place of what there is of their ranges.
+    /// Adds all of `newer`, replacing existing pieces in their ranges.
     pub fn put_all(&mut self, newer: Self) {
         for (at, piece) in newer.0 {
             self.put_piece(at, piece);
@@ -75,31 +75,31 @@ impl Pieces {
         }
     }
 
-    /// Drops pieces whose mark does not suit.
+    /// Drops pieces whose mark does not satisfy `keep`.
     pub fn retain(&mut self, keep: impl Fn(Lsn) -> bool) {
         self.0.retain(|_, piece| keep(piece.mark));
     }
 
-    /// Copies of the pieces whose mark suits.
+    /// Copies of the pieces whose mark is `wanted`.
     pub fn list(&self, wanted: impl Fn(Lsn) -> bool) -> Vec<JournaledWrite> {
         let pieces = self.0.iter().filter(|(_, piece)| wanted(piece.mark));
         pieces.map(|(&at, piece)| JournaledWrite { at, bytes: piece.bytes().to_vec() }).collect()
     }
 
-    /// Drops a piece if it is still this.
+    /// Drops a piece if it is unchanged.
     pub fn remove(&mut self, piece: &JournaledWrite) {
         if self.0.get(&piece.at).is_some_and(|found| found.bytes() == piece.bytes) {
             self.0.remove(&piece.at);
         }
     }
 
-    /// The parts of a range of which there are pieces.
+    /// The parts of a range that are covered by pieces.
     pub fn parts_of(&self, range: &Range<u64>) -> impl Iterator<Item = Range<u64>> {
         let parts = self.overlapping(range).into_iter();
         parts.map(|(at, piece)| at.max(range.start)..(at + piece.length()).min(range.end))
     }
 
-    /// Copies of what there is of a range.
+    /// Copies of the pieces, or parts of them, in a range.
     pub fn copies_of(&self, range: &Range<u64>) -> impl Iterator<Item = JournaledWrite> {
         let found = self.overlapping(range).into_iter();
         found.map(|(at, piece)| {
@@ -116,7 +116,7 @@ impl Pieces {
         before.into_iter().chain(inside).map(|(at, piece)| (*at, piece)).collect()
     }
 
-    /// Drops what there is of a range; what lies beside it in the same pieces stays.
+    /// Drops the pieces in a range; the parts of pieces outside it stay.
     pub fn cut_out(&mut self, range: &Range<u64>) {
         self.split(range.start);
         self.split(range.end);
@@ -126,7 +126,7 @@ impl Pieces {
         }
     }
 
-    /// Makes two pieces of one that reaches over `place`.
+    /// Splits a piece that extends across `place` into two.
     fn split(&mut self, place: u64) {
         let Some((&at, piece)) = self.0.range_mut(..place).next_back() else { return };
         if at + piece.length() <= place {

@@ -1,16 +1,15 @@
-//! What an image is whose format nobody names.
+//! Detection of an image's format.
 
 use crate::layer::ImageFormat;
 use crate::{DiskError, Result};
 use isobath_qcow2::probe::{Probed, probe};
 use std::path::Path;
 
-/// The format of the image `name`, of which `start` is the beginning: the one that is named, or else the
-/// one that it is found to have.
+/// The format of the image `name`, of which `start` is the beginning: the one that is named, or else the one detected.
 ///
 /// # Errors
-/// If none is named and it is an image of a format that is not handled here: as a raw one it would show
-/// its container in place of the disk.
+/// If none is named and the image has an unsupported format: opened as raw it would show its container instead of the
+/// disk.
 pub fn format_of(name: &Path, named: Option<ImageFormat>, start: &[u8]) -> Result<ImageFormat> {
     if let Some(format) = named {
         return Ok(format);

@@ -1,4 +1,4 @@
-//! Order among requests that change overlapping parts of a disk.
+//! Ordering of requests that change overlapping parts of a disk.
 
 use crate::sabotage::{self, Sabotage};
 use isobath_sync::Mutex;
@@ -169,7 +169,7 @@ mod interleavings {
         change(disk, range);
     }
 
-    /// Waits for a moment, then gives up.
+    /// Waits briefly, then cancels.
     fn give_up(disk: &Disk, range: Range<u64>) {
         if let Some(_held) = disk.locks.lock(range.clone()).now_or_never() {
             change(disk, range);

@@ -1,8 +1,8 @@
 //! When a freed cluster may be used again.
 //!
-//! A [`WaitGroup`](isobath_sync::WaitGroup) would not do: every read is counted, so threads count apart, and
-//! a drain waits for those that came before it while others come and need not wait. The gate of
-//! `isobath_disk::LiveDisk` counts alike but keeps others out, so it needs no epochs.
+//! A [`WaitGroup`](isobath_sync::WaitGroup) is not enough: every read is counted, so each thread has its own counters,
+//! and a drain waits for the requests before it while later ones enter without waiting. The gate of
+//! `isobath_disk::LiveDisk` counts in the same way but keeps new requests out, so it needs no epochs.
 
 use crate::per_thread::PerThread;
 use crate::sabotage::{self, Sabotage};
@@ -12,13 +12,13 @@ use isobath_sync::atomic::{AtomicU64, Ordering};
 
 /// Counts the requests that may still use an old mapping.
 ///
-/// A request passes the gate before it looks a mapping up and leaves when its I/O is done. A cluster
-/// whose mapping is gone can be reused after [`drain`](ReaderEpoch::drain): by then everybody who may
-/// have seen the mapping has left. Requests never wait here.
+/// A request enters before it looks up a mapping and leaves when its I/O is done. A cluster whose mapping is gone can
+/// be reused after [`drain`](ReaderEpoch::drain): by then every request that may have seen the mapping has left.
+/// Requests never wait here.
 ///
-/// Requests are counted by the parity of the epoch in which they entered. A drain begins the next epoch and
-/// waits for the requests of the one that ended. Drains take turns: two at once would each take the
-/// requests of the other's epoch for its own.
+/// Requests are counted by the parity of the epoch in which they entered. A drain begins the next epoch and waits for
+/// the requests of the one that ended. Drains take turns: two concurrent drains would each wait for the requests of the
+/// other's epoch.
 #[derive(Default)]
 pub struct ReaderEpoch {
     epoch: AtomicU64,
@@ -43,7 +43,7 @@ impl ReaderEpoch {
             let inside = &sides[(epoch & 1) as usize];
             inside.fetch_add(1, Ordering::SeqCst);
             let pass = Pass { gate: self, inside, epoch };
-            // A drain that began in between may not have counted this request: try the new side.
+            // A drain that began in between may not have counted this request: retry in the new epoch.
             if self.epoch.load(Ordering::SeqCst) == epoch {
                 return pass;
             }
@@ -56,15 +56,15 @@ impl ReaderEpoch {
         let _turn = if at_once { None } else { Some(self.draining.lock().await) };
         let ending = self.epoch.load(Ordering::SeqCst);
         if !at_once {
-            // Requests of the epoch before are there where its drain was given up.
+            // Requests of the previous epoch remain if its drain was cancelled.
             self.empty(ending + 1).await;
         }
         self.epoch.store(ending + 1, Ordering::SeqCst);
         self.empty(ending).await;
     }
 
-    /// Waits until no request is inside that entered in an epoch of this parity, which is not the present
-    /// one's: nobody else enters there, but for one who tries and leaves at once.
+    /// Waits until no request is inside that entered in an epoch of this parity, which is not that of the current one:
+    /// no request enters there, except one that retries and leaves at once.
     async fn empty(&self, epoch: u64) {
         let side = (epoch & 1) as usize;
         let empty = || self.inside.all().all(|sides| sides[side].load(Ordering::SeqCst) == 0);
@@ -75,7 +75,7 @@ impl ReaderEpoch {
 impl Drop for Pass<'_> {
     fn drop(&mut self) {
         let last = self.inside.fetch_sub(1, Ordering::SeqCst) == 1;
-        // A drain that begins after this look finds the count as it is now.
+        // A drain that begins after this load sees the current count.
         if last && self.gate.epoch.load(Ordering::SeqCst) != self.epoch {
             self.gate.left.changed();
         }

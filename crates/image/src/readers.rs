@@ -1,4 +1,4 @@
-//! Those who read an image's data through mappings that may change meanwhile.
+//! Requests that read an image's data through mappings that may change meanwhile.
 
 use crate::layer::{Layer, OpeningId};
 use crate::reader_epoch::ReaderEpoch;
@@ -10,10 +10,11 @@ use parking_lot::Mutex;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-/// Decompressed clusters kept, since readers of a compressed image come back for the rest of one.
+/// The number of decompressed clusters kept, since readers of a compressed image often read the rest of a cluster next.
 const CACHED_CLUSTERS: usize = 8;
 
-/// Where a compressed cluster lies. A layer's number would not do: it changes when others leave the chain.
+/// The place of a compressed cluster. A layer's number cannot identify it, since it changes when other layers leave the
+/// chain.
 type ClusterAt = (OpeningId, CompressedCluster);
 
 /// The most recently decompressed clusters.
@@ -41,22 +42,22 @@ impl ClusterCache {
     }
 }
 
-/// Those who read, and what they may still be looking at.
+/// Read requests in progress, and the mappings that they may still use.
 #[derive(Default)]
 pub struct Readers {
-    /// Those who may look at a mapping that was replaced.
+    /// Requests that may use a mapping that was replaced.
     pub gate: ReaderEpoch,
     decompressed: ClusterCache,
 }
 
 impl Readers {
-    /// Waits until nobody uses a mapping that was replaced before the call, and forgets what was
-    /// decompressed through one: then host space can be reused.
+    /// Waits until no request uses a mapping that was replaced before the call, and drops decompressed clusters: then
+    /// host space can be reused.
     pub async fn drain(&self) {
         self.gate.drain().await;
         self.decompressed.clear();
     }
-    /// The content of a compressed cluster of a qcow2 layer, from memory or from its file.
+    /// The contents of a compressed cluster of a qcow2 layer, from memory or from its file.
     ///
     /// # Errors
     /// If it cannot be read or is damaged, or the layer is raw.

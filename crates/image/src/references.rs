@@ -1,14 +1,14 @@
-//! What an entry of an L2 table refers to.
+//! The host clusters that an L2 entry refers to.
 
 use isobath_qcow2::{ClusterKind, Geometry, HostCluster, HostOffset};
 
-/// The host clusters to which an entry of the image's own holds a reference. Clusters in an external
-/// data file have none.
+/// The host clusters to which one of the image's entries holds a reference. Clusters in an external data file have
+/// none.
 pub fn referenced(geometry: &Geometry, kind: &ClusterKind) -> Vec<HostCluster> {
     match kind {
         _ if geometry.has_data_file() => Vec::new(),
         ClusterKind::Compressed(cluster) => {
-            // References are counted by whole sectors.
+            // References cover whole sectors.
             let first =
                 geometry.host_cluster_of(HostOffset::new(cluster.offset.get() & !511)).get();
             let last = geometry.host_cluster_of(HostOffset::new(cluster.end().get() - 1)).get();

@@ -1,4 +1,4 @@
-//! What a journal in use puts over an image's file.
+//! The overlay of a journal in use on an image's file.
 
 use crate::Result;
 use isobath_qcow2::embedded::LEAD;
@@ -12,22 +12,22 @@ pub const PIECE: u64 = 1 << 20;
 /// Ranges with less between them are written together.
 const NEAR: u64 = 4096;
 
-/// What a journal says a file must hold, put over what is read from it.
+/// The contents that a journal demands of a file, overlaid on what is read from it.
 #[derive(Debug, Default)]
 pub struct Replayed {
     /// By offset; they do not overlap.
     ranges: BTreeMap<u64, Content>,
-    /// What embedded lead blocks are when they are plain, by offset, over all else.
+    /// The plain contents of embedded lead blocks, by offset, which take precedence.
     leads: BTreeMap<u64, Box<[u8]>>,
 }
 
 impl Replayed {
-    /// What records say, by offset.
+    /// The contents of records, by offset.
     pub fn of(ranges: BTreeMap<u64, Content>) -> Self {
         Self { ranges, leads: BTreeMap::new() }
     }
 
-    /// Ranges of it, and lead blocks.
+    /// The number of ranges, and of lead blocks.
     pub fn counts(&self) -> (usize, usize) {
         (self.ranges.len(), self.leads.len())
     }
@@ -37,7 +37,7 @@ impl Replayed {
         self.leads.into_iter().collect()
     }
 
-    /// Where the last range ends: the file counts as at least so long.
+    /// The end of the last range: the file is considered at least this long.
     pub fn end(&self) -> u64 {
         self.ranges.last_key_value().map_or(0, |(at, content)| at + length(content))
     }
@@ -62,7 +62,7 @@ impl Replayed {
         })
     }
 
-    /// Puts what there is over `bytes`, read from `at` on.
+    /// Overlays `bytes`, which were read from `at`.
     pub fn put_over(&self, at: u64, bytes: &mut [u8]) {
         self.put_ranges(at, bytes);
         let end = at + bytes.len() as u64;
@@ -75,7 +75,7 @@ impl Replayed {
         }
     }
 
-    /// As [`put_over`](Self::put_over), with lead blocks as they are stored.
+    /// Like [`put_over`](Self::put_over), with lead blocks as they are stored.
     fn put_ranges(&self, at: u64, bytes: &mut [u8]) {
         let end = at + bytes.len() as u64;
         for (&start, content) in self.ranges.range(..end).rev() {
@@ -94,7 +94,7 @@ impl Replayed {
         }
     }
 
-    /// Puts bytes over what there is.
+    /// Adds bytes, replacing existing contents.
     pub fn put(&mut self, at: u64, bytes: Vec<u8>) {
         let end = at + bytes.len() as u64;
         while let Some((&start, _)) = self.ranges.range(..end).next_back() {
@@ -113,15 +113,14 @@ impl Replayed {
         self.ranges.insert(at, Content::Bytes(bytes));
     }
 
-    /// Says what an embedded lead block is when it is plain.
+    /// Adds the plain contents of an embedded lead block.
     pub fn put_lead(&mut self, at: u64, plain: Box<[u8]>) {
         self.leads.insert(at, plain);
     }
 }
 
 impl Replayed {
-    /// Ranges of the file that hold everything, each to be written at once: what is near goes
-    /// together.
+    /// Ranges of the file that cover everything, each to be written at once; nearby ranges are merged.
     pub fn spans(&self) -> Vec<Range<u64>> {
         let mut spans: Vec<Range<u64>> = Vec::new();
         for (&at, content) in &self.ranges {
@@ -134,11 +133,11 @@ impl Replayed {
         spans
     }
 
-    /// Writes a span to its place.
+    /// Writes a span in place.
     pub async fn write<S: Storage>(&self, storage: &S, span: Range<u64>) -> Result<()> {
         let (at, length) = (span.start, span.end - span.start);
         if length > PIECE {
-            // One range: the area holds no more bytes than that, or they are zeroes.
+            // A single range: its bytes fit into the area, or are zeroes.
             if let Some(Content::Bytes(bytes)) = self.ranges.get(&at) {
                 storage.write_at(at, IoBuf::copy_of(bytes)).await?;
             } else {

@@ -1,7 +1,7 @@
 //! Deliberate defects: what the crash simulator must find.
 //!
-//! Each variant of [`Sabotage`] breaks one mechanism, where that is. A thread [begins](Sabotage::begin) one for
-//! itself. Only builds with debug assertions have them: in others nothing is ever broken.
+//! Each variant of [`Sabotage`] breaks one mechanism. A thread [enables](Sabotage::begin) one for itself. Only builds
+//! with debug assertions contain them: in others nothing is ever broken.
 
 use std::cell::Cell;
 
@@ -40,70 +40,69 @@ sabotages! {
     NoSecondSync => "no-second-sync",
     /// A write does not mark the bitmaps that track writes.
     UnmarkedBitmaps => "unmarked-bitmaps",
-    /// An ordered commit releases clusters before nothing durable refers to them any more.
+    /// An ordered commit releases clusters while something durable still refers to them.
     EarlyRelease => "early-release",
-    /// A record does not revoke what earlier ones have of clusters that it frees.
+    /// A record does not revoke earlier records' changes to clusters that it frees.
     NoRevoke => "no-revoke",
-    /// A recovery believes the last record, whatever its data is.
+    /// A recovery trusts the last record without verifying its data.
     UncheckedCovers => "unchecked-covers",
-    /// A write goes to its place where a record has checksums of what is there.
+    /// A write goes in place although a record has a checksum of the old data.
     Unguarded => "unguarded",
     /// A checkpoint frees the journal's space before what it wrote is durable.
     EarlyCheckpoint => "early-checkpoint",
     /// A change of an entry is not shown in the map.
     StaleMap => "stale-map",
-    /// A slice that was resolved is put into the map whatever has changed meanwhile.
+    /// A resolved slice is put into the map even if something changed meanwhile.
     StaleSlice => "stale-slice",
-    /// A cluster that is discarded may be given out again at once.
+    /// A discarded cluster may be reallocated at once.
     EarlyReuse => "early-reuse",
-    /// A change of the chain does not wait for the requests under way.
+    /// A change of the chain does not wait for requests in flight.
     OpenGate => "open-gate",
     /// Layers keep their numbers in the map when others below them leave the chain.
     OldNumbers => "old-numbers",
     /// A stream does not flush before the overlay names another backing file.
     UnflushedStream => "unflushed-stream",
-    /// A disk goes on in another image without what has changed last.
+    /// A disk switches to another image without the latest changes.
     UncopiedRest => "uncopied-rest",
-    /// A disk that grows shows what was behind its end.
+    /// A disk that grows shows what was past its end.
     UnclearedGrowth => "uncleared-growth",
-    /// A write to a part of a new cluster leaves zeroes beside it.
+    /// A write to a part of a new cluster leaves zeroes in the rest.
     NoCopyOnWrite => "no-copy-on-write",
     /// Requests do not wait for others that change the same range.
     NoRangeLocks => "no-range-locks",
-    /// A recovery leaves the last record out.
+    /// A recovery omits the last record.
     LostRecord => "lost-record",
-    /// Decompressed clusters of all layers pass for one another's.
+    /// Decompressed clusters of different layers are confused.
     SharedOpening => "shared-opening",
-    /// The clusters of a write that failed are free at once.
+    /// The clusters of a failed write are free at once.
     EarlyUnclaim => "early-unclaim",
-    /// The log for a killed process hears of a commit in place when that has released its clusters, and not
-    /// before.
+    /// The restart log learns of a commit in place only after its clusters were released.
     LateLog => "late-log",
-    /// A log that cannot be had is taken for none.
+    /// An inaccessible restart log is treated as missing.
     IgnoredLog => "ignored-log",
-    /// A log that is damaged is taken for none.
+    /// A damaged restart log is treated as missing.
     IgnoredDamage => "ignored-damage",
-    /// A disk that goes on in another image begins no log there.
+    /// A disk that switches to another image starts no restart log there.
     NoNewLog => "no-new-log",
-    /// A log that is begun in an image in use leaves out what was answered before.
+    /// A restart log started in an image in use omits earlier completed writes.
     LateRestartLog => "late-restart-log",
-    /// A log is applied to an image that was put back to what it was before.
+    /// A restart log is applied to an image restored to an earlier state.
     ForeignLog => "foreign-log",
-    /// Drains of the read gate do not take turns, nor wait for what one that was given up has left.
+    /// Drains of the read gate do not take turns, nor wait for the epoch that a cancelled one left behind.
     DrainsAtOnce => "drains-at-once",
-    /// A clone of clusters does not mark the bitmaps that track writes.
+    /// Cloning clusters does not mark the bitmaps that track writes.
     UnmarkedClone => "unmarked-clone",
-    /// Clusters behind the end of a block device are given out.
+    /// Clusters past the end of a block device are allocated.
     NoEnd => "no-end",
-    /// A commit that was given up is forgotten.
+    /// A cancelled commit is forgotten.
     ForgottenCommit => "forgotten-commit",
-    /// Bytes of a file are shared although its journal has newer ones.
+    /// Bytes of a file are cloned although its journal has newer ones.
     SharedOldData => "shared-old-data",
-    /// A commit leaves out what the layers above hide of the top.
+    /// A commit omits the parts of the top that layers above hide.
     HiddenLeftOut => "hidden-left-out",
-    /// A cluster that is to be written gets no place.
+    /// A cluster to be written gets no place.
     LostPlace => "lost-place",
-    /// A unit of the map is changed where its slice has none.
+    /// A unit of the map is changed outside its slice.
     ForeignUnit => "foreign-unit",
 }
 
@@ -113,7 +112,7 @@ impl Sabotage {
         Self::ALL.iter().copied().find(|one| one.name() == name)
     }
 
-    /// Breaks the engine on this thread, in this way and no other, until what is returned is dropped.
+    /// Breaks the engine on this thread, in this way only, until the returned guard is dropped.
     #[must_use]
     pub fn begin(self) -> Broken {
         CURRENT.set(Some(self));
@@ -131,7 +130,7 @@ impl Drop for Broken {
     }
 }
 
-/// Whether the engine is to be broken in this way.
+/// Whether the engine is broken in this way.
 #[inline]
 pub fn is(one: Sabotage) -> bool {
     cfg!(debug_assertions) && CURRENT.get() == Some(one)

@@ -20,9 +20,9 @@ use std::sync::Arc;
 /// What to commit.
 #[derive(Clone, Debug, Default)]
 pub struct CommitOptions {
-    /// The highest layer whose data goes down, by its image's file; `None`: the active layer. Its
-    /// overlay gets the base as backing file; the active layer is followed until the job is completed,
-    /// and the base then takes its place.
+    /// The highest layer to commit, by its image's file; `None`: the active layer. Its overlay gets the base as backing
+    /// file. If it is the active layer, its changes are tracked until the job is completed, and the base then replaces
+    /// it.
     pub top: Option<FileId>,
     /// The layer that takes the data; `None`: the base of the chain.
     pub base: Option<FileId>,
@@ -82,7 +82,8 @@ impl<H: Host> Commit<H> {
                 let dirty = Arc::new(DirtyMap::new(disk.size(), 16));
                 return Ok(From::Live(Arc::clone(&self.live), dirty));
             }
-            // All of the top layer, also what the layers above it in this chain hide: others may show that.
+            // All of the top layer, including parts that the layers above it in this chain hide: other chains may show
+            // them.
             let top = disk.layer(self.top)?;
             let below = disk.chain.layers().take(self.top.get() as usize);
             let mut layers: Vec<_> = below.map(|(_, layer)| Arc::clone(layer)).collect();
@@ -129,7 +130,7 @@ impl<H: Host> Commit<H> {
         }
     }
 
-    /// The base is below the overlay of what was committed.
+    /// Makes the base the backing file of the overlay of the committed layers.
     async fn rebase(&mut self, follow: Follow<H>) -> Result<()> {
         let disk = self.live.current();
         let overlay = self.top.above();

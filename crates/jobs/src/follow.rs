@@ -1,4 +1,4 @@
-//! Copying a disk to another one while it changes, until the other can take its place.
+//! Copying a disk to another one while it changes, until the other can replace it.
 
 use super::job::{Job, JobEvent, JobStatus};
 use super::run::{Driver, Pieces, look_again};
@@ -19,34 +19,34 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Bytes written between two flushes of the target.
 const FLUSH_EVERY: u64 = 256 << 20;
-/// With less than this left, in bytes, what is still to be copied is copied while requests wait.
+/// When less than this is left, in bytes, the rest is copied while requests wait.
 const LITTLE: u64 = 1 << 20;
-/// Looks at what a guest may change faster than it can be copied.
+/// The number of passes over changes that a guest may make faster than they can be copied.
 const LOOKS: usize = 20;
-/// Bytes copied at once of what changed.
+/// Bytes of changed parts copied at once.
 const CHANGED_PIECE: u64 = 1 << 20;
 
 /// Where the data comes from.
 pub(super) enum From<H: Host> {
-    /// The disk as it is used, with what changes.
+    /// A disk in use, with its tracked changes.
     Live(Arc<LiveDisk<H>>, Arc<DirtyMap>),
-    /// Layers that nobody writes to.
+    /// Layers that are not written to.
     Still(Box<Disk<H>>),
 }
 
-/// A copy under way.
+/// A copy in progress.
 pub(super) struct Follow<H: Host> {
     pub(super) from: From<H>,
     pub(super) to: Arc<Disk<H>>,
-    /// What the first pass copies.
+    /// The data that the first pass copies.
     pub(super) surplus: Surplus,
     scan: Scan,
     since_flush: AtomicU64,
-    /// Of pieces under way: one may have changed again, and what is read last is to be written last.
+    /// Locks the pieces in flight: a piece may have changed again, and what was read last must be written last.
     ranges: RangeLocks,
 }
 
-/// What has changed since the first pass, as much of it as there is now.
+/// The parts changed since the first pass, as far as they are marked now.
 struct Changed<'a, H: Host> {
     follow: &'a Follow<H>,
     dirty: &'a DirtyMap,
@@ -77,13 +77,13 @@ impl<H: Host> Follow<H> {
         }
     }
 
-    /// Leaves out the first pass.
+    /// Skips the first pass.
     pub(super) fn skip(&self) {
         self.scan.pass(None, self.size());
     }
 
-    /// Copies everything, and, of a disk in use, what changes until its user wants the copy to be
-    /// completed or left. `false` if the job was cancelled.
+    /// Copies everything and, for a disk in use, its changes until the user completes or ends the job. Returns `false`
+    /// if the job was cancelled.
     pub(super) async fn work(&self, job: &Job, live: &LiveDisk<H>) -> Result<bool> {
         let mut driver = Driver::new(job, live);
         driver.plan(self).await?;
@@ -139,19 +139,19 @@ impl<H: Host> Follow<H> {
         }
     }
 
-    /// Puts the target in the place of the disk in use. The caller holds the graph.
+    /// Replaces the disk in use with the target. The caller holds the graph.
     pub(super) async fn pivot(&self, live: &LiveDisk<H>) -> Result<()> {
         let target = Arc::clone(&self.to);
         let old = live.go_on_in(target, async |disk| self.finish(&disk).await).await;
         self.untrack();
-        // The former chain is no longer the disk: a failure to close it is not the job's.
+        // The former chain is no longer the disk's: a failure to close it is not a failure of the job.
         if let Err(error) = old?.close().await {
             tracing::warn!(%error, "cannot close the former active image");
         }
         Ok(())
     }
 
-    /// Copies the last changes. There are no others meanwhile.
+    /// Copies the last changes. No others happen meanwhile.
     async fn finish(&self, disk: &Disk<H>) -> Result<()> {
         if let From::Live(_, dirty) = &self.from
             && !sabotage::is(Sabotage::UncopiedRest)
@@ -163,7 +163,7 @@ impl<H: Host> Follow<H> {
         self.to.flush().await
     }
 
-    /// `whole` also carries over what reads as zeroes.
+    /// With `whole`, ranges that read as zeroes are copied too.
     async fn copy_from(&self, disk: &Disk<H>, range: Range<u64>, whole: bool) -> Result<Pulled> {
         let mut pulled = Pulled::default();
         let end = range.end.min(disk.size()).min(self.to.size());

@@ -19,7 +19,7 @@ pub enum JobKind {
     Stream,
     /// Copies data of overlays into a backing file (`block-commit`).
     Commit,
-    /// Copies a disk to another disk, and follows its changes (`blockdev-mirror`).
+    /// Copies a disk to another disk, and tracks its changes (`blockdev-mirror`).
     Mirror,
 }
 
@@ -43,13 +43,13 @@ pub enum JobStatus {
     Running,
     /// It is paused by its user or because of an error.
     Paused,
-    /// Everything is copied; it follows changes until it is completed or cancelled.
+    /// Everything is copied; it tracks changes until it is completed or cancelled.
     Ready,
     /// As [`Paused`](Self::Paused), when it was ready.
     Standby,
     /// The work is done.
     Waiting,
-    /// The change of the chain is still to be made.
+    /// Only the change of the chain is left.
     Pending,
     /// It was cancelled or has failed, and cleans up.
     Aborting,
@@ -137,20 +137,20 @@ pub enum OnError {
     Ignore,
     /// Pauses until resumed, and retries.
     Stop,
-    /// As [`Stop`](Self::Stop) where there is no space left, as [`Report`](Self::Report) otherwise.
+    /// Like [`Stop`](Self::Stop) if there is no space left, otherwise like [`Report`](Self::Report).
     Enospc,
 }
 
 /// A job's events.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum JobEvent {
-    /// It has come into a state.
+    /// It has entered a state.
     Status(JobStatus),
-    /// The storage failed, and this is done about it: `report`, `ignore` or `stop`.
+    /// The storage failed, and this action is taken: `report`, `ignore` or `stop`.
     Error {
-        /// Whether a read failed, rather than a write.
+        /// Whether a read failed, as opposed to a write.
         read: bool,
-        /// QEMU's name of what is done.
+        /// QEMU's name for the action.
         action: &'static str,
     },
     /// Everything is copied.
@@ -169,7 +169,7 @@ pub type Listener = Arc<dyn Fn(&Job, JobEvent) + Send + Sync>;
 /// Options common to all jobs.
 #[derive(Clone)]
 pub struct JobOptions {
-    /// The job's name, unlike any other's.
+    /// The job's unique name.
     pub id: String,
     /// The speed limit, in bytes per second; 0: no limit.
     pub speed: u64,
@@ -226,7 +226,7 @@ pub struct VerbRefused {
     pub verb: Verb,
 }
 
-/// A job. It is run by the future that came with it.
+/// A job. It is run by the future that was returned with it.
 pub struct Job {
     kind: JobKind,
     options: JobOptions,
@@ -238,10 +238,10 @@ pub struct Job {
 pub(super) struct JobState {
     status: Option<JobStatus>,
     speed: u64,
-    /// Bytes of the disk looked at, and of the whole disk, or of what is still dirty.
+    /// Bytes of the disk examined, and of the whole disk, or of its dirty parts.
     current: u64,
     total: u64,
-    /// Bytes that were really moved, and those that were shared instead.
+    /// Bytes that were actually copied, and those that were cloned instead.
     copied: u64,
     cloned: u64,
     asked_to_pause: bool,
@@ -268,9 +268,9 @@ enum FailedForNow {
 /// A job's progress.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Progress {
-    /// What is done, in the unit of `total`.
+    /// The work done, in the unit of `total`.
     pub current: u64,
-    /// All there is to do, in bytes; it may grow.
+    /// The total work, in bytes; it may grow.
     pub total: u64,
     /// Bytes read and written so far.
     pub copied: u64,
@@ -319,7 +319,7 @@ impl Job {
         self.kind
     }
 
-    /// What it was started with.
+    /// The options that it was started with.
     pub fn options(&self) -> &JobOptions {
         &self.options
     }
@@ -491,7 +491,7 @@ impl Job {
         state.complete && !state.cancelled
     }
 
-    /// Whether a job that is ready is to end without changing the chain.
+    /// Whether a job that is ready should end without changing the chain.
     pub(super) fn wants_to_leave(&self) -> bool {
         self.state.lock().leave
     }
@@ -504,7 +504,7 @@ impl Job {
         self.options.auto_dismiss || self.state.lock().dismissed
     }
 
-    /// An error has come up, whatever becomes of the job.
+    /// Notes an error, whatever happens to the job.
     pub(super) fn see(&self, error: &DiskError) {
         self.state.lock().flush_failed |= error.is_failed_flush();
     }
@@ -519,7 +519,7 @@ impl Job {
         self.state.lock().error.get_or_insert_with(|| error.to_string());
     }
 
-    /// The job waits because of an error.
+    /// Makes the job wait because of an error.
     pub(super) fn wait_for_resume(&self, error: &DiskError) {
         let why = match error.errno() {
             libc::ENOSPC | libc::EDQUOT => FailedForNow::NoSpace,
@@ -540,7 +540,7 @@ impl Job {
         state.cloned += cloned;
     }
 
-    /// What the guest has done so far, and what the job does about it.
+    /// Records the guest's activity so far, and the job's reaction to it.
     pub(super) fn set_pace(
         &self,
         now: Duration,
@@ -559,7 +559,7 @@ impl Job {
             .tell(now, guest, moved, !yields);
     }
 
-    /// Waits until `done` says so.
+    /// Waits until `done` returns `true`.
     pub(crate) async fn until(&self, done: impl Fn(&Self) -> bool) {
         loop {
             let changed = self.changed();
@@ -589,7 +589,7 @@ impl Occupant for Job {
     }
 }
 
-/// How long a job looks away, at most, from what its user wants.
+/// The longest time between two checks of the user's requests.
 pub(super) const LOOK_AGAIN: Duration = Duration::from_millis(100);
 
 #[cfg(test)]

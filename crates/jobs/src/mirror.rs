@@ -19,9 +19,9 @@ pub enum MirrorSync {
     /// Everything; the target has no backing file, or one that does not matter.
     #[default]
     Full,
-    /// What the active layer holds; the target has the content of the layers below already.
+    /// The active layer's data; the target already has the contents of the layers below.
     Top,
-    /// What is written from now on.
+    /// Only new writes.
     None,
 }
 
@@ -65,7 +65,7 @@ pub fn mirror<H: Host>(
     Ok((Arc::clone(&job), run(job, task, claim)))
 }
 
-/// Refuses a target of another size. Asked again when the job begins: either may have changed until then.
+/// Refuses a target of another size. Checked again when the job starts, since either may have changed by then.
 fn check_sizes<H: Host>(disk: &Disk<H>, target: &Disk<H>) -> Result<()> {
     if target.size() == disk.size() {
         return Ok(());
@@ -87,7 +87,7 @@ impl<H: Host> Mirror<H> {
             MirrorSync::Full => LayerIndex::new(0),
             MirrorSync::Top | MirrorSync::None => active,
         };
-        // Nothing shows through where nothing is copied, unless the target has something below.
+        // Parts that are not copied read as zeroes, unless the target has a backing file.
         let below = if self.options.sync == MirrorSync::Top { u64::MAX } else { 0 };
         let surplus = Surplus { start, end: active.above(), seen: u64::MAX, below };
         if self.options.sync == MirrorSync::Full {

@@ -1,7 +1,7 @@
 //! A job's and its guest's activity over time: [`JobRecord`], and the [`Recorder`] that records it.
 //!
-//! A record has a bounded size however long the job runs: its samples become longer, and pauses too
-//! short to be seen beside them are left out of its intervals.
+//! A record has a bounded size however long the job runs: its samples become longer, and pauses that are short compared
+//! with them are left out of its intervals.
 
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
@@ -18,7 +18,7 @@ const INTERVALS: usize = 4096;
 pub struct JobRecord {
     /// How long the job took, or has been running so far.
     pub seconds: f64,
-    /// The time that it ran; for the rest it was throttled.
+    /// The time that it ran; it was throttled for the rest.
     pub seconds_running: f64,
     /// The guest's bytes in that time.
     pub guest_bytes: u64,
@@ -28,8 +28,7 @@ pub struct JobRecord {
     pub sample_seconds: f64,
     /// Samples, in order and without gaps.
     pub samples: Vec<JobSample>,
-    /// When the job ran, in order. Where there were too many intervals, shorter pauses are part of
-    /// them.
+    /// When the job ran, in order. If there were too many intervals, they include short pauses.
     pub running: Vec<Interval>,
     /// When snapshots were taken, in order; one for each sample at most.
     pub snapshots: Vec<f64>,
@@ -67,7 +66,7 @@ struct Sums {
 #[derive(Clone, Debug)]
 pub struct Recorder {
     start: Duration,
-    /// What was told last: the time since the start, the bytes then, and whether the job ran from then.
+    /// The last update: the time since the start, the bytes then, and whether the job ran from then on.
     at: f64,
     first_guest: u64,
     guest: u64,
@@ -101,8 +100,8 @@ impl Recorder {
         }
     }
 
-    /// Records the time up to now: the guest's and the job's bytes so far, and whether the job runs from now on. To be
-    /// called when the job pauses or continues, and a few times per second.
+    /// Records the time up to now: the guest's and the job's bytes so far, and whether the job runs from now on. Call
+    /// this when the job pauses or continues, and a few times per second.
     pub fn tell(&mut self, now: Duration, guest_bytes: u64, job_bytes: u64, runs: bool) {
         let to = now.saturating_sub(self.start).as_secs_f64().max(self.at);
         let guest = guest_bytes.saturating_sub(self.guest) as f64;
@@ -164,7 +163,7 @@ impl Recorder {
         (at / self.every) as usize
     }
 
-    /// Spreads what happened from the last time to `to` over the samples between.
+    /// Distributes the activity from the last time to `to` over the samples between.
     fn spread(&mut self, to: f64, sums: Sums) {
         while self.sample(to) >= SAMPLES {
             self.halve();
@@ -184,7 +183,7 @@ impl Recorder {
         }
     }
 
-    /// Makes each two samples one.
+    /// Merges each pair of samples.
     fn halve(&mut self) {
         self.every *= 2.0;
         let two = |two: &[Sums]| Sums {

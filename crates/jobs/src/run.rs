@@ -17,25 +17,25 @@ use std::time::Duration;
 
 /// Work that consists of pieces of a disk.
 pub(super) trait Pieces {
-    /// The next piece, of at most so many bytes but at least one cluster; `None` if there is none now.
+    /// The next piece, of at most `most` bytes but at least one cluster; `None` if there is none now.
     fn next(&self, most: u64) -> impl Future<Output = Result<Option<Range<u64>>>>;
 
     /// Does a piece.
     fn copy(&self, range: Range<u64>) -> impl Future<Output = Result<Pulled>>;
 
-    /// Bytes looked at, of how many.
+    /// Bytes examined, and their total.
     fn progress(&self) -> (u64, u64);
 
-    /// Bytes that are still to be copied, as far as is known.
+    /// Bytes still to be copied, as far as known.
     fn remaining(&self) -> u64;
 
-    /// Finds out how many they are.
+    /// Counts them.
     fn count(&self) -> impl Future<Output = Result<()>>;
 }
 
-/// What a job does as a whole.
+/// A job's task as a whole.
 pub(super) trait Task {
-    /// Does the work, up to where only the chain is left to change. `false` if it was cancelled.
+    /// Does all the work except the change of the chain. Returns `false` if it was cancelled.
     fn work(&mut self, job: &Job) -> impl Future<Output = Result<bool>>;
 
     /// Changes the chain.
@@ -100,7 +100,7 @@ impl<'a, H: Host> Driver<'a, H> {
         Self { job, live, pacer, speed, ignored: None }
     }
 
-    /// Counts what there is to do where a deadline depends on that.
+    /// Counts the work if a deadline depends on it.
     pub(super) async fn plan(&self, pieces: &impl Pieces) -> Result<()> {
         match self.job.options().pacing {
             Pacing::Adaptive { deadline: Some(_), .. } => pieces.count().await,
@@ -113,11 +113,10 @@ impl<'a, H: Host> Driver<'a, H> {
         self.pacer = Pacer::new(&Pacing::None, self.speed, self.live.clock().now());
     }
 
-    /// Does the pieces there are; `false` if the job was cancelled. `paused` is the state of one that
-    /// waits.
+    /// Processes the existing pieces; returns `false` if the job was cancelled. `paused` is its state while it waits.
     ///
     /// # Errors
-    /// If the storage fails and the job is not to wait then.
+    /// If the storage fails and the job should not wait then.
     pub(super) async fn drive(
         &mut self,
         pieces: &impl Pieces,
@@ -173,7 +172,7 @@ impl<'a, H: Host> Driver<'a, H> {
                         let next = if let Some(range) = again.pop_front() {
                             Ok(Some(range))
                         } else {
-                            // Those under way may hold what this waits for.
+                            // Pieces in flight may hold locks that this waits for.
                             let mut next = pin!(pieces.next(bytes).fuse());
                             loop {
                                 select_biased! {
@@ -246,7 +245,7 @@ impl<'a, H: Host> Driver<'a, H> {
             OnError::Enospc if no_space => (Verdict::Retry, "stop"),
             OnError::Report | OnError::Enospc => (Verdict::Fail, "report"),
         };
-        // Writes that no flush has failed for can be tried again; poisoned disks stay so.
+        // Writes can be retried unless a flush has failed; a poisoned disk stays poisoned.
         let read = matches!(error, DiskError::Storage(e) if e.operation == Operation::Read);
         self.job.tell(JobEvent::Error { read, action });
         if matches!(verdict, Verdict::Retry) {
@@ -262,7 +261,7 @@ enum Verdict {
     Fail,
 }
 
-/// Waits a moment for a ready job's next look at what changed.
+/// Waits briefly before a ready job checks for changes again.
 pub(super) async fn look_again<H: Host>(live: &LiveDisk<H>, job: &Job) {
     let clock = live.clock();
     let mut sleep = clock.sleep_until(clock.now() + READY_STEP).fuse();
@@ -273,5 +272,5 @@ pub(super) async fn look_again<H: Host>(live: &LiveDisk<H>, job: &Job) {
     }
 }
 
-/// Between two looks of a ready job at what changed.
+/// The interval at which a ready job checks for changes.
 const READY_STEP: Duration = Duration::from_millis(20);

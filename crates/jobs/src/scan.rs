@@ -1,4 +1,4 @@
-//! How far a job has looked for what it must copy.
+//! A job's progress in searching for data to copy.
 
 use isobath_image::Result;
 use std::future::Future;
@@ -11,7 +11,7 @@ pub(super) struct Scan {
     cursor: AtomicU64,
     /// Bytes of the pieces found so far.
     found: AtomicU64,
-    /// Bytes of all pieces, where they were counted.
+    /// Bytes of all pieces, if they were counted.
     counted: AtomicU64,
 }
 
@@ -20,19 +20,19 @@ impl Scan {
         self.cursor.load(Ordering::Relaxed)
     }
 
-    /// Goes on behind a piece, or to the end of a disk of `size` bytes.
+    /// Continues after a piece, or at the end of a disk of `size` bytes.
     pub(super) fn pass(&self, found: Option<&Range<u64>>, size: u64) {
         self.cursor.store(found.map_or(size, |range| range.end), Ordering::Relaxed);
         let bytes = found.map_or(0, |range| range.end - range.start);
         self.found.fetch_add(bytes, Ordering::Relaxed);
     }
 
-    /// Tells what all pieces are together.
+    /// Sets the total bytes of all pieces.
     pub(super) fn count(&self, bytes: u64) {
         self.counted.store(bytes, Ordering::Relaxed);
     }
 
-    /// Finds out what all pieces are together; `find` gives the first one from an offset on.
+    /// Counts the total bytes of all pieces; `find` returns the first one from an offset on.
     pub(super) async fn count_all<F>(&self, find: impl Fn(u64) -> F) -> Result<()>
     where
         F: Future<Output = Result<Option<Range<u64>>>>,
@@ -46,12 +46,12 @@ impl Scan {
         Ok(())
     }
 
-    /// Bytes looked at, of how many.
+    /// Bytes examined, and their total.
     pub(super) fn progress(&self, size: u64) -> (u64, u64) {
         (self.cursor().min(size), size)
     }
 
-    /// Bytes still to be found: as counted, or as if the rest of the disk were like what was looked at.
+    /// Bytes still to be found: as counted, or extrapolated from the part examined.
     pub(super) fn remaining(&self, size: u64) -> u64 {
         let found = self.found.load(Ordering::Relaxed);
         let counted = self.counted.load(Ordering::Relaxed);

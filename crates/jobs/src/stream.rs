@@ -19,7 +19,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Bytes copied between two commits: what a flush of the guest may find to be written.
+/// Bytes copied between two commits, which bounds what a guest's flush may have to write.
 const COMMIT_EVERY: u64 = 32 << 20;
 /// The same beside a guest that does not flush.
 const COMMIT_SELDOM: u64 = 512 << 20;
@@ -27,9 +27,9 @@ const COMMIT_SELDOM: u64 = 512 << 20;
 /// What to stream.
 #[derive(Clone, Debug, Default)]
 pub struct StreamOptions {
-    /// The overlay that takes the data, by its image's file; `None`: the active layer.
+    /// The overlay that receives the data, by its image's file; `None`: the active layer.
     pub top: Option<FileId>,
-    /// The layer that stays below it; `None`: none does.
+    /// The layer that stays below it; `None`: none stays.
     pub base: Option<FileId>,
     /// How the overlay's header names the base; `None`: as the header of the layer above it does.
     pub backing_file: Option<String>,
@@ -97,13 +97,13 @@ pub fn stream<H: Host>(
 }
 
 impl<H: Host> Stream<H> {
-    /// The layer that stays below, if one does.
+    /// The layer that stays below, if any.
     fn base_layer(&self) -> Option<Arc<Layer<H::File>>> {
         let base = self.surplus.start.get().checked_sub(1)?;
         self.live.current().chain.get(LayerIndex::new(base)).map(Arc::clone)
     }
 
-    /// How the overlay names its new backing file.
+    /// The overlay's new backing file name and format.
     fn backing(&self) -> Result<Option<(String, isobath_image::layer::ImageFormat)>> {
         let Some(base) = self.base_layer() else { return Ok(None) };
         let name = match self.options.backing_file.clone() {
@@ -243,7 +243,7 @@ impl<H: Host> Task for Stream<H> {
                         return None;
                     }
                     let plain = now.is_plain();
-                    // Of the layer that took it, numbered as it will be.
+                    // The unit in the layer that received it, with its new number.
                     (plain && now.layer() == self.top).then(|| now.in_layer(LayerIndex::new(start)))
                 };
                 let changed = Some((self.top, layer));

@@ -8,7 +8,7 @@ use crate::l1::OFFSET_MASK;
 use crate::offset::HostOffset;
 use std::collections::HashSet;
 
-/// Most bitmaps in an image (QEMU's limit).
+/// The most bitmaps in an image (QEMU's limit).
 pub const MAX_BITMAPS: u32 = 65535;
 /// Largest bitmap directory, in bytes (QEMU's limit).
 pub const MAX_DIRECTORY_BYTES: u64 = 1024 * MAX_BITMAPS as u64;
@@ -31,7 +31,7 @@ impl BitmapFlags {
     pub const IN_USE: Self = Self(1);
     /// The bitmap is enabled: every writer must record its writes in it, or mark it inconsistent.
     pub const AUTO: Self = Self(2);
-    /// The bitmap may be used by who does not know its extra data.
+    /// Programs that do not know its extra data may use the bitmap.
     pub const EXTRA_DATA_COMPATIBLE: Self = Self(4);
 
     /// The flags with these bits.
@@ -115,7 +115,7 @@ pub struct Bitmap {
     pub table_size: u32,
     /// The flags.
     pub flags: BitmapFlags,
-    /// The sort of bitmap: [`DIRTY_TRACKING`].
+    /// The type of bitmap: [`DIRTY_TRACKING`].
     pub kind: u8,
     /// Base-2 logarithm of the guest bytes that a bit stands for.
     pub granularity_bits: u8,
@@ -289,7 +289,7 @@ impl Bitmap {
     }
 }
 
-/// What a bitmap table entry says about a cluster of the bitmap's data.
+/// The meaning of a bitmap table entry for a cluster of the bitmap's data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BitmapCluster {
     /// No cluster: all bits are 0.
@@ -301,7 +301,7 @@ pub enum BitmapCluster {
 }
 
 impl BitmapCluster {
-    /// What this value of a bitmap table entry says.
+    /// The meaning of a bitmap table entry's value.
     ///
     /// # Errors
     /// If a reserved bit is set, bit 0 is set besides an offset, or the offset is not aligned to a
@@ -458,7 +458,7 @@ mod tests {
         ) {
             if small {
                 for (at, byte) in directory.iter_mut().enumerate() {
-                    // Lengths small enough to be met.
+                    // Lengths small enough to fit.
                     match at % 40 { 18 | 20..=22 => *byte = 0, 19 | 23 => *byte %= 20, _ => {} }
                 }
             }

@@ -1,7 +1,7 @@
 //! Compressed clusters: raw deflate ("zlib") and zstd.
 //!
-//! The data of a compressed cluster is as long as its sectors say, with bytes of others after it;
-//! decompression stops when it has a cluster.
+//! The length of a compressed cluster is known only in sectors, and bytes of other clusters may follow the data;
+//! decompression stops when it has a whole cluster.
 
 use crate::error::FormatError;
 use flate2::{Compress, Compression, Decompress, FlushCompress, FlushDecompress, Status};
@@ -39,7 +39,7 @@ impl CompressionType {
         }
     }
 
-    /// The type with this value in the header; `None` for one that is not known.
+    /// The type with this value in the header; `None` if it is unknown.
     pub const fn from_byte(byte: u8) -> Option<Self> {
         match byte {
             0 => Some(Self::Zlib),
@@ -66,12 +66,12 @@ fn deflate() -> Compress {
     Compress::new_with_window_bits(Compression::default(), false, DEFLATE_WINDOW_BITS)
 }
 
-/// Decompresses a cluster: fills `output`, whose length is the cluster size, from the start of
-/// `input`, and leaves what follows the data in `input` alone. Needs no memory in proportion to what
-/// the input claims. On error `output` holds arbitrary bytes.
+/// Decompresses a cluster: fills `output`, whose length is the cluster size, from the start of `input`, and ignores
+/// anything after the data in `input`. Memory use does not depend on the input. On error `output` holds arbitrary
+/// bytes.
 ///
 /// # Errors
-/// If the data is damaged or gives less than `output`; a zstd frame also if it would give more.
+/// If the data is damaged or decompresses to less than `output`, or, for a zstd frame, to more.
 pub fn decompress(
     compression: CompressionType,
     input: &[u8],
@@ -117,8 +117,8 @@ fn unzstd_into(context: &mut DCtx, input: &[u8], output: &mut [u8]) -> Result<()
         if input.is_empty() {
             return Err(short((whole - output.len()) as u64, whole));
         }
-        // Exactly one frame at a time, straight into the output: no window is kept aside, and
-        // nothing after the last frame is looked at.
+        // Exactly one frame at a time, straight into the output: no separate window is needed, and nothing after the
+        // last frame is read.
         let length = zstd_safe::find_frame_compressed_size(input).map_err(damaged)?;
         let (frame, rest) = input.split_at_checked(length).ok_or("is truncated")?;
         let produced = context.decompress(output, frame).map_err(damaged)?;
@@ -142,8 +142,8 @@ pub fn compress(compression: CompressionType, input: &[u8]) -> Option<Vec<u8>> {
             if matches!(status, Ok(Status::StreamEnd)) {
                 return Some(deflate.total_out() as usize);
             }
-            // A reset does not free the space of output that was left in it (zlib-rs 0.6.8): the next
-            // cluster might not find enough.
+            // A reset does not free the space of pending output (zlib-rs 0.6.8): there might not be enough for the next
+            // cluster.
             *deflate = self::deflate();
             None
         })?,
@@ -217,7 +217,7 @@ mod tests {
         let packed = compress(CompressionType::Zstd, &zeroes).unwrap();
         let mut output = vec![1; 65536];
         assert!(decompress(CompressionType::Zstd, &packed, &mut output).is_err());
-        // QEMU takes the first cluster of a deflate stream that goes on.
+        // QEMU accepts the first cluster of a longer deflate stream.
         let packed = compress(CompressionType::Zlib, &zeroes).unwrap();
         decompress(CompressionType::Zlib, &packed, &mut output).unwrap();
         assert!(output.iter().all(|&b| b == 0));

@@ -1,4 +1,4 @@
-//! New images: what to write for an empty disk.
+//! New images: the contents of an empty disk.
 
 use crate::compress::CompressionType;
 use crate::error::FormatError;
@@ -37,16 +37,16 @@ pub struct NewImage {
     pub backing_format: Option<String>,
     /// The external data file's name; version 3.
     pub data_file: Option<String>,
-    /// The external data file alone is to be the disk's content; needs a data file, preallocated
-    /// metadata, and no backing file.
+    /// The external data file alone holds the disk's contents; needs a data file, preallocated metadata, and no backing
+    /// file.
     pub data_file_raw: bool,
     /// Allocate every guest cluster and the tables for them. The clusters' contents are not written:
     /// in a new file they read as zeroes. Together with a backing file it needs extended L2 entries,
     /// which leave the subclusters unallocated.
     pub preallocate: bool,
-    /// The direct-access index that the image will hold. Its area starts at the second cluster,
-    /// with refcount 0; the caller writes what is in it. Everything else comes behind, so that
-    /// QEMU, which takes what follows the last cluster in use for zeroes, does not show it.
+    /// The direct-access index that the image will hold. Its area starts at the second cluster, with refcount 0; the
+    /// caller writes its contents. Everything else comes after it, so that QEMU, which assumes that everything after
+    /// the last cluster in use is zero, does not expose it.
     pub index: Option<IndexExtension>,
 }
 
@@ -301,7 +301,7 @@ impl Plan {
         &self.header
     }
 
-    /// The image file's length in bytes. Every cluster up to it is in use, but for the index's.
+    /// The image file's length in bytes. Every cluster up to it is in use, except the index's.
     pub fn file_length(&self) -> u64 {
         (self.data_cluster + self.data_clusters) << self.geometry.cluster_bits()
     }
@@ -317,10 +317,10 @@ impl Plan {
         (self.at(self.data_cluster), self.data_clusters << self.geometry.cluster_bits())
     }
 
-    /// What to write, made piece by piece, each at a cluster's start and a multiple of 4096 bytes or
-    /// of the cluster size long, none larger than the refcount table (8 MiB) or the L1
-    /// table (32 MiB). Everything else up to [`file_length`](Self::file_length) must read as zeroes,
-    /// as a new file does. The header comes last, so that the file is no image before it is whole.
+    /// The writes, generated piece by piece, each at a cluster's start and a multiple of 4096 bytes or of the cluster
+    /// size long, none larger than the refcount table (8 MiB) or the L1 table (32 MiB). Everything else up to
+    /// [`file_length`](Self::file_length) must read as zeroes, as a new file does. The header comes last, so that the
+    /// file is not an image before it is complete.
     pub fn writes(&self) -> impl Iterator<Item = (HostOffset, Vec<u8>)> + '_ {
         let blocks = (0..self.blocks).map(|block| self.refcount_block(block));
         let l1 = (self.l2_tables > 0).then(|| self.l1_table());
@@ -356,7 +356,7 @@ impl Plan {
         (self.at(self.table_cluster), table)
     }
 
-    /// Refcount block `block`: 1 for every cluster of the file, but for the index's.
+    /// Refcount block `block`: 1 for every cluster of the file, except the index's.
     fn refcount_block(&self, block: u64) -> (HostOffset, Vec<u8>) {
         let total = self.data_cluster + self.data_clusters;
         let entries = self.geometry.refcount_block_entries();
@@ -402,8 +402,8 @@ impl Plan {
             let host = if geometry.has_data_file() { guest } else { self.data_cluster + guest };
             let host = HostCluster::new(host);
             let offset = geometry.host_cluster_start(host).unwrap_or_default();
-            // With extended L2 entries the subclusters stay unallocated, as QEMU has it; an external
-            // raw file is the content itself.
+            // With extended L2 entries the subclusters stay unallocated, as in QEMU; an external raw file holds the
+            // contents itself.
             let raw = self.header.autoclear.contains(AutoclearFeatures::DATA_FILE_RAW);
             let entry = if geometry.extended_l2() {
                 L2Entry::subclustered(Some(offset), true, if raw { u32::MAX } else { 0 }, 0)

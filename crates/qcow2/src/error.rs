@@ -1,13 +1,13 @@
-//! What is wrong with an image.
+//! Errors in an image.
 
 use crate::text::is_hidden;
 use std::borrow::Cow;
 use std::fmt;
 
-/// The sort of a [`FormatError`], for callers that act on it.
+/// The kind of a [`FormatError`], for callers that act on it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum FormatErrorKind {
-    /// The file is no qcow2 image.
+    /// The file is not a qcow2 image.
     NotQcow2,
     /// The file ends before the structure does.
     Truncated,
@@ -21,9 +21,9 @@ pub enum FormatErrorKind {
     TooLarge,
 }
 
-/// A value in an image that cannot be accepted: which field, what it holds, and what to do.
+/// An invalid value in an image: the field, its value, and what to do.
 ///
-/// It does not name the image; whoever opened the file does.
+/// It does not name the image; the caller that opened the file does.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FormatError {
     kind: FormatErrorKind,
@@ -43,7 +43,7 @@ impl FormatError {
         Self { kind, field: field.into(), value: value.to_string(), reason: reason.into() }
     }
 
-    /// The sort of error.
+    /// The kind of error.
     pub fn kind(&self) -> FormatErrorKind {
         self.kind
     }
@@ -58,7 +58,7 @@ impl FormatError {
         &self.value
     }
 
-    /// Why it cannot be, and the way out where there is one.
+    /// The reason, and how to fix it if possible.
     pub fn reason(&self) -> &str {
         &self.reason
     }
@@ -104,7 +104,7 @@ impl fmt::Display for FormatError {
 
 impl std::error::Error for FormatError {}
 
-/// Text from an image made safe to print: control characters and what is not UTF-8 become `?`.
+/// Text from an image made safe to print: control characters and invalid UTF-8 become `?`.
 pub(crate) fn printable(text: &[u8]) -> String {
     String::from_utf8_lossy(text)
         .chars()

@@ -102,7 +102,7 @@ impl Extension {
         Self::parse_area(area, false)
     }
 
-    /// As [`parse_all`](Self::parse_all); with `goes_on` zeroes follow behind the area.
+    /// Like [`parse_all`](Self::parse_all); with `goes_on` zeroes follow the area.
     pub(crate) fn parse_area(area: &[u8], goes_on: bool) -> Result<Vec<Self>, FormatError> {
         let mut extensions = Vec::new();
         let mut rest = Some(0);
@@ -214,14 +214,14 @@ impl Extension {
     }
 }
 
-/// A header extension, or the mark that ends them, where it lies.
+/// A header extension, or the mark that ends them, at its position.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Extent<'a> {
     /// Where its type is.
     pub(crate) at: usize,
     /// Its type.
     pub(crate) magic: u32,
-    /// The length that it says its data has.
+    /// The stated length of its data.
     pub(crate) length: u32,
     /// Its data without padding; `None` if it does not end in the bytes searched.
     pub(crate) data: Option<&'a [u8]>,
@@ -239,8 +239,8 @@ impl Extent<'_> {
     }
 }
 
-/// The extensions in some bytes, and last the mark that ends them where it is there. An area may end
-/// without it, also in the padding of an extension.
+/// The extensions in some bytes, and finally the mark that ends them, if present. An area may end without it, even in
+/// the padding of an extension.
 pub(crate) struct Extents<'a> {
     bytes: &'a [u8],
     next: Option<usize>,

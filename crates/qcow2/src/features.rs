@@ -11,8 +11,8 @@ macro_rules! features {
         impl $name {
             $($(#[$bit_doc])* pub const $bit: Self = Self(1 << $n);)*
 
-            /// The bits that this implementation knows, with the names that QEMU gives them; those
-            /// that QEMU does not know have a name of this implementation's.
+            /// The bits that this implementation knows, with the names that QEMU gives them; those that QEMU does not
+            /// know have a name chosen by this implementation.
             pub const KNOWN: &'static [(u8, &'static str)] = &[$(($n, $text)),*];
 
             /// The set with these bits.
@@ -89,11 +89,11 @@ features! {
 }
 
 features! {
-    /// Features that who does not know them clears before writing.
+    /// Features that a writer that does not know them clears before writing.
     AutoclearFeatures {
         /// The bitmaps extension is consistent.
         BITMAPS = 0, "bitmaps";
-        /// The external data file alone is the disk's content.
+        /// The external data file alone holds the disk's contents.
         DATA_FILE_RAW = 1, "raw external data";
     }
 }
@@ -172,7 +172,7 @@ impl FeatureName {
     }
 }
 
-/// The feature name table: what a program that does not know a feature can call it.
+/// The feature name table: names for programs that do not know a feature.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct FeatureNameTable {
     /// The entries, in order.

@@ -1,4 +1,4 @@
-//! The sizes and the arithmetic that a header fixes.
+//! The sizes and the arithmetic that follow from a header.
 
 use crate::error::FormatError;
 use crate::offset::{ClusterIndex, GuestOffset, HostCluster, HostOffset};
@@ -19,7 +19,7 @@ pub const MAX_REFCOUNT_TABLE_BYTES: u64 = 8 << 20;
 /// Host offsets in L1 and L2 entries are below this.
 pub const HOST_OFFSET_LIMIT: u64 = 1 << 56;
 
-/// What a header fixes about an image's layout. Small and `Copy`, to be handed to everything that
+/// The properties of an image's layout that follow from its header. Small and `Copy`, to be handed to everything that
 /// reads tables.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Geometry {
@@ -32,7 +32,7 @@ pub struct Geometry {
     refcount_order: RefcountOrder,
 }
 
-/// Where a guest offset is described, and where it lies in its cluster.
+/// The table entry for a guest offset, and the position in its cluster.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GuestPosition {
     /// Index into the L1 table. May be past its end.

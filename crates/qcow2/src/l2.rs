@@ -42,7 +42,7 @@ impl CompressedCluster {
     }
 }
 
-/// What an L2 entry says about its guest cluster.
+/// The meaning of an L2 entry for its guest cluster.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ClusterKind {
     /// Read from the backing file, or as zeroes without one.

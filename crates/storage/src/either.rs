@@ -1,7 +1,7 @@
-//! Two hosts as one: each file lies on the one that its name says.
+//! Two hosts as one: a file's name decides which host it is on.
 //!
-//! The layers of a chain may so be of different kinds, as a file in use whose backing files lie elsewhere. A
-//! request takes one branch more than on the host itself. More than two hosts are pairs of pairs.
+//! So the layers of a chain may be of different kinds, such as an active layer whose backing files are stored
+//! elsewhere. A request takes one branch more than on the host itself. More than two hosts are pairs of pairs.
 
 use crate::error::{Operation, StorageError};
 use crate::{
@@ -24,7 +24,7 @@ pub enum Side {
 
 type Rule = dyn Fn(&Path) -> Side + Send + Sync;
 
-/// A host whose files lie on two others. Clones share them as theirs do.
+/// A host whose files are on two others. Clones share the files as clones of those hosts do.
 #[derive(Clone)]
 pub struct EitherHost<A, B> {
     first: A,
@@ -33,9 +33,8 @@ pub struct EitherHost<A, B> {
 }
 
 impl<A: Host, B: Host> EitherHost<A, B> {
-    /// Puts two hosts together. `rule` tells where a name belongs, as it is given to [`Host::open`]; the
-    /// same name must always get the same answer. A name in an image is [resolved](Host::resolve) by the
-    /// host of that image first.
+    /// Combines two hosts. `rule` decides where a name, as given to [`Host::open`], belongs; the same name must always
+    /// get the same answer. A name in an image is [resolved](Host::resolve) by the host of that image first.
     pub fn new(first: A, second: B, rule: impl Fn(&Path) -> Side + Send + Sync + 'static) -> Self {
         Self { first, second, rule: Arc::new(rule) }
     }
@@ -75,7 +74,7 @@ impl<A: Host, B: Host> Host for EitherHost<A, B> {
     }
 
     /// # Errors
-    /// Those of the name's host; or the host's own name for the file belongs to the other one.
+    /// Those of the name's host; or the file's canonical name belongs to the other host.
     fn canonical(&self, name: &Path) -> Result<PathBuf> {
         let side = (self.rule)(name);
         let canonical = match side {
@@ -104,13 +103,13 @@ impl<A: Host, B: Host> Host for EitherHost<A, B> {
 /// A file of one of two hosts.
 #[derive(Debug)]
 pub enum EitherFile<A, B> {
-    /// Of the first.
+    /// A file of the first host.
     First(A),
-    /// Of the second.
+    /// A file of the second host.
     Second(B),
 }
 
-/// The same of whichever it is.
+/// Calls the same on whichever variant it is.
 macro_rules! either {
     ($file:expr, $inner:ident => $result:expr) => {
         match $file {
@@ -126,7 +125,7 @@ impl<A: Storage, B: Storage> Storage for EitherFile<A, B> {
             Self::First(file) => (file.identity(), 0),
             Self::Second(file) => (file.identity(), 1),
         };
-        // Hosts number their devices alike: the lowest bit tells them apart. Linux's numbers have 32 bits.
+        // Hosts may use the same device numbers: the lowest bit distinguishes them. Linux's numbers have 32 bits.
         Identity { name, id: FileId { device: id.device << 1 | side, ..id } }
     }
 

@@ -22,17 +22,17 @@ pub enum Operation {
     Write,
     /// Writing zeroes.
     WriteZeroes,
-    /// Giving space back.
+    /// Discarding.
     Discard,
     /// Making writes durable.
     Flush,
-    /// Asking for the length or for holes.
+    /// Querying the length or the holes.
     Query,
     /// Changing the length.
     SetLength,
     /// Sharing the space of another file's bytes.
     Clone,
-    /// Giving up writing.
+    /// Ending writing.
     Retire,
 }
 
@@ -63,7 +63,7 @@ pub struct StorageError {
     pub operation: Operation,
     /// The file it was meant for.
     pub name: PathBuf,
-    /// Byte offset and length, where the operation has them.
+    /// Byte offset and length, if the operation has them.
     pub range: Option<(u64, u64)>,
     /// The cause.
     #[source]
@@ -98,8 +98,8 @@ impl StorageError {
     }
 }
 
-/// A file's name for messages. Names come from images too: characters that a terminal would obey, or that
-/// reorder or hide text, are escaped.
+/// A file's name for messages. Names may come from images: control characters, and characters that reorder or hide
+/// text, are escaped.
 pub fn shown(name: &Path) -> impl fmt::Display + '_ {
     Shown(name.to_string_lossy())
 }

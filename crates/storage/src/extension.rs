@@ -1,6 +1,7 @@
-//! What only some storage has: each trait has one purpose, and [`Storage::extensions`] tells which there are.
+//! Features that only some storage supports: each trait has one purpose, and [`Storage::extensions`] returns those
+//! supported.
 //!
-//! None of this is on the path of a request, so the traits are for trait objects, with boxed futures.
+//! None of this is on the path of a request, so the traits are used as trait objects, with boxed futures.
 
 use crate::{Access, Capabilities, FileId, IoBuf, RestartMemory, Result, Stamp, Storage};
 use std::fmt;
@@ -12,17 +13,17 @@ use std::sync::Arc;
 /// A future on the heap. It stays on its thread.
 pub type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + 'a>>;
 
-/// What a file has besides the methods of [`Storage`].
+/// What a file supports besides the methods of [`Storage`].
 pub struct Extensions<'a, S: ?Sized> {
     /// Sharing of space with another file.
     pub reflink: Option<&'a dyn Reflink<S>>,
-    /// Changes of what the handle is for.
+    /// Changes of the handle's role.
     pub roles: Option<&'a dyn Roles>,
-    /// Stamps of the content.
+    /// Stamps of the contents.
     pub stamps: Option<&'a dyn Stamps>,
     /// Memory that outlives the process.
     pub restart_memories: Option<&'a dyn RestartMemories>,
-    /// How much space there is.
+    /// Space used and available.
     pub usage: Option<&'a dyn Usage>,
     /// Hints.
     pub hints: Option<&'a dyn Hints>,
@@ -43,7 +44,7 @@ impl<S: ?Sized> Default for Extensions<'_, S> {
 }
 
 impl<'a, S: ?Sized> Extensions<'a, S> {
-    /// The same of a file around this one, with its own way to share space.
+    /// The same extensions for a file that wraps this one, with its own way to share space.
     #[must_use]
     pub fn with_reflink<T: ?Sized>(self, reflink: Option<&'a dyn Reflink<T>>) -> Extensions<'a, T> {
         let Self { reflink: _, roles, stamps, restart_memories, usage, hints } = self;
@@ -70,10 +71,10 @@ pub trait Reflink<S: ?Sized> {
     /// them (a reflink), so that no data moves; extends this file where needed. Both files belong to
     /// the same host, or are the same file with ranges apart.
     ///
-    /// `false` where the host cannot do it here: the range may then hold any part of the bytes, and is to
-    /// be written as usual. All offsets and the length are multiples of
-    /// [`clone_alignment`](Capabilities::clone_alignment), but for a length that ends with `from`. Changes in
-    /// flight in either range leave undefined bytes, as they would for a copy.
+    /// Returns `false` if the host cannot do it here: the range may then hold any part of the bytes, and must be
+    /// written as usual. All offsets and the length are multiples of
+    /// [`clone_alignment`](Capabilities::clone_alignment), except for a length that ends with `from`. Changes in flight
+    /// in either range leave undefined bytes, as they would for a copy.
     ///
     /// # Errors
     /// The file is read-only, or the host failed in an attempt, such as for lack of space.
@@ -86,99 +87,98 @@ pub trait Reflink<S: ?Sized> {
     ) -> BoxFuture<'a, Result<bool>>;
 }
 
-/// Changes of what an open handle is for.
+/// Changes of an open handle's role.
 pub trait Roles {
     /// Ends writing through this handle: an image that becomes a backing file while it is open.
     ///
-    /// From the call on, changes begun later fail; those under way end as they would have. Then
-    /// what was written is made durable, and the locks of a writer are exchanged for a reader's: other
-    /// programs may open the image for reading, and none for writing at any moment in between. The
-    /// handle reads on, as if it had been opened for reading. Does nothing to one that was.
+    /// From the call on, new changes fail; those in progress complete normally. Then all writes are made durable, and
+    /// the locks of a writer are exchanged for a reader's: other programs may open the image for reading, but never for
+    /// writing at any moment in between. The handle can still read, as if it had been opened for reading. Has no effect
+    /// on a handle that was.
     ///
-    /// Dropped before its end, the future leaves the handle read-only or writable; called again, it
-    /// completes what is left.
+    /// If the future is dropped early, the handle is either read-only or writable; calling it again completes the
+    /// change.
     ///
     /// # Errors
-    /// The file cannot be opened for reading: the handle is as it was. Or the flush failed: the handle
-    /// is read-only, and [`flush`](Storage::flush) goes on failing.
+    /// The file cannot be opened for reading: the handle is as it was. Or the flush failed: the handle is read-only,
+    /// and [`flush`](Storage::flush) continues to fail.
     fn retire(&self) -> BoxFuture<'_, Result<()>>;
 
     /// Lets others write to the file that this handle reads (`true`), or keeps them out again (`false`,
     /// as when it was opened).
     ///
-    /// For a job that writes to a backing file: this process then opens the file once more,
-    /// [`writable`](crate::OpenMode::writable), which keeps all other programs out, while this handle reads
-    /// on and takes no change for a fault. Before writers are kept out again that one is dropped, or
-    /// [retired](Self::retire). Whichever was asked last holds; asking twice is asking once.
+    /// This is for a job that writes to a backing file: the process then opens the file again,
+    /// [`writable`](crate::OpenMode::writable), which keeps all other programs out, while this handle can still read
+    /// and does not treat changes as errors. That second handle must be dropped, or [retired](Self::retire), before
+    /// writers are kept out again. The last call counts; repeating it has no effect.
     ///
     /// # Errors
-    /// The handle is writable; or the file is still written to ([`std::io::ErrorKind::ResourceBusy`]):
-    /// nothing has changed then.
+    /// The handle is writable; or the file still has a writer ([`std::io::ErrorKind::ResourceBusy`]): then nothing has
+    /// changed.
     fn admit_writer(&self, admit: bool) -> BoxFuture<'_, Result<()>>;
 }
 
-/// Stamps of a file's content.
+/// Stamps of a file's contents.
 pub trait Stamps {
-    /// The file's stamp, or `None` where nothing of the kind can be trusted: block devices, and file
-    /// systems that others may change through another machine or a program.
+    /// The file's stamp, or `None` if no stamp can be trusted: on block devices, and on file systems that may be
+    /// changed through another machine or a program.
     ///
-    /// The clock behind it is coarse: a change soon after this call can leave the stamp as it is. A
-    /// stamp to be compared with later ones comes from [`settled_stamp`](Self::settled_stamp).
+    /// Its clock is coarse: a change soon after this call may not change the stamp. To get a stamp that can be compared
+    /// with later ones, use [`settled_stamp`](Self::settled_stamp).
     ///
     /// # Errors
-    /// The host cannot be asked.
+    /// The query failed.
     fn stamp(&self) -> BoxFuture<'_, Result<Option<Stamp>>>;
 
-    /// A stamp from which any later one differs if a write or another change of the content has begun
-    /// in between; `None` also where the last change is too recent to tell, or lies in the future.
+    /// A stamp that differs from any later one if a write or another change of the contents has begun in between;
+    /// `None` also if the last change is too recent to tell, or is in the future.
     ///
-    /// Waits up to about 50 ms for the clock to move on. Writes already in flight are the caller's to
-    /// keep out: the kernel sets a file's times when a write begins.
+    /// Waits up to about 50 ms for the clock to advance. The caller must ensure that no writes are in flight: the
+    /// kernel sets a file's times when a write begins.
     ///
     /// # Errors
-    /// The host cannot be asked.
+    /// The query failed.
     fn settled_stamp(&self) -> BoxFuture<'_, Result<Option<Stamp>>>;
 }
 
 /// Memory that belongs to a file and outlives the process.
 pub trait RestartMemories {
-    /// The file's memory; if there is none it is made when `create` says so. `None` also where there can
-    /// be none.
+    /// The file's memory, which is created if there is none and `create` is set. `None` also if there can be none.
     ///
-    /// Its last user may be a process that was killed and has not ended yet, although the image's lock is
-    /// free: the call waits for that.
+    /// Its last user may be a killed process that has not ended yet, although the image's lock is free: the call waits
+    /// for it.
     ///
     /// # Errors
-    /// There is memory that cannot be used: it is in use, or somebody else's. Or it cannot be made.
+    /// Existing memory cannot be used because it is in use or belongs to another user, or new memory cannot be created.
     fn restart_memory(&self, create: bool)
     -> BoxFuture<'_, Result<Option<Arc<dyn RestartMemory>>>>;
 }
 
 /// How much space a file takes, and may take.
 pub trait Usage {
-    /// Bytes that the file takes where it is kept, whatever its length; `None` where its runs of
-    /// [data](Storage::allocation) are to be counted.
+    /// Bytes of space that the file takes, independent of its length; `None` if its runs of [data](Storage::allocation)
+    /// must be counted.
     ///
     /// # Errors
-    /// The host cannot be asked.
+    /// The query failed.
     fn allocated(&self) -> BoxFuture<'_, Result<Option<u64>>> {
         Box::pin(async { Ok(None) })
     }
 
-    /// Bytes that the file may still grow by, as far as the host can tell at once.
+    /// Bytes that the file may still grow by, as far as the host can tell immediately.
     fn free_space(&self) -> Option<u64> {
         None
     }
 }
 
-/// Hints, without effect on what is read.
+/// Hints that do not affect the data read.
 pub trait Hints {
-    /// Tells the host how the file is read from now on.
+    /// Tells the host how the file will be read from now on.
     fn advise(&self, access: Access) -> BoxFuture<'_, ()>;
 }
 
-/// What follows from the methods and extensions of a [`Storage`]: every storage has it. Where an extension is
-/// missing, the answer is the one that is said here.
+/// Methods that every storage has, based on those of [`Storage`] and its extensions. They define the result if an
+/// extension is missing.
 pub trait StorageExt {
     /// The name given to [`Host::open`](crate::Host::open), for messages.
     fn name(&self) -> &Path
@@ -237,7 +237,7 @@ pub trait StorageExt {
         clone_alignment.filter(|_| self.extensions().reflink.is_some())
     }
 
-    /// Writes all of `buf` at `offset`, as [`Storage::write_vectored_at`] does, and gives the buffer back.
+    /// Writes all of `buf` at `offset`, as [`Storage::write_vectored_at`] does, and returns the buffer.
     fn write_at(&self, offset: u64, buf: IoBuf) -> impl Future<Output = Result<IoBuf>>
     where
         Self: Storage,
@@ -245,8 +245,7 @@ pub trait StorageExt {
         self.write_one_at(offset, buf)
     }
 
-    /// Bytes that the file takes where it is kept, whatever its length: by [`Usage::allocated`], or counted
-    /// run by run.
+    /// Bytes of space that the file takes, independent of its length: by [`Usage::allocated`], or counted run by run.
     fn allocated(&self) -> impl Future<Output = Result<u64>>
     where
         Self: Storage,
@@ -296,7 +295,7 @@ pub trait StorageExt {
         }
     }
 
-    /// As [`Roles::retire`]; a storage without roles stays as it is, which is no error.
+    /// As [`Roles::retire`]; a storage without roles stays unchanged, which is not an error.
     fn retire(&self) -> impl Future<Output = Result<()>>
     where
         Self: Storage,
@@ -309,7 +308,7 @@ pub trait StorageExt {
         }
     }
 
-    /// As [`Roles::admit_writer`]; without roles nobody is kept out, which is no error.
+    /// As [`Roles::admit_writer`]; without roles nobody is kept out, which is not an error.
     fn admit_writer(&self, admit: bool) -> impl Future<Output = Result<()>>
     where
         Self: Storage,

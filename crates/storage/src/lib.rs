@@ -1,9 +1,9 @@
 //! Storage for the bytes of images.
 //!
-//! The engine above this crate sees only two traits: [`Host`] opens and creates files by name, and
-//! [`Storage`] reads, writes and flushes one of them. Files on Linux go through io_uring
-//! ([`file::FileHost`] on a [`isobath_ring::Executor`]); tests keep bytes in memory ([`memory::MemoryHost`]) and
-//! may inject faults, record what happens, or slow it down.
+//! The engine above this crate sees only two traits: [`Host`] opens and creates files by name, and [`Storage`] reads,
+//! writes and flushes one of them. Files on Linux go through io_uring ([`file::FileHost`] on a
+//! [`isobath_ring::Executor`]); tests keep bytes in memory ([`memory::MemoryHost`]) and may inject faults, record
+//! operations, or slow them down.
 //!
 //! Futures returned here need no particular runtime. They are not `Send`: a future stays on the
 //! thread that first polled it, since that thread's ring holds its operation.
@@ -34,7 +34,7 @@ const SECTOR: u64 = 512;
 /// The result of a storage operation.
 pub type Result<T> = std::result::Result<T, StorageError>;
 
-/// How [`Storage::write_zeroes`] may reach its goal.
+/// How [`Storage::write_zeroes`] may produce the zeroes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ZeroMode {
     /// The range may be deallocated, as long as it then reads as zeroes.
@@ -46,7 +46,7 @@ pub struct ZeroMode {
 /// Whether a range of a file holds data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Allocation {
-    /// Bytes from the asked offset to which the answer applies; at least 1 unless at end of file.
+    /// Bytes from the given offset to which the answer applies; at least 1 unless at the end of the file.
     pub length: u64,
     /// `true` where the file has data, `false` in a hole (which reads as zeroes).
     pub data: bool,
@@ -57,11 +57,11 @@ pub struct Allocation {
 pub enum Access {
     /// The host may read ahead as it sees fit.
     Normal,
-    /// At random: reading ahead is useless.
+    /// Randomly: reading ahead is useless.
     Random,
 }
 
-/// A file's identity, whatever its name: device and inode, or a number of the host's.
+/// A file's identity, independent of its name: device and inode, or a number assigned by the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct FileId {
     /// The device that holds the file.
@@ -72,23 +72,22 @@ pub struct FileId {
 
 /// A value that changes whenever a file's contents do, and is cheap to query.
 ///
-/// It follows writes, changes of length and anything else that the file system gives a time for. What
-/// it misses: stores to a page that a program has mapped and already written to, a clock set back, and
-/// a crash of the machine, after which data may be newer than the times kept with it (`fdatasync`
-/// makes data durable without them).
+/// It reflects writes, changes of length and anything else for which the file system updates a time. It misses stores
+/// to a page that a program has mapped and already written to, a clock set back, and a crash of the machine, after
+/// which data may be newer than the times kept with it (`fdatasync` makes data durable without them).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Stamp {
     /// Bytes in the file.
     pub length: u64,
-    /// When the content was last modified (mtime), in nanoseconds since the epoch.
+    /// When the contents were last modified (mtime), in nanoseconds since the epoch.
     pub modified: i64,
-    /// When content or attributes last changed (ctime), in nanoseconds since the epoch.
+    /// When contents or attributes last changed (ctime), in nanoseconds since the epoch.
     pub changed: i64,
     /// The file on its device.
     pub inode: u64,
 }
 
-/// What tells an open file from others.
+/// What distinguishes an open file from others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Identity<'a> {
     /// The name given to [`Host::open`], for messages.
@@ -97,9 +96,9 @@ pub struct Identity<'a> {
     pub id: FileId,
 }
 
-/// What may be expected of an open file now. What costs something to find out is found out once.
+/// The current properties of an open file. Those that are costly to determine are determined once.
 ///
-/// The default is a file of which nothing is known, open for writing.
+/// The default is a file about which nothing is known, open for writing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Capabilities {
     /// Whether writes are refused. [`Roles::retire`] changes it.
@@ -107,22 +106,21 @@ pub struct Capabilities {
     /// Whether a newly extended range of the file is known to read as zeroes (true of regular
     /// files, not of block devices).
     pub extends_with_zeroes: bool,
-    /// Whether a [`flush`](Storage::flush) costs less where the bytes written since the last one lie in
-    /// space that has been written before, be it with zeroes.
+    /// Whether a [`flush`](Storage::flush) costs less if the bytes written since the last one are in space that was
+    /// written before, even if only with zeroes.
     ///
-    /// A file system that overwrites in place and keeps a journal (ext4, XFS) commits that journal in an
-    /// `fdatasync` when blocks were added to the file or first written to, also those that `fallocate`
-    /// has reserved: another flush of the device. For blocks written before and flushed it does not. Who
-    /// writes zeroes ahead and flushes them apart, or uses freed space again, then saves half of a
-    /// flush's cost. Elsewhere that is work for nothing: on file systems that never overwrite (Btrfs), in
-    /// memory, on block devices, and over a network, whose far side is not known.
+    /// A file system that overwrites in place and keeps a journal (ext4, XFS) commits that journal in an `fdatasync`
+    /// when blocks were added to the file or first written to, including those that `fallocate` has reserved: that is
+    /// another flush of the device. For blocks that were written and flushed before it does not. Writing zeroes ahead
+    /// and flushing them separately, or reusing freed space, then saves half of a flush's cost. Elsewhere it gains
+    /// nothing: on file systems that never overwrite (Btrfs), in memory, on block devices, and over a network, where
+    /// the remote storage is unknown.
     pub gains_from_written_space: bool,
-    /// Bytes that the device writes whole or not at all, also when its power fails: each block of that
-    /// many of the file, at multiples of that, holds what it held before or what was written. A power of
-    /// two, at least 512.
+    /// Bytes that the device writes atomically, even if its power fails: each aligned block of this size in the file
+    /// holds either its old contents or what was written. A power of two, at least 512.
     pub atomic_write: u64,
-    /// The block size in bytes, a power of two, by which [`Reflink::clone_range`] may share another file's
-    /// space in this one; `None` where it is known that it cannot.
+    /// The block size in bytes, a power of two, by which [`Reflink::clone_range`] may share another file's space in
+    /// this one; `None` if it is known that it cannot.
     pub clone_alignment: Option<u64>,
 }
 
@@ -140,21 +138,21 @@ impl Default for Capabilities {
 
 /// One open file or block device: the operations that every storage has.
 ///
-/// Operations may be issued concurrently; overlapping writes in flight together have no order, and
-/// nothing is durable before [`flush`](Storage::flush) returns. Dropping a future does not undo its
-/// operation: the buffer it owned is kept until the operation has ended.
+/// Operations may be issued concurrently; concurrent overlapping writes have no order, and nothing is durable before
+/// [`flush`](Storage::flush) returns. Dropping a future does not undo its operation: the buffer it owned is kept until
+/// the operation has ended.
 ///
-/// What only some storage has is told by [`extensions`](Self::extensions). [`StorageExt`] has what follows
-/// from these methods and the extensions; the engine asks by it.
+/// Features that only some storage has are in [`extensions`](Self::extensions). [`StorageExt`] has methods based on
+/// these and the extensions, which the engine uses.
 #[allow(clippy::len_without_is_empty)]
 pub trait Storage: StorageExt + Sized + Send + Sync + 'static {
     /// Which file it is.
     fn identity(&self) -> Identity<'_>;
 
-    /// What may be expected of it now.
+    /// Its current properties.
     fn capabilities(&self) -> Capabilities;
 
-    /// What it has besides these methods; nothing, unless it says so.
+    /// What it supports besides these methods; nothing by default.
     fn extensions(&self) -> Extensions<'_, Self> {
         Extensions::default()
     }
@@ -162,16 +160,16 @@ pub trait Storage: StorageExt + Sized + Send + Sync + 'static {
     /// Reads `buf.len()` bytes at `offset`. Bytes past the end of the file read as zeroes.
     fn read_at(&self, offset: u64, buf: IoBuf) -> impl Future<Output = Result<IoBuf>>;
 
-    /// Writes all of the buffers one after another at `offset`, as one request where possible, extending
-    /// the file where needed, and gives them back.
+    /// Writes all of the buffers one after another at `offset`, as one request where possible, extending the file where
+    /// needed, and returns them.
     fn write_vectored_at(
         &self,
         offset: u64,
         bufs: Vec<IoBuf>,
     ) -> impl Future<Output = Result<Vec<IoBuf>>>;
 
-    /// Writes one buffer, as [`write_vectored_at`](Self::write_vectored_at) does: what
-    /// [`StorageExt::write_at`] calls. Storage that needs no list for it spares one allocation.
+    /// Writes one buffer, as [`write_vectored_at`](Self::write_vectored_at) does: what [`StorageExt::write_at`] calls.
+    /// Storage that needs no list for it saves one allocation.
     fn write_one_at(&self, offset: u64, buf: IoBuf) -> impl Future<Output = Result<IoBuf>> {
         async move {
             let mut bufs = self.write_vectored_at(offset, vec![buf]).await?;
@@ -188,8 +186,8 @@ pub trait Storage: StorageExt + Sized + Send + Sync + 'static {
         mode: ZeroMode,
     ) -> impl Future<Output = Result<()>>;
 
-    /// Releases a range's space if the host can; its contents are undefined afterwards. Otherwise does nothing,
-    /// successfully: the default.
+    /// Releases a range's space if the host can; its contents are undefined afterwards. Otherwise, and by default, it
+    /// does nothing and succeeds.
     fn discard(&self, offset: u64, length: u64) -> impl Future<Output = Result<()>> {
         let _ = (offset, length);
         async { Ok(()) }
@@ -204,8 +202,8 @@ pub trait Storage: StorageExt + Sized + Send + Sync + 'static {
     /// Truncates or extends the file; new bytes read as zeroes.
     fn set_len(&self, length: u64) -> impl Future<Output = Result<()>>;
 
-    /// Tells whether the bytes from `offset` on are data or a hole. Storage that cannot tell answers
-    /// data up to the end of the file: the default.
+    /// Returns whether the bytes from `offset` on are data or a hole. Storage that cannot tell returns data up to the
+    /// end of the file, which is the default.
     fn allocation(&self, offset: u64) -> impl Future<Output = Result<Allocation>> {
         async move {
             let length = self.len().await?.saturating_sub(offset);
@@ -217,12 +215,11 @@ pub trait Storage: StorageExt + Sized + Send + Sync + 'static {
 /// How other programs may use a file while it is open here; QEMU's image locks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum Locking {
-    /// Refuse the open while another program writes, and keep writers out (QEMU's default for
-    /// readers), or for a writable open keep out everybody.
+    /// Refuse the open while another program writes, and keep writers out (QEMU's default for readers); for a writable
+    /// open, keep out everyone.
     #[default]
     Exclusive,
-    /// As [`Exclusive`](Self::Exclusive), but without waiting a moment for a user that is about to
-    /// let go.
+    /// As [`Exclusive`](Self::Exclusive), but without waiting briefly for a user that is about to release its locks.
     Immediate,
     /// Take no lock and ignore those of others (`qemu-img -U`, `force-share=on`). For reading only: writing without a
     /// lock destroys what others write meanwhile.
@@ -241,7 +238,7 @@ pub struct OpenMode {
 }
 
 impl OpenMode {
-    /// Refuses to write where no locks are taken, as QEMU does.
+    /// Refuses to write without locks, as QEMU does.
     ///
     /// # Errors
     /// If the mode is writable and [`Locking::Unlocked`].
@@ -270,10 +267,10 @@ pub trait Host: Send + Sync + 'static {
     /// Removes a file.
     fn remove(&self, name: &Path) -> impl Future<Output = Result<()>>;
 
-    /// The name of a file with every link in it followed, to tell where it really lies.
+    /// The name of a file with every link in it followed, to determine where it really is.
     ///
     /// # Errors
-    /// There is no such file, or it cannot be reached.
+    /// The file does not exist, or is not accessible.
     fn canonical(&self, name: &Path) -> Result<PathBuf> {
         Ok(name.to_owned())
     }

@@ -1,9 +1,9 @@
 //! Image locks as QEMU takes them.
 //!
-//! A user of an image holds shared locks, bound to the open file (`F_OFD_SETLK`), on single bytes of it:
-//! byte 100 + n for each permission n that it uses, and 200 + n for each that it denies to others.
-//! Having taken them it looks whether anyone denies what it uses or uses what it denies. QEMU 7.2 was
-//! seen to hold these (permission 0 is "consistent read", 1 "write", 3 "resize"):
+//! A user of an image holds shared locks, bound to the open file (`F_OFD_SETLK`), on single bytes of it: byte 100 + n
+//! for each permission n that it uses, and 200 + n for each that it denies to others. After taking them it checks
+//! whether anyone denies what it uses or uses what it denies. QEMU 7.2 was observed to hold these (permission 0 is
+//! "consistent read", 1 "write", 3 "resize"):
 //!
 //! | image | uses | denies |
 //! |---|---|---|
@@ -25,26 +25,26 @@ const USED: i64 = 100;
 /// The first byte for permissions denied to others.
 const DENIED: i64 = 200;
 
-/// A permission's number and QEMU's name of it.
+/// A permission's number and QEMU's name for it.
 type Permission = (i64, &'static str);
 
 const READ: Permission = (0, "consistent read");
 const WRITE: Permission = (1, "write");
 const RESIZE: Permission = (3, "resize");
 
-/// What another user of an image does that this open cannot live with.
+/// A conflict with another user of an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Conflict {
     permission: &'static str,
-    /// The permission is denied to others here and used by one of them; otherwise it is wanted
-    /// here and denied by another.
+    /// If `true`, the permission is denied to others here and used by one of them; otherwise it is wanted here and
+    /// denied by another.
     shared: bool,
 }
 
 impl Conflict {
-    /// Writing is wanted and another user denies it.
+    /// Writing is wanted here and denied by another user.
     pub(crate) const WRITE: Self = Self { permission: WRITE.1, shared: false };
-    /// Writing is denied to others and one of them does it.
+    /// Writing is denied to others here and used by one of them.
     pub(crate) const SHARED_WRITE: Self = Self { permission: WRITE.1, shared: true };
 }
 
@@ -61,10 +61,10 @@ pub(crate) fn busy(name: &Path, conflict: Conflict) -> StorageError {
     StorageError::new(Operation::Lock, name, source)
 }
 
-/// The locks of an open image; dropped, they are given back.
+/// The locks of an open image, which are released when dropped.
 ///
-/// Closing the file would do that as well, but not while a child of this process has the file open
-/// between its fork and its exec.
+/// Closing the file would release them as well, but not while a child of this process has the file open between its
+/// fork and its exec.
 pub(crate) struct Locks(Arc<OwnedFd>);
 
 impl Drop for Locks {
@@ -93,8 +93,8 @@ pub(crate) fn take(
     Ok(locks)
 }
 
-/// Takes the locks of a reader for another descriptor of a file whose writer's locks this process holds:
-/// nobody else can hold any that conflict, and its own do not count.
+/// Takes the locks of a reader for another descriptor of a file whose writer's locks this process holds: nobody else
+/// can hold conflicting ones, and the process's own do not count.
 ///
 /// # Errors
 /// The file system has no locks.
@@ -102,10 +102,10 @@ pub(crate) fn join(file: &Arc<OwnedFd>, name: &Path) -> Result<Locks, StorageErr
     set(file, name, false)
 }
 
-/// Denies nothing to others any more, of locks taken by a reader.
+/// Stops denying anything to others, with locks taken by a reader.
 ///
 /// # Errors
-/// The file system fails it.
+/// The file system reported an error.
 pub(crate) fn admit(file: &OwnedFd, name: &Path) -> Result<(), StorageError> {
     for (number, _) in SHUT_OUT {
         call(file, libc::F_OFD_SETLK, libc::F_UNLCK, DENIED + number, 1)
@@ -114,10 +114,10 @@ pub(crate) fn admit(file: &OwnedFd, name: &Path) -> Result<(), StorageError> {
     Ok(())
 }
 
-/// Takes back what [`admit`] gave up.
+/// Takes the locks again that [`admit`] released.
 ///
 /// # Errors
-/// Somebody writes ([`io::ErrorKind::ResourceBusy`]); nothing has changed then.
+/// Another user writes ([`io::ErrorKind::ResourceBusy`]); then nothing has changed.
 pub(crate) fn deny(file: &OwnedFd, name: &Path) -> Result<(), StorageError> {
     for (number, _) in SHUT_OUT {
         call(file, libc::F_OFD_SETLK, libc::F_RDLCK, DENIED + number, 1)
@@ -130,7 +130,7 @@ pub(crate) fn deny(file: &OwnedFd, name: &Path) -> Result<(), StorageError> {
     free
 }
 
-/// Takes locks without looking at those of others.
+/// Takes locks without checking those of others.
 fn set(file: &Arc<OwnedFd>, name: &Path, writable: bool) -> Result<Locks, StorageError> {
     let locks = Locks(file.clone());
     let bytes = used(writable).iter().map(|(n, _)| USED + n);
@@ -154,7 +154,7 @@ fn set(file: &Arc<OwnedFd>, name: &Path, writable: bool) -> Result<Locks, Storag
     Ok(locks)
 }
 
-/// Looks whether another user's locks conflict with those that this open would take or has taken.
+/// Checks whether another user's locks conflict with those that this open would take or has taken.
 ///
 /// # Errors
 /// As [`take`].
@@ -163,7 +163,7 @@ pub(crate) fn look(file: &OwnedFd, name: &Path, writable: bool) -> Result<(), St
         let taken = call(file, libc::F_OFD_GETLK, libc::F_WRLCK, first, last - first + 1);
         taken.map_err(|source| StorageError::new(Operation::Lock, name, source))
     };
-    // All that matters at once: with readers alone nobody holds anything there.
+    // Tests the whole relevant range at once: if there are only readers, nobody holds anything there.
     let (first, last) = (USED + WRITE.0, DENIED + if writable { RESIZE.0 } else { READ.0 });
     if !taken(first, last)? {
         return Ok(());
@@ -181,8 +181,8 @@ pub(crate) fn look(file: &OwnedFd, name: &Path, writable: bool) -> Result<(), St
     Ok(())
 }
 
-/// Sets or tests a lock on `length` bytes (0: to the end); tells whether another's lock is in the way of
-/// the one tested.
+/// Sets or tests a lock on `length` bytes (0: to the end); returns whether another user's lock conflicts with the one
+/// tested.
 fn call(
     file: &OwnedFd,
     command: libc::c_int,
@@ -190,7 +190,7 @@ fn call(
     start: i64,
     length: i64,
 ) -> io::Result<bool> {
-    // SAFETY: a description of zeroes is valid, and open file locks want the process left at 0.
+    // SAFETY: a description of zeroes is valid, and open file description locks require the process id to be 0.
     let mut lock: libc::flock = unsafe { std::mem::zeroed() };
     lock.l_type = kind as libc::c_short;
     lock.l_whence = libc::SEEK_SET as libc::c_short;

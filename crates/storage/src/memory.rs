@@ -1,8 +1,8 @@
 //! Files in memory, for tests and simulation.
 //!
-//! Every operation completes at its first poll, so a run depends on nothing but its inputs. Files are
-//! sparse in pages of 64 KiB: a disk of many TiB costs what was written to it. There is no clock: a
-//! stamp holds the number of changes and a digest of them in place of times.
+//! Every operation completes at its first poll, so a run depends only on its inputs. Files are sparse in pages of 64
+//! KiB: a disk of many TiB takes only the memory of what was written to it. There is no clock: a stamp contains the
+//! number of changes and a digest of them instead of times.
 
 use crate::error::{Operation, StorageError};
 use crate::lock;
@@ -19,7 +19,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-/// Bytes in a page of a file in memory; holes are told at this grain.
+/// Bytes in a page of a file in memory; holes are reported at this granularity.
 pub const PAGE: u64 = 64 * 1024;
 
 /// The greatest length of a file, as on Linux.
@@ -30,9 +30,9 @@ type Page = Box<[u8]>;
 #[derive(Clone, Default)]
 struct Contents {
     length: u64,
-    /// How many changes there were.
+    /// The number of changes.
     changes: u64,
-    /// A digest of all changes, so that copies that went different ways differ.
+    /// A digest of all changes, so that copies that diverged differ.
     history: u64,
     pages: BTreeMap<u64, Page>,
 }
@@ -47,7 +47,7 @@ impl Contents {
         }
     }
 
-    /// Notes a change for the stamp.
+    /// Updates the stamp for a change.
     fn changed(&mut self, offset: u64, length: u64, bytes: &[u8]) {
         let mix = |digest: u64, word: u64| {
             (digest.rotate_left(5) ^ word).wrapping_mul(0x9E37_79B9_7F4A_7C15)
@@ -76,7 +76,7 @@ impl Contents {
         self.length = self.length.max(offset + buf.len() as u64);
     }
 
-    /// Zeroes `[start, end)`, giving whole pages back.
+    /// Zeroes `[start, end)`, freeing whole pages.
     fn zero(&mut self, start: u64, end: u64) {
         if start >= end {
             return;
@@ -214,12 +214,12 @@ pub struct MemoryHost {
     settings: Arc<Settings>,
 }
 
-/// What a host's files answer when asked what they can.
+/// The capabilities that a host's files report.
 struct Settings {
     gains: AtomicBool,
     devices: AtomicBool,
     restart_memories: AtomicBool,
-    /// 0 where nothing is cloned.
+    /// 0 if cloning is not supported.
     clone_alignment: AtomicU64,
     atomic_write: AtomicU64,
 }
@@ -242,43 +242,43 @@ impl MemoryHost {
         Self::default()
     }
 
-    /// What [`Capabilities::gains_from_written_space`] answers for this host's files, open ones too; `false`
-    /// unless set.
+    /// Sets [`Capabilities::gains_from_written_space`] of this host's files, including open ones; `false` by default.
     pub fn set_gains_from_written_space(&self, gains: bool) {
         self.settings.gains.store(gains, Ordering::Relaxed);
     }
 
-    /// Whether files are as block devices are, open ones too: their length stays what it is, and what they were not
-    /// written to is unknown. `false` unless set.
+    /// Sets whether files, including open ones, behave like block devices: their length is fixed, and unwritten
+    /// contents are unknown. `false` by default.
     pub fn set_devices(&self, devices: bool) {
         self.settings.devices.store(devices, Ordering::Relaxed);
     }
 
-    /// What [`Capabilities::clone_alignment`] answers for this host's writable files, open ones too: a power
-    /// of two, 4096 unless set. They clone by copying. `None` refuses to.
+    /// Sets [`Capabilities::clone_alignment`] of this host's writable files, including open ones: a power of two, 4096
+    /// by default. They clone by copying. `None` disables cloning.
     pub fn set_clone_alignment(&self, alignment: Option<u64>) {
         let alignment = alignment.unwrap_or(0);
         self.settings.clone_alignment.store(alignment, Ordering::Relaxed);
     }
 
-    /// What [`Capabilities::atomic_write`] answers for this host's files, open ones too: 512 unless set.
+    /// Sets [`Capabilities::atomic_write`] of this host's files, including open ones: 512 by default.
     pub fn set_atomic_write(&self, bytes: u64) {
         self.settings.atomic_write.store(bytes, Ordering::Relaxed);
     }
 
-    /// Whether files have [restart memory](RestartMemories::restart_memory), open ones too; `true` unless set.
+    /// Sets whether files, including open ones, have [restart memory](RestartMemories::restart_memory); `true` by
+    /// default.
     pub fn set_restart_memories(&self, have: bool) {
         self.settings.restart_memories.store(have, Ordering::Relaxed);
     }
 
-    /// Forgets all restart memory, as the end of a machine's run does.
+    /// Forgets all restart memory, as a reboot does.
     pub fn forget_restart_memories(&self) {
         for node in self.directory.lock().files.values() {
             *node.restart_memory.lock() = None;
         }
     }
 
-    /// Puts a file with these bytes in place, replacing one of the same name.
+    /// Adds a file with these bytes, replacing one of the same name.
     pub fn insert(&self, name: impl AsRef<Path>, bytes: &[u8]) {
         let mut contents = Contents::default();
         contents.write(0, bytes);
@@ -299,8 +299,8 @@ impl MemoryHost {
         self.directory.lock().files.keys().cloned().collect()
     }
 
-    /// A host with copies of all files as they are now, none of them open. They keep their identity,
-    /// stamp and restart memory, and what was set.
+    /// A host with copies of all files as they are now, none of them open. They keep their identity, stamp, restart
+    /// memory and settings.
     #[must_use = "the copy is returned"]
     pub fn deep_copy(&self) -> Self {
         let directory = self.directory.lock();
@@ -394,7 +394,7 @@ pub struct MemoryFile {
     role: Mutex<Role>,
 }
 
-/// What an open file does now.
+/// The current role of an open file.
 struct Role {
     writable: bool,
     locked: bool,
@@ -403,7 +403,7 @@ struct Role {
 }
 
 impl Role {
-    /// The user that the file counts as.
+    /// The count of users that the file belongs to.
     fn count<'a>(&self, users: &'a mut Users) -> Option<&'a mut usize> {
         match self {
             Self { locked: false, .. } | Self { admits: true, .. } => None,

@@ -1,26 +1,26 @@
 //! Memory that survives a kill of the process, but not a reboot: it lives as long as the page cache does.
 //!
-//! What a program writes to a file is in the kernel's page cache, and stays there when the program is
-//! killed. What it only keeps in its own memory is gone. A [`RestartMemory`] is memory of the kernel's that
-//! a program stores into without a system call: a writer keeps in one what its file does not say yet.
+//! Data that a program writes to a file is in the kernel's page cache, and stays there when the program is killed. Data
+//! in its own memory is lost. A [`RestartMemory`] is kernel memory that a program stores into without a system call: a
+//! writer keeps changes in it that are not in its file yet.
 
 use std::sync::atomic::AtomicU64;
 
-/// Bytes of a file's restart memory.
+/// The size of a file's restart memory in bytes.
 pub const RESTART_MEMORY_BYTES: usize = 2 << 20;
 
-/// The restart memory that belongs to one file. Only its user at the time changes it.
+/// The restart memory that belongs to one file. Only its current user changes it.
 pub trait RestartMemory: Send + Sync {
-    /// The memory, all of it: [`RESTART_MEMORY_BYTES`]. New memory holds zeroes; other holds what it was
-    /// left with, by whoever could open it.
+    /// The whole memory: [`RESTART_MEMORY_BYTES`]. New memory holds zeroes; existing memory holds what its last user,
+    /// or anyone who could open it, left.
     fn words(&self) -> &[AtomicU64];
 
-    /// What it is, for people: the path of a file.
+    /// Its name for messages: the path of a file.
     fn name(&self) -> String;
 
-    /// Gives the memory back. Who asks for the file's later gets other.
+    /// Removes the memory. A later request for the file's memory gets new memory.
     fn remove(&self);
 
-    /// Whether who asks for the file's memory later gets this; not if somebody has removed it.
+    /// Whether a later request for the file's memory would get this one, which is not so if it was removed.
     fn is_there(&self) -> bool;
 }

@@ -1,10 +1,9 @@
-//! Making an index.
+//! Building an index.
 //!
-//! A new overlay's index starts from the highest one below it. Of each page only what changed is
-//! written: the layer just frozen joins the page's list of newer layers, and when the list has
-//! grown long the page is folded, that is, written anew over all layers. Pages are folded in turn,
-//! a sixteenth of them at each snapshot, so that no snapshot pays for many. Segments and chapters
-//! without a change are pointed to where they are.
+//! A new overlay's index starts from the highest one below it. Only changes are written: the layer just frozen is added
+//! to a page's list of newer layers, and when the list has grown long the page is folded, that is, rewritten over all
+//! layers. Pages are folded in turn, a sixteenth of them at each snapshot, so that no snapshot pays for many. Unchanged
+//! segments and chapters are referred to where they are.
 
 use super::load::layer_stamp;
 use super::scan::{self, Scan};
@@ -23,19 +22,19 @@ use isobath_qcow2::index::{
 use isobath_storage::Storage;
 use std::collections::BTreeMap;
 
-/// Newer layers with which a page may be folded, when it is its turn.
+/// The number of newer layers from which a page is folded when it is its turn.
 const FOLD_FROM: usize = 16;
-/// Newer layers with which a page is folded out of turn.
+/// The number of newer layers at which a page is folded out of turn.
 const FOLD_AT: usize = 32;
 /// Pages folded for one new overlay.
 const MOST_FOLDS: usize = 1024;
 /// Pages folded at once.
 const FOLDS_AT_ONCE: usize = 16;
-/// A layer with more bytes of L2 tables is not read whole for a new overlay's sake.
+/// A layer with more bytes of L2 tables than this is not read in full for a new overlay.
 const MOST_TO_SCAN: u64 = 256 << 20;
 /// No disk has more segments: 4 PiB in 64 KiB clusters.
 const MOST_SEGMENTS: u64 = 1 << 20;
-/// Where a disk's layers are all raw, the unit of its index.
+/// The unit of the index of a disk whose layers are all raw.
 const RAW_UNIT_BITS: u32 = 16;
 
 /// Which pages are folded.
@@ -51,11 +50,11 @@ pub enum Folding {
 pub struct Built {
     /// The bytes of its blocks, from the start of the area on.
     pub bytes: Vec<u8>,
-    /// What the header is to say.
+    /// The extension for the header.
     pub extension: IndexExtension,
 }
 
-/// Where an index will be.
+/// The place of a new index.
 #[derive(Clone, Copy)]
 pub struct Place {
     /// First byte of the area in the file.
@@ -66,11 +65,11 @@ pub struct Place {
     pub position: u32,
 }
 
-/// Makes an index of all layers of `chain`, none of which changes meanwhile. `above` is the name
-/// that the image above gives to the last of them. `progress` is told pages done, of how many.
+/// Builds an index of all layers of `chain`, none of which may change meanwhile. `above` is the name that the image
+/// above gives to the last of them. `progress` is called with the pages done and their total.
 ///
-/// `None` if the disk is too large or its layers too fine for an index, or, in turn, if more than
-/// a new overlay should wait for was added without one.
+/// `None` if the disk is too large or its layers' granularity is too fine for an index, or, when folding in turn, if so
+/// much was added without an index that a new overlay should not wait for it.
 pub async fn build<S: Storage>(
     chain: &Chain<S>,
     above: &str,
@@ -87,7 +86,7 @@ pub async fn build<S: Storage>(
     build_on(None, chain, above, place, folding, &mut progress).await
 }
 
-/// As [`build`], from an index of the lower layers; `None` also if that is damaged.
+/// Like [`build`], from an index of the lower layers; `None` also if that is damaged.
 async fn build_on<S: Storage>(
     base: Option<&ChainIndex<S>>,
     chain: &Chain<S>,
@@ -188,7 +187,7 @@ async fn record<S: Storage>(
     page_bits: u32,
     limit: u64,
 ) -> Result<(LayerRecord, Vec<std::ops::Range<u64>>)> {
-    // A write at the same moment as the stamp would not change it: it is asked for twice.
+    // A write at the same moment as the stamp would not change it, so it is queried twice.
     let before = layer.storage().settled_stamp().await?;
     let Scan { digest, pages } = scan::scan(layer, page_bits, limit).await?;
     let after = layer.storage().stamp().await?;
@@ -230,11 +229,11 @@ impl Owned {
     }
 }
 
-/// What became of a segment.
+/// The result of building a segment.
 enum Made {
-    /// Where it is, if it is anywhere.
+    /// A pointer to it, if it exists.
     Segment(Option<BlockPointer>),
-    /// The index below is broken.
+    /// The index below is damaged.
     Broken,
 }
 
@@ -314,14 +313,14 @@ impl<S: Storage> Work<'_, S> {
     }
 }
 
-/// A page as a chain has it; `None` where a table is not valid, which only a read may say.
+/// A page of a chain; `None` if a table is invalid, which only a read may report.
 pub async fn page<S: Storage>(chain: &Chain<S>, root: &Root, number: u64) -> Result<Option<Page>> {
     let range = number << root.page_bits()..(number + 1) << root.page_bits();
     let slice = resolve(chain, no_writer, range, root.unit_bits).await?;
     Ok(page_of(&slice, number as u32, root.unit_bits))
 }
 
-/// A resolved slice as a page; `None` where a unit is not valid.
+/// A resolved slice as a page; `None` if a unit is invalid.
 fn page_of(slice: &Slice, number: u32, unit_bits: u32) -> Option<Page> {
     let mut entries = Vec::with_capacity(PAGE_UNITS);
     for index in 0..PAGE_UNITS {

@@ -1,4 +1,4 @@
-//! Finding the index of a chain, and deciding whether it still holds.
+//! Finding the index of a chain, and deciding whether it is still valid.
 
 use super::scan;
 use crate::chain::{Chain, LayerIndex};
@@ -13,13 +13,13 @@ use isobath_storage::{Stamp, Storage, shown};
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-/// Bytes of L2 tables that opening a chain reads to make sure of layers whose files were touched.
+/// The most bytes of L2 tables that opening a chain reads to verify layers whose files were touched.
 const MOST_TO_COMPARE: u64 = 256 << 20;
-/// Indexes compared with the layers, from the top down, before the chain is served without one.
+/// The number of indexes compared with the layers, from the top down, before the chain is used without one.
 const TRIES: usize = 8;
-/// Roots looked at in vain before that.
+/// The number of invalid roots examined before that.
 const LOOKS: usize = 64;
-/// Layers asked for their stamps at once.
+/// Layers whose stamps are queried at once.
 const AT_ONCE: usize = 256;
 
 /// The names that an index gives to the layers below, so that these can be opened together.
@@ -31,7 +31,7 @@ pub struct Ahead {
 }
 
 impl Ahead {
-    /// What the root alone tells.
+    /// The names in the root itself.
     pub fn new(root: Root) -> Self {
         let records = root.tail.clone().into();
         Self { root, records }
@@ -52,7 +52,7 @@ impl Ahead {
         self.root.chapters.get((self.lowest() / CHAPTER_LAYERS).checked_sub(1)?)
     }
 
-    /// Reads the next chapter from the layer that holds it; whether it was as it should be.
+    /// Reads the next chapter from the layer that holds it; returns whether it was valid.
     pub async fn read_chapter<S: Storage>(&mut self, holder: &Layer<S>) -> bool {
         let Some(pointer) = self.next_chapter() else { return false };
         let Some(bytes) = read_block(holder, pointer, MAX_BLOCK_BYTES).await else {
@@ -75,12 +75,12 @@ struct Stale {
     reason: String,
 }
 
-/// The highest index in the chain that holds. One that does not is said in the log.
+/// The highest valid index in the chain. Invalid ones are logged.
 pub async fn find<S: Storage>(chain: &Chain<S>) -> Option<Arc<ChainIndex<S>>> {
     look_for(chain, false).await
 }
 
-/// As [`find`], in a chain that was changed here: nobody wonders that an index no longer holds.
+/// Like [`find`], in a chain that this process changed: it is expected that an index is no longer valid.
 pub async fn find_again<S: Storage>(chain: &Chain<S>) -> Option<Arc<ChainIndex<S>>> {
     look_for(chain, true).await
 }
@@ -133,7 +133,7 @@ pub async fn examine<S: Storage>(chain: &Chain<S>) -> Result<Root, String> {
     check(chain, chain.depth() - 1, root).await.map_err(|stale| stale.reason)
 }
 
-/// Whether the root at `position` describes the layers below it as they are.
+/// Checks whether the root at `position` matches the layers below it.
 async fn check<S: Storage>(chain: &Chain<S>, position: usize, root: Root) -> Result<Root, Stale> {
     if root.position as usize != position {
         let reason = format!(
@@ -179,7 +179,7 @@ async fn check<S: Storage>(chain: &Chain<S>, position: usize, root: Root) -> Res
     Ok(ahead.root)
 }
 
-/// Compares a layer whose stamp says nothing with its record's digest.
+/// Compares a layer whose stamp is not conclusive with its record's digest.
 async fn compare<S: Storage>(
     chain: &Chain<S>,
     number: usize,

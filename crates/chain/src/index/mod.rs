@@ -1,11 +1,11 @@
-//! The direct-access index of a chain: one look-up in place of a walk over its layers.
+//! The direct-access index of a chain: one lookup instead of a walk over its layers.
 //!
-//! An overlay may carry an index of the layers below it ([`isobath_qcow2::index`]). It is used only
-//! once every layer that it describes was seen to be as it was when the index was written
-//! (`load.rs`); each of its blocks is checked against its hash when it is read. Whatever does not hold
-//! is said once in the log, and the chain is then served from its layers' own tables.
+//! An overlay may contain an index of the layers below it ([`isobath_qcow2::index`]). It is used only after checking
+//! that every layer that it describes is unchanged since the index was written (`load.rs`); each of its blocks is
+//! checked against its hash when it is read. A mismatch is logged once, and the chain is then read through its layers'
+//! own tables.
 //!
-//! `build.rs` makes an index, for a new overlay from the one below it or for a whole chain afresh.
+//! `build.rs` builds an index, for a new overlay from the one below it, or for a whole chain from scratch.
 
 mod build;
 mod load;

@@ -11,10 +11,10 @@ use std::ops::Range;
 /// Bytes of L2 tables read at once.
 const READ_AT_ONCE: u64 = 4 << 20;
 
-/// What a layer's tables say as a whole.
+/// The result of reading all of a layer's tables.
 pub(super) struct Scan {
-    /// Everything that maps guest clusters to host clusters; `None` where that was too much to
-    /// read, or cannot be read.
+    /// The digest of everything that maps guest clusters to host clusters; `None` if that was too much to read, or
+    /// cannot be read.
     pub(super) digest: Option<BlockHash>,
     /// Runs of pages in which the layer may own something, ascending.
     pub(super) pages: Vec<Range<u64>>,
@@ -29,8 +29,7 @@ pub(super) fn table_bytes<S: Storage>(layer: &Layer<S>) -> u64 {
     })
 }
 
-/// Scans a layer whose tables nobody changes. With more than `limit` bytes of L2 tables only the L1
-/// table is looked at.
+/// Scans a layer whose tables do not change. With more than `limit` bytes of L2 tables only the L1 table is examined.
 pub(super) async fn scan<S: Storage>(layer: &Layer<S>, page_bits: u32, limit: u64) -> Result<Scan> {
     let Some(qcow2) = layer.as_qcow2() else {
         let mut hasher = BlockHasher::default();
@@ -81,9 +80,9 @@ pub(super) async fn scan<S: Storage>(layer: &Layer<S>, page_bits: u32, limit: u6
     Ok(Scan { digest: Some(hasher.finish()), pages: pages.runs })
 }
 
-/// The digest of a layer as it is now, read whole whatever its size.
+/// The current digest of a layer, whatever its size.
 pub(super) async fn digest<S: Storage>(layer: &Layer<S>) -> Result<Option<BlockHash>> {
-    // The pages are of no interest: few of them.
+    // The pages are not needed here, so they are made large.
     Ok(scan(layer, 40, u64::MAX).await?.digest)
 }
 

@@ -7,8 +7,7 @@ use isobath_qcow2::index::IndexExtension;
 pub struct IndexInfo {
     /// Layers that it describes, from the base; 0 if unknown.
     pub layers: u32,
-    /// Bytes that it takes in this image's file; what did not change since the snapshot before lies
-    /// in the files below.
+    /// Bytes that it takes in this image's file; parts unchanged since the previous snapshot are in the files below.
     pub bytes: u64,
     /// Its granularity, in bytes; 0 if unknown.
     pub granularity: u64,
@@ -28,7 +27,7 @@ pub enum IndexState {
 }
 
 impl IndexInfo {
-    /// What an extension tells by itself.
+    /// The status that follows from an extension alone.
     pub fn unchecked(extension: &IndexExtension) -> Self {
         let end = extension.root_offset.get() + u64::from(extension.root_length);
         Self {

@@ -10,12 +10,12 @@ const LAYER_MASK: u64 = 0xffff << LAYER_SHIFT;
 const IN_PLACE: u64 = 1 << 60;
 const KIND_SHIFT: u32 = 61;
 
-/// What decides the content of one unit of guest bytes.
+/// The source of one unit of guest bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum UnitKind {
     /// No layer has it: it reads as zeroes.
     Absent,
-    /// A layer says that it reads as zeroes.
+    /// A layer marks it as zeroes.
     Zero,
     /// Plain data at a host offset of a layer's data file.
     Data,
@@ -38,13 +38,12 @@ impl Unit {
         Self(1 << KIND_SHIFT | u64::from(layer.get()) << LAYER_SHIFT)
     }
 
-    /// A unit that the layer's tables describe wrongly.
+    /// A unit for which the layer's tables are invalid.
     pub fn invalid(layer: LayerIndex) -> Self {
         Self(4 << KIND_SHIFT | u64::from(layer.get()) << LAYER_SHIFT)
     }
 
-    /// Data at `host` bytes in the layer's data file, or `None` where that offset is beyond what
-    /// 44 bits of units can name.
+    /// Data at `host` bytes in the layer's data file, or `None` if that offset, in units, does not fit into 44 bits.
     pub fn data(layer: LayerIndex, host: u64, unit_bits: u32, in_place: bool) -> Option<Self> {
         let payload = host >> unit_bits;
         let flag = if in_place { IN_PLACE } else { 0 };
@@ -57,7 +56,7 @@ impl Unit {
         Self(3 << KIND_SHIFT | u64::from(layer.get()) << LAYER_SHIFT | u64::from(index))
     }
 
-    /// The unit of these [bits](Self::bits).
+    /// The unit with these [bits](Self::bits).
     pub const fn from_bits(bits: u64) -> Self {
         Self(bits)
     }
@@ -67,7 +66,7 @@ impl Unit {
         self.0
     }
 
-    /// What it is.
+    /// Its kind.
     pub const fn kind(self) -> UnitKind {
         match self.0 >> KIND_SHIFT {
             1 => UnitKind::Zero,
@@ -83,7 +82,7 @@ impl Unit {
         LayerIndex::new((self.0 >> LAYER_SHIFT) as u16)
     }
 
-    /// Whether it says where the bytes are by itself.
+    /// Whether it gives the place of the bytes by itself.
     pub fn is_plain(self) -> bool {
         matches!(self.kind(), UnitKind::Data | UnitKind::Zero)
     }
@@ -97,7 +96,7 @@ impl Unit {
         Self(self.0 & !LAYER_MASK | u64::from(layer.get()) << LAYER_SHIFT)
     }
 
-    /// Whether a write may go to its place.
+    /// Whether a write may go in place.
     pub const fn in_place(self) -> bool {
         self.0 & IN_PLACE != 0
     }

@@ -1,4 +1,4 @@
-//! Small programs over the map, in every order that their threads can take.
+//! Small programs that use the map, in every possible interleaving of their threads.
 
 use super::*;
 use isobath_sync::explore;
@@ -6,7 +6,7 @@ use isobath_sync::explore;
 const BITS: u32 = 16;
 const TOP: LayerIndex = LayerIndex::new(1);
 
-/// The map, and tables of which it is the cache: by unit, where the data is, in units.
+/// The map, and the tables that it caches: the place of each unit's data, in units.
 struct Disk {
     map: Map,
     tables: [AtomicU64; 12],
@@ -16,7 +16,7 @@ fn disk() -> Disk {
     Disk { map: Map::new(BITS, 0, TOP), tables: [0; 12].map(AtomicU64::new) }
 }
 
-/// As [`disk`], and the map has as many slices as it may, none of them used.
+/// Like [`disk`], but the map is full of unused slices.
 fn full() -> Disk {
     let disk = disk();
     for slice in 0..4 {
@@ -37,7 +37,7 @@ fn bytes(unit: usize) -> Range<u64> {
     (unit as u64) << BITS..(unit as u64 + 1) << BITS
 }
 
-/// A request changes what a unit is: in the tables, then in the map.
+/// A request changes a unit: in the tables, then in the map.
 fn write(disk: &Disk, at: usize, host: u64) {
     disk.tables[at].store(host, Ordering::Release);
     disk.map.update(bytes(at), |_| unit(host));
@@ -54,7 +54,7 @@ fn resolve(disk: &Disk, slice: u64) {
     }
 }
 
-/// Where the map says that a unit's data is.
+/// The place of a unit's data according to the map.
 fn find(disk: &Disk, at: usize) -> u64 {
     loop {
         let mut extents = Extents::new();
@@ -71,7 +71,7 @@ fn find(disk: &Disk, at: usize) -> u64 {
     }
 }
 
-/// What the map has is what the tables say, and it knows how much it is.
+/// Checks that the map matches the tables, and that its size is correct.
 fn is_current(disk: &Disk) {
     for (at, host) in disk.tables.iter().enumerate() {
         let mut extents = Extents::new();
@@ -155,7 +155,7 @@ fn the_budget_holds_whoever_adds() {
 fn what_is_resolved_while_all_is_forgotten_is_not_of_before() {
     let tasks: &[fn(&Disk)] = &[
         |d| {
-            // Another size: every table is read again.
+            // The size changed: every table is read again.
             d.tables[0].store(5, Ordering::Release);
             d.map.clear();
             assert_eq!(find(d, 0), 5);

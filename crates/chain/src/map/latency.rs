@@ -1,4 +1,4 @@
-//! How long look-ups take: a sample of them, in buckets an eighth of an octave wide.
+//! Latencies of a sample of lookups, in buckets an eighth of an octave wide.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -25,7 +25,7 @@ impl Latencies {
         }
     }
 
-    /// The nanoseconds below which `share` (0 to 1) of the sample lies; 0 without one.
+    /// The nanoseconds below which `share` (0 to 1) of the sample lies; 0 if the sample is empty.
     pub(super) fn quantile(&self, share: f64) -> u64 {
         let counts: Vec<u64> = self.buckets.iter().map(|b| b.load(Ordering::Relaxed)).collect();
         let total: u64 = counts.iter().sum();

@@ -1,8 +1,8 @@
-//! The unified map: which layer holds a guest range, and where.
+//! The unified map: the layer and offset of each guest range.
 //!
-//! One cache serves the whole chain. It is divided into *units*, the smallest cluster or subcluster
-//! size of any layer, and kept in *slices* of [`SLICE_UNITS`] units. A look-up costs the same at any
-//! depth; the first look-up in a slice merges it over the layers (see [`resolve`]).
+//! One cache serves the whole chain. It is divided into *units*, the smallest cluster or subcluster size of any layer,
+//! and kept in *slices* of [`SLICE_UNITS`] units. A lookup costs the same at any depth; the first lookup in a slice
+//! merges it over the layers (see [`resolve`]).
 
 mod entry;
 #[cfg(all(test, loom))]
@@ -31,7 +31,7 @@ use std::time::Instant;
 /// Units in a slice: with 64 KiB clusters, 64 MiB of the disk in 8 KiB of memory.
 pub const SLICE_UNITS: usize = if cfg!(loom) { 2 } else { 1024 };
 const SHARDS: usize = if cfg!(loom) { 2 } else { 64 };
-/// What a slice costs beside its units: the allocation, the shard's entry and the clock's.
+/// Memory of a slice besides its units: the allocation, the shard's entry and the clock's.
 const SLICE_OVERHEAD: usize = 192;
 
 /// A run of guest bytes with one source.
@@ -45,10 +45,10 @@ pub struct Extent {
     pub source: Source,
 }
 
-/// Extents that follow one another; of most requests there is one.
+/// Consecutive extents; most requests have only one.
 pub type Extents = SmallVec<[Extent; 2]>;
 
-/// The guest bytes of extents that follow one another.
+/// The guest bytes of consecutive extents.
 pub fn guest_range(extents: &[Extent]) -> Range<u64> {
     let start = extents.first().map_or(0, |extent| extent.guest);
     start..extents.last().map_or(start, |extent| extent.guest + extent.length)
@@ -97,13 +97,13 @@ impl Source {
 /// A slice of the map.
 pub struct Slice {
     units: Box<[AtomicU64; SLICE_UNITS]>,
-    /// Compressed clusters that units name by index; only ever appended to.
+    /// Compressed clusters that units refer to by index; entries are only ever appended.
     compressed: RwLock<Vec<CompressedCluster>>,
     used: AtomicBool,
 }
 
 impl Slice {
-    /// A slice of these units; those that are compressed refer to `compressed` by number.
+    /// A slice of these units; compressed ones refer to `compressed` by index.
     pub fn new(units: &[Unit; SLICE_UNITS], compressed: Vec<CompressedCluster>) -> Self {
         let units: Box<[AtomicU64]> =
             units.iter().map(|unit| AtomicU64::new(unit.bits())).collect();
@@ -170,25 +170,25 @@ impl Slice {
 #[derive(Default)]
 struct Shard {
     slices: FxHashMap<u64, Arc<Slice>>,
-    /// Raised by every update, so that a slice resolved meanwhile is not taken for current.
+    /// Incremented by every update, so that a slice resolved meanwhile is not considered current.
     generation: u64,
 }
 
 /// Counters of the map, each since the disk was opened.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MapStats {
-    /// Look-ups answered from the cache.
+    /// Lookups answered from the cache.
     pub hits: u64,
     /// Hits that found no layer owning the range.
     pub unallocated_hits: u64,
-    /// Look-ups that had to resolve a slice.
+    /// Lookups that had to resolve a slice.
     pub misses: u64,
     /// Bytes of memory that the cached slices take.
     pub bytes: u64,
     /// The limit of `bytes`.
     pub budget: u64,
-    /// The median time of a look-up answered from the cache, in nanoseconds, from a sample of one in
-    /// 64, with the clock's own cost in it; 0 without any.
+    /// The median time of a lookup answered from the cache, in nanoseconds, from a sample of one in 64, including the
+    /// cost of reading the clock; 0 without a sample.
     pub lookup_median_ns: u64,
     /// The time that 99 of 100 of them do not exceed.
     pub lookup_p99_ns: u64,
@@ -199,7 +199,7 @@ pub struct Map {
     unit_bits: u32,
     shards: Box<[RwLock<Shard>]>,
     clock: Mutex<VecDeque<u64>>,
-    /// The layer that takes writes; those of others are never in place.
+    /// The layer that takes writes; units of other layers are never in place.
     active: AtomicU16,
     budget: AtomicUsize,
     bytes: AtomicU64,
@@ -207,7 +207,7 @@ pub struct Map {
     latencies: Latencies,
 }
 
-/// The look-ups of one thread.
+/// The lookups of one thread.
 #[derive(Default)]
 struct Looks {
     hits: Count,
@@ -215,10 +215,10 @@ struct Looks {
     misses: Count,
 }
 
-/// One look-up in so many is timed.
+/// One lookup in this many is timed.
 const TIMED: u64 = 64;
 
-/// What a look-up found.
+/// The result of a lookup.
 pub enum Lookup {
     /// The extents cover the range.
     Found,
@@ -256,7 +256,7 @@ impl Map {
         LayerIndex::new(self.active.load(Ordering::Relaxed))
     }
 
-    /// From now on another layer takes writes. No request is under way.
+    /// Sets the layer that takes writes. No request may be in flight.
     pub fn set_active(&self, layer: LayerIndex) {
         self.active.store(layer.get(), Ordering::Relaxed);
     }
@@ -355,13 +355,12 @@ impl Map {
         absent
     }
 
-    /// Where to begin resolving a slice: hand this to [`insert`](Self::insert).
+    /// Called before resolving a slice; pass the result to [`insert`](Self::insert).
     pub fn generation(&self, slice: u64) -> u64 {
         self.shard(slice).read().generation
     }
 
-    /// Adds a slice resolved since `generation`. `false` if an update came in between: resolve
-    /// again.
+    /// Adds a slice resolved since `generation`. Returns `false` if there was an update in between: resolve it again.
     pub fn insert(&self, index: u64, generation: u64, slice: Slice) -> bool {
         let cost = slice.cost() as u64;
         let mut clock = self.clock.lock();
@@ -400,8 +399,8 @@ impl Map {
         }
     }
 
-    /// Changes the units of `range` (aligned to units), where they are cached: `unit` is called
-    /// with the byte offset of each unit from the range's start.
+    /// Changes those units of `range` (aligned to units) that are cached: `unit` is called with the byte offset of each
+    /// unit from the range's start.
     pub fn update(&self, range: Range<u64>, unit: impl Fn(u64) -> Unit) {
         self.change(range, |slice, units, from_start| {
             slice.set(units, |step| unit(from_start + ((step as u64) << self.unit_bits)));
@@ -438,8 +437,8 @@ impl Map {
         }
     }
 
-    /// What is cached of the byte at `guest`, as a unit of a map of smaller ones; `None` also where it
-    /// is compressed.
+    /// The cached source of the byte at `guest`, as a unit of a map with smaller units; `None` also if it is
+    /// compressed.
     pub fn cached(&self, guest: u64, unit_bits: u32) -> Option<Unit> {
         let slice = guest >> self.slice_bits();
         let within = guest - (slice << self.slice_bits());
@@ -455,8 +454,8 @@ impl Map {
         }
     }
 
-    /// Rewrites what is cached for a changed chain; no request is under way. `unit` gives a unit's
-    /// new form, or `None` where that is not known: its slice is forgotten then.
+    /// Rewrites the cache for a changed chain; no request may be in flight. `unit` returns a unit's new form, or `None`
+    /// if that is unknown: its slice is then evicted.
     pub fn rewrite(&self, unit: impl Fn(u64, Unit) -> Option<Unit>) {
         for shard in &self.shards {
             let mut shard = shard.write();
@@ -479,7 +478,7 @@ impl Map {
         }
     }
 
-    /// Forgets everything, as after a change of the chain or of the disk's size.
+    /// Evicts everything, as after a change of the chain or of the disk's size.
     pub fn clear(&self) {
         let mut clock = self.clock.lock();
         clock.clear();
@@ -509,8 +508,7 @@ impl Map {
     }
 }
 
-/// Appends an extent, or lengthens the last one where the new one continues it (over a slice's
-/// border).
+/// Appends an extent, or extends the last one if the new one continues it (across a slice boundary).
 fn push_extent(extents: &mut Extents, extent: Extent) {
     if let Some(last) = extents.last_mut() {
         let continues = match (last.source, extent.source) {

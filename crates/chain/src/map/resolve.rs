@@ -1,5 +1,5 @@
-//! Resolving a slice: one pass over the layers, from the active one down, that ends as soon as every
-//! unit is decided. Tables are read in batches, all reads of a batch at once.
+//! Resolving a slice: one pass over the layers, from the active one down, that ends as soon as every unit is decided.
+//! Tables are read in batches, all reads of a batch concurrently.
 
 use super::{SLICE_UNITS, Slice, Unit};
 use crate::chain::{Chain, LayerIndex};
@@ -16,14 +16,13 @@ use isobath_storage::{IoBuf, Storage};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Layers whose tables are read together; doubled from batch to batch, since most slices are
-/// decided near the top and some only at the base.
+/// Layers whose tables are read together. The number doubles from batch to batch, since most slices are decided near
+/// the top and some only at the base.
 const FIRST_BATCH: usize = 4;
 const LARGEST_BATCH: usize = 64;
 
-/// Merges the guest bytes of `range`, a slice's, over the chain: the layers above its index one by
-/// one, the others as the index has them. `writer` gives what knows a layer's entries better than its
-/// file.
+/// Merges the guest bytes of `range`, a slice's, over the chain: the layers above its index one by one, the others
+/// through the index. `writer` returns the source of entries that are newer than a layer's file.
 pub async fn resolve<S: Storage, A: ActiveEntries>(
     chain: &Chain<S>,
     writer: impl Fn(LayerIndex) -> Option<A>,
@@ -52,7 +51,7 @@ pub async fn resolve<S: Storage, A: ActiveEntries>(
     Ok(Slice::new(&merge.units, merge.compressed))
 }
 
-/// Merges the layers that an index describes; whether it could be read.
+/// Merges the layers that an index describes; returns whether the index could be read.
 async fn merge_described<S: Storage>(
     merge: &mut Merge,
     chain: &Chain<S>,
@@ -176,7 +175,7 @@ fn portions(qcow2: &Qcow2, range: Range<u64>) -> Vec<Portion> {
     list
 }
 
-/// The portion's part of its table; `None` where the L1 entry is not valid.
+/// The portion's part of its table; `None` if the L1 entry is invalid.
 async fn read_portion<S: Storage>(layer: &Layer<S>, portion: &Portion) -> Result<Option<IoBuf>> {
     let (Some(qcow2), Table::At(offset)) = (layer.as_qcow2(), &portion.table) else {
         return Ok(None);
@@ -191,7 +190,7 @@ fn entries<'a>(table: &'a [u8], qcow2: &'a Qcow2) -> impl Iterator<Item = L2Entr
     (0..count).filter_map(|index| L2Entry::read(table, index, &qcow2.geometry))
 }
 
-/// Why a layer's tables say nothing valid about the byte at `guest`.
+/// The error for a byte at `guest` for which a layer's tables are invalid.
 pub async fn explain_invalid<S: Storage>(layer: &Layer<S>, guest: u64) -> DiskError {
     let Some(qcow2) = layer.as_qcow2() else {
         return DiskError::Corrupt { image: layer.name().to_owned(), reason: "unknown".into() };
@@ -202,7 +201,7 @@ pub async fn explain_invalid<S: Storage>(layer: &Layer<S>, guest: u64) -> DiskEr
     if let Err(error) = entry.offset(geometry) {
         return layer.format_error(error);
     }
-    // A table made since the image was opened may lie past what was its end.
+    // A table created since the image was opened may be past its former end.
     if let Err(error) = qcow2.l2_table(entry)
         && entry.offset(geometry).ok().flatten().is_some_and(|at| at.get() >= layer.file_length())
     {
@@ -267,9 +266,8 @@ struct Merge {
 }
 
 impl Merge {
-    /// Decides the units in `range` that no layer above has: `unit` is called with the guest offset
-    /// of each and may leave it to the layers below only by not being called. `None` stands for an
-    /// offset that the map cannot hold.
+    /// Decides the units in `range` that no layer above has: `unit` is called with the guest offset of each. Units that
+    /// should be left to the layers below must not be in `range`. `None` stands for an offset that the map cannot hold.
     fn decide(&mut self, range: Range<u64>, unit: impl Fn(u64) -> Option<Unit>) {
         let limit = self.start + ((SLICE_UNITS as u64) << self.unit_bits);
         let begin = range.start.max(self.start);
@@ -352,7 +350,7 @@ impl Merge {
         }
     }
 
-    /// Merges a page of an index, whose first guest byte is `page_start`.
+    /// Merges a page of an index that starts at guest byte `page_start`.
     fn apply_page<S: Storage>(
         &mut self,
         chain: &Chain<S>,

@@ -1,4 +1,4 @@
-//! `isobath-crash-files`: records a server at work on real files, and crashes it.
+//! `isobath-crash-files`: records a server's changes of real files, and crashes it.
 
 use clap::Parser;
 use isobath_crash::files::campaign::{Settings, Totals, run};
@@ -8,29 +8,29 @@ use std::process::ExitCode;
 use std::thread;
 use std::time::Instant;
 
-/// Records what a server does to an image, makes images that crashes would have left, and judges what
-/// recovery makes of them; `qemu-img check` judges each as well.
+/// Records a server's changes of an image, builds the images that crashes would have left, and checks their recovery;
+/// `qemu-img check` checks each as well.
 #[derive(Parser)]
 struct Arguments {
-    /// States of crashes for each workload and mode.
+    /// Crash states for each workload and mode.
     #[arg(long, default_value_t = 200)]
     states: usize,
-    /// States of one run of a workload.
+    /// Crash states for each run of a workload.
     #[arg(long, default_value_t = 200)]
     each: usize,
-    /// One workload: append, overwrite, random, writers or guest; all without it.
+    /// One workload: append, overwrite, random, writers or guest [default: all].
     #[arg(long)]
     workload: Option<String>,
-    /// How metadata is kept; all modes without it.
+    /// The metadata mode [default: all].
     #[arg(long)]
     mode: Option<String>,
-    /// The first run's seed; the next ones count on.
+    /// The first run's seed; it is incremented for each further run.
     #[arg(long, default_value_t = 1)]
     seed: u64,
-    /// States judged at a time; as many as there are processors without it.
+    /// States checked concurrently [default: the number of processors].
     #[arg(long)]
     threads: Option<usize>,
-    /// Lets every other sync do nothing, to see that it is noticed.
+    /// Makes every other sync do nothing, to verify that this is detected.
     #[arg(long)]
     sabotage: bool,
 }

@@ -1,4 +1,4 @@
-//! A workload recorded, and many crashes of it.
+//! Recording a workload, and many crashes of it.
 
 use super::guest;
 use super::judge::{Before, Judge, Promises, Way};
@@ -25,19 +25,19 @@ use std::thread;
 pub struct Settings {
     /// The workload.
     pub workload: Workload,
-    /// How metadata is kept.
+    /// The metadata mode.
     pub mode: MetadataMode,
-    /// States of crashes, of one run of the workload.
+    /// Crash states for one run of the workload.
     pub states: usize,
-    /// For requests and states.
+    /// The seed of requests and states.
     pub seed: u64,
-    /// How many states are judged at a time.
+    /// How many states are checked concurrently.
     pub threads: usize,
-    /// Lets every other sync of the host do nothing, to see that it is noticed.
+    /// Makes every other sync of the host do nothing, to verify that this is detected.
     pub sabotage: bool,
 }
 
-/// What came of it.
+/// The results.
 #[derive(Clone, Debug, Default)]
 pub struct Totals {
     /// States that passed.
@@ -46,7 +46,7 @@ pub struct Totals {
     pub refused: u64,
     /// States with leaked clusters before they were recovered.
     pub leaking: u64,
-    /// States whose recovered disk QEMU read as well.
+    /// States whose recovered disk QEMU read, too.
     pub read_by_qemu: u64,
     /// States that lost something.
     pub losses: Losses,
@@ -54,7 +54,7 @@ pub struct Totals {
     pub changes: u64,
     /// Syncs of the files.
     pub syncs: u64,
-    /// Digests of the choices made: how many states were different.
+    /// Digests of the choices made, to count different states.
     pub different: HashSet<u64>,
 }
 
@@ -75,7 +75,7 @@ impl Totals {
 /// Runs a workload and crashes it.
 ///
 /// # Errors
-/// What was found, and where the image is that showed it.
+/// Describes the failure, and where the failing image is.
 pub fn run(settings: &Settings) -> Result<Totals, String> {
     let named = |error: String| {
         format!(
@@ -96,7 +96,7 @@ fn run_workload(settings: &Settings) -> Result<Totals, String> {
     let start = read()?;
     let mut options = OpenOptions::new().writable(true).metadata(settings.mode);
     options.journal_size = journal_size(settings.seed);
-    // Zones fill up, or the disk fits into one.
+    // Either zones fill up, or the disk fits into one.
     options.zone_size = settings.seed.is_multiple_of(2).then_some(1 << 20);
     let (entries, promises) =
         serve::record(&image, &options, |frontend| match settings.workload {
@@ -145,7 +145,7 @@ fn run_workload(settings: &Settings) -> Result<Totals, String> {
     Ok(totals)
 }
 
-/// Bytes of a journal: as a small disk gets, or enough for data of a large one.
+/// Size of the journal: that of a small disk, or enough for data of a large one.
 fn journal_size(seed: u64) -> Option<u64> {
     match seed % 3 {
         0 => None,
@@ -153,7 +153,7 @@ fn journal_size(seed: u64) -> Option<u64> {
     }
 }
 
-/// The record leads to what is there.
+/// Checks that the record leads to the file's contents.
 fn closed_well(record: &Record, entries: &[Entry], file: &[u8]) -> Result<(), String> {
     let mut replay = Replay::new(record);
     replay.advance(trace::crash(entries.len()));
@@ -162,7 +162,7 @@ fn closed_well(record: &Record, entries: &[Entry], file: &[u8]) -> Result<(), St
     if matches { Ok(()) } else { Err("what was recorded does not lead to the file".into()) }
 }
 
-/// The record of a host of whose syncs every other one does nothing.
+/// The record of a host whose every other sync does nothing.
 fn sabotaged(mut record: Record) -> Record {
     let mut number = 0;
     record.flushes.retain(|_| {
@@ -172,7 +172,7 @@ fn sabotaged(mut record: Record) -> Record {
     record
 }
 
-/// Makes one state, and judges it.
+/// Builds one state, and checks it.
 fn one(
     settings: &Settings,
     judge: &Judge<'_>,
@@ -216,7 +216,7 @@ fn one(
     }
 }
 
-/// Leaves an image for somebody to look at.
+/// Keeps an image for inspection.
 fn keep(bytes: &[u8], seed: u64) -> io::Result<String> {
     let path = std::env::temp_dir().join(format!("isobath-crash-{seed:016x}.qcow2"));
     fs::write(&path, bytes)?;

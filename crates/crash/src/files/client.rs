@@ -1,4 +1,4 @@
-//! A client of an NBD server, with one request at a time.
+//! An NBD client with one request at a time.
 
 use isobath_export::nbd::request::Request;
 use isobath_export::nbd::wire::{self, option, option_reply};
@@ -25,7 +25,7 @@ impl Client {
         if greeting[..16] != magics.concat() {
             return Err(wrong("greeting"));
         }
-        // Fixed newstyle, no zeroes; then the export with the empty name, with nothing asked of it.
+        // Fixed newstyle, no zeroes; then the export with the empty name, without information requests.
         let go = [
             &3_u32.to_be_bytes()[..],
             &wire::OPTION_MAGIC.to_be_bytes(),

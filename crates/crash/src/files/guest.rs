@@ -1,4 +1,4 @@
-//! A Linux guest, and what is to be found of its files after a crash.
+//! A Linux guest, and the required state of its files after a crash.
 
 use super::serve::Frontend;
 use isobath_testkit::guest::Guest;
@@ -10,14 +10,14 @@ use std::path::Path;
 use std::thread;
 use std::time::Duration;
 
-/// How often the console is looked at.
+/// The interval at which the console is read.
 const PAUSE: Duration = Duration::from_millis(2);
 
 /// Files, appends and overwrites that a guest makes.
 const ROUNDS: usize = 12;
 
-/// Makes an ext4; then for each round a new file, 64 KiB more of a file, and 64 KiB of a file all over
-/// again, each with fsync, of which the console tells.
+/// Makes an ext4; then in each round a new file, 64 KiB appended to a file, and 64 KiB of a file overwritten, each with
+/// fsync and reported on the console.
 fn script() -> String {
     format!(
         "mkfs.ext4 -q -F -b 4096 -E lazy_itable_init=0,lazy_journal_init=0 /dev/vda\n\
@@ -47,14 +47,14 @@ fn script() -> String {
 
 /// A line that the guest wrote.
 struct Line {
-    /// Entries of the record when it was not there yet.
+    /// Entries of the record when the line was not there yet.
     after: usize,
-    /// Entries when it was.
+    /// Entries of the record when it was.
     by: usize,
     words: Vec<String>,
 }
 
-/// What the guest told of its files.
+/// The guest's reports about its files.
 pub struct Files {
     lines: Vec<Line>,
 }
@@ -85,23 +85,23 @@ pub fn run(frontend: &Frontend) -> Result<Files, String> {
         }
         thread::sleep(PAUSE);
     }
-    // What is still in its memory is lost.
+    // Whatever is still in its memory is lost.
     thread::sleep(Duration::from_millis(200));
     drop(guest.kill());
     Ok(Files { lines })
 }
 
 impl Files {
-    /// Checks the raw disk of a guest, `tree` being a place for its files.
+    /// Checks the raw disk of a guest; `tree` is a directory for its files.
     ///
     /// # Errors
-    /// The file system is damaged, or a file that was synced before the crash is not as it was.
+    /// The file system is damaged, or a file that was synced before the crash differs.
     pub fn check(&self, position: usize, raw: &Path, tree: &Path) -> Result<(), String> {
         let told = || self.lines.iter().filter(|line| line.by <= position);
         if told().next().is_none() {
             return Ok(());
         }
-        // Replays the file system's journal; mends nothing that a crash may not leave.
+        // Replays the file system's journal; repairs only what a crash may leave.
         let mended = run_program(tools::require("e2fsck"), args!["-f", "-p", raw]);
         if mended.code() > 1 {
             return Err(format!("the file system is damaged: {}", mended.report()));

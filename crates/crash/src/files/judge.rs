@@ -1,4 +1,4 @@
-//! Images that a crash has left: judged, recovered, and judged again.
+//! Checks images after a crash, recovers them, and checks them again.
 
 use super::guest;
 use super::oracle::Sectors;
@@ -14,14 +14,14 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use tempfile::TempDir;
 
-/// The journal's name, as QEMU must print it.
+/// The journal's name that QEMU must print.
 const NAMED: &str = "run 'isobath check -r all IMAGE'";
 /// Bytes read at once.
 const PIECE: u64 = 1 << 20;
 
-/// What a disk must hold after a crash.
+/// The guarantees for a disk's contents after a crash.
 pub enum Promises {
-    /// What its clients wrote.
+    /// Those from its clients' writes.
     Sectors(Sectors),
     /// The files of a guest.
     Files(guest::Files),
@@ -36,7 +36,7 @@ pub enum Way {
     Repair,
 }
 
-/// What an image was like before it was recovered.
+/// The state of an image before it was recovered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Before {
     /// QEMU found nothing wrong.
@@ -47,7 +47,7 @@ pub enum Before {
     Refused,
 }
 
-/// Judges images, one after another, in a directory of its own.
+/// Checks images, one after another, in a directory of its own.
 pub struct Judge<'a> {
     mode: MetadataMode,
     promises: &'a Promises,
@@ -77,7 +77,7 @@ pub fn journal_in_use(image: &[u8]) -> bool {
     bits.is_some_and(|bits| bits & IncompatibleFeatures::JOURNAL.bits() != 0)
 }
 
-/// What QEMU says of the image as it is.
+/// QEMU's verdict on the image before recovery.
 fn before_recovery(image: &Path, journal: bool) -> Result<Before, String> {
     let found = qemu::check(image);
     match (journal, found.code()) {
@@ -93,8 +93,8 @@ fn before_recovery(image: &Path, journal: bool) -> Result<Before, String> {
 }
 
 impl<'a> Judge<'a> {
-    /// A judge of images made in a mode. Works in memory where there is `/dev/shm`: what is judged
-    /// is not what survives another crash.
+    /// A judge for images of one mode. Works in memory if there is `/dev/shm`, since its own files need not survive a
+    /// crash.
     pub fn new(mode: MetadataMode, promises: &'a Promises) -> Result<Self, String> {
         let directory = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir());
         let directory = directory.map_err(|error| format!("no directory: {error}"))?;
@@ -107,8 +107,8 @@ impl<'a> Judge<'a> {
         self.directory.path().join(name)
     }
 
-    /// Judges an image that a crash has left when the record had `position` entries. With `by_qemu`
-    /// QEMU reads the recovered disk too.
+    /// Checks the image after a crash at which the record had `position` entries. With `by_qemu` QEMU reads the
+    /// recovered disk too.
     pub fn judge(
         &self,
         bytes: &[u8],

@@ -1,15 +1,15 @@
-//! What a crash has cost: the paper tells guest data, metadata and the journal apart.
+//! What a crash has lost; the paper distinguishes guest data, metadata and the journal.
 
 use super::oracle::{SECTOR, is_filled};
 use isobath_qcow2::Header;
 use std::ops::AddAssign;
 
-/// States, by what is otherwise in them than if nothing had been lost.
+/// The number of states that lost something, by kind.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Losses {
     /// Guest data.
     pub data: u64,
-    /// Header, tables and refcounts; of a guest's image its data too, which cannot be told from them.
+    /// Header, tables and refcounts; for a guest's image its data too, which cannot be distinguished from them.
     pub metadata: u64,
     /// Records of the journal.
     pub journal: u64,
@@ -24,7 +24,7 @@ impl AddAssign for Losses {
 }
 
 impl Losses {
-    /// Of one state, `whole` being the image if nothing had been lost.
+    /// The losses of one state; `whole` is the image if nothing had been lost.
     pub fn of(state: &[u8], whole: &[u8]) -> Self {
         let header = Header::parse(whole).ok();
         let journal = header.as_ref().and_then(Header::journal).map(|journal| {

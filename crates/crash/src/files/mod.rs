@@ -1,13 +1,12 @@
 //! Crashes of a real server on real files: the method of section 4.1 of the FAST '16 paper (Chen et
 //! al., "Mitigating Sync Amplification for Copy-on-write Virtual Disk"), and then some.
 //!
-//! What `isobath serve` runs, on io_uring and its threads, serves an image over NBD while every
-//! change of the image's file is written down ([`serve`]). Clients, or a Linux guest, work on the disk
-//! and note what they were promised ([`workload`], [`guest`], [`oracle`]). Then a moment between two
-//! syncs is chosen; all that was durable is applied to a copy of the image as it was, and of the rest
-//! any part ([`trace`], and [`state`](crate::state) which the simulator shares). Each of these images is
-//! judged by `qemu-img check`, recovered, judged again, and its content held against the promises
-//! ([`judge`]).
+//! The code of `isobath serve`, with io_uring and its threads, serves an image over NBD while every change of the
+//! image's file is recorded ([`serve`]). Clients, or a Linux guest, use the disk and record what they were promised
+//! ([`workload`], [`guest`], [`oracle`]). Then a moment between two syncs is chosen; everything durable is applied to a
+//! copy of the original image, and any part of the rest ([`trace`], and [`state`](crate::state), which the simulator
+//! shares). Each of these images is checked by `qemu-img check`, recovered, checked again, and its contents compared
+//! with the promises ([`judge`]).
 //!
 //! The requests and the choice of states come from a seed; how the server's threads interleave does
 //! not, so another run with the same seed tests other states.

@@ -1,73 +1,73 @@
-//! What clients wrote, what they were promised, and so what each sector may hold after a crash.
+//! What clients wrote and what they were promised, which determines what each sector may hold after a crash.
 
 use isobath_storage_test::recorder;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// The grain of promises.
+/// The granularity of promises.
 pub const SECTOR: usize = 512;
-/// The number under which the disk was filled before the clients came, where it was.
+/// The write number of the disk's initial contents, if it was filled.
 pub const BEFORE: u64 = 1;
 
-/// A moment: of the clients, and of the server's record.
+/// A moment, by the clients' clock and in the server's record.
 #[derive(Clone, Copy, Debug)]
 pub struct Moment {
     order: u64,
-    /// Entries of the record: no more when a request was sent, no fewer when it was answered.
+    /// Entries of the record: at most this many when a request was sent, at least this many when it completed.
     position: usize,
 }
 
-/// What all clients tell the time by.
+/// The clients' common clock.
 pub struct Clock {
     order: AtomicU64,
     record: recorder::Record,
 }
 
 impl Clock {
-    /// A clock beside a record.
+    /// A clock for a record.
     pub fn new(record: recorder::Record) -> Self {
         Self { order: AtomicU64::new(0), record }
     }
 
-    /// To be called before a request is sent, and after its reply has come.
+    /// Call this before a request is sent, and after its reply was received.
     pub fn now(&self) -> Moment {
         let position = self.record.len();
         Moment { order: self.order.fetch_add(1, Ordering::SeqCst), position }
     }
 }
 
-/// What a client asked for.
+/// A client's request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum What {
-    /// [`fill`]ed sectors of this number.
+    /// Sectors [`fill`]ed with this number.
     Write(u64),
     /// Zeroes.
     Zero,
-    /// Zeroes, or what was there.
+    /// Zeroes, or the old contents.
     Discard,
-    /// That all before it be durable.
+    /// Everything before it becomes durable.
     Flush,
 }
 
-/// A request that was answered.
+/// A completed request.
 #[derive(Clone, Debug)]
 pub struct Request {
-    /// What it was.
+    /// Its kind.
     pub what: What,
     /// The first sector.
     pub sector: usize,
-    /// How many.
+    /// The number of sectors.
     pub count: usize,
     /// Before it was sent.
     pub sent: Moment,
-    /// After it was answered.
+    /// After it completed.
     pub answered: Moment,
 }
 
-/// Words of a sector that look random; the others of three writes in four are the same, so that the
-/// sector compresses.
+/// Words of a sector that look random; in three of four writes the other words are equal, so that the sector
+/// compresses.
 const RANDOM: usize = 24;
 
-/// Fills sectors from number `first` on with bytes that tell write and sector.
+/// Fills sectors from number `first` on with bytes that identify write and sector.
 pub fn fill(bytes: &mut [u8], number: u64, first: usize) {
     for (at, sector) in bytes.chunks_mut(SECTOR).enumerate() {
         let place = (first + at) as u64;
@@ -87,7 +87,7 @@ pub fn fill(bytes: &mut [u8], number: u64, first: usize) {
     }
 }
 
-/// Whether these are a sector's bytes from [`fill`], of any write to any sector.
+/// Whether these bytes are a sector from [`fill`], of any write to any sector.
 pub fn is_filled(sector: &[u8]) -> bool {
     let place = sector.get(8..16).and_then(|bytes| bytes.try_into().ok()).map(u64::from_be_bytes);
     place.is_some_and(|place| number(sector, place as usize).is_some())
@@ -101,10 +101,10 @@ fn number(sector: &[u8], place: usize) -> Option<u64> {
     (number >= BEFORE && whole == sector).then_some(number)
 }
 
-/// All that was asked for, and what follows from it.
+/// All requests, and what follows from them.
 pub struct Sectors {
     requests: Vec<Request>,
-    /// For each sector the requests that change it, as they were sent.
+    /// For each sector, the requests that change it, in the order in which they were sent.
     of: Vec<Vec<u32>>,
     /// Whether the disk was filled with [`BEFORE`]; with zeroes otherwise.
     filled: bool,
@@ -125,10 +125,10 @@ impl Sectors {
         Self { requests, of, filled }
     }
 
-    /// Checks what a disk holds after a crash that came when the record had `position` entries.
+    /// Checks a disk's contents after a crash at which the record had `position` entries.
     ///
-    /// What was answered before a flush was sent that was answered before the crash is there, or
-    /// something that was sent after it.
+    /// If a flush completed before the crash, then each write that completed before that flush was sent is there, or
+    /// something sent after it.
     pub fn check(&self, position: usize, disk: &[u8]) -> Result<(), String> {
         let flushed = self
             .requests
@@ -219,7 +219,7 @@ mod tests {
         ];
         let sectors = Sectors::new(requests, 2, false);
         let allowed = |position, held| sectors.check(position, &disk(held)).is_ok();
-        // Before the flush is answered: each sector as before, or written.
+        // Before the flush completes: each sector as before, or written.
         assert!(allowed(2, [0, 2]) && allowed(2, [2, 0]) && allowed(2, [2, 2]));
         assert!(!allowed(2, [3, 2]), "from the future");
         // After it: the write, or what was sent later.

@@ -1,4 +1,4 @@
-//! A server as `isobath serve` is one, whose changes of files are written down.
+//! A server like `isobath serve`, whose changes of files are recorded.
 
 use isobath_disk::{Disk, OpenOptions};
 use isobath_export::nbd::{Export, Limits, Server};
@@ -17,7 +17,7 @@ type Host = RecorderHost<FileHost>;
 /// Threads that serve clients, besides the one that accepts them.
 const WORKERS: usize = 2;
 
-/// Where a server is to be found, and what it has written so far.
+/// The address of a server, and the changes that it has made so far.
 pub struct Frontend {
     /// The unix socket.
     pub socket: PathBuf,
@@ -25,14 +25,14 @@ pub struct Frontend {
     pub record: Record,
 }
 
-/// Serves `image` while `work` runs, and closes it. Gives all changes of files, and what `work` gave.
+/// Serves `image` while `work` runs, and closes it. Returns all changes of files, and the result of `work`.
 pub fn record<T>(
     image: &Path,
     options: &OpenOptions,
     work: impl FnOnce(&Frontend) -> Result<T, String>,
 ) -> Result<(Vec<Entry>, T), String> {
     let directory = tempfile::tempdir().map_err(|error| format!("no directory: {error}"))?;
-    // States are torn into the smallest pieces, whatever this machine's disk promises.
+    // States are torn into the smallest pieces, whatever this machine's disk guarantees.
     let host = RecorderHost::new(FileHost).promising(512);
     let frontend = Frontend { socket: directory.path().join("nbd.sock"), record: host.record() };
     let (ready, started) = mpsc::channel();
@@ -82,7 +82,7 @@ fn serve(
         let handles: Vec<_> = workers.iter().map(|worker| worker.handle().clone()).collect();
         let attended = disk.clone();
         let upkeep = spawn(async move { attended.upkeep().await });
-        // Nobody waits for it any more where its receiver is gone.
+        // If the receiver is gone, nobody waits for it any more.
         let _ = ready.send(server.clone());
         drop(ready);
         server.serve(listener, &handles).await.map_err(told)?;

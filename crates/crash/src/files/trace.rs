@@ -1,4 +1,4 @@
-//! What a server did to its image, as the record that states of crashes are made from.
+//! Conversion of a server's changes to the record from which crash states are built.
 
 use crate::content::Content;
 use crate::record::{Action, Change, Flush, NEVER, Record, Tick};
@@ -13,13 +13,12 @@ const fn completed(entry: usize) -> Tick {
     2 * entry as Tick + 2
 }
 
-/// The tick of what was asked for when there were so many entries.
+/// The tick of an operation submitted when there were `entries` entries.
 const fn asked(entries: usize) -> Tick {
     2 * entries as Tick + 1
 }
 
-/// The tick of a crash that comes when there are so many entries: all that was asked for by then may
-/// have reached the disk.
+/// The tick of a crash when there are `entries` entries: everything submitted by then may have reached the disk.
 pub const fn crash(entries: usize) -> Tick {
     completed(entries)
 }
@@ -65,15 +64,15 @@ pub fn record(entries: &[Entry], image: &Path, start: &[u8]) -> Result<Record, S
     Ok(Record { start, changes, flushes, end: NEVER })
 }
 
-/// A crash between a sync that is chosen at random and the next: after so many entries.
+/// A crash between a randomly chosen sync and the next: returns the number of entries before it.
 pub fn moment(entries: &[Entry], rng: &mut SmallRng) -> usize {
     let is_flush = |entry: &Entry| matches!(entry.change, recorder::Change::Flush { .. });
     let syncs: Vec<usize> =
         entries.iter().enumerate().filter(|(_, entry)| is_flush(entry)).map(|(at, _)| at).collect();
-    // Before the first one, and behind the last, too.
+    // Also before the first sync, and after the last.
     let chosen = rng.random_range(0..=syncs.len());
     let first = chosen.checked_sub(1).map_or(0, |before| syncs[before] + 1);
     let next = syncs.get(chosen).copied().unwrap_or(entries.len());
-    // As in the paper everything up to the next sync has been asked for, or only some of it.
+    // Either everything up to the next sync has been submitted, as in the paper, or only some of it.
     if rng.random() { next } else { rng.random_range(first..=next) }
 }

@@ -1,4 +1,4 @@
-//! What clients do with a disk while everything is written down.
+//! The clients' workloads while changes are recorded.
 
 use super::client::Client;
 use super::oracle::{BEFORE, Clock, Request, SECTOR, Sectors, What, fill};
@@ -21,14 +21,13 @@ const PIECE: usize = 64 << 10;
 /// A workload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Workload {
-    /// 64 KiB behind the last, and a flush; again and again (the paper's "append").
+    /// 64 KiB after the last, and a flush, repeatedly (the paper's "append").
     Append,
     /// The same, and each piece is overwritten, with a flush of its own (its "append + overwrite").
     Overwrite,
     /// 4 KiB anywhere on an overlay of a full disk, and a flush.
     Random,
-    /// Eight clients at a time: some blocks of 4 KiB anywhere, now and then zeroes or a discard, and
-    /// mostly a flush.
+    /// Eight concurrent clients: some blocks of 4 KiB anywhere, sometimes zeroes or a discard, and usually a flush.
     Writers,
     /// A Linux guest makes a file system, writes files, and is killed.
     Guest,
@@ -55,7 +54,7 @@ impl Workload {
         Self::ALL.into_iter().find(|workload| workload.name() == name)
     }
 
-    /// Bytes of its disk.
+    /// The size of its disk in bytes.
     pub const fn disk_size(self) -> u64 {
         match self {
             Self::Append | Self::Overwrite | Self::Random | Self::Writers => 4 << 20,
@@ -63,7 +62,7 @@ impl Workload {
         }
     }
 
-    /// Makes the image that it begins with.
+    /// Creates its initial image.
     pub fn make_image(self, image: &Path) -> Result<(), String> {
         if self != Self::Random {
             let options = if self == Self::Writers { "cluster_size=16k" } else { "" };

@@ -1,14 +1,13 @@
-//! What goes wrong with a simulated host.
+//! Faults of a simulated host.
 
 use std::ops::Range;
 
-/// What a flush does.
+/// A fault of a flush.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FlushFault {
-    /// It fails; the changes that it should have made durable stay in view, and no later flush
-    /// knows of them.
+    /// It fails; the changes that it should have made durable stay visible, but no later flush covers them.
     Forgets,
-    /// It fails, and some of the changes are gone from view too.
+    /// It fails, and some of the changes are no longer visible either.
     Drops,
     /// It succeeds and does nothing.
     Lies,
@@ -17,19 +16,19 @@ pub enum FlushFault {
 /// An operation of the storage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Kind {
-    /// Bytes are read.
+    /// A read.
     Read,
-    /// Bytes are written.
+    /// A write.
     Write,
-    /// A range becomes zeroes.
+    /// Writing zeroes.
     Zeroes,
-    /// A range is given back.
+    /// A discard.
     Discard,
-    /// All is made durable.
+    /// A flush.
     Flush,
-    /// The length is set.
+    /// Setting the length.
     Length,
-    /// Space is shared with another range.
+    /// Cloning.
     Clone,
 }
 
@@ -46,18 +45,18 @@ impl Kind {
     ];
 }
 
-/// What happens to an operation.
+/// The effect of a fault on an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Effect {
     /// It fails with this error number, and changes nothing.
     Fails(i32),
-    /// It fails with this error number after a part of it has landed.
+    /// It fails with this error number after a part of it was done.
     Short(i32),
-    /// It takes so many times as long.
+    /// It takes this many times as long.
     Slow(u32),
     /// Its task panics.
     Panics,
-    /// Of a flush.
+    /// The fault of a flush.
     Flush(FlushFault),
 }
 
@@ -66,13 +65,13 @@ pub enum Effect {
 pub struct Rule {
     /// Which operations.
     pub kind: Kind,
-    /// Of this file only.
+    /// Only operations on this file.
     pub file: Option<usize>,
     /// Only those that touch these bytes of a file.
     pub range: Option<Range<u64>>,
-    /// So many of them go well before.
+    /// This many of them succeed first.
     pub after: u64,
-    /// How many go wrong then.
+    /// How many fail then.
     pub times: u64,
     /// What happens to them.
     pub effect: Effect,
@@ -87,27 +86,27 @@ impl Rule {
     }
 }
 
-/// What goes wrong.
+/// The faults of a history.
 #[derive(Clone, Debug, Default)]
 pub struct Faults {
-    /// Of writes and zero-writes, this one fails (counted from 0), after a part of it has landed.
+    /// This write or zero-write (counted from 0) fails after a part of it was done.
     pub write: Option<u64>,
     /// This read fails.
     pub read: Option<u64>,
-    /// From this flush on, `flushes_failing` of them do as said.
+    /// From this flush on, `flushes_failing` flushes have this fault.
     pub flush: Option<(u64, FlushFault)>,
-    /// How many flushes from that one on.
+    /// The number of flushes from that one on.
     pub flushes_failing: u64,
     /// No file grows beyond this many bytes (`ENOSPC`).
     pub space: Option<u64>,
-    /// So many attempts to grow beyond `space` fail, and then there is room again.
+    /// This many attempts to grow beyond `space` fail, and then there is room again.
     pub space_ends: Option<u64>,
-    /// More of them.
+    /// Further rules.
     pub rules: Vec<Rule>,
 }
 
 impl Faults {
-    /// Whether anything goes wrong at all.
+    /// Whether there are any faults.
     pub fn any(&self) -> bool {
         self.write.is_some()
             || self.read.is_some()
@@ -116,12 +115,12 @@ impl Faults {
             || !self.rules.is_empty()
     }
 
-    /// Whether a flush lies, so that nothing is promised.
+    /// Whether a flush lies, so that nothing is guaranteed.
     pub fn lies(&self) -> bool {
         self.has_flush(FlushFault::Lies)
     }
 
-    /// Whether a flush that fails takes what it did not write from view.
+    /// Whether data that a failed flush did not write disappears.
     pub fn drops(&self) -> bool {
         self.has_flush(FlushFault::Drops)
     }
@@ -131,7 +130,7 @@ impl Faults {
             || self.rules.iter().any(|rule| rule.effect == Effect::Flush(fault))
     }
 
-    /// What happens to an operation, the first rule that is about it first.
+    /// The effect on an operation, by the first rule that matches it.
     pub(super) fn strike(&mut self, kind: Kind, file: usize, range: &Range<u64>) -> Option<Effect> {
         let mut struck = None;
         for rule in &mut self.rules {

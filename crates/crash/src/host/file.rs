@@ -18,17 +18,17 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// The greatest length of a simulated file in bytes: what is longer is a runaway.
+/// The greatest length of a simulated file in bytes: a longer one indicates a bug.
 const MAX_LENGTH: u64 = 128 << 30;
 
-/// What a turn takes where time is simulated.
+/// The duration of a turn if time is simulated.
 const TURN: Duration = Duration::from_micros(10);
 
-/// A panic that belongs to a history.
+/// A panic that is part of a history.
 #[derive(Clone, Copy, Debug)]
 pub struct Planned;
 
-/// How an open file counts among its users.
+/// The role of an open file among its users.
 pub(super) struct Role {
     pub(super) locked: bool,
     /// Others may write.
@@ -42,17 +42,17 @@ pub struct SimFile {
     pub(super) number: usize,
     pub(super) writable: AtomicBool,
     pub(super) role: Mutex<Role>,
-    /// What [`Capabilities::gains_from_written_space`] says.
+    /// The value of [`Capabilities::gains_from_written_space`].
     pub(super) gains: bool,
-    /// What [`Capabilities::atomic_write`] says.
+    /// The value of [`Capabilities::atomic_write`].
     pub(super) atomic: u64,
     /// A block device.
     pub(super) fixed: bool,
-    /// What [`Capabilities::clone_alignment`] says of a writable file.
+    /// The value of [`Capabilities::clone_alignment`] for a writable file.
     pub(super) clones: Option<u64>,
 }
 
-/// A change under way. Given up, it still takes effect.
+/// A change in progress. It still takes effect if it is cancelled.
 struct UnderWay<'a> {
     file: &'a SimFile,
     change: Option<usize>,
@@ -85,7 +85,7 @@ impl Drop for UnderWay<'_> {
 /// A failure of an operation that changes a file.
 struct Failure {
     code: i32,
-    /// The share of its bytes that land all the same.
+    /// The share of its bytes that are written nevertheless.
     landed: f64,
 }
 
@@ -103,7 +103,7 @@ impl SimFile {
         StorageError::at(operation, &self.name, range.0, range.1, cause)
     }
 
-    /// The rule for an operation, and how many times as long it takes.
+    /// The fault of an operation, and the factor by which it is slower.
     fn strike(&self, kind: Kind, start: u64, length: u64) -> (Option<Effect>, u32) {
         let mut world = self.world();
         world.land(self.number);
@@ -123,7 +123,7 @@ impl SimFile {
         }
     }
 
-    /// What goes wrong with a change.
+    /// The failure of a change, if any.
     fn fault(&self, kind: Kind, end: u64, effect: Option<Effect>) -> Option<Failure> {
         let mut world = self.world();
         let landed = if kind == Kind::Discard { 0.0 } else { world.rng.random() };
@@ -152,7 +152,7 @@ impl SimFile {
         fault
     }
 
-    /// Gives way for so many turns, or for as long as they take.
+    /// Yields for this many turns, or for as long as they take.
     async fn wait(&self, turns: u32) {
         let clock = self.world().conduct.clock.clone();
         match clock {
@@ -189,7 +189,7 @@ impl SimFile {
         let (effect, slower) = self.strike(kind, start, end - start);
         let fault = self.fault(kind, end, effect);
         if let Some(Failure { landed, .. }) = fault {
-            // Of what the device writes whole, all or nothing lands.
+            // A unit that the device writes atomically is written entirely or not at all.
             let reached = start + ((end - start) as f64 * landed) as u64;
             let part = (reached / self.atomic * self.atomic).saturating_sub(start);
             action = match action {
@@ -221,7 +221,7 @@ impl SimFile {
         }
     }
 
-    /// Counts the file's user under another role.
+    /// Changes the role under which the file's user is counted.
     fn set_role(&self, change: impl FnOnce(&mut Role)) {
         let mut role = self.role.lock();
         let mut world = self.world();
@@ -238,7 +238,7 @@ impl SimFile {
     }
 }
 
-/// As what a file counts.
+/// The counter for a file.
 fn count<'a>(users: &'a mut Users, role: &Role, writable: bool) -> Option<&'a mut u32> {
     match (role, writable) {
         (Role { locked: false, .. } | Role { admits: true, .. }, _) => None,

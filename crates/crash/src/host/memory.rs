@@ -1,4 +1,4 @@
-//! Memory that outlives a server that is killed.
+//! Memory that survives a kill of the server.
 
 use crate::record::Tick;
 use isobath_storage::restart_memory::{RESTART_MEMORY_BYTES, RestartMemory};
@@ -11,15 +11,15 @@ use std::sync::atomic::{AtomicU64, Ordering};
 type Words = Arc<[AtomicU64]>;
 type Place = Arc<Mutex<Option<Words>>>;
 
-/// Words before which all that are not 0 lie.
+/// The words up to the last nonzero one.
 type Copied = Arc<[u64]>;
 
-/// Words that say what the others are.
+/// The number of words in the head.
 const HEAD: usize = 8;
-/// Words of which one is damaged.
+/// The range of last words in which one is damaged.
 const LAST: usize = 16;
 
-/// What the memory of all files held at a moment: by file.
+/// The contents of all files' memory at a moment, by file.
 #[derive(Clone, Debug, Default)]
 pub struct Memories(Vec<Option<Copied>>);
 
@@ -29,7 +29,7 @@ impl Memories {
         self.0.iter().any(Option::is_some)
     }
 
-    /// The same, with a bit changed in each: among the last words in use, behind the head.
+    /// The same with one bit flipped in each, among the last words in use after the head.
     #[must_use]
     pub fn damaged(&self, rng: &mut SmallRng) -> Self {
         let mut memories = self.clone();
@@ -44,12 +44,12 @@ impl Memories {
     }
 }
 
-/// A server that was killed, as far as its memory tells.
+/// The memory of a killed server.
 #[derive(Clone, Debug)]
 pub struct Killed {
     /// When.
     pub at: Tick,
-    /// What it left.
+    /// The memory that it left.
     pub memories: Memories,
 }
 
@@ -91,7 +91,7 @@ fn words(copied: &[u64]) -> Words {
 }
 
 impl RestartMemories {
-    /// Those that a killed server left.
+    /// The memory that a killed server left.
     pub(super) fn restored(memories: &Memories) -> Self {
         let place = |copied: &Option<Copied>| {
             Arc::new(Mutex::new(copied.as_ref().map(|copied| words(copied))))
@@ -99,7 +99,7 @@ impl RestartMemories {
         Self(memories.0.iter().map(place).collect())
     }
 
-    /// The memory of a file; made if there is none and `create` says so.
+    /// The memory of a file, which is created if there is none and `create` is set.
     pub(super) fn of(&mut self, file: usize, create: bool) -> Option<Arc<dyn RestartMemory>> {
         if self.0.len() <= file {
             self.0.resize_with(file + 1, Place::default);
@@ -114,12 +114,12 @@ impl RestartMemories {
         Some(Arc::new(Mapped { words, place }))
     }
 
-    /// Whether a file has some.
+    /// Whether a file has memory.
     pub(super) fn has(&self, file: usize) -> bool {
         self.0.get(file).is_some_and(|place| place.lock().is_some())
     }
 
-    /// What they hold now.
+    /// Their current contents.
     pub(super) fn copy(&self) -> Memories {
         let copied = |place: &Place| {
             let found = place.lock();

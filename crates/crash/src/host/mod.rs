@@ -1,4 +1,4 @@
-//! Files in memory that take their time and remember everything.
+//! Simulated files in memory, with delays and a record of everything.
 
 mod faults;
 mod file;
@@ -21,7 +21,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use world::World;
 
-/// The memory that a killed server left, and what becomes of it.
+/// The memory that a killed server left, and whether it is accessible.
 #[derive(Clone, Debug, Default)]
 pub enum Access {
     /// There is none.
@@ -29,33 +29,32 @@ pub enum Access {
     None,
     /// It is there.
     Left(Memories),
-    /// It is there, and cannot be had: why.
+    /// It exists but cannot be accessed, for this reason.
     Denied(Memories, i32),
 }
 
 /// How the host behaves.
 #[derive(Clone, Debug)]
 pub struct Conduct {
-    /// Seed of everything that it draws.
+    /// Seed of its random choices.
     pub seed: u64,
-    /// The most turns that an operation waits before it takes effect, and again before it is
-    /// answered.
+    /// The most turns that an operation waits before it takes effect, and again before it completes.
     pub delay: u32,
     /// Whether changes are recorded.
     pub record: bool,
-    /// What a discarded range reads as: 0, another byte, or `None` for what it held before.
+    /// What a discarded range reads as: 0, another byte, or `None` for its old contents.
     pub discarded: Option<u8>,
-    /// Bytes that the device writes whole or not at all, and says so.
+    /// Bytes that the device writes atomically, which it reports.
     pub atomic: u64,
     /// What goes wrong.
     pub faults: Faults,
-    /// The time that operations take passes on this clock.
+    /// The clock for the time that operations take.
     pub clock: Option<SimClock>,
     /// Files are block devices, which keep their length.
     pub fixed: bool,
-    /// Files can share space, in blocks of so many bytes.
+    /// Files can share space, in blocks of this many bytes.
     pub clones: Option<u64>,
-    /// For how many moments to keep what a kill would leave.
+    /// The number of moments for which to keep the state that a kill would leave.
     pub kills: usize,
     /// What a killed server left.
     pub access: Access,
@@ -94,12 +93,12 @@ impl SimHost {
         self.0.lock().conduct.fixed
     }
 
-    /// Keeps what a kill would leave now. Returns the moment.
+    /// Keeps the state that a kill would leave now. Returns the moment.
     pub fn keep_killed(&self) -> Tick {
         self.0.lock().keep_killed()
     }
 
-    /// Names of files that may be made later, and what is there before. To be called before anything
+    /// Reserves names of files that may be created later, with their earlier contents. Call this before anything
     /// happens.
     pub fn reserve(&self, names: impl IntoIterator<Item = PathBuf>, content: &Arc<Content>) {
         let mut world = self.0.lock();
@@ -112,7 +111,7 @@ impl SimHost {
         }
     }
 
-    /// Puts a file in place, or another in place of it.
+    /// Adds a file, or replaces it.
     pub fn insert(&self, name: impl Into<PathBuf>, content: Content) {
         let name = name.into();
         let mut world = self.0.lock();
@@ -121,13 +120,13 @@ impl SimHost {
         world.files[number].1 = Arc::new(content);
     }
 
-    /// What a file holds; nothing if there is none.
+    /// The contents of a file; empty if there is none.
     pub fn contents(&self, name: impl AsRef<Path>) -> Arc<Content> {
         let world = self.0.lock();
         world.number(name.as_ref()).map_or_else(Arc::default, |at| Arc::clone(&world.files[at].1))
     }
 
-    /// A new event, of the guest for example.
+    /// The tick of a new event, for example of the guest.
     pub fn tick(&self) -> Tick {
         self.0.lock().now()
     }
@@ -137,7 +136,7 @@ impl SimHost {
         self.0.lock().struck
     }
 
-    /// From now on nothing goes wrong.
+    /// Ends all faults.
     pub fn heal(&self) {
         self.0.lock().conduct.faults = Faults::default();
     }
@@ -152,12 +151,12 @@ impl SimHost {
         self.0.lock().conduct.discarded
     }
 
-    /// All that has happened.
+    /// The record of everything so far.
     pub fn record(&self) -> Record {
         self.0.lock().record()
     }
 
-    /// What kills would have left, in no order.
+    /// The states that kills would have left, in no particular order.
     pub fn killed(&self) -> Vec<Killed> {
         self.0.lock().killed.clone()
     }
@@ -167,14 +166,14 @@ fn error(operation: Operation, name: &Path, code: i32) -> StorageError {
     StorageError::new(operation, name, io::Error::from_raw_os_error(code))
 }
 
-/// The error of a file that somebody else has open.
+/// The error for a file that another user has open.
 fn busy(name: &Path) -> StorageError {
     let text = format!("Failed to get \"write\" lock of {}: it is in use", name.display());
     StorageError::new(Operation::Lock, name, io::Error::new(io::ErrorKind::ResourceBusy, text))
 }
 
 impl SimHost {
-    /// Opens the file of a number as a user like others.
+    /// Opens the file with this number as an ordinary user.
     fn attach(&self, number: usize, name: &Path, mode: OpenMode) -> Result<SimFile> {
         let mut world = self.0.lock();
         let locked = mode.locking != Locking::Unlocked;
@@ -218,7 +217,7 @@ impl Host for SimHost {
             let mut world = self.0.lock();
             match world.number(name) {
                 Some(number) => number,
-                // What is recorded has its names before it begins.
+                // Names of recorded files are reserved beforehand.
                 None if world.conduct.record => {
                     return Err(error(Operation::Create, name, libc::EROFS));
                 }

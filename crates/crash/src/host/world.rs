@@ -9,14 +9,14 @@ use rand::{RngExt, SeedableRng};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Who has a file open, apart from those who take no locks.
+/// The users that have a file open, except those without locks.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Users {
     pub(super) readers: u32,
     pub(super) writers: u32,
 }
 
-/// A change whose requester has gone: the kernel has it all the same.
+/// A change whose future was dropped; the kernel still executes it.
 struct Orphan {
     due: Tick,
     file: usize,
@@ -30,7 +30,7 @@ pub(super) struct World {
     tick: Tick,
     start: Files,
     pub(super) files: Files,
-    /// Files that are still to be made.
+    /// Files that do not exist yet.
     pub(super) absent: Vec<bool>,
     pub(super) users: Vec<Users>,
     pub(super) restart_memories: RestartMemories,
@@ -75,7 +75,7 @@ impl World {
         }
     }
 
-    /// Adds a file that is still to be made.
+    /// Adds a file that does not exist yet.
     pub(super) fn reserve(&mut self, name: PathBuf) -> usize {
         self.files.push((name, Arc::default()));
         self.absent.push(true);
@@ -84,12 +84,12 @@ impl World {
         self.files.len() - 1
     }
 
-    /// The record begins with the files as they are.
+    /// Restarts the record with the current files.
     pub(super) fn restart(&mut self) {
         self.start.clone_from(&self.files);
     }
 
-    /// The number of the file of a name.
+    /// The number of the file with this name.
     pub(super) fn number(&self, name: &Path) -> Option<usize> {
         self.files.iter().position(|(file, _)| file == name)
     }
@@ -108,7 +108,7 @@ impl World {
         self.tick
     }
 
-    /// Later operations on a file wait for those whose requester has gone.
+    /// Later operations on a file wait for those whose future was dropped.
     pub(super) fn land(&mut self, file: usize) {
         for orphan in self.orphans.iter_mut().filter(|orphan| orphan.file == file) {
             orphan.due = 0;
@@ -118,7 +118,7 @@ impl World {
         }
     }
 
-    /// Keeps what a kill would leave now, so that each moment is as likely as any other in the end.
+    /// May keep the state that a kill would leave now, such that in the end every moment is equally likely.
     fn remember(&mut self, now: Tick) {
         let most = self.conduct.kills;
         if most == 0 {
@@ -132,7 +132,7 @@ impl World {
         }
     }
 
-    /// Keeps what a kill would leave now, whatever others are kept. Returns the moment.
+    /// Keeps the state that a kill would leave now, in addition to others. Returns the moment.
     pub(super) fn keep_killed(&mut self) -> Tick {
         let at = self.now();
         if self.conduct.kills > 0 {
@@ -193,8 +193,7 @@ impl World {
         }
     }
 
-    /// Nobody waits for a change any more, and it takes effect all the same: at once, or, where time is
-    /// simulated, in a while.
+    /// A change's future was dropped, but it still takes effect: at once, or, if time is simulated, after a while.
     pub(super) fn give_up(&mut self, file: usize, change: Option<usize>, action: Option<Action>) {
         if self.conduct.clock.is_some() && self.rng.random_bool(0.7) {
             let due = self.tick + self.rng.random_range(1..200);
@@ -207,7 +206,7 @@ impl World {
         self.complete(change);
     }
 
-    /// A flush fails: of what it should have made durable no later one knows.
+    /// Makes a flush fail: no later flush covers what it should have made durable.
     pub(super) fn fail_flush(&mut self, file: usize, issued: Tick, fault: FlushFault) {
         self.strike();
         let mut lost = self.record();
@@ -221,7 +220,7 @@ impl World {
         if fault != FlushFault::Drops {
             return;
         }
-        // What the disk holds comes back into view, here and there.
+        // The disk's contents become visible again in some places.
         let mut replay = Replay::new(&lost);
         replay.advance(lost.end);
         let durable = replay.build(&Fate::ALL_LOST, 4096, &mut self.rng).files;

@@ -1,12 +1,11 @@
-//! Requests around the places where an engine keeps something of its own in a cluster's data: its first
-//! sector and its first 4 KiB.
+//! Requests around the places where the engine stores its own data in a cluster: the first sector and the first 4 KiB.
 
 use super::{Disk, Request};
 use crate::value::Sort;
 use rand::RngExt;
 use rand::rngs::SmallRng;
 
-/// How many patterns there are.
+/// The number of patterns.
 pub(super) const PATTERNS: u32 = 7;
 
 /// Bytes of a lead block.
@@ -17,7 +16,7 @@ fn any_sort(rng: &mut SmallRng) -> Sort {
 }
 
 impl Disk {
-    /// A cluster, mostly of the few that are busy.
+    /// A cluster, mostly one of the few busy ones.
     fn busy_cluster(&self, rng: &mut SmallRng) -> u64 {
         let clusters = (self.size / self.cluster).max(1);
         let most = if rng.random_bool(0.8) { clusters.min(6) } else { clusters };
@@ -72,7 +71,7 @@ impl Disk {
         }
     }
 
-    /// What the engine must get right about them, `times` times.
+    /// Patterns that test lead blocks, `times` times.
     pub(super) fn pattern_at_lead(
         &self,
         number: u32,
@@ -125,7 +124,7 @@ impl Disk {
                 });
                 vec![task.collect()]
             }
-            // The same guest cluster goes and comes.
+            // The same guest cluster is discarded and rewritten.
             3 => {
                 let (offset, length) = self.clipped(cluster(0), self.cluster);
                 let task = (0..times).flat_map(|_| {
@@ -141,7 +140,7 @@ impl Disk {
                 let over = (0..times * 2).map(|n| write(cluster(n), 512, None)).collect();
                 vec![first, vec![flush; times as usize * 2], over]
             }
-            // What looks like the engine's own, in place of its own and in new clusters.
+            // Data that looks like the engine's own, over its own and in new clusters.
             5 => {
                 let task = (0..times).flat_map(|n| {
                     let sort = if n % 2 == 0 { Sort::Hostile } else { Sort::Copied };

@@ -1,4 +1,4 @@
-//! Persistent bitmaps, and whether they know every change.
+//! Persistent bitmaps, and whether they contain every change.
 
 use crate::content::Content;
 use crate::host::SimHost;
@@ -10,7 +10,7 @@ use rand::RngExt;
 use rand::rngs::SmallRng;
 use std::path::Path;
 
-/// Adds a bitmap to an image that tracks writes and knows of none yet.
+/// Adds a bitmap to an image, which tracks writes and is still empty.
 ///
 /// # Errors
 /// The image cannot have one.
@@ -53,8 +53,7 @@ pub async fn add(host: &SimHost, image: &Path, rng: &mut SmallRng) -> Result<(),
     if report.is_clean() { Ok(()) } else { Err(shown(&findings.join("; "))) }
 }
 
-/// Whether QEMU would take the bitmaps of an image for what has changed since they were made. None of
-/// those made here has a bit set, and nothing but QEMU sets any.
+/// Whether QEMU would trust the bitmaps of an image. Bitmaps created here have no bit set, and only QEMU sets any.
 pub fn claims_no_change(file: &Content) -> bool {
     let Some(header) = header_of(file) else { return false };
     if !header.autoclear.contains(AutoclearFeatures::BITMAPS) {

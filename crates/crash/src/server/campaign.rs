@@ -1,4 +1,4 @@
-//! Histories of servers by the thousand.
+//! Campaigns of server histories.
 
 use super::history::{Happened, happen};
 use super::judge::{Crashed, Death, file, judge};
@@ -17,7 +17,7 @@ use rustc_hash::FxHasher;
 use std::hash::{Hash, Hasher};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-/// Runs one history of a server with all its crashes; of any kind where none is given.
+/// Runs one history of a server with all its crashes; of any kind if none is given.
 pub fn run_server(
     settings: &Settings,
     kind: Option<Kind>,
@@ -48,7 +48,7 @@ fn history(
     let most = if few { 12 } else { 40 };
     let mut ticks: Vec<Tick> =
         (0..rng.random_range(most / 4..most)).map(|_| rng.random_range(1..=record.end)).collect();
-    // Most of what is new here lies in a deed.
+    // Most of the interesting moments are during an action.
     for act in &happened.chronicle.acts {
         let last = act.ended.min(record.end - 1) + 1;
         if act.began < last {
@@ -82,7 +82,7 @@ fn digest(happened: &Happened) -> u64 {
     hasher.finish()
 }
 
-/// States that kills leave.
+/// The states that kills leave.
 fn kills(
     settings: &Settings,
     happened: &Happened,
@@ -95,7 +95,7 @@ fn kills(
     killed.sort_by_key(|killed| killed.at);
     let mut replay = Replay::new(&happened.record);
     for killed in killed {
-        // What was recorded with the memory had just begun.
+        // The operation recorded with the memory had just begun.
         let tick = killed.at + 1;
         replay.advance(tick);
         if killed.memories.any() && killed.at > 2 && rng.random_bool(0.3) {
@@ -123,16 +123,16 @@ fn kills(
     Ok(())
 }
 
-/// Whether the journal, without which nothing outlives a kill, was not in use where there may have been no room
-/// for it, in the file or in its header.
+/// Whether the journal, without which nothing survives a kill, was not in use because there may have been no room for
+/// it, in the file or in its header.
 fn has_no_journal(happened: &Happened, tick: Tick, files: &Files, memories: &Memories) -> bool {
     let scarce = happened.faults.space.is_some() || happened.host.fixed || !memories.any();
     let active = happened.chronicle.chain_at(tick).first();
     scarce && active.is_some_and(|active| !has_bit(files, active, IncompatibleFeatures::JOURNAL))
 }
 
-/// Whether the memory of a server that was killed with the `latest` files is not taken for that of the `earlier`
-/// ones: a record of the journal tells them apart. Between two records nothing does (decision 0012).
+/// Whether the memory of a server that was killed with the `latest` files can be distinguished from that of the
+/// `earlier` ones: a record of the journal distinguishes them. Between two records nothing does (decision 0012).
 fn is_told_apart(happened: &Happened, tick: Tick, earlier: &Files, latest: &Files) -> bool {
     let Some(active) = happened.chronicle.chain_at(tick).first() else { return false };
     let last = |files: &Files| {
@@ -147,7 +147,7 @@ fn is_told_apart(happened: &Happened, tick: Tick, earlier: &Files, latest: &File
         })
     };
     match (last(earlier), last(latest)) {
-        // A kill may come between a record and the memory's word of it.
+        // A kill may come between a record and the memory's update for it.
         (Some((id, earlier, _)), Some((other, latest, previous))) => {
             id != other || latest != earlier && previous != Some(earlier)
         }
@@ -169,7 +169,7 @@ fn one(
     let seed: u64 = rng.random();
     let way = match state.death {
         Death::Power => Way::random(rng),
-        // Who only reads does not see what is in the memory.
+        // A read-only open does not see what is in the memory.
         _ if rng.random_bool(0.15) => Way::Repair,
         _ => Way::Open,
     };

@@ -1,4 +1,4 @@
-//! The images that a server begins with: layers that have much in common, as snapshots have.
+//! The initial images of a server: layers that have much in common, as snapshots do.
 
 use super::bitmaps;
 use super::kind::Kind;
@@ -17,46 +17,46 @@ use rand::rngs::SmallRng;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// An image of the chain, and what it holds with those below it.
+/// An image of the chain, and its contents together with those below it.
 #[derive(Clone, Debug)]
 pub struct Image {
     /// Its file.
     pub name: PathBuf,
-    /// What it shows.
+    /// Its contents.
     pub content: Arc<Content>,
-    /// The files that it needs, its own among them.
+    /// The files that it needs, including its own.
     pub needs: Vec<PathBuf>,
 }
 
-/// What a server begins with.
+/// The initial state of a server.
 #[derive(Clone, Debug)]
 pub struct Begin {
     /// The disk.
     pub start: Start,
     /// All images, from the base up; the last is the active one.
     pub images: Vec<Image>,
-    /// Bytes at the disk's start that it always has.
+    /// Bytes at the disk's start that always exist.
     pub busy: u64,
     /// Whether files are block devices.
     pub fixed: bool,
-    /// Whether there are bitmaps, which keep an image's size as it is.
+    /// Whether there are bitmaps, which prevent an image from being resized.
     pub bitmaps: bool,
     /// In a few words.
     pub text: String,
 }
 
-/// What layers have in common.
+/// The common properties of layers.
 struct Shape {
     new: NewDisk,
     /// Layers below the active one.
     below: usize,
     raw: bool,
-    /// A layer is made like the others, with other data.
+    /// Layers are made alike, with different data.
     twins: bool,
     /// The share of compressed clusters.
     compressed: f64,
     bitmaps: bool,
-    /// The share of images below that were not closed: their journals have what their files do not.
+    /// The share of images below that were not closed: their journals contain changes that their files do not.
     unclosed: f64,
     /// The length of each file, if it is a block device.
     device: Option<u64>,
@@ -122,7 +122,7 @@ fn shape(kind: Kind, version: u32, rng: &mut SmallRng) -> Shape {
         },
         device: fixed.then(|| {
             let needed = if rng.random_bool(0.3) {
-                // Not enough for all that is asked of it.
+                // Not enough for all requests.
                 size / 2 + cluster_size * 20
             } else {
                 size * 2 + cluster_size * 40 + (384 << 10)
@@ -150,7 +150,7 @@ fn step(size: u64, cluster: u64, compressed: f64, rng: &mut SmallRng) -> Step {
     let length = (rng.random_range(1..=longest) / 512 * 512 + 512).min(size - offset);
     if rng.random_bool(compressed) {
         let start = offset / cluster * cluster;
-        // What does not compress is not stored compressed.
+        // Incompressible data is not stored compressed.
         let sort = if sort == Sort::Random { Sort::Text } else { sort };
         return Step::Compressed(start, cluster.min(size - start), sort);
     }
@@ -204,7 +204,7 @@ async fn fill(
     if close { disk.close().await } else { Ok(()) }
 }
 
-/// What an image shows.
+/// An image's contents.
 pub(super) async fn content(host: &SimHost, name: &Path) -> isobath_disk::Result<Arc<Content>> {
     let disk = Disk::open(host.clone(), name, &OpenOptions::default()).await?;
     Ok(Arc::new(look(&disk, &[]).await?.content))
@@ -312,12 +312,12 @@ async fn make_chain(kind: Kind, mode: &Mode, rng: &mut SmallRng) -> Result<Begin
     Ok(Begin { start, images, busy, fixed, bitmaps, text })
 }
 
-/// Bytes behind a file's end in which clusters may lie that it has.
+/// Bytes past the end of a file in which it may have clusters.
 const MARGIN: u64 = 64 << 10;
 
-/// A file as a block device has it: longer, and with something behind.
+/// A file as on a block device: longer, with other data after it.
 pub(super) fn to_device(content: &mut Content, length: u64) {
-    // What lies behind the end of a file in the image's last clusters is zeroes.
+    // Space past the end of the file in the image's last clusters is zero.
     let end = (content.len() + MARGIN).next_multiple_of(MARGIN).min(length.max(content.len()));
     if end < length {
         content.set_len(end);

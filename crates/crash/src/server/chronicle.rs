@@ -1,4 +1,4 @@
-//! What became of a chain, and when.
+//! The history of a chain.
 
 use crate::content::Content;
 use crate::guest::{Log, Oracle};
@@ -6,29 +6,29 @@ use crate::record::{NEVER, Tick};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// What an image that nobody writes to holds.
+/// The contents of a frozen image.
 #[derive(Clone, Debug)]
 pub enum Held {
     /// These bytes.
     Bytes(Arc<Content>),
-    /// What the disk held when it became a backing file: between these moments.
+    /// The disk's contents when it became a backing file, between these moments.
     Moment(Tick, Tick),
 }
 
-/// An image that nobody writes to.
+/// A frozen image, which is no longer written to.
 #[derive(Clone, Debug)]
 pub struct Frozen {
     /// Its file.
     pub name: PathBuf,
     /// The files that it needs, its own among them.
     pub needs: Vec<PathBuf>,
-    /// What it holds.
+    /// Its contents.
     pub held: Held,
-    /// Until when that is so.
+    /// The end of the time for which this applies.
     pub until: Tick,
 }
 
-/// Something that was done to the chain.
+/// A change of the chain.
 #[derive(Clone, Debug)]
 pub struct Act {
     /// What.
@@ -39,21 +39,21 @@ pub struct Act {
     pub ended: Tick,
 }
 
-/// What became of a chain, and when.
+/// The history of a chain.
 #[derive(Clone, Debug, Default)]
 pub struct Chronicle {
     /// The layers' files from the active one down, from each of these moments on.
     pub chains: Vec<(Tick, Vec<PathBuf>)>,
-    /// Images that nobody writes to.
+    /// Frozen images.
     pub frozen: Vec<Frozen>,
     /// What was done.
     pub acts: Vec<Act>,
-    /// Files into which data of layers above was brought, from when on, and the images above those.
+    /// Files that received data of layers above, since when, and the images above those.
     overwritten: Vec<(Tick, PathBuf, Vec<PathBuf>)>,
 }
 
 impl Chronicle {
-    /// Of a disk with these layers, from the active one down, and these images below it.
+    /// The chronicle of a disk with these layers, from the active one down, and these images below it.
     pub fn new(chain: Vec<PathBuf>, frozen: Vec<Frozen>) -> Self {
         Self { chains: vec![(0, chain)], frozen, ..Self::default() }
     }
@@ -64,13 +64,13 @@ impl Chronicle {
         before.or(self.chains.first()).map_or(&[], |(_, chain)| chain)
     }
 
-    /// Something begins to be done. Returns its number.
+    /// Notes the start of a change. Returns its number.
     pub fn begin(&mut self, text: String, began: Tick) -> usize {
         self.acts.push(Act { text, began, ended: NEVER });
         self.acts.len() - 1
     }
 
-    /// It has ended.
+    /// Notes its end.
     pub fn end(&mut self, number: usize, ended: Tick, how: &str) {
         if let Some(act) = self.acts.get_mut(number) {
             act.ended = ended;
@@ -78,8 +78,8 @@ impl Chronicle {
         }
     }
 
-    /// Data is about to be brought into `base`, on behalf of layers up to `top` of this chain: what needs
-    /// that file and is not above them holds something else from now on.
+    /// Notes that data of layers up to `top` of this chain is about to be written to `base`: images that need that file
+    /// and are not above those layers have other contents from now on.
     pub fn overwrite(&mut self, chain: &[PathBuf], top: usize, base: &Path, now: Tick) {
         let above = &chain[..top];
         self.overwritten.push((now, base.to_owned(), above.to_vec()));
@@ -91,7 +91,7 @@ impl Chronicle {
         }
     }
 
-    /// Whether data was brought into one of the files that an image needs, but for its own.
+    /// Whether data was written to one of the files that an image needs, except its own.
     pub fn is_undermined(&self, image: &Path, needs: &[PathBuf], now: Tick) -> bool {
         self.overwritten.iter().any(|(since, base, above)| {
             let below = base != image && needs.contains(base);
@@ -99,8 +99,8 @@ impl Chronicle {
         })
     }
 
-    /// What an image that became a backing file may hold after a crash at `now`; `None` of one that was one
-    /// from the beginning.
+    /// The contents that an image that became a backing file may have after a crash at `now`; `None` for one that was a
+    /// backing file from the beginning.
     pub fn oracle_of(&self, frozen: &Frozen, log: &Arc<Log>, now: Tick) -> Option<Oracle> {
         let Held::Moment(began, ended) = frozen.held else { return None };
         let mut log = (**log).clone();
@@ -108,7 +108,7 @@ impl Chronicle {
         if ended < now {
             log.flushed.push((began, ended));
         }
-        // What comes after the overlay took its place goes there.
+        // Later changes go to the overlay that replaced it.
         let left = |(since, chain): &&(Tick, Vec<PathBuf>)| {
             *since > began && chain.first() != Some(&frozen.name)
         };
@@ -117,7 +117,7 @@ impl Chronicle {
         Some(Oracle::of_crash(&Arc::new(log), now.min(last)))
     }
 
-    /// The images that nobody wrote to up to a moment, but for the active one of then.
+    /// The images frozen at a moment, except the active one at that time.
     pub fn frozen_at(&self, now: Tick) -> impl Iterator<Item = &Frozen> {
         let active = self.chain_at(now).first();
         self.frozen.iter().filter(move |frozen| {
@@ -129,12 +129,12 @@ impl Chronicle {
         })
     }
 
-    /// Whether something was being done to the chain at a moment.
+    /// Whether the chain was being changed at a moment.
     pub fn is_amid(&self, now: Tick) -> bool {
         self.acts.iter().any(|act| act.began < now && now <= act.ended)
     }
 
-    /// All of it up to a moment, one line each.
+    /// Everything up to a moment, one event per line.
     pub fn tell(&self, now: Tick) -> Vec<String> {
         let shown = |tick: Tick| if tick == NEVER { "never".into() } else { tick.to_string() };
         let acts = self.acts.iter().filter(|act| act.began < now);

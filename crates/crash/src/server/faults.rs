@@ -1,4 +1,4 @@
-//! What goes wrong in a server's history.
+//! Faults of a server's history.
 
 use super::kind::Kind;
 use crate::host::{self, Effect, Faults, FlushFault, Rule};
@@ -6,7 +6,7 @@ use crate::record::Files;
 use rand::RngExt;
 use rand::rngs::SmallRng;
 
-/// Draws what goes wrong with these files.
+/// Random faults for these files.
 pub fn random(kind: Kind, files: &Files, rng: &mut SmallRng) -> Faults {
     let mut faults = Faults::default();
     let often = match kind {

@@ -23,33 +23,33 @@ use std::cell::{Cell, RefCell};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// A history that has happened.
+/// A history that was run.
 pub struct Happened {
-    /// What it was about.
+    /// Its kind.
     pub kind: Kind,
-    /// What it began with.
+    /// Its initial state.
     pub begin: Begin,
-    /// What of the host stays so.
+    /// The properties of the host that stay.
     pub host: Conduct,
-    /// What the storage saw.
+    /// The changes and flushes of the storage.
     pub record: Record,
-    /// What the guest saw.
+    /// The guest's requests and results.
     pub log: Arc<Log>,
-    /// What became of the chain.
+    /// The history of the chain.
     pub chronicle: Chronicle,
-    /// What kills would have left.
+    /// The states that kills would have left.
     pub killed: Vec<Killed>,
-    /// From when on what was answered outlives a kill.
+    /// The moment from which completed writes survive a kill.
     pub survives_from: Tick,
-    /// What goes wrong.
+    /// The faults.
     pub faults: Faults,
-    /// A flush lies, so that nothing is promised.
+    /// A flush lies, so that nothing is guaranteed.
     pub lies: bool,
-    /// All of it in a few words.
+    /// A short description.
     pub text: String,
 }
 
-/// Requests of a task that goes on until others have ended, at most.
+/// The most requests of a task that continues until others have ended.
 const LONG: u32 = 60;
 
 fn conduct(kind: Kind, begin: &Begin, settings: &Settings, rng: &mut SmallRng) -> Conduct {
@@ -77,7 +77,7 @@ fn conduct(kind: Kind, begin: &Begin, settings: &Settings, rng: &mut SmallRng) -
     }
 }
 
-/// The requests of one task of a guest, as long as `ends` does not say that it is enough.
+/// The requests of one task of a guest, until `ends` says to stop.
 async fn requests(
     guest: &Guest<'_>,
     live: &LiveDisk<SimHost>,
@@ -109,10 +109,10 @@ async fn requests(
     Ok(())
 }
 
-/// Lets a history happen, and checks what was read while it did.
+/// Runs a history, and checks all data read during it.
 ///
 /// # Errors
-/// What is wrong, with what led there.
+/// The failure, and the events that led to it.
 pub fn happen(settings: &Settings, kind: Kind, seed: u64) -> Result<Happened, String> {
     let mut rng = SmallRng::seed_from_u64(seed);
     let begin = chain::make(kind, settings.mode, &mut rng)?;
@@ -125,7 +125,7 @@ pub fn happen(settings: &Settings, kind: Kind, seed: u64) -> Result<Happened, St
     let survives = options.restart_log && !ordered && begin.start.new.version > 2;
     let kills = if kind == Kind::Kills { 12 } else { 4 };
     conduct.kills = if survives { kills } else { 0 };
-    // It may be asked for only when a frontend is opened.
+    // It may be requested only when a frontend is opened.
     options.restart_log = survives && rng.random_bool(0.7);
     let survives_from = Cell::new(if options.restart_log { 0 } else { NEVER });
     let late = (survives && !options.restart_log).then_some(&survives_from);
@@ -202,7 +202,7 @@ fn work(
     rng: &mut SmallRng,
 ) -> Result<(), String> {
     let live: RefCell<Option<Arc<LiveDisk<SimHost>>>> = RefCell::new(None);
-    // Opened as the first of all, with time passing.
+    // The disk is opened first, while time passes.
     let mut opening = Schedule::new(clock.clone(), rng.random());
     opening.add(async {
         let opening = Disk::open(host.clone(), &begin.start.image, options);
@@ -239,7 +239,7 @@ fn work(
     }
     let ended = Cell::new(false);
     if rng.random() {
-        // Also behind the last change of the chain.
+        // Also after the last change of the chain.
         let rng = SmallRng::seed_from_u64(rng.next_u64());
         tasks.add(requests(guest, &live, clock, shape, often, Some(&ended), rng));
     }
@@ -264,7 +264,7 @@ fn work(
             Ok(())
         });
     }
-    // Who embeds the engine may do without.
+    // A program that embeds the engine may omit it.
     let upkeep = rng.random_bool(0.5);
     tasks.add_background(async {
         if !upkeep {

@@ -1,4 +1,4 @@
-//! What a crash has left of a server's chain, and whether it is what was promised.
+//! Checks of a server's chain after a crash.
 
 use super::bitmaps;
 use super::chronicle::Held;
@@ -32,8 +32,7 @@ pub enum Death {
     Power,
     /// It was killed, and left this memory.
     Killed(Memories),
-    /// It was killed, and its files are as they were at an earlier moment: a copy of them was put back.
-    /// The memory is newer.
+    /// It was killed, and its files were restored from an earlier copy. The memory is newer.
     RolledBack(Memories),
 }
 
@@ -48,17 +47,17 @@ impl Death {
     }
 }
 
-/// A state and how it came about.
+/// A state, and how the server ended.
 pub struct Crashed {
-    /// What the files hold.
+    /// The files' contents.
     pub files: Files,
-    /// The moment of which they are.
+    /// The moment that they belong to.
     pub tick: Tick,
     /// How the server ended.
     pub death: Death,
 }
 
-/// Judges one state, and recovers it in this way.
+/// Checks one state, and recovers it in this way.
 ///
 /// # Errors
 /// What is wrong with it.
@@ -79,7 +78,7 @@ pub fn judge(
         Death::Killed(memories) | Death::RolledBack(memories) => Access::Left(memories.clone()),
     };
     let oracle = match &state.death {
-        // What was answered is there.
+        // All completed writes must be there.
         Death::Killed(_) => Oracle::of_kill(&happened.log, tick - 1),
         Death::Power | Death::RolledBack(_) => Oracle::of_crash(&happened.log, tick),
     };
@@ -119,7 +118,7 @@ pub fn judge(
     run(below(happened, mode, state, &case, &mut rng))??;
     run(jobs_again(mode, state, &case, &mut rng))??;
     if header.is_none() {
-        // A raw image took the disk's place.
+        // A raw image replaced the disk's.
         passed.push(Passed { way: Way::Open, qemu: false });
         return run(look_at_raw(state, &case))?;
     }
@@ -132,8 +131,8 @@ pub fn judge(
     recover(files, &case, way, rng.random(), passed)
 }
 
-/// Somebody opens the disk who may not use the memory that was left, or not yet, or finds it damaged: the disk
-/// is as it was promised, or is not opened and stays as it is. Gives the files of after that.
+/// The disk is opened by a user who may not use the remaining memory, or not yet, or finds it damaged: the disk must
+/// have the guaranteed contents, or not be opened and stay unchanged. Returns the files after that.
 async fn denied(
     memories: &Memories,
     mode: &Mode,
@@ -182,7 +181,7 @@ async fn look_at_raw(state: &Crashed, case: &Case<'_>) -> Result<(), String> {
     case.oracle.check(&look)
 }
 
-/// Looks at the images below the active one, and at all bitmaps.
+/// Checks the images below the active one, and all bitmaps.
 async fn below(
     happened: &Happened,
     mode: &Mode,
@@ -220,7 +219,7 @@ async fn below(
     }
     for image in &happened.begin.images {
         let Some(content) = file(&state.files, &image.name) else { continue };
-        // What lies below it is another matter: who writes there changes what it shows.
+        // The layers below it are a different matter: writing to them changes its contents.
         let below = happened.chronicle.is_undermined(&image.name, &image.needs, state.tick);
         if below || !bitmaps::claims_no_change(content) {
             continue;
@@ -235,7 +234,7 @@ async fn below(
         }
     }
     if rng.random_bool(0.15) {
-        // Everything is repaired, and reads as before.
+        // Repairs everything, and checks that it reads as before.
         for (image, _) in &state.files {
             if file(&state.files, image).and_then(header_of).is_some() && chain.contains(image) {
                 let (report, findings) = examine(&host, image, Repair::All).await?;
@@ -248,7 +247,7 @@ async fn below(
     Ok(())
 }
 
-/// An interrupted job is started again, or another, and comes to its end.
+/// Starts an interrupted job again, or another one, and checks that it completes.
 async fn jobs_again(
     mode: &Mode,
     state: &Crashed,

@@ -1,30 +1,30 @@
-//! What a server's history is about.
+//! The kind of a server's history.
 
 use rand::{Rng, RngExt};
 use std::fmt;
 
-/// What a server's history is about. Each has some of everything.
+/// The kind of a server's history. Each has some of everything.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Kind {
     /// Jobs and snapshots of all sorts.
     Mixed,
-    /// Data of backing files comes into an overlay, the active one or one below it.
+    /// Streams of backing files' data into an overlay, the active one or one below it.
     Streams,
-    /// Data of overlays goes into a backing file below the active layer.
+    /// Commits of overlays' data into a backing file below the active layer.
     Commits,
-    /// The active layer is committed, and its base takes its place.
+    /// The active layer is committed, and its base replaces it.
     Pivots,
-    /// The disk goes on in another image.
+    /// The disk switches to another image.
     Mirrors,
     /// Snapshots.
     Snapshots,
     /// Layers of equal layout, compressed clusters among them.
     Twins,
-    /// The server is killed, and its log is all that has some of what it answered.
+    /// The server is killed, and some completed writes are only in its restart log.
     Kills,
-    /// The storage fails, once or for ever, and jobs stop or go on.
+    /// The storage fails, once or forever, and jobs stop or continue.
     Faults,
-    /// Requests, flushes and jobs are given up, and tasks panic.
+    /// Requests, flushes and jobs are cancelled, and tasks panic.
     Drops,
     /// Block devices, which do not grow.
     Devices,

@@ -1,10 +1,10 @@
-//! A whole server: a disk whose chain changes while it is used, with jobs, upkeep, a log that outlives
-//! a kill, and everything that can go wrong, on simulated time.
+//! A whole server: a disk whose chain changes while it is used, with jobs, upkeep, a restart log, and faults, in
+//! simulated time.
 //!
-//! What a history is made of is drawn from its seed: images that are copies of one another with changes
-//! ([`chain`]), several tasks of a guest, an operator who starts jobs and takes snapshots
-//! ([`operator`]), and faults ([`faults`]). From its record come the states that a power loss, or a
-//! kill, leaves at any moment, each of which is judged as a chain ([`judge`]).
+//! The parts of a history are derived from its seed: images that are copies of one another with changes ([`chain`]),
+//! several tasks of a guest, an operator who starts jobs and takes snapshots ([`operator`]), and faults ([`faults`]).
+//! From its record come the states that a power loss, or a kill, leaves at any moment, each of which is checked as a
+//! chain ([`judge`]).
 
 pub mod bitmaps;
 pub mod campaign;

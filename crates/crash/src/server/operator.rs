@@ -1,4 +1,4 @@
-//! Who changes the chain: snapshots, jobs and what is asked of them, changes of size.
+//! The operator, who changes the chain: snapshots, jobs and their control, resizes.
 
 use super::chain::Begin;
 use super::chronicle::{Chronicle, Frozen, Held};
@@ -23,15 +23,15 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Images that can be made in a history.
+/// The number of images that can be created in a history.
 pub const NEW_IMAGES: usize = 10;
 
-/// The name of an image that is made in a history.
+/// The name of an image that is created in a history.
 pub fn new_image(number: usize) -> PathBuf {
     PathBuf::from(format!("new{number}.qcow2"))
 }
 
-/// Who changes the chain.
+/// The operator.
 pub struct Operator<'a> {
     pub(super) live: &'a Arc<LiveDisk<SimHost>>,
     pub(super) host: &'a SimHost,
@@ -43,11 +43,11 @@ pub struct Operator<'a> {
     pub(super) kind: Kind,
     /// Images made so far.
     pub(super) made: Cell<usize>,
-    /// Jobs and snapshots may be given up.
+    /// Jobs and snapshots may be cancelled.
     pub(super) impatient: bool,
 }
 
-/// What the operator does next.
+/// The operator's next action.
 #[derive(Clone, Copy, Debug)]
 enum Deed {
     Snapshot,
@@ -59,7 +59,7 @@ enum Deed {
 }
 
 impl Operator<'_> {
-    /// Does so many things, one after another.
+    /// Performs this many actions, one after another.
     pub async fn work(&self, deeds: u32, rng: &mut SmallRng) -> Result<(), String> {
         for _ in 0..deeds {
             let pause = Duration::from_micros(rng.random_range(0..1500));
@@ -121,7 +121,7 @@ impl Operator<'_> {
         }
     }
 
-    /// A deed begins. Returns its number.
+    /// Notes the start of an action. Returns its number.
     fn begin_act(&self, text: String) -> usize {
         let now = self.host.tick();
         self.chronicle.borrow_mut().begin(text, now)
@@ -148,7 +148,7 @@ impl Operator<'_> {
         new_image(number)
     }
 
-    /// Makes an image over `backing`; `None` if a fault has kept it from being made.
+    /// Creates an image over `backing`; `None` if a fault prevented that.
     async fn make(
         &self,
         path: &Path,
@@ -209,7 +209,7 @@ impl Operator<'_> {
         let ended = chronicle.acts.get(act).map_or(NEVER, |act| act.ended);
         match (done, self.chain().first() == Some(&path)) {
             (Some(()), _) => chronicle.frozen[frozen].held = Held::Moment(began, ended),
-            // It is in use, but nobody was told that the one below is durable.
+            // It is in use, but the image below was not reported as durable.
             (None, true) => {}
             (None, false) => chronicle.frozen[frozen].until = began,
         }
@@ -297,7 +297,7 @@ impl Operator<'_> {
             MirrorOptions { sync },
             Self::job_options(rng),
         ) {
-            // What is not copied is lost where the target takes the disk's place.
+            // Data that is not copied would be lost if the target replaced the disk.
             Ok((job, run)) if sync == MirrorSync::None => {
                 self.steer(act, &job, run, true, rng).await
             }
@@ -335,7 +335,7 @@ impl Operator<'_> {
         self.steer(act, job, run, leaves, rng).await
     }
 
-    /// Runs a job, and asks this and that of it meanwhile. One that `leaves` is cancelled.
+    /// Runs a job, and controls it randomly meanwhile. One that `leaves` is cancelled.
     async fn steer(
         &self,
         act: usize,
@@ -349,7 +349,7 @@ impl Operator<'_> {
         let running = async {
             let done = endure(patience, run).await.is_some();
             if !done {
-                // What it was amid fails others at once.
+                // The interrupted operation makes others fail.
                 self.guest.excuse();
             }
             ended.set(Some(done));
@@ -361,7 +361,7 @@ impl Operator<'_> {
             while ended.get().is_none() {
                 self.clock.sleep(Duration::from_micros(rng.random_range(20..800))).await;
                 looks += 1;
-                // What is refused comes too late, or too early.
+                // A refused verb comes too late, or too early.
                 match job.status() {
                     JobStatus::Ready if leaves => drop(job.cancel(rng.random())),
                     JobStatus::Ready if looks > patient / 4 => drop(job.complete()),
@@ -390,7 +390,7 @@ impl Operator<'_> {
         match error {
             // An image with bitmaps cannot be lengthened.
             Some(error) if self.begin.bitmaps && error.contains("persistent bitmaps") => Ok(()),
-            // So can nothing on a full device.
+            // Nor can anything on a full device.
             Some(error) if self.begin.fixed && error.contains("No space left") => Ok(()),
             Some(error) if !self.guest.excuses(&error) => Err(format!("a job failed: {error}")),
             _ => Ok(()),

@@ -1,4 +1,4 @@
-//! Tasks in an order drawn from a seed, and time that passes when all of them wait.
+//! Tasks polled in an order derived from a seed, and time that passes when all of them wait.
 
 use crate::clock::SimClock;
 use crate::host::Planned;
@@ -15,9 +15,9 @@ use std::time::Duration;
 
 /// Far more polls than any history needs.
 const MOST_POLLS: u64 = 5_000_000;
-/// What a step of a task takes.
+/// The duration of a task's step.
 const STEP: Duration = Duration::from_nanos(300);
-/// Far more moments at which only those wait who always do.
+/// Far more wake-ups of background tasks alone than any history needs.
 const MOST_QUIET: u64 = 20_000;
 
 struct Woken(AtomicBool);
@@ -58,7 +58,7 @@ impl<'a> Schedule<'a> {
         self.push(Box::pin(task), false);
     }
 
-    /// Adds a task that goes on until all others have ended.
+    /// Adds a task that continues until all others have ended.
     pub fn add_background(&mut self, task: impl Future<Output = Result<(), String>> + 'a) {
         self.push(Box::pin(task), true);
     }
@@ -115,16 +115,16 @@ impl<'a> Schedule<'a> {
     }
 }
 
-/// How long somebody waits for a future.
+/// How long to wait for a future.
 #[derive(Clone, Copy, Debug)]
 pub enum Patience {
     /// Until it ends.
     Endless,
-    /// For so many polls; then it is given up.
+    /// For this many polls; then it is cancelled.
     Polls(u32),
 }
 
-/// Runs a future as one that may be given up, or whose task may panic as planned; `None` then.
+/// Runs a future that may be cancelled, or whose task may panic as planned; returns `None` in these cases.
 pub async fn endure<T>(patience: Patience, future: impl Future<Output = T>) -> Option<T> {
     let mut future = Some(Box::pin(future));
     let mut polls = 0;

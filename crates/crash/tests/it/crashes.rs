@@ -1,4 +1,4 @@
-//! States of crashes by the ten thousand, in every mode.
+//! Tens of thousands of crash states, in every mode.
 
 use isobath_crash::campaign::run_history;
 use isobath_crash::exhaustive::{COUNT, run_small};
@@ -17,8 +17,7 @@ const STATES: u64 = 18_000;
 /// The same of a server.
 const SERVER_STATES: u64 = 6_000;
 
-/// Runs histories on two threads until there are enough states, or `None` says that there are no
-/// more.
+/// Runs histories on two threads until there are enough states, or no more histories.
 fn run(
     settings: &Settings,
     states: u64,
@@ -76,7 +75,7 @@ fn servers_survive_crashes_and_kills() {
     }
 }
 
-/// Those of the kind that is about mappings in data: a share of the last numbers.
+/// Those of the kind about embedded mappings: a share of the last numbers.
 #[test]
 fn small_histories_of_mappings_in_data_survive_every_crash() {
     let modes = MODES.iter().filter(|mode| mode.favours == Some(Kind::Embedded));
@@ -97,14 +96,14 @@ fn small_histories_of_mappings_in_data_survive_every_crash() {
 fn small_histories_survive_every_crash() {
     for (shift, mode) in MODES.iter().enumerate() {
         let settings = Settings { qemu_every: 1000, ..Settings::new(mode) };
-        // A share of them: all take minutes.
+        // Only a share, since all of them take minutes.
         let step = 11 * MODES.len() as u64;
         let totals = run(&settings, u64::MAX, |number| {
             let number = number * step + shift as u64;
             (number < COUNT).then(|| run_small(&settings, number, 4))
         });
         println!("{}: {totals:?}", mode.name());
-        // A journal leaves version 2 out.
+        // Modes with a journal skip version 2.
         assert!(totals.states > 0 && totals.histories > COUNT / step / 2);
     }
 }

@@ -1,4 +1,4 @@
-//! The simulator notices a flush that does nothing, soon, and the same way each time.
+//! The simulator soon detects a flush that does nothing, in the same way each time.
 
 use isobath_crash::campaign::run_history;
 use isobath_crash::mode::MODES;

@@ -1,4 +1,4 @@
-//! The simulator finds the defects that the engine can be given, soon.
+//! The simulator soon finds the defects that can be enabled in the engine.
 
 use isobath_crash::campaign::run_history;
 use isobath_crash::image;
@@ -16,11 +16,11 @@ struct Found {
     /// Histories of a server, or of a disk.
     server: bool,
     mode: &'static str,
-    /// What the histories are about; `any` of a disk.
+    /// The kind of the histories; `any` for a disk.
     kind: &'static str,
     /// The campaign's seed.
     seed: u64,
-    /// Within so many states.
+    /// Within this many states.
     most: u64,
 }
 
@@ -44,7 +44,7 @@ const fn server(
     Found { defect, server: true, mode, kind, seed, most }
 }
 
-/// The bounds are three times what it takes, or more: a change of the engine makes other histories of the seeds.
+/// The bounds are at least three times the states needed: a change of the engine changes the histories of the seeds.
 const FOUND: &[Found] = &[
     disk(Sabotage::UnflushedRecord, "journal", "any", 7, 1000),
     disk(Sabotage::NoFirstSync, "ordered", "any", 7, 100),
@@ -80,8 +80,8 @@ const FOUND: &[Found] = &[
     disk(Sabotage::LostPlace, "ordered", "any", 7, 100),
 ];
 
-/// Not found so far within what a test can spend: `docs/reliability.md` says of each why. The last one panics, which
-/// ends the simulation too; `stopped.rs` of the library's tests has it.
+/// Not found so far within a test's time limit: `docs/reliability.md` gives the reason for each. The last one panics,
+/// which ends the simulation too; `stopped.rs` of the library's tests has it.
 const NOT_FOUND: &[Sabotage] =
     &[Sabotage::EarlyUnclaim, Sabotage::LateLog, Sabotage::DrainsAtOnce, Sabotage::ForeignUnit];
 
@@ -94,7 +94,7 @@ impl Found {
         run_history(settings, seed)
     }
 
-    /// Runs histories until one fails, which without the defect does not.
+    /// Runs histories until one fails, which must pass without the defect.
     fn find(&self) {
         let name = self.defect.name();
         let sound = Settings {

@@ -1,4 +1,4 @@
-//! Servers with jobs and chains that change, crashed and killed: that they can be repeated.
+//! Crashed and killed servers with jobs and changing chains; their histories are reproducible.
 
 use isobath_crash::mode::MODES;
 use isobath_crash::outcome::{Settings, history_seed};

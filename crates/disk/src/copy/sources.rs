@@ -1,4 +1,4 @@
-//! Disks one after another, as one.
+//! Concatenated disks.
 
 use crate::device::BlockStatus;
 use crate::disk::Disk;
@@ -8,11 +8,11 @@ use isobath_storage::{Host, IoBuf};
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-/// Guest bytes whose status is asked for in one go.
+/// Guest bytes whose status is queried at once.
 const WINDOW: u64 = 1 << 30;
 const RUNS: usize = 4096;
 
-/// What a run of bytes is to a copy.
+/// How a copy treats a run of bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Content {
     /// Must be read.
@@ -24,7 +24,7 @@ pub(super) enum Content {
 }
 
 pub(super) struct Sources<H: Host> {
-    /// With the offset at which each starts.
+    /// Each with the offset at which it starts.
     disks: Vec<(u64, Arc<Disk<H>>)>,
     size: u64,
     /// The size of the target's backing file.
@@ -59,13 +59,13 @@ impl<H: Host> Sources<H> {
         self.disks.len()
     }
 
-    /// The disk that holds `offset`: where it starts, and itself.
+    /// The disk that contains `offset`, and where it starts.
     fn at(&self, offset: u64) -> Option<(u64, &Arc<Disk<H>>)> {
         let (start, disk) = self.disks.iter().rfind(|(start, _)| *start <= offset)?;
         (offset - start < disk.size()).then_some((*start, disk))
     }
 
-    /// What is at `offset`, which is below the size, and for how long. Quick for offsets that grow.
+    /// The content at `offset`, which must be below the size, and its length. Fast for ascending offsets.
     pub(super) async fn content(&self, offset: u64) -> Result<(Content, u64)> {
         let mut known = self.known.lock().await;
         if offset < known.start {
@@ -96,7 +96,7 @@ impl<H: Host> Sources<H> {
         Ok(first.unwrap_or((Content::Data, 1)))
     }
 
-    /// What a run is at `at`, and up to where at most.
+    /// The content of a run at `at`, and the limit up to which this applies.
     fn judge(&self, disk: &Disk<H>, at: u64, run: &BlockStatus) -> (Content, u64) {
         let plain = if run.zero { Content::Zero } else { Content::Data };
         let Some(backing) = self.backing else { return (plain, u64::MAX) };

@@ -1,23 +1,23 @@
 //! Finding zeroes in data.
 
-/// The grain at which zeroes are looked for, unless shorter runs are asked for.
+/// The granularity at which zeroes are detected, unless shorter runs are requested.
 const GRAIN: usize = 4096;
 
 /// Whether all bytes are zero.
 pub fn is_zero(bytes: &[u8]) -> bool {
-    // The first bytes tell most data apart; the rest is summed up in a way that compilers vectorise.
+    // The first bytes decide in most cases; the rest is combined in a way that compilers vectorise.
     let (head, rest) = bytes.split_at(bytes.len().min(16));
     head.iter().all(|byte| *byte == 0)
         && rest.chunks(1024).all(|chunk| chunk.iter().fold(0, |sum, byte| sum | byte) == 0)
 }
 
-/// Splits the bytes at `offset` of a disk into runs: whether a run is zero, and its length. Zeroes
-/// count from `least` bytes in a row on, a multiple of 512.
+/// Splits the bytes at `offset` of a disk into runs: whether a run is zero, and its length. Only runs of at least
+/// `least` zero bytes, a multiple of 512, count.
 pub(super) fn runs(bytes: &[u8], offset: u64, least: u64) -> Vec<(bool, usize)> {
     let grain = if least.is_multiple_of(GRAIN as u64) { GRAIN } else { 512 };
     let mut runs: Vec<(bool, usize)> = Vec::new();
     let mut rest = bytes;
-    // Grains lie on the disk's multiples of theirs.
+    // Grains are aligned on the disk.
     let mut length = grain - (offset % grain as u64) as usize;
     while !rest.is_empty() {
         let (part, after) = rest.split_at(length.min(rest.len()));
@@ -32,7 +32,7 @@ pub(super) fn runs(bytes: &[u8], offset: u64, least: u64) -> Vec<(bool, usize)> 
     let mut merged: Vec<(bool, usize)> = Vec::with_capacity(runs.len());
     let count = runs.len();
     for (index, (zero, length)) in runs.into_iter().enumerate() {
-        // At an edge the run may go on in what is not seen here.
+        // At an edge the run may continue outside this buffer.
         let inner = index > 0 && index + 1 < count;
         let zero = zero && (length as u64 >= least || !inner);
         match merged.last_mut() {
@@ -57,7 +57,7 @@ mod tests {
         assert_eq!(runs(&bytes, 0, 4096), expected);
         assert_eq!(runs(&bytes, 0, 12_288), [(true, 4096), (false, 16_384), (true, 45_056)]);
         assert_eq!(runs(&bytes, 0, 512)[..3], [(true, 4608), (false, 512), (true, 14_848)]);
-        // The disk's grains, not the buffer's.
+        // Grains are aligned on the disk, not in the buffer.
         assert_eq!(runs(&bytes, 512, 4096)[..2], [(true, 3584), (false, 4096)]);
         assert!(runs(&[], 0, 4096).is_empty());
     }

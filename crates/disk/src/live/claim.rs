@@ -1,4 +1,4 @@
-//! One job at a time on a disk, as QEMU has it.
+//! One job at a time on a disk, as in QEMU.
 
 use super::LiveDisk;
 use crate::disk::Disk;
@@ -30,10 +30,10 @@ enum Use {
     #[default]
     Free,
     Job(Arc<dyn Occupant>),
-    /// By a job whose future was dropped before it had ended: a layer below may be half changed, and its place
-    /// in the chain be another's.
+    /// A job whose future was dropped before it had ended: a layer below may be half changed, and its place in the
+    /// chain may have become another's.
     GivenUp(Arc<dyn Occupant>),
-    /// By a job that failed because a flush did. Data it wrote to a layer may be lost although it still reads
+    /// A job that failed because a flush failed. Data it wrote to a layer may be lost although it still reads
     /// correctly, so nothing may rely on it.
     Doubtful(Arc<dyn Occupant>),
 }
@@ -47,12 +47,12 @@ pub struct Claim<H: Host> {
 }
 
 impl<H: Host> Claim<H> {
-    /// The job begins. From here on it has to [end](Self::end).
+    /// The job begins. From here on it must [end](Self::end).
     pub fn begin(&mut self) {
         self.began = true;
     }
 
-    /// The job is done with the disk. `doubtful` says that a flush has failed.
+    /// The job has finished with the disk. `doubtful` says that a flush has failed.
     pub fn end(mut self, doubtful: bool) {
         (self.began, self.doubtful) = (false, doubtful);
     }
@@ -95,7 +95,7 @@ impl Use {
             Err(DiskError::Refused { image: disk.chain.active().name().to_owned(), reason })
         };
         match self {
-            // Only another job would rely on what is in doubt.
+            // Only another job would rely on the doubtful data.
             Self::Free | Self::Doubtful(_) => Ok(()),
             Self::Job(job) => refused(job, "wait for it or cancel it"),
             Self::GivenUp(job) => {
@@ -120,7 +120,7 @@ impl<H: Host> LiveDisk<H> {
     /// Takes the disk for a job.
     ///
     /// # Errors
-    /// If another has it, or has left it in a state that forbids others.
+    /// If another job has it, or has left it in a state that excludes other jobs.
     pub fn claim(self: &Arc<Self>, job: Arc<dyn Occupant>) -> Result<Claim<H>> {
         let mut claimed = self.claims.0.lock();
         claimed.check(&self.current())?;

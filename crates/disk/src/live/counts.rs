@@ -25,8 +25,8 @@ impl Kind {
     }
 }
 
-/// Buckets of a histogram of latencies: the one at `n` counts requests of less than `2^n`
-/// microseconds that no earlier one counts, the last one all others.
+/// Buckets of a histogram of latencies: bucket `n` counts the requests of less than `2^n` microseconds that no earlier
+/// bucket counts; the last one counts all others.
 pub const LATENCY_BUCKETS: usize = 26;
 
 /// Requests of one kind since the disk was opened.
@@ -113,7 +113,7 @@ impl OfKind {
     }
 }
 
-/// Reads and writes that one thread served beside copies of jobs.
+/// Reads and writes that one thread served during job copies.
 #[derive(Default)]
 struct Beside {
     requests: AtomicU64,
@@ -121,7 +121,7 @@ struct Beside {
     latency: AtomicU64,
 }
 
-/// What one thread served.
+/// The requests that one thread served.
 #[derive(Default)]
 struct OfThread {
     kinds: [OfKind; 4],
@@ -135,7 +135,7 @@ struct OfThread {
 #[derive(Default)]
 pub(super) struct Counts {
     threads: PerThread<OfThread>,
-    /// Copies of jobs under way, and how many were begun.
+    /// Job copies in flight, and the number started.
     copies: AtomicU32,
     begun: AtomicU64,
 }
@@ -143,12 +143,12 @@ pub(super) struct Counts {
 /// A request in flight.
 pub(super) struct Request<'a> {
     counts: &'a Counts,
-    /// Where it is counted.
+    /// The thread's counters for it.
     here: &'a OfThread,
     kind: Kind,
     bytes: u64,
     start: Duration,
-    /// Copies begun when it arrived; `None` if one was under way.
+    /// Copies started when it arrived; `None` if one was in flight.
     begun: Option<u64>,
 }
 
@@ -188,7 +188,7 @@ impl Counts {
         stats
     }
 
-    /// Whether there was no request since `time`, in the clock's terms, and none is under way.
+    /// Whether there was no request since `time`, by the clock, and none is in flight.
     pub(super) fn quiet_since(&self, time: Duration) -> bool {
         self.in_flight() == 0 && self.last_activity() < time
     }

@@ -9,7 +9,7 @@ use std::time::Duration;
 /// A request that failed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct IoFailure {
-    /// Whether it was a read, rather than one that writes or flushes.
+    /// Whether it was a read, as opposed to a write or flush.
     pub read: bool,
     /// Whether the host has no space left.
     pub no_space: bool,

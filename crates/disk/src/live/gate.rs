@@ -1,7 +1,7 @@
 //! Keeping requests out while the chain changes.
 //!
-//! Each side waits for the other, and every request passes, so threads count apart. The
-//! [`ReaderEpoch`](isobath_image::reader_epoch::ReaderEpoch) counts alike but never keeps a request out.
+//! Each side waits for the other, and every request passes, so each thread has its own counters. The
+//! [`ReaderEpoch`](isobath_image::reader_epoch::ReaderEpoch) counts in the same way but never keeps a request out.
 
 use isobath_image::per_thread::PerThread;
 use isobath_image::sabotage::{self, Sabotage};
@@ -14,10 +14,10 @@ use isobath_sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 pub(super) struct Gate {
     inside: PerThread<AtomicUsize>,
     shut: AtomicBool,
-    /// A request left while the gate is shut: for the change. Requests that wait do not hear of each other's
-    /// tries, or they would go on to wake one another.
+    /// Signals to the change that a request left while the gate is closed. Waiting requests are not notified of each
+    /// other's attempts, or they would keep waking one another.
     left: Condition,
-    /// For the requests that wait.
+    /// Wakes the waiting requests.
     opened: Condition,
 }
 
@@ -158,7 +158,7 @@ mod interleavings {
         live.chain.set(live.chain.get() + 1);
     }
 
-    /// Waits for a moment, then gives up.
+    /// Waits briefly, then cancels.
     fn change_given_up(live: &Live) {
         if let Some(_quiet) = live.gate.quiet().now_or_never() {
             live.chain.set(live.chain.get() + 1);

@@ -1,4 +1,4 @@
-//! Changing which layers a chain has, under requests.
+//! Changing the layers of a chain while requests run.
 
 use super::{LiveDisk, backing_name};
 use crate::disk::Disk;
@@ -17,13 +17,13 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
-/// A change after which a chain reads as before, with fewer layers. Layers are numbered as they were.
+/// A change that removes layers without changing the contents. Layers have their old numbers.
 pub struct Shortening<S> {
-    /// The layers that go.
+    /// The layers removed.
     pub removed: Range<u16>,
-    /// A layer whose image was changed, as it is now.
+    /// A layer whose image was changed, in its new state.
     pub changed: Option<(LayerIndex, Arc<Layer<S>>)>,
-    /// The active layer alone is left.
+    /// Only the active layer is left.
     pub alone: bool,
 }
 
@@ -47,8 +47,8 @@ impl<H: Host> LiveDisk<H> {
         self.graph.lock().await
     }
 
-    /// Puts a shorter chain in place. `unit` tells where the units of removed layers are now; `None`
-    /// where that must be looked up. The caller holds the graph.
+    /// Installs a shorter chain. `unit` returns the new place of a removed layer's unit, or `None` if that must be
+    /// looked up. The caller holds the graph.
     pub async fn shorten(
         &self,
         change: Shortening<H::File>,
@@ -74,7 +74,7 @@ impl<H: Host> LiveDisk<H> {
         let map = Arc::clone(&disk.map);
         let quiet = self.gate.quiet().await;
         if shows_more(&disk.chain, &chain, &removed) {
-            // What a layer hid by its size is in the map all the same: nothing there was ever asked for.
+            // The map contains nothing that a layer's size hid, because it was never requested.
             map.clear();
         } else {
             map.rewrite(|guest, old| {
@@ -99,8 +99,8 @@ impl<H: Host> LiveDisk<H> {
         Ok(())
     }
 
-    /// Replaces the disk by another one, once `last` has made sure that it reads the same; no changes happen meanwhile.
-    /// The caller holds the graph. Returns the former disk.
+    /// Replaces the disk with another one after `last` has made sure that it has the same contents; no changes happen
+    /// meanwhile. The caller holds the graph. Returns the former disk.
     pub async fn go_on_in<F: Future<Output = Result<()>>>(
         &self,
         other: Arc<Disk<H>>,
@@ -110,7 +110,7 @@ impl<H: Host> LiveDisk<H> {
         let disk = self.current();
         last(disk).await?;
         if self.options.load().restart_log && !sabotage::is(Sabotage::NoNewLog) {
-            // Nobody has relied on what it has so far.
+            // Nobody has relied on its contents so far.
             other.begin_restart_log().await?;
             other.flush().await?;
         }
@@ -121,14 +121,13 @@ impl<H: Host> LiveDisk<H> {
         Ok(before)
     }
 
-    /// Opens a layer that is only read, with those below it, as a disk that may be changed; other
-    /// programs are kept out of it. The chain goes on reading the layer. To be followed by
-    /// [`close_lower`](Self::close_lower).
+    /// Opens a read-only layer, with those below it, as a disk that may be changed; other programs are kept out of it.
+    /// The chain continues to read the layer. Must be followed by [`close_lower`](Self::close_lower).
     pub async fn open_lower(&self, top: LayerIndex) -> Result<Disk<H>> {
         let disk = self.current();
         let layer = disk.layer(top)?;
         layer.admit_writer(true).await?;
-        // What the writer adds is data to those who read here.
+        // To the readers here, everything that the writer adds is data.
         layer.give_out(u64::MAX >> 1);
         let opened = self.open_writable(&disk, top).await;
         if opened.is_err() {
@@ -141,7 +140,7 @@ impl<H: Host> LiveDisk<H> {
         let layer = disk.layer(top)?;
         let (format, options) = (Some(layer.format()), self.options());
         let mut options = (*options).clone().writable(true);
-        // A layer may be of a version that has none.
+        // The layer's version may not support a journal.
         if options.metadata != MetadataMode::Ordered {
             options.metadata = MetadataMode::Auto;
         }
@@ -160,7 +159,7 @@ impl<H: Host> LiveDisk<H> {
         Ok(disk)
     }
 
-    /// Ends what [`open_lower`](Self::open_lower) began and gives the layer as it is now, only read.
+    /// Ends what [`open_lower`](Self::open_lower) began and returns the layer in its new state, read-only.
     pub async fn close_lower(
         &self,
         top: LayerIndex,
@@ -174,7 +173,7 @@ impl<H: Host> LiveDisk<H> {
         Ok(layer)
     }
 
-    /// The chain's own handle of a layer that was open for writing keeps writers out again.
+    /// Makes the chain's own handle of a layer that was open for writing keep writers out again.
     pub async fn forget_lower(&self, top: LayerIndex) -> Result<()> {
         if let Some(layer) = self.current().chain.get(top) {
             layer.admit_writer(false).await?;
@@ -211,7 +210,7 @@ impl<H: Host> LiveDisk<H> {
         Ok(())
     }
 
-    /// Puts a layer's image as it is now in place of what is known of it. The caller holds the graph.
+    /// Replaces a layer with the current state of its image. The caller holds the graph.
     pub async fn renew(&self, at: LayerIndex, layer: Arc<Layer<H::File>>) -> Result<()> {
         let removed = at.get()..at.get();
         let change = Shortening { removed, changed: Some((at, layer)), alone: false };
@@ -223,8 +222,8 @@ impl<H: Host> LiveDisk<H> {
     }
 }
 
-/// Whether more of some layer can be seen in the chain `after` than in the one before, from which the layers
-/// `removed` are gone: a layer above has grown, or is no longer there.
+/// Whether more of some layer is visible in the chain `after` than in `before`, from which the layers `removed` were
+/// taken: a layer above has grown, or is gone.
 fn shows_more<S: Storage>(before: &Chain<S>, after: &Chain<S>, removed: &Range<u16>) -> bool {
     let stay = before.layers().filter(|(index, _)| !removed.contains(&index.get()));
     stay.zip(after.layers()).any(|((_, before), (_, after))| after.visible() > before.visible())
@@ -239,8 +238,8 @@ impl<H: Host> Disk<H> {
         }
     }
 
-    /// How the header of the layer `overlay` is to name the image below layer `next`: as that one does,
-    /// if the name means the same there.
+    /// The name by which the header of the layer `overlay` should refer to the image below layer `next`: the one in
+    /// `next`, if it means the same there.
     pub fn name_below(&self, next: LayerIndex, overlay: LayerIndex) -> Result<String> {
         let layer = |index| self.layer(index);
         let (overlay, next_layer) = (layer(overlay)?, layer(next)?);

@@ -1,9 +1,9 @@
 //! A disk whose chain changes while it is used.
 //!
-//! Frontends serve a [`LiveDisk`] if snapshots are taken and jobs run. Beneath it is a [`Disk`] of the chain as it is
-//! now. A change prepares another `Disk`, keeps new requests out until those in flight have ended (`gate.rs`), and
-//! swaps it in. Nothing else happens while requests wait: files are created before, and the former active image gets
-//! its final state afterwards (`snapshot.rs`).
+//! Frontends serve a [`LiveDisk`] if snapshots are taken and jobs run. Beneath it is a [`Disk`] of the current chain. A
+//! change prepares another `Disk`, keeps new requests out until those in flight have ended (`gate.rs`), and swaps it
+//! in. Nothing else happens while requests wait: files are created before, and the former active image gets its final
+//! state afterwards (`snapshot.rs`).
 
 mod claim;
 mod counts;
@@ -46,9 +46,9 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 use tracked::Tracked;
 
-/// Bytes of a zero-write or discard between two changes of the chain: these may take long.
+/// Bytes of a zero-write or discard between two chances for a change of the chain, since such requests may take long.
 const STEP: u64 = 1 << 30;
-/// The same for looking at the map.
+/// The same for queries of the map.
 const STATUS_STEP: u64 = 16 << 30;
 
 /// How often to check that the restart memory still exists.
@@ -155,7 +155,7 @@ impl<H: Host> LiveDisk<H> {
         self.failures.listen(listener);
     }
 
-    /// How the disk was opened, and further layers of it are.
+    /// The options with which the disk was opened, and with which further layers are.
     pub fn options(&self) -> Arc<OpenOptions> {
         self.options.load_full()
     }
@@ -207,8 +207,8 @@ impl<H: Host> LiveDisk<H> {
     /// As there.
     pub async fn upkeep(&self) -> Result<()> {
         loop {
-            // Not the disk: that would keep layers open which leave the chain while its writer stays. And the
-            // writer only while it is attended: its layer may be another's then.
+            // Do not hold the disk: that would keep layers open that leave the chain while its writer stays. Hold the
+            // writer only while attending it: its layer may belong to another disk afterwards.
             let (writer, readers) = {
                 let disk = self.current.load();
                 (disk.writer.clone(), Arc::clone(&disk.readers))
@@ -313,8 +313,8 @@ impl<H: Host> LiveDisk<H> {
         let tracked = &self.tracked;
         self.request(kind, length, |disk| async move {
             let result = run(disk).await;
-            // Also after a failure, which may have changed something. Before the gate is left: a
-            // change of the chain counts on it.
+            // Even after a failure, which may have changed something. This must happen before the gate is left, because
+            // a change of the chain relies on it.
             tracked.mark(offset, length);
             result
         })
@@ -356,7 +356,7 @@ impl<H: Host> LiveDisk<H> {
         self.current.load().preferred_block()
     }
 
-    /// Reads `buf.len()` bytes at `offset`, and gives the buffer back.
+    /// Reads `buf.len()` bytes at `offset`, and returns the buffer.
     ///
     /// # Errors
     /// If the range reaches past the end of the disk, the storage fails, or the tables are not valid there.
@@ -365,7 +365,7 @@ impl<H: Host> LiveDisk<H> {
         self.request(Kind::Read, length, |disk| async move { disk.read(offset, buf).await }).await
     }
 
-    /// Writes `buf` at `offset`, and gives the buffer back. It is durable after a [`flush`](Self::flush).
+    /// Writes `buf` at `offset`, and returns the buffer. It is durable after a [`flush`](Self::flush).
     ///
     /// # Errors
     /// If the disk is read-only or [accepts no more writes](DiskError::Poisoned), the range reaches past its end, the
@@ -412,8 +412,8 @@ impl<H: Host> LiveDisk<H> {
     pub async fn flush(&self) -> Result<()> {
         let request = self.counts.begin(Kind::Flush, 0, self.clock.now());
         let result = loop {
-            // Not inside the gate: a sync may take long. What was done before went to this disk,
-            // or to one whose writes this one makes durable as well.
+            // Not inside the gate, because a sync may take long. Everything completed before went to this disk, or to
+            // one whose writes this one makes durable as well.
             let (disk, flushing) = {
                 let disk = self.current.load();
                 (Arc::downgrade(&disk), disk.flushing())

@@ -1,11 +1,10 @@
 //! Snapshots of a disk in use.
 //!
-//! All slow work is done before the change of the chain or after it. Before: the overlay, with its
-//! index of the layers below, is made, durable and open for writing. Then requests are kept out
-//! until those under way have ended, and the next ones find the overlay as active layer. After: what
-//! the file of the former active image lacks is written there, its journal is taken out of use, and
-//! the locks of a writer are given up. Until that is done its writer answers for it, and a flush
-//! makes both durable. A crash at any point leaves the old chain or the new one.
+//! All slow work is done before the change of the chain or after it. Before: the overlay, with its index of the layers
+//! below, is created, made durable and opened for writing. Then new requests are kept out until those in flight have
+//! ended, and from then on the overlay is the active layer. After: the remaining changes are written to the file of the
+//! former active image, its journal is taken out of use, and its writer's locks are released. Until that is done its
+//! writer serves it, and a flush makes both durable. A crash at any point leaves the old chain or the new one.
 
 use super::LiveDisk;
 use crate::disk::{Disk, Retiring};
@@ -52,7 +51,7 @@ impl<H: Host> LiveDisk<H> {
     pub async fn snapshot(&self, overlay: &Overlay) -> Result<()> {
         let _graph = self.graph.lock().await;
         let disk = self.current();
-        // A job that begins from here on waits for the new chain.
+        // A job that starts from here on waits for the new chain.
         self.claims.check(&disk)?;
         self.finish_retiring(&disk).await?;
         let active = Arc::clone(disk.chain.active());
@@ -76,7 +75,7 @@ impl<H: Host> LiveDisk<H> {
         chain.set_index(found.or_else(|| disk.chain.index()));
         let map = map_for(&disk, &chain);
 
-        // Who opens the new chain does not bring in what is only in a log of this image.
+        // A program that opens the new chain does not apply a restart log of this image.
         let _unlogged = writer.without_log(&disk.readers).await?;
         let quiet = self.gate.quiet().await;
         if layer.size() != disk.size() {
@@ -95,8 +94,8 @@ impl<H: Host> LiveDisk<H> {
         self.finish_retiring(&self.current()).await
     }
 
-    /// Brings the file of a former active layer, if its writer still answers for it, into its final
-    /// state. The caller holds `graph`.
+    /// Brings the file of a former active layer, if its writer still serves it, into its final state. The caller holds
+    /// `graph`.
     pub async fn finish_retiring(&self, disk: &Disk<H>) -> Result<()> {
         let Some(retiring) = disk.retiring() else { return Ok(()) };
         retiring.writer.close(&disk.readers).await?;
@@ -161,8 +160,8 @@ impl<H: Host> LiveDisk<H> {
     }
 }
 
-/// The map for a disk's chain with a layer more: the present one, unless that cannot tell the new
-/// layer's clusters apart, or the layer holds something.
+/// The map for a disk's chain with one more layer: the current one, unless its units are too large for the new layer's
+/// clusters, or the layer is not empty.
 fn map_for<H: Host>(disk: &Disk<H>, chain: &Chain<H::File>) -> Arc<Map> {
     let empty = chain.active().as_qcow2().is_some_and(|qcow2| {
         let l1 = qcow2.l1.read();
@@ -183,7 +182,7 @@ fn unfit<S: Storage>(layer: &Layer<S>, reason: &str) -> DiskError {
     }
 }
 
-/// How the header of an image at `overlay` names the image at `below`.
+/// The name for the image at `below` in the header of an image at `overlay`.
 pub fn backing_name(below: &Path, overlay: &Path) -> Result<String> {
     let name = if below.is_absolute() {
         below.to_owned()

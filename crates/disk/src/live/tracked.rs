@@ -1,4 +1,4 @@
-//! Changes of a disk's content, for those who copy it elsewhere.
+//! Tracking of changes, for jobs that copy a disk.
 
 use parking_lot::{Mutex, RwLock};
 use std::ops::Range;
@@ -16,7 +16,7 @@ struct Marks {
     words: Vec<u64>,
     /// Parts marked.
     count: u64,
-    /// Where the search for the next one goes on.
+    /// Where the search for the next one continues.
     hand: usize,
 }
 
@@ -43,8 +43,7 @@ impl DirtyMap {
         }
     }
 
-    /// Takes the mark from the next marked parts that are adjacent, at most `most` bytes of them, and
-    /// gives their bytes.
+    /// Unmarks the next adjacent marked parts, at most `most` bytes of them, and returns their range.
     pub fn take(&self, most: u64) -> Option<Range<u64>> {
         let state = &mut *self.state.lock();
         if state.count == 0 {
@@ -75,7 +74,7 @@ impl DirtyMap {
     }
 }
 
-/// Those who want to know of changes.
+/// The maps in which changes are tracked.
 #[derive(Default)]
 pub(super) struct Tracked {
     any: AtomicBool,

@@ -1,4 +1,4 @@
-//! Clusters allocated before anything is written to them.
+//! Preallocation of clusters.
 
 use crate::disk::Disk;
 use isobath_chain::create::Preallocation;
@@ -12,8 +12,8 @@ use isobath_storage::{Host, Storage, ZeroMode};
 use std::ops::Range;
 
 impl<H: Host> Disk<H> {
-    /// Allocates the clusters that begin in `new` and are not allocated yet. All of them read as
-    /// zeroes, but for what lies before `kept` in a data file.
+    /// Allocates the clusters that begin in `new` and are not allocated yet. All of them read as zeroes, except for
+    /// contents before `kept` in a data file.
     pub(super) async fn preallocate(
         &self,
         writer: &Writer<H::File>,
@@ -114,7 +114,7 @@ fn reads_as_zero(kind: &ClusterKind) -> bool {
     )
 }
 
-/// Makes a new part of a file read as zeroes, with as much space behind it as `mode` says.
+/// Makes a new part of a file read as zeroes, with as much space allocated as `mode` requires.
 pub(super) async fn fill<S: Storage>(
     storage: &S,
     range: Range<u64>,

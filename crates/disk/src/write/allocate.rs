@@ -1,4 +1,4 @@
-//! Writes that need new clusters, and the copy-on-write that comes with them.
+//! Writes that need new clusters, and their copy-on-write.
 
 use super::embed::Embedding;
 use super::finish_writes;
@@ -26,18 +26,18 @@ pub(super) struct Target {
     /// The written part, from the cluster's start.
     pub(super) written: Range<u64>,
     pub(super) plan: Plan,
-    /// The host cluster that takes the data; `None` as long as it has none.
+    /// The host cluster for the data; `None` until there is one.
     host: Option<HostOffset>,
     /// The host cluster is new and known to hold zeroes.
     zeroed: bool,
-    /// The file does not reach there yet.
+    /// It is past the end of the file.
     beyond: bool,
-    /// The data carries the mapping.
+    /// The mapping is embedded in the data.
     embedding: Option<Embedding>,
 }
 
 impl Target {
-    /// The host cluster that was given to it.
+    /// The host cluster that was assigned to it.
     fn placed<S: Storage>(&self, qcow2: &Qcow2Writer<S>) -> Result<HostOffset> {
         always(self.host, qcow2.metadata.layer.name(), "a cluster that is written has a place")
     }
@@ -63,7 +63,7 @@ struct Run {
     bufs: Vec<IoBuf>,
 }
 
-/// What must be written beside a target's own data.
+/// What must be written besides a target's own data.
 pub(super) struct CopiedPart {
     /// From the cluster's start.
     pub(super) at: u64,
@@ -83,7 +83,7 @@ struct Piece {
 enum Content {
     /// The request's own bytes.
     Own,
-    /// The request's own bytes, which are written as part of something else.
+    /// The request's own bytes, which are written as part of another buffer.
     Elsewhere,
     /// Other bytes.
     Copied(IoBuf),
@@ -100,7 +100,7 @@ enum Give {
 }
 
 impl<H: Host> Disk<H> {
-    /// Writes with whole clusters to itself.
+    /// Writes while holding whole clusters.
     pub(super) async fn write_allocating(
         &self,
         writer: &Writer<H::File>,
@@ -118,8 +118,8 @@ impl<H: Host> Disk<H> {
         self.write_clusters(qcow2, offset, buf).await
     }
 
-    /// As [`write_allocating`](Self::write_allocating), for a caller that holds the range in whole
-    /// clusters, is inside the gate, and knows that the disk reaches so far.
+    /// As [`write_allocating`](Self::write_allocating), for a caller that holds the range in whole clusters, is inside
+    /// the gate, and has checked that the range is within the disk.
     pub(super) async fn write_clusters(
         &self,
         qcow2: &Qcow2Writer<H::File>,
@@ -154,7 +154,7 @@ impl<H: Host> Disk<H> {
                     ),
                 });
             }
-            // In an external data file every cluster has its place.
+            // In an external data file every cluster has a fixed place.
             let host = plan.host.or(geometry.has_data_file().then_some(HostOffset::new(start)));
             if let Some(host) = host.filter(|host| geometry.has_data_file() && host.get() != start)
             {
@@ -167,7 +167,7 @@ impl<H: Host> Disk<H> {
             let (zeroed, beyond) = (false, false);
             targets.push(Target { cluster, written, plan, host, zeroed, beyond, embedding: None });
         }
-        // An embedded mapping of what becomes of it does not count once the record that releases it is there.
+        // An embedded mapping to a cluster no longer counts once a record releases the cluster.
         let mut claim = qcow2.metadata.tables.claim();
         let filled = self.fill_targets(qcow2, offset, &mut targets, &mut claim, buf).await;
         if filled.is_err() && sabotage::is(Sabotage::EarlyUnclaim) {
@@ -202,7 +202,7 @@ impl<H: Host> Disk<H> {
         Ok(buf)
     }
 
-    /// Gives every target a host cluster and writes to it. The request begins at `offset`.
+    /// Assigns a host cluster to every target and writes to it. The request begins at `offset`.
     async fn fill_targets(
         &self,
         qcow2: &Qcow2Writer<H::File>,
@@ -257,7 +257,7 @@ impl<H: Host> Disk<H> {
         self.write_pieces(qcow2, pieces, buf).await
     }
 
-    /// What must be written beside a target's own data.
+    /// What must be written besides a target's own data.
     async fn copies(&self, target: &Target, size: u64) -> Result<Vec<CopiedPart>> {
         let start = target.cluster.get() * size;
         let mut copies = Vec::new();
@@ -275,8 +275,8 @@ impl<H: Host> Disk<H> {
         Ok(copies)
     }
 
-    /// Writes the pieces, adjacent ones together, all at once; gives back the request's buffer, and what refers to
-    /// the data needs.
+    /// Writes the pieces concurrently, adjacent ones together; returns the request's buffer, and the proof needed to
+    /// record entries that refer to the data.
     async fn write_pieces(
         &self,
         qcow2: &Qcow2Writer<H::File>,
@@ -394,13 +394,13 @@ impl<H: Host> Disk<H> {
     }
 }
 
-/// Whether there is nothing but zeroes.
+/// Whether there are only zeroes.
 pub(super) fn reads_zero(extents: &[Extent]) -> bool {
     extents.iter().all(|extent| matches!(extent.source, Source::Absent | Source::Zero(_)))
 }
 
-/// Adds a target's pieces in the order of their places; its own data stays one piece with the data
-/// before it where the places are adjacent.
+/// Adds a target's pieces in the order of their places; its own data is merged with the data before it if the places
+/// are adjacent.
 fn add_pieces(
     pieces: &mut Vec<Piece>,
     target: &mut Target,
@@ -408,7 +408,7 @@ fn add_pieces(
     copies: Vec<CopiedPart>,
 ) {
     let (host, destination) = (host.get(), target.destination());
-    // Where the bytes begin that are written as they are.
+    // The start of the bytes that are written unchanged.
     let mut plain = 0;
     let (from, mut own) = (target.written.start, target.written.clone());
     if let Some(embedding) = &mut target.embedding {

@@ -12,12 +12,12 @@ use isobath_storage::{Host, IoBuf};
 use std::ops::Range;
 
 impl<H: Host> Disk<H> {
-    /// Writes one cluster, compressed where that makes it smaller. `offset` is a cluster's start;
-    /// the buffer holds a cluster, or what the disk has of its last one.
+    /// Writes one cluster, compressed if that makes it smaller. `offset` is a cluster's start; the buffer holds a
+    /// cluster, or the part of the last cluster that is within the disk.
     ///
     /// # Errors
-    /// As [`write`](BlockDevice::write); [`DiskError::Unsupported`] if the range is no cluster, or
-    /// the image cannot hold compressed clusters.
+    /// As [`write`](BlockDevice::write); [`DiskError::Unsupported`] if the range is not a cluster, or the image cannot
+    /// hold compressed clusters.
     pub async fn write_compressed(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
         self.check_range(offset, buf.len() as u64)?;
         let _stop = self.stop_on_panic();
@@ -89,7 +89,7 @@ impl<H: Host> Disk<H> {
         Ok(buf)
     }
 
-    /// What is wrong where a host cluster lies further than any offset reaches.
+    /// The error for a host cluster past the largest possible offset.
     fn no_offset(&self, cluster: HostCluster) -> DiskError {
         DiskError::Corrupt {
             image: self.chain.active().name().to_owned(),
@@ -97,8 +97,8 @@ impl<H: Host> Disk<H> {
         }
     }
 
-    /// Makes a compressed cluster of an image with subclusters a plain one of which `zero`, whole
-    /// subclusters, reads as zeroes. The caller holds the cluster.
+    /// Turns a compressed cluster of an image with subclusters into a plain one in which `zero`, whole subclusters,
+    /// reads as zeroes. The caller holds the cluster.
     pub(super) async fn expand_compressed(
         &self,
         qcow2: &Qcow2Writer<H::File>,

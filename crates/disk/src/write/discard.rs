@@ -15,8 +15,8 @@ use std::ops::Range;
 const CLUSTERS_AT_ONCE: u64 = 32 << 10;
 
 impl<H: Host> Disk<H> {
-    /// Discards the whole clusters in a range. They read as zeroes afterwards; a version 2 overlay,
-    /// which could not hide its backing file then, is left as it is.
+    /// Discards the whole clusters in a range. They read as zeroes afterwards; a version 2 overlay, which cannot hide
+    /// its backing file's data, is left unchanged.
     pub async fn discard_range(&self, offset: u64, length: u64) -> Result<()> {
         let writer = self.writer()?;
         if length == 0 {

@@ -1,4 +1,4 @@
-//! First writes whose mapping travels in their data.
+//! First writes with mappings embedded in the data.
 
 use super::Qcow2Writer;
 use super::allocate::{CopiedPart, Target, reads_zero};
@@ -9,7 +9,7 @@ use isobath_qcow2::embedded::{LEAD, embed};
 use isobath_qcow2::journal::Crc32c;
 use isobath_storage::{Host, IoBuf};
 
-/// A cluster that carries its mapping.
+/// A cluster that contains its mapping.
 pub(super) struct Embedding {
     pub(super) taken: Taken,
     pub(super) embedded: Embedded,
@@ -25,8 +25,8 @@ impl Embedding {
 }
 
 impl<H: Host> Disk<H> {
-    /// Embeds a new cluster's mapping in its data, of which `own` is the request's; `None` where that is not
-    /// possible, or not worth it.
+    /// Embeds a new cluster's mapping in its data, of which `own` is the request's; `None` if that is not possible, or
+    /// not worth it.
     pub(super) async fn embed(
         &self,
         qcow2: &Qcow2Writer<H::File>,
@@ -38,7 +38,7 @@ impl<H: Host> Disk<H> {
         if !zones.any() || !target.plan.releases.is_empty() {
             return Ok(None);
         }
-        // Most writes that gain nothing end here, before anything is looked up for them.
+        // Most writes that would gain nothing return here, before anything is looked up for them.
         let Some(taken) = zones.take(&qcow2.metadata.sequence) else { return Ok(None) };
         let size = qcow2.geometry().cluster_size();
         let start = target.cluster.get() * size;

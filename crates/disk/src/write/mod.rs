@@ -1,4 +1,4 @@
-//! Writes: in place where the active layer owns the cluster alone, else to newly allocated clusters.
+//! Writes: in place if the active layer alone owns the cluster, otherwise to newly allocated clusters.
 
 mod allocate;
 mod compressed;
@@ -22,10 +22,10 @@ pub use pull::{Need, Pulled, Surplus};
 
 /// Bytes of one write that may be kept for the next record.
 const MOST_KEPT: u64 = 256 << 10;
-/// Records after which nothing of before is guarded any more, unless it was written to meanwhile.
+/// The number of records after which no earlier data is guarded any more, unless it was written to meanwhile.
 const RECORDS: u32 = 3;
 
-/// Whether writes may go to where the extent is.
+/// The offset at which the extent may be written in place, if it may.
 fn in_place(extent: &Extent) -> Option<u64> {
     match extent.source {
         Source::Data { host, in_place: true, .. } => Some(host),
@@ -39,8 +39,8 @@ fn guarded<S: Storage>(qcow2: &Qcow2Writer<S>, extents: &[Extent]) -> u64 {
     places.map(|(host, length)| qcow2.metadata.data_journal.guarded(&(host..host + length))).sum()
 }
 
-/// Waits for every write to end, also after one has failed: a write given up could still land when
-/// its range or its cluster is somebody else's.
+/// Waits for every write to end, even after one has failed: a cancelled write could still reach the file when its range
+/// or cluster belongs to another request.
 async fn finish_writes<T, F: Future<Output = Result<T>>>(
     writes: impl IntoIterator<Item = F>,
 ) -> Result<Vec<T>> {
@@ -74,7 +74,7 @@ impl<H: Host> Disk<H> {
                     return self.write_in_place(qcow2, &extents, buf).await;
                 }
             }
-            // Much would be kept in memory: a record more, and its place may change.
+            // Much would be kept in memory: after one more record the place may change.
             records += 1;
             Box::pin(writer.commit_with_record(&self.readers)).await?;
         }
@@ -85,8 +85,8 @@ impl<H: Host> Disk<H> {
         .await
     }
 
-    /// Fails if the disk was shrunk since the request was let in. The caller is inside the gate,
-    /// for which a shrink waits.
+    /// Fails if the disk was shrunk since the request was admitted. The caller is inside the gate, which a shrink waits
+    /// for.
     fn check_visible(&self, range: Range<u64>) -> Result<()> {
         let size = self.chain.active().visible();
         if range.end > size {

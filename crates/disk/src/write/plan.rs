@@ -1,4 +1,4 @@
-//! What a write does to one cluster.
+//! The plan of a write for one cluster.
 
 use isobath_image::Result;
 use isobath_image::layer::Layer;
@@ -11,8 +11,8 @@ use std::ops::Range;
 pub(super) struct Plan {
     /// The host cluster that takes the data; `None` asks for a new one.
     pub(super) host: Option<HostOffset>,
-    /// Parts of the cluster beside the data that must be written with it, so that what they read as
-    /// stays; bytes from the cluster's start, in order.
+    /// Parts of the cluster besides the data that must be written with it to preserve their contents; bytes from the
+    /// cluster's start, in order.
     pub(super) copy: Vec<Range<u64>>,
     /// Bits of the subclusters that the host cluster holds afterwards, and of those that are zero.
     subclusters: Option<(u32, u32)>,
@@ -61,8 +61,7 @@ impl Plan {
         })
     }
 
-    /// `kept` subclusters are in the host cluster already; `moved` ones must come along to a new
-    /// one.
+    /// `kept` subclusters are already in the host cluster; `moved` ones must be copied to a new one.
     fn subclustered(
         geometry: &Geometry,
         host: Option<HostOffset>,

@@ -1,4 +1,4 @@
-//! Bringing into the active layer what the layers below hold, so that these are no longer needed.
+//! Copying data of lower layers into the active layer, so that those layers are no longer needed.
 
 use super::Qcow2Writer;
 use super::plan::Plan;
@@ -14,31 +14,31 @@ use isobath_storage::{Host, IoBuf, StorageExt};
 use std::io;
 use std::ops::Range;
 
-/// Which layers something is to do without.
+/// The layers that are to be removed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Surplus {
     /// The first of them.
     pub start: LayerIndex,
-    /// The first one above that is not.
+    /// The first layer above that stays.
     pub end: LayerIndex,
-    /// Up to here, in guest bytes, the layers below them can be seen through them.
+    /// Up to here, in guest bytes, the layers below are visible through them.
     pub seen: u64,
     /// Bytes of the disk that the layers below have.
     pub below: u64,
 }
 
-/// What a piece of a disk needs.
+/// What must be done for a piece of a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Need {
-    /// It stays as it is.
+    /// Nothing.
     Nothing,
-    /// Data is to be written.
+    /// Data must be written.
     Data,
-    /// Zeroes are to be shown.
+    /// Zeroes must be written.
     Zeroes,
 }
 
-/// What was done.
+/// The work done.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Pulled {
     /// Bytes read and written.
@@ -48,7 +48,7 @@ pub struct Pulled {
 }
 
 impl Surplus {
-    /// What an extent asks for.
+    /// What must be done for an extent.
     pub fn need(&self, extent: &Extent) -> Need {
         let ours = |layer: LayerIndex| layer >= self.start && layer < self.end;
         match extent.source {
@@ -68,7 +68,7 @@ impl Surplus {
 }
 
 impl<H: Host> Disk<H> {
-    /// What is lost where the layers from `start` up to `end` go.
+    /// The surplus if the layers from `start` up to `end` are removed.
     pub fn surplus(&self, start: LayerIndex, end: LayerIndex) -> Surplus {
         let sizes = self.chain.layers().filter(|(index, _)| *index >= start && *index < end);
         let seen = sizes.map(|(_, layer)| layer.size()).min().unwrap_or(u64::MAX);
@@ -76,8 +76,8 @@ impl<H: Host> Disk<H> {
         Surplus { start, end, seen, below: below.map_or(0, |layer| layer.size()) }
     }
 
-    /// The next part of the disk from `at` on, at most `most` bytes and whole clusters, of which the
-    /// surplus layers have something that others lack; `None` if there is none.
+    /// The next part of the disk from `at` on, at most `most` bytes and in whole clusters, in which the surplus layers
+    /// have data that others lack; `None` if there is none.
     pub async fn next_surplus(
         &self,
         surplus: Surplus,
@@ -90,7 +90,7 @@ impl<H: Host> Disk<H> {
         let mut at = at;
         let mut found: Option<Range<u64>> = None;
         while at < end {
-            // What nothing has a table for may still hide something of the layers below.
+            // A part without a table in any layer may still hide data of the layers below.
             let hides = surplus.seen < surplus.below && at < surplus.below;
             let limit = if hides { surplus.seen.clamp(at, end) } else { end };
             let untouched = self.untouched_until(at, limit);
@@ -127,8 +127,8 @@ impl<H: Host> Disk<H> {
         Ok(found)
     }
 
-    /// Brings a range of whole clusters that [`next_surplus`](Self::next_surplus) gave into the active
-    /// layer. The guest may use the disk meanwhile.
+    /// Copies a range of whole clusters that [`next_surplus`](Self::next_surplus) returned into the active layer. The
+    /// guest may use the disk meanwhile.
     pub async fn pull(&self, surplus: Surplus, range: Range<u64>) -> Result<Pulled> {
         let writer = self.writer()?;
         let _stop = self.stop_on_panic();
@@ -203,7 +203,7 @@ impl<H: Host> Disk<H> {
         Ok(())
     }
 
-    /// Makes a range zero in the active layer, whatever is below.
+    /// Makes a range zero in the active layer, whatever the layers below contain.
     async fn pull_zeroes(&self, qcow2: &Qcow2Writer<H::File>, range: &Range<u64>) -> Result<()> {
         let geometry = qcow2.geometry();
         let granule = geometry.subcluster_size();
@@ -231,8 +231,8 @@ impl<H: Host> Disk<H> {
         Ok(())
     }
 
-    /// The file with a layer's data, if it holds in this range what the layer reads there: nothing is newer in
-    /// its writer's memory or in its journal, or stored in another form.
+    /// The file with a layer's data, if in this range the file holds exactly what the layer reads: nothing is newer in
+    /// its writer's memory or its journal, or stored in another form.
     pub fn shareable(&self, layer: LayerIndex, range: &Range<u64>) -> Option<&H::File> {
         let file = self.chain.get(layer)?;
         let kept = self.writer_of(layer).is_some_and(|writer| {
@@ -246,8 +246,8 @@ impl<H: Host> Disk<H> {
         (!kept && !newer).then(|| &**file.data())
     }
 
-    /// Makes a range share the space of another file's bytes from `at` on; `false`, with nothing
-    /// changed, where that is not possible.
+    /// Makes a range share the space of another file's bytes from `at` on; returns `false`, without changes, if that is
+    /// not possible.
     pub async fn clone_in(
         &self,
         offset: u64,
@@ -293,7 +293,7 @@ impl<H: Host> Disk<H> {
         for entry in qcow2.entries(clusters.clone()).await? {
             let plan = Plan::new(&qcow2.metadata.layer, &geometry, entry, &(0..size))?;
             if plan.host.is_some() && qcow2.metadata.data_journal.is_active() {
-                // A record may have checksums of what is there.
+                // A record may have checksums of the data there.
                 return Ok(false);
             }
             plans.push(plan);
@@ -321,7 +321,7 @@ impl<H: Host> Disk<H> {
         Ok(true)
     }
 
-    /// Gives each cluster a host cluster and clones into them; `None` where the host cannot.
+    /// Assigns a host cluster to each cluster and clones into them; `None` if the host cannot clone.
     async fn clone_into_places(
         &self,
         qcow2: &Qcow2Writer<H::File>,
@@ -368,7 +368,7 @@ impl<H: Host> Disk<H> {
     }
 }
 
-/// Guest bytes looked at in one go.
+/// Guest bytes examined at once.
 const WINDOW: u64 = 64 << 20;
-/// The most that is written as zeroes at once.
+/// The most zeroes written at once, in bytes.
 const CHUNK: u64 = 1 << 20;

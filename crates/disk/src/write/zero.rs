@@ -11,7 +11,7 @@ use isobath_qcow2::{ClusterIndex, ClusterKind, Geometry, HostCluster, L2Entry};
 use isobath_storage::{Host, IoBuf, Storage, ZeroMode};
 use std::ops::Range;
 
-/// The most that is written as data at once.
+/// The most zeroes written as data at once, in bytes.
 const CHUNK: u64 = 1 << 20;
 /// Clusters whose entries change under one lock.
 const CLUSTERS_AT_ONCE: u64 = 32 << 10;
@@ -36,7 +36,7 @@ impl<H: Host> Disk<H> {
         };
         qcow2.note_write(offset..offset + length).await?;
         let geometry = qcow2.geometry();
-        // What one bit or one entry says: version 2 has neither.
+        // The range of one bit or entry; version 2 has neither.
         let granule = geometry.subcluster_size();
         let end = offset + length;
         let (mut first, mut last) = (offset.next_multiple_of(granule), end / granule * granule);
@@ -53,7 +53,7 @@ impl<H: Host> Disk<H> {
         let step = CLUSTERS_AT_ONCE * geometry.cluster_size();
         let mut at = first;
         while at < last {
-            // A first step that ends at a cluster's border keeps the others aligned.
+            // A first step that ends at a cluster boundary keeps the others aligned.
             let next = last.min(at / step * step + step);
             writer.commit_if_much(&self.readers).await?;
             if !self.zero_entries(at..next, end, mode).await? {
@@ -64,7 +64,7 @@ impl<H: Host> Disk<H> {
         self.zero_as_data(last.min(end)..end, flags).await
     }
 
-    /// Writes zeroes as data, but for what reads as zeroes already.
+    /// Writes zeroes as data, except where the disk already reads as zeroes.
     async fn zero_as_data(&self, range: Range<u64>, flags: ZeroFlags) -> Result<()> {
         let mut at = range.start;
         while at < range.end {
@@ -89,8 +89,8 @@ impl<H: Host> Disk<H> {
         Ok(())
     }
 
-    /// Marks whole granules as zero in the tables. `end` is the end of what is to be zero; the range
-    /// may go on to the end of its granule where the disk ends there. `false` if it no longer does.
+    /// Marks whole granules as zero in the tables. `end` is the end of the part to be zeroed; the range may extend to
+    /// the end of its granule if the disk ends there. Returns `false` if it no longer does.
     async fn zero_entries(&self, range: Range<u64>, end: u64, mode: ZeroMode) -> Result<bool> {
         let writer = self.writer()?;
         let qcow2 = writer.qcow2().ok_or(DiskError::ReadOnly)?;
@@ -112,8 +112,8 @@ impl<H: Host> Disk<H> {
         Ok(true)
     }
 
-    /// As [`zero_entries`](Self::zero_entries), for a caller that holds the range in whole clusters,
-    /// is inside the gate, and knows that nothing behind the disk's end is made to show.
+    /// As [`zero_entries`](Self::zero_entries), for a caller that holds the range in whole clusters, is inside the
+    /// gate, and has checked that nothing past the disk's end is affected.
     pub(super) async fn zero_clusters(
         &self,
         qcow2: &Qcow2Writer<H::File>,
@@ -129,13 +129,13 @@ impl<H: Host> Disk<H> {
             let start = cluster * size;
             let part = range.start.max(start) - start..range.end.min(start + size) - start;
             if geometry.extended_l2() && entry.is_compressed() && part != (0..size) {
-                // The entry cannot tell its subclusters apart: they become data first.
+                // The entry has no subclusters: make it a plain cluster first.
                 self.expand_compressed(qcow2, cluster, &part).await?;
                 continue;
             }
             let kind =
                 entry.kind(&geometry).map_err(|error| qcow2.metadata.layer.format_error(error))?;
-            // The next write would go to where a zone has an embedded record.
+            // The next write would go in place to a cluster of a zone with an embedded record.
             let zones = &qcow2.metadata.zones;
             let in_zone = kind.host_cluster().map(|at| geometry.host_cluster_of(at));
             let in_zone = in_zone.is_some_and(|cluster| zones.contain(cluster));
@@ -150,8 +150,7 @@ impl<H: Host> Disk<H> {
     }
 }
 
-/// The entry of a cluster of which `part`, whole subclusters, reads as zeroes from now on, and the
-/// references that go.
+/// The entry of a cluster in which `part`, whole subclusters, reads as zeroes from now on, and the references released.
 fn zeroed(
     geometry: &Geometry,
     kind: ClusterKind,

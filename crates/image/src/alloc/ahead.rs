@@ -1,11 +1,10 @@
 //! Growth ahead of need (adaptive preallocation, section 3.2 of the FAST '16 paper).
 //!
-//! A flush after the file has grown makes the host's file system commit its own journal; one after
-//! writes to blocks that were written before does not. So where that pays
-//! ([`gains_from_written_space`](isobath_storage::Storage::gains_from_written_space)) zeroes are
-//! written behind the file's end before they are needed, as much as the rate of growth asks for.
-//! Space that was only reserved (`fallocate`) saves nothing. What was not used is given back when the
-//! image is closed.
+//! A flush after the file has grown makes the host's file system commit its own journal; a flush after writes to blocks
+//! that were written before does not. So where that pays
+//! ([`gains_from_written_space`](isobath_storage::Storage::gains_from_written_space)) zeroes are written past the end
+//! of the file before the space is needed, in amounts that follow the rate of growth. Space that was only reserved
+//! (`fallocate`) saves nothing. Unused space is given back when the image is closed.
 
 use super::Allocator;
 use crate::Result;
@@ -13,12 +12,12 @@ use isobath_storage::{IoBuf, Storage};
 use std::ops::Range;
 use std::sync::atomic::Ordering;
 
-/// The least and the most that are prepared at once, in bytes.
+/// The smallest and the largest amount prepared at once, in bytes.
 const STEPS: Range<u64> = 1 << 20..16 << 20;
-/// Who writes more than this between commits gains less from cheap flushes than writing everything
-/// twice costs.
+/// A guest that writes more than this between commits gains less from cheap flushes than it costs to write everything
+/// twice.
 const MOST_BETWEEN: u64 = 4 << 20;
-/// Commits for which a step should last, at least and at most.
+/// The number of commits for which a step should last, at least and at most.
 const LASTS: Range<u32> = 256..4096;
 /// Bytes of zeroes written at once.
 const PIECE: u64 = 1 << 20;
@@ -29,7 +28,7 @@ pub struct Growth {
     step: u64,
     /// Commits since a step was prepared.
     commits: u32,
-    /// Bytes used anew by each commit, on average.
+    /// Bytes newly used per commit, on average.
     average: u64,
     /// The host could not give more space.
     exhausted: bool,
@@ -42,8 +41,8 @@ impl Default for Growth {
 }
 
 impl Growth {
-    /// Called at each commit, with the bytes used anew since the last, and those that are prepared:
-    /// how many more are wanted.
+    /// Called at each commit, with the bytes newly used since the last one and the bytes still prepared. Returns how
+    /// many more are wanted.
     pub fn committed(&mut self, grown: u64, left: u64) -> Option<u64> {
         self.commits = self.commits.saturating_add(1);
         self.average = (self.average * 7 + grown) / 8;
@@ -61,12 +60,12 @@ impl Growth {
 }
 
 impl<S: Storage> Allocator<S> {
-    /// Says that so many bytes are used in their places that were behind everything used before.
+    /// Notes that this many bytes past everything used before are now in use, written in place.
     pub fn note_growth(&self, bytes: u64) {
         self.grown.fetch_add(bytes, Ordering::Relaxed);
     }
 
-    /// Called at each commit: bytes to [prepare](Self::prepare).
+    /// Called at each commit. Returns the bytes to [prepare](Self::prepare).
     pub async fn growth_wanted(&self) -> Option<u64> {
         let grown = self.grown.swap(0, Ordering::Relaxed);
         if !self.layer.storage().gains_from_written_space() {
@@ -79,8 +78,8 @@ impl<S: Storage> Allocator<S> {
         Some(step.min(self.layer.size() / 8)).filter(|step| *step > 0)
     }
 
-    /// Writes zeroes behind the file's end. Whoever allocates meanwhile gets space before or behind
-    /// them. The next flush pays for them, and for the file's growth.
+    /// Writes zeroes past the end of the file. Concurrent allocations get space before or after them. The next flush
+    /// pays for them, and for the file's growth.
     ///
     /// All at once: flushes in between would each pay for a part of the growth.
     pub async fn prepare(&self, bytes: u64) -> Result<()> {
@@ -103,7 +102,7 @@ impl<S: Storage> Allocator<S> {
             Ok(()) if state.prepared.end == region.start => state.prepared.end = region.end,
             Ok(()) => state.prepared = region,
             Err(error) => {
-                // Space is short: what is needed will say so itself.
+                // Space is short: a write that needs it will report the error.
                 tracing::debug!(%error, "cannot preallocate space at the end of the file");
                 state.growth.exhausted = true;
             }
@@ -136,7 +135,7 @@ mod tests {
         let mut growth = Growth::default();
         let mut left = 0;
         let mut prepared = Vec::new();
-        // 64 KiB a commit: 64 MiB in all.
+        // 64 KiB per commit: 64 MiB in all.
         for _ in 0..1024_u64 {
             left = i64::max(0, left - (64 << 10));
             if let Some(step) = growth.committed(64 << 10, left as u64) {
@@ -145,7 +144,7 @@ mod tests {
             }
         }
         assert_eq!(prepared, [2, 4, 8, 16, 16, 16, 16]);
-        // 64 bytes a commit, after that.
+        // 64 bytes per commit, after that.
         for _ in 0..3_000_000 {
             left = i64::max(0, left - 64);
             left += growth.committed(64, left as u64).unwrap_or(0) as i64;

@@ -1,9 +1,8 @@
-//! Areas: clusters that stay free in the file's own eyes (refcount 0), but are not given out here.
-//! A direct-access index has one, and so does a journal.
+//! Areas: clusters that are free according to the file's refcounts (refcount 0) but are never allocated. A
+//! direct-access index has one, and so does a journal.
 //!
-//! QEMU takes what follows the last cluster in use for zeroes, so one in use must come behind an
-//! index's area, and one that is never moved: a refcount block. A journal's is gone before QEMU may
-//! look at the image.
+//! QEMU assumes that everything after the last cluster in use is zero, so an index's area must be followed by a cluster
+//! in use that is never moved: a refcount block. A journal's area is gone before QEMU may open the image.
 
 use super::Allocator;
 use crate::Result;
@@ -11,7 +10,7 @@ use isobath_qcow2::{HostCluster, HostOffset, RefcountTableEntry};
 use isobath_storage::Storage;
 use std::ops::Range;
 
-/// Clusters looked at for an area before it is put at the end.
+/// Clusters searched for an area before it is put at the end.
 const LOOKED_AT: u64 = 64 << 10;
 
 impl<S: Storage> Allocator<S> {
@@ -24,7 +23,7 @@ impl<S: Storage> Allocator<S> {
         Ok((cluster, offset))
     }
 
-    /// Gives none of these clusters out from now on, if they lie in the file.
+    /// Keeps these clusters from being allocated from now on, if they lie in the file.
     pub async fn keep_area(&self, area: Range<u64>) {
         let mut state = self.state.lock().await;
         if area.end <= state.never_used {
@@ -32,8 +31,8 @@ impl<S: Storage> Allocator<S> {
         }
     }
 
-    /// Finds `count` adjacent free clusters, behind everything ever used if not soon before, and
-    /// keeps them.
+    /// Finds `count` adjacent free clusters, past everything ever used if there are none soon before that, and keeps
+    /// them.
     pub async fn reserve_area(&self, count: u64) -> Result<Range<u64>> {
         let mut state = self.lock().await;
         let first = state.first_maybe_free;
@@ -71,8 +70,8 @@ impl<S: Storage> Allocator<S> {
         Ok(())
     }
 
-    /// Gives none of these clusters out, also behind everything ever used, until freed ones are
-    /// [given out again](Self::keep_freed).
+    /// Keeps these clusters from being allocated, including those past everything ever used, until freed clusters are
+    /// [allocated again](Self::keep_freed).
     pub async fn set_aside(&self, clusters: Range<u64>) {
         let mut state = self.state.lock().await;
         state.never_used = state.never_used.max(clusters.end);
@@ -88,7 +87,7 @@ impl<S: Storage> Allocator<S> {
             if index as usize >= state.table.len() {
                 self.grow_table(&mut state, cluster.get() + 1).await?;
             }
-            // Its block goes anywhere else.
+            // Its refcount block goes elsewhere.
             let home = self.find_free(&mut state).await?;
             if !self.has_block(&state, index)? {
                 self.create_block(&mut state, index, home)?;
@@ -106,15 +105,15 @@ impl<S: Storage> Allocator<S> {
         self.state.lock().await.areas.contains(area)
     }
 
-    /// Gives them out again.
+    /// Makes them available for allocation again.
     pub async fn forget_area(&self, area: &Range<u64>) {
         let mut state = self.state.lock().await;
         state.areas.retain(|kept| kept != area);
         state.first_maybe_free = state.first_maybe_free.min(area.start);
     }
 
-    /// Keeps an area that starts at [`end`](Self::end) and puts a refcount block behind it. Returns
-    /// the clusters to be released once the structure was written and is durable.
+    /// Keeps an area that starts at [`end`](Self::end) and puts a refcount block after it. Returns the clusters to be
+    /// released once the structure is written and durable.
     pub async fn append_area(&self, area: Range<u64>) -> Result<Vec<HostCluster>> {
         let mut state = self.lock().await;
         if area.start < state.never_used {
@@ -127,10 +126,10 @@ impl<S: Storage> Allocator<S> {
         self.cover(&mut state, home).await?;
         state.never_used = state.never_used.max(home + 1);
         if self.refcount_in(&mut state, home).await? > 0 {
-            // A block was missing here, and was put where it counts itself.
+            // A block was missing here, and was put into the range that it counts.
             return Ok(Vec::new());
         }
-        // The first block counts the header: it is there as long as the image is.
+        // The first block counts the header, so it always exists.
         self.refcount_in(&mut state, 0).await?;
         let offset = self.geometry.host_cluster_start(HostCluster::new(home));
         let offset = offset.ok_or_else(|| self.full("it cannot grow any more".into()))?;

@@ -6,9 +6,9 @@ use isobath_storage::IoBuf;
 use std::collections::BTreeSet;
 use std::ops::Range;
 
-/// The most that is written for one changed refcount.
+/// The most bytes written for one changed refcount.
 const PAGE: usize = 4096;
-/// What is relied on where a refcount is looked up.
+/// The invariant that refcount lookups rely on.
 const HAS_ALL: &str = "a refcount is looked up in its own block";
 
 /// A refcount block: its bytes, and which of them the file does not have yet.
@@ -25,19 +25,19 @@ impl Block {
         Self { offset, bytes, order, dirty: BTreeSet::new() }
     }
 
-    /// A block of zeroes that the file does not have.
+    /// A block of zeroes that is not in the file yet.
     pub(super) fn fresh(offset: HostOffset, length: usize, order: RefcountOrder) -> Self {
         let dirty = (0..length.div_ceil(PAGE)).collect();
         Self { offset, bytes: IoBuf::zeroed(length), order, dirty }
     }
 
-    /// Puts the block elsewhere in the file, which does not have it there yet; returns where it was.
+    /// Moves the block to another offset, where the file does not have it yet; returns its old offset.
     pub(super) fn move_to(&mut self, offset: HostOffset) -> HostOffset {
         self.dirty = (0..self.bytes.len().div_ceil(PAGE)).collect();
         std::mem::replace(&mut self.offset, offset)
     }
 
-    /// The refcount at `index`, which the block has.
+    /// The refcount at `index`, which must be in the block.
     pub(super) fn get(&self, index: usize) -> u64 {
         self.order.read(&self.bytes, index).unwrap_or_else(|| violated(HAS_ALL))
     }
@@ -46,7 +46,7 @@ impl Block {
         self.order.write(&mut self.bytes, index, value)
     }
 
-    /// Says that the file is to be told the refcount at `index`.
+    /// Marks the refcount at `index` as not yet written to the file.
     pub(super) fn mark(&mut self, index: usize) {
         self.dirty.insert(self.byte_of(index) / PAGE);
     }
@@ -56,7 +56,7 @@ impl Block {
         (index << self.order.get()) / 8
     }
 
-    /// The bytes that hold the refcount at `index`, and maybe its neighbours'.
+    /// The bytes that hold the refcount at `index`, and possibly those of its neighbours.
     pub(super) fn bytes_of(&self, index: usize) -> Range<usize> {
         let start = self.byte_of(index);
         start..start + (1 << self.order.get() >> 3).max(1)
@@ -72,7 +72,7 @@ impl Block {
         self.bytes.len()
     }
 
-    /// A copy of some bytes in which each of `less` (an index and a number) counts that much less.
+    /// A copy of some bytes in which the refcount of each of `less` (an index and a number) is reduced by that number.
     pub(super) fn copy_with_less(
         &self,
         bytes: Range<usize>,
@@ -91,7 +91,7 @@ impl Block {
         !self.dirty.is_empty()
     }
 
-    /// The bytes that changed, by whole pages, adjacent ones joined. The block then counts as clean.
+    /// The bytes that changed, in whole pages, adjacent ones merged. The block is then clean.
     pub(super) fn take_dirty(&mut self) -> Vec<Range<usize>> {
         let mut runs: Vec<Range<usize>> = Vec::new();
         for page in std::mem::take(&mut self.dirty) {

@@ -1,28 +1,28 @@
-//! Giving a free tail of the file back.
+//! Truncating a free tail of the file.
 
 use super::Allocator;
 use crate::Result;
 use isobath_qcow2::HostCluster;
 use isobath_storage::Storage;
 
-/// What may be cut.
+/// What may be truncated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TailCut {
-    /// All that has refcount 0: it was just released.
+    /// Everything with refcount 0: it was just released.
     AllFree,
-    /// What was added since the image was opened, and holes. Data that was there before stays: where the
-    /// refcounts are wrong it may be a guest's.
+    /// Space that was added since the image was opened, and holes. Data that was there before stays: if the refcounts
+    /// are wrong, it may be a guest's.
     KeepingData,
 }
 
 impl<S: Storage> Allocator<S> {
-    /// Cuts the file behind its last cluster in use.
+    /// Truncates the file after its last cluster in use.
     pub async fn cut_tail(&self, what: TailCut) -> Result<()> {
         let mut state = self.lock().await;
         let storage = self.layer.storage();
         let length = storage.len().await?;
         let mut end = state.never_used.max(self.geometry.clusters_for(length));
-        // A file may be absurdly long: what the table does not reach is passed over at once.
+        // A file may be absurdly long: space that the table does not reach is skipped at once.
         let counted = state.table.len() as u64 * self.geometry.refcount_block_entries();
         end = end.min(counted.max(state.kept_until()).max(1));
         while end > 1 {
@@ -36,7 +36,7 @@ impl<S: Storage> Allocator<S> {
                 None => None,
             };
             if offset.is_none() && !state.is_kept(last) {
-                // No block, so nothing that it would count is in use.
+                // No refcount block, so none of its clusters is in use.
                 end -= (within as u64 + 1).min(end - 1);
                 continue;
             }

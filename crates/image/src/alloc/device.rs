@@ -1,7 +1,7 @@
-//! Images on block devices, which have their length from the start and do not grow.
+//! Images on block devices, which have a fixed length and do not grow.
 //!
-//! What lies behind the last cluster in use is free, and holds anything. Whoever finds no room is told so before
-//! anything has changed: a commit that found none would leave the disk taking no more writes.
+//! Space after the last cluster in use is free, with arbitrary contents. A request that finds no room fails before
+//! anything has changed: a commit that found none would leave the disk unable to accept writes.
 
 use super::{AllocState, Allocator};
 use crate::sabotage::{self, Sabotage};
@@ -11,11 +11,10 @@ use isobath_qcow2::{Geometry, HostCluster};
 use isobath_storage::{Operation, Storage, StorageError};
 use std::io;
 
-/// Into how many parts the free room of a device that is too short for its disk is divided, of which an area may
-/// have one.
+/// On a device that is too short for its disk, an area may take one part in this many of the free space.
 const FREE_PARTS: u64 = 8;
 
-/// The clusters of an image with a disk of `size` bytes of which every cluster is written.
+/// The clusters of an image whose disk of `size` bytes is fully written.
 fn most_clusters(geometry: &Geometry, size: u64) -> u64 {
     let data = size.div_ceil(geometry.cluster_size());
     let l1 = geometry.l1_size_for(size);
@@ -44,7 +43,7 @@ impl<S: Storage> Allocator<S> {
             let last = cluster - 1;
             let (index, within) = self.geometry.refcount_position(HostCluster::new(last));
             if !self.has_block(&state, index)? {
-                // Nothing that it would count is in use.
+                // None of its clusters is in use.
                 cluster -= (within as u64 + 1).min(cluster);
                 continue;
             }
@@ -59,9 +58,9 @@ impl<S: Storage> Allocator<S> {
         Ok(())
     }
 
-    /// How many of `wanted` clusters an area may have that the guest's data can do without. A device that can hold
-    /// the whole disk still can beside it; of one that is made longer as it fills up, it takes a small part of
-    /// what is free.
+    /// How many of `wanted` clusters an area may take without leaving too little for the guest's data. A device that
+    /// can hold the whole disk still can beside the area; on a device that is extended as it fills up, the area takes a
+    /// small part of the free space.
     pub async fn spare(&self, wanted: u64) -> u64 {
         let state = self.state.lock().await;
         let Some(room) = state.room else { return wanted };
@@ -73,7 +72,7 @@ impl<S: Storage> Allocator<S> {
         spare.min(wanted)
     }
 
-    /// Fails if the clusters up to `end` reach past the end of the device, which may have grown meanwhile.
+    /// Fails if the clusters up to `end` reach past the end of the device, which may have grown since.
     pub(super) async fn need_room(
         &self,
         state: &mut MutexGuard<'_, AllocState>,
@@ -90,7 +89,7 @@ impl<S: Storage> Allocator<S> {
         Err(self.no_room())
     }
 
-    /// What is said where the device has no room.
+    /// The error for a device without room.
     pub fn no_room(&self) -> DiskError {
         let full = io::Error::from_raw_os_error(libc::ENOSPC);
         StorageError::new(Operation::Write, self.layer.storage().name(), full).into()

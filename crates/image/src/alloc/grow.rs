@@ -1,8 +1,8 @@
 //! Growth of the refcount structure itself.
 //!
-//! A new block, and the one that counts its cluster, are written and made durable before the table
-//! lists it, and a new table before the header points to it, so a crash in between leaves the old
-//! structure whole: what only the new one counted is then not referenced either.
+//! A new block, and the one that counts its cluster, are written and made durable before the table lists it, and a new
+//! table before the header points to it. So a crash in between leaves the old structure intact: clusters that only the
+//! new one counted are not referenced either.
 
 use super::block::Block;
 use super::{AllocState, Allocator, Run};
@@ -15,7 +15,7 @@ use isobath_storage::{IoBuf, Storage};
 use std::ops::Range;
 
 impl<S: Storage> Allocator<S> {
-    /// Sees to it that a cluster has a refcount block in memory, creating one where none is.
+    /// Ensures that a cluster's refcount block is in memory, creating one if there is none.
     pub(super) async fn cover(
         &self,
         state: &mut MutexGuard<'_, AllocState>,
@@ -50,8 +50,8 @@ impl<S: Storage> Allocator<S> {
         Ok(())
     }
 
-    /// Takes `count` adjacent clusters past everything ever used. The refcount blocks that they
-    /// need go behind them, since a run may be longer than what a block counts.
+    /// Takes `count` adjacent clusters past everything ever used. The refcount blocks that they need follow them, since
+    /// a run may be longer than the range that a block counts.
     pub(super) async fn take_adjacent(
         &self,
         state: &mut MutexGuard<'_, AllocState>,
@@ -68,8 +68,8 @@ impl<S: Storage> Allocator<S> {
         }
     }
 
-    /// Keeps `count` adjacent clusters past everything ever used, which have refcount blocks; `None` on a
-    /// device, which does not grow: all of it counts as used before.
+    /// Keeps `count` adjacent clusters past everything ever used, which have refcount blocks; `None` on a device, which
+    /// does not grow: all of it counts as used.
     pub async fn reserve_zone(&self, count: u64) -> Result<Option<Range<u64>>> {
         if !self.layer.storage().extends_with_zeroes() {
             return Ok(None);
@@ -96,14 +96,14 @@ impl<S: Storage> Allocator<S> {
         }
     }
 
-    /// Where `count` adjacent clusters are free, and behind them as many as blocks are missing to
-    /// count all of these: the start, and the indexes of those blocks.
+    /// Finds `count` adjacent free clusters, followed by as many more as refcount blocks are missing for all of these.
+    /// Returns the start, and the indexes of the missing blocks.
     async fn find_adjacent(
         &self,
         state: &mut MutexGuard<'_, AllocState>,
         count: u64,
     ) -> Result<(u64, Vec<u64>)> {
-        // A device may have no room behind what is in use, and some before.
+        // A device may have no room after the clusters in use, but some before.
         let (behind, first) = (state.never_used, state.first_maybe_free);
         let mut start = if state.has_room(behind + count + 2) { behind } else { first };
         'start: loop {
@@ -172,7 +172,7 @@ impl<S: Storage> Allocator<S> {
         let mut length = (old_length as u64 * 3 / 2).next_multiple_of(entries);
         loop {
             let clusters = length / entries;
-            // The table itself and the blocks that count it come behind.
+            // The table itself and the blocks that count it come after.
             let reach = end + clusters + clusters.div_ceil(counted) + 2;
             let needed = reach.div_ceil(counted);
             if needed <= length {
@@ -196,7 +196,7 @@ impl<S: Storage> Allocator<S> {
             return Err(self.full("its refcount table cannot grow any more".into()));
         }
         self.refuse_tables(start..start + clusters + missing.len() as u64)?;
-        // The table is longer from here on, in memory, and there is no way to end early.
+        // From here on the table in memory is longer, and nothing may return early.
         state.table.resize(length as usize, RefcountTableEntry::unallocated());
         let run = self.take_with_blocks(state, start, clusters, missing)?;
         self.mark_metadata(run.start.get()..run.start.get() + run.count);
@@ -240,9 +240,9 @@ impl<S: Storage> Allocator<S> {
         Ok(())
     }
 
-    /// Writes new blocks, makes them durable, then lists them in the table (in a new table where it
-    /// grew, to which the header then points). What this last step wrote is not durable yet.
-    /// Returns clusters of a replaced table, to be released once it is.
+    /// Writes new blocks, makes them durable, then lists them in the table (in a new table where it grew, to which the
+    /// header then points). This last step is not durable yet. Returns clusters of a replaced table, to be released
+    /// once it is.
     pub async fn write_structure(&self) -> Result<Vec<HostCluster>> {
         let mut state = self.state.lock().await;
         if state.unlisted.is_empty() && state.replaced_tables.is_empty() {
@@ -280,8 +280,8 @@ impl<S: Storage> Allocator<S> {
         Ok(replaced.into_iter().flatten().map(HostCluster::new).collect())
     }
 
-    /// Says in the header in memory where the table is; the same for the header in the file: byte
-    /// offset and bytes.
+    /// Sets the table's offset in the header in memory. Returns the same change for the header in the file: byte offset
+    /// and bytes.
     pub(super) fn point_to_table(&self, state: &AllocState) -> (u64, IoBuf) {
         let clusters = (state.table.len() as u64 * 8) >> self.geometry.cluster_bits();
         if let Some(qcow2) = self.layer.as_qcow2() {

@@ -1,10 +1,10 @@
 //! Host clusters: which are free, and the refcounts that say so.
 //!
-//! Refcounts in memory are ahead of the file in one direction only. A cluster counts from the moment
-//! it is given out, so that nobody else gets it; the file is told once a change that refers to it is
-//! about to become durable ([`publish`](Allocator::publish)). A decrement is applied, in memory too,
-//! only once nothing durable refers to the cluster any more (see
-//! [`durability`](crate::durability)), so that writing what the file is to be told is always safe.
+//! Refcounts in memory are ahead of the file in one direction only. A cluster is counted from the moment it is
+//! allocated, so that it is not allocated twice; its refcount reaches the file when a change that refers to it is about
+//! to become durable ([`publish`](Allocator::publish)). A decrement is applied, in memory too, only once nothing
+//! durable refers to the cluster any more (see [`durability`](crate::durability)), so it is always safe to write the
+//! published refcounts.
 
 mod ahead;
 mod area;
@@ -45,7 +45,7 @@ pub struct Run {
     pub count: u64,
     /// Whether the file is known to hold zeroes there.
     pub zeroed: bool,
-    /// Whether the file does not reach there yet: writing there makes it grow.
+    /// Whether the run is past the end of the file: writing there makes the file grow.
     pub beyond: bool,
 }
 
@@ -56,33 +56,33 @@ impl Run {
     }
 }
 
-/// Gives out and takes back the host clusters of one image.
+/// Allocates and releases the host clusters of one image.
 pub struct Allocator<S> {
     layer: Arc<Layer<S>>,
     geometry: Geometry,
     state: Mutex<AllocState>,
-    /// Host clusters that hold the image's own tables: never given out, never a guest's.
+    /// Host clusters that hold the image's own tables: never allocated, never used for guest data.
     metadata: RwLock<HashSet<u64>>,
-    /// Bytes newly used in their places behind everything used before, since the last commit.
+    /// Bytes past everything used before that were newly used in place since the last commit.
     grown: AtomicU64,
-    /// Tables were found to contradict each other.
+    /// Tables were found to be inconsistent.
     contradicted: AtomicBool,
 }
 
 struct AllocState {
     table_offset: HostOffset,
-    /// The refcount table as it will be; as long as the clusters it takes.
+    /// The refcount table as it will be; its length fills whole clusters.
     table: Vec<RefcountTableEntry>,
     blocks: BTreeMap<u64, Block>,
-    /// Block indexes whose entry in the table is not in the file.
+    /// Indexes of blocks whose entry in the table is not in the file.
     unlisted: Vec<u64>,
-    /// Clusters of tables that larger ones replace, once the header points to those.
+    /// Clusters of tables that larger ones replace once the header points to those.
     replaced_tables: Vec<Range<u64>>,
-    /// References that the file is not to be told of yet, by cluster.
+    /// References that must not be written to the file yet, by cluster.
     unpublished: BTreeMap<u64, u64>,
-    /// Clusters of the refcount structure among them: the file is told with `unlisted`.
+    /// Those of them that belong to the refcount structure: they are written together with `unlisted`.
     own: Vec<u64>,
-    /// What a journal takes care of, while there is one.
+    /// Changes that a journal handles, while there is one.
     journaled: Option<Journaled>,
     /// No cluster below this is free.
     first_maybe_free: u64,
@@ -94,28 +94,28 @@ struct AllocState {
     added_from: u64,
     /// Areas: free in the file, and not given out.
     areas: Vec<Range<u64>>,
-    /// Clusters freed while others may read them, which are not given out, where that is so.
+    /// Clusters freed while others may read them, which are not allocated; `None` if that is not so.
     freed: Option<BTreeSet<u64>>,
     /// Free clusters that were filled with zeroes.
     prepared: Range<u64>,
     growth: Growth,
-    /// Where the next compressed cluster goes: host byte offset, in a cluster with room left.
+    /// The host byte offset for the next compressed cluster, in a cluster with room left.
     packing: Option<u64>,
 }
 
-/// What the next record of a journal must tell, and what is in the journal but not in its place.
+/// Changes that the next record of a journal must contain, and those in the journal but not yet in place.
 #[derive(Default)]
 struct Journaled {
     /// Clusters whose published refcount changed since the last record.
     changed: BTreeSet<u64>,
-    /// Entries of the refcount table that are in the journal only.
+    /// Entries of the refcount table that are only in the journal.
     entries: BTreeSet<u64>,
-    /// A new place of the refcount table is in the journal only.
+    /// A new offset of the refcount table is only in the journal.
     moved: bool,
 }
 
 impl AllocState {
-    /// Whether clusters up to this one lie on the device, where there is one.
+    /// Whether clusters up to this one are on the device, if the image is on one.
     fn has_room(&self, end: u64) -> bool {
         self.room.is_none_or(|room| end <= room)
     }
@@ -126,7 +126,7 @@ impl AllocState {
             || self.freed.as_ref().is_some_and(|freed| freed.contains(&cluster))
     }
 
-    /// Where the last of those ends.
+    /// Where the last area ends.
     fn kept_until(&self) -> u64 {
         let freed = self.freed.iter().flatten().map(|cluster| cluster + 1);
         self.areas.iter().map(|area| area.end).chain(freed).max().unwrap_or(0)
@@ -143,10 +143,10 @@ impl AllocState {
 }
 
 impl<S: Storage> Allocator<S> {
-    /// Reads the refcount table of `layer`, and finds out where its tables are.
+    /// Reads the refcount table of `layer`, and locates its tables.
     ///
     /// # Errors
-    /// If the storage fails, or tables are where none can be.
+    /// If the storage fails, or a table is at an offset where none can be.
     pub async fn open(layer: Arc<Layer<S>>, qcow2: &Qcow2) -> Result<Self> {
         let geometry = qcow2.geometry;
         let (table_offset, clusters) = {
@@ -182,7 +182,7 @@ impl<S: Storage> Allocator<S> {
             unpublished: BTreeMap::new(),
             own: Vec::new(),
             journaled: None,
-            // The header's cluster is the first that tells of refcounts that are wrong.
+            // The header's cluster is the first to show that refcounts are wrong.
             first_maybe_free: 0,
             never_used: geometry.clusters_for(length),
             room: None,
@@ -207,7 +207,7 @@ impl<S: Storage> Allocator<S> {
         Ok(alloc)
     }
 
-    /// Whether tables were found to contradict each other.
+    /// Whether tables were found to be inconsistent.
     pub fn is_contradicted(&self) -> bool {
         self.contradicted.load(Ordering::Acquire)
     }
@@ -217,12 +217,12 @@ impl<S: Storage> Allocator<S> {
         self.metadata.read().contains(&cluster.get())
     }
 
-    /// Says that a run holds a table from now on.
+    /// Notes that a run holds a table from now on.
     pub fn mark_metadata(&self, run: Range<u64>) {
         self.metadata.write().extend(run);
     }
 
-    /// Says that a run no longer holds a table.
+    /// Notes that a run no longer holds a table.
     pub fn unmark_metadata(&self, run: Range<u64>) {
         let mut set = self.metadata.write();
         for cluster in run {
@@ -250,8 +250,8 @@ impl<S: Storage> Allocator<S> {
         self.take_adjacent(&mut state, count).await
     }
 
-    /// Takes room for `length` bytes of compressed data (at most a cluster's), packed behind
-    /// earlier ones, and gives its host offset.
+    /// Allocates `length` bytes for compressed data (at most a cluster), packed after earlier data, and returns the
+    /// host offset.
     pub async fn allocate_packed(&self, length: u64) -> Result<HostOffset> {
         let size = self.geometry.cluster_size();
         let mut state = self.lock().await;
@@ -280,8 +280,8 @@ impl<S: Storage> Allocator<S> {
         Ok(HostOffset::new(at))
     }
 
-    /// Says that a change refers to clusters that were given out, one reference for each time a
-    /// cluster is listed: whatever tells the file of that change tells it of the references.
+    /// Notes that a change refers to allocated clusters, with one reference for each time a cluster is listed: the
+    /// references are written to the file together with that change.
     pub async fn publish(&self, clusters: &[HostCluster]) -> Result<()> {
         let mut state = self.state.lock().await;
         for cluster in clusters {
@@ -291,8 +291,8 @@ impl<S: Storage> Allocator<S> {
         Ok(())
     }
 
-    /// Gives back references to clusters, one for each time a cluster is listed. Nothing durable
-    /// may refer to them through these references any more.
+    /// Releases references to clusters, one for each time a cluster is listed. Nothing durable may still use these
+    /// references.
     pub async fn release(&self, clusters: &[HostCluster]) -> Result<()> {
         let mut state = self.lock().await;
         for cluster in clusters {
@@ -303,7 +303,7 @@ impl<S: Storage> Allocator<S> {
         Ok(())
     }
 
-    /// Whether clusters that are freed from now on stay as they are, for others who may read them.
+    /// Sets whether clusters that are freed from now on keep their contents, for others who may read them.
     pub async fn keep_freed(&self, keep: bool) {
         let mut state = self.state.lock().await;
         if keep {
@@ -340,8 +340,8 @@ impl<S: Storage> Allocator<S> {
         self.refcount_in(&mut state, cluster.get()).await
     }
 
-    /// Whether a reference is the only one to its cluster. Nothing more is packed into that then, so
-    /// that it stays the only one.
+    /// Whether a reference is the only one to its cluster. Nothing more is packed into the cluster then, so that it
+    /// stays the only one.
     pub async fn is_last(&self, cluster: HostCluster) -> Result<bool> {
         let mut state = self.lock().await;
         let last = self.refcount_in(&mut state, cluster.get()).await? == 1;
@@ -352,8 +352,8 @@ impl<S: Storage> Allocator<S> {
         Ok(last)
     }
 
-    /// Those of the clusters that will have no reference left when these are released, each once.
-    /// Nothing more is packed into them.
+    /// The clusters that will have no reference left when these are released, each once. Nothing more is packed into
+    /// them.
     pub async fn freed_by(&self, releases: &[HostCluster]) -> Result<Vec<HostCluster>> {
         let mut state = self.state.lock().await;
         let mut counts: BTreeMap<HostCluster, u64> = BTreeMap::new();
@@ -373,7 +373,7 @@ impl<S: Storage> Allocator<S> {
         Ok(freed)
     }
 
-    /// Whether the file lacks any change.
+    /// Whether any change is not in the file yet.
     pub async fn is_dirty(&self) -> bool {
         let state = self.state.lock().await;
         !state.unlisted.is_empty() || state.blocks.values().any(Block::is_dirty)
@@ -385,14 +385,13 @@ impl<S: Storage> Allocator<S> {
         self.write_all(parts).await
     }
 
-    /// The changed parts of the blocks, as the file is to have them: byte offsets and bytes. The
-    /// blocks then count as clean.
+    /// The changed parts of the blocks as they are to be written: byte offsets and bytes. The blocks are then clean.
     fn take_dirty(&self, state: &mut MutexGuard<'_, AllocState>) -> Result<Vec<(u64, IoBuf)>> {
         let state = &mut **state;
         let mut parts = Vec::new();
         for (&index, block) in &mut state.blocks {
             if state.journaled.is_some() && state.unlisted.contains(&index) {
-                // The next record tells of it.
+                // The next record contains it.
                 continue;
             }
             for run in block.take_dirty() {
@@ -406,8 +405,8 @@ impl<S: Storage> Allocator<S> {
         Ok(parts)
     }
 
-    /// Of `counts`, by cluster, those of some refcounts of the block at `index`: by their places in
-    /// it.
+    /// The part of `counts` (by cluster) that concerns some refcounts of the block at `index`, by their position in the
+    /// block.
     fn counted_in<'a>(
         &self,
         counts: &'a BTreeMap<u64, u64>,
@@ -426,15 +425,15 @@ impl<S: Storage> Allocator<S> {
         Ok(())
     }
 
-    /// Locks the state, with clean blocks beyond the cache's size dropped.
+    /// Locks the state, after dropping clean blocks beyond the cache's size.
     async fn lock(&self) -> MutexGuard<'_, AllocState> {
         let mut state = self.state.lock().await;
         self.shrink_cache(&mut state);
         state
     }
 
-    /// Drops clean blocks beyond the cache's size, half of it at once. Blocks that the operation
-    /// under way relies on must not go, so this comes before the first is looked at.
+    /// Drops clean blocks beyond the cache's size, half of it at once. Blocks that the current operation relies on must
+    /// not be dropped, so this happens before it looks at the first one.
     fn shrink_cache(&self, state: &mut MutexGuard<'_, AllocState>) {
         let keep = (CACHE_BYTES / self.geometry.cluster_size()).max(4) as usize;
         let state = &mut **state;
@@ -455,14 +454,14 @@ impl<S: Storage> Allocator<S> {
         self.geometry.refcount_block_entries() as usize
     }
 
-    /// The image's tables contradict each other. No change is to be made any more, and who asked for one
-    /// says so in the header.
+    /// The image's tables are inconsistent. No more changes may be made, and the caller that wanted one marks the
+    /// header.
     pub fn corrupt(&self, reason: String) -> DiskError {
         self.contradicted.store(true, Ordering::Release);
         DiskError::Corrupt { image: self.layer.name().to_owned(), reason }
     }
 
-    /// What is asked for is beyond what the image can hold, or not possible now.
+    /// The request exceeds what the image can hold, or is not possible now.
     fn full(&self, reason: String) -> DiskError {
         DiskError::Refused { image: self.layer.name().to_owned(), reason }
     }
@@ -475,7 +474,7 @@ impl<S: Storage> Allocator<S> {
             if self.is_free(state, cluster).await? {
                 return Ok(cluster);
             }
-            // A block was perhaps put there just now, or the cluster is in use: look at the next.
+            // A block may just have been put there, or the cluster is in use: try the next.
             state.first_maybe_free = cluster + 1;
         }
     }
@@ -536,7 +535,7 @@ impl<S: Storage> Allocator<S> {
         Ok(count)
     }
 
-    /// Adds a reference that the file is not told of yet.
+    /// Adds a reference that is not written to the file yet.
     fn reserve(
         &self,
         state: &mut MutexGuard<'_, AllocState>,
@@ -555,7 +554,7 @@ impl<S: Storage> Allocator<S> {
         Ok(())
     }
 
-    /// The file is about to be told of the structure's new clusters.
+    /// The references to the structure's new clusters are about to be written to the file.
     fn publish_own(&self, state: &mut MutexGuard<'_, AllocState>) -> Result<()> {
         for cluster in std::mem::take(&mut state.own) {
             state.forget_unpublished(cluster);
@@ -571,7 +570,7 @@ impl<S: Storage> Allocator<S> {
         block.set(within, value).map_err(|e| self.layer.format_error(e))
     }
 
-    /// Says that the file is to be told the refcount of a cluster whose block is in memory.
+    /// Marks the refcount of a cluster, whose block is in memory, as not yet written to the file.
     fn mark(&self, state: &mut MutexGuard<'_, AllocState>, cluster: u64) -> Result<()> {
         let (index, within) = self.geometry.refcount_position(HostCluster::new(cluster));
         self.block(state, index, cluster)?.mark(within);

@@ -1,7 +1,7 @@
 //! The image's own tables: where they are when it is opened for writing.
 //!
-//! Nothing is written where two of them are in one place, or where the refcounts say that one is free:
-//! what to believe is then for a check to find out.
+//! If two of them overlap, or the refcounts say that one is free, nothing is written: a check must find out which is
+//! right.
 
 use super::{AllocState, Allocator};
 use crate::layer::{Layer, Qcow2};
@@ -13,7 +13,7 @@ use isobath_storage::{IoBuf, Storage};
 use std::collections::HashSet;
 use std::ops::Range;
 
-/// Read of the snapshot table at once.
+/// Bytes of the snapshot table read at once.
 const SNAPSHOT_READ: u64 = 1 << 20;
 
 /// No entry of a snapshot table is longer: its head, extra data, ID and name.
@@ -124,8 +124,7 @@ impl<S: Storage> Own<'_, S> {
 /// The host clusters that hold the image's own tables, with those of `refcounts`, its refcount table.
 ///
 /// # Errors
-/// If two tables are in one place, a refcount block is not in the file, or there is none for the cluster
-/// of a table.
+/// If two tables overlap, a refcount block is not in the file, or a table's cluster has no refcount block.
 pub(super) async fn own_clusters<S: Storage>(
     layer: &Layer<S>,
     qcow2: &Qcow2,
@@ -195,8 +194,8 @@ impl<S: Storage> Allocator<S> {
         self.corrupt(format!("host cluster {cluster} holds one of its tables but has refcount 0"))
     }
 
-    /// Fails if a refcount block that was just loaded says that a table's cluster is free: its other
-    /// refcounts are not to be believed either.
+    /// Fails if a refcount block that was just loaded says that a table's cluster is free: its other refcounts cannot
+    /// be trusted either.
     pub(super) fn check_block(&self, state: &MutexGuard<'_, AllocState>, index: u64) -> Result<()> {
         let Some(block) = state.blocks.get(&index) else { return Ok(()) };
         let entries = self.geometry.refcount_block_entries();

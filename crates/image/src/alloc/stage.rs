@@ -1,4 +1,4 @@
-//! Refcounts by way of a journal: what a record tells of them, and writing them to their places.
+//! Refcounts with a journal: their changes in a record, and their checkpoint.
 
 use super::block::Block;
 use super::{AllocState, Allocator, Journaled};
@@ -12,16 +12,16 @@ use std::ops::Range;
 /// Changes of the refcount structure that become durable with a record.
 #[derive(Default)]
 pub struct Staged {
-    /// New structures that hold nothing but zeroes where nothing else is said: offset and length.
+    /// New structures, zero except for `patches`: offset and length.
     pub fresh: Vec<(u64, u64)>,
-    /// Bytes and where they go.
+    /// Bytes and their offsets.
     pub patches: Vec<(u64, IoBuf)>,
     /// Clusters of a refcount table that was replaced, to be released with the record's others.
     pub replaced: Vec<HostCluster>,
 }
 
 impl<S: Storage> Allocator<S> {
-    /// From now on a journal tells the file of changes. The file has all changes so far.
+    /// From now on changes reach the file through a journal. The file has all changes so far.
     pub async fn begin_journal(&self) {
         self.state.lock().await.journaled = Some(Journaled::default());
     }
@@ -31,14 +31,14 @@ impl<S: Storage> Allocator<S> {
         self.state.lock().await.journaled = None;
     }
 
-    /// Whether a record has anything to tell, beside what its own changes publish and release.
+    /// Whether a record has anything to contain besides what its own changes publish and release.
     pub async fn has_unstaged(&self) -> bool {
         let state = self.state.lock().await;
         let changed = state.journaled.as_ref().is_some_and(|j| !j.changed.is_empty());
         changed || !state.unlisted.is_empty() || !state.replaced_tables.is_empty()
     }
 
-    /// Bytes that what is not staged takes in a record at most, with room for what tells of it.
+    /// The most bytes that unstaged changes take in a record, including their operations' headers.
     pub async fn staged_bytes(&self) -> u64 {
         let state = self.state.lock().await;
         let changed = state.journaled.as_ref().map_or(0, |j| j.changed.len()) + state.own.len();
@@ -47,9 +47,9 @@ impl<S: Storage> Allocator<S> {
         blocks + 32 * (changed + state.unlisted.len() + 4) as u64 + table as u64
     }
 
-    /// What the next record tells: everything published since the last, less one reference for each
-    /// time a cluster is in `releases`. Those are still counted in memory, and are to be
-    /// [released](Self::release) together with those returned once the record is durable.
+    /// Changes for the next record: everything published since the last one, less one reference for each time a cluster
+    /// is in `releases`. Those references are still counted in memory, and must be [released](Self::release) together
+    /// with the returned ones once the record is durable.
     pub async fn stage(&self, releases: &[HostCluster]) -> Result<Staged> {
         let mut state = self.state.lock().await;
         let mut staged = Staged::default();
@@ -138,7 +138,7 @@ impl<S: Storage> Allocator<S> {
         Ok(())
     }
 
-    /// Bytes of a block as a record tells them, and their offset in the file.
+    /// Bytes of a block as a record contains them, and their offset in the file.
     fn patch(
         &self,
         state: &MutexGuard<'_, AllocState>,
@@ -155,7 +155,7 @@ impl<S: Storage> Allocator<S> {
         Ok((at, bytes.map_err(|error| self.layer.format_error(error))?))
     }
 
-    /// A block of which a record is to tell.
+    /// A block with changes for a record.
     fn staged_block<'a>(
         &self,
         state: &'a MutexGuard<'_, AllocState>,
@@ -165,8 +165,7 @@ impl<S: Storage> Allocator<S> {
         always(block, self.layer.name(), "a refcount block that changed is in memory")
     }
 
-    /// Writes everything that records have told to its place; not yet durable. No record is under
-    /// way.
+    /// Writes all changes in records to their final places; not yet durable. No record may be in progress.
     pub async fn checkpoint(&self) -> Result<()> {
         let parts = {
             let mut state = self.state.lock().await;
@@ -193,7 +192,7 @@ impl<S: Storage> Allocator<S> {
     }
 }
 
-/// The parts of `bytes`, which go to `at`, that are not zero: as few as is worth it.
+/// The parts of `bytes`, at offset `at`, that are not zero. Parts close to each other are merged.
 pub fn not_zero(at: u64, bytes: &[u8]) -> Vec<(u64, IoBuf)> {
     const STEP: usize = 64;
     let mut runs: Vec<Range<usize>> = Vec::new();

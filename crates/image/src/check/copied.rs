@@ -24,7 +24,7 @@ pub(crate) async fn check<S: Storage>(
     };
     let repair = match repair {
         Repair::None => false,
-        // With refcounts that are right.
+        // Only with correct refcounts.
         Repair::Leaks => sound(log),
         Repair::All => true,
     };

@@ -8,9 +8,9 @@ pub(crate) const PAGE: u64 = 256;
 /// Stands for a number kept in `wide`.
 const WIDE: u16 = u16::MAX;
 
-/// A number for each host cluster, 0 unless set. Takes two bytes a cluster in parts of the file that
-/// are referred to at all, and next to nothing elsewhere: what a hostile image costs is in proportion
-/// to its bytes, not to the offsets that it claims.
+/// A number for each host cluster, 0 unless set. Takes two bytes per cluster in parts of the file that are referred to,
+/// and almost nothing elsewhere: the memory that a hostile image costs is proportional to its bytes, not to the offsets
+/// that it claims.
 #[derive(Default)]
 pub(crate) struct Counts {
     pages: Vec<Option<Box<[u16; PAGE as usize]>>>,

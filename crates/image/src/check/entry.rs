@@ -17,15 +17,15 @@ pub(super) enum Refers {
     Compressed(u64, u64),
 }
 
-/// What an entry says, and what is wrong with it.
+/// The meaning of an entry, and what is wrong with it.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Inspection {
     pub(super) refers: Refers,
     /// A line for each error.
     pub(super) errors: Vec<String>,
-    /// The entry without its errors, where that is certain and shows the guest what it saw before.
+    /// The entry without its errors, if that is certain and does not change what the guest reads.
     pub(super) mended: Option<L2Entry>,
-    /// It leads nowhere: what it should refer to is not known.
+    /// It has no usable offset: what it should refer to is unknown.
     pub(super) lost: bool,
 }
 
@@ -117,7 +117,7 @@ fn standard(entry: L2Entry, geometry: &Geometry) -> Inspection {
     let none = offset == 0 && !(geometry.has_data_file() && entry.is_copied());
     let mut certain = true;
     if none {
-        // Where nothing says that it reads as zeroes, its offset may be what was lost.
+        // Unless the entry reads as zeroes, its offset may have been lost.
         found.lost = if geometry.extended_l2() { zero == 0 } else { raw & ZERO == 0 };
         if geometry.extended_l2() && allocated != 0 {
             found.errors.push(
@@ -131,7 +131,7 @@ fn standard(entry: L2Entry, geometry: &Geometry) -> Inspection {
             found.errors.push(format!(
                 "ERROR offset={offset:x}: Allocated cluster has corrupted subcluster allocation bitmap"
             ));
-            // Which of the two is right cannot be told.
+            // It is unknown which of the two is right.
             certain = false;
         }
         if !offset.is_multiple_of(geometry.cluster_size()) {

@@ -1,4 +1,4 @@
-//! Where findings go.
+//! Reporting of findings.
 
 use super::{CheckEvent, CheckReport};
 use std::fmt::Display;

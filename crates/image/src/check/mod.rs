@@ -1,21 +1,21 @@
 //! Verifying an image, and repairing it.
 //!
-//! A check counts the references to every host cluster (`survey.rs`), compares the counts with the
-//! refcounts in the file (`refcounts.rs`), and then the COPIED flags with the refcounts (`copied.rs`).
-//! Its words and numbers are those of `qemu-img check`.
+//! A check counts the references to every host cluster (`survey.rs`), compares the counts with the refcounts in the
+//! file (`refcounts.rs`), and then the COPIED flags with the refcounts (`copied.rs`). Its messages and numbers are
+//! those of `qemu-img check`.
 //!
 //! Repairs are made so that a crash between any two writes leaves the image no worse than before:
 //! entries of L2 tables first, then (all of that durable) refcounts, then COPIED flags, and the dirty
 //! and corrupt bits last. Three rules go beyond QEMU's:
 //!
-//! - No refcount is lowered while the image has an entry that leads nowhere, or to one of the image's
-//!   own tables: the clusters it should lead to would be freed, and with them what could still be
-//!   rescued. Nor is that of such a table raised, which would make the mistake pass for right.
-//! - A table is not written that something else refers to as well, or of which an entry leads nowhere:
-//!   what refers to it may be wrong, and it may be a guest's data. While that is so of the L1 table, no
-//!   L2 table is written.
-//! - Entries are mended only where that changes nothing that a guest could read before, and where there
-//!   is one way to mend them.
+//! - No refcount is lowered while the image has an entry with an invalid offset, or one that refers to one of the
+//!   image's own tables: the clusters that it should refer to would be freed, although their data could still be
+//!   rescued. Nor is the refcount of such a table raised, which would make the error look correct.
+//! - A table is not written if something else refers to it too, or if one of its entries has an invalid offset: the
+//!   reference to it may be wrong, and it may be guest data. While this applies to the L1 table, no L2 table is
+//!   written.
+//! - Entries are repaired only if that changes nothing that a guest could read before, and if there is only one way to
+//!   repair them.
 
 pub(crate) mod copied;
 mod counts;
@@ -46,7 +46,7 @@ pub enum Repair {
     None,
     /// Refcounts that are too high (`-r leaks`).
     Leaks,
-    /// Everything that can be mended without guessing (`-r all`).
+    /// Everything that can be repaired without guessing (`-r all`).
     All,
 }
 
@@ -61,12 +61,12 @@ pub struct CheckOptions {
     pub format: Option<ImageFormat>,
 }
 
-/// What a check tells while it runs.
+/// An event that a check reports while it runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CheckEvent<'a> {
     /// Something is wrong, or is being repaired: one line for the user, as QEMU words it.
     Finding(&'a str),
-    /// L2 tables read so far, of all that there are.
+    /// The number of L2 tables read so far, and the total.
     Progress {
         /// Tables read.
         done: u64,
@@ -90,7 +90,7 @@ pub struct CheckReport {
     pub compressed_clusters: u64,
     /// Errors that remain.
     pub corruptions: u64,
-    /// Clusters that remain in use though nothing refers to them.
+    /// Clusters that remain marked as in use although nothing refers to them.
     pub leaks: u64,
     /// Errors that were repaired.
     pub corruptions_fixed: u64,
@@ -107,8 +107,8 @@ impl CheckReport {
     }
 }
 
-/// Makes the refcounts of an image true that was not closed (dirty bit), and clears the bit. The image is recovered,
-/// but for a restart log: its journal, if it is in use, is empty and stays.
+/// Corrects the refcounts of an image that was not closed (dirty bit), and clears the bit. The image has been
+/// recovered, except for a restart log: its journal, if in use, is empty and stays in use.
 ///
 /// # Errors
 /// If the file cannot be read or written, or errors remain; the bit is then still set.

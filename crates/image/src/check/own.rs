@@ -1,10 +1,10 @@
-//! The host clusters that hold the image's own structures, of which nothing else may have a part.
+//! The host clusters that hold the image's own structures, which nothing else may use.
 
 use super::counts::Counts;
 use std::collections::BTreeSet;
 use std::ops::RangeInclusive;
 
-/// Header, tables and lists, but for what only the refcounts consist of.
+/// Header, tables and lists, except for the refcount structure.
 #[derive(Default)]
 pub(crate) struct Own {
     /// The references that a sound image has to each of these clusters; 0 for all others.

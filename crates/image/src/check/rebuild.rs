@@ -10,8 +10,8 @@ use isobath_qcow2::header::field;
 use isobath_storage::Storage;
 use std::collections::BTreeSet;
 
-/// Writes a refcount table and blocks that agree with the counts behind everything that is in use,
-/// and then makes the header name them. The counts follow: the old structure is free.
+/// Writes a refcount table and blocks that match the counts after everything that is in use, and then makes the header
+/// refer to them. The counts are updated: the old structure is free.
 pub(super) async fn rebuild<S: Storage>(image: &mut Image<S>, survey: &mut Survey) -> Result<()> {
     let geometry = image.geometry;
     let bits = geometry.cluster_bits();
@@ -19,7 +19,7 @@ pub(super) async fn rebuild<S: Storage>(image: &mut Image<S>, survey: &mut Surve
     let counts = &mut survey.counts;
     forget_old(image, counts, &survey.structure.ranges);
 
-    // Neither the old structure nor anything that a count may have missed is written over.
+    // Neither the old structure nor anything that the counting may have missed is overwritten.
     let start = image.clusters().max(counts.highest().map_or(0, |last| last + 1));
     let mut numbers: BTreeSet<u64> = counts.nonzero().map(|cluster| cluster / entries).collect();
     let mut table_clusters = 1;
@@ -77,13 +77,13 @@ pub(super) async fn rebuild<S: Storage>(image: &mut Image<S>, survey: &mut Surve
     Ok(())
 }
 
-/// Takes the references to the old structure off the counts.
+/// Subtracts the references to the old structure from the counts.
 fn forget_old<S: Storage>(image: &Image<S>, counts: &mut Counts, ranges: &[(u64, u64)]) {
     let bits = image.geometry.cluster_bits();
     for &(offset, length) in ranges {
         let Some(last) = offset.checked_add(length - 1) else { continue };
         for cluster in offset >> bits..=last >> bits {
-            // What reached past the end of the file was not counted.
+            // References past the end of the file were not counted.
             let count = counts.get(cluster);
             if count > 0 {
                 counts.set(cluster, count - 1);

@@ -12,10 +12,10 @@ use isobath_storage::Storage;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// Clusters past the end of the file, besides as many as the file has, whose refcounts a repair sees.
+/// A repair looks at the refcounts of as many clusters past the end of the file as the file has, plus this many.
 const PAST_END: u64 = 1 << 16;
 
-/// Where an image's refcounts are.
+/// The location of an image's refcounts.
 #[derive(Default)]
 pub(crate) struct Structure {
     /// Refcount blocks that can be used: their offset by their place in the refcount table.
@@ -75,7 +75,7 @@ impl Structure {
             }
             structure.blocks.insert(index as u64, offset.get());
         }
-        // Of two entries for one block the first was taken for right.
+        // If two entries refer to one block, the first was considered correct.
         let bits = geometry.cluster_bits();
         structure.blocks.retain(|_, at| survey.counts.get(*at >> bits) == 1);
         structure.broken = log.report.corruptions - before;
@@ -92,8 +92,7 @@ impl Structure {
     ) {
         let lost = survey.lost;
         let clusters = survey.refer(image, offset, length, 1, log);
-        // What is wrong with the structure itself says nothing of the data, unless one of the tables is in
-        // the same place.
+        // Errors in the structure itself say nothing about the data, unless one of the tables overlaps it.
         survey.lost = lost | clusters.is_some_and(|clusters| survey.own.collide(clusters));
         self.ranges.push((offset, length));
     }
@@ -134,7 +133,7 @@ pub(crate) async fn check<S: Storage>(
     log.report.corruptions += compared.too_low;
     log.report.leaks += compared.too_high;
     let broken = survey.structure.broken;
-    // Everything that is wrong but for the structure and its refcounts.
+    // All errors except those of the structure and its refcounts.
     let elsewhere = log.report.corruptions - compared.too_low - broken;
     let mut refcounts = compared.refcounts;
     match repair {
@@ -206,7 +205,7 @@ struct Comparison {
     refcounts: Refcounts,
     too_low: u64,
     too_high: u64,
-    /// A cluster in use has no refcount block, or none that can be used.
+    /// A cluster in use has no usable refcount block.
     without_block: bool,
 }
 
@@ -223,7 +222,7 @@ impl Comparison {
         let used = survey.counts.highest().map_or(0, |last| last + 1);
         let clusters = match repair {
             Repair::None => image.clusters().max(used),
-            // Refcounts past the end of the file are no leaks yet, but will be when it grows.
+            // Refcounts past the end of the file are not leaks yet, but become leaks when it grows.
             _ => (image.clusters().max(used) * 2 + PAST_END).min(MAX_CLUSTERS),
         };
         let mut result = Self {
@@ -283,7 +282,7 @@ impl Comparison {
     ) {
         let different = &mut self.refcounts.different;
         if !different.has_page(cluster) {
-            // The page stands for all its clusters from now on.
+            // From now on the page covers all its clusters.
             let first = cluster - cluster % PAGE;
             for other in first..first + PAGE {
                 different.set(other, survey.references(other));
@@ -301,7 +300,7 @@ impl Comparison {
     }
 }
 
-/// Neighbours that are equal, once.
+/// Removes adjacent duplicates.
 struct Deduplicated<I: Iterator>(std::iter::Peekable<I>);
 
 impl<I: Iterator<Item: PartialEq>> Iterator for Deduplicated<I> {
@@ -352,7 +351,7 @@ async fn mend<S: Storage>(
             .filter(|cluster| refcounts.different.has_page(*cluster))
             .map(|at| (at, refcounts.different.get(at), survey.references(at)))
             .filter(|(at, stored, counted)| match stored.cmp(counted) {
-                // A refcount that tells of both would have the mistake pass for right.
+                // A refcount that counts both would make the error look correct.
                 std::cmp::Ordering::Less => allowed.raise && !survey.own.is_disputed(*at),
                 std::cmp::Ordering::Greater => allowed.lower,
                 std::cmp::Ordering::Equal => false,

@@ -23,7 +23,7 @@ const READ_AT_ONCE: u64 = 4 << 20;
 /// Bytes written at once into a table: what changes, with its neighbours.
 pub(crate) const PIECE: usize = 4096;
 
-/// How often an L2 table is referred to.
+/// The number of references to an L2 table.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct TableUse {
     /// From the active L1 table.
@@ -41,7 +41,7 @@ pub(crate) struct Fix {
     table: u64,
     index: usize,
     entry: L2Entry,
-    /// Errors that it mends.
+    /// Errors that it repairs.
     errors: u64,
 }
 
@@ -57,11 +57,11 @@ pub(crate) struct Survey {
     /// The L2 tables by their offset.
     pub(crate) tables: BTreeMap<u64, TableUse>,
     fixes: Vec<Fix>,
-    /// New values for entries of the active L1 table, each of which mends one error.
+    /// New values for entries of the active L1 table, each of which repairs one error.
     l1_fixes: Vec<(usize, L1Entry)>,
-    /// Tables with an entry that leads nowhere: they may be something else.
+    /// Tables with an entry that has an invalid offset: they may be something else.
     doubtful: BTreeSet<u64>,
-    /// The same of the active L1 table.
+    /// The same for the active L1 table.
     l1_doubtful: bool,
     /// The active L1 table is certain to be one, and nothing else.
     pub(crate) l1_certain: bool,
@@ -134,7 +134,7 @@ impl Survey {
         self.counts.get(cluster).min(self.most)
     }
 
-    /// Counts `weight` references to each cluster of a structure of the image's own.
+    /// Counts `weight` references to each cluster of one of the image's own structures.
     fn refer_own<S: Storage>(
         &mut self,
         image: &Image<S>,
@@ -162,7 +162,7 @@ impl Survey {
         }
         let bits = image.geometry.cluster_bits();
         let end = offset.checked_add(length);
-        // The file's last cluster may be cut short.
+        // The file's last cluster may be partial.
         let Some(end) = end.filter(|end| {
             end.checked_sub(image.length).is_none_or(|past| past < image.geometry.cluster_size())
         }) else {
@@ -189,8 +189,8 @@ impl Survey {
         Some(clusters)
     }
 
-    /// Takes note of the L2 tables that an L1 table refers to. `weight` is the number of L1 tables
-    /// with these entries, `active` of them in use by the guest.
+    /// Notes the L2 tables that an L1 table refers to. `weight` is the number of L1 tables with these entries; `active`
+    /// of them are in use by the guest.
     fn visit_l1<S: Storage>(
         &mut self,
         image: &Image<S>,
@@ -418,7 +418,7 @@ impl Survey {
         }
     }
 
-    /// Walks the bitmaps, where the image says that they are consistent.
+    /// Walks the bitmaps, if the image says that they are consistent.
     async fn visit_bitmaps<S: Storage>(
         &mut self,
         image: &Image<S>,

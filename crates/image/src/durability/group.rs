@@ -1,4 +1,4 @@
-//! Commits shared by those who ask for one at the same time.
+//! Commits shared by concurrent requests for one.
 
 use crate::sabotage::{self, Sabotage};
 use crate::{DiskError, Result};
@@ -7,10 +7,10 @@ use isobath_sync::RwLock;
 use isobath_sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::future::Future;
 
-/// Runs commits one after another. Whoever asks while one runs shares the next.
+/// Runs commits one after another. Callers that ask while one runs share the next.
 ///
-/// After a failed commit it is unknown what is durable, and asking again could report success for
-/// data that the kernel has dropped: from then on every commit and write fails.
+/// After a failed commit it is unknown what is durable, and a retry could report success for data that the kernel has
+/// dropped: from then on every commit and write fails.
 #[derive(Default)]
 pub struct GroupCommit {
     turn: Mutex<()>,
@@ -45,8 +45,8 @@ impl GroupCommit {
         self.failure.write().get_or_insert(Failure { reason, flush });
     }
 
-    /// Runs `work`, of which a part may be done when it ends early: by an error, a panic, or because whoever
-    /// waits for it gives it up. What is durable is unknown then.
+    /// Runs `work`, which may be partly done if it ends early: by an error, by a panic, or because the caller cancels
+    /// it. It is then unknown what is durable.
     async fn whole(&self, what: &str, work: impl Future<Output = Result<()>>) -> Result<()> {
         let unfinished = Unfinished { group: self, what };
         let done = work.await;
@@ -68,8 +68,7 @@ impl GroupCommit {
         last().await
     }
 
-    /// Returns once a commit that began after this call has succeeded: one that `commit` runs, or
-    /// somebody else's.
+    /// Returns once a commit that began after this call has succeeded: one that `commit` runs, or another caller's.
     pub async fn run<F: Future<Output = Result<()>>>(
         &self,
         commit: impl FnOnce() -> F,
@@ -98,14 +97,14 @@ impl GroupCommit {
     }
 }
 
-/// Why nothing is changed any more.
+/// Why no more changes are accepted.
 struct Failure {
     reason: String,
     /// A flush has failed.
     flush: bool,
 }
 
-/// Work that has begun; dropped only where it does not end by itself.
+/// Work in progress; dropped only if it does not finish.
 struct Unfinished<'a> {
     group: &'a GroupCommit,
     what: &'a str,
@@ -219,11 +218,11 @@ mod interleavings {
         group: GroupCommit,
         recorded: AtomicU64,
         durable: AtomicU64,
-        /// What one commit or exclusive change has for itself.
+        /// Accessed by one commit or exclusive change at a time.
         own: Cell<u64>,
     }
 
-    /// Takes the batch, waits for the storage, and has it durable; the change 4 cannot be.
+    /// Takes the batch, waits for the storage, and makes it durable; change 4 always fails.
     async fn commit(disk: &Disk) -> Result<()> {
         disk.own.set(disk.own.get() + 1);
         let batch = disk.recorded.swap(0, Ordering::SeqCst);

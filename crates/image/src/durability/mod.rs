@@ -35,8 +35,8 @@ use zones::Zones;
 /// A way to make recorded changes durable (`--metadata`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum MetadataMode {
-    /// As [`Journal`](Self::Journal) once there were some flushes, where the image can have a journal;
-    /// as [`Ordered`](Self::Ordered) otherwise.
+    /// Like [`Journal`](Self::Journal) after some flushes, if the image can have a journal; otherwise like
+    /// [`Ordered`](Self::Ordered).
     #[default]
     Auto,
     /// Writes in an order that leaves a consistent image after a crash at any point; lost space at
@@ -45,9 +45,9 @@ pub enum MetadataMode {
     /// Writes a journal inside the image, which is not usable without it until it is closed or
     /// recovered. A flush makes one sync, and while the journal is in use a crash loses no space.
     Journal,
-    /// As [`Journal`](Self::Journal), and where the data of a new cluster can be compressed a little, what
-    /// maps it is put into it: then a flush writes nothing to the journal either. Until the image is
-    /// closed, some blocks of it are stored differently, and a recovery looks for them.
+    /// Like [`Journal`](Self::Journal), but if the data of a new cluster is slightly compressible, its mapping is
+    /// embedded in it: then a flush writes nothing to the journal either. Until the image is closed, some of its blocks
+    /// are stored differently, and a recovery looks for them.
     Embedded,
 }
 
@@ -71,27 +71,27 @@ impl MetadataMode {
     }
 }
 
-/// What a write finds in its place.
+/// What a write overwrites.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Destination {
     /// Data of its own, which it replaces.
     InUse,
     /// Nothing that anything durable refers to.
     New,
-    /// The same, in space that was prepared for growth.
+    /// Like `New`, in space that was prepared for growth.
     Prepared,
-    /// The same, where the file does not reach yet.
+    /// Like `New`, past the end of the file.
     Beyond,
-    /// Nothing that anything refers to but the record embedded in the data, which has a checksum of
-    /// what is behind it or needs none.
+    /// Nothing that anything refers to except the record embedded in the data, which has a checksum of the rest or
+    /// needs none.
     Embedded {
-        /// Whether it has.
+        /// Whether it has a checksum.
         checked: bool,
     },
 }
 
-/// A write of at most so many bytes that would make the file grow goes into the next record rather
-/// than to its place, if that makes the flush cheaper.
+/// A write of at most this many bytes that would make the file grow goes into the next record instead of in place, if
+/// that makes the flush cheaper.
 const SMALL: usize = 16 << 10;
 
 /// What a commit works on.
@@ -102,21 +102,20 @@ pub struct Metadata<S> {
     pub tables: Tables<S>,
     /// Its refcounts.
     pub alloc: Allocator<S>,
-    /// Data that a record has checksums of.
+    /// Guest data that records have checksums of.
     pub data_journal: DataJournal,
-    /// What is done before it is needed.
+    /// Work done ahead of need.
     pub upkeep: Upkeep,
-    /// Where mappings are embedded in data.
+    /// The zones, in which mappings are embedded in data.
     pub zones: Zones,
-    /// The numbers of what is logged.
+    /// The log sequence numbers.
     pub sequence: LogSequence,
-    /// Where what was answered is noted until it is durable.
+    /// Where completed writes are logged until they are durable.
     pub log: Option<Arc<RestartLog>>,
 }
 
 impl<S: Storage> Metadata<S> {
-    /// Makes what was written so far durable: the image's file, and the data file where there is
-    /// one.
+    /// Makes everything written so far durable: the image's file, and the data file if there is one.
     pub(crate) async fn sync(&self) -> Result<()> {
         if self.has_data_apart() {
             self.layer.data().flush().await?;
@@ -129,7 +128,7 @@ impl<S: Storage> Metadata<S> {
         !Arc::ptr_eq(self.layer.storage(), self.layer.data())
     }
 
-    /// What the commit under way closed is durable.
+    /// The batches that the commit in progress closed are durable.
     fn log_durable(&self) {
         if let Some(log) = &self.log {
             log.durable();
@@ -140,8 +139,7 @@ impl<S: Storage> Metadata<S> {
         self.tables.geometry().cluster_size()
     }
 
-    /// Writes guest data to its place, or keeps it for the next record where its place must not
-    /// change yet.
+    /// Writes guest data in place, or keeps it for the next record if the place must not change yet.
     pub async fn write(&self, at: u64, buf: IoBuf) -> Result<IoBuf> {
         let range = at..at + buf.len() as u64;
         if !self.zones.leads_in(&range).is_empty() {
@@ -159,7 +157,7 @@ impl<S: Storage> Metadata<S> {
         }
     }
 
-    /// Writes bytes as they are to be stored, as [`write`](Self::write).
+    /// Like [`write`](Self::write), for bytes as they are to be stored.
     async fn write_stored(&self, at: u64, bufs: Vec<IoBuf>) -> Result<Vec<IoBuf>> {
         match self.data_journal.write(at, &bufs) {
             WriteRoute::InPlace(_busy) => Ok(self.layer.data().write_vectored_at(at, bufs).await?),
@@ -170,7 +168,8 @@ impl<S: Storage> Metadata<S> {
         }
     }
 
-    /// Writes buffers that follow one another, and gives them back. [`DataJournal::add_checksums`] takes the rest.
+    /// Writes consecutive buffers, and returns them. The caller passes the other result to
+    /// [`DataJournal::add_checksums`].
     pub async fn write_to(
         &self,
         destination: Destination,
@@ -230,7 +229,7 @@ impl<S: Storage> Metadata<S> {
         }
     }
 
-    /// Keeps a small write where the next record takes it without the file growing.
+    /// Keeps a small write for the next record if that avoids growing the file.
     fn keep(&self, destination: Destination, at: u64, bufs: &[IoBuf]) -> bool {
         let may = matches!(destination, Destination::Beyond | Destination::InUse)
             && self.data_journal.is_active();
@@ -245,7 +244,7 @@ impl<S: Storage> Metadata<S> {
             )
     }
 
-    /// Writes pieces of data to their places.
+    /// Writes pieces of data in place.
     pub(crate) async fn place(&self, pieces: &[JournaledWrite]) -> Result<()> {
         let data = self.layer.data();
         let writes = pieces.iter().map(|kept| data.write_at(kept.at, IoBuf::copy_of(&kept.bytes)));
@@ -261,7 +260,7 @@ impl<S: Storage> Metadata<S> {
         Ok(())
     }
 
-    /// Reads bytes as they are stored: what is kept is newer than what is in its place.
+    /// Reads bytes as they are stored; kept data is newer than the data in place.
     async fn read_stored(&self, at: u64, buf: IoBuf) -> Result<IoBuf> {
         let kept = self.data_journal.kept_in(&(at..at + buf.len() as u64));
         let mut buf = self.layer.data().read_at(at, buf).await?;
@@ -286,8 +285,8 @@ impl<S: Storage> ActiveEntries for Metadata<S> {
 
 /// One way to commit; at most one commit runs at a time.
 pub trait Durability {
-    /// Makes every change recorded, and all data written, before the call durable. An error leaves
-    /// it unknown what is.
+    /// Makes every change recorded, and all data written, before the call durable. After an error it is unknown what is
+    /// durable.
     fn commit<S: Storage>(
         &self,
         metadata: &Metadata<S>,
@@ -295,7 +294,7 @@ pub trait Durability {
     ) -> impl Future<Output = Result<()>>;
 }
 
-/// How commits are made, in use.
+/// A commit policy in use.
 pub enum CommitPolicy {
     /// Writes in order.
     Ordered(Ordered),
@@ -304,8 +303,8 @@ pub enum CommitPolicy {
 }
 
 impl CommitPolicy {
-    /// `journal_size` is what [`OpenOptions::journal_size`](crate::options::OpenOptions::journal_size) says,
-    /// of a disk of `disk_size` bytes. With `at_once` no mode waits for its journal to pay.
+    /// `journal_size` is [`OpenOptions::journal_size`](crate::options::OpenOptions::journal_size), for a disk of
+    /// `disk_size` bytes. With `at_once` no mode waits until its journal pays.
     pub fn new(
         mode: MetadataMode,
         journal_size: Option<u64>,
@@ -336,7 +335,7 @@ impl CommitPolicy {
         }
     }
 
-    /// Refuses an image that cannot have the journal that was asked for.
+    /// Refuses an image that cannot have the requested journal.
     pub async fn refuse_without_journal<S: Storage>(&self, layer: &Layer<S>) -> Result<()> {
         match self {
             Self::Journal(journal) => journal.refuse_without_room(layer).await,
@@ -353,10 +352,10 @@ impl CommitPolicy {
     }
 }
 
-/// Bytes of a journal's area unless told otherwise: enough to write pages of tables to their places
-/// seldom, little enough to be read in no time.
+/// The default size of a journal's area in bytes: large enough that checkpoints are rare, small enough to be read
+/// quickly.
 const MAX_JOURNAL: u64 = 4 << 20;
 /// The same for small disks.
 const MIN_JOURNAL: u64 = 1 << 20;
-/// The least beside zones: whole lead blocks and the list of zones go into one record.
+/// The minimum with zones: whole lead blocks and the list of zones go into one record.
 const MIN_EMBEDDED: u64 = 256 << 10;

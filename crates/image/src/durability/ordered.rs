@@ -7,8 +7,8 @@
 //! 4. Clusters no longer referred to are released, once no request reads them. Their refcounts
 //!    reach the file with the next commit.
 //!
-//! A crash between steps loses at most space: a refcount above what is referenced. With nothing
-//! allocated since the last commit, one sync is all there is.
+//! A crash between steps loses at most space: a refcount may be higher than the number of references. If nothing was
+//! allocated since the last commit, there is only one sync.
 
 use super::{Durability, Metadata};
 use crate::Result;
@@ -19,13 +19,13 @@ use isobath_qcow2::{HostCluster, Lsn};
 use isobath_storage::Storage;
 use std::ops::Range;
 
-/// The mode's state: it needs none.
+/// The mode's state, which is empty.
 pub struct Ordered;
 
 impl Durability for Ordered {
     async fn commit<S: Storage>(&self, metadata: &Metadata<S>, readers: &Readers) -> Result<()> {
         let batch = metadata.tables.begin_commit()?;
-        // What a journal that is being set up gathers from here on is not in this batch.
+        // Changes that a journal being set up collects from here on are not in this batch.
         let closed =
             metadata.data_journal.begin_commit(Lsn::default(), &[], metadata.cluster_size());
         metadata.place(&closed.kept).await?;
@@ -35,9 +35,9 @@ impl Durability for Ordered {
     }
 }
 
-/// Makes the closed batch durable, as all data is that was written before. What is kept of the clusters in
-/// `freed`, which are among those that it releases, is forgotten before they are; and so is what a log has of
-/// them, since their next content might be in place by the time it is replayed.
+/// Makes the closed batch, and all data written before, durable. Before the clusters in `freed`, which are among those
+/// that it releases, are released, their kept data is forgotten, and so is the restart log's, since their next contents
+/// might be in place by the time the log is replayed.
 pub(super) async fn finish<S: Storage>(
     metadata: &Metadata<S>,
     readers: &Readers,
@@ -83,15 +83,15 @@ pub(super) async fn finish<S: Storage>(
     Ok(())
 }
 
-/// Gives the space of clusters that are about to become free back to the host: before they can be
-/// allocated again. Failure to do so costs space, not data, so it is only logged.
+/// Returns the space of clusters that are about to become free to the host, before they can be allocated again. A
+/// failure costs space, not data, so it is only logged.
 pub(super) async fn discard_freed<S: Storage>(
     metadata: &Metadata<S>,
     released: &[HostCluster],
 ) -> Result<()> {
     let mut last = Vec::new();
     for cluster in released {
-        // A table that a snapshot's entry, or a hostile one, has in common with the image.
+        // A table to which an entry of a snapshot, or a hostile one, refers too.
         if metadata.alloc.is_metadata(*cluster) {
             continue;
         }

@@ -1,4 +1,4 @@
-//! Work that nobody waits for.
+//! Background work.
 
 use super::Metadata;
 use crate::Result;
@@ -7,7 +7,7 @@ use event_listener::Event;
 use isobath_storage::Storage;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
-/// What is to be done, and whether somebody is there to do it.
+/// Pending work, and whether a task is running that does it.
 #[derive(Default)]
 pub struct Upkeep {
     /// Bytes to prepare for growth.
@@ -19,16 +19,16 @@ pub struct Upkeep {
     ended: AtomicBool,
     /// Space on the host is short.
     short: AtomicBool,
-    /// Held while something is done.
+    /// Held while work is in progress.
     busy: Mutex<()>,
 }
 
-/// With less free space, in bytes, nothing is done ahead or put off: who writes is to be told that there
-/// is none.
+/// With less free space than this, in bytes, nothing is prepared or deferred, so that a lack of space is reported to
+/// the writer at once.
 const SHORT: u64 = 64 << 20;
 
 impl Upkeep {
-    /// Whether what is written later will find space.
+    /// Whether there will be space for deferred writes.
     pub(super) fn has_room(&self) -> bool {
         !self.short.load(Ordering::Relaxed)
     }
@@ -43,8 +43,7 @@ impl Drop for Attendant<'_> {
 }
 
 impl<S: Storage> Metadata<S> {
-    /// Called after each commit: sees to it that the file grows ahead of need, as long as the host has
-    /// space.
+    /// Called after each commit: makes the file grow ahead of need, as long as the host has space.
     pub(super) async fn grow_ahead(&self) -> Result<()> {
         let free = self.layer.storage().free_space();
         self.upkeep.short.store(free.is_some_and(|free| free < SHORT), Ordering::Relaxed);
@@ -75,7 +74,7 @@ impl<S: Storage> Metadata<S> {
         Ok(())
     }
 
-    /// Does what comes up until [`end_upkeep`](Self::end_upkeep). `extract` makes some of what is embedded plain.
+    /// Does background work until [`end_upkeep`](Self::end_upkeep). `extract` makes some embedded lead blocks plain.
     pub async fn attend(&self, extract: impl AsyncFn() -> Result<()>) -> Result<()> {
         let upkeep = &self.upkeep;
         upkeep.attendants.fetch_add(1, Ordering::SeqCst);
@@ -102,7 +101,7 @@ impl<S: Storage> Metadata<S> {
         }
     }
 
-    /// Ends it, and waits for what is being done.
+    /// Ends background work, and waits for work in progress.
     pub async fn end_upkeep(&self) {
         self.upkeep.ended.store(true, Ordering::SeqCst);
         self.upkeep.changed.notify(usize::MAX);

@@ -1,4 +1,4 @@
-//! After a crash: the mappings that are embedded and in no record of the journal.
+//! After a crash: embedded mappings that are in no record of the journal.
 
 use crate::replayed::Replayed;
 use crate::{DiskError, Result};
@@ -17,7 +17,7 @@ use std::path::Path;
 /// Lead blocks read at once.
 const READS: usize = 64;
 
-/// What is embedded.
+/// The embedded records found.
 #[derive(Default)]
 pub(super) struct Found {
     leads: Vec<FoundLead>,
@@ -31,7 +31,7 @@ struct FoundLead {
     plain: Box<[u8]>,
 }
 
-/// Looks for records in the lead blocks of zones; `replayed` is put over what the file holds.
+/// Looks for records in the lead blocks of zones, with `replayed` overlaid on the file.
 pub(super) async fn find<S: Storage>(
     storage: &S,
     name: &Path,
@@ -75,8 +75,8 @@ pub(super) async fn find<S: Storage>(
     Ok(Found { leads: leads.try_collect().await? })
 }
 
-/// Runs of a zone's clusters that may begin with something: where there is neither data in the file nor
-/// anything put over it, no record is. A zone may span much more than the file holds.
+/// Runs of a zone's clusters that may contain records: there are none where the file has no data and the overlay has
+/// nothing. A zone may be much larger than the file.
 async fn data_in<'a, S: Storage>(
     storage: &S,
     zone: &'a Zone,
@@ -101,7 +101,7 @@ async fn data_in<'a, S: Storage>(
     let mut at = start;
     while at < zone_end {
         let found = storage.allocation(at).await?;
-        // Behind the end of the file there is only what is put over it.
+        // Past the end of the file there is only the overlay.
         let length = if found.length == 0 { zone_end - at } else { found.length };
         let until = zone_end.min(at.saturating_add(length));
         if found.data {
@@ -115,13 +115,13 @@ async fn data_in<'a, S: Storage>(
 }
 
 impl Found {
-    /// Records with lower numbers were durable.
+    /// Records with lower LSNs were durable.
     pub(super) fn durable_lsn(&self) -> Option<Lsn> {
         self.leads.iter().map(|found| found.lead.mapping.durable_lsn).max()
     }
 
-    /// Brings the mappings from the checkpoint LSN of `zones` on into the tables as `replayed` has them, and the
-    /// plain bytes of every lead block that the tables then refer to.
+    /// Adds to `replayed` the mappings from the checkpoint LSN of `zones` on, as changes of the tables, and the plain
+    /// bytes of every lead block that the tables then refer to.
     pub(super) async fn apply<S: Storage>(
         self,
         storage: &S,
@@ -171,8 +171,8 @@ impl<S: Storage> File<'_, S> {
         Ok(bytes)
     }
 
-    /// Brings mappings into one L2 table. Those with numbers below `trusted` are in the tables already, if
-    /// they still hold; those below its end were durable. `taken` gets the clusters to which the table newly refers.
+    /// Adds mappings to one L2 table. Those with LSNs below the start of `trusted` are already in the tables, if still
+    /// valid; those below its end were durable. `taken` gets the clusters to which the table newly refers.
     async fn apply_table(
         &self,
         l1_index: u64,
@@ -189,12 +189,12 @@ impl<S: Storage> File<'_, S> {
         let entry = L1Entry::read(&self.read(replayed, entry_at, 8).await?, 0);
         let entry = entry.unwrap_or(L1Entry::unallocated());
         let table = entry.offset(geometry).map_err(|error| self.format_error(error))?;
-        // A flush behind the first write that a table serves makes a record of it: without one, none of
-        // this was flushed.
+        // A flush after the first write through a new table writes a record with the table: without one, none of this
+        // was flushed.
         let Some(table) = table.filter(|_| entry.is_copied()) else { return Ok(()) };
         let size = geometry.cluster_size() as usize;
         let mut bytes = self.read(replayed, table.get(), size).await?;
-        // Of one guest cluster, the newest first.
+        // For each guest cluster, the newest first.
         leads.sort_unstable_by_key(|found| {
             let mapping = found.lead.mapping;
             (mapping.cluster, std::cmp::Reverse(mapping.lsn))
@@ -211,7 +211,7 @@ impl<S: Storage> File<'_, S> {
                     true
                 }
                 ClusterKind::Data { offset, .. } if offset.get() == found.at => false,
-                // It is older than what the table says.
+                // It is older than the table's entry.
                 _ => continue,
             };
             if new {
@@ -226,14 +226,15 @@ impl<S: Storage> File<'_, S> {
                 let patch = bytes[from..from + entry_size].to_vec();
                 replayed.put(table.get() + from as u64, patch);
             }
-            // Also of a table that an earlier recovery has written, which ended before it had counted.
+            // This includes a table written by an earlier recovery that was interrupted before it updated the
+            // refcounts.
             taken.push(found.at / geometry.cluster_size());
             replayed.put_lead(found.at, found.plain);
         }
         Ok(())
     }
 
-    /// Whether a cluster's data is what its record says.
+    /// Whether a cluster's data matches its record's checksum.
     async fn holds(&self, replayed: &Replayed, found: &FoundLead) -> Result<bool> {
         let Some(sum) = found.lead.mapping.rest else { return Ok(true) };
         let length = self.geometry.cluster_size() as usize - LEAD;
@@ -300,7 +301,7 @@ mod tests {
 
     const CLUSTER: u64 = 64 << 10;
 
-    /// The clusters at which a recovery looks in a zone of 2^16.
+    /// The clusters that a recovery examines in a zone of 2^16.
     fn looked_at(length: u64, data: &[(u64, usize)], over: &[(u64, usize)]) -> Vec<Range<u32>> {
         block_on(async {
             let host = MemoryHost::new();
@@ -335,12 +336,12 @@ mod tests {
         let zone_end = CLUSTER * ((1 << 16) + 1);
         assert!(looked_at(1 << 50, &[], &[]).is_empty());
         assert!(looked_at(CLUSTER, &[], &[]).is_empty());
-        // The grain in which the storage knows of data may be larger than what was written.
+        // The storage may report data in a larger granularity than it was written.
         let found = looked_at(1 << 50, &[(5 * CLUSTER, 4096), (900 * CLUSTER, 4096)], &[]);
         assert!(found.iter().any(|run| run.contains(&4)), "{found:?}");
         assert!(found.iter().any(|run| run.contains(&899)), "{found:?}");
         assert!(clusters(&found) <= 64, "{found:?}");
-        // What is put over a hole, also behind the file's end and from before a lead block's first byte.
+        // An overlay over a hole, including past the end of the file and starting before a lead block's first byte.
         let over = [(7 * CLUSTER, 100), (20 * CLUSTER - 1, 2), (30 * CLUSTER + 4096, 8)];
         assert_eq!(looked_at(CLUSTER, &[], &over), [6..7, 19..20]);
         assert_eq!(looked_at(1 << 50, &[], &over), [6..7, 19..20]);

@@ -1,30 +1,30 @@
-//! What a crash or a kill has left of an image, and bringing it in: [`recover`], the one recovery.
+//! Recovery of an image after a crash or a kill: [`recover`], which is used everywhere.
 //!
-//! Opening an image, checking it, sealing it and reading it without a change all begin here. An image is
-//! recovered where its incompatible feature bit `JOURNAL` is set: it was not closed. What its log holds is looked
-//! for in the log's three places (see [`durability`](crate::durability)), in this order, each over what the one
-//! before has found:
+//! Opening, checking, sealing and viewing an image all begin here. An image is recovered if its incompatible feature
+//! bit `JOURNAL` is set: it was not closed. The log's three places (see [`durability`](crate::durability)) are examined
+//! in this order, each applied over the results of the one before:
 //!
 //! | place | found | done | why |
 //! |---|---|---|---|
-//! | area | no whole record | nothing | when the bit was set, everything was in its place |
-//! | area | a record that is torn | passed over, the one before is the last | it was not durable, so nobody was told that its commit was |
-//! | area | the last record, whose checksums hold | replayed, with those before from its *tail* on | its data is there: the commit was durable, or is now |
-//! | area | the last record, and a mapping in data notes that its commit was durable | replayed, checksums unseen | it was durable; its data may have been overwritten since |
-//! | area | the last record, a checksum of which does not hold | left out, the one before is the last | the sync that both share has not ended; the one before was durable before it was written |
-//! | area | a record missing that the last one needs, two with one LSN, an operation that is not known | refused, nothing changed | no writer leaves that: the file is damaged, or of a later version |
-//! | data | an embedded mapping below the *checkpoint LSN* | no mapping is made; what the tables refer to becomes plain | records have it, or something newer |
-//! | data | one from there on, below the *durable LSN* | into the tables, and plain | a later commit noted that it was durable |
-//! | data | one behind that, whose cluster is as its checksum says, or needs none | into the tables, and plain | all of the write is there |
-//! | data | one behind that, whose cluster is not | left alone | the write was not durable, so nobody was told that it was |
-//! | memory | a restart log of this journal, up to its last durable record | area and data to their places, the journal emptied and left in use; then [`finish`] | what was answered is newer than both, and may need clusters |
-//! | memory | one that ends elsewhere | dropped, with a warning | the image was put back to an earlier state |
-//! | memory | one that is damaged or cannot be read | refused, nothing changed | to go on would lose what a guest was told is there |
-//! | any | this recovery's own work, after a crash | done once more from the start | nothing that it reads is changed before what replaces it is durable |
+//! | area | no whole record | nothing | when the bit was set, everything was in place |
+//! | area | a record that is torn | skipped, the one before is the last | it was not durable, so its commit was never reported as durable |
+//! | area | the last record, whose checksums match | replayed, with those before it from its *tail* on | its data is there: the commit was durable, or is now |
+//! | area | the last record, and an embedded mapping shows that its commit was durable | replayed, checksums not verified | it was durable; its data may have been overwritten since |
+//! | area | the last record, one of whose checksums does not match | left out, the one before is the last | the sync of record and data had not ended; the one before was durable before this one was written |
+//! | area | a record missing that the last one needs, two with one LSN, an unknown operation | refused, nothing changed | no writer leaves that: the file is damaged, or of a later version |
+//! | data | an embedded mapping below the *checkpoint LSN* | no mapping is made; lead blocks that the tables refer to become plain | records contain it, or something newer |
+//! | data | one from there on, below the *durable LSN* | added to the tables, and made plain | a later record shows that it was durable |
+//! | data | one after that, whose cluster matches its checksum, or needs none | added to the tables, and made plain | all of the write is there |
+//! | data | one after that, whose cluster does not match | ignored | the write was not durable, and was never reported as durable |
+//! | memory | a restart log of this journal, up to its last durable record | area and data written in place, the journal emptied and left in use; then [`finish`] | completed writes are newer than both, and may need clusters |
+//! | memory | one that ends at another record | dropped, with a warning | the image was restored to an earlier state |
+//! | memory | one that is damaged or cannot be read | refused, nothing changed | continuing would lose writes that a guest was told had completed |
+//! | any | this recovery's own work, after a crash | done again from the start | nothing that it reads is changed before its replacement is durable |
 //!
-//! To [view](Purpose::View) an image, what area and data say is kept in memory and put over what is read; what
-//! only a restart log has is not seen. To [write](Purpose::Write) it, it goes to its place, and the journal out of
-//! use. `docs/format.md` specifies the first two places to the byte; `docs/log.md` tells of all three.
+//! To [view](Purpose::View) an image, the changes from area and data are kept in memory and overlaid on everything that
+//! is read; the contents of a restart log are not visible. To [write](Purpose::Write) it, the changes are written in
+//! place, and the journal is taken out of use. `docs/format.md` specifies the first two places to the byte;
+//! `docs/log.md` describes all three.
 
 mod leads;
 mod place;
@@ -44,30 +44,30 @@ use std::path::Path;
 /// Ranges of the file read or written at once.
 const AT_ONCE: usize = 32;
 
-/// What an image is recovered for.
+/// The purpose of a recovery.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Purpose {
-    /// It is only read, and not changed.
+    /// The image is only read, and not changed.
     View,
-    /// It is repaired, or opened for writing.
+    /// The image is repaired, or opened for writing.
     Write,
 }
 
-/// What a recovery has found.
+/// The result of a recovery.
 #[derive(Default)]
 pub struct Recovered {
-    /// What must be put over what is read; `None` if the file has everything.
+    /// The overlay for everything that is read; `None` if the file has everything.
     pub view: Option<Replayed>,
-    /// What a killed process had answered, which its writer is to bring in by [`finish`]: until then the image's
+    /// The restart log of a killed process, which the image's writer must apply with [`finish`]: until then the image's
     /// journal is in use, and empty.
     pub restart_log: Option<FoundLog>,
 }
 
-/// Recovers an image, of which `header` is what its file says. The header is to be read again afterwards, by way
-/// of [`view`](Recovered::view) if there is one.
+/// Recovers an image whose file contains `header`. The header must be read again afterwards, through
+/// [`view`](Recovered::view) if there is one.
 ///
 /// # Errors
-/// If the journal or a restart log is damaged, or the storage fails; the image can then be recovered once more.
+/// If the journal or a restart log is damaged, or the storage fails; recovery can then be tried again.
 pub async fn recover<S: Storage>(
     storage: &S,
     name: &Path,

@@ -1,4 +1,4 @@
-//! Bringing what was found to its place, and taking the journal out of use.
+//! Writing recovered changes in place, and taking the journal out of use.
 
 use super::AT_ONCE;
 use super::records::Examined;
@@ -12,14 +12,13 @@ use isobath_storage::{IoBuf, Storage, ZeroMode};
 use std::ops::Range;
 use std::path::Path;
 
-/// Ranges to be written apart from each other at most. A writer brings its records to their places when
-/// 8 MiB of tables changed, which are pages of at least 512 bytes, or half of the area is used; one record
-/// changes 52,429 clusters at most, by three ranges each.
+/// The most separate ranges to be written. A writer makes a checkpoint when 8 MiB of tables have changed, in pages of
+/// at least 512 bytes, or half of the area is used; one record changes at most 52,429 clusters, with three ranges each.
 const MOST_SPANS: usize = 1 << 19;
-/// Bytes of a record without its operations, and of a block that it may not fill.
+/// Bytes of a record's header, and of a block that it may not fill.
 const RECORD_HEAD: usize = HEAD_BYTES + BLOCK;
 
-/// Writes everything but lead blocks to its place, durably.
+/// Writes everything except lead blocks in place, durably.
 pub(super) async fn write<S: Storage>(storage: &S, name: &Path, replayed: &Replayed) -> Result<()> {
     let (ranges, leads) = replayed.counts();
     tracing::info!(image = %isobath_storage::shown(name), ranges, leads, "replaying the journal");
@@ -42,8 +41,8 @@ pub(super) async fn write<S: Storage>(storage: &S, name: &Path, replayed: &Repla
     Ok(())
 }
 
-/// Has a record say that a journal, of which everything is durable in its place, has nothing to be replayed. It
-/// stays in use.
+/// Writes a record that says that nothing must be replayed, to a journal whose contents are all durable in place. The
+/// journal stays in use.
 pub(super) async fn empty<S: Storage>(
     storage: &S,
     name: &Path,
@@ -67,7 +66,7 @@ pub(super) async fn empty<S: Storage>(
     log.write(&record).await
 }
 
-/// Makes lead blocks plain and takes the journal out of use, of an image of which all else is in its place.
+/// Makes lead blocks plain and takes the journal out of use, in an image in which everything else is in place.
 pub(super) async fn close<S: Storage>(
     storage: &S,
     name: &Path,
@@ -87,14 +86,14 @@ pub(super) async fn close<S: Storage>(
     take_out(storage, header).await
 }
 
-/// Takes a journal of which everything is in its place out of use.
+/// Takes a journal whose contents are all in place out of use.
 pub(super) async fn take_out<S: Storage>(storage: &S, header: &Header) -> Result<()> {
     let kept = header.incompatible.without(IncompatibleFeatures::JOURNAL);
     let bytes = IoBuf::copy_of(&kept.bits().to_be_bytes());
     storage.write_at(field::INCOMPATIBLE_FEATURES as u64, bytes).await?;
     storage.flush().await?;
     if let Some(extension) = header.journal() {
-        // Free space from here on, which a program that grows the disk may show.
+        // This is free space from here on, which a program that grows the disk may expose.
         let (at, length) = (extension.area_offset.get(), extension.area_length);
         storage.write_zeroes(at, length, ZeroMode { may_unmap: true, only_fast: false }).await?;
     }
@@ -108,9 +107,9 @@ struct Log<'a, S> {
     extension: &'a JournalExtension,
     /// The last record that counts.
     previous: Lsn,
-    /// The last number that a record has, also one that does not count.
+    /// The last LSN of any record, including one that does not count.
     last: Lsn,
-    /// Where the records lie that are needed, in bytes from the area's start.
+    /// The ranges of the records that are needed, in bytes from the area's start.
     needed: Vec<Range<usize>>,
 }
 
@@ -136,14 +135,14 @@ impl<'a, S: Storage> Log<'a, S> {
         gaps.max_by_key(|gap| gap.end - gap.start).unwrap_or(0..0)
     }
 
-    /// The next record, of which alone all must be replayed.
+    /// The next record, which is then the only one that must be replayed.
     fn record(&mut self, operations: Vec<Operation>) -> Record {
         let (lsn, previous) = (self.last.next(), self.previous);
         (self.last, self.previous) = (lsn, lsn);
         Record { lsn, previous, tail: lsn, data_from: lsn, operations }
     }
 
-    /// Writes the record durably where none lies that is needed. From then on it alone is.
+    /// Writes the record durably, not over one that is needed. From then on only this one is needed.
     async fn write(&mut self, record: &Record) -> Result<()> {
         let damaged = |source| DiskError::Format { image: self.name.to_owned(), source };
         let bytes = record.encode(self.extension.id).map_err(damaged)?;
@@ -171,8 +170,8 @@ impl<'a, S: Storage> Log<'a, S> {
     }
 }
 
-/// Makes lead blocks plain. A lead block is written over when a record has what it will be, and says that it is
-/// plain: one that is half written, or looks like what it was, is then told from one that is not.
+/// Makes lead blocks plain. A lead block is overwritten only when a durable record contains its plain bytes and lists
+/// it as plain, so that a torn block, or one that looks like a record, is never mistaken for an embedded one.
 async fn unembed<S: Storage>(
     mut log: Log<'_, S>,
     mut zones: Zones,
@@ -210,7 +209,7 @@ async fn unembed<S: Storage>(
     Ok(())
 }
 
-/// Says that the lead block at `at` is plain.
+/// Lists the lead block at `at` as plain.
 fn mark_plain(zones: &mut Zones, at: u64, cluster_size: u64) {
     for zone in &mut zones.zones {
         let place = at.checked_sub(zone.start.get()).map(|from| (from / cluster_size) as usize);

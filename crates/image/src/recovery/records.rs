@@ -1,4 +1,4 @@
-//! What the journal's records say the file must hold, with the mappings that are embedded in data.
+//! The file contents that the journal's records and the embedded mappings demand.
 
 use super::leads;
 use super::verify::all_hold;
@@ -14,27 +14,27 @@ use std::path::Path;
 /// The last record of a journal that was durable.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct DurableRecord {
-    /// Its number; that before the journal's first if there is none.
+    /// Its LSN; the one before the journal's first if there is none.
     pub(super) lsn: Lsn,
-    /// The number of the record before, if there is one.
+    /// The LSN of the previous record, if there is one.
     pub(super) previous: Option<Lsn>,
 }
 
 /// What a crash has left in a journal.
 pub(super) struct Examined {
-    /// What must be put over the file.
+    /// The overlay for the file.
     pub(super) replayed: Replayed,
     /// Zones that the journal lists.
     pub(super) zones: Option<Zones>,
-    /// The highest number of a record.
+    /// The highest LSN of a record.
     pub(super) last: Lsn,
-    /// The same, of those that are durable.
+    /// The last durable record.
     pub(super) durable: DurableRecord,
-    /// Where the records lie that a recovery needs, in bytes from the area's start.
+    /// The ranges of the records that a recovery needs, in bytes from the area's start.
     pub(super) needed: Vec<Range<usize>>,
 }
 
-/// Looks at what a crash has left; nothing is changed.
+/// Examines an image after a crash, without changing anything.
 ///
 /// # Errors
 /// If the journal is damaged, or the storage fails.

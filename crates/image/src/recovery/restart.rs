@@ -1,7 +1,7 @@
-//! Bringing into an image what the log has.
+//! Applying a restart log to an image.
 //!
-//! The image's journal stays in use, with nothing in it, until that is done: so whoever is killed
-//! meanwhile leaves the log as good as it was, and no other program changes the image in between.
+//! The image's journal stays in use, but empty, until that is done: a process that is killed meanwhile leaves the log
+//! valid, and no other program changes the image in between.
 
 use super::place;
 use crate::durability::{Durability, Metadata, Ordered};
@@ -16,7 +16,7 @@ use isobath_storage::Storage;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-/// Bytes behind the file's end in which what is recorded may lie: more than is ever kept in memory.
+/// How far past the end of the file recorded clusters may lie, in bytes: more than is ever kept in memory.
 const BEHIND: u64 = 64 << 20;
 
 /// The change of one cluster's entry.
@@ -27,11 +27,11 @@ struct Change {
     released: Vec<HostCluster>,
 }
 
-/// Brings what a killed process had answered into the image, durably, and takes its journal, which
-/// is empty, out of use. A log that does not fit the image changes nothing.
+/// Applies a killed process's completed writes to the image, durably, and takes its journal, which is empty, out of
+/// use. A log that does not fit the image changes nothing.
 ///
 /// # Errors
-/// If the storage fails; the image is then to be opened once more.
+/// If the storage fails; the image must then be opened again.
 pub async fn finish<S: Storage>(metadata: &Metadata<S>, found_log: &FoundLog) -> Result<()> {
     let header = metadata.layer.header().ok_or(DiskError::ReadOnly)?;
     let size = metadata.cluster_size();
@@ -69,7 +69,7 @@ pub async fn finish<S: Storage>(metadata: &Metadata<S>, found_log: &FoundLog) ->
     Ok(())
 }
 
-/// What is to be changed, or why the log does not fit.
+/// The changes to make, or the reason why the log does not fit.
 async fn changes<S: Storage>(
     metadata: &Metadata<S>,
     found_log: &FoundLog,
@@ -142,7 +142,7 @@ async fn apply<S: Storage>(
     kept: &[JournaledWrite],
     area: &Range<u64>,
 ) -> Result<()> {
-    // Before anything else is given out.
+    // Before anything else is allocated.
     for change in &changes {
         for host in &change.taken {
             metadata.alloc.set_aside(host.get()..host.get() + 1).await;
@@ -165,7 +165,7 @@ async fn apply<S: Storage>(
             let room = usize::try_from(size - at % size).unwrap_or(rest.len());
             let (now, later) = rest.split_at(room.min(rest.len()));
             let host = HostCluster::new(at / size);
-            // What nothing refers to may become anything.
+            // A cluster that nothing refers to may get any other use.
             let known = area.contains(&host.get()) || metadata.alloc.is_metadata(host);
             let left = gone.get(&host).copied().unwrap_or(0);
             if !known && metadata.alloc.refcount(host).await? > left {
@@ -192,7 +192,7 @@ async fn apply<S: Storage>(
 /// References by host cluster.
 type Counts = BTreeMap<HostCluster, u64>;
 
-/// The clusters to which two entries refer; `None` if the new one is no valid entry.
+/// The clusters to which two entries refer; `None` if the new one is not a valid entry.
 fn both(
     geometry: &Geometry,
     present: L2Entry,
@@ -202,7 +202,7 @@ fn both(
     Some((clusters(present)?, clusters(entry)?))
 }
 
-/// Those of `all` that are not in `others`.
+/// The elements of `all` that are not in `others`.
 fn without(all: &[HostCluster], others: &[HostCluster]) -> Vec<HostCluster> {
     all.iter().filter(|cluster| !others.contains(cluster)).copied().collect()
 }

@@ -1,4 +1,4 @@
-//! Whether data is what the last record of a journal says it is.
+//! Verifying the checksums of a journal's last record.
 
 use super::AT_ONCE;
 use crate::replayed::PIECE;
@@ -10,9 +10,9 @@ use isobath_storage::{IoBuf, Storage};
 use std::ops::Range;
 use std::path::Path;
 
-/// Most bytes that a record may have checksums of. Writers stop at half of that.
+/// The most bytes that a record's checksums may cover. Writers stop at half of that.
 const MOST_BYTES: u64 = 64 << 20;
-/// Most checksums of a record. A writer's record takes an eighth of the area at most: in the largest 8 MiB,
+/// The most checksums in a record. A writer's record takes at most an eighth of the area: 8 MiB in the largest, with
 /// room for 349,525.
 const MOST_CHECKSUMS: usize = 1 << 19;
 /// Ranges with less between them are read together.
@@ -24,17 +24,17 @@ struct ChecksummedRange {
     crc: u32,
 }
 
-/// Whether data is what the last record says, by its [checksums](isobath_qcow2::journal::Journal::checksums).
+/// Whether the data matches the last record's [checksums](isobath_qcow2::journal::Journal::checksums).
 ///
 /// # Errors
-/// If there is more of it than any writer has checksums of; if the storage fails.
+/// If the checksums cover more than any writer's do; if the storage fails.
 pub(super) async fn all_hold<S: Storage>(
     storage: &S,
     name: &Path,
     checksums: impl Iterator<Item = (HostOffset, u32, u32)>,
 ) -> Result<bool> {
     let checksums = bounded(name, checksums)?;
-    // Zeroes that were written show where the file ends; behind that they only seem to be there.
+    // Written zeroes are within the file's length; past its end they only seem to be there.
     let end = storage.len().await?;
     if checksums.iter().any(|checksum| checksum.range.end > end) {
         return Ok(false);
@@ -43,7 +43,7 @@ pub(super) async fn all_hold<S: Storage>(
     stream::iter(checks).buffer_unordered(AT_ONCE).try_all(|holds| async move { holds }).await
 }
 
-/// The checksums by offset, if they are as many as a writer leaves.
+/// The checksums by offset, if they are within a writer's limits.
 fn bounded(
     name: &Path,
     checksums: impl Iterator<Item = (HostOffset, u32, u32)>,
@@ -69,8 +69,7 @@ fn bounded(
     Ok(bounded)
 }
 
-/// Ranges that are read at once: those near each other, together no longer than a piece; a longer one
-/// alone.
+/// Groups of ranges to read at once: ranges near each other, together no longer than a piece, or a single longer one.
 fn groups(checksums: &[ChecksummedRange]) -> Vec<&[ChecksummedRange]> {
     let mut groups = Vec::new();
     let mut rest = checksums;

@@ -1,4 +1,4 @@
-//! What a log holds that somebody left.
+//! Reading a restart log that a process left.
 
 use super::{CAPACITY, ENTRY, KEPT, MAGIC, at, load, sum};
 use crate::pieces::JournaledWrite;
@@ -11,7 +11,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// What a killed process left of an image.
+/// The restart log that a killed process left for an image.
 pub struct FoundLog {
     /// The last entry that each guest cluster got.
     pub entries: BTreeMap<u64, L2Entry>,
@@ -21,11 +21,11 @@ pub struct FoundLog {
 }
 
 impl FoundLog {
-    /// What is left for the image with this header, whose journal is in use; `None` if there is nothing.
+    /// The restart log for the image with this header, whose journal is in use; `None` if there is none.
     ///
     /// # Errors
-    /// If what is left cannot be had, or is damaged: to open the image without it would lose what its guest
-    /// was told is there.
+    /// If the log cannot be accessed, or is damaged: opening the image without it would lose writes that the guest was
+    /// told had completed.
     pub async fn find<S: Storage>(
         storage: &S,
         name: &Path,
@@ -66,21 +66,21 @@ impl FoundLog {
         Ok(Some(found))
     }
 
-    /// Whether the log goes on where an image ends of which `durable` is the journal's last record, and `previous`
-    /// the one before. A kill may come between a record and the log's word of it.
+    /// Whether the log continues an image whose journal's last record is `durable`, with `previous` before it. A kill
+    /// may come between a record and the log's update for it.
     pub fn follows(&self, durable: Lsn, previous: Option<Lsn>) -> bool {
         let known = Lsn::new(load(self.memory.words(), at::LAST));
         durable == known || previous == Some(known) || sabotage::is(Sabotage::ForeignLog)
     }
 
-    /// From now on the log goes on behind the record with this number.
+    /// From now on the log continues after the record with this LSN.
     pub fn goes_on_behind(&self, last: Lsn) {
         if let Some(word) = self.memory.words().get(at::LAST) {
             word.store(last.get(), Ordering::Release);
         }
     }
 
-    /// Reads all items; `None` if any is not what was written.
+    /// Reads all items; `None` if any is damaged.
     fn read(&mut self, id: u64, geometry: &Geometry) -> Option<()> {
         let memory = Arc::clone(&self.memory);
         let words = memory.words();
@@ -132,19 +132,19 @@ impl FoundLog {
         Some(())
     }
 
-    /// Whether a change was under way that may have left refcounts too high.
+    /// Whether a change was in progress that may have left refcounts too high.
     pub fn is_unclean(&self) -> bool {
         load(self.memory.words(), at::UNCLEAN) != 0
     }
 
-    /// Says that a change begins that may leave refcounts too high.
+    /// Notes the start of a change that may leave refcounts too high.
     pub fn set_unclean(&self) {
         if let Some(word) = self.memory.words().get(at::UNCLEAN) {
             word.store(1, Ordering::Release);
         }
     }
 
-    /// Ends it: the image has everything.
+    /// Removes the log: the image has everything.
     pub fn remove(&self) {
         self.memory.remove();
     }

@@ -1,19 +1,19 @@
-//! What a killed process had answered outlives it.
+//! The restart log: completed writes survive a kill of the process.
 //!
-//! Writes in place are in the kernel's page cache, which a killed process leaves behind. What is only
-//! recorded in memory until the next commit is not: new mappings, and small writes that are kept for a
-//! record. So both are noted as well in [restart memory](isobath_storage::RestartMemory), a *log*, before
-//! a request is answered, by plain stores. Who opens the image next brings the journal home and then
-//! what the log has beyond it ([`recovery`](crate::recovery)).
+//! Writes in place are in the kernel's page cache, which a killed process leaves behind. Changes that are only in
+//! memory until the next commit do not survive: new mappings, and small writes that are kept for a record. So both are
+//! also stored in [restart memory](isobath_storage::RestartMemory), a *log*, with plain stores before a request
+//! completes. The next program that opens the image applies the journal and then the log
+//! ([`recovery`](crate::recovery)).
 //!
-//! - A log belongs to one use of the journal, by its random id, and counts as long as that lasts: any
-//!   recovery ends it. It also says which record of the journal was the last when it was written to: an
-//!   image whose last record is an earlier one was put back to what it was before, and no log is applied to
-//!   that. So none is ever applied to an image that has changed since.
-//! - A commit that is durable drops what it closed: mappings by where the log stood when their batch
-//!   was closed, kept bytes by where it stood when theirs was.
-//! - A change that is not in the log (it is full, or there is no journal at the moment) is a *debt*: from
-//!   then on every request waits for a commit before it is answered, until none is left.
+//! - A log belongs to one use of the journal, by its random id, and is valid as long as that lasts: any recovery ends
+//!   it. It also contains the LSN of the journal's last record: an image whose last record is an earlier one was
+//!   restored to an earlier state, and the log is not applied to it. So a log is never applied to an image that has
+//!   changed since.
+//! - A durable commit drops what it closed: mappings before the log's position when their batch was closed, kept bytes
+//!   before its position when theirs was.
+//! - A change that is not in the log (it is full, or there is no journal at the moment) is a *debt*: from then on every
+//!   request waits for a commit before it completes, until no debt is left.
 
 mod found;
 
@@ -27,23 +27,23 @@ use parking_lot::Mutex;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-/// Marks the memory as a log of this layout.
+/// Identifies a log of this layout.
 const MAGIC: u64 = u64::from_be_bytes(*b"isobath2");
 
-/// Places of numbers in the memory. Positions count 64-bit words since the log began.
+/// Indexes of numbers in the memory. Positions count 64-bit words since the log began.
 mod at {
     pub(super) const MAGIC: usize = 0;
     /// The journal's id.
     pub(super) const ID: usize = 1;
-    /// The sum of the numbers before.
+    /// The checksum of the numbers before.
     pub(super) const SUM: usize = 2;
-    /// Not 0 while a change of the image is under way that may leave refcounts too high.
+    /// Not 0 while a change of the image is in progress that may leave refcounts too high.
     pub(super) const UNCLEAN: usize = 3;
     /// Mappings before this position are dropped.
     pub(super) const ENTRIES: usize = 4;
     /// Journaled writes before this position are dropped.
     pub(super) const BYTES: usize = 5;
-    /// The position behind the last item.
+    /// The position after the last item.
     pub(super) const END: usize = 6;
     /// The last durable record of the journal.
     pub(super) const LAST: usize = 7;
@@ -54,12 +54,12 @@ mod at {
 /// Words for items.
 const CAPACITY: u64 = (RESTART_MEMORY_BYTES / 8 - at::ITEMS) as u64;
 
-/// Kinds of items, in the lowest byte of an item's first word; its length in words follows, and its
-/// sum is the upper half.
+/// Kinds of items, in the lowest byte of an item's first word; its length in words follows, and its checksum is the
+/// upper half.
 const ENTRY: u64 = 1;
 const KEPT: u64 = 2;
 
-/// The sum of an item: it depends on the journal and the position, so that none passes for another.
+/// The checksum of an item: it depends on the journal and the position, so that no item passes for another.
 fn sum(id: u64, position: u64, numbers: &[u64], bytes: &[u8]) -> u32 {
     let mut sum = Crc32c::default();
     for number in [id, position].iter().chain(numbers) {
@@ -69,7 +69,7 @@ fn sum(id: u64, position: u64, numbers: &[u64], bytes: &[u8]) -> u32 {
     sum.finish()
 }
 
-/// Eight bytes, or what is left of them, as a number.
+/// Up to eight bytes as a number.
 fn number(chunk: &[u8]) -> u64 {
     let mut word = [0; 8];
     word.iter_mut().zip(chunk).for_each(|(to, from)| *to = *from);
@@ -80,11 +80,11 @@ fn number(chunk: &[u8]) -> u64 {
 #[derive(Default)]
 pub struct RestartLog {
     state: Mutex<LogState>,
-    /// There is a debt, and it matters.
+    /// There is a debt that requests must wait for.
     must_sync: AtomicBool,
     /// More than half is in use.
     much: AtomicBool,
-    /// Somebody has asked for it.
+    /// The log was requested.
     awake: AtomicBool,
 }
 
@@ -94,9 +94,9 @@ struct LogState {
     id: u64,
     /// The memory belongs to the journal in use.
     begun: bool,
-    /// Those who want nothing to be in the log.
+    /// The number of guards that suspend logging.
     suspended: usize,
-    /// Nobody relies on what is answered.
+    /// The number of callers that promise nothing to clients.
     unpromised: usize,
     /// The last durable record of the journal.
     last: Lsn,
@@ -105,20 +105,20 @@ struct LogState {
     end: u64,
     /// Changes that were not put into the log so far.
     lost: u64,
-    /// As many as there were when the commit under way closed its mappings.
+    /// The value of `lost` when the commit in progress closed its mappings.
     closing: u64,
-    /// Of those, how many are durable.
+    /// How many of those changes are durable.
     paid: u64,
 }
 
-/// What the log knows of one kind of items.
+/// The log's state for one kind of items.
 #[derive(Default)]
 struct Part {
-    /// They are put into it.
+    /// Items of this kind are logged.
     logged: bool,
-    /// Those before this are dropped.
+    /// Items before this position are dropped.
     from: u64,
-    /// Those before this belong to the commit under way.
+    /// Items before this position belong to the commit in progress.
     closing: u64,
 }
 
@@ -137,7 +137,7 @@ impl LogState {
         }
     }
 
-    /// Puts an item behind the others; `false` if there is no room.
+    /// Appends an item; `false` if there is no room.
     fn append(&mut self, kind: u64, numbers: &[u64], bytes: &[u8]) -> bool {
         let length = 1 + numbers.len() as u64 + bytes.len().div_ceil(8) as u64;
         if length > CAPACITY - self.used() {
@@ -157,12 +157,12 @@ impl LogState {
             place = (place + 1) % CAPACITY as usize;
         }
         self.end += length;
-        // A kill before this leaves the log as it was.
+        // A kill before this leaves the log unchanged.
         self.set(at::END, self.end);
         true
     }
 
-    /// Stops logging: something would be missing.
+    /// Stops logging, because an item would be missing.
     fn stop(&mut self) {
         self.entries.logged = false;
         self.bytes.logged = false;
@@ -179,18 +179,18 @@ impl Drop for Suspended {
 }
 
 impl RestartLog {
-    /// Has what is answered outlive this process from now on. What was answered before does once a commit that
-    /// begins after this has ended.
+    /// From now on completed writes survive a kill of this process. Earlier ones do once a commit that begins after
+    /// this call has ended.
     pub fn wake(&self) {
         self.awake.store(true, Ordering::SeqCst);
     }
 
-    /// Whether what is answered is to outlive this process.
+    /// Whether completed writes must survive a kill of this process.
     pub fn is_awake(&self) -> bool {
         self.awake.load(Ordering::SeqCst)
     }
 
-    /// Notes the new entry of a cluster, as its table has it. The caller keeps its batch open.
+    /// Logs the new entry of a cluster, in the form that its table has. The caller keeps its batch open.
     pub fn entry(&self, cluster: u64, entry: [u8; 16]) {
         if !self.is_awake() {
             return;
@@ -204,7 +204,7 @@ impl RestartLog {
         self.tell(&state);
     }
 
-    /// Notes bytes that are kept for the next record. The caller keeps that from being begun.
+    /// Logs bytes that are kept for the next record. The caller keeps that record from being begun.
     pub fn kept(&self, place: u64, bytes: &[u8]) {
         if !self.is_awake() {
             return;
@@ -225,14 +225,14 @@ impl RestartLog {
         state.closing = state.lost;
     }
 
-    /// A commit closes what is kept.
+    /// A commit closes the kept data.
     pub fn close_kept(&self) {
         let state = &mut *self.state.lock();
         state.bytes.closing = state.end;
         state.bytes.logged = state.is_usable();
     }
 
-    /// What the commit under way closed is durable. Called before any of it may change in its place.
+    /// The batches that the commit in progress closed are durable. Called before any of their data may change in place.
     pub fn durable(&self) {
         let state = &mut *self.state.lock();
         state.entries.from = state.entries.closing;
@@ -254,8 +254,8 @@ impl RestartLog {
         }
     }
 
-    /// The journal `id` of the file is in use, and has nothing yet; its next record comes after `last`. A
-    /// commit that closed everything of before has just ended. Does nothing if nobody asked for the log.
+    /// Begins the log. The journal `id` of the file is in use and empty; its next record comes after `last`. A commit
+    /// that closed everything earlier has just ended. Does nothing if the log was not requested.
     pub async fn begin<S: Storage>(&self, storage: &S, id: u64, last: Lsn) {
         if !self.is_awake() {
             return;
@@ -286,9 +286,9 @@ impl RestartLog {
         self.tell(state);
     }
 
-    /// Sees to it that who opens the image finds the log: whoever may remove files may have removed its
-    /// memory, as a login manager does when its user has logged out. Then the log goes on in other memory, or
-    /// needs a commit for each change.
+    /// Ensures that the next program that opens the image finds the log: its memory may have been removed, as a login
+    /// manager does when its user has logged out. The log then continues in new memory, or needs a commit for each
+    /// change.
     pub async fn check_memory<S: Storage>(&self, storage: &S) {
         let memory = self.state.lock().memory.clone();
         let Some(lost) = memory.filter(|memory| !memory.is_there()) else { return };
@@ -299,11 +299,11 @@ impl RestartLog {
         let memory = new_memory(storage).await;
         let state = &mut *self.state.lock();
         if !state.memory.as_ref().is_some_and(|now| Arc::ptr_eq(now, &lost)) {
-            // The log has come to an end meanwhile, and perhaps begun again.
+            // The log has ended meanwhile, and may have begun again.
             return;
         }
         if let Some(memory) = &memory {
-            // Nothing is appended meanwhile. The magic number comes last, and makes it a log.
+            // Nothing is appended meanwhile. The magic number is stored last, and makes it a log.
             for (to, from) in memory.words().iter().zip(lost.words()).skip(1) {
                 to.store(from.load(Ordering::Relaxed), Ordering::Relaxed);
             }
@@ -312,7 +312,7 @@ impl RestartLog {
         } else {
             state.memory = None;
             state.stop();
-            // What it has not got is owed.
+            // Changes that are not in it are debts.
             state.lost += 1;
         }
         self.tell(state);
@@ -331,14 +331,12 @@ impl RestartLog {
         self.state.lock().begun
     }
 
-    /// Says that a change of the image begins that, broken off, leaves refcounts too high; or that it
-    /// has ended.
+    /// Notes that a change of the image begins that leaves refcounts too high if interrupted, or that it has ended.
     pub fn set_unclean(&self, unclean: bool) {
         self.state.lock().set(at::UNCLEAN, u64::from(unclean));
     }
 
-    /// Nothing is put into the log as long as the caller has what is returned: after a commit, nothing
-    /// needs it.
+    /// Suspends logging until the returned guard is dropped: after a commit, nothing needs the log.
     pub fn suspend(self: &Arc<Self>) -> Suspended {
         let mut state = self.state.lock();
         state.stop();
@@ -346,7 +344,7 @@ impl RestartLog {
         Suspended(Arc::clone(self))
     }
 
-    /// Says that nobody relies on what is answered, for good or until [`promise`](Self::promise).
+    /// Notes that completed writes need not survive, for good or until [`promise`](Self::promise).
     pub fn promise_nothing(&self) {
         let mut state = self.state.lock();
         state.unpromised += 1;
@@ -360,7 +358,7 @@ impl RestartLog {
         self.tell(&state);
     }
 
-    /// Whether requests must wait for a commit before they are answered.
+    /// Whether requests must wait for a commit before they complete.
     pub fn must_sync(&self) -> bool {
         self.must_sync.load(Ordering::SeqCst)
     }
@@ -370,7 +368,7 @@ impl RestartLog {
         self.much.load(Ordering::Relaxed)
     }
 
-    /// The image is as it should be: gives the memory back.
+    /// Removes the memory: the image is up to date.
     pub fn remove(&self) {
         self.end();
         if let Some(memory) = self.state.lock().memory.take() {
@@ -390,7 +388,7 @@ impl RestartLog {
     }
 }
 
-/// Memory that has no log yet; why there is none is said in the log file.
+/// New memory for a log; if there is none, the reason is logged.
 async fn new_memory<S: Storage>(storage: &S) -> Option<Arc<dyn RestartMemory>> {
     let found = storage.restart_memory(true).await.unwrap_or_else(|error| {
         tracing::warn!("{error}");

@@ -1,4 +1,4 @@
-//! The log by itself: what it holds at any moment, and what it does when it is full.
+//! The log by itself: its contents at any moment, and its behaviour when it is full.
 
 use super::*;
 use isobath_qcow2::journal::JournalExtension;
@@ -60,7 +60,7 @@ fn entry(cluster: u64) -> [u8; 16] {
 impl World {
     fn found(&self) -> Option<FoundLog> {
         let found = FoundLog::find(&self.file, Path::new("image"), &self.header);
-        // What is damaged is refused.
+        // A damaged log is refused.
         futures_executor::block_on(found).ok().flatten()
     }
 
@@ -94,7 +94,7 @@ fn a_commit_drops_what_it_closed_and_nothing_else() {
 fn a_full_log_owes_a_commit_and_then_goes_on() {
     let world = world();
     let log = &world.log;
-    // Some rounds, so that items lie over the end of the memory.
+    // Several rounds, so that items wrap around the end of the memory.
     for round in 0..20_u64 {
         let mut count = 0;
         while !log.has_much() {
@@ -116,7 +116,7 @@ fn a_full_log_owes_a_commit_and_then_goes_on() {
         log.entry(count, entry(count));
         count += 1;
     }
-    // What is small enough for what is left would leave a gap.
+    // An item small enough for the space left would leave a gap.
     log.kept(0, &[1]);
     log.entry(0, entry(7));
     assert_eq!(world.holds().0.len() as u64, count - 1);
@@ -170,7 +170,7 @@ fn a_log_goes_on_where_the_journal_ends_and_nowhere_else() {
         let found = world.found().unwrap();
         let (before, next) = (last.before(), Lsn::new(last.get() + 3));
         assert!(found.follows(last, None) && found.follows(last, Some(before)));
-        // A kill may come before the log is told of a record.
+        // A kill may come before the log is updated for a record.
         assert!(found.follows(next, Some(last)));
         assert!(!found.follows(before, None) && !found.follows(before, Some(before.before())));
         assert!(!found.follows(last.next(), None) && !found.follows(next.next(), Some(next)));
@@ -210,7 +210,7 @@ fn a_damaged_or_foreign_log_is_not_used() {
     let memory = futures_executor::block_on(world.file.restart_memory(false)).unwrap().unwrap();
     let used = at::ITEMS + world.log.state.lock().end as usize;
     for place in 0..used {
-        // Numbers that say nothing of what is there.
+        // Numbers that do not describe the contents.
         if matches!(place, at::UNCLEAN | at::LAST) {
             continue;
         }
@@ -218,7 +218,7 @@ fn a_damaged_or_foreign_log_is_not_used() {
         let value = word.load(Ordering::Relaxed);
         for changed in [value ^ 1, value ^ 1 << 33, u64::MAX, 0] {
             word.store(changed, Ordering::Relaxed);
-            // A start or an end at another item leaves some out; nothing is ever added or changed.
+            // A start or end at another item omits some; nothing is ever added or changed.
             if let Some(found) = world.found() {
                 assert!(found.entries.iter().all(|(at, entry)| all.entries.get(at) == Some(entry)));
                 assert!(found.kept.iter().all(|kept| all.kept.contains(kept)), "word {place}");

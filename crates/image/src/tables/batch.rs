@@ -12,7 +12,7 @@ pub(super) struct Batch {
     pub(super) entries: BTreeMap<u64, L2Entry>,
     /// New L1 entries by index.
     pub(super) l1: BTreeMap<u64, L1Entry>,
-    /// New tables by L1 index: host offset, and content without this batch's entries.
+    /// New tables by L1 index: host offset, and contents without this batch's entries.
     pub(super) fresh: BTreeMap<u64, (HostOffset, IoBuf)>,
     /// Clusters to which the batch refers, once for each new reference.
     pub(super) allocated: Vec<HostCluster>,
@@ -22,7 +22,7 @@ pub(super) struct Batch {
     pub(super) discarded: bool,
     /// Data must be durable before the entries.
     pub(super) ordered: bool,
-    /// There is more to tell than entries that are embedded in their data.
+    /// There are changes besides entries that are embedded in their data.
     pub(super) needs_record: bool,
 }
 
@@ -31,12 +31,12 @@ impl Batch {
         self.entries.is_empty() && self.l1.is_empty() && self.releases.is_empty()
     }
 
-    /// Whether all it has to tell is embedded in data.
+    /// Whether all changes are embedded in data.
     pub(super) fn is_embedded(&self) -> bool {
         !self.needs_record && self.l1.is_empty() && self.releases.is_empty()
     }
 
-    /// The new tables with this batch's entries in them: host offset and content.
+    /// The new tables with this batch's entries in them: host offset and contents.
     pub(super) fn complete_tables(&self, geometry: &Geometry) -> Vec<(u64, IoBuf)> {
         let mut tables = Vec::with_capacity(self.fresh.len());
         for (&l1_index, (offset, content)) in &self.fresh {

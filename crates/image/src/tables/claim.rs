@@ -1,14 +1,14 @@
-//! Clusters between being given out and being referred to.
+//! Clusters that are allocated but not referred to yet.
 
 use super::Tables;
 use crate::alloc::Run;
 use isobath_qcow2::HostCluster;
 
-/// Clusters that were given out for a change that is not recorded yet.
+/// Clusters that were allocated for a change that is not recorded yet.
 ///
-/// Where that does not come to be, because it fails or whoever waits for it gives it up, the next commit
-/// releases them, as it does clusters that were replaced. They are not free before: what was kept of their
-/// data may be in a record already, which must then revoke it, and a write that was given up may still land.
+/// If the change fails or is cancelled, the next commit releases them, like clusters that were replaced. They are not
+/// free before that: kept data of theirs may already be in a record, which must then be revoked, and a cancelled write
+/// may still reach the file.
 pub struct Claim<'a, S> {
     tables: &'a Tables<S>,
     clusters: Vec<HostCluster>,
@@ -22,7 +22,7 @@ impl<S> Tables<S> {
 }
 
 impl<S> Claim<'_, S> {
-    /// Adds a cluster, once for each reference that was given out.
+    /// Adds a cluster, once for each reference that was allocated.
     pub fn add(&mut self, cluster: HostCluster) {
         self.clusters.push(cluster);
     }
@@ -37,7 +37,7 @@ impl<S> Claim<'_, S> {
         &self.clusters
     }
 
-    /// The change is recorded from here on, with no way to end early.
+    /// Ends the claim. From here on the change is recorded, and nothing may return early.
     pub fn keep(mut self) {
         self.clusters.clear();
     }

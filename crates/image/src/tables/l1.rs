@@ -6,7 +6,7 @@ use isobath_qcow2::{HostCluster, HostOffset, L1Entry};
 use isobath_storage::Storage;
 
 impl<S: Storage> Tables<S> {
-    /// Where the L2 table of an L1 entry is, and whether it belongs to the active L1 table alone.
+    /// The offset of an L1 entry's L2 table, and whether the table belongs to the active L1 table alone.
     pub fn table(&self, l1_index: u64) -> Result<Option<(HostOffset, bool)>> {
         let entry = self.l1_entry(&self.state.lock(), l1_index);
         let offset =
@@ -14,8 +14,8 @@ impl<S: Storage> Tables<S> {
         Ok(offset.map(|offset| (offset, entry.is_copied())))
     }
 
-    /// Records that an L1 entry has no table any more. `releases` are the references that end with
-    /// it, the table's own among them. Nobody may record entries of that table meanwhile.
+    /// Records that an L1 entry has no table any more. `releases` are the references that end with it, including the
+    /// table's own. No entries of that table may be recorded meanwhile.
     pub fn drop_table(&self, l1_index: u64, releases: &[HostCluster]) {
         let mut state = self.state.lock();
         state.open.l1.insert(l1_index, L1Entry::unallocated());

@@ -1,9 +1,9 @@
 //! The active layer's L1 and L2 tables as its writer knows them.
 //!
-//! A change is recorded in the *open* batch and seen by every later look-up at once. A commit closes
-//! the batch, and only what it holds reaches the file, in the steps that the
-//! [`durability`](crate::durability) mode demands; changes made meanwhile gather in the next batch.
-//! Cached pages of tables always equal the file, but for the closed batch during its commit.
+//! A change is recorded in the *open* batch and seen by every later look-up at once. A commit closes the batch, and
+//! only what it holds reaches the file, in the steps that the [`durability`](crate::durability) mode demands; changes
+//! made meanwhile go to the next batch. Cached pages of tables always match the file, except for the closed batch
+//! during its commit.
 
 mod batch;
 mod claim;
@@ -37,9 +37,9 @@ pub struct Tables<S> {
     layer: Arc<Layer<S>>,
     geometry: Geometry,
     state: Mutex<TableState>,
-    /// Held while a table is made, so that no two are made for one L1 entry.
+    /// Held while a table is created, so that no two are created for one L1 entry.
     growth: AsyncMutex<()>,
-    /// What is recorded is noted here too.
+    /// Recorded entries are also logged here.
     log: Option<Arc<RestartLog>>,
 }
 
@@ -49,7 +49,7 @@ struct TableState {
     pages: Pages,
     /// Raised when a commit ends: a page read from the file before may be out of date.
     generation: u64,
-    /// Indexes of L1 entries that are in a journal only.
+    /// Indexes of L1 entries that are only in a journal.
     journaled_l1: BTreeSet<u64>,
 }
 
@@ -59,12 +59,12 @@ impl TableState {
     }
 }
 
-/// What a finished commit leaves to do.
+/// What must be released after a finished commit.
 #[derive(Default)]
 pub struct Released {
-    /// References to host clusters that nothing durable makes any more.
+    /// References to host clusters that nothing durable holds any more.
     pub clusters: Vec<HostCluster>,
-    /// Whether the guest discarded some of them, so that their space is to be given back.
+    /// Whether the guest discarded some of them, so that their space should be returned to the host.
     pub discarded: bool,
 }
 
@@ -99,7 +99,7 @@ impl<S: Storage> Tables<S> {
         entry.offset(&self.geometry).map_err(|error| self.layer.format_error(error))
     }
 
-    /// Sees to it that the L2 table at `l1_index` exists and belongs to the active L1 table alone.
+    /// Ensures that the L2 table at `l1_index` exists and belongs to the active L1 table alone.
     pub async fn ensure_table(&self, l1_index: u64, alloc: &Allocator<S>) -> Result<()> {
         if self.is_owned(l1_index) {
             return Ok(());
@@ -122,7 +122,7 @@ impl<S: Storage> Tables<S> {
         state.open.fresh.insert(l1_index, (offset, bytes));
         state.open.allocated.push(run.start);
         if let Some(old) = old {
-            // A snapshot still uses it: its clusters stay the image's own.
+            // A snapshot still uses it: its clusters remain those of a table.
             state.open.releases.push(self.geometry.host_cluster_of(old));
         }
         Ok(())
@@ -168,17 +168,17 @@ impl<S: Storage> Tables<S> {
         state.open.needs_record |= !change.embedded;
     }
 
-    /// Has the next commit tell of everything in the open batch.
+    /// Makes the next commit write a record with everything in the open batch.
     pub fn want_record(&self) {
         self.state.lock().open.needs_record = true;
     }
 
-    /// Whether all that the open batch has to tell is embedded in data.
+    /// Whether all changes in the open batch are embedded in data.
     pub fn are_embedded(&self) -> bool {
         self.state.lock().open.is_embedded()
     }
 
-    /// Says that space released in the open batch is to be given back to the host.
+    /// Notes that space released in the open batch should be returned to the host.
     pub fn mark_discarded(&self) {
         self.state.lock().open.discarded = true;
     }
@@ -217,7 +217,7 @@ impl<S: Storage> Tables<S> {
         self.write_all(tables).await
     }
 
-    /// The batch of the commit under way.
+    /// The batch of the commit in progress.
     fn closed<'a>(&self, state: &'a TableState) -> Result<&'a Batch> {
         always(state.closed.as_ref(), self.layer.name(), "a commit under way has closed its batch")
     }
@@ -242,8 +242,8 @@ impl<S: Storage> Tables<S> {
         Ok(())
     }
 
-    /// The closed batch's entries in tables that exist, by page: places in the page, and entries.
-    /// Their pages are in the cache then, and stay there until the commit ends.
+    /// The closed batch's entries in existing tables, by page: offsets in the page, and entries. Their pages are then
+    /// in the cache, and stay there until the commit ends.
     async fn load_updates(
         &self,
         _closed: &ClosedBatch,
@@ -261,7 +261,7 @@ impl<S: Storage> Tables<S> {
         Ok(by_page)
     }
 
-    /// The entries of a batch for tables that exist, and their offsets in the file.
+    /// The entries of a batch in existing tables, and their offsets in the file.
     fn entry_places(&self, batch: &Batch) -> Result<Vec<(u64, L2Entry)>> {
         let mut places = Vec::with_capacity(batch.entries.len());
         for (&cluster, &entry) in &batch.entries {
@@ -302,7 +302,7 @@ impl<S: Storage> Tables<S> {
         Ok(pages)
     }
 
-    /// The sectors of the L1 table in which these entries lie, with those of `batch`.
+    /// The sectors of the L1 table that contain these entries and those of `batch`.
     fn l1_writes(&self, batch: Option<&Batch>, changed: Vec<u64>) -> Vec<(u64, IoBuf)> {
         let Some(qcow2) = self.layer.as_qcow2() else { return Vec::new() };
         let offset = qcow2.header.read().l1_table_offset.get();
@@ -429,21 +429,21 @@ impl<S: Storage> Tables<S> {
     }
 }
 
-/// What the change of an entry does to references.
+/// The effect of an entry's change on references.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct References<'a> {
-    /// Those that the new entry makes and the old one did not.
+    /// Those that the new entry makes and the old one did not make.
     pub taken: &'a [HostCluster],
-    /// Those that the old entry made and the new one does not.
+    /// Those that the old entry made and the new one does not make.
     pub released: &'a [HostCluster],
     /// The new entry refers to data that was written for it, which must be durable before the entry.
     pub data: Option<Checksummed>,
-    /// The data says itself what the entry says.
+    /// The mapping is embedded in the data.
     pub embedded: bool,
 }
 
-/// The batch that a commit has closed, and what the commit must do for it. Whoever has this finishes the commit;
-/// one that is dropped has failed, and no other begins.
+/// The batch that a commit has closed, and what the commit must do for it. The holder must finish the commit; if it is
+/// dropped, the commit has failed, and no other begins.
 #[must_use = "the commit is to be finished with it"]
 #[derive(Debug)]
 pub struct ClosedBatch {
@@ -458,7 +458,7 @@ pub struct ClosedBatch {
 }
 
 impl ClosedBatch {
-    /// Its content, which the tables have kept for it.
+    /// Its contents, which the tables kept for it.
     fn into_batch(self, kept: Option<Batch>) -> Batch {
         drop(self);
         kept.unwrap_or_else(|| violated("a commit under way has closed its batch"))

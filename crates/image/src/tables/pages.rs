@@ -5,22 +5,22 @@ use isobath_qcow2::HostOffset;
 use isobath_storage::IoBuf;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-/// Bytes of pages that may stay in memory beside those of a commit.
+/// Bytes of pages that may stay in memory besides those of a commit.
 const CACHE_BYTES: usize = 8 << 20;
 const PAGE: u64 = 4096;
-/// Pages looked at for one that may go.
+/// Pages examined to find one that may be evicted.
 const MAX_STEPS: usize = 64;
 /// Bytes of pages written together.
 const MAX_RUN: usize = 256 << 10;
 
-/// A cache of table pages by host offset; the oldest goes first.
+/// A cache of table pages by host offset; the oldest is evicted first.
 pub(super) struct Pages {
     page: u64,
     cached: BTreeMap<u64, IoBuf>,
     age: VecDeque<u64>,
     /// Pages that a commit changes: they stay until it ends.
     pinned: BTreeSet<u64>,
-    /// Pages that are newer than the file: they stay until it has them.
+    /// Pages that are newer than the file: they stay until they are written.
     dirty: BTreeSet<u64>,
 }
 
@@ -39,7 +39,7 @@ impl Pages {
         self.page as usize
     }
 
-    /// The page that holds a host offset, and the place in it.
+    /// The page that holds a host offset, and the offset in it.
     pub(super) fn position(&self, offset: u64) -> (u64, usize) {
         (offset / self.page * self.page, (offset % self.page) as usize)
     }
@@ -95,7 +95,7 @@ impl Pages {
         }
     }
 
-    /// Says that a cached page is newer than the file.
+    /// Notes that a cached page is newer than the file.
     pub(super) fn mark_dirty(&mut self, page: u64) {
         self.dirty.insert(page);
     }
@@ -104,7 +104,7 @@ impl Pages {
         self.dirty.len()
     }
 
-    /// Copies of the pages that are newer than the file, adjacent ones joined, with their offsets.
+    /// Copies of the pages that are newer than the file, adjacent ones merged, with their offsets.
     pub(super) fn dirty(&self) -> Vec<(u64, IoBuf)> {
         let mut runs: Vec<(u64, Vec<u8>)> = Vec::new();
         for page in &self.dirty {
@@ -121,7 +121,7 @@ impl Pages {
         runs.into_iter().map(|(at, run)| (at, IoBuf::copy_of(&run))).collect()
     }
 
-    /// The file has everything.
+    /// Notes that the file has everything.
     pub(super) fn clean(&mut self) {
         self.dirty.clear();
     }

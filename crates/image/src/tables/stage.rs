@@ -1,4 +1,4 @@
-//! Tables by way of a journal: what a record tells of them, and writing them to their places.
+//! Tables with a journal: their changes in a record, and their checkpoint.
 
 use super::{ClosedBatch, Released, Tables};
 use crate::alloc::not_zero;
@@ -10,9 +10,9 @@ use std::collections::BTreeMap;
 /// What a record tells of the closed batch.
 #[derive(Default)]
 pub struct StagedTables {
-    /// New tables that hold nothing but zeroes where nothing else is said: host offsets.
+    /// New tables, zero except for `patches`: host offsets.
     pub fresh: Vec<u64>,
-    /// Bytes and where they go.
+    /// Bytes and their offsets.
     pub patches: Vec<(u64, Vec<u8>)>,
     updates: BTreeMap<u64, Vec<(usize, L2Entry)>>,
 }
@@ -52,8 +52,8 @@ impl<S: Storage> Tables<S> {
         Ok(staged)
     }
 
-    /// Ends a commit whose record is durable: cached pages have what it told, which their places in
-    /// the file do not have yet. As [`finish_commit`](Self::finish_commit) otherwise.
+    /// Ends a commit whose record is durable: cached pages have its changes, which are not in place in the file yet.
+    /// Otherwise like [`finish_commit`](Self::finish_commit).
     pub fn finish_journaled(&self, closed: ClosedBatch, staged: &StagedTables) -> Result<Released> {
         let mut state = self.state.lock();
         let state = &mut *state;
@@ -80,8 +80,7 @@ impl<S: Storage> Tables<S> {
         state.pages.dirty_count() * state.pages.page_size()
     }
 
-    /// Writes everything that records have told to its place; not yet durable. No commit is under
-    /// way otherwise.
+    /// Writes all changes in records to their final places; not yet durable. No other commit may be in progress.
     pub async fn checkpoint(&self) -> Result<()> {
         let writes = {
             let state = self.state.lock();

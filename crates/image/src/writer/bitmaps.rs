@@ -1,8 +1,7 @@
-//! Persistent bitmaps: never left saying that they match a disk that has changed.
+//! Persistent bitmaps: a bitmap never claims to match a disk that has changed.
 //!
-//! A bitmap that tracks writes (flag `auto`) is marked *in use* before the first write. QEMU takes
-//! one so marked for inconsistent. Bitmaps that track nothing stay as they are: they record a
-//! moment, not the present.
+//! A bitmap that tracks writes (flag `auto`) is marked *in use* before the first write. QEMU considers a bitmap with
+//! this mark inconsistent. Bitmaps that do not track writes are left unchanged: they describe a moment in the past.
 
 use super::Qcow2Writer;
 use crate::layer::Layer;
@@ -39,7 +38,7 @@ impl Bitmaps {
         let bytes = layer.storage().read_at(offset, IoBuf::zeroed(length as usize)).await?;
         let bitmaps = Bitmap::parse_directory(&bytes, extension.count)
             .map_err(|error| layer.format_error(error))?;
-        // What a bitmap that is not understood wants of a writer is not known.
+        // The requirements of an unknown kind of bitmap for writers are unknown.
         let size = header.disk_size();
         bitmaps
             .iter()
@@ -51,7 +50,7 @@ impl Bitmaps {
     }
 }
 
-/// Whether a bitmap claims to know every write, and is not marked.
+/// Whether a bitmap tracks every write and is not marked.
 fn tracks(bitmap: &Bitmap) -> bool {
     bitmap.flags.contains(BitmapFlags::AUTO) && !bitmap.flags.contains(BitmapFlags::IN_USE)
 }

@@ -1,7 +1,7 @@
-//! An image whose tables turn out to contradict each other while it is written.
+//! An image whose tables turn out to be inconsistent while it is written to.
 //!
-//! As in QEMU, it takes no more changes from then on, and its header says that it is corrupt (version 3), so
-//! that nobody opens it for writing before a check. Reads go on.
+//! As in QEMU, it accepts no more changes from then on, and its header says that it is corrupt (version 3), so that it
+//! is not opened for writing before a check. Reads continue.
 
 use super::Writer;
 use crate::{DiskError, Result};
@@ -22,8 +22,8 @@ impl<S: Storage> Drop for StopOnPanic<'_, S> {
 }
 
 impl<S: Storage> Writer<S> {
-    /// Hands on what became of a change. If it found the tables to contradict each other, it is the last one, and
-    /// the image is marked.
+    /// Passes on the result of a change. If the change found the tables to be inconsistent, it is the last one, and the
+    /// image is marked.
     pub async fn or_mark_corrupt<T>(&self, done: Result<T>) -> Result<T> {
         if let Err(error) = &done {
             Box::pin(self.mark_corrupt(error)).await;
@@ -31,7 +31,7 @@ impl<S: Storage> Writer<S> {
         done
     }
 
-    /// Marks the image if `error` or an earlier one says that its tables cannot be right.
+    /// Marks the image if `error` or an earlier one says that its tables are inconsistent.
     async fn mark_corrupt(&self, error: &DiskError) {
         self.stop_on_internal(error);
         let Some(qcow2) = &self.qcow2 else { return };

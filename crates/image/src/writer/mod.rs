@@ -1,4 +1,4 @@
-//! The write side of one image: what commits, and what must hold before and after.
+//! The write side of one image: commits, and what must hold before and after them.
 
 mod bitmaps;
 mod corrupt;
@@ -21,8 +21,8 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Changes that gather without a flush from the guest before a commit is made all the same: they
-/// take memory until then.
+/// The number of pending changes at which a commit is made without a flush from the guest, since they take memory until
+/// then.
 const PENDING_LIMIT: usize = 64 << 10;
 
 /// The write side of a disk.
@@ -44,7 +44,7 @@ pub struct Writer<S> {
 pub struct Qcow2Writer<S> {
     /// What a commit works on.
     pub metadata: Metadata<S>,
-    /// There is no layer below: what is unallocated reads as zeroes.
+    /// There is no layer below: unallocated clusters read as zeroes.
     alone: AtomicBool,
     bitmaps: bitmaps::Bitmaps,
 }
@@ -72,7 +72,7 @@ impl<S: Storage> Writer<S> {
         self.group.check()
     }
 
-    /// Whether a journal may be in use: it has checksums of what is written.
+    /// Whether a journal may be in use, which has checksums of written data.
     pub fn may_have_journal(&self) -> bool {
         self.policy.journal().is_some()
     }
@@ -97,7 +97,7 @@ impl<S: Storage> Writer<S> {
         self.group.run(|| self.commit_alone(readers)).await
     }
 
-    /// As [`commit`](Self::commit), for a caller that has seen to it that no other runs.
+    /// Like [`commit`](Self::commit), for a caller that has ensured that no other commit runs.
     pub async fn commit_alone(&self, readers: &Readers) -> Result<()> {
         match &self.qcow2 {
             Some(qcow2) => self.policy.commit(&qcow2.metadata, readers).await,
@@ -133,7 +133,7 @@ impl<S: Storage> Writer<S> {
         self.group.exclusively(change).await
     }
 
-    /// Commits if much has gathered. The caller is not inside the gate and holds no range.
+    /// Commits if there are many pending changes. The caller is not inside the gate and holds no range.
     pub async fn commit_if_much(&self, readers: &Readers) -> Result<()> {
         let Some(qcow2) = &self.qcow2 else { return Ok(()) };
         let pending = qcow2.metadata.tables.pending();
@@ -146,13 +146,13 @@ impl<S: Storage> Writer<S> {
         Ok(())
     }
 
-    /// Where what was answered is noted.
+    /// The restart log.
     fn log(&self) -> Option<&Arc<RestartLog>> {
         self.qcow2.as_ref().and_then(|qcow2| qcow2.metadata.log.as_ref())
     }
 
-    /// Returns once what was done so far outlives this process, if that was asked for. The caller is
-    /// not inside the gate and holds no range.
+    /// Returns once completed changes survive a kill of this process, if that was requested. The caller is not inside
+    /// the gate and holds no range.
     pub async fn outlive(&self, readers: &Readers) -> Result<()> {
         if self.log().is_some_and(|log| log.must_sync()) {
             self.commit(readers).await?;
@@ -160,8 +160,7 @@ impl<S: Storage> Writer<S> {
         Ok(())
     }
 
-    /// From now on every request is durable before it is answered, as long as the caller has what is
-    /// returned; so is what was done before.
+    /// Makes everything durable, and then every request before it completes, until the returned guard is dropped.
     pub async fn without_log(&self, readers: &Readers) -> Result<Option<Suspended>> {
         let Some(log) = self.log() else { return Ok(None) };
         let suspended = log.suspend();
@@ -169,8 +168,8 @@ impl<S: Storage> Writer<S> {
         Ok(Some(suspended))
     }
 
-    /// Commits with a record also if there is nothing to tell, so that what the last one vouches for
-    /// is free to change.
+    /// Commits with a record even if there are no changes, so that data covered by the last record's checksums may
+    /// change.
     pub async fn commit_with_record(&self, readers: &Readers) -> Result<()> {
         if let Some(journal) = self.policy.journal() {
             journal.ask_for_record();
@@ -178,8 +177,8 @@ impl<S: Storage> Writer<S> {
         self.commit(readers).await
     }
 
-    /// From now on what was answered outlives this process, flushed or not: what was answered before the call,
-    /// too. Nothing is embedded any more.
+    /// From now on completed writes survive a kill of this process, flushed or not, including those completed before
+    /// the call. Nothing more is embedded.
     pub async fn begin_restart_log(&self, readers: &Readers) -> Result<()> {
         let (Some(journal), Some(qcow2)) = (self.policy.journal(), &self.qcow2) else {
             return Ok(());
@@ -199,16 +198,16 @@ impl<S: Storage> Writer<S> {
         self.without_journal(readers, wake).await
     }
 
-    /// Sees to it that who opens the image after this process was killed finds what outlives it.
+    /// Ensures that a program that opens the image after this process was killed finds the restart log.
     pub async fn check_log(&self) {
         if let Some(log) = self.log() {
             log.check_memory(&**self.layer.storage()).await;
         }
     }
 
-    /// Sees to it that others who read the image's file through its tables meanwhile always find what
-    /// was there when they opened it, or what was written since: no journal, and no cluster used
-    /// again. Until the writer is closed, or told [otherwise](Self::own_readers).
+    /// Ensures that other programs that read the image's file through its tables always find the data from when they
+    /// opened it, or newer data: there is no journal, and no cluster is reused. This lasts until the writer is closed,
+    /// or until [`own_readers`](Self::own_readers) is called.
     pub async fn keep_readable(&self) {
         self.readable.store(true, Ordering::SeqCst);
         if let Some(journal) = self.policy.journal() {
@@ -222,7 +221,7 @@ impl<S: Storage> Writer<S> {
         }
     }
 
-    /// Everybody who reads the image does so through its own disk.
+    /// From now on all readers of the image use its own disk.
     pub async fn own_readers(&self) {
         if !self.readable.swap(false, Ordering::SeqCst) {
             return;
@@ -238,8 +237,8 @@ impl<S: Storage> Writer<S> {
         }
     }
 
-    /// Runs `change`, which commits and writes metadata itself, with the journal out of use. Other
-    /// requests may change the disk meanwhile.
+    /// Runs `change`, which commits and writes metadata itself, with the journal out of use. Other requests may change
+    /// the disk meanwhile.
     pub async fn without_journal<T>(
         &self,
         readers: &Readers,
@@ -256,8 +255,8 @@ impl<S: Storage> Writer<S> {
         change.await
     }
 
-    /// Makes some of what is embedded plain, durably: of zones that take no more clusters, or of `all`.
-    /// `false` if there was nothing.
+    /// Makes some embedded lead blocks plain, durably: of zones that take no more clusters, or of `all` zones. Returns
+    /// `false` if there were none.
     pub async fn extract_some(&self, all: bool, readers: &Readers) -> Result<bool> {
         let (Some(journal), Some(qcow2)) = (self.policy.journal(), &self.qcow2) else {
             return Ok(false);
@@ -269,19 +268,19 @@ impl<S: Storage> Writer<S> {
         Ok(found)
     }
 
-    /// Makes everything plain that is embedded. Nothing more is embedded meanwhile.
+    /// Makes all embedded lead blocks plain. Nothing more is embedded meanwhile.
     async fn extract_all(&self, readers: &Readers) -> Result<()> {
         let Some(qcow2) = &self.qcow2 else { return Ok(()) };
         while qcow2.metadata.zones.any() {
             if !self.extract_some(true, readers).await? {
-                // A record says that zones are no more.
+                // This record lists no zones.
                 self.commit_with_record(readers).await?;
             }
         }
         Ok(())
     }
 
-    /// Does what nobody waits for, until the writer is closed.
+    /// Does background work until the writer is closed.
     pub async fn attend(&self, readers: &Readers) -> Result<()> {
         let Some(qcow2) = &self.qcow2 else { return Ok(()) };
         qcow2.metadata.attend(async || self.extract_some(false, readers).await.map(drop)).await
@@ -315,11 +314,11 @@ impl<S: Storage> Writer<S> {
     }
 }
 
-/// What the writer of an image knows of its entries.
+/// The entries of an image as its writer knows them.
 pub struct Entries<S>(Arc<Writer<S>>);
 
 impl<S: Storage> Entries<S> {
-    /// Of a qcow2 image's writer.
+    /// The entries of a qcow2 image's writer.
     pub fn of(writer: Arc<Writer<S>>) -> Option<Self> {
         writer.qcow2.is_some().then_some(Self(writer))
     }
@@ -339,17 +338,17 @@ impl<S: Storage> ActiveEntries for Entries<S> {
 }
 
 impl<S: Storage> Qcow2Writer<S> {
-    /// Whether there is no layer below: what is unallocated reads as zeroes.
+    /// Whether there is no layer below: unallocated clusters read as zeroes.
     pub fn alone(&self) -> bool {
         self.alone.load(Ordering::Relaxed)
     }
 
-    /// From now on there is no layer below, or there is. No request is under way.
+    /// Sets whether there is no layer below. No request may be in progress.
     pub fn set_alone(&self, alone: bool) {
         self.alone.store(alone, Ordering::Relaxed);
     }
 
-    /// The entries of adjacent clusters, over as many tables as they lie in.
+    /// The entries of adjacent clusters, from as many tables as necessary.
     pub async fn entries(&self, clusters: Range<u64>) -> Result<Vec<L2Entry>> {
         let geometry = self.geometry();
         let mut entries = Vec::with_capacity((clusters.end - clusters.start) as usize);
@@ -363,7 +362,7 @@ impl<S: Storage> Qcow2Writer<S> {
         Ok(entries)
     }
 
-    /// Sees to it that adjacent clusters have tables that may be changed.
+    /// Ensures that adjacent clusters have tables that may be changed.
     pub async fn ensure_tables(&self, clusters: Range<u64>) -> Result<()> {
         let geometry = self.geometry();
         let (first, _) = geometry.table_position(ClusterIndex::new(clusters.start));
@@ -374,7 +373,7 @@ impl<S: Storage> Qcow2Writer<S> {
         Ok(())
     }
 
-    /// Refuses references of guest data to the image's own tables: giving them back would free those.
+    /// Refuses references of guest data to the image's own tables: releasing them would free the tables.
     pub fn check_releases(&self, releases: &[HostCluster]) -> Result<()> {
         let alloc = &self.metadata.alloc;
         match releases.iter().find(|cluster| alloc.is_metadata(**cluster)) {
@@ -390,7 +389,7 @@ impl<S: Storage> Qcow2Writer<S> {
         self.metadata.tables.geometry()
     }
 
-    /// Whether the data file alone must hold the disk's content.
+    /// Whether the data file alone must hold the disk's contents.
     pub fn data_file_raw(&self) -> bool {
         self.metadata.layer.as_qcow2().is_some_and(|qcow2| {
             qcow2.geometry.has_data_file()
@@ -398,7 +397,7 @@ impl<S: Storage> Qcow2Writer<S> {
         })
     }
 
-    /// Lengthens the file to whole sectors: compressed data may end anywhere.
+    /// Extends the file to whole sectors: compressed data may end anywhere.
     async fn pad_file(&self) -> Result<()> {
         let storage = self.metadata.layer.storage();
         let length = storage.len().await?;

@@ -1,4 +1,4 @@
-//! Opening an image for writing: what its header must say from then on.
+//! Opening an image for writing, and the changes of its header.
 
 use super::bitmaps::Bitmaps;
 use super::{Qcow2Writer, Writer};
@@ -70,7 +70,7 @@ impl<S: Storage> Writer<S> {
         };
         match layer.take_found_log() {
             Some(found_log) => recovery::finish(&metadata, &found_log).await?,
-            // Of a journal that is no longer in use. What is somebody else's is no matter then.
+            // A log of a journal that is no longer in use. One that belongs to another user does not matter then.
             None => {
                 if let Ok(Some(stale)) = layer.storage().restart_memory(false).await {
                     stale.remove();
@@ -81,8 +81,8 @@ impl<S: Storage> Writer<S> {
     }
 }
 
-/// Autoclear features unknown here describe data that is about to change: their bits go, as the
-/// specification asks.
+/// Unknown autoclear features describe data that is about to change: their bits are cleared, as the specification
+/// demands.
 async fn clear_unknown_autoclear<S: Storage>(layer: &Layer<S>, qcow2: &Qcow2) -> Result<()> {
     let known = AutoclearFeatures::BITMAPS.with(AutoclearFeatures::DATA_FILE_RAW);
     let autoclear = qcow2.header.read().autoclear;

@@ -1,52 +1,50 @@
-//! The adaptive mode: without a threshold to set, and with no time in which it only looks on.
+//! The adaptive mode, which needs no threshold and no observation period.
 //!
-//! - **Pauses of the guest are filled.** A few milliseconds after its last request the job starts
-//!   with one small piece. What it has under way beyond that never takes longer to drain than a
-//!   thirty-second part of the time that the guest has been quiet, nor than about 15 ms; so a guest
-//!   that comes back at any time loses a few percent of its pause, and a long pause sees the disk's
-//!   full speed. When the guest comes back nothing more is started.
-//! - **Beside a busy guest** the job takes a few percent of the guest's bandwidth, as measured all the
-//!   time (see [`impact`](super::impact)), with small pieces, evenly spaced. While the guest has
-//!   pauses, so few of its requests meet a piece that their 99th percentile hardly changes. Where
-//!   it has none, the job takes more after a minute or two, so that it ends; and where a deadline
-//!   needs that, as much as it needs.
+//! - **Pauses of the guest are filled.** A few milliseconds after the guest's last request the job starts with one
+//!   small piece. The amount in flight beyond that never takes longer to drain than 1/32 of the time that the guest has
+//!   been quiet, nor longer than about 15 ms. So a guest that becomes active again at any time loses a few percent of
+//!   its pause, and a long pause is used at the disk's full speed. When the guest becomes active, nothing more is
+//!   started.
+//! - **Beside a busy guest** the job takes a few percent of the guest's bandwidth, which is measured continuously (see
+//!   [`impact`](super::impact)), with small, evenly spaced pieces. While the guest has pauses, so few of its requests
+//!   coincide with a piece that their 99th percentile hardly changes. If it has none, the job takes more after a minute
+//!   or two, so that it finishes; with a deadline it takes as much as it needs.
 
 use super::capacity::{Capacity, SMALL};
 use super::impact::{Impact, follow};
 use super::{Forecast, GuestCounts, Wish, Work};
 use std::time::Duration;
 
-/// The guest is quiet after this many times what a small piece takes, within these bounds.
+/// The guest counts as quiet after this many times the duration of a small piece, within these bounds.
 const QUIET_PIECES: f64 = 4.0;
 const QUIET: (f64, f64) = (0.0025, 0.02);
-/// The part of the time that the guest has been quiet in which what is under way must drain.
+/// The part of the guest's quiet time within which the pieces in flight must drain.
 const QUIET_PART: f64 = 1.0 / 32.0;
 
-/// The part of a busy guest's bandwidth that the job may take, and what it grows to without pauses.
+/// The part of a busy guest's bandwidth that the job may take, and the maximum that it grows to without pauses.
 const IMPACT: f64 = 0.02;
 const GROWN: f64 = 0.08;
-/// The part of a guest's requests that may take notably longer, so that their 99th percentile does
-/// not; not held where the impact has grown, nor for a guest of fewer requests under way than this.
+/// The part of a guest's requests that may take notably longer without affecting their 99th percentile. It does not
+/// apply when the impact has grown, nor to a guest with fewer requests in flight than this.
 const SLOWED: f64 = 0.007;
 const LIGHT: f64 = 0.25;
-/// Where pauses make up this part of the time the share does not grow.
+/// If pauses make up this part of the time, the share does not grow.
 const ENOUGH_PAUSES: f64 = 0.1;
-/// How long the job looks before it has no regard to the guest.
+/// How long the job observes before it may disregard the guest.
 const LOOK: Duration = Duration::from_secs(1);
-/// With a share above this the job has no regard to the guest.
+/// With a share above this the job disregards the guest.
 const ALL: f64 = 0.75;
-/// The largest share where none is asked for, and where the guest notices nothing of it: a disk may
-/// be far from what a single piece shows of it.
+/// The largest share if none is requested and the guest is not affected: a single piece may say little about a disk.
 const MOST: f64 = 0.4;
 const UNNOTICED: f64 = 8.0;
 /// How long the guest's pauses are remembered, in seconds.
 const MEMORY: f64 = 60.0;
-/// A share saves up for this many pieces, and owes for no longer than this, in seconds.
+/// A share accumulates credit for at most this many pieces, and debt for at most this long, in seconds.
 const SAVED: f64 = 2.0;
 const OWED: f64 = 1.0;
-/// A deadline is aimed at with this part of the time that is left.
+/// The job aims to use this part of the time left until a deadline.
 const AIM: f64 = 0.9;
-/// The guest's bandwidth is measured over this, in seconds.
+/// The interval over which the guest's bandwidth is measured, in seconds.
 const BANDWIDTH: f64 = 0.1;
 
 #[derive(Debug)]
@@ -62,20 +60,20 @@ pub(super) struct Adaptive {
     filling: bool,
     /// Whether the job's speed is limited.
     limited: bool,
-    /// The guest's last activity that was seen.
+    /// The guest's last known activity.
     activity: Duration,
-    /// The part of the time in which the guest was quiet: remembered from a start of a half, and as
-    /// it was.
+    /// The part of the time in which the guest was quiet: a running estimate that starts at one half, and the measured
+    /// value.
     pauses: f64,
     seen_pauses: f64,
-    /// The bytes that the job may copy beside the guest; what it owes if below 0.
+    /// The bytes that the job may copy beside the guest; its debt if below 0.
     credit: f64,
-    /// The most that the guest moved in a second, and the measure under way.
+    /// The guest's highest bandwidth in bytes per second, and the measurement in progress.
     guest_peak: f64,
     guest_from: Option<(Duration, u64)>,
-    /// How long a piece takes beside the guest, in seconds; 0: not known.
+    /// How long a piece takes beside the guest, in seconds; 0: unknown.
     took: f64,
-    /// The piece beside the guest that `next` wished for.
+    /// The piece beside the guest that `next` requested.
     starting: u64,
 }
 
@@ -129,7 +127,7 @@ impl Adaptive {
         self.filling = false;
         self.impact.observe(now, guest, self.took);
         let rate = rate * self.impact.factor();
-        // As few pieces at once as make the rate, and small ones.
+        // As few pieces at once as the rate needs, and small ones.
         let piece = self.beside_piece(rate);
         let most = (rate * self.took / piece as f64).ceil().clamp(1.0, 16.0) as u32;
         // The first piece shows what a piece costs.
@@ -143,7 +141,7 @@ impl Adaptive {
         Wish::Pause(now + Duration::from_secs_f64(slot.min(pause)))
     }
 
-    /// The step that was wished for is taken.
+    /// The requested step was taken.
     pub(super) fn started(&mut self) {
         self.credit -= self.starting as f64;
         self.impact.used(self.starting as f64 * self.cost());
@@ -176,14 +174,14 @@ impl Adaptive {
         })
     }
 
-    /// Takes in what happened since the last call.
+    /// Processes what happened since the last call.
     fn observe(&mut self, now: Duration, guest: &GuestCounts, work: &Work) {
         let passed = now.saturating_sub(self.at).as_secs_f64();
         let back = guest.in_flight > 0 || guest.last_activity > self.activity;
         let quiet = if guest.in_flight > 0 {
             0.0
         } else {
-            // Without the time to be sure of it, which is not used.
+            // The grace period does not count, because it is not used.
             let usable = guest.last_activity + Duration::from_secs_f64(self.grace());
             now.saturating_sub(usable.max(self.at)).as_secs_f64()
         };
@@ -195,7 +193,7 @@ impl Adaptive {
         let most = SAVED * self.beside_piece(rate) as f64;
         self.credit = (self.credit + rate * (passed - quiet)).min(most);
         if back && self.filling {
-            // The guest waits for what is under way, but for the piece that its share has anyway.
+            // The guest waits for the pieces in flight, except the one that the job's share allows anyway.
             self.capacity.interrupt();
             let waits = work.in_flight.saturating_sub(SMALL) as f64;
             self.credit = (self.credit - waits).max(-rate * OWED);
@@ -218,16 +216,15 @@ impl Adaptive {
         (self.capacity.base() * QUIET_PIECES).clamp(QUIET.0, QUIET.1)
     }
 
-    /// What the disk can copy, in bytes per second: as learned, or half of what the guest moved,
-    /// since a copy is a read and a write.
+    /// The disk's copying speed, in bytes per second: as learned, or half of the guest's bandwidth, since a copy is a
+    /// read and a write.
     fn speed(&self) -> f64 {
         self.capacity.speed().unwrap_or(1.0).max(self.guest_peak / 2.0)
     }
 
-    /// The disk's time that a byte costs beside the guest, in seconds: small pieces cost what each
-    /// piece costs, too.
+    /// The disk time per byte beside the guest, in seconds, which includes each piece's fixed cost.
     fn cost(&self) -> f64 {
-        // A piece that was never alone waited behind the guest, when it read and when it wrote.
+        // A piece that was never alone waited for the guest, both for its read and for its write.
         let waited = if self.capacity.was_alone() { 0.0 } else { self.impact.latency() * 2.0 };
         (1.0 / self.speed()).max((self.capacity.base() - waited) / SMALL as f64)
     }
@@ -264,8 +261,7 @@ impl Adaptive {
         rate.max(needed.min(self.speed()))
     }
 
-    /// Whether such a rate is so high that the guest is not regarded, once the disk is known a
-    /// little.
+    /// Whether the rate is so high that the guest is disregarded, once something is known about the disk.
     fn has_no_regard(&self, now: Duration, rate: f64) -> bool {
         let asked = match self.max_impact {
             Some(impact) => impact >= ALL,
@@ -274,8 +270,7 @@ impl Adaptive {
         asked && rate >= ALL * self.speed() && now.saturating_sub(self.started) >= LOOK
     }
 
-    /// The piece to copy beside the guest at a rate: larger at a high one only, which someone asked
-    /// for.
+    /// The piece to copy beside the guest at a rate: larger only at a high rate, which was requested.
     fn beside_piece(&self, rate: f64) -> u64 {
         if self.deadline.is_none() && self.max_impact.is_none() {
             return SMALL;
@@ -284,7 +279,7 @@ impl Adaptive {
     }
 }
 
-/// Seconds since the guest's last request ended; 0 where one is under way.
+/// Seconds since the guest's last request ended; 0 if one is in flight.
 fn quiet_for(now: Duration, guest: &GuestCounts) -> f64 {
     if guest.in_flight > 0 {
         return 0.0;

@@ -1,34 +1,34 @@
-//! What the job costs the guest, learned while both run.
+//! The job's cost to the guest, learned while both run.
 //!
-//! The job's use of the disk rises and falls from one tenth of a second to the next, by a pattern
-//! that a guest's own ups and downs do not follow. How far the guest's throughput falls where the job's
-//! use rises is the guest's loss for each part of the disk's time that the job has: 1 on a disk that
-//! one of them has at a time, less where the guest leaves time unused, more where they hinder each
-//! other. A Kalman filter holds it, so that noise is weighed by how noisy the guest is.
+//! The job's use of the disk varies between intervals of a tenth of a second, in a pattern that a guest's own
+//! variations do not follow. How far the guest's throughput falls when the job's use rises is the guest's loss per unit
+//! of the disk's time that the job takes: 1 on a disk that serves one of them at a time, less if the guest leaves time
+//! unused, more if they hinder each other. A Kalman filter tracks it, so that measurements are weighted by the guest's
+//! noise.
 
 use super::GuestCounts;
 use std::time::Duration;
 
-/// How long an epoch is, in seconds: this, or where pieces take long, some times that.
+/// The length of an epoch, in seconds: this, or a multiple of the pieces' duration if they take long.
 const EPOCH: f64 = 0.1;
 const EPOCH_PIECES: f64 = 4.0;
 const LONGEST_EPOCH: f64 = 5.0;
-/// The job's part of its usual use in high and in low epochs.
+/// The job's use in high and in low epochs, relative to its usual use.
 const HIGH: f64 = 1.6;
 const LOW: f64 = 0.4;
-/// What the loss is taken to be before anything was measured, and its variance.
+/// The loss assumed before anything was measured, and its variance.
 const USUAL: f64 = 1.0;
 const VARIANCE: f64 = 0.25;
-/// How many pairs of epochs it takes until a measure is forgotten.
+/// The number of pairs of epochs after which a measurement is forgotten.
 const FORGOTTEN: f64 = 300.0;
-/// The least and the most that the loss is believed to be.
+/// The bounds of the estimated loss.
 const BOUNDS: (f64, f64) = (0.01, 8.0);
-/// How many times longer a request that meets the job takes, if that is felt, and if it is not.
+/// How many times longer a request takes that coincides with the job, for that to be noticeable, and not to be.
 const FELT: f64 = 1.2;
 const UNFELT: f64 = 1.05;
-/// A loss that is next to none.
+/// A negligible loss.
 const UNNOTICED_LOSS: f64 = 0.1;
-/// How fast the guest's latencies and its noise are followed: a part of each new measure.
+/// The weight of a new measurement in the averages of the guest's latencies and noise.
 const FOLLOW: f64 = 0.1;
 
 /// An epoch's guest throughput in bytes per second, and the part of the disk's time that the job had.
@@ -45,7 +45,7 @@ pub(super) struct Impact {
     noise: f64,
     /// Counts the epochs; its bits make the pattern.
     number: u64,
-    /// The epoch under way: since when, the guest's counts then, and the disk's time used.
+    /// The epoch in progress: its start, the guest's counts then, and the disk time used.
     current: Option<(Duration, GuestCounts)>,
     used: f64,
     /// The first epoch of a pair.
@@ -53,9 +53,9 @@ pub(super) struct Impact {
     /// The mean latencies of requests alone and beside the job, in seconds; 0: none seen.
     alone: f64,
     beside: f64,
-    /// Guest requests under way on average, if the job did nothing.
+    /// The average number of guest requests in flight, if the job did nothing.
     depth: f64,
-    /// The part of the guest's requests that were beside the job, for each part of the disk's time.
+    /// The part of the guest's requests that coincided with the job, per unit of the disk's time.
     met: f64,
 }
 
@@ -76,56 +76,55 @@ impl Impact {
         }
     }
 
-    /// The part of the guest's throughput that is lost for each part of the disk's time.
+    /// The part of the guest's throughput that is lost per unit of the disk's time.
     pub(super) fn loss(&self) -> f64 {
         self.loss
     }
 
-    /// Whether a request that meets the job takes notably longer than others.
+    /// Whether a request that coincides with the job takes notably longer than others.
     pub(super) fn is_felt(&self) -> bool {
         self.alone > 0.0 && self.beside > self.alone * FELT
     }
 
-    /// Whether the guest notices nothing of the job: requests that meet it take as long as others,
-    /// and its throughput is the same.
+    /// Whether the job does not affect the guest: requests that coincide with it take as long as others, and the
+    /// throughput is the same.
     pub(super) fn is_unnoticed(&self) -> bool {
         self.alone > 0.0 && self.beside < self.alone * UNFELT && self.loss < UNNOTICED_LOSS
     }
 
-    /// How long a guest's request takes that does not meet the job, in seconds; 0: not known.
+    /// The latency of guest requests that do not coincide with the job, in seconds; 0: unknown.
     pub(super) fn latency(&self) -> f64 {
         self.alone
     }
 
-    /// Guest requests under way on average.
+    /// The average number of guest requests in flight.
     pub(super) fn depth(&self) -> f64 {
         self.depth
     }
 
-    /// The part of the disk's time with which the job meets `part` of the guest's requests.
+    /// The part of the disk's time at which the job coincides with `part` of the guest's requests.
     pub(super) fn meeting(&self, part: f64) -> f64 {
         if self.met > 0.0 { part / self.met } else { 1.0 }
     }
 
-    /// How much of its usual use the job has in this epoch.
+    /// The job's use in this epoch, relative to its usual use.
     pub(super) fn factor(&self) -> f64 {
-        // The Thue-Morse sequence: each pair has both, and no rhythm lasts.
+        // The Thue-Morse sequence: each pair has both values, and there is no period.
         if self.number.count_ones().is_multiple_of(2) { HIGH } else { LOW }
     }
 
-    /// The job had so much of the disk's time, in seconds.
+    /// The job used this much of the disk's time, in seconds.
     pub(super) fn used(&mut self, seconds: f64) {
         self.used += seconds;
     }
 
-    /// The guest was quiet, or the job filled the disk: this pair of epochs tells nothing.
+    /// The guest was quiet, or the job saturated the disk: this pair of epochs says nothing.
     pub(super) fn interrupt(&mut self) {
         self.current = None;
         self.first = None;
     }
 
-    /// Beside a busy guest: ends an epoch if it is time.
-    /// `took`: how long pieces take, in seconds.
+    /// Called beside a busy guest: ends an epoch if it is time. `took`: how long pieces take, in seconds.
     pub(super) fn observe(&mut self, now: Duration, guest: &GuestCounts, took: f64) {
         let Some((since, before)) = self.current else {
             // A pair starts with an even number.
@@ -158,7 +157,7 @@ impl Impact {
         let (high, low) = if one.used > other.used { (one, other) } else { (other, one) };
         let mean = f64::midpoint(high.throughput, low.throughput);
         let more = high.used - low.used;
-        // What was learned fades towards the usual.
+        // The estimate decays towards the default.
         let keep = 1.0 - 1.0 / FORGOTTEN;
         self.loss = USUAL + (self.loss - USUAL) * keep;
         self.variance = self.variance * keep * keep + VARIANCE * (1.0 - keep * keep);

@@ -1,16 +1,16 @@
-//! A limit of bytes per second.
+//! A speed limit in bytes per second.
 
 use super::KIB;
 use std::time::Duration;
 
-/// The time that a limited job may save up: QEMU limits its jobs by slices of 100 ms.
+/// The time for which a limited job may accumulate credit: QEMU limits its jobs in slices of 100 ms.
 const SLICE: f64 = 0.1;
 
 /// The smallest piece worth starting.
 const SMALLEST: u64 = 64 * KIB;
 
-/// Bytes accrue at the limit's speed, and are spent by what was copied. A piece may overdraw them,
-/// because a cluster cannot be split; the next one waits for that.
+/// Credit accrues at the limit's speed, and copied bytes consume it. A piece may overdraw it, because a cluster cannot
+/// be split; the next piece then waits.
 #[derive(Debug)]
 pub(super) struct SpeedLimit {
     speed: u64,
@@ -35,7 +35,7 @@ impl SpeedLimit {
         self.at = self.at.max(now);
     }
 
-    /// How many bytes a piece may have now, or when to ask again.
+    /// The largest piece allowed now, or the time at which to ask again.
     pub(super) fn room(&mut self, now: Duration, in_flight: u64) -> Result<u64, Duration> {
         if self.speed == 0 {
             return Ok(u64::MAX);
@@ -63,7 +63,7 @@ impl SpeedLimit {
 mod tests {
     use super::*;
 
-    /// Copies pieces of `cluster` for `time`, each done at once, and counts the bytes.
+    /// Copies pieces of `cluster` for `time`, each of which completes at once, and counts the bytes.
     fn copy(limit: &mut SpeedLimit, from: Duration, time: Duration, cluster: u64) -> u64 {
         let (mut now, mut copied) = (from, 0);
         while now < from + time {

@@ -1,8 +1,7 @@
 //! Pacing: when a block job copies while a guest uses the same disk.
 //!
-//! A [`Pacer`] is a state machine: it does no I/O and has no clock. The job's loop tells it the time
-//! and what the guest did, and asks for the next [`Step`]. Times are [`Duration`]s since the job
-//! clock's epoch, and never go back.
+//! A [`Pacer`] is a state machine: it does no I/O and has no clock. The job's loop passes it the time and the guest's
+//! activity, and asks for the next [`Step`]. Times are [`Duration`]s since the job clock's epoch, and never go back.
 
 mod adaptive;
 mod capacity;
@@ -23,7 +22,7 @@ use threshold::Threshold;
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
 
-/// A piece of a job that nothing paces, and how many of them are under way at once.
+/// The size of pieces of an unpaced job, and how many of them are in flight at once.
 const UNPACED: (u64, u32) = (MIB, 4);
 
 /// How a job is throttled for guest I/O.
@@ -31,20 +30,19 @@ const UNPACED: (u64, u32) = (MIB, 4);
 pub enum Pacing {
     /// Copies within milliseconds when the guest is idle, and little while it is busy.
     Adaptive {
-        /// The job should end within this time of its start. `None`: when it may.
+        /// The job should end within this time of its start. `None`: no deadline.
         deadline: Option<Duration>,
-        /// The share of the guest's bandwidth, in percent, that the job may take beside a busy guest;
-        /// kept even where a deadline is missed for it. `None`: up to 2.5, and up to 8 where the guest
-        /// leaves no pauses.
+        /// The share of the guest's bandwidth, in percent, that the job may take beside a busy guest; kept even if that
+        /// misses a deadline. `None`: up to 2.5, and up to 8 if the guest has no pauses.
         max_impact: Option<f64>,
     },
-    /// As the dissertation on adaptively streaming qcow2 disk images has it: looks on for 15 s, then
-    /// copies while the guest's throughput is not above a threshold.
+    /// As in the dissertation on adaptively streaming qcow2 disk images: observes for 15 s, then copies while the
+    /// guest's throughput is not above a threshold.
     Threshold {
         /// Up to 1: a share of the mean throughput of the first 15 s. More than 1: bytes per second,
         /// and the job starts at once.
         threshold: f64,
-        /// How long the job pauses where the guest's throughput is above the threshold.
+        /// How long the job pauses if the guest's throughput is above the threshold.
         pause_time: Duration,
     },
     /// Copies without throttling.
@@ -64,10 +62,10 @@ impl Pacing {
     }
 }
 
-/// The job's own work, as it stands.
+/// The current state of the job's own work.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Work {
-    /// Bytes not yet copied, those under way among them.
+    /// Bytes not yet copied, including those in flight.
     pub remaining: u64,
     /// Bytes being copied now.
     pub in_flight: u64,
@@ -78,12 +76,12 @@ pub struct Work {
 /// What the job does next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Step {
-    /// Starts a piece, and asks again at once.
+    /// Start a piece, and ask again at once.
     Copy {
         /// The piece's size at most, never 0. The job rounds it to clusters, and copies at least one.
         bytes: u64,
     },
-    /// Starts nothing, and asks again when a piece completes, and not later than this.
+    /// Start nothing, and ask again when a piece completes, or at this time at the latest.
     Wait {
         /// By the job clock.
         until: Duration,
@@ -93,7 +91,7 @@ pub enum Step {
 /// When a job is expected to end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Forecast {
-    /// By the job clock, if all goes on as it does now.
+    /// By the job clock, if everything continues as now.
     pub end: Duration,
     /// Whether that is later than the deadline.
     pub misses_deadline: bool,
@@ -117,11 +115,11 @@ enum Mode {
 /// What a mode wants next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Wish {
-    /// To start a piece of so many bytes.
+    /// Start a piece of this many bytes.
     Copy(u64),
-    /// To keep away from the guest until then.
+    /// Leave the disk to the guest until then.
     Pause(Duration),
-    /// That pieces under way complete first; asked again then, or at this time.
+    /// Let pieces in flight complete first; ask again then, or at this time.
     Drain(Duration),
 }
 
@@ -140,8 +138,8 @@ impl Pacer {
         Self { limit: SpeedLimit::new(speed, now), mode, paused: false }
     }
 
-    /// What to do next. To be asked at the start, after a piece was started, when one completes, and at
-    /// the time that [`Step::Wait`] names; asking more often does no harm.
+    /// What to do next. Call this at the start, after starting a piece, when one completes, and at the time given by
+    /// [`Step::Wait`]; calling it more often does no harm.
     pub fn next(&mut self, now: Duration, guest: &GuestCounts, work: &Work) -> Step {
         let wish = match &mut self.mode {
             Mode::Adaptive(mode) => mode.next(now, guest, work, self.limit.speed()),
@@ -164,8 +162,8 @@ impl Pacer {
         }
     }
 
-    /// Reports a copied piece: the bytes that were really read and written, and how long that took together. A piece
-    /// without any, because it was cloned instead, neither measures the disk's speed nor counts towards the limit.
+    /// Reports a copied piece: the bytes that were actually read and written, and how long that took in total. A piece
+    /// with zero bytes, because it was cloned instead, neither measures the disk's speed nor counts towards the limit.
     pub fn copied(&mut self, now: Duration, bytes: u64, took: Duration) {
         if bytes == 0 {
             return;
@@ -189,8 +187,8 @@ impl Pacer {
         self.paused
     }
 
-    /// When the job will end as things are, and whether that misses its deadline; `None` where nothing
-    /// is known of that yet, and in the modes that know no deadline.
+    /// When the job will end at the current rate, and whether that misses its deadline; `None` if that is unknown yet,
+    /// and in modes without a deadline.
     pub fn forecast(&self, now: Duration, work: &Work) -> Option<Forecast> {
         match &self.mode {
             Mode::Adaptive(mode) => mode.forecast(now, work, self.limit.speed()),
@@ -199,7 +197,7 @@ impl Pacer {
     }
 }
 
-/// A wait for something that comes earlier.
+/// A wait that some earlier event ends.
 const FAR: Duration = Duration::from_secs(1);
 /// The shortest wait, so that a job never spins.
 const SOON: Duration = Duration::from_micros(100);

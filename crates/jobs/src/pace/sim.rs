@@ -8,13 +8,13 @@ use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::time::Duration;
 
-/// What a guest does for a time.
+/// A guest's load for a time.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Load {
     Idle,
-    /// So many requests at any time.
+    /// This many requests in flight at any time.
     Depth(u32),
-    /// So many requests per second, evenly spaced, whether or not the last has completed.
+    /// This many requests per second, evenly spaced, whether or not the last one has completed.
     Paced(u32),
     /// One request at a time, and a pause after each.
     Thinking(Duration),
@@ -22,14 +22,14 @@ pub(super) enum Load {
 
 pub(super) const REQUEST: u64 = 16 << 10;
 
-/// A disk that serves in order of arrival, and answers after a latency.
+/// A disk that serves requests in order of arrival, and replies after a latency.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Drive {
     pub(super) bandwidth: f64,
     pub(super) latency: Duration,
-    /// What each request costs beyond its bytes.
+    /// Each request's fixed cost.
     pub(super) seek: Duration,
-    /// Each request's service takes up to this part more or less.
+    /// Each request's service time varies by up to this part.
     pub(super) jitter: f64,
 }
 
@@ -40,12 +40,12 @@ pub(super) const SSD: Drive = Drive {
     jitter: 0.2,
 };
 
-/// Who decides when a job copies.
+/// The pacing of the job.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Job {
-    /// There is none.
+    /// There is no job.
     None,
-    /// As QEMU streams: one piece of 512 KiB after the other.
+    /// Like QEMU's stream: one piece of 512 KiB after the other.
     Normal,
     Paced(Pacing, u64),
 }
@@ -60,7 +60,7 @@ enum Event {
     Wake(u64),
 }
 
-/// What came of a run.
+/// The results of a run.
 #[derive(Debug)]
 pub(super) struct Outcome {
     /// How long the job ran, or the run without one.
@@ -121,7 +121,7 @@ impl Run<'_> {
         self.events.push(Reverse((time, self.order, event)));
     }
 
-    /// When a request of `bytes` that arrives now is answered.
+    /// The time at which a request of `bytes` that arrives now completes.
     fn serve(&mut self, bytes: u64) -> u64 {
         let jitter = 1.0 + self.drive.jitter * self.random.random_range(-1.0..1.0);
         let service = bytes as f64 / self.drive.bandwidth * 1e9 + self.drive.seek.as_nanos() as f64;
@@ -196,7 +196,7 @@ impl Run<'_> {
         self.at(read, Event::Read(self.now, bytes));
     }
 
-    /// A piece's event; how long the piece took where it is copied.
+    /// Processes a piece's event; returns its size and duration once it is copied.
     fn piece(&mut self, event: Event) -> Option<(u64, Duration)> {
         match event {
             Event::Read(since, bytes) => {
@@ -342,12 +342,12 @@ impl Compared {
         Self { job, without }
     }
 
-    /// The guest's bandwidth beside the job, as a part of that without.
+    /// The guest's bandwidth beside the job, relative to that without it.
     pub(super) fn bandwidth(&self) -> f64 {
         self.job.bandwidth() / self.without.bandwidth()
     }
 
-    /// A latency beside the job, as a multiple of that without.
+    /// A latency beside the job, relative to that without it.
     pub(super) fn latency(&self, quantile: f64) -> f64 {
         let part = self.without.latency(quantile).as_secs_f64();
         self.job.latency(quantile).as_secs_f64() / part
@@ -365,8 +365,8 @@ pub(super) fn bursts(load: Load, count: usize) -> Vec<(Duration, Load)> {
     phases
 }
 
-/// Bursts like those of the dissertation's trace of 1,200 s: 574 s of them, 7.86 s in the mean and
-/// 48 s at most, with pauses to match.
+/// Bursts like those of the dissertation's trace of 1,200 s: 574 s of them, 7.86 s on average and at most 48 s, with
+/// matching pauses.
 pub(super) fn traced(load: Load, count: usize) -> Vec<(Duration, Load)> {
     let mut random = StdRng::seed_from_u64(13);
     let mut phases = Vec::new();

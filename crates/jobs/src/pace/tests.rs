@@ -1,4 +1,4 @@
-//! What pacing is for, in virtual time: figures are asserted, because they are the same in each run.
+//! The goals of pacing, in virtual time: figures are asserted, because they are the same in each run.
 
 use super::sim::{Compared, Drive, Job, Load, Outcome, SSD, bursts, run, traced};
 use super::{GuestCounts, Pacer, Pacing, Step, Work};
@@ -22,7 +22,7 @@ fn steady(load: Load) -> [(Duration, Load); 1] {
     [(Duration::from_hours(2), load)]
 }
 
-/// Asserts what a guest with bursts of 64 requests at a time may expect.
+/// Asserts the goals for a guest with bursts of 64 concurrent requests.
 fn fills_the_pauses(phases: &[(Duration, Load)]) {
     let paced = Compared::of(SSD, phases, ADAPTIVE, 10 * GB, LONG);
     let normal = Compared::of(SSD, phases, Job::Normal, 10 * GB, LONG);
@@ -76,7 +76,7 @@ fn a_job_alone_uses_all_of_the_disk() {
         let speed = 10e9 / seconds(&paced);
         assert!(speed > of_all * drive.bandwidth / 2.0, "{drive:?}: {speed}");
     }
-    // Each request costs a seek: as fast as QEMU's pieces of 512 KiB at least.
+    // Each request costs a seek: at least as fast as QEMU's pieces of 512 KiB.
     let seeks = Drive { bandwidth: 120e6, latency: us(100), seek: us(6000), jitter: 0.5 };
     let paced = seconds(&run(seeks, &idle, ADAPTIVE, GB, LONG));
     let normal = seconds(&run(seeks, &idle, Job::Normal, GB, LONG));
@@ -90,7 +90,7 @@ fn a_steady_guest_keeps_most_and_the_job_ends() {
         seconds(&paced.job);
         assert!(paced.bandwidth() >= 0.90, "{depth}: bandwidth {:.3}", paced.bandwidth());
         assert!(paced.latency(0.5) <= 1.1, "{depth}: median {:.2}", paced.latency(0.5));
-        // A single request that meets a piece waits for it; 64 hardly notice.
+        // A single request that coincides with a piece waits for it; 64 hardly notice.
         let most = if depth == 64 { 1.2 } else { 2.0 };
         assert!(paced.latency(0.99) <= most, "{depth}: p99 {:.2}", paced.latency(0.99));
     }
@@ -118,7 +118,7 @@ fn sparse_guests_count_as_ones_that_pause() {
         assert!(paced.bandwidth() > 0.999, "{load:?}: {:.4}", paced.bandwidth());
         assert!(paced.latency(0.99) < 5.0, "{load:?}: p99 {:.2}", paced.latency(0.99));
     }
-    // One that waits for its answers before it goes on loses little of its own speed.
+    // A guest that waits for its replies before it continues loses little of its own speed.
     for pause in [1, 3, 4, 10] {
         let load = steady(Load::Thinking(ms(pause)));
         let paced = Compared::of(SSD, &load, ADAPTIVE, 2 * GB, LONG);
@@ -152,7 +152,7 @@ fn deadlines_are_met_where_they_can_be() {
             let took = seconds(&paced.job);
             assert!(took <= within as f64 + 0.1, "{took} of {within} s");
             assert!(paced.job.missed < 0.05, "{within} s: {:.2}", paced.job.missed);
-            // More time is more for the guest.
+            // With more time the guest loses less.
             assert!(paced.bandwidth() > kept, "{within} s: {:.3}", paced.bandwidth());
             kept = paced.bandwidth();
         }
@@ -164,7 +164,7 @@ fn deadlines_are_met_where_they_can_be() {
 fn a_deadline_that_cannot_be_met_is_told() {
     let phases = steady(Load::Depth(64));
     let soon = Some(Duration::from_secs(45));
-    // Too soon for the disk; for its limits; for what the guest may lose.
+    // Too early for the disk, for its limits, or for the allowed impact on the guest.
     for (max_impact, speed) in [(None, 0), (None, 5_000_000), (Some(5.0), 0)] {
         let pacing = Pacing::Adaptive { deadline: soon, max_impact };
         let paced = run(SLOW, &phases, Job::Paced(pacing, speed), GB, LONG);
@@ -219,8 +219,8 @@ fn the_threshold_pauses_for_bursts() {
     assert!((0.3..0.5).contains(&running), "running {running:.2}");
 }
 
-/// Its threshold is sampled once: a load below it, here a single request at a time after bursts, is
-/// overrun. The guest keeps about what the dissertation reports; in the adaptive mode all but a little.
+/// Its threshold is sampled once: a load below it, here a single request at a time after bursts, is overrun. The guest
+/// keeps about what the dissertation reports; in the adaptive mode it keeps almost all.
 #[test]
 fn the_threshold_overlooks_lesser_loads() {
     let ten = Duration::from_secs(10);
@@ -231,7 +231,7 @@ fn the_threshold_overlooks_lesser_loads() {
     assert!(adaptive.bandwidth() > 0.93, "bandwidth {:.3}", adaptive.bandwidth());
 }
 
-/// A steady load leaves it one piece in each second for ten minutes, and after that no peace at all.
+/// Beside a steady load it copies one piece per second for ten minutes, and after that the guest gets no consideration.
 #[test]
 fn the_threshold_streams_normally_after_ten_minutes_of_pauses() {
     let load = steady(Load::Depth(64));
@@ -255,7 +255,7 @@ fn an_explicit_threshold_starts_at_once() {
     assert!((seconds(&below) - 2.0 * (pieces - 1.0)).abs() < 1.0, "{:?} {pieces}", below.time);
 }
 
-/// A pacer that filled a long pause, one piece under way, and the time.
+/// A pacer that has filled a long pause, with one piece in flight, and the time.
 fn filling() -> (Pacer, GuestCounts, Work, Duration) {
     let ms = Duration::from_millis;
     let mut pacer = Pacer::new(&Pacing::default(), 0, Duration::ZERO);
@@ -292,7 +292,7 @@ fn the_job_gives_way_at_once_and_is_back_in_milliseconds() {
         step = pacer.next(now, &guest, &work);
     }
     assert!(beside <= 128 << 10, "{beside} bytes beside the guest");
-    // It is answered.
+    // It completes.
     guest = GuestCounts {
         last_activity: now,
         beside: Sample { requests: 1, bytes: 4096, latency: us(20_000) },
@@ -312,7 +312,7 @@ fn the_job_gives_way_at_once_and_is_back_in_milliseconds() {
     }
 }
 
-/// What happens between two questions.
+/// What happens between two calls of `next`.
 #[derive(Clone, Debug)]
 struct Happening {
     passed: u64,
@@ -353,8 +353,8 @@ fn pacings() -> impl Strategy<Value = Pacing> {
 }
 
 proptest! {
-    /// Whatever the guest, the disk and the clock do: pieces are not empty, waits are for the future,
-    /// and so many pieces start at one time only.
+    /// Whatever the guest, the disk and the clock do: pieces are not empty, waits end in the future, and only a bounded
+    /// number of pieces start at one time.
     #[test]
     fn steps_are_sound(
         pacing in pacings(),

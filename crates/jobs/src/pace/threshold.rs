@@ -1,14 +1,12 @@
 //! The dissertation's adaptive streaming, sections 3.3 and 3.4.
 //!
-//! The guest's throughput is the mean of three windows of 5 s before anything is copied, and the
-//! threshold a share of it. After each piece of 512 KiB, the throughput since the last look is held
-//! against the threshold, and the job pauses where it is above. After ten minutes of pauses the job
-//! streams normally.
+//! The guest's throughput is the mean of three windows of 5 s before anything is copied, and the threshold a share of
+//! it. After each piece of 512 KiB, the throughput since the last measurement is compared with the threshold, and the
+//! job pauses if it is above. After ten minutes of pauses the job streams normally.
 //!
-//! One choice is our own. The published prototype looks at the time since its last look, which is a
-//! single piece while the job runs: a few milliseconds, in which a burst's queue may complete
-//! nothing, or everything. Here a look covers the last 100 ms at least. After a pause both cover the
-//! pause, and the piece that follows it.
+//! One choice is our own. The published prototype measures the time since its last measurement, which is a single piece
+//! while the job runs: a few milliseconds, in which a burst's queue may complete nothing, or everything. Here a
+//! measurement covers at least the last 100 ms. After a pause both cover the pause, and the piece that follows it.
 
 use super::{FAR, GuestCounts, KIB, Wish, Work};
 use std::collections::VecDeque;
@@ -18,7 +16,7 @@ const WINDOW: Duration = Duration::from_secs(5);
 const WINDOWS: usize = 3;
 const PIECE: u64 = 512 * KIB;
 const MOST_PAUSING: Duration = Duration::from_mins(10);
-/// What a look at the throughput covers at least, and how often it is written down for that.
+/// The minimum time that a measurement covers, and the interval at which the counts are noted for it.
 const LOOK: Duration = Duration::from_millis(100);
 const NOTE_EACH: Duration = Duration::from_millis(5);
 
@@ -26,11 +24,11 @@ const NOTE_EACH: Duration = Duration::from_millis(5);
 enum Phase {
     /// Before anything is copied: the windows' throughputs so far, and where this one started.
     Sampling { done: [f64; WINDOWS], count: usize, from: Option<(Duration, u64)> },
-    /// A piece may start. `look`: whether the throughput is looked at first.
+    /// A piece may start. `look`: whether the throughput is measured first.
     Running { look: bool },
     /// Paused since, until.
     Paused(Duration, Duration),
-    /// Copies whatever the guest does.
+    /// Copies regardless of the guest.
     Normal,
 }
 
@@ -43,9 +41,9 @@ pub(super) struct Threshold {
     pause_time: Duration,
     /// The sum of all pauses.
     paused: Duration,
-    /// Times and the guest's bytes up to then: the last look, and what is younger than [`LOOK`].
+    /// Times and the guest's bytes up to then: the last measurement, and those within the last [`LOOK`].
     notes: VecDeque<(Duration, u64)>,
-    /// The last look: nothing before it is looked at again, but for the last [`LOOK`].
+    /// The last measurement: nothing before it is measured again, except within the last [`LOOK`].
     last_look: (Duration, u64),
     started: Duration,
 }
@@ -130,13 +128,13 @@ impl Threshold {
         if self.notes.back().is_none_or(|&(at, _)| now >= at + NOTE_EACH) {
             self.notes.push_back((now, bytes));
         }
-        // The first note is the youngest that is at least a look old.
+        // The first note is the latest that is at least [`LOOK`] old.
         while self.notes.get(1).is_some_and(|&(at, _)| now >= at + LOOK) {
             self.notes.pop_front();
         }
     }
 
-    /// The guest's throughput since the last look, or over the last [`LOOK`] where that is longer.
+    /// The guest's throughput since the last measurement, or over the last [`LOOK`] if that is longer.
     fn look(&mut self, now: Duration, bytes: u64) -> f64 {
         let (mut at, mut before) = self.last_look;
         if let Some(&(first, then)) = self.notes.front()

@@ -1,9 +1,9 @@
-//! Embedded records: mappings that lie in the data that they are about.
+//! Embedded records: mappings stored in the data that they map.
 //!
-//! The first [`LEAD`] bytes of a data cluster, or only their first sector, are compressed to make room
-//! for a record that says which guest cluster it is: so a new cluster is mapped by the write of its
-//! data. It counts only in a [zone](crate::journal::Zone) that the journal lists, and with that zone's
-//! id. `docs/format.md` specifies it to the byte.
+//! The first [`LEAD`] bytes of a data cluster, or only their first sector, are compressed to make room for a record
+//! that names the guest cluster, so the write of a new cluster's data also maps it. A record is valid only in a
+//! [zone](crate::journal::Zone) that the journal lists, and with that zone's id. `docs/format.md` specifies it to the
+//! byte.
 
 #[cfg(test)]
 mod tests;
@@ -23,7 +23,7 @@ pub const LEAD: usize = 4096;
 /// Bytes of a record before the compressed bytes.
 const HEAD: usize = 50;
 const SUM: usize = 16;
-/// First byte behind the sum.
+/// First byte after the sum.
 const BEHIND_SUM: usize = 20;
 const REST: usize = 20;
 const LSN: usize = 24;
@@ -33,15 +33,15 @@ const FORM: usize = 48;
 
 /// Bit of the form: the span is the whole block.
 const FORM_BLOCK: u16 = 1 << 15;
-/// Bit of the form: the sum of the rest is there.
+/// Bit of the form: the sum of the rest is present.
 const FORM_REST: u16 = 1 << 14;
 /// Bit of the form that has no meaning.
 const FORM_RESERVED: u16 = 1 << 13;
 /// Bits of the form: how many bytes the compressed span takes.
 const FORM_PACKED: u16 = FORM_RESERVED - 1;
 
-/// What the sum of the sectors behind a sector span is multiplied with. Odd, and no power of two: sums
-/// are linear, and two that differ by the same damage must not cancel each other.
+/// Multiplier for the sum of the sectors after a sector span. It is odd and not a power of two: sums are linear, and
+/// the same damage in both parts must not cancel out.
 const STIR: u32 = 0x9e37_79b1;
 
 /// Identifies a zone's time of use.
@@ -67,25 +67,25 @@ impl Span {
     }
 }
 
-/// What the record in a lead block says.
+/// The contents of the record in a lead block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mapping {
     /// The guest cluster.
     pub cluster: ClusterIndex,
-    /// The record's number; the highest of a guest cluster counts.
+    /// The record's LSN; the highest for a guest cluster counts.
     pub lsn: Lsn,
-    /// Every record with a lower number was durable when this one was made; at most `lsn`.
+    /// Every record with a lower LSN was durable when this one was made; at most `lsn`.
     pub durable_lsn: Lsn,
-    /// CRC-32C of the cluster's bytes behind the lead block, where they must be as written. If the
-    /// sectors behind a sector span are not as written, [`find`] gives another number here: who finds
-    /// the sum to hold knows the whole cluster to be as written.
+    /// CRC-32C of the cluster's bytes after the lead block, if they must be as written. If the sectors after a sector
+    /// span are not as written, [`find`] returns a different number here: if the sum matches, the whole cluster is as
+    /// written.
     pub rest: Option<u32>,
 }
 
 /// A record that was found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Lead {
-    /// What it says.
+    /// Its contents.
     pub mapping: Mapping,
     /// How much of the lead block it takes.
     pub span: Span,
@@ -157,14 +157,14 @@ fn write(
     bytes::put(block, SUM, &sum.to_be_bytes())
 }
 
-/// The record in the lead block at the start of `block`, if there is one of that zone with a right
-/// sum. What is compressed is not looked at.
+/// The record in the lead block at the start of `block`, if there is one of that zone with a right sum. The compressed
+/// bytes are not examined.
 pub fn find(block: &[u8], zone: ZoneId) -> Option<Lead> {
     Some(parse(block.first_chunk()?, zone)?.0)
 }
 
-/// Gives the lead block at the start of `block` its plain content back; `None`, with the block
-/// unchanged, if it holds no record of that zone or what is compressed is not a span.
+/// Restores the plain contents of the lead block at the start of `block`; `None`, with the block unchanged, if it holds
+/// no record of that zone or does not decompress to a span.
 pub fn extract(block: &mut [u8], zone: ZoneId) -> Option<Lead> {
     let block: &mut [u8; LEAD] = block.first_chunk_mut()?;
     let (lead, packed) = parse(block, zone)?;
@@ -208,7 +208,7 @@ fn sum(span: &[u8]) -> Option<u32> {
     Some(sum.finish())
 }
 
-/// What the sum of the rest is stored with: it depends on the sectors behind a sector span.
+/// The value that the sum of the rest is xored with, which depends on the sectors after a sector span.
 fn behind(block: &[u8; LEAD], span: Span) -> u32 {
     match block.get(span.bytes()..) {
         Some(sectors) if !sectors.is_empty() => Crc32c::of(sectors).wrapping_mul(STIR),

@@ -1,4 +1,4 @@
-//! What is embedded comes back, and nothing else passes for it.
+//! Embedded blocks are restored, and nothing else is mistaken for one.
 
 use super::*;
 use proptest::prelude::*;
@@ -8,7 +8,7 @@ use std::sync::LazyLock;
 
 const ZONE: ZoneId = ZoneId(*b"a zone's id: 16B");
 
-/// The program of these tests, as bytes that programs are made of.
+/// The executable of these tests, as an example of program data.
 static PROGRAM: LazyLock<Vec<u8>> =
     LazyLock::new(|| fs::read(std::env::current_exe().unwrap()).unwrap());
 
@@ -53,7 +53,7 @@ fn the_layout_is_as_specified() {
     let mut block = vec![0; LEAD];
     assert_eq!(embed(&mut block, &mapping(None), ZONE), Some(Span::Sector));
     assert!(block == expected);
-    // With a sum of the rest, which also stands for the sectors behind.
+    // With a sum of the rest, which also covers the sectors after the span.
     let mut block = vec![0; LEAD];
     block[512..].fill(3);
     let stored = 0x0102_0304 ^ Crc32c::of(&[3; 3584]).wrapping_mul(0x9e37_79b1);
@@ -61,7 +61,7 @@ fn the_layout_is_as_specified() {
     assert_eq!(embed(&mut block, &mapping(Some(0x0102_0304)), ZONE), Some(Span::Sector));
     assert_eq!(block[..512], expected[..512]);
     assert!(block[512..].iter().all(|byte| *byte == 3));
-    // All of it, where the first sector is too dense.
+    // The whole block, if the first sector is not compressible enough.
     let mut block = noise(512);
     block.resize(LEAD, 0);
     let plain = block.clone();
@@ -80,7 +80,7 @@ fn what_does_not_compress_enough_stays_as_it_is() {
     let plain = block.clone();
     assert_eq!(embed(&mut block, &mapping(None), ZONE), None);
     assert_eq!(block, plain);
-    // Just enough: of noise with so many zeroes at its end.
+    // Just enough: noise with this many zeroes at its end.
     let spans: Vec<Option<Span>> = (0..100)
         .map(|zeroes| {
             let mut block = plain.clone();
@@ -125,10 +125,10 @@ fn hostile_heads_are_no_records() {
         assert_eq!(extract(&mut block, ZONE), None, "{what}");
         assert!(block == before, "{what}");
     }
-    // The longest that fit are looked at.
+    // The longest that fit are accepted.
     assert!(find(&form(462, 512), ZONE).is_some());
     assert!(find(&form(0x8fce, 4096), ZONE).is_some());
-    // What cannot be written either.
+    // These cannot be written either.
     let hasty = Mapping { durable_lsn: Lsn::new(10), ..mapping(None) };
     assert_eq!(embed(&mut [0; LEAD], &hasty, ZONE), None);
 }
@@ -170,7 +170,7 @@ fn what_is_shorter_than_a_lead_block_is_none() {
 
 #[test]
 fn the_same_loss_in_the_lead_block_and_behind_it_is_noticed() {
-    // All the same, over zeroes; of both parts the last sector is lost.
+    // All bytes the same, over zeroes; the last sector of both parts is lost.
     let rest = Crc32c::of(&[0x55; 4096]);
     let mut block = vec![0x55; LEAD];
     assert_eq!(embed(&mut block, &mapping(Some(rest)), ZONE), Some(Span::Sector));
@@ -266,7 +266,7 @@ proptest! {
             prop_assert!(block == changed);
             return Ok(());
         }
-        // Not the record's; but the sum of the rest no longer holds.
+        // The record is intact, but the sum of the rest no longer matches.
         let found = find(&block, ZONE).unwrap();
         prop_assert_eq!(found.mapping.rest.is_some(), mapping.rest.is_some());
         prop_assert!(mapping.rest.is_none() || found.mapping.rest != mapping.rest);

@@ -1,4 +1,4 @@
-//! Naming another backing file in a header in place.
+//! Changing the backing file name of a header in place.
 
 use super::edit::{HeaderWrite, Places, SECTOR};
 use super::{Header, ParseMode};
@@ -14,9 +14,9 @@ impl Header {
     /// The writes after which the image with this header cluster has another backing file, or none.
     /// `backing` is its name, and its format's.
     ///
-    /// Wherever there is room the new name is written behind everything, and then one write within a
-    /// sector makes it count: after a crash the image has the old backing file or the new one. Where
-    /// the header is so full that it must be laid out anew, that is one write of more sectors.
+    /// If there is room, the new name is written after everything else, and then one write within a sector makes it
+    /// valid: after a crash the image has the old backing file or the new one. If the header is so full that it must be
+    /// rewritten, that takes one write of several sectors.
     ///
     /// # Errors
     /// If the header is not valid, or has no room for the name.
@@ -41,14 +41,14 @@ impl Header {
     }
 }
 
-/// What is left of the old name is not read, since the extensions end with their mark. A format
-/// without a name says nothing.
+/// The rest of the old name is not read, since the extensions end with their mark. A format without a name has no
+/// meaning.
 fn remove(places: &Places<'_>) -> Option<Vec<HeaderWrite>> {
     places.end?;
     Some(vec![(PLACE.start, vec![0; PLACE.len()])])
 }
 
-/// The bytes of the header's cluster that hold the present name.
+/// The bytes of the header cluster that hold the current name.
 fn present_name(cluster: &[u8]) -> Option<Range<usize>> {
     let at = bytes::be64(cluster, PLACE.start)? as usize;
     let length = bytes::be32(cluster, PLACE.start + 8)? as usize;
@@ -95,8 +95,8 @@ fn replace(
     ])
 }
 
-/// Of a header that names no format: that becomes the last extension. The old name makes way first where it lies
-/// behind the extensions.
+/// For a header that names no format: the format becomes the last extension. The old name is moved first if it follows
+/// the extensions.
 fn append(
     places: &Places<'_>,
     cluster: &[u8],
@@ -150,7 +150,7 @@ mod tests {
         (header.backing_file.as_deref(), header.backing_format())
     }
 
-    /// Applies the writes; before the last one counts, the header is as it was.
+    /// Applies the writes; until the last one the header is unchanged.
     fn applied(cluster: &[u8], writes: &[HeaderWrite]) -> Header {
         let old = Header::parse(cluster).unwrap();
         let mut now = cluster.to_vec();

@@ -1,5 +1,5 @@
-//! Changing one extension of a header in place, so that a crash between any two writes leaves a
-//! header that is whole, with the old extension or the new one.
+//! Changing one extension of a header in place, so that a crash between any two writes leaves a valid header, with the
+//! old extension or the new one.
 
 use super::{FEATURE_NAMES_CLUSTER_BITS, Header, ParseMode};
 use crate::bytes;
@@ -14,7 +14,7 @@ pub type HeaderWrite = (usize, Vec<u8>);
 
 const BACKING_FILE_OFFSET: usize = 8;
 const BACKING_FILE_SIZE: usize = 16;
-/// What is written in one piece if it does not cross a multiple of this.
+/// A write is atomic if it does not cross a multiple of this.
 pub(super) const SECTOR: usize = 512;
 /// The type, "IBX0", of an extension that covers others while they are moved. A crash may leave one.
 const MOVING: u32 = 0x4942_5830;
@@ -23,9 +23,9 @@ const MOVING: u32 = 0x4942_5830;
 trait Editable: Copy {
     const MAGIC: u32;
     const BYTES: usize;
-    /// What it is called.
+    /// Its name in messages.
     const NAME: &'static str;
-    /// What it is found in: its own kind of [`Extension`].
+    /// Its variant of [`Extension`].
     fn of(self) -> Extension;
     fn is_valid(data: &[u8]) -> bool;
     fn encode(&self) -> Vec<u8>;
@@ -68,8 +68,8 @@ impl Editable for JournalExtension {
 }
 
 impl Header {
-    /// The writes that make `index` the index of the image with this header cluster, or remove the
-    /// one that it has. What decides is in each case one write of eight aligned bytes.
+    /// The writes that make `index` the index of the image with this header cluster, or remove the existing one. The
+    /// decisive write is always one of eight aligned bytes.
     ///
     /// # Errors
     /// If the header is not valid, or has no room.
@@ -84,13 +84,12 @@ impl Header {
         }
     }
 
-    /// The writes that make `journal` the place of the journal of the image with this header cluster,
-    /// or remove the one that it has. The feature bit
-    /// [`JOURNAL`](IncompatibleFeatures::JOURNAL), without which it means nothing, stays as it is;
-    /// the bit gets its name in the feature name table, where there is room for that.
+    /// The writes that make `journal` the place of the journal of the image with this header cluster, or remove the
+    /// existing one. The feature bit [`JOURNAL`](IncompatibleFeatures::JOURNAL), without which it has no meaning, is
+    /// not changed; the bit gets its name in the feature name table if there is room.
     ///
-    /// While the bit is set the journal cannot be removed, and only be changed where one sector holds
-    /// what changes, such as the last field alone.
+    /// While the bit is set the journal cannot be removed, and can be changed only if one sector contains the change,
+    /// such as the last field alone.
     ///
     /// # Errors
     /// If the header is not valid, is of version 2, or has no room; if the journal does not fit the
@@ -119,7 +118,7 @@ impl Header {
             ));
         }
         journal.validate(&places.header.geometry()?)?;
-        // A name is of use to who reads the refusal; the bit refuses without it too.
+        // The name only makes the refusal readable; the bit keeps programs out without it too.
         let mut writes = places.name_journal().unwrap_or_default();
         let mut named = cluster.to_vec();
         for (at, bytes) in &writes {
@@ -141,7 +140,7 @@ impl Header {
     }
 }
 
-/// Where extensions are in a header cluster.
+/// The positions of extensions in a header cluster.
 pub(super) struct Places<'a> {
     cluster: &'a [u8],
     pub(super) header: Header,
@@ -172,8 +171,8 @@ impl<'a> Places<'a> {
         })
     }
 
-    /// Writes that make `new` the one of its type that counts: in the place of the one that does now,
-    /// or of one that was removed, or behind the others.
+    /// Writes that make `new` the effective extension of its type: in place of the current one, or of a removed one, or
+    /// after the others.
     fn set<E: Editable>(&self, new: &E) -> Result<Vec<HeaderWrite>, FormatError> {
         let counts = self.of_type::<E>().find(|(_, data)| E::is_valid(data));
         let Some((place, old)) = counts.or_else(|| self.of_type::<E>().next()) else {
@@ -194,8 +193,7 @@ impl<'a> Places<'a> {
         Ok(writes)
     }
 
-    /// Writes that remove every extension of a type: the last of all is cut off, others are made
-    /// invalid.
+    /// Writes that remove every extension of a type: one at the end is cut off, others are made invalid.
     fn remove<E: Editable>(&self) -> Vec<HeaderWrite> {
         let mut end = self.end;
         let mut writes = Vec::new();
@@ -210,7 +208,7 @@ impl<'a> Places<'a> {
         writes
     }
 
-    /// Writes that put extensions behind the others.
+    /// Writes that append extensions.
     fn insert(&self, extensions: &[Extension]) -> Option<Vec<HeaderWrite>> {
         let end = self.end?;
         let list = encode_all(extensions);
@@ -221,9 +219,9 @@ impl<'a> Places<'a> {
         Some(writes)
     }
 
-    /// Writes that replace all extensions by those of `list`, which ends with the mark. A copy of the
-    /// list is put behind where it belongs; then one write makes everything before the copy the data
-    /// of one extension; then the list is written into that, and another write uncovers it.
+    /// Writes that replace all extensions by those of `list`, which ends with the mark. A copy of the list is written
+    /// after its place; then one write makes everything before the copy the data of a single extension; then the list
+    /// is written there, and another write uncovers it.
     fn replace(&self, list: &[u8]) -> Option<Vec<HeaderWrite>> {
         let first = self.header.header_length as usize;
         let copy = (self.end? + HEAD).max(first + list.len());
@@ -262,9 +260,9 @@ impl<'a> Places<'a> {
         Some(writes)
     }
 
-    /// Writes that give the journal's feature bit its name in the feature name table: in the one that
-    /// is there, or in a new one, which has the other names where QEMU would write one. They also
-    /// clear up after a crash in the middle of others like them. `None` if there is no room.
+    /// Writes that give the journal's feature bit its name in the feature name table: in the existing one, or in a new
+    /// one, which also has the other names if QEMU would write a table. They also clean up after a crash in the middle
+    /// of such an edit. `None` if there is no room.
     fn name_journal(&self) -> Option<Vec<HeaderWrite>> {
         let name = FeatureName::journal();
         let tables = || self.extents.iter().filter(|extent| extent.magic == FEATURE_NAMES);
@@ -443,7 +441,7 @@ mod tests {
         cluster
     }
 
-    /// What is not to change, and the names of the features that QEMU knows.
+    /// The parts that must not change, and the names of the features that QEMU knows.
     fn rest(cluster: &[u8]) -> (Header, Vec<String>) {
         let mut header = Header::parse(cluster).unwrap();
         let names = header.extensions.iter().find_map(|extension| match extension {
@@ -466,7 +464,7 @@ mod tests {
         })
     }
 
-    /// Applies an edit; the header is whole after each write, and after a part of one.
+    /// Applies an edit; the header is valid after each write, and after a part of one.
     fn apply(cluster: &mut Vec<u8>, wanted: Option<&JournalExtension>, depth: u32) {
         let (before, (header, names)) = (found(cluster), rest(cluster));
         for (at, bytes) in Header::edit_journal(cluster, wanted).unwrap() {

@@ -8,10 +8,9 @@ use crate::extension::Extension;
 use crate::features::FeatureNameTable;
 
 impl Header {
-    /// The header cluster: fixed fields, extensions, backing file name, and zeroes. The extensions
-    /// keep their order. A version 3 image with clusters of 8 KiB or more gets the feature name table
-    /// that QEMU writes, with the image's names for other bits kept; others keep the table they
-    /// have. A table for which there is no room is left out.
+    /// The header cluster: fixed fields, extensions, backing file name, and zeroes. The extensions keep their order. A
+    /// version 3 image with clusters of 8 KiB or more gets the feature name table that QEMU writes, with the image's
+    /// names for other bits kept; others keep the table they have. A table that does not fit is left out.
     ///
     /// # Errors
     /// If the header is not valid, or exceeds a cluster.
@@ -20,7 +19,7 @@ impl Header {
         let complete = (self.version >= 3 && self.cluster_bits >= FEATURE_NAMES_CLUSTER_BITS)
             .then(|| self.encode_with(&self.named_extensions()))
             .flatten();
-        // Without room for every name, as it is; then without any.
+        // If there is no room for every name, the table as it is; if that does not fit either, none.
         let encoded = complete.or_else(|| self.encode_with(&self.extensions)).or_else(|| {
             let mut extensions = self.extensions.clone();
             extensions.retain(|e| !matches!(e, Extension::FeatureNames(_)));

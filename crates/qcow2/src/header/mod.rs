@@ -33,9 +33,8 @@ pub const V3_LENGTH: u32 = 112;
 /// With smaller clusters QEMU writes no feature name table, to leave room for the backing file name.
 pub(crate) const FEATURE_NAMES_CLUSTER_BITS: u32 = 13;
 
-/// Where fields are in the header, in bytes, for those who change one in place. Each of these is
-/// read whole by a program that opens the image while it changes only if it is written in one
-/// sector, which the first 512 bytes are.
+/// The offsets of fields in the header, in bytes, for changing one in place. Each of these is read whole by a program
+/// that opens the image while it changes only if it is written in one sector, which the first 512 bytes are.
 pub mod field {
     /// `size`, 8 bytes.
     pub const SIZE: usize = 24;
@@ -122,7 +121,7 @@ impl Header {
     /// Bytes from the start of an image that hold the header cluster at any cluster size: 2 MiB.
     pub const MAX_LENGTH: usize = 1 << MAX_CLUSTER_BITS;
 
-    /// The layout that the header fixes.
+    /// The layout that follows from the header.
     ///
     /// # Errors
     /// If version, `cluster_bits` or `refcount_order` are out of range.
@@ -136,8 +135,7 @@ impl Header {
         )
     }
 
-    /// The disk's size in bytes as the guest sees it: `size` without a last part of a 512-byte
-    /// sector, as QEMU has it.
+    /// The disk's size in bytes as the guest sees it: `size` rounded down to 512-byte sectors, as in QEMU.
     pub fn disk_size(&self) -> u64 {
         self.size & !511
     }
@@ -178,7 +176,7 @@ impl Header {
     }
 
     /// Where the image's journal is, if it has one that must be replayed: without the feature
-    /// [`JOURNAL`](IncompatibleFeatures::JOURNAL) the extension means nothing.
+    /// [`JOURNAL`](IncompatibleFeatures::JOURNAL) the extension has no meaning.
     pub fn journal(&self) -> Option<&JournalExtension> {
         self.journals().find(|_| self.incompatible.contains(IncompatibleFeatures::JOURNAL))
     }

@@ -23,15 +23,15 @@ impl Header {
         Ok(geometry.cluster_size() as usize)
     }
 
-    /// Whether `start`, the first bytes of an image, are enough for [`parse`](Self::parse): what it
-    /// looks at ends there, though the header cluster may go on.
+    /// Whether `start`, the first bytes of an image, are enough for [`parse`](Self::parse): everything that it reads
+    /// ends there, though the header cluster may be longer.
     pub fn ends_in(start: &[u8]) -> bool {
         let ends = || {
             let (version, _) = Self::parse_start(start).ok()?;
             let name = bytes::be64(start, 8)?.checked_add(u64::from(bytes::be32(start, 16)?))?;
             start.get(..usize::try_from(name).ok()?)?;
             let first = if version == 2 { V2_LENGTH } else { bytes::be32(start, 100)? };
-            // A mark with a length is for the parser to judge.
+            // The parser handles a mark with a length.
             Extents::new(start, first as usize).find(|extent| extent.is_end() && extent.length == 0)
         };
         ends().is_some()
@@ -62,8 +62,8 @@ impl Header {
     /// The header in `bytes`: the first cluster, or all of a file that is shorter.
     ///
     /// # Errors
-    /// Whatever QEMU refuses, and some that it does not: a backing file name before the header's end
-    /// or not in UTF-8, a table at offset 0, tables that overlap. Encrypted images have the kind
+    /// Everything that QEMU refuses, and some things that it does not: a backing file name before the header's end or
+    /// not in UTF-8, a table at offset 0, tables that overlap. Encrypted images have the kind
     /// [`Encrypted`](FormatErrorKind::Encrypted).
     pub fn parse(bytes: &[u8]) -> Result<Self, FormatError> {
         Self::parse_for(bytes, ParseMode::Open)
@@ -75,7 +75,7 @@ impl Header {
     /// As [`parse`](Self::parse).
     pub fn parse_for(bytes: &[u8], mode: ParseMode) -> Result<Self, FormatError> {
         let (version, cluster_bits) = Self::parse_start(bytes)?;
-        // The features say more; this checks the version and the cluster size.
+        // The features follow later; this checks the version and the cluster size.
         let plain = Geometry::new(version, cluster_bits, 0, false, false)?;
         let cluster = bytes.get(..plain.cluster_size() as usize).unwrap_or(bytes);
         let mut header = Self::parse_fields(cluster, version, cluster_bits)?;
@@ -83,11 +83,11 @@ impl Header {
         let extensions_end = header.check_backing_offset(backing_offset, cluster)?;
 
         let area = cluster.get(header.header_length as usize..extensions_end).unwrap_or_default();
-        // Where the file ends before the area does, zeroes follow: the mark that ends the extensions.
+        // If the file ends before the area does, zeroes follow: the mark that ends the extensions.
         let cut_by_file =
             extensions_end == cluster.len() && backing_offset != extensions_end as u64;
         let extensions = Extension::parse_area(area, cut_by_file);
-        // The names serve the message even where an extension is broken, as far as they go.
+        // The names are used in the message even if an extension is broken, as far as they are known.
         header.check_features(extensions.as_deref().unwrap_or_default())?;
         header.extensions = extensions?;
         header.backing_file = Self::parse_backing_file(backing_offset, cluster)?;
@@ -95,7 +95,7 @@ impl Header {
         Ok(header)
     }
 
-    /// The fixed fields, with nothing checked but that they are there.
+    /// The fixed fields, with no check except that they are present.
     fn parse_fields(cluster: &[u8], version: u32, cluster_bits: u32) -> Result<Self, FormatError> {
         let u32_at = |at| bytes::be32(cluster, at).ok_or_else(|| truncated(cluster.len(), at + 4));
         let u64_at = |at| bytes::be64(cluster, at).ok_or_else(|| truncated(cluster.len(), at + 8));
@@ -156,7 +156,7 @@ impl Header {
         Ok(header)
     }
 
-    /// Checks where the backing file name is; returns where the extensions end.
+    /// Checks the offset of the backing file name; returns the end of the extensions.
     fn check_backing_offset(&self, offset: u64, cluster: &[u8]) -> Result<usize, FormatError> {
         if offset == 0 {
             return Ok(cluster.len());
@@ -264,7 +264,7 @@ mod tests {
                 assert_eq!(error.kind(), FormatErrorKind::Truncated, "{length}: {error}");
             }
         }
-        // What is missing of the cluster reads as zeroes.
+        // The missing part of the cluster reads as zeroes.
         assert_eq!(Header::parse(&encoded[..used]), Ok(sample()));
     }
 

@@ -1,4 +1,4 @@
-//! What a header must be.
+//! Validation of a header.
 
 use super::{Header, MAX_BACKING_FILE_BYTES, MAX_SNAPSHOTS, ParseMode};
 use crate::compress::CompressionType;
@@ -75,8 +75,8 @@ impl Header {
         Ok(())
     }
 
-    /// Only a data file can be raw: without the bit that says that there is one, entries that lead into it
-    /// would be read from the image.
+    /// Only a data file can be raw: without the bit that says that there is one, entries that refer to it would be read
+    /// from the image.
     fn validate_data_file(&self) -> Result<(), FormatError> {
         let has_file = self.incompatible.contains(IncompatibleFeatures::DATA_FILE);
         if self.autoclear.contains(AutoclearFeatures::DATA_FILE_RAW) && !has_file {
@@ -113,7 +113,7 @@ impl Header {
         }
     }
 
-    /// What extensions point to.
+    /// Checks what extensions point to.
     fn validate_pointers(&self, geometry: &Geometry) -> Result<(), FormatError> {
         for extension in &self.extensions {
             match extension {
@@ -135,7 +135,7 @@ impl Header {
         Ok(())
     }
 
-    /// Strings that would not be read as they are written.
+    /// Checks for strings that would not be read back as written.
     fn validate_strings(&self) -> Result<(), FormatError> {
         let check = |field: &'static str, text: &str, most: usize| {
             if text.len() > most {
@@ -252,7 +252,7 @@ impl Header {
     }
 }
 
-/// Checks a table's place; returns the bytes that it covers.
+/// Checks a table's offset; returns the bytes that it covers.
 fn table(
     field: &'static str,
     offset: HostOffset,
@@ -298,7 +298,7 @@ mod tests {
         assert_eq!(kind(&|h| h.nb_snapshots = 1), FormatErrorKind::Invalid);
         for offset in [0, 512, 1 << 56, u64::MAX, (1 << 56) - 65536] {
             let offset = HostOffset::new(offset);
-            // The last one fits a cluster: two clusters of refcount table end too far.
+            // The last one fits if it has one cluster: a refcount table of two clusters ends too far.
             assert_eq!(
                 kind(&|h| {
                     h.refcount_table_offset = offset;

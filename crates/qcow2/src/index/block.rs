@@ -20,7 +20,7 @@ impl BlockHash {
     }
 }
 
-/// A [`BlockHash`] of bytes that come piece by piece.
+/// Computes a [`BlockHash`] incrementally.
 #[derive(Clone, Debug, Default)]
 pub struct BlockHasher(blake3::Hasher);
 
@@ -36,7 +36,7 @@ impl BlockHasher {
     }
 }
 
-/// Where a block is and what it must hold.
+/// The place of a block, and the hash of its contents.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockPointer {
     /// The layer whose file holds the block, counted from the base.
@@ -45,7 +45,7 @@ pub struct BlockPointer {
     pub offset: HostOffset,
     /// Its length in bytes; not 0.
     pub length: u32,
-    /// What its bytes hash to.
+    /// The hash of its bytes.
     pub hash: BlockHash,
 }
 
@@ -83,7 +83,7 @@ pub struct IndexExtension {
     pub root_offset: HostOffset,
     /// The root's length in bytes.
     pub root_length: u32,
-    /// What the root hashes to.
+    /// The hash of the root.
     pub root_hash: BlockHash,
 }
 
@@ -95,8 +95,7 @@ impl IndexExtension {
     /// The version written and understood here.
     const VERSION: u16 = 1;
 
-    /// The extension in `data`; `None` if it is of another version or not valid, which makes the
-    /// image one without an index.
+    /// The extension in `data`; `None` if it is of another version or not valid, in which case the image has no index.
     pub(crate) fn parse(data: &[u8]) -> Option<Self> {
         if data.len() != Self::BYTES || bytes::be16(data, 0)? != Self::VERSION {
             return None;
@@ -172,7 +171,7 @@ impl<'a> Fields<'a> {
         bytes::array(self.take(16)?, 0).map(BlockHash)
     }
 
-    /// A pointer into `place`, or nothing where it points to nothing.
+    /// Reads a pointer into `place`, or `None` if it points to nothing.
     pub(super) fn pointer(&mut self, place: &mut Option<BlockPointer>) -> Option<()> {
         let offset = HostOffset::new(self.u64()?);
         let length = self.u32()?;

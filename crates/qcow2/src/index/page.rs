@@ -1,4 +1,4 @@
-//! Pages: who owns each of 1,024 units.
+//! Pages: the owners of 1,024 units.
 
 use super::PAGE_UNITS;
 use super::block::Fields;
@@ -9,14 +9,14 @@ const MAGIC: [u8; 4] = *b"IPAG";
 const HEAD: usize = 16;
 const BITMAP: usize = PAGE_UNITS / 8;
 const COMPRESSED: usize = 16;
-/// No page is larger, in bytes.
+/// The largest page, in bytes.
 pub const MAX_PAGE_BYTES: u32 = (HEAD + BITMAP + PAGE_UNITS * (8 + COMPRESSED)) as u32;
 
 const KIND_SHIFT: u32 = 61;
 const LAYER_SHIFT: u32 = 45;
 const PAYLOAD: u64 = (1 << LAYER_SHIFT) - 1;
 
-/// What an index says of a unit.
+/// The entry of a unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PageEntry {
     /// No layer has it.
@@ -53,7 +53,7 @@ impl PageEntry {
         }
     }
 
-    /// Whether `next`, the entry right behind, continues this one.
+    /// Whether `next`, the following entry, continues this one.
     fn continues(&self, next: &Self, unit_bits: u32) -> bool {
         match (self, next) {
             (Self::Data { layer, host }, Self::Data { layer: next_layer, host: next_host }) => {
@@ -69,23 +69,23 @@ impl PageEntry {
 pub struct PageRun {
     /// The first unit of the page.
     pub first: usize,
-    /// How many units; not 0.
+    /// The number of units; not 0.
     pub count: usize,
-    /// What the first unit holds; those of data follow it in the file.
+    /// The entry of the first unit; further units of data follow it in the file.
     pub entry: PageEntry,
 }
 
 /// A page: a run for each stretch of units with one source.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Page {
-    /// Which page of the disk.
+    /// The page's number on the disk.
     pub number: u32,
     /// Its runs: in order, without gaps, over all units.
     pub runs: Vec<PageRun>,
 }
 
 impl Page {
-    /// The page of these entries, one a unit; units without one are absent.
+    /// The page with these entries, one per unit; units without one are absent.
     pub fn new(number: u32, unit_bits: u32, entries: impl IntoIterator<Item = PageEntry>) -> Self {
         let mut runs: Vec<PageRun> = Vec::new();
         let mut last = None;
@@ -107,7 +107,7 @@ impl Page {
         self.runs.iter().all(|run| run.entry == PageEntry::Absent)
     }
 
-    /// The page's bytes; `None` if a host offset is beyond what an entry can hold (2^45 units).
+    /// The page's bytes; `None` if a host offset does not fit an entry (2^45 units).
     pub fn encode(&self, unit_bits: u32) -> Option<Vec<u8>> {
         let mut bitmap = [0u8; BITMAP];
         let mut heads = Vec::with_capacity(self.runs.len() * 8);
@@ -190,7 +190,7 @@ impl Page {
                 let mut fields = Fields::new(clusters.get(at..at.checked_add(COMPRESSED)?)?);
                 let offset = fields.u64()?;
                 let length = fields.u64()?;
-                // As an L2 entry can have them.
+                // The limits of an L2 entry.
                 if offset >= 1 << 56 || length == 0 || length > 4 << 20 {
                     return None;
                 }

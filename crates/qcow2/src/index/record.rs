@@ -1,4 +1,4 @@
-//! What an index remembers of each layer that it describes.
+//! The record of each layer that an index describes.
 
 use super::block::{BlockHash, Fields, pad};
 
@@ -18,7 +18,7 @@ pub struct LayerStamp {
     pub length: u64,
     /// Last modification, in nanoseconds since the epoch.
     pub modified: i64,
-    /// Last change of content or attributes, in nanoseconds since the epoch.
+    /// Last change of contents or attributes, in nanoseconds since the epoch.
     pub changed: i64,
     /// The file's number in its file system.
     pub inode: u64,
@@ -31,10 +31,9 @@ pub struct LayerRecord {
     pub name: String,
     /// Its format.
     pub format: RecordedFormat,
-    /// Tells cheaply that the file is as it was; `None` where its file system cannot tell.
+    /// Cheap evidence that the file is unchanged; `None` if its file system cannot provide it.
     pub stamp: Option<LayerStamp>,
-    /// A hash of everything that maps guest clusters to host clusters; `None` where that was too
-    /// much to read.
+    /// A hash of everything that maps guest clusters to host clusters; `None` if that was too much to read.
     pub digest: Option<BlockHash>,
 }
 

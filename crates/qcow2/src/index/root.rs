@@ -1,17 +1,17 @@
-//! The root: what an index describes, and where its parts are.
+//! The root: what an index describes, and the places of its parts.
 
 use super::block::{BlockPointer, Fields};
 use super::{CHAPTER_LAYERS, LayerRecord, PAGE_UNITS, SEGMENT_PAGES};
 
 const MAGIC: [u8; 4] = *b"IROT";
 const VERSION: u16 = 1;
-/// No chain has more layers.
+/// The most layers in a chain.
 const MAX_LAYERS: u32 = 1 << 16;
 
 /// The root of an index.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Root {
-    /// log2 of the bytes in a unit, the smallest piece that entries tell apart.
+    /// log2 of the bytes in a unit, the granularity of entries.
     pub unit_bits: u32,
     /// Layers below the image that holds the root.
     pub position: u32,
@@ -23,7 +23,7 @@ pub struct Root {
     pub chapters: Vec<BlockPointer>,
     /// The records of the layers after the last chapter.
     pub tail: Vec<LayerRecord>,
-    /// The segments, from the start of the disk; none where no layer owns anything.
+    /// The segments, from the start of the disk; `None` where no layer owns anything.
     pub segments: Vec<Option<BlockPointer>>,
 }
 

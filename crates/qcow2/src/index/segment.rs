@@ -1,4 +1,4 @@
-//! Segments: for each of 64 pages, where it is and which layers came since.
+//! Segments: for each of 64 pages, its place and the layers added since.
 
 use super::SEGMENT_PAGES;
 use super::block::{BlockPointer, Fields, pad};
@@ -8,20 +8,20 @@ const MAGIC: [u8; 4] = *b"ISEG";
 /// How to find the owners of a page's units.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PageRecord {
-    /// The page, over the layers below `folded`; none where these own nothing.
+    /// The page, over the layers below `folded`; `None` if they own nothing.
     pub page: Option<BlockPointer>,
-    /// Layers, from the base, that the page takes account of.
+    /// Layers, from the base, that the page covers.
     pub folded: u32,
-    /// Later layers that may own something here, ascending: their own tables tell.
+    /// Later layers that may own something here, ascending; their own tables decide.
     pub newer: Vec<u16>,
 }
 
 /// A segment of an index.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Segment {
-    /// Which segment of the disk.
+    /// The segment's number on the disk.
     pub number: u32,
-    /// Its pages, 64 at most; those after the last own nothing.
+    /// Its pages, at most 64; those after the last own nothing.
     pub pages: Vec<PageRecord>,
 }
 

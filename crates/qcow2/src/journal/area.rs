@@ -1,4 +1,4 @@
-//! Finding the records of an area that count.
+//! Finding the valid records of an area.
 
 use super::checksum::Sums;
 use super::extension::JournalExtension;
@@ -10,16 +10,16 @@ use crate::error::FormatError;
 use crate::lsn::Lsn;
 use crate::offset::HostOffset;
 
-/// A record that was found in an area.
+/// A record found in an area.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Found {
-    /// Its number.
+    /// Its LSN.
     pub lsn: Lsn,
-    /// The number of the record before.
+    /// The LSN of the previous record.
     pub previous: Lsn,
-    /// The number from which records' metadata must be replayed, as of this one.
+    /// The LSN from which records' metadata must be replayed, as of this one.
     pub tail: Lsn,
-    /// The number from which records' data must be replayed, as of this one.
+    /// The LSN from which records' data must be replayed, as of this one.
     pub data_from: Lsn,
     /// Bytes from the area's start to the record's.
     pub at: usize,
@@ -31,21 +31,20 @@ pub struct Found {
 #[derive(Debug)]
 pub struct Journal<'a> {
     first_lsn: Lsn,
-    /// By number.
+    /// By LSN.
     records: Vec<(usize, View<'a>)>,
-    /// Those that are needed, in `records`: the last ones.
+    /// How many of `records` are needed: the last ones.
     needed: usize,
     dropped: bool,
 }
 
 impl<'a> Journal<'a> {
-    /// The records in `area`, all its bytes. Blocks where no whole record of this journal with
-    /// its first number or a later one begins are passed over: they are free, or hold what a crash has
-    /// left of a record.
+    /// The records in `area`, all its bytes. Blocks are skipped if no complete record of this journal with its first
+    /// LSN or a later one begins there: they are free, or hold remains of a record after a crash.
     ///
     /// # Errors
-    /// If the area is cut short, two records have the same number, a record that the last one
-    /// needs is missing, or one is whole but not understood.
+    /// If the area is truncated, two records have the same LSN, a record that the last one needs is missing, or one is
+    /// complete but not understood.
     pub fn scan(area: &'a [u8], extension: &JournalExtension) -> Result<Self, FormatError> {
         if area.len() as u64 != extension.area_length {
             return Err(irrecoverable(
@@ -67,7 +66,7 @@ impl<'a> Journal<'a> {
                 at += BLOCK;
                 continue;
             };
-            // It was written like this: to leave it out would be to lose what it says.
+            // It was written like this: leaving it out would lose its changes.
             view.check()?;
             records.push((at, view));
             at += view.length.next_multiple_of(BLOCK);
@@ -87,7 +86,7 @@ impl<'a> Journal<'a> {
         Ok(journal)
     }
 
-    /// Where the records begin that the last one needs, all of which must be there.
+    /// The start of the records that the last one needs, all of which must be present.
     fn find_needed(&self) -> Result<usize, FormatError> {
         let Some((_, last)) = self.records.last() else { return Ok(0) };
         let from = last.tail.max(self.first_lsn);
@@ -113,14 +112,14 @@ impl<'a> Journal<'a> {
         )
     }
 
-    /// Where the records lie that are still needed, in bytes from the area's start. All else of the area
-    /// may be written to.
+    /// The ranges of the records that are still needed, in bytes from the area's start. The rest of the area may be
+    /// written to.
     pub fn needed(&self) -> impl Iterator<Item = std::ops::Range<usize>> {
         let needed = self.records.get(self.needed..).unwrap_or_default();
         needed.iter().map(|(at, view)| *at..at + view.length.next_multiple_of(BLOCK))
     }
 
-    /// The last record: the one that decides. `None` if there are none, and nothing is to be done.
+    /// The last record, which is the authoritative one. `None` if there are none, and nothing must be done.
     pub fn last(&self) -> Option<Found> {
         self.records.last().map(|&(at, view)| Found {
             lsn: view.lsn,
@@ -132,9 +131,9 @@ impl<'a> Journal<'a> {
         })
     }
 
-    /// What the file must hold before the last record may be used: its [checksums](super::Operation::Checksum)
-    /// as offset, length in bytes, and [CRC-32C](super::Crc32c). None once a record was dropped: the
-    /// one before was durable before that was written.
+    /// The file contents that the last record requires: its [checksums](super::Operation::Checksum) as offset, length
+    /// in bytes, and [CRC-32C](super::Crc32c). There are none after a record was dropped: the previous one was durable
+    /// before that was written.
     pub fn checksums(&self) -> impl Iterator<Item = (HostOffset, u32, u32)> {
         let last = self.records.last().filter(|_| !self.dropped);
         let items = last.into_iter().flat_map(|(_, view)| view.items().flatten());
@@ -155,11 +154,10 @@ impl<'a> Journal<'a> {
         Zones::parse(payload).ok()
     }
 
-    /// Forgets the last record: its data did not all reach the disk. The one before decides then.
+    /// Drops the last record, because not all of its data reached the disk. The previous one is then the last.
     ///
     /// # Errors
-    /// If the record before is not there, or one that it needs; if one was dropped before; if there is
-    /// none.
+    /// If the previous record or one that it needs is missing; if one was dropped before; if there is none.
     pub fn drop_last(&mut self) -> Result<(), FormatError> {
         let Some(last) = self.last() else {
             return Err(irrecoverable("journal", "empty", "there is no record to drop"));
@@ -190,7 +188,7 @@ impl<'a> Journal<'a> {
         Ok(())
     }
 
-    /// What the file must hold, by what the last record needs.
+    /// The file contents that the last record and those it needs demand.
     ///
     /// # Errors
     /// If that is more than [`MAX_PIECES`](super::MAX_PIECES) ranges.

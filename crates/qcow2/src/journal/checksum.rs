@@ -1,8 +1,8 @@
-//! CRC-32C (Castagnoli), by the processor's instructions where it has them.
+//! CRC-32C (Castagnoli), with the processor's instructions if it has them.
 
 use super::BLOCK;
 
-/// A CRC-32C of bytes that come piece by piece.
+/// Computes a CRC-32C incrementally.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Crc32c(u32);
 
@@ -23,8 +23,8 @@ impl Crc32c {
     }
 }
 
-/// The sums of any parts of an area, each in a time that does not depend on the part's length: an
-/// area may be full of long records that are damaged.
+/// The sums of any parts of an area, each in a time independent of the part's length: an area may be full of long,
+/// damaged records.
 pub(super) struct Sums<'a> {
     area: &'a [u8],
     /// The sum of everything before each block.
@@ -49,7 +49,7 @@ impl<'a> Sums<'a> {
         if length < 2 * BLOCK {
             return self.area.get(from..to).map(Crc32c::of);
         }
-        // Of A and B together: the sum of A, moved by B's length, xor the sum of B.
+        // The sum of A and B together is the sum of A, shifted by B's length, xor the sum of B.
         Some(crc32c::crc32c_combine(self.up_to(from)?, 0, length) ^ self.up_to(to)?)
     }
 

@@ -12,8 +12,8 @@ pub const MIN_AREA: u64 = 16 << 10;
 /// Bytes of the largest area.
 pub const MAX_AREA: u64 = 64 << 20;
 
-/// The header extension that says where the journal is. It means nothing unless the incompatible
-/// feature bit [`JOURNAL`](crate::IncompatibleFeatures::JOURNAL) is set.
+/// The header extension that gives the journal's place. It has no meaning unless the incompatible feature bit
+/// [`JOURNAL`](crate::IncompatibleFeatures::JOURNAL) is set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct JournalExtension {
     /// First byte of the area: a multiple of the cluster size, and not 0.
@@ -21,9 +21,9 @@ pub struct JournalExtension {
     /// Bytes of the area: a multiple of the cluster size and of a [block](BLOCK), from [`MIN_AREA`]
     /// to [`MAX_AREA`].
     pub area_length: u64,
-    /// Random; records of another journal have another.
+    /// Random; records of another journal have another id.
     pub id: u64,
-    /// Records with a lower number do not belong to the journal.
+    /// Records with a lower LSN do not belong to the journal.
     pub first_lsn: Lsn,
 }
 
@@ -33,7 +33,7 @@ impl JournalExtension {
     /// Bytes of its data.
     pub const BYTES: usize = 32;
 
-    /// The extension in `data`; `None` if it is valid with no cluster size.
+    /// The extension in `data`; `None` if it is not valid with any cluster size.
     pub(crate) fn parse(data: &[u8]) -> Option<Self> {
         if data.len() != Self::BYTES {
             return None;
@@ -58,8 +58,7 @@ impl JournalExtension {
     /// Checks the area against the image's clusters.
     ///
     /// # Errors
-    /// If it is not made of whole clusters, is at offset 0, has a length out of range, or ends beyond
-    /// 2^56.
+    /// If it does not consist of whole clusters, is at offset 0, has a length out of range, or ends beyond 2^56.
     pub fn validate(&self, geometry: &Geometry) -> Result<(), FormatError> {
         let cluster = geometry.cluster_size();
         if self.is_sane()
@@ -120,7 +119,7 @@ mod tests {
             assert_eq!(JournalExtension::parse(&wrong.encode()), None, "{offset:#x} {length}");
             assert!(wrong.validate(&geometry(9)).is_err(), "{offset:#x} {length}");
         }
-        // Fine for clusters of 512 bytes only.
+        // Valid only for clusters of 512 bytes.
         let small =
             JournalExtension { area_offset: HostOffset::new(512), area_length: 16384, ..sample() };
         assert_eq!(JournalExtension::parse(&small.encode()), Some(small));

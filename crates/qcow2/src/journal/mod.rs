@@ -1,9 +1,9 @@
-//! The metadata journal: what must be written to the image's file before it is used after a crash.
+//! The metadata journal: changes that must be written to the image's file before it is used after a crash.
 //!
-//! While the incompatible feature bit [`JOURNAL`](crate::IncompatibleFeatures::JOURNAL) is set, the
-//! header extension [`JournalExtension`] says where the journal's *area* is: [blocks](BLOCK) that hold
-//! [`Record`]s. After a crash [`Journal::scan`] finds those that count, and [`Journal::replay`] tells
-//! what the file must hold. `docs/format.md` specifies it to the byte.
+//! While the incompatible feature bit [`JOURNAL`](crate::IncompatibleFeatures::JOURNAL) is set, the header extension
+//! [`JournalExtension`] says where the journal's *area* is: [blocks](BLOCK) that hold [`Record`]s. After a crash
+//! [`Journal::scan`] finds the valid ones, and [`Journal::replay`] returns what the file must contain. `docs/format.md`
+//! specifies it to the byte.
 
 mod area;
 mod checksum;

@@ -1,4 +1,4 @@
-//! Operations: what a record says of a range of the file.
+//! Operations: a record's changes of ranges of the file.
 
 use super::{Zones, irrecoverable};
 use crate::bytes;
@@ -8,7 +8,7 @@ use crate::offset::HostOffset;
 
 /// Bytes before an operation's payload.
 const HEAD: usize = 16;
-/// What payloads are padded to a multiple of.
+/// Payloads are padded to a multiple of this.
 const ALIGN: usize = 8;
 
 const PATCH: u8 = 1;
@@ -42,14 +42,14 @@ pub enum Operation {
         /// The bytes; below 4 GiB.
         bytes: Vec<u8>,
     },
-    /// Data that was written to its place beside the record: if the file does not hold it, the record
-    /// is not complete. Neither earlier records nor this one are replayed on this range.
+    /// Data that was written in place at the same time as the record: if the file does not contain it, the record is
+    /// not complete. Neither earlier records nor this one are replayed on this range.
     Checksum {
         /// Where.
         offset: HostOffset,
         /// How many bytes.
         length: u32,
-        /// What their [CRC-32C](super::Crc32c) is.
+        /// Their [CRC-32C](super::Crc32c).
         crc: u32,
     },
     /// Operations of earlier records on this range are not replayed.
@@ -101,7 +101,7 @@ impl Operation {
     }
 }
 
-/// An operation where it lies.
+/// An operation in a record's bytes.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Item<'a> {
     pub(super) offset: HostOffset,
@@ -109,7 +109,7 @@ pub(super) struct Item<'a> {
     pub(super) kind: Kind<'a>,
 }
 
-/// What an [`Item`] does.
+/// The effect of an [`Item`].
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Kind<'a> {
     Patch(&'a [u8]),
@@ -117,7 +117,7 @@ pub(super) enum Kind<'a> {
     Data(&'a [u8]),
     Checksum(u32),
     Revoke,
-    /// Still to be [parsed](Zones::parse).
+    /// Not [parsed](Zones::parse) yet.
     Zones(&'a [u8]),
 }
 
@@ -135,7 +135,7 @@ impl Item<'_> {
     }
 }
 
-/// The operations in the bytes behind a record's header; ends after the first that is not valid.
+/// The operations in the bytes after a record's header; ends after the first invalid one.
 #[derive(Clone, Debug)]
 pub(super) struct Items<'a> {
     rest: &'a [u8],

@@ -1,4 +1,4 @@
-//! Records: what one commit puts into the journal.
+//! Records: the changes of one commit.
 
 use super::checksum::Crc32c;
 use super::extension::MAX_AREA;
@@ -10,7 +10,7 @@ use crate::lsn::Lsn;
 
 const MAGIC: [u8; 4] = *b"IBJR";
 const CRC: usize = 4;
-/// First byte that the sum checksums.
+/// First byte that the checksum covers.
 pub(super) const SUMMED: usize = 8;
 /// Bytes of a record before its operations.
 pub const HEAD_BYTES: usize = 64;
@@ -18,21 +18,21 @@ pub const HEAD_BYTES: usize = 64;
 /// A record: operations that take effect together or not at all.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Record {
-    /// Its number.
+    /// Its LSN.
     pub lsn: Lsn,
-    /// The number of the record before, also of one before the journal's first; below `lsn`.
+    /// The LSN of the previous record, or the one before the journal's first; below `lsn`.
     pub previous: Lsn,
-    /// The number from which records' metadata must be replayed, as of this one; at most `lsn`.
+    /// The LSN from which records' metadata must be replayed, as of this one; at most `lsn`.
     pub tail: Lsn,
-    /// The number from which records' data must be replayed, as of this one; at most `lsn`. Data of
-    /// records before `tail` is not replayed in any case.
+    /// The LSN from which records' data must be replayed, as of this one; at most `lsn`. Data of records before `tail`
+    /// is not replayed in any case.
     pub data_from: Lsn,
     /// The operations, in order.
     pub operations: Vec<Operation>,
 }
 
 impl Record {
-    /// Bytes that [`encode`](Self::encode) gives: whole [blocks](BLOCK).
+    /// The length of the result of [`encode`](Self::encode): whole [blocks](BLOCK).
     pub fn encoded_length(&self) -> usize {
         self.length().next_multiple_of(BLOCK)
     }
@@ -41,7 +41,7 @@ impl Record {
         HEAD_BYTES + self.operations.iter().map(Operation::encoded_length).sum::<usize>()
     }
 
-    /// The record's blocks in the journal `id`, with zeroes behind the record.
+    /// The record's blocks in the journal `id`, padded with zeroes.
     ///
     /// # Errors
     /// If the record is one that [`parse`](Self::parse) would refuse, or longer than [`MAX_AREA`].
@@ -87,10 +87,10 @@ impl Record {
         Ok(out)
     }
 
-    /// The record of the journal `id` at the start of `bytes`; what follows it is not looked at.
+    /// The record of the journal `id` at the start of `bytes`; anything after it is ignored.
     ///
     /// # Errors
-    /// If there is none, it is cut short, or its sum, a field or an operation is not valid.
+    /// If there is none, it is truncated, or its checksum, a field or an operation is not valid.
     pub fn parse(bytes: &[u8], id: u64) -> Result<Self, FormatError> {
         let view = View::at(bytes, id)?;
         let crc = bytes.get(SUMMED..view.length).map(Crc32c::of);
@@ -130,12 +130,12 @@ fn not_written(error: FormatError) -> FormatError {
     )
 }
 
-/// A record where it lies.
+/// A record in an area's bytes.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct View<'a> {
     pub(super) crc: u32,
     pub(super) lsn: Lsn,
-    /// Numbers between that of the record before and its own.
+    /// The number of LSNs between that of the previous record and its own.
     gap: u64,
     pub(super) tail: Lsn,
     pub(super) data_from: Lsn,
@@ -152,8 +152,8 @@ impl<'a> View<'a> {
         bytes.starts_with(&MAGIC) && bytes::be64(bytes, 8) == Some(id)
     }
 
-    /// The record at the start of `bytes`, in which it ends. Its sum and everything that
-    /// [`check`](Self::check) looks at are still to be checked.
+    /// The record at the start of `bytes`, within which it ends. Its checksum and everything that
+    /// [`check`](Self::check) verifies have not been checked yet.
     pub(super) fn at(bytes: &'a [u8], id: u64) -> Result<Self, FormatError> {
         let Some((head, _)) = bytes.split_at_checked(HEAD_BYTES) else {
             return Err(irrecoverable(

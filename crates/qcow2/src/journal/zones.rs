@@ -8,9 +8,9 @@ use crate::geometry::HOST_OFFSET_LIMIT;
 use crate::lsn::Lsn;
 use crate::offset::HostOffset;
 
-/// Most zones that a record may list.
+/// The most zones that a record may list.
 pub const MAX_ZONES: usize = 4096;
-/// Most clusters of a zone.
+/// The most clusters in a zone.
 pub const MAX_ZONE_CLUSTERS: u32 = 1 << 16;
 
 /// Bytes before the zones.
@@ -23,9 +23,9 @@ const LEAST_CLUSTER: u64 = 512;
 /// The zones of an image, of which none overlaps another.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Zones {
-    /// What embedded records with lower numbers say is in the tables.
+    /// The mappings of embedded records with lower LSNs are in the tables.
     pub checkpoint_lsn: Lsn,
-    /// Embedded records with lower numbers were durable before this list was written.
+    /// Embedded records with lower LSNs were durable before this list was written.
     pub durable_lsn: Lsn,
     /// The zones, in any order; at most [`MAX_ZONES`].
     pub zones: Vec<Zone>,
@@ -39,7 +39,7 @@ pub struct Zone {
     pub start: HostOffset,
     /// Its clusters: 1 to [`MAX_ZONE_CLUSTERS`].
     pub clusters: u32,
-    /// What its records begin with.
+    /// The id that its embedded records begin with.
     pub id: ZoneId,
     /// A bit for each cluster, from the lowest of each byte on: its lead block holds no record,
     /// whatever its bytes are. Spare bits are 0.
@@ -53,7 +53,7 @@ impl Zone {
         byte.is_none_or(|byte| byte >> (n % 8) & 1 == 1)
     }
 
-    /// Checks what can be seen of it alone.
+    /// Checks the zone by itself.
     fn check(&self) -> Result<(), FormatError> {
         if !(1..=MAX_ZONE_CLUSTERS).contains(&self.clusters) {
             return Err(irrecoverable(
@@ -85,7 +85,7 @@ impl Zone {
         Ok(())
     }
 
-    /// Where it ends if its clusters are the smallest.
+    /// Its end if its clusters are as small as possible.
     fn least_end(&self) -> u64 {
         self.start.get().saturating_add(u64::from(self.clusters) * LEAST_CLUSTER)
     }
@@ -261,7 +261,7 @@ mod tests {
             let error = record(1, vec![Operation::Zones(zones)]).encode(1).unwrap_err();
             assert!(error.reason().contains("not written"), "{error}");
         }
-        // Bits that would be taken for another zone.
+        // Bits that would be mistaken for another zone.
         let long =
             Zone { plain: [vec![0], zone(1 << 20, 8).plain, vec![0; 28]].concat(), ..zone(0, 8) };
         assert!(

@@ -1,8 +1,8 @@
-//! How much a file's device writes whole or not at all.
+//! The size of a file's device's atomic writes.
 //!
-//! Linux has one promise of this sort for every write: a device's physical block. Where a disk could tear
-//! one, the kernel tells a smaller size (an `NVMe` disk's is no larger than its atomic write unit), and file
-//! systems rely on it. Larger units that `statx` tells hold only for writes marked `RWF_ATOMIC`.
+//! Linux guarantees one atomic unit for every write: a device's physical block. If a disk could tear one, the kernel
+//! reports a smaller size (an `NVMe` disk's is no larger than its atomic write unit), and file systems rely on it.
+//! Larger units that `statx` reports apply only to writes marked `RWF_ATOMIC`.
 
 use super::sys;
 use crate::SECTOR;
@@ -10,24 +10,24 @@ use std::fs;
 use std::os::fd::OwnedFd;
 use std::path::Path;
 
-/// The most that is ever told: a page, which the page cache writes at once.
+/// The largest value reported: a page, which the page cache writes at once.
 const PAGE: u64 = 4096;
 
-/// File systems whose blocks lie on the device that `stat` names, aligned to their size, and stay where
-/// they are, by their numbers in `statfs(2)`.
+/// File systems whose blocks are on the device that `stat` names, aligned to their size, and are overwritten in place,
+/// by their numbers in `statfs(2)`.
 const IN_PLACE: [u64; 2] = [
     0xEF53,      // ext4, and ext2 and ext3
     0x5846_5342, // XFS
 ];
 
-/// Disks, by how their names begin. Others keep no such promise (persistent memory writes 8 bytes whole,
-/// whatever it tells), or what is below them is not known (loop devices, arrays, the network).
+/// Disks, by the prefix of their names. Other devices give no such guarantee (persistent memory writes 8 bytes
+/// atomically, whatever it reports), or the device below is unknown (loop devices, arrays, the network).
 const DISKS: [&str; 5] = ["sd", "vd", "xvd", "nvme", "mmcblk"];
 
-/// How many device-mapper devices may lie above each other.
+/// How many device-mapper devices may be stacked.
 const DEPTH: u32 = 8;
 
-/// What the device below an open file or block device writes whole; 512 where that is not known.
+/// The atomic write size of the device below an open file or block device; 512 if unknown.
 pub(super) fn of_file(file: &OwnedFd) -> u64 {
     let Ok(stat) = sys::stat(file) else { return SECTOR };
     let device = if stat.st_mode & libc::S_IFMT == libc::S_IFBLK {
@@ -45,12 +45,12 @@ pub(super) fn of_file(file: &OwnedFd) -> u64 {
     of_device(&Path::new("/sys/dev/block").join(name), DEPTH)
 }
 
-/// What a device writes whole, by its directory in sysfs.
+/// The atomic write size of a device, by its directory in sysfs.
 fn of_device(device: &Path, depth: u32) -> u64 {
     if depth > 0 && writes_pages(device, depth).unwrap_or(false) { PAGE } else { SECTOR }
 }
 
-/// Whether a device writes each of its pages whole; `None` if that is not told.
+/// Whether a device writes each page atomically; `None` if it is unknown.
 fn writes_pages(device: &Path, depth: u32) -> Option<bool> {
     let device = fs::canonicalize(device).ok()?;
     let partition = device.join("partition").exists();
@@ -66,7 +66,7 @@ fn writes_pages(device: &Path, depth: u32) -> Option<bool> {
     if !name.starts_with("dm-") {
         return Some(DISKS.iter().any(|prefix| name.starts_with(prefix)));
     }
-    // It tells the largest block of what it is made of.
+    // It reports the largest block size of its parts.
     let parts: Vec<_> = fs::read_dir(disk.join("slaves")).ok()?.collect();
     let whole = |part: &std::io::Result<fs::DirEntry>| {
         part.as_ref().is_ok_and(|part| of_device(&part.path(), depth - 1) >= PAGE)
@@ -85,7 +85,7 @@ mod tests {
     use std::path::PathBuf;
     use tempfile::TempDir;
 
-    /// A sysfs with devices in it.
+    /// A fake sysfs with devices.
     struct Sys(TempDir);
 
     impl Sys {

@@ -1,27 +1,28 @@
-//! Reads of what the page cache has, by a system call at once: that costs half of a turn through the ring.
+//! Immediate reads of cached data by a system call, which costs half as much as going through the ring.
 
 use super::sys;
 use crate::IoBuf;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// After how many failures in a row attempts become no rarer: one read in 64.
+/// The number of consecutive failures after which attempts become no rarer: one read in 64.
 const RAREST: u32 = 6;
-/// The file system cannot tell.
+/// The file system does not support it.
 const NEVER: u32 = u32::MAX;
 
-/// Whether it is worth asking the page cache first. Threads may see each other's changes late: it is a guess.
+/// Whether it is worth trying the page cache first. Threads may see each other's changes late, since this is only a
+/// heuristic.
 #[derive(Default)]
 pub(super) struct Cached {
-    /// Attempts in a row that found nothing.
+    /// Consecutive attempts that found nothing.
     failures: AtomicU32,
     /// Reads until the next attempt.
     skip: AtomicU32,
 }
 
 impl Cached {
-    /// Reads what the page cache has of the range, from its start on; returns how much that was. Less
-    /// than the buffer's length says nothing of where the file ends.
+    /// Reads the cached part of the range, from its start on; returns its length. A length less than the buffer's says
+    /// nothing about the end of the file.
     pub(super) fn read(&self, file: &OwnedFd, offset: u64, buf: &mut IoBuf) -> usize {
         let failures = self.failures.load(Ordering::Relaxed);
         if failures > 0 {
@@ -34,7 +35,7 @@ impl Cached {
                 return 0;
             }
         }
-        // Otherwise a task that never waits would keep all others from running.
+        // Otherwise a task that never waits would starve all others.
         if !isobath_ring::may_go_on(buf.len()) {
             return 0;
         }
@@ -49,7 +50,7 @@ impl Cached {
                 self.failures.store(NEVER, Ordering::Relaxed);
                 0
             }
-            // Not there, past the end, or an error that the ring will tell.
+            // Not cached, past the end, or an error that the ring will report.
             Ok(_) | Err(_) => {
                 let failures = (failures + 1).min(RAREST);
                 self.skip.store((1 << failures) - 1, Ordering::Relaxed);

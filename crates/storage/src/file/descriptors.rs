@@ -1,12 +1,11 @@
-//! The process's file descriptors, shared out among open files.
+//! The process's file descriptors, distributed among open files.
 //!
-//! A [`Pool`] counts the descriptors of the files opened through it. Files opened for writing keep
-//! theirs, and so do the first files opened for reading, up to half the limit. Those after them are
-//! [`Shared`](super::shared::Shared): at the limit, one that was not used lately and is not in use gives
-//! its descriptor up.
+//! A [`Pool`] counts the descriptors of the files opened through it. Files opened for writing keep theirs, and so do
+//! the first files opened for reading, up to half the limit. Later ones are [`Shared`](super::shared::Shared): at the
+//! limit, a file that was not used recently and is not in use gives up its descriptor.
 //!
-//! The limit is soft: where nothing can be given up it is passed, and what then fails is for the
-//! system to say. Lock order: the pool's queue, then a shared file's descriptor.
+//! The limit is soft: if no descriptor can be given up it is exceeded, and the system may then report an error. Lock
+//! order: the pool's queue, then a shared file's descriptor.
 
 use super::shared::{GiveUp, Shared};
 use super::stamp::pause;
@@ -23,8 +22,7 @@ const PATIENCE: usize = 100;
 /// The pool of all files of a [`FileHost`](super::FileHost).
 static PROCESS: LazyLock<Arc<Pool>> = LazyLock::new(|| Arc::new(Pool::new(process_limit())));
 
-/// The soft limit on open files without a reserve for sockets, rings and the like: an eighth, at
-/// least 64.
+/// The soft limit on open files less a reserve for sockets, rings and the like: an eighth, at least 64.
 fn process_limit() -> usize {
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: there is room for the answer.
@@ -39,22 +37,22 @@ fn less_reserve(soft: u64) -> usize {
     usize::try_from(left).unwrap_or(usize::MAX).max(2)
 }
 
-/// What came of asking for a descriptor to be given up.
+/// The result of asking for a descriptor to be given up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Given {
     Up,
-    /// Every shared one is in use.
+    /// Every shared descriptor is in use.
     InUse,
     /// None is shared.
     Nothing,
 }
 
-/// Files that share a number of descriptors.
+/// A number of descriptors shared by files.
 pub(super) struct Pool {
     limit: usize,
     /// Descriptors in use.
     open: AtomicUsize,
-    /// Those of files opened for reading that keep them.
+    /// Descriptors kept by files opened for reading.
     kept: AtomicUsize,
     /// The shared files that have a descriptor, roughly in the order of their last use.
     queue: Mutex<VecDeque<Weak<Shared>>>,
@@ -69,7 +67,7 @@ impl Drop for Permit {
     }
 }
 
-/// A file's right to keep its descriptor though it is only read, until it is dropped.
+/// The right of a read-only file to keep its descriptor, until this is dropped.
 pub(super) struct Keep(Arc<Pool>);
 
 impl Drop for Keep {
@@ -92,12 +90,12 @@ impl Pool {
         &PROCESS
     }
 
-    /// Most descriptors in use at a time.
+    /// The most descriptors in use at a time.
     pub(super) fn limit(&self) -> usize {
         self.limit
     }
 
-    /// The right to keep a descriptor, while there are some.
+    /// The right to keep a descriptor, if any are left.
     pub(super) fn keep(self: &Arc<Self>) -> Option<Keep> {
         let more = |kept| (kept < self.limit / 2).then_some(kept + 1);
         let counted = self.kept.fetch_update(Ordering::AcqRel, Ordering::Acquire, more);
@@ -110,7 +108,7 @@ impl Pool {
         counted.is_ok().then(|| Permit(self.clone()))
     }
 
-    /// A place for one more descriptor; others give theirs up for it.
+    /// A place for one more descriptor; other files give theirs up if necessary.
     pub(super) async fn admit(self: &Arc<Self>) -> Permit {
         let mut waits = 0;
         loop {
@@ -131,7 +129,7 @@ impl Pool {
         }
     }
 
-    /// Opens a file; others give their descriptors up where the system has no more.
+    /// Opens a file; other files give up their descriptors if the system has no more.
     pub(super) async fn open<T>(&self, mut open: impl FnMut() -> io::Result<T>) -> io::Result<T> {
         let mut waits = 0;
         loop {
@@ -152,7 +150,7 @@ impl Pool {
         }
     }
 
-    /// Enters a shared file that has a descriptor.
+    /// Registers a shared file that has a descriptor.
     pub(super) fn offer(&self, file: Weak<Shared>) {
         let mut queue = self.queue.lock();
         if queue.len() > self.limit.saturating_mul(2) {
@@ -161,12 +159,12 @@ impl Pool {
         queue.push_back(file);
     }
 
-    /// Has one shared file give its descriptor up.
+    /// Makes one shared file give up its descriptor.
     fn give_up(&self) -> Given {
         let mut queue = self.queue.lock();
         let mut result = Given::Nothing;
         let mut closed = None;
-        // Twice round: what was used lately is passed over once.
+        // Two rounds: recently used files are skipped once.
         for _ in 0..queue.len() * 2 {
             let Some(file) = queue.pop_front() else { break };
             let Some(shared) = file.upgrade() else { continue };
@@ -183,7 +181,7 @@ impl Pool {
             }
         }
         drop(queue);
-        // Closing, and the last of a file that was dropped meanwhile, wait for no lock.
+        // No lock is held while the file is closed, or while the last reference to a file is dropped.
         drop(closed);
         result
     }

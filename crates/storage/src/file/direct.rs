@@ -1,10 +1,9 @@
 //! `O_DIRECT`: transfers in whole blocks, from aligned memory.
 //!
-//! What is not aligned goes through an aligned copy. A write that covers part of a block reads the
-//! block first and writes it back whole, while nobody else writes to it. A write that ends in a
-//! partial block past the end of the file makes the file a whole number of blocks long and then cuts
-//! it; `len` and other writes there wait meanwhile, but a crash, or a future dropped in between, can
-//! leave zeroes up to the block's end.
+//! Unaligned requests go through an aligned copy. A write that covers part of a block first reads the block and then
+//! writes all of it, while no other write to it runs. A write that ends in a partial block past the end of the file
+//! extends the file to whole blocks and then truncates it; `len` and other writes there wait meanwhile, but a crash, or
+//! a future dropped in between, can leave zeroes up to the end of the block.
 
 use super::ranges::{Guard, Ranges};
 use super::sys;
@@ -61,17 +60,17 @@ impl Direct {
         (buf.as_ptr() as u64).is_multiple_of(self.memory) && self.in_blocks(buf.len() as u64)
     }
 
-    /// Keeps partial writes out of the blocks of `[start, end)`.
+    /// Excludes partial writes to the blocks of `[start, end)`.
     pub(super) async fn share(&self, lease: &Lease, start: u64, end: u64) -> Arc<Guard> {
         self.ranges.hold(lease, self.down(start), self.up(end), false).await
     }
 
-    /// Keeps all changes out of the blocks from `start` on.
+    /// Excludes all changes of the blocks from `start` on.
     pub(super) async fn hold_from(&self, lease: &Lease, start: u64) -> Arc<Guard> {
         self.ranges.hold(lease, self.down(start), u64::MAX, true).await
     }
 
-    /// Waits until no write is about to cut the file.
+    /// Waits until no write is about to truncate the file.
     pub(super) async fn settled(&self, lease: &Lease) -> Arc<Guard> {
         self.ranges.hold(lease, u64::MAX - 1, u64::MAX, false).await
     }
@@ -89,7 +88,7 @@ impl Direct {
         Box::pin(self.read_copy(target, offset, buf)).await
     }
 
-    /// Reads whole blocks and copies what is wanted.
+    /// Reads whole blocks and copies the requested part.
     async fn read_copy(
         &self,
         target: &Target,
@@ -222,7 +221,7 @@ fn length(file: &OwnedFd) -> io::Result<u64> {
 /// Bytes of several buffers, taken in order.
 struct Source<'a> {
     bufs: &'a [IoBuf],
-    /// Bytes of the first buffer that are taken already.
+    /// Bytes of the first buffer that were already taken.
     skip: usize,
 }
 

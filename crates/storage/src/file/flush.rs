@@ -1,4 +1,4 @@
-//! Making writes durable, and remembering when that failed.
+//! Making writes durable, and remembering failures.
 
 use super::transfer;
 use parking_lot::Mutex;
@@ -7,9 +7,8 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-/// File systems that overwrite in place and journal what they know of a file's blocks, by their numbers
-/// in `statfs(2)`: measured, an `fdatasync` of 64 KiB in new space is two flushes of the device there,
-/// in written space one.
+/// File systems that overwrite in place and journal a file's block mapping, by their numbers in `statfs(2)`. As
+/// measured, an `fdatasync` of 64 KiB there costs two flushes of the device in new space, and one in written space.
 const WRITTEN_IN_PLACE: [u64; 2] = [
     0xEF53,      // ext4, and ext2 and ext3
     0x5846_5342, // XFS
@@ -20,11 +19,11 @@ pub(super) fn gains_from_written_space(file_system: u64) -> bool {
     WRITTEN_IN_PLACE.contains(&file_system)
 }
 
-/// Of this process.
+/// The count for this process.
 static SYNCS: AtomicU64 = AtomicU64::new(0);
 
-/// How many times this process has asked the kernel for an `fdatasync` of a [`FileHost`](super::FileHost)'s
-/// file, or of the directory of one that it has created: what its flushes have come to.
+/// How many times this process has asked the kernel for an `fdatasync` of a [`FileHost`](super::FileHost)'s file, or of
+/// the directory of one that it has created.
 pub fn syncs() -> u64 {
     SYNCS.load(Ordering::Relaxed)
 }
@@ -36,9 +35,9 @@ async fn fdatasync(file: &Arc<OwnedFd>) -> io::Result<()> {
 
 /// Whether a file's writes can still become durable.
 ///
-/// The kernel reports a failed write-back to one flush and then forgets it, so a later flush that
-/// succeeds proves nothing about the lost writes. After a failed one the file therefore refuses every
-/// flush and change. Flushes go one at a time, so that none succeeds beside one that fails.
+/// The kernel reports a failed write-back to one flush and then forgets it, so a later flush that succeeds proves
+/// nothing about the lost writes. After a failed one the file therefore refuses every flush and change. Flushes run one
+/// at a time, so that none succeeds concurrently with one that fails.
 #[derive(Default)]
 pub(super) struct Durability {
     turn: async_lock::Mutex<()>,
@@ -74,7 +73,7 @@ impl Durability {
         }
     }
 
-    /// `fdatasync`. Its outcome is seen even if the future is dropped.
+    /// `fdatasync`. Its result is recorded even if the future is dropped.
     pub(super) async fn flush(self: &Arc<Self>, file: &Arc<OwnedFd>) -> io::Result<()> {
         self.check()?;
         let (this, file) = (self.clone(), file.clone());
@@ -105,7 +104,7 @@ impl Durability {
     }
 }
 
-/// Poisons if a flush ends without its outcome having been seen.
+/// Poisons the file if a flush ends without its result having been recorded.
 struct Unseen<'a>(Option<&'a Durability>);
 
 impl Drop for Unseen<'_> {
@@ -180,7 +179,7 @@ mod tests {
             }
         });
 
-        // What the executor's end does to a flush.
+        // This is what happens to a flush when the executor ends.
         let durability = Durability::default();
         executor.block_on(async {
             {

@@ -1,7 +1,8 @@
-//! Operations that go on after whoever asked for them has gone.
+//! Operations that continue after their futures were dropped.
 //!
-//! The kernel carries out what it was given. A write whose future was dropped may still land, and must not do so
-//! over a later one, nor after a flush that was to cover it: so every later operation on the file waits for it.
+//! The kernel executes every submitted operation. A write whose future was dropped may still reach the file, and must
+//! not overwrite a later write, nor happen after a flush that should cover it: so every later operation on the file
+//! waits for it.
 
 use isobath_ring::{Held, unblock};
 use isobath_sync::WaitGroup;
@@ -9,7 +10,7 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 
-/// The operations of one file that nobody waits for any more.
+/// The operations of one file whose futures were dropped.
 #[derive(Debug, Default)]
 pub(super) struct Landing {
     orphans: WaitGroup,
@@ -27,8 +28,8 @@ impl Landing {
     }
 }
 
-/// Runs a call that changes a file on a thread where it can wait. Given up, it is one that the file's others
-/// wait for.
+/// Runs a call that changes a file on a thread where it may block. If its future is dropped, the file's later
+/// operations wait for it.
 pub(super) async fn unblocked<T: Send + 'static>(
     landing: &Arc<Landing>,
     call: impl FnOnce() -> io::Result<T> + Send + 'static,
@@ -45,11 +46,11 @@ pub(super) async fn unblocked<T: Send + 'static>(
     result
 }
 
-/// The call has not ended, and somebody waits for it.
+/// The call has not ended, and its future still exists.
 const RUNNING: u8 = 0;
 /// It has ended.
 const ENDED: u8 = 1;
-/// Nobody waits for it.
+/// Its future was dropped.
 const ALONE: u8 = 2;
 
 struct Waiting<'a> {

@@ -1,22 +1,21 @@
 //! Files and block devices of the operating system.
 //!
-//! Inside an [`Executor`](isobath_ring::Executor) operations go through that thread's ring; elsewhere they are
-//! blocking system calls, so the same file works on any executor. What a ring cannot do (`ioctl`,
-//! cutting a file) runs on a thread of its own when it can take long.
+//! Inside an [`Executor`](isobath_ring::Executor) operations go through that thread's ring; elsewhere they are blocking
+//! system calls, so the same file works on any executor. Calls that a ring does not support (`ioctl`, truncating a
+//! file) run on a thread of their own if they can take long.
 //!
-//! A write future that is dropped before its end leaves its range undefined until the kernel is done
-//! with it, for which every later operation on the file waits.
+//! If a write's future is dropped early, its range is undefined until the kernel has finished the write; every later
+//! operation on the file waits for that.
 //!
-//! A chain can have more files than a process may open. Files opened for reading after half the limit
-//! (`RLIMIT_NOFILE` when the first file is opened, less a reserve) therefore share the rest of it: near
-//! the limit, those not used lately give their descriptor up and are opened again, by name, when they
-//! are next used. The image locks of such a file are gone with its descriptor, until then. A file that
-//! was meanwhile replaced, removed, made longer or shorter, or given another modification time fails
-//! its operation.
+//! A chain can have more files than a process may open. Files opened for reading after half the limit (`RLIMIT_NOFILE`
+//! when the first file is opened, less a reserve) therefore share the rest of it: near the limit, files not used
+//! recently give up their descriptors and are reopened, by name, when they are next used. Until then such a file holds
+//! no image locks. If it was meanwhile replaced, removed, made longer or shorter, or given another modification time,
+//! the operation fails.
 //!
-//! A handle that has [retired](crate::StorageExt::retire) from writing is one of those, and one that
-//! [admits a writer](crate::StorageExt::admit_writer) is not: it keeps its descriptor, and what the file is like
-//! when writers are kept out again is what it must be from then on.
+//! A handle that has [retired](crate::StorageExt::retire) from writing shares descriptors too. One that [admits a
+//! writer](crate::StorageExt::admit_writer) does not: it keeps its descriptor, and from the time when writers are kept
+//! out again the file must stay as it is then.
 //!
 //! After a failed flush the file is poisoned: each later flush and change fails with an error that
 //! says so, since a retried `fdatasync` can report success for data that is lost.
@@ -75,20 +74,20 @@ pub struct FileStorage {
     file: Named,
     source: ArcSwap<Source>,
     writing: Writing,
-    /// One change of what the handle is for at a time.
+    /// Held during a change of the handle's role.
     roles: async_lock::Mutex<Changed>,
     kind: Kind,
     direct: Option<Direct>,
     cached: Cached,
     durability: Arc<Durability>,
     abilities: Abilities,
-    /// Whether other files' space can be shared, once asked.
+    /// Whether other files' space can be shared, once known.
     clones: OnceLock<Option<u64>>,
-    /// Whether the file system's times can be trusted, once asked.
+    /// Whether the file system's times can be trusted, once known.
     timed: OnceLock<bool>,
-    /// Whether flushes are cheaper in written space, once asked.
+    /// Whether flushes are cheaper in written space, once known.
     gains: OnceLock<bool>,
-    /// What the device writes whole, once asked.
+    /// The device's atomic write size, once known.
     atomic: OnceLock<u64>,
 }
 
@@ -103,7 +102,7 @@ impl fmt::Debug for FileStorage {
 }
 
 impl FileStorage {
-    /// The descriptor; of a file that gave it up, a new one.
+    /// The descriptor; if the file gave it up, a new one.
     async fn target(&self) -> Result<Arc<Target>> {
         let shared = match &**self.source.load() {
             Source::Kept(target, _) => return Ok(target.clone()),
@@ -115,7 +114,7 @@ impl FileStorage {
         }
     }
 
-    /// Waits for operations whose futures were dropped: nearly always there are none.
+    /// Waits for operations whose futures were dropped; there are hardly ever any.
     pub(super) async fn landed(&self) {
         let landing = match &**self.source.load() {
             Source::Kept(target, _) if target.landing.any() => target.landing.clone(),
@@ -124,7 +123,7 @@ impl FileStorage {
         landing.ended().await;
     }
 
-    /// Reads what is there without waiting: how many bytes from the start on.
+    /// Reads cached data without waiting; returns the number of bytes from the start on.
     fn read_cached(&self, offset: u64, buf: &mut IoBuf) -> usize {
         if self.direct.is_some() {
             return 0;
@@ -223,7 +222,7 @@ impl FileStorage {
             Err(error) if error.raw_os_error() == Some(libc::EINVAL) => (end, true),
             Err(error) => return Err(error),
         };
-        // The file may have changed between the two calls; at least one byte is answered for.
+        // The file may have changed between the two calls; the answer covers at least one byte.
         Ok(Allocation { length: stop.min(end).max(offset + 1) - offset, data })
     }
 }
@@ -430,7 +429,7 @@ impl Usage for FileStorage {
         Box::pin(async {
             let stat = sys::stat(&self.target().await?.file);
             let stat = stat.map_err(|error| self.error(Operation::Query, error))?;
-            // Counted in 512 bytes, whatever the file system's blocks.
+            // Counted in units of 512 bytes, whatever the file system's block size.
             Ok(Some(stat.st_blocks as u64 * 512))
         })
     }

@@ -23,20 +23,20 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-/// Waits for another user of an image to let go: a program that was killed holds its locks for a while more,
-/// until the kernel has ended its operations.
+/// Waits for another user of an image to release its locks: a killed program holds them a little longer, until the
+/// kernel has ended its operations.
 const LOCK_STEP: Duration = Duration::from_millis(10);
 const LOCK_STEPS: u32 = 100;
 
 /// Opens files and block devices by path. Relative paths start at the working directory.
 ///
-/// All its files share the descriptors that the process may have (see [`file`](super)).
+/// All its files share the process's descriptors (see [`file`](super)).
 #[derive(Clone, Copy, Debug, Default)]
 pub struct FileHost;
 
 impl FileHost {
-    /// A host whose files share `count` descriptors, apart from all others; at least 2. Files opened
-    /// for writing keep theirs even beyond that.
+    /// A host whose files share `count` descriptors of their own, at least 2. Files opened for writing keep theirs even
+    /// beyond that.
     pub fn with_descriptors(count: usize) -> LimitedHost {
         LimitedHost { pool: Arc::new(Pool::new(count.max(2))) }
     }
@@ -92,7 +92,7 @@ impl Host for LimitedHost {
     }
 }
 
-/// An error before it has the file's name, or one that has it already.
+/// An error without the file's name yet, or one that has it already.
 enum Failure {
     Plain(io::Error),
     Named(StorageError),
@@ -121,14 +121,14 @@ impl From<StorageError> for Failure {
 
 type Attempt<T> = std::result::Result<T, Failure>;
 
-/// A descriptor just opened, with the locks that were asked for.
+/// A descriptor just opened, with the requested locks.
 pub(super) struct Opened {
     pub(super) target: Target,
     pub(super) id: FileId,
     pub(super) kind: Kind,
 }
 
-/// What keeps a file's descriptor, its locks and its place in the pool; given back in this order.
+/// Owns a file's descriptor, its locks and its place in the pool, which are released in this order.
 struct Held {
     _locks: Option<Locks>,
     _file: Arc<OwnedFd>,
@@ -146,16 +146,16 @@ impl isobath_ring::Held for Held {
     }
 }
 
-/// How the locks that a mode asks for are taken.
+/// How the locks of a mode are taken.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Taking {
-    /// If no other user is in the way.
+    /// If no other user has conflicting locks.
     Alone,
     /// Beside this process's own writer of the same file.
     BesideWriter,
 }
 
-/// Opens the existing file at `path`, which messages call `name`.
+/// Opens the existing file at `path`, called `name` in messages.
 pub(super) async fn descriptor(
     path: &Path,
     name: &Path,
@@ -164,7 +164,7 @@ pub(super) async fn descriptor(
     pool: &Arc<Pool>,
 ) -> Result<Opened> {
     let opened = async {
-        // Looked at before it is opened, since opening a device can have effects.
+        // Checked before it is opened, since opening a device can have side effects.
         check_type(fs::metadata(path)?.mode())?;
         let permit = pool.admit().await;
         let file = pool.open(|| options(mode).open(path)).await;
@@ -209,7 +209,7 @@ async fn create(name: &Path, mode: OpenMode, pool: &Arc<Pool>) -> Attempt<FileSt
     storage(opened, name, mode, durability, pool)
 }
 
-/// `O_NONBLOCK`, so that no open waits, whatever the name has come to mean meanwhile.
+/// `O_NONBLOCK`, so that no open waits, even if the name now refers to something else.
 fn options(mode: OpenMode) -> OpenOptions {
     let direct = if mode.direct { libc::O_DIRECT } else { 0 };
     let mut options = OpenOptions::new();
@@ -233,7 +233,7 @@ async fn attach(
     let kind =
         if device { Kind::Device { block: sys::device_block(&file)? } } else { Kind::Regular };
     let id = if device {
-        // A device is the same through whatever node it is opened.
+        // A device is the same whichever node it is opened through.
         FileId { device: u64::MAX, inode: stat.st_rdev }
     } else {
         FileId { device: stat.st_dev, inode: stat.st_ino }
@@ -254,12 +254,12 @@ async fn attach(
     Ok(Opened { target: Target { file, lease, landing }, id, kind })
 }
 
-/// Takes the image's locks, waiting a little for another user to let go of them.
+/// Takes the image's locks, waiting briefly for another user to release them.
 async fn wait_for_locks(file: &Arc<OwnedFd>, name: &Path, writable: bool) -> Result<Locks> {
     wait_for(file, name, writable, || lock::take(file, name, writable)).await
 }
 
-/// Keeps writers out again, waiting a little for one that is about to end.
+/// Keeps writers out again, waiting briefly for one that is about to end.
 pub(super) async fn wait_to_deny(file: &OwnedFd, name: &Path) -> Result<()> {
     wait_for(file, name, false, || lock::deny(file, name)).await
 }
@@ -277,7 +277,7 @@ async fn wait_for<T>(
             break;
         }
         pause(LOCK_STEP).await;
-        // Only looked first, so that others do not meet locks that come and go.
+        // Test first, so that others do not see locks that come and go.
         taken = lock::look(file, name, writable).and_then(|()| take());
     }
     taken
@@ -356,7 +356,7 @@ fn direct(file: &OwnedFd, kind: Kind) -> io::Result<Direct> {
         }
         (Some(alignment), _) => alignment,
         (None, Kind::Device { block }) => (block, block),
-        // Enough for every file system's block device that has blocks up to a page.
+        // Enough for the block device of every file system with blocks of at most a page.
         (None, Kind::Regular) => (4096, 4096),
     };
     Direct::new(memory, block, kind == Kind::Regular)

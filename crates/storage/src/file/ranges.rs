@@ -22,8 +22,7 @@ struct Holders {
     waiting: Vec<Waker>,
 }
 
-/// The ranges held in one file. Any number of shared holders may overlap; an exclusive holder
-/// overlaps with nobody.
+/// The ranges held in one file. Any number of shared holders may overlap; an exclusive holder overlaps with no other.
 #[derive(Default)]
 pub(super) struct Ranges(Mutex<Holders>);
 
@@ -31,7 +30,7 @@ pub(super) struct Ranges(Mutex<Holders>);
 /// keep it.
 pub(super) struct Guard {
     ranges: Arc<Ranges>,
-    /// What keeps the file open, and locked, for as long as the range is held.
+    /// Keeps the file open, and locked, for as long as the range is held.
     lease: Lease,
     id: u64,
 }
@@ -57,7 +56,7 @@ impl Ranges {
     ) -> Arc<Guard> {
         let id = poll_fn(|context| {
             let mut state = self.0.lock();
-            // Among shared holders there is nothing to wait for.
+            // Shared holders do not wait for each other.
             let blocked = (exclusive || state.exclusive > 0)
                 && state.held.iter().any(|held| {
                     held.start < end && start < held.end && (exclusive || held.exclusive)

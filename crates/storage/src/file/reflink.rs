@@ -6,7 +6,7 @@ use crate::{Result, Storage};
 use std::io;
 
 impl FileStorage {
-    /// Makes a range the same as one of `from`; `Ok(Ok(false))` if the file system cannot.
+    /// Clones a range of `from`; `Ok(Ok(false))` if the file system cannot.
     pub(super) async fn reflink(
         &self,
         from: &Self,
@@ -54,8 +54,8 @@ impl FileStorage {
     }
 }
 
-/// Whether the file system does not do this, rather than having failed in it: another file system,
-/// an alignment, a kind of file that it excepts.
+/// Whether the file system does not support this clone, as opposed to having failed: another file system, an alignment,
+/// an unsupported kind of file.
 fn declined(error: &io::Error) -> bool {
     let code = error.raw_os_error();
     matches!(

@@ -1,4 +1,4 @@
-//! Restart memory of files: one file of its own for each in `/dev/shm`, mapped.
+//! Restart memory of files: for each, a mapped file in `/dev/shm`.
 
 use super::stamp::pause;
 use super::sys::{self, Mapping};
@@ -17,9 +17,9 @@ use std::time::Duration;
 /// Where the kernel keeps files in memory.
 const DIRECTORY: &str = "/dev/shm";
 
-/// A process that was killed holds the lock of its memory until the last user of its address space lets go,
-/// such as a reader of `/proc/PID/smaps`: after its image locks. This is how often somebody who looks for what
-/// it left asks again, and somebody who wants new memory.
+/// A killed process holds the lock of its memory until the last user of its address space, such as a reader of
+/// `/proc/PID/smaps`, is gone: longer than its image locks. These are the numbers of attempts to find existing memory,
+/// and to create new memory.
 const FIND_STEPS: u32 = 3000;
 const CREATE_STEPS: u32 = 100;
 const STEP: Duration = Duration::from_millis(10);
@@ -27,7 +27,7 @@ const STEP: Duration = Duration::from_millis(10);
 /// A mapped file.
 struct Mapped {
     path: PathBuf,
-    /// Holds the lock that keeps other processes from the same memory.
+    /// Holds the lock that keeps other processes from using the same memory.
     file: File,
     mapping: Mapping,
 }
@@ -53,13 +53,13 @@ impl RestartMemory for Mapped {
     }
 
     fn is_there(&self) -> bool {
-        // What cannot be told is not there.
+        // If it cannot be determined, it is considered gone.
         self.file.metadata().is_ok_and(|found| found.nlink() == 1)
     }
 }
 
-/// The restart memory of the file `id`, which is open under `name` as `image`; made if there is none and `create` says
-/// so.
+/// The restart memory of the file `id`, which is open under `name` as `image`; created if there is none and `create` is
+/// set.
 pub(super) async fn restart_memory(
     name: &Path,
     image: Option<&OwnedFd>,
@@ -67,7 +67,7 @@ pub(super) async fn restart_memory(
     create: bool,
 ) -> Result<Option<Arc<dyn RestartMemory>>> {
     let path = Path::new(DIRECTORY).join(format!("isobath-{:x}-{:x}", id.device, id.inode));
-    // Who owns the image might as well change that.
+    // The image's owner could change the image anyway.
     let owner = image.filter(|_| !create).and_then(|image| sys::stat(image).ok());
     let owner = owner.map(|image| image.st_uid);
     let mut steps = if create { CREATE_STEPS } else { FIND_STEPS };
@@ -103,7 +103,7 @@ fn explained(error: &io::Error) -> String {
     }
 }
 
-/// `owner` may have made it too.
+/// It may also have been created by `owner`.
 fn open(path: &Path, owner: Option<u32>, create: bool) -> io::Result<Mapped> {
     let file = OpenOptions::new()
         .read(true)
@@ -132,9 +132,9 @@ fn open(path: &Path, owner: Option<u32>, create: bool) -> io::Result<Mapped> {
         if found.len() != 0 {
             return refused("it has the wrong length");
         }
-        // A page that cannot be had later would end the process.
+        // A page that cannot be allocated later would end the process.
         if let Err(error) = reserve(&file, length) {
-            // Of no use to anybody.
+            // It is useless now.
             let _ = fs::remove_file(path);
             return Err(error);
         }

@@ -1,8 +1,8 @@
-//! What a handle may do changes while it is open: a writer becomes a reader, and a reader lets a writer
-//! of the same process beside it.
+//! Changes of a handle's role while it is open: a writer becomes a reader, and a reader admits a writer of the same
+//! process.
 //!
-//! Operations take the descriptor at their start and keep it to their end, so it can be exchanged
-//! under them: the old one closes, and gives its locks back, when the last of them has ended.
+//! Operations take the descriptor at their start and keep it until their end, so it can be exchanged meanwhile: the old
+//! one is closed, and its locks are released, when the last of them has ended.
 
 use super::open::{self, Opened, Taking};
 use super::source::Source;
@@ -18,25 +18,25 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::Duration;
 
-/// Between two looks whether operations have ended.
+/// The interval at which the end of operations is checked.
 const STEP: Duration = Duration::from_micros(200);
 
 /// Opened for reading.
 const NEVER: u8 = 0;
 const WRITABLE: u8 = 1;
-/// No change begins any more; those begun may be under way, and nothing is durable yet.
+/// No change may begin any more; those begun may be in progress, and nothing is durable yet.
 const ENDING: u8 = 2;
-/// Every change has ended and was flushed, or that flush has failed.
+/// Every change has ended and was flushed, or the flush has failed.
 const ENDED: u8 = 3;
 
 /// Whether a handle writes.
 pub(super) struct Writing(AtomicU8);
 
-/// Whether a flush has something to do.
+/// Whether a flush is needed.
 pub(super) enum FlushDue {
     /// The file was opened for reading.
     Never,
-    /// Everything was flushed, or could not be.
+    /// Everything was flushed, or the flush failed.
     No,
     Yes,
 }
@@ -64,18 +64,18 @@ impl Writing {
     }
 }
 
-/// What has changed since the file was opened.
+/// The role's changes since the file was opened.
 #[derive(Default)]
 pub(super) struct Changed {
     /// The writer's descriptor, until its last operation has ended.
     writer: Option<Arc<Target>>,
-    /// The file was no longer there by its name when writing ended.
+    /// The file no longer had its name when writing ended.
     nameless: bool,
-    /// Writing is not denied to others.
+    /// Others may write.
     admits: bool,
 }
 
-/// Waits until nothing but the caller has the descriptor, and no operation uses it.
+/// Waits until only the caller has the descriptor, and no operation uses it.
 async fn last_use(target: &Arc<Target>) {
     // Only a holder of the target can add users of its lease.
     while Arc::strong_count(target) > 1 || Arc::strong_count(&target.lease) > 1 {
@@ -84,7 +84,7 @@ async fn last_use(target: &Arc<Target>) {
 }
 
 impl FileStorage {
-    /// The error of a change that is refused.
+    /// The error for a refused change.
     pub(super) fn refusal(&self) -> io::Error {
         if !self.file.mode.writable {
             return io::Error::from_raw_os_error(libc::EBADF);
@@ -115,8 +115,8 @@ impl FileStorage {
         flushed.map_err(|error| self.error(Operation::Flush, error))
     }
 
-    /// A descriptor for reading beside the writer's, with a reader's locks; and whether it could not be
-    /// had by the file's name, which then says nothing about it.
+    /// A descriptor for reading besides the writer's, with a reader's locks; and whether it could not be opened by the
+    /// file's name, which then cannot identify the file.
     async fn open_reader(&self, writer: &Target) -> Result<(Target, bool)> {
         let mode = OpenMode { writable: false, ..self.file.mode };
         let open = async |path: PathBuf| {
@@ -132,7 +132,7 @@ impl FileStorage {
         Ok((opened.target, true))
     }
 
-    /// Lets the descriptor of a file that nobody changes be given up, as those of other files.
+    /// Allows the descriptor of a file that is not changed to be given up, like those of other files.
     fn let_share(&self, roles: &Changed) {
         if self.kind != Kind::Regular || roles.nameless {
             return;
@@ -141,7 +141,7 @@ impl FileStorage {
             Source::Kept(target, None) => target.clone(),
             Source::Kept(_, Some(_)) | Source::Shared(_) => return,
         };
-        // Without its times it is kept.
+        // Without the file's times the descriptor is kept.
         if let Ok(source) = Source::of_reader(&self.file, target) {
             self.source.store(Arc::new(source));
         }
@@ -171,7 +171,7 @@ impl FileStorage {
             Source::Shared(shared) => shared.clone(),
         };
         self.source.store(Arc::new(Source::Kept(target, None)));
-        // Whoever opens the file again by it would deny writing, and be startled by a change.
+        // A reopen through it would deny writing, and treat a change as an error.
         while Arc::strong_count(&shared) > 1 {
             pause(STEP).await;
         }

@@ -1,4 +1,4 @@
-//! A file opened for reading whose descriptor can be given up and got back.
+//! A file opened for reading whose descriptor can be given up and reopened.
 
 use super::open::{self, Taking};
 use super::source::Named;
@@ -11,8 +11,8 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// What is compared when a file is opened again. The time of the last change of attributes is not:
-/// a new link, owner or security label changes no byte.
+/// The properties compared when a file is reopened. They do not include the ctime: a new link, owner or security label
+/// changes no byte.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Seen {
     id: FileId,
@@ -22,7 +22,7 @@ struct Seen {
 }
 
 impl Seen {
-    /// Asked with the locks taken, so that no user that honours them is changing the file.
+    /// Queried with the locks held, so that no program that honours them is changing the file.
     fn of(target: &Target, id: FileId) -> io::Result<Self> {
         let stat = sys::stat(&target.file)?;
         let modified = (stat.st_mtime, stat.st_mtime_nsec);
@@ -56,25 +56,25 @@ impl Seen {
     }
 }
 
-/// What came of asking a file to give its descriptor up.
+/// The result of asking a file to give up its descriptor.
 pub(super) enum GiveUp {
-    /// It closes once this is dropped.
+    /// It is closed when this is dropped.
     Done(Option<Arc<Target>>),
     InUse,
 }
 
-/// An open file, with a descriptor or without.
+/// An open file, with or without a descriptor.
 pub(super) struct Shared {
     /// Opened for reading.
     file: Named,
     seen: Seen,
-    /// Used since this was last asked.
+    /// Used since this was last checked.
     used: AtomicBool,
     target: Mutex<Option<Arc<Target>>>,
 }
 
 impl Shared {
-    /// A file that nobody changes from now on.
+    /// A file that is not changed from now on.
     pub(super) fn new(file: &Named, target: Arc<Target>) -> io::Result<Arc<Self>> {
         let mode = OpenMode { writable: false, ..file.mode };
         let this = Arc::new(Self {
@@ -87,7 +87,7 @@ impl Shared {
         Ok(this)
     }
 
-    /// The descriptor, if it is there.
+    /// The descriptor, if there is one.
     pub(super) fn ready(&self) -> Option<Arc<Target>> {
         if !self.used.load(Ordering::Relaxed) {
             self.used.store(true, Ordering::Relaxed);
@@ -95,7 +95,7 @@ impl Shared {
         self.target.lock().clone()
     }
 
-    /// Gets a descriptor again, of the same file with the same content.
+    /// Opens a new descriptor of the same file with the same contents.
     pub(super) async fn reopen(self: &Arc<Self>) -> Result<Arc<Target>> {
         let Named { name, path, mode, pool, .. } = &self.file;
         let opened = open::descriptor(path, name, *mode, Taking::Alone, pool).await;
@@ -122,18 +122,18 @@ impl Shared {
         Ok(found)
     }
 
-    /// Gives the descriptor up unless it is in use or was lately.
+    /// Gives up the descriptor unless it is in use or was recently used.
     pub(super) fn give_up(&self) -> GiveUp {
         let Some(mut target) = self.target.try_lock() else { return GiveUp::InUse };
         let lately = self.used.swap(false, Ordering::Relaxed);
-        // Only under the lock can there be more of them.
+        // New references are created only under the lock.
         if target.as_ref().is_some_and(|target| lately || Arc::strong_count(target) > 1) {
             return GiveUp::InUse;
         }
         GiveUp::Done(target.take())
     }
 
-    /// An error of opening the file again.
+    /// The error for a failed reopen.
     fn explain(&self, error: StorageError) -> StorageError {
         if error.operation == Operation::Lock {
             return error;

@@ -1,4 +1,4 @@
-//! Where an open file's descriptor is, and how to get another one.
+//! The descriptor of an open file, and how to reopen it.
 
 use super::descriptors::{Keep, Pool};
 use super::shared::Shared;
@@ -8,12 +8,12 @@ use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// What a file is opened by.
+/// The name by which a file is opened.
 #[derive(Clone)]
 pub(super) struct Named {
     /// The name given to the open, for messages.
     pub(super) name: PathBuf,
-    /// The same from the root, whatever becomes of the working directory; links are not followed.
+    /// The absolute path, which does not depend on the working directory; links are not followed.
     pub(super) path: PathBuf,
     pub(super) mode: OpenMode,
     pub(super) id: FileId,
@@ -22,13 +22,13 @@ pub(super) struct Named {
 
 /// An open file's descriptor.
 pub(super) enum Source {
-    /// It stays open. Of a file that is only read, because it is among the first of them.
+    /// It stays open. A file that is only read keeps its descriptor if it is among the first.
     Kept(Arc<Target>, Option<Keep>),
     Shared(Arc<Shared>),
 }
 
 impl Source {
-    /// The descriptor of a regular file that nobody changes from now on.
+    /// The descriptor of a regular file that is not changed from now on.
     pub(super) fn of_reader(file: &Named, target: Arc<Target>) -> io::Result<Self> {
         Ok(match file.pool.keep() {
             Some(keep) => Self::Kept(target, Some(keep)),

@@ -1,4 +1,4 @@
-//! When a file was last changed, and whether a later change would show.
+//! When a file was last changed, and whether a later change would be visible.
 
 use super::{FileStorage, Kind, sys};
 use crate::Stamp;
@@ -6,8 +6,8 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::time::Duration;
 
-/// File systems that only this machine's kernel changes and gives times to, by their numbers in
-/// `statfs(2)`. Elsewhere another machine's clock counts, or attributes are remembered for a while.
+/// File systems that only this machine's kernel changes and timestamps, by their numbers in `statfs(2)`. Elsewhere
+/// another machine's clock is used, or attributes are cached.
 const TIMED: [u64; 11] = [
     0xEF53,      // ext2, ext3, ext4
     0x5846_5342, // XFS
@@ -25,11 +25,11 @@ const TIMED: [u64; 11] = [
 const SECOND: i64 = 1_000_000_000;
 const MILLISECOND: i64 = 1_000_000;
 
-/// How far the clock must be past a change: more than a tick, which is at most 10 ms.
+/// How far the clock must have advanced since a change: more than a tick, which is at most 10 ms.
 const MARGIN: i64 = 20 * MILLISECOND;
-/// As [`MARGIN`], where times are kept in whole seconds, some of them even.
+/// Like [`MARGIN`], for times stored in whole seconds or in even seconds.
 const COARSE_MARGIN: i64 = 2 * SECOND;
-/// How long it is waited for.
+/// How long to wait for that.
 const PATIENCE: i64 = 50 * MILLISECOND;
 
 /// A file's stamp as it is; `None` if its times are out of range.
@@ -42,7 +42,7 @@ pub(super) fn of(stat: &libc::stat) -> Option<Stamp> {
     })
 }
 
-/// Waits: with the ring's timer inside an executor, holding up the thread elsewhere.
+/// Waits: with the ring's timer inside an executor, by blocking the thread elsewhere.
 pub(super) async fn pause(duration: Duration) {
     if isobath_ring::is_running() {
         isobath_ring::sleep(duration).await;
@@ -51,14 +51,14 @@ pub(super) async fn pause(duration: Duration) {
     }
 }
 
-/// What is known of a stamp asked for at a time.
+/// Whether later changes differ from a stamp queried at some time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Age {
     /// Every later change gives another stamp.
     Settled,
-    /// It will be so after these nanoseconds, if nothing changes until then.
+    /// This will be so after this many nanoseconds, if nothing changes until then.
     Recent(i64),
-    /// That cannot be told by waiting.
+    /// Waiting would not help.
     Unknown,
 }
 

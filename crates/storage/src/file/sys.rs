@@ -51,7 +51,7 @@ pub(super) fn pread(file: &OwnedFd, buf: &mut [u8], offset: u64) -> io::Result<u
     count(unsafe { libc::pread(file.as_raw_fd(), buf.as_mut_ptr().cast(), buf.len(), offset) })
 }
 
-/// Reads what the page cache has, without waiting: less than the buffer's length where it has no more.
+/// Reads cached data without waiting: less than the buffer's length if no more is cached.
 pub(super) fn pread_cached(file: &OwnedFd, buf: &mut [u8], offset: u64) -> io::Result<usize> {
     let offset = signed(offset)?;
     let vector = libc::iovec { iov_base: buf.as_mut_ptr().cast(), iov_len: buf.len() };
@@ -90,7 +90,7 @@ pub(super) fn fallocate(file: &OwnedFd, mode: i32, offset: u64, length: u64) -> 
     done(unsafe { libc::fallocate(file.as_raw_fd(), mode, offset, length) })
 }
 
-/// A hint: its failure changes nothing.
+/// Only a hint: its failure does not matter.
 pub(super) fn advise(file: &OwnedFd, advice: libc::c_int) {
     // SAFETY: the call takes no memory.
     unsafe { libc::posix_fadvise(file.as_raw_fd(), 0, 0, advice) };
@@ -145,8 +145,8 @@ pub(super) fn clone_range(
     done(unsafe { libc::ioctl(to.as_raw_fd(), FICLONERANGE, &raw const range) })
 }
 
-/// Whether the file system can share space among files. It is asked for what none does, and what would
-/// change nothing: a byte within a block, with itself.
+/// Whether the file system can share space among files. The request used to find out is one that no file system accepts
+/// and that would change nothing: a byte within a block, with itself.
 pub(super) fn can_clone(file: &OwnedFd) -> bool {
     match clone_range(file, 1, file, 1, 1) {
         Ok(()) => true,
@@ -154,8 +154,7 @@ pub(super) fn can_clone(file: &OwnedFd) -> bool {
     }
 }
 
-/// Whether the file's blocks are on the realtime device of its XFS, apart from the one that `stat`
-/// names.
+/// Whether the file's blocks are on the realtime device of its XFS, not the one that `stat` names.
 pub(super) fn is_realtime(file: &OwnedFd) -> io::Result<bool> {
     let mut found = Attributes::default();
     // SAFETY: there is room for the answer.
@@ -180,7 +179,7 @@ pub(super) fn clock(clock: libc::clockid_t) -> Option<i64> {
     nanoseconds(time.tv_sec, time.tv_nsec)
 }
 
-/// A time of the kernel's in nanoseconds since the epoch; `None` if they do not fit.
+/// A kernel time in nanoseconds since the epoch; `None` if it does not fit.
 pub(super) fn nanoseconds(seconds: i64, nanoseconds: i64) -> Option<i64> {
     seconds.checked_mul(1_000_000_000)?.checked_add(nanoseconds)
 }
@@ -199,8 +198,8 @@ pub(super) fn seek(file: &OwnedFd, offset: u64, whence: libc::c_int) -> io::Resu
     }
 }
 
-/// Takes `O_NONBLOCK` away, which is wanted only while opening. Sets `O_DIRECT` or takes it away too;
-/// the other flags that can be changed are not in use.
+/// Clears `O_NONBLOCK`, which is needed only while opening. Also sets or clears `O_DIRECT`; the other flags that can be
+/// changed are not used.
 pub(super) fn set_blocking(file: &OwnedFd, direct: bool) -> io::Result<()> {
     let flags = if direct { libc::O_DIRECT } else { 0 };
     // SAFETY: a plain system call.
@@ -230,8 +229,8 @@ pub(super) fn device_discard(file: &OwnedFd, offset: u64, length: u64) -> io::Re
     done(unsafe { libc::ioctl(file.as_raw_fd(), BLKDISCARD, range.as_ptr()) })
 }
 
-/// The alignment that `O_DIRECT` wants of memory and of offsets and lengths, in bytes; `None` if the
-/// kernel does not tell (before Linux 6.1), zeroes if the file cannot be used that way.
+/// The alignment that `O_DIRECT` requires of memory and of offsets and lengths, in bytes; `None` if the kernel does not
+/// report it (before Linux 6.1), zeroes if the file cannot be used that way.
 pub(super) fn direct_alignment(file: &OwnedFd) -> Option<(u64, u64)> {
     let mut stat = MaybeUninit::<libc::statx>::zeroed();
     // SAFETY: the path is empty and terminated; there is room for the answer.
@@ -246,13 +245,13 @@ pub(super) fn direct_alignment(file: &OwnedFd) -> Option<(u64, u64)> {
         .then(|| (u64::from(stat.stx_dio_mem_align), u64::from(stat.stx_dio_offset_align)))
 }
 
-/// The effective user's number.
+/// The effective user id.
 pub(super) fn effective_user() -> u32 {
     // SAFETY: the call takes no memory and cannot fail.
     unsafe { libc::geteuid() }
 }
 
-/// A file's pages, shared with everybody who has them.
+/// A file's pages, shared with everyone who has mapped them.
 pub(super) struct Mapping {
     start: NonNull<AtomicU64>,
     length: usize,
@@ -268,7 +267,7 @@ impl Mapping {
     pub(super) fn of(file: &File, length: usize) -> io::Result<Self> {
         let (access, flags) =
             (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED | libc::MAP_POPULATE);
-        // SAFETY: the kernel chooses a place where nothing is.
+        // SAFETY: the kernel chooses an unused address range.
         let start =
             unsafe { libc::mmap(std::ptr::null_mut(), length, access, flags, file.as_raw_fd(), 0) };
         if start == libc::MAP_FAILED {
@@ -281,8 +280,8 @@ impl Mapping {
     }
 
     pub(super) fn words(&self) -> &[AtomicU64] {
-        // SAFETY: the pages begin aligned, are mapped until the drop, and whoever else has them
-        // mapped can only do what stores to atomic numbers do.
+        // SAFETY: the pages are aligned and mapped until the drop, and other mappings of them can do no more than
+        // stores to atomics can.
         unsafe {
             std::slice::from_raw_parts(self.start.as_ptr(), self.length / size_of::<AtomicU64>())
         }

@@ -1,4 +1,4 @@
-//! Whole transfers: through this thread's ring, or by system calls where there is none.
+//! Complete transfers: through this thread's ring, or by system calls if there is none.
 
 use super::landing::Landing;
 use super::sys;
@@ -8,18 +8,17 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-/// A file to operate on, and what operations in flight keep: the file, its locks, the range
-/// that they hold.
+/// A file to operate on, and what operations in flight keep alive: the file, its locks, and the range that they hold.
 #[derive(Clone)]
 pub(super) struct Target {
     pub(super) file: Arc<OwnedFd>,
     pub(super) lease: isobath_ring::Lease,
-    /// Operations on it that nobody waits for.
+    /// Operations on it whose futures were dropped.
     pub(super) landing: Arc<Landing>,
 }
 
 impl Target {
-    /// The same file, with what operations in flight keep.
+    /// The same file, with another lease for operations in flight.
     pub(super) fn leased(&self, lease: isobath_ring::Lease) -> Self {
         Self { file: self.file.clone(), lease, landing: self.landing.clone() }
     }
@@ -29,8 +28,8 @@ fn interrupted(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::EINTR | libc::EAGAIN))
 }
 
-/// Reads until the buffer is full or the file ends; returns how much of it is filled then. `done` bytes are
-/// already. After a read that does not end at a multiple of `align` the file has ended.
+/// Reads until the buffer is full or the file ends; returns how much of it is then filled. The first `done` bytes
+/// already are. A read that does not end at a multiple of `align` has reached the end of the file.
 pub(super) async fn read(
     target: &Target,
     offset: u64,

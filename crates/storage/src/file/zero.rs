@@ -13,7 +13,7 @@ const ZERO: i32 = libc::FALLOC_FL_ZERO_RANGE;
 /// The most zeroes written as data at a time, in bytes.
 const CHUNK: u64 = 1 << 20;
 
-/// What the file system has refused so far, so that it is not asked again.
+/// The modes that the file system has rejected, so that they are not tried again.
 #[derive(Default)]
 pub(super) struct Abilities {
     no_punch: AtomicBool,
@@ -69,8 +69,8 @@ impl FileStorage {
             if end <= self.length_of(&target.file)? {
                 return Ok(());
             }
-            // Extends in one step, unlike setting the length, which could cut off what another write
-            // has added meanwhile.
+            // Extends the file in one step. Setting the length instead could truncate what another write has added
+            // meanwhile.
             return self.write_buf(target, end - 1, IoBuf::zeroed(1)).await.0;
         }
         if self.allocate(target, ZERO, start, end).await? {
@@ -82,8 +82,8 @@ impl FileStorage {
         self.write_zero_data(target, start, end).await
     }
 
-    /// As [`zero_file`](Self::zero_file); the kernel takes whole blocks only, and writes data for
-    /// [`ZERO`] where the device has nothing better.
+    /// As [`zero_file`](Self::zero_file); the kernel takes whole blocks only, and writes data for [`ZERO`] if the
+    /// device has nothing better.
     async fn zero_device(
         &self,
         target: &Target,
@@ -124,7 +124,7 @@ impl FileStorage {
         Ok(())
     }
 
-    /// Gives the space of `[start, end)` back where that can be done.
+    /// Releases the space of `[start, end)` if possible.
     pub(super) async fn punch(&self, start: u64, end: u64) -> io::Result<()> {
         let target = self.kept()?;
         let Kind::Device { block } = self.kind else {

@@ -1,4 +1,4 @@
-//! Ranges of newly written data, and what is in them.
+//! Ranges of newly written data, and their checksums.
 
 use isobath_qcow2::journal::Crc32c;
 use isobath_storage::IoBuf;
@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Data that one record may have checksums of, in bytes: a recovery reads it all.
+/// The most bytes of data that one record's checksums may cover: a recovery reads all of it.
 const MAX_CHECKSUMMED: u64 = 32 << 20;
 
 /// A range of the data file that holds newly written guest data.
@@ -17,22 +17,22 @@ pub struct ChecksummedRange {
     pub range: Range<u64>,
     /// CRC32C of what was written there; `None` if it must be read back.
     pub crc: Option<u32>,
-    /// What has, or could have, the checksum.
+    /// Where the checksum is, or could be.
     pub holder: ChecksumHolder,
 }
 
-/// Who says what newly written data is, where the mapping to it needs no record of the journal.
+/// Where the checksum of newly written data is stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ChecksumHolder {
-    /// The journal's next record, which has the mapping.
+    /// In the journal's next record, which contains the mapping.
     Record,
-    /// Nobody need: before it was written, its place held what the guest had there.
+    /// Nowhere: none is needed, because before the write the place already held what the guest had there.
     Nobody,
-    /// The record embedded in its lead block has a checksum of it.
+    /// In the record embedded in its lead block.
     Lead,
 }
 
-/// Data that was written to places of its own, of which the log does not know yet.
+/// Data that was written to newly allocated places and that the log does not know of yet.
 #[must_use = "no entry may refer to it before the data journal has checksums of it"]
 #[derive(Debug)]
 pub struct Written(pub(in crate::durability) Vec<ChecksummedRange>);
@@ -46,30 +46,30 @@ pub(super) struct Checksum {
     pub(super) holder: ChecksumHolder,
 }
 
-/// What one record has checksums of.
+/// The ranges that one record's checksums cover.
 #[derive(Default)]
 pub(super) struct ChecksummedRanges {
     /// By start.
     pub(super) ranges: BTreeMap<u64, Checksum>,
     bytes: u64,
-    /// What an embedded record says of its data no longer holds.
+    /// The checksum in an embedded record is no longer valid.
     pub(super) broken: bool,
-    /// There is too much: the data is made durable before the record instead.
+    /// There is too much data: it is made durable before the record instead.
     pub(super) too_much: bool,
     pub(super) writes: Arc<WaitGroup>,
 }
 
-/// A write for which a commit waits; ends when dropped.
+/// A write that a commit waits for; ends when dropped.
 pub struct Busy(Option<Arc<WaitGroup>>);
 
 impl Busy {
-    /// One more.
+    /// Starts one more.
     pub fn on(writes: &Arc<WaitGroup>) -> Self {
         writes.begin();
         Self(Some(Arc::clone(writes)))
     }
 
-    /// A write to no such range.
+    /// A write that no commit waits for.
     pub(super) fn none() -> Self {
         Self(None)
     }
@@ -100,7 +100,7 @@ impl ChecksummedRanges {
         let mut crc = checksum.crc;
         for (at, before) in self.overlapping(&(start..end)) {
             self.take_out(at, &before);
-            // Written twice: only what is there now counts.
+            // Written twice: only the current contents count.
             crc = if (at, before.end) == (start, end) { crc } else { None };
             (start, end) = (start.min(at), end.max(before.end));
         }
@@ -113,7 +113,7 @@ impl ChecksummedRanges {
         self.bytes -= checksummed.end - at;
     }
 
-    /// Says that a write to a range begins: what it overlaps must be read back.
+    /// Notes that a write to a range begins: checksummed data that it overlaps must be read back.
     pub(super) fn touch(&mut self, range: &Range<u64>) -> Busy {
         let found = self.overlapping(range);
         if found.is_empty() {
@@ -126,14 +126,14 @@ impl ChecksummedRanges {
         Busy::on(&self.writes)
     }
 
-    /// Vouches no more for a range; what lies beside it in the same checksums is read back.
+    /// Removes a range; the rest of a partly removed checksummed range is read back.
     pub(super) fn cut_out(&mut self, range: &Range<u64>) {
         self.broken |=
             self.overlapping(range).iter().any(|(_, each)| each.holder == ChecksumHolder::Lead);
         self.forget(range);
     }
 
-    /// Says nothing more of a range; what lies beside it in the same checksums is read back.
+    /// Forgets a range; the rest of a partly forgotten checksummed range is read back.
     pub(super) fn forget(&mut self, range: &Range<u64>) {
         for (at, checksummed) in self.overlapping(range) {
             let Checksum { end, holder, .. } = checksummed;
@@ -144,7 +144,7 @@ impl ChecksummedRanges {
         }
     }
 
-    /// Leaves only what records in lead blocks have checksums of.
+    /// Leaves only the ranges whose checksums are in lead blocks.
     pub(super) fn leave_leads(&mut self) {
         let bytes = &mut self.bytes;
         self.ranges.retain(|at, checksummed| {
@@ -162,8 +162,8 @@ impl ChecksummedRanges {
     }
 }
 
-/// The checksummed ranges of `bufs`, written at `at`, one for each cluster of `size` bytes. Checksums are only made
-/// when `checked`.
+/// The checksummed ranges of `bufs`, written at `at`, one for each cluster of `size` bytes. Checksums are computed only
+/// if `checked`.
 pub fn checksummed(at: u64, bufs: &[IoBuf], size: u64, checked: bool) -> Vec<ChecksummedRange> {
     let mut checksums = Vec::new();
     let checksum = |range, crc: Crc32c| {
@@ -202,7 +202,7 @@ mod interleavings {
 
     struct DataJournal {
         writes: Arc<WaitGroup>,
-        /// Writes that began before anything else, and what they write.
+        /// Writes that began before everything else, and the data that they write.
         busy: [(Mutex<Option<Busy>>, Cell<u8>); 2],
     }
 

@@ -1,15 +1,14 @@
-//! Guest data that records of a journal have checksums of.
+//! Guest data that is covered by checksums in a journal's records.
 //!
-//! A record says what the data is that it newly refers to (a *checksummed range*: a range of the file and its
-//! CRC32C), so that data and record can be made durable by one sync: after a crash the last record
-//! counts only if all of its checksums hold. They must hold until the next record is durable, which
-//! proves that this one was. Until then a write to a checksummed range does not go to its place but is
-//! *kept*, in memory and as data in the next record, and goes to its place with a checkpoint (full
-//! journaling, section 3.1 of the FAST '16 paper). What is kept stays so until no record that a
-//! recovery would replay has it. Small writes that would make the file grow are kept too: the record's
-//! space is there already.
+//! A record contains checksums of the data that it newly refers to (a *checksummed range*: a range of the file and its
+//! CRC32C), so that one sync can make data and record durable: after a crash the last record counts only if all of its
+//! checksums match. They must match until the next record is durable, which proves that this one was. Until then a
+//! write to a checksummed range is not written in place but *kept*, in memory and as data in the next record, and a
+//! checkpoint writes it in place (full journaling, section 3.1 of the FAST '16 paper). It is kept as long as a record
+//! that a recovery would replay contains it. Small writes that would make the file grow are kept too: the record's
+//! space already exists.
 //!
-//! The order of all this is the commits'; see [`journal`](super::journal).
+//! Commits determine the order of these steps; see [`journal`](super::journal).
 
 mod checksums;
 
@@ -29,96 +28,96 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
-/// Small writes are kept as long as there is no more than this, in bytes.
+/// Small writes are kept as long as no more than this is kept, in bytes.
 const MAX_PENDING: u64 = 128 << 10;
 
 /// Clusters remembered as not written.
 const MAX_UNWRITTEN: usize = 16 << 10;
 
-/// In place of a record's number: the piece is of a cluster that is about to be free.
+/// Used in place of a record's number: the piece belongs to a cluster that is about to be freed.
 const NO_RECORD: Lsn = Lsn::MAX;
 
-/// What must not change in its place, and what is kept instead.
+/// The ranges that must not change in place, and the data that is kept instead.
 #[derive(Default)]
 pub struct DataJournal {
     /// Whether a journal is in use.
     active: AtomicBool,
-    /// Pieces kept; readers look no further while there are none.
+    /// The number of pieces kept; while it is 0, readers look no further.
     kept: AtomicUsize,
     /// Bytes kept for the next record.
     pending: AtomicU64,
-    /// What is kept is noted here too.
+    /// Kept data is also stored here.
     log: Option<Arc<RestartLog>>,
     state: Mutex<DataState>,
 }
 
 #[derive(Default)]
 struct DataState {
-    /// Clusters of which the file has at most parts: all that was written to them was kept at first.
+    /// Clusters that the file contains at most in part: everything written to them was kept at first.
     unwritten: HashSet<u64>,
-    /// What the next record will have checksums of.
+    /// The ranges that the next record's checksums will cover.
     open: ChecksummedRanges,
-    /// What the record under way has checksums of.
+    /// The ranges that the checksums of the record in progress cover.
     closing: ChecksummedRanges,
-    /// What was checksummed by what is durable, and not shown to be so by anything later that is: by
-    /// the number of that commit.
+    /// Ranges whose checksums are durable, but which no later durable record has shown to be durable: with the LSN of
+    /// their commit.
     last: Vec<(Lsn, ChecksummedRanges)>,
-    /// Clusters of which the next record has the plain lead block.
+    /// Clusters whose plain lead block is in the next record.
     plain: Vec<HostCluster>,
-    /// Data that durable records have, by their numbers, and of clusters about to be free.
+    /// Data in durable records, marked with their LSNs, and data of clusters about to be freed.
     recorded: Pieces,
-    /// Data that the record under way has.
+    /// Data in the record in progress.
     under_way: Pieces,
-    /// Data that the next record will have.
+    /// Data for the next record.
     pending: Pieces,
 }
 
 /// Where a write goes.
 pub enum WriteRoute {
-    /// To its place, as it is.
+    /// In place, unchanged.
     InPlace(Busy),
-    /// Some of it was kept; these parts go to their places.
+    /// Some of it was kept; these parts are written in place.
     Parts(Vec<Range<u64>>, Busy),
 }
 
-/// What a record must say of data.
+/// The data operations of a record.
 pub struct ClosedData {
-    /// What it has checksums of.
+    /// The ranges for which it has checksums.
     pub checksums: Vec<ChecksummedRange>,
-    /// Data that goes into it.
+    /// The data that it contains.
     pub kept: Vec<JournaledWrite>,
-    /// Clusters whose plain lead blocks are among that.
+    /// Clusters whose plain lead blocks are among that data.
     pub plain: Vec<HostCluster>,
-    /// There is too much to have checksums of: data must be durable before the record is written.
+    /// There is too much data for checksums: it must be durable before the record is written.
     pub too_much: bool,
     writes: Arc<WaitGroup>,
 }
 
 impl ClosedData {
-    /// Waits for the writes to checksummed ranges that were under way at the close.
+    /// Waits for the writes to checksummed ranges that were in progress at the close.
     pub async fn landed(&self) {
         self.writes.ended().await;
     }
 }
 
 impl DataJournal {
-    /// Notes in `log` what is kept.
+    /// Kept data is also stored in `log`.
     pub fn new(log: Option<Arc<RestartLog>>) -> Self {
         Self { log, ..Self::default() }
     }
 
-    /// Whether written data is to be checksummed.
+    /// Whether written data must be checksummed.
     pub fn is_active(&self) -> bool {
         self.active.load(Ordering::SeqCst)
     }
 
-    /// From now on records have checksums of data. A commit that closes every batch of before follows.
+    /// From now on records contain checksums of data. A commit that closes all earlier batches follows.
     pub fn activate(&self) {
         self.active.store(true, Ordering::SeqCst);
     }
 
-    /// No record has checksums of anything any more, and no recovery replays one. What durable records had
-    /// is durable in its place.
+    /// No record's checksums matter any more, and no recovery replays a record. Data in durable records is durable in
+    /// place.
     pub fn deactivate(&self) {
         let mut state = self.state.lock();
         let state = &mut *state;
@@ -135,7 +134,7 @@ impl DataJournal {
         self.count(state);
     }
 
-    /// Bytes kept that no record has yet.
+    /// Kept bytes that are not in a record yet.
     pub fn pending(&self) -> u64 {
         self.pending.load(Ordering::Relaxed)
     }
@@ -153,8 +152,8 @@ impl DataJournal {
         self.state.lock().guarded(range).iter().map(|part| part.end - part.start).sum()
     }
 
-    /// Decides where a write of `bufs` at `at` goes, and keeps what must be kept. The caller writes
-    /// the rest and then drops what it was given.
+    /// Decides where a write of `bufs` at `at` goes, and keeps what must be kept. The caller writes the rest and then
+    /// drops the returned route.
     pub fn write(&self, at: u64, bufs: &[IoBuf]) -> WriteRoute {
         if !self.is_active() && !self.keeps() {
             return WriteRoute::InPlace(Busy::none());
@@ -184,10 +183,10 @@ impl DataJournal {
         WriteRoute::Parts(straight, busy)
     }
 
-    /// Keeps a small write to space that the file does not have yet for the next record, unless that has
-    /// much already. `beyond` says that the write is the first to its clusters, of `size` bytes, and
-    /// that nothing refers to them yet; it is kept then, and what refers to it is recorded after this.
-    /// Otherwise it is kept if such a write was the first to all of them.
+    /// Keeps a small write past the end of the file for the next record, unless much is kept already. `beyond` says
+    /// that the write is the first to its clusters, of `size` bytes, and that nothing refers to them yet; it is then
+    /// kept, and the entry that refers to it is recorded after this call. Otherwise it is kept if the first write to
+    /// all of them was kept.
     pub fn keep(&self, at: u64, bufs: &[IoBuf], beyond: bool, size: u64) -> bool {
         if !self.is_active() || self.pending() > MAX_PENDING {
             return false;
@@ -215,8 +214,8 @@ impl DataJournal {
         state.keep(at, bytes);
     }
 
-    /// Keeps the plain bytes of an embedded lead block for the next record, which says that the lead block of
-    /// `cluster` is plain. The caller sees to it that nobody takes it for embedded from then on.
+    /// Keeps the plain bytes of an embedded lead block for the next record, which says that the lead block of `cluster`
+    /// is plain. The caller ensures that it is not treated as embedded from then on.
     pub fn keep_plain(&self, at: u64, bytes: &[u8], cluster: HostCluster) {
         let mut state = self.state.lock();
         self.keep_piece(&mut state, at, bytes.into());
@@ -224,8 +223,8 @@ impl DataJournal {
         self.count(&state);
     }
 
-    /// Has the next record have checksums of newly written data. Gives what [`record`](crate::tables::Tables::record)
-    /// needs of whoever refers to it.
+    /// Adds checksums of newly written data to the next record. Returns the proof that
+    /// [`record`](crate::tables::Tables::record) requires for an entry that refers to the data.
     pub fn add_checksums(&self, written: impl IntoIterator<Item = Written>) -> Checksummed {
         let written = written.into_iter();
         if self.is_active() {
@@ -236,8 +235,8 @@ impl DataJournal {
         Checksummed::new()
     }
 
-    /// As [`add_checksums`](Self::add_checksums), of data that no record is to have checksums of: it is durable
-    /// before the next record is written.
+    /// Like [`add_checksums`](Self::add_checksums), for data that gets no checksums: it is durable before the next
+    /// record is written.
     pub fn add_unchecked(&self) -> Checksummed {
         if self.is_active() {
             self.state.lock().open.too_much = true;
@@ -245,8 +244,8 @@ impl DataJournal {
         Checksummed::new()
     }
 
-    /// Begins record `lsn`. Nothing is said of clusters in `freed`, of `size` bytes each, to which
-    /// nothing will refer any more.
+    /// Begins record `lsn`. It leaves out the clusters in `freed`, of `size` bytes each, to which nothing will refer
+    /// any more.
     pub fn begin_commit(&self, lsn: Lsn, freed: &[HostCluster], size: u64) -> ClosedData {
         let mut state = self.state.lock();
         let state = &mut *state;
@@ -259,7 +258,7 @@ impl DataJournal {
         for cluster in freed {
             let range = cluster.get() * size..(cluster.get() + 1) * size;
             state.closing.forget(&range);
-            // It stays for those who still look at the old mapping.
+            // It stays for readers that still use the old mapping.
             state.under_way.mark(Some(&range), NO_RECORD);
         }
         self.count(state);
@@ -289,8 +288,8 @@ impl DataJournal {
         Some(Arc::clone(&state.closing.writes))
     }
 
-    /// The commit `lsn` under way is durable without a record. What durable data now notes shows that commits up
-    /// to `noted` were durable.
+    /// The commit `lsn` in progress is durable without a record. Durable LSNs in data that is now durable show that
+    /// commits up to `noted` were durable.
     pub fn finish_embedded_commit(&self, lsn: Lsn, noted: Lsn) {
         let mut state = self.state.lock();
         let closing = std::mem::take(&mut state.closing);
@@ -300,8 +299,7 @@ impl DataJournal {
         }
     }
 
-    /// The record of the commit `lsn` under way is durable, and a recovery replays no record before
-    /// `tail`.
+    /// The record of the commit `lsn` in progress is durable, and a recovery replays no record before `tail`.
     pub fn finish_commit(&self, lsn: Lsn, tail: Lsn) {
         let mut state = self.state.lock();
         let state = &mut *state;
@@ -312,7 +310,7 @@ impl DataJournal {
         self.count(state);
     }
 
-    /// What durable records have of data is in its place, and nothing is checksummed any more.
+    /// The data in durable records is in place, and nothing is checksummed any more.
     pub fn checkpointed(&self) {
         let mut state = self.state.lock();
         let state = &mut *state;
@@ -322,8 +320,7 @@ impl DataJournal {
         self.count(state);
     }
 
-    /// Of what the commit under way took, `placed` is in its place, and record `lsn` has the
-    /// rest.
+    /// Of the data that the commit in progress took, `placed` is in place, and record `lsn` contains the rest.
     pub fn moved(&self, placed: &[JournaledWrite], lsn: Lsn) {
         let mut state = self.state.lock();
         let state = &mut *state;
@@ -334,7 +331,7 @@ impl DataJournal {
         self.count(state);
     }
 
-    /// The commit under way wrote no record, and all data is durable in its place.
+    /// The commit in progress wrote no record, and all data is durable in place.
     pub fn finish_plain_commit(&self) {
         let mut state = self.state.lock();
         state.closing = ChecksummedRanges::default();
@@ -342,17 +339,17 @@ impl DataJournal {
         self.count(&state);
     }
 
-    /// What durable records have of data, to be written to its place.
+    /// The data in durable records, to be written in place.
     pub fn recorded(&self) -> Vec<JournaledWrite> {
         self.state.lock().recorded.list(|record| record != NO_RECORD)
     }
 
-    /// What is kept and in no durable record. With the journal out of use, it goes to its place.
+    /// Kept data that is in no durable record. If the journal is taken out of use, it is written in place.
     pub fn unrecorded(&self) -> Vec<JournaledWrite> {
         self.state.lock().pending.list(|_| true)
     }
 
-    /// Forgets pieces that are in their places, unless something newer is kept there.
+    /// Forgets pieces that are now in place, unless something newer is kept there.
     pub fn placed(&self, pieces: &[JournaledWrite]) {
         let mut state = self.state.lock();
         for done in pieces {
@@ -361,7 +358,7 @@ impl DataJournal {
         self.count(&state);
     }
 
-    /// Forgets what is kept of clusters that nothing refers to any more, of `size` bytes each.
+    /// Forgets the kept data of clusters, of `size` bytes each, that nothing refers to any more.
     pub fn forget(&self, freed: &[HostCluster], size: u64) {
         let mut state = self.state.lock();
         let state = &mut *state;
@@ -375,8 +372,8 @@ impl DataJournal {
         self.count(state);
     }
 
-    /// What is kept of a range. Asked for before the range is read, and put over what was read:
-    /// what is no longer kept by then was in its place before.
+    /// The kept data of a range. The caller asks for it before it reads the range, and applies it to what it read: data
+    /// that is no longer kept by then was already in place.
     pub fn kept_in(&self, range: &Range<u64>) -> Vec<JournaledWrite> {
         if !self.keeps() {
             return Vec::new();
@@ -416,13 +413,13 @@ impl DataState {
     }
 
     fn keep(&mut self, at: u64, bytes: Arc<[u8]>) {
-        // One record does not have checksums of what it has itself.
+        // A record has no checksums of data that it contains itself.
         self.open.cut_out(&(at..at + bytes.len() as u64));
         self.pending.put(at, bytes, Lsn::default());
     }
 }
 
-/// A copy of some of the bytes of buffers that follow one another.
+/// A copy of some of the bytes of consecutive buffers.
 pub fn cut(bufs: &[IoBuf], part: Range<usize>) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(part.len());
     let mut start = 0;
@@ -446,7 +443,7 @@ mod tests {
         IoBuf::copy_of(&vec![tag; length])
     }
 
-    /// A write to its place is told by the parts that go there.
+    /// Writes, and returns the parts that are written in place.
     fn straight(journal: &DataJournal, at: u64, tag: u8, length: usize) -> Vec<Range<u64>> {
         match journal.write(at, &[buf(tag, length)]) {
             WriteRoute::InPlace(_) => all(at, length as u64),
@@ -469,14 +466,14 @@ mod tests {
     fn what_the_last_record_vouches_for_is_kept_until_the_next_is_durable() {
         let journal = active();
         let _ = journal.add_checksums([Written(checksummed(0, &[buf(1, 8192)], SIZE, true))]);
-        // Not in a record yet: it goes there, and is read back.
+        // Not in a record yet: it is written in place, and read back.
         assert_eq!(straight(&journal, 4096, 2, 4096), all(4096, 4096));
         let closed = journal.begin_commit(Lsn::new(1), &[], SIZE);
         assert_eq!(
             closed.checksums,
             [ChecksummedRange { range: 0..8192, crc: None, holder: ChecksumHolder::Record }]
         );
-        // While the record is written, and after.
+        // While the record is being written, and after.
         assert_eq!(straight(&journal, 4096, 3, 8192), all(8192, 4096));
         journal.finish_commit(Lsn::new(1), Lsn::new(1));
         assert_eq!(straight(&journal, 0, 4, 512), []);
@@ -484,11 +481,11 @@ mod tests {
         let kept = journal.kept_in(&(0..16384));
         assert_eq!(kept.len(), 2);
         assert_eq!(kept[0], JournaledWrite { at: 0, bytes: vec![4; 512] });
-        // The next record has them, and then nothing is checksummed any more.
+        // The next record contains them, and then nothing is checksummed any more.
         assert_eq!(journal.begin_commit(Lsn::new(2), &[], SIZE).kept, kept);
         journal.finish_commit(Lsn::new(2), Lsn::new(1));
         assert_eq!(straight(&journal, 1024, 5, 512), all(1024, 512));
-        // What is kept stays as long as it may be replayed.
+        // Data is kept as long as it may be replayed.
         assert_eq!(straight(&journal, 0, 6, 512), []);
         journal.begin_commit(Lsn::new(3), &[], SIZE);
         journal.finish_commit(Lsn::new(3), Lsn::new(3));
@@ -582,7 +579,7 @@ mod tests {
             .add_checksums([Written(checksummed_by(SIZE..2 * SIZE, ChecksumHolder::Nobody))]);
         assert!(journal.begin_embedded_commit().is_some());
         journal.finish_embedded_commit(Lsn::new(5), Lsn::new(0));
-        // Nobody needs the sum of the one; nothing shows yet that the other was durable.
+        // The first needs no checksum; nothing shows yet that the second was durable.
         assert_eq!(straight(&journal, SIZE, 1, 4096), all(SIZE, 4096));
         assert_eq!(straight(&journal, SIZE - 4096, 1, 8192), all(SIZE, 4096));
         assert!(journal.begin_embedded_commit().is_none(), "what is kept needs a record");

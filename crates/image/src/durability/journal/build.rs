@@ -1,4 +1,4 @@
-//! What a commit puts into its record.
+//! Building a commit's record.
 
 use crate::Result;
 use crate::alloc::{Allocator, Staged};
@@ -12,13 +12,13 @@ use isobath_qcow2::{HostCluster, HostOffset, Lsn};
 use isobath_storage::{IoBuf, Storage};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// What a change takes in a record at most: an entry, a checksum, and refcounts taken and given back.
+/// The most bytes that a change takes in a record: an entry, a checksum, and refcounts taken and released.
 pub(super) const BYTES_PER_CHANGE: usize = 160;
 
-/// An operation without its payload, and the most that padding adds.
+/// An operation without its payload, and the most padding that it gets.
 pub(super) const OPERATION: u64 = 16 + 8;
 
-/// Bytes that a record with all this takes at most.
+/// The most bytes that a record with all of this takes.
 pub(super) async fn estimate<S: Storage>(
     tables: &StagedTables,
     alloc: &Allocator<S>,
@@ -34,7 +34,7 @@ pub(super) async fn estimate<S: Storage>(
     HEAD_BYTES as u64 + patches + data + small as u64 * (OPERATION + 8) + refcounts
 }
 
-/// A record in the making.
+/// A record being built.
 pub(super) struct Builder {
     cluster_size: u64,
     record: Record,
@@ -47,7 +47,7 @@ impl Builder {
         Self { cluster_size, record, told: BTreeSet::new() }
     }
 
-    /// Earlier records' operations on clusters that become free are not to be replayed.
+    /// Revokes earlier records' operations on clusters that become free.
     pub(super) fn revoke<'a>(
         &mut self,
         told: &BTreeMap<u64, Lsn>,
@@ -83,7 +83,7 @@ impl Builder {
         }
     }
 
-    /// Data that is not in its place.
+    /// Adds data that is not in place.
     pub(super) fn data(&mut self, kept: &[JournaledWrite]) {
         for JournaledWrite { at, bytes } in kept {
             self.tell(*at, bytes.len() as u64);
@@ -92,7 +92,7 @@ impl Builder {
         }
     }
 
-    /// Data that is in its place; what has no checksum is read for it.
+    /// Adds checksums of data that is in place; data without a checksum is read back.
     pub(super) async fn add_checksums<S: Storage>(
         &mut self,
         data: &S,
@@ -116,12 +116,12 @@ impl Builder {
         Ok(())
     }
 
-    /// The zones, where there may be any.
+    /// Adds the list of zones, if there may be any.
     pub(super) fn zones(&mut self, zones: Option<Zones>) {
         self.record.operations.extend(zones.map(Operation::Zones));
     }
 
-    /// The clusters that the record tells of, and the record.
+    /// The clusters that the record has operations on, and the record.
     pub(super) fn finish(self) -> (BTreeSet<u64>, Record) {
         (self.told, self.record)
     }
@@ -130,7 +130,7 @@ impl Builder {
         self.tell(at, length);
         let (mut at, end) = (at, at + length);
         while at < end {
-            // A refcount table may be long, but not every length fits.
+            // A refcount table may be too long for one operation.
             let length = (end - at).min(1 << 30) as u32;
             self.record.operations.push(Operation::Zero { offset: HostOffset::new(at), length });
             at += u64::from(length);

@@ -1,4 +1,4 @@
-//! Commits of what is embedded: a sync, and no record.
+//! Commits of embedded mappings: a sync without a record.
 
 use super::{Active, Journal};
 use crate::Result;
@@ -8,8 +8,8 @@ use isobath_storage::Storage;
 use std::sync::atomic::Ordering;
 
 impl Journal {
-    /// Commits by a sync alone, if all there is to tell is embedded with a number below `lsn`, that of the commit;
-    /// `false`, with nothing done, if it is not.
+    /// Commits by a sync alone if every change is embedded with an LSN below `lsn`, the commit's; otherwise does
+    /// nothing and returns `false`.
     pub(super) async fn commit_embedded<S: Storage>(
         &self,
         active: &mut Active,

@@ -1,9 +1,9 @@
-//! A commit that is too much for a record, while zones are in use or a log for a killed process.
+//! A commit that is too large for a record, while zones or a restart log are in use.
 //!
-//! Without either the journal is taken out of use for such a commit. With zones it must stay, since it lists them, and
-//! with a log, which counts as long as it does; so it becomes empty instead, the commit goes the ordered way, and a
-//! record says that it has what was embedded. A crash in between finds the records that are embedded once more: they
-//! say what the tables say, or what was there before the commit.
+//! Without either, the journal is taken out of use for such a commit. With zones it must stay in use, since it lists
+//! them, and so it must with a restart log, which is valid only as long as the journal is in use. So the journal is
+//! emptied instead, the commit is ordered, and a record says that the embedded mappings are in the tables. A crash in
+//! between finds the embedded records again: they match the tables, or what was there before the commit.
 
 use super::{Active, checkpoint, ordered};
 use crate::Result;
@@ -15,16 +15,16 @@ use crate::tables::ClosedBatch;
 use isobath_qcow2::{HostCluster, Lsn};
 use isobath_storage::Storage;
 
-/// What was closed for the commit.
+/// The batches that were closed for the commit.
 pub(super) struct Oversized {
     pub(super) batch: ClosedBatch,
-    /// Clusters to which nothing refers once it is done.
+    /// Clusters to which nothing refers after the commit.
     pub(super) freed: Vec<HostCluster>,
     pub(super) kept: Vec<JournaledWrite>,
     pub(super) plain: Vec<HostCluster>,
 }
 
-/// Commits what was closed, by way of its places.
+/// Commits the closed batches in place.
 pub(super) async fn commit<S: Storage>(
     active: &mut Active,
     metadata: &Metadata<S>,
@@ -37,7 +37,7 @@ pub(super) async fn commit<S: Storage>(
     let Oversized { batch, freed, kept, plain } = closed;
     checkpoint(metadata).await?;
     metadata.sync().await?;
-    // The record says so: what is kept may overwrite what embedded records have sums of.
+    // The record makes this durable: kept data may overwrite data that embedded records have checksums of.
     zones.finish_commit(lsn);
     let emptied = metadata.sequence.next();
     let mut empty = active.next(size, emptied, emptied);
@@ -47,7 +47,7 @@ pub(super) async fn commit<S: Storage>(
     data_journal.checkpointed();
     metadata.zones_listed().await?;
 
-    // Lead blocks become plain by a record only: it says so.
+    // Lead blocks become plain only with a record that says so.
     let is_lead = |kept: &&JournaledWrite| plain.contains(&HostCluster::new(kept.at / size));
     let (leads, others): (Vec<&JournaledWrite>, Vec<&JournaledWrite>) =
         kept.iter().partition(is_lead);
@@ -71,7 +71,7 @@ pub(super) async fn commit<S: Storage>(
 
     let mut leads = leads.as_slice();
     loop {
-        // One cluster's pieces are adjacent, and in one record.
+        // The pieces of one cluster are adjacent, and in one record.
         let room = super::most_blocks(&active.ring) as usize * super::BLOCK / 2;
         let mut bytes = 0;
         let mut count = 0;

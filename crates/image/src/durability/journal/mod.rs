@@ -1,23 +1,21 @@
 //! `--metadata journal`: one sync for one flush.
 //!
-//! A commit writes one record into an area of the image's file: every change of metadata since the
-//! last one (L1 and L2 entries, refcounts, new tables), and for data written to newly referred
-//! places the CRC32C that tells after a crash whether it is there. Data was written before; so one
-//! sync makes data and record durable, and the change with them, whole or not at all. This is the
-//! internal journal of the FAST '16 paper (section 3.1); where it differs, `docs/decisions/0007` says
-//! why.
+//! A commit writes one record into an area of the image's file: every change of metadata since the last one (L1 and L2
+//! entries, refcounts, new tables), and the CRC32C of newly written data, which shows after a crash whether the data is
+//! there. The data was written before the record, so one sync makes data, record and change durable, all or nothing.
+//! This is the internal journal of the FAST '16 paper (section 3.1); `docs/decisions/0007` explains the differences.
 //!
-//! - **Checkpoints**: what records changed stays in memory until the area is half full, and is then
-//!   written to its place, once however often it changed. The sync of the next commit makes
-//!   that durable, and the record after it says so (`tail`).
-//! - **What proves what**: a record is written only when the one before it is durable. So only the
-//!   last record's data is checked after a crash, and must stay as it was until then: see
+//! - **Checkpoints**: changes in records stay in memory until the area is half full, and are then written in place,
+//!   once however often a byte changed. The sync of the next commit makes that durable, and the record after it says so
+//!   (`tail`).
+//! - **Durability of earlier records**: a record is written only when the one before it is durable. So only the last
+//!   record's data is verified after a crash, and it must not change until the next record is durable: see
 //!   [`data_journal`](super::data_journal).
-//! - **Revocation**: where a released cluster has anything in records that a recovery would replay,
-//!   the record that releases it says that it is not to be.
-//! - While the area is in use an incompatible feature bit keeps other programs out. Closing, and
-//!   every change that goes another way (a resize, an index), [deactivates](Journal::deactivate) the journal:
-//!   what is in it goes to its place, and the bit goes.
+//! - **Revocation**: if records that a recovery would replay contain anything of a released cluster, the record that
+//!   releases it revokes that.
+//! - While the area is in use, an incompatible feature bit keeps other programs out. Closing, and every change that
+//!   does not use the journal (a resize, an index), [deactivates](Journal::deactivate) it: its contents are written in
+//!   place, and the bit is cleared.
 
 mod build;
 mod embedded;
@@ -41,22 +39,22 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-/// Commits that change something before a journal is set up where it is not asked for: who flushes
-/// less often does not gain from one.
+/// Commits with changes before a journal is set up if it was not requested: a guest that flushes less often does not
+/// gain from one.
 const COMMITS_BEFORE: u32 = 3;
 
 /// The mode's state.
 pub struct Journal {
     ordered: Ordered,
-    /// Set up without waiting for commits that show that it pays.
+    /// The journal is set up without waiting for commits that show that it pays.
     at_once: AtomicBool,
-    /// Bytes of the area that is set up.
+    /// The size of the area, in bytes.
     size: u64,
-    /// Changes under way that the journal must not see.
+    /// Changes in progress that must not go through the journal.
     held: AtomicUsize,
-    /// Changes that gather before a commit is due.
+    /// The number of pending changes at which a commit is due.
     due: AtomicUsize,
-    /// The next commit is to write a record whatever it has to tell.
+    /// The next commit must write a record even if it has no changes.
     asked: AtomicBool,
     state: Mutex<JournalState>,
 }
@@ -67,7 +65,7 @@ struct JournalState {
     commits: u32,
     /// The image cannot have a journal.
     impossible: bool,
-    /// Clusters of the area, kept also while it is not in use.
+    /// Clusters of the area, which are kept even while it is not in use.
     area: Option<Range<u64>>,
     active: Option<Active>,
 }
@@ -78,29 +76,28 @@ struct Active {
     ring: Ring,
     /// The last record.
     last: Lsn,
-    /// The last record of which all is written to its place.
+    /// The last record whose contents are all written in place.
     written: Lsn,
-    /// The last record of which all is durable in its place.
+    /// The last record whose contents are all durable in place.
     durable: Lsn,
-    /// Clusters that records tell of, and the last that does.
+    /// Clusters that records have operations on, and the last such record.
     told: BTreeMap<u64, Lsn>,
-    /// What is embedded with a lower number is in the last record, or in earlier ones.
+    /// Mappings embedded with a lower LSN are in the last record, or in earlier ones.
     checkpoint_lsn: Lsn,
 }
 
 impl Active {
-    /// What was written to its place before the sync that has ended, up to record `written`, is
-    /// durable.
+    /// A sync has ended: everything written in place before it, up to record `written`, is durable.
     fn synced(&mut self, written: Lsn) {
         self.durable = self.durable.max(written);
     }
 
-    /// The record behind the last one; see [`Builder::new`].
+    /// The record after the last one; see [`Builder::new`].
     fn next(&self, cluster_size: u64, lsn: Lsn, tail: Lsn) -> Builder {
         Builder::new(cluster_size, lsn, self.last, tail)
     }
 
-    /// Writes a record, which there is room for, and makes it durable, with all data written before.
+    /// Writes a record, for which there must be room, and makes it durable together with all data written before.
     async fn write<S: Storage>(&mut self, metadata: &Metadata<S>, record: Builder) -> Result<()> {
         let layer = &metadata.layer;
         let (told, record) = record.finish();
@@ -131,8 +128,7 @@ impl Active {
     }
 }
 
-/// The most blocks that a record may take: so many that there is room for one after a checkpoint
-/// that is not durable yet.
+/// The most blocks that a record may take, so that there is room for one after a checkpoint that is not durable yet.
 fn most_blocks(ring: &Ring) -> u64 {
     ring.blocks() / 8
 }
@@ -166,8 +162,8 @@ impl Journal {
         metadata.grow_ahead().await
     }
 
-    /// `at_once` sets the journal up with the first commit. `size` is the area's, in bytes, as far as
-    /// clusters and blocks allow.
+    /// `at_once` sets up the journal at the first commit. `size` is the wanted size of the area in bytes, which is
+    /// rounded to clusters and blocks.
     pub fn new(at_once: bool, size: u64) -> Self {
         Self {
             ordered: Ordered,
@@ -180,35 +176,34 @@ impl Journal {
         }
     }
 
-    /// Whether so many changes have gathered that a commit should take them.
+    /// Whether there are so many pending changes that a commit is due.
     pub fn is_due(&self, changes: usize, kept: u64) -> bool {
         let due = self.due.load(Ordering::Relaxed);
         changes >= due || kept >= self.room() as u64
     }
 
-    /// Bytes of data that fit into a record beside what else it may have to tell.
+    /// Bytes of data that fit into a record besides its other operations.
     pub fn room(&self) -> usize {
         self.due.load(Ordering::Relaxed).saturating_mul(build::BYTES_PER_CHANGE)
     }
 
-    /// Has the next commit write a record whatever it has to tell.
+    /// Makes the next commit write a record even if it has no changes.
     pub fn ask_for_record(&self) {
         self.asked.store(true, Ordering::SeqCst);
     }
 
-    /// Has the journal set up with the next commit that changes something.
+    /// Sets up the journal at the next commit with changes.
     pub fn want_at_once(&self) {
         self.at_once.store(true, Ordering::SeqCst);
     }
 
-    /// Keeps the journal from coming into use as long as the caller has what is returned. The caller
-    /// deactivates it.
+    /// Keeps the journal from being set up until the returned guard is dropped. The caller deactivates it.
     pub fn hold(&self) -> Held<'_> {
         self.begin_hold();
         Held(self)
     }
 
-    /// As [`hold`](Self::hold), until [`end_hold`](Self::end_hold).
+    /// Like [`hold`](Self::hold), until [`end_hold`](Self::end_hold).
     pub fn begin_hold(&self) {
         self.held.fetch_add(1, Ordering::SeqCst);
     }
@@ -218,9 +213,9 @@ impl Journal {
         self.held.fetch_sub(1, Ordering::SeqCst);
     }
 
-    /// Commits by a record, if there is anything to tell. The record gets the commit's number, and has what is
-    /// embedded with a lower one. Gives the batch back where it is too much for a record, and the journal may be
-    /// taken out of use for it.
+    /// Commits with a record, if there are changes. The record gets the commit's LSN, and contains the mappings
+    /// embedded with a lower one. Returns the batch if it is too large for a record and the journal may be taken out of
+    /// use for it.
     async fn commit_record<S: Storage>(
         &self,
         active: &mut Active,
@@ -236,7 +231,7 @@ impl Journal {
         let asked = self.asked.swap(false, Ordering::SeqCst);
         let tells = batch.changes || !closed.kept.is_empty() || asked;
         let changed = tells || alloc.has_unstaged().await;
-        // Data that no record can have checksums of is durable before the record is written.
+        // Data that cannot have checksums in a record must be durable before the record is written.
         let before = changed && (closed.too_much || metadata.has_data_apart());
         if before {
             layer.data().flush().await?;
@@ -256,7 +251,7 @@ impl Journal {
             + build::estimate(&staged, alloc, &batch, &checksums, &closed.kept).await;
         let blocks = estimate.div_ceil(BLOCK as u64);
         if blocks > most_blocks(&active.ring) || active.ring.room(blocks).is_none() {
-            // Too much for one record, or for what is left of the area.
+            // Too large for one record, or for the free part of the area.
             if zones.any() || metadata.log.as_ref().is_some_and(|log| log.is_begun()) {
                 let closed =
                     in_place::Oversized { batch, freed, kept: closed.kept, plain: closed.plain };
@@ -304,8 +299,8 @@ impl Journal {
         Ok(None)
     }
 
-    /// Brings everything that is in the journal to its place and takes the journal out of use.
-    /// Nothing else commits meanwhile, and nothing is embedded any more.
+    /// Writes everything in the journal in place and takes the journal out of use. No other commit may run meanwhile,
+    /// and nothing may be embedded.
     async fn deactivate_locked<S: Storage>(
         &self,
         state: &mut JournalState,
@@ -336,8 +331,8 @@ impl Journal {
         }
     }
 
-    /// Takes the journal out of use, until the next commit if nobody [holds](Self::hold) it. The
-    /// image is then as after a commit without one.
+    /// Takes the journal out of use, until the next commit unless it is [held](Self::hold). The image is then as after
+    /// a commit without a journal.
     pub async fn deactivate<S: Storage>(&self, metadata: &Metadata<S>) -> Result<()> {
         self.deactivate_locked(&mut *self.state.lock().await, metadata).await
     }
@@ -352,7 +347,7 @@ impl Drop for Held<'_> {
     }
 }
 
-/// Bytes of table pages that gather before a checkpoint.
+/// Bytes of changed table pages at which a checkpoint is made.
 const MAX_DIRTY: usize = 8 << 20;
 
 impl Durability for Journal {
@@ -379,7 +374,7 @@ impl Durability for Journal {
     }
 }
 
-/// Writes what durable records have to its place.
+/// Writes the contents of durable records in place.
 async fn checkpoint<S: Storage>(metadata: &Metadata<S>) -> Result<()> {
     metadata.place(&metadata.data_journal.recorded()).await?;
     metadata.tables.checkpoint().await?;

@@ -1,10 +1,10 @@
-//! The area's blocks: where the next record goes, and how long records stay.
+//! The area's blocks: where the next record goes, and which records are still needed.
 
 use isobath_qcow2::Lsn;
 use std::collections::VecDeque;
 
-/// Blocks in use, oldest record first. Records are whole runs of blocks, placed one behind the other
-/// and again from the start where the area ends.
+/// Blocks in use, oldest record first. Records are runs of whole blocks, placed one after the other, and again from the
+/// start when the area ends.
 pub(super) struct Ring {
     blocks: u64,
     /// Where the next record would go.
@@ -48,14 +48,14 @@ impl Ring {
         self.head = start + count;
     }
 
-    /// Gives the blocks of records before `lsn` back.
+    /// Frees the blocks of records before `lsn`.
     pub(super) fn release(&mut self, lsn: Lsn) {
         while self.records.front().is_some_and(|slot| slot.lsn < lsn) {
             self.records.pop_front();
         }
     }
 
-    /// Blocks that are not free, with those that were left because a record did not fit.
+    /// Blocks that are not free, including those skipped because a record did not fit.
     pub(super) fn used(&self) -> u64 {
         match (self.records.front(), self.records.back()) {
             (Some(oldest), Some(newest)) if newest.start >= oldest.start => {

@@ -1,4 +1,4 @@
-//! Putting the journal's area into use, and out of it.
+//! Setting up the journal's area, and taking it out of use.
 
 use super::{Active, Journal, JournalState, Ring};
 use crate::alloc::{TailCut, write_zeroes};
@@ -15,8 +15,8 @@ use std::ops::Range;
 use std::sync::atomic::Ordering;
 
 impl Journal {
-    /// Puts the area into use. Everything is in its place, and the data journal is active. An image whose
-    /// header has no room, or whose file system has none, goes on without a journal.
+    /// Puts the area into use. Everything must be in place, and the data journal active. If the header or the file
+    /// system has no room, the image continues without a journal.
     pub(super) async fn set_up<S: Storage>(
         &self,
         state: &mut JournalState,
@@ -42,7 +42,7 @@ impl Journal {
             data_journal.deactivate();
             return Ok(());
         };
-        // Refcounts that the last commit gave back.
+        // Refcounts that the last commit released.
         alloc.write_blocks().await?;
         layer.storage().flush().await?;
         let id = ids::fresh();
@@ -72,8 +72,8 @@ impl Journal {
         Ok(())
     }
 
-    /// Finds an area and fills it with zeroes: space that was written before is what makes a flush
-    /// cheap. Nothing is changed otherwise.
+    /// Finds an area and fills it with zeroes: flushes are cheap only in space that was written before. Changes nothing
+    /// else.
     async fn find_area<S: Storage>(
         &self,
         state: &mut JournalState,
@@ -112,7 +112,7 @@ impl Journal {
         }
     }
 
-    /// Settles the journal for good, and gives its area back.
+    /// Deactivates the journal for good, and releases its area.
     pub async fn close<S: Storage>(&self, metadata: &Metadata<S>) -> Result<()> {
         let mut state = self.state.lock().await;
         self.deactivate_locked(&mut state, metadata).await?;
@@ -127,7 +127,7 @@ impl Journal {
     }
 }
 
-/// The area's length for a wish: whole clusters and blocks, and within what the format allows.
+/// The area's length for a wanted one: whole clusters and blocks, within the format's limits.
 fn area_length(wish: u64, cluster_size: u64) -> u64 {
     wish.clamp(MIN_AREA, MAX_AREA).next_multiple_of(cluster_size.max(BLOCK as u64)).min(MAX_AREA)
 }
@@ -143,7 +143,7 @@ fn extension(area: &Range<u64>, size: u64, id: u64, first_lsn: Lsn) -> JournalEx
 
 type Edits = std::result::Result<Vec<(usize, Vec<u8>)>, FormatError>;
 
-/// What to write, in order, so that the header points to a journal, or to none.
+/// The writes, in order, that make the header point to a journal, or to none.
 async fn edits<S: Storage>(layer: &Layer<S>, journal: Option<&JournalExtension>) -> Result<Edits> {
     let Some(qcow2) = layer.as_qcow2() else { return Ok(Ok(Vec::new())) };
     let size = qcow2.geometry.cluster_size() as usize;
@@ -167,7 +167,7 @@ async fn write_header<S: Storage>(layer: &Layer<S>, writes: &[(usize, Vec<u8>)])
     Ok(())
 }
 
-/// Takes the feature bit away, durably.
+/// Clears the feature bit, durably.
 pub(super) async fn clear_bit<S: Storage>(layer: &Layer<S>) -> Result<()> {
     set_bits(layer, |bits| bits.without(IncompatibleFeatures::JOURNAL)).await
 }

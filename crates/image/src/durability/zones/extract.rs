@@ -1,4 +1,4 @@
-//! Making what is embedded plain, and getting zones ready.
+//! Making embedded lead blocks plain, and preparing zones.
 
 use super::LeadAt;
 use crate::Result;
@@ -12,8 +12,8 @@ use isobath_storage::Storage;
 const READS: usize = 32;
 
 impl<S: Storage> Metadata<S> {
-    /// Has the next record make lead blocks plain, so many that it takes about `bytes`: of zones that take no
-    /// more clusters, or of `all`. `false` if there are none.
+    /// Makes lead blocks plain with the next record, as many as take about `bytes` in it: of zones that take no more
+    /// clusters, or of `all` zones. Returns `false` if there are none.
     pub async fn extract_leads(&self, all: bool, bytes: usize, readers: &Readers) -> Result<bool> {
         let mut room = bytes;
         let mut leads = self.zones.to_extract(all, bytes.div_ceil(512));
@@ -33,7 +33,7 @@ impl<S: Storage> Metadata<S> {
 
     async fn extract_lead(&self, lead: LeadAt, readers: &Readers) -> Result<()> {
         let _lock = self.zones.locks.lock(lead.block()).await;
-        // What is released meanwhile is not used again before this has ended.
+        // Clusters released meanwhile are not reused before this has ended.
         let _pass = readers.gate.enter();
         let now = self.zones.leads_in(&(lead.at..lead.at + 1));
         let Some(lead) = now.first() else { return Ok(()) };
@@ -56,7 +56,7 @@ impl<S: Storage> Metadata<S> {
         Ok(true)
     }
 
-    /// A durable record lists the zones as they are: what is no zone any more is everybody's again.
+    /// A durable record lists the current zones: clusters of former zones can be allocated again.
     pub async fn zones_listed(&self) -> Result<()> {
         if !self.zones.any() {
             return Ok(());
@@ -74,13 +74,13 @@ impl<S: Storage> Metadata<S> {
         Ok(())
     }
 
-    /// Writes zeroes where clusters of a zone are to be given out. The next flush pays for them.
+    /// Writes zeroes to clusters of a zone that are about to be used. The next flush pays for them.
     pub async fn prepare_zone(&self, clusters: u64) -> Result<()> {
         let run = self.zones.unprepared(clusters);
         let size = self.cluster_size();
         match write_zeroes(&**self.layer.storage(), run.start * size..run.end * size).await {
             Ok(()) => self.zones.prepared(&run),
-            // Space is short: what is needed will say so itself.
+            // Space is short: a write that needs it will report the error.
             Err(error) => {
                 tracing::debug!(%error, "cannot preallocate a zone");
                 self.zones.cannot_prepare();

@@ -1,21 +1,21 @@
 //! First writes whose mapping is not recorded yet.
 //!
-//! A [`WaitGroup`](isobath_sync::WaitGroup) would not do: a commit waits for those that began before it, and
-//! others begin all the time.
+//! A [`WaitGroup`](isobath_sync::WaitGroup) is not enough: a commit waits for the writes that began before it, while
+//! others keep starting.
 
 use isobath_qcow2::Lsn;
 use isobath_sync::{Condition, Mutex};
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-/// Those under way, by number.
+/// Writes in progress, by LSN.
 #[derive(Default)]
 pub(super) struct Flights {
     lsns: Mutex<BTreeSet<Lsn>>,
     ended: Condition,
 }
 
-/// One of them; ends when dropped.
+/// A write in progress; ends when dropped.
 pub(super) struct Flight {
     flights: Arc<Flights>,
     lsn: Lsn,
@@ -27,12 +27,12 @@ impl Flights {
         Flight { flights: Arc::clone(self), lsn }
     }
 
-    /// The lowest number.
+    /// The lowest LSN.
     pub(super) fn lowest(&self) -> Option<Lsn> {
         self.lsns.lock().first().copied()
     }
 
-    /// Waits for all with numbers below `lsn`.
+    /// Waits for all writes with LSNs below `lsn`.
     pub(super) async fn ended_below(&self, lsn: Lsn) {
         self.ended.until(|| self.lowest().is_none_or(|lowest| lowest >= lsn)).await;
     }
@@ -52,7 +52,7 @@ mod interleavings {
 
     struct Zones {
         flights: Arc<Flights>,
-        /// The flights of writes that began before anything else, and what those write.
+        /// The flights of writes that began before everything else, and the data that they write.
         writes: [(Mutex<Option<Flight>>, Cell<u8>); 3],
     }
 
@@ -68,7 +68,7 @@ mod interleavings {
         drop(flight.lock().take());
     }
 
-    /// A commit finds all of the data below it.
+    /// A commit, which must find all of the data below its LSN.
     fn commit(zones: &Zones, until: u64) {
         wait(zones.flights.ended_below(Lsn::new(until)));
         for (_, data) in &zones.writes[..until as usize] {

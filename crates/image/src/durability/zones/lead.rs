@@ -1,7 +1,7 @@
-//! Embedded lead blocks under reads and writes.
+//! Reads and writes of embedded lead blocks.
 //!
-//! Below them lies what the [`data_journal`](crate::durability::data_journal) keeps: a lead block is extracted from
-//! what the file and the kept pieces give together.
+//! The [`data_journal`](crate::durability::data_journal)'s kept data is applied first: a lead block is extracted from
+//! the file's contents overlaid with the kept pieces.
 
 use super::{Embedded, LeadAt};
 use crate::durability::Metadata;
@@ -14,24 +14,23 @@ use isobath_storage::{IoBuf, Storage};
 /// Part of a write.
 struct Segment {
     at: u64,
-    /// What goes there.
+    /// What is stored there.
     stored: Stored,
-    /// The request's bytes of it, given back whatever goes there.
+    /// The request's bytes for the segment, which are returned whatever is stored.
     own: IoBuf,
 }
 
 enum Stored {
-    /// The request's bytes as they are.
+    /// The request's bytes, unchanged.
     Own,
     /// A lead block.
     Lead(IoBuf, Embedded),
-    /// Nothing: the data journal has it.
+    /// Nothing: the data journal keeps it.
     JournaledWrite,
 }
 
 impl<S: Storage> Metadata<S> {
-    /// Reads guest data: what is kept is newer than what is in its place, and lead blocks are as the
-    /// guest wrote them.
+    /// Reads guest data, with kept data applied, and with lead blocks as the guest wrote them.
     pub async fn read(&self, at: u64, buf: IoBuf) -> Result<IoBuf> {
         let leads = self.zones.leads_in(&(at..at + buf.len() as u64));
         if leads.is_empty() {
@@ -41,7 +40,7 @@ impl<S: Storage> Metadata<S> {
     }
 
     async fn read_leads(&self, leads: Vec<LeadAt>, at: u64, buf: IoBuf) -> Result<IoBuf> {
-        // A guest sees no record.
+        // A guest never sees an embedded record.
         let (own, theirs) =
             if buf.is_shared() { (IoBuf::zeroed(buf.len()), Some(buf)) } else { (buf, None) };
         let mut own = self.read_stored(at, own).await?;
@@ -53,13 +52,13 @@ impl<S: Storage> Metadata<S> {
         Ok(theirs)
     }
 
-    /// Puts the guest's bytes of a lead block, as far as they are in `buf`, read from `at` on, in place
-    /// of the stored ones.
+    /// Replaces the stored bytes of a lead block with the guest's, as far as the block lies in `buf`, which was read
+    /// from `at`.
     async fn extract_into(&self, lead: &LeadAt, at: u64, buf: &mut IoBuf) -> Result<()> {
         let (block, end) = (lead.block(), at + buf.len() as u64);
         if at <= block.start && block.end <= end {
             let stored = &mut buf[(block.start - at) as usize..(block.end - at) as usize];
-            // It may have become plain meanwhile, and may look as if it were not.
+            // It may have become plain meanwhile, and its plain bytes may look like a record.
             if extract(stored, lead.id).is_some() && self.zones.is_embedded(lead.at) {
                 return Ok(());
             }
@@ -90,7 +89,7 @@ impl<S: Storage> Metadata<S> {
         Ok(block)
     }
 
-    /// Writes guest data to its place, where some lead blocks are embedded.
+    /// Writes guest data in place where some lead blocks are embedded.
     pub async fn write_over_leads(&self, at: u64, buf: IoBuf) -> Result<IoBuf> {
         let mut buf = buf.stable();
         let (size, end) = (self.cluster_size(), at + buf.len() as u64);
@@ -117,8 +116,7 @@ impl<S: Storage> Metadata<S> {
         self.write_segments(segments).await
     }
 
-    /// What is to be stored of a lead block of which `own` is written, from `at` on. The caller holds
-    /// its lock.
+    /// The new stored form of a lead block to which `own` is written at `at`. The caller holds its lock.
     async fn lead_for(&self, lead: &LeadAt, at: u64, own: &IoBuf) -> Result<Stored> {
         let Embedded { cluster, span, rest, .. } = lead.embedded;
         let mut plain = if own.len() == span.bytes() {
@@ -137,10 +135,10 @@ impl<S: Storage> Metadata<S> {
             Some(_) if lead.embedded.lsn >= durable_lsn => None,
             _ => embed(&mut block, &mapping, lead.id),
         };
-        // Some of its sectors alone would be neither the old block nor the new one.
+        // A torn block would be neither the old one nor the new one.
         let whole = self.layer.storage().atomic_write() >= LEAD as u64;
         let fits = |new| match (span, new) {
-            // The other sectors are everybody's to write.
+            // The other sectors may be written without the lock.
             (Span::Sector, new) => new == Span::Sector,
             (Span::Block, _) => whole,
         };
@@ -156,19 +154,18 @@ impl<S: Storage> Metadata<S> {
         }
     }
 
-    /// Has the next record make a lead block plain: `plain` is what it holds then, as far as it was not stored
-    /// as it is.
+    /// Makes a lead block plain with the next record: `plain` is the plain contents of its span.
     pub(super) fn keep_plain(&self, lead: &LeadAt, plain: &[u8]) {
         let cluster = HostCluster::new(lead.at / self.cluster_size());
         self.zones.make_plain(lead, || self.data_journal.keep_plain(lead.at, plain, cluster));
-        // The mapping cannot be found in the block from then on.
+        // From then on the mapping cannot be found in the block.
         self.tables.want_record();
     }
 
-    /// Writes segments that follow one another; gives back the request's bytes.
+    /// Writes consecutive segments; returns the request's bytes.
     async fn write_segments(&self, segments: Vec<Segment>) -> Result<IoBuf> {
         let mut runs: Vec<(u64, u64, Vec<IoBuf>)> = Vec::new();
-        // For each segment the request's bytes if they are not written.
+        // For each segment, the request's bytes if they are not written.
         let mut apart = Vec::with_capacity(segments.len());
         let mut rewritten = Vec::new();
         for Segment { at, stored, own } in segments {
@@ -197,7 +194,7 @@ impl<S: Storage> Metadata<S> {
             }
         }
         let writes = runs.into_iter().map(|(at, _, bufs)| self.write_stored(at, bufs));
-        // All end, also where one fails: a write given up could still land.
+        // Wait for all of them even if one fails: a cancelled write could still reach the file.
         let written: Result<Vec<Vec<IoBuf>>> = join_all(writes).await.into_iter().collect();
         let written = written?;
         for (at, embedded) in rewritten {

@@ -1,23 +1,23 @@
-//! `--metadata embedded`: a mapping travels in the data that it maps.
+//! `--metadata embedded`: a mapping is stored in the data that it maps.
 //!
-//! A write to a new cluster makes room in the cluster's first 4 KiB, its *lead block*, by compressing
-//! them, and puts a record there: which guest cluster this is. So the data and its mapping are one
-//! write, and a flush behind it is one sync, with nothing written to the journal. This is Selfie (Wu
-//! et al., SYSTOR '15); where it differs, `docs/decisions/0009` says why. Everything that cannot be
-//! told so goes into the journal's next record, and that has what was embedded before it too.
+//! A write to a new cluster makes room in the cluster's first 4 KiB, its *lead block*, by compressing them, and stores
+//! a record there that names the guest cluster. So the data and its mapping are one write, and a flush after it is one
+//! sync, with nothing written to the journal. This is Selfie (Wu et al., SYSTOR '15); `docs/decisions/0009` explains
+//! the differences. Changes that cannot be embedded go into the journal's next record, which also contains the mappings
+//! embedded before it.
 //!
-//! - Such clusters lie in *zones*. Each record of the journal lists them, with the id that marks
-//!   their records. Ids are random and made when a zone is opened, so nothing that was stored before
-//!   has one; and as long as a zone is listed no guest bytes are written as they are to where one of its
-//!   clusters begins, unless the record that has these bytes says that the cluster is *plain*. So no
-//!   stale bytes, and none that a guest chose, can pass for a record.
-//! - Records take their numbers ([`Lsn`]) from the log's one counter. A record of the journal says from where on
-//!   they count (*checkpoint LSN*): it has all earlier ones. So a crash leaves at most what was embedded since to
-//!   be found.
-//! - A record notes which ones were durable when it was made (*durable LSN*). Where the rest of a cluster
-//!   cannot be told from what was there before, its record has a checksum of it, which counts
-//!   unless a later record notes that it was durable; until then the [`data_journal`](super::data_journal) keeps
-//!   the data as it is.
+//! - Such clusters lie in *zones*. Each record of the journal lists the zones, with the id that marks a zone's embedded
+//!   records. Ids are random and generated when a zone is opened, so nothing stored earlier contains one. While a zone
+//!   is listed, guest bytes are never written unchanged to the start of one of its clusters, unless the record that has
+//!   these bytes says that the cluster is *plain*. So neither stale bytes nor bytes that a guest chose can pass for a
+//!   record.
+//! - Embedded records take their LSNs ([`Lsn`]) from the log's one counter. A record of the journal gives the first LSN
+//!   that still counts (*checkpoint LSN*): it contains all earlier mappings. So after a crash only mappings embedded
+//!   since then must be found.
+//! - An embedded record contains the LSN below which everything was durable when it was made (*durable LSN*). If the
+//!   rest of a cluster cannot be distinguished from what was there before, its record has a checksum of the rest, which
+//!   must match unless a later record shows that this one was durable; until then the
+//!   [`data_journal`](super::data_journal) keeps the data from being overwritten.
 //! - In quiet moments, and before the image is closed, lead blocks become plain again
 //!   (`extract.rs`), by way of the journal: a plain qcow2 image remains.
 
@@ -42,24 +42,24 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use zone::{Slot, Zone};
 
-/// Bytes of a zone unless told otherwise (the paper's).
+/// Default size of a zone in bytes (the paper's).
 const ZONE_BYTES: u64 = 64 << 20;
-/// Clusters of a zone at most.
+/// The most clusters in a zone.
 const ZONE_CLUSTERS: u64 = 4096;
-/// Zones in use at most unless told otherwise: a recovery looks into all of them.
+/// Default limit on the zones in use: a recovery examines all of them.
 const MOST_ZONES: u32 = 8;
-/// Who takes more clusters between two commits gains nothing from one write less.
+/// A guest that takes more clusters than this between two commits gains nothing from saving one write.
 const MOST_BETWEEN: u64 = 64;
 
 /// The zones of an image.
 pub struct Zones {
-    /// `None` where nothing is embedded.
+    /// `None` if nothing is embedded.
     settings: Option<Settings>,
     /// Whether there is a zone; readers look no further while there is none.
     any: AtomicBool,
-    /// Those who want nothing to be embedded any more.
+    /// The number of guards that suspend embedding.
     suspended: AtomicUsize,
-    /// Held by whoever changes a lead block; host bytes.
+    /// Locked, by host bytes, while a lead block is changed.
     locks: RangeLocks,
     state: Mutex<ZoneState>,
 }
@@ -75,12 +75,12 @@ struct Settings {
 #[derive(Default)]
 struct ZoneState {
     zones: Vec<Zone>,
-    /// Records with lower numbers are durable.
+    /// Records with lower LSNs are durable.
     durable_lsn: Lsn,
-    /// The most of these that is noted in a record which was written since this was asked.
+    /// The highest durable LSN in an embedded record written since this was last taken.
     noted: Lsn,
     flights: Arc<Flights>,
-    /// Clusters that could be embedded, since the last commit and between the two before.
+    /// Clusters that could be embedded, since the last commit and between the two before it.
     wanted: u64,
     wanted_before: u64,
     growth: Growth,
@@ -111,12 +111,12 @@ pub struct Taken {
     pub zeroed: bool,
     lsn: Lsn,
     durable_lsn: Lsn,
-    /// Until the mapping is recorded.
+    /// Held until the mapping is recorded.
     _flight: Flight,
 }
 
 impl Taken {
-    /// The record of this cluster as the home of a guest cluster.
+    /// The embedded record that maps a guest cluster to this one.
     pub fn mapping(&self, cluster: ClusterIndex, rest: Option<u32>) -> Mapping {
         Mapping { cluster, lsn: self.lsn, durable_lsn: self.durable_lsn, rest }
     }
@@ -129,7 +129,7 @@ pub struct LeadAt {
     pub at: u64,
     /// The id of its zone.
     pub id: ZoneId,
-    /// The mapping that it carries.
+    /// The mapping that it contains.
     pub embedded: Embedded,
 }
 
@@ -139,24 +139,24 @@ impl LeadAt {
         self.at..self.at + LEAD as u64
     }
 
-    /// What of it is not stored as it is.
+    /// The part that is not stored unchanged.
     pub fn span(&self) -> Range<u64> {
         self.at..self.at + self.embedded.span.bytes() as u64
     }
 }
 
-/// The end of what a commit makes durable.
+/// The boundary of a commit: what it makes durable.
 pub struct CommitPoint {
-    /// The commit's number: higher ones are given out after it began.
+    /// The commit's LSN: higher ones are assigned after it began.
     pub lsn: Lsn,
-    /// The lowest number of a write that had not ended when it began, or the commit's.
+    /// The lowest LSN of a write that had not ended when the commit began, or the commit's.
     pub ended: Lsn,
     flights: Arc<Flights>,
 }
 
 impl CommitPoint {
-    /// Waits until everything with a number below the commit's is recorded: a record of the journal that is
-    /// written then has it.
+    /// Waits until everything with an LSN below the commit's is recorded, so that a record written after that contains
+    /// it.
     pub async fn landed(&self) {
         self.flights.ended_below(self.lsn).await;
     }
@@ -208,7 +208,7 @@ impl Zones {
         self.any.load(Ordering::SeqCst)
     }
 
-    /// Nothing more is embedded as long as the caller has what is returned.
+    /// Suspends embedding until the returned guard is dropped.
     pub fn suspend(&self) -> Suspended<'_> {
         self.suspended.fetch_add(1, Ordering::SeqCst);
         self.state.lock().zones.iter_mut().for_each(|zone| zone.frozen = true);
@@ -219,7 +219,7 @@ impl Zones {
         self.suspended.load(Ordering::SeqCst) > 0
     }
 
-    /// A cluster for a first write, where that is worth it.
+    /// Takes a cluster for a first write, if embedding is worth it.
     pub fn take(&self, sequence: &LogSequence) -> Option<Taken> {
         if !self.any() {
             return None;
@@ -245,14 +245,14 @@ impl Zones {
         })
     }
 
-    /// Nothing was written to a cluster that was taken.
+    /// Returns a taken cluster to which nothing was written.
     pub fn put_back(&self, taken: &Taken) {
         if let Some(zone) = self.state.lock().zone(taken.host.get()) {
             zone.put_back(taken.host.get(), taken.zeroed);
         }
     }
 
-    /// A cluster that was taken has its data, and an embedded lead block. What refers to it is recorded
+    /// Notes that a taken cluster has its data, and an embedded lead block. The entry that refers to it is recorded
     /// after this, before `taken` is dropped.
     pub fn written(&self, taken: &Taken, embedded: Embedded) {
         let mut state = self.state.lock();
@@ -263,12 +263,12 @@ impl Zones {
         }
     }
 
-    /// Whether a host cluster belongs to a zone: without a lead block that says so, it must not hold data.
+    /// Whether a host cluster belongs to a zone: it may then hold data only with a lead block that allows it.
     pub fn contain(&self, cluster: HostCluster) -> bool {
         self.any() && self.state.lock().zone(cluster.get()).is_some()
     }
 
-    /// The embedded lead blocks of which a range of the file touches what is not stored as it is.
+    /// The embedded lead blocks whose span overlaps a range of the file.
     pub fn leads_in(&self, range: &Range<u64>) -> Vec<LeadAt> {
         let (Some(settings), true) = (self.settings, self.any()) else { return Vec::new() };
         let size = settings.cluster_size;
@@ -288,7 +288,7 @@ impl Zones {
         !self.leads_in(&(at..at + 1)).is_empty()
     }
 
-    /// A lead block was written again, embedded.
+    /// Notes that a lead block was rewritten in embedded form.
     fn rewritten(&self, at: u64, embedded: Embedded) {
         let Some(settings) = self.settings else { return };
         let cluster = at / settings.cluster_size;
@@ -297,14 +297,14 @@ impl Zones {
         }
     }
 
-    /// The number of a lead block that is written again, and the durable LSN that it notes.
+    /// The LSN for a lead block that is rewritten, and the durable LSN that it will contain.
     fn next_lsn(&self, sequence: &LogSequence) -> (Lsn, Lsn) {
         let state = self.state.lock();
         (sequence.next(), state.durable_lsn)
     }
 
-    /// Says that an embedded lead block is plain from now on, once `keep` has kept what it then is for the next
-    /// record; not if it is embedded no more.
+    /// Marks an embedded lead block as plain, after `keep` has kept its plain contents for the next record. Does
+    /// nothing if the block is no longer embedded.
     fn make_plain(&self, lead: &LeadAt, keep: impl FnOnce()) {
         let Some(settings) = self.settings else { return };
         let cluster = lead.at / settings.cluster_size;
@@ -317,7 +317,7 @@ impl Zones {
         }
     }
 
-    /// Begins a commit: ends what belongs to it.
+    /// Begins a commit: fixes what belongs to it.
     pub fn begin_commit(&self, sequence: &LogSequence) -> CommitPoint {
         let mut state = self.state.lock();
         let lsn = sequence.next();
@@ -326,19 +326,19 @@ impl Zones {
         CommitPoint { lsn, ended, flights: Arc::clone(&state.flights) }
     }
 
-    /// Commits with this number or a lower one are shown to have been durable by what was written since this was
-    /// asked last, once that is durable.
+    /// Embedded records written since the last call show, once they are durable, that commits up to this LSN were
+    /// durable.
     pub fn take_noted(&self) -> Lsn {
         std::mem::take(&mut self.state.lock().noted)
     }
 
-    /// Everything with a number below `ended` is durable.
+    /// Everything with an LSN below `ended` is durable.
     pub fn finish_commit(&self, ended: Lsn) {
         let mut state = self.state.lock();
         state.durable_lsn = state.durable_lsn.max(ended);
     }
 
-    /// Nobody refers to these clusters any more.
+    /// Frees clusters that nothing refers to any more.
     pub fn release(&self, freed: &[HostCluster]) {
         if !self.any() {
             return;
@@ -351,8 +351,8 @@ impl Zones {
         }
     }
 
-    /// What a record that has everything below `checkpoint_lsn` says of the zones. `plain` are clusters whose
-    /// plain lead blocks it has too.
+    /// The list of zones for a record that contains everything below `checkpoint_lsn`. `plain` are clusters whose plain
+    /// lead blocks are in the record too.
     pub fn table(&self, checkpoint_lsn: Lsn, plain: &[HostCluster]) -> Option<journal::Zones> {
         let settings = self.settings?;
         let mut state = self.state.lock();
@@ -364,7 +364,7 @@ impl Zones {
         let suspended = self.is_suspended();
         let mut zones = Vec::with_capacity(state.zones.len());
         for zone in &mut state.zones {
-            // Also one that was being opened then.
+            // This includes a zone that was being opened when embedding was suspended.
             zone.frozen |= suspended;
             zone.left_out = zone.is_spent();
             if !zone.left_out {
@@ -374,8 +374,8 @@ impl Zones {
         Some(journal::Zones { checkpoint_lsn, durable_lsn: state.durable_lsn, zones })
     }
 
-    /// The record with that [`table`](Self::table) is durable. Returns what is no longer a zone, and
-    /// what of that was never used.
+    /// The record with that [`table`](Self::table) is durable. Returns the former zones, and the part of each that was
+    /// never used.
     fn listed(&self) -> Vec<(Range<u64>, Range<u64>)> {
         let mut state = self.state.lock();
         let state = &mut *state;
@@ -403,9 +403,8 @@ impl Zones {
         (!enough && state.zones.len() < settings.most).then_some(settings.clusters)
     }
 
-    /// Opens a zone of free clusters that nobody gives out otherwise. It is used once a durable record
-    /// lists it. `zeroed` says that the file holds zeroes there, `prepared` that it need not be
-    /// prepared.
+    /// Opens a zone of free clusters that are not allocated in any other way. It is used once a durable record lists
+    /// it. `zeroed` says that the file holds zeroes there, `prepared` that it need not be prepared.
     pub fn open(&self, area: &Range<u64>, zeroed: bool, prepared: bool) {
         let mut state = self.state.lock();
         let mut id = [0; 16];
@@ -415,15 +414,15 @@ impl Zones {
         self.any.store(true, Ordering::SeqCst);
     }
 
-    /// Whether zones should be emptied, so that there is one to open when it is needed.
+    /// Whether zones should be emptied, so that a new one can be opened when needed.
     pub fn are_short(&self) -> bool {
         let Some(settings) = self.settings else { return false };
         let state = self.state.lock();
         state.zones.len() * 2 > settings.most && state.zones.iter().any(|zone| zone.frozen)
     }
 
-    /// The embedded lead blocks of whole zones, oldest first; of all of them, or only of those that take no
-    /// more.
+    /// The embedded lead blocks of whole zones, oldest first: of all zones, or only of those that take no more
+    /// clusters.
     fn to_extract(&self, all: bool, most: usize) -> Vec<LeadAt> {
         let Some(settings) = self.settings else { return Vec::new() };
         let state = self.state.lock();
@@ -438,7 +437,7 @@ impl Zones {
         leads.take(most).collect()
     }
 
-    /// Called at each commit: clusters to be [prepared](super::Metadata::prepare_zone).
+    /// Called at each commit. Returns the number of clusters to [prepare](super::Metadata::prepare_zone).
     pub fn growth_wanted(&self) -> Option<u64> {
         let settings = self.settings?;
         let mut state = self.state.lock();
@@ -451,14 +450,14 @@ impl Zones {
         Some(step.div_ceil(settings.cluster_size))
     }
 
-    /// Up to `most` clusters to prepare, adjacent to what is prepared.
+    /// Up to `most` clusters to prepare, adjacent to those already prepared.
     fn unprepared(&self, most: u64) -> Range<u64> {
         let state = self.state.lock();
         let mut runs = state.zones.iter().map(|zone| zone.unprepared(most));
         runs.find(|run| !run.is_empty()).unwrap_or_default()
     }
 
-    /// The host has no space to prepare any.
+    /// Notes that the host has no space to prepare any.
     fn cannot_prepare(&self) {
         self.state.lock().exhausted = true;
     }
@@ -470,5 +469,5 @@ impl Zones {
     }
 }
 
-/// Bytes prepared of a new zone before anything is known of the rate of growth.
+/// Bytes prepared in a new zone before the rate of growth is known.
 const FIRST_STEP: u64 = 1 << 20;

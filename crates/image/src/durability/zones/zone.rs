@@ -1,4 +1,4 @@
-//! One zone: a run of host clusters whose data carries its own mappings.
+//! One zone: a run of host clusters with embedded mappings.
 
 use crate::violated;
 use isobath_qcow2::embedded::{Span, ZoneId};
@@ -8,13 +8,13 @@ use std::ops::Range;
 /// What a cluster of a zone holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Slot {
-    /// Nothing that anybody refers to.
+    /// Nothing that is referred to.
     Free,
-    /// Data of a write that is under way.
+    /// Data of a write in progress.
     Taken,
     /// Data behind an embedded lead block.
     Embedded(Embedded),
-    /// Data, the lead block as it is.
+    /// Data with a plain lead block.
     Plain,
 }
 
@@ -23,7 +23,7 @@ pub(super) enum Slot {
 pub struct Embedded {
     /// The guest cluster.
     pub cluster: u64,
-    /// The number of the mapping; later ones count for the same cluster.
+    /// The LSN of the mapping; among mappings of the same cluster the latest counts.
     pub lsn: Lsn,
     /// The part of the lead block that is replaced.
     pub span: Span,
@@ -38,27 +38,26 @@ pub(super) struct Zone {
     /// The first host cluster.
     pub(super) start: u64,
     slots: Vec<Slot>,
-    /// Slots from here on were never given out.
+    /// Slots from here on were never taken.
     next: usize,
-    /// Slots that were given out and are free again.
+    /// Slots that were taken and are free again.
     freed: Vec<usize>,
-    /// Slots up to here are space that was written before.
+    /// Slots before this are in space that was written before.
     prepared: usize,
     /// Bytes that were never used read as zeroes.
     zeroed: bool,
-    /// Slots whose lead block is plain, as the next record says; one bit each.
+    /// Slots whose lead block the next record lists as plain; one bit each.
     plain: Vec<u8>,
     /// A durable record lists it.
     pub(super) listed: bool,
-    /// No slot is given out any more.
+    /// No more slots are taken.
     pub(super) frozen: bool,
-    /// The record under way lists it no more.
+    /// The record in progress no longer lists it.
     pub(super) left_out: bool,
 }
 
 impl Zone {
-    /// Of the host clusters in `area`. Only `prepared` space is given out, unless that makes no
-    /// difference.
+    /// A zone of the host clusters in `area`. Only `prepared` space is used, unless that makes no difference.
     pub(super) fn new(area: &Range<u64>, id: ZoneId, zeroed: bool, prepared: bool) -> Self {
         let count = (area.end - area.start) as usize;
         Self {
@@ -86,7 +85,7 @@ impl Zone {
         self.slots.get(place as usize).copied()
     }
 
-    /// Says what a host cluster of the zone holds.
+    /// Sets what a host cluster of the zone holds.
     pub(super) fn set(&mut self, cluster: u64, slot: Slot) {
         match self.slots.get_mut((cluster - self.start) as usize) {
             Some(place) => *place = slot,
@@ -94,7 +93,7 @@ impl Zone {
         }
     }
 
-    /// A free host cluster, and whether it holds zeroes.
+    /// Takes a free host cluster; also returns whether it holds zeroes.
     pub(super) fn take(&mut self) -> Option<(u64, bool)> {
         if self.frozen || !self.listed {
             return None;
@@ -110,17 +109,17 @@ impl Zone {
         Some((self.start + place as u64, zeroed))
     }
 
-    /// Nobody refers to a host cluster any more.
+    /// Frees a host cluster that nothing refers to any more.
     pub(super) fn free(&mut self, cluster: u64) {
         let place = (cluster - self.start) as usize;
-        // What a record calls plain stays so: it may get bytes that look like a record.
+        // A cluster listed as plain stays plain: it may get bytes that look like a record.
         if !self.is_plain(place) && !matches!(self.slots[place], Slot::Plain) {
             self.freed.push(place);
         }
         self.slots[place] = Slot::Free;
     }
 
-    /// A host cluster that was taken was not written to; `zeroed` as it was then.
+    /// Returns a taken host cluster that was not written to; `zeroed` as returned when it was taken.
     pub(super) fn put_back(&mut self, cluster: u64, zeroed: bool) {
         let place = (cluster - self.start) as usize;
         self.slots[place] = Slot::Free;
@@ -131,7 +130,7 @@ impl Zone {
         }
     }
 
-    /// The next record says that the lead block of a host cluster is plain.
+    /// Lists the lead block of a host cluster as plain in the next record.
     pub(super) fn mark(&mut self, cluster: u64) {
         let place = (cluster - self.start) as usize;
         self.plain[place / 8] |= 1 << (place % 8);
@@ -149,7 +148,7 @@ impl Zone {
         })
     }
 
-    /// Nothing of it is embedded, and a record has said so.
+    /// Nothing in it is embedded, and a record says so.
     pub(super) fn is_spent(&self) -> bool {
         let done = |(place, slot): (usize, &Slot)| match slot {
             Slot::Free => true,
@@ -159,17 +158,17 @@ impl Zone {
         self.frozen && self.slots.iter().enumerate().all(done)
     }
 
-    /// Slots that can be given out.
+    /// The number of slots that can be taken.
     pub(super) fn room(&self) -> usize {
         if self.frozen { 0 } else { self.slots.len() - self.next + self.freed.len() }
     }
 
-    /// Slots that are prepared and not given out.
+    /// The number of slots that are prepared and not taken.
     pub(super) fn ready(&self) -> usize {
         if self.frozen { 0 } else { self.prepared - self.next }
     }
 
-    /// Host clusters that were never given out.
+    /// Host clusters that were never taken.
     pub(super) fn unused(&self) -> Range<u64> {
         self.start + self.next as u64..self.clusters().end
     }
@@ -181,12 +180,12 @@ impl Zone {
         start..start + most.min(left as u64)
     }
 
-    /// Host clusters are prepared up to this one.
+    /// Notes that host clusters are prepared up to this one.
     pub(super) fn prepared_to(&mut self, end: u64) {
         self.prepared = (end - self.start) as usize;
     }
 
-    /// What a record says of it.
+    /// The zone's entry in a record's list.
     pub(super) fn entry(&self, cluster_size: u64) -> journal::Zone {
         journal::Zone {
             start: HostOffset::new(self.start * cluster_size),
@@ -228,7 +227,7 @@ mod tests {
         let mut zone = listed(2);
         assert_eq!(zone.take(), Some((100, true)));
         zone.free(100);
-        // What is not used yet goes first.
+        // Unused clusters are taken first.
         assert_eq!(zone.take(), Some((101, true)));
         zone.free(101);
         assert_eq!(zone.take(), Some((101, false)));
