@@ -16,7 +16,7 @@ impl<H: Host> Disk<H> {
     /// cluster, or the part of the last cluster that is within the disk.
     ///
     /// # Errors
-    /// As [`write`](BlockDevice::write); [`DiskError::Unsupported`] if the range is not a cluster, or the image cannot
+    /// As [`write`](Self::write); [`DiskError::Unsupported`] if the range is not a cluster, or the image cannot
     /// hold compressed clusters.
     pub async fn write_compressed(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
         self.check_range(offset, buf.len() as u64)?;
