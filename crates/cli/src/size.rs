@@ -134,7 +134,7 @@ mod tests {
             "1.2.3M",
             "8E",
             "99999999999999999E",
-            "0xffP",
+            "0xffffP",
             "1kk",
         ] {
             assert!(parse(text).is_err(), "{text}");
