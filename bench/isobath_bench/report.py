@@ -56,7 +56,13 @@ def table(name, description, result, output=None):
     """
     about = machine()
     lines = [f"## {name}", "", (description or "").strip(), ""]
-    lines += [f"{about['cpu']}, {about['cores']} cores, Linux {about['kernel']}; {about['qemu']}; {about['nbdkit']}; {about['fio']}.", ""]
+    lines += [
+        (
+            f"{about['cpu']}, {about['cores']} cores, Linux {about['kernel']}; {about['qemu']}; {about['nbdkit']};"
+            f" {about['fio']}."
+        ),
+        "",
+    ]
     if "loads" in result:
         lines += ["| load | server | IOPS | MiB/s | CPU µs per request | spread of IOPS |", "|---|---|---|---|---|---|"]
     for load, servers in result.get("loads", {}).items():

@@ -1,8 +1,8 @@
 """The experiments of five papers on disk images, run again: Isobath beside QEMU.
 
 `plan` says what an experiment is, `runner` has it measured, `record` keeps what was measured, `stats` sums it up, and
-`page` with `figures` show it. `stage` holds what experiments are made on: slow disks, served images, file systems. Each paper is a
-package of experiments, a module for each.
+`page` with `figures` show it. `stage` holds what experiments are made on: slow disks, served images, file systems. Each
+paper is a package of experiments, a module for each.
 """
 
 PAPERS = ["svd", "fast16", "selfie", "streaming"]

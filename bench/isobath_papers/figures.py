@@ -16,7 +16,15 @@ from matplotlib import pyplot  # noqa: E402
 DIRECTORY = Path()
 
 # Okabe and Ito's colours, which the colour-blind can tell apart.
-BLUE, ORANGE, GREEN, PINK, YELLOW, SKY, BLACK = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000"
+BLUE, ORANGE, GREEN, PINK, YELLOW, SKY, BLACK = (
+    "#0072b2",
+    "#d55e00",
+    "#009e73",
+    "#cc79a7",
+    "#e69f00",
+    "#56b4e9",
+    "#000000",
+)
 COLOURS = [GREEN, PINK, YELLOW, SKY, BLACK, "#999999", "#8c564b", "#b8a9c9"]
 # The papers' systems have the colour of ours.
 FIXED = dict.fromkeys(["isobath", "SVD", "Selfie", "adaptive"], BLUE) | dict.fromkeys(["QEMU", "QEMU 7.2"], ORANGE)
@@ -96,7 +104,14 @@ def plot_lines(axes, series, paper=None):
             x, y = [point[0] for point in points], [point[1] for point in points]
             axes.plot(x, y, marker="o", markersize=4, color=tint, label=f"{label} (paper)" if pale else label, **style)
             if all(len(point) == 4 for point in points):
-                axes.fill_between(x, [point[2] for point in points], [point[3] for point in points], color=tint, alpha=0.15, linewidth=0)
+                axes.fill_between(
+                    x,
+                    [point[2] for point in points],
+                    [point[3] for point in points],
+                    color=tint,
+                    alpha=0.15,
+                    linewidth=0,
+                )
 
 
 def decorate(axes, x_label, y_label, log_x=False, log_y=False, ticks=None):
@@ -104,7 +119,9 @@ def decorate(axes, x_label, y_label, log_x=False, log_y=False, ticks=None):
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
     if log_x:
-        axes.set_xscale("symlog" if any(line.get_xdata().min() <= 0 for line in axes.lines if len(line.get_xdata())) else "log")
+        axes.set_xscale(
+            "symlog" if any(line.get_xdata().min() <= 0 for line in axes.lines if len(line.get_xdata())) else "log"
+        )
     if log_y:
         axes.set_yscale("log")
     else:
@@ -140,9 +157,17 @@ def plot_bars(axes, groups, *, hatched=False, form="{:,.3g}"):
             continue
         places = [place + (number - (len(labels) - 1) / 2) * width for place, _ in found]
         style = {"hatch": "//", "alpha": 0.6} if hatched else {}
-        drawn_bars = axes.bar(places, [value for _, value in found], width * 0.92, color=colour(label, labels), label=label, **style)
+        drawn_bars = axes.bar(
+            places, [value for _, value in found], width * 0.92, color=colour(label, labels), label=label, **style
+        )
         if len(labels) * len(groups) <= 30:
-            axes.bar_label(drawn_bars, [form.format(value) for _, value in found], fontsize=6, padding=1, rotation=90 if len(labels) * len(groups) > 12 else 0)
+            axes.bar_label(
+                drawn_bars,
+                [form.format(value) for _, value in found],
+                fontsize=6,
+                padding=1,
+                rotation=90 if len(labels) * len(groups) > 12 else 0,
+            )
     long = any(len(group) > 9 for group in groups) and len(groups) > 4
     axes.set_xticks(range(len(groups)), list(groups), rotation=30 if long else 0, ha="right" if long else "center")
     axes.grid(axis="x", visible=False)

@@ -6,7 +6,7 @@ import shutil
 from dataclasses import dataclass, field
 
 from . import PAPERS, figures, plan, record
-from .stats import Results
+from .stats import Results, spread_text
 
 HEAD = "<!-- Made by `bench/papers` from raw results: do not edit. -->"
 
@@ -57,7 +57,13 @@ class Verdict:
         def text(value):
             return "-" if value is None else self.form.format(value)
 
-        return [text(self.paper), text(self.ours), "-" if self.spread is None else f"±{self.spread * 100:.0f} %"]
+        return [text(self.paper), text(self.ours), spread_text(self.spread)]
+
+
+def compared(results, what, paper, one, other, field, better="higher", why="", form=Verdict.form):
+    """The paper's ratio beside ours: of a field of the points `one` ÷ `other`."""
+    ours, spread = results.ratio(one, other, field), results.ratio_spread(one, other, field)
+    return Verdict(what, paper, ours, spread, better, why, form)
 
 
 @dataclass(frozen=True)
@@ -105,12 +111,20 @@ def write(directory, papers, profile, records_of, machine):
             verdicts = [verdict for _, section in sections for verdict in section.verdicts]
             index += ["", f"## [{package.TITLE}]({name}.md)", "", counted(verdicts), "", *summary]
     text = [
-        HEAD, "# The papers' figures, measured again", "",
-        "`make papers` runs every experiment of five papers on disk images with Isobath and QEMU side by side and makes these pages; "
-        "`make papers-quick` tries all of it out in less than a quarter of an hour. Each line compares a ratio that a paper reports with the same ratio here: "
-        "the paper's prototype ÷ its QEMU, Isobath ÷ today's QEMU. It is *reached* if ours is at least as good, to 3 % or to the spread of ours. "
-        "The pages say what was scaled, and why a ratio differs.", "", about, *index,
-    ]  # fmt: skip
+        HEAD,
+        "# The papers' figures, measured again",
+        "",
+        (
+            "`make papers` runs every experiment of five papers on disk images with Isobath and QEMU side by side and"
+            " makes these pages; `make papers-quick` tries all of it out in less than a quarter of an hour. Each line"
+            " compares a ratio that a paper reports with the same ratio here: the paper's prototype ÷ its QEMU, Isobath"
+            " ÷ today's QEMU. It is *reached* if ours is at least as good, to 3 % or to the spread of ours. The pages"
+            " say what was scaled, and why a ratio differs."
+        ),
+        "",
+        about,
+        *index,
+    ]
     (directory / "README.md").write_text("\n".join(text) + "\n")
 
 
@@ -127,7 +141,17 @@ def cells(verdict):
 
 def text_of(module, section, results, directory):
     """A section in Markdown."""
-    lines = ["", f"## {module.TITLE}", "", f"*{module.SOURCE}.*", "", f"**The paper:** {section.paper}", "", f"**Here:** {section.ours}", ""]
+    lines = [
+        "",
+        f"## {module.TITLE}",
+        "",
+        f"*{module.SOURCE}.*",
+        "",
+        f"**The paper:** {section.paper}",
+        "",
+        f"**Here:** {section.ours}",
+        "",
+    ]
     for part in section.parts:
         if isinstance(part, Table):
             lines += [f"**{part.title}**" + (f" {part.text}" if part.text else ""), ""]
@@ -141,7 +165,10 @@ def text_of(module, section, results, directory):
     if section.verdicts:
         lines += ["| ratio | better is | paper | here | spread | verdict | why |", "|---|---|---|---|---|---|---|"]
         # Where the paper is not reached, or there is nothing to compare, it has to be said why.
-        lines += [f"| {' | '.join(cells(each))} | {each.why if each.reached is not True else ''} |" for each in section.verdicts] + [""]
+        lines += [
+            f"| {' | '.join(cells(each))} | {each.why if each.reached is not True else ''} |"
+            for each in section.verdicts
+        ] + [""]
     failures = results.failures()
     if failures:
         lines += ["Failed:", "", *(f"- {' '.join(text.split())[:400]}" for text in failures), ""]
@@ -151,9 +178,10 @@ def text_of(module, section, results, directory):
 def about_text(machine):
     """What it was measured on and with."""
     text = (
-        f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']:.0f} GiB, Linux {machine['kernel']}; {machine['isobath']} at {machine['commit']}; "
-        f"{machine['qemu']}; {machine['fio']}. Measured {machine['began']}, {machine['rounds']} interleaved round{'s' * (machine['rounds'] > 1)} at most; "
-        "figures are medians, *spread* is half the range ÷ the median."
+        f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']:.0f} GiB, Linux {machine['kernel']};"
+        f" {machine['isobath']} at {machine['commit']}; {machine['qemu']}; {machine['fio']}. Measured"
+        f" {machine['began']}, {machine['rounds']} interleaved round{'s' * (machine['rounds'] > 1)} at most; figures"
+        " are medians, *spread* is half the range ÷ the median."
     )
     if machine["profile"] == "quick":
         text = "**A quick run, to try everything out: its figures mean nothing.** " + text
@@ -168,6 +196,8 @@ def from_directory(raw, directory):
     def records_of(experiment):
         return record.last(raw / f"{experiment.name}.jsonl")
 
-    machine["rounds"] = 1 + max((each["round"] for path in raw.glob("*.jsonl") for each in record.read(path)), default=0)
+    machine["rounds"] = 1 + max(
+        (each["round"] for path in raw.glob("*.jsonl") for each in record.read(path)), default=0
+    )
     measured = {path.name.split(".")[0] for path in raw.glob("*.jsonl")}
     write(directory, [name for name in PAPERS if name in measured], profile, records_of, machine)

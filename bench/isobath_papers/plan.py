@@ -3,7 +3,8 @@
 An experiment is a module with `NAME`, `TITLE`, `SOURCE` and
 
 - `points(profile)`: all that is measured, a list of `Point`,
-- `measure(setting, point, number)`: one measurement, in round `number`; gives a dict that JSON can hold, or raises `tools.Failed`,
+- `measure(setting, point, number)`: one measurement, in round `number`; gives a dict that JSON can hold, or raises
+  `tools.Failed`,
 - `section(results)`: the section of the paper's page, made from what is on record alone,
 - `setting(profile)`, optional: a context manager of what all its points share.
 """

@@ -84,7 +84,13 @@ class Run:
 
     def add(self, experiment, point, number, seconds, sample):
         """Adds a measurement, and has it on disk."""
-        record = {"key": list(point.key), "round": number, "seconds": round(seconds, 3), "isobath": program(), "sample": sample}
+        record = {
+            "key": list(point.key),
+            "round": number,
+            "seconds": round(seconds, 3),
+            "isobath": program(),
+            "sample": sample,
+        }
         path = self.path(experiment)
         # A line that was cut off stays by itself.
         cut = path.exists() and not path.read_bytes().endswith(b"\n")

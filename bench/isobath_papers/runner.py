@@ -1,4 +1,5 @@
-"""Has experiments measured: a round of all of them after the other, each in another order, with what is on record left out."""
+"""Has experiments measured: a round of all of them after the other, each in another order, with what is on record left
+out."""
 
 import statistics
 import time
@@ -28,7 +29,11 @@ def planned(experiment, profile, number):
     if len({point.key for point in points}) < len(points):
         raise ValueError(f"{experiment.name} has two points of one key")
     # Steps of a prime bring every point to every place.
-    return [Work(experiment, point, number) for point in rotated(points, number * 7) if point.rounds is None or number < point.rounds]
+    return [
+        Work(experiment, point, number)
+        for point in rotated(points, number * 7)
+        if point.rounds is None or number < point.rounds
+    ]
 
 
 class Estimate:
@@ -52,7 +57,8 @@ class Estimate:
 
 
 def run(experiments, profile, kept):
-    """Measures what is missing on record, a round of all experiments after the other; gives how many measurements failed."""
+    """Measures what is missing on record, a round of all experiments after the other; gives how many measurements
+    failed."""
     estimate, there, failed = Estimate(), set(), 0
     for experiment in experiments:
         points = {point.key: point for point in experiment.points(profile)}
@@ -67,7 +73,9 @@ def run(experiments, profile, kept):
     for number in range(profile.rounds):
         for experiment in experiments:
             works = planned(experiment, profile, number)
-            batches.append((experiment, [work for work in works if (experiment.name, work.point.key, number) not in there]))
+            batches.append(
+                (experiment, [work for work in works if (experiment.name, work.point.key, number) not in there])
+            )
     everything = [work for _, works in batches for work in works]
     progress, crashed = Progress(len(everything)), set()
     for experiment, works in batches:
@@ -81,7 +89,11 @@ def run(experiments, profile, kept):
                     name = f"{experiment.name} {' / '.join(map(str, work.point.key))}"
                     progress.show(name, sum(map(estimate.of, everything[progress.done:])))
                     began = time.monotonic()
-                    sample = AS_BEFORE if (experiment.name, work.point.key) in crashed else attempt(experiment, setting, work)
+                    sample = (
+                        AS_BEFORE
+                        if (experiment.name, work.point.key) in crashed
+                        else attempt(experiment, setting, work)
+                    )
                     seconds = time.monotonic() - began
                     if "failed" in sample:
                         failed += 1

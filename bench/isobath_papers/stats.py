@@ -3,6 +3,11 @@
 import statistics
 
 
+def spread_text(spread):
+    """A spread for a table."""
+    return "-" if spread is None else f"±{spread * 100:.0f} %"
+
+
 class Results:
     """What is on record of an experiment: samples by key and round."""
 
@@ -76,3 +81,12 @@ class Results:
         """The median for a table, or what became of it."""
         value = self.median(key, field)
         return self.failure(key) or "-" if value is None else form.format(value * factor)
+
+    def spread_text(self, key, field):
+        """A field's spread for a table."""
+        return spread_text(self.spread(key, field))
+
+    def ratio_text(self, key, other, field):
+        """The ratio of two points for a table."""
+        value = self.ratio(key, other, field)
+        return "-" if value is None else f"{value:.2f}x"

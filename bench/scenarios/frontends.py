@@ -1,5 +1,5 @@
-"""What a disk's frontends cost: vhost-user-blk, FUSE and NBD beside a raw file and QEMU's frontends to the same images, and
-the engine behind them alone. Ratios are medians of those within a round; NBD's are of medians."""
+"""What a disk's frontends cost: vhost-user-blk, FUSE and NBD beside a raw file and QEMU's frontends to the same images,
+and the engine behind them alone. Ratios are medians of those within a round; NBD's are of medians."""
 
 from isobath_bench import scenario
 from isobath_bench.frontends import engine, fuse, idle, latency, nbd, scale, sequential, vhost, writes

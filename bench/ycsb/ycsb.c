@@ -33,7 +33,8 @@ static const char usage[] =
     "  --direct 0                        1: O_DIRECT for reads, flushes and compactions\n"
     "  --latencies FILE                  lines of: kind, microseconds, count\n"
     "  --timeline FILE --interval-ms 1000   lines of: seconds since the start, operations a second\n"
-    "SIGTERM ends a run as --seconds does. A load ends with a flush and a compaction of everything; its seconds are without them.\n";
+    "SIGTERM ends a run as --seconds does. A load ends with a flush and a compaction of everything; its seconds are "
+    "without them.\n";
 
 static void die(const char *form, ...) {
     va_list rest;
@@ -134,7 +135,8 @@ static const struct workload workloads[] = {
 static struct {
     bool load;
     const char *directory, *latencies, *timeline;
-    uint64_t records, fields, field_bytes, operations, threads, cache_bytes, write_buffer, seed, scan_length, interval_ms;
+    uint64_t records, fields, field_bytes, operations, threads, cache_bytes, write_buffer, seed;
+    uint64_t scan_length, interval_ms;
     double seconds;
     bool direct;
     struct workload workload;
@@ -223,7 +225,8 @@ static void parse(int count, char **words) {
             die("%s: there is no such option\n%s", name, usage);
         }
     }
-    if (!options.directory || !options.records || !options.fields || !options.threads || !options.scan_length || !options.interval_ms) {
+    if (!options.directory || !options.records || !options.fields || !options.threads || !options.scan_length ||
+        !options.interval_ms) {
         die("--dir and --records are needed, and nothing may be 0\n%s", usage);
     }
     if (options.load) {
@@ -529,7 +532,8 @@ static void write_latencies(const struct latencies *latencies) {
     for (int kind = 0; kind < KINDS; kind++) {
         for (size_t bucket = 0; bucket < BUCKETS; bucket++) {
             if (latencies[kind].count[bucket]) {
-                fprintf(file, "%s %.3f %" PRIu64 "\n", kind_names[kind], bucket_us(bucket), latencies[kind].count[bucket]);
+                fprintf(file, "%s %.3f %" PRIu64 "\n", kind_names[kind], bucket_us(bucket),
+                        latencies[kind].count[bucket]);
             }
         }
     }
@@ -551,14 +555,16 @@ static void print_results(const struct latencies *latencies, double seconds) {
     for (int kind = 0; kind < KINDS; kind++) {
         operations += latencies[kind].total;
     }
-    printf("{\"workload\": \"%s\", \"records\": %" PRIu64 ", \"operations\": %" PRIu64 ", \"seconds\": %.6f, \"ops_per_second\": %.3f",
+    printf("{\"workload\": \"%s\", \"records\": %" PRIu64 ", \"operations\": %" PRIu64
+           ", \"seconds\": %.6f, \"ops_per_second\": %.3f",
            options.workload.name, options.records, operations, seconds, (double)operations / seconds);
     for (int kind = 0; kind < KINDS; kind++) {
         const struct latencies *each = &latencies[kind];
         if (each->total) {
-            printf(", \"%s\": {\"count\": %" PRIu64 ", \"mean_us\": %.3f, \"p50\": %.3f, \"p95\": %.3f, \"p99\": %.3f}", kind_names[kind],
-                   each->total, (double)each->nanoseconds / (double)each->total / 1000, percentile_us(each, 0.5),
-                   percentile_us(each, 0.95), percentile_us(each, 0.99));
+            printf(", \"%s\": {\"count\": %" PRIu64
+                   ", \"mean_us\": %.3f, \"p50\": %.3f, \"p95\": %.3f, \"p99\": %.3f}",
+                   kind_names[kind], each->total, (double)each->nanoseconds / (double)each->total / 1000,
+                   percentile_us(each, 0.5), percentile_us(each, 0.95), percentile_us(each, 0.99));
         }
     }
     puts("}");

@@ -71,9 +71,8 @@ pub fn extensions(data: &[u8]) {
             Extension::Bitmaps(bitmaps) => drop(bitmaps.validate(&geometry)),
             _ => {}
         }
-        extension.encode(&mut encoded);
     }
-    Extension::encode_end(&mut encoded);
+    Extension::encode_all(&extensions, &mut encoded);
     assert_eq!(Extension::parse_all(&encoded), Ok(extensions));
 }
 

@@ -7,9 +7,11 @@
 
 mod embedded;
 mod format;
+mod formats;
 mod fuse;
 mod image;
 mod journal;
+mod luks;
 mod nbd;
 mod nbd_session;
 mod qmp;
@@ -20,9 +22,11 @@ mod vhost_user;
 
 pub use embedded::embedded;
 pub use format::{bitmaps, compressed, extensions, header, index, l1_l2, refcount, snapshots};
+pub use formats::formats;
 pub use fuse::fuse;
 pub use image::image;
 pub use journal::journal;
+pub use luks::luks;
 pub use nbd::{nbd_handshake, nbd_request};
 pub use nbd_session::nbd_session;
 pub use qmp::{job_file, qmp};
@@ -56,6 +60,8 @@ pub const TARGETS: &[(&str, Target)] = &[
     ("job_file", job_file),
     ("restart_log", restart_log),
     ("vhost_messages", vhost_messages),
+    ("formats", formats),
+    ("luks", luks),
 ];
 
 /// Takes bytes for the target's own choices from the front of its input; zeroes when it runs out.

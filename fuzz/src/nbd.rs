@@ -1,9 +1,11 @@
 //! The NBD server's parsers.
 
 use crate::take;
+use isobath_export::nbd::ExportedBitmap;
 use isobath_export::nbd::context::{Context, Contexts};
 use isobath_export::nbd::handshake::{ExportInfo, Handshake, MAX_OPTION, Outcome};
 use isobath_export::nbd::request::{Command, Request, Terms};
+use std::sync::Arc;
 
 /// The handshake: whatever a client sends, in pieces of any size, it makes progress and its replies
 /// stay bounded.
@@ -16,6 +18,9 @@ pub fn nbd_handshake(mut input: &[u8]) {
         size: 1 << 30,
         read_only,
         preferred_block: 65536,
+        allocation_depth: true,
+        multi_conn: true,
+        bitmaps: Arc::new([ExportedBitmap::new("b", [])]),
     };
     let exports = [export("disk", false), export("", true)];
     let mut handshake = Handshake::default();

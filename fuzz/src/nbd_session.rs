@@ -39,6 +39,8 @@ pub fn nbd_session(mut input: &[u8]) {
         name: "a".into(),
         description: String::new(),
         read_only: false,
+        allocation_depth: true,
+        bitmaps: Arc::default(),
         device: device.clone(),
     };
     let in_flight = InFlight { requests: 3, bytes: 100_000 };

@@ -39,9 +39,9 @@ fn valid(target: &str) -> Vec<Vec<u8>> {
         "header" | "image" => images(),
         "extensions" => {
             let mut area = Vec::new();
-            Extension::BackingFormat("qcow2".into()).encode(&mut area);
-            Extension::DataFile("data.raw".into()).encode(&mut area);
-            Extension::encode_end(&mut area);
+            let extensions =
+                [Extension::BackingFormat("qcow2".into()), Extension::DataFile("data.raw".into())];
+            Extension::encode_all(&extensions, &mut area);
             vec![area]
         }
         "l1_l2" | "refcount" | "bitmaps" => {
@@ -81,6 +81,8 @@ fn valid(target: &str) -> Vec<Vec<u8>> {
         "fuse" => crate::fuse::valid_inputs(),
         "qmp" => crate::qmp::conversations(),
         "job_file" => crate::qmp::job_files(),
+        "formats" => crate::formats::valid_inputs(),
+        "luks" => crate::luks::valid_inputs(),
         "restart_log" => crate::restart_log::valid_inputs(),
         "vhost_messages" => crate::vhost_messages::valid_inputs(),
         "vhost_user" => crate::vhost_user::valid_inputs(),

@@ -23,20 +23,35 @@ def make(layers, *, size=None, data="random", fill="90%", indexed=False):
     kind = f"{layers}-layers-{size >> 20}M-{fill.replace('%', 'pct')}-{data}"
     name = f"chain-{kind}-indexed" if indexed else f"chain-{kind}"
     directory = tools.WORK / name
-    active = directory / f"layer-{layers - 1:05}.qcow2"
+
+    def new():
+        if indexed:
+            index(make(layers, size=size, data=data, fill=fill), active_of(directory, layers))
+        else:
+            generate(directory, layers, "--size", size, "--fill", fill, "--data", data)
+
+    return kept(directory, layers, new)
+
+
+def active_of(directory, layers):
+    """The active layer of a generated chain."""
+    return directory / f"layer-{layers - 1:05}.qcow2"
+
+
+def generate(directory, layers, *options):
+    """Generates a chain of so many layers in a new directory; `options` are those of `isobath chain generate`."""
+    tools.run(tools.ISOBATH, "chain", "generate", "--layers", layers, *options, "--seed", 1, directory)
+
+
+def kept(directory, layers, new):
+    """The active layer of a chain that is kept for later runs; `new()` makes the chain unless it is there."""
     # The mark stands beside the chain, and is made last.
-    done = tools.WORK / f"{name}.done"
+    done = directory.with_name(f"{directory.name}.done")
     if not done.exists():
         shutil.rmtree(directory, ignore_errors=True)
-        if indexed:
-            index(make(layers, size=size, data=data, fill=fill), active)
-        else:
-            tools.run(
-                tools.ISOBATH, "chain", "generate", "--layers", layers, "--size", size,
-                "--fill", fill, "--data", data, "--seed", 1, directory,
-            )  # fmt: skip
+        new()
         done.touch()
-    return active
+    return active_of(directory, layers)
 
 
 def index(plain, active):

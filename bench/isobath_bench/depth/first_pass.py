@@ -40,12 +40,24 @@ def run(rounds, seconds):
     ]  # fmt: skip
     own = samples.median(chains.ISOBATH, "whole")
     goals = [
-        report.limit(f"first pass, cold, {LAYERS} layers: {name}'s time ÷ isobath's", report.ratio(samples.median(name, "whole"), own), at_least=10, why=samples.failure(name))
+        report.limit(
+            f"first pass, cold, {LAYERS} layers: {name}'s time ÷ isobath's",
+            report.ratio(samples.median(name, "whole"), own),
+            at_least=10,
+            why=samples.failure(name),
+        )
         for name in names
         if name != chains.ISOBATH
-    ]  # fmt: skip
+    ]
     bars = {"whole disk": {name: samples.median(name, "whole") for name in names}}
-    figure = plot.bars("chain_depth-first-pass.svg", f"First pass over a cold chain of {LAYERS} layers", "seconds", bars, log=True, unit="s")
+    figure = plot.bars(
+        "chain_depth-first-pass.svg",
+        f"First pass over a cold chain of {LAYERS} layers",
+        "seconds",
+        bars,
+        log=True,
+        unit="s",
+    )
     table = {
         "title": "First pass",
         "text": f"1 MiB reads at queue depth 4 over {LAYERS} layers after dropping the page cache, no index, opening "

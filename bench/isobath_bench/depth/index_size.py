@@ -58,15 +58,35 @@ def run(rounds, seconds):
     rows, goals, curves = [], [], {}
     for disk in DISKS:
         quotient = report.ratio(samples.median(disk, "steady"), samples.median(disk, "whole"))
-        rows.append([disk, samples.text(disk, "count"), samples.text(disk, "steady"), samples.text(disk, "whole"), "-" if quotient is None else f"{quotient:.3f}x"])
+        rows.append(
+            [
+                disk,
+                samples.text(disk, "count"),
+                samples.text(disk, "steady"),
+                samples.text(disk, "whole"),
+                "-" if quotient is None else f"{quotient:.3f}x",
+            ]
+        )
         why = samples.failure(disk) or "no command `index`"
-        goals.append(report.limit(f"index a snapshot, 1 % changed, {disk}: ÷ 8 B a cluster", quotient, at_most=0.1, why=why))
+        goals.append(
+            report.limit(f"index a snapshot, 1 % changed, {disk}: ÷ 8 B a cluster", quotient, at_most=0.1, why=why)
+        )
         if quotient is not None:
             curves[disk] = list(enumerate((size / 1024 for size in samples[disk][0]["sizes"]), 1))
-    figure = plot.lines("chain_depth-index.svg", "The index of each snapshot, 1 % of the clusters changed", "snapshot", "KiB", curves, log_y=True)
+    figure = plot.lines(
+        "chain_depth-index.svg",
+        "The index of each snapshot, 1 % of the clusters changed",
+        "snapshot",
+        "KiB",
+        curves,
+        log_y=True,
+    )
     table = {
         "title": "Index",
-        "text": f"Bytes of the index in each of many snapshots, between which 1 % of the clusters, chosen at random, are written: mean of the last {STEADY}, beside 8 bytes for every cluster of the disk.",
+        "text": (
+            "Bytes of the index in each of many snapshots, between which 1 % of the clusters, chosen at random, are"
+            f" written: mean of the last {STEADY}, beside 8 bytes for every cluster of the disk."
+        ),
         "columns": ["disk", "snapshots", "bytes a snapshot", "8 B a cluster", "ratio"],
         "rows": rows,
     }

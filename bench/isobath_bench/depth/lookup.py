@@ -28,7 +28,19 @@ def run(rounds, seconds):
             samples.attempt(layers, lambda: measure(layers))
     rows = [[f"{layers:,}", samples.text(layers, "median_ns"), samples.text(layers, "p99_ns")] for layers in DEPTHS]
     why = samples.failure(DEPTHS[-1]) or f"no example {EXAMPLE}"
-    goals = [report.limit("look-up in a warm map of 1,000 layers, median", samples.median(1000, "median_ns"), at_most=100, unit="ns", why=why)]
+    goals = [
+        report.limit(
+            "look-up in a warm map of 1,000 layers, median",
+            samples.median(1000, "median_ns"),
+            at_most=100,
+            unit="ns",
+            why=why,
+        )
+    ]
     notes = [each["why"] for layers in DEPTHS for each in samples.get(layers, ()) if "why" in each][:1]
-    table = {"title": "Look-up in the library", "columns": ["layers", "median, ns", "99th percentile, ns"], "rows": rows}
+    table = {
+        "title": "Look-up in the library",
+        "columns": ["layers", "median, ns", "99th percentile, ns"],
+        "rows": rows,
+    }
     return {"samples": samples.raw(), "tables": [table], "goals": goals, "figures": [], "notes": notes}

@@ -38,11 +38,17 @@ def run(rounds, seconds):
     for disk in DISKS:
         for name in filter(chains.names().__contains__, (chains.ISOBATH, chains.INDEXED)):
             for peer in servers.qemus():
-                value = report.ratio(samples.median((name, disk), "milliseconds"), samples.median((peer, disk), "milliseconds"))
+                value = report.ratio(
+                    samples.median((name, disk), "milliseconds"), samples.median((peer, disk), "milliseconds")
+                )
                 why = samples.failure((name, disk)) or samples.failure((peer, disk))
-                goals.append(report.limit(f"new overlay on 1,000 layers, {disk}: {name} ÷ {peer}", value, at_most=1.5, why=why))
+                goals.append(
+                    report.limit(f"new overlay on 1,000 layers, {disk}: {name} ÷ {peer}", value, at_most=1.5, why=why)
+                )
     bars = {disk: {name: samples.median((name, disk), "milliseconds") for name in chains.names()} for disk in DISKS}
-    figure = plot.bars("chain_depth-overlays.svg", f"A new overlay on {LAYERS:,} layers", "milliseconds", bars, log=True, unit="ms")
+    figure = plot.bars(
+        "chain_depth-overlays.svg", f"A new overlay on {LAYERS:,} layers", "milliseconds", bars, log=True, unit="ms"
+    )
     table = {
         "title": "New overlay",
         "text": f"`create -b` on a chain of {LAYERS:,} layers, page cache warm; three a round, of QEMU's one.",

@@ -88,16 +88,53 @@ def run(rounds, seconds):
     ticks = [1, 10, 50, 100, 500, 1000, 10000]
     shape = dict(log_x=True, log_y=True, x_ticks=ticks)
     figures = [
-        plot.lines("chain_depth-iops.svg", "4 KiB random reads, queue depth 32, page cache", "layers", "IOPS", curve("iops"), **shape),
+        plot.lines(
+            "chain_depth-iops.svg",
+            "4 KiB random reads, queue depth 32, page cache",
+            "layers",
+            "IOPS",
+            curve("iops"),
+            **shape,
+        ),
         plot.lines("chain_depth-cpu.svg", "Server CPU per 4 KiB read", "layers", "µs", curve("cpu_us"), **shape),
-        plot.lines("chain_depth-sequential.svg", "1 MiB sequential reads, queue depth 4, page cache", "layers", "MiB/s", curve("sequential", 2**-20), **shape),
-        plot.lines("chain_depth-memory.svg", "Peak memory (RSS) of the server", "layers", "MiB", curve("peak_rss", 2**-20), **shape),
-    ]  # fmt: skip
+        plot.lines(
+            "chain_depth-sequential.svg",
+            "1 MiB sequential reads, queue depth 4, page cache",
+            "layers",
+            "MiB/s",
+            curve("sequential", 2**-20),
+            **shape,
+        ),
+        plot.lines(
+            "chain_depth-memory.svg",
+            "Peak memory (RSS) of the server",
+            "layers",
+            "MiB",
+            curve("peak_rss", 2**-20),
+            **shape,
+        ),
+    ]
     table = {
         "title": "Reads by depth",
-        "text": f"A disk of {chains.disk_size() >> 20:,} MiB, 90 % of it in clusters of 64 KiB that belong to "
-        "random layers, page cache warm; in brackets ÷ one layer.",
-        "columns": ["server", "layers", "4 KiB random IOPS", "CPU µs per I/O", "1 MiB sequential MiB/s", "RSS after a whole pass, MiB", "peak RSS, MiB"],
+        "text": (
+            f"A disk of {chains.disk_size() >> 20:,} MiB, 90 % of it in clusters of 64 KiB that belong to "
+            "random layers, page cache warm; in brackets ÷ one layer."
+        ),
+        "columns": [
+            "server",
+            "layers",
+            "4 KiB random IOPS",
+            "CPU µs per I/O",
+            "1 MiB sequential MiB/s",
+            "RSS after a whole pass, MiB",
+            "peak RSS, MiB",
+        ],
         "rows": rows,
-    }  # fmt: skip
-    return {"samples": samples.raw(), "tables": [table], "goals": goals, "figures": figures, "notes": chains.no_index_note()}
+    }
+    return {
+        "samples": samples.raw(),
+        "tables": [table],
+        "goals": goals,
+        "figures": figures,
+        "notes": chains.no_index_note(),
+    }

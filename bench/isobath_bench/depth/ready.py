@@ -40,7 +40,9 @@ def run(rounds, seconds):
     ]
     goals = []
     for name in filter(chains.names().__contains__, (chains.ISOBATH, chains.INDEXED)):
-        goals.append(report.limit(f"ready to serve 1,000 layers, warm ({name})", middle(name, 1000, WARM), at_most=50, unit="ms"))
+        goals.append(
+            report.limit(f"ready to serve 1,000 layers, warm ({name})", middle(name, 1000, WARM), at_most=50, unit="ms")
+        )
         for state, what in ((ALL, "cold with the programs"), (CHAIN, "cold, the programs warm")):
             cold = report.ratio(middle(name, 1000, state), middle(name, 1, state))
             goals.append(report.limit(f"ready to serve 1,000 layers, {what} ÷ 1 layer's ({name})", cold, at_most=10))
@@ -49,10 +51,15 @@ def run(rounds, seconds):
         for layers in DEPTHS
         for cold in STATES
     }
-    figure = plot.bars("chain_depth-ready.svg", "From the server's start to its greeting", "milliseconds", bars, log=True, unit="ms")
+    figure = plot.bars(
+        "chain_depth-ready.svg", "From the server's start to its greeting", "milliseconds", bars, log=True, unit="ms"
+    )
     table = {
         "title": "Ready to serve",
-        "text": "From the start of the process to its first byte to a client; cold: after dropping the page cache, with the programs read again before the start, or not.",
+        "text": (
+            "From the start of the process to its first byte to a client; cold: after dropping the page cache, with the"
+            " programs read again before the start, or not."
+        ),
         "columns": ["server", "layers", *(f"{state}, ms" for state in STATES)],
         "rows": rows,
     }

@@ -35,8 +35,8 @@ def fill(choice, path, mode="wb"):
 
 def postmark(directory):
     """As Postmark, a tenth of the files and transactions of its paper's run: files of 500 B to 9.77 KB made in
-    ten directories; read or appended to, and made or deleted; all deleted. The file system is synced after each phase and tenth of the transactions, where
-    the page cache of a guest with little memory would be written back."""
+    ten directories; read or appended to, and made or deleted; all deleted. The file system is synced after each phase
+    and tenth of the transactions, where the page cache of a guest with little memory would be written back."""
     choice = random.Random(1)
     for number in range(10):
         (directory / f"s{number}").mkdir()
@@ -110,7 +110,9 @@ def recorded(name):
         with mounts.attached(copy) as (device, mount):
             steps = traces.record(device, lambda: (APPLICATIONS[name](mount), sync(mount)))
         copy.unlink()
-        trace.write_text(log.HEADER + "".join(f"nbd {what} {offset} {length}\n" for what, offset, length in steps) + "nbd close\n")
+        trace.write_text(
+            log.HEADER + "".join(f"nbd {what} {offset} {length}\n" for what, offset, length in steps) + "nbd close\n"
+        )
         done.touch()
     return disk, trace
 
@@ -126,7 +128,15 @@ def measure(place, contender, disk, trace, data):
     """The whole recording, request by request."""
     with contender.fresh(place, SIZE, content=disk) as (server, _):
         before = server.cpu()
-        out = tools.run("fio", "--name=replay", "--output-format=json", "--ioengine=nbd", f"--uri={server.uri}", f"--read_iolog={trace}", *data)
+        out = tools.run(
+            "fio",
+            "--name=replay",
+            "--output-format=json",
+            "--ioengine=nbd",
+            f"--uri={server.uri}",
+            f"--read_iolog={trace}",
+            *data,
+        )
         cpu = server.cpu() - before
     job = json.loads(out[out.index("{"):])["jobs"][0]
     writes, _, flushes = steps_of(trace)
@@ -134,7 +144,9 @@ def measure(place, contender, disk, trace, data):
     if job["error"] or done != [writes, flushes]:
         raise tools.Failed(f"{contender.name}: {done} writes and flushes were done, of {[writes, flushes]}")
     # Without fio's own start.
-    waited = sum(job[side]["lat_ns"]["mean"] * job[side]["total_ios"] for side in ("write", "sync") if job[side].get("total_ios"))
+    waited = sum(
+        job[side]["lat_ns"]["mean"] * job[side]["total_ios"] for side in ("write", "sync") if job[side].get("total_ios")
+    )
     return {"seconds": waited / 1e9, "cpu": cpu}
 
 
@@ -150,7 +162,10 @@ def run(rounds, seconds):
             for number in range(rounds):
                 for name in rotated(names, number):
                     for application, data in cases:
-                        samples.attempt((where, application, data, name), lambda: measure(place, everybody[name], *found[application], DATA[data]))
+                        samples.attempt(
+                            (where, application, data, name),
+                            lambda: measure(place, everybody[name], *found[application], DATA[data]),
+                        )
     rows, goals, bars = [], [], {}
     default = contenders.qemu_names()[0]
     for where in PLACES:
@@ -159,17 +174,50 @@ def run(rounds, seconds):
             for name in names:
                 key = (where, *case, name)
                 value = report.ratio(samples.median(key, "seconds"), own)
-                rows.append([where, *case, name, samples.text(key, "seconds", "{:.2f}"), spread(samples, key, "seconds"), text_of_ratio(value), samples.text(key, "cpu", "{:.2f}")])
-            bars[f"{case[0]}, {case[1]}, {where}"] = {name: samples.median((where, *case, name), "seconds") for name in names}
+                rows.append(
+                    [
+                        where,
+                        *case,
+                        name,
+                        samples.text(key, "seconds", "{:.2f}"),
+                        spread(samples, key, "seconds"),
+                        text_of_ratio(value),
+                        samples.text(key, "cpu", "{:.2f}"),
+                    ]
+                )
+            bars[f"{case[0]}, {case[1]}, {where}"] = {
+                name: samples.median((where, *case, name), "seconds") for name in names
+            }
             value = report.ratio(samples.median((where, *case, default), "seconds"), own)
-            goals.append(report.limit(f"{case[0]}, {case[1]}, {where}: {default}'s time ÷ embedded's", value, at_least=1.0, why="no mode embedded"))
-    about = "; ".join("{}: {:,} writes of {:,} MiB, {:,} flushes".format(name, (told := steps_of(trace))[0], told[1] >> 20, told[2]) for name, (_, trace) in found.items())
+            goals.append(
+                report.limit(
+                    f"{case[0]}, {case[1]}, {where}: {default}'s time ÷ embedded's",
+                    value,
+                    at_least=1.0,
+                    why="no mode embedded",
+                )
+            )
+    about = "; ".join(
+        "{}: {:,} writes of {:,} MiB, {:,} flushes".format(name, (told := steps_of(trace))[0], told[1] >> 20, told[2])
+        for name, (_, trace) in found.items()
+    )
     table = {
         "title": "Applications",
-        "text": "What a new ext4 on the disk is sent, recorded on a loop device and replayed one after another, on an image of the new file system, with data of one sort. " + about + ".",
+        "text": (
+            "What a new ext4 on the disk is sent, recorded on a loop device and replayed one after another, on an image"
+            " of the new file system, with data of one sort. "
+            + about
+            + "."
+        ),
         "columns": ["disk", "application", "data", "server", "s", "spread", "its time ÷ embedded's", "CPU s"],
         "rows": rows,
     }
     figure = plot.bars("embedded-apps.svg", "Applications", "s", bars)
     notes = [f"{key}: {sample['why']}" for key, each in samples.items() for sample in each if sample.get("failed")]
-    return {"samples": samples.raw(), "tables": [table], "goals": goals, "figures": [figure], "notes": contenders.missing_note() + notes}
+    return {
+        "samples": samples.raw(),
+        "tables": [table],
+        "goals": goals,
+        "figures": [figure],
+        "notes": contenders.missing_note() + notes,
+    }

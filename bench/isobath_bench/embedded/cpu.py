@@ -23,7 +23,9 @@ def size():
 
 def lz4_share(profile):
     """The part of a profile's samples that are in LZ4."""
-    said = tools.run("perf", "report", "--stdio", "--no-children", "--percent-limit=0", "--sort=symbol", f"--input={profile}")
+    said = tools.run(
+        "perf", "report", "--stdio", "--no-children", "--percent-limit=0", "--sort=symbol", f"--input={profile}"
+    )
     return sum(map(float, SAMPLE.findall(said))) / 100
 
 
@@ -67,14 +69,38 @@ def run(rounds, seconds):
         for name in (GOAL, JOURNAL, contenders.ORDERED, RAW):
             key = (*case, name)
             value = report.ratio(samples.median(key, "cpu_us"), journal)
-            rows.append([*case, name, samples.text(key, "cpu_us", "{:.1f}"), text_of_ratio(value), samples.text(key, "lz4", "{:.1f} %", 100)])
+            rows.append(
+                [
+                    *case,
+                    name,
+                    samples.text(key, "cpu_us", "{:.1f}"),
+                    text_of_ratio(value),
+                    samples.text(key, "lz4", "{:.1f} %", 100),
+                ]
+            )
         value = report.ratio(samples.median((*case, GOAL), "cpu_us"), journal)
-        goals.append(report.limit(f"CPU of a write of 64 KiB, {', '.join(case)}: embedded ÷ journal", value, at_most=1.1, why="no mode embedded"))
+        goals.append(
+            report.limit(
+                f"CPU of a write of 64 KiB, {', '.join(case)}: embedded ÷ journal",
+                value,
+                at_most=1.1,
+                why="no mode embedded",
+            )
+        )
     table = {
         "title": "CPU of a write of 64 KiB to a new cluster",
-        "text": "The server's, all threads, user and kernel, on a disk that costs nothing, in memory. LZ4: its part of the samples of `perf record`.",
+        "text": (
+            "The server's, all threads, user and kernel, on a disk that costs nothing, in memory. LZ4: its part of the"
+            " samples of `perf record`."
+        ),
         "columns": ["flushes", "data", "server", "CPU µs a write", "of journal", "LZ4"],
         "rows": rows,
     }
     notes = [f"{key}: {sample['why']}" for key, each in samples.items() for sample in each if sample.get("failed")]
-    return {"samples": samples.raw(), "tables": [table], "goals": goals, "figures": [], "notes": contenders.missing_note() + notes}
+    return {
+        "samples": samples.raw(),
+        "tables": [table],
+        "goals": goals,
+        "figures": [],
+        "notes": contenders.missing_note() + notes,
+    }

@@ -22,11 +22,27 @@ def measure(place, contender, incompressible):
     """Every cluster in order, 8 requests under way: both sorts of data in turn, each by a job of its own."""
     step = loads.CLUSTER
     with contender.fresh(place, size()) as (server, _):
-        command = ["fio", "--output-format=json", "--thread", "--ioengine=nbd", f"--uri={server.uri}", "--bs=64k", "--end_fsync=1"]
+        command = [
+            "fio",
+            "--output-format=json",
+            "--thread",
+            "--ioengine=nbd",
+            f"--uri={server.uri}",
+            "--bs=64k",
+            "--end_fsync=1",
+        ]
         if incompressible == 1:
             sorts = [loads.COMPRESSIBLE, loads.INCOMPRESSIBLE]
             for number, data in enumerate(sorts):
-                command += [f"--name=part-{number}", f"--offset={number * step}", f"--size={size() - number * step}", f"--io_size={size() // 2}", "--rw=write:64k", "--iodepth=4", *data]
+                command += [
+                    f"--name=part-{number}",
+                    f"--offset={number * step}",
+                    f"--size={size() - number * step}",
+                    f"--io_size={size() // 2}",
+                    "--rw=write:64k",
+                    "--iodepth=4",
+                    *data,
+                ]
         else:
             data = loads.INCOMPRESSIBLE if incompressible else loads.COMPRESSIBLE
             command += ["--name=all", f"--size={size()}", "--rw=write", "--iodepth=8", *data]
@@ -59,20 +75,46 @@ def run(rounds, seconds):
             own = samples.median((where, part, GOAL), "bytes_per_second")
             for name in names:
                 key = (where, part, name)
-                rows.append([
-                    where, part, name, samples.text(key, "seconds", "{:.2f}"), samples.text(key, "bytes_per_second", "{:,.0f}", 1e-6), spread(samples, key, "seconds"),
-                    text_of_ratio(report.ratio(own, samples.median(key, "bytes_per_second"))), samples.text(key, "cpu_us", "{:.0f}"),
-                ])  # fmt: skip
-            bars[f"{where}, {part} incompressible"] = {name: samples.median((where, part, name), "seconds") for name in names}
+                rows.append(
+                    [
+                        where,
+                        part,
+                        name,
+                        samples.text(key, "seconds", "{:.2f}"),
+                        samples.text(key, "bytes_per_second", "{:,.0f}", 1e-6),
+                        spread(samples, key, "seconds"),
+                        text_of_ratio(report.ratio(own, samples.median(key, "bytes_per_second"))),
+                        samples.text(key, "cpu_us", "{:.0f}"),
+                    ]
+                )
+            bars[f"{where}, {part} incompressible"] = {
+                name: samples.median((where, part, name), "seconds") for name in names
+            }
             default = contenders.qemu_names()[0]
             value = report.ratio(own, samples.median((where, part, default), "bytes_per_second"))
-            goals.append(report.limit(f"dd, {where}, {part} incompressible: embedded ÷ {default}", value, at_least=1.0, why="no mode embedded"))
+            goals.append(
+                report.limit(
+                    f"dd, {where}, {part} incompressible: embedded ÷ {default}",
+                    value,
+                    at_least=1.0,
+                    why="no mode embedded",
+                )
+            )
     table = {
         "title": "dd",
-        "text": f"{size() >> 20} MiB in writes of 64 KiB, 8 at a time, into a new disk, one flush at the end; *incompressible*: the part of the clusters that do not compress.",
+        "text": (
+            f"{size() >> 20} MiB in writes of 64 KiB, 8 at a time, into a new disk, one flush at the end;"
+            " *incompressible*: the part of the clusters that do not compress."
+        ),
         "columns": ["disk", "incompressible", "server", "s", "MB/s", "spread", "embedded ÷ it", "CPU µs a cluster"],
         "rows": rows,
     }
     figure = plot.bars("embedded-dd.svg", f"dd of {size() >> 20} MiB and a sync", "s", bars)
     notes = [f"{key}: {sample['why']}" for key, each in samples.items() for sample in each if sample.get("failed")]
-    return {"samples": samples.raw(), "tables": [table], "goals": goals, "figures": [figure], "notes": contenders.missing_note() + notes}
+    return {
+        "samples": samples.raw(),
+        "tables": [table],
+        "goals": goals,
+        "figures": [figure],
+        "notes": contenders.missing_note() + notes,
+    }

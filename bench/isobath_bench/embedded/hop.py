@@ -29,14 +29,23 @@ def run(rounds, seconds):
     for block, writers in CASES:
         direct, hop = (samples.median((block, writers, way), "flushes_per_second") for way in ways)
         more = None if None in (direct, hop) else f"{(1 / hop - 1 / direct) * 1e6:,.0f}"
-        rows.append([
-            f"{block >> 10} KiB", writers, *(samples.text((block, writers, way), "flushes_per_second") for way in ways),
-            text_of_ratio(report.ratio(hop, direct)), spread(samples, (block, writers, "in an export"), "flushes_per_second"), more or "-",
-        ])  # fmt: skip
+        rows.append(
+            [
+                f"{block >> 10} KiB",
+                writers,
+                *(samples.text((block, writers, way), "flushes_per_second") for way in ways),
+                text_of_ratio(report.ratio(hop, direct)),
+                spread(samples, (block, writers, "in an export"), "flushes_per_second"),
+                more or "-",
+            ]
+        )
     table = {
         "title": "What the way over NBD costs QEMU",
-        "text": f"{version} default: writes a second to random new clusters with a flush behind each, the image in "
-        "memory, no simulated costs. The last column is the time of all divided by their number; a flush takes 580 µs on `ssd`, a turn of `hdd` 8,300.",
+        "text": (
+            f"{version} default: writes a second to random new clusters with a flush behind each, the image in memory,"
+            " no simulated costs. The last column is the time of all divided by their number; a flush takes 580 µs on"
+            " `ssd`, a turn of `hdd` 8,300."
+        ),
         "columns": ["block", "writers", *ways, "ratio", "spread", "µs more for each write and flush"],
         "rows": rows,
     }

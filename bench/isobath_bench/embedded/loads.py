@@ -56,8 +56,18 @@ def write_and_flush(server, places, block, seconds=None, data=COMPRESSIBLE):
         raise tools.Failed(f"{server.name}: {flushes} flushes were done, of {sum(map(len, places))}")
     # What each writer waited for its requests, without fio's own start.
     waited = [
-        sum(job[side]["lat_ns"]["mean"] * job[side]["total_ios"] for side in ("write", "sync") if job[side].get("total_ios")) / 1e9
+        sum(
+            job[side]["lat_ns"]["mean"] * job[side]["total_ios"]
+            for side in ("write", "sync")
+            if job[side].get("total_ios")
+        )
+        / 1e9
         for job in jobs
-    ]  # fmt: skip
+    ]
     rate = sum(count / time for count, time in zip(counts, waited) if time)
-    return {"flushes": flushes, "flushes_per_second": rate, "bytes_per_second": rate * block, "cpu_us": cpu / max(flushes, 1) * 1e6}
+    return {
+        "flushes": flushes,
+        "flushes_per_second": rate,
+        "bytes_per_second": rate * block,
+        "cpu_us": cpu / max(flushes, 1) * 1e6,
+    }

@@ -52,16 +52,39 @@ def run(rounds, seconds):
             for name in names:
                 value = report.ratio(samples.median((name,), field), ordered)
                 cpu = samples.text((name,), f"{field}, CPU", "{:.1f}")
-                rows.append([when, what, name, samples.text((name,), field, "{:,.0f}", 2**-20), spread(samples, (name,), field), text_of_ratio(value), cpu])
-            bars[field] = {name: samples.median((name,), field) and samples.median((name,), field) / 2**20 for name in names}
+                rows.append(
+                    [
+                        when,
+                        what,
+                        name,
+                        samples.text((name,), field, "{:,.0f}", 2**-20),
+                        spread(samples, (name,), field),
+                        text_of_ratio(value),
+                        cpu,
+                    ]
+                )
+            bars[field] = {
+                name: samples.median((name,), field) and samples.median((name,), field) / 2**20 for name in names
+            }
             value = report.ratio(samples.median((GOAL,), field), ordered)
-            goals.append(report.limit(f"reads, {field}: embedded ÷ ordered", value, at_least=0.95, why="no mode embedded"))
+            goals.append(
+                report.limit(f"reads, {field}: embedded ÷ ordered", value, at_least=0.95, why="no mode embedded")
+            )
     table = {
         "title": "Reads",
-        "text": f"{size() >> 20} MiB written once and flushed, on ext4, page cache; read by the same server, and by the next after a close.",
+        "text": (
+            f"{size() >> 20} MiB written once and flushed, on ext4, page cache; read by the same server, and by the"
+            " next after a close."
+        ),
         "columns": ["when", "load", "server", "MiB/s", "spread", "of ordered", "CPU µs a request"],
         "rows": rows,
     }
     figure = plot.bars("embedded-read.svg", "Reads of what was written", "MiB/s", bars)
     notes = [f"{key}: {sample['why']}" for key, each in samples.items() for sample in each if sample.get("failed")]
-    return {"samples": samples.raw(), "tables": [table], "goals": goals, "figures": [figure], "notes": contenders.missing_note() + notes}
+    return {
+        "samples": samples.raw(),
+        "tables": [table],
+        "goals": goals,
+        "figures": [figure],
+        "notes": contenders.missing_note() + notes,
+    }

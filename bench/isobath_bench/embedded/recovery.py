@@ -105,20 +105,33 @@ def run(rounds, seconds):
 def summary(samples):
     rows, bars = [], {}
     for name in cases():
-        rows.append([
-            name, *(samples.text((name, when), "seconds", "{:.2f}") for when in (COLD, WARM, "check")), samples.text((name, COLD), "rss", "{:,.0f}", 2**-20),
-        ])  # fmt: skip
+        rows.append(
+            [
+                name,
+                *(samples.text((name, when), "seconds", "{:.2f}") for when in (COLD, WARM, "check")),
+                samples.text((name, COLD), "rss", "{:,.0f}", 2**-20),
+            ]
+        )
         bars[name] = {when: samples.median((name, when), "seconds") for when in (COLD, WARM)}
     table = {
         "title": "Recovery",
-        "text": f"A disk of {size() >> 30} GiB: 4 KiB written to each of its {size() >> 16:,} clusters, one flush, the server killed. Seconds from the "
-        "start of the next one until it greets a client, on a copy of the image; those of `isobath check -r all`.",
+        "text": (
+            f"A disk of {size() >> 30} GiB: 4 KiB written to each of its {size() >> 16:,} clusters, one flush, the"
+            " server killed. Seconds from the start of the next one until it greets a client, on a copy of the image;"
+            " those of `isobath check -r all`."
+        ),
         "columns": ["server", f"{COLD}, s", f"{WARM}, s", "check, s", "peak RSS, MiB"],
         "rows": rows,
     }
     limit = 1.9 * size() / (128 << 30)
     goals = [
-        report.limit(f"recovery, {GOAL}, {when}, {size() >> 30} GiB", samples.median((GOAL, when), "seconds"), at_most=round(limit, 2), unit="s", why="no mode embedded")
+        report.limit(
+            f"recovery, {GOAL}, {when}, {size() >> 30} GiB",
+            samples.median((GOAL, when), "seconds"),
+            at_most=round(limit, 2),
+            unit="s",
+            why="no mode embedded",
+        )
         for when in (COLD, WARM)
     ]
     figure = plot.bars("embedded-recovery.svg", f"Ready again after a crash, {size() >> 30} GiB", "s", bars, log=True)

@@ -85,30 +85,77 @@ def run(rounds, seconds):
             "rows": [[name, *(cell(which, name, workload) for workload in WORKLOADS)] for name in everybody],
         }
         for which, title, text in (
-            ("sent", "What a server sends its disk",
-             "Write requests / flushes / KiB. The disk is a block device as far as the server knows: nothing is written ahead for a file system's sake."),
-            ("reached", "What reaches the device below ext4",
-             "Write requests, without those that only carry a flush / flushes / syncs of the image / KiB, zeroes written ahead and the file system's own included."),
+            (
+                "sent",
+                "What a server sends its disk",
+                (
+                    "Write requests / flushes / KiB. The disk is a block device as far as the server knows: nothing is"
+                    " written ahead for a file system's sake."
+                ),
+            ),
+            (
+                "reached",
+                "What reaches the device below ext4",
+                (
+                    "Write requests, without those that only carry a flush / flushes / syncs of the image / KiB, zeroes"
+                    " written ahead and the file system's own included."
+                ),
+            ),
         )
-    ]  # fmt: skip
+    ]
     goals = []
     for workload in WORKLOADS:
         for field in ("writes", "flushes"):
             value = samples.median(("sent", GOAL, workload), field)
-            goals.append(report.limit(f"embedded, {workload}: {field} for each", value, at_most=1.0, unit="", why="no mode embedded", digits=4))
+            goals.append(
+                report.limit(
+                    f"embedded, {workload}: {field} for each",
+                    value,
+                    at_most=1.0,
+                    unit="",
+                    why="no mode embedded",
+                    digits=4,
+                )
+            )
     ratios = []
     for workload in WORKLOADS:
         own = samples.median(("sent", GOAL, workload), "bytes_written")
-        peers = [report.ratio(samples.median(("sent", name, workload), "bytes_written"), own) for name in everybody if name != GOAL]
+        peers = [
+            report.ratio(samples.median(("sent", name, workload), "bytes_written"), own)
+            for name in everybody
+            if name != GOAL
+        ]
         ratios.append([workload, *map(text_of_ratio, peers)])
-    tables.append({
-        "title": "Bytes sent, ÷ those of embedded", "columns": ["workload", *(name for name in everybody if name != GOAL)], "rows": ratios,
-    })  # fmt: skip
+    tables.append(
+        {
+            "title": "Bytes sent, ÷ those of embedded",
+            "columns": ["workload", *(name for name in everybody if name != GOAL)],
+            "rows": ratios,
+        }
+    )
     apart = [
         abs(one - other)
-        for name in everybody for workload in WORKLOADS
-        if None not in (one := samples.median(("sent", name, workload), "flushes"), other := samples.median(("reached", name, workload), "syncs"))
-    ]  # fmt: skip
-    goals.append(report.limit("the simulated disk's count of flushes and the kernel's of syncs, furthest apart", max(apart, default=None), at_most=0.02, unit="", digits=4))
+        for name in everybody
+        for workload in WORKLOADS
+        if None not in (
+            one := samples.median(("sent", name, workload), "flushes"),
+            other := samples.median(("reached", name, workload), "syncs"),
+        )
+    ]
+    goals.append(
+        report.limit(
+            "the simulated disk's count of flushes and the kernel's of syncs, furthest apart",
+            max(apart, default=None),
+            at_most=0.02,
+            unit="",
+            digits=4,
+        )
+    )
     notes = [f"{key}: {sample['why']}" for key, each in samples.items() for sample in each if sample.get("failed")]
-    return {"samples": samples.raw(), "tables": tables, "goals": goals, "figures": [], "notes": contenders.missing_note() + notes}
+    return {
+        "samples": samples.raw(),
+        "tables": tables,
+        "goals": goals,
+        "figures": [],
+        "notes": contenders.missing_note() + notes,
+    }

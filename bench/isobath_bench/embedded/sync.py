@@ -39,12 +39,16 @@ class Sync:
         samples = Samples()
         everybody = contenders.everybody()
         names = list(everybody)
-        cases = [(pattern, block, writers) for pattern in (SEQUENTIAL, RANDOM) for block in KIB for writers in self.writers]
+        cases = [
+            (pattern, block, writers) for pattern in (SEQUENTIAL, RANDOM) for block in KIB for writers in self.writers
+        ]
         with places.place(self.where) as place:
             for number in range(rounds):
                 for case in cases:
                     for name in rotated(names, number):
-                        samples.attempt((*case, name), lambda: self.measure(place, everybody[name], *case, seconds, number))
+                        samples.attempt(
+                            (*case, name), lambda: self.measure(place, everybody[name], *case, seconds, number)
+                        )
         return {"samples": samples.raw()} | self.summary(samples, names, cases)
 
     def summary(self, samples, names, cases):
@@ -61,11 +65,15 @@ class Sync:
                 *(text_of_ratio(report.ratio(own, rate(case, name))) for name in others),
                 spread(samples, (*case, GOAL), "flushes_per_second") if own else "-",
             ])  # fmt: skip
-            bars[f"{KIB[block]} {pattern}, {writers} writer{'s' * (writers > 1)}"] = {name: rate(case, name) or None for name in names}
+            bars[f"{KIB[block]} {pattern}, {writers} writer{'s' * (writers > 1)}"] = {
+                name: rate(case, name) or None for name in names
+            }
         table = {
             "title": f"Writes with a flush behind each, {self.data} data, {self.where}",
-            "text": "Writes a second to clusters that are new (4 KiB sequential: each sixteenth is), each writer waiting for its flush; then "
-            "embedded ÷ each of the others.",
+            "text": (
+                "Writes a second to clusters that are new (4 KiB sequential: each sixteenth is), each writer waiting"
+                " for its flush; then embedded ÷ each of the others."
+            ),
             "columns": ["pattern", "block", "writers", *names, *(f"÷ {name}" for name in others), "spread"],
             "rows": rows,
         }
@@ -78,8 +86,16 @@ class Sync:
                         value = report.ratio(rate(case, GOAL), rate(case, name))
                         what = f"{self.where}, 64 KiB {pattern}, {writers} writers: embedded ÷ {name}"
                         limit = 0.9 if name == RAW else 2
-                        goals.append(report.limit(what, value, at_least=limit, why=None if value else "no mode embedded"))
+                        goals.append(
+                            report.limit(what, value, at_least=limit, why=None if value else "no mode embedded")
+                        )
         suffix = "" if self.data == "compressible" else f"-{self.data}"
-        figure = plot.bars(f"embedded-sync-{self.where}{suffix}.svg", f"Writes with a flush behind each, {self.data}, {self.where}", "writes a second", bars, log=True)
+        figure = plot.bars(
+            f"embedded-sync-{self.where}{suffix}.svg",
+            f"Writes with a flush behind each, {self.data}, {self.where}",
+            "writes a second",
+            bars,
+            log=True,
+        )
         notes = [f"{key}: {sample['why']}" for key, each in samples.items() for sample in each if sample.get("failed")]
         return {"tables": [table], "goals": goals, "figures": [figure], "notes": contenders.missing_note() + notes}

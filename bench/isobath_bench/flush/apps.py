@@ -51,10 +51,17 @@ def run(rounds, seconds):
         best, best_of_raw = contenders.best_qemu(of_raw)
         for name in names:
             key = (application, name)
-            rows.append([
-                application, name, samples.text(key, "seconds", "{:.2f}"), samples.text(key, "of_raw", "{:.2f}x"), spread(samples, key, "of_raw"),
-                text_of_ratio(report.ratio(of_raw[name], best_of_raw)), *(samples.text(key, field, "{:.2f}") for field in ("syncs", "flushes")),
-            ])  # fmt: skip
+            rows.append(
+                [
+                    application,
+                    name,
+                    samples.text(key, "seconds", "{:.2f}"),
+                    samples.text(key, "of_raw", "{:.2f}x"),
+                    spread(samples, key, "of_raw"),
+                    text_of_ratio(report.ratio(of_raw[name], best_of_raw)),
+                    *(samples.text(key, field, "{:.2f}") for field in ("syncs", "flushes")),
+                ]
+            )
         name = f"isobath {contenders.GOAL}"
         why = None if name in names else f"no mode {contenders.GOAL}"
         noise = too_noisy(of_raw)
@@ -62,17 +69,35 @@ def run(rounds, seconds):
         goals.append(report.limit(f"{application} ÷ raw, fully written", value, at_least=0.95, why=why or noise))
         bars[application] = of_raw
     about = "; ".join(
-        f"{application}: {sum(what == 'write' for what, *_ in steps):,} writes of {sum(length for what, _, length in steps) >> 20} MiB, "
-        f"{sum(what == 'sync' for what, *_ in steps):,} flushes"
+        f"{application}: {sum(what == 'write' for what, *_ in steps):,} writes of"
+        f" {sum(length for what, _, length in steps) >> 20} MiB, {sum(what == 'sync' for what, *_ in steps):,} flushes"
         for application, (_, steps) in found.items()
     )
     table = {
         "title": "Applications",
-        "text": f"The requests of ext4, recorded once on a loop device, replayed one after another on an image on ext4 that is thin at first, "
-        f"in {SLICES} slices, each also on a fully written raw file beside it: *of raw* is the median of the slices' ratios. {about}.",
-        "columns": ["application", "server", "s", "of raw", "spread", "of QEMU's best", "syncs a flush", "device flushes a flush"],
+        "text": (
+            "The requests of ext4, recorded once on a loop device, replayed one after another on an image on ext4 that"
+            f" is thin at first, in {SLICES} slices, each also on a fully written raw file beside it: *of raw* is the"
+            f" median of the slices' ratios. {about}."
+        ),
+        "columns": [
+            "application",
+            "server",
+            "s",
+            "of raw",
+            "spread",
+            "of QEMU's best",
+            "syncs a flush",
+            "device flushes a flush",
+        ],
         "rows": rows,
     }
     figure = plot.bars("flush_cost-apps.svg", "Applications: speed of raw, fully written", "", bars, unit="x")
     notes = [f"{key}: {sample['why']}" for key, each in samples.items() for sample in each if sample.get("failed")]
-    return {"samples": samples.raw(), "tables": [table], "goals": goals, "figures": [figure], "notes": contenders.missing_note() + notes}
+    return {
+        "samples": samples.raw(),
+        "tables": [table],
+        "goals": goals,
+        "figures": [figure],
+        "notes": contenders.missing_note() + notes,
+    }

@@ -31,7 +31,9 @@ def size():
 def modes():
     """The ways of writing metadata that this isobath has."""
     def has(mode):
-        said = subprocess.run([tools.ISOBATH, "serve", "--metadata", mode, "/nonexistent"], capture_output=True, text=True)
+        said = subprocess.run(
+            [tools.ISOBATH, "serve", "--metadata", mode, "/nonexistent"], capture_output=True, text=True
+        )
         return "unknown mode" not in said.stderr
 
     return [mode for mode in MODES if has(mode)]

@@ -45,7 +45,9 @@ def requests(device):
 def tracing():
     """A tracing instance, apart from all others."""
     if not (TRACING / "instances").is_dir():
-        raise tools.Failed(f"there is no {TRACING}/instances: run as root, on a kernel with ftrace: mount -t tracefs none {TRACING}")
+        raise tools.Failed(
+            f"there is no {TRACING}/instances: run as root, on a kernel with ftrace: mount -t tracefs none {TRACING}"
+        )
     instance = TRACING / "instances" / f"isobath-{os.getpid()}"
     instance.mkdir()
     try:

@@ -54,27 +54,62 @@ def run(rounds, seconds):
             best, best_of_raw = contenders.best_qemu(of_raw)
             for name in names:
                 key = (kind, clients, name)
-                rows.append([
-                    kind, clients, name, samples.text(key, "flushes_per_second"), samples.text(key, "of_raw", "{:.2f}x"), spread(samples, key, "of_raw"),
-                    text_of_ratio(report.ratio(of_raw[name], best_of_raw)), samples.text(key, "cpu_us"),
-                ])  # fmt: skip
+                rows.append(
+                    [
+                        kind,
+                        clients,
+                        name,
+                        samples.text(key, "flushes_per_second"),
+                        samples.text(key, "of_raw", "{:.2f}x"),
+                        spread(samples, key, "of_raw"),
+                        text_of_ratio(report.ratio(of_raw[name], best_of_raw)),
+                        samples.text(key, "cpu_us"),
+                    ]
+                )
             goal, where = of_raw.get(f"isobath {contenders.GOAL}"), f"{kind}, {clients} client{'s' * (clients > 1)}"
             why = None if goal else f"no mode {contenders.GOAL}"
             if goal and (noise := too_noisy(of_raw)):
                 goal, why = None, noise
-            goals.append(report.limit(f"4 KiB write and flush, {where} ÷ raw, fully written", goal, at_least=0.95, why=why))
-            goals.append(report.limit(f"4 KiB write and flush, {where} ÷ the best of QEMU ({best})", report.ratio(goal, best_of_raw), at_least=1.3, why=why))
+            goals.append(
+                report.limit(f"4 KiB write and flush, {where} ÷ raw, fully written", goal, at_least=0.95, why=why)
+            )
+            goals.append(
+                report.limit(
+                    f"4 KiB write and flush, {where} ÷ the best of QEMU ({best})",
+                    report.ratio(goal, best_of_raw),
+                    at_least=1.3,
+                    why=why,
+                )
+            )
             bars[where] = figures
     table = {
         "title": "4 KiB written to a new cluster and flushed",
-        "text": f"{SLICES} slices of {length()} pairs, each client waiting for its flush. Beside each server runs one of a fully written raw file "
-        "(by isobath), and both take turns slice by slice: *of raw* is the median of the slices' ratios; the spread is that of the rounds. "
-        "QEMU's best is without preallocation=full, which is not a thin image. The file systems lie on a loop device whose file is fully written.",
-        "columns": ["file system", "clients", "server", "flushes/s", "of raw", "spread", "of QEMU's best", "CPU µs a flush"],
+        "text": (
+            f"{SLICES} slices of {length()} pairs, each client waiting for its flush. Beside each server runs one of a"
+            " fully written raw file (by isobath), and both take turns slice by slice: *of raw* is the median of the"
+            " slices' ratios; the spread is that of the rounds. QEMU's best is without preallocation=full, which is"
+            " not a thin image. The file systems lie on a loop device whose file is fully written."
+        ),
+        "columns": [
+            "file system",
+            "clients",
+            "server",
+            "flushes/s",
+            "of raw",
+            "spread",
+            "of QEMU's best",
+            "CPU µs a flush",
+        ],
         "rows": rows,
     }
     figure = plot.bars("flush_cost-latency.svg", "4 KiB written to a new cluster and flushed", "flushes a second", bars)
-    return {"samples": samples.raw(), "tables": [table], "goals": goals, "figures": [figure], "notes": contenders.missing_note()}
+    return {
+        "samples": samples.raw(),
+        "tables": [table],
+        "goals": goals,
+        "figures": [figure],
+        "notes": contenders.missing_note(),
+    }
 
 
 def too_noisy(of_raw):

@@ -21,7 +21,9 @@ def replay(server, *logs):
     paths = []
     for number, steps in enumerate(logs):
         path = tools.WORK / f"flush-{number}.iolog"
-        path.write_text(HEADER + "".join(f"nbd {what} {offset} {length}\n" for what, offset, length in steps) + "nbd close\n")
+        path.write_text(
+            HEADER + "".join(f"nbd {what} {offset} {length}\n" for what, offset, length in steps) + "nbd close\n"
+        )
         paths.append(path)
         command += [f"--name=client-{number}", "--ioengine=nbd", f"--uri={server.uri}", f"--read_iolog={path}"]
     try:
@@ -38,7 +40,12 @@ def replay(server, *logs):
     if any(job["error"] for job in jobs) or [flushes, writes] != intended:
         raise tools.Failed(f"{server.name}: {flushes} flushes and {writes} writes were done, of {intended}")
     # What each client waited for its requests, without fio's own start.
-    waited = sum(job[side]["lat_ns"]["mean"] * job[side]["total_ios"] for job in jobs for side in ("write", "sync") if job[side].get("total_ios"))
+    waited = sum(
+        job[side]["lat_ns"]["mean"] * job[side]["total_ios"]
+        for job in jobs
+        for side in ("write", "sync")
+        if job[side].get("total_ios")
+    )
     return {"flushes": flushes, "writes": writes, "seconds": waited / len(jobs) / 1e9}
 
 

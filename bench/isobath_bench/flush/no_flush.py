@@ -35,22 +35,44 @@ def run(rounds, seconds):
         for name in names:
             key = (what, name)
             value = report.ratio(samples.median(key, "bytes_per_second"), ordered)
-            rows.append([
-                what, name, samples.text(key, "bytes_per_second", "{:,.0f}", 2**-20), spread(samples, key, "bytes_per_second"),
-                text_of_ratio(value), samples.text(key, "cpu_us_per_request", "{:.1f}"),
-            ])  # fmt: skip
+            rows.append(
+                [
+                    what,
+                    name,
+                    samples.text(key, "bytes_per_second", "{:,.0f}", 2**-20),
+                    spread(samples, key, "bytes_per_second"),
+                    text_of_ratio(value),
+                    samples.text(key, "cpu_us_per_request", "{:.1f}"),
+                ]
+            )
         name = f"isobath {contenders.GOAL}"
         value = report.ratio(samples.median((what, name), "bytes_per_second"), ordered)
-        goals.append(report.limit(f"no flushes, {what}: {contenders.GOAL} ÷ ordered", value, at_least=0.97, why=None if name in names else f"no mode {contenders.GOAL}"))
+        goals.append(
+            report.limit(
+                f"no flushes, {what}: {contenders.GOAL} ÷ ordered",
+                value,
+                at_least=0.97,
+                why=None if name in names else f"no mode {contenders.GOAL}",
+            )
+        )
     table = {
         "title": "No flushes",
-        "text": f"A new thin image of {contenders.size() >> 20} MiB on ext4 (raw: a written file), written once through the page cache, no flush.",
+        "text": (
+            f"A new thin image of {contenders.size() >> 20} MiB on ext4 (raw: a written file), written once through the"
+            " page cache, no flush."
+        ),
         "columns": ["load", "server", "MiB/s", "spread", "of ordered", "CPU µs a request"],
         "rows": rows,
     }
     bars = {what: {name: scaled(samples.median((what, name), "bytes_per_second")) for name in names} for what in LOADS}
     figure = plot.bars("flush_cost-no-flush.svg", "Writes without a flush", "MiB/s", bars)
-    return {"samples": samples.raw(), "tables": [table], "goals": goals, "figures": [figure], "notes": contenders.missing_note()}
+    return {
+        "samples": samples.raw(),
+        "tables": [table],
+        "goals": goals,
+        "figures": [figure],
+        "notes": contenders.missing_note(),
+    }
 
 
 def scaled(value):

@@ -118,8 +118,11 @@ def run(rounds, seconds):
 
     table = {
         "title": "How the space was prepared",
-        "text": f"{length()} x 64 KiB written to a new place, an fdatasync after each: write requests / flush requests / KiB "
-        "/ median µs for each fdatasync, on a loop device. A write request of no bytes carries the flush, so the floor is 2 / 1 / 64.",
+        "text": (
+            f"{length()} x 64 KiB written to a new place, an fdatasync after each: write requests / flush requests /"
+            " KiB / median µs for each fdatasync, on a loop device. A write request of no bytes carries the flush, so"
+            " the floor is 2 / 1 / 64."
+        ),
         "columns": ["space prepared by", *kinds],
         "rows": [[how, *(cell(kind, how) for kind in kinds)] for how in PREPARATIONS],
     }

@@ -63,7 +63,11 @@ def measure(system, counter, contender, workload, seed):
     if server.name == "isobath":
         check_log(server, system.kind, (marks[-1] - marks[0])["syncs"])
     opening, initial, _, steady, closing = (later - earlier for earlier, later in zip(marks, marks[1:]))
-    around = {f"{when}_{what}": part[what] for when, part in (("open", opening), ("first", initial), ("close", closing)) for what in ("syncs", "flushes")}
+    around = {
+        f"{when}_{what}": part[what]
+        for when, part in (("open", opening), ("first", initial), ("close", closing))
+        for what in ("syncs", "flushes")
+    }
     return {**steady.per(done["flushes"]), **around, "guest_flushes": done["flushes"]}
 
 
@@ -101,20 +105,32 @@ def summary(samples, names):
         ]
         tables.append({"title": title, "columns": ["file system", "server", *WORKLOADS], "rows": rows})
     tables[0]["text"] = (
-        f"{length()} writes with a flush after each, after {WARM_UP} that are not counted; through NBD, no FUA. Syncs are the kernel's "
-        "trace events of the file system, which see system calls and io_uring alike; requests are the loop device's (`stat`)."
+        f"{length()} writes with a flush after each, after {WARM_UP} that are not counted; through NBD, no FUA. Syncs"
+        " are the kernel's trace events of the file system, which see system calls and io_uring alike; requests are"
+        " the loop device's (`stat`)."
     )
     whens = ["open", "first", "close"]
-    tables.append({
-        "title": "Apart from these: opening, the first flush, closing",
-        "text": f"{APPEND}: syncs of the image / flushes of the device.",
-        "columns": ["file system", "server", "opening", "first write and flush", "closing"],
-        "rows": [
-            [kind, name, *(" / ".join(samples.text((kind, name, APPEND), f"{when}_{what}") for what in ("syncs", "flushes")) for when in whens)]
-            for kind in SYSTEMS
-            for name in names
-        ],
-    })  # fmt: skip
+    tables.append(
+        {
+            "title": "Apart from these: opening, the first flush, closing",
+            "text": f"{APPEND}: syncs of the image / flushes of the device.",
+            "columns": ["file system", "server", "opening", "first write and flush", "closing"],
+            "rows": [
+                [
+                    kind,
+                    name,
+                    *(
+                        " / ".join(
+                            samples.text((kind, name, APPEND), f"{when}_{what}") for what in ("syncs", "flushes")
+                        )
+                        for when in whens
+                    ),
+                ]
+                for kind in SYSTEMS
+                for name in names
+            ],
+        }
+    )
     goals = []
     name = f"isobath {contenders.GOAL}"
     why = None if name in names else f"no mode {contenders.GOAL}"
@@ -122,10 +138,28 @@ def summary(samples, names):
         values = [samples.median((kind, name, workload), "syncs") for kind in SYSTEMS]
         value = None if None in values else max(values)
         limit = 0.5 if workload == CONCURRENT else 1.0
-        goals.append(report.limit(f"host syncs a guest flush, {workload}, any file system", value, at_most=limit, unit="", why=why, digits=4))
+        goals.append(
+            report.limit(
+                f"host syncs a guest flush, {workload}, any file system",
+                value,
+                at_most=limit,
+                unit="",
+                why=why,
+                digits=4,
+            )
+        )
     for kind in ("ext4", "XFS"):
         value = samples.median((kind, name, APPEND), "flushes")
-        goals.append(report.limit(f"device flushes a guest flush, {APPEND}, thin image on {kind}", value, at_most=1.05, unit="", why=why, digits=4))
+        goals.append(
+            report.limit(
+                f"device flushes a guest flush, {APPEND}, thin image on {kind}",
+                value,
+                at_most=1.05,
+                unit="",
+                why=why,
+                digits=4,
+            )
+        )
     notes = [f"{key}: {sample['why']}" for key, each in samples.items() for sample in each if sample.get("failed")]
     figures = []
     for field, title in (("syncs", "Syncs of the image"), ("flushes", "Flushes of the device")):

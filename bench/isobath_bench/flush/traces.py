@@ -77,7 +77,10 @@ def transactions(directory):
                 for sign in (1, -1):
                     account = choice.randrange(scale(100_000))
                     base.execute("update account set balance = balance + ? where id = ?", (sign * change, account))
-                    base.execute("insert into history (account, change, at) values (?, ?, ?)", (account, sign * change, f"t{number}"))
+                    base.execute(
+                        "insert into history (account, change, at) values (?, ?, ?)",
+                        (account, sign * change, f"t{number}"),
+                    )
                 base.execute("commit")
 
 

@@ -7,7 +7,11 @@ from . import images, load, paired
 # The commands of `isobath-load`.
 ENGINE, IMAGO, RAW = "engine", "imago", "raw"
 NAMES = {ENGINE: "isobath", IMAGO: "imago", RAW: "raw file, io_uring"}
-CASES = [(ENGINE, layers, depth) for depth in (1, 32) for layers in (1, 30, 1000)] + [(IMAGO, 1, 1), (RAW, 1, 1), (RAW, 1, 32)]
+CASES = [(ENGINE, layers, depth) for depth in (1, 32) for layers in (1, 30, 1000)] + [
+    (IMAGO, 1, 1),
+    (RAW, 1, 1),
+    (RAW, 1, 32),
+]
 
 
 def measure(program, layers, depth, seconds):
@@ -29,16 +33,28 @@ def run(rounds, seconds):
     rows, goals = [], []
     for case in CASES:
         program, layers, depth = case
-        rows.append([
-            NAMES[program], "" if program == RAW else f"{layers:,}", depth, samples.text(case, "cpu_ns_per_read"),
-            paired.text(paired.ratio(samples, case, peer, "cpu_ns_per_read")), samples.text(case, "allocations_per_read", "{:.2f}"),
-        ])  # fmt: skip
+        rows.append(
+            [
+                NAMES[program],
+                "" if program == RAW else f"{layers:,}",
+                depth,
+                samples.text(case, "cpu_ns_per_read"),
+                paired.text(paired.ratio(samples, case, peer, "cpu_ns_per_read")),
+                samples.text(case, "allocations_per_read", "{:.2f}"),
+            ]
+        )
         if program == ENGINE:
-            what = f"engine alone, {layers:,} layer{'s' if layers > 1 else ''}, qd {depth}: CPU of a cached 4 KiB read ÷ imago, 1 layer"
+            what = (
+                f"engine alone, {layers:,} layer{'s' if layers > 1 else ''}, qd {depth}: CPU of a cached 4 KiB read ÷"
+                " imago, 1 layer"
+            )
             goals.append(paired.goal(samples, what, case, peer, "cpu_ns_per_read", at_most=0.8))
     table = {
         "title": "The engine alone",
-        "text": "4 KiB random reads that the page cache has, user and kernel time; imago waits in each, so it has one at a time.",
+        "text": (
+            "4 KiB random reads that the page cache has, user and kernel time; imago waits in each, so it has one at a"
+            " time."
+        ),
         "columns": ["engine", "layers", "queue depth", "CPU ns a read", "÷ imago", "allocations a read"],
         "rows": rows,
     }

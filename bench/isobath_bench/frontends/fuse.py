@@ -31,10 +31,16 @@ def run(rounds, seconds):
     for what in LOADS:
         own, peer = ((what, name) for name in names)
         for key in (own, peer):
-            rows.append([
-                *key, samples.text(key, "iops"), samples.text(key, "bytes_per_second", factor=2**-20),
-                samples.text(key, "server_cpu_us", "{:.1f}"), samples.text(key, "p50_us", "{:,.1f}"), samples.text(key, "p99_us", "{:,.1f}"),
-            ])  # fmt: skip
+            rows.append(
+                [
+                    *key,
+                    samples.text(key, "iops"),
+                    samples.text(key, "bytes_per_second", factor=2**-20),
+                    samples.text(key, "server_cpu_us", "{:.1f}"),
+                    samples.text(key, "p50_us", "{:,.1f}"),
+                    samples.text(key, "p99_us", "{:,.1f}"),
+                ]
+            )
         bars[what] = {name: samples.median((what, name), "iops") for name in names}
         goals.append(paired.goal(samples, f"FUSE, {what}: requests a second ÷ {qemu}", own, peer, "iops", at_least=1.5))
     table = {

@@ -57,7 +57,9 @@ def run(rounds, seconds):
         for frontend, count in keys:
             samples.attempt((frontend, count), lambda: measure(frontend, paths[:count], max(seconds, 3)))
     shutil.rmtree(paths[0].parent)
-    rows = [[*key, samples.text(key, "cpu", "{:.2f} %", 100), samples.text(key, "rss", "{:.1f}", 2**-20)] for key in keys]
+    rows = [
+        [*key, samples.text(key, "cpu", "{:.2f} %", 100), samples.text(key, "rss", "{:.1f}", 2**-20)] for key in keys
+    ]
     goals = []
     for frontend in (NBD, VHOST):
         one, many = (samples.median((frontend, count), "rss") for count in (1, COUNT))
@@ -65,7 +67,13 @@ def run(rounds, seconds):
         cpu = samples.median((frontend, COUNT), "cpu")
         why = samples.failure((frontend, 1)) or samples.failure((frontend, COUNT))
         goals += [
-            report.limit(f"{COUNT} idle disks, {frontend}: CPU of one core", None if cpu is None else cpu * 100, at_most=0.1, unit="%", why=why),
+            report.limit(
+                f"{COUNT} idle disks, {frontend}: CPU of one core",
+                None if cpu is None else cpu * 100,
+                at_most=0.1,
+                unit="%",
+                why=why,
+            ),
             report.limit(f"RSS of each idle disk of 1 TiB, {frontend}", each, at_most=2, unit="MiB", why=why),
         ]
     table = {

@@ -32,16 +32,26 @@ def run(rounds, seconds):
     for key in keys:
         name, how = key
         added = paired.more(samples, key, (RAW, how), "p50_us")
-        rows.append([
-            how, name, samples.text(key, "p50_us", "{:.2f}"), "" if name == RAW else paired.text(added, "{:.2f}"),
-            samples.text(key, "p99_us", "{:.1f}"), samples.text(key, "cpu_us", "{:.2f}"), samples.text(key, "server_cpu_us", "{:.2f}"),
-        ])  # fmt: skip
+        rows.append(
+            [
+                how,
+                name,
+                samples.text(key, "p50_us", "{:.2f}"),
+                "" if name == RAW else paired.text(added, "{:.2f}"),
+                samples.text(key, "p99_us", "{:.1f}"),
+                samples.text(key, "cpu_us", "{:.2f}"),
+                samples.text(key, "server_cpu_us", "{:.2f}"),
+            ]
+        )
         if name == served.ISOBATH:
             what = f"vhost-user-blk, queue depth 1, {how}: median latency beyond the raw file's"
             goals.append(report.limit(what, added, at_most=MOST[how], unit="µs", why=samples.failure(key)))
     table = {
         "title": "vhost-user-blk: latency of a 4 KiB read alone",
-        "text": "One layer, page cache. *Polling*: the client looks for completions all the time, the server polls for its default time; *sleeping*: both sleep at once.",
+        "text": (
+            "One layer, page cache. *Polling*: the client looks for completions all the time, the server polls for its"
+            " default time; *sleeping*: both sleep at once."
+        ),
         "columns": ["waiting", "server", "median µs", "beyond raw", "p99 µs", "CPU µs per I/O", "the server's"],
         "rows": rows,
     }

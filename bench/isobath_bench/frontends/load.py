@@ -82,9 +82,19 @@ def fio(path, *, rw="randread", block="4k", depth=32, seconds, engine="io_uring"
     server_before, before = server.cpu() if server else 0, cpu_of_children()
     try:
         out = tools.run(
-            *FIO, f"--filename={path}", f"--ioengine={engine}", f"--rw={rw}", f"--bs={block}", f"--iodepth={depth}",
-            f"--runtime={seconds}", "--time_based", "--norandommap", "--randrepeat=0", f"--direct={int(direct)}", *extra,
-        )  # fmt: skip
+            *FIO,
+            f"--filename={path}",
+            f"--ioengine={engine}",
+            f"--rw={rw}",
+            f"--bs={block}",
+            f"--iodepth={depth}",
+            f"--runtime={seconds}",
+            "--time_based",
+            "--norandommap",
+            "--randrepeat=0",
+            f"--direct={int(direct)}",
+            *extra,
+        )
     except tools.Failed as error:
         if server:
             server.check(error)

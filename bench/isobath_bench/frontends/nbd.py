@@ -12,10 +12,15 @@ def run(rounds, seconds):
     for load, servers in result["loads"].items():
         for server, each in servers.items():
             samples[load, server] = each
-            rows.append([
-                load, server, f"{report.median(each, 'iops'):,.0f}", f"{report.median(each, 'bytes_per_second') / 2**20:,.0f}",
-                f"{report.median(each, 'cpu_us_per_request'):.2f}",
-            ])  # fmt: skip
+            rows.append(
+                [
+                    load,
+                    server,
+                    f"{report.median(each, 'iops'):,.0f}",
+                    f"{report.median(each, 'bytes_per_second') / 2**20:,.0f}",
+                    f"{report.median(each, 'cpu_us_per_request'):.2f}",
+                ]
+            )
     table = {
         "title": "NBD",
         "text": "One layer, page cache; Isobath and qemu-nbd serve the same qcow2 image, nbdkit the same bytes raw.",

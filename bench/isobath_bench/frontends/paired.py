@@ -10,7 +10,9 @@ PAGE_CACHE, DIRECT = "page cache", "O_DIRECT"
 def ratio(samples, key, peer, field):
     """The median over the rounds of one's figure ÷ its peer's; `None` where either is missing."""
     pairs = pairs_of(samples, key, peer, field)
-    return statistics.median(one / other for one, other in pairs) if pairs and all(other for _, other in pairs) else None
+    return (
+        statistics.median(one / other for one, other in pairs) if pairs and all(other for _, other in pairs) else None
+    )
 
 
 def more(samples, key, peer, field):
@@ -41,7 +43,9 @@ def failures(samples):
     for key, each in samples.items():
         for sample in each:
             if sample.get("failed"):
-                whose.setdefault(sample["why"], []).append(", ".join(map(str, key if isinstance(key, tuple) else (key,))))
+                whose.setdefault(sample["why"], []).append(
+                    ", ".join(map(str, key if isinstance(key, tuple) else (key,)))
+                )
     return [f"{'; '.join(keys)}: {why}" for why, keys in whose.items()]
 
 

@@ -38,7 +38,10 @@ def run(rounds, seconds):
     ]  # fmt: skip
     table = {
         "title": "vhost-user-blk by queues: 4 KiB random reads, queue depth 32 in each",
-        "text": f"One layer, page cache, {os.cpu_count()} cores for the client and the server together. QEMU serves all queues in one thread.",
+        "text": (
+            f"One layer, page cache, {os.cpu_count()} cores for the client and the server together. QEMU serves all"
+            " queues in one thread."
+        ),
         "columns": ["server", "queues", "IOPS", "÷ one queue", "CPU µs per I/O", "the server's"],
         "rows": rows,
     }

@@ -34,7 +34,16 @@ def run(rounds, seconds):
                 samples.text(key, "cpu_us", "{:.0f}"), samples.text(key, "server_cpu_us", "{:.0f}"),
             ])  # fmt: skip
         own = (*case, served.ISOBATH)
-        goals.append(paired.goal(samples, f"vhost-user-blk, {cache}, 1 MiB {rw}: bytes a second ÷ raw", own, raw, "bytes_per_second", at_least=0.97))
+        goals.append(
+            paired.goal(
+                samples,
+                f"vhost-user-blk, {cache}, 1 MiB {rw}: bytes a second ÷ raw",
+                own,
+                raw,
+                "bytes_per_second",
+                at_least=0.97,
+            )
+        )
     table = {
         "title": "vhost-user-blk: 1 MiB in order, queue depth 4",
         "text": "Writes go to clusters that have data. Raw by isobath-load.",

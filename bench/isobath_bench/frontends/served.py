@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket as sockets
 import stat
 import subprocess
 import time
@@ -94,7 +93,10 @@ def qemu(image, frontend, place, *, direct=False, writable=False, queues=1, poll
     read_only = "off" if writable else "on"
     form = image.suffix.lstrip(".")
     command = ["qemu-storage-daemon", "--object", f"iothread,id=thread{'' if poll else ',poll-max-ns=0'}"]
-    command += ["--blockdev", f"driver=file,node-name=file,filename={image},aio=io_uring,{cache},read-only={read_only},discard=unmap"]
+    command += [
+        "--blockdev",
+        f"driver=file,node-name=file,filename={image},aio=io_uring,{cache},read-only={read_only},discard=unmap",
+    ]
     command += ["--blockdev", f"driver={form},node-name=disk,file=file,{cache},read-only={read_only},discard=unmap"]
     export = f"type={frontend},id=frontend,node-name=disk,writable={'on' if writable else 'off'}"
     if frontend == "vhost-user-blk":

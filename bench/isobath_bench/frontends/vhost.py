@@ -30,7 +30,9 @@ def measure(cache, name, layers, seconds):
 def run(rounds, seconds):
     samples, qemu = Samples(), served.qemu_name()
     keys = [(cache, name, 1) for cache in (PAGE_CACHE, DIRECT) for name in (FIO, LOAD)]
-    keys += [(cache, name, layers) for cache in (PAGE_CACHE, DIRECT) for name in (served.ISOBATH, qemu) for layers in LAYERS]
+    keys += [
+        (cache, name, layers) for cache in (PAGE_CACHE, DIRECT) for name in (served.ISOBATH, qemu) for layers in LAYERS
+    ]
     for number in range(rounds):
         for key in rotated(sorted(keys), number * 3):
             if key[1:] == (qemu, LAYERS[-1]) and number >= SLOW_ROUNDS:
@@ -50,21 +52,42 @@ def run(rounds, seconds):
             label = name if name in (FIO, LOAD) else f"{name}, {layers:,} layer{'s' if layers > 1 else ''}"
             bars.setdefault(cache, {})[label] = samples.median(key, "iops")
         for layers in LAYERS:
-            own, what = (cache, served.ISOBATH, layers), f"vhost-user-blk, {cache}, {layers:,} layer{'s' if layers > 1 else ''}"
+            own, what = (
+                cache,
+                served.ISOBATH,
+                layers,
+            ), f"vhost-user-blk, {cache}, {layers:,} layer{'s' if layers > 1 else ''}"
             goals += [
                 paired.goal(samples, f"{what}: IOPS ÷ raw by fio", own, raw, "iops", at_least=0.95),
                 paired.goal(samples, f"{what}: CPU per I/O ÷ raw by fio", own, raw, "cpu_us", at_most=1.15),
             ]
             peer = (cache, qemu, layers)
-            goals.append(paired.goal(samples, f"{what}: IOPS ÷ {qemu}", own, peer, "iops", at_least=1.3 if layers == 1 else 1000))
+            goals.append(
+                paired.goal(samples, f"{what}: IOPS ÷ {qemu}", own, peer, "iops", at_least=1.3 if layers == 1 else 1000)
+            )
             if layers == 1:
                 goals.append(paired.goal(samples, f"{what}: CPU per I/O ÷ {qemu}", own, peer, "cpu_us", at_most=0.5))
     table = {
         "title": "vhost-user-blk: 4 KiB random reads, queue depth 32",
-        "text": f"A disk of {images.size() >> 20:,} MiB, all of it data in clusters of 64 KiB that belong to random layers. "
-        "CPU per I/O: the client's and the server's together; a raw file has no server.",
-        "columns": ["cache", "server", "layers", "IOPS", "÷ raw by fio", "CPU µs per I/O", "÷ raw by fio", "the server's", "median µs", "p99 µs"],
+        "text": (
+            f"A disk of {images.size() >> 20:,} MiB, all of it data in clusters of 64 KiB that belong to random layers."
+            " CPU per I/O: the client's and the server's together; a raw file has no server."
+        ),
+        "columns": [
+            "cache",
+            "server",
+            "layers",
+            "IOPS",
+            "÷ raw by fio",
+            "CPU µs per I/O",
+            "÷ raw by fio",
+            "the server's",
+            "median µs",
+            "p99 µs",
+        ],
         "rows": rows,
     }
-    figure = plot.bars("frontends-vhost.svg", "4 KiB random reads through vhost-user-blk, queue depth 32", "IOPS", bars, log=True)
+    figure = plot.bars(
+        "frontends-vhost.svg", "4 KiB random reads through vhost-user-blk, queue depth 32", "IOPS", bars, log=True
+    )
     return paired.part(samples, [table], goals, [figure])

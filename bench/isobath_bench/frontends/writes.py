@@ -46,10 +46,22 @@ def run(rounds, seconds):
                 samples.text(key, "p50_us"), samples.text(key, "p99_us"),
             ])  # fmt: skip
         own = (*case, served.ISOBATH)
-        goals.append(paired.goal(samples, f"vhost-user-blk, {cache}, 4 KiB random writes to {where}: IOPS ÷ raw", own, raw, "iops", at_least=LEAST[where]))
+        goals.append(
+            paired.goal(
+                samples,
+                f"vhost-user-blk, {cache}, 4 KiB random writes to {where}: IOPS ÷ raw",
+                own,
+                raw,
+                "iops",
+                at_least=LEAST[where],
+            )
+        )
     table = {
         "title": "vhost-user-blk: 4 KiB random writes, queue depth 32, no flush",
-        "text": "New clusters: each of 64 KiB is written once, in random order; raw: the same places of a file that is one hole. Raw by isobath-load.",
+        "text": (
+            "New clusters: each of 64 KiB is written once, in random order; raw: the same places of a file that is one"
+            " hole. Raw by isobath-load."
+        ),
         "columns": ["cache", "to", "server", "IOPS", "÷ raw", "CPU µs per I/O", "the server's", "median µs", "p99 µs"],
         "rows": rows,
     }

@@ -69,7 +69,9 @@ class Guest:
     `began` is the time of the first request, since the epoch.
     """
 
-    def __init__(self, server, schedule, offset, size, *, block=BLOCK, depth=DEPTH, rw="randrw", name="guest", rate=20_000):
+    def __init__(
+        self, server, schedule, offset, size, *, block=BLOCK, depth=DEPTH, rw="randrw", name="guest", rate=20_000
+    ):
         self.schedule = schedule
         self.directory = tools.WORK / f"live-{name}"
         self.directory.mkdir(exist_ok=True)

@@ -20,14 +20,30 @@ def run(rounds, seconds):
     longest = 2 if tools.QUICK else max(seconds, 2)
     schedule = guest.bursts(SEED, longest, 40 * longest)
     modes = [NORMAL, LIMIT, THRESHOLD, ADAPTIVE]
-    text = f"Bursts and pauses of {longest / 20:g} to {longest:g} s, evenly distributed, always the same ones: the dissertation's of 1 to 20 s" + (
-        f", {20 / longest:g} times as fast, and so is its mode's pause. " if longest != 20 else ". "
+    text = (
+        f"Bursts and pauses of {longest / 20:g} to {longest:g} s, evenly distributed, always the same ones: the"
+        " dissertation's of 1 to 20 s"
+        + (f", {20 / longest:g} times as fast, and so is its mode's pause. " if longest != 20 else ". ")
     )
-    bounds = {"bandwidth": {"at_least": 0.97}, "p99": {"at_most": 1.2}, "runtime": {"at_most": 1.3}, "of_pauses": {"at_most": 1.3}}
+    bounds = {
+        "bandwidth": {"at_least": 0.97},
+        "p99": {"at_most": 1.2},
+        "runtime": {"at_most": 1.3},
+        "of_pauses": {"at_most": 1.3},
+    }
     return compare(
-        "pacing", "A guest that works in bursts", text, schedule, data(), modes, most=max(60, 15 * longest), bounds=bounds, rounds=repeat(rounds),
-        hurry=20 / longest, reported=REPORTED,
-    )  # fmt: skip
+        "pacing",
+        "A guest that works in bursts",
+        text,
+        schedule,
+        data(),
+        modes,
+        most=max(60, 15 * longest),
+        bounds=bounds,
+        rounds=repeat(rounds),
+        hurry=20 / longest,
+        reported=REPORTED,
+    )
 
 
 def repeat(rounds):
@@ -55,7 +71,10 @@ def compare(name, title, text, schedule, data, modes, *, most, bounds, rounds, h
         baseline = load.measure(BASELINE, schedule, data, max(run.end for run in runs.values()) + 0.2, hurry)
         busy = baseline.requests.busy(baseline.origin, baseline.origin + baseline.end)
         moved, took = baseline.guest_while(0, baseline.end)
-        samples.add(BASELINE, {"bandwidth": moved / busy, "busy": busy / baseline.end, "p99_ms": guest.percentile(took, 0.99) * 1000})
+        samples.add(
+            BASELINE,
+            {"bandwidth": moved / busy, "busy": busy / baseline.end, "p99_ms": guest.percentile(took, 0.99) * 1000},
+        )
         for mode, each in runs.items():
             sample = each.beside(baseline)
             normal = runs.get(NORMAL)
@@ -79,11 +98,18 @@ def compare(name, title, text, schedule, data, modes, *, most, bounds, rounds, h
         "title": title,
         "text": text + setting(samples, data),
         "columns": [
-            "job", "guest's bandwidth", "guest's p99", "p99, ms", "job's time, s", "time ÷ normal", "÷ pauses alone", "job runs",
+            "job",
+            "guest's bandwidth",
+            "guest's p99",
+            "p99, ms",
+            "job's time, s",
+            "time ÷ normal",
+            "÷ pauses alone",
+            "job runs",
             *(["dissertation: bandwidth", "dissertation: time ÷ normal"] if reported else []),
         ],
         "rows": rows,
-    }  # fmt: skip
+    }
     figures = []
     if runs:
         panels = [baseline, *runs.values()]
@@ -96,14 +122,15 @@ def compare(name, title, text, schedule, data, modes, *, most, bounds, rounds, h
 def setting(samples, data):
     """What is measured on what, and what the columns say."""
     return (
-        f"The guest: fio, {guest.BLOCK >> 10} KiB random reads and writes, half and half, queue depth {guest.DEPTH}, over NBD. "
-        f"The job: block-stream of {load.LAYERS - 1} layers, {data * load.FILL / 2**20:,.0f} MiB, into the active one. "
-        f"All images lie on a simulated disk of {load.BANDWIDTH >> 20} MiB/s, 150 µs a request, 500 µs a flush. "
-        f"With no guest the job takes {samples.text(ALONE, 'seconds', '{:.1f}')} s. "
-        f"Without a job the guest moves {samples.text(BASELINE, 'bandwidth', '{:.0f}', 1e-6)} MB/s in its bursts, which are "
-        f"{samples.text(BASELINE, 'busy', '{:.0f} %', 100)} of the time, with a p99 latency of {samples.text(BASELINE, 'p99_ms', '{:.1f}')} ms. "
-        "Bandwidth and latency are of the time that the job took, and ÷ those of the same part of the guest's schedule without a "
-        "job. *Pauses alone*: a job that has the disk's full speed in every pause, and none of it in the bursts."
+        f"The guest: fio, {guest.BLOCK >> 10} KiB random reads and writes, half and half, queue depth {guest.DEPTH},"
+        f" over NBD. The job: block-stream of {load.LAYERS - 1} layers, {data * load.FILL / 2**20:,.0f} MiB, into the"
+        f" active one. All images lie on a simulated disk of {load.BANDWIDTH >> 20} MiB/s, 150 µs a request, 500 µs a"
+        f" flush. With no guest the job takes {samples.text(ALONE, 'seconds', '{:.1f}')} s. Without a job the guest"
+        f" moves {samples.text(BASELINE, 'bandwidth', '{:.0f}', 1e-6)} MB/s in its bursts, which are"
+        f" {samples.text(BASELINE, 'busy', '{:.0f} %', 100)} of the time, with a p99 latency of"
+        f" {samples.text(BASELINE, 'p99_ms', '{:.1f}')} ms. Bandwidth and latency are of the time that the job took,"
+        " and ÷ those of the same part of the guest's schedule without a job. *Pauses alone*: a job that has the"
+        " disk's full speed in every pause, and none of it in the bursts."
     )
 
 
@@ -134,10 +161,15 @@ def row(samples, mode, reported):
     took = samples.text(mode, "seconds", "{:.1f}")
     copied = samples.median(mode, "copied")
     cells = [
-        mode, samples.text(mode, "bandwidth", "{:.2f}x"), samples.text(mode, "p99", "{:.2f}x"), samples.text(mode, "p99_ms", "{:.1f}"),
+        mode,
+        samples.text(mode, "bandwidth", "{:.2f}x"),
+        samples.text(mode, "p99", "{:.2f}x"),
+        samples.text(mode, "p99_ms", "{:.1f}"),
         took if done or copied is None else f"not done in {took}: {copied / 2**20:,.0f} MiB",
-        samples.text(mode, "runtime", "{:.2f}x"), samples.text(mode, "of_pauses", "{:.2f}x"), samples.text(mode, "running", "{:.0f} %", 100),
-    ]  # fmt: skip
+        samples.text(mode, "runtime", "{:.2f}x"),
+        samples.text(mode, "of_pauses", "{:.2f}x"),
+        samples.text(mode, "running", "{:.0f} %", 100),
+    ]
     if reported:
         bandwidth, runtime = reported.get(mode, (None, None))
         cells += ["-" if bandwidth is None else f"{bandwidth:.2f}x", "-" if runtime is None else f"{runtime:.1f}x"]

@@ -28,12 +28,17 @@ def qemu(image, program="qemu-storage-daemon", name="QEMU"):
     control.unlink(missing_ok=True)
     command = [
         program,
-        "--blockdev", f"driver=qcow2,node-name={DISK},discard=unmap,file.driver=file,file.filename={image},file.aio=io_uring",
-        "--nbd-server", f"addr.type=unix,addr.path={socket}",
-        "--export", f"type=nbd,id=export,node-name={DISK},name={DISK},writable=on",
-        "--chardev", f"socket,id=control,path={control},server=on,wait=off",
-        "--monitor", "chardev=control",
-    ]  # fmt: skip
+        "--blockdev",
+        f"driver=qcow2,node-name={DISK},discard=unmap,file.driver=file,file.filename={image},file.aio=io_uring",
+        "--nbd-server",
+        f"addr.type=unix,addr.path={socket}",
+        "--export",
+        f"type=nbd,id=export,node-name={DISK},name={DISK},writable=on",
+        "--chardev",
+        f"socket,id=control,path={control},server=on,wait=off",
+        "--monitor",
+        "chardev=control",
+    ]
     with servers.Server(name, command, socket, export=DISK, patience=180) as server, Qmp(control) as qmp:
         yield server, qmp
     control.unlink(missing_ok=True)

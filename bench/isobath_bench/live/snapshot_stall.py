@@ -23,7 +23,9 @@ DEPTHS = {served.ISOBATH: [1, 1000], "qemu": [1, 30]}
 def keys():
     """All that is measured: servers and layers."""
     peer = next(iter(servers.qemus()))
-    found = [(served.ISOBATH, layers) for layers in DEPTHS[served.ISOBATH]] + [(peer, layers) for layers in DEPTHS["qemu"]]
+    found = [(served.ISOBATH, layers) for layers in DEPTHS[served.ISOBATH]] + [
+        (peer, layers) for layers in DEPTHS["qemu"]
+    ]
     return [(name, 100 if tools.QUICK and layers > 100 else layers) for name, layers in found]
 
 
@@ -46,8 +48,16 @@ def measure(name, layers):
     try:
         with served.serve(name, active) as (server, qmp):
             load = guest.Guest(
-                server, [guest.Burst(0, length + 60)], 0, AREA, block=4096, depth=DEPTH, rw="randwrite", name="writer", rate=100_000,
-            )  # fmt: skip
+                server,
+                [guest.Burst(0, length + 60)],
+                0,
+                AREA,
+                block=4096,
+                depth=DEPTH,
+                rw="randwrite",
+                name="writer",
+                rate=100_000,
+            )
             time.sleep(1.5)
             taken, quiet = [], []
             node = served.DISK
@@ -87,7 +97,9 @@ def snapshot(name, qmp, node, path, taken):
         qmp.do("blockdev-snapshot-sync", device=served.DISK, snapshot_file=str(path), format="qcow2")
     else:
         new = f"active-{len(taken)}"
-        qmp.do("blockdev-snapshot-sync", node_name=node, snapshot_file=str(path), snapshot_node_name=new, format="qcow2")
+        qmp.do(
+            "blockdev-snapshot-sync", node_name=node, snapshot_file=str(path), snapshot_node_name=new, format="qcow2"
+        )
         node = new
     taken.append((start, time.time()))
     return node
@@ -106,28 +118,58 @@ def run(rounds, seconds):
             samples.attempt(key, lambda: measure(*key))
     rows, goals = [], []
     for key in keys():
-        rows.append([
-            key[0], f"{key[1]:,}", *(samples.text(key, field, "{:.1f}") for field in (
-                "snapshot_ms", "snapshot_worst_ms", "median_ms", "median_quiet_ms", "worst_ms", "worst_quiet_ms", "beyond_ms",
-            )), samples.text(key, "iops"),
-        ])  # fmt: skip
+        rows.append(
+            [
+                key[0],
+                f"{key[1]:,}",
+                *(
+                    samples.text(key, field, "{:.1f}")
+                    for field in (
+                        "snapshot_ms",
+                        "snapshot_worst_ms",
+                        "median_ms",
+                        "median_quiet_ms",
+                        "worst_ms",
+                        "worst_quiet_ms",
+                        "beyond_ms",
+                    )
+                ),
+                samples.text(key, "iops"),
+            ]
+        )
         if key[0] == served.ISOBATH:
             what = f"a snapshot of {key[1]:,} layer{'s' * (key[1] > 1)}: the longest request around it"
             why = samples.failure(key)
-            for field, which in (("median_beyond_ms", "the median of windows, beyond that without one"), ("beyond_ms", "the worst, beyond the worst without one")):
-                goals.append(report.limit(f"{what}, {which}", samples.median(key, field), at_most=5, unit="ms", why=why))
+            for field, which in (
+                ("median_beyond_ms", "the median of windows, beyond that without one"),
+                ("beyond_ms", "the worst, beyond the worst without one"),
+            ):
+                goals.append(
+                    report.limit(f"{what}, {which}", samples.median(key, field), at_most=5, unit="ms", why=why)
+                )
     table = {
         "title": "Requests during snapshots",
-        "text": f"{groups() * EACH} snapshots, one each {EVERY * 1000:.0f} ms in groups of {EACH}, of a disk that fio writes over NBD: {DEPTH} requests of 4 KiB "
-        f"at a time, anywhere in {AREA >> 20} MiB, page cache. The longest request of each window of ±{AROUND * 1000:.0f} ms around a snapshot, and of as many "
-        "and as long windows between groups: the median of the windows, and the worst. After a snapshot each write to a cluster copies it first; between "
-        "groups hardly any does.",
+        "text": (
+            f"{groups() * EACH} snapshots, one each {EVERY * 1000:.0f} ms in groups of {EACH}, of a disk that fio"
+            f" writes over NBD: {DEPTH} requests of 4 KiB at a time, anywhere in {AREA >> 20} MiB, page cache. The"
+            f" longest request of each window of ±{AROUND * 1000:.0f} ms around a snapshot, and of as many and as long"
+            " windows between groups: the median of the windows, and the worst. After a snapshot each write to a"
+            " cluster copies it first; between groups hardly any does."
+        ),
         "columns": [
-            "server", "layers below", "snapshot, ms", "slowest", "longest request around a snapshot, ms", "without", "worst around", "worst without",
-            "beyond", "IOPS",
+            "server",
+            "layers below",
+            "snapshot, ms",
+            "slowest",
+            "longest request around a snapshot, ms",
+            "without",
+            "worst around",
+            "worst without",
+            "beyond",
+            "IOPS",
         ],
         "rows": rows,
-    }  # fmt: skip
+    }
     bars = {
         f"{name}, {layers:,} layer{'s' * (layers > 1)}": {
             "around a snapshot": samples.median((name, layers), "worst_ms"),
@@ -136,6 +178,13 @@ def run(rounds, seconds):
         }
         for name, layers in keys()
     }
-    figure = plot.bars("live_chains-snapshots.svg", "The longest request around a snapshot, and without one", "milliseconds", bars, log=True, unit="ms")
+    figure = plot.bars(
+        "live_chains-snapshots.svg",
+        "The longest request around a snapshot, and without one",
+        "milliseconds",
+        bars,
+        log=True,
+        unit="ms",
+    )
     notes = [f"{key}: {sample['why']}" for key, each in samples.items() for sample in each if "why" in sample]
     return {"samples": samples.raw(), "tables": [table], "goals": goals, "figures": [figure], "notes": notes}

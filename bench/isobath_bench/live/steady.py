@@ -16,7 +16,21 @@ def run(rounds, seconds):
     del seconds
     most = 20 if tools.QUICK else 75
     schedule = [guest.Burst(0, most + 30)]
-    text = f"No pauses. A job that is not done after {most} s is cancelled; the dissertation's is given as long as the adaptive one took. "
+    text = (
+        f"No pauses. A job that is not done after {most} s is cancelled; the dissertation's is given as long as the"
+        " adaptive one took. "
+    )
     bounds = {"bandwidth": {"at_least": 0.9}, "finished": {"at_least": 1}}
     modes = [NORMAL, ADAPTIVE, THRESHOLD]
-    return pacing.compare("steady", "A steady guest", text, schedule, data(), modes, most=most, bounds=bounds, rounds=pacing.repeat(rounds), even=True)
+    return pacing.compare(
+        "steady",
+        "A steady guest",
+        text,
+        schedule,
+        data(),
+        modes,
+        most=most,
+        bounds=bounds,
+        rounds=pacing.repeat(rounds),
+        even=True,
+    )

@@ -50,7 +50,9 @@ def measure(name, below, directory):
     try:
         with served.serve(name, active) as (server, qmp):
             cpu, began = server.cpu(), time.perf_counter()
-            qmp.do("block-stream", device=served.DISK, job_id="stream", pacing="none" if name == served.ISOBATH else None)
+            qmp.do(
+                "block-stream", device=served.DISK, job_id="stream", pacing="none" if name == served.ISOBATH else None
+            )
             ended = qmp.wait_for_job(patience())
             seconds, cpu = time.perf_counter() - began, server.cpu() - cpu
             began = time.perf_counter()
@@ -140,25 +142,47 @@ def run(rounds, seconds):
             took = samples.median(key, "seconds")
             own = samples.median((case.name, served.ISOBATH), "seconds")
             done = samples.median(key, "done")
-            rows.append([
-                case.name, name, samples.text(key, "seconds", "{:.2f}") + ("" if done in (None, 1.0) else f" ({done * 100:.0f} % done)"),
-                "-" if took is None else f"{megabytes / took:,.0f}", *(samples.text(key, field, "{:.2f}") for field in ("settled", "cpu")),
-                "-" if own is None or took is None else f"{took / own:.1f}x",
-            ])  # fmt: skip
+            rows.append(
+                [
+                    case.name,
+                    name,
+                    samples.text(key, "seconds", "{:.2f}")
+                    + ("" if done in (None, 1.0) else f" ({done * 100:.0f} % done)"),
+                    "-" if took is None else f"{megabytes / took:,.0f}",
+                    *(samples.text(key, field, "{:.2f}") for field in ("settled", "cpu")),
+                    "-" if own is None or took is None else f"{took / own:.1f}x",
+                ]
+            )
             bars[case.name][name] = took
         peer = next(iter(servers.qemus()))
         own, other = (samples.median((case.name, name), "seconds") for name in (served.ISOBATH, peer))
         why = samples.failure((case.name, peer)) or samples.failure((case.name, served.ISOBATH))
-        goals.append(report.limit(f"stream, {case.name}: {peer}'s time ÷ isobath's", report.ratio(other, own), at_least=case.goal, why=why))
+        goals.append(
+            report.limit(
+                f"stream, {case.name}: {peer}'s time ÷ isobath's", report.ratio(other, own), at_least=case.goal, why=why
+            )
+        )
     table = {
         "title": "The speed of a stream",
-        "text": f"block-stream of a whole chain, {size() * 0.9 / 2**20:,.0f} MiB in clusters of 64 KiB that belong to random layers, into a new overlay, by "
-        "isobath (`pacing` none) and qemu-storage-daemon; nobody else uses the disk, the chain is in the page cache. "
-        f"*{PLAIN}*: dd's time for as many bytes and a sync. Results are compared with the chain. A job that is not done after {patience()} s is "
-        "cancelled, and its time extrapolated.",
+        "text": (
+            f"block-stream of a whole chain, {size() * 0.9 / 2**20:,.0f} MiB in clusters of 64 KiB that belong to"
+            " random layers, into a new overlay, by isobath (`pacing` none) and qemu-storage-daemon; nobody else uses"
+            f" the disk, the chain is in the page cache. *{PLAIN}*: dd's time for as many bytes and a sync. Results are"
+            f" compared with the chain. A job that is not done after {patience()} s is cancelled, and its time"
+            " extrapolated."
+        ),
         "columns": ["chain", "by", "s", "MB/s", "then a sync, s", "server's CPU, s", "÷ isobath's time"],
         "rows": rows,
     }
-    figure = plot.bars("live_chains-stream-speed.svg", "A whole chain streamed into its active layer", "seconds", bars, log=True, unit="s")
-    notes = [f"{' / '.join(key)}: {sample['why']}" for key, each in samples.items() for sample in each if "why" in sample]
+    figure = plot.bars(
+        "live_chains-stream-speed.svg",
+        "A whole chain streamed into its active layer",
+        "seconds",
+        bars,
+        log=True,
+        unit="s",
+    )
+    notes = [
+        f"{' / '.join(key)}: {sample['why']}" for key, each in samples.items() for sample in each if "why" in sample
+    ]
     return {"samples": samples.raw(), "tables": [table], "goals": goals, "figures": [figure], "notes": notes}

@@ -22,7 +22,8 @@ def draw(name, title, runs, until):
         for start, end, share in shades(run.running(), until):
             left, width = x.place(start), x.place(end) - x.place(start)
             picture.parts.append(
-                f'<rect x="{left:.1f}" y="{top}" width="{width:.1f}" height="{PANEL}" fill="{SHADE}" fill-opacity="{0.45 * share:.2f}"/>'
+                f'<rect x="{left:.1f}" y="{top}" width="{width:.1f}" height="{PANEL}" fill="{SHADE}"'
+                f' fill-opacity="{0.45 * share:.2f}"/>'
             )
         for value in y.ticks()[0][::3]:
             picture.line(plot.LEFT, y.place(value), right, y.place(value))

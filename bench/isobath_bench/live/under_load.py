@@ -69,7 +69,9 @@ def measure(mode, schedule, data, most, hurry):
             else:
                 qmp.do("block-stream", device=served.DISK, job_id="stream", **told(mode, hurry))
                 ended = qmp.wait_for_job(most)
-                record = next(each["record"] for each in qmp.do("x-isobath-query-job-records") if each["id"] == "stream")
+                record = next(
+                    each["record"] for each in qmp.do("x-isobath-query-job-records") if each["id"] == "stream"
+                )
             end = time.time()
             if mode not in (ALONE, BASELINE) and ended is None:
                 qmp.do("block-job-cancel", device="stream", force=True)

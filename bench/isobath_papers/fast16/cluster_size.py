@@ -3,7 +3,7 @@
 from isobath_bench import tools
 
 from .. import figures
-from ..page import Section, Table, Verdict
+from ..page import Section, Table, compared
 from ..plan import Point
 from . import guests, writes
 from .guests import OURS, THEIRS
@@ -23,7 +23,11 @@ PAPER_LARGE = 0.5
 
 def points(profile):
     """By contender and size of clusters."""
-    return [Point((who, size), profile.of(1, 5), 2) for size in (["64k", "2M"] if profile.quick else SIZES) for who in (OURS, THEIRS)]
+    return [
+        Point((who, size), profile.of(1, 5), 2)
+        for size in (["64k", "2M"] if profile.quick else SIZES)
+        for who in (OURS, THEIRS)
+    ]
 
 
 def setting(profile):
@@ -70,35 +74,78 @@ def section(results):
         Table(
             "Throughput by size of clusters, in MB/s.",
             ["server", "clusters", *LOADS, "KiB written to the disk for 4 KiB over a base"],
-            [[who, size, *(results.text((who, size), load, "{:,.2f}") for load in LOADS), results.text((who, size), "sectors_per_write", "{:,.0f}", 0.5)]
-             for who in whos for size in sizes],
+            [
+                [
+                    who,
+                    size,
+                    *(results.text((who, size), load, "{:,.2f}") for load in LOADS),
+                    results.text((who, size), "sectors_per_write", "{:,.0f}", 0.5),
+                ]
+                for who in whos
+                for size in sizes
+            ],
         ),
-    ]  # fmt: skip
+    ]
 
     def verdict(what, key, other, load, paper, better, why):
-        value, spread = (how(key, other, load) for how in (results.ratio, results.ratio_spread))
-        return Verdict(what, paper, value, spread, better, why)
+        return compared(results, what, paper, key, other, load, better, why)
 
     small, large, ours, ours_large = (THEIRS, "64k"), (THEIRS, "2M"), (OURS, "64k"), (OURS, "2M")
     whole = results.ratio(large, small, DIRECT)
-    today = f"Today's QEMU has {whole:.2f}x the direct writes with clusters of 2 MiB that it has with 64 KiB." if whole else ""
+    today = (
+        f"Today's QEMU has {whole:.2f}x the direct writes with clusters of 2 MiB that it has with 64 KiB."
+        if whole
+        else ""
+    )
     verdicts = [
-        verdict("direct write: isobath, clusters of 2 MiB ÷ 64 KiB", ours_large, ours, DIRECT, PAPER_LARGE, "higher",
-                "a large cluster has more around what is written first that has to become zeroes"),
-        verdict("direct write anywhere over a base: isobath with 64 KiB ÷ QEMU with 2 MiB", ours, large, ANYWHERE, 1 / PAPER_LARGE, "higher",
-                "each first write to a cluster copies the rest of it from the base"),
-        verdict("sync write: isobath with 64 KiB ÷ QEMU with 2 MiB", ours, large, SYNC, 1.0, "higher",
-                "a large cluster is allocated once in 32 writes, so that QEMU has as few syncs"),
-        verdict("sync write: isobath ÷ QEMU, 64 KiB", ours, small, SYNC, None, "higher", "the paper draws it without a number"),
-    ]  # fmt: skip
+        verdict(
+            "direct write: isobath, clusters of 2 MiB ÷ 64 KiB",
+            ours_large,
+            ours,
+            DIRECT,
+            PAPER_LARGE,
+            "higher",
+            "a large cluster has more around what is written first that has to become zeroes",
+        ),
+        verdict(
+            "direct write anywhere over a base: isobath with 64 KiB ÷ QEMU with 2 MiB",
+            ours,
+            large,
+            ANYWHERE,
+            1 / PAPER_LARGE,
+            "higher",
+            "each first write to a cluster copies the rest of it from the base",
+        ),
+        verdict(
+            "sync write: isobath with 64 KiB ÷ QEMU with 2 MiB",
+            ours,
+            large,
+            SYNC,
+            1.0,
+            "higher",
+            "a large cluster is allocated once in 32 writes, so that QEMU has as few syncs",
+        ),
+        verdict(
+            "sync write: isobath ÷ QEMU, 64 KiB",
+            ours,
+            small,
+            SYNC,
+            None,
+            "higher",
+            "the paper draws it without a number",
+        ),
+    ]
     return Section(
-        paper="Large clusters need metadata rarely, so clusters of 2 MiB help synchronous writes as much as the paper's system does; but direct writes "
-        "lost 50 %.",
-        ours=f"The `{DISK}` disk. *Sync write*: a program appends 64 KiB and calls fdatasync, on a new image. *Direct write*: it appends 64 MiB in "
-        "pieces of 64 KiB with "
-        "O_DIRECT and syncs once. And what the paper did not measure: 400 writes of 4 KiB with O_DIRECT anywhere in a file that the base of an overlay "
-        "has, and one sync. "
-        f"{today}",
+        paper=(
+            "Large clusters need metadata rarely, so clusters of 2 MiB help synchronous writes as much as the paper's"
+            " system does; but direct writes lost 50 %."
+        ),
+        ours=(
+            f"The `{DISK}` disk. *Sync write*: a program appends 64 KiB and calls fdatasync, on a new image. *Direct"
+            " write*: it appends 64 MiB in pieces of 64 KiB with O_DIRECT and syncs once. And what the paper did not"
+            " measure: 400 writes of 4 KiB with O_DIRECT anywhere in a file that the base of an overlay has, and one"
+            f" sync. {today}"
+        ),
         parts=parts,
         verdicts=verdicts,
     )

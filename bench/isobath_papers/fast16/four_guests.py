@@ -5,7 +5,7 @@ import contextlib
 from isobath_bench import tools
 
 from .. import figures
-from ..page import Section, Table, Verdict
+from ..page import Section, Table, compared
 from ..plan import Point
 from . import guests
 from .guests import DISKS, MAIL, OURS, PERSONALITIES, SPEED, THEIRS, TPCC
@@ -34,43 +34,64 @@ def measure(stages, point, number):
     with contextlib.ExitStack() as stack:
         systems = {}
         for each in APPLICATIONS:
-            systems[each] = stack.enter_context(guests.guest(who, stack.enter_context(guests.overlay(stages, disk, each, who))))
+            systems[each] = stack.enter_context(
+                guests.guest(who, stack.enter_context(guests.overlay(stages, disk, each, who)))
+            )
         guests.together(systems, 0.2 if tools.QUICK else 1, number)
         before = stages[disk].requests()
         found = guests.together(systems, 0.5 if tools.QUICK else 5, number + 10)
         sent = stages[disk].requests() - before
     speeds = {each: found[each][SPEED[each]] for each in APPLICATIONS}
-    return speeds | {"new_order_ms": found[TPCC]["new_order_ms"]} | {f"disk_{name}": value for name, value in sent.items()}
+    return (
+        speeds | {"new_order_ms": found[TPCC]["new_order_ms"]} | {f"disk_{name}": value for name, value in sent.items()}
+    )
 
 
 def section(results):
-    found = [disk for disk in DISKS if any(key[0] == disk for key in results.keys())]
+    found = guests.measured(results)
     parts, verdicts, rows = [], [], []
     for disk in found:
         ours, theirs = (disk, OURS), (disk, THEIRS)
-        groups = {each: {who: relative(results, (disk, who), theirs, each) for who in (OURS, THEIRS)} for each in APPLICATIONS}
+        groups = {
+            each: {who: relative(results, (disk, who), theirs, each) for who in (OURS, THEIRS)} for each in APPLICATIONS
+        }
         paper = {each: {"its system": PAPER[disk, each], "QEMU 2.1.2": 1} for each in APPLICATIONS}
-        parts.append(figures.bars(results, f"fig8-{disk}", f"Four guests at once, {DISKS[disk]}", "speed ÷ QEMU's", groups, paper=paper))
+        parts.append(
+            figures.bars(
+                results, f"fig8-{disk}", f"Four guests at once, {DISKS[disk]}", "speed ÷ QEMU's", groups, paper=paper
+            )
+        )
         for each in APPLICATIONS:
-            value, spread = (how(ours, theirs, each) for how in (results.ratio, results.ratio_spread))
             syncs = each in (MAIL, TPCC)
             mail = results.ratio(ours, theirs, MAIL)
             why = "it does not sync: what it is held up by is the others"
             if syncs and mail:
-                why = f"the four share the disk, and varmail does {mail:.2f} times as much beside isobath's other guests"
-            verdicts.append(Verdict(f"{each} beside the other three, {DISKS[disk]}: isobath ÷ QEMU", PAPER[disk, each], value, spread, "higher", why))
+                why = (
+                    f"the four share the disk, and varmail does {mail:.2f} times as much beside isobath's other guests"
+                )
+            what = f"{each} beside the other three, {DISKS[disk]}: isobath ÷ QEMU"
+            verdicts.append(compared(results, what, PAPER[disk, each], ours, theirs, each, "higher", why))
         for key in (ours, theirs):
-            rows.append([DISKS[disk], key[1], *(results.text(key, field) for field in (*APPLICATIONS, "disk_flushes", "disk_writes"))])
+            rows.append(
+                [
+                    DISKS[disk],
+                    key[1],
+                    *(results.text(key, field) for field in (*APPLICATIONS, "disk_flushes", "disk_writes")),
+                ]
+            )
     columns = ["disk", "server", *APPLICATIONS, "disk's flushes", "disk's writes"]
     parts.append(Table("All of it: operations a second, of TPC-C New-Orders a minute.", columns, rows))
     files, threads = zip(*(PERSONALITIES[each] for each in ("fileserver", "webserver")), strict=True)
     return Section(
-        paper="Four virtual machines at once with varmail, TPC-C, fileserver and webserver. Varmail and TPC-C gained 50 % and 34 % on HDD, 30 % and 20 % "
-        "on SSD; the others, "
-        "which hardly sync, stayed as they were.",
-        ours=f"Four guests as above, each with a server of its own, for 5 s after 1 s. *fileserver* has {files[0]} files of 128 KiB and {threads[0]} "
-        "threads, *webserver* "
-        f"{files[1]} of 16 KiB and {threads[1]}; their threads think for 5 ms after each loop, since there are two processors for everything.",
+        paper=(
+            "Four virtual machines at once with varmail, TPC-C, fileserver and webserver. Varmail and TPC-C gained 50 %"
+            " and 34 % on HDD, 30 % and 20 % on SSD; the others, which hardly sync, stayed as they were."
+        ),
+        ours=(
+            f"Four guests as above, each with a server of its own, for 5 s after 1 s. *fileserver* has {files[0]} files"
+            f" of 128 KiB and {threads[0]} threads, *webserver* {files[1]} of 16 KiB and {threads[1]}; their threads"
+            " think for 5 ms after each loop, since there are two processors for everything."
+        ),
         parts=parts,
         verdicts=verdicts,
     )

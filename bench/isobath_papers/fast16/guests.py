@@ -23,16 +23,32 @@ DISKS = {"hdd": "HDD", "ssd": "SSD"}
 DISKS_TEXT = f"`hdd` ({slow.ABOUT['hdd']}) and `ssd` ({slow.ABOUT['ssd']})"
 STAGE_BYTES = 4 << 30
 GUEST_BYTES = 256 << 20
-# A file system with the blocks of a large disk, although its own is small, and large files aligned to clusters. It zeroes nothing beforehand,
-# which would take the blocks of a disk that has them written.
-MAKE = ["mkfs.ext4", "-q", "-F", "-b", "4096", "-E", "stride=16,stripe_width=16,lazy_itable_init=1,lazy_journal_init=1,nodiscard"]
+# A file system with the blocks of a large disk, although its own is small, and large files aligned to clusters. It
+# zeroes nothing beforehand, which would take the blocks of a disk that has them written.
+MAKE = [
+    "mkfs.ext4",
+    "-q",
+    "-F",
+    "-b",
+    "4096",
+    "-E",
+    "stride=16,stripe_width=16,lazy_itable_init=1,lazy_journal_init=1,nodiscard",
+]
 # Files and threads of filebench's personalities, scaled: it has 1,000 and 16, 10,000 and 50, 1,000 and 100.
 PERSONALITIES = {"varmail": (1000, 16), "fileserver": (400, 2), "webserver": (1000, 2)}
 MAIL, TPCC = "varmail", "TPC-C"
 SPEED = {TPCC: "tpmc"} | dict.fromkeys(PERSONALITIES, "operations_per_second")
 # What fio does all the time on the disk of a neighbour, whose image is opened without the page cache.
 NEIGHBOURS = {"seq": ["--rw=readwrite", "--bs=64k"], "ran": ["--rw=randrw", "--bs=4k"]}
-NEIGHBOURS_TEXT = "reads and writes mixed evenly, one at a time, of 64 KiB in order (*seq*) or of 4 KiB anywhere (*ran*), past the host's page cache"
+NEIGHBOURS_TEXT = (
+    "reads and writes mixed evenly, one at a time, of 64 KiB in order (*seq*) or of 4 KiB anywhere (*ran*), past the"
+    " host's page cache"
+)
+
+
+def measured(results):
+    """The disks of which there are results; the disk is the first part of a key."""
+    return [disk for disk in DISKS if any(key[0] == disk for key in results.keys())]
 
 
 class Stages(dict):
@@ -47,14 +63,25 @@ class Stages(dict):
 
 @contextlib.contextmanager
 def stages(kinds, applications=(), neighbour=0):
-    """Slow disks with bases of some applications, and the image of a neighbour of so many bytes, all its clusters written."""
+    """Slow disks with bases of some applications, and the image of a neighbour of so many bytes, all its clusters
+    written."""
     with contextlib.ExitStack() as stack:
         found = Stages({kind: stack.enter_context(slow.device(kind, STAGE_BYTES)) for kind in kinds})
         for kind in kinds:
             for application in applications:
                 tools.run("cp", prepared(application).with_suffix(".qcow2"), found.base(kind, application))
             if neighbour:
-                tools.run("qemu-img", "create", "-q", "-f", "qcow2", "-o", "preallocation=full", found.neighbour(kind), neighbour)
+                tools.run(
+                    "qemu-img",
+                    "create",
+                    "-q",
+                    "-f",
+                    "qcow2",
+                    "-o",
+                    "preallocation=full",
+                    found.neighbour(kind),
+                    neighbour,
+                )
             found[kind].settle()
         yield found
 
@@ -121,14 +148,30 @@ def overlay(stages, disk, application, contender, options=""):
             tools.run("cp", "--sparse=never", "--reflink=never", prepared(application), path)
         else:
             how = ["-o", options] if options else []
-            tools.run("qemu-img", "create", "-q", "-f", "qcow2", *how, "-b", stages.base(disk, application), "-F", "qcow2", path)
+            tools.run(
+                "qemu-img",
+                "create",
+                "-q",
+                "-f",
+                "qcow2",
+                *how,
+                "-b",
+                stages.base(disk, application),
+                "-F",
+                "qcow2",
+                path,
+            )
         stages[disk].settle()
         yield path
 
 
 def served(contender, image, cache="writeback"):
     """A disk, by a contender's name."""
-    return disks.qemu(image, cache=cache, name=contender) if contender == RAW_QEMU else disks.serve(contender, image, cache=cache)
+    return (
+        disks.qemu(image, cache=cache, name=contender)
+        if contender == RAW_QEMU
+        else disks.serve(contender, image, cache=cache)
+    )
 
 
 @contextlib.contextmanager
@@ -158,7 +201,10 @@ def at_work(*words):
 def together(systems, seconds, seed):
     """Runs applications at the same time, each on its guest; gives what each has printed."""
     with contextlib.ExitStack() as stack:
-        running = {name: stack.enter_context(at_work(*command(name, system.directory, seconds, seed))) for name, system in systems.items()}
+        running = {
+            name: stack.enter_context(at_work(*command(name, system.directory, seconds, seed)))
+            for name, system in systems.items()
+        }
         outputs = {name: process.communicate() for name, process in running.items()}
     for name, process in running.items():
         if process.returncode:
@@ -168,13 +214,24 @@ def together(systems, seconds, seed):
 
 @contextlib.contextmanager
 def neighbour(contender, image, how):
-    """Somebody at work all the time on another disk of the same server's kind. Gives a function that ends it, and tells its bytes a
-    second; without `how` there is nobody."""
+    """Somebody at work all the time on another disk of the same server's kind. Gives a function that ends it, and tells
+    its bytes a second; without `how` there is nobody."""
     if not how:
         yield dict
         return
-    load = ["fio", "--name=neighbour", "--ioengine=nbd", "--iodepth=1", "--time_based", "--runtime=600", "--norandommap", "--output-format=json"]
-    with served(contender, image, cache="none") as disk, at_work(*load, f"--uri={disk.uri}", *NEIGHBOURS[how]) as process:
+    load = [
+        "fio",
+        "--name=neighbour",
+        "--ioengine=nbd",
+        "--iodepth=1",
+        "--time_based",
+        "--runtime=600",
+        "--norandommap",
+        "--output-format=json",
+    ]
+    with served(contender, image, cache="none") as disk, at_work(
+        *load, f"--uri={disk.uri}", *NEIGHBOURS[how]
+    ) as process:
 
         def end():
             process.send_signal(signal.SIGINT)

@@ -4,7 +4,7 @@ from isobath_bench import tools
 from isobath_bench.flush import counts
 
 from .. import figures
-from ..page import Section, Table, Verdict
+from ..page import Section, Table, compared
 from ..plan import Point
 from . import guests
 from .guests import DISKS, MAIL, OURS, RAW, RAW_QEMU, SPEED, THEIRS, TPCC
@@ -25,9 +25,19 @@ NEIGHBOUR_BYTES = 256 << 20
 def points(profile):
     """By disk, neighbour, application, contender."""
     if profile.quick:
-        return [Point(("ssd", beside, each, who), 1) for beside in (ALONE, "ran") for each in (MAIL, TPCC) for who in (OURS, THEIRS)]
+        return [
+            Point(("ssd", beside, each, who), 1)
+            for beside in (ALONE, "ran")
+            for each in (MAIL, TPCC)
+            for who in (OURS, THEIRS)
+        ]
     pairs = [(each, who) for each in (MAIL, TPCC) for who in (OURS, THEIRS)]
-    found = [Point((disk, beside, *pair), seconds(disk, beside) + 2.5, 2) for disk in DISKS for beside in BESIDE for pair in pairs]
+    found = [
+        Point((disk, beside, *pair), seconds(disk, beside) + 2.5, 2)
+        for disk in DISKS
+        for beside in BESIDE
+        for pair in pairs
+    ]
     return found + [Point((disk, ALONE, MAIL, who), 8, 1) for disk in DISKS for who in (RAW, RAW_QEMU)]
 
 
@@ -57,60 +67,82 @@ def measure(stages, point, number):
     return found | {"guest_flushes": flushes} | {f"disk_{name}": value for name, value in sent.items()}
 
 
-def speedup(results, disk, beside, application):
-    """How many times as fast as QEMU, and the spread of that."""
-    keys = [(disk, beside, application, who) for who in (OURS, THEIRS)]
-    return results.ratio(*keys, SPEED[application]), results.ratio_spread(*keys, SPEED[application])
-
-
-def disks_of(results):
-    return [disk for disk in DISKS if any(key[0] == disk for key in results.keys())]
-
-
 def per_flush(results, key, field, factor=1):
     """What the disk was sent for each flush of the guest."""
-    values = [sample[field] * factor / sample["guest_flushes"] for sample in results.samples(key) if sample["guest_flushes"]]
+    values = [
+        sample[field] * factor / sample["guest_flushes"] for sample in results.samples(key) if sample["guest_flushes"]
+    ]
     return "-" if not values else f"{sum(values) / len(values):.2f}"
 
 
 def section(results):
     parts = []
-    for disk in disks_of(results):
+    for disk in guests.measured(results):
         for application, unit in ((MAIL, "operations a second"), (TPCC, "New-Orders a minute (tpmC)")):
-            groups = {beside: {who: results.median((disk, beside, application, who), SPEED[application]) for who in (OURS, THEIRS)} for beside in BESIDE}
-            parts.append(figures.bars(results, f"fig6-{disk}-{application}", f"{application} on {DISKS[disk]}", unit, groups))
+            groups = {
+                beside: {
+                    who: results.median((disk, beside, application, who), SPEED[application]) for who in (OURS, THEIRS)
+                }
+                for beside in BESIDE
+            }
+            parts.append(
+                figures.bars(results, f"fig6-{disk}-{application}", f"{application} on {DISKS[disk]}", unit, groups)
+            )
     latency = {
-        f"{DISKS[disk]}, {beside}": {who: results.median((disk, beside, TPCC, who), "new_order_ms") for who in (OURS, THEIRS)}
-        for disk in disks_of(results)
+        f"{DISKS[disk]}, {beside}": {
+            who: results.median((disk, beside, TPCC, who), "new_order_ms") for who in (OURS, THEIRS)
+        }
+        for disk in guests.measured(results)
         for beside in BESIDE
     }
     parts.append(figures.bars(results, "fig7", "TPC-C: mean latency of a New-Order", "ms", latency, log=True))
     rows = []
     for key in sorted(results.keys()):
         disk, beside, application, who = key
-        ratio = speedup(results, disk, beside, application)[0] if who == OURS else None
-        rows.append([
-            DISKS[disk], beside, application, who, results.text(key, SPEED[application]), f"{ratio:.2f}x" if ratio else "",
-            results.text(key, "new_order_ms", "{:,.1f}") if application == TPCC else "", per_flush(results, key, "disk_flushes"),
-            results.text(key, "neighbour_bytes_per_second", "{:,.1f}", 1e-6) if beside != ALONE else "", per_flush(results, key, "disk_sectors", 0.5),
-        ])  # fmt: skip
-    columns = ["disk", "neighbour", "application", "server", "operations a second, or tpmC", "÷ QEMU", "New-Order, ms", "disk's flushes a guest flush"]
+        ratio = results.ratio(key, (*key[:3], THEIRS), SPEED[application]) if who == OURS else None
+        rows.append(
+            [
+                DISKS[disk],
+                beside,
+                application,
+                who,
+                results.text(key, SPEED[application]),
+                f"{ratio:.2f}x" if ratio else "",
+                results.text(key, "new_order_ms", "{:,.1f}") if application == TPCC else "",
+                per_flush(results, key, "disk_flushes"),
+                results.text(key, "neighbour_bytes_per_second", "{:,.1f}", 1e-6) if beside != ALONE else "",
+                per_flush(results, key, "disk_sectors", 0.5),
+            ]
+        )
+    columns = [
+        "disk",
+        "neighbour",
+        "application",
+        "server",
+        "operations a second, or tpmC",
+        "÷ QEMU",
+        "New-Order, ms",
+        "disk's flushes a guest flush",
+    ]
     columns += ["neighbour's MB/s", "KiB to the disk a guest flush"]
     parts.append(Table("All of it.", columns, rows))
     return Section(
-        paper="Filebench's varmail and TPC-C in one virtual machine, alone (*raw* in the paper's figures), beside a second one that does sequential I/O, "
-        "and beside one "
-        "that does random I/O. Varmail gained up to 110 % (HDD, beside random), 50 % on SSD beside sequential; TPC-C up to 50 %, its latency "
-        "fell by up to 40 % (beside random). Varmail on qcow2 had half the speed of raw.",
-        ours=f"A guest is an ext4 of 256 MiB in an overlay over a base that has its files. Disks are simulated: {guests.DISKS_TEXT}. "
-        "*varmail*: the operations of filebench's personality, 1,000 files of 16 KiB, 16 threads, by a program of our own. *TPC-C*: the specification's "
-        "five transactions "
-        "in its mix on SQLite with a write-ahead log and `synchronous=full`, one terminal without think time, 4 warehouses with a tenth of the customers "
-        "and orders "
-        "and a fifth of the items. 3.5 s each (HDD beside *ran*: 6 s), after 1 s that does not count. *Neighbour*: fio on a second disk served by the "
-        f"same server's kind; {guests.NEIGHBOURS_TEXT}. "
-        "*raw* is a copy of the disk with all its blocks written, served by isobath, *raw by QEMU* the same by QEMU: what the way to the guest costs "
-        "either.",
+        paper=(
+            "Filebench's varmail and TPC-C in one virtual machine, alone (*raw* in the paper's figures), beside a"
+            " second one that does sequential I/O, and beside one that does random I/O. Varmail gained up to 110 %"
+            " (HDD, beside random), 50 % on SSD beside sequential; TPC-C up to 50 %, its latency fell by up to 40 %"
+            " (beside random). Varmail on qcow2 had half the speed of raw."
+        ),
+        ours=(
+            "A guest is an ext4 of 256 MiB in an overlay over a base that has its files. Disks are simulated:"
+            f" {guests.DISKS_TEXT}. *varmail*: the operations of filebench's personality, 1,000 files of 16 KiB, 16"
+            " threads, by a program of our own. *TPC-C*: the specification's five transactions in its mix on SQLite"
+            " with a write-ahead log and `synchronous=full`, one terminal without think time, 4 warehouses with a"
+            " tenth of the customers and orders and a fifth of the items. 3.5 s each (HDD beside *ran*: 6 s), after 1"
+            " s that does not count. *Neighbour*: fio on a second disk served by the same server's kind;"
+            f" {guests.NEIGHBOURS_TEXT}. *raw* is a copy of the disk with all its blocks written, served by isobath,"
+            " *raw by QEMU* the same by QEMU: what the way to the guest costs either."
+        ),
         parts=parts,
         verdicts=verdicts(results),
     )
@@ -118,25 +150,29 @@ def section(results):
 
 def verdicts(results):
     found = []
-    for disk in disks_of(results):
+    for disk in guests.measured(results):
         for beside in BESIDE:
             for application in (MAIL, TPCC):
                 if paper := PAPER_SPEED.get((disk, beside, application)):
-                    value, spread = speedup(results, disk, beside, application)
+                    keys = [(disk, beside, application, who) for who in (OURS, THEIRS)]
+                    what = f"{application}, {DISKS[disk]}, {beside}: isobath ÷ QEMU"
                     why = flushes(results, disk, beside, application)
-                    found.append(Verdict(f"{application}, {DISKS[disk]}, {beside}: isobath ÷ QEMU", paper, value, spread, "higher", why))
+                    found.append(compared(results, what, paper, *keys, SPEED[application], "higher", why))
         for beside in BESIDE:
             if paper := PAPER_LATENCY.get((disk, beside)):
                 keys = [(disk, beside, TPCC, who) for who in (OURS, THEIRS)]
-                value, spread = (each(*keys, "new_order_ms") for each in (results.ratio, results.ratio_spread))
+                what = f"New-Order's latency, {DISKS[disk]}, {beside}: isobath ÷ QEMU"
                 why = flushes(results, disk, beside, TPCC)
-                found.append(Verdict(f"New-Order's latency, {DISKS[disk]}, {beside}: isobath ÷ QEMU", paper, value, spread, "lower", why))
+                found.append(compared(results, what, paper, *keys, "new_order_ms", "lower", why))
         keys = [(disk, ALONE, MAIL, who) for who in (OURS, RAW)]
-        value, spread = (each(*keys, SPEED[MAIL]) for each in (results.ratio, results.ratio_spread))
-        if value:
+        if results.ratio(*keys, SPEED[MAIL]):
             kib = [per_flush(results, key, "disk_sectors", 0.5) for key in keys]
-            why = f"for a flush of the guest the disk is sent {kib[0]} KiB by isobath (copies of the base's clusters, zeroes ahead, records), {kib[1]} by raw"
-            found.append(Verdict(f"varmail, {DISKS[disk]}, alone: isobath ÷ raw", PAPER_OF_RAW, value, spread, "higher", why))
+            why = (
+                f"for a flush of the guest the disk is sent {kib[0]} KiB by isobath (copies of the base's clusters,"
+                f" zeroes ahead, records), {kib[1]} by raw"
+            )
+            what = f"varmail, {DISKS[disk]}, alone: isobath ÷ raw"
+            found.append(compared(results, what, PAPER_OF_RAW, *keys, SPEED[MAIL], "higher", why))
     return found
 
 
@@ -144,6 +180,6 @@ def flushes(results, disk, beside, application):
     """What each makes of a guest's flush, of which the ratio comes."""
     ours, theirs = (per_flush(results, (disk, beside, application, who), "disk_flushes") for who in (OURS, THEIRS))
     return (
-        f"for each flush of the guest the disk is sent {theirs} by today's QEMU (the paper's made up to four syncs of it, each of which could be two for the disk) "
-        f"and {ours} by isobath"
+        f"for each flush of the guest the disk is sent {theirs} by today's QEMU (the paper's made up to four syncs of"
+        f" it, each of which could be two for the disk) and {ours} by isobath"
     )

@@ -8,7 +8,7 @@ import time
 from isobath_bench import tools
 
 from .. import figures
-from ..page import Section, Table, Verdict
+from ..page import Section, Table, compared
 from ..plan import Point
 from . import guests, writes
 from .guests import DISKS, OURS, RAW, THEIRS
@@ -25,7 +25,12 @@ BYTES = 1 << 30
 
 def points(profile):
     """By disk, contender, and whether somebody syncs."""
-    return [Point((disk, who, how), profile.of(1, 5), 2) for disk in profile.of(["ssd"], ["hdd"]) for who in (OURS, THEIRS, RAW) for how in (ALONE, BESIDE)]
+    return [
+        Point((disk, who, how), profile.of(1, 5), 2)
+        for disk in profile.of(["ssd"], ["hdd"])
+        for who in (OURS, THEIRS, RAW)
+        for how in (ALONE, BESIDE)
+    ]
 
 
 def setting(profile):
@@ -71,7 +76,9 @@ def measure(stages, point, number):
     del number
     disk, who, how = point.key
     with contextlib.ExitStack() as stack:
-        writer = stack.enter_context(guests.served(who, stack.enter_context(writer_image(stages, disk, who)), cache="none"))
+        writer = stack.enter_context(
+            guests.served(who, stack.enter_context(writer_image(stages, disk, who)), cache="none")
+        )
         guest = stack.enter_context(guests.guest(who, stack.enter_context(guests.overlay(stages, disk, "file", who))))
         syncer = stack.enter_context(Syncer(guest.directory / "file")) if how == BESIDE else None
         speed = sequential(writer.file, 0.3 if tools.QUICK else 3)
@@ -94,31 +101,52 @@ def sequential(path, seconds):
 
 
 def section(results):
-    disks = [disk for disk in DISKS if any(key[0] == disk for key in results.keys())]
+    disks = guests.measured(results)
     whos = (OURS, THEIRS, RAW)
-    groups = {f"{DISKS[disk]}, {how}": {who: value(results, disk, who, how) for who in whos} for disk in disks for how in (ALONE, BESIDE)}
+    groups = {
+        f"{DISKS[disk]}, {how}": {who: value(results, disk, who, how) for who in whos}
+        for disk in disks
+        for how in (ALONE, BESIDE)
+    }
     rows, verdicts = [], []
     for disk in disks:
         for who in whos:
             keys = [(disk, who, how) for how in (BESIDE, ALONE)]
-            part, spread = (each(*keys, "bytes_per_second") for each in (results.ratio, results.ratio_spread))
-            rows.append([
-                DISKS[disk], who, *(results.text((disk, who, how), "bytes_per_second", "{:,.1f}", 1e-6) for how in (ALONE, BESIDE)),
-                f"{100 * (1 - part):.0f} %" if part else "-", results.text((disk, who, BESIDE), "syncs"),
-            ])  # fmt: skip
+            part = results.ratio(*keys, "bytes_per_second")
+            rows.append(
+                [
+                    DISKS[disk],
+                    who,
+                    *(results.text((disk, who, how), "bytes_per_second", "{:,.1f}", 1e-6) for how in (ALONE, BESIDE)),
+                    f"{100 * (1 - part):.0f} %" if part else "-",
+                    results.text((disk, who, BESIDE), "syncs"),
+                ]
+            )
             if who == OURS:
-                why = "the disks are simulated, and what a flush costs them is not what it cost the paper's, which does not name its disk here"
-                verdicts.append(Verdict(f"sequential writes, {DISKS[disk]}, isobath: beside ÷ alone", 1 - PAPER_LOSS, part, spread, "higher", why))
+                why = (
+                    "the disks are simulated, and what a flush costs them is not what it cost the paper's, which does"
+                    " not name its disk here"
+                )
+                what = f"sequential writes, {DISKS[disk]}, isobath: beside ÷ alone"
+                verdicts.append(compared(results, what, 1 - PAPER_LOSS, *keys, "bytes_per_second", "higher", why))
     return Section(
-        paper="What moved the authors: sequential writes lost 54.5 % of their speed when another application called fdatasync every 10 ms. (They also "
-        "found an SSD to do 76 % more random writes "
-        "with its write cache's flushes switched off; the simulated one has no such switch.)",
-        ours="A disk of 1 GiB is written in pieces of 256 KiB, one at a time, past the host's page cache, while a program on another disk of the same "
-        "server's kind overwrites 4 KiB of what its base has "
-        "and calls fdatasync, every 10 ms or as fast as it goes. 3 s each.",
+        paper=(
+            "What moved the authors: sequential writes lost 54.5 % of their speed when another application called"
+            " fdatasync every 10 ms. (They also found an SSD to do 76 % more random writes with its write cache's"
+            " flushes switched off; the simulated one has no such switch.)"
+        ),
+        ours=(
+            "A disk of 1 GiB is written in pieces of 256 KiB, one at a time, past the host's page cache, while a"
+            " program on another disk of the same server's kind overwrites 4 KiB of what its base has and calls"
+            " fdatasync, every 10 ms or as fast as it goes. 3 s each."
+        ),
         parts=[
             figures.bars(results, "motivation", "Sequential writes beside one who syncs", "MB/s", groups),
-            Table("What the writer and the other did.", ["disk", "server", "alone, MB/s", "beside, MB/s", "lost", "syncs meanwhile"], rows),
+            Table(
+                "What the writer and the other did.",
+                ["disk", "server", "alone, MB/s", "beside, MB/s", "lost", "syncs meanwhile"],
+                rows,
+            ),
         ],
         verdicts=verdicts,
     )

@@ -6,7 +6,7 @@ from isobath_bench import tools
 from isobath_bench.flush import counts
 
 from .. import figures
-from ..page import Section, Table, Verdict
+from ..page import Section, Table, compared
 from ..plan import Point
 from . import guests, writes
 from .guests import DISKS, OURS, RAW, THEIRS
@@ -19,7 +19,11 @@ OVERWRITE, APPEND = LOADS = ["overwrite", "append"]
 MODES = [OURS, "isobath embedded", "isobath ordered"]
 # QEMU's ways, and what `qemu-img create` is told.
 LAZY = "QEMU lazy_refcounts"
-OPTIONS = {LAZY: "lazy_refcounts=on", "QEMU preallocation=metadata": "preallocation=metadata", "QEMU preallocation=full": "preallocation=full"}
+OPTIONS = {
+    LAZY: "lazy_refcounts=on",
+    "QEMU preallocation=metadata": "preallocation=metadata",
+    "QEMU preallocation=full": "preallocation=full",
+}
 WAYS = {OVERWRITE: [*MODES, THEIRS, LAZY, RAW], APPEND: [*MODES, THEIRS, *OPTIONS, RAW]}
 BYTES = 160 << 20
 # The paper's text: its system ÷ QEMU, overwrites.
@@ -56,7 +60,12 @@ def measure(stages, point, number):
     disk, load, who = point.key
     seconds = 0.2 if tools.QUICK else SECONDS[disk]
     if load == OVERWRITE:
-        image, make, name, most = guests.overlay(stages, disk, "file", who, OPTIONS.get(who, "")), None, "file", guests.GUEST_BYTES // 2
+        image, make, name, most = (
+            guests.overlay(stages, disk, "file", who, OPTIONS.get(who, "")),
+            None,
+            "file",
+            guests.GUEST_BYTES // 2,
+        )
     else:
         image, make, name, most = appended(stages, disk, who), guests.MAKE, "new", BYTES * 3 // 4
     with image as path, guests.guest(who, path, make) as guest:
@@ -75,22 +84,34 @@ def measure(stages, point, number):
 
 
 def section(results):
-    found = [disk for disk in DISKS if any(key[0] == disk for key in results.keys())]
+    found = guests.measured(results)
     parts, verdicts = [], []
     for disk in found:
-        groups = {load: {who: results.median((disk, load, who), "writes_per_second") for who in WAYS[APPEND]} for load in LOADS}
-        parts.append(figures.bars(results, f"fig5-{disk}", f"64 KiB and an fdatasync, {DISKS[disk]}", "writes a second", groups))
+        groups = {
+            load: {who: results.median((disk, load, who), "writes_per_second") for who in WAYS[APPEND]}
+            for load in LOADS
+        }
+        parts.append(
+            figures.bars(results, f"fig5-{disk}", f"64 KiB and an fdatasync, {DISKS[disk]}", "writes a second", groups)
+        )
     rows = []
     for disk in found:
         for load in LOADS:
             for who in WAYS[load]:
                 key = (disk, load, who)
-                ratio = results.ratio(key, (disk, load, THEIRS), "writes_per_second")
-                rows.append([
-                    DISKS[disk], load, who, results.text(key, "writes_per_second"), f"{ratio:.2f}x" if ratio else "-",
-                    results.text(key, "guest_flushes_per_write", "{:.2f}"), results.text(key, "disk_flushes_per_write", "{:.2f}"),
-                    results.text(key, "disk_writes_per_write", "{:.1f}"), results.text(key, "disk_sectors_per_write", "{:,.0f}", 0.5),
-                ])  # fmt: skip
+                rows.append(
+                    [
+                        DISKS[disk],
+                        load,
+                        who,
+                        results.text(key, "writes_per_second"),
+                        results.ratio_text(key, (disk, load, THEIRS), "writes_per_second"),
+                        results.text(key, "guest_flushes_per_write", "{:.2f}"),
+                        results.text(key, "disk_flushes_per_write", "{:.2f}"),
+                        results.text(key, "disk_writes_per_write", "{:.1f}"),
+                        results.text(key, "disk_sectors_per_write", "{:,.0f}", 0.5),
+                    ]
+                )
     columns = ["disk", "load", "image by", "writes a second", "÷ QEMU"]
     columns += ["guest's flushes a write", "disk's flushes a write", "disk's writes a write", "KiB a write"]
     parts.append(Table("What the disk is sent for each write of the guest's program.", columns, rows))
@@ -100,24 +121,27 @@ def section(results):
                 keys = [(disk, load, each) for each in (who, THEIRS)]
                 if not results.samples(keys[0]):
                     continue
-                value, spread = (each(*keys, "writes_per_second") for each in (results.ratio, results.ratio_spread))
-                paper = PAPER.get((disk, load))
-                verdicts.append(Verdict(f"{load}, {DISKS[disk]}: {who} ÷ QEMU", paper, value, spread, "higher", why(results, disk, load, who)))
+                what, reason = f"{load}, {DISKS[disk]}: {who} ÷ QEMU", why(results, disk, load, who)
+                verdicts.append(
+                    compared(results, what, PAPER.get((disk, load)), *keys, "writes_per_second", "higher", reason)
+                )
     return Section(
-        paper="64 KiB and an fdatasync again and again: overwriting what the base of an overlay has, or appending to a file on a new image. With all "
-        "optimisations "
-        "(*opt*) overwrites gained 200 % on HDD and 100 % on SSD; appends are drawn without a number. Each was measured alone too: no needless syncs "
-        "(*flaw*), "
-        "the journal (*jou*), preallocation (*pre*).",
-        ours="A program on an ext4 of 256 MiB (appends: 160 MiB, made anew), 2 s on HDD and 1.5 s on SSD after a fifth of that. "
-        f"Disks are simulated: {guests.DISKS_TEXT}. What can be switched: *ordered* has no needless syncs and neither journal nor growth ahead (the "
-        "paper's *flaw*); "
-        "`isobath` (mode `auto`, whose journal is there after a few flushes) has all three (its *opt*): growth ahead belongs to the journal and cannot "
-        "be switched off, nor had alone. "
-        "QEMU's preallocation when the image is made, which is not to be had on an overlay, stands for *pre*, and its `lazy_refcounts` for fewer syncs "
-        "by a repair "
-        "after a crash. *Embedded* goes beyond the paper. *raw* has all its blocks written. The data compresses, "
-        "which matters to *embedded* alone.",
+        paper=(
+            "64 KiB and an fdatasync again and again: overwriting what the base of an overlay has, or appending to a"
+            " file on a new image. With all optimisations (*opt*) overwrites gained 200 % on HDD and 100 % on SSD;"
+            " appends are drawn without a number. Each was measured alone too: no needless syncs (*flaw*), the journal"
+            " (*jou*), preallocation (*pre*)."
+        ),
+        ours=(
+            "A program on an ext4 of 256 MiB (appends: 160 MiB, made anew), 2 s on HDD and 1.5 s on SSD after a fifth"
+            f" of that. Disks are simulated: {guests.DISKS_TEXT}. What can be switched: *ordered* has no needless syncs"
+            " and neither journal nor growth ahead (the paper's *flaw*); `isobath` (mode `auto`, whose journal is"
+            " there after a few flushes) has all three (its *opt*): growth ahead belongs to the journal and cannot be"
+            " switched off, nor had alone. QEMU's preallocation when the image is made, which is not to be had on an"
+            " overlay, stands for *pre*, and its `lazy_refcounts` for fewer syncs by a repair after a crash."
+            " *Embedded* goes beyond the paper. *raw* has all its blocks written. The data compresses, which matters"
+            " to *embedded* alone."
+        ),
         parts=parts,
         verdicts=verdicts,
     )
@@ -131,5 +155,12 @@ def why(results, disk, load, who):
     texts = [results.text(key, "disk_flushes_per_write", "{:.2f}") for key in (theirs, ours)]
     most = results.ratio(raw, theirs, "writes_per_second")
     floor = f"; a raw file, which writes nothing but the data, has {most:.2f}x of QEMU's speed" if most else ""
-    places = "; the record of the journal is at another place of the disk than the data, which mode `embedded` saves" if who == OURS else ""
-    return f"today's QEMU makes {texts[0]} flushes of the disk a write and isobath {texts[1]}, where the paper's QEMU made up to eight syncs{floor}{places}"
+    places = (
+        "; the record of the journal is at another place of the disk than the data, which mode `embedded` saves"
+        if who == OURS
+        else ""
+    )
+    return (
+        f"today's QEMU makes {texts[0]} flushes of the disk a write and isobath {texts[1]}, where the paper's QEMU made"
+        f" up to eight syncs{floor}{places}"
+    )

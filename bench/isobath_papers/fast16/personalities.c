@@ -1,11 +1,11 @@
-// The operations of filebench's personalities varmail, fileserver and webserver, in threads; those that never sync think for 5 ms after each loop,
-// since they would have nothing to wait for but the processor.
+// The operations of filebench's personalities varmail, fileserver and webserver, in threads; those that never sync
+// think for 5 ms after each loop, since they would have nothing to wait for but the processor.
 //
 //     personalities prepare DIRECTORY PERSONALITY FILES
 //     personalities run DIRECTORY PERSONALITY FILES THREADS SECONDS SEED
 //
-// `run` prints JSON: loops of the personality, its operations (as filebench counts them, a line of the personality each),
-// syncs, and the seconds it took.
+// `run` prints JSON: loops of the personality, its operations (as filebench counts them, a line of the personality
+// each), syncs, and the seconds it took.
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -229,12 +229,16 @@ static void run(int count, double seconds, uint64_t seed) {
         syncs += threads[number].syncs;
     }
     double took = now() - began;
-    printf("{\"loops\": %lu, \"operations\": %lu, \"syncs\": %lu, \"seconds\": %.3f, \"operations_per_second\": %.1f}\n", loops, operations, syncs, took,
-           (double)operations / took);
+    printf("{\"loops\": %lu, \"operations\": %lu, \"syncs\": %lu, \"seconds\": %.3f, "
+           "\"operations_per_second\": %.1f}\n",
+           loops, operations, syncs, took, (double)operations / took);
 }
 
 int main(int count, char **words) {
-    if (count < 5) return fprintf(stderr, "usage: personalities prepare|run DIRECTORY PERSONALITY FILES [THREADS SECONDS SEED]\n"), 2;
+    if (count < 5) {
+        fprintf(stderr, "usage: personalities prepare|run DIRECTORY PERSONALITY FILES [THREADS SECONDS SEED]\n");
+        return 2;
+    }
     directory = words[2];
     for (size_t number = 0; number < sizeof personalities / sizeof *personalities; number++)
         if (!strcmp(words[3], personalities[number].name)) personality = &personalities[number];

@@ -31,7 +31,9 @@ WARM_UP = 5
 def points(profile):
     """By load and contender: what is counted is much the same each time."""
     few = [OURS, THEIRS, VMDK, RAW]
-    found = [(load, who) for load in LOADS for who in (few if profile.quick else EVERYBODY) if (load, who) not in LEFT_OUT]
+    found = [
+        (load, who) for load in LOADS for who in (few if profile.quick else EVERYBODY) if (load, who) not in LEFT_OUT
+    ]
     return [Point(key, profile.of(0.7, 1.5), 1) for key in found]
 
 
@@ -51,14 +53,35 @@ def make(system, load, who):
     form = "raw" if who == RAW else "vmdk" if who == VMDK else "qcow2"
     how = ["-o", "lazy_refcounts=on"] if "lazy" in who else []
     if load == OVERWRITE or (load == APPEND and who == RAW):
-        tools.run("qemu-img", "convert", "-f", "raw", "-O", form, *how, *(["-S", "0"] if who == RAW else []), guests.prepared("file"), path)
+        tools.run(
+            "qemu-img",
+            "convert",
+            "-f",
+            "raw",
+            "-O",
+            form,
+            *how,
+            *(["-S", "0"] if who == RAW else []),
+            guests.prepared("file"),
+            path,
+        )
         return path
     over = []
     if load == OVERLAY:
         if not base.exists():
             tools.run("cp", guests.prepared("file").with_suffix(".qcow2"), base)
         over = ["-b", base, "-F", "qcow2"]
-    tools.run("qemu-img", "create", "-q", "-f", form, *how, *over, path, *([] if over else [HUGE if load == WORST else guests.GUEST_BYTES]))
+    tools.run(
+        "qemu-img",
+        "create",
+        "-q",
+        "-f",
+        form,
+        *how,
+        *over,
+        path,
+        *([] if over else [HUGE if load == WORST else guests.GUEST_BYTES]),
+    )
     return path
 
 
@@ -80,7 +103,8 @@ def measure(system, point, number):
 
 
 def steady(counter, load, who, path):
-    """Writes of 64 KiB of a program in the guest, each with an fdatasync: what the guest, the image, and the disk flushed for each."""
+    """Writes of 64 KiB of a program in the guest, each with an fdatasync: what the guest, the image, and the disk
+    flushed for each."""
     name, fresh = ("new", guests.MAKE) if load == APPEND and who != RAW else ("new" if load == APPEND else "file", None)
     with guests.guest(who, path, fresh) as guest:
         file = guest.directory / name
@@ -93,9 +117,14 @@ def steady(counter, load, who, path):
         raise tools.Failed(f"{done} of {count} writes were made, the guest flushed {flushes} times")
     found = after - before
     return {
-        "fdatasyncs": count, "guest_flushes": flushes, "syncs": found["syncs"], "disk_flushes": found["flushes"],
-        "syncs_a_flush": found["syncs"] / flushes, "syncs_an_fdatasync": found["syncs"] / count, "disk_flushes_a_flush": found["flushes"] / flushes,
-    }  # fmt: skip
+        "fdatasyncs": count,
+        "guest_flushes": flushes,
+        "syncs": found["syncs"],
+        "disk_flushes": found["flushes"],
+        "syncs_a_flush": found["syncs"] / flushes,
+        "syncs_an_fdatasync": found["syncs"] / count,
+        "disk_flushes_a_flush": found["flushes"] / flushes,
+    }
 
 
 def worst(counter, who, path):
@@ -112,41 +141,77 @@ def worst(counter, who, path):
         finally:
             os.close(file)
     # The journal is made with one of the first, where there is one.
-    return {"most": max(each[WARM_UP:]), "mean": statistics.fmean(each[WARM_UP:]), "first": max(each[:WARM_UP]), "each": each}
+    return {
+        "most": max(each[WARM_UP:]),
+        "mean": statistics.fmean(each[WARM_UP:]),
+        "first": max(each[:WARM_UP]),
+        "each": each,
+    }
 
 
 def section(results):
     groups = {load: {who: results.median((load, who), "syncs_a_flush") for who in EVERYBODY} for load in LOADS[:3]}
     groups[WORST] = {who: results.median((WORST, who), "most") for who in EVERYBODY}
-    paper = {"qcow2": {"QEMU 2.1.2": PAPER_QCOW2, "its system": PAPER_OURS}, "VMDK": {"QEMU 2.1.2": PAPER_VMDK}, "worst": {"QEMU 2.1.2": PAPER_WORST}}
+    paper = {
+        "qcow2": {"QEMU 2.1.2": PAPER_QCOW2, "its system": PAPER_OURS},
+        "VMDK": {"QEMU 2.1.2": PAPER_VMDK},
+        "worst": {"QEMU 2.1.2": PAPER_WORST},
+    }
     rows = []
     for who in EVERYBODY:
         for load in LOADS[:3]:
             if results.samples((load, who)):
                 fields = ("guest_flushes", "syncs", "disk_flushes")
-                ratios = (results.text((load, who), field, "{:.2f}") for field in ("syncs_a_flush", "syncs_an_fdatasync", "disk_flushes_a_flush"))
-                rows.append([who, load, results.text((load, who), "fdatasyncs"), *(results.text((load, who), field) for field in fields), *ratios])
+                ratios = (
+                    results.text((load, who), field, "{:.2f}")
+                    for field in ("syncs_a_flush", "syncs_an_fdatasync", "disk_flushes_a_flush")
+                )
+                rows.append(
+                    [
+                        who,
+                        load,
+                        results.text((load, who), "fdatasyncs"),
+                        *(results.text((load, who), field) for field in fields),
+                        *ratios,
+                    ]
+                )
     columns = ["server", "load", "fdatasyncs in the guest", "guest's flushes", "syncs of the image", "disk's flushes"]
     columns += ["syncs a flush", "syncs an fdatasync", "disk's flushes a flush"]
     worst_rows = [
-        [who, *(results.text((WORST, who), field, form) for field, form in (("most", "{:,.0f}"), ("mean", "{:.2f}"), ("first", "{:,.0f}")))]
+        [
+            who,
+            *(
+                results.text((WORST, who), field, form)
+                for field, form in (("most", "{:,.0f}"), ("mean", "{:.2f}"), ("first", "{:,.0f}"))
+            ),
+        ]
         for who in EVERYBODY
         if results.samples((WORST, who))
     ]
     return Section(
-        paper="A guest writes 64 KiB and calls fdatasync; overwriting what is allocated, or appending. QEMU 2.1.2 made more than three syncs of a qcow2 "
-        "image for each of the guest's, "
-        "four of a VMDK image, up to eight at worst; the optimised one made one for each flush.",
-        ours=f"As the paper: a program in a guest's ext4, 200 writes after 50 that are not counted. A guest's flushes are those that its disk "
-        "was sent (an fdatasync of a file that has grown makes two), the image's syncs are counted by the trace event of the host's ext4, the disk's "
-        "flushes at the loop device below. "
-        "*Overwrite, overlay*: the image is an overlay, so each write allocates. *Worst case*: writes on a disk of 128 GiB that are 512 MiB apart, "
-        f"so that each needs a new table; the most syncs that one write with its flush made, after {WARM_UP}: isobath makes its journal with one of the "
-        "first.",
+        paper=(
+            "A guest writes 64 KiB and calls fdatasync; overwriting what is allocated, or appending. QEMU 2.1.2 made"
+            " more than three syncs of a qcow2 image for each of the guest's, four of a VMDK image, up to eight at"
+            " worst; the optimised one made one for each flush."
+        ),
+        ours=(
+            "As the paper: a program in a guest's ext4, 200 writes after 50 that are not counted. A guest's flushes"
+            " are those that its disk was sent (an fdatasync of a file that has grown makes two), the image's syncs"
+            " are counted by the trace event of the host's ext4, the disk's flushes at the loop device below."
+            " *Overwrite, overlay*: the image is an overlay, so each write allocates. *Worst case*: writes on a disk"
+            " of 128 GiB that are 512 MiB apart, so that each needs a new table; the most syncs that one write with"
+            f" its flush made, after {WARM_UP}: isobath makes its journal with one of the first."
+        ),
         parts=[
-            figures.bars(results, "fig2", "Syncs of the image for each flush of the guest", "syncs", groups, paper=paper),
+            figures.bars(
+                results, "fig2", "Syncs of the image for each flush of the guest", "syncs", groups, paper=paper
+            ),
             Table("Counted.", columns, rows),
-            Table("Worst case: syncs of one write and its flush.", ["server", "most", "mean", f"most of the first {WARM_UP}"], worst_rows),
+            Table(
+                "Worst case: syncs of one write and its flush.",
+                ["server", "most", "mean", f"most of the first {WARM_UP}"],
+                worst_rows,
+            ),
         ],
         verdicts=verdicts(results),
     )
@@ -158,13 +223,24 @@ def verdicts(results):
         for who in (OURS, "isobath embedded"):
             if results.samples((load, who)):
                 value = results.median((load, who), "syncs_a_flush")
-                found.append(Verdict(f"{load}: syncs of the image a flush, {who}", PAPER_OURS, value, None, "lower", "", "{:.3f}"))
+                found.append(
+                    Verdict(
+                        f"{load}: syncs of the image a flush, {who}", PAPER_OURS, value, None, "lower", "", "{:.3f}"
+                    )
+                )
     for load, who, paper in ((OVERLAY, THEIRS, PAPER_QCOW2), (APPEND, THEIRS, PAPER_QCOW2), (APPEND, VMDK, PAPER_VMDK)):
-        value, theirs = results.ratio((load, OURS), (load, who), "syncs_a_flush"), results.text((load, who), "syncs_a_flush", "{:.2f}")
-        why = f"one sync a flush, which isobath makes, is the least there can be; today's {who} makes {theirs}, the paper's {paper:g}"
+        value, theirs = results.ratio((load, OURS), (load, who), "syncs_a_flush"), results.text(
+            (load, who), "syncs_a_flush", "{:.2f}"
+        )
+        why = (
+            f"one sync a flush, which isobath makes, is the least there can be; today's {who} makes {theirs}, the"
+            f" paper's {paper:g}"
+        )
         found.append(Verdict(f"{load}: syncs, isobath ÷ {who}", PAPER_OURS / paper, value, None, "lower", why))
     most = results.median((WORST, OURS), "most")
-    found.append(Verdict("worst case: syncs of one write with its flush, isobath", PAPER_OURS, most, None, "lower", "", "{:.0f}"))
+    found.append(
+        Verdict("worst case: syncs of one write with its flush, isobath", PAPER_OURS, most, None, "lower", "", "{:.0f}")
+    )
     ratio = results.ratio((WORST, OURS), (WORST, THEIRS), "most")
     why = f"today's QEMU makes {results.text((WORST, THEIRS), 'most')} at worst, the paper's eight"
     found.append(Verdict("worst case: isobath ÷ QEMU", PAPER_OURS / PAPER_WORST, ratio, None, "lower", why))

@@ -16,7 +16,8 @@ def bytes_of(length):
 
 
 def synced(path, seconds, start=0, most=1 << 30, block=BLOCK):
-    """Writes a block behind the other, each with an fdatasync, for some seconds or as many bytes: how many, and the seconds."""
+    """Writes a block behind the other, each with an fdatasync, for some seconds or as many bytes: how many, and the
+    seconds."""
     file = os.open(path, os.O_RDWR | os.O_CREAT)
     try:
         data, place, count = bytes_of(block), start, 0
@@ -37,7 +38,8 @@ def warmed(path, seconds, warm_up, most):
 
 
 def direct(path, amount):
-    """Writes so many bytes past the guest's page cache, a block behind the other, and syncs them at the end: the seconds."""
+    """Writes so many bytes past the guest's page cache, a block behind the other, and syncs them at the end: the
+    seconds."""
     return placed(path, BLOCK, range(0, amount, BLOCK))
 
 

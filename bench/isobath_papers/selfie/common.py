@@ -1,7 +1,8 @@
 """Who is compared, on which disks, and how images are served there.
 
-A *volume* is a simulated disk that holds the image and nothing else, as the paper's logical volumes do: isobath is on it itself, QEMU has its image
-in a raw export of that disk, over NBD. Elsewhere the image is a file on a file system on such a disk (`stage.slow`).
+A *volume* is a simulated disk that holds the image and nothing else, as the paper's logical volumes do: isobath is on
+it itself, QEMU has its image in a raw export of that disk, over NBD. Elsewhere the image is a file on a file system on
+such a disk (`stage.slow`).
 """
 
 import contextlib
@@ -14,12 +15,14 @@ from ..stage import disks, slow
 EMBEDDED, JOURNAL, QEMU, RAW = "isobath embedded", "isobath journal", "QEMU", "raw"
 MAKE = {"ext4": disks.MAKE, "btrfs": ["mkfs.btrfs", "-q", "-f"]}
 PEERS = (
-    "*isobath embedded* is the paper's idea: `--metadata embedded`; *isobath journal* is the other mode that makes one sync of a flush. FVD was never part of "
-    "QEMU, and QED is no format for new images: neither is measured. *raw* is a raw file served by isobath, in place of the paper's HOST, the bare disk."
+    "*isobath embedded* is the paper's idea: `--metadata embedded`; *isobath journal* is the other mode that makes one"
+    " sync of a flush. FVD was never part of QEMU, and QED is no format for new images: neither is measured. *raw* is a"
+    " raw file served by isobath, in place of the paper's HOST, the bare disk."
 )
 SIMULATED = f"*hdd* ({slow.ABOUT['hdd']}) and *ssd* ({slow.ABOUT['ssd']}) are simulated, the same for all."
 ON_VOLUMES = (
-    f"{SIMULATED} For the paper's logical volume the image has such a disk to itself, as isobath's `--slow-disk`; QEMU reaches it over NBD."
+    f"{SIMULATED} For the paper's logical volume the image has such a disk to itself, as isobath's `--slow-disk`; QEMU"
+    " reaches it over NBD."
 )
 
 
@@ -66,9 +69,16 @@ def command(contender, image, where, socket):
     """The server's command; `image` is a path, or for QEMU on a volume the URI of the export that holds it."""
     if contender == QEMU:
         return [
-            "qemu-nbd", "--persistent", "--shared=128", "--format=qcow2", "--aio=io_uring", "--discard=unmap", f"--cache={where.cache()}",
-            f"--socket={socket}", image,
-        ]  # fmt: skip
+            "qemu-nbd",
+            "--persistent",
+            "--shared=128",
+            "--format=qcow2",
+            "--aio=io_uring",
+            "--discard=unmap",
+            f"--cache={where.cache()}",
+            f"--socket={socket}",
+            image,
+        ]
     how = ["--format=raw"] if contender == RAW else ["--metadata", contender.removeprefix("isobath ")]
     return [tools.ISOBATH, "serve", image, "--nbd", f"unix:{socket}", "--cache", where.cache(), *where.options(), *how]
 
@@ -95,12 +105,18 @@ class Served:
         self._device = device
 
     def sent(self):
-        """What the simulated disk was sent so far (a volume: until its last flush): reads, writes, bytes_written, flushes."""
+        """What the simulated disk was sent so far (a volume: until its last flush): reads, writes, bytes_written,
+        flushes."""
         if not self._device:
             found = contenders.requests(self._counter)
             return {name: found[name] for name in ("reads", "writes", "bytes_written", "flushes")}
         found = self._device.requests()
-        return {"reads": found["reads"], "writes": found["writes"], "bytes_written": found["sectors"] * 512, "flushes": found["flushes"]}
+        return {
+            "reads": found["reads"],
+            "writes": found["writes"],
+            "bytes_written": found["sectors"] * 512,
+            "flushes": found["flushes"],
+        }
 
 
 @contextlib.contextmanager
@@ -111,9 +127,17 @@ def served(contender, image, where, kind=servers.Server, patience=60):
     with contextlib.ExitStack() as stack:
         device = None
         if contender == QEMU and where.slow:
-            device = stack.enter_context(servers.isobath(image, "--format=raw", *where.options(), log=contenders.COUNTING, socket="selfie-device"))
+            device = stack.enter_context(
+                servers.isobath(
+                    image, "--format=raw", *where.options(), log=contenders.COUNTING, socket="selfie-device"
+                )
+            )
             image = device.uri
-        server = stack.enter_context(kind(contender, command(contender, image, where, socket), socket, patience=patience, environment=environment))
+        server = stack.enter_context(
+            kind(
+                contender, command(contender, image, where, socket), socket, patience=patience, environment=environment
+            )
+        )
         yield Served(server, device or server, where.device)
 
 
@@ -135,12 +159,8 @@ def fresh(contender, where, size, kind=servers.Server):
 @contextlib.contextmanager
 def attached(contender, where, size):
     """A new image as a loop device without a file system: the served disk, and the device."""
-    with fresh(contender, where, size, disks.Disk) as disk:
-        device = tools.run("losetup", "--find", "--show", "--direct-io=on", disk.server.file).strip()
-        try:
-            yield disk, device
-        finally:
-            tools.run("losetup", "--detach", device)
+    with fresh(contender, where, size, disks.Disk) as disk, disks.looped(disk.server) as device:
+        yield disk, device
 
 
 @contextlib.contextmanager
@@ -159,6 +179,13 @@ def mounted(device):
 def synced(directory):
     """Has a file system written back."""
     tools.run("sync", "--file-system", directory)
+
+
+def sent_texts(results, key):
+    """For a table what the disk was sent: writes, flushes, MB."""
+    return [
+        results.text(key, "writes"), results.text(key, "flushes"), results.text(key, "bytes_written", "{:,.0f}", 1e-6),
+    ]  # fmt: skip
 
 
 def difference(later, earlier, count=1):

@@ -10,7 +10,7 @@ from pathlib import Path
 from isobath_bench import tools
 
 from .. import figures
-from ..page import Section, Table, Verdict
+from ..page import Section, Table, Verdict, compared
 from ..plan import Point
 from ..stage import disks
 from . import common
@@ -30,9 +30,16 @@ SELFIE = {0: 0.23, 50: 0.23 * 1.75, 100: 0.23 * 2.53}
 
 def points(profile):
     def point(contender, part):
-        return Point((contender, part), seconds=profile.of(1, 10 if (contender, part) == (EMBEDDED, 0) else 7), rounds=2)
+        return Point(
+            (contender, part), seconds=profile.of(1, 10 if (contender, part) == (EMBEDDED, 0) else 7), rounds=2
+        )
 
-    return [point(EMBEDDED, part) for part in PARTS] + [point(JOURNAL, 0), point(QEMU, 0), point(QEMU, 100), point(RAW, 0)]
+    return [point(EMBEDDED, part) for part in PARTS] + [
+        point(JOURNAL, 0),
+        point(QEMU, 0),
+        point(QEMU, 100),
+        point(RAW, 0),
+    ]
 
 
 def make(path, size, part):
@@ -56,7 +63,9 @@ class Setting:
 @contextlib.contextmanager
 def setting(profile):
     size = profile.of(8, 256) << 20
-    directory = Path(tempfile.mkdtemp(prefix="isobath-papers-dd-", dir="/dev/shm" if Path("/dev/shm").is_dir() else tools.WORK))
+    directory = Path(
+        tempfile.mkdtemp(prefix="isobath-papers-dd-", dir="/dev/shm" if Path("/dev/shm").is_dir() else tools.WORK)
+    )
     try:
         sources = {part: directory / f"{part}" for part in PARTS}
         for part, path in sources.items():
@@ -76,8 +85,8 @@ def copy(source, directory, *options):
 
 
 def measure(setting, point, number):
-    """Fields in seconds: `write`, with a sync; `read` of what was written; `overwrite` of compressible by incompressible data; `cpu` of the server for "
-        "the write."""
+    """Fields in seconds: `write`, with a sync; `read` of what was written; `overwrite` of compressible by
+    incompressible data; `cpu` of the server for " "the write."""
     del number
     contender, part = point.key
     with common.attached(contender, setting.place, DISK) as (disk, device):
@@ -96,7 +105,7 @@ def measure(setting, point, number):
 
 def section(results):
     def ratio(what, paper, one, other, field="write", better="higher", why=""):
-        return Verdict(what, paper, results.ratio(one, other, field), results.ratio_spread(one, other, field), better, why)
+        return compared(results, what, paper, one, other, field, better, why)
 
     def rate(key, field):
         size, seconds = results.median(key, "bytes"), results.median(key, field)
@@ -110,45 +119,113 @@ def section(results):
     }  # fmt: skip
     rows = []
     for key in keys:
-        spread = results.spread(key, "write")
-        rows.append([
-            key[0], f"{key[1]} %", results.text(key, "write", "{:.2f}"), "-" if spread is None else f"±{spread * 100:.0f} %", rate(key, "write"),
-            results.text(key, "read", "{:.2f}"), rate(key, "read"), results.text(key, "overwrite", "{:.2f}"), results.text(key, "cpu", "{:.2f}"),
-            results.text(key, "writes"), results.text(key, "flushes"), results.text(key, "bytes_written", "{:,.0f}", 1e-6),
-        ])  # fmt: skip
+        rows.append(
+            [
+                key[0],
+                f"{key[1]} %",
+                results.text(key, "write", "{:.2f}"),
+                results.spread_text(key, "write"),
+                rate(key, "write"),
+                results.text(key, "read", "{:.2f}"),
+                rate(key, "read"),
+                results.text(key, "overwrite", "{:.2f}"),
+                results.text(key, "cpu", "{:.2f}"),
+                *common.sent_texts(results, key),
+            ]
+        )
     size = results.median(keys[0], "bytes") or 0
-    columns = ["server", "incompressible", "write, s", "spread", "MB/s", "read, s", "MB/s", "overwrite, s", "server's CPU, s", "disk's writes", "flushes", "MB"]
-    table = Table("dd", columns, rows, "*Overwrite*: the compressible file by incompressible data. The disk's requests and the CPU are of the write.")
+    columns = [
+        "server",
+        "incompressible",
+        "write, s",
+        "spread",
+        "MB/s",
+        "read, s",
+        "MB/s",
+        "overwrite, s",
+        "server's CPU, s",
+        "disk's writes",
+        "flushes",
+        "MB",
+    ]
+    table = Table(
+        "dd",
+        columns,
+        rows,
+        "*Overwrite*: the compressible file by incompressible data. The disk's requests and the CPU are of the write.",
+    )
     raw, taken = (results.text((one, 0), "write", "{:.2f}") for one in (RAW, QEMU))
     flushes = results.text((QEMU, 0), "flushes")
     bound = (
-        f"QEMU 7.2 writes tables once for many clusters and does not sync within a request ({flushes} flushes in all): it takes {taken} s, and the raw "
-        f"disk {raw} s, below which nobody comes"
+        f"QEMU 7.2 writes tables once for many clusters and does not sync within a request ({flushes} flushes in all):"
+        f" it takes {taken} s, and the raw disk {raw} s, below which nobody comes"
     )
-    cpu = f"the server's CPU time for all of the write is {results.text((EMBEDDED, 0), 'cpu', '{:.2f}')} s, so it is not the compression that takes the rest"
+    cpu = (
+        f"the server's CPU time for all of the write is {results.text((EMBEDDED, 0), 'cpu', '{:.2f}')} s, so it is not"
+        " the compression that takes the rest"
+    )
     verdicts = [
         ratio("write, all compressible: QEMU's time ÷ embedded's", 1 / SELFIE[0], (QEMU, 0), (EMBEDDED, 0), why=bound),
-        ratio("write, half incompressible: QEMU's time ÷ embedded's", 1 / SELFIE[50], (QEMU, 0), (EMBEDDED, 50), why=bound),
-        ratio("write, all incompressible: QEMU's time ÷ embedded's", 1 / SELFIE[100], (QEMU, 100), (EMBEDDED, 100), why=bound),
-        ratio("write, half ÷ nothing incompressible: embedded's times", 1.75, (EMBEDDED, 50), (EMBEDDED, 0), better="lower"),
-        ratio("write, all ÷ nothing incompressible: embedded's times", 2.53, (EMBEDDED, 100), (EMBEDDED, 0), better="lower"),
+        ratio(
+            "write, half incompressible: QEMU's time ÷ embedded's", 1 / SELFIE[50], (QEMU, 0), (EMBEDDED, 50), why=bound
+        ),
+        ratio(
+            "write, all incompressible: QEMU's time ÷ embedded's",
+            1 / SELFIE[100],
+            (QEMU, 100),
+            (EMBEDDED, 100),
+            why=bound,
+        ),
+        ratio(
+            "write, half ÷ nothing incompressible: embedded's times",
+            1.75,
+            (EMBEDDED, 50),
+            (EMBEDDED, 0),
+            better="lower",
+        ),
+        ratio(
+            "write, all ÷ nothing incompressible: embedded's times",
+            2.53,
+            (EMBEDDED, 100),
+            (EMBEDDED, 0),
+            better="lower",
+        ),
         ratio("read: QEMU's time ÷ embedded's", 1.0, (QEMU, 0), (EMBEDDED, 0), field="read"),
-        ratio("write with ÷ without compression: embedded's time ÷ journal's", 1.0, (EMBEDDED, 0), (JOURNAL, 0), better="lower", why=cpu),
+        ratio(
+            "write with ÷ without compression: embedded's time ÷ journal's",
+            1.0,
+            (EMBEDDED, 0),
+            (JOURNAL, 0),
+            better="lower",
+            why=cpu,
+        ),
     ]
     overwrite, whole = results.median((EMBEDDED, 0), "overwrite"), results.median((EMBEDDED, 100), "write")
-    verdicts.append(Verdict(
-        "overwriting compressible by incompressible data ÷ writing it anew, embedded", 1.0, overwrite and whole and overwrite / whole, better="lower",
-        why="a lead block that no longer compresses goes into the journal as data, and to its place after that: each cluster is then written in two places",
-    ))  # fmt: skip
+    verdicts.append(
+        Verdict(
+            "overwriting compressible by incompressible data ÷ writing it anew, embedded",
+            1.0,
+            overwrite and whole and overwrite / whole,
+            better="lower",
+            why=(
+                "a lead block that no longer compresses goes into the journal as data, and to its place after that:"
+                " each cluster is then written in two places"
+            ),
+        )
+    )
     return Section(
-        paper="dd in the guest reads a file of 8 GB and writes it back, with one sync at the end. Selfie's writing takes 77 % less time than QCOW2's "
-            "where all blocks "
-        "compress (66 % less than FVD's); 75 and 153 % more than that where half or all of the blocks do not, which is still less than QCOW2. Reading "
-        "does not differ, "
-        "and compressing costs no time that could be measured. Incompressible data over compressible take as long as in a new file.",
-        ours=f"dd in ext4 on a loop device on the served disk (by nbdfuse, the same for all), a file of {size / 2**20:,.0f} MiB from memory, blocks of "
-            f"4 KiB that compress to a half or not at all, "
-        f"the image on the hard disk. The file is read after it was written, with an empty page cache. {common.ON_VOLUMES}",
+        paper=(
+            "dd in the guest reads a file of 8 GB and writes it back, with one sync at the end. Selfie's writing takes"
+            " 77 % less time than QCOW2's where all blocks compress (66 % less than FVD's); 75 and 153 % more than that"
+            " where half or all of the blocks do not, which is still less than QCOW2. Reading does not differ, and"
+            " compressing costs no time that could be measured. Incompressible data over compressible take as long as"
+            " in a new file."
+        ),
+        ours=(
+            "dd in ext4 on a loop device on the served disk (by nbdfuse, the same for all), a file of"
+            f" {size / 2**20:,.0f} MiB from memory, blocks of 4 KiB that compress to a half or not at all, the image on"
+            f" the hard disk. The file is read after it was written, with an empty page cache. {common.ON_VOLUMES}"
+        ),
         parts=[figures.bars(results, "fig8", "dd: a file written and synced, and read", "s", bars), table],
         verdicts=verdicts,
     )

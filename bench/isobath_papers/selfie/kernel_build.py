@@ -9,7 +9,7 @@ from pathlib import Path
 from isobath_bench import tools
 
 from .. import figures
-from ..page import Section, Table, Verdict
+from ..page import Section, Table, compared
 from ..plan import Point
 from . import common
 from .common import EMBEDDED, JOURNAL, QEMU, RAW
@@ -38,7 +38,10 @@ WHO = [EMBEDDED, JOURNAL, QEMU, RAW]
 
 
 def points(profile):
-    return [Point((contender,), seconds=profile.of(1.5, 30), rounds=2 if contender in (EMBEDDED, QEMU) else 1) for contender in WHO]
+    return [
+        Point((contender,), seconds=profile.of(1.5, 30), rounds=2 if contender in (EMBEDDED, QEMU) else 1)
+        for contender in WHO
+    ]
 
 
 class Setting:
@@ -54,8 +57,20 @@ def unpack_part(directory):
     if not SOURCES.exists():
         raise tools.Failed(f"{SOURCES} is missing: apt-get install linux-source-6.1")
     root = SOURCES.name.removesuffix(".tar.xz")
-    wanted = [*(f"{root}/{name}/*" for name in WHOLE), *(f"{root}*/{name}" for name in ALWAYS), *(f"{root}/{name}/*.h" for name in HEADERS)]
-    tools.run("tar", "--extract", f"--file={SOURCES}", f"--directory={directory}", "--strip-components=1", "--wildcards", *wanted)
+    wanted = [
+        *(f"{root}/{name}/*" for name in WHOLE),
+        *(f"{root}*/{name}" for name in ALWAYS),
+        *(f"{root}/{name}/*.h" for name in HEADERS),
+    ]
+    tools.run(
+        "tar",
+        "--extract",
+        f"--file={SOURCES}",
+        f"--directory={directory}",
+        "--strip-components=1",
+        "--wildcards",
+        *wanted,
+    )
 
 
 def write_stand_in(directory):
@@ -97,7 +112,8 @@ def make(directory, part):
 
 
 def measure(setting, point, number):
-    """Fields: seconds of each phase, the last two with a sync; what the disk was sent in all of them; the server's `cpu` in seconds."""
+    """Fields: seconds of each phase, the last two with a sync; what the disk was sent in all of them; the server's
+    `cpu` in seconds."""
     del number
     found = {}
 
@@ -128,40 +144,64 @@ def section(results):
     for contender in WHO:
         cells = []
         for number, phase in enumerate(PHASES):
-            spread = results.spread((contender,), phase)
-            cells += [results.text((contender,), phase, "{:.2f}"), "-" if spread is None else f"±{spread * 100:.0f} %"]
+            cells += [results.text((contender,), phase, "{:.2f}"), results.spread_text((contender,), phase)]
             cells.append(f"{PAPER[contender][number]:,.3f}" if contender in PAPER else "-")
-        cells += [results.text((contender,), "writes"), results.text((contender,), "flushes"), results.text((contender,), "bytes_written", "{:,.0f}", 1e-6)]
-        rows.append([contender, *cells, results.text((contender,), "cpu", "{:.1f}")])
-    columns = ["server", *(text for phase in PHASES for text in (f"{phase}, s", "spread", "paper, s")), "disk's writes", "flushes", "MB", "server's CPU, s"]
+        rows.append(
+            [contender, *cells, *common.sent_texts(results, (contender,)), results.text((contender,), "cpu", "{:.1f}")]
+        )
+    columns = [
+        "server",
+        *(text for phase in PHASES for text in (f"{phase}, s", "spread", "paper, s")),
+        "disk's writes",
+        "flushes",
+        "MB",
+        "server's CPU, s",
+    ]
 
     def verdict(phase, one, better="higher", why=""):
         number = PHASES.index(phase)
         paper = PAPER[one][number] / PAPER[EMBEDDED][number]
-        ratio, spread = (getattr(results, field)((one,), (EMBEDDED,), phase) for field in ("ratio", "ratio_spread"))
-        return Verdict(f"{phase}: {one}'s time ÷ embedded's", paper, ratio, spread, better, why)
+        return compared(results, f"{phase}: {one}'s time ÷ embedded's", paper, (one,), (EMBEDDED,), phase, better, why)
 
     groups = {phase: {contender: seconds[contender][phase] for contender in WHO} for phase in PHASES}
-    paper = {phase: {contender: times[number] for contender, times in PAPER.items()} for number, phase in enumerate(PHASES)}
+    paper = {
+        phase: {contender: times[number] for contender, times in PAPER.items()} for number, phase in enumerate(PHASES)
+    }
     return Section(
-        paper="mkfs.ext4, a copy of the kernel's packed source (77 MB) onto it, and makepkg, which unpacks, builds and packs it in about 20 minutes. "
-            "Selfie takes 4.1, 4.7 and 1,324 s, "
-        "QCOW2 31.6, 12.9 and 1,890 s, the bare disk 4.0, 0.8 and 1,241 s.",
-        ours=f"mkfs.ext4 with its defaults on a disk of {DISK >> 30} GiB; a copy of Debian's packed source of Linux 6.1 (138 MB) and of a packed part "
-            f"of it (25 MB), synced; then this part is unpacked "
-        "(15,000 files), configured (tinyconfig), and `make -j8 prepare lib/` is run, synced: about 40 s of CPU instead of the paper's 20 minutes. The "
-        "image is on the hard disk, and seen "
-        f"by a loop device on the served disk (by nbdfuse, the same for all). {common.ON_VOLUMES}",
+        paper=(
+            "mkfs.ext4, a copy of the kernel's packed source (77 MB) onto it, and makepkg, which unpacks, builds and"
+            " packs it in about 20 minutes. Selfie takes 4.1, 4.7 and 1,324 s, QCOW2 31.6, 12.9 and 1,890 s, the bare"
+            " disk 4.0, 0.8 and 1,241 s."
+        ),
+        ours=(
+            f"mkfs.ext4 with its defaults on a disk of {DISK >> 30} GiB; a copy of Debian's packed source of Linux 6.1"
+            " (138 MB) and of a packed part of it (25 MB), synced; then this part is unpacked (15,000 files),"
+            " configured (tinyconfig), and `make -j8 prepare lib/` is run, synced: about 40 s of CPU instead of the"
+            " paper's 20 minutes. The image is on the hard disk, and seen by a loop device on the served disk (by"
+            f" nbdfuse, the same for all). {common.ON_VOLUMES}"
+        ),
         parts=[
             figures.bars(results, "table1", "Kernel build", "s", groups, log=True, paper=paper),
             Table("Kernel build", columns, rows, "The disk's requests and the CPU are of all phases."),
         ],
         verdicts=[
             verdict("mkfs", QEMU),
-            verdict("copy", QEMU, why=f"QEMU 7.2 does not sync within a request: it is bound by the disk's bandwidth, and so is the raw disk, with "
-                f"{results.text((RAW,), 'copy', '{:.2f}')} s"),
-            verdict("make", QEMU, why=f"the compiler takes most of it: on the raw disk it is {results.text((RAW,), 'make', '{:.1f}')} s, and the server "
-                f"uses {results.text((EMBEDDED,), 'cpu', '{:.1f}')} s of CPU"),
+            verdict(
+                "copy",
+                QEMU,
+                why=(
+                    "QEMU 7.2 does not sync within a request: it is bound by the disk's bandwidth, and so is the raw"
+                    f" disk, with {results.text((RAW,), 'copy', '{:.2f}')} s"
+                ),
+            ),
+            verdict(
+                "make",
+                QEMU,
+                why=(
+                    f"the compiler takes most of it: on the raw disk it is {results.text((RAW,), 'make', '{:.1f}')} s,"
+                    f" and the server uses {results.text((EMBEDDED,), 'cpu', '{:.1f}')} s of CPU"
+                ),
+            ),
             verdict("mkfs", RAW),
             verdict("copy", RAW),
             verdict("make", RAW, why="measured on two cores that server, compiler and simulated disk share"),

@@ -8,7 +8,7 @@ import time
 from isobath_bench import tools
 
 from .. import figures
-from ..page import Section, Table, Verdict
+from ..page import Section, Table, Verdict, compared
 from ..plan import Point
 from ..stage import disks
 from . import common
@@ -34,9 +34,14 @@ def who(place):
 
 def points(profile):
     return [
-        Point((place, contender), seconds=profile.of(1, 4 if place == "ssd" else 10), rounds=2 if place in ("hdd", "ssd") else 1)
-        for place in PLACES for contender in who(place)
-    ]  # fmt: skip
+        Point(
+            (place, contender),
+            seconds=profile.of(1, 4 if place == "ssd" else 10),
+            rounds=2 if place in ("hdd", "ssd") else 1,
+        )
+        for place in PLACES
+        for contender in who(place)
+    ]
 
 
 class Setting(common.Places):
@@ -97,57 +102,100 @@ def measure(setting, point, number):
 
 def section(results):
     keys = [point.key for point in points(results.profile)]
-    groups = {place: {contender: results.median((place, contender), "seconds") for contender in who(place)} for place in PLACES}
+    groups = {
+        place: {contender: results.median((place, contender), "seconds") for contender in who(place)}
+        for place in PLACES
+    }
     rows = []
     for key in keys:
-        spread = results.spread(key, "seconds")
-        gain = results.ratio(key, (key[0], EMBEDDED), "seconds")
-        rows.append([
-            *key, results.text(key, "seconds", "{:.2f}"), "-" if spread is None else f"±{spread * 100:.0f} %", "-" if gain is None else f"{gain:.2f}x",
-            results.text(key, "writes"), results.text(key, "flushes"), results.text(key, "bytes_written", "{:,.0f}", 1e-6), results.text(key, "cpu", "{:.2f}"),
-        ])  # fmt: skip
-    columns = ["image on", "server", "s", "spread", "its time ÷ embedded's", "disk's writes", "flushes", "MB", "server's CPU, s"]
+        rows.append(
+            [
+                *key,
+                results.text(key, "seconds", "{:.2f}"),
+                results.spread_text(key, "seconds"),
+                results.ratio_text(key, (key[0], EMBEDDED), "seconds"),
+                *common.sent_texts(results, key),
+                results.text(key, "cpu", "{:.2f}"),
+            ]
+        )
+    columns = [
+        "image on",
+        "server",
+        "s",
+        "spread",
+        "its time ÷ embedded's",
+        "disk's writes",
+        "flushes",
+        "MB",
+        "server's CPU, s",
+    ]
 
     def gain(what, paper, place, better="higher", why="", one=QEMU):
-        ratio, spread = (getattr(results, field)((place, one), (place, EMBEDDED), "seconds") for field in ("ratio", "ratio_spread"))
-        return Verdict(what, paper, ratio, spread, better, why)
+        return compared(results, what, paper, (place, one), (place, EMBEDDED), "seconds", better, why)
 
     def bound(place):
         return (
-            f"QEMU 7.2 does not sync within a request: it makes {results.text((place, QEMU), 'flushes')} flushes in all, embedded "
-            f"{results.text((place, EMBEDDED), 'flushes')}; "
-            f"the raw disk takes {results.text((place, RAW), 'seconds', '{:.2f}')} s, below which nobody comes"
+            f"QEMU 7.2 does not sync within a request: it makes {results.text((place, QEMU), 'flushes')} flushes in"
+            f" all, embedded {results.text((place, EMBEDDED), 'flushes')}; the raw disk takes"
+            f" {results.text((place, RAW), 'seconds', '{:.2f}')} s, below which nobody comes"
         )
 
     def ahead(place):
         megabytes = [results.text((place, one), "bytes_written", "{:,.0f}", 1e-6) for one in (EMBEDDED, QEMU)]
-        return f"isobath writes zeroes ahead of use on a file system: the disk is sent {megabytes[0]} MB, by QEMU {megabytes[1]} MB"
+        return (
+            f"isobath writes zeroes ahead of use on a file system: the disk is sent {megabytes[0]} MB, by QEMU"
+            f" {megabytes[1]} MB"
+        )
 
     verdicts = [
         gain("figure 9a, hdd: QEMU's time ÷ embedded's", GAIN["hdd"], "hdd", why=bound("hdd")),
         gain("figure 9b, ssd: QEMU's time ÷ embedded's", GAIN["ssd"], "ssd", why=bound("ssd")),
-        gain("figure 9c, the image on ext4 (the paper: shorter, without a number)", 1.0, "hdd ext4", why=ahead("hdd ext4")),
-        gain("figure 9d, the image on btrfs (the paper: shorter, without a number)", 1.0, "hdd btrfs", why=ahead("hdd btrfs")),
+        gain(
+            "figure 9c, the image on ext4 (the paper: shorter, without a number)",
+            1.0,
+            "hdd ext4",
+            why=ahead("hdd ext4"),
+        ),
+        gain(
+            "figure 9d, the image on btrfs (the paper: shorter, without a number)",
+            1.0,
+            "hdd btrfs",
+            why=ahead("hdd btrfs"),
+        ),
     ]
     one, other = (results.median((place, EMBEDDED), "seconds") for place in ("hdd btrfs", "hdd ext4"))
-    verdicts.append(Verdict("figure 9d ÷ 9c: embedded on btrfs takes longer than on ext4 (the paper: significantly)", 1.0, one and other and one / other,
-        better="lower",
-                            why="every write in place becomes a write to a new place there, for all servers"))  # fmt: skip
+    verdicts.append(
+        Verdict(
+            "figure 9d ÷ 9c: embedded on btrfs takes longer than on ext4 (the paper: significantly)",
+            1.0,
+            one and other and one / other,
+            better="lower",
+            why="every write in place becomes a write to a new place there, for all servers",
+        )
+    )
     files = results.profile.of(200, 4_000)
     return Section(
-        paper="Postmark makes 100,000 files of 500 B to 9.77 KB, does 500,000 transactions (reads, appends, creations, deletions) and deletes all. "
-            "Selfie takes 1/2.6 of QCOW2's "
-        "time on the hard disk (1/2.1 of FVD's), 1/1.4 on the SSD; two thirds of the writes are overwrites, 17 % of first writes go to N-zones. With "
-        "the image on Btrfs all take "
-        "significantly longer than on ext4.",
-        ours=f"The same program (Debian's), {files:,} files and {files * 5:,} transactions (a 25th), in ext4 on a loop device on the served disk (by "
-            f"nbdfuse, the same for all). As the run is "
-        f"that much shorter, the guest's file system is written back every {PAUSE} s instead of every 5, and at the end. {common.ON_VOLUMES} Isobath "
-        f"has no N-zones "
-        "(what does not compress is a change in the journal), so there is nothing to be counted for the 17 %.",
+        paper=(
+            "Postmark makes 100,000 files of 500 B to 9.77 KB, does 500,000 transactions (reads, appends, creations,"
+            " deletions) and deletes all. Selfie takes 1/2.6 of QCOW2's time on the hard disk (1/2.1 of FVD's), 1/1.4"
+            " on the SSD; two thirds of the writes are overwrites, 17 % of first writes go to N-zones. With the image"
+            " on Btrfs all take significantly longer than on ext4."
+        ),
+        ours=(
+            f"The same program (Debian's), {files:,} files and {files * 5:,} transactions (a 25th), in ext4 on a loop"
+            " device on the served disk (by nbdfuse, the same for all). As the run is that much shorter, the guest's"
+            f" file system is written back every {PAUSE} s instead of every 5, and at the end. {common.ON_VOLUMES}"
+            " Isobath has no N-zones (what does not compress is a change in the journal), so there is nothing to be"
+            " counted for the 17 %."
+        ),
         parts=[
             figures.bars(results, "fig9", "Postmark", "s", groups),
-            Table("Postmark", columns, rows, "What the disk was sent between begin and end of the program, and the sync behind it."),
+            Table(
+                "Postmark",
+                columns,
+                rows,
+                "What the disk was sent between begin and end of the program, and the sync behind it.",
+            ),
         ],
         verdicts=verdicts,
     )

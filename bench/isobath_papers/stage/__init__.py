@@ -1,1 +1,2 @@
-"""What experiments are made on: slow disks, images served as files, file systems in them, programs with little memory."""
+"""What experiments are made on: slow disks, images served as files, file systems in them, programs with little
+memory."""

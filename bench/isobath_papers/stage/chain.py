@@ -24,9 +24,9 @@ def layers(active):
 
 def qemu_blockdevs(active, l2_cache=None, *, direct=False, writable=True, node="disk"):
     """`--blockdev` options for an image, the node on top called `node`. With `l2_cache` (bytes) every layer of its
-    chain has an L2 cache of that size, of which QEMU makes entries of 4 KiB, two at least, or of a cluster where all of the
-    layer's tables fit; without, QEMU chooses. Files beside the active layer are named as layers name them, for a process in
-    that directory: where QEMU sees other names, opening takes time by the cube of the layers."""
+    chain has an L2 cache of that size, of which QEMU makes entries of 4 KiB, two at least, or of a cluster where all of
+    the layer's tables fit; without, QEMU chooses. Files beside the active layer are named as layers name them, for a
+    process in that directory: where QEMU sees other names, opening takes time by the cube of the layers."""
     cache = f"cache.direct={'on' if direct else 'off'}"
     top = f"read-only={'off' if writable else 'on'}"
     files = layers(active) if l2_cache else [Path(active)]
@@ -35,7 +35,10 @@ def qemu_blockdevs(active, l2_cache=None, *, direct=False, writable=True, node="
         how = f"{cache},{top}" if number == 0 else f"{cache},read-only=on"
         form = FORMATS.get(path.open("rb").read(4), "raw")
         name = path.relative_to(files[0].parent) if path.is_relative_to(files[0].parent) else path
-        options += ["--blockdev", f"driver=file,node-name={node}-{number}-file,filename={name},aio=io_uring,{how},discard=unmap"]
+        options += [
+            "--blockdev",
+            f"driver=file,node-name={node}-{number}-file,filename={name},aio=io_uring,{how},discard=unmap",
+        ]
         more = ",discard=unmap"
         if l2_cache and form == "qcow2":
             more += f",l2-cache-size={l2_cache}"

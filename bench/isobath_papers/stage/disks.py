@@ -1,5 +1,6 @@
-"""A disk in use: an image served over NBD and shown as a file by libnbd's nbdfuse, and a file system on it. All servers are
-reached in the same way. (QEMU's own FUSE export, of 7.2 and 10.0, damages data that is written by several requests at a time.)
+"""A disk in use: an image served over NBD and shown as a file by libnbd's nbdfuse, and a file system on it. All servers
+are reached in the same way. (QEMU's own FUSE export, of 7.2 and 10.0, damages data that is written by several requests
+at a time.)
 """
 
 import contextlib
@@ -75,23 +76,49 @@ def raw(image, *options, cache="writeback", name="raw"):
 
 
 def qemu(image, *options, cache="writeback", l2_cache=None, writable=True, program="qemu-storage-daemon", name="QEMU"):
-    """qemu-storage-daemon. `l2_cache`: bytes of L2 cache for each layer; `None` is what QEMU chooses. `options` are the program's."""
+    """qemu-storage-daemon. `l2_cache`: bytes of L2 cache for each layer; `None` is what QEMU chooses. `options` are the
+    program's."""
     socket = _socket()
     devices = chain.qemu_blockdevs(image, l2_cache, direct=cache == "none", writable=writable, node=EXPORT)
     export = f"type=nbd,id=frontend,node-name={EXPORT},name={EXPORT},writable={'on' if writable else 'off'}"
-    command = ["env", f"--chdir={Path(image).parent}", program, *devices, "--nbd-server", f"addr.type=unix,addr.path={socket}", "--export", export, *options]
+    command = [
+        "env",
+        f"--chdir={Path(image).parent}",
+        program,
+        *devices,
+        "--nbd-server",
+        f"addr.type=unix,addr.path={socket}",
+        "--export",
+        export,
+        *options,
+    ]
     return Disk(name, command, socket, EXPORT, patience=600)
 
 
 def serve(contender, image, *options, cache="writeback", writable=True):
-    """Serves an image by a contender's name: `isobath`, with `--metadata` after a blank, `raw`, or a QEMU; `options` are the program's."""
+    """Serves an image by a contender's name: `isobath`, with `--metadata` after a blank, `raw`, or a QEMU; `options`
+    are the program's."""
     if contender == "raw":
         return raw(image, *options, cache=cache)
     if contender.startswith("isobath"):
         mode = contender.partition(" ")[2]
-        return isobath(image, *(["--metadata", mode] if mode else []), *options, cache=cache, writable=writable, name=contender)
+        return isobath(
+            image, *(["--metadata", mode] if mode else []), *options, cache=cache, writable=writable, name=contender
+        )
     directory = servers.qemus()[contender] if contender in servers.qemus() else ""
-    return qemu(image, *options, cache=cache, writable=writable, program=f"{directory}qemu-storage-daemon", name=contender)
+    return qemu(
+        image, *options, cache=cache, writable=writable, program=f"{directory}qemu-storage-daemon", name=contender
+    )
+
+
+@contextlib.contextmanager
+def looped(disk):
+    """A loop device, without the page cache below it, on a disk."""
+    device = tools.run("losetup", "--find", "--show", "--direct-io=on", disk.file).strip()
+    try:
+        yield device
+    finally:
+        tools.run("losetup", "--detach", device)
 
 
 @contextlib.contextmanager

@@ -31,7 +31,9 @@ def _hierarchy():
             return Path(place), "memory.limit_in_bytes"
         if kind == "cgroup2" and "memory" in (Path(place) / "cgroup.subtree_control").read_text().split():
             return Path(place), "memory.max"
-    raise tools.Failed("there is no memory cgroup: run as root, with the controller 'memory' enabled at the root of /sys/fs/cgroup")
+    raise tools.Failed(
+        "there is no memory cgroup: run as root, with the controller 'memory' enabled at the root of /sys/fs/cgroup"
+    )
 
 
 @contextlib.contextmanager

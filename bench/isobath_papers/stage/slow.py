@@ -1,6 +1,7 @@
 """Slow disks, simulated, with a file system on them: the same to all servers.
 
-A raw file in memory is served as a file by `isobath serve --slow-disk`, and a loop device without the page cache is on that file.
+A raw file in memory is served as a file by `isobath serve --slow-disk`, and a loop device without the page cache is on
+that file.
 """
 
 import contextlib
@@ -50,12 +51,18 @@ def served_raw(image, kind):
     place = image.with_name("served.raw")
     place.touch()
     more = ["--format", "raw", "--slow-disk", KINDS[kind]]
-    return served.Frontend(f"{kind} disk", served.isobath(image, "fuse", place, writable=True, more=more), place, lambda: served.mounted(place))
+    return served.Frontend(
+        f"{kind} disk",
+        served.isobath(image, "fuse", place, writable=True, more=more),
+        place,
+        lambda: served.mounted(place),
+    )
 
 
 @contextlib.contextmanager
 def device(kind, size, make=disks.MAKE):
-    """A slow disk of some bytes with an empty file system on it, an ext4 unless `make` makes another; gone afterwards."""
+    """A slow disk of some bytes with an empty file system on it, an ext4 unless `make` makes another; gone
+    afterwards."""
     memory = Path("/dev/shm")
     directory = Path(tempfile.mkdtemp(prefix="isobath-papers-", dir=memory if memory.is_dir() else tools.WORK))
     image = directory / "disk.raw"

@@ -14,9 +14,13 @@ def program():
     return path
 
 
-def run(what, directory, *, prefix=(), **options):
-    """Runs `load` or `run` on a directory, and gives the figures: operations, seconds, ops_per_second, and for each
-    kind of operation count, mean_us, p50, p95 and p99. `prefix` is put before the command; `cache_bytes=` becomes
-    `--cache-bytes`."""
+def command(what, directory, **options):
+    """The command for `load` or `run` on a directory; `cache_bytes=` becomes `--cache-bytes`."""
     words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)]
-    return json.loads(tools.run(*prefix, program(), what, "--dir", directory, *words))
+    return [program(), what, "--dir", directory, *words]
+
+
+def run(what, directory, *, prefix=(), **options):
+    """Runs a `command`, with `prefix` before it, and gives the figures: operations, seconds, ops_per_second, and for
+    each kind of operation count, mean_us, p50, p95 and p99."""
+    return json.loads(tools.run(*prefix, *command(what, directory, **options)))

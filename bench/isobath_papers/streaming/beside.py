@@ -12,16 +12,30 @@ from ..stage import disks, slow
 
 KIND = "ssd"
 FILL = 0.9
+# Bytes of a guest's part of the disk.
+PART = 128 << 20
 ISOBATH, QEMU = "isobath", "QEMU"
 # What a job is told; the adaptive one is isobath's default.
 NONE, NORMAL, LIMIT, DISSERTATION, ADAPTIVE = "no job", "normal", "speed limit", "dissertation's", "adaptive"
-# The dissertation's mode: its first look at the guest, its pauses (seconds), and its threshold as a part of what it saw.
+# The dissertation's mode: its first look at the guest, its pauses (seconds), and its threshold as a part of what it
+# saw.
 LOOK, PAUSE, THRESHOLD = 15, 1, 0.3
 # Why a guest may lose something, beside an adaptive job and beside QEMU's.
-DRAINS = "A burst's first requests wait for the pieces that the job has under way, up to 15 ms, and beside a busy guest the job takes 2 %."
-ONE_PIECE = "QEMU copies one piece of at most 512 KiB at a time: how much of a disk that takes depends on the disk's latency and on its queue."
+DRAINS = (
+    "A burst's first requests wait for the pieces that the job has under way, up to 15 ms, and beside a busy guest the"
+    " job takes 2 %."
+)
+ONE_PIECE = (
+    "QEMU copies one piece of at most 512 KiB at a time: how much of a disk that takes depends on the disk's latency"
+    " and on its queue."
+)
 # How often a job is asked how far it is, and how long it may stand still and count as running, in seconds.
 POLL, STILL = 0.01, 0.04
+
+
+def without_job(key):
+    """The key of the same contender and circumstances without a job."""
+    return key[0], NONE, *key[2:]
 
 
 def about():
@@ -47,7 +61,19 @@ class Place:
         """A new active layer that holds all of the guest's part, so that nothing of what it writes has to be copied."""
         path = self.below.with_name("active.qcow2")
         path.unlink(missing_ok=True)
-        tools.run(tools.ISOBATH, "create", "-q", "-f", "qcow2", "-b", self.below.name, "-F", "qcow2", path, self.data + self.part)
+        tools.run(
+            tools.ISOBATH,
+            "create",
+            "-q",
+            "-f",
+            "qcow2",
+            "-b",
+            self.below.name,
+            "-F",
+            "qcow2",
+            path,
+            self.data + self.part,
+        )
         if self.part:
             tools.run("qemu-io", "-t", "none", "-f", "qcow2", "-c", f"write -q -P 7 {self.data} {self.part}", path)
         try:
@@ -74,6 +100,14 @@ def place(layers, data, part, made=None):
     with slow.device(KIND, 2 * (data + part) + (1 << 30)) as device:
         tools.run("cp", "-r", "--sparse=always", made.parent, device.directory)
         yield Place(device, device.directory / made.parent.name / made.name, data, part)
+
+
+@contextlib.contextmanager
+def setting(profile, layers, data, kind=Setting):
+    """A setting whose chain has so many layers with `data` bytes below the active one, and the guest's part behind
+    them."""
+    with place(layers, data, profile.of(8 << 20, PART)) as there:
+        yield kind(profile, there)
 
 
 @contextlib.contextmanager
@@ -164,8 +198,10 @@ def wait_for_activity(device, seconds=30):
 
 
 def measure(there, contender, mode, schedule, *, lead, most, after=0.0, hurry=1, speed=0, deadline=None):
-    """A job in a mode beside a guest that keeps a schedule. The guest works for `lead` seconds before the job begins, the job
-    is given `most` seconds, and the guest works for `after` seconds more. Without a job all is as if one took `most` seconds."""
+    """A job in a mode beside a guest that keeps a schedule. The guest works for `lead` seconds before the job begins,
+    the job is given `most` seconds, and the guest works for `after` seconds more. Without a job all is as if one took
+    `most` seconds.
+    """
     with there.active() as image, served(contender, image) as (server, qmp):
         fio = guest.Guest(server, schedule, there.data, there.part, name="papers")
         job = None
@@ -178,7 +214,9 @@ def measure(there, contender, mode, schedule, *, lead, most, after=0.0, hurry=1,
             if mode == NONE:
                 time.sleep(most)
             else:
-                job = Watched(qmp, most, told(contender, mode, speed=speed, threshold=threshold, hurry=hurry, deadline=deadline))
+                job = Watched(
+                    qmp, most, told(contender, mode, speed=speed, threshold=threshold, hurry=hurry, deadline=deadline)
+                )
             end = time.time()
             time.sleep(after)
         finally:
@@ -191,7 +229,11 @@ def sample(requests, schedule, began, end, job, after):
     origin = requests.began
     bursts = [(burst.start, burst.end) for burst in schedule]
     window = [(began - origin, end - origin)]
-    busy = [(max(start, window[0][0]), min(stop, window[0][1])) for start, stop in bursts if overlap([(start, stop)], window) > 0]
+    busy = [
+        (max(start, window[0][0]), min(stop, window[0][1]))
+        for start, stop in bursts
+        if overlap([(start, stop)], window) > 0
+    ]
     total, took = requests.between(began, end)
     running = job.running(origin) if job else []
     until = end + after - origin

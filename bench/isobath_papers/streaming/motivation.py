@@ -1,10 +1,9 @@
 """What a stream costs a guest that never pauses."""
 
-import contextlib
 
 from isobath_bench.live import guest
 
-from ..page import Section, Table, Verdict
+from ..page import Section, Table, Verdict, compared
 from ..plan import Point
 from . import beside, pictures
 from .beside import ADAPTIVE, ISOBATH, NORMAL, QEMU
@@ -19,11 +18,10 @@ DURING, AFTER = 218.63, 361.0
 LAYERS = 10
 DEADLINE = "adaptive, with a deadline"
 KEYS = [(QEMU, NORMAL), (ISOBATH, NORMAL), (ISOBATH, DEADLINE), (ISOBATH, ADAPTIVE)]
-PART = 128 << 20
 
 FULL_SPEED = (
-    "At full speed isobath keeps many pieces under way, where QEMU has one: it takes a larger part of the disk for a shorter time. "
-    "That is for disks that nobody waits for; its default is adaptive."
+    "At full speed isobath keeps many pieces under way, where QEMU has one: it takes a larger part of the disk for a"
+    " shorter time. That is for disks that nobody waits for; its default is adaptive."
 )
 
 
@@ -52,10 +50,8 @@ def points(profile):
     return [Point(key, seconds=profile.of(3, seconds[key[1]]), rounds=1 if key[1] == ADAPTIVE else 2) for key in KEYS]
 
 
-@contextlib.contextmanager
 def setting(profile):
-    with beside.place(LAYERS - 1, data(profile), profile.of(8 << 20, PART)) as place:
-        yield beside.Setting(profile, place)
+    return beside.setting(profile, LAYERS - 1, data(profile))
 
 
 def measure(setting, point, number):
@@ -66,38 +62,58 @@ def measure(setting, point, number):
     within = deadline(profile) if mode == DEADLINE else None
     mode = ADAPTIVE if mode == DEADLINE else mode
     by_itself = lead(profile)
-    return beside.measure(setting.place, contender, mode, schedule, lead=by_itself, most=most(profile), after=by_itself, deadline=within)
+    return beside.measure(
+        setting.place, contender, mode, schedule, lead=by_itself, most=most(profile), after=by_itself, deadline=within
+    )
 
 
 def section(results):
     profile = results.profile
     return Section(
-        paper="fio's bandwidth in a guest whose chain of 10 snapshots is streamed: 218.63 MB/s meanwhile, 361 MB/s afterwards, a loss of 39 % that "
-        "lasts for up to "
-        "600 s. That is what the dissertation sets out to mend.",
-        ours=f"{guest.BLOCK >> 10} KiB random reads and writes, {guest.DEPTH} at a time, over NBD, without pauses. {LAYERS - 1} layers, "
-        f"{data(profile) * beside.FILL / 2**20:,.0f} MiB in clusters of 64 KiB with random owners, are streamed into the active one; all images lie, "
-        "without the page cache, on a "
-        f"simulated disk ({beside.about()}). *Normal* is QEMU's `block-stream`, and isobath's with `pacing` `none`. Isobath's default, *adaptive*, "
-        "gives a steady guest's job "
-        f"a few percent; it is cancelled after {most(profile)} s. With a *deadline*, of {deadline(profile)} s here, it takes what it needs for that.",
+        paper=(
+            "fio's bandwidth in a guest whose chain of 10 snapshots is streamed: 218.63 MB/s meanwhile, 361 MB/s"
+            " afterwards, a loss of 39 % that lasts for up to 600 s. That is what the dissertation sets out to mend."
+        ),
+        ours=(
+            f"{guest.BLOCK >> 10} KiB random reads and writes, {guest.DEPTH} at a time, over NBD, without pauses."
+            f" {LAYERS - 1} layers, {data(profile) * beside.FILL / 2**20:,.0f} MiB in clusters of 64 KiB with random"
+            " owners, are streamed into the active one; all images lie, without the page cache, on a simulated disk"
+            f" ({beside.about()}). *Normal* is QEMU's `block-stream`, and isobath's with `pacing` `none`. Isobath's"
+            f" default, *adaptive*, gives a steady guest's job a few percent; it is cancelled after {most(profile)} s."
+            f" With a *deadline*, of {deadline(profile)} s here, it takes what it needs for that."
+        ),
         parts=[
-            pictures.evolution(results, "fig1-1", "The guest's bandwidth before, beside and after a job (figure 1.1)", KEYS),
+            pictures.evolution(
+                results, "fig1-1", "The guest's bandwidth before, beside and after a job (figure 1.1)", KEYS
+            ),
             table(results),
         ],
         verdicts=verdicts(results),
-    )  # fmt: skip
+    )
 
 
 def table(results):
     rows = []
     for key in KEYS:
-        rows.append([
-            *key, *(results.text(key, field, "{:,.1f}") for field in ("bandwidth", "bandwidth_after")), results.text(key, "kept", "{:.2f}x"),
-            pictures.took(results, key), results.text(key, "lost_mb"),
-        ])  # fmt: skip
+        rows.append(
+            [
+                *key,
+                *(results.text(key, field, "{:,.1f}") for field in ("bandwidth", "bandwidth_after")),
+                results.text(key, "kept", "{:.2f}x"),
+                pictures.took(results, key),
+                results.text(key, "lost_mb"),
+            ]
+        )
     rows.append(["paper: QEMU", NORMAL, f"{DURING:.1f}", f"{AFTER:.1f}", f"{DURING / AFTER:.2f}x", "up to 600", "-"])
-    columns = ["by", "job", "guest meanwhile, MB/s", "afterwards, MB/s", "meanwhile ÷ afterwards", "job's time, s", "what the guest lost, MB"]
+    columns = [
+        "by",
+        "job",
+        "guest meanwhile, MB/s",
+        "afterwards, MB/s",
+        "meanwhile ÷ afterwards",
+        "job's time, s",
+        "what the guest lost, MB",
+    ]
     return Table("What a job costs a guest without pauses", columns, rows)
 
 
@@ -106,14 +122,18 @@ def verdicts(results):
         return Verdict(what, DURING / AFTER, results.median(key, "kept"), results.spread(key, "kept"), better, why)
 
     def beside_qemu(what, field, why):
-        return Verdict(what, None, results.ratio(full, qemu, field), results.ratio_spread(full, qemu, field), "lower", why)
+        return compared(results, what, None, full, qemu, field, "lower", why)
 
     full, qemu = (ISOBATH, NORMAL), (QEMU, NORMAL)
     return [
         kept("guest's bandwidth beside QEMU's job ÷ after it", qemu, "equal", beside.ONE_PIECE),
-        kept("guest's bandwidth beside isobath's adaptive job ÷ after it", (ISOBATH, ADAPTIVE), "higher", beside.DRAINS),
+        kept(
+            "guest's bandwidth beside isobath's adaptive job ÷ after it", (ISOBATH, ADAPTIVE), "higher", beside.DRAINS
+        ),
         kept("the same with a deadline", (ISOBATH, DEADLINE), "higher", beside.DRAINS),
         kept("the same with isobath at full speed", full, "higher", FULL_SPEED),
         beside_qemu("how long it lasts: isobath at full speed ÷ QEMU", "seconds", "The paper has QEMU's time alone."),
-        beside_qemu("what the guest loses in all: isobath at full speed ÷ QEMU", "lost_mb", "The paper has QEMU's loss alone."),
+        beside_qemu(
+            "what the guest loses in all: isobath at full speed ÷ QEMU", "lost_mb", "The paper has QEMU's loss alone."
+        ),
     ]

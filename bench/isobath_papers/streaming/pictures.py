@@ -2,13 +2,15 @@
 
 from .. import figures
 from ..page import Table
+from .beside import NONE, without_job
 
 # The dissertation's figures shade the time in which the job runs in orange.
 SHADE = figures.ORANGE
 
 
 def evolution(results, name, title, keys, until=None):
-    """The guest's bandwidth over the first round's time, a panel for each key; the time in which the job got on is shaded."""
+    """The guest's bandwidth over the first round's time, a panel for each key; the time in which the job got on is
+    shaded."""
     runs = [(key, results.samples(key)[0]) for key in keys if results.samples(key)]
     if not runs:
         return None
@@ -27,8 +29,8 @@ def evolution(results, name, title, keys, until=None):
 
 def label(key, run):
     """Who does what, and how long the job takes."""
-    if key[1] == "no job":
-        return f"{key[0]}, no job"
+    if key[1] == NONE:
+        return f"{key[0]}, {NONE}"
     return f"{key[0]}, {key[1]}: {run['seconds']:.1f} s" + ("" if run["finished"] else ", not done")
 
 
@@ -38,14 +40,32 @@ def took(results, key):
     return results.text(key, "seconds", "{:.1f}") + ("" if done else " (not done)")
 
 
-def jobs(results, title, keys, base, text=""):
-    """A table of what jobs cost the guest and how long they took. `base(key)` is the key of the same without a job."""
+def jobs(results, title, keys, text=""):
+    """A table of what jobs cost the guest and how long they took."""
     rows = []
     for key in keys:
-        job = [took(results, key), *(results.text(key, field, "{:.0f} %", 100) for field in ("usrr", "in_bursts"))] if key[1] != "no job" else ["-"] * 3
-        share = results.ratio(key, base(key), "bandwidth")
-        rows.append([
-            *key, results.text(key, "bandwidth", "{:,.1f}"), "-" if share is None else f"{share:.2f}x", results.text(key, "p99_ms", "{:.1f}"), *job,
-        ])  # fmt: skip
-    columns = ["by", "job", "guest, MB/s in bursts", "÷ no job", "guest's p99, ms", "job's time, s", "job gets on (USRR)", "of the bursts' time"]
+        job = (
+            [took(results, key), *(results.text(key, field, "{:.0f} %", 100) for field in ("usrr", "in_bursts"))]
+            if key[1] != NONE
+            else ["-"] * 3
+        )
+        rows.append(
+            [
+                *key,
+                results.text(key, "bandwidth", "{:,.1f}"),
+                results.ratio_text(key, without_job(key), "bandwidth"),
+                results.text(key, "p99_ms", "{:.1f}"),
+                *job,
+            ]
+        )
+    columns = [
+        "by",
+        "job",
+        "guest, MB/s in bursts",
+        "÷ no job",
+        "guest's p99, ms",
+        "job's time, s",
+        "job gets on (USRR)",
+        "of the bursts' time",
+    ]
     return Table(title, columns, rows, text)

@@ -1,10 +1,9 @@
 """A guest with the bursts of the recorded one that made the dissertation's author think of pauses."""
 
-import contextlib
 
 from isobath_bench.live import guest
 
-from ..page import Section, Table, Verdict
+from ..page import Section, Table, Verdict, compared
 from ..plan import Point
 from . import beside, pictures
 from .beside import ADAPTIVE, DISSERTATION, ISOBATH, NONE, NORMAL, QEMU
@@ -19,7 +18,6 @@ SHARE = {NORMAL: 203 / 335.45, ADAPTIVE: 265.82 / 335.45}
 
 SEED = 116
 LAYERS = 30
-PART = 128 << 20
 KEYS = [(QEMU, NONE), (QEMU, NORMAL), (ISOBATH, NONE), (ISOBATH, NORMAL), (ISOBATH, DISSERTATION), (ISOBATH, ADAPTIVE)]
 
 
@@ -49,10 +47,8 @@ class Setting(beside.Setting):
         self.schedule = guest.trace(SEED, length(profile))
 
 
-@contextlib.contextmanager
 def setting(profile):
-    with beside.place(LAYERS - 1, data(profile), profile.of(8 << 20, PART)) as place:
-        yield Setting(profile, place)
+    return beside.setting(profile, LAYERS - 1, data(profile), Setting)
 
 
 def measure(setting, point, number):
@@ -65,29 +61,30 @@ def measure(setting, point, number):
     return beside.measure(setting.place, contender, mode, setting.schedule, hurry=hurry, lead=lead, most=most)
 
 
-def base(key):
-    return key[0], NONE
-
-
 def section(results):
     profile = results.profile
     return Section(
-        paper="A published trace of RocksDB under YCSB on an SSD: 1,200 s, 574 s of them in bursts of 20 times the load between them, 7.86 s on "
-        "average and 48 s at most. "
-        "From that the author concludes that a stream can run in the pauses. Nothing was measured with the trace itself; the ratios of bandwidth below "
-        "are those of figure 4.3.",
-        ours=f"A guest with bursts of these statistics, {SECONDS / length(profile):g} times as fast, and so are the pauses of the dissertation's mode; "
-        "it does nothing between them. "
-        f"{guest.BLOCK >> 10} KiB random reads and writes, {guest.DEPTH} at a time. {LAYERS - 1} layers of {data(profile) * beside.FILL / 2**20:,.0f} "
-        "MiB together are streamed, all on a "
-        f"simulated disk ({beside.about()}).",
+        paper=(
+            "A published trace of RocksDB under YCSB on an SSD: 1,200 s, 574 s of them in bursts of 20 times the load"
+            " between them, 7.86 s on average and 48 s at most. From that the author concludes that a stream can run in"
+            " the pauses. Nothing was measured with the trace itself; the ratios of bandwidth below are those of figure"
+            " 4.3."
+        ),
+        ours=(
+            f"A guest with bursts of these statistics, {SECONDS / length(profile):g} times as fast, and so are the"
+            f" pauses of the dissertation's mode; it does nothing between them. {guest.BLOCK >> 10} KiB random reads"
+            f" and writes, {guest.DEPTH} at a time. {LAYERS - 1} layers of {data(profile) * beside.FILL / 2**20:,.0f}"
+            f" MiB together are streamed, all on a simulated disk ({beside.about()})."
+        ),
         parts=[
             statistics(results),
-            pictures.jobs(results, "What a job costs the guest, and how long it takes", KEYS, base),
-            pictures.evolution(results, "fig1-2", "A guest with the bursts of the trace (figure 1.2), and jobs beside it", KEYS),
+            pictures.jobs(results, "What a job costs the guest, and how long it takes", KEYS),
+            pictures.evolution(
+                results, "fig1-2", "A guest with the bursts of the trace (figure 1.2), and jobs beside it", KEYS
+            ),
         ],
         verdicts=verdicts(results),
-    )  # fmt: skip
+    )
 
 
 def bursts(results):
@@ -115,18 +112,37 @@ def statistics(results):
 def verdicts(results):
     here, ours = bursts(results), (ISOBATH, ADAPTIVE)
     shape = [
-        Verdict("part of the time in bursts", BUSY / SECONDS, sum(here) if here else None, None, "equal", form="{:.3f}"),
-        Verdict("the mean burst ÷ the trace", MEAN / SECONDS, sum(here) / len(here) if here else None, None, "equal", form="{:.4f}"),
-        Verdict("the longest burst ÷ the trace", LONGEST / SECONDS, max(here, default=None), None, "equal", form="{:.3f}"),
+        Verdict(
+            "part of the time in bursts", BUSY / SECONDS, sum(here) if here else None, None, "equal", form="{:.3f}"
+        ),
+        Verdict(
+            "the mean burst ÷ the trace",
+            MEAN / SECONDS,
+            sum(here) / len(here) if here else None,
+            None,
+            "equal",
+            form="{:.4f}",
+        ),
+        Verdict(
+            "the longest burst ÷ the trace", LONGEST / SECONDS, max(here, default=None), None, "equal", form="{:.3f}"
+        ),
     ]
 
     def against(what, other, paper):
-        return Verdict(what, paper, results.ratio(ours, other, "bandwidth"), results.ratio_spread(ours, other, "bandwidth"), "higher", beside.DRAINS)
+        return compared(results, what, paper, ours, other, "bandwidth", "higher", beside.DRAINS)
 
     done = [sample["finished"] for sample in results.samples(ours)]
     return [
         *shape,
-        Verdict("an adaptive job ends within the trace (1: yes)", 1, float(all(done)) if done else None, None, "equal", beside.DRAINS, "{:.0f}"),
-        against("guest's bandwidth: adaptive ÷ no job", base(ours), SHARE[ADAPTIVE]),
+        Verdict(
+            "an adaptive job ends within the trace (1: yes)",
+            1,
+            float(all(done)) if done else None,
+            None,
+            "equal",
+            beside.DRAINS,
+            "{:.0f}",
+        ),
+        against("guest's bandwidth: adaptive ÷ no job", beside.without_job(ours), SHARE[ADAPTIVE]),
         against("guest's bandwidth: adaptive ÷ QEMU's normal job", (QEMU, NORMAL), SHARE[ADAPTIVE] / SHARE[NORMAL]),
     ]

@@ -1,18 +1,19 @@
-"""RocksDB under YCSB's scans and inserts while its disk's chain is streamed: the dissertation's evaluation with an application."""
+"""RocksDB under YCSB's scans and inserts while its disk's chain is streamed: the dissertation's evaluation with an
+application."""
 
 import contextlib
 import json
-import shutil
 import signal
 import subprocess
 import time
 from pathlib import Path
 
 from isobath_bench import tools
+from isobath_bench.depth import chains
 from isobath_bench.flush import mounts
 
 from .. import figures
-from ..page import Section, Table, Verdict
+from ..page import Section, Table, compared
 from ..plan import Point
 from ..stage import disks, memory, ycsb
 from . import beside, pictures
@@ -37,7 +38,10 @@ MODES = [(QEMU, NONE), (QEMU, NORMAL), (ISOBATH, NONE), (ISOBATH, NORMAL), (ISOB
 KEYS = [(*each, memory) for memory in (ALL, SOME) for each in MODES if memory == SOME or each != (ISOBATH, NORMAL)]
 # Fields of a sample, as parts of what they are without a job: what the dissertation has of them by mode.
 FIGURE = {
-    "throughput": ("operations a second", {NORMAL: THROUGHPUT[NORMAL] / THROUGHPUT[NONE], ADAPTIVE: THROUGHPUT[ADAPTIVE] / THROUGHPUT[NONE]}),
+    "throughput": (
+        "operations a second",
+        {NORMAL: THROUGHPUT[NORMAL] / THROUGHPUT[NONE], ADAPTIVE: THROUGHPUT[ADAPTIVE] / THROUGHPUT[NONE]},
+    ),
     "scan_us": ("a scan's latency", {NORMAL: SCAN_BESIDE * SCAN[NORMAL] / SCAN[ADAPTIVE], ADAPTIVE: SCAN_BESIDE}),
     "insert_us": ("an insert's latency", {NORMAL: INSERT_BESIDE / INSERT, ADAPTIVE: INSERT_BESIDE}),
 }
@@ -46,8 +50,14 @@ OURS = (ISOBATH, ADAPTIVE)
 
 
 # Why ratios differ.
-NO_GAIN = "A job cannot make a guest faster; the paper's gain over no job is about what its runs differ by (a standard deviation of 2.3 %)."
-IN_MEMORY = "With the database in memory guest and job contend for two processors, not for the disk, and pacing looks at the disk alone."
+NO_GAIN = (
+    "A job cannot make a guest faster; the paper's gain over no job is about what its runs differ by (a standard"
+    " deviation of 2.3 %)."
+)
+IN_MEMORY = (
+    "With the database in memory guest and job contend for two processors, not for the disk, and pacing looks at the"
+    " disk alone."
+)
 INSERTS = "An insert goes to memory and to a log in the page cache; what it takes is the processor's time."
 FREE = "With the database in memory the disk is free, so the adaptive job hardly pauses: its active time is its time."
 
@@ -84,10 +94,9 @@ def loaded(profile):
     """The top of a chain below the active layer which holds a database; made unless it is there."""
     layers = LAYERS - 1
     name = f"ycsb-{records(profile)}-{layers}-layers"
-    directory, done = tools.WORK / name, tools.WORK / f"{name}.done"
-    top = directory / f"layer-{layers - 1:05}.qcow2"
-    if not done.exists():
-        raw = tools.WORK / "ycsb.raw"
+    directory, raw = tools.WORK / name, tools.WORK / "ycsb.raw"
+
+    def generate():
         raw.unlink(missing_ok=True)
         try:
             tools.run("truncate", f"--size={size(profile)}", raw)
@@ -96,12 +105,11 @@ def loaded(profile):
                 # RocksDB deletes what is left of its compactions when it opens; that is no data of the chain's.
                 ycsb.run("run", mount / "db", records=records(profile), workload="c", operations=1, **FIELDS)
                 tools.run("fstrim", mount)
-            shutil.rmtree(directory, ignore_errors=True)
-            tools.run(tools.ISOBATH, "chain", "generate", "--layers", layers, "--data", f"raw:{raw}", "--seed", 1, directory)
+            chains.generate(directory, layers, "--data", f"raw:{raw}")
         finally:
             raw.unlink(missing_ok=True)
-        done.touch()
-    return top
+
+    return chains.kept(directory, layers, generate)
 
 
 @contextlib.contextmanager
@@ -144,9 +152,10 @@ class Load:
     """YCSB, running."""
 
     def __init__(self, limit, directory, options):
-        words = [str(word) for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)]
-        command = [*limit.prefix, ycsb.program(), "run", "--dir", directory, "--seconds", "3600", "--seed", "2", *words]
-        self.process = subprocess.Popen([str(part) for part in command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        command = [*limit.prefix, *ycsb.command("run", directory, seconds=3600, seed=2, **options)]
+        self.process = subprocess.Popen(
+            [str(part) for part in command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
 
     def wait(self):
         """Until it works: it then has a handler for being told to end."""
@@ -193,28 +202,28 @@ def sample(found, job, moved):
     }
 
 
-def base(key):
-    return key[0], NONE, key[2]
-
-
 def section(results):
     profile = results.profile
     return Section(
-        paper="YCSB's workload E with 70 % scans and 30 % inserts on RocksDB, 15,000 records of 150 fields of 150 bytes, in a guest of 4 GB that thus "
-        "has all of them in "
-        "memory; 30 snapshots are streamed. A normal job takes 5 % of the throughput, the adaptive one none of it, and 1.72 times as long, of which it "
-        "is active for 35 % less time.",
-        ours=f"The same workload by a load generator in C, one thread, {records(profile):,} records, scans of up to {longest_scan(profile):,}. RocksDB "
-        "lies on ext4 on the disk (by way of NBD), "
-        f"in a chain of {LAYERS} layers with random owners of its clusters, without the host's page cache on a simulated disk ({beside.about()}). A "
-        "memory cgroup is the guest's memory: "
-        f"{guest_memory(profile, ALL) >> 20} MiB, with the whole database in it, as in the paper (*in memory*), and {guest_memory(profile, SOME) >> 20} "
-        f"MiB, less than the database has (*on disk*): without a job {from_disk(results)} of what is scanned comes from the disk. "
-        "YCSB runs for as long as the job, and with none for a fixed time. A ratio of isobath to QEMU has in it what the two differ by without a job; "
-        "figure 4.1 has each as a part of its own.",
+        paper=(
+            "YCSB's workload E with 70 % scans and 30 % inserts on RocksDB, 15,000 records of 150 fields of 150 bytes,"
+            " in a guest of 4 GB that thus has all of them in memory; 30 snapshots are streamed. A normal job takes 5 %"
+            " of the throughput, the adaptive one none of it, and 1.72 times as long, of which it is active for 35 %"
+            " less time."
+        ),
+        ours=(
+            f"The same workload by a load generator in C, one thread, {records(profile):,} records, scans of up to"
+            f" {longest_scan(profile):,}. RocksDB lies on ext4 on the disk (by way of NBD), in a chain of {LAYERS}"
+            " layers with random owners of its clusters, without the host's page cache on a simulated disk"
+            f" ({beside.about()}). A memory cgroup is the guest's memory: {guest_memory(profile, ALL) >> 20} MiB, with"
+            f" the whole database in it, as in the paper (*in memory*), and {guest_memory(profile, SOME) >> 20} MiB,"
+            f" less than the database has (*on disk*): without a job {from_disk(results)} of what is scanned comes from"
+            " the disk. YCSB runs for as long as the job, and with none for a fixed time. A ratio of isobath to QEMU"
+            " has in it what the two differ by without a job; figure 4.1 has each as a part of its own."
+        ),
         parts=[table(results), figure_bars(results), times(results)],
         verdicts=[verdict for kind in (ALL, SOME) for verdict in verdicts(results, kind)],
-    )  # fmt: skip
+    )
 
 
 def from_disk(results):
@@ -231,13 +240,34 @@ def from_disk(results):
 def table(results):
     rows = []
     for key in KEYS:
-        share = results.ratio(key, base(key), "throughput")
-        rows.append([
-            key[2], *key[:2], results.text(key, "throughput", "{:,.1f}"), "-" if share is None else f"{share:.2f}x",
-            results.text(key, "scan_us", "{:,.2f}", 1e-3), results.text(key, "scan_p99_us", "{:,.1f}", 1e-3), results.text(key, "insert_us", "{:,.2f}", 1e-3),
-            *(["-", "-"] if key[1] == NONE else [pictures.took(results, key), results.text(key, "active", "{:.1f}")]),
-        ])  # fmt: skip
-    columns = ["database", "by", "job", "operations a second", "÷ no job", "scan, ms", "scan's p99, ms", "insert, ms", "job's time, s", "of which active, s"]
+        rows.append(
+            [
+                key[2],
+                *key[:2],
+                results.text(key, "throughput", "{:,.1f}"),
+                results.ratio_text(key, beside.without_job(key), "throughput"),
+                results.text(key, "scan_us", "{:,.2f}", 1e-3),
+                results.text(key, "scan_p99_us", "{:,.1f}", 1e-3),
+                results.text(key, "insert_us", "{:,.2f}", 1e-3),
+                *(
+                    ["-", "-"]
+                    if key[1] == NONE
+                    else [pictures.took(results, key), results.text(key, "active", "{:.1f}")]
+                ),
+            ]
+        )
+    columns = [
+        "database",
+        "by",
+        "job",
+        "operations a second",
+        "÷ no job",
+        "scan, ms",
+        "scan's p99, ms",
+        "insert, ms",
+        "job's time, s",
+        "of which active, s",
+    ]
     return Table("YCSB beside a job", columns, rows)
 
 
@@ -250,7 +280,9 @@ def figure_bars(results):
             for field, (what, paper) in FIGURE.items():
                 groups = {}
                 for mode in (NORMAL, DISSERTATION, ADAPTIVE):
-                    groups[mode] = {who: results.ratio((who, mode, kind), (who, NONE, kind), field) for who in (QEMU, ISOBATH)} | {"paper": paper.get(mode)}
+                    groups[mode] = {
+                        who: results.ratio((who, mode, kind), (who, NONE, kind), field) for who in (QEMU, ISOBATH)
+                    } | {"paper": paper.get(mode)}
                 panel = next(panels)
                 figures.plot_bars(panel, groups, form="{:.2f}")
                 panel.set_title(f"{what}, {kind}", fontsize=9)
@@ -264,26 +296,64 @@ def times(results):
         for field, what in (("seconds", "time"), ("active", "active")):
             normal = (QEMU, NORMAL, kind)
             groups[f"{what},\n{kind}"] = {
-                f"{who}, {mode}": results.ratio((who, mode, kind), normal, field) for who, mode, each in KEYS if each == kind and mode != NONE
-            }  # fmt: skip
-    return figures.bars(results, "fig4-2", "The job's time, and its active part (figure 4.2)", "÷ QEMU's normal job", groups, paper=paper, form="{:.2f}")
+                f"{who}, {mode}": results.ratio((who, mode, kind), normal, field)
+                for who, mode, each in KEYS
+                if each == kind and mode != NONE
+            }
+    return figures.bars(
+        results,
+        "fig4-2",
+        "The job's time, and its active part (figure 4.2)",
+        "÷ QEMU's normal job",
+        groups,
+        paper=paper,
+        form="{:.2f}",
+    )
 
 
 def verdicts(results, kind):
     ours, normal = (*OURS, kind), (QEMU, NORMAL, kind)
 
     def against(what, other, field, paper, better, why):
-        return Verdict(f"{kind}: {what}", paper, results.ratio(ours, other, field), results.ratio_spread(ours, other, field), better, why)
+        return compared(results, f"{kind}: {what}", paper, ours, other, field, better, why)
 
     contended = IN_MEMORY if kind == ALL else beside.DRAINS
     return [
-        against("throughput: adaptive ÷ QEMU's normal job", normal, "throughput", THROUGHPUT[ADAPTIVE] / THROUGHPUT[NORMAL], "higher", contended),
-        against("throughput: adaptive ÷ no job", base(ours), "throughput", THROUGHPUT[ADAPTIVE] / THROUGHPUT[NONE], "higher", NO_GAIN),
-        against("a scan's latency: adaptive ÷ QEMU's normal job", normal, "scan_us", SCAN[ADAPTIVE] / SCAN[NORMAL], "lower", contended),
+        against(
+            "throughput: adaptive ÷ QEMU's normal job",
+            normal,
+            "throughput",
+            THROUGHPUT[ADAPTIVE] / THROUGHPUT[NORMAL],
+            "higher",
+            contended,
+        ),
+        against(
+            "throughput: adaptive ÷ no job",
+            beside.without_job(ours),
+            "throughput",
+            THROUGHPUT[ADAPTIVE] / THROUGHPUT[NONE],
+            "higher",
+            NO_GAIN,
+        ),
+        against(
+            "a scan's latency: adaptive ÷ QEMU's normal job",
+            normal,
+            "scan_us",
+            SCAN[ADAPTIVE] / SCAN[NORMAL],
+            "lower",
+            contended,
+        ),
         against("an insert's latency: adaptive ÷ QEMU's normal job", normal, "insert_us", INSERT, "lower", INSERTS),
         against("job's time: adaptive ÷ QEMU's normal job", normal, "seconds", RUNTIME, "lower", longer(results, kind)),
-        against("time in which the job is active: adaptive ÷ QEMU's normal job", normal, "active", ACTIVE, "lower", active(results, kind)),
-    ]  # fmt: skip
+        against(
+            "time in which the job is active: adaptive ÷ QEMU's normal job",
+            normal,
+            "active",
+            ACTIVE,
+            "lower",
+            active(results, kind),
+        ),
+    ]
 
 
 def longer(results, kind):
@@ -293,8 +363,8 @@ def longer(results, kind):
     if theirs is None or kept is None:
         return ""
     return (
-        f"This guest needs the disk more than the paper's: QEMU's normal job leaves it {kept * 100:.0f} % of its throughput, where the paper's has 95 %. "
-        f"The dissertation's own mode comes to {theirs:.2f}x here."
+        f"This guest needs the disk more than the paper's: QEMU's normal job leaves it {kept * 100:.0f} % of its"
+        f" throughput, where the paper's has 95 %. The dissertation's own mode comes to {theirs:.2f}x here."
     )
 
 
@@ -305,7 +375,7 @@ def active(results, kind):
     if kind == ALL or theirs is None or kept is None:
         return FREE
     return (
-        "Beside a busy guest the adaptive job copies small pieces, a few percent of what the disk does, and gets on all the time: that counts as "
-        "active, but the guest "
-        f"has {kept * 100:.0f} % of its throughput. The dissertation's mode, which stands still then, comes to {theirs:.2f}x."
+        "Beside a busy guest the adaptive job copies small pieces, a few percent of what the disk does, and gets on"
+        f" all the time: that counts as active, but the guest has {kept * 100:.0f} % of its throughput. The"
+        f" dissertation's mode, which stands still then, comes to {theirs:.2f}x."
     )

@@ -7,7 +7,7 @@ from isobath_bench import servers, tools
 from isobath_bench.depth import boot
 
 from .. import figures
-from ..page import Section, Table
+from ..page import Section, Table, compared
 from ..plan import Point
 from . import passes, places
 from .passes import INDEXED
@@ -37,7 +37,13 @@ def points(profile):
     found = []
     for layers in depths(profile):
         for who in (INDEXED, qemu):
-            found.append(Point((NFS, who, layers), seconds=8 if passes.own(who) else 8 + layers / 40, rounds=2 if layers in (1, deepest) else 1))
+            found.append(
+                Point(
+                    (NFS, who, layers),
+                    seconds=8 if passes.own(who) else 8 + layers / 40,
+                    rounds=2 if layers in (1, deepest) else 1,
+                )
+            )
     found += [Point((NFS, f"{qemu} by NBD", layers), seconds=8, rounds=1) for layers in profile.of([], BY_NBD)]
     for layers in profile.of([], [1, deepest]):
         for who in (INDEXED, qemu):
@@ -71,7 +77,19 @@ def served(who, image, cache):
     if passes.own(who):
         return servers.isobath(image, "--cache", cache)
     socket = tools.WORK / "boot.sock"
-    return servers.Server(who, ["qemu-nbd", "--persistent", "--format=qcow2", "--aio=io_uring", f"--cache={cache}", f"--socket={socket}", image], socket)
+    return servers.Server(
+        who,
+        [
+            "qemu-nbd",
+            "--persistent",
+            "--format=qcow2",
+            "--aio=io_uring",
+            f"--cache={cache}",
+            f"--socket={socket}",
+            image,
+        ],
+        socket,
+    )
 
 
 def why(results, layers):
@@ -84,7 +102,10 @@ def why(results, layers):
         return f"{way}; the same way makes QEMU's own {direct:.1f} s {by_nbd:.1f} s"
     if None in (flat, direct):
         return ""
-    return f"the emulated guest takes {flat:.1f} s of the {direct:.1f} s with QEMU on one layer, too, and reads little more than 100 MiB of the chain"
+    return (
+        f"the emulated guest takes {flat:.1f} s of the {direct:.1f} s with QEMU on one layer, too, and reads little"
+        " more than 100 MiB of the chain"
+    )
 
 
 def section(results):
@@ -92,7 +113,10 @@ def section(results):
     counts = depths(profile)
     names = (INDEXED, qemu)
     with figures.drawn(results, "fig12", "Boot", columns=2) as (_, axes):
-        figures.plot_lines(axes[0], {who: [(layers, results.median((NFS, who, layers), "seconds")) for layers in counts] for who in names})
+        figures.plot_lines(
+            axes[0],
+            {who: [(layers, results.median((NFS, who, layers), "seconds")) for layers in counts] for who in names},
+        )
         axes[0].set_title("here")
         figures.plot_lines(axes[1], {}, {who: list(PAPER[who].items()) for who in PAPER})
         axes[1].set_title("paper")
@@ -103,23 +127,47 @@ def section(results):
         for where in (NFS, CACHED)
         for who in (*names, *([f"{qemu} by NBD"] if where == NFS else []))
     ]
-    table = Table("Seconds from the start to the guest's end", ["disk", "server", *(f"{layers:,} layer{'s' * (layers > 1)}" for layers in counts)], rows)
+    table = Table(
+        "Seconds from the start to the guest's end",
+        ["disk", "server", *(f"{layers:,} layer{'s' * (layers > 1)}" for layers in counts)],
+        rows,
+    )
     verdicts = [
-        places.compared(
-            results, f"boot, {layers:,} layer{'s' * (layers > 1)}: QEMU ÷ SVD", PAPER["QEMU"][layers] / PAPER["SVD"][layers],
-            (NFS, qemu, layers), (NFS, INDEXED, layers), "seconds", why=why(results, layers),
+        compared(
+            results,
+            f"boot, {layers:,} layer{'s' * (layers > 1)}: QEMU ÷ SVD",
+            PAPER["QEMU"][layers] / PAPER["SVD"][layers],
+            (NFS, qemu, layers),
+            (NFS, INDEXED, layers),
+            "seconds",
+            why=why(results, layers),
         )
         for layers in counts
-    ]  # fmt: skip
+    ]
     paper = PAPER["SVD"][1000] / PAPER["SVD"][1]
-    verdicts.append(places.compared(results, "boot: SVD, 1,000 layers ÷ 1", paper, (NFS, INDEXED, 1000), (NFS, INDEXED, 1), "seconds", better="lower"))
+    verdicts.append(
+        compared(
+            results,
+            "boot: SVD, 1,000 layers ÷ 1",
+            paper,
+            (NFS, INDEXED, 1000),
+            (NFS, INDEXED, 1),
+            "seconds",
+            better="lower",
+        )
+    )
     return Section(
-        paper="Until `login:` of an Ubuntu guest QEMU takes 10 s on one layer and 43 s on 1,000 (4.2 times), SVD 10 s and 17 s (1.7 times). The size of "
-        "the disk, 50 or 150 GB, has no part in it.",
-        ours="A Linux guest boots from the chain, reads a file of 96 MiB that is spread over all layers, and powers off. It runs without hardware "
-        "acceleration, so that most of its time is the processor's. QEMU opens the chain itself, isobath serves it to QEMU over NBD, its start included; "
-        f"*by NBD* is QEMU's own server in its place. One disk of 160 MiB, since the disk's size has no part in it; `l2-cache-size={L2_CACHE}` as in the "
-        f"paper, which all tables fit. {places.ABOUT_NFS}",
+        paper=(
+            "Until `login:` of an Ubuntu guest QEMU takes 10 s on one layer and 43 s on 1,000 (4.2 times), SVD 10 s and"
+            " 17 s (1.7 times). The size of the disk, 50 or 150 GB, has no part in it."
+        ),
+        ours=(
+            "A Linux guest boots from the chain, reads a file of 96 MiB that is spread over all layers, and powers"
+            " off. It runs without hardware acceleration, so that most of its time is the processor's. QEMU opens the"
+            " chain itself, isobath serves it to QEMU over NBD, its start included; *by NBD* is QEMU's own server in"
+            f" its place. One disk of 160 MiB, since the disk's size has no part in it; `l2-cache-size={L2_CACHE}` as"
+            f" in the paper, which all tables fit. {places.ABOUT_NFS}"
+        ),
         parts=[figures.saved(results, "fig12", "Boot"), table],
         verdicts=verdicts,
     )

@@ -10,7 +10,7 @@ import time
 from isobath_bench import tools
 
 from .. import figures
-from ..page import Section, Table, Verdict
+from ..page import Section, Table, Verdict, compared
 from ..plan import Point
 from ..stage import slow
 from . import passes
@@ -43,15 +43,11 @@ def setting(profile):
         yield Setting(profile, device)
 
 
-def names():
-    return [passes.ISOBATH, passes.INDEXED, passes.qemu()]
-
-
 def points(profile):
     lengths = profile.of([1, 10], [1, 10, 50, 100, 300])
     return [Point((CONSTANTS,), seconds=1)] + [
         Point((name, layers), seconds=1 + layers * profile.of(0, 0.02), rounds=1 if layers > 100 else 2)
-        for layers in lengths for name in names()
+        for layers in lengths for name in passes.names()
     ]  # fmt: skip
 
 
@@ -116,7 +112,10 @@ def section(results):
     qemu, title = passes.qemu(), "A look-up's cost over the length of the chain"
     lengths = sorted({key[1] for key in results.keys() if len(key) > 1})
     own = ours(results)
-    kinds = {HIT: ({"unallocated": 1.0}, {"hit": 1.0}, "tables in memory"), MISS: ({"miss": 1.0}, {"miss": 1.0}, "no table in memory")}
+    kinds = {
+        HIT: ({"unallocated": 1.0}, {"hit": 1.0}, "tables in memory"),
+        MISS: ({"miss": 1.0}, {"miss": 1.0}, "no table in memory"),
+    }
 
     def measured(name, layers, kind):
         """What a request takes beyond what it takes with one layer and all in memory."""
@@ -132,49 +131,106 @@ def section(results):
 
     with figures.drawn(results, "eq1", title, columns=2) as (_, axes):
         for each, (kind, (_, _, heading)) in zip(axes, kinds.items(), strict=True):
-            series = {name: [(layers, positive(measured(name, layers, kind))) for layers in lengths] for name in names()}
+            series = {
+                name: [(layers, positive(measured(name, layers, kind))) for layers in lengths]
+                for name in passes.names()
+            }
             figures.plot_lines(each, series)
-            for given, style, label in ((own, "--", "equation 1, our constants"), (PAPER, ":", "equation 1, the paper's")):
+            for given, style, label in (
+                (own, "--", "equation 1, our constants"),
+                (PAPER, ":", "equation 1, the paper's"),
+            ):
                 if given:
-                    each.plot(lengths, [model(given, qemu, layers, kind) for layers in lengths], style, color="#666666", label=label)
+                    each.plot(
+                        lengths,
+                        [model(given, qemu, layers, kind) for layers in lengths],
+                        style,
+                        color="#666666",
+                        label=label,
+                    )
             figures.decorate(each, "layers", "µs", log_x=True, log_y=True)
             each.set_title(heading)
     rows = [
-        [heading, name, f"{layers:,}", *(text(value) for value in (measured(name, layers, kind), model(own, name, layers, kind), model(PAPER, name, layers, kind)))]
-        for kind, (_, _, heading) in kinds.items() for name in names() for layers in lengths
-    ]  # fmt: skip
+        [
+            heading,
+            name,
+            f"{layers:,}",
+            *(
+                text(value)
+                for value in (
+                    measured(name, layers, kind),
+                    model(own, name, layers, kind),
+                    model(PAPER, name, layers, kind),
+                )
+            ),
+        ]
+        for kind, (_, _, heading) in kinds.items()
+        for name in passes.names()
+        for layers in lengths
+    ]
     constant_rows = [[name, text(own and own[name], 3), f"{PAPER[name]:g}", ABOUT[name]] for name in PAPER]
     most, verdicts = lengths[-1], []
     for kind, (_, _, heading) in kinds.items():
         value, by_model = measured(qemu, most, kind), model(own, qemu, most, kind)
-        verdicts.append(Verdict(
-            f"QEMU, {most} layers, {heading}: measured ÷ equation 1 with our constants", 1.0, value / by_model if value is not None and by_model else None, better="equal",
-            why=WHY[kind],
-        ))  # fmt: skip
-    for name in names():
+        verdicts.append(
+            Verdict(
+                f"QEMU, {most} layers, {heading}: measured ÷ equation 1 with our constants",
+                1.0,
+                value / by_model if value is not None and by_model else None,
+                better="equal",
+                why=WHY[kind],
+            )
+        )
+    for name in passes.names():
         key, one = (name, most), (name, 1)
-        verdicts.append(Verdict(
-            f"{name}, no table in memory: {most} layers ÷ 1 (equation: {most} for QEMU)", float(most), results.ratio(key, one, MISS), results.ratio_spread(key, one, MISS),
-            better="equal" if name == qemu else "lower", why="the request's own part, which does not grow with the chain, is in both",
-        ))  # fmt: skip
+        verdicts.append(
+            compared(
+                results,
+                f"{name}, no table in memory: {most} layers ÷ 1 (equation: {most} for QEMU)",
+                float(most),
+                key,
+                one,
+                MISS,
+                better="equal" if name == qemu else "lower",
+                why="the request's own part, which does not grow with the chain, is in both",
+            )
+        )
     return Section(
-        paper="A look-up costs Y = [Hit x T_M + Miss x (T_D + T_L + T_F) + UnAl x T_F] x N, with 100 ns, 80 µs, 5 µs and 1 µs: it grows with the length N of the chain.",
-        ours="Reads of 4 KiB over NBD, one after another, at places that no layer has, so that QEMU looks into all N layers, of a disk of 16 GiB on a simulated SSD "
-        f"({slow.ABOUT['ssd']}), without the page cache: the first in each 512 MiB, which finds no table in memory (Miss = 1), and reads after it (UnAl = 1). Shown is what "
-        "a request takes beyond one with one layer and all tables in memory. For isobath, which looks into one map, N is 1 in the equation. T_F is fitted to one step, "
-        f"from {STEP[0]} layer to {STEP[1]}; what the other lengths take is calculated. " + passes.ABOUT_CONTENDERS,
+        paper=(
+            "A look-up costs Y = [Hit x T_M + Miss x (T_D + T_L + T_F) + UnAl x T_F] x N, with 100 ns, 80 µs, 5 µs and"
+            " 1 µs: it grows with the length N of the chain."
+        ),
+        ours=(
+            "Reads of 4 KiB over NBD, one after another, at places that no layer has, so that QEMU looks into all N"
+            f" layers, of a disk of 16 GiB on a simulated SSD ({slow.ABOUT['ssd']}), without the page cache: the first"
+            " in each 512 MiB, which finds no table in memory (Miss = 1), and reads after it (UnAl = 1). Shown is what"
+            " a request takes beyond one with one layer and all tables in memory. For isobath, which looks into one"
+            f" map, N is 1 in the equation. T_F is fitted to one step, from {STEP[0]} layer to {STEP[1]}; what the"
+            " other lengths take is calculated. "
+        )
+        + passes.ABOUT_CONTENDERS,
         parts=[
             figures.saved(results, "eq1", title),
             Table("Constants", ["", "here, µs", "paper, µs", "how"], constant_rows),
-            Table("Equation 1", ["", "disk by", "layers", "measured, µs", "with our constants, µs", "with the paper's, µs"], rows),
+            Table(
+                "Equation 1",
+                ["", "disk by", "layers", "measured, µs", "with our constants, µs", "with the paper's, µs"],
+                rows,
+            ),
         ],
         verdicts=verdicts,
     )
 
 
 WHY = {
-    HIT: "QEMU's cost grows with the square of the length: each layer asks all below it whether they are there (`bdrv_is_inserted`, half of the CPU at 300 layers)",
-    MISS: "T_D is a read of one request alone; and each layer asks all below it whether they are there, which the equation does not know",
+    HIT: (
+        "QEMU's cost grows with the square of the length: each layer asks all below it whether they are there"
+        " (`bdrv_is_inserted`, half of the CPU at 300 layers)"
+    ),
+    MISS: (
+        "T_D is a read of one request alone; and each layer asks all below it whether they are there, which the"
+        " equation does not know"
+    ),
 }
 ABOUT = {
     "T_M": "isobath's look-up in memory, median",

@@ -4,7 +4,7 @@ import contextlib
 
 from isobath_bench import fio
 
-from ..page import Section, Table
+from ..page import Section, Table, compared
 from ..plan import Point
 from ..stage import disks
 from . import passes, places
@@ -49,10 +49,16 @@ def points(profile):
     found = []
     for load in LOADS:
         for size in profile.of([SMALLEST], SIZES[load]):
-            found += [Point((NFS, load, who, size), seconds=profile.of(1.5, 5 if passes.own(who) else 11), rounds=2) for who in (INDEXED, qemu)]
+            found += [
+                Point((NFS, load, who, size), seconds=profile.of(1.5, 5 if passes.own(who) else 11), rounds=2)
+                for who in (INDEXED, qemu)
+            ]
         for size in profile.of([], [SMALLEST, LARGEST]):
             found += [Point((CACHED, load, who, size), seconds=6, rounds=1) for who in (INDEXED, qemu)]
-    found += [Point((NFS, "read", ISOBATH, size), seconds=profile.of(1.5, 5), rounds=1) for size in profile.of([SMALLEST], [SMALLEST, LARGEST])]
+    found += [
+        Point((NFS, "read", ISOBATH, size), seconds=profile.of(1.5, 5), rounds=1)
+        for size in profile.of([SMALLEST], [SMALLEST, LARGEST])
+    ]
     return found
 
 
@@ -91,23 +97,47 @@ def section(results):
     for load, (name, what, *_) in LOADS.items():
         paper = {who: dict(zip(PAPER_SIZES, PAPER[load, who], strict=True)) for who in ("SVD", "QEMU")}
         curves = {where: {who: curve(results, where, load, who) for who in (INDEXED, qemu)} for where in (NFS, CACHED)}
-        parts.append(places.panels(
-            results, name, f"{what}, {layers(profile)} layers", curves, {who: list(each.items()) for who, each in paper.items()},
-            "MiB of cache in all, for a disk of 50 GiB", "KiB/s of reads", [1, 8, 64, 512, 4096], log_x=True, log_y=True,
-        ))  # fmt: skip
+        parts.append(
+            places.panels(
+                results,
+                name,
+                f"{what}, {layers(profile)} layers",
+                curves,
+                {who: list(each.items()) for who, each in paper.items()},
+                "MiB of cache in all, for a disk of 50 GiB",
+                "KiB/s of reads",
+                [1, 8, 64, 512, 4096],
+                log_x=True,
+                log_y=True,
+            )
+        )
         for size, _ in curves[NFS][INDEXED]:
             ratio, keys = paper["SVD"][size] / paper["QEMU"][size], [(NFS, load, who, size) for who in (INDEXED, qemu)]
-            verdicts.append(places.compared(results, f"{what}, {size:,} MiB of cache: SVD ÷ QEMU", ratio, *keys, "kib_per_second"))
+            verdicts.append(
+                compared(results, f"{what}, {size:,} MiB of cache: SVD ÷ QEMU", ratio, *keys, "kib_per_second")
+            )
     parts.append(table(results, qemu))
-    paper, keys = dict(zip(PAPER_SIZES, PAPER["read", "SVD"], strict=True)), [(NFS, "read", INDEXED, size) for size in (32, LARGEST)]
-    verdicts.append(places.compared(results, "4 KiB reads: SVD, 32 MiB of cache ÷ 4 GiB", paper[32] / paper[LARGEST], *keys, "kib_per_second"))
+    paper, keys = dict(zip(PAPER_SIZES, PAPER["read", "SVD"], strict=True)), [
+        (NFS, "read", INDEXED, size) for size in (32, LARGEST)
+    ]
+    verdicts.append(
+        compared(
+            results, "4 KiB reads: SVD, 32 MiB of cache ÷ 4 GiB", paper[32] / paper[LARGEST], *keys, "kib_per_second"
+        )
+    )
     return Section(
-        paper="4 KiB requests, 70 % of them at random places, 32 under way, on a disk of 50 GB with 500 layers, while all caches together have 1 MiB to 4 "
-        "GiB: QEMU gets a 500th for each layer. SVD is 5 to 32 times as fast for reads, 7 to 18 times with writes, and has most of it from 32 MiB on.",
-        ours=f"`percentage_random=70`, queue depth 32 over NBD, {layers(profile)} layers. Disk and caches are a {SCALE}th of the paper's "
-        f"({disk_bytes(profile) / 2**30:.3g} GiB, 90 % of it random data); sizes are told as the paper's. {places.ABOUT_NFS} On the page cache beside it a "
-        f"miss costs only CPU. QEMU keeps at least two parts of 4 KiB for each layer, which is {QEMU_LEAST * layers(profile) * SCALE >> 20} MiB here as "
-        f"sizes are told: below that its caches do not get smaller. {passes.ABOUT_CONTENDERS}",
+        paper=(
+            "4 KiB requests, 70 % of them at random places, 32 under way, on a disk of 50 GB with 500 layers, while all"
+            " caches together have 1 MiB to 4 GiB: QEMU gets a 500th for each layer. SVD is 5 to 32 times as fast for"
+            " reads, 7 to 18 times with writes, and has most of it from 32 MiB on."
+        ),
+        ours=(
+            f"`percentage_random=70`, queue depth 32 over NBD, {layers(profile)} layers. Disk and caches are a"
+            f" {SCALE}th of the paper's ({disk_bytes(profile) / 2**30:.3g} GiB, 90 % of it random data); sizes are told"
+            f" as the paper's. {places.ABOUT_NFS} On the page cache beside it a miss costs only CPU. QEMU keeps at"
+            f" least two parts of 4 KiB for each layer, which is {QEMU_LEAST * layers(profile) * SCALE >> 20} MiB here"
+            f" as sizes are told: below that its caches do not get smaller. {passes.ABOUT_CONTENDERS}"
+        ),
         parts=parts,
         verdicts=verdicts,
     )
@@ -128,6 +158,8 @@ def table(results, qemu):
                 keys = [(where, load, who, size) for size in sizes]
                 if any(key in results.keys() for key in keys):
                     memory = (results.text(keys[at], "rss", "{:,.0f}", 2**-20) for at in (0, -1))
-                    rows.append([where, LOADS[load][1], who, *(results.text(key, "kib_per_second") for key in keys), *memory])
+                    rows.append(
+                        [where, LOADS[load][1], who, *(results.text(key, "kib_per_second") for key in keys), *memory]
+                    )
     columns = ["disk", "load", "server", *(f"{size:,} MiB" for size in sizes), "RSS, smallest", "RSS, largest"]
     return Table("KiB/s of reads, and the server's memory in MiB", columns, rows)

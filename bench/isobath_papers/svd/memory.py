@@ -1,7 +1,9 @@
 """Figure 9: memory over the length of the chain."""
 
+import contextlib
+
 from .. import figures
-from ..page import Section, Table, Verdict
+from ..page import Section, Table, Verdict, compared
 from ..plan import Point
 from . import passes
 
@@ -26,16 +28,16 @@ class Setting:
 
 
 def setting(profile):
-    return passes.holding(Setting(profile))
-
-
-def names():
-    return [passes.ISOBATH, passes.INDEXED, passes.qemu()]
+    return contextlib.nullcontext(Setting(profile))
 
 
 def points(profile):
     lengths = profile.of([1, 5, 50], LENGTHS)
-    return [Point((name, layers), seconds=0.2 + layers / profile.of(500, 40), rounds=1 if layers >= 500 else None) for layers in lengths for name in names()]
+    return [
+        Point((name, layers), seconds=0.2 + layers / profile.of(500, 40), rounds=1 if layers >= 500 else None)
+        for layers in lengths
+        for name in passes.names()
+    ]
 
 
 def measure(how, point, number):
@@ -52,37 +54,65 @@ def section(results):
     lengths = sorted({layers for _, layers in results.keys()})
     qemu, title = passes.qemu(), "Memory after a pass over the disk"
     with figures.drawn(results, "fig9", title, columns=2) as (_, axes):
-        ours = {name: [(layers, factor(results.median((name, layers), "rss"))) for layers in lengths] for name in names()}
+        ours = {
+            name: [(layers, factor(results.median((name, layers), "rss"))) for layers in lengths]
+            for name in passes.names()
+        }
         paper = {name: list(zip(PAPER_LENGTHS, values, strict=True)) for name, values in PAPER.items()}
-        for each, series, heading, label in ((axes[0], ours, "here: the server's RSS", "layers"), (axes[1], paper, "paper: RSS beyond the guest's", "snapshots")):
+        for each, series, heading, label in (
+            (axes[0], ours, "here: the server's RSS", "layers"),
+            (axes[1], paper, "paper: RSS beyond the guest's", "snapshots"),
+        ):
             figures.plot_lines(each, series)
             figures.decorate(each, label, "MB", log_y=True)
             each.set_title(heading)
     rows = [
-        [name, f"{layers:,}", *(results.text((name, layers), field, "{:,.1f}", 1e-6) for field in ("rss", "opened")), per_layer(results, name, layers)]
-        for name in names() for layers in lengths
-    ]  # fmt: skip
+        [
+            name,
+            f"{layers:,}",
+            *(results.text((name, layers), field, "{:,.1f}", 1e-6) for field in ("rss", "opened")),
+            per_layer(results, name, layers),
+        ]
+        for name in passes.names()
+        for layers in lengths
+    ]
     verdicts = [
-        Verdict(
-            f"{layers:,} layers: QEMU ÷ {name}", SAVED[layers], results.ratio((qemu, layers), (name, layers), "rss"),
-            results.ratio_spread((qemu, layers), (name, layers), "rss"), why=WHY,
+        compared(
+            results, f"{layers:,} layers: QEMU ÷ {name}", SAVED[layers], (qemu, layers), (name, layers), "rss", why=WHY
         )
-        for name in names()[:2] for layers in lengths if layers in SAVED
-    ]  # fmt: skip
-    for name in names()[:2]:
-        verdicts.append(Verdict(
-            f"layers from which on {name} takes less than QEMU", BREAK_EVEN, break_even(results, name, lengths),
-            better="lower", form="{:,.0f}", why="isobath has buffers for its clients from the start, which one layer of QEMU's has not",
-        ))  # fmt: skip
+        for name in passes.names()[:2]
+        for layers in lengths
+        if layers in SAVED
+    ]
+    for name in passes.names()[:2]:
+        verdicts.append(
+            Verdict(
+                f"layers from which on {name} takes less than QEMU",
+                BREAK_EVEN,
+                break_even(results, name, lengths),
+                better="lower",
+                form="{:,.0f}",
+                why="isobath has buffers for its clients from the start, which one layer of QEMU's has not",
+            )
+        )
     return Section(
-        paper="After dd over a disk of 50 GB QEMU takes 25 MB beyond the guest's memory without a snapshot and 4,547 MB with 1,000, SVD 56 and 258 MB; SVD takes "
-        "less from 5 snapshots on.",
-        ours="The server's RSS (there is no guest in it) with a disk of the paper's size, 50 GiB, 90 % full, clusters on random layers, after reads of 4 KiB that "
-        "leave in the caches what dd would leave: at places that no layer has, so that the tables of all layers are loaded; one in each 512 MiB for QEMU, which loads tables "
-        "of 64 KiB as wholes, one in each 32 MiB for isobath. QEMU's "
-        "caches hold all tables of all layers (6.25 MiB for each), as in the paper; isobath's map takes what it takes by default. 500 and 1,000 layers are "
-        "measured once. " + passes.ABOUT_CONTENDERS,
-        parts=[figures.saved(results, "fig9", title), Table("Figure 9", ["disk by", "layers", "RSS, MB", "before the reads, MB", "MB a layer"], rows)],
+        paper=(
+            "After dd over a disk of 50 GB QEMU takes 25 MB beyond the guest's memory without a snapshot and 4,547 MB"
+            " with 1,000, SVD 56 and 258 MB; SVD takes less from 5 snapshots on."
+        ),
+        ours=(
+            "The server's RSS (there is no guest in it) with a disk of the paper's size, 50 GiB, 90 % full, clusters on"
+            " random layers, after reads of 4 KiB that leave in the caches what dd would leave: at places that no layer"
+            " has, so that the tables of all layers are loaded; one in each 512 MiB for QEMU, which loads tables of 64"
+            " KiB as wholes, one in each 32 MiB for isobath. QEMU's caches hold all tables of all layers (6.25 MiB for"
+            " each), as in the paper; isobath's map takes what it takes by default. 500 and 1,000 layers are measured"
+            " once. "
+        )
+        + passes.ABOUT_CONTENDERS,
+        parts=[
+            figures.saved(results, "fig9", title),
+            Table("Figure 9", ["disk by", "layers", "RSS, MB", "before the reads, MB", "MB a layer"], rows),
+        ],
         verdicts=verdicts,
     )
 

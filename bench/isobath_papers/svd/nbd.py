@@ -1,7 +1,7 @@
 """A client of NBD that reads one block after another, and knows how long each takes.
 
-It takes simple replies only. To a client that takes structured ones QEMU tells of holes, for which it asks the whole chain about
-each request once more; a guest has no part in that.
+It takes simple replies only. To a client that takes structured ones QEMU tells of holes, for which it asks the whole
+chain about each request once more; a guest has no part in that.
 """
 
 import contextlib

@@ -16,8 +16,8 @@ from . import nbd
 ISOBATH, INDEXED = "isobath", "isobath indexed"
 # What the paper calls SVD holds its index in the chain: isobath with the index.
 ABOUT_CONTENDERS = (
-    "*isobath indexed* is a chain whose active layer holds the direct-access index, as `isobath create` and `isobath index` make it; "
-    "*isobath* is the same chain without it, as QEMU makes it."
+    "*isobath indexed* is a chain whose active layer holds the direct-access index, as `isobath create` and `isobath"
+    " index` make it; *isobath* is the same chain without it, as QEMU makes it."
 )
 BLOCK = 4096
 CLUSTER = 65536
@@ -29,6 +29,11 @@ TABLE_SPAN = 512 << 20
 def qemu():
     """The installed QEMU's name."""
     return next(iter(servers.qemus()))
+
+
+def names():
+    """Who is compared."""
+    return [ISOBATH, INDEXED, qemu()]
 
 
 def own(contender):
@@ -45,20 +50,14 @@ def chain_at(directory, contender, layers, size, *, fill="90%"):
     place = directory / f"{layers}-layers{'-indexed' * (contender == INDEXED)}"
     if not place.exists():
         indexed = ["--indexed"] if contender == INDEXED and layers > 1 else []
-        tools.run(tools.ISOBATH, "chain", "generate", "--layers", layers, "--size", size, "--fill", fill, "--data", "zero", "--seed", 1, *indexed, place)
-    return place / f"layer-{layers - 1:05}.qcow2"
-
-
-@contextlib.contextmanager
-def holding(thing):
-    """A setting that needs no end."""
-    yield thing
+        chains.generate(place, layers, "--size", size, "--fill", fill, "--data", "zero", *indexed)
+    return chains.active_of(place, layers)
 
 
 @contextlib.contextmanager
 def served(contender, active, *, cache="writeback", aio="io_uring"):
-    """The disk over NBD, read-only: a server, which of isobath also has a control socket, `qmp`. QEMU has caches for all
-    tables of every layer, as it makes them for disks up to 256 GiB, and reads all layers by `aio`."""
+    """The disk over NBD, read-only: a server, which of isobath also has a control socket, `qmp`. QEMU has caches for
+    all tables of every layer, as it makes them for disks up to 256 GiB, and reads all layers by `aio`."""
     if own(contender):
         control = tools.WORK / f"svd-{os.getpid()}.qmp"
         options = ["--read-only", "--cache", cache, "--qmp", f"unix:{control}"]
@@ -66,7 +65,16 @@ def served(contender, active, *, cache="writeback", aio="io_uring"):
             yield server
     else:
         socket = tools.WORK / f"svd-{os.getpid()}.sock"
-        command = ["qemu-nbd", "--persistent", "--read-only", "--format=qcow2", f"--aio={aio}", f"--cache={cache}", f"--socket={socket}", active]
+        command = [
+            "qemu-nbd",
+            "--persistent",
+            "--read-only",
+            "--format=qcow2",
+            f"--aio={aio}",
+            f"--cache={cache}",
+            f"--socket={socket}",
+            active,
+        ]
         with servers.Server(contender, command, socket, patience=180) as server:
             yield server
 
@@ -96,7 +104,9 @@ def dd(server, seconds):
 @cache
 def holes(size, fill):
     """The clusters that no layer has, in the order of the disk: the same for any number of layers."""
-    extents = json.loads(tools.run(tools.ISOBATH, "map", "--output", "json", chains.make(1, size=size, data="zero", fill=fill)))
+    extents = json.loads(
+        tools.run(tools.ISOBATH, "map", "--output", "json", chains.make(1, size=size, data="zero", fill=fill))
+    )
     return [
         place for extent in extents if not extent["present"]
         for place in range(extent["start"], extent["start"] + extent["length"], CLUSTER)
@@ -104,8 +114,8 @@ def holes(size, fill):
 
 
 def walks(size, seed, *, span=TABLE_SPAN, fill="90%"):
-    """Places for which a whole chain is asked, as no layer has them: one in each part of the disk that has an L2 table of its
-    own, or in each of `span` bytes, in random order."""
+    """Places for which a whole chain is asked, as no layer has them: one in each part of the disk that has an L2 table
+    of its own, or in each of `span` bytes, in random order."""
     choice = random.Random(seed)
     places = choice.sample(holes(size, fill), len(holes(size, fill)))
     first = {place // span: place for place in places}

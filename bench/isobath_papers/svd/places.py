@@ -1,4 +1,5 @@
-"""Where the chains of the applications lie: in the work directory with the page cache warm, or on the simulated file server."""
+"""Where the chains of the applications lie: in the work directory with the page cache warm, or on the simulated file
+server."""
 
 import contextlib
 
@@ -6,14 +7,12 @@ from isobath_bench import tools
 from isobath_bench.depth import chains
 
 from .. import figures
-from ..page import Verdict
 from ..stage import slow
 from .passes import INDEXED
 
 ABOUT_NFS = (
-    f"The paper's images lie on an NFS server behind 10 Gbit/s; here they lie on a simulated disk ({slow.ABOUT['nfs']}), without the host's page cache "
-    "(O_DIRECT), "
-    "so that a miss costs what it costs there."
+    "The paper's images lie on an NFS server behind 10 Gbit/s; here they lie on a simulated disk"
+    f" ({slow.ABOUT['nfs']}), without the host's page cache (O_DIRECT), so that a miss costs what it costs there."
 )
 
 NFS, CACHED = "nfs", "page cache"
@@ -93,23 +92,9 @@ def on_nfs(actives):
         yield Place("none", copies, device)
 
 
-@contextlib.contextmanager
-def looped(disk):
-    """A loop device, without the page cache below it, on a served disk."""
-    device = tools.run("losetup", "--find", "--show", "--direct-io=on", disk.file).strip()
-    try:
-        yield device
-    finally:
-        tools.run("losetup", "--detach", device)
-
-
-def compared(results, what, paper, one, other, field, *, better="higher", why=""):
-    """The paper's ratio beside ours: of a field of the points `one` ÷ `other`."""
-    return Verdict(what, paper, results.ratio(one, other, field), results.ratio_spread(one, other, field), better=better, why=why)
-
-
 def panels(results, name, title, curves, paper, x_label, y_label, ticks, **how):
-    """A figure with a panel for each place, `curves` by place; the paper's curves are with those of its own kind of place."""
+    """A figure with a panel for each place, `curves` by place; the paper's curves are with those of its own kind of
+    place."""
     with figures.drawn(results, name, title, columns=2) as (_, axes):
         for each, where in zip(axes, (NFS, CACHED), strict=True):
             figures.plot_lines(each, curves[where], paper if where == NFS else {})

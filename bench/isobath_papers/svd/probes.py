@@ -13,7 +13,8 @@ from isobath_bench import tools
 
 # How QEMU reads while it is probed: completions of io_uring that come in while a probe is stepped over can hang it.
 AIO = "threads"
-# QEMU's BlkdebugEvent: it announces that it loads an L2 table, reads data of a layer, passes a request to the layer below.
+# QEMU's BlkdebugEvent: it announces that it loads an L2 table, reads data of a layer, passes a request to the layer
+# below.
 L2_LOAD, READ_DATA, READ_BACKING = 4, 9, 10
 COUNTS = """
 uprobe:{program}:qcow2_get_host_offset {{ @lookups = count(); }}

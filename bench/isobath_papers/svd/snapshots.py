@@ -1,5 +1,6 @@
 """Figure 18 and table I: what a snapshot takes, in time and space."""
 
+import contextlib
 import random
 import shutil
 import statistics
@@ -9,7 +10,7 @@ from isobath_bench.depth import chains
 from isobath_bench.live import served, snapshot_stall
 
 from .. import figures
-from ..page import Section, Table, Verdict
+from ..page import Section, Table, Verdict, compared
 from ..plan import Point
 from . import passes
 
@@ -17,7 +18,8 @@ NAME = "snapshots"
 TITLE = "What a snapshot takes"
 SOURCE = "SVD, figure 18 and table I"
 
-# Printed in the paper: ms by GB of the disk; bytes a snapshot by its formula, the disk ÷ 64 KiB x 8 B beyond QEMU's 256 KB.
+# Printed in the paper: ms by GB of the disk; bytes a snapshot by its formula, the disk ÷ 64 KiB x 8 B beyond QEMU's 256
+# KB.
 PAPER_GB = [50, 100, 150, 200]
 PAPER_MS = {"QEMU": [10, 15, 21, 23], "SVD": [70, 156, 233, 265]}
 PAPER_QEMU_BYTES = 256 << 10
@@ -37,7 +39,7 @@ class Setting:
 
 
 def setting(profile):
-    return passes.holding(Setting(profile))
+    return contextlib.nullcontext(Setting(profile))
 
 
 def names():
@@ -86,7 +88,9 @@ def live(how, name, base, directory):
         for number in range(how.live):
             node = snapshot_stall.snapshot(name, qmp, node, directory / f"snapshot-{number}.qcow2", times)
     each = [(end - begin) * 1000 for begin, end in times]
-    return {"milliseconds": statistics.median(each), "worst_ms": max(each), "each_ms": each} | taken(directory / f"snapshot-{how.live - 1}.qcow2")
+    return {"milliseconds": statistics.median(each), "worst_ms": max(each), "each_ms": each} | taken(
+        directory / f"snapshot-{how.live - 1}.qcow2"
+    )
 
 
 def space(how, name, base, directory):
@@ -99,9 +103,19 @@ def space(how, name, base, directory):
         tools.run(tools.ISOBATH, "create", "-q", "-f", "qcow2", "-b", below, "-F", "qcow2", overlay)
         found.append(taken(overlay))
         changed = choice.sample(range(size // CLUSTER), max(size // CLUSTER // 1000, 1))
-        tools.run(tools.ISOBATH, "io", overlay, input="".join(f"write -q -P {number + 1} {cluster * CLUSTER} {CLUSTER}\n" for cluster in changed))
+        tools.run(
+            tools.ISOBATH,
+            "io",
+            overlay,
+            input="".join(f"write -q -P {number + 1} {cluster * CLUSTER} {CLUSTER}\n" for cluster in changed),
+        )
         below = overlay
-    return {"disk": size, "first": found[0]["bytes"], "later": statistics.mean(each["bytes"] for each in found[1:]), "index": [each["index"] for each in found]}
+    return {
+        "disk": size,
+        "first": found[0]["bytes"],
+        "later": statistics.mean(each["bytes"] for each in found[1:]),
+        "index": [each["index"] for each in found],
+    }
 
 
 def section(results):
@@ -109,50 +123,107 @@ def section(results):
     qemu, own, title = passes.qemu(), passes.ISOBATH, "A snapshot's time and space"
     with figures.drawn(results, "fig18", title, columns=2) as (_, axes):
         paper_bytes = [PAPER_QEMU_BYTES + (size << 30) / CLUSTER * 8 for size in PAPER_GB]
-        space_of = {f"{name}, first": [(size, results.median((CREATE, name, size), "bytes")) for size in sizes] for name in names()}
-        space_of |= {f"{name}, further": [(size, results.median((LIVE, name, size), "bytes")) for size in sizes] for name in names()}
-        paper = {"SVD": [(size, value / 1e6) for size, value in zip(PAPER_GB, paper_bytes, strict=True)], "QEMU": [(size, PAPER_QEMU_BYTES / 1e6) for size in PAPER_GB]}
-        figures.plot_lines(axes[0], {name: [(x, y and y / 1e6) for x, y in points] for name, points in space_of.items()}, paper)
+        space_of = {
+            f"{name}, first": [(size, results.median((CREATE, name, size), "bytes")) for size in sizes]
+            for name in names()
+        }
+        space_of |= {
+            f"{name}, further": [(size, results.median((LIVE, name, size), "bytes")) for size in sizes]
+            for name in names()
+        }
+        paper = {
+            "SVD": [(size, value / 1e6) for size, value in zip(PAPER_GB, paper_bytes, strict=True)],
+            "QEMU": [(size, PAPER_QEMU_BYTES / 1e6) for size in PAPER_GB],
+        }
+        figures.plot_lines(
+            axes[0], {name: [(x, y and y / 1e6) for x, y in points] for name, points in space_of.items()}, paper
+        )
         figures.decorate(axes[0], "disk, GiB", "MB a snapshot", log_y=True)
-        times = {name: [(size, results.median((LIVE, name, size), "milliseconds")) for size in sizes] for name in names()}
-        figures.plot_lines(axes[1], times, {name: list(zip(PAPER_GB, values, strict=True)) for name, values in PAPER_MS.items()})
+        times = {
+            name: [(size, results.median((LIVE, name, size), "milliseconds")) for size in sizes] for name in names()
+        }
+        figures.plot_lines(
+            axes[1], times, {name: list(zip(PAPER_GB, values, strict=True)) for name, values in PAPER_MS.items()}
+        )
         figures.decorate(axes[1], "disk, GiB", "ms a snapshot", log_y=True)
     rows = [
-        [f"{size}", name, what, results.text((kind, name, size), "milliseconds", "{:,.1f}"),
-         *(results.text((kind, name, size), field, "{:,.0f}", 1 / 1024) for field in ("bytes", "index"))]
-        for size in sizes for kind, what in ((CREATE, "first, `create -b`"), (LIVE, "further, in use, by QMP")) for name in names()
-    ]  # fmt: skip
-    paper_rows = [[str(size), *(str(PAPER_MS[name][number]) for name in PAPER_MS), f"{paper_bytes[number] / 1024:,.0f}"] for number, size in enumerate(PAPER_GB)]
+        [
+            f"{size}",
+            name,
+            what,
+            results.text((kind, name, size), "milliseconds", "{:,.1f}"),
+            *(results.text((kind, name, size), field, "{:,.0f}", 1 / 1024) for field in ("bytes", "index")),
+        ]
+        for size in sizes
+        for kind, what in ((CREATE, "first, `create -b`"), (LIVE, "further, in use, by QMP"))
+        for name in names()
+    ]
+    paper_rows = [
+        [str(size), *(str(PAPER_MS[name][number]) for name in PAPER_MS), f"{paper_bytes[number] / 1024:,.0f}"]
+        for number, size in enumerate(PAPER_GB)
+    ]
     verdicts = []
     for number, size in enumerate(PAPER_GB):
         if size not in sizes:
             continue
         part = PAPER_MS["SVD"][number] / PAPER_MS["QEMU"][number]
         for kind, what in ((LIVE, "a further snapshot, in use"), (CREATE, "the first snapshot, `create -b`")):
-            verdicts.append(Verdict(
-                f"{size} GiB, {what}: time, {own} ÷ QEMU", part, results.ratio((kind, own, size), (kind, qemu, size), "milliseconds"),
-                results.ratio_spread((kind, own, size), (kind, qemu, size), "milliseconds"), better="lower",
-                why="for the first index all tables of the ten layers are read, looked through and hashed; a further one copies nothing, where SVD copies all tables each time",
-            ))  # fmt: skip
+            verdicts.append(
+                compared(
+                    results,
+                    f"{size} GiB, {what}: time, {own} ÷ QEMU",
+                    part,
+                    (kind, own, size),
+                    (kind, qemu, size),
+                    "milliseconds",
+                    better="lower",
+                    why=(
+                        "for the first index all tables of the ten layers are read, looked through and hashed; a"
+                        " further one copies nothing, where SVD copies all tables each time"
+                    ),
+                )
+            )
         space_part = paper_bytes[number] / PAPER_QEMU_BYTES
         for kind, what in ((LIVE, "a further snapshot"), (CREATE, "the first snapshot")):
-            verdicts.append(Verdict(
-                f"{size} GiB, {what}: bytes, {own} ÷ QEMU", space_part, results.ratio((kind, own, size), (kind, qemu, size), "bytes"), better="lower",
-                why="an index of clusters in random order has an entry for each, as SVD's tables; and QEMU's new overlay takes less today than the paper's 256 KB",
-            ))  # fmt: skip
+            verdicts.append(
+                Verdict(
+                    f"{size} GiB, {what}: bytes, {own} ÷ QEMU",
+                    space_part,
+                    results.ratio((kind, own, size), (kind, qemu, size), "bytes"),
+                    better="lower",
+                    why=(
+                        "an index of clusters in random order has an entry for each, as SVD's tables; and QEMU's new"
+                        " overlay takes less today than the paper's 256 KB"
+                    ),
+                )
+            )
     key = (SPACE, own, sizes[0])
     disk, first, later = (results.median(key, field) for field in ("disk", "first", "later"))
     overhead = None if disk is None else (first + 999 * later) / disk
-    verdicts.append(Verdict(
-        f"{sizes[0]} GiB: 1,000 snapshots' overhead, a thousandth of the clusters written between two", PAPER_OVERHEAD, overhead, better="lower", form="{:.2%}",
-        why="each snapshot takes what changed since the one before",
-    ))  # fmt: skip
+    verdicts.append(
+        Verdict(
+            f"{sizes[0]} GiB: 1,000 snapshots' overhead, a thousandth of the clusters written between two",
+            PAPER_OVERHEAD,
+            overhead,
+            better="lower",
+            form="{:.2%}",
+            why="each snapshot takes what changed since the one before",
+        )
+    )
     return Section(
-        paper="SVD copies all L2 tables into the new file: 70 ms for a snapshot of 50 GB where QEMU takes 10, 265 ms where it takes 23 for 200 GB; 6.25 MB for a full disk of "
-        "50 GB (by a formula), which is 12 % of the disk for 1,000 snapshots.",
-        ours="Disks of the paper's sizes, 90 % full (holes for data; tables are as they would be), in clusters that belong to random ones of 10 layers. *First*: `isobath create -b` and `qemu-img create -b` "
-        "on a chain without an index. *Further*: `blockdev-snapshot-sync` in `isobath serve` and `qemu-storage-daemon`, 12 of them, nothing written between. The overhead "
-        f"of 1,000 is that of the first and 999 times the mean of {'a few' if results.profile == 'quick' else 'seven'} further ones, between which a thousandth of the clusters is written at random.",
+        paper=(
+            "SVD copies all L2 tables into the new file: 70 ms for a snapshot of 50 GB where QEMU takes 10, 265 ms"
+            " where it takes 23 for 200 GB; 6.25 MB for a full disk of 50 GB (by a formula), which is 12 % of the disk"
+            " for 1,000 snapshots."
+        ),
+        ours=(
+            "Disks of the paper's sizes, 90 % full (holes for data; tables are as they would be), in clusters that"
+            " belong to random ones of 10 layers. *First*: `isobath create -b` and `qemu-img create -b` on a chain"
+            " without an index. *Further*: `blockdev-snapshot-sync` in `isobath serve` and `qemu-storage-daemon`, 12"
+            " of them, nothing written between. The overhead of 1,000 is that of the first and 999 times the mean of"
+            f" {'a few' if results.profile == 'quick' else 'seven'} further ones, between which a thousandth of the"
+            " clusters is written at random."
+        ),
         parts=[
             figures.saved(results, "fig18", title),
             Table("Time and space", ["disk, GiB", "by", "snapshot", "ms", "KiB on disk", "of it index, KiB"], rows),

@@ -1,13 +1,13 @@
 """Figures 13 and 14: YCSB on RocksDB in a guest, on 50 and 500 layers."""
 
 import contextlib
-import shutil
 
 from isobath_bench import tools
+from isobath_bench.depth import chains
 from isobath_bench.flush import mounts
 
 from .. import figures
-from ..page import Section, Table
+from ..page import Section, Table, compared
 from ..plan import Point
 from ..stage import disks, memory
 from ..stage import ycsb as load
@@ -64,7 +64,9 @@ def points(profile):
             once = workload == "b" or count == 500 and (workload, cache) != ("c", CACHES[0])
             for who in (INDEXED, qemu):
                 full = 6 if passes.own(who) else 6 + count / 30
-                found.append(Point((workload, who, count, cache), seconds=profile.of(1.5, full), rounds=1 if once else 2))
+                found.append(
+                    Point((workload, who, count, cache), seconds=profile.of(1.5, full), rounds=1 if once else 2)
+                )
     return found
 
 
@@ -79,13 +81,13 @@ def chain(count, profile):
     """A chain of the disk with the database, each of its clusters in a random layer."""
     name = f"ycsb-{disk_bytes(profile) >> 20}M"
     raw, directory = tools.WORK / f"{name}.raw", tools.WORK / f"{name}-{count}-layers"
-    if not directory.with_suffix(".done").exists():
+
+    def generate():
         if not raw.exists():
             database(raw, profile)
-        shutil.rmtree(directory, ignore_errors=True)
-        tools.run(tools.ISOBATH, "chain", "generate", "--layers", count, "--data", f"raw:{raw}", "--seed", 1, directory)
-        directory.with_suffix(".done").touch()
-    return directory / f"layer-{count - 1:05}.qcow2"
+        chains.generate(directory, count, "--data", f"raw:{raw}")
+
+    return chains.kept(directory, count, generate)
 
 
 def database(raw, profile):
@@ -101,18 +103,29 @@ def database(raw, profile):
 def measure(setting, point, number):
     workload, who, count, kibibytes = point.key
     cache = (kibibytes << 10) // SCALE
-    with setting["place"].fresh(who, count) as image, serve(who, image, cache) as disk, disks.mounted(disk, make=None) as system:
+    with setting["place"].fresh(who, count) as image, serve(who, image, cache) as disk, disks.mounted(
+        disk, make=None
+    ) as system:
         with memory.limited(PAPER_MEMORY // SCALE) as limit:
             before = setting["place"].device.requests()
             done = load.run(
-                "run", system.directory / "db", prefix=limit.prefix, records=setting["records"], workload=workload, seconds=setting["seconds"],
-                cache_bytes=PAPER_BLOCK_CACHE // SCALE, seed=number + 1,
-            )  # fmt: skip
+                "run",
+                system.directory / "db",
+                prefix=limit.prefix,
+                records=setting["records"],
+                workload=workload,
+                seconds=setting["seconds"],
+                cache_bytes=PAPER_BLOCK_CACHE // SCALE,
+                seed=number + 1,
+            )
             reads = (setting["place"].device.requests() - before)["reads"] / max(done["operations"], 1)
         return {
-            "ops_per_second": done["ops_per_second"], "read_us": done["read"]["mean_us"], "read_p99_us": done["read"]["p99"],
-            "device_reads": reads, "rss": disk.rss(),
-        }  # fmt: skip
+            "ops_per_second": done["ops_per_second"],
+            "read_us": done["read"]["mean_us"],
+            "read_p99_us": done["read"]["p99"],
+            "device_reads": reads,
+            "rss": disk.rss(),
+        }
 
 
 def serve(who, image, cache):
@@ -132,37 +145,63 @@ def section(results):
     def name(case):
         return f"{case[0].upper()}, {case[1]}, {case[2]}K"
 
-    shown = ["operations/s", "µs a read", "99 % within, µs", "reads of the file server an operation", "RSS of the server, MiB"]
-    groups = {name(case): {who: results.median(key(who, case), "ops_per_second") for who in (INDEXED, qemu)} for case in sorted(cases)}
+    shown = [
+        "operations/s",
+        "µs a read",
+        "99 % within, µs",
+        "reads of the file server an operation",
+        "RSS of the server, MiB",
+    ]
+    groups = {
+        name(case): {who: results.median(key(who, case), "ops_per_second") for who in (INDEXED, qemu)}
+        for case in sorted(cases)
+    }
     figure = figures.bars(
-        results, "fig13", "YCSB: workload, layers, size of the cache as the paper's", "operations a second", groups, log=True, form="{:,.0f}",
+        results,
+        "fig13",
+        "YCSB: workload, layers, size of the cache as the paper's",
+        "operations a second",
+        groups,
+        log=True,
+        form="{:,.0f}",
         paper={name(case): {who: PAPER[case][who] for who in ("SVD", "QEMU")} for case in sorted(PAPER)},
-    )  # fmt: skip
+    )
     rows = [
         [
-            WORKLOADS[case[0]], f"{case[1]}", f"{case[2] / SCALE:.0f} KiB", who,
+            WORKLOADS[case[0]],
+            f"{case[1]}",
+            f"{case[2] / SCALE:.0f} KiB",
+            who,
             *(results.text(key(who, case), field) for field in ("ops_per_second", "read_us", "read_p99_us")),
-            results.text(key(who, case), "device_reads", "{:,.1f}"), results.text(key(who, case), "rss", "{:,.0f}", 2**-20),
+            results.text(key(who, case), "device_reads", "{:,.1f}"),
+            results.text(key(who, case), "rss", "{:,.0f}", 2**-20),
         ]
         for case in sorted(cases)
         for who in (INDEXED, qemu)
-    ]  # fmt: skip
+    ]
     verdicts = []
     for case in sorted(cases):
         paper = PAPER[case]["SVD"] / PAPER[case]["QEMU"] if case in PAPER else None
         what = f"{WORKLOADS[case[0]].split(' (')[0]}, {case[1]} layers, {case[2]}K of cache: SVD ÷ QEMU"
         why = "" if case in PAPER else "the paper gives no figures of it"
-        verdicts.append(places.compared(results, what, paper, key(INDEXED, case), key(qemu, case), "ops_per_second", why=why))
+        verdicts.append(compared(results, what, paper, key(INDEXED, case), key(qemu, case), "ops_per_second", why=why))
     return Section(
-        paper="RocksDB on a quarter of a disk of 50 GB in a guest with 4 GB of memory, 500,000 requests of YCSB. SVD answers a fifth to a half more of "
-        "YCSB-C's requests than QEMU, and 7 to 11 % more of YCSB-D's, most of which the guest's memory answers.",
-        ours="RocksDB by its C API with the load of our own generator (YCSB's definition: 10 fields of 100 B; one thread) on ext4 on a loop device on the "
-        f"disk as a file by nbdfuse; a memory cgroup is the guest's memory. Disk, database, memory and caches are a {SCALE}th of the paper's: "
-        f"{disk_bytes(profile) / 2**30:.3g} GiB, {records(profile):,} records, {PAPER_MEMORY // SCALE >> 20} MiB, {CACHES[0] // SCALE} and "
-        f"{CACHES[1] // SCALE} KiB. The database's clusters belong to random layers. Runs begin with all caches empty, the guest's too, and end after "
-        f"{seconds(profile)} s: more of the requests reach the disk than in the paper's long runs, so layers cost more. The paper does not say how it "
-        f"splits the size over QEMU's caches: here each layer of QEMU's chain has that much, isobath has it once. {places.ABOUT_NFS} *isobath indexed* is a "
-        "chain whose active layer holds the direct-access index.",
+        paper=(
+            "RocksDB on a quarter of a disk of 50 GB in a guest with 4 GB of memory, 500,000 requests of YCSB. SVD"
+            " answers a fifth to a half more of YCSB-C's requests than QEMU, and 7 to 11 % more of YCSB-D's, most of"
+            " which the guest's memory answers."
+        ),
+        ours=(
+            "RocksDB by its C API with the load of our own generator (YCSB's definition: 10 fields of 100 B; one"
+            " thread) on ext4 on a loop device on the disk as a file by nbdfuse; a memory cgroup is the guest's"
+            f" memory. Disk, database, memory and caches are a {SCALE}th of the paper's:"
+            f" {disk_bytes(profile) / 2**30:.3g} GiB, {records(profile):,} records, {PAPER_MEMORY // SCALE >> 20} MiB,"
+            f" {CACHES[0] // SCALE} and {CACHES[1] // SCALE} KiB. The database's clusters belong to random layers. Runs"
+            f" begin with all caches empty, the guest's too, and end after {seconds(profile)} s: more of the requests"
+            " reach the disk than in the paper's long runs, so layers cost more. The paper does not say how it splits"
+            " the size over QEMU's caches: here each layer of QEMU's chain has that much, isobath has it once."
+            f" {places.ABOUT_NFS} *isobath indexed* is a chain whose active layer holds the direct-access index."
+        ),
         parts=[figure, Table("Operations", ["workload", "layers", "cache", "server", *shown], rows)],
         verdicts=verdicts,
     )

@@ -3,9 +3,11 @@
 use crate::chain::Chain;
 use crate::index::{Built, Folding, Place, build};
 use crate::open::open_chain;
+use isobath_image::encryption::{Secrets, on_thread};
 use isobath_image::layer::ImageFormat;
 use isobath_image::options::{OpenOptions, setters};
-use isobath_image::{DiskError, Result};
+use isobath_image::{DiskError, Result, always, invariant};
+use isobath_luks::{CreateOptions, Secret, system_random};
 use isobath_qcow2::index::IndexExtension;
 use isobath_qcow2::{CompressionType, FormatError, HostOffset, NewImage, Plan};
 use isobath_storage::{
@@ -13,6 +15,7 @@ use isobath_storage::{
 };
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// Zeroes written at once for [`Preallocation::Full`].
 const CHUNK: u64 = 1 << 20;
@@ -82,6 +85,8 @@ pub struct NewDisk {
     pub backing_format: Option<String>,
     /// Open the backing file, to check it and to get its size. Without this (`-u`) `size` is required.
     pub open_backing: bool,
+    /// Encrypt the guest's data.
+    pub encryption: Option<NewEncryption>,
     /// Write the direct-access index of the layers below. It needs an open backing file, and is omitted if the chain is
     /// not suited.
     pub index: bool,
@@ -104,6 +109,7 @@ impl Default for NewDisk {
             backing_file: None,
             backing_format: None,
             open_backing: true,
+            encryption: None,
             index: true,
         }
     }
@@ -136,6 +142,31 @@ impl NewDisk {
     }
 }
 
+/// How a new image is encrypted.
+#[derive(Clone, Debug)]
+pub struct NewEncryption {
+    /// The cipher, and how its key is derived from a secret.
+    pub options: CreateOptions,
+    /// The secret that unlocks the image.
+    pub secret: Arc<Secret>,
+}
+
+impl NewEncryption {
+    /// AES-256 in mode XTS, as QEMU encrypts by default.
+    pub fn new(secret: impl Into<Arc<Secret>>) -> Self {
+        Self { options: CreateOptions::default(), secret: secret.into() }
+    }
+}
+
+impl PartialEq for NewEncryption {
+    /// Secrets are equal only if they are one.
+    fn eq(&self, other: &Self) -> bool {
+        self.options == other.options && Arc::ptr_eq(&self.secret, &other.secret)
+    }
+}
+
+impl Eq for NewEncryption {}
+
 setters! {
     NewDisk:
     size: u64,
@@ -149,6 +180,7 @@ setters! {
     preallocation: Preallocation,
     data_file_raw: bool,
     open_backing: bool,
+    encryption: Option<NewEncryption>,
     index: bool,
 }
 
@@ -196,16 +228,42 @@ pub async fn create<H: Host>(host: &H, name: &Path, new: &NewDisk) -> Result<u64
             check_raw(name, &new)?;
             None
         }
+        ImageFormat::Foreign(format) => {
+            return Err(DiskError::Refused {
+                image: name.to_owned(),
+                reason: format!(
+                    "Format driver '{}' does not support image creation",
+                    format.name()
+                ),
+            });
+        }
+    };
+    let keys = match &new.encryption {
+        Some(encryption) => new_keys(name, encryption.clone()).await?,
+        None => Vec::new(),
     };
     let mut fresh = Fresh { host, names: Vec::new() };
     let result = match &plan {
-        Some((plan, index)) => write_qcow2(&mut fresh, name, &new, plan, index, &others).await,
+        Some((plan, index)) => {
+            let contents = Contents { plan, index, keys: &keys };
+            write_qcow2(&mut fresh, name, &new, contents, &others).await
+        }
         None => write_raw(&mut fresh, name, size, new.preallocation).await,
     };
     if result.is_err() {
         fresh.remove().await;
     }
     result.map(|()| size)
+}
+
+/// The encryption header of a new image, with a new key.
+async fn new_keys(name: &Path, encryption: NewEncryption) -> Result<Vec<u8>> {
+    let made = on_thread(move || {
+        let NewEncryption { options, secret } = encryption;
+        options.create(&secret, &mut system_random).map(|made| made.area)
+    });
+    let made = always(made.await, name, "a key is made or refused")?;
+    made.map_err(|error| DiskError::Refused { image: name.to_owned(), reason: error.to_string() })
 }
 
 /// Checks the backing file that `new` names.
@@ -237,6 +295,7 @@ async fn backing<H: Host>(host: &H, name: &Path, new: &NewDisk) -> Result<Option
         .ok_or_else(|| refused(format!("Unknown driver '{}'", format.escape_debug())))?;
     // Others may be using it: it is enough that it can be opened.
     let options = OpenOptions::new().format(format).locking(Locking::Unlocked);
+    let options = options.secrets(Secrets::unneeded());
     let chain = open_chain(host, &path, &options).await.map_err(|source| DiskError::Backing {
         overlay: name.to_owned(),
         source: Box::new(source),
@@ -294,6 +353,7 @@ pub fn plan(name: &Path, new: &NewDisk, size: u64, index: Option<IndexExtension>
         data_file_raw: new.data_file_raw,
         // The data file alone can hold the disk's contents only if every cluster is in it.
         preallocate: new.preallocation != Preallocation::Off || new.data_file_raw,
+        encryption: new.encryption.as_ref().map(|encryption| encryption.options.area_length()),
         index,
     };
     let error = |source: FormatError| DiskError::Format { image: name.to_owned(), source };
@@ -359,14 +419,22 @@ impl<H: Host> Fresh<'_, H> {
     }
 }
 
+/// What a new image holds.
+struct Contents<'a> {
+    plan: &'a Plan,
+    index: &'a [u8],
+    /// The encryption header.
+    keys: &'a [u8],
+}
+
 async fn write_qcow2<H: Host>(
     fresh: &mut Fresh<'_, H>,
     name: &Path,
     new: &NewDisk,
-    plan: &Plan,
-    index: &[u8],
+    contents: Contents<'_>,
     others: &[FileId],
 ) -> Result<()> {
+    let Contents { plan, index, keys } = contents;
     let file = fresh.file(name, others).await?;
     let mut others = others.to_vec();
     others.push(file.id());
@@ -391,6 +459,10 @@ async fn write_qcow2<H: Host>(
             file.write_at(at, IoBuf::copy_of(piece)).await?;
             at += piece.len() as u64;
         }
+    }
+    if let Some((offset, length)) = plan.header().encryption() {
+        invariant(length == keys.len() as u64, name, "an encryption header has its own length")?;
+        file.write_at(offset.get(), IoBuf::copy_of(keys)).await?;
     }
     for (at, bytes) in plan.writes() {
         if at.get() == 0 {

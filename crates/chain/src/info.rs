@@ -2,21 +2,24 @@
 
 use crate::index::{IndexInfo, IndexState, examine};
 use crate::open::open_layers;
+use isobath_image::encryption::{self, Secrets};
 use isobath_image::index_area::read_root;
 use isobath_image::layer::ImageFormat;
 use isobath_image::name::plain_file_name;
+use isobath_image::open::open_foreign;
 use isobath_image::options::OpenOptions;
 use isobath_image::probe::format_of;
-use isobath_image::snapshots::read_snapshots;
+use isobath_image::snapshot_table::read_snapshots;
 use isobath_image::{DiskError, Result};
 use isobath_qcow2::header::ParseMode;
 use isobath_qcow2::{
-    AutoclearFeatures, Bitmap, BitmapFlags, CompatibleFeatures, CompressionType, Header,
+    AutoclearFeatures, Bitmap, BitmapFlags, CompatibleFeatures, CompressionType, Geometry, Header,
     IncompatibleFeatures, Snapshot,
 };
 use isobath_storage::{FileId, Host, IoBuf, Locking, OpenMode, Storage, StorageExt};
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// Options of [`info`].
 #[derive(Clone, Copy, Debug, Default)]
@@ -75,10 +78,40 @@ pub struct Qcow2Info {
     pub data_file: Option<String>,
     /// The external data file alone holds the disk's contents; `None` without one.
     pub data_file_raw: Option<bool>,
+    /// Whether the data is encrypted.
+    pub encrypted: bool,
+    /// The encryption header, if it is one that can be used.
+    pub encryption: Option<encryption::Info>,
     /// The persistent bitmaps.
     pub bitmaps: Vec<BitmapInfo>,
     /// The direct-access index.
     pub index: Option<IndexInfo>,
+}
+
+impl Qcow2Info {
+    /// What a header says; without the bitmaps and the encryption header.
+    pub fn of(header: &Header, geometry: &Geometry) -> Self {
+        let has = |feature| header.incompatible.contains(feature);
+        let data_file = has(IncompatibleFeatures::DATA_FILE);
+        Self {
+            version: header.version,
+            cluster_size: geometry.cluster_size(),
+            compression_type: header.compression_type,
+            lazy_refcounts: header.compatible.contains(CompatibleFeatures::LAZY_REFCOUNTS),
+            refcount_bits: geometry.refcount_bits(),
+            dirty: has(IncompatibleFeatures::DIRTY),
+            journal: has(IncompatibleFeatures::JOURNAL),
+            corrupt: has(IncompatibleFeatures::CORRUPT),
+            extended_l2: geometry.extended_l2(),
+            data_file: header.data_file().filter(|_| data_file).map(str::to_owned),
+            data_file_raw: data_file
+                .then(|| header.autoclear.contains(AutoclearFeatures::DATA_FILE_RAW)),
+            encrypted: header.encryption().is_some(),
+            encryption: None,
+            bitmaps: Vec::new(),
+            index: header.index().map(IndexInfo::unchecked),
+        }
+    }
 }
 
 /// A persistent bitmap.
@@ -177,6 +210,14 @@ async fn look<H: Host>(
         snapshots: Vec::new(),
         qcow2: None,
     };
+    if let ImageFormat::Foreign(foreign) = format {
+        let file = Arc::new(file);
+        let open = OpenOptions::new().locking(options.locking);
+        let image = Box::pin(open_foreign(host, name, foreign, &open, &file)).await?;
+        info.format = format;
+        info.virtual_size = image.size();
+        return Ok((info, file.id()));
+    }
     if format == ImageFormat::Raw {
         return Ok((info, file.id()));
     }
@@ -187,30 +228,16 @@ async fn look<H: Host>(
     let geometry = header.geometry().map_err(error)?;
     header.validate(ParseMode::Open).map_err(error)?;
     let snapshots = read_snapshots(&file, name, &header, length).await?;
+    let encryption = encryption::read_header(&file, &header).await?;
     let bitmaps = read_bitmaps(&file, name, &header, length).await?;
-    let has = |feature| header.incompatible.contains(feature);
-    let data_file = has(IncompatibleFeatures::DATA_FILE);
     info.format = ImageFormat::Qcow2;
     info.virtual_size = header.disk_size();
     info.full_backing_filename =
         header.backing_file.as_ref().map(|backing| full_name(host, name, backing));
-    info.backing_format = header.backing_format().map(str::to_owned);
-    info.qcow2 = Some(Qcow2Info {
-        version: header.version,
-        cluster_size: geometry.cluster_size(),
-        compression_type: header.compression_type,
-        lazy_refcounts: header.compatible.contains(CompatibleFeatures::LAZY_REFCOUNTS),
-        refcount_bits: geometry.refcount_bits(),
-        dirty: has(IncompatibleFeatures::DIRTY),
-        journal: has(IncompatibleFeatures::JOURNAL),
-        corrupt: has(IncompatibleFeatures::CORRUPT),
-        extended_l2: geometry.extended_l2(),
-        data_file: header.data_file().filter(|_| data_file).map(str::to_owned),
-        data_file_raw: data_file
-            .then(|| header.autoclear.contains(AutoclearFeatures::DATA_FILE_RAW)),
-        bitmaps,
-        index: header.index().map(IndexInfo::unchecked),
-    });
+    // A format without a name has no meaning.
+    let named = header.backing_file.is_some();
+    info.backing_format = header.backing_format().filter(|_| named).map(str::to_owned);
+    info.qcow2 = Some(Qcow2Info { encryption, bitmaps, ..Qcow2Info::of(&header, &geometry) });
     info.backing_filename = header.backing_file;
     info.snapshots = snapshots;
     Ok((info, file.id()))
@@ -258,7 +285,8 @@ async fn index_info<H: Host>(
     locking: Locking,
 ) -> IndexInfo {
     let mut info = unchecked.clone();
-    let options = OpenOptions::new().format(ImageFormat::Qcow2).locking(locking);
+    let options =
+        OpenOptions::new().format(ImageFormat::Qcow2).locking(locking).secrets(Secrets::unneeded());
     let chain = match open_layers(host, name, &options).await {
         Ok(chain) => chain,
         Err(error) => {

@@ -40,6 +40,7 @@ pub async fn open_layers<H: Host>(
     let mut next = Some((name.to_owned(), options.format));
     let mut visible = u64::MAX;
     let mut ahead = OpenedAhead::default();
+    let below = options.clone().snapshot(None);
     while let Some((name, format)) = next.take() {
         if layers.len() == MAX_LAYERS {
             return Err(DiskError::Refused {
@@ -48,9 +49,12 @@ pub async fn open_layers<H: Host>(
             });
         }
         let writable = options.writable && layers.is_empty();
-        let opened = match ahead.take(&name, format) {
-            Some(layer) => Ok(layer),
-            None => open_layer(host, &name, format, writable, options).await,
+        let opened = if let Some(layer) = ahead.take(&name, format) {
+            Ok(layer)
+        } else {
+            let options = if layers.is_empty() { options } else { &below };
+            let key = options.secrets.key(layers.len());
+            open_layer(host, &name, format, writable, options, &key).await
         };
         let layer = match (opened, layers.last()) {
             (Ok(layer), _) => Arc::new(layer),
@@ -75,7 +79,7 @@ pub async fn open_layers<H: Host>(
         if options.backing {
             next = backing_of(host, &layer, &options.trust)?;
             if next.is_some() && ahead.is_empty() && options.may_use_index() {
-                ahead = open_ahead(host, &layer, options).await;
+                ahead = open_ahead(host, &layer, layers.len(), options).await;
             }
         }
         layers.push(layer);
@@ -114,10 +118,11 @@ impl<S: Storage> OpenedAhead<S> {
     }
 }
 
-/// Opens the layers below `holder` that its index names, many at once.
+/// Opens the layers below `holder`, above which there are `above`, that its index names, many at once.
 async fn open_ahead<H: Host>(
     host: &H,
     holder: &Arc<Layer<H::File>>,
+    above: usize,
     options: &OpenOptions,
 ) -> OpenedAhead<H::File> {
     let mut opened = OpenedAhead::default();
@@ -137,17 +142,19 @@ async fn open_ahead<H: Host>(
     }
     loop {
         let mut wanted = Vec::new();
+        let mut depth = above + layers.len();
         for number in (ahead.lowest()..covers - layers.len()).rev() {
             let Some(record) = ahead.record(number) else { break };
             let path =
                 referenced_file(host, &referrer, "backing file", &record.name, &options.trust);
             let Ok(path) = path else { break };
             referrer.clone_from(&path);
-            wanted.push((path, record.format.into()));
+            depth += 1;
+            wanted.push((path, record.format.into(), options.secrets.key(depth)));
         }
         let opening = wanted
             .iter()
-            .map(|(path, format)| open_layer(host, path, Some(*format), false, options));
+            .map(|(path, format, key)| open_layer(host, path, Some(*format), false, options, key));
         let mut opening = stream::iter(opening).buffered(OPENED_AT_ONCE);
         while let Some(layer) = opening.next().await {
             // Opening it again by the header's name reports the error.
@@ -186,8 +193,9 @@ fn backing_of<H: Host>(
         Some(format) => Some(ImageFormat::from_name(format).ok_or_else(|| DiskError::Refused {
             image: layer.name().to_owned(),
             reason: format!(
-                "its backing file format is '{}'; only qcow2 and raw are supported",
-                format.escape_debug()
+                "its backing file format is '{}'; supported are {}",
+                format.escape_debug(),
+                ImageFormat::names()
             ),
         })?),
         None if *trust != Trust::Full => {

@@ -12,7 +12,7 @@ pub(crate) enum Cache {
 }
 
 /// qemu-img's cache modes: `-t` for images written, `-T` for images read.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum CacheMode {
     /// `O_DIRECT`
     None,
@@ -27,8 +27,56 @@ pub(crate) enum CacheMode {
 }
 
 impl CacheMode {
+    fn from_name(name: &str) -> Option<Self> {
+        Some(match name {
+            "none" | "off" => Self::None,
+            "writeback" => Self::Writeback,
+            "writethrough" => Self::Writethrough,
+            "directsync" => Self::Directsync,
+            "unsafe" => Self::Unsafe,
+            _ => return None,
+        })
+    }
+
+    /// Parses the mode of an image that is written.
+    pub(crate) fn parse(name: &str) -> Result<Self, String> {
+        Self::from_name(name).ok_or_else(|| format!("Invalid cache option: {name}"))
+    }
+
+    /// Parses the mode of an image that is only read.
+    pub(crate) fn parse_source(name: &str) -> Result<Self, String> {
+        Self::from_name(name).ok_or_else(|| format!("Invalid source cache option: {name}"))
+    }
+
     /// Whether the page cache is bypassed.
     pub(crate) fn is_direct(self) -> bool {
         matches!(self, Self::None | Self::Directsync)
+    }
+}
+
+/// Whether discards reach the image.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Discard {
+    Ignore,
+    Unmap,
+}
+
+impl Discard {
+    /// Parses `-d`.
+    pub(crate) fn parse(name: &str) -> Result<Self, String> {
+        match name {
+            "ignore" | "off" => Ok(Self::Ignore),
+            "unmap" | "on" => Ok(Self::Unmap),
+            _ => Err(format!("Invalid discard option: {name}")),
+        }
+    }
+}
+
+/// Checks `-i`: whether it is `native`, which needs direct I/O in QEMU. All I/O here is that of io_uring.
+pub(crate) fn is_native(mode: &str) -> Result<bool, String> {
+    match mode {
+        "native" => Ok(true),
+        "threads" | "io_uring" => Ok(false),
+        _ => Err(format!("Invalid aio option: {mode}")),
     }
 }

@@ -23,6 +23,12 @@ impl Failure {
         Self { message: Some(message.to_string()), code: 1 }
     }
 
+    /// A wrong command line.
+    pub(crate) fn usage(message: impl fmt::Display) -> Self {
+        let name = crate::program::name();
+        Self::new(format_args!("{message}\nTry '{name} --help' for more information"))
+    }
+
     /// The same failure with another exit code.
     pub(crate) fn with_code(self, code: u8) -> Self {
         Self { code, ..self }
@@ -36,6 +42,12 @@ impl Failure {
 
 impl From<DiskError> for Failure {
     fn from(error: DiskError) -> Self {
+        Self::new(error)
+    }
+}
+
+impl From<isobath_formats::Error> for Failure {
+    fn from(error: isobath_formats::Error) -> Self {
         Self::new(error)
     }
 }

@@ -5,18 +5,24 @@
 
 mod block_job;
 mod cache;
+mod calendar;
 mod chain_files;
 mod commands;
 mod descriptors;
 mod failure;
+mod image_name;
 mod json;
 mod messages;
 mod options;
+mod program;
 mod runtime;
+mod server;
 mod size;
+mod temporary;
 mod workers;
 
 use clap::Parser;
+use clap::error::ErrorKind;
 use failure::{Failure, Outcome};
 use std::io::{self, Write};
 use std::process::ExitCode;
@@ -43,11 +49,26 @@ fn run() -> ExitCode {
     messages::take_over(
         EnvFilter::try_from_env("ISOBATH_LOG").unwrap_or_else(|_| EnvFilter::new("warn")),
     );
-    let cli = match Cli::try_parse() {
+    let line = program::command_line(std::env::args_os());
+    if let Some(version) = program::version(&line) {
+        return ended(writeln!(io::stdout(), "{version}").map_err(Failure::from).map(|()| 0));
+    }
+    let cli = match Cli::try_parse_from(&line) {
         Ok(cli) => cli,
-        // Errors of the command line go to stderr; help and version, which were asked for, to stdout.
-        Err(error) => match error.print() {
+        Err(error)
+            if error.use_stderr()
+                && error.kind() != ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand =>
+        {
+            messages::complain(program::usage(&error, &line));
+            if program::points_to_help(&error) {
+                let name = program::name();
+                messages::tell(format_args!("Try '{name} --help' for more information"));
+            }
             // qemu-img's code for a wrong command line is 1, clap's would be 2.
+            return ExitCode::FAILURE;
+        }
+        // Help and version, which were asked for, go to stdout; help that was not asked for to stderr.
+        Err(error) => match error.print() {
             _ if error.use_stderr() => return ExitCode::FAILURE,
             printed => return ended(printed.map_err(Failure::from).map(|()| 0)),
         },
@@ -66,6 +87,78 @@ fn ended(result: Outcome) -> ExitCode {
                 messages::complain(message);
             }
             ExitCode::from(failure.code)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::{Arg, CommandFactory};
+    use std::path::Path;
+
+    /// The lines in the fenced blocks of a page.
+    fn fenced(text: &str) -> Vec<&str> {
+        let mut inside = false;
+        let mut lines = Vec::new();
+        for line in text.lines() {
+            if line.starts_with("```") {
+                inside = !inside;
+            } else if inside {
+                lines.push(line.trim_start_matches("$ "));
+            }
+        }
+        lines
+    }
+
+    #[test]
+    fn every_command_line_in_the_documentation_can_be_used() {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+        let mut pages = vec![root.join("README.md")];
+        let commands = std::fs::read_dir(root.join("docs/commands")).unwrap();
+        pages.extend(commands.map(|entry| entry.unwrap().path()));
+        let mut seen = 0;
+        for page in pages {
+            let text = std::fs::read_to_string(&page).unwrap();
+            for line in fenced(&text).into_iter().filter(|line| line.starts_with("isobath ")) {
+                // Enough of a shell for what the pages show.
+                let command = line.split(" #").next().unwrap_or(line).replace('\\', "");
+                let mut words = Vec::new();
+                for (number, part) in command.split('\'').enumerate() {
+                    if number % 2 == 1 {
+                        words.push(part.to_owned());
+                    } else {
+                        words.extend(part.split_whitespace().map(str::to_owned));
+                    }
+                }
+                assert_eq!(words.iter().filter(|word| *word == "isobath").count(), 1, "{line}");
+                if let Err(error) = Cli::try_parse_from(&words) {
+                    assert!(line.contains("layer 00042"), "{}: {line}\n{error}", page.display());
+                }
+                seen += 1;
+            }
+        }
+        assert!(seen > 40, "{seen} command lines");
+    }
+
+    #[test]
+    fn the_commands_have_the_options_of_qemus() {
+        let isobath = Cli::command();
+        let options = include_str!("../tests/qemu_img_options.txt");
+        for line in options.lines().filter(|line| !line.starts_with('#')) {
+            let (command, forms) = line.split_once(' ').unwrap();
+            let command = if command == "qemu-io" { "io" } else { command };
+            let command = isobath.find_subcommand(command).unwrap();
+            let has = |arg: &Arg, form: &str| match form.strip_prefix("--") {
+                Some(long) => {
+                    arg.get_long() == Some(long)
+                        || arg.get_all_aliases().is_some_and(|all| all.contains(&long))
+                }
+                None => arg.get_short() == form.chars().nth(1),
+            };
+            let found =
+                command.get_arguments().any(|arg| forms.split(' ').all(|form| has(arg, form)));
+            assert!(found, "{line}");
         }
     }
 }

@@ -1,5 +1,5 @@
-//! Output to stderr: the log and messages. Whatever stderr is (a full disk, a pipe that nobody reads, closed), printing
-//! never fails, and never delays a server's requests.
+//! Output to stderr: the log and messages. Whatever stderr is (a full disk, an unread pipe, closed), printing never
+//! fails, and never delays a server's requests.
 
 use isobath_qcow2::text::{escape, is_hidden};
 use std::collections::VecDeque;
@@ -21,13 +21,13 @@ pub(crate) fn tell(message: impl Display) {
     put(harmless(&format!("{message}\n"), false));
 }
 
-/// The same with `isobath: ` in front.
+/// The same with the program's name in front.
 pub(crate) fn complain(message: impl Display) {
-    tell(format_args!("isobath: {message}"));
+    tell(format_args!("{}: {message}", crate::program::name()));
 }
 
 /// From here on a thread writes to stderr, and nothing waits for it: messages beyond [`MOST_WAITING`] are dropped and
-/// counted. For servers, to be called after any fork.
+/// counted. For servers; call it after any fork.
 pub(crate) fn detach() {
     let mut state = lock();
     if !state.detached {
@@ -37,7 +37,7 @@ pub(crate) fn detach() {
     }
 }
 
-/// Waits until everything is written, or stderr makes no more progress. To be called before the process ends.
+/// Waits until everything is written, or stderr makes no more progress. Call it before the process ends.
 pub(crate) fn settle() {
     let mut state = lock();
     while !state.waiting.is_empty() || state.writing {
@@ -71,7 +71,7 @@ pub(crate) fn take_over(filter: tracing_subscriber::EnvFilter) {
     }));
 }
 
-/// Where the log's lines go.
+/// The writer for the log's lines.
 struct Log {
     /// Whether lines have colours, whose escape codes must be kept.
     colours: bool,
@@ -96,8 +96,8 @@ impl Write for &Log {
     }
 }
 
-/// Escapes whatever would control a terminal or deceive the reader. With `colours`, escape characters are kept: the log
-/// has already escaped those in its input.
+/// Escapes characters that would control a terminal or mislead the reader. With `colours`, escape characters are kept:
+/// the log has already escaped those in its input.
 fn harmless(text: &str, colours: bool) -> String {
     let mut out = String::with_capacity(text.len());
     let kept = |c: char| matches!(c, '\n' | '\t') || (colours && c == '\x1b');
@@ -181,13 +181,13 @@ fn write_whole(text: &str) {
             Ok(count) => rest = rest.get(count..).unwrap_or_default(),
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => wait_for_room(),
-            // There is no other place to report it.
+            // There is nowhere else to report it.
             Err(_) => return,
         }
     }
 }
 
-/// Waits until a stderr that does not block takes more.
+/// Waits until a non-blocking stderr accepts more.
 fn wait_for_room() {
     use std::os::fd::AsRawFd;
     let descriptor = io::stderr().as_fd().as_raw_fd();

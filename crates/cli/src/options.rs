@@ -1,11 +1,11 @@
 //! Options common to several commands, parsed as qemu-img does.
 
 use clap::ValueEnum;
-use isobath_disk::ImageFormat;
+use isobath_disk::{ImageFormat, SnapshotChoice};
 use isobath_qcow2::text::Shown;
 use isobath_storage::Locking;
 
-/// `--output`: for people or for programs.
+/// `--output`: for users or for programs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub(crate) enum OutputFormat {
     /// Text
@@ -20,10 +20,27 @@ pub(crate) fn locking(force_share: bool) -> Locking {
     if force_share { Locking::Unlocked } else { Locking::Exclusive }
 }
 
+/// Parses the value of `-l`: an ID or a name, or `snapshot.id=ID,snapshot.name=NAME`.
+pub(crate) fn snapshot(text: &str) -> Result<SnapshotChoice, String> {
+    if !text.starts_with("snapshot.") {
+        return Ok(SnapshotChoice::IdOrName(text.to_owned()));
+    }
+    let (mut id, mut name) = (None, None);
+    for (option, value) in parse(&[text.to_owned()]) {
+        match option.as_str() {
+            "snapshot.id" => id = Some(value),
+            "snapshot.name" => name = Some(value),
+            _ => return Err(format!("Failed in parsing snapshot param '{text}'")),
+        }
+    }
+    Ok(SnapshotChoice::Exactly { id, name })
+}
+
 /// Parses a format by QEMU's name.
 pub(crate) fn format(name: &str) -> Result<ImageFormat, String> {
-    ImageFormat::from_name(name)
-        .ok_or_else(|| format!("Unknown file format '{name}'; supported are qcow2 and raw"))
+    ImageFormat::from_name(name).ok_or_else(|| {
+        format!("Unknown file format '{name}'\nSupported are {}", ImageFormat::names())
+    })
 }
 
 /// The pairs in the values of `-o`: `NAME=VALUE` separated by commas; `,,` is a literal comma. A name alone means

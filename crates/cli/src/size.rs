@@ -8,12 +8,7 @@
 /// If it is not a size, or exceeds 2^63 - 1 bytes.
 pub(crate) fn parse(text: &str) -> Result<u64, String> {
     const MOST: u64 = i64::MAX as u64;
-    let invalid = || {
-        format!(
-            "Invalid image size '{text}' specified. You may use k, M, G, T, P or E suffixes for \
-             kilobytes, megabytes, gigabytes, terabytes, petabytes and exabytes."
-        )
-    };
+    let invalid = || explained("image size");
     let too_large = || format!("Image size '{text}' must be less than 8 EiB!");
     let number = text.trim_start();
     let number = number.strip_prefix('+').unwrap_or(number);
@@ -52,6 +47,15 @@ pub(crate) fn parse(text: &str) -> Result<u64, String> {
     }
 }
 
+/// What is said of a number that is none, in QEMU's words.
+pub(crate) fn explained(what: &str) -> String {
+    let program = crate::program::name();
+    format!(
+        "Invalid {what} specified. You may use k, M, G, T, P or E suffixes for\n{program}: kilobytes, \
+         megabytes, gigabytes, terabytes, petabytes and exabytes."
+    )
+}
+
 /// log2 of what a suffix stands for.
 fn shift(suffix: &str) -> Option<u32> {
     match suffix {
@@ -66,8 +70,7 @@ fn shift(suffix: &str) -> Option<u32> {
     }
 }
 
-/// A size as QEMU prints it for people: three significant digits and a binary unit, `10 GiB`,
-/// `196 KiB`, `1.5 TiB`, `0 B`.
+/// A size as QEMU prints it: three significant digits and a binary unit, `10 GiB`, `196 KiB`, `1.5 TiB`, `0 B`.
 pub(crate) fn human(bytes: u64) -> String {
     const UNITS: [&str; 7] = ["", "Ki", "Mi", "Gi", "Ti", "Pi", "Ei"];
     // The unit changes at 1000 of the smaller one, so that three digits always suffice.

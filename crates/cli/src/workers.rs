@@ -9,8 +9,8 @@ use std::task::Poll;
 use std::thread::available_parallelism;
 use std::time::{Duration, Instant};
 
-/// Runs `tasks` futures made by `make` at once, on as many threads as there are processors (this one
-/// among them), and gives their results.
+/// Runs `tasks` futures created by `make` concurrently, on as many threads as there are processors (including this
+/// one), and returns their results.
 ///
 /// # Errors
 /// If a thread cannot be started, or a task panics.

@@ -9,8 +9,9 @@ use std::task::{Context, Poll, Wake, Waker};
 /// Far more polls than any history needs.
 const MOST_POLLS: u64 = 20_000_000;
 
+/// Whether a task was woken since it was last polled.
 #[derive(Default)]
-struct Woken(AtomicBool);
+pub(crate) struct Woken(pub(crate) AtomicBool);
 
 impl Wake for Woken {
     fn wake(self: Arc<Self>) {
@@ -43,26 +44,14 @@ pub fn run<T>(future: impl Future<Output = T>) -> Result<T, String> {
     Err(format!("the requests did not end within {MOST_POLLS} polls"))
 }
 
-/// Yields a number of times.
-pub async fn pause(mut turns: u32) {
-    std::future::poll_fn(|context| {
-        if turns == 0 {
-            return Poll::Ready(());
-        }
-        turns -= 1;
-        context.waker().wake_by_ref();
-        Poll::Pending
-    })
-    .await;
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use isobath_storage_test::give_way;
 
     #[test]
     fn a_future_that_nobody_wakes_is_told() {
-        assert_eq!(run(pause(5)), Ok(()));
+        assert_eq!(run(give_way(5)), Ok(()));
         assert!(run(std::future::pending::<()>()).is_err());
     }
 }

@@ -9,6 +9,7 @@ use crate::outcome::{ATOMIC, Failure, Settings, Totals, device, guarded};
 use crate::plan::{Act, Disk, Phase, Plan};
 use crate::recover::Way;
 use crate::state::{Fate, Replay};
+use isobath_disk::Preallocation;
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
 use std::sync::Arc;
@@ -60,7 +61,11 @@ fn small(
     story.push(format!("{kind}, pattern {pattern}: {}", start.describe()));
     let tasks = Disk::of(&start).pattern(pattern, 2, &mut rng);
     let then = match kind {
-        Kind::Resize => Some(Act::Resize(start.size() / 1024 * 512 + 512 * variant * 40)),
+        Kind::Resize => Some(Act::Resize(
+            start.size() / 1024 * 512 + 512 * variant * 40,
+            [Preallocation::Off, Preallocation::Metadata, Preallocation::Full]
+                [variant as usize % 3],
+        )),
         Kind::Index => Some(if variant == 2 { Act::DropIndex } else { Act::WriteIndex }),
         _ => None,
     };

@@ -194,15 +194,7 @@ impl Log {
     pub fn interest(&self) -> Vec<Range<u64>> {
         let mut ranges = self.before.interest();
         for written in &self.written {
-            let Range { start, end } = written.range.clone();
-            if end - start <= 2 * LOOKED_AT_ONCE {
-                ranges.push(start..end);
-            } else {
-                // For a long range, its ends and something in between.
-                let middle = start + (end - start) / 2;
-                let pieces = [start, middle, end - EDGE];
-                ranges.extend(pieces.map(|at| at..at + EDGE));
-            }
+            sample(written.range.clone(), 2 * LOOKED_AT_ONCE, &mut ranges);
         }
         ranges
     }
@@ -269,6 +261,17 @@ impl On<'_> {
 const EDGE: u64 = 256 << 10;
 /// Bytes of a disk that are checked at once.
 const LOOKED_AT_ONCE: u64 = 1 << 20;
+
+/// Adds a range, or of one longer than `most` bytes its ends and something in between.
+pub(crate) fn sample(range: Range<u64>, most: u64, ranges: &mut Vec<Range<u64>>) {
+    let Range { start, end } = range;
+    if end - start <= most {
+        ranges.push(start..end);
+    } else {
+        let middle = start + (end - start) / 2;
+        ranges.extend([start, middle, end - EDGE].map(|at| at..at + EDGE));
+    }
+}
 
 /// The contents that a disk may have at a moment.
 #[derive(Clone, Debug)]

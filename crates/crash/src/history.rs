@@ -1,6 +1,5 @@
 //! A guest at work on a simulated disk.
 
-use crate::executor::pause;
 use crate::guest::{Before, Log, Look, Seen};
 use crate::host::SimHost;
 use crate::hostile::Spy;
@@ -13,6 +12,7 @@ use crate::value::{Given, Sort, Value};
 use futures_util::future::join_all;
 use isobath_disk::{BlockDevice, Disk, DiskError, ImageFormat, LiveDisk, Preallocation, ZeroFlags};
 use isobath_storage::IoBuf;
+use isobath_storage_test::give_way;
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
 use std::cell::{Cell, Ref, RefCell};
@@ -36,8 +36,12 @@ pub trait Target: BlockDevice {
     /// Does some background work of idle moments.
     fn tidy(&self) -> impl Future<Output = isobath_disk::Result<bool>>;
 
-    /// Sets the disk's size.
-    fn resize(&self, size: u64) -> impl Future<Output = isobath_disk::Result<()>>;
+    /// Sets the disk's size. Where it grows, space is preallocated.
+    fn resize(
+        &self,
+        size: u64,
+        preallocation: Preallocation,
+    ) -> impl Future<Output = isobath_disk::Result<()>>;
 
     /// Brings the image into its final state.
     fn close(&self) -> impl Future<Output = isobath_disk::Result<()>>;
@@ -57,8 +61,9 @@ impl Target for Disk<SimHost> {
         self.tidy().await
     }
 
-    async fn resize(&self, size: u64) -> isobath_disk::Result<()> {
-        self.resize(size, Preallocation::Off, true).await
+    async fn resize(&self, size: u64, preallocation: Preallocation) -> isobath_disk::Result<()> {
+        let grows = size > self.size();
+        self.resize(size, if grows { preallocation } else { Preallocation::Off }, true).await
     }
 
     async fn close(&self) -> isobath_disk::Result<()> {
@@ -76,8 +81,9 @@ impl Target for LiveDisk<SimHost> {
         Ok(false)
     }
 
-    async fn resize(&self, size: u64) -> isobath_disk::Result<()> {
-        self.resize(size, Preallocation::Off, true).await
+    async fn resize(&self, size: u64, preallocation: Preallocation) -> isobath_disk::Result<()> {
+        let grows = size > self.size();
+        self.resize(size, if grows { preallocation } else { Preallocation::Off }, true).await
     }
 
     async fn close(&self) -> isobath_disk::Result<()> {
@@ -303,7 +309,7 @@ impl<'a> Guest<'a> {
             let mut rng = SmallRng::seed_from_u64(self.seed ^ (number as u64) << 32);
             for request in task {
                 if rng.random_bool(0.3) {
-                    pause(rng.random_range(0..20)).await;
+                    give_way(rng.random_range(0..20)).await;
                 }
                 self.request(disk, *request).await?;
             }
@@ -322,7 +328,7 @@ impl<'a> Guest<'a> {
     async fn act(&self, disk: &Disk<SimHost>, act: Act) -> Result<(), String> {
         match act {
             Act::None | Act::Reopen => {}
-            Act::Resize(size) => self.resize(disk, size).await?,
+            Act::Resize(size, mode) => self.resize(disk, size, mode).await?,
             Act::WriteIndex => {
                 let done = disk.write_index(|_| ()).await;
                 self.judge("writing an index", done)?;
@@ -335,7 +341,12 @@ impl<'a> Guest<'a> {
     }
 
     /// Changes the disk's size.
-    pub async fn resize(&self, disk: &impl Target, size: u64) -> Result<(), String> {
+    pub async fn resize(
+        &self,
+        disk: &impl Target,
+        size: u64,
+        preallocation: Preallocation,
+    ) -> Result<(), String> {
         let old = disk.size();
         let (low, high) = (old.min(size), old.max(size));
         let number = self.begin(low, high - low, Value::Zero, "a change of size");
@@ -345,7 +356,8 @@ impl<'a> Guest<'a> {
             log.sizes.push((began, NEVER, size));
             log.sizes.len() - 1
         };
-        let done = self.judge("a change of size", disk.resize(size).await)?.is_some();
+        let done = disk.resize(size, preallocation).await;
+        let done = self.judge("a change of size", done)?.is_some();
         self.end(number, done);
         let mut log = self.log.borrow_mut();
         log.written[number].durable = true;

@@ -1,7 +1,7 @@
 //! Reading a disk's contents.
 
-use crate::content::Content;
-use crate::guest::{Look, SECTOR};
+use crate::content::{Content, PAGE};
+use crate::guest::{Look, SECTOR, sample};
 use isobath_disk::BlockDevice;
 use isobath_storage::IoBuf;
 use std::ops::Range;
@@ -10,6 +10,9 @@ use std::ops::Range;
 pub(crate) const SMALL: u64 = 8 << 20;
 /// Bytes that are read at once.
 const READ: u64 = 1 << 20;
+/// Of a run of data longer than that, the ends and the middle are read, besides `interest`: nobody writes so much,
+/// so that it is space that was allocated in advance.
+const LONG_RUN: u64 = 64 << 20;
 
 /// Reads a whole disk; for a large one, the parts with data and `interest`.
 ///
@@ -29,7 +32,7 @@ pub(crate) async fn look(
     while at < size {
         for run in disk.block_status(at, size - at, 1024).await? {
             if !run.zero {
-                parts.push(at..at + run.length);
+                sample(at..at + run.length, LONG_RUN, &mut parts);
             }
             at += run.length;
         }
@@ -40,8 +43,10 @@ pub(crate) async fn look(
         while at < part.end {
             let next = part.end.min(at + READ);
             let bytes = disk.read(at, IoBuf::zeroed((next - at) as usize)).await?;
-            if bytes.iter().any(|byte| *byte != 0) {
-                look.content.write(at, &bytes);
+            for (page, bytes) in bytes.chunks(PAGE as usize).enumerate() {
+                if *bytes != [0; PAGE as usize][..bytes.len()] {
+                    look.content.write(at + page as u64 * PAGE, bytes);
+                }
             }
             at = next;
         }

@@ -11,6 +11,7 @@ use isobath_crash::progress::Progress;
 use isobath_crash::server;
 use isobath_crash::server::campaign::run_server;
 use isobath_disk::sabotage::Sabotage;
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Mutex;
@@ -18,6 +19,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 use std::{fs, io};
+
+/// A history that takes longer may never end: a task that never waits is not noticed in it.
+const LONG: Duration = Duration::from_mins(2);
 
 /// Runs histories on simulated disks, crashes them, and checks their recovery.
 #[derive(Parser)]
@@ -132,6 +136,7 @@ fn main() -> ExitCode {
         }
         Some((_, defect)) => defect,
     };
+    let mut failed = false;
     for mode in modes {
         if kind.is_some_and(|kind| kind.version() < mode.version) {
             println!("{}: takes no images of version 2", mode.name());
@@ -154,12 +159,15 @@ fn main() -> ExitCode {
                 return ExitCode::from(2);
             }
         };
-        if let Err(failure) = campaign(&arguments, &settings, served, progress) {
-            println!("{}", failure.report(&settings));
-            return ExitCode::FAILURE;
+        match campaign(&arguments, &settings, served, progress) {
+            Ok(reported) => failed |= reported > 0,
+            Err(failure) => {
+                println!("{}", failure.report(&settings));
+                return ExitCode::FAILURE;
+            }
         }
     }
-    ExitCode::SUCCESS
+    if failed { ExitCode::FAILURE } else { ExitCode::SUCCESS }
 }
 
 /// Runs one history.
@@ -181,17 +189,19 @@ fn one(
     run_history(settings, seed)
 }
 
+/// Runs histories. Returns how many failed and were reported at once.
 fn campaign(
     arguments: &Arguments,
     settings: &Settings,
     kind: Option<server::kind::Kind>,
     progress: Progress,
-) -> Result<(), Box<Failure>> {
+) -> Result<u64, Box<Failure>> {
     if let Some(seed) = arguments.repeat {
         let totals = one(arguments, settings, kind, seed)?;
         println!("{}: {} states passed", settings.mode.name(), totals.states);
-        return Ok(());
+        return Ok(0);
     }
+    let reported = AtomicU64::new(0);
     let threads =
         arguments.threads.unwrap_or_else(|| thread::available_parallelism().map_or(1, usize::from));
     let (next, stop) = (AtomicU64::new(progress.first()), AtomicBool::new(false));
@@ -204,7 +214,7 @@ fn campaign(
         );
     }
     if earlier >= arguments.states && !arguments.exhaustive {
-        return Ok(());
+        return Ok(0);
     }
     let progress = Mutex::new(progress);
     let advance = |number: u64, states: u64| {
@@ -226,6 +236,8 @@ fn campaign(
         totals.add(more);
         totals.states
     };
+    let begun_at = Mutex::new(BTreeMap::new());
+    let running = || begun_at.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     std::panic::set_hook(Box::new(|_| ()));
     thread::scope(|scope| {
         for _ in 0..threads {
@@ -241,7 +253,10 @@ fn campaign(
                         stop.store(true, Ordering::Relaxed);
                         break;
                     }
-                    match one(arguments, settings, kind, seed) {
+                    running().insert(seed, Instant::now());
+                    let ended = one(arguments, settings, kind, seed);
+                    running().remove(&seed);
+                    match ended {
                         Ok(more) => {
                             lock(&totals, &more);
                             let states = advance(number, more.states);
@@ -251,6 +266,7 @@ fn campaign(
                         }
                         Err(found) if arguments.keep_going => {
                             println!("{}\n", found.report(settings));
+                            reported.fetch_add(1, Ordering::Relaxed);
                             advance(number, 0);
                         }
                         Err(found) => {
@@ -272,6 +288,10 @@ fn campaign(
             }
             told = Instant::now();
             keep();
+            for (seed, since) in running().iter().filter(|(_, since)| since.elapsed() > LONG) {
+                let seconds = since.elapsed().as_secs();
+                eprintln!("the history of seed {seed:#x} has not ended for {seconds} s");
+            }
             let done = lock(&totals, &Totals::default());
             let seconds = begun.elapsed().as_secs_f64();
             let rate = done as f64 / seconds;
@@ -293,8 +313,12 @@ fn campaign(
     keep();
     let totals = totals.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
     let seconds = begun.elapsed().as_secs_f64();
+    let reported = reported.into_inner();
+    let failed =
+        if reported > 0 { format!(", {reported} histories FAILED") } else { String::new() };
     println!(
-        "{name}, {histories}: {} states of {} histories passed in {seconds:.0} s ({:.0} a second), {} judged by QEMU",
+        "{name}, {histories}: {} states of {} histories passed in {seconds:.0} s ({:.0} a second), {} judged by \
+         QEMU{failed}",
         totals.states,
         totals.histories,
         totals.states as f64 / seconds,
@@ -302,5 +326,5 @@ fn campaign(
     );
     print!("{}", totals.table());
     let failure = failure.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
-    failure.map_or(Ok(()), Err)
+    failure.map_or(Ok(reported), Err)
 }

@@ -4,6 +4,7 @@ mod embedded;
 
 use crate::image::{Kind, Start};
 use crate::value::Sort;
+use isobath_disk::Preallocation;
 use rand::RngExt;
 use rand::rngs::SmallRng;
 
@@ -31,8 +32,8 @@ pub enum Request {
 pub enum Act {
     /// Nothing.
     None,
-    /// Resizes it.
-    Resize(u64),
+    /// Resizes it. Where it grows, space is preallocated in this way.
+    Resize(u64, Preallocation),
     /// Writes a direct-access index.
     WriteIndex,
     /// Drops its index.
@@ -287,6 +288,12 @@ fn sort(rng: &mut SmallRng) -> Sort {
     if rng.random() { Sort::Plain } else { any }
 }
 
+/// Mostly none.
+pub fn preallocation(rng: &mut SmallRng) -> Preallocation {
+    let modes = [Preallocation::Metadata, Preallocation::Falloc, Preallocation::Full];
+    if rng.random_bool(0.6) { Preallocation::Off } else { modes[rng.random_range(0..3)] }
+}
+
 /// A random history of a kind.
 pub fn random(kind: Kind, start: &Start, rng: &mut SmallRng) -> Plan {
     let mut disk = Disk::of(start);
@@ -307,7 +314,7 @@ pub fn random(kind: Kind, start: &Start, rng: &mut SmallRng) -> Plan {
                 } else {
                     rng.random_range(16..=(disk.size / 512).max(16)) * 512
                 };
-                Some(Act::Resize(size))
+                Some(Act::Resize(size, preallocation(rng)))
             }
             Kind::Index if rng.random_bool(0.7) => {
                 Some(if rng.random_bool(0.7) { Act::WriteIndex } else { Act::DropIndex })
@@ -316,7 +323,7 @@ pub fn random(kind: Kind, start: &Start, rng: &mut SmallRng) -> Plan {
             _ => None,
         };
         let beside = rng.random_bool(0.5) && act != Some(Act::Reopen);
-        if let (Some(Act::Resize(size)), true) = (act, beside) {
+        if let (Some(Act::Resize(size, _)), true) = (act, beside) {
             // Requests avoid the moving end.
             let low = disk.size.min(size);
             disk.size = if low >= disk.cluster { low / disk.cluster * disk.cluster } else { low };
@@ -327,7 +334,7 @@ pub fn random(kind: Kind, start: &Start, rng: &mut SmallRng) -> Plan {
         } else {
             disk.random_tasks(kind, rng)
         };
-        if let (Some(Act::Resize(size)), true) = (act, beside) {
+        if let (Some(Act::Resize(size, _)), true) = (act, beside) {
             for task in &mut phase.tasks {
                 task.retain(|request| {
                     !matches!(request, Request::Discard(..) | Request::Compressed(..))
@@ -335,7 +342,7 @@ pub fn random(kind: Kind, start: &Start, rng: &mut SmallRng) -> Plan {
             }
             disk.size = size;
         }
-        if let (Some(Act::Resize(size)), false) = (act, beside) {
+        if let (Some(Act::Resize(size, _)), false) = (act, beside) {
             disk.size = size;
         }
         *(if beside { &mut phase.beside } else { &mut phase.then }) = act;

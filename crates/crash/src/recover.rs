@@ -76,7 +76,7 @@ pub struct Case<'a> {
     pub oracle: Arc<Oracle>,
     /// The number of the guest's lives.
     pub lives: u32,
-    /// Clusters that were leaked when its last life began: an earlier crash leaked them.
+    /// Clusters that were leaked when its last life began: an earlier crash leaked them, or the image was not closed.
     pub leaked: u64,
     /// Whether QEMU checks it too.
     pub qemu: bool,
@@ -173,7 +173,7 @@ pub(crate) fn header_of(content: &Content) -> Option<Header> {
 const HEADER: u64 = 64 << 10;
 
 /// The clusters leaked in an image, including those past the end of the file, which do not count until the file grows.
-async fn leaks(files: &Files, image: &Path) -> Result<u64, String> {
+pub(crate) async fn leaks(files: &Files, image: &Path) -> Result<u64, String> {
     let host = SimHost::new(lengthened(files, image), Conduct::default());
     Ok(examine(&host, image, Repair::None).await?.0.leaks)
 }

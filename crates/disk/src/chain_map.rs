@@ -193,7 +193,7 @@ impl<H: Host> Disk<H> {
                     Some(Ok(
                         ClusterKind::ZeroAllocated { offset, .. }
                         | ClusterKind::Subclusters { offset: Some(offset), .. },
-                    )) => Some(offset.get() + (at - start)),
+                    )) if !layer.is_encrypted() => Some(offset.get() + (at - start)),
                     _ => None,
                 };
                 entries.push(MapEntry { start: at, length: next - at, offset: host, ..entry });

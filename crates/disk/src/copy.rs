@@ -3,6 +3,7 @@
 mod sources;
 mod zeroes;
 
+use crate::clock::{Clock, SystemClock};
 use crate::device::ZeroFlags;
 use crate::disk::Disk;
 use async_lock::Mutex;
@@ -16,6 +17,7 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::task::Poll;
+use std::time::Duration;
 pub use zeroes::is_zero;
 use zeroes::runs;
 
@@ -23,6 +25,10 @@ use zeroes::runs;
 const CHUNK: u64 = 2 << 20;
 /// The minimum read at once for compression.
 const COMPRESSED_CHUNK: u64 = 256 << 10;
+/// The least that is salvaged.
+const SECTOR: usize = 512;
+/// What is read at once where it cannot be told whether it is data.
+const UNKNOWN: u64 = 64 << 10;
 
 /// How to copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,6 +45,10 @@ pub struct CopyOptions {
     /// The target has a backing file of this many bytes, with the contents of the source's backing file: only the data
     /// in the source's active layer is copied.
     pub backing: Option<u64>,
+    /// Copy what cannot be read as zeroes, sector by sector, and go on.
+    pub salvage: bool,
+    /// The most bytes to copy in a second; 0 is no limit. A limit needs the executor of `isobath_ring`.
+    pub speed: u64,
 }
 
 impl Default for CopyOptions {
@@ -49,6 +59,8 @@ impl Default for CopyOptions {
             compressed: false,
             target_is_zero: false,
             backing: None,
+            salvage: false,
+            speed: 0,
         }
     }
 }
@@ -68,6 +80,9 @@ pub struct DiskCopy<H: Host> {
     stopped: AtomicBool,
     done: AtomicU64,
     total: AtomicU64,
+    /// When the next piece may be read, if the speed is limited.
+    due: Mutex<Duration>,
+    clock: SystemClock,
 }
 
 #[derive(Default)]
@@ -126,6 +141,8 @@ impl<H: Host> DiskCopy<H> {
             stopped: AtomicBool::new(false),
             done: AtomicU64::new(0),
             total,
+            due: Mutex::default(),
+            clock: SystemClock::default(),
         })
     }
 
@@ -141,7 +158,7 @@ impl<H: Host> DiskCopy<H> {
     pub async fn count_data(&self) -> Result<()> {
         let (mut offset, mut data) = (0, 0);
         while offset < self.sources.size() {
-            let (content, length) = self.sources.content(offset).await?;
+            let (content, length) = self.content(offset).await?;
             if self.moves(content) {
                 data += length;
             }
@@ -198,8 +215,9 @@ impl<H: Host> DiskCopy<H> {
             if (spare.len() as u64) < length {
                 spare = IoBuf::zeroed(self.chunk.max(length) as usize);
             }
+            self.keep_speed(length).await;
             let buf = spare.split_to(length as usize);
-            let buf = self.sources.read(piece.range.start, buf).await?;
+            let buf = self.read(piece.range.start, buf).await?;
             let mut buf = if self.options.compressed {
                 self.write_compressed(piece.range.start, buf).await?
             } else if self.wait_for(piece.ticket).await {
@@ -219,6 +237,64 @@ impl<H: Host> DiskCopy<H> {
             self.done.fetch_add(length, Ordering::Relaxed);
         }
         Ok(())
+    }
+
+    /// Waits until this many more bytes do not exceed the speed.
+    async fn keep_speed(&self, bytes: u64) {
+        if self.options.speed == 0 {
+            return;
+        }
+        let takes = Duration::from_secs_f64(bytes as f64 / self.options.speed as f64);
+        let start = {
+            let mut due = self.due.lock().await;
+            let start = self.clock.now().max(*due);
+            *due = start + takes;
+            start
+        };
+        self.clock.sleep_until(start).await;
+    }
+
+    async fn read(&self, start: u64, buf: IoBuf) -> Result<IoBuf> {
+        let length = buf.len();
+        match self.sources.read(start, buf).await {
+            Err(_) if self.options.salvage => self.salvage(start, length).await,
+            result => result,
+        }
+    }
+
+    /// Reads what can be read of a range that cannot be read as a whole, by halves.
+    async fn salvage(&self, start: u64, length: usize) -> Result<IoBuf> {
+        let mut whole = IoBuf::zeroed(length);
+        let mut parts = vec![(0, length)];
+        while let Some((at, length)) = parts.pop() {
+            let offset = start + at as u64;
+            match self.sources.read(offset, IoBuf::zeroed(length)).await {
+                Ok(part) => {
+                    if let Some(place) = whole.get_mut(at..at + length) {
+                        place.copy_from_slice(&part);
+                    }
+                }
+                Err(error) if length <= SECTOR => {
+                    tracing::warn!(offset, %error, "cannot be read, and is copied as zeroes");
+                }
+                Err(_) => {
+                    let half = (length / 2).next_multiple_of(SECTOR);
+                    parts.extend([(at + half, length - half), (at, half)]);
+                }
+            }
+        }
+        Ok(whole)
+    }
+
+    /// The content at an offset, and its length. What cannot be told is to be read if it is salvaged.
+    async fn content(&self, offset: u64) -> Result<(Content, u64)> {
+        match self.sources.content(offset).await {
+            Err(_) if self.options.salvage => {
+                let end = (offset - offset % UNKNOWN + UNKNOWN).min(self.sources.size());
+                Ok((Content::Data, end - offset))
+            }
+            result => result,
+        }
     }
 
     /// Waits for a piece's turn to be written; `false` if the copy has ended.
@@ -315,7 +391,7 @@ impl<H: Host> DiskCopy<H> {
     async fn plan(&self, start: u64) -> Result<(Content, u64)> {
         let size = self.sources.size();
         let border = size.min(start - start % self.chunk + self.chunk);
-        let (content, length) = self.sources.content(start).await?;
+        let (content, length) = self.content(start).await?;
         let mut end = start + length;
         if self.options.compressed {
             // Only whole clusters count: a cluster of which only a part is known is read.
@@ -331,7 +407,7 @@ impl<H: Host> DiskCopy<H> {
             return Ok((content, end));
         }
         while end < border {
-            let (content, length) = self.sources.content(end).await?;
+            let (content, length) = self.content(end).await?;
             if !self.moves(content) {
                 break;
             }

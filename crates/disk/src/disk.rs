@@ -352,6 +352,11 @@ fn whole_map(size: u64, unit_bits: u32) -> usize {
 }
 
 impl<H: Host> Disk<H> {
+    /// An error that names the active layer: a request is refused for `reason`.
+    pub fn refused(&self, reason: impl Into<String>) -> DiskError {
+        DiskError::Refused { image: self.chain.active().name().to_owned(), reason: reason.into() }
+    }
+
     /// The disk's size in bytes.
     pub fn size(&self) -> u64 {
         self.chain.active().size()

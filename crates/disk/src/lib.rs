@@ -49,18 +49,22 @@ pub use copy::{CopyOptions, DiskCopy};
 pub use device::{BlockDevice, BlockStatus, ZeroFlags};
 pub use disk::{DEFAULT_MAP_CACHE, Disk};
 pub use isobath_chain::chain::{LayerIndex, MAX_LAYERS};
-pub use isobath_chain::create::{NewDisk, Preallocation, create};
+pub use isobath_chain::create::{NewDisk, NewEncryption, Preallocation, create};
 pub use isobath_chain::index::{IndexInfo, IndexState};
 pub use isobath_chain::info::{
     BitmapInfo, ImageInfo, InfoOptions, Qcow2Info, backing_chain_info, info,
 };
 pub use isobath_chain::map::MapStats;
+pub use isobath_image::amend::{Amend, amend, check_amend};
+pub use isobath_image::bitmaps::{BitmapAction, BitmapBits, BitmapEditor, read_bitmap};
 pub use isobath_image::check::{CheckEvent, CheckOptions, CheckReport, Repair};
 pub use isobath_image::durability::MetadataMode;
+pub use isobath_image::encryption::{self, Secrets};
 pub use isobath_image::error::{self, DiskError, Result};
+pub use isobath_image::keys::{KeyChange, change_keys};
 pub use isobath_image::layer::{ImageFormat, Layer};
 pub use isobath_image::offline::check;
-pub use isobath_image::options::{OpenOptions, Trust};
+pub use isobath_image::options::{OpenOptions, SnapshotChoice, Trust};
 #[doc(hidden)]
 pub use isobath_image::sabotage;
 pub use isobath_image::snapshots::{apply_snapshot, create_snapshot, delete_snapshot};

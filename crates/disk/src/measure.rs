@@ -6,7 +6,6 @@ use crate::disk::Disk;
 use isobath_chain::create::{NewDisk, Preallocation, plan};
 use isobath_image::layer::ImageFormat;
 use isobath_image::{DiskError, Result};
-use isobath_qcow2::geometry::MAX_REFCOUNT_TABLE_BYTES;
 use isobath_storage::Host;
 use std::path::Path;
 
@@ -31,6 +30,12 @@ pub async fn measure<H: Host>(new: &NewDisk, source: Option<&Disk<H>>) -> Result
     let size = size.ok_or_else(|| unsupported("either an image or a size must be given"))?;
     let too_large = || unsupported("the size is too large for these options");
     let size = size.checked_next_multiple_of(512).ok_or_else(too_large)?;
+    if !new.format.is_written() {
+        let name = new.format.name();
+        return Err(unsupported(&format!(
+            "Format driver '{name}' does not support size measurement"
+        )));
+    }
     if new.format == ImageFormat::Raw {
         return Ok(Measure { required: size, fully_allocated: size });
     }
@@ -54,10 +59,9 @@ pub async fn measure<H: Host>(new: &NewDisk, source: Option<&Disk<H>>) -> Result
         }
         (blocks, table) = (next_blocks, next_table);
     }
-    if table * cluster > MAX_REFCOUNT_TABLE_BYTES {
-        return Err(too_large());
-    }
-    let fully_allocated = (counted + blocks + table) * cluster;
+    // The refcounts of an encryption header are not counted, as in QEMU.
+    let keys = new.encryption.as_ref().map_or(0, |encryption| encryption.options.area_length());
+    let fully_allocated = (counted + blocks + table + geometry.clusters_for(keys)) * cluster;
     let full = matches!(new.preallocation, Preallocation::Falloc | Preallocation::Full);
     let data = match source {
         // It is unknown how much of it the backing file will have.

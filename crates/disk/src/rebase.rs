@@ -7,6 +7,7 @@ use async_lock::Mutex;
 use isobath_chain::chain::LayerIndex;
 use isobath_chain::map::{Extent, Source};
 use isobath_image::Result;
+use isobath_image::sabotage::{self, Sabotage};
 use isobath_qcow2::CompressedCluster;
 use isobath_storage::{FileId, Host, IoBuf, StorageExt};
 use std::ops::Range;
@@ -101,7 +102,9 @@ impl<H: Host> Rebase<H> {
     /// # Errors
     /// If the storage fails, or the names do not fit the header; the old backing file then stays.
     pub async fn finish(&self, backing: Option<(&str, &str)>) -> Result<()> {
-        self.disk.flush().await?;
+        if !sabotage::is(Sabotage::UnflushedRebase) {
+            self.disk.flush().await?;
+        }
         self.disk.set_backing(backing).await
     }
 
@@ -272,8 +275,10 @@ fn origin<H: Host>(disk: &Disk<H>, extent: &Extent, at: u64) -> Origin {
     match extent.source {
         Source::Absent | Source::Zero(_) => Origin::Zero,
         Source::Data { layer, host, .. } => match disk.chain.get(layer) {
-            Some(layer) => Origin::Data(layer.data().id(), host + (at - extent.guest)),
-            None => Origin::Unknown,
+            Some(layer) if layer.as_foreign().is_none() => {
+                Origin::Data(layer.data().id(), host + (at - extent.guest))
+            }
+            _ => Origin::Unknown,
         },
         Source::Compressed { layer, cluster } => match disk.chain.get(layer) {
             Some(layer) => Origin::Compressed(layer.storage().id(), cluster),

@@ -20,9 +20,7 @@ use isobath_image::tables::References;
 use isobath_image::writer::{Qcow2Writer, Writer};
 use isobath_image::{DiskError, Result};
 use isobath_qcow2::header::field;
-use isobath_qcow2::{
-    AutoclearFeatures, ClusterIndex, ClusterKind, GuestOffset, HostCluster, L2Entry,
-};
+use isobath_qcow2::{ClusterIndex, ClusterKind, GuestOffset, HostCluster, L2Entry};
 use isobath_storage::{Host, IoBuf, Storage, StorageExt, ZeroMode};
 use std::cmp::Ordering;
 use std::ops::Range;
@@ -41,7 +39,8 @@ impl<H: Host> Disk<H> {
     /// # Errors
     /// If the size is not a multiple of 512 bytes or exceeds what the image's tables can describe; if it is smaller and
     /// `shrink` is not set or preallocation is requested; if the image is of version 2 and has internal snapshots, or
-    /// has persistent bitmaps; or the storage fails. After a failure of the storage the disk may accept no more writes.
+    /// has an inconsistent persistent bitmap; or the storage fails. After a failure of the storage the disk may accept
+    /// no more writes.
     pub async fn resize(
         &self,
         size: u64,
@@ -59,11 +58,14 @@ impl<H: Host> Disk<H> {
             )));
         }
         if size < old && preallocation != Preallocation::Off {
-            return Err(self.refused("preallocation can only be used for growing images".into()));
+            return Err(self.refused("preallocation can only be used for growing images"));
         }
         match (writer.qcow2(), self.active_qcow2()) {
             (Some(qcow2), Some(image)) => {
                 self.check_resize(image, size)?;
+                if size != old {
+                    self.or_mark_corrupt(qcow2.begin_resize_bitmaps().await).await?;
+                }
                 let change = async {
                     match size.cmp(&old) {
                         Ordering::Less => self.shrink(writer, qcow2, image, size).await,
@@ -75,16 +77,13 @@ impl<H: Host> Disk<H> {
                 };
                 let changed = writer.without_journal(&self.readers, change).await;
                 self.or_mark_corrupt(changed).await?;
+                qcow2.resize_bitmaps(size);
             }
             _ => self.resize_raw(writer, old, size, preallocation).await?,
         }
         self.refit_map();
         self.resized.notify(usize::MAX);
         Ok(())
-    }
-
-    fn refused(&self, reason: String) -> DiskError {
-        DiskError::Refused { image: self.chain.active().name().to_owned(), reason }
     }
 
     /// Checks whether the image can be resized at all, and to this size.
@@ -103,16 +102,7 @@ impl<H: Host> Disk<H> {
         if header.version < 3 && header.nb_snapshots > 0 {
             return Err(self.refused(
                 "a version 2 image with internal snapshots cannot be resized; delete them, or \
-                 upgrade it with 'qemu-img amend -o compat=1.1'"
-                    .into(),
-            ));
-        }
-        let bitmaps = header.autoclear.contains(AutoclearFeatures::BITMAPS);
-        if bitmaps && header.bitmaps().is_some_and(|bitmaps| bitmaps.count > 0) {
-            return Err(self.refused(
-                "it has persistent bitmaps, which would no longer match its size; remove them \
-                 with 'qemu-img bitmap --remove'"
-                    .into(),
+                 upgrade it with 'qemu-img amend -o compat=1.1'",
             ));
         }
         Ok(())
@@ -391,6 +381,11 @@ impl<H: Host> Disk<H> {
             ) => offset.get(),
             _ => return Ok(()),
         };
+        if self.chain.active().is_encrypted() {
+            let zeroes = IoBuf::zeroed((size - within) as usize);
+            qcow2.metadata.write(host + within, zeroes).await?;
+            return Ok(());
+        }
         let mode = ZeroMode { may_unmap: true, only_fast: false };
         let storage = self.chain.active().storage();
         Ok(storage.write_zeroes(host + within, size - within, mode).await?)

@@ -3,6 +3,7 @@
 use crate::device::BlockStatus;
 use crate::disk::Disk;
 use isobath_chain::map::{Extent, Source};
+use isobath_formats::{Run, RunKind};
 use isobath_image::Result;
 use isobath_storage::Host;
 
@@ -83,6 +84,24 @@ impl<H: Host> Disk<H> {
                     ..none
                 };
                 match self.chain.get(index) {
+                    Some(layer) if layer.as_foreign().is_some() => {
+                        let Run { length: known, kind } = layer.foreign_run(host, length).await?;
+                        let none = BlockStatus { length: known, host: None, ..data };
+                        match kind {
+                            RunKind::Absent => BlockStatus {
+                                allocated: false,
+                                zero: true,
+                                depth: self.depth() as u32,
+                                ..none
+                            },
+                            RunKind::Zero => BlockStatus { zero: true, ..none },
+                            RunKind::Data { file: 0, offset } => {
+                                BlockStatus { host: Some((depth(index), offset)), ..none }
+                            }
+                            RunKind::Data { .. } => none,
+                            RunKind::Deflated { .. } => BlockStatus { compressed: true, ..none },
+                        }
+                    }
                     // A raw layer has no tables, but its file's holes are known.
                     Some(layer) if layer.as_qcow2().is_none() => {
                         let found = layer.allocation(host).await?;
@@ -92,6 +111,8 @@ impl<H: Host> Disk<H> {
                         let zero = !found.data || found.length == 0;
                         BlockStatus { length: length.min(known), zero, ..data }
                     }
+                    // As in QEMU, whose users would take the bytes there for the guest's.
+                    Some(layer) if layer.is_encrypted() => BlockStatus { host: None, ..data },
                     _ => data,
                 }
             }

@@ -8,14 +8,14 @@ use crate::disk::Disk;
 use isobath_chain::index::{
     Built, Folding, IndexInfo, IndexState, Place, build, examine, find, page,
 };
+use isobath_image::Result;
 use isobath_image::index_area::clusters;
 use isobath_image::layer::Qcow2;
 use isobath_image::writer::{Qcow2Writer, Writer};
-use isobath_image::{DiskError, Result};
 use isobath_qcow2::header::HeaderWrite;
 use isobath_qcow2::index::IndexExtension;
 use isobath_qcow2::{Header, HostCluster};
-use isobath_storage::{Host, IoBuf, Storage, StorageExt, ZeroMode};
+use isobath_storage::{Host, IoBuf, Storage, StorageExt, ZeroMode, shown};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -63,8 +63,15 @@ impl<H: Host> Disk<H> {
         writer.commit(&self.readers).await?;
         let name = image.header.read().backing_file.clone().unwrap_or_default();
         let Some(below) = self.chain.below(self.chain.depth() - 1) else {
-            return Err(self.no_index("it has no backing file, so there is nothing to index"));
+            return Err(self.refused("it has no backing file, so there is nothing to index"));
         };
+        let foreign = below.layers().find(|(_, layer)| layer.as_foreign().is_some());
+        if let Some((_, layer)) = foreign {
+            let (name, format) = (shown(layer.name()), layer.format().name());
+            return Err(self.refused(format!(
+                "its backing file '{name}' is in the format {format}; an index covers only qcow2 and raw images"
+            )));
+        }
         let (start, at) = qcow2.metadata.alloc.end().await?;
         let place = Place {
             at,
@@ -73,7 +80,7 @@ impl<H: Host> Disk<H> {
         };
         let told = |done, total| progress(IndexProgress { done, total });
         let Some(built) = build(&below, &name, place, Folding::Whole, told).await? else {
-            return Err(self.no_index("it is too large for an index; use larger clusters"));
+            return Err(self.refused("it is too large for an index; use larger clusters"));
         };
         // Before anything is written: whether the header has room.
         self.edits(image, Some(&built.extension)).await?;
@@ -145,7 +152,7 @@ impl<H: Host> Disk<H> {
     ) -> Result<std::result::Result<Vec<IndexMismatch>, String>> {
         let image = self.active_qcow2().filter(|image| image.header.read().index().is_some());
         if image.is_none() {
-            return Err(self.no_index("it has no index; 'isobath index' writes one"));
+            return Err(self.refused("it has no index; 'isobath index' writes one"));
         }
         let root = match examine(&self.chain).await {
             Ok(root) => root,
@@ -174,19 +181,12 @@ impl<H: Host> Disk<H> {
         Ok(Ok(differ))
     }
 
-    fn no_index(&self, reason: &str) -> DiskError {
-        DiskError::Refused {
-            image: self.chain.active().name().to_owned(),
-            reason: reason.to_owned(),
-        }
-    }
-
     /// The writer, its qcow2 side and the image of a disk that can hold an index.
     fn indexable(&self) -> Result<Indexable<'_, H::File>> {
         let writer = self.writer()?;
         match (writer.qcow2(), self.active_qcow2()) {
             (Some(qcow2), Some(image)) => Ok((writer, qcow2, image)),
-            _ => Err(self.no_index("only a qcow2 image can hold an index")),
+            _ => Err(self.refused("only a qcow2 image can hold an index")),
         }
     }
 

@@ -1,16 +1,16 @@
-//! How much of requests' data all clients of a server together may keep in memory.
+//! The limit on request data that all clients of a server together may keep in memory.
 
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::task::{Context, Poll, Waker};
 
-/// What each client gets whatever the others hold, in bytes: requests of common sizes always go on.
+/// Bytes guaranteed to each client whatever the others hold, so that requests of common sizes always proceed.
 pub(crate) const ASSURED: usize = 4 << 20;
-/// Beyond that, a client may hold this part of what is free.
+/// Beyond that, a client may hold the free bytes divided by this.
 const PART: usize = 8;
 
-/// Bytes that are shared among clients. Who does not take its replies keeps what it holds; it gets a part
-/// of what is free only, so that there is always something left for the others.
+/// Bytes shared among clients. A client that does not receive its replies keeps what it holds. Since it gets only a
+/// part of the free bytes, there is always something left for the others.
 pub(crate) struct Budget {
     limit: usize,
     state: Mutex<Shares>,
@@ -18,22 +18,22 @@ pub(crate) struct Budget {
 
 #[derive(Default)]
 struct Shares {
-    /// What clients hold beyond what they are assured of.
+    /// Bytes that clients hold beyond their guaranteed bytes.
     held: usize,
     next: u64,
     waiting: BTreeMap<u64, Waker>,
 }
 
-/// What one client holds; given back when dropped.
+/// The bytes that one client holds, which are released when dropped.
 pub(crate) struct Share<'a> {
     budget: &'a Budget,
     held: usize,
-    /// Under which it waits.
+    /// The key under which it waits.
     key: Option<u64>,
 }
 
 impl Budget {
-    /// A budget of `limit` bytes, to which what clients are assured of is added.
+    /// A budget of `limit` bytes in addition to the bytes guaranteed to clients.
     pub(crate) fn new(limit: usize) -> Self {
         Self { limit, state: Mutex::default() }
     }
@@ -45,7 +45,7 @@ impl Budget {
 }
 
 impl Share<'_> {
-    /// Takes so many bytes more, once they may be had. One request at a time may wait.
+    /// Takes this many more bytes once they are available. One request at a time may wait.
     pub(crate) fn poll_take(&mut self, bytes: usize, cx: &Context<'_>) -> Poll<()> {
         let (before, after) = (beyond(self.held), beyond(self.held.saturating_add(bytes)));
         if before == after && self.key.is_none() {
@@ -70,7 +70,7 @@ impl Share<'_> {
         Poll::Ready(())
     }
 
-    /// Gives bytes back.
+    /// Releases bytes.
     pub(crate) fn give(&mut self, bytes: usize) {
         let before = beyond(self.held);
         self.held = self.held.saturating_sub(bytes);
@@ -87,7 +87,7 @@ impl Share<'_> {
     }
 }
 
-/// What of so many bytes no client is assured of.
+/// The part of this many bytes that exceeds the guaranteed bytes.
 fn beyond(held: usize) -> usize {
     held.saturating_sub(ASSURED)
 }

@@ -1,11 +1,11 @@
-//! Words of command lines, to be pasted into a shell.
+//! Quoting of words of command lines, to be pasted into a shell.
 
 use isobath_qcow2::text::is_hidden;
 use std::borrow::Cow;
 use std::fmt::Write as _;
 use std::path::Path;
 
-/// The path as every directory finds it.
+/// The path in a form that is valid in every directory.
 pub(crate) fn absolute(path: &Path) -> Cow<'_, Path> {
     std::path::absolute(path).map_or(Cow::Borrowed(path), Cow::Owned)
 }
@@ -15,8 +15,8 @@ pub(crate) fn option_value(path: &Path) -> String {
     absolute(path).to_string_lossy().replace(',', ",,")
 }
 
-/// A word as a shell takes it. What would do something to a terminal, or deceive, is written as its bytes
-/// in a form that bash, zsh and a POSIX shell of 2024 read.
+/// A word quoted for a shell. Control and misleading characters are written as bytes in a form that bash, zsh and a
+/// POSIX.1-2024 shell understand.
 pub(crate) fn quoted(word: &str) -> Cow<'_, str> {
     if word.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-._~/:,=+%@".contains(&byte)) {
         return Cow::Borrowed(word);

@@ -1,7 +1,7 @@
-//! What frontends have in common: a protocol and its parameters, and disks that are exported by it.
+//! The interface of frontends: a protocol and its parameters, and disks exported by it.
 //!
 //! A frontend is started once, with the threads that serve its clients; then disks are exported by it and removed
-//! again. The command line and QMP do both by this module alone, from what [`Protocol`] says.
+//! again. The command line and QMP do both through this module alone, using the description in [`Protocol`].
 
 use isobath_disk::BlockDevice;
 use isobath_ring::Handle;
@@ -14,39 +14,39 @@ use std::path::PathBuf;
 use std::pin::Pin;
 use std::sync::Arc;
 
-/// Why a frontend cannot be started, or a disk not be exported by it: a message for people.
+/// Why a frontend cannot be started, or cannot export a disk: a message for users.
 pub type FrontendError = Box<dyn Error + Send + Sync>;
 
-/// What serves until its end; it stays on its thread.
+/// A future that serves until its end; it stays on its thread.
 pub type Serving = Pin<Box<dyn Future<Output = io::Result<()>>>>;
 
-/// A protocol as those see it who start it.
+/// A protocol's description, for starting it.
 #[derive(Debug)]
 pub struct Protocol {
     /// QEMU's name (`BlockExportType`).
     pub name: &'static str,
-    /// All its exports share one server, at whose addresses clients choose among them. Else each export has
-    /// a server to itself.
+    /// All its exports share one server, at whose addresses clients choose among them. Otherwise each export has its
+    /// own server.
     pub shared: bool,
-    /// A client goes on when this process is killed and another takes its place, so what it was answered must
-    /// outlive the process.
+    /// A client continues when this process is killed and another replaces it, so completed writes must survive the
+    /// process.
     pub clients_outlive: bool,
-    /// Where clients find it: addresses of the server if that is [shared](Self::shared), else of an export.
+    /// Where clients find it: addresses of the server if it is [shared](Self::shared), otherwise of an export.
     pub location: Parameter,
-    /// What else can be said of an export.
+    /// The other parameters of an export.
     pub parameters: &'static [Parameter],
 }
 
-/// One thing that can be said of an export.
+/// A parameter of an export.
 #[derive(Debug)]
 pub struct Parameter {
     /// Its name in [`Settings`], and in `block-export-add`.
     pub name: &'static str,
-    /// What values it has.
+    /// The kind of its values.
     pub takes: Takes,
     /// Whether `block-export-add` takes it.
     pub qmp: Presence,
-    /// How it is given on the command line, if it can be.
+    /// Its option on the command line, if it has one.
     pub option: Option<CommandLineOption>,
 }
 
@@ -55,7 +55,7 @@ pub struct Parameter {
 pub enum Takes {
     /// Text.
     Text,
-    /// Yes or no; no unless it is given.
+    /// Yes or no; no by default.
     Flag,
     /// A number from 0 to `most`.
     Number {
@@ -91,13 +91,13 @@ pub enum Presence {
 /// A [`Parameter`] on the command line.
 #[derive(Debug)]
 pub struct CommandLineOption {
-    /// What is behind `--`.
+    /// The option's name after `--`.
     pub flag: &'static str,
-    /// What stands for its value in the help; empty for a flag.
+    /// The placeholder for its value in the help; empty for a flag.
     pub value_name: &'static str,
-    /// What the help says.
+    /// The help text.
     pub help: &'static str,
-    /// Its value unless it is given.
+    /// Its default value.
     pub default: Option<&'static str>,
 }
 
@@ -116,17 +116,17 @@ pub enum Setting {
     Listener(Listener),
 }
 
-/// A parameter without which a disk cannot be exported is missing.
+/// A required parameter is missing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("'{0}' is missing")]
 pub struct Missing(&'static str);
 
-/// What is said of an export: values of the [parameters](Protocol::parameters), by their names.
+/// The settings of an export: values of the [parameters](Protocol::parameters), by name.
 #[derive(Debug, Default)]
 pub struct Settings(BTreeMap<&'static str, Setting>);
 
 impl Settings {
-    /// Gives a parameter its value.
+    /// Sets a parameter's value.
     pub fn set(&mut self, parameter: &Parameter, value: Setting) {
         self.0.insert(parameter.name, value);
     }
@@ -160,7 +160,7 @@ impl Settings {
         }
     }
 
-    /// A socket that listens.
+    /// A listening socket.
     pub(crate) fn take_listener(&mut self, name: &'static str) -> Result<Listener, Missing> {
         match self.0.remove(name) {
             Some(Setting::Listener(listener)) => Ok(listener),
@@ -169,35 +169,35 @@ impl Settings {
     }
 }
 
-/// A disk that is to be exported.
+/// A disk to export.
 #[derive(Debug)]
 pub struct ExportedDisk<D> {
     /// The disk.
     pub device: Arc<D>,
-    /// What it is called: its device, or the node of its active layer where it is in none.
+    /// Its name: the device, or the node of its active layer if it belongs to no device.
     pub name: String,
-    /// The name by which it was chosen to be exported.
+    /// The name by which it was chosen for the export.
     pub chosen_by: String,
     /// Whether clients may write, if the disk can be written.
     pub writable: bool,
-    /// Its images' files, none of which can be a mount point.
+    /// Its images' files, which cannot be mount points.
     pub images: Vec<PathBuf>,
 }
 
-/// What a frontend is started with.
+/// The arguments for starting a frontend.
 #[derive(Default)]
 pub struct Start {
-    /// The threads that serve clients; the one that calls where there are none.
+    /// The threads that serve clients; if there are none, the calling thread serves them.
     pub workers: Vec<Handle>,
-    /// Where clients of all exports connect. A [shared](Protocol::shared) server without any takes no exports;
-    /// one that is not shared has none.
+    /// Where clients of all exports connect. A [shared](Protocol::shared) server without listeners accepts no exports;
+    /// a server that is not shared has no listeners.
     pub listeners: Vec<Listener>,
 }
 
 /// A frontend that was started.
 ///
-/// How many clients, requests and bytes it takes at a time is its own business, and so is how long it waits for clients
-/// at its end, since each protocol has other means to make a client wait; but both have bounds.
+/// Each frontend decides how many clients, requests and bytes it accepts at a time, and how long it waits for clients
+/// at its end, since protocols differ in how they make a client wait. Both must be bounded.
 pub trait Frontend<D: BlockDevice> {
     /// Ready to export disks.
     ///
@@ -210,7 +210,7 @@ pub trait Frontend<D: BlockDevice> {
     /// Its protocol.
     fn protocol(&self) -> &'static Protocol;
 
-    /// Fails if no disk can be exported, whichever.
+    /// Fails if no disk at all can be exported.
     ///
     /// # Errors
     /// A [shared](Protocol::shared) server does not listen anywhere.
@@ -218,49 +218,48 @@ pub trait Frontend<D: BlockDevice> {
         Ok(())
     }
 
-    /// Exports a disk, to clients that can connect from then on, once [`Export::serving`] is polled.
+    /// Exports a disk. Clients can connect from then on, once [`Export::serving`] is polled.
     ///
     /// # Errors
-    /// A setting is missing or out of range, or the place cannot be used.
+    /// A setting is missing or out of range, or the location cannot be used.
     fn export(&self, disk: ExportedDisk<D>, settings: Settings) -> Result<Export, FrontendError>;
 
-    /// Serves clients of a [shared](Protocol::shared) server, until [`stop`](Self::stop); one future for each
-    /// listener. Each ends when every connection has. To be called once.
+    /// Serves clients of a [shared](Protocol::shared) server, until [`stop`](Self::stop); one future for each listener.
+    /// Each ends when every connection has ended. Call it once.
     fn serve(&self) -> Vec<Serving> {
         Vec::new()
     }
 
-    /// Ends a [shared](Protocol::shared) server and its exports: requests under way are finished and answered.
+    /// Ends a [shared](Protocol::shared) server and its exports: requests in flight are completed and answered.
     fn stop(&self) {}
 }
 
 /// A disk behind a frontend.
 pub struct Export {
-    /// To look at it and to end it.
+    /// Queries and ends it.
     pub control: Box<dyn ExportControl>,
-    /// Serves it, and is ready once it is removed and its last client has left: nothing then holds the disk.
-    /// An export of a [shared](Protocol::shared) server that ends with its server is not removed.
+    /// Serves it, and completes once it is removed and its last client has left: then nothing holds the disk. An export
+    /// of a [shared](Protocol::shared) server that ends with its server is not removed.
     pub serving: Serving,
 }
 
-/// To look at an [`Export`] and to end it.
+/// Queries and ends an [`Export`].
 pub trait ExportControl {
-    /// The name by which clients choose it; none if they need none.
+    /// The name by which clients choose it; `None` if they need none.
     fn name(&self) -> Option<&str> {
         None
     }
 
-    /// How many clients use it. None if that is not to be known, or it is removed.
+    /// How many clients use it. `None` if that cannot be known, or if it was removed.
     fn clients(&self) -> Option<usize>;
 
-    /// Takes no further request, finishes and answers what was begun, and ends. To remove it again does
-    /// nothing.
+    /// Accepts no further requests, completes those in flight, and ends. Removing it again has no effect.
     ///
     /// # Errors
     /// It has clients, and the mode is [`RemoveMode::Safe`].
     fn remove(&self, mode: RemoveMode) -> Result<(), RemoveError>;
 
-    /// What clients need to use it, for each place where they find it.
+    /// What clients need to use it, for each of its locations.
     fn places(&self, shown: Shown) -> Vec<Place>;
 }
 
@@ -270,7 +269,7 @@ pub enum RemoveMode {
     /// Only if no client has chosen it.
     #[default]
     Safe,
-    /// Clients take no further request, are answered what they have begun, and are disconnected.
+    /// No further requests of clients are accepted, those in flight are completed, and the clients are disconnected.
     Hard,
 }
 
@@ -281,7 +280,7 @@ pub enum RemoveError {
     /// Clients use it.
     #[error("it is in use by {0} clients")]
     InUse(usize),
-    /// The server does not know it any more.
+    /// The server no longer has it.
     #[error(transparent)]
     Gone(FrontendError),
 }
@@ -289,18 +288,18 @@ pub enum RemoveError {
 /// How a disk is shown in command lines.
 #[derive(Clone, Copy, Debug)]
 pub struct Shown {
-    /// The disk's number, by which names that a command line makes up are told apart.
+    /// The disk's number, which makes names generated for command lines unique.
     pub number: usize,
-    /// It cannot be written.
+    /// It is read-only.
     pub read_only: bool,
 }
 
-/// Where an export is found.
+/// The location of an export.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Place {
-    /// Its address, for people.
+    /// Its address, for users.
     pub name: String,
-    /// Options of QEMU that use it, or commands that do, as a shell takes them.
+    /// Options of QEMU, or commands, that use it, quoted for a shell.
     pub uses: Vec<String>,
 }
 

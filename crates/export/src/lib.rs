@@ -1,8 +1,7 @@
 //! Frontends to a virtual disk: the protocols through which other programs access a
 //! [`BlockDevice`](isobath_disk::BlockDevice).
 //!
-//! [`frontend`] is what they have in common, [`registry`] the table of those there are. Each can also be used
-//! by itself.
+//! [`frontend`] is their common interface, [`registry`] the table of all frontends. Each can also be used by itself.
 
 mod budget;
 mod command_line;

@@ -1,4 +1,4 @@
-//! Buffers for reads and writes, used again and again.
+//! Reused buffers for reads and writes.
 
 use isobath_storage::IoBuf;
 use std::cell::{Cell, RefCell};
@@ -15,7 +15,7 @@ pub(crate) struct Pool {
     limit: usize,
 }
 
-/// A buffer of just the length asked for, and the rest of its memory.
+/// A buffer of exactly the requested length, and the rest of its memory.
 pub(crate) struct Pooled {
     pub(crate) data: IoBuf,
     pub(crate) spare: IoBuf,
@@ -33,7 +33,7 @@ impl Pool {
         Self { classes: Default::default(), free: Cell::new(0), limit }
     }
 
-    /// A buffer of `length` bytes with any content.
+    /// A buffer of `length` bytes with arbitrary contents.
     pub(crate) fn take(&self, length: usize) -> Pooled {
         let Some((class, size)) = class_of(length) else {
             return Pooled { data: IoBuf::zeroed(length), spare: IoBuf::empty() };
@@ -52,7 +52,7 @@ impl Pool {
         Pooled { data, spare: whole }
     }
 
-    /// Takes a buffer back.
+    /// Returns a buffer to the pool.
     pub(crate) fn put(&self, Pooled { mut data, spare }: Pooled) {
         if !spare.is_empty() {
             if data.as_ptr_range().end != spare.as_ptr() {

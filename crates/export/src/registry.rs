@@ -1,4 +1,4 @@
-//! The frontends there are.
+//! The table of frontends.
 
 use crate::frontend::{Frontend, FrontendError, Protocol, Start};
 use crate::{fuse, nbd, vhost_user};
@@ -12,7 +12,7 @@ use std::rc::Rc;
 /// The table: for each frontend its protocol and its type.
 macro_rules! frontends {
     ($($protocol:path => $frontend:ty),* $(,)?) => {
-        /// What can be started, in the order in which it is.
+        /// The protocols, in the order in which they are started.
         pub const PROTOCOLS: &[&Protocol] = &[$(&$protocol),*];
 
         fn start_all<D: BlockDevice>(
@@ -53,13 +53,13 @@ impl<D: BlockDevice> Frontends<D> {
         self.0.iter().map(|frontend| &**frontend)
     }
 
-    /// The one of a protocol, by its name.
+    /// The frontend of a protocol, by name.
     pub fn of(&self, protocol: &str) -> Option<&dyn Frontend<D>> {
         self.iter().find(|frontend| frontend.protocol().name == protocol)
     }
 
-    /// Serves clients of the [shared](Protocol::shared) servers, until [`stop`](Self::stop), each listener by a
-    /// task on this thread. To be called once.
+    /// Serves clients of the [shared](Protocol::shared) servers, until [`stop`](Self::stop), each listener by a task on
+    /// this thread. Call it once.
     pub fn serve(&self) -> Vec<JoinHandle<io::Result<()>>> {
         self.iter().flat_map(Frontend::serve).map(spawn).collect()
     }
@@ -99,7 +99,7 @@ mod tests {
                 };
                 assert!(flags.insert(option.flag), "--{}", option.flag);
             }
-            // An export of a shared server has no place of its own to tell.
+            // An export of a shared server has no location of its own.
             assert_eq!(protocol.shared, protocol.location.qmp == Presence::Absent);
         }
     }

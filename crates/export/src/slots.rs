@@ -7,16 +7,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll, Wake, Waker};
 
-/// How often the futures that others of them woke are polled before the task gives way.
+/// How often futures that other futures woke are polled before the task yields.
 const ROUNDS: usize = 16;
 
-/// A set of running futures. A slot's memory is used again by the next future, and only futures
-/// that were woken are polled.
+/// A set of running futures. The next future reuses a slot's memory, and only futures that were woken are polled.
 pub(crate) struct Slots<F> {
     places: Vec<Slot<F>>,
     free: Vec<usize>,
     woken: Arc<Woken>,
-    /// The list being worked off, kept for its memory.
+    /// The list being processed, kept for its memory.
     batch: Vec<usize>,
 }
 
@@ -28,7 +27,7 @@ struct Slot<F> {
 
 struct Flag {
     index: usize,
-    /// Whether the index is in the list already.
+    /// Whether the index is already in the list.
     listed: AtomicBool,
     woken: Arc<Woken>,
 }
@@ -92,9 +91,8 @@ impl<F: Future<Output = ()>> Slots<F> {
         self.poll_slot(index);
     }
 
-    /// Polls the futures that were woken, and arranges for the calling task to be woken when more
-    /// are. Where they go on to wake each other, it gives way to what else the thread has to do, for which
-    /// they may wait.
+    /// Polls the futures that were woken, and arranges for the calling task to be woken when more are. If they keep
+    /// waking each other, it yields to the thread's other tasks, which they may be waiting for.
     pub(crate) fn poll(&mut self, cx: &mut Context<'_>) {
         for _ in 0..ROUNDS {
             let mut batch = std::mem::take(&mut self.batch);
@@ -120,7 +118,7 @@ impl<F: Future<Output = ()>> Slots<F> {
         cx.waker().wake_by_ref();
     }
 
-    /// Polls every future, also those that were not woken.
+    /// Polls every future, including those that were not woken.
     pub(crate) fn poll_all(&mut self, cx: &mut Context<'_>) {
         self.poll(cx);
         for index in 0..self.places.len() {

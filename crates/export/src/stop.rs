@@ -27,7 +27,7 @@ pub(crate) struct Requested<'a> {
 }
 
 impl Stop {
-    /// Orders everybody to stop.
+    /// Gives the order.
     pub(crate) fn request(&self) {
         let waiting = {
             let mut state = self.state.lock();

@@ -114,6 +114,15 @@ pub fn violated(what: &'static str) -> ! {
     panic!("internal error: violated invariant: {what}")
 }
 
+impl From<isobath_formats::Error> for DiskError {
+    fn from(error: isobath_formats::Error) -> Self {
+        match error {
+            isobath_formats::Error::Storage(error) => Self::Storage(error),
+            isobath_formats::Error::Format { image, source } => Self::Format { image, source },
+        }
+    }
+}
+
 impl DiskError {
     /// The error for a violated invariant, which is logged.
     #[cold]

@@ -1,12 +1,17 @@
 //! One image of a chain.
 
+use crate::encryption::{Key, Protection, locked, read_through};
 use crate::replayed::Replayed;
 use crate::restart_log::FoundLog;
 use crate::sabotage::{self, Sabotage};
 use crate::{DiskError, Result};
+use isobath_formats::{Format, Image, Run, RunKind};
+use isobath_luks::Cipher;
 use isobath_qcow2::header::HeaderWrite;
 use isobath_qcow2::index::RecordedFormat;
-use isobath_qcow2::{FormatError, FormatErrorKind, Geometry, Header, HostOffset, L1Entry};
+use isobath_qcow2::{
+    AutoclearFeatures, FormatError, FormatErrorKind, Geometry, Header, HostOffset, L1Entry,
+};
 use isobath_storage::{Allocation, IoBuf, Storage};
 use parking_lot::{Mutex, RwLock};
 use std::ops::Range;
@@ -21,6 +26,8 @@ pub enum ImageFormat {
     Qcow2,
     /// The guest's bytes as they are.
     Raw,
+    /// A format of another program, which is only read.
+    Foreign(Format),
 }
 
 impl ImageFormat {
@@ -29,7 +36,19 @@ impl ImageFormat {
         match self {
             Self::Qcow2 => "qcow2",
             Self::Raw => "raw",
+            Self::Foreign(format) => format.name(),
         }
+    }
+
+    /// The names of all formats, for messages.
+    pub fn names() -> String {
+        let foreign = Format::ALL.map(Format::name);
+        format!("qcow2, raw, {}", foreign.join(", "))
+    }
+
+    /// Whether images in this format can be created and written to.
+    pub const fn is_written(self) -> bool {
+        !matches!(self, Self::Foreign(_))
     }
 
     /// The format of that name, or `None` if it is not supported.
@@ -37,7 +56,7 @@ impl ImageFormat {
         match name {
             "qcow2" => Some(Self::Qcow2),
             "raw" => Some(Self::Raw),
-            _ => None,
+            _ => Format::from_name(name).map(Self::Foreign),
         }
     }
 }
@@ -51,11 +70,13 @@ impl From<RecordedFormat> for ImageFormat {
     }
 }
 
-impl From<ImageFormat> for RecordedFormat {
-    fn from(format: ImageFormat) -> Self {
-        match format {
-            ImageFormat::Raw => Self::Raw,
-            ImageFormat::Qcow2 => Self::Qcow2,
+impl ImageFormat {
+    /// How an index names the format; `None` for one that an index does not cover.
+    pub const fn recorded(self) -> Option<RecordedFormat> {
+        match self {
+            Self::Raw => Some(RecordedFormat::Raw),
+            Self::Qcow2 => Some(RecordedFormat::Qcow2),
+            Self::Foreign(_) => None,
         }
     }
 }
@@ -64,7 +85,7 @@ impl From<ImageFormat> for RecordedFormat {
 pub struct Layer<S> {
     name: PathBuf,
     storage: Arc<S>,
-    data: Arc<S>,
+    data: Data<S>,
     /// Guest bytes.
     size: AtomicU64,
     /// Guest bytes that are visible through the layers above.
@@ -78,6 +99,28 @@ pub struct Layer<S> {
     replayed: Option<Arc<Replayed>>,
     /// A killed process's restart log, which the writer must apply.
     found_log: Mutex<Option<FoundLog>>,
+    /// Whether the data is encrypted.
+    protection: Protection,
+}
+
+/// Where a layer's data is.
+enum Data<S> {
+    /// In the image's file.
+    Own,
+    /// In an external data file.
+    File(Arc<S>),
+    /// In an image of another program.
+    Foreign(Arc<Image<S>>),
+}
+
+impl<S> Clone for Data<S> {
+    fn clone(&self) -> Self {
+        match self {
+            Self::Own => Self::Own,
+            Self::File(file) => Self::File(Arc::clone(file)),
+            Self::Foreign(image) => Self::Foreign(Arc::clone(image)),
+        }
+    }
 }
 
 /// Identifies one opening of an image's tables in this process. Caches of a file's contents are valid for one opening
@@ -116,7 +159,7 @@ impl<S: Storage> Layer<S> {
         let size = length.next_multiple_of(512);
         Self {
             name,
-            data: Arc::clone(&storage),
+            data: Data::Own,
             storage,
             size: AtomicU64::new(size),
             visible: AtomicU64::new(size),
@@ -125,7 +168,14 @@ impl<S: Storage> Layer<S> {
             qcow2: None,
             replayed: None,
             found_log: Mutex::default(),
+            protection: Protection::None,
         }
+    }
+
+    /// An image of another program.
+    pub fn foreign(name: PathBuf, storage: Arc<S>, image: Image<S>) -> Self {
+        let size = image.size();
+        Self { data: Data::Foreign(Arc::new(image)), ..Self::raw(name, storage, size) }
     }
 
     /// A qcow2 image whose header and L1 table were read.
@@ -136,11 +186,12 @@ impl<S: Storage> Layer<S> {
         file_length: u64,
         qcow2: Qcow2,
         replayed: Option<Replayed>,
+        protection: Protection,
     ) -> Self {
         let size = qcow2.header.read().disk_size();
         Self {
             name,
-            data: data.unwrap_or_else(|| Arc::clone(&storage)),
+            data: data.map_or(Data::Own, Data::File),
             storage,
             size: AtomicU64::new(size),
             visible: AtomicU64::new(size),
@@ -149,6 +200,7 @@ impl<S: Storage> Layer<S> {
             qcow2: Some(Arc::new(qcow2)),
             replayed: replayed.map(Arc::new),
             found_log: Mutex::default(),
+            protection,
         }
     }
 
@@ -158,7 +210,7 @@ impl<S: Storage> Layer<S> {
         Self {
             name: self.name.clone(),
             storage: Arc::clone(&self.storage),
-            data: Arc::clone(&self.data),
+            data: self.data.clone(),
             size: AtomicU64::new(self.size()),
             visible: AtomicU64::new(self.size()),
             file_length: AtomicU64::new(self.file_length()),
@@ -166,6 +218,7 @@ impl<S: Storage> Layer<S> {
             qcow2: self.qcow2.clone(),
             replayed: self.replayed.clone(),
             found_log: Mutex::default(),
+            protection: self.protection.clone(),
         }
     }
 
@@ -190,15 +243,51 @@ impl<S: Storage> Layer<S> {
 
     /// Like [`read_at`](Self::read_at), for the guest's data.
     pub async fn read_data_at(&self, at: u64, buf: IoBuf) -> Result<IoBuf> {
-        if Arc::ptr_eq(&self.storage, &self.data) {
-            return self.read_at(at, buf).await;
+        if let Some(cipher) = self.cipher()? {
+            let stored = async |at, buf| self.read_stored_data_at(at, buf).await;
+            return Box::pin(read_through(cipher, at, buf, stored)).await;
         }
-        Ok(self.data.read_at(at, buf).await?)
+        self.read_stored_data_at(at, buf).await
+    }
+
+    /// The key in use, to open the image once more.
+    pub fn key(&self) -> Key {
+        match &self.protection {
+            Protection::None => Key::Known(None),
+            Protection::Cipher(cipher) => Key::Known(Some(cipher.clone())),
+            Protection::Locked => Key::Unneeded,
+        }
+    }
+
+    /// Whether the image's data is encrypted, which makes a host cluster's bytes meaningless in another place.
+    pub fn is_encrypted(&self) -> bool {
+        !matches!(self.protection, Protection::None)
+    }
+
+    /// The cipher of the guest's data, if it is encrypted.
+    ///
+    /// # Errors
+    /// If the image was opened without its key.
+    pub fn cipher(&self) -> Result<Option<&Cipher>> {
+        match &self.protection {
+            Protection::None => Ok(None),
+            Protection::Cipher(cipher) => Ok(Some(cipher)),
+            Protection::Locked => Err(locked(&self.name)),
+        }
+    }
+
+    /// The guest's data as it is stored.
+    async fn read_stored_data_at(&self, at: u64, buf: IoBuf) -> Result<IoBuf> {
+        match &self.data {
+            Data::Own => self.read_at(at, buf).await,
+            Data::File(file) => Ok(file.read_at(at, buf).await?),
+            Data::Foreign(image) => Ok(Box::pin(image.read(at, buf)).await?),
+        }
     }
 
     /// Whether the overlay of a journal in use contains any of a range of the guest's data.
     pub fn is_newer_than_data(&self, range: &Range<u64>) -> bool {
-        Arc::ptr_eq(&self.storage, &self.data)
+        matches!(self.data, Data::Own)
             && self
                 .replayed
                 .as_ref()
@@ -207,9 +296,28 @@ impl<S: Storage> Layer<S> {
 
     /// Returns whether the guest's data from `at` on takes space.
     pub async fn allocation(&self, at: u64) -> Result<Allocation> {
-        let found = self.data.allocation(at).await?;
+        if let Data::Foreign(image) = &self.data {
+            let left = image.size().saturating_sub(at);
+            if left == 0 {
+                return Ok(Allocation { length: 0, data: false });
+            }
+            let Run { length, kind } = Box::pin(image.run(at, left)).await?;
+            return Ok(Allocation {
+                length,
+                data: !matches!(kind, RunKind::Absent | RunKind::Zero),
+            });
+        }
+        let found = self.data().allocation(at).await?;
         let newer = self.is_newer_than_data(&(at..at + found.length.max(1)));
         Ok(Allocation { data: found.data || newer, ..found })
+    }
+
+    /// Where the bytes from `at` on of an image of another program are, for at most `length` bytes.
+    pub async fn foreign_run(&self, at: u64, length: u64) -> Result<Run> {
+        match &self.data {
+            Data::Foreign(image) => Ok(Box::pin(image.run(at, length)).await?),
+            _ => Err(DiskError::internal(&self.name, "the layer is another program's image")),
+        }
     }
 
     /// The name under which it was opened.
@@ -224,12 +332,27 @@ impl<S: Storage> Layer<S> {
 
     /// The file with the guest's data: an external data file, or the image's own.
     pub fn data(&self) -> &Arc<S> {
-        &self.data
+        match &self.data {
+            Data::Own | Data::Foreign(_) => &self.storage,
+            Data::File(file) => file,
+        }
+    }
+
+    /// The image of another program that the layer is.
+    pub fn as_foreign(&self) -> Option<&Image<S>> {
+        match &self.data {
+            Data::Foreign(image) => Some(image),
+            _ => None,
+        }
     }
 
     /// Its format.
     pub fn format(&self) -> ImageFormat {
-        if self.qcow2.is_some() { ImageFormat::Qcow2 } else { ImageFormat::Raw }
+        match &self.data {
+            Data::Foreign(image) => ImageFormat::Foreign(image.format()),
+            _ if self.qcow2.is_some() => ImageFormat::Qcow2,
+            _ => ImageFormat::Raw,
+        }
     }
 
     /// The guest's size of this layer, in bytes.
@@ -286,7 +409,10 @@ impl<S: Storage> Layer<S> {
 
     /// Asks for the file's length again: an active layer grows.
     pub async fn refresh_file_length(&self) -> Result<u64> {
-        let length = self.data.len().await?;
+        let length = match &self.data {
+            Data::Foreign(image) => image.size(),
+            _ => self.data().len().await?,
+        };
         self.file_length.store(length, Ordering::Relaxed);
         Ok(length)
     }
@@ -294,8 +420,8 @@ impl<S: Storage> Layer<S> {
     /// The image is no longer written to: others may read it.
     pub async fn retire(&self) -> Result<()> {
         self.storage.retire().await?;
-        if !Arc::ptr_eq(&self.storage, &self.data) {
-            self.data.retire().await?;
+        if let Data::File(file) = &self.data {
+            file.retire().await?;
         }
         Ok(())
     }
@@ -303,8 +429,8 @@ impl<S: Storage> Layer<S> {
     /// Allows or forbids this process to open the image for writing besides this handle.
     pub async fn admit_writer(&self, admit: bool) -> Result<()> {
         self.storage.admit_writer(admit).await?;
-        if !Arc::ptr_eq(&self.storage, &self.data) {
-            self.data.admit_writer(admit).await?;
+        if let Data::File(file) = &self.data {
+            file.admit_writer(admit).await?;
         }
         Ok(())
     }
@@ -321,9 +447,20 @@ impl<S: Storage> Layer<S> {
     /// Writes another backing file's name into the header, durably. The file is open for writing.
     ///
     /// # Errors
-    /// If the header has no room for the name, or the storage fails.
+    /// [`DiskError::Refused`] if the image's external data file is a raw image of the disk; if the header has no room
+    /// for the name, or the storage fails.
     pub async fn edit_backing(&self, backing: Option<(&str, &str)>) -> Result<()> {
         let Some(qcow2) = self.as_qcow2() else { return Ok(()) };
+        let raw = qcow2.header.read().autoclear.contains(AutoclearFeatures::DATA_FILE_RAW);
+        if raw && backing.is_some() {
+            return Err(DiskError::Refused {
+                image: self.name.clone(),
+                reason: "it cannot have a backing file: its external data file is to hold the whole disk \
+                         (data_file_raw=on), and would not hold what the backing file does; convert the image \
+                         instead"
+                    .into(),
+            });
+        }
         let storage = self.storage();
         let size = qcow2.geometry.cluster_size() as usize;
         let cluster = storage.read_at(0, IoBuf::zeroed(size)).await?;

@@ -12,13 +12,19 @@
 #![allow(clippy::missing_errors_doc, reason = "errors are those of the storage and of the format")]
 
 pub mod alloc;
+pub mod amend;
+mod bitmap_bits;
+pub mod bitmaps;
+mod change;
 pub mod check;
 pub mod checksummed;
 pub mod durability;
+pub mod encryption;
 pub mod entries;
 pub mod error;
 pub mod ids;
 pub mod index_area;
+pub mod keys;
 pub mod layer;
 pub mod lsn;
 pub mod name;
@@ -36,6 +42,7 @@ pub mod references;
 pub mod replayed;
 pub mod restart_log;
 pub mod sabotage;
+pub mod snapshot_table;
 pub mod snapshots;
 pub mod tables;
 pub mod writer;

@@ -2,6 +2,7 @@
 
 use crate::Result;
 use crate::check::{CheckEvent, CheckOptions, CheckReport, Repair, check_storage};
+use crate::encryption::Key;
 use crate::layer::ImageFormat;
 use crate::open::{open_layer, read_header};
 use crate::options::OpenOptions;
@@ -27,7 +28,8 @@ pub async fn check<H: Host>(
     events: &mut dyn FnMut(CheckEvent<'_>),
 ) -> Result<CheckReport> {
     let writable = options.repair != Repair::None;
-    let mode = OpenMode { writable, direct: false, locking: options.locking };
+    let CheckOptions { locking, direct, .. } = *options;
+    let mode = OpenMode { writable, direct, locking };
     if writable {
         bring_in(host, name, options.format, options.locking).await?;
     }
@@ -62,7 +64,7 @@ async fn bring_in<H: Host>(
         return Ok(());
     }
     drop(left);
-    let layer = Arc::new(open_layer(host, name, format, true, &options).await?);
+    let layer = Arc::new(open_layer(host, name, format, true, &options, &Key::Unneeded).await?);
     if let Some(qcow2) = layer.as_qcow2() {
         let alone = qcow2.header.read().backing_file.is_none();
         Writer::open(&layer, qcow2, &options, alone).await?;

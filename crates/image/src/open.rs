@@ -1,14 +1,17 @@
 //! Opening one image.
 
 use crate::check::repair_dirty;
+use crate::encryption::{Key, unlock};
 use crate::layer::{ImageFormat, Layer, OpeningId, Qcow2};
 use crate::name::plain_file_name;
-use crate::options::{OpenOptions, Trust};
+use crate::options::{OpenOptions, SnapshotChoice, Trust};
 use crate::probe::format_of;
 use crate::recovery::{Purpose, Recovered, recover};
 use crate::replayed::Replayed;
 use crate::restart_log::FoundLog;
+use crate::snapshot_table::read_snapshots;
 use crate::{DiskError, Result};
+use isobath_formats::{Format, Image};
 use isobath_qcow2::{Extension, Header, IncompatibleFeatures, L1Entry};
 use isobath_storage::{Access, Host, IoBuf, Storage, StorageExt};
 use std::path::{Path, PathBuf};
@@ -38,18 +41,19 @@ pub fn referenced_file<H: Host>(
     Ok(path)
 }
 
-/// Opens one image, without its backing files.
+/// Opens one image, without its backing files. `key` decrypts its data if it is encrypted.
 pub async fn open_layer<H: Host>(
     host: &H,
     name: &Path,
     format: Option<ImageFormat>,
     writable: bool,
     options: &OpenOptions,
+    key: &Key,
 ) -> Result<Layer<H::File>> {
     let storage = Arc::new(host.open(name, options.mode(writable)).await?);
     // A header here, a table there: nothing else of thousands of layers is needed yet.
     storage.advise(Access::Random).await;
-    let layer = load_layer(host, name, format, writable, options, &storage).await?;
+    let layer = load_layer(host, name, format, writable, options, key, &storage).await?;
     storage.advise(Access::Normal).await;
     Ok(layer)
 }
@@ -60,12 +64,34 @@ async fn load_layer<H: Host>(
     format: Option<ImageFormat>,
     writable: bool,
     options: &OpenOptions,
+    key: &Key,
     storage: &Arc<H::File>,
 ) -> Result<Layer<H::File>> {
     let mut length = storage.len().await?;
     let start = storage.read_at(0, IoBuf::zeroed(4096)).await?;
-    if format_of(name, format, &start)? == ImageFormat::Raw {
-        return Ok(Layer::raw(name.to_owned(), Arc::clone(storage), length));
+    let format = format_of(name, format, &start)?;
+    if format != ImageFormat::Qcow2 {
+        if options.snapshot.is_some() {
+            return Err(DiskError::Refused {
+                image: name.to_owned(),
+                reason: "its format has no internal snapshots".into(),
+            });
+        }
+        let ImageFormat::Foreign(format) = format else {
+            return Ok(Layer::raw(name.to_owned(), Arc::clone(storage), length));
+        };
+        if writable {
+            return Err(DiskError::Refused {
+                image: name.to_owned(),
+                reason: format!(
+                    "images in the format {} are only read; open it read-only, or convert it with \
+                     'isobath convert -O qcow2'",
+                    format.name()
+                ),
+            });
+        }
+        let image = Box::pin(open_foreign(host, name, format, options, storage)).await?;
+        return Ok(Layer::foreign(name.to_owned(), Arc::clone(storage), image));
     }
     let mut header = read_header(&**storage, name, start, length).await?;
     if writable && header.incompatible.contains(IncompatibleFeatures::CORRUPT) {
@@ -74,6 +100,7 @@ async fn load_layer<H: Host>(
             reason: "its corrupt bit is set, so it can only be opened read-only".into(),
         });
     }
+    let protection = Box::pin(unlock(&**storage, name, &header, key)).await?;
     let purpose = if writable { Purpose::Write } else { Purpose::View };
     let Recovered { view: replayed, restart_log: found_log } =
         recover(&**storage, name, &header, purpose).await?;
@@ -100,6 +127,9 @@ async fn load_layer<H: Host>(
     }
     let geometry =
         header.geometry().map_err(|source| DiskError::Format { image: name.to_owned(), source })?;
+    if let Some(choice) = &options.snapshot {
+        show_snapshot(&**storage, name, &mut header, (length, writable), choice).await?;
+    }
     let l1 = read_l1(&**storage, name, &header, length, replayed.as_ref()).await?;
     let data = if header.incompatible.contains(IncompatibleFeatures::DATA_FILE) {
         let Some(file) = header.data_file() else {
@@ -136,10 +166,50 @@ async fn load_layer<H: Host>(
         opened_length: length.into(),
         l1: l1.into(),
     };
-    let layer =
-        Layer::qcow2(name.to_owned(), Arc::clone(storage), data, file_length, qcow2, replayed);
+    let (name, storage) = (name.to_owned(), Arc::clone(storage));
+    let layer = Layer::qcow2(name, storage, data, file_length, qcow2, replayed, protection);
     layer.set_found_log(found_log);
     Ok(layer)
+}
+
+/// Opens an image of another program, with the files that it names.
+pub async fn open_foreign<H: Host>(
+    host: &H,
+    name: &Path,
+    format: Format,
+    options: &OpenOptions,
+    storage: &Arc<H::File>,
+) -> Result<Image<H::File>> {
+    Image::open(format, name, Arc::clone(storage), async |extent: &str| {
+        let path = referenced_file(host, name, "extent", extent, &options.trust)?;
+        let file = host.open(&path, options.mode(false)).await?;
+        Ok::<_, DiskError>((path, Arc::new(file)))
+    })
+    .await
+}
+
+/// Puts a snapshot's L1 table and size in place of the current ones.
+async fn show_snapshot<S: Storage>(
+    storage: &S,
+    name: &Path,
+    header: &mut Header,
+    (length, writable): (u64, bool),
+    choice: &SnapshotChoice,
+) -> Result<()> {
+    let refused =
+        |reason: &str| DiskError::Refused { image: name.to_owned(), reason: reason.to_owned() };
+    if writable {
+        return Err(refused("an internal snapshot can only be opened read-only"));
+    }
+    let snapshots = read_snapshots(storage, name, header, length).await?;
+    let snapshot = choice.find(&snapshots).and_then(|index| snapshots.get(index));
+    let snapshot = snapshot.ok_or_else(|| refused("Can't find snapshot"))?;
+    let error = |source| DiskError::Format { image: name.to_owned(), source };
+    snapshot.check(&header.geometry().map_err(error)?).map_err(error)?;
+    header.l1_table_offset = snapshot.l1_table_offset;
+    header.l1_size = snapshot.l1_size;
+    header.size = snapshot.disk_size.unwrap_or(header.size);
+    Ok(())
 }
 
 /// Reads the header cluster, of which `start` is the beginning.

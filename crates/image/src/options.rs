@@ -1,7 +1,9 @@
 //! How to open a disk.
 
 use crate::durability::MetadataMode;
+use crate::encryption::Secrets;
 use crate::layer::ImageFormat;
+use isobath_qcow2::Snapshot;
 use isobath_storage::{Locking, OpenMode};
 use std::path::PathBuf;
 
@@ -36,6 +38,36 @@ pub enum Trust {
     Within(Vec<PathBuf>),
 }
 
+/// Which internal snapshot is meant.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum SnapshotChoice {
+    /// The one with this ID or, if there is none, the first with this name.
+    IdOrName(String),
+    /// The first with this ID and this name, of which at least one is given.
+    Exactly {
+        /// The ID.
+        id: Option<String>,
+        /// The name.
+        name: Option<String>,
+    },
+}
+
+impl SnapshotChoice {
+    /// The place of the snapshot in an image's list.
+    pub fn find(&self, snapshots: &[Snapshot]) -> Option<usize> {
+        let place = |wanted: &dyn Fn(&Snapshot) -> bool| snapshots.iter().position(wanted);
+        match self {
+            Self::IdOrName(text) => place(&|one| one.id == text.as_bytes())
+                .or_else(|| place(&|one| one.name == text.as_bytes())),
+            Self::Exactly { id: None, name: None } => None,
+            Self::Exactly { id, name } => place(&|one| {
+                id.as_ref().is_none_or(|id| one.id == id.as_bytes())
+                    && name.as_ref().is_none_or(|name| one.name == name.as_bytes())
+            }),
+        }
+    }
+}
+
 /// How to open a disk.
 ///
 /// ```
@@ -54,6 +86,8 @@ pub struct OpenOptions {
     pub locking: Locking,
     /// The active layer's format; `None` probes.
     pub format: Option<ImageFormat>,
+    /// The active layer's internal snapshot to read instead of its current state; read-only.
+    pub snapshot: Option<SnapshotChoice>,
     /// Whether to open the backing chain; without it, its data reads as zeroes.
     pub backing: bool,
     /// How far names in headers are trusted.
@@ -67,6 +101,8 @@ pub struct OpenOptions {
     /// The most zones in use, in mode `embedded`: a recovery looks for records in all of them, and a close makes them
     /// plain. `None` uses 8; with 0 nothing is embedded.
     pub zones: Option<u32>,
+    /// The secrets of encrypted images.
+    pub secrets: Secrets,
     /// Memory for the map in bytes; `None` uses what the disk needs, up to `DEFAULT_MAP_CACHE`.
     pub map_cache: Option<usize>,
     /// What a request was answered for outlives this process being killed, flushed or not, as it does
@@ -84,12 +120,14 @@ impl Default for OpenOptions {
             direct: false,
             locking: Locking::default(),
             format: None,
+            snapshot: None,
             backing: true,
             trust: Trust::default(),
             metadata: MetadataMode::default(),
             journal_size: None,
             zone_size: None,
             zones: None,
+            secrets: Secrets::default(),
             map_cache: None,
             restart_log: false,
         }
@@ -106,6 +144,20 @@ impl OpenOptions {
     #[must_use]
     pub fn format(mut self, format: impl Into<Option<ImageFormat>>) -> Self {
         self.format = format.into();
+        self
+    }
+
+    /// Sets [`secrets`](Self::secrets).
+    #[must_use]
+    pub fn secrets(mut self, secrets: impl Into<Secrets>) -> Self {
+        self.secrets = secrets.into();
+        self
+    }
+
+    /// Sets [`snapshot`](Self::snapshot).
+    #[must_use]
+    pub fn snapshot(mut self, snapshot: impl Into<Option<SnapshotChoice>>) -> Self {
+        self.snapshot = snapshot.into();
         self
     }
 }
@@ -126,9 +178,10 @@ setters! {
 }
 
 impl OpenOptions {
-    /// Whether an index is trusted. A malicious one could expose parts of the files below that no guest may see.
+    /// Whether an index is used: it is trusted, and describes what is opened. A malicious one could expose parts of the
+    /// files below that no guest may see; one of the current state says nothing of a snapshot.
     pub fn may_use_index(&self) -> bool {
-        self.trust == Trust::Full
+        self.trust == Trust::Full && self.snapshot.is_none()
     }
 
     /// How to open a file of the disk.

@@ -2,6 +2,7 @@
 
 use crate::layer::ImageFormat;
 use crate::{DiskError, Result};
+use isobath_formats::Format;
 use isobath_qcow2::probe::{Probed, probe};
 use std::path::Path;
 
@@ -14,16 +15,20 @@ pub fn format_of(name: &Path, named: Option<ImageFormat>, start: &[u8]) -> Resul
     if let Some(format) = named {
         return Ok(format);
     }
-    match probe(start, name) {
-        Probed::Qcow2 => Ok(ImageFormat::Qcow2),
-        Probed::Raw => Ok(ImageFormat::Raw),
-        Probed::Foreign(format) => Err(DiskError::Refused {
+    let foreign = match probe(start, name) {
+        Probed::Qcow2 => return Ok(ImageFormat::Qcow2),
+        Probed::Raw => return Ok(ImageFormat::Raw),
+        Probed::Foreign(foreign) => foreign,
+    };
+    match Format::detected(foreign) {
+        Some(format) => Ok(ImageFormat::Foreign(format)),
+        None => Err(DiskError::Refused {
             image: name.to_owned(),
             reason: format!(
-                "it is {format}; only qcow2 and raw are supported. Convert it with 'qemu-img \
+                "it is {foreign}, which is not supported. Convert it with 'qemu-img \
                  convert -f {} -O qcow2'; if it is in fact a raw disk, use '-f raw', or for a \
                  backing file 'qemu-img rebase -u -F raw' on the image above it",
-                format.name()
+                foreign.name()
             ),
         }),
     }

@@ -40,8 +40,14 @@ sabotages! {
     NoSecondSync => "no-second-sync",
     /// A write does not mark the bitmaps that track writes.
     UnmarkedBitmaps => "unmarked-bitmaps",
+    /// A write is not noted in the bitmaps that track writes.
+    UnnotedWrites => "unnoted-writes",
+    /// A bitmap's mark is removed before its contents are durable.
+    EarlyUnmark => "early-unmark",
     /// An ordered commit releases clusters while something durable still refers to them.
     EarlyRelease => "early-release",
+    /// New refcount blocks are listed without waiting for those that count them.
+    ListedAtOnce => "listed-at-once",
     /// A record does not revoke earlier records' changes to clusters that it frees.
     NoRevoke => "no-revoke",
     /// A recovery trusts the last record without verifying its data.
@@ -102,6 +108,10 @@ sabotages! {
     HiddenLeftOut => "hidden-left-out",
     /// A cluster to be written gets no place.
     LostPlace => "lost-place",
+    /// A rebase changes the backing file's name before what was copied is durable.
+    UnflushedRebase => "unflushed-rebase",
+    /// A change of snapshots or bitmaps does not say that refcounts may be wrong.
+    NoDirtyBit => "no-dirty-bit",
     /// A unit of the map is changed outside its slice.
     ForeignUnit => "foreign-unit",
 }

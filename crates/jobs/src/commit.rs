@@ -54,7 +54,7 @@ pub fn commit<H: Host>(
     let top = live.layer_of(options.top)?.unwrap_or(disk.active_index());
     let base = live.layer_of(options.base)?.unwrap_or(LayerIndex::new(0));
     if base >= top {
-        return Err(disk.unfit_layers("the base is not below the top layer to be committed"));
+        return Err(disk.refused("the base is not below the top layer to be committed"));
     }
     if disk.writer.is_none() {
         return Err(DiskError::ReadOnly);

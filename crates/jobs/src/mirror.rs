@@ -57,7 +57,7 @@ pub fn mirror<H: Host>(
     check_sizes(&disk, &other)?;
     let active = other.chain.active().storage().id();
     if disk.layers().any(|layer| layer.storage().id() == active) {
-        return Err(other.unfit_layers("it is part of the disk to mirror"));
+        return Err(other.refused("it is part of the disk to mirror"));
     }
     let job = Job::new(JobKind::Mirror, job);
     let claim = live.claim(Arc::clone(&job) as _)?;
@@ -70,7 +70,7 @@ fn check_sizes<H: Host>(disk: &Disk<H>, target: &Disk<H>) -> Result<()> {
     if target.size() == disk.size() {
         return Ok(());
     }
-    Err(target.unfit_layers(&format!(
+    Err(target.refused(format!(
         "its size is {} bytes, but the size of the disk to mirror is {}",
         target.size(),
         disk.size()

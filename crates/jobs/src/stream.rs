@@ -68,12 +68,10 @@ pub fn stream<H: Host>(
     let top = live.layer_of(options.top)?.unwrap_or(disk.active_index());
     let base = live.layer_of(options.base)?;
     if base.is_some_and(|base| base >= top) {
-        return Err(disk.unfit_layers("the base is not below the layer that takes the data"));
+        return Err(disk.refused("the base is not below the layer that takes the data"));
     }
     if disk.chain.get(top).is_none_or(|layer| layer.as_qcow2().is_none()) {
-        return Err(
-            disk.unfit_layers("only a qcow2 layer can take the data of the layers below it")
-        );
+        return Err(disk.refused("only a qcow2 layer can take the data of the layers below it"));
     }
     let writable = disk.writer.is_some();
     if !writable {

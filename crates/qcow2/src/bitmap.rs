@@ -1,11 +1,12 @@
 //! Persistent bitmaps (section "Bitmaps").
 
+use crate::bit_set::bit_set;
 use crate::bytes;
 use crate::error::{FormatError, printable};
 use crate::extension::BitmapsExtension;
 use crate::geometry::Geometry;
-use crate::l1::OFFSET_MASK;
 use crate::offset::HostOffset;
+use crate::table_entry::OFFSET_MASK;
 use std::collections::HashSet;
 
 /// The most bitmaps in an image (QEMU's limit).
@@ -22,43 +23,15 @@ pub const DIRTY_TRACKING: u8 = 1;
 /// Bytes of a directory entry before its extra data and name.
 const ENTRY_HEAD_BYTES: usize = 24;
 
-/// The flags of a bitmap.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct BitmapFlags(u32);
-
-impl BitmapFlags {
-    /// The bitmap was not saved and may be inconsistent.
-    pub const IN_USE: Self = Self(1);
-    /// The bitmap is enabled: every writer must record its writes in it, or mark it inconsistent.
-    pub const AUTO: Self = Self(2);
-    /// Programs that do not know its extra data may use the bitmap.
-    pub const EXTRA_DATA_COMPATIBLE: Self = Self(4);
-
-    /// The flags with these bits.
-    pub const fn from_bits(bits: u32) -> Self {
-        Self(bits)
-    }
-
-    /// The bits, as on disk.
-    pub const fn bits(self) -> u32 {
-        self.0
-    }
-
-    /// Whether every flag of `other` is set.
-    pub const fn contains(self, other: Self) -> bool {
-        self.0 & other.0 == other.0
-    }
-
-    /// With the flags of `other` too.
-    #[must_use]
-    pub const fn with(self, other: Self) -> Self {
-        Self(self.0 | other.0)
-    }
-
-    /// Without the flags of `other`.
-    #[must_use]
-    pub const fn without(self, other: Self) -> Self {
-        Self(self.0 & !other.0)
+bit_set! {
+    /// The flags of a bitmap.
+    BitmapFlags(u32) {
+        /// The bitmap was not saved and may be inconsistent.
+        IN_USE = 0;
+        /// The bitmap is enabled: every writer must record its writes in it, or mark it inconsistent.
+        AUTO = 1;
+        /// Programs that do not know its extra data may use the bitmap.
+        EXTRA_DATA_COMPATIBLE = 2;
     }
 }
 
@@ -176,7 +149,7 @@ impl Bitmap {
         let bitmap = Self {
             table_offset: HostOffset::new(bytes::be64(entry, 0).ok_or_else(cut)?),
             table_size: u32_at(8)?,
-            flags: BitmapFlags(u32_at(12)?),
+            flags: BitmapFlags::from_bits(u32_at(12)?),
             kind,
             granularity_bits,
             extra_data: extra_data.to_vec(),

@@ -44,6 +44,10 @@ pub struct NewImage {
     /// in a new file they read as zeroes. Together with a backing file it needs extended L2 entries,
     /// which leave the subclusters unallocated.
     pub preallocate: bool,
+    /// Bytes of the encryption header that the image will hold, if it is to be encrypted with LUKS; the caller writes
+    /// its contents. 1 to
+    /// [`MAX_ENCRYPTION_HEADER_BYTES`](crate::header::MAX_ENCRYPTION_HEADER_BYTES).
+    pub encryption: Option<u64>,
     /// The direct-access index that the image will hold. Its area starts at the second cluster, with refcount 0; the
     /// caller writes its contents. Everything else comes after it, so that QEMU, which assumes that everything after
     /// the last cluster in use is zero, does not expose it.
@@ -66,12 +70,13 @@ impl NewImage {
             data_file: None,
             data_file_raw: false,
             preallocate: false,
+            encryption: None,
             index: None,
         }
     }
 
-    /// Lays the image out: header, the index's area, refcount table, refcount blocks, L1 table, and with
-    /// preallocation L2 tables and guest clusters, each after the other.
+    /// Lays the image out: header, the index's area, refcount table, refcount blocks, L1 table, encryption header, and
+    /// with preallocation L2 tables and guest clusters, each after the other.
     ///
     /// # Errors
     /// If options exclude each other or need version 3, or the disk is too large for the cluster
@@ -103,11 +108,12 @@ impl NewImage {
             (true, true) => (l1_size, 0),
             (true, false) => (l1_size, geometry.clusters_for(size)),
         };
+        let encryption = geometry.clusters_for(self.encryption.unwrap_or(0));
         let index = self.index_clusters(&geometry)?;
         // The refcounts count themselves too, so grow them until they suffice.
         let (mut table, mut blocks) = (1, 1);
         let (table, blocks, total) = loop {
-            let total = 1 + index + table + blocks + l1 + l2 + data;
+            let total = 1 + index + table + blocks + l1 + encryption + l2 + data;
             let needed_blocks = total.div_ceil(geometry.refcount_block_entries());
             let needed_table = geometry.clusters_for(needed_blocks * 8);
             if (needed_table, needed_blocks) == (table, blocks) {
@@ -123,13 +129,20 @@ impl NewImage {
         let at = |cluster: u64| HostOffset::new(cluster << self.cluster_bits);
         let table_cluster = 1 + index;
         let l1_cluster = table_cluster + table + blocks;
-        let header = self.header(
+        let encryption_cluster = l1_cluster + l1;
+        let l2_cluster = encryption_cluster + encryption;
+        let mut header = self.header(
             size,
             l1_size as u32,
             if l1_size == 0 { HostOffset::new(0) } else { at(l1_cluster) },
             at(table_cluster),
             table as u32,
         );
+        if let Some(length) = self.encryption {
+            header.crypt_method = Header::LUKS;
+            let offset = at(encryption_cluster);
+            header.extensions.push(Extension::EncryptionHeader { offset, length });
+        }
         header.validate(ParseMode::Open)?;
         Ok(Plan {
             first_cluster: header.encode()?,
@@ -139,9 +152,9 @@ impl NewImage {
             table_clusters: table,
             blocks,
             l1_cluster,
-            l2_cluster: l1_cluster + l1,
+            l2_cluster,
             l2_tables: l2,
-            data_cluster: l1_cluster + l1 + l2,
+            data_cluster: l2_cluster + l2,
             data_clusters: data,
         })
     }
@@ -207,6 +220,18 @@ impl NewImage {
             }
             if !self.preallocate {
                 return conflict("data_file_raw", "on", "needs preallocation=metadata");
+            }
+        }
+        if self.encryption.is_some() {
+            if self.data_file_raw {
+                return conflict("data_file_raw", "on", "cannot be used with encryption");
+            }
+            if self.preallocate && self.version == 2 {
+                return conflict(
+                    "preallocation",
+                    "metadata",
+                    "with encryption it needs compat=1.1",
+                );
             }
         }
         if self.preallocate && self.backing_file.is_some() && !self.extended_l2 {
@@ -407,6 +432,9 @@ impl Plan {
             let raw = self.header.autoclear.contains(AutoclearFeatures::DATA_FILE_RAW);
             let entry = if geometry.extended_l2() {
                 L2Entry::subclustered(Some(offset), true, if raw { u32::MAX } else { 0 }, 0)
+            } else if self.header.encryption().is_some() {
+                // Zeroes in the file are not zeroes for the guest.
+                L2Entry::zero_allocated(offset, true)
             } else {
                 L2Entry::data(offset, true)
             };

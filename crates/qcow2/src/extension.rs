@@ -10,9 +10,9 @@ use crate::offset::HostOffset;
 const END: u32 = 0;
 pub(crate) const BACKING_FORMAT: u32 = 0xe279_2aca;
 pub(crate) const FEATURE_NAMES: u32 = 0x6803_f857;
-const BITMAPS: u32 = 0x2385_2875;
+pub(crate) const BITMAPS: u32 = 0x2385_2875;
 const ENCRYPTION: u32 = 0x0537_be77;
-const DATA_FILE: u32 = 0x4441_5441;
+pub(crate) const DATA_FILE: u32 = 0x4441_5441;
 
 /// Longest backing format name, in bytes (QEMU's limit).
 pub const MAX_BACKING_FORMAT_BYTES: usize = 15;
@@ -67,9 +67,9 @@ pub struct BitmapsExtension {
 }
 
 impl BitmapsExtension {
-    const SIZE: usize = 24;
+    pub(crate) const SIZE: usize = 24;
 
-    fn parse(data: &[u8]) -> Option<Self> {
+    pub(crate) fn parse(data: &[u8]) -> Option<Self> {
         if data.len() != Self::SIZE {
             return None;
         }
@@ -81,7 +81,7 @@ impl BitmapsExtension {
         })
     }
 
-    fn encode(&self) -> Vec<u8> {
+    pub(crate) fn encode(&self) -> Vec<u8> {
         let mut data = Vec::with_capacity(Self::SIZE);
         data.extend(self.count.to_be_bytes());
         data.extend(self.reserved.to_be_bytes());
@@ -190,7 +190,7 @@ impl Extension {
     }
 
     /// Appends the extension with its type, length and padding.
-    pub fn encode(&self, out: &mut Vec<u8>) {
+    fn encode(&self, out: &mut Vec<u8>) {
         let data = match self {
             Self::BackingFormat(text) | Self::DataFile(text) => text.as_bytes().to_vec(),
             Self::FeatureNames(table) => table.encode(),
@@ -208,8 +208,11 @@ impl Extension {
         out.resize(out.len().next_multiple_of(8), 0);
     }
 
-    /// Appends the mark that ends the extensions.
-    pub fn encode_end(out: &mut Vec<u8>) {
+    /// Appends extensions and the mark that ends them.
+    pub fn encode_all(extensions: &[Self], out: &mut Vec<u8>) {
+        for extension in extensions {
+            extension.encode(out);
+        }
         out.extend([0; HEAD]);
     }
 }
@@ -283,10 +286,7 @@ mod tests {
 
     fn encoded(extensions: &[Extension]) -> Vec<u8> {
         let mut area = Vec::new();
-        for extension in extensions {
-            extension.encode(&mut area);
-        }
-        Extension::encode_end(&mut area);
+        Extension::encode_all(extensions, &mut area);
         area
     }
 

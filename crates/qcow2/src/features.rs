@@ -1,50 +1,23 @@
 //! Feature bits and their names (sections "Header" and "Feature name table").
 
+use crate::bit_set::bit_set;
 use crate::error::printable;
 
 macro_rules! features {
     ($(#[$doc:meta])* $name:ident { $($(#[$bit_doc:meta])* $bit:ident = $n:literal, $text:expr;)* }) => {
-        $(#[$doc])*
-        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-        pub struct $name(u64);
+        bit_set! {
+            $(#[$doc])*
+            $name(u64) { $($(#[$bit_doc])* $bit = $n;)* }
+        }
 
         impl $name {
-            $($(#[$bit_doc])* pub const $bit: Self = Self(1 << $n);)*
-
             /// The bits that this implementation knows, with the names that QEMU gives them; those that QEMU does not
             /// know have a name chosen by this implementation.
             pub const KNOWN: &'static [(u8, &'static str)] = &[$(($n, $text)),*];
 
-            /// The set with these bits.
-            pub const fn from_bits(bits: u64) -> Self {
-                Self(bits)
-            }
-
-            /// The bits, as on disk.
-            pub const fn bits(self) -> u64 {
-                self.0
-            }
-
             /// Whether no bit is set.
             pub const fn is_empty(self) -> bool {
                 self.0 == 0
-            }
-
-            /// Whether every bit of `other` is set.
-            pub const fn contains(self, other: Self) -> bool {
-                self.0 & other.0 == other.0
-            }
-
-            /// The set with the bits of `other` too.
-            #[must_use]
-            pub const fn with(self, other: Self) -> Self {
-                Self(self.0 | other.0)
-            }
-
-            /// The set without the bits of `other`.
-            #[must_use]
-            pub const fn without(self, other: Self) -> Self {
-                Self(self.0 & !other.0)
             }
 
             /// The bits that this implementation does not know.

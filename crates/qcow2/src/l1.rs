@@ -1,21 +1,20 @@
 //! L1 table entries (section "Cluster mapping").
 
-use crate::bytes;
 use crate::error::FormatError;
 use crate::geometry::Geometry;
 use crate::offset::HostOffset;
+use crate::table_entry::{OFFSET_MASK, table_entry};
 
 /// Bytes of an L1 table entry.
 pub const L1_ENTRY_SIZE: usize = 8;
 
 const COPIED: u64 = 1 << 63;
-/// Bits 9 to 55: the offset, for entries of L1, L2 and bitmap tables.
-pub(crate) const OFFSET_MASK: u64 = 0x00ff_ffff_ffff_fe00;
-const RESERVED: u64 = !(COPIED | OFFSET_MASK);
 
-/// An L1 table entry: where an L2 table is.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct L1Entry(u64);
+table_entry! {
+    /// An L1 table entry: where an L2 table is.
+    L1Entry: "L2 table" in "an L1 table", ""
+    field "L1 entry's offset", offset OFFSET_MASK, reserved !(COPIED | OFFSET_MASK)
+}
 
 impl L1Entry {
     /// The entry of an L2 table at `offset`; `copied` says that its refcount is exactly one.
@@ -23,44 +22,7 @@ impl L1Entry {
     /// # Errors
     /// If the offset is 0, not aligned to a cluster, or not below 2^56.
     pub fn new(offset: HostOffset, copied: bool, geometry: &Geometry) -> Result<Self, FormatError> {
-        geometry.check_offset("L1 entry's offset", offset)?;
-        if offset.get() == 0 {
-            return Err(FormatError::invalid(
-                "L1 entry's offset",
-                0,
-                "is the offset of the header",
-            ));
-        }
-        Ok(Self(offset.get() | if copied { COPIED } else { 0 }))
-    }
-
-    /// The entry where there is no L2 table.
-    pub const fn unallocated() -> Self {
-        Self(0)
-    }
-
-    /// The entry with this value on disk.
-    pub const fn from_raw(raw: u64) -> Self {
-        Self(raw)
-    }
-
-    /// The value on disk.
-    pub const fn raw(self) -> u64 {
-        self.0
-    }
-
-    /// Where the L2 table is; `None` if there is none. Reserved bits are ignored, as QEMU does; see
-    /// [`reserved_bits`](Self::reserved_bits).
-    ///
-    /// # Errors
-    /// If the offset is not aligned to a cluster.
-    #[inline]
-    pub fn offset(self, geometry: &Geometry) -> Result<Option<HostOffset>, FormatError> {
-        let offset = self.0 & OFFSET_MASK;
-        if offset == 0 {
-            return Ok(None);
-        }
-        geometry.check_offset("L1 entry's offset", HostOffset::new(offset)).map(Some)
+        Self::at(offset, geometry).map(|entry| entry.with_copied(copied))
     }
 
     /// The COPIED bit: the L2 table's refcount is exactly one. Accurate only in the active L1 table.
@@ -73,24 +35,6 @@ impl L1Entry {
     #[must_use]
     pub const fn with_copied(self, copied: bool) -> Self {
         Self(if copied { self.0 | COPIED } else { self.0 & !COPIED })
-    }
-
-    /// Reserved bits that are set; a check reports them.
-    pub const fn reserved_bits(self) -> u64 {
-        self.0 & RESERVED
-    }
-
-    /// Entry `index` of an L1 table's bytes; `None` past its end.
-    #[inline]
-    pub fn read(table: &[u8], index: usize) -> Option<Self> {
-        bytes::entry64(table, index).map(Self)
-    }
-
-    /// Puts the entry at `index` of an L1 table's bytes; `None`, and nothing written, past its end.
-    #[inline]
-    #[must_use = "nothing is written past the table's end"]
-    pub fn write(self, table: &mut [u8], index: usize) -> Option<()> {
-        bytes::put_entry64(table, index, self.0)
     }
 }
 

@@ -3,8 +3,8 @@
 use crate::bytes;
 use crate::error::FormatError;
 use crate::geometry::{Geometry, HOST_OFFSET_LIMIT};
-use crate::l1::OFFSET_MASK;
 use crate::offset::{GuestOffset, HostOffset};
+use crate::table_entry::OFFSET_MASK;
 
 const COPIED: u64 = 1 << 63;
 const COMPRESSED: u64 = 1 << 62;

@@ -37,8 +37,10 @@ mod refcount_order;
 pub mod snapshot;
 pub mod text;
 
+mod bit_set;
 mod bytes;
 mod lsn;
+mod table_entry;
 
 pub use bitmap::{Bitmap, BitmapCluster, BitmapFlags};
 pub use compress::CompressionType;

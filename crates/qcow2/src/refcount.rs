@@ -1,9 +1,9 @@
 //! Refcounts of 1 to 64 bits, and the refcount table (section "Host cluster management").
 
-use crate::bytes;
 use crate::error::FormatError;
 use crate::geometry::Geometry;
 use crate::offset::HostOffset;
+use crate::table_entry::table_entry;
 
 pub use crate::refcount_order::RefcountOrder;
 
@@ -12,9 +12,11 @@ const RESERVED: u64 = 0x1ff;
 /// Bytes of a refcount table entry.
 pub const REFCOUNT_TABLE_ENTRY_SIZE: usize = 8;
 
-/// A refcount table entry: where a refcount block is.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct RefcountTableEntry(u64);
+table_entry! {
+    /// A refcount table entry: where a refcount block is.
+    RefcountTableEntry: "refcount block" in "a refcount table", ", and all its refcounts are 0"
+    field "refcount table entry", offset !RESERVED, reserved RESERVED
+}
 
 impl RefcountTableEntry {
     /// The entry of a refcount block at `offset`.
@@ -22,60 +24,7 @@ impl RefcountTableEntry {
     /// # Errors
     /// If the offset is 0 or not aligned to a cluster, or not below 2^56.
     pub fn new(offset: HostOffset, geometry: &Geometry) -> Result<Self, FormatError> {
-        geometry.check_offset("refcount table entry", offset)?;
-        if offset.get() == 0 {
-            let reason = "is the offset of the header";
-            return Err(FormatError::invalid("refcount table entry", 0, reason));
-        }
-        Ok(Self(offset.get()))
-    }
-
-    /// The entry where there is no refcount block: all its refcounts are 0.
-    pub const fn unallocated() -> Self {
-        Self(0)
-    }
-
-    /// The entry with this value on disk.
-    pub const fn from_raw(raw: u64) -> Self {
-        Self(raw)
-    }
-
-    /// The value on disk.
-    pub const fn raw(self) -> u64 {
-        self.0
-    }
-
-    /// Where the refcount block is; `None` if there is none, and all its refcounts are 0. Reserved
-    /// bits are ignored, as QEMU does; see [`reserved_bits`](Self::reserved_bits).
-    ///
-    /// # Errors
-    /// If the offset is not aligned to a cluster, or not below 2^56.
-    #[inline]
-    pub fn offset(self, geometry: &Geometry) -> Result<Option<HostOffset>, FormatError> {
-        let offset = self.0 & !RESERVED;
-        if offset == 0 {
-            return Ok(None);
-        }
-        geometry.check_offset("refcount table entry", HostOffset::new(offset)).map(Some)
-    }
-
-    /// Reserved bits that are set; a check reports them.
-    pub const fn reserved_bits(self) -> u64 {
-        self.0 & RESERVED
-    }
-
-    /// Entry `index` of a refcount table's bytes; `None` past its end.
-    #[inline]
-    pub fn read(table: &[u8], index: usize) -> Option<Self> {
-        bytes::entry64(table, index).map(Self)
-    }
-
-    /// Puts the entry at `index` of a refcount table's bytes; `None`, and nothing written, past its
-    /// end.
-    #[inline]
-    #[must_use = "nothing is written past the table's end"]
-    pub fn write(self, table: &mut [u8], index: usize) -> Option<()> {
-        bytes::put_entry64(table, index, self.0)
+        Self::at(offset, geometry)
     }
 }
 

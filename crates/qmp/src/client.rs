@@ -56,11 +56,11 @@ impl ClientError {
 pub struct Event {
     /// Its name.
     pub name: String,
-    /// Its data; an empty object where there are none.
+    /// Its data; an empty object if there is none.
     pub data: Value,
 }
 
-/// Where a server is.
+/// The address of a server.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Address {
     /// A socket file.
@@ -112,15 +112,15 @@ impl Socket {
     }
 }
 
-/// Levels of nesting in what is received: `query-block` nests the first hundred images of a chain. What
-/// parses it takes 127.
+/// The most levels of nesting received: `query-block` nests the first hundred images of a chain. The parser accepts
+/// 127.
 const DEEPEST: usize = 120;
 
 /// A session with a server, of Isobath or of QEMU.
 pub struct Client {
     socket: Socket,
     splitter: Splitter,
-    /// Received and not yet looked at.
+    /// Received but not yet processed.
     input: Vec<u8>,
     events: VecDeque<Event>,
     next_id: u64,

@@ -8,7 +8,7 @@ use std::fmt;
 pub enum ErrorClass {
     /// Any failure without a class of its own.
     GenericError,
-    /// The command is unknown, or not allowed in the present mode of the session.
+    /// The command is unknown, or not allowed in the current mode of the session.
     CommandNotFound,
     /// A device is not in the state that the command needs: there is no such block job.
     DeviceNotActive,
@@ -31,7 +31,7 @@ impl ErrorClass {
     }
 }
 
-/// A failed command's reply: a class for programs, a text for people.
+/// A failed command's reply: a class for programs, a text for users.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct QmpError {
     /// What kind of failure it is.

@@ -13,10 +13,9 @@ pub const ALIGNMENT: usize = 4096;
 
 /// An owned run of bytes whose address never changes.
 ///
-/// The kernel may hold the address while an operation is in flight, so the bytes belong to the operation
-/// until it gives the buffer back. A buffer can be split in two and joined again without copying; no two
-/// buffers ever cover the same byte, but for memory [shared](Self::shared) with a guest, which may do with
-/// it what it likes.
+/// The kernel may hold the address while an operation is in flight, so the bytes belong to the operation until it gives
+/// the buffer back. A buffer can be split in two and joined again without copying; no two buffers ever cover the same
+/// byte, except for memory [shared](Self::shared) with a guest, which may change it at any time.
 pub struct IoBuf {
     start: NonNull<u8>,
     length: usize,
@@ -77,7 +76,7 @@ impl IoBuf {
         buf
     }
 
-    /// A buffer over memory that somebody else owns, such as a pool.
+    /// A buffer over memory with another owner, such as a pool.
     ///
     /// # Safety
     /// `start` must be valid for reads and writes of `length` bytes for as long as `owner` lives,
@@ -92,8 +91,8 @@ impl IoBuf {
 
     /// A buffer over memory that others may read and write at any time, such as a guest's.
     ///
-    /// What is only handed to the kernel may be such a buffer. Whoever looks at the bytes and counts on
-    /// seeing the same ones again takes a [`stable`](Self::stable) copy first.
+    /// Such a buffer may be passed to the kernel. Code that reads the bytes and relies on them not to change must make
+    /// a [`stable`](Self::stable) copy first.
     ///
     /// # Safety
     /// `start` must be valid for reads and writes of `length` bytes for as long as `owner` lives. No Rust
@@ -117,12 +116,21 @@ impl IoBuf {
         if !self.shared {
             return self;
         }
-        let copy = Self::zeroed(self.length);
-        // SAFETY: both are valid for `length` bytes, and the copy's memory is new.
-        unsafe {
-            std::ptr::copy_nonoverlapping(self.start.as_ptr(), copy.start.as_ptr(), self.length);
-        };
+        let mut copy = Self::zeroed(self.length);
+        self.copy_to(&mut copy);
         copy
+    }
+
+    /// Copies the bytes, which may be [shared](Self::shared).
+    ///
+    /// # Panics
+    /// If the lengths differ.
+    pub fn copy_to(&self, target: &mut [u8]) {
+        assert_eq!(target.len(), self.length, "the lengths of a copy");
+        // SAFETY: both are valid for `length` bytes, and nobody else has the target's memory.
+        unsafe {
+            std::ptr::copy_nonoverlapping(self.start.as_ptr(), target.as_mut_ptr(), self.length);
+        };
     }
 
     /// The number of bytes.

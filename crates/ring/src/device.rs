@@ -1,4 +1,4 @@
-//! Character devices that hand out messages, such as `/dev/fuse`.
+//! Character devices that deliver messages, such as `/dev/fuse`.
 
 use crate::runtime::ops;
 use crate::runtime::required;
@@ -8,9 +8,8 @@ use std::sync::Arc;
 
 /// A device from which whole messages are read, and to which they are written.
 ///
-/// Reads and writes are plain system calls, which must not wait: the device is to be in non-blocking mode.
-/// What a message holds is copied by the call itself, so the ring would save nothing. Only the wait for
-/// the next message is the ring's.
+/// Reads and writes are plain system calls, which must not wait: the device must be in non-blocking mode. The call
+/// itself copies the message, so the ring would save nothing. Only the wait for the next message uses the ring.
 #[derive(Debug)]
 pub struct Device {
     file: Arc<OwnedFd>,
@@ -30,9 +29,9 @@ impl AsFd for Device {
 }
 
 impl Device {
-    /// Waits until there is something to read, or the device has failed. Of several that wait for one
-    /// source of messages, on any threads and descriptors, each message wakes one: whoever is woken must
-    /// read, and one whose future is dropped may have been woken for all.
+    /// Waits until there is something to read, or the device has failed. If several wait for one source of messages, on
+    /// any threads and descriptors, each message wakes one of them, which must then read. If its future is dropped
+    /// instead, the others may miss the message.
     ///
     /// # Errors
     /// The device cannot be polled.
@@ -50,10 +49,10 @@ impl Device {
         }
     }
 
-    /// Reads one message into `buf`, and tells its length.
+    /// Reads one message into `buf`, and returns its length.
     ///
     /// # Errors
-    /// `WouldBlock` if there is none; whatever else the device says.
+    /// `WouldBlock` if there is none; other errors of the device.
     pub fn read(&self, buf: &mut [u8]) -> io::Result<usize> {
         // SAFETY: the descriptor is open, and the buffer has room for its length.
         let count =

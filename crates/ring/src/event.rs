@@ -14,7 +14,7 @@ use std::task::{Context, Poll, ready};
 /// Bytes of an eventfd's count.
 const COUNT: usize = 8;
 
-/// An eventfd that one task waits for again and again.
+/// An eventfd that one task waits for repeatedly.
 ///
 /// A wait costs one operation and, after the first, no allocation. All waits must be on one thread.
 pub struct Event {
@@ -26,7 +26,7 @@ enum Wait {
     Idle(IoBuf),
     /// Reads the count.
     Reading(Op),
-    /// The file does not let a read wait, so it is awaited first.
+    /// The file does not allow a read to wait, so its readiness is awaited first.
     Waiting(Op, IoBuf),
     /// An operation lost its buffer, which a ring never does.
     Lost,
@@ -45,11 +45,11 @@ impl AsFd for Event {
 }
 
 impl Event {
-    /// Takes the count, once it is not 0. Until then it is waited for, also between calls: a wait that was
-    /// begun goes on until the count is there or the `Event` is dropped.
+    /// Takes the count, once it is not 0. The wait continues between calls, until there is a count or the `Event` is
+    /// dropped.
     ///
     /// # Errors
-    /// The file cannot be read; `InvalidData` if it gives something else than a count, as no eventfd does.
+    /// The file cannot be read; `InvalidData` if it returns something other than a count, which no eventfd does.
     ///
     /// # Panics
     /// Outside [`Executor::block_on`](crate::Executor::block_on).

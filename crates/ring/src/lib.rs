@@ -9,20 +9,21 @@
 //!   (receive, accept, poll, connect, send) are cancelled as well.
 //! - Submissions are batched: they go to the kernel when nothing else can run, or every
 //!   [`Config::batch`] entries.
-//! - Operations beyond what the queues hold wait here or, completed, in the kernel (`FEAT_NODROP`), so
-//!   none is refused or lost.
+//! - Operations that do not fit into the queues wait here or, once completed, in the kernel (`FEAT_NODROP`), so none is
+//!   refused or lost.
 //! - [`Executor::block_on`] returns only when no dropped operation is in flight any more, and dropping
 //!   the executor ends every task and waits for every operation.
 //!
-//! A panic in a task ends that task alone: its [`JoinHandle`] tells, or the log if nobody listens. A
-//! panic in the future given to `block_on` unwinds through it.
+//! A panic in a task ends only that task: its [`JoinHandle`] reports it, or the log if there is no handle. A panic in
+//! the future given to `block_on` unwinds through it.
 //!
-//! Files are the business of the crates above: they start [operations](ops) on descriptors, with buffers that
-//! they hand over ([`IoBuf`]).
+//! Files are handled by the crates above: they start [operations](ops) on descriptors, and pass ownership of buffers
+//! ([`IoBuf`]).
 
 pub mod buf;
 mod device;
 mod event;
+mod first;
 pub mod net;
 mod runtime;
 mod signal;
@@ -30,6 +31,7 @@ mod signal;
 pub use buf::IoBuf;
 pub use device::Device;
 pub use event::Event;
+pub use first::first;
 pub use net::Readiness;
 pub use runtime::{
     Config, Elapsed, Executor, Handle, Held, JoinError, JoinHandle, Lease, Local, RemoteJoin,

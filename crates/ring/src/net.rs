@@ -1,8 +1,7 @@
 //! Sockets on the ring.
 
 use crate::buf::IoBuf;
-use crate::runtime::ops;
-use crate::runtime::required;
+use crate::runtime::{ops, required, sleep};
 use std::fs;
 use std::io;
 use std::net::{Shutdown, SocketAddr, TcpListener};
@@ -11,10 +10,14 @@ use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
-/// A socket that takes connections: unix or TCP.
+/// How long to wait before the next `accept` while descriptors or memory are short.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+/// A listening socket: unix or TCP.
 ///
-/// It may be made on one thread and used on another. A unix socket's file is removed with it.
+/// It may be created on one thread and used on another. A unix socket's file is removed with it.
 #[derive(Debug)]
 pub struct Listener {
     socket: Arc<OwnedFd>,
@@ -31,11 +34,10 @@ pub enum Address {
 }
 
 impl Listener {
-    /// Listens on a socket file. One that is left over from a program that is gone is replaced.
+    /// Listens on a socket file. A stale one of a program that has ended is replaced.
     ///
     /// # Errors
-    /// `EADDRINUSE` if somebody listens there or the path is something else than a socket; and
-    /// whatever the file system says.
+    /// `EADDRINUSE` if a program listens there or the path is not a socket; and errors of the file system.
     pub fn bind_unix(path: &Path) -> io::Result<Self> {
         let listener = match UnixListener::bind(path) {
             Err(error) if error.kind() == io::ErrorKind::AddrInUse && is_stale(path) => {
@@ -68,16 +70,15 @@ impl Listener {
     /// Waits for a connection. TCP connections get `TCP_NODELAY`. Dropping the future loses none.
     ///
     /// # Errors
-    /// As `accept(2)`. `ECONNABORTED` and a lack of descriptors (`EMFILE`, `ENFILE`) say nothing
-    /// against the next call.
+    /// As `accept(2)`. After `ECONNABORTED` or a lack of descriptors (`EMFILE`, `ENFILE`) the next call may succeed.
     ///
     /// # Panics
     /// Outside [`Executor::block_on`](crate::Executor::block_on).
     pub async fn accept(&self) -> io::Result<Stream> {
         let local = required();
         loop {
-            // Polled and then taken: a cancelled IORING_OP_ACCEPT can swallow the wake-up of the next
-            // one, since the kernel wakes a single waiter for a connection.
+            // Poll first and then accept: a cancelled IORING_OP_ACCEPT can swallow the wake-up of the next one, since
+            // the kernel wakes a single waiter for a connection.
             match socket2::SockRef::from(&self.socket).accept() {
                 Ok((socket, _)) => {
                     let stream = Stream::from(OwnedFd::from(socket));
@@ -94,6 +95,29 @@ impl Listener {
                 _ => {}
             }
         }
+    }
+}
+
+/// Waits until `accept` is worth another try after it has failed with `error`: no time if the connection was aborted
+/// or a signal came, 100 ms while descriptors or memory are short, of which `short` is told first.
+///
+/// # Errors
+/// `error`, if it is any other.
+///
+/// # Panics
+/// Outside [`Executor::block_on`](crate::Executor::block_on).
+pub async fn after_failed_accept(
+    error: io::Error,
+    short: impl FnOnce(&io::Error),
+) -> io::Result<()> {
+    match error.raw_os_error() {
+        Some(libc::ECONNABORTED | libc::EINTR) => Ok(()),
+        Some(libc::EMFILE | libc::ENFILE | libc::ENOBUFS | libc::ENOMEM) => {
+            short(&error);
+            sleep(ACCEPT_PAUSE).await;
+            Ok(())
+        }
+        _ => Err(error),
     }
 }
 
@@ -136,10 +160,10 @@ pub struct Stream {
 impl From<OwnedFd> for Stream {
     /// Takes over a connected stream socket, for example of a `std` `UnixStream`.
     ///
-    /// It is set to blocking mode: in the other one the ring would not wait for data.
+    /// It is set to blocking mode: in non-blocking mode the ring would not wait for data.
     fn from(socket: OwnedFd) -> Self {
         let stream = Self { socket: Arc::new(socket) };
-        // Fails only for what is no socket, which the first operation then tells.
+        // This fails only if it is not a socket, which the first operation then reports.
         let _ = stream.reference().set_nonblocking(false);
         stream
     }
@@ -180,11 +204,10 @@ impl Stream {
         Ok(stream)
     }
 
-    /// Waits for data and receives what is there, up to the buffer's length. 0 bytes mean that the
-    /// peer has ended its side (or that the buffer is empty).
+    /// Waits for data and receives available bytes, up to the buffer's length. 0 bytes mean that the peer has ended its
+    /// side (or that the buffer is empty).
     ///
-    /// Dropping the future cancels it; what arrives at that moment is lost, so the stream is then
-    /// fit only to be closed.
+    /// Dropping the future cancels it; data that arrives at that moment is lost, so the stream can then only be closed.
     pub async fn recv(&self, buf: IoBuf) -> (io::Result<usize>, IoBuf) {
         self.recv_from(buf, 0).await
     }
@@ -203,7 +226,7 @@ impl Stream {
         }
     }
 
-    /// Fills the whole buffer. Tells `UnexpectedEof` if the peer ends its side before.
+    /// Fills the whole buffer. Returns `UnexpectedEof` if the peer ends its side first.
     pub async fn recv_exact(&self, mut buf: IoBuf) -> (io::Result<()>, IoBuf) {
         let mut done = 0;
         while done < buf.len() {
@@ -286,7 +309,7 @@ impl AsFd for Readiness {
 }
 
 impl Readiness {
-    /// The descriptor's number, for system calls beside the ring.
+    /// The descriptor's number, for system calls outside the ring.
     pub fn number(&self) -> i32 {
         self.file.as_raw_fd()
     }

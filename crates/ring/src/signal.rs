@@ -1,4 +1,4 @@
-//! Signals as something to await.
+//! Awaiting signals.
 
 use crate::runtime::ops;
 use crate::runtime::required;
@@ -14,8 +14,8 @@ static PIPE: AtomicI32 = AtomicI32::new(-1);
 
 extern "C" fn handler(signal: libc::c_int) {
     let number = signal as u8;
-    // SAFETY: `errno` is this thread's; `write` is safe in a handler and `number` lives on its stack.
-    // The pipe never blocks: when it is full, signals enough are waiting.
+    // SAFETY: `errno` is this thread's; `write` is safe in a handler and `number` lives on its stack. The pipe never
+    // blocks: when it is full, enough signals are pending.
     unsafe {
         let errno = libc::__errno_location();
         let saved = *errno;
@@ -26,7 +26,7 @@ extern "C" fn handler(signal: libc::c_int) {
 
 /// Receives signals of this process instead of their default actions, until it is dropped.
 ///
-/// There is one at a time in a process.
+/// Only one may exist in a process at a time.
 pub struct Signals {
     pipe: Arc<OwnedFd>,
     old: Vec<(i32, libc::sigaction)>,

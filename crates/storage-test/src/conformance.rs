@@ -1,6 +1,6 @@
-//! What every host must do, whatever keeps the bytes.
+//! Requirements for every host, however it stores the bytes.
 //!
-//! For tests: what is not as it must be ends in a panic.
+//! For tests: a violation panics.
 
 #![allow(clippy::unwrap_used, reason = "a check fails by a panic")]
 
@@ -21,14 +21,14 @@ async fn read(file: &impl Storage, offset: u64, length: usize) -> Vec<u8> {
     file.read_at(offset, buf).await.unwrap().to_vec()
 }
 
-/// A byte that tells its offset and the generation of the write.
+/// Bytes that identify their offset and the generation of the write.
 fn pattern(offset: u64, length: usize, generation: u64) -> Vec<u8> {
     (offset..offset + length as u64)
         .map(|at| (at.wrapping_mul(31) ^ (at >> 9) ^ generation.wrapping_mul(97)) as u8 | 1)
         .collect()
 }
 
-/// Runs every check on files in `directory`; `direct` asks for `O_DIRECT`.
+/// Runs every check on files in `directory`; `direct` requests `O_DIRECT`.
 pub async fn check<H: Host>(host: &H, directory: &Path, direct: bool) {
     let writable = OpenMode { direct, ..WRITABLE };
     let read_only = OpenMode { direct, ..READ_ONLY };

@@ -3,14 +3,13 @@
 //! A [`FaultHost`] wraps another host. Its [`Plan`] determines the faults of every file opened through it: the same
 //! plan and the same operations give the same faults.
 
+use crate::give_way;
 use crate::pass_through::{Hooks, HostHooks, HostRequest, PassThrough, Request};
 use isobath_storage::{Host, IoBuf, Operation, Result, Storage, StorageError};
 use parking_lot::Mutex;
-use std::future::poll_fn;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::task::Poll;
 
 /// One planned fault.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -19,18 +18,18 @@ pub struct Fault {
     pub operation: Operation,
     /// The file's name; `None` for any file.
     pub file: Option<PathBuf>,
-    /// How many such operations succeed before.
+    /// How many such operations succeed first.
     pub after: u64,
     /// How many fail then; `u64::MAX` for all that follow.
     pub times: u64,
     /// The error number with which they fail, `libc::EIO` for example.
     pub errno: i32,
-    /// Of a failing write, how many bytes reach the file all the same.
+    /// How many bytes of a failing write reach the file nevertheless.
     pub torn: usize,
 }
 
 impl Fault {
-    /// The fault of one operation on any file, with `EIO`, after `after` successes.
+    /// A fault of one operation on any file, with `EIO`, after `after` successes.
     pub fn new(operation: Operation, after: u64) -> Self {
         Self { operation, file: None, after, times: 1, errno: libc::EIO, torn: 0 }
     }
@@ -41,7 +40,7 @@ impl Fault {
         Self { errno, ..self }
     }
 
-    /// The same fault, of all operations that follow too.
+    /// The same fault, for all following operations too.
     #[must_use]
     pub fn forever(self) -> Self {
         Self { times: u64::MAX, ..self }
@@ -56,14 +55,14 @@ impl Fault {
 
 #[derive(Default)]
 struct Schedule {
-    /// Each fault and the number of operations that it has seen.
+    /// Each fault, and the number of matching operations so far.
     faults: Vec<(Fault, u64)>,
     /// The generator of delays; 0 for none.
     delays: u64,
     injected: u64,
 }
 
-/// What goes wrong, shared by a host and its files.
+/// The faults, shared by a host and its files.
 #[derive(Clone, Default)]
 pub struct Plan(Arc<Mutex<Schedule>>);
 
@@ -83,8 +82,8 @@ impl Plan {
         self.0.lock().faults.clear();
     }
 
-    /// Has each operation yield a number of times from 0 to 3, drawn from `seed`, before it starts,
-    /// so that operations in flight together end in another order.
+    /// Makes each operation yield 0 to 3 times, derived from `seed`, before it starts, so that concurrent operations
+    /// end in a different order.
     pub fn delay(&self, seed: u64) {
         self.0.lock().delays = seed | 1;
     }
@@ -115,7 +114,7 @@ impl Plan {
     }
 
     async fn wait(&self) {
-        let mut turns = {
+        let turns = {
             let mut state = self.0.lock();
             if state.delays == 0 {
                 return;
@@ -123,18 +122,10 @@ impl Plan {
             state.delays = random(state.delays);
             state.delays >> 62
         };
-        poll_fn(|context| {
-            if turns == 0 {
-                return Poll::Ready(());
-            }
-            turns -= 1;
-            context.waker().wake_by_ref();
-            Poll::Pending
-        })
-        .await;
+        give_way(turns).await;
     }
 
-    /// Fails a write as planned, after the part of it that reaches the file.
+    /// Fails a write as planned, after writing the part of it that reaches the file.
     async fn tear(&self, file: &impl Storage, offset: u64, bufs: &[IoBuf]) -> Result<()> {
         self.wait().await;
         let Some(fault) = self.strike(Operation::Write, file.name()) else {

@@ -1,11 +1,27 @@
 //! Hosts for tests and measurements.
 //!
-//! Each wraps another [`Host`](isobath_storage::Host): it makes operations fail ([`fault`]), writes down what
-//! changes files ([`recorder`]), or takes the time of a slower disk ([`slow`]). All of them are hooks in one
-//! [host around another](pass_through). [`conformance`] checks what every host must do.
+//! Each wraps another [`Host`](isobath_storage::Host): it makes operations fail ([`fault`]), records changes of files
+//! ([`recorder`]), or simulates the speed of a slower disk ([`slow`]). All of them are hooks in one [wrapping
+//! host](pass_through). [`conformance`] checks what every host must do.
 
 pub mod conformance;
 pub mod fault;
 pub mod pass_through;
 pub mod recorder;
 pub mod slow;
+
+use std::future::poll_fn;
+use std::task::Poll;
+
+/// Lets other tasks have so many turns.
+pub async fn give_way(mut turns: u64) {
+    poll_fn(|context| {
+        if turns == 0 {
+            return Poll::Ready(());
+        }
+        turns -= 1;
+        context.waker().wake_by_ref();
+        Poll::Pending
+    })
+    .await;
+}

@@ -1,4 +1,4 @@
-//! Hosts around others: everything is passed on, and hooks see it before and after.
+//! Wrapping hosts: every operation is forwarded, and hooks are called before and after it.
 
 use isobath_storage::{
     Allocation, BoxFuture, Capabilities, Extensions, Host, Identity, IoBuf, OpenMode, Reflink,
@@ -7,7 +7,7 @@ use isobath_storage::{
 use std::future::Future;
 use std::path::{Path, PathBuf};
 
-/// What a host is asked for.
+/// An operation of a host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HostRequest {
     /// [`Host::open`].
@@ -18,7 +18,7 @@ pub enum HostRequest {
     Remove,
 }
 
-/// What a file is asked for. Offsets and lengths are in bytes.
+/// An operation of a file. Offsets and lengths are in bytes.
 #[derive(Clone, Copy, Debug)]
 pub enum Request<'a> {
     /// [`Storage::read_at`].
@@ -53,7 +53,7 @@ pub enum Request<'a> {
     Flush,
     /// [`Storage::set_len`].
     SetLength(u64),
-    /// What changes nothing: [`Storage::len`], [`Storage::allocation`] and [`Stamps`].
+    /// Operations without changes: [`Storage::len`], [`Storage::allocation`] and [`Stamps`].
     Query,
     /// [`Reflink::clone_range`].
     Clone {
@@ -68,21 +68,21 @@ pub enum Request<'a> {
     AdmitWriter,
 }
 
-/// What happens around the operations of one file.
+/// Hooks around the operations of one file.
 pub trait Hooks: Send + Sync + 'static {
-    /// What is kept from the begin of an operation to its end.
+    /// State kept from the beginning of an operation to its end.
     type Begun;
 
-    /// Before an operation of `file`, the one that is wrapped. An error is the operation's: it does not
-    /// take place, and [`end`](Self::end) is not called.
+    /// Called before an operation of `file`, the wrapped one. An error becomes the operation's: it is not executed, and
+    /// [`end`](Self::end) is not called.
     fn begin(
         &self,
         file: &impl Storage,
         request: Request<'_>,
     ) -> impl Future<Output = Result<Self::Begun>>;
 
-    /// After an operation: `done` is what was asked for, if it succeeded and has done something. An error
-    /// replaces its result.
+    /// Called after an operation: `done` is the request, if it succeeded and had an effect. An error replaces its
+    /// result.
     fn end(
         &self,
         file: &impl Storage,
@@ -90,31 +90,31 @@ pub trait Hooks: Send + Sync + 'static {
         done: Option<Request<'_>>,
     ) -> impl Future<Output = Result<()>>;
 
-    /// What may be expected of the file, given what it says of itself.
+    /// The file's capabilities, given the wrapped file's.
     fn capabilities(&self, own: Capabilities) -> Capabilities {
         own
     }
 }
 
-/// What happens around the operations of a host.
+/// Hooks around the operations of a host.
 pub trait HostHooks: Send + Sync + 'static {
     /// The hooks of its files.
     type File: Hooks;
-    /// What is kept from the begin of an operation to its end.
+    /// State kept from the beginning of an operation to its end.
     type Begun;
 
-    /// Before an operation. An error is the operation's: it does not take place.
+    /// Called before an operation. An error becomes the operation's: it is not executed.
     fn begin(&self, request: HostRequest, name: &Path)
     -> impl Future<Output = Result<Self::Begun>>;
 
-    /// After an operation that succeeded.
+    /// Called after a successful operation.
     fn end(&self, request: HostRequest, name: &Path, begun: Self::Begun);
 
     /// The hooks of a file that was opened or created.
     fn file(&self, file: &impl Storage) -> Self::File;
 }
 
-/// A host around another.
+/// A host that wraps another.
 #[derive(Clone, Debug)]
 pub struct PassThrough<H, K> {
     inner: H,
@@ -132,7 +132,7 @@ impl<H: Host, K: HostHooks> PassThrough<H, K> {
         &self.hooks
     }
 
-    /// Its hooks, for a change.
+    /// Its hooks, mutably.
     pub fn hooks_mut(&mut self) -> &mut K {
         &mut self.hooks
     }
@@ -176,7 +176,7 @@ impl<H: Host, K: HostHooks> Host for PassThrough<H, K> {
     }
 }
 
-/// A file around another.
+/// A file that wraps another.
 #[derive(Debug)]
 pub struct PassThroughFile<S, K> {
     inner: S,
@@ -184,7 +184,7 @@ pub struct PassThroughFile<S, K> {
 }
 
 impl<S: Storage, K: Hooks> PassThroughFile<S, K> {
-    /// An operation that changes nothing in its request, between the hooks.
+    /// Runs an operation between the hooks.
     async fn around<T>(
         &self,
         request: Request<'_>,

@@ -1,8 +1,8 @@
 //! A record of every change to files, for replaying crashes.
 //!
-//! A [`RecorderHost`] wraps another host and writes down, in order of completion, each change that
-//! its files complete. A crash keeps what was flushed and any selection of what came later, whole or torn;
-//! [`Record::replay`] makes the files that it leaves.
+//! A [`RecorderHost`] wraps another host and records, in order of completion, each change that its files complete. A
+//! crash keeps flushed changes and any selection of later ones, whole or torn; [`Record::replay`] builds the files that
+//! it leaves.
 
 use crate::pass_through::{Hooks, HostHooks, HostRequest, PassThrough, Request};
 use isobath_storage::memory::MemoryHost;
@@ -12,7 +12,7 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
-/// The most bytes that an entry has of a range that was cloned.
+/// The most bytes of a cloned range in one entry.
 const CLONED: u64 = 1 << 20;
 
 /// One change, completed by the wrapped storage.
@@ -42,21 +42,20 @@ pub enum Change {
 pub struct Entry {
     /// The file's name.
     pub file: Arc<Path>,
-    /// What happened to it.
+    /// The change.
     pub change: Change,
-    /// The length of the record when it was asked for: from there on the file may hold it, whole or in
-    /// part.
+    /// The length of the record when it was submitted: from there on the file may contain it, in full or in part.
     pub asked: usize,
 }
 
-/// What happens to an entry in a crash.
+/// The fate of an entry in a crash.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fate {
     /// It reached the disk.
     Kept,
     /// It did not.
     Lost,
-    /// Of a write, only the first so many bytes did; any other change is kept.
+    /// Only this many bytes of a write reached it; any other change is kept.
     Torn(usize),
 }
 
@@ -151,10 +150,10 @@ async fn apply(file: &impl Storage, change: &Change, fate: Fate) -> Result<()> {
     }
 }
 
-/// A host whose changes are written down.
+/// A host whose changes are recorded.
 pub type RecorderHost<H> = PassThrough<H, Recorder>;
 
-/// Writes down what changes files.
+/// Records changes of files.
 #[derive(Clone, Default)]
 pub struct Recorder {
     record: Record,
@@ -167,15 +166,15 @@ impl<H: Host> RecorderHost<H> {
         Self::around(inner, Recorder::default())
     }
 
-    /// Has its files promise so many bytes as their [`Capabilities::atomic_write`], whatever the host's do:
-    /// for who tears what was recorded into such pieces.
+    /// Makes its files report this [`Capabilities::atomic_write`], whatever the host's files report: for callers that
+    /// tear recorded changes into such pieces.
     #[must_use]
     pub fn promising(mut self, atomic_write: u64) -> Self {
         self.hooks_mut().atomic_write = Some(atomic_write);
         self
     }
 
-    /// The record; it goes on growing.
+    /// The record, which continues to grow.
     pub fn record(&self) -> Record {
         self.hooks().record.clone()
     }
@@ -203,7 +202,7 @@ impl HostHooks for Recorder {
     }
 }
 
-/// Writes down what changes a file.
+/// Records changes of a file.
 pub struct FileRecorder {
     name: Arc<Path>,
     recorder: Recorder,

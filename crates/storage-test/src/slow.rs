@@ -1,25 +1,21 @@
-//! A host whose files all lie on one slow disk, as far as time goes.
+//! A host whose files share the timing of one slow disk.
 //!
-//! Over a fast file system this gives jobs and guests a disk to contend for, which behaves alike
-//! wherever it runs. A request is carried out at once by the host below, and its future ends when the
-//! simulated disk would have been done:
+//! Over a fast file system this gives jobs and guests a disk to contend for, which behaves the same on every machine. A
+//! request is executed at once by the host below, and its future ends when the simulated disk would have completed it:
 //!
-//! - At most [`depth`](SlowDisk::depth) requests are in the disk; the others wait in the order in which
-//!   they came.
-//! - The bytes of one request after another go through the disk at its
-//!   [`bandwidth`](SlowDisk::bandwidth).
-//! - A request ends [`latency`](SlowDisk::latency) after its bytes have gone through; meanwhile those of
-//!   others do.
-//! - A flush keeps all others from going through for the time that it [costs](SlowDisk::flush).
-//! - A disk that [turns](SlowDisk::mechanics) has to be in the right place first, and has a write cache:
-//!   what was written since the last flush goes through with the next.
+//! - At most [`depth`](SlowDisk::depth) requests are in the disk; the others wait in order of arrival.
+//! - The bytes of one request after another are transferred at the disk's [`bandwidth`](SlowDisk::bandwidth).
+//! - A request ends [`latency`](SlowDisk::latency) after its bytes were transferred; meanwhile others are transferred.
+//! - A flush blocks all other transfers for the time that it [costs](SlowDisk::flush).
+//! - A [rotating](SlowDisk::mechanics) disk must be positioned first, and has a write cache: data written since the
+//!   last flush is transferred by the next one.
 //!
-//! Its files lie one behind the other. Zeroes, discards, clones and changes of length are requests without
-//! bytes, so a file gains nothing from space that was written before. What only asks is free, and nothing
-//! is cached for reads. With each flush a trace event tells what the disk was sent so far.
+//! Its files are placed one after the other. Zeroes, discards, clones and changes of length are requests without bytes,
+//! so a file gains nothing from space that was written before. Queries are free, and reads are not cached. With each
+//! flush a trace event reports what the disk was sent so far.
 //!
-//! A disk that is slower than the simulated one shows through. Waiting needs the timers of an
-//! [`Executor`](isobath_ring::Executor); elsewhere it holds up the thread.
+//! If the real disk is slower than the simulated one, its own times show. Waiting needs the timers of an
+//! [`Executor`](isobath_ring::Executor); elsewhere it blocks the thread.
 
 mod mechanics;
 
@@ -36,25 +32,25 @@ use std::time::{Duration, Instant};
 
 pub use mechanics::Mechanics;
 
-/// Places between the begins of two files.
+/// The distance between the starts of two files.
 const APART: u64 = 64 << 30;
 
-/// What a disk can do.
+/// The properties of a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SlowDisk {
     /// Bytes per second, reads and writes together.
     pub bandwidth: NonZeroU64,
-    /// What every request takes besides its bytes.
+    /// Each request's fixed time.
     pub latency: Duration,
     /// Requests in the disk at a time.
     pub depth: NonZeroUsize,
     /// How long a flush keeps the disk busy, besides its latency.
     pub flush: Duration,
-    /// What turns and moves in it, if anything does.
+    /// Its mechanics, if it is a rotating disk.
     pub mechanics: Option<Mechanics>,
 }
 
-/// What a disk is asked for, by places on it.
+/// A request to a disk, by positions on it.
 #[derive(Clone, Debug)]
 enum Job {
     Read(Range<u64>),
@@ -64,7 +60,7 @@ enum Job {
     Other,
 }
 
-/// What a disk was sent so far.
+/// Counts of what a disk was sent so far.
 #[derive(Default)]
 struct Counts {
     reads: u64,
@@ -98,14 +94,14 @@ impl Counts {
     }
 }
 
-/// When requests end. Times are counted from any fixed one, and never go back.
+/// Computes when requests end. Times are relative to a fixed moment, and never decrease.
 struct Schedule {
     disk: SlowDisk,
     arm: Option<Arm>,
     counts: Counts,
     /// Where files begin.
     begins: HashMap<FileId, u64>,
-    /// When the bytes of every request so far have gone through.
+    /// When the bytes of every request so far have been transferred.
     free: Duration,
     /// When the requests in the disk end, the last `depth` of them.
     ends: VecDeque<Duration>,
@@ -123,13 +119,13 @@ impl Schedule {
         }
     }
 
-    /// Where a file begins: behind those that were opened before.
+    /// Where a file begins: after those opened before.
     fn begin(&mut self, file: FileId) -> u64 {
         let next = (self.begins.len() as u64).saturating_mul(APART);
         *self.begins.entry(file).or_insert(next)
     }
 
-    /// Takes a request; tells when it ends.
+    /// Accepts a request; returns when it ends.
     fn submit(&mut self, now: Duration, request: Job) -> Duration {
         self.counts.add(&request);
         let mut start = now.max(self.free);
@@ -173,7 +169,7 @@ pub struct Device {
 }
 
 impl Device {
-    /// Queues a request and says when it ends.
+    /// Queues a request and returns when it ends.
     fn submit(&self, job: Job) -> Instant {
         let end = self.schedule.lock().submit(self.began.elapsed(), job);
         let never = Duration::from_hours(24 * 365);
@@ -213,7 +209,7 @@ impl HostHooks for Device {
     }
 }
 
-/// Where a file lies on a simulated disk.
+/// The position of a file on a simulated disk.
 pub struct Place {
     /// Its first byte's place on the disk.
     begin: u64,
@@ -296,10 +292,10 @@ mod tests {
         for end in [12, 22, 32, 42] {
             assert_eq!(disk.transfer(0, 1 << 20), end);
         }
-        // Who comes later waits for all of them, however little it wants.
+        // A later request waits for all of them, however small it is.
         assert_eq!(disk.transfer(30, 0), 42);
         assert_eq!(disk.transfer(41, 0), 43);
-        // Time that nobody used is lost.
+        // Unused time is lost.
         assert_eq!(disk.transfer(1000, 1 << 20), 1012);
     }
 

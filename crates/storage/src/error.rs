@@ -104,13 +104,22 @@ pub fn shown(name: &Path) -> impl fmt::Display + '_ {
     Shown(name.to_string_lossy())
 }
 
+/// The text of an I/O error without the number of the operating system's error.
+pub fn cause(error: &io::Error) -> String {
+    let text = error.to_string();
+    match error.raw_os_error() {
+        Some(number) => text.trim_end_matches(&format!(" (os error {number})")).to_owned(),
+        None => text,
+    }
+}
+
 impl fmt::Display for StorageError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "cannot {} '{}'", self.operation, shown(&self.name))?;
         if let Some((offset, length)) = self.range {
             write!(f, " at offset {offset} (length {length})")?;
         }
-        write!(f, ": {}", self.source)
+        write!(f, ": {}", cause(&self.source))
     }
 }
 

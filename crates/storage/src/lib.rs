@@ -16,7 +16,7 @@ mod lock;
 pub mod memory;
 pub mod restart_memory;
 
-pub use error::{Operation, StorageError, shown};
+pub use error::{Operation, StorageError, cause, shown};
 pub use extension::{
     BoxFuture, Extensions, Hints, Reflink, RestartMemories, Roles, Stamps, StorageExt, Usage,
 };

@@ -9,9 +9,9 @@ use serde::{Serialize, Serializer};
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-/// Hidden bytes in a chain's own layers from which merging is worth it for them alone.
+/// The hidden bytes in a chain's own layers that alone justify merging.
 pub(crate) const MERGE_GAIN: u64 = 1 << 30;
-/// A chain with more layers than two batches of reads resolve is worth an index.
+/// A chain is worth an index if it has more layers than two batches of reads resolve.
 pub(crate) const INDEX_ABOVE: u32 = 12;
 
 /// What to do about a chain.
@@ -31,7 +31,7 @@ impl Advice {
     /// All of them.
     pub const ALL: [Self; 4] = [Self::Repair, Self::Merge, Self::Index, Self::Leave];
 
-    /// A word for programs and people.
+    /// A word for programs and users.
     pub fn word(self) -> &'static str {
         match self {
             Self::Repair => "repair",
@@ -68,7 +68,7 @@ pub(crate) fn sums(fleet: &Fleet, links: &Links, counted: Option<&Counted>) -> V
         let image = fleet.image(number);
         let Some(parent) = below(fleet, number) else { continue };
         let base = if image.flags.has(Flags::RAW_BACKING) {
-            // All that counts of it is that it is there.
+            // Only its existence counts.
             Sums { tables: 0.0, unit_bits: u8::MAX, cut: false, ..own(parent) }
         } else {
             sums.get(parent as usize).copied().unwrap_or_default()
@@ -175,7 +175,7 @@ impl Survey {
         self.links.active.len()
     }
 
-    /// The first `count` chains by `sort`, and by name where that is equal.
+    /// The first `count` chains by `sort`, and then by name.
     pub fn top(&self, count: usize, sort: SortBy) -> Vec<ChainRow> {
         // The smallest of those kept is on top, to be replaced.
         let mut kept: BinaryHeap<Reverse<Ranked>> = BinaryHeap::new();
@@ -241,7 +241,7 @@ impl Survey {
         (Advice::Leave, length)
     }
 
-    /// What only this chain uses.
+    /// The files that only this chain uses.
     fn own(&self, active: u32) -> Own {
         let mut own = Own::default();
         for number in chain(&self.fleet, &self.links, active) {
@@ -295,7 +295,7 @@ impl Survey {
     }
 }
 
-/// A chain by what it is listed by, its name (the first in order ranks highest) and its number.
+/// A chain by its sort key, its name (the first in order ranks highest) and its number.
 type Ranked = (u64, Reverse<Vec<u8>>, u32);
 
 /// Sums over the files that one chain alone uses.

@@ -1,10 +1,10 @@
 //! Counting clusters that no disk can see, from the L1 and L2 tables.
 //!
 //! A tree of images is traversed from its active images down. The wanted part of an image is the union, over its
-//! overlays, of what is wanted of each and not allocated there; an active image is wanted entirely. A cluster of which
-//! nothing is wanted is *hidden*: some image above has it in every chain that uses the file. Hidden clusters are
-//! counted conservatively: not where an image has internal snapshots or a data file, not in bases that are not qcow2,
-//! and tables that cannot be read hide nothing.
+//! overlays, of each overlay's wanted part that is not allocated in it; an active image is wanted entirely. A cluster
+//! of which nothing is wanted is *hidden*: some image above has it in every chain that uses the file. Hidden clusters
+//! are counted conservatively: not if an image has internal snapshots or a data file, and not in bases that are not
+//! qcow2; tables that cannot be read hide nothing.
 
 mod tables;
 mod wanted;
@@ -21,12 +21,12 @@ use wanted::Wanted;
 /// The most units of a disk that are counted: 512 TiB in units of 64 KiB.
 const MAX_UNITS: u64 = 1 << 33;
 
-/// What was counted in an image.
+/// The counts of an image.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Own {
     /// Bytes of host clusters that its L2 tables name.
     pub(crate) data: u64,
-    /// Those of them that no disk shows.
+    /// Those of them that no disk can see.
     pub(crate) hidden: u64,
     /// L2 tables.
     pub(crate) tables: u32,
@@ -34,7 +34,7 @@ pub(crate) struct Own {
     pub(crate) counted: bool,
 }
 
-/// What was counted, an entry an image.
+/// The counts, one entry per image.
 #[derive(Debug)]
 pub(crate) struct Counted {
     pub(crate) own: Vec<Own>,
@@ -144,7 +144,7 @@ pub(crate) fn count(
     };
     thread::scope(|scope| {
         for _ in 1..options.threads.max(1) {
-            // Without further threads this one does it all.
+            // If no thread can be started, this one does all the work.
             let _ = thread::Builder::new().spawn_scoped(scope, work);
         }
         work();
@@ -167,7 +167,7 @@ struct Tree<'a> {
 struct Frame {
     number: u32,
     next_child: usize,
-    /// What the overlays counted so far want.
+    /// The part that the overlays counted so far want.
     wanted: Option<Wanted>,
 }
 
@@ -182,7 +182,7 @@ impl Tree<'_> {
         let mut stack = vec![Frame { number: root, next_child: 0, wanted: None }];
         while let Some(frame) = stack.last_mut() {
             if self.progress.is_stopped() {
-                // Half a tree says nothing of what is below.
+                // A partial tree says nothing about the images below.
                 return;
             }
             if let Some(&child) = self.children.of(frame.number).get(frame.next_child) {
@@ -220,11 +220,11 @@ impl Tree<'_> {
         (bits != u32::MAX).then(|| (bits, disk.div_ceil(1 << bits)))
     }
 
-    /// Counts an image of which this is wanted; gives what is wanted of the one below.
+    /// Counts an image with this wanted part; returns the wanted part of the one below.
     fn image(&mut self, number: u32, wanted: Option<Wanted>, unit_bits: u32) -> Wanted {
         let image = self.fleet.image(number);
         let units = image.disk.div_ceil(1 << unit_bits).min(MAX_UNITS);
-        // Who reads the file as raw may see every byte of it.
+        // An overlay that reads the file as raw may see every byte of it.
         let raw_above = self
             .children
             .of(number)
@@ -267,7 +267,7 @@ impl Tree<'_> {
         self.progress.counted.fetch_add(1, Relaxed);
         self.own.push((number, own));
         if image.flags.has(Flags::RAW_BACKING) {
-            // The one below answers for itself.
+            // The image below is counted by itself.
             wanted = Wanted::everything(0);
         }
         wanted

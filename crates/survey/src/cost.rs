@@ -1,14 +1,13 @@
-//! What a chain costs by its length.
+//! The cost of a chain by its length.
 //!
-//! QEMU, by equation (1) of the paper, `Y = [Hit x T_M + Miss x (T_D + T_L + T_F) + UnAl x T_F] x N`:
-//! a chain of `N` files is walked file by file. A *cold* look-up misses in each of them; a *warm* one
-//! finds a cached but unallocated entry in all but the last (`UnAl = (N-1)/N`, `Hit = 1/N`). Both are
-//! for data in the base, the deepest case.
+//! QEMU, by equation (1) of the paper, `Y = [Hit x T_M + Miss x (T_D + T_L + T_F) + UnAl x T_F] x N`: a chain of `N`
+//! files is walked file by file. A *cold* lookup misses in each of them; a *warm* one finds a cached but unallocated
+//! entry in all but the last (`UnAl = (N-1)/N`, `Hit = 1/N`). Both are for data in the base, the deepest case.
 //!
-//! Isobath resolves a slice of the map the first time it is touched: the L2 tables of all layers that
-//! have one there are read in batches, 4 at first and then doubled up to 128, all reads of a batch at
-//! once, so a batch costs one `T_D + T_L + T_F`, and merging a table costs `T_F`. With a direct-access
-//! index it is one read. A warm look-up is `T_M` at any depth.
+//! Isobath resolves a slice of the map at the first access: the L2 tables of all layers that have one there are read in
+//! batches, first 4 and then doubling up to 128, all reads of a batch concurrently, so a batch costs one `T_D + T_L +
+//! T_F`, and merging a table costs `T_F`. With a direct-access index it is one read. A warm lookup is `T_M` at any
+//! depth.
 
 /// Access to memory, in nanoseconds (`T_M`).
 pub const T_M: f64 = 100.0;
@@ -22,50 +21,50 @@ pub const T_F: f64 = 1_000.0;
 /// The length at which the paper's provider merges layers.
 pub const STREAMING_THRESHOLD: u32 = 30;
 
-/// What QEMU's caches of L2 tables may grow to, in bytes a layer (`l2-cache-size`).
+/// The size that QEMU's L2 table cache may reach, in bytes per layer (`l2-cache-size`).
 pub const QEMU_L2_CACHE: u64 = 32 << 20;
-/// What QEMU takes for a layer beside that, in bytes; measured with 7.2 and chains of 500 and 1,000.
+/// QEMU's further memory per layer, in bytes; measured with 7.2 and chains of 500 and 1,000.
 pub const QEMU_LAYER: u64 = 256 << 10;
-/// What an open layer takes here beside its L1 table, in bytes.
+/// Isobath's memory per open layer besides its L1 table, in bytes.
 pub const OUR_LAYER: u64 = 8 << 10;
 
-/// Layers whose tables are read in the first batch, and the most in one batch.
+/// The number of layers whose tables are read in the first batch, and the maximum in one batch.
 const BATCHES: (u64, u64) = (4, 128);
 
-/// Nanoseconds of one look-up, by equation (1).
+/// Nanoseconds of one lookup, by equation (1).
 pub fn equation_1(hit: f64, miss: f64, unallocated: f64, length: u32) -> f64 {
     (hit * T_M + miss * (T_D + T_L + T_F) + unallocated * T_F) * f64::from(length)
 }
 
-/// Nanoseconds of a cold look-up in QEMU: a miss in every file.
+/// Nanoseconds of a cold lookup in QEMU: a miss in every file.
 pub fn qemu_cold(length: u32) -> f64 {
     equation_1(0.0, 1.0, 0.0, length)
 }
 
-/// Nanoseconds of a warm look-up in QEMU: a hit in the last file, none in those above it.
+/// Nanoseconds of a warm lookup in QEMU: a hit in the last file, none in those above it.
 pub fn qemu_warm(length: u32) -> f64 {
     let length = length.max(1);
     let hit = 1.0 / f64::from(length);
     equation_1(hit, 0.0, 1.0 - hit, length)
 }
 
-/// Nanoseconds of a cold look-up here, where `tables` layers have an L2 table.
+/// Nanoseconds of a cold lookup in Isobath if `tables` layers have an L2 table.
 pub fn our_cold(tables: f64) -> f64 {
     let tables = tables.max(0.0);
     f64::from(batches(tables.ceil() as u64)) * (T_D + T_L + T_F) + tables * T_F + T_M
 }
 
-/// Nanoseconds of a cold look-up here through an index: one read at any depth.
+/// Nanoseconds of a cold lookup in Isobath through an index: one read at any depth.
 pub fn indexed_cold() -> f64 {
     T_D + T_L + T_F + T_M
 }
 
-/// Nanoseconds of a warm look-up here, at any depth.
+/// Nanoseconds of a warm lookup in Isobath, at any depth.
 pub fn our_warm() -> f64 {
     T_M
 }
 
-/// How many rounds of reads it takes to read `tables` tables.
+/// The number of batches needed to read `tables` tables.
 pub fn batches(mut tables: u64) -> u32 {
     let (mut size, largest) = BATCHES;
     let mut rounds = 0;
@@ -81,12 +80,12 @@ pub fn batches(mut tables: u64) -> u32 {
     rounds
 }
 
-/// Bytes that QEMU takes for a layer whose L2 entries are all in use: `l2_bytes` of tables.
+/// QEMU's memory in bytes for a layer whose L2 entries are all in use: `l2_bytes` of tables.
 pub fn qemu_layer_memory(l2_bytes: u64) -> u64 {
     QEMU_LAYER + l2_bytes.min(QEMU_L2_CACHE)
 }
 
-/// Bytes that the whole map of a chain takes here: 8 a unit of `unit` bytes, and some for a layer.
+/// Isobath's memory in bytes for the whole map of a chain: 8 per unit of `unit` bytes, and some per layer.
 pub fn our_memory(disk: u64, unit: u64, length: u32) -> u64 {
     let map = disk.div_ceil(unit.max(1)).saturating_mul(8);
     map.saturating_add(u64::from(length) * OUR_LAYER)

@@ -2,6 +2,7 @@
 
 use crate::probe::{Facts, Id, Kind};
 use crate::problem::Problems;
+use isobath_formats::Format;
 use rustc_hash::FxHashMap;
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
@@ -15,11 +16,11 @@ pub(crate) const NONE: u32 = u32::MAX;
 pub(crate) struct Flags(u16);
 
 impl Flags {
-    /// No qcow2 image: the end of a chain.
+    /// Not a qcow2 image: the end of a chain.
     pub(crate) const RAW: Self = Self(1);
     /// Found by a name in a header, outside the surveyed directories.
     pub(crate) const OUTSIDE: Self = Self(1 << 1);
-    /// Its backing file is taken as raw whatever it holds.
+    /// Its backing file is treated as raw whatever it contains.
     pub(crate) const RAW_BACKING: Self = Self(1 << 2);
     /// Its header says that its backing file is qcow2.
     pub(crate) const QCOW2_BACKING: Self = Self(1 << 3);
@@ -27,7 +28,7 @@ impl Flags {
     pub(crate) const CUT: Self = Self(1 << 4);
     /// It starts like qcow2, but its header is unusable.
     pub(crate) const BROKEN: Self = Self(1 << 5);
-    /// It announces a direct-access index.
+    /// Its header refers to a direct-access index.
     pub(crate) const INDEXED: Self = Self(1 << 6);
     /// Its clusters may belong to internal snapshots or to a data file.
     pub(crate) const SHARED_CLUSTERS: Self = Self(1 << 7);
@@ -37,7 +38,7 @@ impl Flags {
     pub(crate) const DUPLICATE: Self = Self(1 << 9);
     /// Its L2 entries are 16 bytes long.
     pub(crate) const EXTENDED_L2: Self = Self(1 << 10);
-    /// The time of its birth is not known; the last write stands for it.
+    /// Its birth time is unknown; the last write is used instead.
     pub(crate) const NO_BIRTH: Self = Self(1 << 11);
     /// It begins as an image of a format other than qcow2.
     pub(crate) const FOREIGN: Self = Self(1 << 12);
@@ -88,12 +89,12 @@ pub(crate) struct Fleet {
     pub(crate) problems: Problems,
 }
 
-/// What was found out about a file.
+/// The result of probing a file.
 pub(crate) struct Seen {
     pub(crate) path: PathBuf,
     pub(crate) facts: Facts,
     pub(crate) kind: Kind,
-    /// The file that its backing file's name leads to.
+    /// The file that its backing file's name resolves to.
     pub(crate) backing: Option<Id>,
     /// Its backing file cannot be followed.
     pub(crate) cut: bool,
@@ -101,7 +102,7 @@ pub(crate) struct Seen {
 }
 
 impl Fleet {
-    /// Takes a file in. Returns its number, or `None` where there are too many to be numbered.
+    /// Adds a file. Returns its number, or `None` if there are too many files.
     pub(crate) fn add(&mut self, seen: &Seen, use_births: bool) -> Option<u32> {
         let number = u32::try_from(self.images.len()).ok().filter(|&number| number != NONE)?;
         let bytes = seen.path.as_os_str().as_bytes();
@@ -114,7 +115,7 @@ impl Fleet {
         match &seen.kind {
             Kind::Other(format) => {
                 flags.set(Flags::RAW, true);
-                flags.set(Flags::FOREIGN, format.is_some());
+                flags.set(Flags::FOREIGN, format.is_some_and(|it| Format::detected(it).is_none()));
             }
             Kind::Broken(_) => {
                 flags.set(Flags::BROKEN, true);
@@ -176,7 +177,7 @@ impl Fleet {
         Some(number)
     }
 
-    /// Gives back what only taking in needs.
+    /// Frees the memory that only adding needs.
     pub(crate) fn settle(&mut self) {
         self.directory_numbers = FxHashMap::default();
         self.images.shrink_to_fit();
@@ -188,7 +189,7 @@ impl Fleet {
         self.images.len()
     }
 
-    /// An image; numbers are given out by this fleet, so that there is one.
+    /// An image; this fleet assigns the numbers, so it exists.
     #[allow(clippy::indexing_slicing, reason = "numbers come from `add` and are never taken back")]
     pub(crate) fn image(&self, number: u32) -> &Image {
         &self.images[number as usize]

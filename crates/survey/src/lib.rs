@@ -1,9 +1,9 @@
 //! Surveys a fleet of backing chains: how long they are, how often snapshots are taken, what they cost, and which
 //! should be merged.
 //!
-//! [`survey`] walks directories and reads headers; nothing is written and no image lock is taken. Of
-//! every image 72 bytes and its file's name are kept, and some 60 bytes more once chains are made of
-//! them; directories' names are kept once. [`Report`] summarizes it, [`render`] prints it.
+//! [`survey`] walks directories and reads headers; nothing is written and no image lock is taken. For every image 72
+//! bytes and its file's name are kept, and some 60 bytes more once images are linked into chains; directories' names
+//! are kept once. [`Report`] summarizes it, [`render`] prints it.
 //!
 //! The measures are those of section III of "SVD: A Scalable Virtual Disk" (chain lengths over
 //! chains and over files, the longest chain over time, the time between snapshots) and its cost
@@ -62,7 +62,7 @@ impl Default for Options {
     }
 }
 
-/// What is being done.
+/// The current phase.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Phase {
     /// Directories are read.
@@ -99,7 +99,7 @@ impl Progress {
         self.stopped.load(Ordering::Relaxed)
     }
 
-    /// What is being done.
+    /// The current phase.
     pub fn phase(&self) -> Phase {
         match self.phase.load(Ordering::Relaxed) {
             0 => Phase::Walking,

@@ -10,24 +10,24 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Where the images of a fleet stand in their chains.
+/// The positions of a fleet's images in their chains.
 #[derive(Debug)]
 pub(crate) struct Links {
-    /// Images whose backing file this one is, an entry an image.
+    /// The number of images whose backing file this one is, one entry per image.
     pub(crate) children: Vec<u32>,
     /// Files from this one down to its base, itself included.
     pub(crate) depth: Vec<u32>,
     /// The length of the longest chain that an image belongs to.
     pub(crate) longest: Vec<u32>,
-    /// Active images: of no other image the backing file.
+    /// Active images, which are not the backing file of any other image.
     pub(crate) active: Vec<u32>,
-    /// Every image after all those that it is a backing file of; without those on a circle.
+    /// Every image after all those that it is a backing file of, without those in loops.
     pub(crate) top_down: Vec<u32>,
     /// Images in loops.
     pub(crate) in_loops: u64,
 }
 
-/// Finds duplicates, follows names out of the surveyed directories, and links all images.
+/// Finds duplicates, follows names that lead out of the surveyed directories, and links all images.
 pub(crate) fn link(
     fleet: &mut Fleet,
     roots: &[PathBuf],
@@ -36,7 +36,7 @@ pub(crate) fn link(
 ) -> Links {
     let mut known = by_id(fleet);
     let roots: Vec<PathBuf> = roots.iter().filter_map(|root| fs::canonicalize(root).ok()).collect();
-    // Grows while names lead to files that are not among the images yet.
+    // Grows as long as names lead to files that are not among the images yet.
     let mut extra: FxHashMap<Id, u32> = FxHashMap::default();
     let mut number = 0;
     while (number as usize) < fleet.len() {
@@ -66,7 +66,7 @@ pub(crate) fn link(
     links
 }
 
-/// The images by identity; of several names of a file the first counts.
+/// The images by identity; if a file has several names, the first counts.
 fn by_id(fleet: &mut Fleet) -> Vec<u32> {
     let mut order: Vec<u32> = fleet.all_numbers().collect();
     order.sort_unstable_by_key(|&number| fleet.id(number));
@@ -94,8 +94,8 @@ fn lookup(fleet: &Fleet, known: &[u32], id: Id) -> Option<u32> {
     known.get(at).copied()
 }
 
-/// Looks at the backing file of an image that is not among the images: a base of another format, or
-/// one outside the surveyed directories.
+/// Probes a backing file that is not among the images: a base of another format, or one outside the surveyed
+/// directories.
 fn follow(
     fleet: &mut Fleet,
     image: u32,
@@ -160,7 +160,7 @@ fn attach(fleet: &mut Fleet, image: u32, parent: u32) {
     fleet.problems.add(&fleet.path_bytes(image), trouble, name::exact(&path));
 }
 
-/// The image below, along which a chain goes on; a backing file that is taken as raw ends it.
+/// The next image of the chain below; a backing file that is treated as raw ends the chain.
 pub(crate) fn below(fleet: &Fleet, number: u32) -> Option<u32> {
     Some(fleet.image(number).parent).filter(|&parent| parent != NONE)
 }
@@ -199,7 +199,7 @@ fn measure(fleet: &mut Fleet) -> Links {
         let Some(parent) = below(fleet, number) else { continue };
         let reach = at(&longest, number);
         if let Some(longest) = longest.get_mut(parent as usize) {
-            // A base's own depth is no length of a chain that has others above it.
+            // A base's own depth is not the length of a chain that has others above it.
             *longest = reach.max(*longest);
         }
         if let Some(waiting) = waiting.get_mut(parent as usize) {
@@ -213,7 +213,7 @@ fn measure(fleet: &mut Fleet) -> Links {
     Links { children, depth, longest, active, top_down, in_loops }
 }
 
-/// Each image's files down to its base, and the circles.
+/// The number of each image's files down to its base, and the loops.
 fn depths(fleet: &Fleet) -> (Vec<u32>, Vec<Vec<u32>>) {
     const UNKNOWN: u32 = 0;
     const ON_THE_WAY: u32 = u32::MAX;
@@ -249,7 +249,7 @@ fn depths(fleet: &Fleet) -> (Vec<u32>, Vec<Vec<u32>>) {
             }
         }
         while let Some(number) = way.pop() {
-            // What is taken as raw is the chain's end, whatever it holds.
+            // A file treated as raw ends the chain, whatever it contains.
             let raw_below =
                 fleet.image(number).flags.has(Flags::RAW_BACKING) && below(fleet, number).is_some();
             reached = if raw_below { 2 } else { reached.saturating_add(1) };

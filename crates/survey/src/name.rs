@@ -1,4 +1,4 @@
-//! File names: what a name in a header may mean, and how a name is shown.
+//! File names: the interpretation of names in headers, and the display of names.
 
 use isobath_qcow2::text::is_hidden;
 use std::fmt::Write as _;
@@ -15,8 +15,8 @@ pub(crate) enum Refused {
     NoFileName,
 }
 
-/// The path that a backing file's name in the header of `referrer` stands for: relative names start
-/// at the referrer's directory, and only plain names are followed (`file:` in front is allowed).
+/// The path that a backing file's name in the header of `referrer` stands for: relative names are relative to the
+/// referrer's directory, and only plain names are followed (a `file:` prefix is allowed).
 pub(crate) fn resolve(referrer: &Path, name: &str) -> Result<PathBuf, Refused> {
     if name.contains('\0') {
         return Err(Refused::NoFileName);
@@ -32,14 +32,14 @@ pub(crate) fn resolve(referrer: &Path, name: &str) -> Result<PathBuf, Refused> {
     }
 }
 
-/// A file name for programs: as it is, but for bytes that are not UTF-8 (`\xff`) and backslashes
-/// (`\\`), so that it can be read back.
+/// A file name for programs: unchanged except for bytes that are not UTF-8 (`\xff`) and backslashes (`\\`), so that it
+/// can be parsed.
 pub fn exact(name: &[u8]) -> String {
     escaped(name, |_| false)
 }
 
-/// A file name for people: as [`exact`], and with characters escaped (`\u{202e}`) that a terminal
-/// would obey or that would reorder or hide what is shown.
+/// A file name for users: like [`exact`], but with control characters and characters that reorder or hide text escaped
+/// (`\u{202e}`).
 pub fn shown(name: &[u8]) -> String {
     escaped(name, is_hidden)
 }

@@ -12,12 +12,12 @@ use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::UNIX_EPOCH;
 
-/// What is read of a file first. Nearly every header, with the backing file's name, fits.
+/// Bytes of a file read first. Nearly every header, with the backing file's name, fits.
 const START: usize = 4096;
-/// Where `crypt_method` lies in a header.
+/// The position of `crypt_method` in a header.
 const CRYPT_METHOD: std::ops::Range<usize> = 32..36;
 
-/// What tells one file from another.
+/// The identity of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) struct Id {
     pub(crate) device: u64,
@@ -36,9 +36,9 @@ pub(crate) struct Facts {
     pub(crate) id: Id,
     /// Bytes from start to end.
     pub(crate) length: u64,
-    /// Bytes that the file takes where it is kept.
+    /// Bytes of space that the file takes.
     pub(crate) held: u64,
-    /// Seconds since 1970: when the file was made, where the file system tells.
+    /// Seconds since 1970: when the file was created, if the file system records it.
     pub(crate) born: Option<i64>,
     /// Seconds since 1970: when it was last written.
     pub(crate) modified: i64,
@@ -47,7 +47,7 @@ pub(crate) struct Facts {
 impl Facts {
     fn of(data: &Metadata) -> Self {
         let born = data.created().ok().and_then(|time| match time.duration_since(UNIX_EPOCH) {
-            // A file system that has no birth time of a file may say 1970.
+            // A file system without birth times may return 1970.
             Ok(since) => i64::try_from(since.as_secs()).ok().filter(|&seconds| seconds > 0),
             Err(_) => None,
         });
@@ -61,7 +61,7 @@ impl Facts {
     }
 }
 
-/// A time in years 1 to 9999: no file is of another, whatever its file system says.
+/// Limits a time to the years 1 to 9999, whatever the file system returns.
 fn clamp(seconds: i64) -> i64 {
     seconds.clamp(-62_135_596_800, 253_402_300_799)
 }
@@ -93,10 +93,10 @@ pub(crate) struct Backing {
 /// A probed regular file.
 #[derive(Debug)]
 pub(crate) enum Kind {
-    /// It does not begin as a qcow2 image does: a raw image, or one of another format.
+    /// It does not begin like a qcow2 image: a raw image, or one of another format.
     Other(Option<Foreign>),
     Qcow2(Box<Summary>),
-    /// It begins as one, but its header cannot be used.
+    /// It begins like one, but its header is unusable.
     Broken(FormatError),
 }
 
@@ -111,7 +111,7 @@ pub(crate) fn open(path: &Path, follow_link: bool) -> io::Result<(File, Metadata
         options.read(true).custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY | link | extra);
         options.open(path)
     };
-    // Only a file's owner may leave its access time alone.
+    // Only a file's owner may prevent an update of its access time.
     let file = match with(libc::O_NOATIME) {
         Err(error) if error.raw_os_error() == Some(libc::EPERM) => with(0)?,
         other => other?,
@@ -123,14 +123,13 @@ pub(crate) fn open(path: &Path, follow_link: bool) -> io::Result<(File, Metadata
     Ok((file, data))
 }
 
-/// Opens and looks at a file. It must be known to be a regular one: opening a device can have
-/// effects.
+/// Opens and examines a file. It must be known to be a regular one: opening a device can have side effects.
 pub(crate) fn look(path: &Path, follow_link: bool) -> io::Result<(Facts, Kind)> {
     let (file, data) = open(path, follow_link)?;
     Ok((Facts::of(&data), header(&file, path, data.len())?))
 }
 
-/// What the header of an open file says.
+/// Reads the header of an open file.
 pub(crate) fn header(file: &File, path: &Path, length: u64) -> io::Result<Kind> {
     let mut start = [0; START];
     let start = read_up_to(file, 0, &mut start)?;
@@ -158,14 +157,18 @@ pub(crate) fn header(file: &File, path: &Path, length: u64) -> io::Result<Kind> 
 fn parse(bytes: &[u8]) -> Result<Summary, FormatError> {
     let (header, encrypted) = match Header::parse_for(bytes, ParseMode::Check) {
         Err(error) if error.kind() == FormatErrorKind::Encrypted => {
-            // Only the guest's data is encrypted: tables and names can be read.
+            // Only the guest's data is encrypted: tables and names are readable.
             let mut plain = bytes.to_vec();
             if let Some(method) = plain.get_mut(CRYPT_METHOD) {
                 method.fill(0);
             }
             (Header::parse_for(&plain, ParseMode::Check)?, true)
         }
-        other => (other?, false),
+        other => {
+            let header = other?;
+            let encrypted = header.crypt_method != 0;
+            (header, encrypted)
+        }
     };
     let backing_format = header.backing_format();
     Ok(Summary {
@@ -203,7 +206,7 @@ pub(crate) fn read_up_to<'a>(
     Ok(buffer.get(..done).unwrap_or_default())
 }
 
-/// Where a backing file's name leads.
+/// Resolves a backing file's name.
 pub(crate) fn find(referrer: &Path, backing: &Backing) -> Result<(PathBuf, Id), Trouble> {
     let path = name::resolve(referrer, &backing.name).map_err(|why| match why {
         Refused::Json => Trouble::Json,

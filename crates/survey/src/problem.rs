@@ -21,7 +21,7 @@ macro_rules! troubles {
                 match self { $(Self::$name => $word,)* }
             }
 
-            /// What it means, for people.
+            /// The description for users.
             pub fn text(self) -> &'static str {
                 match self { $(Self::$name => $text,)* }
             }
@@ -50,7 +50,7 @@ troubles! {
     Protocol = "protocol", "its backing file's name has a protocol prefix, which is not followed";
     /// The name holds a NUL byte or is empty.
     NoFileName = "no-file-name", "its backing file's name is not a file name";
-    /// The header says qcow2, the backing file is none.
+    /// The header says that the backing file is qcow2, but it is not.
     NotQcow2 = "not-qcow2", "its backing file is not qcow2, although its format is given as qcow2";
     /// The header names no format of the backing file, which is an image of a format not supported.
     Foreign = "foreign", "its backing file is an image in a format that is not supported";
@@ -73,7 +73,7 @@ impl Serialize for Trouble {
 }
 
 impl Trouble {
-    /// Why a backing file cannot be looked at.
+    /// Why a backing file cannot be examined.
     pub(crate) fn of_backing(error: &io::Error) -> Self {
         match error.kind() {
             io::ErrorKind::NotFound | io::ErrorKind::NotADirectory => Self::Missing,
@@ -83,7 +83,7 @@ impl Trouble {
         }
     }
 
-    /// Why an image or a directory cannot be looked at.
+    /// Why an image or a directory cannot be examined.
     pub(crate) fn of_image(error: &io::Error) -> Self {
         if error.kind() == io::ErrorKind::PermissionDenied {
             Self::Denied
@@ -104,7 +104,7 @@ pub struct Problem {
     pub detail: String,
 }
 
-/// Problems that are kept whole; more are only counted.
+/// The most problems kept in full; further ones are only counted.
 pub const MAX_PROBLEMS: usize = 10_000;
 
 /// Problems by kind, and the first of them.

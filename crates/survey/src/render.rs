@@ -13,11 +13,11 @@ pub use json::json;
 pub use parquet::parquet;
 pub use text::text;
 
-/// What a list of chains holds.
+/// The settings of a list of chains.
 #[derive(Clone, Copy, Debug)]
 pub struct Listing {
-    /// How many chains.
+    /// The number of chains.
     pub count: usize,
-    /// Which.
+    /// The sort key.
     pub sort: crate::SortBy,
 }

@@ -17,37 +17,37 @@ pub struct Counts {
     pub directories: u64,
     /// Regular files looked at.
     pub files: u64,
-    /// qcow2 images with a header that can be used, each counted once.
+    /// qcow2 images with a usable header, each counted once.
     pub images: u64,
-    /// Chains: images that are of no other image the backing file.
+    /// Chains: images that are not the backing file of any other image.
     pub chains: u64,
-    /// Files in chains, bases of other formats among them.
+    /// Files in chains, including bases of other formats.
     pub files_in_chains: u64,
-    /// Files that several images have as their backing file.
+    /// Files that are the backing file of several images.
     pub shared: u64,
     /// Bases that are not qcow2.
     pub raw_bases: u64,
     /// Files found by a name in a header, outside the paths surveyed.
     pub outside: u64,
-    /// Chains of which something is missing.
+    /// Incomplete chains.
     pub incomplete: u64,
     /// Images in loops, which belong to no chain.
     pub in_loops: u64,
-    /// Images with a header that cannot be used.
+    /// Images with an unusable header.
     pub broken: u64,
     /// Encrypted images.
     pub encrypted: u64,
-    /// Images that announce a direct-access index.
+    /// Images whose header refers to a direct-access index.
     pub indexed: u64,
-    /// Further names of files that were counted.
+    /// Further names of counted files.
     pub other_names: u64,
-    /// Files whose time of birth is not known or not used.
+    /// Files whose birth time is unknown or not used.
     pub without_birth: u64,
     /// Symbolic links, which are not followed.
     pub symbolic_links: u64,
     /// FIFOs, sockets and devices, which are not opened.
     pub special_files: u64,
-    /// Other file systems, if those were not to be entered.
+    /// Other file systems, if those were not entered.
     pub other_file_systems: u64,
 }
 
@@ -85,7 +85,7 @@ impl Counts {
 /// Bytes that files take.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Held {
-    /// The disks' sizes together.
+    /// The total size of the disks.
     pub disk_bytes: u64,
     /// All files in chains, each once.
     pub held_bytes: u64,
@@ -97,7 +97,7 @@ pub struct Held {
     pub shared_bytes: u64,
 }
 
-/// What was counted in L1 and L2 tables.
+/// The counts from L1 and L2 tables.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Clusters {
     /// Images whose tables were read.
@@ -117,28 +117,28 @@ pub struct Report {
     pub taken_at: i64,
     /// How long it took, in seconds.
     pub seconds: f64,
-    /// It was ended early: these are partial results.
+    /// It was interrupted: these are partial results.
     pub interrupted: bool,
     /// What was found.
     pub counts: Counts,
-    /// How long chains are.
+    /// The lengths of chains.
     pub lengths: Lengths,
-    /// What files take.
+    /// The space used by files.
     pub held: Held,
-    /// What tables say, where they were read.
+    /// The counts from tables, if they were read.
     pub clusters: Option<Clusters>,
-    /// The time from a layer's creation to that of the layer above it. Clones are left out: layers
-    /// above one that has several.
+    /// The time from a layer's creation to that of the layer above it. Clones are left out: several overlays of one
+    /// layer.
     pub intervals: Spread,
-    /// How long ago backing files were made.
+    /// The ages of backing files.
     pub ages: Spread,
-    /// Layers that are older than the one below them, which no snapshot makes.
+    /// Layers that are older than the one below them, which do not result from snapshots.
     pub out_of_order: u64,
-    /// Overlays of files that have several.
+    /// Overlays of files with several overlays.
     pub clones: u64,
-    /// When overlays were made.
+    /// When overlays were created.
     pub made: Timeline,
-    /// When the longest chain of those that there are grew, and how long it was then.
+    /// When the longest existing chain grew, and its length then.
     pub longest: Vec<(i64, u32)>,
     /// The length from which merging is advised.
     pub merge_at: u32,
@@ -150,12 +150,12 @@ pub struct Report {
     pub qemu_memory_bytes: u64,
     /// Memory of all chains here, in bytes.
     pub isobath_memory_bytes: u64,
-    /// What is wrong.
+    /// The problems.
     pub problems: Problems,
 }
 
 impl Survey {
-    /// Whether it was ended early.
+    /// Whether it was interrupted.
     pub fn is_interrupted(&self) -> bool {
         self.interrupted
     }
@@ -219,7 +219,7 @@ impl Survey {
         Some(sum)
     }
 
-    /// When the longest chain grew: of files that still are, by the time they were made.
+    /// The growth of the longest chain, from existing files by their creation time.
     fn growth(&self) -> Vec<(i64, u32)> {
         let mut made: Vec<(i64, u32)> = self
             .links
@@ -240,7 +240,7 @@ impl Survey {
     }
 }
 
-/// What is summed over files.
+/// Sums over files.
 #[derive(Default)]
 struct Layers {
     held: Held,

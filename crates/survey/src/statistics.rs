@@ -14,7 +14,7 @@ pub struct LengthShare {
     pub files: u64,
 }
 
-/// How long chains are, over chains and over files (the paper's figure 5).
+/// The distribution of lengths, over chains and over files (the paper's figure 5).
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Lengths {
     /// The median over chains.
@@ -81,7 +81,7 @@ impl Lengths {
     }
 }
 
-/// Bounds that people think in, in seconds, with their names.
+/// Natural bounds, in seconds, with their names.
 pub(crate) const SPANS: [(u32, &str); 6] = [
     (60, "a minute"),
     (3600, "an hour"),
@@ -91,13 +91,13 @@ pub(crate) const SPANS: [(u32, &str); 6] = [
     (365 * 86_400, "a year"),
 ];
 
-/// Points of a distribution that are kept.
+/// The number of points kept of a distribution.
 const POINTS: usize = 200;
 
-/// How spans of time are distributed, in seconds.
+/// The distribution of time spans, in seconds.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Spread {
-    /// How many there are.
+    /// The number of spans.
     pub count: u64,
     /// The smallest.
     pub least: u32,
@@ -127,7 +127,7 @@ impl Spread {
         for step in 1..=POINTS.min(count) {
             let index = (count * step).div_ceil(POINTS.min(count)) - 1;
             let Some(&span) = spans.get(index) else { break };
-            // All that are equal lie below the point.
+            // Equal spans are all below the point.
             let share = spans.partition_point(|&one| one <= span) as f64 / count as f64;
             if cdf.last().is_none_or(|last| last.0 != span) {
                 cdf.push((span, (share * 1e6).round() / 1e6));
@@ -146,19 +146,19 @@ impl Spread {
     }
 }
 
-/// Overlays made in a stretch of time.
+/// Overlays created in a period.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Bin {
-    /// Its begin, in seconds since 1970.
+    /// Its start, in seconds since 1970.
     pub start: i64,
-    /// How many were made.
+    /// The number created.
     pub count: u64,
 }
 
-/// Bins that a timeline has at most.
+/// The most bins of a timeline.
 const BINS: i64 = 60;
 
-/// When things were made.
+/// Creation times.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Timeline {
     /// Seconds of a bin.

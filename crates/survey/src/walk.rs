@@ -1,4 +1,4 @@
-//! Going through directories, on several threads.
+//! Walking directories, on several threads.
 
 use crate::fleet::{Fleet, Seen};
 use crate::name;
@@ -15,9 +15,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::thread;
 
-/// File names that are handed on together.
+/// File names passed on together.
 const BATCH: usize = 128;
-/// Tasks waiting; with more, who finds files looks at them itself.
+/// The most waiting tasks; beyond that, the thread that finds files probes them itself.
 const MAX_WAITING: usize = 1024;
 
 enum Task {
@@ -40,7 +40,7 @@ struct Walk<'a> {
     fleet: Mutex<Fleet>,
 }
 
-/// Looks at every regular file below the paths; gives the qcow2 images among them.
+/// Probes every regular file below the paths; returns the qcow2 images among them.
 pub(crate) fn walk(
     paths: &[PathBuf],
     options: &Options,
@@ -67,7 +67,7 @@ pub(crate) fn walk(
     };
     thread::scope(|scope| {
         for _ in 1..options.threads.max(1) {
-            // Without further threads this one does it all.
+            // If no thread can be started, this one does all the work.
             let _ = thread::Builder::new().spawn_scoped(scope, || walk.work());
         }
         walk.work();
@@ -98,10 +98,10 @@ impl Walk<'_> {
         self.changed.notify_all();
     }
 
-    /// Adds a task, or gives it back where too many are waiting.
+    /// Adds a task, or returns it if too many are waiting.
     fn hand_on(&self, task: Task) -> Option<Task> {
         let mut queue = self.queue.lock();
-        // Directories lie on the stack above, and are few beside files.
+        // Directories are on top of the stack, and there are few compared with files.
         if queue.tasks.len() >= MAX_WAITING && matches!(task, Task::Files { .. }) {
             return Some(task);
         }
@@ -152,7 +152,7 @@ impl Walk<'_> {
                     };
                     counter.fetch_add(1, Relaxed);
                 }
-                // It has gone meanwhile.
+                // It was removed meanwhile.
                 Err(_) => {}
             }
         }
@@ -180,14 +180,14 @@ impl Walk<'_> {
         self.take(found);
     }
 
-    /// Looks at a file; gives it if it is an image.
+    /// Probes a file; returns it if it is an image.
     fn file(&self, path: &Path, follow_link: bool) -> Option<(Seen, Option<(Trouble, String)>)> {
         self.progress.files.fetch_add(1, Relaxed);
         match look(path.to_owned(), follow_link, false) {
             Ok((seen, _)) if matches!(seen.kind, Kind::Other(_)) => None,
             Ok(found) => Some(found),
             Err(error) => {
-                // What has gone meanwhile was never there.
+                // A file removed meanwhile is ignored.
                 if error.kind() != std::io::ErrorKind::NotFound {
                     self.problem(path, Trouble::of_image(&error), &error);
                 }
@@ -218,7 +218,7 @@ impl Walk<'_> {
     }
 }
 
-/// Looks at a file and at where its backing file's name leads.
+/// Probes a file and resolves its backing file's name.
 pub(crate) fn look(
     path: PathBuf,
     follow_link: bool,

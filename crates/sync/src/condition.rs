@@ -1,23 +1,22 @@
-//! Waiting for what other tasks and threads do.
+//! Waiting for other tasks and threads.
 
 use super::atomic::{AtomicUsize, Ordering};
 use event_listener::Event;
 
-/// Waits until something holds of what threads share, such as that a counter is 0. Whoever makes it hold says
-/// so after that.
+/// Waits for a condition on shared state, such as that a counter is 0. Code that makes it true must then call
+/// [`changed`](Self::changed).
 ///
-/// What is looked at must be a lock's content, or atomics that are changed and read with `SeqCst`: then no change
-/// comes unnoticed between a look and the wait after it.
+/// The state must be protected by a lock, or consist of atomics that are changed and read with `SeqCst`: then no change
+/// is missed between a check and the following wait.
 #[derive(Debug, Default)]
 pub struct Condition {
     changed: Event,
 }
 
 impl Condition {
-    /// Waits until `holds` is true, which is looked at once at least, and again after each
-    /// [`changed`](Self::changed).
+    /// Waits until `holds` is true, which is checked at least once, and again after each [`changed`](Self::changed).
     pub async fn until(&self, holds: impl Fn() -> bool) {
-        // The first look allocates nothing. The second is for changes that came before this listened.
+        // The first check allocates nothing. The second is for changes before this listened.
         while !holds() {
             let changed = self.changed.listen();
             if holds() {
@@ -27,16 +26,16 @@ impl Condition {
         }
     }
 
-    /// Has everybody who waits look again. To be called after the change.
+    /// Makes all waiters check again. Call it after the change.
     #[inline]
     pub fn changed(&self) {
         self.changed.notify(usize::MAX);
     }
 }
 
-/// Counts what is under way, and waits until nothing is.
+/// Counts operations in progress, and waits until there are none.
 ///
-/// Others may begin meanwhile: who waits sees to it that they do not, or wants to wait for them too.
+/// Others may begin meanwhile: the caller must prevent that, or wait for them too.
 #[derive(Debug, Default)]
 pub struct WaitGroup {
     count: AtomicUsize,
@@ -44,24 +43,24 @@ pub struct WaitGroup {
 }
 
 impl WaitGroup {
-    /// One more is under way.
+    /// Starts one more.
     pub fn begin(&self) {
         self.count.fetch_add(1, Ordering::SeqCst);
     }
 
-    /// One that [began](Self::begin) has ended.
+    /// Ends one that [began](Self::begin).
     pub fn end(&self) {
         if self.count.fetch_sub(1, Ordering::SeqCst) == 1 {
             self.empty.changed();
         }
     }
 
-    /// Whether nothing is under way.
+    /// Whether there are none in progress.
     pub fn is_empty(&self) -> bool {
         self.count.load(Ordering::SeqCst) == 0
     }
 
-    /// Waits until nothing is under way, at one moment.
+    /// Waits for a moment at which there are none in progress.
     pub async fn ended(&self) {
         self.empty.until(|| self.is_empty()).await;
     }
@@ -97,7 +96,7 @@ mod interleavings {
 
     struct Work {
         group: WaitGroup,
-        /// What two that began before anything else write.
+        /// The data written by two operations that began before everything else.
         data: [Cell<u8>; 2],
     }
 

@@ -1,4 +1,4 @@
-//! The same as seen by loom, which runs a small program in every order that its threads can take.
+//! The same types for loom, which runs a small program in every possible interleaving of its threads.
 
 use loom::sync;
 use std::future::Future;
@@ -14,7 +14,7 @@ pub struct Mutex<T>(sync::Mutex<T>);
 pub type MutexGuard<'a, T> = sync::MutexGuard<'a, T>;
 
 impl<T> Mutex<T> {
-    /// A lock that nobody holds.
+    /// An unlocked lock.
     pub fn new(value: T) -> Self {
         Self(sync::Mutex::new(value))
     }
@@ -30,17 +30,17 @@ impl<T> Mutex<T> {
 pub struct RwLock<T>(sync::RwLock<T>);
 
 impl<T> RwLock<T> {
-    /// A lock that nobody holds.
+    /// An unlocked lock.
     pub fn new(value: T) -> Self {
         Self(sync::RwLock::new(value))
     }
 
-    /// Waits until nobody writes.
+    /// Locks it for reading.
     pub fn read(&self) -> sync::RwLockReadGuard<'_, T> {
         self.0.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until nobody else reads or writes.
+    /// Locks it for writing.
     pub fn write(&self) -> sync::RwLockWriteGuard<'_, T> {
         self.0.write().unwrap_or_else(PoisonError::into_inner)
     }
@@ -49,8 +49,8 @@ impl<T> RwLock<T> {
 pub mod atomic {
     //! As the standard library's.
     //!
-    //! loom takes a sequentially consistent access for one that acquires and releases, but knows what such
-    //! fences mean: each such access is put between two.
+    //! loom treats a sequentially consistent access as acquire and release, but supports sequentially consistent
+    //! fences: each such access is put between two.
 
     pub use loom::sync::atomic::{Ordering, fence};
 
@@ -71,7 +71,7 @@ pub mod atomic {
             pub struct $name(loom::sync::atomic::$name);
 
             impl $name {
-                /// An atomic with a first value.
+                /// An atomic with an initial value.
                 pub fn new(value: $of) -> Self {
                     Self(loom::sync::atomic::$name::new(value))
                 }
@@ -120,8 +120,8 @@ pub mod atomic {
     number!(AtomicUsize, usize, counts);
 }
 
-/// A value that no two threads may use at the same time if one of them changes it, and that each must have
-/// from the one before by way of a lock or an atomic: loom tells where that is not so.
+/// A value that no two threads may use concurrently if one of them changes it. Accesses must be ordered by a lock or an
+/// atomic; loom reports violations.
 #[derive(Debug, Default)]
 pub struct Cell<T>(loom::cell::UnsafeCell<T>);
 
@@ -129,7 +129,7 @@ pub struct Cell<T>(loom::cell::UnsafeCell<T>);
 unsafe impl<T: Send> Sync for Cell<T> {}
 
 impl<T: Copy> Cell<T> {
-    /// A cell with a first value.
+    /// A cell with an initial value.
     pub fn new(value: T) -> Self {
         Self(loom::cell::UnsafeCell::new(value))
     }
@@ -152,11 +152,11 @@ pub fn wait<F: Future>(future: F) -> F::Output {
     loom::future::block_on(future)
 }
 
-/// Runs `tasks`, each on a thread of its own, over a new `start()`, then `end`: in every order that they can
-/// take, but for those with more than `preemptions` switches away from a thread that could go on. Prints how
-/// many there were. A panic, a wait without end, or two accesses to a [`Cell`] that nothing orders end it.
+/// Runs `tasks`, each on a thread of its own, over a new `start()`, then `end`: in every possible order, except those
+/// with more than `preemptions` switches away from a thread that could continue. Prints the number of orders. A panic,
+/// an endless wait, or two unordered accesses to a [`Cell`] end it.
 ///
-/// `ISOBATH_PREEMPTIONS` is another bound, or none where it is `all`.
+/// `ISOBATH_PREEMPTIONS` overrides the bound; `all` removes it.
 pub fn explore<S: Send + Sync + 'static>(
     name: &str,
     preemptions: usize,
@@ -172,7 +172,7 @@ pub fn explore<S: Send + Sync + 'static>(
     explore_within(name, bound, start, tasks, end);
 }
 
-/// As [`explore`], with this bound whatever `ISOBATH_PREEMPTIONS` says: for what only so many show.
+/// As [`explore`], with this bound regardless of `ISOBATH_PREEMPTIONS`: for bugs that only this many preemptions show.
 pub fn explore_within<S: Send + Sync + 'static>(
     name: &str,
     bound: Option<usize>,

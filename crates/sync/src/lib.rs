@@ -1,8 +1,8 @@
-//! Locks and atomics of what threads share.
+//! Locks and atomics for structures shared between threads.
 //!
-//! Normally these are `parking_lot`'s and the standard library's. Compiled with `--cfg loom` they are
-//! loom's, so that `make interleavings` runs the very code of a structure in every order that its threads
-//! can take. A structure is explored if it takes its locks and atomics from here.
+//! Normally these are `parking_lot`'s and the standard library's. Compiled with `--cfg loom` they are loom's, so that
+//! `make interleavings` runs a structure's production code in every possible interleaving of its threads. A structure
+//! is explored if it takes its locks and atomics from here.
 
 mod condition;
 #[cfg(loom)]

@@ -1,4 +1,4 @@
-//! Backing chains made by any mixture of programs, with a model of what they hold.
+//! Backing chains created by any mixture of programs, with a model of their contents.
 
 use crate::args;
 use crate::model::Model;
@@ -9,7 +9,7 @@ use std::ffi::OsString;
 use std::fmt::Debug;
 use std::path::{Path, PathBuf};
 
-/// Something that makes images and writes into them.
+/// A program that creates images and writes to them.
 pub trait Writer: Debug {
     /// Its name, for messages and pictures.
     fn name(&self) -> &str;
@@ -18,7 +18,7 @@ pub trait Writer: Debug {
     /// as for `qemu-img create -o`, or empty.
     fn create(&self, image: &Path, size: u64, backing: Option<(&Path, &str)>, options: &str);
 
-    /// Opens the qcow2 image, carries out the operations in order, and closes it.
+    /// Opens the qcow2 image, executes the operations in order, and closes it.
     fn apply(&self, image: &Path, ops: &[Op]);
 }
 
@@ -123,7 +123,7 @@ impl Chain {
         Self { directory, layers: Vec::new(), model: Model::new(size) }
     }
 
-    /// A chain whose base is there already. Reads the whole of it.
+    /// A chain with an existing base, which is read in full.
     #[track_caller]
     pub fn on(directory: &Path, base: &Path, format: &str) -> Self {
         let model = Model::from_bytes(&qemu::read_disk(base, format));
@@ -142,8 +142,8 @@ impl Chain {
         self.apply(writer, ops);
     }
 
-    /// Adds `count` layers by the writers in turn; `plan` says, for each number of a layer, with
-    /// which options it is made and what is written into it.
+    /// Adds `count` layers by the writers in turn; `plan` returns, for each layer number, its options and the
+    /// operations to write into it.
     #[track_caller]
     pub fn alternate(
         &mut self,
@@ -157,7 +157,7 @@ impl Chain {
         }
     }
 
-    /// Carries out operations on the active layer.
+    /// Executes operations on the active layer.
     #[track_caller]
     pub fn apply(&mut self, writer: &dyn Writer, ops: &[Op]) {
         if ops.is_empty() {
@@ -180,18 +180,18 @@ impl Chain {
         &self.layers.last().expect("a chain with a layer").path
     }
 
-    /// What the disk must hold.
+    /// The model of the disk's contents.
     pub fn model(&self) -> &Model {
         &self.model
     }
 
-    /// What the disk must hold, to note what was done to it by other means.
+    /// The model, for recording changes made by other means.
     pub fn model_mut(&mut self) -> &mut Model {
         &mut self.model
     }
 
-    /// Fails the test unless QEMU finds every qcow2 layer clean, and the disk holds what the model
-    /// says; what the disk shows of discarded ranges must stay so from then on.
+    /// Fails the test unless QEMU finds every qcow2 layer clean, and the disk matches the model; the contents of
+    /// discarded ranges must not change from then on.
     #[track_caller]
     pub fn verify(&mut self) {
         self.assert_clean();

@@ -1,4 +1,4 @@
-//! A `qemu-storage-daemon` that a test keeps: one program for any number of images, one after another.
+//! A `qemu-storage-daemon` that a test keeps running for any number of images, one after another.
 
 use crate::nbd::Nbd;
 use crate::process::{Ready, Server};
@@ -14,7 +14,7 @@ use std::thread;
 use std::time::Duration;
 use tempfile::TempDir;
 
-/// What has not come by then does not come.
+/// The longest wait for a reply or an event.
 const PATIENCE: Duration = Duration::from_mins(2);
 
 /// The daemon, with a QMP session.
@@ -36,11 +36,18 @@ impl Daemon {
     /// Starts a daemon, and an NBD server in it.
     #[track_caller]
     pub fn start() -> Self {
+        Self::start_in(Path::new("."))
+    }
+
+    /// Starts a daemon that works in this directory: relative names of images and of their data files begin there.
+    #[track_caller]
+    pub fn start_in(work: &Path) -> Self {
         let directory = tempfile::tempdir().expect("a temporary directory");
         let qmp = directory.path().join("qmp");
         let chardev = format!("socket,path={},server=on,wait=off,id=qmp", qmp.display());
         let nbd = format!("addr.type=unix,addr.path={}", directory.path().join("nbd").display());
         let mut command = Command::new(qemu::program("qemu-storage-daemon"));
+        command.current_dir(work);
         command.args(["--chardev", &chardev, "--monitor", "chardev=qmp", "--nbd-server", &nbd]);
         let server = Server::start(&mut command, Ready::Socket(&directory.path().join("nbd")));
         let stream = UnixStream::connect(&qmp).expect("connect to the storage daemon");
@@ -52,9 +59,9 @@ impl Daemon {
         daemon
     }
 
-    /// What it has complained about.
+    /// Its error output.
     pub fn log(&self) -> String {
-        // A daemon that has just died of it may not have been heard to the end.
+        // If the daemon has just died, its output may not be complete yet.
         thread::sleep(Duration::from_millis(100));
         self.server.log()
     }
@@ -93,7 +100,7 @@ impl Daemon {
         }
     }
 
-    /// Carries a command out that must succeed.
+    /// Executes a command that must succeed.
     #[track_caller]
     pub fn ok(&mut self, command: &str, arguments: &Value) -> Value {
         self.execute(command, arguments).unwrap_or_else(|error| panic!("{error}"))
@@ -174,7 +181,7 @@ impl Daemon {
         named.map(|(name, file)| (name, fs::canonicalize(&file).unwrap_or(file))).collect()
     }
 
-    /// The persistent bitmaps of a node that it takes for consistent.
+    /// The persistent bitmaps of a node that it considers consistent.
     #[track_caller]
     pub fn bitmaps(&mut self, node: &str) -> Vec<String> {
         let nodes = self.ok("query-named-block-nodes", &json!({"flat": true}));
@@ -187,7 +194,7 @@ impl Daemon {
             .collect()
     }
 
-    /// Its exports and images were all closed.
+    /// Checks that all its exports and images were closed.
     #[track_caller]
     pub fn assert_idle(&mut self) {
         let nodes = self.nodes();

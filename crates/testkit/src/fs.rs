@@ -1,4 +1,4 @@
-//! File systems for guests, made and checked on the host without mounting them.
+//! File systems for guests, created and checked on the host without mounting them.
 
 use crate::args;
 use crate::process::run_program;
@@ -40,8 +40,8 @@ pub fn make_root(raw: &Path, size: u64, files: &[(&str, &[u8])]) {
     make_ext4_from(raw, size, Some(root));
 }
 
-/// Fails the test unless `e2fsck -fn` finds nothing wrong on a disk. With a journal to replay that
-/// is not so: the guest must have unmounted, or remounted read-only.
+/// Fails the test unless `e2fsck -fn` finds nothing wrong on a disk. It fails if there is a journal to replay: the
+/// guest must have unmounted, or remounted read-only.
 #[track_caller]
 pub fn assert_ext4_clean(image: &Path, format: &str) {
     let directory = tempfile::tempdir().expect("a temporary directory");
@@ -50,8 +50,8 @@ pub fn assert_ext4_clean(image: &Path, format: &str) {
     let _ = run_program(tools::require("e2fsck"), args!["-f", "-n", raw]).ok();
 }
 
-/// Where the bytes of a file lie on a raw ext4 made by this module: runs of (offset, length in
-/// bytes), in the file's order, whole blocks.
+/// The place of a file's bytes on a raw ext4 created by this module: runs of (offset, length in bytes), in the file's
+/// order, whole blocks.
 #[track_caller]
 pub fn file_runs(raw: &Path, name: &str) -> Vec<(u64, u64)> {
     let request = format!("blocks {name}");
@@ -76,7 +76,7 @@ pub fn read_ext4_file(image: &Path, format: &str, name: &str, to: &Path) {
     qemu::to_raw(image, format, &raw);
     let request = format!("dump {name} {}", to.display());
     let done = run_program(tools::require("debugfs"), args!["-R", request, raw]).ok();
-    // debugfs exits with 0 whatever happens.
+    // debugfs always exits with 0.
     assert!(to.exists() && !done.stderr.contains("not found"), "{}", done.report());
 }
 

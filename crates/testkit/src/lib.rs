@@ -1,13 +1,13 @@
-//! Test support: QEMU as oracle, real guests, chains of images, and a model of what they hold.
+//! Test support: QEMU as oracle, real guests, chains of images, and a model of their contents.
 //!
-//! For tests, benchmarks and the demo; no part of the program depends on it. Everything here panics
-//! where a test should fail, with a message that says what was run and what came of it. A program
-//! that is not installed is a failure that names its package ([`tools::require`]), never a skip.
+//! For tests, benchmarks and the demo; no part of the program depends on it. Everything here panics if a test should
+//! fail, with a message that contains the command and its output. A program that is not installed is a failure that
+//! names its package ([`tools::require`]), never a skip.
 //!
 //! * [`tools`] finds programs, [`process`] runs them, [`qemu`] runs QEMU's and judges images by them.
 //! * [`daemon`] is a `qemu-storage-daemon` for any number of images, [`nbd`] a client of NBD servers.
-//! * [`ops`] are the operations of a test, [`model`] says what an image must hold after them,
-//!   [`chain`] makes backing chains with them by any mixture of programs.
+//! * [`ops`] are the operations of a test, [`model`] gives the contents of an image after them, [`chain`] makes backing
+//!   chains with them by any mixture of programs.
 //! * [`guest`] boots a Linux kernel on a disk and runs a script there, [`fs`] makes and checks the
 //!   file systems for it, [`scenario`] is a guest's root disk on a long chain.
 //! * [`seed`] makes random tests repeatable.
@@ -30,6 +30,20 @@ pub mod qemu;
 pub mod scenario;
 pub mod seed;
 pub mod tools;
+
+/// Waits until `condition` holds, for half a minute at most; `what` is what does not happen then.
+///
+/// # Panics
+/// If it does not hold by then.
+pub fn until(what: &str, condition: impl Fn() -> bool) {
+    for _ in 0..30_000 {
+        if condition() {
+            return;
+        }
+        std::thread::sleep(std::time::Duration::from_millis(1));
+    }
+    panic!("{what} did not come about");
+}
 
 /// Arguments of mixed types (`&str`, `String`, `&Path`, ...) as a `Vec<OsString>`.
 ///

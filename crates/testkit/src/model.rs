@@ -1,4 +1,4 @@
-//! What a disk must hold after a sequence of operations.
+//! The contents of a disk after a sequence of operations.
 
 use crate::ops::Op;
 use std::collections::BTreeMap;
@@ -8,8 +8,8 @@ const PAGE: usize = 64 << 10;
 
 /// A disk's bytes, kept sparsely.
 ///
-/// A discarded byte may read as it was or as zero, whichever, until it is written again or until
-/// [`adopt`](Model::adopt) takes over what the disk showed; from then on it must not change back.
+/// A discarded byte may read as before or as zero until it is written again or until [`adopt`](Model::adopt) takes over
+/// the value read; from then on it must not change.
 #[derive(Clone, Debug, Default)]
 pub struct Model {
     size: u64,
@@ -19,31 +19,31 @@ pub struct Model {
 #[derive(Clone, Debug)]
 struct Page {
     bytes: Vec<u8>,
-    /// The bytes that may as well be zero; empty where there are none.
+    /// The bytes that may also be zero; empty if there are none.
     loose: Vec<bool>,
 }
 
 /// The first byte in which a disk differs from its [`Model`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mismatch {
-    /// The disk's size is another.
+    /// The disk's size differs.
     Size {
         /// The model's, in bytes.
         expected: u64,
         /// The disk's, in bytes.
         actual: u64,
     },
-    /// A byte is another.
+    /// A byte differs.
     Byte {
         /// Where, in bytes.
         offset: u64,
         /// The model's byte.
         expected: u8,
-        /// Whether 0 would have been right too.
+        /// Whether 0 would have been correct too.
         or_zero: bool,
         /// The disk's byte.
         actual: u8,
-        /// How many bytes differ in all.
+        /// How many bytes differ in total.
         count: u64,
     },
 }
@@ -86,7 +86,7 @@ impl Model {
         self.size
     }
 
-    /// Does what the operation does. Panics where it reaches past the end of the disk.
+    /// Applies the operation. Panics if it reaches past the end of the disk.
     pub fn apply(&mut self, op: &Op) {
         match *op {
             Op::Write { offset, length, pattern } => self.fill(offset, length, pattern),
@@ -122,10 +122,10 @@ impl Model {
         }
     }
 
-    /// Lets a range read as it is or as zeroes.
+    /// Allows a range to read as before or as zeroes.
     pub fn discard(&mut self, offset: u64, length: u64) {
         for (index, start, end) in self.parts(offset, length) {
-            // A page that is not there is zero already.
+            // A missing page is already zero.
             if let Some(page) = self.pages.get_mut(&index) {
                 page.loose.resize(PAGE, false);
                 page.loose[start..end].fill(true);
@@ -133,7 +133,7 @@ impl Model {
         }
     }
 
-    /// Changes the size; what is new reads as zeroes.
+    /// Changes the size; new bytes read as zeroes.
     pub fn resize(&mut self, size: u64) {
         if size < self.size {
             self.fill(size, self.size - size, 0);
@@ -141,7 +141,7 @@ impl Model {
         self.size = size;
     }
 
-    /// The model's own bytes of a range, discarded ones as they were.
+    /// The model's bytes of a range, with the old values of discarded ones.
     pub fn read(&self, offset: u64, length: usize) -> Vec<u8> {
         let mut bytes = vec![0; length];
         let mut rest = bytes.as_mut_slice();
@@ -200,7 +200,7 @@ impl Model {
         }
     }
 
-    /// Compares the whole disk, and takes over what it shows for discarded bytes.
+    /// Compares the whole disk, and adopts its values of discarded bytes.
     ///
     /// # Errors
     /// Names the first difference; the model is then unchanged.

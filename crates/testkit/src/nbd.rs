@@ -1,4 +1,4 @@
-//! A client of an NBD server that the test is itself, so that it knows what was answered when.
+//! An NBD client inside the test, so that the test knows what completed when.
 
 use std::io::{self, BufReader, ErrorKind, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -22,7 +22,7 @@ const BLOCK_STATUS: u16 = 7;
 const FUA: u16 = 1;
 const NO_HOLE: u16 = 2;
 
-/// Bytes of requests, or of replies, that a socket takes with nobody at its other end.
+/// Bytes of requests or replies that a socket buffers without a reader.
 const BUFFERED: usize = 64 << 10;
 
 /// A request. Offsets and lengths are in bytes.
@@ -41,7 +41,7 @@ pub enum Request<'a> {
         offset: u64,
         /// The bytes.
         data: &'a [u8],
-        /// Answered when it is durable.
+        /// The reply comes when it is durable.
         fua: bool,
     },
     /// Writes zeroes.
@@ -50,17 +50,17 @@ pub enum Request<'a> {
         offset: u64,
         /// How many.
         length: u32,
-        /// Whether the space may be given back.
+        /// Whether the space may be released.
         unmap: bool,
     },
-    /// Gives space back.
+    /// Discards.
     Discard {
         /// Where it starts.
         offset: u64,
         /// How long it is.
         length: u32,
     },
-    /// Makes all that was answered durable.
+    /// Makes everything completed durable.
     Flush,
 }
 
@@ -101,7 +101,7 @@ pub type Run = (u64, u32);
 pub struct Nbd {
     stream: BufReader<UnixStream>,
     size: u64,
-    /// The numbers of the metadata contexts that were asked for, in that order.
+    /// The ids of the requested metadata contexts, in that order.
     contexts: Vec<u32>,
 }
 
@@ -119,7 +119,7 @@ impl Nbd {
         Ok(Self { stream, size, contexts: Vec::new() })
     }
 
-    /// Connects to ask for block status in metadata contexts, all of which the server must have.
+    /// Connects for block status in metadata contexts, all of which the server must support.
     ///
     /// # Errors
     /// As [`connect`](Self::connect); or the server refuses, or lacks a context.
@@ -164,11 +164,11 @@ impl Nbd {
         self.size
     }
 
-    /// Sends requests, all of them at once, and waits for as many replies. Gives the bytes of the
-    /// reads, in the order of the requests, and nothing for others.
+    /// Sends all requests at once, and waits for the replies. Returns the bytes of the reads, in the order of the
+    /// requests, and nothing for others.
     ///
     /// # Errors
-    /// As the socket's; `Other` where the server answers with an error.
+    /// As the socket's; `Other` if the server replies with an error.
     pub fn submit(&mut self, requests: &[Request<'_>]) -> io::Result<Vec<Vec<u8>>> {
         let mut bytes = Vec::new();
         let mut awaited = 0;
@@ -246,7 +246,7 @@ impl Nbd {
         Ok(bytes)
     }
 
-    /// The block status of the whole export, in each of the contexts that were asked for.
+    /// The block status of the whole export, in each of the requested contexts.
     ///
     /// # Errors
     /// See [`write`](Self::write).
@@ -281,7 +281,7 @@ impl Nbd {
         Ok(runs)
     }
 
-    /// Takes the runs of one context; gives how long they are together.
+    /// Takes the runs of one context; returns their total length.
     fn take(&self, data: &[u8], runs: &mut [Vec<Run>]) -> io::Result<u64> {
         let word = |bytes: &[u8]| u32::from_be_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
         if data.len() < 12 || data.len() % 8 != 4 {
@@ -311,7 +311,7 @@ impl Nbd {
     }
 }
 
-/// Leaves out what lies at or behind `end`.
+/// Removes everything at or after `end`.
 fn cut(runs: &mut Vec<Run>, end: u64) {
     let mut at = 0;
     for run in runs.iter_mut() {

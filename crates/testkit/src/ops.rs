@@ -1,9 +1,9 @@
-//! The operations of a random test, in qemu-io's words.
+//! The operations of a random test, in qemu-io's syntax.
 
 use rand::{Rng, RngExt};
 use std::fmt;
 
-/// One operation on a disk. Offsets and lengths are in bytes, with no alignment demanded.
+/// One operation on a disk. Offsets and lengths are in bytes, without alignment requirements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Op {
     /// Fill a range with one byte.
@@ -21,17 +21,17 @@ pub enum Op {
         offset: u64,
         /// How long it is.
         length: u64,
-        /// Whether its space may be given back.
+        /// Whether its space may be released.
         unmap: bool,
     },
-    /// Give the space of a range back.
+    /// Discard a range.
     Discard {
         /// Where it starts.
         offset: u64,
         /// How long it is.
         length: u64,
     },
-    /// Make all that came before durable.
+    /// Make everything before it durable.
     Flush,
     /// Change the size of the disk.
     Resize {
@@ -69,7 +69,7 @@ impl fmt::Display for Op {
     }
 }
 
-/// What random operations look like.
+/// The parameters of random operations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shape {
     /// The disk's size in bytes, at least 1.

@@ -9,7 +9,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 use tempfile::NamedTempFile;
 
-/// A program that has not ended by then is killed, and the test fails: it hangs.
+/// A program that runs longer than this hangs: it is killed, and the test fails.
 pub const PATIENCE: Duration = Duration::from_mins(5);
 
 /// A command that has run to its end.
@@ -51,7 +51,7 @@ impl Finished {
         String::from_utf8_lossy(&self.stdout).into_owned()
     }
 
-    /// The standard output as JSON; fails the test where it is none.
+    /// The standard output as JSON; fails the test if it is not JSON.
     #[track_caller]
     pub fn json(&self) -> serde_json::Value {
         serde_json::from_slice(&self.stdout)
@@ -89,7 +89,7 @@ where
     run(Command::new(program).args(arguments))
 }
 
-/// What tells that a [`Server`] takes requests.
+/// The sign that a [`Server`] is ready for requests.
 #[derive(Clone, Copy, Debug)]
 pub enum Ready<'a> {
     /// The file exists and is not empty, such as a `--pid-file`.
@@ -183,8 +183,8 @@ impl Server {
     }
 }
 
-/// A child whose output goes to files, so that a child of its own that lives on (a daemon) keeps
-/// nobody waiting for the end of a pipe.
+/// A child whose output goes to files, so that a surviving child of its own (a daemon) does not delay the end of a
+/// pipe.
 #[derive(Debug)]
 pub(crate) struct Running {
     pub(crate) child: Child,
@@ -238,7 +238,7 @@ impl Running {
         panic!("killed: ran for more than {patience:?}\n{}", self.finished(status).report());
     }
 
-    /// Waits for the end for so long.
+    /// Waits for the end for this long.
     pub(crate) fn wait_for(&mut self, patience: Duration) -> Option<ExitStatus> {
         let deadline = Instant::now() + patience;
         let mut pause = Duration::from_micros(100);
@@ -254,7 +254,7 @@ impl Running {
         }
     }
 
-    /// Kills the child where it still runs.
+    /// Kills the child if it still runs.
     pub(crate) fn end(&mut self) -> ExitStatus {
         let _ = self.child.kill();
         self.child.wait().expect("wait for a killed child")

@@ -1,7 +1,7 @@
-//! QEMU's programs, and images judged by them.
+//! QEMU's programs, and checks of images with them.
 
 use crate::args;
-use crate::process::{Finished, Ready, Server, run_program};
+use crate::process::{self, Finished, Ready, Server, run_program};
 use crate::tools;
 use serde_json::Value;
 use std::env;
@@ -38,7 +38,26 @@ where
     I: IntoIterator,
     I::Item: AsRef<OsStr>,
 {
-    run_program(program("qemu-img"), arguments)
+    run(Command::new(program("qemu-img")).args(arguments))
+}
+
+/// Runs a program of QEMU that may make an encrypted image.
+///
+/// To choose how often a passphrase is hashed, QEMU divides by the processor time that it has used, and gives up where
+/// the kernel has not counted any yet, as some machines do not in the first milliseconds: then the command is repeated.
+///
+/// # Panics
+///
+/// If it never succeeds.
+#[track_caller]
+pub fn run(command: &mut Command) -> Finished {
+    for _ in 0..1000 {
+        let done = process::run(command);
+        if !done.stderr.contains("Unable to get accurate CPU usage") {
+            return done;
+        }
+    }
+    panic!("QEMU cannot measure its processor time on this machine");
 }
 
 /// Runs `qemu-io` with commands on an image of the given format.
@@ -74,13 +93,13 @@ pub fn create_overlay(image: &Path, backing: &Path, backing_format: &str, option
     let _ = img(arguments).ok();
 }
 
-/// What `qemu-img info` says of one image, which may be open elsewhere.
+/// The output of `qemu-img info` for one image, which may be open elsewhere.
 #[track_caller]
 pub fn info(image: &Path) -> Value {
     img(args!["info", "-U", "--output=json", image]).ok().json()
 }
 
-/// What `qemu-img map` says of a chain.
+/// The output of `qemu-img map` for a chain.
 #[track_caller]
 pub fn map(image: &Path) -> Value {
     img(args!["map", "--output=json", image]).ok().json()

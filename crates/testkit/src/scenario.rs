@@ -79,8 +79,8 @@ impl RootChain {
          grep ' / ' /proc/mounts"
     }
 
-    /// Fails the test unless the guest saw and left what it should; to be called when the disk is
-    /// no longer served. Gives what was found, as lines for people.
+    /// Fails the test unless the guest saw and left the expected data; call it when the disk is no longer served.
+    /// Returns the findings as lines of text.
     #[track_caller]
     pub fn check(&self, done: &Done) -> Vec<String> {
         assert!(done.output.contains("/dev/vda / ext4"), "{}", done.output);

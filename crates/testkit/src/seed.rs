@@ -5,8 +5,8 @@ use rand::rngs::StdRng;
 use std::env;
 use std::thread;
 
-/// The seed of a random test: `ISOBATH_SEED` where that is set, else a new one. A test that fails
-/// while it holds a seed prints the way to repeat it.
+/// The seed of a random test: `ISOBATH_SEED` if set, otherwise a new one. A test that fails while it holds a seed
+/// prints the command to repeat it.
 #[derive(Debug)]
 pub struct Seed {
     value: u64,

@@ -33,7 +33,7 @@ pub fn find(name: &str) -> Option<PathBuf> {
         .find(|file| is_executable(file))
 }
 
-/// The path of a program; where it is missing, panics with what to install.
+/// The path of a program; if it is missing, panics with the package to install.
 #[track_caller]
 pub fn require(name: &str) -> PathBuf {
     find(name).unwrap_or_else(|| panic!("{}", missing(name)))

@@ -12,8 +12,8 @@ use crate::chain_index::ChainIndex;
 use crate::map::resolve::{no_writer, resolve};
 use crate::map::{Slice, Source};
 use futures_util::future::try_join_all;
-use isobath_image::Result;
 use isobath_image::layer::Layer;
+use isobath_image::{Result, always};
 use isobath_qcow2::HostOffset;
 use isobath_qcow2::index::{
     BlockHash, BlockPointer, CHAPTER_LAYERS, IndexExtension, LayerRecord, PAGE_UNITS, Page,
@@ -95,6 +95,9 @@ async fn build_on<S: Storage>(
     folding: Folding,
     progress: &mut impl FnMut(u64, u64),
 ) -> Result<Option<Built>> {
+    if chain.layers().any(|(_, layer)| layer.format().recorded().is_none()) {
+        return Ok(None);
+    }
     let unit = chain.top_down().filter_map(|(_, layer)| layer.unit_bits()).min();
     let unit_bits = unit.unwrap_or(RAW_UNIT_BITS);
     let base = base.filter(|base| base.root().unit_bits <= unit_bits);
@@ -193,7 +196,7 @@ async fn record<S: Storage>(
     let after = layer.storage().stamp().await?;
     let record = LayerRecord {
         name,
-        format: layer.format().into(),
+        format: always(layer.format().recorded(), layer.name(), "an index covers this format")?,
         stamp: before.filter(|_| before == after).map(layer_stamp),
         digest,
     };

@@ -112,7 +112,7 @@ async fn look_for<S: Storage>(chain: &Chain<S>, mut said: bool) -> Option<Arc<Ch
                 limit = limit.min(stale.layer);
                 if !said {
                     said = true;
-                    tracing::warn!(
+                    tracing::info!(
                         "the index of '{}' is out of date and not used: {}. 'isobath index' \
                          rewrites it",
                         shown(layer.name()),

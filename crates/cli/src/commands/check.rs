@@ -1,10 +1,13 @@
 //! `isobath check`
 
+use crate::cache::CacheMode;
 use crate::failure::{Failure, Outcome};
+use crate::image_name::{Image, Naming};
 use crate::options::{self, OutputFormat};
 use crate::{json, messages, runtime};
-use clap::ValueEnum;
-use isobath_disk::{CheckEvent, CheckOptions, CheckReport, DiskError, ImageFormat, Repair, check};
+use isobath_disk::{
+    CheckEvent, CheckOptions, CheckReport, DiskError, ImageFormat, OpenOptions, Repair, check,
+};
 use isobath_qcow2::text::Shown;
 use isobath_storage::file::FileHost;
 use serde_json::{Map, Value, json};
@@ -25,37 +28,42 @@ pub(crate) struct Args {
     /// Output format
     #[arg(long, value_name = "FMT", default_value = "human")]
     output: OutputFormat,
-    /// Repair the image: only leaks, or all errors
-    #[arg(short, long, value_name = "WHAT")]
-    repair: Option<What>,
+    /// Repair the image: leaks frees clusters to which nothing refers, all repairs whatever needs no guessing
+    #[arg(short, long, value_name = "WHAT", value_parser = what)]
+    repair: Option<Repair>,
     /// Print only the errors found
     #[arg(short, long)]
     quiet: bool,
     /// Take no lock on the image and ignore other programs' locks
     #[arg(short = 'U', long, conflicts_with = "repair")]
     force_share: bool,
+    /// Cache mode for the image
+    #[arg(short = 'T', long = "cache", value_name = "MODE", default_value = "writeback")]
+    #[arg(value_parser = CacheMode::parse_source)]
+    cache: CacheMode,
+    #[command(flatten)]
+    naming: Naming,
     /// The image
     image: PathBuf,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum What {
-    /// Free leaked clusters, to which nothing refers
-    Leaks,
-    /// Repair all errors that can be repaired without guessing
-    All,
+fn what(text: &str) -> Result<Repair, String> {
+    match text {
+        "leaks" => Ok(Repair::Leaks),
+        "all" => Ok(Repair::All),
+        _ => Err(format!("Unknown option value for -r (expecting 'leaks' or 'all'): {text}")),
+    }
 }
 
 pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
-    let repair = match args.repair {
-        None => Repair::None,
-        Some(What::Leaks) => Repair::Leaks,
-        Some(What::All) => Repair::All,
-    };
+    let repair = args.repair.unwrap_or_default();
     let locking = options::locking(args.force_share);
-    let options = CheckOptions { repair, locking, format: args.format };
+    let image = args.naming.image(&args.image, args.format)?;
+    let options = image.options(args.cache.is_direct(), locking);
+    let OpenOptions { locking, direct, format, .. } = options;
+    let options = CheckOptions { repair, locking, direct, format };
     let human = args.output == OutputFormat::Human;
-    let mut report = examine(&args.image, options)?;
+    let mut report = examine(&image, options)?;
     if report.corruptions_fixed > 0 || report.leaks_fixed > 0 {
         if human && !args.quiet {
             writeln!(
@@ -66,7 +74,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
             )?;
             out.flush()?;
         }
-        let again = examine(&args.image, CheckOptions { repair: Repair::None, ..options })?;
+        let again = examine(&image, CheckOptions { repair: Repair::None, ..options })?;
         report = CheckReport {
             corruptions_fixed: report.corruptions_fixed,
             leaks_fixed: report.leaks_fixed,
@@ -89,16 +97,17 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     })
 }
 
-fn examine(image: &Path, options: CheckOptions) -> Result<CheckReport, Failure> {
+fn examine(image: &Image, options: CheckOptions) -> Result<CheckReport, Failure> {
     runtime::block_on(async || {
         let mut events = |event: CheckEvent<'_>| {
             if let CheckEvent::Finding(text) = event {
                 messages::tell(Shown(text));
             }
         };
-        match check(&FileHost, image, &options, &mut events).await {
+        match check(&FileHost, &image.path, &options, &mut events).await {
             Err(error @ DiskError::Unsupported(_)) => Err(Failure::from(error).with_code(63)),
-            result => Ok(result?),
+            Err(error) => Err(image.failed(&error)),
+            Ok(report) => Ok(report),
         }
     })
 }

@@ -2,8 +2,9 @@
 
 use crate::cache::CacheMode;
 use crate::failure::{Failure, Outcome};
+use crate::image_name::Naming;
 use crate::{block_job, chain_files, options, runtime, size};
-use isobath_disk::{Disk, ImageFormat, LayerIndex, LiveDisk, OpenOptions};
+use isobath_disk::{ImageFormat, LayerIndex, LiveDisk};
 use isobath_jobs::CommitOptions;
 use isobath_ring::Signals;
 use isobath_storage::StorageExt;
@@ -22,40 +23,44 @@ pub(crate) struct Args {
     #[arg(short, long, value_name = "FMT", value_parser = options::format)]
     format: Option<ImageFormat>,
     /// The image of the backing chain to commit to [default: the backing file]
-    #[arg(short, value_name = "BASE")]
+    #[arg(short, long, value_name = "BASE")]
     base: Option<String>,
     /// Do not empty the image
-    #[arg(short)]
+    #[arg(short, long)]
     drop: bool,
     /// Cache mode for the images
-    #[arg(short = 't', value_name = "MODE", default_value = "writeback")]
+    #[arg(short = 't', long = "cache", value_name = "MODE", default_value = "writeback")]
+    #[arg(value_parser = CacheMode::parse)]
     cache: CacheMode,
     /// Limit the copying to this many bytes per second
-    #[arg(short, value_name = "RATE", value_parser = size::parse)]
+    #[arg(short, long, value_name = "RATE", value_parser = size::parse)]
     rate: Option<u64>,
     /// Show progress
-    #[arg(short)]
+    #[arg(short, long)]
     progress: bool,
     /// Print only errors
-    #[arg(short)]
+    #[arg(short, long)]
     quiet: bool,
+    #[command(flatten)]
+    naming: Naming,
     /// The image
     image: PathBuf,
 }
 
 pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
-    let options =
-        OpenOptions::new().writable(true).format(args.format).direct(args.cache.is_direct());
+    let image = args.naming.image(&args.image, args.format)?;
+    let options = image.writable(args.cache.is_direct())?;
     runtime::block_on(async || {
         let mut signals = Signals::new(&[libc::SIGINT, libc::SIGTERM])?;
-        let live = LiveDisk::open(FileHost, &args.image, &options).await?;
+        let live = LiveDisk::open(FileHost, &image.path, &options).await;
+        let live = live.map_err(|error| image.failed(&error))?;
         let layers = live.layers();
         let Some(below) = u16::try_from(layers.len()).ok().and_then(|depth| depth.checked_sub(2))
         else {
             return Err(Failure::new("Image does not have a backing file"));
         };
         let base = match &args.base {
-            Some(name) => chain_files::required(&layers, name, &args.image)?,
+            Some(name) => chain_files::required(&layers, name, &image.path)?,
             None => LayerIndex::new(below),
         };
         let chosen = layers.len() - 1 - usize::from(base.get());
@@ -74,9 +79,9 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         drop((live, layers));
         if args.base.is_none() && !args.drop {
             let alone = options.clone().backing(false).format(ImageFormat::Qcow2);
-            let image = Disk::open(FileHost, &args.image, &alone).await?;
-            image.make_empty().await?;
-            image.close().await?;
+            let disk = image.open(&alone).await?;
+            disk.make_empty().await?;
+            disk.close().await?;
         }
         Ok(())
     })?;

@@ -2,9 +2,10 @@
 
 use crate::cache::CacheMode;
 use crate::failure::{Failure, Outcome};
+use crate::image_name::Naming;
 use crate::workers::{self, Progress};
 use crate::{options, runtime};
-use isobath_disk::{Compare, CompareError, Difference, Disk, ImageFormat, OpenOptions};
+use isobath_disk::{Compare, CompareError, Difference, Disk, ImageFormat};
 use isobath_storage::file::FileHost;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -22,14 +23,20 @@ const TASKS: usize = 8;
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// The first image's format [default: detected]
-    #[arg(short, long, value_name = "FMT", value_parser = options::format)]
+    #[arg(short, long = "a-format", alias = "format", value_name = "FMT", value_parser = options::format)]
     format: Option<ImageFormat>,
     /// The second image's format [default: detected]
-    #[arg(short = 'F', long, value_name = "FMT", value_parser = options::format)]
+    #[arg(short = 'F', long = "b-format", alias = "second-format", value_name = "FMT", value_parser = options::format)]
     second_format: Option<ImageFormat>,
     /// Cache mode for both images
-    #[arg(short = 'T', long, value_name = "MODE", default_value = "writeback")]
-    source_cache: CacheMode,
+    #[arg(
+        short = 'T',
+        long = "cache",
+        alias = "source-cache",
+        value_name = "MODE",
+        default_value = "writeback"
+    )]
+    source_cache: String,
     /// Strict mode: also fail if the sizes or the allocated ranges differ
     #[arg(short, long)]
     strict: bool,
@@ -42,17 +49,23 @@ pub(crate) struct Args {
     /// Take no locks on the images and ignore other programs' locks
     #[arg(short = 'U', long)]
     force_share: bool,
-    /// The first image
-    first: PathBuf,
-    /// The second image
-    second: PathBuf,
+    #[command(flatten)]
+    naming: Naming,
+    /// The two images
+    #[arg(value_name = "IMAGE1 IMAGE2")]
+    images: Vec<PathBuf>,
 }
 
 pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
+    let cache = CacheMode::parse_source(&args.source_cache);
+    let cache = cache.map_err(|message| Failure::new(message).with_code(2))?;
+    let [first, second] = args.images.as_slice() else {
+        return Err(Failure::usage("Expecting two image file names"));
+    };
     let mut say = |text: &str| if args.quiet { Ok(()) } else { writeln!(out, "{text}") };
     runtime::block_on(async || {
-        let one = open(args, &args.first, args.format).await?;
-        let other = open(args, &args.second, args.second_format).await?;
+        let one = open(args, cache, first, args.format).await?;
+        let other = open(args, cache, second, args.second_format).await?;
         let same_size = one.size() == other.size();
         let shared = one.size().min(other.size());
         if args.strict && !same_size {
@@ -98,20 +111,20 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
 
 async fn open(
     args: &Args,
+    cache: CacheMode,
     image: &Path,
     format: Option<ImageFormat>,
 ) -> Result<Arc<Disk<FileHost>>, Failure> {
+    let image = args.naming.image(image, format).map_err(|failure| failure.with_code(2))?;
     let locking = options::locking(args.force_share);
-    let direct = args.source_cache.is_direct();
-    let options = OpenOptions::new().format(format).locking(locking).direct(direct);
-    match Disk::open(FileHost, image, &options).await {
-        Ok(disk) => Ok(Arc::new(disk)),
-        Err(error) => Err(Failure::from(error).with_code(2)),
-    }
+    let options = image.options(cache.is_direct(), locking);
+    image.open(&options).await.map_err(|failure| failure.with_code(2))
 }
 
 fn failure(args: &Args, error: CompareError) -> Failure {
-    let name = |side: usize| if side == 0 { &args.first } else { &args.second }.display();
+    let name = |side: usize| {
+        args.images.get(side).map_or_else(String::new, |image| image.display().to_string())
+    };
     match error {
         CompareError::Status(side, error) => {
             let what = format!("Sector allocation test failed for {}", name(side));

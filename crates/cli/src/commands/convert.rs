@@ -1,12 +1,16 @@
 //! `isobath convert`
 
+mod bitmaps;
+mod foreign;
 mod target;
 
 use crate::cache::CacheMode;
+use crate::commands::create;
 use crate::failure::{Failure, Outcome};
+use crate::image_name::{Image, Naming};
 use crate::workers::{self, Progress};
 use crate::{options, runtime, size};
-use isobath_disk::{CopyOptions, Disk, DiskCopy, ImageFormat, OpenOptions};
+use isobath_disk::{CopyOptions, Disk, DiskCopy, ImageFormat, SnapshotChoice};
 use isobath_ring::Signals;
 use isobath_storage::StorageExt;
 use isobath_storage::file::FileHost;
@@ -24,48 +28,68 @@ use target::Target;
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// The format of the images to copy [default: detected]
-    #[arg(short, long, value_name = "FMT", value_parser = options::format)]
+    #[arg(short, long = "source-format", alias = "format", value_name = "FMT", value_parser = options::format)]
     format: Option<ImageFormat>,
     /// The target's format
-    #[arg(short = 'O', long, value_name = "FMT", default_value = "raw", value_parser = options::format)]
-    output_format: ImageFormat,
+    #[arg(short = 'O', long = "target-format", alias = "output-format", value_name = "FMT")]
+    #[arg(value_parser = options::format)]
+    output_format: Option<ImageFormat>,
     /// The target's backing file; only the active layer is copied, so its contents must equal those of the source's
     /// backing file
-    #[arg(short = 'B', long, value_name = "FILE")]
+    #[arg(short = 'B', long = "backing", alias = "backing-file", value_name = "FILE")]
     backing_file: Option<String>,
     /// The backing file's format
     #[arg(short = 'F', long, value_name = "FMT")]
     backing_format: Option<String>,
     /// Options for the target as NAME=VALUE, as in 'isobath create'
-    #[arg(short, value_name = "OPTIONS")]
+    #[arg(short, long = "target-options", value_name = "OPTIONS")]
     options: Vec<String>,
     /// Compress the target
     #[arg(short, long)]
     compress: bool,
     /// Write to the target out of order
-    #[arg(short = 'W', conflicts_with = "compress")]
+    #[arg(short = 'W', long = "oob-writes")]
     out_of_order: bool,
     /// Number of chunks to copy at once, 1 to 16
-    #[arg(short = 'm', value_name = "N", default_value = "8", value_parser = tasks)]
+    #[arg(short = 'm', long = "parallel", value_name = "N", default_value = "8", value_parser = tasks)]
     tasks: usize,
     /// Consecutive zero bytes that are not written as data; 0 writes everything
-    #[arg(short = 'S', value_name = "SIZE", default_value = "4k", value_parser = sparse)]
-    sparse: u64,
+    #[arg(short = 'S', long = "sparse-size", value_name = "SIZE", value_parser = sparse)]
+    sparse: Option<u64>,
     /// Do not create the target: it exists and is large enough
-    #[arg(short = 'n')]
+    #[arg(short = 'n', long)]
     no_create: bool,
     /// Assume that the existing target reads as zeroes
-    #[arg(long, requires = "no_create")]
+    #[arg(long)]
     target_is_zero: bool,
+    /// The target, which exists, is QEMU's options instead of a file name
+    #[arg(long)]
+    target_image_opts: bool,
+    /// Copy the persistent bitmaps, too
+    #[arg(long)]
+    bitmaps: bool,
+    /// With --bitmaps: leave out bitmaps that are inconsistent
+    #[arg(long)]
+    skip_broken_bitmaps: bool,
+    /// Copy what cannot be read as zeroes, with a warning, and go on
+    #[arg(long)]
+    salvage: bool,
+    /// Let the host copy (it always shares or copies what it can; for compatibility)
+    #[arg(short = 'C', long = "copy-range-offloading")]
+    copy_offloading: bool,
+    /// Limit the copying to this many bytes per second
+    #[arg(short, long, value_name = "RATE", value_parser = rate)]
+    rate: Option<u64>,
     /// Cache mode for the target
-    #[arg(short = 't', value_name = "MODE", default_value = "writeback")]
+    #[arg(short = 't', long = "target-cache", value_name = "MODE", default_value = "writeback")]
+    #[arg(value_parser = CacheMode::parse)]
     cache: CacheMode,
     /// Cache mode for the images to copy
-    #[arg(short = 'T', value_name = "MODE", default_value = "writeback")]
+    #[arg(short = 'T', long, value_name = "MODE", default_value = "writeback", value_parser = CacheMode::parse_source)]
     source_cache: CacheMode,
-    /// The internal snapshot to copy (not supported)
-    #[arg(short = 'l', value_name = "SNAPSHOT")]
-    snapshot: Option<String>,
+    /// The internal snapshot to copy: its ID or name, or snapshot.id=ID,snapshot.name=NAME
+    #[arg(short = 'l', long = "source-snapshot", value_name = "SNAPSHOT", value_parser = options::snapshot)]
+    snapshot: Option<SnapshotChoice>,
     /// Show progress
     #[arg(short, long)]
     progress: bool,
@@ -75,9 +99,64 @@ pub(crate) struct Args {
     /// Take no locks on the images to copy and ignore other programs' locks
     #[arg(short = 'U', long)]
     force_share: bool,
+    #[command(flatten)]
+    naming: Naming,
     /// The images to copy, followed by the target
-    #[arg(required = true, value_name = "IMAGE... TARGET")]
+    #[arg(value_name = "IMAGE... TARGET")]
     images: Vec<PathBuf>,
+}
+
+impl Args {
+    fn output_format(&self) -> ImageFormat {
+        self.output_format.unwrap_or(ImageFormat::Raw)
+    }
+
+    /// Refuses options that exclude each other, in QEMU's words.
+    fn check(&self) -> Result<(), Failure> {
+        let has =
+            |wrong: bool, message: &str| if wrong { Err(Failure::new(message)) } else { Ok(()) };
+        let multiple = self.images.len() > 2;
+        has(
+            self.copy_offloading && self.compress,
+            "Cannot enable copy offloading when -c is used",
+        )?;
+        has(
+            self.copy_offloading && self.sparse.is_some(),
+            "Cannot enable copy offloading when -S is used",
+        )?;
+        has(self.target_is_zero && !self.no_create, "--target-is-zero requires use of -n flag")?;
+        has(
+            self.target_image_opts && !self.no_create,
+            "--target-image-opts requires use of -n flag",
+        )?;
+        has(
+            self.skip_broken_bitmaps && !self.bitmaps,
+            "Use of --skip-broken-bitmaps requires --bitmaps",
+        )?;
+        has(
+            self.compress && self.output_format() == ImageFormat::Raw,
+            "Compression not supported for this file format",
+        )?;
+        has(self.snapshot.is_some() && multiple, "No support for concatenating multiple snapshot")?;
+        has(
+            self.backing_file.is_some() && multiple,
+            "Having a backing file for the target makes no sense when concatenating multiple input \
+             images",
+        )?;
+        has(self.bitmaps && multiple, "Copying bitmaps only possible with single source")?;
+        has(
+            self.bitmaps && self.output_format() == ImageFormat::Raw && !self.target_image_opts,
+            "Format driver 'raw' does not support bitmaps",
+        )?;
+        match self.output_format() {
+            ImageFormat::Foreign(format) => foreign::check(self, format),
+            _ => Ok(()),
+        }
+    }
+}
+
+fn rate(text: &str) -> Result<u64, String> {
+    size::parse(text).map_err(|_| size::explained("rate limit"))
 }
 
 fn tasks(text: &str) -> Result<usize, String> {
@@ -87,45 +166,56 @@ fn tasks(text: &str) -> Result<usize, String> {
 }
 
 fn sparse(text: &str) -> Result<u64, String> {
-    size::parse(text).ok().filter(|size| size.is_multiple_of(512) && *size <= 1 << 30).ok_or_else(
+    size::parse(text).ok().filter(|size| size.is_multiple_of(512) && *size <= 16 << 20).ok_or_else(
         || {
             "Invalid buffer size for sparse output specified. Valid sizes are multiples of 512 up \
-             to 1073741824. Select 0 to disable sparse detection (fully allocates output)."
+             to 16777216. Select 0 to disable sparse detection (fully allocates output)."
                 .into()
         },
     )
 }
 
-pub(crate) fn run(args: &Args, _out: &mut dyn Write) -> Outcome {
-    let Some((name, inputs)) = args.images.split_last() else {
+pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
+    let pairs = options::parse(&args.options);
+    if pairs.iter().any(|(name, _)| name == "help" || name == "?") {
+        return match args.output_format() {
+            ImageFormat::Foreign(format) => foreign::help(format, out),
+            format => create::help(format, out),
+        };
+    }
+    let Some((name, inputs)) = args.images.split_last().filter(|(_, inputs)| !inputs.is_empty())
+    else {
         return Err(Failure::new("Must specify image file name"));
     };
-    if inputs.is_empty() {
-        return Err(Failure::new("Must specify the images to copy and the target"));
+    args.check()?;
+    if args.no_create && !args.options.is_empty() {
+        return Err(Failure::new("-o has no effect when skipping image creation"));
     }
-    if let Some(snapshot) = &args.snapshot {
-        return Err(Failure::new(format_args!(
-            "cannot copy the internal snapshot '{snapshot}': reading internal snapshots is not \
-             supported; use 'qemu-img convert -l'"
-        )));
-    }
-    if args.compress && args.output_format == ImageFormat::Raw {
-        return Err(Failure::new("Compression not supported for this file format"));
-    }
+    let inputs = inputs.iter().map(|input| args.naming.image(input, args.format));
+    let inputs: Vec<Image> = inputs.collect::<Result<_, _>>()?;
+    let target_naming = Naming { image_opts: args.target_image_opts, ..args.naming.clone() };
+    let format = args.output_format.filter(|_| args.no_create);
+    let name = &target_naming.image(name, format)?;
     runtime::block_on(async || {
         let mut sources = Vec::new();
-        for input in inputs {
+        for input in &inputs {
             let locking = options::locking(args.force_share);
-            let options = OpenOptions::new()
-                .format(args.format)
-                .locking(locking)
-                .direct(args.source_cache.is_direct());
-            sources.push(Arc::new(Disk::open(FileHost, input, &options).await?));
+            let direct = args.source_cache.is_direct();
+            let options = input.options(direct, locking).snapshot(args.snapshot.clone());
+            sources.push(input.open(&options).await?);
         }
-        target::refuse_source(name, &sources).await?;
+        let bitmaps = match inputs.first().filter(|_| args.bitmaps) {
+            Some(input) => bitmaps::of(input, args).await?,
+            None => Vec::new(),
+        };
+        target::refuse_source(&name.path, &sources).await?;
         let size = sources.iter().map(|source| source.size()).sum();
         let interrupted = Rc::new(Cell::new(None));
         let mut signals = Signals::new(&[libc::SIGINT, libc::SIGTERM])?;
+        if let ImageFormat::Foreign(format) = args.output_format() {
+            let new = foreign::Options::parse(args, format)?;
+            return foreign::convert(args, &sources, &name.path, new, &mut signals).await;
+        }
         let target = if args.no_create {
             Target::existing(name, args).await?
         } else {
@@ -133,7 +223,14 @@ pub(crate) fn run(args: &Args, _out: &mut dyn Write) -> Outcome {
         };
         let result = copy(args, sources, &target, &mut signals, &interrupted).await;
         match (&result, interrupted.get()) {
-            (Ok(()), None) => Ok(0),
+            (Ok(()), None) => {
+                if !bitmaps.is_empty() {
+                    // It holds the image's lock.
+                    drop(target);
+                    bitmaps::copy(bitmaps, name).await?;
+                }
+                Ok(0)
+            }
             (_, signal) => {
                 let removed = target.remove().await;
                 let Some(signal) = signal else { return result.map(|()| 0) };
@@ -156,7 +253,9 @@ async fn copy(
     let fresh = !args.no_create && target.storage().extends_with_zeroes();
     let options = CopyOptions {
         in_order: !args.out_of_order,
-        sparse: args.sparse,
+        sparse: args.sparse.unwrap_or(4096),
+        salvage: args.salvage,
+        speed: args.rate.unwrap_or(0),
         compressed: args.compress,
         target_is_zero: (fresh && backing.is_none()) || args.target_is_zero,
         backing: target.shares_backing.then_some(backing.unwrap_or(0)),

@@ -1,13 +1,16 @@
 //! `isobath create`
 
 use crate::failure::{Failure, Outcome};
+use crate::image_name::{Naming, Objects, reason};
 use crate::{options, runtime, size};
-use isobath_disk::{ImageFormat, NewDisk, Preallocation, create};
+use isobath_disk::encryption::{CreateOptions, IvGenerator};
+use isobath_disk::{DiskError, ImageFormat, NewDisk, NewEncryption, Preallocation, create};
 use isobath_qcow2::CompressionType;
 use isobath_storage::file::FileHost;
 use std::fmt::Write as _;
 use std::io::Write;
 use std::path::PathBuf;
+use std::time::Duration;
 
 /// Create an image
 ///
@@ -16,20 +19,22 @@ use std::path::PathBuf;
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// The new image's format
-    #[arg(short, long, value_name = "FMT", default_value = "raw", value_parser = options::format)]
-    format: ImageFormat,
+    #[arg(short, long, value_name = "FMT", default_value = "raw")]
+    format: String,
     /// The backing file, as stored in the image: relative to the image's directory
-    #[arg(short, long, value_name = "FILE")]
+    #[arg(short, long = "backing", alias = "backing-file", value_name = "FILE")]
     backing_file: Option<String>,
     /// The backing file's format
     #[arg(short = 'F', long, value_name = "FMT")]
     backing_format: Option<String>,
     /// Do not open the backing file; requires a size
-    #[arg(short, long = "unsafe")]
+    #[arg(short, long = "backing-unsafe", alias = "unsafe")]
     unchecked: bool,
     /// Options as NAME=VALUE, separated by commas (',,' is a literal comma); '-o help' lists them
     #[arg(short, long, value_name = "OPTIONS")]
     options: Vec<String>,
+    #[command(flatten)]
+    objects: Objects,
     /// Do not write a direct-access index of the layers below
     #[arg(long)]
     no_index: bool,
@@ -37,7 +42,6 @@ pub(crate) struct Args {
     #[arg(short, long)]
     quiet: bool,
     /// The new image
-    #[arg(required_unless_present = "options")]
     image: Option<PathBuf>,
     /// The disk's size
     size: Option<String>,
@@ -52,6 +56,14 @@ const HELP: &[(&str, &str)] = &[
     ("compression_type=<str>", "Compression method used for image cluster compression"),
     ("data_file=<str>", "File name of an external data file"),
     ("data_file_raw=<bool (on/off)>", "The external data file must stay valid as a raw image"),
+    ("encrypt.cipher-alg=<str>", "Name of encryption cipher algorithm"),
+    ("encrypt.cipher-mode=<str>", "Name of encryption cipher mode"),
+    ("encrypt.format=<str>", "Encrypt the image, format choices: 'luks'"),
+    ("encrypt.hash-alg=<str>", "Name of encryption hash algorithm"),
+    ("encrypt.iter-time=<num>", "Time to spend in PBKDF in milliseconds"),
+    ("encrypt.ivgen-alg=<str>", "Name of IV generator algorithm"),
+    ("encrypt.ivgen-hash-alg=<str>", "Name of IV generator hash algorithm"),
+    ("encrypt.key-secret=<str>", "ID of secret providing the LUKS passphrase"),
     ("extended_l2=<bool (on/off)>", "Extended L2 tables"),
     ("lazy_refcounts=<bool (on/off)>", "Postpone refcount updates"),
     ("preallocation=<str>", "Preallocation mode (allowed values: off, metadata, falloc, full)"),
@@ -59,18 +71,33 @@ const HELP: &[(&str, &str)] = &[
     ("size=<size>", "Virtual disk size"),
 ];
 
+/// The options of encryption, in QEMU's order.
+const ENCRYPTION: &[&str] = &[
+    "encrypt.format",
+    "encrypt.key-secret",
+    "encrypt.cipher-alg",
+    "encrypt.cipher-mode",
+    "encrypt.ivgen-alg",
+    "encrypt.ivgen-hash-alg",
+    "encrypt.hash-alg",
+    "encrypt.iter-time",
+];
+
 pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     let given = options::parse(&args.options);
+    let format = options::format(&args.format);
+    let format = match (&args.image, format) {
+        (Some(image), Err(message)) => return Err(Failure::new(message).context(image.display())),
+        (_, format) => format.map_err(Failure::new)?,
+    };
     if given.iter().any(|(name, _)| name == "help" || name == "?") {
-        return help(args.format, out);
+        return help(format, out);
     }
-    let Some(image) = &args.image else { return Err(Failure::new("Expecting image file name")) };
+    let Some(image) = &args.image else { return Err(Failure::usage("Expecting image file name")) };
     let failure = |message: &dyn std::fmt::Display| Failure::new(message).context(image.display());
     let mut new =
-        NewDisk::default().format(args.format).open_backing(!args.unchecked).index(!args.no_index);
-    for (name, value) in &given {
-        apply(&mut new, name, value).map_err(|error| failure(&error))?;
-    }
+        NewDisk::default().format(format).open_backing(!args.unchecked).index(!args.no_index);
+    apply_all(&mut new, &given).map_err(|error| failure(&error))?;
     new.backing_file = args.backing_file.clone().or(new.backing_file);
     new.backing_format = args.backing_format.clone().or(new.backing_format);
     if new.backing_file.as_deref() == Some("") {
@@ -82,15 +109,47 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         }
         new.size = Some(size::parse(text).map_err(Failure::new)?);
     }
-    let made = runtime::block_on(async || Ok(create(&FileHost, image, &new).await?))?;
-    if !args.quiet {
-        let name = options::printable(&image.display().to_string());
-        writeln!(out, "Formatting '{name}', {}", describe(&new, new.size.unwrap_or(made), &given))?;
+    let path = Naming::target(image)?;
+    let name = options::printable(&image.display().to_string());
+    let mut announce = |size: u64| {
+        if args.quiet {
+            return Ok(());
+        }
+        writeln!(out, "Formatting '{name}', {}", describe(&new, size, &given))
+    };
+    let keys = encryption(&new, &given, &args.objects);
+    // As in QEMU, which prints the line once it knows the size, and then creates the image.
+    let early = new.size.filter(|_| new.backing_file.is_none());
+    if let Some(size) = early {
+        announce(size)?;
+    }
+    let new = new.clone().encryption(keys.map_err(|error| failure(&error))?);
+    let made = runtime::block_on(async || {
+        let made = create(&FileHost, &path, &new).await;
+        made.map_err(|error| {
+            let text = match &error {
+                DiskError::Backing { source, .. } => {
+                    let cause = match &**source {
+                        // They name the image.
+                        source @ (DiskError::Format { .. } | DiskError::Refused { .. }) => {
+                            source.to_string()
+                        }
+                        source => reason(source),
+                    };
+                    format!("{cause}\nCould not open backing image.")
+                }
+                error => reason(error),
+            };
+            Failure::new(text).context(image.display())
+        })
+    })?;
+    if early.is_none() {
+        announce(new.size.unwrap_or(made))?;
     }
     Ok(0)
 }
 
-fn help(format: ImageFormat, out: &mut dyn Write) -> Outcome {
+pub(crate) fn help(format: ImageFormat, out: &mut dyn Write) -> Outcome {
     writeln!(out, "Supported {} options:", format.name())?;
     let raw = ["preallocation", "size"];
     for (option, meaning) in HELP {
@@ -102,8 +161,72 @@ fn help(format: ImageFormat, out: &mut dyn Write) -> Outcome {
     Ok(0)
 }
 
+/// Applies the options of `-o`, except for those of [encryption](encryption).
+pub(crate) fn apply_all(new: &mut NewDisk, given: &[(String, String)]) -> Result<(), String> {
+    let others = given.iter().filter(|(name, _)| !is_encryption(new, name));
+    let others: Vec<_> = others.collect();
+    others.into_iter().try_for_each(|(name, value)| apply(new, name, value))
+}
+
+fn is_encryption(new: &NewDisk, name: &str) -> bool {
+    new.format == ImageFormat::Qcow2 && name.starts_with("encrypt.")
+}
+
+/// How the options of `-o` say that the image is encrypted.
+///
+/// # Errors
+/// If they cannot be used, in QEMU's words.
+pub(crate) fn encryption(
+    new: &NewDisk,
+    given: &[(String, String)],
+    objects: &Objects,
+) -> Result<Option<NewEncryption>, String> {
+    let (mut format, mut secret, mut iv, mut iv_hash) = (None, None, None, None);
+    let mut options = CreateOptions::default();
+    let mut any = false;
+    for (name, value) in given.iter().filter(|(name, _)| is_encryption(new, name)) {
+        any = true;
+        let unsupported = |error: &dyn std::fmt::Display| error.to_string();
+        match name.trim_start_matches("encrypt.") {
+            "format" => format = Some(value.as_str()),
+            "key-secret" => secret = Some(value.as_str()),
+            "cipher-alg" => options.algorithm = value.parse().map_err(|e| unsupported(&e))?,
+            "cipher-mode" => options.mode = value.parse().map_err(|e| unsupported(&e))?,
+            "hash-alg" => options.hash = value.parse().map_err(|e| unsupported(&e))?,
+            "ivgen-alg" => iv = Some(value.as_str()),
+            "ivgen-hash-alg" => iv_hash = Some(value.as_str()),
+            "iter-time" => {
+                let milliseconds = value.parse();
+                let milliseconds =
+                    milliseconds.map_err(|_| format!("Parameter '{name}' expects a number"))?;
+                options.iter_time = Duration::from_millis(milliseconds);
+            }
+            _ => return Err(format!("Invalid parameter '{name}'")),
+        }
+    }
+    if let Some(generator) = iv {
+        let generator = IvGenerator::from_options(generator, iv_hash);
+        options.iv_generator = generator.map_err(|error| error.to_string())?;
+    }
+    if !any {
+        return Ok(None);
+    }
+    match format {
+        Some("luks") => {}
+        Some("aes") => {
+            return Err(
+                "Parameter 'encrypt.format': 'aes' is broken, and not supported; use luks".into()
+            );
+        }
+        Some(other) => return Err(format!("Parameter 'format' does not accept value '{other}'")),
+        None => return Err("Parameter 'encrypt.format' is missing".into()),
+    }
+    let secret = secret.ok_or("Parameter 'encrypt.key-secret' is required for cipher")?;
+    Ok(Some(NewEncryption { options, secret: objects.secret(secret)? }))
+}
+
 /// Applies an option of `-o`.
-pub(crate) fn apply(new: &mut NewDisk, name: &str, value: &str) -> Result<(), String> {
+fn apply(new: &mut NewDisk, name: &str, value: &str) -> Result<(), String> {
     if new.format == ImageFormat::Raw && !matches!(name, "size" | "preallocation") {
         return Err(match name {
             "backing_file" => "Backing file not supported for file format 'raw'".to_owned(),
@@ -142,8 +265,12 @@ pub(crate) fn apply(new: &mut NewDisk, name: &str, value: &str) -> Result<(), St
             new.refcount_bits =
                 value.parse().map_err(|_| format!("Parameter '{name}' expects a number"))?;
         }
-        "encryption" | "encrypt.format" => {
-            return Err(format!("Parameter '{name}': encrypted images are not supported"));
+        "encryption" if !options::on_off(name, value)? => {}
+        "encryption" => {
+            return Err(format!(
+                "Parameter '{name}': encryption of the format 'aes' is broken, and not supported; \
+                 use encrypt.format=luks"
+            ));
         }
         _ => return Err(format!("Invalid parameter '{name}'")),
     }
@@ -165,6 +292,11 @@ fn describe(new: &NewDisk, size: u64, given: &[(String, String)]) -> String {
             put("preallocation", new.preallocation.name());
         }
         return text;
+    }
+    for option in ENCRYPTION {
+        if let Some((name, value)) = given.iter().rfind(|(name, _)| name == option) {
+            put(name, &options::printable(value));
+        }
     }
     put("cluster_size", &new.cluster_size.to_string());
     put("extended_l2", on_off(new.extended_l2));

@@ -4,7 +4,7 @@ use crate::failure::{Failure, Outcome};
 use crate::size::human;
 use crate::workers::Progress;
 use crate::{options, runtime};
-use isobath_disk::{Disk, ImageFormat, IndexProgress, OpenOptions};
+use isobath_disk::{Disk, ImageFormat, IndexProgress, OpenOptions, Secrets};
 use isobath_storage::file::FileHost;
 use std::cell::Cell;
 use std::io::Write;
@@ -31,17 +31,21 @@ pub(crate) struct Args {
     #[arg(short, long)]
     quiet: bool,
     /// With --verify: read the image even while another program writes to it
-    #[arg(short = 'U', long, requires = "verify")]
+    #[arg(short = 'U', long)]
     force_share: bool,
     /// The image
     image: PathBuf,
 }
 
 pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
+    if args.force_share && !args.verify {
+        return Err(Failure::usage("-U (--force-share) requires --verify"));
+    }
     let options = OpenOptions::new()
         .writable(!args.verify)
         .format(ImageFormat::Qcow2)
-        .locking(options::locking(args.force_share));
+        .locking(options::locking(args.force_share))
+        .secrets(Secrets::unneeded());
     runtime::block_on(async || {
         let disk = Disk::open(FileHost, &args.image, &options).await?;
         let name = options::printable(&args.image.display().to_string());

@@ -1,19 +1,21 @@
 //! `isobath info`
 
-mod text;
+pub(crate) mod text;
 
 use crate::failure::{Failure, Outcome};
+use crate::image_name::{Image, Naming};
 use crate::options::{self, OutputFormat};
 use crate::{json, runtime};
 use isobath_disk::{
     ImageFormat, ImageInfo, IndexInfo, IndexState, InfoOptions, Qcow2Info, backing_chain_info, info,
 };
 use isobath_qcow2::Snapshot;
+use isobath_qmp::encryption;
 use isobath_storage::Locking;
 use isobath_storage::file::FileHost;
 use serde_json::{Map, Value, json};
 use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 pub(crate) use text::snapshot_list;
 
@@ -27,18 +29,20 @@ pub(crate) struct Args {
     #[arg(long, value_name = "FMT", default_value = "human")]
     output: OutputFormat,
     /// Show all images of the backing chain
-    #[arg(long)]
+    #[arg(short, long)]
     backing_chain: bool,
     /// Take no lock on the image and ignore other programs' locks
     #[arg(short = 'U', long)]
     force_share: bool,
+    #[command(flatten)]
+    naming: Naming,
     /// The image
     image: PathBuf,
 }
 
 pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
-    let locking = options::locking(args.force_share);
-    let chain = read(&args.image, args.format, locking, args.backing_chain)?;
+    let image = args.naming.image(&args.image, args.format)?;
+    let chain = read(&image, options::locking(args.force_share), args.backing_chain)?;
     match args.output {
         OutputFormat::Human => {
             for (number, info) in chain.iter().enumerate() {
@@ -59,18 +63,19 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
 
 /// Reads the information of an image, or of each image of its chain.
 pub(crate) fn read(
-    image: &Path,
-    format: Option<ImageFormat>,
+    image: &Image,
     locking: Locking,
     whole_chain: bool,
 ) -> Result<Vec<ImageInfo>, Failure> {
-    let look = InfoOptions { locking, format };
+    let options = image.options(false, locking);
+    let look = InfoOptions { locking: options.locking, format: options.format };
     runtime::block_on(async || {
-        if whole_chain {
-            Ok(backing_chain_info(&FileHost, image, &look).await?)
+        let images = if whole_chain {
+            backing_chain_info(&FileHost, &image.path, &look).await
         } else {
-            Ok(vec![info(&FileHost, image, &look).await?])
-        }
+            info(&FileHost, &image.path, &look).await.map(|info| vec![info])
+        };
+        images.map_err(|error| image.failed(&error))
     })
 }
 
@@ -98,6 +103,7 @@ pub(crate) fn to_json(info: &ImageInfo) -> Value {
             info.full_backing_filename.as_ref().map(|name| json!(name.display().to_string())),
         ),
         ("backing-filename", info.backing_filename.as_ref().map(|name| json!(name))),
+        ("encrypted", qcow2.filter(|qcow2| qcow2.encrypted).map(|_| json!(true))),
         ("dirty-flag", Some(json!(qcow2.is_some_and(|qcow2| qcow2.dirty)))),
     ])
 }
@@ -118,6 +124,7 @@ fn data(qcow2: &Qcow2Info) -> Value {
         ("lazy-refcounts", v3.then(|| json!(qcow2.lazy_refcounts))),
         ("bitmaps", (!bitmaps.is_empty()).then_some(Value::Array(bitmaps))),
         ("refcount-bits", Some(json!(qcow2.refcount_bits))),
+        ("encrypt", qcow2.encryption.as_ref().map(encryption::info)),
         ("data-file", qcow2.data_file.as_ref().map(|name| json!(name))),
         ("data-file-raw", qcow2.data_file_raw.map(|raw| json!(raw))),
         ("corrupt", v3.then(|| json!(qcow2.corrupt))),

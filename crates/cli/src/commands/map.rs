@@ -1,9 +1,10 @@
 //! `isobath map`
 
 use crate::failure::{Failure, Outcome};
+use crate::image_name::Naming;
 use crate::options::{self, OutputFormat, printable};
 use crate::{runtime, size};
-use isobath_disk::{Disk, ImageFormat, MapEntry, OpenOptions};
+use isobath_disk::{Disk, ImageFormat, MapEntry};
 use isobath_storage::IoBuf;
 use isobath_storage::file::FileHost;
 use std::io::Write;
@@ -16,10 +17,10 @@ pub(crate) struct Args {
     #[arg(short, long, value_name = "FMT", value_parser = options::format)]
     format: Option<ImageFormat>,
     /// The guest offset at which to start
-    #[arg(short, long, value_name = "OFFSET", value_parser = size::parse, default_value = "0")]
+    #[arg(short, long, value_name = "OFFSET", value_parser = start, default_value = "0")]
     start_offset: u64,
     /// The length of the range to describe [default: up to the end of the disk]
-    #[arg(short = 'l', long, value_name = "LEN", value_parser = size::parse)]
+    #[arg(short = 'l', long, value_name = "LEN", value_parser = length)]
     max_length: Option<u64>,
     /// Output format
     #[arg(long, value_name = "FMT", default_value = "human")]
@@ -27,15 +28,25 @@ pub(crate) struct Args {
     /// Take no locks on the images and ignore other programs' locks
     #[arg(short = 'U', long)]
     force_share: bool,
+    #[command(flatten)]
+    naming: Naming,
     /// The image
     image: PathBuf,
 }
 
+fn start(text: &str) -> Result<u64, String> {
+    size::parse(text).map_err(|_| size::explained("start offset"))
+}
+
+fn length(text: &str) -> Result<u64, String> {
+    size::parse(text).map_err(|_| size::explained("max length"))
+}
+
 pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     let locking = options::locking(args.force_share);
-    let options = OpenOptions::new().format(args.format).locking(locking);
+    let image = args.naming.image(&args.image, args.format)?;
     runtime::block_on(async || {
-        let disk = Disk::open(FileHost, &args.image, &options).await?;
+        let disk = image.open(&image.options(false, locking)).await?;
         let length = args.max_length.unwrap_or(u64::MAX);
         let end = disk.size().min(args.start_offset.saturating_add(length));
         let range = args.start_offset.min(end)..end;

@@ -2,9 +2,10 @@
 
 use crate::commands::create;
 use crate::failure::{Failure, Outcome};
+use crate::image_name::Naming;
 use crate::options::{self, OutputFormat};
 use crate::{json, runtime, size};
-use isobath_disk::{Disk, ImageFormat, NewDisk, OpenOptions, measure};
+use isobath_disk::{ImageFormat, NewDisk, SnapshotChoice, measure};
 use isobath_storage::file::FileHost;
 use serde_json::{Map, Value};
 use std::io::Write;
@@ -17,13 +18,20 @@ pub(crate) struct Args {
     #[arg(short, long, value_name = "FMT", value_parser = options::format)]
     format: Option<ImageFormat>,
     /// The new image's format
-    #[arg(short = 'O', long, value_name = "FMT", default_value = "raw", value_parser = options::format)]
+    #[arg(
+        short = 'O',
+        long = "target-format",
+        alias = "output-format",
+        value_name = "FMT",
+        default_value = "raw"
+    )]
+    #[arg(value_parser = options::format)]
     output_format: ImageFormat,
     /// Options for the new image as NAME=VALUE, as in 'isobath create'
-    #[arg(short, value_name = "OPTIONS")]
+    #[arg(short, long, value_name = "OPTIONS")]
     options: Vec<String>,
     /// Measure an empty disk of this size instead of an image
-    #[arg(long, value_parser = size::parse)]
+    #[arg(short, long, value_parser = size::parse)]
     size: Option<u64>,
     /// Output format
     #[arg(long, value_name = "FMT", default_value = "human")]
@@ -31,6 +39,11 @@ pub(crate) struct Args {
     /// Take no lock on the image and ignore other programs' locks
     #[arg(short = 'U', long)]
     force_share: bool,
+    /// The internal snapshot to measure: its ID or name, or snapshot.id=ID,snapshot.name=NAME
+    #[arg(short = 'l', long, value_name = "SNAPSHOT", value_parser = options::snapshot)]
+    snapshot: Option<SnapshotChoice>,
+    #[command(flatten)]
+    naming: Naming,
     /// The image to copy
     #[arg(required_unless_present = "size", conflicts_with = "size")]
     image: Option<PathBuf>,
@@ -39,17 +52,19 @@ pub(crate) struct Args {
 pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     let mut new = NewDisk::default().format(args.output_format);
     new.size = args.size;
-    for (name, value) in options::parse(&args.options) {
-        create::apply(&mut new, &name, &value).map_err(Failure::new)?;
-    }
+    let given = options::parse(&args.options);
+    create::apply_all(&mut new, &given).map_err(Failure::new)?;
+    new.encryption =
+        create::encryption(&new, &given, &args.naming.objects).map_err(Failure::new)?;
     let (measured, bitmaps) = runtime::block_on(async || {
         let Some(image) = &args.image else {
             return Ok((measure::<FileHost>(&new, None).await?, None));
         };
         let locking = options::locking(args.force_share);
-        let options = OpenOptions::new().format(args.format).locking(locking);
-        let disk = Disk::open(FileHost, image, &options).await?;
-        // Bitmaps are not copied; QEMU names them where both images can have some.
+        let image = args.naming.image(image, args.format)?;
+        let options = image.options(false, locking).snapshot(args.snapshot.clone());
+        let disk = image.open(&options).await?;
+        // Bitmaps are not copied; QEMU reports them if both images can have some.
         let header = disk.layers().next().and_then(|layer| layer.header());
         let can = new.format == ImageFormat::Qcow2
             && new.version >= 3

@@ -1,5 +1,8 @@
 //! The commands, one file each.
 
+mod amend;
+mod bench;
+mod bitmap;
 mod chain;
 mod check;
 mod commit;
@@ -7,12 +10,16 @@ mod compare;
 mod completions;
 mod convert;
 mod create;
-mod ctl;
+pub(crate) mod ctl;
+mod dd;
 mod index;
 mod info;
+mod install_links;
 mod io;
 mod map;
 mod measure;
+mod qemu_nbd;
+mod qemu_storage_daemon;
 mod rebase;
 mod resize;
 mod seal;
@@ -53,12 +60,21 @@ commands! {
     Convert = convert;
     Resize = resize;
     Commit = commit;
+    Bitmap = bitmap;
+    Amend = amend;
+    Dd = dd;
+    Bench = bench;
     Rebase = rebase;
     Index = index;
     Measure = measure;
     Completions = completions;
+    InstallLinks = install_links;
     Io = io;
     Serve = serve;
+    #[command(hide = true)]
+    QemuNbd = qemu_nbd;
+    #[command(hide = true)]
+    QemuStorageDaemon = qemu_storage_daemon;
     Ctl = ctl;
     Chain = chain;
 }

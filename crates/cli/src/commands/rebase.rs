@@ -2,6 +2,7 @@
 
 use crate::cache::CacheMode;
 use crate::failure::{Failure, Outcome};
+use crate::image_name::Naming;
 use crate::workers::{self, Progress};
 use crate::{options, runtime};
 use isobath_disk::{Disk, ImageFormat, OpenOptions, Rebase};
@@ -27,32 +28,36 @@ pub(crate) struct Args {
     #[arg(short, long, value_name = "FMT", value_parser = options::format)]
     format: Option<ImageFormat>,
     /// The new backing file; an empty name leaves the image without one
-    #[arg(short, value_name = "FILE")]
+    #[arg(short, long = "backing", value_name = "FILE")]
     backing_file: Option<String>,
     /// The new backing file's format
-    #[arg(short = 'F', value_name = "FMT")]
+    #[arg(short = 'F', long, value_name = "FMT")]
     backing_format: Option<String>,
     /// Change only the name, without looking at either backing file
-    #[arg(short)]
+    #[arg(short, long = "backing-unsafe")]
     unsafe_mode: bool,
     /// Compress what is copied
-    #[arg(short)]
+    #[arg(short, long)]
     compress: bool,
     /// Cache mode for the image
-    #[arg(short = 't', value_name = "MODE", default_value = "writeback")]
+    #[arg(short = 't', long = "cache", value_name = "MODE", default_value = "writeback")]
+    #[arg(value_parser = CacheMode::parse)]
     cache: CacheMode,
     /// Cache mode for the backing files
-    #[arg(short = 'T', value_name = "MODE", default_value = "writeback")]
+    #[arg(short = 'T', long = "backing-cache", value_name = "MODE", default_value = "writeback")]
+    #[arg(value_parser = CacheMode::parse_source)]
     source_cache: CacheMode,
     /// Take no locks on the backing files and ignore other programs' locks
     #[arg(short = 'U', long)]
     force_share: bool,
     /// Show progress
-    #[arg(short)]
+    #[arg(short, long)]
     progress: bool,
     /// Print only errors
-    #[arg(short)]
+    #[arg(short, long)]
     quiet: bool,
+    #[command(flatten)]
+    naming: Naming,
     /// The image
     image: PathBuf,
 }
@@ -72,20 +77,22 @@ pub(crate) fn run(args: &Args, _out: &mut dyn Write) -> Outcome {
         (name, Some(format)) => Some((name, format.as_str())),
         // Whoever guesses the format of a raw disk lets its guest choose what is opened.
         (name, None) => {
+            let path = FileHost.resolve(&args.image, name);
+            if let Err(error) = std::fs::metadata(&path) {
+                let error = isobath_storage::cause(&error);
+                return Err(new_backing(name, format_args!("Could not open '{name}': {error}")));
+            }
             return Err(Failure::new(format_args!(
                 "Could not change the backing file to '{}': backing format must be specified",
                 options::printable(name)
             )));
         }
     };
-    let options = OpenOptions::new()
-        .writable(true)
-        .format(args.format)
-        .direct(args.cache.is_direct())
-        .backing(!args.unsafe_mode);
+    let image = args.naming.image(&args.image, args.format)?;
+    let options = image.writable(args.cache.is_direct())?.backing(!args.unsafe_mode);
     runtime::block_on(async || {
         let mut signals = Signals::new(&[libc::SIGINT, libc::SIGTERM])?;
-        let disk = Arc::new(Disk::open(FileHost, &args.image, &options).await?);
+        let disk = image.open(&options).await?;
         if disk.layers().next().is_none_or(|layer| layer.header().is_none()) {
             return Err(Failure::new(format_args!(
                 "The format of '{}' does not support backing files",
@@ -112,6 +119,11 @@ pub(crate) fn run(args: &Args, _out: &mut dyn Write) -> Outcome {
     Ok(0)
 }
 
+fn new_backing(name: &str, reason: impl std::fmt::Display) -> Failure {
+    let name = options::printable(name);
+    Failure::new(format_args!("Could not open new backing file '{name}': {reason}"))
+}
+
 /// Opens the new backing file.
 async fn open_below(args: &Args, name: &str, format: &str) -> Result<Arc<Disk<FileHost>>, Failure> {
     let path = FileHost.resolve(&args.image, name);
@@ -119,12 +131,10 @@ async fn open_below(args: &Args, name: &str, format: &str) -> Result<Arc<Disk<Fi
     let options = OpenOptions::new()
         .format(format)
         .locking(options::locking(args.force_share))
-        .direct(args.source_cache.is_direct());
+        .direct(args.source_cache.is_direct())
+        .secrets(args.naming.secret_file.secrets()?);
     let below = Disk::open(FileHost, &path, &options).await;
-    let below = below.map_err(|error| {
-        let name = options::printable(name);
-        Failure::new(format_args!("Could not open new backing file '{name}': {error}"))
-    });
+    let below = below.map_err(|error| new_backing(name, crate::image_name::reason(&error)));
     Ok(Arc::new(below?))
 }
 

@@ -1,9 +1,9 @@
 //! `isobath resize`
 
 use crate::failure::{Failure, Outcome};
-use crate::{options, runtime, size};
-use isobath_disk::{Disk, ImageFormat, OpenOptions, Preallocation};
-use isobath_storage::file::FileHost;
+use crate::image_name::Naming;
+use crate::{options, program, runtime, size};
+use isobath_disk::{ImageFormat, Preallocation};
 use std::io::Write;
 use std::path::PathBuf;
 
@@ -25,11 +25,13 @@ pub(crate) struct Args {
     /// Print only errors
     #[arg(short, long)]
     quiet: bool,
+    #[command(flatten)]
+    naming: Naming,
     /// The image
     image: PathBuf,
     /// The new size; with + or - in front, relative to the current size
     #[arg(allow_hyphen_values = true)]
-    size: String,
+    size: Option<String>,
 }
 
 fn preallocation(name: &str) -> Result<Preallocation, String> {
@@ -37,14 +39,21 @@ fn preallocation(name: &str) -> Result<Preallocation, String> {
 }
 
 pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
-    let (sign, number) = match args.size.split_at_checked(1) {
+    let Some(size) = &args.size else { return Err(Failure::usage("Not enough arguments")) };
+    let (sign, number) = match size.split_at_checked(1) {
         Some((sign @ ("+" | "-"), number)) => (Some(sign), number),
-        _ => (None, args.size.as_str()),
+        _ => (None, size.as_str()),
     };
-    let number = size::parse(number).map_err(Failure::new)?;
-    let options = OpenOptions::new().writable(true).format(args.format);
+    let number = size::parse(number).map_err(|_| {
+        Failure::new(
+            "Parameter 'size' expects a non-negative number below 2^64\nOptional suffix k, M, G, T, P \
+             or E means kilo-, mega-, giga-, tera-, peta-\nand exabytes, respectively.",
+        )
+    })?;
+    let image = args.naming.image(&args.image, args.format)?;
+    let options = image.writable(false)?;
     runtime::block_on(async || {
-        let disk = Disk::open(FileHost, &args.image, &options).await?;
+        let disk = image.open(&options).await?;
         let old = disk.size();
         let new = match sign {
             Some("+") => old.checked_add(number),
@@ -55,10 +64,12 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
             return Err(Failure::new("New image size must be positive"));
         };
         if new < old && !args.shrink {
-            return Err(Failure::new(
-                "Use the --shrink option to perform a shrink operation; it deletes all data \
-                 beyond the new end",
-            ));
+            let program = program::name();
+            return Err(Failure::new(format_args!(
+                "Use the --shrink option to perform a shrink operation.\n{program}: warning: Shrinking \
+                 an image will delete all data beyond the shrunken image's end. Before performing \
+                 such an operation, make sure there is no important data there."
+            )));
         }
         if new <= old && args.preallocation != Preallocation::Off {
             return Err(Failure::new("Preallocation can only be used for growing images"));

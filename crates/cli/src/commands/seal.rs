@@ -3,7 +3,7 @@
 use crate::failure::Outcome;
 use crate::options;
 use crate::runtime;
-use isobath_disk::{Disk, ImageFormat, OpenOptions};
+use isobath_disk::{Disk, ImageFormat, OpenOptions, Secrets};
 use isobath_storage::file::FileHost;
 use std::io::Write;
 use std::path::PathBuf;
@@ -23,7 +23,11 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args, _: &mut dyn Write) -> Outcome {
-    let options = OpenOptions::new().writable(true).format(args.format).backing(false);
+    let options = OpenOptions::new()
+        .writable(true)
+        .format(args.format)
+        .backing(false)
+        .secrets(Secrets::unneeded());
     runtime::block_on(async || {
         for image in &args.images {
             Disk::open(FileHost, image, &options).await?.close().await?;

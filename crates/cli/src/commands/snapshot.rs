@@ -2,11 +2,10 @@
 
 use super::info;
 use crate::failure::{Failure, Outcome};
+use crate::image_name::{Naming, reason};
 use crate::options::printable;
 use crate::{options, runtime};
-use isobath_disk::{
-    DiskError, ImageFormat, OpenOptions, apply_snapshot, create_snapshot, delete_snapshot,
-};
+use isobath_disk::{DiskError, ImageFormat, apply_snapshot, create_snapshot, delete_snapshot};
 use isobath_storage::file::FileHost;
 use std::io::Write;
 use std::path::PathBuf;
@@ -16,16 +15,16 @@ use std::time::{SystemTime, UNIX_EPOCH};
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// List the snapshots (the default)
-    #[arg(short)]
+    #[arg(short, long)]
     list: bool,
     /// Take a snapshot of the disk
-    #[arg(short, value_name = "NAME")]
+    #[arg(short, long, value_name = "NAME")]
     create: Option<String>,
     /// Make the disk what it was when the snapshot was taken
-    #[arg(short, value_name = "SNAPSHOT")]
+    #[arg(short, long, value_name = "SNAPSHOT")]
     apply: Option<String>,
     /// Delete a snapshot
-    #[arg(short, value_name = "NAME")]
+    #[arg(short, long, value_name = "NAME")]
     delete: Option<String>,
     /// The image's format [default: detected]
     #[arg(short, long, value_name = "FMT", value_parser = options::format)]
@@ -36,6 +35,8 @@ pub(crate) struct Args {
     /// Print only errors
     #[arg(short, long)]
     quiet: bool,
+    #[command(flatten)]
+    naming: Naming,
     /// The image
     image: PathBuf,
 }
@@ -46,9 +47,10 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     if wanted > 1 {
         return Err(Failure::new("Cannot mix '-l', '-a', '-c', '-d'"));
     }
+    let image = args.naming.image(&args.image, args.format)?;
     if changes.iter().all(|change| change.is_none()) {
         let locking = options::locking(args.force_share);
-        for image in info::read(&args.image, args.format, locking, false)? {
+        for image in info::read(&image, locking, false)? {
             info::snapshot_list(out, &image.snapshots)?;
         }
         return Ok(0);
@@ -56,8 +58,8 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     if args.force_share {
         return Err(Failure::new("--force-share cannot be combined with a change of the image"));
     }
-    let options = OpenOptions::new().format(args.format);
-    let (host, image) = (&FileHost, &args.image);
+    let options = image.writable(false)?;
+    let (host, image) = (&FileHost, &image.path);
     runtime::block_on(async || {
         if let Some(name) = &args.create {
             let taken = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
@@ -78,5 +80,9 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
 }
 
 fn failed(what: &str, snapshot: &str, error: &DiskError) -> Failure {
-    Failure::new(format_args!("Could not {what} snapshot '{}': {error}", printable(snapshot)))
+    let mut reason = reason(error);
+    if what == "apply" && reason == "snapshot not found" {
+        reason = "Failed to load snapshot: No such file or directory".into();
+    }
+    Failure::new(format_args!("Could not {what} snapshot '{}': {reason}", printable(snapshot)))
 }

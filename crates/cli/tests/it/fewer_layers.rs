@@ -2,6 +2,7 @@
 //! QEMU's command where it has one, and QEMU finds every image clean.
 
 use crate::programs::{isobath, qemu_img};
+use crate::serving::Served;
 use isobath_testkit::chain::{Chain, Commands, Writer};
 use isobath_testkit::ops::Shape;
 use isobath_testkit::seed::Seed;
@@ -10,8 +11,9 @@ use rand::RngExt;
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
 use std::ffi::OsString;
-use std::fs;
+use std::fs::{self, File};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
 
 const SIZE: u64 = 3 << 20;
 
@@ -168,4 +170,142 @@ fn every_disk_reads_as_before() {
     for case in 0..12 {
         one_case(&mut rng, case);
     }
+}
+
+/// Dates the layers below the active image: `ages` are in hours, the base's first.
+fn date(layers: &Layers, ages: &[u64]) {
+    for (name, hours) in layers.names.iter().zip(ages) {
+        let moment = SystemTime::now() - Duration::from_secs(hours * 3600);
+        let file = File::options().write(true).open(layers.directory.join(name)).unwrap();
+        file.set_modified(moment).unwrap();
+    }
+}
+
+/// Removes what is not in the directory any more; returns the places of what is.
+fn remaining(layers: &mut Layers) -> Vec<usize> {
+    let there = |name: &String| layers.directory.join(name).exists();
+    let places: Vec<usize> = (0..layers.names.len()).filter(|n| there(&layers.names[*n])).collect();
+    layers.names = places.iter().map(|place| layers.names[*place].clone()).collect();
+    layers.disks = places.iter().map(|place| layers.disks[*place].clone()).collect();
+    places
+}
+
+#[test]
+fn a_policy_keeps_what_it_names() {
+    let seed = Seed::new();
+    let mut rng = seed.rng();
+    for case in 0..8 {
+        let directory = tempfile::tempdir().unwrap();
+        let mut layers = Layers::random(directory.path(), &mut rng);
+        let count = layers.names.len();
+        let active = layers.names[count - 1].clone();
+        // A snapshot each 15 hours: no two on one day but the newest.
+        let ages: Vec<u64> = (0..count as u64 - 1).map(|n| (count as u64 - n) * 49).collect();
+        date(&layers, &ages);
+        let indexed = rng.random_bool(0.5);
+        if indexed && count > 1 {
+            let _ = isobath(directory.path(), args!["index", &active]).ok();
+        }
+        let shared = rng.random_bool(0.4).then(|| rng.random_range(0..count - 1));
+        let aside = directory.path().join("aside");
+        if let Some(shared) = shared {
+            fs::create_dir(&aside).unwrap();
+            let base = format!("../{}", layers.names[shared]);
+            let clone = aside.join("clone");
+            let create = args!["create", "-q", "-f", "qcow2", "-b", base, "-F", "qcow2", clone];
+            let _ = qemu_img(directory.path(), create).ok();
+        }
+        let newest = rng.random_range(0..3);
+        let keep = match rng.random_range(0..3) {
+            0 => "forever:daily",
+            1 => "80h:all",
+            _ => "1h:all,120h:daily",
+        };
+        let newest_given = newest.to_string();
+        let aside_given = aside.to_str().unwrap().to_owned();
+        let mut retain = args!["chain", "retain", "--times", "modified", "--keep", keep];
+        retain.extend(args!["--keep-last", &newest_given, &active]);
+        if shared.is_some() {
+            retain.extend(args!["--search", &aside_given]);
+        }
+        let plan = isobath(directory.path(), &retain).ok();
+        assert_eq!(remaining(&mut layers).len(), count, "{}", plan.report());
+        let apply = [retain.clone(), args!["--apply"]].concat();
+        let done = isobath(directory.path(), &apply).ok();
+        let what = format!("case {case}: {shared:?} of {count}\n{}", done.report());
+        let age_limit = match keep {
+            "forever:daily" => u64::MAX,
+            "80h:all" => 80,
+            _ => 120,
+        };
+        let expected: Vec<usize> = (0..count)
+            .filter(|place| {
+                let kept = |place: usize| {
+                    ages[place] <= age_limit || count - 1 - place <= newest || place == 0
+                };
+                *place == count - 1 || shared.is_some_and(|shared| *place <= shared) || kept(*place)
+            })
+            .collect();
+        assert_eq!(remaining(&mut layers), expected, "{what}");
+        layers.assert_hold(&what);
+        if shared.is_some() {
+            qemu::assert_clean(&aside.join("clone"));
+            let clone = qemu::read_disk(&aside.join("clone"), "qcow2");
+            let place = expected.iter().position(|place| Some(*place) == shared).unwrap();
+            assert!(clone == layers.disks[place], "{what}");
+        }
+        // There is nothing left to do, and the index, if there was one, is that of the new chain.
+        let again = isobath(directory.path(), &apply).ok();
+        assert!(again.text().contains("No layer is to be removed"), "{}", again.report());
+        if indexed && layers.names.len() > 1 {
+            let _ = isobath(directory.path(), args!["index", "--verify", &active]).ok();
+        }
+    }
+}
+
+#[test]
+fn a_served_chain_is_thinned_out_by_its_server() {
+    let seed = Seed::new();
+    let mut rng = seed.rng();
+    let directory = tempfile::tempdir().unwrap();
+    let mut layers = Layers::random(directory.path(), &mut rng);
+    let count = layers.names.len();
+    let ages: Vec<u64> = (0..count as u64 - 1).map(|n| (count as u64 - n) * 49).collect();
+    date(&layers, &ages);
+    let active = layers.directory.join(&layers.names[count - 1]);
+    let socket = directory.path().join("qmp");
+    let address = format!("unix:{}", socket.display());
+    let served = Served::start(&[&active], &["--qmp", &address, "--export-name", "disk"]);
+    let retain = args!["chain", "retain", "--keep-last", "1", "--apply", "--qmp", &socket];
+    let done = isobath(directory.path(), retain).ok();
+    let read = directory.path().join("read.raw");
+    qemu::to_raw(Path::new(&served.uri("disk")), "raw", &read);
+    let _ = served.stop();
+    let left = remaining(&mut layers);
+    let expected: Vec<usize> =
+        (0..count).filter(|place| *place == 0 || *place + 2 >= count).collect();
+    assert_eq!(left, expected, "{}", done.report());
+    assert!(fs::read(read).unwrap() == *layers.disks.last().unwrap());
+    layers.assert_hold(&done.report());
+}
+
+#[test]
+fn internal_snapshots_are_not_lost_with_a_layer() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path();
+    for (name, below) in [("a", None), ("b", Some("a")), ("c", Some("b"))] {
+        let mut create = args!["create", "-q", "-f", "qcow2"];
+        create.extend(below.map_or_else(Vec::new, |below| args!["-b", below, "-F", "qcow2"]));
+        create.extend(args![name, "1M"]);
+        let _ = qemu_img(path, create).ok();
+    }
+    let _ = isobath(path, args!["snapshot", "-c", "one", "b"]).ok();
+    let refused = isobath(path, args!["chain", "delete", "c", "b"]).exits(1);
+    assert!(refused.stderr.contains("has internal snapshots"), "{}", refused.report());
+    let retain = args!["chain", "retain", "--keep", "0h:all", "--apply", "c"];
+    let kept = isobath(path, retain).ok();
+    assert!(kept.text().contains("stays: it has internal snapshots"), "{}", kept.report());
+    assert!(path.join("b").exists());
+    let _ = isobath(path, args!["chain", "delete", "--keep", "c", "b"]).ok();
+    assert!(path.join("b").exists());
 }

@@ -97,6 +97,9 @@ fn what_cannot_be_described_is_refused_with_a_reason() {
         bytes[at] = byte;
         fs::write(&image, bytes).unwrap();
         let error = ours().exits(1).stderr;
-        assert!(error.contains(message) && error.starts_with("isobath: 'image'"), "{error}");
+        assert!(
+            error.contains(message) && error.starts_with("isobath: Could not open 'image'"),
+            "{error}"
+        );
     }
 }

@@ -2,6 +2,7 @@
 //! nothing wrong.
 
 use crate::programs::{isobath, qemu_img};
+use crate::serving::{Served, assert_same_bytes};
 use isobath_testkit::chain::{Commands, Writer};
 use isobath_testkit::ops::Shape;
 use isobath_testkit::process::Finished;
@@ -111,6 +112,41 @@ fn snapshots_are_what_they_were() {
 }
 
 #[test]
+fn a_snapshot_is_read_while_the_disk_goes_on() {
+    let directory = tempfile::tempdir().unwrap();
+    let at = |name: &str| directory.path().join(name);
+    let size = 8 << 20;
+    qemu::create(&at("base.qcow2"), "qcow2", size, "");
+    let _ = qemu::io(&at("base.qcow2"), "qcow2", &["write -P 1 0 6M"]).ok();
+    let create = args!["create", "-f", "qcow2", "-b", "base.qcow2", "-F", "qcow2", NAME, "8M"];
+    let _ = isobath(directory.path(), create).ok();
+    let image = at(NAME);
+    let _ = qemu::io(&image, "qcow2", &["write -P 2 1M 1M", "write -z 3M 100k"]).ok();
+    let _ = isobath(directory.path(), args!["snapshot", "-c", "one", NAME]).ok();
+    let _ = qemu::io(&image, "qcow2", &["write -P 3 1M 5M", "discard 0 1M"]).ok();
+    let copy = at("copy.raw");
+    let convert = args!["convert", "-l", "one", "-O", "raw", NAME, &copy];
+    let _ = qemu_img(directory.path(), convert).ok();
+
+    let served = Served::start(&[&image], &["--snapshot", "one", "--export-name", "one"]);
+    assert_same_bytes(&served.uri("one"), &copy);
+    let refused = qemu::io(Path::new(&served.uri("one")), "raw", &["write 0 512"]);
+    assert_eq!(refused.code(), 1, "{}", refused.report());
+    let _ = served.stop();
+
+    let reads = ["-c", "read -P 2 1M 1M", "-c", "read -P 0 3M 100k", "-c", "read -P 1 4M 2M"];
+    let io = args!["io", "--load-snapshot", "one"];
+    let read = [io.clone(), reads.map(OsString::from).to_vec(), args![NAME]].concat();
+    let done = isobath(directory.path(), read).ok();
+    assert!(!done.text().contains("failed"), "{}", done.report());
+    let done = isobath(directory.path(), [io, args!["-c", "write 0 512", NAME]].concat());
+    assert_eq!(done.code(), 1, "{}", done.report());
+    let unknown = isobath(directory.path(), args!["io", "--load-snapshot", "two", NAME]);
+    assert!(unknown.stderr.contains("Can't find snapshot"), "{}", unknown.report());
+    qemu::assert_clean(&image);
+}
+
+#[test]
 fn what_there_is_not_is_not_applied_or_deleted() {
     let directory = tempfile::tempdir().unwrap();
     let image = directory.path().join(NAME);
@@ -127,5 +163,19 @@ fn what_there_is_not_is_not_applied_or_deleted() {
             assert!(done.stderr.contains(says), "{}", done.report());
         }
     }
+    assert!(std::fs::read(&image).unwrap() == before, "the image has changed");
+}
+
+#[test]
+fn an_amend_of_which_a_part_is_refused_does_nothing() {
+    let directory = tempfile::tempdir().unwrap();
+    let image = directory.path().join(NAME);
+    qemu::create(&image, "qcow2", 1 << 20, "compat=0.10");
+    let _ = qemu::io(&image, "qcow2", &["write -P 1 0 128k"]).ok();
+    let _ = isobath(directory.path(), args!["snapshot", "-c", "one", NAME]).ok();
+    let before = std::fs::read(&image).unwrap();
+    let amend = args!["amend", "-o", "compat=1.1,refcount_bits=1", NAME];
+    let done = isobath(directory.path(), amend).exits(1);
+    assert!(done.stderr.contains("has a refcount of 2"), "{}", done.report());
     assert!(std::fs::read(&image).unwrap() == before, "the image has changed");
 }

@@ -13,8 +13,18 @@ where
     I: IntoIterator,
     I::Item: AsRef<OsStr>,
 {
-    let program = env!("CARGO_BIN_EXE_isobath");
-    run(Command::new(program).current_dir(directory).args(arguments))
+    logged(directory, arguments, "warn")
+}
+
+/// Runs `isobath` in a directory; its log has this level.
+#[track_caller]
+pub(crate) fn logged<I>(directory: &Path, arguments: I, level: &str) -> Finished
+where
+    I: IntoIterator,
+    I::Item: AsRef<OsStr>,
+{
+    let mut command = Command::new(env!("CARGO_BIN_EXE_isobath"));
+    run(command.current_dir(directory).env("ISOBATH_LOG", level).args(arguments))
 }
 
 /// Runs `qemu-img` in a directory.
@@ -24,5 +34,5 @@ where
     I: IntoIterator,
     I::Item: AsRef<OsStr>,
 {
-    run(Command::new(qemu::program("qemu-img")).current_dir(directory).args(arguments))
+    qemu::run(Command::new(qemu::program("qemu-img")).current_dir(directory).args(arguments))
 }

@@ -33,7 +33,7 @@ fn over(directory: &Path, backing: &str) -> PathBuf {
 fn images_of_other_formats_are_not_taken_for_raw() {
     let directory = tempfile::tempdir().unwrap();
     let at = |name: &str| directory.path().join(name);
-    for format in ["vmdk", "vdi", "vhdx", "vpc", "qcow", "qed", "luks", "parallels"] {
+    for format in ["qcow", "luks", "parallels"] {
         let image = at(&format!("image.{format}"));
         let secret = args!["--object", "secret,id=s,data=abc", "-o", "key-secret=s"];
         let mut make = args!["create", "-q", "-f", format];
@@ -62,7 +62,7 @@ fn images_of_other_formats_are_not_taken_for_raw() {
             args!["serve", "-r", "--nbd", "unix:/no/such/directory/s", overlay],
         ];
         // What a format is called is all that tells them apart.
-        commands.extend(every.into_iter().filter(|_| format == "vdi"));
+        commands.extend(every.into_iter().filter(|_| format == "parallels"));
         for arguments in commands {
             let done = isobath(arguments);
             assert!(matches!(done.code(), 1 | 2), "{}", done.report());
@@ -146,7 +146,10 @@ fn what_begins_as_an_image_does_is_probed_as_by_qemu() {
             assert!(ours.text().contains("file format: raw"), "{}", report());
         } else if theirs.code() == 0 {
             let format = theirs.json()["format"].as_str().unwrap().to_owned();
-            assert!(ours.stderr.contains(&format!("({format})")), "{}", report());
+            // Nothing but the header's beginning is there: those that are read are damaged, too.
+            let read = ["vmdk", "vdi", "vhdx", "vpc", "qed"].contains(&&*format);
+            let says = ours.stderr.contains(&format!("({format})"));
+            assert_eq!(says, !read, "{}", report());
         }
     }
 }
@@ -164,7 +167,7 @@ fn nothing_is_written_without_locks() {
         args!["index", "-U", &image],
     ] {
         let done = isobath(arguments).exits(1);
-        assert!(done.stderr.contains("--force-share"), "{}", done.report());
+        assert!(done.stderr.contains("force-share"), "{}", done.report());
         assert!(fs::read(&image).unwrap() == before, "{}", done.report());
     }
     let theirs = Command::new(qemu::program("qemu-io"))

@@ -106,7 +106,7 @@ fn what_clients_write_is_in_the_image() {
                 chain.model_mut().apply(op);
             }
         }
-        let _ = served.stop_after_qemu();
+        let _ = served.stop();
         chain.verify();
         let ops = shape.ops(&mut rng, 20);
         chain.apply(&Commands::qemu() as &dyn Writer, &ops);

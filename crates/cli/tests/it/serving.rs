@@ -43,16 +43,6 @@ impl Served {
         assert!(done.stderr.is_empty(), "{}", done.report());
         done
     }
-
-    /// As [`stop`](Self::stop), of an image that QEMU has written to: it may have used the free clusters in which an
-    /// index lay, which the server then says.
-    #[track_caller]
-    pub(crate) fn stop_after_qemu(self) -> Finished {
-        let done = self.server.stop().ok();
-        let other = |line: &&str| !line.contains("is out of date and not used");
-        assert_eq!(done.stderr.lines().find(other), None, "{}", done.report());
-        done
-    }
 }
 
 /// A qemu-io that stays connected.

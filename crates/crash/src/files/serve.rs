@@ -72,6 +72,8 @@ fn serve(
             name: "disk".into(),
             description: String::new(),
             read_only: false,
+            allocation_depth: true,
+            bitmaps: Arc::default(),
             device: disk.clone(),
         };
         let server = Arc::new(Server::new(vec![export], Limits::default()).map_err(told)?);

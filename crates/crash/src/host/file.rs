@@ -3,13 +3,13 @@
 use super::faults::{Effect, FlushFault, Kind};
 use super::world::{Users, World};
 use super::{Access, SimHost, busy};
-use crate::executor::pause;
 use crate::record::{Action, Flush};
 use isobath_storage::{
     BoxFuture, Capabilities, Extensions, FileId, Identity, IoBuf, Operation, Reflink,
     RestartMemories, RestartMemory, Result, Roles, Stamp, Stamps, Storage, StorageError, Usage,
     ZeroMode,
 };
+use isobath_storage_test::give_way;
 use parking_lot::{Mutex, MutexGuard};
 use rand::RngExt;
 use std::io;
@@ -161,7 +161,7 @@ impl SimFile {
                 clock.sleep(TURN * turns + Duration::from_nanos(part)).await;
             }
             Some(_) => {}
-            None => pause(turns).await,
+            None => give_way(turns.into()).await,
         }
     }
 

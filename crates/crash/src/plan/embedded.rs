@@ -6,7 +6,7 @@ use rand::RngExt;
 use rand::rngs::SmallRng;
 
 /// The number of patterns.
-pub(super) const PATTERNS: u32 = 7;
+pub(super) const PATTERNS: u32 = 8;
 
 /// Bytes of a lead block.
 const LEAD: u64 = 4096;
@@ -154,6 +154,17 @@ impl Disk {
                         write(cluster(n + 1), self.cluster, Some(sort)),
                         flush,
                     ]
+                });
+                vec![task.collect()]
+            }
+            // A record that takes a block, then one that takes its first sector, then none, before the next flush.
+            6 => {
+                // The first flush sets the zone up.
+                let task = (0..=times).flat_map(|n| {
+                    let block = write(cluster(n), LEAD, Some(Sort::Block));
+                    let sector = write(cluster(n), 512, Some(Sort::Text));
+                    let plain = write(cluster(n), 512, Some(Sort::Random));
+                    [block, flush, sector, plain, flush]
                 });
                 vec![task.collect()]
             }

@@ -5,7 +5,9 @@ use crate::host::SimHost;
 use crate::recover::{examine, header_of};
 use isobath_disk::Repair;
 use isobath_qcow2::extension::{BitmapsExtension, Extension};
-use isobath_qcow2::{AutoclearFeatures, Bitmap, BitmapFlags, HostOffset};
+use isobath_qcow2::{
+    AutoclearFeatures, Bitmap, BitmapCluster, BitmapFlags, FormatError, HostOffset,
+};
 use rand::RngExt;
 use rand::rngs::SmallRng;
 use std::path::Path;
@@ -53,17 +55,65 @@ pub async fn add(host: &SimHost, image: &Path, rng: &mut SmallRng) -> Result<(),
     if report.is_clean() { Ok(()) } else { Err(shown(&findings.join("; "))) }
 }
 
-/// Whether QEMU would trust the bitmaps of an image. Bitmaps created here have no bit set, and only QEMU sets any.
-pub fn claims_no_change(file: &Content) -> bool {
-    let Some(header) = header_of(file) else { return false };
+/// Whether an image has bitmaps.
+pub fn has_any(file: &Content) -> bool {
+    header_of(file).is_some_and(|header| header.bitmaps().is_some())
+}
+
+/// What QEMU would conclude from the bitmaps of an image, which tracked writes from the moment when the disk held
+/// `was`: the disk as it is, with what a bitmap says has changed as it was. `None` if QEMU would trust none.
+///
+/// # Errors
+/// A bitmap cannot be read.
+pub fn unchanged(
+    file: &Content,
+    now: &Content,
+    was: &Content,
+) -> Result<Option<Content>, FormatError> {
+    let Some(header) = header_of(file) else { return Ok(None) };
     if !header.autoclear.contains(AutoclearFeatures::BITMAPS) {
-        return false;
+        return Ok(None);
     }
-    let Some(extension) = header.bitmaps() else { return false };
+    let Some(extension) = header.bitmaps() else { return Ok(None) };
     let start = extension.directory_offset.get();
     let directory = file.bytes(start..start + extension.directory_size);
-    let Ok(bitmaps) = Bitmap::parse_directory(&directory, extension.count) else { return false };
-    bitmaps.iter().any(|bitmap| {
-        bitmap.flags.contains(BitmapFlags::AUTO) && !bitmap.flags.contains(BitmapFlags::IN_USE)
-    })
+    let bitmaps = Bitmap::parse_directory(&directory, extension.count)?;
+    let geometry = header.geometry()?;
+    let mut rest = None;
+    for bitmap in bitmaps {
+        let flags = bitmap.flags;
+        if !flags.contains(BitmapFlags::AUTO) || flags.contains(BitmapFlags::IN_USE) {
+            continue;
+        }
+        bitmap.validate(&geometry, header.size)?;
+        let rest = rest.get_or_insert_with(|| now.clone());
+        let at = bitmap.table_offset.get();
+        let table = file.bytes(at..at + u64::from(bitmap.table_size) * 8);
+        let cluster = geometry.cluster_size();
+        let granularity = 1 << bitmap.granularity_bits;
+        let is_set = |bit: u64| -> Result<bool, FormatError> {
+            let index = (bit / 8 / cluster) as usize;
+            let entry = BitmapCluster::read(&table, index, &geometry).transpose()?;
+            Ok(match entry.unwrap_or(BitmapCluster::Zeroes) {
+                BitmapCluster::Zeroes => false,
+                BitmapCluster::Ones => true,
+                BitmapCluster::Data(at) => {
+                    let byte = at.get() + bit / 8 % cluster;
+                    file.bytes(byte..byte + 1).iter().any(|byte| byte >> (bit % 8) & 1 == 1)
+                }
+            })
+        };
+        let parts: Vec<_> = now.data().chain(was.data()).collect();
+        for part in parts {
+            let mut at = part.start;
+            while at < part.end {
+                let next = part.end.min((at / granularity + 1) * granularity);
+                if is_set(at / granularity)? {
+                    rest.write(at, &was.bytes(at..next));
+                }
+                at = next;
+            }
+        }
+    }
+    Ok(rest)
 }

@@ -9,6 +9,7 @@ use crate::image::{IMAGE, Start};
 use crate::look::look;
 use crate::mode::Mode;
 use crate::record::Files;
+use crate::recover::leaks;
 use crate::value::{Sort, Value};
 use isobath_disk::{Disk, MetadataMode, NewDisk, OpenOptions, ZeroFlags, create};
 use isobath_storage::IoBuf;
@@ -26,6 +27,8 @@ pub struct Image {
     pub content: Arc<Content>,
     /// The files that it needs, including its own.
     pub needs: Vec<PathBuf>,
+    /// Clusters leaked in it, since it was not closed.
+    pub leaked: u64,
 }
 
 /// The initial state of a server.
@@ -39,7 +42,7 @@ pub struct Begin {
     pub busy: u64,
     /// Whether files are block devices.
     pub fixed: bool,
-    /// Whether there are bitmaps, which prevent an image from being resized.
+    /// Whether there are bitmaps.
     pub bitmaps: bool,
     /// In a few words.
     pub text: String,
@@ -227,16 +230,13 @@ async fn make_chain(kind: Kind, mode: &Mode, rng: &mut SmallRng) -> Result<Begin
     let mut images: Vec<Image> = Vec::new();
     let mut new = shape.new.clone();
     if shape.raw {
-        let length = if shape.bitmaps || rng.random() {
-            size
-        } else {
-            rng.random_range(1..=size / 512) * 512
-        };
+        let length = if rng.random() { size } else { rng.random_range(1..=size / 512) * 512 };
         let bytes = Value::Pattern(Sort::Plain, 1).bytes(0..length);
         let content = Content::from(&bytes[..]);
         let name = PathBuf::from("base.raw");
         host.insert(&name, content.clone());
-        images.push(Image { name: name.clone(), content: Arc::new(content), needs: vec![name] });
+        let (content, needs) = (Arc::new(content), vec![name.clone()]);
+        images.push(Image { name, content, needs, leaked: 0 });
         (new.backing_file, new.backing_format) = (Some("base.raw".into()), Some("raw".into()));
     }
     let few = if shape.below > 8 { 4 } else { 12 };
@@ -250,7 +250,7 @@ async fn make_chain(kind: Kind, mode: &Mode, rng: &mut SmallRng) -> Result<Begin
         let name = if top { IMAGE.to_owned() } else { format!("layer{layer}.qcow2") };
         let mut image = new.clone();
         let twin = shape.twins && rng.random_bool(0.85);
-        if !top && !twin && !shape.bitmaps && shape.device.is_none() && rng.random_bool(0.4) {
+        if !top && !twin && shape.device.is_none() && rng.random_bool(0.4) {
             image.size = Some(rng.random_range(1..=size / 512) * 512);
             if rng.random() && !image.extended_l2 && kind != Kind::Large {
                 image.cluster_size = 1 << rng.random_range(9..=13);
@@ -284,7 +284,8 @@ async fn make_chain(kind: Kind, mode: &Mode, rng: &mut SmallRng) -> Result<Begin
         let content = content(&host, &path).await.map_err(shown)?;
         let below = images.last().map_or(&[][..], |image| &image.needs);
         let needs = below.iter().cloned().chain([path.clone()]).collect();
-        images.push(Image { name: path, content, needs });
+        let leaked = if close { 0 } else { leaks(&host.files(), &path).await? };
+        images.push(Image { name: path, content, needs, leaked });
         (new.backing_file, new.backing_format) = (Some(name), Some("qcow2".into()));
     }
     new = shape.new.clone();

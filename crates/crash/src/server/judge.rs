@@ -99,6 +99,7 @@ pub fn judge(
         snapshot: None,
         dirty: false,
     };
+    let image = happened.begin.images.iter().find(|image| image.name == *active);
     let case = Case {
         mode,
         start: &start,
@@ -106,7 +107,7 @@ pub fn judge(
         atomic: happened.host.atomic,
         oracle: Arc::new(oracle),
         lives: 2,
-        leaked: 0,
+        leaked: image.map_or(0, |image| image.leaked),
         // QEMU knows nothing of the memory.
         qemu: qemu && !killed && start.size() < 64 << 20,
         host,
@@ -221,16 +222,17 @@ async fn below(
         let Some(content) = file(&state.files, &image.name) else { continue };
         // The layers below it are a different matter: writing to them changes its contents.
         let below = happened.chronicle.is_undermined(&image.name, &image.needs, state.tick);
-        if below || !bitmaps::claims_no_change(content) {
+        if below || !bitmaps::has_any(content) {
             continue;
         }
+        let name = image.name.display();
         let look = read(&state.files, &image.name, case, &[]).await?;
+        let rest = bitmaps::unchanged(content, &look.content, &image.content)
+            .map_err(|error| format!("{name}: {error}"))?;
         let end = look.content.len().min(image.content.len());
-        if let Some(at) = look.content.first_difference(&image.content).filter(|at| *at < end) {
-            return Err(format!(
-                "{}: a bitmap says that nothing has changed, and byte {at} has",
-                image.name.display()
-            ));
+        let changed = rest.and_then(|rest| rest.first_difference(&image.content));
+        if let Some(at) = changed.filter(|at| *at < end) {
+            return Err(format!("{name}: a bitmap says that byte {at} has not changed"));
         }
     }
     if rng.random_bool(0.15) {
@@ -306,8 +308,8 @@ async fn jobs_again(
     };
     tasks.run(|| ())?;
     if let Some(error) = job.error() {
-        // An image with bitmaps cannot be lengthened.
-        if error.contains("persistent bitmaps") {
+        // An image with an inconsistent bitmap cannot be lengthened.
+        if error.contains("is inconsistent") {
             return Ok(());
         }
         if case.host.fixed && error.contains("No space left") {

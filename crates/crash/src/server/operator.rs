@@ -7,8 +7,11 @@ use super::schedule::{Patience, endure};
 use crate::clock::SimClock;
 use crate::history::Guest;
 use crate::host::SimHost;
+use crate::plan::preallocation;
 use crate::record::NEVER;
-use isobath_disk::{Disk, ImageFormat, LiveDisk, NewDisk, OpenOptions, Overlay, create};
+use isobath_disk::{
+    Disk, ImageFormat, LiveDisk, NewDisk, OpenOptions, Overlay, Preallocation, create,
+};
 use isobath_jobs::pace::Pacing;
 use isobath_jobs::{
     CommitOptions, IoStatus, Job, JobOptions, JobStatus, MirrorOptions, MirrorSync, OnError,
@@ -22,6 +25,9 @@ use std::future::Future;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
+
+/// Bytes of the largest disk that is filled when it grows.
+const MOST_FILLED: u64 = 64 << 20;
 
 /// The number of images that can be created in a history.
 pub const NEW_IMAGES: usize = 10;
@@ -101,10 +107,6 @@ impl Operator<'_> {
         let deed = deed.unwrap_or_else(|| any[rng.random_range(0..any.len())]);
         let depth = self.live.depth();
         let images = self.made.get() < NEW_IMAGES;
-        let deed = match deed {
-            Deed::Resize if self.begin.bitmaps => Deed::Snapshot,
-            deed => deed,
-        };
         match deed {
             Deed::Snapshot | Deed::Mirror if !images && depth > 1 => Deed::Stream,
             Deed::Stream | Deed::Pivot if depth < 2 => Deed::Snapshot,
@@ -309,8 +311,16 @@ impl Operator<'_> {
     async fn resize(&self, rng: &mut SmallRng) -> Result<(), String> {
         let (least, most) = (self.begin.busy, self.begin.start.size());
         let size = rng.random_range(least..=most + most / 2).next_multiple_of(512).max(least);
-        let act = self.begin_act(format!("a change of size to {size}"));
-        let resizing = self.guest.resize(&**self.live, size);
+        let mode = match preallocation(rng) {
+            // A raw image has no metadata.
+            Preallocation::Metadata => Preallocation::Off,
+            // A large disk would fill the simulator's memory.
+            Preallocation::Full if most > MOST_FILLED => Preallocation::Falloc,
+            other => other,
+        };
+        let act =
+            self.begin_act(format!("a change of size to {size}, preallocation {}", mode.name()));
+        let resizing = self.guest.resize(&**self.live, size, mode);
         match endure(self.patience(rng), resizing).await {
             Some(done) => done?,
             None => self.guest.excuse(),
@@ -388,8 +398,8 @@ impl Operator<'_> {
             },
         );
         match error {
-            // An image with bitmaps cannot be lengthened.
-            Some(error) if self.begin.bitmaps && error.contains("persistent bitmaps") => Ok(()),
+            // An image with an inconsistent bitmap cannot be lengthened.
+            Some(error) if self.begin.bitmaps && error.contains("is inconsistent") => Ok(()),
             // Nor can anything on a full device.
             Some(error) if self.begin.fixed && error.contains("No space left") => Ok(()),
             Some(error) if !self.guest.excuses(&error) => Err(format!("a job failed: {error}")),

@@ -1,6 +1,7 @@
 //! Tasks polled in an order derived from a seed, and time that passes when all of them wait.
 
 use crate::clock::SimClock;
+use crate::executor::Woken;
 use crate::host::Planned;
 use futures_util::future::LocalBoxFuture;
 use rand::rngs::SmallRng;
@@ -10,7 +11,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::task::{Context, Poll, Wake, Waker};
+use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 /// Far more polls than any history needs.
@@ -19,18 +20,6 @@ const MOST_POLLS: u64 = 5_000_000;
 const STEP: Duration = Duration::from_nanos(300);
 /// Far more wake-ups of background tasks alone than any history needs.
 const MOST_QUIET: u64 = 20_000;
-
-struct Woken(AtomicBool);
-
-impl Wake for Woken {
-    fn wake(self: Arc<Self>) {
-        self.0.store(true, Ordering::Relaxed);
-    }
-
-    fn wake_by_ref(self: &Arc<Self>) {
-        self.0.store(true, Ordering::Relaxed);
-    }
-}
 
 struct Task<'a> {
     /// `None` when it has ended.

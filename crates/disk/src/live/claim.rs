@@ -2,7 +2,7 @@
 
 use super::LiveDisk;
 use crate::disk::Disk;
-use isobath_image::{DiskError, Result};
+use isobath_image::Result;
 use isobath_storage::Host;
 use parking_lot::Mutex;
 use std::future::Future;
@@ -92,7 +92,7 @@ impl Use {
     fn check<H: Host>(&self, disk: &Disk<H>) -> Result<()> {
         let refused = |job: &Arc<dyn Occupant>, what: &str| {
             let reason = format!("block device is in use by block job: {}; {what}", job.describe());
-            Err(DiskError::Refused { image: disk.chain.active().name().to_owned(), reason })
+            Err(disk.refused(reason))
         };
         match self {
             // Only another job would rely on the doubtful data.
@@ -112,7 +112,7 @@ impl Use {
              storage, then close the disk and reopen it",
             job.describe()
         );
-        Err(DiskError::Refused { image: disk.chain.active().name().to_owned(), reason })
+        Err(disk.refused(reason))
     }
 }
 

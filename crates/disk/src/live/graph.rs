@@ -5,12 +5,13 @@ use crate::disk::Disk;
 use isobath_chain::chain::{Chain, LayerIndex};
 use isobath_chain::index;
 use isobath_chain::map::{Unit, UnitKind};
+use isobath_image::Result;
 use isobath_image::durability::MetadataMode;
+use isobath_image::encryption::Key;
 use isobath_image::layer::{ImageFormat, Layer};
 use isobath_image::open::open_layer;
 use isobath_image::options::Trust;
 use isobath_image::sabotage::{self, Sabotage};
-use isobath_image::{DiskError, Result};
 use isobath_storage::{FileId, Host, Storage, StorageExt};
 use std::future::Future;
 use std::ops::Range;
@@ -38,7 +39,7 @@ impl<H: Host> LiveDisk<H> {
         let mut layers = disk.chain.layers();
         match layers.find(|(_, layer)| layer.storage().id() == file) {
             Some((index, _)) => Ok(Some(index)),
-            None => Err(disk.unfit_layers("the given image is not part of the chain")),
+            None => Err(disk.refused("the given image is not part of the chain")),
         }
     }
 
@@ -144,7 +145,8 @@ impl<H: Host> LiveDisk<H> {
         if options.metadata != MetadataMode::Ordered {
             options.metadata = MetadataMode::Auto;
         }
-        let opened = open_layer(disk.host(), layer.name(), format, true, &options).await?;
+        let key = layer.key();
+        let opened = open_layer(disk.host(), layer.name(), format, true, &options, &key).await?;
         let below = disk.chain.layers().take(top.get() as usize);
         let mut layers: Vec<_> = below.map(|(_, layer)| Arc::clone(layer)).collect();
         layers.push(Arc::new(opened));
@@ -196,8 +198,8 @@ impl<H: Host> LiveDisk<H> {
         layer.admit_writer(true).await?;
         let changed = async {
             let options = (*self.options()).clone().writable(true);
-            let opened =
-                open_layer(disk.host(), layer.name(), Some(layer.format()), true, &options);
+            let (format, key) = (Some(layer.format()), Key::Unneeded);
+            let opened = open_layer(disk.host(), layer.name(), format, true, &options, &key);
             opened.await?.edit_backing(named).await
         };
         let changed = changed.await;
@@ -230,14 +232,6 @@ fn shows_more<S: Storage>(before: &Chain<S>, after: &Chain<S>, removed: &Range<u
 }
 
 impl<H: Host> Disk<H> {
-    /// An error about layers that do not belong together.
-    pub fn unfit_layers(&self, reason: &str) -> DiskError {
-        DiskError::Refused {
-            image: self.chain.active().name().to_owned(),
-            reason: reason.to_owned(),
-        }
-    }
-
     /// The name by which the header of the layer `overlay` should refer to the image below layer `next`: the one in
     /// `next`, if it means the same there.
     pub fn name_below(&self, next: LayerIndex, overlay: LayerIndex) -> Result<String> {

@@ -9,13 +9,13 @@
 use super::LiveDisk;
 use crate::disk::{Disk, Retiring};
 use isobath_chain::chain::{Chain, MAX_LAYERS};
-use isobath_chain::create::{NewDisk, create};
+use isobath_chain::create::{NewDisk, NewEncryption, create};
 use isobath_chain::index;
 use isobath_chain::map::Map;
 use isobath_image::layer::{ImageFormat, Layer};
 use isobath_image::open::open_layer;
 use isobath_image::writer::Writer;
-use isobath_image::{DiskError, Result};
+use isobath_image::{DiskError, Result, always};
 use isobath_qcow2::L1Entry;
 use isobath_storage::{Host, Storage, StorageExt};
 use std::path::{Path, PathBuf};
@@ -116,6 +116,12 @@ impl<H: Host> LiveDisk<H> {
             new.cluster_size = qcow2.geometry.cluster_size();
             new.extended_l2 = qcow2.geometry.extended_l2();
         }
+        if active.is_encrypted() {
+            // What is written to the snapshot's overlay is no less secret.
+            let secret = self.options().secrets.at(0).cloned();
+            let secret = always(secret, active.name(), "an encrypted disk was opened by a secret")?;
+            new.encryption = Some(NewEncryption::new(secret));
+        }
         create(disk.host(), path, &new).await.map(|_| ())
     }
 
@@ -123,7 +129,9 @@ impl<H: Host> LiveDisk<H> {
     async fn open_overlay(&self, disk: &Disk<H>, overlay: &Overlay) -> Result<Arc<Layer<H::File>>> {
         let path = overlay.path();
         let format = Some(ImageFormat::Qcow2);
-        let layer = open_layer(disk.host(), path, format, true, &self.options()).await?;
+        let options = self.options();
+        let key = options.secrets.key(0);
+        let layer = open_layer(disk.host(), path, format, true, &options, &key).await?;
         if disk.layers().any(|other| other.storage().id() == layer.storage().id()) {
             return Err(unfit(&layer, "it is already part of the chain"));
         }

@@ -23,6 +23,11 @@ impl<H: Host> Disk<H> {
         kept: u64,
     ) -> Result<()> {
         let geometry = qcow2.geometry();
+        if self.chain.active().is_encrypted() && geometry.version() < 3 {
+            return Err(self.refused(
+                "clusters of an encrypted image can be preallocated only in version 3 (compat=1.1)",
+            ));
+        }
         let size = geometry.cluster_size();
         let mut at = new.start.div_ceil(size);
         let end = new.end.div_ceil(size);
@@ -84,10 +89,12 @@ impl<H: Host> Disk<H> {
             let at =
                 if geometry.has_data_file() { cluster * size } else { host.start + step * size };
             let host = HostOffset::new(at);
-            let entry = if geometry.extended_l2() {
-                L2Entry::subclustered(Some(host), true, u32::MAX, 0)
-            } else {
-                L2Entry::data(host, true)
+            // Zeroes in the file are not zeroes for the guest if the image is encrypted.
+            let entry = match (geometry.extended_l2(), self.chain.active().is_encrypted()) {
+                (true, false) => L2Entry::subclustered(Some(host), true, u32::MAX, 0),
+                (true, true) => L2Entry::subclustered(Some(host), true, 0, u32::MAX),
+                (false, false) => L2Entry::data(host, true),
+                (false, true) => L2Entry::zero_allocated(host, true),
             };
             let releases = referenced(&geometry, &kind);
             let taken = [geometry.host_cluster_of(host)];

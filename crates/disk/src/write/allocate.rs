@@ -260,10 +260,13 @@ impl<H: Host> Disk<H> {
     /// What must be written besides a target's own data.
     async fn copies(&self, target: &Target, size: u64) -> Result<Vec<CopiedPart>> {
         let start = target.cluster.get() * size;
+        // Zeroes in the file are not zeroes for the guest if the image is encrypted.
+        let encrypted = self.chain.active().is_encrypted();
         let mut copies = Vec::new();
         for part in &target.plan.copy {
             let extents = self.extents(start + part.start..start + part.end).await?;
-            let zero = reads_zero(&extents) || sabotage::is(Sabotage::NoCopyOnWrite);
+            let zero =
+                (reads_zero(&extents) && !encrypted) || sabotage::is(Sabotage::NoCopyOnWrite);
             let length = part.end - part.start;
             let bytes = if zero {
                 None

@@ -36,6 +36,11 @@ impl<H: Host> Disk<H> {
                 "an image with an external data file cannot be compressed".into(),
             ));
         }
+        if qcow2.metadata.layer.is_encrypted() {
+            return Err(DiskError::Unsupported(
+                "Compression and encryption not supported at the same time".into(),
+            ));
+        }
         let reaches_end = offset + buf.len() as u64 == self.size();
         if !offset.is_multiple_of(size) || (buf.len() as u64 != size && !reaches_end) {
             return Err(DiskError::Unsupported(format!(

@@ -1,14 +1,15 @@
 //! Discards.
 
-use super::Qcow2Writer;
+use super::{Qcow2Writer, warn_of_leak};
 use crate::device::ZeroFlags;
 use crate::disk::Disk;
+use isobath_chain::map::Source;
 use isobath_image::references::referenced;
 use isobath_image::sabotage::{self, Sabotage};
 use isobath_image::tables::References;
 use isobath_image::{DiskError, Result};
 use isobath_qcow2::{ClusterIndex, Geometry, L2Entry};
-use isobath_storage::{Host, Storage};
+use isobath_storage::{Host, IoBuf, Storage};
 use std::ops::Range;
 
 /// Clusters whose entries change under one lock.
@@ -36,13 +37,13 @@ impl<H: Host> Disk<H> {
         if geometry.version() < 3 && !qcow2.alone() {
             return Ok(());
         }
+        qcow2.note_write(offset..end).await?;
         let size = geometry.cluster_size();
         let first = offset.div_ceil(size);
         let last = if end == self.chain.active().size() { end.div_ceil(size) } else { end / size };
         if first >= last {
             return Ok(());
         }
-        qcow2.note_write(first * size..end).await?;
         let mut at = first;
         while at < last {
             let next = last.min(at + CLUSTERS_AT_ONCE);
@@ -54,6 +55,7 @@ impl<H: Host> Disk<H> {
     }
 
     /// Releases everything that the image holds, so that its backing file shows everywhere (QEMU's `bdrv_make_empty`).
+    /// The backing file holds it too, as after a commit: the disk reads as before, and bitmaps stay as they are.
     /// The disk must have been opened [without its backing file](isobath_image::options::OpenOptions::backing). After a
     /// crash a part of the image is empty.
     ///
@@ -64,11 +66,10 @@ impl<H: Host> Disk<H> {
         let writer = self.writer()?;
         let qcow2 = match writer.qcow2() {
             Some(qcow2) if self.depth() == 1 && !qcow2.data_file_raw() => qcow2,
-            _ => return Err(self.unfit_layers("only a qcow2 overlay on its own can be emptied")),
+            _ => return Err(self.refused("only a qcow2 overlay on its own can be emptied")),
         };
         let end = self.size();
         let clusters = end.div_ceil(qcow2.geometry().cluster_size());
-        qcow2.note_write(0..end).await?;
         let mut at = 0;
         while at < clusters {
             let next = clusters.min(at + CLUSTERS_AT_ONCE);
@@ -80,6 +81,69 @@ impl<H: Host> Disk<H> {
             let _pass = self.readers.gate.enter();
             self.discard_entries(qcow2, at..next, L2Entry::unallocated()).await?;
             at = next;
+        }
+        Ok(())
+    }
+
+    /// Turns the zero clusters of the active layer into what version 2 of the format has: no cluster, where nothing is
+    /// below, or a cluster of zeroes.
+    ///
+    /// # Errors
+    /// If the disk is read-only, not a qcow2 image, or has extended L2 entries; or the storage fails.
+    pub async fn expand_zeroes(&self) -> Result<()> {
+        let writer = self.writer()?;
+        let Some(qcow2) = writer.qcow2() else {
+            return Err(self.refused("only a qcow2 image has zero clusters"));
+        };
+        if qcow2.geometry().extended_l2() {
+            // A cluster of which a part is zero may hold data besides.
+            return Err(self.refused(
+                "version 2 has no extended L2 entries: Cannot downgrade an image with them",
+            ));
+        }
+        let (size, end) = (qcow2.geometry().cluster_size(), self.size());
+        let step = CLUSTERS_AT_ONCE * size;
+        let mut at = 0;
+        while at < end {
+            let next = end.min(at + step);
+            writer.commit_if_much(&self.readers).await?;
+            let mut zero = Vec::new();
+            {
+                let _pass = self.readers.gate.enter();
+                for extent in self.extents(at..next).await? {
+                    if matches!(extent.source, Source::Zero(layer) if layer == self.active_index())
+                    {
+                        zero.push(extent.guest..extent.guest + extent.length);
+                    }
+                }
+            }
+            for range in zero {
+                if self.depth() == 1 && !qcow2.data_file_raw() {
+                    let clusters = range.start / size..range.end.div_ceil(size);
+                    let _range =
+                        writer.ranges.lock(clusters.start * size..clusters.end * size).await;
+                    let _pass = self.readers.gate.enter();
+                    self.discard_entries(qcow2, clusters, L2Entry::unallocated()).await?;
+                } else {
+                    self.write_zero_data(range).await?;
+                }
+            }
+            at = next;
+        }
+        Ok(())
+    }
+
+    /// Writes zeroes as data.
+    async fn write_zero_data(&self, range: Range<u64>) -> Result<()> {
+        let mut at = range.start;
+        let mut buf = IoBuf::zeroed((range.end - at).min(1 << 20) as usize);
+        while at < range.end {
+            let length = (range.end - at).min(buf.len() as u64);
+            let part = buf.split_to(length as usize);
+            let mut part = self.write(at, part).await?;
+            part.unsplit(buf);
+            buf = part;
+            at += length;
         }
         Ok(())
     }
@@ -116,10 +180,14 @@ impl<H: Host> Disk<H> {
             if entry == new {
                 continue;
             }
-            let kind =
-                entry.kind(&geometry).map_err(|error| qcow2.metadata.layer.format_error(error))?;
             qcow2.ensure_tables(cluster..cluster + 1).await?;
-            let mut releases = referenced(&geometry, &kind);
+            let mut releases = match entry.kind(&geometry) {
+                Ok(kind) => referenced(&geometry, &kind),
+                Err(error) => {
+                    warn_of_leak(qcow2, cluster, &error);
+                    Vec::new()
+                }
+            };
             if sabotage::is(Sabotage::EarlyReuse) {
                 qcow2.metadata.alloc.release(&std::mem::take(&mut releases)).await?;
             }

@@ -6,6 +6,7 @@ mod discard;
 mod embed;
 mod plan;
 mod pull;
+mod sectors;
 mod zero;
 
 use crate::disk::Disk;
@@ -14,6 +15,7 @@ use isobath_chain::map::{Extent, Source};
 use isobath_image::durability::Metadata;
 use isobath_image::writer::Qcow2Writer;
 use isobath_image::{DiskError, Result};
+use isobath_qcow2::FormatError;
 use isobath_storage::{Host, IoBuf, Storage, StorageExt};
 use std::future::Future;
 use std::ops::Range;
@@ -31,6 +33,15 @@ fn in_place(extent: &Extent) -> Option<u64> {
         Source::Data { host, in_place: true, .. } => Some(host),
         _ => None,
     }
+}
+
+/// Reports a cluster whose contents are not needed any more and whose entry is invalid: it is unknown which host
+/// clusters are its own, so none is released.
+fn warn_of_leak<S: Storage>(qcow2: &Qcow2Writer<S>, cluster: u64, error: &FormatError) {
+    tracing::warn!(
+        "{}: the space of guest cluster {cluster}, whose entry is invalid, is not released: {error}",
+        isobath_storage::shown(qcow2.metadata.layer.name())
+    );
 }
 
 /// Bytes of a write in place that would be kept.
@@ -60,6 +71,9 @@ impl<H: Host> Disk<H> {
             return Ok(writer.layer().storage().write_at(offset, buf).await?);
         };
         qcow2.note_write(offset..end).await?;
+        if qcow2.metadata.layer.is_encrypted() && !sectors::are_whole(offset..end) {
+            return Box::pin(self.write_parts_of_sectors(writer, qcow2, offset, buf)).await;
+        }
         let mut records = 0;
         loop {
             {

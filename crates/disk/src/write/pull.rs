@@ -234,7 +234,11 @@ impl<H: Host> Disk<H> {
     /// The file with a layer's data, if in this range the file holds exactly what the layer reads: nothing is newer in
     /// its writer's memory or its journal, or stored in another form.
     pub fn shareable(&self, layer: LayerIndex, range: &Range<u64>) -> Option<&H::File> {
-        let file = self.chain.get(layer)?;
+        // The bytes of another program's image are elsewhere in its file.
+        let file = self.chain.get(layer).filter(|layer| layer.as_foreign().is_none())?;
+        if file.is_encrypted() {
+            return None;
+        }
         let kept = self.writer_of(layer).is_some_and(|writer| {
             writer.qcow2().is_some_and(|qcow2| {
                 let metadata = &qcow2.metadata;
@@ -284,6 +288,9 @@ impl<H: Host> Disk<H> {
         let target = qcow2.metadata.layer.data();
         let Some(block) = target.clone_alignment() else { return Ok(false) };
         let whole = offset.is_multiple_of(size) && length.is_multiple_of(size);
+        if qcow2.metadata.layer.is_encrypted() {
+            return Ok(false);
+        }
         if !whole || geometry.has_data_file() || !at.is_multiple_of(block) || size % block != 0 {
             return Ok(false);
         }

@@ -133,8 +133,14 @@ impl<H: Host> Disk<H> {
                 self.expand_compressed(qcow2, cluster, &part).await?;
                 continue;
             }
-            let kind =
-                entry.kind(&geometry).map_err(|error| qcow2.metadata.layer.format_error(error))?;
+            let kind = match entry.kind(&geometry) {
+                Ok(kind) => kind,
+                Err(error) if part == (0..size) => {
+                    super::warn_of_leak(qcow2, cluster, &error);
+                    ClusterKind::Unallocated
+                }
+                Err(error) => return Err(qcow2.metadata.layer.format_error(error)),
+            };
             // The next write would go in place to a cluster of a zone with an embedded record.
             let zones = &qcow2.metadata.zones;
             let in_zone = kind.host_cluster().map(|at| geometry.host_cluster_of(at));

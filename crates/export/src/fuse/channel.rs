@@ -16,19 +16,19 @@ pub(super) const DEVICE: &str = "/dev/fuse";
 /// Longest payload of a write in bytes.
 pub(super) const MAX_WRITE: usize = 1 << 20;
 
-/// Where the payload of a write begins in a buffer: at a page, as direct I/O wants it.
+/// Where the payload of a write begins in a buffer: at a page boundary, as direct I/O requires.
 const PAYLOAD: usize = isobath_ring::buf::ALIGNMENT;
 /// Where a message begins in a buffer.
 const START: usize = PAYLOAD - WRITE_HEAD;
 
-/// Opens `/dev/fuse`. Reads from it do not wait.
+/// Opens `/dev/fuse` for non-blocking reads.
 pub(super) fn open_device() -> io::Result<OwnedFd> {
     let flags = libc::O_NONBLOCK | libc::O_CLOEXEC;
     let file = File::options().read(true).write(true).custom_flags(flags).open(DEVICE)?;
     Ok(file.into())
 }
 
-/// One more descriptor of a connection.
+/// Another descriptor for a connection.
 pub(super) fn clone_device(connection: &OwnedFd) -> io::Result<OwnedFd> {
     let fresh = open_device()?;
     let number = connection.as_raw_fd() as u32;
@@ -37,13 +37,13 @@ pub(super) fn clone_device(connection: &OwnedFd) -> io::Result<OwnedFd> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(fresh) }
 }
 
-/// One thread's way to the kernel.
+/// One thread's connection to the kernel.
 pub(super) struct Channel {
     device: Device,
     memory: Memory,
 }
 
-/// The bytes that a write brought, and the rest of their buffer.
+/// The payload of a write, and the rest of its buffer.
 pub(super) struct Payload {
     front: IoBuf,
     pub(super) data: IoBuf,
@@ -51,7 +51,7 @@ pub(super) struct Payload {
 }
 
 impl Payload {
-    /// Leaves the first `length` bytes of the data.
+    /// Truncates the data to `length` bytes.
     pub(super) fn cut(&mut self, length: usize) {
         let mut tail = std::mem::replace(&mut self.data, IoBuf::empty());
         self.data = tail.split_to(length.min(tail.len()));
@@ -63,7 +63,7 @@ impl Payload {
 /// Why there is no message.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum NoMessage {
-    /// None waits now.
+    /// No message is waiting.
     #[error("no request waits")]
     Empty,
     /// The file system was unmounted, or the connection aborted.
@@ -108,17 +108,18 @@ impl Channel {
             match self.device.read(room) {
                 Ok(count) => return Ok(Message::parse(room.get(..count).unwrap_or_default())?),
                 Err(error) => match error.raw_os_error() {
-                    // ENOENT: the request was given up while it was read.
+                    // ENOENT: the request was cancelled while it was read.
                     Some(libc::EINTR | libc::ENOENT) => {}
                     Some(libc::EAGAIN) => return Err(NoMessage::Empty),
-                    Some(libc::ENODEV) => return Err(NoMessage::Ended),
+                    // ECONNABORTED: it was unmounted while a request was on its way.
+                    Some(libc::ENODEV | libc::ECONNABORTED) => return Err(NoMessage::Ended),
                     _ => return Err(NoMessage::Io(error)),
                 },
             }
         }
     }
 
-    /// Takes a payload's buffer back.
+    /// Returns a payload's buffer to the pool.
     pub(super) fn put(&self, Payload { mut front, data, rest }: Payload) {
         let used = front.len() + data.len();
         if front.as_ptr_range().end == data.as_ptr() && data.as_ptr_range().end == rest.as_ptr() {
@@ -147,7 +148,7 @@ impl Channel {
                 Ok(_) => return,
                 Err(error) => match error.raw_os_error() {
                     Some(libc::EINTR) => {}
-                    // The asker is gone, or the whole connection; both are told by reading.
+                    // The requester is gone, or the whole connection is; reads report both.
                     Some(libc::ENOENT | libc::ENODEV | libc::ECONNABORTED) => return,
                     _ => {
                         tracing::error!(unique, length, %error, "the kernel refused a FUSE reply");

@@ -5,17 +5,16 @@ use parking_lot::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-/// The unit of sizes: what a disk can have. A file that grows is rounded up to it.
+/// The unit of disk sizes. The size of a growing file is rounded up to it.
 pub(super) const SECTOR: u64 = 512;
-/// The size to which requests are said to be best aligned. Not the disk's own: the kernel counts on at
-/// most a page.
+/// The reported optimal alignment of requests. It is not the disk's own, since the kernel expects at most a page.
 const BLOCK: u32 = 4096;
 /// The permission bits that `chmod` may set.
 const PERMISSIONS: u32 = 0o777;
 /// Those that allow writing.
 const WRITABLE: u32 = 0o222;
 
-/// What is kept of the file besides its content and size.
+/// The file's attributes besides its contents and size.
 pub(super) struct Inode {
     read_only: bool,
     state: Mutex<Attributes>,
@@ -38,7 +37,7 @@ fn now() -> Duration {
 }
 
 impl Inode {
-    /// A file that its owner alone may use; it belongs to this process's user and group.
+    /// A file that only its owner may use; it belongs to this process's user and group.
     pub(super) fn new(read_only: bool) -> Self {
         // SAFETY: these calls cannot fail.
         let (uid, gid) = unsafe { (libc::geteuid(), libc::getegid()) };
@@ -48,7 +47,7 @@ impl Inode {
         Self { read_only, state: Mutex::new(state), changed: AtomicBool::new(false) }
     }
 
-    /// Notes that the content changes.
+    /// Notes that the contents change.
     pub(super) fn touch(&self) {
         if !self.changed.load(Ordering::Relaxed) {
             self.changed.store(true, Ordering::Relaxed);
@@ -82,10 +81,10 @@ impl Inode {
         }
     }
 
-    /// Changes the owner and the permissions as far as `wanted` says; times are left alone.
+    /// Changes the owner and the permissions as `wanted` says; times are not changed.
     ///
     /// # Errors
-    /// `EROFS` for a permission to write where nobody can.
+    /// `EROFS` for write permission on a read-only file.
     pub(super) fn change(&self, wanted: &SetattrIn) -> Result<(), i32> {
         let mut state = self.state.lock();
         if wanted.valid & set::MODE != 0 {
@@ -107,9 +106,9 @@ impl Inode {
     }
 }
 
-/// The space that the file is said to take, in units of 512 bytes. How much it really is cannot be told
-/// without looking at the whole disk. One unit less than the size makes `cp` and `tar` ask where the holes
-/// are, which they are told exactly; 0 they would take for a file that is one hole.
+/// The space that the file is reported to take, in units of 512 bytes. The actual number cannot be determined without
+/// examining the whole disk. One unit less than the size makes `cp` and `tar` query the holes, which are reported
+/// exactly; with 0 they would assume that the file is one hole.
 fn blocks(size: u64) -> u64 {
     match size / SECTOR {
         0 => u64::from(size > 0),

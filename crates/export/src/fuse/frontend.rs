@@ -115,7 +115,7 @@ impl<D: BlockDevice> ExportControl for Control<D> {
         None
     }
 
-    /// A file in use is unmounted too, in either mode, as by QEMU: who has it open is not known.
+    /// A file in use is unmounted too, in either mode, as in QEMU: it is unknown who has it open.
     fn remove(&self, _: RemoveMode) -> Result<(), RemoveError> {
         self.mount.stop();
         Ok(())

@@ -5,19 +5,19 @@ use super::wire::{InitIn, InitOut, LEAST_MINOR, MAJOR, MINOR, init_flag};
 
 /// Asynchronous requests at a time, such as those of a loop device with direct I/O.
 const MAX_BACKGROUND: u16 = 256;
-/// Among so many of them the kernel holds the writeback of others up.
+/// From this number of them on, the kernel delays writeback.
 const CONGESTION: u16 = 192;
 /// Most pages of a request: as many as the longest write has.
 const MAX_PAGES: u16 = (MAX_WRITE / 4096) as u16;
 
-/// What is made use of where the kernel has it.
+/// The features used if the kernel supports them.
 const WANTED: u32 = init_flag::ASYNC_READ
     | init_flag::BIG_WRITES
     | init_flag::ASYNC_DIO
     | init_flag::MAX_PAGES
     | init_flag::HANDLE_KILLPRIV_V2;
 
-/// The kernel speaks a version of the protocol that is not understood here.
+/// The kernel's protocol version is not supported.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct TooOld {
     pub(super) major: u32,

@@ -1,4 +1,4 @@
-//! `fusermount3`, which mounts for users who may not.
+//! `fusermount3`, which mounts on behalf of unprivileged users.
 
 use super::channel::DEVICE;
 use std::ffi::OsString;
@@ -15,10 +15,10 @@ pub(super) const PROGRAM: &str = "fusermount3";
 /// The variable by which the program is told the number of its socket.
 const SOCKET: &str = "_FUSE_COMMFD";
 
-/// Has the helper mount, and gives the connection. `options` are those of its `-o`.
+/// Makes the helper mount, and returns the connection. `options` are those of its `-o`.
 ///
 /// # Errors
-/// `NotFound` if there is no helper; what it says if it fails.
+/// `NotFound` if there is no helper; its message if it fails.
 pub(super) fn mount(path: &Path, options: &str) -> io::Result<OwnedFd> {
     let (ours, theirs) = UnixStream::pair()?;
     let number = theirs.as_raw_fd();
@@ -46,7 +46,7 @@ pub(super) fn mount(path: &Path, options: &str) -> io::Result<OwnedFd> {
     }
 }
 
-/// Has the helper unmount, now or when nobody uses the file any more.
+/// Makes the helper unmount, now or when the file is no longer in use.
 pub(super) fn unmount(path: &Path) -> io::Result<()> {
     let arguments = ["-u", "-z", "-q", "--"].map(OsString::from);
     let output = Command::new(PROGRAM).args(arguments).arg(path).output()?;
@@ -61,7 +61,7 @@ fn failure(output: &Output) -> io::Error {
     }
 }
 
-/// Gives a descriptor of `/dev/fuse` that somebody else opened the flags of our own.
+/// Sets our own flags on a descriptor of `/dev/fuse` that another program opened.
 fn prepare(device: &OwnedFd) -> io::Result<()> {
     let number = device.as_raw_fd();
     // SAFETY: plain system calls on an open descriptor.

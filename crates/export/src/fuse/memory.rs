@@ -1,4 +1,4 @@
-//! Memory for messages: address space for the longest, pages only for what was used.
+//! Memory for messages: address space for the longest one, pages only for the part that was used.
 
 use isobath_storage::IoBuf;
 use std::cell::RefCell;
@@ -6,9 +6,9 @@ use std::io;
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 
-/// Buffers are not kept for their pages if more than so many bytes of them were used...
+/// Buffers of which more than this many bytes were used are not kept...
 const SMALL: usize = 64 << 10;
-/// ...but for so many buffers.
+/// ...except for this many.
 const LARGE: usize = 32;
 
 /// Free buffers of one length.
@@ -24,7 +24,7 @@ impl Memory {
         Self { length, small: RefCell::default(), large: RefCell::default() }
     }
 
-    /// A buffer with any content, at the start of a page.
+    /// A buffer with arbitrary contents, at the start of a page.
     ///
     /// # Errors
     /// There is no memory.
@@ -33,7 +33,7 @@ impl Memory {
         kept.map_or_else(|| map(self.length), Ok)
     }
 
-    /// Takes a buffer back of which the first `used` bytes have been used.
+    /// Returns a buffer of which the first `used` bytes have been used.
     pub(super) fn put(&self, buf: IoBuf, used: usize) {
         if buf.len() != self.length {
             return;
@@ -46,7 +46,7 @@ impl Memory {
     }
 }
 
-/// Pages of this process alone.
+/// Private pages of this process.
 struct Pages {
     start: NonNull<u8>,
     length: usize,

@@ -1,22 +1,21 @@
 //! FUSE: the disk as one regular file of the host, for loop devices, `dd`, forensics.
 //!
-//! An existing file is the mount point; while the disk is served, that path is the disk. The file can be
-//! read, written, synced, punched and zeroed (`fallocate`), and asked for its holes (`lseek`). It has the
-//! disk's size, always as it is at the moment. The page cache is not used, so that what one frontend writes
-//! every other one reads at once; for the same reason the file cannot be mapped shared. A private mapping
-//! shows what the disk held when it was made, or later.
+//! An existing file is the mount point; while the disk is served, that path is the disk. The file can be read, written,
+//! synced, punched and zeroed (`fallocate`), and its holes can be queried (`lseek`). Its size is always the disk's
+//! current size. The page cache is not used, so that data written through one frontend can be read through every other
+//! one at once; for the same reason shared mappings of the file are not supported. A private mapping shows the disk's
+//! contents at the time when it was created, or later.
 //!
-//! What has no place on a disk is refused: the file gets no shorter (`EPERM`), also not by being opened
-//! with `O_TRUNC` (`dd` wants `conv=notrunc`). It gets longer only with [`Options::growable`], in sectors
-//! of 512 bytes. Otherwise writes end at the end of the disk, as on a block device, and beyond it fail with
-//! `ENOSPC`. To allocate space (`fallocate` without further flags) succeeds within the disk and reserves
-//! nothing below it.
+//! Operations that a disk does not support are refused: the file cannot be truncated (`EPERM`), not even by opening it
+//! with `O_TRUNC` (`dd` needs `conv=notrunc`). It gets longer only with [`Options::growable`], in sectors of 512 bytes.
+//! Otherwise writes end at the end of the disk, as on a block device, and beyond it fail with `ENOSPC`. Allocating
+//! space (`fallocate` without further flags) succeeds within the disk and reserves nothing below it.
 //!
-//! After `SIGKILL` nobody is left to unmount: the path then says `ENOTCONN` ("Transport endpoint is not
-//! connected") until `umount` is called or the next [`Mount::new`] clears it away.
+//! After `SIGKILL` nobody is left to unmount: the path then returns `ENOTCONN` ("Transport endpoint is not connected")
+//! until `umount` is called or the next [`Mount::new`] clears it away.
 //!
-//! The protocol is the kernel's own, spoken to `/dev/fuse` directly
-//! ([decision 0010](https://example.invalid/isobath/docs/decisions/0010-fuse-frontend.md)).
+//! The code speaks the kernel's protocol directly on `/dev/fuse` ([decision
+//! 0010](https://example.invalid/isobath/docs/decisions/0010-fuse-frontend.md)).
 //!
 //! ```no_run
 //! # use isobath_disk::BlockDevice;

@@ -23,8 +23,7 @@ use std::task::Poll;
 use std::thread;
 use zerocopy::IntoBytes;
 
-/// How long the kernel may take to say its first word, in milliseconds. It has said it when a mount
-/// returns.
+/// How long to wait for the kernel's first message, in milliseconds. It is already there when a mount returns.
 const GREETING: i32 = 10_000;
 
 /// Which other users may access the file, as far as its permissions allow; QEMU's `FuseExportAllowOther`.
@@ -32,9 +31,9 @@ const GREETING: i32 = 10_000;
 pub enum AllowOther {
     /// Only the user who mounts it, not even root.
     Off,
-    /// Everybody.
+    /// Everyone.
     On,
-    /// Everybody, or nobody else if the system does not permit it.
+    /// Everyone, or nobody else if the system does not permit that.
     #[default]
     Auto,
 }
@@ -42,7 +41,7 @@ pub enum AllowOther {
 /// Options of the file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Options {
-    /// It can be written, if the disk can.
+    /// It is writable, if the disk is.
     pub writable: bool,
     /// Writing past its end, `truncate` and `fallocate` make the disk larger.
     pub growable: bool,
@@ -127,15 +126,15 @@ impl<D: BlockDevice> Mount<D> {
         .await
     }
 
-    /// Has the kernel learn of every new size after `known`. It asks for the size when a program asks or
-    /// opens the file, but cuts asynchronous direct reads by the one that it heard last.
+    /// Tells the kernel every new size after `known`. The kernel queries the size when a program queries or opens the
+    /// file, but truncates asynchronous direct reads at the size that it learned last.
     async fn follow(&self, mut known: u64) -> Infallible {
         let path = self.place.lock().path().to_owned();
         loop {
             self.export.device.resized(known).await;
             known = self.export.device.size();
             let path = path.clone();
-            // On a thread of its own, since it waits for an answer of this one.
+            // On a thread of its own, since the call waits for a reply from this one.
             let asked = thread::Builder::new().name("fuse-size".into()).spawn(move || {
                 let _ = fs::metadata(path);
             });
@@ -145,13 +144,13 @@ impl<D: BlockDevice> Mount<D> {
         }
     }
 
-    /// What came of a worker's part. None goes on without the others.
+    /// Handles the end of a worker. No worker continues without the others.
     fn told(&self, done: Result<io::Result<()>, JoinError>) -> io::Result<()> {
         let done = done.unwrap_or_else(|error| Err(io::Error::other(error.to_string())));
         done.inspect_err(|_| self.stop.request())
     }
 
-    /// Serves one channel, and has the others end when this one does.
+    /// Serves one channel, and ends the others when this one ends.
     async fn work(&self, channel: &Channel) -> io::Result<()> {
         let _ending = Ending(&self.stop);
         match work(&self.export, channel, &self.stop).await {
@@ -174,7 +173,7 @@ impl<D: BlockDevice> Mount<D> {
     }
 }
 
-/// Has all workers end when dropped.
+/// Ends all workers when dropped.
 struct Ending<'a>(&'a Stop);
 
 impl Drop for Ending<'_> {

@@ -17,15 +17,14 @@ const SOURCE: &str = "isobath";
 /// The most dead mounts that are cleared from one path.
 const MOST_DEAD: usize = 16;
 
-/// The mounts of this process that are served. To ask one of them for its attributes could mean to wait
-/// for oneself.
+/// The mounts that this process serves. Querying the attributes of one of them could make the process wait for itself.
 static OWN: Mutex<Vec<Device>> = Mutex::new(Vec::new());
 
-/// The number of the file system that a mount shows; each FUSE connection has one of its own.
+/// The device number of a mount; each FUSE connection has its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Device(u32, u32);
 
-/// Why a disk cannot be mounted. The message names the mount point and the remedy.
+/// Why a disk cannot be mounted. The message names the mount point and says how to fix the problem.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum MountError {
@@ -49,7 +48,7 @@ pub enum MountError {
     NoDevice {
         /// The mount point.
         path: PathBuf,
-        /// What the kernel said.
+        /// The kernel's error.
         source: io::Error,
     },
     /// Neither this process nor the helper may mount.
@@ -60,7 +59,7 @@ pub enum MountError {
     NoPermission {
         /// The mount point.
         path: PathBuf,
-        /// What came of the helper.
+        /// The helper's error.
         source: io::Error,
     },
     /// The kernel's protocol version is not supported.
@@ -92,7 +91,7 @@ pub(super) struct Place {
     device: Option<Device>,
 }
 
-/// Mounts, and gives the place and the connection.
+/// Mounts, and returns the place and the connection.
 pub(super) fn mount(
     path: &Path,
     read_only: bool,
@@ -124,7 +123,7 @@ pub(super) fn mount(
             Ok((Place { path, device: Some(device) }, connection))
         }
         Err(error) => {
-            // Whatever is there is ours, and nobody else's yet.
+            // The mount is ours, and nobody else uses it yet.
             let _ = detach(&path, libc::MNT_FORCE);
             Err(failed(error))
         }
@@ -140,11 +139,11 @@ impl Place {
         &self.path
     }
 
-    /// Takes the mount away and aborts its connection: whoever waits for an answer, or has the file open,
-    /// gets an error from now on. Does nothing if somebody else has unmounted.
+    /// Removes the mount and aborts its connection: programs that wait for a reply, or have the file open, get an error
+    /// from now on. Does nothing if it was already unmounted.
     ///
-    /// To close the connection's descriptors would abort it as well, but not while a child of this
-    /// process, on its way to another program, still has copies of them.
+    /// Closing the connection's descriptors would abort it as well, but not while a child of this process has copies of
+    /// them between fork and exec.
     pub(super) fn unmount(&mut self) {
         let Some(device) = self.device.take() else { return };
         if look(&self.path).is_ok_and(|seen| seen.is_mount && seen.device == device)
@@ -163,7 +162,7 @@ impl Drop for Place {
     }
 }
 
-/// What can be known of a path without asking a FUSE server.
+/// The properties of a path that can be determined without asking a FUSE server.
 struct Seen {
     device: Device,
     is_mount: bool,
@@ -190,7 +189,7 @@ fn look(path: &Path) -> io::Result<Seen> {
     })
 }
 
-/// Sees that a path is a file on which nothing is mounted; clears dead mounts away.
+/// Checks that a path is a file on which nothing is mounted; removes dead mounts.
 fn check(path: &Path) -> Result<PathBuf, MountError> {
     let failed = |source: io::Error| match source.kind() {
         io::ErrorKind::NotFound => MountError::NotFound(path.to_owned()),
@@ -206,7 +205,7 @@ fn check(path: &Path) -> Result<PathBuf, MountError> {
             return Ok(path);
         }
         let own = OWN.lock().contains(&seen.device);
-        // ECONNABORTED: it died while it was asked.
+        // ECONNABORTED: it died during the query.
         let dead = |error: io::Error| {
             matches!(error.raw_os_error(), Some(libc::ENOTCONN | libc::ECONNABORTED))
         };
@@ -220,7 +219,7 @@ fn check(path: &Path) -> Result<PathBuf, MountError> {
     Err(MountError::Busy(path))
 }
 
-/// The path without links, found without asking the file itself, which may be a dead mount.
+/// The path without links, resolved without accessing the file itself, which may be a dead mount.
 fn resolve(path: &Path) -> io::Result<PathBuf> {
     match path.canonicalize() {
         Err(error) if error.raw_os_error() == Some(libc::ENOTCONN) => {
@@ -234,7 +233,7 @@ fn resolve(path: &Path) -> io::Result<PathBuf> {
     }
 }
 
-/// `mount(2)`, which needs the right to.
+/// `mount(2)`, which requires privileges.
 fn mount_directly(
     path: &Path,
     connection: &OwnedFd,
@@ -271,7 +270,7 @@ fn mount_by_helper(path: &Path, read_only: bool, allow: AllowOther) -> io::Resul
     match allow {
         AllowOther::Off => helper::mount(path, &options),
         AllowOther::On => helper::mount(path, &for_others),
-        // Users may be forbidden to let others in (/etc/fuse.conf).
+        // Users may not be permitted to give others access (/etc/fuse.conf).
         AllowOther::Auto => helper::mount(path, &for_others).or_else(|error| match error.kind() {
             io::ErrorKind::NotFound => Err(error),
             _ => helper::mount(path, &options),
@@ -279,7 +278,7 @@ fn mount_by_helper(path: &Path, read_only: bool, allow: AllowOther) -> io::Resul
     }
 }
 
-/// Unmounts, with further flags of `umount2(2)` where this process may itself.
+/// Unmounts, with further flags of `umount2(2)` if this process has the privilege.
 fn detach(path: &Path, flags: i32) -> io::Result<()> {
     let name = CString::new(path.as_os_str().as_bytes())?;
     let flags = flags | libc::MNT_DETACH | libc::UMOUNT_NOFOLLOW;

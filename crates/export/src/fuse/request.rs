@@ -6,12 +6,12 @@ use zerocopy::FromBytes;
 /// A message of the kernel.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Message {
-    /// The kernel's name for the request, to be repeated in the reply.
+    /// The kernel's id of the request, which the reply repeats.
     pub(crate) unique: u64,
     pub(crate) request: Request,
 }
 
-/// What the kernel asks for.
+/// A request of the kernel.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Request {
     Init(InitIn),
@@ -26,8 +26,8 @@ pub(crate) enum Request {
     Write {
         offset: u64,
         length: u32,
-        /// To be durable before the reply: the file was opened with `O_SYNC` or `O_DSYNC`, or the
-        /// call asks for it.
+        /// The data must be durable before the reply: the file was opened with `O_SYNC` or `O_DSYNC`, or the call
+        /// requests it.
         durable: bool,
     },
     Fsync,
@@ -41,7 +41,7 @@ pub(crate) enum Request {
         whence: i32,
     },
     Statfs,
-    /// Answered with success, and with nothing done.
+    /// Answered with success, without any action.
     Release,
     /// Not answered.
     Forget,
@@ -49,7 +49,7 @@ pub(crate) enum Request {
     Unknown,
 }
 
-/// A message that contradicts itself. What follows cannot be trusted.
+/// An inconsistent message. Nothing after it can be trusted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("a FUSE message of {got} bytes with opcode {opcode} claims a length of {said}")]
 pub(crate) struct Malformed {
@@ -58,11 +58,11 @@ pub(crate) struct Malformed {
     got: usize,
 }
 
-/// Bytes in front of a write's payload.
+/// Bytes before a write's payload.
 pub(crate) const WRITE_HEAD: usize = size_of::<InHeader>() + size_of::<TransferIn>();
 
 impl Message {
-    /// Parses a message as it came from the kernel.
+    /// Parses a message from the kernel.
     ///
     /// # Errors
     /// If it is shorter than its kind must be, or of another length than it says.
@@ -87,7 +87,7 @@ impl Message {
                 if bytes.len() != WRITE_HEAD + write.size as usize {
                     return Err(malformed);
                 }
-                // O_SYNC is O_DSYNC and a bit more.
+                // O_SYNC includes the bit of O_DSYNC.
                 let durable = write.flags & libc::O_DSYNC as u32 != 0;
                 Request::Write { offset: write.offset, length: write.size, durable }
             }

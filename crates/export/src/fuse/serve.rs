@@ -1,4 +1,4 @@
-//! One request after another is carried out here, and answered.
+//! Executing and answering requests.
 
 use super::channel::{Channel, Payload};
 use super::file::{Inode, SECTOR, statfs};
@@ -11,10 +11,10 @@ use std::cell::Cell;
 use std::sync::Arc;
 use zerocopy::{Immutable, IntoBytes};
 
-/// Runs asked of the device at a time when a hole or data is looked for.
+/// Runs queried at once when searching for a hole or data.
 const RUNS: usize = 256;
 
-/// What is exported, for all threads.
+/// The export, shared by all threads.
 pub(super) struct Export<D> {
     pub(super) device: Arc<D>,
     pub(super) inode: Inode,
@@ -34,7 +34,7 @@ pub(super) struct Service<'a, D> {
 /// Why a request is refused.
 #[derive(Debug)]
 enum Refusal {
-    /// For what it asks.
+    /// Because of the request itself.
     Request(i32),
     /// The disk failed.
     Disk(DiskError),
@@ -50,7 +50,7 @@ impl Refusal {
     fn errno(&self) -> i32 {
         match self {
             Self::Request(errno) => *errno,
-            // Only of a disk that shrank meanwhile: requests are cut to its size.
+            // Only if the disk shrank meanwhile, since requests are truncated to its size.
             Self::Disk(DiskError::OutOfRange { .. }) => libc::EIO,
             Self::Disk(error) => error.errno(),
         }
@@ -60,7 +60,7 @@ impl Refusal {
 type Outcome<T = ()> = Result<T, Refusal>;
 
 impl<D: BlockDevice> Service<'_, D> {
-    /// Carries out one request and answers it.
+    /// Executes one request and answers it.
     pub(super) async fn serve(self, message: Message, payload: Option<Payload>) {
         let Message { unique, request } = message;
         match request {
@@ -119,12 +119,12 @@ impl<D: BlockDevice> Service<'_, D> {
     }
 
     fn attributes(&self) -> AttrOut {
-        // Not to be kept by the kernel: others may change the disk's size.
+        // The kernel must not cache it: others may change the disk's size.
         let attr = self.export.inode.attributes(self.size());
         AttrOut { attr_valid: 0, attr_valid_nsec: 0, dummy: 0, attr }
     }
 
-    /// Reads as far as the disk goes.
+    /// Reads up to the end of the disk.
     async fn read(&self, unique: u64, offset: u64, length: u32) -> Outcome {
         let left = self.size().saturating_sub(offset);
         let length = u64::from(length).min(left) as usize;
@@ -143,7 +143,7 @@ impl<D: BlockDevice> Service<'_, D> {
         Ok(())
     }
 
-    /// Writes as far as the disk goes, or can be made to go, and tells how many bytes that were.
+    /// Writes up to the end of the disk, after growing it if possible, and returns the number of bytes.
     async fn write(&self, offset: u64, payload: Option<Payload>, durable: bool) -> Outcome<u32> {
         self.writable()?;
         let Some(mut payload) = payload else { return Err(Refusal::Request(libc::EIO)) };
@@ -171,7 +171,7 @@ impl<D: BlockDevice> Service<'_, D> {
         self.writable()?;
         let end = offset.checked_add(length).ok_or(Refusal::Request(libc::EFBIG))?;
         let may_unmap = match mode {
-            // A disk gets space where it is written, and has promised it before.
+            // A disk gets space when it is written to, and nothing needs to be reserved.
             FALLOC_FL_KEEP_SIZE => return Ok(()),
             0 => return self.grow_for(end).await,
             PUNCH => true,
@@ -226,7 +226,7 @@ impl<D: BlockDevice> Service<'_, D> {
             self.writable()?;
             let (old, new) = (self.size(), wanted.size);
             if new < old {
-                // Nothing deletes what is on a disk by the way, as opening it with O_TRUNC would.
+                // Data on a disk must not be deleted as a side effect, as opening it with O_TRUNC would.
                 return Err(Refusal::Request(libc::EPERM));
             }
             if new > old && !self.export.growable {
@@ -241,7 +241,7 @@ impl<D: BlockDevice> Service<'_, D> {
         if self.export.read_only { Err(Refusal::Request(libc::EROFS)) } else { Ok(()) }
     }
 
-    /// How much of a range to be written lies within the disk, which grows for it if it may.
+    /// How much of a range to be written is within the disk, after growing it if that is allowed.
     async fn reach(&self, offset: u64, length: u64) -> Outcome<u64> {
         let end = offset.checked_add(length).ok_or(Refusal::Request(libc::EFBIG))?;
         let size = self.size();
@@ -255,7 +255,7 @@ impl<D: BlockDevice> Service<'_, D> {
         Ok(length)
     }
 
-    /// Sees that the disk reaches to `end`.
+    /// Grows the disk to `end` if it is shorter.
     async fn grow_for(&self, end: u64) -> Outcome {
         if end <= self.size() {
             return Ok(());

@@ -1,4 +1,4 @@
-//! The server without a kernel: for tests of what messages can do to it.
+//! The server without a kernel, for tests with arbitrary messages.
 
 use super::channel::{Channel, NoMessage};
 use super::file::Inode;
@@ -20,8 +20,8 @@ const POOL_BYTES: usize = 4 << 20;
 /// Bytes of a reply at most.
 const MOST: usize = 64 << 10;
 
-/// A disk that is served to whoever calls, one message after another, over a socket that keeps messages
-/// apart as `/dev/fuse` does.
+/// A disk served to the caller, one message after another, over a socket that preserves message boundaries like
+/// `/dev/fuse`.
 pub struct Trial<D> {
     export: Export<D>,
     channel: Channel,
@@ -30,10 +30,10 @@ pub struct Trial<D> {
     running: Cell<usize>,
 }
 
-/// What came of a message.
+/// The result of a message.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Answer {
-    /// The message contradicts itself: a server ends here.
+    /// The message is inconsistent: a server ends here.
     Malformed,
     /// Nothing is sent back.
     Silence,
@@ -63,7 +63,7 @@ impl<D: BlockDevice> Trial<D> {
         Ok(Self { export, channel, caller, pool, running: Cell::new(0) })
     }
 
-    /// Sends a message as the kernel would, and gives what came of it.
+    /// Sends a message as the kernel would, and returns the result.
     ///
     /// # Errors
     /// If the message is longer than the socket takes.

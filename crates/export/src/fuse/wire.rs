@@ -7,11 +7,11 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 pub(crate) const MAJOR: u32 = 7;
 /// The minor version up to which this implementation knows the protocol.
 pub(crate) const MINOR: u32 = 38;
-/// The least minor version of a kernel: Linux 5.4. The executor needs a later one anyway.
+/// The minimum minor version of a kernel: Linux 5.4. The executor needs a later one anyway.
 pub(crate) const LEAST_MINOR: u32 = 31;
 /// The number of the only file.
 pub(crate) const ROOT: u64 = 1;
-/// `FUSE_DEV_IOC_CLONE`: makes a fresh descriptor one more way to the connection of another.
+/// `FUSE_DEV_IOC_CLONE`: makes a new descriptor another channel of the connection of an existing one.
 pub(crate) const IOCTL_CLONE: u64 = 0x8004_e500;
 
 /// Kinds of requests.
@@ -32,7 +32,7 @@ pub(crate) mod opcode {
     pub(crate) const LSEEK: u32 = 46;
 }
 
-/// What kernel and server agree on by `INIT`.
+/// Flags negotiated by `INIT`.
 pub(crate) mod init_flag {
     /// Several reads of one file at a time.
     pub(crate) const ASYNC_READ: u32 = 1 << 0;
@@ -40,21 +40,21 @@ pub(crate) mod init_flag {
     pub(crate) const BIG_WRITES: u32 = 1 << 5;
     /// Direct I/O of asynchronous callers is asynchronous.
     pub(crate) const ASYNC_DIO: u32 = 1 << 15;
-    /// The server tells how many pages a request may have.
+    /// The server sets the maximum number of pages of a request.
     pub(crate) const MAX_PAGES: u32 = 1 << 22;
-    /// The server sees to set-user-ID bits, so that the kernel need not ask before every write.
+    /// The server clears set-user-ID bits, so that the kernel need not ask before every write.
     pub(crate) const HANDLE_KILLPRIV_V2: u32 = 1 << 28;
 }
 
-/// What `OPEN` tells of the open file.
+/// Flags in the reply to `OPEN`.
 pub(crate) mod open_flag {
-    /// Reads and writes pass the page cache by.
+    /// Reads and writes bypass the page cache.
     pub(crate) const DIRECT_IO: u32 = 1 << 0;
     /// Writes need not wait for one another.
     pub(crate) const PARALLEL_DIRECT_WRITES: u32 = 1 << 6;
 }
 
-/// What `SETATTR` is to change.
+/// The attributes that `SETATTR` changes.
 pub(crate) mod set {
     pub(crate) const MODE: u32 = 1 << 0;
     pub(crate) const UID: u32 = 1 << 1;
@@ -62,7 +62,7 @@ pub(crate) mod set {
     pub(crate) const SIZE: u32 = 1 << 3;
 }
 
-/// In front of every request.
+/// Before every request.
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub(crate) struct InHeader {
@@ -79,7 +79,7 @@ pub(crate) struct InHeader {
     pub(crate) padding: u16,
 }
 
-/// In front of every reply.
+/// Before every reply.
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub(crate) struct OutHeader {
@@ -196,7 +196,7 @@ pub(crate) struct Attr {
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub(crate) struct AttrOut {
-    /// For how many seconds the kernel may believe the attributes.
+    /// For how many seconds the kernel may cache the attributes.
     pub(crate) attr_valid: u64,
     pub(crate) attr_valid_nsec: u32,
     pub(crate) dummy: u32,

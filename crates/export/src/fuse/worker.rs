@@ -1,4 +1,4 @@
-//! One thread's loop: requests are taken from the kernel and run side by side.
+//! One thread's loop, which receives requests from the kernel and runs them concurrently.
 
 use super::channel::{Channel, NoMessage};
 use super::serve::{Export, Service};
@@ -15,18 +15,18 @@ use std::task::Poll;
 
 /// Bytes of free buffers for reads that a thread keeps.
 const POOL_BYTES: usize = 16 << 20;
-/// Requests that a thread has under way; more wait with the kernel.
+/// The most requests in flight per thread; further ones wait in the kernel.
 const MOST: usize = 256;
-/// Requests taken before those begun are given to the ring.
+/// Requests received before those started are submitted to the ring.
 const BURST: usize = 16;
 
-/// Wake-ups in a row that brought one message each, after which a second is no longer looked for...
+/// Consecutive wake-ups with one message each, after which the thread no longer looks for a second one...
 const LONE: u32 = 4;
-/// ...but this often: a look in vain costs a system call.
+/// ...except once in this many times, since looking in vain costs a system call.
 const LOOK: u32 = 16;
 
-/// Serves a channel until the kernel ends the connection or `stop` is requested; then waits for what was
-/// begun. Tells whether the kernel ended it.
+/// Serves a channel until the kernel ends the connection or `stop` is requested; then waits for the requests in flight.
+/// Returns whether the kernel ended the connection.
 pub(super) async fn work<D: BlockDevice>(
     export: &Export<D>,
     channel: &Channel,

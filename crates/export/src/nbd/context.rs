@@ -1,4 +1,4 @@
-//! Metadata contexts: what `BLOCK_STATUS` can tell about a range.
+//! Metadata contexts: the information that `BLOCK_STATUS` returns for a range.
 
 use super::wire::state;
 use isobath_disk::BlockStatus;
@@ -10,42 +10,33 @@ pub enum Context {
     Allocation,
     /// `qemu:allocation-depth`: which layer of the chain holds the range.
     Depth,
+    /// `qemu:dirty-bitmap:NAME`: the bitmap of that number.
+    Bitmap(u8),
 }
 
 impl Context {
-    /// Every context, in the order in which they are listed.
-    pub const ALL: [Self; 2] = [Self::Allocation, Self::Depth];
-
-    /// The name that a client asks for.
-    pub const fn name(self) -> &'static str {
+    /// The number by which replies refer to the context.
+    pub const fn id(self) -> u32 {
         match self {
-            Self::Allocation => "base:allocation",
-            Self::Depth => "qemu:allocation-depth",
+            Self::Allocation => 0,
+            Self::Depth => 1,
+            Self::Bitmap(number) => 2 + number as u32,
         }
     }
 
-    /// The number by which replies refer to the context.
-    pub const fn id(self) -> u32 {
-        self as u32
-    }
-
-    /// Whether a query of `SET_META_CONTEXT` selects this context: only its full name does.
-    pub fn is_selected_by(self, query: &[u8]) -> bool {
-        query == self.name().as_bytes()
-    }
-
-    /// Whether a query of `LIST_META_CONTEXT` lists this context: its full name does, and so does
-    /// its namespace with the colon.
-    pub fn is_listed_by(self, query: &[u8]) -> bool {
-        self.is_selected_by(query)
-            || (query.ends_with(b":") && self.name().as_bytes().starts_with(query))
+    fn from_id(id: u32) -> Self {
+        match id {
+            0 => Self::Allocation,
+            1 => Self::Depth,
+            _ => Self::Bitmap((id - 2) as u8),
+        }
     }
 
     /// The flags of a run in this context.
     ///
-    /// In `base:allocation` whatever reads as zeroes without data is a hole, as QEMU has it. In
-    /// `qemu:allocation-depth` 0 means allocated nowhere, 1 in the active layer, 2 in its backing
-    /// file, and so on.
+    /// In `base:allocation` everything that reads as zeroes without data is a hole, as in QEMU. In
+    /// `qemu:allocation-depth` 0 means allocated nowhere, 1 in the active layer, 2 in its backing file, and so on. A
+    /// bitmap's flags do not depend on runs.
     pub fn flags(self, run: &BlockStatus) -> u32 {
         match self {
             Self::Allocation => {
@@ -54,14 +45,25 @@ impl Context {
                 hole | zero
             }
             Self::Depth if run.allocated => run.depth.saturating_add(1),
-            Self::Depth => 0,
+            Self::Depth | Self::Bitmap(_) => 0,
         }
     }
 }
 
+/// Whether a query of `SET_META_CONTEXT` selects the context of this name: only its full name does.
+pub fn is_selected(name: &str, query: &[u8]) -> bool {
+    query == name.as_bytes()
+}
+
+/// Whether a query of `LIST_META_CONTEXT` lists the context of this name: its full name does, and so does what it
+/// begins with, up to a colon.
+pub fn is_listed(name: &str, query: &[u8]) -> bool {
+    is_selected(name, query) || (query.ends_with(b":") && name.as_bytes().starts_with(query))
+}
+
 /// The contexts that a client has selected.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Contexts(u8);
+pub struct Contexts(u64);
 
 impl Contexts {
     /// Adds a context.
@@ -81,7 +83,7 @@ impl Contexts {
 
     /// The selected contexts in order.
     pub fn iter(self) -> impl Iterator<Item = Context> {
-        Context::ALL.into_iter().filter(move |context| self.contains(*context))
+        (0..u64::BITS).filter(move |id| self.0 & (1 << id) != 0).map(Context::from_id)
     }
 }
 
@@ -116,12 +118,20 @@ mod tests {
 
     #[test]
     fn queries_by_name_and_by_namespace() {
-        assert!(Context::Depth.is_listed_by(b"qemu:"));
-        assert!(!Context::Depth.is_selected_by(b"qemu:"));
-        assert!(Context::Allocation.is_selected_by(b"base:allocation"));
+        let (base, depth) = ("base:allocation", "qemu:allocation-depth");
+        assert!(is_listed(depth, b"qemu:"));
+        assert!(!is_selected(depth, b"qemu:"));
+        assert!(is_selected(base, b"base:allocation"));
+        assert!(is_listed("qemu:dirty-bitmap:b", b"qemu:dirty-bitmap:"));
         for query in [&b""[..], b"base", b"base:alloc", b"base:allocation:", b"x-y:", b"b:"] {
-            assert!(!Context::ALL.iter().any(|context| context.is_listed_by(query)));
+            assert!(!is_listed(base, query) && !is_listed(depth, query));
         }
+        let mut contexts = Contexts::default();
+        let all = [Context::Depth, Context::Bitmap(0), Context::Bitmap(61)];
+        for context in all {
+            contexts.insert(context);
+        }
+        assert_eq!(contexts.iter().collect::<Vec<_>>(), all);
     }
 
     #[test]

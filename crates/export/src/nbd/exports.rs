@@ -1,5 +1,6 @@
 //! The exports of a server, which can be added and removed while it serves.
 
+use super::bitmap::{ExportedBitmap, MAX_BITMAPS};
 use super::handshake::ExportInfo;
 use super::live::{Gone, Guard, Live};
 use super::wire::MAX_STRING;
@@ -18,6 +19,10 @@ pub struct Export<D> {
     pub description: String,
     /// Whether writes are refused even if the disk is writable.
     pub read_only: bool,
+    /// Whether `qemu:allocation-depth` is offered.
+    pub allocation_depth: bool,
+    /// Bitmaps that are offered as `qemu:dirty-bitmap:NAME`, at most [`MAX_BITMAPS`].
+    pub bitmaps: Arc<[ExportedBitmap]>,
     /// The disk.
     pub device: Arc<D>,
 }
@@ -28,19 +33,24 @@ impl<D> Clone for Export<D> {
             name: self.name.clone(),
             description: self.description.clone(),
             read_only: self.read_only,
+            allocation_depth: self.allocation_depth,
+            bitmaps: self.bitmaps.clone(),
             device: self.device.clone(),
         }
     }
 }
 
 impl<D: BlockDevice> Export<D> {
-    fn info(&self) -> ExportInfo {
+    fn info(&self, multi_conn: bool) -> ExportInfo {
         ExportInfo {
             name: self.name.clone(),
             description: self.description.clone(),
             size: self.device.size(),
             read_only: self.read_only || self.device.is_read_only(),
             preferred_block: self.device.preferred_block(),
+            allocation_depth: self.allocation_depth,
+            multi_conn,
+            bitmaps: self.bitmaps.clone(),
         }
     }
 
@@ -50,14 +60,21 @@ impl<D: BlockDevice> Export<D> {
                 return Err(ExportError::TooLong { field, length: text.len() });
             }
         }
+        if self.bitmaps.len() > MAX_BITMAPS {
+            return Err(ExportError::TooManyBitmaps(self.bitmaps.len()));
+        }
+        let longest = self.bitmaps.iter().map(|bitmap| bitmap.context().len()).max();
+        if let Some(length) = longest.filter(|length| *length > MAX_STRING) {
+            return Err(ExportError::TooLong { field: "metadata context", length });
+        }
         Ok(())
     }
 }
 
-/// What there is to know of an export at one moment.
+/// The state of an export at one moment.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ExportState {
-    /// What clients are told.
+    /// The information given to clients.
     pub info: ExportInfo,
     /// Clients that have chosen it.
     pub clients: usize,
@@ -73,11 +90,14 @@ pub enum ExportError {
     /// A name or description is too long.
     #[error("the {field} of an export has {length} bytes; the NBD protocol allows {MAX_STRING}")]
     TooLong {
-        /// `name` or `description`.
+        /// `name`, `description` or `metadata context`.
         field: &'static str,
         /// Its length in bytes.
         length: usize,
     },
+    /// There are more bitmaps than can be told apart.
+    #[error("{0} bitmaps are exported; at most {MAX_BITMAPS} are possible")]
+    TooManyBitmaps(usize),
     /// The server has been told to stop.
     #[error("the server is shutting down")]
     Stopping,
@@ -102,7 +122,7 @@ pub enum RemoveError {
     },
 }
 
-/// One export, its clients, and the order that ends them.
+/// One export, its clients, and the stop order for them.
 pub(crate) struct Entry<D> {
     pub(crate) export: Export<D>,
     pub(crate) stop: Stop,
@@ -112,7 +132,7 @@ pub(crate) struct Entry<D> {
 /// A client that has chosen an export.
 pub(crate) struct Client<D> {
     pub(crate) entry: Arc<Entry<D>>,
-    /// Dropped last: whoever is told that the export is gone finds the disk let go of.
+    /// Dropped last: when the removal of the export is reported, the disk is no longer held.
     _counted: Guard,
 }
 
@@ -123,7 +143,7 @@ impl<D> Entry<D> {
         Some(Client { entry: self, _counted: counted })
     }
 
-    /// Lets no client in any more, and lets go of the disk here.
+    /// Admits no more clients, and drops the disk here.
     fn end(self: Arc<Self>, last: Guard) {
         self.stop.request();
         drop(self);
@@ -132,25 +152,28 @@ impl<D> Entry<D> {
 }
 
 /// The exports in order, the default one first.
-pub(crate) struct Exports<D>(Mutex<Entries<D>>);
+pub(crate) struct Exports<D> {
+    state: Mutex<Entries<D>>,
+    /// A client may have several connections.
+    multi_conn: bool,
+}
 
 struct Entries<D> {
     entries: Vec<Arc<Entry<D>>>,
     stopping: bool,
 }
 
-impl<D> Default for Exports<D> {
-    fn default() -> Self {
-        Self(Mutex::new(Entries { entries: Vec::new(), stopping: false }))
-    }
-}
-
 impl<D: BlockDevice> Exports<D> {
+    pub(crate) fn new(multi_conn: bool) -> Self {
+        let state = Mutex::new(Entries { entries: Vec::new(), stopping: false });
+        Self { state, multi_conn }
+    }
+
     pub(crate) fn add(&self, export: Export<D>) -> Result<Gone, ExportError> {
         export.check()?;
         let clients = Arc::<Live>::default();
         let gone = clients.clone().gone();
-        let mut state = self.0.lock();
+        let mut state = self.state.lock();
         if state.stopping {
             return Err(ExportError::Stopping);
         }
@@ -162,7 +185,7 @@ impl<D: BlockDevice> Exports<D> {
     }
 
     pub(crate) fn remove(&self, name: &str, mode: RemoveMode) -> Result<Gone, RemoveError> {
-        let mut state = self.0.lock();
+        let mut state = self.state.lock();
         let found = state.entries.iter().position(|entry| entry.export.name == name);
         let index = found.ok_or_else(|| RemoveError::NotFound(name.to_owned()))?;
         let Some(entry) = state.entries.get(index) else {
@@ -178,10 +201,10 @@ impl<D: BlockDevice> Exports<D> {
         Ok(gone)
     }
 
-    /// Removes all of them, and lets none be added.
+    /// Removes all of them, and prevents more from being added.
     pub(crate) fn end(&self) {
         let entries = {
-            let mut state = self.0.lock();
+            let mut state = self.state.lock();
             state.stopping = true;
             std::mem::take(&mut state.entries)
         };
@@ -192,17 +215,16 @@ impl<D: BlockDevice> Exports<D> {
         }
     }
 
-    /// Gives `look` what handshakes tell of the exports as they are now, and chooses the one of which it
-    /// returns the index.
+    /// Passes `look` the current exports as handshakes describe them, and chooses the one whose index it returns.
     ///
-    /// All of it is one step, so that nobody who was told that an export is gone finds its disk still
-    /// held here.
+    /// All of it is one step, so that the disk is never still held here after the removal of its export was reported.
     pub(crate) fn choose<R>(
         &self,
         look: impl FnOnce(&[ExportInfo]) -> (R, Option<usize>),
     ) -> (R, Option<Client<D>>) {
-        let state = self.0.lock();
-        let infos: Vec<_> = state.entries.iter().map(|entry| entry.export.info()).collect();
+        let state = self.state.lock();
+        let infos: Vec<_> =
+            state.entries.iter().map(|entry| entry.export.info(self.multi_conn)).collect();
         let (result, index) = look(&infos);
         let entry = index.and_then(|index| state.entries.get(index)).cloned();
         (result, entry.and_then(Entry::choose))
@@ -210,16 +232,16 @@ impl<D: BlockDevice> Exports<D> {
 
     /// How many clients have chosen the export of a name.
     pub(crate) fn clients(&self, name: &str) -> Option<usize> {
-        let state = self.0.lock();
+        let state = self.state.lock();
         let entry = state.entries.iter().find(|entry| entry.export.name == name);
         entry.map(|entry| entry.clients.count())
     }
 
     pub(crate) fn states(&self) -> Vec<ExportState> {
         let state = |entry: &Arc<Entry<D>>| ExportState {
-            info: entry.export.info(),
+            info: entry.export.info(self.multi_conn),
             clients: entry.clients.count(),
         };
-        self.0.lock().entries.iter().map(state).collect()
+        self.state.lock().entries.iter().map(state).collect()
     }
 }

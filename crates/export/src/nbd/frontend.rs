@@ -55,7 +55,7 @@ pub const PROTOCOL: Protocol = Protocol {
 pub struct NbdFrontend<D> {
     server: Arc<Server<D>>,
     workers: Vec<Handle>,
-    /// Those that nobody serves yet.
+    /// Listeners that are not served yet.
     listeners: RefCell<Vec<Listener>>,
     addresses: Rc<[Address]>,
 }
@@ -83,6 +83,8 @@ impl<D: BlockDevice> Frontend<D> for NbdFrontend<D> {
             name: name.clone(),
             description: settings.text("description").unwrap_or_default().to_owned(),
             read_only: !disk.writable,
+            allocation_depth: true,
+            bitmaps: Arc::default(),
             device: disk.device,
         });
         let gone = gone.map_err(|error| match error {
@@ -138,7 +140,7 @@ impl<D: BlockDevice> ExportControl for Control<D> {
     }
 
     fn clients(&self) -> Option<usize> {
-        // Another one may have the name of one that is removed.
+        // Another export may have the name of a removed one.
         if self.removed.is_requested() { None } else { self.server.clients(&self.name) }
     }
 

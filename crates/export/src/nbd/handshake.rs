@@ -1,13 +1,17 @@
 //! The handshake: fixed newstyle negotiation as a state machine without I/O.
 //!
-//! Feed what the client sent to [`Handshake::advance`]; it consumes whole messages, appends what is
-//! to be sent, and says when the transmission phase begins.
+//! Pass the client's input to [`Handshake::advance`]; it consumes whole messages, appends the output to send, and says
+//! when the transmission phase begins.
 
-use super::context::{Context, Contexts};
+use super::bitmap::ExportedBitmap;
+use super::context::{Context, Contexts, is_listed, is_selected};
 use super::wire::{
     Cursor, GREETING_MAGIC, MAX_PAYLOAD, MAX_STRING, OPTION_MAGIC, OPTION_REPLY_MAGIC,
     handshake_flag, info, option, option_reply, transmission_flag,
 };
+
+use std::borrow::Cow;
+use std::sync::Arc;
 
 /// Longest data of an option that is read, in bytes. Longer data are skipped and refused.
 pub const MAX_OPTION: usize = 64 << 10;
@@ -19,7 +23,7 @@ const MAX_OUTPUT: usize = 64 << 10;
 const OPTION_HEADER: usize = 16;
 const CLIENT_FLAGS: usize = 4;
 
-/// What the handshake tells of an export.
+/// An export as the handshake describes it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ExportInfo {
     /// The name by which clients choose the export.
@@ -32,6 +36,12 @@ pub struct ExportInfo {
     pub read_only: bool,
     /// The size in bytes to which requests are best aligned.
     pub preferred_block: u32,
+    /// Whether `qemu:allocation-depth` is offered.
+    pub allocation_depth: bool,
+    /// Whether a client may have several connections.
+    pub multi_conn: bool,
+    /// Bitmaps that are offered.
+    pub bitmaps: Arc<[ExportedBitmap]>,
 }
 
 impl ExportInfo {
@@ -48,12 +58,23 @@ impl ExportInfo {
             | flag::SEND_FLUSH
             | flag::SEND_FUA
             | flag::SEND_CACHE
-            | flag::CAN_MULTI_CONN
+            | if self.multi_conn { flag::CAN_MULTI_CONN } else { 0 }
             | writes
             | fragments
     }
 
-    /// The preferred block size as the protocol wants it: a power of two, 512 bytes to the maximum.
+    /// The metadata contexts that are offered, with their names.
+    fn contexts(&self) -> Vec<(Context, Cow<'static, str>)> {
+        let mut contexts = vec![(Context::Allocation, "base:allocation".into())];
+        if self.allocation_depth {
+            contexts.push((Context::Depth, "qemu:allocation-depth".into()));
+        }
+        let bitmaps = (0..).map(Context::Bitmap).zip(self.bitmaps.iter());
+        contexts.extend(bitmaps.map(|(context, bitmap)| (context, bitmap.context().into())));
+        contexts
+    }
+
+    /// The preferred block size as the protocol requires it: a power of two, 512 bytes to the maximum.
     fn preferred(&self) -> u32 {
         self.preferred_block.clamp(512, MAX_PAYLOAD).next_power_of_two()
     }
@@ -62,7 +83,7 @@ impl ExportInfo {
 /// What the client and the server agreed on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Agreement {
-    /// Index of the export chosen, among those last given.
+    /// Index of the chosen export, among those passed last.
     pub export: usize,
     /// Whether replies are structured.
     pub structured: bool,
@@ -70,12 +91,12 @@ pub struct Agreement {
     pub contexts: Contexts,
 }
 
-/// Where a handshake stands.
+/// The state of a handshake.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
     /// More input is needed.
     More,
-    /// The client has ended the session: send what is to be sent and close.
+    /// The client has ended the session: send the output and close.
     Aborted,
     /// The transmission phase begins with the next byte of input.
     Transmission(Agreement),
@@ -84,13 +105,13 @@ pub enum Outcome {
 /// The result of one call of [`Handshake::advance`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Step {
-    /// Bytes of input used up; the rest must be given again, with more behind it.
+    /// Bytes of input consumed; the rest must be passed again, followed by more.
     pub consumed: usize,
-    /// Where the handshake stands now.
+    /// The state of the handshake now.
     pub outcome: Outcome,
 }
 
-/// What the client did that ends the session at once.
+/// A violation by the client that ends the session at once.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Violation {
@@ -154,11 +175,11 @@ impl Handshake {
 
     /// Takes the next messages from `input` and appends the replies to `output`.
     ///
-    /// The exports may be others than in the last call.
+    /// The exports may differ from those in the last call.
     ///
-    /// Input that stops within a message is left unconsumed. A message is at most [`MAX_OPTION`] and
-    /// a header long, so a buffer of that size always makes progress. Some messages may be left for
-    /// the next call once there is much to send.
+    /// Input that stops within a message is left unconsumed. A message is at most [`MAX_OPTION`] and a header long, so
+    /// a buffer of that size always makes progress. Some messages may be left for the next call if there is much
+    /// output.
     ///
     /// # Errors
     /// A violation after which the session must be closed without a reply.
@@ -182,7 +203,7 @@ impl Handshake {
         }
     }
 
-    /// Handles one message; `None` if it has not come as a whole.
+    /// Handles one message; `None` if it is incomplete.
     fn message(
         &mut self,
         exports: &[ExportInfo],
@@ -380,15 +401,17 @@ impl Handshake {
         let name = cursor.string().ok_or(MALFORMED)?;
         let count = cursor.u32().ok_or(MALFORMED)?;
         let listing = kind == option::LIST_META_CONTEXT;
-        let mut found = Contexts::default();
+        let found = find(exports, name);
+        let offered = found.map(|(_, export)| export.contexts()).unwrap_or_default();
+        let mut chosen = Contexts::default();
         for _ in 0..count {
             let query = cursor.string().ok_or(MALFORMED)?;
             if query.len() > MAX_STRING {
                 return Err(NAME_TOO_LONG);
             }
-            for context in Context::ALL {
-                if context.is_selected_by(query) || listing && context.is_listed_by(query) {
-                    found.insert(context);
+            for (context, name) in &offered {
+                if is_selected(name, query) || listing && is_listed(name, query) {
+                    chosen.insert(*context);
                 }
             }
         }
@@ -398,19 +421,16 @@ impl Handshake {
         if name.len() > MAX_STRING {
             return Err(NAME_TOO_LONG);
         }
-        let (_, export) = find(exports, name).ok_or(UNKNOWN)?;
-        if listing && count == 0 {
-            for context in Context::ALL {
-                found.insert(context);
+        let (_, export) = found.ok_or(UNKNOWN)?;
+        for (context, name) in &offered {
+            if chosen.contains(*context) || listing && count == 0 {
+                let id = if listing { 0 } else { context.id() };
+                let payload = [&id.to_be_bytes()[..], name.as_bytes()];
+                reply(output, kind, option_reply::META_CONTEXT, &payload);
             }
         }
-        for context in found.iter() {
-            let id = if listing { 0 } else { context.id() };
-            let payload = [&id.to_be_bytes()[..], context.name().as_bytes()];
-            reply(output, kind, option_reply::META_CONTEXT, &payload);
-        }
         if !listing {
-            self.selected = Some((export.name.clone(), found));
+            self.selected = Some((export.name.clone(), chosen));
         }
         Ok(())
     }

@@ -8,6 +8,9 @@ fn exports() -> Vec<ExportInfo> {
         size: 1 << 30,
         read_only,
         preferred_block: 65536,
+        allocation_depth: true,
+        multi_conn: true,
+        bitmaps: Arc::new([ExportedBitmap::new("b", [])]),
     };
     vec![export("first", false), export("second", true)]
 }
@@ -195,10 +198,12 @@ fn contexts_are_listed() {
         replies.into_iter().map(text).collect::<Vec<_>>()
     };
     let (base, depth) = ("base:allocation", "qemu:allocation-depth");
-    assert_eq!(names(&[]), [base, depth]);
-    assert_eq!(names(&["qemu:"]), [depth]);
+    let bitmap = "qemu:dirty-bitmap:b";
+    assert_eq!(names(&[]), [base, depth, bitmap]);
+    assert_eq!(names(&["qemu:"]), [depth, bitmap]);
+    assert_eq!(names(&["qemu:dirty-bitmap:"]), [bitmap]);
     assert_eq!(names(&["base:", "base:allocation"]), [base]);
-    assert!(names(&["nbd-server:", "qemu:dirty-bitmap:b"]).is_empty());
+    assert!(names(&["nbd-server:", "qemu:dirty-bitmap:a"]).is_empty());
 }
 
 #[test]

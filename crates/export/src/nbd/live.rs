@@ -1,7 +1,7 @@
-//! How many there are of something that comes and goes: connections, clients of an export.
+//! Counting of connections, and of clients of an export.
 //!
-//! A [`WaitGroup`](isobath_sync::WaitGroup) would not do: to come in depends on the count, and on whether it
-//! is closed, so all of it is one step under a lock.
+//! A [`WaitGroup`](isobath_sync::WaitGroup) is not enough: admission depends on the count, and on whether it is closed,
+//! so all of it is one step under a lock.
 
 use parking_lot::Mutex;
 use std::future::{Future, poll_fn};
@@ -9,7 +9,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
-/// Counts them, on whatever threads they are.
+/// A counter that any thread may use.
 #[derive(Default)]
 pub(crate) struct Live {
     state: Mutex<Connections>,
@@ -18,7 +18,9 @@ pub(crate) struct Live {
 #[derive(Default)]
 struct Connections {
     count: usize,
-    /// Nobody comes any more.
+    /// One was admitted at some time.
+    used: bool,
+    /// No more are admitted.
     closed: bool,
     waiting: Vec<Waker>,
 }
@@ -31,11 +33,11 @@ impl Connections {
     }
 }
 
-/// One of them. It is counted until this is dropped.
+/// One connection or client, which is counted until this is dropped.
 pub(crate) struct Guard(Arc<Live>);
 
-/// Waits until an export has been removed and its last client has left; the server then holds the
-/// disk no more. May be polled on any thread.
+/// Waits until an export has been removed and its last client has left; then the server no longer holds the disk. May
+/// be polled on any thread.
 pub struct Gone(Arc<Live>);
 
 impl Future for Gone {
@@ -52,13 +54,14 @@ impl Future for Gone {
 }
 
 impl Live {
-    /// Counts one more, unless `limit` is reached or nobody may come any more.
+    /// Counts one more, unless `limit` is reached or the counter is closed.
     pub(crate) fn enter(self: &Arc<Self>, limit: usize) -> Option<Guard> {
         let mut state = self.state.lock();
         if state.closed || state.count >= limit {
             return None;
         }
         state.count += 1;
+        state.used = true;
         Some(Guard(self.clone()))
     }
 
@@ -66,8 +69,8 @@ impl Live {
         self.state.lock().count
     }
 
-    /// Lets nobody in any more and counts one last, who stands for the others' end; or says how many
-    /// there are if they are more than `allowed`.
+    /// Closes the counter and counts one last guard, which stands for the end of the others; or returns their number if
+    /// there are more than `allowed`.
     pub(crate) fn close(self: &Arc<Self>, allowed: usize) -> Result<Guard, usize> {
         let mut state = self.state.lock();
         if state.count > allowed {
@@ -78,16 +81,30 @@ impl Live {
         Ok(Guard(self.clone()))
     }
 
-    /// Waits until nobody may come any more and the last one has left.
+    /// Waits until the counter is closed and the last one has left.
     pub(crate) fn gone(self: Arc<Self>) -> Gone {
         Gone(self)
     }
 
     /// Waits until there is none.
     pub(crate) fn empty(&self) -> impl Future<Output = ()> {
-        poll_fn(|cx| {
+        self.until(|state| state.count == 0)
+    }
+
+    /// Waits until there are fewer than `limit`.
+    pub(crate) fn below(&self, limit: usize) -> impl Future<Output = ()> {
+        self.until(move |state| state.count < limit)
+    }
+
+    /// Waits until there was one, and is none any more.
+    pub(crate) fn left(&self) -> impl Future<Output = ()> {
+        self.until(|state| state.used && state.count == 0)
+    }
+
+    fn until(&self, holds: impl Fn(&Connections) -> bool) -> impl Future<Output = ()> {
+        poll_fn(move |cx| {
             let mut state = self.state.lock();
-            if state.count == 0 {
+            if holds(&state) {
                 return Poll::Ready(());
             }
             state.wait(cx);
@@ -101,9 +118,6 @@ impl Drop for Guard {
         let waiting = {
             let mut state = self.0.state.lock();
             state.count -= 1;
-            if state.count > 0 {
-                return;
-            }
             std::mem::take(&mut state.waiting)
         };
         waiting.into_iter().for_each(Waker::wake);
@@ -126,6 +140,21 @@ mod tests {
         drop((first, second));
         assert_eq!(live.count(), 0);
         assert!(empty.as_mut().poll(&mut cx).is_ready());
+    }
+
+    #[test]
+    fn room_and_the_last_one_out_are_waited_for() {
+        let live = Arc::new(Live::default());
+        let mut cx = Context::from_waker(Waker::noop());
+        let (mut left, mut room) = (pin!(live.left()), pin!(live.below(2)));
+        assert!(left.as_mut().poll(&mut cx).is_pending(), "there was none yet");
+        let (first, second) = (live.enter(9), live.enter(9));
+        assert!(room.as_mut().poll(&mut cx).is_pending());
+        drop(first);
+        assert!(room.as_mut().poll(&mut cx).is_ready());
+        assert!(left.as_mut().poll(&mut cx).is_pending());
+        drop(second);
+        assert!(left.as_mut().poll(&mut cx).is_ready());
     }
 
     #[test]

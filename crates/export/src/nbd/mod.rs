@@ -14,7 +14,14 @@
 //! use std::sync::Arc;
 //!
 //! # fn serve<D: BlockDevice>(device: Arc<D>) -> Result<(), Box<dyn std::error::Error>> {
-//! let export = Export { name: "disk".into(), description: String::new(), read_only: false, device };
+//! let export = Export {
+//!     name: "disk".into(),
+//!     description: String::new(),
+//!     read_only: false,
+//!     allocation_depth: true,
+//!     bitmaps: Arc::default(),
+//!     device,
+//! };
 //! let server = Arc::new(Server::new(vec![export], Limits::default())?);
 //! let listener = Listener::bind_unix(Path::new("/run/disk.sock"))?;
 //! // Connections are spread over these threads; without any they share the accepting one.
@@ -34,6 +41,7 @@
 //! # }
 //! ```
 
+mod bitmap;
 pub mod context;
 mod exports;
 mod frontend;
@@ -50,9 +58,10 @@ mod transport;
 mod window;
 pub mod wire;
 
+pub use bitmap::{ExportedBitmap, MAX_BITMAPS};
 pub use exports::{Export, ExportError, ExportState, RemoveError};
 pub use frontend::{NbdFrontend, PROTOCOL};
 pub use live::Gone;
-pub use server::{Limits, Server, ServerError};
+pub use server::{Limits, Server, ServerError, WhenFull};
 pub use session::{InFlight, SessionError};
 pub use transport::Transport;

@@ -1,4 +1,4 @@
-//! Replies waiting to be sent, gathered into few large sends.
+//! Replies waiting to be sent, combined into few large sends.
 
 use crate::pool::{Pool, Pooled};
 use isobath_storage::IoBuf;
@@ -18,7 +18,7 @@ pub(crate) struct Outbox {
     last: Batch,
     /// Emptied batches, kept for their memory.
     spare: Vec<Batch>,
-    /// The part of the present header block that is free.
+    /// The free part of the current header block.
     headers: IoBuf,
     /// Bytes that wait to be sent.
     queued: usize,
@@ -29,12 +29,12 @@ pub(crate) struct Outbox {
 /// Replies for one send.
 #[derive(Default)]
 pub(crate) struct Batch {
-    /// What is to be sent.
+    /// The buffers to send.
     pub(crate) bufs: Vec<IoBuf>,
     /// For each buffer of the pool in `bufs`: its index, and the rest of its memory.
     pooled: Vec<(usize, IoBuf)>,
     length: usize,
-    /// How many replies these are.
+    /// The number of replies.
     pub(crate) replies: usize,
     /// The bytes that were reserved for their requests.
     pub(crate) reserved: usize,
@@ -52,7 +52,7 @@ impl Outbox {
         }
     }
 
-    /// Adds a reply: a header, and the data that follow it. `reserved` is carried along.
+    /// Adds a reply: a header, and the data that follows it. `reserved` is added to the batch.
     pub(crate) fn push(&mut self, header: &[u8], data: Option<Pooled>, reserved: usize) {
         self.push_header(header);
         if let Some(Pooled { data, spare }) = data {
@@ -107,7 +107,7 @@ impl Outbox {
         self.queued
     }
 
-    /// Takes a batch back after its buffers came back from the send.
+    /// Recycles a batch after the send has returned its buffers.
     pub(crate) fn recycle(&mut self, mut batch: Batch, pool: &Pool) {
         for (index, spare) in batch.pooled.drain(..) {
             if let Some(data) = batch.bufs.get_mut(index) {

@@ -1,4 +1,4 @@
-//! How an export is addressed, and by what options QEMU uses it.
+//! The address of an export, and QEMU's options to use it.
 
 use crate::command_line::{absolute, option_value, quoted};
 use crate::frontend::{Place, Shown};
@@ -7,7 +7,7 @@ use std::fmt::Write as _;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::os::unix::ffi::OsStrExt;
 
-/// The export of a name at an address.
+/// The location of a named export at an address.
 pub(super) fn place(address: &Address, name: &str, shown: Shown) -> Place {
     let uri = uri(address, name);
     let (drive, blockdev) = if shown.read_only {

@@ -9,7 +9,7 @@ pub const CHUNK_SIZE: usize = 20;
 /// Length of what precedes the data in the longer form of a read's reply, in bytes.
 pub const READ_SIZE: usize = CHUNK_SIZE + 8;
 
-/// A simple reply; a read's data follow it.
+/// A simple reply; a read's data follows it.
 pub fn simple(cookie: u64, error: Option<NbdError>) -> [u8; SIMPLE_SIZE] {
     let mut reply = [0; SIMPLE_SIZE];
     reply[..4].copy_from_slice(&SIMPLE_REPLY_MAGIC.to_be_bytes());
@@ -29,7 +29,7 @@ pub fn chunk_header(cookie: u64, flags: u16, kind: u16, length: u32) -> [u8; CHU
     header
 }
 
-/// What precedes the `length` bytes (at least 1) of a whole read in a structured reply.
+/// The header before the `length` bytes (at least 1) of a whole read in a structured reply.
 pub fn read_header(cookie: u64, offset: u64, length: u32) -> [u8; READ_SIZE] {
     let mut header = [0; READ_SIZE];
     let chunk = chunk_header(cookie, chunk::FLAG_DONE, chunk::OFFSET_DATA, length + 8);

@@ -4,14 +4,14 @@ use super::context::Contexts;
 use super::wire::{Cursor, MAX_PAYLOAD, NbdError, REQUEST_MAGIC, command, command_flag};
 use isobath_disk::ZeroFlags;
 
-/// A request header as it came.
+/// A request header as received.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Request {
     /// Command flags.
     pub flags: u16,
     /// Command number.
     pub command: u16,
-    /// The client's name for the request, sent back in the reply.
+    /// The client's id of the request, which the reply repeats.
     pub cookie: u64,
     /// First byte of the range.
     pub offset: u64,
@@ -24,7 +24,7 @@ pub struct Request {
 #[error("request magic is {0:#010x}, not {REQUEST_MAGIC:#010x}")]
 pub struct BadMagic(pub u32);
 
-/// What holds for every request of a connection.
+/// The properties of a connection that apply to every request.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Terms {
     /// The export's size in bytes.
@@ -37,7 +37,7 @@ pub struct Terms {
     pub contexts: Contexts,
 }
 
-/// A request that may be carried out. Ranges lie within the export; lengths are in bytes.
+/// A valid request. Ranges lie within the export; lengths are in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Command {
     /// Read a range of at most [`MAX_PAYLOAD`] bytes.
@@ -60,7 +60,7 @@ pub enum Command {
     Disconnect,
     /// Make completed writes durable.
     Flush,
-    /// Give a range's space back.
+    /// Discard a range.
     Trim {
         /// First byte.
         offset: u64,

@@ -1,6 +1,6 @@
-//! One request after another is carried out here, and its reply queued.
+//! Executing requests and queueing their replies.
 
-use super::context::extents;
+use super::context::{Context, extents};
 use super::reply;
 use super::request::Command;
 use super::session::{Session, Ticket};
@@ -15,7 +15,7 @@ const CACHE_STEP: u32 = 1 << 20;
 const MAX_RUNS: (usize, usize) = (4096, 64);
 
 impl<D: BlockDevice, T: Transport> Session<'_, D, T> {
-    /// Carries out one request and queues the reply.
+    /// Executes one request and queues the reply.
     pub(crate) async fn serve(&self, ticket: Ticket, command: Command, payload: Option<Pooled>) {
         let done = match command {
             Command::Read { offset, length } => {
@@ -104,7 +104,7 @@ impl<D: BlockDevice, T: Transport> Session<'_, D, T> {
         Ok(())
     }
 
-    /// Reads the range and drops what was read. Nothing is lost by ending early.
+    /// Reads the range and drops the data. Ending early loses nothing.
     async fn serve_cache(&self, mut offset: u64, mut length: u32) -> Result<(), DiskError> {
         while length > 0 && !self.stop.is_requested() && !self.is_broken() {
             let step = length.min(CACHE_STEP);
@@ -119,23 +119,41 @@ impl<D: BlockDevice, T: Transport> Session<'_, D, T> {
 
     async fn serve_block_status(&self, ticket: Ticket, offset: u64, length: u32, one: bool) {
         let max = if one { MAX_RUNS.1 } else { MAX_RUNS.0 };
-        let status = self.device.block_status(offset, u64::from(length), max);
-        let Some(status) = self.while_wanted(status).await else { return self.forget(ticket) };
-        let runs = match status {
-            Ok(runs) => runs,
-            Err(error) => {
-                let command = Command::BlockStatus { offset, length, one };
-                return self.fail_device(ticket, command, &error);
+        let is_bitmap = |context| matches!(context, Context::Bitmap(_));
+        let runs = if self.agreement.contexts.iter().all(is_bitmap) {
+            None
+        } else {
+            let status = self.device.block_status(offset, u64::from(length), max);
+            let Some(status) = self.while_wanted(status).await else { return self.forget(ticket) };
+            match status {
+                Ok(runs) => Some(runs),
+                Err(error) => {
+                    let command = Command::BlockStatus { offset, length, one };
+                    return self.fail_device(ticket, command, &error);
+                }
             }
         };
-        if runs.first().is_none_or(|run| run.length == 0) {
+        if let Some(runs) = &runs
+            && runs.first().is_none_or(|run| run.length == 0)
+        {
             tracing::error!(offset, length, "the disk returned no extent");
             return self.fail(ticket, NbdError::Io);
         }
         let mut chunks = Vec::new();
         let mut contexts = self.agreement.contexts.iter().peekable();
         while let Some(context) = contexts.next() {
-            let extents = extents(context, &runs, length, one);
+            let extents = match context {
+                Context::Bitmap(number) => {
+                    let Some(bitmap) = self.bitmaps.get(usize::from(number)) else {
+                        tracing::error!(number, "a client selected a bitmap that is not there");
+                        return self.fail(ticket, NbdError::Io);
+                    };
+                    bitmap.extents(offset, length, if one { 1 } else { MAX_RUNS.0 })
+                }
+                Context::Allocation | Context::Depth => {
+                    extents(context, runs.as_deref().unwrap_or_default(), length, one)
+                }
+            };
             let last = contexts.peek().is_none();
             reply::block_status(&mut chunks, ticket.cookie, context.id(), &extents, last);
         }

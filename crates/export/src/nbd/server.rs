@@ -11,27 +11,23 @@ use crate::frontend::RemoveMode;
 use crate::pool::Pool;
 use crate::stop::Stop;
 use isobath_disk::BlockDevice;
-use isobath_ring::net::{Address, Listener, Stream};
-use isobath_ring::{Handle, sleep, spawn, timeout};
+use isobath_ring::net::{Address, Listener, Stream, after_failed_accept};
+use isobath_ring::{Handle, first, sleep, spawn, timeout};
 use isobath_storage::IoBuf;
-use std::future::{Future, pending, poll_fn};
+use std::future::{Future, pending};
 use std::io;
 use std::net::Shutdown;
 use std::os::fd::{AsFd, AsRawFd};
-use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::task::Poll;
 use std::time::Duration;
 
-/// Bytes of reads and writes that all connections of a server together may have in flight, beyond what
-/// each is assured of.
+/// Bytes of reads and writes that all connections of a server together may have in flight, beyond the bytes guaranteed
+/// to each.
 const MEMORY: usize = 512 << 20;
 /// Bytes of free buffers that a thread keeps for its sessions.
 const POOL_BYTES: usize = 32 << 20;
-/// How long to wait for descriptors to become free before accepting again.
-const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
-/// How long to wait before looking again whether the last replies have arrived.
+/// The interval at which to check whether the last replies have arrived.
 const DELIVERY_PAUSE: Duration = Duration::from_millis(2);
 
 thread_local! {
@@ -41,11 +37,13 @@ thread_local! {
 /// Limits for clients.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Connections at a time, over all listeners. Further ones are closed at once.
+    /// Concurrent connections, over all listeners.
     pub connections: usize,
-    /// What one connection may have in flight. Once it is reached, no more is received from it
-    /// until replies are sent. All together have 512 MiB, of which each may hold an eighth of what is
-    /// free, and 4 MiB each besides.
+    /// What becomes of further ones.
+    pub when_full: WhenFull,
+    /// What one connection may have in flight. Once it is reached, no more is received from it until replies are sent.
+    /// All connections together may have 512 MiB, of which each may hold an eighth of the free part, in addition to 4
+    /// MiB each.
     pub in_flight: InFlight,
     /// How long a handshake may take.
     pub handshake: Duration,
@@ -53,11 +51,22 @@ pub struct Limits {
     pub drain: Duration,
 }
 
+/// What becomes of connections beyond [`Limits::connections`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum WhenFull {
+    /// They are closed at once.
+    #[default]
+    Close,
+    /// They wait to be accepted until another one ends.
+    Wait,
+}
+
 impl Default for Limits {
     /// 128 connections with 128 requests and 64 MiB each; 30 s for a handshake, 10 s to drain.
     fn default() -> Self {
         Self {
             connections: 128,
+            when_full: WhenFull::default(),
             in_flight: InFlight { requests: 128, bytes: 64 << 20 },
             handshake: Duration::from_secs(30),
             drain: Duration::from_secs(10),
@@ -86,6 +95,8 @@ pub struct Server<D> {
     budget: Budget,
     stop: Stop,
     live: Arc<Live>,
+    /// Clients that have chosen an export.
+    chosen: Arc<Live>,
 }
 
 impl<D: BlockDevice> Server<D> {
@@ -102,11 +113,12 @@ impl<D: BlockDevice> Server<D> {
             }
         }
         let server = Self {
-            exports: Exports::default(),
+            exports: Exports::new(limits.connections > 1),
             limits,
             budget: Budget::new(MEMORY),
             stop: Stop::default(),
             live: Arc::default(),
+            chosen: Arc::default(),
         };
         for export in exports {
             server.add(export)?;
@@ -114,9 +126,8 @@ impl<D: BlockDevice> Server<D> {
         Ok(server)
     }
 
-    /// Adds an export after the others; clients can choose it from now on. What is returned waits until it
-    /// has been removed, by [`remove`](Self::remove) or [`stop`](Self::stop), and its last client has
-    /// left.
+    /// Adds an export after the others; clients can choose it from now on. The returned future waits until it has been
+    /// removed, by [`remove`](Self::remove) or [`stop`](Self::stop), and its last client has left.
     ///
     /// # Errors
     /// If there is one of that name, a string is too long, or the server stops.
@@ -124,8 +135,8 @@ impl<D: BlockDevice> Server<D> {
         self.exports.add(export)
     }
 
-    /// Removes an export. No client can choose it any more, and the next export becomes the default
-    /// one if it was the first. What is returned waits until its last client has left.
+    /// Removes an export. No client can choose it any more, and the next export becomes the default one if it was the
+    /// first. The returned future waits until its last client has left.
     ///
     /// # Errors
     /// If there is none of that name, or it has clients and the mode is [`RemoveMode::Safe`].
@@ -148,6 +159,12 @@ impl<D: BlockDevice> Server<D> {
         self.live.count()
     }
 
+    /// Waits until a client had chosen an export, and none is connected any more.
+    pub async fn left(&self) {
+        self.chosen.left().await;
+        self.live.empty().await;
+    }
+
     /// Shuts the server down: no client is accepted any more, every export is removed, and each connection reads no
     /// further request, completes those in flight, and closes. [`serve`](Self::serve) returns after that. May be called
     /// from any thread, and more than once.
@@ -161,7 +178,7 @@ impl<D: BlockDevice> Server<D> {
     /// none. Several listeners may be served at the same time.
     ///
     /// # Errors
-    /// If the listener fails. Connections go on; call `stop` to end them.
+    /// If the listener fails. Connections continue; call `stop` to end them.
     pub async fn serve(self: &Arc<Self>, listener: Listener, workers: &[Handle]) -> io::Result<()> {
         let mut turn = workers.iter().cycle();
         while let Some(stream) = self.accept(&listener).await? {
@@ -187,6 +204,12 @@ impl<D: BlockDevice> Server<D> {
     /// The next client; `None` once the server stops.
     async fn accept(&self, listener: &Listener) -> io::Result<Option<Stream>> {
         loop {
+            if self.limits.when_full == WhenFull::Wait {
+                let room = self.live.below(self.limits.connections);
+                if self.unless_stopped(room).await.is_none() {
+                    return Ok(None);
+                }
+            }
             let Some(accepted) = self.unless_stopped(listener.accept()).await else {
                 return Ok(None);
             };
@@ -199,14 +222,12 @@ impl<D: BlockDevice> Server<D> {
                     }
                     return Ok(Some(stream));
                 }
-                Err(error) => match error.raw_os_error() {
-                    Some(libc::ECONNABORTED) => {}
-                    Some(libc::EMFILE | libc::ENFILE | libc::ENOBUFS | libc::ENOMEM) => {
+                Err(error) => {
+                    let recovered = after_failed_accept(error, |error| {
                         tracing::warn!(%error, "cannot accept a connection; retrying");
-                        self.unless_stopped(sleep(ACCEPT_PAUSE)).await;
-                    }
-                    _ => return Err(error),
-                },
+                    });
+                    self.unless_stopped(recovered).await.transpose()?;
+                }
             }
         }
     }
@@ -232,6 +253,7 @@ impl<D: BlockDevice> Server<D> {
             Some(Ok(Ok(None))) => Ok(()),
             Some(Ok(Ok(Some(negotiated)))) => {
                 let Negotiated { agreement, client, window } = negotiated;
+                let _chosen = self.chosen.enter(usize::MAX);
                 let overdue = async {
                     client.entry.stop.requested().await;
                     sleep(self.limits.drain).await;
@@ -251,8 +273,8 @@ impl<D: BlockDevice> Server<D> {
         }
     }
 
-    /// Waits until the peer's kernel has the last replies: closing a TCP socket that holds unread
-    /// input throws away what is still to be sent.
+    /// Waits until the peer's kernel has the last replies: closing a TCP socket with unread input discards pending
+    /// output.
     async fn deliver(&self, stream: &Stream) {
         let is_unix = |address: socket2::SockAddr| address.is_unix();
         if socket2::SockRef::from(stream).local_addr().is_ok_and(is_unix) {
@@ -300,16 +322,6 @@ fn unsent(stream: &Stream) -> i32 {
     // SAFETY: the descriptor is open, and TIOCOUTQ writes one int.
     let result = unsafe { libc::ioctl(stream.as_fd().as_raw_fd(), libc::TIOCOUTQ, &raw mut bytes) };
     if result < 0 { 0 } else { bytes }
-}
-
-/// The output of whichever future ends first; the first one if both do.
-async fn first<O>(one: impl Future<Output = O>, other: impl Future<Output = O>) -> O {
-    let (mut one, mut other) = (pin!(one), pin!(other));
-    poll_fn(|cx| match one.as_mut().poll(cx) {
-        Poll::Ready(output) => Poll::Ready(output),
-        Poll::Pending => other.as_mut().poll(cx),
-    })
-    .await
 }
 
 impl Transport for Stream {
@@ -382,6 +394,8 @@ mod tests {
             name: (*name).into(),
             description: description.into(),
             read_only: false,
+            allocation_depth: true,
+            bitmaps: Arc::default(),
             device: Arc::new(NoDisk),
         };
         Server::new(names.iter().map(export).collect(), limits).err()

@@ -1,5 +1,6 @@
 //! A client's session: the handshake, then requests and replies until either side ends it.
 
+use super::bitmap::ExportedBitmap;
 use super::exports::{Client, Entry, Exports};
 use super::handshake::{Agreement, Handshake, Outcome, Step, Violation};
 use super::outbox::Outbox;
@@ -20,8 +21,8 @@ use std::task::Poll;
 
 /// Payloads up to this length in bytes go through the window.
 const SMALL_PAYLOAD: usize = 32 << 10;
-/// With more bytes than this waiting to be sent no request is begun: the disk is faster than the
-/// client, and data fetched just in time is still in the processor's cache when it is sent.
+/// If more bytes than this wait to be sent, no request is started: the disk is faster than the client, and data read
+/// just in time is still in the processor's cache when it is sent.
 const MAX_QUEUED: usize = 2 << 20;
 
 /// How much a session may have in flight: received and not yet answered.
@@ -29,7 +30,7 @@ const MAX_QUEUED: usize = 2 << 20;
 pub struct InFlight {
     /// Requests, at least 1.
     pub requests: usize,
-    /// Bytes of the reads and writes among them. A single larger request is let through alone.
+    /// Bytes of the reads and writes among them. A single larger request is admitted alone.
     pub bytes: usize,
 }
 
@@ -53,9 +54,9 @@ pub enum SessionError {
 
 /// Why no more requests are taken.
 enum End {
-    /// The client said so, or closed its side between requests.
+    /// The client requested it, or closed its side between requests.
     Closed,
-    /// The server stops, or the replies have no way out any more.
+    /// The server stops, or replies can no longer be sent.
     Stopped,
     Failed(SessionError),
 }
@@ -66,16 +67,16 @@ impl<E: Into<SessionError>> From<E> for End {
     }
 }
 
-/// A connection whose handshake is done, and what the client sent after it.
+/// A connection whose handshake is done, and the input received after it.
 pub(crate) struct Negotiated<D> {
-    /// What was agreed on.
+    /// The negotiated settings.
     pub(crate) agreement: Agreement,
     /// The export chosen.
     pub(crate) client: Client<D>,
     pub(crate) window: Window,
 }
 
-/// Carries out the handshake. `None` if the client ended it, or left before it had chosen an export.
+/// Performs the handshake. `None` if the client ended it, or left before it had chosen an export.
 ///
 /// # Errors
 /// If the client broke the rules, or the connection failed.
@@ -125,6 +126,7 @@ pub(crate) async fn negotiate<D: BlockDevice, T: Transport>(
 /// The transmission phase of one connection.
 pub(crate) struct Session<'a, D, T> {
     pub(crate) device: &'a D,
+    pub(crate) bitmaps: &'a [ExportedBitmap],
     /// Writes are refused even if the device takes them.
     read_only: bool,
     transport: &'a T,
@@ -135,18 +137,18 @@ pub(crate) struct Session<'a, D, T> {
     pub(crate) outbox: RefCell<Outbox>,
     requests: Cell<usize>,
     bytes: Cell<usize>,
-    /// The part of the server's memory that this session holds.
+    /// This session's share of the server's memory.
     share: RefCell<Share<'a>>,
-    /// Sends completed, to notice that there is room again.
+    /// The number of completed sends, to detect that there is room again.
     sends: Cell<u64>,
-    /// Why nothing can be sent any more.
+    /// Why sending has failed.
     broken: RefCell<Option<io::Error>>,
-    /// The client has gone: replies are dropped, and nothing is read any more.
+    /// The client has disconnected: replies are dropped, and nothing more is read.
     gone: Cell<bool>,
 }
 
-/// Lets the requests just begun go to the kernel before the next receive. Those that end at once,
-/// as reads of cached data do, are answered first, and more requests have come by then to be taken
+/// Yields so that the requests just started are submitted to the kernel before the next receive. Those that complete at
+/// once, such as reads of cached data, are answered first, and by then more requests have arrived that can be received
 /// together.
 async fn give_way() {
     let mut first = true;
@@ -160,7 +162,7 @@ async fn give_way() {
     .await;
 }
 
-/// A request under way: what the reply needs.
+/// A request in flight: the information that the reply needs.
 #[derive(Clone, Copy)]
 pub(crate) struct Ticket {
     pub(crate) cookie: u64,
@@ -178,6 +180,7 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
     ) -> Self {
         Self {
             device: &entry.export.device,
+            bitmaps: &entry.export.bitmaps,
             read_only: entry.export.read_only,
             transport,
             agreement,
@@ -194,9 +197,8 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
         }
     }
 
-    /// Serves requests until the client leaves, breaks the protocol, or the server stops; then waits
-    /// for what was begun, and sends the replies if they can still be sent. If they cannot, reads that
-    /// are under way are given up.
+    /// Serves requests until the client leaves, breaks the protocol, or the server stops; then waits for the requests
+    /// in flight, and sends the replies if possible. If not, reads in flight are cancelled.
     pub(crate) async fn run(&self, mut window: Window) -> Result<(), SessionError> {
         let slots = RefCell::new(Slots::new());
         let start = |ticket: Ticket, command: Command, payload: Option<Pooled>| {
@@ -241,7 +243,7 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
         }
     }
 
-    /// Looks whether the client that says no more has gone.
+    /// Checks whether a client that closed its side has disconnected.
     fn note_end(&self, end: &End) {
         let failed = matches!(end, End::Failed(SessionError::Io(_)));
         let silent = matches!(end, End::Closed | End::Failed(SessionError::Truncated));
@@ -259,7 +261,7 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
         }
     }
 
-    /// Takes requests from the connection and starts them.
+    /// Receives requests from the connection and starts them.
     async fn read(
         &self,
         window: &mut Window,
@@ -287,7 +289,7 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
         }
     }
 
-    /// Takes one request; tells whether it had a large payload.
+    /// Receives one request; returns whether it had a large payload.
     async fn read_one(
         &self,
         header: [u8; Request::SIZE],
@@ -317,8 +319,7 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
         Ok(length > SMALL_PAYLOAD)
     }
 
-    /// Waits for input, but no longer than it makes sense. What a receive given up had in hand is
-    /// lost.
+    /// Waits for input until the session should stop. A cancelled receive loses its data.
     async fn unless_stopped<F: Future>(&self, receive: F) -> Result<F::Output, End> {
         let mut receive = pin!(receive);
         poll_fn(|cx| match receive.as_mut().poll(cx) {
@@ -339,7 +340,7 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
         }
     }
 
-    /// Collects a write's payload: what the window has is copied, the rest received in place.
+    /// Collects a write's payload: the part in the window is copied, the rest is received in place.
     async fn payload(&self, window: &mut Window, length: usize) -> Result<Pooled, End> {
         let mut pooled = self.pool.take(length);
         while length <= SMALL_PAYLOAD && window.unread().len() < length {
@@ -362,7 +363,7 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
         Ok(pooled)
     }
 
-    /// Receives and drops the payload of a request that is refused.
+    /// Receives and drops the payload of a refused request.
     async fn discard(&self, window: &mut Window, length: usize) -> Result<(), End> {
         let mut left = length - window.skip(length);
         while left > 0 {
@@ -372,12 +373,12 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
         Ok(())
     }
 
-    /// Whether nobody is there any more to whom anything could be sent.
+    /// Whether nothing can be sent to the client any more.
     pub(crate) fn is_broken(&self) -> bool {
         self.gone.get()
     }
 
-    /// What `read` gives, or `None` once nobody wants it any more.
+    /// The result of `read`, or `None` once it is no longer wanted.
     pub(crate) async fn while_wanted<F: Future>(&self, read: F) -> Option<F::Output> {
         let mut read = pin!(read);
         poll_fn(|cx| match read.as_mut().poll(cx) {
@@ -388,7 +389,7 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
         .await
     }
 
-    /// Forgets a request that nobody waits for.
+    /// Drops a request whose reply is no longer wanted.
     pub(crate) fn forget(&self, ticket: Ticket) {
         self.release(1, ticket.reserved);
     }
@@ -421,7 +422,7 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
         self.share.borrow_mut().give(bytes);
     }
 
-    /// Sends replies as they gather. Ends only when sending fails; replies are dropped from then on.
+    /// Sends replies as they accumulate. Ends only when sending fails; replies are dropped from then on.
     async fn write(&self) {
         loop {
             let batch =

@@ -1,4 +1,4 @@
-//! What a session talks through.
+//! The transport of a session.
 
 use isobath_storage::IoBuf;
 use std::future::Future;
@@ -6,19 +6,18 @@ use std::io;
 
 /// A stream of bytes to and from a client.
 ///
-/// At most one receive and one send are in flight at a time. A dropped future may lose its buffers
-/// and what it would have received.
+/// At most one receive and one send are in flight at a time. A dropped future may lose its buffers and received data.
 pub trait Transport {
     /// Receives what has arrived, at least one byte, into `buf[from..]`, which is not empty. The
     /// count is 0 once the client has ended its side.
     fn receive(&self, buf: IoBuf, from: usize) -> impl Future<Output = (io::Result<usize>, IoBuf)>;
 
-    /// Whether the client is known to have gone: nothing can be sent to it any more. One that has only
-    /// ended its side may still receive.
+    /// Whether the client is known to be gone, so that nothing can be sent to it. A client that has only closed its
+    /// side may still receive.
     fn is_gone(&self) -> bool {
         false
     }
 
-    /// Sends all of the buffers in order, and gives them back.
+    /// Sends all of the buffers in order, and returns them.
     fn send(&self, bufs: Vec<IoBuf>) -> impl Future<Output = (io::Result<()>, Vec<IoBuf>)>;
 }

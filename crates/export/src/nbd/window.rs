@@ -7,8 +7,7 @@ use std::io;
 
 /// Size of the window in bytes.
 pub(crate) const WINDOW: usize = 128 << 10;
-/// How much of the window is used while large writes come in, so that their payload is received
-/// where it is wanted and not copied.
+/// How much of the window is used while large writes arrive, so that their payload is received in place and not copied.
 pub(crate) const NARROW: usize = 4 << 10;
 
 /// Input received and not yet used.
@@ -27,14 +26,14 @@ impl Window {
         self.buf.get(self.start..self.end).unwrap_or_default()
     }
 
-    /// Uses up to `count` bytes and tells how many there were.
+    /// Consumes up to `count` bytes and returns how many there were.
     pub(crate) fn skip(&mut self, count: usize) -> usize {
         let count = count.min(self.end - self.start);
         self.start += count;
         count
     }
 
-    /// Receives behind what is unread, keeping at most `size` bytes in all. Tells how many came.
+    /// Receives after the unread bytes, keeping at most `size` bytes in total. Returns how many were received.
     pub(crate) async fn fill<T: Transport>(
         &mut self,
         transport: &T,

@@ -29,7 +29,7 @@ pub mod handshake_flag {
 
 /// Option types.
 pub mod option {
-    /// Choose an export and go on to transmission, without a way to fail.
+    /// Choose an export and proceed to transmission, without error replies.
     pub const EXPORT_NAME: u32 = 1;
     /// End the session.
     pub const ABORT: u32 = 2;
@@ -39,9 +39,9 @@ pub mod option {
     pub const STARTTLS: u32 = 5;
     /// Describe an export.
     pub const INFO: u32 = 6;
-    /// Describe an export and go on to transmission.
+    /// Describe an export and proceed to transmission.
     pub const GO: u32 = 7;
-    /// Answer by structured replies.
+    /// Use structured replies.
     pub const STRUCTURED_REPLY: u32 = 8;
     /// List metadata contexts.
     pub const LIST_META_CONTEXT: u32 = 9;
@@ -63,7 +63,7 @@ pub mod option_reply {
     pub const META_CONTEXT: u32 = 4;
     /// Set in every error.
     pub const ERROR: u32 = 1 << 31;
-    /// The option is not known here.
+    /// The option is unknown.
     pub const ERR_UNSUP: u32 = ERROR + 1;
     /// The option's data make no sense.
     pub const ERR_INVALID: u32 = ERROR + 3;
@@ -119,7 +119,7 @@ pub mod command {
     pub const DISC: u16 = 2;
     /// Make completed writes durable.
     pub const FLUSH: u16 = 3;
-    /// Give space back.
+    /// Discard a range.
     pub const TRIM: u16 = 4;
     /// Bring a range into the cache.
     pub const CACHE: u16 = 5;
@@ -131,7 +131,7 @@ pub mod command {
 
 /// Command flags.
 pub mod command_flag {
-    /// Reply only once what was written is durable.
+    /// Reply only once the written data is durable.
     pub const FUA: u16 = 1 << 0;
     /// Zeroes must stay allocated.
     pub const NO_HOLE: u16 = 1 << 1;
@@ -184,7 +184,7 @@ pub enum NbdError {
 }
 
 impl NbdError {
-    /// The error for a host error number. Those the protocol does not know become `EIO`.
+    /// The error for a host error number. Those unknown to the protocol become `EIO`.
     pub fn from_errno(errno: i32) -> Self {
         match errno {
             libc::EPERM | libc::EROFS | libc::EACCES => Self::Perm,
@@ -195,7 +195,7 @@ impl NbdError {
         }
     }
 
-    /// What an error reply says to people.
+    /// The message of an error reply.
     pub const fn message(self) -> &'static str {
         match self {
             Self::Perm => "the export is read-only",
@@ -213,7 +213,7 @@ impl NbdError {
     }
 }
 
-/// Reads big-endian numbers and runs of bytes off the front of a slice.
+/// Reads big-endian numbers and runs of bytes from the front of a slice.
 #[derive(Clone, Copy)]
 pub(crate) struct Cursor<'a>(pub(crate) &'a [u8]);
 
@@ -242,7 +242,7 @@ impl<'a> Cursor<'a> {
         self.array().map(u64::from_be_bytes)
     }
 
-    /// A string with a 32-bit length in front.
+    /// A string preceded by its 32-bit length.
     pub(crate) fn string(&mut self) -> Option<&'a [u8]> {
         let length = self.u32()?;
         self.bytes(usize::try_from(length).ok()?)

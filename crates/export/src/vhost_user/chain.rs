@@ -1,17 +1,17 @@
-//! Chains of descriptors: what memory a request has.
+//! Chains of descriptors: the memory of a request.
 
 use super::memory::Memory;
 use super::ring::{DESCRIPTOR, Descriptor, INDIRECT, MAX_SIZE, NEXT, Ring, WRITE};
 use std::ptr::NonNull;
 
-/// Memory of the guest that is in one piece here.
+/// Guest memory that is contiguous in this process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Segment {
     pub(crate) start: NonNull<u8>,
     pub(crate) length: usize,
 }
 
-/// What is wrong with a chain.
+/// An error in a chain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum ChainError {
     #[error("its descriptors form a loop or are too many")]
@@ -30,20 +30,20 @@ pub(crate) enum ChainError {
     Short,
 }
 
-/// The memory of a chain, to be filled again and again.
+/// The memory of a chain, which is reused.
 #[derive(Default)]
 pub(crate) struct Chain {
-    /// What the device may read, in order; pieces that adjoin are one.
+    /// The device-readable memory, in order, with adjacent pieces merged.
     pub(crate) readable: Vec<Segment>,
-    /// What the device may write.
+    /// The device-writable memory.
     pub(crate) writable: Vec<Segment>,
-    /// Why the request must fail, though its last byte may be told so.
+    /// Why the request must fail; its status byte may still be written.
     pub(crate) fault: Option<ChainError>,
 }
 
 impl Chain {
-    /// Follows the chain that starts at `head`. Each descriptor is read once. What is wrong with it is in
-    /// `fault`; if nothing could be followed to its end, there is no memory to write.
+    /// Follows the chain that starts at `head`. Each descriptor is read once. Errors are stored in `fault`; if the
+    /// chain could not be followed to its end, there is no writable memory.
     pub(crate) fn follow(&mut self, ring: &Ring, head: u16) {
         self.readable.clear();
         self.writable.clear();
@@ -116,7 +116,7 @@ impl Chain {
         let (mut address, mut left) = (descriptor.address, descriptor.length as usize);
         while left > 0 {
             let Some((start, rest)) = memory.guest(address) else {
-                // Whatever lies before is of no use any more; a status byte may still follow.
+                // Everything before is useless now; a status byte may still follow.
                 list.clear();
                 self.fault = Some(ChainError::Outside);
                 return Ok(());
@@ -129,7 +129,7 @@ impl Chain {
         Ok(())
     }
 
-    /// Takes the status byte: the last that the device may write.
+    /// Takes the status byte: the last device-writable byte.
     pub(crate) fn take_status(&mut self) -> Option<NonNull<u8>> {
         let last = self.writable.last_mut()?;
         last.length -= 1;
@@ -141,7 +141,7 @@ impl Chain {
         Some(status)
     }
 
-    /// Copies the first bytes that the device may read and takes them away.
+    /// Copies and removes the first device-readable bytes.
     pub(crate) fn take_header<const N: usize>(&mut self) -> Option<[u8; N]> {
         let mut header = [0; N];
         let (mut filled, mut used) = (0, 0);

@@ -11,13 +11,13 @@ use virtio_bindings::bindings::virtio_ring::{
     VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC,
 };
 
-/// Bytes of a sector, in which virtio counts whatever the block size is.
+/// Bytes of a sector, virtio's unit whatever the block size is.
 pub(crate) const SECTOR: u64 = 512;
 /// Ranges in one discard or write of zeroes.
 pub(crate) const MAX_RANGES: usize = 16;
-/// Segments in a request: what fits into QEMU's default queue of 128 without indirect descriptors.
+/// Segments in a request: as many as fit into QEMU's default queue of 128 without indirect descriptors.
 const MAX_SEGMENTS: u32 = 126;
-/// The physical block that guests are told of, in bytes.
+/// The physical block size reported to guests, in bytes.
 const PHYSICAL_BLOCK: u32 = 4096;
 
 /// Bytes of `struct virtio_blk_config` up to `write_zeroes_may_unmap` and its padding.
@@ -86,7 +86,7 @@ pub(crate) fn space<D: BlockDevice>(device: &D, options: &Options, size: u64) ->
     space
 }
 
-/// `length` bytes of a configuration space from `offset` on; what is beyond its end is 0.
+/// `length` bytes of a configuration space from `offset` on, with zeroes past its end.
 pub(crate) fn part(space: &[u8], offset: u32, length: u32) -> Vec<u8> {
     let from = (offset as usize).min(space.len());
     let mut part = space.get(from..).unwrap_or_default().to_vec();

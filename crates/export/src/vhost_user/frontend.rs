@@ -49,7 +49,7 @@ pub const PROTOCOL: Protocol = Protocol {
                 flag: "queues",
                 value_name: "N",
                 help: "With --vhost-user-blk: maximum number of queues",
-                // Machines take one for each of their processors, and none is started before.
+                // Machines use one per processor, and a queue is started only when it is used.
                 default: Some("64"),
             }),
         },
@@ -118,7 +118,7 @@ impl<D: BlockDevice> Frontend<D> for VhostUserFrontend {
     }
 }
 
-/// What of a name can be a serial number.
+/// The part of a name that can be a serial number.
 fn serial(name: &str) -> String {
     name.chars().filter(char::is_ascii_graphic).take(20).collect()
 }

@@ -1,8 +1,8 @@
-//! The list of requests in flight that the client keeps for us, so that a server that takes another's
-//! place, whatever became of it, loses no request (vhost-user: "Inflight I/O tracking", split virtqueues).
+//! The list of requests in flight that the client keeps for the server, so that a server that replaces another, however
+//! that ended, loses no request (vhost-user: "Inflight I/O tracking", split virtqueues).
 //!
-//! The order of stores is the specification's. Memory shared with another process keeps every store that
-//! was made before the process was killed, so no more than that order is needed.
+//! The order of stores is the specification's. Memory shared with another process keeps every store made before the
+//! process was killed, so nothing more than that order is needed.
 
 use super::memory::Mapping;
 use super::ring::{MAX_SIZE, RingError};
@@ -49,10 +49,10 @@ pub(crate) fn length(queues: u16, size: u16) -> u64 {
     part_length(size) as u64 * u64::from(queues)
 }
 
-/// A file with a new, empty list for so many queues of a size.
+/// A file with a new, empty list for this many queues of a size.
 ///
 /// # Errors
-/// There is no memory, or a size is not one of a queue.
+/// There is no memory, or the size is not valid for a queue.
 pub(crate) fn create(queues: u16, size: u16) -> io::Result<File> {
     // SAFETY: the name ends with a zero byte.
     let fd = unsafe { libc::memfd_create(NAME.as_ptr(), libc::MFD_CLOEXEC) };
@@ -96,10 +96,10 @@ impl Region {
         Ok(Self { mapping, queues, size })
     }
 
-    /// The list of one queue. One that was never used is made ready.
+    /// The list of one queue, which is initialized if it was never used.
     ///
     /// # Errors
-    /// There is none of that number, or it differs in size or version.
+    /// There is no such queue, or its size or version differs.
     pub(crate) fn queue(self: &Arc<Self>, queue: u16) -> Result<InFlight, RingError> {
         if queue >= self.queues {
             return Err(RingError::Inflight("it has fewer queues"));
@@ -136,7 +136,7 @@ pub(crate) struct InFlight {
     size: u16,
     counter: u64,
     _region: Arc<Region>,
-    /// Stores after which nothing is stored any more, as after a kill.
+    /// The number of stores after which nothing more is stored, as after a kill.
     #[cfg(test)]
     stores_left: std::cell::Cell<usize>,
 }
@@ -145,7 +145,7 @@ pub(crate) struct InFlight {
 unsafe impl Send for InFlight {}
 
 impl InFlight {
-    /// How many entries the list has.
+    /// The number of entries.
     pub(crate) fn size(&self) -> u16 {
         self.size
     }
@@ -202,8 +202,7 @@ impl InFlight {
         }
     }
 
-    /// Notes that a batch of requests has ended. `publish` shows them to the driver and tells the new used
-    /// index.
+    /// Notes that a batch of requests has ended. `publish` shows them to the driver and returns the new used index.
     pub(crate) fn end(
         &mut self,
         heads: impl Iterator<Item = u16> + Clone,
@@ -227,8 +226,8 @@ impl InFlight {
         self.set_half(USED_INDEX, used);
     }
 
-    /// Brings the list up to date with the used ring, whose index is `used`, and tells the requests that
-    /// were in flight, in the order in which they were taken.
+    /// Brings the list up to date with the used ring, whose index is `used`, and returns the requests that were in
+    /// flight, in the order in which they were taken.
     pub(crate) fn recover(&mut self, used: u16) -> Vec<u16> {
         let missed = used.wrapping_sub(self.half(USED_INDEX).load(Ordering::Acquire));
         let mut head = self.half(LAST_BATCH_HEAD).load(Ordering::Acquire);
@@ -287,9 +286,8 @@ mod tests {
         assert!(list(&region).recover(0).is_empty());
     }
 
-    /// Takes and ends requests in batches, is killed after `stores` stores, and says what the driver would
-    /// then have seen: the heads taken from the available ring in order, those in the used ring, and
-    /// whether it was killed.
+    /// Takes and completes requests in batches, is killed after `stores` stores, and returns what the driver would then
+    /// have seen: the heads taken from the available ring in order, those in the used ring, and whether it was killed.
     fn run_and_die(region: &Arc<Region>, stores: usize) -> (Vec<u16>, Vec<u16>, bool) {
         let mut list = list(region);
         list.recover(0);

@@ -1,4 +1,4 @@
-//! A guest's memory: what the client shares, mapped into this process.
+//! A guest's memory, shared by the client and mapped into this process.
 
 use std::fs::File;
 use std::io;
@@ -10,34 +10,34 @@ use std::sync::Arc;
 /// The most regions that a client may share at a time.
 pub(crate) const MAX_REGIONS: usize = 509;
 
-/// Where a region lies, as the client tells it (vhost-user: "Memory region description").
+/// A region's location, as sent by the client (vhost-user: "Memory region description").
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct RegionAt {
     /// Guest physical address.
     pub(crate) guest: u64,
     /// Length in bytes.
     pub(crate) size: u64,
-    /// Address in the client's process, by which rings are told.
+    /// Address in the client's process, which rings' addresses refer to.
     pub(crate) user: u64,
     /// Offset in the file.
     pub(crate) offset: u64,
 }
 
 impl RegionAt {
-    /// Whether no address or offset of it overflows.
+    /// Whether none of its addresses and offsets overflows.
     fn is_sound(&self) -> bool {
         let ends = |start: u64| start.checked_add(self.size).is_some();
         self.size > 0 && ends(self.guest) && ends(self.user) && ends(self.offset)
     }
 }
 
-/// A part of a file that is mapped for reading and writing, shared with others.
+/// A part of a file, mapped shared for reading and writing.
 #[derive(Debug)]
 pub(crate) struct Mapping {
     /// What `mmap` returned, and its length.
     base: NonNull<u8>,
     mapped: usize,
-    /// Bytes of the mapping before what was asked for.
+    /// Bytes of the mapping before the requested range.
     lead: usize,
     length: usize,
 }
@@ -51,7 +51,7 @@ impl Mapping {
     /// Maps `length` bytes of `file` from `offset` on.
     ///
     /// # Errors
-    /// The file does not reach so far, or cannot be mapped.
+    /// The file is too short, or cannot be mapped.
     pub(crate) fn new(file: &File, offset: u64, length: u64) -> io::Result<Self> {
         let invalid = |text: &str| io::Error::new(io::ErrorKind::InvalidInput, text);
         let data = file.metadata()?;
@@ -83,7 +83,7 @@ impl Mapping {
         Ok(Self { base, mapped, lead, length })
     }
 
-    /// The first byte of what was asked for.
+    /// The first byte of the requested range.
     pub(crate) fn start(&self) -> NonNull<u8> {
         // SAFETY: `lead` is within the mapping.
         unsafe { self.base.add(self.lead) }
@@ -108,7 +108,7 @@ struct Region {
     mapping: Arc<Mapping>,
 }
 
-/// A guest's memory at one time. It never changes: with every change of the table comes a new one.
+/// A guest's memory at one time. It is immutable: every change of the table creates a new one.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Memory {
     /// By guest address, without overlaps.
@@ -119,7 +119,7 @@ impl Memory {
     /// Maps a region and adds it.
     ///
     /// # Errors
-    /// It overlaps another, is not whole in its file, or there are too many.
+    /// It overlaps another, is not entirely within its file, or there are too many.
     pub(crate) fn with(&self, at: RegionAt, file: &File) -> io::Result<Self> {
         let invalid = |text: &str| io::Error::new(io::ErrorKind::InvalidInput, text);
         if !at.is_sound() {
@@ -143,7 +143,7 @@ impl Memory {
         Ok(Self { regions })
     }
 
-    /// Leaves a region out. Its offset in the file does not matter, as the specification says.
+    /// Removes a region. Its offset in the file does not matter, as the specification says.
     pub(crate) fn without(&self, at: RegionAt) -> Option<Self> {
         let is_it = |region: &Region| {
             (region.at.guest, region.at.size, region.at.user) == (at.guest, at.size, at.user)
@@ -154,19 +154,19 @@ impl Memory {
         Some(Self { regions })
     }
 
-    /// Where a guest address is in this process, and how many bytes follow it there.
+    /// The address in this process of a guest address, and the number of contiguous bytes there.
     pub(crate) fn guest(&self, address: u64) -> Option<(NonNull<u8>, usize)> {
         let after = self.regions.partition_point(|region| region.at.guest <= address);
         let region = self.regions.get(after.checked_sub(1)?)?;
         region.at_distance(address - region.at.guest)
     }
 
-    /// Where `length` bytes at a guest address are, if they are in one piece.
+    /// The address in this process of `length` bytes at a guest address, if they are contiguous.
     pub(crate) fn guest_piece(&self, address: u64, length: usize) -> Option<NonNull<u8>> {
         self.guest(address).filter(|(_, rest)| *rest >= length).map(|(start, _)| start)
     }
 
-    /// Where `length` bytes at an address of the client's process are, if they are in one piece.
+    /// The address in this process of `length` bytes at an address of the client's process, if they are contiguous.
     pub(crate) fn user_piece(&self, address: u64, length: usize) -> Option<NonNull<u8>> {
         let found = |region: &Region| {
             let distance = address.checked_sub(region.at.user)?;

@@ -1,10 +1,9 @@
 //! vhost-user-blk: the disk of a virtual machine, by memory shared with it.
 //!
-//! The client is a virtual machine monitor (QEMU, Cloud Hypervisor) or a library (libblkio); its guest's
-//! requests arrive in rings in its memory, and data go between that memory and the disk without being
-//! copied. Rings are split virtqueues with indirect descriptors and event indices. The server may be
-//! ended, killed even, and another take its place while the guest runs: requests in flight are in a list
-//! that the client keeps.
+//! The client is a virtual machine monitor (QEMU, Cloud Hypervisor) or a library (libblkio); its guest's requests
+//! arrive in rings in its memory, and data is transferred between that memory and the disk without being copied. Rings
+//! are split virtqueues with indirect descriptors and event indices. The server may be stopped, or even killed, and
+//! replaced by another while the guest runs: requests in flight are in a list that the client keeps.
 //!
 //! ```no_run
 //! # use isobath_disk::BlockDevice;
@@ -24,8 +23,8 @@
 //! # }
 //! ```
 //!
-//! A guest can do nothing to this process. Its monitor, which shares the memory, can: by cutting the
-//! memory's file while it is in use.
+//! A guest cannot harm this process. Its monitor, which shares the memory, can: by truncating the memory's file while
+//! it is in use.
 
 mod chain;
 mod config;

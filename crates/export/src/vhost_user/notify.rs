@@ -5,8 +5,8 @@ use std::fs;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 
-/// Fails unless a descriptor from a client is an eventfd: others could block whoever uses them, or be
-/// ready for ever. Where there is no `/proc` to ask, it is trusted.
+/// Fails unless a descriptor from a client is an eventfd: others could block their user, or be ready forever. If there
+/// is no `/proc`, it is trusted.
 pub(crate) fn check_eventfd(file: &OwnedFd) -> io::Result<()> {
     match fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd())) {
         Ok(name) if name.as_os_str() != "anon_inode:[eventfd]" => Err(io::Error::new(
@@ -17,7 +17,7 @@ pub(crate) fn check_eventfd(file: &OwnedFd) -> io::Result<()> {
     }
 }
 
-/// A client's eventfd that may be exchanged while it is in use: the one that interrupts a guest.
+/// A client's eventfd that interrupts a guest, which may be exchanged while it is in use.
 #[derive(Default)]
 pub(crate) struct Notifier {
     target: Mutex<Option<Target>>,
@@ -25,7 +25,7 @@ pub(crate) struct Notifier {
 
 struct Target {
     file: OwnedFd,
-    /// A write does not wait where the count is at its end.
+    /// A write does not block when the count is at its maximum.
     nonblocking: bool,
 }
 
@@ -40,7 +40,7 @@ impl Notifier {
         *self.target.lock() = target;
     }
 
-    /// Adds 1 to the count, unless it is at its end: the other side has been told often enough then.
+    /// Adds 1 to the count, unless it is at its maximum: then the other side has been notified often enough.
     pub(crate) fn notify(&self) {
         let target = self.target.lock();
         let Some(Target { file, nonblocking }) = &*target else { return };

@@ -9,13 +9,12 @@ pub const MAX_QUEUES: u16 = 256;
 /// How a disk is presented to guests.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Options {
-    /// What the guest sees as the disk's serial number: up to 20 bytes of ASCII.
+    /// The disk's serial number for the guest: up to 20 bytes of ASCII.
     pub serial: String,
     /// Writes are accepted, unless the device itself is read-only.
     pub writable: bool,
-    /// Writes are durable when they are answered, for guests too that would ask for it when they need it.
-    /// Such a guest loses nothing even if the server is killed, whatever the image; every write costs a
-    /// flush.
+    /// Writes are durable when they complete, even for guests that flush when they need it. A guest then loses nothing
+    /// even if the server is killed, whatever the image; every write costs a flush.
     pub write_through: bool,
     /// How many queues a guest may use, 1 to [`MAX_QUEUES`].
     pub queues: u16,
@@ -43,7 +42,7 @@ impl Default for Options {
     }
 }
 
-/// What is wrong with [`Options`].
+/// An error in [`Options`].
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum OptionsError {
@@ -53,16 +52,16 @@ pub enum OptionsError {
     /// The number of queues is out of range.
     #[error("the number of queues is {0}; it must be 1 to {MAX_QUEUES}")]
     Queues(u16),
-    /// The size of queues is none.
+    /// The size of queues is invalid.
     #[error("the queue size {0} is not a power of two from 2 to 1024")]
     QueueSize(u16),
-    /// The block size is none.
+    /// The block size is invalid.
     #[error("the block size {0} is not a power of two from 512 to 4096")]
     BlockSize(u32),
 }
 
 impl Options {
-    /// Says what is wrong, if anything is.
+    /// Checks the options.
     pub(crate) fn check(&self) -> Result<(), OptionsError> {
         let printable = |byte: u8| byte.is_ascii_graphic() || byte == b' ';
         if self.serial.len() > 20 || !self.serial.bytes().all(printable) {

@@ -1,4 +1,4 @@
-//! A queue at work: one task, which takes requests from its ring and puts their ends into it.
+//! A running queue: one task, which takes requests from its ring and puts completions into it.
 
 use super::chain::Chain;
 use super::inflight::InFlight;
@@ -22,16 +22,16 @@ use std::time::{Duration, Instant};
 
 /// Bytes of free buffers that a thread keeps for its queues.
 const POOL_BYTES: usize = 16 << 20;
-/// How often a queue looks for more before it gives way to the thread's other tasks.
+/// How often a queue looks for more requests before it yields to the thread's other tasks.
 const ROUNDS: usize = 8;
-/// The shortest time for which it pays to look for requests.
+/// The shortest time for which polling for requests is worthwhile.
 const LEAST_LOOK: Duration = Duration::from_micros(4);
 
 thread_local! {
     static POOL: Rc<Pool> = Rc::new(Pool::new(POOL_BYTES));
 }
 
-/// All that a queue needs.
+/// Everything that a queue needs.
 pub(crate) struct Setup<D> {
     pub(crate) index: u16,
     pub(crate) device: Arc<D>,
@@ -47,13 +47,13 @@ pub(crate) struct Setup<D> {
     pub(crate) poll: Duration,
 }
 
-/// Serves a queue until it is told to stop and every request that it took has ended. Tells the index of
-/// the next available entry.
+/// Serves a queue until it is told to stop and every request that it took has ended. Returns the index of the next
+/// available entry.
 pub(crate) async fn run<D: BlockDevice>(setup: Setup<D>) -> u16 {
     let Setup { ring, in_flight, .. } = setup;
     let context = Rc::new(Context {
         device: setup.device,
-        // A count of its own, which no other thread changes.
+        // A separate reference count, which no other thread changes.
         owner: Arc::new(ring.memory().clone()),
         pool: POOL.with(Rc::clone),
         serial: setup.serial,
@@ -100,7 +100,7 @@ struct Queue<D, F, S> {
     call: Arc<Notifier>,
     error: Arc<Notifier>,
     look: Look,
-    /// The ring made no sense; nothing is taken from it any more.
+    /// The ring was invalid; nothing more is taken from it.
     broken: bool,
 }
 
@@ -110,7 +110,7 @@ where
     F: Future<Output = ()>,
     S: Fn(Rc<Context<D>>, Job) -> F,
 {
-    /// Starts what another server left, and goes on where it stopped.
+    /// Starts the requests that another server left, and continues where it stopped.
     fn recover(&mut self) {
         let Some(list) = &mut self.list else { return };
         if list.size() < self.ring.size() {
@@ -130,13 +130,13 @@ where
                 "resubmitting requests that were in flight when the last server ended"
             );
         }
-        // Entries are used or in the list, or were not taken: a client that lost its last server cannot
-        // tell where it was.
+        // Entries are used or in the list, or were not taken: a client that lost its last server does not know its
+        // position.
         self.ring.set_next_available(used.wrapping_add(heads.len() as u16));
         for head in heads {
             self.begin(head);
         }
-        // The last server may have been ended before it told of what it had done.
+        // The last server may have ended before it notified the guest of completions.
         self.call.notify();
     }
 
@@ -160,7 +160,7 @@ where
         Poll::Pending
     }
 
-    /// Takes what there is, or arranges to be woken when there is something.
+    /// Takes available requests, or arranges to be woken when there are some.
     fn fetch(&mut self, cx: &mut task::Context<'_>) -> Result<Poll<()>, RingError> {
         let mut taken = false;
         // A driver cannot have more requests open than there are descriptors.
@@ -210,7 +210,7 @@ where
         }
     }
 
-    /// Shows the driver what has ended.
+    /// Shows completed requests to the driver.
     fn finish(&mut self) {
         let mut done = self.context.done.borrow_mut();
         if done.is_empty() {
@@ -247,7 +247,7 @@ struct Look {
 }
 
 impl Look {
-    /// There are requests: how long that took says how long to look from now on.
+    /// There are requests: the time that it took determines how long to poll from now on.
     fn found(&mut self) {
         let Some(since) = self.since.take() else { return };
         let waited = since.elapsed();
@@ -261,7 +261,7 @@ impl Look {
         }
     }
 
-    /// There is nothing: whether to look on.
+    /// There are no requests: returns whether to continue polling.
     fn goes_on(&mut self) -> bool {
         if self.most.is_zero() {
             return false;

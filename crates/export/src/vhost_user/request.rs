@@ -1,4 +1,4 @@
-//! Requests of a guest: what a chain asks for, and doing it (virtio 1.2, section 5.2.6).
+//! Requests of a guest: parsing and executing them (virtio 1.2, section 5.2.6).
 
 use super::chain::{Chain, Segment, total};
 use super::config::{MAX_RANGES, SECTOR};
@@ -22,8 +22,8 @@ use virtio_bindings::bindings::virtio_blk::{
 
 /// Bytes of a serial number (`VIRTIO_BLK_ID_BYTES`).
 pub(crate) const ID_BYTES: usize = 20;
-/// Segments of at least this many bytes, on average, go to the device one by one; smaller ones are
-/// copied, which costs less than a request for each, and lets the device see what belongs together.
+/// Segments of at least this many bytes, on average, go to the device one by one; smaller ones are copied, which costs
+/// less than a request for each, and keeps the request in one piece for the device.
 const DIRECT: usize = 64 << 10;
 /// Bytes copied at a time.
 const COPY: usize = 1 << 20;
@@ -32,7 +32,7 @@ const OK: u8 = VIRTIO_BLK_S_OK as u8;
 const ERROR: u8 = VIRTIO_BLK_S_IOERR as u8;
 const UNSUPPORTED: u8 = VIRTIO_BLK_S_UNSUPP as u8;
 
-/// What the requests of a queue share.
+/// The state shared by the requests of a queue.
 pub(crate) struct Context<D> {
     pub(crate) device: Arc<D>,
     /// Keeps the guest's memory mapped for as long as an operation uses it.
@@ -40,7 +40,7 @@ pub(crate) struct Context<D> {
     pub(crate) pool: Rc<Pool>,
     pub(crate) serial: [u8; ID_BYTES],
     pub(crate) read_only: bool,
-    /// A write is durable before it is answered.
+    /// A write is durable before it completes.
     pub(crate) write_through: bool,
     /// Requests that have ended, for the used ring.
     pub(crate) done: RefCell<Vec<Done>>,
@@ -53,11 +53,11 @@ pub(crate) struct Context<D> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Done {
     pub(crate) head: u16,
-    /// Bytes written to the guest's memory, from the start of what may be written.
+    /// Bytes written to the guest's memory, from the start of the writable part.
     pub(crate) written: u32,
 }
 
-/// A request under way.
+/// A request in flight.
 pub(crate) struct Job {
     head: u16,
     status: NonNull<u8>,
@@ -95,7 +95,7 @@ struct Range {
 }
 
 impl<D: BlockDevice> Context<D> {
-    /// Makes a job of a chain; one that needs nothing from the device is done at once.
+    /// Turns a chain into a job; a request that needs nothing from the device is completed at once.
     pub(crate) fn accept(&self, chain: &mut Chain, head: u16) -> Option<Job> {
         let Some(status) = chain.take_status() else {
             self.complain(&"a request without a status byte");
@@ -219,7 +219,7 @@ impl<D: BlockDevice> Context<D> {
         Ok(ranges)
     }
 
-    /// Does what a job asks, and notes that it is done.
+    /// Executes a job, and notes its completion.
     pub(crate) async fn serve(self: Rc<Self>, job: Job) {
         let Job { head, status, action } = job;
         let result = self.perform(action).await;
@@ -234,10 +234,10 @@ impl<D: BlockDevice> Context<D> {
         self.answer(head, status, answer);
     }
 
-    /// Does it, and tells the bytes written to the guest's memory.
+    /// Executes it, and returns the number of bytes written to the guest's memory.
     ///
-    /// A future is moved whole into its place when it starts. So that the frequent one, a read of one piece,
-    /// is small, the others are behind a pointer.
+    /// A future is moved into its slot when it starts. To keep the frequent case small, a read of one piece, the others
+    /// are boxed.
     async fn perform(&self, action: Action) -> Result<u32> {
         match action {
             Action::Read { offset, segment } => {
@@ -279,7 +279,7 @@ impl<D: BlockDevice> Context<D> {
         Ok(0)
     }
 
-    /// Flushes, by a pointer, since that future is the largest.
+    /// Flushes with a boxed future, since it is the largest.
     async fn flush(&self) -> Result<()> {
         Box::pin(self.device.flush()).await
     }
@@ -347,7 +347,7 @@ impl<D: BlockDevice> Context<D> {
         Ok(())
     }
 
-    /// Tells the log why a request failed, unless that happens all the time.
+    /// Logs why a request failed, at a limited rate.
     pub(crate) fn complain(&self, why: &dyn std::fmt::Display) {
         if let Some(hidden) = self.complaints.borrow_mut().pass() {
             tracing::warn!(queue = self.queue, hidden, "a guest's request failed: {why}");
@@ -355,7 +355,7 @@ impl<D: BlockDevice> Context<D> {
     }
 }
 
-/// How a request is answered.
+/// The answer to a request.
 #[derive(Clone, Copy)]
 struct Answer {
     status: u8,
@@ -383,7 +383,7 @@ fn with_offsets(mut offset: u64, segments: &[Segment]) -> impl Iterator<Item = (
     })
 }
 
-/// Runs futures side by side to their ends; tells the first error.
+/// Runs futures concurrently to their ends; returns the first error.
 async fn all<F: Future<Output = Result<()>>>(futures: impl Iterator<Item = F>) -> Result<()> {
     let mut open: Vec<Option<Pin<Box<F>>>> = futures.map(|future| Some(Box::pin(future))).collect();
     let mut result = Ok(());

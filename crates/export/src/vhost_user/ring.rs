@@ -1,7 +1,7 @@
 //! A split virtqueue, from the device's side (virtio 1.2, section 2.7).
 //!
-//! The driver is not trusted: whatever is read is read once, and what is made of it stays within the
-//! memory that was checked when the ring was set up.
+//! The driver is not trusted: every value is read once, and everything derived from it stays within the memory that was
+//! checked when the ring was set up.
 
 use super::memory::Memory;
 use std::ptr::NonNull;
@@ -68,7 +68,7 @@ pub(crate) struct Addresses {
     pub(crate) used: u64,
 }
 
-/// Why a ring cannot be used, or not any more.
+/// Why a ring cannot be used, or can no longer be used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum RingError {
     #[error("its size {0} is not a power of two up to {MAX_SIZE}")]
@@ -95,7 +95,7 @@ pub(crate) struct Ring {
     seen: u16,
     next_used: u16,
     event_index: bool,
-    /// The used index when the driver was last notified; none if it never was.
+    /// The used index when the driver was last notified; `None` if it never was.
     notified: Option<u16>,
     memory: Arc<Memory>,
 }
@@ -110,10 +110,10 @@ fn lengths(size: u16) -> (usize, usize) {
 }
 
 impl Ring {
-    /// Finds a ring's parts. It goes on with available entry `base`; the used index is the one in memory.
+    /// Locates a ring's parts. It continues with available entry `base`; the used index is the one in memory.
     ///
     /// # Errors
-    /// The size is no power of two up to [`MAX_SIZE`], or a part is not in memory or not aligned.
+    /// The size is not a power of two up to [`MAX_SIZE`], or a part is not in memory or not aligned.
     pub(crate) fn new(
         memory: Arc<Memory>,
         size: u32,
@@ -163,7 +163,7 @@ impl Ring {
         self.next_available
     }
 
-    /// Goes on with another available entry.
+    /// Continues with another available entry.
     pub(crate) fn set_next_available(&mut self, next: u16) {
         (self.next_available, self.seen) = (next, next);
     }
@@ -190,7 +190,7 @@ impl Ring {
     /// Takes the next available entry: the head of a chain.
     ///
     /// # Errors
-    /// The driver's index is further ahead than there are entries, or the entry is no descriptor.
+    /// The driver's index is further ahead than there are entries, or the entry is not a descriptor.
     pub(crate) fn take(&mut self) -> Result<Option<u16>, RingError> {
         if self.next_available == self.seen && !self.look()? {
             return Ok(None);
@@ -204,7 +204,7 @@ impl Ring {
         Ok(Some(head))
     }
 
-    /// Whether there are available entries, as the driver's index now tells.
+    /// Whether there are available entries, by the driver's current index.
     ///
     /// # Errors
     /// As [`take`](Self::take).
@@ -217,7 +217,7 @@ impl Ring {
         Ok(available != self.next_available)
     }
 
-    /// The descriptor of an index.
+    /// The descriptor at an index.
     pub(crate) fn descriptor(&self, index: u16) -> Option<Descriptor> {
         let offset = DESCRIPTOR * usize::from(index);
         // SAFETY: the table has `size` descriptors and is mapped as long as `self`.
@@ -237,13 +237,13 @@ impl Ring {
         self.next_used = self.next_used.wrapping_add(1);
     }
 
-    /// Shows the driver what was put; tells the used index.
+    /// Shows the driver the completed chains; returns the used index.
     pub(crate) fn publish(&mut self) -> u16 {
         self.used(2).store(self.next_used.to_le(), Ordering::Release);
         self.next_used
     }
 
-    /// Whether the driver wants to be told of what was published since it was told last (2.7.7).
+    /// Whether the driver wants a notification of what was published since the last one (2.7.7).
     pub(crate) fn needs_notification(&mut self) -> bool {
         fence(Ordering::SeqCst);
         if !self.event_index {
@@ -255,7 +255,7 @@ impl Ring {
         notified.is_none_or(|notified| crosses(wanted, self.next_used, notified))
     }
 
-    /// Asks the driver to notify of new entries, and tells whether there are some already (2.7.10).
+    /// Asks the driver to notify of new entries, and returns whether there are some already (2.7.10).
     ///
     /// # Errors
     /// As [`take`](Self::take).
@@ -270,7 +270,7 @@ impl Ring {
         self.look()
     }
 
-    /// Asks the driver not to notify. With an event index that is so by itself, until the next
+    /// Asks the driver not to notify. With an event index that happens automatically, until the next
     /// [`listen`](Self::listen).
     pub(crate) fn hush(&mut self) {
         if !self.event_index {

@@ -4,7 +4,8 @@ use super::options::{Options, OptionsError};
 use super::session::Session;
 use crate::stop::Stop;
 use isobath_disk::BlockDevice;
-use isobath_ring::{Handle, Readiness, sleep};
+use isobath_ring::net::after_failed_accept;
+use isobath_ring::{Handle, Readiness};
 use std::future::{Future, poll_fn};
 use std::io;
 use std::os::fd::OwnedFd;
@@ -13,10 +14,6 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::Poll;
-use std::time::Duration;
-
-/// How long to wait for descriptors to become free before accepting again.
-const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// A vhost-user-blk server for one disk.
 ///
@@ -32,7 +29,7 @@ impl<D: BlockDevice> Server<D> {
     /// A server for a disk.
     ///
     /// # Errors
-    /// An option is out of its range.
+    /// An option is out of range.
     pub fn new(device: Arc<D>, options: Options) -> Result<Arc<Self>, OptionsError> {
         options.check()?;
         let connected = AtomicBool::new(false);
@@ -65,17 +62,15 @@ impl<D: BlockDevice> Server<D> {
                     Session::new(self, workers).run(socket).await;
                     self.connected.store(false, Ordering::Release);
                 }
-                Err(error) => match error.raw_os_error() {
-                    Some(libc::EAGAIN) => {
-                        self.unless_stopped(ready.ready(libc::POLLIN)).await.transpose()?;
-                    }
-                    Some(libc::ECONNABORTED | libc::EINTR) => {}
-                    Some(libc::EMFILE | libc::ENFILE | libc::ENOBUFS | libc::ENOMEM) => {
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    self.unless_stopped(ready.ready(libc::POLLIN)).await.transpose()?;
+                }
+                Err(error) => {
+                    let recovered = after_failed_accept(error, |error| {
                         tracing::warn!(%error, "a client has to wait");
-                        self.unless_stopped(sleep(ACCEPT_PAUSE)).await;
-                    }
-                    _ => return Err(error),
-                },
+                    });
+                    self.unless_stopped(recovered).await.transpose()?;
+                }
             }
         }
         Ok(())
@@ -92,7 +87,7 @@ impl<D: BlockDevice> Server<D> {
         self.connected.load(Ordering::Acquire)
     }
 
-    /// The future's output, or none once the server is to stop.
+    /// The future's output, or `None` once the server should stop.
     pub(crate) async fn unless_stopped<F: Future>(&self, future: F) -> Option<F::Output> {
         let mut stopped = pin!(self.stop.requested());
         let mut future = pin!(future);

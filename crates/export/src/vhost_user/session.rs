@@ -1,4 +1,4 @@
-//! One client: what it asks on its socket, until it leaves.
+//! One client: its messages on the socket, until it leaves.
 
 use super::config::{self, EVENT_INDEX, FLUSH, PROTOCOL_FEATURES};
 use super::inflight::{self, Region};
@@ -33,15 +33,15 @@ const OFFERED: u64 = protocol::MQ
     | protocol::RESET_DEVICE
     | protocol::CONFIGURE_MEM_SLOTS
     | protocol::STATUS;
-/// In a message with a queue's descriptor: the queue's number, and that there is no descriptor.
+/// In a message with a queue's descriptor: the queue's number, and the flag for no descriptor.
 const VRING_INDEX: u64 = 0xff;
 const NO_DESCRIPTOR: u64 = 1 << 8;
 
-/// What is sent back.
+/// The reply to a message.
 enum Reply {
-    /// Nothing but an acknowledgement, if the client wants one.
+    /// Only an acknowledgement, if the client wants one.
     Done,
-    /// As `Done`, but it was not done.
+    /// Like `Done`, but the request failed.
     Refused,
     Body(Vec<u8>),
     WithFile(Vec<u8>, File),
@@ -53,7 +53,7 @@ impl Reply {
     }
 }
 
-/// What a session waits for.
+/// An event that a session waits for.
 enum Event {
     Stop,
     Message(io::Result<Option<Message>>),
@@ -68,7 +68,7 @@ pub(crate) struct Session<'a, D> {
     memory: Arc<Memory>,
     vrings: Vec<Vring>,
     in_flight: Option<Arc<Region>>,
-    /// The channel on which the client hears of changes.
+    /// The channel on which the client is notified of changes.
     channel: Option<Connection>,
     /// The size that the client knows.
     told_size: u64,
@@ -288,7 +288,7 @@ impl<'a, D: BlockDevice> Session<'a, D> {
         Ok(Reply::Body(body))
     }
 
-    /// Tells the client that the configuration space has changed. It asks for it then.
+    /// Notifies the client that the configuration space has changed. The client then reads it.
     async fn tell_size(&mut self) {
         self.told_size = self.server.device.size();
         if self.protocol_features & protocol::CONFIG == 0 {
@@ -390,7 +390,7 @@ impl<'a, D: BlockDevice> Session<'a, D> {
             code::SET_VRING_CALL => {
                 vring.call.set(file);
                 if vring.is_running() {
-                    // What was told to the one before may have been heard by nobody.
+                    // A notification to the previous eventfd may have been lost.
                     vring.call.notify();
                 }
             }
@@ -399,7 +399,7 @@ impl<'a, D: BlockDevice> Session<'a, D> {
         Ok(Reply::Done)
     }
 
-    /// Starts a queue if all is there for it to run.
+    /// Starts a queue if everything that it needs is there.
     fn start(&mut self, index: usize) -> io::Result<Reply> {
         let common = self.common();
         let Some(vring) = self.vrings.get_mut(index) else { return Ok(Reply::Done) };
@@ -427,7 +427,7 @@ impl<'a, D: BlockDevice> Session<'a, D> {
         }
     }
 
-    /// Stops the queues that run, and tells which these are.
+    /// Stops the running queues, and returns which these are.
     async fn pause(&mut self) -> Vec<usize> {
         let vrings = self.vrings.iter().enumerate();
         let running = vrings.filter(|(_, vring)| vring.is_running()).map(|(at, _)| at).collect();
@@ -447,7 +447,7 @@ impl<'a, D: BlockDevice> Session<'a, D> {
         }
     }
 
-    /// Stops and disables all queues, and forgets what was agreed on for them.
+    /// Stops and disables all queues, and resets their settings.
     async fn reset(&mut self) {
         self.stop_all().await;
         self.status = 0;
@@ -472,7 +472,7 @@ fn single_region(message: &Message) -> io::Result<(u64, MemoryRegion)> {
     Ok((padding, region.map_err(|_| invalid("a memory region of a wrong length"))?))
 }
 
-/// What a client says of the list of requests in flight; some leave the padding out.
+/// A client's description of the list of requests in flight; some clients omit the padding.
 fn in_flight_area(message: &mut Message) -> io::Result<InFlightArea> {
     if message.body.len() == size_of::<InFlightArea>() - size_of::<u32>() {
         message.body.resize(size_of::<InFlightArea>(), 0);

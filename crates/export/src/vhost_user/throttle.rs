@@ -1,11 +1,11 @@
-//! Messages that a guest can cause at will, at a bearable rate.
+//! Rate limiting of log messages that a guest can cause at will.
 
 use std::time::{Duration, Instant};
 
-/// The least time between two messages.
+/// The minimum time between two messages.
 const PAUSE: Duration = Duration::from_secs(1);
 
-/// Lets a message through now and then.
+/// Limits the rate of messages.
 #[derive(Default)]
 pub(crate) struct Throttle {
     last: Option<Instant>,
@@ -13,7 +13,7 @@ pub(crate) struct Throttle {
 }
 
 impl Throttle {
-    /// Whether a message is due: if so, the number of those held back since the last one.
+    /// If a message is due, the number of messages suppressed since the last one.
     pub(crate) fn pass(&mut self) -> Option<u64> {
         let now = Instant::now();
         if self.last.is_some_and(|last| now.duration_since(last) < PAUSE) {

@@ -1,4 +1,4 @@
-//! A queue as its client sets it up.
+//! A queue as set up by its client.
 
 use super::inflight::InFlight;
 use super::memory::Memory;
@@ -15,7 +15,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// What all queues of a client have in common.
+/// The state shared by all queues of a client.
 pub(crate) struct Common<D> {
     pub(crate) device: Arc<D>,
     pub(crate) memory: Arc<Memory>,
@@ -26,7 +26,7 @@ pub(crate) struct Common<D> {
     pub(crate) poll: Duration,
 }
 
-/// A queue's settings, and its task where it runs.
+/// A queue's settings, and its task if it runs.
 pub(crate) struct Vring {
     index: u16,
     worker: Handle,
@@ -67,7 +67,7 @@ impl Vring {
         self.running.is_some()
     }
 
-    /// Whether all is there for it to run.
+    /// Whether everything that it needs is there.
     pub(crate) fn is_ready(&self) -> bool {
         self.enabled && self.kick.is_some() && self.running.is_none()
     }

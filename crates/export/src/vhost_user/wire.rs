@@ -24,7 +24,7 @@ const VERSION: u32 = 1;
 const REPLY: u32 = 1 << 2;
 const NEED_REPLY: u32 = 1 << 3;
 
-/// What clients ask for, by the numbers of the specification.
+/// The requests of clients, by the numbers of the specification.
 pub(crate) mod code {
     pub(crate) const GET_FEATURES: u32 = 1;
     pub(crate) const SET_FEATURES: u32 = 2;
@@ -54,7 +54,7 @@ pub(crate) mod code {
     pub(crate) const SET_STATUS: u32 = 39;
     pub(crate) const GET_STATUS: u32 = 40;
 
-    /// To the client, on the channel of its own: the configuration space has changed.
+    /// To the client, on the backend channel: the configuration space has changed.
     pub(crate) const BACKEND_CONFIG_CHANGE: u32 = 2;
 }
 
@@ -100,7 +100,7 @@ pub(crate) struct MemoryRegion {
     pub(crate) offset: u64,
 }
 
-/// What precedes bytes of the configuration space.
+/// The header before bytes of the configuration space.
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub(crate) struct ConfigPart {
@@ -124,19 +124,19 @@ pub(crate) struct InFlightArea {
 #[derive(Debug)]
 pub(crate) struct Message {
     pub(crate) code: u32,
-    /// The client waits for an answer, if that was agreed on.
+    /// The client waits for a reply, if that was negotiated.
     pub(crate) needs_reply: bool,
     pub(crate) body: Vec<u8>,
     pub(crate) files: Vec<OwnedFd>,
 }
 
 impl Message {
-    /// The body, if it is just a `T`.
+    /// The body, if it is exactly a `T`.
     pub(crate) fn read<T: FromBytes>(&self) -> io::Result<T> {
         T::read_from_bytes(&self.body).map_err(|_| invalid("a message of a wrong length"))
     }
 
-    /// The body's start, if it has a `T` there, and the rest.
+    /// The `T` at the body's start, if there is one, and the rest.
     pub(crate) fn read_prefix<T: FromBytes>(&self) -> io::Result<(T, &[u8])> {
         T::read_from_prefix(&self.body).map_err(|_| invalid("a message that is too short"))
     }
@@ -183,10 +183,10 @@ impl From<OwnedFd> for Connection {
 }
 
 impl Connection {
-    /// Waits for a message; none at the connection's end. Dropping the future loses nothing.
+    /// Waits for a message; `None` at the connection's end. Dropping the future loses nothing.
     ///
     /// # Errors
-    /// What arrives is no message, or the connection has failed.
+    /// The input is not a message, or the connection has failed.
     pub(crate) async fn receive(&mut self) -> io::Result<Option<Message>> {
         loop {
             if let Some(message) = self.complete()? {
@@ -210,7 +210,7 @@ impl Connection {
         }
     }
 
-    /// The message that has arrived, if it is whole.
+    /// The received message, if it is complete.
     fn complete(&mut self) -> io::Result<Option<Message>> {
         if self.filled < HEADER {
             return Ok(None);
@@ -246,7 +246,7 @@ impl Connection {
         self.send(code, VERSION | REPLY, body, file).await
     }
 
-    /// Sends a message that asks for no answer.
+    /// Sends a message that requires no reply.
     pub(crate) async fn tell(&self, code: u32) -> io::Result<()> {
         self.send(code, VERSION, &[], None).await
     }
@@ -284,7 +284,7 @@ impl Connection {
 /// Room for control messages with descriptors, aligned as the kernel needs it.
 type Control = [MaybeUninit<u64>; 24];
 
-/// Receives what is there, at most `space`, and the descriptors that come with it.
+/// Receives available bytes, at most `space`, and the descriptors that come with them.
 fn receive(socket: i32, space: &mut [u8], files: &mut Vec<OwnedFd>) -> io::Result<usize> {
     let mut vector = libc::iovec { iov_base: space.as_mut_ptr().cast(), iov_len: space.len() };
     let mut control: Control = [MaybeUninit::uninit(); 24];
@@ -321,7 +321,7 @@ fn receive(socket: i32, space: &mut [u8], files: &mut Vec<OwnedFd>) -> io::Resul
     Ok(count)
 }
 
-/// Sends what the socket takes now, with a descriptor.
+/// Sends as much as the socket accepts now, with a descriptor.
 fn send(socket: i32, bytes: &[u8], file: Option<&File>) -> io::Result<usize> {
     let mut vector =
         libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() };

@@ -28,7 +28,14 @@ pub struct Served {
 /// An export called `name`.
 pub fn export(name: &str, disk: MemoryDisk) -> Export<MemoryDisk> {
     let description = format!("the disk {name}");
-    Export { name: name.into(), description, read_only: false, device: Arc::new(disk) }
+    Export {
+        name: name.into(),
+        description,
+        read_only: false,
+        allocation_depth: true,
+        bitmaps: Arc::default(),
+        device: Arc::new(disk),
+    }
 }
 
 impl Served {

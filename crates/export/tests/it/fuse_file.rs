@@ -5,28 +5,18 @@ use crate::memory_disk::MemoryDisk;
 use isobath_disk::{BlockDevice, OpenOptions, Preallocation};
 use isobath_export::fuse::Options;
 use isobath_ring::block_on;
+use isobath_testkit::until;
 use std::fs::{self, File, OpenOptions as Open, Permissions};
 use std::io::ErrorKind;
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
 use std::process::Command;
 use std::sync::atomic::Ordering;
 use std::thread;
-use std::time::Duration;
 
 const MIB: usize = 1 << 20;
 const KEEP: i32 = libc::FALLOC_FL_KEEP_SIZE;
 const PUNCH: i32 = libc::FALLOC_FL_PUNCH_HOLE | KEEP;
 const ZERO: i32 = libc::FALLOC_FL_ZERO_RANGE;
-
-fn until(what: &str, condition: impl Fn() -> bool) {
-    for _ in 0..30_000 {
-        if condition() {
-            return;
-        }
-        thread::sleep(Duration::from_millis(1));
-    }
-    panic!("{what} did not come about");
-}
 
 #[test]
 fn it_looks_like_a_file_of_the_disks_size() {

@@ -25,8 +25,14 @@ struct Nbd {
 
 impl Nbd {
     fn new(device: Arc<LiveDisk<FileHost>>, directory: &Path) -> Self {
-        let export =
-            Export { name: String::new(), description: String::new(), read_only: false, device };
+        let export = Export {
+            name: String::new(),
+            description: String::new(),
+            read_only: false,
+            allocation_depth: true,
+            bitmaps: Arc::default(),
+            device,
+        };
         let server = Arc::new(Server::new(vec![export], Limits::default()).unwrap());
         let socket = directory.join("nbd.sock");
         let listener = Listener::bind_unix(&socket).unwrap();

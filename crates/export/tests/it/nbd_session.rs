@@ -20,6 +20,8 @@ fn server(disk: MemoryDisk, limits: Limits) -> (Arc<MemoryDisk>, Server<MemoryDi
         name: "disk".into(),
         description: String::new(),
         read_only: false,
+        allocation_depth: true,
+        bitmaps: Arc::default(),
         device: device.clone(),
     };
     (device, Server::new(vec![export], limits).unwrap())

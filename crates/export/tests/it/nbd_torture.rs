@@ -8,6 +8,7 @@ use crate::served::{Served, export};
 use isobath_export::nbd::wire::{command, command_flag, option};
 use isobath_export::nbd::{InFlight, Limits};
 use isobath_ring::net::Listener;
+use isobath_testkit::until;
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -16,16 +17,6 @@ use std::thread;
 use std::time::Duration;
 
 const MIB: usize = 1 << 20;
-
-fn until(what: &str, condition: impl Fn() -> bool) {
-    for _ in 0..30_000 {
-        if condition() {
-            return;
-        }
-        thread::sleep(Duration::from_millis(1));
-    }
-    panic!("{what} did not come about");
-}
 
 #[test]
 fn a_handshake_cut_anywhere_leaves_nothing_behind() {

@@ -1,11 +1,12 @@
 //! Growth of the refcount structure itself.
 //!
-//! A new block, and the one that counts its cluster, are written and made durable before the table lists it, and a new
-//! table before the header points to it. So a crash in between leaves the old structure intact: clusters that only the
-//! new one counted are not referenced either.
+//! A new block is written and made durable before the table lists it, the one that counts its cluster is listed before
+//! it, and a new table is durable before the header points to it. So a crash in between leaves a structure that counts
+//! all its own clusters: others that only the new one counted are not referenced either.
 
 use super::block::Block;
 use super::{AllocState, Allocator, Run};
+use crate::sabotage::{self, Sabotage};
 use crate::{Result, violated};
 use async_lock::MutexGuard;
 use isobath_qcow2::geometry::MAX_REFCOUNT_TABLE_BYTES;
@@ -260,15 +261,14 @@ impl<S: Storage> Allocator<S> {
         self.write_all(parts).await?;
         storage.flush().await?;
         if replaced.is_empty() {
-            let mut entries = Vec::new();
-            for index in indexes {
-                if let Some(entry) = state.table.get(index as usize) {
-                    let at = state.table_offset.get() + index * 8;
-                    entries.push((at, IoBuf::copy_of(&entry.raw().to_be_bytes())));
-                }
-            }
+            let steps = self.listing_steps(&state, indexes)?;
             drop(state);
-            self.write_all(entries).await?;
+            for (step, entries) in steps.into_iter().enumerate() {
+                if step > 0 {
+                    storage.flush().await?;
+                }
+                self.write_all(entries).await?;
+            }
             return Ok(Vec::new());
         }
         let (at, pointer) = self.point_to_table(&state);
@@ -278,6 +278,46 @@ impl<S: Storage> Allocator<S> {
             self.unmark_metadata(table.clone());
         }
         Ok(replaced.into_iter().flatten().map(HostCluster::new).collect())
+    }
+
+    /// The table entries that list new blocks, in steps: a block is listed only once the one that counts its cluster
+    /// is, durably. Most growth takes one step; a run of clusters that several new blocks count takes more.
+    fn listing_steps(
+        &self,
+        state: &AllocState,
+        mut indexes: Vec<u64>,
+    ) -> Result<Vec<Vec<(u64, IoBuf)>>> {
+        let mut steps = Vec::new();
+        while !indexes.is_empty() {
+            let mut entries = Vec::new();
+            let mut later = Vec::new();
+            for &index in &indexes {
+                let entry = state.table.get(index as usize).copied();
+                let entry = entry.unwrap_or_else(|| {
+                    violated("a new refcount block has a place in the refcount table")
+                });
+                let offset =
+                    entry.offset(&self.geometry).map_err(|e| self.layer.format_error(e))?;
+                let Some(offset) = offset else {
+                    violated("the refcount table in memory lists each new block")
+                };
+                let home = self.geometry.host_cluster_of(offset);
+                let (counted_by, _) = self.geometry.refcount_position(home);
+                let is_counted = counted_by == index || !indexes.contains(&counted_by);
+                if !is_counted && !sabotage::is(Sabotage::ListedAtOnce) {
+                    later.push(index);
+                } else {
+                    let at = state.table_offset.get() + index * 8;
+                    entries.push((at, IoBuf::copy_of(&entry.raw().to_be_bytes())));
+                }
+            }
+            if entries.is_empty() {
+                violated("one of the new refcount blocks is counted by itself or by an old one");
+            }
+            steps.push(entries);
+            indexes = later;
+        }
+        Ok(steps)
     }
 
     /// Sets the table's offset in the header in memory. Returns the same change for the header in the file: byte offset

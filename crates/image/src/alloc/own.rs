@@ -136,6 +136,9 @@ pub(super) async fn own_clusters<S: Storage>(
     let mut own = Own { layer, bits, clusters: HashSet::new() };
     own.add("the header", 0, 1)?;
     own.add("the L1 table", header.l1_table_offset.get(), u64::from(header.l1_size) * 8)?;
+    if let Some((offset, length)) = header.encryption() {
+        own.add("the encryption header", offset.get(), length)?;
+    }
     let tables: Vec<_> = qcow2.l1.read().clone();
     for (index, entry) in tables.iter().enumerate() {
         match entry.offset(geometry) {

@@ -37,7 +37,7 @@ impl<S: Storage> Image<S> {
     ) -> Result<Self> {
         let mut length = storage.len().await?;
         let start = storage.read_at(0, IoBuf::zeroed(4096)).await?;
-        if format_of(name, format, &start)? == ImageFormat::Raw {
+        if format_of(name, format, &start)? != ImageFormat::Qcow2 {
             return Err(DiskError::Unsupported("This image format does not support checks".into()));
         }
         let error = |source| DiskError::Format { image: name.to_owned(), source };

@@ -23,7 +23,7 @@ mod entry;
 pub(crate) mod image;
 pub(crate) mod log;
 mod own;
-mod rebuild;
+pub(crate) mod rebuild;
 pub(crate) mod refcounts;
 pub(crate) mod survey;
 
@@ -57,6 +57,8 @@ pub struct CheckOptions {
     pub repair: Repair,
     /// Image locks to take.
     pub locking: Locking,
+    /// Bypass the page cache.
+    pub direct: bool,
     /// The image's format; `None` probes.
     pub format: Option<ImageFormat>,
 }

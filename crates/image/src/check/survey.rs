@@ -72,7 +72,7 @@ pub(crate) struct Survey {
     /// Guest clusters counted from the active L1 table.
     allocated: u64,
     fragmented: u64,
-    compressed: u64,
+    pub(crate) compressed: u64,
 }
 
 impl Survey {
@@ -102,6 +102,9 @@ impl Survey {
         let header = &image.header;
         let l1_bytes = u64::from(header.l1_size) * 8;
         survey.refer_own(image, header.l1_table_offset.get(), l1_bytes, 1, log);
+        if let Some((offset, length)) = header.encryption() {
+            survey.refer_own(image, offset.get(), length, 1, log);
+        }
         survey.l1 = read_l1(image, header.l1_table_offset, l1_bytes).await?;
         let l1 = std::mem::take(&mut survey.l1);
         survey.visit_l1(image, &l1, 1, 1, log);
@@ -548,9 +551,10 @@ pub(crate) async fn write_entries<S: Storage>(
         changed.push(index * geometry.l2_entry_size() / piece);
     }
     changed.dedup();
-    for at in changed {
-        let part = bytes.get(at * piece..(at + 1) * piece).unwrap_or_default();
-        image.write(table + (at * piece) as u64, part).await?;
+    for run in changed.chunk_by(|one, next| one + 1 == *next) {
+        let (Some(first), Some(last)) = (run.first(), run.last()) else { continue };
+        let part = bytes.get(first * piece..(last + 1) * piece).unwrap_or_default();
+        image.write(table + (first * piece) as u64, part).await?;
     }
     Ok(())
 }

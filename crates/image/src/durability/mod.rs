@@ -11,6 +11,7 @@ pub use group::GroupCommit;
 
 use crate::Result;
 use crate::alloc::Allocator;
+use crate::encryption::encrypted;
 use crate::entries::ActiveEntries;
 use crate::layer::Layer;
 use crate::lsn::LogSequence;
@@ -22,7 +23,7 @@ use data_journal::{
     ChecksumHolder, ChecksummedRange, DataJournal, WriteRoute, Written, checksummed, cut,
 };
 use futures_util::future::try_join_all;
-use isobath_qcow2::{ClusterIndex, HostOffset, L2Entry};
+use isobath_qcow2::{ClusterIndex, HostCluster, HostOffset, L2Entry};
 use isobath_storage::{IoBuf, Storage};
 use journal::Journal;
 pub use ordered::Ordered;
@@ -139,8 +140,27 @@ impl<S: Storage> Metadata<S> {
         self.tables.geometry().cluster_size()
     }
 
-    /// Writes guest data in place, or keeps it for the next record if the place must not change yet.
+    /// Waits until nobody reads clusters that a commit has freed, and forgets what was known of their contents: then
+    /// these may change.
+    async fn forget_unreferenced(&self, freed: &[HostCluster], readers: &Readers) {
+        readers.drain().await;
+        self.data_journal.forget(freed, self.cluster_size());
+        self.zones.forget(freed);
+    }
+
+    /// Writes guest data in place, or keeps it for the next record if the place must not change yet. Where the data is
+    /// encrypted, it is whole sectors.
     pub async fn write(&self, at: u64, buf: IoBuf) -> Result<IoBuf> {
+        if let Some(cipher) = self.layer.cipher()? {
+            let stored = encrypted(cipher, self.layer.name(), at, std::slice::from_ref(&buf))?;
+            Box::pin(self.write_over(at, stored)).await?;
+            return Ok(buf);
+        }
+        self.write_over(at, buf).await
+    }
+
+    /// As [`write`](Self::write), for bytes as they are to be stored, except for lead blocks.
+    async fn write_over(&self, at: u64, buf: IoBuf) -> Result<IoBuf> {
         let range = at..at + buf.len() as u64;
         if !self.zones.leads_in(&range).is_empty() {
             return Box::pin(self.write_over_leads(at, buf)).await;
@@ -169,8 +189,24 @@ impl<S: Storage> Metadata<S> {
     }
 
     /// Writes consecutive buffers, and returns them. The caller passes the other result to
-    /// [`DataJournal::add_checksums`].
+    /// [`DataJournal::add_checksums`]. Where the data is encrypted, they are whole sectors together.
     pub async fn write_to(
+        &self,
+        destination: Destination,
+        at: u64,
+        bufs: Vec<IoBuf>,
+    ) -> Result<(Vec<IoBuf>, Written)> {
+        if let Some(cipher) = self.layer.cipher()? {
+            let stored = encrypted(cipher, self.layer.name(), at, &bufs)?;
+            let (_, written) =
+                Box::pin(self.write_stored_to(destination, at, vec![stored])).await?;
+            return Ok((bufs, written));
+        }
+        self.write_stored_to(destination, at, bufs).await
+    }
+
+    /// As [`write_to`](Self::write_to), for bytes as they are to be stored.
+    async fn write_stored_to(
         &self,
         destination: Destination,
         at: u64,

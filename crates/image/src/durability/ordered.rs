@@ -71,8 +71,7 @@ pub(super) async fn finish<S: Storage>(
     if released.clusters.is_empty() && replaced.is_empty() {
         return Ok(());
     }
-    readers.drain().await;
-    metadata.data_journal.forget(freed, metadata.cluster_size());
+    metadata.forget_unreferenced(freed, readers).await;
     if released.discarded {
         discard_freed(metadata, &released.clusters).await?;
     }

@@ -74,8 +74,9 @@ impl<S: Storage> Metadata<S> {
         Ok(())
     }
 
-    /// Does background work until [`end_upkeep`](Self::end_upkeep). `extract` makes some embedded lead blocks plain.
-    pub async fn attend(&self, extract: impl AsyncFn() -> Result<()>) -> Result<()> {
+    /// Does background work until [`end_upkeep`](Self::end_upkeep). `extract` makes some embedded lead blocks plain; it
+    /// returns `false` if there were none.
+    pub async fn attend(&self, extract: impl AsyncFn() -> Result<bool>) -> Result<()> {
         let upkeep = &self.upkeep;
         upkeep.attendants.fetch_add(1, Ordering::SeqCst);
         let _attendant = Attendant(upkeep);
@@ -92,8 +93,8 @@ impl<S: Storage> Metadata<S> {
                     self.prepare(bytes, clusters).await?;
                     continue;
                 }
-                if self.zones.are_short() {
-                    extract().await?;
+                // A zone without embedded lead blocks ends with the next record, or once writes in it are completed.
+                if self.zones.are_short() && extract().await? {
                     continue;
                 }
             }

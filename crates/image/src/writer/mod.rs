@@ -283,7 +283,7 @@ impl<S: Storage> Writer<S> {
     /// Does background work until the writer is closed.
     pub async fn attend(&self, readers: &Readers) -> Result<()> {
         let Some(qcow2) = &self.qcow2 else { return Ok(()) };
-        qcow2.metadata.attend(async || self.extract_some(false, readers).await.map(drop)).await
+        qcow2.metadata.attend(async || self.extract_some(false, readers).await).await
     }
 
     /// Commits, and writes what a commit leaves to the next one.
@@ -301,7 +301,8 @@ impl<S: Storage> Writer<S> {
             if let Some(journal) = self.policy.journal() {
                 self.exclusively(|| journal.close(&qcow2.metadata)).await?;
             }
-            if qcow2.metadata.alloc.is_dirty().await {
+            let stored = self.store_bitmaps(readers).await?;
+            if stored || qcow2.metadata.alloc.is_dirty().await {
                 self.commit(readers).await?;
             }
             qcow2.pad_file().await?;

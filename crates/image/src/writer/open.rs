@@ -11,7 +11,7 @@ use crate::lsn::LogSequence;
 use crate::options::OpenOptions;
 use crate::restart_log::RestartLog;
 use crate::tables::Tables;
-use crate::{Result, index_area, recovery};
+use crate::{DiskError, Result, index_area, recovery};
 use isobath_qcow2::AutoclearFeatures;
 use isobath_qcow2::header::field;
 use isobath_storage::{IoBuf, Storage};
@@ -51,6 +51,14 @@ impl<S: Storage> Writer<S> {
         let embedded = options.metadata == MetadataMode::Embedded;
         if embedded || options.metadata == MetadataMode::Journal {
             policy.refuse_without_journal(layer).await?;
+        }
+        if embedded && layer.is_encrypted() {
+            return Err(DiskError::Refused {
+                image: layer.name().to_owned(),
+                reason: "it is encrypted, so its mappings cannot be embedded in its data; use \
+                         another metadata mode, such as journal"
+                    .into(),
+            });
         }
         let embeds = embedded && !options.restart_log;
         let zones = if embeds {

@@ -8,7 +8,7 @@ use futures_util::task::noop_waker_ref;
 use isobath_disk::clock::Clock;
 use isobath_disk::{CheckEvent, CheckOptions, check};
 use isobath_jobs::{Job, JobStatus};
-use isobath_qcow2::NewImage;
+use isobath_qcow2::{IncompatibleFeatures, NewImage};
 use isobath_storage::memory::MemoryHost;
 use isobath_storage::{Host, IoBuf, OpenMode, Storage, StorageExt};
 use isobath_storage_test::recorder::{Entry, Fate};
@@ -48,20 +48,6 @@ impl Clock for Ticking {
             Poll::Ready(())
         }))
     }
-}
-
-/// Lets others have so many turns.
-pub(crate) async fn turns(count: u32) {
-    let mut left = count;
-    poll_fn(|context| {
-        if left == 0 {
-            return Poll::Ready(());
-        }
-        left -= 1;
-        context.waker().wake_by_ref();
-        Poll::Pending
-    })
-    .await;
 }
 
 /// Completes a job once that is possible, or returns when it has ended.
@@ -118,6 +104,13 @@ pub(crate) fn export(host: &MemoryHost) -> tempfile::TempDir {
         std::fs::write(directory.path().join(&file), host.contents(&file).unwrap()).unwrap();
     }
     directory
+}
+
+/// Whether an image's header says that it has a journal.
+pub(crate) fn has_journal(host: &MemoryHost, image: &str) -> bool {
+    let start = host.contents(image).unwrap();
+    let bits = u64::from_be_bytes(start[72..80].try_into().unwrap());
+    IncompatibleFeatures::from_bits(bits).contains(IncompatibleFeatures::JOURNAL)
 }
 
 /// What a check finds wrong with an image.

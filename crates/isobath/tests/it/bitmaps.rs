@@ -1,14 +1,15 @@
-//! Persistent bitmaps never miss a change: whatever changes what an image's guest sees marks those that track
-//! writes as in use, by which QEMU takes them for inconsistent.
+//! Persistent bitmaps never miss a change: while an image is open, QEMU takes those that track writes for inconsistent;
+//! afterwards they have every change, whatever made it.
 
 use crate::common::{Ticking, complete};
 use futures_util::join;
-use isobath_disk::{Disk, LiveDisk, NewDisk, OpenOptions, ZeroFlags, create};
+use isobath_disk::{Disk, LiveDisk, NewDisk, OpenOptions, ZeroFlags, create, read_bitmap};
 use isobath_jobs::pace::Pacing;
 use isobath_jobs::{CommitOptions, JobOptions};
 use isobath_storage::IoBuf;
 use isobath_storage::memory::MemoryHost;
 use isobath_testkit::qemu;
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -42,8 +43,15 @@ fn options() -> OpenOptions {
     OpenOptions::new().writable(true)
 }
 
+/// The ranges that the bitmap claims to have changed.
+async fn changes(host: &MemoryHost) -> Vec<Range<u64>> {
+    let base = Path::new("base.qcow2");
+    let bits = read_bitmap(host, base, &OpenOptions::new(), "changes").await.unwrap();
+    bits.ranges().collect()
+}
+
 #[test]
-fn a_commit_marks_them_whether_it_copies_or_shares() {
+fn a_commit_is_noted_whether_it_copies_or_shares() {
     for (kind, clones) in (0..3).flat_map(|kind| [(kind, true), (kind, false)]) {
         futures_executor::block_on(async {
             let host = images().await;
@@ -53,19 +61,30 @@ fn a_commit_marks_them_whether_it_copies_or_shares() {
             let disk = Disk::open(host.clone(), top, &options()).await.unwrap();
             let live = LiveDisk::new(disk, &options(), Arc::new(Ticking::default()));
             let bytes = IoBuf::copy_of(&vec![7; 2 * CLUSTER as usize]);
-            match kind {
-                0 => drop(live.write(CLUSTER, bytes).await.unwrap()),
-                1 => drop(live.write(CLUSTER + 512, bytes).await.unwrap()),
-                _ => live.write_zeroes(CLUSTER, CLUSTER, ZeroFlags::default()).await.unwrap(),
-            }
+            let changed = match kind {
+                0 => {
+                    drop(live.write(CLUSTER, bytes).await.unwrap());
+                    CLUSTER..3 * CLUSTER
+                }
+                1 => {
+                    drop(live.write(CLUSTER + 512, bytes).await.unwrap());
+                    CLUSTER..4 * CLUSTER
+                }
+                _ => {
+                    live.write_zeroes(CLUSTER, CLUSTER, ZeroFlags::default()).await.unwrap();
+                    CLUSTER..2 * CLUSTER
+                }
+            };
             live.flush().await.unwrap();
             let job = JobOptions { pacing: Pacing::None, ..JobOptions::new("commit") };
             let (job, work) = isobath_jobs::commit(&live, CommitOptions::default(), job).unwrap();
             join!(work, complete(&job));
             assert_eq!(job.error(), None);
+            assert!(!is_trusted(&host), "kind {kind}, clones: {clones}");
             live.close().await.unwrap();
             drop(live);
-            assert!(!is_trusted(&host), "kind {kind}, clones: {clones}");
+            assert!(is_trusted(&host), "kind {kind}, clones: {clones}");
+            assert_eq!(changes(&host).await, [changed], "kind {kind}, clones: {clones}");
         });
     }
 }

@@ -1,12 +1,14 @@
 //! Mappings that travel in their data: what a flush costs, what a crash leaves, and that a plain image
 //! remains.
 
-use crate::common::{export, make};
+use crate::common::{export, has_journal, make};
 use futures_executor::block_on;
-use isobath_disk::{Disk, MetadataMode, OpenOptions};
-use isobath_qcow2::{IncompatibleFeatures, NewImage};
+use isobath_disk::{Disk, MetadataMode, OpenOptions, Preallocation};
+use isobath_qcow2::NewImage;
 use isobath_storage::memory::MemoryHost;
 use isobath_storage::{Host, IoBuf};
+use isobath_storage_test::fault::{FaultHost, Plan};
+use isobath_storage_test::give_way;
 use isobath_storage_test::recorder::{Change, Record, RecorderHost};
 use isobath_testkit::qemu;
 use rand::rngs::SmallRng;
@@ -65,12 +67,6 @@ async fn overlay() -> MemoryHost {
     host
 }
 
-fn has_journal(host: &MemoryHost) -> bool {
-    let start = host.contents(NAME).unwrap();
-    let bits = u64::from_be_bytes(start[72..80].try_into().unwrap());
-    IncompatibleFeatures::from_bits(bits).contains(IncompatibleFeatures::JOURNAL)
-}
-
 /// Writes and syncs since some place in a record.
 fn requests(record: &Record, from: usize) -> (usize, usize) {
     let entries = record.entries();
@@ -99,7 +95,7 @@ async fn assert_recovers(host: &MemoryHost, expected: &[u8]) {
     assert_same(&read(&disk, 0, expected.len() as u64).await, expected);
     drop(disk);
     let disk = open(crashed.clone()).await;
-    assert!(!has_journal(&crashed));
+    assert!(!has_journal(&crashed, NAME));
     assert_same(&read(&disk, 0, expected.len() as u64).await, expected);
     disk.close().await.unwrap();
     let directory = export(&crashed);
@@ -152,7 +148,7 @@ fn every_case_of_the_paper_survives_a_crash() {
             for n in 0..3 {
                 step(n * CLUSTER, text(1, CLUSTER)).await;
             }
-            assert!(has_journal(&host));
+            assert!(has_journal(&host, NAME));
             // First writes that touch the lead block or do not, that compress or do not.
             step(16 * CLUSTER, text(2, 4096)).await;
             step(17 * CLUSTER, mixed(3, 4096)).await;
@@ -169,8 +165,46 @@ fn every_case_of_the_paper_survives_a_crash() {
             step(16 * CLUSTER, noise(13, 8192)).await;
             step(18 * CLUSTER + 100, text(14, 5 * CLUSTER)).await;
             disk.close().await.unwrap();
-            assert!(!has_journal(&host));
+            assert!(!has_journal(&host, NAME));
             assert_recovers(&host, &model).await;
+        }
+    });
+}
+
+/// Clusters are discarded while embedded lead blocks are made plain: their space is returned to the host, and what is
+/// read from it meanwhile is no record.
+#[test]
+fn a_resize_meets_the_discard_of_embedded_clusters() {
+    block_on(async {
+        for turns in 0..60 {
+            let host = plain().await;
+            let plan = Plan::new();
+            let disk = open(FaultHost::new(host.clone(), plan.clone())).await;
+            let mut model = vec![0; 16 * CLUSTER as usize];
+            for n in 0..16 {
+                let bytes = text(1, CLUSTER);
+                model[(n * CLUSTER) as usize..][..bytes.len()].copy_from_slice(&bytes);
+                disk.write(n * CLUSTER, bytes).await.unwrap();
+                disk.flush().await.unwrap();
+            }
+            let odd: Vec<u64> = (1..16).step_by(2).map(|n| n * CLUSTER).collect();
+            for at in &odd {
+                disk.discard(*at, CLUSTER).await.unwrap();
+                model[*at as usize..][..CLUSTER as usize].fill(0);
+            }
+            plan.delay(turns * 7919);
+            let resize = async {
+                give_way(turns).await;
+                disk.resize(SIZE - CLUSTER, Preallocation::Off, true).await
+            };
+            let (flushed, resized) = futures_util::join!(disk.flush(), resize);
+            flushed.unwrap();
+            resized.unwrap();
+            assert_same(&read(&disk, 0, 16 * CLUSTER).await, &model);
+            disk.close().await.unwrap();
+            if turns % 20 == 0 {
+                assert_recovers(&host, &model).await;
+            }
         }
     });
 }

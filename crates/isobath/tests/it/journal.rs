@@ -1,10 +1,10 @@
 //! A journal in the image: what it costs, what it leaves, and who may look at it meanwhile.
 
-use crate::common::{assert_consistent, export, make};
+use crate::common::{assert_consistent, export, has_journal, make};
 use futures_executor::block_on;
 use futures_util::future::join_all;
 use isobath_disk::{CheckOptions, Disk, MetadataMode, OpenOptions, Preallocation, Repair, check};
-use isobath_qcow2::{IncompatibleFeatures, NewImage};
+use isobath_qcow2::NewImage;
 use isobath_storage::memory::MemoryHost;
 use isobath_storage::{Host, IoBuf, OpenMode, Storage};
 use isobath_storage_test::recorder::{Change, Record, RecorderHost};
@@ -42,12 +42,6 @@ async fn assert_reads<H: Host>(disk: &Disk<H>, at: u64, tag: u8, length: u64) {
 
 fn syncs(record: &Record) -> usize {
     record.entries().iter().filter(|e| matches!(e.change, Change::Flush { .. })).count()
-}
-
-fn has_journal(host: &MemoryHost) -> bool {
-    let start = host.contents(NAME).unwrap();
-    let bits = u64::from_be_bytes(start[72..80].try_into().unwrap());
-    IncompatibleFeatures::from_bits(bits).contains(IncompatibleFeatures::JOURNAL)
 }
 
 /// An image with a base of 64 MiB, written all over.
@@ -113,7 +107,7 @@ fn an_image_that_was_not_closed_is_refused_by_qemu_read_here_and_recovered() {
         }
         disk.flush().await.unwrap();
         drop(disk);
-        assert!(has_journal(&host));
+        assert!(has_journal(&host, NAME));
         let directory = export(&host);
         let refused = qemu::check(&directory.path().join(NAME));
         assert_ne!(refused.code(), 0);
@@ -139,7 +133,7 @@ fn an_image_that_was_not_closed_is_refused_by_qemu_read_here_and_recovered() {
         let options = CheckOptions { repair: Repair::All, ..CheckOptions::default() };
         let report = check(&host, Path::new(NAME), &options, &mut |_| {}).await.unwrap();
         assert!(report.is_clean() && report.leaks_fixed == 0, "{report:?}");
-        assert!(!has_journal(&host));
+        assert!(!has_journal(&host, NAME));
         assert_consistent(&host, NAME);
         holds(&open_read_only(&host).await).await;
     });
@@ -158,7 +152,7 @@ fn a_close_leaves_a_plain_image_that_is_as_short_as_can_be() {
         }
         let open_length = host.contents(NAME).unwrap().len() as u64;
         close(disk).await;
-        assert!(!has_journal(&host));
+        assert!(!has_journal(&host, NAME));
         assert_consistent(&host, NAME);
         let length = host.contents(NAME).unwrap().len() as u64;
         assert!(length < open_length, "nothing was ahead");
@@ -183,11 +177,11 @@ fn who_seldom_flushes_gets_no_journal_unless_it_is_asked_for() {
             write(&disk, n * CLUSTER, 1, 4096).await;
             disk.flush().await.unwrap();
             disk.flush().await.unwrap();
-            assert!(!has_journal(&host), "after {n}");
+            assert!(!has_journal(&host, NAME), "after {n}");
         }
         write(&disk, 9 * CLUSTER, 1, 4096).await;
         disk.flush().await.unwrap();
-        assert!(has_journal(&host));
+        assert!(has_journal(&host, NAME));
         close(disk).await;
 
         let host = MemoryHost::new();
@@ -215,7 +209,7 @@ fn a_journal_makes_way_for_other_changes_and_comes_back() {
         let step = async |n: u64| {
             write(&disk, n * CLUSTER, n as u8, 4096).await;
             disk.flush().await.unwrap();
-            assert!(has_journal(&host));
+            assert!(has_journal(&host, NAME));
         };
         step(1).await;
         disk.resize(128 << 20, Preallocation::Off, false).await.unwrap();

@@ -2,7 +2,7 @@
 //! each former active image holds what was there at its moment, and QEMU finds every image that is
 //! left in order.
 
-use crate::common::{Ticking, export, make, turns};
+use crate::common::{Ticking, export, make};
 use futures_executor::block_on;
 use futures_util::future::{Either, join_all, select};
 use isobath_disk::{
@@ -16,6 +16,7 @@ use isobath_qcow2::NewImage;
 use isobath_storage::memory::MemoryHost;
 use isobath_storage::{FileId, IoBuf, Locking, Operation, StorageExt};
 use isobath_storage_test::fault::{Fault, FaultHost, Plan};
+use isobath_storage_test::give_way;
 use isobath_testkit::{model::Model, qemu, seed::Seed};
 use rand::rngs::StdRng;
 use rand::{Rng, RngExt, SeedableRng};
@@ -375,7 +376,7 @@ impl World {
                     let _ = job.resume();
                 }
                 assert!(rounds < 1_000_000, "{job:?} never ends");
-                turns(3).await;
+                give_way(3).await;
             }
         };
         let run = async {

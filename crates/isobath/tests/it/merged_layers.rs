@@ -1,7 +1,7 @@
 //! Jobs over layers of equal layout, as snapshots of one image have: what lies at an offset of one file
 //! must never be taken for what lies there in another.
 
-use crate::common::{Ticking, complete, turns};
+use crate::common::{Ticking, complete};
 use futures_executor::block_on;
 use futures_util::join;
 use isobath_disk::{BlockDevice, Disk, LiveDisk, MetadataMode, NewDisk, OpenOptions, create};
@@ -11,6 +11,7 @@ use isobath_jobs::{
 };
 use isobath_storage::memory::MemoryHost;
 use isobath_storage::{FileId, IoBuf, StorageExt};
+use isobath_storage_test::give_way;
 use std::future::Future;
 use std::path::Path;
 use std::sync::Arc;
@@ -220,7 +221,7 @@ fn a_commit_that_is_cancelled_shows_nothing_that_was_hidden() {
         let (committing, work) = isobath_jobs::commit(&live, options, job()).unwrap();
         let cancel = async {
             while committing.status() != JobStatus::Ready {
-                turns(1).await;
+                give_way(1).await;
             }
             committing.cancel(false).unwrap();
         };

@@ -3,14 +3,16 @@
 use crate::common::make;
 use futures_executor::block_on;
 use futures_util::future::join_all;
-use isobath_disk::{Disk, OpenOptions, ZeroFlags};
+use isobath_disk::encryption::Secret;
+use isobath_disk::{Disk, MetadataMode, NewDisk, NewEncryption, OpenOptions, ZeroFlags, create};
 use isobath_qcow2::{CompressionType, NewImage};
 use isobath_storage::IoBuf;
 use isobath_storage::memory::MemoryHost;
-use isobath_testkit::{model::Model, qemu, seed::Seed};
+use isobath_testkit::{args, model::Model, qemu, seed::Seed};
 use rand::rngs::StdRng;
 use rand::{Rng, RngExt};
 use std::path::Path;
+use std::time::Duration;
 
 fn random_image(rng: &mut StdRng, size: u64) -> NewImage {
     let mut image = NewImage::new(size);
@@ -29,8 +31,12 @@ fn random_image(rng: &mut StdRng, size: u64) -> NewImage {
     image
 }
 
-async fn open(host: &MemoryHost, name: &str) -> Disk<MemoryHost> {
-    let options = OpenOptions::new().writable(true).map_cache(64 << 10);
+/// The password of encrypted images.
+const PASSWORD: &[u8] = b"correct horse";
+
+async fn open(host: &MemoryHost, name: &str, metadata: MetadataMode) -> Disk<MemoryHost> {
+    let options = OpenOptions::new().writable(true).map_cache(64 << 10).metadata(metadata);
+    let options = options.secrets(Secret::new(PASSWORD.to_vec()).unwrap());
     Disk::open(host.clone(), Path::new(name), &options).await.unwrap()
 }
 
@@ -49,6 +55,7 @@ fn range(rng: &mut StdRng, size: u64) -> (u64, u64) {
 
 /// Requests that do not overlap, so that the model knows their outcome, issued together.
 async fn burst(disk: &Disk<MemoryHost>, model: &mut Model, rng: &mut StdRng, v2_overlay: bool) {
+    let encrypted = disk.layers().next().unwrap().is_encrypted();
     let mut taken: Vec<(u64, u64)> = Vec::new();
     let mut writes = Vec::new();
     let mut zeroes = Vec::new();
@@ -93,6 +100,11 @@ async fn burst(disk: &Disk<MemoryHost>, model: &mut Model, rng: &mut StdRng, v2_
             90..95 if !v2_overlay => {
                 model.fill(offset, length, 0);
                 discards.push(disk.discard(offset, length));
+            }
+            _ if encrypted => {
+                let refused = disk.write_compressed(offset, IoBuf::zeroed(length as usize)).await;
+                let refused = refused.unwrap_err().to_string();
+                assert!(refused.contains("Compression and encryption not supported"), "{refused}");
             }
             _ => {
                 let mut bytes = vec![rng.random(); length as usize];
@@ -143,20 +155,55 @@ async fn compare(disk: &Disk<MemoryHost>, model: &Model) {
     }
 }
 
-/// QEMU finds the image in order, and reads the same from the chain.
-fn assert_agreed(host: &MemoryHost, name: &str, model: &Model) {
+/// QEMU finds the image in order, and reads the same from the chain. `encrypted` says which of its images are, the
+/// active one first.
+fn assert_agreed(host: &MemoryHost, name: &str, encrypted: &[bool], model: &Model) {
     let directory = tempfile::tempdir().unwrap();
     for file in host.names() {
         std::fs::write(directory.path().join(&file), host.contents(&file).unwrap()).unwrap();
     }
     let image = directory.path().join(name);
-    qemu::assert_clean(&image);
-    if let Err(mismatch) = model.check(&qemu::read_disk(&image, "qcow2")) {
+    let password = directory.path().join("password");
+    std::fs::write(&password, PASSWORD).unwrap();
+    let secret = format!("secret,id=s,file={}", password.display());
+    let secrets = encrypted.iter().enumerate().filter(|(_, encrypted)| **encrypted);
+    let secrets =
+        secrets.map(|(depth, _)| format!(",{}encrypt.key-secret=s", "backing.".repeat(depth)));
+    let secrets: String = secrets.collect();
+    let named = format!("driver=qcow2,file.filename={}{secrets}", image.display());
+    let checked = args!["check", "-q", "--object", &secret, "--image-opts", &named];
+    let _ = qemu::img(checked).ok();
+    let raw = directory.path().join("raw");
+    let converted =
+        args!["convert", "-q", "--object", &secret, "--image-opts", &named, "-O", "raw", &raw];
+    let _ = qemu::img(converted).ok();
+    if let Err(mismatch) = model.check(&std::fs::read(&raw).unwrap()) {
         panic!("QEMU reads otherwise: {mismatch}");
     }
 }
 
-async fn history(seed: u64, rng: &mut StdRng) {
+/// Makes an image, encrypted or not.
+async fn make_image(host: &MemoryHost, name: &str, image: &NewImage, encrypted: bool) {
+    if !encrypted {
+        return make(host, name, image).await;
+    }
+    let mut new = NewDisk::new(image.size)
+        .cluster_size(1 << image.cluster_bits)
+        .version(image.version)
+        .refcount_bits(1 << image.refcount_order)
+        .extended_l2(image.extended_l2)
+        .open_backing(false);
+    new.backing_file = image.backing_file.clone();
+    new.backing_format = image.backing_format.clone();
+    let mut encryption = NewEncryption::new(Secret::new(PASSWORD.to_vec()).unwrap());
+    encryption.options.iter_time = Duration::from_millis(1);
+    new.encryption = Some(encryption);
+    create(host, Path::new(name), &new).await.unwrap();
+}
+
+/// `encrypts` is the share of images that are encrypted.
+async fn history(seed: u64, rng: &mut StdRng, encrypts: f64) {
+    let mut encrypted = Vec::new();
     let host = MemoryHost::new();
     let size = rng.random_range(1..64 << 11) * 512;
     let mut model = Model::new(size);
@@ -180,19 +227,24 @@ async fn history(seed: u64, rng: &mut StdRng) {
         }
         model.resize(shown);
         let name = format!("layer{layer}.qcow2");
-        println!("seed {seed} layer {layer} {image:?}");
-        make(&host, &name, &image).await;
+        encrypted.insert(0, rng.random_bool(encrypts));
+        let modes = [MetadataMode::Auto, MetadataMode::Ordered, MetadataMode::Journal];
+        // The log needs version 3.
+        let modes = if image.version == 2 { &modes[..2] } else { &modes };
+        let metadata = modes[rng.random_range(0..modes.len())];
+        println!("seed {seed} layer {layer} {image:?}, {metadata:?}, encrypted: {}", encrypted[0]);
+        make_image(&host, &name, &image, encrypted[0]).await;
         let v2_overlay = image.version == 2 && below.is_some();
         for _ in 0..rng.random_range(1..=2) {
-            let disk = open(&host, &name).await;
+            let disk = open(&host, &name, metadata).await;
             for _ in 0..rng.random_range(1..15) {
                 burst(&disk, &mut model, rng, v2_overlay).await;
             }
             compare(&disk, &model).await;
             disk.close().await.unwrap();
-            assert_agreed(&host, &name, &model);
+            assert_agreed(&host, &name, &encrypted, &model);
         }
-        let disk = open(&host, &name).await;
+        let disk = open(&host, &name, metadata).await;
         compare(&disk, &model).await;
         below = Some((name, "qcow2"));
     }
@@ -203,6 +255,15 @@ fn concurrent_random_requests_agree_with_the_model() {
     let seed = Seed::new();
     let mut rng = seed.rng();
     for _ in 0..40 {
-        block_on(history(seed.value(), &mut rng));
+        block_on(history(seed.value(), &mut rng, 0.0));
+    }
+}
+
+#[test]
+fn requests_on_encrypted_chains_agree_with_the_model() {
+    let seed = Seed::new();
+    let mut rng = seed.rng();
+    for _ in 0..25 {
+        block_on(history(seed.value(), &mut rng, 0.6));
     }
 }

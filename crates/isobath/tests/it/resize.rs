@@ -1,6 +1,6 @@
 //! Disks that change their size, against a model and `qemu-img`.
 
-use crate::common::make;
+use crate::common::{export, make};
 use futures_executor::block_on;
 use futures_util::future::join;
 use isobath_disk::{Disk, OpenOptions, Preallocation, ZeroFlags};
@@ -23,18 +23,9 @@ async fn read_all(disk: &Disk<MemoryHost>) -> Vec<u8> {
     disk.read(0, IoBuf::zeroed(disk.size() as usize)).await.unwrap().to_vec()
 }
 
-/// The files on disk, for QEMU.
-fn copy_out(host: &MemoryHost) -> tempfile::TempDir {
-    let directory = tempfile::tempdir().unwrap();
-    for file in host.names() {
-        std::fs::write(directory.path().join(&file), host.contents(&file).unwrap()).unwrap();
-    }
-    directory
-}
-
 #[track_caller]
 fn assert_agreed(host: &MemoryHost, model: &Model) {
-    let directory = copy_out(host);
+    let directory = export(host);
     let image = directory.path().join(TOP);
     qemu::assert_clean(&image);
     if let Err(mismatch) = model.check(&qemu::read_disk(&image, "qcow2")) {
@@ -212,7 +203,7 @@ fn snapshots_keep_what_a_shrink_drops() {
         model.fill(0, 1 << 20, 5);
         model.fill(0, 5000, 9);
         assert_agreed(&host, &model);
-        let directory = copy_out(&host);
+        let directory = export(&host);
         let image = directory.path().join(TOP);
         let _ = qemu::img(args!["snapshot", "-a", "one", &image]).ok();
         qemu::assert_clean(&image);
@@ -297,10 +288,33 @@ fn what_cannot_be_resized_is_refused_unchanged() {
         });
     };
     refuse("compat=0.10", &["snapshot", "-c", "one"], 2 << 20, "version 2");
-    refuse("", &["bitmap", "--add", "one"], 2 << 20, "bitmaps");
     refuse("cluster_size=512", &[], 1 << 40, "too large");
     refuse("", &[], (1 << 20) + 1, "multiple of 512");
     refuse("", &[], 1 << 19, "--shrink");
+}
+
+/// A program that ended without closing the image left its bitmap marked: what it would say of the new part is unknown.
+#[test]
+fn an_image_with_an_inconsistent_bitmap_is_not_resized() {
+    let directory = tempfile::tempdir().unwrap();
+    let image = directory.path().join(TOP);
+    qemu::create(&image, "qcow2", 1 << 20, "");
+    let _ = qemu::img(args!["bitmap", "--add", &image, "one"]).ok();
+    let host = MemoryHost::new();
+    host.insert(TOP, &std::fs::read(&image).unwrap());
+    block_on(async {
+        let disk = open(&host, TOP).await;
+        disk.write(0, IoBuf::zeroed(512)).await.unwrap();
+        disk.flush().await.unwrap();
+        drop(disk);
+        let disk = open(&host, TOP).await;
+        for (size, shrink) in [(2 << 20, false), (1 << 19, true)] {
+            let error = disk.resize(size, Preallocation::Off, shrink).await.unwrap_err();
+            assert!(error.to_string().contains("Bitmap 'one' is inconsistent"), "{error}");
+            assert_eq!(disk.size(), 1 << 20);
+        }
+        disk.close().await.unwrap();
+    });
 }
 
 #[test]
@@ -317,7 +331,7 @@ fn tables_may_be_longer_than_what_a_refcount_block_counts() {
         disk.resize(160 << 20, Preallocation::Off, false).await.unwrap();
         disk.write(159 << 20, IoBuf::copy_of(&[1; 4096])).await.unwrap();
         disk.close().await.unwrap();
-        let directory = copy_out(&host);
+        let directory = export(&host);
         qemu::assert_clean(&directory.path().join(TOP));
         assert!(host.contents(TOP).unwrap().len() > 144 << 20);
     });

@@ -2,10 +2,11 @@
 
 use crate::common::{assert_consistent, random_fates};
 use futures_executor::block_on;
-use isobath_disk::{Disk, NewDisk, OpenOptions, Preallocation, create};
+use isobath_disk::sabotage::Sabotage;
+use isobath_disk::{CheckOptions, Disk, NewDisk, OpenOptions, Preallocation, check, create};
 use isobath_storage::memory::MemoryHost;
 use isobath_storage::{Host, IoBuf};
-use isobath_storage_test::recorder::RecorderHost;
+use isobath_storage_test::recorder::{Change, Entry, Fate, RecorderHost};
 use isobath_testkit::{model::Model, seed::Seed};
 use rand::rngs::StdRng;
 use rand::{Rng, RngExt};
@@ -95,6 +96,45 @@ async fn crash(rng: &mut StdRng) {
         disk.close().await.unwrap();
         assert_consistent(&left, NAME);
     }
+}
+
+/// Small clusters and wide refcounts: each refcount block counts 64 clusters, so growth needs several new blocks, and
+/// the cluster of one may be counted by another. Loses each write of the growth alone, and all others but it; returns
+/// a crash that leaves the image inconsistent.
+async fn grow_by_many_blocks() -> Option<String> {
+    let base = MemoryHost::new();
+    let new = NewDisk::new(300 << 10).cluster_size(512).refcount_bits(64);
+    create(&base, Path::new(NAME), &new).await.unwrap();
+    let host = RecorderHost::new(base.deep_copy());
+    let record = host.record();
+    let disk = open(host).await;
+    disk.resize(2 << 20, Preallocation::Full, false).await.unwrap();
+    drop(disk);
+    let ends = record.entries().into_iter().enumerate();
+    let ends = ends.filter(|(_, entry)| matches!(entry.change, Change::Flush { .. }));
+    for end in ends.map(|(end, _)| end).chain([record.len()]) {
+        let durable = record.durable(end);
+        for odd in (0..end).filter(|index| !durable[*index]) {
+            for (others, fate) in [(Fate::Kept, Fate::Lost), (Fate::Lost, Fate::Kept)] {
+                let fates = |index, _: &Entry| if index == odd { fate } else { others };
+                let left = record.replay(&base, end, fates).await.unwrap();
+                let options = CheckOptions::default();
+                let report = check(&left, Path::new(NAME), &options, &mut |_| {}).await.unwrap();
+                if report.corruptions > 0 {
+                    return Some(format!("{end} complete, {odd} {fate:?}: {report:?}"));
+                }
+            }
+        }
+    }
+    None
+}
+
+#[test]
+fn whichever_write_is_lost_or_the_only_one_kept() {
+    assert_eq!(block_on(grow_by_many_blocks()), None);
+    let _broken = Sabotage::ListedAtOnce.begin();
+    let found = block_on(grow_by_many_blocks());
+    assert!(found.is_some_and(|crash| crash.contains("corruptions: 1")));
 }
 
 #[test]

@@ -3,7 +3,7 @@
 //! A kill drops the disk and everything that is under way, and leaves what was written to files, and
 //! the memory that belongs to them. Nothing else is kept.
 
-use crate::common::{ALWAYS, Ticking, complete, export, make, run, turns};
+use crate::common::{ALWAYS, Ticking, complete, export, make, run};
 use futures_executor::block_on;
 use futures_util::future::{LocalBoxFuture, join_all};
 use isobath_disk::{
@@ -17,6 +17,7 @@ use isobath_storage::file::FileHost;
 use isobath_storage::memory::MemoryHost;
 use isobath_storage::{Host, IoBuf, OpenMode, Operation, Storage, StorageExt};
 use isobath_storage_test::fault::{Fault, FaultHost, Plan};
+use isobath_storage_test::give_way;
 use isobath_storage_test::recorder::{Change, Record, RecorderHost};
 use isobath_testkit::{qemu, seed::Seed};
 use rand::rngs::StdRng;
@@ -658,7 +659,7 @@ fn what_a_commit_in_place_releases_is_not_written_over_after_a_kill() {
             let pauses: Vec<u32> = (0..8).map(|_| rng.random_range(0..30)).collect();
             work.push(Box::pin(async move {
                 for (n, pause) in (0..).zip(pauses) {
-                    turns(pause).await;
+                    give_way(pause.into()).await;
                     let (cluster, byte) = (100 + task * 100 + n, (task * 10 + n + 100) as u8);
                     write(disk, cluster * 4096, byte, 4096).await;
                     answered.borrow_mut().push((cluster, byte));

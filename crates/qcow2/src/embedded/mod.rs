@@ -114,16 +114,20 @@ impl Scratch {
 /// Puts `mapping` into the lead block at the start of `block`; `None`, with the block unchanged, if it
 /// does not compress enough.
 pub fn embed(block: &mut [u8], mapping: &Mapping, zone: ZoneId) -> Option<Span> {
-    let block: &mut [u8; LEAD] = block.first_chunk_mut()?;
+    [Span::Sector, Span::Block].into_iter().find(|&span| embed_in(span, block, mapping, zone))
+}
+
+/// As [`embed`], for a given span. Returns whether it compresses enough.
+#[must_use]
+pub fn embed_in(span: Span, block: &mut [u8], mapping: &Mapping, zone: ZoneId) -> bool {
+    let Some(block) = block.first_chunk_mut::<LEAD>() else { return false };
     if mapping.durable_lsn > mapping.lsn {
-        return None;
+        return false;
     }
     SCRATCH.with_borrow_mut(|scratch| {
-        [Span::Sector, Span::Block].into_iter().find(|&span| {
-            let plain = block.get(..span.bytes()).unwrap_or_default();
-            let packed = scratch.pack(plain);
-            packed.and_then(|packed| write(block, span, packed, mapping, zone)).is_some()
-        })
+        let plain = block.get(..span.bytes()).unwrap_or_default();
+        let packed = scratch.pack(plain);
+        packed.and_then(|packed| write(block, span, packed, mapping, zone)).is_some()
     })
 }
 

@@ -1,11 +1,13 @@
 //! Changing one extension of a header in place, so that a crash between any two writes leaves a valid header, with the
 //! old extension or the new one.
 
-use super::{FEATURE_NAMES_CLUSTER_BITS, Header, ParseMode};
+use super::{FEATURE_NAMES_CLUSTER_BITS, Header, ParseMode, field};
 use crate::bytes;
 use crate::error::FormatError;
-use crate::extension::{Extension, Extent, Extents, FEATURE_NAMES, HEAD};
-use crate::features::{FeatureName, FeatureNameTable, IncompatibleFeatures};
+use crate::extension::{
+    BITMAPS, BitmapsExtension, DATA_FILE, Extension, Extent, Extents, FEATURE_NAMES, HEAD,
+};
+use crate::features::{AutoclearFeatures, FeatureName, FeatureNameTable, IncompatibleFeatures};
 use crate::index::IndexExtension;
 use crate::journal::JournalExtension;
 
@@ -60,6 +62,24 @@ impl Editable for JournalExtension {
 
     fn is_valid(data: &[u8]) -> bool {
         Self::parse(data).is_some()
+    }
+
+    fn encode(&self) -> Vec<u8> {
+        Self::encode(self)
+    }
+}
+
+impl Editable for BitmapsExtension {
+    const MAGIC: u32 = BITMAPS;
+    const BYTES: usize = Self::SIZE;
+    const NAME: &'static str = "bitmaps";
+
+    fn of(self) -> Extension {
+        Extension::Bitmaps(self)
+    }
+
+    fn is_valid(data: &[u8]) -> bool {
+        Self::parse(data).is_some_and(|bitmaps| bitmaps.count > 0)
     }
 
     fn encode(&self) -> Vec<u8> {
@@ -140,6 +160,100 @@ impl Header {
     }
 }
 
+impl Header {
+    /// The writes that make `bitmaps` the bitmap directory of the image with this header cluster, with the feature bit
+    /// [`BITMAPS`](AutoclearFeatures::BITMAPS), or remove the current one and the bit. After a crash in between the
+    /// image has the old directory or the new one.
+    ///
+    /// # Errors
+    /// If the header is not valid, is of version 2, or has no room.
+    pub fn edit_bitmaps(
+        cluster: &[u8],
+        bitmaps: Option<&BitmapsExtension>,
+    ) -> Result<Vec<HeaderWrite>, FormatError> {
+        let places = Places::find(cluster)?;
+        let header = &places.header;
+        if header.version < 3 {
+            return Err(FormatError::invalid(
+                "version",
+                header.version,
+                "bitmaps need version 3; upgrade the image with 'isobath amend -o compat=1.1'",
+            ));
+        }
+        let bit = |set: bool| {
+            let bits = header.autoclear;
+            let bits = if set {
+                bits.with(AutoclearFeatures::BITMAPS)
+            } else {
+                bits.without(AutoclearFeatures::BITMAPS)
+            };
+            (field::AUTOCLEAR_FEATURES, bits.bits().to_be_bytes().to_vec())
+        };
+        let is_set = header.autoclear.contains(AutoclearFeatures::BITMAPS);
+        let mut writes = Vec::new();
+        let Some(bitmaps) = bitmaps else {
+            if is_set {
+                writes.push(bit(false));
+            }
+            writes.extend(places.hide::<BitmapsExtension>());
+            return Ok(writes);
+        };
+        bitmaps.validate(&header.geometry()?)?;
+        let torn = |(at, bytes): &HeaderWrite| at / SECTOR != (at + bytes.len() - 1) / SECTOR;
+        let mut set = places.set(bitmaps)?;
+        let mut old = places.of_type::<BitmapsExtension>().map(|(extent, _)| extent.at).peekable();
+        if is_set && old.peek().is_some() && set.iter().any(torn) {
+            // A second one, and then only that: of two, either may count.
+            set = places.add(bitmaps)?;
+            set.extend(old.map(|at| (at, MOVING.to_be_bytes().to_vec())));
+        }
+        writes.extend(set);
+        if !is_set {
+            writes.push(bit(true));
+        }
+        Ok(writes)
+    }
+}
+
+impl Header {
+    /// The writes that replace the header cluster `cluster` by this header: of its first sector, and of the rest. The
+    /// first sector is written last if the old header ends in it, and first otherwise: if one of the two headers fits
+    /// it, a crash leaves the old or the new one.
+    ///
+    /// # Errors
+    /// As [`encode`](Self::encode).
+    pub fn rewrite(&self, cluster: &[u8]) -> Result<Vec<HeaderWrite>, FormatError> {
+        let new = self.encode()?;
+        let (head, tail) = new.split_at(SECTOR.min(new.len()));
+        let mut writes = vec![(0, head.to_vec())];
+        if !tail.is_empty() {
+            writes.push((SECTOR, tail.to_vec()));
+        }
+        if Self::ends_in(cluster.get(..SECTOR).unwrap_or(cluster)) {
+            writes.reverse();
+        }
+        Ok(writes)
+    }
+
+    /// The writes that give the image with this header cluster another name for its external data file. After a crash
+    /// it has the old or the new one.
+    ///
+    /// # Errors
+    /// If the header is not valid, or has no room for the name.
+    pub fn edit_data_file(cluster: &[u8], name: &str) -> Result<Vec<HeaderWrite>, FormatError> {
+        let places = Places::find(cluster)?;
+        let kept =
+            places.extents.iter().filter(|extent| ![MOVING, DATA_FILE].contains(&extent.magic));
+        let mut extensions = vec![Extension::DataFile(name.to_owned())];
+        extensions.extend(kept.filter_map(|extent| {
+            Some(Extension::Unknown { magic: extent.magic, data: extent.data?.to_vec() })
+        }));
+        let mut list = Vec::new();
+        Extension::encode_all(&extensions, &mut list);
+        places.replace(&list).ok_or_else(|| places.no_room("an external data file"))
+    }
+}
+
 /// The positions of extensions in a header cluster.
 pub(super) struct Places<'a> {
     cluster: &'a [u8],
@@ -176,7 +290,7 @@ impl<'a> Places<'a> {
     fn set<E: Editable>(&self, new: &E) -> Result<Vec<HeaderWrite>, FormatError> {
         let counts = self.of_type::<E>().find(|(_, data)| E::is_valid(data));
         let Some((place, old)) = counts.or_else(|| self.of_type::<E>().next()) else {
-            return self.insert(&[new.of()]).ok_or_else(|| self.no_room(E::NAME));
+            return self.add(new);
         };
         let mut writes = Vec::new();
         let new = new.encode();
@@ -191,6 +305,18 @@ impl<'a> Places<'a> {
             self.of_type::<E>().filter(|(other, data)| other.at != place.at && E::is_valid(data));
         writes.extend(others.map(|(other, _)| (other.at + HEAD, vec![0; HEAD])));
         Ok(writes)
+    }
+
+    /// Writes that add an extension: where one was hidden, or after the others.
+    fn add<E: Editable>(&self, new: &E) -> Result<Vec<HeaderWrite>, FormatError> {
+        let hidden = self.extents.iter().find(|extent| {
+            extent.magic == MOVING && extent.data.is_some_and(|data| data.len() == E::BYTES)
+        });
+        if let Some(hidden) = hidden {
+            let magic = (hidden.at, E::MAGIC.to_be_bytes().to_vec());
+            return Ok(vec![(hidden.at + HEAD, new.encode()), magic]);
+        }
+        self.insert(&[new.of()]).ok_or_else(|| self.no_room(E::NAME))
     }
 
     /// Writes that remove every extension of a type: one at the end is cut off, others are made invalid.
@@ -208,10 +334,27 @@ impl<'a> Places<'a> {
         writes
     }
 
+    /// Writes that remove every extension of a type, for one of which programs know the type but not the invalid form:
+    /// one at the end is cut off, others get a type that nothing reads.
+    fn hide<E: Editable>(&self) -> Vec<HeaderWrite> {
+        let mut end = self.end;
+        let mut writes = Vec::new();
+        for (extent, _) in self.of_type::<E>().rev() {
+            if end.is_some() && extent.next() == end {
+                end = Some(extent.at);
+                writes.push((extent.at, vec![0; HEAD]));
+            } else {
+                writes.push((extent.at, MOVING.to_be_bytes().to_vec()));
+            }
+        }
+        writes
+    }
+
     /// Writes that append extensions.
     fn insert(&self, extensions: &[Extension]) -> Option<Vec<HeaderWrite>> {
         let end = self.end?;
-        let list = encode_all(extensions);
+        let mut list = Vec::new();
+        Extension::encode_all(extensions, &mut list);
         let (head, rest) = list.split_at_checked(HEAD)?;
         let mut writes = self.make_room(end + list.len())?;
         writes.push((end + HEAD, rest.to_vec()));
@@ -282,16 +425,17 @@ impl<'a> Places<'a> {
         if named && self.extents.iter().all(|extent| extent.magic != MOVING) {
             return Some(Vec::new());
         }
-        let mut list = Vec::new();
+        let mut extensions = Vec::new();
         for extent in self.extents.iter().filter(|extent| extent.magic != MOVING) {
             let mut data = extent.data?.to_vec();
             if !named && extent.at == last.at {
                 data.truncate(data.len() - data.len() % FeatureName::SIZE);
                 data.extend(name.encode());
             }
-            Extension::Unknown { magic: extent.magic, data }.encode(&mut list);
+            extensions.push(Extension::Unknown { magic: extent.magic, data });
         }
-        Extension::encode_end(&mut list);
+        let mut list = Vec::new();
+        Extension::encode_all(&extensions, &mut list);
         self.replace(&list)
     }
 
@@ -305,16 +449,6 @@ impl<'a> Places<'a> {
             ),
         )
     }
-}
-
-/// Extensions as they are on disk, with the mark that ends them.
-fn encode_all(extensions: &[Extension]) -> Vec<u8> {
-    let mut list = Vec::new();
-    for extension in extensions {
-        extension.encode(&mut list);
-    }
-    Extension::encode_end(&mut list);
-    list
 }
 
 #[cfg(test)]

@@ -95,10 +95,7 @@ impl Header {
             out.extend((V3_MIN_LENGTH + tail.len() as u32).to_be_bytes());
             out.extend(tail);
         }
-        for extension in extensions {
-            extension.encode(&mut out);
-        }
-        Extension::encode_end(&mut out);
+        Extension::encode_all(extensions, &mut out);
         if let Some(name) = self.backing_file.as_deref().filter(|name| !name.is_empty()) {
             let offset = out.len() as u64;
             out.extend(name.as_bytes());

@@ -22,6 +22,8 @@ use crate::offset::HostOffset;
 pub const MAGIC: [u8; 4] = *b"QFI\xfb";
 /// Longest backing file name, in bytes.
 pub const MAX_BACKING_FILE_BYTES: u32 = 1023;
+/// Longest encryption header, in bytes. QEMU's take at most 2,068,480: eight key slots for a key of 64 bytes.
+pub const MAX_ENCRYPTION_HEADER_BYTES: u64 = 16 << 20;
 /// Most internal snapshots (QEMU's limit).
 pub const MAX_SNAPSHOTS: u32 = 65536;
 /// Bytes of a version 2 header.
@@ -56,6 +58,8 @@ pub mod field {
     pub const COMPATIBLE_FEATURES: usize = 80;
     /// `autoclear_features`, 8 bytes; version 3.
     pub const AUTOCLEAR_FEATURES: usize = 88;
+    /// `refcount_order`, 4 bytes; version 3.
+    pub const REFCOUNT_ORDER: usize = 96;
 }
 
 /// How strict to be.
@@ -79,7 +83,7 @@ pub struct Header {
     pub cluster_bits: u32,
     /// The disk's size in bytes as stored; see [`disk_size`](Self::disk_size).
     pub size: u64,
-    /// Encryption: always 0 (none) after [`parse`](Self::parse).
+    /// Encryption: 0 (none) or [`LUKS`](Self::LUKS) after [`parse`](Self::parse).
     pub crypt_method: u32,
     /// Entries of the active L1 table.
     pub l1_size: u32,
@@ -120,6 +124,18 @@ pub fn is_qcow2(start: &[u8]) -> bool {
 impl Header {
     /// Bytes from the start of an image that hold the header cluster at any cluster size: 2 MiB.
     pub const MAX_LENGTH: usize = 1 << MAX_CLUSTER_BITS;
+
+    /// The encryption method LUKS.
+    pub const LUKS: u32 = 2;
+
+    /// Where the encryption header is and its length in bytes, if the image is encrypted.
+    pub fn encryption(&self) -> Option<(HostOffset, u64)> {
+        let area = self.extensions.iter().find_map(|extension| match extension {
+            Extension::EncryptionHeader { offset, length } => Some((*offset, *length)),
+            _ => None,
+        });
+        area.filter(|_| self.crypt_method == Self::LUKS)
+    }
 
     /// The layout that follows from the header.
     ///
@@ -165,6 +181,16 @@ impl Header {
             Extension::Bitmaps(bitmaps) => Some(bitmaps),
             _ => None,
         })
+    }
+
+    /// Sets or removes the bitmaps extension, and its feature bit.
+    pub fn set_bitmaps(&mut self, bitmaps: Option<BitmapsExtension>) {
+        self.extensions.retain(|extension| !matches!(extension, Extension::Bitmaps(_)));
+        self.extensions.extend(bitmaps.map(Extension::Bitmaps));
+        self.autoclear = match bitmaps {
+            Some(_) => self.autoclear.with(AutoclearFeatures::BITMAPS),
+            None => self.autoclear.without(AutoclearFeatures::BITMAPS),
+        };
     }
 
     /// Where the image's direct-access index is, if it has one of a known version.

@@ -1,6 +1,8 @@
 //! Validation of a header.
 
-use super::{Header, MAX_BACKING_FILE_BYTES, MAX_SNAPSHOTS, ParseMode};
+use super::{
+    Header, MAX_BACKING_FILE_BYTES, MAX_ENCRYPTION_HEADER_BYTES, MAX_SNAPSHOTS, ParseMode,
+};
 use crate::compress::CompressionType;
 use crate::error::{FormatError, FormatErrorKind, printable};
 use crate::extension::{Extension, MAX_BACKING_FORMAT_BYTES};
@@ -20,13 +22,14 @@ impl Header {
     pub fn validate(&self, mode: ParseMode) -> Result<(), FormatError> {
         let geometry = self.geometry()?;
         match self.crypt_method {
-            0 => {}
-            1 | 2 => {
+            0 | Self::LUKS => {}
+            1 => {
                 return Err(FormatError::new(
                     FormatErrorKind::Encrypted,
                     "crypt_method",
-                    if self.crypt_method == 1 { "1 (AES)" } else { "2 (LUKS)" },
-                    "encrypted images are not supported; decrypt the image with qemu-img convert",
+                    "1 (AES)",
+                    "images encrypted with this method, which is broken, are not supported; convert the image \
+                     with qemu-img convert",
                 ));
             }
             other => {
@@ -39,6 +42,7 @@ impl Header {
         }
         self.validate_features()?;
         self.validate_data_file()?;
+        self.validate_encryption(&geometry)?;
         self.validate_journal(&geometry)?;
         self.validate_strings()?;
         if mode == ParseMode::Open {
@@ -90,6 +94,50 @@ impl Header {
         Ok(())
     }
 
+    /// An encrypted image says where its encryption header is, and others do not.
+    fn validate_encryption(&self, geometry: &Geometry) -> Result<(), FormatError> {
+        const FIELD: &str = "full disk encryption header pointer";
+        let mut areas = self.extensions.iter().filter_map(|extension| match extension {
+            Extension::EncryptionHeader { offset, length } => Some((*offset, *length)),
+            _ => None,
+        });
+        let area = areas.next();
+        if areas.next().is_some() {
+            return Err(FormatError::invalid(FIELD, "present twice", "must be present once"));
+        }
+        let Some((offset, length)) = area else {
+            if self.crypt_method != Self::LUKS {
+                return Ok(());
+            }
+            return Err(FormatError::invalid(
+                FIELD,
+                "missing",
+                "crypt_method is 2 (LUKS); without the encryption header, the disk cannot be \
+                 decrypted",
+            ));
+        };
+        if self.crypt_method != Self::LUKS {
+            let why = "must be present only with LUKS encryption";
+            return Err(FormatError::invalid(FIELD, offset, why));
+        }
+        table(FIELD, offset, length, geometry)?;
+        if length == 0 || length > MAX_ENCRYPTION_HEADER_BYTES {
+            return Err(FormatError::invalid(
+                "full disk encryption header's length",
+                length,
+                format!("must be from 1 to {MAX_ENCRYPTION_HEADER_BYTES} bytes"),
+            ));
+        }
+        if self.autoclear.contains(AutoclearFeatures::DATA_FILE_RAW) {
+            return Err(FormatError::invalid(
+                "autoclear_features",
+                format_args!("{:#x}", self.autoclear.bits()),
+                "says that the external data file is raw, but crypt_method says that it is encrypted",
+            ));
+        }
+        Ok(())
+    }
+
     /// The journal must be replayed before anything else is done, so there must be one.
     fn validate_journal(&self, geometry: &Geometry) -> Result<(), FormatError> {
         if !self.incompatible.contains(IncompatibleFeatures::JOURNAL) {
@@ -117,13 +165,6 @@ impl Header {
     fn validate_pointers(&self, geometry: &Geometry) -> Result<(), FormatError> {
         for extension in &self.extensions {
             match extension {
-                Extension::EncryptionHeader { offset, .. } => {
-                    return Err(FormatError::invalid(
-                        "full disk encryption header pointer",
-                        offset,
-                        "must be present only with LUKS encryption",
-                    ));
-                }
                 Extension::Bitmaps(bitmaps)
                     if self.autoclear.contains(AutoclearFeatures::BITMAPS) =>
                 {
@@ -229,7 +270,10 @@ impl Header {
         }
         let bytes = u64::from(self.nb_snapshots) * SNAPSHOT_ENTRY_MIN;
         let snapshots = table("snapshots_offset", self.snapshots_offset, bytes, geometry)?;
+        let encryption =
+            self.encryption().map_or(0..0, |(offset, length)| offset.get()..offset.get() + length);
         let tables = [
+            ("the full disk encryption header pointer", encryption),
             ("l1_table_offset", l1),
             ("refcount_table_offset", refcounts),
             ("snapshots_offset", snapshots),
@@ -397,11 +441,42 @@ mod tests {
     fn encryption_has_its_own_kind() {
         for (method, kind) in [
             (1, FormatErrorKind::Encrypted),
-            (2, FormatErrorKind::Encrypted),
+            (2, FormatErrorKind::Invalid),
             (3, FormatErrorKind::Unsupported),
         ] {
             assert_eq!(refusal(|h| h.crypt_method = method).kind(), kind);
         }
+    }
+
+    #[test]
+    fn the_encryption_header_has_a_place_of_its_own() {
+        let encrypted = |offset, length| {
+            let mut header = sample();
+            header.crypt_method = Header::LUKS;
+            let offset = HostOffset::new(offset);
+            header.extensions.push(Extension::EncryptionHeader { offset, length });
+            header
+        };
+        let good = encrypted(0x50000, 2 << 20);
+        assert_eq!(good.validate(ParseMode::Open), Ok(()));
+        assert_eq!(good.encryption(), Some((HostOffset::new(0x50000), 2 << 20)));
+        assert_eq!(sample().encryption(), None);
+        for (offset, length) in [
+            (0x50000, 0),
+            (0x50000, u64::MAX),
+            (0x50000, MAX_ENCRYPTION_HEADER_BYTES + 1),
+            (0x50200, 592),
+            (0, 592),
+            // The L1 table is there.
+            (0x30000, 592),
+            (1 << 56, 592),
+        ] {
+            let error = encrypted(offset, length).validate(ParseMode::Open).unwrap_err();
+            assert!(error.to_string().contains("encryption header"), "{error}");
+        }
+        let mut twice = good;
+        twice.extensions.push(twice.extensions.last().cloned().unwrap());
+        assert!(twice.validate(ParseMode::Open).is_err());
     }
 
     #[test]

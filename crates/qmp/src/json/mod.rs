@@ -1,7 +1,7 @@
 //! JSON as in QMP: consecutive values, with or without whitespace between them.
 //!
-//! What a peer sends is first cut into values ([`Splitter`], which bounds their size and nesting), and
-//! each is then parsed by `serde_json`, with duplicate keys refused ([`parse`]).
+//! A peer's input is first split into values ([`Splitter`], which bounds their size and nesting), and each is then
+//! parsed by `serde_json`, with duplicate keys refused ([`parse`]).
 
 mod print;
 mod split;

@@ -1,6 +1,6 @@
-//! Cuts a stream of bytes into JSON values.
+//! Splits a stream of bytes into JSON values.
 
-/// How much a peer may send as one value.
+/// Limits on one value from a peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
     /// Bytes of one value.
@@ -16,7 +16,7 @@ impl Default for Limits {
     }
 }
 
-/// Why no value could be cut.
+/// Why input could not be split.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SplitError {
     /// A value is longer than [`Limits::bytes`].
@@ -52,10 +52,10 @@ enum Position {
     Skipping,
 }
 
-/// Takes bytes as they arrive, and gives values, each as JSON text.
+/// Accepts bytes as they arrive, and returns values, each as JSON text.
 ///
-/// Strings in single quotes, which QEMU takes as well, come out in double quotes. What lies between the
-/// brackets is otherwise not looked at.
+/// Strings in single quotes, which QEMU accepts too, are converted to double quotes. Otherwise the contents between the
+/// brackets are not examined.
 #[derive(Debug)]
 pub struct Splitter {
     limits: Limits,
@@ -70,12 +70,11 @@ impl Splitter {
         Self { limits, state: Position::Between, depth: 0, value: Vec::new() }
     }
 
-    /// Takes bytes from the front of `input` until a value is complete or refused; `None` once all are
-    /// taken.
+    /// Consumes bytes from the front of `input` until a value is complete or refused; `None` once all are consumed.
     pub fn next(&mut self, input: &mut &[u8]) -> Option<Result<Vec<u8>, SplitError>> {
         while let Some((&byte, rest)) = input.split_first() {
             if self.state == Position::Word && !is_word(byte) {
-                // The byte belongs to what follows.
+                // The byte belongs to the next value.
                 self.state = Position::Between;
                 return Some(Ok(std::mem::take(&mut self.value)));
             }

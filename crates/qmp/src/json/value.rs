@@ -4,7 +4,7 @@ use serde::de::{Deserialize, Deserializer, Error, MapAccess, SeqAccess, Visitor}
 use serde_json::{Map, Number, Value};
 use std::fmt;
 
-/// Parses a value and refuses objects with a key twice, of which readers could choose different ones.
+/// Parses a value and refuses objects with duplicate keys, which readers could interpret differently.
 ///
 /// # Errors
 /// A text in the form of QEMU's, `JSON parse error, ...`.

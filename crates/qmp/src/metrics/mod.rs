@@ -6,8 +6,9 @@ mod text;
 
 use crate::monitor::Monitor;
 use crate::server::Server;
+use isobath_ring::net::after_failed_accept;
 use isobath_ring::net::{Listener, Stream};
-use isobath_ring::{sleep, spawn, timeout};
+use isobath_ring::{spawn, timeout};
 use isobath_storage::Host;
 use isobath_storage::IoBuf;
 use std::cell::Cell;
@@ -15,14 +16,12 @@ use std::io;
 use std::rc::Rc;
 use std::time::Duration;
 
-/// Connections at a time; further ones are closed at once.
+/// Concurrent connections; further ones are closed at once.
 const CONNECTIONS: usize = 16;
 /// The longest request.
 const LONGEST: usize = 8 << 10;
 /// How long a request and its reply may take.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// How long to wait for descriptors to become free before accepting again.
-const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// Serves a listener until the future is dropped.
 ///
@@ -39,14 +38,10 @@ pub async fn serve<H: Host + Clone>(
     loop {
         let stream = match listener.accept().await {
             Ok(stream) => stream,
-            Err(error) => match error.raw_os_error() {
-                Some(libc::ECONNABORTED) => continue,
-                Some(libc::EMFILE | libc::ENFILE | libc::ENOBUFS | libc::ENOMEM) => {
-                    sleep(ACCEPT_PAUSE).await;
-                    continue;
-                }
-                _ => return Err(error),
-            },
+            Err(error) => {
+                after_failed_accept(error, |_| {}).await?;
+                continue;
+            }
         };
         if connections.get() >= CONNECTIONS {
             continue;

@@ -5,7 +5,7 @@ use serde_json::{Map, Value};
 /// A command's arguments.
 pub(super) type Arguments = Map<String, Value>;
 
-/// A string that is there, or the empty one.
+/// A string, or the empty one if it is missing.
 pub(super) fn text<'a>(arguments: &'a Arguments, name: &str) -> &'a str {
     optional_text(arguments, name).unwrap_or("")
 }

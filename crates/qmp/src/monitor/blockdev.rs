@@ -1,4 +1,4 @@
-//! Nodes that come and go, and a disk's size.
+//! Adding and removing nodes, and resizing a disk.
 
 use super::arguments::{Arguments, flag, integer, optional_text, text};
 use super::image::format_of;
@@ -10,10 +10,10 @@ use serde_json::Value;
 use std::path::PathBuf;
 use std::rc::Rc;
 
-/// Where an added node's bytes are.
+/// The storage of an added node.
 struct Protocol {
     path: PathBuf,
-    /// The options of the node that was named.
+    /// The options of the node that it refers to.
     options: Arguments,
     /// That node, if it was added before.
     node: Option<String>,
@@ -34,7 +34,8 @@ impl<H: Host + Clone> Monitor<H> {
         let Some(format) = format_of(text(&arguments, "driver")) else {
             let path = PathBuf::from(text(&arguments, "filename"));
             self.host.canonical(&path).map_err(|error| {
-                QmpError::new(format_args!("Could not open '{}': {error}", path.display()))
+                let cause = isobath_storage::cause(&error.source);
+                QmpError::new(format_args!("Could not open '{}': {cause}", path.display()))
             })?;
             self.files.borrow_mut().push(FileNode { name, path, options: arguments });
             return Ok(());
@@ -69,7 +70,8 @@ impl<H: Host + Clone> Monitor<H> {
                 self.options.locking
             })
             .format(format)
-            .backing(backing);
+            .backing(backing)
+            .secrets(self.secrets_for(arguments.get("encrypt"))?);
         let disk = LiveDisk::open(self.host.clone(), &protocol.path, &options).await;
         let drive = Drive::added(disk.map_err(QmpError::new)?);
         if let Some(file) = drive.root() {
@@ -83,7 +85,7 @@ impl<H: Host + Clone> Monitor<H> {
         Ok(())
     }
 
-    /// What `file` refers to: a node that was added, or one that is described in place.
+    /// The node that `file` refers to: one that was added, or one described inline.
     fn protocol(&self, file: Option<&Value>) -> Result<Protocol> {
         match file {
             Some(Value::Object(options)) => {
@@ -163,8 +165,7 @@ impl<H: Host + Clone> Monitor<H> {
         disk.resize(size, Preallocation::Off, shrink).await.map_err(QmpError::new)
     }
 
-    /// Forgets the names of files that are part of no disk any more: another file may come to have
-    /// their numbers.
+    /// Forgets the names of files that are no longer part of any disk, since another file may get their numbers.
     pub(super) fn prune_names(&self) {
         let drives = self.drives();
         let files = drives.iter().flat_map(|drive| drive.files());

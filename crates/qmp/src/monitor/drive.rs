@@ -7,19 +7,19 @@ use std::cell::{Cell, RefCell};
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// A disk, and the name of the device in which it is.
+/// A disk, and the name of its device.
 pub struct Drive<H: Host> {
     device: String,
     disk: Arc<LiveDisk<H>>,
-    /// The task that looks after a disk that was added.
+    /// The upkeep task of a disk that was added.
     upkeep: RefCell<Option<JoinHandle<()>>>,
     added: bool,
-    /// The disk goes on in another one.
+    /// Another disk took over this one's images.
     taken: Cell<bool>,
 }
 
 impl<H: Host> Drive<H> {
-    /// A disk in a device. Its upkeep and end are the caller's.
+    /// A disk in a device. The caller runs its upkeep and closes it.
     pub fn new(device: impl Into<String>, disk: Arc<LiveDisk<H>>) -> Self {
         let (upkeep, taken) = (RefCell::default(), Cell::new(false));
         Self { device: device.into(), disk, upkeep, added: false, taken }
@@ -37,7 +37,7 @@ impl<H: Host> Drive<H> {
         Self { device: String::new(), disk, upkeep, added: true, taken: Cell::new(false) }
     }
 
-    /// The name of its device; empty where it is in none.
+    /// The name of its device; empty if it has none.
     pub fn device(&self) -> &str {
         &self.device
     }
@@ -76,7 +76,7 @@ impl<H: Host> Drive<H> {
         self.disk.is_read_only()
     }
 
-    /// Another disk goes on with this one's images: it is not to be closed here.
+    /// Notes that another disk takes over this one's images, so that it is not closed here.
     pub(super) fn take(&self) {
         self.taken.set(true);
         self.stop_upkeep();

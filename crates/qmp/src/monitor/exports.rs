@@ -1,4 +1,4 @@
-//! Exports that come and go.
+//! Adding and removing exports.
 
 use super::arguments::{Arguments, flag, is_well_formed, optional_text, text};
 use super::snapshot::check_root;
@@ -28,10 +28,10 @@ pub(super) struct ExportEntry {
     id: String,
     protocol: &'static Protocol,
     control: Box<dyn ExportControl>,
-    /// The device it serves, or the node, at the time when it was added.
+    /// The device that it serves, or the node at the time when it was added.
     of: Of,
     ending: Cell<bool>,
-    /// Serves it, takes it out of the list and tells so.
+    /// Serves it, removes it from the list, and sends the event.
     serving: JoinHandle<()>,
 }
 
@@ -64,7 +64,7 @@ pub(super) fn address_of<H: Host>(drive: &Drive<H>) -> usize {
     Arc::as_ptr(drive.disk()).addr()
 }
 
-/// The exports there are.
+/// The current exports.
 #[derive(Default)]
 pub(super) struct ExportList {
     entries: RefCell<Vec<ExportEntry>>,
@@ -77,7 +77,7 @@ impl ExportList {
         self.removed.notify(usize::MAX);
     }
 
-    /// Waits until there is none with a server to itself.
+    /// Waits until there is none with its own server.
     async fn without_own_servers(&self) {
         loop {
             let removed = self.removed.listen();
@@ -88,8 +88,7 @@ impl ExportList {
         }
     }
 
-    /// Has all end that have a server to themselves. Of the others nothing is told any more: they end with their
-    /// server.
+    /// Ends all exports with their own servers. No more events are sent for the others: they end with their server.
     fn stop_own_servers(&self) {
         for export in &*self.entries.borrow() {
             if export.protocol.shared {
@@ -107,7 +106,7 @@ impl<H: Host + Clone> Monitor<H> {
     /// Clients may write if the disk can be written.
     ///
     /// # Errors
-    /// If the id is in use, or the frontend does not take the disk or a setting.
+    /// If the id is in use, or the frontend rejects the disk or a setting.
     pub fn export(
         &self,
         frontend: &dyn Frontend<LiveDisk<H>>,
@@ -156,26 +155,25 @@ impl<H: Host + Clone> Monitor<H> {
         Ok(())
     }
 
-    /// Where a disk is found, for all its exports.
+    /// The locations of a disk, for all its exports.
     pub fn places(&self, drive: &Drive<H>, shown: Shown) -> Vec<Place> {
         let exports = self.exports.entries.borrow();
         let own = exports.iter().filter(|export| export.is_of(drive));
         own.flat_map(|export| export.control.places(shown)).collect()
     }
 
-    /// Waits until there is no export but those of shared servers.
+    /// Waits until there are no exports except those of shared servers.
     pub async fn exports_closed(&self) {
         self.exports.without_own_servers().await;
     }
 
-    /// Closes every export but those of shared servers.
+    /// Closes every export except those of shared servers.
     pub(super) async fn close_exports(&self) {
         self.exports.stop_own_servers();
         self.exports_closed().await;
     }
 
-    /// The exports that clients can choose or connect to, and how many have: those of one frontend after
-    /// those of another.
+    /// The exports that clients can choose or connect to, and the number of their clients, grouped by frontend.
     pub(crate) fn export_clients(&self) -> Vec<(String, usize)> {
         let exports = self.exports.entries.borrow();
         let clients = |export: &ExportEntry| {
@@ -209,7 +207,7 @@ impl<H: Host + Clone> Monitor<H> {
         exports.iter().find(|export| export.is_of(drive)).map(|export| export.id.clone())
     }
 
-    /// Refuses an id that is an export's.
+    /// Refuses an id that is in use by an export.
     fn check_unused(&self, id: &str) -> Result<()> {
         if self.exports.entries.borrow().iter().any(|export| export.id == id) {
             return Err(QmpError::new(format_args!("Block export id '{id}' is already in use")));
@@ -267,8 +265,8 @@ impl<H: Host + Clone> Monitor<H> {
     }
 }
 
-/// What the arguments of `block-export-add` say of the parameters of a protocol. Sockets are bound last, when
-/// all else is known to be right.
+/// The settings of a protocol's parameters in the arguments of `block-export-add`. Sockets are bound last, when
+/// everything else is known to be valid.
 fn settings(protocol: &Protocol, arguments: &Arguments) -> Result<Settings> {
     let mut settings = Settings::default();
     let all = protocol.parameters.iter().chain([&protocol.location]);
@@ -280,7 +278,7 @@ fn settings(protocol: &Protocol, arguments: &Arguments) -> Result<Settings> {
     Ok(settings)
 }
 
-/// The value of a parameter, which has the type that the schema says.
+/// The value of a parameter, which has the type given by the schema.
 fn setting(parameter: &Parameter, value: &Value) -> Result<Setting> {
     let name = parameter.name;
     let unexpected = || QmpError::new(format_args!("Invalid parameter type for '{name}'"));

@@ -1,6 +1,6 @@
-//! Descriptions of images, as QEMU gives them.
+//! Descriptions of images in QEMU's form.
 
-use isobath_disk::{ImageFormat, Layer};
+use isobath_disk::{ImageFormat, Layer, encryption};
 use isobath_qcow2::{AutoclearFeatures, CompatibleFeatures, Header, IncompatibleFeatures};
 use isobath_storage::{Host, StorageExt};
 use serde_json::{Map, Value, json};
@@ -17,11 +17,18 @@ pub(super) async fn image_info<H: Host>(host: &H, layer: &Layer<H::File>) -> Val
         put("actual-size", bytes.into());
     }
     let header = layer.header();
+    if layer.is_encrypted() {
+        put("encrypted", true.into());
+    }
     put("dirty-flag", header.as_ref().is_some_and(is_dirty).into());
     if let Some(header) = &header {
         if let Ok(geometry) = header.geometry() {
             put("cluster-size", geometry.cluster_size().into());
-            let data = qcow2_data(header, geometry.refcount_bits(), geometry.extended_l2());
+            let mut data = qcow2_data(header, geometry.refcount_bits(), geometry.extended_l2());
+            let keys = encryption::read_header(&**layer.storage(), header).await;
+            if let (Some(data), Ok(Some(keys))) = (data.as_object_mut(), keys) {
+                data.insert("encrypt".into(), crate::encryption::info(&keys));
+            }
             put("format-specific", json!({"type": "qcow2", "data": data}));
         }
         if let Some(backing) = &header.backing_file {
@@ -61,16 +68,16 @@ fn qcow2_data(header: &Header, refcount_bits: u32, extended_l2: bool) -> Value {
     Value::Object(data)
 }
 
-/// What a node is described from.
+/// The data from which a node is described.
 pub(super) struct Node<'a, H: Host> {
     pub(super) host: &'a H,
     pub(super) name: String,
     pub(super) layers: &'a [Arc<Layer<H::File>>],
-    /// The node is this one of the layers; 0 is the active one.
+    /// The index of the node's layer; 0 is the active one.
     pub(super) depth: usize,
     pub(super) read_only: bool,
     pub(super) direct: bool,
-    /// How many images below are described as well.
+    /// The number of images below that are described as well.
     pub(super) images: usize,
 }
 
@@ -93,7 +100,7 @@ pub(super) async fn device_info<H: Host>(node: Node<'_, H>) -> Value {
         "active": true,
         "drv": layer.format().name(),
         "backing_file_depth": layers.len() - 1,
-        "encrypted": false,
+        "encrypted": layer.is_encrypted(),
         "detect_zeroes": "off",
         "bps": 0, "bps_rd": 0, "bps_wr": 0, "iops": 0, "iops_rd": 0, "iops_wr": 0,
         "image": image,

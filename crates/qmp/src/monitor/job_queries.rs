@@ -1,4 +1,4 @@
-//! Commands that look at jobs.
+//! Commands that query jobs.
 
 use super::Monitor;
 use super::jobs::Started;
@@ -6,7 +6,7 @@ use isobath_jobs::{IoStatus, JobStatus};
 use isobath_storage::Host;
 use serde_json::{Value, json};
 
-/// Records kept of jobs that are gone.
+/// The number of records kept of jobs that are gone.
 const RECORDS: usize = 16;
 
 impl<H: Host + Clone> Monitor<H> {
@@ -61,7 +61,7 @@ impl<H: Host + Clone> Monitor<H> {
         infos.collect()
     }
 
-    /// What QEMU's queries have no members for, and jobs that an earlier server was busy with.
+    /// Information for which QEMU's queries have no members, and jobs that an earlier server was running.
     pub(super) fn query_more_of_jobs(&self) -> Value {
         let jobs = self.jobs.borrow();
         let running = jobs.iter().map(|started| {
@@ -82,14 +82,14 @@ impl<H: Host + Clone> Monitor<H> {
         all.into()
     }
 
-    /// What the jobs and their guests did over time: the last ones that are gone, then those there are.
+    /// The activity of jobs and their guests over time: first the last ones that are gone, then the current ones.
     pub(super) fn query_job_records(&self) -> Value {
         let jobs = self.jobs.borrow();
         let gone = self.records.borrow().clone();
         gone.into_iter().chain(jobs.iter().map(|started| record(started))).collect()
     }
 
-    /// Keeps the record of a job that goes.
+    /// Keeps the record of a job that is removed.
     pub(super) fn keep_record(&self, id: &str) {
         let Some(started) = self.find_job(id) else { return };
         let mut records = self.records.borrow_mut();

@@ -1,4 +1,4 @@
-//! Block jobs: their start, what they tell, and what may be asked of them.
+//! Block jobs: their start, events and verbs.
 
 use super::arguments::{Arguments, flag, integer, is_well_formed, optional_text, text};
 use super::exports::address_of;
@@ -35,21 +35,21 @@ pub(super) struct Started<H: Host> {
     /// The disk that a mirror writes to.
     pub(super) target: Option<Rc<Drive<H>>>,
     pub(super) request: Request,
-    /// Its user has it wait.
+    /// Its user paused it.
     pub(super) paused: Cell<bool>,
     /// It was cancelled.
     cancelled: Cell<bool>,
 }
 
 impl<H: Host> Started<H> {
-    /// Why it did not end well.
+    /// Why it did not succeed.
     pub(super) fn error(&self) -> Option<String> {
         let cancelled = self.cancelled.get().then(|| "Operation canceled".to_owned());
         self.job.error().or(cancelled)
     }
 }
 
-/// What jobs have queued, until it is passed on.
+/// Events that jobs have queued, until they are forwarded.
 #[derive(Default)]
 pub(super) struct EventQueue {
     queued: Mutex<VecDeque<QueuedEvent>>,
@@ -58,7 +58,7 @@ pub(super) struct EventQueue {
     more: Event,
 }
 
-/// What a job queued, and how it was at that moment.
+/// An event that a job queued, and the job's state at that moment.
 struct QueuedEvent {
     id: String,
     kind: &'static str,
@@ -74,7 +74,7 @@ impl EventQueue {
         self.more.listen()
     }
 
-    /// Hears of a disk's failures from now on.
+    /// Receives a disk's failures from now on.
     pub(super) fn attend<H: Host>(self: &Arc<Self>, drive: &Drive<H>) {
         let (event_queue, address) = (Arc::clone(self), address_of(drive));
         drive.disk().on_failure(Box::new(move |failure| {
@@ -98,7 +98,7 @@ impl EventQueue {
     }
 }
 
-/// Layers that a job is about.
+/// The layers of a job.
 #[derive(Default)]
 pub(super) struct Between<S> {
     /// The upper one; `None`: the active layer.
@@ -201,7 +201,7 @@ impl<H: Host + Clone> Monitor<H> {
         self.start(&found.drive, "blockdev-mirror", &between, target, arguments)
     }
 
-    /// Starts a job of which everything is resolved.
+    /// Starts a job whose arguments are all resolved.
     pub(super) fn start(
         &self,
         drive: &Rc<Drive<H>>,
@@ -295,7 +295,7 @@ impl<H: Host + Clone> Monitor<H> {
         self.jobs.borrow().iter().find(|started| started.job.id() == id).cloned()
     }
 
-    /// Refuses where a job uses a disk.
+    /// Refuses if a job uses the disk.
     pub(super) fn check_no_job(&self, drive: &Drive<H>) -> Result<()> {
         let jobs = self.jobs.borrow();
         let busy = jobs.iter().find(|started| {
@@ -357,8 +357,8 @@ impl<H: Host + Clone> Monitor<H> {
         Ok(Some(named.layer))
     }
 
-    /// The layer with an image of that name, not above the one at `from`: by its path, or as the header
-    /// of the layer above names it.
+    /// The layer whose image has this name, not above the one at `from`: by its path, or by its name in the header of
+    /// the layer above.
     pub(super) fn layer_of_file(
         &self,
         found: &Found<H>,
@@ -426,7 +426,7 @@ impl<H: Host + Clone> Monitor<H> {
         done.map_err(QmpError::new)
     }
 
-    /// Passes on what jobs have queued since the last time.
+    /// Forwards events that jobs have queued since the last call.
     pub(super) fn pass_on(&self) {
         loop {
             let Some(queued) = self.event_queue.queued.lock().pop_front() else { break };
@@ -496,7 +496,7 @@ impl<H: Host + Clone> Monitor<H> {
         }
     }
 
-    /// A job has ended: it need not be started again, unless the server's end has ended it.
+    /// A job has ended: it need not be restarted, unless the end of the server ended it.
     fn ended(&self, id: &str, well: bool) {
         let Some(started) = self.find_job(id) else { return };
         if well || !self.ending.get() {
@@ -506,7 +506,7 @@ impl<H: Host + Clone> Monitor<H> {
             && well
             && started.drive.root() == target.root()
         {
-            // The disk goes on in the target's image, which is no node of its own any more.
+            // The disk switched to the target's image, which is no longer a separate node.
             target.take();
             self.drives.borrow_mut().retain(|drive| !Rc::ptr_eq(drive, target));
         }
@@ -516,7 +516,7 @@ impl<H: Host + Clone> Monitor<H> {
     pub(super) async fn end_jobs(&self) {
         let jobs = self.jobs.borrow().clone();
         for started in &jobs {
-            // One that has ended already cannot be cancelled.
+            // A job that has already ended cannot be cancelled.
             let _ = started.job.cancel(true);
         }
         for started in jobs {

@@ -1,4 +1,4 @@
-//! What the commands act on: the disks that are served, their jobs and exports.
+//! The objects that commands act on: the served disks, their jobs and exports.
 //!
 //! Commands that change something are executed one at a time, in order of arrival, as in QEMU. Jobs run as tasks on the
 //! thread of the monitor. Their events are sent before the reply to the command that caused them.
@@ -11,6 +11,7 @@ mod image;
 mod job_queries;
 mod jobs;
 mod names;
+mod objects;
 mod pacing;
 mod queries;
 mod request;
@@ -24,6 +25,7 @@ use crate::server::{Events, Service};
 use crate::tables::SCHEMA;
 use event_listener::Event;
 use exports::ExportList;
+use isobath_disk::encryption::Secret;
 use isobath_disk::{LiveDisk, OpenOptions};
 use isobath_export::registry::Frontends;
 use isobath_jobs::Job;
@@ -34,7 +36,7 @@ use names::Names;
 use request::Request;
 use serde_json::{Map, Value, json};
 use std::cell::{Cell, RefCell};
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::path::PathBuf;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -45,12 +47,14 @@ type Result<T> = std::result::Result<T, QmpError>;
 /// Executes QMP commands on live disks.
 pub struct Monitor<H: Host> {
     host: H,
-    /// How `blockdev-add` opens images, but for what its arguments say.
+    /// How `blockdev-add` opens images, except for settings in its arguments.
     options: OpenOptions,
     drives: RefCell<Vec<Rc<Drive<H>>>>,
     /// Nodes of the driver `file` that were added and that no image uses yet.
     files: RefCell<Vec<FileNode>>,
     names: RefCell<Names>,
+    /// Secrets by their IDs.
+    secrets: RefCell<BTreeMap<String, Arc<Secret>>>,
     jobs: RefCell<Vec<Rc<Started<H>>>>,
     interrupted: RefCell<Vec<Request>>,
     /// Records of jobs that are gone, the oldest first.
@@ -66,17 +70,17 @@ pub struct Monitor<H: Host> {
     changed: Event,
 }
 
-/// A file that `blockdev-add` was told of.
+/// A file that was added with `blockdev-add`.
 struct FileNode {
     name: String,
     path: PathBuf,
-    /// As the whole node was given.
+    /// The options of the whole node.
     options: Map<String, Value>,
 }
 
 impl<H: Host + Clone> Monitor<H> {
-    /// A monitor of `drives`, none of which is exported yet. Jobs that an earlier server was busy with are found
-    /// beside the images.
+    /// A monitor of `drives`, none of which is exported yet. Requests of jobs that an earlier server was running are
+    /// found beside the images.
     pub fn new(
         host: H,
         options: OpenOptions,
@@ -95,6 +99,7 @@ impl<H: Host + Clone> Monitor<H> {
             drives: RefCell::new(drives.into_iter().map(Rc::new).collect()),
             files: RefCell::default(),
             names: RefCell::default(),
+            secrets: RefCell::default(),
             jobs: RefCell::default(),
             interrupted: RefCell::new(interrupted),
             records: RefCell::default(),
@@ -109,12 +114,12 @@ impl<H: Host + Clone> Monitor<H> {
         }
     }
 
-    /// The disks there are now.
+    /// The current disks.
     pub fn drives(&self) -> Vec<Rc<Drive<H>>> {
         self.drives.borrow().clone()
     }
 
-    /// A disk's device, or the name of its root node where it is in none.
+    /// A disk's device, or the name of its root node if it has none.
     pub(crate) fn name_of(&self, drive: &Drive<H>) -> String {
         match drive.device() {
             "" => self.root_name(drive),
@@ -122,7 +127,7 @@ impl<H: Host + Clone> Monitor<H> {
         }
     }
 
-    /// The jobs there are, each with its disk's name.
+    /// The current jobs, each with its disk's name.
     pub(crate) fn running_jobs(&self) -> Vec<(String, Arc<Job>)> {
         let jobs = self.jobs.borrow();
         jobs.iter().map(|job| (self.name_of(&job.drive), Arc::clone(&job.job))).collect()
@@ -148,9 +153,9 @@ impl<H: Host + Clone> Monitor<H> {
         }
     }
 
-    /// Ends what this monitor runs: tells clients, cancels jobs, which can be started again later, closes
-    /// the exports that have a server to themselves, and the disks that were added by `blockdev-add`. Shared servers,
-    /// and the disks given to [`new`](Self::new), are left to the caller.
+    /// Ends what this monitor runs: tells clients, cancels jobs, which can be started again later, closes the exports
+    /// with their own servers, and the disks that were added by `blockdev-add`. Shared servers, and the disks given to
+    /// [`new`](Self::new), are left to the caller.
     pub async fn end(&self) {
         self.ending.set(true);
         let reason = if self.quit.get() { "host-qmp-quit" } else { "host-signal" };
@@ -191,6 +196,8 @@ impl<H: Host + Clone> Monitor<H> {
             "blockdev-snapshot-sync" => self.snapshot_sync(&arguments).await,
             "blockdev-snapshot" => self.snapshot(&arguments).await,
             "transaction" => self.transaction(&arguments).await,
+            "object-add" => self.object_add(&arguments).await,
+            "object-del" => self.object_del(&arguments),
             "blockdev-add" => self.blockdev_add(arguments).await,
             "blockdev-del" => self.blockdev_del(&arguments).await,
             "block_resize" => self.block_resize(&arguments).await,
@@ -225,7 +232,7 @@ impl<H: Host + Clone> Service for Monitor<H> {
             return Err(QmpError::of(ErrorClass::GenericError, "the server is shutting down"));
         }
         let result = self.run(command, arguments).await;
-        // A job that was just started or ended tells so before the reply.
+        // The events of a job that was just started or ended are sent before the reply.
         yield_now().await;
         self.pass_on();
         result

@@ -20,7 +20,7 @@ pub(super) struct Names {
 }
 
 impl Names {
-    /// The name of a file's node; a new one where it has none yet.
+    /// The name of a file's node, which is generated if it has none yet.
     pub(super) fn of(&mut self, file: FileId) -> String {
         let next = &mut self.next;
         let name = self.names.entry(file).or_insert_with(|| {
@@ -77,7 +77,7 @@ impl<H: Host + Clone> Monitor<H> {
         self.find_file(file)
     }
 
-    /// Names every layer, and gives the one that has come to have `name`.
+    /// Names every layer, and returns the one that got `name`.
     fn name_all(&self, name: &str) -> Option<FileId> {
         for drive in self.drives.borrow().iter() {
             for layer in drive.layers() {

@@ -7,7 +7,7 @@ use isobath_jobs::OnError;
 use isobath_jobs::pace::Pacing;
 use std::time::Duration;
 
-/// The longest time that may be asked for, in seconds: some 300 years.
+/// The longest time that may be requested, in seconds: some 300 years.
 const LONGEST_TIME: f64 = 1e10;
 
 /// How a job is throttled for guest I/O.
@@ -49,14 +49,14 @@ pub(super) fn pacing(arguments: &Arguments) -> Result<Pacing> {
     })
 }
 
-/// What a job does about errors. A mirror has two arguments for that, and one behaviour.
+/// How a job handles errors. A mirror has two arguments for that, but one behaviour.
 pub(super) fn on_error(arguments: &Arguments) -> Result<OnError> {
     let named = |name: &str| optional_text(arguments, name);
     let (source, target) = (named("on-source-error"), named("on-target-error"));
     let chosen = match (named("on-error"), source, target) {
         (Some(chosen), _, _) => chosen,
         (None, Some(source), Some(target)) if source == target => source,
-        // Only writes find no space.
+        // Only writes can run out of space.
         (None, None | Some("report"), Some(target @ ("enospc" | "auto" | "report"))) => target,
         (None, Some(source @ "report"), None) => source,
         (None, None, None) => "report",

@@ -1,4 +1,4 @@
-//! Commands that look at disks.
+//! Commands that query disks.
 
 use super::arguments::{Arguments, flag};
 use super::image::{Node, device_info};
@@ -8,7 +8,7 @@ use isobath_disk::live::LATENCY_BUCKETS;
 use isobath_storage::{Host, file};
 use serde_json::{Value, json};
 
-/// Images described below a node, and in one answer: a client's parser may not go deeper, and an answer
+/// The most images described below a node, and in one reply: a client's parser may have a nesting limit, and a reply
 /// that describes each of n nodes with all of its images would grow with the square of n.
 const NESTED: usize = 100;
 const NESTED_IN_ALL: usize = 10_000;
@@ -140,7 +140,7 @@ impl<H: Host + Clone> Monitor<H> {
     }
 }
 
-/// QEMU's `BlockLatencyHistogramInfo`: boundaries in nanoseconds, and a bin more than there are of them.
+/// QEMU's `BlockLatencyHistogramInfo`: boundaries in nanoseconds, and one more bin than there are boundaries.
 fn histogram(stats: &RequestStats) -> Value {
     let boundaries: Vec<u64> = (0..LATENCY_BUCKETS - 1).map(|n| 1000 << n).collect();
     json!({"boundaries": boundaries, "bins": stats.histogram})

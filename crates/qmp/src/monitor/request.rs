@@ -1,7 +1,7 @@
 //! A job's request, stored beside the image while the job runs.
 //!
 //! A server that ends, or is killed, leaves the file there. The next one finds it, lists the job
-//! (`x-isobath-query-jobs`), and can restart it: what was copied is not copied again.
+//! (`x-isobath-query-jobs`), and can restart it: data already copied is not copied again.
 
 use super::arguments::{Arguments, text};
 use super::jobs::Between;
@@ -19,23 +19,23 @@ use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::sync::Arc;
 
-/// What the file's name has after the image's.
+/// The suffix of the file's name after the image's.
 const SUFFIX: &str = ".isobath-job.json";
 /// The longest such file.
 const LONGEST: u64 = 64 << 10;
 
-/// What a job was asked to do.
+/// A job's request.
 #[derive(Clone, Debug)]
 pub(super) struct Request {
     command: &'static str,
     id: String,
     device: String,
-    /// Paths of layers, in place of the names of their nodes.
+    /// Paths of layers, instead of the names of their nodes.
     top: Option<PathBuf>,
     base: Option<PathBuf>,
-    /// The command's arguments but for those above.
+    /// The command's arguments except those above.
     arguments: Map<String, Value>,
-    /// Where it is kept; `None`: nowhere.
+    /// The file that it is saved in; `None`: it is not saved.
     file: Option<PathBuf>,
 }
 
@@ -54,15 +54,14 @@ impl Request {
         for name in ["job-id", "device", "base", "base-node", "bottom", "top", "top-node"] {
             rest.shift_remove(name);
         }
-        // A mirror's target is a node that is gone with the server; a disk in no device as well.
+        // A mirror's target is a node that does not outlive the server; nor does a disk without a device.
         let lasts = command != "blockdev-mirror" && !drive.device().is_empty();
         let image = drive.active_image().filter(|_| lasts);
         Self {
             command,
             id: id.to_owned(),
             device: drive.device().to_owned(),
-            // By its path also where it is the active layer: a snapshot may come before the job is
-            // started again.
+            // Use its path even if it is the active layer: there may be a snapshot before the job is restarted.
             top: path(&layers.top).or_else(|| drive.active_image()),
             base: path(&layers.base),
             arguments: rest,
@@ -74,7 +73,7 @@ impl Request {
         &self.id
     }
 
-    /// Writes the file, in place of another one there.
+    /// Writes the file, replacing an existing one.
     pub(super) fn keep(&self) {
         let Some(file) = &self.file else { return };
         let content = json!({
@@ -106,7 +105,7 @@ impl Request {
         }
     }
 
-    /// As `x-isobath-query-jobs` has it.
+    /// The entry in the reply of `x-isobath-query-jobs`.
     pub(super) fn to_json(&self, interrupted: bool) -> Value {
         let mut arguments = self.arguments.clone();
         for (name, path) in [("top", &self.top), ("base", &self.base)] {
@@ -123,7 +122,7 @@ impl Request {
         })
     }
 
-    /// Reads what is kept in a file, of a job of a device.
+    /// Reads the saved request of a device's job.
     fn read(file: PathBuf, device: &str) -> std::result::Result<Self, String> {
         let mut content = Vec::new();
         let opened = fs::File::open(&file).map_err(|error| error.to_string())?;
@@ -153,7 +152,7 @@ impl Request {
         })
     }
 
-    /// The arguments with which the command starts the job again, but for its layers.
+    /// The arguments with which the command restarts the job, except its layers.
     fn to_arguments(&self) -> Arguments {
         let mut arguments = self.arguments.clone();
         arguments.insert("job-id".into(), self.id.clone().into());
@@ -169,7 +168,7 @@ fn beside(image: &Path) -> PathBuf {
     name.into()
 }
 
-/// The jobs that an earlier server was busy with on a disk. Images of strangers are not asked.
+/// The jobs that an earlier server was running on a disk. Untrusted images are not examined.
 pub(super) fn interrupted<H: Host>(drive: &Drive<H>) -> Vec<Request> {
     if drive.disk().options().trust != Trust::Full {
         return Vec::new();

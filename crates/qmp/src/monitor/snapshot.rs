@@ -86,7 +86,7 @@ impl<H: Host + Clone> Monitor<H> {
         done
     }
 
-    /// Opens a node again that could not become an overlay.
+    /// Reopens a node that could not become an overlay.
     async fn bring_back(&self, path: &std::path::Path, options: &OpenOptions, name: &str) {
         match LiveDisk::open(self.host.clone(), path, options).await {
             Ok(disk) => {
@@ -101,7 +101,7 @@ impl<H: Host + Clone> Monitor<H> {
         }
     }
 
-    /// Only snapshots, and one at a time: a change of several disks in one step is not to be had.
+    /// Supports only a single snapshot: a change of several disks in one step is not supported.
     pub(super) async fn transaction(&self, arguments: &Arguments) -> Result<()> {
         let actions = arguments.get("actions").and_then(Value::as_array);
         let actions = actions.map_or(&[][..], Vec::as_slice);

@@ -1,13 +1,13 @@
-//! Whether a value has a type, and if not, what QEMU says.
+//! Checking the type of a value, with QEMU's messages.
 
-use super::{Object, Type};
+use super::{Object, Type, below};
 use crate::error::QmpError;
 use serde_json::{Map, Value};
 
-/// Checks a command's arguments, or what it returns.
+/// Checks a command's arguments, or its result.
 ///
 /// # Errors
-/// What is missing, of another type, or unexpected, by its path (`actions[0].type`), in QEMU's words.
+/// Names what is missing, has another type, or is unexpected, by its path (`actions[0].type`), with QEMU's wording.
 pub fn check(object: &Object, value: &Map<String, Value>) -> Result<(), QmpError> {
     check_object(object, value, "")
 }
@@ -92,7 +92,7 @@ fn check_value(ty: Type, value: &Value, path: &str) -> Result<(), QmpError> {
     }
 }
 
-/// Whether a value is written as the same type of JSON as a type's values are.
+/// Whether a value has the same JSON type as a type's values.
 fn is_alike(ty: Type, value: &Value) -> bool {
     match ty {
         Type::Any => true,
@@ -104,10 +104,6 @@ fn is_alike(ty: Type, value: &Value) -> bool {
         Type::List(_) => value.is_array(),
         Type::Alternate(alternate) => alternate.types.iter().any(|ty| is_alike(*ty, value)),
     }
-}
-
-fn below(path: &str, name: &str) -> String {
-    if path.is_empty() { name.to_owned() } else { format!("{path}.{name}") }
 }
 
 #[cfg(test)]

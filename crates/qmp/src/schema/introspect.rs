@@ -5,8 +5,7 @@ use serde_json::{Value, json};
 use std::collections::VecDeque;
 use std::ptr;
 
-/// Describes a schema as QEMU does: a list of `SchemaInfo`, in which types other than JSON's own have
-/// numbers for names.
+/// Describes a schema as QEMU does: a list of `SchemaInfo`, in which types other than JSON's own have numbers as names.
 pub fn introspect(schema: &Schema) -> Value {
     let mut names = Names::default();
     let mut entries = Vec::new();

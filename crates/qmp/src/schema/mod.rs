@@ -1,13 +1,15 @@
-//! What commands take and give, in one table that checks arguments and answers `query-qmp-schema`.
+//! The arguments and results of commands, in one table that checks arguments and answers `query-qmp-schema`.
 //!
-//! The types are those of QEMU's QAPI: what a command here takes, QEMU takes as well, unless its
-//! documentation says that it is Isobath's own.
+//! The types are those of QEMU's QAPI: arguments accepted here are accepted by QEMU as well, unless their documentation
+//! says that they are Isobath's own.
 
 mod check;
 mod introspect;
+mod text;
 
 pub use check::check;
 pub use introspect::introspect;
+pub use text::from_text;
 
 /// The type of a value.
 #[derive(Clone, Copy, Debug)]
@@ -50,7 +52,7 @@ pub struct Object {
 pub struct Variants {
     /// The name of that member; its type is an enumeration of the cases.
     pub tag: &'static str,
-    /// What each of its values adds; values that are not here add nothing.
+    /// The members that each of its values adds; values that are not listed add none.
     pub cases: &'static [(&'static str, &'static Object)],
 }
 
@@ -70,7 +72,7 @@ pub struct Member {
 pub struct Alternate {
     /// QEMU's name for it, used in messages.
     pub name: &'static str,
-    /// The types; no two are written as the same type of JSON.
+    /// The types; no two have the same JSON type.
     pub types: &'static [Type],
 }
 
@@ -81,7 +83,7 @@ pub struct Command {
     pub name: &'static str,
     /// Its arguments.
     pub arguments: &'static Object,
-    /// What it returns; `None` is an empty object.
+    /// The type of its result; `None` is an empty object.
     pub returns: Option<Type>,
 }
 
@@ -94,7 +96,7 @@ pub struct EventType {
     pub data: &'static Object,
 }
 
-/// All that a server can be asked for and tells.
+/// All commands and events of a server.
 #[derive(Debug)]
 pub struct Schema {
     /// The commands.
@@ -109,7 +111,7 @@ impl Schema {
         self.commands.iter().copied().flatten()
     }
 
-    /// The command of a name.
+    /// The command with this name.
     pub fn command(&self, name: &str) -> Option<&'static Command> {
         self.commands().find(|command| command.name == name)
     }
@@ -123,12 +125,17 @@ pub const fn object(members: &'static [Member]) -> Object {
     Object { members, variants: None }
 }
 
-/// A member that must be there.
+/// A required member.
 pub const fn req(name: &'static str, ty: Type) -> Member {
     Member { name, ty, optional: false }
 }
 
-/// A member that may be left out.
+/// An optional member.
 pub const fn opt(name: &'static str, ty: Type) -> Member {
     Member { name, ty, optional: true }
+}
+
+/// The name of a member of the object at `path`, for messages.
+fn below(path: &str, name: &str) -> String {
+    if path.is_empty() { name.to_owned() } else { format!("{path}.{name}") }
 }

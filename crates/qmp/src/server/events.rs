@@ -1,4 +1,4 @@
-//! Events, told to every client.
+//! Events, which are sent to every client.
 
 use super::outbox::Outbox;
 use crate::json;
@@ -7,14 +7,14 @@ use std::cell::RefCell;
 use std::rc::{Rc, Weak};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// Where events are told; clones are the same.
+/// Sends events; clones share the clients.
 #[derive(Clone, Debug, Default)]
 pub struct Events {
     listeners: Rc<RefCell<Vec<Weak<Outbox>>>>,
 }
 
 impl Events {
-    /// Tells every client that has finished its negotiation.
+    /// Sends an event to every client that has finished its negotiation.
     pub fn emit(&self, event: &str, data: Value) {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let (seconds, microseconds) = (now.as_secs(), now.subsec_micros());
@@ -38,7 +38,7 @@ impl Events {
         });
     }
 
-    /// From now on, a client is told.
+    /// Sends events to a client from now on.
     pub(super) fn listen(&self, outbox: &Rc<Outbox>) {
         self.listeners.borrow_mut().push(Rc::downgrade(outbox));
     }

@@ -16,25 +16,20 @@ use crate::error::QmpError;
 use crate::json;
 use crate::schema::{Command, Member, Object, Schema, Type, object, opt, req};
 use event_listener::Event;
-use isobath_ring::net::{Listener, Stream};
-use isobath_ring::{sleep, spawn};
+use isobath_ring::net::{Listener, Stream, after_failed_accept};
+use isobath_ring::{first, spawn};
 use outbox::Outbox;
 use serde_json::{Map, Value, json};
 use session::Session;
 use std::cell::Cell;
-use std::future::{Future, poll_fn};
+use std::future::Future;
 use std::io;
-use std::pin::pin;
 use std::rc::Rc;
-use std::task::Poll;
 use std::time::Duration;
-
-/// How long to wait for descriptors to become free before accepting again.
-const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// What carries out the commands.
 pub trait Service: 'static {
-    /// The commands and events. Those of [`CONTROL`] are carried out by the server.
+    /// The commands and events. The server executes those of [`CONTROL`].
     fn schema(&self) -> &'static Schema;
 
     /// Executes a command whose arguments have been checked against the schema.
@@ -45,16 +40,16 @@ pub trait Service: 'static {
     ) -> impl Future<Output = Result<Value, QmpError>>;
 }
 
-/// What clients may use of the server.
+/// Limits for clients.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Sessions at a time, over all listeners. Further connections are closed at once.
+    /// Concurrent sessions, over all listeners. Further connections are closed at once.
     pub sessions: usize,
     /// The longest and deepest request.
     pub request: json::Limits,
-    /// Bytes of replies that may wait for a client before no further request of it is taken.
+    /// Bytes of replies that may wait for a client before no further request from it is accepted.
     pub replies: usize,
-    /// Bytes of replies and events that may wait for a client before it is cut off.
+    /// Bytes of replies and events that may wait for a client before it is disconnected.
     pub events: usize,
     /// How long, at the end, a client may take to receive its last replies.
     pub drain: Duration,
@@ -82,12 +77,12 @@ pub struct Server<S> {
     limits: Limits,
     stopping: Cell<bool>,
     sessions: Cell<usize>,
-    /// Notified when the server is to stop, and when a session ends.
+    /// Notified when the server should stop, and when a session ends.
     changed: Event,
 }
 
 impl<S: Service> Server<S> {
-    /// A server whose clients are told of `events`.
+    /// A server whose clients receive `events`.
     pub fn new(service: S, events: Events, limits: Limits) -> Rc<Self> {
         let (stopping, sessions) = (Cell::new(false), Cell::new(0));
         Rc::new(Self { service, events, limits, stopping, sessions, changed: Event::new() })
@@ -103,8 +98,8 @@ impl<S: Service> Server<S> {
         self.sessions.get()
     }
 
-    /// Ends the server: nobody is accepted any more; sessions finish the request under way, send what
-    /// waits, and close.
+    /// Ends the server: no more clients are accepted; sessions finish the request in progress, send pending output, and
+    /// close.
     pub fn stop(&self) {
         self.stopping.set(true);
         self.changed.notify(usize::MAX);
@@ -114,7 +109,7 @@ impl<S: Service> Server<S> {
     /// listeners may be served at the same time.
     ///
     /// # Errors
-    /// If the listener fails. Sessions go on.
+    /// If the listener fails. Sessions continue.
     ///
     /// # Panics
     /// Outside a ring's `block_on`.
@@ -122,14 +117,12 @@ impl<S: Service> Server<S> {
         while let Some(accepted) = self.unless_stopped(listener.accept()).await {
             match accepted {
                 Ok(stream) => self.begin(stream),
-                Err(error) => match error.raw_os_error() {
-                    Some(libc::ECONNABORTED) => {}
-                    Some(libc::EMFILE | libc::ENFILE | libc::ENOBUFS | libc::ENOMEM) => {
+                Err(error) => {
+                    let recovered = after_failed_accept(error, |error| {
                         tracing::warn!(%error, "cannot accept a QMP client; retrying");
-                        self.unless_stopped(sleep(ACCEPT_PAUSE)).await;
-                    }
-                    _ => return Err(error),
-                },
+                    });
+                    self.unless_stopped(recovered).await.transpose()?;
+                }
             }
         }
         drop(listener);
@@ -142,8 +135,8 @@ impl<S: Service> Server<S> {
         }
     }
 
-    /// Starts a session.
-    fn begin(self: &Rc<Self>, stream: Stream) {
+    /// Starts a session with a client that is connected already.
+    pub fn begin(self: &Rc<Self>, stream: Stream) {
         if self.sessions.get() >= self.limits.sessions {
             tracing::warn!(limit = self.limits.sessions, "too many QMP clients; closed one");
             return;
@@ -152,7 +145,7 @@ impl<S: Service> Server<S> {
         let counted = Counted(self.clone());
         drop(spawn(async move {
             let outbox = Outbox::new(stream, counted.0.limits.events);
-            // Also where a command panics: its client is not left waiting.
+            // Even if a command panics, its client is not left waiting.
             let connected = Connected(outbox.clone());
             Session::new(&counted.0, &outbox).run().await;
             drop(connected);
@@ -173,7 +166,7 @@ impl<S: Service> Server<S> {
         first(async { Some(future.await) }, stopped).await
     }
 
-    /// Carries out one of [`CONTROL`], or leaves the command to the service.
+    /// Executes a command of [`CONTROL`], or passes it to the service.
     async fn execute(
         &self,
         command: &'static Command,
@@ -214,17 +207,7 @@ impl<S> Drop for Counted<S> {
     }
 }
 
-/// The output of whichever future ends first; the first one if both do.
-async fn first<O>(one: impl Future<Output = O>, other: impl Future<Output = O>) -> O {
-    let (mut one, mut other) = (pin!(one), pin!(other));
-    poll_fn(|cx| match one.as_mut().poll(cx) {
-        Poll::Ready(output) => Poll::Ready(output),
-        Poll::Pending => other.as_mut().poll(cx),
-    })
-    .await
-}
-
-/// The QEMU whose QMP this is, for programs that go by versions; and Isobath's own in `package`.
+/// The version of QEMU whose QMP this implements, for programs that check versions; `package` has Isobath's own.
 fn version() -> Value {
     let package = concat!("isobath ", env!("CARGO_PKG_VERSION"));
     json!({"qemu": {"micro": 0, "minor": 2, "major": 7}, "package": package})

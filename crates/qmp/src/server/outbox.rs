@@ -1,4 +1,4 @@
-//! What waits to be sent to one client.
+//! Output waiting to be sent to one client.
 
 use event_listener::Event;
 use isobath_ring::net::Stream;
@@ -7,21 +7,21 @@ use std::cell::{Cell, RefCell};
 use std::net::Shutdown;
 use std::rc::Rc;
 
-/// Bytes given to one send.
+/// Bytes per send.
 const SEND: usize = 256 << 10;
 
 /// Replies and events for a client, in order.
 #[derive(Debug)]
 pub(super) struct Outbox {
     pub(super) stream: Stream,
-    /// Bytes beyond which the client is cut off.
+    /// Bytes beyond which the client is disconnected.
     limit: usize,
     waiting: RefCell<Vec<u8>>,
-    /// Bytes given to the send under way.
+    /// Bytes in the send in progress.
     sending: Cell<usize>,
-    /// Nothing will be added any more.
+    /// Nothing more will be added.
     finished: Cell<bool>,
-    /// Nothing can be sent any more.
+    /// Sending has failed.
     broken: Cell<bool>,
     changed: Event,
 }
@@ -47,7 +47,7 @@ impl Outbox {
         }
     }
 
-    /// Adds an event; cuts the client off where too much waits already.
+    /// Adds an event; disconnects the client if too much is already waiting.
     pub(super) fn push_event(&self, line: &[u8]) {
         if self.queued().saturating_add(line.len()) > self.limit && !self.broken.get() {
             tracing::warn!(
@@ -68,7 +68,7 @@ impl Outbox {
         self.changed.notify(usize::MAX);
     }
 
-    /// Says that nothing will be added any more.
+    /// Notes that nothing more will be added.
     pub(super) fn finish(&self) {
         self.finished.set(true);
         self.changed.notify(usize::MAX);
@@ -93,7 +93,7 @@ impl Outbox {
         }
     }
 
-    /// Sends what is added, until [`finish`](Self::finish) and the end of it.
+    /// Sends everything that is added, until [`finish`](Self::finish) was called and all is sent.
     pub(super) async fn send(&self) {
         while !self.broken.get() {
             let changed = self.changed.listen();

@@ -38,7 +38,7 @@ impl<'a, S: Service> Session<'a, S> {
         }
     }
 
-    /// Takes requests until the client leaves or the server stops.
+    /// Receives requests until the client leaves or the server stops.
     async fn receive(&mut self) {
         let mut splitter = Splitter::new(self.server.limits.request);
         let mut buf = IoBuf::zeroed(RECEIVE);
@@ -81,8 +81,8 @@ impl<'a, S: Service> Session<'a, S> {
 }
 
 impl<S: Service> Server<S> {
-    /// Answers the text of one request, as in a session that has negotiated its capabilities or does so by
-    /// this.
+    /// Answers the text of one request; `negotiated` says whether capabilities were negotiated, and is set by the
+    /// command that does so.
     pub async fn answer(&self, negotiated: &mut bool, text: &[u8]) -> Value {
         let mut request = match json::parse(text) {
             Ok(Value::Object(request)) => request,
@@ -140,7 +140,7 @@ impl<S: Service> Server<S> {
     }
 }
 
-/// A reply as QEMU orders it: an error's id comes first, a result's last.
+/// A reply in QEMU's order: an error's id comes first, a result's last.
 fn to_reply(id: Option<Value>, result: Result<Value, QmpError>) -> Value {
     let mut reply = Map::new();
     match result {

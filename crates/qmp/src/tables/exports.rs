@@ -4,9 +4,9 @@ use crate::schema::{Command, EMPTY, Member, Object, Type, Variants, object, opt,
 use isobath_export::frontend::{Parameter, Presence, Protocol, Takes};
 use isobath_export::registry::PROTOCOLS;
 
-/// Frontends there are.
+/// The number of frontends.
 const COUNT: usize = PROTOCOLS.len();
-/// The most parameters of a frontend, its location among them.
+/// The most parameters of a frontend, including its location.
 const MOST: usize = 8;
 
 static UNIX: Object = object(&[req("path", Type::Str)]);
@@ -27,7 +27,7 @@ static NAMES: [&str; COUNT] = {
 };
 const EXPORT_TYPE: Type = Type::Enum(&NAMES);
 
-/// What each frontend takes, and how much of it counts.
+/// The arguments of each frontend, and their number.
 static MEMBERS: [([Member; MOST], usize); COUNT] = {
     let mut all = [([opt("", Type::Any); MOST], 0); COUNT];
     let mut number = 0;
@@ -57,7 +57,7 @@ static CASES: [(&str, &Object); COUNT] = {
     cases
 };
 
-/// What `block-export-add` takes for a protocol.
+/// The arguments of `block-export-add` for a protocol.
 const fn members(protocol: &Protocol) -> ([Member; MOST], usize) {
     let mut members = [opt("", Type::Any); MOST];
     let mut count = 0;
@@ -76,7 +76,7 @@ const fn members(protocol: &Protocol) -> ([Member; MOST], usize) {
     (members, count)
 }
 
-/// A parameter as a member of `block-export-add`'s arguments, where it is one.
+/// A parameter as a member of `block-export-add`'s arguments, if it is one.
 const fn member(parameter: &Parameter) -> Option<Member> {
     let optional = match parameter.qmp {
         Presence::Absent => return None,

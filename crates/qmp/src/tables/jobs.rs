@@ -43,7 +43,24 @@ const fn pacing(index: usize) -> Member {
     }
 }
 
-static STREAM: Object = object(&[
+/// The arguments that start a job: its own, and those of every job.
+macro_rules! job {
+    ([$($own:expr),* $(,)?]) => {
+        object(&[
+            $($own,)*
+            opt("auto-finalize", BOOL),
+            opt("auto-dismiss", BOOL),
+            pacing(0),
+            pacing(1),
+            pacing(2),
+            pacing(3),
+            pacing(4),
+            pacing(5),
+        ])
+    };
+}
+
+static STREAM: Object = job!([
     opt("job-id", STR),
     req("device", STR),
     opt("base", STR),
@@ -53,16 +70,8 @@ static STREAM: Object = object(&[
     opt("speed", INT),
     opt("on-error", ON_ERROR),
     opt("filter-node-name", STR),
-    opt("auto-finalize", BOOL),
-    opt("auto-dismiss", BOOL),
-    pacing(0),
-    pacing(1),
-    pacing(2),
-    pacing(3),
-    pacing(4),
-    pacing(5),
 ]);
-static COMMIT: Object = object(&[
+static COMMIT: Object = job!([
     opt("job-id", STR),
     req("device", STR),
     opt("base-node", STR),
@@ -73,16 +82,8 @@ static COMMIT: Object = object(&[
     opt("speed", INT),
     opt("on-error", ON_ERROR),
     opt("filter-node-name", STR),
-    opt("auto-finalize", BOOL),
-    opt("auto-dismiss", BOOL),
-    pacing(0),
-    pacing(1),
-    pacing(2),
-    pacing(3),
-    pacing(4),
-    pacing(5),
 ]);
-static MIRROR: Object = object(&[
+static MIRROR: Object = job!([
     opt("job-id", STR),
     req("device", STR),
     req("target", STR),
@@ -95,14 +96,6 @@ static MIRROR: Object = object(&[
     opt("on-target-error", ON_ERROR),
     opt("filter-node-name", STR),
     opt("copy-mode", Type::Enum(&["background", "write-blocking"])),
-    opt("auto-finalize", BOOL),
-    opt("auto-dismiss", BOOL),
-    pacing(0),
-    pacing(1),
-    pacing(2),
-    pacing(3),
-    pacing(4),
-    pacing(5),
 ]);
 
 static DEVICE: Object = object(&[req("device", STR)]);

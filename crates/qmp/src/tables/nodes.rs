@@ -1,4 +1,4 @@
-//! Commands about nodes: what they are, what was asked of them, and changes of a chain.
+//! Commands about nodes: queries, statistics, and changes of a chain.
 
 use crate::schema::{Alternate, Command, EMPTY, Object, Type, Variants, object, opt, req};
 
@@ -16,6 +16,23 @@ const STATS: Type = Type::Object(&BLOCK_STATS);
 const HISTOGRAM: Type = Type::Object(&LATENCY_HISTOGRAM);
 const DETECT_ZEROES: Type = Type::Enum(&["off", "on", "unmap"]);
 
+static SLOT: Object =
+    object(&[req("active", BOOL), opt("iters", INT), opt("stripes", INT), req("key-offset", INT)]);
+static LUKS_INFO: Object = object(&[
+    req("cipher-alg", STR),
+    req("cipher-mode", STR),
+    req("ivgen-alg", STR),
+    opt("ivgen-hash-alg", STR),
+    req("hash-alg", STR),
+    req("payload-offset", INT),
+    req("master-key-iters", INT),
+    req("uuid", STR),
+    req("slots", Type::List(&Type::Object(&SLOT))),
+]);
+static ENCRYPTION_INFO: Object = Object {
+    members: &[req("format", Type::Enum(&["luks"]))],
+    variants: Some(Variants { tag: "format", cases: &[("luks", &LUKS_INFO)] }),
+};
 static QCOW2_DATA: Object = object(&[
     req("compat", STR),
     opt("data-file", STR),
@@ -24,6 +41,7 @@ static QCOW2_DATA: Object = object(&[
     opt("lazy-refcounts", BOOL),
     opt("corrupt", BOOL),
     req("refcount-bits", INT),
+    opt("encrypt", Type::Object(&ENCRYPTION_INFO)),
     req("compression-type", Type::Enum(&["zlib", "zstd"])),
 ]);
 static IMAGE_SPECIFIC_QCOW2: Object = object(&[req("data", FORMAT_DATA)]);
@@ -38,6 +56,7 @@ static IMAGE_INFO: Object = object(&[
     opt("actual-size", INT),
     req("virtual-size", INT),
     opt("cluster-size", INT),
+    opt("encrypted", BOOL),
     opt("backing-filename", STR),
     opt("full-backing-filename", STR),
     opt("backing-filename-format", STR),
@@ -168,7 +187,13 @@ static REFERENCE_OR_NULL: Alternate = Alternate {
     name: "BlockdevRefOrNull",
     types: &[Type::Object(&BLOCKDEV), Type::Str, Type::Null],
 };
+static KEY_SECRET: Object = object(&[opt("key-secret", STR)]);
+static ENCRYPTION: Object = Object {
+    members: &[req("format", Type::Enum(&["luks"]))],
+    variants: Some(Variants { tag: "format", cases: &[("luks", &KEY_SECRET)] }),
+};
 static QCOW2_OPTIONS: Object = object(&[
+    opt("encrypt", Type::Object(&ENCRYPTION)),
     req("file", Type::Alternate(&REFERENCE)),
     opt("backing", Type::Alternate(&REFERENCE_OR_NULL)),
 ]);
@@ -198,6 +223,19 @@ static NODE_NAME: Object = object(&[req("node-name", STR)]);
 static RESIZE: Object =
     object(&[opt("device", STR), opt("node-name", STR), req("size", INT), opt("shrink", BOOL)]);
 
+static SECRET: Object = object(&[
+    opt("file", STR),
+    opt("data", STR),
+    opt("format", Type::Enum(&["raw", "base64"])),
+    opt("keyid", STR),
+    opt("iv", STR),
+]);
+static OBJECT_ADD: Object = Object {
+    members: &[req("qom-type", Type::Enum(&["secret"])), req("id", STR)],
+    variants: Some(Variants { tag: "qom-type", cases: &[("secret", &SECRET)] }),
+};
+static OBJECT_DEL: Object = object(&[req("id", STR)]);
+
 pub(super) static COMMANDS: &[Command] = &[
     Command { name: "query-block", arguments: &EMPTY, returns: Some(Type::List(&BLOCK)) },
     Command {
@@ -213,6 +251,8 @@ pub(super) static COMMANDS: &[Command] = &[
     Command { name: "blockdev-snapshot-sync", arguments: &SNAPSHOT_SYNC, returns: None },
     Command { name: "blockdev-snapshot", arguments: &SNAPSHOT, returns: None },
     Command { name: "transaction", arguments: &TRANSACTION, returns: None },
+    Command { name: "object-add", arguments: &OBJECT_ADD, returns: None },
+    Command { name: "object-del", arguments: &OBJECT_DEL, returns: None },
     Command { name: "blockdev-add", arguments: &BLOCKDEV, returns: None },
     Command { name: "blockdev-del", arguments: &NODE_NAME, returns: None },
     Command { name: "block_resize", arguments: &RESIZE, returns: None },

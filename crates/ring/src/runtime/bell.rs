@@ -8,7 +8,7 @@ static ONE: u64 = 1;
 /// An eventfd that the executor's ring always reads.
 pub(super) struct Bell {
     eventfd: OwnedFd,
-    /// Where the order of threads is explored, none of them may wait in the kernel: they wait for this.
+    /// When thread interleavings are explored, no thread may wait in the kernel: they wait for this.
     #[cfg(loom)]
     rung: (loom::sync::Mutex<bool>, loom::sync::Condvar),
 }
@@ -28,10 +28,10 @@ impl Bell {
         })
     }
 
-    /// Ends the executor's wait, the present one or the next. From any thread.
+    /// Ends the executor's current or next wait. May be called from any thread.
     pub(super) fn ring(&self) {
-        // A full counter (EAGAIN) wakes the reader as well, so the outcome does not matter.
-        // SAFETY: the eventfd is open, and 8 bytes are read from a live value.
+        // A full counter (EAGAIN) wakes the reader as well, so the result does not matter. SAFETY: the eventfd is open,
+        // and 8 bytes are read from a live value.
         unsafe { libc::write(self.eventfd.as_raw_fd(), (&raw const ONE).cast(), 8) };
         #[cfg(loom)]
         {
@@ -40,7 +40,7 @@ impl Bell {
         }
     }
 
-    /// The descriptor to be read.
+    /// The descriptor to read.
     pub(super) fn descriptor(&self) -> i32 {
         self.eventfd.as_raw_fd()
     }

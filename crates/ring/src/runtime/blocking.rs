@@ -1,4 +1,4 @@
-//! System calls that block and that io_uring does not have.
+//! Blocking system calls that io_uring does not support.
 
 use super::oneshot;
 use super::remote::RemoteJoin;
@@ -7,11 +7,11 @@ use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::thread;
 
-/// Runs `call` without holding up this thread's tasks: on a thread of its own inside an executor, in
-/// place elsewhere. Meant for what happens seldom.
+/// Runs `call` without blocking this thread's tasks: on a thread of its own inside an executor, in place elsewhere. It
+/// is meant for rare calls.
 ///
 /// # Errors
-/// Those of the call, and where no thread can be started.
+/// Those of the call, or if no thread can be started.
 pub async fn unblock<T: Send + 'static>(
     call: impl FnOnce() -> io::Result<T> + Send + 'static,
 ) -> io::Result<T> {

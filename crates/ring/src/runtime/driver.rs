@@ -1,4 +1,4 @@
-//! The ring itself: operations in flight, what they own, and how they end.
+//! The ring itself: operations in flight, their resources, and how they end.
 
 use super::op::{Keep, Lease};
 use io_uring::types::{SubmitArgs, Timespec};
@@ -11,9 +11,9 @@ use std::mem::MaybeUninit;
 use std::task::Waker;
 use std::time::Duration;
 
-/// `user_data` of a cancellation, whose outcome nobody needs.
+/// `user_data` of a cancellation, whose result nobody needs.
 const CANCEL: u64 = u64::MAX;
-/// `user_data` of the read that other threads' wake-ups end.
+/// `user_data` of the read that wake-ups from other threads end.
 pub(super) const WAKE: u64 = u64::MAX - 1;
 
 /// Completions taken from the queue at a time.
@@ -35,7 +35,7 @@ enum Operation {
 }
 
 struct Slot {
-    /// Tells this operation's completion from those of the slot's earlier tenants.
+    /// Distinguishes this operation's completion from those of the slot's earlier operations.
     serial: u32,
     state: Operation,
     abandon: Abandon,
@@ -135,7 +135,7 @@ impl Driver {
     fn push(&self, entry: squeue::Entry) {
         let mut backlog = self.backlog.borrow_mut();
         let mut ring = self.ring.borrow_mut();
-        // SAFETY: whoever made the entry keeps what it points to until its completion.
+        // SAFETY: the entry's creator keeps what it points to until its completion.
         if backlog.is_empty() && unsafe { ring.submission().push(&entry) }.is_ok() {
             self.pushed();
         } else {
@@ -150,7 +150,7 @@ impl Driver {
     /// Moves entries from the backlog into the submission queue.
     fn refill(&self, ring: &mut IoUring, backlog: &mut VecDeque<squeue::Entry>) {
         while let Some(entry) = backlog.front() {
-            // SAFETY: whoever made the entry keeps what it points to until its completion.
+            // SAFETY: the entry's creator keeps what it points to until its completion.
             let mut pushed = unsafe { ring.submission().push(entry) };
             if pushed.is_err() {
                 self.submit(ring);
@@ -170,8 +170,8 @@ impl Driver {
         self.unsubmitted.set(self.unsubmitted.get() + 1);
     }
 
-    /// Gives the queued entries to the kernel without waiting. What it does not take now it is
-    /// offered again at the next turn.
+    /// Submits the queued entries without waiting. Entries that the kernel does not take now are submitted again in the
+    /// next turn.
     fn submit(&self, ring: &IoUring) {
         match ring.submit() {
             Ok(taken) => self.taken(taken),
@@ -183,8 +183,8 @@ impl Driver {
         self.unsubmitted.set(self.unsubmitted.get().saturating_sub(count));
     }
 
-    /// Submits what is queued, waits as told, and handles the completions that are there. Tells
-    /// whether the wake-up read was among them.
+    /// Submits queued entries, waits as requested, and handles the available completions. Returns whether the wake-up
+    /// read was among them.
     #[must_use = "the wake-up read must be started again"]
     pub(super) fn enter(&self, wait: Wait) -> bool {
         {
@@ -206,7 +206,7 @@ impl Driver {
             };
             match result {
                 Ok(taken) => self.taken(taken),
-                // The wait ended otherwise than by a completion; what was taken is not told.
+                // The wait ended without a completion; the number of submitted entries is unknown.
                 Err(error) => {
                     check(&error);
                     self.unsubmitted.set(ring.submission().len());
@@ -295,7 +295,7 @@ impl Driver {
         }
     }
 
-    /// The future of an operation is gone before its end was seen; the key is then void.
+    /// Notes that an operation's future was dropped before its end was seen; the key is then void.
     pub(super) fn abandon(&self, key: Key) {
         let index = key.0 as usize;
         let mut slots = self.slots.borrow_mut();
@@ -352,7 +352,7 @@ impl Driver {
     }
 }
 
-/// Errors of `io_uring_enter` that the next turn mends; any other means that the ring is lost.
+/// Checks for errors of `io_uring_enter` that the next turn resolves; after any other the ring is unusable.
 fn check(error: &io::Error) {
     match error.raw_os_error() {
         Some(libc::EAGAIN | libc::EBUSY | libc::EINTR | libc::ETIME) => {}
@@ -360,7 +360,7 @@ fn check(error: &io::Error) {
     }
 }
 
-/// Flags by the kernel that brought them: 5.19, 6.0 (and 6.1, which they need to be of use).
+/// Flags by the kernel that introduced them: 5.19, 6.0 (and 6.1, which they need to be useful).
 const FLAGS: [fn(&mut io_uring::Builder); 2] = [
     |builder| {
         builder.setup_submit_all().setup_coop_taskrun().setup_taskrun_flag();
@@ -370,7 +370,7 @@ const FLAGS: [fn(&mut io_uring::Builder); 2] = [
     },
 ];
 
-/// Makes a ring with the best flags that the kernel has, of the first `most` groups of them.
+/// Creates a ring with the best flags that the kernel supports, from the first `most` groups.
 fn build(entries: u32, most: usize) -> io::Result<IoUring> {
     let mut groups = most;
     loop {

@@ -29,7 +29,7 @@ impl Default for Config {
     }
 }
 
-/// Runs futures and their I/O on the thread that made it.
+/// Runs futures and their I/O on the thread that created it.
 pub struct Executor {
     local: ManuallyDrop<Rc<Local>>,
 }
@@ -58,9 +58,8 @@ impl Executor {
         self.local.spawn(future)
     }
 
-    /// Runs a future to its end, and tasks beside it. When it returns, no operation of a dropped
-    /// future is in flight; tasks that have not ended wait for the next `block_on` or for the
-    /// executor's end.
+    /// Runs a future to its end, and tasks concurrently. When it returns, no operation of a dropped future is in
+    /// flight; tasks that have not ended wait for the next `block_on` or for the executor's end.
     ///
     /// # Panics
     /// If the future panics; or inside another `block_on` on this thread.

@@ -1,5 +1,5 @@
-//! Executors that other threads wake, in every order that the threads can take. Each has a ring of the
-//! kernel's; only the wait for it is loom's.
+//! Executors that other threads wake, in every possible interleaving. Each has a real kernel ring; only the wait for it
+//! is loom's.
 
 use super::remote::Handle;
 use super::task::JoinError;
@@ -13,7 +13,7 @@ fn executor() -> Executor {
     Executor::new(&Config { entries: 2, batch: 1 }).unwrap()
 }
 
-/// A value for another thread, and what it depends on.
+/// A value for another thread, and the data that it protects.
 struct Sent<T> {
     sender: Mutex<Option<oneshot::Sender<T>>>,
     receiver: Mutex<Option<oneshot::Receiver<T>>>,

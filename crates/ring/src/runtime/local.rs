@@ -1,4 +1,4 @@
-//! What one thread's executor consists of.
+//! The parts of one thread's executor.
 
 use super::driver::{Driver, Wait};
 use super::executor::Config;
@@ -14,8 +14,8 @@ use std::io;
 use std::rc::Rc;
 use std::sync::Arc;
 
-/// Bytes that tasks may transfer at once in a turn of the executor; each call counts as more bytes, such
-/// that there are at most so many.
+/// Bytes that tasks may transfer immediately in a turn of the executor. Each call counts as additional bytes, which
+/// limits the number of calls.
 const AT_ONCE: usize = 8 << 20;
 const AT_ONCE_CALLS: usize = 256;
 
@@ -34,9 +34,8 @@ pub fn current() -> Option<Rc<Local>> {
     CURRENT.try_with(|current| current.borrow().clone()).ok().flatten()
 }
 
-/// Whether a task may go on after `bytes` more bytes of work done at once, without waiting. It may not
-/// after a good deal of that, so that the executor's other tasks have their turn. Always outside
-/// `block_on`.
+/// Whether a task may continue after `bytes` more bytes of work done immediately, without waiting. After a certain
+/// amount it may not, so that the executor's other tasks get their turn. Always `true` outside `block_on`.
 pub fn may_go_on(bytes: usize) -> bool {
     let may = CURRENT.try_with(|current| {
         current.borrow().as_ref().is_none_or(|local| {
@@ -56,7 +55,7 @@ pub(crate) fn required() -> Rc<Local> {
     current().unwrap_or_else(|| panic!("this thread is not inside Executor::block_on"))
 }
 
-/// Puts a task into the run queue of the executor that owns it, from whatever thread.
+/// Puts a task into the run queue of the executor that owns it, from any thread.
 pub(super) fn schedule(remote: &Remote, task: Arc<dyn Run>) {
     let mut task = Some(task);
     let _ = CURRENT.try_with(|current| {
@@ -85,7 +84,7 @@ impl Drop for Entered {
     }
 }
 
-/// One thread's executor. Everything here is touched by that thread alone, but for `remote`.
+/// One thread's executor. Everything here is accessed only by that thread, except `remote`.
 pub struct Local {
     pub(super) driver: Driver,
     pub(super) timers: Timers,
@@ -95,7 +94,7 @@ pub struct Local {
     pub(super) remote: Arc<Remote>,
     run_queue: RefCell<VecDeque<Arc<dyn Run>>>,
     tasks: RefCell<Slab<Arc<dyn Run>>>,
-    /// Where the kernel puts the eventfd's count; read by nobody.
+    /// Where the kernel writes the eventfd's count, which is never read.
     word: Box<Cell<u64>>,
     closed: Cell<bool>,
     /// What is left of [`AT_ONCE`] in this turn.
@@ -160,14 +159,13 @@ impl Local {
         JoinHandle::new(task)
     }
 
-    /// A task has ended and needs no owner any more.
+    /// Forgets a task that has ended.
     pub(super) fn forget(&self, key: usize) {
         let task = self.tasks.borrow_mut().try_remove(key);
         drop(task);
     }
 
-    /// Runs what is ready, then takes completions; waits for one if nothing is ready and
-    /// `busy` says so.
+    /// Runs what is ready, then takes completions; waits for one if nothing is ready and `busy` returns `true`.
     pub(super) fn turn(self: &Rc<Self>, busy: impl Fn() -> bool) {
         self.take_mail();
         self.at_once.set(AT_ONCE);

@@ -1,4 +1,4 @@
-//! The executor: its ring, its tasks, and how other threads reach it.
+//! The executor: its ring, its tasks, and its interface for other threads.
 
 mod bell;
 mod blocking;
@@ -37,7 +37,7 @@ pub fn is_running() -> bool {
     current().is_some()
 }
 
-/// Starts a task on this thread's executor. It runs when the present task next waits.
+/// Starts a task on this thread's executor. It runs when the current task next waits.
 ///
 /// # Panics
 /// Outside [`Executor::block_on`].
@@ -57,7 +57,7 @@ pub fn handle() -> Handle {
     local::required().handle()
 }
 
-/// Lets every other ready task run, and completions arrive, before going on.
+/// Lets every other ready task run, and completions arrive, before continuing.
 pub fn yield_now() -> impl Future<Output = ()> {
     Yield { done: false }
 }

@@ -39,7 +39,7 @@ impl<T> Drop for Sender<T> {
 }
 
 impl<T> Receiver<T> {
-    /// The value; `None` if the sender is gone without one.
+    /// The value; `None` if the sender was dropped without one.
     pub(super) fn poll(&mut self, context: &mut Context<'_>) -> Poll<Option<T>> {
         let mut state = self.0.lock();
         if state.sender_gone {

@@ -15,7 +15,7 @@ use std::task::{Context, Poll};
 /// The most buffers in one vectored operation (`IOV_MAX`).
 const MAX_VECTORS: usize = 1024;
 
-/// The most bytes asked of the kernel in one operation.
+/// The most bytes requested in one operation.
 pub(crate) const MAX_BYTES: usize = 1 << 30;
 
 /// Several buffers for one operation, with the kernel's description of them.
@@ -26,7 +26,7 @@ pub struct Vectored {
 }
 
 impl Vectored {
-    /// A description of `bufs`, none of them described yet.
+    /// An empty description of `bufs`.
     #[allow(clippy::unnecessary_box_returns)] // its address must not change
     pub fn boxed(bufs: Vec<IoBuf>) -> Box<Self> {
         // SAFETY: a message header of zeroes is valid and empty.
@@ -34,7 +34,7 @@ impl Vectored {
         Box::new(Self { bufs, iovecs: Vec::new(), header })
     }
 
-    /// Describes the bytes from `skip` on, as far as one operation takes them; returns how many.
+    /// Describes the bytes from `skip` on, as many as one operation takes; returns how many.
     pub fn describe(&mut self, mut skip: usize) -> usize {
         self.iovecs.clear();
         let mut total = 0;
@@ -71,13 +71,12 @@ impl Vectored {
     }
 }
 
-/// Whatever an operation in flight keeps alive besides its memory: its file, or a guard that holds the
-/// file.
+/// What an operation in flight keeps alive besides its memory: its file, or a guard that holds the file.
 pub type Lease = Arc<dyn Held>;
 
-/// What is kept so, and is told of operations whose futures are gone before their end.
+/// Something kept alive by operations, which is notified of those whose futures were dropped early.
 pub trait Held: Send + Sync {
-    /// Nobody waits any more for an operation that is in flight.
+    /// The future of an operation in flight was dropped.
     fn orphaned(&self) {}
 
     /// Such an operation has ended.
@@ -88,7 +87,7 @@ impl Held for OwnedFd {}
 
 impl Held for () {}
 
-/// What an operation in flight owns.
+/// The memory that an operation in flight owns.
 pub(crate) enum Keep {
     Nothing,
     Buf(IoBuf),
@@ -97,7 +96,7 @@ pub(crate) enum Keep {
     Address(#[expect(dead_code)] Box<socket2::SockAddr>),
 }
 
-/// An operation in flight. Dropped before its end, it leaves its resources with the ring.
+/// An operation in flight. If it is dropped before its end, its resources stay with the ring.
 pub(crate) struct Op {
     local: Rc<Local>,
     key: Option<Key>,
@@ -156,10 +155,10 @@ impl Local {
         }
     }
 
-    /// Takes the buffers back and keeps the description for the next operation.
+    /// Returns the buffers and keeps the description for the next operation.
     pub fn reuse(&self, mut vectored: Box<Vectored>) -> Vec<IoBuf> {
         let bufs = std::mem::take(&mut vectored.bufs);
-        // What is described belongs to the buffers.
+        // The descriptions point to the buffers.
         vectored.iovecs.clear();
         let mut spare = self.spare.borrow_mut();
         if spare.len() < 64 {
@@ -170,8 +169,8 @@ impl Local {
 }
 
 pub mod ops {
-    //! Operations on this thread's ring, each one system call's worth: short transfers are the caller's to
-    //! continue. What an operation owns stays with the ring until its completion, also where its future is dropped.
+    //! Operations on this thread's ring, each equivalent to one system call: callers must continue short transfers. An
+    //! operation's resources stay with the ring until its completion, even if its future is dropped.
 
     use super::{
         Abandon, Arc, IoBuf, Keep, Lease, Local, MAX_BYTES, Op, OwnedFd, Rc, Vectored, io,
@@ -234,7 +233,7 @@ pub mod ops {
         buf_back(unsafe { local.op(entry, Keep::Buf(buf), lease.clone(), Abandon::Finish) }.await)
     }
 
-    /// Writes what `vectored` describes at `offset` of a file.
+    /// Writes the buffers of `vectored` at `offset` of a file.
     pub async fn writev(
         local: &Rc<Local>,
         file: &Arc<OwnedFd>,
@@ -292,8 +291,7 @@ pub mod ops {
         op.await.0.map(drop)
     }
 
-    /// Receives what has arrived, at least a byte, into `buf[from..]`; 0 means that the peer has
-    /// ended its side.
+    /// Receives available bytes, at least one, into `buf[from..]`; 0 means that the peer has ended its side.
     pub(crate) async fn recv(
         local: &Rc<Local>,
         socket: &Arc<OwnedFd>,
@@ -322,7 +320,7 @@ pub mod ops {
         buf_back(unsafe { local.op(entry, Keep::Buf(buf), socket.clone(), Abandon::Cancel) }.await)
     }
 
-    /// Sends what `vectored` describes.
+    /// Sends the buffers of `vectored`.
     pub(crate) async fn sendmsg(
         local: &Rc<Local>,
         socket: &Arc<OwnedFd>,
@@ -337,7 +335,7 @@ pub mod ops {
         vectored_back(op.await)
     }
 
-    /// Waits until one of `events` (`POLLIN` and so on) holds, and tells which.
+    /// Waits until one of `events` (`POLLIN` and so on) holds, and returns which.
     pub(crate) async fn poll(
         local: &Rc<Local>,
         file: &Arc<OwnedFd>,

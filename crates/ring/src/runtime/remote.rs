@@ -1,4 +1,4 @@
-//! How other threads reach an executor.
+//! The interface of an executor for other threads.
 
 use super::bell::Bell;
 use super::oneshot;
@@ -13,7 +13,7 @@ use std::task::{Context, Poll};
 
 type Job = Box<dyn FnOnce() + Send>;
 
-/// What other threads left for the executor.
+/// Messages from other threads for the executor.
 #[derive(Default)]
 pub(super) struct Mail {
     pub(super) tasks: Vec<Arc<dyn Run>>,
@@ -28,7 +28,7 @@ struct Mailbox {
     closed: bool,
 }
 
-/// The part of an executor that other threads may touch.
+/// The part of an executor that other threads may access.
 pub(super) struct Remote {
     mailbox: Mutex<Mailbox>,
     /// Something happened since the last [`take`](Self::take). Written under the lock.
@@ -41,7 +41,7 @@ impl Remote {
         Ok(Self { mailbox: Mutex::default(), news: AtomicBool::new(false), bell: Bell::new()? })
     }
 
-    /// Leaves something in the mailbox; gives it back if the executor has ended.
+    /// Puts something into the mailbox; returns it if the executor has ended.
     fn post<T>(&self, item: T, put: impl FnOnce(&mut Mail, T)) -> Option<T> {
         let mut mailbox = self.mailbox.lock();
         if mailbox.closed {
@@ -55,13 +55,12 @@ impl Remote {
         None
     }
 
-    /// Has the executor run a task. The task is dropped if the executor has ended; its future is
-    /// then gone already.
+    /// Makes the executor run a task. The task is dropped if the executor has ended; its future is then gone already.
     pub(super) fn schedule(&self, task: Arc<dyn Run>) {
         drop(self.post(task, |mail, task| mail.tasks.push(task)));
     }
 
-    /// Has the executor look at its main future.
+    /// Makes the executor poll its main future.
     pub(super) fn notify(&self) {
         let _ = self.post((), |_, ()| {});
     }
@@ -76,7 +75,7 @@ impl Remote {
         Some(std::mem::take(&mut mailbox.mail))
     }
 
-    /// Announces that the executor will wait in the kernel; `false` if there is mail to see first.
+    /// Announces that the executor will wait in the kernel; `false` if there is mail to process first.
     pub(super) fn prepare_sleep(&self) -> bool {
         let mut mailbox = self.mailbox.lock();
         mailbox.sleeping = !self.news.load(Ordering::Acquire);
@@ -104,8 +103,8 @@ impl Handle {
         Self { remote }
     }
 
-    /// Has the executor's thread call `make` and run the future that it returns as a task; the
-    /// future itself need not be `Send`.
+    /// Makes the executor's thread call `make` and run the returned future as a task; the future itself need not be
+    /// `Send`.
     ///
     /// The result arrives at the returned [`RemoteJoin`], which may be dropped.
     pub fn spawn_with<M, F>(&self, make: M) -> RemoteJoin<F::Output>

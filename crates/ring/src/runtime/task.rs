@@ -82,7 +82,7 @@ struct Outcome<T> {
     result: Option<Result<T, JoinError>>,
     /// The future is gone.
     ended: bool,
-    /// Nobody will ask for the result.
+    /// The result is not needed.
     detached: bool,
     waker: Option<Waker>,
 }
@@ -96,7 +96,7 @@ pub(super) struct Task<F: Future> {
     key: AtomicUsize,
     /// Touched only by `run` and `end`.
     future: UnsafeCell<Option<F>>,
-    /// Borrowed only for moments that run no code of others.
+    /// Borrowed only briefly, while no foreign code runs.
     outcome: UnsafeCell<Outcome<F::Output>>,
 }
 
@@ -131,14 +131,13 @@ impl<F: Future> Task<F> {
     }
 
     fn outcome<R>(&self, change: impl FnOnce(&mut Outcome<F::Output>) -> R) -> R {
-        // SAFETY: called by the owning thread, with closures that only move values, so that no two
-        // borrows meet.
+        // SAFETY: called by the owning thread, with closures that only move values, so that no two borrows overlap.
         change(unsafe { &mut *self.outcome.get() })
     }
 
     /// Drops the future and leaves the result.
     fn finish(&self, result: Result<F::Output, JoinError>) {
-        // SAFETY: called by `run` and `end`, which do not meet.
+        // SAFETY: called by `run` and `end`, which never run concurrently.
         let future = unsafe { &mut *self.future.get() };
         let dropped = catch_unwind(AssertUnwindSafe(|| *future = None));
         let result = match dropped {
@@ -276,8 +275,8 @@ impl<T> JoinHandle<T> {
         Self { task }
     }
 
-    /// Drops the task's future when its turn comes, unless it ends before; operations that it
-    /// waits for are cancelled or left to end by themselves.
+    /// Drops the task's future at its next turn, unless it ends first; operations that it waits for are cancelled or
+    /// left to complete.
     pub fn abort(&self) {
         self.task.clone().abort();
     }
@@ -352,7 +351,7 @@ mod tests {
             let waker = Waker::from(task.clone());
             thread::spawn(move || waker.wake())
         });
-        // The future is dropped here, whoever has the task.
+        // The future is dropped here, even if others hold the task.
         task.end();
         assert_eq!(Arc::strong_count(&held), 1);
         remote.close();

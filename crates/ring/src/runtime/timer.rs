@@ -19,7 +19,7 @@ pub(super) struct Timers {
 }
 
 impl Timers {
-    /// Wakes what is due; the time until the next is returned.
+    /// Wakes expired timers; returns the time until the next.
     pub(super) fn expire(&self) -> Option<Duration> {
         if self.waiting.borrow().is_empty() {
             return None;
@@ -88,7 +88,7 @@ impl Drop for Sleep {
 /// When polled outside [`Executor::block_on`](super::Executor::block_on).
 pub fn sleep(duration: Duration) -> Sleep {
     let now = Instant::now();
-    // A time past the end of the clock is as good as never.
+    // A time past the end of the clock is treated as never.
     let never = Duration::from_hours(100 * 365 * 24);
     sleep_until(now.checked_add(duration).unwrap_or(now + never))
 }
@@ -98,7 +98,7 @@ pub fn sleep_until(deadline: Instant) -> Sleep {
     Sleep { deadline, registered: None }
 }
 
-/// The time of a [`timeout`] is over.
+/// The time of a [`timeout`] has expired.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Elapsed;
 

@@ -10,8 +10,8 @@ use std::thread::{self, JoinHandle};
 
 /// A thread with an executor of its own, to which [`Handle::spawn_with`] gives work.
 ///
-/// Dropping it stops the executor: its tasks are dropped, its operations ended, the thread joined.
-/// Work that must be brought to an end is to be awaited before.
+/// Dropping it stops the executor: its tasks are dropped, its operations ended, the thread joined. Work that must be
+/// completed must be awaited first.
 pub struct Worker {
     handle: Handle,
     /// Dropping it ends the executor's main future.
@@ -23,7 +23,7 @@ impl Worker {
     /// Starts a thread named `name` (at most 15 bytes show) and its executor.
     ///
     /// # Errors
-    /// As [`Executor::new`], and where no thread can be started.
+    /// As [`Executor::new`], or if no thread can be started.
     pub fn start(name: &str, config: &Config) -> io::Result<Self> {
         let (stop, mut stopped) = oneshot::channel();
         let (report, started) = mpsc::channel();
@@ -43,7 +43,7 @@ impl Worker {
         Ok(Self { handle, stop: Some(stop), thread: Some(thread) })
     }
 
-    /// Gives work to the thread.
+    /// The handle for giving work to the thread.
     pub fn handle(&self) -> &Handle {
         &self.handle
     }

@@ -21,7 +21,7 @@ fn executor() -> Executor {
     Executor::new(&Config::default()).unwrap()
 }
 
-/// A ring so small that queues are full all the time.
+/// A ring so small that its queues are always full.
 fn tiny() -> Executor {
     Executor::new(&Config { entries: 2, batch: 1 }).unwrap()
 }
@@ -159,7 +159,7 @@ fn timers_end_in_order_and_can_be_dropped() {
 fn threads_wake_each_other() {
     let worker = Worker::start("peer", &Config::default()).unwrap();
     executor().block_on(async {
-        // Values go round between two threads; each step is a wake-up across.
+        // Values travel between two threads; each step is a wake-up across threads.
         let counter = Arc::new(AtomicUsize::new(0));
         for round in 0..200 {
             let counter = counter.clone();

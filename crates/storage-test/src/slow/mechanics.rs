@@ -1,28 +1,27 @@
-//! A disk that turns: arm, platter, and a write cache that loses its content with the power.
+//! A rotating disk: arm, platter, and a volatile write cache.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::time::Duration;
 
-/// What moves in a disk, and what it keeps in memory.
+/// The mechanics and the cache of a disk.
 ///
-/// A move to another track takes [`settle`](Self::settle), and [`stroke`](Self::stroke) times the square
-/// root of the distance's part of the [`span`](Self::span). Then the disk turns until the first byte is
-/// below the head: who goes on where the last request ended but comes late waits for nearly a whole turn,
-/// as does every write of a log that is flushed one by one. A read that goes on where the last request
-/// ended waits for nothing, since disks read ahead.
+/// A move to another track takes [`settle`](Self::settle), and [`stroke`](Self::stroke) times the square root of the
+/// distance's part of the [`span`](Self::span). Then the disk rotates until the first byte is below the head: a request
+/// that continues where the last one ended but comes late waits for nearly a whole rotation, as does every individually
+/// flushed write of a log. A read that continues where the last request ended does not wait, since disks read ahead.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mechanics {
     /// The least time to another track.
     pub settle: Duration,
-    /// What is added to that from one end to the other.
+    /// The additional time from one end to the other.
     pub stroke: Duration,
     /// The time of one turn.
     pub turn: Duration,
-    /// Bytes from one end to the other; places further apart cost no more.
+    /// Bytes from one end to the other; larger distances cost no more.
     pub span: u64,
-    /// Bytes that the write cache takes. It is written out, in the order of the places, by a flush and
-    /// when it is full; until then a write costs its latency alone.
+    /// Bytes that the write cache takes. It is written out, in the order of positions, by a flush and when it is full;
+    /// until then a write costs only its latency.
     pub cache: u64,
 }
 
@@ -43,7 +42,7 @@ impl Mechanics {
     }
 }
 
-/// Where the arm is, and what the cache holds.
+/// The state of the arm and the cache.
 #[derive(Debug)]
 pub(super) struct Arm {
     mechanics: Mechanics,
@@ -64,20 +63,19 @@ impl Arm {
         Self { mechanics, bandwidth, place: 0, left, dirty, dirty_bytes: 0 }
     }
 
-    /// Reads; tells when the last byte has passed.
+    /// Reads; returns when the last byte has passed.
     pub(super) fn read(&mut self, now: Duration, places: Range<u64>) -> Duration {
         let start = if places.start == self.place { now } else { self.reach(now, places.start) };
         self.pass(start, places)
     }
 
-    /// Takes a write into the cache; tells when it is there.
+    /// Takes a write into the cache; returns when it is there.
     pub(super) fn write(&mut self, now: Duration, places: Range<u64>) -> Duration {
         self.remember(places);
         if self.dirty_bytes > self.mechanics.cache { self.write_out(now) } else { now }
     }
 
-    /// Empties the cache, upwards from where the arm is and then from the lowest place; tells when
-    /// that is done.
+    /// Empties the cache, upwards from where the arm is and then from the lowest place; returns when that is done.
     pub(super) fn write_out(&mut self, now: Duration) -> Duration {
         let mut below = std::mem::take(&mut self.dirty);
         let above = below.split_off(&self.place);
@@ -88,7 +86,7 @@ impl Arm {
         })
     }
 
-    /// Adds places to the cache, one with those that they touch.
+    /// Adds positions to the cache, merged with adjacent ones.
     fn remember(&mut self, places: Range<u64>) {
         let Range { mut start, mut end } = places;
         while let Some((&other, &other_end)) = self.dirty.range(..=end).next_back()
@@ -121,7 +119,7 @@ impl Arm {
         arrived.saturating_add(nanoseconds(wait))
     }
 
-    /// Lets places pass below the head, from `start` on; tells when the last has.
+    /// Passes positions below the head, from `start` on; returns when the last has.
     fn pass(&mut self, start: Duration, places: Range<u64>) -> Duration {
         self.place = places.end;
         self.left = start.saturating_add(transfer(places.end - places.start, self.bandwidth));

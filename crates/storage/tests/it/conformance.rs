@@ -1,4 +1,4 @@
-//! Every place where bytes can be kept behaves the same.
+//! Every host behaves the same.
 
 use isobath_ring::block_on;
 use isobath_ring::{Config, Executor};

@@ -1,4 +1,4 @@
-//! More files than descriptors: those not in use give theirs up, and what they hold stays theirs.
+//! More files than descriptors: files not in use give up theirs, and are reopened unchanged.
 
 use isobath_ring::block_on;
 use isobath_ring::{Config, Worker, spawn};
@@ -112,7 +112,7 @@ fn two(paths: &[PathBuf]) -> (LimitedHost, Vec<FileStorage>) {
     (host, files)
 }
 
-/// What becomes of reading a file whose descriptor was given up when `change` was made.
+/// The result of reading a file that was changed by `change` while its descriptor was given up.
 fn after(change: impl FnOnce(&Path)) -> Result<Vec<u8>, StorageError> {
     let directory = directory();
     let paths = make(&directory, 3);
@@ -232,7 +232,7 @@ fn files_open_for_writing_keep_their_descriptors() {
     }
 }
 
-/// What a file is asked besides reading, each time without a descriptor.
+/// Operations other than reads, each without a descriptor.
 #[test]
 fn every_question_gets_the_descriptor_back() {
     let directory = directory();

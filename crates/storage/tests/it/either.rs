@@ -54,7 +54,7 @@ fn files_of_different_sides_differ_and_share_nothing() {
     });
 }
 
-/// A link from one side to a name that belongs to the other leads nowhere.
+/// A link from one side to a name that belongs to the other is an error.
 #[test]
 fn a_link_to_a_name_of_the_other_side_is_refused() {
     let directory = TempDir::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
@@ -71,7 +71,7 @@ fn a_link_to_a_name_of_the_other_side_is_refused() {
     assert_eq!(error.kind(), std::io::ErrorKind::CrossesDevices);
 }
 
-/// A storage without extensions: nothing but the operations that every one has.
+/// A storage without extensions, with only the mandatory operations.
 mod plain {
     use super::*;
     use isobath_storage::{
@@ -126,7 +126,7 @@ mod plain {
             assert!(!one.is_read_only() && !one.extends_with_zeroes());
             assert_eq!(one.clone_alignment(), None);
             assert!(!two.clone_range(&one, 0, 0, 4096).await.unwrap());
-            // Without holes to tell of, all of it is data.
+            // Without information on holes, all of it is data.
             assert_eq!(one.allocated().await.unwrap(), (1 << 20) + 1);
             assert_eq!(one.free_space(), None);
             one.discard(0, 4096).await.unwrap();

@@ -191,8 +191,7 @@ fn poll_once<F: Future + ?Sized>(future: Pin<&mut F>) -> bool {
     future.poll(&mut Context::from_waker(Waker::noop())).is_ready()
 }
 
-/// Reads and writes dropped in flight: no memory is written to or freed early, and what goes on is
-/// right.
+/// Reads and writes dropped in flight: no memory is written to or freed early, and the rest is correct.
 #[test]
 fn dropped_operations_end_by_themselves() {
     const LENGTH: usize = 64 << 10;

@@ -108,7 +108,7 @@ fn an_image_that_another_process_holds_is_free_again_when_it_is_killed() {
     open(&top, WRITE).unwrap();
 }
 
-/// A killed program's locks outlive it by the time that its last operations take.
+/// A killed program's locks outlive it until its last operations have ended.
 #[test]
 fn an_image_that_is_let_go_of_soon_is_waited_for() {
     const SOON: Duration = Duration::from_millis(50);

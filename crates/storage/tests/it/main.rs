@@ -1,4 +1,4 @@
-//! The tests of storage, in one program, but for those of what a whole process has one of.
+//! The tests of storage, in one program, except those of process-wide state.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by a panic")]
 

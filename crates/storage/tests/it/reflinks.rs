@@ -25,7 +25,7 @@ async fn bytes(file: &impl Storage) -> Vec<u8> {
     file.read_at(0, IoBuf::zeroed(length)).await.unwrap().to_vec()
 }
 
-/// What holds wherever ranges can be cloned.
+/// Checks for every host that can clone ranges.
 async fn ranges_are_cloned<H: Host>(host: &H, directory: &Path, direct: bool) {
     let mode = OpenMode { direct, ..WRITABLE };
     let from_name = directory.join("from");
@@ -56,7 +56,7 @@ async fn ranges_are_cloned<H: Host>(host: &H, directory: &Path, direct: bool) {
     model.copy_within(4096..8192, 20_480);
     assert_eq!(bytes(&to).await, model);
 
-    // What cannot be done leaves an answer, and the bytes as they were.
+    // An unsupported clone returns an answer, and leaves the bytes unchanged.
     for (from_offset, to_offset, length) in
         [(1, 0, 4096), (0, 512, 4096), (0, 0, 4095), (36_864, 0, 8192), (1 << 40, 0, 4096)]
     {
@@ -81,7 +81,7 @@ async fn ranges_are_cloned<H: Host>(host: &H, directory: &Path, direct: bool) {
     assert_eq!(bytes(&to).await, model);
 }
 
-/// Nothing is cloned, and that is no error.
+/// Nothing is cloned, and that is not an error.
 async fn ranges_are_not_cloned<H: Host>(host: &H, directory: &Path) {
     let from = host.create(&directory.join("no-from"), WRITABLE).await.unwrap();
     from.write_at(0, IoBuf::copy_of(&[1; 8192])).await.unwrap();
@@ -124,7 +124,7 @@ fn a_clone_is_recorded_and_can_fail() {
     });
 }
 
-/// The runs of a file that it shares with another, as the file system tells.
+/// The number of runs that a file shares with another, according to the file system.
 fn shared_runs(path: &Path) -> usize {
     let output = Command::new("filefrag").arg("-v").arg(path).output();
     let output = output.unwrap_or_else(|error| panic!("filefrag: {error}; install e2fsprogs"));

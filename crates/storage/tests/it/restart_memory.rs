@@ -1,4 +1,4 @@
-//! Memory of files that outlives the process.
+//! Memory of files that survives the process.
 
 use isobath_ring::block_on;
 use isobath_storage::file::FileHost;

@@ -1,5 +1,5 @@
-//! Handles whose part changes while they are open: writers that become readers, readers that let a
-//! writer of the same process beside them.
+//! Handles whose role changes while they are open: writers that become readers, readers that admit a writer of the same
+//! process.
 
 use crate::qemu;
 use crate::qemu::QemuIo;
@@ -17,7 +17,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use tempfile::TempDir;
 
-/// Nobody lets go soon, so nobody is waited for.
+/// No lock will be released soon, so do not wait.
 const READ_ONLY: OpenMode =
     OpenMode { writable: false, direct: false, locking: Locking::Immediate };
 const WRITABLE: OpenMode = OpenMode { writable: true, ..READ_ONLY };
@@ -48,7 +48,7 @@ async fn bytes(file: &impl Storage, offset: u64, length: usize) -> Vec<u8> {
     file.read_at(offset, IoBuf::zeroed(length)).await.unwrap().to_vec()
 }
 
-/// What holds of every host.
+/// Checks for every host.
 async fn writers_become_readers<H: Host>(host: &H, name: &Path, direct: bool) {
     let writable = OpenMode { direct, ..WRITABLE };
     let file = host.create(name, writable).await.unwrap();
@@ -209,7 +209,7 @@ fn writers_that_have_ended_share_descriptors() {
                 assert_eq!(bytes(file, 0, 100).await, [index; 100]);
             }
         }
-        // What they were when their writing ended is what they must be.
+        // They must be as they were when their writing ended.
         fs::write(&paths[50], [1; 99]).unwrap();
         let error = files[50].read_at(0, IoBuf::zeroed(1)).await.unwrap_err();
         assert!(error.to_string().contains("length 100, now 99"), "{error}");

@@ -1,4 +1,4 @@
-//! Stamps: whatever changes a file shows in them, and reading does not.
+//! Stamps: every change of a file changes them, and reading does not.
 
 use isobath_ring::block_on;
 use isobath_ring::{Config, Executor};

@@ -8,7 +8,7 @@ use std::fs::File;
 use std::io;
 use std::ops::Range;
 
-/// What an L2 entry says, as far as counting wants it.
+/// The properties of an L2 entry that counting needs.
 pub(super) struct Cluster {
     /// First guest byte.
     guest: u64,
@@ -61,8 +61,8 @@ impl From<io::Error> for Error {
     }
 }
 
-/// Hands every allocated cluster of the image's disk to `each`; gives the number of L2 tables. An
-/// entry that is not valid is passed over, and makes the whole an error at the end.
+/// Passes every allocated cluster of the image's disk to `each`; returns the number of L2 tables. An invalid entry is
+/// skipped, and the call returns an error at the end.
 pub(super) fn read(
     fleet: &Fleet,
     number: u32,
@@ -98,7 +98,7 @@ fn walk(
     if probe::read_up_to(file, summary.l1_offset, &mut l1)?.len() as u64 != wanted {
         return Err(Error::Corrupt("the L1 table extends past the end of the file".into()));
     }
-    // Tables cannot be more than the file has room for, however often an L1 table names one.
+    // There cannot be more tables than the file has room for, however often an L1 table names one.
     let most = length / geometry.cluster_size();
     let mut tables = 0_u32;
     let mut wrong = None;

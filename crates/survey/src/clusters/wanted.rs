@@ -9,7 +9,7 @@ enum Chunk {
     Some(Box<[u64; WORDS]>),
 }
 
-/// The units of a disk that something above wants to see.
+/// The units of a disk that images above can see.
 pub(super) struct Wanted {
     chunks: Vec<Chunk>,
 }
@@ -57,7 +57,7 @@ impl Wanted {
         }
     }
 
-    /// Takes away what is at `units` and after.
+    /// Removes everything from `units` on.
     pub(super) fn cut(&mut self, units: u64) {
         let chunks = units.div_ceil(CHUNK);
         self.chunks.truncate(usize::try_from(chunks).unwrap_or(usize::MAX));
@@ -68,7 +68,7 @@ impl Wanted {
         }
     }
 
-    /// Adds what is in the other set.
+    /// Adds the units of the other set.
     pub(super) fn unite(&mut self, other: Self) {
         if self.chunks.len() < other.chunks.len() {
             self.chunks.resize_with(other.chunks.len(), || Chunk::Empty);

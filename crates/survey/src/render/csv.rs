@@ -4,7 +4,7 @@ use super::format::rfc3339;
 use crate::{ChainRow, Survey};
 use std::io::{self, Write};
 
-/// The columns, and what a chain has in them.
+/// The columns, and a chain's values in them.
 type Column = (&'static str, fn(&ChainRow) -> String);
 
 const COLUMNS: &[Column] = &[
@@ -29,7 +29,7 @@ const COLUMNS: &[Column] = &[
     ("length_after", |row| row.length_after.to_string()),
 ];
 
-/// Every chain, a line each, under a line of names.
+/// Every chain on a line of its own, after a line of column names.
 ///
 /// # Errors
 /// Those of `out`.

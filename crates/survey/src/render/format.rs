@@ -1,4 +1,4 @@
-//! Numbers, sizes and times for people.
+//! Numbers, sizes and times for users.
 
 use chrono::{DateTime, Utc};
 
@@ -65,7 +65,7 @@ pub(super) fn time(seconds: i64) -> String {
     moment(seconds, "%Y-%m-%d %H:%M UTC")
 }
 
-/// A time as RFC 3339 has it.
+/// A time as in RFC 3339.
 pub(super) fn rfc3339(seconds: i64) -> String {
     moment(seconds, "%Y-%m-%dT%H:%M:%SZ")
 }

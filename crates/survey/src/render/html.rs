@@ -1,7 +1,7 @@
-//! A survey as one page for a browser, with nothing loaded from elsewhere.
+//! A survey as one HTML page that loads nothing from elsewhere.
 //!
-//! Names in it come from anybody: all text is escaped, and besides the page's policy lets no script
-//! run but its own, which bears a random number.
+//! Names in it are untrusted: all text is escaped, and the page's policy allows only its own script, which has a random
+//! nonce.
 
 mod chart;
 mod charts;
@@ -61,13 +61,13 @@ pub fn html(survey: &Survey, report: &Report, listing: Listing) -> String {
     page
 }
 
-/// A number that nobody can have put into a file name.
+/// An unpredictable number, which cannot occur in a file name.
 fn nonce() -> String {
     let random = || RandomState::new().build_hasher().finish();
     format!("{:016x}{:016x}", random(), random())
 }
 
-/// A file's name as it stands in a page.
+/// A file's name, escaped for a page.
 fn name(bytes: &[u8]) -> String {
     escaped(&shown(bytes))
 }

@@ -5,9 +5,9 @@ use super::format::{bytes, date, microseconds, number, percent, span, time};
 use crate::{Advice, Report, Survey, cost, shown};
 use std::io::{self, Write};
 
-/// Lengths up to which the share of chains is told.
+/// Lengths for which the cumulative share of chains is printed.
 const STEPS: [u32; 9] = [1, 2, 5, 10, 20, 30, 100, 300, 1000];
-/// Problems that are told one by one.
+/// Problems that are listed individually.
 const PROBLEMS: usize = 20;
 
 /// The summary, the first chains and the first problems.
@@ -196,9 +196,9 @@ fn chains(survey: &Survey, listing: Listing, out: &mut dyn Write) -> io::Result<
     Ok(())
 }
 
-/// A name that is exact already, without what a terminal would obey.
+/// An [`exact`](crate::name::exact) name with control characters escaped.
 pub(super) fn for_people(exact: &str) -> String {
-    // Backslashes are doubled in both, and must not be again.
+    // Backslashes are already doubled, and must not be doubled again.
     let parts: Vec<String> = exact.split('\\').map(|part| shown(part.as_bytes())).collect();
     parts.join("\\")
 }

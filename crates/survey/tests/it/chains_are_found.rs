@@ -1,6 +1,8 @@
 //! Which chains a survey finds in trees of all kinds, and what it says of those that are not whole.
 
 use crate::fleet::{BEGIN, Fleet, header, problems, row};
+use isobath_qcow2::extension::Extension;
+use isobath_qcow2::{Header, HostOffset};
 use isobath_survey::{Advice, Options, Progress, SortBy, survey};
 use std::ffi::OsStr;
 use std::fs;
@@ -145,22 +147,26 @@ fn headers_that_cannot_be_used_break_only_their_own_chains() {
     fleet.put("empty", b"");
     fleet.image("above", "cut");
     fleet.image("good", "");
-    let encrypted = {
-        let mut bytes = header("good", Some("qcow2")).encode().unwrap();
-        bytes[35] = 2;
-        bytes
-    };
-    fleet.put("encrypted", &encrypted);
+    let mut encrypted = header("good", Some("qcow2"));
+    encrypted.crypt_method = Header::LUKS;
+    let offset = HostOffset::new(0x40000);
+    encrypted.extensions.push(Extension::EncryptionHeader { offset, length: 592 });
+    fleet.put("encrypted", &encrypted.encode().unwrap());
+    let mut former = header("good", Some("qcow2")).encode().unwrap();
+    former[35] = 1;
+    fleet.put("former", &former);
     let survey = fleet.survey();
     let report = survey.report();
     let expected = ["backing", "cluster-bits", "cut", "l1", "unknown-feature"]
         .map(|name| (name.to_owned(), "bad-header"));
     assert_eq!(problems(&report, fleet.root()), expected);
-    assert_eq!((report.counts.broken, report.counts.chains), (5, 2));
+    assert_eq!((report.counts.broken, report.counts.chains), (5, 3));
     let above = row(&survey, "/above");
     assert_eq!((above.length, above.whole), (2, false));
-    let encrypted = row(&survey, "/encrypted");
-    assert_eq!((encrypted.length, encrypted.whole, report.counts.encrypted), (2, true, 1));
+    for name in ["/encrypted", "/former"] {
+        let encrypted = row(&survey, name);
+        assert_eq!((encrypted.length, encrypted.whole, report.counts.encrypted), (2, true, 2));
+    }
 }
 
 #[test]

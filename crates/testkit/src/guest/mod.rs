@@ -1,5 +1,5 @@
-//! A Linux guest under `qemu-system-x86_64`: boots a kernel on the disks of a test, runs a shell
-//! script there, and tells what came of it.
+//! A Linux guest under `qemu-system-x86_64`: boots a kernel on the disks of a test, runs a shell script there, and
+//! returns the result.
 //!
 //! The kernel and its modules are in `target/guest`, where `scripts/setup` puts them. The guest runs
 //! from an initramfs with busybox, or with [`Guest::root`] from one of its disks. It needs no
@@ -40,7 +40,7 @@ const BEGIN: &str = "GUEST-BEGIN";
 /// The line that ends it, with the script's exit status.
 const EXIT: &str = "GUEST-EXIT ";
 
-/// A guest that is to be booted.
+/// A guest to boot.
 #[derive(Debug)]
 pub struct Guest {
     arguments: Vec<OsString>,
@@ -53,14 +53,14 @@ pub struct Guest {
     files: Initramfs,
 }
 
-/// What came of a guest that has powered off.
+/// The result of a guest that has powered off.
 #[derive(Clone, Debug)]
 pub struct Done {
     /// The exit status of the script.
     pub status: i32,
     /// What the script wrote, without carriage returns.
     pub output: String,
-    /// All that was on the console, the kernel's messages too.
+    /// All console output, including the kernel's messages.
     pub console: String,
 }
 
@@ -199,7 +199,7 @@ impl Guest {
         done
     }
 
-    /// Boots the guest and lets it run the script beside the test.
+    /// Boots the guest and runs the script concurrently with the test.
     #[track_caller]
     pub fn spawn(mut self, script: &str) -> RunningGuest {
         self.files.file(Path::new("/init"), init(self.root).as_bytes(), 0o755);
@@ -231,7 +231,7 @@ impl Guest {
     }
 }
 
-/// A guest that runs beside a test, and is killed when dropped.
+/// A guest that runs concurrently with a test, and is killed when dropped.
 #[derive(Debug)]
 pub struct RunningGuest {
     qemu: Running,
@@ -240,7 +240,7 @@ pub struct RunningGuest {
 }
 
 impl RunningGuest {
-    /// What is on the console so far.
+    /// The console output so far.
     pub fn console(&self) -> String {
         self.qemu.output().replace('\r', "")
     }
@@ -253,10 +253,10 @@ impl RunningGuest {
         });
     }
 
-    /// Types a line on the console, once the script runs, which gets it by `read`.
+    /// Types a line on the console once the script runs, which receives it with `read`.
     #[track_caller]
     pub fn type_line(&mut self, line: &str) {
-        // What is typed before the kernel's console driver is up is lost.
+        // Input before the kernel's console driver is up is lost.
         self.wait_until(BEGIN, |console| console.lines().any(|line| line == BEGIN));
         let console = self.qemu.child.stdin.as_mut().expect("the console's input");
         console.write_all(format!("{line}\n").as_bytes()).expect("type on the console");
@@ -280,14 +280,14 @@ impl RunningGuest {
         }
     }
 
-    /// Kills the guest's machine, as a loss of power would, and gives what was on the console.
+    /// Kills the guest's machine, as a power failure would, and returns the console output.
     pub fn kill(mut self) -> String {
         self.qemu.end();
         self.console()
     }
 
-    /// Waits until the guest has powered off. Fails the test where that takes too long, and where the
-    /// machine ends before the script does.
+    /// Waits until the guest has powered off. Fails the test if that takes too long, or if the machine ends before the
+    /// script does.
     #[track_caller]
     pub fn wait(mut self) -> Done {
         let status = self.qemu.wait(self.patience);

@@ -4,8 +4,8 @@ use super::Guest;
 use std::path::Path;
 
 impl Guest {
-    /// Gives the guest, and with it all of its memory, to the vhost-user-blk server on a unix socket. QEMU
-    /// connects again when the server ends and another listens there. Comes after [`memory`](Self::memory).
+    /// Connects the guest, sharing all of its memory, to the vhost-user-blk server on a unix socket. QEMU reconnects
+    /// when the server ends and another listens there. Call it after [`memory`](Self::memory).
     #[must_use]
     pub fn vhost_user(mut self, socket: &Path, queues: u16) -> Self {
         let disk = self.disks;

@@ -1,4 +1,4 @@
-//! Guests on disks that qemu-nbd serves: what the harness can do, and that it notices failure.
+//! Guests on disks served by qemu-nbd: the harness's features, and its detection of failures.
 
 use isobath_testkit::chain::Commands;
 use isobath_testkit::guest::Guest;

@@ -1,10 +1,11 @@
 //! `isobath chain merge`, `flatten` and `delete`: fewer layers, and every disk reads as before.
 
-use super::users;
+use super::users::{Users, header};
 use crate::failure::{Failure, Outcome};
+use crate::image_name::SecretFile;
 use crate::options::printable;
 use crate::{block_job, chain_files, runtime, size};
-use isobath_disk::{Disk, LayerIndex, LiveDisk, OpenOptions};
+use isobath_disk::{Disk, LayerIndex, LiveDisk, OpenOptions, Secrets};
 use isobath_jobs::StreamOptions;
 use isobath_ring::Signals;
 use isobath_storage::file::FileHost;
@@ -12,17 +13,20 @@ use isobath_storage::{Locking, StorageExt};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
+/// Options of every command that merges.
 #[derive(clap::Args)]
-struct Shared {
+pub(super) struct Shared {
     /// Limit the copying to this many bytes per second
     #[arg(short, value_name = "RATE", value_parser = size::parse)]
-    rate: Option<u64>,
+    pub(super) rate: Option<u64>,
     /// Show progress
     #[arg(short, long)]
-    progress: bool,
+    pub(super) progress: bool,
     /// Print only errors
     #[arg(short, long)]
-    quiet: bool,
+    pub(super) quiet: bool,
+    #[command(flatten)]
+    pub(super) secret_file: SecretFile,
 }
 
 /// Merge all backing files into an image
@@ -62,7 +66,7 @@ pub(crate) struct DeleteArgs {
     /// Keep the layer's file
     #[arg(long)]
     keep: bool,
-    /// Another directory with images that may need the layer; can be repeated
+    /// Another directory with images that may need the layer, in it or below; can be repeated
     #[arg(long, value_name = "DIR")]
     search: Vec<PathBuf>,
     /// The chain's active image, or any above the layer
@@ -85,7 +89,7 @@ pub(crate) fn merge(args: &MergeArgs, out: &mut dyn Write) -> Outcome {
 
 pub(crate) fn delete(args: &DeleteArgs, out: &mut dyn Write) -> Outcome {
     let removed = runtime::block_on(async || {
-        let look = OpenOptions::new().locking(Locking::Unlocked);
+        let look = OpenOptions::new().locking(Locking::Unlocked).secrets(Secrets::unneeded());
         let disk = Disk::open(FileHost, &args.image, &look).await?;
         let layers: Vec<_> = disk.layers().cloned().collect();
         let place = chain_files::required(&layers, &args.layer, &args.image)?;
@@ -96,10 +100,16 @@ pub(crate) fn delete(args: &DeleteArgs, out: &mut dyn Write) -> Outcome {
             )));
         };
         let (overlay, layer) = (overlay.name().to_owned(), layer.name().to_owned());
-        let mut directories: Vec<PathBuf> = args.search.clone();
-        for image in &layers {
-            directories.extend(image.name().parent().map(Path::to_owned));
+        let snapshots = header(&layer)?.map_or(0, |header| header.nb_snapshots);
+        if snapshots > 0 && !args.keep {
+            return Err(Failure::new(format_args!(
+                "'{}' has internal snapshots ({snapshots}), which would be lost; keep the file with --keep, or delete \
+                 them first with 'isobath snapshot -d'",
+                layer.display()
+            )));
         }
+        let directories: Vec<PathBuf> =
+            layers.iter().filter_map(|one| one.name().parent().map(Path::to_owned)).collect();
         drop(layers);
         drop(disk);
         let name = layer.to_string_lossy().into_owned();
@@ -107,7 +117,7 @@ pub(crate) fn delete(args: &DeleteArgs, out: &mut dyn Write) -> Outcome {
         if args.keep {
             return Ok(None);
         }
-        let user = users::user_of(&layer, directories)?;
+        let user = Users::find(&directories, &args.search)?.of(&layer)?.first().cloned();
         if user.is_none() {
             std::fs::remove_file(&layer).map_err(|error| {
                 Failure::new(format_args!("cannot delete '{}': {error}", layer.display()))
@@ -132,9 +142,14 @@ fn say(args: &Shared, out: &mut dyn Write, what: &str) -> Outcome {
 }
 
 /// Moves what the layers from `from` on hold into `image`, above them; without `from`, all of them.
-async fn merge_into(image: &Path, from: Option<&str>, args: &Shared) -> Result<(), Failure> {
+pub(super) async fn merge_into(
+    image: &Path,
+    from: Option<&str>,
+    args: &Shared,
+) -> Result<(), Failure> {
     let mut signals = Signals::new(&[libc::SIGINT, libc::SIGTERM])?;
-    let live = LiveDisk::open(FileHost, image, &OpenOptions::new().writable(true)).await?;
+    let options = OpenOptions::new().writable(true).secrets(args.secret_file.secrets()?);
+    let live = LiveDisk::open(FileHost, image, &options).await?;
     let layers = live.layers();
     let base = match from {
         None => None,

@@ -2,6 +2,7 @@
 
 mod generate;
 mod merge;
+mod retain;
 mod survey;
 mod users;
 
@@ -9,7 +10,7 @@ use crate::failure::Outcome;
 use clap::Subcommand;
 use std::io::Write;
 
-/// Merge and remove layers of a chain, survey many chains, or generate one
+/// Merge and remove layers of a chain, retain snapshots by a policy, survey many chains, or generate one
 #[derive(clap::Args)]
 pub(crate) struct Args {
     #[command(subcommand)]
@@ -21,6 +22,7 @@ enum Command {
     Flatten(merge::FlattenArgs),
     Merge(merge::MergeArgs),
     Delete(merge::DeleteArgs),
+    Retain(Box<retain::Args>),
     Survey(survey::Args),
     Generate(generate::Args),
 }
@@ -30,6 +32,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         Command::Flatten(args) => merge::flatten(args, out),
         Command::Merge(args) => merge::merge(args, out),
         Command::Delete(args) => merge::delete(args, out),
+        Command::Retain(args) => retain::run(args, out),
         Command::Survey(args) => survey::run(args, out),
         Command::Generate(args) => generate::run(args, out),
     }

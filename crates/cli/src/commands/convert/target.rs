@@ -3,8 +3,9 @@
 use super::Args;
 use crate::commands::create;
 use crate::failure::Failure;
+use crate::image_name::Image;
 use crate::options;
-use isobath_disk::{Disk, NewDisk, OpenOptions};
+use isobath_disk::{Disk, NewDisk};
 use isobath_storage::file::FileHost;
 use isobath_storage::{FileId, Host, Locking, OpenMode, Storage, StorageExt};
 use std::path::{Path, PathBuf};
@@ -21,11 +22,20 @@ pub(super) struct Target {
 
 impl Target {
     /// Creates the target for a disk of `size` bytes.
-    pub(super) async fn create(name: &Path, size: u64, args: &Args) -> Result<Self, Failure> {
-        let mut new = NewDisk::default().format(args.output_format);
-        for (option, value) in options::parse(&args.options) {
-            create::apply(&mut new, &option, &value)
-                .map_err(|error| Failure::new(error).context(name.display()))?;
+    pub(super) async fn create(name: &Image, size: u64, args: &Args) -> Result<Self, Failure> {
+        let (mut image, name) = (name.clone(), name.path.as_path());
+        let mut new = NewDisk::default().format(args.output_format());
+        let given = options::parse(&args.options);
+        create::apply_all(&mut new, &given).map_err(Failure::new)?;
+        new.encryption =
+            create::encryption(&new, &given, &args.naming.objects).map_err(Failure::new)?;
+        if let Some(encryption) = &new.encryption {
+            if args.compress {
+                return Err(Failure::new(
+                    "Compression and encryption not supported at the same time",
+                ));
+            }
+            image.set_secret(Arc::clone(&encryption.secret));
         }
         new.size = Some(size);
         new.backing_file = args.backing_file.clone().or(new.backing_file);
@@ -35,13 +45,22 @@ impl Target {
                 "Compression and preallocation not supported at the same time",
             ));
         }
-        isobath_disk::create(&FileHost, name, &new).await?;
+        if new.backing_file.is_none() && new.backing_format.is_some() {
+            let reason = "Backing format cannot be used without backing file";
+            let what = format!("error while converting {}", new.format.name());
+            return Err(Failure::new(reason).context(what).context(name.display()));
+        }
+        if new.backing_file.is_some() && new.backing_format.is_none() {
+            return Err(Failure::new("Use of backing file requires explicit backing format"));
+        }
+        isobath_disk::create(&FileHost, name, &new).await.map_err(|error| image.failed(&error))?;
         let mut made = vec![name.to_owned()];
         made.extend(new.data_file.as_deref().map(|data| FileHost.resolve(name, data)));
         // A device existed before, and stays.
         made.retain(|file| file.is_file());
         let shares_backing = new.backing_file.is_some();
-        match open(name, args).await {
+        let options = image.writable(args.cache.is_direct())?.format(args.output_format());
+        match image.open(&options).await {
             Ok(disk) => Ok(Self { disk, shares_backing, made }),
             Err(error) => {
                 remove(&made).await;
@@ -51,19 +70,10 @@ impl Target {
     }
 
     /// Opens an existing target.
-    pub(super) async fn existing(name: &Path, args: &Args) -> Result<Self, Failure> {
-        if !args.options.is_empty() {
-            return Err(Failure::new("-o cannot be combined with -n"));
-        }
-        let disk = open(name, args).await?;
-        let shares_backing = args.backing_file.is_some();
-        if shares_backing && disk.depth() < 2 {
-            return Err(Failure::new(format_args!(
-                "-B with -n needs a target with a backing file, but '{}' has none",
-                name.display()
-            )));
-        }
-        Ok(Self { disk, shares_backing, made: Vec::new() })
+    pub(super) async fn existing(name: &Image, args: &Args) -> Result<Self, Failure> {
+        let options = name.writable(args.cache.is_direct())?;
+        let disk = name.open(&options).await?;
+        Ok(Self { disk, shares_backing: args.backing_file.is_some(), made: Vec::new() })
     }
 
     /// The file that holds the target's data.
@@ -86,12 +96,6 @@ async fn remove(files: &[PathBuf]) {
             tracing::warn!("{error}");
         }
     }
-}
-
-async fn open(name: &Path, args: &Args) -> Result<Arc<Disk<FileHost>>, Failure> {
-    let options =
-        OpenOptions::new().writable(true).format(args.output_format).direct(args.cache.is_direct());
-    Ok(Arc::new(Disk::open(FileHost, name, &options).await?))
 }
 
 /// Fails if the target is one of the files to copy, under whatever name.

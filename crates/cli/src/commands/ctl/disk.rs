@@ -1,6 +1,6 @@
 //! Commands on a disk, and commands that print what a server sends.
 
-use super::{Session, arguments, entries, interrupted, number, text};
+use super::{Session, arguments, interrupted};
 use crate::failure::{Failure, Outcome};
 use crate::size;
 use isobath_qmp::client::ClientError;
@@ -91,23 +91,9 @@ pub(super) struct Chain {
 impl Chain {
     pub(super) fn run(&self, session: &mut Session<'_>) -> Outcome {
         let device = session.device(self.disk.as_deref())?;
-        let blocks = session.ask("query-block", json!({}))?;
-        let block = entries(&blocks).find(|block| text(block, "device") == device);
-        let root = block.and_then(|block| block.get("inserted"));
-        let root = root.ok_or_else(|| Failure::new(format_args!("no such disk: '{device}'")))?;
-        let nodes = session.ask("query-named-block-nodes", json!({"flat": true}))?;
         let mut rows = vec![["NODE", "FORMAT", "ON DISK", "FILE"].map(String::from).to_vec()];
-        let from = text(root, "node-name");
-        let depth = number(root, "backing_file_depth") as usize;
-        let layers = entries(&nodes).skip_while(|node| text(node, "node-name") != from);
-        for node in layers.take(depth + 1) {
-            let image = node.get("image").unwrap_or(&Value::Null);
-            rows.push(vec![
-                text(node, "node-name").to_owned(),
-                text(node, "drv").to_owned(),
-                size::human(number(image, "actual-size")),
-                text(node, "file").to_owned(),
-            ]);
+        for layer in session.layers(&device)? {
+            rows.push(vec![layer.node, layer.format, size::human(layer.allocated), layer.file]);
         }
         session.out.write_all(super::table(&rows).as_bytes())?;
         Ok(0)

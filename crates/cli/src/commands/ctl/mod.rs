@@ -65,8 +65,7 @@ enum Command {
 }
 
 pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
-    let client = Client::connect(&Address::parse(&args.address)).map_err(Failure::new)?;
-    let mut session = Session { client, address: args.address.clone(), out };
+    let mut session = Session::connect(&args.address, out)?;
     match &args.command {
         Command::Snapshot(args) => args.run(&mut session),
         Command::Stream(args) => args.run(&mut session),
@@ -91,13 +90,76 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
 }
 
 /// The connection, and the output for results.
-struct Session<'a> {
+pub(super) struct Session<'a> {
     client: Client,
     address: String,
-    out: &'a mut dyn Write,
+    pub(super) out: &'a mut dyn Write,
+}
+
+/// A layer of a served chain.
+pub(super) struct ServedLayer {
+    node: String,
+    format: String,
+    allocated: u64,
+    file: String,
+}
+
+impl ServedLayer {
+    pub(super) fn node(&self) -> &str {
+        &self.node
+    }
+
+    pub(super) fn file(&self) -> &str {
+        &self.file
+    }
+}
+
+impl<'a> Session<'a> {
+    /// Connects to a server: a socket file, or HOST:PORT.
+    pub(super) fn connect(address: &str, out: &'a mut dyn Write) -> Result<Self, Failure> {
+        let client = Client::connect(&Address::parse(address)).map_err(Failure::new)?;
+        Ok(Self { client, address: address.to_owned(), out })
+    }
 }
 
 impl Session<'_> {
+    /// The layers of a disk, the active one first.
+    pub(super) fn layers(&mut self, device: &str) -> Result<Vec<ServedLayer>, Failure> {
+        let blocks = self.ask("query-block", json!({}))?;
+        let block = entries(&blocks).find(|block| text(block, "device") == device);
+        let root = block.and_then(|block| block.get("inserted"));
+        let root = root.ok_or_else(|| Failure::new(format_args!("no such disk: '{device}'")))?;
+        let nodes = self.ask("query-named-block-nodes", json!({"flat": true}))?;
+        let from = text(root, "node-name");
+        let depth = number(root, "backing_file_depth") as usize;
+        let layers = entries(&nodes).skip_while(|node| text(node, "node-name") != from);
+        let layer = |node: &Value| ServedLayer {
+            node: text(node, "node-name").to_owned(),
+            format: text(node, "drv").to_owned(),
+            allocated: number(node.get("image").unwrap_or(&Value::Null), "actual-size"),
+            file: text(node, "file").to_owned(),
+        };
+        Ok(layers.take(depth + 1).map(layer).collect())
+    }
+
+    /// Merges the layers from above `base` into the one of the node `device`, and shows the progress.
+    pub(super) fn stream(
+        &mut self,
+        device: &str,
+        base: Option<&ServedLayer>,
+        speed: Option<u64>,
+    ) -> Outcome {
+        let id = "retain";
+        let all = arguments([
+            ("job-id", Some(id.into())),
+            ("device", Some(device.into())),
+            ("base-node", base.map(|base| base.node.clone().into())),
+            ("speed", speed.map(Value::from)),
+        ]);
+        self.ask("block-stream", all)?;
+        follow::follow(self, id, follow::Readiness::Never)
+    }
+
     /// Runs a command.
     fn ask(&mut self, command: &str, arguments: Value) -> Result<Value, Failure> {
         self.client.execute(command, arguments).map_err(Failure::new)
@@ -113,7 +175,7 @@ impl Session<'_> {
     }
 
     /// The name of the requested disk, or of the only disk.
-    fn device(&mut self, wanted: Option<&str>) -> Result<String, Failure> {
+    pub(super) fn device(&mut self, wanted: Option<&str>) -> Result<String, Failure> {
         if let Some(wanted) = wanted {
             return Ok(wanted.to_owned());
         }

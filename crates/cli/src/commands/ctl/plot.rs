@@ -12,7 +12,7 @@ const POINTS: usize = (FRAME.right_end() - FRAME.left) as usize;
 /// Steps of shading.
 const SHADES: f64 = 20.0;
 
-/// Colours that the colour-blind can tell apart (Okabe and Ito), on light and on dark ground.
+/// Colours that colour-blind people can distinguish (Okabe and Ito), on light and dark backgrounds.
 const STYLE: &str = "
 svg { --ground: #fff; --ink: #1b2330; --dim: #5d6878; --rule: #dfe3e9;
   --guest: #0072b2; --job: #7d3c5e; --shade: #e69f00; --snapshot: #009e73; }
@@ -35,7 +35,7 @@ impl Axes {
     fn new(record: &JobRecord, samples: &[(f64, JobSample)]) -> Self {
         let highest = samples.iter().map(|(_, sample)| sample.guest.max(sample.job)).max();
         let highest = (highest.unwrap_or(0) as f64).max(1e6);
-        // A little below, for the error of the division.
+        // Slightly less, because of rounding errors.
         let step = |least: f64| nice_step(least * 0.999);
         let y = Axis::stepped("Bandwidth (MB/s)", highest, step(highest / 5.0), megabytes);
         let to = if record.seconds.is_finite() { record.seconds.max(0.001) } else { 0.001 };
@@ -54,7 +54,7 @@ impl Axes {
     }
 }
 
-/// The record as an SVG picture, for light and dark grounds. `title` is shown above it.
+/// The record as an SVG picture, for light and dark backgrounds. `title` is shown above it.
 pub(super) fn plot_svg(record: &JobRecord, title: &str) -> String {
     let samples = thinned(record);
     let axes = Axes::new(record, &samples);
@@ -83,7 +83,7 @@ pub(super) fn plot_svg(record: &JobRecord, title: &str) -> String {
     svg
 }
 
-/// The same as a page of its own, with the record's sums.
+/// The same as an HTML page, with the record's totals.
 pub(super) fn plot_html(record: &JobRecord, title: &str) -> String {
     let mean = |bytes: u64| bytes as f64 / record.seconds.max(0.001) / 1e6;
     format!(
@@ -105,7 +105,7 @@ pub(super) fn plot_html(record: &JobRecord, title: &str) -> String {
     )
 }
 
-/// As many samples as can be seen, each with its begin in seconds: means of neighbours.
+/// As many samples as are visible, each with its start in seconds: means of adjacent samples.
 fn thinned(record: &JobRecord) -> Vec<(f64, JobSample)> {
     let each = record.samples.len().div_ceil(POINTS).max(1);
     let mean = |(number, group): (usize, &[JobSample])| {
@@ -122,7 +122,7 @@ fn thinned(record: &JobRecord) -> Vec<(f64, JobSample)> {
     record.samples.chunks(each).enumerate().map(mean).collect()
 }
 
-/// Shades the times that the job ran, the more the larger a part of each it ran.
+/// Shades the times when the job ran, darker the larger the part of each that it ran.
 fn shades(svg: &mut String, axes: &Axes, samples: &[(f64, JobSample)]) {
     let shade = |sample: &JobSample| (sample.running.clamp(0.0, 1.0) * SHADES).ceil() as u32;
     let mut rest = samples;
@@ -189,7 +189,7 @@ fn megabytes(bytes: f64) -> String {
     plain(bytes / 1e6)
 }
 
-/// With as many digits as it needs, up to three after the point.
+/// With as many digits as needed, up to three after the decimal point.
 fn plain(value: f64) -> String {
     let shown = format!("{value:.3}");
     shown.trim_end_matches('0').trim_end_matches('.').to_owned()

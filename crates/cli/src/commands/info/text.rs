@@ -1,11 +1,12 @@
 //! Image information as text, in `qemu-img info`'s form.
 
+use crate::calendar;
 use crate::options::printable;
 use crate::size::human;
+use isobath_disk::encryption::Info;
 use isobath_disk::{ImageInfo, IndexState, Qcow2Info};
 use isobath_qcow2::Snapshot;
 use std::io::{self, Write};
-use std::mem::MaybeUninit;
 
 pub(super) fn print(out: &mut dyn Write, info: &ImageInfo) -> io::Result<()> {
     let name = |path: &std::path::Path| printable(&path.display().to_string());
@@ -15,6 +16,9 @@ pub(super) fn print(out: &mut dyn Write, info: &ImageInfo) -> io::Result<()> {
     writeln!(out, "virtual size: {} ({size} bytes)", human(size))?;
     writeln!(out, "disk size: {}", human(info.actual_size))?;
     if let Some(qcow2) = &info.qcow2 {
+        if qcow2.encrypted {
+            writeln!(out, "encrypted: yes")?;
+        }
         writeln!(out, "cluster_size: {}", qcow2.cluster_size)?;
         if qcow2.dirty {
             writeln!(out, "cleanly shut down: no")?;
@@ -38,7 +42,8 @@ pub(super) fn print(out: &mut dyn Write, info: &ImageInfo) -> io::Result<()> {
     Ok(())
 }
 
-fn print_qcow2(out: &mut dyn Write, qcow2: &Qcow2Info) -> io::Result<()> {
+/// Prints what is specific to qcow2 images.
+pub(crate) fn print_qcow2(out: &mut dyn Write, qcow2: &Qcow2Info) -> io::Result<()> {
     let v3 = qcow2.version >= 3;
     writeln!(out, "Format specific information:")?;
     writeln!(out, "    compat: {}", if v3 { "1.1" } else { "0.10" })?;
@@ -61,6 +66,9 @@ fn print_qcow2(out: &mut dyn Write, qcow2: &Qcow2Info) -> io::Result<()> {
         }
     }
     writeln!(out, "    refcount bits: {}", qcow2.refcount_bits)?;
+    if let Some(keys) = &qcow2.encryption {
+        print_keys(out, keys)?;
+    }
     if let Some(file) = &qcow2.data_file {
         writeln!(out, "    data file: {}", printable(file))?;
     }
@@ -94,6 +102,33 @@ fn print_qcow2(out: &mut dyn Write, qcow2: &Qcow2Info) -> io::Result<()> {
     Ok(())
 }
 
+fn print_keys(out: &mut dyn Write, keys: &Info) -> io::Result<()> {
+    writeln!(out, "    encrypt:")?;
+    writeln!(out, "        ivgen alg: {}", keys.iv_generator.name())?;
+    writeln!(out, "        hash alg: {}", keys.hash.name())?;
+    writeln!(out, "        cipher alg: {}", keys.algorithm.name())?;
+    writeln!(out, "        uuid: {}", printable(&keys.uuid))?;
+    if let Some(hash) = keys.iv_hash {
+        writeln!(out, "        ivgen hash alg: {}", hash.name())?;
+    }
+    writeln!(out, "        format: luks")?;
+    writeln!(out, "        cipher mode: {}", keys.mode.name())?;
+    writeln!(out, "        slots:")?;
+    for (number, slot) in keys.slots.iter().enumerate() {
+        writeln!(out, "            [{number}]:")?;
+        writeln!(out, "                active: {}", slot.active)?;
+        if slot.active {
+            writeln!(out, "                iters: {}", slot.iterations)?;
+        }
+        writeln!(out, "                key offset: {}", slot.key_offset)?;
+        if slot.active {
+            writeln!(out, "                stripes: {}", slot.stripes)?;
+        }
+    }
+    writeln!(out, "        payload offset: {}", keys.payload_offset)?;
+    writeln!(out, "        master key iters: {}", keys.master_key_iterations)
+}
+
 /// Prints the list of internal snapshots; nothing if there are none.
 pub(crate) fn snapshot_list(out: &mut dyn Write, snapshots: &[Snapshot]) -> io::Result<()> {
     if snapshots.is_empty() {
@@ -121,7 +156,7 @@ pub(crate) fn snapshot_list(out: &mut dyn Write, snapshots: &[Snapshot]) -> io::
             padded(&printable(&snapshot.id_text()), 9),
             padded(&printable(&snapshot.name_text()), 16),
             human(snapshot.vm_state_size),
-            local_time(snapshot.date_sec),
+            calendar::shown(snapshot.date_sec.into()),
             icount.map_or_else(String::new, |count| count.to_string())
         )?;
     }
@@ -131,26 +166,4 @@ pub(crate) fn snapshot_list(out: &mut dyn Write, snapshots: &[Snapshot]) -> io::
 /// Text padded to a width in bytes, as C does it.
 fn padded(text: &str, width: usize) -> String {
     format!("{text}{:1$}", "", width.saturating_sub(text.len()))
-}
-
-/// A moment as `2026-01-31 23:59:59` in the local time zone.
-fn local_time(seconds: u32) -> String {
-    let seconds = libc::time_t::from(seconds);
-    let mut parts = MaybeUninit::<libc::tm>::uninit();
-    // SAFETY: both pointers are valid; the function fills the second, or returns null.
-    let parts = unsafe {
-        if libc::localtime_r(&raw const seconds, parts.as_mut_ptr()).is_null() {
-            return seconds.to_string();
-        }
-        parts.assume_init()
-    };
-    format!(
-        "{:04}-{:02}-{:02} {:02}:{:02}:{:02}",
-        parts.tm_year + 1900,
-        parts.tm_mon + 1,
-        parts.tm_mday,
-        parts.tm_hour,
-        parts.tm_min,
-        parts.tm_sec
-    )
 }

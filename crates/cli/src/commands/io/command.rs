@@ -2,13 +2,16 @@
 
 use std::fmt::Write as _;
 
-/// A command's name.
+/// A command.
+#[derive(Clone, Copy)]
 pub(super) struct Command {
     pub(super) name: &'static str,
     /// Its alias.
     short: &'static str,
     /// The minimum and maximum number of words after the name.
     words: (usize, Option<usize>),
+    /// Whether it needs an open image.
+    pub(super) needs_image: bool,
     /// Its option letters; those that take a value are followed by a colon.
     pub(super) options: &'static str,
     synopsis: &'static str,
@@ -23,25 +26,31 @@ const fn command(
     synopsis: &'static str,
     summary: &'static str,
 ) -> Command {
-    Command { name, short, words, options, synopsis, summary }
+    Command { name, short, words, needs_image: true, options, synopsis, summary }
+}
+
+/// A command that needs no open image.
+const fn anytime(command: Command) -> Command {
+    Command { needs_image: false, ..command }
 }
 
 const COMMANDS: &[Command] = &[
+    anytime(command("abort", "", (0, Some(0)), "", "", "end the process as a crash would")),
     command("aio_flush", "", (0, Some(0)), "", "", "wait for all asynchronous requests"),
     command(
         "aio_read",
         "",
         (2, None),
-        "CP:qv",
-        "[-Cqv] [-P pattern] off len [len..]",
+        "CiP:qv",
+        "[-Ciqv] [-P pattern] off len [len..]",
         "read asynchronously",
     ),
     command(
         "aio_write",
         "",
         (2, None),
-        "CfP:quz",
-        "[-Cfquz] [-P pattern] off len [len..]",
+        "CfiP:quz",
+        "[-Cfiquz] [-P pattern] off len [len..]",
         "write asynchronously",
     ),
     command(
@@ -52,19 +61,36 @@ const COMMANDS: &[Command] = &[
         "off [len]",
         "count the bytes allocated in the image itself",
     ),
+    command(
+        "break",
+        "",
+        (2, Some(2)),
+        "",
+        "event tag",
+        "stop requests at an event (only with QEMU's blkdebug)",
+    ),
+    command("close", "c", (0, Some(0)), "", "", "close the image"),
     command("discard", "d", (2, None), "Cq", "[-Cq] off len", "discard a range"),
     command("flush", "f", (0, Some(0)), "", "", "flush: make all writes durable"),
-    command("help", "?", (0, Some(1)), "", "[command]", "explain one or all commands"),
+    anytime(command("help", "?", (0, Some(1)), "", "[command]", "explain one or all commands")),
     command("info", "i", (0, Some(0)), "", "", "show the image's format and cluster size"),
     command("length", "l", (0, Some(0)), "", "", "print the disk's size"),
     command("map", "", (0, Some(0)), "", "", "list the ranges allocated in the image itself"),
-    command("quit", "q", (0, Some(0)), "", "", "exit"),
+    anytime(command(
+        "open",
+        "o",
+        (1, None),
+        "Cd:i:kno:rst:U",
+        "[-rsCnkU] [-t cache] [-d discard] [-i aio] [-o options] [path]",
+        "open an image",
+    )),
+    anytime(command("quit", "q", (0, Some(0)), "", "", "exit")),
     command(
         "read",
         "r",
         (2, None),
-        "Cl:pP:qs:v",
-        "[-Cqv] [-P pattern [-s off] [-l len]] off len",
+        "bCl:pP:qs:v",
+        "[-bCqv] [-P pattern [-s off] [-l len]] off len",
         "read a range",
     ),
     command(
@@ -75,7 +101,32 @@ const COMMANDS: &[Command] = &[
         "[-Cqv] [-P pattern] off len [len..]",
         "read a range into several buffers",
     ),
-    command("sleep", "", (1, Some(1)), "", "ms", "sleep for a number of milliseconds"),
+    command(
+        "remove_break",
+        "",
+        (1, Some(1)),
+        "",
+        "tag",
+        "remove a breakpoint (only with QEMU's blkdebug)",
+    ),
+    command(
+        "reopen",
+        "",
+        (0, None),
+        "c:o:rw",
+        "[(-r|-w)] [-c cache] [-o options]",
+        "change how the image is open",
+    ),
+    command(
+        "resume",
+        "",
+        (1, Some(1)),
+        "",
+        "tag",
+        "resume a stopped request (only with QEMU's blkdebug)",
+    ),
+    anytime(command("sigraise", "", (1, Some(1)), "", "signal", "send the process a signal")),
+    anytime(command("sleep", "", (1, Some(1)), "", "ms", "sleep for a number of milliseconds")),
     command(
         "truncate",
         "t",
@@ -85,11 +136,19 @@ const COMMANDS: &[Command] = &[
         "change the disk's size",
     ),
     command(
+        "wait_break",
+        "",
+        (1, Some(1)),
+        "",
+        "tag",
+        "wait for a request to stop (only with QEMU's blkdebug)",
+    ),
+    command(
         "write",
         "w",
         (2, None),
-        "cCfnpP:qs:uz",
-        "[-cCfnquz] [-P pattern | -s file] off len",
+        "bcCfnpP:qs:uz",
+        "[-bcCfnquz] [-P pattern | -s file] off len",
         "write a range",
     ),
     command(
@@ -109,6 +168,8 @@ const LETTERS: &[(char, &str)] = &[
     ('f', "make the write durable before it completes (FUA)"),
     ('l', "how many bytes to verify (with -P)"),
     ('m', "preallocation of the new part: off, metadata, falloc or full"),
+    ('b', "use the state of a virtual machine, not the disk; images have none here"),
+    ('i', "only count the request as an invalid one"),
     ('n', "do not fall back to writing zeroes as data (with -z)"),
     ('P', "the byte to write (205 by default) or to verify"),
     ('q', "no statistics"),
@@ -121,7 +182,38 @@ const LETTERS: &[(char, &str)] = &[
     ('z', "write zeroes"),
 ];
 
+/// The meaning of the option letters of `open`.
+const OF_OPEN: &[(char, &str)] = &[
+    ('C', "copy what is read from backing files into the image"),
+    ('d', "discards: ignore (off) or unmap (on)"),
+    ('i', "accepted for compatibility: threads, native or io_uring"),
+    ('k', "accepted for compatibility: short for -i native"),
+    ('n', "bypass the page cache, short for -t none"),
+    ('o', "QEMU's options for the image, such as driver=raw"),
+    ('r', "open the image read-only"),
+    ('s', "write to a temporary overlay instead of the image"),
+    ('t', "cache mode: none, writeback, writethrough, directsync or unsafe"),
+    ('U', "take no lock and ignore other programs' locks; requires -r"),
+];
+
+/// The meaning of the option letters of `reopen`.
+const OF_REOPEN: &[(char, &str)] = &[
+    ('c', "the new cache mode"),
+    ('o', "QEMU's options for the image"),
+    ('r', "make the image read-only"),
+    ('w', "make the image writable"),
+];
+
 impl Command {
+    /// The meaning of its option letters.
+    fn letters(&self) -> &'static [(char, &'static str)] {
+        match self.name {
+            "open" => OF_OPEN,
+            "reopen" => OF_REOPEN,
+            _ => LETTERS,
+        }
+    }
+
     /// The command of that name.
     pub(super) fn find(name: &str) -> Option<&'static Self> {
         COMMANDS.iter().find(|c| c.name == name || (!c.short.is_empty() && c.short == name))
@@ -150,7 +242,7 @@ impl Command {
     /// The usage and the meaning of each option.
     pub(super) fn explanation(&self) -> String {
         let mut text = self.usage();
-        for (letter, meaning) in LETTERS.iter().filter(|(l, _)| self.options.contains(*l)) {
+        for (letter, meaning) in self.letters().iter().filter(|(l, _)| self.options.contains(*l)) {
             let _ = writeln!(text, " -{letter}  {meaning}");
         }
         text
@@ -172,7 +264,11 @@ mod tests {
     fn every_option_is_explained() {
         for command in COMMANDS {
             for letter in command.options.chars().filter(|letter| !":p".contains(*letter)) {
-                assert!(LETTERS.iter().any(|(l, _)| *l == letter), "{} -{letter}", command.name);
+                assert!(
+                    command.letters().iter().any(|(l, _)| *l == letter),
+                    "{} -{letter}",
+                    command.name
+                );
                 assert!(command.synopsis.contains(letter), "{} -{letter}", command.name);
             }
         }

@@ -1,23 +1,25 @@
 //! `isobath io`
 
 mod command;
+mod on_disk;
+mod opening;
 mod report;
 mod session;
 mod transfer;
 mod words;
 
-use crate::cache::Cache;
+use crate::cache::{CacheMode, Discard, is_native};
 use crate::failure::{Failure, Outcome};
-use crate::{options, runtime};
-use isobath_disk::{Disk, ImageFormat, OpenOptions};
+use crate::image_name::Naming;
+use crate::{options, program, runtime};
+use isobath_disk::{ImageFormat, SnapshotChoice};
 use isobath_ring::Readiness;
-use isobath_storage::file::FileHost;
+use opening::{Opening, cannot_open};
 use session::{Next, Session};
 use std::fs::File;
 use std::io::{self, IsTerminal, Read, Write};
 use std::os::fd::AsFd;
 use std::path::PathBuf;
-use std::sync::Arc;
 
 /// Read and write an image with qemu-io's commands
 ///
@@ -29,45 +31,93 @@ pub(crate) struct Args {
     #[arg(short, long = "cmd", value_name = "CMD")]
     command: Vec<String>,
     /// The image's format [default: detected]
-    #[arg(short, long, value_name = "FMT", value_parser = options::format)]
-    format: Option<ImageFormat>,
+    #[arg(short, long, value_name = "FMT")]
+    format: Option<String>,
     /// Open the image read-only
     #[arg(short, long)]
     read_only: bool,
+    /// Write to a temporary overlay instead of the image
+    #[arg(short, long)]
+    snapshot: bool,
+    /// Read an internal snapshot, by ID or name
+    #[arg(short, long, value_name = "SNAPSHOT", value_parser = options::snapshot)]
+    load_snapshot: Option<SnapshotChoice>,
     /// Bypass the page cache; short for -t none
     #[arg(short, long)]
     nocache: bool,
-    /// Cache mode
+    /// Copy what is read from backing files into the image
+    #[arg(short = 'C', long)]
+    copy_on_read: bool,
+    /// Accepted for compatibility
+    #[arg(short, long)]
+    misalign: bool,
+    /// Accepted for compatibility; short for -i native
+    #[arg(short = 'k', long)]
+    native_aio: bool,
+    /// Accepted for compatibility: threads, native or io_uring
+    #[arg(short = 'i', long, value_name = "MODE", value_parser = is_native)]
+    aio: Option<bool>,
+    /// Cache mode: none, writeback, writethrough, directsync or unsafe
     #[arg(short = 't', long, value_name = "MODE", default_value = "writeback")]
-    cache: Cache,
+    #[arg(value_parser = CacheMode::parse)]
+    cache: CacheMode,
+    /// Discards: 'ignore' does nothing, 'unmap' frees the range
+    #[arg(short = 'd', long, value_name = "MODE", default_value = "unmap")]
+    #[arg(value_parser = Discard::parse)]
+    discard: Discard,
     /// Take no lock on the image and ignore other programs' locks; requires -r
     #[arg(short = 'U', long)]
     force_share: bool,
-    /// The image
-    image: PathBuf,
+    /// Accepted for compatibility
+    #[arg(short = 'T', long, value_name = "TRACE")]
+    trace: Option<String>,
+    #[command(flatten)]
+    naming: Naming,
+    /// The image; without it, 'open' opens one
+    image: Option<PathBuf>,
 }
 
 pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
-    let options = OpenOptions::new()
-        .writable(!args.read_only)
-        .direct(args.nocache || args.cache == Cache::None)
-        .locking(options::locking(args.force_share))
-        .format(args.format);
+    let opening = match &args.image {
+        None => None,
+        Some(name) => {
+            if args.naming.image_opts && args.format.is_some() {
+                return Err(Failure::new("--image-opts and -f are mutually exclusive"));
+            }
+            let shown = name.display().to_string();
+            let shown = Some(shown).filter(|_| !args.naming.image_opts);
+            let format = args.format.as_deref().map(|format| {
+                ImageFormat::from_name(format).ok_or_else(|| format!("Unknown driver '{format}'"))
+            });
+            let image = format.transpose().and_then(|format| args.naming.parse(name, format));
+            let image = image.map_err(|reason| cannot_open(shown.as_deref(), reason))?;
+            Some(Opening {
+                image,
+                shown,
+                read_only: args.read_only,
+                cache: if args.nocache { CacheMode::None } else { args.cache },
+                discard: args.discard,
+                native: args.native_aio || args.aio == Some(true),
+                copy_on_read: args.copy_on_read,
+                overlay: args.snapshot,
+                force_share: args.force_share,
+                snapshot: args.load_snapshot.clone(),
+            })
+        }
+    };
     runtime::block_on(async || {
-        let disk = Arc::new(Disk::open(FileHost, &args.image, &options).await?);
-        let mut session = Session::new(disk.clone(), out);
+        let mut session = Session::new(&args.naming, out);
+        if let Some(opening) = opening {
+            session.open(opening).await?;
+        }
         let result = Box::pin(carry_out(&mut session, &args.command)).await;
         let good = session.end().await?;
-        disk.close().await?;
         result?;
         Ok(u8::from(!good))
     })
 }
 
-async fn carry_out(
-    session: &mut Session<'_, FileHost>,
-    commands: &[String],
-) -> Result<(), Failure> {
+async fn carry_out(session: &mut Session<'_>, commands: &[String]) -> Result<(), Failure> {
     if commands.is_empty() {
         return Box::pin(interact(session)).await;
     }
@@ -80,11 +130,16 @@ async fn carry_out(
 }
 
 /// Takes commands from standard input while asynchronous requests are in flight.
-async fn interact(session: &mut Session<'_, FileHost>) -> Result<(), Failure> {
+async fn interact(session: &mut Session<'_>) -> Result<(), Failure> {
     let input_error =
         |error: io::Error| Failure::new(format_args!("cannot read standard input: {error}"));
     let stdin = io::stdin();
-    let prompt = if stdin.is_terminal() { "isobath> " } else { "" };
+    let prompt = match program::name() {
+        // As qemu-io, also for a pipe.
+        "qemu-io" => "qemu-io> ",
+        _ if stdin.is_terminal() => "isobath> ",
+        _ => "",
+    };
     let file = stdin.as_fd().try_clone_to_owned().map_err(input_error)?;
     let readiness = Readiness::from(file.try_clone().map_err(input_error)?);
     let mut input = File::from(file);
@@ -108,7 +163,7 @@ async fn interact(session: &mut Session<'_, FileHost>) -> Result<(), Failure> {
             session.print(if count == 0 { "" } else { prompt })?;
         }
         if count == 0 {
-            return session.print(if prompt.is_empty() { "" } else { "\n" });
+            return session.print(if stdin.is_terminal() { "\n" } else { "" });
         }
     }
 }

@@ -1,4 +1,4 @@
-//! What a command prints, in qemu-io's forms.
+//! The output of commands, in qemu-io's forms.
 
 use std::fmt::Write as _;
 use std::time::Duration;

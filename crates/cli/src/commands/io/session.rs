@@ -1,19 +1,19 @@
 //! Runs commands, one after another.
 
 use super::command::Command;
-use super::report::{Done, amount};
-use super::transfer::{Ended, Form, MOST, Read, Refusal, Write, failed};
+use super::on_disk;
+use super::opening::{Opened, Opening, cannot_open};
+use super::transfer::{Ended, Form, Read, Refusal, Write, read_only};
 use super::words::{BadOption, Words, number};
+use crate::cache::{CacheMode, Discard, is_native};
 use crate::failure::Failure;
-use crate::messages;
-use isobath_disk::{Disk, ImageFormat, Preallocation};
+use crate::image_name::Naming;
+use crate::{messages, options};
 use isobath_ring::{JoinHandle, sleep, spawn};
-use isobath_storage::Host;
 use std::cell::RefCell;
 use std::io;
 use std::rc::Rc;
-use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// What comes after a command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,9 +24,10 @@ pub(super) enum Next {
     Quit,
 }
 
-/// Commands on one disk.
-pub(super) struct Session<'a, H: Host> {
-    disk: Arc<Disk<H>>,
+/// Commands on one disk after another.
+pub(super) struct Session<'a> {
+    naming: &'a Naming,
+    opened: Option<Rc<Opened>>,
     out: &'a mut dyn io::Write,
     good: bool,
     asynchronous: Vec<JoinHandle<()>>,
@@ -34,15 +35,25 @@ pub(super) struct Session<'a, H: Host> {
     reports: Rc<RefCell<String>>,
 }
 
-impl<'a, H: Host> Session<'a, H> {
-    pub(super) fn new(disk: Arc<Disk<H>>, out: &'a mut dyn io::Write) -> Self {
-        Self { disk, out, good: true, asynchronous: Vec::new(), reports: Rc::default() }
+impl<'a> Session<'a> {
+    pub(super) fn new(naming: &'a Naming, out: &'a mut dyn io::Write) -> Self {
+        let (asynchronous, reports) = (Vec::new(), Rc::default());
+        Self { naming, opened: None, out, good: true, asynchronous, reports }
     }
 
-    /// Waits for asynchronous requests; returns whether every command succeeded.
+    /// Waits for asynchronous requests, and closes the disk; returns whether every command succeeded.
     pub(super) async fn end(mut self) -> Result<bool, Failure> {
         self.wait().await?;
+        if let Some(opened) = self.opened.take() {
+            opened.disk.close().await?;
+        }
         Ok(self.good)
+    }
+
+    /// Opens the image with which the program was started.
+    pub(super) async fn open(&mut self, opening: Opening) -> Result<(), Failure> {
+        self.opened = Some(Rc::new(opening.open().await?));
+        Ok(())
     }
 
     /// Prints text, after the output of asynchronous requests completed before.
@@ -78,47 +89,60 @@ impl<'a, H: Host> Session<'a, H> {
                 return Ok(Next::Command);
             }
         };
+        if command.needs_image && self.opened.is_none() {
+            self.complain("no file open, try 'help open'");
+            return Ok(Next::Command);
+        }
         let ended = match command.name {
             "quit" => return Ok(Next::Quit),
+            "abort" => std::process::abort(),
+            "open" => self.open_another(&words).await,
+            "close" => self.close().await,
+            "reopen" => self.reopen(&words).await,
+            "sigraise" => raise(&words),
+            "break" => Ok(not_supported("Could not set breakpoint")),
+            "remove_break" => Ok(not_supported(&format!(
+                "Could not remove breakpoint {}",
+                words.arguments.first().copied().unwrap_or_default()
+            ))),
+            "resume" | "wait_break" => Ok(not_supported("Could not resume request")),
             "sleep" => pause(&words).await,
             "aio_flush" => {
                 self.wait().await?;
-                Ok(good(String::new()))
+                Ok(Ended::good(String::new()))
+            }
+            "aio_read" if words.has('i') => {
+                Ok(Ended::good("injecting invalid read request\n".into()))
+            }
+            "aio_write" if words.has('i') => {
+                Ok(Ended::good("injecting invalid write request\n".into()))
             }
             "aio_read" => Read::parse(&words, Form::Asynchronous)
-                .map(|read| self.start(async |disk| read.run(disk).await)),
-            "aio_write" => self.writing(Write::parse(&words, Form::Asynchronous)).map(|write| {
-                write.map_or_else(read_only, |write| self.start(async |disk| write.run(disk).await))
-            }),
-            "read" => self.read(&words, Form::Plain).await,
-            "readv" => self.read(&words, Form::Vectored).await,
-            "write" => self.write(&words, Form::Plain).await,
-            "writev" => self.write(&words, Form::Vectored).await,
-            "discard" => self.discard(&words).await,
-            "truncate" => self.truncate(&words).await,
-            "flush" => Ok(match self.disk.flush().await {
-                Ok(()) => good(String::new()),
-                Err(error) => failed("flush", error),
-            }),
-            "alloc" => self.alloc(&words).await,
-            "map" => self.map().await,
-            "length" => Ok(good(format!("{}\n", amount(self.disk.size() as f64)))),
-            "info" => Ok(good(self.info())),
-            _ => Ok(help(&words)),
-        };
-        let ended = ended.unwrap_or_else(|refusal| Ended {
-            text: match refusal {
-                Refusal::Usage => command.usage(),
-                Refusal::Because(reason) => format!("{reason}\n"),
-                Refusal::Complaint(reason) => {
-                    messages::tell(reason);
-                    String::new()
-                }
+                .map(|read| self.start(async move |opened| read.run(opened).await)),
+            "aio_write" if self.opened.as_ref().is_some_and(|opened| opened.is_read_only()) => {
+                Ok(read_only())
+            }
+            "aio_write" => Write::parse(&words, Form::Asynchronous)
+                .map(|write| self.start(async move |opened| write.run(opened).await)),
+            "help" => Ok(help(&words)),
+            name => match &self.opened {
+                Some(opened) => on_disk::carry_out(opened, name, &words).await,
+                None => Err(Refusal::Usage),
             },
-            good: false,
+        };
+        let ended = ended.unwrap_or_else(|refusal| match refusal {
+            Refusal::Usage => Ended::bad(command.usage()),
+            Refusal::Because(reason) => Ended::bad(format!("{reason}\n")),
+            Refusal::Complaint(reason) => {
+                messages::tell(reason);
+                Ended::bad(String::new())
+            }
         });
         self.good &= ended.good;
         self.print(&ended.text)?;
+        if let Some(reason) = ended.reason {
+            messages::complain(reason);
+        }
         Ok(Next::Command)
     }
 
@@ -138,162 +162,162 @@ impl<'a, H: Host> Session<'a, H> {
     }
 
     /// Starts an asynchronous request.
-    fn start(&mut self, run: impl AsyncFnOnce(&Disk<H>) -> Ended + 'static) -> Ended {
-        let (disk, reports) = (Arc::clone(&self.disk), Rc::clone(&self.reports));
+    fn start(&mut self, run: impl AsyncFnOnce(&Opened) -> Ended + 'static) -> Ended {
+        let Some(opened) = self.opened.clone() else { return Ended::good(String::new()) };
+        let reports = Rc::clone(&self.reports);
         self.asynchronous.push(spawn(async move {
-            let ended = run(&disk).await;
+            let ended = run(&opened).await;
             reports.borrow_mut().push_str(&ended.text);
+            if let Some(reason) = ended.reason {
+                messages::complain(reason);
+            }
         }));
-        good(String::new())
+        Ended::good(String::new())
     }
 
-    /// Lets a change through, or `None` where the disk is read-only.
-    fn writing<T>(&self, parsed: Result<T, Refusal>) -> Result<Option<T>, Refusal> {
-        Ok(Some(parsed?).filter(|_| !self.disk.is_read_only()))
-    }
-
-    async fn read(&self, words: &Words<'_>, form: Form) -> Result<Ended, Refusal> {
-        Ok(Read::parse(words, form)?.run(&self.disk).await)
-    }
-
-    async fn write(&self, words: &Words<'_>, form: Form) -> Result<Ended, Refusal> {
-        Ok(match self.writing(Write::parse(words, form))? {
-            Some(write) => write.run(&self.disk).await,
-            None => read_only(),
-        })
-    }
-
-    async fn discard(&self, words: &Words<'_>) -> Result<Ended, Refusal> {
-        let [offset, length] = words.arguments.as_slice() else { return Err(Refusal::Usage) };
-        let (offset, text) = (number(offset)?, length);
-        let length = number(text)?;
-        if length > MOST {
-            return Err(format!("length cannot exceed {MOST}, given {text}").into());
+    /// `open`
+    async fn open_another(&mut self, words: &Words<'_>) -> Result<Ended, Refusal> {
+        let given: Vec<String> = words.values('o').map(str::to_owned).collect();
+        if self.naming.image_opts && !given.is_empty() {
+            return Err("--image-opts and 'open -o' are mutually exclusive".to_owned().into());
         }
-        if self.writing(Ok(()))?.is_none() {
-            return Ok(read_only());
-        }
-        let start = Instant::now();
-        if let Err(error) = self.disk.discard(offset, length).await {
-            return Ok(failed("discard", error));
-        }
-        let done = Done { verb: "discard", offset, bytes: length, time: start.elapsed() };
-        Ok(good(match (words.has('q'), words.has('C')) {
-            (true, _) => String::new(),
-            (false, true) => done.for_programs(),
-            (false, false) => done.for_people(),
-        }))
-    }
-
-    async fn truncate(&self, words: &Words<'_>) -> Result<Ended, Refusal> {
-        let [size] = words.arguments.as_slice() else { return Err(Refusal::Usage) };
-        let size = number(size)?;
-        let mode = words.value('m').unwrap_or("off");
-        let Some(mode) = Preallocation::from_name(mode) else {
-            return Err(Refusal::Complaint(format!("Invalid preallocation mode '{mode}'")));
+        let cache = match (words.value('t'), words.has('n')) {
+            (Some(name), _) => CacheMode::parse(name).map_err(complaint)?,
+            (None, true) => CacheMode::None,
+            (None, false) => CacheMode::Writeback,
         };
-        if self.writing(Ok(()))?.is_none() {
-            return Ok(read_only());
-        }
-        if let Err(error) = self.disk.resize(size, mode, true).await {
-            messages::complain(error);
-            return Ok(Ended { text: String::new(), good: false });
-        }
-        Ok(good(String::new()))
-    }
-
-    /// Counts the bytes of a range that the active layer itself has allocated.
-    async fn alloc(&self, words: &Words<'_>) -> Result<Ended, Refusal> {
-        let (offset, length) = match words.arguments.as_slice() {
-            [offset] => (number(offset)?, 512),
-            [offset, length] => (number(offset)?, number(length)?),
+        let discard = words.value('d').map(Discard::parse).transpose().map_err(complaint)?;
+        let native = words.value('i').map(is_native).transpose().map_err(complaint)?;
+        let path = match words.arguments.as_slice() {
+            [] if given.is_empty() => return Err(Refusal::Usage),
+            [] => None,
+            [path] => Some(*path),
             _ => return Err(Refusal::Usage),
         };
-        let length = length.min(self.disk.size().saturating_sub(offset));
-        let mut allocated = 0;
-        let walk = self.walk(offset, length, |_, count, here| {
-            allocated += if here { count } else { 0 };
-        });
-        if let Err(error) = walk.await {
-            return Ok(failed("is_allocated", error));
+        if self.opened.is_some() {
+            return Err(complaint("file open already, try 'help close'"));
         }
-        Ok(good(format!(
-            "{allocated}/{length} bytes allocated at offset {}\n",
-            amount(offset as f64)
-        )))
-    }
-
-    /// Lists the ranges that the active layer itself has allocated.
-    async fn map(&self) -> Result<Ended, Refusal> {
-        let mut runs: Vec<(u64, u64, bool)> = Vec::new();
-        let walk = self.walk(0, self.disk.size(), |at, count, here| match runs.last_mut() {
-            Some((_, length, last)) if *last == here => *length += count,
-            _ => runs.push((at, count, here)),
-        });
-        if let Err(error) = walk.await {
-            return Ok(failed("map", error));
-        }
-        let line = |(at, length, here): &(u64, u64, bool)| {
-            let state = if *here { "    allocated" } else { "not allocated" };
-            let (size, offset) = (amount(*length as f64), amount(*at as f64));
-            format!("{size} ({length:#x}) bytes {state} at offset {offset} ({at:#x})\n")
+        let image = match path {
+            Some(path) if given.is_empty() => self.naming.parse(path.as_ref(), None),
+            path => self.naming.with_options(path, options::parse(&given)),
         };
-        Ok(good(runs.iter().map(line).collect()))
+        let shown = path.filter(|_| !self.naming.image_opts);
+        let image = image.map_err(|reason| refused(cannot_open(shown, reason)))?;
+        let opening = Opening {
+            image,
+            shown: shown.map(str::to_owned),
+            read_only: words.has('r'),
+            cache,
+            discard: discard.unwrap_or(Discard::Unmap),
+            native: native.unwrap_or(words.has('k')),
+            copy_on_read: words.has('C'),
+            overlay: words.has('s'),
+            force_share: words.has('U'),
+            snapshot: None,
+        };
+        self.opened = Some(Rc::new(opening.open().await.map_err(refused)?));
+        Ok(Ended::good(String::new()))
     }
 
-    /// The runs of a range: offset, length, and whether the active layer has allocated it.
-    async fn walk(
-        &self,
-        offset: u64,
-        length: u64,
-        mut take: impl FnMut(u64, u64, bool),
-    ) -> isobath_disk::Result<()> {
-        let (mut at, end) = (offset, offset + length);
-        while at < end {
-            let before = at;
-            for run in self.disk.block_status(at, end - at, 1024).await? {
-                take(at, run.length, run.allocated && run.depth == 0);
-                at += run.length;
+    /// The open image, once no asynchronous request uses it any more.
+    async fn take(&mut self) -> Result<Option<Opened>, Failure> {
+        self.wait().await?;
+        Ok(self.opened.take().and_then(Rc::into_inner))
+    }
+
+    /// `close`
+    async fn close(&mut self) -> Result<Ended, Refusal> {
+        let opened = self.take().await.map_err(refused)?;
+        if let Some(opened) = opened {
+            opened.disk.close().await.map_err(|error| refused(error.into()))?;
+        }
+        Ok(Ended::good(String::new()))
+    }
+
+    /// `reopen`
+    async fn reopen(&mut self, words: &Words<'_>) -> Result<Ended, Refusal> {
+        if !words.arguments.is_empty() {
+            return Err(Refusal::Usage);
+        }
+        let (read_only, writable) = (words.has('r'), words.has('w'));
+        if read_only && writable {
+            return Err(complaint("Only one -r/-w option may be given"));
+        }
+        let cache = words.value('c').map(CacheMode::parse).transpose().map_err(complaint)?;
+        for (name, value) in
+            options::parse(&words.values('o').map(str::to_owned).collect::<Vec<_>>())
+        {
+            let known = matches!(name.as_str(), "lazy-refcounts" | "discard" | "detect-zeroes")
+                || name.starts_with("overlap-check")
+                || name.starts_with("pass-discard-")
+                || name.contains("cache-");
+            if !known {
+                return Err(complaint(format!("Cannot change the option '{name}'")));
             }
-            if at == before {
-                break;
+            if name == "lazy-refcounts" {
+                options::on_off(&name, &value).map_err(complaint)?;
             }
         }
-        Ok(())
-    }
-
-    fn info(&self) -> String {
-        let layer = self.disk.layers().next();
-        let format = layer.map_or(ImageFormat::Raw, |layer| layer.format()).name();
-        let geometry = layer.and_then(|layer| layer.header()?.geometry().ok());
-        let cluster = geometry.map_or(0, |geometry| geometry.cluster_size());
-        format!("format name: {format}\ncluster size: {}\n", amount(cluster as f64))
+        let Some(opened) = self.take().await.map_err(refused)? else {
+            return Err(Refusal::Usage);
+        };
+        let mut opening = opened.opening().clone();
+        opening.read_only = (opening.read_only || read_only) && !writable;
+        opening.cache = cache.unwrap_or(opening.cache);
+        match opened.reopen(opening).await {
+            Ok(opened) => self.opened = Some(Rc::new(opened)),
+            Err((failure, opened)) => {
+                self.opened = opened.map(Rc::new);
+                return Err(refused(failure));
+            }
+        }
+        Ok(Ended::good(String::new()))
     }
 }
 
-fn good(text: String) -> Ended {
-    Ended { text, good: true }
+/// qemu-io's message, after the program's name.
+fn complaint(message: impl std::fmt::Display) -> Refusal {
+    Refusal::Complaint(format!("{}: {message}", crate::program::name()))
 }
 
-/// The error of a change to a read-only disk.
-fn read_only() -> Ended {
-    messages::complain("the disk is read-only");
-    Ended { text: String::new(), good: false }
+fn refused(failure: Failure) -> Refusal {
+    complaint(failure.message.unwrap_or_default())
+}
+
+/// A command on requests that only QEMU's blkdebug can stop.
+fn not_supported(what: &str) -> Ended {
+    Ended::bad(format!("{what}: Operation not supported\n"))
+}
+
+/// `sigraise`
+fn raise(words: &Words<'_>) -> Result<Ended, Refusal> {
+    let text = words.arguments.first().copied().ok_or(Refusal::Usage)?;
+    let signal = number(text).ok().and_then(|number| i32::try_from(number).ok());
+    let signal = signal.ok_or_else(|| {
+        format!("Parsing error: non-numeric argument, or extraneous/unrecognized suffix -- {text}")
+    })?;
+    if signal == 0 {
+        return Ok(Ended::good(String::new()));
+    }
+    match signal_hook::low_level::raise(signal) {
+        Ok(()) => Ok(Ended::good(String::new())),
+        Err(_) => Err(format!("{text} is not a signal").into()),
+    }
 }
 
 async fn pause(words: &Words<'_>) -> Result<Ended, Refusal> {
     let text = words.arguments.first().copied().ok_or(Refusal::Usage)?;
     let time = text.parse().map_err(|_| format!("{text} is not a valid number"))?;
     sleep(Duration::from_millis(time)).await;
-    Ok(good(String::new()))
+    Ok(Ended::good(String::new()))
 }
 
 fn help(words: &Words<'_>) -> Ended {
     match words.arguments.first() {
-        None => good(Command::all()),
+        None => Ended::good(Command::all()),
         Some(name) => match Command::find(name) {
-            Some(command) => good(command.explanation()),
-            None => Ended { text: format!("command {name} not found\n"), good: false },
+            Some(command) => Ended::good(command.explanation()),
+            None => Ended::bad(format!("command {name} not found\n")),
         },
     }
 }

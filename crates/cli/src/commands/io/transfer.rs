@@ -1,9 +1,9 @@
 //! Reads and writes, synchronous and asynchronous.
 
+use super::opening::Opened;
 use super::report::{Done, dump};
 use super::words::{Words, number, pattern};
-use crate::messages;
-use isobath_disk::{Disk, DiskError, ZeroFlags};
+use isobath_disk::{Disk, DiskError, LayerIndex, ZeroFlags};
 use isobath_storage::{Host, IoBuf};
 use std::fs::File;
 use std::io::{self, Read as _};
@@ -12,10 +12,12 @@ use std::time::Instant;
 
 /// The most bytes of one request; QEMU's limit.
 pub(super) const MOST: u64 = (1 << 31) - 512;
+/// Bytes copied at once by copy-on-read.
+const COPY_AT_ONCE: u64 = 4 << 20;
 /// The byte written by default.
 const PATTERN: u8 = 0xcd;
 
-/// Which command a request comes from, where that makes a difference.
+/// The kind of command that a request comes from.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Form {
     /// `read`, `write`: one length.
@@ -46,6 +48,8 @@ impl From<String> for Refusal {
 pub(super) struct Ended {
     /// What to print.
     pub(super) text: String,
+    /// The whole reason of a failure, for stderr.
+    pub(super) reason: Option<String>,
     /// Whether the request succeeded.
     pub(super) good: bool,
 }
@@ -85,16 +89,31 @@ impl From<DiskError> for Fault {
     }
 }
 
-/// A failed request: the line on stdout is qemu-io's; stderr has the whole reason.
+/// The error of a change to a read-only disk.
+pub(super) fn read_only() -> Ended {
+    Ended { reason: Some("Block node is read-only".into()), ..Ended::bad(String::new()) }
+}
+
+impl Ended {
+    /// Success.
+    pub(super) fn good(text: String) -> Self {
+        Self { text, reason: None, good: true }
+    }
+
+    /// Failure.
+    pub(super) fn bad(text: String) -> Self {
+        Self { text, reason: None, good: false }
+    }
+}
+
+/// A failed request: the line on stdout is qemu-io's; after it, stderr has the whole reason.
 pub(super) fn failed(what: &str, fault: impl Into<Fault>) -> Ended {
-    let errno = match fault.into() {
-        Fault::Errno(errno) => errno,
-        Fault::Disk(error) => {
-            messages::complain(&error);
-            if let DiskError::OutOfRange { .. } = error { libc::EIO } else { error.errno() }
-        }
+    let (errno, reason) = match fault.into() {
+        Fault::Errno(errno) => (errno, None),
+        Fault::Disk(DiskError::OutOfRange { .. }) => (libc::EIO, None),
+        Fault::Disk(error) => (error.errno(), Some(error.to_string())),
     };
-    Ended { text: format!("{what} failed: {}\n", message_of(errno)), good: false }
+    Ended { reason, ..Ended::bad(format!("{what} failed: {}\n", message_of(errno))) }
 }
 
 /// The C library's text for an error number.
@@ -142,6 +161,7 @@ pub(super) struct Read {
     dump: bool,
     style: Style,
     form: Form,
+    unsupported: bool,
 }
 
 impl Read {
@@ -159,20 +179,30 @@ impl Read {
             return Err("pattern verification range exceeds end of read data".to_owned().into());
         }
         let verify = expected.map(|byte| (byte, start as usize..end as usize));
-        Ok(Self { offset, length, verify, dump: words.has('v'), style: Style::of(words), form })
+        let (style, dump) = (Style::of(words), words.has('v'));
+        Ok(Self { offset, length, verify, dump, style, form, unsupported: words.has('b') })
     }
 
-    pub(super) async fn run<H: Host>(self, disk: &Disk<H>) -> Ended {
+    /// Makes the read.
+    pub(super) async fn run(self, opened: &Opened) -> Ended {
+        let disk = &opened.disk;
         let Self { offset, length, .. } = self;
+        let name = if self.form == Form::Plain { "read" } else { "readv" };
+        if self.unsupported {
+            return failed(name, Fault::Errno(libc::ENOTSUP));
+        }
         let start = Instant::now();
+        if opened.copies_on_read()
+            && let Err(error) = copy_up(disk, offset, length).await
+        {
+            return failed(name, error);
+        }
         let buf = match disk.read(offset, IoBuf::zeroed(length as usize)).await {
             Ok(buf) => buf,
-            Err(error) => {
-                return failed(if self.form == Form::Plain { "read" } else { "readv" }, error);
-            }
+            Err(error) => return failed(name, error),
         };
         let time = start.elapsed();
-        let mut ended = Ended { text: String::new(), good: true };
+        let mut ended = Ended::good(String::new());
         if let Some((byte, range)) = self.verify {
             let (at, count) = (offset + range.start as u64, range.len());
             if buf.get(range).is_none_or(|bytes| bytes.iter().any(|found| *found != byte)) {
@@ -189,6 +219,23 @@ impl Read {
     }
 }
 
+/// Copies the clusters of a range that only lower layers have into the active layer.
+async fn copy_up<H: Host>(disk: &Disk<H>, offset: u64, length: u64) -> Result<(), DiskError> {
+    let Some(qcow2) = disk.active_qcow2() else { return Ok(()) };
+    let cluster = qcow2.geometry.cluster_size();
+    let start = offset / cluster * cluster;
+    let end = offset.saturating_add(length).min(disk.size()).next_multiple_of(cluster);
+    let below = disk.surplus(LayerIndex::new(0), disk.active_index());
+    let mut at = start;
+    while at < end {
+        let next = end.min(at + COPY_AT_ONCE.next_multiple_of(cluster));
+        let copied = disk.pull(below, at..next).await;
+        disk.or_mark_corrupt(copied).await?;
+        at = next;
+    }
+    Ok(())
+}
+
 /// A write to be made.
 pub(super) struct Write {
     offset: u64,
@@ -198,6 +245,7 @@ pub(super) struct Write {
     durable: bool,
     style: Style,
     form: Form,
+    unsupported: bool,
 }
 
 /// The data to write.
@@ -218,7 +266,11 @@ impl Write {
                 usize::from(zeroes) + usize::from(byte.is_some()) + usize::from(file.is_some()) > 1,
                 "Only one of -z, -P, and -s can be specified at the same time",
             ),
-            (durable && compressed, "-f and -b or -c cannot be specified at the same time"),
+            (words.has('b') && zeroes, "-b and -z cannot be specified at the same time"),
+            (
+                durable && (compressed || words.has('b')),
+                "-f and -b or -c cannot be specified at the same time",
+            ),
             (words.has('n') && !zeroes, "-n requires -z to be specified"),
             (words.has('u') && !zeroes, "-u requires -z to be specified"),
             (
@@ -251,29 +303,42 @@ impl Write {
             };
             Source::Bytes { pattern, compressed }
         };
-        Ok(Self { offset, length, source, durable, style: Style::of(words), form })
+        let (style, unsupported) = (Style::of(words), words.has('b'));
+        Ok(Self { offset, length, source, durable, style, form, unsupported })
     }
 
-    pub(super) async fn run<H: Host>(self, disk: &Disk<H>) -> Ended {
+    /// Makes the write.
+    pub(super) async fn run(self, opened: &Opened) -> Ended {
         let Self { offset, length, .. } = self;
         let name = match self.form {
             Form::Plain => "write",
             Form::Vectored => "writev",
             Form::Asynchronous => "aio_write",
         };
+        if opened.is_read_only() {
+            return read_only();
+        }
+        if self.unsupported {
+            return failed(name, Fault::Errno(libc::ENOTSUP));
+        }
         let start = Instant::now();
-        if let Err(fault) = self.perform(disk).await {
+        if let Err(fault) = self.perform(opened).await {
             return failed(name, fault);
         }
         let done = Done { verb: "wrote", offset, bytes: length, time: start.elapsed() };
-        let mut ended = Ended { text: String::new(), good: true };
+        let mut ended = Ended::good(String::new());
         self.style.print(&mut ended.text, &done);
         ended
     }
 
-    async fn perform<H: Host>(&self, disk: &Disk<H>) -> Result<(), Fault> {
+    async fn perform(&self, opened: &Opened) -> Result<(), Fault> {
+        let disk = &opened.disk;
         match &self.source {
-            Source::Zeroes(flags) => disk.write_zeroes(self.offset, self.length, *flags).await?,
+            Source::Zeroes(flags) => {
+                let may_unmap = flags.may_unmap && !opened.ignores_discards();
+                let flags = ZeroFlags { may_unmap, ..*flags };
+                disk.write_zeroes(self.offset, self.length, flags).await?;
+            }
             Source::Bytes { pattern, compressed } => {
                 let mut buf = IoBuf::zeroed(self.length as usize);
                 fill(&mut buf, pattern);
@@ -284,15 +349,14 @@ impl Write {
                 }
             }
         }
-        if self.durable {
+        if opened.writes_through() || (self.durable && !opened.ignores_flushes()) {
             disk.flush().await?;
         }
         Ok(())
     }
 }
 
-/// The content of a file, as much of it as a write of `length` bytes has room for. Such a write is filled
-/// with it again and again.
+/// The contents of a file, at most `length` bytes. A longer write repeats them.
 fn pattern_file(name: &str, length: u64) -> Result<Vec<u8>, Refusal> {
     let mut bytes = Vec::new();
     let read = File::open(name).and_then(|file| file.take(length).read_to_end(&mut bytes));

@@ -1,4 +1,4 @@
-//! A command's words: options as `getopt` takes them, numbers as qemu-io reads them.
+//! A command's words: options as in `getopt`, numbers as in qemu-io.
 
 use crate::size;
 
@@ -7,7 +7,7 @@ use crate::size;
 pub(super) struct Words<'a> {
     flags: Vec<char>,
     values: Vec<(char, &'a str)>,
-    /// What is no option, in order.
+    /// The arguments that are not options, in order.
     pub(super) arguments: Vec<&'a str>,
 }
 
@@ -19,9 +19,8 @@ pub(super) enum BadOption {
 }
 
 impl<'a> Words<'a> {
-    /// Takes `words` apart. `options` are the letters allowed, those with a value followed by a colon.
-    /// Options and arguments may be mixed; after `--`, and for a command without options, there are
-    /// only arguments.
+    /// Parses `words`. `options` are the letters allowed; those with a value are followed by a colon. Options and
+    /// arguments may be mixed; after `--`, and for a command without options, there are only arguments.
     pub(super) fn parse(options: &str, words: &[&'a str]) -> Result<Self, BadOption> {
         let mut parsed = Self { flags: Vec::new(), values: Vec::new(), arguments: Vec::new() };
         let mut words = words.iter().copied();
@@ -54,6 +53,11 @@ impl<'a> Words<'a> {
     /// Whether an option without a value was given.
     pub(super) fn has(&self, letter: char) -> bool {
         self.flags.contains(&letter)
+    }
+
+    /// All values of an option, in order.
+    pub(super) fn values(&self, letter: char) -> impl Iterator<Item = &'a str> {
+        self.values.iter().filter(move |(name, _)| *name == letter).map(|(_, value)| *value)
     }
 
     /// An option's value; the last one if it was given several times.

@@ -1,4 +1,4 @@
-//! What is printed once clients can connect.
+//! The output once clients can connect.
 
 use crate::size;
 use isobath_export::frontend::{Place, Shown};
@@ -19,8 +19,7 @@ struct Announcement<'a> {
 }
 
 impl Announcement<'_> {
-    /// The export in one line, and below it, for each place where it is found, its name and the options or the
-    /// command that use it.
+    /// The export in one line, and below it, for each location, its name and the options or the command that use it.
     fn text(&self, places: &[Place]) -> String {
         let mode = if self.read_only { "read-only" } else { "read-write" };
         let plural = if self.layers == 1 { "" } else { "s" };
@@ -40,7 +39,7 @@ impl Announcement<'_> {
     }
 }
 
-/// Tells of each disk where it is found.
+/// Prints the locations of each disk.
 pub(super) fn announce<H: Host + Clone>(
     out: &mut dyn Write,
     monitor: &Monitor<H>,

@@ -1,13 +1,14 @@
-//! What `isobath serve` is told.
+//! The arguments of `isobath serve`.
 
-use super::endpoint::Endpoint;
 use super::frontends::FrontendArgs;
 #[cfg(feature = "slow-disk")]
 use super::slow;
 use crate::cache::Cache;
 use crate::failure::Failure;
+use crate::image_name::SecretFile;
+use crate::server::endpoint::Endpoint;
 use crate::{options, size};
-use isobath_disk::{ImageFormat, MetadataMode};
+use isobath_disk::{ImageFormat, MetadataMode, SnapshotChoice};
 use isobath_export::nbd::ExportError;
 use isobath_export::nbd::wire::MAX_STRING;
 #[cfg(feature = "slow-disk")]
@@ -43,6 +44,11 @@ pub(crate) struct Args {
     /// Refuse writes, and allow other programs to read the images meanwhile
     #[arg(short, long)]
     pub(super) read_only: bool,
+    /// Serve an internal snapshot of the images, by ID or name, instead of their current state; read-only
+    #[arg(long, alias = "load-snapshot", value_name = "SNAPSHOT", value_parser = options::snapshot)]
+    pub(super) snapshot: Option<SnapshotChoice>,
+    #[command(flatten)]
+    pub(super) secret_file: SecretFile,
     /// Cache mode for the images and their backing files
     #[arg(long, value_name = "MODE", default_value = "writeback")]
     pub(super) cache: Cache,
@@ -100,13 +106,18 @@ fn metadata(name: &str) -> Result<MetadataMode, String> {
 }
 
 impl Args {
+    /// Whether writes are refused.
+    pub(super) fn is_read_only(&self) -> bool {
+        self.read_only || self.snapshot.is_some()
+    }
+
     /// The name of each image's export.
     pub(super) fn export_names(&self) -> Result<Vec<String>, Failure> {
         export_names(&self.images, &self.export_name)
     }
 }
 
-/// A name for each image: the names given, then the file names, numbered where they are equal.
+/// A name for each image: the given names, then the file names, numbered if they are equal.
 fn export_names(images: &[PathBuf], given: &[String]) -> Result<Vec<String>, Failure> {
     if given.len() > images.len() {
         return Err(Failure::new(format_args!(

@@ -1,4 +1,4 @@
-//! What is beside the exports: control sockets and figures.
+//! The servers besides the exports: control sockets and metrics.
 
 use isobath_qmp::metrics;
 use isobath_qmp::monitor::Monitor;
@@ -26,7 +26,7 @@ pub(super) fn serve_control<H: Host + Clone>(
     listeners.into_iter().map(serve).collect()
 }
 
-/// Gives figures to whoever asks for them.
+/// Serves metrics.
 pub(super) fn serve_metrics<H: Host + Clone>(
     control: &Rc<qmp::Server<Monitor<H>>>,
     listeners: Vec<Listener>,

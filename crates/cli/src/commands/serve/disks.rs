@@ -1,4 +1,4 @@
-//! The disks that are served: opened, looked after, closed.
+//! The served disks: opening, upkeep, closing.
 
 use super::args::Args;
 use crate::cache::Cache;
@@ -19,10 +19,10 @@ pub(super) async fn open<H: Host + Clone>(
     let mut disks = Vec::new();
     for (number, image) in args.images.iter().enumerate() {
         let restart_log = args.frontends.outlives(number);
-        let options = options(args).trust(trust(args, image)?).restart_log(restart_log);
+        let options = options(args)?.trust(trust(args, image)?).restart_log(restart_log);
         let disk = LiveDisk::open(host.clone(), image, &options).await?;
         let format = disk.layers().first().map(|layer| layer.format());
-        if format == Some(ImageFormat::Raw) && args.format.is_none() && !args.read_only {
+        if format == Some(ImageFormat::Raw) && args.format.is_none() && !args.is_read_only() {
             return Err(Failure::new(format_args!(
                 "'{}' was detected as raw. A guest that can write to a raw image can make it look \
                  like another format at the next start; use --format raw to confirm that it is raw",
@@ -34,17 +34,19 @@ pub(super) async fn open<H: Host + Clone>(
     Ok(disks)
 }
 
-/// The options for opening images, without the trust in them.
-fn options(args: &Args) -> OpenOptions {
+/// The options for opening images, except for trust.
+fn options(args: &Args) -> Result<OpenOptions, Failure> {
     let mut options = OpenOptions::new()
-        .writable(!args.read_only)
+        .writable(!args.is_read_only())
+        .snapshot(args.snapshot.clone())
         .direct(args.cache == Cache::None)
         .format(args.format)
-        .metadata(args.metadata);
+        .metadata(args.metadata)
+        .secrets(args.secret_file.secrets()?);
     options.zones = args.zones;
     options.zone_size = args.zone_size;
     options.map_cache = args.map_cache.map(|bytes| usize::try_from(bytes).unwrap_or(usize::MAX));
-    options
+    Ok(options)
 }
 
 /// Which files the names in an image may refer to.
@@ -64,13 +66,13 @@ fn trust(args: &Args, image: &Path) -> Result<Trust, Failure> {
     Ok(Trust::Within(directories.iter().map(canonical).collect::<Result<_, _>>()?))
 }
 
-/// How images are opened that clients add: as the first one is, in whatever format they say.
+/// How images that clients add are opened: like the first one, in the format that they specify.
 pub(super) fn options_of_added(args: &Args) -> Result<OpenOptions, Failure> {
     let trust = args.images.first().map_or(Ok(Trust::Full), |image| trust(args, image))?;
-    Ok(options(args).format(None).writable(true).trust(trust))
+    Ok(options(args)?.format(None).snapshot(None).writable(true).trust(trust))
 }
 
-/// Has each disk do its work in the background.
+/// Runs each disk's background work.
 pub(super) fn look_after<H: Host + Clone>(disks: &[Arc<LiveDisk<H>>]) {
     for disk in disks {
         let disk = disk.clone();

@@ -1,8 +1,8 @@
-//! Frontends on the command line: their options, as the table of frontends has them, and the exports that they ask for.
+//! Frontends on the command line: their options, from the table of frontends, and the requested exports.
 
-use super::endpoint::Endpoint;
-use super::listen::{bind, listen};
 use crate::failure::Failure;
+use crate::server::endpoint::Endpoint;
+use crate::server::listen::{bind, listen};
 use clap::builder::{
     BoolValueParser, PathBufValueParser, RangedU64ValueParser, TypedValueParser, ValueParser,
 };
@@ -15,14 +15,14 @@ use isobath_storage::Host;
 use std::path::PathBuf;
 use std::rc::Rc;
 
-/// What options say of each frontend.
+/// The options of each frontend.
 pub(super) struct FrontendArgs(Vec<Given>);
 
-/// What options say of one frontend.
+/// The options of one frontend.
 struct Given {
     protocol: &'static Protocol,
     locations: Vec<Value>,
-    /// Parameters that are the same for each of its exports.
+    /// Parameters common to all of its exports.
     others: Vec<(&'static Parameter, Value)>,
 }
 
@@ -37,7 +37,7 @@ enum Value {
 }
 
 impl Value {
-    /// For an export; a socket is bound now.
+    /// The setting for an export; a socket is bound now.
     fn setting(&self, option: &str) -> Result<Setting, Failure> {
         Ok(match self {
             Self::Text(text) => Setting::Text(text.clone()),
@@ -49,7 +49,7 @@ impl Value {
     }
 }
 
-/// What reads the values of an option.
+/// The parser for an option's values.
 fn parser(takes: Takes) -> ValueParser {
     match takes {
         Takes::Text => ValueParser::new(|text: &str| Ok::<_, String>(Value::Text(text.to_owned()))),
@@ -88,7 +88,7 @@ fn socket_file(text: &str) -> Result<Value, String> {
     }
 }
 
-/// The option of a parameter; none if it has none.
+/// The option of a parameter, if it has one.
 fn argument(parameter: &Parameter) -> Option<Arg> {
     let option = parameter.option.as_ref()?;
     let argument = Arg::new(option.flag).long(option.flag).help(option.help);
@@ -165,7 +165,7 @@ impl FromArgMatches for FrontendArgs {
     }
 }
 
-/// Where clients find a frontend when none was asked for.
+/// The default location, if no frontend was requested.
 fn default_location(text: &str) -> Result<Value, clap::Error> {
     let endpoint = text.parse::<Endpoint>();
     let endpoint =
@@ -174,13 +174,13 @@ fn default_location(text: &str) -> Result<Value, clap::Error> {
 }
 
 impl Given {
-    /// The option that asks for an export or names an address.
+    /// The option that requests an export or names an address.
     fn option(&self) -> String {
         let flag = self.protocol.location.option.as_ref().map_or("", |option| option.flag);
         format!("--{flag}")
     }
 
-    /// What is said of the export at `location`, or of one of a shared server.
+    /// The settings of the export at `location`, or of one of a shared server.
     fn settings(&self, location: Option<&Value>) -> Result<Settings, Failure> {
         let mut settings = Settings::default();
         for (parameter, value) in &self.others {
@@ -194,7 +194,7 @@ impl Given {
 }
 
 impl FrontendArgs {
-    /// Those asked for whose exports have servers to themselves, and so are for one image each.
+    /// The requested frontends whose exports have their own servers, and so serve one image each.
     fn own_servers(&self) -> impl Iterator<Item = &Given> {
         self.0.iter().filter(|given| !given.protocol.shared)
     }
@@ -232,7 +232,7 @@ impl FrontendArgs {
         Ok(listeners)
     }
 
-    /// Exports the monitor's disks: all of them by shared servers that listen, and in turn by others.
+    /// Exports the monitor's disks: all of them by shared servers that listen, and one by one by the others.
     pub(super) fn export<H: Host + Clone>(
         &self,
         monitor: &Monitor<H>,

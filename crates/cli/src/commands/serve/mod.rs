@@ -3,23 +3,19 @@
 mod announce;
 mod args;
 mod control;
-mod daemon;
 mod disks;
-mod endpoint;
 mod frontends;
-mod listen;
-mod pid_file;
-mod signals;
 #[cfg(feature = "slow-disk")]
 mod slow;
-mod threads;
 
 pub(crate) use args::Args;
 
 use crate::failure::{Failure, Outcome};
+use crate::server::daemon::Daemon;
+use crate::server::signals::either;
+use crate::server::{listen, pid_file, signals, threads};
 use crate::{messages, runtime};
 use announce::announce;
-use daemon::Daemon;
 use isobath_disk::LiveDisk;
 use isobath_export::registry::Frontends;
 use isobath_qmp::monitor::{Drive, Monitor};
@@ -29,7 +25,6 @@ use isobath_storage::Host;
 use isobath_storage::file::FileHost;
 #[cfg(feature = "slow-disk")]
 use isobath_storage_test::slow::SlowHost;
-use signals::either;
 use std::future;
 use std::io::{self, Write};
 use std::rc::Rc;
@@ -56,7 +51,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     })
 }
 
-/// Serves images that are kept at `host`.
+/// Serves images stored on `host`.
 async fn run_on<H: Host + Clone>(
     host: H,
     args: &Args,
@@ -129,7 +124,7 @@ async fn serve<H: Host + Clone>(
     result
 }
 
-/// Stops everything once a signal or a client says so; a second signal ends the process.
+/// Stops everything once a signal or a client requests it; a second signal ends the process.
 fn stop_when_told<H: Host + Clone>(
     mut signals: Signals,
     control: Rc<qmp::Server<Monitor<H>>>,
@@ -147,8 +142,8 @@ fn stop_when_told<H: Host + Clone>(
     })
 }
 
-/// Waits until the servers that exports share have ended, each listener of which is `listening`. Where there is
-/// none, until `told` has, or until the last export is closed unless clients of QMP may add others.
+/// Waits until the shared servers, whose listeners are `listening`, have ended. If there are none, waits until `told`
+/// has ended, or until the last export is closed unless QMP clients may add others.
 async fn until_ended<H: Host + Clone>(
     monitor: &Monitor<H>,
     listening: Vec<JoinHandle<io::Result<()>>>,

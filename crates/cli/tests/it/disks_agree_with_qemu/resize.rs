@@ -89,7 +89,7 @@ fn shrinking_must_be_asked_for() {
             (vec!["--shrink", name, "-1M"], "must be positive"),
             (vec!["--preallocation=full", "--shrink", name, "512"], "only be used for growing"),
             (vec!["--preallocation=some", name, "512"], "Invalid preallocation mode 'some'"),
-            (vec![name, "x"], "Invalid image size"),
+            (vec![name, "x"], "Parameter 'size' expects"),
         ] {
             let arguments = [vec!["resize", "-f", format], arguments].concat();
             let refused = isobath(path, arguments).exits(1);

@@ -1,6 +1,6 @@
 //! Chains of five layers with an index, all alike, to do things to.
 
-pub(crate) use crate::programs::{isobath, qemu_img};
+pub(crate) use crate::programs::{isobath, logged, qemu_img};
 
 use isobath_qcow2::Header;
 use isobath_qcow2::index::{BlockHash, Root};

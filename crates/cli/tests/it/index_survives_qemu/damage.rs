@@ -1,7 +1,7 @@
 //! Damage to an index itself: noticed wherever it is, and said once.
 
-use super::chains::{Chain, Flavour, LAYERS, TOP, TOP_NAME, isobath, name};
-use super::judge::{first_difference, warnings};
+use super::chains::{Chain, Flavour, LAYERS, TOP, TOP_NAME, isobath, logged, name};
+use super::judge::{first_difference, logged_of_indexes};
 use isobath_qcow2::Header;
 use isobath_qcow2::index::{
     BlockHash, BlockPointer, IndexExtension, MAX_BLOCK_BYTES, Page, PageEntry, Root, Segment,
@@ -22,9 +22,9 @@ fn read(image: &Path) -> (Vec<u8>, Vec<String>) {
     let directory = image.parent().unwrap();
     let raw = directory.join("read.raw");
     let arguments = args!["convert", "-f", "qcow2", "-O", "raw", image, &raw];
-    let finished = isobath(directory, arguments).ok();
+    let finished = logged(directory, arguments, "info").ok();
     assert!(!finished.stderr.contains("panicked"), "{}", finished.report());
-    (fs::read(raw).unwrap(), warnings(&finished.stderr))
+    (fs::read(raw).unwrap(), logged_of_indexes(&finished.stderr))
 }
 
 fn extension(bytes: &[u8]) -> IndexExtension {
@@ -59,10 +59,10 @@ fn any_bit_of_a_small_index() {
         let stride = area.len() / 60 + 1;
         while at < area.end {
             flip(&image, &bytes, at * 8 + rng.random_range(0..8));
-            let (read, warnings) = read(&image);
+            let (read, messages) = read(&image);
             assert_eq!(first_difference(&right, &read), None, "byte {at} of {area:?}");
-            let said = warnings.first().is_some_and(|line| line.contains("/l4'"));
-            assert!(said, "byte {at} of {area:?}: {warnings:#?}");
+            let said = messages.first().is_some_and(|line| line.contains("/l4'"));
+            assert!(said, "byte {at} of {area:?}: {messages:#?}");
             qemu::assert_clean(&image);
             at += rng.random_range(1..=stride);
         }
@@ -70,8 +70,8 @@ fn any_bit_of_a_small_index() {
         let mut zeroed = bytes.clone();
         zeroed[area].fill(0);
         fs::write(&image, zeroed).unwrap();
-        let (read, warnings) = read(&image);
-        assert!(read == right && !warnings.is_empty());
+        let (read, messages) = read(&image);
+        assert!(read == right && !messages.is_empty());
     }
 }
 
@@ -90,12 +90,12 @@ fn any_bit_of_the_header_extension() {
         let bytes_of = (start..start + 4).chain(start + 8..start + 8 + IndexExtension::BYTES);
         for at in bytes_of {
             flip(&image, &bytes, at * 8 + rng.random_range(0..8));
-            let (read, warnings) = read(&image);
+            let (read, messages) = read(&image);
             assert_eq!(first_difference(&right, &read), None, "byte {at} from {start}");
             // Without a valid extension there is no index of this image to speak of.
             let has_index = Header::parse(&fs::read(&image).unwrap()).unwrap().index().is_some();
-            let said = warnings.first().is_some_and(|line| line.contains("/l4'"));
-            assert_eq!(said, has_index && !is_harmless(at - start), "{at}: {warnings:#?}");
+            let said = messages.first().is_some_and(|line| line.contains("/l4'"));
+            assert_eq!(said, has_index && !is_harmless(at - start), "{at}: {messages:#?}");
             let info = isobath(chain.directory(), ["info", "--output=json", TOP_NAME]).ok();
             let index = &info.json()["format-specific"]["data"]["direct-access-index"];
             assert_eq!(index.is_object(), has_index);
@@ -140,10 +140,10 @@ fn random_bits_of_the_index_of_a_long_chain() {
         for _ in 0..4 {
             let bit = rng.random_range(start * 8..(start + block.length as usize) * 8);
             flip(image, &bytes, bit);
-            let (read, warnings) = read(active);
+            let (read, messages) = read(active);
             assert_eq!(first_difference(&right, &read), None, "{what}, {block:?}, bit {bit}");
-            let said = warnings.first().is_some_and(|line| line.contains("/layer69.qcow2'"));
-            assert!(said, "{what}, {block:?}, bit {bit}: {warnings:#?}");
+            let said = messages.first().is_some_and(|line| line.contains("/layer69.qcow2'"));
+            assert!(said, "{what}, {block:?}, bit {bit}: {messages:#?}");
         }
         fs::write(image, bytes).unwrap();
     }
@@ -214,8 +214,8 @@ fn a_forged_index_would_be_believed() {
         bytes[at..at + part.len()].copy_from_slice(&part);
     }
     fs::write(&image, bytes).unwrap();
-    let (read, warnings) = read(&image);
-    assert_eq!(warnings, Vec::<String>::new());
+    let (read, messages) = read(&image);
+    assert_eq!(messages, Vec::<String>::new());
     assert!(read != right, "the index of '{}' is not used", name(TOP));
     let unit = 1 << root.unit_bits;
     let lied = first * unit..(first + count) * unit;

@@ -72,8 +72,8 @@ fn a_copy_of_the_whole_chain_is_as_good() {
             );
             let _ = written.ok();
             assert_eq!(holds(copy.path()), Some(false));
-            let (bytes, warnings) = read_both(copy.path()).unwrap();
-            assert!(warnings.len() <= 2 && warnings[0].contains("'l4'"), "{warnings:#?}");
+            let (bytes, messages) = read_both(copy.path()).unwrap();
+            assert!(messages.len() <= 2 && messages[0].contains("'l4'"), "{messages:#?}");
             assert!(bytes != read_both(chain.directory()).unwrap().0, "nothing could go wrong");
         }
     }

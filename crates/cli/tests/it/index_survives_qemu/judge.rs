@@ -1,7 +1,7 @@
 //! What must hold of a chain after whatever was done to it.
 
 use super::chains::{Chain, FLAVOURS, Flavour, KINDS, LAYERS, TOP, TOP_NAME};
-use super::chains::{isobath, mapping, qemu_img};
+use super::chains::{isobath, logged, mapping, qemu_img};
 use isobath_qcow2::Header;
 use isobath_testkit::args;
 use isobath_testkit::qemu;
@@ -79,11 +79,15 @@ fn has_changed(chain: &Chain, files: &[Value]) -> bool {
     files.len() != LAYERS || !below.eq(chain.mappings[..TOP].iter().cloned())
 }
 
-/// What was said about indexes; fails the test where it was said twice.
+/// What was logged about indexes; fails the test where it was logged twice.
 #[track_caller]
-pub(crate) fn warnings(stderr: &str) -> Vec<String> {
-    let warnings = stderr.lines().filter_map(|line| Some(line.split_once(" WARN ")?.1.to_owned()));
-    let found: Vec<String> = warnings.filter(|line| line.contains("the index of")).collect();
+pub(crate) fn logged_of_indexes(stderr: &str) -> Vec<String> {
+    let message = |line: &str| {
+        let (_, message) = line.split_once(" INFO ").or_else(|| line.split_once(" WARN "))?;
+        Some(message.to_owned())
+    };
+    let lines = stderr.lines().filter_map(message);
+    let found: Vec<String> = lines.filter(|line| line.contains("the index of")).collect();
     let different: HashSet<&String> = found.iter().collect();
     assert_eq!(different.len(), found.len(), "{found:#?}");
     found
@@ -95,7 +99,7 @@ pub(crate) fn warnings(stderr: &str) -> Vec<String> {
 pub(crate) fn read_both(directory: &Path) -> Option<(Vec<u8>, Vec<String>)> {
     let arguments = |to| args!["convert", "-f", "qcow2", "-O", "raw", TOP_NAME, to];
     let theirs = qemu_img(directory, arguments("theirs.raw"));
-    let ours = isobath(directory, arguments("ours.raw"));
+    let ours = logged(directory, arguments("ours.raw"), "info");
     let reports = format!("{}\n{}", theirs.report(), ours.report());
     // What was cut off the end of a file is zeroes to QEMU, and an error here.
     let refused = theirs.code() != 0 || ours.stderr.contains("past the end of the file");
@@ -106,7 +110,7 @@ pub(crate) fn read_both(directory: &Path) -> Option<(Vec<u8>, Vec<String>)> {
     let theirs = fs::read(directory.join("theirs.raw")).unwrap();
     let bytes = fs::read(directory.join("ours.raw")).unwrap();
     assert_eq!(first_difference(&theirs, &bytes), None, "{reports}");
-    Some((bytes, warnings(&ours.stderr)))
+    Some((bytes, logged_of_indexes(&ours.stderr)))
 }
 
 /// Where two disks differ first.
@@ -172,11 +176,11 @@ pub(crate) fn judge(chain: &Chain, effect: Effect, layer: usize, flavour: Flavou
             assert!(!changed, "the operation changes mappings");
             assert!(valid && verified, "an index is given up although nothing changed");
         }
-        if let Some((_, warnings)) = &both {
+        if let Some((_, messages)) = &both {
             // The first is of this index, another of one below that was then tried.
-            let said = warnings.first().is_some_and(|line| line.contains("'l4'"));
+            let said = messages.first().is_some_and(|line| line.contains("'l4'"));
             let expected = !verified && files.len() > 1;
-            assert!(said == expected && warnings.is_empty() != expected, "{warnings:#?}");
+            assert!(said == expected && messages.is_empty() != expected, "{messages:#?}");
         }
     }
     if files.len() == 1 {
@@ -195,8 +199,8 @@ pub(crate) fn judge(chain: &Chain, effect: Effect, layer: usize, flavour: Flavou
     write(directory, &mut expected);
     let _ = isobath(directory, ["index", "-q", TOP_NAME]).ok();
     assert!(verify(directory), "a new index does not hold");
-    let (bytes, warnings) = read_both(directory).unwrap();
-    assert_eq!(warnings, Vec::<String>::new());
+    let (bytes, messages) = read_both(directory).unwrap();
+    assert_eq!(messages, Vec::<String>::new());
     assert_eq!(first_difference(&expected, &bytes), None, "{flavour:?}");
     qemu::assert_clean(&chain.path(TOP));
 }

@@ -215,8 +215,8 @@ fn a_chain_is_believed_until_something_happens() {
             let chain = Chain::new(kind, flavour);
             assert!(super::judge::verify(chain.directory()));
             assert_eq!(super::judge::holds(chain.directory()), Some(true));
-            let (_, warnings) = super::judge::read_both(chain.directory()).unwrap();
-            assert_eq!(warnings, Vec::<String>::new());
+            let (_, messages) = super::judge::read_both(chain.directory()).unwrap();
+            assert_eq!(messages, Vec::<String>::new());
             let drop = isobath(chain.directory(), ["index", "--drop", TOP_NAME]).ok();
             assert_eq!(drop.text(), "Index removed.\n");
             assert_eq!(super::judge::holds(chain.directory()), None);

@@ -279,8 +279,7 @@ impl Journal {
         metadata.zones_listed().await?;
         let released = tables.finish_journaled(batch, &staged)?;
         if !released.clusters.is_empty() || !refcounts.replaced.is_empty() {
-            readers.drain().await;
-            data_journal.forget(&freed, metadata.cluster_size());
+            metadata.forget_unreferenced(&freed, readers).await;
             if released.discarded {
                 ordered::discard_freed(metadata, &released.clusters).await?;
             }

@@ -5,9 +5,10 @@
 
 use super::{Embedded, LeadAt};
 use crate::durability::Metadata;
+use crate::encryption::read_through;
 use crate::{DiskError, Result, always};
 use futures_util::future::join_all;
-use isobath_qcow2::embedded::{LEAD, Mapping, Span, embed, extract};
+use isobath_qcow2::embedded::{LEAD, Mapping, Span, embed_in, extract};
 use isobath_qcow2::{ClusterIndex, HostCluster};
 use isobath_storage::{IoBuf, Storage};
 
@@ -32,6 +33,11 @@ enum Stored {
 impl<S: Storage> Metadata<S> {
     /// Reads guest data, with kept data applied, and with lead blocks as the guest wrote them.
     pub async fn read(&self, at: u64, buf: IoBuf) -> Result<IoBuf> {
+        if let Some(cipher) = self.layer.cipher()? {
+            // There are no lead blocks in an encrypted image.
+            let stored = async |at, buf| self.read_stored(at, buf).await;
+            return Box::pin(read_through(cipher, at, buf, stored)).await;
+        }
         let leads = self.zones.leads_in(&(at..at + buf.len() as u64));
         if leads.is_empty() {
             return self.read_stored(at, buf).await;
@@ -59,7 +65,7 @@ impl<S: Storage> Metadata<S> {
         if at <= block.start && block.end <= end {
             let stored = &mut buf[(block.start - at) as usize..(block.end - at) as usize];
             // It may have become plain meanwhile, and its plain bytes may look like a record.
-            if extract(stored, lead.id).is_some() && self.zones.is_embedded(lead.at) {
+            if extract(stored, lead.id).is_some() && self.zones.embedded(lead.at).is_some() {
                 return Ok(());
             }
         }
@@ -73,9 +79,13 @@ impl<S: Storage> Metadata<S> {
 
     /// The guest's bytes of a lead block that is, or was, embedded. The caller holds its lock.
     pub(super) async fn plain_lead(&self, lead: &LeadAt) -> Result<IoBuf> {
-        let embedded = self.zones.is_embedded(lead.at);
+        let embedded = self.zones.embedded(lead.at);
         let mut block = self.read_stored(lead.at, IoBuf::zeroed(LEAD)).await?;
-        if embedded && extract(&mut block, lead.id).is_none() {
+        if embedded.is_some()
+            && extract(&mut block, lead.id).is_none()
+            // Its space may have been returned, and given to another write, while it was read.
+            && self.zones.embedded(lead.at) == embedded
+        {
             return Err(DiskError::Corrupt {
                 image: self.layer.name().to_owned(),
                 reason: format!(
@@ -130,28 +140,19 @@ impl<S: Storage> Metadata<S> {
         let cluster_index = ClusterIndex::new(cluster);
         let mapping = Mapping { cluster: cluster_index, lsn, durable_lsn, rest: None };
         let mut block = IoBuf::copy_of(&plain);
-        let new = match rest {
-            // The checksum is still needed.
-            Some(_) if lead.embedded.lsn >= durable_lsn => None,
-            _ => embed(&mut block, &mapping, lead.id),
-        };
         // A torn block would be neither the old one nor the new one.
-        let whole = self.layer.storage().atomic_write() >= LEAD as u64;
-        let fits = |new| match (span, new) {
-            // The other sectors may be written without the lock.
-            (Span::Sector, new) => new == Span::Sector,
-            (Span::Block, _) => whole,
-        };
-        match new {
-            Some(new) if fits(new) => {
-                let embedded = Embedded { cluster, lsn, span: new, rest: None };
-                Ok(Stored::Lead(block.split_to(span.bytes()), embedded))
-            }
-            _ => {
-                self.keep_plain(lead, &plain[..span.bytes()]);
-                Ok(Stored::JournaledWrite)
-            }
+        let whole = span == Span::Sector || self.layer.storage().atomic_write() >= LEAD as u64;
+        // The checksum is still needed.
+        let checked = rest.is_some() && lead.embedded.lsn >= durable_lsn;
+        // The span stays. A smaller one would leave a part of the block that is plain only once this write is durable,
+        // and that nothing repeats in the next record, should it make the smaller span plain; the sectors behind a span
+        // of one sector may be written without the lock.
+        if whole && !checked && embed_in(span, &mut block, &mapping, lead.id) {
+            let embedded = Embedded { cluster, lsn, span, rest: None };
+            return Ok(Stored::Lead(block.split_to(span.bytes()), embedded));
         }
+        self.keep_plain(lead, &plain[..span.bytes()]);
+        Ok(Stored::JournaledWrite)
     }
 
     /// Makes a lead block plain with the next record: `plain` is the plain contents of its span.

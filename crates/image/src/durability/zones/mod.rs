@@ -283,9 +283,9 @@ impl Zones {
         leads
     }
 
-    /// Whether a lead block is embedded.
-    fn is_embedded(&self, at: u64) -> bool {
-        !self.leads_in(&(at..at + 1)).is_empty()
+    /// What is known of a lead block, if it is embedded.
+    fn embedded(&self, at: u64) -> Option<Embedded> {
+        self.leads_in(&(at..at + 1)).first().map(|lead| lead.embedded)
     }
 
     /// Notes that a lead block was rewritten in embedded form.
@@ -338,15 +338,25 @@ impl Zones {
         state.durable_lsn = state.durable_lsn.max(ended);
     }
 
+    /// Forgets the records of clusters that nothing refers to and nobody reads any more: their contents may change,
+    /// but they are not given out before their [`release`](Self::release).
+    pub fn forget(&self, freed: &[HostCluster]) {
+        self.of_each(freed, Zone::forget);
+    }
+
     /// Frees clusters that nothing refers to any more.
     pub fn release(&self, freed: &[HostCluster]) {
+        self.of_each(freed, Zone::free);
+    }
+
+    fn of_each(&self, clusters: &[HostCluster], change: fn(&mut Zone, u64)) {
         if !self.any() {
             return;
         }
         let mut state = self.state.lock();
-        for cluster in freed {
+        for cluster in clusters {
             if let Some(zone) = state.zone(cluster.get()) {
-                zone.free(cluster.get());
+                change(zone, cluster.get());
             }
         }
     }

@@ -10,7 +10,7 @@ use std::ops::Range;
 pub(super) enum Slot {
     /// Nothing that is referred to.
     Free,
-    /// Data of a write in progress.
+    /// Data of a write in progress, or data that nothing refers to any more and whose space is being returned.
     Taken,
     /// Data behind an embedded lead block.
     Embedded(Embedded),
@@ -107,6 +107,14 @@ impl Zone {
         self.frozen = self.next == self.slots.len() && self.freed.is_empty();
         self.slots[place] = Slot::Taken;
         Some((self.start + place as u64, zeroed))
+    }
+
+    /// Nothing refers to an embedded host cluster any more: it holds no record, but it is not free yet.
+    pub(super) fn forget(&mut self, cluster: u64) {
+        let slot = &mut self.slots[(cluster - self.start) as usize];
+        if matches!(slot, Slot::Embedded(_)) {
+            *slot = Slot::Taken;
+        }
     }
 
     /// Frees a host cluster that nothing refers to any more.

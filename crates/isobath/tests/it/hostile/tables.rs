@@ -1,11 +1,14 @@
 //! Tables that point where they must not.
 
-use super::images::{Image, at, made, overlay, plain, with_snapshot_and_bitmap};
+use super::images::{IMAGE, Image, at, base, made, overlay, plain, with_snapshot_and_bitmap};
 use super::survive::{guarded, host_with, open, start_of, survive, unharmed, writable};
 use futures_executor::block_on;
-use isobath_disk::{OpenOptions, ZeroFlags};
+use isobath_disk::{NewDisk, OpenOptions, ZeroFlags};
 use isobath_qcow2::header::field;
 use isobath_storage::IoBuf;
+use isobath_storage::memory::MemoryHost;
+use isobath_testkit::qemu;
+use std::fs;
 
 const COPIED: u64 = 1 << 63;
 
@@ -123,6 +126,94 @@ fn offsets_past_the_end_or_unaligned_are_named() {
     let mut image = valid.clone();
     image.put64(l2, COPIED | (1 << 50));
     survive("data past the end", &image.bytes);
+}
+
+/// The commands of `qemu-io`, and the same by us, that replace the first cluster or part of it.
+#[derive(Clone, Copy, Debug)]
+enum Replacing {
+    Discard(usize),
+    Zeroes(usize),
+    Unmap(usize),
+    Data(usize),
+}
+
+impl Replacing {
+    fn of_qemu(self) -> String {
+        match self {
+            Self::Discard(length) => format!("discard 0 {length}"),
+            Self::Zeroes(length) => format!("write -z 0 {length}"),
+            Self::Unmap(length) => format!("write -z -u 0 {length}"),
+            Self::Data(length) => format!("write -P 7 0 {length}"),
+        }
+    }
+
+    async fn by_us(self, host: &MemoryHost) -> isobath_disk::Result<()> {
+        let disk = open(host.clone(), &writable()).await?;
+        let flags = |may_unmap| ZeroFlags { may_unmap, only_fast: false };
+        let result = match self {
+            Self::Discard(length) => disk.discard(0, length as u64).await,
+            Self::Zeroes(length) => disk.write_zeroes(0, length as u64, flags(false)).await,
+            Self::Unmap(length) => disk.write_zeroes(0, length as u64, flags(true)).await,
+            Self::Data(length) => disk.write(0, IoBuf::copy_of(&vec![7; length])).await.map(drop),
+        };
+        let _ = disk.close().await;
+        result
+    }
+}
+
+/// What cannot be interpreted is no obstacle to who wants it replaced as a whole, as in QEMU.
+#[test]
+fn a_cluster_with_an_invalid_entry_is_replaced_where_qemu_does_that() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("image.qcow2");
+    let subclusters = NewDisk::default().cluster_size(16384).extended_l2(true);
+    let backed = NewDisk::default().cluster_size(16384).extended_l2(true);
+    let backed = backed.backing_file("base.raw", "raw");
+    fs::write(directory.path().join("base.raw"), base()).unwrap();
+    for (new, what) in [
+        (plain(), "plain"),
+        (overlay(), "overlay"),
+        (subclusters, "subclusters"),
+        (backed, "subclusters of an overlay"),
+    ] {
+        let cluster = new.cluster_size as usize;
+        let mut image = block_on(made(&new));
+        image.put64(image.l2(), COPIED | 0x1200);
+        let mut succeeded = 0;
+        let all = [Replacing::Discard, Replacing::Zeroes, Replacing::Unmap, Replacing::Data];
+        for (replacing, length) in
+            all.into_iter().flat_map(|one| [512, cluster / 2, cluster].map(|length| (one, length)))
+        {
+            let (replacing, whole) = (replacing(length), length == cluster);
+            fs::write(&path, &image.bytes).unwrap();
+            let theirs = qemu::io(&path, "qcow2", &[replacing.of_qemu()]);
+            let said = [String::from_utf8_lossy(&theirs.stdout).as_ref(), &theirs.stderr].concat();
+            let theirs = !said.contains("failed") && !said.contains("error");
+            let host = host_with(&image.bytes);
+            let ours = block_on(replacing.by_us(&host));
+            // QEMU also zeroes subclusters of a cluster that it cannot read.
+            assert!(!theirs || ours.is_ok() || !whole, "{what}: {replacing:?}: {ours:?}");
+            assert!(theirs || ours.is_err(), "{what}: {replacing:?}: QEMU refuses that");
+            if theirs && ours.is_ok() {
+                let read = |bytes: &[u8]| {
+                    let host = host_with(bytes);
+                    let read = async {
+                        let disk = open(host, &OpenOptions::default()).await?;
+                        disk.read(0, IoBuf::zeroed(2 * cluster)).await
+                    };
+                    block_on(read).map(|data| data.to_vec()).map_err(|error| error.to_string())
+                };
+                let [one, other] = [host.contents(IMAGE).unwrap(), fs::read(&path).unwrap()]
+                    .map(|disk| read(&disk));
+                // QEMU keeps the offset in some cases, which leaves a cluster that it cannot read.
+                if other.is_ok() {
+                    assert!(one == other, "{what}: {replacing:?}: differs from QEMU's");
+                }
+                succeeded += usize::from(one.is_ok());
+            }
+        }
+        assert!(succeeded >= 3, "{what}: {succeeded}");
+    }
 }
 
 #[test]

@@ -52,7 +52,7 @@ impl Drop for QemuIo {
     }
 }
 
-/// Has `qemu-io` open the image once; returns what it says if it cannot.
+/// Makes `qemu-io` open the image once; returns its error if it cannot.
 pub(crate) fn opens(arguments: &[&str], image: &Path) -> std::result::Result<(), String> {
     let all = [arguments, &["-c", "length", image.to_str().unwrap()]].concat();
     let output = run("qemu-io", &all);

@@ -19,7 +19,7 @@ pub(super) enum Shape {
     Bars,
 }
 
-/// Points, with what is told of each.
+/// Points, with a description of each.
 pub(super) struct Series {
     pub(super) name: String,
     pub(super) shape: Shape,
@@ -34,7 +34,7 @@ pub(super) struct Chart {
     pub(super) x: Axis,
     pub(super) y: Axis,
     pub(super) series: Vec<Series>,
-    /// A line across at this `x`, with its name.
+    /// A vertical line at this `x`, with its name.
     pub(super) mark: Option<(f64, String)>,
 }
 
@@ -43,7 +43,7 @@ impl Chart {
         (FRAME.x(&self.x, x), FRAME.y(&self.y, y))
     }
 
-    /// Puts the chart into the page; a note where it has no points.
+    /// Adds the chart to the page, or a note if it has no points.
     pub(super) fn draw(&self, page: &mut String) {
         let _ = write!(
             page,
@@ -126,7 +126,7 @@ impl Chart {
                 ((x * 10.0).round() / 10.0, (y * 10.0).round() / 10.0, told.as_str())
             })
             .collect();
-        // Numbers and strings become JSON without fail.
+        // Serializing numbers and strings cannot fail.
         page.push_str(&escaped(&serde_json::to_string(&told).unwrap_or_default()));
         let _ = writeln!(page, "\" data-name=\"{}\"/>", escaped(&series.name));
     }

@@ -206,7 +206,7 @@ fn memory(report: &Report) -> Chart {
     };
     let longest = lengths.last().copied().unwrap_or(100);
     let (least, most) = (ours(1).min(qemu(1)) as f64, qemu(longest).max(ours(longest)) as f64);
-    // In powers of two, four times apart: KiB to PiB.
+    // Powers of two, a factor of four apart: KiB to PiB.
     let powers = (0..22).map(|step| 1024.0 * 4_f64.powi(step));
     let from = powers.clone().take_while(|&at| at <= least).last().unwrap_or(1024.0);
     let to = powers.clone().find(|&at| at >= most).unwrap_or(most);
@@ -254,7 +254,7 @@ fn time_axis(from: i64, to: i64) -> Axis {
     let ticks = (0..=4).map(|quarter| {
         let at = from.saturating_add(length / 4 * quarter);
         let label = if length < 3 * 86_400 {
-            // The date is that of the first mark, and in what is told of each point.
+            // The date is at the first mark, and in the description of each point.
             time(at).get(if quarter == 0 { 0..16 } else { 11..16 }).unwrap_or_default().to_owned()
         } else {
             date(at)

@@ -10,7 +10,7 @@ use crate::{Advice, ChainRow, Report, SortBy, Survey, cost};
 use isobath_charts::escaped;
 use std::fmt::Write as _;
 
-/// Problems that are told one by one.
+/// Problems that are listed individually.
 const PROBLEMS: usize = 1000;
 
 /// All tables of a survey.
@@ -22,8 +22,7 @@ pub(super) fn all(survey: &Survey, report: &Report, listing: Listing, page: &mut
     model(page);
 }
 
-/// Begins a table whose columns can be sorted by; a column is its heading and whether it is of
-/// numbers.
+/// Begins a table that can be sorted by each column; a column is its heading and whether it has numbers.
 fn begin(page: &mut String, id: &str, columns: &[(&str, bool)]) {
     let _ = write!(page, "<div class=\"scroll\"><table id=\"{id}\"><thead><tr>");
     for (column, numbers) in columns {
@@ -37,14 +36,14 @@ fn end(page: &mut String) {
     page.push_str("</tbody></table></div>\n");
 }
 
-/// A cell of a number, shown as it is told.
+/// A number's cell, with its displayed text.
 fn cell(page: &mut String, value: f64, told: &str) {
     let _ = write!(page, "<td class=\"n\" data-value=\"{value}\">{}</td>", escaped(told));
 }
 
 fn chains(survey: &Survey, listing: Listing, page: &mut String) {
     let mut rows = survey.top(listing.count, listing.sort);
-    // The costliest are there too, whatever the list is by.
+    // The costliest are included too, whatever the sort key is.
     for sort in [SortBy::Length, SortBy::Memory, SortBy::Held, SortBy::Hidden] {
         let more: Vec<ChainRow> = survey.top(listing.count, sort);
         let known: std::collections::HashSet<String> =

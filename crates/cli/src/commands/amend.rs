@@ -1,0 +1,249 @@
+//! `isobath amend`
+
+use crate::cache::CacheMode;
+use crate::failure::{Failure, Outcome};
+use crate::image_name::{Image, Naming, Objects, reason};
+use crate::{options, runtime, size};
+use isobath_disk::encryption::SlotState;
+use isobath_disk::{Amend, ImageFormat, KeyChange, Preallocation, amend, change_keys};
+use isobath_storage::file::FileHost;
+use std::io::Write;
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// Change options of an image that exists
+///
+/// Its data stays where it is. A downgrade to compat=0.10 writes zeroes where a backing file would otherwise show, and
+/// drops the persistent bitmaps.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// Options as NAME=VALUE, separated by commas; '-o help' lists them
+    #[arg(short, long, value_name = "OPTIONS")]
+    options: Vec<String>,
+    /// The image's format [default: detected]
+    #[arg(short, long, value_name = "FMT", value_parser = options::format)]
+    format: Option<ImageFormat>,
+    /// Cache mode for the image
+    #[arg(short = 't', long = "cache", value_name = "MODE", default_value = "writeback")]
+    #[arg(value_parser = CacheMode::parse)]
+    cache: CacheMode,
+    /// Also do what may make the data unreadable, such as erasing the last key
+    #[arg(long)]
+    force: bool,
+    /// Show progress
+    #[arg(short, long)]
+    progress: bool,
+    /// Print only errors
+    #[arg(short, long)]
+    quiet: bool,
+    #[command(flatten)]
+    naming: Naming,
+    /// The image
+    image: Option<PathBuf>,
+}
+
+/// The options, as qemu-img lists them.
+const HELP: &[(&str, &str)] = &[
+    ("backing_file=<str>", "File name of a base image"),
+    ("backing_fmt=<str>", "Image format of the base image"),
+    ("compat=<str>", "Compatibility level (v2 [0.10] or v3 [1.1])"),
+    ("data_file=<str>", "File name of an external data file"),
+    ("data_file_raw=<bool (on/off)>", "The external data file must stay valid as a raw image"),
+    ("encrypt.iter-time=<num>", "Time to spend in PBKDF in milliseconds"),
+    ("encrypt.keyslot=<num>", "Select a single keyslot to modify explicitly"),
+    (
+        "encrypt.new-secret=<str>",
+        "New secret to set in the matching keyslots. Empty string to erase",
+    ),
+    ("encrypt.old-secret=<str>", "Select all keyslots that match this password"),
+    ("encrypt.state=<str>", "Select new state of affected keyslots (active/inactive)"),
+    ("lazy_refcounts=<bool (on/off)>", "Postpone refcount updates"),
+    ("refcount_bits=<num>", "Width of a reference count entry in bits"),
+    ("size=<size>", "Virtual disk size"),
+];
+
+/// What the options ask for.
+#[derive(Default)]
+struct Wanted {
+    amend: Amend,
+    size: Option<u64>,
+    backing_file: Option<String>,
+    backing_format: Option<String>,
+    keys: Option<Keys>,
+}
+
+/// The options of encryption.
+#[derive(Default)]
+struct Keys {
+    state: Option<String>,
+    slot: Option<i64>,
+    new_secret: Option<String>,
+    old_secret: Option<String>,
+    iter_time: Option<Duration>,
+}
+
+impl Keys {
+    fn set(&mut self, option: &str, value: &str) -> Result<(), String> {
+        let number =
+            || value.parse().map_err(|_| format!("Parameter 'encrypt.{option}' expects a number"));
+        match option {
+            "state" => self.state = Some(value.to_owned()),
+            "keyslot" => self.slot = Some(number()?),
+            "new-secret" => self.new_secret = Some(value.to_owned()),
+            "old-secret" => self.old_secret = Some(value.to_owned()),
+            "iter-time" => {
+                let milliseconds = number()?;
+                let milliseconds = u64::try_from(milliseconds);
+                let milliseconds = milliseconds.map_err(|_| "iter-time must not be negative")?;
+                self.iter_time = Some(Duration::from_millis(milliseconds));
+            }
+            "format" if value == "luks" => {}
+            _ => return Err(format!("Invalid parameter 'encrypt.{option}'")),
+        }
+        Ok(())
+    }
+
+    fn change(self, objects: &Objects) -> Result<KeyChange, String> {
+        let secret = |id: Option<String>| id.map(|id| objects.secret(&id)).transpose();
+        let state = match self.state.as_deref() {
+            Some("active") => SlotState::Active,
+            Some("inactive") => SlotState::Inactive,
+            Some(other) => {
+                return Err(format!("Parameter 'state' does not accept value '{other}'"));
+            }
+            None => return Err("Parameter 'state' is missing".into()),
+        };
+        Ok(KeyChange {
+            state,
+            slot: self.slot,
+            new_secret: secret(self.new_secret)?,
+            old_secret: secret(self.old_secret)?,
+            iter_time: self.iter_time,
+        })
+    }
+}
+
+impl Wanted {
+    fn parse(pairs: &[(String, String)]) -> Result<Self, String> {
+        const AT_CREATION: &[&str] =
+            &["cluster_size", "compression_type", "encryption", "extended_l2", "preallocation"];
+        let mut wanted = Self::default();
+        for (name, value) in pairs {
+            match name.as_str() {
+                "compat" => {
+                    wanted.amend.version = Some(match value.as_str() {
+                        "0.10" | "v2" => 2,
+                        "1.1" | "v3" => 3,
+                        _ => return Err(format!("Unknown compatibility level {value}")),
+                    });
+                }
+                "refcount_bits" => {
+                    let bits = value.parse();
+                    let bits = bits.map_err(|_| format!("Parameter '{name}' expects a number"))?;
+                    wanted.amend.refcount_bits = Some(bits);
+                }
+                "lazy_refcounts" => {
+                    wanted.amend.lazy_refcounts = Some(options::on_off(name, value)?);
+                }
+                "data_file" => wanted.amend.data_file = Some(value.clone()),
+                "data_file_raw" => {
+                    if options::on_off(name, value)? {
+                        return Err("data-file-raw cannot be set on existing images".into());
+                    }
+                }
+                "size" => wanted.size = Some(size::parse(value)?),
+                "backing_file" => wanted.backing_file = Some(value.clone()),
+                "backing_fmt" => wanted.backing_format = Some(value.clone()),
+                _ if name.starts_with("encrypt.") => {
+                    let option = name.trim_start_matches("encrypt.");
+                    wanted.keys.get_or_insert_default().set(option, value)?;
+                }
+                _ if AT_CREATION.contains(&name.as_str()) => {
+                    return Err(format!(
+                        "Invalid parameter '{name}'\nThis option is only supported for image \
+                         creation"
+                    ));
+                }
+                _ => return Err(format!("Invalid parameter '{name}'")),
+            }
+        }
+        Ok(wanted)
+    }
+}
+
+pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
+    if args.options.is_empty() {
+        return Err(Failure::new("Must specify options (-o)"));
+    }
+    let pairs = options::parse(&args.options);
+    if pairs.iter().any(|(name, _)| name == "help" || name == "?") {
+        if args.format == Some(ImageFormat::Raw) {
+            return Err(not_supported());
+        }
+        writeln!(out, "Amend options for 'qcow2':")?;
+        for (option, meaning) in HELP {
+            writeln!(out, "  {option:<22} - {meaning}")?;
+        }
+        return Ok(0);
+    }
+    let Some(image) = &args.image else {
+        return Err(Failure::new("Expecting one image file name"));
+    };
+    let image = args.naming.image(image, args.format)?;
+    let wanted = Wanted::parse(&pairs).map_err(Failure::new)?;
+    runtime::block_on(async || Box::pin(change(args, &image, wanted)).await)?;
+    if args.progress && !args.quiet {
+        writeln!(out, "    (100.00/100%)")?;
+    }
+    Ok(0)
+}
+
+async fn change(args: &Args, image: &Image, wanted: Wanted) -> Result<(), Failure> {
+    let options = image.writable(args.cache.is_direct())?;
+    let failed = |error| Failure::new(reason(&error));
+    let keys = wanted.keys.map(|keys| keys.change(&args.naming.objects));
+    let keys = keys.transpose().map_err(Failure::new)?;
+    {
+        let disk = image.open(&image.options(args.cache.is_direct(), options.locking)).await?;
+        let header = disk.layers().next().and_then(|layer| layer.header());
+        let Some(header) = header else { return Err(not_supported()) };
+        let wanted = (wanted.backing_file.as_deref(), wanted.backing_format.as_deref());
+        // As in QEMU, what is not given is not as it is.
+        let present = (header.backing_file.as_deref(), header.backing_format());
+        if wanted != (None, None) && wanted != present {
+            return Err(Failure::new(
+                "Cannot amend the backing file\nYou can use 'qemu-img rebase' instead.",
+            ));
+        }
+    }
+    let last =
+        Amend { version: wanted.amend.version.filter(|version| *version < 3), ..Amend::default() };
+    // Refused before anything is done.
+    isobath_disk::check_amend(&FileHost, &image.path, &options, &wanted.amend)
+        .await
+        .map_err(failed)?;
+    let first =
+        Amend { version: wanted.amend.version.filter(|version| *version > 2), ..wanted.amend };
+    Box::pin(amend(&FileHost, &image.path, &options, &first)).await.map_err(failed)?;
+    if let Some(keys) = keys {
+        let change = change_keys(&FileHost, &image.path, &options, keys, args.force);
+        Box::pin(change).await.map_err(failed)?;
+    }
+    if let Some(size) = wanted.size {
+        let disk = image.open(&options).await?;
+        Box::pin(disk.resize(size, Preallocation::Off, true)).await.map_err(failed)?;
+        disk.close().await?;
+    }
+    if last.version.is_some() {
+        let disk = image.open(&options).await?;
+        disk.expand_zeroes().await?;
+        disk.close().await?;
+        drop(disk);
+        Box::pin(amend(&FileHost, &image.path, &options, &last)).await.map_err(failed)?;
+    }
+    Ok(())
+}
+
+fn not_supported() -> Failure {
+    Failure::new("Format driver 'raw' does not support option amendment")
+}

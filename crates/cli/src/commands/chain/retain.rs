@@ -1,0 +1,338 @@
+//! `isobath chain retain`
+
+mod online;
+mod policy;
+
+use super::merge::{Shared, merge_into};
+use super::users::{Users, header, identity};
+use crate::failure::{Failure, Outcome};
+use crate::options::printable;
+use crate::{calendar, messages, runtime, size};
+use isobath_disk::{Disk, OpenOptions, Secrets};
+use isobath_storage::Locking;
+use isobath_storage::file::FileHost;
+use policy::Policy;
+use std::fmt::Write as _;
+use std::fs::{self, File, FileTimes};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+/// Remove the snapshots of a chain that a policy does not keep
+///
+/// Prints what would be done; --apply does it. A snapshot is a layer below the active image: the disk as it was when
+/// the layer's overlay was created. Removing one merges its layer into the next one above that is kept, or into the
+/// active image, and deletes its file. The base always stays, and so does every layer that another image in the
+/// directories of the chain or of --search needs, with all layers below it. The command may be interrupted at any time:
+/// the chain reads as before, and the next run goes on.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// Which snapshots to keep: AGE:FREQUENCY,... for growing ages, such as 24h:all,30d:daily,1y:monthly. Ages are
+    /// hours, days, weeks, months, years (h, d, w, m, y) or 'forever'; of each hour, day, week, month or year the last
+    /// snapshot is kept. Older snapshots are removed
+    #[arg(long, value_name = "POLICY")]
+    keep: Option<Policy>,
+    /// Keep this many of the newest snapshots, whatever their age
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    keep_last: usize,
+    /// Carry the plan out
+    #[arg(long)]
+    apply: bool,
+    /// What dates a snapshot: the birth of the overlay's file (or the layer's last write, where the file system records
+    /// no birth time), or the layer's last write
+    #[arg(long, value_name = "WHAT", default_value = "birth")]
+    times: Times,
+    /// Another directory with images that may need the layers, in it or below; can be repeated
+    #[arg(long, value_name = "DIR")]
+    search: Vec<PathBuf>,
+    /// The chain is in use by the server with this QMP address, a socket file or HOST:PORT, which merges its layers
+    #[arg(long, value_name = "SOCKET")]
+    qmp: Option<String>,
+    /// With --qmp: the disk's name [default: the disk with IMAGE, or the only one]
+    #[arg(long, value_name = "NAME")]
+    disk: Option<String>,
+    #[command(flatten)]
+    shared: Shared,
+    /// The chain's active image; not needed with --qmp
+    image: Option<PathBuf>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum Times {
+    /// Birth time
+    Birth,
+    /// Last write
+    Modified,
+}
+
+/// What happens to a layer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Fate {
+    /// It stays, for this reason.
+    Stays(String),
+    /// It is merged into the layer with this number.
+    Merged(usize),
+}
+
+/// A layer, the base being the first.
+struct Planned {
+    file: PathBuf,
+    /// In seconds since 1970; the active image has no such moment.
+    taken: Option<i64>,
+    allocated: u64,
+    fate: Fate,
+}
+
+struct Plan(Vec<Planned>);
+
+pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
+    if args.keep.is_none() && args.keep_last == 0 {
+        return Err(Failure::usage("Which snapshots to keep? Give --keep or --keep-last"));
+    }
+    let (mut place, files) = match (&args.qmp, &args.image) {
+        (Some(address), _) => {
+            let served = online::Served::find(address, args.disk.as_deref(), out)?;
+            let files = served.files();
+            (Place::Server(served), files)
+        }
+        (None, Some(image)) => (Place::Here(out), files_of(image)?),
+        (None, None) => return Err(Failure::usage("Expecting one image file name")),
+    };
+    let plan = Plan::make(args, &files)?;
+    if !args.shared.quiet {
+        place.print(&plan.describe())?;
+    }
+    if !args.apply || plan.merges().next().is_none() {
+        return Ok(0);
+    }
+    for (first, target) in plan.merges() {
+        match &mut place {
+            Place::Server(served) => served.merge(first, target, args.shared.rate)?,
+            Place::Here(_) => plan.merge(first, target, args)?,
+        }
+        plan.delete(first, target, &args.search)?;
+    }
+    if matches!(place, Place::Here(_)) {
+        plan.renew_index()?;
+    }
+    if !args.shared.quiet {
+        place.print("The plan was carried out.\n")?;
+    }
+    Ok(0)
+}
+
+/// Who changes the chain.
+enum Place<'a> {
+    /// The server that uses it.
+    Server(online::Served<'a>),
+    /// This program; with its output.
+    Here(&'a mut dyn Write),
+}
+
+impl Place<'_> {
+    fn print(&mut self, text: &str) -> Result<(), Failure> {
+        match self {
+            Self::Server(served) => served.print(text),
+            Self::Here(out) => Ok(out.write_all(text.as_bytes())?),
+        }
+    }
+}
+
+/// The files of a chain, the base first.
+fn files_of(image: &Path) -> Result<Vec<PathBuf>, Failure> {
+    runtime::block_on(async || {
+        let look = OpenOptions::new().locking(Locking::Unlocked).secrets(Secrets::unneeded());
+        let disk = Disk::open(FileHost, image, &look).await?;
+        let mut files: Vec<PathBuf> = disk.layers().map(|one| one.name().to_owned()).collect();
+        files.reverse();
+        Ok(files)
+    })
+}
+
+fn unreadable(path: &Path, error: &std::io::Error) -> Failure {
+    Failure::new(format_args!("'{}': {error}", path.display()))
+}
+
+fn since_1970(time: SystemTime) -> i64 {
+    let signed = |time: Duration| i64::try_from(time.as_secs()).unwrap_or(i64::MAX);
+    time.duration_since(UNIX_EPOCH).map_or_else(|before| -signed(before.duration()), signed)
+}
+
+impl Plan {
+    /// Reads what there is to know of the files, and decides.
+    fn make(args: &Args, files: &[PathBuf]) -> Result<Self, Failure> {
+        let active = files.len().saturating_sub(1);
+        let directories: Vec<PathBuf> =
+            files.iter().filter_map(|file| file.parent().map(Path::to_owned)).collect();
+        let users = Users::find(&directories, &args.search)?;
+        let mut needed = None;
+        for (number, pair) in files.windows(2).enumerate() {
+            let [layer, overlay] = pair else { continue };
+            let own = identity(overlay).map_err(|error| unreadable(overlay, &error))?;
+            let other = |user: &&PathBuf| identity(user).is_ok_and(|id| id != own);
+            if let Some(user) = users.of(layer)?.iter().find(other) {
+                needed = Some((number, user.clone()));
+            }
+        }
+        let mut layers = Vec::new();
+        let mut with_snapshots = Vec::new();
+        for (number, file) in files.iter().enumerate() {
+            use std::os::unix::fs::MetadataExt;
+            let metadata = fs::metadata(file).map_err(|error| unreadable(file, &error))?;
+            let taken = match files.get(number + 1) {
+                None => None,
+                Some(overlay) => {
+                    let born = fs::metadata(overlay).and_then(|overlay| overlay.created());
+                    let born = born.ok().filter(|_| args.times == Times::Birth);
+                    let modified = metadata.modified().map_err(|error| unreadable(file, &error))?;
+                    Some(since_1970(born.unwrap_or(modified)))
+                }
+            };
+            with_snapshots.push(header(file)?.is_some_and(|header| header.nb_snapshots > 0));
+            layers.push(Planned {
+                file: file.clone(),
+                taken,
+                allocated: metadata.blocks() * 512,
+                fate: Fate::Stays(String::new()),
+            });
+        }
+        // The base is the state of the disk when the first overlay was created; it stays.
+        let taken: Vec<i64> = layers.iter().skip(1).filter_map(|layer| layer.taken).collect();
+        let policy = args.keep.clone().unwrap_or_default();
+        let keeps = policy.keeps(&taken, since_1970(SystemTime::now()), args.keep_last);
+        let mut target = active;
+        for number in (0..layers.len()).rev() {
+            let rule = number.checked_sub(1).and_then(|place| keeps.get(place)).cloned();
+            let fate = match (&needed, rule) {
+                (Some((last, user)), _) if number <= *last && number != active => {
+                    let user = printable(&user.to_string_lossy());
+                    let what = if number == *last { "it" } else { "a layer above" };
+                    Fate::Stays(format!("stays: '{user}' needs {what}"))
+                }
+                _ if number == active => Fate::Stays("active image".into()),
+                _ if number == 0 => Fate::Stays("base".into()),
+                _ if with_snapshots.get(number) == Some(&true) => {
+                    Fate::Stays("stays: it has internal snapshots".into())
+                }
+                (_, Some(Some(rule))) => Fate::Stays(format!("kept: {rule}")),
+                _ => Fate::Merged(target),
+            };
+            if matches!(fate, Fate::Stays(_)) {
+                target = number;
+            }
+            if let Some(layer) = layers.get_mut(number) {
+                layer.fate = fate;
+            }
+        }
+        Ok(Self(layers))
+    }
+
+    /// The lowest layer of each merge, and the one that takes the data; the lowest ones first.
+    fn merges(&self) -> impl Iterator<Item = (usize, usize)> {
+        let merged = |number: usize| match self.0.get(number).map(|layer| &layer.fate) {
+            Some(Fate::Merged(target)) => Some(*target),
+            _ => None,
+        };
+        (0..self.0.len()).filter_map(move |number| {
+            let target = merged(number)?;
+            let begins = number.checked_sub(1).and_then(merged) != Some(target);
+            begins.then_some((number, target))
+        })
+    }
+
+    fn file(&self, number: usize) -> &Path {
+        self.0.get(number).map_or(Path::new(""), |layer| &layer.file)
+    }
+
+    /// Tables of layers, for people.
+    fn describe(&self) -> String {
+        let mut text = format!("{:<20} {:>10}  {:<28} {}\n", "TAKEN", "ON DISK", "WHAT", "LAYER");
+        for layer in self.0.iter().rev() {
+            let what = match &layer.fate {
+                Fate::Stays(why) => why.clone(),
+                Fate::Merged(target) => {
+                    let name = self.file(*target).file_name().unwrap_or_default();
+                    format!("removed: merged into {}", name.display())
+                }
+            };
+            let taken = layer.taken.map_or_else(|| "-".to_owned(), calendar::shown);
+            let size = size::human(layer.allocated);
+            let (what, file) = (printable(&what), printable(&layer.file.to_string_lossy()));
+            let _ = writeln!(text, "{taken:<20} {size:>10}  {what:<28} {file}");
+        }
+        let removed = |layer: &&Planned| matches!(layer.fate, Fate::Merged(_));
+        let count = self.0.iter().filter(removed).count();
+        let bytes = self.0.iter().filter(removed).map(|layer| layer.allocated).sum();
+        let _ = match count {
+            0 => writeln!(text, "No layer is to be removed."),
+            _ => writeln!(
+                text,
+                "{count} of {} layers are to be removed. Their files take {}; what no layer above hides moves up.",
+                self.0.len(),
+                size::human(bytes)
+            ),
+        };
+        text
+    }
+
+    /// Merges layers that nobody uses.
+    fn merge(&self, first: usize, target: usize, args: &Args) -> Result<(), Failure> {
+        let (from, to) = (self.file(first), self.file(target));
+        let before = fs::metadata(to).and_then(|metadata| metadata.modified());
+        let from = from.to_string_lossy().into_owned();
+        runtime::block_on(async || Box::pin(merge_into(to, Some(&from), &args.shared)).await)?;
+        if args.times == Times::Modified && target + 1 < self.0.len() {
+            // The next run must find the snapshot as old as it is.
+            let dated = before.and_then(|before| {
+                let times = FileTimes::new().set_modified(before);
+                File::options().write(true).open(to)?.set_times(times)
+            });
+            dated.map_err(|error| unreadable(to, &error))?;
+        }
+        Ok(())
+    }
+
+    /// Deletes the files of layers that were merged, but for one that an image needs that is newer than the plan.
+    fn delete(&self, first: usize, target: usize, search: &[PathBuf]) -> Result<(), Failure> {
+        let users = Users::find(&self.directories(), search)?;
+        // From above, so that a file that is needed keeps those below it.
+        for number in (first..target).rev() {
+            let file = self.file(number);
+            let overlay = (number + 1 < target).then(|| self.file(number + 1));
+            let own = overlay.and_then(|overlay| identity(overlay).ok());
+            let needs = |user: &&PathBuf| identity(user).ok() != own;
+            if let Some(user) = users.of(file)?.iter().find(needs) {
+                messages::complain(format_args!(
+                    "'{}' stays: '{}' needs it",
+                    file.display(),
+                    user.display()
+                ));
+                break;
+            }
+            fs::remove_file(file).map_err(|error| {
+                Failure::new(format_args!("cannot delete '{}': {error}", file.display()))
+            })?;
+        }
+        Ok(())
+    }
+
+    fn directories(&self) -> Vec<PathBuf> {
+        let directory = |layer: &Planned| layer.file.parent().map(Path::to_owned);
+        self.0.iter().filter_map(directory).collect()
+    }
+
+    /// Writes the active image's index anew, if it has one: it describes layers that are gone.
+    fn renew_index(&self) -> Result<(), Failure> {
+        let Some(active) = self.0.last() else { return Ok(()) };
+        runtime::block_on(async || {
+            let options = OpenOptions::new().writable(true).secrets(Secrets::unneeded());
+            let disk = Disk::open(FileHost, &active.file, &options).await?;
+            let qcow2 = disk.layers().next().and_then(|layer| layer.header());
+            let indexed = qcow2.is_some_and(|header| header.index().is_some());
+            if indexed && disk.depth() > 1 {
+                disk.write_index(|_| {}).await?;
+            }
+            Ok(disk.close().await?)
+        })
+    }
+}

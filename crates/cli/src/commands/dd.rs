@@ -1,0 +1,139 @@
+//! `isobath dd`
+
+use crate::failure::{Failure, Outcome};
+use crate::image_name::Naming;
+use crate::{messages, options, runtime, size};
+use isobath_disk::{Disk, ImageFormat, NewDisk, OpenOptions, create};
+use isobath_storage::IoBuf;
+use isobath_storage::file::FileHost;
+use std::io::Write;
+use std::ops::Range;
+use std::path::Path;
+
+/// Bytes read at once, if blocks are smaller.
+const CHUNK: u64 = 2 << 20;
+/// Guest bytes whose status is queried at once, and the most runs of it.
+const WINDOW: (u64, usize) = (1 << 30, 4096);
+
+/// Copy a part of a disk to a new image
+///
+/// The new disk has the blocks that are copied, up to the end of the input.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// The input's format [default: detected]
+    #[arg(short, long, value_name = "FMT", value_parser = options::format)]
+    format: Option<ImageFormat>,
+    /// The new image's format
+    #[arg(short = 'O', long, value_name = "FMT", default_value = "raw", value_parser = options::format)]
+    output_format: ImageFormat,
+    /// Take no locks on the input and ignore other programs' locks
+    #[arg(short = 'U', long)]
+    force_share: bool,
+    #[command(flatten)]
+    naming: Naming,
+    /// if=INPUT of=OUTPUT [bs=BYTES] [count=BLOCKS] [skip=BLOCKS]
+    #[arg(value_name = "OPERANDS")]
+    operands: Vec<String>,
+}
+
+/// The operands' values.
+#[derive(Default)]
+struct Operands<'a> {
+    input: Option<&'a str>,
+    output: Option<&'a str>,
+    block: Option<u64>,
+    count: Option<u64>,
+    skip: u64,
+}
+
+fn parse(operands: &[String]) -> Result<Operands<'_>, Failure> {
+    let mut parsed = Operands::default();
+    for operand in operands {
+        let Some((name, value)) = operand.split_once('=') else {
+            return Err(Failure::new(format_args!("unrecognized operand {operand}")));
+        };
+        let number = || size::parse(value).map_err(|_| Failure::new(size::explained(name)));
+        match name {
+            "if" => parsed.input = Some(value),
+            "of" => parsed.output = Some(value),
+            "bs" => {
+                let bytes = number()?;
+                if !(1..=i32::MAX as u64).contains(&bytes) {
+                    return Err(Failure::new(
+                        "Invalid bs specified. Must be between 1 and 2147483647.",
+                    ));
+                }
+                parsed.block = Some(bytes);
+            }
+            "count" => parsed.count = Some(number()?),
+            "skip" => parsed.skip = number()?,
+            _ => return Err(Failure::new(format_args!("unrecognized operand {name}"))),
+        }
+    }
+    Ok(parsed)
+}
+
+pub(crate) fn run(args: &Args, _out: &mut dyn Write) -> Outcome {
+    let operands = parse(&args.operands)?;
+    let (Some(input), Some(output)) = (operands.input, operands.output) else {
+        return Err(Failure::new("Must specify both input and output files"));
+    };
+    let block = operands.block.unwrap_or(512);
+    let image = args.naming.image(Path::new(input), args.format)?;
+    let target = Naming::default().image(Path::new(output), Some(args.output_format))?;
+    runtime::block_on(async || {
+        let locking = options::locking(args.force_share);
+        let source = image.open(&image.options(false, locking)).await?;
+        let skipped = operands.skip.saturating_mul(block);
+        if skipped > source.size() {
+            messages::complain(format_args!("{input}: cannot skip to specified offset"));
+        }
+        let skipped = skipped.min(source.size());
+        let wanted = operands.count.map_or(u64::MAX, |count| count.saturating_mul(block));
+        let range = skipped..skipped.saturating_add(wanted).min(source.size());
+        let same = source.layers().any(|layer| {
+            let real = |path: &Path| std::fs::canonicalize(path).ok();
+            real(layer.name()).is_some_and(|path| Some(path) == real(&target.path))
+        });
+        if same {
+            return Err(Failure::new(format_args!(
+                "the target '{output}' is the image to copy, or part of its chain"
+            )));
+        }
+        let length = range.end - range.start;
+        let new = NewDisk::new(length.next_multiple_of(512)).format(args.output_format);
+        create(&FileHost, &target.path, &new).await.map_err(|error| {
+            Failure::new(crate::image_name::reason(&error))
+                .context(format_args!("{output}: error while creating output image"))
+        })?;
+        let options: OpenOptions = target.writable(false)?;
+        let sink = target.open(&options).await?;
+        copy(&source, &sink, range).await?;
+        sink.close().await?;
+        Ok(())
+    })?;
+    Ok(0)
+}
+
+async fn copy(
+    source: &Disk<FileHost>,
+    sink: &Disk<FileHost>,
+    range: Range<u64>,
+) -> Result<(), Failure> {
+    let mut at = range.start;
+    while at < range.end {
+        let (window, runs) = WINDOW;
+        for run in source.block_status(at, window.min(range.end - at), runs).await? {
+            let end = (at + run.length).min(range.end);
+            while at < end {
+                let next = if run.zero { end } else { end.min(at + CHUNK) };
+                if !run.zero {
+                    let data = source.read(at, IoBuf::zeroed((next - at) as usize)).await?;
+                    sink.write(at - range.start, data).await?;
+                }
+                at = next;
+            }
+        }
+    }
+    Ok(())
+}

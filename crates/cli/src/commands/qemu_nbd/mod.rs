@@ -1,0 +1,411 @@
+//! `qemu-nbd`: one image over NBD, with that program's command line.
+
+mod list;
+mod view;
+
+use crate::cache::{CacheMode, Discard, is_native};
+use crate::failure::{Failure, Outcome};
+use crate::image_name::{Image, NO_SNAPSHOT, Naming, reason};
+use crate::server::daemon::Daemon;
+use crate::server::endpoint::{Endpoint, PORT};
+use crate::server::{listen, pid_file, signals, threads};
+use crate::{messages, options, runtime, size, temporary};
+use isobath_disk::clock::SystemClock;
+use isobath_disk::{
+    BlockDevice, ImageFormat, InfoOptions, LiveDisk, MetadataMode, OpenOptions, SnapshotChoice,
+    info, read_bitmap,
+};
+use isobath_export::nbd::wire::MAX_STRING;
+use isobath_export::nbd::{Export, ExportError, ExportedBitmap, Limits, Server, WhenFull};
+use isobath_ring::{Handle, spawn};
+use isobath_storage::Locking;
+use isobath_storage::file::FileHost;
+use std::io::Write;
+use std::path::PathBuf;
+use std::sync::Arc;
+use view::{DetectZeroes, View};
+
+/// Serve an image over NBD, with qemu-nbd's options
+///
+/// Ends when the last client that used the image disconnects, unless --persistent is given, or when a signal arrives.
+/// There is neither authentication nor encryption: without --socket or --bind, everyone who can reach this host can
+/// connect. 'isobath serve' has more of everything.
+#[derive(clap::Args)]
+#[allow(clippy::doc_markdown)]
+pub(crate) struct Args {
+    /// List the exports of the server at the address instead
+    #[arg(short = 'L', long)]
+    list: bool,
+    /// The address to listen on, or to connect to
+    #[arg(short, long, value_name = "IFACE")]
+    bind: Option<String>,
+    /// The TCP port to listen on, or to connect to [default: 10809]
+    #[arg(short, long, value_name = "PORT")]
+    port: Option<u16>,
+    /// The socket file to listen on, or to connect to
+    #[arg(short = 'k', long, value_name = "PATH")]
+    socket: Option<PathBuf>,
+    /// The most clients at a time, 0 for any number; others wait
+    #[arg(short = 'e', long, value_name = "NUM", default_value_t = 1)]
+    shared: usize,
+    /// Continue when the last client disconnects
+    #[arg(short = 't', long)]
+    persistent: bool,
+    /// The export's name
+    #[arg(short = 'x', long, value_name = "NAME", default_value = "")]
+    export_name: String,
+    /// The export's description
+    #[arg(short = 'D', long, value_name = "TEXT", default_value = "")]
+    description: String,
+    /// Run in the background; the command returns once clients can connect
+    #[arg(long)]
+    fork: bool,
+    /// Write the process ID to this file once clients can connect
+    #[arg(long, value_name = "PATH")]
+    pid_file: Option<PathBuf>,
+    /// Expose the image from this byte on
+    #[arg(short, long, value_name = "OFFSET", value_parser = size::parse, default_value = "0")]
+    offset: u64,
+    /// The image's format [default: detected]. Required for raw images unless they are only read
+    #[arg(short, long, value_name = "FORMAT", value_parser = options::format)]
+    format: Option<ImageFormat>,
+    /// Refuse writes
+    #[arg(short, long)]
+    read_only: bool,
+    /// Write to a temporary file instead of the image
+    #[arg(short, long)]
+    snapshot: bool,
+    /// Serve an internal snapshot, by ID or name or as snapshot.id=ID,snapshot.name=NAME; read-only
+    #[arg(short, long, value_name = "SNAPSHOT", value_parser = options::snapshot)]
+    load_snapshot: Option<SnapshotChoice>,
+    /// Cache mode none
+    #[arg(short, long, conflicts_with = "cache")]
+    nocache: bool,
+    /// Cache mode: none, writeback, writethrough, directsync or unsafe
+    #[arg(long, value_name = "MODE", default_value = "writeback", value_parser = CacheMode::parse)]
+    cache: CacheMode,
+    /// Asynchronous I/O mode; all I/O is that of io_uring
+    #[arg(long, value_name = "MODE", value_parser = is_native)]
+    aio: Option<bool>,
+    /// Whether discards reach the image: ignore or unmap
+    #[arg(long, value_name = "MODE", default_value = "ignore", value_parser = Discard::parse)]
+    discard: Discard,
+    /// Whether writes of zeroes are detected, and their space released: off, on or unmap
+    #[arg(long, value_name = "MODE", default_value = "off", value_parser = DetectZeroes::parse)]
+    detect_zeroes: DetectZeroes,
+    /// Offer the metadata context qemu:allocation-depth: which layer of the chain has the data
+    #[arg(short = 'A', long)]
+    allocation_depth: bool,
+    /// Offer a persistent bitmap of the image or of one below as the metadata context qemu:dirty-bitmap:NAME; may be
+    /// given several times
+    #[arg(short = 'B', long, value_name = "NAME")]
+    bitmap: Vec<String>,
+    /// Accepted, and has no effect
+    #[arg(short, long)]
+    verbose: bool,
+    #[command(flatten)]
+    naming: Naming,
+    #[command(flatten)]
+    refused: Refused,
+    /// The image
+    image: Option<PathBuf>,
+}
+
+/// What qemu-nbd has and this program has not.
+#[derive(clap::Args)]
+struct Refused {
+    /// Not supported: connect the image to a kernel device
+    #[arg(short, long, value_name = "DEV", hide = true)]
+    connect: Option<String>,
+    /// Not supported: disconnect a kernel device
+    #[arg(short, long, hide = true)]
+    disconnect: bool,
+    /// Not supported: TLS
+    #[arg(long, value_name = "ID", hide = true)]
+    tls_creds: Option<String>,
+    /// Not supported: TLS
+    #[arg(long, value_name = "NAME", hide = true)]
+    tls_hostname: Option<String>,
+    /// Not supported: TLS
+    #[arg(long, value_name = "ID", hide = true)]
+    tls_authz: Option<String>,
+    /// Not supported: a label for the socket
+    #[arg(long, value_name = "LABEL", hide = true)]
+    selinux_label: Option<String>,
+}
+
+impl Refused {
+    fn check(&self) -> Result<(), Failure> {
+        let refused = [
+            (self.connect.is_some(), "--connect", "; attach its socket with nbd-client instead"),
+            (self.disconnect, "--disconnect", "; use nbd-client -d instead"),
+            (
+                self.tls_creds.is_some(),
+                "--tls-creds",
+                "; put a TLS proxy in front of a socket file",
+            ),
+            (self.tls_hostname.is_some(), "--tls-hostname", ""),
+            (self.tls_authz.is_some(), "--tls-authz", ""),
+            (self.selinux_label.is_some(), "--selinux-label", ""),
+        ];
+        match refused.into_iter().find(|(given, ..)| *given) {
+            Some((_, option, hint)) => {
+                Err(Failure::new(format_args!("{option} is not supported{hint}")))
+            }
+            None => Ok(()),
+        }
+    }
+}
+
+pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
+    args.refused.check()?;
+    let endpoint = args.endpoint()?;
+    if args.list {
+        if args.image.is_some() {
+            return Err(Failure::usage("List mode is incompatible with a file name"));
+        }
+        list::print(&endpoint, out)?;
+        return Ok(0);
+    }
+    let Some(name) = &args.image else {
+        return Err(Failure::usage("Invalid number of arguments"));
+    };
+    let image = args.naming.parse(name, args.format).map_err(|reason| args.cannot_open(reason))?;
+    args.check()?;
+    let daemon = match args.fork.then(Daemon::start) {
+        None => None,
+        Some(Ok(daemon)) => Some(daemon),
+        Some(Err(error)) => {
+            return Err(Failure::new(error).context("Failed to fork"));
+        }
+    };
+    messages::detach();
+    runtime::block_on(async || Box::pin(args.serve(&image, &endpoint, daemon)).await)?;
+    Ok(0)
+}
+
+impl Args {
+    fn endpoint(&self) -> Result<Endpoint, Failure> {
+        match &self.socket {
+            Some(_) if self.bind.is_some() || self.port.is_some() => {
+                Err(Failure::new("Cannot use both a socket file and a TCP address"))
+            }
+            Some(path) if !path.is_absolute() => Err(Failure::new("socket path must be absolute")),
+            Some(path) => Ok(Endpoint::Unix(path.clone())),
+            None => {
+                let any = if self.list { "localhost" } else { "0.0.0.0" };
+                let host = self.bind.clone().unwrap_or_else(|| any.into());
+                Ok(Endpoint::Tcp { host, port: self.port.unwrap_or(PORT) })
+            }
+        }
+    }
+
+    fn cache(&self) -> CacheMode {
+        if self.nocache { CacheMode::None } else { self.cache }
+    }
+
+    fn check(&self) -> Result<(), Failure> {
+        if self.detect_zeroes == DetectZeroes::Unmap && self.discard == Discard::Ignore {
+            return Err(Failure::new(
+                "setting detect-zeroes to unmap is not allowed without setting discard operation \
+                 to unmap",
+            ));
+        }
+        if self.aio == Some(true) && !self.cache().is_direct() {
+            return Err(self.cannot_open(
+                "aio=native was specified, but it requires cache.direct=on, which was not \
+                 specified.",
+            ));
+        }
+        for (field, text) in [("name", &self.export_name), ("description", &self.description)] {
+            if text.len() > MAX_STRING {
+                let error = ExportError::TooLong { field, length: text.len() };
+                return Err(Failure::new(error));
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether clients cannot write.
+    fn is_read_only(&self) -> bool {
+        self.read_only || self.load_snapshot.is_some()
+    }
+
+    /// Whether writes go to a temporary overlay.
+    fn is_overlaid(&self) -> bool {
+        self.snapshot && !self.is_read_only()
+    }
+
+    fn cannot_open(&self, reason: impl std::fmt::Display) -> Failure {
+        let name = self.image.as_ref().map(|name| options::printable(&name.to_string_lossy()));
+        let name = name.unwrap_or_default();
+        Failure::new(format_args!("Failed to blk_new_open '{name}': {reason}"))
+    }
+
+    async fn open(&self, image: &Image) -> Result<Arc<LiveDisk<FileHost>>, Failure> {
+        let direct = self.cache().is_direct();
+        let overlaid = self.is_overlaid();
+        let options = if self.is_read_only() || overlaid {
+            image.options(direct, Locking::Exclusive)
+        } else {
+            image.writable(direct)?
+        };
+        let options = options.snapshot(self.load_snapshot.clone()).metadata(MetadataMode::Ordered);
+        let live = LiveDisk::open(FileHost, &image.path, &options).await;
+        let live = live.map_err(|error| {
+            let reason = reason(&error);
+            if reason == NO_SNAPSHOT {
+                return Failure::new(format_args!("Failed to load snapshot: {reason}"));
+            }
+            self.cannot_open(if reason.starts_with("Could not open") {
+                reason
+            } else {
+                format!("Could not open '{}': {reason}", image.path.display())
+            })
+        })?;
+        let format = live.layers().first().map_or(ImageFormat::Raw, |layer| layer.format());
+        if format == ImageFormat::Raw && image.format.is_none() && !live.is_read_only() {
+            live.close().await?;
+            return Err(Failure::new(format_args!(
+                "'{}' was detected as raw. A guest that can write to a raw image can make it look \
+                 like another format at the next start; use -f raw to confirm that it is raw",
+                image.path.display()
+            )));
+        }
+        if !overlaid {
+            return Ok(live);
+        }
+        let size = live.size();
+        live.close().await?;
+        drop(live);
+        let (disk, options) =
+            temporary::overlay(image, format, size, direct, Locking::Exclusive).await?;
+        Ok(LiveDisk::new(disk, &options, Arc::new(SystemClock::default())))
+    }
+
+    /// The bitmaps to offer, each from the highest layer that has one of its name.
+    async fn bitmaps(&self, disk: &LiveDisk<FileHost>) -> Result<Vec<ExportedBitmap>, Failure> {
+        let mut bitmaps = Vec::new();
+        let layers = disk.layers();
+        // The temporary overlay's file has no name any more.
+        let named = || layers.iter().skip(usize::from(self.is_overlaid()));
+        let look = InfoOptions { locking: Locking::Unlocked, ..InfoOptions::default() };
+        // In qemu-nbd's order.
+        for name in self.bitmap.iter().rev() {
+            let mut found = None;
+            for layer in named().filter(|layer| layer.format() == ImageFormat::Qcow2) {
+                let info = info(&FileHost, layer.name(), &look).await?.qcow2;
+                let bitmap =
+                    info.and_then(|info| info.bitmaps.into_iter().find(|one| one.name == *name));
+                if let Some(bitmap) = bitmap {
+                    found = Some((layer, bitmap));
+                    break;
+                }
+            }
+            let Some((layer, bitmap)) = found else {
+                return Err(Failure::new(format_args!("Bitmap '{name}' is not found")));
+            };
+            let is_active = layers.first().is_some_and(|active| Arc::ptr_eq(active, layer));
+            if bitmap.auto && is_active && !disk.is_read_only() {
+                return Err(Failure::new(format_args!(
+                    "Bitmap '{name}' is enabled, and would not stay true of a disk that clients \
+                     write to; use --read-only, or disable it with 'isobath bitmap --disable'"
+                )));
+            }
+            let options = OpenOptions::new().locking(Locking::Unlocked).format(ImageFormat::Qcow2);
+            let bits = read_bitmap(&FileHost, layer.name(), &options, name).await;
+            let bits = bits.map_err(|error| Failure::new(reason(&error)))?;
+            let from = |at: u64| at.saturating_sub(self.offset);
+            let ranges = bits.ranges().map(|range| from(range.start)..from(range.end));
+            bitmaps.push(ExportedBitmap::new(name.clone(), ranges));
+        }
+        Ok(bitmaps)
+    }
+
+    /// Serves the image until nobody uses it any more, or a signal arrives.
+    async fn serve(
+        &self,
+        image: &Image,
+        endpoint: &Endpoint,
+        daemon: Option<Daemon>,
+    ) -> Result<(), Failure> {
+        let mut signals = signals::receive()?;
+        let disk = match signals::unless_signalled(&mut signals, self.open(image)).await {
+            Some(disk) => disk?,
+            None => return Err(Failure::new("interrupted by a signal during startup")),
+        };
+        let served = self.serve_disk(&disk, endpoint, daemon, signals).await;
+        let closed = disk.close().await.map_err(Failure::from);
+        served.and(closed)
+    }
+
+    async fn serve_disk(
+        &self,
+        disk: &Arc<LiveDisk<FileHost>>,
+        endpoint: &Endpoint,
+        daemon: Option<Daemon>,
+        mut signals: isobath_ring::Signals,
+    ) -> Result<(), Failure> {
+        let size = BlockDevice::size(&**disk);
+        if self.offset > size {
+            return Err(Failure::new(format_args!(
+                "Offset ({}) cannot be greater than size of the containing file ({size})",
+                self.offset
+            )));
+        }
+        let view = View {
+            disk: Arc::clone(disk),
+            offset: self.offset,
+            size: size - self.offset,
+            cache: self.cache(),
+            discards: self.discard == Discard::Unmap,
+            detect_zeroes: self.detect_zeroes,
+        };
+        let bitmaps = self.bitmaps(disk).await?;
+        let export = Export {
+            name: self.export_name.clone(),
+            description: self.description.clone(),
+            read_only: self.is_read_only(),
+            allocation_depth: self.allocation_depth,
+            bitmaps: bitmaps.into(),
+            device: Arc::new(view),
+        };
+        let connections = if self.shared == 0 { usize::MAX } else { self.shared };
+        let limits = Limits { connections, when_full: WhenFull::Wait, ..Limits::default() };
+        let server = Arc::new(Server::new(vec![export], limits).map_err(Failure::new)?);
+        let mut listeners = listen::listen(std::slice::from_ref(endpoint), "--port")?;
+        let Some(listener) = listeners.pop() else { return Ok(()) };
+        let workers = threads::start(None)?;
+        let handles: Vec<Handle> = workers.iter().map(|worker| worker.handle().clone()).collect();
+        let pid_file = self.pid_file.as_deref().map(pid_file::create).transpose()?;
+        if let Some(daemon) = daemon {
+            daemon.ready().map_err(|error| Failure::new(error).context("/dev/null"))?;
+        }
+        let upkeep = Arc::clone(disk);
+        spawn(async move {
+            if let Err(error) = upkeep.upkeep().await {
+                tracing::warn!(%error, "background upkeep ended");
+            }
+        });
+        let stopped = Arc::clone(&server);
+        spawn(async move {
+            let signal = signals::wait(&mut signals).await;
+            signals::end_at_the_second(signals, Some(signal));
+            stopped.stop();
+        });
+        if !self.persistent {
+            let unused = Arc::clone(&server);
+            spawn(async move {
+                unused.left().await;
+                unused.stop();
+            });
+        }
+        let served = server.serve(listener, &handles).await;
+        drop(workers);
+        drop(pid_file);
+        if let Endpoint::Unix(path) = endpoint {
+            let _ = std::fs::remove_file(path);
+        }
+        served.map_err(|error| Failure::new(error).context("the listener failed"))
+    }
+}

@@ -1,0 +1,112 @@
+//! A disk as the options of `qemu-nbd` show it.
+
+use crate::cache::CacheMode;
+use isobath_disk::copy::is_zero;
+use isobath_disk::{BlockDevice, BlockStatus, LiveDisk, Result, ZeroFlags};
+use isobath_storage::IoBuf;
+use isobath_storage::file::FileHost;
+use std::sync::Arc;
+
+/// What becomes of writes of zeroes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum DetectZeroes {
+    /// They are written.
+    Off,
+    /// They are zero-writes that keep their space.
+    On,
+    /// They are zero-writes that may release it.
+    Unmap,
+}
+
+impl DetectZeroes {
+    pub(super) fn parse(name: &str) -> std::result::Result<Self, String> {
+        match name {
+            "off" => Ok(Self::Off),
+            "on" => Ok(Self::On),
+            "unmap" => Ok(Self::Unmap),
+            _ => {
+                Err(format!("Failed to parse detect_zeroes mode: invalid parameter value: {name}"))
+            }
+        }
+    }
+}
+
+/// A part of a disk, from `offset` to its end.
+pub(super) struct View {
+    pub(super) disk: Arc<LiveDisk<FileHost>>,
+    pub(super) offset: u64,
+    pub(super) size: u64,
+    pub(super) cache: CacheMode,
+    /// Discards reach the disk.
+    pub(super) discards: bool,
+    pub(super) detect_zeroes: DetectZeroes,
+}
+
+impl View {
+    /// Makes a change durable before it completes, if the cache mode says so.
+    async fn changed(&self) -> Result<()> {
+        match self.cache {
+            CacheMode::Writethrough | CacheMode::Directsync => self.disk.flush().await,
+            CacheMode::None | CacheMode::Writeback | CacheMode::Unsafe => Ok(()),
+        }
+    }
+}
+
+impl BlockDevice for View {
+    fn size(&self) -> u64 {
+        self.size
+    }
+
+    fn is_read_only(&self) -> bool {
+        self.disk.is_read_only()
+    }
+
+    fn preferred_block(&self) -> u32 {
+        BlockDevice::preferred_block(&*self.disk)
+    }
+
+    async fn read(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
+        self.disk.read(self.offset + offset, buf).await
+    }
+
+    async fn write(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
+        let at = self.offset + offset;
+        let buf = if self.detect_zeroes != DetectZeroes::Off && is_zero(&buf) {
+            let may_unmap = self.detect_zeroes == DetectZeroes::Unmap;
+            let flags = ZeroFlags { may_unmap, only_fast: false };
+            self.disk.write_zeroes(at, buf.len() as u64, flags).await?;
+            buf
+        } else {
+            self.disk.write(at, buf).await?
+        };
+        self.changed().await?;
+        Ok(buf)
+    }
+
+    async fn write_zeroes(&self, offset: u64, length: u64, flags: ZeroFlags) -> Result<()> {
+        let flags = ZeroFlags { may_unmap: flags.may_unmap && self.discards, ..flags };
+        self.disk.write_zeroes(self.offset + offset, length, flags).await?;
+        self.changed().await
+    }
+
+    async fn discard(&self, offset: u64, length: u64) -> Result<()> {
+        if !self.discards {
+            return Ok(());
+        }
+        self.disk.discard(self.offset + offset, length).await?;
+        self.changed().await
+    }
+
+    async fn flush(&self) -> Result<()> {
+        if self.cache == CacheMode::Unsafe { Ok(()) } else { self.disk.flush().await }
+    }
+
+    async fn block_status(
+        &self,
+        offset: u64,
+        length: u64,
+        max_runs: usize,
+    ) -> Result<Vec<BlockStatus>> {
+        self.disk.block_status(self.offset + offset, length, max_runs).await
+    }
+}

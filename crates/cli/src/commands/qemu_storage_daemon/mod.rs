@@ -1,0 +1,208 @@
+//! `qemu-storage-daemon`: nodes and exports, with that program's command line.
+
+mod chardev;
+
+use crate::failure::{Failure, Outcome};
+use crate::image_name::Objects;
+use crate::options;
+use crate::server::daemon::Daemon;
+use crate::server::signals::{self, either};
+use crate::server::{listen, pid_file, threads};
+use crate::{messages, runtime};
+use chardev::{Chardev, Controlling, Monitors};
+use isobath_disk::{MetadataMode, OpenOptions};
+use isobath_export::registry::{Frontends, Listeners};
+use isobath_qmp::monitor::Monitor;
+use isobath_qmp::schema::{Object, check, from_text};
+use isobath_qmp::server::{self as qmp, Events, Service};
+use isobath_ring::{Handle, Signals, spawn};
+use isobath_storage::file::FileHost;
+use serde_json::{Map, Value};
+use std::io::Write;
+use std::path::PathBuf;
+use std::rc::Rc;
+
+type Daemons = qmp::Server<Monitor<FileHost>>;
+
+/// Serve images by their nodes and exports, with qemu-storage-daemon's options
+///
+/// Runs until a signal arrives or a QMP client sends 'quit'; then exports end first, and the images are flushed and
+/// closed. There is neither authentication nor encryption.
+#[derive(clap::Args)]
+#[allow(clippy::doc_markdown)]
+pub(crate) struct Args {
+    /// Add a node: QMP's arguments of blockdev-add, as JSON or as NAME=VALUE,...; may be given several times
+    #[arg(long, value_name = "[driver=]DRIVER,node-name=NAME,...")]
+    blockdev: Vec<String>,
+    /// Describe a channel for --monitor: a socket to listen on, or standard input and output
+    #[arg(long, value_name = "socket,id=ID,path=PATH,server=on|stdio,id=ID")]
+    chardev: Vec<String>,
+    /// Serve QMP on a channel; may be given several times
+    #[arg(long, value_name = "[chardev=]ID")]
+    monitor: Vec<String>,
+    /// Serve NBD on an address
+    #[arg(
+        long,
+        value_name = "addr.type=unix,addr.path=PATH|addr.type=inet,addr.host=HOST,addr.port=PORT"
+    )]
+    nbd_server: Option<String>,
+    /// Add an export: QMP's arguments of block-export-add, as JSON or as NAME=VALUE,...; may be given several times
+    #[arg(long, value_name = "[type=]nbd|vhost-user-blk|fuse,id=ID,node-name=NAME,...")]
+    export: Vec<String>,
+    /// Write the process ID to this file once clients can connect
+    #[arg(long, value_name = "PATH")]
+    pidfile: Option<PathBuf>,
+    /// Run in the background; the command returns once clients can connect
+    #[arg(long)]
+    daemonize: bool,
+    /// Accepted, and has no effect
+    #[arg(short = 'T', long, value_name = "EVENTS")]
+    trace: Vec<String>,
+    #[command(flatten)]
+    objects: Objects,
+}
+
+/// The pairs of an option's value; `implied` is the name of a first value without one.
+fn pairs(text: &str, implied: &str) -> Vec<(String, String)> {
+    let first = text.split(',').next().unwrap_or_default();
+    let text = if implied.is_empty() || first.contains('=') {
+        text.to_owned()
+    } else {
+        format!("{implied}={text}")
+    };
+    options::parse(&[text])
+}
+
+/// The arguments of a QMP command, in an option's value.
+fn arguments(object: &Object, text: &str, implied: &str) -> Result<Map<String, Value>, String> {
+    let map = if text.starts_with('{') {
+        serde_json::from_str(text).map_err(|error| format!("JSON parse error, {error}"))?
+    } else {
+        from_text(object, &pairs(text, implied)).map_err(|error| error.to_string())?
+    };
+    check(object, &map).map_err(|error| error.to_string())?;
+    Ok(map)
+}
+
+pub(crate) fn run(args: &Args, _: &mut dyn Write) -> Outcome {
+    let chardevs = args.chardev.iter().map(|text| Chardev::parse(&pairs(text, "backend")));
+    let chardevs: Vec<Chardev> = chardevs.collect::<Result<_, _>>()?;
+    let nbd = args.nbd_server.as_deref().map(chardev::nbd_address).transpose()?;
+    let daemon = match args.daemonize.then(Daemon::start) {
+        None => None,
+        Some(Ok(daemon)) => Some(daemon),
+        Some(Err(error)) => {
+            return Err(Failure::new(error).context("cannot go into the background"));
+        }
+    };
+    messages::detach();
+    runtime::block_on(async || {
+        let mut listeners = Listeners::new();
+        if let Some(endpoint) = &nbd {
+            let bound = listen::listen(std::slice::from_ref(endpoint), "--nbd-server")?;
+            listeners.insert("nbd", bound);
+        }
+        let monitors = args.monitor.iter().map(|text| pairs(text, "chardev"));
+        let monitors = Monitors::bind(monitors, &chardevs)?;
+        Box::pin(args.serve(listeners, monitors, daemon)).await
+    })?;
+    Ok(0)
+}
+
+impl Args {
+    async fn serve(
+        &self,
+        listeners: Listeners,
+        monitors: Monitors,
+        daemon: Option<Daemon>,
+    ) -> Result<(), Failure> {
+        let mut signals = signals::receive()?;
+        let workers = threads::start(None)?;
+        let handles: Vec<Handle> = workers.iter().map(|worker| worker.handle().clone()).collect();
+        let frontends = Frontends::start(&handles, listeners).map_err(Failure::new)?;
+        let events = Events::default();
+        let opening = OpenOptions::new().writable(true).metadata(MetadataMode::Ordered);
+        let monitor =
+            Monitor::new(FileHost, opening, Vec::new(), frontends.clone(), events.clone());
+        let control = qmp::Server::new(monitor, events, qmp::Limits::default());
+        let listening = frontends.serve();
+        let mut controlling = None;
+        let mut result = match self.begin(&control).await {
+            Ok(()) => self.run(&control, monitors, daemon, &mut signals, &mut controlling).await,
+            failed => failed,
+        };
+        signals::end_at_the_second(signals, None);
+        frontends.stop();
+        for ended in listening {
+            match ended.await {
+                Ok(Ok(())) => {}
+                Ok(Err(error)) => {
+                    result = result.and(Err(Failure::new(error).context("a listener failed")));
+                }
+                Err(panicked) => panicked.resume(),
+            }
+        }
+        // No client is left that could write.
+        control.service().end().await;
+        control.stop();
+        if let Some(controlling) = controlling {
+            controlling.ended(&control).await;
+        }
+        drop(workers);
+        result
+    }
+
+    /// Adds the nodes and the exports.
+    async fn begin(&self, control: &Daemons) -> Result<(), Failure> {
+        for object in &self.objects.object {
+            let failed = |reason: String| {
+                Failure::new(format_args!("--object {}: {reason}", options::printable(object)))
+            };
+            let arguments = Objects::arguments(object).map_err(failed)?;
+            let done = control.service().execute("object-add", arguments).await;
+            done.map_err(|error| failed(error.to_string()))?;
+        }
+        let all = [
+            ("--blockdev", "blockdev-add", &self.blockdev, "driver"),
+            ("--export", "block-export-add", &self.export, "type"),
+        ];
+        for (option, command, given, implied) in all {
+            let monitor = control.service();
+            let Some(command) = monitor.schema().command(command) else {
+                return Err(Failure::new(format_args!("{option} is not supported")));
+            };
+            for text in given {
+                let failed = |reason: String| {
+                    Failure::new(format_args!("{option} {}: {reason}", options::printable(text)))
+                };
+                let arguments = arguments(command.arguments, text, implied).map_err(failed)?;
+                let done = monitor.execute(command.name, arguments).await;
+                done.map_err(|error| failed(error.to_string()))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Serves until a signal or a client ends it.
+    async fn run(
+        &self,
+        control: &Rc<Daemons>,
+        monitors: Monitors,
+        daemon: Option<Daemon>,
+        signals: &mut Signals,
+        controlling: &mut Option<Controlling>,
+    ) -> Result<(), Failure> {
+        let _pid_file = self.pidfile.as_deref().map(pid_file::create).transpose()?;
+        let stays = daemon.is_none();
+        if let Some(daemon) = daemon {
+            daemon.ready().map_err(|error| Failure::new(error).context("/dev/null"))?;
+        }
+        let watching = Rc::clone(control);
+        spawn(async move { watching.service().watch().await });
+        *controlling = Some(monitors.serve(control, stays)?);
+        let quit = control.service().quit_requested();
+        either(signals::wait(signals), quit).await;
+        tracing::info!("stopping");
+        Ok(())
+    }
+}

@@ -1,0 +1,590 @@
+//! Images as the command line names them: a path, `file:PATH`, `json:{...}`, or with `--image-opts` QEMU's options.
+//!
+//! Only what the user types is read like this. A name in an image's header is a plain file name, or refused.
+
+use crate::failure::Failure;
+use crate::options;
+use isobath_disk::encryption::{Secret, Secrets};
+use isobath_disk::{Disk, DiskError, ImageFormat, OpenOptions};
+use isobath_qmp::secret::{Description, Source};
+use isobath_storage::file::FileHost;
+use isobath_storage::{Locking, Operation, StorageError};
+use serde_json::{Map, Value};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// What opening an image says of a snapshot that is not there.
+pub(crate) const NO_SNAPSHOT: &str = "Can't find snapshot";
+
+/// How a command's images are named.
+#[derive(clap::Args, Clone, Debug, Default)]
+pub(crate) struct Naming {
+    /// The images are QEMU's options, such as driver=qcow2,file.filename=FILE, instead of file names
+    #[arg(long, alias = "source-image-opts")]
+    pub(crate) image_opts: bool,
+    #[command(flatten)]
+    pub(crate) objects: Objects,
+    #[command(flatten)]
+    pub(crate) secret_file: SecretFile,
+}
+
+/// The secret of encrypted images, where it is not named as in QEMU.
+#[derive(clap::Args, Clone, Debug, Default)]
+pub(crate) struct SecretFile {
+    /// The file with the secret of encrypted images, all of whose bytes count; /dev/fd/N is a descriptor
+    #[arg(long, value_name = "FILE")]
+    pub(crate) secret_file: Option<PathBuf>,
+}
+
+impl SecretFile {
+    /// The secrets of a chain: that of the file, for each image.
+    ///
+    /// # Errors
+    /// If the file cannot be read.
+    pub(crate) fn secrets(&self) -> Result<Secrets, Failure> {
+        self.load().map_err(Failure::new)
+    }
+
+    fn load(&self) -> Result<Secrets, String> {
+        let Some(file) = &self.secret_file else { return Ok(Secrets::default()) };
+        let source = Source::File(file.to_string_lossy().into_owned());
+        let description = Description { id: String::new(), source, base64: false };
+        description.load().map(Secrets::from)
+    }
+}
+
+/// QEMU's objects that a command uses.
+#[derive(clap::Args, Clone, Debug, Default)]
+pub(crate) struct Objects {
+    /// An object, such as secret,id=NAME,file=FILE; may be given several times
+    #[arg(long, value_name = "OBJECT", value_parser = object)]
+    pub(crate) object: Vec<String>,
+}
+
+impl Objects {
+    /// The secret of an ID.
+    ///
+    /// # Errors
+    /// If there is none, or its value is not in a file or cannot be read.
+    pub(crate) fn secret(&self, id: &str) -> Result<Arc<Secret>, String> {
+        let described = self.object.iter().filter_map(|text| describe(text).ok());
+        let found = described.into_iter().rfind(|description| description.id == id);
+        let found = found.ok_or_else(|| format!("No secret with id '{id}'"))?;
+        file_of(&found)?;
+        found.load().map(Arc::new)
+    }
+
+    /// The arguments of QMP's `object-add` for an object's text.
+    ///
+    /// # Errors
+    /// If its value is not in a file.
+    pub(crate) fn arguments(text: &str) -> Result<Map<String, Value>, String> {
+        let described = describe(text)?;
+        let format = if described.base64 { "base64" } else { "raw" };
+        let values = [
+            ("qom-type", "secret"),
+            ("id", &described.id),
+            ("file", file_of(&described)?),
+            ("format", format),
+        ];
+        Ok(values.map(|(name, value)| (name.to_owned(), value.into())).into_iter().collect())
+    }
+}
+
+/// The file of a secret, which must not be given on the command line.
+fn file_of(description: &Description) -> Result<&str, String> {
+    match &description.source {
+        Source::File(file) => Ok(file),
+        Source::Data(_) => Err(format!(
+            "the secret '{0}' is on the command line, where every user of this machine can read \
+             it; use secret,id={0},file=FILE",
+            options::printable(&description.id)
+        )),
+    }
+}
+
+/// The secret that an object's text describes.
+fn describe(text: &str) -> Result<Description, String> {
+    let (kind, rest) = text.split_once(',').unwrap_or((text, ""));
+    let kind = kind.strip_prefix("qom-type=").unwrap_or(kind);
+    if kind != "secret" {
+        return Err(format!("Parameter 'qom-type' does not accept value '{kind}'"));
+    }
+    let pairs = options::parse(&[rest.to_owned()]);
+    Description::of(pairs.iter().map(|(name, value)| (name.as_str(), value.as_str())))
+}
+
+/// Checks an object: a secret with an ID, and one source of its value.
+fn object(text: &str) -> Result<String, String> {
+    describe(text).map(|_| text.to_owned())
+}
+
+/// An image that a command was given.
+#[derive(Clone, Debug)]
+pub(crate) struct Image {
+    /// As it was typed, for messages.
+    shown: String,
+    /// Its file.
+    pub(crate) path: PathBuf,
+    /// The format that was named.
+    pub(crate) format: Option<ImageFormat>,
+    direct: Option<bool>,
+    read_only: bool,
+    unlocked: bool,
+    backing: bool,
+    secrets: Secrets,
+}
+
+impl Naming {
+    /// The image that `name` and the option for its format name.
+    ///
+    /// # Errors
+    /// If they cannot be used, in QEMU's words.
+    pub(crate) fn image(&self, name: &Path, format: Option<ImageFormat>) -> Result<Image, Failure> {
+        if self.image_opts && format.is_some() {
+            return Err(Failure::new("--image-opts and --format are mutually exclusive"));
+        }
+        let failed = |reason| could_not_open(&name.to_string_lossy(), reason);
+        self.parse(name, format).map_err(failed)
+    }
+
+    /// As [`image`](Self::image); the error is the reason alone.
+    pub(crate) fn parse(&self, name: &Path, format: Option<ImageFormat>) -> Result<Image, String> {
+        let shown = name.to_string_lossy().into_owned();
+        let secrets = self.secret_file.load()?;
+        let plain = |path: PathBuf, format| Image {
+            secrets: secrets.clone(),
+            ..Image::plain(shown.clone(), path, format)
+        };
+        if self.image_opts {
+            if !shown.contains('=') {
+                return Err(format!("Cannot find device='{shown}' nor node-name='{shown}'"));
+            }
+            let mut pairs = options::parse(std::slice::from_ref(&shown));
+            // A later value of an option replaces an earlier one.
+            let last = |pairs: &[(String, String)], at: usize, name: &str| {
+                !pairs.iter().skip(at + 1).any(|(other, _)| other == name)
+            };
+            let kept: Vec<bool> =
+                pairs.iter().enumerate().map(|(at, (name, _))| last(&pairs, at, name)).collect();
+            let mut kept = kept.into_iter();
+            pairs.retain(|_| kept.next().unwrap_or(true));
+            return self.described(plain(PathBuf::new(), None), pairs);
+        }
+        if let Some(json) = shown.strip_prefix("json:") {
+            let value: Value = serde_json::from_str(json).map_err(|error| {
+                format!("Could not parse the JSON options: JSON parse error, {error}")
+            })?;
+            if !value.is_object() {
+                return Err("Invalid JSON object given".into());
+            }
+            let mut pairs = Vec::new();
+            flatten("", &value, &mut pairs)?;
+            if let (Some(format), None) = (format, pairs.iter().find(|(name, _)| name == "driver"))
+            {
+                pairs.push(("driver".into(), format.name().into()));
+            }
+            return self.described(plain(PathBuf::new(), format), pairs);
+        }
+        if let Some(path) = shown.strip_prefix("file:") {
+            return Ok(plain(path.into(), format));
+        }
+        if let Some(protocol) = protocol(&shown) {
+            return Err(unknown_protocol(protocol));
+        }
+        Ok(plain(name.to_owned(), format))
+    }
+
+    /// The image that QEMU's options describe; `name` is its file, if it is not among them.
+    ///
+    /// # Errors
+    /// If they cannot be used, in QEMU's words.
+    pub(crate) fn with_options(
+        &self,
+        name: Option<&str>,
+        mut options: Vec<(String, String)>,
+    ) -> Result<Image, String> {
+        if let Some(name) = name {
+            options.push(("file.filename".into(), name.to_owned()));
+        }
+        let shown = name.unwrap_or_default().to_owned();
+        let secrets = self.secret_file.load()?;
+        self.described(Image { secrets, ..Image::plain(shown, PathBuf::new(), None) }, options)
+    }
+
+    /// Where a new image is to be created: a path, or `file:PATH`.
+    ///
+    /// # Errors
+    /// If the name has another protocol's prefix.
+    pub(crate) fn target(name: &Path) -> Result<PathBuf, Failure> {
+        Ok(Self::default().image(name, None)?.path)
+    }
+}
+
+impl Image {
+    fn plain(shown: String, path: PathBuf, format: Option<ImageFormat>) -> Self {
+        let (direct, read_only, unlocked, backing) = (None, false, false, true);
+        let secrets = Secrets::default();
+        Self { shown, path, format, direct, read_only, unlocked, backing, secrets }
+    }
+
+    /// How to open a temporary overlay of it.
+    pub(crate) fn overlay_options(&self, direct: bool, locking: Locking) -> OpenOptions {
+        let options = self.options(direct, locking).format(ImageFormat::Qcow2);
+        options.writable(true).backing(true)
+    }
+
+    /// How to open it. `direct` is what the command's cache mode says, `locking` its option for locks.
+    pub(crate) fn options(&self, direct: bool, locking: Locking) -> OpenOptions {
+        let locking = if self.unlocked { Locking::Unlocked } else { locking };
+        OpenOptions::new()
+            .format(self.format)
+            .direct(self.direct.unwrap_or(direct))
+            .locking(locking)
+            .backing(self.backing)
+            .secrets(self.secrets.clone())
+    }
+
+    /// Sets the secret of the image, which was just made with it.
+    pub(crate) fn set_secret(&mut self, secret: Arc<Secret>) {
+        self.secrets.set(0, secret);
+    }
+
+    /// As [`options`](Self::options), to write.
+    ///
+    /// # Errors
+    /// If the image was named read-only.
+    pub(crate) fn writable(&self, direct: bool) -> Result<OpenOptions, Failure> {
+        if self.read_only {
+            return Err(could_not_open(&self.shown, "it is to be opened read-only (read-only=on)"));
+        }
+        Ok(self.options(direct, Locking::Exclusive).writable(true))
+    }
+
+    /// Opens it.
+    ///
+    /// # Errors
+    /// In QEMU's words.
+    pub(crate) async fn open(&self, options: &OpenOptions) -> Result<Arc<Disk<FileHost>>, Failure> {
+        match Disk::open(FileHost, &self.path, options).await {
+            Ok(disk) => Ok(Arc::new(disk)),
+            Err(DiskError::Refused { reason, .. }) if reason == NO_SNAPSHOT => {
+                Err(Failure::new(format_args!("Failed to load snapshot: {NO_SNAPSHOT}")))
+            }
+            Err(error) => Err(self.failed(&error)),
+        }
+    }
+
+    /// The failure to open the image.
+    pub(crate) fn failed(&self, error: &DiskError) -> Failure {
+        could_not_open(&self.shown, reason(error))
+    }
+}
+
+/// A failure to open the image `name`.
+pub(crate) fn could_not_open(name: &str, reason: impl std::fmt::Display) -> Failure {
+    Failure::new(format_args!("Could not open '{}': {reason}", options::printable(name)))
+}
+
+/// Why an image cannot be opened, without its name.
+pub(crate) fn reason(error: &DiskError) -> String {
+    match error {
+        DiskError::Storage(error) => storage_reason(error),
+        DiskError::Format { source, .. } => source.to_string(),
+        DiskError::Refused { reason, .. } => reason.clone(),
+        DiskError::Backing { source, .. } => match &**source {
+            DiskError::Format { .. } | DiskError::Refused { .. } => {
+                format!("Could not open backing file: {source}")
+            }
+            source => format!("Could not open backing file: {}", reason(source)),
+        },
+        error => error.to_string(),
+    }
+}
+
+fn storage_reason(error: &StorageError) -> String {
+    match error.operation {
+        Operation::Open => {
+            let name = isobath_storage::shown(&error.name);
+            format!("Could not open '{name}': {}", isobath_storage::cause(&error.source))
+        }
+        Operation::Create => {
+            let name = isobath_storage::shown(&error.name);
+            format!("Could not create '{name}': {}", isobath_storage::cause(&error.source))
+        }
+        Operation::Lock => isobath_storage::cause(&error.source),
+        _ => error.to_string(),
+    }
+}
+
+/// The protocol of a name, as QEMU splits it: what precedes a colon before any slash.
+fn protocol(name: &str) -> Option<&str> {
+    let (protocol, _) = name.split_once(':')?;
+    (!protocol.contains('/')).then_some(protocol)
+}
+
+fn unknown_protocol(protocol: &str) -> String {
+    const QEMUS: &[&str] = &[
+        "blkdebug",
+        "blkverify",
+        "ftp",
+        "ftps",
+        "gluster",
+        "host_cdrom",
+        "host_device",
+        "http",
+        "https",
+        "iscsi",
+        "nbd",
+        "nbd+tcp",
+        "nbd+unix",
+        "nfs",
+        "null-aio",
+        "null-co",
+        "nvme",
+        "rbd",
+        "ssh",
+        "vvfat",
+    ];
+    if QEMUS.contains(&protocol) {
+        return format!("the protocol '{protocol}' is not supported; images are files or devices");
+    }
+    format!("Unknown protocol '{protocol}'")
+}
+
+/// The options in a JSON object, by their dotted names.
+fn flatten(prefix: &str, value: &Value, pairs: &mut Vec<(String, String)>) -> Result<(), String> {
+    let dotted = |key: &str| {
+        if prefix.is_empty() { key.to_owned() } else { format!("{prefix}.{key}") }
+    };
+    match value {
+        Value::Object(object) => {
+            object.iter().try_for_each(|(key, value)| flatten(&dotted(key), value, pairs))
+        }
+        Value::Array(array) => array
+            .iter()
+            .enumerate()
+            .try_for_each(|(index, value)| flatten(&dotted(&index.to_string()), value, pairs)),
+        Value::String(text) => push(prefix, text.clone(), pairs),
+        Value::Bool(on) => push(prefix, if *on { "on" } else { "off" }.into(), pairs),
+        Value::Number(number) => push(prefix, number.to_string(), pairs),
+        // No backing file.
+        Value::Null => push(prefix, String::new(), pairs),
+    }
+}
+
+fn push(name: &str, value: String, pairs: &mut Vec<(String, String)>) -> Result<(), String> {
+    if pairs.iter().any(|(other, _)| other == name) {
+        return Err(format!("the option '{name}' is given twice"));
+    }
+    pairs.push((name.to_owned(), value));
+    Ok(())
+}
+
+impl Naming {
+    /// The image that QEMU's options describe.
+    fn described(
+        &self,
+        mut image: Image,
+        mut pairs: Vec<(String, String)>,
+    ) -> Result<Image, String> {
+        let mut take = |name: &str| {
+            let at = pairs.iter().position(|(other, _)| other == name)?;
+            Some(pairs.swap_remove(at).1)
+        };
+        let mut driver = take("driver");
+        // A protocol alone: its node is a raw disk, unless the format is detected.
+        let mut prefix = "file.";
+        if driver.as_deref().is_some_and(is_protocol) {
+            prefix = "";
+        }
+        let inner = if prefix.is_empty() { driver.take() } else { take("file.driver") };
+        if let Some(inner) = &inner
+            && !is_protocol(inner)
+        {
+            return Err(unknown_driver(inner));
+        }
+        if let Some(driver) = &driver {
+            image.format =
+                Some(ImageFormat::from_name(driver).ok_or_else(|| unknown_driver(driver))?);
+        } else if prefix.is_empty() {
+            image.format = Some(ImageFormat::Raw);
+        }
+        let name = take(&format!("{prefix}filename"));
+        // With a format, `filename` may stand for `file.filename`.
+        let name = name.or_else(|| take("filename"));
+        let Some(name) = name else {
+            let what = if take("file").is_some() {
+                "a node's name cannot be used here; name the file with file.filename"
+            } else {
+                "A block device must be specified for \"file\""
+            };
+            return Err(what.into());
+        };
+        let name = name.strip_prefix("file:").unwrap_or(&name);
+        image.path = name.into();
+        let rest = std::mem::take(&mut pairs);
+        for (option, value) in rest {
+            let of_file = option.strip_prefix("file.");
+            let on = || options::on_off(&option, &value);
+            match of_file.unwrap_or(&option) {
+                "cache.direct" => image.direct = Some(on()?),
+                "read-only" => image.read_only = on()?,
+                "force-share" => image.unlocked = on()?,
+                "locking" => match value.as_str() {
+                    "on" | "auto" => {}
+                    "off" => image.unlocked = true,
+                    _ => return Err("Parameter 'locking' expects 'auto', 'on' or 'off'".into()),
+                },
+                // They say how QEMU is to work, not what the disk holds.
+                "cache.no-flush" | "auto-read-only" | "lazy-refcounts" => {
+                    on()?;
+                }
+                "node-name"
+                | "aio"
+                | "discard"
+                | "detect-zeroes"
+                | "overlap-check"
+                | "overlap-check.template"
+                | "l2-cache-size"
+                | "l2-cache-entry-size"
+                | "cache-size"
+                | "refcount-cache-size"
+                | "cache-clean-interval"
+                | "pass-discard-request"
+                | "pass-discard-snapshot"
+                | "pass-discard-other"
+                | "drop-cache"
+                | "x-check-cache-dropped" => {}
+                "backing" if of_file.is_none() && value.is_empty() => image.backing = false,
+                name if of_file.is_none() && is_encryption(name) => {
+                    let depth = name.matches("backing.").count();
+                    self.encryption(&mut image, depth, name, &value)?;
+                }
+                _ => {
+                    let format = image.format.map_or("qcow2", ImageFormat::name);
+                    return Err(match of_file {
+                        Some(option) => {
+                            format!("Block protocol 'file' doesn't support the option '{option}'")
+                        }
+                        None => {
+                            format!(
+                                "Block format '{format}' does not support the option '{option}'"
+                            )
+                        }
+                    });
+                }
+            }
+        }
+        Ok(image)
+    }
+
+    /// Takes an option of encryption for the image with `depth` others above it.
+    fn encryption(
+        &self,
+        image: &mut Image,
+        depth: usize,
+        name: &str,
+        value: &str,
+    ) -> Result<(), String> {
+        match name.rsplit('.').next() {
+            Some("key-secret") => image.secrets.set(depth, self.objects.secret(value)?),
+            _ if value == "luks" => {}
+            _ if value == "aes" => {
+                return Err("encryption of the format 'aes' is broken, and not supported".into());
+            }
+            _ => return Err(format!("Parameter 'format' does not accept value '{value}'")),
+        }
+        Ok(())
+    }
+}
+
+/// Whether an option is about encryption: of the image, or of one below it.
+fn is_encryption(option: &str) -> bool {
+    matches!(option.trim_start_matches("backing."), "encrypt.key-secret" | "encrypt.format")
+}
+
+/// Whether a driver is for files and devices themselves.
+fn is_protocol(driver: &str) -> bool {
+    matches!(driver, "file" | "host_device")
+}
+
+fn unknown_driver(driver: &str) -> String {
+    match ImageFormat::from_name(driver) {
+        Some(_) => format!("the driver '{driver}' cannot be used here"),
+        None => format!("Unknown driver '{}'", options::printable(driver)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn image(name: &str, image_opts: bool) -> Result<Image, String> {
+        let failed = |failure: Failure| failure.message.unwrap_or_default();
+        Naming { image_opts, ..Naming::default() }.image(Path::new(name), None).map_err(failed)
+    }
+
+    #[test]
+    fn names_mean_what_they_mean_to_qemu() {
+        for (name, image_opts, path, format) in [
+            ("a.qcow2", false, "a.qcow2", None),
+            ("./odd:name", false, "./odd:name", None),
+            ("file:b", false, "b", None),
+            (
+                r#"json:{"driver":"qcow2","file":{"driver":"file","filename":"c"}}"#,
+                false,
+                "c",
+                Some("qcow2"),
+            ),
+            (r#"json:{"driver":"qcow2","file.filename":"c"}"#, false, "c", Some("qcow2")),
+            (r#"json:{"driver":"file","filename":"d"}"#, false, "d", Some("raw")),
+            (r#"json:{"file":{"filename":"d"}}"#, false, "d", None),
+            ("driver=raw,file.filename=e,,f", true, "e,f", Some("raw")),
+            ("file.filename=g,file.filename=h,driver=qcow2", true, "h", Some("qcow2")),
+        ] {
+            let image = image(name, image_opts).unwrap();
+            assert_eq!(image.path, Path::new(path), "{name}");
+            assert_eq!(image.format.map(ImageFormat::name), format, "{name}");
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_used_is_refused() {
+        for (name, image_opts, text) in [
+            ("foo:bar", false, "Unknown protocol 'foo'"),
+            ("nbd:unix:/x", false, "the protocol 'nbd' is not supported"),
+            ("json:{x", false, "Could not parse the JSON options"),
+            (r#"json:{"driver":"bogus","file.filename":"a"}"#, false, "Unknown driver 'bogus'"),
+            (r#"json:{"driver":"qcow2","file":"node"}"#, false, "a node's name cannot be used"),
+            (r#"json:{"driver":"qcow2"}"#, false, "must be specified for \"file\""),
+            (
+                r#"json:{"driver":"qcow2","file.filename":"a","bogus":1}"#,
+                false,
+                "Block format 'qcow2' does not support the option 'bogus'",
+            ),
+            (
+                r#"json:{"driver":"qcow2","file":{"filename":"a","x":1}}"#,
+                false,
+                "Block protocol 'file' doesn't support the option 'x'",
+            ),
+            ("a", true, "Cannot find device='a' nor node-name='a'"),
+        ] {
+            let error = image(name, image_opts).unwrap_err();
+            assert!(error.contains(text), "{name}: {error}");
+            assert!(error.starts_with("Could not open '"), "{error}");
+        }
+    }
+
+    #[test]
+    fn options_reach_the_open() {
+        let image = image("driver=qcow2,file.filename=a,cache.direct=on,force-share=on", true);
+        let options = image.unwrap().options(false, Locking::Exclusive);
+        assert!(options.direct);
+        assert_eq!(options.locking, Locking::Unlocked);
+        let json = r#"json:{"driver":"qcow2","file.filename":"a","backing":null,"read-only":true}"#;
+        let image = super::Naming::default().image(Path::new(json), None).unwrap();
+        assert!(!image.options(false, Locking::Exclusive).backing);
+        assert!(image.writable(false).is_err());
+    }
+}

@@ -1,0 +1,52 @@
+//! Listening on the addresses given by options.
+
+use super::endpoint::{Endpoint, is_public};
+use crate::failure::Failure;
+use isobath_ring::net::Listener;
+use std::time::{Duration, Instant};
+use std::{io, thread};
+
+/// How long to wait for an address in use.
+const BIND_PATIENCE: Duration = Duration::from_millis(500);
+
+/// Binds the endpoints of an option.
+pub(crate) fn listen(endpoints: &[Endpoint], option: &str) -> Result<Vec<Listener>, Failure> {
+    let bind = |endpoint: &Endpoint| {
+        let listener = bind(endpoint, option)?;
+        if is_public(listener.address()) {
+            tracing::warn!(
+                "{endpoint} may be reachable from other machines, without authentication or \
+                 encryption"
+            );
+        }
+        Ok(listener)
+    };
+    endpoints.iter().map(bind).collect()
+}
+
+/// Binds the endpoint of an option.
+pub(crate) fn bind(endpoint: &Endpoint, option: &str) -> Result<Listener, Failure> {
+    bind_soon(endpoint).map_err(|error| {
+        let hint = if error.kind() == io::ErrorKind::AddrInUse {
+            format!("; another program listens there already, choose another address with {option}")
+        } else {
+            String::new()
+        };
+        let cause = isobath_storage::cause(&error);
+        Failure::new(format_args!("cannot listen on {endpoint}: {cause}{hint}"))
+    })
+}
+
+/// Binds an endpoint, and retries while a killed server still holds it: the kernel closes its sockets a moment after
+/// the process is gone.
+fn bind_soon(endpoint: &Endpoint) -> io::Result<Listener> {
+    let until = Instant::now() + BIND_PATIENCE;
+    loop {
+        match endpoint.bind() {
+            Err(error) if error.kind() == io::ErrorKind::AddrInUse && Instant::now() < until => {
+                thread::sleep(Duration::from_millis(10));
+            }
+            result => return result,
+        }
+    }
+}

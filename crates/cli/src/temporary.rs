@@ -1,0 +1,34 @@
+//! Temporary overlays, for writes that no image keeps.
+
+use crate::failure::Failure;
+use crate::image_name::Image;
+use isobath_disk::{Disk, ImageFormat, NewDisk, OpenOptions, create};
+use isobath_storage::Locking;
+use isobath_storage::file::FileHost;
+use std::path::PathBuf;
+
+/// Creates and opens an overlay that nobody else sees: its name is gone once it is open. Returns the options that it
+/// was opened with, too.
+pub(crate) async fn overlay(
+    image: &Image,
+    format: ImageFormat,
+    size: u64,
+    direct: bool,
+    locking: Locking,
+) -> Result<(Disk<FileHost>, OpenOptions), Failure> {
+    let directory = std::env::var_os("TMPDIR").map_or_else(|| "/var/tmp".into(), PathBuf::from);
+    let named = |what: &str, error: std::io::Error| {
+        let cause = isobath_storage::cause(&error);
+        Failure::new(format_args!("cannot {what} in '{}': {cause}", directory.display()))
+    };
+    let file = tempfile::Builder::new().prefix("isobath-").suffix(".qcow2").tempfile_in(&directory);
+    let file = file.map_err(|error| named("create a temporary file", error))?.into_temp_path();
+    let below = std::path::absolute(&image.path).map_err(|error| named("name a file", error))?;
+    let mut new = NewDisk::overlay(below.display().to_string(), format.name()).index(false);
+    new.size = Some(size);
+    create(&FileHost, &file, &new).await?;
+    let options = image.overlay_options(direct, locking);
+    let disk = Disk::open(FileHost, &file, &options).await?;
+    file.close().map_err(|error| named("remove a temporary file", error))?;
+    Ok((disk, options))
+}

@@ -1,0 +1,258 @@
+//! A change of an image's structure that nobody uses meanwhile: snapshots, bitmaps, the header.
+//!
+//! No guest data moves. New tables are put next to the old ones, in clusters of their own, and one write of the header
+//! switches to them. Refcounts and COPIED flags follow from the tables: they are counted as a check counts them, for
+//! the image as it will be. To every crash there is an image in which no cluster is used twice:
+//!
+//! 1. the dirty bit is set (version 3), with which any program that opens the image counts again;
+//! 2. refcounts that must be higher are raised, and durable;
+//! 3. COPIED flags are cleared where a refcount is not 1;
+//! 4. the header is written;
+//! 5. refcounts that may be lower are lowered, and durable;
+//! 6. COPIED flags are set where a refcount is 1;
+//! 7. the dirty bit is cleared.
+//!
+//! Version 2 has no such bit: a crash in between leaves leaked clusters, and COPIED flags that a check reports.
+
+use crate::check::copied;
+use crate::check::image::Image;
+use crate::check::log::Log;
+use crate::check::refcounts::{self, Refcounts};
+use crate::check::survey::Survey;
+use crate::check::{CheckEvent, Repair, check_storage};
+use crate::durability::MetadataMode;
+use crate::encryption::Key;
+use crate::layer::{ImageFormat, Layer};
+use crate::open::open_layer;
+use crate::options::OpenOptions;
+use crate::readers::Readers;
+use crate::recovery::Purpose;
+use crate::sabotage::{self, Sabotage};
+use crate::writer::Writer;
+use crate::{DiskError, Result, always};
+use isobath_qcow2::header::field;
+use isobath_qcow2::{Geometry, Header, HostOffset, IncompatibleFeatures};
+use isobath_storage::{Host, IoBuf, Storage};
+use std::path::Path;
+use std::sync::Arc;
+
+/// The header's first sector, which has every field that changes.
+const SECTOR: usize = 512;
+
+/// A change that is being prepared.
+pub(crate) struct Change<S: Storage> {
+    pub(crate) layer: Arc<Layer<S>>,
+    writer: Writer<S>,
+    readers: Readers,
+    /// The header as it is.
+    pub(crate) header: Header,
+    /// Clusters were taken.
+    taken: bool,
+}
+
+impl<S: Storage> Change<S> {
+    /// Opens the image for a change of what `what` names, which only a qcow2 image has.
+    pub(crate) async fn begin<H: Host<File = S>>(
+        host: &H,
+        name: &Path,
+        options: &OpenOptions,
+        what: &str,
+    ) -> Result<Self> {
+        let options = options.clone().writable(true).backing(false).metadata(MetadataMode::Ordered);
+        let layer =
+            Arc::new(open_layer(host, name, options.format, true, &options, &Key::Unneeded).await?);
+        let Some(qcow2) = layer.as_qcow2() else {
+            let reason = format!("its format has no {what}");
+            return Err(DiskError::Refused { image: name.to_owned(), reason });
+        };
+        let writer = Writer::open(&layer, qcow2, &options, true).await?;
+        let header = qcow2.header.read().clone();
+        Ok(Self { layer, writer, readers: Readers::default(), header, taken: false })
+    }
+
+    pub(crate) fn refused(&self, reason: impl Into<String>) -> DiskError {
+        DiskError::Refused { image: self.layer.name().to_owned(), reason: reason.into() }
+    }
+
+    pub(crate) fn geometry(&self) -> Geometry {
+        match self.layer.as_qcow2() {
+            Some(qcow2) => qcow2.geometry,
+            None => crate::violated("an image whose structure changes is a qcow2 image"),
+        }
+    }
+
+    /// Reads a part of the image as it is; what lies past the end of the file reads as zeroes.
+    pub(crate) async fn read(&self, offset: HostOffset, bytes: u64) -> Result<IoBuf> {
+        Ok(self.layer.storage().read_at(offset.get(), IoBuf::zeroed(bytes as usize)).await?)
+    }
+
+    /// Writes to clusters that were [taken](Self::take).
+    pub(crate) async fn write(&self, offset: HostOffset, bytes: IoBuf) -> Result<()> {
+        self.layer.storage().write_at(offset.get(), bytes).await?;
+        Ok(())
+    }
+
+    /// Takes adjacent clusters for a table of so many bytes, durably: nothing refers to them yet.
+    pub(crate) async fn take(&mut self, bytes: u64) -> Result<HostOffset> {
+        let count = self.geometry().clusters_for(bytes).max(1);
+        self.taken = true;
+        let offset = self.writer.take_clusters(&self.readers, count).await?;
+        // Until the table is written it is zeroes, also where the file ended before.
+        let length = (count << self.geometry().cluster_bits()) as usize;
+        self.layer.storage().write_at(offset.get(), IoBuf::zeroed(length)).await?;
+        Ok(offset)
+    }
+
+    /// Ends the change without one, and keeps the image open and locked.
+    pub(crate) async fn close(self) -> Result<Arc<Layer<S>>> {
+        self.writer.close(&self.readers).await?;
+        self.layer.storage().flush().await?;
+        Ok(self.layer)
+    }
+
+    /// Makes `header` the image's header, with the refcounts and flags that follow from it.
+    pub(crate) async fn switch(self, header: Header) -> Result<()> {
+        self.writer.close(&self.readers).await?;
+        let Self { layer, writer, taken, .. } = self;
+        drop(writer);
+        let (storage, name) = (layer.storage(), layer.name());
+        storage.flush().await?;
+        let mut now = Image::open(storage, name, Some(ImageFormat::Qcow2), Purpose::Write).await?;
+        let prepared = prepare(&now, header).await;
+        if prepared.is_err() && taken {
+            // What was taken for the new tables.
+            let mut quiet = |_: CheckEvent<'_>| {};
+            check_storage(storage, name, Some(ImageFormat::Qcow2), Repair::Leaks, &mut quiet)
+                .await?;
+        }
+        prepared?.run(&mut now).await
+    }
+}
+
+/// The image as it will be, and what refers to its clusters.
+struct Prepared<S> {
+    then: Image<S>,
+    target: Survey,
+    /// What the active tables are now, if they are not those that they will be.
+    now: Option<Survey>,
+    refcounts: Refcounts,
+}
+
+/// Counts; changes nothing.
+async fn prepare<S: Storage>(now: &Image<S>, header: Header) -> Result<Prepared<S>> {
+    let then = now.with_header(header);
+    let target = count(&then, "the change would leave it with errors").await?;
+    let moves = then.header.l1_table_offset != now.header.l1_table_offset;
+    let before = if moves {
+        Some(count(now, "its snapshots are not changed while it has errors").await?)
+    } else {
+        None
+    };
+    let refcounts = refcounts::compare(&then, &target).await?;
+    Ok(Prepared { then, target, now: before, refcounts })
+}
+
+/// Counts the references of an image without errors; `otherwise` is what is said of one with some.
+pub(crate) async fn count<S: Storage>(image: &Image<S>, otherwise: &str) -> Result<Survey> {
+    let mut first = None;
+    let mut events = |event: CheckEvent<'_>| {
+        if let CheckEvent::Finding(text) = event {
+            first.get_or_insert_with(|| text.to_owned());
+        }
+    };
+    let mut log = Log::new(&mut events);
+    let survey = Survey::take(image, &mut log).await?;
+    let (corruptions, errors) = (log.report.corruptions, log.report.check_errors);
+    match survey {
+        Some(survey) if corruptions == 0 && errors == 0 && !survey.lost => Ok(survey),
+        _ => Err(DiskError::Corrupt {
+            image: image.name.clone(),
+            reason: format!("{otherwise}; the first is '{}'", first.unwrap_or_default()),
+        }),
+    }
+}
+
+impl<S: Storage> Prepared<S> {
+    async fn run(self, now: &mut Image<S>) -> Result<()> {
+        let Self { mut then, target, now: before, mut refcounts } = self;
+        if !sabotage::is(Sabotage::NoDirtyBit) {
+            now.set_incompatible(IncompatibleFeatures::DIRTY).await?;
+        }
+        then.header.incompatible = now.header.incompatible;
+        if refcounts::raise(&then, &target, &mut refcounts).await? {
+            flags(now, before.as_ref().unwrap_or(&target), (&refcounts, &target)).await?;
+        }
+        if before.is_some() {
+            flags(&then, &target, (&refcounts, &target)).await?;
+        }
+        write_header(&then, &now.header).await?;
+        let lowered = refcounts::lower(&then, &target, &mut refcounts).await?;
+        if lowered.ones {
+            flags(&then, &target, (&refcounts, &target)).await?;
+        }
+        then.clear_incompatible(IncompatibleFeatures::DIRTY).await?;
+        let bits = then.geometry.cluster_bits();
+        for run in lowered.freed {
+            let (offset, length) = (run.start << bits, (run.end - run.start) << bits);
+            if let Err(error) = then.storage.discard(offset, length).await {
+                tracing::debug!(%error, "cannot release the space of a deleted snapshot");
+                break;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Makes the COPIED flags of an image's active tables true.
+async fn flags<S: Storage>(
+    image: &Image<S>,
+    survey: &Survey,
+    refcounts: (&Refcounts, &Survey),
+) -> Result<()> {
+    let mut log = Log::quiet();
+    copied::check(image, survey, refcounts, Repair::All, &mut log).await?;
+    if log.report.corruptions > 0 {
+        return Err(image.refused("the COPIED flags of its tables cannot be written".into()));
+    }
+    Ok(())
+}
+
+/// Writes what changes in the header, durably: the fields in one piece, the bitmaps extension as
+/// [`Header::edit_bitmaps`] says.
+async fn write_header<S: Storage>(image: &Image<S>, before: &Header) -> Result<()> {
+    image.flush().await?;
+    let header = &image.header;
+    let fields = fields(header);
+    if fields != self::fields(before) {
+        let mut sector = image.read(0, SECTOR).await?.to_vec();
+        for (at, bytes) in fields {
+            let place = sector.get_mut(at..at + bytes.len());
+            always(place, &image.name, "a header has its fields in its first sector")?
+                .copy_from_slice(&bytes);
+        }
+        image.write(0, &sector).await?;
+        image.flush().await?;
+    }
+    if header.bitmaps() != before.bitmaps() || header.autoclear != before.autoclear {
+        let cluster = image.read(0, image.geometry.cluster_size() as usize).await?;
+        let writes = Header::edit_bitmaps(&cluster, header.bitmaps());
+        let writes =
+            writes.map_err(|source| DiskError::Format { image: image.name.clone(), source })?;
+        for (at, bytes) in writes {
+            image.write(at as u64, &bytes).await?;
+            image.flush().await?;
+        }
+    }
+    Ok(())
+}
+
+/// The fields of a header that a change may change.
+fn fields(header: &Header) -> [(usize, Vec<u8>); 5] {
+    [
+        (field::SIZE, header.size.to_be_bytes().into()),
+        (field::L1_SIZE, header.l1_size.to_be_bytes().into()),
+        (field::L1_TABLE_OFFSET, header.l1_table_offset.get().to_be_bytes().into()),
+        (field::NB_SNAPSHOTS, header.nb_snapshots.to_be_bytes().into()),
+        (field::SNAPSHOTS_OFFSET, header.snapshots_offset.get().to_be_bytes().into()),
+    ]
+}

@@ -1,0 +1,242 @@
+//! Encrypted images: guest data is decrypted after it is read and encrypted before it is written, and is ciphertext
+//! everywhere below, such as in a journal or in a restart log.
+//!
+//! The initialization vector of a sector is its offset in the file that holds the data, in sectors (section
+//! "Data encryption" of the qcow2 specification). A host cluster's bytes therefore mean nothing elsewhere.
+
+use crate::{DiskError, Result, always, invariant};
+use event_listener::Event;
+use isobath_luks::{Cipher, HEADER_LENGTH, Header};
+pub use isobath_luks::{
+    CipherAlgorithm, CipherMode, CreateOptions, Hash, Info, IvGenerator, MAX_SECRET, Secret,
+    SlotState,
+};
+
+use isobath_storage::{IoBuf, Storage};
+use parking_lot::Mutex;
+use std::path::Path;
+use std::sync::Arc;
+use std::thread;
+
+/// Bytes that are encrypted as one.
+pub const SECTOR: u64 = 512;
+
+/// The secrets of a chain's encrypted images.
+#[derive(Clone, Debug, Default)]
+pub struct Secrets {
+    /// By the number of images above.
+    by_depth: Vec<Option<Arc<Secret>>>,
+    /// No data is read.
+    unneeded: bool,
+}
+
+impl Secrets {
+    /// For a chain of which only the images' own structures are used.
+    pub const fn unneeded() -> Self {
+        Self { by_depth: Vec::new(), unneeded: true }
+    }
+
+    /// The key for the image with `depth` images above it.
+    pub fn key(&self, depth: usize) -> Key {
+        if self.unneeded { Key::Unneeded } else { Key::Secret(self.at(depth).cloned()) }
+    }
+
+    /// Sets the secret of the image with `depth` images above it, and of those below that have none of their own.
+    pub fn set(&mut self, depth: usize, secret: Arc<Secret>) {
+        if self.by_depth.len() <= depth {
+            self.by_depth.resize(depth + 1, None);
+        }
+        self.by_depth[depth] = Some(secret);
+    }
+
+    /// The secret of the image with `depth` images above it: its own, or that of the next image above that has one.
+    pub fn at(&self, depth: usize) -> Option<&Arc<Secret>> {
+        let known = self.by_depth.get(..=depth).unwrap_or(&self.by_depth);
+        known.iter().rev().flatten().next()
+    }
+}
+
+impl From<Secret> for Secrets {
+    fn from(secret: Secret) -> Self {
+        Self { by_depth: vec![Some(Arc::new(secret))], unneeded: false }
+    }
+}
+
+/// How an image's data is decrypted, if it is encrypted.
+#[derive(Clone, Debug)]
+pub enum Key {
+    /// With the key that a secret unlocks.
+    Secret(Option<Arc<Secret>>),
+    /// With a key that is known already.
+    Known(Option<Cipher>),
+    /// Not at all: only the image's own structures are used.
+    Unneeded,
+}
+
+/// Whether a layer's data is encrypted.
+#[derive(Clone, Debug)]
+pub enum Protection {
+    /// It is not.
+    None,
+    /// It is, and is not accessible: the layer was opened for its structures.
+    Locked,
+    /// It is.
+    Cipher(Cipher),
+}
+
+/// Finds out how to decrypt the data of an image.
+///
+/// # Errors
+/// If there is no secret, or the wrong one; or if the encryption header is damaged, or asks for what is not supported.
+pub(crate) async fn unlock<S: Storage>(
+    storage: &S,
+    name: &Path,
+    header: &isobath_qcow2::Header,
+    key: &Key,
+) -> Result<Protection> {
+    let Some((offset, length)) = header.encryption() else { return Ok(Protection::None) };
+    let refused = |reason: String| DiskError::Refused { image: name.to_owned(), reason };
+    let secret = match key {
+        Key::Unneeded => return Ok(Protection::Locked),
+        Key::Known(Some(cipher)) => return Ok(Protection::Cipher(cipher.clone())),
+        Key::Secret(Some(secret)) => Arc::clone(secret),
+        Key::Known(None) | Key::Secret(None) => return Err(locked(name)),
+    };
+    let area = read_area(storage, name, offset.get(), length).await?;
+    let unlocked = on_thread(move || {
+        let header = Header::parse(&area, length)?;
+        let (_, key) = header.unlock(&area, &secret)?;
+        header.cipher(&key)
+    });
+    let unlocked = always(unlocked.await, name, "a key is derived or refused")?;
+    let cipher = unlocked.map_err(|error: isobath_luks::Error| refused(error.to_string()))?;
+    Ok(Protection::Cipher(cipher))
+}
+
+/// What an image's encryption header says; `None` if the image is not encrypted, or the header
+/// is not one that could be used.
+///
+/// # Errors
+/// If the storage fails.
+pub async fn read_header<S: Storage>(
+    storage: &S,
+    header: &isobath_qcow2::Header,
+) -> Result<Option<Info>> {
+    let Some((offset, length)) = header.encryption() else { return Ok(None) };
+    let start = storage.read_at(offset.get(), IoBuf::zeroed(HEADER_LENGTH)).await?;
+    Ok(Header::parse(&start, length).ok().map(|header| header.info()))
+}
+
+/// Reads an encryption header.
+pub(crate) async fn read_area<S: Storage>(
+    storage: &S,
+    name: &Path,
+    offset: u64,
+    length: u64,
+) -> Result<IoBuf> {
+    let file = storage.len().await?;
+    if offset.checked_add(length).is_none_or(|end| end > file.next_multiple_of(SECTOR)) {
+        return Err(DiskError::Refused {
+            image: name.to_owned(),
+            reason: format!(
+                "its encryption header ({length} bytes at {offset:#x}) reaches past the end of the \
+                 file ({file} bytes): the file is truncated; restore it from a backup"
+            ),
+        });
+    }
+    Ok(storage.read_at(offset, IoBuf::zeroed(length as usize)).await?)
+}
+
+/// The error of an encrypted image without a secret.
+pub(crate) fn locked(name: &Path) -> DiskError {
+    let reason = "Parameter 'encrypt.key-secret' is required for cipher".to_owned();
+    DiskError::Refused { image: name.to_owned(), reason }
+}
+
+/// The result of long work that is done on a thread of its own; `None` if it panicked.
+pub async fn on_thread<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Option<T> {
+    struct Ending(Arc<Event>);
+    impl Drop for Ending {
+        fn drop(&mut self) {
+            self.0.notify(usize::MAX);
+        }
+    }
+    let (result, ended) = (Arc::new(Mutex::new(None)), Arc::new(Event::new()));
+    let listener = ended.listen();
+    let ending = Ending(ended);
+    let theirs = Arc::clone(&result);
+    let started = thread::Builder::new().name("keys".into()).spawn(move || {
+        let _ending = ending;
+        let done = work();
+        *theirs.lock() = Some(done);
+    });
+    started.ok()?;
+    listener.await;
+    result.lock().take()
+}
+
+/// Reads a range of decrypted bytes: whole sectors with `read`, which returns bytes as they are stored.
+pub(crate) async fn read_through(
+    cipher: &Cipher,
+    at: u64,
+    mut buf: IoBuf,
+    read: impl AsyncFnOnce(u64, IoBuf) -> Result<IoBuf>,
+) -> Result<IoBuf> {
+    let end = at + buf.len() as u64;
+    let sectors = at / SECTOR * SECTOR..end.next_multiple_of(SECTOR);
+    // Nobody else may change the bytes while they are decrypted.
+    if sectors == (at..end) && !buf.is_shared() {
+        let mut buf = read(at, buf).await?;
+        cipher.decrypt(at / SECTOR, &mut buf);
+        return Ok(buf);
+    }
+    let whole = IoBuf::zeroed((sectors.end - sectors.start) as usize);
+    let mut whole = read(sectors.start, whole).await?;
+    cipher.decrypt(sectors.start / SECTOR, &mut whole);
+    let from = (at - sectors.start) as usize;
+    let length = buf.len();
+    buf.copy_from_slice(&whole[from..from + length]);
+    Ok(buf)
+}
+
+/// The bytes to store at `at` for the buffers, which are whole sectors together.
+pub(crate) fn encrypted(cipher: &Cipher, image: &Path, at: u64, bufs: &[IoBuf]) -> Result<IoBuf> {
+    let length: usize = bufs.iter().map(IoBuf::len).sum();
+    let whole = at.is_multiple_of(SECTOR) && (length as u64).is_multiple_of(SECTOR);
+    invariant(whole, image, "encrypted data is written in whole sectors")?;
+    let mut stored = IoBuf::zeroed(length);
+    let mut next = 0;
+    for buf in bufs {
+        buf.copy_to(&mut stored[next..next + buf.len()]);
+        next += buf.len();
+    }
+    cipher.encrypt(at / SECTOR, &mut stored);
+    Ok(stored)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use futures_executor::block_on;
+
+    #[test]
+    fn an_image_without_a_secret_takes_that_of_the_next_above() {
+        let secret = |text: &str| Arc::new(Secret::new(text.as_bytes().to_vec()).unwrap());
+        let mut secrets = Secrets::default();
+        assert!(secrets.at(0).is_none() && secrets.at(9).is_none());
+        let (first, third) = (secret("a"), secret("b"));
+        secrets.set(3, Arc::clone(&third));
+        assert!(secrets.at(2).is_none());
+        secrets.set(1, Arc::clone(&first));
+        for (depth, expected) in [(1, &first), (2, &first), (3, &third), (1000, &third)] {
+            assert!(Arc::ptr_eq(secrets.at(depth).unwrap(), expected), "{depth}");
+        }
+        assert!(secrets.at(0).is_none());
+    }
+
+    #[test]
+    fn work_on_a_thread_ends_even_if_it_panics() {
+        assert_eq!(block_on(on_thread(|| 7)), Some(7));
+        assert_eq!(block_on(on_thread(|| -> u8 { panic!("this panic is part of a test") })), None);
+    }
+}

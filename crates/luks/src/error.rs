@@ -1,0 +1,63 @@
+//! Errors of LUKS headers and key slots.
+
+use std::fmt;
+
+/// The result of an operation on a LUKS header.
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// Why a header cannot be used, or an operation on it is refused.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A field of the header has a value that no correct header has.
+    #[error("LUKS header: {field} is {value}: {reason}")]
+    Invalid {
+        /// The field.
+        field: String,
+        /// Its value.
+        value: String,
+        /// What is wrong with it, and what to do.
+        reason: String,
+    },
+    /// A field of the header, or an option, has a value that is not supported.
+    #[error("LUKS: {field} '{value}' is not supported; {supported}")]
+    Unsupported {
+        /// The field or option.
+        field: String,
+        /// Its value.
+        value: String,
+        /// What is supported instead.
+        supported: String,
+    },
+    /// No active key slot belongs to the secret.
+    #[error("Invalid password, cannot unlock any keyslot")]
+    WrongSecret,
+    /// The secret is not a text, or too long.
+    #[error("{0}")]
+    Secret(&'static str),
+    /// A change of key slots is refused, in QEMU's words.
+    #[error("{0}")]
+    KeySlot(String),
+    /// The system has no random bytes.
+    #[error("no random bytes from the system: {0}")]
+    Random(#[from] getrandom::Error),
+}
+
+impl Error {
+    pub(crate) fn invalid(
+        field: impl Into<String>,
+        value: impl fmt::Display,
+        reason: impl Into<String>,
+    ) -> Self {
+        Self::Invalid { field: field.into(), value: value.to_string(), reason: reason.into() }
+    }
+
+    pub(crate) fn unsupported(
+        field: impl Into<String>,
+        value: impl fmt::Display,
+        supported: impl Into<String>,
+    ) -> Self {
+        let (value, supported) = (value.to_string(), supported.into());
+        Self::Unsupported { field: field.into(), value, supported }
+    }
+}

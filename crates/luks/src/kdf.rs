@@ -1,0 +1,93 @@
+//! PBKDF2, and how many iterations take a given time.
+
+use crate::algorithms::Hash;
+use crate::error::{Error, Result};
+use pbkdf2::pbkdf2_hmac;
+use std::time::{Duration, Instant};
+use zeroize::Zeroizing;
+
+/// Steps of PBKDF2 (two hashes each) that it may take to try a secret on all key slots of a header.
+///
+/// A machine does between one and twelve million in a second, so that no header keeps it busy for much longer than a
+/// quarter of an hour. What makes a header's iterations is the time they took where it was made: the fastest machine
+/// needs a minute and a half for as many, 45 times the default, and a slow machine takes fewer. Such a header is opened
+/// anywhere.
+pub const MAX_STEPS: u64 = 1 << 30;
+
+/// The time that a key slot's PBKDF2 takes by default, like QEMU's `iter-time`.
+pub const DEFAULT_ITER_TIME: Duration = Duration::from_secs(2);
+
+/// The length of the master key's digest in bytes.
+pub(crate) const DIGEST: usize = 20;
+
+/// Iterations at least, of key slots and of the master key's digest.
+const MIN_ITERATIONS: u64 = 1000;
+
+/// PBKDF2 with HMAC (RFC 8018, section 5.2). `iterations` is 1 at least.
+pub(crate) fn derive(
+    hash: Hash,
+    secret: &[u8],
+    salt: &[u8],
+    iterations: u32,
+    length: usize,
+) -> Zeroizing<Vec<u8>> {
+    let mut key = Zeroizing::new(vec![0; length]);
+    let function = match hash {
+        Hash::Sha1 => pbkdf2_hmac::<sha1::Sha1>,
+        Hash::Sha224 => pbkdf2_hmac::<sha2::Sha224>,
+        Hash::Sha256 => pbkdf2_hmac::<sha2::Sha256>,
+        Hash::Sha384 => pbkdf2_hmac::<sha2::Sha384>,
+        Hash::Sha512 => pbkdf2_hmac::<sha2::Sha512>,
+        Hash::Ripemd160 => pbkdf2_hmac::<ripemd::Ripemd160>,
+    };
+    function(secret, salt, iterations, &mut key);
+    key
+}
+
+/// How often PBKDF2 hashes per iteration for a key of `length` bytes, in pairs: once for each part of a hash's length.
+pub(crate) fn steps_per_iteration(hash: Hash, length: usize) -> u64 {
+    length.div_ceil(hash.length()) as u64
+}
+
+/// The iterations that take `time` on this machine for a key of `length` bytes, at least 1000.
+pub(crate) fn iterations(hash: Hash, length: usize, time: Duration) -> Result<u32> {
+    let per_second = if time.is_zero() { 0.0 } else { rate(hash, length) };
+    scaled(per_second, time, steps_per_iteration(hash, length))
+}
+
+/// The iterations for the digest of the master key: as many as take an eighth of `time`, at least 1000.
+pub(crate) fn digest_iterations(hash: Hash, time: Duration) -> Result<u32> {
+    iterations(hash, DIGEST, time / 8)
+}
+
+/// A key slot may take a fourth of what a header may take in all, so that there can be others.
+fn scaled(per_second: f64, time: Duration, steps: u64) -> Result<u32> {
+    let count = (per_second * time.as_secs_f64()) as u64;
+    let most = MAX_STEPS / 4 / steps;
+    if count > most {
+        let most =
+            format!("on this machine at most {} ms is", (most as f64 / per_second * 1e3) as u64);
+        return Err(Error::unsupported("iter-time", format!("{} ms", time.as_millis()), most));
+    }
+    Ok(count.max(MIN_ITERATIONS) as u32)
+}
+
+/// Iterations per second. The fastest of a few short runs: others are slower only because of what else runs here.
+fn rate(hash: Hash, length: usize) -> f64 {
+    const RUN: Duration = Duration::from_millis(5);
+    const RUNS: u32 = 5;
+    let run = |count: u32| {
+        let start = Instant::now();
+        derive(hash, b"password", &[0x5a; 32], count, length);
+        start.elapsed()
+    };
+    let (mut count, mut fastest) = (500, Duration::ZERO);
+    while fastest < RUN && count < 1 << 24 {
+        count *= 2;
+        fastest = run(count);
+    }
+    for _ in 1..RUNS {
+        fastest = fastest.min(run(count));
+    }
+    f64::from(count) / fastest.as_secs_f64().max(1e-9)
+}

@@ -1,0 +1,34 @@
+//! Encryption headers in QEMU's form.
+
+use isobath_disk::encryption::Info;
+use serde_json::{Map, Value, json};
+
+/// QEMU's `QCryptoBlockInfoLUKS`, in its order.
+pub fn info(header: &Info) -> Value {
+    let slots = header.slots.iter().map(|slot| {
+        if slot.active {
+            json!({
+                "active": true,
+                "iters": slot.iterations,
+                "key-offset": slot.key_offset,
+                "stripes": slot.stripes,
+            })
+        } else {
+            json!({"active": false, "key-offset": slot.key_offset})
+        }
+    });
+    let pairs = [
+        ("ivgen-alg", Some(header.iv_generator.name().into())),
+        ("hash-alg", Some(header.hash.name().into())),
+        ("cipher-alg", Some(header.algorithm.name().into())),
+        ("uuid", Some(header.uuid.clone().into())),
+        ("ivgen-hash-alg", header.iv_hash.map(|hash| hash.name().into())),
+        ("format", Some("luks".into())),
+        ("cipher-mode", Some(header.mode.name().into())),
+        ("slots", Some(slots.collect())),
+        ("payload-offset", Some(header.payload_offset.into())),
+        ("master-key-iters", Some(header.master_key_iterations.into())),
+    ];
+    let pairs = pairs.into_iter().filter_map(|(name, value)| Some((name.to_owned(), value?)));
+    Value::Object(pairs.collect::<Map<_, _>>())
+}

@@ -1,0 +1,58 @@
+//! Objects that are no nodes: the secrets of encrypted images.
+
+use super::arguments::{Arguments, is_well_formed, text};
+use super::{Monitor, Result};
+use crate::error::QmpError;
+use crate::secret::Description;
+use isobath_disk::encryption::{Secret, Secrets, on_thread};
+use isobath_storage::Host;
+use serde_json::Value;
+use std::sync::Arc;
+
+/// The longest ID of an object.
+const LONGEST: usize = 255;
+
+impl<H: Host + Clone> Monitor<H> {
+    pub(super) async fn object_add(&self, arguments: &Arguments) -> Result<()> {
+        let pairs = arguments.iter().filter(|(name, _)| *name != "qom-type");
+        let pairs = pairs.filter_map(|(name, value)| Some((name.as_str(), value.as_str()?)));
+        let description = Description::of(pairs).map_err(QmpError::new)?;
+        let id = description.id.clone();
+        if !is_well_formed(&id, LONGEST) {
+            return Err(QmpError::new("Parameter 'id' expects an identifier"));
+        }
+        if self.secrets.borrow().contains_key(&id) {
+            return Err(QmpError::new(format_args!(
+                "attempt to add duplicate property '{id}' to object (type 'container')"
+            )));
+        }
+        // A descriptor may have nothing to read yet.
+        let secret = on_thread(move || description.load()).await;
+        let secret = secret.ok_or_else(|| QmpError::new("the secret cannot be read"))?;
+        let secret = Arc::new(secret.map_err(QmpError::new)?);
+        self.secrets.borrow_mut().insert(id, secret);
+        Ok(())
+    }
+
+    /// Forgets a secret; disks that were opened with it stay open.
+    pub(super) fn object_del(&self, arguments: &Arguments) -> Result<()> {
+        let id = text(arguments, "id");
+        let removed = self.secrets.borrow_mut().remove(id);
+        removed.map(drop).ok_or_else(|| QmpError::new(format_args!("object '{id}' not found")))
+    }
+
+    fn secret(&self, id: &str) -> Result<Arc<Secret>> {
+        let secret = self.secrets.borrow().get(id).cloned();
+        secret.ok_or_else(|| QmpError::new(format_args!("No secret with id '{id}'")))
+    }
+
+    /// The secrets that a node's `encrypt` names, or else those of the server.
+    pub(super) fn secrets_for(&self, encryption: Option<&Value>) -> Result<Secrets> {
+        let named = encryption.and_then(|value| value.get("key-secret")).and_then(Value::as_str);
+        let mut secrets = self.options.secrets.clone();
+        if let Some(id) = named {
+            secrets.set(0, self.secret(id)?);
+        }
+        Ok(secrets)
+    }
+}

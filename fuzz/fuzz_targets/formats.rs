@@ -1,0 +1,4 @@
+//! `scripts/fuzz formats`
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|data: &[u8]| isobath_fuzz::formats(data));
