@@ -3,9 +3,9 @@
 use crate::copy::is_zero;
 use crate::device::BlockStatus;
 use crate::disk::Disk;
-use async_lock::Mutex;
 use isobath_image::{DiskError, Result};
 use isobath_storage::{Host, IoBuf};
+use isobath_sync::AsyncMutex;
 use parking_lot::Mutex as SyncMutex;
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -52,7 +52,7 @@ pub struct Compare<H: Host> {
     sides: [Side<H>; 2],
     strict: bool,
     end: u64,
-    next: Mutex<u64>,
+    next: AsyncMutex<u64>,
     first: SyncMutex<Option<Difference>>,
     stopped: AtomicBool,
     done: AtomicU64,
@@ -61,7 +61,7 @@ pub struct Compare<H: Host> {
 struct Side<H: Host> {
     disk: Arc<Disk<H>>,
     /// The known status of the bytes from the current offset on.
-    runs: Mutex<VecDeque<BlockStatus>>,
+    runs: AsyncMutex<VecDeque<BlockStatus>>,
 }
 
 struct Piece {
@@ -121,12 +121,12 @@ impl<H: Host> Compare<H> {
     /// Compares `one` and `other`; `strict` also compares their block status.
     pub fn new(one: Arc<Disk<H>>, other: Arc<Disk<H>>, strict: bool) -> Self {
         let end = one.size().max(other.size());
-        let sides = [one, other].map(|disk| Side { disk, runs: Mutex::default() });
+        let sides = [one, other].map(|disk| Side { disk, runs: AsyncMutex::default() });
         Self {
             sides,
             strict,
             end,
-            next: Mutex::new(0),
+            next: AsyncMutex::new(0),
             first: SyncMutex::new(None),
             stopped: AtomicBool::new(false),
             done: AtomicU64::new(0),

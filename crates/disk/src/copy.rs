@@ -6,10 +6,10 @@ mod zeroes;
 use crate::clock::{Clock, SystemClock};
 use crate::device::ZeroFlags;
 use crate::disk::Disk;
-use async_lock::Mutex;
 use event_listener::Event;
 use isobath_image::{DiskError, Result};
 use isobath_storage::{Host, IoBuf};
+use isobath_sync::AsyncMutex;
 use sources::{Content, Sources};
 use std::future::{Future, poll_fn};
 use std::ops::Range;
@@ -73,7 +73,7 @@ pub struct DiskCopy<H: Host> {
     options: CopyOptions,
     /// Every piece except the last is a multiple of this many bytes.
     chunk: u64,
-    planned: Mutex<Planned>,
+    planned: AsyncMutex<Planned>,
     /// The ticket whose turn it is to write.
     turn: AtomicU64,
     next_turn: Event,
@@ -81,7 +81,7 @@ pub struct DiskCopy<H: Host> {
     done: AtomicU64,
     total: AtomicU64,
     /// When the next piece may be read, if the speed is limited.
-    due: Mutex<Duration>,
+    due: AsyncMutex<Duration>,
     clock: SystemClock,
 }
 
@@ -135,13 +135,13 @@ impl<H: Host> DiskCopy<H> {
             target,
             options,
             chunk,
-            planned: Mutex::default(),
+            planned: AsyncMutex::default(),
             turn: AtomicU64::new(0),
             next_turn: Event::new(),
             stopped: AtomicBool::new(false),
             done: AtomicU64::new(0),
             total,
-            due: Mutex::default(),
+            due: AsyncMutex::default(),
             clock: SystemClock::default(),
         })
     }

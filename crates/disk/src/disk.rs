@@ -92,9 +92,9 @@ pub struct Disk<H: Host> {
     /// The parts for which a read-only disk has tables; determined once, when needed.
     pub touched: OnceLock<Touched>,
     /// Keeps two tasks from resolving the same slice; by slice number.
-    pub resolving: Box<[async_lock::Mutex<()>]>,
+    pub resolving: Box<[isobath_sync::AsyncMutex<()>]>,
     /// Limits the slices resolved at once: each holds the tables of many layers in memory.
-    pub resolvers: async_lock::Semaphore,
+    pub resolvers: isobath_sync::Semaphore,
     /// Signalled when the size changes; it is kept across changes of the chain.
     pub resized: Arc<Event>,
 }
@@ -141,8 +141,8 @@ impl<H: Host> Disk<H> {
             retiring: RwLock::default(),
             retires: AtomicBool::new(false),
             touched: OnceLock::new(),
-            resolving: (0..64).map(|_| async_lock::Mutex::new(())).collect(),
-            resolvers: async_lock::Semaphore::new(RESOLVERS),
+            resolving: (0..64).map(|_| isobath_sync::AsyncMutex::new(())).collect(),
+            resolvers: isobath_sync::Semaphore::new(RESOLVERS),
             resized: Arc::default(),
             chain,
         })
@@ -166,8 +166,8 @@ impl<H: Host> Disk<H> {
             retires: AtomicBool::new(retiring.is_some()),
             retiring: RwLock::new(retiring),
             touched: OnceLock::new(),
-            resolving: (0..64).map(|_| async_lock::Mutex::new(())).collect(),
-            resolvers: async_lock::Semaphore::new(RESOLVERS),
+            resolving: (0..64).map(|_| isobath_sync::AsyncMutex::new(())).collect(),
+            resolvers: isobath_sync::Semaphore::new(RESOLVERS),
             resized: Arc::clone(&self.resized),
             chain,
         }

@@ -3,13 +3,13 @@
 use crate::copy::is_zero;
 use crate::disk::Disk;
 use crate::write::Surplus;
-use async_lock::Mutex;
 use isobath_chain::chain::LayerIndex;
 use isobath_chain::map::{Extent, Source};
 use isobath_image::Result;
 use isobath_image::sabotage::{self, Sabotage};
 use isobath_qcow2::CompressedCluster;
 use isobath_storage::{FileId, Host, IoBuf, StorageExt};
+use isobath_sync::AsyncMutex;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -31,7 +31,7 @@ pub struct Rebase<H: Host> {
     below: Option<Arc<Disk<H>>>,
     compressed: bool,
     end: u64,
-    next: Mutex<u64>,
+    next: AsyncMutex<u64>,
     stopped: AtomicBool,
     done: AtomicU64,
     copied: AtomicU64,
@@ -63,7 +63,7 @@ impl<H: Host> Rebase<H> {
             below,
             compressed,
             end,
-            next: Mutex::new(0),
+            next: AsyncMutex::new(0),
             stopped: AtomicBool::new(false),
             done: AtomicU64::new(0),
             copied: AtomicU64::new(0),

@@ -19,6 +19,11 @@ pub fn fresh() -> u64 {
     mixed ^ (mixed >> 31)
 }
 
+/// Whether this thread runs a simulation, whose numbers come from a [seed].
+pub fn are_seeded() -> bool {
+    SEED.get().is_some()
+}
+
 /// Derives this thread's numbers from a seed, so that a simulation can be repeated; `None` ends that.
 pub fn seed(seed: Option<u64>) {
     SEED.set(seed);
@@ -32,7 +37,9 @@ mod tests {
     fn they_differ_and_follow_from_a_seed() {
         let some = || [fresh(), fresh(), fresh()];
         assert_ne!(some(), some());
+        assert!(!are_seeded());
         seed(Some(7));
+        assert!(are_seeded());
         let first = some();
         seed(Some(7));
         assert_eq!(some(), first);

@@ -6,7 +6,7 @@
 
 use crate::per_thread::PerThread;
 use crate::sabotage::{self, Sabotage};
-use async_lock::Mutex;
+use isobath_sync::AsyncMutex;
 use isobath_sync::Condition;
 use isobath_sync::atomic::{AtomicU64, Ordering};
 
@@ -24,7 +24,7 @@ pub struct ReaderEpoch {
     epoch: AtomicU64,
     inside: PerThread<[AtomicU64; 2]>,
     left: Condition,
-    draining: Mutex<()>,
+    draining: AsyncMutex<()>,
 }
 
 /// A request's stay; ends when dropped.

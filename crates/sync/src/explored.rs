@@ -86,6 +86,19 @@ pub mod atomic {
                     between_fences(order, || self.0.store(value, order));
                 }
 
+                /// Sets the value if it is `current`; returns the one before, as an error if it is another.
+                pub fn compare_exchange(
+                    &self,
+                    current: $of,
+                    new: $of,
+                    success: Ordering,
+                    failure: Ordering,
+                ) -> Result<$of, $of> {
+                    between_fences(success, || {
+                        self.0.compare_exchange(current, new, success, failure)
+                    })
+                }
+
                 /// Sets the value; returns the one before.
                 pub fn swap(&self, value: $of, order: Ordering) -> $of {
                     between_fences(order, || self.0.swap(value, order))

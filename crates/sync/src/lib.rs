@@ -4,14 +4,18 @@
 //! `make interleavings` runs a structure's production code in every possible interleaving of its threads. A structure
 //! is explored if it takes its locks and atomics from here.
 
+mod async_mutex;
 mod condition;
 #[cfg(loom)]
 mod explored;
+mod semaphore;
 
+pub use async_mutex::{AsyncMutex, AsyncMutexGuard};
 pub use condition::{Condition, WaitGroup};
 #[cfg(loom)]
 pub use explored::{Cell, Mutex, MutexGuard, RwLock, atomic, explore, explore_within, wait};
 #[cfg(not(loom))]
 pub use parking_lot::{Mutex, MutexGuard, RwLock};
+pub use semaphore::{Permits, Semaphore};
 #[cfg(not(loom))]
 pub use std::sync::atomic;

@@ -4,11 +4,11 @@ use crate::cache::CacheMode;
 use crate::failure::{Failure, Outcome};
 use crate::image_name::{Naming, reason};
 use crate::{options, runtime, size, workers};
-use async_lock::RwLock;
 use isobath_disk::{Disk, DiskError, ImageFormat};
 use isobath_ring::spawn;
 use isobath_storage::IoBuf;
 use isobath_storage::file::FileHost;
+use isobath_sync::Semaphore;
 use std::cell::Cell;
 use std::io::Write;
 use std::path::PathBuf;
@@ -162,6 +162,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
             }
         }
         let begun = Instant::now();
+        let depth = args.depth.min(args.count) as usize;
         let load = Rc::new(Load {
             disk: Arc::clone(&disk),
             write: args.write.then_some(args.pattern),
@@ -172,9 +173,10 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
             left: Cell::new(args.count),
             sent: Cell::new(0),
             at: Cell::new(args.offset),
-            in_flight: RwLock::new(()),
+            in_flight: Semaphore::new(depth),
+            depth,
         });
-        let tasks: Vec<_> = (0..args.depth.min(args.count))
+        let tasks: Vec<_> = (0..depth)
             .map(|_| {
                 let load = Rc::clone(&load);
                 spawn(async move { load.run().await })
@@ -217,8 +219,9 @@ struct Load {
     left: Cell<u64>,
     sent: Cell<u64>,
     at: Cell<u64>,
-    /// Held for writing by a flush that waits for the others.
-    in_flight: RwLock<()>,
+    /// Each request takes one permit; a flush that waits for the others takes all of them.
+    in_flight: Semaphore,
+    depth: usize,
 }
 
 impl Load {
@@ -233,11 +236,15 @@ impl Load {
             self.sent.set(self.sent.get() + 1);
             let flushes = self.interval > 0 && self.sent.get().is_multiple_of(self.interval);
             {
-                let _in_flight = self.in_flight.read().await;
+                let _in_flight = self.in_flight.acquire().await;
                 buf = self.request(at, buf).await?;
             }
             if flushes {
-                let _alone = if self.drains { Some(self.in_flight.write().await) } else { None };
+                let _alone = if self.drains {
+                    Some(self.in_flight.acquire_many(self.depth).await)
+                } else {
+                    None
+                };
                 self.disk.flush().await?;
             }
         }

@@ -2,9 +2,9 @@
 
 use crate::device::BlockStatus;
 use crate::disk::Disk;
-use async_lock::Mutex;
 use isobath_image::Result;
 use isobath_storage::{Host, IoBuf};
+use isobath_sync::AsyncMutex;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
@@ -29,7 +29,7 @@ pub(super) struct Sources<H: Host> {
     size: u64,
     /// The size of the target's backing file.
     backing: Option<u64>,
-    known: Mutex<Known>,
+    known: AsyncMutex<Known>,
 }
 
 /// Runs from `start` on.
@@ -48,7 +48,7 @@ impl<H: Host> Sources<H> {
             placed.push((size, disk));
             size += length;
         }
-        Self { disks: placed, size, backing, known: Mutex::default() }
+        Self { disks: placed, size, backing, known: AsyncMutex::default() }
     }
 
     pub(super) fn size(&self) -> u64 {

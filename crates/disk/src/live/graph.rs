@@ -44,7 +44,7 @@ impl<H: Host> LiveDisk<H> {
     }
 
     /// Excludes other changes of the chain until the returned guard is dropped.
-    pub async fn hold_graph(&self) -> async_lock::MutexGuard<'_, ()> {
+    pub async fn hold_graph(&self) -> isobath_sync::AsyncMutexGuard<'_, ()> {
         self.graph.lock().await
     }
 

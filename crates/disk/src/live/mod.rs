@@ -63,7 +63,7 @@ pub struct LiveDisk<H: Host> {
     options: ArcSwap<OpenOptions>,
     gate: Gate,
     /// Held while the chain changes.
-    graph: async_lock::Mutex<()>,
+    graph: isobath_sync::AsyncMutex<()>,
     counts: Counts,
     clock: Arc<dyn Clock>,
     tracked: Tracked,
@@ -89,7 +89,7 @@ impl<H: Host> LiveDisk<H> {
             current: ArcSwap::from_pointee(disk),
             options: ArcSwap::from_pointee(options.clone()),
             gate: Gate::default(),
-            graph: async_lock::Mutex::default(),
+            graph: isobath_sync::AsyncMutex::default(),
             counts: Counts::default(),
             clock,
             tracked: Tracked::default(),

@@ -6,9 +6,9 @@
 use super::{AllocState, Allocator};
 use crate::sabotage::{self, Sabotage};
 use crate::{DiskError, Result};
-use async_lock::MutexGuard;
 use isobath_qcow2::{Geometry, HostCluster};
 use isobath_storage::{Operation, Storage, StorageError};
+use isobath_sync::AsyncMutexGuard;
 use std::io;
 
 /// On a device that is too short for its disk, an area may take one part in this many of the free space.
@@ -75,7 +75,7 @@ impl<S: Storage> Allocator<S> {
     /// Fails if the clusters up to `end` reach past the end of the device, which may have grown since.
     pub(super) async fn need_room(
         &self,
-        state: &mut MutexGuard<'_, AllocState>,
+        state: &mut AsyncMutexGuard<'_, AllocState>,
         end: u64,
     ) -> Result<()> {
         if state.has_room(end) || sabotage::is(Sabotage::NoEnd) {

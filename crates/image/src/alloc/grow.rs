@@ -8,18 +8,18 @@ use super::block::Block;
 use super::{AllocState, Allocator, Run};
 use crate::sabotage::{self, Sabotage};
 use crate::{Result, violated};
-use async_lock::MutexGuard;
 use isobath_qcow2::geometry::MAX_REFCOUNT_TABLE_BYTES;
 use isobath_qcow2::header::field;
 use isobath_qcow2::{HostCluster, HostOffset, RefcountTableEntry};
 use isobath_storage::{IoBuf, Storage};
+use isobath_sync::AsyncMutexGuard;
 use std::ops::Range;
 
 impl<S: Storage> Allocator<S> {
     /// Ensures that a cluster's refcount block is in memory, creating one if there is none.
     pub(super) async fn cover(
         &self,
-        state: &mut MutexGuard<'_, AllocState>,
+        state: &mut AsyncMutexGuard<'_, AllocState>,
         cluster: u64,
     ) -> Result<()> {
         let (index, _) = self.geometry.refcount_position(HostCluster::new(cluster));
@@ -55,7 +55,7 @@ impl<S: Storage> Allocator<S> {
     /// a run may be longer than the range that a block counts.
     pub(super) async fn take_adjacent(
         &self,
-        state: &mut MutexGuard<'_, AllocState>,
+        state: &mut AsyncMutexGuard<'_, AllocState>,
         count: u64,
     ) -> Result<Run> {
         loop {
@@ -101,7 +101,7 @@ impl<S: Storage> Allocator<S> {
     /// Returns the start, and the indexes of the missing blocks.
     async fn find_adjacent(
         &self,
-        state: &mut MutexGuard<'_, AllocState>,
+        state: &mut AsyncMutexGuard<'_, AllocState>,
         count: u64,
     ) -> Result<(u64, Vec<u64>)> {
         // A device may have no room after the clusters in use, but some before.
@@ -134,7 +134,7 @@ impl<S: Storage> Allocator<S> {
 
     fn take_with_blocks(
         &self,
-        state: &mut MutexGuard<'_, AllocState>,
+        state: &mut AsyncMutexGuard<'_, AllocState>,
         start: u64,
         count: u64,
         missing: Vec<u64>,
@@ -152,7 +152,11 @@ impl<S: Storage> Allocator<S> {
     }
 
     /// Whether there is a refcount block at an index.
-    pub(super) fn has_block(&self, state: &MutexGuard<'_, AllocState>, index: u64) -> Result<bool> {
+    pub(super) fn has_block(
+        &self,
+        state: &AsyncMutexGuard<'_, AllocState>,
+        index: u64,
+    ) -> Result<bool> {
         if state.blocks.contains_key(&index) {
             return Ok(true);
         }
@@ -163,7 +167,7 @@ impl<S: Storage> Allocator<S> {
     /// Replaces the refcount table by a longer one, for host clusters up to `end` and for its own.
     pub(super) async fn grow_table(
         &self,
-        state: &mut MutexGuard<'_, AllocState>,
+        state: &mut AsyncMutexGuard<'_, AllocState>,
         end: u64,
     ) -> Result<()> {
         let entries = self.geometry.cluster_size() / 8;
@@ -218,7 +222,7 @@ impl<S: Storage> Allocator<S> {
     /// caller raises.
     pub(super) fn create_block(
         &self,
-        state: &mut MutexGuard<'_, AllocState>,
+        state: &mut AsyncMutexGuard<'_, AllocState>,
         index: u64,
         home: u64,
     ) -> Result<()> {

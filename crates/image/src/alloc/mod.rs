@@ -21,11 +21,11 @@ pub use stage::{Staged, not_zero};
 
 use crate::layer::{Layer, Qcow2};
 use crate::{DiskError, Result};
-use async_lock::{Mutex, MutexGuard};
 use block::Block;
 use futures_util::future::try_join_all;
 use isobath_qcow2::{Geometry, HostCluster, HostOffset, RefcountTableEntry};
 use isobath_storage::{IoBuf, Storage};
+use isobath_sync::{AsyncMutex, AsyncMutexGuard};
 use parking_lot::RwLock;
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet, HashSet};
@@ -60,7 +60,7 @@ impl Run {
 pub struct Allocator<S> {
     layer: Arc<Layer<S>>,
     geometry: Geometry,
-    state: Mutex<AllocState>,
+    state: AsyncMutex<AllocState>,
     /// Host clusters that hold the image's own tables: never allocated, never used for guest data.
     metadata: RwLock<HashSet<u64>>,
     /// Bytes past everything used before that were newly used in place since the last commit.
@@ -196,7 +196,7 @@ impl<S: Storage> Allocator<S> {
         let alloc = Self {
             layer,
             geometry,
-            state: Mutex::new(state),
+            state: AsyncMutex::new(state),
             metadata: RwLock::new(metadata),
             grown: AtomicU64::new(0),
             contradicted: AtomicBool::new(false),
@@ -313,7 +313,7 @@ impl<S: Storage> Allocator<S> {
         }
     }
 
-    async fn lower(&self, state: &mut MutexGuard<'_, AllocState>, cluster: u64) -> Result<()> {
+    async fn lower(&self, state: &mut AsyncMutexGuard<'_, AllocState>, cluster: u64) -> Result<()> {
         let count = self.refcount_in(state, cluster).await?;
         let Some(less) = count.checked_sub(1) else { return Err(self.unbalanced(cluster)) };
         self.set(state, cluster, less)?;
@@ -386,7 +386,7 @@ impl<S: Storage> Allocator<S> {
     }
 
     /// The changed parts of the blocks as they are to be written: byte offsets and bytes. The blocks are then clean.
-    fn take_dirty(&self, state: &mut MutexGuard<'_, AllocState>) -> Result<Vec<(u64, IoBuf)>> {
+    fn take_dirty(&self, state: &mut AsyncMutexGuard<'_, AllocState>) -> Result<Vec<(u64, IoBuf)>> {
         let state = &mut **state;
         let mut parts = Vec::new();
         for (&index, block) in &mut state.blocks {
@@ -426,7 +426,7 @@ impl<S: Storage> Allocator<S> {
     }
 
     /// Locks the state, after dropping clean blocks beyond the cache's size.
-    async fn lock(&self) -> MutexGuard<'_, AllocState> {
+    async fn lock(&self) -> AsyncMutexGuard<'_, AllocState> {
         let mut state = self.state.lock().await;
         self.shrink_cache(&mut state);
         state
@@ -434,7 +434,7 @@ impl<S: Storage> Allocator<S> {
 
     /// Drops clean blocks beyond the cache's size, half of it at once. Blocks that the current operation relies on must
     /// not be dropped, so this happens before it looks at the first one.
-    fn shrink_cache(&self, state: &mut MutexGuard<'_, AllocState>) {
+    fn shrink_cache(&self, state: &mut AsyncMutexGuard<'_, AllocState>) {
         let keep = (CACHE_BYTES / self.geometry.cluster_size()).max(4) as usize;
         let state = &mut **state;
         if state.blocks.len() > keep {
@@ -467,7 +467,7 @@ impl<S: Storage> Allocator<S> {
     }
 
     /// The first free cluster.
-    async fn find_free(&self, state: &mut MutexGuard<'_, AllocState>) -> Result<u64> {
+    async fn find_free(&self, state: &mut AsyncMutexGuard<'_, AllocState>) -> Result<u64> {
         loop {
             let cluster = state.first_maybe_free;
             self.need_room(state, cluster + 1).await?;
@@ -480,7 +480,11 @@ impl<S: Storage> Allocator<S> {
     }
 
     /// Whether a cluster is free, after giving it a refcount block if it has none.
-    async fn is_free(&self, state: &mut MutexGuard<'_, AllocState>, cluster: u64) -> Result<bool> {
+    async fn is_free(
+        &self,
+        state: &mut AsyncMutexGuard<'_, AllocState>,
+        cluster: u64,
+    ) -> Result<bool> {
         if state.is_kept(cluster) {
             return Ok(false);
         }
@@ -489,7 +493,12 @@ impl<S: Storage> Allocator<S> {
     }
 
     /// Takes free clusters that have refcount blocks.
-    fn take(&self, state: &mut MutexGuard<'_, AllocState>, start: u64, count: u64) -> Result<Run> {
+    fn take(
+        &self,
+        state: &mut AsyncMutexGuard<'_, AllocState>,
+        start: u64,
+        count: u64,
+    ) -> Result<Run> {
         self.refuse_tables(start..start + count)?;
         for cluster in start..start + count {
             self.reserve(state, cluster, 1)?;
@@ -511,7 +520,7 @@ impl<S: Storage> Allocator<S> {
 
     async fn refcount_in(
         &self,
-        state: &mut MutexGuard<'_, AllocState>,
+        state: &mut AsyncMutexGuard<'_, AllocState>,
         cluster: u64,
     ) -> Result<u64> {
         let (index, within) = self.geometry.refcount_position(HostCluster::new(cluster));
@@ -538,7 +547,7 @@ impl<S: Storage> Allocator<S> {
     /// Adds a reference that is not written to the file yet.
     fn reserve(
         &self,
-        state: &mut MutexGuard<'_, AllocState>,
+        state: &mut AsyncMutexGuard<'_, AllocState>,
         cluster: u64,
         count: u64,
     ) -> Result<()> {
@@ -548,14 +557,14 @@ impl<S: Storage> Allocator<S> {
     }
 
     /// Counts a cluster of the refcount structure itself.
-    fn count_own(&self, state: &mut MutexGuard<'_, AllocState>, cluster: u64) -> Result<()> {
+    fn count_own(&self, state: &mut AsyncMutexGuard<'_, AllocState>, cluster: u64) -> Result<()> {
         self.reserve(state, cluster, 1)?;
         state.own.push(cluster);
         Ok(())
     }
 
     /// The references to the structure's new clusters are about to be written to the file.
-    fn publish_own(&self, state: &mut MutexGuard<'_, AllocState>) -> Result<()> {
+    fn publish_own(&self, state: &mut AsyncMutexGuard<'_, AllocState>) -> Result<()> {
         for cluster in std::mem::take(&mut state.own) {
             state.forget_unpublished(cluster);
             self.mark(state, cluster)?;
@@ -564,14 +573,19 @@ impl<S: Storage> Allocator<S> {
     }
 
     /// Sets the refcount of a cluster whose block is in memory.
-    fn set(&self, state: &mut MutexGuard<'_, AllocState>, cluster: u64, value: u64) -> Result<()> {
+    fn set(
+        &self,
+        state: &mut AsyncMutexGuard<'_, AllocState>,
+        cluster: u64,
+        value: u64,
+    ) -> Result<()> {
         let (index, within) = self.geometry.refcount_position(HostCluster::new(cluster));
         let block = self.block(state, index, cluster)?;
         block.set(within, value).map_err(|e| self.layer.format_error(e))
     }
 
     /// Marks the refcount of a cluster, whose block is in memory, as not yet written to the file.
-    fn mark(&self, state: &mut MutexGuard<'_, AllocState>, cluster: u64) -> Result<()> {
+    fn mark(&self, state: &mut AsyncMutexGuard<'_, AllocState>, cluster: u64) -> Result<()> {
         let (index, within) = self.geometry.refcount_position(HostCluster::new(cluster));
         self.block(state, index, cluster)?.mark(within);
         if let Some(journaled) = &mut state.journaled {
@@ -582,7 +596,7 @@ impl<S: Storage> Allocator<S> {
 
     fn block<'a>(
         &self,
-        state: &'a mut MutexGuard<'_, AllocState>,
+        state: &'a mut AsyncMutexGuard<'_, AllocState>,
         index: u64,
         cluster: u64,
     ) -> Result<&'a mut Block> {

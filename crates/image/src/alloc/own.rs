@@ -6,10 +6,10 @@
 use super::{AllocState, Allocator};
 use crate::layer::{Layer, Qcow2};
 use crate::{DiskError, Result};
-use async_lock::MutexGuard;
 use isobath_qcow2::snapshot::check_length;
 use isobath_qcow2::{AutoclearFeatures, Bitmap, Geometry, Header, RefcountTableEntry, Snapshot};
 use isobath_storage::{IoBuf, Storage};
+use isobath_sync::AsyncMutexGuard;
 use std::collections::HashSet;
 use std::ops::Range;
 
@@ -199,7 +199,11 @@ impl<S: Storage> Allocator<S> {
 
     /// Fails if a refcount block that was just loaded says that a table's cluster is free: its other refcounts cannot
     /// be trusted either.
-    pub(super) fn check_block(&self, state: &MutexGuard<'_, AllocState>, index: u64) -> Result<()> {
+    pub(super) fn check_block(
+        &self,
+        state: &AsyncMutexGuard<'_, AllocState>,
+        index: u64,
+    ) -> Result<()> {
         let Some(block) = state.blocks.get(&index) else { return Ok(()) };
         let entries = self.geometry.refcount_block_entries();
         let counted = index * entries..(index + 1) * entries;

@@ -3,9 +3,9 @@
 use super::block::Block;
 use super::{AllocState, Allocator, Journaled};
 use crate::{Result, always};
-use async_lock::MutexGuard;
 use isobath_qcow2::HostCluster;
 use isobath_storage::{IoBuf, Storage};
+use isobath_sync::AsyncMutexGuard;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
@@ -98,7 +98,7 @@ impl<S: Storage> Allocator<S> {
     }
 
     /// Entries of new blocks, or a whole new table and the header's pointer to it.
-    fn stage_table(&self, state: &mut MutexGuard<'_, AllocState>, staged: &mut Staged) {
+    fn stage_table(&self, state: &mut AsyncMutexGuard<'_, AllocState>, staged: &mut Staged) {
         let at = state.table_offset.get();
         if staged.replaced.is_empty() {
             let mut entries = Vec::new();
@@ -126,7 +126,7 @@ impl<S: Storage> Allocator<S> {
     /// A new block, whole.
     fn stage_block(
         &self,
-        state: &MutexGuard<'_, AllocState>,
+        state: &AsyncMutexGuard<'_, AllocState>,
         less: &BTreeMap<u64, u64>,
         index: u64,
         staged: &mut Staged,
@@ -141,7 +141,7 @@ impl<S: Storage> Allocator<S> {
     /// Bytes of a block as a record contains them, and their offset in the file.
     fn patch(
         &self,
-        state: &MutexGuard<'_, AllocState>,
+        state: &AsyncMutexGuard<'_, AllocState>,
         less: &BTreeMap<u64, u64>,
         index: u64,
         bytes: Range<usize>,
@@ -158,7 +158,7 @@ impl<S: Storage> Allocator<S> {
     /// A block with changes for a record.
     fn staged_block<'a>(
         &self,
-        state: &'a MutexGuard<'_, AllocState>,
+        state: &'a AsyncMutexGuard<'_, AllocState>,
         index: u64,
     ) -> Result<&'a Block> {
         let block = state.blocks.get(&index);

@@ -2,7 +2,7 @@
 
 use crate::sabotage::{self, Sabotage};
 use crate::{DiskError, Result};
-use async_lock::Mutex;
+use isobath_sync::AsyncMutex;
 use isobath_sync::RwLock;
 use isobath_sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::future::Future;
@@ -13,7 +13,7 @@ use std::future::Future;
 /// dropped: from then on every commit and write fails.
 #[derive(Default)]
 pub struct GroupCommit {
-    turn: Mutex<()>,
+    turn: AsyncMutex<()>,
     started: AtomicU64,
     finished: AtomicU64,
     failure: RwLock<Option<Failure>>,

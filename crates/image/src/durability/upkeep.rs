@@ -2,9 +2,9 @@
 
 use super::Metadata;
 use crate::Result;
-use async_lock::Mutex;
 use event_listener::Event;
 use isobath_storage::Storage;
+use isobath_sync::AsyncMutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
 /// Pending work, and whether a task is running that does it.
@@ -20,7 +20,7 @@ pub struct Upkeep {
     /// Space on the host is short.
     short: AtomicBool,
     /// Held while work is in progress.
-    busy: Mutex<()>,
+    busy: AsyncMutex<()>,
 }
 
 /// With less free space than this, in bytes, nothing is prepared or deferred, so that a lack of space is reported to

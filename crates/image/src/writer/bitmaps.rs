@@ -14,11 +14,11 @@ use crate::readers::Readers;
 use crate::sabotage::{self, Sabotage};
 use crate::writer::Writer;
 use crate::{DiskError, Result, always};
-use async_lock::{Mutex, MutexGuard};
 use isobath_qcow2::{
     AutoclearFeatures, Bitmap, BitmapCluster, BitmapFlags, Header, HostCluster, HostOffset,
 };
 use isobath_storage::{IoBuf, Storage};
+use isobath_sync::{AsyncMutex, AsyncMutexGuard};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -28,7 +28,7 @@ pub(super) struct Bitmaps {
     tracking: bool,
     /// Those are marked.
     marked: AtomicBool,
-    directory: Mutex<Option<Directory>>,
+    directory: AsyncMutex<Option<Directory>>,
     /// What the file does not have yet, of those that are marked.
     noted: parking_lot::Mutex<Vec<Noted>>,
 }
@@ -72,7 +72,7 @@ impl Bitmaps {
         Ok(Self {
             tracking: directory.iter().flat_map(|directory| &directory.bitmaps).any(tracks),
             marked: AtomicBool::new(false),
-            directory: Mutex::new(directory),
+            directory: AsyncMutex::new(directory),
             noted: parking_lot::Mutex::default(),
         })
     }
@@ -125,7 +125,7 @@ impl<S: Storage> Qcow2Writer<S> {
     /// Marks those bitmaps, durably.
     async fn mark(
         &self,
-        directory: &mut MutexGuard<'_, Option<Directory>>,
+        directory: &mut AsyncMutexGuard<'_, Option<Directory>>,
         which: impl Fn(&Bitmap) -> bool,
     ) -> Result<()> {
         let Some(directory) = &mut **directory else { return Ok(()) };

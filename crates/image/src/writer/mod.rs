@@ -32,7 +32,7 @@ pub struct Writer<S> {
     group: GroupCommit,
     policy: CommitPolicy,
     /// Held by a change of the disk's size.
-    pub resizing: async_lock::Mutex<()>,
+    pub resizing: isobath_sync::AsyncMutex<()>,
     /// [`keep_readable`](Self::keep_readable) is in force.
     readable: AtomicBool,
     /// What a qcow2 image needs and a raw one does not.
@@ -60,7 +60,7 @@ impl<S: Storage> Writer<S> {
             ranges: RangeLocks::default(),
             group: GroupCommit::default(),
             policy,
-            resizing: async_lock::Mutex::default(),
+            resizing: isobath_sync::AsyncMutex::default(),
             readable: AtomicBool::new(false),
             qcow2,
             layer: Arc::clone(layer),

@@ -64,7 +64,7 @@ pub struct Monitor<H: Host> {
     events: Events,
     event_queue: Arc<EventQueue>,
     /// Held by commands that change something.
-    order: async_lock::Mutex<()>,
+    order: isobath_sync::AsyncMutex<()>,
     quit: Cell<bool>,
     ending: Cell<bool>,
     changed: Event,
@@ -107,7 +107,7 @@ impl<H: Host + Clone> Monitor<H> {
             exports: Rc::default(),
             events,
             event_queue,
-            order: async_lock::Mutex::default(),
+            order: isobath_sync::AsyncMutex::default(),
             quit: Cell::new(false),
             ending: Cell::new(false),
             changed: Event::new(),

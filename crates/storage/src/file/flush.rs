@@ -40,7 +40,7 @@ async fn fdatasync(file: &Arc<OwnedFd>) -> io::Result<()> {
 /// at a time, so that none succeeds concurrently with one that fails.
 #[derive(Default)]
 pub(super) struct Durability {
-    turn: async_lock::Mutex<()>,
+    turn: isobath_sync::AsyncMutex<()>,
     poisoned: AtomicBool,
     cause: Mutex<String>,
     /// The directory of a file that was created, until its entry is durable.

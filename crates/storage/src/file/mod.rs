@@ -75,7 +75,7 @@ pub struct FileStorage {
     source: ArcSwap<Source>,
     writing: Writing,
     /// Held during a change of the handle's role.
-    roles: async_lock::Mutex<Changed>,
+    roles: isobath_sync::AsyncMutex<Changed>,
     kind: Kind,
     direct: Option<Direct>,
     cached: Cached,

@@ -309,7 +309,7 @@ fn storage(
         writing: Writing::new(mode.writable),
         file,
         source: ArcSwap::from_pointee(source),
-        roles: async_lock::Mutex::default(),
+        roles: isobath_sync::AsyncMutex::default(),
         kind,
         direct,
         cached: Cached::default(),

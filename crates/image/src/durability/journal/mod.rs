@@ -29,11 +29,11 @@ use crate::readers::Readers;
 use crate::sabotage::{self, Sabotage};
 use crate::tables::ClosedBatch;
 use crate::{Result, always, invariant};
-use async_lock::Mutex;
 use build::Builder;
 use isobath_qcow2::Lsn;
 use isobath_qcow2::journal::{BLOCK, JournalExtension};
 use isobath_storage::{IoBuf, Storage};
+use isobath_sync::AsyncMutex;
 use ring::Ring;
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -56,7 +56,7 @@ pub struct Journal {
     due: AtomicUsize,
     /// The next commit must write a record even if it has no changes.
     asked: AtomicBool,
-    state: Mutex<JournalState>,
+    state: AsyncMutex<JournalState>,
 }
 
 #[derive(Default)]
@@ -172,7 +172,7 @@ impl Journal {
             held: AtomicUsize::new(0),
             due: AtomicUsize::new(usize::MAX),
             asked: AtomicBool::new(false),
-            state: Mutex::default(),
+            state: AsyncMutex::default(),
         }
     }
 
