@@ -11,6 +11,7 @@ CRASH_STATES ?= 1000000
 CRASH_SEED ?= 1
 CRASH := $${CARGO_TARGET_DIR:-target}/release/isobath-crash
 CRASH_FILES_STATES ?= 2000
+ROUNDS ?= 12
 DAMAGE_IMAGES ?= 5000
 DAMAGE_SEED ?= 1
 COUNT ?= 500
@@ -18,15 +19,13 @@ SEED ?= 1
 
 export PATH := $(PATH):$(HOME)/.cargo/bin
 DENY := target/tools/bin/cargo-deny
-# Set aside: whether they pass depends on the speed of the processor. `cargo test NAME` runs them.
-SET_ASIDE := --skip sabotage::defects_are_found --skip live_killed::what_was_promised_is_there_after_a_kill
 # Compiled anew, without optimisation of what it does not need: loom replaces locks and atomics in dependencies too.
 LOOM := RUSTFLAGS='--cfg loom' CARGO_TARGET_DIR=target/loom \
-	cargo test --locked -p isobath-ring -p isobath-storage -p isobath-image -p isobath-chain -p isobath-disk --lib \
+	cargo test --locked -p isobath-sync -p isobath-ring -p isobath-storage -p isobath-image -p isobath-chain -p isobath-disk --lib \
 	-- interleavings:: --nocapture --test-threads=2
 
 .PHONY: setup build test interleavings miri tsan demo soak kills crash crash-small crash-files \
-	coverage damage histories index-cases fuzz bench papers papers-quick clean
+	coverage damage defects histories index-cases fuzz bench papers papers-quick clean
 
 setup:
 	@scripts/setup
@@ -39,7 +38,7 @@ test: setup $(DENY)
 	cargo clippy --locked --workspace --all-targets -- -D warnings
 	$(DENY) --locked check --hide-inclusion-graph bans licenses sources
 	RUSTDOCFLAGS='-D warnings' cargo doc --locked --workspace --no-deps
-	cargo test --locked --workspace --tests --no-fail-fast -- $(SET_ASIDE)
+	cargo test --locked --workspace --tests --no-fail-fast
 	cargo test --locked --workspace --doc
 	ISOBATH_PREEMPTIONS=1 $(LOOM)
 
@@ -70,6 +69,10 @@ crash: setup
 crash-small: setup
 	cargo build --locked --release -p isobath-crash --bin isobath-crash
 	$(CRASH) --exhaustive
+
+# How soon the crash simulator finds each seeded defect: the states that it takes on average, with ROUNDS seeds.
+defects: setup
+	ISOBATH_DEFECT_ROUNDS=$(ROUNDS) cargo test --locked -p isobath-crash --test it -- --nocapture sabotage::defects_are
 
 # Crashes of a server on real files: CRASH_FILES_STATES states of each workload in every mode.
 crash-files: setup

@@ -10,11 +10,11 @@ use crate::plan::{self, Plan};
 use crate::record::{NEVER, Record, Tick};
 use crate::recover::{Case, Passed, Way, recover, recover_wild};
 use crate::state::{Fate, Replay, random_grain};
+use crate::trace;
 use isobath_disk::sabotage::Sabotage;
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
-use rustc_hash::{FxHashSet, FxHasher};
-use std::hash::{Hash, Hasher};
+use rustc_hash::FxHashSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
@@ -65,16 +65,6 @@ pub struct Happened {
     pub record: Record,
     /// The guest's requests and results.
     pub log: Arc<Log>,
-}
-
-impl Happened {
-    /// A digest of everything that the storage and the guest saw.
-    fn digest(&self) -> u64 {
-        let mut hasher = FxHasher::default();
-        self.record.tell().hash(&mut hasher);
-        self.log.tell(NEVER).hash(&mut hasher);
-        hasher.finish()
-    }
 }
 
 /// Runs a history, and checks all data read during it.
@@ -152,13 +142,15 @@ fn history(
     story.push(device(conduct.atomic).into());
     let happened = happen(settings, kind, start, plan, conduct, rng.random())?;
     totals.histories += 1;
-    totals.digest = happened.digest();
+    trace::note(happened.record.tell());
+    trace::note(happened.log.tell(NEVER));
     let record = &happened.record;
     let mut replay = Replay::new(record);
     let mut crashes = Crashes::new(settings, &happened, fault, lies, totals, story);
     let mut ticks: Vec<Tick> =
         (0..rng.random_range(20..60)).map(|_| rng.random_range(1..=record.end)).collect();
     ticks.push(record.end);
+    ticks.truncate(settings.most_moments);
     ticks.sort_unstable();
     ticks.dedup();
     for tick in ticks {

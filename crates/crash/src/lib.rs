@@ -29,4 +29,5 @@ pub mod record;
 pub mod recover;
 pub mod server;
 pub mod state;
+mod trace;
 pub mod value;

@@ -71,6 +71,9 @@ struct Arguments {
     /// Omits storage faults.
     #[arg(long)]
     faultless: bool,
+    /// Crashes and kills come at no more than this many moments of each history.
+    #[arg(long, value_name = "COUNT")]
+    moments: Option<usize>,
     /// Saves the progress of each campaign in this directory, and continues from there.
     #[arg(long, conflicts_with_all = ["exhaustive", "repeat"])]
     state: Option<PathBuf>,
@@ -147,6 +150,7 @@ fn main() -> ExitCode {
             sabotage: arguments.sabotage,
             defect,
             faultless: arguments.faultless,
+            most_moments: arguments.moments.unwrap_or(usize::MAX),
             trace: arguments.trace,
             server: arguments.server,
             offline: arguments.offline,

@@ -2,6 +2,7 @@
 
 use crate::image::Kind;
 use crate::mode::Mode;
+use crate::trace;
 use isobath_disk::sabotage::Sabotage;
 use isobath_image::ids;
 use rand::rngs::SmallRng;
@@ -15,7 +16,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 const QEMU_EVERY: u64 = 1000;
 
 /// Counts of what passed.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Totals {
     /// Histories.
     pub histories: u64,
@@ -111,6 +112,9 @@ impl Failure {
         if settings.faultless {
             text.push_str(" --faultless");
         }
+        if settings.most_moments < usize::MAX {
+            let _ = write!(text, " --moments {}", settings.most_moments);
+        }
         text
     }
 }
@@ -128,6 +132,8 @@ pub struct Settings {
     pub defect: Option<Sabotage>,
     /// Without faults.
     pub faultless: bool,
+    /// Crashes and kills come at no more than this many moments of each history.
+    pub most_moments: usize,
     /// One state in this many is checked by QEMU; 0 for none.
     pub qemu_every: u64,
     /// A failure tells all that was done to the files.
@@ -147,6 +153,7 @@ impl Settings {
             sabotage: None,
             defect: None,
             faultless: false,
+            most_moments: usize::MAX,
             qemu_every: QEMU_EVERY,
             trace: false,
             server: false,
@@ -175,9 +182,13 @@ pub(crate) fn guarded(
 ) -> Result<Totals, Box<Failure>> {
     let (mut totals, mut story) = (Totals::default(), Vec::new());
     ids::seed(Some(seed));
+    trace::begin();
     let tested = catch_unwind(AssertUnwindSafe(|| test(&mut totals, &mut story)));
     match tested.unwrap_or_else(|panic| Err(panicked(&*panic))) {
-        Ok(()) => Ok(totals),
+        Ok(()) => {
+            totals.digest = trace::digest();
+            Ok(totals)
+        }
         Err(what) => {
             let passed = totals.states;
             Err(Box::new(Failure { seed, what, story, bits: None, server: None, passed }))

@@ -14,7 +14,7 @@ pub const NEVER: Tick = Tick::MAX;
 pub type Files = Vec<(PathBuf, Arc<Content>)>;
 
 /// A change of a file.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Hash)]
 pub enum Action {
     /// Writes bytes at an offset.
     Write(u64, Arc<[u8]>),

@@ -107,6 +107,7 @@ impl SimFile {
     fn strike(&self, kind: Kind, start: u64, length: u64) -> (Option<Effect>, u32) {
         let mut world = self.world();
         world.land(self.number);
+        world.note((self.number, kind, start, length));
         let range = start..start.saturating_add(length.max(1));
         let effect = world.conduct.faults.strike(kind, self.number, &range);
         match effect {

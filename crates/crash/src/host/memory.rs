@@ -20,7 +20,7 @@ const HEAD: usize = 8;
 const LAST: usize = 16;
 
 /// The contents of all files' memory at a moment, by file.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, Hash)]
 pub struct Memories(Vec<Option<Copied>>);
 
 impl Memories {

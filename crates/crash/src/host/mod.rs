@@ -158,7 +158,8 @@ impl SimHost {
 
     /// The states that kills would have left, in no particular order.
     pub fn killed(&self) -> Vec<Killed> {
-        self.0.lock().killed.clone()
+        let world = self.0.lock();
+        [world.killed.clone(), world.killed_on_demand.clone()].concat()
     }
 }
 

@@ -4,8 +4,10 @@ use super::memory::{Killed, RestartMemories};
 use super::{Access, Conduct, FlushFault};
 use crate::record::{Action, Change, Files, Flush, NEVER, Record, Tick};
 use crate::state::{Fate, Replay};
+use crate::trace;
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
+use std::hash::Hash;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -44,6 +46,8 @@ pub(super) struct World {
     pub(super) struck: Tick,
     orphans: Vec<Orphan>,
     pub(super) killed: Vec<Killed>,
+    /// Those that the history asked for, where an invariant is most likely to be violated.
+    pub(super) killed_on_demand: Vec<Killed>,
 }
 
 impl World {
@@ -71,6 +75,7 @@ impl World {
             struck: NEVER,
             orphans: Vec::new(),
             killed: Vec::new(),
+            killed_on_demand: Vec::new(),
             conduct,
         }
     }
@@ -82,6 +87,11 @@ impl World {
         self.users.push(Users::default());
         self.stamps.push(1);
         self.files.len() - 1
+    }
+
+    /// Adds an event to the history's digest.
+    pub(super) fn note(&self, event: impl Hash) {
+        trace::note((self.tick, event));
     }
 
     /// Restarts the record with the current files.
@@ -136,7 +146,8 @@ impl World {
     pub(super) fn keep_killed(&mut self) -> Tick {
         let at = self.now();
         if self.conduct.kills > 0 {
-            self.killed.push(Killed { at, memories: self.restart_memories.copy() });
+            let memories = self.restart_memories.copy();
+            self.killed_on_demand.push(Killed { at, memories });
         }
         at
     }
@@ -183,6 +194,7 @@ impl World {
             change.applied = now;
         }
         self.stamps[file] += 1;
+        self.note((file, action));
         action.apply(Arc::make_mut(&mut self.files[file].1));
     }
 

@@ -8,13 +8,12 @@ use crate::outcome::{Failure, Settings, Totals, device, guarded, panicked};
 use crate::record::{Files, NEVER, Tick};
 use crate::recover::{Way, has_bit, header_of};
 use crate::state::{Fate, Replay, random_grain};
+use crate::trace;
 use isobath_disk::sabotage::Sabotage;
 use isobath_qcow2::IncompatibleFeatures;
 use isobath_qcow2::journal::Journal;
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
-use rustc_hash::FxHasher;
-use std::hash::{Hash, Hasher};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 /// Runs one history of a server with all its crashes; of any kind if none is given.
@@ -41,7 +40,7 @@ fn history(
     let happened = happen(settings, kind, rng.random())?;
     story.push(happened.text.clone());
     totals.histories += 1;
-    totals.digest = digest(&happened);
+    note(&happened);
     let record = &happened.record;
     let mut replay = Replay::new(record);
     let few = matches!(kind, Kind::Deep | Kind::Large);
@@ -56,6 +55,7 @@ fn history(
         }
     }
     ticks.push(record.end);
+    ticks.truncate(settings.most_moments);
     ticks.sort_unstable();
     ticks.dedup();
     for tick in ticks {
@@ -74,12 +74,11 @@ fn history(
     kills(settings, &happened, &mut rng, totals, story)
 }
 
-fn digest(happened: &Happened) -> u64 {
-    let mut hasher = FxHasher::default();
-    happened.record.tell().hash(&mut hasher);
-    happened.log.tell(Tick::MAX).hash(&mut hasher);
-    happened.chronicle.tell(Tick::MAX).hash(&mut hasher);
-    hasher.finish()
+/// Adds what storage, guest and operator saw to the digest.
+fn note(happened: &Happened) {
+    trace::note(happened.record.tell());
+    trace::note(happened.log.tell(Tick::MAX));
+    trace::note(happened.chronicle.tell(Tick::MAX));
 }
 
 /// The states that kills leave.
@@ -92,9 +91,12 @@ fn kills(
 ) -> Result<(), String> {
     let mut killed = happened.killed.clone();
     killed.retain(|killed| killed.at >= happened.survives_from);
+    // The last are those that the history asked for.
+    killed.drain(..killed.len().saturating_sub(settings.most_moments));
     killed.sort_by_key(|killed| killed.at);
     let mut replay = Replay::new(&happened.record);
     for killed in killed {
+        trace::note((killed.at, &killed.memories));
         // The operation recorded with the memory had just begun.
         let tick = killed.at + 1;
         replay.advance(tick);

@@ -84,7 +84,8 @@ fn shape(kind: Kind, version: u32, rng: &mut SmallRng) -> Shape {
         (least + more) / 512 * 512
     };
     let version = if version < 3 && rng.random_bool(0.05) { 2 } else { 3 };
-    let twins = kind == Kind::Twins || rng.random_bool(0.4);
+    let twins =
+        kind == Kind::Twins || rng.random_bool(if kind == Kind::Commits { 0.2 } else { 0.4 });
     let compressed = match kind {
         Kind::Twins => 0.5,
         _ if rng.random_bool(0.3) => 0.3,
@@ -93,13 +94,14 @@ fn shape(kind: Kind, version: u32, rng: &mut SmallRng) -> Shape {
     let below = match kind {
         Kind::Deep => [20, 40, 80, 199][rng.random_range(0..4)],
         Kind::Snapshots => rng.random_range(0..=2),
+        Kind::Commits => rng.random_range(2..=4),
         _ => rng.random_range(1..=4),
     };
     let fixed = kind == Kind::Devices;
     let bitmaps = version > 2
         && match kind {
             Kind::Bitmaps => true,
-            Kind::Reflinks => rng.random(),
+            Kind::Reflinks => rng.random_bool(0.3),
             _ => rng.random_bool(0.1),
         };
     Shape {
@@ -120,7 +122,7 @@ fn shape(kind: Kind, version: u32, rng: &mut SmallRng) -> Shape {
         bitmaps,
         unclosed: match kind {
             _ if version < 3 || bitmaps || fixed => 0.0,
-            Kind::Reflinks => 0.5,
+            Kind::Reflinks => 0.8,
             _ => 0.1,
         },
         device: fixed.then(|| {
@@ -166,6 +168,22 @@ fn step(size: u64, cluster: u64, compressed: f64, rng: &mut SmallRng) -> Step {
         }
         _ => Step::Write(offset, length, sort),
     }
+}
+
+/// The same steps, some of them followed by a small write over a part of theirs, which a journal may keep.
+fn overwritten(steps: &[Step], rng: &mut SmallRng) -> Vec<Step> {
+    let mut more = Vec::new();
+    for step in steps {
+        more.push(*step);
+        if let Step::Write(offset, length, sort) = *step
+            && length > 512
+            && rng.random_bool(0.5)
+        {
+            let at = offset + rng.random_range(0..length / 512) * 512;
+            more.push(Step::Write(at, 512, sort));
+        }
+    }
+    more
 }
 
 /// Fills an image, and closes it or leaves its journal in use.
@@ -250,14 +268,15 @@ async fn make_chain(kind: Kind, mode: &Mode, rng: &mut SmallRng) -> Result<Begin
         let name = if top { IMAGE.to_owned() } else { format!("layer{layer}.qcow2") };
         let mut image = new.clone();
         let twin = shape.twins && rng.random_bool(0.85);
-        if !top && !twin && shape.device.is_none() && rng.random_bool(0.4) {
+        let other_size = if kind == Kind::Commits { 0.7 } else { 0.4 };
+        if !top && !twin && shape.device.is_none() && rng.random_bool(other_size) {
             image.size = Some(rng.random_range(1..=size / 512) * 512);
             if rng.random() && !image.extended_l2 && kind != Kind::Large {
                 image.cluster_size = 1 << rng.random_range(9..=13);
             }
         }
         // The newest layers of a chain of snapshots hold little.
-        let made = if twin {
+        let mut made = if twin {
             let change = |step: &Step, rng: &mut SmallRng| {
                 if rng.random_bool(0.1) {
                     self::step(size, cluster, shape.compressed, rng)
@@ -277,6 +296,9 @@ async fn make_chain(kind: Kind, mode: &Mode, rng: &mut SmallRng) -> Result<Begin
         let path = PathBuf::from(&name);
         create(&host, &path, &image).await.map_err(shown)?;
         let close = top || !rng.random_bool(shape.unclosed);
+        if !close {
+            made = overwritten(&made, rng);
+        }
         fill(&host, &path, &made, 100 * (layer as u32 + 1), close).await.map_err(shown)?;
         if shape.bitmaps && rng.random_bool(0.8) {
             bitmaps::add(&host, &path, rng).await?;

@@ -126,7 +126,7 @@ pub fn happen(settings: &Settings, kind: Kind, seed: u64) -> Result<Happened, St
     let kills = if kind == Kind::Kills { 12 } else { 4 };
     conduct.kills = if survives { kills } else { 0 };
     // It may be requested only when a frontend is opened.
-    options.restart_log = survives && rng.random_bool(0.7);
+    options.restart_log = survives && rng.random_bool(if kind == Kind::Kills { 0.5 } else { 0.7 });
     let survives_from = Cell::new(if options.restart_log { 0 } else { NEVER });
     let late = (survives && !options.restart_log).then_some(&survives_from);
     let clock = conduct.clock.clone().unwrap_or_default();

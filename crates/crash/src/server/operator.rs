@@ -98,7 +98,7 @@ impl Operator<'_> {
             Kind::Streams => Some(Deed::Stream),
             Kind::Commits | Kind::Reflinks | Kind::Bitmaps => Some(Deed::Commit),
             Kind::Pivots => Some(Deed::Pivot),
-            Kind::Mirrors => Some(Deed::Mirror),
+            Kind::Mirrors | Kind::Kills => Some(Deed::Mirror),
             Kind::Snapshots => Some(Deed::Snapshot),
             Kind::Sizes => Some(Deed::Resize),
             _ => None,
@@ -132,6 +132,10 @@ impl Operator<'_> {
     fn end_act(&self, number: usize, how: &str) {
         let now = self.host.tick();
         self.chronicle.borrow_mut().end(number, now, how);
+        if self.kind == Kind::Kills {
+            // What was completed before a change must survive just after it.
+            self.host.keep_killed();
+        }
     }
 
     /// The layers' files, from the active one down.

@@ -3,6 +3,7 @@
 use crate::clock::SimClock;
 use crate::executor::Woken;
 use crate::host::Planned;
+use crate::trace;
 use futures_util::future::LocalBoxFuture;
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
@@ -84,6 +85,7 @@ impl<'a> Schedule<'a> {
                 return Err(format!("the requests did not end within {MOST_POLLS} polls"));
             }
             let chosen = self.rng.random_range(0..count);
+            trace::note((count, chosen));
             let Some(task) = self.tasks.iter_mut().filter(|task| ready(task)).nth(chosen) else {
                 continue;
             };

@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by a panic")]
 
+mod clock;
 mod crashes;
 mod it_can_fail;
 mod offline;

@@ -1,24 +1,11 @@
-//! Crashed and killed servers with jobs and changing chains; their histories are reproducible, and end.
+//! Crashed and killed servers with jobs and changing chains, whose histories end.
 
-use isobath_crash::mode::{MODES, Mode};
-use isobath_crash::outcome::{Settings, history_seed};
+use isobath_crash::mode::Mode;
+use isobath_crash::outcome::Settings;
 use isobath_crash::server::campaign::run_server;
 use std::sync::mpsc;
 use std::thread;
 use std::time::Duration;
-
-#[test]
-fn a_servers_history_can_be_repeated() {
-    for mode in MODES {
-        let settings = Settings { qemu_every: 0, server: true, ..Settings::new(mode) };
-        let digest = |seed| match run_server(&settings, None, seed) {
-            Ok(totals) => (totals.states, totals.digest, totals.sorts),
-            Err(failure) => panic!("{}", failure.report(&settings)),
-        };
-        let seed = history_seed(11, 1);
-        assert_eq!(digest(seed), digest(seed));
-    }
-}
 
 /// Zones were short, and those that took no more clusters had no embedded lead blocks: background work looked for some
 /// for ever, and nothing else ran on its thread.
