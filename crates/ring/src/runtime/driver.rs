@@ -324,6 +324,11 @@ impl Driver {
         self.push(opcode::AsyncCancel::new(target).build().user_data(CANCEL));
     }
 
+    /// Whether operations fail because this is [drained](Self::drain).
+    pub(super) fn is_closed(&self) -> bool {
+        self.closed.get()
+    }
+
     /// Whether an operation without a future is in flight.
     pub(super) fn has_orphans(&self) -> bool {
         self.orphans.get() > 0

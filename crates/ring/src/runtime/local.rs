@@ -118,6 +118,12 @@ impl Local {
         Ok(local)
     }
 
+    /// Whether the executor has ended, so that operations fail with `ECANCELED`. Otherwise only the kernel cancels one
+    /// whose future is still there: when it ends the process.
+    pub fn has_ended(&self) -> bool {
+        self.driver.is_closed()
+    }
+
     /// Starts the read that a wake-up from another thread ends.
     fn listen(&self) {
         // SAFETY: `word` lives as long as the driver, which is drained before both are freed, and

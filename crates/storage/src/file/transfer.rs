@@ -3,9 +3,10 @@
 use super::landing::Landing;
 use super::sys;
 use crate::IoBuf;
-use isobath_ring::ops;
+use isobath_ring::{Local, ops};
 use std::io;
 use std::os::fd::OwnedFd;
+use std::rc::Rc;
 use std::sync::Arc;
 
 /// A file to operate on, and what operations in flight keep alive: the file, its locks, and the range that they hold.
@@ -24,8 +25,17 @@ impl Target {
     }
 }
 
-fn interrupted(error: &io::Error) -> bool {
-    matches!(error.raw_os_error(), Some(libc::EINTR | libc::EAGAIN))
+/// Whether an operation that failed must be tried again.
+///
+/// `ECANCELED` that nobody asked for means that this process was killed: the kernel cancels what its workers had not
+/// begun. A server that answered would tell a guest of an error, after which it gives up its file system, where the
+/// next server would carry the request out. Trying again leaves it without an answer: no further system call returns.
+fn interrupted(local: Option<&Rc<Local>>, error: &io::Error) -> bool {
+    match error.raw_os_error() {
+        Some(libc::EINTR | libc::EAGAIN) => true,
+        Some(libc::ECANCELED) => local.is_some_and(|local| !local.has_ended()),
+        _ => false,
+    }
 }
 
 /// Reads until the buffer is full or the file ends; returns how much of it is then filled. The first `done` bytes
@@ -55,7 +65,7 @@ pub(super) async fn read(
                     break;
                 }
             }
-            Err(error) if interrupted(&error) => {}
+            Err(error) if interrupted(local.as_ref(), &error) => {}
             Err(error) => return (Err(error), buf),
         }
     }
@@ -79,7 +89,7 @@ pub(super) async fn write(target: &Target, offset: u64, mut buf: IoBuf) -> (io::
         match result {
             Ok(0) => return (Err(io::ErrorKind::WriteZero.into()), buf),
             Ok(count) => done += count,
-            Err(error) if interrupted(&error) => {}
+            Err(error) if interrupted(local.as_ref(), &error) => {}
             Err(error) => return (Err(error), buf),
         }
     }
@@ -115,7 +125,7 @@ pub(super) async fn write_vectored(
         match result {
             Ok(0) => break Err(io::ErrorKind::WriteZero.into()),
             Ok(count) => done += count,
-            Err(error) if interrupted(&error) => {}
+            Err(error) if interrupted(local.as_ref(), &error) => {}
             Err(error) => break Err(error),
         }
     };
@@ -133,15 +143,16 @@ pub(super) async fn fallocate(
     offset: u64,
     length: u64,
 ) -> io::Result<()> {
+    let local = isobath_ring::current();
     loop {
-        let result = match isobath_ring::current() {
+        let result = match &local {
             Some(local) => {
-                ops::fallocate(&local, &target.file, &target.lease, mode, offset, length).await
+                ops::fallocate(local, &target.file, &target.lease, mode, offset, length).await
             }
             None => sys::fallocate(&target.file, mode, offset, length),
         };
         match result {
-            Err(error) if interrupted(&error) => {}
+            Err(error) if interrupted(local.as_ref(), &error) => {}
             result => return result,
         }
     }
@@ -149,13 +160,14 @@ pub(super) async fn fallocate(
 
 /// `fdatasync(2)`.
 pub(super) async fn fdatasync(file: &Arc<OwnedFd>) -> io::Result<()> {
+    let local = isobath_ring::current();
     loop {
-        let result = match isobath_ring::current() {
-            Some(local) => ops::fdatasync(&local, file).await,
+        let result = match &local {
+            Some(local) => ops::fdatasync(local, file).await,
             None => sys::fdatasync(file),
         };
         match result {
-            Err(error) if interrupted(&error) => {}
+            Err(error) if interrupted(local.as_ref(), &error) => {}
             result => return result,
         }
     }
