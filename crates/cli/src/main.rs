@@ -21,6 +21,10 @@ mod size;
 mod temporary;
 mod workers;
 
+#[cfg(test)]
+#[path = "../tests/it/documented_commands/documented.rs"]
+mod documented;
+
 use clap::Parser;
 use clap::error::ErrorKind;
 use failure::{Failure, Outcome};
@@ -95,50 +99,32 @@ fn ended(result: Outcome) -> ExitCode {
 mod tests {
     use super::*;
     use clap::{Arg, CommandFactory};
-    use std::path::Path;
+    use std::ffi::OsString;
 
-    /// The lines in the fenced blocks of a page.
-    fn fenced(text: &str) -> Vec<&str> {
-        let mut inside = false;
-        let mut lines = Vec::new();
-        for line in text.lines() {
-            if line.starts_with("```") {
-                inside = !inside;
-            } else if inside {
-                lines.push(line.trim_start_matches("$ "));
-            }
-        }
-        lines
+    /// What the program itself does with a command line before it runs the command.
+    fn parse(words: &[String]) -> Result<Cli, clap::Error> {
+        Cli::try_parse_from(program::command_line(words.iter().map(OsString::from)))
     }
 
     #[test]
-    fn every_command_line_in_the_documentation_can_be_used() {
-        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
-        let mut pages = vec![root.join("README.md")];
-        let commands = std::fs::read_dir(root.join("docs/commands")).unwrap();
-        pages.extend(commands.map(|entry| entry.unwrap().path()));
-        let mut seen = 0;
-        for page in pages {
-            let text = std::fs::read_to_string(&page).unwrap();
-            for line in fenced(&text).into_iter().filter(|line| line.starts_with("isobath ")) {
-                // Enough of a shell for what the pages show.
-                let command = line.split(" #").next().unwrap_or(line).replace('\\', "");
-                let mut words = Vec::new();
-                for (number, part) in command.split('\'').enumerate() {
-                    if number % 2 == 1 {
-                        words.push(part.to_owned());
-                    } else {
-                        words.extend(part.split_whitespace().map(str::to_owned));
-                    }
-                }
-                assert_eq!(words.iter().filter(|word| *word == "isobath").count(), 1, "{line}");
-                if let Err(error) = Cli::try_parse_from(&words) {
-                    assert!(line.contains("layer 00042"), "{}: {line}\n{error}", page.display());
-                }
-                seen += 1;
-            }
+    fn every_command_line_in_the_documentation_is_accepted() {
+        let documented = documented::command_lines();
+        let wrong: Vec<String> = documented
+            .iter()
+            .filter_map(|line| Some(format!("{line}\n{}", parse(&line.words).err()?)))
+            .collect();
+        assert!(wrong.is_empty(), "{} wrong command lines:\n{}", wrong.len(), wrong.join("\n"));
+        assert!(documented.len() > 60, "{} command lines", documented.len());
+    }
+
+    #[test]
+    fn the_readme_lists_every_command() {
+        let readme = include_str!("../../../README.md");
+        for command in Cli::command().get_subcommands() {
+            let name = command.get_name();
+            let rows = [format!("| [`{name}"), format!("| `{name}")];
+            assert!(rows.iter().any(|row| readme.contains(row)), "{name}");
         }
-        assert!(seen > 40, "{seen} command lines");
     }
 
     #[test]

@@ -13,3 +13,8 @@ pub use isobath_disk::*;
 pub use isobath_jobs as jobs;
 pub use isobath_ring as ring;
 pub use isobath_storage as storage;
+
+/// The README of the repository: its Rust is compiled by `cargo test --doc`.
+#[cfg(doctest)]
+#[doc = include_str!("../../../README.md")]
+struct RepositoryReadme;

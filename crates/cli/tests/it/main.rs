@@ -12,6 +12,7 @@ mod ctl;
 mod damage;
 mod deep_chains;
 mod disks_agree_with_qemu;
+mod documented_commands;
 mod encrypted;
 mod fewer_layers;
 mod foreign;
