@@ -10,6 +10,7 @@
 //!   chains with them by any mixture of programs.
 //! * [`guest`] boots a Linux kernel on a disk and runs a script there, [`fs`] makes and checks the
 //!   file systems for it, [`scenario`] is a guest's root disk on a long chain.
+//! * [`fuse`] knows the errors of a FUSE server's end.
 //! * [`seed`] makes random tests repeatable.
 //!
 //! The environment: `ISOBATH_SEED` repeats a random test, `ISOBATH_QEMU_DIR` chooses another QEMU
@@ -21,6 +22,7 @@
 pub mod chain;
 pub mod daemon;
 pub mod fs;
+pub mod fuse;
 pub mod guest;
 pub mod model;
 pub mod nbd;
@@ -31,18 +33,41 @@ pub mod scenario;
 pub mod seed;
 pub mod tools;
 
-/// Waits until `condition` holds, for half a minute at most; `what` is what does not happen then.
+use process::PATIENCE;
+use std::hash::{DefaultHasher, Hasher};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// Waits until `condition` holds; `what` is what is waited for.
 ///
 /// # Panics
-/// If it does not hold by then.
-pub fn until(what: &str, condition: impl Fn() -> bool) {
-    for _ in 0..30_000 {
-        if condition() {
-            return;
+/// If it does not hold within [`PATIENCE`].
+#[track_caller]
+pub fn until(what: &str, mut condition: impl FnMut() -> bool) {
+    until_some(what, || condition().then_some(()));
+}
+
+/// Waits until `look` finds something; `what` is what is waited for.
+///
+/// # Panics
+/// If it does not find anything within [`PATIENCE`].
+#[track_caller]
+pub fn until_some<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        if let Some(found) = look() {
+            return found;
         }
-        std::thread::sleep(std::time::Duration::from_millis(1));
+        assert!(Instant::now() < deadline, "waited {PATIENCE:?} for {what}");
+        thread::sleep(Duration::from_millis(1));
     }
-    panic!("{what} did not come about");
+}
+
+/// A number that stands for bytes in a message, which would be too long with them.
+pub fn digest(bytes: &[u8]) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    hasher.write(bytes);
+    hasher.finish()
 }
 
 /// Arguments of mixed types (`&str`, `String`, `&Path`, ...) as a `Vec<OsString>`.

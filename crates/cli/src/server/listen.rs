@@ -6,8 +6,9 @@ use isobath_ring::net::Listener;
 use std::time::{Duration, Instant};
 use std::{io, thread};
 
-/// How long to wait for an address in use.
-const BIND_PATIENCE: Duration = Duration::from_millis(500);
+/// How long to wait for an address in use: a killed server that others look at, on a busy machine, may take seconds to
+/// go.
+const BIND_PATIENCE: Duration = Duration::from_secs(5);
 
 /// Binds the endpoints of an option.
 pub(crate) fn listen(endpoints: &[Endpoint], option: &str) -> Result<Vec<Listener>, Failure> {

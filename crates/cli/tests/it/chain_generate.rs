@@ -1,7 +1,7 @@
 //! `isobath chain generate`: what it makes, refuses and leaves behind.
 
 use isobath_testkit::process::{Finished, run_program};
-use isobath_testkit::{args, qemu};
+use isobath_testkit::{args, qemu, until};
 use std::ffi::OsString;
 use std::fs;
 use std::path::Path;
@@ -113,10 +113,10 @@ fn an_interrupted_chain_is_removed() {
         .stderr(Stdio::piped())
         .spawn()
         .unwrap();
-    while !chain.join("layer-00003.qcow2").exists() {
+    until("the third layer", || {
         assert!(process.try_wait().unwrap().is_none(), "ended by itself");
-        std::thread::yield_now();
-    }
+        chain.join("layer-00003.qcow2").exists()
+    });
     // SAFETY: the process is a child that was not waited for.
     unsafe { libc::kill(process.id() as i32, libc::SIGINT) };
     let done = process.wait_with_output().unwrap();

@@ -42,7 +42,7 @@ fn sound_images_of_every_kind_are_clean() {
         assert_eq!(report.json(), qemu::check(&image).ok().json(), "{options}");
         let before = fs::read(&image).unwrap();
         let _ = check(&image, &["-r", "all"]).ok();
-        assert_eq!(before, fs::read(&image).unwrap(), "{options}: a sound image is left alone");
+        assert!(before == fs::read(&image).unwrap(), "{options}: a sound image is left alone");
     }
 }
 

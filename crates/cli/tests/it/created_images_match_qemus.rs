@@ -178,7 +178,7 @@ fn an_image_in_use_or_below_is_not_overwritten() {
     let top = ["-f", "qcow2", "-b", "top", "-F", "qcow2", "./base.qcow2"];
     let made = ours(&top);
     assert!(made.exits(1).stderr.contains("part of its chain"));
-    assert_eq!(fs::read(&base).unwrap(), before);
+    assert!(fs::read(&base).unwrap() == before, "the base was written to");
 
     let socket = pair.ours.path().join("socket");
     let server = qemu::nbd(&base, "qcow2", &socket, &[]);

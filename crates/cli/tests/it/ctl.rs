@@ -1,15 +1,13 @@
 //! `isobath serve --qmp` and `isobath ctl`, as people and programs use them.
 
 use crate::serving::{ISOBATH, QemuIo};
-use isobath_testkit::process::{Finished, Ready, Server, run};
-use isobath_testkit::{args, qemu, tools};
+use isobath_testkit::process::{Finished, PATIENCE, Ready, Server, run};
+use isobath_testkit::{args, qemu, tools, until, until_some};
 use serde_json::Value;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::Duration;
-use std::{iter, thread};
 use tempfile::TempDir;
 
 const SIZE: u64 = 32 << 20;
@@ -68,6 +66,12 @@ impl Controlled {
     #[track_caller]
     fn ctl(&self, words: &[&str]) -> String {
         self.run(words).ok().text()
+    }
+
+    /// Waits for the end of every job.
+    #[track_caller]
+    fn wait_for_jobs(&self) {
+        until("the end of every job", || self.ctl(&["jobs"]) == "There are no jobs.\n");
     }
 
     /// The files of the chain, the active image first.
@@ -155,7 +159,7 @@ fn jobs_can_be_steered_and_left_alone() {
     let _ = served.ctl(&["resume", "j"]);
     let _ = served.ctl(&["pause", "j"]);
     let _ = served.ctl(&["cancel", "j"]);
-    while served.ctl(&["jobs"]) != "There are no jobs.\n" {}
+    served.wait_for_jobs();
     assert_eq!(served.chain(), ["vm", "mid", "base"]);
 
     let _ = served.ctl(&slow);
@@ -170,7 +174,7 @@ fn jobs_can_be_steered_and_left_alone() {
     for wrong in [&["pause", "j2"][..], &["stream", "--id", "1"], &["query", "nope"]] {
         let _ = served.run(wrong).exits(1);
     }
-    while served.ctl(&["jobs"]) != "There are no jobs.\n" {}
+    served.wait_for_jobs();
     assert_eq!(served.chain(), ["vm"]);
     served.quit("vm");
 }
@@ -187,7 +191,7 @@ fn a_job_of_a_killed_server_is_known_to_the_next_one() {
     let _ = served.ctl(&["resume", "vm"]);
     assert!(!served.ctl(&["jobs"]).contains("interrupted"));
     let _ = served.ctl(&["speed", "vm", "0"]);
-    while served.ctl(&["jobs"]) != "There are no jobs.\n" {}
+    served.wait_for_jobs();
     assert_eq!(served.chain(), ["vm", "base"]);
     assert!(!served.path("vm.isobath-job.json").exists());
 
@@ -225,7 +229,9 @@ fn nodes_and_exports_come_and_go() {
     let _ = served.run(&["query", "blockdev-del", "node-name=n"]).exits(1);
     drop(guest);
     let _ = served.query(&["block-export-del", "id=e", "mode=hard"]);
-    while served.query(&["query-block-exports"]).as_array().unwrap().len() > 1 {}
+    until("the export's end", || {
+        served.query(&["query-block-exports"]).as_array().unwrap().len() == 1
+    });
     let _ = served.query(&["blockdev-del", "node-name=n"]);
     let _ = qemu::io(&served.path("other"), "qcow2", &["read -P 7 0 1M"]).ok();
 
@@ -247,18 +253,17 @@ fn figures_are_there_for_prometheus() {
     drop(QemuIo::open("raw", format!("nbd+unix:///vm?socket={}", served.path("nbd").display())));
     let ask = |request: &str| {
         let mut stream = UnixStream::connect(served.path("metrics")).unwrap();
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
         stream.write_all(request.as_bytes()).unwrap();
         let mut reply = String::new();
         stream.read_to_string(&mut reply).unwrap();
         reply
     };
     // The client that was killed leaves when the server has noticed.
-    let replies = iter::repeat_with(|| {
-        thread::sleep(Duration::from_millis(5));
-        ask("GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
-    });
     let left = |reply: &String| reply.contains("isobath_export_clients{export=\"vm\"} 0");
-    let reply = replies.take(2000).find(left).unwrap();
+    let reply = until_some("the client's leave", || {
+        Some(ask("GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")).filter(left)
+    });
     let (head, body) = reply.split_once("\r\n\r\n").unwrap();
     assert!(head.starts_with("HTTP/1.1 200 OK"), "{head}");
     for sample in [

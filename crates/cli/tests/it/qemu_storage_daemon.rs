@@ -2,7 +2,7 @@
 
 use crate::serving::ISOBATH;
 use isobath_testkit::process::{Ready, Server, run};
-use isobath_testkit::{args, qemu};
+use isobath_testkit::{args, qemu, until};
 use serde_json::Value;
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
@@ -174,9 +174,7 @@ fn it_goes_on_at_the_end_of_its_input_and_in_the_background() {
         // SAFETY: it is a process of this test.
         unsafe { libc::kill(pid, libc::SIGTERM) };
         let status = || fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-        while !status().is_empty() && !status().contains(") Z ") {
-            std::thread::sleep(std::time::Duration::from_millis(5));
-        }
+        until("the daemon's end", || status().is_empty() || status().contains(") Z "));
         let _ = fs::remove_file(world.at("pid"));
         let _ = fs::remove_file(&socket);
         let mut command = world.program(ours);

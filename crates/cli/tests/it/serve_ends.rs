@@ -1,14 +1,13 @@
 //! How `isobath serve` begins and ends: signals, crashes, daemons, locks, and what it refuses.
 
 use crate::serving::{ISOBATH, QemuIo, Served};
-use isobath_testkit::process::{Finished, Ready, Server, run, run_program};
-use isobath_testkit::{args, qemu, tools};
+use isobath_testkit::process::{Finished, PATIENCE, Ready, Server, run, run_program};
+use isobath_testkit::{args, qemu, tools, until, until_some};
 use std::fs;
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
-use std::thread;
 use std::time::{Duration, Instant};
 
 const MIB: u64 = 1 << 20;
@@ -28,7 +27,10 @@ struct Load(Child);
 impl Load {
     fn start(uri: &str) -> Self {
         let fio = Command::new(tools::require("fio"))
-            .args(["--name=load", "--ioengine=nbd", "--rw=randwrite", "--bsrange=512-64k"])
+            // By a thread: a job that is a process has a session of its own, and outlives a kill of its parent or
+            // of the parent's process group.
+            .args(["--name=load", "--thread"])
+            .args(["--ioengine=nbd", "--rw=randwrite", "--bsrange=512-64k"])
             .args(["--iodepth=16", "--time_based", "--runtime=600", "--offset=32m", "--size=32m"])
             .args(["--fsync=40", &format!("--uri={uri}")])
             .stdin(Stdio::null())
@@ -59,24 +61,24 @@ fn ended_under_load(signal: i32, cache: &str, metadata: &str) -> (Finished, Fini
     let _load = Load::start(&served.uri(""));
     let mut client = QemuIo::open("raw", served.uri(""));
     let mut flushed = Vec::new();
-    // Until the load has allocated much.
-    while image.metadata().unwrap().len() < empty + 12 * MIB || flushed.len() < 30 {
+    until("much that the load has allocated", || {
+        if image.metadata().unwrap().len() >= empty + 12 * MIB && flushed.len() >= 30 {
+            return true;
+        }
         let number = flushed.len() as u64 % 200;
         let (offset, pattern) = (number * 150_001, number % 250 + 1);
         client.ok(&format!("write -P {pattern} {offset} 100000"));
         client.ok("flush");
         flushed.push((offset, pattern));
-    }
+        false
+    });
     served.server.signal(signal);
     let done = served.server.wait();
     // The kernel ends a killed process's rings, and with them its locks, a moment after the process.
-    let mut check = loop {
+    let mut check = until_some("the end of a killed server's locks", || {
         let check = qemu::check(&image);
-        if signal != libc::SIGKILL || !check.stderr.contains("lock") {
-            break check;
-        }
-        thread::sleep(Duration::from_millis(2));
-    };
+        (signal != libc::SIGKILL || !check.stderr.contains("lock")).then_some(check)
+    });
     let refused = check.stderr.contains("isobath check -r all");
     assert_eq!(refused, signal == libc::SIGKILL && metadata != "ordered", "{}", check.report());
     if refused {
@@ -142,6 +144,8 @@ fn a_second_signal_ends_it_at_once() {
     let served = Served::start(&[&image], &[]);
     // A client that asks for more than the socket holds, and receives nothing.
     let mut client = UnixStream::connect(&served.socket).unwrap();
+    client.set_read_timeout(Some(PATIENCE)).unwrap();
+    client.set_write_timeout(Some(PATIENCE)).unwrap();
     client.read_exact(&mut [0; 18]).unwrap();
     client.write_all(&3_u32.to_be_bytes()).unwrap();
     client.write_all(b"IHAVEOPT\0\0\0\x01\0\0\0\0").unwrap();
@@ -156,9 +160,7 @@ fn a_second_signal_ends_it_at_once() {
     client.read_exact(&mut [0]).unwrap();
     served.server.signal(libc::SIGTERM);
     // The listener is closed when the first signal has been heard.
-    while served.socket.exists() {
-        thread::sleep(Duration::from_millis(2));
-    }
+    until("the listener's end", || !served.socket.exists());
     served.server.signal(libc::SIGINT);
     let done = served.server.wait().exits(1);
     assert!(done.stderr.contains("second signal"), "{}", done.report());
@@ -168,16 +170,14 @@ fn a_second_signal_ends_it_at_once() {
 fn an_order_that_comes_twice_is_one_order() {
     let directory = tempfile::tempdir().unwrap();
     let image = overlay(directory.path());
-    loop {
+    until("two signals within a second", || {
         let served = Served::start(&[&image], &["--metadata", "journal"]);
         let mut client = QemuIo::open("raw", served.uri(""));
         client.ok("write -P 7 0 1M");
         client.ok("flush");
         let begun = Instant::now();
         served.server.signal(libc::SIGTERM);
-        while served.socket.exists() {
-            thread::sleep(Duration::from_millis(1));
-        }
+        until("the listener's end", || !served.socket.exists());
         served.server.signal(libc::SIGTERM);
         // Only within a second it is the same order.
         let at_once = begun.elapsed() < Duration::from_millis(900);
@@ -186,9 +186,9 @@ fn an_order_that_comes_twice_is_one_order() {
         if at_once {
             let done = done.ok();
             assert!(!done.stderr.contains("second signal"), "{}", done.report());
-            break;
         }
-    }
+        at_once
+    });
     qemu::assert_clean(&image);
 }
 
@@ -272,13 +272,9 @@ fn a_daemon_is_ready_when_the_command_returns() {
 
     // SAFETY: kill takes two integers; the process is the daemon, which has not been told to end.
     assert_eq!(unsafe { libc::kill(pid, libc::SIGTERM) }, 0);
-    while pid_file.exists() || socket.exists() {
-        thread::sleep(Duration::from_millis(2));
-    }
+    until("the end of the daemon's files", || !pid_file.exists() && !socket.exists());
     // It is gone once its locks are.
-    while qemu::io(&image, "qcow2", &["length"]).code() != 0 {
-        thread::sleep(Duration::from_millis(2));
-    }
+    until("the end of the daemon's locks", || qemu::io(&image, "qcow2", &["length"]).code() == 0);
     qemu::assert_clean(&image);
     let _ = qemu::io(&image, "qcow2", &["read -P 5 0 1M"]).ok();
 }
@@ -289,6 +285,7 @@ fn a_service_manager_is_told() {
     let image = overlay(directory.path());
     let path = directory.path().join("notify.sock");
     let manager = UnixDatagram::bind(&path).unwrap();
+    manager.set_read_timeout(Some(PATIENCE)).unwrap();
     let mut command = Command::new(ISOBATH);
     command.args(["serve", "--nbd", "0"]).arg(&image).env("NOTIFY_SOCKET", &path);
     let server = Server::start(&mut command, Ready::Line("-blockdev"));

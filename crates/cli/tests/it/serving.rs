@@ -1,9 +1,10 @@
 //! `isobath serve` beside a test, and clients of it.
 
-use isobath_testkit::process::{Finished, Ready, Server};
+use isobath_testkit::process::{Finished, PATIENCE, Ready, Server};
 use isobath_testkit::{args, qemu};
 use std::ffi::OsStr;
 use std::io::{Read, Write};
+use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use tempfile::TempDir;
@@ -83,8 +84,14 @@ impl QemuIo {
         let mut text = Vec::new();
         let mut byte = [0];
         while !text.ends_with(PROMPT.as_bytes()) {
+            let fd = self.output.as_raw_fd();
+            let mut poll = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
+            // SAFETY: one entry, which is alive.
+            let ready = unsafe { libc::poll(&raw mut poll, 1, PATIENCE.as_millis() as i32) };
+            let said = String::from_utf8_lossy(&text);
+            assert!(ready == 1, "waited {PATIENCE:?} for qemu-io after {said:?}");
             let count = self.output.read(&mut byte).expect("read from qemu-io");
-            assert!(count > 0, "qemu-io ended after {:?}", String::from_utf8_lossy(&text));
+            assert!(count > 0, "qemu-io ended after {said:?}");
             text.extend(byte);
         }
         text.truncate(text.len() - PROMPT.len());

@@ -79,13 +79,8 @@ impl<D: BlockDevice, T: Transport> Session<'_, D, T> {
                 }
             }
             Ok(data) => {
-                tracing::error!(
-                    offset,
-                    length,
-                    got = data.len(),
-                    "a read returned the wrong \
-                                                                   length"
-                );
+                let got = data.len();
+                tracing::error!(offset, length, got, "a read returned the wrong length");
                 self.fail(ticket, NbdError::Io);
             }
             Err(error) => {

@@ -6,6 +6,7 @@ use isobath_export::nbd::wire::{self, option};
 use isobath_storage::IoBuf;
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
+use std::fmt;
 use std::future::poll_fn;
 use std::io;
 use std::task::Poll;
@@ -131,10 +132,24 @@ pub fn request(command: u16, flags: u16, cookie: u64, range: (u64, u32), data: &
 }
 
 /// A reply of the transmission phase.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, PartialEq, Eq)]
 pub enum Reply {
     Simple { error: u32, cookie: u64 },
     Chunk { flags: u16, kind: u16, cookie: u64, payload: Vec<u8> },
+}
+
+/// With no more than the start of the payload, which may be what a disk holds.
+impl fmt::Debug for Reply {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Simple { error, cookie } => write!(out, "error {error} for {cookie}"),
+            Self::Chunk { flags, kind, cookie, payload } => {
+                let (length, start) = (payload.len(), &payload[..payload.len().min(64)]);
+                write!(out, "chunk {kind} for {cookie}, flags {flags}, {length} bytes: ")?;
+                write!(out, "{:?}", String::from_utf8_lossy(start))
+            }
+        }
+    }
 }
 
 fn take<const N: usize>(output: &mut &[u8]) -> [u8; N] {

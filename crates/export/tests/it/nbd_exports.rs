@@ -8,11 +8,14 @@ use isobath_export::frontend::RemoveMode;
 use isobath_export::nbd::wire::{command, option, option_reply};
 use isobath_export::nbd::{Export, ExportError, Gone, Limits, RemoveError};
 use isobath_ring::block_on;
+use isobath_testkit::process::PATIENCE;
+use isobath_testkit::{until, until_some};
 use std::io::Read;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::task::{Context, Poll, Waker};
 use std::thread;
+use std::time::Instant;
 
 const SIZE: usize = 1 << 20;
 
@@ -118,12 +121,11 @@ fn removal_in_safe_mode_waits_for_no_client() {
     assert_eq!(client.read(0, 1), [1], "nothing has happened to it");
     client.disconnect();
     // The server learns of a client's end a little later than the client.
-    let removed = loop {
-        match served.server.remove("disk", RemoveMode::Safe) {
-            Err(RemoveError::InUse { .. }) => thread::yield_now(),
-            removed => break removed.unwrap(),
-        }
-    };
+    let removed =
+        until_some("the client's leave", || match served.server.remove("disk", RemoveMode::Safe) {
+            Err(RemoveError::InUse { .. }) => None,
+            removed => Some(removed.unwrap()),
+        });
     block_on(removed);
     assert!(is_gone(&mut added));
     assert_eq!(Arc::strong_count(&disk), 1, "the server has let go of it");
@@ -156,9 +158,7 @@ fn removal_in_hard_mode_answers_what_was_begun() {
     for (client, at) in clients.iter_mut().zip(0..) {
         client.send(&request(command::WRITE, 0, at, (at, 1), b"x"));
     }
-    while slow_disk.running.load(Ordering::Relaxed) < 3 {
-        thread::yield_now();
-    }
+    until("three writes at once", || slow_disk.running.load(Ordering::Relaxed) == 3);
     assert!(!is_gone(&mut added));
     let removed = served.server.remove("slow", RemoveMode::Hard).unwrap();
     let mut late = greeted(&served);
@@ -267,7 +267,9 @@ fn clients_and_removals_race() {
         }
     });
     let mut chosen = 0;
+    let deadline = Instant::now() + PATIENCE;
     while !changes.is_finished() {
+        assert!(Instant::now() < deadline, "the exports do not come and go");
         let mut client = greeted(&served);
         if choose(&mut client, "disk").is_ok() {
             chosen += 1;

@@ -382,7 +382,7 @@ proptest! {
         let (disk, server) = server(MemoryDisk::new(SIZE), Limits::default());
         let script = Script::cut(&input, &pieces);
         block_on(server.session(&script)).unwrap();
-        prop_assert_eq!(disk.bytes(0, SIZE), model);
+        prop_assert!(disk.bytes(0, SIZE) == model, "the disk is not as it was written");
 
         let output = script.output.borrow();
         let length = |cookie: u64| expected.get(&cookie).map_or(0, Vec::len);
@@ -404,7 +404,7 @@ proptest! {
                 }
             };
             if let Some(expected) = expected.get(&cookie) {
-                prop_assert_eq!(&data, expected);
+                prop_assert!(data == *expected, "request {} read something else", cookie);
             }
         }
     }

@@ -8,7 +8,7 @@ use isobath_export::vhost_user::Options;
 use isobath_ring::{Config, Executor};
 use isobath_storage::file::FileHost;
 use isobath_testkit::guest::Guest;
-use isobath_testkit::qemu;
+use isobath_testkit::{qemu, until};
 use std::path::Path;
 use std::sync::Arc;
 use std::thread;
@@ -159,9 +159,7 @@ fn kill_under_a_guest(format: &str, arguments: &[&str]) {
     for round in 0..5_u64 {
         // Not in the middle of the greeting: QEMU 7.2 was seen not to connect again then.
         let started = modified(&image);
-        while modified(&image) == started && !guest.console().contains("GUEST-EXIT") {
-            thread::sleep(Duration::from_millis(5));
-        }
+        until("writes by the guest", || modified(&image) != started || guest.has_exited());
         thread::sleep(Duration::from_millis(300 + 37 * round));
         let killed = server.kill();
         assert!(!killed.status.success(), "{}", killed.report());

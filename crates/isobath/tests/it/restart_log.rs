@@ -19,10 +19,11 @@ use isobath_storage::{Host, IoBuf, OpenMode, Operation, Storage, StorageExt};
 use isobath_storage_test::fault::{Fault, FaultHost, Plan};
 use isobath_storage_test::give_way;
 use isobath_storage_test::recorder::{Change, Record, RecorderHost};
-use isobath_testkit::{qemu, seed::Seed};
+use isobath_testkit::{digest, qemu, seed::Seed};
 use rand::rngs::StdRng;
 use rand::{Rng, RngExt, SeedableRng};
 use std::cell::{Cell, RefCell};
+use std::fmt;
 use std::fs::Permissions;
 use std::ops::Range;
 use std::os::unix::fs::PermissionsExt;
@@ -36,11 +37,19 @@ const SECTOR: usize = 512;
 const HISTORIES: u32 = 30;
 
 /// A change that the guest asks for.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 struct Request {
     range: Range<u64>,
     bytes: Vec<u8>,
     kind: Kind,
+}
+
+/// Without the bytes, which nobody could read.
+impl fmt::Debug for Request {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { range, bytes, kind } = self;
+        write!(out, "{kind:?} of {range:?}, digest {:016x}", digest(bytes))
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

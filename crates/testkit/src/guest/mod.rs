@@ -245,6 +245,11 @@ impl RunningGuest {
         self.qemu.output().replace('\r', "")
     }
 
+    /// Whether the script has ended.
+    pub fn has_exited(&self) -> bool {
+        self.console().lines().any(|line| line.starts_with(EXIT))
+    }
+
     /// Waits until the script has written a line with this text.
     #[track_caller]
     pub fn wait_for(&mut self, text: &str) {

@@ -4,7 +4,7 @@
 use super::chains::{assert_same_content, isobath, qemu_img, random_chain, random_options};
 use isobath_testkit::process::Finished;
 use isobath_testkit::seed::Seed;
-use isobath_testkit::{args, qemu};
+use isobath_testkit::{args, qemu, until};
 use rand::RngExt;
 use rand::rngs::StdRng;
 use std::ffi::OsString;
@@ -192,10 +192,10 @@ fn an_interrupted_copy_leaves_nothing() {
         .stderr(Stdio::piped())
         .spawn()
         .unwrap();
-    while fs::metadata(path.join("copy")).map_or(0, |file| file.len()) < 300 << 10 {
+    until("a part of the copy", || {
         assert!(child.try_wait().unwrap().is_none(), "it ended before it could be interrupted");
-        std::thread::yield_now();
-    }
+        fs::metadata(path.join("copy")).is_ok_and(|file| file.len() >= 300 << 10)
+    });
     let _ = isobath_testkit::process::run_program("kill", ["-INT", &child.id().to_string()]).ok();
     let ended = child.wait_with_output().unwrap();
     assert_eq!(ended.status.code(), Some(130), "{}", String::from_utf8_lossy(&ended.stderr));

@@ -27,6 +27,13 @@ fn read(image: &Path) -> (Vec<u8>, Vec<String>) {
     (fs::read(raw).unwrap(), logged_of_indexes(&finished.stderr))
 }
 
+/// The disk is read as it was, and nothing is said of indexes.
+#[track_caller]
+fn assert_reads(image: &Path, right: &[u8]) {
+    let (read, messages) = read(image);
+    assert_eq!((first_difference(right, &read), messages), (None, Vec::new()));
+}
+
 fn extension(bytes: &[u8]) -> IndexExtension {
     *Header::parse(bytes).unwrap().index().unwrap()
 }
@@ -52,7 +59,7 @@ fn any_bit_of_a_small_index() {
         let chain = Chain::new(0, flavour);
         let image = chain.path(TOP);
         let right = qemu::read_disk(&image, "qcow2");
-        assert_eq!(read(&image), (right.clone(), Vec::new()));
+        assert_reads(&image, &right);
         let bytes = fs::read(&image).unwrap();
         let area = blocks(&bytes);
         let mut at = area.start;
@@ -132,7 +139,7 @@ fn random_bits_of_the_index_of_a_long_chain() {
     let chain = long_chain(directory.path(), &seed);
     let active = chain.active();
     let right = qemu::read_disk(active, "qcow2");
-    assert_eq!(read(active), (right.clone(), Vec::new()));
+    assert_reads(active, &right);
     for (what, block) in blocks_in_use(&chain) {
         let image = &chain.layers()[usize::from(block.layer)].path;
         let bytes = fs::read(image).unwrap();
@@ -147,7 +154,7 @@ fn random_bits_of_the_index_of_a_long_chain() {
         }
         fs::write(image, bytes).unwrap();
     }
-    assert_eq!(read(active), (right, Vec::new()));
+    assert_reads(active, &right);
 }
 
 /// The blocks of the active image's index, wherever they are.

@@ -4,13 +4,12 @@ use super::chains::{Chain, LAYERS, TOP, name};
 use super::judge::Effect::Changes;
 use super::judge::on_each_layer;
 use isobath_testkit::process::{Ready, Server, run};
-use isobath_testkit::qemu;
+use isobath_testkit::{qemu, until_some};
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, ErrorKind, Write};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::process::Command;
-use std::thread;
 use std::time::Duration;
 
 /// How long QEMU may keep silent.
@@ -47,12 +46,10 @@ impl Daemon {
         }
         let server = Server::start(&mut command, Ready::Socket(&socket));
         // The socket is there before anybody listens.
-        let stream = loop {
-            match UnixStream::connect(&socket) {
-                Err(error) if error.kind() == ErrorKind::ConnectionRefused => thread::yield_now(),
-                stream => break stream.unwrap(),
-            }
-        };
+        let stream = until_some("the daemon's listener", || match UnixStream::connect(&socket) {
+            Err(error) if error.kind() == ErrorKind::ConnectionRefused => None,
+            stream => Some(stream.unwrap()),
+        });
         stream.set_read_timeout(Some(PATIENCE)).unwrap();
         let nbd = chain.directory().join("nbd");
         let mut daemon = Self { server, lines: BufReader::new(stream), nbd };

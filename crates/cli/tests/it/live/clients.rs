@@ -1,6 +1,7 @@
 //! Clients of a served disk, one for each of its frontends, that know what was answered to them.
 
 use crate::vhost_raw::Shared;
+use isobath_testkit::fuse;
 use isobath_testkit::nbd::{Nbd, Request};
 use std::fs::File;
 use std::io;
@@ -20,6 +21,32 @@ const PATIENCE: Duration = Duration::from_mins(2);
 const PLACE: usize = 64 << 10;
 const DEPTH: usize = 16;
 
+/// How far the kill of a server has come.
+#[derive(Default)]
+pub(crate) struct Kill {
+    begun: AtomicBool,
+    done: AtomicBool,
+}
+
+impl Kill {
+    /// Kills the server by `kill`.
+    pub(crate) fn carry_out(&self, kill: impl FnOnce()) {
+        self.begun.store(true, Ordering::SeqCst);
+        kill();
+        self.done.store(true, Ordering::SeqCst);
+    }
+
+    /// The server may be dead.
+    fn has_begun(&self) -> bool {
+        self.begun.load(Ordering::SeqCst)
+    }
+
+    /// The server is dead or dying.
+    fn is_done(&self) -> bool {
+        self.done.load(Ordering::SeqCst)
+    }
+}
+
 /// How a disk is reached.
 #[derive(Clone, Debug)]
 pub(crate) enum Frontend {
@@ -31,7 +58,8 @@ pub(crate) enum Frontend {
     Fuse(PathBuf),
 }
 
-/// Who sends requests and waits for their answers. That the server is gone is an error.
+/// Who sends requests and waits for their answers. That the server is gone is an error; the requests may or may not
+/// have been carried out then.
 pub(crate) trait Client {
     /// Sends all, and waits until all are answered.
     fn submit(&mut self, requests: &[Request<'_>]) -> io::Result<()>;
@@ -49,11 +77,14 @@ impl Client for Nbd {
 }
 
 /// A file in which the disk is.
-struct Mounted(File);
+struct Mounted<'a> {
+    file: File,
+    kill: &'a Kill,
+}
 
-impl Client for Mounted {
+impl Client for Mounted<'_> {
     fn submit(&mut self, requests: &[Request<'_>]) -> io::Result<()> {
-        let Self(file) = self;
+        let Self { file, kill } = self;
         for request in requests {
             let done = match *request {
                 Request::Write { offset, data, .. } => file.write_all_at(data, offset),
@@ -67,9 +98,8 @@ impl Client for Mounted {
                 Request::Read { .. } => unreachable!("the load does not read"),
             };
             if let Err(error) = &done {
-                let number = error.raw_os_error();
-                let dead = [libc::ENOTCONN, libc::ECONNABORTED, libc::EINTR].map(Some);
-                assert!(dead.contains(&number), "FUSE: {request:.60?}: {error}");
+                let dead = error.raw_os_error().is_some_and(fuse::tells_kill);
+                assert!(dead && kill.has_begun(), "FUSE: {request:?}: {error}");
             }
             done?;
         }
@@ -90,8 +120,7 @@ struct Machine<'a, 'b> {
     memory: &'b Shared,
     notify: Box<dyn Fn() + 'b>,
     call: i32,
-    /// The server was killed.
-    killed: &'b AtomicBool,
+    kill: &'b Kill,
 }
 
 impl Client for Machine<'_, '_> {
@@ -125,7 +154,7 @@ impl Client for Machine<'_, '_> {
         let mut left = requests.len();
         while left > 0 {
             // What was answered before the end is there after it.
-            let dead = self.killed.load(Ordering::SeqCst);
+            let dead = self.kill.is_done();
             let mut some = false;
             for completion in self.queue.completions() {
                 assert_eq!(completion.ret, 0, "an error of the device");
@@ -156,27 +185,27 @@ fn wait_a_little(call: i32) {
 }
 
 impl Frontend {
-    /// Connects, and has `work` use the connection. `killed` tells that the server was killed, which the
-    /// memory of a virtual machine does not show.
+    /// Connects, and has `work` use the connection. `kill` tells whether the server was killed, which the
+    /// memory of a virtual machine does not show, nor an error of a file.
     pub(crate) fn with<T>(
         &self,
-        killed: &AtomicBool,
+        kill: &Kill,
         work: impl FnOnce(&mut dyn Client) -> T,
     ) -> io::Result<T> {
         match self {
             Self::Nbd(socket, export) => Ok(work(&mut Nbd::connect(socket, export)?)),
             Self::Fuse(path) => {
                 let file = File::options().read(true).write(true).open(path)?;
-                Ok(work(&mut Mounted(file)))
+                Ok(work(&mut Mounted { file, kill }))
             }
-            Self::Vhost(socket) => machine(socket, killed, work),
+            Self::Vhost(socket) => machine(socket, kill, work),
         }
     }
 }
 
 fn machine<T>(
     socket: &Path,
-    killed: &AtomicBool,
+    kill: &Kill,
     work: impl FnOnce(&mut dyn Client) -> T,
 ) -> io::Result<T> {
     let features = VirtioFeatureFlags::VERSION_1 | VirtioFeatureFlags::RING_EVENT_IDX;
@@ -198,5 +227,5 @@ fn machine<T>(
     let notifier = device.get_submission_notifier(0);
     let call = device.get_completion_fd(0);
     let notify = Box::new(move || drop(notifier.notify()));
-    Ok(work(&mut Machine { queue, memory: &memory, notify, call: call.as_raw_fd(), killed }))
+    Ok(work(&mut Machine { queue, memory: &memory, notify, call: call.as_raw_fd(), kill }))
 }

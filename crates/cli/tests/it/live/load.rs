@@ -2,7 +2,7 @@
 //!
 //! Each sector written holds a stamp, a number of its write, in every 8 bytes, beside its own number.
 
-use super::clients::{Client, Frontend};
+use super::clients::{Client, Frontend, Kill};
 use isobath_testkit::nbd::Request;
 use rand::RngExt;
 use rand::rngs::StdRng;
@@ -77,12 +77,12 @@ fn content(stamp: u32, sectors: Range<u32>) -> Vec<u8> {
     bytes.flatten().collect()
 }
 
-/// What loads have in common: the clock, what ends them, and whether the server was killed.
+/// What loads have in common: the clock, what ends them, and the kill of the server.
 #[derive(Default)]
 pub(crate) struct Shared {
     pub(crate) clock: Clock,
     pub(crate) stop: AtomicBool,
-    pub(crate) killed: AtomicBool,
+    pub(crate) kill: Kill,
 }
 
 /// Writes to a range of sectors through a frontend, in batches each of which is flushed or not, until it is
@@ -96,7 +96,7 @@ pub(crate) fn run(
     rng: &mut StdRng,
 ) -> Log {
     let mut log = Log { writes: Vec::new(), survives };
-    let _ = frontend.with(&shared.killed, |client| {
+    let _ = frontend.with(&shared.kill, |client| {
         let mut gone = false;
         while !gone && !shared.stop.load(Ordering::SeqCst) {
             gone = log.batch(client, sectors.clone(), &shared.clock, stamp, rng).is_err();

@@ -5,12 +5,10 @@ use super::field::{Expected, Field, OTHER, Task, Unsure, promised};
 use crate::live::load::{Log, Stamps, judge};
 use crate::live::{ISOBATH, Live};
 use isobath_testkit::process::{Finished, run_program};
-use isobath_testkit::{args, qemu};
+use isobath_testkit::{args, qemu, until_some};
 use rand::RngExt;
 use std::fs;
 use std::path::PathBuf;
-use std::thread;
-use std::time::Duration;
 
 impl Field {
     /// Whether a snapshot that was not confirmed has become the active image: its file is complete.
@@ -118,13 +116,11 @@ impl Field {
     /// `qemu-img check` of an image, after a recovery if it asks for one. Leaks are repaired.
     fn recover(&self, file: &str) -> Result<(), String> {
         let path = self.path(file);
-        let check = || loop {
-            // The kernel gives up a killed process's locks a moment after its end.
-            let check = qemu::check(&path);
-            if !check.stderr.contains("lock") {
-                return check;
-            }
-            thread::sleep(Duration::from_millis(2));
+        // The kernel gives up a killed process's locks a moment after its end.
+        let check = || {
+            until_some("the end of a killed server's locks", || {
+                Some(qemu::check(&path)).filter(|check| !check.stderr.contains("lock"))
+            })
         };
         let mut done: Finished = check();
         if done.stderr.contains("isobath check -r all") || done.code() == 3 {
