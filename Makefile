@@ -21,10 +21,10 @@ export PATH := $(PATH):$(HOME)/.cargo/bin
 DENY := target/tools/bin/cargo-deny
 # Compiled anew, without optimisation of what it does not need: loom replaces locks and atomics in dependencies too.
 LOOM := RUSTFLAGS='--cfg loom' CARGO_TARGET_DIR=target/loom \
-	cargo test --locked -p isobath-sync -p isobath-ring -p isobath-storage -p isobath-image -p isobath-chain -p isobath-disk --lib \
-	-- interleavings:: --nocapture --test-threads=2
+	cargo test --locked -p isobath-sync -p isobath-ring -p isobath-storage -p isobath-image -p isobath-chain \
+	-p isobath-disk --lib -- interleavings:: --nocapture --test-threads=2
 
-.PHONY: setup build test interleavings miri tsan demo soak kills crash crash-small crash-files \
+.PHONY: setup build style test interleavings miri tsan demo soak kills crash crash-small crash-files \
 	coverage damage defects histories index-cases fuzz bench papers papers-quick clean
 
 setup:
@@ -33,12 +33,16 @@ setup:
 build: setup
 	cargo build --locked --release --workspace
 
-test: setup $(DENY)
+# What needs no compiled engine: it fails first.
+style: setup
 	cargo fmt --all --check
+	cargo test --locked -p isobath-style
+
+test: style $(DENY)
 	cargo clippy --locked --workspace --all-targets -- -D warnings
 	$(DENY) --locked check --hide-inclusion-graph bans licenses sources
 	RUSTDOCFLAGS='-D warnings' cargo doc --locked --workspace --no-deps
-	cargo test --locked --workspace --tests --no-fail-fast
+	cargo test --locked --workspace --exclude isobath-style --tests --no-fail-fast
 	cargo test --locked --workspace --doc
 	ISOBATH_PREEMPTIONS=1 $(LOOM)
 

@@ -18,7 +18,7 @@ fn is_text(path: &Path) -> bool {
 }
 
 /// The text files below a directory that people write; a program writes those of `docs/results`.
-fn texts(directory: &Path, into: &mut Vec<PathBuf>) {
+pub(crate) fn texts(directory: &Path, into: &mut Vec<PathBuf>) {
     const GENERATED: [&str; 5] = ["target", "results", "figures", "corpus", "artifacts"];
     for entry in fs::read_dir(directory).unwrap() {
         let path = entry.unwrap().path();

@@ -1,0 +1,7 @@
+//! What texts of this repository must hold.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by a panic")]
+
+mod lines;
+mod links;
+mod rooms;
