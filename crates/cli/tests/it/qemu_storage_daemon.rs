@@ -1,7 +1,7 @@
 //! `qemu-storage-daemon` by QEMU and by us: the same command lines and QMP sessions, and the same for clients.
 
 use crate::serving::ISOBATH;
-use isobath_testkit::process::{Ready, Server, run};
+use isobath_testkit::process::{PATIENCE, Ready, Server, run};
 use isobath_testkit::{args, qemu, until};
 use serde_json::Value;
 use std::fs;
@@ -9,6 +9,7 @@ use std::io::{BufRead, BufReader, Write};
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::time::Instant;
 use tempfile::TempDir;
 
 const SIZE: u64 = 4 << 20;
@@ -215,5 +216,26 @@ fn command_lines_are_refused_as_by_qemu() {
         let done = run(world.program(true).args(line.split_whitespace()));
         assert_eq!(done.code(), 1, "{line}: {}", done.report());
         assert!(done.stderr.contains(words), "{line}: {}", done.report());
+    }
+}
+
+/// Whoever waits for a socket may stop the server at once.
+#[test]
+fn a_signal_at_the_first_sight_of_a_socket_ends_it_in_order() {
+    let world = World::new();
+    let socket = world.at("nbd");
+    for round in 0..20 {
+        let mut command = world.program(true);
+        command.arg("--nbd-server").arg(format!("addr.type=unix,addr.path={}", socket.display()));
+        let mut server = command.spawn().unwrap();
+        let deadline = Instant::now() + PATIENCE;
+        while !socket.exists() {
+            assert!(Instant::now() < deadline, "round {round}: no socket");
+            std::hint::spin_loop();
+        }
+        // SAFETY: `kill` uses no memory of ours; the process is our child, which nobody has waited for.
+        assert_eq!(unsafe { libc::kill(server.id() as libc::pid_t, libc::SIGTERM) }, 0);
+        let status = server.wait().unwrap();
+        assert!(status.success(), "round {round}: {status}");
     }
 }

@@ -97,6 +97,8 @@ pub(crate) fn run(args: &Args, _: &mut dyn Write) -> Outcome {
     };
     messages::detach();
     runtime::block_on(async || {
+        // Who sees a socket may send a signal.
+        let signals = signals::receive()?;
         let mut listeners = Listeners::new();
         if let Some(endpoint) = &nbd {
             let bound = listen::listen(std::slice::from_ref(endpoint), "--nbd-server")?;
@@ -104,7 +106,7 @@ pub(crate) fn run(args: &Args, _: &mut dyn Write) -> Outcome {
         }
         let monitors = args.monitor.iter().map(|text| pairs(text, "chardev"));
         let monitors = Monitors::bind(monitors, &chardevs)?;
-        Box::pin(args.serve(listeners, monitors, daemon)).await
+        Box::pin(args.serve(listeners, monitors, daemon, signals)).await
     })?;
     Ok(0)
 }
@@ -115,8 +117,8 @@ impl Args {
         listeners: Listeners,
         monitors: Monitors,
         daemon: Option<Daemon>,
+        mut signals: Signals,
     ) -> Result<(), Failure> {
-        let mut signals = signals::receive()?;
         let workers = threads::start(None)?;
         let handles: Vec<Handle> = workers.iter().map(|worker| worker.handle().clone()).collect();
         let frontends = Frontends::start(&handles, listeners).map_err(Failure::new)?;
