@@ -1,4 +1,4 @@
-//! Which seeds are tried, for how long, and what came of them.
+//! Which seeds are tried, and what came of them.
 
 use crate::replay::Totals;
 use isobath_testkit::seed::Seed;
@@ -12,6 +12,8 @@ use std::time::{Duration, Instant};
 
 /// How often what was done is told and kept.
 const EVERY: Duration = Duration::from_secs(20);
+/// Histories of `make test`.
+const SLICE: u64 = 48;
 
 /// What the next run goes on with.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
@@ -28,6 +30,8 @@ struct Progress {
     state: State,
     /// Seeds that an earlier run had begun.
     again: Vec<u64>,
+    /// Histories that this run has begun.
+    begun: u64,
     told: Instant,
     failure: Option<String>,
 }
@@ -38,12 +42,13 @@ pub(crate) struct Campaign {
     begun: Instant,
     seconds_before: f64,
     operations_before: u64,
+    histories: u64,
     limit: Duration,
     operations: u64,
 }
 
-fn number(name: &str, otherwise: u64) -> u64 {
-    env::var(name).map_or(otherwise, |text| text.parse().unwrap())
+fn number(name: &str) -> Option<u64> {
+    env::var(name).ok().map(|text| text.parse().unwrap())
 }
 
 impl Campaign {
@@ -59,15 +64,20 @@ impl Campaign {
             State { first, next: first, ..State::default() }
         };
         let (now, again) = (Instant::now(), state.open.iter().copied().collect());
-        let (seconds, done) = (state.seconds, state.totals.operations());
+        let (seconds_before, done) = (state.seconds, state.totals.operations());
+        let seconds = number("ISOBATH_DIFF_SECONDS");
+        let operations = number("ISOBATH_DIFF_OPERATIONS");
+        let limited = seconds.is_some() || operations.is_some();
+        let otherwise = if limited { u64::MAX } else { SLICE };
         Self {
-            progress: Mutex::new(Progress { state, again, told: now, failure: None }),
+            progress: Mutex::new(Progress { state, again, begun: 0, told: now, failure: None }),
             file,
             begun: now,
-            seconds_before: seconds,
+            seconds_before,
             operations_before: done,
-            limit: Duration::from_secs(number("ISOBATH_DIFF_SECONDS", 40)),
-            operations: number("ISOBATH_DIFF_OPERATIONS", u64::MAX),
+            histories: number("ISOBATH_DIFF_HISTORIES").unwrap_or(otherwise),
+            limit: seconds.map_or(Duration::MAX, Duration::from_secs),
+            operations: operations.unwrap_or(u64::MAX),
         }
     }
 
@@ -75,15 +85,24 @@ impl Campaign {
         self.progress.lock().unwrap()
     }
 
-    pub(crate) fn next_seed(&self) -> u64 {
+    /// The seed of the next history, unless there were enough, or one has failed. Which ones are tried follows from
+    /// the first and from the number of histories, whatever the threads and their order.
+    pub(crate) fn next_seed(&self) -> Option<u64> {
         let mut progress = self.lock();
+        let enough = progress.begun >= self.histories
+            || self.begun.elapsed() > self.limit
+            || progress.state.totals.operations() >= self.operations;
+        if enough || progress.failure.is_some() {
+            return None;
+        }
+        progress.begun += 1;
         if let Some(seed) = progress.again.pop() {
-            return seed;
+            return Some(seed);
         }
         let seed = progress.state.next;
         progress.state.next = seed.wrapping_add(1);
         progress.state.open.insert(seed);
-        seed
+        Some(seed)
     }
 
     pub(crate) fn passed(&self, seed: u64, done: Totals) {
@@ -108,13 +127,6 @@ impl Campaign {
             let text = explain();
             self.lock().failure = Some(text);
         }
-    }
-
-    pub(crate) fn is_over(&self) -> bool {
-        let progress = self.lock();
-        progress.failure.is_some()
-            || self.begun.elapsed() > self.limit
-            || progress.state.totals.operations() >= self.operations
     }
 
     fn tell(&self, state: &mut State) {
