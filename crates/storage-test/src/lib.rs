@@ -1,9 +1,10 @@
 //! Hosts for tests and measurements.
 //!
-//! Each wraps another [`Host`](isobath_storage::Host): it makes operations fail ([`fault`]), records changes of files
-//! ([`recorder`]), or simulates the speed of a slower disk ([`slow`]). All of them are hooks in one [wrapping
-//! host](pass_through). [`conformance`] checks what every host must do.
+//! [`any`] is one type for all hosts. The others wrap another [`Host`](isobath_storage::Host): they make operations
+//! fail ([`fault`]), record changes of files ([`recorder`]), or simulate the speed of a slower disk ([`slow`]). All of
+//! those are hooks in one [wrapping host](pass_through). [`conformance`] checks what every host must do.
 
+pub mod any;
 pub mod conformance;
 pub mod fault;
 pub mod pass_through;

@@ -11,6 +11,7 @@ use isobath_jobs::{Job, JobStatus};
 use isobath_qcow2::{IncompatibleFeatures, NewImage};
 use isobath_storage::memory::MemoryHost;
 use isobath_storage::{Host, IoBuf, OpenMode, Storage, StorageExt};
+use isobath_storage_test::any::ToAny;
 use isobath_storage_test::recorder::{Entry, Fate};
 use isobath_testkit::qemu;
 use parking_lot::Mutex;
@@ -121,7 +122,7 @@ pub(crate) async fn findings(host: &MemoryHost, image: &str) -> Vec<String> {
             found.push(text.to_string());
         }
     };
-    check(host, Path::new(image), &CheckOptions::default(), &mut hear).await.unwrap();
+    check(&host.any(), Path::new(image), &CheckOptions::default(), &mut hear).await.unwrap();
     found
 }
 

@@ -6,6 +6,7 @@ use isobath_disk::{Disk, MetadataMode, NewDisk, OpenOptions, ZeroFlags, create};
 use isobath_qcow2::CompressionType;
 use isobath_storage::IoBuf;
 use isobath_storage::memory::MemoryHost;
+use isobath_storage_test::any::ToAny;
 use isobath_testkit::args;
 use rand::RngExt;
 use rand::rngs::StdRng;
@@ -157,10 +158,10 @@ fn by_engine(new: &NewDisk, rng: &mut StdRng) -> Sample {
     let host = MemoryHost::new();
     let name = PathBuf::from(IMAGE);
     block_on(async {
-        create(&host, &name, &new.clone().size(size)).await.unwrap();
+        create(&host.any(), &name, &new.clone().size(size)).await.unwrap();
         let options =
             OpenOptions::new().writable(true).metadata(MetadataMode::Auto).journal_size(64 << 10);
-        let disk = Disk::open(host.clone(), &name, &options).await.unwrap();
+        let disk = Disk::open(host.any(), &name, &options).await.unwrap();
         for number in 0..20 {
             let (offset, length) = range(rng, size);
             let bytes = vec![rng.random_range(1..=255); length as usize];

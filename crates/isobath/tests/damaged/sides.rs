@@ -8,6 +8,7 @@ use isobath_disk::{
 };
 use isobath_storage::memory::MemoryHost;
 use isobath_storage::{Host, IoBuf, Locking, OpenMode, Storage};
+use isobath_storage_test::any::ToAny;
 use isobath_testkit::process::{Finished, run};
 use isobath_testkit::{args, qemu};
 use std::collections::BTreeSet;
@@ -84,7 +85,7 @@ fn options() -> OpenOptions {
 /// What Isobath reads, or why it does not open the image.
 pub(crate) fn isobath_reads(host: &MemoryHost) -> Result<Content, String> {
     block_on(async {
-        let disk = Disk::open(host.clone(), &name(), &options()).await;
+        let disk = Disk::open(host.any(), &name(), &options()).await;
         let disk = disk.map_err(|error| error.to_string())?;
         let size = disk.size();
         let length = size.min(MOST) as usize;
@@ -113,7 +114,7 @@ pub(crate) fn isobath_checks(
     let mut found = Vec::new();
     let options =
         CheckOptions { repair, format: Some(ImageFormat::Qcow2), ..CheckOptions::default() };
-    let report = block_on(check(host, &name(), &options, &mut |event| {
+    let report = block_on(check(&host.any(), &name(), &options, &mut |event| {
         if let CheckEvent::Finding(text) = event {
             found.push(text.to_owned());
         }
@@ -125,7 +126,7 @@ pub(crate) fn isobath_checks(
 pub(crate) fn isobath_writes(host: &MemoryHost, write: Write) -> Result<(), String> {
     block_on(async {
         let options = options().writable(true).metadata(write.mode).journal_size(64 << 10);
-        let disk = Disk::open(host.clone(), &name(), &options).await;
+        let disk = Disk::open(host.any(), &name(), &options).await;
         let disk = disk.map_err(|error| error.to_string())?;
         let bytes = vec![write.pattern; write.length as usize];
         let written = disk.write(write.offset, IoBuf::copy_of(&bytes)).await.map(drop);

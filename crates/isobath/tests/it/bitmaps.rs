@@ -8,6 +8,7 @@ use isobath_jobs::pace::Pacing;
 use isobath_jobs::{CommitOptions, JobOptions};
 use isobath_storage::IoBuf;
 use isobath_storage::memory::MemoryHost;
+use isobath_storage_test::any::ToAny;
 use isobath_testkit::qemu;
 use std::ops::Range;
 use std::path::Path;
@@ -25,7 +26,7 @@ async fn images() -> MemoryHost {
     let host = MemoryHost::new();
     host.insert("base.qcow2", &std::fs::read(&base).unwrap());
     let new = NewDisk::new(SIZE).backing_file("base.qcow2", "qcow2");
-    create(&host, Path::new("top.qcow2"), &new).await.unwrap();
+    create(&host.any(), Path::new("top.qcow2"), &new).await.unwrap();
     host
 }
 
@@ -58,7 +59,7 @@ fn a_commit_is_noted_whether_it_copies_or_shares() {
             host.set_clone_alignment(clones.then_some(512));
             assert!(is_trusted(&host));
             let top = Path::new("top.qcow2");
-            let disk = Disk::open(host.clone(), top, &options()).await.unwrap();
+            let disk = Disk::open(host.any(), top, &options()).await.unwrap();
             let live = LiveDisk::new(disk, &options(), Arc::new(Ticking::default()));
             let bytes = IoBuf::copy_of(&vec![7; 2 * CLUSTER as usize]);
             let changed = match kind {

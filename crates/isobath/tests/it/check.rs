@@ -7,8 +7,9 @@ use isobath_disk::{
 };
 use isobath_qcow2::header::field;
 use isobath_qcow2::{CompressionType, Header, HostCluster, L1Entry, L2Entry, RefcountTableEntry};
+use isobath_storage::IoBuf;
 use isobath_storage::memory::MemoryHost;
-use isobath_storage::{Host, IoBuf};
+use isobath_storage_test::any::ToAny;
 use isobath_storage_test::recorder::{Fate, RecorderHost};
 use isobath_testkit::seed::Seed;
 use rand::RngExt;
@@ -21,18 +22,18 @@ fn name() -> &'static Path {
     Path::new(NAME)
 }
 
-async fn examine<H: Host>(host: &H, repair: Repair) -> Result<CheckReport, DiskError> {
+async fn examine(host: &impl ToAny, repair: Repair) -> Result<CheckReport, DiskError> {
     let options = CheckOptions { repair, ..CheckOptions::default() };
-    check(host, name(), &options, &mut |_| {}).await
+    check(&host.any(), name(), &options, &mut |_| {}).await
 }
 
 /// An image with data, zeroes, holes and what a discard leaves.
 async fn make(new: &NewDisk, rng: &mut StdRng) -> MemoryHost {
     let host = MemoryHost::new();
     let new = new.clone().size(2 << 20);
-    create(&host, name(), &new).await.unwrap();
+    create(&host.any(), name(), &new).await.unwrap();
     let options = OpenOptions::new().writable(true);
-    let disk = Disk::open(host.clone(), name(), &options).await.unwrap();
+    let disk = Disk::open(host.any(), name(), &options).await.unwrap();
     for _ in 0..20 {
         let length = rng.random_range(1..50_000);
         let offset = rng.random_range(0..(2 << 20) - length);
@@ -53,8 +54,8 @@ fn small() -> NewDisk {
     NewDisk::default().cluster_size(4096)
 }
 
-async fn content<H: Host>(host: H) -> Vec<u8> {
-    let disk = Disk::open(host, name(), &OpenOptions::default()).await.unwrap();
+async fn content(host: impl ToAny) -> Vec<u8> {
+    let disk = Disk::open(host.any(), name(), &OpenOptions::default()).await.unwrap();
     disk.read(0, IoBuf::zeroed(disk.size() as usize)).await.unwrap().to_vec()
 }
 
@@ -248,7 +249,7 @@ fn leaks_stay_while_an_entry_leads_nowhere() {
                     said += text;
                 }
             };
-            let report = check(&host, name(), &options, &mut listen).await.unwrap();
+            let report = check(&host.any(), name(), &options, &mut listen).await.unwrap();
             assert_eq!((report.leaks, report.leaks_fixed), (found.leaks, 0));
             assert!(report.corruptions > 0 && said.contains("leaked clusters are not freed"));
             assert_eq!(refcounts(&host), before);
@@ -270,7 +271,7 @@ fn an_image_that_was_not_closed_is_repaired_when_it_is_opened_for_writing() {
         assert!(content(host.clone()).await == before, "reading needs no refcounts");
         assert!(!examine(&host, Repair::None).await.unwrap().is_clean());
         let options = OpenOptions::new().writable(true);
-        let disk = Disk::open(host.clone(), name(), &options).await.unwrap();
+        let disk = Disk::open(host.any(), name(), &options).await.unwrap();
         disk.write(1 << 20, IoBuf::copy_of(&vec![9; 100_000])).await.unwrap();
         disk.close().await.unwrap();
         drop(disk);
@@ -294,7 +295,7 @@ fn an_image_that_was_not_closed_and_cannot_be_repaired_is_not_written() {
             bytes[field::INCOMPATIBLE_FEATURES + 7] = 1;
         });
         let options = OpenOptions::new().writable(true);
-        let error = Disk::open(host.clone(), name(), &options).await.err().unwrap();
+        let error = Disk::open(host.any(), name(), &options).await.err().unwrap();
         assert!(error.to_string().contains("not cluster aligned"), "{error}");
         assert_eq!(host.contents(NAME).unwrap()[field::INCOMPATIBLE_FEATURES + 7], 1);
     });

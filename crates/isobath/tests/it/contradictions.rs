@@ -10,6 +10,7 @@ use isobath_qcow2::header::field;
 use isobath_qcow2::{Geometry, Header, HostCluster, IncompatibleFeatures, RefcountTableEntry};
 use isobath_storage::memory::MemoryHost;
 use isobath_storage::{Host, IoBuf, Locking, OpenMode, Storage};
+use isobath_storage_test::any::{AnyHost, ToAny};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use std::path::Path;
@@ -25,19 +26,19 @@ fn name() -> &'static Path {
 
 async fn examine(host: &MemoryHost, repair: Repair) -> Result<CheckReport, DiskError> {
     let options = CheckOptions { repair, ..CheckOptions::default() };
-    check(host, name(), &options, &mut |_| {}).await
+    check(&host.any(), name(), &options, &mut |_| {}).await
 }
 
-async fn open(host: &MemoryHost, metadata: MetadataMode) -> Result<Disk<MemoryHost>, DiskError> {
+async fn open(host: &MemoryHost, metadata: MetadataMode) -> Result<Disk<AnyHost>, DiskError> {
     let options = OpenOptions::new().writable(true).metadata(metadata);
-    Disk::open(host.clone(), name(), &options).await
+    Disk::open(host.any(), name(), &options).await
 }
 
 /// An image of random bytes in its first half, without a hole.
 async fn make(new: &NewDisk) -> MemoryHost {
     let host = MemoryHost::new();
     let new = new.clone().size(SIZE as u64).cluster_size(CLUSTER as u64);
-    create(&host, name(), &new).await.unwrap();
+    create(&host.any(), name(), &new).await.unwrap();
     let disk = open(&host, MetadataMode::Ordered).await.unwrap();
     let mut bytes = vec![0; SIZE / 2];
     StdRng::seed_from_u64(5).fill_bytes(&mut bytes);
@@ -48,7 +49,7 @@ async fn make(new: &NewDisk) -> MemoryHost {
 }
 
 async fn content(host: &MemoryHost) -> Vec<u8> {
-    let disk = Disk::open(host.clone(), name(), &OpenOptions::default()).await.unwrap();
+    let disk = Disk::open(host.any(), name(), &OpenOptions::default()).await.unwrap();
     disk.read(0, IoBuf::zeroed(SIZE)).await.unwrap().to_vec()
 }
 

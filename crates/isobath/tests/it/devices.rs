@@ -6,6 +6,7 @@ use isobath_disk::{Disk, MetadataMode, OpenOptions, Preallocation};
 use isobath_qcow2::NewImage;
 use isobath_storage::memory::MemoryHost;
 use isobath_storage::{Host, IoBuf, OpenMode, Storage, StorageExt};
+use isobath_storage_test::any::{AnyHost, ToAny};
 use std::path::Path;
 
 const NAME: &str = "device";
@@ -27,9 +28,9 @@ async fn device(size: u64, clusters: u64, refcount_order: u32) -> MemoryHost {
     host
 }
 
-async fn open(host: &MemoryHost, metadata: MetadataMode) -> Disk<MemoryHost> {
+async fn open(host: &MemoryHost, metadata: MetadataMode) -> Disk<AnyHost> {
     let options = OpenOptions::new().writable(true).metadata(metadata).journal_size(64 << 10);
-    Disk::open(host.clone(), Path::new(NAME), &options).await.unwrap()
+    Disk::open(host.any(), Path::new(NAME), &options).await.unwrap()
 }
 
 async fn assert_clean(host: &MemoryHost) {
@@ -85,7 +86,7 @@ fn a_journal_takes_no_room_that_the_guest_needs() {
                 let size = 1 << 20;
                 let host = device(size, size / CLUSTER + spare, 4).await;
                 let options = OpenOptions::new().writable(true).metadata(metadata);
-                let disk = Disk::open(host.clone(), Path::new(NAME), &options).await.unwrap();
+                let disk = Disk::open(host.any(), Path::new(NAME), &options).await.unwrap();
                 for n in 0..size / CLUSTER {
                     disk.write(n * CLUSTER, IoBuf::copy_of(&bytes(n))).await.unwrap();
                     if n % 50 == 0 {

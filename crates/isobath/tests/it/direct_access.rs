@@ -8,6 +8,7 @@ use isobath_qcow2::CompressionType;
 use isobath_qcow2::index::IndexExtension;
 use isobath_storage::memory::MemoryHost;
 use isobath_storage::{Host, IoBuf};
+use isobath_storage_test::any::{AnyHost, ToAny};
 use isobath_storage_test::recorder::RecorderHost;
 use isobath_testkit::{model::Model, qemu, seed::Seed};
 use rand::rngs::StdRng;
@@ -48,13 +49,13 @@ impl Chain {
             new = new.backing_file(name, *format);
         }
         self.model.resize(new.size.unwrap());
-        create(&self.host, Path::new(&name), &new).await.unwrap();
+        create(&self.host.any(), Path::new(&name), &new).await.unwrap();
         self.layers.push((name, "qcow2"));
     }
 
-    async fn open(&self, writable: bool) -> Disk<MemoryHost> {
+    async fn open(&self, writable: bool) -> Disk<AnyHost> {
         let options = OpenOptions::new().writable(writable);
-        Disk::open(self.host.clone(), &self.name(), &options).await.unwrap()
+        Disk::open(self.host.any(), &self.name(), &options).await.unwrap()
     }
 
     /// Writes, zeroes and compressed clusters in the active layer.
@@ -213,7 +214,7 @@ fn a_changed_layer_is_noticed_and_the_index_below_it_serves() {
             let changed = rng.random_range(1..count - 1);
             let name = PathBuf::from(&chain.layers[changed].0);
             let options = OpenOptions::new().writable(true);
-            let disk = Disk::open(chain.host.clone(), &name, &options).await.unwrap();
+            let disk = Disk::open(chain.host.any(), &name, &options).await.unwrap();
             for cluster in 0..size / 4096 {
                 if rng.random() {
                     disk.write(cluster * 4096, IoBuf::copy_of(&[7; 4096])).await.unwrap();
@@ -285,7 +286,7 @@ fn a_flipped_bit_anywhere_in_the_index_changes_no_byte() {
             chain.host.insert(&name, &bad);
             let options = OpenOptions::default();
             // The rest of the header may become one that is refused.
-            let opened = Disk::open(chain.host.clone(), &name, &options).await;
+            let opened = Disk::open(chain.host.any(), &name, &options).await;
             match opened {
                 Ok(disk) => {
                     compare(&disk, &chain.model).await;
@@ -321,7 +322,7 @@ fn a_crash_leaves_the_disk_and_a_whole_index_or_none() {
             let host = RecorderHost::new(chain.host.deep_copy());
             let record = host.record();
             let options = OpenOptions::new().writable(true);
-            let disk = Disk::open(host, &chain.name(), &options).await.unwrap();
+            let disk = Disk::open(host.any(), &chain.name(), &options).await.unwrap();
             disk.write_index(|_| {}).await.unwrap();
             if rng.random() {
                 disk.drop_index().await.unwrap();
@@ -336,7 +337,7 @@ fn a_crash_leaves_the_disk_and_a_whole_index_or_none() {
                 let fate = random_fates(&mut rng, keep);
                 let left = record.replay(&chain.host, end, fate).await.unwrap();
                 assert_consistent(&left, chain.name());
-                let disk = Disk::open(left, &chain.name(), &options).await.unwrap();
+                let disk = Disk::open(left.any(), &chain.name(), &options).await.unwrap();
                 compare(&disk, &chain.model).await;
                 if let Ok(Ok(differ)) = disk.verify_index(|_| {}).await {
                     assert_eq!(differ, []);

@@ -7,6 +7,7 @@ use isobath_disk::{Disk, MetadataMode, OpenOptions, Preallocation};
 use isobath_qcow2::NewImage;
 use isobath_storage::memory::MemoryHost;
 use isobath_storage::{Host, IoBuf};
+use isobath_storage_test::any::{AnyHost, ToAny};
 use isobath_storage_test::fault::{FaultHost, Plan};
 use isobath_storage_test::give_way;
 use isobath_storage_test::recorder::{Change, Record, RecorderHost};
@@ -23,8 +24,8 @@ fn options() -> OpenOptions {
     OpenOptions::new().writable(true).metadata(MetadataMode::Embedded).zone_size(4 << 20)
 }
 
-async fn open<H: Host>(host: H) -> Disk<H> {
-    Disk::open(host, Path::new(NAME), &options()).await.unwrap()
+async fn open(host: impl ToAny) -> Disk<AnyHost> {
+    Disk::open(host.any(), Path::new(NAME), &options()).await.unwrap()
 }
 
 /// Compresses well, also a sector alone.
@@ -91,7 +92,7 @@ fn copy(host: &MemoryHost) -> MemoryHost {
 async fn assert_recovers(host: &MemoryHost, expected: &[u8]) {
     let crashed = copy(host);
     let options = OpenOptions::default();
-    let disk = Disk::open(crashed.clone(), Path::new(NAME), &options).await.unwrap();
+    let disk = Disk::open(crashed.any(), Path::new(NAME), &options).await.unwrap();
     assert_same(&read(&disk, 0, expected.len() as u64).await, expected);
     drop(disk);
     let disk = open(crashed.clone()).await;

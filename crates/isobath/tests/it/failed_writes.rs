@@ -7,6 +7,7 @@ use isobath_disk::{Disk, DiskError, MetadataMode, OpenOptions, ZeroFlags};
 use isobath_qcow2::NewImage;
 use isobath_storage::memory::MemoryHost;
 use isobath_storage::{Host, IoBuf, Operation};
+use isobath_storage_test::any::{AnyHost, ToAny};
 use isobath_storage_test::fault::{Fault, FaultHost, Plan};
 use isobath_testkit::seed::Seed;
 use rand::RngExt;
@@ -33,8 +34,8 @@ fn options(metadata: MetadataMode) -> OpenOptions {
     OpenOptions::new().writable(true).metadata(metadata).journal_size(64 << 10)
 }
 
-async fn open<H: Host>(host: H, metadata: MetadataMode) -> Disk<H> {
-    Disk::open(host, Path::new(NAME), &options(metadata)).await.unwrap()
+async fn open(host: impl ToAny, metadata: MetadataMode) -> Disk<AnyHost> {
+    Disk::open(host.any(), Path::new(NAME), &options(metadata)).await.unwrap()
 }
 
 async fn write<H: Host>(disk: &Disk<H>, at: u64, tag: u8, length: u64) {
@@ -58,7 +59,7 @@ async fn assert_sound(host: &MemoryHost, metadata: MetadataMode) {
 
 /// One half of a write lies in place, the other in a new cluster behind the file's end, and is kept; the
 /// first fails. Then something needs a new table.
-async fn fail_and_make_a_table(plan: &Plan, disk: &Disk<FaultHost<MemoryHost>>) {
+async fn fail_and_make_a_table(plan: &Plan, disk: &Disk<AnyHost>) {
     for n in 0..3 {
         write(disk, n * 2 * CLUSTER, 1, CLUSTER).await;
         disk.flush().await.unwrap();
@@ -120,7 +121,7 @@ struct Cluster {
 
 const CLUSTERS: u64 = 24;
 
-async fn request(disk: &Disk<FaultHost<MemoryHost>>, kind: u8, at: u64, tag: u8) -> bool {
+async fn request(disk: &Disk<AnyHost>, kind: u8, at: u64, tag: u8) -> bool {
     let done = match kind {
         0..5 => disk.write(at, IoBuf::copy_of(&[tag; CLUSTER as usize])).await.map(drop),
         5 | 6 => {

@@ -7,6 +7,7 @@ use isobath_disk::{CheckOptions, Disk, MetadataMode, OpenOptions, Preallocation,
 use isobath_qcow2::NewImage;
 use isobath_storage::memory::MemoryHost;
 use isobath_storage::{Host, IoBuf, OpenMode, Storage};
+use isobath_storage_test::any::{AnyHost, ToAny};
 use isobath_storage_test::recorder::{Change, Record, RecorderHost};
 use isobath_testkit::qemu;
 use std::path::Path;
@@ -14,17 +15,17 @@ use std::path::Path;
 const NAME: &str = "disk.qcow2";
 const CLUSTER: u64 = 64 << 10;
 
-async fn open<H: Host>(host: H, metadata: MetadataMode) -> Disk<H> {
+async fn open(host: impl ToAny, metadata: MetadataMode) -> Disk<AnyHost> {
     let options = OpenOptions::new().writable(true).metadata(metadata);
-    Disk::open(host, Path::new(NAME), &options).await.unwrap()
+    Disk::open(host.any(), Path::new(NAME), &options).await.unwrap()
 }
 
 async fn close<H: Host>(disk: Disk<H>) {
     disk.close().await.unwrap();
 }
 
-async fn open_read_only(host: &MemoryHost) -> Disk<MemoryHost> {
-    Disk::open(host.clone(), Path::new(NAME), &OpenOptions::default()).await.unwrap()
+async fn open_read_only(host: &MemoryHost) -> Disk<AnyHost> {
+    Disk::open(host.any(), Path::new(NAME), &OpenOptions::default()).await.unwrap()
 }
 
 fn bytes(tag: u8, length: u64) -> IoBuf {
@@ -115,7 +116,7 @@ fn an_image_that_was_not_closed_is_refused_by_qemu_read_here_and_recovered() {
 
         let before = host.contents(NAME).unwrap();
         let disk = open_read_only(&host).await;
-        let holds = async |disk: &Disk<MemoryHost>| {
+        let holds = async |disk: &Disk<AnyHost>| {
             for n in 0..40 {
                 assert_reads(disk, n * CLUSTER, n as u8, 512).await;
                 assert_reads(disk, n * CLUSTER + 512, n as u8 | 0x80, 512).await;
@@ -126,12 +127,12 @@ fn an_image_that_was_not_closed_is_refused_by_qemu_read_here_and_recovered() {
         holds(&disk).await;
         drop(disk);
         let options = CheckOptions::default();
-        let report = check(&host, Path::new(NAME), &options, &mut |_| {}).await.unwrap();
+        let report = check(&host.any(), Path::new(NAME), &options, &mut |_| {}).await.unwrap();
         assert!(report.is_clean() && report.allocated_clusters == 40, "{report:?}");
         assert!(before == host.contents(NAME).unwrap(), "a check without repair wrote something");
 
         let options = CheckOptions { repair: Repair::All, ..CheckOptions::default() };
-        let report = check(&host, Path::new(NAME), &options, &mut |_| {}).await.unwrap();
+        let report = check(&host.any(), Path::new(NAME), &options, &mut |_| {}).await.unwrap();
         assert!(report.is_clean() && report.leaks_fixed == 0, "{report:?}");
         assert!(!has_journal(&host, NAME));
         assert_consistent(&host, NAME);
@@ -189,7 +190,7 @@ fn who_seldom_flushes_gets_no_journal_unless_it_is_asked_for() {
         image.version = 2;
         make(&host, NAME, &image).await;
         let options = OpenOptions::new().writable(true).metadata(MetadataMode::Journal);
-        let refused = Disk::open(host.clone(), Path::new(NAME), &options).await.err().unwrap();
+        let refused = Disk::open(host.any(), Path::new(NAME), &options).await.err().unwrap();
         assert!(refused.to_string().contains("version 3"), "{refused}");
         let disk = open(host.clone(), MetadataMode::Auto).await;
         for n in 0..9 {
@@ -237,7 +238,7 @@ fn what_is_too_much_for_a_record_goes_without_one() {
             .writable(true)
             .metadata(MetadataMode::Journal)
             .journal_size(16 << 10);
-        let disk = Disk::open(host.clone(), Path::new(NAME), &options).await.unwrap();
+        let disk = Disk::open(host.any(), Path::new(NAME), &options).await.unwrap();
         for round in 0..3 {
             write(&disk, round << 20, 1 + round as u8, 8 << 20).await;
             disk.flush().await.unwrap();

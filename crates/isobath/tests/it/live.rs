@@ -15,6 +15,7 @@ use isobath_jobs::{
 use isobath_qcow2::NewImage;
 use isobath_storage::memory::MemoryHost;
 use isobath_storage::{FileId, IoBuf, Locking, Operation, StorageExt};
+use isobath_storage_test::any::{AnyHost, ToAny};
 use isobath_storage_test::fault::{Fault, FaultHost, Plan};
 use isobath_storage_test::give_way;
 use isobath_testkit::{model::Model, qemu, seed::Seed};
@@ -34,7 +35,7 @@ struct World {
     memory: MemoryHost,
     host: TestHost,
     plan: Plan,
-    live: Arc<LiveDisk<TestHost>>,
+    live: Arc<LiveDisk<AnyHost>>,
     model: Model,
     /// What images held when they became backing files.
     moments: BTreeMap<PathBuf, Vec<u8>>,
@@ -71,7 +72,7 @@ async fn fill(
     rng: &mut StdRng,
 ) {
     let options = OpenOptions::new().writable(true);
-    let disk = Disk::open(host.clone(), Path::new(name), &options).await.unwrap();
+    let disk = Disk::open(host.any(), Path::new(name), &options).await.unwrap();
     let size = disk.size();
     for _ in 0..layout.random_range(0..12) {
         let (offset, length) = range(layout, size);
@@ -159,14 +160,14 @@ impl World {
         Self { memory, host, plan, live, model, moments: BTreeMap::new(), touched: None, count: 0 }
     }
 
-    async fn open(host: &TestHost, name: &Path, rng: &mut StdRng) -> Arc<LiveDisk<TestHost>> {
+    async fn open(host: &TestHost, name: &Path, rng: &mut StdRng) -> Arc<LiveDisk<AnyHost>> {
         let options = options(rng);
-        let disk = Disk::open(host.clone(), name, &options).await;
+        let disk = Disk::open(host.any(), name, &options).await;
         let disk = match disk {
             // An image of version 2 cannot have a journal.
             Err(_) if options.metadata != MetadataMode::Ordered => {
                 let options = options.clone().metadata(MetadataMode::Auto);
-                let disk = Disk::open(host.clone(), name, &options).await.unwrap();
+                let disk = Disk::open(host.any(), name, &options).await.unwrap();
                 return LiveDisk::new(disk, &options, Arc::new(Ticking::default()));
             }
             disk => disk.unwrap(),
@@ -258,7 +259,7 @@ impl World {
                 .cluster_size(1 << rng.random_range(9..=16))
                 .backing_file(former.to_str().unwrap(), self.live.layers()[0].format().name())
                 .open_backing(false);
-            create(&self.host, &path, &new).await.unwrap();
+            create(&self.host.any(), &path, &new).await.unwrap();
             Overlay::Existing(path)
         };
         let before = self.whole().await;
@@ -289,7 +290,7 @@ impl World {
     /// What an image of the chain holds with those below it.
     async fn content(&self, image: &Path) -> Vec<u8> {
         let options = OpenOptions::new().locking(Locking::Unlocked);
-        let disk = Disk::open(self.memory.clone(), image, &options).await.unwrap();
+        let disk = Disk::open(self.memory.any(), image, &options).await.unwrap();
         let size = disk.size() as usize;
         disk.read(0, IoBuf::zeroed(size)).await.unwrap().to_vec()
     }
@@ -320,7 +321,7 @@ impl World {
                 new.backing_file = Some(below.name().to_str().unwrap().into());
                 new.backing_format = Some(below.format().name().into());
             }
-            create(&self.host, &path, &new).await.unwrap();
+            create(&self.host.any(), &path, &new).await.unwrap();
             let target = Self::open(&self.host, &path, rng).await;
             let sync = if top { MirrorSync::Top } else { MirrorSync::Full };
             let (job, run) =
@@ -407,7 +408,7 @@ impl World {
         let size = self.live.size() as usize;
         drop(self.live);
         let options = OpenOptions::default();
-        let disk = Disk::open(self.memory.clone(), &active, &options).await.unwrap();
+        let disk = Disk::open(self.memory.any(), &active, &options).await.unwrap();
         let found: Vec<_> = disk.layers().map(|layer| layer.name().to_owned()).collect();
         assert_eq!(found, names, "the chain in the files is not the one that was served");
         let bytes = disk.read(0, IoBuf::zeroed(size)).await.unwrap();

@@ -11,6 +11,7 @@ use isobath_jobs::{
 };
 use isobath_storage::memory::MemoryHost;
 use isobath_storage::{FileId, IoBuf, StorageExt};
+use isobath_storage_test::any::{AnyHost, ToAny};
 use isobath_storage_test::give_way;
 use std::future::Future;
 use std::path::Path;
@@ -24,14 +25,14 @@ fn name(layer: usize) -> String {
 }
 
 /// Puts a layer with this number and size on top of the one before, and opens it for writing.
-async fn make(host: &MemoryHost, layer: usize, size: u64) -> Disk<MemoryHost> {
+async fn make(host: &MemoryHost, layer: usize, size: u64) -> Disk<AnyHost> {
     let mut new = NewDisk::new(size);
     if layer > 0 {
         new = new.backing_file(name(layer - 1), "qcow2");
     }
-    create(host, Path::new(&name(layer)), &new).await.unwrap();
+    create(&host.any(), Path::new(&name(layer)), &new).await.unwrap();
     let options = OpenOptions::new().writable(true);
-    Disk::open(host.clone(), Path::new(&name(layer)), &options).await.unwrap()
+    Disk::open(host.any(), Path::new(&name(layer)), &options).await.unwrap()
 }
 
 /// Layers of which each has one compressed cluster, all at the same host offset and of the same length.
@@ -88,8 +89,8 @@ fn changes() -> Vec<Change> {
     changes
 }
 
-async fn open(host: &MemoryHost, name: &str, options: &OpenOptions) -> Arc<LiveDisk<MemoryHost>> {
-    let disk = Disk::open(host.clone(), Path::new(name), options).await.unwrap();
+async fn open(host: &MemoryHost, name: &str, options: &OpenOptions) -> Arc<LiveDisk<AnyHost>> {
+    let disk = Disk::open(host.any(), Path::new(name), options).await.unwrap();
     LiveDisk::new(disk, options, Arc::new(Ticking::default()))
 }
 
@@ -121,7 +122,7 @@ async fn change(change: Change) {
         }
         Change::Mirror => {
             let new = NewDisk::new(live.size());
-            create(&host, Path::new("mirror.qcow2"), &new).await.unwrap();
+            create(&host.any(), Path::new("mirror.qcow2"), &new).await.unwrap();
             let target = open(&host, "mirror.qcow2", &options).await;
             let sync = MirrorOptions { sync: MirrorSync::Full };
             let (job, work) = isobath_jobs::mirror(&live, &target, sync, job()).unwrap();
@@ -140,7 +141,7 @@ async fn change(change: Change) {
     let active = live.layers()[0].name().to_owned();
     live.close().await.unwrap();
     drop(live);
-    let disk = Disk::open(host, &active, &OpenOptions::default()).await.unwrap();
+    let disk = Disk::open(host.any(), &active, &OpenOptions::default()).await.unwrap();
     assert_same(&whole(&disk).await, &model, "reopened");
 }
 
@@ -157,7 +158,7 @@ async fn hidden(change: Change) {
         disk.close().await.unwrap();
     }
     let content = async |layer: usize| {
-        let disk = Disk::open(host.clone(), Path::new(&name(layer)), &OpenOptions::default()).await;
+        let disk = Disk::open(host.any(), Path::new(&name(layer)), &OpenOptions::default()).await;
         let disk = disk.unwrap();
         disk.read(0, IoBuf::zeroed(sizes[layer] as usize)).await.unwrap().to_vec()
     };
@@ -234,7 +235,8 @@ fn a_commit_that_is_cancelled_shows_nothing_that_was_hidden() {
         assert_same(&read().await, &model, "streamed");
         live.close().await.unwrap();
         drop(live);
-        let disk = Disk::open(host, Path::new(&name(2)), &OpenOptions::default()).await.unwrap();
+        let disk =
+            Disk::open(host.any(), Path::new(&name(2)), &OpenOptions::default()).await.unwrap();
         let found = disk.read(0, IoBuf::zeroed(8 * CLUSTER)).await.unwrap();
         assert_same(&found, &model, "reopened");
     });
@@ -253,7 +255,7 @@ async fn crashed(change: Change) {
         }
         drop(disk);
         let options = OpenOptions::new().writable(true).metadata(MetadataMode::Journal);
-        let disk = Disk::open(host.clone(), Path::new(&name(1)), &options).await.unwrap();
+        let disk = Disk::open(host.any(), Path::new(&name(1)), &options).await.unwrap();
         // The first flush puts the journal into use.
         for at in [3 * CLUSTER, 0] {
             disk.write(at as u64, IoBuf::copy_of(&vec![1; CLUSTER])).await.unwrap();
@@ -299,7 +301,7 @@ async fn crashed(change: Change) {
         }
         Change::Mirror => {
             let new = NewDisk::new(size);
-            create(&host, Path::new("mirror.qcow2"), &new).await.unwrap();
+            create(&host.any(), Path::new("mirror.qcow2"), &new).await.unwrap();
             let target = open(&host, "mirror.qcow2", &options).await;
             let sync = MirrorOptions { sync: MirrorSync::Full };
             let (job, work) = isobath_jobs::mirror(&live, &target, sync, job()).unwrap();
@@ -310,7 +312,7 @@ async fn crashed(change: Change) {
     let active = live.layers()[0].name().to_owned();
     live.close().await.unwrap();
     drop(live);
-    let disk = Disk::open(host, &active, &OpenOptions::default()).await.unwrap();
+    let disk = Disk::open(host.any(), &active, &OpenOptions::default()).await.unwrap();
     let found = disk.read(0, IoBuf::zeroed(size as usize)).await.unwrap();
     assert_same(&found, &model, "reopened");
 }

@@ -6,6 +6,7 @@ use isobath_storage::IoBuf;
 use isobath_storage::either::{EitherHost, Side};
 use isobath_storage::file::FileHost;
 use isobath_storage::memory::MemoryHost;
+use isobath_storage_test::any::ToAny;
 use std::path::Path;
 
 const SIZE: u64 = 8 << 20;
@@ -52,10 +53,10 @@ fn an_active_layer_in_files_lies_over_layers_in_memory() {
             if let Some(below) = backing_file {
                 new = new.backing_file(below, "qcow2");
             }
-            create(&host, name, &new).await.unwrap();
+            create(&host.any(), name, &new).await.unwrap();
         }
         for (layer, (name, _)) in (1..).zip(layers) {
-            let disk = Disk::open(host.clone(), name, &options).await.unwrap();
+            let disk = Disk::open(host.any(), name, &options).await.unwrap();
             fill(&disk, layer).await;
             assert_holds(&disk, layer).await;
             disk.close().await.unwrap();
@@ -64,7 +65,7 @@ fn an_active_layer_in_files_lies_over_layers_in_memory() {
 
         let contents = || ["/memory/base", "/memory/middle"].map(|name| memory.contents(name));
         let below = contents();
-        let live = LiveDisk::open(host.clone(), &active, &options).await.unwrap();
+        let live = LiveDisk::open(host.any(), &active, &options).await.unwrap();
         assert_holds(&*live, 3).await;
         live.snapshot(&Overlay::Create(newest.clone())).await.unwrap();
         fill(&*live, 4).await;
@@ -72,11 +73,11 @@ fn an_active_layer_in_files_lies_over_layers_in_memory() {
         live.close().await.unwrap();
         drop(live);
 
-        let disk = Disk::open(host.clone(), &newest, &options).await.unwrap();
+        let disk = Disk::open(host.any(), &newest, &options).await.unwrap();
         assert_holds(&disk, 4).await;
         disk.close().await.unwrap();
         drop(disk);
-        let disk = Disk::open(host, &active, &OpenOptions::default()).await.unwrap();
+        let disk = Disk::open(host.any(), &active, &OpenOptions::default()).await.unwrap();
         assert_holds(&disk, 3).await;
         assert!(below == contents(), "only the active layer changes");
     });

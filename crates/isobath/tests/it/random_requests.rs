@@ -8,6 +8,7 @@ use isobath_disk::{Disk, MetadataMode, NewDisk, NewEncryption, OpenOptions, Zero
 use isobath_qcow2::{CompressionType, NewImage};
 use isobath_storage::IoBuf;
 use isobath_storage::memory::MemoryHost;
+use isobath_storage_test::any::{AnyHost, ToAny};
 use isobath_testkit::{args, model::Model, qemu, seed::Seed};
 use rand::rngs::StdRng;
 use rand::{Rng, RngExt};
@@ -34,10 +35,10 @@ fn random_image(rng: &mut StdRng, size: u64) -> NewImage {
 /// The password of encrypted images.
 const PASSWORD: &[u8] = b"correct horse";
 
-async fn open(host: &MemoryHost, name: &str, metadata: MetadataMode) -> Disk<MemoryHost> {
+async fn open(host: &MemoryHost, name: &str, metadata: MetadataMode) -> Disk<AnyHost> {
     let options = OpenOptions::new().writable(true).map_cache(64 << 10).metadata(metadata);
     let options = options.secrets(Secret::new(PASSWORD.to_vec()).unwrap());
-    Disk::open(host.clone(), Path::new(name), &options).await.unwrap()
+    Disk::open(host.any(), Path::new(name), &options).await.unwrap()
 }
 
 /// A range of a few bytes or of many clusters, aligned or not.
@@ -54,7 +55,7 @@ fn range(rng: &mut StdRng, size: u64) -> (u64, u64) {
 }
 
 /// Requests that do not overlap, so that the model knows their outcome, issued together.
-async fn burst(disk: &Disk<MemoryHost>, model: &mut Model, rng: &mut StdRng, v2_overlay: bool) {
+async fn burst(disk: &Disk<AnyHost>, model: &mut Model, rng: &mut StdRng, v2_overlay: bool) {
     let encrypted = disk.layers().next().unwrap().is_encrypted();
     let mut taken: Vec<(u64, u64)> = Vec::new();
     let mut writes = Vec::new();
@@ -143,7 +144,7 @@ async fn burst(disk: &Disk<MemoryHost>, model: &mut Model, rng: &mut StdRng, v2_
     }
 }
 
-async fn compare(disk: &Disk<MemoryHost>, model: &Model) {
+async fn compare(disk: &Disk<AnyHost>, model: &Model) {
     let mut at = 0;
     while at < disk.size() {
         let length = (disk.size() - at).min(1 << 20);
@@ -198,7 +199,7 @@ async fn make_image(host: &MemoryHost, name: &str, image: &NewImage, encrypted: 
     let mut encryption = NewEncryption::new(Secret::new(PASSWORD.to_vec()).unwrap());
     encryption.options.iter_time = Duration::from_millis(1);
     new.encryption = Some(encryption);
-    create(host, Path::new(name), &new).await.unwrap();
+    create(&host.any(), Path::new(name), &new).await.unwrap();
 }
 
 /// `encrypts` is the share of images that are encrypted.

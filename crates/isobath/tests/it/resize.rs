@@ -7,6 +7,7 @@ use isobath_disk::{Disk, OpenOptions, Preallocation, ZeroFlags};
 use isobath_qcow2::NewImage;
 use isobath_storage::IoBuf;
 use isobath_storage::memory::MemoryHost;
+use isobath_storage_test::any::{AnyHost, ToAny};
 use isobath_testkit::{args, model::Model, qemu, seed::Seed};
 use rand::rngs::StdRng;
 use rand::{Rng, RngExt};
@@ -14,12 +15,12 @@ use std::path::Path;
 
 const TOP: &str = "top.qcow2";
 
-async fn open(host: &MemoryHost, name: &str) -> Disk<MemoryHost> {
+async fn open(host: &MemoryHost, name: &str) -> Disk<AnyHost> {
     let options = OpenOptions::new().writable(true);
-    Disk::open(host.clone(), Path::new(name), &options).await.unwrap()
+    Disk::open(host.any(), Path::new(name), &options).await.unwrap()
 }
 
-async fn read_all(disk: &Disk<MemoryHost>) -> Vec<u8> {
+async fn read_all(disk: &Disk<AnyHost>) -> Vec<u8> {
     disk.read(0, IoBuf::zeroed(disk.size() as usize)).await.unwrap().to_vec()
 }
 
@@ -53,7 +54,7 @@ fn random_size(rng: &mut StdRng) -> u64 {
     rng.random_range(0..(8 << 20) / unit) * unit
 }
 
-async fn scribble(disk: &Disk<MemoryHost>, model: &mut Model, rng: &mut StdRng, within: u64) {
+async fn scribble(disk: &Disk<AnyHost>, model: &mut Model, rng: &mut StdRng, within: u64) {
     for _ in 0..rng.random_range(0..6) {
         if within == 0 {
             return;

@@ -4,8 +4,9 @@ use crate::common::{assert_consistent, random_fates};
 use futures_executor::block_on;
 use isobath_disk::sabotage::Sabotage;
 use isobath_disk::{CheckOptions, Disk, NewDisk, OpenOptions, Preallocation, check, create};
+use isobath_storage::IoBuf;
 use isobath_storage::memory::MemoryHost;
-use isobath_storage::{Host, IoBuf};
+use isobath_storage_test::any::{AnyHost, ToAny};
 use isobath_storage_test::recorder::{Change, Entry, Fate, RecorderHost};
 use isobath_testkit::{model::Model, seed::Seed};
 use rand::rngs::StdRng;
@@ -14,9 +15,9 @@ use std::path::Path;
 
 const NAME: &str = "disk.qcow2";
 
-async fn open<H: Host>(host: H) -> Disk<H> {
+async fn open(host: impl ToAny) -> Disk<AnyHost> {
     let options = OpenOptions::new().writable(true);
-    Disk::open(host, Path::new(NAME), &options).await.unwrap()
+    Disk::open(host.any(), Path::new(NAME), &options).await.unwrap()
 }
 
 fn random_size(rng: &mut StdRng) -> u64 {
@@ -42,7 +43,7 @@ async fn prepare(rng: &mut StdRng) -> (MemoryHost, Model) {
         model.resize(size);
     }
     println!("{new:?}");
-    create(&host, Path::new(NAME), &new).await.unwrap();
+    create(&host.any(), Path::new(NAME), &new).await.unwrap();
     let disk = open(host.clone()).await;
     for _ in 0..rng.random_range(0..8) {
         if size > 0 {
@@ -104,7 +105,7 @@ async fn crash(rng: &mut StdRng) {
 async fn grow_by_many_blocks() -> Option<String> {
     let base = MemoryHost::new();
     let new = NewDisk::new(300 << 10).cluster_size(512).refcount_bits(64);
-    create(&base, Path::new(NAME), &new).await.unwrap();
+    create(&base.any(), Path::new(NAME), &new).await.unwrap();
     let host = RecorderHost::new(base.deep_copy());
     let record = host.record();
     let disk = open(host).await;
@@ -119,7 +120,8 @@ async fn grow_by_many_blocks() -> Option<String> {
                 let fates = |index, _: &Entry| if index == odd { fate } else { others };
                 let left = record.replay(&base, end, fates).await.unwrap();
                 let options = CheckOptions::default();
-                let report = check(&left, Path::new(NAME), &options, &mut |_| {}).await.unwrap();
+                let report =
+                    check(&left.any(), Path::new(NAME), &options, &mut |_| {}).await.unwrap();
                 if report.corruptions > 0 {
                     return Some(format!("{end} complete, {odd} {fate:?}: {report:?}"));
                 }

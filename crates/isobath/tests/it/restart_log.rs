@@ -16,6 +16,7 @@ use isobath_qcow2::NewImage;
 use isobath_storage::file::FileHost;
 use isobath_storage::memory::MemoryHost;
 use isobath_storage::{Host, IoBuf, OpenMode, Operation, Storage, StorageExt};
+use isobath_storage_test::any::{AnyHost, ToAny};
 use isobath_storage_test::fault::{Fault, FaultHost, Plan};
 use isobath_storage_test::give_way;
 use isobath_storage_test::recorder::{Change, Record, RecorderHost};
@@ -114,13 +115,13 @@ impl World {
     }
 
     /// Opens the disk, killed at it some times before.
-    fn open(&self, rng: &mut StdRng) -> Arc<LiveDisk<TestHost>> {
+    fn open(&self, rng: &mut StdRng) -> Arc<LiveDisk<AnyHost>> {
         for _ in 0..rng.random_range(0..4) {
             let turns = rng.random_range(1..600);
-            drop(run(LiveDisk::open(self.host(rng), &self.name, &self.options), turns));
+            drop(run(LiveDisk::open(self.host(rng).any(), &self.name, &self.options), turns));
         }
         let host = self.host(rng);
-        run(LiveDisk::open(host, &self.name, &self.options), ALWAYS).unwrap().unwrap()
+        run(LiveDisk::open(host.any(), &self.name, &self.options), ALWAYS).unwrap().unwrap()
     }
 
     fn requests(&self, rng: &mut StdRng) -> Vec<Request> {
@@ -157,7 +158,7 @@ impl World {
     }
 
     /// Takes over what is read of requests that were not answered, which may be there in parts.
-    async fn adopt(&mut self, disk: &LiveDisk<TestHost>, pending: &[Request]) {
+    async fn adopt(&mut self, disk: &LiveDisk<AnyHost>, pending: &[Request]) {
         for request in pending {
             let found = read(disk, &request.range).await;
             for (n, sector) in found.chunks(SECTOR).enumerate() {
@@ -174,14 +175,14 @@ impl World {
         self.model[at as usize..at as usize + bytes.len()].copy_from_slice(bytes);
     }
 
-    async fn compare(&self, disk: &LiveDisk<TestHost>) {
+    async fn compare(&self, disk: &LiveDisk<AnyHost>) {
         let found = read(disk, &(0..self.model.len() as u64)).await;
         let differs = found.iter().zip(&self.model).position(|(found, model)| found != model);
         assert_eq!(differs, None, "differs there");
     }
 }
 
-async fn read(disk: &LiveDisk<TestHost>, range: &Range<u64>) -> Vec<u8> {
+async fn read(disk: &LiveDisk<AnyHost>, range: &Range<u64>) -> Vec<u8> {
     let length = (range.end - range.start) as usize;
     disk.read(range.start, IoBuf::zeroed(length)).await.unwrap().to_vec()
 }
@@ -190,7 +191,7 @@ async fn read(disk: &LiveDisk<TestHost>, range: &Range<u64>) -> Vec<u8> {
 /// requests were answered. `None` if the server is killed meanwhile.
 fn burst(
     world: &mut World,
-    disk: &Arc<LiveDisk<TestHost>>,
+    disk: &Arc<LiveDisk<AnyHost>>,
     requests: &[Request],
     rng: &mut StdRng,
     turns: u64,
@@ -285,7 +286,7 @@ fn history(rng: &mut StdRng) {
     // A kill during a snapshot leaves the former active image with its journal, which QEMU does not read.
     for layer in below {
         let options = CheckOptions { repair: Repair::Leaks, ..CheckOptions::default() };
-        let report = block_on(check(&world.memory, &layer, &options, &mut |_| {})).unwrap();
+        let report = block_on(check(&world.memory.any(), &layer, &options, &mut |_| {})).unwrap();
         assert!(report.is_clean(), "{}: {report:?}", layer.display());
     }
     let directory = export(&world.memory);
@@ -330,8 +331,8 @@ async fn overlay(cluster_bits: u32) -> MemoryHost {
     host
 }
 
-async fn open<H: Host>(host: H, options: &OpenOptions) -> Disk<H> {
-    Disk::open(host, Path::new(NAME), options).await.unwrap()
+async fn open(host: impl ToAny, options: &OpenOptions) -> Disk<AnyHost> {
+    Disk::open(host.any(), Path::new(NAME), options).await.unwrap()
 }
 
 async fn write<H: Host>(disk: &Disk<H>, at: u64, tag: u8, length: usize) {
@@ -349,7 +350,7 @@ fn syncs(record: &Record) -> usize {
 }
 
 /// Writes new clusters, and again what a record vouches for, none of it flushed; then is killed.
-async fn leave<H: Host>(host: H, first: u64) {
+async fn leave(host: impl ToAny, first: u64) {
     let disk = open(host, &logged()).await;
     // The journal is set up for the first.
     write(&disk, (first + 3) * CLUSTER, 4, 4096).await;
@@ -502,12 +503,8 @@ fn a_log_that_was_asked_for_later_has_everything_too() {
     }
 }
 
-async fn open_live(
-    host: &MemoryHost,
-    name: &str,
-    options: &OpenOptions,
-) -> Arc<LiveDisk<MemoryHost>> {
-    let disk = Disk::open(host.clone(), Path::new(name), options).await.unwrap();
+async fn open_live(host: &MemoryHost, name: &str, options: &OpenOptions) -> Arc<LiveDisk<AnyHost>> {
+    let disk = Disk::open(host.any(), Path::new(name), options).await.unwrap();
     LiveDisk::new(disk, options, Arc::new(Ticking::default()))
 }
 
@@ -546,7 +543,7 @@ fn an_image_whose_log_cannot_be_used_is_not_opened_for_writing() {
         let directory = tempfile::tempdir().unwrap();
         let image = directory.path().join(NAME);
         qemu::create(&image, "qcow2", 64 << 20, "");
-        let disk = Disk::open(FileHost, &image, &logged()).await.unwrap();
+        let disk = Disk::open(FileHost.any(), &image, &logged()).await.unwrap();
         write(&disk, 0, 7, 4096).await;
         drop(disk);
         let id = FileHost.open(&image, OpenMode::default()).await.unwrap().id();
@@ -555,15 +552,15 @@ fn an_image_whose_log_cannot_be_used_is_not_opened_for_writing() {
         std::fs::set_permissions(&log, Permissions::from_mode(0o666)).unwrap();
         let repair = CheckOptions { repair: Repair::All, ..CheckOptions::default() };
         let refused = [
-            Disk::open(FileHost, &image, &logged()).await.err().unwrap().to_string(),
-            check(&FileHost, &image, &repair, &mut |_| {}).await.err().unwrap().to_string(),
+            Disk::open(FileHost.any(), &image, &logged()).await.err().unwrap().to_string(),
+            check(&FileHost.any(), &image, &repair, &mut |_| {}).await.err().unwrap().to_string(),
         ];
         for error in refused {
             assert!(error.contains(NAME) && error.contains(&log), "{error}");
         }
         assert!(std::fs::read(&image).unwrap() == before, "it was changed");
         std::fs::set_permissions(&log, Permissions::from_mode(0o600)).unwrap();
-        let disk = Disk::open(FileHost, &image, &logged()).await.unwrap();
+        let disk = Disk::open(FileHost.any(), &image, &logged()).await.unwrap();
         assert_reads(&disk, 0, 7, 4096).await;
         disk.close().await.unwrap();
     });
@@ -576,7 +573,7 @@ fn a_repair_brings_it_in_and_who_only_reads_sees_the_last_commit() {
         leave(memory.clone(), 0).await;
         assert_lost(&open(memory.clone(), &OpenOptions::default()).await, 0).await;
         let options = CheckOptions { repair: Repair::Leaks, ..CheckOptions::default() };
-        let report = check(&memory, Path::new(NAME), &options, &mut |_| {}).await.unwrap();
+        let report = check(&memory.any(), Path::new(NAME), &options, &mut |_| {}).await.unwrap();
         assert!(report.is_clean());
         let disk = open(memory.clone(), &OpenOptions::default()).await;
         assert_left(&disk, 0).await;
@@ -614,7 +611,7 @@ fn files_have_it_too() {
         let (image, base) = (directory.path().join(NAME), directory.path().join("base.raw"));
         std::fs::write(&base, vec![0xbb; 64 << 20]).unwrap();
         qemu::create(&image, "qcow2", 64 << 20, "backing_file=base.raw,backing_fmt=raw");
-        let open = async || Disk::open(FileHost, &image, &logged()).await.unwrap();
+        let open = async || Disk::open(FileHost.any(), &image, &logged()).await.unwrap();
         for round in 0..3_u8 {
             let disk = open().await;
             for n in 0..round {

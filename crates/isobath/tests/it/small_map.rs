@@ -5,6 +5,7 @@ use futures_util::future::join_all;
 use isobath_disk::{Disk, NewDisk, OpenOptions, create};
 use isobath_storage::IoBuf;
 use isobath_storage::memory::MemoryHost;
+use isobath_storage_test::any::ToAny;
 use std::path::Path;
 
 #[test]
@@ -13,9 +14,9 @@ fn a_request_larger_than_the_map_is_answered() {
         let host = MemoryHost::new();
         let name = Path::new("disk.qcow2");
         let new = NewDisk::new(16 << 20).cluster_size(512);
-        create(&host, name, &new).await.unwrap();
+        create(&host.any(), name, &new).await.unwrap();
         let options = OpenOptions::new().writable(true).map_cache(0);
-        let disk = Disk::open(host, name, &options).await.unwrap();
+        let disk = Disk::open(host.any(), name, &options).await.unwrap();
         disk.write(8 << 20, IoBuf::copy_of(&[7; 512])).await.unwrap();
         let runs = disk.block_status(0, 16 << 20, 9).await.unwrap();
         assert_eq!(runs.len(), 3, "{runs:?}");

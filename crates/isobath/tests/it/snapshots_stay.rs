@@ -4,15 +4,16 @@ use isobath_disk::{Disk, OpenOptions, ZeroFlags};
 use isobath_ring::block_on;
 use isobath_storage::IoBuf;
 use isobath_storage::file::FileHost;
+use isobath_storage_test::any::{AnyHost, ToAny};
 use isobath_testkit::{args, qemu};
 use std::fs;
 use std::path::Path;
 
 const SIZE: u64 = 1 << 20;
 
-async fn open(image: &Path) -> Disk<FileHost> {
+async fn open(image: &Path) -> Disk<AnyHost> {
     let options = OpenOptions::new().writable(true);
-    Disk::open(FileHost, image, &options).await.unwrap()
+    Disk::open(FileHost.any(), image, &options).await.unwrap()
 }
 
 /// A disk full of sevens with a snapshot of that.

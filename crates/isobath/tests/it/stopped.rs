@@ -9,27 +9,28 @@ use isobath_disk::{Disk, DiskError, MetadataMode, OpenOptions};
 use isobath_qcow2::NewImage;
 use isobath_storage::IoBuf;
 use isobath_storage::memory::MemoryHost;
+use isobath_storage_test::any::{AnyHost, ToAny};
 use std::panic::AssertUnwindSafe;
 use std::path::Path;
 
 const NAME: &str = "disk.qcow2";
 const CLUSTER: usize = 65536;
 
-async fn open(host: &MemoryHost, metadata: MetadataMode) -> Disk<MemoryHost> {
+async fn open(host: &MemoryHost, metadata: MetadataMode) -> Disk<AnyHost> {
     let options = OpenOptions::new().writable(true).metadata(metadata);
-    Disk::open(host.clone(), Path::new(NAME), &options).await.unwrap()
+    Disk::open(host.any(), Path::new(NAME), &options).await.unwrap()
 }
 
-async fn write(disk: &Disk<MemoryHost>, cluster: usize) -> isobath_disk::Result<IoBuf> {
+async fn write(disk: &Disk<AnyHost>, cluster: usize) -> isobath_disk::Result<IoBuf> {
     disk.write((cluster * CLUSTER) as u64, IoBuf::copy_of(&vec![7; CLUSTER])).await
 }
 
-async fn first_byte(disk: &Disk<MemoryHost>, cluster: usize) -> u8 {
+async fn first_byte(disk: &Disk<AnyHost>, cluster: usize) -> u8 {
     disk.read((cluster * CLUSTER) as u64, IoBuf::zeroed(512)).await.unwrap()[0]
 }
 
 /// What was flushed is read, and nothing more is written, also by a close.
-async fn is_stopped(host: &MemoryHost, disk: Disk<MemoryHost>, metadata: MetadataMode) {
+async fn is_stopped(host: &MemoryHost, disk: Disk<AnyHost>, metadata: MetadataMode) {
     assert_eq!(first_byte(&disk, 0).await, 7);
     let poisoned = |done: Result<(), DiskError>| {
         let error = done.unwrap_err();
@@ -59,7 +60,7 @@ async fn is_stopped(host: &MemoryHost, disk: Disk<MemoryHost>, metadata: Metadat
     assert_eq!(findings(host, NAME).await, Vec::<String>::new());
 }
 
-async fn with_a_flushed_cluster(metadata: MetadataMode) -> (MemoryHost, Disk<MemoryHost>) {
+async fn with_a_flushed_cluster(metadata: MetadataMode) -> (MemoryHost, Disk<AnyHost>) {
     let host = MemoryHost::new();
     make(&host, NAME, &NewImage::new(64 << 20)).await;
     let disk = open(&host, metadata).await;

@@ -13,6 +13,7 @@ use isobath_jobs::{MirrorOptions, MirrorSync, StreamOptions};
 use isobath_ring::{Config, Executor, Worker};
 use isobath_storage::file::FileHost;
 use isobath_storage::{FileId, IoBuf, Storage, StorageExt};
+use isobath_storage_test::any::{AnyHost, ToAny};
 use isobath_testkit::model::Model;
 use std::fmt::Display;
 use std::path::Path;
@@ -50,8 +51,8 @@ pub(crate) fn bytes(fill: Fill, noises: &[Vec<u8>], length: u64) -> Vec<u8> {
     }
 }
 
-async fn open(image: &Path, options: OpenOptions) -> Disk<FileHost> {
-    done(Disk::open(FileHost, image, &options).await, "open")
+async fn open(image: &Path, options: OpenOptions) -> Disk<AnyHost> {
+    done(Disk::open(FileHost.any(), image, &options).await, "open")
 }
 
 fn done<T, E: Display>(result: Result<T, E>, what: impl Display) -> T {
@@ -100,7 +101,7 @@ pub(crate) async fn job(
     model: &mut Model,
 ) {
     let options = options(session);
-    let live = done(LiveDisk::open(FileHost, image, &options).await, "open");
+    let live = done(LiveDisk::open(FileHost.any(), image, &options).await, "open");
     let cluster = cluster(&live.layers()[0]);
     if task.warm {
         let bytes = whole(&live).await;
@@ -120,7 +121,7 @@ pub(crate) async fn job(
 }
 
 async fn start(
-    live: &Arc<LiveDisk<FileHost>>,
+    live: &Arc<LiveDisk<AnyHost>>,
     task: &Task,
     options: &OpenOptions,
 ) -> (Arc<Job>, LocalBoxFuture<'static, ()>) {
@@ -142,7 +143,8 @@ async fn start(
         }
         JobKind::Mirror | JobKind::MirrorTop => {
             let target = task.target.as_deref().unwrap();
-            let target = done(LiveDisk::open(FileHost, target, options).await, "open the target");
+            let target =
+                done(LiveDisk::open(FileHost.any(), target, options).await, "open the target");
             let whole = task.kind == JobKind::Mirror;
             let sync = if whole { MirrorSync::Full } else { MirrorSync::Top };
             let (job, work) =
@@ -169,7 +171,7 @@ async fn steer(job: &Job) {
     }
 }
 
-async fn whole(live: &LiveDisk<FileHost>) -> Vec<u8> {
+async fn whole(live: &LiveDisk<AnyHost>) -> Vec<u8> {
     let part = 1 << 20;
     let mut bytes = Vec::with_capacity(live.size() as usize);
     for offset in (0..live.size()).step_by(part) {
@@ -186,13 +188,13 @@ trait Device: BlockDevice {
 
 type Written = isobath_disk::Result<IoBuf>;
 
-impl Device for Disk<FileHost> {
+impl Device for Disk<AnyHost> {
     fn write_compressed(&self, offset: u64, buf: IoBuf) -> impl Future<Output = Written> {
         Self::write_compressed(self, offset, buf)
     }
 }
 
-impl Device for LiveDisk<FileHost> {
+impl Device for LiveDisk<AnyHost> {
     fn write_compressed(&self, offset: u64, buf: IoBuf) -> impl Future<Output = Written> {
         self.write(offset, buf)
     }
@@ -353,7 +355,7 @@ pub(crate) async fn verify(image: &Path, model: &Model) {
 /// What Isobath's own check says of an image, and its lines.
 pub(crate) fn checked(image: &Path) -> (CheckReport, Vec<String>) {
     let mut lines = Vec::new();
-    let report = on_ring(check(&FileHost, image, &CheckOptions::default(), &mut |event| {
+    let report = on_ring(check(&FileHost.any(), image, &CheckOptions::default(), &mut |event| {
         if let CheckEvent::Finding(line) = event {
             lines.push(line.to_owned());
         }
@@ -364,13 +366,14 @@ pub(crate) fn checked(image: &Path) -> (CheckReport, Vec<String>) {
 /// Brings what the journal of an image holds to its place.
 pub(crate) fn recover(image: &Path) {
     let options = CheckOptions { repair: Repair::All, ..CheckOptions::default() };
-    let report = done(on_ring(check(&FileHost, image, &options, &mut |_| {})), "check -r all");
+    let report =
+        done(on_ring(check(&FileHost.any(), image, &options, &mut |_| {})), "check -r all");
     assert!(report.is_clean() && report.leaks_fixed == 0, "{report:?}");
 }
 
 /// Makes an image.
 pub(crate) fn make(image: &Path, new: &NewDisk) {
-    done(on_ring(create(&FileHost, image, new)), "create");
+    done(on_ring(create(&FileHost.any(), image, new)), "create");
 }
 
 /// Changes the size of an image's disk.

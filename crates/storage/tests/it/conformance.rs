@@ -4,6 +4,7 @@ use isobath_ring::block_on;
 use isobath_ring::{Config, Executor};
 use isobath_storage::file::FileHost;
 use isobath_storage::memory::MemoryHost;
+use isobath_storage_test::any::ToAny;
 use isobath_storage_test::conformance;
 use std::path::Path;
 use tempfile::TempDir;
@@ -28,6 +29,13 @@ fn files_through_the_page_cache() {
 fn files_past_the_page_cache() {
     let executor = Executor::new(&Config::default()).unwrap();
     executor.block_on(conformance::check(&FileHost, directory().path(), true));
+}
+
+#[test]
+fn hosts_whose_type_is_forgotten() {
+    block_on(conformance::check(&MemoryHost::new().any(), Path::new("/images"), false));
+    let executor = Executor::new(&Config::default()).unwrap();
+    executor.block_on(conformance::check(&FileHost.any(), directory().path(), false));
 }
 
 #[test]

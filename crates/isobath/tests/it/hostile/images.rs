@@ -4,6 +4,7 @@ use isobath_disk::{Disk, NewDisk, OpenOptions, ZeroFlags, create};
 use isobath_qcow2::{CompressionType, Header};
 use isobath_storage::IoBuf;
 use isobath_storage::memory::MemoryHost;
+use isobath_storage_test::any::ToAny;
 use isobath_testkit::{args, qemu};
 use std::ops::Range;
 use std::path::Path;
@@ -112,9 +113,9 @@ impl Image {
 pub(crate) async fn made(new: &NewDisk) -> Image {
     let host = MemoryHost::new();
     host.insert(BASE, &base());
-    create(&host, Path::new(IMAGE), &new.clone().size(1 << 20)).await.unwrap();
+    create(&host.any(), Path::new(IMAGE), &new.clone().size(1 << 20)).await.unwrap();
     let options = OpenOptions::new().writable(true);
-    let disk = Disk::open(host.clone(), Path::new(IMAGE), &options).await.unwrap();
+    let disk = Disk::open(host.any(), Path::new(IMAGE), &options).await.unwrap();
     let cluster = new.cluster_size;
     disk.write(0, IoBuf::copy_of(&vec![1; 100_000])).await.unwrap();
     disk.write_zeroes(2 * cluster, 2 * cluster, ZeroFlags::default()).await.unwrap();

@@ -6,6 +6,7 @@ use isobath_disk::{Disk, ImageFormat, OpenOptions, Result, Trust, create};
 use isobath_ring::block_on;
 use isobath_storage::file::FileHost;
 use isobath_storage::{IoBuf, Locking};
+use isobath_storage_test::any::ToAny;
 use std::ffi::CString;
 use std::fs;
 use std::os::unix::ffi::OsStrExt;
@@ -26,7 +27,7 @@ fn overlay(image: &Path, backing: &str, format: Option<&str>) {
         plain().size(1 << 20).backing_file(backing, format.unwrap_or("qcow2")).open_backing(false);
     // Under another name first: an image over itself is not made willingly.
     let made = image.with_extension("new");
-    block_on(create(&FileHost, &made, &new)).unwrap();
+    block_on(create(&FileHost.any(), &made, &new)).unwrap();
     fs::rename(&made, image).unwrap();
     if format.is_none() {
         // The format's extension becomes one that is not known.
@@ -39,7 +40,7 @@ fn overlay(image: &Path, backing: &str, format: Option<&str>) {
 
 async fn read_first(image: PathBuf, trust: Trust) -> Result<Vec<u8>> {
     let options = OpenOptions::new().trust(trust);
-    let disk = Disk::open(FileHost, &image, &options).await?;
+    let disk = Disk::open(FileHost.any(), &image, &options).await?;
     Ok(disk.read(0, IoBuf::zeroed(4096)).await?.to_vec())
 }
 
@@ -108,7 +109,7 @@ fn an_untrusted_image_names_files_of_its_own_directory_only() {
     let data = outside.path().join("data");
     let image = directory.path().join("data-image.qcow2");
     let new = plain().size(1 << 20).data_file(data.to_str().unwrap());
-    block_on(create(&FileHost, &image, &new)).unwrap();
+    block_on(create(&FileHost.any(), &image, &new)).unwrap();
     let message = refusal(&image, within(directory.path()));
     assert!(message.contains("data file") && message.contains("outside"), "{message}");
     // What lies inside is read.
@@ -150,7 +151,7 @@ fn chains_that_loop_end_in_an_error() {
     // For writing, where the first lock stands in the way of the second.
     let options = OpenOptions::new().writable(true);
     let error = guarded("writable loop", move || {
-        block_on(Disk::open(FileHost, &image, &options)).err().map(|error| error.to_string())
+        block_on(Disk::open(FileHost.any(), &image, &options)).err().map(|error| error.to_string())
     });
     assert!(error.unwrap().contains("hard.qcow2"));
 }
@@ -161,17 +162,18 @@ fn an_image_is_not_its_own_data_file() {
     let image = directory.path().join("image.qcow2");
     let other = directory.path().join("other");
     let new = plain().size(1 << 20).data_file(other.to_str().unwrap());
-    block_on(create(&FileHost, &image, &new)).unwrap();
+    block_on(create(&FileHost.any(), &image, &new)).unwrap();
     fs::remove_file(&other).unwrap();
     fs::hard_link(&image, &other).unwrap();
     for locking in [Locking::Exclusive, Locking::Unlocked] {
         let options = OpenOptions::new().locking(locking);
-        let error = block_on(Disk::open(FileHost, &image, &options)).err().unwrap().to_string();
+        let error =
+            block_on(Disk::open(FileHost.any(), &image, &options)).err().unwrap().to_string();
         assert!(error.contains("image.qcow2") && error.contains("data file"), "{error}");
     }
     // The first lock stands in the way of the second.
     let options = OpenOptions::new().writable(true);
-    assert!(block_on(Disk::open(FileHost, &image, &options)).is_err());
+    assert!(block_on(Disk::open(FileHost.any(), &image, &options)).is_err());
 }
 
 #[test]
@@ -203,7 +205,7 @@ fn a_raw_image_that_starts_as_a_qcow2_is_raw_where_the_user_says_so() {
     // A guest has written a header that names a file of the host onto its raw disk.
     let (directory, image) = naming("/etc/hostname", Some("raw"));
     let options = OpenOptions::new().format(ImageFormat::Raw);
-    let disk = block_on(Disk::open(FileHost, &image, &options)).unwrap();
+    let disk = block_on(Disk::open(FileHost.any(), &image, &options)).unwrap();
     assert_eq!(disk.depth(), 1);
     let bytes = block_on(disk.read(0, IoBuf::zeroed(4096))).unwrap();
     assert_eq!(bytes[..4], *b"QFI\xfb");

@@ -9,6 +9,7 @@ use isobath_disk::{
 use isobath_qcow2::Header;
 use isobath_storage::memory::MemoryHost;
 use isobath_storage::{Host, IoBuf, OpenMode, Storage};
+use isobath_storage_test::any::{AnyHost, ToAny};
 use std::path::Path;
 use std::sync::mpsc;
 use std::thread;
@@ -57,8 +58,8 @@ pub(crate) fn writable() -> OpenOptions {
     OpenOptions::new().writable(true)
 }
 
-pub(crate) async fn open<H: Host>(host: H, options: &OpenOptions) -> Result<Disk<H>> {
-    Disk::open(host, Path::new(IMAGE), options).await
+pub(crate) async fn open(host: impl ToAny, options: &OpenOptions) -> Result<Disk<AnyHost>> {
+    Disk::open(host.any(), Path::new(IMAGE), options).await
 }
 
 /// Reads the parts of a disk of which a file this large can have content; the first error.
@@ -139,7 +140,7 @@ pub(crate) fn survive(what: &str, image: &[u8]) {
             for repair in checks {
                 let host = host_with(&bytes);
                 let options = CheckOptions { repair, ..CheckOptions::default() };
-                note(check(&host, Path::new(IMAGE), &options, &mut |_| {}).await.map(drop));
+                note(check(&host.any(), Path::new(IMAGE), &options, &mut |_| {}).await.map(drop));
                 unharmed(&host);
             }
             let host = host_with(&bytes);

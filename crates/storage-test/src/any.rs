@@ -1,0 +1,246 @@
+//! One type for every host.
+//!
+//! The engine is generic over its host, and a test program that uses five kinds of hosts compiles it five times. With
+//! [`AnyHost`] it compiles it once; each operation then costs an allocation and an indirect call.
+
+use isobath_storage::{
+    Allocation, BoxFuture, Capabilities, Extensions, Host, Identity, IoBuf, OpenMode, Reflink,
+    Result, Storage, ZeroMode,
+};
+use std::any::Any;
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// Any host.
+#[derive(Clone)]
+pub struct AnyHost(Arc<dyn DynHost>);
+
+/// Hosts of which copies are [`AnyHost`]s.
+pub trait ToAny: Host {
+    /// A copy whose type is forgotten.
+    fn any(&self) -> AnyHost;
+}
+
+impl<H: Host + Clone> ToAny for H {
+    fn any(&self) -> AnyHost {
+        AnyHost(Arc::new(Typed(self.clone())))
+    }
+}
+
+/// An open file of any host.
+pub struct AnyFile(Box<dyn DynFile>);
+
+impl fmt::Debug for AnyHost {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("AnyHost")
+    }
+}
+
+impl fmt::Debug for AnyFile {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("AnyFile").field(&self.identity()).finish()
+    }
+}
+
+/// A host or a file whose type is known.
+struct Typed<T>(T);
+
+trait DynHost: Send + Sync {
+    fn open<'a>(&'a self, name: &'a Path, mode: OpenMode) -> BoxFuture<'a, Result<AnyFile>>;
+    fn create<'a>(&'a self, name: &'a Path, mode: OpenMode) -> BoxFuture<'a, Result<AnyFile>>;
+    fn remove<'a>(&'a self, name: &'a Path) -> BoxFuture<'a, Result<()>>;
+    fn canonical(&self, name: &Path) -> Result<PathBuf>;
+    fn resolve(&self, referrer: &Path, name: &str) -> PathBuf;
+}
+
+impl<H: Host> DynHost for Typed<H> {
+    fn open<'a>(&'a self, name: &'a Path, mode: OpenMode) -> BoxFuture<'a, Result<AnyFile>> {
+        Box::pin(async move { Ok(AnyFile(Box::new(Typed(self.0.open(name, mode).await?)))) })
+    }
+
+    fn create<'a>(&'a self, name: &'a Path, mode: OpenMode) -> BoxFuture<'a, Result<AnyFile>> {
+        Box::pin(async move { Ok(AnyFile(Box::new(Typed(self.0.create(name, mode).await?)))) })
+    }
+
+    fn remove<'a>(&'a self, name: &'a Path) -> BoxFuture<'a, Result<()>> {
+        Box::pin(self.0.remove(name))
+    }
+
+    fn canonical(&self, name: &Path) -> Result<PathBuf> {
+        self.0.canonical(name)
+    }
+
+    fn resolve(&self, referrer: &Path, name: &str) -> PathBuf {
+        self.0.resolve(referrer, name)
+    }
+}
+
+impl Host for AnyHost {
+    type File = AnyFile;
+
+    async fn open(&self, name: &Path, mode: OpenMode) -> Result<AnyFile> {
+        self.0.open(name, mode).await
+    }
+
+    async fn create(&self, name: &Path, mode: OpenMode) -> Result<AnyFile> {
+        self.0.create(name, mode).await
+    }
+
+    async fn remove(&self, name: &Path) -> Result<()> {
+        self.0.remove(name).await
+    }
+
+    fn canonical(&self, name: &Path) -> Result<PathBuf> {
+        self.0.canonical(name)
+    }
+
+    fn resolve(&self, referrer: &Path, name: &str) -> PathBuf {
+        self.0.resolve(referrer, name)
+    }
+}
+
+trait DynFile: Send + Sync {
+    fn as_any(&self) -> &dyn Any;
+    fn identity(&self) -> Identity<'_>;
+    fn capabilities(&self) -> Capabilities;
+    fn extensions(&self) -> Extensions<'_, AnyFile>;
+    fn read_at(&self, offset: u64, buf: IoBuf) -> BoxFuture<'_, Result<IoBuf>>;
+    fn write_vectored_at(&self, offset: u64, bufs: Vec<IoBuf>)
+    -> BoxFuture<'_, Result<Vec<IoBuf>>>;
+    fn write_one_at(&self, offset: u64, buf: IoBuf) -> BoxFuture<'_, Result<IoBuf>>;
+    fn write_zeroes(&self, offset: u64, length: u64, mode: ZeroMode) -> BoxFuture<'_, Result<()>>;
+    fn discard(&self, offset: u64, length: u64) -> BoxFuture<'_, Result<()>>;
+    fn flush(&self) -> BoxFuture<'_, Result<()>>;
+    fn len(&self) -> BoxFuture<'_, Result<u64>>;
+    fn set_len(&self, length: u64) -> BoxFuture<'_, Result<()>>;
+    fn allocation(&self, offset: u64) -> BoxFuture<'_, Result<Allocation>>;
+}
+
+impl<S: Storage> DynFile for Typed<S> {
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+
+    fn identity(&self) -> Identity<'_> {
+        self.0.identity()
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        self.0.capabilities()
+    }
+
+    fn extensions(&self) -> Extensions<'_, AnyFile> {
+        let inner = self.0.extensions();
+        let reflink = inner.reflink.is_some();
+        inner.with_reflink(reflink.then_some(self as &dyn Reflink<AnyFile>))
+    }
+
+    fn read_at(&self, offset: u64, buf: IoBuf) -> BoxFuture<'_, Result<IoBuf>> {
+        Box::pin(self.0.read_at(offset, buf))
+    }
+
+    fn write_vectored_at(
+        &self,
+        offset: u64,
+        bufs: Vec<IoBuf>,
+    ) -> BoxFuture<'_, Result<Vec<IoBuf>>> {
+        Box::pin(self.0.write_vectored_at(offset, bufs))
+    }
+
+    fn write_one_at(&self, offset: u64, buf: IoBuf) -> BoxFuture<'_, Result<IoBuf>> {
+        Box::pin(self.0.write_one_at(offset, buf))
+    }
+
+    fn write_zeroes(&self, offset: u64, length: u64, mode: ZeroMode) -> BoxFuture<'_, Result<()>> {
+        Box::pin(self.0.write_zeroes(offset, length, mode))
+    }
+
+    fn discard(&self, offset: u64, length: u64) -> BoxFuture<'_, Result<()>> {
+        Box::pin(self.0.discard(offset, length))
+    }
+
+    fn flush(&self) -> BoxFuture<'_, Result<()>> {
+        Box::pin(self.0.flush())
+    }
+
+    fn len(&self) -> BoxFuture<'_, Result<u64>> {
+        Box::pin(self.0.len())
+    }
+
+    fn set_len(&self, length: u64) -> BoxFuture<'_, Result<()>> {
+        Box::pin(self.0.set_len(length))
+    }
+
+    fn allocation(&self, offset: u64) -> BoxFuture<'_, Result<Allocation>> {
+        Box::pin(self.0.allocation(offset))
+    }
+}
+
+impl<S: Storage> Reflink<AnyFile> for Typed<S> {
+    fn clone_range<'a>(
+        &'a self,
+        from: &'a AnyFile,
+        from_offset: u64,
+        to_offset: u64,
+        length: u64,
+    ) -> BoxFuture<'a, Result<bool>> {
+        Box::pin(async move {
+            match from.0.as_any().downcast_ref::<Self>() {
+                Some(from) => self.0.clone_range(&from.0, from_offset, to_offset, length).await,
+                // A file of another host.
+                None => Ok(false),
+            }
+        })
+    }
+}
+
+impl Storage for AnyFile {
+    fn identity(&self) -> Identity<'_> {
+        self.0.identity()
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        self.0.capabilities()
+    }
+
+    fn extensions(&self) -> Extensions<'_, Self> {
+        self.0.extensions()
+    }
+
+    async fn read_at(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
+        self.0.read_at(offset, buf).await
+    }
+
+    async fn write_vectored_at(&self, offset: u64, bufs: Vec<IoBuf>) -> Result<Vec<IoBuf>> {
+        self.0.write_vectored_at(offset, bufs).await
+    }
+
+    async fn write_one_at(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
+        self.0.write_one_at(offset, buf).await
+    }
+
+    async fn write_zeroes(&self, offset: u64, length: u64, mode: ZeroMode) -> Result<()> {
+        self.0.write_zeroes(offset, length, mode).await
+    }
+
+    async fn discard(&self, offset: u64, length: u64) -> Result<()> {
+        self.0.discard(offset, length).await
+    }
+
+    async fn flush(&self) -> Result<()> {
+        self.0.flush().await
+    }
+
+    async fn len(&self) -> Result<u64> {
+        self.0.len().await
+    }
+
+    async fn set_len(&self, length: u64) -> Result<()> {
+        self.0.set_len(length).await
+    }
+
+    async fn allocation(&self, offset: u64) -> Result<Allocation> {
+        self.0.allocation(offset).await
+    }
+}
