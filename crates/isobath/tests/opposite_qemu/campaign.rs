@@ -85,14 +85,15 @@ impl Campaign {
         self.progress.lock().unwrap()
     }
 
-    /// The seed of the next history, unless there were enough, or one has failed. Which ones are tried follows from
-    /// the first and from the number of histories, whatever the threads and their order.
+    /// The seed of the next history, unless there were enough, or one has failed. There is one at least, however low
+    /// the limits. Which ones are tried follows from the first and from the number of histories, whatever the threads
+    /// and their order.
     pub(crate) fn next_seed(&self) -> Option<u64> {
         let mut progress = self.lock();
         let enough = progress.begun >= self.histories
             || self.begun.elapsed() > self.limit
             || progress.state.totals.operations() >= self.operations;
-        if enough || progress.failure.is_some() {
+        if (enough && progress.begun > 0) || progress.failure.is_some() {
             return None;
         }
         progress.begun += 1;
