@@ -52,7 +52,7 @@ impl Spy {
         for cluster in start / cluster_size..end / cluster_size {
             bytes.extend(match sort {
                 Sort::Hostile => self.record(cluster, number, cluster_size, rng)?,
-                _ => stolen(image, cluster_size, rng)?,
+                _ => stolen(cluster, image, cluster_size, rng)?,
             });
         }
         let part = (range.start - start) as usize..(range.end - start) as usize;
@@ -96,10 +96,12 @@ impl Spy {
     }
 }
 
-/// A cluster of the image's file, padded at the end of the file.
-fn stolen(image: &[u8], cluster_size: u64, rng: &mut SmallRng) -> Option<Vec<u8>> {
+/// A cluster of the image's file, padded at the end of the file, for this cluster of the disk. The header often goes to
+/// where a raw image below would have one.
+fn stolen(cluster: u64, image: &[u8], cluster_size: u64, rng: &mut SmallRng) -> Option<Vec<u8>> {
     let size = cluster_size as usize;
-    let start = rng.random_range(0..image.len().div_ceil(size).max(1)) * size;
+    let count = image.len().div_ceil(size).max(1);
+    let start = if cluster == 0 && rng.random() { 0 } else { rng.random_range(0..count) * size };
     let mut bytes = image.get(start..(start + size).min(image.len()))?.to_vec();
     bytes.resize(size, 0);
     Some(bytes)

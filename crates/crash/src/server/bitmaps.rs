@@ -55,11 +55,6 @@ pub async fn add(host: &SimHost, image: &Path, rng: &mut SmallRng) -> Result<(),
     if report.is_clean() { Ok(()) } else { Err(shown(&findings.join("; "))) }
 }
 
-/// Whether an image has bitmaps.
-pub fn has_any(file: &Content) -> bool {
-    header_of(file).is_some_and(|header| header.bitmaps().is_some())
-}
-
 /// What QEMU would conclude from the bitmaps of an image, which tracked writes from the moment when the disk held
 /// `was`: the disk as it is, with what a bitmap says has changed as it was. `None` if QEMU would trust none.
 ///

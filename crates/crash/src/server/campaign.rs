@@ -6,7 +6,7 @@ use super::kind::Kind;
 use crate::host::Memories;
 use crate::outcome::{Failure, Settings, Totals, device, guarded, panicked};
 use crate::record::{Files, NEVER, Tick};
-use crate::recover::{Way, has_bit, header_of};
+use crate::recover::Way;
 use crate::state::{Fate, Replay, random_grain};
 use crate::trace;
 use isobath_disk::sabotage::Sabotage;
@@ -130,7 +130,8 @@ fn kills(
 fn has_no_journal(happened: &Happened, tick: Tick, files: &Files, memories: &Memories) -> bool {
     let scarce = happened.faults.space.is_some() || happened.host.fixed || !memories.any();
     let active = happened.chronicle.chain_at(tick).first();
-    scarce && active.is_some_and(|active| !has_bit(files, active, IncompatibleFeatures::JOURNAL))
+    let journal = IncompatibleFeatures::JOURNAL;
+    scarce && active.is_some_and(|active| !happened.begin.has_bit(files, active, journal))
 }
 
 /// Whether the memory of a server that was killed with the `latest` files can be distinguished from that of the
@@ -139,7 +140,7 @@ fn is_told_apart(happened: &Happened, tick: Tick, earlier: &Files, latest: &File
     let Some(active) = happened.chronicle.chain_at(tick).first() else { return false };
     let last = |files: &Files| {
         let content = file(files, active)?;
-        let journal = *header_of(content)?.journal()?;
+        let journal = *happened.begin.header(files, active)?.journal()?;
         let (at, length) = (journal.area_offset.get(), journal.area_length);
         let area = content.bytes(at..at + length);
         let last = Journal::scan(&area, &journal).ok()?.last();

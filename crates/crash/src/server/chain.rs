@@ -9,9 +9,10 @@ use crate::image::{IMAGE, Start};
 use crate::look::look;
 use crate::mode::Mode;
 use crate::record::Files;
-use crate::recover::leaks;
+use crate::recover::{header_of, leaks};
 use crate::value::{Sort, Value};
-use isobath_disk::{Disk, MetadataMode, NewDisk, OpenOptions, ZeroFlags, create};
+use isobath_disk::{Disk, ImageFormat, MetadataMode, NewDisk, OpenOptions, ZeroFlags, create};
+use isobath_qcow2::{Header, IncompatibleFeatures};
 use isobath_storage::IoBuf;
 use rand::RngExt;
 use rand::rngs::SmallRng;
@@ -38,6 +39,8 @@ pub struct Begin {
     pub start: Start,
     /// All images, from the base up; the last is the active one.
     pub images: Vec<Image>,
+    /// The raw image at the end of the chain, if there is one. A guest may copy a header into it.
+    pub raw: Option<PathBuf>,
     /// Bytes at the disk's start that always exist.
     pub busy: u64,
     /// Whether files are block devices.
@@ -47,6 +50,29 @@ pub struct Begin {
     /// In a few words.
     pub text: String,
 }
+
+impl Begin {
+    /// The header of an image that is not raw.
+    pub fn header(&self, files: &Files, image: &Path) -> Option<Header> {
+        if self.raw.as_deref() == Some(image) {
+            return None;
+        }
+        files.iter().find(|(name, _)| name == image).and_then(|(_, content)| header_of(content))
+    }
+
+    /// Whether an image that is not raw has this bit.
+    pub(super) fn has_bit(&self, files: &Files, image: &Path, bit: IncompatibleFeatures) -> bool {
+        self.header(files, image).is_some_and(|header| header.incompatible.contains(bit))
+    }
+
+    /// The format to open an image with, as a chain names it.
+    pub fn format(&self, image: &Path) -> Option<ImageFormat> {
+        (self.raw.as_deref() == Some(image)).then_some(ImageFormat::Raw)
+    }
+}
+
+/// The raw image below the others.
+const RAW: &str = "base.raw";
 
 /// The common properties of layers.
 struct Shape {
@@ -251,11 +277,11 @@ async fn make_chain(kind: Kind, mode: &Mode, rng: &mut SmallRng) -> Result<Begin
         let length = if rng.random() { size } else { rng.random_range(1..=size / 512) * 512 };
         let bytes = Value::Pattern(Sort::Plain, 1).bytes(0..length);
         let content = Content::from(&bytes[..]);
-        let name = PathBuf::from("base.raw");
+        let name = PathBuf::from(RAW);
         host.insert(&name, content.clone());
         let (content, needs) = (Arc::new(content), vec![name.clone()]);
         images.push(Image { name, content, needs, leaked: 0 });
-        (new.backing_file, new.backing_format) = (Some("base.raw".into()), Some("raw".into()));
+        (new.backing_file, new.backing_format) = (Some(RAW.into()), Some("raw".into()));
     }
     let few = if shape.below > 8 { 4 } else { 12 };
     let steps = |rng: &mut SmallRng, size: u64, cluster: u64| -> Vec<Step> {
@@ -332,7 +358,8 @@ async fn make_chain(kind: Kind, mode: &Mode, rng: &mut SmallRng) -> Result<Begin
     );
     let busy = if kind == Kind::Sizes { (size / 2).max(cluster).min(size) } else { size };
     let (fixed, bitmaps) = (shape.device.is_some(), shape.bitmaps);
-    Ok(Begin { start, images, busy, fixed, bitmaps, text })
+    let raw = shape.raw.then(|| RAW.into());
+    Ok(Begin { start, images, raw, busy, fixed, bitmaps, text })
 }
 
 /// Bytes past the end of a file in which it may have clusters.

@@ -12,13 +12,11 @@ use crate::image::{Kind as ImageKind, Start};
 use crate::look::look;
 use crate::mode::Mode;
 use crate::record::{Files, Tick};
-use crate::recover::{
-    Case, Passed, Way, examine, has_bit, header_of, recover, recover_wild, sound,
-};
+use crate::recover::{Case, Passed, Way, examine, recover, recover_wild, sound};
 use isobath_disk::{Disk, LiveDisk, OpenOptions, Repair};
 use isobath_jobs::pace::Pacing;
 use isobath_jobs::{CommitOptions, JobOptions, StreamOptions};
-use isobath_qcow2::IncompatibleFeatures;
+use isobath_qcow2::{Header, IncompatibleFeatures};
 use isobath_storage::StorageExt;
 use rand::rngs::SmallRng;
 use rand::{Rng, RngExt, SeedableRng};
@@ -84,7 +82,7 @@ pub fn judge(
     };
     let host = Conduct { access, ..happened.host.clone() };
     let killed = !matches!(state.death, Death::Power);
-    let header = file(&state.files, active).and_then(header_of);
+    let header = happened.begin.header(&state.files, active);
     let mut new = happened.begin.start.new.clone();
     if let Some(header) = &header {
         new.cluster_size = 1 << header.cluster_bits;
@@ -117,11 +115,11 @@ pub fn judge(
         return recover_wild(state.files.clone(), &case, rng.random());
     }
     run(below(happened, mode, state, &case, &mut rng))??;
-    run(jobs_again(mode, state, &case, &mut rng))??;
+    run(jobs_again(happened, mode, state, &case, &mut rng))??;
     if header.is_none() {
         // A raw image replaced the disk's.
         passed.push(Passed { way: Way::Open, qemu: false });
-        return run(look_at_raw(state, &case))?;
+        return run(look_at_raw(happened, state, &case))?;
     }
     let mut files = state.files.clone();
     if let Death::Killed(memories) = &state.death
@@ -163,6 +161,7 @@ pub(super) fn file<'a>(files: &'a Files, name: &Path) -> Option<&'a crate::conte
 }
 
 async fn read(
+    happened: &Happened,
     files: &Files,
     image: &Path,
     case: &Case<'_>,
@@ -172,13 +171,15 @@ async fn read(
     let shown = |what: &str, error: isobath_disk::DiskError| {
         format!("{} could not be {what}: {error}", image.display())
     };
-    let disk = Disk::open(host, image, &OpenOptions::default()).await;
+    let options = OpenOptions::new().format(happened.begin.format(image));
+    let disk = Disk::open(host, image, &options).await;
     let disk = disk.map_err(|error| shown("opened read-only", error))?;
     look(&disk, interest).await.map_err(|error| shown("read", error))
 }
 
-async fn look_at_raw(state: &Crashed, case: &Case<'_>) -> Result<(), String> {
-    let look = read(&state.files, &case.start.image, case, &case.oracle.interest()).await?;
+async fn look_at_raw(happened: &Happened, state: &Crashed, case: &Case<'_>) -> Result<(), String> {
+    let (image, interest) = (&case.start.image, case.oracle.interest());
+    let look = read(happened, &state.files, image, case, &interest).await?;
     case.oracle.check(&look)
 }
 
@@ -196,8 +197,9 @@ async fn below(
     let others = chain.get(1..).unwrap_or_default();
     if !others.is_empty() && rng.random_bool(0.5) {
         let image = &others[rng.random_range(0..others.len())];
-        let plain = file(&state.files, image).and_then(header_of).is_some();
-        if plain && !has_bit(&state.files, image, IncompatibleFeatures::DIRTY) && mode.consistent {
+        let header = happened.begin.header(&state.files, image);
+        let dirty = |header: &Header| header.incompatible.contains(IncompatibleFeatures::DIRTY);
+        if mode.consistent && header.is_some_and(|header| !dirty(&header)) {
             let (report, findings) = examine(&host, image, Repair::None).await?;
             sound(&format!("{}: after the crash", image.display()), &report, &findings)?;
         }
@@ -207,7 +209,7 @@ async fn below(
         let frozen = frozen[rng.random_range(0..frozen.len())];
         let oracle = happened.chronicle.oracle_of(frozen, &happened.log, state.tick);
         let interest = oracle.as_ref().map(Oracle::interest).unwrap_or_default();
-        let look = read(&state.files, &frozen.name, case, &interest).await?;
+        let look = read(happened, &state.files, &frozen.name, case, &interest).await?;
         let same = match (&oracle, &frozen.held) {
             (Some(oracle), _) => oracle.check(&look),
             (None, Held::Bytes(content)) => match look.content.first_difference(content) {
@@ -222,11 +224,12 @@ async fn below(
         let Some(content) = file(&state.files, &image.name) else { continue };
         // The layers below it are a different matter: writing to them changes its contents.
         let below = happened.chronicle.is_undermined(&image.name, &image.needs, state.tick);
-        if below || !bitmaps::has_any(content) {
+        let header = happened.begin.header(&state.files, &image.name);
+        if below || header.is_none_or(|header| header.bitmaps().is_none()) {
             continue;
         }
         let name = image.name.display();
-        let look = read(&state.files, &image.name, case, &[]).await?;
+        let look = read(happened, &state.files, &image.name, case, &[]).await?;
         let rest = bitmaps::unchanged(content, &look.content, &image.content)
             .map_err(|error| format!("{name}: {error}"))?;
         let end = look.content.len().min(image.content.len());
@@ -238,12 +241,14 @@ async fn below(
     if rng.random_bool(0.15) {
         // Repairs everything, and checks that it reads as before.
         for (image, _) in &state.files {
-            if file(&state.files, image).and_then(header_of).is_some() && chain.contains(image) {
+            let header = happened.begin.header(&state.files, image);
+            if header.is_some() && chain.contains(image) {
                 let (report, findings) = examine(&host, image, Repair::All).await?;
                 sound(&format!("{}: after check -r all", image.display()), &report, &findings)?;
             }
         }
-        let look = read(&host.files(), &case.start.image, case, &case.oracle.interest()).await?;
+        let (image, interest) = (&case.start.image, case.oracle.interest());
+        let look = read(happened, &host.files(), image, case, &interest).await?;
         case.oracle.check(&look).map_err(|error| format!("all images repaired, {error}"))?;
     }
     Ok(())
@@ -251,6 +256,7 @@ async fn below(
 
 /// Starts an interrupted job again, or another one, and checks that it completes.
 async fn jobs_again(
+    happened: &Happened,
     mode: &Mode,
     state: &Crashed,
     case: &Case<'_>,
@@ -261,7 +267,8 @@ async fn jobs_again(
     }
     let clock = SimClock::default();
     let host = SimHost::new(state.files.clone(), case.host.clone());
-    let options = mode.options(true, rng.random());
+    let format = happened.begin.format(&case.start.image);
+    let options = mode.options(true, rng.random()).format(format);
     let opened = Disk::open(host.clone(), &case.start.image, &options).await;
     let disk = opened.map_err(|error| format!("the disk was not opened: {error}"))?;
     let interest = case.oracle.interest();
@@ -324,5 +331,5 @@ async fn jobs_again(
     same(look(&*live, &interest).await.map_err(shown)?, "while it is open")?;
     live.close().await.map_err(|error| format!("after the crash, {what}: closing: {error}"))?;
     drop(live);
-    same(read(&host.files(), &case.start.image, case, &interest).await?, "closed")
+    same(read(happened, &host.files(), &case.start.image, case, &interest).await?, "closed")
 }
