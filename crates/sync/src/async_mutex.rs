@@ -39,16 +39,6 @@ impl<T> AsyncMutex<T> {
         self.held.set(());
         AsyncMutexGuard { mutex: self, _turn: turn }
     }
-
-    /// The value, to which nobody else has access.
-    pub fn get_mut(&mut self) -> &mut T {
-        self.value.get_mut()
-    }
-
-    /// The value.
-    pub fn into_inner(self) -> T {
-        self.value.into_inner()
-    }
 }
 
 impl<T: Default> Default for AsyncMutex<T> {
@@ -146,7 +136,7 @@ mod tests {
                 });
             }
         });
-        assert_eq!(counter.into_inner(), 4000);
+        assert_eq!(*wait(counter.lock()), 4000);
     }
 }
 

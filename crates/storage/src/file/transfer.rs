@@ -25,16 +25,35 @@ impl Target {
     }
 }
 
-/// Whether an operation that failed must be tried again.
-///
-/// `ECANCELED` that nobody asked for means that this process was killed: the kernel cancels what its workers had not
-/// begun. A server that answered would tell a guest of an error, after which it gives up its file system, where the
-/// next server would carry the request out. Trying again leaves it without an answer: no further system call returns.
-fn interrupted(local: Option<&Rc<Local>>, error: &io::Error) -> bool {
-    match error.raw_os_error() {
-        Some(libc::EINTR | libc::EAGAIN) => true,
-        Some(libc::ECANCELED) => local.is_some_and(|local| !local.has_ended()),
-        _ => false,
+/// The attempts at one operation.
+#[derive(Default)]
+struct Attempts {
+    cancelled: u32,
+}
+
+/// How often an operation is tried that ends with `ECANCELED`. A killed process does not come that far.
+const MOST_CANCELLED: u32 = 100;
+
+impl Attempts {
+    /// Whether an operation that failed must be tried again.
+    ///
+    /// `ECANCELED` that nobody asked for means that this process was killed: the kernel cancels what its workers had
+    /// not begun. A server that answered would tell a guest of an error, after which it gives up its file system,
+    /// where the next server would carry the request out. Trying again leaves it without an answer: no further system
+    /// call returns.
+    fn again(&mut self, local: Option<&Rc<Local>>, error: &io::Error) -> bool {
+        self.may_repeat(local.is_some_and(|local| !local.has_ended()), error)
+    }
+
+    fn may_repeat(&mut self, runs: bool, error: &io::Error) -> bool {
+        match error.raw_os_error() {
+            Some(libc::EINTR | libc::EAGAIN) => true,
+            Some(libc::ECANCELED) => {
+                self.cancelled += 1;
+                runs && self.cancelled < MOST_CANCELLED
+            }
+            _ => false,
+        }
     }
 }
 
@@ -47,7 +66,7 @@ pub(super) async fn read(
     mut done: usize,
     align: u64,
 ) -> (io::Result<usize>, IoBuf) {
-    let local = isobath_ring::current();
+    let (local, mut attempts) = (isobath_ring::current(), Attempts::default());
     while done < buf.len() {
         let at = offset + done as u64;
         let result = if let Some(local) = &local {
@@ -65,7 +84,7 @@ pub(super) async fn read(
                     break;
                 }
             }
-            Err(error) if interrupted(local.as_ref(), &error) => {}
+            Err(error) if attempts.again(local.as_ref(), &error) => {}
             Err(error) => return (Err(error), buf),
         }
     }
@@ -74,7 +93,7 @@ pub(super) async fn read(
 
 /// Writes the whole buffer.
 pub(super) async fn write(target: &Target, offset: u64, mut buf: IoBuf) -> (io::Result<()>, IoBuf) {
-    let local = isobath_ring::current();
+    let (local, mut attempts) = (isobath_ring::current(), Attempts::default());
     let mut done = 0;
     while done < buf.len() {
         let at = offset + done as u64;
@@ -89,7 +108,7 @@ pub(super) async fn write(target: &Target, offset: u64, mut buf: IoBuf) -> (io::
         match result {
             Ok(0) => return (Err(io::ErrorKind::WriteZero.into()), buf),
             Ok(count) => done += count,
-            Err(error) if interrupted(local.as_ref(), &error) => {}
+            Err(error) if attempts.again(local.as_ref(), &error) => {}
             Err(error) => return (Err(error), buf),
         }
     }
@@ -102,7 +121,7 @@ pub(super) async fn write_vectored(
     offset: u64,
     bufs: Vec<IoBuf>,
 ) -> (io::Result<()>, Vec<IoBuf>) {
-    let local = isobath_ring::current();
+    let (local, mut attempts) = (isobath_ring::current(), Attempts::default());
     let mut vectored = match &local {
         Some(local) => local.vectored(bufs),
         None => isobath_ring::Vectored::boxed(bufs),
@@ -125,7 +144,7 @@ pub(super) async fn write_vectored(
         match result {
             Ok(0) => break Err(io::ErrorKind::WriteZero.into()),
             Ok(count) => done += count,
-            Err(error) if interrupted(local.as_ref(), &error) => {}
+            Err(error) if attempts.again(local.as_ref(), &error) => {}
             Err(error) => break Err(error),
         }
     };
@@ -143,7 +162,7 @@ pub(super) async fn fallocate(
     offset: u64,
     length: u64,
 ) -> io::Result<()> {
-    let local = isobath_ring::current();
+    let (local, mut attempts) = (isobath_ring::current(), Attempts::default());
     loop {
         let result = match &local {
             Some(local) => {
@@ -152,7 +171,7 @@ pub(super) async fn fallocate(
             None => sys::fallocate(&target.file, mode, offset, length),
         };
         match result {
-            Err(error) if interrupted(local.as_ref(), &error) => {}
+            Err(error) if attempts.again(local.as_ref(), &error) => {}
             result => return result,
         }
     }
@@ -160,15 +179,31 @@ pub(super) async fn fallocate(
 
 /// `fdatasync(2)`.
 pub(super) async fn fdatasync(file: &Arc<OwnedFd>) -> io::Result<()> {
-    let local = isobath_ring::current();
+    let (local, mut attempts) = (isobath_ring::current(), Attempts::default());
     loop {
         let result = match &local {
             Some(local) => ops::fdatasync(local, file).await,
             None => sys::fdatasync(file),
         };
         match result {
-            Err(error) if interrupted(local.as_ref(), &error) => {}
+            Err(error) if attempts.again(local.as_ref(), &error) => {}
             result => return result,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_always_cancelled_fails_in_the_end() {
+        let error = io::Error::from_raw_os_error;
+        let mut attempts = Attempts::default();
+        assert!(attempts.may_repeat(false, &error(libc::EINTR)));
+        assert!(!attempts.may_repeat(true, &error(libc::EIO)));
+        assert!(!attempts.may_repeat(false, &error(libc::ECANCELED)), "the runtime has ended");
+        let tries = (0..1000).take_while(|_| attempts.may_repeat(true, &error(libc::ECANCELED)));
+        assert!((50..200).contains(&tries.count()));
     }
 }
