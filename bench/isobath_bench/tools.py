@@ -1,10 +1,13 @@
 """Programs the benchmarks run, and where their files lie."""
 
+import contextlib
+import fcntl
 import os
 import resource
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -55,6 +58,21 @@ def run(*command, **options):
         said = (done.stdout + done.stderr).strip()[-2000:]
         raise Failed(f"{' '.join(map(str, command))} failed with {done.returncode}:\n{said}")
     return done.stdout
+
+
+@contextlib.contextmanager
+def in_memory(name):
+    """A directory in memory where there is room for that, `isobath-NAME-...`; gone afterwards. While it is locked,
+    scripts/sweep leaves it alone."""
+    memory = Path("/dev/shm")
+    directory = Path(tempfile.mkdtemp(prefix=f"isobath-{name}-", dir=memory if memory.is_dir() else WORK))
+    lock = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        yield directory
+    finally:
+        shutil.rmtree(directory)
+        os.close(lock)
 
 
 def timed(*command):

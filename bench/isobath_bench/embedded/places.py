@@ -1,9 +1,6 @@
 """Where images lie: on a simulated disk, or on a file system of their own."""
 
 import contextlib
-import shutil
-import tempfile
-from pathlib import Path
 
 from .. import tools
 from ..flush import mounts
@@ -37,9 +34,5 @@ def place(name):
         with mounts.mounted(name, filled=True) as system:
             yield Place(name, system.directory)
         return
-    memory = Path("/dev/shm")
-    directory = Path(tempfile.mkdtemp(prefix="isobath-bench-", dir=memory if memory.is_dir() else tools.WORK))
-    try:
+    with tools.in_memory("bench") as directory:
         yield Place(name, directory, SIMULATED[name])
-    finally:
-        shutil.rmtree(directory)

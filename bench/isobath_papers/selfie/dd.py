@@ -2,10 +2,7 @@
 
 import contextlib
 import random
-import shutil
-import tempfile
 import time
-from pathlib import Path
 
 from isobath_bench import tools
 
@@ -63,17 +60,12 @@ class Setting:
 @contextlib.contextmanager
 def setting(profile):
     size = profile.of(8, 256) << 20
-    directory = Path(
-        tempfile.mkdtemp(prefix="isobath-papers-dd-", dir="/dev/shm" if Path("/dev/shm").is_dir() else tools.WORK)
-    )
-    try:
+    with tools.in_memory("papers-dd") as directory:
         sources = {part: directory / f"{part}" for part in PARTS}
         for part, path in sources.items():
             make(path, size, part)
         with common.place("hdd") as place:
             yield Setting(place, sources, size)
-    finally:
-        shutil.rmtree(directory)
 
 
 def copy(source, directory, *options):

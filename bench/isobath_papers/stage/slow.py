@@ -5,8 +5,6 @@ that file.
 """
 
 import contextlib
-import shutil
-import tempfile
 from pathlib import Path
 
 from isobath_bench import tools
@@ -63,13 +61,9 @@ def served_raw(image, kind):
 def device(kind, size, make=disks.MAKE):
     """A slow disk of some bytes with an empty file system on it, an ext4 unless `make` makes another; gone
     afterwards."""
-    memory = Path("/dev/shm")
-    directory = Path(tempfile.mkdtemp(prefix="isobath-papers-", dir=memory if memory.is_dir() else tools.WORK))
-    image = directory / "disk.raw"
-    try:
+    with tools.in_memory("papers") as directory:
+        image = directory / "disk.raw"
         tools.run("truncate", f"--size={size}", image)
         tools.run(*make, image)
         with served_raw(image, kind) as server, mounts.attached(server.socket, direct=True) as (loop, mount):
             yield Device(kind, make[0].removeprefix("mkfs."), mount, loop, server)
-    finally:
-        shutil.rmtree(directory)

@@ -35,6 +35,7 @@ mod refused_as_by_qemu;
 mod serve_clients;
 mod serve_ends;
 mod serving;
+mod sweep;
 mod unheard;
 #[path = "../../../export/tests/common/vhost_raw.rs"]
 mod vhost_raw;

@@ -11,19 +11,23 @@ const SIZE: u64 = 320 << 20;
 /// A mounted file system, until it is dropped.
 pub(crate) struct Mounted {
     directory: TempDir,
+    /// The directory, locked: `scripts/sweep` removes others.
+    _lock: File,
 }
 
 impl Mounted {
     /// Makes a file system by `program`, of the package that messages name, and mounts it.
     pub(crate) fn new(program: &str, package: &str, arguments: &[&str]) -> Self {
         let directory = TempDir::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let lock = File::open(directory.path()).unwrap();
+        lock.lock_shared().unwrap();
         let image = directory.path().join("image");
         File::create(&image).unwrap().set_len(SIZE).unwrap();
         run(program, package, Command::new(program).args(arguments).arg(&image));
         let point = directory.path().join("mounted");
         std::fs::create_dir(&point).unwrap();
         run("mount", "mount", Command::new("mount").args(["-o", "loop"]).args([&image, &point]));
-        Self { directory }
+        Self { directory, _lock: lock }
     }
 
     pub(crate) fn path(&self) -> PathBuf {
