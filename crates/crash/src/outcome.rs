@@ -81,13 +81,21 @@ pub struct Failure {
 impl Failure {
     /// A full report, with the command to repeat it.
     pub fn report(&self, settings: &Settings) -> String {
-        let mut text = format!("FAILED: {}\n{}\n", self.what, self.story.join("\n"));
-        let mode = settings.mode.name();
-        let _ = write!(
-            text,
-            "to repeat: cargo run --release -p isobath-crash --bin isobath-crash -- --mode {mode} --repeat {:#x}",
-            self.seed
-        );
+        format!(
+            "FAILED: {}\n{}\nto repeat: cargo run --release -p isobath-crash --bin isobath-crash -- {}",
+            self.what,
+            self.story.join("\n"),
+            self.repeat(settings)
+        )
+    }
+
+    /// The arguments that repeat it.
+    pub fn repeat(&self, settings: &Settings) -> String {
+        let mut text = format!("--repeat {:#x}", self.seed);
+        // Commands take no mode.
+        if !settings.offline {
+            text.insert_str(0, &format!("--mode {} ", settings.mode.name()));
+        }
         if let Some(bits) = self.bits {
             let _ = write!(text, " --exhaustive --bits {bits}");
         }
