@@ -24,8 +24,11 @@ nextest := 0.9.148
 export PATH := $(PATH):$(HOME)/.cargo/bin
 TOOLS := target/tools/bin/cargo-deny target/tools/bin/cargo-nextest
 
-.PHONY: setup build style test tested interleavings miri tsan demo soak kills crash crash-small crash-files \
-	coverage damage defects histories index-cases fuzz bench papers papers-quick clean
+# Each run of these adds a line of what it did to this file.
+CAMPAIGNS := soak kills crash crash-small crash-files damage defects histories index-cases fuzz interleavings miri tsan
+$(CAMPAIGNS): export ISOBATH_EVIDENCE := $(CURDIR)/docs/results/campaigns.jsonl
+
+.PHONY: setup build style test tested demo $(CAMPAIGNS) evidence coverage bench papers papers-quick clean
 
 setup:
 	@scripts/setup
@@ -74,12 +77,17 @@ crash-small: setup
 
 # How soon the crash simulator finds each seeded defect: the states that it takes on average, with ROUNDS seeds.
 defects: setup
-	ISOBATH_DEFECT_ROUNDS=$(ROUNDS) cargo test --locked -p isobath-crash --test it -- --nocapture sabotage::defects_are
+	ISOBATH_DEFECT_ROUNDS=$(ROUNDS) scripts/evidence run defects seeds='$(ROUNDS) of each' -- \
+		cargo test --locked -p isobath-crash --test it -- --nocapture sabotage::defects_are
 
 # Crashes of a server on real files: CRASH_FILES_STATES states of each workload in every mode.
 crash-files: setup
 	cargo run --locked --release -p isobath-crash --bin isobath-crash-files \
 		-- --states $(CRASH_FILES_STATES) --seed $(CRASH_SEED)
+
+# docs/campaigns.md, from the lines of all campaigns' runs. Its rows say whether the sources have changed since.
+evidence:
+	scripts/evidence
 
 # The engine's lines that the simulator's histories run, per module.
 coverage: setup
@@ -97,7 +105,8 @@ histories: setup
 
 # Every operation of QEMU on every layer of indexed chains of every sort; half of them are in `make test`.
 index-cases: setup
-	ISOBATH_EVERY_CASE=1 cargo test --locked -p isobath-cli --test it index_survives_qemu
+	ISOBATH_EVERY_CASE=1 scripts/evidence run index-cases -- \
+		cargo test --locked -p isobath-cli --test it index_survives_qemu -- --nocapture
 
 # Each fuzz target, for FUZZ_SECONDS. Continues from the corpus of earlier runs; `scripts/fuzz --totals` shows their
 # totals.
@@ -107,7 +116,8 @@ fuzz:
 # What threads share, in every order of small cases, within each case's bound of preemptions. With
 # ISOBATH_PREEMPTIONS=all without a bound, which only the smallest end with.
 interleavings: setup $(TOOLS)
-	@scripts/gate interleavings
+	@scripts/evidence run interleavings kind='$(addprefix preemptions: ,$(ISOBATH_PREEMPTIONS))' -- \
+		scripts/gate interleavings
 
 # The tests of unsafe code that needs no kernel, and of what runs on it, as miri interprets them.
 miri:

@@ -11,7 +11,9 @@ use isobath_crash::progress::Progress;
 use isobath_crash::server;
 use isobath_crash::server::campaign::run_server;
 use isobath_disk::sabotage::Sabotage;
+use isobath_testkit::evidence::{Evidence, Run};
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Mutex;
@@ -22,6 +24,51 @@ use std::{fs, io};
 
 /// A history that takes longer may never end: a task that never waits is not noticed in it.
 const LONG: Duration = Duration::from_mins(2);
+/// Of small histories, the number of changes of which all subsets are tried.
+const BITS: u32 = 12;
+
+/// How a campaign in one mode has ended.
+struct Ended {
+    totals: Totals,
+    /// Numbers of the histories that were begun.
+    histories: Range<u64>,
+    /// The first failure.
+    failure: Option<Box<Failure>>,
+    seconds: f64,
+    threads: usize,
+}
+
+impl Ended {
+    /// Records what this run did.
+    fn record(
+        &self,
+        evidence: &Evidence,
+        arguments: &Arguments,
+        settings: &Settings,
+    ) -> io::Result<()> {
+        let Range { start, end } = self.histories;
+        let histories = format!("histories {start} to {}", end.saturating_sub(1));
+        let failure = self.failure.as_ref().map(|failure| {
+            let what = failure.what.lines().next().unwrap_or_default();
+            format!("{}: {what}", failure.repeat(settings))
+        });
+        evidence.add(&Run {
+            campaign: if arguments.exhaustive { "crash-small" } else { "crash" },
+            kind: &arguments.restriction(),
+            mode: if arguments.offline { "" } else { settings.mode.name() },
+            count: self.totals.states,
+            also: &[("histories", self.totals.histories), ("judged by QEMU", self.totals.qemu)],
+            seeds: if arguments.exhaustive {
+                histories
+            } else {
+                format!("{}, {histories}", arguments.seed)
+            },
+            failure,
+            seconds: self.seconds,
+            threads: Some(self.threads),
+        })
+    }
+}
 
 /// Runs histories on simulated disks, crashes them, and checks their recovery.
 #[derive(Parser)]
@@ -54,7 +101,7 @@ struct Arguments {
     #[arg(long)]
     exhaustive: bool,
     /// The number of changes of which all subsets are tried.
-    #[arg(long, default_value_t = 12, value_parser = clap::value_parser!(u32).range(0..=20))]
+    #[arg(long, default_value_t = BITS, value_parser = clap::value_parser!(u32).range(0..=20))]
     bits: u32,
     /// Runs one history again, by its own seed (a small one: by its number).
     #[arg(long, value_parser = number)]
@@ -87,6 +134,25 @@ impl Arguments {
             (_, true) => "offline",
             _ => "disk",
         }
+    }
+
+    /// Where the campaign's results are recorded, if they are. What is to fail, or is one history, is no campaign.
+    fn evidence(&self) -> io::Result<Option<Evidence>> {
+        let recorded = self.repeat.is_none() && self.sabotage.is_none() && self.defect.is_none();
+        if recorded { Evidence::begin() } else { Ok(None) }
+    }
+
+    /// What the histories are restricted to.
+    fn restriction(&self) -> String {
+        let mut text = String::from(self.histories());
+        for (name, value) in [
+            ("kind", self.kind.clone()),
+            ("moments", self.moments.map(|count| count.to_string())),
+            ("bits", Some(self.bits.to_string()).filter(|_| self.exhaustive && self.bits != BITS)),
+        ] {
+            text.extend(value.map(|value| format!(", {name} {value}")));
+        }
+        if self.faultless { text + ", faultless" } else { text }
     }
 
     /// The file that says how far a campaign has come.
@@ -139,6 +205,13 @@ fn main() -> ExitCode {
         }
         Some((_, defect)) => defect,
     };
+    let evidence = match arguments.evidence() {
+        Ok(evidence) => evidence,
+        Err(error) => {
+            eprintln!("results cannot be recorded: {error}");
+            return ExitCode::from(2);
+        }
+    };
     let mut failed = false;
     for mode in modes {
         if kind.is_some_and(|kind| kind.version() < mode.version) {
@@ -163,11 +236,28 @@ fn main() -> ExitCode {
                 return ExitCode::from(2);
             }
         };
-        match campaign(&arguments, &settings, served, progress) {
-            Ok(reported) => failed |= reported > 0,
-            Err(failure) => {
+        if let Some(seed) = arguments.repeat {
+            match one(&arguments, &settings, served, seed) {
+                Ok(totals) => println!("{}: {} states passed", mode.name(), totals.states),
+                Err(failure) => {
+                    println!("{}", failure.report(&settings));
+                    return ExitCode::FAILURE;
+                }
+            }
+            continue;
+        }
+        let Some(ended) = campaign(&arguments, &settings, served, progress) else { continue };
+        if let Some(evidence) = &evidence
+            && let Err(error) = ended.record(evidence, &arguments, &settings)
+        {
+            eprintln!("results are not recorded: {error}");
+            return ExitCode::from(2);
+        }
+        if let Some(failure) = ended.failure {
+            failed = true;
+            if !arguments.keep_going {
                 println!("{}", failure.report(&settings));
-                return ExitCode::FAILURE;
+                break;
             }
         }
     }
@@ -193,32 +283,24 @@ fn one(
     run_history(settings, seed)
 }
 
-/// Runs histories. Returns how many failed and were reported at once.
+/// Runs histories, unless there were enough. Failures are reported at once if it goes on after them.
 fn campaign(
     arguments: &Arguments,
     settings: &Settings,
     kind: Option<server::kind::Kind>,
     progress: Progress,
-) -> Result<u64, Box<Failure>> {
-    if let Some(seed) = arguments.repeat {
-        let totals = one(arguments, settings, kind, seed)?;
-        println!("{}: {} states passed", settings.mode.name(), totals.states);
-        return Ok(0);
-    }
-    let reported = AtomicU64::new(0);
+) -> Option<Ended> {
+    let failures = AtomicU64::new(0);
     let threads =
         arguments.threads.unwrap_or_else(|| thread::available_parallelism().map_or(1, usize::from));
-    let (next, stop) = (AtomicU64::new(progress.first()), AtomicBool::new(false));
+    let (first, earlier) = (progress.first(), progress.states());
+    let (next, stop) = (AtomicU64::new(first), AtomicBool::new(false));
     let (histories, name) = (arguments.histories(), settings.mode.name());
-    let earlier = progress.states();
     if earlier > 0 {
-        println!(
-            "{name}, {histories}: goes on after {earlier} states of {} histories",
-            progress.first()
-        );
+        println!("{name}, {histories}: goes on after {earlier} states of {first} histories");
     }
     if earlier >= arguments.states && !arguments.exhaustive {
-        return Ok(0);
+        return None;
     }
     let progress = Mutex::new(progress);
     let advance = |number: u64, states: u64| {
@@ -268,14 +350,16 @@ fn campaign(
                                 stop.store(true, Ordering::Relaxed);
                             }
                         }
-                        Err(found) if arguments.keep_going => {
-                            println!("{}\n", found.report(settings));
-                            reported.fetch_add(1, Ordering::Relaxed);
-                            advance(number, 0);
-                        }
                         Err(found) => {
-                            stop.store(true, Ordering::Relaxed);
-                            lock(&totals, &Totals { states: found.passed, ..Totals::default() });
+                            if arguments.keep_going {
+                                println!("{}\n", found.report(settings));
+                                advance(number, 0);
+                            } else {
+                                stop.store(true, Ordering::Relaxed);
+                                let passed = Totals { states: found.passed, ..Totals::default() };
+                                lock(&totals, &passed);
+                            }
+                            failures.fetch_add(1, Ordering::Relaxed);
                             let mut failure =
                                 failure.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
                             failure.get_or_insert(found);
@@ -317,9 +401,10 @@ fn campaign(
     keep();
     let totals = totals.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
     let seconds = begun.elapsed().as_secs_f64();
-    let reported = reported.into_inner();
-    let failed =
-        if reported > 0 { format!(", {reported} histories FAILED") } else { String::new() };
+    let failed = match failures.into_inner() {
+        0 => String::new(),
+        failures => format!(", {failures} histories FAILED"),
+    };
     println!(
         "{name}, {histories}: {} states of {} histories passed in {seconds:.0} s ({:.0} a second), {} judged by \
          QEMU{failed}",
@@ -329,6 +414,12 @@ fn campaign(
         totals.qemu
     );
     print!("{}", totals.table());
-    let failure = failure.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
-    failure.map_or(Ok(reported), Err)
+    let end = next.into_inner();
+    Some(Ended {
+        totals,
+        histories: first..if arguments.exhaustive { end.min(COUNT) } else { end },
+        failure: failure.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner),
+        seconds,
+        threads,
+    })
 }

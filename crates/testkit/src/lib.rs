@@ -11,16 +11,17 @@
 //! * [`guest`] boots a Linux kernel on a disk and runs a script there, [`fs`] makes and checks the
 //!   file systems for it, [`scenario`] is a guest's root disk on a long chain.
 //! * [`fuse`] knows the errors of a FUSE server's end.
-//! * [`seed`] makes random tests repeatable.
+//! * [`seed`] makes random tests repeatable, [`evidence`] records what a campaign of them did.
 //!
 //! The environment: `ISOBATH_SEED` repeats a random test, `ISOBATH_QEMU_DIR` chooses another QEMU
 //! (`scripts/qemu10` unpacks one), `ISOBATH_GUEST_DIR` another kernel than `target/guest`,
-//! `ISOBATH_GUEST_ACCEL` another accelerator than `tcg`.
+//! `ISOBATH_GUEST_ACCEL` another accelerator than `tcg`; `ISOBATH_EVIDENCE` names the file of campaigns' results.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by a panic")]
 
 pub mod chain;
 pub mod daemon;
+pub mod evidence;
 pub mod fs;
 pub mod fuse;
 pub mod guest;

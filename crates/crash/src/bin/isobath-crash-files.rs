@@ -4,6 +4,7 @@ use clap::Parser;
 use isobath_crash::files::campaign::{Settings, Totals, run};
 use isobath_crash::files::workload::Workload;
 use isobath_disk::MetadataMode;
+use isobath_testkit::evidence::{Evidence, Run};
 use std::process::ExitCode;
 use std::thread;
 use std::time::Instant;
@@ -51,23 +52,58 @@ fn main() -> ExitCode {
     }
     let threads =
         arguments.threads.unwrap_or_else(|| thread::available_parallelism().map_or(1, usize::from));
+    // A run with sabotage is to fail.
+    let evidence = if arguments.sabotage { Ok(None) } else { Evidence::begin() };
+    let evidence = match evidence {
+        Ok(evidence) => evidence,
+        Err(error) => {
+            eprintln!("results cannot be recorded: {error}");
+            return ExitCode::from(2);
+        }
+    };
     for &workload in &workloads {
         for &mode in &modes {
             let begun = Instant::now();
             let mut totals = Totals::default();
             let mut seed = arguments.seed;
-            while totals.states < arguments.states as u64 {
+            let mut failure = None;
+            while failure.is_none() && totals.states < arguments.states as u64 {
                 let left = arguments.states - totals.states as usize;
                 let states = arguments.each.clamp(1, left);
                 let sabotage = arguments.sabotage;
                 match run(&Settings { workload, mode, states, seed, threads, sabotage }) {
                     Ok(more) => totals.add(&more),
-                    Err(found) => {
-                        println!("{found}");
-                        return ExitCode::FAILURE;
-                    }
+                    Err(found) => failure = Some(found),
                 }
                 seed += 1;
+            }
+            if let Some(evidence) = &evidence {
+                let run = Run {
+                    campaign: "crash-files",
+                    kind: workload.name(),
+                    mode: mode.name(),
+                    count: totals.states,
+                    also: &[
+                        ("different", totals.different.len() as u64),
+                        ("refused by QEMU before recovery", totals.refused),
+                        ("leaking before recovery", totals.leaking),
+                        ("lost data", totals.losses.data),
+                        ("lost metadata", totals.losses.metadata),
+                        ("lost the journal", totals.losses.journal),
+                    ],
+                    seeds: format!("{} to {}", arguments.seed, seed - 1),
+                    failure: failure.clone(),
+                    seconds: begun.elapsed().as_secs_f64(),
+                    threads: Some(threads),
+                };
+                if let Err(error) = evidence.add(&run) {
+                    eprintln!("results are not recorded: {error}");
+                    return ExitCode::from(2);
+                }
+            }
+            if let Some(found) = failure {
+                println!("{found}");
+                return ExitCode::FAILURE;
             }
             println!(
                 "{} {}: {} states passed, {} of them different; before recovery {} refused by QEMU, \

@@ -20,6 +20,7 @@ mod kinds;
 mod pool;
 mod sides;
 
+use isobath_testkit::evidence::{Evidence, Run};
 use isobath_testkit::seed::Seed;
 use judge::{Verdict, judge};
 use kinds::Kind;
@@ -67,12 +68,15 @@ struct Totals {
     kinds: BTreeMap<Kind, (u64, Vec<String>)>,
     failures: Vec<String>,
     judged: u64,
+    /// Images without a failure.
+    passed: u64,
 }
 
 impl Totals {
     fn add(&mut self, verdict: Verdict) {
         self.judged += 1;
         let Verdict { what, accepted, violations } = verdict;
+        self.passed += u64::from(violations.is_empty());
         for (kind, why) in accepted {
             let (count, examples) = self.kinds.entry(kind).or_default();
             *count += 1;
@@ -101,6 +105,7 @@ fn damaged_images_are_judged_as_qemu_judges_them() {
     let campaign = images.is_some();
     let images: u64 = images.map_or(SLICE, |text| text.parse().unwrap());
     let only = env::var("ISOBATH_DAMAGE_ONLY").ok().map(|text| text.parse::<u64>().unwrap());
+    let evidence = if campaign && only.is_none() { Evidence::begin().unwrap() } else { None };
     let directory = tempfile::tempdir().unwrap();
     let pool = pool::make(&mut seed.rng(), directory.path());
     let progress = Progress::of(seed.value(), campaign);
@@ -158,6 +163,21 @@ fn damaged_images_are_judged_as_qemu_judges_them() {
         }
     }
     let peak = memory_peak();
+    if let Some(evidence) = evidence.filter(|_| first < end) {
+        let accepted = totals.kinds.values().map(|(count, _)| count).sum();
+        let hog = (peak >= MOST_MEMORY).then(|| format!("{peak} KiB of memory"));
+        evidence
+            .add(&Run {
+                campaign: "damage",
+                count: totals.passed,
+                also: &[("accepted disagreements", accepted)],
+                seeds: format!("{:#x}, images {first} to {}", seed.value(), end - 1),
+                failure: totals.failures.first().map(|text| text.replace('\n', "; ")).or(hog),
+                seconds: begin.elapsed().as_secs_f64(),
+                ..Run::default()
+            })
+            .unwrap();
+    }
     println!(
         "{} images of seed {:#x} in {:.0} s, at most {} MiB of memory",
         totals.judged,

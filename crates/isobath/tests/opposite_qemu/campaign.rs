@@ -1,6 +1,7 @@
 //! Which seeds are tried, and what came of them.
 
 use crate::replay::Totals;
+use isobath_testkit::evidence::{Evidence, Run};
 use isobath_testkit::seed::Seed;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
@@ -40,8 +41,10 @@ pub(crate) struct Campaign {
     progress: Mutex<Progress>,
     file: Option<PathBuf>,
     begun: Instant,
-    seconds_before: f64,
-    operations_before: u64,
+    /// What earlier runs had done.
+    before: State,
+    /// Where this run is recorded, if it is limited by time or operations, as `make soak` is.
+    evidence: Option<Evidence>,
     histories: u64,
     limit: Duration,
     operations: u64,
@@ -64,17 +67,18 @@ impl Campaign {
             State { first, next: first, ..State::default() }
         };
         let (now, again) = (Instant::now(), state.open.iter().copied().collect());
-        let (seconds_before, done) = (state.seconds, state.totals.operations());
+        let before = state.clone();
         let seconds = number("ISOBATH_DIFF_SECONDS");
         let operations = number("ISOBATH_DIFF_OPERATIONS");
         let limited = seconds.is_some() || operations.is_some();
         let otherwise = if limited { u64::MAX } else { SLICE };
+        let evidence = if limited { Evidence::begin().unwrap() } else { None };
         Self {
             progress: Mutex::new(Progress { state, again, begun: 0, told: now, failure: None }),
             file,
             begun: now,
-            seconds_before,
-            operations_before: done,
+            before,
+            evidence,
             histories: number("ISOBATH_DIFF_HISTORIES").unwrap_or(otherwise),
             limit: seconds.map_or(Duration::MAX, Duration::from_secs),
             operations: operations.unwrap_or(u64::MAX),
@@ -132,7 +136,7 @@ impl Campaign {
 
     fn tell(&self, state: &mut State) {
         let seconds = self.begun.elapsed().as_secs_f64();
-        state.seconds = self.seconds_before + seconds;
+        state.seconds = self.before.seconds + seconds;
         let done = &state.totals;
         println!(
             "{} operations ({} by isobath, {} by qemu, {} jobs) in {} sessions on {} layers of {} \
@@ -148,7 +152,7 @@ impl Campaign {
             done.bytes_compared >> 20,
             state.first,
             state.next,
-            (done.operations() - self.operations_before) as f64 / seconds,
+            (done.operations() - self.before.totals.operations()) as f64 / seconds,
             state.seconds
         );
         if let Some(file) = &self.file {
@@ -158,10 +162,39 @@ impl Campaign {
         }
     }
 
+    /// Records what this run did.
+    fn record(&self, evidence: &Evidence, progress: &Progress) {
+        let (done, before) = (&progress.state.totals, &self.before.totals);
+        let (next, last) = (self.before.next, progress.state.next.wrapping_sub(1));
+        // It ends with the command to repeat it.
+        let failure = progress.failure.as_ref().map(|text| {
+            let what: Vec<&str> = text.lines().take(2).collect();
+            format!("{}: {}", text.lines().last().unwrap_or_default(), what.join(" "))
+        });
+        evidence
+            .add(&Run {
+                campaign: "soak",
+                count: done.operations() - before.operations(),
+                also: &[
+                    ("histories", done.histories - before.histories),
+                    ("jobs", done.jobs - before.jobs),
+                    ("MiB compared", (done.bytes_compared - before.bytes_compared) >> 20),
+                ],
+                seeds: format!("{next:#x} to {last:#x}"),
+                failure,
+                seconds: self.begun.elapsed().as_secs_f64(),
+                ..Run::default()
+            })
+            .unwrap();
+    }
+
     /// Tells what was done; fails the test where something failed.
     pub(crate) fn end(&self) {
         let mut progress = self.lock();
         self.tell(&mut progress.state);
+        if let Some(evidence) = &self.evidence {
+            self.record(evidence, &progress);
+        }
         if let Some(text) = progress.failure.take() {
             panic!("{text}");
         }

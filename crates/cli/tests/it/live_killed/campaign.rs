@@ -1,11 +1,13 @@
 //! How many kills, from which seeds, and what came of them.
 
+use isobath_testkit::evidence::{Evidence, Run};
 use isobath_testkit::seed::Seed;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::env;
 use std::fs;
 use std::path::PathBuf;
+use std::thread;
 use std::time::Instant;
 
 /// What was done, with which a later run goes on where a file is named for it.
@@ -19,14 +21,21 @@ pub(super) struct Campaign {
     goal: u64,
     file: Option<PathBuf>,
     begun: Instant,
+    /// Kills of earlier runs.
     before: u64,
+    /// The first seed of this run.
+    first_now: u64,
+    /// Where this run is recorded, if the number of kills was given, as `make kills` does.
+    evidence: Option<Evidence>,
 }
 
 impl Campaign {
     /// `ISOBATH_KILLS` says how many kills, `ISOBATH_KILLS_STATE` names the file; `ISOBATH_SEED` begins
     /// anew.
     pub(super) fn start(otherwise: u64) -> Self {
-        let goal = env::var("ISOBATH_KILLS").map_or(otherwise, |text| text.parse().unwrap());
+        let wanted = env::var("ISOBATH_KILLS").ok();
+        let evidence = if wanted.is_some() { Evidence::begin().unwrap() } else { None };
+        let goal = wanted.map_or(otherwise, |text| text.parse().unwrap());
         let given = env::var_os("ISOBATH_SEED").is_some();
         let file = env::var_os("ISOBATH_KILLS_STATE").map(PathBuf::from).filter(|_| !given);
         let kept = file.as_ref().and_then(|file| fs::read(file).ok());
@@ -36,9 +45,10 @@ impl Campaign {
         let by = kept["by"].as_object().into_iter().flatten();
         let by = by.map(|(name, count)| (name.clone(), count.as_u64().unwrap())).collect();
         let kills = number("kills").unwrap_or(0);
+        let next = number("next").unwrap_or(first);
         Self {
             kills,
-            next: number("next").unwrap_or(first),
+            next,
             first,
             seconds: kept["seconds"].as_f64().unwrap_or(0.0),
             by,
@@ -46,6 +56,8 @@ impl Campaign {
             file,
             begun: Instant::now(),
             before: kills,
+            first_now: next,
+            evidence,
         }
     }
 
@@ -77,6 +89,32 @@ impl Campaign {
             let new = file.with_extension("new");
             fs::write(&new, serde_json::to_vec_pretty(&state).unwrap()).unwrap();
             fs::rename(new, file).unwrap();
+        }
+    }
+}
+
+impl Drop for Campaign {
+    /// Records what this run did, also if a kill lost something and the test panics.
+    fn drop(&mut self) {
+        let failed = thread::panicking();
+        let Some(evidence) = self.evidence.as_ref() else { return };
+        if self.next == self.first_now && !failed {
+            return;
+        }
+        let seed = self.next;
+        let last = if failed { seed } else { seed.wrapping_sub(1) };
+        let recorded = evidence.add(&Run {
+            campaign: "kills",
+            count: self.kills - self.before,
+            seeds: format!("{:#x} to {last:#x}", self.first_now),
+            failure: failed.then(|| {
+                format!("ISOBATH_SEED={seed:#x} ISOBATH_KILLS=10 cargo test what_was_promised")
+            }),
+            seconds: self.begun.elapsed().as_secs_f64(),
+            ..Run::default()
+        });
+        if let Err(error) = recorded {
+            eprintln!("results are not recorded: {error}");
         }
     }
 }
