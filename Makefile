@@ -54,7 +54,7 @@ demo: setup
 # last run ended, by target/soak.json; ISOBATH_SEED begins with a seed of its own. The images lie on an XFS that
 # shares clusters, in memory, where root runs this.
 soak: setup
-	cargo test --locked --release -p isobath --test opposite_qemu --no-run
+	cargo test --locked --release -p isobath --test it --no-run
 	scripts/soak $(SOAK_SECONDS) $(SOAK_OPERATIONS)
 
 # Servers killed under every frontend and in every kind of change, until there were KILLS. It goes on where the last
@@ -96,7 +96,7 @@ coverage: setup
 # Damaged images compared with QEMU: the first DAMAGE_IMAGES of DAMAGE_SEED, from where the last run ended.
 damage: setup
 	ISOBATH_DAMAGE_IMAGES=$(DAMAGE_IMAGES) ISOBATH_SEED=$(DAMAGE_SEED) \
-		cargo test --locked --release -p isobath --test damaged -- --nocapture damaged_images
+		cargo test --locked --release -p isobath --test it -- --nocapture damaged::damaged_images
 
 # Random histories of commands by isobath and by qemu-img: COUNT of them, the first from SEED.
 histories: setup

@@ -1,12 +1,12 @@
 //! The disk's tests, in one program: each of its own would compile the engine again.
 
-#![allow(clippy::unwrap_used, reason = "a test fails by a panic")]
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by a panic")]
 
 mod bitmaps;
 mod check;
-#[path = "../common/mod.rs"]
 mod common;
 mod contradictions;
+mod damaged;
 mod devices;
 mod direct_access;
 mod discard_hides_the_base;
@@ -18,6 +18,7 @@ mod journal;
 mod live;
 mod merged_layers;
 mod mixed_hosts;
+mod opposite_qemu;
 mod random_requests;
 mod resize;
 mod resize_crash;

@@ -1,10 +1,10 @@
 //! Whether images are in order, and show both programs what they must.
 
-use crate::chain::Task;
-use crate::history::DataFile;
-use crate::layer::Layer;
-use crate::world::World;
-use crate::{daemon_side, isobath_side};
+use crate::opposite_qemu::chain::Task;
+use crate::opposite_qemu::history::DataFile;
+use crate::opposite_qemu::layer::Layer;
+use crate::opposite_qemu::world::World;
+use crate::opposite_qemu::{daemon_side, isobath_side};
 use isobath_testkit::model::Model;
 use isobath_testkit::{args, qemu};
 use std::fs;

@@ -1,7 +1,7 @@
 //! A history: what happens to a disk, in steps that are readable, and that mean something wherever
 //! others are left out.
 
-use crate::op::Op;
+use crate::opposite_qemu::op::Op;
 use isobath_disk::{MetadataMode, NewDisk, Preallocation};
 use isobath_qcow2::CompressionType;
 use std::fmt;

@@ -71,7 +71,7 @@ impl fmt::Display for Kind {
 
 #[test]
 fn every_accepted_disagreement_is_documented() {
-    let page = include_str!("../../../../docs/compatibility.md");
+    let page = include_str!("../../../../../docs/compatibility.md");
     let documented = page.lines().filter_map(|line| line.strip_prefix("### `")?.strip_suffix('`'));
     let documented: Vec<&str> = documented.collect();
     assert_eq!(documented, Kind::ALL.map(Kind::name));

@@ -1,9 +1,9 @@
 //! One damaged image, read, checked, repaired and written by both programs, each on a copy.
 
-use crate::inflict::inflict;
-use crate::kinds::Kind;
-use crate::pool::{IMAGE, Sample};
-use crate::sides::{
+use crate::damaged::inflict::inflict;
+use crate::damaged::kinds::Kind;
+use crate::damaged::pool::{IMAGE, Sample};
+use crate::damaged::sides::{
     Content, Write, host, isobath_checks, isobath_reads, isobath_writes, length, qemu_checks,
     qemu_reads, qemu_writes,
 };

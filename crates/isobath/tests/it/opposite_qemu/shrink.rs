@@ -1,7 +1,7 @@
 //! From a history that fails to a small one that fails in the same way.
 
-use crate::history::{Base, History, ImageOptions, Job, Session, Step};
-use crate::op::{Fill, Op};
+use crate::opposite_qemu::history::{Base, History, ImageOptions, Job, Session, Step};
+use crate::opposite_qemu::op::{Fill, Op};
 use isobath_disk::MetadataMode;
 
 /// Leaves out of the history what is not needed for `fails` to hold, and simplifies the rest.
@@ -177,8 +177,8 @@ fn simpler_ops(op: Op) -> Vec<Op> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::generate;
-    use crate::history::Side;
+    use crate::opposite_qemu::generate;
+    use crate::opposite_qemu::history::Side;
     use rand::SeedableRng;
     use rand::rngs::StdRng;
 

@@ -1,9 +1,9 @@
 //! What happens to the chain as a whole: jobs, commits, rebases, copies.
 
-use crate::history::{DataFile, ImageOptions, Job, JobKind, Side};
-use crate::isobath_side;
-use crate::layer::Layer;
-use crate::world::World;
+use crate::opposite_qemu::history::{DataFile, ImageOptions, Job, JobKind, Side};
+use crate::opposite_qemu::isobath_side;
+use crate::opposite_qemu::layer::Layer;
+use crate::opposite_qemu::world::World;
 use isobath_disk::Preallocation;
 use isobath_testkit::{args, qemu};
 use std::fs;

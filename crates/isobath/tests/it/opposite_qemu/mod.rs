@@ -8,8 +8,6 @@
 //! of a failure are kept, and its history is not shrunk. A failure prints its seed, and the history that led to it,
 //! shrunk; `ISOBATH_SEED` begins with that one.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by a panic")]
-
 mod campaign;
 mod chain;
 mod daemon_side;
@@ -114,7 +112,7 @@ fn explain(seed: u64, history: &History, message: &str) -> String {
     });
     format!(
         "{last}\nafter this history:\n{small}to repeat: ISOBATH_SEED={seed:#x} \
-         ISOBATH_DIFF_HISTORIES=1 cargo test -p isobath --test opposite_qemu"
+         ISOBATH_DIFF_HISTORIES=1 cargo test -p isobath --test it opposite_qemu::"
     )
 }
 

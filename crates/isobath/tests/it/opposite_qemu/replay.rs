@@ -1,7 +1,7 @@
 //! Carrying out a history, and judging what comes of it after every step.
 
-use crate::history::{History, Side, Step};
-use crate::world::{Noises, World};
+use crate::opposite_qemu::history::{History, Side, Step};
+use crate::opposite_qemu::world::{Noises, World};
 use isobath_testkit::daemon::Daemon;
 use serde::{Deserialize, Serialize};
 use std::cell::RefCell;

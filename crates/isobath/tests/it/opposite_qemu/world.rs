@@ -1,11 +1,11 @@
 //! One chain of files, to which the steps of a history happen.
 
-use crate::generate::{self, NOISES};
-use crate::history::{Base, DataFile, ImageOptions, Session, Side, Step};
-use crate::layer::{Layer, Tracked};
-use crate::op::{Fill, Op};
-use crate::replay::Totals;
-use crate::{chain, daemon_side, isobath_side, qemu_side};
+use crate::opposite_qemu::generate::{self, NOISES};
+use crate::opposite_qemu::history::{Base, DataFile, ImageOptions, Session, Side, Step};
+use crate::opposite_qemu::layer::{Layer, Tracked};
+use crate::opposite_qemu::op::{Fill, Op};
+use crate::opposite_qemu::replay::Totals;
+use crate::opposite_qemu::{chain, daemon_side, isobath_side, qemu_side};
 use isobath_disk::{MetadataMode, Preallocation};
 use isobath_testkit::daemon::Daemon;
 use isobath_testkit::model::Model;

@@ -1,6 +1,6 @@
 //! Sound images of every sort, made by QEMU and by the engine, to be damaged.
 
-use crate::sides::{qemu_checks, qemu_img, qemu_io};
+use crate::damaged::sides::{qemu_checks, qemu_img, qemu_io};
 use futures_executor::block_on;
 use isobath_disk::{Disk, MetadataMode, NewDisk, OpenOptions, ZeroFlags, create};
 use isobath_qcow2::CompressionType;

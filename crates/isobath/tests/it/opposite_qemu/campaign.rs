@@ -1,6 +1,6 @@
 //! Which seeds are tried, and what came of them.
 
-use crate::replay::Totals;
+use crate::opposite_qemu::replay::Totals;
 use isobath_testkit::evidence::{Evidence, Run};
 use isobath_testkit::seed::Seed;
 use serde::{Deserialize, Serialize};

@@ -1,8 +1,8 @@
 //! Operations through the library.
 
-use crate::chain::Task;
-use crate::history::{JobKind, Session};
-use crate::op::{Fill, Op};
+use crate::opposite_qemu::chain::Task;
+use crate::opposite_qemu::history::{JobKind, Session};
+use crate::opposite_qemu::op::{Fill, Op};
 use futures_util::future::{LocalBoxFuture, join_all, join3, try_join_all};
 use isobath_disk::{
     BlockDevice, CheckEvent, CheckOptions, CheckReport, Disk, Layer, LiveDisk, NewDisk,

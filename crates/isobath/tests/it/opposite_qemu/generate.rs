@@ -1,7 +1,9 @@
 //! Random histories.
 
-use crate::history::{Base, DataFile, History, ImageOptions, Job, JobKind, Session, Side, Step};
-use crate::op::{Fill, Op};
+use crate::opposite_qemu::history::{
+    Base, DataFile, History, ImageOptions, Job, JobKind, Session, Side, Step,
+};
+use crate::opposite_qemu::op::{Fill, Op};
 use isobath_disk::{MetadataMode, Preallocation};
 use rand::rngs::StdRng;
 use rand::{Rng, RngExt};

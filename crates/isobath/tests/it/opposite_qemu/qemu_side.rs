@@ -1,6 +1,6 @@
 //! Operations through one `qemu-io`.
 
-use crate::op::{Fill, Op};
+use crate::opposite_qemu::op::{Fill, Op};
 use isobath_testkit::{args, process::run_program, qemu};
 use std::ffi::OsString;
 use std::path::Path;

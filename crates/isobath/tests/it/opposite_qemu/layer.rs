@@ -1,6 +1,6 @@
 //! One image of a chain, and what is known of it.
 
-use crate::history::ImageOptions;
+use crate::opposite_qemu::history::ImageOptions;
 use isobath_testkit::model::Model;
 use isobath_testkit::nbd::Run;
 use isobath_testkit::{args, qemu};

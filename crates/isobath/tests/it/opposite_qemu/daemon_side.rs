@@ -1,11 +1,11 @@
 //! Operations and jobs through a `qemu-storage-daemon` that stays, over NBD.
 
-use crate::chain::Task;
-use crate::history::JobKind;
-use crate::isobath_side::{apply, bytes};
-use crate::op::Op;
-use crate::qemu_side;
-use crate::world::Noises;
+use crate::opposite_qemu::chain::Task;
+use crate::opposite_qemu::history::JobKind;
+use crate::opposite_qemu::isobath_side::{apply, bytes};
+use crate::opposite_qemu::op::Op;
+use crate::opposite_qemu::qemu_side;
+use crate::opposite_qemu::world::Noises;
 use isobath_testkit::daemon::Daemon;
 use isobath_testkit::model::Model;
 use isobath_testkit::nbd::{Nbd, Request, Run};

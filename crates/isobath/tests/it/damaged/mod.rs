@@ -12,8 +12,6 @@
 //! campaign notes how far it came, and goes on from there the next time. `ISOBATH_DAMAGE_ONLY` repeats the
 //! image of that number alone.
 
-#![allow(clippy::unwrap_used, reason = "a test fails by a panic")]
-
 mod inflict;
 mod judge;
 mod kinds;

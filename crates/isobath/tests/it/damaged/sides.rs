@@ -1,6 +1,6 @@
 //! What each of the two programs makes of an image.
 
-use crate::pool::{IMAGE, Sample};
+use crate::damaged::pool::{IMAGE, Sample};
 use futures_executor::block_on;
 use isobath_disk::{
     CheckEvent, CheckOptions, CheckReport, Disk, ImageFormat, MetadataMode, OpenOptions, Repair,
