@@ -7,6 +7,7 @@ use isobath_qcow2::IncompatibleFeatures;
 use isobath_ring::{Config, Executor};
 use isobath_storage::IoBuf;
 use isobath_storage::file::FileHost;
+use isobath_storage_test::any::ToAny;
 use isobath_testkit::qemu;
 use std::fs::{self, File};
 use std::io;
@@ -167,7 +168,7 @@ impl<'a> Judge<'a> {
     /// Every byte of a disk, opened read-only.
     pub fn read(&self, image: &Path) -> Result<Vec<u8>, String> {
         let read = async {
-            let disk = Disk::open(FileHost, image, &OpenOptions::default()).await?;
+            let disk = Disk::open(FileHost.any(), image, &OpenOptions::default()).await?;
             let mut bytes = Vec::with_capacity(disk.size() as usize);
             while (bytes.len() as u64) < disk.size() {
                 let at = bytes.len() as u64;
@@ -182,13 +183,13 @@ impl<'a> Judge<'a> {
     fn open_and_close(&self, image: &Path) -> Result<(), String> {
         let options = OpenOptions::new().writable(true).metadata(self.mode);
         self.executor
-            .block_on(async { Disk::open(FileHost, image, &options).await?.close().await })
+            .block_on(async { Disk::open(FileHost.any(), image, &options).await?.close().await })
             .map_err(told("it could not be opened for writing and closed"))
     }
 
     fn repair(&self, image: &Path, repair: Repair) -> Result<(), String> {
         let options = CheckOptions { repair, ..CheckOptions::default() };
-        let report = self.executor.block_on(check(&FileHost, image, &options, &mut |_| {}));
+        let report = self.executor.block_on(check(&FileHost.any(), image, &options, &mut |_| {}));
         let report = report.map_err(told("it could not be repaired"))?;
         if report.is_clean() { Ok(()) } else { Err(format!("its repair leaves {report:?}")) }
     }

@@ -5,14 +5,13 @@ use isobath_export::nbd::{Export, Limits, Server};
 use isobath_ring::net::Listener;
 use isobath_ring::{Config, Executor, Worker, spawn};
 use isobath_storage::file::FileHost;
+use isobath_storage_test::any::{AnyHost, ToAny};
 use isobath_storage_test::recorder::{Entry, Record, RecorderHost};
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::mpsc::{self, Sender};
 use std::thread;
-
-type Host = RecorderHost<FileHost>;
 
 /// Threads that serve clients, besides the one that accepts them.
 const WORKERS: usize = 2;
@@ -37,7 +36,7 @@ pub fn record<T>(
     let frontend = Frontend { socket: directory.path().join("nbd.sock"), record: host.record() };
     let (ready, started) = mpsc::channel();
     let done = thread::scope(|scope| {
-        let serving = scope.spawn(|| serve(host, image, options, &frontend.socket, ready));
+        let serving = scope.spawn(|| serve(host.any(), image, options, &frontend.socket, ready));
         let server = started.recv();
         let done = server.map_or_else(
             |_| Err("the server did not start".into()),
@@ -60,11 +59,11 @@ fn told(error: impl Display) -> String {
 }
 
 fn serve(
-    host: Host,
+    host: AnyHost,
     image: &Path,
     options: &OpenOptions,
     socket: &Path,
-    ready: Sender<Arc<Server<Disk<Host>>>>,
+    ready: Sender<Arc<Server<Disk<AnyHost>>>>,
 ) -> Result<(), String> {
     Executor::new(&Config::default()).map_err(told)?.block_on(async {
         let disk = Arc::new(Disk::open(host, image, options).await.map_err(told)?);
