@@ -316,19 +316,19 @@ pub(super) fn choose(truth: &Truth, files: &Files, number: u32, rng: &mut SmallR
         }
         _ => {}
     }
-    match (rng.random_range(0..8), any(rng)) {
-        (0..3, Some(name)) => Deed::Apply(name),
-        (3, Some(name)) => Deed::Delete(name),
+    match (rng.random_range(0..16), any(rng)) {
+        (0..6, Some(name)) => Deed::Apply(name),
+        (6..8, Some(name)) => Deed::Delete(name),
         // A snapshot shows the backing file too, and would show another one.
-        (0..3, None) if !below.is_empty() => {
+        (0..4, None) if !below.is_empty() => {
             let base = below[rng.random_range(0..below.len())].clone();
             Deed::Commit(rng.random_bool(0.5).then_some(base))
         }
-        (3..5, None) if !below.is_empty() => {
+        (4..7, None) if !below.is_empty() => {
             let at = rng.random_range(1..=below.len());
             Deed::Merge(below.get(at).cloned())
         }
-        (5..7, None) if !all.is_empty() => {
+        (7..14, None) if !all.is_empty() => {
             let onto = rng.random_bool(0.7).then(|| all[rng.random_range(0..all.len())].clone());
             Deed::Rebase(onto, rng.random_bool(0.2))
         }

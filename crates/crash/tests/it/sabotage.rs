@@ -106,8 +106,8 @@ const FOUND: &[Found] = &[
     server(Sabotage::SharedOldData, "journal", "reflinks", 100, 4440),
     server(Sabotage::HiddenLeftOut, "ordered", "commits", 1, 2683),
     disk(Sabotage::LostPlace, "ordered", "any", 1, 1),
-    commands(Sabotage::UnflushedRebase, "chain", 2040),
-    commands(Sabotage::NoDirtyBit, "any", 126),
+    commands(Sabotage::UnflushedRebase, "chain", 225),
+    commands(Sabotage::NoDirtyBit, "any", 113),
 ];
 
 /// Not found so far within a test's time limit: `docs/reliability.md` gives the reason for each. The last one panics,
