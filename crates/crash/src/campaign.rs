@@ -97,6 +97,15 @@ pub fn happen(
     Ok(Happened { start, kind, plan, atomic, record, log })
 }
 
+/// A moment of a crash: half of them are during a flush, when the changes that it covers have no order yet.
+fn moment(record: &Record, rng: &mut SmallRng) -> Tick {
+    if record.flushes.is_empty() || rng.random() {
+        return rng.random_range(1..=record.end);
+    }
+    let flush = record.flushes[rng.random_range(0..record.flushes.len())];
+    rng.random_range(flush.issued + 1..=flush.completed)
+}
+
 /// Runs one history with all its crashes.
 pub fn run_history(settings: &Settings, seed: u64) -> Result<Totals, Box<Failure>> {
     guarded(seed, |totals, story| history(settings, seed, totals, story))
@@ -148,7 +157,7 @@ fn history(
     let mut replay = Replay::new(record);
     let mut crashes = Crashes::new(settings, &happened, fault, lies, totals, story);
     let mut ticks: Vec<Tick> =
-        (0..rng.random_range(20..60)).map(|_| rng.random_range(1..=record.end)).collect();
+        (0..rng.random_range(20..60)).map(|_| moment(record, &mut rng)).collect();
     ticks.push(record.end);
     ticks.truncate(settings.most_moments);
     ticks.sort_unstable();
@@ -157,7 +166,11 @@ fn history(
         replay.advance(tick);
         let oracle = Arc::new(Oracle::of_crash(&happened.log, tick));
         for _ in 0..=replay.pending().min(3) {
-            let fate = Fate::random(replay.pending(), &mut rng);
+            let fate = if record.is_amid_flush(tick) {
+                Fate::amid_flush(replay.pending(), &mut rng)
+            } else {
+                Fate::random(replay.pending(), &mut rng)
+            };
             let grain = random_grain(happened.atomic, &mut rng);
             let way = Way::random(&mut rng);
             crashes.judge(&replay, tick, &oracle, fate, grain, way, rng.random())?;

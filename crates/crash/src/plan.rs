@@ -330,7 +330,10 @@ pub fn random(kind: Kind, start: &Start, rng: &mut SmallRng) -> Plan {
         }
         phase.tasks = if rng.random_bool(often) {
             let number = rng.random_range(0..Disk::patterns(kind));
-            disk.pattern(number, rng.random_range(2..=8), rng)
+            // Often so many that a journal is checkpointed several times, and wraps around.
+            let many = kind == Kind::Flushes && rng.random_bool(0.6);
+            let times = if many { rng.random_range(8..=30) } else { rng.random_range(2..=8) };
+            disk.pattern(number, times, rng)
         } else {
             disk.random_tasks(kind, rng)
         };

@@ -142,6 +142,11 @@ impl Change {
 }
 
 impl Record {
+    /// Whether a flush had been submitted before a moment, and not answered.
+    pub fn is_amid_flush(&self, now: Tick) -> bool {
+        self.flushes.iter().any(|flush| flush.issued < now && now <= flush.completed)
+    }
+
     /// All events, one per line.
     pub fn tell(&self) -> Vec<String> {
         let changes = self.changes.iter().map(|change| (change.issued, change.tell(&self.start)));

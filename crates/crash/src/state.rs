@@ -36,6 +36,8 @@ pub enum Fate {
     },
     /// The first changes are kept, this many.
     First(usize),
+    /// Those from this one on are kept, without earlier ones.
+    From(usize),
     /// Those whose bit is set are kept.
     Subset(u64),
     /// Each is kept with this probability.
@@ -83,6 +85,14 @@ impl Fate {
         }
     }
 
+    /// A random fate of changes that a flush was about to cover: often, only the latest are kept.
+    pub fn amid_flush(changes: usize, rng: &mut SmallRng) -> Self {
+        if changes > 1 && rng.random_bool(0.4) {
+            return Self::From(rng.random_range(1..changes));
+        }
+        Self::random(changes, rng)
+    }
+
     /// The name of its kind, for totals.
     pub const fn name(&self) -> &'static str {
         match self {
@@ -91,6 +101,7 @@ impl Fate {
             Self::Kept { but: None } => "all kept",
             Self::Kept { .. } => "one lost",
             Self::First(_) => "a prefix kept",
+            Self::From(_) => "a suffix kept",
             Self::Subset(_) => "every subset",
             Self::Some(_) => "a random subset",
             Self::Grains => "random versions of each grain",
@@ -105,6 +116,7 @@ impl Fate {
             Self::Lost { but } => but == Some(position),
             Self::Kept { but } => but != Some(position),
             Self::First(count) => position < count,
+            Self::From(first) => position >= first,
             Self::Subset(mask) => position < 64 && mask >> position & 1 == 1,
             Self::Some(_) | Self::Grains | Self::Killed => drawn[position],
             Self::Torn { change, before, .. } if position < change => before,
