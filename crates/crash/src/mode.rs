@@ -28,8 +28,9 @@ pub const MODES: &[Mode] = &[
     mode(MetadataMode::Embedded, 3, Some(Kind::Embedded)),
 ];
 
-/// Sizes of journals: so small that they wrap around, up to the engine's own choice.
-const JOURNALS: [Option<u64>; 5] = [Some(16 << 10), Some(32 << 10), Some(64 << 10), Some(0), None];
+/// Sizes of journals: so small that no record fits, or that they wrap around, up to the engine's own choice.
+const JOURNALS: [Option<u64>; 5] =
+    [Some(16 << 10), Some(32 << 10), Some(64 << 10), Some(128 << 10), None];
 
 /// Sizes of zones, down to one cluster, and the most zones. The engine's own choice would make files too long for a
 /// simulation.

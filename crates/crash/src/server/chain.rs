@@ -121,6 +121,7 @@ fn shape(kind: Kind, version: u32, rng: &mut SmallRng) -> Shape {
         Kind::Deep => [20, 40, 80, 199][rng.random_range(0..4)],
         Kind::Snapshots => rng.random_range(0..=2),
         Kind::Commits => rng.random_range(2..=4),
+        Kind::Reflinks => rng.random_range(2..=4),
         _ => rng.random_range(1..=4),
     };
     let fixed = kind == Kind::Devices;
@@ -202,7 +203,7 @@ fn overwritten(steps: &[Step], rng: &mut SmallRng) -> Vec<Step> {
     for step in steps {
         more.push(*step);
         if let Step::Write(offset, length, sort) = *step
-            && length > 512
+            && length >= 512
             && rng.random_bool(0.5)
         {
             let at = offset + rng.random_range(0..length / 512) * 512;
@@ -212,16 +213,21 @@ fn overwritten(steps: &[Step], rng: &mut SmallRng) -> Vec<Step> {
     more
 }
 
-/// Fills an image, and closes it or leaves its journal in use.
+/// Sizes of journals that stay in use: they have the last changes, or mostly all. No record fits into the smallest
+/// possible one.
+const JOURNALS: [u64; 2] = [64 << 10, 128 << 10];
+
+/// Fills an image, and closes it, or leaves its journal of this size in use.
 async fn fill(
     host: &SimHost,
     name: &Path,
     steps: &[Step],
     first: u32,
-    close: bool,
+    journal: Option<u64>,
 ) -> isobath_disk::Result<()> {
-    let metadata = if close { MetadataMode::Ordered } else { MetadataMode::Journal };
-    let options = OpenOptions::new().writable(true).metadata(metadata).journal_size(0);
+    let metadata = if journal.is_some() { MetadataMode::Journal } else { MetadataMode::Ordered };
+    let options = OpenOptions::new().writable(true).metadata(metadata);
+    let options = options.journal_size(journal.unwrap_or(0));
     let disk = Disk::open(host.clone(), name, &options).await?;
     let size = disk.size();
     for (number, step) in (first..).zip(steps) {
@@ -244,11 +250,11 @@ async fn fill(
             }
             _ => {}
         }
-        if !close {
+        if journal.is_some() {
             disk.flush().await?;
         }
     }
-    if close { disk.close().await } else { Ok(()) }
+    if journal.is_some() { Ok(()) } else { disk.close().await }
 }
 
 /// An image's contents.
@@ -321,18 +327,19 @@ async fn make_chain(kind: Kind, mode: &Mode, rng: &mut SmallRng) -> Result<Begin
         };
         let path = PathBuf::from(&name);
         create(&host, &path, &image).await.map_err(shown)?;
-        let close = top || !rng.random_bool(shape.unclosed);
-        if !close {
+        let unclosed = !top && rng.random_bool(shape.unclosed);
+        let journal = unclosed.then(|| JOURNALS[rng.random_range(0..JOURNALS.len())]);
+        if unclosed {
             made = overwritten(&made, rng);
         }
-        fill(&host, &path, &made, 100 * (layer as u32 + 1), close).await.map_err(shown)?;
+        fill(&host, &path, &made, 100 * (layer as u32 + 1), journal).await.map_err(shown)?;
         if shape.bitmaps && rng.random_bool(0.8) {
             bitmaps::add(&host, &path, rng).await?;
         }
         let content = content(&host, &path).await.map_err(shown)?;
         let below = images.last().map_or(&[][..], |image| &image.needs);
         let needs = below.iter().cloned().chain([path.clone()]).collect();
-        let leaked = if close { 0 } else { leaks(&host.files(), &path).await? };
+        let leaked = if unclosed { leaks(&host.files(), &path).await? } else { 0 };
         images.push(Image { name: path, content, needs, leaked });
         (new.backing_file, new.backing_format) = (Some(name), Some("qcow2".into()));
     }
