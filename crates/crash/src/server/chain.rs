@@ -120,7 +120,7 @@ fn shape(kind: Kind, version: u32, rng: &mut SmallRng) -> Shape {
     let below = match kind {
         Kind::Deep => [20, 40, 80, 199][rng.random_range(0..4)],
         Kind::Snapshots => rng.random_range(0..=2),
-        Kind::Commits => rng.random_range(2..=4),
+        Kind::Commits => rng.random_range(3..=6),
         Kind::Reflinks => rng.random_range(2..=4),
         _ => rng.random_range(1..=4),
     };
@@ -302,7 +302,10 @@ async fn make_chain(kind: Kind, mode: &Mode, rng: &mut SmallRng) -> Result<Begin
         let twin = shape.twins && rng.random_bool(0.85);
         let other_size = if kind == Kind::Commits { 0.7 } else { 0.4 };
         if !top && !twin && shape.device.is_none() && rng.random_bool(other_size) {
-            image.size = Some(rng.random_range(1..=size / 512) * 512);
+            // Other layers' data goes on past the end.
+            let most =
+                if kind == Kind::Commits && rng.random() { size.min(cluster * 12) } else { size };
+            image.size = Some(rng.random_range(1..=most / 512) * 512);
             if rng.random() && !image.extended_l2 && kind != Kind::Large {
                 image.cluster_size = 1 << rng.random_range(9..=13);
             }

@@ -99,6 +99,12 @@ impl Chronicle {
         })
     }
 
+    /// Whether layers below an image were committed, or are being committed: it must show what it showed.
+    pub fn is_above_commit(&self, image: &Path, now: Tick) -> bool {
+        let above = |above: &[PathBuf]| above.iter().any(|name| name == image);
+        self.overwritten.iter().any(|(since, _, names)| *since < now && above(names))
+    }
+
     /// The contents that an image that became a backing file may have after a crash at `now`; `None` for one that was a
     /// backing file from the beginning.
     pub fn oracle_of(&self, frozen: &Frozen, log: &Arc<Log>, now: Tick) -> Option<Oracle> {

@@ -1,7 +1,7 @@
 //! Checks of a server's chain after a crash.
 
 use super::bitmaps;
-use super::chronicle::Held;
+use super::chronicle::{Frozen, Held};
 use super::history::Happened;
 use super::schedule::Schedule;
 use crate::clock::SimClock;
@@ -205,7 +205,13 @@ async fn below(
         }
     }
     let frozen: Vec<_> = happened.chronicle.frozen_at(state.tick).collect();
-    if !frozen.is_empty() && rng.random_bool(0.5) {
+    let is_above = |frozen: &&Frozen| happened.chronicle.is_above_commit(&frozen.name, state.tick);
+    let above: Vec<_> = frozen.iter().copied().filter(is_above).collect();
+    // One of all, and one whose data a commit has moved.
+    for (often, frozen) in [(0.5, frozen), (1.0, above)] {
+        if frozen.is_empty() || !rng.random_bool(often) {
+            continue;
+        }
         let frozen = frozen[rng.random_range(0..frozen.len())];
         let oracle = happened.chronicle.oracle_of(frozen, &happened.log, state.tick);
         let interest = oracle.as_ref().map(Oracle::interest).unwrap_or_default();
