@@ -76,9 +76,11 @@ crash-small: setup
 	$(CRASH) --exhaustive
 
 # How soon the crash simulator finds each seeded defect: the states that it takes on average, with ROUNDS seeds.
+# ISOBATH_DEFECT is one of them, as in the name of its test.
 defects: setup
 	ISOBATH_DEFECT_ROUNDS=$(ROUNDS) scripts/evidence run defects seeds='$(ROUNDS) of each' -- \
-		cargo test --locked -p isobath-crash --test it -- --nocapture sabotage::defects_are
+		cargo test --locked -p isobath-crash --test it -- --nocapture --test-threads=2 \
+		sabotage::found::$(ISOBATH_DEFECT)
 
 # Crashes of a server on real files: CRASH_FILES_STATES states of each workload in every mode.
 crash-files: setup

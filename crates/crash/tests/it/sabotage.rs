@@ -10,8 +10,6 @@ use isobath_crash::server::kind;
 use isobath_disk::sabotage::Sabotage;
 use isobath_testkit::seed::Seed;
 use std::env;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::thread;
 
 /// Each defect must be found within this many times the states that it takes on average: by chance, one takes longer in
 /// less than 10^-8 of all cases, and the means are only measured.
@@ -68,44 +66,62 @@ const fn commands(defect: Sabotage, kind: &'static str, mean: u64) -> Found {
     Found { defect, of: Of::Commands, mode: "ordered", kind, moments: usize::MAX, mean }
 }
 
-const FOUND: &[Found] = &[
-    disk(Sabotage::UnflushedRecord, "journal", "any", 4, 31),
-    disk(Sabotage::NoFirstSync, "ordered", "any", 4, 10),
-    disk(Sabotage::NoSecondSync, "ordered", "any", 4, 17),
-    server(Sabotage::UnmarkedBitmaps, "ordered", "bitmaps", 1, 7),
-    server(Sabotage::UnnotedWrites, "ordered", "bitmaps", 4, 42),
-    server(Sabotage::EarlyUnmark, "ordered", "bitmaps", 4, 855),
-    disk(Sabotage::EarlyRelease, "ordered", "any", 4, 35),
-    disk(Sabotage::UncheckedCovers, "journal", "any", 16, 198),
-    disk(Sabotage::Unguarded, "journal", "any", 4, 254),
-    disk(Sabotage::EarlyCheckpoint, "journal", "flushes", 16, 985),
-    disk(Sabotage::StaleMap, "ordered", "any", 1, 1),
-    disk(Sabotage::StaleSlice, "ordered", "resize", 1, 1336),
-    disk(Sabotage::EarlyReuse, "ordered", "any", 4, 65),
-    server(Sabotage::OpenGate, "ordered", "snapshots", 1, 161),
-    server(Sabotage::OldNumbers, "ordered", "streams", 1, 14),
-    server(Sabotage::UnflushedStream, "ordered", "streams", 4, 121),
-    server(Sabotage::UncopiedRest, "ordered", "pivots", 1, 138),
-    disk(Sabotage::UnclearedGrowth, "ordered", "resize", 1, 173),
-    disk(Sabotage::NoCopyOnWrite, "ordered", "any", 4, 46),
-    disk(Sabotage::NoRangeLocks, "ordered", "any", 4, 183),
-    disk(Sabotage::LostRecord, "journal", "any", 4, 28),
-    server(Sabotage::SharedOpening, "ordered", "twins", 4, 90),
-    server(Sabotage::IgnoredLog, "journal", "kills", 16, 106),
-    server(Sabotage::IgnoredDamage, "journal", "kills", 8, 129),
-    server(Sabotage::LateRestartLog, "journal", "kills", 4, 789),
-    server(Sabotage::NoRevoke, "journal", "kills", 8, 750),
-    server(Sabotage::ForeignLog, "journal", "kills", 8, 347),
-    server(Sabotage::UnmarkedClone, "ordered", "reflinks", 4, 428),
-    server(Sabotage::NoEnd, "ordered", "devices", 1, 76),
-    server(Sabotage::ForgottenCommit, "ordered", "drops", 4, 27),
-    server(Sabotage::NoNewLog, "journal", "kills", 4, 389),
-    server(Sabotage::SharedOldData, "journal", "reflinks", 4, 497),
-    server(Sabotage::HiddenLeftOut, "ordered", "commits", 1, 445),
-    disk(Sabotage::LostPlace, "ordered", "any", 1, 2),
-    commands(Sabotage::UnflushedRebase, "chain", 225),
-    commands(Sabotage::NoDirtyBit, "any", 113),
-];
+/// The defects that are found, with a test for each.
+macro_rules! found {
+    ($($name:ident: $of:ident($defect:ident, $($where:expr),+);)+) => {
+        const FOUND: &[Found] = &[$($of(Sabotage::$defect, $($where),+)),+];
+
+        mod found {
+            use super::{Sabotage, search};
+
+            $(
+                #[test]
+                fn $name() {
+                    search(Sabotage::$defect);
+                }
+            )+
+        }
+    };
+}
+
+found! {
+    unflushed_record: disk(UnflushedRecord, "journal", "any", 4, 31);
+    no_first_sync: disk(NoFirstSync, "ordered", "any", 4, 10);
+    no_second_sync: disk(NoSecondSync, "ordered", "any", 4, 17);
+    unmarked_bitmaps: server(UnmarkedBitmaps, "ordered", "bitmaps", 1, 7);
+    unnoted_writes: server(UnnotedWrites, "ordered", "bitmaps", 4, 42);
+    early_unmark: server(EarlyUnmark, "ordered", "bitmaps", 4, 855);
+    early_release: disk(EarlyRelease, "ordered", "any", 4, 35);
+    unchecked_covers: disk(UncheckedCovers, "journal", "any", 16, 198);
+    unguarded: disk(Unguarded, "journal", "any", 4, 254);
+    early_checkpoint: disk(EarlyCheckpoint, "journal", "flushes", 16, 985);
+    stale_map: disk(StaleMap, "ordered", "any", 1, 1);
+    stale_slice: disk(StaleSlice, "ordered", "resize", 1, 1336);
+    early_reuse: disk(EarlyReuse, "ordered", "any", 4, 65);
+    open_gate: server(OpenGate, "ordered", "snapshots", 1, 161);
+    old_numbers: server(OldNumbers, "ordered", "streams", 1, 14);
+    unflushed_stream: server(UnflushedStream, "ordered", "streams", 4, 121);
+    uncopied_rest: server(UncopiedRest, "ordered", "pivots", 1, 138);
+    uncleared_growth: disk(UnclearedGrowth, "ordered", "resize", 1, 173);
+    no_copy_on_write: disk(NoCopyOnWrite, "ordered", "any", 4, 46);
+    no_range_locks: disk(NoRangeLocks, "ordered", "any", 4, 183);
+    lost_record: disk(LostRecord, "journal", "any", 4, 28);
+    shared_opening: server(SharedOpening, "ordered", "twins", 4, 90);
+    ignored_log: server(IgnoredLog, "journal", "kills", 16, 106);
+    ignored_damage: server(IgnoredDamage, "journal", "kills", 8, 129);
+    late_restart_log: server(LateRestartLog, "journal", "kills", 4, 789);
+    no_revoke: server(NoRevoke, "journal", "kills", 8, 750);
+    foreign_log: server(ForeignLog, "journal", "kills", 8, 347);
+    unmarked_clone: server(UnmarkedClone, "ordered", "reflinks", 4, 428);
+    no_end: server(NoEnd, "ordered", "devices", 1, 76);
+    forgotten_commit: server(ForgottenCommit, "ordered", "drops", 4, 27);
+    no_new_log: server(NoNewLog, "journal", "kills", 4, 389);
+    shared_old_data: server(SharedOldData, "journal", "reflinks", 4, 497);
+    hidden_left_out: server(HiddenLeftOut, "ordered", "commits", 1, 445);
+    lost_place: disk(LostPlace, "ordered", "any", 1, 2);
+    unflushed_rebase: commands(UnflushedRebase, "chain", 225);
+    no_dirty_bit: commands(NoDirtyBit, "any", 113);
+}
 
 /// Not found so far within a test's time limit: `docs/reliability.md` gives the reason for each. The last one panics,
 /// which ends the simulation too; `stopped.rs` of the library's tests has it.
@@ -181,22 +197,13 @@ impl Found {
     }
 }
 
-/// Calls `each` for every defect that is found, on two threads.
-fn for_each(each: impl Fn(&Found) + Sync) {
-    let next = AtomicUsize::new(0);
-    let work = || {
-        while let Some(found) = FOUND.get(next.fetch_add(1, Ordering::Relaxed)) {
-            each(found);
-        }
-    };
-    thread::scope(|scope| {
-        let threads = [scope.spawn(work), scope.spawn(work)];
-        for thread in threads {
-            if let Err(panic) = thread.join() {
-                std::panic::resume_unwind(panic);
-            }
-        }
-    });
+/// Finds the defect. With `ISOBATH_DEFECT_ROUNDS`, as often with as many seeds, and prints how many states that takes.
+fn search(defect: Sabotage) {
+    let found = FOUND.iter().find(|found| found.defect == defect).unwrap();
+    match env::var("ISOBATH_DEFECT_ROUNDS") {
+        Ok(rounds) => found.measure(rounds.parse().expect("ISOBATH_DEFECT_ROUNDS is a number")),
+        Err(_) => found.found(Seed::new().value()),
+    }
 }
 
 #[test]
@@ -206,21 +213,4 @@ fn every_defect_is_listed_once() {
         let not_found = NOT_FOUND.iter().filter(|other| *other == defect).count();
         assert_eq!(found + not_found, 1, "{}", defect.name());
     }
-}
-
-/// With `ISOBATH_DEFECT_ROUNDS`, all are searched, each with as many seeds, and the means are printed;
-/// `ISOBATH_DEFECTS` names some of them.
-#[test]
-fn defects_are_found() {
-    let Ok(rounds) = env::var("ISOBATH_DEFECT_ROUNDS") else {
-        let seed = Seed::new();
-        return for_each(|found| found.found(seed.value()));
-    };
-    let rounds = rounds.parse().expect("ISOBATH_DEFECT_ROUNDS is a number");
-    let only = env::var("ISOBATH_DEFECTS").unwrap_or_default();
-    for_each(|found| {
-        if only.is_empty() || only.split(',').any(|name| name == found.defect.name()) {
-            found.measure(rounds);
-        }
-    });
 }
