@@ -129,8 +129,14 @@ impl Image<'_> {
         if self.rng.random_range(0..8) == 0 { self.pick(places) } else { self.pick(&used) }
     }
 
+    /// Where the entries of a table are. Earlier damage may claim billions of them: no more than the file has room for.
+    fn table(&self, offset: u64, entries: u64, width: u64) -> Vec<u64> {
+        let entries = entries.min(self.bytes.len() as u64 / width);
+        (0..entries).map(|index| offset.saturating_add(index * width)).collect()
+    }
+
     fn l1(&self) -> Vec<u64> {
-        table(self.header.l1_table_offset.get(), u64::from(self.header.l1_size), 8)
+        self.table(self.header.l1_table_offset.get(), u64::from(self.header.l1_size), 8)
     }
 
     /// Where the entries of all L2 tables of these L1 tables are.
@@ -139,7 +145,7 @@ impl Image<'_> {
             L1Entry::from_raw(self.get(*at)).offset(&self.geometry).ok().flatten()
         });
         let width = self.geometry.l2_entry_size() as u64;
-        offsets.flat_map(|at| table(at.get(), self.geometry.l2_entries(), width)).collect()
+        offsets.flat_map(|at| self.table(at.get(), self.geometry.l2_entries(), width)).collect()
     }
 
     fn snapshots(&self) -> Vec<(Range<u64>, Snapshot)> {
@@ -157,7 +163,9 @@ impl Image<'_> {
     fn snapshot_l1(&self) -> Vec<u64> {
         let tables = self.snapshots();
         let tables = tables.iter().map(|(_, snapshot)| snapshot);
-        tables.flat_map(|one| table(one.l1_table_offset.get(), u64::from(one.l1_size), 8)).collect()
+        tables
+            .flat_map(|one| self.table(one.l1_table_offset.get(), u64::from(one.l1_size), 8))
+            .collect()
     }
 
     fn bitmaps(&self) -> Vec<Bitmap> {
@@ -260,7 +268,7 @@ impl Image<'_> {
             Place::RefcountTableEntry => {
                 let at = self.header.refcount_table_offset.get();
                 let entries = u64::from(self.header.refcount_table_clusters) * self.size() / 8;
-                let places = table(at, entries, 8);
+                let places = self.table(at, entries, 8);
                 self.damage_entry(&what, &places)
             }
             Place::BitmapDirectory => {
@@ -272,7 +280,7 @@ impl Image<'_> {
                 let bitmaps = self.bitmaps();
                 let places: Vec<u64> = bitmaps
                     .iter()
-                    .flat_map(|b| table(b.table_offset.get(), u64::from(b.table_size), 8))
+                    .flat_map(|b| self.table(b.table_offset.get(), u64::from(b.table_size), 8))
                     .collect();
                 self.damage_entry(&what, &places)
             }
@@ -350,8 +358,4 @@ impl Image<'_> {
         order.write(block, index, new).ok()?;
         (old != new).then(|| format!("Refcount of cluster {cluster}: {old} becomes {new}"))
     }
-}
-
-fn table(offset: u64, entries: u64, width: u64) -> Vec<u64> {
-    (0..entries).map(|index| offset + index * width).collect()
 }
