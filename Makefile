@@ -55,25 +55,26 @@ demo: setup
 # shares clusters, in memory, where root runs this.
 soak: setup
 	cargo test --locked --release -p isobath --test it --no-run
-	scripts/soak $(SOAK_SECONDS) $(SOAK_OPERATIONS)
+	scripts/evidence run soak -- scripts/soak $(SOAK_SECONDS) $(SOAK_OPERATIONS)
 
 # Servers killed under every frontend and in every kind of change, until there were KILLS. It goes on where the last
 # run ended, by target/kills.json; KILLS_SEED begins with a seed of its own.
 kills: setup
 	$(if $(KILLS_SEED),ISOBATH_SEED=$(KILLS_SEED)) ISOBATH_KILLS=$(KILLS) ISOBATH_KILLS_STATE=$(CURDIR)/target/kills.json \
+		scripts/evidence run kills -- \
 		cargo test --locked --release -p isobath-cli --test it what_was_promised_is_there_after_a_kill -- --nocapture
 
 # The crash simulator, in every mode: random histories of a disk and of a server with jobs, until CRASH_STATES
 # states of each have passed. It continues where it ended; `rm -r target/crash` starts over.
 crash: setup
 	cargo build --locked --release -p isobath-crash --bin isobath-crash
-	$(CRASH) --states $(CRASH_STATES) --seed $(CRASH_SEED) --state target/crash
-	$(CRASH) --states $(CRASH_STATES) --seed $(CRASH_SEED) --state target/crash --server
+	scripts/evidence run crash -- $(CRASH) --states $(CRASH_STATES) --seed $(CRASH_SEED) --state target/crash
+	scripts/evidence run crash -- $(CRASH) --states $(CRASH_STATES) --seed $(CRASH_SEED) --state target/crash --server
 
 # The crash simulator's small histories, with every possible crash.
 crash-small: setup
 	cargo build --locked --release -p isobath-crash --bin isobath-crash
-	$(CRASH) --exhaustive
+	scripts/evidence run crash-small -- $(CRASH) --exhaustive
 
 # How soon the crash simulator finds each seeded defect: the states that it takes on average, with ROUNDS seeds.
 # ISOBATH_DEFECT is one of them, as in the name of its test.
@@ -84,7 +85,7 @@ defects: setup
 
 # Crashes of a server on real files: CRASH_FILES_STATES states of each workload in every mode.
 crash-files: setup
-	cargo run --locked --release -p isobath-crash --bin isobath-crash-files \
+	scripts/evidence run crash-files -- cargo run --locked --release -p isobath-crash --bin isobath-crash-files \
 		-- --states $(CRASH_FILES_STATES) --seed $(CRASH_SEED)
 
 # docs/campaigns.md, from the lines of all campaigns' runs. Its rows say whether the sources have changed since.
@@ -97,12 +98,12 @@ coverage: setup
 
 # Damaged images compared with QEMU: the first DAMAGE_IMAGES of DAMAGE_SEED, from where the last run ended.
 damage: setup
-	ISOBATH_DAMAGE_IMAGES=$(DAMAGE_IMAGES) ISOBATH_SEED=$(DAMAGE_SEED) \
+	ISOBATH_DAMAGE_IMAGES=$(DAMAGE_IMAGES) ISOBATH_SEED=$(DAMAGE_SEED) scripts/evidence run damage -- \
 		cargo test --locked --release -p isobath --test it -- --nocapture damaged::damaged_images
 
 # Random histories of commands by isobath and by qemu-img: COUNT of them, the first from SEED.
 histories: setup
-	ISOBATH_HISTORIES=$(COUNT) ISOBATH_SEED=$(SEED) \
+	ISOBATH_HISTORIES=$(COUNT) ISOBATH_SEED=$(SEED) scripts/evidence run histories -- \
 		cargo test --locked --release -p isobath-cli --test it -- --nocapture histories::
 
 # Every operation of QEMU on every layer of indexed chains of every sort; half of them are in `make test`.

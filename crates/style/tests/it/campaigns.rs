@@ -197,4 +197,35 @@ fn a_command_is_counted_by_what_it_prints() {
     assert!(tree.read(PAGE).lines().all(|line| !line.contains("panicked at")));
     assert!(tree.rows("interleavings")[0].contains(" | 3 orders | 1 structures | **1 of 1** | "));
     assert!(tree.read(PAGE).contains("`thread 'x' panicked at y`"));
+    // What was not compiled did not run.
+    let lines = tree.read(LINES);
+    tree.refused(&[
+        "run",
+        "miri",
+        "--",
+        "sh",
+        "-c",
+        "echo 'error: could not compile `x`'; exit 101",
+    ]);
+    assert_eq!(tree.read(LINES), lines);
+}
+
+#[test]
+fn a_campaign_that_ends_without_a_line_has_failed() {
+    let tree = Tree::new("aborted");
+    let add = |fields: &str| {
+        format!("scripts/evidence add \"$(scripts/evidence begin)\" campaign=soak {fields}")
+    };
+    let passed = add("count=5");
+    tree.evidence(&["run", "soak", "--", "sh", "-c", &passed]);
+    let failed = add("count=6 failure='seed 7'") + "; exit 1";
+    tree.refused(&["run", "soak", "--", "sh", "-c", &failed]);
+    assert_eq!(tree.read(LINES).lines().count(), 2);
+    let aborted = format!("{passed}; echo 'memory allocation of 9 bytes failed'; kill -ABRT $$");
+    tree.refused(&["run", "soak", "--", "sh", "-c", &aborted]);
+    let row = &tree.rows("soak")[0];
+    assert!(row.contains(" | 16 operations | - | **2 of 4** | "), "{row}");
+    let page = tree.read(PAGE);
+    assert!(page.contains("`seed 7`\n"), "{page}");
+    assert!(page.contains("`memory allocation of 9 bytes failed`\n"), "{page}");
 }
