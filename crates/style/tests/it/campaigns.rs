@@ -55,8 +55,9 @@ impl Tree {
 
     #[track_caller]
     fn git(&self, words: &[&str]) {
-        let who = ["-c", "user.name=test", "-c", "user.email=test@example.invalid"];
-        succeeded(&self.run(Path::new("git"), &[&who, words].concat()));
+        let settings = ["user.name=test", "user.email=t@example.invalid", "commit.gpgsign=no"];
+        let all: Vec<&str> = settings.iter().flat_map(|setting| ["-c", setting]).collect();
+        succeeded(&self.run(Path::new("git"), &[&all, words].concat()));
     }
 
     /// Adds a run of a campaign with these fields.
