@@ -201,7 +201,7 @@ impl Found {
 fn search(defect: Sabotage) {
     let found = FOUND.iter().find(|found| found.defect == defect).unwrap();
     match env::var("ISOBATH_DEFECT_ROUNDS") {
-        Ok(rounds) => found.measure(rounds.parse().expect("ISOBATH_DEFECT_ROUNDS is a number")),
+        Ok(rounds) => found.measure(rounds.parse().unwrap()),
         Err(_) => found.found(Seed::new().value()),
     }
 }
