@@ -41,9 +41,8 @@ pub fn record<T>(
         let done = server.map_or_else(
             |_| Err("the server did not start".into()),
             |server| {
-                let done = work(&frontend);
-                server.stop();
-                done
+                let _stops = Stops(server);
+                work(&frontend)
             },
         );
         match serving.join() {
@@ -52,6 +51,15 @@ pub fn record<T>(
         }
     })?;
     Ok((frontend.record.entries(), done))
+}
+
+/// A server that ends with this value, also where `work` panics: its thread is waited for.
+struct Stops(Arc<Server<Disk<AnyHost>>>);
+
+impl Drop for Stops {
+    fn drop(&mut self) {
+        self.0.stop();
+    }
 }
 
 fn told(error: impl Display) -> String {

@@ -1,6 +1,7 @@
 //! The initial images of a server: layers that have much in common, as snapshots do.
 
 use super::bitmaps;
+use super::judge::file;
 use super::kind::Kind;
 use crate::content::Content;
 use crate::executor::run;
@@ -57,7 +58,7 @@ impl Begin {
         if self.raw.as_deref() == Some(image) {
             return None;
         }
-        files.iter().find(|(name, _)| name == image).and_then(|(_, content)| header_of(content))
+        file(files, image).and_then(header_of)
     }
 
     /// Whether an image that is not raw has this bit.

@@ -1,9 +1,12 @@
 //! A real server on real files, crashed between its syncs (section 4.1 of the FAST '16 paper).
 
 use isobath_crash::files::campaign::{Settings, Totals, run};
+use isobath_crash::files::serve::record;
 use isobath_crash::files::workload::Workload;
-use isobath_disk::MetadataMode;
+use isobath_disk::{MetadataMode, OpenOptions};
+use isobath_testkit::qemu;
 use isobath_testkit::seed::Seed;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 
 /// As many as in the paper, for each of its workloads.
 const AS_IN_THE_PAPER: usize = 200;
@@ -55,4 +58,18 @@ fn lying_syncs_are_noticed() {
         let honest = settings(Workload::Append, mode, 200, &seed);
         run(&Settings { sabotage: true, ..honest }).unwrap_err();
     }
+}
+
+/// The server's thread was waited for, and nobody stopped it.
+#[test]
+fn a_panic_beside_the_server_ends_it() {
+    let directory = tempfile::tempdir().unwrap();
+    let image = directory.path().join("disk");
+    qemu::create(&image, "qcow2", 1 << 20, "");
+    let options = OpenOptions::new().writable(true);
+    let work = || record::<()>(&image, &options, |_| panic!("the client has failed"));
+    let panic = catch_unwind(AssertUnwindSafe(work)).unwrap_err();
+    assert_eq!(panic.downcast_ref(), Some(&"the client has failed"));
+    let again = record(&image, &options, |_| Ok(()));
+    assert!(again.is_ok(), "somebody still uses the image: {:?}", again.err());
 }

@@ -3,7 +3,9 @@
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
+use std::thread;
+use std::time::Duration;
 
 /// A checkout with the script, and programs that stand in for cargo and cargo-nextest.
 struct Tree(PathBuf);
@@ -122,4 +124,36 @@ fn other_steps_name_what_failed_too() {
         let (passed, end) = tree.run(step);
         assert!(!passed && end.contains(line), "{step}: {end}");
     }
+}
+
+#[test]
+fn an_interrupted_run_ends_at_once_and_its_step_with_it() {
+    let tree = Tree::new("interrupted", "", "echo $$ > $report/pid; exec sleep 1000");
+    let pid = tree.0.join("target/nextest/default/pid");
+    let mut gate = Command::new(tree.0.join("scripts/gate"))
+        .arg("tests")
+        .env_remove("CARGO_TARGET_DIR")
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let read = || fs::read_to_string(&pid).ok().filter(|text| text.ends_with('\n'));
+    let step = wait(read);
+    let kill = Command::new("kill").arg(gate.id().to_string()).status();
+    assert!(kill.unwrap().success());
+    let status = wait(|| gate.try_wait().unwrap());
+    assert_eq!(status.code(), Some(130));
+    let process = Path::new("/proc").join(step.trim()).join("cmdline");
+    wait(|| fs::read(&process).map_or(true, |words| words.is_empty()).then_some(()));
+}
+
+/// What `look` finds, within a minute.
+fn wait<T>(mut look: impl FnMut() -> Option<T>) -> T {
+    for _ in 0..6000 {
+        if let Some(found) = look() {
+            return found;
+        }
+        thread::sleep(Duration::from_millis(10));
+    }
+    panic!("waited for a minute");
 }
