@@ -12,6 +12,7 @@ use crate::value::{Given, Sort, Value};
 use futures_util::future::join_all;
 use isobath_disk::{BlockDevice, Disk, DiskError, ImageFormat, LiveDisk, Preallocation, ZeroFlags};
 use isobath_storage::IoBuf;
+use isobath_storage_test::any::AnyHost;
 use isobath_storage_test::give_way;
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
@@ -52,7 +53,7 @@ pub trait Target: BlockDevice {
     }
 }
 
-impl Target for Disk<SimHost> {
+impl Target for Disk<AnyHost> {
     async fn write_compressed(&self, offset: u64, buf: IoBuf) -> isobath_disk::Result<IoBuf> {
         self.write_compressed(offset, buf).await
     }
@@ -72,7 +73,7 @@ impl Target for Disk<SimHost> {
 }
 
 /// There, compressed clusters come from other programs, and the disk itself decides when to tidy.
-impl Target for LiveDisk<SimHost> {
+impl Target for LiveDisk<AnyHost> {
     async fn write_compressed(&self, offset: u64, buf: IoBuf) -> isobath_disk::Result<IoBuf> {
         self.write(offset, buf).await
     }
@@ -147,9 +148,9 @@ impl<'a> Guest<'a> {
     }
 
     /// Opens the disk.
-    pub async fn open(&self) -> Result<Disk<SimHost>, String> {
+    pub async fn open(&self) -> Result<Disk<AnyHost>, String> {
         let options = self.mode.options(true, self.seed);
-        Disk::open(self.host.clone(), &self.start.image, &options)
+        Disk::open(self.host.any(), &self.start.image, &options)
             .await
             .map_err(|error| format!("the disk was not opened: {error}"))
     }
@@ -301,7 +302,7 @@ impl<'a> Guest<'a> {
     /// Runs several tasks at once, and an action on the disk beside them.
     pub async fn tasks(
         &self,
-        disk: &Disk<SimHost>,
+        disk: &Disk<AnyHost>,
         tasks: &[Vec<Request>],
         beside: Option<Act>,
     ) -> Result<(), String> {
@@ -325,7 +326,7 @@ impl<'a> Guest<'a> {
     }
 
     /// Performs an action on the disk as a whole.
-    async fn act(&self, disk: &Disk<SimHost>, act: Act) -> Result<(), String> {
+    async fn act(&self, disk: &Disk<AnyHost>, act: Act) -> Result<(), String> {
         match act {
             Act::None | Act::Reopen => {}
             Act::Resize(size, mode) => self.resize(disk, size, mode).await?,

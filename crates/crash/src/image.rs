@@ -233,7 +233,7 @@ pub(crate) async fn fill(
 ) -> isobath_disk::Result<()> {
     let metadata = MetadataMode::Ordered;
     let options = OpenOptions::new().writable(true).metadata(metadata);
-    let disk = Disk::open(host.clone(), Path::new(name), &options).await?;
+    let disk = Disk::open(host.any(), Path::new(name), &options).await?;
     let size = disk.size();
     let cluster = 1 << disk.layers().next().and_then(|l| l.header()).map_or(16, |h| h.cluster_bits);
     for number in 0..rng.random_range(0..8) {
@@ -261,7 +261,7 @@ pub(crate) async fn fill(
 }
 
 async fn content(host: &SimHost, name: &str) -> isobath_disk::Result<Arc<Content>> {
-    let disk = Disk::open(host.clone(), Path::new(name), &OpenOptions::default()).await?;
+    let disk = Disk::open(host.any(), Path::new(name), &OpenOptions::default()).await?;
     Ok(Arc::new(look(&disk, &[]).await?.content))
 }
 
@@ -299,7 +299,7 @@ async fn layers(
             NewDisk::new(length(rng)).cluster_size(1 << rng.random_range(9..=13)).index(false);
         image.backing_file = new.backing_file.take();
         image.backing_format = new.backing_format.take();
-        create(host, Path::new(&name), &image).await?;
+        create(&host.any(), Path::new(&name), &image).await?;
         fill(host, &name, 10 * (layer + 1), true, rng).await?;
         new.backing_file = Some(name);
         new.backing_format = Some("qcow2".into());
@@ -351,7 +351,7 @@ async fn take_snapshot(host: &SimHost) -> Result<Kept, String> {
 async fn repair(host: &SimHost) -> Result<(), String> {
     let options = CheckOptions { repair: Repair::All, ..CheckOptions::default() };
     let mut quiet = |_: isobath_disk::CheckEvent<'_>| {};
-    let report = check(host, Path::new(IMAGE), &options, &mut quiet)
+    let report = check(&host.any(), Path::new(IMAGE), &options, &mut quiet)
         .await
         .map_err(|error| format!("the first image: {error}"))?;
     if report.is_clean() { Ok(()) } else { Err(format!("the first image: {report:?}")) }
@@ -370,7 +370,7 @@ async fn make_image(kind: Kind, small: bool, rng: &mut SmallRng) -> Result<Start
     let shown = |error: isobath_disk::DiskError| error.to_string();
     let mut new = shape(kind, small, rng);
     layers(&host, kind, &mut new, rng).await.map_err(shown)?;
-    create(&host, Path::new(IMAGE), &new).await.map_err(shown)?;
+    create(&host.any(), Path::new(IMAGE), &new).await.map_err(shown)?;
     let compressed = kind == Kind::Compressed || new.data_file.is_none() && rng.random_bool(0.2);
     fill(&host, IMAGE, 50, compressed, rng).await.map_err(shown)?;
     let mut snapshot = None;

@@ -8,6 +8,9 @@
 #![allow(clippy::large_futures, reason = "they are polled where they are made")]
 #![allow(clippy::missing_errors_doc, reason = "an error is what the simulator has found")]
 
+// Compiled there, the engine is not compiled here again.
+use isobath_disk_test as _;
+
 pub mod campaign;
 pub mod clock;
 pub mod content;

@@ -229,7 +229,7 @@ async fn judge(
     let failed = |error: DiskError| format!("after the crash: {error}");
     if rng.random() {
         let options = OpenOptions::new().writable(true);
-        let disk = Disk::open(host.clone(), image, &options).await.map_err(failed)?;
+        let disk = Disk::open(host.any(), image, &options).await.map_err(failed)?;
         disk.close().await.map_err(failed)?;
         drop(disk);
     } else {

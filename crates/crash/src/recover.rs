@@ -115,7 +115,7 @@ pub(crate) async fn examine(
             findings.push(text.to_owned());
         }
     };
-    let report = check(host, image, &options, &mut events).await;
+    let report = check(&host.any(), image, &options, &mut events).await;
     report.map(|report| (report, findings)).map_err(|error| format!("the check failed: {error}"))
 }
 
@@ -204,7 +204,7 @@ fn untouched(case: &Case<'_>, files: &Files) -> Result<(), String> {
 
 async fn read_all(files: &Files, case: &Case<'_>) -> Result<Look, String> {
     let host = SimHost::new(files.clone(), case.quiet());
-    let disk = Disk::open(host, &case.start.image, &case.mode.options(false, 0)).await;
+    let disk = Disk::open(host.any(), &case.start.image, &case.mode.options(false, 0)).await;
     let disk = disk.map_err(|error| format!("it could not be opened read-only: {error}"))?;
     let read = look(&disk, &case.oracle.interest()).await;
     read.map_err(|error| format!("it could not be read: {error}"))
@@ -214,7 +214,7 @@ async fn snapshot_stays(files: &Files, case: &Case<'_>) -> Result<(), String> {
     let Some(kept) = &case.start.snapshot else { return Ok(()) };
     let image = &case.start.image;
     let host = SimHost::new(show_snapshot(files, image, kept), case.quiet());
-    let disk = Disk::open(host, image, &OpenOptions::default()).await;
+    let disk = Disk::open(host.any(), image, &OpenOptions::default()).await;
     let disk = disk.map_err(|error| format!("the snapshot could not be opened: {error}"))?;
     let read = look(&disk, &[]).await;
     let look = read.map_err(|error| format!("the snapshot could not be read: {error}"))?;
@@ -481,7 +481,7 @@ pub fn recover_wild(files: Files, case: &Case<'_>, seed: u64) -> Result<(), Stri
             sound("after check -r all that mended everything", &report, &findings)?;
         }
         let options = case.mode.options(true, rng.random());
-        let disk = match Disk::open(host.clone(), image, &options).await {
+        let disk = match Disk::open(host.any(), image, &options).await {
             Ok(disk) => disk,
             Err(error) => return named("open", error.to_string()),
         };

@@ -14,6 +14,7 @@ use crate::content::Content;
 use crate::guest::SECTOR;
 use crate::record::{Files, Record, Tick};
 use isobath_storage::{Host, Locking, OpenMode, Operation, Result, StorageError};
+use isobath_storage_test::any::{AnyHost, ToAny};
 use parking_lot::Mutex;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -82,10 +83,19 @@ impl Default for Conduct {
 #[derive(Clone)]
 pub struct SimHost(Arc<Mutex<World>>);
 
+/// The simulated files as the engine sees them. It is compiled for [`AnyHost`] only, once for all tests.
+#[derive(Clone)]
+struct Simulated(SimHost);
+
 impl SimHost {
     /// A host of these files.
     pub fn new(files: Files, conduct: Conduct) -> Self {
         Self(Arc::new(Mutex::new(World::new(files, conduct))))
+    }
+
+    /// The files for the engine.
+    pub fn any(&self) -> AnyHost {
+        Simulated(self.clone()).any()
     }
 
     /// Whether files are block devices.
@@ -201,21 +211,21 @@ impl SimHost {
     }
 }
 
-impl Host for SimHost {
+impl Host for Simulated {
     type File = SimFile;
 
     async fn open(&self, name: &Path, mode: OpenMode) -> Result<SimFile> {
         let number = {
-            let world = self.0.lock();
+            let world = self.0.0.lock();
             world.number(name).filter(|number| !world.absent[*number])
         };
         let number = number.ok_or_else(|| error(Operation::Open, name, libc::ENOENT))?;
-        self.attach(number, name, mode)
+        self.0.attach(number, name, mode)
     }
 
     async fn create(&self, name: &Path, mode: OpenMode) -> Result<SimFile> {
         let number = {
-            let mut world = self.0.lock();
+            let mut world = self.0.0.lock();
             match world.number(name) {
                 Some(number) => number,
                 // Names of recorded files are reserved beforehand.
@@ -225,14 +235,14 @@ impl Host for SimHost {
                 None => world.reserve(name.to_owned()),
             }
         };
-        let file = self.attach(number, name, OpenMode { writable: true, ..mode })?;
-        self.0.lock().absent[number] = false;
+        let file = self.0.attach(number, name, OpenMode { writable: true, ..mode })?;
+        self.0.0.lock().absent[number] = false;
         isobath_storage::Storage::set_len(&file, 0).await?;
         Ok(file)
     }
 
     async fn remove(&self, name: &Path) -> Result<()> {
-        let mut world = self.0.lock();
+        let mut world = self.0.0.lock();
         match world.number(name) {
             Some(number) if !world.absent[number] => {
                 world.absent[number] = true;

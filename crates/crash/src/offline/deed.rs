@@ -13,6 +13,7 @@ use isobath_disk::{
 use isobath_jobs::pace::Pacing;
 use isobath_jobs::{CommitOptions, Job, JobOptions, StreamOptions};
 use isobath_storage::{FileId, StorageExt};
+use isobath_storage_test::any::AnyHost;
 use rand::RngExt;
 use rand::rngs::SmallRng;
 use std::path::{Path, PathBuf};
@@ -70,10 +71,10 @@ impl Deed {
             // They are jobs.
             Self::Commit(_) | Self::Merge(_) => Ok(()),
             Self::Take(name) => {
-                create_snapshot(host, image, &options, name, Duration::from_secs(1)).await
+                create_snapshot(&host.any(), image, &options, name, Duration::from_secs(1)).await
             }
-            Self::Apply(name) => apply_snapshot(host, image, &options, name).await,
-            Self::Delete(name) => delete_snapshot(host, image, &options, name).await,
+            Self::Apply(name) => apply_snapshot(&host.any(), image, &options, name).await,
+            Self::Delete(name) => delete_snapshot(&host.any(), image, &options, name).await,
             Self::AddBitmap(name, bits) => {
                 let add = BitmapAction::Add(Some(bits.granularity()));
                 let actions = [add, BitmapAction::MergeFrom(bits.clone())];
@@ -86,20 +87,20 @@ impl Deed {
             Self::Amend(wanted) => {
                 if wanted.version == Some(2) {
                     let writable = options.clone().writable(true);
-                    let disk = Disk::open(host.clone(), image, &writable).await?;
+                    let disk = Disk::open(host.any(), image, &writable).await?;
                     disk.expand_zeroes().await?;
                     disk.close().await?;
                 }
-                amend(host, image, &options, wanted).await
+                amend(&host.any(), image, &options, wanted).await
             }
             Self::Rebase(onto, compressed) => {
-                let disk = Disk::open(host.clone(), image, &options.writable(true)).await?;
+                let disk = Disk::open(host.any(), image, &options.writable(true)).await?;
                 let disk = Arc::new(disk);
                 let below = match onto {
                     None => None,
                     Some(name) => {
                         let options = OpenOptions::new();
-                        Some(Arc::new(Disk::open(host.clone(), Path::new(name), &options).await?))
+                        Some(Arc::new(Disk::open(host.any(), Path::new(name), &options).await?))
                     }
                 };
                 let rebase = Rebase::new(Arc::clone(&disk), below, *compressed);
@@ -199,7 +200,7 @@ async fn edit_bitmap(
     name: &str,
     actions: &[BitmapAction],
 ) -> Result<(), DiskError> {
-    let mut editor = BitmapEditor::open(host, Path::new(IMAGE), &OpenOptions::new()).await?;
+    let mut editor = BitmapEditor::open(&host.any(), Path::new(IMAGE), &OpenOptions::new()).await?;
     for action in actions {
         editor.apply(name, action).await?;
     }
@@ -218,13 +219,13 @@ pub(super) fn chain_of(files: &Files) -> Vec<PathBuf> {
     chain
 }
 
-async fn open_live(host: &SimHost) -> Result<Arc<LiveDisk<SimHost>>, DiskError> {
+async fn open_live(host: &SimHost) -> Result<Arc<LiveDisk<AnyHost>>, DiskError> {
     let options = OpenOptions::new().writable(true);
-    let disk = Disk::open(host.clone(), Path::new(IMAGE), &options).await?;
+    let disk = Disk::open(host.any(), Path::new(IMAGE), &options).await?;
     Ok(LiveDisk::new(disk, &options, Arc::new(SimClock::default())))
 }
 
-fn layer(live: &LiveDisk<SimHost>, name: &str) -> Option<FileId> {
+fn layer(live: &LiveDisk<AnyHost>, name: &str) -> Option<FileId> {
     let layers = live.layers();
     let layer = layers.iter().find(|layer| layer.name() == Path::new(name));
     layer.map(|layer| layer.storage().id())
@@ -236,7 +237,7 @@ fn job_options() -> JobOptions {
 
 /// Runs a job to its end, and closes the disk.
 async fn finish<F: Future<Output = ()>>(
-    live: &LiveDisk<SimHost>,
+    live: &LiveDisk<AnyHost>,
     started: Result<(Arc<Job>, F), DiskError>,
 ) -> Result<(), String> {
     let done = match started {
@@ -262,7 +263,7 @@ async fn commit(host: &SimHost, base: Option<&str>) -> Result<(), String> {
     drop(live);
     if base.is_none() {
         let alone = OpenOptions::new().writable(true).backing(false).format(ImageFormat::Qcow2);
-        let disk = Disk::open(host.clone(), Path::new(IMAGE), &alone).await.map_err(shown)?;
+        let disk = Disk::open(host.any(), Path::new(IMAGE), &alone).await.map_err(shown)?;
         disk.make_empty().await.map_err(shown)?;
         disk.close().await.map_err(shown)?;
     }

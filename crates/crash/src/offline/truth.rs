@@ -56,7 +56,7 @@ impl Truth {
         let disk = read_disk(files, image, &options).await?;
         let host = SimHost::new(files.clone(), Conduct::default());
         let found = async {
-            let file = host.open(Path::new(IMAGE), OpenMode::default()).await?;
+            let file = host.any().open(Path::new(IMAGE), OpenMode::default()).await?;
             let length = file.len().await?;
             let content = host.contents(IMAGE);
             let Some(header) = header_of(&content) else { return Ok(Vec::new()) };
@@ -82,13 +82,13 @@ impl Truth {
 
 async fn read_bitmaps(host: &SimHost) -> Result<Vec<Marked>, DiskError> {
     let (image, options) = (Path::new(IMAGE), OpenOptions::new());
-    let found = info(host, image, &InfoOptions::default()).await?.qcow2;
+    let found = info(&host.any(), image, &InfoOptions::default()).await?.qcow2;
     let mut bitmaps = Vec::new();
     for bitmap in found.into_iter().flat_map(|qcow2| qcow2.bitmaps) {
         let ranges = if bitmap.in_use {
             None
         } else {
-            let bits = read_bitmap(host, image, &options, &bitmap.name).await?;
+            let bits = read_bitmap(&host.any(), image, &options, &bitmap.name).await?;
             Some(bits.ranges().collect())
         };
         bitmaps.push(Marked { name: bitmap.name, ranges, enabled: bitmap.auto });
@@ -102,7 +102,7 @@ pub(super) async fn read_disk(
     options: &OpenOptions,
 ) -> Result<Arc<Content>, String> {
     let host = SimHost::new(files.clone(), Conduct::default());
-    let disk = Disk::open(host, image, options).await;
+    let disk = Disk::open(host.any(), image, options).await;
     let disk = disk.map_err(|error| format!("it could not be opened read-only: {error}"))?;
     let read = look(&disk, &[]).await;
     Ok(Arc::new(read.map_err(|error| format!("it could not be read: {error}"))?.content))

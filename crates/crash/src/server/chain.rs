@@ -229,7 +229,7 @@ async fn fill(
     let metadata = if journal.is_some() { MetadataMode::Journal } else { MetadataMode::Ordered };
     let options = OpenOptions::new().writable(true).metadata(metadata);
     let options = options.journal_size(journal.unwrap_or(0));
-    let disk = Disk::open(host.clone(), name, &options).await?;
+    let disk = Disk::open(host.any(), name, &options).await?;
     let size = disk.size();
     for (number, step) in (first..).zip(steps) {
         let bytes = |offset: u64, length: u64, sort| {
@@ -260,7 +260,7 @@ async fn fill(
 
 /// An image's contents.
 pub(super) async fn content(host: &SimHost, name: &Path) -> isobath_disk::Result<Arc<Content>> {
-    let disk = Disk::open(host.clone(), name, &OpenOptions::default()).await?;
+    let disk = Disk::open(host.any(), name, &OpenOptions::default()).await?;
     Ok(Arc::new(look(&disk, &[]).await?.content))
 }
 
@@ -330,7 +330,7 @@ async fn make_chain(kind: Kind, mode: &Mode, rng: &mut SmallRng) -> Result<Begin
             steps(rng, held, image.cluster_size)
         };
         let path = PathBuf::from(&name);
-        create(&host, &path, &image).await.map_err(shown)?;
+        create(&host.any(), &path, &image).await.map_err(shown)?;
         let unclosed = !top && rng.random_bool(shape.unclosed);
         let journal = unclosed.then(|| JOURNALS[rng.random_range(0..JOURNALS.len())]);
         if unclosed {

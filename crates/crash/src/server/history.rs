@@ -17,6 +17,7 @@ use crate::plan::{Disk as Shape, Request};
 use crate::record::{NEVER, Record, Tick};
 use isobath_disk::sabotage::Sabotage;
 use isobath_disk::{Disk, LiveDisk, MetadataMode};
+use isobath_storage_test::any::AnyHost;
 use rand::rngs::SmallRng;
 use rand::{Rng, RngExt, SeedableRng};
 use std::cell::{Cell, RefCell};
@@ -80,7 +81,7 @@ fn conduct(kind: Kind, begin: &Begin, settings: &Settings, rng: &mut SmallRng) -
 /// The requests of one task of a guest, until `ends` says to stop.
 async fn requests(
     guest: &Guest<'_>,
-    live: &LiveDisk<SimHost>,
+    live: &LiveDisk<AnyHost>,
     clock: &SimClock,
     shape: Shape,
     often: f64,
@@ -201,11 +202,11 @@ fn work(
     survives_late: Option<&Cell<Tick>>,
     rng: &mut SmallRng,
 ) -> Result<(), String> {
-    let live: RefCell<Option<Arc<LiveDisk<SimHost>>>> = RefCell::new(None);
+    let live: RefCell<Option<Arc<LiveDisk<AnyHost>>>> = RefCell::new(None);
     // The disk is opened first, while time passes.
     let mut opening = Schedule::new(clock.clone(), rng.random());
     opening.add(async {
-        let opening = Disk::open(host.clone(), &begin.start.image, options);
+        let opening = Disk::open(host.any(), &begin.start.image, options);
         if let Some(opened) = endure(Patience::Endless, opening).await
             && let Some(disk) = guest.judge("opening the disk", opened)?
         {

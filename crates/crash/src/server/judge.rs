@@ -147,7 +147,7 @@ async fn denied(
     let conduct = Conduct { access, ..case.host.clone() };
     let host = SimHost::new(state.files.clone(), conduct);
     let options = mode.options(true, rng.random());
-    let Ok(disk) = Disk::open(host.clone(), &case.start.image, &options).await else {
+    let Ok(disk) = Disk::open(host.any(), &case.start.image, &options).await else {
         return Ok(host.files());
     };
     let look = look(&disk, &case.oracle.interest()).await;
@@ -172,7 +172,7 @@ async fn read(
         format!("{} could not be {what}: {error}", image.display())
     };
     let options = OpenOptions::new().format(happened.begin.format(image));
-    let disk = Disk::open(host, image, &options).await;
+    let disk = Disk::open(host.any(), image, &options).await;
     let disk = disk.map_err(|error| shown("opened read-only", error))?;
     look(&disk, interest).await.map_err(|error| shown("read", error))
 }
@@ -275,7 +275,7 @@ async fn jobs_again(
     let host = SimHost::new(state.files.clone(), case.host.clone());
     let format = happened.begin.format(&case.start.image);
     let options = mode.options(true, rng.random()).format(format);
-    let opened = Disk::open(host.clone(), &case.start.image, &options).await;
+    let opened = Disk::open(host.any(), &case.start.image, &options).await;
     let disk = opened.map_err(|error| format!("the disk was not opened: {error}"))?;
     let interest = case.oracle.interest();
     let shown = |error: isobath_disk::DiskError| format!("the disk could not be read: {error}");

@@ -18,6 +18,7 @@ use isobath_jobs::{
     StreamOptions,
 };
 use isobath_storage::{FileId, StorageExt};
+use isobath_storage_test::any::AnyHost;
 use rand::RngExt;
 use rand::rngs::SmallRng;
 use std::cell::{Cell, RefCell};
@@ -39,7 +40,7 @@ pub fn new_image(number: usize) -> PathBuf {
 
 /// The operator.
 pub struct Operator<'a> {
-    pub(super) live: &'a Arc<LiveDisk<SimHost>>,
+    pub(super) live: &'a Arc<LiveDisk<AnyHost>>,
     pub(super) host: &'a SimHost,
     pub(super) guest: &'a Guest<'a>,
     pub(super) chronicle: &'a RefCell<Chronicle>,
@@ -171,7 +172,7 @@ impl Operator<'_> {
         if let Some((name, format)) = backing {
             new = new.backing_file(name, format);
         }
-        match endure(Patience::Endless, create(self.host, path, &new)).await {
+        match endure(Patience::Endless, create(&self.host.any(), path, &new)).await {
             Some(made) => self.guest.judge("making an image", made.map(drop)),
             None => Ok(None),
         }
@@ -292,7 +293,7 @@ impl Operator<'_> {
         let restart_log = self.options.restart_log && rng.random();
         let format = Some(ImageFormat::Qcow2);
         let options = self.options.clone().format(format).restart_log(restart_log);
-        let opening = Disk::open(self.host.clone(), &path, &options);
+        let opening = Disk::open(self.host.any(), &path, &options);
         let Some(opened) = endure(Patience::Endless, opening).await else { return Ok(()) };
         let Some(target) = self.guest.judge("opening a target", opened)? else { return Ok(()) };
         let target = LiveDisk::new(target, &options, Arc::new(self.clock.clone()));
@@ -413,6 +414,6 @@ impl Operator<'_> {
 }
 
 /// The files of a disk's layers, from the active one down.
-pub(super) fn names(live: &LiveDisk<SimHost>) -> Vec<PathBuf> {
+pub(super) fn names(live: &LiveDisk<AnyHost>) -> Vec<PathBuf> {
     live.layers().iter().map(|layer| layer.name().to_owned()).collect()
 }

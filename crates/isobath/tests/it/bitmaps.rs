@@ -47,7 +47,7 @@ fn options() -> OpenOptions {
 /// The ranges that the bitmap claims to have changed.
 async fn changes(host: &MemoryHost) -> Vec<Range<u64>> {
     let base = Path::new("base.qcow2");
-    let bits = read_bitmap(host, base, &OpenOptions::new(), "changes").await.unwrap();
+    let bits = read_bitmap(&host.any(), base, &OpenOptions::new(), "changes").await.unwrap();
     bits.ranges().collect()
 }
 

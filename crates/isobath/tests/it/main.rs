@@ -2,6 +2,9 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by a panic")]
 
+// Compiled there, the engine is not compiled here again.
+use isobath_disk_test as _;
+
 mod bitmaps;
 mod check;
 mod common;

@@ -7,7 +7,7 @@ use futures_util::FutureExt;
 use futures_util::task::noop_waker_ref;
 use isobath_disk::clock::Clock;
 use isobath_disk::{CheckEvent, CheckOptions, check};
-use isobath_jobs::{Job, JobStatus};
+pub(crate) use isobath_disk_test::complete;
 use isobath_qcow2::{IncompatibleFeatures, NewImage};
 use isobath_storage::memory::MemoryHost;
 use isobath_storage::{Host, IoBuf, OpenMode, Storage, StorageExt};
@@ -48,18 +48,6 @@ impl Clock for Ticking {
             *now = time.max(*now);
             Poll::Ready(())
         }))
-    }
-}
-
-/// Completes a job once that is possible, or returns when it has ended.
-pub(crate) async fn complete(job: &Job) {
-    loop {
-        let changed = job.changed();
-        match job.status() {
-            JobStatus::Ready => return job.complete().unwrap(),
-            JobStatus::Concluded | JobStatus::Null => return,
-            _ => changed.await,
-        }
     }
 }
 

@@ -129,7 +129,7 @@ pub(crate) fn survive(what: &str, image: &[u8]) {
             let mut errors = Vec::new();
             let mut note = |result: Result<()>| errors.extend(result.err().map(|e| e.to_string()));
             let host = host_with(&bytes);
-            note(info(&host, Path::new(IMAGE), &InfoOptions::default()).await.map(drop));
+            note(info(&host.any(), Path::new(IMAGE), &InfoOptions::default()).await.map(drop));
             match open(host.clone(), &OpenOptions::default()).await {
                 Ok(disk) => note(read_all(&disk).await),
                 Err(error) => note(Err(error)),
