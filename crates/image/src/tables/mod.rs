@@ -54,7 +54,7 @@ struct TableState {
 }
 
 impl TableState {
-    fn batches(&self) -> impl Iterator<Item = &Batch> {
+    fn batches(&self) -> impl DoubleEndedIterator<Item = &Batch> {
         std::iter::once(&self.open).chain(&self.closed)
     }
 }
@@ -407,10 +407,12 @@ impl<S: Storage> Tables<S> {
                     entries.resize(count as usize, L2Entry::unallocated());
                 }
                 if missing.is_empty() {
-                    for (step, entry) in entries.iter_mut().enumerate() {
-                        let cluster = first.get() + step as u64;
-                        let newest = state.batches().find_map(|b| b.entries.get(&cluster));
-                        *entry = newest.copied().unwrap_or(*entry);
+                    let clusters = first.get()..first.get() + count;
+                    // The newest change of an entry is the last.
+                    for batch in state.batches().rev() {
+                        for (cluster, changed) in batch.entries.range(clusters.clone()) {
+                            entries[(cluster - first.get()) as usize] = *changed;
+                        }
                     }
                     return Ok(entries);
                 }
