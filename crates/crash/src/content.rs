@@ -47,23 +47,35 @@ impl Content {
         self.length == 0
     }
 
+    /// The pages there are in a range: the part of the range that each holds, counted from the range's start, and its
+    /// bytes.
+    fn held(&self, range: Range<u64>) -> impl Iterator<Item = (Range<usize>, &[u8])> {
+        // An empty range within a page ends where it starts.
+        let pages = range.start / PAGE..range.end.div_ceil(PAGE).max(range.start / PAGE);
+        self.pages.range(pages).map(move |(page, data)| {
+            let (start, end) = (range.start.max(page * PAGE), range.end.min((page + 1) * PAGE));
+            let within = (start - page * PAGE) as usize..(end - page * PAGE) as usize;
+            ((start - range.start) as usize..(end - range.start) as usize, &data[within])
+        })
+    }
+
     /// Reads from `offset` on, with zeroes past the end.
     pub fn read(&self, offset: u64, buf: &mut [u8]) {
         let mut done = 0;
-        for (page, within) in parts(offset..offset + buf.len() as u64) {
-            let part = &mut buf[done..done + within.len()];
-            done += within.len();
-            match self.pages.get(&page) {
-                Some(data) => part.copy_from_slice(&data[within]),
-                None => part.fill(0),
-            }
+        for (part, data) in self.held(offset..offset + buf.len() as u64) {
+            buf[done..part.start].fill(0);
+            buf[part.clone()].copy_from_slice(data);
+            done = part.end;
         }
+        buf[done..].fill(0);
     }
 
     /// The bytes of a range, with zeroes past the end.
     pub fn bytes(&self, range: Range<u64>) -> Vec<u8> {
         let mut bytes = vec![0; (range.end - range.start) as usize];
-        self.read(range.start, &mut bytes);
+        for (part, data) in self.held(range) {
+            bytes[part].copy_from_slice(data);
+        }
         bytes
     }
 
@@ -74,15 +86,15 @@ impl Content {
 
     /// Whether a range holds these bytes.
     pub fn holds(&self, offset: u64, bytes: &[u8]) -> bool {
+        let zero = |bytes: &[u8]| bytes.iter().all(|byte| *byte == 0);
         let mut done = 0;
-        parts(offset..offset + bytes.len() as u64).all(|(page, within)| {
-            let part = &bytes[done..done + within.len()];
-            done += within.len();
-            match self.pages.get(&page) {
-                Some(data) => data[within] == *part,
-                None => part.iter().all(|byte| *byte == 0),
+        for (part, data) in self.held(offset..offset + bytes.len() as u64) {
+            if !zero(&bytes[done..part.start]) || bytes[part.clone()] != *data {
+                return false;
             }
-        })
+            done = part.end;
+        }
+        zero(&bytes[done..])
     }
 
     fn page(&mut self, page: u64) -> &mut Page {

@@ -252,6 +252,11 @@ impl On<'_> {
         self.narrow.iter().chain(self.wide).copied()
     }
 
+    /// What is there was most often written last.
+    fn newest_first(&self) -> impl Iterator<Item = u32> {
+        self.narrow.iter().rev().chain(self.wide.iter().rev()).copied()
+    }
+
     fn any(&self, found: impl Fn(u32) -> bool) -> bool {
         self.iter().any(found)
     }
@@ -328,7 +333,7 @@ impl Oracle {
         let on = self.on(offset);
         let range = offset..offset + bytes.len() as u64;
         let mut whole = true;
-        for number in on.iter() {
+        for number in on.newest_first() {
             let written = &self.log.written[number as usize];
             let (start, end) = (written.range.start, written.range.end);
             if written.began >= self.now || start >= range.end || end <= range.start {
