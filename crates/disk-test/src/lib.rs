@@ -4,6 +4,8 @@
 //! program for [`AnyHost`] that links this crate takes the code from here, if it is compiled at optimisation level 0
 //! or 1: the compiler shares it only there. What the [`tour`] leaves out is compiled again in each program.
 
+#![allow(clippy::large_futures, reason = "they are polled where they are made")]
+
 use futures_util::{FutureExt, join};
 use isobath_disk::{
     Amend, BitmapAction, BitmapEditor, CheckEvent, CheckOptions, Compare, CopyOptions, Disk,

@@ -151,7 +151,7 @@ fn damaged_images_read_as_in_qemu_or_are_refused() {
             host.insert(path.file_name().unwrap(), &fs::read(&path).unwrap());
         }
         let names = host.names();
-        for round in 0..50 {
+        for round in 0..25 {
             let host = host.deep_copy();
             let name = &names[rng.random_range(0..names.len())];
             let mut bytes = host.contents(name).unwrap();

@@ -13,9 +13,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
 /// States of random histories, for all modes together.
-const STATES: u64 = 18_000;
+const STATES: u64 = 9_000;
 /// The same of a server.
-const SERVER_STATES: u64 = 6_000;
+const SERVER_STATES: u64 = 4_000;
 
 /// Runs histories on two threads until there are enough states, or no more histories.
 fn run(
@@ -97,7 +97,7 @@ fn small_histories_survive_every_crash() {
     for (shift, mode) in MODES.iter().enumerate() {
         let settings = Settings { qemu_every: 1000, ..Settings::new(mode) };
         // Only a share, since all of them take minutes.
-        let step = 11 * MODES.len() as u64;
+        let step = 22 * MODES.len() as u64;
         let totals = run(&settings, u64::MAX, |number| {
             let number = number * step + shift as u64;
             (number < COUNT).then(|| run_small(&settings, number, 4))

@@ -7,7 +7,7 @@ use isobath_crash::outcome::{Settings, history_seed};
 #[test]
 fn a_flush_left_out_is_a_loss_that_is_found() {
     for mode in MODES {
-        for flush in [0, 1, 2, 5] {
+        for flush in [0, 3] {
             let settings = Settings {
                 sabotage: Some(flush),
                 faultless: true,

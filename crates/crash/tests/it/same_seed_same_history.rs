@@ -76,19 +76,42 @@ fn a_disks_history_can_be_repeated() {
     print("disks", &digests);
 }
 
-#[test]
-fn a_servers_history_can_be_repeated() {
+fn repeat_servers(mode: usize) {
     let mut digests = FxHasher::default();
-    for mode in MODES {
-        for (number, kind) in kind::KINDS.into_iter().enumerate() {
-            let settings = Settings { server: true, ..Settings::new(mode) };
-            let seed = history_seed(11, number as u64);
-            repeat(kind.name(), &settings, &mut digests, |settings| {
-                run_server(settings, Some(kind), seed)
-            });
-        }
+    let mode = &MODES[mode];
+    for (number, kind) in kind::KINDS.into_iter().enumerate() {
+        let settings = Settings { server: true, ..Settings::new(mode) };
+        let seed = history_seed(11, number as u64);
+        repeat(kind.name(), &settings, &mut digests, |settings| {
+            run_server(settings, Some(kind), seed)
+        });
     }
-    print("servers", &digests);
+    print(&format!("servers, {}", mode.name()), &digests);
+}
+
+/// A test for each mode, so that they run side by side.
+macro_rules! servers {
+    ($($name:ident: $mode:literal,)*) => {
+        mod a_servers_history_can_be_repeated {
+            $(#[test]
+            fn $name() {
+                assert_eq!(super::MODES[$mode].name(), stringify!($name));
+                super::repeat_servers($mode);
+            })*
+
+            #[test]
+            fn in_every_mode() {
+                assert!([$($mode),*].into_iter().eq(0..super::MODES.len()));
+            }
+        }
+    };
+}
+
+servers! {
+    ordered: 0,
+    journal: 1,
+    auto: 2,
+    embedded: 3,
 }
 
 #[test]

@@ -17,7 +17,7 @@ use std::thread;
 use std::time::Instant;
 
 /// Histories of `make test`.
-const SLICE: u64 = 6;
+const SLICE: u64 = 4;
 /// Commands of a history, after those that make the chain.
 const STEPS: usize = 30;
 
