@@ -47,6 +47,46 @@ pub(crate) fn parse(text: &str) -> Result<u64, String> {
     }
 }
 
+/// A disk's new size as the user gives it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum NewSize {
+    /// So many bytes.
+    To(u64),
+    /// So many bytes more.
+    More(u64),
+    /// So many bytes less.
+    Less(u64),
+}
+
+impl NewSize {
+    /// Parses a size, as [`parse`] does, with `+` or `-` in front if it is relative.
+    ///
+    /// # Errors
+    /// In QEMU's words, if it is none.
+    pub(crate) fn parse(text: &str) -> Result<Self, String> {
+        let (kind, number): (fn(u64) -> Self, _) = match text.split_at_checked(1) {
+            Some(("+", number)) => (Self::More, number),
+            Some(("-", number)) => (Self::Less, number),
+            _ => (Self::To, text),
+        };
+        parse(number).map(kind).map_err(|_| {
+            "Parameter 'size' expects a non-negative number below 2^64\nOptional suffix k, M, G, T, P \
+             or E means kilo-, mega-, giga-, tera-, peta-\nand exabytes, respectively."
+                .to_owned()
+        })
+    }
+
+    /// The size in bytes of a disk of `old` bytes; `None` if there is none such.
+    pub(crate) fn of(self, old: u64) -> Option<u64> {
+        let new = match self {
+            Self::To(size) => Some(size),
+            Self::More(bytes) => old.checked_add(bytes),
+            Self::Less(bytes) => old.checked_sub(bytes),
+        };
+        new.filter(|new| *new > 0)
+    }
+}
+
 /// What is said of a number that is none, in QEMU's words.
 pub(crate) fn explained(what: &str) -> String {
     let program = crate::program::name();

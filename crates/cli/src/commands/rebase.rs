@@ -5,13 +5,14 @@ use crate::failure::{Failure, Outcome};
 use crate::image_name::Naming;
 use crate::workers::{self, Progress};
 use crate::{options, runtime};
-use isobath_disk::{Disk, ImageFormat, OpenOptions, Rebase};
+use isobath_disk::{Disk, ImageFormat, OpenOptions, Rebase, Secrets};
+use isobath_image::name::plain_file_name;
 use isobath_ring::Signals;
-use isobath_storage::Host;
 use isobath_storage::file::FileHost;
+use isobath_storage::{Host, Locking, StorageExt};
 use std::cell::Cell;
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// Tasks that compare and copy at once.
@@ -88,6 +89,8 @@ pub(crate) fn run(args: &Args, _out: &mut dyn Write) -> Outcome {
             )));
         }
     };
+    let below = backing.map(|(name, format)| file_of(args, name).map(|file| (file, format)));
+    let below = below.transpose()?;
     let image = args.naming.image(&args.image, args.format)?;
     let options = image.writable(args.cache.is_direct())?.backing(!args.unsafe_mode);
     runtime::block_on(async || {
@@ -99,14 +102,19 @@ pub(crate) fn run(args: &Args, _out: &mut dyn Write) -> Outcome {
                 args.image.display()
             )));
         }
+        if let Some((file, format)) = &below {
+            refuse_loop(&disk, file, format).await?;
+        }
         if args.unsafe_mode {
             disk.set_backing(backing).await?;
             disk.close().await?;
             return Ok(());
         }
-        let below = match backing {
-            Some((name, format)) => Some(open_below(args, name, format).await?),
-            None => None,
+        let below = match (backing, &below) {
+            (Some((name, format)), Some((file, _))) => {
+                Some(open_below(args, name, file, format).await?)
+            }
+            _ => None,
         };
         let rebase = Arc::new(Rebase::new(Arc::clone(&disk), below, args.compress));
         let done = copy(args, &rebase, &mut signals).await;
@@ -119,21 +127,48 @@ pub(crate) fn run(args: &Args, _out: &mut dyn Write) -> Outcome {
     Ok(0)
 }
 
+/// The file that a header's name for the new backing file stands for.
+fn file_of(args: &Args, name: &str) -> Result<PathBuf, Failure> {
+    let plain = plain_file_name(&args.image, "new backing file", name);
+    Ok(FileHost.resolve(&args.image, plain?))
+}
+
+/// Refuses a chain in which the image would lie below itself.
+async fn refuse_loop(disk: &Disk<FileHost>, below: &Path, format: &str) -> Result<(), Failure> {
+    let format = options::format(format).map_err(Failure::new)?;
+    let look =
+        OpenOptions::new().format(format).locking(Locking::Unlocked).secrets(Secrets::unneeded());
+    // What cannot be opened now may still be moved to its place.
+    let Ok(chain) = Disk::open(FileHost, below, &look).await else { return Ok(()) };
+    let own = disk.layers().next().map(|layer| layer.storage().id());
+    if chain.layers().any(|layer| Some(layer.storage().id()) == own) {
+        return Err(new_backing(
+            &below.to_string_lossy(),
+            "it is the image itself, or has the image as a backing file",
+        ));
+    }
+    Ok(())
+}
+
 fn new_backing(name: &str, reason: impl std::fmt::Display) -> Failure {
     let name = options::printable(name);
     Failure::new(format_args!("Could not open new backing file '{name}': {reason}"))
 }
 
 /// Opens the new backing file.
-async fn open_below(args: &Args, name: &str, format: &str) -> Result<Arc<Disk<FileHost>>, Failure> {
-    let path = FileHost.resolve(&args.image, name);
+async fn open_below(
+    args: &Args,
+    name: &str,
+    path: &Path,
+    format: &str,
+) -> Result<Arc<Disk<FileHost>>, Failure> {
     let format = options::format(format).map_err(Failure::new)?;
     let options = OpenOptions::new()
         .format(format)
         .locking(options::locking(args.force_share))
         .direct(args.source_cache.is_direct())
         .secrets(args.naming.secret_file.secrets()?);
-    let below = Disk::open(FileHost, &path, &options).await;
+    let below = Disk::open(FileHost, path, &options).await;
     let below = below.map_err(|error| new_backing(name, crate::image_name::reason(&error)));
     Ok(Arc::new(below?))
 }

@@ -2,7 +2,8 @@
 
 use crate::failure::{Failure, Outcome};
 use crate::image_name::Naming;
-use crate::{options, program, runtime, size};
+use crate::size::NewSize;
+use crate::{options, program, runtime};
 use isobath_disk::{ImageFormat, Preallocation};
 use std::io::Write;
 use std::path::PathBuf;
@@ -40,27 +41,13 @@ fn preallocation(name: &str) -> Result<Preallocation, String> {
 
 pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     let Some(size) = &args.size else { return Err(Failure::usage("Not enough arguments")) };
-    let (sign, number) = match size.split_at_checked(1) {
-        Some((sign @ ("+" | "-"), number)) => (Some(sign), number),
-        _ => (None, size.as_str()),
-    };
-    let number = size::parse(number).map_err(|_| {
-        Failure::new(
-            "Parameter 'size' expects a non-negative number below 2^64\nOptional suffix k, M, G, T, P \
-             or E means kilo-, mega-, giga-, tera-, peta-\nand exabytes, respectively.",
-        )
-    })?;
+    let size = NewSize::parse(size).map_err(Failure::new)?;
     let image = args.naming.image(&args.image, args.format)?;
     let options = image.writable(false)?;
     runtime::block_on(async || {
         let disk = image.open(&options).await?;
         let old = disk.size();
-        let new = match sign {
-            Some("+") => old.checked_add(number),
-            Some(_) => old.checked_sub(number),
-            None => Some(number),
-        };
-        let Some(new) = new.filter(|new| *new > 0) else {
+        let Some(new) = size.of(old) else {
             return Err(Failure::new("New image size must be positive"));
         };
         if new < old && !args.shrink {

@@ -135,6 +135,19 @@ fn snapshots_and_jobs_change_the_chain_under_a_client() {
     let _ = served.ctl(&["resize", "vm", "64M"]);
     let _ = served.run(&["resize", "32M"]).exits(1);
     let _ = served.ctl(&["resize", "32M", "--shrink"]);
+    // What is relative is relative to the size now; and the file must not be forgotten.
+    let size = |served: &Controlled| {
+        let blocks = served.query(&["query-block"]);
+        blocks[0]["inserted"]["image"]["virtual-size"].as_u64().unwrap()
+    };
+    let _ = served.ctl(&["resize", "+4M"]);
+    assert_eq!(size(&served), 36 << 20);
+    let _ = served.run(&["resize", "--", "-4M"]).exits(1);
+    let _ = served.ctl(&["resize", "--shrink", "vm", "--", "-4M"]);
+    assert_eq!(size(&served), 32 << 20);
+    let forgotten = served.run(&["snapshot", "vm"]).exits(1);
+    assert!(forgotten.stderr.contains("'vm' is a disk"), "{}", forgotten.report());
+    assert_eq!(served.chain(), ["copy"]);
     drop(guest);
 
     let svg = served.path("plot.svg");

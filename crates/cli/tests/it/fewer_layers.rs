@@ -4,6 +4,7 @@
 use crate::programs::{isobath, qemu_img};
 use crate::serving::Served;
 use isobath_testkit::chain::{Chain, Commands, Writer};
+use isobath_testkit::daemon::Daemon;
 use isobath_testkit::ops::Shape;
 use isobath_testkit::seed::Seed;
 use isobath_testkit::{args, qemu};
@@ -308,4 +309,167 @@ fn internal_snapshots_are_not_lost_with_a_layer() {
     assert!(path.join("b").exists());
     let _ = isobath(path, args!["chain", "delete", "--keep", "c", "b"]).ok();
     assert!(path.join("b").exists());
+}
+
+/// A chain of base, mid and top, each with data of its own, with relative names.
+fn three(directory: &Path) {
+    fs::create_dir_all(directory).unwrap();
+    for (name, below, write) in [
+        ("base", None, "write -P 1 0 1M"),
+        ("mid", Some("base"), "write -P 2 64k 128k"),
+        ("top", Some("mid"), "write -P 3 128k 64k"),
+    ] {
+        let mut create = args!["create", "-q", "-f", "qcow2"];
+        create.extend(below.map_or_else(Vec::new, |below| args!["-b", below, "-F", "qcow2"]));
+        create.extend(args![name, "1M"]);
+        let _ = qemu_img(directory, create).ok();
+        let _ = qemu::io(&directory.join(name), "qcow2", &[write]).ok();
+    }
+}
+
+/// Another overlay of mid, whose header names it so.
+fn another(directory: &Path, image: &str, name: &str) {
+    let plain = args!["create", "-q", "-f", "qcow2", image, "1M"];
+    let _ = qemu_img(directory, plain).ok();
+    let rebase = args!["rebase", "-u", "-b", name, "-F", "qcow2", image];
+    let _ = qemu_img(directory, rebase).ok();
+}
+
+#[test]
+fn a_layer_that_an_image_needs_under_any_name_is_kept() {
+    let directory = tempfile::tempdir().unwrap();
+    let absolute = directory.path().join("absolute/mid").to_str().unwrap().to_owned();
+    let cases = [
+        ("plain", "other", "mid"),
+        ("dotted", "other", "./mid"),
+        ("protocol", "other", "file:mid"),
+        ("absolute", "other", &absolute),
+        ("linked", "other", "link"),
+        ("hard", "other", "hard"),
+        ("below", "vms/a/other", "../../mid"),
+    ];
+    for (case, image, name) in cases {
+        let work = directory.path().join(case);
+        three(&work);
+        fs::create_dir_all(work.join(image).parent().unwrap()).unwrap();
+        std::os::unix::fs::symlink("mid", work.join("link")).unwrap();
+        fs::hard_link(work.join("mid"), work.join("hard")).unwrap();
+        another(&work, image, name);
+        // QEMU looks for `file:NAME` in the directory where it runs.
+        let read = |to: &str| {
+            let _ = qemu_img(&work, args!["convert", "-O", "raw", image, to]).ok();
+            fs::read(work.join(to)).unwrap()
+        };
+        let before = read("before");
+        let done = isobath(&work, args!["chain", "delete", "top", "mid"]).ok();
+        assert!(done.text().contains("needs it"), "{case}: {}", done.report());
+        assert!(read("after") == before, "{case}");
+    }
+}
+
+#[test]
+fn where_it_is_unknown_who_needs_a_layer_nothing_is_done() {
+    let directory = tempfile::tempdir().unwrap();
+    let json = r#"json:{"driver":"qcow2","file":{"driver":"file","filename":"mid"}}"#;
+    for (case, name) in [("json", json), ("protocol", "nbd:localhost:1"), ("damaged", "mid")] {
+        let work = directory.path().join(case);
+        three(&work);
+        another(&work, "other", name);
+        if case == "damaged" {
+            let mut bytes = fs::read(work.join("other")).unwrap();
+            bytes[4..8].fill(0xff);
+            fs::write(work.join("other"), bytes).unwrap();
+        }
+        let before = fs::read(work.join("top")).unwrap();
+        let refused = isobath(&work, args!["chain", "delete", "top", "mid"]).exits(1);
+        assert!(refused.stderr.contains("cannot tell whether"), "{case}: {}", refused.report());
+        assert!(refused.stderr.contains("other"), "{case}: {}", refused.report());
+        assert!(work.join("mid").exists(), "{case}");
+        assert!(fs::read(work.join("top")).unwrap() == before, "{case}");
+        let _ = isobath(&work, args!["chain", "delete", "--keep", "top", "mid"]).ok();
+        assert!(work.join("mid").exists(), "{case}");
+    }
+}
+
+#[test]
+fn a_layer_that_a_running_program_uses_is_not_deleted() {
+    let directory = tempfile::tempdir().unwrap();
+    let (work, elsewhere) = (directory.path().join("chain"), directory.path().join("elsewhere"));
+    three(&work);
+    fs::create_dir(&elsewhere).unwrap();
+    another(&elsewhere, "vm", work.join("mid").to_str().unwrap());
+    let vm = elsewhere.join("vm");
+    let before = fs::read(work.join("top")).unwrap();
+    let assert_refused = |by: &str| {
+        let refused = isobath(&work, args!["chain", "delete", "top", "mid"]).exits(1);
+        assert!(refused.stderr.contains("may be in use"), "{by}: {}", refused.report());
+        assert!(work.join("mid").exists(), "{by}");
+        assert!(fs::read(work.join("top")).unwrap() == before, "{by}");
+    };
+    let served = Served::start(&[&vm], &["--export-name", "disk"]);
+    assert_refused("isobath");
+    let _ = served.stop();
+    let mut daemon = Daemon::start();
+    daemon.open_image("vm", &vm, "qcow2", true);
+    assert_refused("QEMU");
+    drop(daemon);
+    let done = isobath(&work, args!["chain", "delete", "--search", "../elsewhere", "top", "mid"]);
+    let done = done.ok();
+    assert!(done.text().contains("needs it"), "{}", done.report());
+    assert!(work.join("mid").exists());
+}
+
+#[test]
+fn internal_snapshots_that_read_through_a_layer_are_kept() {
+    for command in [
+        args!["chain", "delete", "top", "mid"],
+        args!["chain", "merge", "mid", "top"],
+        args!["chain", "flatten", "top"],
+    ] {
+        let directory = tempfile::tempdir().unwrap();
+        let work = directory.path();
+        three(work);
+        let _ = qemu_img(work, args!["snapshot", "-c", "one", "top"]).ok();
+        let read = |to: &str| {
+            let convert = args!["convert", "-l", "one", "-O", "raw", "top", to];
+            let _ = qemu_img(work, convert).ok();
+            fs::read(work.join(to)).unwrap()
+        };
+        let before = read("before");
+        let refused = isobath(work, &command).exits(1);
+        assert!(refused.stderr.contains("internal snapshots"), "{}", refused.report());
+        assert!(read("after") == before, "{command:?}");
+        assert!(work.join("mid").exists(), "{command:?}");
+        let retain = args!["chain", "retain", "--keep", "1h:all", "--times", "modified", "--apply"];
+        let old = SystemTime::now() - Duration::from_hours(2);
+        File::options().write(true).open(work.join("mid")).unwrap().set_modified(old).unwrap();
+        let kept = isobath(work, [retain, args!["top"]].concat()).ok();
+        assert!(kept.text().contains("internal snapshots of the layer above"), "{}", kept.report());
+        assert!(read("again") == before, "{command:?}");
+        let disk = qemu::read_disk(&work.join("top"), "qcow2");
+        let forced = [command.clone(), args!["--change-snapshots"]].concat();
+        let _ = isobath(work, forced).ok();
+        assert!(qemu::read_disk(&work.join("top"), "qcow2") == disk, "{command:?}");
+    }
+}
+
+#[test]
+fn an_image_is_not_rebased_onto_what_cannot_be_opened_or_onto_itself() {
+    let directory = tempfile::tempdir().unwrap();
+    let work = directory.path();
+    three(work);
+    fs::copy(work.join("base"), work.join("x:y")).unwrap();
+    let images = ["base", "mid", "top"];
+    let read = || images.map(|image| fs::read(work.join(image)).unwrap());
+    let before = read();
+    for (name, image) in [("x:y", "mid"), ("top", "mid"), ("mid", "mid"), ("./top", "base")] {
+        for mode in ["-u", "-U"] {
+            let rebase = args!["rebase", mode, "-b", name, "-F", "qcow2", image];
+            let refused = isobath(work, rebase).exits(1);
+            assert!(refused.stderr.contains("new backing file"), "{}", refused.report());
+            assert!(read() == before, "{mode}, {name}");
+        }
+    }
+    let _ = isobath(work, args!["rebase", "-b", "./x:y", "-F", "qcow2", "mid"]).ok();
+    let _ = isobath(work, args!["rebase", "-u", "-b", "gone", "-F", "qcow2", "mid"]).ok();
 }

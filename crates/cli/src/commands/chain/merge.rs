@@ -1,6 +1,6 @@
 //! `isobath chain merge`, `flatten` and `delete`: fewer layers, and every disk reads as before.
 
-use super::users::{Users, header};
+use super::users::{Doomed, Users, header};
 use crate::failure::{Failure, Outcome};
 use crate::image_name::SecretFile;
 use crate::options::printable;
@@ -25,6 +25,9 @@ pub(super) struct Shared {
     /// Print only errors
     #[arg(short, long)]
     pub(super) quiet: bool,
+    /// Merge although the image has internal snapshots, which then read differently
+    #[arg(long)]
+    pub(super) change_snapshots: bool,
     #[command(flatten)]
     pub(super) secret_file: SecretFile,
 }
@@ -58,7 +61,8 @@ pub(crate) struct MergeArgs {
 /// Remove one layer from a chain
 ///
 /// What the layer holds and its overlay needs moves into the overlay, whose backing file becomes that of the layer.
-/// The layer's file is deleted, unless another image in the directories of the chain needs it.
+/// The layer's file is deleted, unless another image needs it that lies in the directories of the chain or below. A
+/// layer that another program has open is refused.
 #[derive(clap::Args)]
 pub(crate) struct DeleteArgs {
     #[command(flatten)]
@@ -108,21 +112,22 @@ pub(crate) fn delete(args: &DeleteArgs, out: &mut dyn Write) -> Outcome {
                 layer.display()
             )));
         }
-        let directories: Vec<PathBuf> =
-            layers.iter().filter_map(|one| one.name().parent().map(Path::to_owned)).collect();
+        let directories = layers.iter().filter_map(|one| one.name().parent().map(Path::to_owned));
+        let directories: Vec<PathBuf> = directories.chain(args.search.clone()).collect();
         drop(layers);
         drop(disk);
+        if !args.keep {
+            // Nothing has changed yet if it cannot be told who needs the file, or it is in use.
+            Users::find(&directories)?;
+            drop(Doomed::lock(&layer).await?);
+        }
         let name = layer.to_string_lossy().into_owned();
         Box::pin(merge_into(&overlay, Some(&name), &args.shared)).await?;
         if args.keep {
             return Ok(None);
         }
-        let user = Users::find(&directories, &args.search)?.of(&layer)?.first().cloned();
-        if user.is_none() {
-            std::fs::remove_file(&layer).map_err(|error| {
-                Failure::new(format_args!("cannot delete '{}': {error}", layer.display()))
-            })?;
-        }
+        let doomed = Doomed::lock(&layer).await?;
+        let user = doomed.delete(&Users::find(&directories)?, None)?;
         Ok(Some((layer, user)))
     })?;
     match removed {
@@ -151,6 +156,16 @@ pub(super) async fn merge_into(
     let options = OpenOptions::new().writable(true).secrets(args.secret_file.secrets()?);
     let live = LiveDisk::open(FileHost, image, &options).await?;
     let layers = live.layers();
+    let header = layers.first().and_then(|layer| layer.header());
+    let snapshots = header.map_or(0, |header| header.nb_snapshots);
+    if snapshots > 0 && layers.len() > 1 && !args.change_snapshots {
+        live.close().await?;
+        return Err(Failure::new(format_args!(
+            "'{}' has internal snapshots ({snapshots}), which read through the layers below it and would change; \
+             delete them first with 'isobath snapshot -d', or let them change with --change-snapshots",
+            image.display()
+        )));
+    }
     let base = match from {
         None => None,
         Some(from) => {

@@ -4,7 +4,7 @@ mod online;
 mod policy;
 
 use super::merge::{Shared, merge_into};
-use super::users::{Users, header, identity};
+use super::users::{Doomed, Users, header, identity};
 use crate::failure::{Failure, Outcome};
 use crate::options::printable;
 use crate::{calendar, messages, runtime, size};
@@ -22,9 +22,9 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 ///
 /// Prints what would be done; --apply does it. A snapshot is a layer below the active image: the disk as it was when
 /// the layer's overlay was created. Removing one merges its layer into the next one above that is kept, or into the
-/// active image, and deletes its file. The base always stays, and so does every layer that another image in the
-/// directories of the chain or of --search needs, with all layers below it. The command may be interrupted at any time:
-/// the chain reads as before, and the next run goes on.
+/// active image, and deletes its file. The base always stays, and so does every layer that another image needs, with
+/// all layers below it; such images are searched in the directories of the chain and of --search, and below. The
+/// command may be interrupted at any time: the chain reads as before, and the next run goes on.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Which snapshots to keep: AGE:FREQUENCY,... for growing ages, such as 24h:all,30d:daily,1y:monthly. Ages are
@@ -162,9 +162,9 @@ impl Plan {
     /// Reads what there is to know of the files, and decides.
     fn make(args: &Args, files: &[PathBuf]) -> Result<Self, Failure> {
         let active = files.len().saturating_sub(1);
-        let directories: Vec<PathBuf> =
-            files.iter().filter_map(|file| file.parent().map(Path::to_owned)).collect();
-        let users = Users::find(&directories, &args.search)?;
+        let directories = files.iter().filter_map(|file| file.parent().map(Path::to_owned));
+        let directories: Vec<PathBuf> = directories.chain(args.search.clone()).collect();
+        let users = Users::find(&directories)?;
         let mut needed = None;
         for (number, pair) in files.windows(2).enumerate() {
             let [layer, overlay] = pair else { continue };
@@ -215,6 +215,9 @@ impl Plan {
                     Fate::Stays("stays: it has internal snapshots".into())
                 }
                 (_, Some(Some(rule))) => Fate::Stays(format!("kept: {rule}")),
+                _ if with_snapshots.get(target) == Some(&true) && !args.shared.change_snapshots => {
+                    Fate::Stays("stays: internal snapshots of the layer above read it".into())
+                }
                 _ => Fate::Merged(target),
             };
             if matches!(fate, Fate::Stays(_)) {
@@ -294,14 +297,14 @@ impl Plan {
 
     /// Deletes the files of layers that were merged, but for one that an image needs that is newer than the plan.
     fn delete(&self, first: usize, target: usize, search: &[PathBuf]) -> Result<(), Failure> {
-        let users = Users::find(&self.directories(), search)?;
+        let users = Users::find(&[&self.directories(), search].concat())?;
         // From above, so that a file that is needed keeps those below it.
         for number in (first..target).rev() {
             let file = self.file(number);
             let overlay = (number + 1 < target).then(|| self.file(number + 1));
             let own = overlay.and_then(|overlay| identity(overlay).ok());
-            let needs = |user: &&PathBuf| identity(user).ok() != own;
-            if let Some(user) = users.of(file)?.iter().find(needs) {
+            let doomed = runtime::block_on(async || Doomed::lock(file).await)?;
+            if let Some(user) = doomed.delete(&users, own)? {
                 messages::complain(format_args!(
                     "'{}' stays: '{}' needs it",
                     file.display(),
@@ -309,9 +312,6 @@ impl Plan {
                 ));
                 break;
             }
-            fs::remove_file(file).map_err(|error| {
-                Failure::new(format_args!("cannot delete '{}': {error}", file.display()))
-            })?;
         }
         Ok(())
     }

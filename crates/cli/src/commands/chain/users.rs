@@ -1,9 +1,10 @@
 //! Which images need a file.
 
 use crate::failure::Failure;
+use isobath_image::name::plain_file_name;
 use isobath_qcow2::Header;
-use isobath_storage::Host;
-use isobath_storage::file::FileHost;
+use isobath_storage::file::{FileHost, FileStorage};
+use isobath_storage::{Host, Locking, OpenMode, StorageExt};
 use std::collections::{HashMap, HashSet};
 use std::fs::{self, File};
 use std::io::{ErrorKind, Read};
@@ -25,24 +26,21 @@ pub(super) fn identity(path: &Path) -> std::io::Result<Identity> {
 }
 
 impl Users {
-    /// Reads the images in these directories, and in all directories below those of `trees`.
+    /// Reads the images in these directories, and in all directories below them.
     ///
     /// # Errors
     /// If a directory or an image cannot be read: it is unknown then what it needs.
-    pub(super) fn find(directories: &[PathBuf], trees: &[PathBuf]) -> Result<Self, Failure> {
-        let given = directories.iter().map(|directory| (directory, false));
-        let given = given.chain(trees.iter().map(|directory| (directory, true)));
-        let mut left: Vec<(PathBuf, bool)> = given
-            .map(|(directory, deep)| {
-                let here = directory.as_os_str().is_empty();
-                (if here { PathBuf::from(".") } else { directory.clone() }, deep)
-            })
+    pub(super) fn find(directories: &[PathBuf]) -> Result<Self, Failure> {
+        let here = |directory: &PathBuf| directory.as_os_str().is_empty();
+        let mut left: Vec<PathBuf> = directories
+            .iter()
+            .map(|directory| if here(directory) { PathBuf::from(".") } else { directory.clone() })
             .collect();
-        let mut seen: HashSet<(Identity, bool)> = HashSet::new();
+        let mut seen: HashSet<Identity> = HashSet::new();
         let mut found = Self::default();
-        while let Some((directory, deep)) = left.pop() {
+        while let Some(directory) = left.pop() {
             let id = identity(&directory).map_err(|error| unreadable(&directory, &error))?;
-            if !seen.insert((id, deep)) {
+            if !seen.insert(id) {
                 continue;
             }
             let entries =
@@ -51,8 +49,8 @@ impl Users {
                 let entry = entry.map_err(|error| unreadable(&directory, &error))?;
                 let kind = entry.file_type().map_err(|error| unreadable(&directory, &error))?;
                 let path = entry.path();
-                if kind.is_dir() && deep {
-                    left.push((path, true));
+                if kind.is_dir() {
+                    left.push(path);
                 } else if fs::metadata(&path).is_ok_and(|metadata| metadata.is_file()) {
                     found.add(&path)?;
                 }
@@ -62,8 +60,11 @@ impl Users {
     }
 
     fn add(&mut self, image: &Path) -> Result<(), Failure> {
-        for name in names(image)? {
-            match identity(&FileHost.resolve(image, &name)) {
+        for (field, name) in names(image)? {
+            // What names no file for `open` may name one for QEMU.
+            let plain = plain_file_name(image, field, &name);
+            let plain = plain.map_err(|error| unreadable(image, &error))?;
+            match identity(&FileHost.resolve(image, plain)) {
                 Ok(id) => {
                     let users = self.0.entry(id).or_default();
                     if !users.iter().any(|user| user == image) {
@@ -84,11 +85,66 @@ impl Users {
     }
 }
 
-/// The files that a qcow2 image names.
-fn names(image: &Path) -> Result<Vec<String>, Failure> {
+/// A layer's file that is to be deleted, locked as by a writer: no other program of this machine has it open, by
+/// whatever name or through whatever overlay, and none can open it before it is deleted.
+pub(super) struct Doomed<'a> {
+    path: &'a Path,
+    locked: FileStorage,
+}
+
+impl<'a> Doomed<'a> {
+    /// Locks the file.
+    ///
+    /// # Errors
+    /// If another program uses it, or it cannot be opened for writing, which the locks need.
+    pub(super) async fn lock(path: &'a Path) -> Result<Self, Failure> {
+        let kept = |error: &dyn std::fmt::Display| {
+            Failure::new(format_args!(
+                "'{}' may be in use by another program, and is kept: {error}",
+                path.display()
+            ))
+        };
+        let mode = OpenMode { writable: true, locking: Locking::Exclusive, ..OpenMode::default() };
+        let locked = FileHost.open(path, mode).await.map_err(|error| kept(&error))?;
+        Ok(Self { path, locked })
+    }
+
+    /// Deletes the file, or returns an image that needs it, other than `overlay`.
+    ///
+    /// # Errors
+    /// If it cannot be deleted, or its name stands for another file now.
+    pub(super) fn delete(
+        self,
+        users: &Users,
+        overlay: Option<Identity>,
+    ) -> Result<Option<PathBuf>, Failure> {
+        let failed = |error: &dyn std::fmt::Display| {
+            Failure::new(format_args!("cannot delete '{}': {error}", self.path.display()))
+        };
+        let locked = self.locked.id();
+        let now = identity(self.path).map_err(|error| failed(&error))?;
+        if now != (locked.device, locked.inode) {
+            return Err(failed(&"another program has replaced it"));
+        }
+        // One that is gone was merged, too.
+        let needs = |user: &&PathBuf| match identity(user) {
+            Ok(id) => Some(id) != overlay,
+            Err(error) => error.kind() != ErrorKind::NotFound,
+        };
+        if let Some(user) = users.of(self.path)?.iter().find(needs) {
+            return Ok(Some(user.clone()));
+        }
+        fs::remove_file(self.path).map_err(|error| failed(&error))?;
+        Ok(None)
+    }
+}
+
+/// The files that a qcow2 image names, each with what it is.
+fn names(image: &Path) -> Result<Vec<(&'static str, String)>, Failure> {
     let Some(header) = header(image)? else { return Ok(Vec::new()) };
-    let data_file = header.data_file().map(str::to_owned);
-    Ok([header.backing_file, data_file].into_iter().flatten().collect())
+    let data_file = header.data_file().map(|name| ("data file", name.to_owned()));
+    let backing_file = header.backing_file.map(|name| ("backing file", name));
+    Ok(backing_file.into_iter().chain(data_file).collect())
 }
 
 /// The header of a qcow2 image; `None` if it is none.

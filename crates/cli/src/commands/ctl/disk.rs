@@ -2,7 +2,7 @@
 
 use super::{Session, arguments, interrupted};
 use crate::failure::{Failure, Outcome};
-use crate::size;
+use crate::size::{self, NewSize};
 use isobath_qmp::client::ClientError;
 use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
@@ -31,6 +31,12 @@ pub(super) struct Snapshot {
 impl Snapshot {
     pub(super) fn run(&self, session: &mut Session<'_>) -> Outcome {
         let device = session.device(self.disk.as_deref())?;
+        let file = self.file.to_str().unwrap_or_default();
+        if self.disk.is_none() && session.devices()?.iter().any(|device| device == file) {
+            return Err(Failure::usage(format_args!(
+                "'{file}' is a disk; the new active image is missing. If it is to be named so, write './{file}'"
+            )));
+        }
         let mode = if self.existing { "existing" } else { "absolute-paths" };
         let arguments = arguments([
             ("device", Some(device.into())),
@@ -63,17 +69,23 @@ pub(super) struct Resize {
     /// Allow the disk to shrink, which deletes all data past its new end
     #[arg(long)]
     shrink: bool,
-    /// The new size, such as 20G
-    #[arg(value_parser = size::parse)]
-    size: u64,
+    /// The new size, such as 20G; with + or - in front, relative to the current size (-- before -4G)
+    #[arg(value_parser = NewSize::parse)]
+    size: NewSize,
 }
 
 impl Resize {
     pub(super) fn run(&self, session: &mut Session<'_>) -> Outcome {
         let device = session.device(self.disk.as_deref())?;
+        let size = match self.size {
+            NewSize::To(size) => size,
+            relative => relative
+                .of(session.size(&device)?)
+                .ok_or_else(|| Failure::new("New image size must be positive"))?,
+        };
         let arguments = arguments([
             ("device", Some(device.into())),
-            ("size", Some(self.size.into())),
+            ("size", Some(size.into())),
             ("shrink", self.shrink.then(|| true.into())),
         ]);
         session.ask("block_resize", arguments)?;

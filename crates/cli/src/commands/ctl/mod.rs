@@ -179,16 +179,33 @@ impl Session<'_> {
         if let Some(wanted) = wanted {
             return Ok(wanted.to_owned());
         }
-        let blocks = self.ask("query-block", json!({}))?;
-        let names: Vec<&str> = entries(&blocks).map(|block| text(block, "device")).collect();
-        match names[..] {
-            [only] => Ok(only.to_owned()),
+        let names = self.devices()?;
+        match &names[..] {
+            [only] => Ok(only.clone()),
             [] => Err(Failure::new("the server has no disk in a device; name a node instead")),
             _ => Err(Failure::new(format_args!(
                 "the server has several disks; name one of: {}",
                 names.join(", ")
             ))),
         }
+    }
+
+    /// The names of all disks.
+    fn devices(&mut self) -> Result<Vec<String>, Failure> {
+        let blocks = self.ask("query-block", json!({}))?;
+        Ok(entries(&blocks).map(|block| text(block, "device").to_owned()).collect())
+    }
+
+    /// A disk's size in bytes.
+    fn size(&mut self, device: &str) -> Result<u64, Failure> {
+        let blocks = self.ask("query-block", json!({}))?;
+        let block = entries(&blocks).find(|block| text(block, "device") == device);
+        let image = block.and_then(|block| block.get("inserted")?.get("image"));
+        image.and_then(|image| image.get("virtual-size")?.as_u64()).ok_or_else(|| {
+            Failure::new(format_args!(
+                "the server does not tell the size of '{device}'; give the new size itself"
+            ))
+        })
     }
 
     /// Prints a value as JSON.

@@ -245,11 +245,24 @@ impl Chain {
         let first = onto.map_or(0, |onto| onto + 1);
         let removed = self.images[place - 1].name.clone();
         let ours = match (rng.random_range(0..3), onto) {
-            (0, None) => strings(["chain", "flatten", "-q", &name]),
-            (1, _) if first + 1 == place => {
-                strings(["chain", "delete", "-q", "--keep", &active, &removed])
-            }
-            _ => strings(["chain", "merge", "-q", &self.images[first].name, &name]),
+            (0, None) => strings(["chain", "flatten", "-q", "--change-snapshots", &name]),
+            (1, _) if first + 1 == place => strings([
+                "chain",
+                "delete",
+                "-q",
+                "--change-snapshots",
+                "--keep",
+                &active,
+                &removed,
+            ]),
+            _ => strings([
+                "chain",
+                "merge",
+                "-q",
+                "--change-snapshots",
+                &self.images[first].name,
+                &name,
+            ]),
         };
         if self.each(&rebase, &ours) {
             self.images[place].loosen();
