@@ -341,8 +341,10 @@ async fn recover_and_use(
     untouched(case, &files)?;
     if case.qemu {
         // A crash may come before the former active image below was closed; then QEMU requires this.
-        for (name, _) in &files {
-            if name != image && has_bit(&files, name, IncompatibleFeatures::JOURNAL) {
+        // The data file is no image, whatever the guest has copied to the disk's first sector.
+        let data = case.start.new.data_file.as_deref().map(Path::new);
+        for (name, _) in files.iter().filter(|(name, _)| name != image && Some(&**name) != data) {
+            if has_bit(&files, name, IncompatibleFeatures::JOURNAL) {
                 examine(host, name, Repair::All).await?;
             }
         }

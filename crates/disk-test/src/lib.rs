@@ -69,11 +69,6 @@ async fn requests(host: &AnyHost) -> Result<()> {
     disk.write_index(|_| ()).await?;
     let _mismatches = disk.verify_index(|_| ()).await?;
     disk.drop_index().await?;
-    disk.close().await?;
-    drop(disk);
-    let alone = writable.backing(false);
-    let disk = Disk::open(host.clone(), top, &alone).await?;
-    disk.make_empty().await?;
     disk.close().await
 }
 
@@ -142,6 +137,7 @@ async fn live(host: &AnyHost) -> Result<()> {
     )?;
     run.await;
     ended(&job)?;
+    live.make_empty().await?;
     live.resize(2 * SIZE, Preallocation::Off, false).await?;
     let target = Path::new("/tour/target");
     create(host, target, &NewDisk::new(2 * SIZE)).await?;

@@ -408,6 +408,8 @@ impl<H: Host> Disk<H> {
         let whole = size
             .checked_next_multiple_of(512)
             .ok_or_else(|| self.refused(format!("the new size {size} is too large")))?;
+        // What a short image ends with, or is filled up with, counts too.
+        let _start = self.keep_detected_raw(writer, size.min(old)..size.max(old), None).await?;
         writer
             .exclusively(|| async {
                 if size < old {

@@ -81,6 +81,19 @@ pub enum DiskError {
         /// The disk's size in bytes.
         size: u64,
     },
+    /// A change would make a raw image, whose format was detected and not named, begin as an image of another format:
+    /// it would be opened as that from then on.
+    #[error(
+        "'{}' was detected as raw, and would begin as {becomes} after this: not allowed unless its format is named, \
+         with '-f raw', or for a backing file with 'isobath rebase -u -b FILE -F raw' on the image above it",
+        shown(image)
+    )]
+    Disguise {
+        /// The image.
+        image: PathBuf,
+        /// What it would be taken for.
+        becomes: String,
+    },
     /// The disk was opened read-only.
     #[error("the disk is read-only")]
     ReadOnly,
@@ -152,7 +165,7 @@ impl DiskError {
             | Self::Poisoned { .. } => libc::EIO,
             Self::Closed => libc::ESHUTDOWN,
             Self::OutOfRange { .. } => libc::EINVAL,
-            Self::ReadOnly => libc::EPERM,
+            Self::ReadOnly | Self::Disguise { .. } => libc::EPERM,
             Self::Unsupported(_) => libc::ENOTSUP,
         }
     }

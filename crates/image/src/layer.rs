@@ -95,6 +95,8 @@ pub struct Layer<S> {
     /// The end of the space that the writer has allocated, which may be past the end of the file.
     given_out: AtomicU64,
     qcow2: Option<Arc<Qcow2>>,
+    /// The format is raw because nothing else was detected.
+    detected_raw: bool,
     /// The overlay of the journal of an image that was not closed.
     replayed: Option<Arc<Replayed>>,
     /// A killed process's restart log, which the writer must apply.
@@ -166,10 +168,23 @@ impl<S: Storage> Layer<S> {
             file_length: AtomicU64::new(length),
             given_out: AtomicU64::new(0),
             qcow2: None,
+            detected_raw: false,
             replayed: None,
             found_log: Mutex::default(),
             protection: Protection::None,
         }
+    }
+
+    /// The same, of an image whose format nobody named: it was detected.
+    #[must_use]
+    pub fn detected(self) -> Self {
+        Self { detected_raw: self.format() == ImageFormat::Raw, ..self }
+    }
+
+    /// Whether the image is taken for a raw one because nothing else was detected. It must not come to begin as
+    /// anything else: see [`DiskError::Disguise`].
+    pub fn is_detected_raw(&self) -> bool {
+        self.detected_raw
     }
 
     /// An image of another program.
@@ -198,6 +213,7 @@ impl<S: Storage> Layer<S> {
             file_length: AtomicU64::new(file_length),
             given_out: AtomicU64::new(0),
             qcow2: Some(Arc::new(qcow2)),
+            detected_raw: false,
             replayed: replayed.map(Arc::new),
             found_log: Mutex::default(),
             protection,
@@ -216,6 +232,7 @@ impl<S: Storage> Layer<S> {
             file_length: AtomicU64::new(self.file_length()),
             given_out: AtomicU64::new(0),
             qcow2: self.qcow2.clone(),
+            detected_raw: self.detected_raw,
             replayed: self.replayed.clone(),
             found_log: Mutex::default(),
             protection: self.protection.clone(),

@@ -55,7 +55,19 @@ pub async fn open_layer<H: Host>(
     storage.advise(Access::Random).await;
     let layer = load_layer(host, name, format, writable, options, key, &storage).await?;
     storage.advise(Access::Normal).await;
-    Ok(layer)
+    Ok(if format.is_none() { layer.detected() } else { layer })
+}
+
+/// Opens once more, for writing, an image that is open as `layer`: with the format that it was taken for, however it
+/// begins now, and the same key.
+pub async fn open_again<H: Host>(
+    host: &H,
+    layer: &Layer<H::File>,
+    options: &OpenOptions,
+) -> Result<Layer<H::File>> {
+    let format = Some(layer.format());
+    let again = open_layer(host, layer.name(), format, true, options, &layer.key()).await?;
+    Ok(if layer.is_detected_raw() { again.detected() } else { again })
 }
 
 async fn load_layer<H: Host>(

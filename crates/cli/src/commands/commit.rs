@@ -72,18 +72,13 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         let job = block_job::options("commit", args.rate.unwrap_or(0));
         let started = isobath_jobs::commit(&live, commit, job);
         let run = block_job::run(started, &mut signals, args.progress && !args.quiet);
-        let done = Box::pin(run).await;
-        live.close().await?;
-        done?;
-        // They hold the images' locks.
-        drop((live, layers));
-        if args.base.is_none() && !args.drop {
-            let alone = options.clone().backing(false).format(ImageFormat::Qcow2);
-            let disk = image.open(&alone).await?;
-            disk.make_empty().await?;
-            disk.close().await?;
+        let mut done = Box::pin(run).await;
+        if done.is_ok() && args.base.is_none() && !args.drop {
+            // The image is open, and locked, since before the copying: nobody has written to it.
+            done = live.make_empty().await.map_err(Failure::from);
         }
-        Ok(())
+        live.close().await?;
+        done
     })?;
     if !args.quiet {
         writeln!(out, "Image committed.")?;

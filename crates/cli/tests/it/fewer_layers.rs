@@ -473,3 +473,128 @@ fn an_image_is_not_rebased_onto_what_cannot_be_opened_or_onto_itself() {
     let _ = isobath(work, args!["rebase", "-b", "./x:y", "-F", "qcow2", "mid"]).ok();
     let _ = isobath(work, args!["rebase", "-u", "-b", "gone", "-F", "qcow2", "mid"]).ok();
 }
+
+#[test]
+fn names_stay_relative_so_that_a_copied_tree_is_a_chain_of_its_own() {
+    for command in [
+        args!["chain", "merge", "x/mid", "y/top"],
+        args!["chain", "delete", "y/top", "x/mid"],
+        args!["chain", "delete", "--keep", "y/top", "x/mid"],
+    ] {
+        let directory = tempfile::tempdir().unwrap();
+        let tree = directory.path().join("tree");
+        three(&tree.join("x"));
+        fs::create_dir(tree.join("y")).unwrap();
+        fs::rename(tree.join("x/top"), tree.join("y/top")).unwrap();
+        let rebase = args!["rebase", "-u", "-b", "../x/mid", "-F", "qcow2", "y/top"];
+        let _ = qemu_img(&tree, rebase).ok();
+        let before = qemu::read_disk(&tree.join("y/top"), "qcow2");
+        let _ = isobath(&tree, &command).ok();
+        assert!(qemu::read_disk(&tree.join("y/top"), "qcow2") == before, "{command:?}");
+        let moved = directory.path().join("moved");
+        fs::rename(&tree, &moved).unwrap();
+        assert!(qemu::read_disk(&moved.join("y/top"), "qcow2") == before, "{command:?}");
+        let info = isobath(&moved, args!["info", "y/top"]).ok().text();
+        assert!(info.contains("backing file: ../x/base"), "{command:?}: {info}");
+    }
+    // A name that one of the two gives in full stays in full.
+    for (first, second) in [("/x/mid", "base"), ("../x/mid", "/x/base")] {
+        let directory = tempfile::tempdir().unwrap();
+        let tree = directory.path();
+        three(&tree.join("x"));
+        fs::create_dir(tree.join("y")).unwrap();
+        fs::rename(tree.join("x/top"), tree.join("y/top")).unwrap();
+        let full = |name: &str| match name.starts_with('/') {
+            true => format!("{}{name}", tree.display()),
+            false => name.to_owned(),
+        };
+        for (image, name) in [("x/mid", full(second)), ("y/top", full(first))] {
+            let rebase = args!["rebase", "-u", "-b", name, "-F", "qcow2", image];
+            let _ = qemu_img(tree, rebase).ok();
+        }
+        let _ = isobath(tree, args!["chain", "merge", full("/x/mid"), "y/top"]).ok();
+        let info = isobath(tree, args!["info", "y/top"]).ok().text();
+        assert!(info.contains(&format!("backing file: {}", full("/x/base"))), "{info}");
+    }
+}
+
+#[test]
+fn a_commit_holds_the_image_until_it_is_empty() {
+    use rustix::fs::inotify;
+    use std::mem::MaybeUninit;
+    let directory = tempfile::tempdir().unwrap();
+    let work = directory.path();
+    three(work);
+    let watch = inotify::init(inotify::CreateFlags::NONBLOCK).unwrap();
+    let closed = inotify::WatchFlags::CLOSE_WRITE;
+    inotify::add_watch(&watch, work.join("top"), closed).unwrap();
+    let _ = isobath(work, args!["commit", "top"]).ok();
+    let mut buffer = [MaybeUninit::uninit(); 4096];
+    let mut events = inotify::Reader::new(&watch, &mut buffer);
+    // Whoever lets go of the image lets another program write to what is emptied next.
+    let mut count = 0;
+    while events.next().is_ok() {
+        count += 1;
+    }
+    assert_eq!(count, 1, "top was open for writing, and closed, more than once");
+    assert!(
+        qemu::read_disk(&work.join("top"), "qcow2") == qemu::read_disk(&work.join("mid"), "qcow2")
+    );
+    qemu::assert_clean(&work.join("top"));
+}
+
+#[test]
+fn bitmaps_of_an_emptied_image_stay_usable() {
+    let directory = tempfile::tempdir().unwrap();
+    let work = directory.path();
+    three(work);
+    let _ = qemu_img(work, args!["bitmap", "--add", "top", "bits"]).ok();
+    let _ = qemu::io(&work.join("top"), "qcow2", &["write -P 5 512k 64k"]).ok();
+    let bits = || {
+        let info = qemu_img(work, args!["info", "--output", "json", "top"]).ok().text();
+        let info: serde_json::Value = serde_json::from_str(&info).unwrap();
+        info["format-specific"]["data"]["bitmaps"].to_string()
+    };
+    let before = bits();
+    let _ = isobath(work, args!["commit", "top"]).ok();
+    assert_eq!(bits(), before);
+}
+
+#[test]
+fn a_policy_goes_on_without_a_layer_that_is_in_use() {
+    let directory = tempfile::tempdir().unwrap();
+    let (work, elsewhere) = (directory.path().join("chain"), directory.path().join("elsewhere"));
+    three(&work);
+    for (name, below) in [("more", "top"), ("kept", "more"), ("active", "kept")] {
+        another(&work, name, below);
+    }
+    fs::create_dir(&elsewhere).unwrap();
+    another(&elsewhere, "vm", work.join("mid").to_str().unwrap());
+    let disk = qemu::read_disk(&work.join("active"), "qcow2");
+    let _ = isobath(&work, args!["index", "active"]).ok();
+    // Of each day the last one stays: mid is merged into top, and more into kept.
+    let today =
+        SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap().as_secs() / 86_400;
+    for (name, days, hour) in
+        [("base", 6, 10), ("mid", 5, 10), ("top", 5, 12), ("more", 3, 10), ("kept", 3, 12)]
+    {
+        let then = Duration::from_secs((today - days) * 86_400 + hour * 3_600);
+        let then = SystemTime::UNIX_EPOCH + then;
+        File::options().write(true).open(work.join(name)).unwrap().set_modified(then).unwrap();
+    }
+    let vm = elsewhere.join("vm");
+    let served = Served::start(&[&vm], &["--export-name", "disk"]);
+    let retain =
+        args!["chain", "retain", "--keep", "forever:daily", "--times", "modified", "--apply"];
+    let done = isobath(&work, [retain.clone(), args!["active"]].concat()).exits(1);
+    assert!(done.stderr.contains("may be in use"), "{}", done.report());
+    assert!(work.join("mid").exists() && !work.join("more").exists(), "{}", done.report());
+    assert!(qemu::read_disk(&work.join("active"), "qcow2") == disk);
+    let _ = isobath(&work, args!["index", "--verify", "active"]).ok();
+    let _ = served.stop();
+    fs::remove_dir_all(elsewhere).unwrap();
+    let _ = isobath(&work, [retain, args!["active"]].concat()).ok();
+    assert!(!work.join("mid").exists());
+    assert!(qemu::read_disk(&work.join("active"), "qcow2") == disk);
+    let _ = isobath(&work, args!["index", "--verify", "active"]).ok();
+}

@@ -11,6 +11,7 @@ mod created_images_match_qemus;
 mod ctl;
 mod damage;
 mod deep_chains;
+mod detected_raw;
 mod disks_agree_with_qemu;
 mod documented_commands;
 mod encrypted;

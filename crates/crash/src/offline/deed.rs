@@ -7,8 +7,8 @@ use crate::image::IMAGE;
 use crate::record::Files;
 use crate::recover::header_of;
 use isobath_disk::{
-    Amend, BitmapAction, BitmapBits, BitmapEditor, Disk, DiskError, ImageFormat, LiveDisk,
-    OpenOptions, Rebase, amend, apply_snapshot, create_snapshot, delete_snapshot,
+    Amend, BitmapAction, BitmapBits, BitmapEditor, Disk, DiskError, LiveDisk, OpenOptions, Rebase,
+    amend, apply_snapshot, create_snapshot, delete_snapshot,
 };
 use isobath_jobs::pace::Pacing;
 use isobath_jobs::{CommitOptions, Job, JobOptions, StreamOptions};
@@ -235,18 +235,24 @@ fn job_options() -> JobOptions {
     JobOptions { pacing: Pacing::None, ..JobOptions::new("job") }
 }
 
-/// Runs a job to its end, and closes the disk.
-async fn finish<F: Future<Output = ()>>(
-    live: &LiveDisk<AnyHost>,
+async fn run_job<F: Future<Output = ()>>(
     started: Result<(Arc<Job>, F), DiskError>,
 ) -> Result<(), String> {
-    let done = match started {
+    match started {
         Ok((job, run)) => {
             run.await;
             job.error().map_or(Ok(()), Err)
         }
         Err(error) => Err(error.to_string()),
-    };
+    }
+}
+
+/// Runs a job to its end, and closes the disk.
+async fn finish<F: Future<Output = ()>>(
+    live: &LiveDisk<AnyHost>,
+    started: Result<(Arc<Job>, F), DiskError>,
+) -> Result<(), String> {
+    let done = run_job(started).await;
     let closed = live.close().await.map_err(|error| error.to_string());
     done.and(closed)
 }
@@ -259,15 +265,12 @@ async fn commit(host: &SimHost, base: Option<&str>) -> Result<(), String> {
         None => live.layers().get(1).map(|layer| layer.storage().id()),
     };
     let options = CommitOptions { base: into, keep_chain: true, ..CommitOptions::default() };
-    finish(&live, isobath_jobs::commit(&live, options, job_options())).await?;
-    drop(live);
-    if base.is_none() {
-        let alone = OpenOptions::new().writable(true).backing(false).format(ImageFormat::Qcow2);
-        let disk = Disk::open(host.any(), Path::new(IMAGE), &alone).await.map_err(shown)?;
-        disk.make_empty().await.map_err(shown)?;
-        disk.close().await.map_err(shown)?;
+    let mut done = run_job(isobath_jobs::commit(&live, options, job_options())).await;
+    if done.is_ok() && base.is_none() {
+        done = live.make_empty().await.map_err(shown);
     }
-    Ok(())
+    let closed = live.close().await.map_err(shown);
+    done.and(closed)
 }
 
 async fn merge(host: &SimHost, base: Option<&str>) -> Result<(), String> {

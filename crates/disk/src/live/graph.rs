@@ -7,15 +7,15 @@ use isobath_chain::index;
 use isobath_chain::map::{Unit, UnitKind};
 use isobath_image::Result;
 use isobath_image::durability::MetadataMode;
-use isobath_image::encryption::Key;
 use isobath_image::layer::{ImageFormat, Layer};
-use isobath_image::open::open_layer;
+use isobath_image::name::plain_file_name;
+use isobath_image::open::open_again;
 use isobath_image::options::Trust;
 use isobath_image::sabotage::{self, Sabotage};
 use isobath_storage::{FileId, Host, Storage, StorageExt};
 use std::future::Future;
 use std::ops::Range;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// A change that removes layers without changing the contents. Layers have their old numbers.
@@ -139,14 +139,12 @@ impl<H: Host> LiveDisk<H> {
 
     async fn open_writable(&self, disk: &Disk<H>, top: LayerIndex) -> Result<Disk<H>> {
         let layer = disk.layer(top)?;
-        let (format, options) = (Some(layer.format()), self.options());
-        let mut options = (*options).clone().writable(true);
+        let mut options = (*self.options()).clone().writable(true);
         // The layer's version may not support a journal.
         if options.metadata != MetadataMode::Ordered {
             options.metadata = MetadataMode::Auto;
         }
-        let key = layer.key();
-        let opened = open_layer(disk.host(), layer.name(), format, true, &options, &key).await?;
+        let opened = open_again(disk.host(), layer, &options).await?;
         let below = disk.chain.layers().take(top.get() as usize);
         let mut layers: Vec<_> = below.map(|(_, layer)| Arc::clone(layer)).collect();
         layers.push(Arc::new(opened));
@@ -198,9 +196,7 @@ impl<H: Host> LiveDisk<H> {
         layer.admit_writer(true).await?;
         let changed = async {
             let options = (*self.options()).clone().writable(true);
-            let (format, key) = (Some(layer.format()), Key::Unneeded);
-            let opened = open_layer(disk.host(), layer.name(), format, true, &options, &key);
-            opened.await?.edit_backing(named).await
+            open_again(disk.host(), layer, &options).await?.edit_backing(named).await
         };
         let changed = changed.await;
         layer.admit_writer(false).await?;
@@ -219,6 +215,24 @@ impl<H: Host> LiveDisk<H> {
         self.shorten(change, |_, unit| Some(unit)).await
     }
 
+    /// Releases everything that the active image holds, so that its backing file shows everywhere (QEMU's
+    /// `bdrv_make_empty`). The backing file holds it too, as after a commit: the disk reads as before, and bitmaps stay
+    /// as they are. Requests wait meanwhile. After a crash a part of the image is empty.
+    ///
+    /// # Errors
+    /// If the disk is read-only, or its active image is not a qcow2 overlay or has a raw external data file; or if the
+    /// storage fails.
+    pub async fn make_empty(&self) -> Result<()> {
+        let _graph = self.graph.lock().await;
+        let disk = self.current();
+        self.finish_retiring(&disk).await?;
+        let _quiet = self.gate.quiet().await;
+        let emptied = disk.or_mark_corrupt(disk.make_empty().await).await;
+        // It says of what was emptied that no layer has it.
+        disk.map.clear();
+        emptied
+    }
+
     pub(super) fn may_use_index(&self) -> bool {
         self.options.load().trust == Trust::Full
     }
@@ -232,11 +246,12 @@ fn shows_more<S: Storage>(before: &Chain<S>, after: &Chain<S>, removed: &Range<u
 }
 
 impl<H: Host> Disk<H> {
-    /// The name by which the header of the layer `overlay` should refer to the image below layer `next`: the one in
-    /// `next`, if it means the same there.
-    pub fn name_below(&self, next: LayerIndex, overlay: LayerIndex) -> Result<String> {
+    /// The name by which the header of the layer `top` should refer to the image below layer `next`: the one in
+    /// `next`, if it means the same there; otherwise what the names that lead there make together, which is relative
+    /// as long as they are: a tree of images can be copied or moved.
+    pub fn name_below(&self, next: LayerIndex, top: LayerIndex) -> Result<String> {
         let layer = |index| self.layer(index);
-        let (overlay, next_layer) = (layer(overlay)?, layer(next)?);
+        let (overlay, next_layer) = (layer(top)?, layer(next)?);
         let named = next_layer.header().and_then(|header| header.backing_file).filter(|name| {
             Path::new(name).is_absolute() || next_layer.name().parent() == overlay.name().parent()
         });
@@ -244,7 +259,18 @@ impl<H: Host> Disk<H> {
             return Ok(name);
         }
         let below = layer(LayerIndex::new(next.get().saturating_sub(1)))?;
-        backing_name(below.name(), overlay.name())
+        let mut joined = PathBuf::new();
+        for (_, link) in self.chain.top_down().filter(|(index, _)| (next..=top).contains(index)) {
+            let name = link.header().and_then(|header| header.backing_file).unwrap_or_default();
+            let Ok(plain) = plain_file_name(link.name(), "backing file", &name) else { break };
+            joined = joined.parent().unwrap_or(Path::new("")).join(plain);
+        }
+        // A chain may have been put together under other names.
+        let means = self.host.resolve(overlay.name(), &joined.to_string_lossy());
+        match joined.to_str() {
+            Some(name) if means == below.name() => Ok(name.to_owned()),
+            _ => backing_name(below.name(), overlay.name()),
+        }
     }
 
     /// Changes the active image's backing file name, or removes it, durably.

@@ -25,6 +25,7 @@ impl<H: Host> Disk<H> {
         }
         let end = offset + length;
         let Some(qcow2) = writer.qcow2() else {
+            let _start = self.keep_detected_raw(writer, offset..end, None).await?;
             let _pass = self.readers.gate.enter();
             self.check_visible(offset..end)?;
             return Ok(self.chain.active().storage().discard(offset, length).await?);
@@ -54,19 +55,13 @@ impl<H: Host> Disk<H> {
         Ok(())
     }
 
-    /// Releases everything that the image holds, so that its backing file shows everywhere (QEMU's `bdrv_make_empty`).
-    /// The backing file holds it too, as after a commit: the disk reads as before, and bitmaps stay as they are.
-    /// The disk must have been opened [without its backing file](isobath_image::options::OpenOptions::backing). After a
-    /// crash a part of the image is empty.
-    ///
-    /// # Errors
-    /// If the disk is read-only, was opened with its backing file, is not a qcow2 image, or has a raw external data
-    /// file; or if the storage fails.
-    pub async fn make_empty(&self) -> Result<()> {
+    /// See [`LiveDisk::make_empty`](crate::LiveDisk::make_empty). No request runs meanwhile, and the map is cleared
+    /// afterwards.
+    pub(crate) async fn make_empty(&self) -> Result<()> {
         let writer = self.writer()?;
         let qcow2 = match writer.qcow2() {
-            Some(qcow2) if self.depth() == 1 && !qcow2.data_file_raw() => qcow2,
-            _ => return Err(self.refused("only a qcow2 overlay on its own can be emptied")),
+            Some(qcow2) if self.depth() > 1 && !qcow2.data_file_raw() => qcow2,
+            _ => return Err(self.refused("only a qcow2 overlay can be emptied")),
         };
         let end = self.size();
         let clusters = end.div_ceil(qcow2.geometry().cluster_size());

@@ -2,6 +2,7 @@
 
 mod allocate;
 mod compressed;
+mod detected;
 mod discard;
 mod embed;
 mod plan;
@@ -66,6 +67,7 @@ impl<H: Host> Disk<H> {
         }
         let end = offset + buf.len() as u64;
         let Some(qcow2) = writer.qcow2() else {
+            let _start = self.keep_detected_raw(writer, offset..end, Some(&buf)).await?;
             let _pass = self.readers.gate.enter();
             self.check_visible(offset..end)?;
             return Ok(writer.layer().storage().write_at(offset, buf).await?);

@@ -30,6 +30,7 @@ impl<H: Host> Disk<H> {
         let active = self.chain.active();
         let mode = ZeroMode { may_unmap: flags.may_unmap, only_fast: flags.only_fast };
         let Some(qcow2) = writer.qcow2() else {
+            let _start = self.keep_detected_raw(writer, offset..offset + length, None).await?;
             let _pass = self.readers.gate.enter();
             self.check_visible(offset..offset + length)?;
             return Ok(active.storage().write_zeroes(offset, length, mode).await?);

@@ -1,6 +1,6 @@
 //! `isobath chain merge`, `flatten` and `delete`: fewer layers, and every disk reads as before.
 
-use super::users::{Doomed, Users, header};
+use super::users::{Doomed, Users, directories, header};
 use crate::failure::{Failure, Outcome};
 use crate::image_name::SecretFile;
 use crate::options::printable;
@@ -112,8 +112,7 @@ pub(crate) fn delete(args: &DeleteArgs, out: &mut dyn Write) -> Outcome {
                 layer.display()
             )));
         }
-        let directories = layers.iter().filter_map(|one| one.name().parent().map(Path::to_owned));
-        let directories: Vec<PathBuf> = directories.chain(args.search.clone()).collect();
+        let directories = directories(layers.iter().map(|one| one.name()), &args.search);
         drop(layers);
         drop(disk);
         if !args.keep {

@@ -4,7 +4,7 @@ mod online;
 mod policy;
 
 use super::merge::{Shared, merge_into};
-use super::users::{Doomed, Users, header, identity};
+use super::users::{Doomed, Users, directories, header, identity};
 use crate::failure::{Failure, Outcome};
 use crate::options::printable;
 use crate::{calendar, messages, runtime, size};
@@ -105,20 +105,31 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     if !args.apply || plan.merges().next().is_none() {
         return Ok(0);
     }
+    let mut whole = true;
     for (first, target) in plan.merges() {
         match &mut place {
             Place::Server(served) => served.merge(first, target, args.shared.rate)?,
-            Place::Here(_) => plan.merge(first, target, args)?,
+            Place::Here(_) => {
+                if let Err(used) = plan.check_unused(first, target) {
+                    messages::complain(used.message.unwrap_or_default());
+                    whole = false;
+                    continue;
+                }
+                plan.merge(first, target, args)?;
+            }
         }
-        plan.delete(first, target, &args.search)?;
+        whole &= plan.delete(first, target, &args.search)?;
     }
     if matches!(place, Place::Here(_)) {
         plan.renew_index()?;
     }
     if !args.shared.quiet {
-        place.print("The plan was carried out.\n")?;
+        place.print(match whole {
+            true => "The plan was carried out.\n",
+            false => "The plan was carried out, but for files that stay.\n",
+        })?;
     }
-    Ok(0)
+    Ok(u8::from(!whole))
 }
 
 /// Who changes the chain.
@@ -162,15 +173,14 @@ impl Plan {
     /// Reads what there is to know of the files, and decides.
     fn make(args: &Args, files: &[PathBuf]) -> Result<Self, Failure> {
         let active = files.len().saturating_sub(1);
-        let directories = files.iter().filter_map(|file| file.parent().map(Path::to_owned));
-        let directories: Vec<PathBuf> = directories.chain(args.search.clone()).collect();
-        let users = Users::find(&directories)?;
+        let users = Users::find(&directories(files.iter().map(PathBuf::as_path), &args.search))?;
         let mut needed = None;
         for (number, pair) in files.windows(2).enumerate() {
             let [layer, overlay] = pair else { continue };
-            let own = identity(overlay).map_err(|error| unreadable(overlay, &error))?;
+            let id = |path: &Path| identity(path).map_err(|error| unreadable(path, &error));
+            let own = id(overlay)?;
             let other = |user: &&PathBuf| identity(user).is_ok_and(|id| id != own);
-            if let Some(user) = users.of(layer)?.iter().find(other) {
+            if let Some(user) = users.of(id(layer)?).iter().find(other) {
                 needed = Some((number, user.clone()));
             }
         }
@@ -295,30 +305,36 @@ impl Plan {
         Ok(())
     }
 
-    /// Deletes the files of layers that were merged, but for one that an image needs that is newer than the plan.
-    fn delete(&self, first: usize, target: usize, search: &[PathBuf]) -> Result<(), Failure> {
-        let users = Users::find(&[&self.directories(), search].concat())?;
+    /// Makes sure that no other program has the layers open that are to be merged.
+    fn check_unused(&self, first: usize, target: usize) -> Result<(), Failure> {
+        (first..target).try_for_each(|number| {
+            runtime::block_on(async || Doomed::lock(self.file(number)).await.map(drop))
+        })
+    }
+
+    /// Deletes the files of layers that were merged, but for one that is in use, or that an image needs that is newer
+    /// than the plan: then those below it stay too. Returns whether all were deleted.
+    fn delete(&self, first: usize, target: usize, search: &[PathBuf]) -> Result<bool, Failure> {
+        let files = self.0.iter().map(|layer| layer.file.as_path());
+        let users = Users::find(&directories(files, search))?;
         // From above, so that a file that is needed keeps those below it.
         for number in (first..target).rev() {
             let file = self.file(number);
             let overlay = (number + 1 < target).then(|| self.file(number + 1));
             let own = overlay.and_then(|overlay| identity(overlay).ok());
-            let doomed = runtime::block_on(async || Doomed::lock(file).await)?;
-            if let Some(user) = doomed.delete(&users, own)? {
-                messages::complain(format_args!(
+            let doomed = runtime::block_on(async || Doomed::lock(file).await);
+            match doomed.and_then(|doomed| doomed.delete(&users, own)) {
+                Ok(None) => continue,
+                Ok(Some(user)) => messages::complain(format_args!(
                     "'{}' stays: '{}' needs it",
                     file.display(),
                     user.display()
-                ));
-                break;
+                )),
+                Err(kept) => messages::complain(kept.message.unwrap_or_default()),
             }
+            return Ok(false);
         }
-        Ok(())
-    }
-
-    fn directories(&self) -> Vec<PathBuf> {
-        let directory = |layer: &Planned| layer.file.parent().map(Path::to_owned);
-        self.0.iter().filter_map(directory).collect()
+        Ok(true)
     }
 
     /// Writes the active image's index anew, if it has one: it describes layers that are gone.

@@ -79,10 +79,17 @@ impl Users {
     }
 
     /// The images that name this file.
-    pub(super) fn of(&self, file: &Path) -> Result<&[PathBuf], Failure> {
-        let id = identity(file).map_err(|error| unreadable(file, &error))?;
-        Ok(self.0.get(&id).map_or(&[], Vec::as_slice))
+    pub(super) fn of(&self, file: Identity) -> &[PathBuf] {
+        self.0.get(&file).map_or(&[], Vec::as_slice)
     }
+}
+
+/// Where the images that need a chain's files are looked for: the directories of its files, and these.
+pub(super) fn directories<'a>(
+    files: impl Iterator<Item = &'a Path>,
+    others: &[PathBuf],
+) -> Vec<PathBuf> {
+    files.filter_map(Path::parent).map(Path::to_owned).chain(others.iter().cloned()).collect()
 }
 
 /// A layer's file that is to be deleted, locked as by a writer: no other program of this machine has it open, by
@@ -131,7 +138,7 @@ impl<'a> Doomed<'a> {
             Ok(id) => Some(id) != overlay,
             Err(error) => error.kind() != ErrorKind::NotFound,
         };
-        if let Some(user) = users.of(self.path)?.iter().find(needs) {
+        if let Some(user) = users.of(now).iter().find(needs) {
             return Ok(Some(user.clone()));
         }
         fs::remove_file(self.path).map_err(|error| failed(&error))?;
