@@ -5,7 +5,7 @@ use futures_executor::block_on;
 use isobath_disk::{Disk, MetadataMode, NewDisk, OpenOptions, create};
 use isobath_qcow2::journal::Crc32c;
 use isobath_storage::memory::MemoryHost;
-use isobath_storage::{Host, IoBuf, OpenMode, StorageExt};
+use isobath_storage::{Host, IoBuf, MemoryUse, OpenMode, StorageExt};
 use std::path::Path;
 use std::sync::LazyLock;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -59,7 +59,7 @@ pub fn restart_log(mut input: &[u8]) {
         {
             let mode = OpenMode { writable: true, ..OpenMode::default() };
             let file = host.open(Path::new(IMAGE), mode).await.expect("it is there");
-            let memory = file.restart_memory(false).await.expect("in memory");
+            let memory = file.restart_memory(MemoryUse::Take).await.expect("in memory");
             let memory = memory.expect("a killed server left it");
             change(memory.words(), &mut input);
         }

@@ -3,8 +3,10 @@
 use crate::chain::{Chain, MAX_LAYERS};
 use crate::index::{self, Ahead};
 use futures_util::stream::{self, StreamExt};
+use isobath_image::encryption::Key;
 use isobath_image::index_area::read_root;
-use isobath_image::layer::{ImageFormat, Layer};
+use isobath_image::layer::{ImageFormat, Layer, ShownLog};
+use isobath_image::offline::bring_in;
 use isobath_image::open::{open_layer, referenced_file};
 use isobath_image::options::{OpenOptions, Trust};
 use isobath_image::{DiskError, Result};
@@ -56,6 +58,13 @@ pub async fn open_layers<H: Host>(
             let key = options.secrets.key(layers.len());
             open_layer(host, &name, format, writable, options, &key).await
         };
+        let opened = match opened {
+            Ok(layer) if !writable && (options.writable || options.bring_in) => {
+                let key = options.secrets.key(layers.len());
+                without_log(host, layer, format, &below, &key).await
+            }
+            opened => opened,
+        };
         let layer = match (opened, layers.last()) {
             (Ok(layer), _) => Arc::new(layer),
             (Err(error), None) => return Err(error),
@@ -86,6 +95,39 @@ pub async fn open_layers<H: Host>(
     }
     layers.reverse();
     Ok(Chain::of(layers))
+}
+
+/// Brings what only a killed server's restart log has of a layer into its image, before anything is written above it:
+/// what a guest flushes to the overlay must make durable what it wrote before, too.
+async fn without_log<H: Host>(
+    host: &H,
+    layer: Layer<H::File>,
+    format: Option<ImageFormat>,
+    options: &OpenOptions,
+    key: &Key,
+) -> Result<Layer<H::File>> {
+    let name = layer.name().to_owned();
+    let refused = |reason: String| DiskError::Refused { image: name.clone(), reason };
+    match layer.shown_log() {
+        ShownLog::None => return Ok(layer),
+        ShownLog::Overlaid => {}
+        ShownLog::Unfit => {
+            return Err(refused(
+                "its server was killed, and the log of its unflushed writes does not match it: nothing is written \
+                 above it; 'isobath check -r leaks' sets the log aside, and leaves the image as after a power failure"
+                    .into(),
+            ));
+        }
+    }
+    // The lock on what is read keeps writers out.
+    drop(layer);
+    bring_in(host, &name, format, options.locking).await.map_err(|error| {
+        refused(format!(
+            "its server was killed, and its unflushed writes are in this machine's memory only; they must be in the \
+             image before anything is written above it: {error}"
+        ))
+    })?;
+    open_layer(host, &name, format, false, options, key).await
 }
 
 /// Layers opened because an index names them, the next one of the chain last. Each is used only

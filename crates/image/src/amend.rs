@@ -209,7 +209,7 @@ async fn check<S: Storage>(change: &Change<S>, amend: &Amend) -> Result<()> {
 /// The image, for counting.
 async fn view<S: Storage>(change: &Change<S>) -> Result<Image<S>> {
     let (storage, name) = (change.layer.storage(), change.layer.name());
-    Image::open(storage, name, Some(ImageFormat::Qcow2), Purpose::View).await
+    Image::open(storage, name, Some(ImageFormat::Qcow2), Purpose::Examine).await
 }
 
 async fn write<S: Storage>(image: &Image<S>, writes: Vec<HeaderWrite>) -> Result<()> {

@@ -101,8 +101,21 @@ pub struct Layer<S> {
     replayed: Option<Arc<Replayed>>,
     /// A killed process's restart log, which the writer must apply.
     found_log: Mutex<Option<FoundLog>>,
+    /// What was made of one for who only reads.
+    log: ShownLog,
     /// Whether the data is encrypted.
     protection: Protection,
+}
+
+/// What is made of a killed process's restart log where its image is only read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ShownLog {
+    /// There is none.
+    None,
+    /// It is overlaid on the image, whose file has none of it.
+    Overlaid,
+    /// It does not match the image, which is as after a power failure.
+    Unfit,
 }
 
 /// Where a layer's data is.
@@ -171,6 +184,7 @@ impl<S: Storage> Layer<S> {
             detected_raw: false,
             replayed: None,
             found_log: Mutex::default(),
+            log: ShownLog::None,
             protection: Protection::None,
         }
     }
@@ -216,6 +230,7 @@ impl<S: Storage> Layer<S> {
             detected_raw: false,
             replayed: replayed.map(Arc::new),
             found_log: Mutex::default(),
+            log: ShownLog::None,
             protection,
         }
     }
@@ -235,6 +250,7 @@ impl<S: Storage> Layer<S> {
             detected_raw: self.detected_raw,
             replayed: self.replayed.clone(),
             found_log: Mutex::default(),
+            log: self.log,
             protection: self.protection.clone(),
         }
     }
@@ -247,6 +263,34 @@ impl<S: Storage> Layer<S> {
     /// Takes the restart log that the writer must apply.
     pub fn take_found_log(&self) -> Option<FoundLog> {
         self.found_log.lock().take()
+    }
+
+    /// What was made of a killed process's restart log for who only reads.
+    pub fn shown_log(&self) -> ShownLog {
+        self.log
+    }
+
+    /// The same with `log`, and `overlay` instead of that of the journal alone.
+    #[must_use]
+    pub(crate) fn with_log(self, log: ShownLog, overlay: Option<Replayed>) -> Self {
+        let Some(overlay) = overlay else { return Self { log, ..self } };
+        let end = overlay.end();
+        if let Some(qcow2) = &self.qcow2 {
+            qcow2.opened_length.fetch_max(end, Ordering::Relaxed);
+        }
+        self.file_length.fetch_max(end, Ordering::Relaxed);
+        Self { log, replayed: Some(Arc::new(overlay)), ..self }
+    }
+
+    /// A copy of the overlay of a journal in use.
+    pub(crate) fn overlay(&self) -> Replayed {
+        self.replayed.as_deref().cloned().unwrap_or_default()
+    }
+
+    /// The length of the image's file in bytes, with the overlay of a journal in use.
+    pub async fn length(&self) -> Result<u64> {
+        let end = self.replayed.as_ref().map_or(0, |replayed| replayed.end());
+        Ok(self.storage.len().await?.max(end))
     }
 
     /// Reads the image's file, with the overlay of a journal in use.

@@ -9,7 +9,7 @@ use crate::options::OpenOptions;
 use crate::restart_log::FoundLog;
 use crate::writer::Writer;
 use isobath_qcow2::IncompatibleFeatures;
-use isobath_storage::{Host, IoBuf, Locking, OpenMode, Storage};
+use isobath_storage::{Host, IoBuf, Locking, MemoryUse, OpenMode, Storage};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -41,7 +41,7 @@ pub async fn check<H: Host>(
 ///
 /// # Errors
 /// If the image cannot be opened for writing.
-async fn bring_in<H: Host>(
+pub async fn bring_in<H: Host>(
     host: &H,
     name: &Path,
     format: Option<ImageFormat>,
@@ -56,7 +56,7 @@ async fn bring_in<H: Host>(
     let header =
         header.filter(|header| header.incompatible.contains(IncompatibleFeatures::JOURNAL));
     let left = match &header {
-        Some(header) => FoundLog::find(&storage, name, header).await?,
+        Some(header) => FoundLog::find(&storage, name, header, MemoryUse::Take).await?,
         None => None,
     };
     drop(storage);

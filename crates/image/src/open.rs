@@ -6,14 +6,15 @@ use crate::layer::{ImageFormat, Layer, OpeningId, Qcow2};
 use crate::name::plain_file_name;
 use crate::options::{OpenOptions, SnapshotChoice, Trust};
 use crate::probe::format_of;
-use crate::recovery::{Purpose, Recovered, recover};
+use crate::recovery::{Purpose, Recovered, overlay, recover};
 use crate::replayed::Replayed;
 use crate::restart_log::FoundLog;
+use crate::sabotage::{self, Sabotage};
 use crate::snapshot_table::read_snapshots;
 use crate::{DiskError, Result};
 use isobath_formats::{Format, Image};
 use isobath_qcow2::{Extension, Header, IncompatibleFeatures, L1Entry};
-use isobath_storage::{Access, Host, IoBuf, Storage, StorageExt};
+use isobath_storage::{Access, Host, IoBuf, Locking, MemoryUse, Storage, StorageExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -113,7 +114,14 @@ async fn load_layer<H: Host>(
         });
     }
     let protection = Box::pin(unlock(&**storage, name, &header, key)).await?;
-    let purpose = if writable { Purpose::Write } else { Purpose::View };
+    let purpose = match (writable, options.locking, &options.snapshot) {
+        (true, ..) => Purpose::Write,
+        // Restart logs know nothing of internal snapshots.
+        (false, _, Some(_)) => Purpose::Examine,
+        _ if sabotage::is(Sabotage::UnseenLog) => Purpose::Examine,
+        (false, Locking::Unlocked, None) => Purpose::View(MemoryUse::Glance),
+        (false, _, None) => Purpose::View(MemoryUse::Look),
+    };
     let Recovered { view: replayed, restart_log: found_log } =
         recover(&**storage, name, &header, purpose).await?;
     if header.incompatible.contains(IncompatibleFeatures::JOURNAL) {
@@ -180,8 +188,15 @@ async fn load_layer<H: Host>(
     };
     let (name, storage) = (name.to_owned(), Arc::clone(storage));
     let layer = Layer::qcow2(name, storage, data, file_length, qcow2, replayed, protection);
-    layer.set_found_log(found_log);
-    Ok(layer)
+    match found_log {
+        // A snapshot leaves an empty one to the former active image until that is closed.
+        Some(found_log) if !writable && found_log.is_empty() => Ok(layer),
+        Some(found_log) if !writable => Box::pin(overlay(layer, &found_log)).await,
+        found_log => {
+            layer.set_found_log(found_log);
+            Ok(layer)
+        }
+    }
 }
 
 /// Opens an image of another program, with the files that it names.

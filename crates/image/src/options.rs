@@ -88,6 +88,10 @@ pub struct OpenOptions {
     pub format: Option<ImageFormat>,
     /// The active layer's internal snapshot to read instead of its current state; read-only.
     pub snapshot: Option<SnapshotChoice>,
+    /// Bring the restart logs of killed servers into the images first, although nothing is written to this disk: who
+    /// relies on its contents makes others durable that need them. Backing files of a writable disk are always treated
+    /// so; where a disk is only read, the logs are overlaid in memory.
+    pub bring_in: bool,
     /// Whether to open the backing chain; without it, its data reads as zeroes.
     pub backing: bool,
     /// How far names in headers are trusted.
@@ -121,6 +125,7 @@ impl Default for OpenOptions {
             locking: Locking::default(),
             format: None,
             snapshot: None,
+            bring_in: false,
             backing: true,
             trust: Trust::default(),
             metadata: MetadataMode::default(),
@@ -167,6 +172,7 @@ setters! {
     writable: bool,
     direct: bool,
     locking: Locking,
+    bring_in: bool,
     backing: bool,
     trust: Trust,
     metadata: MetadataMode,

@@ -13,7 +13,7 @@ pub const PIECE: u64 = 1 << 20;
 const NEAR: u64 = 4096;
 
 /// The contents that a journal demands of a file, overlaid on what is read from it.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct Replayed {
     /// By offset; they do not overlap.
     ranges: BTreeMap<u64, Content>,

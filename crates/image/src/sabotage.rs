@@ -86,6 +86,8 @@ sabotages! {
     LateLog => "late-log",
     /// An inaccessible restart log is treated as missing.
     IgnoredLog => "ignored-log",
+    /// Who only reads an image does not see a killed server's restart log.
+    UnseenLog => "unseen-log",
     /// A damaged restart log is treated as missing.
     IgnoredDamage => "ignored-damage",
     /// A disk that switches to another image starts no restart log there.

@@ -3,7 +3,9 @@
 //!
 //! None of this is on the path of a request, so the traits are used as trait objects, with boxed futures.
 
-use crate::{Access, Capabilities, FileId, IoBuf, RestartMemory, Result, Stamp, Storage};
+use crate::{
+    Access, Capabilities, FileId, IoBuf, MemoryUse, RestartMemory, Result, Stamp, Storage,
+};
 use std::fmt;
 use std::future::Future;
 use std::path::Path;
@@ -143,15 +145,17 @@ pub trait Stamps {
 
 /// Memory that belongs to a file and outlives the process.
 pub trait RestartMemories {
-    /// The file's memory, which is created if there is none and `create` is set. `None` also if there can be none.
+    /// The file's memory for this use; `None` also if there can be none.
     ///
     /// Its last user may be a killed process that has not ended yet, although the image's lock is free: the call waits
     /// for it.
     ///
     /// # Errors
     /// Existing memory cannot be used because it is in use or belongs to another user, or new memory cannot be created.
-    fn restart_memory(&self, create: bool)
-    -> BoxFuture<'_, Result<Option<Arc<dyn RestartMemory>>>>;
+    fn restart_memory(
+        &self,
+        how: MemoryUse,
+    ) -> BoxFuture<'_, Result<Option<Arc<dyn RestartMemory>>>>;
 }
 
 /// How much space a file takes, and may take.
@@ -350,14 +354,14 @@ pub trait StorageExt {
     /// As [`RestartMemories::restart_memory`]; `None` without it.
     fn restart_memory(
         &self,
-        create: bool,
+        how: MemoryUse,
     ) -> impl Future<Output = Result<Option<Arc<dyn RestartMemory>>>>
     where
         Self: Storage,
     {
         async move {
             match self.extensions().restart_memories {
-                Some(memories) => memories.restart_memory(create).await,
+                Some(memories) => memories.restart_memory(how).await,
                 None => Ok(None),
             }
         }

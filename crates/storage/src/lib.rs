@@ -22,7 +22,7 @@ pub use extension::{
 };
 /// The buffers of every operation.
 pub use isobath_ring::IoBuf;
-pub use restart_memory::RestartMemory;
+pub use restart_memory::{MemoryUse, RestartMemory};
 
 use std::future::Future;
 use std::io;

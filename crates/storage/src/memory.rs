@@ -9,8 +9,8 @@ use crate::lock;
 use crate::restart_memory::RESTART_MEMORY_BYTES;
 use crate::{
     Allocation, BoxFuture, Capabilities, Extensions, FileId, Host, Identity, IoBuf, Locking,
-    OpenMode, Reflink, RestartMemories, RestartMemory, Result, Roles, SECTOR, Stamp, Stamps,
-    Storage, ZeroMode,
+    MemoryUse, OpenMode, Reflink, RestartMemories, RestartMemory, Result, Roles, SECTOR, Stamp,
+    Stamps, Storage, ZeroMode,
 };
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
@@ -175,6 +175,12 @@ impl RestartMemory for KeptMemory {
         if place.as_ref().is_some_and(|words| Arc::ptr_eq(words, &self.words)) {
             *place = None;
         }
+    }
+
+    fn set_aside(&self) -> io::Result<Option<String>> {
+        let there = self.is_there().then(|| "restart memory, set aside".into());
+        self.remove();
+        Ok(there)
     }
 
     fn is_there(&self) -> bool {
@@ -640,14 +646,14 @@ impl Reflink<Self> for MemoryFile {
 impl RestartMemories for MemoryFile {
     fn restart_memory(
         &self,
-        create: bool,
+        how: MemoryUse,
     ) -> BoxFuture<'_, Result<Option<Arc<dyn RestartMemory>>>> {
         Box::pin(async move {
             if !self.settings.restart_memories.load(Ordering::Relaxed) {
                 return Ok(None);
             }
             let mut place = self.node.restart_memory.lock();
-            if place.is_none() && create {
+            if place.is_none() && how == MemoryUse::Create {
                 let count = RESTART_MEMORY_BYTES / size_of::<AtomicU64>();
                 *place = Some((0..count).map(|_| AtomicU64::new(0)).collect());
             }

@@ -4,10 +4,24 @@
 //! in its own memory is lost. A [`RestartMemory`] is kernel memory that a program stores into without a system call: a
 //! writer keeps changes in it that are not in its file yet.
 
+use std::io;
 use std::sync::atomic::AtomicU64;
 
 /// The size of a file's restart memory in bytes.
 pub const RESTART_MEMORY_BYTES: usize = 2 << 20;
+
+/// What a file's restart memory is wanted for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MemoryUse {
+    /// To be written: existing memory, or new one.
+    Create,
+    /// To be applied, and removed: existing memory, which nobody else uses meanwhile.
+    Take,
+    /// To be read: existing memory, which others may read at the same time.
+    Look,
+    /// Like [`Look`](Self::Look), of a file that is read without locks: memory in use is none, since its user lives.
+    Glance,
+}
 
 /// The restart memory that belongs to one file. Only its current user changes it.
 pub trait RestartMemory: Send + Sync {
@@ -20,6 +34,13 @@ pub trait RestartMemory: Send + Sync {
 
     /// Removes the memory. A later request for the file's memory gets new memory.
     fn remove(&self);
+
+    /// Sets the memory aside, and returns its new name for messages; `None` if it was removed. A later request for the
+    /// file's memory gets new memory.
+    ///
+    /// # Errors
+    /// It cannot be renamed; it is then where it was.
+    fn set_aside(&self) -> io::Result<Option<String>>;
 
     /// Whether a later request for the file's memory would get this one, which is not so if it was removed.
     fn is_there(&self) -> bool;

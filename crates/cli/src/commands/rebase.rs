@@ -167,6 +167,7 @@ async fn open_below(
         .format(format)
         .locking(options::locking(args.force_share))
         .direct(args.source_cache.is_direct())
+        .bring_in(true)
         .secrets(args.naming.secret_file.secrets()?);
     let below = Disk::open(FileHost, path, &options).await;
     let below = below.map_err(|error| new_backing(name, crate::image_name::reason(&error)));

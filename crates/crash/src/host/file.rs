@@ -5,7 +5,7 @@ use super::world::{Users, World};
 use super::{Access, SimHost, busy};
 use crate::record::{Action, Flush};
 use isobath_storage::{
-    BoxFuture, Capabilities, Extensions, FileId, Identity, IoBuf, Operation, Reflink,
+    BoxFuture, Capabilities, Extensions, FileId, Identity, IoBuf, MemoryUse, Operation, Reflink,
     RestartMemories, RestartMemory, Result, Roles, Stamp, Stamps, Storage, StorageError, Usage,
     ZeroMode,
 };
@@ -471,7 +471,7 @@ impl Usage for SimFile {
 impl RestartMemories for SimFile {
     fn restart_memory(
         &self,
-        create: bool,
+        how: MemoryUse,
     ) -> BoxFuture<'_, Result<Option<Arc<dyn RestartMemory>>>> {
         Box::pin(async move {
             let mut world = self.world();
@@ -481,7 +481,7 @@ impl RestartMemories for SimFile {
                 drop(world);
                 return Err(self.error(Operation::Lock, (0, 0), code));
             }
-            Ok(world.restart_memories.of(self.number, create))
+            Ok(world.restart_memories.of(self.number, how))
         })
     }
 }

@@ -1,10 +1,11 @@
 //! Memory that survives a kill of the server.
 
 use crate::record::Tick;
-use isobath_storage::restart_memory::{RESTART_MEMORY_BYTES, RestartMemory};
+use isobath_storage::restart_memory::{MemoryUse, RESTART_MEMORY_BYTES, RestartMemory};
 use parking_lot::Mutex;
 use rand::RngExt;
 use rand::rngs::SmallRng;
+use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -82,6 +83,12 @@ impl RestartMemory for Mapped {
             *place = None;
         }
     }
+
+    fn set_aside(&self) -> io::Result<Option<String>> {
+        let there = self.is_there().then(|| "simulated memory, set aside".into());
+        self.remove();
+        Ok(there)
+    }
 }
 
 const WORDS: usize = RESTART_MEMORY_BYTES / 8;
@@ -99,14 +106,14 @@ impl RestartMemories {
         Self(memories.0.iter().map(place).collect())
     }
 
-    /// The memory of a file, which is created if there is none and `create` is set.
-    pub(super) fn of(&mut self, file: usize, create: bool) -> Option<Arc<dyn RestartMemory>> {
+    /// The memory of a file for this use.
+    pub(super) fn of(&mut self, file: usize, how: MemoryUse) -> Option<Arc<dyn RestartMemory>> {
         if self.0.len() <= file {
             self.0.resize_with(file + 1, Place::default);
         }
         let place = Arc::clone(&self.0[file]);
         let mut found = place.lock();
-        if found.is_none() && create {
+        if found.is_none() && how == MemoryUse::Create {
             *found = Some(words(&[]));
         }
         let words = found.clone()?;

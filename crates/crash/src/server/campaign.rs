@@ -172,9 +172,11 @@ fn one(
     let seed: u64 = rng.random();
     let way = match state.death {
         Death::Power => Way::random(rng),
-        // A read-only open does not see what is in the memory.
-        _ if rng.random_bool(0.15) => Way::Repair,
-        _ => Way::Open,
+        _ => match rng.random_range(0..20) {
+            0..3 => Way::Repair,
+            3..7 => Way::ReadFirst,
+            _ => Way::Open,
+        },
     };
     let every = settings.qemu_every;
     let qemu = every > 0 && seed.is_multiple_of(every);

@@ -146,14 +146,20 @@ async fn denied(
     };
     let conduct = Conduct { access, ..case.host.clone() };
     let host = SimHost::new(state.files.clone(), conduct);
-    let options = mode.options(true, rng.random());
-    let Ok(disk) = Disk::open(host.any(), &case.start.image, &options).await else {
-        return Ok(host.files());
-    };
-    let look = look(&disk, &case.oracle.interest()).await;
-    let look = look.map_err(|error| format!("opened by somebody else, {error}"))?;
-    case.oracle.check(&look).map_err(|error| format!("opened by somebody else, {error}"))?;
-    Ok(state.files.clone())
+    for (what, writable) in [("read", false), ("opened", true)] {
+        let options = mode.options(writable, rng.random());
+        let Ok(disk) = Disk::open(host.any(), &case.start.image, &options).await else {
+            continue;
+        };
+        let look = look(&disk, &case.oracle.interest()).await;
+        let look = look.map_err(|error| format!("{what} by somebody else, {error}"))?;
+        let checked = case.oracle.check(&look);
+        checked.map_err(|error| format!("{what} by somebody else, {error}"))?;
+        if writable {
+            return Ok(state.files.clone());
+        }
+    }
+    Ok(host.files())
 }
 
 pub(super) fn file<'a>(files: &'a Files, name: &Path) -> Option<&'a crate::content::Content> {

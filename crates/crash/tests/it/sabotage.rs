@@ -108,6 +108,7 @@ found! {
     lost_record: disk(LostRecord, "journal", "any", 4, 28);
     shared_opening: server(SharedOpening, "ordered", "twins", 4, 90);
     ignored_log: server(IgnoredLog, "journal", "kills", 16, 106);
+    unseen_log: server(UnseenLog, "journal", "kills", 8, 69);
     ignored_damage: server(IgnoredDamage, "journal", "kills", 8, 129);
     late_restart_log: server(LateRestartLog, "journal", "kills", 4, 789);
     no_revoke: server(NoRevoke, "journal", "kills", 8, 750);

@@ -154,7 +154,7 @@ impl<S: Storage> Allocator<S> {
             (header.refcount_table_offset, u64::from(header.refcount_table_clusters))
         };
         let bytes = clusters << geometry.cluster_bits();
-        let length = layer.storage().len().await?;
+        let length = layer.length().await?;
         if table_offset.checked_add(bytes).is_none_or(|end| end.get() > length) {
             return Err(DiskError::Corrupt {
                 image: layer.name().to_owned(),
@@ -164,8 +164,7 @@ impl<S: Storage> Allocator<S> {
                 ),
             });
         }
-        let raw =
-            layer.storage().read_at(table_offset.get(), IoBuf::zeroed(bytes as usize)).await?;
+        let raw = layer.read_at(table_offset.get(), IoBuf::zeroed(bytes as usize)).await?;
         let mut table = Vec::with_capacity(bytes as usize / 8);
         for index in 0..bytes as usize / 8 {
             let entry =
@@ -533,7 +532,7 @@ impl<S: Storage> Allocator<S> {
             return Ok(0);
         };
         let length = self.geometry.cluster_size() as usize;
-        let bytes = self.layer.storage().read_at(offset.get(), IoBuf::zeroed(length)).await?;
+        let bytes = self.layer.read_at(offset.get(), IoBuf::zeroed(length)).await?;
         let block = Block::loaded(offset, bytes, self.geometry.refcount_order());
         let count = block.get(within);
         state.blocks.insert(index, block);

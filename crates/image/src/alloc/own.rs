@@ -57,7 +57,7 @@ impl<S: Storage> Own<'_, S> {
 
     /// Adds the snapshot table and the L1 tables that it names.
     async fn add_snapshots(&mut self, geometry: &Geometry, header: &Header) -> Result<()> {
-        let file_length = self.layer.storage().len().await?;
+        let file_length = self.layer.length().await?;
         let count = header.nb_snapshots;
         let start = header.snapshots_offset.get();
         let mut at = start;
@@ -69,7 +69,7 @@ impl<S: Storage> Own<'_, S> {
             let mut rest = window.get((at - window_start) as usize..).unwrap_or_default();
             if rest.len() < LONGEST_ENTRY {
                 let length = SNAPSHOT_READ.min(file_length.saturating_sub(at));
-                window = self.layer.storage().read_at(at, IoBuf::zeroed(length as usize)).await?;
+                window = self.layer.read_at(at, IoBuf::zeroed(length as usize)).await?;
                 window_start = at;
                 rest = &window;
             }
@@ -106,7 +106,7 @@ impl<S: Storage> Own<'_, S> {
         let Some(extension) = header.bitmaps().filter(|_| consistent) else { return Ok(()) };
         extension.validate(geometry).map_err(|error| self.layer.format_error(error))?;
         let (at, length) = (extension.directory_offset.get(), extension.directory_size);
-        let bytes = self.layer.storage().read_at(at, IoBuf::zeroed(length as usize)).await?;
+        let bytes = self.layer.read_at(at, IoBuf::zeroed(length as usize)).await?;
         let bitmaps = Bitmap::parse_directory(&bytes, extension.count)
             .map_err(|error| self.layer.format_error(error))?;
         self.add("the bitmap directory", at, length)?;
@@ -159,7 +159,7 @@ pub(super) async fn own_clusters<S: Storage>(
     own.add_bitmaps(geometry, &header).await?;
     let table_bytes = refcounts.len() as u64 * 8;
     own.add("the refcount table", header.refcount_table_offset.get(), table_bytes)?;
-    let length = layer.storage().len().await?;
+    let length = layer.length().await?;
     for (index, entry) in refcounts.iter().enumerate() {
         let offset = entry.offset(geometry).map_err(|error| layer.format_error(error))?;
         let Some(offset) = offset else { continue };

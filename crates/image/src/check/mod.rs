@@ -115,7 +115,7 @@ impl CheckReport {
 /// # Errors
 /// If the file cannot be read or written, or errors remain; the bit is then still set.
 pub async fn repair_dirty<S: Storage>(storage: &Arc<S>, name: &Path) -> Result<()> {
-    let mut image = Image::open(storage, name, Some(ImageFormat::Qcow2), Purpose::View).await?;
+    let mut image = Image::open(storage, name, Some(ImageFormat::Qcow2), Purpose::Examine).await?;
     let mut first = String::new();
     let mut events = |event: CheckEvent<'_>| {
         if let CheckEvent::Finding(text) = event {
@@ -150,7 +150,7 @@ pub async fn check_storage<S: Storage>(
     repair: Repair,
     events: &mut dyn FnMut(CheckEvent<'_>),
 ) -> Result<CheckReport> {
-    let purpose = if repair == Repair::None { Purpose::View } else { Purpose::Write };
+    let purpose = if repair == Repair::None { Purpose::Examine } else { Purpose::Write };
     let mut image = Image::open(storage, name, format, purpose).await?;
     check_image(&mut image, repair, &mut Log::new(events)).await
 }

@@ -116,6 +116,26 @@ pub struct Metadata<S> {
 }
 
 impl<S: Storage> Metadata<S> {
+    /// What commits of this image work on.
+    pub fn new(
+        tables: Tables<S>,
+        alloc: Allocator<S>,
+        zones: Zones,
+        log: Option<Arc<RestartLog>>,
+        layer: Arc<Layer<S>>,
+    ) -> Self {
+        Self {
+            layer,
+            tables,
+            alloc,
+            data_journal: DataJournal::new(log.clone()),
+            upkeep: Upkeep::default(),
+            zones,
+            sequence: LogSequence::default(),
+            log,
+        }
+    }
+
     /// Makes everything written so far durable: the image's file, and the data file if there is one.
     pub(crate) async fn sync(&self) -> Result<()> {
         if self.has_data_apart() {

@@ -17,12 +17,13 @@
 //! | data | one after that, whose cluster matches its checksum, or needs none | added to the tables, and made plain | all of the write is there |
 //! | data | one after that, whose cluster does not match | ignored | the write was not durable, and was never reported as durable |
 //! | memory | a restart log of this journal, up to its last durable record | area and data written in place, the journal emptied and left in use; then [`finish`] | completed writes are newer than both, and may need clusters |
-//! | memory | one that ends at another record | dropped, with a warning | the image was restored to an earlier state |
+//! | memory | one that ends at another record, or does not match the tables | set aside under another name, with a warning | the image was restored to an earlier state, or changed by another program |
 //! | memory | one that is damaged or cannot be read | refused, nothing changed | continuing would lose writes that a guest was told had completed |
 //! | any | this recovery's own work, after a crash | done again from the start | nothing that it reads is changed before its replacement is durable |
 //!
-//! To [view](Purpose::View) an image, the changes from area and data are kept in memory and overlaid on everything that
-//! is read; the contents of a restart log are not visible. To [write](Purpose::Write) it, the changes are written in
+//! To [view](Purpose::View) an image, the changes from all three places are kept in memory and overlaid on everything
+//! that is read. Before anything is written above an image in a chain, a restart log is brought into the image: what a
+//! guest flushes to the overlay makes durable what it wrote before, too. To [write](Purpose::Write) it, the changes are written in
 //! place, and the journal is taken out of use. `docs/format.md` specifies the first two places to the byte;
 //! `docs/log.md` describes all three.
 
@@ -32,13 +33,13 @@ mod records;
 mod restart;
 mod verify;
 
-pub use restart::finish;
+pub use restart::{finish, overlay};
 
 use crate::Result;
 use crate::replayed::Replayed;
 use crate::restart_log::FoundLog;
 use isobath_qcow2::{Header, IncompatibleFeatures};
-use isobath_storage::Storage;
+use isobath_storage::{MemoryUse, Storage};
 use std::path::Path;
 
 /// Ranges of the file read or written at once.
@@ -47,8 +48,12 @@ const AT_ONCE: usize = 32;
 /// The purpose of a recovery.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Purpose {
-    /// The image is only read, and not changed.
-    View,
+    /// The image's tables are examined as they are in the file and its journal: it is not changed, and a restart log
+    /// is left alone.
+    Examine,
+    /// The disk is read, with everything that a restart log has, and the image is not changed. The memory of the log is
+    /// used as given.
+    View(MemoryUse),
     /// The image is repaired, or opened for writing.
     Write,
 }
@@ -58,8 +63,8 @@ pub enum Purpose {
 pub struct Recovered {
     /// The overlay for everything that is read; `None` if the file has everything.
     pub view: Option<Replayed>,
-    /// The restart log of a killed process, which the image's writer must apply with [`finish`]: until then the image's
-    /// journal is in use, and empty.
+    /// The restart log of a killed process. The image's writer must apply it with [`finish`]: until then the image's
+    /// journal is in use, and empty. Who only reads the image [overlays](overlay) it.
     pub restart_log: Option<FoundLog>,
 }
 
@@ -77,23 +82,30 @@ pub async fn recover<S: Storage>(
     if !header.incompatible.contains(IncompatibleFeatures::JOURNAL) {
         return Ok(Recovered::default());
     }
-    if purpose == Purpose::View {
-        let examined = records::examine(storage, name, header).await?;
-        return Ok(Recovered { view: Some(examined.replayed), restart_log: None });
-    }
-    let found = FoundLog::find(storage, name, header).await?;
+    let found = match purpose {
+        Purpose::Examine => None,
+        Purpose::View(how) => FoundLog::find(storage, name, header, how).await?,
+        Purpose::Write => FoundLog::find(storage, name, header, MemoryUse::Take).await?,
+    };
     let examined = records::examine(storage, name, header).await?;
-    let restart_log = found.filter(|found| {
-        let follows = found.follows(examined.durable.lsn, examined.durable.previous);
-        if !follows {
-            tracing::warn!(
-                image = %isobath_storage::shown(name),
-                "the image was restored to an earlier state after its server was killed; the writes acknowledged \
-                 since are not replayed"
-            );
+    let mut restart_log = found;
+    if let Some(found) = &restart_log
+        && !found.follows(examined.durable.lsn, examined.durable.previous)
+    {
+        let reason = "the image was restored to an earlier state after its server was killed; the writes acknowledged \
+             since are not replayed";
+        match purpose {
+            Purpose::Write => found.set_aside(name, reason)?,
+            _ => tracing::warn!(image = %isobath_storage::shown(name), "{reason}"),
         }
-        follows
-    });
+        restart_log = None;
+    }
+    if restart_log.is_some() {
+        place::refuse_zones(name, &examined)?;
+    }
+    if purpose != Purpose::Write {
+        return Ok(Recovered { view: Some(examined.replayed), restart_log });
+    }
     place::write(storage, name, &examined.replayed).await?;
     match &restart_log {
         Some(found) => {

@@ -3,7 +3,7 @@
 use super::AT_ONCE;
 use super::records::Examined;
 use crate::replayed::Replayed;
-use crate::{DiskError, Result};
+use crate::{DiskError, Result, always};
 use futures_util::stream::{self, StreamExt, TryStreamExt};
 use isobath_qcow2::header::field;
 use isobath_qcow2::journal::{BLOCK, HEAD_BYTES, JournalExtension, Operation, Record, Zones};
@@ -41,6 +41,19 @@ pub(super) async fn write<S: Storage>(storage: &S, name: &Path, replayed: &Repla
     Ok(())
 }
 
+/// Refuses an image to which a restart log belongs, and whose journal lists zones.
+pub(super) fn refuse_zones(name: &Path, examined: &Examined) -> Result<()> {
+    if examined.zones.as_ref().is_none_or(|zones| zones.zones.is_empty()) {
+        return Ok(());
+    }
+    Err(DiskError::Refused {
+        image: name.to_owned(),
+        reason: "its journal lists zones, and a restart log belongs to it: no writer has both; remove the restart log \
+                 to open the image as after a power failure"
+            .into(),
+    })
+}
+
 /// Writes a record that says that nothing must be replayed, to a journal whose contents are all durable in place. The
 /// journal stays in use.
 pub(super) async fn empty<S: Storage>(
@@ -49,15 +62,8 @@ pub(super) async fn empty<S: Storage>(
     header: &Header,
     examined: &Examined,
 ) -> Result<()> {
-    let zoned = examined.zones.as_ref().is_some_and(|zones| !zones.zones.is_empty());
-    let Some(extension) = header.journal().filter(|_| !zoned) else {
-        return Err(DiskError::Refused {
-            image: name.to_owned(),
-            reason: "its journal lists zones, and a restart log belongs to it: no writer has both; remove the \
-                     restart log to open the image as after a power failure"
-                .into(),
-        });
-    };
+    let extension =
+        always(header.journal(), name, "a valid header whose journal bit is set has a journal")?;
     if examined.needed.is_empty() {
         return Ok(());
     }

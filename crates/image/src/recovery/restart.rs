@@ -4,17 +4,24 @@
 //! valid, and no other program changes the image in between.
 
 use super::place;
+use crate::alloc::Allocator;
+use crate::durability::zones::Zones;
 use crate::durability::{Durability, Metadata, Ordered};
+use crate::layer::{Layer, ShownLog};
 use crate::pieces::{JournaledWrite, Pieces};
 use crate::readers::Readers;
 use crate::references::referenced;
+use crate::replayed::Replayed;
 use crate::restart_log::FoundLog;
-use crate::tables::References;
-use crate::{DiskError, Result};
-use isobath_qcow2::{ClusterIndex, Geometry, HostCluster, L2Entry, Lsn};
-use isobath_storage::Storage;
+use crate::tables::{References, Tables};
+use crate::{DiskError, Result, always};
+use isobath_qcow2::{
+    ClusterIndex, Geometry, HostCluster, HostOffset, IncompatibleFeatures, L1Entry, L2Entry, Lsn,
+};
+use isobath_storage::{IoBuf, Storage};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
+use std::sync::Arc;
 
 /// How far past the end of the file recorded clusters may lie, in bytes: more than is ever kept in memory.
 const BEHIND: u64 = 64 << 20;
@@ -34,51 +41,150 @@ struct Change {
 /// If the storage fails; the image must then be opened again.
 pub async fn finish<S: Storage>(metadata: &Metadata<S>, found_log: &FoundLog) -> Result<()> {
     let header = metadata.layer.header().ok_or(DiskError::ReadOnly)?;
-    let size = metadata.cluster_size();
-    let area = header.journal().map_or(0..0, |journal| {
-        let start = journal.area_offset.get();
-        start / size..(start + journal.area_length).div_ceil(size)
-    });
+    let area = area(metadata)?;
     metadata.alloc.set_aside(area.clone()).await;
-    match changes(metadata, found_log, &area).await? {
-        Ok(changes) => {
+    match plan(metadata, found_log, &area, true).await? {
+        Ok(plan) => {
             tracing::info!(
                 image = %isobath_storage::shown(metadata.layer.name()),
-                mappings = changes.len(),
+                mappings = plan.changes.len(),
                 pieces = found_log.kept.len(),
                 "replaying the writes acknowledged by a killed process"
             );
             found_log.set_unclean();
-            apply(metadata, changes, &found_log.kept, &area).await?;
+            apply(metadata, plan).await?;
         }
-        Err(reason) => tracing::error!(
-            image = %isobath_storage::shown(metadata.layer.name()),
-            reason,
-            "the restart log of a killed process does not match the image, which is as after a \
-             power failure"
-        ),
+        Err(reason) => found_log.set_aside(metadata.layer.name(), &unfit(reason))?,
     }
     place::take_out(&**metadata.layer.storage(), &header).await?;
     if let Some(qcow2) = metadata.layer.as_qcow2() {
         let mut header = qcow2.header.write();
-        header.incompatible =
-            header.incompatible.without(isobath_qcow2::IncompatibleFeatures::JOURNAL);
+        header.incompatible = header.incompatible.without(IncompatibleFeatures::JOURNAL);
     }
     found_log.remove();
     metadata.alloc.keep_freed(false).await;
     Ok(())
 }
 
-/// The changes to make, or the reason why the log does not fit.
-async fn changes<S: Storage>(
+/// Overlays a killed process's completed writes on the image `layer`, which is only read: it then shows what a writer
+/// would make of it. A log that does not fit the image is left out.
+///
+/// # Errors
+/// If the storage fails, or the image's tables are not valid.
+pub async fn overlay<S: Storage>(layer: Layer<S>, found_log: &FoundLog) -> Result<Layer<S>> {
+    let layer = Arc::new(layer);
+    let name = layer.name().to_owned();
+    let shown = shown(&layer, found_log).await?;
+    let layer = always(Arc::into_inner(layer), &name, "a layer that is being opened has one user")?;
+    Ok(match shown {
+        Ok(overlay) => layer.with_log(ShownLog::Overlaid, Some(overlay)),
+        Err(reason) => {
+            tracing::error!(image = %isobath_storage::shown(&name), "{}", unfit(reason));
+            layer.with_log(ShownLog::Unfit, None)
+        }
+    })
+}
+
+fn unfit(reason: &str) -> String {
+    format!(
+        "the restart log of a killed process does not match the image, which is as after a power failure: {reason}"
+    )
+}
+
+/// What the file would hold with the log, as far as reading the disk needs it, or the reason why the log does not fit.
+/// Puts new tables into the L1 table in memory.
+async fn shown<S: Storage>(
+    layer: &Arc<Layer<S>>,
+    found_log: &FoundLog,
+) -> Result<std::result::Result<Replayed, &'static str>> {
+    let name = layer.name();
+    let qcow2 = always(layer.as_qcow2(), name, "an image with a restart log is a qcow2 image")?;
+    let (geometry, size) = (qcow2.geometry, qcow2.geometry.cluster_size());
+    let tables = Tables::new(Arc::clone(layer), qcow2, None);
+    let alloc = Allocator::open(Arc::clone(layer), qcow2).await?;
+    let metadata = Metadata::new(tables, alloc, Zones::none(), None, Arc::clone(layer));
+    let area = area(&metadata)?;
+    // A writer repairs the refcounts first.
+    let dirty = qcow2.header.read().incompatible.contains(IncompatibleFeatures::DIRTY);
+    let counted = !dirty && !found_log.is_unclean();
+    let Plan { changes, pieces } = match plan(&metadata, found_log, &area, counted).await? {
+        Ok(plan) => plan,
+        Err(reason) => return Ok(Err(reason)),
+    };
+    let mut overlay = layer.overlay();
+    for piece in pieces {
+        overlay.put(piece.at, piece.bytes);
+    }
+    let taken = changes.iter().flat_map(|change| &change.taken);
+    let taken = taken.map(|host| (host.get() + 1) * size).max().unwrap_or(0);
+    layer.give_out(taken);
+    // Where no table of the file is.
+    let mut free = layer.length().await?.max(overlay.end()).max(taken).next_multiple_of(size);
+    let mut made: BTreeMap<u64, u64> = BTreeMap::new();
+    for Change { cluster, entry, .. } in changes {
+        let (l1_index, within) = geometry.table_position(cluster);
+        let l1_entry = qcow2.l1_entry(l1_index);
+        let old = qcow2.l2_table(l1_entry).map_err(|error| layer.format_error(error))?;
+        let table = match (made.get(&l1_index), old) {
+            (Some(made), _) => *made,
+            (None, Some(own)) if l1_entry.is_copied() => own.get(),
+            // There is none, or a snapshot has it too.
+            (None, old) => {
+                let bytes = IoBuf::zeroed(size as usize);
+                let bytes = match old {
+                    Some(old) => layer.read_at(old.get(), bytes).await?,
+                    None => bytes,
+                };
+                overlay.put(free, bytes.to_vec());
+                made.insert(l1_index, free);
+                free += size;
+                free - size
+            }
+        };
+        let mut bytes = [0; 16];
+        let length = geometry.l2_entry_size();
+        let written = entry.write(&mut bytes, 0, &geometry);
+        always(written, name, "no entry is longer than 16 bytes")?;
+        overlay.put(table + (within * length) as u64, bytes[..length].to_vec());
+    }
+    let mut l1 = qcow2.l1.write();
+    for (index, table) in made {
+        let entry = L1Entry::new(HostOffset::new(table), true, &geometry);
+        let entry = entry.map_err(|error| layer.format_error(error))?;
+        let slot = l1.get_mut(index as usize);
+        *always(slot, name, "an L1 table covers the disk")? = entry;
+    }
+    Ok(Ok(overlay))
+}
+
+/// What a log changes in an image that it fits.
+struct Plan {
+    changes: Vec<Change>,
+    /// Bytes to be written in place, without those whose cluster is not in use any more.
+    pieces: Vec<JournaledWrite>,
+}
+
+/// The clusters of the journal's area.
+fn area<S: Storage>(metadata: &Metadata<S>) -> Result<Range<u64>> {
+    let header = metadata.layer.header().ok_or(DiskError::ReadOnly)?;
+    let size = metadata.cluster_size();
+    Ok(header.journal().map_or(0..0, |journal| {
+        let start = journal.area_offset.get();
+        start / size..(start + journal.area_length).div_ceil(size)
+    }))
+}
+
+/// The changes to make, or the reason why the log does not fit. The refcounts can be relied on if they are `counted`.
+async fn plan<S: Storage>(
     metadata: &Metadata<S>,
     found_log: &FoundLog,
     area: &Range<u64>,
-) -> Result<std::result::Result<Vec<Change>, &'static str>> {
+    counted: bool,
+) -> Result<std::result::Result<Plan, &'static str>> {
     let geometry = metadata.tables.geometry();
     let size = geometry.cluster_size();
     let clusters = metadata.layer.size().div_ceil(size);
-    let file = metadata.layer.storage().len().await?.div_ceil(size);
+    let file = metadata.layer.length().await?.div_ceil(size);
     let most = file + found_log.entries.len() as u64 * 2 + BEHIND / size;
     let mut changes = Vec::new();
     let (mut taken, mut released): (Counts, Counts) = Default::default();
@@ -121,27 +227,42 @@ async fn changes<S: Storage>(
         changes.push(change);
     }
     let most_counted = geometry.refcount_order().max();
-    for (host, count) in taken {
+    for (&host, &count) in taken.iter().filter(|_| counted) {
         let present = metadata.alloc.refcount(host).await?;
         let in_use = alone.contains(&host) && present + count > 1;
         if in_use || present.checked_add(count).is_none_or(|all| all > most_counted) {
             return Ok(Err("it maps a cluster that is in use"));
         }
     }
-    for (host, count) in released {
+    for (&host, &count) in released.iter().filter(|_| counted) {
         if metadata.alloc.refcount(host).await? < count {
             return Ok(Err("it replaces a mapping whose refcount is too small"));
         }
     }
-    Ok(Ok(changes))
+    let mut pieces = Pieces::default();
+    for JournaledWrite { at, bytes } in &found_log.kept {
+        let (mut at, mut rest) = (*at, bytes.as_slice());
+        while !rest.is_empty() {
+            let room = usize::try_from(size - at % size).unwrap_or(rest.len());
+            let (now, later) = rest.split_at(room.min(rest.len()));
+            let host = HostCluster::new(at / size);
+            // A cluster that nothing refers to may get any other use.
+            let known = area.contains(&host.get()) || metadata.alloc.is_metadata(host);
+            let count = |counts: &Counts| counts.get(&host).copied().unwrap_or(0);
+            let stays =
+                !counted || metadata.alloc.refcount(host).await? + count(&taken) > count(&released);
+            if !known && stays {
+                pieces.put(at, now.into(), Lsn::default());
+            }
+            at += now.len() as u64;
+            rest = later;
+        }
+    }
+    Ok(Ok(Plan { changes, pieces: pieces.list(|_| true) }))
 }
 
-async fn apply<S: Storage>(
-    metadata: &Metadata<S>,
-    changes: Vec<Change>,
-    kept: &[JournaledWrite],
-    area: &Range<u64>,
-) -> Result<()> {
+async fn apply<S: Storage>(metadata: &Metadata<S>, plan: Plan) -> Result<()> {
+    let Plan { changes, pieces } = plan;
     // Before anything else is allocated.
     for change in &changes {
         for host in &change.taken {
@@ -153,29 +274,7 @@ async fn apply<S: Storage>(
             metadata.alloc.claim(*host).await?;
         }
     }
-    let mut gone: Counts = BTreeMap::new();
-    for host in changes.iter().flat_map(|change| &change.released) {
-        *gone.entry(*host).or_default() += 1;
-    }
-    let mut pieces = Pieces::default();
-    let size = metadata.cluster_size();
-    for JournaledWrite { at, bytes } in kept {
-        let (mut at, mut rest) = (*at, bytes.as_slice());
-        while !rest.is_empty() {
-            let room = usize::try_from(size - at % size).unwrap_or(rest.len());
-            let (now, later) = rest.split_at(room.min(rest.len()));
-            let host = HostCluster::new(at / size);
-            // A cluster that nothing refers to may get any other use.
-            let known = area.contains(&host.get()) || metadata.alloc.is_metadata(host);
-            let left = gone.get(&host).copied().unwrap_or(0);
-            if !known && metadata.alloc.refcount(host).await? > left {
-                pieces.put(at, now.into(), Lsn::default());
-            }
-            at += now.len() as u64;
-            rest = later;
-        }
-    }
-    metadata.place(&pieces.list(|_| true)).await?;
+    metadata.place(&pieces).await?;
     let data = metadata.data_journal.add_unchecked();
     for Change { cluster, entry, taken, released } in changes {
         let (l1_index, _) = metadata.tables.geometry().table_position(cluster);

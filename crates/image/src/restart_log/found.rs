@@ -5,7 +5,7 @@ use crate::pieces::JournaledWrite;
 use crate::sabotage::{self, Sabotage};
 use crate::{DiskError, Result};
 use isobath_qcow2::{Geometry, Header, L2Entry, Lsn};
-use isobath_storage::{RestartMemory, Storage};
+use isobath_storage::{MemoryUse, Operation, RestartMemory, Storage, StorageError, shown};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
@@ -30,9 +30,10 @@ impl FoundLog {
         storage: &S,
         name: &Path,
         header: &Header,
+        how: MemoryUse,
     ) -> Result<Option<Self>> {
         let refused = |reason: String| DiskError::Refused { image: name.to_owned(), reason };
-        let memory = storage.restart_memory(false).await;
+        let memory = storage.restart_memory(how).await;
         if memory.is_err() && sabotage::is(Sabotage::IgnoredLog) {
             return Ok(None);
         }
@@ -132,6 +133,11 @@ impl FoundLog {
         Some(())
     }
 
+    /// Whether there is nothing in it that the image lacks.
+    pub fn is_empty(&self) -> bool {
+        self.entries.is_empty() && self.kept.is_empty()
+    }
+
     /// Whether a change was in progress that may have left refcounts too high.
     pub fn is_unclean(&self) -> bool {
         load(self.memory.words(), at::UNCLEAN) != 0
@@ -142,6 +148,17 @@ impl FoundLog {
         if let Some(word) = self.memory.words().get(at::UNCLEAN) {
             word.store(1, Ordering::Release);
         }
+    }
+
+    /// Sets the log aside, for this `reason`: it cannot be applied to the image `name`, and may hold somebody's writes.
+    ///
+    /// # Errors
+    /// If that fails; the log is then where it was.
+    pub fn set_aside(&self, name: &Path, reason: &str) -> Result<()> {
+        let aside = self.memory.set_aside();
+        let aside = aside.map_err(|error| StorageError::new(Operation::Remove, name, error))?;
+        tracing::error!(image = %shown(name), kept = aside, "{reason}");
+        Ok(())
     }
 
     /// Removes the log: the image has everything.

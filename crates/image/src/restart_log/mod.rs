@@ -22,7 +22,7 @@ pub use found::FoundLog;
 use isobath_qcow2::Lsn;
 use isobath_qcow2::journal::Crc32c;
 use isobath_storage::restart_memory::RESTART_MEMORY_BYTES;
-use isobath_storage::{RestartMemory, Storage};
+use isobath_storage::{MemoryUse, RestartMemory, Storage};
 use parking_lot::Mutex;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -390,7 +390,7 @@ impl RestartLog {
 
 /// New memory for a log; if there is none, the reason is logged.
 async fn new_memory<S: Storage>(storage: &S) -> Option<Arc<dyn RestartMemory>> {
-    let found = storage.restart_memory(true).await.unwrap_or_else(|error| {
+    let found = storage.restart_memory(MemoryUse::Create).await.unwrap_or_else(|error| {
         tracing::warn!("{error}");
         None
     });

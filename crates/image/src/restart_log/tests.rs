@@ -4,7 +4,7 @@ use super::*;
 use isobath_qcow2::journal::JournalExtension;
 use isobath_qcow2::{Header, HostOffset, IncompatibleFeatures, NewImage};
 use isobath_storage::memory::{MemoryFile, MemoryHost};
-use isobath_storage::{Host, OpenMode, StorageExt};
+use isobath_storage::{Host, MemoryUse, OpenMode, StorageExt};
 use std::path::Path;
 
 const ID: u64 = 0x1234_5678_9abc_def0;
@@ -59,7 +59,7 @@ fn entry(cluster: u64) -> [u8; 16] {
 
 impl World {
     fn found(&self) -> Option<FoundLog> {
-        let found = FoundLog::find(&self.file, Path::new("image"), &self.header);
+        let found = FoundLog::find(&self.file, Path::new("image"), &self.header, MemoryUse::Take);
         // A damaged log is refused.
         futures_executor::block_on(found).ok().flatten()
     }
@@ -207,7 +207,8 @@ fn a_damaged_or_foreign_log_is_not_used() {
     let all = world.found().unwrap();
     let other = World { header: header(ID + 1), ..self::world() };
     assert!(other.found().is_none());
-    let memory = futures_executor::block_on(world.file.restart_memory(false)).unwrap().unwrap();
+    let memory =
+        futures_executor::block_on(world.file.restart_memory(MemoryUse::Take)).unwrap().unwrap();
     let used = at::ITEMS + world.log.state.lock().end as usize;
     for place in 0..used {
         // Numbers that do not describe the contents.

@@ -145,7 +145,7 @@ impl<S: Storage> Tables<S> {
             always(offset, self.layer.name(), "a cluster that is given out has an offset")?;
         let entry = L1Entry::new(offset, true, &self.geometry).map_err(error)?;
         let bytes = match old {
-            Some(old) => self.layer.storage().read_at(old.get(), IoBuf::zeroed(size)).await?,
+            Some(old) => self.layer.read_at(old.get(), IoBuf::zeroed(size)).await?,
             None => IoBuf::zeroed(size),
         };
         Ok((offset, entry, bytes))
@@ -356,9 +356,8 @@ impl<S: Storage> Tables<S> {
             let mut state = self.state.lock();
             pages.into_iter().filter(|page| !state.pages.pin(*page)).collect()
         };
-        let storage = self.layer.storage();
         let length = self.state.lock().pages.page_size();
-        let reads = missing.iter().map(|page| storage.read_at(*page, IoBuf::zeroed(length)));
+        let reads = missing.iter().map(|page| self.layer.read_at(*page, IoBuf::zeroed(length)));
         let loaded = try_join_all(reads).await?;
         let mut state = self.state.lock();
         for (page, bytes) in missing.into_iter().zip(loaded) {
@@ -418,8 +417,7 @@ impl<S: Storage> Tables<S> {
                 }
                 (missing, state.pages.page_size(), state.generation)
             };
-            let storage = self.layer.storage();
-            let reads = missing.iter().map(|page| storage.read_at(*page, IoBuf::zeroed(length)));
+            let reads = missing.iter().map(|page| self.layer.read_at(*page, IoBuf::zeroed(length)));
             let loaded = try_join_all(reads).await?;
             let mut state = self.state.lock();
             if state.generation == generation {

@@ -3,18 +3,16 @@
 use super::bitmaps::Bitmaps;
 use super::{Qcow2Writer, Writer};
 use crate::alloc::Allocator;
-use crate::durability::data_journal::DataJournal;
 use crate::durability::zones::Zones;
-use crate::durability::{CommitPolicy, Metadata, MetadataMode, Upkeep};
+use crate::durability::{CommitPolicy, Metadata, MetadataMode};
 use crate::layer::{Layer, Qcow2};
-use crate::lsn::LogSequence;
 use crate::options::OpenOptions;
 use crate::restart_log::RestartLog;
 use crate::tables::Tables;
 use crate::{DiskError, Result, index_area, recovery};
 use isobath_qcow2::AutoclearFeatures;
 use isobath_qcow2::header::field;
-use isobath_storage::{IoBuf, Storage};
+use isobath_storage::{IoBuf, MemoryUse, Storage};
 use std::sync::Arc;
 
 impl<S: Storage> Writer<S> {
@@ -66,21 +64,12 @@ impl<S: Storage> Writer<S> {
         } else {
             Zones::none()
         };
-        let metadata = Metadata {
-            layer: Arc::clone(layer),
-            tables,
-            alloc,
-            data_journal: DataJournal::new(log.clone()),
-            upkeep: Upkeep::default(),
-            zones,
-            sequence: LogSequence::default(),
-            log,
-        };
+        let metadata = Metadata::new(tables, alloc, zones, log, Arc::clone(layer));
         match layer.take_found_log() {
             Some(found_log) => recovery::finish(&metadata, &found_log).await?,
             // A log of a journal that is no longer in use. One that belongs to another user does not matter then.
             None => {
-                if let Ok(Some(stale)) = layer.storage().restart_memory(false).await {
+                if let Ok(Some(stale)) = layer.storage().restart_memory(MemoryUse::Take).await {
                     stale.remove();
                 }
             }

@@ -15,7 +15,7 @@ use isobath_jobs::{JobOptions, MirrorOptions, MirrorSync};
 use isobath_qcow2::NewImage;
 use isobath_storage::file::FileHost;
 use isobath_storage::memory::MemoryHost;
-use isobath_storage::{Host, IoBuf, OpenMode, Operation, Storage, StorageExt};
+use isobath_storage::{Host, IoBuf, MemoryUse, OpenMode, Operation, Storage, StorageExt};
 use isobath_storage_test::any::{AnyHost, ToAny};
 use isobath_storage_test::fault::{Fault, FaultHost, Plan};
 use isobath_storage_test::give_way;
@@ -114,14 +114,35 @@ impl World {
         FaultHost::new(self.memory.clone(), plan)
     }
 
-    /// Opens the disk, killed at it some times before.
+    /// Opens the disk, killed at it some times before. Whoever only reads it meanwhile sees what there is then.
     fn open(&self, rng: &mut StdRng) -> Arc<LiveDisk<AnyHost>> {
+        let mut seen = vec![self.look()];
         for _ in 0..rng.random_range(0..4) {
             let turns = rng.random_range(1..600);
             drop(run(LiveDisk::open(self.host(rng).any(), &self.name, &self.options), turns));
+            seen.push(self.look());
         }
         let host = self.host(rng);
-        run(LiveDisk::open(host.any(), &self.name, &self.options), ALWAYS).unwrap().unwrap()
+        let disk = run(LiveDisk::open(host.any(), &self.name, &self.options), ALWAYS);
+        let disk = disk.unwrap().unwrap();
+        let found = block_on(read(&disk, &(0..self.model.len() as u64)));
+        for (kills, seen) in seen.iter().enumerate() {
+            let differs = seen.iter().zip(&found).position(|(seen, found)| seen != found);
+            assert_eq!(differs, None, "after {kills} kills a reader sees something else there");
+        }
+        disk
+    }
+
+    /// What a reader sees, who changes nothing.
+    fn look(&self) -> Vec<u8> {
+        let before = self.memory.contents(&self.name);
+        let looked = block_on(async {
+            let disk = Disk::open(self.memory.any(), &self.name, &OpenOptions::new()).await;
+            let disk = disk.unwrap();
+            disk.read(0, IoBuf::zeroed(self.model.len())).await.unwrap().to_vec()
+        });
+        assert!(self.memory.contents(&self.name) == before, "a reader has changed the image");
+        looked
     }
 
     fn requests(&self, rng: &mut StdRng) -> Vec<Request> {
@@ -300,7 +321,7 @@ fn history(rng: &mut StdRng) {
 fn has_survivor(memory: &MemoryHost, name: &Path) -> bool {
     // At once: the memory is never busy.
     let file = run(memory.open(name, OpenMode::default()), 1).unwrap().unwrap();
-    run(file.restart_memory(false), 1).unwrap().unwrap().is_some()
+    run(file.restart_memory(MemoryUse::Take), 1).unwrap().unwrap().is_some()
 }
 
 #[test]
@@ -538,11 +559,13 @@ fn a_log_is_not_applied_to_an_image_that_was_put_back() {
 }
 
 #[test]
-fn an_image_whose_log_cannot_be_used_is_not_opened_for_writing() {
+fn an_image_whose_log_cannot_be_used_is_not_opened() {
     isobath_ring::block_on(async {
         let directory = tempfile::tempdir().unwrap();
         let image = directory.path().join(NAME);
         qemu::create(&image, "qcow2", 64 << 20, "");
+        let top = directory.path().join("top");
+        qemu::create_overlay(&top, &image, "qcow2", "");
         let disk = Disk::open(FileHost.any(), &image, &logged()).await.unwrap();
         write(&disk, 0, 7, 4096).await;
         drop(disk);
@@ -551,7 +574,11 @@ fn an_image_whose_log_cannot_be_used_is_not_opened_for_writing() {
         let before = std::fs::read(&image).unwrap();
         std::fs::set_permissions(&log, Permissions::from_mode(0o666)).unwrap();
         let repair = CheckOptions { repair: Repair::All, ..CheckOptions::default() };
+        let read = OpenOptions::new();
         let refused = [
+            Disk::open(FileHost.any(), &image, &read).await.err().unwrap().to_string(),
+            Disk::open(FileHost.any(), &top, &read).await.err().unwrap().to_string(),
+            Disk::open(FileHost.any(), &top, &logged()).await.err().unwrap().to_string(),
             Disk::open(FileHost.any(), &image, &logged()).await.err().unwrap().to_string(),
             check(&FileHost.any(), &image, &repair, &mut |_| {}).await.err().unwrap().to_string(),
         ];
@@ -567,11 +594,15 @@ fn an_image_whose_log_cannot_be_used_is_not_opened_for_writing() {
 }
 
 #[test]
-fn a_repair_brings_it_in_and_who_only_reads_sees_the_last_commit() {
+fn a_repair_brings_it_in_and_who_only_reads_sees_it_too() {
     block_on(async {
         let memory = overlay(16).await;
         leave(memory.clone(), 0).await;
-        assert_lost(&open(memory.clone(), &OpenOptions::default()).await, 0).await;
+        let before = memory.contents(NAME);
+        let read = open(memory.clone(), &OpenOptions::default()).await;
+        assert_left(&read, 0).await;
+        drop(read);
+        assert!(memory.contents(NAME) == before);
         let options = CheckOptions { repair: Repair::Leaks, ..CheckOptions::default() };
         let report = check(&memory.any(), Path::new(NAME), &options, &mut |_| {}).await.unwrap();
         assert!(report.is_clean());
@@ -626,7 +657,7 @@ fn files_have_it_too() {
         drop(disk);
         qemu::assert_clean(&image);
         let file = FileHost.open(&image, OpenMode::default()).await.unwrap();
-        assert!(file.restart_memory(false).await.unwrap().is_none());
+        assert!(file.restart_memory(MemoryUse::Take).await.unwrap().is_none());
     });
 }
 
@@ -714,4 +745,92 @@ fn what_was_answered_is_there_if_any_write_failed_before() {
         }
     }
     assert!(lost > 10, "only {lost} operations failed");
+}
+
+/// Makes an overlay of the image that [`leave`] left.
+async fn above(memory: &MemoryHost) -> &'static Path {
+    let mut image = NewImage::new(64 << 20);
+    image.backing_file = Some(NAME.into());
+    image.backing_format = Some("qcow2".into());
+    make(memory, "top.qcow2", &image).await;
+    Path::new("top.qcow2")
+}
+
+#[test]
+fn what_a_guest_flushes_to_an_overlay_makes_durable_what_it_wrote_below_before() {
+    block_on(async {
+        let memory = overlay(16).await;
+        leave(memory.clone(), 0).await;
+        let top = above(&memory).await;
+        let before = memory.contents(NAME);
+        let disk = Disk::open(memory.any(), top, &OpenOptions::new()).await.unwrap();
+        assert_left(&disk, 0).await;
+        drop(disk);
+        assert!(memory.contents(NAME) == before, "a reader has changed the image below");
+        let disk = Disk::open(memory.any(), top, &OpenOptions::new().writable(true)).await.unwrap();
+        assert_left(&disk, 0).await;
+        write(&disk, 20 * CLUSTER, 9, 4096).await;
+        disk.flush().await.unwrap();
+        drop(disk);
+        assert!(!has_survivor(&memory, Path::new(NAME)));
+        memory.forget_restart_memories();
+        let disk = Disk::open(memory.any(), top, &OpenOptions::new()).await.unwrap();
+        assert_left(&disk, 0).await;
+        assert_reads(&disk, 20 * CLUSTER, 9, 4096).await;
+    });
+}
+
+/// Says of every free cluster that it is in use, as a program may that knows nothing of the log.
+fn use_up(image: &Path) {
+    let mut bytes = std::fs::read(image).unwrap();
+    let number = |bytes: &[u8], at: usize| {
+        u64::from_be_bytes(bytes[at..at + 8].try_into().unwrap()) as usize
+    };
+    let block = number(&bytes, number(&bytes, 48));
+    for count in bytes[block..block + CLUSTER as usize].chunks_mut(2) {
+        if count == [0, 0] {
+            count[1] = 1;
+        }
+    }
+    std::fs::write(image, bytes).unwrap();
+}
+
+#[test]
+fn a_log_that_does_not_match_is_set_aside_and_nothing_is_written_above_it() {
+    isobath_ring::block_on(async {
+        let directory = tempfile::tempdir().unwrap();
+        let (image, top) = (directory.path().join(NAME), directory.path().join("top"));
+        qemu::create(&image, "qcow2", 64 << 20, "");
+        qemu::create_overlay(&top, &image, "qcow2", "");
+        let disk = Disk::open(FileHost.any(), &image, &logged()).await.unwrap();
+        // The journal is set up for the first.
+        write(&disk, 0, 7, 4096).await;
+        disk.flush().await.unwrap();
+        write(&disk, CLUSTER, 8, 4096).await;
+        drop(disk);
+        use_up(&image);
+        let id = FileHost.open(&image, OpenMode::default()).await.unwrap().id();
+        let log = PathBuf::from(format!("/dev/shm/isobath-{:x}-{:x}", id.device, id.inode));
+        let log_bytes = std::fs::read(&log).unwrap();
+        let before = std::fs::read(&image).unwrap();
+        for (name, writable) in [(&image, false), (&top, false)] {
+            let options = OpenOptions::new().writable(writable);
+            let disk = Disk::open(FileHost.any(), name, &options).await.unwrap();
+            assert_reads(&disk, 0, 7, 4096).await;
+            assert_reads(&disk, CLUSTER, 0, 4096).await;
+        }
+        let refused = Disk::open(FileHost.any(), &top, &OpenOptions::new().writable(true)).await;
+        let error = refused.err().unwrap().to_string();
+        assert!(error.contains("does not match") && error.contains(NAME), "{error}");
+        assert!(std::fs::read(&image).unwrap() == before && log.exists());
+        let repair = CheckOptions { repair: Repair::All, ..CheckOptions::default() };
+        let _ = check(&FileHost.any(), &image, &repair, &mut |_| {}).await.unwrap();
+        let aside = PathBuf::from(format!("{}.aside-0", log.display()));
+        assert!(!log.exists() && std::fs::read(&aside).unwrap()[64..] == log_bytes[64..]);
+        std::fs::remove_file(aside).unwrap();
+        let disk = Disk::open(FileHost.any(), &top, &OpenOptions::new().writable(true)).await;
+        let disk = disk.unwrap();
+        assert_reads(&disk, 0, 7, 4096).await;
+        disk.close().await.unwrap();
+    });
 }

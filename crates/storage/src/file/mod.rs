@@ -43,8 +43,9 @@ pub use open::{FileHost, LimitedHost};
 
 use crate::error::{Operation, StorageError};
 use crate::{
-    Access, Allocation, BoxFuture, Capabilities, Extensions, Hints, Identity, IoBuf, Reflink,
-    RestartMemories, RestartMemory, Result, Roles, SECTOR, Stamp, Stamps, Storage, Usage, ZeroMode,
+    Access, Allocation, BoxFuture, Capabilities, Extensions, Hints, Identity, IoBuf, MemoryUse,
+    Reflink, RestartMemories, RestartMemory, Result, Roles, SECTOR, Stamp, Stamps, Storage, Usage,
+    ZeroMode,
 };
 use arc_swap::ArcSwap;
 use cached::Cached;
@@ -414,12 +415,12 @@ impl Stamps for FileStorage {
 impl RestartMemories for FileStorage {
     fn restart_memory(
         &self,
-        create: bool,
+        how: MemoryUse,
     ) -> BoxFuture<'_, Result<Option<Arc<dyn RestartMemory>>>> {
         Box::pin(async move {
             let kept = self.kept().ok();
             let image = kept.as_ref().map(|target| &*target.file);
-            restart_memory::restart_memory(&self.file.name, image, self.file.id, create).await
+            restart_memory::restart_memory(&self.file.name, image, self.file.id, how).await
         })
     }
 }

@@ -3,7 +3,7 @@
 use super::stamp::pause;
 use super::sys::{self, Mapping};
 use crate::error::{Operation, StorageError};
-use crate::restart_memory::{RESTART_MEMORY_BYTES, RestartMemory};
+use crate::restart_memory::{MemoryUse, RESTART_MEMORY_BYTES, RestartMemory};
 use crate::{FileId, Result, shown};
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -54,27 +54,47 @@ impl RestartMemory for Mapped {
 
     fn is_there(&self) -> bool {
         // If it cannot be determined, it is considered gone.
-        self.file.metadata().is_ok_and(|found| found.nlink() == 1)
+        let (own, named) = (self.file.metadata(), fs::symlink_metadata(&self.path));
+        own.and_then(|own| Ok((own, named?)))
+            .is_ok_and(|(own, named)| (own.dev(), own.ino()) == (named.dev(), named.ino()))
+    }
+
+    fn set_aside(&self) -> io::Result<Option<String>> {
+        if !self.is_there() {
+            return Ok(None);
+        }
+        // Whoever holds the lock is the only one who names a file like this.
+        for number in 0.. {
+            let aside = self.path.with_added_extension(format!("aside-{number}"));
+            if fs::symlink_metadata(&aside).is_err() {
+                fs::rename(&self.path, &aside)?;
+                return Ok(Some(shown(&aside).to_string()));
+            }
+        }
+        Ok(None)
     }
 }
 
-/// The restart memory of the file `id`, which is open under `name` as `image`; created if there is none and `create` is
-/// set.
+/// The restart memory of the file `id`, which is open under `name` as `image`.
 pub(super) async fn restart_memory(
     name: &Path,
     image: Option<&OwnedFd>,
     id: FileId,
-    create: bool,
+    how: MemoryUse,
 ) -> Result<Option<Arc<dyn RestartMemory>>> {
+    let create = how == MemoryUse::Create;
     let path = Path::new(DIRECTORY).join(format!("isobath-{:x}-{:x}", id.device, id.inode));
     // The image's owner could change the image anyway.
     let owner = image.filter(|_| !create).and_then(|image| sys::stat(image).ok());
     let owner = owner.map(|image| image.st_uid);
     let mut steps = if create { CREATE_STEPS } else { FIND_STEPS };
     loop {
-        match open(&path, owner, create) {
+        match open(&path, owner, how) {
             Ok(mapped) => return Ok(Some(Arc::new(mapped))),
             Err(error) if error.kind() == io::ErrorKind::NotFound && !create => return Ok(None),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock && how == MemoryUse::Glance => {
+                return Ok(None);
+            }
             Err(error) if error.kind() == io::ErrorKind::WouldBlock && steps > 0 => {
                 steps -= 1;
                 pause(STEP).await;
@@ -104,7 +124,8 @@ fn explained(error: &io::Error) -> String {
 }
 
 /// It may also have been created by `owner`.
-fn open(path: &Path, owner: Option<u32>, create: bool) -> io::Result<Mapped> {
+fn open(path: &Path, owner: Option<u32>, how: MemoryUse) -> io::Result<Mapped> {
+    let create = how == MemoryUse::Create;
     let file = OpenOptions::new()
         .read(true)
         .write(true)
@@ -113,7 +134,10 @@ fn open(path: &Path, owner: Option<u32>, create: bool) -> io::Result<Mapped> {
         .mode(0o600)
         .custom_flags(libc::O_NOFOLLOW | libc::O_CLOEXEC | libc::O_NONBLOCK)
         .open(path)?;
-    file.try_lock()?;
+    match how {
+        MemoryUse::Create | MemoryUse::Take => file.try_lock()?,
+        MemoryUse::Look | MemoryUse::Glance => file.try_lock_shared()?,
+    }
     let refused = |reason: &str| Err(io::Error::new(io::ErrorKind::PermissionDenied, reason));
     let found = file.metadata()?;
     if found.nlink() == 0 {
@@ -131,6 +155,10 @@ fn open(path: &Path, owner: Option<u32>, create: bool) -> io::Result<Mapped> {
     if found.len() != length {
         if found.len() != 0 {
             return refused("it has the wrong length");
+        }
+        if matches!(how, MemoryUse::Look | MemoryUse::Glance) {
+            // Its user was killed before there was anything in it.
+            return Err(io::ErrorKind::NotFound.into());
         }
         // A page that cannot be allocated later would end the process.
         if let Err(error) = reserve(&file, length) {

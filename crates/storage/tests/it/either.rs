@@ -4,7 +4,7 @@ use isobath_ring::block_on;
 use isobath_storage::either::{EitherFile, EitherHost, Side};
 use isobath_storage::file::FileHost;
 use isobath_storage::memory::MemoryHost;
-use isobath_storage::{Host, IoBuf, StorageExt};
+use isobath_storage::{Host, IoBuf, MemoryUse, StorageExt};
 use isobath_storage_test::conformance::{self, WRITABLE};
 use std::path::Path;
 use tempfile::TempDir;
@@ -47,7 +47,7 @@ fn files_of_different_sides_differ_and_share_nothing() {
         c.retire().await.unwrap();
         assert!(c.is_read_only() && !b.is_read_only());
         assert!(b.stamp().await.unwrap().is_some());
-        assert!(b.restart_memory(true).await.unwrap().is_some());
+        assert!(b.restart_memory(MemoryUse::Create).await.unwrap().is_some());
         host.remove(Path::new("/two/b")).await.unwrap();
         assert_eq!(two.names(), [Path::new("/two/c")]);
         assert_eq!(one.names(), [Path::new("/one/a")]);
@@ -132,7 +132,7 @@ mod plain {
             one.discard(0, 4096).await.unwrap();
             assert_eq!(one.stamp().await.unwrap(), None);
             assert_eq!(one.settled_stamp().await.unwrap(), None);
-            assert!(one.restart_memory(true).await.unwrap().is_none());
+            assert!(one.restart_memory(MemoryUse::Create).await.unwrap().is_none());
             one.advise(Access::Random).await;
             one.admit_writer(true).await.unwrap();
             one.retire().await.unwrap();

@@ -3,7 +3,7 @@
 use isobath_ring::block_on;
 use isobath_storage::file::FileHost;
 use isobath_storage::restart_memory::RESTART_MEMORY_BYTES;
-use isobath_storage::{Host, OpenMode, Storage, StorageExt};
+use isobath_storage::{Host, MemoryUse, OpenMode, Storage, StorageExt};
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
@@ -39,33 +39,43 @@ async fn open(directory: &Path) -> impl Storage + use<> {
 fn it_stays_until_it_is_removed_and_has_one_user() {
     let own = Own::new();
     let file = block_on(open(own.directory.path()));
-    let restart_memory = |create| block_on(file.restart_memory(create));
-    assert!(restart_memory(false).unwrap().is_none() && !own.memory.exists());
-    let first = restart_memory(true).unwrap().unwrap();
+    let restart_memory = |how| block_on(file.restart_memory(how));
+    assert!(restart_memory(MemoryUse::Take).unwrap().is_none() && !own.memory.exists());
+    let first = restart_memory(MemoryUse::Create).unwrap().unwrap();
     assert_eq!(first.words().len() * 8, RESTART_MEMORY_BYTES);
     assert!(first.words().iter().all(|word| word.load(Ordering::Relaxed) == 0));
     first.words()[7].store(42, Ordering::Relaxed);
     assert_eq!(fs::metadata(&own.memory).unwrap().permissions().mode() & 0o777, 0o600);
-    let busy = restart_memory(true).err().unwrap();
+    let busy = restart_memory(MemoryUse::Create).err().unwrap();
     assert_eq!(busy.kind(), std::io::ErrorKind::WouldBlock);
     assert!(first.is_there());
+    // Who reads without locks reads beside the one who writes, and does not wait.
+    assert!(restart_memory(MemoryUse::Glance).unwrap().is_none());
     drop(first);
-    let again = restart_memory(false).unwrap().unwrap();
+    let looks = [MemoryUse::Look, MemoryUse::Glance, MemoryUse::Look];
+    let looks = looks.map(|how| restart_memory(how).unwrap().unwrap());
+    assert!(looks.iter().all(|look| look.words()[7].load(Ordering::Relaxed) == 42));
+    drop(looks);
+    let again = restart_memory(MemoryUse::Take).unwrap().unwrap();
     assert_eq!(again.words()[7].load(Ordering::Relaxed), 42);
     again.remove();
-    assert!(!again.is_there() && !own.memory.exists() && restart_memory(false).unwrap().is_none());
+    assert!(
+        !again.is_there()
+            && !own.memory.exists()
+            && restart_memory(MemoryUse::Take).unwrap().is_none()
+    );
 }
 
 #[test]
 fn who_looks_for_it_waits_for_a_process_that_is_ending() {
     let own = Own::new();
     let file = block_on(open(own.directory.path()));
-    let ending = block_on(file.restart_memory(true)).unwrap().unwrap();
+    let ending = block_on(file.restart_memory(MemoryUse::Create)).unwrap().unwrap();
     ending.words()[7].store(42, Ordering::Relaxed);
     let found = std::thread::scope(|scope| {
         let waiting = scope.spawn(|| {
             let file = block_on(open(own.directory.path()));
-            let found = block_on(file.restart_memory(false)).unwrap().unwrap();
+            let found = block_on(file.restart_memory(MemoryUse::Take)).unwrap().unwrap();
             found.words()[7].load(Ordering::Relaxed)
         });
         // The other thread most likely asks before this; if not, it finds what is asserted all the same.
@@ -82,8 +92,8 @@ fn what_may_be_somebody_elses_is_not_used() {
     let file = block_on(open(own.directory.path()));
     let elsewhere = own.directory.path().join("elsewhere");
     let refused = |what: &str| {
-        for create in [true, false] {
-            let error = block_on(file.restart_memory(create)).err().expect(what).to_string();
+        for how in [MemoryUse::Create, MemoryUse::Take, MemoryUse::Look, MemoryUse::Glance] {
+            let error = block_on(file.restart_memory(how)).err().expect(what).to_string();
             assert!(error.contains(own.memory.to_str().unwrap()), "{error}");
         }
         if own.memory.is_dir() {
@@ -110,5 +120,23 @@ fn what_may_be_somebody_elses_is_not_used() {
     fs::hard_link(&own.memory, &second).unwrap();
     refused("it has two names");
     fs::remove_file(&second).unwrap();
-    assert!(block_on(file.restart_memory(true)).unwrap().is_some());
+    assert!(block_on(file.restart_memory(MemoryUse::Create)).unwrap().is_some());
+}
+
+#[test]
+fn what_is_set_aside_stays_and_is_not_found_any_more() {
+    let own = Own::new();
+    let file = block_on(open(own.directory.path()));
+    let mut names = Vec::new();
+    for number in 1..=2 {
+        let memory = block_on(file.restart_memory(MemoryUse::Create)).unwrap().unwrap();
+        memory.words()[7].store(number, Ordering::Relaxed);
+        names.push(memory.set_aside().unwrap().unwrap());
+        assert!(!memory.is_there() && memory.set_aside().unwrap().is_none());
+        assert!(block_on(file.restart_memory(MemoryUse::Take)).unwrap().is_none());
+    }
+    for (name, number) in names.iter().zip(1..=2) {
+        assert_eq!(fs::read(name).unwrap()[56], number);
+        fs::remove_file(name).unwrap();
+    }
 }
