@@ -575,10 +575,10 @@ fn a_policy_goes_on_without_a_layer_that_is_in_use() {
     // Of each day the last one stays: mid is merged into top, and more into kept.
     let today =
         SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap().as_secs() / 86_400;
-    for (name, days, hour) in
-        [("base", 6, 10), ("mid", 5, 10), ("top", 5, 12), ("more", 3, 10), ("kept", 3, 12)]
+    for (name, days, second) in
+        [("base", 6, 0), ("mid", 5, 0), ("top", 5, 30), ("more", 3, 0), ("kept", 3, 30)]
     {
-        let then = Duration::from_secs((today - days) * 86_400 + hour * 3_600);
+        let then = Duration::from_secs((today - days) * 86_400 + 36_000 + second);
         let then = SystemTime::UNIX_EPOCH + then;
         File::options().write(true).open(work.join(name)).unwrap().set_modified(then).unwrap();
     }
