@@ -203,6 +203,12 @@ impl<S: Storage> BitmapEditor<S> {
     /// # Errors
     /// If the image has errors or the storage fails. The image is then as before.
     pub async fn finish(mut self) -> Result<()> {
+        let header = self.store_all().await;
+        self.change.switch(header).await
+    }
+
+    /// Writes all that is changed; returns the header that refers to it.
+    async fn store_all(&mut self) -> Result<Header> {
         let geometry = self.change.geometry();
         let mut bitmaps = Vec::new();
         for edited in std::mem::take(&mut self.bitmaps) {
@@ -227,7 +233,7 @@ impl<S: Storage> BitmapEditor<S> {
             });
         }
         header.set_bitmaps(extension);
-        self.change.switch(header).await
+        Ok(header)
     }
 
     /// Writes bits into clusters of their own; returns where their table is, and its entries.

@@ -110,22 +110,41 @@ impl<S: Storage> Change<S> {
         Ok(self.layer)
     }
 
-    /// Makes `header` the image's header, with the refcounts and flags that follow from it.
-    pub(crate) async fn switch(self, header: Header) -> Result<()> {
-        self.writer.close(&self.readers).await?;
+    /// Makes `header` the image's header, with the refcounts and flags that follow from it. If there is none because
+    /// its tables could not be made, or it cannot be the image's, the image is as before.
+    pub(crate) async fn switch(self, header: Result<Header>) -> Result<()> {
+        let closed = self.writer.close(&self.readers).await;
         let Self { layer, writer, taken, .. } = self;
         drop(writer);
         let (storage, name) = (layer.storage(), layer.name());
-        storage.flush().await?;
-        let mut now = Image::open(storage, name, Some(ImageFormat::Qcow2), Purpose::Write).await?;
-        let prepared = prepare(&now, header).await;
-        if prepared.is_err() && taken {
-            // What was taken for the new tables.
-            let mut quiet = |_: CheckEvent<'_>| {};
-            check_storage(storage, name, Some(ImageFormat::Qcow2), Repair::Leaks, &mut quiet)
-                .await?;
+        let prepared = async {
+            let header = header?;
+            closed?;
+            storage.flush().await?;
+            let format = Some(ImageFormat::Qcow2);
+            let mut now = Image::open(storage, name, format, Purpose::Write).await?;
+            let prepared = prepare(&now, header).await?;
+            if !sabotage::is(Sabotage::NoDirtyBit) {
+                now.set_incompatible(IncompatibleFeatures::DIRTY).await?;
+            }
+            Ok((now, prepared))
+        };
+        match prepared.await {
+            Ok((mut now, prepared)) => prepared.run(&mut now).await,
+            Err(error) => {
+                if taken {
+                    // What was taken for the new tables.
+                    let mut quiet = |_: CheckEvent<'_>| {};
+                    let format = Some(ImageFormat::Qcow2);
+                    let freed = check_storage(storage, name, format, Repair::Leaks, &mut quiet);
+                    if let Err(error) = freed.await {
+                        let image = isobath_storage::shown(name);
+                        tracing::warn!(%image, %error, "what a failed change took is not freed");
+                    }
+                }
+                Err(error)
+            }
         }
-        prepared?.run(&mut now).await
     }
 }
 
@@ -175,9 +194,6 @@ pub(crate) async fn count<S: Storage>(image: &Image<S>, otherwise: &str) -> Resu
 impl<S: Storage> Prepared<S> {
     async fn run(self, now: &mut Image<S>) -> Result<()> {
         let Self { mut then, target, now: before, mut refcounts } = self;
-        if !sabotage::is(Sabotage::NoDirtyBit) {
-            now.set_incompatible(IncompatibleFeatures::DIRTY).await?;
-        }
         then.header.incompatible = now.header.incompatible;
         if refcounts::raise(&then, &target, &mut refcounts).await? {
             flags(now, before.as_ref().unwrap_or(&target), (&refcounts, &target)).await?;

@@ -22,24 +22,8 @@ pub async fn create_snapshot<H: Host>(
     taken: Duration,
 ) -> Result<()> {
     let mut this = SnapshotChange::begin(host, name, options).await?;
-    let l1 = this.read_l1(this.change.header.l1_table_offset, this.change.header.l1_size).await?;
-    let l1_table_offset = this.change.take(l1.len() as u64 * 8).await?;
-    let highest = this.snapshots.iter().filter_map(|one| one.id_text().parse::<u64>().ok()).max();
-    this.snapshots.push(Snapshot {
-        l1_table_offset,
-        l1_size: this.change.header.l1_size,
-        id: highest.unwrap_or(0).saturating_add(1).to_string().into_bytes(),
-        name: snapshot.as_bytes().to_vec(),
-        date_sec: u32::try_from(taken.as_secs()).unwrap_or(u32::MAX),
-        date_nsec: taken.subsec_nanos(),
-        disk_size: Some(this.change.header.disk_size()),
-        // There was no record or replay.
-        icount: Some(0),
-        ..Snapshot::default()
-    });
-    this.write_l1(l1_table_offset, &l1).await?;
-    let table = this.write_snapshots().await?;
-    this.change.switch(table).await
+    let header = this.add(snapshot, taken).await;
+    this.change.switch(header).await
 }
 
 /// Makes the disk what it was when the snapshot with this ID or, if there is none, with this name was taken, also its
@@ -62,15 +46,7 @@ pub async fn apply_snapshot<H: Host>(
     let snapshot = this.required(index)?;
     let geometry = this.change.geometry();
     snapshot.check(&geometry).map_err(|error| this.change.layer.format_error(error))?;
-    let size = snapshot.disk_size.unwrap_or_else(|| this.change.header.disk_size());
-    // Behind the disk lies what the guest's memory and devices were, which stays the snapshot's.
-    let entries = geometry.l1_size_for(size);
-    let mut l1 = this.read_l1(snapshot.l1_table_offset, snapshot.l1_size).await?;
-    l1.resize(entries as usize, L1Entry::unallocated());
-    let l1_table_offset = this.change.take(entries * 8).await?;
-    this.write_l1(l1_table_offset, &l1).await?;
-    let header =
-        Header { l1_table_offset, l1_size: entries as u32, size, ..this.change.header.clone() };
+    let header = this.show(&snapshot).await;
     this.change.switch(header).await
 }
 
@@ -92,7 +68,7 @@ pub async fn delete_snapshot<H: Host>(
         .enumerate()
         .filter_map(|(place, one)| (Some(place) != index).then_some(one))
         .collect();
-    let table = this.write_snapshots().await?;
+    let table = this.write_snapshots().await;
     this.change.switch(table).await
 }
 
@@ -114,7 +90,7 @@ pub(crate) async fn date_snapshots<H: Host>(
     for snapshot in &mut this.snapshots {
         snapshot.disk_size.get_or_insert(size);
     }
-    let table = this.write_snapshots().await?;
+    let table = this.write_snapshots().await;
     this.change.switch(table).await
 }
 
@@ -145,6 +121,42 @@ impl<S: Storage> SnapshotChange<S> {
     fn required(&self, index: Option<usize>) -> Result<Snapshot> {
         let snapshot = index.and_then(|index| self.snapshots.get(index));
         snapshot.cloned().ok_or_else(|| self.change.refused("snapshot not found"))
+    }
+
+    /// Adds the disk as it is to the snapshots; returns the header that refers to it.
+    async fn add(&mut self, snapshot: &str, taken: Duration) -> Result<Header> {
+        let header = self.change.header.clone();
+        let l1 = self.read_l1(header.l1_table_offset, header.l1_size).await?;
+        let l1_table_offset = self.change.take(l1.len() as u64 * 8).await?;
+        let highest =
+            self.snapshots.iter().filter_map(|one| one.id_text().parse::<u64>().ok()).max();
+        self.snapshots.push(Snapshot {
+            l1_table_offset,
+            l1_size: header.l1_size,
+            id: highest.unwrap_or(0).saturating_add(1).to_string().into_bytes(),
+            name: snapshot.as_bytes().to_vec(),
+            date_sec: u32::try_from(taken.as_secs()).unwrap_or(u32::MAX),
+            date_nsec: taken.subsec_nanos(),
+            disk_size: Some(header.disk_size()),
+            // There was no record or replay.
+            icount: Some(0),
+            ..Snapshot::default()
+        });
+        self.write_l1(l1_table_offset, &l1).await?;
+        self.write_snapshots().await
+    }
+
+    /// The header of the image that shows what a snapshot holds.
+    async fn show(&mut self, snapshot: &Snapshot) -> Result<Header> {
+        let size = snapshot.disk_size.unwrap_or_else(|| self.change.header.disk_size());
+        // Behind the disk lies what the guest's memory and devices were, which stays the snapshot's.
+        let entries = self.change.geometry().l1_size_for(size);
+        let mut l1 = self.read_l1(snapshot.l1_table_offset, snapshot.l1_size).await?;
+        l1.resize(entries as usize, L1Entry::unallocated());
+        let l1_table_offset = self.change.take(entries * 8).await?;
+        self.write_l1(l1_table_offset, &l1).await?;
+        let header = self.change.header.clone();
+        Ok(Header { l1_table_offset, l1_size: entries as u32, size, ..header })
     }
 
     async fn read_l1(&self, offset: HostOffset, entries: u32) -> Result<Vec<L1Entry>> {

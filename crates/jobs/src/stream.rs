@@ -33,6 +33,8 @@ pub struct StreamOptions {
     pub base: Option<FileId>,
     /// How the overlay's header names the base; `None`: as the header of the layer above it does.
     pub backing_file: Option<String>,
+    /// Internal snapshots of the overlay may change: they read through the layers that are removed.
+    pub change_snapshots: bool,
 }
 
 /// The overlay, while the job runs.
@@ -58,7 +60,8 @@ struct Stream<H: Host> {
 /// Starts a stream job. The future runs it; the caller spawns it on this thread.
 ///
 /// # Errors
-/// If the layers are not of this chain, or not in this order.
+/// If the layers are not of this chain, or not in this order; if the overlay has internal snapshots, which must not
+/// change.
 pub fn stream<H: Host>(
     live: &Arc<LiveDisk<H>>,
     options: StreamOptions,
@@ -78,6 +81,18 @@ pub fn stream<H: Host>(
         return Err(DiskError::ReadOnly);
     }
     let first = base.map_or(0, |base| base.get() + 1);
+    let overlay = disk.layer(top)?;
+    let snapshots = overlay.header().map_or(0, |header| header.nb_snapshots);
+    if snapshots > 0 && first < top.get() && !options.change_snapshots {
+        return Err(DiskError::Refused {
+            image: overlay.name().to_owned(),
+            reason: format!(
+                "it has internal snapshots ({snapshots}), which read through the layers below it and would change; \
+                 delete them first with 'isobath snapshot -d', or let them change (--change-snapshots, in QMP \
+                 'change-snapshots': true)"
+            ),
+        });
+    }
     let surplus = disk.surplus(LayerIndex::new(first), top);
     let job = Job::new(JobKind::Stream, job);
     let claim = live.claim(Arc::clone(&job) as _)?;

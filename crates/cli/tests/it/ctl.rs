@@ -331,3 +331,19 @@ asyncio.run(main())
     assert_eq!(served.chain(), ["vm"]);
     served.quit("vm");
 }
+
+#[test]
+fn a_stream_does_not_change_internal_snapshots_unasked() {
+    let mut served = Controlled::start(&[]);
+    let _ = served.ctl(&["quit"]);
+    let _ = served.server.take().unwrap().wait().ok();
+    let _ = qemu::img(args!["snapshot", "-c", "then", served.path("vm")]).ok();
+    served.serve("vm", &[]);
+    let refused = served.run(&["stream"]).exits(1);
+    assert!(refused.stderr.contains("internal snapshots (1)"), "{}", refused.report());
+    assert_eq!(served.chain(), ["vm", "mid", "base"]);
+    let done = served.ctl(&["stream", "--change-snapshots"]);
+    assert!(done.starts_with("vm: done"), "{done}");
+    assert_eq!(served.chain(), ["vm"]);
+    served.quit("vm");
+}

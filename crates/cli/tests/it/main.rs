@@ -37,6 +37,7 @@ mod serve_clients;
 mod serve_ends;
 mod serving;
 mod sweep;
+mod two_programs;
 mod unheard;
 #[path = "../../../export/tests/common/vhost_raw.rs"]
 mod vhost_raw;

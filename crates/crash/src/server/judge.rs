@@ -316,7 +316,8 @@ async fn jobs_again(
         let top = rng.random_range(0..depth - 1);
         let base = rng.random_range(top + 1..=depth);
         let top_layer = layer(top).filter(|_| top > 0);
-        let options = StreamOptions { top: top_layer, base: layer(base), backing_file: None };
+        let options =
+            StreamOptions { top: top_layer, base: layer(base), ..StreamOptions::default() };
         let streamed = isobath_jobs::stream(&live, options, job);
         let (job, run) = streamed.map_err(failed)?;
         tasks.add(async {

@@ -248,6 +248,7 @@ impl Operator<'_> {
             top: self.layer(top).filter(|_| top > 0),
             base: self.layer(base),
             backing_file: None,
+            ..StreamOptions::default()
         };
         let act = self.begin_act(format!("a stream into layer {top} from above {base} of {depth}"));
         match isobath_jobs::stream(self.live, options, Self::job_options(rng)) {

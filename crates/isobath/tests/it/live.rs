@@ -334,7 +334,8 @@ impl World {
             let (top_file, base_file) =
                 ((top > 0).then(|| self.layer(top)), (base < depth).then(|| self.layer(base)));
             if kind == 0 {
-                let options = StreamOptions { top: top_file, base: base_file, backing_file: None };
+                let options =
+                    StreamOptions { top: top_file, base: base_file, ..StreamOptions::default() };
                 let (job, run) = isobath_jobs::stream(&self.live, options, job).unwrap();
                 // What was taken is not what the image holds any more.
                 self.forget(top..base.min(depth));

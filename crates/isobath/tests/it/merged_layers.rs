@@ -105,9 +105,12 @@ async fn change(change: Change) {
     match change {
         Change::Stream(base, top) => {
             let (base, top) = (base.map(file), Some(file(top)));
-            let (job, work) =
-                isobath_jobs::stream(&live, StreamOptions { base, top, backing_file: None }, job())
-                    .unwrap();
+            let (job, work) = isobath_jobs::stream(
+                &live,
+                StreamOptions { base, top, ..StreamOptions::default() },
+                job(),
+            )
+            .unwrap();
             Box::pin(finish(job, work)).await;
         }
         Change::Commit(top, base) => {
@@ -178,8 +181,11 @@ async fn hidden(change: Change) {
             Box::pin(finish(job, work)).await;
         }
         Change::Stream(base, top) => {
-            let options =
-                StreamOptions { base: base.map(file), top: Some(file(top)), backing_file: None };
+            let options = StreamOptions {
+                base: base.map(file),
+                top: Some(file(top)),
+                ..StreamOptions::default()
+            };
             let (job, work) = isobath_jobs::stream(&live, options, job()).unwrap();
             Box::pin(finish(job, work)).await;
         }
@@ -288,7 +294,7 @@ async fn crashed(change: Change) {
     match change {
         Change::Stream(base, top) => {
             let (base, top) = (base.map(file), (top < 2).then(|| file(top)));
-            let options = StreamOptions { base, top, backing_file: None };
+            let options = StreamOptions { base, top, ..StreamOptions::default() };
             let (job, work) = isobath_jobs::stream(&live, options, job()).unwrap();
             Box::pin(finish(job, work)).await;
         }

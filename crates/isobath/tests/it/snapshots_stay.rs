@@ -1,13 +1,21 @@
 //! Internal snapshots, made by QEMU, hold what they held whatever is written afterwards.
 
-use isobath_disk::{Disk, OpenOptions, ZeroFlags};
+use crate::common::make;
+use isobath_disk::{
+    BitmapAction, BitmapEditor, CheckOptions, Disk, OpenOptions, ZeroFlags, apply_snapshot, check,
+    create_snapshot, delete_snapshot,
+};
+use isobath_qcow2::NewImage;
 use isobath_ring::block_on;
-use isobath_storage::IoBuf;
 use isobath_storage::file::FileHost;
+use isobath_storage::memory::MemoryHost;
+use isobath_storage::{IoBuf, Operation};
 use isobath_storage_test::any::{AnyHost, ToAny};
+use isobath_storage_test::fault::{Fault, FaultHost, Plan};
 use isobath_testkit::{args, qemu};
 use std::fs;
 use std::path::Path;
+use std::time::Duration;
 
 const SIZE: u64 = 1 << 20;
 
@@ -70,4 +78,65 @@ fn zeroes_writes_and_discards_spare_the_snapshot() {
         });
         assert_snapshot_stays(&image);
     }
+}
+
+#[test]
+fn a_change_that_fails_leaves_the_image_as_it_was() {
+    let mut injected = ["create", "apply", "delete", "bitmap"].map(|deed| (deed, 0));
+    for (deed, injected) in &mut injected {
+        for operation in [Operation::Write, Operation::SetLength, Operation::Flush] {
+            for after in 0.. {
+                let plan = Plan::new();
+                let failed = block_on(one_change(deed, &plan, operation, after));
+                if plan.injected() == 0 {
+                    break;
+                }
+                assert!(failed, "{deed}: {operation:?} {after} failed, and nobody says so");
+                *injected += 1;
+            }
+        }
+    }
+    assert!(injected.iter().all(|(_, count)| *count > 5), "{injected:?}");
+}
+
+/// Changes an image while one operation fails, and says whether the change did.
+async fn one_change(deed: &str, plan: &Plan, operation: Operation, after: u64) -> bool {
+    let memory = MemoryHost::new();
+    let name = Path::new("disk.qcow2");
+    make(&memory, "disk.qcow2", &NewImage::new(1 << 20)).await;
+    let options = OpenOptions::new().writable(true);
+    let taken = Duration::from_secs(1);
+    let write = async |tag: u8| {
+        let disk = Disk::open(memory.any(), name, &options).await.unwrap();
+        disk.write(0, IoBuf::copy_of(&[tag; 4096])).await.unwrap();
+        disk.close().await.unwrap();
+    };
+    write(1).await;
+    create_snapshot(&memory.any(), name, &options, "then", taken).await.unwrap();
+    write(2).await;
+    let host = FaultHost::new(memory.clone(), plan.clone()).any();
+    plan.add(Fault::new(operation, after).errno(libc::ENOSPC));
+    let done = match deed {
+        "create" => create_snapshot(&host, name, &options, "now", taken).await,
+        "apply" => apply_snapshot(&host, name, &options, "then").await,
+        "delete" => delete_snapshot(&host, name, &options, "then").await,
+        _ => match BitmapEditor::open(&host, name, &options).await {
+            Ok(mut editor) => match editor.apply("bits", &BitmapAction::Add(None)).await {
+                Ok(()) => editor.finish().await,
+                failed => failed,
+            },
+            Err(error) => Err(error),
+        },
+    };
+    drop(host);
+    let what = format!("{deed}, {operation:?} {after}: {done:?}");
+    let disk = Disk::open(memory.any(), name, &OpenOptions::new().writable(true)).await.unwrap();
+    let found = disk.read(0, IoBuf::zeroed(4096)).await.unwrap();
+    disk.close().await.unwrap();
+    drop(disk);
+    let both = deed == "apply" && found.iter().all(|byte| *byte == 1);
+    assert!(both || found.iter().all(|byte| *byte == 2), "{what}");
+    let report = check(&memory.any(), name, &CheckOptions::default(), &mut |_| {}).await.unwrap();
+    assert!(report.is_clean(), "{what}: {report:?}");
+    done.is_err()
 }

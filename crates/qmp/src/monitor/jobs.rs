@@ -226,7 +226,8 @@ impl<H: Host + Clone> Monitor<H> {
         let refused = |error: DiskError| QmpError::new(error);
         match command {
             "block-stream" => {
-                let stream = StreamOptions { top, base, backing_file };
+                let change_snapshots = flag(arguments, "change-snapshots").unwrap_or(false);
+                let stream = StreamOptions { top, base, backing_file, change_snapshots };
                 let (job, work) = isobath_jobs::stream(disk, stream, options).map_err(refused)?;
                 self.run_job(job, work, drive, None, request);
             }

@@ -67,6 +67,7 @@ static STREAM: Object = job!([
     opt("base-node", STR),
     opt("backing-file", STR),
     opt("bottom", STR),
+    opt("change-snapshots", BOOL),
     opt("speed", INT),
     opt("on-error", ON_ERROR),
     opt("filter-node-name", STR),

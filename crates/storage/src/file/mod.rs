@@ -36,6 +36,7 @@ mod source;
 mod stamp;
 mod sys;
 mod transfer;
+mod users;
 mod zero;
 
 pub use flush::syncs;

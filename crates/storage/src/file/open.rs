@@ -10,7 +10,7 @@ use super::source::{Named, Source};
 use super::stamp::pause;
 use super::transfer::Target;
 use super::zero::Abilities;
-use super::{FileStorage, Kind, sys};
+use super::{FileStorage, Kind, sys, users};
 use crate::error::{Operation, StorageError};
 use crate::lock::{self, Locks};
 use crate::{FileId, Host, Locking, OpenMode, Result};
@@ -242,7 +242,10 @@ async fn attach(
         Locking::Unlocked => None,
         _ if taking == Taking::BesideWriter => Some(lock::join(&file, name)?),
         Locking::Exclusive => Some(wait_for_locks(&file, name, mode.writable).await?),
-        Locking::Immediate => Some(lock::take(&file, name, mode.writable)?),
+        Locking::Immediate => {
+            let taken = lock::take(&file, name, mode.writable);
+            Some(taken.map_err(|error| users::named(error, &file))?)
+        }
     };
     let landing = Arc::<Landing>::default();
     let lease = Arc::new(Held {
@@ -280,7 +283,7 @@ async fn wait_for<T>(
         // Test first, so that others do not see locks that come and go.
         taken = lock::look(file, name, writable).and_then(|()| take());
     }
-    taken
+    taken.map_err(|error| users::named(error, file))
 }
 
 fn storage(

@@ -155,16 +155,6 @@ pub(super) async fn merge_into(
     let options = OpenOptions::new().writable(true).secrets(args.secret_file.secrets()?);
     let live = LiveDisk::open(FileHost, image, &options).await?;
     let layers = live.layers();
-    let header = layers.first().and_then(|layer| layer.header());
-    let snapshots = header.map_or(0, |header| header.nb_snapshots);
-    if snapshots > 0 && layers.len() > 1 && !args.change_snapshots {
-        live.close().await?;
-        return Err(Failure::new(format_args!(
-            "'{}' has internal snapshots ({snapshots}), which read through the layers below it and would change; \
-             delete them first with 'isobath snapshot -d', or let them change with --change-snapshots",
-            image.display()
-        )));
-    }
     let base = match from {
         None => None,
         Some(from) => {
@@ -181,7 +171,8 @@ pub(super) async fn merge_into(
         }
     };
     if layers.len() > 1 {
-        let stream = StreamOptions { base, ..StreamOptions::default() };
+        let change_snapshots = args.change_snapshots;
+        let stream = StreamOptions { base, change_snapshots, ..StreamOptions::default() };
         let job = block_job::options("merge", args.rate.unwrap_or(0));
         let started = isobath_jobs::stream(&live, stream, job);
         let done = block_job::run(started, &mut signals, args.progress && !args.quiet).await;

@@ -108,7 +108,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     let mut whole = true;
     for (first, target) in plan.merges() {
         match &mut place {
-            Place::Server(served) => served.merge(first, target, args.shared.rate)?,
+            Place::Server(served) => served.merge(first, target, &args.shared)?,
             Place::Here(_) => {
                 if let Err(used) = plan.check_unused(first, target) {
                     messages::complain(used.message.unwrap_or_default());

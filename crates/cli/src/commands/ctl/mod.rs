@@ -148,6 +148,7 @@ impl Session<'_> {
         device: &str,
         base: Option<&ServedLayer>,
         speed: Option<u64>,
+        change_snapshots: bool,
     ) -> Outcome {
         let id = "retain";
         let all = arguments([
@@ -155,6 +156,7 @@ impl Session<'_> {
             ("device", Some(device.into())),
             ("base-node", base.map(|base| base.node.clone().into())),
             ("speed", speed.map(Value::from)),
+            ("change-snapshots", change_snapshots.then_some(Value::Bool(true))),
         ]);
         self.ask("block-stream", all)?;
         follow::follow(self, id, follow::Readiness::Never)

@@ -116,6 +116,9 @@ pub(super) struct Stream {
     /// Backing file name to store in the overlay's header instead of the base's path
     #[arg(long, value_name = "NAME")]
     backing_file: Option<String>,
+    /// Merge although the active image has internal snapshots, which then read differently
+    #[arg(long)]
+    change_snapshots: bool,
     #[command(flatten)]
     common: Common,
     /// The disk's name or a node's name [default: the only disk]
@@ -127,6 +130,7 @@ impl Stream {
         let mut own = Map::new();
         file_or_node(&mut own, "base", self.base.as_ref(), self.base_node.as_ref())?;
         own.extend(self.backing_file.clone().map(|name| ("backing-file".into(), name.into())));
+        own.extend(self.change_snapshots.then(|| ("change-snapshots".into(), true.into())));
         self.common.start(
             session,
             self.disk.as_deref(),

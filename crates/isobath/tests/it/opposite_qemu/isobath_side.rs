@@ -132,7 +132,7 @@ async fn start(
     let job = JobOptions::new("job");
     match task.kind {
         JobKind::Stream => {
-            let options = StreamOptions { top, base, backing_file: None };
+            let options = StreamOptions { top, base, backing_file: None, change_snapshots: true };
             let (job, work) = done(isobath_jobs::stream(live, options, job), "stream");
             (job, Box::pin(work))
         }

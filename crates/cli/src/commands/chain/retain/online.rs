@@ -1,5 +1,6 @@
 //! A chain that a server uses: it merges the layers.
 
+use crate::commands::chain::merge::Shared;
 use crate::commands::ctl::{ServedLayer, Session};
 use crate::failure::Failure;
 use std::io::Write;
@@ -41,13 +42,13 @@ impl<'a> Served<'a> {
         &mut self,
         first: usize,
         target: usize,
-        rate: Option<u64>,
+        args: &Shared,
     ) -> Result<(), Failure> {
         let base = first.checked_sub(1).and_then(|below| self.layers.get(below));
         let node = self.layers.get(target).map(ServedLayer::node);
         // The active image may have got a snapshot meanwhile, and be a node below the device now.
         let device = node.unwrap_or(&self.device);
-        self.session.stream(device, base, rate)?;
+        self.session.stream(device, base, args.rate, args.change_snapshots)?;
         Ok(())
     }
 }
