@@ -94,9 +94,10 @@ pub async fn recover<S: Storage>(
     {
         let reason = "the image was restored to an earlier state after its server was killed; the writes acknowledged \
              since are not replayed";
-        match purpose {
-            Purpose::Write => found.set_aside(name, reason)?,
-            _ => tracing::warn!(image = %isobath_storage::shown(name), "{reason}"),
+        if purpose == Purpose::Write {
+            found.set_aside(name, reason)?;
+        } else {
+            tracing::warn!(image = %isobath_storage::shown(name), "{reason}");
         }
         restart_log = None;
     }

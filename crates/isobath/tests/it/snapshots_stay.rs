@@ -122,7 +122,7 @@ async fn one_change(deed: &str, plan: &Plan, operation: Operation, after: u64) -
         "delete" => delete_snapshot(&host, name, &options, "then").await,
         _ => match BitmapEditor::open(&host, name, &options).await {
             Ok(mut editor) => match editor.apply("bits", &BitmapAction::Add(None)).await {
-                Ok(()) => editor.finish().await,
+                Ok(()) => Box::pin(editor.finish()).await,
                 failed => failed,
             },
             Err(error) => Err(error),
