@@ -61,7 +61,7 @@ pub async fn open_layers<H: Host>(
         let opened = match opened {
             Ok(layer) if !writable && (options.writable || options.bring_in) => {
                 let key = options.secrets.key(layers.len());
-                without_log(host, layer, format, &below, &key).await
+                Box::pin(without_log(host, layer, format, &below, &key)).await
             }
             opened => opened,
         };

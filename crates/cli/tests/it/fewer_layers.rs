@@ -504,9 +504,9 @@ fn names_stay_relative_so_that_a_copied_tree_is_a_chain_of_its_own() {
         three(&tree.join("x"));
         fs::create_dir(tree.join("y")).unwrap();
         fs::rename(tree.join("x/top"), tree.join("y/top")).unwrap();
-        let full = |name: &str| match name.starts_with('/') {
-            true => format!("{}{name}", tree.display()),
-            false => name.to_owned(),
+        let full = |name: &str| {
+            let before = if name.starts_with('/') { tree.to_str().unwrap() } else { "" };
+            format!("{before}{name}")
         };
         for (image, name) in [("x/mid", full(second)), ("y/top", full(first))] {
             let rebase = args!["rebase", "-u", "-b", name, "-F", "qcow2", image];

@@ -138,7 +138,8 @@ fn pairs(program: &str, comm: &str, arguments: &[OsString], what: &Use) {
 
 #[test]
 fn beside_a_server_nobody_writes() {
-    pairs(ISOBATH, "isobath", &args!["serve", "--nbd", "unix:nbd", "top"], &Use::Write);
+    let write = args!["serve", "--nbd", "unix:nbd", "top"];
+    pairs(ISOBATH, "isobath", &write, &Use::Write);
     let read = args!["serve", "-r", "--nbd", "unix:nbd", "top"];
     pairs(ISOBATH, "isobath", &read, &Use::Read);
 }

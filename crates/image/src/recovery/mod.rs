@@ -23,8 +23,8 @@
 //!
 //! To [view](Purpose::View) an image, the changes from all three places are kept in memory and overlaid on everything
 //! that is read. Before anything is written above an image in a chain, a restart log is brought into the image: what a
-//! guest flushes to the overlay makes durable what it wrote before, too. To [write](Purpose::Write) it, the changes are written in
-//! place, and the journal is taken out of use. `docs/format.md` specifies the first two places to the byte;
+//! guest flushes to the overlay makes durable what it wrote before, too. To [write](Purpose::Write) it, the changes are
+//! written in place, and the journal is taken out of use. `docs/format.md` specifies the first two places to the byte;
 //! `docs/log.md` describes all three.
 
 mod leads;

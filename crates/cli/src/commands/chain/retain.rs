@@ -124,10 +124,8 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         plan.renew_index()?;
     }
     if !args.shared.quiet {
-        place.print(match whole {
-            true => "The plan was carried out.\n",
-            false => "The plan was carried out, but for files that stay.\n",
-        })?;
+        let but = if whole { "" } else { ", but for files that stay" };
+        place.print(&format!("The plan was carried out{but}.\n"))?;
     }
     Ok(u8::from(!whole))
 }
