@@ -15,6 +15,7 @@ const SIZE: u64 = 256 << 10;
 
 /// Places of numbers in the memory, in words.
 const ID: usize = 1;
+const UNCLEAN: usize = 3;
 const ENTRIES: usize = 4;
 const BYTES: usize = 5;
 const END: usize = 6;
@@ -51,7 +52,8 @@ async fn open(host: MemoryHost) -> isobath_disk::Result<Disk<MemoryHost>> {
 }
 
 /// Words of the memory that are changed, and items that are put there with sums that are right: the image
-/// opens and can be used, or is refused; a log that is as it was brings back what was answered.
+/// opens and can be used, or is refused; a log that is as it was brings back what was answered. Who only reads the image
+/// before sees the same.
 pub fn restart_log(mut input: &[u8]) {
     let untouched = input.is_empty();
     let host = LEFT.deep_copy();
@@ -63,10 +65,18 @@ pub fn restart_log(mut input: &[u8]) {
             let memory = memory.expect("a killed server left it");
             change(memory.words(), &mut input);
         }
+        let before = look(&host).await;
+        let unclean = is_unclean(&host).await;
         let Ok(disk) = open(host).await else {
             assert!(!untouched);
             return;
         };
+        // A writer repairs refcounts first if it is told to, and may then refuse what a reader cannot judge.
+        if let Some(before) = before.filter(|_| !unclean)
+            && let Ok(after) = disk.read(0, IoBuf::zeroed(before.len())).await
+        {
+            assert!(*before == *after, "who only reads sees something else");
+        }
         for (offset, byte) in [(0, 1), (4096, 2), (8192, 3)] {
             match disk.read(offset, IoBuf::zeroed(4096)).await {
                 Ok(data) => assert!(!untouched || *data == [byte; 4096]),
@@ -77,6 +87,19 @@ pub fn restart_log(mut input: &[u8]) {
         let _ = disk.flush().await;
         let _ = disk.close().await;
     });
+}
+
+/// What who only reads sees of the disk, if it can be opened and read.
+async fn look(host: &MemoryHost) -> Option<IoBuf> {
+    let disk = Disk::open(host.clone(), Path::new(IMAGE), &OpenOptions::new()).await.ok()?;
+    disk.read(0, IoBuf::zeroed(disk.size() as usize)).await.ok()
+}
+
+/// Whether the log says that refcounts may be wrong.
+async fn is_unclean(host: &MemoryHost) -> bool {
+    let file = host.open(Path::new(IMAGE), OpenMode::default()).await.expect("it is there");
+    let memory = file.restart_memory(MemoryUse::Look).await.expect("in memory");
+    memory.is_some_and(|memory| memory.words()[UNCLEAN].load(Relaxed) != 0)
 }
 
 fn change(words: &[AtomicU64], input: &mut &[u8]) {

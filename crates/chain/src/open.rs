@@ -108,26 +108,33 @@ async fn without_log<H: Host>(
 ) -> Result<Layer<H::File>> {
     let name = layer.name().to_owned();
     let refused = |reason: String| DiskError::Refused { image: name.clone(), reason };
+    let unfit = |what: &str| {
+        refused(format!(
+            "its server was killed, and the log of its unflushed writes does not match it: nothing is written above \
+             it; {what}, and the image is then as after a power failure"
+        ))
+    };
     match layer.shown_log() {
         ShownLog::None => return Ok(layer),
         ShownLog::Overlaid => {}
-        ShownLog::Unfit => {
-            return Err(refused(
-                "its server was killed, and the log of its unflushed writes does not match it: nothing is written \
-                 above it; 'isobath check -r leaks' sets the log aside, and leaves the image as after a power failure"
-                    .into(),
-            ));
-        }
+        ShownLog::Unfit => return Err(unfit("'isobath check -r leaks' on it sets the log aside")),
     }
     // The lock on what is read keeps writers out.
     drop(layer);
-    bring_in(host, &name, format, options.locking).await.map_err(|error| {
+    let brought = bring_in(host, &name, format, options.locking).await.map_err(|error| {
         refused(format!(
             "its server was killed, and its unflushed writes are in this machine's memory only; they must be in the \
              image before anything is written above it: {error}"
         ))
     })?;
-    open_layer(host, &name, format, false, options, key).await
+    if brought == ShownLog::Unfit {
+        return Err(unfit("the log was set aside: open the chain once more to go on"));
+    }
+    let layer = open_layer(host, &name, format, false, options, key).await?;
+    if layer.shown_log() == ShownLog::None {
+        return Ok(layer);
+    }
+    Err(refused("its server was killed once more while it was being opened; try again".into()))
 }
 
 /// Layers opened because an index names them, the next one of the chain last. Each is used only

@@ -101,20 +101,20 @@ pub struct Layer<S> {
     replayed: Option<Arc<Replayed>>,
     /// A killed process's restart log, which the writer must apply.
     found_log: Mutex<Option<FoundLog>>,
-    /// What was made of one for who only reads.
-    log: ShownLog,
+    /// What was made of one.
+    log: Mutex<ShownLog>,
     /// Whether the data is encrypted.
     protection: Protection,
 }
 
-/// What is made of a killed process's restart log where its image is only read.
+/// What was made of a killed process's restart log when its image was opened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ShownLog {
-    /// There is none.
+    /// There was none, or the image has everything now.
     None,
-    /// It is overlaid on the image, whose file has none of it.
+    /// It is overlaid on the image, which is only read, and whose file has none of it.
     Overlaid,
-    /// It does not match the image, which is as after a power failure.
+    /// It does not match the image, which is as after a power failure. A writer has set it aside.
     Unfit,
 }
 
@@ -184,7 +184,7 @@ impl<S: Storage> Layer<S> {
             detected_raw: false,
             replayed: None,
             found_log: Mutex::default(),
-            log: ShownLog::None,
+            log: Mutex::new(ShownLog::None),
             protection: Protection::None,
         }
     }
@@ -230,7 +230,7 @@ impl<S: Storage> Layer<S> {
             detected_raw: false,
             replayed: replayed.map(Arc::new),
             found_log: Mutex::default(),
-            log: ShownLog::None,
+            log: Mutex::new(ShownLog::None),
             protection,
         }
     }
@@ -250,7 +250,7 @@ impl<S: Storage> Layer<S> {
             detected_raw: self.detected_raw,
             replayed: self.replayed.clone(),
             found_log: Mutex::default(),
-            log: self.log,
+            log: Mutex::new(self.shown_log()),
             protection: self.protection.clone(),
         }
     }
@@ -265,21 +265,26 @@ impl<S: Storage> Layer<S> {
         self.found_log.lock().take()
     }
 
-    /// What was made of a killed process's restart log for who only reads.
+    /// What was made of a killed process's restart log.
     pub fn shown_log(&self) -> ShownLog {
-        self.log
+        *self.log.lock()
     }
 
-    /// The same with `log`, and `overlay` instead of that of the journal alone.
+    /// Notes what was made of a killed process's restart log.
+    pub(crate) fn note_log(&self, log: ShownLog) {
+        *self.log.lock() = log;
+    }
+
+    /// The same with the overlay of a restart log, and of the journal, with which the file ends there.
     #[must_use]
-    pub(crate) fn with_log(self, log: ShownLog, overlay: Option<Replayed>) -> Self {
-        let Some(overlay) = overlay else { return Self { log, ..self } };
-        let end = overlay.end();
+    pub(crate) fn with_overlay(self, (overlay, end): (Replayed, u64)) -> Self {
+        self.note_log(ShownLog::Overlaid);
+        self.give_out(end);
         if let Some(qcow2) = &self.qcow2 {
             qcow2.opened_length.fetch_max(end, Ordering::Relaxed);
         }
         self.file_length.fetch_max(end, Ordering::Relaxed);
-        Self { log, replayed: Some(Arc::new(overlay)), ..self }
+        Self { replayed: Some(Arc::new(overlay)), ..self }
     }
 
     /// A copy of the overlay of a journal in use.

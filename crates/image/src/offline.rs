@@ -3,7 +3,7 @@
 use crate::Result;
 use crate::check::{CheckEvent, CheckOptions, CheckReport, Repair, check_storage};
 use crate::encryption::Key;
-use crate::layer::ImageFormat;
+use crate::layer::{ImageFormat, ShownLog};
 use crate::open::{open_layer, read_header};
 use crate::options::OpenOptions;
 use crate::restart_log::FoundLog;
@@ -37,7 +37,8 @@ pub async fn check<H: Host>(
     check_storage(&storage, name, options.format, options.repair, events).await
 }
 
-/// Applies the restart log that a killed process left, if there is one.
+/// Applies the restart log that a killed process left, if there is one. Says what was made of it: one that
+/// [does not match](ShownLog::Unfit) is set aside.
 ///
 /// # Errors
 /// If the image cannot be opened for writing.
@@ -46,7 +47,7 @@ pub async fn bring_in<H: Host>(
     name: &Path,
     format: Option<ImageFormat>,
     locking: Locking,
-) -> Result<()> {
+) -> Result<ShownLog> {
     let options = OpenOptions::new().writable(true).locking(locking);
     let storage = host.open(name, options.mode(true)).await?;
     let length = storage.len().await?;
@@ -61,7 +62,7 @@ pub async fn bring_in<H: Host>(
     };
     drop(storage);
     if left.is_none() {
-        return Ok(());
+        return Ok(ShownLog::None);
     }
     drop(left);
     let layer = Arc::new(open_layer(host, name, format, true, &options, &Key::Unneeded).await?);
@@ -69,5 +70,5 @@ pub async fn bring_in<H: Host>(
         let alone = qcow2.header.read().backing_file.is_none();
         Writer::open(&layer, qcow2, &options, alone).await?;
     }
-    Ok(())
+    Ok(layer.shown_log())
 }

@@ -2,7 +2,7 @@
 
 use crate::check::repair_dirty;
 use crate::encryption::{Key, unlock};
-use crate::layer::{ImageFormat, Layer, OpeningId, Qcow2};
+use crate::layer::{ImageFormat, Layer, OpeningId, Qcow2, ShownLog};
 use crate::name::plain_file_name;
 use crate::options::{OpenOptions, SnapshotChoice, Trust};
 use crate::probe::format_of;
@@ -122,7 +122,7 @@ async fn load_layer<H: Host>(
         (false, Locking::Unlocked, None) => Purpose::View(MemoryUse::Glance),
         (false, _, None) => Purpose::View(MemoryUse::Look),
     };
-    let Recovered { view: replayed, restart_log: found_log } =
+    let Recovered { view: replayed, restart_log: found_log, unfit } =
         recover(&**storage, name, &header, purpose).await?;
     if header.incompatible.contains(IncompatibleFeatures::JOURNAL) {
         length = storage.len().await?;
@@ -188,6 +188,9 @@ async fn load_layer<H: Host>(
     };
     let (name, storage) = (name.to_owned(), Arc::clone(storage));
     let layer = Layer::qcow2(name, storage, data, file_length, qcow2, replayed, protection);
+    if unfit {
+        layer.note_log(ShownLog::Unfit);
+    }
     match found_log {
         // A snapshot leaves an empty one to the former active image until that is closed.
         Some(found_log) if !writable && found_log.is_empty() => Ok(layer),

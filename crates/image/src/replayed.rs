@@ -96,7 +96,16 @@ impl Replayed {
 
     /// Adds bytes, replacing existing contents.
     pub fn put(&mut self, at: u64, bytes: Vec<u8>) {
-        let end = at + bytes.len() as u64;
+        self.put_content(at, Content::Bytes(bytes));
+    }
+
+    /// Adds zeroes, replacing existing contents.
+    pub fn put_zeroes(&mut self, at: u64, length: u64) {
+        self.put_content(at, Content::Zeroes(length));
+    }
+
+    fn put_content(&mut self, at: u64, content: Content) {
+        let end = at + length(&content);
         while let Some((&start, _)) = self.ranges.range(..end).next_back() {
             let until = start + self.ranges.get(&start).map_or(0, length);
             if until <= at {
@@ -110,7 +119,7 @@ impl Replayed {
                 self.ranges.insert(start, part(&old, 0..at - start));
             }
         }
-        self.ranges.insert(at, Content::Bytes(bytes));
+        self.ranges.insert(at, content);
     }
 
     /// Adds the plain contents of an embedded lead block.

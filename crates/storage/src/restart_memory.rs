@@ -19,7 +19,7 @@ pub enum MemoryUse {
     Take,
     /// To be read: existing memory, which others may read at the same time.
     Look,
-    /// Like [`Look`](Self::Look), of a file that is read without locks: memory in use is none, since its user lives.
+    /// Like [`Look`](Self::Look), of a file that is read without locks: none while somebody writes to the file.
     Glance,
 }
 

@@ -44,7 +44,8 @@ impl<S: Storage> Image<S> {
         let head = Header::probe_length(&start).map_err(error)?.min(length as usize);
         let mut bytes = storage.read_at(0, IoBuf::zeroed(head)).await?;
         let mut header = Header::parse_for(&bytes, ParseMode::Check).map_err(error)?;
-        let Recovered { view, restart_log } = recover(&**storage, name, &header, purpose).await?;
+        let Recovered { view, restart_log, .. } =
+            recover(&**storage, name, &header, purpose).await?;
         invariant(restart_log.is_none(), name, "a restart log is brought in before a check")?;
         if header.incompatible.contains(IncompatibleFeatures::JOURNAL) {
             length = storage.len().await?;

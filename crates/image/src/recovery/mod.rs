@@ -66,6 +66,8 @@ pub struct Recovered {
     /// The restart log of a killed process. The image's writer must apply it with [`finish`]: until then the image's
     /// journal is in use, and empty. Who only reads the image [overlays](overlay) it.
     pub restart_log: Option<FoundLog>,
+    /// There is or was one that does not match the image, which is as after a power failure.
+    pub unfit: bool,
 }
 
 /// Recovers an image whose file contains `header`. The header must be read again afterwards, through
@@ -89,6 +91,7 @@ pub async fn recover<S: Storage>(
     };
     let examined = records::examine(storage, name, header).await?;
     let mut restart_log = found;
+    let mut unfit = false;
     if let Some(found) = &restart_log
         && !found.follows(examined.durable.lsn, examined.durable.previous)
     {
@@ -99,13 +102,14 @@ pub async fn recover<S: Storage>(
         } else {
             tracing::warn!(image = %isobath_storage::shown(name), "{reason}");
         }
+        unfit = !found.is_empty();
         restart_log = None;
     }
     if restart_log.is_some() {
         place::refuse_zones(name, &examined)?;
     }
     if purpose != Purpose::Write {
-        return Ok(Recovered { view: Some(examined.replayed), restart_log });
+        return Ok(Recovered { view: Some(examined.replayed), restart_log, unfit });
     }
     place::write(storage, name, &examined.replayed).await?;
     match &restart_log {
@@ -116,5 +120,5 @@ pub async fn recover<S: Storage>(
         }
         None => place::close(storage, name, header, examined).await?,
     }
-    Ok(Recovered { view: None, restart_log })
+    Ok(Recovered { view: None, restart_log, unfit })
 }

@@ -26,6 +26,9 @@ use std::sync::Arc;
 /// How far past the end of the file recorded clusters may lie, in bytes: more than is ever kept in memory.
 const BEHIND: u64 = 64 << 20;
 
+/// Bytes of a table that are kept or left out together.
+const PAGE: usize = 4096;
+
 /// The change of one cluster's entry.
 struct Change {
     cluster: ClusterIndex,
@@ -54,7 +57,10 @@ pub async fn finish<S: Storage>(metadata: &Metadata<S>, found_log: &FoundLog) ->
             found_log.set_unclean();
             apply(metadata, plan).await?;
         }
-        Err(reason) => found_log.set_aside(metadata.layer.name(), &unfit(reason))?,
+        Err(reason) => {
+            found_log.set_aside(metadata.layer.name(), &unfit(reason))?;
+            metadata.layer.note_log(ShownLog::Unfit);
+        }
     }
     place::take_out(&**metadata.layer.storage(), &header).await?;
     if let Some(qcow2) = metadata.layer.as_qcow2() {
@@ -77,10 +83,11 @@ pub async fn overlay<S: Storage>(layer: Layer<S>, found_log: &FoundLog) -> Resul
     let shown = shown(&layer, found_log).await?;
     let layer = always(Arc::into_inner(layer), &name, "a layer that is being opened has one user")?;
     Ok(match shown {
-        Ok(overlay) => layer.with_log(ShownLog::Overlaid, Some(overlay)),
+        Ok(overlay) => layer.with_overlay(overlay),
         Err(reason) => {
             tracing::error!(image = %isobath_storage::shown(&name), "{}", unfit(reason));
-            layer.with_log(ShownLog::Unfit, None)
+            layer.note_log(ShownLog::Unfit);
+            layer
         }
     })
 }
@@ -91,12 +98,13 @@ fn unfit(reason: &str) -> String {
     )
 }
 
-/// What the file would hold with the log, as far as reading the disk needs it, or the reason why the log does not fit.
+/// What the file would hold with the log, as far as reading the disk needs it, and where it would end; or the reason why
+/// the log does not fit.
 /// Puts new tables into the L1 table in memory.
 async fn shown<S: Storage>(
     layer: &Arc<Layer<S>>,
     found_log: &FoundLog,
-) -> Result<std::result::Result<Replayed, &'static str>> {
+) -> Result<std::result::Result<(Replayed, u64), &'static str>> {
     let name = layer.name();
     let qcow2 = always(layer.as_qcow2(), name, "an image with a restart log is a qcow2 image")?;
     let (geometry, size) = (qcow2.geometry, qcow2.geometry.cluster_size());
@@ -117,9 +125,13 @@ async fn shown<S: Storage>(
     }
     let taken = changes.iter().flat_map(|change| &change.taken);
     let taken = taken.map(|host| (host.get() + 1) * size).max().unwrap_or(0);
-    layer.give_out(taken);
     // Where no table of the file is.
-    let mut free = layer.length().await?.max(overlay.end()).max(taken).next_multiple_of(size);
+    let end = layer.length().await?.max(overlay.end()).max(taken);
+    let free = end.checked_next_multiple_of(size).ok_or_else(|| DiskError::Corrupt {
+        image: name.to_owned(),
+        reason: format!("its journal or restart log reaches up to host offset {end}"),
+    });
+    let mut free = free?;
     let mut made: BTreeMap<u64, u64> = BTreeMap::new();
     for Change { cluster, entry, .. } in changes {
         let (l1_index, within) = geometry.table_position(cluster);
@@ -130,12 +142,16 @@ async fn shown<S: Storage>(
             (None, Some(own)) if l1_entry.is_copied() => own.get(),
             // There is none, or a snapshot has it too.
             (None, old) => {
-                let bytes = IoBuf::zeroed(size as usize);
-                let bytes = match old {
-                    Some(old) => layer.read_at(old.get(), bytes).await?,
-                    None => bytes,
-                };
-                overlay.put(free, bytes.to_vec());
+                overlay.put_zeroes(free, size);
+                if let Some(old) = old {
+                    let bytes = layer.read_at(old.get(), IoBuf::zeroed(size as usize)).await?;
+                    // What is empty of a table takes no memory.
+                    for (at, page) in (free..).step_by(PAGE).zip(bytes.chunks(PAGE)) {
+                        if page.iter().any(|byte| *byte != 0) {
+                            overlay.put(at, page.to_vec());
+                        }
+                    }
+                }
                 made.insert(l1_index, free);
                 free += size;
                 free - size
@@ -154,7 +170,7 @@ async fn shown<S: Storage>(
         let slot = l1.get_mut(index as usize);
         *always(slot, name, "an L1 table covers the disk")? = entry;
     }
-    Ok(Ok(overlay))
+    Ok(Ok((overlay, free)))
 }
 
 /// What a log changes in an image that it fits.
@@ -249,8 +265,11 @@ async fn plan<S: Storage>(
             // A cluster that nothing refers to may get any other use.
             let known = area.contains(&host.get()) || metadata.alloc.is_metadata(host);
             let count = |counts: &Counts| counts.get(&host).copied().unwrap_or(0);
-            let stays =
-                !counted || metadata.alloc.refcount(host).await? + count(&taken) > count(&released);
+            let stays = if counted {
+                metadata.alloc.refcount(host).await? + count(&taken) > count(&released)
+            } else {
+                host.get() < most
+            };
             if !known && stays {
                 pieces.put(at, now.into(), Lsn::default());
             }

@@ -551,6 +551,14 @@ fn a_log_is_not_applied_to_an_image_that_was_put_back() {
         file.write_at(0, IoBuf::copy_of(&before)).await.unwrap();
         drop(file);
         assert!(has_survivor(&memory, Path::new(NAME)));
+        let top = above(&memory).await;
+        let disk = Disk::open(memory.any(), top, &OpenOptions::new()).await.unwrap();
+        assert_reads(&disk, 3 * CLUSTER, 4, 4096).await;
+        assert_reads(&disk, 0, 0xbb, 3 * CLUSTER as usize).await;
+        drop(disk);
+        let writable = OpenOptions::new().writable(true);
+        let refused = Disk::open(memory.any(), top, &writable).await.err().unwrap().to_string();
+        assert!(refused.contains("does not match") && refused.contains(NAME), "{refused}");
         let disk = open(memory.clone(), &logged()).await;
         assert_reads(&disk, 3 * CLUSTER, 4, 4096).await;
         assert_reads(&disk, 0, 0xbb, 3 * CLUSTER as usize).await;

@@ -43,6 +43,7 @@ pub use flush::syncs;
 pub use open::{FileHost, LimitedHost};
 
 use crate::error::{Operation, StorageError};
+use crate::lock;
 use crate::{
     Access, Allocation, BoxFuture, Capabilities, Extensions, Hints, Identity, IoBuf, MemoryUse,
     Reflink, RestartMemories, RestartMemory, Result, Roles, SECTOR, Stamp, Stamps, Storage, Usage,
@@ -419,6 +420,12 @@ impl RestartMemories for FileStorage {
         how: MemoryUse,
     ) -> BoxFuture<'_, Result<Option<Arc<dyn RestartMemory>>>> {
         Box::pin(async move {
+            if how == MemoryUse::Glance {
+                let target = self.target().await?;
+                if lock::look(&target.file, &self.file.name, false).is_err() {
+                    return Ok(None);
+                }
+            }
             let kept = self.kept().ok();
             let image = kept.as_ref().map(|target| &*target.file);
             restart_memory::restart_memory(&self.file.name, image, self.file.id, how).await

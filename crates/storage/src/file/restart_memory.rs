@@ -92,9 +92,6 @@ pub(super) async fn restart_memory(
         match open(&path, owner, how) {
             Ok(mapped) => return Ok(Some(Arc::new(mapped))),
             Err(error) if error.kind() == io::ErrorKind::NotFound && !create => return Ok(None),
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock && how == MemoryUse::Glance => {
-                return Ok(None);
-            }
             Err(error) if error.kind() == io::ErrorKind::WouldBlock && steps > 0 => {
                 steps -= 1;
                 pause(STEP).await;

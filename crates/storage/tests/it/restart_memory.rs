@@ -3,7 +3,7 @@
 use isobath_ring::block_on;
 use isobath_storage::file::FileHost;
 use isobath_storage::restart_memory::RESTART_MEMORY_BYTES;
-use isobath_storage::{Host, MemoryUse, OpenMode, Storage, StorageExt};
+use isobath_storage::{Host, Locking, MemoryUse, OpenMode, Storage, StorageExt};
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
@@ -49,8 +49,6 @@ fn it_stays_until_it_is_removed_and_has_one_user() {
     let busy = restart_memory(MemoryUse::Create).err().unwrap();
     assert_eq!(busy.kind(), std::io::ErrorKind::WouldBlock);
     assert!(first.is_there());
-    // Who reads without locks reads beside the one who writes, and does not wait.
-    assert!(restart_memory(MemoryUse::Glance).unwrap().is_none());
     drop(first);
     let looks = [MemoryUse::Look, MemoryUse::Glance, MemoryUse::Look];
     let looks = looks.map(|how| restart_memory(how).unwrap().unwrap());
@@ -139,4 +137,22 @@ fn what_is_set_aside_stays_and_is_not_found_any_more() {
         assert_eq!(fs::read(name).unwrap()[56], number);
         fs::remove_file(name).unwrap();
     }
+}
+
+#[test]
+fn who_reads_without_locks_leaves_it_to_the_one_who_writes() {
+    let own = Own::new();
+    let file = block_on(open(own.directory.path()));
+    let mode = OpenMode { writable: true, ..OpenMode::default() };
+    drop(file);
+    let name = own.directory.path().join("file");
+    let writer = block_on(FileHost.open(&name, mode)).unwrap();
+    // Not even one that may be somebody else's is looked at.
+    fs::create_dir(&own.memory).unwrap();
+    let mode = OpenMode { locking: Locking::Unlocked, ..OpenMode::default() };
+    let file = block_on(FileHost.open(&name, mode)).unwrap();
+    assert!(block_on(file.restart_memory(MemoryUse::Glance)).unwrap().is_none());
+    drop(writer);
+    assert!(block_on(file.restart_memory(MemoryUse::Glance)).is_err());
+    fs::remove_dir(&own.memory).unwrap();
 }
