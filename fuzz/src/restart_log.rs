@@ -52,8 +52,8 @@ async fn open(host: MemoryHost) -> isobath_disk::Result<Disk<MemoryHost>> {
 }
 
 /// Words of the memory that are changed, and items that are put there with sums that are right: the image
-/// opens and can be used, or is refused; a log that is as it was brings back what was answered. Who only reads the image
-/// before sees the same.
+/// opens and can be used, or is refused; a log that is as it was brings back what was answered. Who only
+/// reads the image before sees the same.
 pub fn restart_log(mut input: &[u8]) {
     let untouched = input.is_empty();
     let host = LEFT.deep_copy();

@@ -98,8 +98,8 @@ fn unfit(reason: &str) -> String {
     )
 }
 
-/// What the file would hold with the log, as far as reading the disk needs it, and where it would end; or the reason why
-/// the log does not fit.
+/// What the file would hold with the log, as far as reading the disk needs it, and where it would end; or the reason
+/// why the log does not fit.
 /// Puts new tables into the L1 table in memory.
 async fn shown<S: Storage>(
     layer: &Arc<Layer<S>>,
