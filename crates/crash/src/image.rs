@@ -5,10 +5,9 @@ use crate::executor::run;
 use crate::host::{Conduct, SimHost};
 use crate::look::look;
 use crate::record::Files;
+use crate::recover::examine;
 use crate::value::{Sort, Value};
-use isobath_disk::{
-    CheckOptions, Disk, MetadataMode, NewDisk, OpenOptions, Repair, ZeroFlags, check, create,
-};
+use isobath_disk::{Disk, MetadataMode, NewDisk, OpenOptions, Repair, ZeroFlags, create};
 use isobath_qcow2::{CompressionType, Header, HostOffset, Snapshot};
 use isobath_storage::IoBuf;
 use rand::RngExt;
@@ -349,12 +348,11 @@ async fn take_snapshot(host: &SimHost) -> Result<Kept, String> {
 }
 
 async fn repair(host: &SimHost) -> Result<(), String> {
-    let options = CheckOptions { repair: Repair::All, ..CheckOptions::default() };
-    let mut quiet = |_: isobath_disk::CheckEvent<'_>| {};
-    let report = check(&host.any(), Path::new(IMAGE), &options, &mut quiet)
-        .await
-        .map_err(|error| format!("the first image: {error}"))?;
-    if report.is_clean() { Ok(()) } else { Err(format!("the first image: {report:?}")) }
+    let (report, findings) = examine(host, Path::new(IMAGE), Repair::All).await?;
+    if report.is_clean() {
+        return Ok(());
+    }
+    Err(format!("the first image is not repaired: {report:?}\n    {}", findings.join("\n    ")))
 }
 
 /// Creates the initial state for a history of a kind, with a small disk if `small` is set.
@@ -369,6 +367,10 @@ async fn make_image(kind: Kind, small: bool, rng: &mut SmallRng) -> Result<Start
     let host = SimHost::new(Files::new(), Conduct::default());
     let shown = |error: isobath_disk::DiskError| error.to_string();
     let mut new = shape(kind, small, rng);
+    if kind == Kind::Snapshot {
+        // The snapshot refers once more to host clusters that compressed data shares.
+        new.refcount_bits = new.refcount_bits.max(8);
+    }
     layers(&host, kind, &mut new, rng).await.map_err(shown)?;
     create(&host.any(), Path::new(IMAGE), &new).await.map_err(shown)?;
     let compressed = kind == Kind::Compressed || new.data_file.is_none() && rng.random_bool(0.2);
