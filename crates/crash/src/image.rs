@@ -5,9 +5,11 @@ use crate::executor::run;
 use crate::host::{Conduct, SimHost};
 use crate::look::look;
 use crate::record::Files;
-use crate::recover::examine;
 use crate::value::{Sort, Value};
-use isobath_disk::{Disk, MetadataMode, NewDisk, OpenOptions, Repair, ZeroFlags, create};
+use isobath_disk::{
+    CheckEvent, CheckOptions, Disk, MetadataMode, NewDisk, OpenOptions, Repair, ZeroFlags, check,
+    create,
+};
 use isobath_qcow2::{CompressionType, Header, HostOffset, Snapshot};
 use isobath_storage::IoBuf;
 use rand::RngExt;
@@ -348,11 +350,21 @@ async fn take_snapshot(host: &SimHost) -> Result<Kept, String> {
 }
 
 async fn repair(host: &SimHost) -> Result<(), String> {
-    let (report, findings) = examine(host, Path::new(IMAGE), Repair::All).await?;
+    let options = CheckOptions { repair: Repair::All, ..CheckOptions::default() };
+    let mut findings = String::new();
+    let mut events = |event: CheckEvent<'_>| {
+        if let CheckEvent::Finding(text) = event {
+            findings += "\n    ";
+            findings += text;
+        }
+    };
+    let report = check(&host.any(), Path::new(IMAGE), &options, &mut events)
+        .await
+        .map_err(|error| format!("the first image: {error}"))?;
     if report.is_clean() {
         return Ok(());
     }
-    Err(format!("the first image is not repaired: {report:?}\n    {}", findings.join("\n    ")))
+    Err(format!("the first image is not repaired: {report:?}{findings}"))
 }
 
 /// Creates the initial state for a history of a kind, with a small disk if `small` is set.
