@@ -10,6 +10,7 @@ use isobath_image::offline::bring_in;
 use isobath_image::open::{open_layer, referenced_file};
 use isobath_image::options::{OpenOptions, Trust};
 use isobath_image::{DiskError, Result};
+use isobath_qcow2::IncompatibleFeatures;
 use isobath_storage::{FileId, Host, Storage, StorageExt};
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
@@ -61,7 +62,7 @@ pub async fn open_layers<H: Host>(
         let opened = match opened {
             Ok(layer) if !writable && (options.writable || options.bring_in) => {
                 let key = options.secrets.key(layers.len());
-                Box::pin(without_log(host, layer, format, &below, &key)).await
+                Box::pin(durable(host, layer, format, &below, &key)).await
             }
             opened => opened,
         };
@@ -97,8 +98,28 @@ pub async fn open_layers<H: Host>(
     Ok(Chain::of(layers))
 }
 
-/// Brings what only a killed server's restart log has of a layer into its image, before anything is written above it:
-/// what a guest flushes to the overlay must make durable what it wrote before, too.
+/// Makes all of a layer durable before anything is written above it: what a guest flushes to the overlay must make
+/// durable what it wrote before, too. The process that had the layer open may have been killed before it flushed.
+async fn durable<H: Host>(
+    host: &H,
+    layer: Layer<H::File>,
+    format: Option<ImageFormat>,
+    options: &OpenOptions,
+    key: &Key,
+) -> Result<Layer<H::File>> {
+    let layer = without_log(host, layer, format, options, key).await?;
+    let unclosed = [IncompatibleFeatures::JOURNAL, IncompatibleFeatures::DIRTY];
+    let header = layer.header();
+    if header.is_some_and(|header| unclosed.iter().any(|bit| header.incompatible.contains(*bit))) {
+        layer.storage().flush().await?;
+        if !Arc::ptr_eq(layer.storage(), layer.data()) {
+            layer.data().flush().await?;
+        }
+    }
+    Ok(layer)
+}
+
+/// Brings what only a killed server's restart log has of a layer into its image.
 async fn without_log<H: Host>(
     host: &H,
     layer: Layer<H::File>,

@@ -127,13 +127,13 @@ impl<S: Storage> Change<S> {
             if !sabotage::is(Sabotage::NoDirtyBit) {
                 now.set_incompatible(IncompatibleFeatures::DIRTY).await?;
             }
-            Ok((now, prepared))
+            Ok::<_, DiskError>((now, prepared))
         };
         match prepared.await {
             Ok((mut now, prepared)) => prepared.run(&mut now).await,
             Err(error) => {
-                if taken {
-                    // What was taken for the new tables.
+                // What was taken for the new tables; but after a failed flush nothing is written any more.
+                if taken && !error.is_failed_flush() {
                     let mut quiet = |_: CheckEvent<'_>| {};
                     let format = Some(ImageFormat::Qcow2);
                     let freed = check_storage(storage, name, format, Repair::Leaks, &mut quiet);

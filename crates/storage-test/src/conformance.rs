@@ -84,6 +84,7 @@ async fn opening<H: Host>(host: &H, name: &Path, writable: OpenMode, read_only: 
 
     let first = host.open(name, read_only).await.unwrap();
     let second = host.open(name, read_only).await.unwrap();
+    second.flush().await.unwrap();
     assert_eq!(host.open(name, writable).await.err().unwrap().kind(), ErrorKind::ResourceBusy);
     drop((first, second));
 

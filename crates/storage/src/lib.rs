@@ -193,7 +193,8 @@ pub trait Storage: StorageExt + Sized + Send + Sync + 'static {
         async { Ok(()) }
     }
 
-    /// Makes every write that completed before this call durable (fdatasync).
+    /// Makes every write that completed before this call durable (fdatasync), whoever made it: the file may have been
+    /// opened for reading.
     fn flush(&self) -> impl Future<Output = Result<()>>;
 
     /// The file's current length in bytes.

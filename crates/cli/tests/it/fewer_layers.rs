@@ -13,6 +13,7 @@ use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
 use std::ffi::OsString;
 use std::fs::{self, File};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
@@ -597,4 +598,100 @@ fn a_policy_goes_on_without_a_layer_that_is_in_use() {
     assert!(!work.join("mid").exists());
     assert!(qemu::read_disk(&work.join("active"), "qcow2") == disk);
     let _ = isobath(&work, args!["index", "--verify", "active"]).ok();
+}
+
+/// What `chain delete top mid` leaves if it is killed before it deletes the file.
+fn killed_before_it_deletes(work: &Path, stage: &str) {
+    let mid = work.join("mid");
+    let kept = fs::read(&mid).unwrap();
+    let _ = isobath(work, args!["chain", "delete", "top", "mid"]).ok();
+    fs::write(&mid, kept).unwrap();
+    note(work, stage);
+}
+
+fn note(work: &Path, stage: &str) {
+    let text = format!("{stage} {}", fs::metadata(work.join("top")).unwrap().ino());
+    let none = rustix::fs::XattrFlags::empty();
+    rustix::fs::setxattr(work.join("mid"), "user.isobath.merge", text.as_bytes(), none).unwrap();
+}
+
+#[test]
+fn a_killed_deletion_is_finished_by_the_next_one() {
+    let directory = tempfile::tempdir().unwrap();
+    let delete = args!["chain", "delete", "top", "mid"];
+    let retain = args!["chain", "retain", "--keep-last", "9", "--apply", "top"];
+    for (case, stage, command) in
+        [("begun", "begun", &delete), ("merged", "merged", &delete), ("policy", "merged", &retain)]
+    {
+        let work = directory.path().join(case);
+        three(&work);
+        let disk = qemu::read_disk(&work.join("top"), "qcow2");
+        killed_before_it_deletes(&work, stage);
+        let _ = isobath(&work, command).ok();
+        assert!(!work.join("mid").exists(), "{case}");
+        assert!(qemu::read_disk(&work.join("top"), "qcow2") == disk, "{case}");
+    }
+    // A policy may meet a layer whose merge was begun and taken back.
+    let work = directory.path().join("taken back");
+    three(&work);
+    killed_before_it_deletes(&work, "begun");
+    let _ = isobath(&work, retain).ok();
+    assert!(work.join("mid").exists());
+}
+
+#[test]
+fn a_layer_stays_whose_merge_was_begun_and_not_finished() {
+    let directory = tempfile::tempdir().unwrap();
+    let delete = args!["chain", "delete", "top", "mid"];
+    let refused = |case: &str, prepare: &dyn Fn(&Path), reason: &str| {
+        let work = directory.path().join(case);
+        three(&work);
+        prepare(&work);
+        let before = fs::read(work.join("mid")).unwrap();
+        let done = isobath(&work, &delete);
+        let said = done.report();
+        assert!(said.contains(reason), "{case}: {said}");
+        assert!(fs::read(work.join("mid")).unwrap() == before, "{case}: {said}");
+    };
+    let leave = |work: &Path| {
+        let rebase = args!["rebase", "-u", "-b", "base", "-F", "qcow2", "top"];
+        let _ = qemu_img(work, rebase).ok();
+    };
+    refused("not noted", &leave, "Did not find 'mid'");
+    let with_data = |work: &Path| {
+        leave(work);
+        note(work, "begun");
+    };
+    refused("data", &with_data, "does not have all of its data");
+    let another_overlay = |work: &Path| {
+        killed_before_it_deletes(work, "begun");
+        another(work, "other", "mid");
+    };
+    refused("needed", &another_overlay, "needs it");
+    let with_snapshot = |work: &Path| {
+        killed_before_it_deletes(work, "begun");
+        let _ = qemu_img(work, args!["snapshot", "-c", "now", "mid"]).ok();
+    };
+    refused("snapshot", &with_snapshot, "internal snapshots");
+    let of_another = |work: &Path| {
+        killed_before_it_deletes(work, "begun");
+        fs::copy(work.join("top"), work.join("copy")).unwrap();
+        fs::rename(work.join("copy"), work.join("top")).unwrap();
+    };
+    refused("another image", &of_another, "Did not find 'mid'");
+}
+
+#[test]
+fn a_deletion_leaves_no_note_where_the_file_stays() {
+    let directory = tempfile::tempdir().unwrap();
+    for (case, options) in [("needed", args![]), ("kept", args!["--keep"])] {
+        let work = directory.path().join(case);
+        three(&work);
+        another(&work, "other", "mid");
+        let delete = [args!["chain", "delete"], options, args!["top", "mid"]].concat();
+        let _ = isobath(&work, delete).ok();
+        let mut value = [0; 64];
+        let found = rustix::fs::getxattr(work.join("mid"), "user.isobath.merge", &mut value[..]);
+        assert!(found.is_err(), "{case}: {value:?}");
+    }
 }

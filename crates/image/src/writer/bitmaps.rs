@@ -12,6 +12,7 @@ use crate::durability::Metadata;
 use crate::layer::Layer;
 use crate::readers::Readers;
 use crate::sabotage::{self, Sabotage};
+use crate::tables::Claim;
 use crate::writer::Writer;
 use crate::{DiskError, Result, always};
 use isobath_qcow2::{
@@ -190,30 +191,48 @@ struct Update {
     released: Vec<HostCluster>,
 }
 
+/// An update whose clusters are written.
+struct PreparedUpdate<'a, S> {
+    update: Update,
+    /// The bitmap as the directory will have it.
+    bitmap: Bitmap,
+    /// What the update takes, until it is counted.
+    claim: Claim<'a, S>,
+}
+
 impl<S: Storage> Writer<S> {
-    /// Brings what was noted into the bitmaps, and removes their marks. One for which this fails remains marked. No
-    /// request changes the disk any more, and everything is durable; there is no journal. Returns whether there was
-    /// anything to do, which the caller commits.
+    /// Brings what was noted into the bitmaps, and removes their marks. One that finds no room, or cannot be read,
+    /// remains marked: programs take it for inconsistent, and the image can be closed. No request changes the disk any
+    /// more, and everything is durable; there is no journal. Returns whether there is anything that the caller must
+    /// commit.
     pub(super) async fn store_bitmaps(&self, readers: &Readers) -> Result<bool> {
         let Some(qcow2) = &self.qcow2 else { return Ok(false) };
         let _held = self.policy.journal().map(|journal| journal.hold());
         let mut directory = qcow2.bitmaps.directory.lock().await;
         let Some(directory) = &mut *directory else { return Ok(false) };
         let noted = std::mem::take(&mut *qcow2.bitmaps.noted.lock());
+        if noted.is_empty() {
+            return Ok(false);
+        }
         let mut updates = Vec::new();
         for noted in &noted {
-            match self.plan_update(qcow2, directory, noted).await {
+            let prepared = async {
+                let update = self.plan_update(qcow2, directory, noted).await?;
+                self.prepare_update(qcow2, directory, update).await
+            };
+            match prepared.await {
                 Ok(update) => updates.push(update),
+                Err(error) if error.is_failed_flush() => return Err(error),
                 Err(error) => tracing::warn!(
                     "{}: a bitmap stays inconsistent: {error}",
                     isobath_storage::shown(self.layer.name())
                 ),
             }
         }
-        if updates.is_empty() {
-            return Ok(false);
+        if !updates.is_empty() {
+            self.update(qcow2, directory, updates, readers).await?;
         }
-        self.update(qcow2, directory, updates, readers).await?;
+        // A bitmap that remains marked may have given back what it took.
         Ok(true)
     }
 
@@ -305,61 +324,73 @@ impl<S: Storage> Writer<S> {
         Ok(update)
     }
 
-    async fn update(
+    /// Writes what the update adds to the bitmap, where nothing refers to it yet or the bitmap is marked.
+    async fn prepare_update<'a>(
         &self,
-        qcow2: &Qcow2Writer<S>,
-        directory: &mut Directory,
-        mut updates: Vec<Update>,
-        readers: &Readers,
-    ) -> Result<()> {
+        qcow2: &'a Qcow2Writer<S>,
+        directory: &Directory,
+        mut update: Update,
+    ) -> Result<PreparedUpdate<'a, S>> {
         let (layer, geometry) = (&*self.layer, qcow2.geometry());
         let Metadata { alloc, tables, .. } = &qcow2.metadata;
-        let storage = layer.storage();
         let place_of = |cluster: HostCluster| {
             let offset = geometry.host_cluster_start(cluster);
             always(offset, layer.name(), "a cluster that was allocated has an offset")
         };
         let mut claim = tables.claim();
-        let mut bitmaps = directory.bitmaps.clone();
-        for update in &mut updates {
-            for (entry, contents) in std::mem::take(&mut update.new) {
-                let run = alloc.allocate(1).await?;
-                claim.add_run(&run);
-                let at = place_of(run.start)?;
-                let written = BitmapCluster::Data(at).write(&mut update.table, entry);
-                always(written, layer.name(), "a table has its entries")?;
-                storage.write_at(at.get(), contents).await?;
-            }
-            for (at, contents) in std::mem::take(&mut update.in_place) {
-                storage.write_at(at.get(), contents).await?;
-            }
-            if update.moves {
-                let bytes = update.table.len() as u64;
-                let run: Run = alloc.allocate_adjacent(geometry.clusters_for(bytes)).await?;
-                claim.add_run(&run);
-                let bitmap = bitmaps.get_mut(update.place);
-                let bitmap = always(bitmap, layer.name(), "a bitmap is in the directory")?;
-                bitmap.table_offset = place_of(run.start)?;
-                bitmap.table_size = (bytes / 8) as u32;
-            }
+        for (entry, contents) in std::mem::take(&mut update.new) {
+            let run = alloc.allocate(1).await?;
+            claim.add_run(&run);
+            let at = place_of(run.start)?;
+            let written = BitmapCluster::Data(at).write(&mut update.table, entry);
+            always(written, layer.name(), "a table has its entries")?;
+            layer.storage().write_at(at.get(), contents).await?;
         }
+        for (at, contents) in std::mem::take(&mut update.in_place) {
+            layer.storage().write_at(at.get(), contents).await?;
+        }
+        let bitmap = directory.bitmaps.get(update.place);
+        let mut bitmap = always(bitmap, layer.name(), "a bitmap is in the directory")?.clone();
+        if update.moves {
+            let bytes = update.table.len() as u64;
+            let run: Run = alloc.allocate_adjacent(geometry.clusters_for(bytes)).await?;
+            claim.add_run(&run);
+            bitmap.table_offset = place_of(run.start)?;
+            bitmap.table_size = (bytes / 8) as u32;
+        }
+        bitmap.flags = bitmap.flags.without(BitmapFlags::IN_USE);
+        Ok(PreparedUpdate { update, bitmap, claim })
+    }
+
+    async fn update(
+        &self,
+        qcow2: &Qcow2Writer<S>,
+        directory: &mut Directory,
+        updates: Vec<PreparedUpdate<'_, S>>,
+        readers: &Readers,
+    ) -> Result<()> {
+        let layer = &*self.layer;
+        let Metadata { alloc, .. } = &qcow2.metadata;
+        let storage = layer.storage();
+        let mut bitmaps = directory.bitmaps.clone();
+        let taken: Vec<_> =
+            updates.iter().flat_map(|prepared| prepared.claim.clusters()).copied().collect();
         // The clusters are counted before anything refers to them.
-        if !claim.clusters().is_empty() {
+        if !taken.is_empty() {
             self.exclusively(|| async {
-                alloc.publish(claim.clusters()).await?;
+                alloc.publish(&taken).await?;
                 self.commit_alone(readers).await
             })
             .await?;
         }
-        claim.keep();
         let mut released = Vec::new();
-        for update in updates {
-            let bitmap = bitmaps.get_mut(update.place);
-            let bitmap = always(bitmap, layer.name(), "a bitmap is in the directory")?;
+        for PreparedUpdate { update, bitmap, claim } in updates {
+            claim.keep();
             if update.table_changes {
                 storage.write_at(bitmap.table_offset.get(), update.table).await?;
             }
-            bitmap.flags = bitmap.flags.without(BitmapFlags::IN_USE);
+            let place = bitmaps.get_mut(update.place);
+            *always(place, layer.name(), "a bitmap is in the directory")? = bitmap;
             released.extend(update.released);
         }
         if !sabotage::is(Sabotage::EarlyUnmark) {

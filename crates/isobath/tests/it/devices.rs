@@ -7,6 +7,10 @@ use isobath_qcow2::NewImage;
 use isobath_storage::memory::MemoryHost;
 use isobath_storage::{Host, IoBuf, OpenMode, Storage, StorageExt};
 use isobath_storage_test::any::{AnyHost, ToAny};
+use isobath_testkit::qemu;
+use serde_json::Value;
+use std::collections::BTreeSet;
+use std::fs;
 use std::path::Path;
 
 const NAME: &str = "device";
@@ -138,4 +142,66 @@ fn a_full_device_fails_writes_and_nothing_else() {
             });
         }
     }
+}
+
+/// What QEMU says of the image: its bitmaps' marks, in order of their names.
+fn marks(host: &MemoryHost) -> Vec<bool> {
+    let directory = tempfile::tempdir().unwrap();
+    let image = directory.path().join(NAME);
+    fs::write(&image, host.contents(NAME).unwrap()).unwrap();
+    let info = qemu::img(["info", "--output=json", image.to_str().unwrap()]).ok().json();
+    let bitmaps = info["format-specific"]["data"]["bitmaps"].as_array().unwrap().clone();
+    let is_marked = |bitmap: &Value| bitmap["flags"].to_string().contains("in-use");
+    bitmaps.iter().map(is_marked).collect()
+}
+
+/// A bitmap that finds no room for its bits stays marked as inconsistent, and the image can be closed. One that needs
+/// none is stored.
+#[test]
+fn an_image_on_a_full_device_can_be_closed_whatever_its_bitmaps_need() {
+    let directory = tempfile::tempdir().unwrap();
+    let image = directory.path().join(NAME);
+    qemu::create(&image, "qcow2", 4 << 20, "cluster_size=4096");
+    for bitmap in ["a", "b"] {
+        let _ = qemu::img(["bitmap", "--add", image.to_str().unwrap(), bitmap]).ok();
+    }
+    let made = fs::read(&image).unwrap();
+    let mut seen = BTreeSet::new();
+    for (metadata, spare) in
+        MetadataMode::ALL.into_iter().flat_map(|mode| (0..6).map(move |n| (mode, n)))
+    {
+        block_on(async {
+            let host = MemoryHost::new();
+            let used = made.len() as u64 / CLUSTER;
+            let mut contents = made.clone();
+            contents.resize(((used + 24) * CLUSTER) as usize, 0xdd);
+            host.insert(NAME, &contents);
+            host.set_devices(true);
+            let disk = open(&host, metadata).await;
+            let mut written = Vec::new();
+            for n in 0..32 {
+                match disk.write(n * CLUSTER, IoBuf::copy_of(&bytes(n))).await {
+                    Ok(_) => written.push(n),
+                    Err(error) => assert_eq!(error.errno(), libc::ENOSPC, "{error}"),
+                }
+            }
+            assert!(written.len() < 32);
+            for n in written.drain(..spare) {
+                disk.discard(n * CLUSTER, CLUSTER).await.unwrap();
+            }
+            disk.close().await.unwrap();
+            drop(disk);
+            seen.insert(marks(&host));
+            let disk = open(&host, metadata).await;
+            for n in written {
+                let found = disk.read(n * CLUSTER, IoBuf::zeroed(CLUSTER as usize)).await;
+                assert!(*found.unwrap() == bytes(n), "{n}");
+            }
+            disk.close().await.unwrap();
+            drop(disk);
+            assert_clean(&host).await;
+        });
+    }
+    let expected = [vec![false, false], vec![false, true], vec![true, true]];
+    assert_eq!(seen, BTreeSet::from(expected));
 }

@@ -3,7 +3,9 @@
 use crate::common::{assert_consistent, export, has_journal, make};
 use futures_executor::block_on;
 use futures_util::future::join_all;
-use isobath_disk::{CheckOptions, Disk, MetadataMode, OpenOptions, Preallocation, Repair, check};
+use isobath_disk::{
+    CheckOptions, Disk, MetadataMode, NewDisk, OpenOptions, Preallocation, Repair, check, create,
+};
 use isobath_qcow2::NewImage;
 use isobath_storage::memory::MemoryHost;
 use isobath_storage::{Host, IoBuf, OpenMode, Storage};
@@ -268,5 +270,39 @@ fn a_file_of_absurd_length_is_closed_at_once() {
         let disk = open_read_only(&host).await;
         assert_eq!(&*disk.read(0, IoBuf::zeroed(512)).await.unwrap(), &[7; 512]);
         assert_consistent(&host, NAME);
+    });
+}
+
+/// A guest's flush to an overlay makes durable what it wrote before, by a server that was killed before its sync, too.
+#[test]
+fn an_image_that_was_not_closed_is_synced_before_anything_is_written_above_it() {
+    block_on(async {
+        for closed in [false, true] {
+            let host = overlay().await;
+            let disk = open(host.clone(), MetadataMode::Journal).await;
+            write(&disk, 0, 1, CLUSTER).await;
+            disk.flush().await.unwrap();
+            if closed {
+                disk.close().await.unwrap();
+            }
+            drop(disk);
+            assert_eq!(has_journal(&host, NAME), !closed);
+            let top = Path::new("top.qcow2");
+            let new = NewDisk::new(64 << 20).backing_file(NAME, "qcow2");
+            create(&host.any(), top, &new).await.unwrap();
+            for writable in [false, true] {
+                let host = RecorderHost::new(host.deep_copy());
+                let record = host.record();
+                let options = OpenOptions::new().writable(writable);
+                let disk = Disk::open(host.any(), top, &options).await.unwrap();
+                let below = Path::new(NAME);
+                let synced = record.entries().iter().any(|entry| {
+                    *entry.file == *below && matches!(entry.change, Change::Flush { .. })
+                });
+                assert_eq!(synced, writable && !closed, "writable: {writable}, closed: {closed}");
+                assert_reads(&disk, 0, 1, CLUSTER).await;
+                disk.close().await.unwrap();
+            }
+        }
     });
 }

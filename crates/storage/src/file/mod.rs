@@ -54,7 +54,7 @@ use cached::Cached;
 use direct::Direct;
 use flush::Durability;
 use landing::unblocked;
-use roles::{Changed, FlushDue, Writing};
+use roles::{Changed, Writing};
 use source::{Named, Source};
 use std::fmt;
 use std::io;
@@ -337,13 +337,15 @@ impl Storage for FileStorage {
 
     async fn flush(&self) -> Result<()> {
         self.landed().await;
-        let result = match self.writing.flush_due() {
-            FlushDue::Never => Ok(()),
-            FlushDue::No => self.durability.check(),
-            FlushDue::Yes => match self.kept() {
-                Ok(target) => self.durability.flush(&target.file).await,
-                Err(error) => Err(error),
-            },
+        let result = if self.writing.is_flushed() {
+            self.durability.check()
+        } else {
+            // A file that is only read may share its descriptor, and may have been written by others.
+            let target = match &**self.source.load() {
+                Source::Kept(target, _) => target.clone(),
+                Source::Shared(_) => self.target().await?,
+            };
+            self.durability.flush(&target.file).await
         };
         result.map_err(|error| self.error(Operation::Flush, error))
     }

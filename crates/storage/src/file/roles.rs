@@ -22,7 +22,7 @@ use std::time::Duration;
 const STEP: Duration = Duration::from_micros(200);
 
 /// Opened for reading.
-const NEVER: u8 = 0;
+const READING: u8 = 0;
 const WRITABLE: u8 = 1;
 /// No change may begin any more; those begun may be in progress, and nothing is durable yet.
 const ENDING: u8 = 2;
@@ -32,18 +32,9 @@ const ENDED: u8 = 3;
 /// Whether a handle writes.
 pub(super) struct Writing(AtomicU8);
 
-/// Whether a flush is needed.
-pub(super) enum FlushDue {
-    /// The file was opened for reading.
-    Never,
-    /// Everything was flushed, or the flush failed.
-    No,
-    Yes,
-}
-
 impl Writing {
     pub(super) fn new(writable: bool) -> Self {
-        Self(AtomicU8::new(if writable { WRITABLE } else { NEVER }))
+        Self(AtomicU8::new(if writable { WRITABLE } else { READING }))
     }
 
     /// Whether changes are refused.
@@ -51,12 +42,9 @@ impl Writing {
         self.0.load(Ordering::Acquire) != WRITABLE
     }
 
-    pub(super) fn flush_due(&self) -> FlushDue {
-        match self.0.load(Ordering::Acquire) {
-            NEVER => FlushDue::Never,
-            ENDED => FlushDue::No,
-            _ => FlushDue::Yes,
-        }
+    /// Whether every change has ended and was flushed, or the flush has failed.
+    pub(super) fn is_flushed(&self) -> bool {
+        self.0.load(Ordering::Acquire) == ENDED
     }
 
     fn set(&self, state: u8) {

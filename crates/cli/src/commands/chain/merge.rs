@@ -1,5 +1,6 @@
 //! `isobath chain merge`, `flatten` and `delete`: fewer layers, and every disk reads as before.
 
+use super::unfinished::{self, Stage, Unfinished};
 use super::users::{Doomed, Users, directories, header};
 use crate::failure::{Failure, Outcome};
 use crate::image_name::SecretFile;
@@ -92,43 +93,7 @@ pub(crate) fn merge(args: &MergeArgs, out: &mut dyn Write) -> Outcome {
 }
 
 pub(crate) fn delete(args: &DeleteArgs, out: &mut dyn Write) -> Outcome {
-    let removed = runtime::block_on(async || {
-        let look = OpenOptions::new().locking(Locking::Unlocked).secrets(Secrets::unneeded());
-        let disk = Disk::open(FileHost, &args.image, &look).await?;
-        let layers: Vec<_> = disk.layers().cloned().collect();
-        let place = chain_files::required(&layers, &args.layer, &args.image)?;
-        let (Ok(overlay), Ok(layer)) = (disk.layer(place.above()), disk.layer(place)) else {
-            return Err(Failure::new(format_args!(
-                "'{}' is the active image: no overlay could take its data; use 'isobath commit'",
-                printable(&args.layer)
-            )));
-        };
-        let (overlay, layer) = (overlay.name().to_owned(), layer.name().to_owned());
-        let snapshots = header(&layer)?.map_or(0, |header| header.nb_snapshots);
-        if snapshots > 0 && !args.keep {
-            return Err(Failure::new(format_args!(
-                "'{}' has internal snapshots ({snapshots}), which would be lost; keep the file with --keep, or delete \
-                 them first with 'isobath snapshot -d'",
-                layer.display()
-            )));
-        }
-        let directories = directories(layers.iter().map(|one| one.name()), &args.search);
-        drop(layers);
-        drop(disk);
-        if !args.keep {
-            // Nothing has changed yet if it cannot be told who needs the file, or it is in use.
-            Users::find(&directories)?;
-            drop(Doomed::lock(&layer).await?);
-        }
-        let name = layer.to_string_lossy().into_owned();
-        Box::pin(merge_into(&overlay, Some(&name), &args.shared)).await?;
-        if args.keep {
-            return Ok(None);
-        }
-        let doomed = Doomed::lock(&layer).await?;
-        let user = doomed.delete(&Users::find(&directories)?, None)?;
-        Ok(Some((layer, user)))
-    })?;
+    let removed = runtime::block_on(async || Box::pin(removed(args)).await)?;
     match removed {
         Some((layer, Some(user))) => {
             let (layer, user) = (layer.display(), user.display());
@@ -136,6 +101,75 @@ pub(crate) fn delete(args: &DeleteArgs, out: &mut dyn Write) -> Outcome {
         }
         _ => say(&args.shared, out, "Layer removed."),
     }
+}
+
+/// Removes the layer. Returns its file, unless that is to stay, and an image that needs it.
+async fn removed(args: &DeleteArgs) -> Result<Option<(PathBuf, Option<PathBuf>)>, Failure> {
+    let look = OpenOptions::new().locking(Locking::Unlocked).secrets(Secrets::unneeded());
+    let disk = Disk::open(FileHost, &args.image, &look).await?;
+    let layers: Vec<_> = disk.layers().cloned().collect();
+    let chain: Vec<_> = layers.iter().map(|layer| layer.name().to_owned()).collect();
+    if chain_files::find(&layers, &args.layer).is_none()
+        && let Some(left) = left(args, &chain)
+    {
+        drop((layers, disk));
+        let secrets = args.shared.secret_file.secrets()?;
+        let user = Box::pin(left.finish(&chain, &args.search, &secrets)).await?;
+        if user.is_some() {
+            unfinished::forget(&left.layer);
+        }
+        return Ok(Some((left.layer, user)));
+    }
+    let place = chain_files::required(&layers, &args.layer, &args.image)?;
+    let (Ok(overlay), Ok(layer)) = (disk.layer(place.above()), disk.layer(place)) else {
+        return Err(Failure::new(format_args!(
+            "'{}' is the active image: no overlay could take its data; use 'isobath commit'",
+            printable(&args.layer)
+        )));
+    };
+    let (overlay, layer) = (overlay.name().to_owned(), layer.name().to_owned());
+    let snapshots = header(&layer)?.map_or(0, |header| header.nb_snapshots);
+    if snapshots > 0 && !args.keep {
+        return Err(Failure::new(format_args!(
+            "'{}' has internal snapshots ({snapshots}), which would be lost; keep the file with --keep, or delete \
+             them first with 'isobath snapshot -d'",
+            layer.display()
+        )));
+    }
+    let directories = directories(layers.iter().map(|one| one.name()), &args.search);
+    drop((layers, disk));
+    if args.keep {
+        unfinished::forget(&layer);
+    } else {
+        // Nothing has changed yet if it cannot be told who needs the file, or it is in use.
+        Users::find(&directories)?;
+        let doomed = Doomed::lock(&layer).await?;
+        unfinished::note(&layer, &overlay, Stage::Begun);
+        drop(doomed);
+    }
+    let name = layer.to_string_lossy().into_owned();
+    if let Err(failure) = Box::pin(merge_into(&overlay, Some(&name), &args.shared)).await {
+        unfinished::forget(&layer);
+        return Err(failure);
+    }
+    if args.keep {
+        return Ok(None);
+    }
+    let doomed = Doomed::lock(&layer).await?;
+    unfinished::note(&layer, &overlay, Stage::Merged);
+    let user = doomed.delete(&Users::find(&directories)?, None)?;
+    if user.is_some() {
+        unfinished::forget(&layer);
+    }
+    Ok(Some((layer, user)))
+}
+
+/// The layer, if a killed command has left its file.
+fn left(args: &DeleteArgs, chain: &[PathBuf]) -> Option<Unfinished> {
+    let named = Path::new(&args.layer);
+    let beside = chain.iter().filter_map(|image| Some(image.parent()?.join(named)));
+    let mut files = beside.chain([named.to_owned()]);
+    files.find_map(|file| Unfinished::of(&file, chain)).filter(|_| !args.keep)
 }
 
 fn say(args: &Shared, out: &mut dyn Write, what: &str) -> Outcome {

@@ -4,6 +4,7 @@ mod generate;
 mod merge;
 mod retain;
 mod survey;
+mod unfinished;
 mod users;
 
 use crate::failure::Outcome;

@@ -4,7 +4,8 @@ mod online;
 mod policy;
 
 use super::merge::{Shared, merge_into};
-use super::users::{Doomed, Users, directories, header, identity};
+use super::unfinished::{self, Stage, Unfinished};
+use super::users::{Doomed, Users, directories, each_file, header, identity};
 use crate::failure::{Failure, Outcome};
 use crate::options::printable;
 use crate::{calendar, messages, runtime, size};
@@ -102,10 +103,16 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     if !args.shared.quiet {
         place.print(&plan.describe())?;
     }
-    if !args.apply || plan.merges().next().is_none() {
+    if !args.apply {
         return Ok(0);
     }
     let mut whole = true;
+    if matches!(place, Place::Here(_)) {
+        whole = finish(&files, args, &mut place)?;
+    }
+    if plan.merges().next().is_none() {
+        return Ok(u8::from(!whole));
+    }
     for (first, target) in plan.merges() {
         match &mut place {
             Place::Server(served) => served.merge(first, target, &args.shared)?,
@@ -115,7 +122,12 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
                     whole = false;
                     continue;
                 }
-                plan.merge(first, target, args)?;
+                plan.note(first, target, Stage::Begun);
+                if let Err(failure) = plan.merge(first, target, args) {
+                    (first..target).for_each(|number| unfinished::forget(plan.file(number)));
+                    return Err(failure);
+                }
+                plan.note(first, target, Stage::Merged);
             }
         }
         whole &= plan.delete(first, target, &args.search)?;
@@ -128,6 +140,51 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         place.print(&format!("The plan was carried out{but}.\n"))?;
     }
     Ok(u8::from(!whole))
+}
+
+/// Deletes the files of layers that an earlier run has merged, and was killed before it deleted them. Returns whether
+/// none is left.
+fn finish(chain: &[PathBuf], args: &Args, place: &mut Place<'_>) -> Result<bool, Failure> {
+    let mut left = Vec::new();
+    each_file(&directories(chain.iter().map(PathBuf::as_path), &args.search), |file| {
+        left.extend(Unfinished::of(file, chain).filter(|one| one.stage == Stage::Merged));
+        Ok(())
+    })?;
+    let secrets = args.shared.secret_file.secrets()?;
+    // One that another one of them needs goes after it.
+    loop {
+        let (before, mut complaints) = (left.len(), Vec::new());
+        let (mut stay, mut needed) = (Vec::new(), Vec::new());
+        for layer in left {
+            let name = layer.layer.display();
+            let finished = runtime::block_on(async || {
+                Box::pin(layer.finish(chain, &args.search, &secrets)).await
+            });
+            match finished {
+                Ok(None) if args.shared.quiet => continue,
+                Ok(None) => {
+                    place.print(&format!(
+                        "'{name}' was merged before; its file is deleted now.\n"
+                    ))?;
+                    continue;
+                }
+                Ok(Some(user)) => {
+                    complaints.push(format!("'{name}' stays: '{}' needs it", user.display()));
+                    needed.push(layer.layer.clone());
+                }
+                Err(kept) => complaints.push(kept.message.unwrap_or_default()),
+            }
+            stay.push(layer);
+        }
+        if stay.is_empty() || stay.len() == before {
+            complaints.iter().for_each(messages::complain);
+            for layer in needed {
+                unfinished::forget(&layer);
+            }
+            return Ok(stay.is_empty());
+        }
+        left = stay;
+    }
 }
 
 /// Who changes the chain.
@@ -303,6 +360,12 @@ impl Plan {
         Ok(())
     }
 
+    /// Notes at the layers' files what becomes of them: this command may be killed.
+    fn note(&self, first: usize, target: usize, stage: Stage) {
+        (first..target)
+            .for_each(|number| unfinished::note(self.file(number), self.file(target), stage));
+    }
+
     /// Makes sure that no other program has the layers open that are to be merged.
     fn check_unused(&self, first: usize, target: usize) -> Result<(), Failure> {
         (first..target).try_for_each(|number| {
@@ -323,11 +386,11 @@ impl Plan {
             let doomed = runtime::block_on(async || Doomed::lock(file).await);
             match doomed.and_then(|doomed| doomed.delete(&users, own)) {
                 Ok(None) => continue,
-                Ok(Some(user)) => messages::complain(format_args!(
-                    "'{}' stays: '{}' needs it",
-                    file.display(),
-                    user.display()
-                )),
+                Ok(Some(user)) => {
+                    (first..=number).for_each(|number| unfinished::forget(self.file(number)));
+                    let (file, user) = (file.display(), user.display());
+                    messages::complain(format_args!("'{file}' stays: '{user}' needs it"));
+                }
                 Err(kept) => messages::complain(kept.message.unwrap_or_default()),
             }
             return Ok(false);

@@ -31,31 +31,8 @@ impl Users {
     /// # Errors
     /// If a directory or an image cannot be read: it is unknown then what it needs.
     pub(super) fn find(directories: &[PathBuf]) -> Result<Self, Failure> {
-        let here = |directory: &PathBuf| directory.as_os_str().is_empty();
-        let mut left: Vec<PathBuf> = directories
-            .iter()
-            .map(|directory| if here(directory) { PathBuf::from(".") } else { directory.clone() })
-            .collect();
-        let mut seen: HashSet<Identity> = HashSet::new();
         let mut found = Self::default();
-        while let Some(directory) = left.pop() {
-            let id = identity(&directory).map_err(|error| unreadable(&directory, &error))?;
-            if !seen.insert(id) {
-                continue;
-            }
-            let entries =
-                fs::read_dir(&directory).map_err(|error| unreadable(&directory, &error))?;
-            for entry in entries {
-                let entry = entry.map_err(|error| unreadable(&directory, &error))?;
-                let kind = entry.file_type().map_err(|error| unreadable(&directory, &error))?;
-                let path = entry.path();
-                if kind.is_dir() {
-                    left.push(path);
-                } else if fs::metadata(&path).is_ok_and(|metadata| metadata.is_file()) {
-                    found.add(&path)?;
-                }
-            }
-        }
+        each_file(directories, |image| found.add(image))?;
         Ok(found)
     }
 
@@ -82,6 +59,40 @@ impl Users {
     pub(super) fn of(&self, file: Identity) -> &[PathBuf] {
         self.0.get(&file).map_or(&[], Vec::as_slice)
     }
+}
+
+/// Visits the files in these directories, and in all directories below them.
+///
+/// # Errors
+/// If a directory cannot be read, or `visit` fails.
+pub(super) fn each_file(
+    directories: &[PathBuf],
+    mut visit: impl FnMut(&Path) -> Result<(), Failure>,
+) -> Result<(), Failure> {
+    let here = |directory: &PathBuf| directory.as_os_str().is_empty();
+    let mut left: Vec<PathBuf> = directories
+        .iter()
+        .map(|directory| if here(directory) { PathBuf::from(".") } else { directory.clone() })
+        .collect();
+    let mut seen: HashSet<Identity> = HashSet::new();
+    while let Some(directory) = left.pop() {
+        let id = identity(&directory).map_err(|error| unreadable(&directory, &error))?;
+        if !seen.insert(id) {
+            continue;
+        }
+        let entries = fs::read_dir(&directory).map_err(|error| unreadable(&directory, &error))?;
+        for entry in entries {
+            let entry = entry.map_err(|error| unreadable(&directory, &error))?;
+            let kind = entry.file_type().map_err(|error| unreadable(&directory, &error))?;
+            let path = entry.path();
+            if kind.is_dir() {
+                left.push(path);
+            } else if fs::metadata(&path).is_ok_and(|metadata| metadata.is_file()) {
+                visit(&path)?;
+            }
+        }
+    }
+    Ok(())
 }
 
 /// Where the images that need a chain's files are looked for: the directories of its files, and these.
