@@ -28,6 +28,7 @@ mod documented;
 use clap::Parser;
 use clap::error::ErrorKind;
 use failure::{Failure, Outcome};
+use isobath_image::sabotage::Sabotage;
 use std::io::{self, Write};
 use std::process::ExitCode;
 use tracing_subscriber::EnvFilter;
@@ -50,6 +51,13 @@ fn main() -> ExitCode {
 }
 
 fn run() -> ExitCode {
+    // Tests of this program break it, to verify that they notice.
+    if cfg!(debug_assertions)
+        && let Ok(defect) = std::env::var("ISOBATH_DEFECT")
+        && let Some(defect) = Sabotage::from_name(&defect)
+    {
+        defect.begin_everywhere();
+    }
     messages::take_over(
         EnvFilter::try_from_env("ISOBATH_LOG").unwrap_or_else(|_| EnvFilter::new("warn")),
     );

@@ -133,7 +133,7 @@ impl<S: Storage> Change<S> {
             Ok((mut now, prepared)) => prepared.run(&mut now).await,
             Err(error) => {
                 // What was taken for the new tables; but after a failed flush nothing is written any more.
-                if taken && !error.is_failed_flush() {
+                if taken && !error.is_failed_flush() && !sabotage::is(Sabotage::KeptTaken) {
                     let mut quiet = |_: CheckEvent<'_>| {};
                     let format = Some(ImageFormat::Qcow2);
                     let freed = check_storage(storage, name, format, Repair::Leaks, &mut quiet);

@@ -1,13 +1,17 @@
 //! Deliberate defects: what the crash simulator must find.
 //!
-//! Each variant of [`Sabotage`] breaks one mechanism. A thread [enables](Sabotage::begin) one for itself. Only builds
-//! with debug assertions contain them: in others nothing is ever broken.
+//! Each variant of [`Sabotage`] breaks one mechanism. A thread [enables](Sabotage::begin) one for itself, or a process
+//! [one for all](Sabotage::begin_everywhere). Only builds with debug assertions contain them: in others nothing is ever
+//! broken.
 
 use std::cell::Cell;
+use std::sync::OnceLock;
 
 thread_local! {
     static CURRENT: Cell<Option<Sabotage>> = const { Cell::new(None) };
 }
+
+static PROCESS: OnceLock<Sabotage> = OnceLock::new();
 
 macro_rules! sabotages {
     ($($(#[$doc:meta])* $variant:ident => $name:literal,)*) => {
@@ -116,12 +120,35 @@ sabotages! {
     NoDirtyBit => "no-dirty-bit",
     /// A unit of the map is changed outside its slice.
     ForeignUnit => "foreign-unit",
+    /// A raw image whose format was detected takes any first sector.
+    TrustedDetection => "trusted-detection",
+    /// A merge changes what internal snapshots read.
+    ChangedSnapshots => "changed-snapshots",
+    /// A change of an image that fails keeps what it took.
+    KeptTaken => "kept-taken",
+    /// A merge writes absolute names.
+    AbsoluteNames => "absolute-names",
+    /// Images that name a layer in another form than a plain path are not found.
+    PlainNames => "plain-names",
+    /// A layer is deleted without a lock.
+    UnlockedDeletion => "unlocked-deletion",
+    /// A killed deletion is finished without a comparison.
+    TrustedNote => "trusted-note",
+    /// A commit gives up its locks before it empties the image.
+    EmptiedLater => "emptied-later",
+    /// A rebase does not look for loops.
+    UnseenLoop => "unseen-loop",
 }
 
 impl Sabotage {
     /// The one of that name.
     pub fn from_name(name: &str) -> Option<Self> {
         Self::ALL.iter().copied().find(|one| one.name() == name)
+    }
+
+    /// Breaks the engine in all threads of this process, in this way only.
+    pub fn begin_everywhere(self) {
+        let _ = PROCESS.set(self);
     }
 
     /// Breaks the engine on this thread, in this way only, until the returned guard is dropped.
@@ -145,5 +172,5 @@ impl Drop for Broken {
 /// Whether the engine is broken in this way.
 #[inline]
 pub fn is(one: Sabotage) -> bool {
-    cfg!(debug_assertions) && CURRENT.get() == Some(one)
+    cfg!(debug_assertions) && (CURRENT.get() == Some(one) || PROCESS.get() == Some(&one))
 }

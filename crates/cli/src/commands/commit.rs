@@ -5,6 +5,7 @@ use crate::failure::{Failure, Outcome};
 use crate::image_name::Naming;
 use crate::{block_job, chain_files, options, runtime, size};
 use isobath_disk::{ImageFormat, LayerIndex, LiveDisk};
+use isobath_image::sabotage::{self, Sabotage};
 use isobath_jobs::CommitOptions;
 use isobath_ring::Signals;
 use isobath_storage::StorageExt;
@@ -75,7 +76,16 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         let mut done = Box::pin(run).await;
         if done.is_ok() && args.base.is_none() && !args.drop {
             // The image is open, and locked, since before the copying: nobody has written to it.
-            done = live.make_empty().await.map_err(Failure::from);
+            let unlocked = if sabotage::is(Sabotage::EmptiedLater) {
+                live.close().await?;
+                Some(LiveDisk::open(FileHost, &image.path, &options).await?)
+            } else {
+                None
+            };
+            done = unlocked.as_ref().unwrap_or(&live).make_empty().await.map_err(Failure::from);
+            if let Some(unlocked) = unlocked {
+                return Ok(unlocked.close().await?);
+            }
         }
         live.close().await?;
         done

@@ -7,6 +7,7 @@ use crate::workers::{self, Progress};
 use crate::{options, runtime};
 use isobath_disk::{Disk, ImageFormat, OpenOptions, Rebase, Secrets};
 use isobath_image::name::plain_file_name;
+use isobath_image::sabotage::{self, Sabotage};
 use isobath_ring::Signals;
 use isobath_storage::file::FileHost;
 use isobath_storage::{Host, Locking, StorageExt};
@@ -102,7 +103,9 @@ pub(crate) fn run(args: &Args, _out: &mut dyn Write) -> Outcome {
                 args.image.display()
             )));
         }
-        if let Some((file, format)) = &below {
+        if let Some((file, format)) = &below
+            && !sabotage::is(Sabotage::UnseenLoop)
+        {
             refuse_loop(&disk, file, format).await?;
         }
         if args.unsafe_mode {

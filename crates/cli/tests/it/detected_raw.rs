@@ -47,7 +47,7 @@ fn raw_and_overlays(directory: &Path, start: &[u8], overlays: &[&str]) {
 }
 
 #[test]
-fn a_commit_does_not_turn_it_into_an_image_of_another_format() {
+pub(crate) fn a_commit_does_not_turn_it_into_an_image_of_another_format() {
     for (format, start) in beginnings() {
         let directory = tempfile::tempdir().unwrap();
         let work = directory.path();
@@ -83,7 +83,7 @@ fn a_commit_does_not_turn_it_into_an_image_of_another_format() {
 }
 
 #[test]
-fn no_write_or_zeroing_of_any_part_of_the_first_sector_turns_it_into_another() {
+pub(crate) fn no_write_or_zeroing_of_any_part_of_the_first_sector_turns_it_into_another() {
     for (format, start) in beginnings() {
         let directory = tempfile::tempdir().unwrap();
         let work = directory.path();

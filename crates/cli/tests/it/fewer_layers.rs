@@ -166,7 +166,7 @@ fn one_case(rng: &mut StdRng, case: u32) {
 }
 
 #[test]
-fn every_disk_reads_as_before() {
+pub(crate) fn every_disk_reads_as_before() {
     let seed = Seed::new();
     let mut rng = seed.rng();
     for case in 0..12 {
@@ -193,7 +193,7 @@ fn remaining(layers: &mut Layers) -> Vec<usize> {
 }
 
 #[test]
-fn a_policy_keeps_what_it_names() {
+pub(crate) fn a_policy_keeps_what_it_names() {
     let seed = Seed::new();
     let mut rng = seed.rng();
     for case in 0..8 {
@@ -266,7 +266,7 @@ fn a_policy_keeps_what_it_names() {
 }
 
 #[test]
-fn a_served_chain_is_thinned_out_by_its_server() {
+pub(crate) fn a_served_chain_is_thinned_out_by_its_server() {
     let seed = Seed::new();
     let mut rng = seed.rng();
     let directory = tempfile::tempdir().unwrap();
@@ -292,7 +292,7 @@ fn a_served_chain_is_thinned_out_by_its_server() {
 }
 
 #[test]
-fn internal_snapshots_are_not_lost_with_a_layer() {
+pub(crate) fn internal_snapshots_are_not_lost_with_a_layer() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path();
     for (name, below) in [("a", None), ("b", Some("a")), ("c", Some("b"))] {
@@ -337,7 +337,7 @@ fn another(directory: &Path, image: &str, name: &str) {
 }
 
 #[test]
-fn a_layer_that_an_image_needs_under_any_name_is_kept() {
+pub(crate) fn a_layer_that_an_image_needs_under_any_name_is_kept() {
     let directory = tempfile::tempdir().unwrap();
     let absolute = directory.path().join("absolute/mid").to_str().unwrap().to_owned();
     let cases = [
@@ -369,7 +369,7 @@ fn a_layer_that_an_image_needs_under_any_name_is_kept() {
 }
 
 #[test]
-fn where_it_is_unknown_who_needs_a_layer_nothing_is_done() {
+pub(crate) fn where_it_is_unknown_who_needs_a_layer_nothing_is_done() {
     let directory = tempfile::tempdir().unwrap();
     let json = r#"json:{"driver":"qcow2","file":{"driver":"file","filename":"mid"}}"#;
     for (case, name) in [("json", json), ("protocol", "nbd:localhost:1"), ("damaged", "mid")] {
@@ -393,7 +393,7 @@ fn where_it_is_unknown_who_needs_a_layer_nothing_is_done() {
 }
 
 #[test]
-fn a_layer_that_a_running_program_uses_is_not_deleted() {
+pub(crate) fn a_layer_that_a_running_program_uses_is_not_deleted() {
     let directory = tempfile::tempdir().unwrap();
     let (work, elsewhere) = (directory.path().join("chain"), directory.path().join("elsewhere"));
     three(&work);
@@ -421,7 +421,7 @@ fn a_layer_that_a_running_program_uses_is_not_deleted() {
 }
 
 #[test]
-fn internal_snapshots_that_read_through_a_layer_are_kept() {
+pub(crate) fn internal_snapshots_that_read_through_a_layer_are_kept() {
     for command in [
         args!["chain", "delete", "top", "mid"],
         args!["chain", "merge", "mid", "top"],
@@ -455,7 +455,7 @@ fn internal_snapshots_that_read_through_a_layer_are_kept() {
 }
 
 #[test]
-fn an_image_is_not_rebased_onto_what_cannot_be_opened_or_onto_itself() {
+pub(crate) fn an_image_is_not_rebased_onto_what_cannot_be_opened_or_onto_itself() {
     let directory = tempfile::tempdir().unwrap();
     let work = directory.path();
     three(work);
@@ -476,7 +476,7 @@ fn an_image_is_not_rebased_onto_what_cannot_be_opened_or_onto_itself() {
 }
 
 #[test]
-fn names_stay_relative_so_that_a_copied_tree_is_a_chain_of_its_own() {
+pub(crate) fn names_stay_relative_so_that_a_copied_tree_is_a_chain_of_its_own() {
     for command in [
         args!["chain", "merge", "x/mid", "y/top"],
         args!["chain", "delete", "y/top", "x/mid"],
@@ -520,7 +520,7 @@ fn names_stay_relative_so_that_a_copied_tree_is_a_chain_of_its_own() {
 }
 
 #[test]
-fn a_commit_holds_the_image_until_it_is_empty() {
+pub(crate) fn a_commit_holds_the_image_until_it_is_empty() {
     use rustix::fs::inotify;
     use std::mem::MaybeUninit;
     let directory = tempfile::tempdir().unwrap();
@@ -545,7 +545,7 @@ fn a_commit_holds_the_image_until_it_is_empty() {
 }
 
 #[test]
-fn bitmaps_of_an_emptied_image_stay_usable() {
+pub(crate) fn bitmaps_of_an_emptied_image_stay_usable() {
     let directory = tempfile::tempdir().unwrap();
     let work = directory.path();
     three(work);
@@ -562,7 +562,7 @@ fn bitmaps_of_an_emptied_image_stay_usable() {
 }
 
 #[test]
-fn a_policy_goes_on_without_a_layer_that_is_in_use() {
+pub(crate) fn a_policy_goes_on_without_a_layer_that_is_in_use() {
     let directory = tempfile::tempdir().unwrap();
     let (work, elsewhere) = (directory.path().join("chain"), directory.path().join("elsewhere"));
     three(&work);
@@ -616,7 +616,7 @@ fn note(work: &Path, stage: &str) {
 }
 
 #[test]
-fn a_killed_deletion_is_finished_by_the_next_one() {
+pub(crate) fn a_killed_deletion_is_finished_by_the_next_one() {
     let directory = tempfile::tempdir().unwrap();
     let delete = args!["chain", "delete", "top", "mid"];
     let retain = args!["chain", "retain", "--keep-last", "9", "--apply", "top"];
@@ -640,7 +640,7 @@ fn a_killed_deletion_is_finished_by_the_next_one() {
 }
 
 #[test]
-fn a_layer_stays_whose_merge_was_begun_and_not_finished() {
+pub(crate) fn a_layer_stays_whose_merge_was_begun_and_not_finished() {
     let directory = tempfile::tempdir().unwrap();
     let delete = args!["chain", "delete", "top", "mid"];
     let refused = |case: &str, prepare: &dyn Fn(&Path), reason: &str| {
@@ -682,7 +682,7 @@ fn a_layer_stays_whose_merge_was_begun_and_not_finished() {
 }
 
 #[test]
-fn a_deletion_leaves_no_note_where_the_file_stays() {
+pub(crate) fn a_deletion_leaves_no_note_where_the_file_stays() {
     let directory = tempfile::tempdir().unwrap();
     for (case, options) in [("needed", args![]), ("kept", args!["--keep"])] {
         let work = directory.path().join(case);

@@ -24,6 +24,7 @@ mod index_survives_qemu;
 mod info_matches_qemus;
 mod internal_snapshots;
 mod io_like_qemu_io;
+mod it_can_fail;
 mod live;
 mod live_guest;
 mod live_killed;

@@ -2,7 +2,9 @@
 
 use isobath_testkit::process::{Finished, run};
 use isobath_testkit::qemu;
+use std::cell::Cell;
 use std::ffi::OsStr;
+use std::panic::catch_unwind;
 use std::path::Path;
 use std::process::Command;
 
@@ -24,7 +26,22 @@ where
     I::Item: AsRef<OsStr>,
 {
     let mut command = Command::new(env!("CARGO_BIN_EXE_isobath"));
+    if let Some(defect) = DEFECT.get() {
+        command.env("ISOBATH_DEFECT", defect);
+    }
     run(command.current_dir(directory).env("ISOBATH_LOG", level).args(arguments))
+}
+
+thread_local! {
+    static DEFECT: Cell<Option<&'static str>> = const { Cell::new(None) };
+}
+
+/// Runs a test while each `isobath` that it starts has this defect. Returns whether the test fails.
+pub(crate) fn fails_with(defect: &'static str, test: fn()) -> bool {
+    DEFECT.set(Some(defect));
+    let failed = catch_unwind(test).is_err();
+    DEFECT.set(None);
+    failed
 }
 
 /// Runs `qemu-img` in a directory.

@@ -259,6 +259,9 @@ impl<H: Host> Disk<H> {
             return Ok(name);
         }
         let below = layer(LayerIndex::new(next.get().saturating_sub(1)))?;
+        if sabotage::is(Sabotage::AbsoluteNames) {
+            return Ok(below.name().to_string_lossy().into_owned());
+        }
         let mut joined = PathBuf::new();
         for (_, link) in self.chain.top_down().filter(|(index, _)| (next..=top).contains(index)) {
             let name = link.header().and_then(|header| header.backing_file).unwrap_or_default();

@@ -1,9 +1,10 @@
 //! Internal snapshots, made by QEMU, hold what they held whatever is written afterwards.
 
 use crate::common::make;
+use isobath_disk::sabotage::Sabotage;
 use isobath_disk::{
-    BitmapAction, BitmapEditor, CheckOptions, Disk, OpenOptions, ZeroFlags, apply_snapshot, check,
-    create_snapshot, delete_snapshot,
+    BitmapAction, BitmapEditor, CheckOptions, Disk, OpenOptions, Repair, ZeroFlags, apply_snapshot,
+    check, create_snapshot, delete_snapshot,
 };
 use isobath_qcow2::NewImage;
 use isobath_ring::block_on;
@@ -14,6 +15,7 @@ use isobath_storage_test::any::{AnyHost, ToAny};
 use isobath_storage_test::fault::{Fault, FaultHost, Plan};
 use isobath_testkit::{args, qemu};
 use std::fs;
+use std::panic::catch_unwind;
 use std::path::Path;
 use std::time::Duration;
 
@@ -99,6 +101,14 @@ fn a_change_that_fails_leaves_the_image_as_it_was() {
     assert!(injected.iter().all(|(_, count)| *count > 5), "{injected:?}");
 }
 
+#[test]
+fn what_a_failed_change_takes_and_does_not_free_is_found() {
+    let broken = Sabotage::KeptTaken.begin();
+    let failed = catch_unwind(a_change_that_fails_leaves_the_image_as_it_was);
+    drop(broken);
+    assert!(failed.is_err());
+}
+
 /// Changes an image while one operation fails, and says whether the change did.
 async fn one_change(deed: &str, plan: &Plan, operation: Operation, after: u64) -> bool {
     let memory = MemoryHost::new();
@@ -136,6 +146,11 @@ async fn one_change(deed: &str, plan: &Plan, operation: Operation, after: u64) -
     drop(disk);
     let both = deed == "apply" && found.iter().all(|byte| *byte == 1);
     assert!(both || found.iter().all(|byte| *byte == 2), "{what}");
+    // After a failed flush nothing more is written: what was taken is lost until a repair.
+    if operation == Operation::Flush {
+        let leaks = CheckOptions { repair: Repair::Leaks, ..CheckOptions::default() };
+        check(&memory.any(), name, &leaks, &mut |_| {}).await.unwrap();
+    }
     let report = check(&memory.any(), name, &CheckOptions::default(), &mut |_| {}).await.unwrap();
     assert!(report.is_clean(), "{what}: {report:?}");
     done.is_err()

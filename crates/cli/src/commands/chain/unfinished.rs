@@ -7,6 +7,7 @@
 use super::users::{Doomed, Users, directories, header, identity};
 use crate::failure::Failure;
 use isobath_disk::{BlockStatus, Disk, OpenOptions, Secrets};
+use isobath_image::sabotage::{self, Sabotage};
 use isobath_storage::file::FileHost;
 use isobath_storage::{IoBuf, Locking, StorageExt};
 use rustix::fs::{XattrFlags, getxattr, removexattr, setxattr};
@@ -111,7 +112,8 @@ impl Unfinished {
         // It is locked already.
         let options = options.locking(Locking::Unlocked);
         let layer = Disk::open(FileHost, &self.layer, &options).await?;
-        if !has_all_of(&overlay, &layer).await? {
+        let trusted = sabotage::is(Sabotage::TrustedNote);
+        if !trusted && !has_all_of(&overlay, &layer).await? {
             let overlay = self.overlay.display();
             return Err(kept(&format_args!("'{overlay}' does not have all of its data")));
         }

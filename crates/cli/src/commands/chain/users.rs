@@ -2,6 +2,7 @@
 
 use crate::failure::Failure;
 use isobath_image::name::plain_file_name;
+use isobath_image::sabotage::{self, Sabotage};
 use isobath_qcow2::Header;
 use isobath_storage::file::{FileHost, FileStorage};
 use isobath_storage::{Host, Locking, OpenMode, StorageExt};
@@ -41,6 +42,7 @@ impl Users {
             // What names no file for `open` may name one for QEMU.
             let plain = plain_file_name(image, field, &name);
             let plain = plain.map_err(|error| unreadable(image, &error))?;
+            let plain = if sabotage::is(Sabotage::PlainNames) { &name } else { plain };
             match identity(&FileHost.resolve(image, plain)) {
                 Ok(id) => {
                     let users = self.0.entry(id).or_default();
@@ -122,7 +124,9 @@ impl<'a> Doomed<'a> {
                 path.display()
             ))
         };
-        let mode = OpenMode { writable: true, locking: Locking::Exclusive, ..OpenMode::default() };
+        let broken = sabotage::is(Sabotage::UnlockedDeletion);
+        let locking = if broken { Locking::Unlocked } else { Locking::Exclusive };
+        let mode = OpenMode { writable: true, locking, ..OpenMode::default() };
         let locked = FileHost.open(path, mode).await.map_err(|error| kept(&error))?;
         Ok(Self { path, locked })
     }
