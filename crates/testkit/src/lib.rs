@@ -6,8 +6,8 @@
 //!
 //! * [`tools`] finds programs, [`process`] runs them, [`qemu`] runs QEMU's and judges images by them.
 //! * [`daemon`] is a `qemu-storage-daemon` for any number of images, [`nbd`] a client of NBD servers.
-//! * [`ops`] are the operations of a test, [`model`] gives the contents of an image after them, [`chain`] makes backing
-//!   chains with them by any mixture of programs.
+//! * [`ops`] are the operations of a test, [`model`] gives the contents of an image after them, [`bytes`] compares
+//!   these, [`chain`] makes backing chains with them by any mixture of programs.
 //! * [`guest`] boots a Linux kernel on a disk and runs a script there, [`fs`] makes and checks the
 //!   file systems for it, [`scenario`] is a guest's root disk on a long chain.
 //! * [`fuse`] knows the errors of a FUSE server's end.
@@ -19,6 +19,7 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by a panic")]
 
+pub mod bytes;
 pub mod chain;
 pub mod daemon;
 pub mod evidence;

@@ -1,5 +1,6 @@
 //! The contents of a disk after a sequence of operations.
 
+use crate::bytes::first_other_than;
 use crate::ops::Op;
 use std::collections::BTreeMap;
 use std::fmt;
@@ -77,7 +78,13 @@ impl Model {
     /// A disk of the given bytes.
     pub fn from_bytes(bytes: &[u8]) -> Self {
         let mut model = Self::new(bytes.len() as u64);
-        model.adopt_pages(bytes);
+        for (index, part) in bytes.chunks(PAGE).enumerate() {
+            if first_other_than(0, part).is_some() {
+                let mut page = Page::zero();
+                page.bytes[..part.len()].copy_from_slice(part);
+                model.pages.insert(index as u64, page);
+            }
+        }
         model
     }
 
@@ -178,7 +185,7 @@ impl Model {
             let part = &actual[position..position + (end - start)];
             let page = self.pages.get(&index);
             if page.is_some_and(|page| page.bytes[start..end] == *part)
-                || page.is_none() && part.iter().all(|byte| *byte == 0)
+                || page.is_none() && first_other_than(0, part).is_none()
             {
                 position += part.len();
                 continue;
@@ -206,19 +213,14 @@ impl Model {
     /// Names the first difference; the model is then unchanged.
     pub fn adopt(&mut self, actual: &[u8]) -> Result<(), Mismatch> {
         self.check(actual)?;
-        self.adopt_pages(actual);
-        Ok(())
-    }
-
-    fn adopt_pages(&mut self, bytes: &[u8]) {
-        self.pages.clear();
-        for (index, part) in bytes.chunks(PAGE).enumerate() {
-            if part.iter().any(|byte| *byte != 0) {
-                let mut page = Page::zero();
-                page.bytes[..part.len()].copy_from_slice(part);
-                self.pages.insert(index as u64, page);
-            }
+        // What was not discarded is the same already.
+        for (index, page) in self.pages.iter_mut().filter(|(_, page)| !page.loose.is_empty()) {
+            let start = *index as usize * PAGE;
+            let part = &actual[start..actual.len().min(start + PAGE)];
+            page.bytes[..part.len()].copy_from_slice(part);
+            page.loose = Vec::new();
         }
+        Ok(())
     }
 
     /// The pages a range touches, each with the part of it.

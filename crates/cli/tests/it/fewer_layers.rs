@@ -3,6 +3,7 @@
 
 use crate::programs::{isobath, qemu_img};
 use crate::serving::Served;
+use isobath_testkit::bytes::first_difference;
 use isobath_testkit::chain::{Chain, Commands, Writer};
 use isobath_testkit::daemon::Daemon;
 use isobath_testkit::ops::Shape;
@@ -86,7 +87,7 @@ impl Layers {
     fn assert_hold(&self, what: &str) {
         for (name, (disk, now)) in self.names.iter().zip(self.disks.iter().zip(self.read())) {
             assert!(disk.len() == now.len(), "{what}: {name} has {} bytes", now.len());
-            if let Some(at) = disk.iter().zip(&now).position(|(one, other)| one != other) {
+            if let Some(at) = first_difference(disk, &now) {
                 panic!("{what}: {name} differs at {at}: {:#x}, not {:#x}", now[at], disk[at]);
             }
             qemu::assert_clean(&self.directory.join(name));

@@ -9,6 +9,7 @@ use isobath_storage::memory::MemoryHost;
 use isobath_storage::{Host, IoBuf, Operation};
 use isobath_storage_test::any::{AnyHost, ToAny};
 use isobath_storage_test::fault::{Fault, FaultHost, Plan};
+use isobath_testkit::bytes::first_other_than;
 use isobath_testkit::seed::Seed;
 use rand::RngExt;
 use rand::rngs::StdRng;
@@ -44,8 +45,7 @@ async fn write<H: Host>(disk: &Disk<H>, at: u64, tag: u8, length: u64) {
 
 async fn assert_reads<H: Host>(disk: &Disk<H>, at: u64, tag: u8) {
     let found = disk.read(at, IoBuf::zeroed(CLUSTER as usize)).await.unwrap();
-    let differs = found.iter().position(|byte| *byte != tag);
-    assert_eq!(differs, None, "at {at} for {tag:#x}: {:x?}", &found[..16]);
+    assert_eq!(first_other_than(tag, &found), None, "at {at} for {tag:#x}: {:x?}", &found[..16]);
 }
 
 /// Nothing is wrong with the image; without a journal a crash may cost space.

@@ -31,6 +31,9 @@ use std::time::Duration;
 
 type TestHost = FaultHost<MemoryHost>;
 
+/// Disks are a number of these long.
+const SECTOR: usize = 512;
+
 struct World {
     memory: MemoryHost,
     host: TestHost,
@@ -273,15 +276,18 @@ impl World {
         futures_util::join!(change, self.guest(rng, &done, 1));
         let touched = self.touched.take().unwrap();
         let held = self.content(&former).await;
-        let wrong = (0..before.len()).find(|n| !touched[*n] && held[*n] != before[*n]);
-        if let Some(at) = wrong {
-            let count =
-                (0..before.len()).filter(|n| !touched[*n] && held[*n] != before[*n]).count();
+        let wrong = |n: &usize| !touched[*n] && held[*n] != before[*n];
+        // Most sectors were not touched.
+        let sectors = (0..before.len()).step_by(SECTOR).map(|at| at..at + SECTOR);
+        let differ = sectors.filter(|sector| held[sector.clone()] != before[sector.clone()]);
+        let wrong: Vec<usize> = differ.flatten().filter(wrong).collect();
+        if let Some(at) = wrong.first() {
+            let count = wrong.len();
             panic!(
                 "{}: byte {at} is {:#x} instead of {:#x}, {count} bytes differ; {overlay:?}",
                 former.display(),
-                held[at],
-                before[at]
+                held[*at],
+                before[*at]
             );
         }
         self.moments.insert(former, held);

@@ -20,6 +20,7 @@ use isobath_storage_test::any::{AnyHost, ToAny};
 use isobath_storage_test::fault::{Fault, FaultHost, Plan};
 use isobath_storage_test::give_way;
 use isobath_storage_test::recorder::{Change, Record, RecorderHost};
+use isobath_testkit::bytes::{first_difference, first_other_than};
 use isobath_testkit::{digest, qemu, seed::Seed};
 use rand::rngs::StdRng;
 use rand::{Rng, RngExt, SeedableRng};
@@ -127,7 +128,7 @@ impl World {
         let disk = disk.unwrap().unwrap();
         let found = block_on(read(&disk, &(0..self.model.len() as u64)));
         for (kills, seen) in seen.iter().enumerate() {
-            let differs = seen.iter().zip(&found).position(|(seen, found)| seen != found);
+            let differs = first_difference(seen, &found);
             assert_eq!(differs, None, "after {kills} kills a reader sees something else there");
         }
         disk
@@ -198,8 +199,7 @@ impl World {
 
     async fn compare(&self, disk: &LiveDisk<AnyHost>) {
         let found = read(disk, &(0..self.model.len() as u64)).await;
-        let differs = found.iter().zip(&self.model).position(|(found, model)| found != model);
-        assert_eq!(differs, None, "differs there");
+        assert_eq!(first_difference(&found, &self.model), None, "differs there");
     }
 }
 
@@ -340,10 +340,10 @@ fn logged() -> OpenOptions {
     OpenOptions::new().writable(true).restart_log(true)
 }
 
-/// An overlay of 64 MiB over a base that is written all over.
+/// An overlay of 64 MiB over a base of 8 MiB that is written all over.
 async fn overlay(cluster_bits: u32) -> MemoryHost {
     let host = MemoryHost::new();
-    host.insert("base.raw", &vec![0xbb; 64 << 20]);
+    host.insert("base.raw", &vec![0xbb; 8 << 20]);
     let mut image = NewImage::new(64 << 20);
     image.cluster_bits = cluster_bits;
     image.backing_file = Some("base.raw".into());
@@ -362,8 +362,7 @@ async fn write<H: Host>(disk: &Disk<H>, at: u64, tag: u8, length: usize) {
 
 async fn assert_reads<H: Host>(disk: &Disk<H>, at: u64, tag: u8, length: usize) {
     let found = disk.read(at, IoBuf::zeroed(length)).await.unwrap();
-    let differs = found.iter().position(|byte| *byte != tag);
-    assert_eq!(differs, None, "at {at} for {tag}: {:?}", &found[..16]);
+    assert_eq!(first_other_than(tag, &found), None, "at {at} for {tag}: {:?}", &found[..16]);
 }
 
 fn syncs(record: &Record) -> usize {

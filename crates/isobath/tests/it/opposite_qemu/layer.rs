@@ -1,6 +1,7 @@
 //! One image of a chain, and what is known of it.
 
 use crate::opposite_qemu::history::ImageOptions;
+use isobath_testkit::bytes::first_difference;
 use isobath_testkit::model::Model;
 use isobath_testkit::nbd::Run;
 use isobath_testkit::{args, qemu};
@@ -102,9 +103,7 @@ impl Layer {
                 if flags & 1 == 0 && part > 0 {
                     let (before, now) =
                         (tracked.since.read(at, part as usize), now.read(at, part as usize));
-                    if let Some(byte) =
-                        before.iter().zip(&now).position(|(one, other)| one != other)
-                    {
+                    if let Some(byte) = first_difference(&before, &now) {
                         let byte = at + byte as u64;
                         panic!(
                             "the consistent bitmap {name} does not tell that byte {byte} changed"
