@@ -106,7 +106,7 @@ histories: setup
 	ISOBATH_HISTORIES=$(COUNT) ISOBATH_SEED=$(SEED) scripts/evidence run histories -- \
 		cargo test --locked --release -p isobath-cli --test it -- --nocapture histories::
 
-# Every operation of QEMU on every layer of indexed chains of every sort; half of them are in `make test`.
+# Every operation of QEMU on every layer of indexed chains of every sort; a part of them is in `make test`.
 index-cases: setup
 	ISOBATH_EVERY_CASE=1 scripts/evidence run index-cases -- \
 		cargo test --locked -p isobath-cli --test it index_survives_qemu -- --nocapture

@@ -1,8 +1,8 @@
 //! QEMU and isobath write to the same images in turn.
 
 use super::chains::isobath;
-use super::judge::first_difference;
 use isobath_testkit::args;
+use isobath_testkit::bytes::first_difference;
 use isobath_testkit::chain::{Chain, Commands, Writer};
 use isobath_testkit::ops::{Op, Shape};
 use isobath_testkit::qemu;

@@ -63,8 +63,7 @@ pub(crate) const KINDS: [Kind; 4] = [
 pub(crate) struct Chain {
     directory: tempfile::TempDir,
     pub(crate) kind: Kind,
-    /// What every layer's own tables say at first.
-    pub(crate) mappings: Vec<String>,
+    template: &'static Template,
 }
 
 impl Chain {
@@ -75,11 +74,7 @@ impl Chain {
             [const { [const { OnceLock::new() }; 2] }; KINDS.len()];
         let template = TEMPLATES[kind][flavour as usize]
             .get_or_init(|| Template::new(KINDS[kind], kind as u64, flavour));
-        let chain = Self {
-            directory: tempfile::tempdir().unwrap(),
-            kind: KINDS[kind],
-            mappings: template.mappings.clone(),
-        };
+        let chain = Self { directory: tempfile::tempdir().unwrap(), kind: KINDS[kind], template };
         for (layer, bytes) in template.files.iter().enumerate() {
             fs::write(chain.path(layer), bytes).unwrap();
         }
@@ -107,6 +102,16 @@ impl Chain {
 
     pub(crate) fn is_qcow2(&self, layer: usize) -> bool {
         self.format(layer) == "qcow2"
+    }
+
+    /// Whether a layer's file is the one that was made for the chain, to the byte.
+    pub(crate) fn is_as_made(&self, layer: usize) -> bool {
+        fs::read(self.path(layer)).is_ok_and(|bytes| bytes == self.template.files[layer])
+    }
+
+    /// What a layer's own tables said at first.
+    pub(crate) fn mapping(&self, layer: usize) -> &str {
+        &self.template.mappings[layer]
     }
 
     /// Runs `qemu-img`; whether it did it.

@@ -1,12 +1,13 @@
 //! Damage to an index itself: noticed wherever it is, and said once.
 
 use super::chains::{Chain, Flavour, LAYERS, TOP, TOP_NAME, isobath, logged, name};
-use super::judge::{first_difference, logged_of_indexes};
+use super::judge::logged_of_indexes;
 use isobath_qcow2::Header;
 use isobath_qcow2::index::{
     BlockHash, BlockPointer, IndexExtension, MAX_BLOCK_BYTES, Page, PageEntry, Root, Segment,
 };
 use isobath_testkit::args;
+use isobath_testkit::bytes::first_difference;
 use isobath_testkit::chain::{Chain as Made, Commands};
 use isobath_testkit::ops::{Op, Shape};
 use isobath_testkit::qemu;

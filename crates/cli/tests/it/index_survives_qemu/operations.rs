@@ -2,9 +2,10 @@
 
 use super::chains::{Chain, Flavour, KINDS, LAYERS, TOP, TOP_NAME, isobath, name, own};
 use super::judge::Effect::{Changes, Damages, Keeps};
-use super::judge::{first_difference, on_each_layer};
+use super::judge::on_each_layer;
 use isobath_qcow2::Header;
 use isobath_testkit::args;
+use isobath_testkit::bytes::first_difference;
 use std::fs;
 
 #[test]
@@ -213,6 +214,9 @@ fn a_chain_is_believed_until_something_happens() {
         for kind in 0..KINDS.len() {
             println!("kind {kind}, {flavour:?}");
             let chain = Chain::new(kind, flavour);
+            for layer in (0..LAYERS).filter(|layer| chain.is_qcow2(*layer)) {
+                isobath_testkit::qemu::assert_clean(&chain.path(layer));
+            }
             assert!(super::judge::verify(chain.directory()));
             assert_eq!(super::judge::holds(chain.directory()), Some(true));
             let (_, messages) = super::judge::read_both(chain.directory()).unwrap();

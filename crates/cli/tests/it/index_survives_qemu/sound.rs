@@ -73,7 +73,7 @@ fn overlay(directory: &Path, by_isobath: bool, image: &str, below: (&str, &str),
 
 #[test]
 fn every_kind_of_overlay_on_every_kind_of_base() {
-    let share = if every_case() { 3 } else { 6 };
+    let share = if every_case() { 3 } else { 9 };
     for (number, options) in OVERLAYS.iter().enumerate() {
         for (shift, (format, base, size, command)) in BASES.iter().enumerate() {
             // Two overlays, the upper of another kind.
