@@ -48,7 +48,7 @@ fn assert_copied(directory: &Path, source: (&Path, &str), copy: &str, format: &s
 fn random_chains_both_ways() {
     let seed = Seed::new();
     let mut rng = seed.rng();
-    for _ in 0..20 {
+    for _ in 0..14 {
         let chain = random_chain(&mut rng);
         for copy in ["ours", "theirs"] {
             let format = if rng.random_bool(0.7) { "qcow2" } else { "raw" };

@@ -9,7 +9,7 @@ use rand::RngExt;
 fn random_chains() {
     let seed = Seed::new();
     let mut rng = seed.rng();
-    for _ in 0..25 {
+    for _ in 0..16 {
         let chain = random_chain(&mut rng);
         for output in ["human", "json"] {
             let mut arguments = args!["map", "-f", chain.format, format!("--output={output}")];

@@ -124,7 +124,15 @@ fn run(directory: &Path, words: &[String]) -> (bool, String) {
         fs::create_dir_all(path.parent().unwrap()).unwrap();
         path.into_os_string().into_string().unwrap()
     };
-    let finished = isobath(directory, words.iter().skip(1).map(below));
+    // A secret that is made would be hashed for two seconds, and so whenever it is tried.
+    let makes_secret = |word: &String| {
+        word.contains("encrypt.format=luks") || word.contains("encrypt.state=active")
+    };
+    let soon = |word: &String| {
+        let word = below(word);
+        if makes_secret(&word) { format!("{word},encrypt.iter-time=10") } else { word }
+    };
+    let finished = isobath(directory, words.iter().skip(1).map(soon));
     (finished.status.success(), finished.report())
 }
 
