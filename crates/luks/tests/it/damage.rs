@@ -88,14 +88,13 @@ fn each_field_is_checked() {
 /// QEMU opens what is accepted here, as far as the secret still belongs to it.
 #[test]
 fn what_is_accepted_is_opened_by_qemu() {
-    for Case(at, bytes, expected) in cases() {
-        let accepted = expected.is_empty();
-        if accepted {
-            let image = Image::new("s", "");
-            image.write(at, &bytes);
-            let _ = image.unlock("s");
-            let _ = image.io("s", &["read 0 512"]).ok();
-        }
+    let image = Image::new("s", "");
+    let good = image.area();
+    for Case(at, bytes, _) in cases().into_iter().filter(|Case(.., expected)| expected.is_empty()) {
+        image.write(0, &good);
+        image.write(at, &bytes);
+        let _ = image.unlock("s");
+        let _ = image.io("s", &["read 0 512"]).ok();
     }
 }
 
