@@ -1,5 +1,6 @@
 //! The contents of a file or a disk: sparse, and cheap to copy.
 
+use isobath_testkit::bytes::{first_difference, first_other_than};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Range;
@@ -86,7 +87,7 @@ impl Content {
 
     /// Whether a range holds these bytes.
     pub fn holds(&self, offset: u64, bytes: &[u8]) -> bool {
-        let zero = |bytes: &[u8]| bytes.iter().all(|byte| *byte == 0);
+        let zero = |bytes: &[u8]| first_other_than(0, bytes).is_none();
         let mut done = 0;
         for (part, data) in self.held(offset..offset + bytes.len() as u64) {
             if !zero(&bytes[done..part.start]) || bytes[part.clone()] != *data {
@@ -172,7 +173,7 @@ impl Content {
             }
             let zeroes = [0; PAGE as usize];
             let (mine, theirs) = (mine.map_or(&zeroes, |p| p), theirs.map_or(&zeroes, |p| p));
-            if let Some(at) = mine.iter().zip(theirs).position(|(a, b)| a != b) {
+            if let Some(at) = first_difference(mine, theirs) {
                 return Some((page * PAGE + at as u64).min(self.length).min(other.length));
             }
         }
@@ -192,7 +193,7 @@ impl From<&[u8]> for Content {
     fn from(bytes: &[u8]) -> Self {
         let mut content = Self::zeroes(bytes.len() as u64);
         for (page, part) in (0..).zip(bytes.chunks(PAGE as usize)) {
-            if part.iter().any(|byte| *byte != 0) {
+            if first_other_than(0, part).is_some() {
                 content.write(page * PAGE, part);
             }
         }

@@ -224,7 +224,8 @@ impl Hooks for FileRecorder {
     ) -> Result<()> {
         let change = match done {
             Some(Request::Write { offset, bufs }) => {
-                Change::Write(offset, bufs.iter().flat_map(|buf| buf.iter().copied()).collect())
+                let parts: Vec<&[u8]> = bufs.iter().map(|buf| &buf[..]).collect();
+                Change::Write(offset, parts.concat().into())
             }
             Some(Request::WriteZeroes { offset, length }) => Change::Zero(offset..offset + length),
             Some(Request::Discard { offset, length }) => Change::Discard(offset..offset + length),

@@ -8,6 +8,7 @@ use isobath_ring::{Config, Executor};
 use isobath_storage::IoBuf;
 use isobath_storage::file::FileHost;
 use isobath_storage_test::any::ToAny;
+use isobath_testkit::bytes::first_difference;
 use isobath_testkit::qemu;
 use std::fs::{self, File};
 use std::io;
@@ -139,7 +140,7 @@ impl<'a> Judge<'a> {
             _ => return Err(format!("after recovery: {}", left.report())),
         }
         let recovered = self.read(&image)?;
-        if let Some(at) = seen.iter().zip(&recovered).position(|(seen, now)| seen != now) {
+        if let Some(at) = first_difference(&seen, &recovered) {
             return Err(format!("byte {at} was read otherwise before recovery"));
         }
         if by_qemu {

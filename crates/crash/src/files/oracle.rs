@@ -1,6 +1,7 @@
 //! What clients wrote and what they were promised, which determines what each sector may hold after a crash.
 
 use isobath_storage_test::recorder;
+use isobath_testkit::bytes::first_other_than;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// The granularity of promises.
@@ -150,7 +151,7 @@ impl Sectors {
                 one.sent.position <= position && promised.is_none_or(|by| one.answered.order >= by)
             };
             let mut allowed = requests().filter(may_be);
-            let found = if sector.iter().all(|byte| *byte == 0) {
+            let found = if first_other_than(0, sector).is_none() {
                 None
             } else if let Some(number) = number(sector, place) {
                 Some(number)

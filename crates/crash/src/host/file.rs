@@ -312,8 +312,8 @@ impl Storage for SimFile {
     }
 
     async fn write_vectored_at(&self, offset: u64, bufs: Vec<IoBuf>) -> Result<Vec<IoBuf>> {
-        let bytes: Vec<u8> = bufs.iter().flat_map(|buf| buf.iter().copied()).collect();
-        let action = Action::Write(offset, bytes.into());
+        let parts: Vec<&[u8]> = bufs.iter().map(|buf| &buf[..]).collect();
+        let action = Action::Write(offset, parts.concat().into());
         self.change(Operation::Write, Kind::Write, action).await?;
         Ok(bufs)
     }
