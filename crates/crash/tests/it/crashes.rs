@@ -13,9 +13,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
 /// States of random histories, for all modes together.
-const STATES: u64 = 9_000;
+const STATES: u64 = 5_000;
 /// The same of a server.
-const SERVER_STATES: u64 = 4_000;
+const SERVER_STATES: u64 = 2_400;
 
 /// Runs histories on two threads until there are enough states, or no more histories.
 fn run(
@@ -83,7 +83,7 @@ fn small_histories_of_mappings_in_data_survive_every_crash() {
         let settings = Settings { qemu_every: 1000, ..Settings::new(mode) };
         let first = COUNT - 3 * u64::from(Disk::patterns(Kind::Embedded));
         let totals = run(&settings, u64::MAX, |number| {
-            let number = first + number * 5;
+            let number = first + number * 7;
             (number < COUNT).then(|| run_small(&settings, number, 3))
         });
         println!("{}: {totals:?}", mode.name());

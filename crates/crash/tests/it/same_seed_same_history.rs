@@ -43,7 +43,7 @@ fn repeat(
     digests: &mut FxHasher,
     history: impl Fn(&Settings) -> Result<Totals, Box<Failure>> + Send + Sync,
 ) {
-    let settings = Settings { qemu_every: 0, most_moments: 6, ..*settings };
+    let settings = Settings { qemu_every: 0, most_moments: 3, ..*settings };
     let runs = JUMPS.map(|jump| run(&settings, jump, &history));
     for ((totals, readings), jump) in runs.iter().zip(JUMPS) {
         assert_eq!(*readings, 0, "{what} in mode {}: it reads the clock", settings.mode.name());

@@ -255,7 +255,7 @@ async fn history(seed: u64, rng: &mut StdRng, encrypts: f64) {
 fn concurrent_random_requests_agree_with_the_model() {
     let seed = Seed::new();
     let mut rng = seed.rng();
-    for _ in 0..40 {
+    for _ in 0..24 {
         block_on(history(seed.value(), &mut rng, 0.0));
     }
 }
@@ -264,7 +264,7 @@ fn concurrent_random_requests_agree_with_the_model() {
 fn requests_on_encrypted_chains_agree_with_the_model() {
     let seed = Seed::new();
     let mut rng = seed.rng();
-    for _ in 0..25 {
+    for _ in 0..15 {
         block_on(history(seed.value(), &mut rng, 0.6));
     }
 }

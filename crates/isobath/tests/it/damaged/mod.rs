@@ -33,7 +33,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 /// Images of `make test`.
-const SLICE: u64 = 200;
+const SLICE: u64 = 120;
 /// Memory of this test at most, in KiB: damaged images claim terabytes.
 const MOST_MEMORY: u64 = 2 << 20;
 /// Of each accepted disagreement, told at the end of a campaign.

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 /// How often what was done is told and kept.
 const EVERY: Duration = Duration::from_secs(20);
 /// Histories of `make test`.
-const SLICE: u64 = 24;
+const SLICE: u64 = 12;
 
 /// What the next run goes on with.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
