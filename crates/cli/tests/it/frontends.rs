@@ -184,7 +184,7 @@ fn what_cannot_be_a_door_is_refused() {
 /// Random writes of all sizes, zero-writes and discards by the file system, each read again and compared.
 const VERIFY: &str = "[global]\nfilename=/dev/vda\ndirect=1\nioengine=libaio\niodepth=16\nrw=randwrite\n\
      bsrange=512-128k\nblocksize_unaligned=0\nsize=24m\nverify=crc32c\nverify_fatal=1\ndo_verify=1\n\
-     time_based=1\nruntime=9\nverify_backlog=64\n[low]\noffset=0\n[high]\noffset=32m\n";
+     time_based=1\nruntime=7\nverify_backlog=64\n[low]\noffset=0\n[high]\noffset=32m\n";
 
 /// How many writes the server's clients have made.
 fn writes(live: &Live) -> u64 {

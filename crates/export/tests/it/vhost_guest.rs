@@ -123,7 +123,7 @@ fn requests_in_flight_outlive_a_server_that_is_stopped() {
     qemu::create(&image, "qcow2", 64 << 20, "cluster_size=16k");
     let disk = open(&image);
     let mut served = VhostServed::new(disk.clone(), options(2), 1);
-    let mut guest = verifying_guest(&served.socket, 8).spawn(&format!("echo go\n{}", verify()));
+    let mut guest = verifying_guest(&served.socket, 7).spawn(&format!("echo go\n{}", verify()));
     guest.wait_for("go");
     for _ in 0..5 {
         thread::sleep(Duration::from_secs(1));
@@ -154,7 +154,7 @@ fn kill_under_a_guest(format: &str, arguments: &[&str]) {
     let socket = directory.path().join("vhost.sock");
     qemu::create(&image, "qcow2", 64 << 20, format);
     let mut server = start(&socket, &image, arguments);
-    let mut guest = verifying_guest(&socket, 8).spawn(&format!("echo go\n{}", verify()));
+    let mut guest = verifying_guest(&socket, 6).spawn(&format!("echo go\n{}", verify()));
     guest.wait_for("go");
     for round in 0..5_u64 {
         // Not in the middle of the greeting: QEMU 7.2 was seen not to connect again then.
