@@ -464,7 +464,7 @@ async fn history(rng: &mut StdRng) {
 fn the_guest_sees_nothing_of_what_happens_to_the_chain() {
     let seed = Seed::new();
     let mut rng = seed.rng();
-    for _ in 0..25 {
+    for _ in 0..16 {
         block_on(history(&mut rng));
     }
 }

@@ -46,7 +46,8 @@ pub(crate) fn on_each_layer(
     let quarter = (!every_case()).then(|| first / KINDS.len() + (seed.value() % 4) as usize);
     for flavour in FLAVOURS {
         for layer in layers.clone() {
-            if quarter.is_some_and(|quarter| (quarter + layer + 2 * flavour as usize) % 4 != 0) {
+            let number = layer + 2 * flavour as usize;
+            if quarter.is_some_and(|quarter| !(quarter + number).is_multiple_of(4)) {
                 continue;
             }
             let kind = (first + layer + flavour as usize) % KINDS.len();
