@@ -7,7 +7,7 @@ use isobath_disk::{LiveDisk, OpenOptions};
 use isobath_export::vhost_user::Options;
 use isobath_ring::{Config, Executor};
 use isobath_storage::file::FileHost;
-use isobath_testkit::guest::Guest;
+use isobath_testkit::guest::{Guest, RunningGuest, until_a_line};
 use isobath_testkit::{qemu, until};
 use std::path::Path;
 use std::sync::Arc;
@@ -97,12 +97,15 @@ fn a_guest_sees_that_its_disk_has_grown_and_that_it_may_not_write() {
 }
 
 /// Random writes of all sizes that are read again and compared, in a guest with two processors.
-fn verifying_guest(socket: &Path, runtime: u32) -> Guest {
-    let job = format!(
-        "[global]\nfilename=/dev/vda\ndirect=1\nioengine=libaio\niodepth=16\nrw=randwrite\n\
+/// They go on until a line is typed.
+fn verifying_guest(socket: &Path) -> RunningGuest {
+    let job = "[global]\nfilename=/dev/vda\ndirect=1\nioengine=libaio\niodepth=16\nrw=randwrite\n\
          bsrange=512-128k\nblocksize_unaligned=0\nsize=24m\nverify=crc32c\nverify_fatal=1\n\
-         do_verify=1\ntime_based=1\nruntime={runtime}\nverify_backlog=64\n\
-         [low]\noffset=0\n[high]\noffset=32m\n"
+         do_verify=1\ntime_based=1\nruntime=1\nverify_backlog=64\n\
+         [low]\noffset=0\n[high]\noffset=32m\n";
+    let script = format!(
+        "{}\n{NO_ERRORS}",
+        until_a_line("fio --output-format=terse /job >/tmp/fio || { cat /tmp/fio; exit 1; }")
     );
     Guest::new()
         .memory(320)
@@ -110,10 +113,7 @@ fn verifying_guest(socket: &Path, runtime: u32) -> Guest {
         .file("/job", job.as_bytes())
         .vhost_user(socket, 2)
         .arguments(["-smp", "2"])
-}
-
-fn verify() -> String {
-    format!("fio --output-format=terse /job >/tmp/fio || {{ cat /tmp/fio; exit 1; }}\n{NO_ERRORS}")
+        .spawn(&script)
 }
 
 #[test]
@@ -123,13 +123,14 @@ fn requests_in_flight_outlive_a_server_that_is_stopped() {
     qemu::create(&image, "qcow2", 64 << 20, "cluster_size=16k");
     let disk = open(&image);
     let mut served = VhostServed::new(disk.clone(), options(2), 1);
-    let mut guest = verifying_guest(&served.socket, 7).spawn(&format!("echo go\n{}", verify()));
+    let mut guest = verifying_guest(&served.socket);
     guest.wait_for("go");
     for _ in 0..5 {
         thread::sleep(Duration::from_secs(1));
         served.restart(options(2));
         served.wait_connected(true);
     }
+    guest.type_line("stop");
     let done = guest.wait();
     assert_eq!(done.status, 0, "{}", done.console);
     close(served, disk);
@@ -154,7 +155,7 @@ fn kill_under_a_guest(format: &str, arguments: &[&str]) {
     let socket = directory.path().join("vhost.sock");
     qemu::create(&image, "qcow2", 64 << 20, format);
     let mut server = start(&socket, &image, arguments);
-    let mut guest = verifying_guest(&socket, 6).spawn(&format!("echo go\n{}", verify()));
+    let mut guest = verifying_guest(&socket);
     guest.wait_for("go");
     for round in 0..5_u64 {
         // Not in the middle of the greeting: QEMU 7.2 was seen not to connect again then.
@@ -165,6 +166,7 @@ fn kill_under_a_guest(format: &str, arguments: &[&str]) {
         assert!(!killed.status.success(), "{}", killed.report());
         server = start(&socket, &image, arguments);
     }
+    guest.type_line("stop");
     let done = guest.wait();
     assert_eq!(done.status, 0, "{}", done.console);
     let _ = server.stop().ok();

@@ -231,6 +231,19 @@ impl Guest {
     }
 }
 
+/// Lines of a script that say "go", and repeat a command until a line [is typed](RunningGuest::type_line): it goes on
+/// for as long as the test needs it to.
+pub fn until_a_line(command: &str) -> String {
+    format!(
+        "exec 3<&0
+         (read line <&3; touch /typed) &
+         echo go
+         while [ ! -e /typed ]; do
+             {command}
+         done"
+    )
+}
+
 /// A guest that runs concurrently with a test, and is killed when dropped.
 #[derive(Debug)]
 pub struct RunningGuest {
