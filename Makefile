@@ -15,6 +15,8 @@ CRASH_FILES_STATES ?= 2000
 ROUNDS ?= 12
 DAMAGE_IMAGES ?= 5000
 DAMAGE_SEED ?= 1
+CALLS_EVERY ?= 1
+CALLS_SEED ?= 1
 COUNT ?= 500
 SEED ?= 1
 # Versions of tools.
@@ -25,7 +27,8 @@ export PATH := $(PATH):$(HOME)/.cargo/bin
 TOOLS := target/tools/bin/cargo-deny target/tools/bin/cargo-nextest
 
 # Each run of these adds a line of what it did to this file.
-CAMPAIGNS := soak kills crash crash-small crash-files damage defects histories index-cases fuzz interleavings miri tsan
+CAMPAIGNS := soak kills crash crash-small crash-files damage defects histories calls index-cases fuzz interleavings \
+	miri tsan
 $(CAMPAIGNS): export ISOBATH_EVIDENCE := $(CURDIR)/docs/results/campaigns.jsonl
 
 .PHONY: setup build style test tested demo $(CAMPAIGNS) evidence coverage bench papers papers-quick clean
@@ -105,6 +108,12 @@ damage: setup
 histories: setup
 	ISOBATH_HISTORIES=$(COUNT) ISOBATH_SEED=$(SEED) scripts/evidence run histories -- \
 		cargo test --locked --release -p isobath-cli --test it -- --nocapture histories::
+
+# Commands interrupted at every call: killed, told that it failed, or held beside another program; one of CALLS_EVERY
+# cases.
+calls: setup
+	ISOBATH_CALLS=all ISOBATH_CALLS_EVERY=$(CALLS_EVERY) ISOBATH_SEED=$(CALLS_SEED) scripts/evidence run calls -- \
+		cargo test --locked --release -p isobath-cli --test it -- --nocapture interrupted_commands_leave
 
 # Every operation of QEMU on every layer of indexed chains of every sort; a part of them is in `make test`.
 index-cases: setup

@@ -2,6 +2,8 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by a panic")]
 
+#[cfg(target_arch = "x86_64")]
+mod at_every_call;
 mod block_device;
 mod boot;
 mod chain_generate;

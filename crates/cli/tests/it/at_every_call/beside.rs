@@ -1,0 +1,142 @@
+//! Another program that begins while a command is held.
+
+use super::judge::{Disk, Rules, View, Written};
+use super::scenes::{FREE, qemu_io, state};
+use super::tracer::Deed;
+use super::{Undisturbed, Worker, ended_well, well};
+use crate::programs::{isobath, qemu_img};
+use isobath_testkit::args;
+use isobath_testkit::process::Finished;
+use std::fs;
+use std::path::Path;
+
+/// A program that begins while a command is held.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Second {
+    QemuWrites(&'static str),
+    Writes(&'static str),
+    QemuReads,
+    Reads,
+    QemuSnapshot,
+    Commit,
+    Delete,
+}
+
+/// QEMU's are refused at once.
+const QEMUS: [Second; 6] = [
+    Second::QemuWrites("top"),
+    Second::QemuReads,
+    Second::QemuWrites("mid"),
+    Second::QemuWrites("top"),
+    Second::QemuSnapshot,
+    Second::QemuWrites("base"),
+];
+
+/// Isobath's wait for a second to be let in.
+const OURS: [Second; 6] = [
+    Second::Writes("top"),
+    Second::Delete,
+    Second::Reads,
+    Second::Writes("mid"),
+    Second::Commit,
+    Second::Writes("base"),
+];
+/// At one of so many calls, Isobath is tried, too.
+const RARELY: usize = 5;
+
+/// What the second program writes.
+const TAG: u8 = 0x77;
+const LENGTH: usize = 20 << 10;
+
+impl Second {
+    /// Those that are tried at a call.
+    pub(super) fn some(call: usize) -> impl Iterator<Item = Self> {
+        let qemus = [QEMUS[call % QEMUS.len()], QEMUS[(call + 1) % QEMUS.len()]];
+        let ours = call.is_multiple_of(RARELY).then(|| OURS[call / RARELY % OURS.len()]);
+        qemus.into_iter().chain(ours)
+    }
+
+    fn run(self, directory: &Path) -> Finished {
+        let write = format!("write -P {TAG} {FREE} {LENGTH}");
+        let raw = format!("{}.raw", directory.display());
+        match self {
+            Self::QemuWrites(image) => qemu_io(directory, image, &[write]),
+            Self::Writes(image) => isobath(directory, args!["io", "-c", write, image]),
+            Self::QemuReads => qemu_img(directory, args!["convert", "-O", "raw", "top", raw]),
+            Self::Reads => isobath(directory, args!["convert", "-O", "raw", "top", raw]),
+            Self::QemuSnapshot => qemu_img(directory, ["snapshot", "-c", "beside", "top"]),
+            Self::Commit => isobath(directory, ["commit", "top"]),
+            Self::Delete => isobath(directory, ["chain", "delete", "top", "mid"]),
+        }
+    }
+}
+
+impl Worker<'_> {
+    /// Holds the command at a call while another program runs.
+    pub(super) fn beside(
+        &self,
+        what: &Undisturbed<'_>,
+        at: usize,
+        second: Second,
+    ) -> Result<(), String> {
+        let directory = self.path().to_owned();
+        let mut other = None;
+        let mut meanwhile = || other = Some(second.run(&directory));
+        let done = self.run(what.step, at, Deed::Hold(&mut meanwhile));
+        let Some(other) = other else { return Ok(()) };
+        let report = |what: String| format!("{what}\n{}{}", other.report(), done.finished.report());
+        ended_well(&done).and_then(|()| well(&other)).map_err(report)?;
+        let raw = directory.with_added_extension("raw");
+        let seen = fs::read(&raw).ok();
+        let _ = fs::remove_file(raw);
+        let left = state(self.path());
+        let completed = done.finished.code() == 0;
+        let but = what.step.target.filter(|_| !completed);
+        let view = self.judge.look(&left, but);
+        self.note(what, &outcome(second, &other, &done.finished));
+        let succeeded = other.code() == 0;
+        match second {
+            Second::QemuReads | Second::Reads if succeeded => {
+                what.rules().has_read(&Disk::of(&seen.unwrap_or_default())).map_err(report)?;
+            }
+            _ => {}
+        }
+        sound(what, second, succeeded, completed, &view).map_err(report)
+    }
+}
+
+/// Whether what both programs leave is sound.
+fn sound(
+    what: &Undisturbed<'_>,
+    second: Second,
+    succeeded: bool,
+    completed: bool,
+    view: &View,
+) -> Result<(), String> {
+    let rules = what.rules();
+    let written = match second {
+        Second::QemuWrites(image) | Second::Writes(image) => Some(Written { image }),
+        Second::QemuReads | Second::Reads => None,
+        _ if succeeded => return rules.sound(view, second == Second::QemuSnapshot),
+        _ => None,
+    };
+    let written = written.filter(|_| succeeded);
+    if completed && written.is_none() {
+        return rules.complete(view);
+    }
+    let before = if completed { rules.after } else { rules.before };
+    Rules { before, ..rules }.between(view, written)?;
+    let Some(Written { image }) = written else { return Ok(()) };
+    // What the command replaces, it replaces.
+    if matches!(what.step.name, "snapshot-apply") && image == "top" {
+        return Ok(());
+    }
+    let length = LENGTH / 512;
+    view.has(image, FREE as usize / 512, &Disk::of(&vec![TAG; LENGTH]), length)
+}
+
+/// What became of both programs, for the totals.
+fn outcome(second: Second, other: &Finished, first: &Finished) -> String {
+    let became = |done: &Finished| if done.code() == 0 { "completes" } else { "is refused" };
+    format!("beside {second:?}, which {}: {}", became(other), became(first))
+}
