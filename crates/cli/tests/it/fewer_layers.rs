@@ -370,6 +370,33 @@ pub(crate) fn a_layer_that_an_image_needs_under_any_name_is_kept() {
 }
 
 #[test]
+fn a_layer_whose_name_is_a_symbolic_link_is_deleted_with_it_unless_an_image_beside_the_file_needs_it()
+ {
+    for needed in [false, true] {
+        let directory = tempfile::tempdir().unwrap();
+        let work = directory.path();
+        let (images, active) = (work.join("images"), work.join("active"));
+        three(&images);
+        fs::create_dir(&active).unwrap();
+        fs::rename(images.join("top"), active.join("top")).unwrap();
+        std::os::unix::fs::symlink("../images/mid", active.join("link")).unwrap();
+        // No other layer is beside the file.
+        let _ = isobath(&images, args!["rebase", "-b", "", "mid"]).ok();
+        let rebase = args!["rebase", "-u", "-b", "link", "-F", "qcow2", "top"];
+        let _ = qemu_img(&active, rebase).ok();
+        if needed {
+            another(&images, "other", "mid");
+        }
+        let before = qemu::read_disk(&active.join("top"), "qcow2");
+        let done = isobath(&active, args!["chain", "delete", "top", "link"]).ok();
+        assert!(done.text().contains("needs it") == needed, "{}", done.report());
+        assert!(images.join("mid").exists() == needed);
+        assert!(active.join("link").is_symlink() == needed);
+        assert!(qemu::read_disk(&active.join("top"), "qcow2") == before);
+    }
+}
+
+#[test]
 pub(crate) fn where_it_is_unknown_who_needs_a_layer_nothing_is_done() {
     let directory = tempfile::tempdir().unwrap();
     let json = r#"json:{"driver":"qcow2","file":{"driver":"file","filename":"mid"}}"#;

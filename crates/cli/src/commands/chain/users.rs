@@ -97,12 +97,18 @@ pub(super) fn each_file(
     Ok(())
 }
 
-/// Where the images that need a chain's files are looked for: the directories of its files, and these.
+/// Where the images that need a chain's files are looked for: the directories of its files, also of those that links
+/// stand for, and these.
 pub(super) fn directories<'a>(
     files: impl Iterator<Item = &'a Path>,
     others: &[PathBuf],
 ) -> Vec<PathBuf> {
-    files.filter_map(Path::parent).map(Path::to_owned).chain(others.iter().cloned()).collect()
+    let of = |file: &Path| {
+        let real = fs::canonicalize(file).ok().filter(|_| file.is_symlink());
+        let real = real.and_then(|real| real.parent().map(Path::to_owned));
+        file.parent().map(Path::to_owned).into_iter().chain(real)
+    };
+    files.flat_map(of).chain(others.iter().cloned()).collect()
 }
 
 /// A layer's file that is to be deleted, locked as by a writer: no other program of this machine has it open, by
@@ -131,7 +137,8 @@ impl<'a> Doomed<'a> {
         Ok(Self { path, locked })
     }
 
-    /// Deletes the file, or returns an image that needs it, other than `overlay`.
+    /// Deletes the file, and its name if that is a symbolic link; or returns an image that needs it, other than
+    /// `overlay`.
     ///
     /// # Errors
     /// If it cannot be deleted, or its name stands for another file now.
@@ -156,7 +163,11 @@ impl<'a> Doomed<'a> {
         if let Some(user) = users.of(now).iter().find(needs) {
             return Ok(Some(user.clone()));
         }
-        fs::remove_file(self.path).map_err(|error| failed(&error))?;
+        let real = fs::canonicalize(self.path).map_err(|error| failed(&error))?;
+        fs::remove_file(real).map_err(|error| failed(&error))?;
+        if self.path.is_symlink() {
+            fs::remove_file(self.path).map_err(|error| failed(&error))?;
+        }
         Ok(None)
     }
 }
