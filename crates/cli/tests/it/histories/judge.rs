@@ -131,7 +131,7 @@ impl Chain {
 }
 
 /// The dirty ranges.
-fn dirty(runs: &[Run]) -> Vec<Range<u64>> {
+pub(super) fn dirty(runs: &[Run]) -> Vec<Range<u64>> {
     let mut at = 0;
     let ranges = runs.iter().map(|(length, flags)| {
         at += length;
@@ -141,7 +141,7 @@ fn dirty(runs: &[Run]) -> Vec<Range<u64>> {
 }
 
 /// The values in which two descriptions differ: name, QEMU's, Isobath's.
-fn differences(name: &str, theirs: &Value, ours: &Value, found: &mut Vec<String>) {
+pub(super) fn differences(name: &str, theirs: &Value, ours: &Value, found: &mut Vec<String>) {
     match (theirs, ours) {
         (Value::Object(one), Value::Object(other)) => {
             for key in one.keys().chain(other.keys()).collect::<BTreeSet<_>>() {
