@@ -5,6 +5,7 @@ use crate::index::{Built, Folding, Place, build};
 use crate::open::open_chain;
 use isobath_image::encryption::{Secrets, on_thread};
 use isobath_image::layer::ImageFormat;
+use isobath_image::name::plain_file_name;
 use isobath_image::options::{OpenOptions, setters};
 use isobath_image::{DiskError, Result, always, invariant};
 use isobath_luks::{CreateOptions, Secret, system_random};
@@ -278,7 +279,7 @@ async fn backing<H: Host>(host: &H, name: &Path, new: &NewDisk) -> Result<Option
     if new.format == ImageFormat::Raw {
         return Err(refused("Backing file not supported for file format 'raw'".into()));
     }
-    let path = host.resolve(name, file);
+    let path = host.resolve(name, plain_file_name(name, "backing file", file)?);
     if path == name {
         return Err(refused(
             "Error: Trying to create an image with the same filename as the backing file".into(),

@@ -158,7 +158,10 @@ struct Prepared<S> {
 }
 
 /// Counts; changes nothing.
-async fn prepare<S: Storage>(now: &Image<S>, header: Header) -> Result<Prepared<S>> {
+async fn prepare<S: Storage>(now: &Image<S>, mut header: Header) -> Result<Prepared<S>> {
+    // What the change took may have let the table grow, and so move.
+    header.refcount_table_offset = now.header.refcount_table_offset;
+    header.refcount_table_clusters = now.header.refcount_table_clusters;
     let then = now.with_header(header);
     let target = count(&then, "the change would leave it with errors").await?;
     let moves = then.header.l1_table_offset != now.header.l1_table_offset;

@@ -3,8 +3,8 @@
 use crate::common::make;
 use isobath_disk::sabotage::Sabotage;
 use isobath_disk::{
-    BitmapAction, BitmapEditor, CheckOptions, Disk, OpenOptions, Repair, ZeroFlags, apply_snapshot,
-    check, create_snapshot, delete_snapshot,
+    BitmapAction, BitmapEditor, CheckOptions, Disk, MetadataMode, OpenOptions, Repair, ZeroFlags,
+    apply_snapshot, check, create_snapshot, delete_snapshot,
 };
 use isobath_qcow2::NewImage;
 use isobath_ring::block_on;
@@ -99,6 +99,41 @@ fn a_change_that_fails_leaves_the_image_as_it_was() {
         }
     }
     assert!(injected.iter().all(|(_, count)| *count > 5), "{injected:?}");
+}
+
+#[test]
+fn a_change_may_take_the_clusters_for_which_the_refcount_table_has_to_grow() {
+    // A table of one cluster counts 2 MiB.
+    let mut grown = [0; 2];
+    for clusters in 3880..4000 {
+        block_on(async {
+            let host = MemoryHost::new();
+            let name = Path::new("disk.qcow2");
+            let mut image = NewImage::new(4 << 20);
+            (image.cluster_bits, image.refcount_order) = (9, 6);
+            make(&host, "disk.qcow2", &image).await;
+            let options = OpenOptions::new().writable(true).metadata(MetadataMode::Ordered);
+            let disk = Disk::open(host.any(), name, &options).await.unwrap();
+            disk.write(0, IoBuf::copy_of(&vec![1; clusters * 512])).await.unwrap();
+            disk.close().await.unwrap();
+            drop(disk);
+            let table_clusters = || host.contents("disk.qcow2").unwrap()[56..60].to_vec();
+            let before = table_clusters();
+            if clusters % 2 == 0 {
+                let taken = Duration::from_secs(1);
+                create_snapshot(&host.any(), name, &options, "now", taken).await.unwrap();
+            } else {
+                let mut editor = BitmapEditor::open(&host.any(), name, &options).await.unwrap();
+                editor.apply("bits", &BitmapAction::Add(Some(512))).await.unwrap();
+                Box::pin(editor.finish()).await.unwrap();
+            }
+            grown[clusters % 2] += usize::from(table_clusters() != before);
+            let none = CheckOptions::default();
+            let report = check(&host.any(), name, &none, &mut |_| {}).await.unwrap();
+            assert!(report.is_clean(), "{clusters}: {report:?}");
+        });
+    }
+    assert!(grown.iter().all(|times| (1..30).contains(times)), "the table has grown {grown:?}");
 }
 
 #[test]

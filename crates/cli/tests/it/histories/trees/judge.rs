@@ -132,9 +132,12 @@ impl Tree {
         let image = self.image(id);
         let held: Vec<_> = snapshots.iter().filter(|id| !image.loose.contains(*id)).collect();
         for snapshot in held {
-            let one = self.read_snapshot(0, id, snapshot);
+            let mut one = self.read_snapshot(0, id, snapshot);
             let other = if self.unsettled(id) {
-                self.read_by_isobath(id, Some(snapshot))
+                // QEMU copies a snapshot of another size as if it had that of the disk.
+                let ours = self.read_by_isobath(id, Some(snapshot));
+                one.truncate(ours.len());
+                ours[..one.len()].to_vec()
             } else {
                 self.read_snapshot(1, id, snapshot)
             };
