@@ -279,8 +279,9 @@ async fn backing<H: Host>(host: &H, name: &Path, new: &NewDisk) -> Result<Option
     if new.format == ImageFormat::Raw {
         return Err(refused("Backing file not supported for file format 'raw'".into()));
     }
-    let path = host.resolve(name, plain_file_name(name, "backing file", file)?);
-    if path == name {
+    let plain = plain_file_name(name, "backing file", file);
+    let path = plain.as_ref().ok().map(|plain| host.resolve(name, plain));
+    if path.as_deref() == Some(name) {
         return Err(refused(
             "Error: Trying to create an image with the same filename as the backing file".into(),
         ));
@@ -294,6 +295,7 @@ async fn backing<H: Host>(host: &H, name: &Path, new: &NewDisk) -> Result<Option
     }
     let format = ImageFormat::from_name(format)
         .ok_or_else(|| refused(format!("Unknown driver '{}'", format.escape_debug())))?;
+    let path = host.resolve(name, plain?);
     // Others may be using it: it is enough that it can be opened.
     let options = OpenOptions::new().format(format).locking(Locking::Unlocked);
     let options = options.secrets(Secrets::unneeded());

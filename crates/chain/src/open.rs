@@ -98,8 +98,9 @@ pub async fn open_layers<H: Host>(
     Ok(Chain::of(layers))
 }
 
-/// Makes all of a layer durable before anything is written above it: what a guest flushes to the overlay must make
-/// durable what it wrote before, too. The process that had the layer open may have been killed before it flushed.
+/// Makes a layer durable that says that it was not closed, before anything is written above it: what a guest flushes to
+/// the overlay must make durable what it wrote before, too. The process that had the layer open may have been killed
+/// before it flushed.
 async fn durable<H: Host>(
     host: &H,
     layer: Layer<H::File>,
@@ -111,9 +112,12 @@ async fn durable<H: Host>(
     let unclosed = [IncompatibleFeatures::JOURNAL, IncompatibleFeatures::DIRTY];
     let header = layer.header();
     if header.is_some_and(|header| unclosed.iter().any(|bit| header.incompatible.contains(*bit))) {
-        layer.storage().flush().await?;
-        if !Arc::ptr_eq(layer.storage(), layer.data()) {
-            layer.data().flush().await?;
+        for file in [layer.storage(), layer.data()] {
+            match file.flush().await {
+                // A file system that cannot be written to has nothing to make durable.
+                Err(error) if matches!(error.errno(), libc::EINVAL | libc::EROFS) => {}
+                flushed => flushed?,
+            }
         }
     }
     Ok(layer)

@@ -26,6 +26,6 @@ fn every_fdatasync_is_counted_once() {
         drop(file);
         let file = FileHost.open(&path, OpenMode::default()).await.unwrap();
         file.flush().await.unwrap();
-        assert_eq!(syncs(), 4, "nothing to make durable in a file that is only read");
+        assert_eq!(syncs(), 5, "others may have written to a file that is only read");
     });
 }

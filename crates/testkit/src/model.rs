@@ -216,7 +216,8 @@ impl Model {
         // What was not discarded is the same already.
         for (index, page) in self.pages.iter_mut().filter(|(_, page)| !page.loose.is_empty()) {
             let start = *index as usize * PAGE;
-            let part = &actual[start..actual.len().min(start + PAGE)];
+            // A disk that has shrunk ends before.
+            let part = actual.get(start..actual.len().min(start + PAGE)).unwrap_or_default();
             page.bytes[..part.len()].copy_from_slice(part);
             page.loose = Vec::new();
         }

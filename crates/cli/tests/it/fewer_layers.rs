@@ -370,29 +370,31 @@ pub(crate) fn a_layer_that_an_image_needs_under_any_name_is_kept() {
 }
 
 #[test]
-fn a_layer_whose_name_is_a_symbolic_link_is_deleted_with_it_unless_an_image_beside_the_file_needs_it()
- {
-    for needed in [false, true] {
+fn a_layer_whose_name_is_a_symbolic_link_is_deleted_with_it_if_the_file_is_beside_it() {
+    for (needed, beside) in [(false, true), (true, true), (false, false)] {
         let directory = tempfile::tempdir().unwrap();
         let work = directory.path();
-        let (images, active) = (work.join("images"), work.join("active"));
-        three(&images);
-        fs::create_dir(&active).unwrap();
-        fs::rename(images.join("top"), active.join("top")).unwrap();
-        std::os::unix::fs::symlink("../images/mid", active.join("link")).unwrap();
+        three(work);
+        let elsewhere = work.join("elsewhere");
+        fs::create_dir(&elsewhere).unwrap();
+        let file = if beside { work.join("file") } else { elsewhere.join("file") };
+        fs::rename(work.join("mid"), &file).unwrap();
+        std::os::unix::fs::symlink(&file, work.join("mid")).unwrap();
         // No other layer is beside the file.
-        let _ = isobath(&images, args!["rebase", "-b", "", "mid"]).ok();
-        let rebase = args!["rebase", "-u", "-b", "link", "-F", "qcow2", "top"];
-        let _ = qemu_img(&active, rebase).ok();
+        let _ = isobath(work, args!["rebase", "-b", "", "mid"]).ok();
         if needed {
-            another(&images, "other", "mid");
+            another(work, "other", "file");
         }
-        let before = qemu::read_disk(&active.join("top"), "qcow2");
-        let done = isobath(&active, args!["chain", "delete", "top", "link"]).ok();
-        assert!(done.text().contains("needs it") == needed, "{}", done.report());
-        assert!(images.join("mid").exists() == needed);
-        assert!(active.join("link").is_symlink() == needed);
-        assert!(qemu::read_disk(&active.join("top"), "qcow2") == before);
+        let before = qemu::read_disk(&work.join("top"), "qcow2");
+        let done = isobath(work, args!["chain", "delete", "top", "mid"]);
+        let said = done.report();
+        assert_eq!(done.code() == 0, beside, "{said}");
+        assert_eq!(said.contains("needs it"), needed, "{said}");
+        assert_eq!(said.contains("is a symbolic link"), !beside, "{said}");
+        let stays = needed || !beside;
+        assert_eq!(file.exists(), stays, "{said}");
+        assert_eq!(work.join("mid").is_symlink(), stays, "{said}");
+        assert!(qemu::read_disk(&work.join("top"), "qcow2") == before);
     }
 }
 
@@ -629,84 +631,127 @@ pub(crate) fn a_policy_goes_on_without_a_layer_that_is_in_use() {
 }
 
 /// What `chain delete top mid` leaves if it is killed before it deletes the file.
-fn killed_before_it_deletes(work: &Path, stage: &str) {
+fn killed_before_it_deletes(work: &Path) {
     let mid = work.join("mid");
     let kept = fs::read(&mid).unwrap();
     let _ = isobath(work, args!["chain", "delete", "top", "mid"]).ok();
     fs::write(&mid, kept).unwrap();
-    note(work, stage);
+    note(work, "mid");
 }
 
-fn note(work: &Path, stage: &str) {
-    let text = format!("{stage} {}", fs::metadata(work.join("top")).unwrap().ino());
+/// Notes at a file that mid's data goes to top.
+fn note(work: &Path, file: &str) {
+    let of = |name: &str| fs::metadata(work.join(name)).unwrap();
+    let (mid, top) = (of("mid"), of("top"));
+    let written = format!("{}.{}", mid.mtime(), mid.mtime_nsec());
+    let own = format!("{}:{}:{}:{written}", mid.dev(), mid.ino(), mid.len());
+    let text = format!("qcow2 {own} {}:{}", top.dev(), top.ino());
     let none = rustix::fs::XattrFlags::empty();
-    rustix::fs::setxattr(work.join("mid"), "user.isobath.merge", text.as_bytes(), none).unwrap();
+    rustix::fs::setxattr(work.join(file), "user.isobath.merge", text.as_bytes(), none).unwrap();
 }
 
 #[test]
 pub(crate) fn a_killed_deletion_is_finished_by_the_next_one() {
     let directory = tempfile::tempdir().unwrap();
-    let delete = args!["chain", "delete", "top", "mid"];
+    let work = directory.path();
+    three(work);
+    let disk = qemu::read_disk(&work.join("top"), "qcow2");
+    killed_before_it_deletes(work);
+    // A policy names the file, and deletes nothing that it is not given.
     let retain = args!["chain", "retain", "--keep-last", "9", "--apply", "top"];
-    for (case, stage, command) in
-        [("begun", "begun", &delete), ("merged", "merged", &delete), ("policy", "merged", &retain)]
-    {
-        let work = directory.path().join(case);
-        three(&work);
-        let disk = qemu::read_disk(&work.join("top"), "qcow2");
-        killed_before_it_deletes(&work, stage);
-        let _ = isobath(&work, command).ok();
-        assert!(!work.join("mid").exists(), "{case}");
-        assert!(qemu::read_disk(&work.join("top"), "qcow2") == disk, "{case}");
-    }
-    // A policy may meet a layer whose merge was begun and taken back.
-    let work = directory.path().join("taken back");
-    three(&work);
-    killed_before_it_deletes(&work, "begun");
-    let _ = isobath(&work, retain).ok();
+    let done = isobath(work, retain).exits(1);
+    assert!(done.stderr.contains("'isobath chain delete top mid' deletes it"), "{}", done.report());
     assert!(work.join("mid").exists());
+    let _ = isobath(work, args!["chain", "delete", "top", "mid"]).ok();
+    assert!(!work.join("mid").exists());
+    assert!(qemu::read_disk(&work.join("top"), "qcow2") == disk);
 }
+
+/// A name, what happens before, and what the next command says.
+type Case<'a> = (&'a str, &'a dyn Fn(&Path), &'a str);
 
 #[test]
 pub(crate) fn a_layer_stays_whose_merge_was_begun_and_not_finished() {
     let directory = tempfile::tempdir().unwrap();
-    let delete = args!["chain", "delete", "top", "mid"];
-    let refused = |case: &str, prepare: &dyn Fn(&Path), reason: &str| {
-        let work = directory.path().join(case);
-        three(&work);
-        prepare(&work);
-        let before = fs::read(work.join("mid")).unwrap();
-        let done = isobath(&work, &delete);
-        let said = done.report();
-        assert!(said.contains(reason), "{case}: {said}");
-        assert!(fs::read(work.join("mid")).unwrap() == before, "{case}: {said}");
-    };
     let leave = |work: &Path| {
         let rebase = args!["rebase", "-u", "-b", "base", "-F", "qcow2", "top"];
         let _ = qemu_img(work, rebase).ok();
     };
-    refused("not noted", &leave, "Did not find 'mid'");
-    let with_data = |work: &Path| {
-        leave(work);
-        note(work, "begun");
+    let put = |work: &Path, from: &str, to: &str| {
+        fs::copy(work.join(from), work.join("copy")).unwrap();
+        fs::rename(work.join("copy"), work.join(to)).unwrap();
     };
-    refused("data", &with_data, "does not have all of its data");
-    let another_overlay = |work: &Path| {
-        killed_before_it_deletes(work, "begun");
-        another(work, "other", "mid");
-    };
-    refused("needed", &another_overlay, "needs it");
-    let with_snapshot = |work: &Path| {
-        killed_before_it_deletes(work, "begun");
-        let _ = qemu_img(work, args!["snapshot", "-c", "now", "mid"]).ok();
-    };
-    refused("snapshot", &with_snapshot, "internal snapshots");
-    let of_another = |work: &Path| {
-        killed_before_it_deletes(work, "begun");
-        fs::copy(work.join("top"), work.join("copy")).unwrap();
-        fs::rename(work.join("copy"), work.join("top")).unwrap();
-    };
-    refused("another image", &of_another, "Did not find 'mid'");
+    let cases: [Case<'_>; 8] = [
+        ("not noted", &leave, "Did not find 'mid'"),
+        (
+            "not moved",
+            &|work| {
+                leave(work);
+                note(work, "mid");
+            },
+            "does not have all of its data",
+        ),
+        (
+            "needed",
+            &|work| {
+                killed_before_it_deletes(work);
+                another(work, "other", "mid");
+            },
+            "needs it",
+        ),
+        (
+            "with a snapshot",
+            &|work| {
+                let _ = qemu_img(work, args!["snapshot", "-c", "now", "mid"]).ok();
+                leave(work);
+                note(work, "mid");
+            },
+            "internal snapshots",
+        ),
+        (
+            "another overlay",
+            &|work| {
+                killed_before_it_deletes(work);
+                put(work, "top", "top");
+            },
+            "Did not find 'mid'",
+        ),
+        (
+            "written since",
+            &|work| {
+                killed_before_it_deletes(work);
+                let _ = qemu::io(&work.join("mid"), "qcow2", &["write -P 9 0 64k"]).ok();
+            },
+            "Did not find 'mid'",
+        ),
+        (
+            "a copy",
+            &|work| {
+                killed_before_it_deletes(work);
+                fs::copy(work.join("mid"), work.join("copy")).unwrap();
+                note(work, "copy");
+                fs::rename(work.join("copy"), work.join("mid")).unwrap();
+            },
+            "Did not find 'mid'",
+        ),
+        (
+            "another name",
+            &|work| {
+                killed_before_it_deletes(work);
+                fs::hard_link(work.join("mid"), work.join("kept")).unwrap();
+            },
+            "Did not find 'mid'",
+        ),
+    ];
+    for (case, prepare, reason) in cases {
+        let work = directory.path().join(case);
+        three(&work);
+        prepare(&work);
+        let before = fs::read(work.join("mid")).unwrap();
+        let said = isobath(&work, args!["chain", "delete", "top", "mid"]).report();
+        assert!(said.contains(reason), "{case}: {said}");
+        assert!(fs::read(work.join("mid")).unwrap() == before, "{case}: {said}");
+    }
 }
 
 #[test]
@@ -718,8 +763,17 @@ pub(crate) fn a_deletion_leaves_no_note_where_the_file_stays() {
         another(&work, "other", "mid");
         let delete = [args!["chain", "delete"], options, args!["top", "mid"]].concat();
         let _ = isobath(&work, delete).ok();
-        let mut value = [0; 64];
-        let found = rustix::fs::getxattr(work.join("mid"), "user.isobath.merge", &mut value[..]);
-        assert!(found.is_err(), "{case}: {value:?}");
+        assert!(!is_noted(&work.join("mid")), "{case}");
     }
+    // Of a file with two names one is deleted.
+    let work = directory.path().join("linked");
+    three(&work);
+    fs::hard_link(work.join("mid"), work.join("kept")).unwrap();
+    let _ = isobath(&work, args!["chain", "delete", "top", "mid"]).ok();
+    assert!(!work.join("mid").exists() && !is_noted(&work.join("kept")));
+}
+
+fn is_noted(file: &Path) -> bool {
+    let mut value = [0; 256];
+    rustix::fs::getxattr(file, "user.isobath.merge", &mut value[..]).is_ok()
 }

@@ -191,6 +191,15 @@ struct Update {
     released: Vec<HostCluster>,
 }
 
+/// Whether only the bitmap is lost if it cannot be stored for this reason.
+fn is_of_one_bitmap(error: &DiskError) -> bool {
+    let known = matches!(
+        error,
+        DiskError::Storage(_) | DiskError::Format { .. } | DiskError::Refused { .. }
+    );
+    known && !error.is_failed_flush()
+}
+
 /// An update whose clusters are written.
 struct PreparedUpdate<'a, S> {
     update: Update,
@@ -222,7 +231,7 @@ impl<S: Storage> Writer<S> {
             };
             match prepared.await {
                 Ok(update) => updates.push(update),
-                Err(error) if error.is_failed_flush() => return Err(error),
+                Err(error) if !is_of_one_bitmap(&error) => return Err(error),
                 Err(error) => tracing::warn!(
                     "{}: a bitmap stays inconsistent: {error}",
                     isobath_storage::shown(self.layer.name())
@@ -357,6 +366,9 @@ impl<S: Storage> Writer<S> {
             claim.add_run(&run);
             bitmap.table_offset = place_of(run.start)?;
             bitmap.table_size = (bytes / 8) as u32;
+            let table = std::mem::replace(&mut update.table, IoBuf::zeroed(0));
+            layer.storage().write_at(bitmap.table_offset.get(), table).await?;
+            update.table_changes = false;
         }
         bitmap.flags = bitmap.flags.without(BitmapFlags::IN_USE);
         Ok(PreparedUpdate { update, bitmap, claim })

@@ -251,7 +251,7 @@ fn every_question_gets_the_descriptor_back() {
                 4 => drop(file.settled_stamp().await.unwrap()),
                 _ => file.flush().await.unwrap(),
             }
-            assert_eq!(opened(&directory).contains(&paths[1]), question < 5);
+            assert!(opened(&directory).contains(&paths[1]));
         }
         assert!(file.write_at(0, IoBuf::copy_of(b"x")).await.is_err());
     });

@@ -1,6 +1,6 @@
 //! `isobath chain merge`, `flatten` and `delete`: fewer layers, and every disk reads as before.
 
-use super::unfinished::{self, Stage, Unfinished};
+use super::unfinished::{self, Unfinished};
 use super::users::{Doomed, Users, directories, header};
 use crate::failure::{Failure, Outcome};
 use crate::image_name::SecretFile;
@@ -127,6 +127,7 @@ async fn removed(args: &DeleteArgs) -> Result<Option<(PathBuf, Option<PathBuf>)>
             printable(&args.layer)
         )));
     };
+    let format = layer.format();
     let (overlay, layer) = (overlay.name().to_owned(), layer.name().to_owned());
     let snapshots = header(&layer)?.map_or(0, |header| header.nb_snapshots);
     if snapshots > 0 && !args.keep {
@@ -144,7 +145,7 @@ async fn removed(args: &DeleteArgs) -> Result<Option<(PathBuf, Option<PathBuf>)>
         // Nothing has changed yet if it cannot be told who needs the file, or it is in use.
         Users::find(&directories)?;
         let doomed = Doomed::lock(&layer).await?;
-        unfinished::note(&layer, &overlay, Stage::Begun);
+        unfinished::note(&layer, format, &overlay);
         drop(doomed);
     }
     let name = layer.to_string_lossy().into_owned();
@@ -156,7 +157,6 @@ async fn removed(args: &DeleteArgs) -> Result<Option<(PathBuf, Option<PathBuf>)>
         return Ok(None);
     }
     let doomed = Doomed::lock(&layer).await?;
-    unfinished::note(&layer, &overlay, Stage::Merged);
     let user = doomed.delete(&Users::find(&directories)?, None)?;
     if user.is_some() {
         unfinished::forget(&layer);

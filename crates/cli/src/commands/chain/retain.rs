@@ -4,12 +4,12 @@ mod online;
 mod policy;
 
 use super::merge::{Shared, merge_into};
-use super::unfinished::{self, Stage, Unfinished};
+use super::unfinished::{self, Unfinished};
 use super::users::{Doomed, Users, directories, each_file, header, identity};
 use crate::failure::{Failure, Outcome};
 use crate::options::printable;
 use crate::{calendar, messages, runtime, size};
-use isobath_disk::{Disk, OpenOptions, Secrets};
+use isobath_disk::{Disk, ImageFormat, OpenOptions, Secrets};
 use isobath_storage::Locking;
 use isobath_storage::file::FileHost;
 use policy::Policy;
@@ -106,13 +106,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     if !args.apply {
         return Ok(0);
     }
-    let mut whole = true;
-    if matches!(place, Place::Here(_)) {
-        whole = finish(&files, args, &mut place)?;
-    }
-    if plan.merges().next().is_none() {
-        return Ok(u8::from(!whole));
-    }
+    let mut whole = leftovers(&files, &args.search)?;
     for (first, target) in plan.merges() {
         match &mut place {
             Place::Server(served) => served.merge(first, target, &args.shared)?,
@@ -122,12 +116,11 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
                     whole = false;
                     continue;
                 }
-                plan.note(first, target, Stage::Begun);
+                plan.note(first, target);
                 if let Err(failure) = plan.merge(first, target, args) {
                     (first..target).for_each(|number| unfinished::forget(plan.file(number)));
                     return Err(failure);
                 }
-                plan.note(first, target, Stage::Merged);
             }
         }
         whole &= plan.delete(first, target, &args.search)?;
@@ -142,49 +135,24 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     Ok(u8::from(!whole))
 }
 
-/// Deletes the files of layers that an earlier run has merged, and was killed before it deleted them. Returns whether
-/// none is left.
-fn finish(chain: &[PathBuf], args: &Args, place: &mut Place<'_>) -> Result<bool, Failure> {
-    let mut left = Vec::new();
-    each_file(&directories(chain.iter().map(PathBuf::as_path), &args.search), |file| {
-        left.extend(Unfinished::of(file, chain).filter(|one| one.stage == Stage::Merged));
+/// Names the files of layers that may have been merged by a command that was killed before it deleted them. Returns
+/// whether there are none.
+fn leftovers(chain: &[PathBuf], search: &[PathBuf]) -> Result<bool, Failure> {
+    let Some(active) = chain.last() else { return Ok(true) };
+    let mut none = true;
+    each_file(&directories(chain.iter().map(PathBuf::as_path), search), |file| {
+        if !file.is_symlink() && Unfinished::of(file, chain).is_some() {
+            none = false;
+            let (file, active) = (file.strip_prefix(".").unwrap_or(file), active.display());
+            let file = file.display();
+            messages::complain(format_args!(
+                "'{file}' stays: a command that removed it from the chain was killed; 'isobath chain delete {active} \
+                 {file}' deletes it"
+            ));
+        }
         Ok(())
     })?;
-    let secrets = args.shared.secret_file.secrets()?;
-    // One that another one of them needs goes after it.
-    loop {
-        let (before, mut complaints) = (left.len(), Vec::new());
-        let (mut stay, mut needed) = (Vec::new(), Vec::new());
-        for layer in left {
-            let name = layer.layer.display();
-            let finished = runtime::block_on(async || {
-                Box::pin(layer.finish(chain, &args.search, &secrets)).await
-            });
-            match finished {
-                Ok(None) if args.shared.quiet => continue,
-                Ok(None) => {
-                    place.print(&format!(
-                        "'{name}' was merged before; its file is deleted now.\n"
-                    ))?;
-                    continue;
-                }
-                Ok(Some(user)) => {
-                    complaints.push(format!("'{name}' stays: '{}' needs it", user.display()));
-                    needed.push(layer.layer.clone());
-                }
-                Err(kept) => complaints.push(kept.message.unwrap_or_default()),
-            }
-            stay.push(layer);
-        }
-        if stay.is_empty() || stay.len() == before {
-            complaints.iter().for_each(messages::complain);
-            for layer in needed {
-                unfinished::forget(&layer);
-            }
-            return Ok(stay.is_empty());
-        }
-        left = stay;
-    }
+    Ok(none)
 }
 
 /// Who changes the chain.
@@ -361,9 +329,10 @@ impl Plan {
     }
 
     /// Notes at the layers' files what becomes of them: this command may be killed.
-    fn note(&self, first: usize, target: usize, stage: Stage) {
-        (first..target)
-            .for_each(|number| unfinished::note(self.file(number), self.file(target), stage));
+    fn note(&self, first: usize, target: usize) {
+        for number in first..target {
+            unfinished::note(self.file(number), ImageFormat::Qcow2, self.file(target));
+        }
     }
 
     /// Makes sure that no other program has the layers open that are to be merged.

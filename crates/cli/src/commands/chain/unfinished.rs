@@ -1,15 +1,16 @@
 //! Layers whose file is to be deleted once an overlay has what they hold: a command that was killed in between, run
 //! again, finishes it.
 //!
-//! The evidence is an extended attribute of the layer's file: it says which overlay takes the data, and whether it has
-//! it. That the layer may go is then proved by comparing what the overlay reads.
+//! The evidence is an extended attribute of the layer's file. It says which overlay takes the data, and which file it
+//! belongs to, with its size and the time of its last write: a copy, or a file that was written since, has none. That
+//! the layer may go is then proved by comparing what the overlay reads.
 
 use super::users::{Doomed, Users, directories, header, identity};
 use crate::failure::Failure;
-use isobath_disk::{BlockStatus, Disk, OpenOptions, Secrets};
+use isobath_disk::{BlockStatus, Disk, ImageFormat, OpenOptions, Secrets};
 use isobath_image::sabotage::{self, Sabotage};
 use isobath_storage::file::FileHost;
-use isobath_storage::{IoBuf, Locking, StorageExt};
+use isobath_storage::{IoBuf, Locking, Storage, StorageExt};
 use rustix::fs::{XattrFlags, getxattr, removexattr, setxattr};
 use std::fs::{self, File};
 use std::os::unix::fs::MetadataExt;
@@ -22,29 +23,12 @@ const WINDOW: u64 = 1 << 30;
 const CHUNK: u64 = 1 << 20;
 const RUNS: usize = 4096;
 
-/// How far the command has come.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Stage {
-    /// The overlay may have taken the data.
-    Begun,
-    /// The overlay has the data, and no longer reads through the layer.
-    Merged,
-}
-
-impl Stage {
-    fn name(self) -> &'static str {
-        match self {
-            Self::Begun => "begun",
-            Self::Merged => "merged",
-        }
-    }
-}
-
 /// Notes at the layer's file that its data goes to the overlay, durably. Where files have no such attributes, a command
 /// that is killed leaves the file.
-pub(super) fn note(layer: &Path, overlay: &Path, stage: Stage) {
+pub(super) fn note(layer: &Path, format: ImageFormat, overlay: &Path) {
     let noted = || {
-        let value = format!("{} {}", stage.name(), fs::metadata(overlay)?.ino());
+        let (own, above) = (fingerprint(layer)?, of_overlay(overlay)?);
+        let value = format!("{} {own} {above}", format.name());
         setxattr(layer, ATTRIBUTE, value.as_bytes(), XattrFlags::empty())?;
         File::open(layer)?.sync_all()
     };
@@ -60,33 +44,43 @@ pub(super) fn forget(layer: &Path) {
     let _ = removexattr(layer, ATTRIBUTE);
 }
 
-/// What the file's note says: the stage, and the overlay's inode number.
-fn noted(layer: &Path) -> Option<(Stage, u64)> {
-    let mut value = [0; 64];
-    let length = getxattr(layer, ATTRIBUTE, &mut value).ok()?;
-    let text = std::str::from_utf8(value.get(..length)?).ok()?;
-    let (stage, inode) = text.split_once(' ')?;
-    let stage = [Stage::Begun, Stage::Merged].into_iter().find(|one| one.name() == stage)?;
-    Some((stage, inode.parse().ok()?))
+/// What tells the file, as it is, from others, and from what it becomes if it is written.
+fn fingerprint(layer: &Path) -> std::io::Result<String> {
+    let file = fs::metadata(layer)?;
+    let written = (file.mtime(), file.mtime_nsec());
+    Ok(format!("{}:{}:{}:{}.{}", file.dev(), file.ino(), file.len(), written.0, written.1))
+}
+
+fn of_overlay(overlay: &Path) -> std::io::Result<String> {
+    identity(overlay).map(|(device, inode)| format!("{device}:{inode}"))
 }
 
 /// A file that an image of a chain has taken the data of.
 pub(super) struct Unfinished {
     pub(super) layer: PathBuf,
-    pub(super) stage: Stage,
+    format: ImageFormat,
     overlay: PathBuf,
 }
 
 impl Unfinished {
-    /// The file, if its note names one of these images, and it is none of them.
+    /// The file, if its note is its own and names one of these images, and it is none of them, and has no other name.
     pub(super) fn of(layer: &Path, chain: &[PathBuf]) -> Option<Self> {
-        let (stage, inode) = noted(layer)?;
+        let mut value = [0; 256];
+        let length = getxattr(layer, ATTRIBUTE, &mut value).ok()?;
+        let text = std::str::from_utf8(value.get(..length)?).ok()?;
+        let mut words = text.split(' ');
+        let (format, own, above) = (words.next()?, words.next()?, words.next()?);
+        let format = ImageFormat::from_name(format)?;
+        if own != fingerprint(layer).ok()? || fs::metadata(layer).ok()?.nlink() != 1 {
+            return None;
+        }
         let own = identity(layer).ok()?;
-        let ids: Vec<_> =
-            chain.iter().map(|image| identity(image)).collect::<Result<_, _>>().ok()?;
-        let place = ids.iter().position(|id| id.1 == inode)?;
-        let overlay = chain.get(place)?.clone();
-        (!ids.contains(&own)).then(|| Self { layer: layer.to_owned(), stage, overlay })
+        if chain.iter().any(|image| identity(image).is_ok_and(|id| id == own)) {
+            return None;
+        }
+        let mut images = chain.iter();
+        let overlay = images.find(|image| of_overlay(image).is_ok_and(|id| id == above))?.clone();
+        Some(Self { layer: layer.to_owned(), format, overlay })
     }
 
     /// Deletes the file, or returns an image that needs it. `search` are other directories with images.
@@ -104,20 +98,30 @@ impl Unfinished {
         let kept = |why: &dyn std::fmt::Display| {
             Failure::new(format_args!("'{}' is kept: {why}", self.layer.display()))
         };
+        if Self::of(&self.layer, chain).is_none() {
+            return Err(kept(&"another program has changed it"));
+        }
         if header(&self.layer)?.is_some_and(|header| header.nb_snapshots > 0) {
             return Err(kept(&"it has internal snapshots"));
         }
         let options = OpenOptions::new().secrets(secrets.clone());
         let overlay = Disk::open(FileHost, &self.overlay, &options).await?;
         // It is locked already.
-        let options = options.locking(Locking::Unlocked);
+        let options = options.locking(Locking::Unlocked).format(self.format);
         let layer = Disk::open(FileHost, &self.layer, &options).await?;
         let trusted = sabotage::is(Sabotage::TrustedNote);
         if !trusted && !has_all_of(&overlay, &layer).await? {
             let overlay = self.overlay.display();
-            return Err(kept(&format_args!("'{overlay}' does not have all of its data")));
+            return Err(kept(&format_args!(
+                "'{overlay}' does not have all of its data; delete it by hand if it is not needed"
+            )));
         }
         layer.close().await?;
+        // That the overlay has another backing file may not be durable yet.
+        for image in overlay.layers().take(1) {
+            image.storage().flush().await?;
+            image.data().flush().await?;
+        }
         let files = chain.iter().chain([&self.layer]).map(PathBuf::as_path);
         let users = Users::find(&directories(files, search))?;
         let user = doomed.delete(&users, None)?;

@@ -1,5 +1,6 @@
 //! Which images need a file.
 
+use super::unfinished;
 use crate::failure::Failure;
 use isobath_image::name::plain_file_name;
 use isobath_image::sabotage::{self, Sabotage};
@@ -122,11 +123,12 @@ impl<'a> Doomed<'a> {
     /// Locks the file.
     ///
     /// # Errors
-    /// If another program uses it, or it cannot be opened for writing, which the locks need.
+    /// If another program uses it; if it cannot be opened for writing, which the locks need; if its name is a symbolic
+    /// link to another directory.
     pub(super) async fn lock(path: &'a Path) -> Result<Self, Failure> {
         let kept = |error: &dyn std::fmt::Display| {
             Failure::new(format_args!(
-                "'{}' may be in use by another program, and is kept: {error}",
+                "'{}' may be in use elsewhere, and is kept: {error}",
                 path.display()
             ))
         };
@@ -134,6 +136,14 @@ impl<'a> Doomed<'a> {
         let locking = if broken { Locking::Unlocked } else { Locking::Exclusive };
         let mode = OpenMode { writable: true, locking, ..OpenMode::default() };
         let locked = FileHost.open(path, mode).await.map_err(|error| kept(&error))?;
+        // Others may use what it stands for, by links of their own, which are not searched for.
+        let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
+        let directory = fs::canonicalize(parent.unwrap_or(Path::new(".")));
+        let directory = directory.map_err(|error| kept(&error))?;
+        let real = fs::canonicalize(path).map_err(|error| kept(&error))?;
+        if path.is_symlink() && real.parent() != Some(&directory) {
+            return Err(kept(&format_args!("it is a symbolic link to '{}'", real.display())));
+        }
         Ok(Self { path, locked })
     }
 
@@ -164,10 +174,13 @@ impl<'a> Doomed<'a> {
             return Ok(Some(user.clone()));
         }
         let real = fs::canonicalize(self.path).map_err(|error| failed(&error))?;
-        fs::remove_file(real).map_err(|error| failed(&error))?;
+        if fs::metadata(&real).map_err(|error| failed(&error))?.nlink() > 1 {
+            unfinished::forget(&real);
+        }
         if self.path.is_symlink() {
             fs::remove_file(self.path).map_err(|error| failed(&error))?;
         }
+        fs::remove_file(real).map_err(|error| failed(&error))?;
         Ok(None)
     }
 }

@@ -19,10 +19,11 @@ use isobath_testkit::seed::Seed;
 use judge::{Judge, Known, Rules, View};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
-use scenes::{Again, Scene, State, Step, clear, program, restore, scenes, state, steps};
+use scenes::{Again, IMAGES, Scene, State, Step, clear, program, restore, scenes, state, steps};
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::env;
+use std::ffi::OsString;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -189,15 +190,28 @@ impl Worker<'_> {
     fn again(&self, what: &Undisturbed<'_>, left: &View) -> Result<(), String> {
         let rules = what.rules();
         let was_done = rules.complete(left).is_ok();
-        let again = self.run(what.step, usize::MAX, Deed::Nothing);
+        let mut again = self.run(what.step, usize::MAX, Deed::Nothing);
         ended_well(&again).map_err(|what| format!("run again: {what}"))?;
+        if what.step.again == Again::Names && again.finished.code() == 1 {
+            // From above: each needs those below it.
+            for name in IMAGES.iter().rev() {
+                let delete = format!("isobath chain delete top {name}");
+                if again.finished.stderr.contains(&format!("'{delete}' deletes it")) {
+                    self.note(what, "names what it has left");
+                    let arguments = delete.split(' ').skip(1).map(OsString::from).collect();
+                    let named = Step { arguments, ..what.step.clone() };
+                    again = self.run(&named, usize::MAX, Deed::Nothing);
+                    ended_well(&again).map_err(|what| format!("{delete}: {what}"))?;
+                }
+            }
+        }
         let now = state(self.path());
         let view = self.judge.look(&now, None);
         self.leaks(what, &now, &view, Case::Kill)?;
         let report = |what: String| format!("run again: {what}\n{}", again.finished.report());
         let may_fail = match what.step.again {
             Again::OrFails => was_done,
-            Again::Completes | Again::Another => false,
+            Again::Completes | Again::Another | Again::Names => false,
         };
         // As in QEMU, whose message it is: a killed writer of a bitmap leaves it so, and the disk keeps its size.
         if again.finished.stderr.contains("is inconsistent and cannot be used") {

@@ -207,9 +207,12 @@ pub(super) enum Again {
     OrFails,
     /// It does it another time.
     Another,
+    /// It completes, or names a file that has left the chain, with the command that deletes it.
+    Names,
 }
 
 /// A command on a scene.
+#[derive(Clone)]
 pub(super) struct Step {
     pub(super) name: &'static str,
     pub(super) arguments: Vec<OsString>,
@@ -271,8 +274,11 @@ pub(super) fn steps() -> Vec<Step> {
         step("grow", args!["resize", "top", "40M"]),
         step("shrink", args!["resize", "--shrink", "top", "900k"]),
         step("index", args!["index", "top"]),
-        step("retain", args!["chain", "retain", "--keep-last", "1", "--apply", "top"]),
     ];
+    let retain = Step {
+        again: Again::Names,
+        ..step("retain", args!["chain", "retain", "--keep-last", "1", "--apply", "top"])
+    };
     let once = |name, arguments| Step { again: Again::OrFails, ..step(name, arguments) };
     let once = [
         once("delete", args!["chain", "delete", "top", "mid"]),
@@ -313,5 +319,5 @@ pub(super) fn steps() -> Vec<Step> {
         ),
         target("dd", args!["dd", "-O", "qcow2", "if=top", "of=target", "bs=64k"]),
     ];
-    whole.into_iter().chain(once).chain(others).chain(targets).collect()
+    whole.into_iter().chain([retain]).chain(once).chain(others).chain(targets).collect()
 }
