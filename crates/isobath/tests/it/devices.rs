@@ -42,6 +42,18 @@ async fn assert_clean(host: &MemoryHost) {
     assert!(found.is_empty(), "{found:?}");
 }
 
+/// The image has these clusters as they were written, and no errors.
+async fn assert_has(host: &MemoryHost, metadata: MetadataMode, clusters: &[u64]) {
+    let disk = open(host, metadata).await;
+    for n in clusters {
+        let found = disk.read(n * CLUSTER, IoBuf::zeroed(CLUSTER as usize)).await;
+        assert!(*found.unwrap() == bytes(*n), "{n}");
+    }
+    disk.close().await.unwrap();
+    drop(disk);
+    assert_clean(host).await;
+}
+
 fn bytes(tag: u64) -> Vec<u8> {
     vec![(tag % 255) as u8 + 1; CLUSTER as usize]
 }
@@ -131,14 +143,7 @@ fn a_full_device_fails_writes_and_nothing_else() {
                 written.push(63);
                 disk.close().await.unwrap();
                 drop(disk);
-                let disk = open(&host, metadata).await;
-                for n in written {
-                    let found = disk.read(n * CLUSTER, IoBuf::zeroed(CLUSTER as usize)).await;
-                    assert!(*found.unwrap() == bytes(n), "{n}");
-                }
-                disk.close().await.unwrap();
-                drop(disk);
-                assert_clean(&host).await;
+                assert_has(&host, metadata, &written).await;
             });
         }
     }
@@ -192,14 +197,7 @@ fn an_image_on_a_full_device_can_be_closed_whatever_its_bitmaps_need() {
             disk.close().await.unwrap();
             drop(disk);
             seen.insert(marks(&host));
-            let disk = open(&host, metadata).await;
-            for n in written {
-                let found = disk.read(n * CLUSTER, IoBuf::zeroed(CLUSTER as usize)).await;
-                assert!(*found.unwrap() == bytes(n), "{n}");
-            }
-            disk.close().await.unwrap();
-            drop(disk);
-            assert_clean(&host).await;
+            assert_has(&host, metadata, &written).await;
         });
     }
     let expected = [vec![false, false], vec![false, true], vec![true, true]];

@@ -253,18 +253,8 @@ impl Chain {
         format: &str,
         commands: &[String],
     ) -> Finished {
-        let mut arguments = args!["-f", format];
-        for command in commands {
-            arguments.extend(args!["-c", command]);
-        }
-        arguments.push(name.into());
-        let directory = &self.sides[side];
-        if guest == Guest::Qemu || guest == Guest::Own && side == 0 {
-            let program = qemu::program("qemu-io");
-            run(Command::new(program).current_dir(directory).args(arguments))
-        } else {
-            isobath(directory, [args!["io"], arguments].concat())
-        }
+        let by_qemu = guest == Guest::Qemu || guest == Guest::Own && side == 0;
+        io(&self.sides[side], by_qemu, name, format, commands)
     }
 
     /// Runs a command by each program on its own copy; returns whether both succeeded.
@@ -355,6 +345,27 @@ impl Drop for Chain {
                 eprintln!("the images are in {}", self.root.path().display());
             }
         }
+    }
+}
+
+/// Runs a guest's commands on an image, by `qemu-io` or `isobath io`.
+pub(super) fn io(
+    directory: &Path,
+    by_qemu: bool,
+    name: &str,
+    format: &str,
+    commands: &[String],
+) -> Finished {
+    let mut arguments = args!["-f", format];
+    for command in commands {
+        arguments.extend(args!["-c", command]);
+    }
+    arguments.push(name.into());
+    if by_qemu {
+        let program = qemu::program("qemu-io");
+        run(Command::new(program).current_dir(directory).args(arguments))
+    } else {
+        isobath(directory, [args!["io"], arguments].concat())
     }
 }
 

@@ -1,12 +1,14 @@
 //! A tree of images in several directories, in two copies, and how commands are run on both.
 
 use super::names::{DIRECTORIES, Form, LINKS, ROOT, hard, link};
-use crate::histories::chain::{Guest, Image, compressed, guest_commands, random_options, strings};
+use crate::histories::chain::{
+    Guest, Image, compressed, guest_commands, io, random_options, strings,
+};
 use crate::programs::{isobath, qemu_img};
 use crate::serving::ISOBATH;
 use isobath_testkit::daemon::Daemon;
-use isobath_testkit::process::{Finished, Ready, Server, run};
-use isobath_testkit::{args, qemu};
+use isobath_testkit::process::{Finished, Ready, Server};
+use isobath_testkit::qemu;
 use rand::RngExt;
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
@@ -347,18 +349,7 @@ impl Tree {
         format: &str,
         commands: &[String],
     ) -> Finished {
-        let directory = &self.sides[side];
-        let mut arguments = args!["-f", format];
-        for command in commands {
-            arguments.extend(args!["-c", command]);
-        }
-        arguments.push(file.into());
-        if by_qemu {
-            let program = qemu::program("qemu-io");
-            run(Command::new(program).current_dir(directory).args(arguments))
-        } else {
-            isobath(directory, [args!["io"], arguments].concat())
-        }
+        io(&self.sides[side], by_qemu, file, format, commands)
     }
 
     /// Runs a command by each program on its own copy; returns whether both succeeded.
