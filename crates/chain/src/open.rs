@@ -112,7 +112,7 @@ async fn durable<H: Host>(
     let unclosed = [IncompatibleFeatures::JOURNAL, IncompatibleFeatures::DIRTY];
     let header = layer.header();
     if header.is_some_and(|header| unclosed.iter().any(|bit| header.incompatible.contains(*bit))) {
-        for file in [layer.storage(), layer.data()] {
+        for file in layer.files() {
             match file.flush().await {
                 // A file system that cannot be written to has nothing to make durable.
                 Err(error) if matches!(error.errno(), libc::EINVAL | libc::EROFS) => {}

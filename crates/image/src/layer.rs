@@ -404,6 +404,15 @@ impl<S: Storage> Layer<S> {
         }
     }
 
+    /// The image's file, and the external data file, if it has one.
+    pub fn files(&self) -> impl Iterator<Item = &S> {
+        let data = match &self.data {
+            Data::Own | Data::Foreign(_) => None,
+            Data::File(file) => Some(&**file),
+        };
+        std::iter::once(&*self.storage).chain(data)
+    }
+
     /// The image of another program that the layer is.
     pub fn as_foreign(&self) -> Option<&Image<S>> {
         match &self.data {
@@ -485,8 +494,7 @@ impl<S: Storage> Layer<S> {
 
     /// The image is no longer written to: others may read it.
     pub async fn retire(&self) -> Result<()> {
-        self.storage.retire().await?;
-        if let Data::File(file) = &self.data {
+        for file in self.files() {
             file.retire().await?;
         }
         Ok(())
@@ -494,8 +502,7 @@ impl<S: Storage> Layer<S> {
 
     /// Allows or forbids this process to open the image for writing besides this handle.
     pub async fn admit_writer(&self, admit: bool) -> Result<()> {
-        self.storage.admit_writer(admit).await?;
-        if let Data::File(file) = &self.data {
+        for file in self.files() {
             file.admit_writer(admit).await?;
         }
         Ok(())

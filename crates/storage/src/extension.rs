@@ -106,13 +106,14 @@ pub trait Roles {
     /// and [`flush`](Storage::flush) continues to fail.
     fn retire(&self) -> BoxFuture<'_, Result<()>>;
 
-    /// Lets others write to the file that this handle reads (`true`), or keeps them out again (`false`,
+    /// Lets this process write to the file that this handle reads (`true`), or keeps it out again (`false`,
     /// as when it was opened).
     ///
-    /// This is for a job that writes to a backing file: the process then opens the file again,
-    /// [`writable`](crate::OpenMode::writable), which keeps all other programs out, while this handle can still read
-    /// and does not treat changes as errors. That second handle must be dropped, or [retired](Self::retire), before
-    /// writers are kept out again. The last call counts; repeating it has no effect.
+    /// This is for a job that writes to a backing file: the process then opens the file again, by the same host and
+    /// [`writable`](crate::OpenMode::writable), while this handle can still read and does not treat changes as errors.
+    /// Other programs are kept out from writing all the time, and from reading while the second handle is open. That
+    /// handle must be dropped, or [retired](Self::retire), before writers are kept out again. The last call counts;
+    /// repeating it has no effect.
     ///
     /// # Errors
     /// The handle is writable; or the file still has a writer ([`std::io::ErrorKind::ResourceBusy`]): then nothing has

@@ -114,15 +114,25 @@ pub(crate) fn admit(file: &OwnedFd, name: &Path) -> Result<(), StorageError> {
     Ok(())
 }
 
+/// Takes the locks again that [`admit`] released, while another descriptor of this process holds them: nobody else
+/// can have begun to write.
+///
+/// # Errors
+/// The file system reported an error.
+pub(crate) fn deny_too(file: &OwnedFd, name: &Path) -> Result<(), StorageError> {
+    for (number, _) in SHUT_OUT {
+        call(file, libc::F_OFD_SETLK, libc::F_RDLCK, DENIED + number, 1)
+            .map_err(|source| StorageError::new(Operation::Lock, name, source))?;
+    }
+    Ok(())
+}
+
 /// Takes the locks again that [`admit`] released.
 ///
 /// # Errors
 /// Another user writes ([`io::ErrorKind::ResourceBusy`]); then nothing has changed.
 pub(crate) fn deny(file: &OwnedFd, name: &Path) -> Result<(), StorageError> {
-    for (number, _) in SHUT_OUT {
-        call(file, libc::F_OFD_SETLK, libc::F_RDLCK, DENIED + number, 1)
-            .map_err(|source| StorageError::new(Operation::Lock, name, source))?;
-    }
+    deny_too(file, name)?;
     let free = look(file, name, false);
     if free.is_err() {
         admit(file, name)?;
@@ -130,8 +140,11 @@ pub(crate) fn deny(file: &OwnedFd, name: &Path) -> Result<(), StorageError> {
     free
 }
 
-/// Takes locks without checking those of others.
-fn set(file: &Arc<OwnedFd>, name: &Path, writable: bool) -> Result<Locks, StorageError> {
+/// Takes locks without checking those of others: [`look`] does.
+///
+/// # Errors
+/// As [`take`].
+pub(crate) fn set(file: &Arc<OwnedFd>, name: &Path, writable: bool) -> Result<Locks, StorageError> {
     let locks = Locks(file.clone());
     let bytes = used(writable).iter().map(|(n, _)| USED + n);
     for byte in bytes.chain(SHUT_OUT.iter().map(|(n, _)| DENIED + n)) {

@@ -31,6 +31,7 @@ mod live;
 mod live_guest;
 mod live_killed;
 mod live_snapshots;
+mod locks;
 mod programs;
 mod qemu_img_options;
 mod qemu_nbd;

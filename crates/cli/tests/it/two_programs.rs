@@ -1,13 +1,13 @@
 //! Two programs on one chain: whatever the one does, and whatever the other begins, they never write at the same time,
 //! and the one that is refused says who has the image open.
 
+use crate::locks::denies_writing;
 use crate::programs::isobath;
 use crate::serving::ISOBATH;
 use isobath_testkit::process::{Finished, Ready, Server};
 use isobath_testkit::{args, qemu, until};
 use std::ffi::OsString;
 use std::fs;
-use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::process::Command;
 use std::thread;
@@ -47,12 +47,11 @@ fn start(directory: &Path, program: &str, arguments: &[OsString]) -> Server {
     let started = directory.join("started");
     fs::write(&started, "started").unwrap();
     let server = Server::start(&mut command, Ready::File(&started));
-    // Not by an attempt to open it, which could keep the program out. The base is opened last.
-    let inode = fs::metadata(directory.join("base")).unwrap().ino();
+    // Not by an attempt to open it, which could keep the program out. The base is opened last, and from then on none of
+    // them is let go: `at_every_call` watches that.
     until("the chain is open", || {
         assert!(server.log().is_empty(), "{}", server.log());
-        let locks = fs::read_to_string("/proc/locks").unwrap();
-        locks.contains(&format!(":{inode} "))
+        denies_writing(&directory.join("base"))
     });
     // It is to have the chain open for as long as the test takes.
     server.signal(libc::SIGSTOP);

@@ -7,6 +7,7 @@
 //! The limit is soft: if no descriptor can be given up it is exceeded, and the system may then report an error. Lock
 //! order: the pool's queue, then a shared file's descriptor.
 
+use super::beside::Besides;
 use super::shared::{GiveUp, Shared};
 use super::stamp::pause;
 use parking_lot::Mutex;
@@ -56,6 +57,8 @@ pub(super) struct Pool {
     kept: AtomicUsize,
     /// The shared files that have a descriptor, roughly in the order of their last use.
     queue: Mutex<VecDeque<Weak<Shared>>>,
+    /// The files that are read by handles that let writers in.
+    besides: Arc<Besides>,
 }
 
 /// A descriptor's place in the pool, until it is dropped.
@@ -83,7 +86,12 @@ impl Pool {
             open: AtomicUsize::new(0),
             kept: AtomicUsize::new(0),
             queue: Mutex::default(),
+            besides: Arc::default(),
         }
+    }
+
+    pub(super) fn besides(&self) -> &Arc<Besides> {
+        &self.besides
     }
 
     pub(super) fn of_process() -> &'static Arc<Self> {

@@ -21,6 +21,7 @@
 //! says so, since a retried `fdatasync` can report success for data that is lost.
 
 mod atomic;
+mod beside;
 mod cached;
 mod descriptors;
 mod direct;

@@ -1,5 +1,6 @@
 //! Opening files.
 
+use super::beside::LetIn;
 use super::cached::Cached;
 use super::descriptors::{Permit, Pool};
 use super::direct::Direct;
@@ -128,8 +129,10 @@ pub(super) struct Opened {
     pub(super) kind: Kind,
 }
 
-/// Owns a file's descriptor, its locks and its place in the pool, which are released in this order.
+/// Owns a file's descriptor, its locks and its place in the pool, which are released in this order; readers that let it
+/// in keep others out again before that.
 struct Held {
+    _let_in: Option<LetIn>,
     _locks: Option<Locks>,
     _file: Arc<OwnedFd>,
     _permit: Permit,
@@ -169,7 +172,7 @@ pub(super) async fn descriptor(
         let permit = pool.admit().await;
         let file = pool.open(|| options(mode).open(path)).await;
         let file = file.map_err(|error| explain_direct(error, mode))?;
-        attach(file, name, mode, taking, permit).await
+        attach(file, name, mode, taking, permit, pool).await
     };
     opened.await.map_err(|error: Failure| error.named(Operation::Open, name))
 }
@@ -202,7 +205,7 @@ async fn create(name: &Path, mode: OpenMode, pool: &Arc<Pool>) -> Attempt<FileSt
         let directory = directory.unwrap_or(Path::new("."));
         Durability::created(pool.open(|| File::open(directory)).await?.into())
     };
-    let opened = attach(file, name, mode, Taking::Alone, permit).await?;
+    let opened = attach(file, name, mode, Taking::Alone, permit, pool).await?;
     if opened.kind == Kind::Regular {
         sys::ftruncate(&opened.target.file, 0)?;
     }
@@ -224,6 +227,7 @@ async fn attach(
     mode: OpenMode,
     taking: Taking,
     permit: Permit,
+    pool: &Pool,
 ) -> Attempt<Opened> {
     let file: Arc<OwnedFd> = Arc::new(file.into());
     let stat = sys::stat(&file)?;
@@ -238,17 +242,23 @@ async fn attach(
     } else {
         FileId { device: stat.st_dev, inode: stat.st_ino }
     };
-    let locks = match mode.locking {
-        Locking::Unlocked => None,
-        _ if taking == Taking::BesideWriter => Some(lock::join(&file, name)?),
-        Locking::Exclusive => Some(wait_for_locks(&file, name, mode.writable).await?),
-        Locking::Immediate => {
-            let taken = lock::take(&file, name, mode.writable);
-            Some(taken.map_err(|error| users::named(error, &file))?)
+    let take = || {
+        let (let_in, locks) = pool.besides().take(id, &file, name, mode.writable)?;
+        Ok((let_in, Some(locks)))
+    };
+    let (let_in, locks) = match mode.locking {
+        Locking::Unlocked => (None, None),
+        _ if taking == Taking::BesideWriter => (None, Some(lock::join(&file, name)?)),
+        Locking::Exclusive => {
+            let free = || pool.besides().look(id, &file, name, mode.writable);
+            let taken = wait_for(free, take).await;
+            taken.map_err(|error| users::named(error, &file))?
         }
+        Locking::Immediate => take().map_err(|error| users::named(error, &file))?,
     };
     let landing = Arc::<Landing>::default();
     let lease = Arc::new(Held {
+        _let_in: let_in,
         _locks: locks,
         _file: file.clone(),
         _permit: permit,
@@ -257,20 +267,10 @@ async fn attach(
     Ok(Opened { target: Target { file, lease, landing }, id, kind })
 }
 
-/// Takes the image's locks, waiting briefly for another user to release them.
-async fn wait_for_locks(file: &Arc<OwnedFd>, name: &Path, writable: bool) -> Result<Locks> {
-    wait_for(file, name, writable, || lock::take(file, name, writable)).await
-}
-
-/// Keeps writers out again, waiting briefly for one that is about to end.
-pub(super) async fn wait_to_deny(file: &OwnedFd, name: &Path) -> Result<()> {
-    wait_for(file, name, false, || lock::deny(file, name)).await
-}
-
-async fn wait_for<T>(
-    file: &OwnedFd,
-    name: &Path,
-    writable: bool,
+/// Repeats an attempt that another user of the file is in the way of: it may be about to end. Before each, `free` tells
+/// whether it is gone.
+pub(super) async fn wait_for<T>(
+    free: impl Fn() -> Result<()>,
     mut take: impl FnMut() -> Result<T>,
 ) -> Result<T> {
     let busy = |error: &StorageError| error.kind() == io::ErrorKind::ResourceBusy;
@@ -281,9 +281,9 @@ async fn wait_for<T>(
         }
         pause(LOCK_STEP).await;
         // Test first, so that others do not see locks that come and go.
-        taken = lock::look(file, name, writable).and_then(|()| take());
+        taken = free().and_then(|()| take());
     }
-    taken.map_err(|error| users::named(error, file))
+    taken
 }
 
 fn storage(

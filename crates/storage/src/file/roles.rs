@@ -4,13 +4,14 @@
 //! Operations take the descriptor at their start and keep it until their end, so it can be exchanged meanwhile: the old
 //! one is closed, and its locks are released, when the last of them has ended.
 
+use super::beside::Admission;
 use super::open::{self, Opened, Taking};
 use super::source::Source;
 use super::stamp::pause;
 use super::transfer::Target;
-use super::{FileStorage, Kind};
+use super::{FileStorage, Kind, users};
 use crate::error::{Operation, StorageError};
-use crate::{Locking, OpenMode, Result, lock};
+use crate::{Locking, OpenMode, Result};
 use std::io;
 use std::os::fd::AsRawFd;
 use std::path::PathBuf;
@@ -59,8 +60,10 @@ pub(super) struct Changed {
     writer: Option<Arc<Target>>,
     /// The file no longer had its name when writing ended.
     nameless: bool,
-    /// Others may write.
+    /// This process may open the file for writing.
     admits: bool,
+    /// That, if the file is locked.
+    admission: Option<Admission>,
 }
 
 /// Waits until only the caller has the descriptor, and no operation uses it.
@@ -151,7 +154,8 @@ impl FileStorage {
     async fn admit(&self, roles: &mut Changed) -> Result<()> {
         let target = self.target().await?;
         if self.file.mode.locking != Locking::Unlocked {
-            lock::admit(&target.file, &self.file.name)?;
+            let besides = self.file.pool.besides();
+            roles.admission = Some(besides.admit(self.file.id, &target.file, &self.file.name));
         }
         roles.admits = true;
         let shared = match &**self.source.load() {
@@ -167,14 +171,19 @@ impl FileStorage {
     }
 
     async fn deny(&self, roles: &mut Changed) -> Result<()> {
-        let target = self.kept().map_err(|error| self.error(Operation::Lock, error))?;
-        match self.file.mode.locking {
-            Locking::Exclusive => open::wait_to_deny(&target.file, &self.file.name).await?,
-            Locking::Immediate => lock::deny(&target.file, &self.file.name)?,
-            Locking::Unlocked => {}
+        if let Some(admission) = &roles.admission {
+            let deny = || self.file.pool.besides().deny(admission, &self.file.name);
+            let denied = match self.file.mode.locking {
+                Locking::Immediate => deny(),
+                Locking::Exclusive | Locking::Unlocked => open::wait_for(|| Ok(()), deny).await,
+            };
+            if let Err(error) = denied {
+                let target = self.kept().map_err(|error| self.error(Operation::Lock, error))?;
+                return Err(users::named(error, &target.file));
+            }
         }
+        roles.admission = None;
         roles.admits = false;
-        drop(target);
         self.let_share(roles);
         Ok(())
     }

@@ -165,23 +165,47 @@ fn qemu_reads_what_is_no_longer_written() {
 }
 
 #[test]
-fn qemu_may_write_what_is_admitted_until_it_is_not() {
-    let (_directory, base, _) = qemu::chain();
+fn others_never_write_what_this_process_is_let_into() {
+    let (_directory, base, top) = qemu::chain();
     let reader = block_on(FileHost.open(&base, READ_ONLY)).unwrap();
-    assert!(qemu::opens(&[], &base).is_err());
+    let kept_out = |when: &str| {
+        let error = qemu::opens(&[], &base).expect_err(when);
+        assert!(error.contains("Failed to get \"write\" lock"), "{when}: {error}");
+    };
+    kept_out("it only reads");
     block_on(reader.admit_writer(true)).unwrap();
-    qemu::opens(&[], &base).unwrap();
-    // This process's own writer keeps everybody else out.
-    let writer = block_on(FileHost.open(&base, WRITABLE)).unwrap();
-    assert!(qemu::opens(&[], &base).is_err());
-    assert!(qemu::opens(&["-r"], &base).is_err());
-    drop(writer);
-    let other = QemuIo::open(&[], &base);
-    assert_eq!(kind(block_on(reader.admit_writer(false))), ErrorKind::ResourceBusy);
-    drop(other);
-    block_on(reader.admit_writer(false)).unwrap();
+    kept_out("it lets its process in");
     qemu::opens(&["-r"], &base).unwrap();
-    assert!(qemu::opens(&[], &base).is_err());
+    let other = QemuIo::open(&["-r"], &base);
+    for _ in 0..2 {
+        assert_eq!(kind(block_on(FileHost.open(&base, WRITABLE))), ErrorKind::ResourceBusy);
+        kept_out("its process was refused");
+    }
+    drop(other);
+    for dropped in [true, false] {
+        let writer = block_on(FileHost.open(&base, WRITABLE)).unwrap();
+        kept_out("its process writes");
+        assert!(qemu::opens(&["-r"], &base).is_err());
+        assert_eq!(kind(block_on(FileHost.open(&base, WRITABLE))), ErrorKind::ResourceBusy);
+        kept_out("a second writer was refused");
+        assert_eq!(kind(block_on(reader.admit_writer(false))), ErrorKind::ResourceBusy);
+        if dropped {
+            drop(writer);
+            kept_out("its process has written");
+        } else {
+            block_on(writer.retire()).unwrap();
+            kept_out("its writer is a reader");
+            drop(writer);
+            kept_out("its writer has ended");
+        }
+    }
+    qemu::opens(&["-r"], &base).unwrap();
+    block_on(reader.admit_writer(false)).unwrap();
+    kept_out("it only reads again");
+    block_on(reader.admit_writer(true)).unwrap();
+    drop(reader);
+    qemu::opens(&[], &top).unwrap();
+    qemu::opens(&[], &base).unwrap();
 }
 
 /// A thousand snapshots: each file is written, then read.

@@ -118,9 +118,8 @@ impl Unfinished {
         }
         layer.close().await?;
         // That the overlay has another backing file may not be durable yet.
-        for image in overlay.layers().take(1) {
-            image.storage().flush().await?;
-            image.data().flush().await?;
+        for file in overlay.layers().take(1).flat_map(|layer| layer.files()) {
+            file.flush().await?;
         }
         let files = chain.iter().chain([&self.layer]).map(PathBuf::as_path);
         let users = Users::find(&directories(files, search))?;

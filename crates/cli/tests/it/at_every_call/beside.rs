@@ -1,12 +1,14 @@
 //! Another program that begins while a command is held.
 
 use super::judge::{Disk, Rules, View, Written};
-use super::scenes::{FREE, qemu_io, state};
-use super::tracer::Deed;
+use super::scenes::{FREE, IMAGES, qemu_io, state};
+use super::tracer::{Call, Deed};
 use super::{Undisturbed, Worker, ended_well, well};
+use crate::locks::denies_writing;
 use crate::programs::{isobath, qemu_img};
 use isobath_testkit::args;
 use isobath_testkit::process::Finished;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::Path;
 
@@ -41,6 +43,8 @@ const OURS: [Second; 6] = [
     Second::Commit,
     Second::Writes("base"),
 ];
+/// Images that no other one reads.
+const OUTSIDE: [&str; 2] = ["target", "other"];
 /// At one of so many calls, Isobath is tried, too.
 const RARELY: usize = 5;
 
@@ -139,4 +143,46 @@ fn sound(
 fn outcome(second: Second, other: &Finished, first: &Finished) -> String {
     let became = |done: &Finished| if done.code() == 0 { "completes" } else { "is refused" };
     format!("beside {second:?}, which {}: {}", became(other), became(first))
+}
+
+/// From which images of the chain a command keeps writers out, while it runs.
+#[derive(Default)]
+pub(super) struct Watched {
+    kept: BTreeSet<usize>,
+    /// Those that it has let writers in to: the call before, and the images above that it has kept all the time since.
+    let_go: BTreeMap<usize, (String, BTreeSet<usize>)>,
+    last: String,
+    wrong: Option<String>,
+}
+
+impl Watched {
+    /// Looks, before a call is made.
+    pub(super) fn look(&mut self, directory: &Path, call: &Call) {
+        let kept = |(_, image): &(usize, &str)| denies_writing(&directory.join(image));
+        let chain = IMAGES.into_iter().enumerate().filter(|(_, image)| !OUTSIDE.contains(image));
+        let kept: BTreeSet<usize> = chain.filter(kept).map(|(number, _)| number).collect();
+        for image in self.kept.difference(&kept) {
+            let above = kept.iter().copied().filter(|other| other > image).collect();
+            self.let_go.insert(*image, (self.last.clone(), above));
+        }
+        for (image, (since, above)) in &mut self.let_go {
+            above.retain(|other| kept.contains(other));
+            if kept.contains(image) && !self.kept.contains(image) && !above.is_empty() {
+                self.wrong = Some(format!(
+                    "between '{since}' and '{}' another program may write to {}, though {} is kept",
+                    self.last,
+                    IMAGES[*image],
+                    IMAGES[*above.first().unwrap()],
+                ));
+            }
+        }
+        self.kept = kept;
+        self.last.clone_from(&call.text);
+    }
+
+    /// Whether no image was let go and kept again while an image that reads it was kept: another program could have
+    /// changed what the chain shows.
+    pub(super) fn verdict(self) -> Result<(), String> {
+        self.wrong.map_or(Ok(()), Err)
+    }
 }

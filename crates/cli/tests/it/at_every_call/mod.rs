@@ -11,7 +11,7 @@ mod ring;
 mod scenes;
 mod tracer;
 
-use beside::Second;
+use beside::{Second, Watched};
 use isobath_testkit::digest;
 use isobath_testkit::evidence::{Evidence, Run};
 use isobath_testkit::process::Finished;
@@ -135,9 +135,15 @@ impl Worker<'_> {
     /// Runs the command undisturbed. `None` if it cannot be run on this scene.
     fn undisturbed<'a>(&self, scene: &'a Scene, step: &'a Step) -> Option<Undisturbed<'a>> {
         restore(self.path(), &scene.state);
-        let done = self.run(step, usize::MAX, Deed::Nothing);
+        let (directory, mut watched) = (self.path().to_owned(), Watched::default());
+        let mut watch = |call: &Call| watched.look(&directory, call);
+        let done = self.run(step, usize::MAX, Deed::Watch(&mut watch));
         if done.finished.code() != 0 {
             return None;
+        }
+        if let Err(what) = watched.verdict() {
+            let failed = format!("{} {}: {what}", scene.name, step.name);
+            self.tally.lock().unwrap().failures.push(failed);
         }
         let before = self.judge.look(&scene.state, None);
         let after = self.judge.look(&state(self.path()), None);
@@ -454,4 +460,22 @@ fn interrupted_commands_leave_the_disk_and_complete_when_run_again() {
     drop(recorded);
     assert!(count > 0, "ISOBATH_CALLS names no case");
     assert!(failures.is_empty(), "{} failures:\n{}", failures.len(), failures.join("\n\n"));
+}
+
+#[test]
+fn no_image_is_let_go_while_one_that_reads_it_is_kept() {
+    let made = TempDir::new_in(memory()).unwrap();
+    let scenes = scenes(made.path(), &mut Seed::new().rng());
+    clear(made.path());
+    let (known, tally) = (Known::default(), Mutex::default());
+    let directory = TempDir::new_in(memory()).unwrap();
+    let judge = Judge::new(&memory(), &known);
+    let worker = Worker { seed: 0, directory, judge, completed: RefCell::default(), tally: &tally };
+    for step in steps() {
+        let mut fit = scenes.iter().filter(|scene| step.only.is_none_or(|only| only == scene.name));
+        assert!(fit.any(|scene| worker.undisturbed(scene, &step).is_some()), "{}", step.name);
+    }
+    clear(worker.path());
+    let failures = tally.into_inner().unwrap().failures;
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
 }

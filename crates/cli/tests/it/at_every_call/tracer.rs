@@ -58,6 +58,8 @@ pub(super) enum Deed<'a> {
     Fail(i32),
     /// All threads are held while this runs.
     Hold(&'a mut dyn FnMut()),
+    /// This runs before each call.
+    Watch(&'a mut dyn FnMut(&Call)),
 }
 
 /// A program that has ended.
@@ -281,11 +283,14 @@ impl Tracer<'_> {
             _ => {}
         }
         let Some(call) = self.describe(thread, registers) else { return false };
+        if let Deed::Watch(watch) = &mut self.deed {
+            watch(&call);
+        }
         if !self.note(call) {
             return false;
         }
         match &mut self.deed {
-            Deed::Nothing => {}
+            Deed::Nothing | Deed::Watch(_) => {}
             Deed::Kill => kill(self.leader),
             Deed::Tear => {
                 registers.rdx = half(registers.rdx);
@@ -311,7 +316,7 @@ impl Tracer<'_> {
                 continue;
             }
             match &mut self.deed {
-                Deed::Nothing => {}
+                Deed::Nothing | Deed::Watch(_) => {}
                 Deed::Kill if number == 0 => kill(self.leader),
                 Deed::Kill | Deed::Tear => {
                     let tears = matches!(self.deed, Deed::Tear);
