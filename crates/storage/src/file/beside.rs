@@ -20,8 +20,8 @@ pub(super) struct Besides(Mutex<HashMap<FileId, Beside>>);
 #[derive(Default)]
 struct Beside {
     readers: Vec<Reader>,
-    /// Writers that were let in. The second one is on its way in and will be refused, or the first one on its way out.
-    writers: usize,
+    /// A writer was let in. There is no second one: the locks of the first refuse it.
+    written: bool,
 }
 
 struct Reader {
@@ -95,12 +95,12 @@ impl Besides {
         let locks = lock::set(file, name, writable)?;
         let admitted = beside.readers.iter_mut().try_for_each(Reader::admit);
         if let Err(error) = admitted.and_then(|()| lock::look(file, name, writable)) {
-            if beside.writers == 0 {
+            if !beside.written {
                 beside.readers.iter_mut().for_each(Reader::deny);
             }
             return Err(error);
         }
-        beside.writers += 1;
+        beside.written = true;
         Ok((Some(LetIn { besides: self.clone(), id }), locks))
     }
 
@@ -129,7 +129,7 @@ impl Besides {
     pub(super) fn deny(&self, admission: &Admission, name: &Path) -> Result<()> {
         let mut denied = Ok(());
         self.change(admission.id, |beside| {
-            if beside.writers > 0 {
+            if beside.written {
                 denied = Err(lock::busy(name, Conflict::SHARED_WRITE));
                 return;
             }
@@ -148,7 +148,7 @@ impl Besides {
         let mut files = self.0.lock();
         if let Some(beside) = files.get_mut(&id) {
             change(beside);
-            if beside.readers.is_empty() && beside.writers == 0 {
+            if beside.readers.is_empty() && !beside.written {
                 files.remove(&id);
             }
         }
@@ -166,10 +166,8 @@ impl Drop for Admission {
 impl Drop for LetIn {
     fn drop(&mut self) {
         self.besides.change(self.id, |beside| {
-            beside.writers -= 1;
-            if beside.writers == 0 {
-                beside.readers.iter_mut().for_each(Reader::deny);
-            }
+            beside.written = false;
+            beside.readers.iter_mut().for_each(Reader::deny);
         });
     }
 }

@@ -112,8 +112,9 @@ pub(super) fn directories<'a>(
     files.flat_map(of).chain(others.iter().cloned()).collect()
 }
 
-/// A layer's file that is to be deleted, locked as by a writer: no other program of this machine has it open, by
-/// whatever name or through whatever overlay, and none can open it before it is deleted.
+/// A layer's file that is to be deleted, locked as by a writer: no other program of this machine has locked it, by
+/// whatever name or through whatever overlay, and none can before it is deleted. That does not keep out one that only
+/// looks, as for a new overlay; and one that waits for the lock has a file without a name then.
 pub(super) struct Doomed<'a> {
     path: &'a Path,
     locked: FileStorage,
