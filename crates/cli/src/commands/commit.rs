@@ -54,7 +54,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     runtime::block_on(async || {
         let mut signals = Signals::new(&[libc::SIGINT, libc::SIGTERM])?;
         let live = LiveDisk::open(FileHost, &image.path, &options).await;
-        let live = live.map_err(|error| image.failed(&error))?;
+        let mut live = live.map_err(|error| image.failed(&error))?;
         let layers = live.layers();
         let Some(below) = u16::try_from(layers.len()).ok().and_then(|depth| depth.checked_sub(2))
         else {
@@ -76,16 +76,12 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         let mut done = Box::pin(run).await;
         if done.is_ok() && args.base.is_none() && !args.drop {
             // The image is open, and locked, since before the copying: nobody has written to it.
-            let unlocked = if sabotage::is(Sabotage::EmptiedLater) {
+            if sabotage::is(Sabotage::EmptiedLater) {
                 live.close().await?;
-                Some(LiveDisk::open(FileHost, &image.path, &options).await?)
-            } else {
-                None
-            };
-            done = unlocked.as_ref().unwrap_or(&live).make_empty().await.map_err(Failure::from);
-            if let Some(unlocked) = unlocked {
-                return Ok(unlocked.close().await?);
+                drop((layers, live));
+                live = LiveDisk::open(FileHost, &image.path, &options).await?;
             }
+            done = live.make_empty().await.map_err(Failure::from);
         }
         live.close().await?;
         done

@@ -36,12 +36,15 @@ thread_local! {
     static DEFECT: Cell<Option<&'static str>> = const { Cell::new(None) };
 }
 
-/// Runs a test while each `isobath` that it starts has this defect. Returns whether the test fails.
-pub(crate) fn fails_with(defect: &'static str, test: fn()) -> bool {
+/// Runs a test while each `isobath` that it starts has this defect. Returns why the test fails, if it does.
+pub(crate) fn fails_with(defect: &'static str, test: fn()) -> Option<String> {
     DEFECT.set(Some(defect));
-    let failed = catch_unwind(test).is_err();
+    let failed = catch_unwind(test).err();
     DEFECT.set(None);
-    failed
+    failed.map(|reason| match reason.downcast::<String>() {
+        Ok(text) => *text,
+        Err(reason) => reason.downcast_ref::<&str>().map(ToString::to_string).unwrap_or_default(),
+    })
 }
 
 /// Runs `qemu-img` in a directory.

@@ -135,7 +135,7 @@ impl<'a> Doomed<'a> {
         };
         let broken = sabotage::is(Sabotage::UnlockedDeletion);
         let locking = if broken { Locking::Unlocked } else { Locking::Exclusive };
-        let mode = OpenMode { writable: true, locking, ..OpenMode::default() };
+        let mode = OpenMode { writable: !broken, locking, ..OpenMode::default() };
         let locked = FileHost.open(path, mode).await.map_err(|error| kept(&error))?;
         // Others may use what it stands for, by links of their own, which are not searched for.
         let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
