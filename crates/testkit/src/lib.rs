@@ -26,6 +26,7 @@ pub mod evidence;
 pub mod fs;
 pub mod fuse;
 pub mod guest;
+pub mod locks;
 pub mod model;
 pub mod nbd;
 pub mod ops;

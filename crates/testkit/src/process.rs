@@ -110,6 +110,30 @@ impl Server {
     /// Starts the server and waits until it is ready; fails the test if it ends before.
     #[track_caller]
     pub fn start(command: &mut Command, ready: Ready<'_>) -> Self {
+        Self::try_start(command, ready).unwrap_or_else(|ended| {
+            panic!("the server ended before it was ready\n{}", ended.report())
+        })
+    }
+
+    /// As [`start`](Self::start), of a server that follows a killed one. It is started again if it was refused because
+    /// of a lock: the kernel ends a killed process's rings, and with them its locks, a moment after the process.
+    #[track_caller]
+    pub fn start_after_kill(command: &mut Command, ready: Ready<'_>) -> Self {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            match Self::try_start(command, ready) {
+                Ok(server) => return server,
+                Err(ended) => assert!(
+                    ended.stderr.contains("lock") && Instant::now() < deadline,
+                    "the server ended before it was ready\n{}",
+                    ended.report()
+                ),
+            }
+        }
+    }
+
+    #[track_caller]
+    fn try_start(command: &mut Command, ready: Ready<'_>) -> Result<Self, Finished> {
         let mut running = Running::start(command);
         let deadline = Instant::now() + PATIENCE;
         loop {
@@ -119,13 +143,10 @@ impl Server {
                 Ready::Line(text) => running.output().lines().any(|line| line.contains(text)),
             };
             if is_ready {
-                return Self { running };
+                return Ok(Self { running });
             }
             if let Some(status) = running.child.try_wait().expect("wait for the server") {
-                panic!(
-                    "the server ended before it was ready\n{}",
-                    running.finished(status).report()
-                );
+                return Err(running.finished(status));
             }
             if Instant::now() > deadline {
                 let status = running.end();
@@ -161,6 +182,22 @@ impl Server {
     pub fn stop(mut self) -> Finished {
         self.running.signal(libc::SIGTERM);
         self.finish()
+    }
+
+    /// As [`stop`](Self::stop), of a server of QEMU's: the signal is sent until it has ended. QEMU's programs miss one
+    /// that comes just before they wait for requests.
+    #[track_caller]
+    pub fn stop_qemu(mut self) -> Finished {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            self.running.signal(libc::SIGTERM);
+            if let Some(status) = self.running.wait_for(Duration::from_millis(100)) {
+                return self.running.finished(status);
+            }
+            if Instant::now() > deadline {
+                return self.finish();
+            }
+        }
     }
 
     /// Kills the server (SIGKILL), as a crash of the program would.

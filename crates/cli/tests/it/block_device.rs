@@ -2,6 +2,7 @@
 //! last cluster is not zero.
 
 use crate::serving::{ISOBATH, QemuIo, Served};
+use isobath_testkit::locks::until_unlocked;
 use isobath_testkit::process::run;
 use isobath_testkit::qemu;
 use std::fs;
@@ -43,6 +44,7 @@ fn survives(mode: &str, killed: bool) {
     drop(client);
     if killed {
         let _ = served.server.kill();
+        until_unlocked(&device.0);
         let mut check = Command::new(ISOBATH);
         let _ = run(check.args(["check", "-q", "-r", "all"]).arg(&device.0)).ok();
     } else {

@@ -441,7 +441,7 @@ fn a_storage_daemon_opens_encrypted_nodes() {
         let mut client = Nbd::connect(&socket, "x").unwrap();
         assert!(client.read_all().unwrap().iter().all(|byte| *byte == 7), "ours: {ours}");
         drop(client);
-        let _ = server.stop();
+        drop(if ours { server.stop() } else { server.stop_qemu() });
         let _ = fs::remove_file(path.join("pid"));
         let _ = fs::remove_file(&socket);
     }

@@ -123,7 +123,16 @@ fn frontends_come_and_go_over_qmp() {
         .arguments(["-smp", "2"])
         .run("test $(cat /sys/block/vda/size) = 131080; test $(cat /sys/block/vda/serial) = vm");
     for id in ["f", "v"] {
-        control.execute("block-export-del", &json!({"id": id})).unwrap();
+        // The guest has ended; the server may still be about to notice.
+        until("the export without users", || {
+            match control.execute("block-export-del", &json!({"id": id})) {
+                Err(error) if error.to_string().contains("still in use") => false,
+                done => {
+                    done.unwrap();
+                    true
+                }
+            }
+        });
         let event = control.wait_for(&["BLOCK_EXPORT_DELETED"]).unwrap();
         assert_eq!(event.data["id"], id);
     }
@@ -141,7 +150,7 @@ fn a_file_alone_is_served_until_it_is_unmounted() {
     let start = || {
         let mut command = Command::new(ISOBATH);
         command.current_dir(directory.path()).args(["serve", "disk", "--fuse", "file"]);
-        Server::start(&mut command, Ready::Line("losetup"))
+        Server::start_after_kill(&mut command, Ready::Line("losetup"))
     };
     let server = start();
     fs::write(&path, b"first").unwrap_err();

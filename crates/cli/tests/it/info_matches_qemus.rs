@@ -2,7 +2,7 @@
 
 use isobath_testkit::process::{Finished, run};
 use isobath_testkit::{args, qemu};
-use std::fs;
+use std::fs::{self, File};
 use std::path::Path;
 use std::process::Command;
 
@@ -24,6 +24,8 @@ fn every_kind_of_image_is_described_alike() {
     let at = |name: &str| directory.path().join(name);
     fs::create_dir(at("sub")).unwrap();
     fs::write(at("raw"), vec![1; 1_000_000]).unwrap();
+    // What it takes is settled now.
+    File::open(at("raw")).unwrap().sync_all().unwrap();
     qemu::create(&at("plain"), "qcow2", 10 << 20, "");
     qemu::create(&at("old"), "qcow2", 1 << 40, "compat=0.10,cluster_size=2M");
     qemu::create(&at("wide"), "qcow2", 1_000_448, "refcount_bits=64,lazy_refcounts=on");

@@ -2,7 +2,7 @@
 
 use crate::programs::isobath;
 use crate::serving::ISOBATH;
-use isobath_testkit::process::{Finished, run};
+use isobath_testkit::process::{Finished, PATIENCE, run};
 use isobath_testkit::{args, qemu, tools};
 use std::fs;
 use std::io::{ErrorKind, Read};
@@ -112,7 +112,7 @@ impl Serving<'_> {
 
     /// Waits until it has ended.
     fn ended(self) {
-        let until = Instant::now() + Duration::from_secs(30);
+        let until = Instant::now() + PATIENCE;
         while Path::new(&format!("/proc/{}", self.process)).exists() && !self.is_zombie() {
             assert!(Instant::now() < until, "it does not end");
             thread::sleep(Duration::from_millis(5));

@@ -172,16 +172,23 @@ fn it_goes_on_at_the_end_of_its_input_and_in_the_background() {
         let pid: i32 = fs::read_to_string(world.at("pid")).unwrap().trim().parse().unwrap();
         let uri = format!("nbd+unix:///d?socket={}", socket.display());
         let _ = qemu::io(Path::new(&uri), "raw", &["read -P 1 0 1M", "read -P 2 2M 100k"]).ok();
-        // SAFETY: it is a process of this test.
-        unsafe { libc::kill(pid, libc::SIGTERM) };
         let status = || fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-        until("the daemon's end", || status().is_empty() || status().contains(") Z "));
+        let mut told = false;
+        until("the daemon's end", || {
+            // QEMU's misses a signal that comes just before it waits.
+            if !told || !ours {
+                // SAFETY: it is a process of this test.
+                unsafe { libc::kill(pid, libc::SIGTERM) };
+                told = true;
+            }
+            status().is_empty() || status().contains(") Z ")
+        });
         let _ = fs::remove_file(world.at("pid"));
         let _ = fs::remove_file(&socket);
         let mut command = world.program(ours);
         command.args(["--chardev", "stdio,id=qmp", "--monitor", "qmp", "--pidfile", "pid"]);
         let server = Server::start(command.stdin(Stdio::null()), Ready::File(&world.at("pid")));
-        let _ = server.stop().ok();
+        let _ = if ours { server.stop() } else { server.stop_qemu() }.ok();
     }
 }
 

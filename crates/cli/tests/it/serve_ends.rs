@@ -179,10 +179,10 @@ fn an_order_that_comes_twice_is_one_order() {
         served.server.signal(libc::SIGTERM);
         until("the listener's end", || !served.socket.exists());
         served.server.signal(libc::SIGTERM);
-        // Only within a second it is the same order.
-        let at_once = begun.elapsed() < Duration::from_millis(900);
         drop(client);
         let done = served.server.wait();
+        // Only within a second it is the same order.
+        let at_once = begun.elapsed() < Duration::from_millis(900);
         if at_once {
             let done = done.ok();
             assert!(!done.stderr.contains("second signal"), "{}", done.report());

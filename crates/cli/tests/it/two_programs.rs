@@ -1,9 +1,9 @@
 //! Two programs on one chain: whatever the one does, and whatever the other begins, they never write at the same time,
 //! and the one that is refused says who has the image open.
 
-use crate::locks::denies_writing;
 use crate::programs::isobath;
 use crate::serving::ISOBATH;
+use isobath_testkit::locks::{denies_writing, until_unlocked};
 use isobath_testkit::process::{Finished, Ready, Server};
 use isobath_testkit::{args, qemu, until};
 use std::ffi::OsString;
@@ -132,6 +132,7 @@ fn pairs(program: &str, comm: &str, arguments: &[OsString], what: &Use) {
     drop(holder.kill());
     // What it was about to do is not done, or done in part, which nobody sees.
     for image in IMAGES {
+        until_unlocked(&work.join(image));
         let _ = isobath(work, args!["check", "-r", "all", image]);
         qemu::assert_clean(&work.join(image));
     }

@@ -249,8 +249,12 @@ struct Look {
 impl Look {
     /// There are requests: the time that it took determines how long to poll from now on.
     fn found(&mut self) {
-        let Some(since) = self.since.take() else { return };
-        let waited = since.elapsed();
+        if let Some(since) = self.since.take() {
+            self.found_after(since.elapsed());
+        }
+    }
+
+    fn found_after(&mut self, waited: Duration) {
         if waited > self.most {
             self.now /= 2;
             if self.now < LEAST_LOOK {
@@ -280,8 +284,7 @@ mod tests {
         let most = Duration::from_micros(32);
         let mut look = Look { most, now: Duration::ZERO, since: None };
         let mut found_after = |waited: Duration| {
-            look.since = Instant::now().checked_sub(waited);
-            look.found();
+            look.found_after(waited);
             look.now
         };
         let soon = Duration::from_micros(9);

@@ -5,6 +5,7 @@ use isobath_qmp::schema::{Command, EventType, Object, Schema, Type, object, opt,
 use isobath_qmp::server::{CONTROL, Events, Limits, Server, Service};
 use isobath_ring::net::Listener;
 use isobath_ring::{Config, Executor, sleep};
+use isobath_testkit::process::PATIENCE;
 use serde_json::{Map, Value, json};
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -112,7 +113,7 @@ pub(crate) struct Raw {
 impl Raw {
     pub(crate) fn connect(socket: &Path) -> Self {
         let stream = UnixStream::connect(socket).unwrap();
-        stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
         Self { stream, input: Vec::new() }
     }
 

@@ -4,6 +4,7 @@ use crate::common::{Raw, Served};
 use isobath_qmp::client::{Address, Client, ClientError};
 use isobath_qmp::json;
 use isobath_qmp::server::Limits;
+use isobath_testkit::process::PATIENCE;
 use serde_json::{Value, json};
 use std::time::Duration;
 
@@ -141,12 +142,12 @@ fn quit_is_answered_and_ends_every_session() {
     let mut client = Client::connect(&Address::Unix(served.socket.clone())).unwrap();
     assert_eq!(client.execute("echo", json!({"text": "a"})).unwrap(), json!("a"));
     client.execute("emit", json!({})).unwrap();
-    assert_eq!(client.event(Duration::from_secs(10)).unwrap().unwrap().name, "TOLD");
+    assert_eq!(client.event(PATIENCE).unwrap().unwrap().name, "TOLD");
     assert_eq!(client.event(Duration::from_millis(1)).unwrap(), None);
     let refused = client.execute("echo", json!({})).unwrap_err();
     assert!(refused.is_of("GenericError") && refused.to_string().contains("'text' is missing"));
     assert_eq!(client.execute("quit", json!({})).unwrap(), json!({}));
-    assert!(matches!(client.event(Duration::from_secs(10)), Err(ClientError::Closed)));
+    assert!(matches!(client.event(PATIENCE), Err(ClientError::Closed)));
     assert_eq!(waiting.line(), Value::Null);
     served.ended();
 }

@@ -3,7 +3,8 @@
 use isobath_ring::IoBuf;
 use isobath_ring::net::{Address, Listener, Stream};
 use isobath_ring::{
-    Config, Elapsed, Executor, Readiness, Signals, Worker, sleep, spawn, timeout, yield_now,
+    Config, Elapsed, Executor, Readiness, Signals, Worker, sleep, sleep_until, spawn, timeout,
+    yield_now,
 };
 use std::cell::{Cell, RefCell};
 use std::future::{pending, poll_fn};
@@ -133,25 +134,32 @@ fn an_aborted_task_drops_its_future() {
 #[test]
 fn timers_end_in_order_and_can_be_dropped() {
     executor().block_on(async {
-        let order = Rc::new(RefCell::new(Vec::new()));
-        let tasks: Vec<_> = [30, 10, 20]
-            .map(|time| {
+        // The order is that of the deadlines if each timer waits before the first has ended.
+        let order = loop {
+            let order = Rc::new(RefCell::new(Vec::new()));
+            let begun = Instant::now();
+            let tasks = [30, 10, 20].map(|time| {
                 let order = order.clone();
                 spawn(async move {
-                    sleep(Duration::from_millis(time)).await;
+                    sleep_until(begun + Duration::from_millis(time)).await;
                     order.borrow_mut().push(time);
                 })
-            })
-            .into();
+            });
+            yield_now().await;
+            let all_wait = begun.elapsed() < Duration::from_millis(10);
+            for task in tasks {
+                task.await.unwrap();
+            }
+            if all_wait {
+                break order.take();
+            }
+        };
+        assert_eq!(order, [10, 20, 30]);
         let start = Instant::now();
         drop(sleep(Duration::from_hours(1)));
         assert_eq!(timeout(Duration::from_millis(5), pending::<()>()).await, Err(Elapsed));
         assert!(start.elapsed() >= Duration::from_millis(5));
         assert_eq!(timeout(Duration::MAX, async { 3 }).await, Ok(3));
-        for task in tasks {
-            task.await.unwrap();
-        }
-        assert_eq!(*order.borrow(), [10, 20, 30]);
     });
 }
 

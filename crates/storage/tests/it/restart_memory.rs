@@ -20,8 +20,13 @@ impl Own {
         let directory = tempfile::tempdir().unwrap();
         fs::write(directory.path().join("file"), "x").unwrap();
         let id = block_on(open(directory.path())).id();
-        let name = format!("isobath-{:x}-{:x}", id.device, id.inode);
-        Self { directory, memory: Path::new("/dev/shm").join(name) }
+        let memory = Path::new("/dev/shm").join(format!("isobath-{:x}-{:x}", id.device, id.inode));
+        // What a run left that was aborted is of another file with this inode number.
+        let _ = fs::remove_file(&memory);
+        for number in 0..9 {
+            let _ = fs::remove_file(memory.with_added_extension(format!("aside-{number}")));
+        }
+        Self { directory, memory }
     }
 }
 

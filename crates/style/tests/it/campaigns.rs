@@ -12,12 +12,15 @@ struct Tree(PathBuf);
 
 impl Tree {
     fn new(name: &str) -> Self {
-        let root = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("campaigns-{name}"));
-        let _ = fs::remove_dir_all(&root);
+        let directory = format!("campaigns-{name}-{}", std::process::id());
+        let root = Path::new(env!("CARGO_TARGET_TMPDIR")).join(directory);
         for directory in ["scripts", "docs/results", "crates/image/src", "crates/cli/src"] {
             fs::create_dir_all(root.join(directory)).unwrap();
         }
-        fs::copy(script(), root.join("scripts/evidence")).unwrap();
+        // Not by this process: a descriptor of it is open in each process that another test begins meanwhile, and the
+        // kernel runs no file that is open for writing.
+        let copied = Command::new("cp").arg(script()).arg(root.join("scripts/evidence")).status();
+        assert!(copied.unwrap().success());
         let tree = Self(root);
         for file in [LINES, "crates/image/src/lib.rs", "crates/cli/src/main.rs"] {
             tree.write(file, "");

@@ -1,7 +1,7 @@
 //! What `make test` says when something fails: the names, in the last two kilobytes.
 
 use std::fs;
-use std::os::unix::fs::PermissionsExt;
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::thread;
@@ -12,9 +12,9 @@ struct Tree(PathBuf);
 
 impl Tree {
     fn new(name: &str, cargo: &str, nextest: &str) -> Self {
-        let root = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("gate-{name}"));
-        let _ = fs::remove_dir_all(&root);
-        let tree = Self(root);
+        // Two runs of these tests do not share it.
+        let directory = format!("gate-{name}-{}", std::process::id());
+        let tree = Self(Path::new(env!("CARGO_TARGET_TMPDIR")).join(directory));
         let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../scripts/gate");
         tree.program("scripts/gate", &fs::read_to_string(script).unwrap());
         tree.program("bin/cargo", &format!("#!/bin/sh\n{cargo}\n"));
@@ -27,8 +27,13 @@ impl Tree {
     fn program(&self, file: &str, text: &str) {
         let path = self.0.join(file);
         fs::create_dir_all(path.parent().unwrap()).unwrap();
-        fs::write(&path, text).unwrap();
-        fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+        // Another process writes it: a descriptor of this one is open in each process that another test begins
+        // meanwhile, and the kernel runs no file that is open for writing.
+        let mut install = Command::new("install");
+        install.args(["-m", "755", "/dev/stdin"]).arg(&path).stdin(Stdio::piped());
+        let mut install = install.spawn().unwrap();
+        install.stdin.take().unwrap().write_all(text.as_bytes()).unwrap();
+        assert!(install.wait().unwrap().success());
     }
 
     /// Runs a step, and gives whether it passed and the end of what was printed.

@@ -114,7 +114,7 @@ impl Daemon {
     #[track_caller]
     fn stop(self) {
         drop(self.lines);
-        let _ = self.server.stop().ok();
+        let _ = self.server.stop_qemu().ok();
     }
 }
 

@@ -33,7 +33,8 @@ impl Live {
         command.current_dir(directory).args(["-c", "ulimit -n 1024; exec \"$0\" \"$@\"", ISOBATH]);
         command.args(["serve", image, "--export-name", DEVICE]);
         command.args(["--nbd", "unix:nbd", "--qmp", "unix:qmp"]).args(options);
-        let server = Server::start(&mut command, Ready::Line("-blockdev"));
+        // The one before may have been killed.
+        let server = Server::start_after_kill(&mut command, Ready::Line("-blockdev"));
         Self { server, directory: directory.to_owned() }
     }
 

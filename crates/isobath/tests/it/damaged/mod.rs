@@ -146,7 +146,8 @@ fn damaged_images_are_judged_as_qemu_judges_them() {
     };
     thread::scope(|scope| {
         let work = &work;
-        for worker in 0..thread::available_parallelism().map_or(2, usize::from) {
+        // So many may take most of the memory at a time, each for an image of its own.
+        for worker in 0..thread::available_parallelism().map_or(2, usize::from).min(8) {
             scope.spawn(move || work(worker));
         }
     });

@@ -5,6 +5,7 @@ use super::tree::{Tree, files, random_size, unname_format};
 use crate::histories::chain::{Guest, guest_commands, strings};
 use crate::live::clients::{Frontend, Kill};
 use crate::serving::ISOBATH;
+use isobath_testkit::locks::until_unlocked;
 use isobath_testkit::nbd::Request;
 use isobath_testkit::ops::{Op, Shape};
 use isobath_testkit::process::{Ready, Server};
@@ -646,6 +647,7 @@ impl Tree {
         });
         sent.unwrap();
         drop(server.kill());
+        self.sides.iter().for_each(|side| until_unlocked(&side.join(self.file(id))));
         let done = self.io(0, true, &self.file(id), "qcow2", &commands).ok();
         drop(done);
         let node = self.nodes.get_mut(&id).unwrap();

@@ -460,8 +460,8 @@ impl Tree {
     pub(super) fn release(&mut self) {
         let Some(held) = self.held.take() else { return };
         let [theirs, ours] = held.servers;
-        // A qemu-nbd that has just begun misses a SIGTERM.
-        let end = |server: Server, ours| if ours { server.stop().ok() } else { server.kill() };
+        // A qemu-nbd that has just begun is killed by the signal.
+        let end = |server: Server, ours| if ours { server.stop().ok() } else { server.stop_qemu() };
         drop((end(theirs, false), end(ours, held.ours)));
         self.log.push(format!("{} is not served any more", self.file(held.id)));
         if held.writable {
