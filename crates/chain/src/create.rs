@@ -192,6 +192,19 @@ setters! {
 /// backing file cannot be opened or is named without its format, the file is in use or is the
 /// backing file itself, or the storage fails. A new file is then removed.
 pub async fn create<H: Host>(host: &H, name: &Path, new: &NewDisk) -> Result<u64> {
+    create_held(host, name, new).await.map(|created| created.size())
+}
+
+/// As [`create`]. No other program can write to the files, or replace the image by a newer one, until what this returns
+/// is dropped.
+///
+/// # Errors
+/// As [`create`].
+pub async fn create_held<'a, H: Host>(
+    host: &'a H,
+    name: &Path,
+    new: &NewDisk,
+) -> Result<Created<'a, H>> {
     let refused =
         |reason: &str| DiskError::Refused { image: name.to_owned(), reason: reason.into() };
     let mut new = new.clone();
@@ -200,11 +213,9 @@ pub async fn create<H: Host>(host: &H, name: &Path, new: &NewDisk) -> Result<u64
     }
     let backing = backing(host, name, &new).await?;
     let mut others: Vec<FileId> = Vec::new();
-    if let Some(backing) = &backing {
-        others.extend(
-            backing.layers().flat_map(|(_, layer)| [layer.storage().id(), layer.data().id()]),
-        );
-        new.size = new.size.or(Some(backing.active().size()));
+    if let Some(Backing { chain, .. }) = &backing {
+        others.extend(chain.layers().flat_map(|(_, layer)| layer.files()).map(StorageExt::id));
+        new.size = new.size.or(Some(chain.active().size()));
     }
     let size = new.size.ok_or_else(|| refused("Image creation needs a size parameter"))?;
     let size = size
@@ -239,22 +250,28 @@ pub async fn create<H: Host>(host: &H, name: &Path, new: &NewDisk) -> Result<u64
             });
         }
     };
+    // Writers are let in again. What an index describes has stamps.
+    let _present = backing.map(|backing| backing.present);
     let keys = match &new.encryption {
         Some(encryption) => new_keys(name, encryption.clone()).await?,
         None => Vec::new(),
     };
-    let mut fresh = Fresh { host, names: Vec::new() };
+    let mut created = Created { host, size, files: Vec::new() };
     let result = match &plan {
         Some((plan, index)) => {
             let contents = Contents { plan, index, keys: &keys };
-            write_qcow2(&mut fresh, name, &new, contents, &others).await
+            write_qcow2(&mut created, name, &new, contents, &others).await
         }
-        None => write_raw(&mut fresh, name, size, new.preallocation).await,
+        None => write_raw(&mut created, name, size, new.preallocation).await,
     };
-    if result.is_err() {
-        fresh.remove().await;
+    match result {
+        Ok(()) => Ok(created),
+        Err(error) => {
+            created.files.retain(|file| file.is_new);
+            created.remove().await;
+            Err(error)
+        }
     }
-    result.map(|()| size)
 }
 
 /// The encryption header of a new image, with a new key.
@@ -267,8 +284,21 @@ async fn new_keys(name: &Path, encryption: NewEncryption) -> Result<Vec<u8>> {
     made.map_err(|error| DiskError::Refused { image: name.to_owned(), reason: error.to_string() })
 }
 
+/// The backing file of a new image, with those below it. While this is there, it is not deleted by a command that looks
+/// at locks.
+struct Backing<S> {
+    present: Option<S>,
+    chain: Chain<S>,
+    /// Writers are kept out of them.
+    frozen: bool,
+}
+
 /// Checks the backing file that `new` names.
-async fn backing<H: Host>(host: &H, name: &Path, new: &NewDisk) -> Result<Option<Chain<H::File>>> {
+async fn backing<H: Host>(
+    host: &H,
+    name: &Path,
+    new: &NewDisk,
+) -> Result<Option<Backing<H::File>>> {
     let refused = |reason: String| DiskError::Refused { image: name.to_owned(), reason };
     let Some(file) = &new.backing_file else {
         if new.backing_format.is_some() && new.format == ImageFormat::Raw {
@@ -296,40 +326,60 @@ async fn backing<H: Host>(host: &H, name: &Path, new: &NewDisk) -> Result<Option
     let format = ImageFormat::from_name(format)
         .ok_or_else(|| refused(format!("Unknown driver '{}'", format.escape_debug())))?;
     let path = host.resolve(name, plain?);
-    // Others may be using it: it is enough that it can be opened.
-    let options = OpenOptions::new().format(format).locking(Locking::Unlocked);
-    let options = options.secrets(Secrets::unneeded());
-    let chain = open_chain(host, &path, &options).await.map_err(|source| DiskError::Backing {
+    let options = OpenOptions::new().format(format).secrets(Secrets::unneeded());
+    let unsuitable = |source: DiskError| DiskError::Backing {
         overlay: name.to_owned(),
         source: Box::new(source),
-    })?;
-    Ok(Some(chain))
+    };
+    let present = OpenMode { locking: Locking::Present, ..OpenMode::default() };
+    let present = match host.open(&path, present).await {
+        Ok(file) => Some(file),
+        Err(error) if error.kind() == io::ErrorKind::ResourceBusy => {
+            return Err(unsuitable(error.into()));
+        }
+        // The chain's error says more.
+        Err(_) => None,
+    };
+    if new.index {
+        // What an index describes must not change between the first look at a file's tables and its stamp.
+        let chain = open_chain(host, &path, &options.clone().locking(Locking::Immediate)).await;
+        if let Ok(chain) = chain {
+            return Ok(Some(Backing { present, chain, frozen: true }));
+        }
+    }
+    // Others may be using it: it is enough that it can be opened.
+    let chain = open_chain(host, &path, &options.locking(Locking::Unlocked)).await;
+    let chain = chain.map_err(unsuitable)?;
+    Ok(Some(Backing { present, chain, frozen: false }))
 }
 
 /// The index for the overlay of a chain, if the chain is suited.
 async fn index_of<H: Host>(
     host: &H,
-    chain: &Chain<H::File>,
+    backing: &Backing<H::File>,
     new: &NewDisk,
 ) -> Result<Option<Built>> {
-    let top = chain.active();
+    let chain = &backing.chain;
     let place = Place {
         at: HostOffset::new(new.cluster_size),
         cluster_size: new.cluster_size,
         position: chain.depth() as u32,
     };
-    // An image that a writer has open still changes; it is frozen only when the overlay replaces it.
-    let look = OpenMode { locking: Locking::Immediate, ..OpenMode::default() };
-    let frozen = host.open(top.name(), look).await.is_ok();
-    let name = new.backing_file.as_deref().unwrap_or_default();
-    if frozen {
+    if backing.frozen {
+        let name = new.backing_file.as_deref().unwrap_or_default();
         return build(chain, name, place, Folding::InTurn, |_, _| {}).await;
     }
-    let below = top.header().and_then(|header| header.backing_file).unwrap_or_default();
-    match chain.below_with_index(chain.depth() - 1) {
-        Some(frozen) => build(&frozen, &below, place, Folding::InTurn, |_, _| {}).await,
-        None => Ok(None),
-    }
+    // An image that a writer has open still changes; it is frozen only when the overlay replaces it. The index
+    // describes those below.
+    let Some(top) = chain.depth().checked_sub(2).and_then(|place| chain.layers().nth(place)) else {
+        return Ok(None);
+    };
+    let (_, top) = top;
+    let options = OpenOptions::new().format(top.format()).secrets(Secrets::unneeded());
+    let options = options.locking(Locking::Immediate);
+    let Ok(frozen) = open_chain(host, top.name(), &options).await else { return Ok(None) };
+    let name = chain.active().header().and_then(|header| header.backing_file).unwrap_or_default();
+    build(&frozen, &name, place, Folding::InTurn, |_, _| {}).await
 }
 
 /// The layout of a qcow2 image.
@@ -384,41 +434,71 @@ fn check_raw(name: &Path, new: &NewDisk) -> Result<()> {
     Ok(())
 }
 
-/// The files created so far, to be removed if the rest fails.
-struct Fresh<'a, H: Host> {
+/// A new image, whose files are kept: nobody else can write to them, or delete them by a command that looks at locks.
+pub struct Created<'a, H: Host> {
     host: &'a H,
-    names: Vec<PathBuf>,
+    size: u64,
+    files: Vec<Kept<H::File>>,
 }
 
-impl<H: Host> Fresh<'_, H> {
+struct Kept<S> {
+    name: PathBuf,
+    file: Arc<S>,
+    /// There was no file of that name.
+    is_new: bool,
+}
+
+impl<H: Host> Created<'_, H> {
+    /// The disk's size in bytes.
+    pub fn size(&self) -> u64 {
+        self.size
+    }
+
+    /// Lets this process, and nobody else, open the image for writing. It should do so before this is dropped.
+    ///
+    /// # Errors
+    /// If the storage fails.
+    pub async fn let_in(&self) -> Result<()> {
+        for kept in &self.files {
+            kept.file.retire().await?;
+            kept.file.admit_writer(true).await?;
+        }
+        Ok(())
+    }
+
+    /// Deletes its files, if they still have their names. Devices stay.
+    pub async fn remove(self) {
+        let look = OpenMode { locking: Locking::Unlocked, ..OpenMode::default() };
+        for Kept { name, file, .. } in &self.files {
+            let found = self.host.open(name, look).await;
+            if found.is_ok_and(|found| found.id() == file.id() && found.extends_with_zeroes())
+                && let Err(error) = self.host.remove(name).await
+            {
+                tracing::warn!("{error}");
+            }
+        }
+    }
+
     /// Creates an empty file, unless one of that name is among `others`.
-    async fn file(&mut self, name: &Path, others: &[FileId]) -> Result<H::File> {
+    async fn file(&mut self, name: &Path, others: &[FileId]) -> Result<Arc<H::File>> {
         let look = OpenMode { locking: Locking::Unlocked, ..OpenMode::default() };
         let found = self.host.open(name, look).await;
-        match &found {
+        let is_new = match &found {
             Ok(file) if others.contains(&file.id()) => {
                 return Err(DiskError::Refused {
                     image: name.to_owned(),
                     reason: "it is the backing file itself, or part of its chain".into(),
                 });
             }
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                let file = self.host.create(name, OpenMode::default()).await?;
-                self.names.push(name.to_owned());
-                return Ok(file);
-            }
-            _ => {}
-        }
+            Ok(_) => false,
+            Err(error) => error.kind() == io::ErrorKind::NotFound,
+        };
         drop(found);
-        Ok(self.host.create(name, OpenMode::default()).await?)
-    }
-
-    async fn remove(self) {
-        for name in self.names {
-            if let Err(error) = self.host.remove(&name).await {
-                tracing::warn!("{error}");
-            }
-        }
+        let file = Arc::new(self.host.create(name, OpenMode::default()).await?);
+        // A link stays.
+        let name = self.host.canonical(name)?;
+        self.files.push(Kept { name, file: Arc::clone(&file), is_new });
+        Ok(file)
     }
 }
 
@@ -431,31 +511,31 @@ struct Contents<'a> {
 }
 
 async fn write_qcow2<H: Host>(
-    fresh: &mut Fresh<'_, H>,
+    created: &mut Created<'_, H>,
     name: &Path,
     new: &NewDisk,
     contents: Contents<'_>,
     others: &[FileId],
 ) -> Result<()> {
     let Contents { plan, index, keys } = contents;
-    let file = fresh.file(name, others).await?;
+    let file = created.file(name, others).await?;
     let mut others = others.to_vec();
     others.push(file.id());
     let data = match (&new.data_file, plan.data_file_length()) {
         (Some(data), Some(length)) => {
-            let path = fresh.host.resolve(name, data);
-            Some((fresh.file(&path, &others).await?, length))
+            let path = created.host.resolve(name, data);
+            Some((created.file(&path, &others).await?, length))
         }
         _ => None,
     };
     if let Some((data, length)) = &data {
-        clear(data, *length).await?;
-        preallocate(data, 0, *length, new.preallocation).await?;
+        clear(&**data, *length).await?;
+        preallocate(&**data, 0, *length, new.preallocation).await?;
         data.flush().await?;
     }
-    clear(&file, plan.file_length()).await?;
+    clear(&*file, plan.file_length()).await?;
     let (at, length) = plan.data();
-    preallocate(&file, at.get(), length, new.preallocation).await?;
+    preallocate(&*file, at.get(), length, new.preallocation).await?;
     if let Some(extension) = plan.header().index() {
         let mut at = extension.area_offset.get();
         for piece in index.chunks(CHUNK as usize) {
@@ -479,15 +559,15 @@ async fn write_qcow2<H: Host>(
 }
 
 async fn write_raw<H: Host>(
-    fresh: &mut Fresh<'_, H>,
+    created: &mut Created<'_, H>,
     name: &Path,
     size: u64,
     preallocation: Preallocation,
 ) -> Result<()> {
-    let file = fresh.file(name, &[]).await?;
+    let file = created.file(name, &[]).await?;
     // A device keeps its contents, as with qemu-img.
     file.set_len(size).await?;
-    preallocate(&file, 0, size, preallocation).await?;
+    preallocate(&*file, 0, size, preallocation).await?;
     file.flush().await?;
     Ok(())
 }

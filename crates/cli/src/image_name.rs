@@ -236,7 +236,7 @@ impl Image {
 
     /// How to open it. `direct` is what the command's cache mode says, `locking` its option for locks.
     pub(crate) fn options(&self, direct: bool, locking: Locking) -> OpenOptions {
-        let locking = if self.unlocked { Locking::Unlocked } else { locking };
+        let locking = if self.unlocked { Locking::Present } else { locking };
         OpenOptions::new()
             .format(self.format)
             .direct(self.direct.unwrap_or(direct))
@@ -581,7 +581,7 @@ mod tests {
         let image = image("driver=qcow2,file.filename=a,cache.direct=on,force-share=on", true);
         let options = image.unwrap().options(false, Locking::Exclusive);
         assert!(options.direct);
-        assert_eq!(options.locking, Locking::Unlocked);
+        assert_eq!(options.locking, Locking::Present);
         let json = r#"json:{"driver":"qcow2","file.filename":"a","backing":null,"read-only":true}"#;
         let image = super::Naming::default().image(Path::new(json), None).unwrap();
         assert!(!image.options(false, Locking::Exclusive).backing);

@@ -17,7 +17,7 @@ pub(crate) enum OutputFormat {
 
 /// How to lock an image to read, by its option `-U`, `--force-share`.
 pub(crate) fn locking(force_share: bool) -> Locking {
-    if force_share { Locking::Unlocked } else { Locking::Exclusive }
+    if force_share { Locking::Present } else { Locking::Exclusive }
 }
 
 /// Parses the value of `-l`: an ID or a name, or `snapshot.id=ID,snapshot.name=NAME`.

@@ -49,7 +49,9 @@ pub use copy::{CopyOptions, DiskCopy};
 pub use device::{BlockDevice, BlockStatus, ZeroFlags};
 pub use disk::{DEFAULT_MAP_CACHE, Disk};
 pub use isobath_chain::chain::{LayerIndex, MAX_LAYERS};
-pub use isobath_chain::create::{NewDisk, NewEncryption, Preallocation, create};
+pub use isobath_chain::create::{
+    Created, NewDisk, NewEncryption, Preallocation, create, create_held,
+};
 pub use isobath_chain::index::{IndexInfo, IndexState};
 pub use isobath_chain::info::{
     BitmapInfo, ImageInfo, InfoOptions, Qcow2Info, backing_chain_info, info,

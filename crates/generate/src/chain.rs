@@ -4,7 +4,7 @@ use crate::error::GenerateError;
 use crate::image::{self, Failed};
 use crate::ownership::Ownership;
 use crate::shape::{Chain, Progress};
-use std::fs::{self, File};
+use std::fs::{self, File, TryLockError};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -26,7 +26,8 @@ pub fn generate(
     progress: &Progress,
 ) -> Result<PathBuf, GenerateError> {
     chain.geometry()?;
-    let made = prepare(directory)?;
+    // Locked until the end.
+    let (made, _lock) = prepare(directory)?;
     let work = Work { chain, ownership, directory, progress, next: AtomicU32::new(0) };
     let result = work.run();
     if result.is_err() {
@@ -39,19 +40,26 @@ pub fn generate(
     result
 }
 
-/// Makes the directory unless it is there and empty; says whether it was made.
-fn prepare(directory: &Path) -> Result<bool, GenerateError> {
-    match fs::create_dir(directory) {
-        Ok(()) => return Ok(true),
-        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+/// Makes the directory unless it is there and empty, and locks it against other runs; says whether it was made.
+fn prepare(directory: &Path) -> Result<(bool, File), GenerateError> {
+    let made = match fs::create_dir(directory) {
+        Ok(()) => true,
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => false,
         Err(error) => return Err(failed("create the directory", directory, error)),
+    };
+    let read = |error| failed("read the directory", directory, error);
+    let lock = File::open(directory).map_err(read)?;
+    match lock.try_lock() {
+        Ok(()) => {}
+        Err(TryLockError::WouldBlock) => return Err(GenerateError::NotEmpty(directory.to_owned())),
+        Err(TryLockError::Error(error)) => {
+            return Err(failed("lock the directory", directory, error));
+        }
     }
-    let mut entries =
-        fs::read_dir(directory).map_err(|error| failed("read the directory", directory, error))?;
-    if entries.next().is_some() {
+    if fs::read_dir(directory).map_err(read)?.next().is_some() {
         return Err(GenerateError::NotEmpty(directory.to_owned()));
     }
-    Ok(false)
+    Ok((made, lock))
 }
 
 fn failed(what: &'static str, path: &Path, error: io::Error) -> GenerateError {

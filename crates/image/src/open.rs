@@ -14,7 +14,7 @@ use crate::snapshot_table::read_snapshots;
 use crate::{DiskError, Result};
 use isobath_formats::{Format, Image};
 use isobath_qcow2::{Extension, Header, IncompatibleFeatures, L1Entry};
-use isobath_storage::{Access, Host, IoBuf, Locking, MemoryUse, Storage, StorageExt};
+use isobath_storage::{Access, Host, IoBuf, MemoryUse, Storage, StorageExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -119,7 +119,7 @@ async fn load_layer<H: Host>(
         // Restart logs know nothing of internal snapshots.
         (false, _, Some(_)) => Purpose::Examine,
         _ if sabotage::is(Sabotage::UnseenLog) => Purpose::Examine,
-        (false, Locking::Unlocked, None) => Purpose::View(MemoryUse::Glance),
+        (false, locking, None) if !locking.denies_writing() => Purpose::View(MemoryUse::Glance),
         (false, _, None) => Purpose::View(MemoryUse::Look),
     };
     let Recovered { view: replayed, restart_log: found_log, unfit } =

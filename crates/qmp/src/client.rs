@@ -5,6 +5,7 @@ use serde_json::{Map, Value, json};
 use std::collections::VecDeque;
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
+use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -157,6 +158,25 @@ impl Client {
         UnixStream::connect(path)
             .map(Socket::Unix)
             .map_err(|error| ClientError::Connect { address: path.display().to_string(), error })
+    }
+
+    /// The id of the process that listens at the server's socket file, as this process sees it.
+    pub fn server(&self) -> Option<u32> {
+        let Socket::Unix(stream) = &self.socket else { return None };
+        let mut peer = libc::ucred { pid: 0, uid: 0, gid: 0 };
+        let mut length = size_of::<libc::ucred>() as libc::socklen_t;
+        // SAFETY: there is room for the answer, of the length given.
+        let asked = unsafe {
+            libc::getsockopt(
+                stream.as_raw_fd(),
+                libc::SOL_SOCKET,
+                libc::SO_PEERCRED,
+                (&raw mut peer).cast(),
+                &raw mut length,
+            )
+        };
+        // In another namespace it is 0.
+        if asked == 0 { u32::try_from(peer.pid).ok().filter(|id| *id != 0) } else { None }
     }
 
     /// Executes a command and returns its result. Events received meanwhile are kept for

@@ -222,9 +222,23 @@ pub enum Locking {
     Exclusive,
     /// As [`Exclusive`](Self::Exclusive), but without waiting briefly for a user that is about to release its locks.
     Immediate,
-    /// Take no lock and ignore those of others (`qemu-img -U`, `force-share=on`). For reading only: writing without a
-    /// lock destroys what others write meanwhile.
+    /// For a writable open, as [`Exclusive`](Self::Exclusive), and keep out everybody else who takes a lock, as
+    /// [`Present`](Self::Present) does: for a file that is to be deleted.
+    Alone,
+    /// Take only the lock that says that the file is used, if the file system has locks; it keeps out nobody but
+    /// [`Alone`](Self::Alone). For reading only, while others may write (`qemu-img -U`, `force-share=on`): writing so
+    /// would destroy what they write.
+    Present,
+    /// Take no lock and ignore those of others. For reading only: for a look at a file that this process has locked, or
+    /// that is not relied upon.
     Unlocked,
+}
+
+impl Locking {
+    /// Whether writers are kept out.
+    pub fn denies_writing(self) -> bool {
+        matches!(self, Self::Exclusive | Self::Immediate | Self::Alone)
+    }
 }
 
 /// Options of [`Host::open`] and [`Host::create`].
@@ -242,9 +256,9 @@ impl OpenMode {
     /// Refuses to write without locks, as QEMU does.
     ///
     /// # Errors
-    /// If the mode is writable and [`Locking::Unlocked`].
+    /// If the mode is writable and [`Locking::Unlocked`] or [`Locking::Present`].
     pub fn check(self, name: &Path) -> Result<()> {
-        if self.writable && self.locking == Locking::Unlocked {
+        if self.writable && !self.locking.denies_writing() {
             let text = "without locks (-U, --force-share) it can only be opened read-only, since \
                         another program may be writing to it; open it read-only or drop the option";
             let cause = io::Error::new(io::ErrorKind::InvalidInput, text);

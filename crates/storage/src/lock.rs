@@ -12,9 +12,12 @@
 //! | raw, writable / read-only (`qemu-io`) | 100 101 / 100 | |
 //! | any, `-U` (`force-share`), read-only | 100 | |
 //!
-//! Here every image is locked like a qcow2 file.
+//! Here every image is locked like a qcow2 file. One that is to be deleted is locked like a writable one, and 200 is
+//! denied, too: nobody can begin to use it. A program that takes no lock at all is not kept out: `qemu-img create -b`
+//! reads the backing file so.
 
 use crate::error::{Operation, StorageError};
+use crate::{Locking, OpenMode};
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::Path;
@@ -73,11 +76,40 @@ impl Drop for Locks {
     }
 }
 
-fn used(writable: bool) -> &'static [Permission] {
-    if writable { &[READ, WRITE, RESIZE] } else { &[READ] }
+/// The locks of a kind of user, by ascending numbers.
+#[derive(Clone, Copy)]
+pub(crate) struct Wanted {
+    used: &'static [Permission],
+    denied: &'static [Permission],
 }
 
-const SHUT_OUT: [Permission; 2] = [WRITE, RESIZE];
+impl Wanted {
+    /// Those of a reader, and of a backing file.
+    pub(crate) const READER: Self = Self { used: &[READ], denied: &[WRITE, RESIZE] };
+
+    /// The locks that a mode takes; `None` if it takes none.
+    pub(crate) fn of(mode: OpenMode) -> Option<Self> {
+        const ALL: &[Permission] = &[READ, WRITE, RESIZE];
+        let writer = Self { used: ALL, ..Self::READER };
+        match mode.locking {
+            Locking::Unlocked => None,
+            Locking::Present => Some(Self { used: &[READ], denied: &[] }),
+            Locking::Alone if mode.writable => Some(Self { denied: ALL, ..writer }),
+            _ if mode.writable => Some(writer),
+            _ => Some(Self::READER),
+        }
+    }
+
+    /// Whether it is a writer.
+    pub(crate) fn writes(self) -> bool {
+        self.used.len() > 1
+    }
+
+    fn bytes(self) -> impl Iterator<Item = i64> {
+        let used = self.used.iter().map(|(number, _)| USED + number);
+        used.chain(self.denied.iter().map(|(number, _)| DENIED + number))
+    }
+}
 
 /// Takes the locks of an image.
 ///
@@ -86,10 +118,10 @@ const SHUT_OUT: [Permission; 2] = [WRITE, RESIZE];
 pub(crate) fn take(
     file: &Arc<OwnedFd>,
     name: &Path,
-    writable: bool,
+    wanted: Wanted,
 ) -> Result<Locks, StorageError> {
-    let locks = set(file, name, writable)?;
-    look(file, name, writable)?;
+    let locks = set(file, name, wanted)?;
+    look(file, name, wanted)?;
     Ok(locks)
 }
 
@@ -99,43 +131,43 @@ pub(crate) fn take(
 /// # Errors
 /// The file system has no locks.
 pub(crate) fn join(file: &Arc<OwnedFd>, name: &Path) -> Result<Locks, StorageError> {
-    set(file, name, false)
+    set(file, name, Wanted::READER)
 }
 
-/// Stops denying anything to others, with locks taken by a reader.
+/// Gives up a reader's locks.
 ///
 /// # Errors
 /// The file system reported an error.
-pub(crate) fn admit(file: &OwnedFd, name: &Path) -> Result<(), StorageError> {
-    for (number, _) in SHUT_OUT {
-        call(file, libc::F_OFD_SETLK, libc::F_UNLCK, DENIED + number, 1)
+pub(crate) fn give_up(file: &OwnedFd, name: &Path) -> Result<(), StorageError> {
+    for byte in Wanted::READER.bytes() {
+        call(file, libc::F_OFD_SETLK, libc::F_UNLCK, byte, 1)
             .map_err(|source| StorageError::new(Operation::Lock, name, source))?;
     }
     Ok(())
 }
 
-/// Takes the locks again that [`admit`] released, while another descriptor of this process holds them: nobody else
-/// can have begun to write.
+/// Takes a reader's locks again, which [`give_up`] released, while another descriptor of this process holds them:
+/// nobody else can have begun to write.
 ///
 /// # Errors
 /// The file system reported an error.
-pub(crate) fn deny_too(file: &OwnedFd, name: &Path) -> Result<(), StorageError> {
-    for (number, _) in SHUT_OUT {
-        call(file, libc::F_OFD_SETLK, libc::F_RDLCK, DENIED + number, 1)
+pub(crate) fn join_again(file: &OwnedFd, name: &Path) -> Result<(), StorageError> {
+    for byte in Wanted::READER.bytes() {
+        call(file, libc::F_OFD_SETLK, libc::F_RDLCK, byte, 1)
             .map_err(|source| StorageError::new(Operation::Lock, name, source))?;
     }
     Ok(())
 }
 
-/// Takes the locks again that [`admit`] released.
+/// Takes a reader's locks again, which [`give_up`] released.
 ///
 /// # Errors
 /// Another user writes ([`io::ErrorKind::ResourceBusy`]); then nothing has changed.
-pub(crate) fn deny(file: &OwnedFd, name: &Path) -> Result<(), StorageError> {
-    deny_too(file, name)?;
-    let free = look(file, name, false);
+pub(crate) fn take_again(file: &OwnedFd, name: &Path) -> Result<(), StorageError> {
+    join_again(file, name)?;
+    let free = look(file, name, Wanted::READER);
     if free.is_err() {
-        admit(file, name)?;
+        give_up(file, name)?;
     }
     free
 }
@@ -144,14 +176,14 @@ pub(crate) fn deny(file: &OwnedFd, name: &Path) -> Result<(), StorageError> {
 ///
 /// # Errors
 /// As [`take`].
-pub(crate) fn set(file: &Arc<OwnedFd>, name: &Path, writable: bool) -> Result<Locks, StorageError> {
+pub(crate) fn set(file: &Arc<OwnedFd>, name: &Path, wanted: Wanted) -> Result<Locks, StorageError> {
     let locks = Locks(file.clone());
-    let bytes = used(writable).iter().map(|(n, _)| USED + n);
-    for byte in bytes.chain(SHUT_OUT.iter().map(|(n, _)| DENIED + n)) {
+    for byte in wanted.bytes() {
         match call(file, libc::F_OFD_SETLK, libc::F_RDLCK, byte, 1) {
             Ok(_) => {}
             Err(error) if matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EACCES)) => {
-                let conflict = if writable { Conflict::WRITE } else { Conflict::SHARED_WRITE };
+                let conflict =
+                    if wanted.writes() { Conflict::WRITE } else { Conflict::SHARED_WRITE };
                 return Err(busy(name, conflict));
             }
             Err(error) => {
@@ -171,22 +203,23 @@ pub(crate) fn set(file: &Arc<OwnedFd>, name: &Path, writable: bool) -> Result<Lo
 ///
 /// # Errors
 /// As [`take`].
-pub(crate) fn look(file: &OwnedFd, name: &Path, writable: bool) -> Result<(), StorageError> {
+pub(crate) fn look(file: &OwnedFd, name: &Path, wanted: Wanted) -> Result<(), StorageError> {
     let taken = |first: i64, last: i64| {
         let taken = call(file, libc::F_OFD_GETLK, libc::F_WRLCK, first, last - first + 1);
         taken.map_err(|source| StorageError::new(Operation::Lock, name, source))
     };
     // Tests the whole relevant range at once: if there are only readers, nobody holds anything there.
-    let (first, last) = (USED + WRITE.0, DENIED + if writable { RESIZE.0 } else { READ.0 });
+    let first = wanted.denied.first().map_or(DENIED, |(number, _)| USED + number);
+    let last = DENIED + wanted.used.last().map_or(0, |(number, _)| *number);
     if !taken(first, last)? {
         return Ok(());
     }
-    for (number, permission) in used(writable) {
+    for (number, permission) in wanted.used {
         if taken(DENIED + number, DENIED + number)? {
             return Err(busy(name, Conflict { permission, shared: false }));
         }
     }
-    for (number, permission) in SHUT_OUT {
+    for (number, permission) in wanted.denied {
         if taken(USED + number, USED + number)? {
             return Err(busy(name, Conflict { permission, shared: true }));
         }

@@ -8,9 +8,9 @@ use crate::error::{Operation, StorageError};
 use crate::lock;
 use crate::restart_memory::RESTART_MEMORY_BYTES;
 use crate::{
-    Allocation, BoxFuture, Capabilities, Extensions, FileId, Host, Identity, IoBuf, Locking,
-    MemoryUse, OpenMode, Reflink, RestartMemories, RestartMemory, Result, Roles, SECTOR, Stamp,
-    Stamps, Storage, ZeroMode,
+    Allocation, BoxFuture, Capabilities, Extensions, FileId, Host, Identity, IoBuf, MemoryUse,
+    OpenMode, Reflink, RestartMemories, RestartMemory, Result, Roles, SECTOR, Stamp, Stamps,
+    Storage, ZeroMode,
 };
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
@@ -334,7 +334,7 @@ impl MemoryHost {
     fn attach(&self, node: Arc<Node>, name: &Path, mode: OpenMode) -> Result<MemoryFile> {
         mode.check(name)?;
         let mut role = Role { writable: mode.writable, locked: false, admits: false };
-        if mode.locking != Locking::Unlocked {
+        if mode.locking.denies_writing() {
             role.locked = true;
             let mut users = node.users.lock();
             if mode.writable {

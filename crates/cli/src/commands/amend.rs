@@ -203,10 +203,10 @@ async fn change(args: &Args, image: &Image, wanted: Wanted) -> Result<(), Failur
     let failed = |error| Failure::new(reason(&error));
     let keys = wanted.keys.map(|keys| keys.change(&args.naming.objects));
     let keys = keys.transpose().map_err(Failure::new)?;
+    let disk = image.open(&image.options(args.cache.is_direct(), options.locking)).await?;
+    let top = disk.layers().next().and_then(|layer| Some((layer, layer.header()?)));
+    let Some((top, header)) = top else { return Err(not_supported()) };
     {
-        let disk = image.open(&image.options(args.cache.is_direct(), options.locking)).await?;
-        let header = disk.layers().next().and_then(|layer| layer.header());
-        let Some(header) = header else { return Err(not_supported()) };
         let wanted = (wanted.backing_file.as_deref(), wanted.backing_format.as_deref());
         // As in QEMU, what is not given is not as it is.
         let present = (header.backing_file.as_deref(), header.backing_format());
@@ -216,6 +216,9 @@ async fn change(args: &Args, image: &Image, wanted: Wanted) -> Result<(), Failur
             ));
         }
     }
+    // Each step opens the image. What one has seen or done, the next relies on: that there are no zero clusters, say.
+    // So the disk keeps others from writing until the end.
+    top.admit_writer(true).await.map_err(|error| image.failed(&error))?;
     let last =
         Amend { version: wanted.amend.version.filter(|version| *version < 3), ..Amend::default() };
     // Refused before anything is done.

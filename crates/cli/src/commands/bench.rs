@@ -63,7 +63,7 @@ pub(crate) struct Args {
     /// Write instead of reading
     #[arg(short, long)]
     write: bool,
-    /// Take no lock on the image and ignore other programs' locks
+    /// Read the image even while another program writes to it
     #[arg(short = 'U', long)]
     force_share: bool,
     #[command(flatten)]

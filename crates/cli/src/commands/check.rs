@@ -9,7 +9,8 @@ use isobath_disk::{
     CheckEvent, CheckOptions, CheckReport, DiskError, ImageFormat, OpenOptions, Repair, check,
 };
 use isobath_qcow2::text::Shown;
-use isobath_storage::file::FileHost;
+use isobath_storage::file::{FileHost, FileStorage};
+use isobath_storage::{Host, OpenMode, StorageExt};
 use serde_json::{Map, Value, json};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
@@ -34,7 +35,7 @@ pub(crate) struct Args {
     /// Print only the errors found
     #[arg(short, long)]
     quiet: bool,
-    /// Take no lock on the image and ignore other programs' locks
+    /// Read the image even while another program writes to it
     #[arg(short = 'U', long, conflicts_with = "repair")]
     force_share: bool,
     /// Cache mode for the image
@@ -63,6 +64,10 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     let OpenOptions { locking, direct, format, .. } = options;
     let options = CheckOptions { repair, locking, direct, format };
     let human = args.output == OutputFormat::Human;
+    let _kept = match repair {
+        Repair::None => None,
+        _ => runtime::block_on(async || kept(&image).await)?,
+    };
     let mut report = examine(&image, options)?;
     if report.corruptions_fixed > 0 || report.leaks_fixed > 0 {
         if human && !args.quiet {
@@ -95,6 +100,23 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         CheckReport { leaks: 1.., .. } => 3,
         _ => 0,
     })
+}
+
+/// Keeps other programs from writing to an image between its repair and the second check. `None` if it cannot be
+/// opened: then neither can be done, and says why.
+///
+/// # Errors
+/// If another program writes to it.
+async fn kept(image: &Image) -> Result<Option<FileStorage>, Failure> {
+    let file = match FileHost.open(&image.path, OpenMode::default()).await {
+        Err(error) if error.kind() == io::ErrorKind::ResourceBusy => {
+            return Err(image.failed(&DiskError::from(error)));
+        }
+        Err(_) => return Ok(None),
+        Ok(file) => file,
+    };
+    file.admit_writer(true).await?;
+    Ok(Some(file))
 }
 
 fn examine(image: &Image, options: CheckOptions) -> Result<CheckReport, Failure> {

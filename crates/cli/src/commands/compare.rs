@@ -46,7 +46,7 @@ pub(crate) struct Args {
     /// Print only errors
     #[arg(short, long)]
     quiet: bool,
-    /// Take no locks on the images and ignore other programs' locks
+    /// Read the images even while other programs write to them
     #[arg(short = 'U', long)]
     force_share: bool,
     #[command(flatten)]

@@ -20,6 +20,7 @@ use std::path::PathBuf;
 use std::rc::Rc;
 use std::sync::Arc;
 use target::Target;
+pub(super) use target::refuse_source;
 
 /// Copy disks to a new or existing image
 ///
@@ -96,7 +97,7 @@ pub(crate) struct Args {
     /// Print only errors
     #[arg(short, long)]
     quiet: bool,
-    /// Take no locks on the images to copy and ignore other programs' locks
+    /// Read the images to copy even while other programs write to them
     #[arg(short = 'U', long)]
     force_share: bool,
     #[command(flatten)]
@@ -208,7 +209,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
             Some(input) => bitmaps::of(input, args).await?,
             None => Vec::new(),
         };
-        target::refuse_source(&name.path, &sources).await?;
+        refuse_source(&name.path, &sources).await?;
         let size = sources.iter().map(|source| source.size()).sum();
         let interrupted = Rc::new(Cell::new(None));
         let mut signals = Signals::new(&[libc::SIGINT, libc::SIGTERM])?;
@@ -225,8 +226,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         match (&result, interrupted.get()) {
             (Ok(()), None) => {
                 if !bitmaps.is_empty() {
-                    // It holds the image's lock.
-                    drop(target);
+                    target.let_in().await?;
                     bitmaps::copy(bitmaps, name).await?;
                 }
                 Ok(0)

@@ -1,9 +1,10 @@
 //! `isobath dd`
 
+use super::convert::refuse_source;
 use crate::failure::{Failure, Outcome};
 use crate::image_name::Naming;
 use crate::{messages, options, runtime, size};
-use isobath_disk::{Disk, ImageFormat, NewDisk, OpenOptions, create};
+use isobath_disk::{Disk, ImageFormat, NewDisk, OpenOptions, create_held};
 use isobath_storage::IoBuf;
 use isobath_storage::file::FileHost;
 use std::io::Write;
@@ -26,7 +27,7 @@ pub(crate) struct Args {
     /// The new image's format
     #[arg(short = 'O', long, value_name = "FMT", default_value = "raw", value_parser = options::format)]
     output_format: ImageFormat,
-    /// Take no locks on the input and ignore other programs' locks
+    /// Read the input even while another program writes to it
     #[arg(short = 'U', long)]
     force_share: bool,
     #[command(flatten)]
@@ -91,22 +92,15 @@ pub(crate) fn run(args: &Args, _out: &mut dyn Write) -> Outcome {
         let skipped = skipped.min(source.size());
         let wanted = operands.count.map_or(u64::MAX, |count| count.saturating_mul(block));
         let range = skipped..skipped.saturating_add(wanted).min(source.size());
-        let same = source.layers().any(|layer| {
-            let real = |path: &Path| std::fs::canonicalize(path).ok();
-            real(layer.name()).is_some_and(|path| Some(path) == real(&target.path))
-        });
-        if same {
-            return Err(Failure::new(format_args!(
-                "the target '{output}' is the image to copy, or part of its chain"
-            )));
-        }
+        refuse_source(&target.path, std::slice::from_ref(&source)).await?;
         let length = range.end - range.start;
         let new = NewDisk::new(length.next_multiple_of(512)).format(args.output_format);
-        create(&FileHost, &target.path, &new).await.map_err(|error| {
+        let created = create_held(&FileHost, &target.path, &new).await.map_err(|error| {
             Failure::new(crate::image_name::reason(&error))
                 .context(format_args!("{output}: error while creating output image"))
         })?;
         let options: OpenOptions = target.writable(false)?;
+        created.let_in().await?;
         let sink = target.open(&options).await?;
         copy(&source, &sink, range).await?;
         sink.close().await?;

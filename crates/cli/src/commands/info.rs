@@ -31,7 +31,7 @@ pub(crate) struct Args {
     /// Show all images of the backing chain
     #[arg(short, long)]
     backing_chain: bool,
-    /// Take no lock on the image and ignore other programs' locks
+    /// Read the image even while another program writes to it
     #[arg(short = 'U', long)]
     force_share: bool,
     #[command(flatten)]

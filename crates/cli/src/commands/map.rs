@@ -25,7 +25,7 @@ pub(crate) struct Args {
     /// Output format
     #[arg(long, value_name = "FMT", default_value = "human")]
     output: OutputFormat,
-    /// Take no locks on the images and ignore other programs' locks
+    /// Read the images even while other programs write to them
     #[arg(short = 'U', long)]
     force_share: bool,
     #[command(flatten)]

@@ -36,7 +36,7 @@ pub(crate) struct Args {
     /// Output format
     #[arg(long, value_name = "FMT", default_value = "human")]
     output: OutputFormat,
-    /// Take no lock on the image and ignore other programs' locks
+    /// Read the image even while another program writes to it
     #[arg(short = 'U', long)]
     force_share: bool,
     /// The internal snapshot to measure: its ID or name, or snapshot.id=ID,snapshot.name=NAME

@@ -49,7 +49,7 @@ pub(crate) struct Args {
     #[arg(short = 'T', long = "backing-cache", value_name = "MODE", default_value = "writeback")]
     #[arg(value_parser = CacheMode::parse_source)]
     source_cache: CacheMode,
-    /// Take no locks on the backing files and ignore other programs' locks
+    /// Read the backing files even while other programs write to them
     #[arg(short = 'U', long)]
     force_share: bool,
     /// Show progress

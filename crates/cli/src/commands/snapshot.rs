@@ -29,7 +29,7 @@ pub(crate) struct Args {
     /// The image's format [default: detected]
     #[arg(short, long, value_name = "FMT", value_parser = options::format)]
     format: Option<ImageFormat>,
-    /// Take no lock on the image and ignore other programs' locks; only with -l
+    /// Read the image even while another program writes to it; only with -l
     #[arg(short = 'U', long)]
     force_share: bool,
     /// Print only errors

@@ -314,7 +314,7 @@ pub(crate) fn internal_snapshots_are_not_lost_with_a_layer() {
 }
 
 /// A chain of base, mid and top, each with data of its own, with relative names.
-fn three(directory: &Path) {
+pub(crate) fn three(directory: &Path) {
     fs::create_dir_all(directory).unwrap();
     for (name, below, write) in [
         ("base", None, "write -P 1 0 1M"),
@@ -330,7 +330,7 @@ fn three(directory: &Path) {
 }
 
 /// Another overlay of mid, whose header names it so.
-fn another(directory: &Path, image: &str, name: &str) {
+pub(crate) fn another(directory: &Path, image: &str, name: &str) {
     let plain = args!["create", "-q", "-f", "qcow2", image, "1M"];
     let _ = qemu_img(directory, plain).ok();
     let rebase = args!["rebase", "-u", "-b", name, "-F", "qcow2", image];

@@ -13,7 +13,7 @@ use crate::clock::SimClock;
 use crate::content::Content;
 use crate::guest::SECTOR;
 use crate::record::{Files, Record, Tick};
-use isobath_storage::{Host, Locking, OpenMode, Operation, Result, StorageError};
+use isobath_storage::{Host, OpenMode, Operation, Result, StorageError};
 use isobath_storage_test::any::{AnyHost, ToAny};
 use parking_lot::Mutex;
 use std::io;
@@ -187,7 +187,7 @@ impl SimHost {
     /// Opens the file with this number as an ordinary user.
     fn attach(&self, number: usize, name: &Path, mode: OpenMode) -> Result<SimFile> {
         let mut world = self.0.lock();
-        let locked = mode.locking != Locking::Unlocked;
+        let locked = mode.locking.denies_writing();
         if locked {
             let users = &mut world.users[number];
             if users.writers > 0 || mode.writable && users.readers > 0 {

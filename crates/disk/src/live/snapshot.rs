@@ -17,7 +17,7 @@ use isobath_image::open::open_layer;
 use isobath_image::writer::Writer;
 use isobath_image::{DiskError, Result, always};
 use isobath_qcow2::L1Entry;
-use isobath_storage::{Host, Storage, StorageExt};
+use isobath_storage::{Host, Locking, OpenMode, Storage, StorageExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -153,8 +153,10 @@ impl<H: Host> LiveDisk<H> {
             ));
         };
         let host = disk.host();
-        let below = host.canonical(&host.resolve(path, &named))?;
-        if below != host.canonical(active.name())? {
+        // The file itself: another one may have its name by now.
+        let look = OpenMode { locking: Locking::Unlocked, ..OpenMode::default() };
+        let below = host.open(&host.resolve(path, &named), look).await?;
+        if below.id() != active.storage().id() {
             return Err(unfit(
                 &layer,
                 &format!(

@@ -65,7 +65,7 @@ impl<H: Host + Clone> Monitor<H> {
                     .unwrap_or(self.options.direct),
             )
             .locking(if said("force-share").unwrap_or(false) {
-                Locking::Unlocked
+                Locking::Present
             } else {
                 self.options.locking
             })

@@ -1,10 +1,10 @@
 //! Readers of a file that let a writer of the same process in, and nobody else.
 //!
-//! To the kernel, descriptors of one process are users like any others: a reader that denies writing keeps out the
-//! process's own writer, too. So it stops denying only once the writer's descriptor denies it, and denies it again
-//! before the writer's is released. Whoever else asks is refused at every moment in between.
+//! To the kernel, descriptors of one process are users like any others: a reader keeps out the process's own writer,
+//! too. So it gives up its locks only once the writer's descriptor has its own, and takes them again before the
+//! writer's are released. Whoever else asks is refused at every moment in between.
 
-use crate::lock::{self, Conflict, Locks};
+use crate::lock::{self, Conflict, Locks, Wanted};
 use crate::{FileId, Result};
 use parking_lot::Mutex;
 use std::collections::HashMap;
@@ -27,23 +27,24 @@ struct Beside {
 struct Reader {
     file: Arc<OwnedFd>,
     name: PathBuf,
-    /// It holds all locks of a reader.
-    denies: bool,
+    /// It holds the locks of a reader.
+    locked: bool,
 }
 
 impl Reader {
-    fn admit(&mut self) -> Result<()> {
-        if self.denies {
-            lock::admit(&self.file, &self.name)?;
-            self.denies = false;
+    /// Gives way to a writer, which has its locks.
+    fn step_aside(&mut self) -> Result<()> {
+        if self.locked {
+            lock::give_up(&self.file, &self.name)?;
+            self.locked = false;
         }
         Ok(())
     }
 
-    /// Denies writing again, while somebody of this process still does.
-    fn deny(&mut self) {
-        if !self.denies {
-            self.denies = lock::deny_too(&self.file, &self.name).is_ok();
+    /// Takes its locks again, while the writer still has its own.
+    fn step_back(&mut self) {
+        if !self.locked {
+            self.locked = lock::join_again(&self.file, &self.name).is_ok();
         }
     }
 }
@@ -69,7 +70,7 @@ impl Besides {
         file: &Arc<OwnedFd>,
         name: &Path,
     ) -> Admission {
-        let reader = Reader { file: file.clone(), name: name.to_owned(), denies: true };
+        let reader = Reader { file: file.clone(), name: name.to_owned(), locked: true };
         self.0.lock().entry(id).or_default().readers.push(reader);
         Admission { besides: self.clone(), id, file: file.clone() }
     }
@@ -83,20 +84,20 @@ impl Besides {
         id: FileId,
         file: &Arc<OwnedFd>,
         name: &Path,
-        writable: bool,
+        wanted: Wanted,
     ) -> Result<(Option<LetIn>, Locks)> {
         let mut files = self.0.lock();
         let Some(beside) =
-            files.get_mut(&id).filter(|beside| writable && !beside.readers.is_empty())
+            files.get_mut(&id).filter(|beside| wanted.writes() && !beside.readers.is_empty())
         else {
             drop(files);
-            return Ok((None, lock::take(file, name, writable)?));
+            return Ok((None, lock::take(file, name, wanted)?));
         };
-        let locks = lock::set(file, name, writable)?;
-        let admitted = beside.readers.iter_mut().try_for_each(Reader::admit);
-        if let Err(error) = admitted.and_then(|()| lock::look(file, name, writable)) {
+        let locks = lock::set(file, name, wanted)?;
+        let aside = beside.readers.iter_mut().try_for_each(Reader::step_aside);
+        if let Err(error) = aside.and_then(|()| lock::look(file, name, wanted)) {
             if !beside.written {
-                beside.readers.iter_mut().for_each(Reader::deny);
+                beside.readers.iter_mut().for_each(Reader::step_back);
             }
             return Err(error);
         }
@@ -113,13 +114,13 @@ impl Besides {
         id: FileId,
         file: &OwnedFd,
         name: &Path,
-        writable: bool,
+        wanted: Wanted,
     ) -> Result<()> {
         // The readers that would let it in look like others.
-        if writable && self.0.lock().contains_key(&id) {
+        if wanted.writes() && self.0.lock().contains_key(&id) {
             return Ok(());
         }
-        lock::look(file, name, writable)
+        lock::look(file, name, wanted)
     }
 
     /// Ends an admission.
@@ -134,8 +135,8 @@ impl Besides {
                 return;
             }
             let is_own = |reader: &Reader| Arc::ptr_eq(&reader.file, &admission.file);
-            if beside.readers.iter().any(|reader| is_own(reader) && !reader.denies) {
-                denied = lock::deny(&admission.file, name);
+            if beside.readers.iter().any(|reader| is_own(reader) && !reader.locked) {
+                denied = lock::take_again(&admission.file, name);
             }
             if denied.is_ok() {
                 beside.readers.retain(|reader| !is_own(reader));
@@ -167,7 +168,7 @@ impl Drop for LetIn {
     fn drop(&mut self) {
         self.besides.change(self.id, |beside| {
             beside.written = false;
-            beside.readers.iter_mut().for_each(Reader::deny);
+            beside.readers.iter_mut().for_each(Reader::step_back);
         });
     }
 }

@@ -44,7 +44,7 @@ pub use flush::syncs;
 pub use open::{FileHost, LimitedHost};
 
 use crate::error::{Operation, StorageError};
-use crate::lock;
+use crate::lock::{self, Wanted};
 use crate::{
     Access, Allocation, BoxFuture, Capabilities, Extensions, Hints, Identity, IoBuf, MemoryUse,
     Reflink, RestartMemories, RestartMemory, Result, Roles, SECTOR, Stamp, Stamps, Storage, Usage,
@@ -425,7 +425,7 @@ impl RestartMemories for FileStorage {
         Box::pin(async move {
             if how == MemoryUse::Glance {
                 let target = self.target().await?;
-                if lock::look(&target.file, &self.file.name, false).is_err() {
+                if lock::look(&target.file, &self.file.name, Wanted::READER).is_err() {
                     return Ok(None);
                 }
             }

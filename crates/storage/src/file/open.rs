@@ -13,7 +13,7 @@ use super::transfer::Target;
 use super::zero::Abilities;
 use super::{FileStorage, Kind, sys, users};
 use crate::error::{Operation, StorageError};
-use crate::lock::{self, Locks};
+use crate::lock::{self, Locks, Wanted};
 use crate::{FileId, Host, Locking, OpenMode, Result};
 use arc_swap::ArcSwap;
 use std::fs::{self, File, OpenOptions};
@@ -28,6 +28,9 @@ use std::time::Duration;
 /// kernel has ended its operations.
 const LOCK_STEP: Duration = Duration::from_millis(10);
 const LOCK_STEPS: u32 = 100;
+
+/// How often a file is opened anew that was replaced while its locks were waited for.
+const MOST_REPLACED: u32 = 100;
 
 /// Opens files and block devices by path. Relative paths start at the working directory.
 ///
@@ -129,6 +132,25 @@ pub(super) struct Opened {
     pub(super) kind: Kind,
 }
 
+impl Opened {
+    /// Whether the file still has this name: while its locks were waited for, it may have been deleted or replaced.
+    fn is_at(&self, path: &Path) -> io::Result<bool> {
+        match fs::metadata(path) {
+            Ok(found) => {
+                let device = matches!(self.kind, Kind::Device { .. });
+                let id = if device && found.mode() & libc::S_IFMT == libc::S_IFBLK {
+                    FileId { device: u64::MAX, inode: found.rdev() }
+                } else {
+                    FileId { device: found.dev(), inode: found.ino() }
+                };
+                Ok(id == self.id)
+            }
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+}
+
 /// Owns a file's descriptor, its locks and its place in the pool, which are released in this order; readers that let it
 /// in keep others out again before that.
 struct Held {
@@ -166,13 +188,22 @@ pub(super) async fn descriptor(
     taking: Taking,
     pool: &Arc<Pool>,
 ) -> Result<Opened> {
-    let opened = async {
+    let open = async || {
         // Checked before it is opened, since opening a device can have side effects.
         check_type(fs::metadata(path)?.mode())?;
         let permit = pool.admit().await;
         let file = pool.open(|| options(mode).open(path)).await;
         let file = file.map_err(|error| explain_direct(error, mode))?;
         attach(file, name, mode, taking, permit, pool).await
+    };
+    let opened = async {
+        for _ in 0..MOST_REPLACED {
+            let opened = open().await?;
+            if mode.locking == Locking::Unlocked || opened.is_at(path)? {
+                return Ok(opened);
+            }
+        }
+        Err(replaced().into())
     };
     opened.await.map_err(|error: Failure| error.named(Operation::Open, name))
 }
@@ -187,29 +218,74 @@ async fn open(name: &Path, mode: OpenMode, pool: &Arc<Pool>) -> Result<FileStora
 async fn create(name: &Path, mode: OpenMode, pool: &Arc<Pool>) -> Attempt<FileStorage> {
     let mode = OpenMode { writable: true, ..mode };
     mode.check(name)?;
-    let found = match fs::metadata(name) {
-        Ok(found) => {
-            check_type(found.mode())?;
-            true
+    for _ in 0..MOST_REPLACED {
+        match fs::metadata(name) {
+            Ok(found) => check_type(found.mode())?,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(error) => return Err(error.into()),
         }
-        Err(error) if error.kind() == io::ErrorKind::NotFound => false,
-        Err(error) => return Err(error.into()),
-    };
-    let permit = pool.admit().await;
-    let file = pool.open(|| options(mode).create(true).truncate(false).open(name)).await;
-    let file = file.map_err(|error| explain_direct(error, mode))?;
-    let durability = if found {
-        Durability::default()
-    } else {
-        let directory = name.parent().filter(|parent| !parent.as_os_str().is_empty());
-        let directory = directory.unwrap_or(Path::new("."));
-        Durability::created(pool.open(|| File::open(directory)).await?.into())
-    };
-    let opened = attach(file, name, mode, Taking::Alone, permit, pool).await?;
-    if opened.kind == Kind::Regular {
-        sys::ftruncate(&opened.target.file, 0)?;
+        let permit = pool.admit().await;
+        let (file, is_new) = new_or_found(name, mode, pool).await?;
+        let durability = if is_new {
+            Durability::created(pool.open(|| File::open(directory_of(name)?)).await?.into())
+        } else {
+            Durability::default()
+        };
+        let created = if is_new { Some(file.metadata()?) } else { None };
+        let opened = match attach(file, name, mode, Taking::Alone, permit, pool).await {
+            Ok(opened) => opened,
+            Err(error) => {
+                let is_it = |found: &fs::Metadata, it: &fs::Metadata| {
+                    (found.dev(), found.ino()) == (it.dev(), it.ino())
+                };
+                // It stays if it has got another name.
+                if let (Some(it), Ok(real)) = (created, fs::canonicalize(name))
+                    && fs::metadata(&real).is_ok_and(|found| is_it(&found, &it))
+                {
+                    let _ = fs::remove_file(real);
+                }
+                return Err(error);
+            }
+        };
+        if !opened.is_at(name)? {
+            continue;
+        }
+        if opened.kind == Kind::Regular {
+            sys::ftruncate(&opened.target.file, 0)?;
+        }
+        return storage(opened, name, mode, durability, pool);
     }
-    storage(opened, name, mode, durability, pool)
+    Err(replaced().into())
+}
+
+/// Opens a file, and tells whether it is new.
+async fn new_or_found(name: &Path, mode: OpenMode, pool: &Pool) -> Attempt<(File, bool)> {
+    let explained = |error| Failure::Plain(explain_direct(error, mode));
+    match pool.open(|| options(mode).create_new(true).open(name)).await {
+        Ok(file) => return Ok((file, true)),
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+        Err(error) => return Err(explained(error)),
+    }
+    match pool.open(|| options(mode).open(name)).await {
+        Ok(file) => Ok((file, false)),
+        // The name is a link to a file that does not exist, or was removed in between.
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            let file = pool.open(|| options(mode).create(true).truncate(false).open(name)).await;
+            Ok((file.map_err(explained)?, true))
+        }
+        Err(error) => Err(explained(error)),
+    }
+}
+
+/// The directory of a file, or of the one that its name is a link to.
+fn directory_of(name: &Path) -> io::Result<PathBuf> {
+    let real = if name.is_symlink() { fs::canonicalize(name)? } else { name.to_owned() };
+    let parent = real.parent().filter(|parent| !parent.as_os_str().is_empty());
+    Ok(parent.unwrap_or(Path::new(".")).to_owned())
+}
+
+fn replaced() -> io::Error {
+    io::Error::new(io::ErrorKind::ResourceBusy, "other programs replace it again and again")
 }
 
 /// `O_NONBLOCK`, so that no open waits, even if the name now refers to something else.
@@ -242,19 +318,27 @@ async fn attach(
     } else {
         FileId { device: stat.st_dev, inode: stat.st_ino }
     };
-    let take = || {
-        let (let_in, locks) = pool.besides().take(id, &file, name, mode.writable)?;
-        Ok((let_in, Some(locks)))
-    };
-    let (let_in, locks) = match mode.locking {
-        Locking::Unlocked => (None, None),
-        _ if taking == Taking::BesideWriter => (None, Some(lock::join(&file, name)?)),
-        Locking::Exclusive => {
-            let free = || pool.besides().look(id, &file, name, mode.writable);
-            let taken = wait_for(free, take).await;
-            taken.map_err(|error| users::named(error, &file))?
+    let (let_in, locks) = match Wanted::of(mode) {
+        None => (None, None),
+        Some(_) if taking == Taking::BesideWriter => (None, Some(lock::join(&file, name)?)),
+        Some(wanted) => {
+            let besides = pool.besides();
+            let free = || besides.look(id, &file, name, wanted);
+            let take = || besides.take(id, &file, name, wanted);
+            let waits = mode.locking != Locking::Immediate;
+            let taken = if waits { wait_for(free, take).await } else { take() };
+            match taken {
+                Ok((let_in, locks)) => (let_in, Some(locks)),
+                // Where there are no locks, nobody deletes what is used here: that needs one.
+                Err(error)
+                    if mode.locking == Locking::Present
+                        && error.kind() != io::ErrorKind::ResourceBusy =>
+                {
+                    (None, None)
+                }
+                Err(error) => return Err(users::named(error, &file).into()),
+            }
         }
-        Locking::Immediate => take().map_err(|error| users::named(error, &file))?,
     };
     let landing = Arc::<Landing>::default();
     let lease = Arc::new(Held {

@@ -153,7 +153,7 @@ impl FileStorage {
 
     async fn admit(&self, roles: &mut Changed) -> Result<()> {
         let target = self.target().await?;
-        if self.file.mode.locking != Locking::Unlocked {
+        if self.file.mode.locking.denies_writing() {
             let besides = self.file.pool.besides();
             roles.admission = Some(besides.admit(self.file.id, &target.file, &self.file.name));
         }
@@ -173,10 +173,8 @@ impl FileStorage {
     async fn deny(&self, roles: &mut Changed) -> Result<()> {
         if let Some(admission) = &roles.admission {
             let deny = || self.file.pool.besides().deny(admission, &self.file.name);
-            let denied = match self.file.mode.locking {
-                Locking::Immediate => deny(),
-                Locking::Exclusive | Locking::Unlocked => open::wait_for(|| Ok(()), deny).await,
-            };
+            let waits = self.file.mode.locking != Locking::Immediate;
+            let denied = if waits { open::wait_for(|| Ok(()), deny).await } else { deny() };
             if let Err(error) = denied {
                 let target = self.kept().map_err(|error| self.error(Operation::Lock, error))?;
                 return Err(users::named(error, &target.file));

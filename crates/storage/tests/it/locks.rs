@@ -4,14 +4,18 @@ use crate::qemu::{QemuIo, chain, opens, run};
 use isobath_ring::block_on;
 use isobath_ring::{Config, Executor, sleep, spawn};
 use isobath_storage::file::{FileHost, FileStorage};
-use isobath_storage::{Host, Locking, OpenMode, Result};
+use isobath_storage::{Host, Locking, OpenMode, Result, StorageExt};
+use std::io::ErrorKind;
 use std::os::fd::AsRawFd;
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::time::Duration;
 use tempfile::TempDir;
 
 const READ: OpenMode = OpenMode { writable: false, direct: false, locking: Locking::Exclusive };
 const WRITE: OpenMode = OpenMode { writable: true, ..READ };
+const ALONE: OpenMode = OpenMode { locking: Locking::Alone, ..WRITE };
+const PRESENT: OpenMode = OpenMode { locking: Locking::Present, ..READ };
 
 fn open(path: &Path, mode: OpenMode) -> Result<FileStorage> {
     block_on(FileHost.open(path, mode))
@@ -140,6 +144,83 @@ fn an_image_that_is_let_go_of_soon_is_waited_for() {
         "{error}"
     );
     drop(file);
+}
+
+#[test]
+fn a_file_that_is_to_be_deleted_is_used_by_nobody() {
+    let (_directory, base, _) = chain();
+    let file = open(&base, ALONE).unwrap();
+    for arguments in [&["-r"] as &[&str], &["-r", "-U"]] {
+        let error = opens(arguments, &base).unwrap_err();
+        assert!(error.contains("lock"), "{error}");
+    }
+    for mode in [READ, WRITE, PRESENT] {
+        let error = open(&base, mode).unwrap_err().to_string();
+        assert!(error.contains("Failed to get"), "{error}");
+    }
+    drop(file);
+    for arguments in [&[] as &[&str], &["-r"], &["-r", "-U"]] {
+        let qemu = QemuIo::open(arguments, &base);
+        assert!(open(&base, ALONE).is_err(), "beside qemu-io {arguments:?}");
+        drop(qemu);
+        drop(open(&base, ALONE).unwrap());
+    }
+}
+
+#[test]
+fn a_file_that_is_only_named_is_written_by_others() {
+    let (_directory, _, top) = chain();
+    let file = open(&top, PRESENT).unwrap();
+    opens(&[], &top).unwrap();
+    open(&top, WRITE).unwrap();
+    assert!(open(&top, ALONE).is_err());
+    drop(file);
+    let qemu = QemuIo::open(&[], &top);
+    open(&top, PRESENT).unwrap();
+    drop(qemu);
+}
+
+/// Otherwise it would write to a file that nobody finds.
+#[test]
+fn who_waits_for_a_file_gets_the_one_that_has_its_name_then() {
+    const SOON: Duration = Duration::from_millis(50);
+    let (directory, base, top) = chain();
+    let executor = Executor::new(&Config::default()).unwrap();
+    for mode in [READ, WRITE, ALONE] {
+        let file = open(&top, ALONE).unwrap();
+        let new = directory.path().join("new.qcow2");
+        std::fs::copy(&base, &new).unwrap();
+        let replaces = {
+            let top = top.clone();
+            async move {
+                sleep(SOON).await;
+                std::fs::rename(new, top).unwrap();
+                drop(file);
+            }
+        };
+        executor.block_on(async {
+            let replaced = spawn(replaces);
+            let found = FileHost.open(&top, mode).await.unwrap();
+            replaced.await.unwrap();
+            assert_eq!(found.id().inode, std::fs::metadata(&top).unwrap().ino(), "{mode:?}");
+        });
+        let file = open(&top, ALONE).unwrap();
+        let deletes = {
+            let top = top.clone();
+            async move {
+                sleep(SOON).await;
+                std::fs::remove_file(top).unwrap();
+                drop(file);
+            }
+        };
+        executor.block_on(async {
+            let deleted = spawn(deletes);
+            let error = FileHost.open(&top, mode).await.err().map(|error| error.kind());
+            assert_eq!(error, Some(ErrorKind::NotFound), "{mode:?}");
+            deleted.await.unwrap();
+        });
+        std::fs::copy(&base, &top).unwrap();
+    }
 }
 
 /// Holds a lock on one byte of a file until it is dropped.

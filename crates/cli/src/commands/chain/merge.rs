@@ -1,18 +1,19 @@
 //! `isobath chain merge`, `flatten` and `delete`: fewer layers, and every disk reads as before.
 
 use super::unfinished::{self, Unfinished};
-use super::users::{Doomed, Users, directories, header};
+use super::users::{Doomed, Users, directories, header, identity};
 use crate::failure::{Failure, Outcome};
 use crate::image_name::SecretFile;
 use crate::options::printable;
 use crate::{block_job, chain_files, runtime, size};
-use isobath_disk::{Disk, LayerIndex, LiveDisk, OpenOptions, Secrets};
+use isobath_disk::{Disk, ImageFormat, LiveDisk, OpenOptions, Secrets};
 use isobath_jobs::StreamOptions;
 use isobath_ring::Signals;
 use isobath_storage::file::FileHost;
-use isobath_storage::{Locking, StorageExt};
+use isobath_storage::{FileId, Locking, StorageExt};
 use std::io::Write;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// Options of every command that merges.
 #[derive(clap::Args)]
@@ -141,26 +142,22 @@ async fn removed(args: &DeleteArgs) -> Result<Option<(PathBuf, Option<PathBuf>)>
     drop((layers, disk));
     if args.keep {
         unfinished::forget(&layer);
-    } else {
-        // Nothing has changed yet if it cannot be told who needs the file, or it is in use.
-        Users::find(&directories)?;
-        let doomed = Doomed::lock(&layer).await?;
-        unfinished::note(&layer, format, &overlay);
-        drop(doomed);
-    }
-    let name = layer.to_string_lossy().into_owned();
-    if let Err(failure) = Box::pin(merge_into(&overlay, Some(&name), &args.shared)).await {
-        unfinished::forget(&layer);
-        return Err(failure);
-    }
-    if args.keep {
+        let name = layer.to_string_lossy();
+        Box::pin(merge_into(&overlay, Some(&name), &args.shared)).await?;
         return Ok(None);
     }
-    let doomed = Doomed::lock(&layer).await?;
-    let user = doomed.delete(&Users::find(&directories)?, None)?;
+    // Nothing has changed yet if it cannot be told who needs the file, or it is in use.
+    Users::find(&directories)?;
+    let doomed = vec![Doomed::lock(&layer).await?];
+    let merged = Box::pin(merge_away(doomed, format, &overlay, &args.shared)).await?;
+    let mut user = None;
+    for doomed in merged.layers {
+        user = doomed?.delete(&Users::find(&directories)?, None)?;
+    }
     if user.is_some() {
         unfinished::forget(&layer);
     }
+    drop(merged.overlay);
     Ok(Some((layer, user)))
 }
 
@@ -179,40 +176,119 @@ fn say(args: &Shared, out: &mut dyn Write, what: &str) -> Outcome {
     Ok(0)
 }
 
+/// The files of an image's chain, the active one first.
+pub(super) async fn chain_of(image: &Path) -> Result<Vec<PathBuf>, Failure> {
+    let look = OpenOptions::new().locking(Locking::Unlocked).secrets(Secrets::unneeded());
+    let disk = Disk::open(FileHost, image, &look).await?;
+    Ok(disk.layers().map(|one| one.name().to_owned()).collect())
+}
+
 /// Moves what the layers from `from` on hold into `image`, above them; without `from`, all of them.
-pub(super) async fn merge_into(
+async fn merge_into(image: &Path, from: Option<&str>, args: &Shared) -> Result<(), Failure> {
+    let mut signals = Signals::new(&[libc::SIGINT, libc::SIGTERM])?;
+    let (live, base) = open(image, from, args).await?;
+    let done = run(&live, base, args, &mut signals).await;
+    live.close().await?;
+    done
+}
+
+/// Layers that were merged.
+pub(super) struct Merged {
+    /// The disk of the image that has taken their data. It is closed, and keeps its locks.
+    pub(super) overlay: Arc<LiveDisk<FileHost>>,
+    /// Their files, which are locked; or why one is to stay.
+    pub(super) layers: Vec<Result<Doomed, Failure>>,
+}
+
+/// Moves what the layers hold, of which the lowest is the first, into the image above them.
+///
+/// # Errors
+/// If they are not the layers just below the image; if they cannot be merged.
+pub(super) async fn merge_away(
+    layers: Vec<Doomed>,
+    format: ImageFormat,
+    image: &Path,
+    args: &Shared,
+) -> Result<Merged, Failure> {
+    let mut signals = Signals::new(&[libc::SIGINT, libc::SIGTERM])?;
+    let mut readable = Vec::new();
+    for layer in layers {
+        readable.push(layer.let_read().await?);
+    }
+    let from = readable.first().map(|layer| layer.path().to_string_lossy());
+    let (overlay, base) = open(image, from.as_deref(), args).await?;
+    let below: Vec<_> = overlay.layers().iter().map(|layer| layer.storage().id()).collect();
+    let below = below.into_iter().skip(1).take_while(|id| Some(*id) != base);
+    if !below.eq(readable.iter().rev().map(Doomed::id)) {
+        overlay.close().await?;
+        return Err(Failure::new(format_args!(
+            "another program has changed the chain of '{}': its layers are not those that were to be merged",
+            image.display()
+        )));
+    }
+    for layer in &readable {
+        unfinished::note(layer.path(), format, image);
+    }
+    let done = run(&overlay, base, args, &mut signals).await;
+    let closed = overlay.close().await;
+    if let Err(failure) = done.and(closed.map_err(Failure::from)) {
+        // The notes of those that are in the chain no more tell the next command.
+        if let Ok(chain) = chain_of(image).await {
+            let chain: Vec<_> = chain.iter().filter_map(|file| identity(file).ok()).collect();
+            let is_left =
+                |layer: &&Doomed| identity(layer.path()).is_ok_and(|id| chain.contains(&id));
+            readable.iter().filter(is_left).for_each(|layer| unfinished::forget(layer.path()));
+        }
+        return Err(failure);
+    }
+    let mut locked = Vec::new();
+    for layer in readable {
+        locked.push(layer.lock_again().await);
+    }
+    Ok(Merged { overlay, layers: locked })
+}
+
+/// Opens a chain to merge the layers from `from` on. Returns the file below them, too.
+async fn open(
     image: &Path,
     from: Option<&str>,
     args: &Shared,
-) -> Result<(), Failure> {
-    let mut signals = Signals::new(&[libc::SIGINT, libc::SIGTERM])?;
+) -> Result<(Arc<LiveDisk<FileHost>>, Option<FileId>), Failure> {
     let options = OpenOptions::new().writable(true).secrets(args.secret_file.secrets()?);
     let live = LiveDisk::open(FileHost, image, &options).await?;
+    let Some(from) = from else { return Ok((live, None)) };
     let layers = live.layers();
-    let base = match from {
-        None => None,
-        Some(from) => {
-            let from = chain_files::required(&layers, from, image)?;
-            let file = |index: LayerIndex| {
-                let place = layers.len() - 1 - usize::from(index.get());
-                layers.get(place).map(|layer| layer.storage().id())
-            };
-            if usize::from(from.get()) + 1 == layers.len() {
-                live.close().await?;
-                return Err(Failure::new("the images to merge are one and the same"));
-            }
-            from.get().checked_sub(1).and_then(|below| file(LayerIndex::new(below)))
+    let found = chain_files::required(&layers, from, image).and_then(|from| {
+        if usize::from(from.get()) + 1 == layers.len() {
+            return Err(Failure::new("the images to merge are one and the same"));
+        }
+        Ok(from)
+    });
+    let from = match found {
+        Ok(from) => usize::from(from.get()),
+        Err(failure) => {
+            live.close().await?;
+            return Err(failure);
         }
     };
-    if layers.len() > 1 {
-        let change_snapshots = args.change_snapshots;
-        let stream = StreamOptions { base, change_snapshots, ..StreamOptions::default() };
-        let job = block_job::options("merge", args.rate.unwrap_or(0));
-        let started = isobath_jobs::stream(&live, stream, job);
-        let done = block_job::run(started, &mut signals, args.progress && !args.quiet).await;
-        live.close().await?;
-        return done;
+    // They are listed from above.
+    let below = layers.get(layers.len() - from).map(|layer| layer.storage().id());
+    Ok((live, below))
+}
+
+/// Merges all layers above `base`, without it all of them.
+async fn run(
+    live: &Arc<LiveDisk<FileHost>>,
+    base: Option<FileId>,
+    args: &Shared,
+    signals: &mut Signals,
+) -> Result<(), Failure> {
+    if live.depth() == 1 {
+        return Ok(());
     }
-    live.close().await?;
-    Ok(())
+    let change_snapshots = args.change_snapshots;
+    let stream = StreamOptions { base, change_snapshots, ..StreamOptions::default() };
+    let job = block_job::options("merge", args.rate.unwrap_or(0));
+    let started = isobath_jobs::stream(live, stream, job);
+    block_job::run(started, signals, args.progress && !args.quiet).await
 }

@@ -3,21 +3,22 @@
 mod online;
 mod policy;
 
-use super::merge::{Shared, merge_into};
+use super::merge::{Shared, chain_of, merge_away};
 use super::unfinished::{self, Unfinished};
 use super::users::{Doomed, Users, directories, each_file, header, identity};
 use crate::failure::{Failure, Outcome};
 use crate::options::printable;
 use crate::{calendar, messages, runtime, size};
 use isobath_disk::{Disk, ImageFormat, OpenOptions, Secrets};
-use isobath_storage::Locking;
 use isobath_storage::file::FileHost;
 use policy::Policy;
 use std::fmt::Write as _;
 use std::fs::{self, File, FileTimes};
 use std::io::Write;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::{iter, mem};
 
 /// Remove the snapshots of a chain that a policy does not keep
 ///
@@ -58,6 +59,9 @@ pub(crate) struct Args {
     image: Option<PathBuf>,
 }
 
+/// Layers that are merged at once. Each keeps a descriptor.
+const MOST_AT_ONCE: usize = 32;
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 enum Times {
     /// Birth time
@@ -86,6 +90,24 @@ struct Planned {
 
 struct Plan(Vec<Planned>);
 
+/// Layers that are merged into one above them.
+struct Merge {
+    layers: Range<usize>,
+    target: usize,
+}
+
+impl Merge {
+    /// The same in steps that are small enough to keep all files open, the highest layers first.
+    fn batches(&self) -> impl Iterator<Item = Self> {
+        let (mut end, first, target) = (self.layers.end, self.layers.start, self.target);
+        iter::from_fn(move || {
+            let start = end.saturating_sub(MOST_AT_ONCE).max(first);
+            let layers = start..mem::replace(&mut end, start);
+            (!layers.is_empty()).then_some(Self { layers, target })
+        })
+    }
+}
+
 pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     if args.keep.is_none() && args.keep_last == 0 {
         return Err(Failure::usage("Which snapshots to keep? Give --keep or --keep-last"));
@@ -93,7 +115,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     let (mut place, files) = match (&args.qmp, &args.image) {
         (Some(address), _) => {
             let served = online::Served::find(address, args.disk.as_deref(), out)?;
-            let files = served.files();
+            let files = served.files()?;
             (Place::Server(served), files)
         }
         (None, Some(image)) => (Place::Here(out), files_of(image)?),
@@ -107,23 +129,24 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         return Ok(0);
     }
     let mut whole = leftovers(&files, &args.search)?;
-    for (first, target) in plan.merges() {
-        match &mut place {
-            Place::Server(served) => served.merge(first, target, &args.shared)?,
-            Place::Here(_) => {
-                if let Err(used) = plan.check_unused(first, target) {
-                    messages::complain(used.message.unwrap_or_default());
-                    whole = false;
-                    continue;
+    for merge in plan.merges() {
+        for batch in merge.batches() {
+            let done = match &mut place {
+                Place::Server(served) => {
+                    let files = plan.fingerprints(&batch);
+                    served.merge(batch.layers.start, batch.target, &args.shared)?;
+                    let remove = plan.remove_merged(&batch, &files, &args.search);
+                    runtime::block_on(async || remove.await)?
                 }
-                plan.note(first, target);
-                if let Err(failure) = plan.merge(first, target, args) {
-                    (first..target).for_each(|number| unfinished::forget(plan.file(number)));
-                    return Err(failure);
+                Place::Here(_) => {
+                    runtime::block_on(async || Box::pin(plan.merge(&batch, args)).await)?
                 }
+            };
+            whole &= done;
+            if !done {
+                break;
             }
         }
-        whole &= plan.delete(first, target, &args.search)?;
     }
     if matches!(place, Place::Here(_)) {
         plan.renew_index()?;
@@ -174,13 +197,9 @@ impl Place<'_> {
 
 /// The files of a chain, the base first.
 fn files_of(image: &Path) -> Result<Vec<PathBuf>, Failure> {
-    runtime::block_on(async || {
-        let look = OpenOptions::new().locking(Locking::Unlocked).secrets(Secrets::unneeded());
-        let disk = Disk::open(FileHost, image, &look).await?;
-        let mut files: Vec<PathBuf> = disk.layers().map(|one| one.name().to_owned()).collect();
-        files.reverse();
-        Ok(files)
-    })
+    let mut files = runtime::block_on(async || chain_of(image).await)?;
+    files.reverse();
+    Ok(files)
 }
 
 fn unreadable(path: &Path, error: &std::io::Error) -> Failure {
@@ -263,17 +282,17 @@ impl Plan {
         Ok(Self(layers))
     }
 
-    /// The lowest layer of each merge, and the one that takes the data; the lowest ones first.
-    fn merges(&self) -> impl Iterator<Item = (usize, usize)> {
-        let merged = |number: usize| match self.0.get(number).map(|layer| &layer.fate) {
-            Some(Fate::Merged(target)) => Some(*target),
-            _ => None,
-        };
-        (0..self.0.len()).filter_map(move |number| {
-            let target = merged(number)?;
-            let begins = number.checked_sub(1).and_then(merged) != Some(target);
-            begins.then_some((number, target))
-        })
+    /// The merges, the lowest ones first.
+    fn merges(&self) -> Vec<Merge> {
+        let mut merges: Vec<Merge> = Vec::new();
+        for (number, layer) in self.0.iter().enumerate() {
+            let Fate::Merged(target) = layer.fate else { continue };
+            match merges.last_mut() {
+                Some(merge) if merge.target == target => merge.layers.end = number + 1,
+                _ => merges.push(Merge { layers: number..number + 1, target }),
+            }
+        }
+        merges
     }
 
     fn file(&self, number: usize) -> &Path {
@@ -311,53 +330,84 @@ impl Plan {
         text
     }
 
-    /// Merges layers that nobody uses.
-    fn merge(&self, first: usize, target: usize, args: &Args) -> Result<(), Failure> {
-        let (from, to) = (self.file(first), self.file(target));
+    /// Merges layers, and deletes their files, unless another program uses one of them. Returns whether all is done.
+    async fn merge(&self, merge: &Merge, args: &Args) -> Result<bool, Failure> {
+        let mut doomed = Vec::new();
+        for number in merge.layers.clone() {
+            match Doomed::lock(self.file(number)).await {
+                Ok(locked) => doomed.push(locked),
+                Err(used) => {
+                    messages::complain(used.message.unwrap_or_default());
+                    return Ok(false);
+                }
+            }
+        }
+        let to = self.file(merge.target);
         let before = fs::metadata(to).and_then(|metadata| metadata.modified());
-        let from = from.to_string_lossy().into_owned();
-        runtime::block_on(async || Box::pin(merge_into(to, Some(&from), &args.shared)).await)?;
-        if args.times == Times::Modified && target + 1 < self.0.len() {
-            // The next run must find the snapshot as old as it is.
+        let merged = merge_away(doomed, ImageFormat::Qcow2, to, &args.shared).await?;
+        if args.times == Times::Modified && merge.target + 1 < self.0.len() {
+            // The next run must find the snapshot as old as it is. The image is still locked.
             let dated = before.and_then(|before| {
                 let times = FileTimes::new().set_modified(before);
                 File::options().write(true).open(to)?.set_times(times)
             });
             dated.map_err(|error| unreadable(to, &error))?;
         }
-        Ok(())
+        let whole = self.delete(merge, merged.layers, &args.search)?;
+        drop(merged.overlay);
+        Ok(whole)
     }
 
-    /// Notes at the layers' files what becomes of them: this command may be killed.
-    fn note(&self, first: usize, target: usize) {
-        for number in first..target {
-            unfinished::note(self.file(number), ImageFormat::Qcow2, self.file(target));
+    /// What tells the layers' files from others, and from what they are after they are written.
+    fn fingerprints(&self, merge: &Merge) -> Vec<Option<String>> {
+        let numbers = merge.layers.clone();
+        numbers.map(|number| unfinished::fingerprint(self.file(number)).ok()).collect()
+    }
+
+    /// Deletes the files of layers that a server has merged, if they are as they were before.
+    async fn remove_merged(
+        &self,
+        merge: &Merge,
+        before: &[Option<String>],
+        search: &[PathBuf],
+    ) -> Result<bool, Failure> {
+        let mut locked = Vec::new();
+        for (number, before) in merge.layers.clone().zip(before) {
+            let file = self.file(number);
+            let one = Doomed::lock(file).await;
+            let same = before.is_some() && *before == unfinished::fingerprint(file).ok();
+            locked.push(if same || one.is_err() {
+                one
+            } else {
+                Err(Failure::new(format_args!(
+                    "'{}' stays: another program has changed it",
+                    file.display()
+                )))
+            });
         }
+        self.delete(merge, locked, search)
     }
 
-    /// Makes sure that no other program has the layers open that are to be merged.
-    fn check_unused(&self, first: usize, target: usize) -> Result<(), Failure> {
-        (first..target).try_for_each(|number| {
-            runtime::block_on(async || Doomed::lock(self.file(number)).await.map(drop))
-        })
-    }
-
-    /// Deletes the files of layers that were merged, but for one that is in use, or that an image needs that is newer
-    /// than the plan: then those below it stay too. Returns whether all were deleted.
-    fn delete(&self, first: usize, target: usize, search: &[PathBuf]) -> Result<bool, Failure> {
+    /// Deletes the locked files of layers that were merged, but for one that is in use, or that an image needs that is
+    /// newer than the plan: then those below it stay too. Returns whether all were deleted.
+    fn delete(
+        &self,
+        merge: &Merge,
+        locked: Vec<Result<Doomed, Failure>>,
+        search: &[PathBuf],
+    ) -> Result<bool, Failure> {
         let files = self.0.iter().map(|layer| layer.file.as_path());
         let users = Users::find(&directories(files, search))?;
         // From above, so that a file that is needed keeps those below it.
-        for number in (first..target).rev() {
-            let file = self.file(number);
-            let overlay = (number + 1 < target).then(|| self.file(number + 1));
+        for (number, doomed) in merge.layers.clone().zip(locked).rev() {
+            let overlay = (number + 1 < merge.target).then(|| self.file(number + 1));
             let own = overlay.and_then(|overlay| identity(overlay).ok());
-            let doomed = runtime::block_on(async || Doomed::lock(file).await);
             match doomed.and_then(|doomed| doomed.delete(&users, own)) {
                 Ok(None) => continue,
                 Ok(Some(user)) => {
-                    (first..=number).for_each(|number| unfinished::forget(self.file(number)));
-                    let (file, user) = (file.display(), user.display());
+                    let stay = merge.layers.start..=number;
+                    stay.for_each(|number| unfinished::forget(self.file(number)));
+                    let (file, user) = (self.file(number).display(), user.display());
                     messages::complain(format_args!("'{file}' stays: '{user}' needs it"));
                 }
                 Err(kept) => messages::complain(kept.message.unwrap_or_default()),

@@ -5,7 +5,7 @@
 //! belongs to, with its size and the time of its last write: a copy, or a file that was written since, has none. That
 //! the layer may go is then proved by comparing what the overlay reads.
 
-use super::users::{Doomed, Users, directories, header, identity};
+use super::users::{Doomed, Users, directories, identity};
 use crate::failure::Failure;
 use isobath_disk::{BlockStatus, Disk, ImageFormat, OpenOptions, Secrets};
 use isobath_image::sabotage::{self, Sabotage};
@@ -45,7 +45,7 @@ pub(super) fn forget(layer: &Path) {
 }
 
 /// What tells the file, as it is, from others, and from what it becomes if it is written.
-fn fingerprint(layer: &Path) -> std::io::Result<String> {
+pub(super) fn fingerprint(layer: &Path) -> std::io::Result<String> {
     let file = fs::metadata(layer)?;
     let written = (file.mtime(), file.mtime_nsec());
     Ok(format!("{}:{}:{}:{}.{}", file.dev(), file.ino(), file.len(), written.0, written.1))
@@ -100,9 +100,6 @@ impl Unfinished {
         };
         if Self::of(&self.layer, chain).is_none() {
             return Err(kept(&"another program has changed it"));
-        }
-        if header(&self.layer)?.is_some_and(|header| header.nb_snapshots > 0) {
-            return Err(kept(&"it has internal snapshots"));
         }
         let options = OpenOptions::new().secrets(secrets.clone());
         let overlay = Disk::open(FileHost, &self.overlay, &options).await?;

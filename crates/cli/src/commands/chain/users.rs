@@ -6,7 +6,7 @@ use isobath_image::name::plain_file_name;
 use isobath_image::sabotage::{self, Sabotage};
 use isobath_qcow2::Header;
 use isobath_storage::file::{FileHost, FileStorage};
-use isobath_storage::{Host, Locking, OpenMode, StorageExt};
+use isobath_storage::{FileId, Host, Locking, OpenMode, StorageExt};
 use std::collections::{HashMap, HashSet};
 use std::fs::{self, File};
 use std::io::{ErrorKind, Read};
@@ -56,6 +56,16 @@ impl Users {
             }
         }
         Ok(())
+    }
+
+    /// Whether an image names this file.
+    ///
+    /// # Errors
+    /// If the image cannot be read.
+    pub(super) fn is(image: &Path, file: Identity) -> Result<bool, Failure> {
+        let mut found = Self::default();
+        found.add(image)?;
+        Ok(!found.of(file).is_empty())
     }
 
     /// The images that name this file.
@@ -112,44 +122,73 @@ pub(super) fn directories<'a>(
     files.flat_map(of).chain(others.iter().cloned()).collect()
 }
 
-/// A layer's file that is to be deleted, locked as by a writer: no other program of this machine has locked it, by
-/// whatever name or through whatever overlay, and none can before it is deleted. That does not keep out one that only
-/// looks, as for a new overlay; and one that waits for the lock has a file without a name then.
-pub(super) struct Doomed<'a> {
-    path: &'a Path,
+/// A layer's file that is to be deleted. From when it is locked until this is dropped, no other program can write to
+/// it; and while it is locked, none that takes locks has it open, by whatever name or through whatever overlay, and
+/// none can open it or name it in a new overlay. QEMU's `create -b` takes none.
+pub(super) struct Doomed {
+    path: PathBuf,
     locked: FileStorage,
 }
 
-impl<'a> Doomed<'a> {
+impl Doomed {
     /// Locks the file.
     ///
     /// # Errors
     /// If another program uses it; if it cannot be opened for writing, which the locks need; if its name is a symbolic
-    /// link to another directory.
-    pub(super) async fn lock(path: &'a Path) -> Result<Self, Failure> {
-        let kept = |error: &dyn std::fmt::Display| {
-            Failure::new(format_args!(
-                "'{}' may be in use elsewhere, and is kept: {error}",
-                path.display()
-            ))
-        };
-        let broken = sabotage::is(Sabotage::UnlockedDeletion);
-        let locking = if broken { Locking::Unlocked } else { Locking::Exclusive };
-        let mode = OpenMode { writable: !broken, locking, ..OpenMode::default() };
-        let locked = FileHost.open(path, mode).await.map_err(|error| kept(&error))?;
+    /// link to another directory; if it has internal snapshots.
+    pub(super) async fn lock(path: &Path) -> Result<Self, Failure> {
+        let locked = open(path).await?;
         // Others may use what it stands for, by links of their own, which are not searched for.
         let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
         let directory = fs::canonicalize(parent.unwrap_or(Path::new(".")));
-        let directory = directory.map_err(|error| kept(&error))?;
-        let real = fs::canonicalize(path).map_err(|error| kept(&error))?;
+        let directory = directory.map_err(|error| kept(path, &error))?;
+        let real = fs::canonicalize(path).map_err(|error| kept(path, &error))?;
         if path.is_symlink() && real.parent() != Some(&directory) {
-            return Err(kept(&format_args!("it is a symbolic link to '{}'", real.display())));
+            return Err(kept(path, &format_args!("it is a symbolic link to '{}'", real.display())));
         }
-        Ok(Self { path, locked })
+        let snapshots = header(path)?.map_or(0, |header| header.nb_snapshots);
+        if snapshots > 0 {
+            return Err(Failure::new(format_args!(
+                "'{}' has internal snapshots ({snapshots}), which would be lost; delete them first with 'isobath \
+                 snapshot -d'",
+                path.display()
+            )));
+        }
+        Ok(Self { path: path.to_owned(), locked })
+    }
+
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    pub(super) fn id(&self) -> FileId {
+        self.locked.id()
+    }
+
+    /// Lets readers in, as for a merge of the layer, but still no writer of another program.
+    ///
+    /// # Errors
+    /// If the storage fails.
+    pub(super) async fn let_read(self) -> Result<Self, Failure> {
+        self.locked.retire().await?;
+        self.locked.admit_writer(true).await?;
+        Ok(self)
+    }
+
+    /// Locks the file again.
+    ///
+    /// # Errors
+    /// If another program uses it; or its name stands for another file now.
+    pub(super) async fn lock_again(self) -> Result<Self, Failure> {
+        let locked = open(&self.path).await?;
+        if locked.id() != self.locked.id() {
+            return Err(kept(&self.path, &"another program has replaced it"));
+        }
+        Ok(Self { locked, ..self })
     }
 
     /// Deletes the file, and its name if that is a symbolic link; or returns an image that needs it, other than
-    /// `overlay`.
+    /// `overlay`. The users were found while it was locked.
     ///
     /// # Errors
     /// If it cannot be deleted, or its name stands for another file now.
@@ -162,7 +201,7 @@ impl<'a> Doomed<'a> {
             Failure::new(format_args!("cannot delete '{}': {error}", self.path.display()))
         };
         let locked = self.locked.id();
-        let now = identity(self.path).map_err(|error| failed(&error))?;
+        let now = identity(&self.path).map_err(|error| failed(&error))?;
         if now != (locked.device, locked.inode) {
             return Err(failed(&"another program has replaced it"));
         }
@@ -174,16 +213,27 @@ impl<'a> Doomed<'a> {
         if let Some(user) = users.of(now).iter().find(needs) {
             return Ok(Some(user.clone()));
         }
-        let real = fs::canonicalize(self.path).map_err(|error| failed(&error))?;
+        let real = fs::canonicalize(&self.path).map_err(|error| failed(&error))?;
         if fs::metadata(&real).map_err(|error| failed(&error))?.nlink() > 1 {
             unfinished::forget(&real);
         }
         if self.path.is_symlink() {
-            fs::remove_file(self.path).map_err(|error| failed(&error))?;
+            fs::remove_file(&self.path).map_err(|error| failed(&error))?;
         }
         fs::remove_file(real).map_err(|error| failed(&error))?;
         Ok(None)
     }
+}
+
+async fn open(path: &Path) -> Result<FileStorage, Failure> {
+    let broken = sabotage::is(Sabotage::UnlockedDeletion);
+    let locking = if broken { Locking::Unlocked } else { Locking::Alone };
+    let mode = OpenMode { writable: !broken, locking, ..OpenMode::default() };
+    FileHost.open(path, mode).await.map_err(|error| kept(path, &error))
+}
+
+fn kept(path: &Path, error: &dyn std::fmt::Display) -> Failure {
+    Failure::new(format_args!("'{}' may be in use elsewhere, and is kept: {error}", path.display()))
 }
 
 /// The files that a qcow2 image names, each with what it is.

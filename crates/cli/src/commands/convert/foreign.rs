@@ -8,7 +8,7 @@ use isobath_disk::Disk;
 use isobath_formats::{Format, PIECE, Piece, VhdxOptions, VmdkOptions, Writer};
 use isobath_ring::Signals;
 use isobath_storage::file::FileHost;
-use isobath_storage::{Host, IoBuf, OpenMode};
+use isobath_storage::{Host, IoBuf, Locking, OpenMode, StorageExt};
 use std::cell::Cell;
 use std::hash::{BuildHasher, RandomState};
 use std::io::Write;
@@ -167,6 +167,10 @@ pub(super) async fn convert(
     let total: u64 = sources.iter().map(|source| source.size()).sum();
     let mode = OpenMode { writable: true, ..OpenMode::default() };
     let file = Arc::new(FileHost.create(name, mode).await?);
+    // Its locks are held until the end.
+    let kept = Arc::clone(&file);
+    // A link stays, whatever happens to the file.
+    let real = FileHost.canonical(name)?;
     let done = Rc::new(Cell::new(0));
     let interrupted = Cell::new(None);
     let progress = Progress::show(args.progress && !args.quiet, {
@@ -197,7 +201,10 @@ pub(super) async fn convert(
     if result.is_ok() && interrupted.get().is_none() {
         return Ok(0);
     }
-    if let Err(error) = FileHost.remove(name).await {
+    let look = OpenMode { locking: Locking::Unlocked, ..OpenMode::default() };
+    if FileHost.open(&real, look).await.is_ok_and(|found| found.id() == kept.id())
+        && let Err(error) = FileHost.remove(&real).await
+    {
         tracing::warn!("{error}");
     }
     match interrupted.get() {

@@ -5,10 +5,10 @@ use crate::commands::create;
 use crate::failure::Failure;
 use crate::image_name::Image;
 use crate::options;
-use isobath_disk::{Disk, NewDisk};
+use isobath_disk::{Created, Disk, NewDisk};
 use isobath_storage::file::FileHost;
 use isobath_storage::{FileId, Host, Locking, OpenMode, Storage, StorageExt};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
 /// The target of a copy.
@@ -16,8 +16,8 @@ pub(super) struct Target {
     pub(super) disk: Arc<Disk<FileHost>>,
     /// Only the source's active layer is copied.
     pub(super) shares_backing: bool,
-    /// The files created for it.
-    made: Vec<PathBuf>,
+    /// Its files, if they were created for it. They are kept until the disk is closed, and have their locks.
+    made: Option<Created<'static, FileHost>>,
 }
 
 impl Target {
@@ -53,17 +53,15 @@ impl Target {
         if new.backing_file.is_some() && new.backing_format.is_none() {
             return Err(Failure::new("Use of backing file requires explicit backing format"));
         }
-        isobath_disk::create(&FileHost, name, &new).await.map_err(|error| image.failed(&error))?;
-        let mut made = vec![name.to_owned()];
-        made.extend(new.data_file.as_deref().map(|data| FileHost.resolve(name, data)));
-        // A device existed before, and stays.
-        made.retain(|file| file.is_file());
+        let made = isobath_disk::create_held(&FileHost, name, &new).await;
+        let made = made.map_err(|error| image.failed(&error))?;
         let shares_backing = new.backing_file.is_some();
         let options = image.writable(args.cache.is_direct())?.format(args.output_format());
+        made.let_in().await?;
         match image.open(&options).await {
-            Ok(disk) => Ok(Self { disk, shares_backing, made }),
+            Ok(disk) => Ok(Self { disk, shares_backing, made: Some(made) }),
             Err(error) => {
-                remove(&made).await;
+                made.remove().await;
                 Err(error)
             }
         }
@@ -73,7 +71,7 @@ impl Target {
     pub(super) async fn existing(name: &Image, args: &Args) -> Result<Self, Failure> {
         let options = name.writable(args.cache.is_direct())?;
         let disk = name.open(&options).await?;
-        Ok(Self { disk, shares_backing: args.backing_file.is_some(), made: Vec::new() })
+        Ok(Self { disk, shares_backing: args.backing_file.is_some(), made: None })
     }
 
     /// The file that holds the target's data.
@@ -84,22 +82,28 @@ impl Target {
     }
 
     /// Removes the files created for the target; returns whether there were any.
-    pub(super) async fn remove(&self) -> bool {
-        remove(&self.made).await;
-        !self.made.is_empty()
-    }
-}
-
-async fn remove(files: &[PathBuf]) {
-    for file in files {
-        if let Err(error) = FileHost.remove(file).await {
-            tracing::warn!("{error}");
+    pub(super) async fn remove(self) -> bool {
+        match self.made {
+            Some(made) => {
+                made.remove().await;
+                true
+            }
+            None => false,
         }
+    }
+
+    /// Lets this process open the copied image once more; nobody else can have written to it.
+    pub(super) async fn let_in(&self) -> Result<(), Failure> {
+        for layer in self.disk.layers().take(1) {
+            layer.retire().await?;
+            layer.admit_writer(true).await?;
+        }
+        Ok(())
     }
 }
 
 /// Fails if the target is one of the files to copy, under whatever name.
-pub(super) async fn refuse_source(
+pub(crate) async fn refuse_source(
     name: &Path,
     sources: &[Arc<Disk<FileHost>>],
 ) -> Result<(), Failure> {

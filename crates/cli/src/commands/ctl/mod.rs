@@ -123,6 +123,11 @@ impl<'a> Session<'a> {
 }
 
 impl Session<'_> {
+    /// The server's process, if it is on this machine.
+    pub(super) fn server(&self) -> Option<u32> {
+        self.client.server()
+    }
+
     /// The layers of a disk, the active one first.
     pub(super) fn layers(&mut self, device: &str) -> Result<Vec<ServedLayer>, Failure> {
         let blocks = self.ask("query-block", json!({}))?;

@@ -193,7 +193,7 @@ const OF_OPEN: &[(char, &str)] = &[
     ('r', "open the image read-only"),
     ('s', "write to a temporary overlay instead of the image"),
     ('t', "cache mode: none, writeback, writethrough, directsync or unsafe"),
-    ('U', "take no lock and ignore other programs' locks; requires -r"),
+    ('U', "read the image even while another program writes to it; requires -r"),
 ];
 
 /// The meaning of the option letters of `reopen`.

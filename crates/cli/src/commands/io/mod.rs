@@ -65,7 +65,7 @@ pub(crate) struct Args {
     #[arg(short = 'd', long, value_name = "MODE", default_value = "unmap")]
     #[arg(value_parser = Discard::parse)]
     discard: Discard,
-    /// Take no lock on the image and ignore other programs' locks; requires -r
+    /// Read the image even while another program writes to it; requires -r
     #[arg(short = 'U', long)]
     force_share: bool,
     /// Accepted for compatibility

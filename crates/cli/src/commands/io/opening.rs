@@ -60,7 +60,7 @@ impl Opening {
             );
         }
         let reading = self.read_only || self.overlay || self.snapshot.is_some();
-        let locking = if self.force_share { Locking::Unlocked } else { Locking::Exclusive };
+        let locking = if self.force_share { Locking::Present } else { Locking::Exclusive };
         let options = if reading {
             image.options(cache.is_direct(), locking)
         } else {

@@ -277,9 +277,10 @@ impl Args {
         }
         let size = live.size();
         live.close().await?;
-        drop(live);
         let (disk, options) =
             temporary::overlay(image, format, size, direct, Locking::Exclusive).await?;
+        // Until now it has kept writers out, so the overlay fits.
+        drop(live);
         Ok(LiveDisk::new(disk, &options, Arc::new(SystemClock::default())))
     }
 

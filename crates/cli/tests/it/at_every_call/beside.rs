@@ -4,9 +4,9 @@ use super::judge::{Disk, Rules, View, Written};
 use super::scenes::{FREE, IMAGES, qemu_io, state};
 use super::tracer::{Call, Deed};
 use super::{Undisturbed, Worker, ended_well, well};
-use crate::locks::denies_writing;
 use crate::programs::{isobath, qemu_img};
 use isobath_testkit::args;
+use isobath_testkit::locks::{denies_writing, is_written};
 use isobath_testkit::process::Finished;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -20,33 +20,41 @@ pub(super) enum Second {
     QemuReads,
     Reads,
     QemuSnapshot,
+    QemuLeaves,
+    Overlay(&'static str),
     Commit,
     Delete,
 }
 
 /// QEMU's are refused at once.
-const QEMUS: [Second; 6] = [
+const QEMUS: [Second; 7] = [
     Second::QemuWrites("top"),
     Second::QemuReads,
     Second::QemuWrites("mid"),
     Second::QemuWrites("top"),
     Second::QemuSnapshot,
     Second::QemuWrites("base"),
+    Second::QemuLeaves,
 ];
 
 /// Isobath's wait for a second to be let in.
-const OURS: [Second; 6] = [
+const OURS: [Second; 8] = [
     Second::Writes("top"),
     Second::Delete,
     Second::Reads,
     Second::Writes("mid"),
+    Second::Overlay("mid"),
     Second::Commit,
     Second::Writes("base"),
+    Second::Overlay("low"),
 ];
 /// Images that no other one reads.
 const OUTSIDE: [&str; 2] = ["target", "other"];
 /// At one of so many calls, Isobath is tried, too.
 const RARELY: usize = 5;
+
+/// The overlay that a second program makes.
+const NEW: &str = "new";
 
 /// What the second program writes.
 const TAG: u8 = 0x77;
@@ -69,6 +77,13 @@ impl Second {
             Self::QemuReads => qemu_img(directory, args!["convert", "-O", "raw", "top", raw]),
             Self::Reads => isobath(directory, args!["convert", "-O", "raw", "top", raw]),
             Self::QemuSnapshot => qemu_img(directory, ["snapshot", "-c", "beside", "top"]),
+            // It takes mid out of top's chain, which loses what that holds.
+            Self::QemuLeaves => {
+                qemu_img(directory, ["rebase", "-u", "-b", "low", "-F", "qcow2", "top"])
+            }
+            Self::Overlay(image) => {
+                isobath(directory, ["create", "-q", "-f", "qcow2", "-b", image, "-F", "qcow2", NEW])
+            }
             Self::Commit => isobath(directory, ["commit", "top"]),
             Self::Delete => isobath(directory, ["chain", "delete", "top", "mid"]),
         }
@@ -93,12 +108,19 @@ impl Worker<'_> {
         let raw = directory.with_added_extension("raw");
         let seen = fs::read(&raw).ok();
         let _ = fs::remove_file(raw);
+        let succeeded = other.code() == 0;
+        if matches!(second, Second::Overlay(_)) && succeeded {
+            let new = qemu_img(&directory, ["compare", NEW, NEW]);
+            fs::remove_file(directory.join(NEW)).unwrap();
+            if new.code() != 0 {
+                return Err(report(format!("the overlay cannot be read\n{}", new.report())));
+            }
+        }
         let left = state(self.path());
         let completed = done.finished.code() == 0;
         let but = what.step.target.filter(|_| !completed);
         let view = self.judge.look(&left, but);
         self.note(what, &outcome(second, &other, &done.finished));
-        let succeeded = other.code() == 0;
         match second {
             Second::QemuReads | Second::Reads if succeeded => {
                 what.rules().has_read(&Disk::of(&seen.unwrap_or_default())).map_err(report)?;
@@ -121,6 +143,8 @@ fn sound(
     let written = match second {
         Second::QemuWrites(image) | Second::Writes(image) => Some(Written { image }),
         Second::QemuReads | Second::Reads => None,
+        // What top does not have any more, mid's file has.
+        Second::QemuLeaves if succeeded && view.images.contains_key("mid") => return Ok(()),
         _ if succeeded => return rules.sound(view, second == Second::QemuSnapshot),
         _ => None,
     };
@@ -145,10 +169,12 @@ fn outcome(second: Second, other: &Finished, first: &Finished) -> String {
     format!("beside {second:?}, which {}: {}", became(other), became(first))
 }
 
-/// From which images of the chain a command keeps writers out, while it runs.
+/// From which images a command keeps writers out, while it runs.
 #[derive(Default)]
 pub(super) struct Watched {
     kept: BTreeSet<usize>,
+    /// Those that it has opened for writing.
+    written: BTreeSet<usize>,
     /// Those that it has let writers in to: the call before, and the images above that it has kept all the time since.
     let_go: BTreeMap<usize, (String, BTreeSet<usize>)>,
     last: String,
@@ -158,30 +184,42 @@ pub(super) struct Watched {
 impl Watched {
     /// Looks, before a call is made.
     pub(super) fn look(&mut self, directory: &Path, call: &Call) {
-        let kept = |(_, image): &(usize, &str)| denies_writing(&directory.join(image));
-        let chain = IMAGES.into_iter().enumerate().filter(|(_, image)| !OUTSIDE.contains(image));
-        let kept: BTreeSet<usize> = chain.filter(kept).map(|(number, _)| number).collect();
+        let images = || IMAGES.into_iter().map(|image| directory.join(image)).enumerate();
+        let kept: BTreeSet<usize> =
+            images().filter(|(_, image)| denies_writing(image)).map(|(number, _)| number).collect();
+        let written: BTreeSet<usize> =
+            images().filter(|(_, image)| is_written(image)).map(|(number, _)| number).collect();
+        let above = |image: usize, other: &usize| {
+            *other > image
+                && !OUTSIDE.contains(&IMAGES[image])
+                && !OUTSIDE.contains(&IMAGES[*other])
+        };
         for image in self.kept.difference(&kept) {
-            let above = kept.iter().copied().filter(|other| other > image).collect();
+            let above = kept.iter().copied().filter(|other| above(*image, other)).collect();
             self.let_go.insert(*image, (self.last.clone(), above));
         }
         for (image, (since, above)) in &mut self.let_go {
             above.retain(|other| kept.contains(other));
-            if kept.contains(image) && !self.kept.contains(image) && !above.is_empty() {
+            let again = kept.contains(image) && !self.kept.contains(image);
+            let written_again = self.written.contains(image) && written.contains(image);
+            let why = match above.first() {
+                Some(above) => format!("{} is kept", IMAGES[*above]),
+                None => "it is opened for writing both before and after".to_owned(),
+            };
+            if again && (!above.is_empty() || written_again) {
                 self.wrong = Some(format!(
-                    "between '{since}' and '{}' another program may write to {}, though {} is kept",
-                    self.last,
-                    IMAGES[*image],
-                    IMAGES[*above.first().unwrap()],
+                    "between '{since}' and '{}' another program may write to {}, though {why}",
+                    self.last, IMAGES[*image],
                 ));
             }
         }
+        self.written.extend(written);
         self.kept = kept;
         self.last.clone_from(&call.text);
     }
 
-    /// Whether no image was let go and kept again while an image that reads it was kept: another program could have
-    /// changed what the chain shows.
+    /// Whether no image was let go and opened for writing once more, or let go and kept again while an image that reads
+    /// it was kept: another program could have changed what the command relies on.
     pub(super) fn verdict(self) -> Result<(), String> {
         self.wrong.map_or(Ok(()), Err)
     }

@@ -157,6 +157,17 @@ fn is_open(bytes: &[u8]) -> bool {
     bytes[4..8] == [0, 0, 0, 3] && bytes[72..80] != [0, 0, 0, 0, 0, 0, 0, bytes[79] & 0x1c]
 }
 
+/// Whether all that is wrong with an image, if anything is, are flags that say that a cluster is used once. Version 2
+/// has no bit that tells whether they hold.
+fn has_stale_flags(directory: &Path, name: &str, bytes: &[u8]) -> bool {
+    if bytes[4..8] != [0, 0, 0, 2] {
+        return false;
+    }
+    let check = qemu_img(directory, ["check", "-f", "qcow2", name]).report();
+    let mut errors = check.lines().filter(|line| line.starts_with("ERROR")).peekable();
+    errors.peek().is_some() && errors.all(|line| line.starts_with("ERROR OFLAG_COPIED"))
+}
+
 fn look_at(directory: &Path, name: &'static str) -> Image {
     let mut disks = BTreeMap::new();
     let mut wrong = None;
@@ -164,7 +175,8 @@ fn look_at(directory: &Path, name: &'static str) -> Image {
         wrong.get_or_insert(what);
     };
     let ours = read(directory, name, None, isobath);
-    if is_open(&fs::read(directory.join(name)).unwrap()) {
+    let bytes = fs::read(directory.join(name)).unwrap();
+    if is_open(&bytes) || has_stale_flags(directory, name, &bytes) {
         let done = isobath(directory, ["check", "-r", "all", name]);
         if done.code() != 0 {
             complain(format!("cannot be recovered\n{}", done.report()));

@@ -199,10 +199,11 @@ impl Worker<'_> {
         let mut again = self.run(what.step, usize::MAX, Deed::Nothing);
         ended_well(&again).map_err(|what| format!("run again: {what}"))?;
         if what.step.again == Again::Names && again.finished.code() == 1 {
+            let named = again.finished.stderr.clone();
             // From above: each needs those below it.
             for name in IMAGES.iter().rev() {
                 let delete = format!("isobath chain delete top {name}");
-                if again.finished.stderr.contains(&format!("'{delete}' deletes it")) {
+                if named.contains(&format!("'{delete}' deletes it")) {
                     self.note(what, "names what it has left");
                     let arguments = delete.split(' ').skip(1).map(OsString::from).collect();
                     let named = Step { arguments, ..what.step.clone() };

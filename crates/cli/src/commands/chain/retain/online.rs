@@ -1,10 +1,15 @@
 //! A chain that a server uses: it merges the layers.
 
 use crate::commands::chain::merge::Shared;
+use crate::commands::chain::users::{Users, identity};
 use crate::commands::ctl::{ServedLayer, Session};
 use crate::failure::Failure;
-use std::io::Write;
-use std::path::PathBuf;
+use crate::runtime;
+use isobath_storage::file::FileHost;
+use isobath_storage::{Host, Locking, OpenMode};
+use std::io::{ErrorKind, Write};
+use std::path::{Path, PathBuf};
+use std::{env, fs};
 
 /// A served chain.
 pub(super) struct Served<'a> {
@@ -28,9 +33,53 @@ impl<'a> Served<'a> {
         Ok(Self { session, device, layers })
     }
 
-    /// The chain's files, the base first.
-    pub(super) fn files(&self) -> Vec<PathBuf> {
-        self.layers.iter().map(|layer| layer.file().into()).collect()
+    /// The chain's files, the base first, as this program names them.
+    ///
+    /// # Errors
+    /// If that cannot be told, or these are not the server's.
+    pub(super) fn files(&self) -> Result<Vec<PathBuf>, Failure> {
+        let files = self.layers.iter().map(|layer| self.named_here(layer.file()));
+        let files = files.collect::<Result<Vec<_>, Failure>>()?;
+        let others = |file: &Path, why: &dyn std::fmt::Display| {
+            Failure::new(format_args!(
+                "'{}' is not the file that the server uses: {why}",
+                file.display()
+            ))
+        };
+        for (below, image) in files.iter().zip(files.iter().skip(1)) {
+            let id = identity(below).map_err(|error| others(below, &error))?;
+            if !Users::is(image, id)? {
+                return Err(others(below, &format_args!("'{}' does not name it", image.display())));
+            }
+        }
+        if let Some(active) = files.last() {
+            let look = OpenMode { locking: Locking::Immediate, ..OpenMode::default() };
+            let found = runtime::block_on(async || Ok(FileHost.open(active, look).await))?;
+            match found {
+                Err(error) if error.kind() == ErrorKind::ResourceBusy => {}
+                Err(error) => return Err(others(active, &error)),
+                Ok(_) => return Err(others(active, &"no program writes to it")),
+            }
+        }
+        Ok(files)
+    }
+
+    /// A file that the server names relative to its working directory.
+    fn named_here(&self, file: &str) -> Result<PathBuf, Failure> {
+        let path = PathBuf::from(file);
+        if path.is_absolute() {
+            return Ok(path);
+        }
+        let server = self.session.server();
+        let there = server.and_then(|id| fs::read_link(format!("/proc/{id}/cwd")).ok());
+        let Some(there) = there else {
+            return Err(Failure::new(format_args!(
+                "the server names '{file}' relative to its working directory, which cannot be found out from here; \
+                 run this as its user on its machine, over its socket file, or start it with an absolute name"
+            )));
+        };
+        let here = env::current_dir().is_ok_and(|here| here == there);
+        Ok(if here { path } else { there.join(path) })
     }
 
     pub(super) fn print(&mut self, text: &str) -> Result<(), Failure> {
