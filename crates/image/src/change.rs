@@ -96,7 +96,7 @@ impl<S: Storage> Change<S> {
     pub(crate) async fn take(&mut self, bytes: u64) -> Result<HostOffset> {
         let count = self.geometry().clusters_for(bytes).max(1);
         self.taken = true;
-        let offset = self.writer.take_clusters(&self.readers, count).await?;
+        let offset = Box::pin(self.writer.take_clusters(&self.readers, count)).await?;
         // Until the table is written it is zeroes, also where the file ended before.
         let length = (count << self.geometry().cluster_bits()) as usize;
         self.layer.storage().write_at(offset.get(), IoBuf::zeroed(length)).await?;
@@ -105,7 +105,7 @@ impl<S: Storage> Change<S> {
 
     /// Ends the change without one, and keeps the image open and locked.
     pub(crate) async fn close(self) -> Result<Arc<Layer<S>>> {
-        self.writer.close(&self.readers).await?;
+        Box::pin(self.writer.close(&self.readers)).await?;
         self.layer.storage().flush().await?;
         Ok(self.layer)
     }
@@ -113,7 +113,7 @@ impl<S: Storage> Change<S> {
     /// Makes `header` the image's header, with the refcounts and flags that follow from it. If there is none because
     /// its tables could not be made, or it cannot be the image's, the image is as before.
     pub(crate) async fn switch(self, header: Result<Header>) -> Result<()> {
-        let closed = self.writer.close(&self.readers).await;
+        let closed = Box::pin(self.writer.close(&self.readers)).await;
         let Self { layer, writer, taken, .. } = self;
         drop(writer);
         let (storage, name) = (layer.storage(), layer.name());

@@ -50,6 +50,8 @@ sabotages! {
     EarlyUnmark => "early-unmark",
     /// An ordered commit releases clusters while something durable still refers to them.
     EarlyRelease => "early-release",
+    /// A commit in place erases clusters whose embedded mappings a recovery would still find.
+    EarlyErase => "early-erase",
     /// New refcount blocks are listed without waiting for those that count them.
     ListedAtOnce => "listed-at-once",
     /// A record does not revoke earlier records' changes to clusters that it frees.

@@ -6,7 +6,7 @@ use rand::RngExt;
 use rand::rngs::SmallRng;
 
 /// The number of patterns.
-pub(super) const PATTERNS: u32 = 8;
+pub(super) const PATTERNS: u32 = 9;
 
 /// Bytes of a lead block.
 const LEAD: u64 = 4096;
@@ -165,6 +165,27 @@ impl Disk {
                     let sector = write(cluster(n), 512, Some(Sort::Text));
                     let plain = write(cluster(n), 512, Some(Sort::Random));
                     [block, flush, sector, plain, flush]
+                });
+                vec![task.collect()]
+            }
+            // A cluster that was just embedded is discarded, by a commit that is too large for a record: many lead
+            // blocks become plain.
+            7 => {
+                let many = 12 * self.cluster;
+                let (first, all) = self.clipped(cluster(0), 13 * self.cluster);
+                let (_, one) = self.clipped(cluster(0), self.cluster);
+                let task = (0..=times).flat_map(|_| {
+                    [
+                        Request::Discard(first, all),
+                        flush,
+                        write(cluster(1), many, Some(Sort::Plain)),
+                        flush,
+                        write(cluster(0), self.cluster, Some(Sort::Sector)),
+                        flush,
+                        Request::Discard(first, one),
+                        write(cluster(1), many, Some(Sort::Random)),
+                        flush,
+                    ]
                 });
                 vec![task.collect()]
             }

@@ -127,6 +127,7 @@ found! {
 /// Not found so far within a test's time limit: `docs/reliability.md` gives the reason for each. The last one panics,
 /// which ends the simulation too; `stopped.rs` of the library's tests has it.
 const NOT_FOUND: &[Sabotage] = &[
+    Sabotage::EarlyErase,
     Sabotage::EarlyUnclaim,
     Sabotage::LateLog,
     Sabotage::DrainsAtOnce,

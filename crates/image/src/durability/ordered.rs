@@ -11,10 +11,10 @@
 //! allocated since the last commit, there is only one sync.
 
 use super::{Durability, Metadata};
-use crate::Result;
 use crate::readers::Readers;
 use crate::sabotage::{self, Sabotage};
 use crate::tables::ClosedBatch;
+use crate::{Result, invariant};
 use isobath_qcow2::{HostCluster, Lsn};
 use isobath_storage::Storage;
 use std::ops::Range;
@@ -37,13 +37,14 @@ impl Durability for Ordered {
 
 /// Makes the closed batch, and all data written before, durable. Before the clusters in `freed`, which are among those
 /// that it releases, are released, their kept data is forgotten, and so is the restart log's, since their next contents
-/// might be in place by the time the log is replayed.
+/// might be in place by the time the log is replayed. Returns the clusters of zones that are still to be
+/// [discarded](discard): a recovery may find the mappings embedded in them, until a record says otherwise.
 pub(super) async fn finish<S: Storage>(
     metadata: &Metadata<S>,
     readers: &Readers,
     batch: ClosedBatch,
     freed: &[HostCluster],
-) -> Result<()> {
+) -> Result<Vec<HostCluster>> {
     let Metadata { tables, alloc, .. } = metadata;
     let early = sabotage::is(Sabotage::EarlyRelease);
     if early {
@@ -69,25 +70,36 @@ pub(super) async fn finish<S: Storage>(
     }
     let released = tables.finish_commit(batch);
     if released.clusters.is_empty() && replaced.is_empty() {
-        return Ok(());
+        return Ok(Vec::new());
     }
     metadata.forget_unreferenced(freed, readers).await;
+    let mut in_zones = Vec::new();
     if released.discarded {
-        discard_freed(metadata, &released.clusters).await?;
+        in_zones = Box::pin(discard_outside_zones(metadata, &released.clusters)).await?;
     }
     if !early {
         alloc.release(&released.clusters).await?;
     }
     alloc.release(&replaced).await?;
-    Ok(())
+    Ok(in_zones)
 }
 
-/// Returns the space of clusters that are about to become free to the host, before they can be allocated again. A
-/// failure costs space, not data, so it is only logged.
-pub(super) async fn discard_freed<S: Storage>(
+/// Returns the space of clusters that are about to become free to the host. Those of zones are left, and returned.
+async fn discard_outside_zones<S: Storage>(
     metadata: &Metadata<S>,
     released: &[HostCluster],
-) -> Result<()> {
+) -> Result<Vec<HostCluster>> {
+    let is_in_zone = |cluster: &HostCluster| metadata.zones.contain(*cluster);
+    let (in_zones, others) = unused(metadata, released).await?.into_iter().partition(is_in_zone);
+    discard(metadata, others).await?;
+    Ok(in_zones)
+}
+
+/// The clusters that are about to become free.
+pub(super) async fn unused<S: Storage>(
+    metadata: &Metadata<S>,
+    released: &[HostCluster],
+) -> Result<Vec<HostCluster>> {
     let mut last = Vec::new();
     for cluster in released {
         // A table to which an entry of a snapshot, or a hostile one, refers too.
@@ -95,12 +107,23 @@ pub(super) async fn discard_freed<S: Storage>(
             continue;
         }
         if metadata.alloc.is_last(*cluster).await? {
-            last.push(cluster.get());
+            last.push(*cluster);
         }
     }
-    last.sort_unstable();
+    Ok(last)
+}
+
+/// Returns the space of clusters to the host, before they can be allocated again. A failure costs space, not data, so
+/// it is only logged.
+pub(super) async fn discard<S: Storage>(
+    metadata: &Metadata<S>,
+    mut clusters: Vec<HostCluster>,
+) -> Result<()> {
+    let may_erase = clusters.iter().all(|cluster| metadata.zones.may_erase(*cluster));
+    invariant(may_erase, metadata.layer.name(), "what a recovery would find is not erased")?;
+    clusters.sort_unstable();
     let mut runs: Vec<Range<u64>> = Vec::new();
-    for cluster in last {
+    for cluster in clusters.iter().map(|cluster| cluster.get()) {
         match runs.last_mut() {
             Some(run) if run.end == cluster => run.end += 1,
             _ => runs.push(cluster..cluster + 1),

@@ -19,6 +19,7 @@ use crate::pieces::{JournaledWrite, Pieces};
 use crate::restart_log::RestartLog;
 use crate::sabotage::{self, Sabotage};
 use checksums::{Checksum, ChecksummedRanges};
+use isobath_qcow2::embedded::LEAD;
 use isobath_qcow2::{HostCluster, Lsn};
 use isobath_storage::IoBuf;
 use isobath_sync::WaitGroup;
@@ -255,6 +256,11 @@ impl DataJournal {
         state.closing = std::mem::take(&mut state.open);
         state.under_way = std::mem::take(&mut state.pending);
         state.under_way.mark(None, lsn);
+        // A lead block is apart from the rest of its cluster.
+        for cluster in &state.plain {
+            let at = cluster.get() * size;
+            state.under_way.mark(Some(&(at..at + LEAD as u64)), lsn);
+        }
         for cluster in freed {
             let range = cluster.get() * size..(cluster.get() + 1) * size;
             state.closing.forget(&range);

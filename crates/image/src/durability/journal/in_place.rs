@@ -3,15 +3,18 @@
 //! Without either, the journal is taken out of use for such a commit. With zones it must stay in use, since it lists
 //! them, and so it must with a restart log, which is valid only as long as the journal is in use. So the journal is
 //! emptied instead, the commit is ordered, and a record says that the embedded mappings are in the tables. A crash in
-//! between finds the embedded records again: they match the tables, or what was there before the commit.
+//! between finds the embedded records again: they match the tables, or what was there before the commit. So clusters of
+//! zones that the commit frees keep their contents until that record is durable.
 
-use super::{Active, checkpoint, ordered};
+use super::{Active, build, checkpoint, ordered};
 use crate::Result;
 use crate::durability::Metadata;
 use crate::pieces::JournaledWrite;
 use crate::readers::Readers;
 use crate::sabotage::{self, Sabotage};
 use crate::tables::ClosedBatch;
+use isobath_qcow2::embedded::LEAD;
+use isobath_qcow2::journal::HEAD_BYTES;
 use isobath_qcow2::{HostCluster, Lsn};
 use isobath_storage::Storage;
 
@@ -39,16 +42,14 @@ pub(super) async fn commit<S: Storage>(
     metadata.sync().await?;
     // The record makes this durable: kept data may overwrite data that embedded records have checksums of.
     zones.finish_commit(lsn);
-    let emptied = metadata.sequence.next();
-    let mut empty = active.next(size, emptied, emptied);
-    empty.zones(zones.table(active.checkpoint_lsn, &[]));
-    active.write(metadata, empty).await?;
-    (active.written, active.durable) = (emptied, emptied);
+    empty(active, metadata).await?;
     data_journal.checkpointed();
     metadata.zones_listed().await?;
 
     // Lead blocks become plain only with a record that says so.
-    let is_lead = |kept: &&JournaledWrite| plain.contains(&HostCluster::new(kept.at / size));
+    let is_lead = |kept: &&JournaledWrite| {
+        kept.at % size < LEAD as u64 && plain.contains(&HostCluster::new(kept.at / size))
+    };
     let (leads, others): (Vec<&JournaledWrite>, Vec<&JournaledWrite>) =
         kept.iter().partition(is_lead);
     let others: Vec<JournaledWrite> = others.into_iter().cloned().collect();
@@ -57,8 +58,10 @@ pub(super) async fn commit<S: Storage>(
     if let Some(log) = &metadata.log {
         log.set_unclean(true);
     }
-    ordered::finish(metadata, readers, batch, &freed).await?;
-    zones.release(&freed);
+    let mut in_zones = ordered::finish(metadata, readers, batch, &freed).await?;
+    if sabotage::is(Sabotage::EarlyErase) {
+        ordered::discard(metadata, std::mem::take(&mut in_zones)).await?;
+    }
     alloc.write_blocks().await?;
     metadata.sync().await?;
     if sabotage::is(Sabotage::LateLog) {
@@ -70,6 +73,8 @@ pub(super) async fn commit<S: Storage>(
     alloc.begin_journal().await;
 
     let mut leads = leads.as_slice();
+    // In records, but not in place.
+    let mut recorded: Vec<JournaledWrite> = Vec::new();
     loop {
         // The pieces of one cluster are adjacent, and in one record.
         let room = super::most_blocks(&active.ring) as usize * super::BLOCK / 2;
@@ -85,18 +90,27 @@ pub(super) async fn commit<S: Storage>(
         }
         let (now, later) = leads.split_at(count);
         leads = later;
+        let bytes = now.iter().map(|kept| build::OPERATION + kept.bytes.len() as u64).sum();
+        // There is always room for an empty record.
+        let blocks = blocks(metadata, bytes) + blocks(metadata, 0);
+        if active.ring.room(blocks).is_none() {
+            metadata.place(&std::mem::take(&mut recorded)).await?;
+            metadata.sync().await?;
+            empty(active, metadata).await?;
+        }
         let tail = active.durable.next();
         let mut record = active.next(size, metadata.sequence.next(), tail);
         let data: Vec<JournaledWrite> = now.iter().map(|kept| (*kept).clone()).collect();
         record.data(&data);
+        recorded.extend(data);
         let told: Vec<HostCluster> = plain
             .iter()
             .filter(|cluster| now.iter().any(|kept| kept.at / size == cluster.get()))
             .copied()
             .collect();
         record.zones(zones.table(lsn, &told));
-        active.write(metadata, record).await?;
         active.checkpoint_lsn = lsn;
+        active.write(metadata, record).await?;
         if leads.is_empty() {
             break;
         }
@@ -104,5 +118,23 @@ pub(super) async fn commit<S: Storage>(
     data_journal.moved(&others, active.last);
     data_journal.finish_commit(lsn, active.durable.next());
     metadata.zones_listed().await?;
+    ordered::discard(metadata, in_zones).await?;
+    zones.release(&freed);
     Ok(())
+}
+
+/// Empties the journal by a record after which a recovery replays no earlier one. Their contents are durable in place.
+async fn empty<S: Storage>(active: &mut Active, metadata: &Metadata<S>) -> Result<()> {
+    let emptied = metadata.sequence.next();
+    let mut record = active.next(metadata.cluster_size(), emptied, emptied);
+    record.zones(metadata.zones.table(active.checkpoint_lsn, &[]));
+    active.write(metadata, record).await?;
+    (active.written, active.durable) = (emptied, emptied);
+    Ok(())
+}
+
+/// The most blocks of a record with the list of zones, and so many bytes of other operations.
+fn blocks<S: Storage>(metadata: &Metadata<S>, bytes: u64) -> u64 {
+    let all = HEAD_BYTES as u64 + build::OPERATION + metadata.zones.table_bytes() + bytes;
+    all.div_ceil(super::BLOCK as u64)
 }

@@ -281,7 +281,8 @@ impl Journal {
         if !released.clusters.is_empty() || !refcounts.replaced.is_empty() {
             metadata.forget_unreferenced(&freed, readers).await;
             if released.discarded {
-                ordered::discard_freed(metadata, &released.clusters).await?;
+                let unused = ordered::unused(metadata, &released.clusters).await?;
+                Box::pin(ordered::discard(metadata, unused)).await?;
             }
             alloc.release(&released.clusters).await?;
             alloc.release(&refcounts.replaced).await?;

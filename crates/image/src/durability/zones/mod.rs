@@ -77,6 +77,10 @@ struct ZoneState {
     zones: Vec<Zone>,
     /// Records with lower LSNs are durable.
     durable_lsn: Lsn,
+    /// Embedded records with lower LSNs do not count any more, by the list of zones that was made last, and by the last
+    /// durable one.
+    listing: Lsn,
+    listed: Lsn,
     /// The highest durable LSN in an embedded record written since this was last taken.
     noted: Lsn,
     flights: Arc<Flights>,
@@ -344,6 +348,15 @@ impl Zones {
         self.of_each(freed, Zone::forget);
     }
 
+    /// Whether a recovery finds no mapping in a cluster that nothing refers to any more.
+    pub fn may_erase(&self, cluster: HostCluster) -> bool {
+        if !self.any() {
+            return true;
+        }
+        let state = self.state.lock();
+        !matches!(state.slot(cluster.get()), Some((_, Slot::Left(lsn))) if lsn >= state.listed)
+    }
+
     /// Frees clusters that nothing refers to any more.
     pub fn release(&self, freed: &[HostCluster]) {
         self.of_each(freed, Zone::free);
@@ -366,6 +379,7 @@ impl Zones {
     pub fn table(&self, checkpoint_lsn: Lsn, plain: &[HostCluster]) -> Option<journal::Zones> {
         let settings = self.settings?;
         let mut state = self.state.lock();
+        state.listing = checkpoint_lsn;
         for cluster in plain {
             if let Some(zone) = state.zone(cluster.get()) {
                 zone.mark(cluster.get());
@@ -389,6 +403,7 @@ impl Zones {
     fn listed(&self) -> Vec<(Range<u64>, Range<u64>)> {
         let mut state = self.state.lock();
         let state = &mut *state;
+        state.listed = state.listing;
         let gone = state.zones.iter().filter(|zone| zone.left_out);
         let gone = gone.map(|zone| (zone.clusters(), zone.unused())).collect();
         state.zones.retain(|zone| !zone.left_out);

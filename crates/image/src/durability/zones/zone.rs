@@ -12,6 +12,8 @@ pub(super) enum Slot {
     Free,
     /// Data of a write in progress, or data that nothing refers to any more and whose space is being returned.
     Taken,
+    /// The same, behind a lead block with a mapping of this LSN, which counts unless a record says otherwise.
+    Left(Lsn),
     /// Data behind an embedded lead block.
     Embedded(Embedded),
     /// Data with a plain lead block.
@@ -112,8 +114,8 @@ impl Zone {
     /// Nothing refers to an embedded host cluster any more: it holds no record, but it is not free yet.
     pub(super) fn forget(&mut self, cluster: u64) {
         let slot = &mut self.slots[(cluster - self.start) as usize];
-        if matches!(slot, Slot::Embedded(_)) {
-            *slot = Slot::Taken;
+        if let Slot::Embedded(embedded) = slot {
+            *slot = Slot::Left(embedded.lsn);
         }
     }
 
@@ -161,7 +163,7 @@ impl Zone {
         let done = |(place, slot): (usize, &Slot)| match slot {
             Slot::Free => true,
             Slot::Plain => self.is_plain(place),
-            Slot::Taken | Slot::Embedded(_) => false,
+            Slot::Taken | Slot::Left(_) | Slot::Embedded(_) => false,
         };
         self.frozen && self.slots.iter().enumerate().all(done)
     }
@@ -241,6 +243,18 @@ mod tests {
         assert_eq!(zone.take(), Some((101, false)));
         zone.put_back(101, false);
         assert_eq!(zone.take(), Some((101, false)), "it has what was there before");
+    }
+
+    #[test]
+    fn a_cluster_that_is_left_keeps_the_number_of_its_mapping_until_it_is_free() {
+        let mut zone = listed(1);
+        assert_eq!(zone.take(), Some((100, true)));
+        zone.set(100, embedded(7));
+        zone.forget(100);
+        assert_eq!(zone.slot(100), Some(Slot::Left(Lsn::new(7))));
+        assert!(!zone.is_spent());
+        zone.free(100);
+        assert!(zone.is_spent());
     }
 
     #[test]
