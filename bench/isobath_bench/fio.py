@@ -19,7 +19,7 @@ def load(server, *, rw, block, depth, seconds, jobs=1, once=False, extra=()):
     )  # fmt: skip
     cpu = server.cpu() - before
     # fio prints notes before its JSON.
-    job = json.loads(out[out.index("{"):])["jobs"][0]
+    job = json.loads(out[out.index("{") :])["jobs"][0]
     side = job["write" if "write" in rw else "read"]
     requests = side["total_ios"]
     return {

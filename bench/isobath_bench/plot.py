@@ -77,8 +77,7 @@ class Picture:
 
     def line(self, x1, y1, x2, y2, colour="#d8d8d8", width=1.0):
         self.parts.append(
-            f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" '
-            f'stroke="{colour}" stroke-width="{width}"/>'
+            f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{colour}" stroke-width="{width}"/>'
         )
 
     def save(self, name):

@@ -9,8 +9,8 @@ from pathlib import Path
 os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ.setdefault("SOURCE_DATE_EPOCH", "0")
 
-import matplotlib  # noqa: E402
-from matplotlib import pyplot  # noqa: E402
+import matplotlib
+from matplotlib import pyplot
 
 # Where figures are saved; set by `page`.
 DIRECTORY = Path()

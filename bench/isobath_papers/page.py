@@ -54,6 +54,7 @@ class Verdict:
 
     def texts(self):
         """The paper's, ours, its spread."""
+
         def text(value):
             return "-" if value is None else self.form.format(value)
 

@@ -87,7 +87,7 @@ def run(experiments, profile, kept):
             with experiment.setting(profile) as setting:
                 for work in works:
                     name = f"{experiment.name} {' / '.join(map(str, work.point.key))}"
-                    progress.show(name, sum(map(estimate.of, everything[progress.done:])))
+                    progress.show(name, sum(map(estimate.of, everything[progress.done :])))
                     began = time.monotonic()
                     sample = (
                         AS_BEFORE

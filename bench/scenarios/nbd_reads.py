@@ -30,7 +30,7 @@ def run(rounds, seconds):
     ]
     loads = {name: {} for name in LOADS}
     for number in range(rounds):
-        for start in peers[number % 3:] + peers[: number % 3]:
+        for start in peers[number % 3 :] + peers[: number % 3]:
             with start() as server:
                 for name, load in LOADS.items():
                     fio.load(server, **load, seconds=1)

@@ -138,7 +138,7 @@ def measure(place, contender, disk, trace, data):
             *data,
         )
         cpu = server.cpu() - before
-    job = json.loads(out[out.index("{"):])["jobs"][0]
+    job = json.loads(out[out.index("{") :])["jobs"][0]
     writes, _, flushes = steps_of(trace)
     done = [job["write"]["total_ios"], job["sync"].get("total_ios", 0)]
     if job["error"] or done != [writes, flushes]:
@@ -198,16 +198,14 @@ def run(rounds, seconds):
                 )
             )
     about = "; ".join(
-        "{}: {:,} writes of {:,} MiB, {:,} flushes".format(name, (told := steps_of(trace))[0], told[1] >> 20, told[2])
+        f"{name}: {(told := steps_of(trace))[0]:,} writes of {told[1] >> 20:,} MiB, {told[2]:,} flushes"
         for name, (_, trace) in found.items()
     )
     table = {
         "title": "Applications",
         "text": (
             "What a new ext4 on the disk is sent, recorded on a loop device and replayed one after another, on an image"
-            " of the new file system, with data of one sort. "
-            + about
-            + "."
+            " of the new file system, with data of one sort. " + about + "."
         ),
         "columns": ["disk", "application", "data", "server", "s", "spread", "its time ÷ embedded's", "CPU s"],
         "rows": rows,

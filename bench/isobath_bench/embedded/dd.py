@@ -49,7 +49,7 @@ def measure(place, contender, incompressible):
         before = server.cpu()
         out = tools.run(*command)
         cpu = server.cpu() - before
-    jobs = json.loads(out[out.index("{"):])["jobs"]
+    jobs = json.loads(out[out.index("{") :])["jobs"]
     done = sum(job["write"]["io_bytes"] for job in jobs)
     if any(job["error"] for job in jobs) or done != size():
         raise tools.Failed(f"{contender.name}: {done:,} bytes were written, of {size():,}")

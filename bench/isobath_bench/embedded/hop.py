@@ -19,6 +19,7 @@ def run(rounds, seconds):
         for number in range(rounds):
             for way in rotated(list(ways), number):
                 for block, writers in CASES:
+
                     def measure():
                         with ways[way].fresh(place, SIZE) as (server, _):
                             where = loads.scattered(SIZE, block, writers, 40_000, number)

@@ -47,7 +47,7 @@ def write_and_flush(server, places, block, seconds=None, data=COMPRESSIBLE):
         for path in paths:
             path.unlink()
     cpu = server.cpu() - before
-    jobs = json.loads(out[out.index("{"):])["jobs"]
+    jobs = json.loads(out[out.index("{") :])["jobs"]
     if failed := [job["error"] for job in jobs if job["error"]]:
         raise tools.Failed(f"{server.name}: writers failed with {failed}")
     counts = [job["sync"].get("total_ios", 0) for job in jobs]

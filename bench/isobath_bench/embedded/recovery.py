@@ -74,6 +74,7 @@ def run(rounds, seconds):
     made, copy = directory / "crashed", directory / "copy"
     try:
         for name, (contender, options) in cases().items():
+
             def reopen(when):
                 tools.run("cp", "--sparse=always", made, copy)
                 place.settle()

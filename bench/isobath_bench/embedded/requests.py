@@ -137,7 +137,8 @@ def run(rounds, seconds):
         abs(one - other)
         for name in everybody
         for workload in WORKLOADS
-        if None not in (
+        if None
+        not in (
             one := samples.median(("sent", name, workload), "flushes"),
             other := samples.median(("reached", name, workload), "syncs"),
         )

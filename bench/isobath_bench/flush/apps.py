@@ -48,7 +48,7 @@ def run(rounds, seconds):
     rows, goals, bars = [], [], {}
     for application in found:
         of_raw = {name: samples.median((application, name), "of_raw") for name in names}
-        best, best_of_raw = contenders.best_qemu(of_raw)
+        _, best_of_raw = contenders.best_qemu(of_raw)
         for name in names:
             key = (application, name)
             rows.append(

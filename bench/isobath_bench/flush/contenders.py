@@ -30,6 +30,7 @@ def size():
 @cache
 def modes():
     """The ways of writing metadata that this isobath has."""
+
     def has(mode):
         said = subprocess.run(
             [tools.ISOBATH, "serve", "--metadata", mode, "/nonexistent"], capture_output=True, text=True

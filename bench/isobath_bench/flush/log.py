@@ -33,7 +33,7 @@ def replay(server, *logs):
     finally:
         for path in paths:
             path.unlink()
-    jobs = json.loads(out[out.index("{"):])["jobs"]
+    jobs = json.loads(out[out.index("{") :])["jobs"]
     flushes = sum(job["sync"].get("total_ios", 0) for job in jobs)
     writes = sum(job["write"]["total_ios"] for job in jobs)
     intended = [sum(what == kind for steps in logs for what, *_ in steps) for kind in ("sync", "write")]
@@ -55,6 +55,7 @@ def take_turns(server, raw, slices, around=contextlib.nullcontext):
     slice on `server`."""
     done = []
     for number, logs in enumerate(slices):
+
         def own():
             with around():
                 return replay(server, *logs)

@@ -1,5 +1,6 @@
 """Syncs of the image and flushes of the device that each flush of a guest becomes, counted by the kernel."""
 
+import itertools
 import random
 import re
 
@@ -62,7 +63,7 @@ def measure(system, counter, contender, workload, seed):
     marks.append(counter.now())
     if server.name == "isobath":
         check_log(server, system.kind, (marks[-1] - marks[0])["syncs"])
-    opening, initial, _, steady, closing = (later - earlier for earlier, later in zip(marks, marks[1:]))
+    opening, initial, _, steady, closing = (later - earlier for earlier, later in itertools.pairwise(marks))
     around = {
         f"{when}_{what}": part[what]
         for when, part in (("open", opening), ("first", initial), ("close", closing))

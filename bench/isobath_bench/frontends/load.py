@@ -101,7 +101,7 @@ def fio(path, *, rw="randread", block="4k", depth=32, seconds, engine="io_uring"
         raise
     client = max(cpu_of_children() - before - start, 0)
     server_cpu = server.cpu() - server_before if server else 0
-    job = json.loads(out[out.index("{"):])["jobs"][0]
+    job = json.loads(out[out.index("{") :])["jobs"][0]
     side = job["write" if "write" in rw else "read"]
     requests = side["total_ios"]
     percentiles = side["clat_ns"].get("percentile", {})

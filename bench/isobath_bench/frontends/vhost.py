@@ -53,10 +53,13 @@ def run(rounds, seconds):
             bars.setdefault(cache, {})[label] = samples.median(key, "iops")
         for layers in LAYERS:
             own, what = (
-                cache,
-                served.ISOBATH,
-                layers,
-            ), f"vhost-user-blk, {cache}, {layers:,} layer{'s' if layers > 1 else ''}"
+                (
+                    cache,
+                    served.ISOBATH,
+                    layers,
+                ),
+                f"vhost-user-blk, {cache}, {layers:,} layer{'s' if layers > 1 else ''}",
+            )
             goals += [
                 paired.goal(samples, f"{what}: IOPS ÷ raw by fio", own, raw, "iops", at_least=0.95),
                 paired.goal(samples, f"{what}: CPU per I/O ÷ raw by fio", own, raw, "cpu_us", at_most=1.15),

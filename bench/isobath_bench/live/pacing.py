@@ -4,7 +4,7 @@ from .. import report, tools
 from ..rounds import Samples
 from . import guest, timeline
 from . import under_load as load
-from .under_load import ADAPTIVE, ALONE, BASELINE, THRESHOLD, LIMIT, NORMAL
+from .under_load import ADAPTIVE, ALONE, BASELINE, LIMIT, NORMAL, THRESHOLD
 
 SEED = 223
 # What the dissertation reports: the guest's bandwidth ÷ that without a job, the job's time ÷ the normal one's.

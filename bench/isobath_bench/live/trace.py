@@ -2,7 +2,7 @@
 
 from .. import tools
 from . import guest, pacing
-from .under_load import ADAPTIVE, THRESHOLD, NORMAL
+from .under_load import ADAPTIVE, NORMAL, THRESHOLD
 
 SEED = 116
 

@@ -27,9 +27,7 @@ def run(count, _seconds):
 
     samples = rounds.by_case(count, [CASE], list(programs()), measure)
     shutil.rmtree(work)
-    value = {
-        (name, field): samples.median((*CASE, name), field) for name in programs() for field in ("seconds", "cpu")
-    }
+    value = {(name, field): samples.median((*CASE, name), field) for name in programs() for field in ("seconds", "cpu")}
     ratio = report.ratio(value["qemu-img", "seconds"], value["isobath", "seconds"])
     return {
         "samples": samples.raw(),

@@ -229,16 +229,17 @@ def neighbour(contender, image, how):
         "--norandommap",
         "--output-format=json",
     ]
-    with served(contender, image, cache="none") as disk, at_work(
-        *load, f"--uri={disk.uri}", *NEIGHBOURS[how]
-    ) as process:
+    with (
+        served(contender, image, cache="none") as disk,
+        at_work(*load, f"--uri={disk.uri}", *NEIGHBOURS[how]) as process,
+    ):
 
         def end():
             process.send_signal(signal.SIGINT)
             out, error = process.communicate(timeout=60)
             if "{" not in out:
                 raise tools.Failed(f"the neighbour's fio: {(out + error)[-500:]}; {disk.state()}")
-            [job] = json.loads(out[out.index("{"):])["jobs"]
+            [job] = json.loads(out[out.index("{") :])["jobs"]
             return {"neighbour_bytes_per_second": job["read"]["bw_bytes"] + job["write"]["bw_bytes"]}
 
         yield end

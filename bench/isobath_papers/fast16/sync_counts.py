@@ -229,8 +229,9 @@ def verdicts(results):
                     )
                 )
     for load, who, paper in ((OVERLAY, THEIRS, PAPER_QCOW2), (APPEND, THEIRS, PAPER_QCOW2), (APPEND, VMDK, PAPER_VMDK)):
-        value, theirs = results.ratio((load, OURS), (load, who), "syncs_a_flush"), results.text(
-            (load, who), "syncs_a_flush", "{:.2f}"
+        value, theirs = (
+            results.ratio((load, OURS), (load, who), "syncs_a_flush"),
+            results.text((load, who), "syncs_a_flush", "{:.2f}"),
         )
         why = (
             f"one sync a flush, which isobath makes, is the least there can be; today's {who} makes {theirs}, the"

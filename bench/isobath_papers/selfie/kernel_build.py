@@ -20,8 +20,16 @@ SOURCE = "Selfie, table 1"
 
 SOURCES = Path("/usr/src/linux-source-6.1.tar.xz")
 # Of the sources, what configuring and building a part of it takes.
-WHOLE = ["arch/x86", "include", "scripts", "lib", "kernel", "mm", "security",
-    *(f"tools/{name}" for name in ("arch", "build", "include", "lib", "objtool", "scripts"))]
+WHOLE = [
+    "arch/x86",
+    "include",
+    "scripts",
+    "lib",
+    "kernel",
+    "mm",
+    "security",
+    *(f"tools/{name}" for name in ("arch", "build", "include", "lib", "objtool", "scripts")),
+]
 ALWAYS = ["Kconfig*", "Makefile*", "Kbuild*"]
 HEADERS = ["fs", "net", "block", "crypto"]
 # Of a quick run.

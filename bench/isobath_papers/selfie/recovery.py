@@ -140,8 +140,9 @@ def section(results):
         for size in each
     ]
     large, scanned = sizes(profile)[EMBEDDED][-1], sizes(profile)[NOTHING][-1]
-    ready, fast = results.median((EMBEDDED, large), "seconds"), results.median(
-        (ON_SSD, sizes(profile)[ON_SSD][-1]), "seconds"
+    ready, fast = (
+        results.median((EMBEDDED, large), "seconds"),
+        results.median((ON_SSD, sizes(profile)[ON_SSD][-1]), "seconds"),
     )
     each = results.median((NOTHING, scanned), "seconds")
     whole = each and each * PAPER_GIB / scanned

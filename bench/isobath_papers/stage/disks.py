@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 from isobath_bench import servers, tools
-from isobath_bench.frontends import served
 from isobath_bench.flush import mounts
+from isobath_bench.frontends import served
 
 from . import chain
 

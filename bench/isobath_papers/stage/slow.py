@@ -8,8 +8,8 @@ import contextlib
 from pathlib import Path
 
 from isobath_bench import tools
-from isobath_bench.frontends import served
 from isobath_bench.flush import counts, mounts
+from isobath_bench.frontends import served
 
 from . import disks
 

@@ -1,6 +1,5 @@
 """A guest that works in bursts, and a job in every mode beside it: the dissertation's evaluation with fio."""
 
-
 from isobath_bench.live import guest
 
 from .. import figures

@@ -1,6 +1,5 @@
 """What a stream costs a guest that never pauses."""
 
-
 from isobath_bench.live import guest
 
 from ..page import Section, Table, Verdict, compared

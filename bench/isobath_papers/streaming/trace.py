@@ -1,6 +1,5 @@
 """A guest with the bursts of the recorded one that made the dissertation's author think of pauses."""
 
-
 from isobath_bench.live import guest
 
 from ..page import Section, Table, Verdict, compared

@@ -173,15 +173,15 @@ def section(results):
             " chain. QEMU visits the upper layers most."
         ),
         ours=(
-            f"One pass of 1 MiB reads over a disk of 128 MiB, 90 % full, clusters on random layers, on a simulated SSD"
-            f" without the page cache; clusters hold no data (they are holes), so that every read of the disk is one of"
-            f" tables or an index. The installed QEMU is counted by probes on functions it exports"
-            f" (`qcow2_get_host_offset` is a look-up; `bdrv_debug_event` tells of a table that is loaded, a miss, and"
-            f" of a request passed to the layer below, a hit unallocated), isobath by its own counters"
-            f" (`x-isobath-query-disks`): a look-up of isobath's is for the whole request, a miss makes a piece of the"
-            f" map, and unallocated is what no layer has. The reads of the disk are counted in a pass of its own"
-            f" without probes; chains of more than 500 layers are not probed. The counts are exact, so each is made"
-            f" once. "
+            "One pass of 1 MiB reads over a disk of 128 MiB, 90 % full, clusters on random layers, on a simulated SSD"
+            " without the page cache; clusters hold no data (they are holes), so that every read of the disk is one of"
+            " tables or an index. The installed QEMU is counted by probes on functions it exports"
+            " (`qcow2_get_host_offset` is a look-up; `bdrv_debug_event` tells of a table that is loaded, a miss, and"
+            " of a request passed to the layer below, a hit unallocated), isobath by its own counters"
+            " (`x-isobath-query-disks`): a look-up of isobath's is for the whole request, a miss makes a piece of the"
+            " map, and unallocated is what no layer has. The reads of the disk are counted in a pass of its own"
+            " without probes; chains of more than 500 layers are not probed. The counts are exact, so each is made"
+            " once. "
         )
         + passes.ABOUT_CONTENDERS,
         parts=[

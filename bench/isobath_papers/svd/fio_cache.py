@@ -117,9 +117,10 @@ def section(results):
                 compared(results, f"{what}, {size:,} MiB of cache: SVD ÷ QEMU", ratio, *keys, "kib_per_second")
             )
     parts.append(table(results, qemu))
-    paper, keys = dict(zip(PAPER_SIZES, PAPER["read", "SVD"], strict=True)), [
-        (NFS, "read", INDEXED, size) for size in (32, LARGEST)
-    ]
+    paper, keys = (
+        dict(zip(PAPER_SIZES, PAPER["read", "SVD"], strict=True)),
+        [(NFS, "read", INDEXED, size) for size in (32, LARGEST)],
+    )
     verdicts.append(
         compared(
             results, "4 KiB reads: SVD, 32 MiB of cache ÷ 4 GiB", paper[32] / paper[LARGEST], *keys, "kib_per_second"

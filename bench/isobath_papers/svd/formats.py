@@ -181,7 +181,7 @@ def section(results):
         for name in CHAINED
     ]
     said = next(iter(results.samples((REFUSALS,))), {"refusals": {}})["refusals"]
-    refused = "; ".join(f"{form}: \"{text}\"" for form, text in said.items() if text)
+    refused = "; ".join(f'{form}: "{text}"' for form, text in said.items() if text)
     return Section(
         paper=(
             "Chains of VMDK and VHDX lose throughput and take memory with their length as those of qcow2 do. (The"

@@ -61,7 +61,7 @@ def points(profile):
         cases = [("c", CACHES[0]), ("d", CACHES[0])]
         cases += profile.of([], [("c", CACHES[1])]) + ([("b", CACHES[0])] if count == layers(profile)[0] else [])
         for workload, cache in cases:
-            once = workload == "b" or count == 500 and (workload, cache) != ("c", CACHES[0])
+            once = workload == "b" or (count == 500 and (workload, cache) != ("c", CACHES[0]))
             for who in (INDEXED, qemu):
                 full = 6 if passes.own(who) else 6 + count / 30
                 found.append(
@@ -103,9 +103,11 @@ def database(raw, profile):
 def measure(setting, point, number):
     workload, who, count, kibibytes = point.key
     cache = (kibibytes << 10) // SCALE
-    with setting["place"].fresh(who, count) as image, serve(who, image, cache) as disk, disks.mounted(
-        disk, make=None
-    ) as system:
+    with (
+        setting["place"].fresh(who, count) as image,
+        serve(who, image, cache) as disk,
+        disks.mounted(disk, make=None) as system,
+    ):
         with memory.limited(PAPER_MEMORY // SCALE) as limit:
             before = setting["place"].device.requests()
             done = load.run(
