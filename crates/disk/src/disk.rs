@@ -8,7 +8,7 @@ use isobath_chain::chain::{Chain, LayerIndex};
 use isobath_chain::create::Preallocation;
 use isobath_chain::map::{Map, MapStats, SLICE_UNITS};
 use isobath_chain::open::open_chain;
-use isobath_image::layer::{Layer, Qcow2};
+use isobath_image::layer::{Layer, Qcow2, Qcow2Layer};
 use isobath_image::options::OpenOptions;
 use isobath_image::readers::Readers;
 use isobath_image::writer::{StopOnPanic, Writer};
@@ -123,11 +123,11 @@ impl<H: Host> Disk<H> {
         let unit_bits = chain.unit_bits();
         let wanted = whole_map(chain.active().size(), unit_bits);
         let budget = options.map_cache.unwrap_or(wanted);
-        let writer = match (options.writable, chain.active().as_qcow2()) {
-            (true, Some(qcow2)) => {
+        let writer = match (options.writable, Qcow2Layer::of(chain.active())) {
+            (true, Some(layer)) => {
                 // This applies even if its backing file is not open: others will read the image with it.
-                let alone = qcow2.header.read().backing_file.is_none();
-                Some(Arc::new(Writer::open(chain.active(), qcow2, options, alone).await?))
+                let alone = layer.qcow2().header.read().backing_file.is_none();
+                Some(Arc::new(Writer::open(&layer, options, alone).await?))
             }
             (true, None) => Some(Arc::new(Writer::raw(chain.active()))),
             (false, _) => None,

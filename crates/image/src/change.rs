@@ -22,7 +22,7 @@ use crate::check::survey::Survey;
 use crate::check::{CheckEvent, Repair, check_storage};
 use crate::durability::MetadataMode;
 use crate::encryption::Key;
-use crate::layer::{ImageFormat, Layer};
+use crate::layer::{ImageFormat, Layer, Qcow2Layer};
 use crate::open::open_layer;
 use crate::options::OpenOptions;
 use crate::readers::Readers;
@@ -41,7 +41,7 @@ const SECTOR: usize = 512;
 
 /// A change that is being prepared.
 pub(crate) struct Change<S: Storage> {
-    pub(crate) layer: Arc<Layer<S>>,
+    pub(crate) layer: Qcow2Layer<S>,
     writer: Writer<S>,
     readers: Readers,
     /// The header as it is.
@@ -61,12 +61,12 @@ impl<S: Storage> Change<S> {
         let options = options.clone().writable(true).backing(false).metadata(MetadataMode::Ordered);
         let layer =
             Arc::new(open_layer(host, name, options.format, true, &options, &Key::Unneeded).await?);
-        let Some(qcow2) = layer.as_qcow2() else {
+        let Some(layer) = Qcow2Layer::of(&layer) else {
             let reason = format!("its format has no {what}");
             return Err(DiskError::Refused { image: name.to_owned(), reason });
         };
-        let writer = Writer::open(&layer, qcow2, &options, true).await?;
-        let header = qcow2.header.read().clone();
+        let writer = Writer::open(&layer, &options, true).await?;
+        let header = layer.qcow2().header.read().clone();
         Ok(Self { layer, writer, readers: Readers::default(), header, taken: false })
     }
 
@@ -75,10 +75,7 @@ impl<S: Storage> Change<S> {
     }
 
     pub(crate) fn geometry(&self) -> Geometry {
-        match self.layer.as_qcow2() {
-            Some(qcow2) => qcow2.geometry,
-            None => crate::violated("an image whose structure changes is a qcow2 image"),
-        }
+        self.layer.qcow2().geometry
     }
 
     /// Reads a part of the image as it is; what lies past the end of the file reads as zeroes.
@@ -107,7 +104,7 @@ impl<S: Storage> Change<S> {
     pub(crate) async fn close(self) -> Result<Arc<Layer<S>>> {
         Box::pin(self.writer.close(&self.readers)).await?;
         self.layer.storage().flush().await?;
-        Ok(self.layer)
+        Ok(Arc::clone(self.layer.layer()))
     }
 
     /// Makes `header` the image's header, with the refcounts and flags that follow from it. If there is none because

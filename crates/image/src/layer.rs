@@ -4,7 +4,7 @@ use crate::encryption::{Key, Protection, locked, read_through};
 use crate::replayed::Replayed;
 use crate::restart_log::FoundLog;
 use crate::sabotage::{self, Sabotage};
-use crate::{DiskError, Result};
+use crate::{DiskError, Result, always};
 use isobath_formats::{Format, Image, Run, RunKind};
 use isobath_luks::Cipher;
 use isobath_qcow2::header::HeaderWrite;
@@ -14,7 +14,7 @@ use isobath_qcow2::{
 };
 use isobath_storage::{Allocation, IoBuf, Storage};
 use parking_lot::{Mutex, RwLock};
-use std::ops::Range;
+use std::ops::{Deref, Range};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -116,6 +116,44 @@ pub enum ShownLog {
     Overlaid,
     /// It does not match the image, which is as after a power failure. A writer has set it aside.
     Unfit,
+}
+
+/// A layer that is a qcow2 image.
+pub struct Qcow2Layer<S> {
+    layer: Arc<Layer<S>>,
+    qcow2: Arc<Qcow2>,
+}
+
+impl<S> Clone for Qcow2Layer<S> {
+    fn clone(&self) -> Self {
+        Self { layer: Arc::clone(&self.layer), qcow2: Arc::clone(&self.qcow2) }
+    }
+}
+
+impl<S> Deref for Qcow2Layer<S> {
+    type Target = Layer<S>;
+
+    fn deref(&self) -> &Layer<S> {
+        &self.layer
+    }
+}
+
+impl<S> Qcow2Layer<S> {
+    /// The layer, if it is one.
+    pub fn of(layer: &Arc<Layer<S>>) -> Option<Self> {
+        let qcow2 = Arc::clone(layer.qcow2.as_ref()?);
+        Some(Self { layer: Arc::clone(layer), qcow2 })
+    }
+
+    /// What it adds to a raw one.
+    pub fn qcow2(&self) -> &Qcow2 {
+        &self.qcow2
+    }
+
+    /// The layer as others share it.
+    pub fn layer(&self) -> &Arc<Layer<S>> {
+        &self.layer
+    }
 }
 
 /// Where a layer's data is.
@@ -523,7 +561,10 @@ impl<S: Storage> Layer<S> {
     /// [`DiskError::Refused`] if the image's external data file is a raw image of the disk; if the header has no room
     /// for the name, or the storage fails.
     pub async fn edit_backing(&self, backing: Option<(&str, &str)>) -> Result<()> {
-        let Some(qcow2) = self.as_qcow2() else { return Ok(()) };
+        let qcow2 = match (self.as_qcow2(), backing) {
+            (None, None) => return Ok(()),
+            (qcow2, _) => always(qcow2, &self.name, "an image with a backing file is qcow2")?,
+        };
         let raw = qcow2.header.read().autoclear.contains(AutoclearFeatures::DATA_FILE_RAW);
         if raw && backing.is_some() {
             return Err(DiskError::Refused {

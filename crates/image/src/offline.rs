@@ -3,7 +3,7 @@
 use crate::Result;
 use crate::check::{CheckEvent, CheckOptions, CheckReport, Repair, check_storage};
 use crate::encryption::Key;
-use crate::layer::{ImageFormat, ShownLog};
+use crate::layer::{ImageFormat, Qcow2Layer, ShownLog};
 use crate::open::{open_layer, read_header};
 use crate::options::OpenOptions;
 use crate::restart_log::FoundLog;
@@ -66,9 +66,9 @@ pub async fn bring_in<H: Host>(
     }
     drop(left);
     let layer = Arc::new(open_layer(host, name, format, true, &options, &Key::Unneeded).await?);
-    if let Some(qcow2) = layer.as_qcow2() {
-        let alone = qcow2.header.read().backing_file.is_none();
-        Writer::open(&layer, qcow2, &options, alone).await?;
+    if let Some(layer) = Qcow2Layer::of(&layer) {
+        let alone = layer.qcow2().header.read().backing_file.is_none();
+        Writer::open(&layer, &options, alone).await?;
     }
     Ok(layer.shown_log())
 }

@@ -66,6 +66,7 @@ impl Readers {
         layer: &Layer<S>,
         cluster: CompressedCluster,
     ) -> Result<Arc<IoBuf>> {
+        // A hostile index may say that a raw layer has one.
         let Some(qcow2) = layer.as_qcow2() else {
             return Err(DiskError::Corrupt {
                 image: layer.name().to_owned(),

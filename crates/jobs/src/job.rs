@@ -4,7 +4,7 @@ use super::pace::{Forecast, Pacing};
 use super::record::{JobRecord, Recorder};
 use event_listener::{Event, EventListener};
 use isobath_disk::live::Occupant;
-use isobath_image::DiskError;
+use isobath_image::{DiskError, violated};
 use parking_lot::Mutex;
 use std::fmt;
 use std::future::Future;
@@ -35,9 +35,10 @@ impl JobKind {
 }
 
 /// QEMU's `JobStatus`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum JobStatus {
     /// It has not started.
+    #[default]
     Created,
     /// It is running.
     Running,
@@ -73,6 +74,24 @@ impl JobStatus {
             Self::Aborting => "aborting",
             Self::Concluded => "concluded",
             Self::Null => "null",
+        }
+    }
+
+    /// Whether a job in this state may get into the next one: QEMU's table.
+    fn may_become(self, next: Self) -> bool {
+        match self {
+            Self::Created => matches!(next, Self::Running | Self::Aborting),
+            Self::Running => {
+                matches!(next, Self::Paused | Self::Ready | Self::Waiting | Self::Aborting)
+            }
+            Self::Paused => next == Self::Running,
+            Self::Ready => matches!(next, Self::Standby | Self::Waiting | Self::Aborting),
+            Self::Standby => next == Self::Ready,
+            Self::Waiting => matches!(next, Self::Pending | Self::Aborting),
+            Self::Pending => matches!(next, Self::Aborting | Self::Concluded),
+            Self::Aborting => next == Self::Concluded,
+            Self::Concluded => next == Self::Null,
+            Self::Null => false,
         }
     }
 
@@ -236,7 +255,7 @@ pub struct Job {
 
 #[derive(Clone, Debug, Default)]
 pub(super) struct JobState {
-    status: Option<JobStatus>,
+    status: JobStatus,
     speed: u64,
     /// Bytes of the disk examined, and of the whole disk, or of its dirty parts.
     current: u64,
@@ -299,11 +318,7 @@ impl fmt::Debug for Job {
 
 impl Job {
     pub(super) fn new(kind: JobKind, options: JobOptions) -> Arc<Self> {
-        let state = JobState {
-            status: Some(JobStatus::Created),
-            speed: options.speed,
-            ..JobState::default()
-        };
+        let state = JobState { speed: options.speed, ..JobState::default() };
         let job = Arc::new(Self { kind, options, state: Mutex::new(state), changed: Event::new() });
         job.tell(JobEvent::Status(JobStatus::Created));
         job
@@ -326,7 +341,7 @@ impl Job {
 
     /// Its state.
     pub fn status(&self) -> JobStatus {
-        self.state.lock().status.unwrap_or(JobStatus::Created)
+        self.state.lock().status
     }
 
     /// Its progress.
@@ -382,7 +397,7 @@ impl Job {
     fn verb(&self, verb: Verb, change: impl FnOnce(&mut JobState)) -> Result<(), VerbRefused> {
         {
             let mut state = self.state.lock();
-            let status = state.status.unwrap_or(JobStatus::Created);
+            let status = state.status;
             if !status.allows(verb) {
                 return Err(VerbRefused { id: self.id().to_owned(), status, verb });
             }
@@ -399,7 +414,7 @@ impl Job {
     /// If its state does not allow that; the same applies to the other verbs.
     pub fn cancel(&self, force: bool) -> Result<(), VerbRefused> {
         self.verb(Verb::Cancel, |state| {
-            if state.status == Some(JobStatus::Ready) && !force {
+            if state.status == JobStatus::Ready && !force {
                 state.leave = true;
             } else {
                 state.cancelled = true;
@@ -466,15 +481,26 @@ impl Job {
     }
 
     pub(super) fn go_to(&self, status: JobStatus) {
-        {
-            let mut state = self.state.lock();
-            if state.status == Some(status) {
-                return;
-            }
-            state.status = Some(status);
+        let may = |now: JobStatus| now.may_become(status);
+        if !self.set_status(status, may) {
+            violated("a job's states follow one another as those of QEMU's jobs");
         }
+    }
+
+    /// Sets another state if it `may` follow the present one; returns whether it may.
+    fn set_status(&self, status: JobStatus, may: impl FnOnce(JobStatus) -> bool) -> bool {
+        let mut state = self.state.lock();
+        if state.status == status {
+            return true;
+        }
+        if !may(state.status) {
+            return false;
+        }
+        state.status = status;
+        drop(state);
         self.changed.notify(usize::MAX);
         self.tell(JobEvent::Status(status));
+        true
     }
 
     pub(super) fn is_cancelled(&self) -> bool {
@@ -579,7 +605,8 @@ impl Occupant for Job {
     fn give_up(&self) {
         let text = "it was abandoned before it ended";
         self.state.lock().error.get_or_insert_with(|| text.to_owned());
-        self.go_to(JobStatus::Concluded);
+        // Its task was dropped, in whatever state.
+        self.set_status(JobStatus::Concluded, |now| now != JobStatus::Null);
     }
 
     fn end(&self) -> Pin<Box<dyn Future<Output = ()> + '_>> {
@@ -604,7 +631,9 @@ mod tests {
         assert!(job.wants_pause());
         job.resume().unwrap();
         assert!(!job.wants_pause());
-        job.go_to(JobStatus::Concluded);
+        for status in [JobStatus::Running, JobStatus::Aborting, JobStatus::Concluded] {
+            job.go_to(status);
+        }
         let error = job.cancel(false).unwrap_err();
         assert_eq!(
             error.to_string(),
@@ -612,5 +641,28 @@ mod tests {
         );
         job.dismiss().unwrap();
         assert!(job.is_dismissed());
+    }
+
+    #[test]
+    #[should_panic(expected = "a job's states follow one another as those of QEMU's jobs")]
+    fn a_job_that_has_ended_does_not_run_again() {
+        let job = Job::new(JobKind::Stream, JobOptions::new("a"));
+        for status in [JobStatus::Running, JobStatus::Aborting, JobStatus::Concluded] {
+            job.go_to(status);
+        }
+        job.go_to(JobStatus::Running);
+    }
+
+    #[test]
+    fn a_job_whose_task_is_dropped_has_ended_in_whatever_state_it_was() {
+        for states in [&[] as &[JobStatus], &[JobStatus::Running, JobStatus::Paused]] {
+            let job = Job::new(JobKind::Stream, JobOptions::new("a"));
+            for status in states {
+                job.go_to(*status);
+            }
+            job.give_up();
+            assert_eq!(job.status(), JobStatus::Concluded);
+            assert!(job.error().unwrap().contains("abandoned"));
+        }
     }
 }

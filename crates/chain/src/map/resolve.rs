@@ -377,6 +377,10 @@ impl Merge {
                         unit.filter(|_| host < past_end).or(Some(Unit::invalid(index)))
                     });
                 }
+                // Only a qcow2 layer has one.
+                PageEntry::Compressed { .. } if layer.as_qcow2().is_none() => {
+                    self.decide(range, |_| Some(Unit::invalid(index)));
+                }
                 PageEntry::Compressed { cluster, .. } => {
                     self.compressed.push(cluster);
                     let at = (self.compressed.len() - 1) as u32;

@@ -12,7 +12,7 @@ use isobath_chain::chain::{Chain, MAX_LAYERS};
 use isobath_chain::create::{NewDisk, NewEncryption, create};
 use isobath_chain::index;
 use isobath_chain::map::Map;
-use isobath_image::layer::{ImageFormat, Layer};
+use isobath_image::layer::{ImageFormat, Layer, Qcow2Layer};
 use isobath_image::open::open_layer;
 use isobath_image::writer::Writer;
 use isobath_image::{DiskError, Result, always};
@@ -66,8 +66,9 @@ impl<H: Host> LiveDisk<H> {
             self.create_overlay(&disk, path).await?;
         }
         let layer = self.open_overlay(&disk, overlay).await?;
-        let qcow2 = layer.as_qcow2().ok_or_else(|| unfit(&layer, "it is not a qcow2 image"))?;
-        let new_writer = Writer::open(&layer, qcow2, &self.options(), false).await?;
+        let qcow2 =
+            Qcow2Layer::of(&layer).ok_or_else(|| unfit(&layer, "it is not a qcow2 image"))?;
+        let new_writer = Writer::open(&qcow2, &self.options(), false).await?;
         let mut layers: Vec<_> = disk.chain.layers().map(|(_, layer)| Arc::clone(layer)).collect();
         layers.push(Arc::clone(&layer));
         let chain = Chain::of(layers);

@@ -4,7 +4,7 @@ use crate::disk::Disk;
 use isobath_chain::create::Preallocation;
 use isobath_image::Result;
 use isobath_image::alloc::write_zeroes;
-use isobath_image::references::referenced;
+use isobath_image::references::{data_place, referenced};
 use isobath_image::tables::References;
 use isobath_image::writer::{Qcow2Writer, Writer};
 use isobath_qcow2::{ClusterIndex, ClusterKind, HostOffset, L2Entry};
@@ -84,7 +84,7 @@ impl<H: Host> Disk<H> {
             qcow2.check_releases(&referenced(&geometry, kind))?;
         }
         claim.keep();
-        let data = qcow2.metadata.data_journal.add_unchecked();
+        let data = qcow2.metadata.data_journal.add_unchecked(vec![host.clone()]);
         for (step, (cluster, kind)) in (0..).zip(wanted) {
             let at =
                 if geometry.has_data_file() { cluster * size } else { host.start + step * size };
@@ -98,11 +98,12 @@ impl<H: Host> Disk<H> {
             };
             let releases = referenced(&geometry, &kind);
             let taken = [geometry.host_cluster_of(host)];
-            let references = References {
-                taken: if geometry.has_data_file() { &[] } else { &taken },
-                released: &releases,
-                data: Some(data),
-                embedded: false,
+            let taken: &[_] = if geometry.has_data_file() { &[] } else { &taken };
+            let made = entry.kind(&geometry).map_err(|e| qcow2.metadata.layer.format_error(e))?;
+            // Zeroes at the start of a data file have no place: their entry is that of zeroes without one.
+            let references = match data_place(&geometry, &made) {
+                Some(_) => References::to_data(taken, &releases, &data, false),
+                None => References::to_nothing_new(&releases),
             };
             self.record(qcow2, ClusterIndex::new(cluster), entry, references)?;
         }

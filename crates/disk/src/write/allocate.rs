@@ -12,7 +12,7 @@ use isobath_image::entries::ActiveEntries;
 use isobath_image::sabotage::{self, Sabotage};
 use isobath_image::tables::{Claim, References};
 use isobath_image::writer::{Qcow2Writer, Writer};
-use isobath_image::{DiskError, Result, always};
+use isobath_image::{DiskError, Result, always, violated};
 use isobath_qcow2::{ClusterIndex, ClusterKind, HostOffset, L2Entry};
 use isobath_storage::{Host, IoBuf, Storage};
 use std::ops::Range;
@@ -190,12 +190,9 @@ impl<H: Host> Disk<H> {
                 let entry = target.plan.entry(host);
                 let taken = [geometry.host_cluster_of(host)];
                 let new = target.plan.host.is_none() && !geometry.has_data_file();
-                let references = References {
-                    taken: if new { &taken } else { &[] },
-                    released: &target.plan.releases,
-                    data: Some(data),
-                    embedded: target.embedding.is_some(),
-                };
+                let taken: &[_] = if new { &taken } else { &[] };
+                let embedded = target.embedding.is_some();
+                let references = References::to_data(taken, &target.plan.releases, &data, embedded);
                 self.record(qcow2, target.cluster, entry, references)?;
             }
         }
@@ -351,19 +348,27 @@ impl<H: Host> Disk<H> {
         let geometry = qcow2.geometry();
         let kind =
             entry.kind(&geometry).map_err(|error| qcow2.metadata.layer.format_error(error))?;
-        qcow2.check_releases(references.released)?;
-        qcow2.metadata.tables.record(cluster, entry, references);
+        qcow2.check_releases(references.released())?;
+        let layer = self.active_index();
+        let size = geometry.cluster_size();
+        let unit_bits = self.map.unit_bits();
+        if let Some(host) = kind.host_cluster() {
+            // One that the image has given may be past what the map can hold.
+            if Unit::data(layer, host.get() + size - 1, unit_bits, false).is_none() {
+                return Err(qcow2.metadata.alloc.corrupt(format!(
+                    "guest cluster {cluster} is mapped to host offset {host}, which is too large"
+                )));
+            }
+        }
+        qcow2.metadata.tables.record(cluster, entry, references)?;
         if sabotage::is(Sabotage::StaleMap) {
             return Ok(());
         }
-        let layer = self.active_index();
         let start = cluster.get() << geometry.cluster_bits();
-        let size = geometry.cluster_size();
-        let unit_bits = self.map.unit_bits();
         let data = |host: HostOffset, skip: u64, copied: bool| {
             move |from: u64| {
                 Unit::data(layer, host.get() + skip + from, unit_bits, copied)
-                    .unwrap_or(Unit::invalid(layer))
+                    .unwrap_or_else(|| violated("a cluster with a place in the map has all of it"))
             }
         };
         match kind {

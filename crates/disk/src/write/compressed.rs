@@ -88,8 +88,8 @@ impl<H: Host> Disk<H> {
         let entry = L2Entry::compressed(host, length, geometry.cluster_bits())
             .map_err(|error| qcow2.metadata.layer.format_error(error))?;
         claim.keep();
-        let data = Some(qcow2.metadata.data_journal.add_checksums([written]));
-        let references = References { taken: &taken, released, data, embedded: false };
+        let data = qcow2.metadata.data_journal.add_checksums([written]);
+        let references = References::to_data(&taken, released, &data, false);
         self.record(qcow2, cluster, entry, references)?;
         Ok(buf)
     }
@@ -129,12 +129,13 @@ impl<H: Host> Disk<H> {
         let (_, written) =
             qcow2.metadata.write_to(Destination::New, host.get(), vec![bytes]).await?;
         claim.keep();
-        let data = Some(qcow2.metadata.data_journal.add_checksums([written]));
+        let data = qcow2.metadata.data_journal.add_checksums([written]);
         let sub = geometry.subcluster_size();
         let count = (zero.end - zero.start) / sub;
         let mask = (((1_u64 << count) - 1) << (zero.start / sub)) as u32;
         let entry = L2Entry::subclustered(Some(host), true, !mask, mask);
-        let references = References { taken: &[run.start], released, data, embedded: false };
+        let taken = [run.start];
+        let references = References::to_data(&taken, released, &data, false);
         self.record(qcow2, index, entry, references)
     }
 }

@@ -186,7 +186,7 @@ impl<H: Host> Disk<H> {
             if sabotage::is(Sabotage::EarlyReuse) {
                 qcow2.metadata.alloc.release(&std::mem::take(&mut releases)).await?;
             }
-            let references = References { released: &releases, ..References::default() };
+            let references = References::to_nothing_new(&releases);
             self.record(qcow2, ClusterIndex::new(cluster), new, references)?;
             qcow2.metadata.tables.mark_discarded();
         }

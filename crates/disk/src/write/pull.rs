@@ -312,16 +312,13 @@ impl<H: Host> Disk<H> {
         let placed = self.clone_into_places(qcow2, &plans, &mut claim, source, at).await?;
         let Some(hosts) = placed else { return Ok(false) };
         claim.keep();
-        let data = qcow2.metadata.data_journal.add_unchecked();
+        let places = hosts.iter().map(|host| host.get()..host.get() + size).collect();
+        let data = qcow2.metadata.data_journal.add_unchecked(places);
         for ((cluster, plan), host) in clusters.zip(&plans).zip(hosts) {
             if plan.changes {
                 let new = [geometry.host_cluster_of(host)];
-                let references = References {
-                    taken: if plan.host.is_none() { &new } else { &[] },
-                    released: &plan.releases,
-                    data: Some(data),
-                    embedded: false,
-                };
+                let taken: &[_] = if plan.host.is_none() { &new } else { &[] };
+                let references = References::to_data(taken, &plan.releases, &data, false);
                 self.record(qcow2, ClusterIndex::new(cluster), plan.entry(host), references)?;
             }
         }

@@ -149,7 +149,7 @@ impl<H: Host> Disk<H> {
             let may_unmap = (may_unmap || in_zone) && !qcow2.data_file_raw();
             let (new, releases) = zeroed(&geometry, kind, &part, may_unmap);
             if new != entry {
-                let references = References { released: &releases, ..References::default() };
+                let references = References::to_nothing_new(&releases);
                 self.record(qcow2, ClusterIndex::new(cluster), new, references)?;
             }
         }

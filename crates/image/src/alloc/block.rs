@@ -82,7 +82,10 @@ impl Block {
         let first = self.indexes_in(&bytes).start;
         for (index, less) in less {
             let now = self.order.read(&copy, index - first).unwrap_or_else(|| violated(HAS_ALL));
-            self.order.write(&mut copy, index - first, now.saturating_sub(less))?;
+            let Some(less) = now.checked_sub(less) else {
+                violated("a refcount has the references that are not in the file yet");
+            };
+            self.order.write(&mut copy, index - first, less)?;
         }
         Ok(copy)
     }

@@ -328,11 +328,10 @@ impl<S: Storage> Allocator<S> {
     /// and bytes.
     pub(super) fn point_to_table(&self, state: &AllocState) -> (u64, IoBuf) {
         let clusters = (state.table.len() as u64 * 8) >> self.geometry.cluster_bits();
-        if let Some(qcow2) = self.layer.as_qcow2() {
-            let mut header = qcow2.header.write();
-            header.refcount_table_offset = state.table_offset;
-            header.refcount_table_clusters = clusters as u32;
-        }
+        let mut header = self.layer.qcow2().header.write();
+        header.refcount_table_offset = state.table_offset;
+        header.refcount_table_clusters = clusters as u32;
+        drop(header);
         // refcount_table_clusters follows refcount_table_offset.
         let mut pointer = IoBuf::zeroed(12);
         pointer[..8].copy_from_slice(&state.table_offset.get().to_be_bytes());

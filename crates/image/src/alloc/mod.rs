@@ -19,8 +19,8 @@ pub use ahead::{Growth, write_zeroes};
 pub use cut::TailCut;
 pub use stage::{Staged, not_zero};
 
-use crate::layer::{Layer, Qcow2};
-use crate::{DiskError, Result};
+use crate::layer::Qcow2Layer;
+use crate::{DiskError, Result, violated};
 use block::Block;
 use futures_util::future::try_join_all;
 use isobath_qcow2::{Geometry, HostCluster, HostOffset, RefcountTableEntry};
@@ -30,7 +30,6 @@ use parking_lot::RwLock;
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 /// Bytes of clean refcount blocks that may stay in memory.
@@ -58,7 +57,7 @@ impl Run {
 
 /// Allocates and releases the host clusters of one image.
 pub struct Allocator<S> {
-    layer: Arc<Layer<S>>,
+    layer: Qcow2Layer<S>,
     geometry: Geometry,
     state: AsyncMutex<AllocState>,
     /// Host clusters that hold the image's own tables: never allocated, never used for guest data.
@@ -132,12 +131,18 @@ impl AllocState {
         self.areas.iter().map(|area| area.end).chain(freed).max().unwrap_or(0)
     }
 
+    /// How many references to a cluster are not published yet.
+    fn unpublished_references(&self, cluster: u64) -> u64 {
+        self.unpublished.get(&cluster).copied().unwrap_or(0)
+    }
+
     fn forget_unpublished(&mut self, cluster: u64) {
-        if let Entry::Occupied(mut count) = self.unpublished.entry(cluster) {
-            *count.get_mut() -= 1;
-            if *count.get() == 0 {
-                count.remove();
-            }
+        let Entry::Occupied(mut count) = self.unpublished.entry(cluster) else {
+            violated("a reference that is written to the file was allocated");
+        };
+        *count.get_mut() -= 1;
+        if *count.get() == 0 {
+            count.remove();
         }
     }
 }
@@ -147,7 +152,8 @@ impl<S: Storage> Allocator<S> {
     ///
     /// # Errors
     /// If the storage fails, or a table is at an offset where none can be.
-    pub async fn open(layer: Arc<Layer<S>>, qcow2: &Qcow2) -> Result<Self> {
+    pub async fn open(layer: Qcow2Layer<S>) -> Result<Self> {
+        let qcow2 = layer.qcow2();
         let geometry = qcow2.geometry;
         let (table_offset, clusters) = {
             let header = qcow2.header.read();
@@ -314,7 +320,9 @@ impl<S: Storage> Allocator<S> {
 
     async fn lower(&self, state: &mut AsyncMutexGuard<'_, AllocState>, cluster: u64) -> Result<()> {
         let count = self.refcount_in(state, cluster).await?;
-        let Some(less) = count.checked_sub(1) else { return Err(self.unbalanced(cluster)) };
+        let held = state.unpublished_references(cluster);
+        let less = count.checked_sub(1).filter(|less| *less >= held);
+        let Some(less) = less else { return Err(self.unbalanced(cluster)) };
         self.set(state, cluster, less)?;
         if less == 0 {
             state.first_maybe_free = state.first_maybe_free.min(cluster);
@@ -330,7 +338,7 @@ impl<S: Storage> Allocator<S> {
     }
 
     fn unbalanced(&self, cluster: u64) -> DiskError {
-        self.corrupt(format!("host cluster {cluster} is in use but its refcount is 0"))
+        self.corrupt(format!("host cluster {cluster} is in use but its refcount is too low"))
     }
 
     /// The refcount of a host cluster.

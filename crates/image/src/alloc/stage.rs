@@ -61,7 +61,8 @@ impl<S: Storage> Allocator<S> {
         for cluster in releases.iter().chain(&staged.replaced) {
             let count = less.entry(cluster.get()).or_default();
             *count += 1;
-            if self.refcount_in(&mut state, cluster.get()).await? < *count {
+            let held = state.unpublished_references(cluster.get());
+            if self.refcount_in(&mut state, cluster.get()).await? < *count + held {
                 return Err(self.unbalanced(cluster.get()));
             }
         }

@@ -13,7 +13,7 @@ use crate::Result;
 use crate::alloc::Allocator;
 use crate::encryption::encrypted;
 use crate::entries::ActiveEntries;
-use crate::layer::Layer;
+use crate::layer::Qcow2Layer;
 use crate::lsn::LogSequence;
 use crate::pieces::JournaledWrite;
 use crate::readers::Readers;
@@ -98,7 +98,7 @@ const SMALL: usize = 16 << 10;
 /// What a commit works on.
 pub struct Metadata<S> {
     /// The image.
-    pub layer: Arc<Layer<S>>,
+    pub layer: Qcow2Layer<S>,
     /// Its L1 and L2 tables.
     pub tables: Tables<S>,
     /// Its refcounts.
@@ -122,7 +122,7 @@ impl<S: Storage> Metadata<S> {
         alloc: Allocator<S>,
         zones: Zones,
         log: Option<Arc<RestartLog>>,
-        layer: Arc<Layer<S>>,
+        layer: Qcow2Layer<S>,
     ) -> Self {
         Self {
             layer,
@@ -233,18 +233,18 @@ impl<S: Storage> Metadata<S> {
         bufs: Vec<IoBuf>,
     ) -> Result<(Vec<IoBuf>, Written)> {
         let data = self.layer.data();
-        if self.has_data_apart() {
-            return Ok((data.write_vectored_at(at, bufs).await?, Written(Vec::new())));
-        }
         let length: usize = bufs.iter().map(IoBuf::len).sum();
+        let place = at..at + length as u64;
+        let unchecked = Written { place: place.clone(), checksums: Vec::new() };
+        if self.has_data_apart() {
+            return Ok((data.write_vectored_at(at, bufs).await?, unchecked));
+        }
         if let Destination::Embedded { checked } = destination {
             let holder = if checked { ChecksumHolder::Lead } else { ChecksumHolder::Nobody };
-            let checksum = ChecksummedRange { range: at..at + length as u64, crc: None, holder };
-            return Ok((self.write_stored(at, bufs).await?, Written(vec![checksum])));
+            let checksums = vec![ChecksummedRange { range: place.clone(), crc: None, holder }];
+            return Ok((self.write_stored(at, bufs).await?, Written { place, checksums }));
         }
-        if destination == Destination::InUse
-            && !self.zones.leads_in(&(at..at + length as u64)).is_empty()
-        {
+        if destination == Destination::InUse && !self.zones.leads_in(&place).is_empty() {
             let mut written = Vec::with_capacity(bufs.len());
             let mut next = at;
             for buf in bufs {
@@ -252,11 +252,11 @@ impl<S: Storage> Metadata<S> {
                 next += buf.len() as u64;
                 written.push(self.write(start, buf).await?);
             }
-            return Ok((written, Written(Vec::new())));
+            return Ok((written, unchecked));
         }
         if length <= SMALL {
             if self.keep(destination, at, &bufs) {
-                return Ok((bufs, Written(Vec::new())));
+                return Ok((bufs, unchecked));
             }
         } else if matches!(destination, Destination::Beyond | Destination::Prepared) {
             self.alloc.note_growth(length as u64);
@@ -270,7 +270,7 @@ impl<S: Storage> Metadata<S> {
                 } else {
                     Vec::new()
                 };
-                Ok((data.write_vectored_at(at, bufs).await?, Written(checksums)))
+                Ok((data.write_vectored_at(at, bufs).await?, Written { place, checksums }))
             }
             WriteRoute::Parts(parts, _busy) => {
                 let unread = |part: &Range<u64>| ChecksummedRange {
@@ -280,7 +280,7 @@ impl<S: Storage> Metadata<S> {
                 };
                 let checksums = parts.iter().filter(|_| checked).map(unread).collect();
                 self.write_parts(at, parts, &bufs).await?;
-                Ok((bufs, Written(checksums)))
+                Ok((bufs, Written { place, checksums }))
             }
         }
     }
@@ -392,7 +392,7 @@ impl CommitPolicy {
     }
 
     /// Refuses an image that cannot have the requested journal.
-    pub async fn refuse_without_journal<S: Storage>(&self, layer: &Layer<S>) -> Result<()> {
+    pub async fn refuse_without_journal<S: Storage>(&self, layer: &Qcow2Layer<S>) -> Result<()> {
         match self {
             Self::Journal(journal) => journal.refuse_without_room(layer).await,
             Self::Ordered(_) => Ok(()),

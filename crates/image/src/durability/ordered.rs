@@ -30,7 +30,7 @@ impl Durability for Ordered {
             metadata.data_journal.begin_commit(Lsn::default(), &[], metadata.cluster_size());
         metadata.place(&closed.kept).await?;
         finish(metadata, readers, batch, &[]).await?;
-        metadata.data_journal.finish_plain_commit();
+        metadata.data_journal.finish_plain_commit(closed.commit);
         Ok(())
     }
 }
@@ -129,7 +129,7 @@ pub(super) async fn discard<S: Storage>(
             _ => runs.push(cluster..cluster + 1),
         }
     }
-    let size = metadata.layer.as_qcow2().map_or(0, |qcow2| qcow2.geometry.cluster_size());
+    let size = metadata.cluster_size();
     for run in runs {
         let (offset, length) = (run.start * size, (run.end - run.start) * size);
         if let Err(error) = metadata.layer.storage().discard(offset, length).await {

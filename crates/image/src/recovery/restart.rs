@@ -7,10 +7,10 @@ use super::place;
 use crate::alloc::Allocator;
 use crate::durability::zones::Zones;
 use crate::durability::{Durability, Metadata, Ordered};
-use crate::layer::{Layer, ShownLog};
+use crate::layer::{Layer, Qcow2Layer, ShownLog};
 use crate::pieces::{JournaledWrite, Pieces};
 use crate::readers::Readers;
-use crate::references::referenced;
+use crate::references::{data_place, referenced};
 use crate::replayed::Replayed;
 use crate::restart_log::FoundLog;
 use crate::tables::{References, Tables};
@@ -63,8 +63,8 @@ pub async fn finish<S: Storage>(metadata: &Metadata<S>, found_log: &FoundLog) ->
         }
     }
     place::take_out(&**metadata.layer.storage(), &header).await?;
-    if let Some(qcow2) = metadata.layer.as_qcow2() {
-        let mut header = qcow2.header.write();
+    {
+        let mut header = metadata.layer.qcow2().header.write();
         header.incompatible = header.incompatible.without(IncompatibleFeatures::JOURNAL);
     }
     found_log.remove();
@@ -106,11 +106,13 @@ async fn shown<S: Storage>(
     found_log: &FoundLog,
 ) -> Result<std::result::Result<(Replayed, u64), &'static str>> {
     let name = layer.name();
-    let qcow2 = always(layer.as_qcow2(), name, "an image with a restart log is a qcow2 image")?;
+    let layer =
+        always(Qcow2Layer::of(layer), name, "an image with a restart log is a qcow2 image")?;
+    let qcow2 = layer.qcow2();
     let (geometry, size) = (qcow2.geometry, qcow2.geometry.cluster_size());
-    let tables = Tables::new(Arc::clone(layer), qcow2, None);
-    let alloc = Allocator::open(Arc::clone(layer), qcow2).await?;
-    let metadata = Metadata::new(tables, alloc, Zones::none(), None, Arc::clone(layer));
+    let tables = Tables::new(layer.clone(), None);
+    let alloc = Allocator::open(layer.clone()).await?;
+    let metadata = Metadata::new(tables, alloc, Zones::none(), None, layer.clone());
     let area = area(&metadata)?;
     // A writer repairs the refcounts first.
     let dirty = qcow2.header.read().incompatible.contains(IncompatibleFeatures::DIRTY);
@@ -294,13 +296,20 @@ async fn apply<S: Storage>(metadata: &Metadata<S>, plan: Plan) -> Result<()> {
         }
     }
     metadata.place(&pieces).await?;
-    let data = metadata.data_journal.add_unchecked();
-    for Change { cluster, entry, taken, released } in changes {
+    let geometry = metadata.tables.geometry();
+    let place = |change: &Change| data_place(&geometry, &change.entry.kind(&geometry).ok()?);
+    let data = metadata.data_journal.add_unchecked(changes.iter().filter_map(place).collect());
+    for change in changes {
+        let refers = place(&change).is_some();
+        let Change { cluster, entry, taken, released } = change;
         let (l1_index, _) = metadata.tables.geometry().table_position(cluster);
         metadata.tables.ensure_table(l1_index, &metadata.alloc).await?;
-        let change =
-            References { taken: &taken, released: &released, data: Some(data), embedded: false };
-        metadata.tables.record(cluster, entry, change);
+        let change = if refers {
+            References::to_data(&taken, &released, &data, false)
+        } else {
+            References::to_nothing_new(&released)
+        };
+        metadata.tables.record(cluster, entry, change)?;
     }
     Ordered.commit(metadata, &Readers::default()).await?;
     metadata.alloc.write_blocks().await?;

@@ -19,6 +19,7 @@ mod found;
 
 pub use found::FoundLog;
 
+use crate::violated;
 use isobath_qcow2::Lsn;
 use isobath_qcow2::journal::Crc32c;
 use isobath_storage::restart_memory::RESTART_MEMORY_BYTES;
@@ -354,7 +355,10 @@ impl RestartLog {
     /// Ends what [`promise_nothing`](Self::promise_nothing) began.
     pub fn promise(&self) {
         let mut state = self.state.lock();
-        state.unpromised = state.unpromised.saturating_sub(1);
+        state.unpromised = match state.unpromised.checked_sub(1) {
+            Some(left) => left,
+            None => violated("what is promised was not promised before"),
+        };
         self.tell(&state);
     }
 

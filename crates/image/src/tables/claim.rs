@@ -12,12 +12,13 @@ use isobath_qcow2::HostCluster;
 pub struct Claim<'a, S> {
     tables: &'a Tables<S>,
     clusters: Vec<HostCluster>,
+    published: bool,
 }
 
 impl<S> Tables<S> {
     /// A claim of no clusters so far.
     pub fn claim(&self) -> Claim<'_, S> {
-        Claim { tables: self, clusters: Vec::new() }
+        Claim { tables: self, clusters: Vec::new(), published: false }
     }
 }
 
@@ -37,6 +38,11 @@ impl<S> Claim<'_, S> {
         &self.clusters
     }
 
+    /// The clusters' references were [published](crate::alloc::Allocator::publish).
+    pub fn set_published(&mut self) {
+        self.published = true;
+    }
+
     /// Ends the claim. From here on the change is recorded, and nothing may return early.
     pub fn keep(mut self) {
         self.clusters.clear();
@@ -47,7 +53,9 @@ impl<S> Drop for Claim<'_, S> {
     fn drop(&mut self) {
         if !self.clusters.is_empty() {
             let open = &mut self.tables.state.lock().open;
-            open.allocated.extend_from_slice(&self.clusters);
+            if !self.published {
+                open.allocated.extend_from_slice(&self.clusters);
+            }
             open.releases.extend_from_slice(&self.clusters);
         }
     }

@@ -16,17 +16,21 @@ pub use stage::StagedTables;
 
 use crate::alloc::Allocator;
 use crate::checksummed::Checksummed;
-use crate::layer::{Layer, Qcow2};
+use crate::layer::Qcow2Layer;
+use crate::references::{data_place, referenced};
 use crate::restart_log::RestartLog;
 use crate::{Result, always, invariant, violated};
 use batch::Batch;
 use futures_util::future::try_join_all;
-use isobath_qcow2::{ClusterIndex, Geometry, HostCluster, HostOffset, L1Entry, L2Entry};
+use isobath_qcow2::{
+    ClusterIndex, ClusterKind, Geometry, HostCluster, HostOffset, L1Entry, L2Entry,
+};
 use isobath_storage::{IoBuf, Storage};
 use isobath_sync::AsyncMutex;
 use pages::Pages;
 use parking_lot::Mutex;
 use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
 use std::sync::Arc;
 
 /// L1 entries written together: a 512-byte sector of them.
@@ -34,7 +38,7 @@ const L1_CHUNK: u64 = 64;
 
 /// The write side of an image's L1 and L2 tables.
 pub struct Tables<S> {
-    layer: Arc<Layer<S>>,
+    layer: Qcow2Layer<S>,
     geometry: Geometry,
     state: Mutex<TableState>,
     /// Held while a table is created, so that no two are created for one L1 entry.
@@ -70,8 +74,8 @@ pub struct Released {
 
 impl<S: Storage> Tables<S> {
     /// The tables of an image that is open for writing.
-    pub fn new(layer: Arc<Layer<S>>, qcow2: &Qcow2, log: Option<Arc<RestartLog>>) -> Self {
-        let geometry = qcow2.geometry;
+    pub fn new(layer: Qcow2Layer<S>, log: Option<Arc<RestartLog>>) -> Self {
+        let geometry = layer.qcow2().geometry;
         let state = TableState {
             open: Batch::default(),
             closed: None,
@@ -89,9 +93,7 @@ impl<S: Storage> Tables<S> {
 
     fn l1_entry(&self, state: &TableState, index: u64) -> L1Entry {
         let changed = state.batches().find_map(|batch| batch.l1.get(&index).copied());
-        changed.unwrap_or_else(|| {
-            self.layer.as_qcow2().map_or(L1Entry::unallocated(), |qcow2| qcow2.l1_entry(index))
-        })
+        changed.unwrap_or_else(|| self.layer.qcow2().l1_entry(index))
     }
 
     fn table_offset(&self, state: &TableState, index: u64) -> Result<Option<HostOffset>> {
@@ -152,8 +154,23 @@ impl<S: Storage> Tables<S> {
     }
 
     /// Records the new entry of a cluster whose table [exists](Self::ensure_table).
-    pub fn record(&self, cluster: ClusterIndex, entry: L2Entry, change: References<'_>) {
+    ///
+    /// # Errors
+    /// [`DiskError::Internal`](crate::DiskError::Internal) if the entry and its references do not match.
+    pub fn record(
+        &self,
+        cluster: ClusterIndex,
+        entry: L2Entry,
+        change: References<'_>,
+    ) -> Result<()> {
+        let name = self.layer.name();
+        let kind = entry.kind(&self.geometry).ok();
+        let kind = always(kind, name, "an entry that is recorded is valid")?;
+        change.check(&self.geometry, &kind, name)?;
         let mut state = self.state.lock();
+        let (l1_index, _) = self.geometry.table_position(cluster);
+        let owned = self.l1_entry(&state, l1_index);
+        invariant(owned.is_copied(), name, "an entry is recorded in a table of the disk alone")?;
         if let Some(log) = &self.log {
             let mut bytes = [0; 16];
             if entry.write(&mut bytes, 0, &self.geometry).is_none() {
@@ -166,6 +183,7 @@ impl<S: Storage> Tables<S> {
         state.open.releases.extend_from_slice(change.released);
         state.open.ordered |= change.data.is_some();
         state.open.needs_record |= !change.embedded;
+        Ok(())
     }
 
     /// Makes the next commit write a record with everything in the open batch.
@@ -269,9 +287,8 @@ impl<S: Storage> Tables<S> {
             if batch.fresh.contains_key(&l1_index) {
                 continue;
             }
-            let table = batch.l1.get(&l1_index).copied().unwrap_or_else(|| {
-                self.layer.as_qcow2().map_or(L1Entry::unallocated(), |q| q.l1_entry(l1_index))
-            });
+            let table = batch.l1.get(&l1_index).copied();
+            let table = table.unwrap_or_else(|| self.layer.qcow2().l1_entry(l1_index));
             let table = table.offset(&self.geometry).map_err(|e| self.layer.format_error(e))?;
             let table = always(table, self.layer.name(), "a recorded entry has a table")?;
             places.push((table.get() + (l2_index * self.geometry.l2_entry_size()) as u64, entry));
@@ -304,7 +321,7 @@ impl<S: Storage> Tables<S> {
 
     /// The sectors of the L1 table that contain these entries and those of `batch`.
     fn l1_writes(&self, batch: Option<&Batch>, changed: Vec<u64>) -> Vec<(u64, IoBuf)> {
-        let Some(qcow2) = self.layer.as_qcow2() else { return Vec::new() };
+        let qcow2 = self.layer.qcow2();
         let offset = qcow2.header.read().l1_table_offset.get();
         let table = qcow2.l1.read();
         let mut chunks: Vec<u64> = changed.into_iter().map(|index| index / L1_CHUNK).collect();
@@ -337,14 +354,14 @@ impl<S: Storage> Tables<S> {
     }
 
     fn finish(&self, state: &mut TableState, batch: Batch) -> Released {
-        if let Some(qcow2) = self.layer.as_qcow2() {
-            let mut table = qcow2.l1.write();
-            for (index, entry) in batch.l1 {
-                if let Some(slot) = table.get_mut(index as usize) {
-                    *slot = entry;
-                }
+        let mut table = self.layer.qcow2().l1.write();
+        for (index, entry) in batch.l1 {
+            match table.get_mut(index as usize) {
+                Some(slot) => *slot = entry,
+                None => violated("a table is made for a cluster of the disk"),
             }
         }
+        drop(table);
         state.pages.unpin();
         state.generation += 1;
         Released { clusters: batch.releases, discarded: batch.discarded }
@@ -430,16 +447,48 @@ impl<S: Storage> Tables<S> {
 }
 
 /// The effect of an entry's change on references.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug)]
 pub struct References<'a> {
-    /// Those that the new entry makes and the old one did not make.
-    pub taken: &'a [HostCluster],
-    /// Those that the old entry made and the new one does not make.
-    pub released: &'a [HostCluster],
-    /// The new entry refers to data that was written for it, which must be durable before the entry.
-    pub data: Option<Checksummed>,
-    /// The mapping is embedded in the data.
-    pub embedded: bool,
+    taken: &'a [HostCluster],
+    released: &'a [HostCluster],
+    data: Option<&'a Checksummed>,
+    embedded: bool,
+}
+
+impl<'a> References<'a> {
+    /// The new entry refers to data that was written for it, which must be durable before the entry. `taken` are the
+    /// references that it makes and the old entry did not make, `released` those that the old one made and it does not
+    /// make. `embedded` says that the mapping is embedded in the data.
+    pub const fn to_data(
+        taken: &'a [HostCluster],
+        released: &'a [HostCluster],
+        data: &'a Checksummed,
+        embedded: bool,
+    ) -> Self {
+        Self { taken, released, data: Some(data), embedded }
+    }
+
+    /// The new entry refers to no more than the old one, and not to what is in `released`.
+    pub const fn to_nothing_new(released: &'a [HostCluster]) -> Self {
+        Self { taken: &[], released, data: None, embedded: false }
+    }
+
+    /// The references that the old entry made and the new one does not make.
+    pub const fn released(&self) -> &'a [HostCluster] {
+        self.released
+    }
+
+    /// Checks that they are those of a new entry of this kind.
+    fn check(&self, geometry: &Geometry, kind: &ClusterKind, name: &Path) -> Result<()> {
+        if !self.taken.is_empty() {
+            let made = referenced(geometry, kind);
+            let are_made = self.taken.iter().all(|cluster| made.contains(cluster));
+            invariant(are_made, name, "a new entry makes the references that are counted for it")?;
+        }
+        let Some(data) = self.data else { return Ok(()) };
+        let is_known = data_place(geometry, kind).is_some_and(|place| data.is_in(&place));
+        invariant(is_known, name, "the log knows of the data that a new entry refers to")
+    }
 }
 
 /// The batch that a commit has closed, and what the commit must do for it. The holder must finish the commit; if it is

@@ -43,11 +43,9 @@ impl<S: Storage> Tables<S> {
                 _ => staged.patches.push((at, bytes.clone())),
             }
         }
-        if let Some(qcow2) = self.layer.as_qcow2() {
-            let table = qcow2.header.read().l1_table_offset.get();
-            for (index, entry) in &batch.l1 {
-                staged.patches.push((table + index * 8, entry.raw().to_be_bytes().to_vec()));
-            }
+        let table = self.layer.qcow2().header.read().l1_table_offset.get();
+        for (index, entry) in &batch.l1 {
+            staged.patches.push((table + index * 8, entry.raw().to_be_bytes().to_vec()));
         }
         Ok(staged)
     }

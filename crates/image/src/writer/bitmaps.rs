@@ -378,7 +378,7 @@ impl<S: Storage> Writer<S> {
         &self,
         qcow2: &Qcow2Writer<S>,
         directory: &mut Directory,
-        updates: Vec<PreparedUpdate<'_, S>>,
+        mut updates: Vec<PreparedUpdate<'_, S>>,
         readers: &Readers,
     ) -> Result<()> {
         let layer = &*self.layer;
@@ -394,6 +394,9 @@ impl<S: Storage> Writer<S> {
                 self.commit_alone(readers).await
             })
             .await?;
+            for prepared in &mut updates {
+                prepared.claim.set_published();
+            }
         }
         let mut released = Vec::new();
         for PreparedUpdate { update, bitmap, claim } in updates {

@@ -4,6 +4,7 @@
 //! is not opened for writing before a check. Reads continue.
 
 use super::Writer;
+use crate::layer::Qcow2;
 use crate::{DiskError, Result};
 use isobath_qcow2::header::field;
 use isobath_qcow2::{FormatErrorKind, IncompatibleFeatures};
@@ -37,13 +38,12 @@ impl<S: Storage> Writer<S> {
         let Some(qcow2) = &self.qcow2 else { return };
         let invalid = matches!(error, DiskError::Format { image, source }
             if image == self.layer.name() && source.kind() == FormatErrorKind::Invalid);
-        let known = self.layer.as_qcow2().is_some_and(|qcow2| {
-            qcow2.header.read().incompatible.contains(IncompatibleFeatures::CORRUPT)
-        });
+        let image = qcow2.metadata.layer.qcow2();
+        let known = image.header.read().incompatible.contains(IncompatibleFeatures::CORRUPT);
         if known || (!invalid && !qcow2.metadata.alloc.is_contradicted()) {
             return;
         }
-        let marked = self.group.end(error, || self.set_corrupt_bit(error)).await;
+        let marked = self.group.end(error, || self.set_corrupt_bit(image, error)).await;
         if let Err(failure) = marked {
             let image = isobath_storage::shown(self.layer.name());
             tracing::error!(%image, error = %failure, "cannot mark the image as corrupt");
@@ -65,8 +65,7 @@ impl<S: Storage> Writer<S> {
     }
 
     /// Sets the corrupt bit, durably, unless it is set or the version has none.
-    async fn set_corrupt_bit(&self, error: &DiskError) -> Result<()> {
-        let Some(qcow2) = self.layer.as_qcow2() else { return Ok(()) };
+    async fn set_corrupt_bit(&self, qcow2: &Qcow2, error: &DiskError) -> Result<()> {
         let (version, bits) = {
             let header = qcow2.header.read();
             (header.version, header.incompatible)

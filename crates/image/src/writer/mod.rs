@@ -392,10 +392,9 @@ impl<S: Storage> Qcow2Writer<S> {
 
     /// Whether the data file alone must hold the disk's contents.
     pub fn data_file_raw(&self) -> bool {
-        self.metadata.layer.as_qcow2().is_some_and(|qcow2| {
-            qcow2.geometry.has_data_file()
-                && qcow2.header.read().autoclear.contains(AutoclearFeatures::DATA_FILE_RAW)
-        })
+        let qcow2 = self.metadata.layer.qcow2();
+        qcow2.geometry.has_data_file()
+            && qcow2.header.read().autoclear.contains(AutoclearFeatures::DATA_FILE_RAW)
     }
 
     /// Extends the file to whole sectors: compressed data may end anywhere.

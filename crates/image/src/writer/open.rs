@@ -5,7 +5,7 @@ use super::{Qcow2Writer, Writer};
 use crate::alloc::Allocator;
 use crate::durability::zones::Zones;
 use crate::durability::{CommitPolicy, Metadata, MetadataMode};
-use crate::layer::{Layer, Qcow2};
+use crate::layer::{Layer, Qcow2, Qcow2Layer};
 use crate::options::OpenOptions;
 use crate::restart_log::RestartLog;
 use crate::tables::Tables;
@@ -17,17 +17,13 @@ use std::sync::Arc;
 
 impl<S: Storage> Writer<S> {
     /// Prepares a qcow2 image for writes. `alone` says that nothing is below it.
-    pub async fn open(
-        layer: &Arc<Layer<S>>,
-        qcow2: &Qcow2,
-        options: &OpenOptions,
-        alone: bool,
-    ) -> Result<Self> {
+    pub async fn open(layer: &Qcow2Layer<S>, options: &OpenOptions, alone: bool) -> Result<Self> {
+        let qcow2 = layer.qcow2();
         let header = qcow2.header.read().clone();
         for entry in qcow2.l1.read().iter() {
             qcow2.l2_table(*entry).map_err(|error| layer.format_error(error))?;
         }
-        let alloc = Allocator::open(Arc::clone(layer), qcow2).await?;
+        let alloc = Allocator::open(layer.clone()).await?;
         if let Some(area) = header.index().and_then(|index| index_area::clusters(qcow2, index))
             && index_area::read_root(layer).await.is_some()
         {
@@ -45,7 +41,7 @@ impl<S: Storage> Writer<S> {
         if let Some(log) = log.as_ref().filter(|_| options.restart_log) {
             log.wake();
         }
-        let tables = Tables::new(Arc::clone(layer), qcow2, log.clone());
+        let tables = Tables::new(layer.clone(), log.clone());
         let embedded = options.metadata == MetadataMode::Embedded;
         if embedded || options.metadata == MetadataMode::Journal {
             policy.refuse_without_journal(layer).await?;
@@ -64,7 +60,7 @@ impl<S: Storage> Writer<S> {
         } else {
             Zones::none()
         };
-        let metadata = Metadata::new(tables, alloc, zones, log, Arc::clone(layer));
+        let metadata = Metadata::new(tables, alloc, zones, log, layer.clone());
         match layer.take_found_log() {
             Some(found_log) => recovery::finish(&metadata, &found_log).await?,
             // A log of a journal that is no longer in use. One that belongs to another user does not matter then.
@@ -74,7 +70,11 @@ impl<S: Storage> Writer<S> {
                 }
             }
         }
-        Ok(Self::new(layer, policy, Some(Qcow2Writer { metadata, alone: alone.into(), bitmaps })))
+        Ok(Self::new(
+            layer.layer(),
+            policy,
+            Some(Qcow2Writer { metadata, alone: alone.into(), bitmaps }),
+        ))
     }
 }
 

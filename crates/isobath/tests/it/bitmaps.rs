@@ -6,9 +6,10 @@ use futures_util::join;
 use isobath_disk::{Disk, LiveDisk, NewDisk, OpenOptions, ZeroFlags, create, read_bitmap};
 use isobath_jobs::pace::Pacing;
 use isobath_jobs::{CommitOptions, JobOptions};
-use isobath_storage::IoBuf;
 use isobath_storage::memory::MemoryHost;
+use isobath_storage::{IoBuf, Operation};
 use isobath_storage_test::any::ToAny;
+use isobath_storage_test::fault::{Fault, FaultHost, Plan};
 use isobath_testkit::qemu;
 use std::ops::Range;
 use std::path::Path;
@@ -88,4 +89,63 @@ fn a_commit_is_noted_whether_it_copies_or_shares() {
             assert_eq!(changes(&host).await, [changed], "kind {kind}, clones: {clones}");
         });
     }
+}
+
+/// A close that failed while it brought bitmaps up to date can be asked for again.
+#[test]
+fn a_close_that_failed_is_made_up_for_by_another() {
+    futures_executor::block_on(async {
+        let image = images().await.contents("base.qcow2").unwrap();
+        let directory = tempfile::tempdir().unwrap();
+        let base = directory.path().join("base.qcow2");
+        std::fs::write(&base, image).unwrap();
+        let _ = qemu::img(["bitmap", "--add", base.to_str().unwrap(), "others"]).ok();
+        let image = std::fs::read(&base).unwrap();
+        let (mut failed, mut made_up) = (0, 0);
+        for (operation, after) in [Operation::Write, Operation::Flush]
+            .into_iter()
+            .flat_map(|operation| (0..40).map(move |after| (operation, after)))
+        {
+            let host = MemoryHost::new();
+            host.insert("base.qcow2", &image);
+            let plan = Plan::new();
+            let faulty = FaultHost::new(host.clone(), plan.clone());
+            let path = Path::new("base.qcow2");
+            let disk = Disk::open(faulty.any(), path, &options()).await.unwrap();
+            drop(disk.write(CLUSTER, IoBuf::copy_of(&[7; 4096])).await.unwrap());
+            disk.flush().await.unwrap();
+            plan.add(Fault::new(operation, after).errno(libc::EIO));
+            let first = disk.close().await;
+            plan.clear();
+            let second = disk.close().await;
+            failed += u32::from(first.is_err());
+            made_up += u32::from(first.is_err() && second.is_ok());
+            drop(disk);
+            if first.is_ok() || second.is_ok() {
+                std::fs::write(&base, host.contents("base.qcow2").unwrap()).unwrap();
+                // A table whose write failed may be in the file: what it refers to is left.
+                let checked = qemu::check(&base);
+                let leaks = u64::from(first.is_err());
+                assert!(
+                    checked.json()["leaks"].as_u64().unwrap_or(0) <= leaks,
+                    "{}",
+                    checked.report()
+                );
+                assert!([0, 3].contains(&checked.code()), "{}", checked.report());
+                // One that was not brought up to date stays inconsistent.
+                if !is_trusted(&host) {
+                    assert!(plan.injected() > 0, "{operation:?} {after}");
+                    continue;
+                }
+                for bitmap in ["changes", "others"] {
+                    let (host, options) = (host.any(), OpenOptions::new());
+                    let bits = read_bitmap(&host, path, &options, bitmap).await.unwrap();
+                    let ranges: Vec<_> = bits.ranges().collect();
+                    let written = CLUSTER..2 * CLUSTER;
+                    assert_eq!(ranges, std::slice::from_ref(&written), "{operation:?} {after}");
+                }
+            }
+        }
+        assert!(failed > 3 && made_up > 1, "{failed} failed, {made_up} made up for");
+    });
 }

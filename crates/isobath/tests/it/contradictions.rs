@@ -2,6 +2,7 @@
 //! changes nothing and marks the image.
 
 use futures_executor::block_on;
+use futures_util::future::join;
 use isobath_disk::{
     CheckOptions, CheckReport, Disk, DiskError, MetadataMode, NewDisk, OpenOptions, Repair,
     ZeroFlags, check, create,
@@ -11,6 +12,8 @@ use isobath_qcow2::{Geometry, Header, HostCluster, IncompatibleFeatures, Refcoun
 use isobath_storage::memory::MemoryHost;
 use isobath_storage::{Host, IoBuf, Locking, OpenMode, Storage};
 use isobath_storage_test::any::{AnyHost, ToAny};
+use isobath_storage_test::fault::{FaultHost, Plan};
+use isobath_storage_test::give_way;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use std::path::Path;
@@ -425,6 +428,82 @@ fn nothing_is_written_far_behind_the_end_of_the_file() {
             let mode = OpenMode { writable: false, direct: false, locking: Locking::default() };
             let length = host.open(name(), mode).await.unwrap().len().await.unwrap();
             assert_eq!(length, before as u64);
+        }
+    });
+}
+
+/// A refcount that is too low, and a cluster that is taken once more because of it: the other reference goes while the
+/// new one is not in the file yet.
+#[test]
+fn a_reference_that_was_not_counted_ends_none_that_is() {
+    let damaged = block_on(async {
+        let good = make(&NewDisk::default()).await;
+        let mut image = Image::of(&good);
+        let host = image.host_of(5);
+        image.set_refcount(host, 0);
+        image
+    });
+    let mut found = 0;
+    for mode in MODES {
+        for turns in 0..60 {
+            let memory = MemoryHost::new();
+            memory.insert(NAME, &damaged.bytes);
+            let plan = Plan::new();
+            plan.delay(turns);
+            let host = FaultHost::new(memory, plan);
+            let options = OpenOptions::new().writable(true).metadata(mode);
+            let disk = block_on(Disk::open(host.any(), name(), &options)).unwrap();
+            let bytes = IoBuf::copy_of(&[7; CLUSTER]);
+            let write = disk.write(SIZE as u64 / 2 + 8192, bytes);
+            let others = async {
+                give_way(turns).await;
+                let discarded = disk.discard(5 * CLUSTER as u64, CLUSTER as u64).await;
+                (discarded.map(drop), disk.flush().await)
+            };
+            let (written, (discarded, flushed)) = block_on(Box::pin(join(write, others)));
+            let failed = [discarded, flushed, written.map(drop), block_on(disk.close())];
+            let failed: Vec<_> = failed.into_iter().filter_map(Result::err).collect();
+            found += u32::from(matches!(failed.first(), Some(DiskError::Corrupt { .. })));
+            for error in failed {
+                assert!(
+                    matches!(error, DiskError::Corrupt { .. } | DiskError::Poisoned { .. }),
+                    "{mode:?}, {turns} turns: {error}"
+                );
+            }
+        }
+    }
+    assert!(found > 0, "the cluster was not taken in any of them");
+}
+
+#[test]
+fn an_entry_with_a_place_past_any_file_is_damage() {
+    block_on(async {
+        let host = MemoryHost::new();
+        let new = NewDisk::new(1 << 20).cluster_size(512);
+        create(&host.any(), name(), &new).await.unwrap();
+        let disk = open(&host, MetadataMode::Ordered).await.unwrap();
+        disk.write(0, IoBuf::copy_of(&[7; 8192])).await.unwrap();
+        disk.close().await.unwrap();
+        drop(disk);
+        for mode in MODES {
+            let mut image = Image::of(&host);
+            let at = image.l2() + 8 * 5;
+            image.put(at, 1 << 63 | 1 << 55);
+            let host = image.into();
+            for (from, length) in [(5 * 512, 512), (4 * 512, 2048)] {
+                let disk = match open(&host, mode).await {
+                    Ok(disk) => disk,
+                    Err(error) => {
+                        assert!(error.to_string().contains("corrupt bit"), "{error}");
+                        continue;
+                    }
+                };
+                let error = disk.write_zeroes(from, length, ZeroFlags::default()).await;
+                let error = error.unwrap_err();
+                assert!(matches!(error, DiskError::Corrupt { .. }), "{mode:?}: {error}");
+                assert!(error.to_string().contains("too large"), "{mode:?}: {error}");
+                let _ = disk.close().await;
+            }
         }
     });
 }

@@ -1,9 +1,10 @@
 //! Disks that change their size, against a model and `qemu-img`.
 
-use crate::common::{export, make};
+use crate::common::{export, findings, make};
 use futures_executor::block_on;
 use futures_util::future::join;
-use isobath_disk::{Disk, OpenOptions, Preallocation, ZeroFlags};
+use isobath_disk::encryption::Secret;
+use isobath_disk::{Disk, NewDisk, NewEncryption, OpenOptions, Preallocation, ZeroFlags, create};
 use isobath_qcow2::NewImage;
 use isobath_storage::IoBuf;
 use isobath_storage::memory::MemoryHost;
@@ -12,6 +13,7 @@ use isobath_testkit::{args, model::Model, qemu, seed::Seed};
 use rand::rngs::StdRng;
 use rand::{Rng, RngExt};
 use std::path::Path;
+use std::time::Duration;
 
 const TOP: &str = "top.qcow2";
 
@@ -335,5 +337,31 @@ fn tables_may_be_longer_than_what_a_refcount_block_counts() {
         let directory = export(&host);
         qemu::assert_clean(&directory.path().join(TOP));
         assert!(host.contents(TOP).unwrap().len() > 144 << 20);
+    });
+}
+
+/// Its first cluster is at the start of the data file, where the entry of zeroes with a place is that of zeroes
+/// without one.
+#[test]
+fn an_encrypted_disk_in_a_data_file_is_preallocated_from_its_start() {
+    block_on(async {
+        let host = MemoryHost::new();
+        let mut new = NewDisk::new(0).data_file("data");
+        let mut encryption = NewEncryption::new(Secret::new(b"password".to_vec()).unwrap());
+        encryption.options.iter_time = Duration::from_millis(1);
+        new.encryption = Some(encryption);
+        create(&host.any(), Path::new(TOP), &new).await.unwrap();
+        let secret = Secret::new(b"password".to_vec()).unwrap();
+        let options = OpenOptions::new().writable(true).secrets(secret);
+        let disk = Disk::open(host.any(), Path::new(TOP), &options).await.unwrap();
+        disk.resize(1 << 20, Preallocation::Metadata, true).await.unwrap();
+        assert!(read_all(&disk).await.iter().all(|byte| *byte == 0));
+        disk.write(4096, IoBuf::copy_of(&[7; 512])).await.unwrap();
+        let mut model = Model::new(1 << 20);
+        model.fill(4096, 512, 7);
+        model.check(&read_all(&disk).await).unwrap();
+        disk.close().await.unwrap();
+        drop(disk);
+        assert_eq!(findings(&host, TOP).await, Vec::<String>::new());
     });
 }

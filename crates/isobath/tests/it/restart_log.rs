@@ -3,23 +3,23 @@
 //! A kill drops the disk and everything that is under way, and leaves what was written to files, and
 //! the memory that belongs to them. Nothing else is kept.
 
-use crate::common::{ALWAYS, Ticking, complete, export, make, run};
+use crate::common::{ALWAYS, Ticking, complete, export, findings, make, run};
 use futures_executor::block_on;
 use futures_util::future::{LocalBoxFuture, join_all};
 use isobath_disk::{
-    CheckOptions, Disk, LiveDisk, MetadataMode, OpenOptions, Overlay, Preallocation, Repair,
-    ZeroFlags, check,
+    CheckOptions, Disk, LiveDisk, MetadataMode, NewDisk, OpenOptions, Overlay, Preallocation,
+    Repair, ZeroFlags, check, create,
 };
 use isobath_jobs::pace::Pacing;
 use isobath_jobs::{JobOptions, MirrorOptions, MirrorSync};
-use isobath_qcow2::NewImage;
+use isobath_qcow2::{Header, NewImage};
 use isobath_storage::file::FileHost;
 use isobath_storage::memory::MemoryHost;
 use isobath_storage::{Host, IoBuf, MemoryUse, OpenMode, Operation, Storage, StorageExt};
 use isobath_storage_test::any::{AnyHost, ToAny};
 use isobath_storage_test::fault::{Fault, FaultHost, Plan};
 use isobath_storage_test::give_way;
-use isobath_storage_test::recorder::{Change, Record, RecorderHost};
+use isobath_storage_test::recorder::{Change, Entry, Record, RecorderHost};
 use isobath_testkit::bytes::{first_difference, first_other_than};
 use isobath_testkit::{digest, qemu, seed::Seed};
 use rand::rngs::StdRng;
@@ -443,6 +443,56 @@ fn after_a_power_failure_and_without_such_memory_there_is_what_was_flushed() {
         let disk = open(memory.clone(), &logged()).await;
         assert_lost(&disk, 8).await;
         close(disk, &memory).await;
+    });
+}
+
+/// An entry that refers to new data in an external data file may be durable only behind it, also in a recovery.
+#[test]
+fn data_in_another_file_is_durable_before_an_entry_that_a_log_adds() {
+    block_on(async {
+        let memory = MemoryHost::new();
+        memory.insert("base.raw", &vec![0xbb; 8 << 20]);
+        let new = NewDisk::new(64 << 20).data_file("data").backing_file("base.raw", "raw");
+        create(&memory.any(), Path::new(NAME), &new).await.unwrap();
+        let disk = open(memory.clone(), &logged()).await;
+        // With the table of the others.
+        write(&disk, 0, 1, 4096).await;
+        disk.close().await.unwrap();
+        drop(disk);
+        let disk = open(memory.clone(), &logged()).await;
+        write(&disk, 3 * CLUSTER, 4, 4096).await;
+        disk.flush().await.unwrap();
+        write(&disk, CLUSTER + 4096, 3, 4096).await;
+        // Killed. What was written is not durable in either file.
+        drop(disk);
+        let bytes = memory.contents(NAME).unwrap();
+        let header = Header::parse(&bytes).unwrap();
+        let l1 = header.l1_table_offset.get() as usize;
+        let entry = u64::from_be_bytes(bytes[l1..l1 + 8].try_into().unwrap());
+        let table = entry & 0x00ff_ffff_ffff_fe00;
+        let host = RecorderHost::new(memory.clone());
+        let record = host.record();
+        let disk = open(host, &logged()).await;
+        let mut durable = false;
+        let mut entries = 0;
+        for Entry { file, change, .. } in record.entries() {
+            match change {
+                Change::Flush { .. } => durable |= *file == *Path::new("data"),
+                Change::Write(at, _)
+                    if *file == *Path::new(NAME) && (table..table + CLUSTER).contains(&at) =>
+                {
+                    entries += 1;
+                    assert!(durable, "the entry may be in the file before its data");
+                }
+                _ => {}
+            }
+        }
+        assert!(entries > 0, "the log was not applied");
+        assert_reads(&disk, CLUSTER, 0xbb, 4096).await;
+        assert_reads(&disk, CLUSTER + 4096, 3, 4096).await;
+        disk.close().await.unwrap();
+        drop(disk);
+        assert_eq!(findings(&memory, NAME).await, Vec::<String>::new());
     });
 }
 

@@ -1,18 +1,19 @@
 //! Damage to an index itself: noticed wherever it is, and said once.
 
-use super::chains::{Chain, Flavour, LAYERS, TOP, TOP_NAME, isobath, logged, name};
+use super::chains::{Chain, Flavour, TOP, TOP_NAME, isobath, logged, name};
 use super::judge::logged_of_indexes;
-use isobath_qcow2::Header;
 use isobath_qcow2::index::{
-    BlockHash, BlockPointer, IndexExtension, MAX_BLOCK_BYTES, Page, PageEntry, Root, Segment,
+    BlockHash, BlockPointer, IndexExtension, MAX_BLOCK_BYTES, PAGE_UNITS, Page, PageEntry, PageRun,
+    Root, Segment,
 };
+use isobath_qcow2::{CompressedCluster, Header, HostOffset};
 use isobath_testkit::args;
 use isobath_testkit::bytes::first_difference;
 use isobath_testkit::chain::{Chain as Made, Commands};
 use isobath_testkit::ops::{Op, Shape};
 use isobath_testkit::qemu;
 use isobath_testkit::seed::Seed;
-use rand::RngExt;
+use rand::{Rng, RngExt};
 use std::fs;
 use std::ops::Range;
 use std::path::Path;
@@ -184,32 +185,25 @@ fn root(bytes: &[u8]) -> Vec<u8> {
     bytes[start..start + extension.root_length as usize].to_vec()
 }
 
-/// An index that is wrong, with hashes that hold, is believed: so the others were used, and right.
-#[test]
-fn a_forged_index_would_be_believed() {
-    let chain = Chain::new(0, Flavour::Indexed);
-    let image = chain.path(TOP);
-    let right = qemu::read_disk(&image, "qcow2");
-    let mut bytes = fs::read(&image).unwrap();
+/// Changes the first page of the active image's own index, with hashes that hold.
+fn forge(image: &Path, change: impl FnOnce(&mut Page)) {
+    let mut bytes = fs::read(image).unwrap();
     let mut extension = extension(&bytes);
     let mut root = Root::decode(&root(&bytes)).unwrap();
     let pointer = root.segments[0].unwrap();
     let at = pointer.offset.get() as usize;
-    let mut segment =
-        Segment::decode(&bytes[at..at + pointer.length as usize], 0, LAYERS as u32 - 1).unwrap();
-    let page_pointer = segment.pages[0].page.as_mut().unwrap();
-    let page_at = page_pointer.offset.get() as usize;
-    let page_bytes = &bytes[page_at..page_at + page_pointer.length as usize];
-    let mut page = Page::decode(page_bytes, 0, root.unit_bits).unwrap();
-    // The newest data is said to be zeroes.
-    let newest = |entry: &PageEntry| matches!(entry, PageEntry::Data { layer: 3, .. });
-    let run = page.runs.iter_mut().find(|run| newest(&run.entry)).unwrap();
-    run.entry = PageEntry::Zero { layer: 3 };
-    let (first, count) = (run.first, run.count);
-    let page_bytes = page.encode(root.unit_bits).unwrap();
-    assert_eq!(page_bytes.len(), page_pointer.length as usize);
-    page_pointer.hash = BlockHash::of(&page_bytes);
-    bytes[page_at..page_at + page_bytes.len()].copy_from_slice(&page_bytes);
+    let block = &bytes[at..at + pointer.length as usize];
+    let mut segment = Segment::decode(block, 0, root.covers).unwrap();
+    let pointer = segment.pages[0].page.as_mut().unwrap();
+    let page_at = pointer.offset.get() as usize;
+    let block = &bytes[page_at..page_at + pointer.length as usize];
+    let mut page = Page::decode(block, 0, root.unit_bits).unwrap();
+    change(&mut page);
+    let page = page.encode(root.unit_bits).unwrap();
+    assert!(page.len() <= pointer.length as usize);
+    pointer.length = page.len() as u32;
+    pointer.hash = BlockHash::of(&page);
+    bytes[page_at..page_at + page.len()].copy_from_slice(&page);
     let segment = segment.encode();
     bytes[at..at + segment.len()].copy_from_slice(&segment);
     root.segments[0].as_mut().unwrap().hash = BlockHash::of(&segment);
@@ -221,14 +215,66 @@ fn a_forged_index_would_be_believed() {
     for (at, part) in Header::edit_index(&bytes[..4096], Some(&extension)).unwrap() {
         bytes[at..at + part.len()].copy_from_slice(&part);
     }
-    fs::write(&image, bytes).unwrap();
+    fs::write(image, bytes).unwrap();
+}
+
+/// An index that is wrong, with hashes that hold, is believed: so the others were used, and right.
+#[test]
+fn a_forged_index_would_be_believed() {
+    let chain = Chain::new(0, Flavour::Indexed);
+    let image = chain.path(TOP);
+    let right = qemu::read_disk(&image, "qcow2");
+    let unit = 1 << Root::decode(&root(&fs::read(&image).unwrap())).unwrap().unit_bits;
+    let mut lied = 0..0;
+    forge(&image, |page| {
+        // The newest data is said to be zeroes.
+        let newest = |entry: &PageEntry| matches!(entry, PageEntry::Data { layer: 3, .. });
+        let run = page.runs.iter_mut().find(|run| newest(&run.entry)).unwrap();
+        run.entry = PageEntry::Zero { layer: 3 };
+        lied = run.first * unit..(run.first + run.count) * unit;
+    });
     let (read, messages) = read(&image);
     assert_eq!(messages, Vec::<String>::new());
     assert!(read != right, "the index of '{}' is not used", name(TOP));
-    let unit = 1 << root.unit_bits;
-    let lied = first * unit..(first + count) * unit;
     let outside = |at: usize| !lied.contains(&at);
     assert!((0..right.len()).all(|at| !outside(at) || right[at] == read[at]));
     let verified = isobath(chain.directory(), ["index", "--verify", TOP_NAME]).exits(2);
     assert!(verified.text().contains("differs at 0"), "{}", verified.report());
+}
+
+/// A hostile index says of a raw layer what only a qcow2 one can have: the read fails, and the image is not called
+/// wrong by more than that.
+#[test]
+fn a_raw_layer_has_no_compressed_clusters_whatever_an_index_says() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = |name: &str| directory.path().join(name);
+    let mut bytes = vec![7; 4 << 20];
+    Seed::new().rng().fill_bytes(&mut bytes);
+    fs::write(path("base"), &bytes).unwrap();
+    for (below, format, name) in [("base", "raw", "middle"), ("middle", "qcow2", "top")] {
+        let create = ["create", "-f", "qcow2", "-b", below, "-F", format, name];
+        let _ = isobath(directory.path(), create).ok();
+        // So many runs that the page has room for what is said of them.
+        let writes =
+            (10..20).map(|n| format!("write {}k 64k", n * 192)).flat_map(|w| ["-c".into(), w]);
+        let io = ["io", "-f", "qcow2"].map(String::from).into_iter().chain(writes);
+        let _ = isobath(directory.path(), io.chain([name.into()])).ok();
+    }
+    let _ = isobath(directory.path(), ["index", "top"]).ok();
+    forge(&path("top"), |page| {
+        let cluster = CompressedCluster { offset: HostOffset::new(512), length: 512 };
+        let entry = PageEntry::Compressed { layer: 0, cluster };
+        page.runs = vec![
+            PageRun { first: 0, count: 1, entry },
+            PageRun { first: 1, count: PAGE_UNITS - 1, entry: PageEntry::Absent },
+        ];
+    });
+    // Reads and the copies for writes fail, and nothing else does.
+    let steps =
+        ["read 0 512", "write 512 512", "write -P 9 1M 64k", "read -P 9 1M 64k", "read 2M 64k"];
+    let arguments = steps.iter().flat_map(|step| ["-c", step]).chain(["top"]);
+    let finished = isobath(directory.path(), ["io", "-f", "qcow2"].into_iter().chain(arguments));
+    let text = format!("{}{}", finished.text(), finished.stderr);
+    assert_eq!(text.matches("failed").count(), 2, "{}", finished.report());
+    assert!(!text.contains("internal error"), "{}", finished.report());
 }

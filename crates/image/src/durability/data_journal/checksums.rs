@@ -35,7 +35,12 @@ pub enum ChecksumHolder {
 /// Data that was written to newly allocated places and that the log does not know of yet.
 #[must_use = "no entry may refer to it before the data journal has checksums of it"]
 #[derive(Debug)]
-pub struct Written(pub(in crate::durability) Vec<ChecksummedRange>);
+pub struct Written {
+    /// Where it is in the file.
+    pub(in crate::durability) place: Range<u64>,
+    /// What the next record must have checksums of.
+    pub(in crate::durability) checksums: Vec<ChecksummedRange>,
+}
 
 /// A checksummed range.
 #[derive(Clone, Copy, Debug)]

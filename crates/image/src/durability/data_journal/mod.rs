@@ -18,6 +18,7 @@ use crate::checksummed::Checksummed;
 use crate::pieces::{JournaledWrite, Pieces};
 use crate::restart_log::RestartLog;
 use crate::sabotage::{self, Sabotage};
+use crate::violated;
 use checksums::{Checksum, ChecksummedRanges};
 use isobath_qcow2::embedded::LEAD;
 use isobath_qcow2::{HostCluster, Lsn};
@@ -34,6 +35,8 @@ const MAX_PENDING: u64 = 128 << 10;
 
 /// Clusters remembered as not written.
 const MAX_UNWRITTEN: usize = 16 << 10;
+
+const ONE_COMMIT: &str = "one commit of data ends before the next begins";
 
 /// Used in place of a record's number: the piece belongs to a cluster that is about to be freed.
 const NO_RECORD: Lsn = Lsn::MAX;
@@ -91,10 +94,18 @@ pub struct ClosedData {
     pub plain: Vec<HostCluster>,
     /// There is too much data for checksums: it must be durable before the record is written.
     pub too_much: bool,
+    /// To finish the commit with.
+    pub commit: DataCommit,
+}
+
+/// A commit of guest data in progress. The holder must finish it; if it is dropped, the commit has failed, and no other
+/// begins.
+#[must_use = "the commit is to be finished with it"]
+pub struct DataCommit {
     writes: Arc<WaitGroup>,
 }
 
-impl ClosedData {
+impl DataCommit {
     /// Waits for the writes to checksummed ranges that were in progress at the close.
     pub async fn landed(&self) {
         self.writes.ended().await;
@@ -118,10 +129,13 @@ impl DataJournal {
     }
 
     /// No record's checksums matter any more, and no recovery replays a record. Data in durable records is durable in
-    /// place.
-    pub fn deactivate(&self) {
+    /// place. What the `commit` in progress has closed is for the next one.
+    pub fn deactivate(&self, commit: Option<DataCommit>) {
         let mut state = self.state.lock();
         let state = &mut *state;
+        if commit.is_none() && !state.is_between_commits() {
+            violated(ONE_COMMIT);
+        }
         self.active.store(false, Ordering::SeqCst);
         let newer = std::mem::take(&mut state.pending);
         state.pending = std::mem::take(&mut state.under_way);
@@ -133,6 +147,7 @@ impl DataJournal {
         state.plain.clear();
         state.unwritten.clear();
         self.count(state);
+        drop(commit);
     }
 
     /// Kept bytes that are not in a record yet.
@@ -227,22 +242,25 @@ impl DataJournal {
     /// Adds checksums of newly written data to the next record. Returns the proof that
     /// [`record`](crate::tables::Tables::record) requires for an entry that refers to the data.
     pub fn add_checksums(&self, written: impl IntoIterator<Item = Written>) -> Checksummed {
-        let written = written.into_iter();
-        if self.is_active() {
-            let mut state = self.state.lock();
-            written
-                .for_each(|Written(ranges)| ranges.iter().for_each(|range| state.open.add(range)));
-        }
-        Checksummed::new()
+        let mut state = self.is_active().then(|| self.state.lock());
+        let place = |Written { place, checksums }| {
+            if let Some(state) = &mut state {
+                for range in &checksums {
+                    state.open.add(range);
+                }
+            }
+            place
+        };
+        Checksummed::new(written.into_iter().map(place).collect())
     }
 
-    /// Like [`add_checksums`](Self::add_checksums), for data that gets no checksums: it is durable before the next
-    /// record is written.
-    pub fn add_unchecked(&self) -> Checksummed {
+    /// Like [`add_checksums`](Self::add_checksums), for data at these places that gets no checksums: it is durable
+    /// before the next record is written.
+    pub fn add_unchecked(&self, places: Vec<Range<u64>>) -> Checksummed {
         if self.is_active() {
             self.state.lock().open.too_much = true;
         }
-        Checksummed::new()
+        Checksummed::new(places)
     }
 
     /// Begins record `lsn`. It leaves out the clusters in `freed`, of `size` bytes each, to which nothing will refer
@@ -252,6 +270,9 @@ impl DataJournal {
         let state = &mut *state;
         if let Some(log) = &self.log {
             log.close_kept();
+        }
+        if !state.is_between_commits() {
+            violated(ONE_COMMIT);
         }
         state.closing = std::mem::take(&mut state.open);
         state.under_way = std::mem::take(&mut state.pending);
@@ -277,27 +298,34 @@ impl DataJournal {
             kept: state.under_way.list(|mark| mark != NO_RECORD),
             plain: std::mem::take(&mut state.plain),
             too_much: closing.too_much,
-            writes: Arc::clone(&closing.writes),
+            commit: DataCommit { writes: Arc::clone(&closing.writes) },
         }
     }
 
     /// Begins a commit without a record; `None` if something must go into one.
-    pub fn begin_embedded_commit(&self) -> Option<Arc<WaitGroup>> {
+    pub fn begin_embedded_commit(&self) -> Option<DataCommit> {
         let mut state = self.state.lock();
         let state = &mut *state;
         let needs_record = state.open.too_much || state.open.broken || !state.plain.is_empty();
         if needs_record || self.pending() > 0 {
             return None;
         }
+        if !state.is_between_commits() {
+            violated(ONE_COMMIT);
+        }
         state.closing = std::mem::take(&mut state.open);
         state.closing.leave_leads();
-        Some(Arc::clone(&state.closing.writes))
+        Some(DataCommit { writes: Arc::clone(&state.closing.writes) })
     }
 
     /// The commit `lsn` in progress is durable without a record. Durable LSNs in data that is now durable show that
     /// commits up to `noted` were durable.
-    pub fn finish_embedded_commit(&self, lsn: Lsn, noted: Lsn) {
+    pub fn finish_embedded_commit(&self, commit: DataCommit, lsn: Lsn, noted: Lsn) {
+        drop(commit);
         let mut state = self.state.lock();
+        if state.last.iter().any(|(earlier, _)| *earlier >= lsn) {
+            violated("commits have growing LSNs");
+        }
         let closing = std::mem::take(&mut state.closing);
         state.last.retain(|(commit, _)| *commit > noted);
         if !closing.ranges.is_empty() {
@@ -306,9 +334,13 @@ impl DataJournal {
     }
 
     /// The record of the commit `lsn` in progress is durable, and a recovery replays no record before `tail`.
-    pub fn finish_commit(&self, lsn: Lsn, tail: Lsn) {
+    pub fn finish_commit(&self, commit: DataCommit, lsn: Lsn, tail: Lsn) {
+        drop(commit);
         let mut state = self.state.lock();
         let state = &mut *state;
+        if state.last.iter().any(|(earlier, _)| *earlier >= lsn) {
+            violated("commits have growing LSNs");
+        }
         state.last = vec![(lsn, std::mem::take(&mut state.closing))];
         let newer = std::mem::take(&mut state.under_way);
         state.recorded.put_all(newer);
@@ -338,7 +370,8 @@ impl DataJournal {
     }
 
     /// The commit in progress wrote no record, and all data is durable in place.
-    pub fn finish_plain_commit(&self) {
+    pub fn finish_plain_commit(&self, commit: DataCommit) {
+        drop(commit);
         let mut state = self.state.lock();
         state.closing = ChecksummedRanges::default();
         state.under_way = Pieces::default();
@@ -397,6 +430,11 @@ impl DataJournal {
 }
 
 impl DataState {
+    /// Whether no commit has closed anything that it has not finished.
+    fn is_between_commits(&self) -> bool {
+        self.closing.ranges.is_empty() && self.under_way.count() == 0
+    }
+
     /// The parts of a range that must not be written to, in order and apart from each other.
     fn guarded(&self, range: &Range<u64>) -> Vec<Range<u64>> {
         let last = self.last.iter().map(|(_, checksums)| checksums);
@@ -463,6 +501,11 @@ mod tests {
         journal
     }
 
+    fn written(checksums: Vec<ChecksummedRange>) -> Written {
+        let place = checksums[0].range.start..checksums.last().unwrap().range.end;
+        Written { place, checksums }
+    }
+
     fn all(at: u64, length: u64) -> Vec<Range<u64>> {
         let whole = at..at + length;
         vec![whole]
@@ -471,7 +514,7 @@ mod tests {
     #[test]
     fn what_the_last_record_vouches_for_is_kept_until_the_next_is_durable() {
         let journal = active();
-        let _ = journal.add_checksums([Written(checksummed(0, &[buf(1, 8192)], SIZE, true))]);
+        let _ = journal.add_checksums([written(checksummed(0, &[buf(1, 8192)], SIZE, true))]);
         // Not in a record yet: it is written in place, and read back.
         assert_eq!(straight(&journal, 4096, 2, 4096), all(4096, 4096));
         let closed = journal.begin_commit(Lsn::new(1), &[], SIZE);
@@ -481,30 +524,31 @@ mod tests {
         );
         // While the record is being written, and after.
         assert_eq!(straight(&journal, 4096, 3, 8192), all(8192, 4096));
-        journal.finish_commit(Lsn::new(1), Lsn::new(1));
+        journal.finish_commit(closed.commit, Lsn::new(1), Lsn::new(1));
         assert_eq!(straight(&journal, 0, 4, 512), []);
         assert_eq!(journal.pending(), 4096 + 512);
         let kept = journal.kept_in(&(0..16384));
         assert_eq!(kept.len(), 2);
         assert_eq!(kept[0], JournaledWrite { at: 0, bytes: vec![4; 512] });
         // The next record contains them, and then nothing is checksummed any more.
-        assert_eq!(journal.begin_commit(Lsn::new(2), &[], SIZE).kept, kept);
-        journal.finish_commit(Lsn::new(2), Lsn::new(1));
+        let closed = journal.begin_commit(Lsn::new(2), &[], SIZE);
+        assert_eq!(closed.kept, kept);
+        journal.finish_commit(closed.commit, Lsn::new(2), Lsn::new(1));
         assert_eq!(straight(&journal, 1024, 5, 512), all(1024, 512));
         // Data is kept as long as it may be replayed.
         assert_eq!(straight(&journal, 0, 6, 512), []);
-        journal.begin_commit(Lsn::new(3), &[], SIZE);
-        journal.finish_commit(Lsn::new(3), Lsn::new(3));
+        let closed = journal.begin_commit(Lsn::new(3), &[], SIZE);
+        journal.finish_commit(closed.commit, Lsn::new(3), Lsn::new(3));
         assert_eq!(journal.kept_in(&(0..16384)), [JournaledWrite { at: 0, bytes: vec![6; 512] }]);
-        journal.begin_commit(Lsn::new(4), &[], SIZE);
-        journal.finish_commit(Lsn::new(4), Lsn::new(4));
+        let closed = journal.begin_commit(Lsn::new(4), &[], SIZE);
+        journal.finish_commit(closed.commit, Lsn::new(4), Lsn::new(4));
         assert!(!journal.keeps());
     }
 
     #[test]
     fn a_record_does_not_vouch_for_what_it_has() {
         let journal = active();
-        let _ = journal.add_checksums([Written(checksummed(0, &[buf(1, 12288)], SIZE, true))]);
+        let _ = journal.add_checksums([written(checksummed(0, &[buf(1, 12288)], SIZE, true))]);
         assert!(journal.keep(4096, &[buf(2, 4096)], true, SIZE));
         let closed = journal.begin_commit(Lsn::new(1), &[], SIZE);
         let unread = |range| ChecksummedRange { range, crc: None, holder: ChecksumHolder::Record };
@@ -516,14 +560,14 @@ mod tests {
     fn nothing_is_said_of_released_clusters_and_kept_pieces_stay_readable_until_forgotten() {
         let journal = active();
         let _ =
-            journal.add_checksums([Written(checksummed(SIZE - 4096, &[buf(1, 8192)], SIZE, true))]);
+            journal.add_checksums([written(checksummed(SIZE - 4096, &[buf(1, 8192)], SIZE, true))]);
         assert!(journal.keep(2 * SIZE - 512, &[buf(2, 1024)], true, SIZE));
         let closed = journal.begin_commit(Lsn::new(1), &[HostCluster::new(1)], SIZE);
         assert_eq!(closed.checksums.len(), 1);
         assert_eq!(closed.checksums[0].range, SIZE - 4096..SIZE);
         assert_eq!(closed.kept, [JournaledWrite { at: 2 * SIZE, bytes: vec![2; 512] }]);
         assert_eq!(journal.kept_in(&(0..4 * SIZE)).len(), 2);
-        journal.finish_commit(Lsn::new(1), Lsn::new(1));
+        journal.finish_commit(closed.commit, Lsn::new(1), Lsn::new(1));
         journal.forget(&[HostCluster::new(1)], SIZE);
         assert_eq!(journal.recorded().len(), 1);
         assert_eq!(journal.kept_in(&(0..2 * SIZE)), []);
@@ -533,7 +577,7 @@ mod tests {
     fn a_cluster_beside_a_released_one_is_still_vouched_for() {
         for holder in [ChecksumHolder::Record, ChecksumHolder::Lead] {
             let journal = active();
-            let _ = journal.add_checksums([Written(checksummed_by(0..3 * SIZE, holder))]);
+            let _ = journal.add_checksums([written(checksummed_by(0..3 * SIZE, holder))]);
             let closed = journal.begin_commit(Lsn::new(1), &[HostCluster::new(1)], SIZE);
             let beside =
                 [checksummed_by(0..SIZE, holder), checksummed_by(2 * SIZE..3 * SIZE, holder)];
@@ -550,7 +594,7 @@ mod tests {
             at += 4096;
         }
         assert_eq!(journal.pending(), MAX_PENDING + 4096);
-        journal.deactivate();
+        journal.deactivate(None);
         assert!(!journal.keep(0, &[buf(1, 4096)], true, SIZE));
         let kept = journal.unrecorded();
         journal.placed(&kept);
@@ -580,39 +624,39 @@ mod tests {
     #[test]
     fn what_a_lead_block_vouches_for_is_kept_until_it_is_known_to_be_durable() {
         let journal = active();
-        let _ = journal.add_checksums([Written(checksummed_by(0..SIZE, ChecksumHolder::Lead))]);
+        let _ = journal.add_checksums([written(checksummed_by(0..SIZE, ChecksumHolder::Lead))]);
         let _ = journal
-            .add_checksums([Written(checksummed_by(SIZE..2 * SIZE, ChecksumHolder::Nobody))]);
-        assert!(journal.begin_embedded_commit().is_some());
-        journal.finish_embedded_commit(Lsn::new(5), Lsn::new(0));
+            .add_checksums([written(checksummed_by(SIZE..2 * SIZE, ChecksumHolder::Nobody))]);
+        let commit = journal.begin_embedded_commit().unwrap();
+        journal.finish_embedded_commit(commit, Lsn::new(5), Lsn::new(0));
         // The first needs no checksum; nothing shows yet that the second was durable.
         assert_eq!(straight(&journal, SIZE, 1, 4096), all(SIZE, 4096));
         assert_eq!(straight(&journal, SIZE - 4096, 1, 8192), all(SIZE, 4096));
         assert!(journal.begin_embedded_commit().is_none(), "what is kept needs a record");
         let closed = journal.begin_commit(Lsn::new(8), &[], SIZE);
         assert_eq!(closed.kept.len(), 1);
-        journal.finish_commit(Lsn::new(8), Lsn::new(6));
+        journal.finish_commit(closed.commit, Lsn::new(8), Lsn::new(6));
         let _ = journal
-            .add_checksums([Written(checksummed_by(2 * SIZE..3 * SIZE, ChecksumHolder::Lead))]);
-        assert!(journal.begin_embedded_commit().is_some());
-        journal.finish_embedded_commit(Lsn::new(9), Lsn::new(8));
+            .add_checksums([written(checksummed_by(2 * SIZE..3 * SIZE, ChecksumHolder::Lead))]);
+        let commit = journal.begin_embedded_commit().unwrap();
+        journal.finish_embedded_commit(commit, Lsn::new(9), Lsn::new(8));
         assert!(journal.begin_embedded_commit().is_some());
         // A later record shows that the commit which ended at 9 was durable.
         assert_eq!(straight(&journal, 2 * SIZE, 2, 512), []);
-        let _ = journal.begin_commit(Lsn::new(10), &[], SIZE);
-        journal.finish_commit(Lsn::new(10), Lsn::new(11));
+        let closed = journal.begin_commit(Lsn::new(10), &[], SIZE);
+        journal.finish_commit(closed.commit, Lsn::new(10), Lsn::new(11));
         assert_eq!(straight(&journal, 2 * SIZE + 512, 2, 512), all(2 * SIZE + 512, 512));
     }
 
     #[test]
     fn a_broken_sum_and_a_plain_lead_block_need_a_record() {
         let journal = active();
-        let _ = journal.add_checksums([Written(checksummed_by(0..SIZE, ChecksumHolder::Lead))]);
+        let _ = journal.add_checksums([written(checksummed_by(0..SIZE, ChecksumHolder::Lead))]);
         assert_eq!(straight(&journal, 4096, 1, 512), all(4096, 512));
         assert!(journal.begin_embedded_commit().is_none());
         let closed = journal.begin_commit(Lsn::new(1), &[], SIZE);
         assert_eq!(closed.checksums, checksummed_by(0..SIZE, ChecksumHolder::Lead));
-        journal.finish_commit(Lsn::new(1), Lsn::new(1));
+        journal.finish_commit(closed.commit, Lsn::new(1), Lsn::new(1));
         assert!(journal.begin_embedded_commit().is_some());
         journal.keep_plain(SIZE, &[7; 512], HostCluster::new(1));
         assert!(journal.begin_embedded_commit().is_none());

@@ -24,13 +24,13 @@ impl Journal {
         if alloc.has_unstaged().await {
             return Ok(false);
         }
-        let Some(writes) = data_journal.begin_embedded_commit() else { return Ok(false) };
-        writes.ended().await;
+        let Some(commit) = data_journal.begin_embedded_commit() else { return Ok(false) };
+        commit.landed().await;
         let noted = zones.take_noted();
         let written = active.written;
         metadata.sync().await?;
         active.synced(written);
-        data_journal.finish_embedded_commit(lsn, noted);
+        data_journal.finish_embedded_commit(commit, lsn, noted);
         Ok(true)
     }
 }

@@ -9,13 +9,15 @@
 use super::{Active, build, checkpoint, ordered};
 use crate::Result;
 use crate::durability::Metadata;
+use crate::durability::data_journal::DataCommit;
+use crate::durability::zones::CommitPoint;
 use crate::pieces::JournaledWrite;
 use crate::readers::Readers;
 use crate::sabotage::{self, Sabotage};
 use crate::tables::ClosedBatch;
+use isobath_qcow2::HostCluster;
 use isobath_qcow2::embedded::LEAD;
 use isobath_qcow2::journal::HEAD_BYTES;
-use isobath_qcow2::{HostCluster, Lsn};
 use isobath_storage::Storage;
 
 /// The batches that were closed for the commit.
@@ -25,6 +27,7 @@ pub(super) struct Oversized {
     pub(super) freed: Vec<HostCluster>,
     pub(super) kept: Vec<JournaledWrite>,
     pub(super) plain: Vec<HostCluster>,
+    pub(super) data: DataCommit,
 }
 
 /// Commits the closed batches in place.
@@ -33,15 +36,16 @@ pub(super) async fn commit<S: Storage>(
     metadata: &Metadata<S>,
     readers: &Readers,
     closed: Oversized,
-    lsn: Lsn,
+    point: &CommitPoint,
 ) -> Result<()> {
+    let lsn = point.lsn;
     let Metadata { alloc, data_journal, zones, .. } = metadata;
     let size = metadata.cluster_size();
-    let Oversized { batch, freed, kept, plain } = closed;
+    let Oversized { batch, freed, kept, plain, data } = closed;
     checkpoint(metadata).await?;
     metadata.sync().await?;
     // The record makes this durable: kept data may overwrite data that embedded records have checksums of.
-    zones.finish_commit(lsn);
+    zones.all_durable(point);
     empty(active, metadata).await?;
     data_journal.checkpointed();
     metadata.zones_listed().await?;
@@ -100,14 +104,14 @@ pub(super) async fn commit<S: Storage>(
         }
         let tail = active.durable.next();
         let mut record = active.next(size, metadata.sequence.next(), tail);
-        let data: Vec<JournaledWrite> = now.iter().map(|kept| (*kept).clone()).collect();
-        record.data(&data);
-        recorded.extend(data);
+        let now: Vec<JournaledWrite> = now.iter().map(|kept| (*kept).clone()).collect();
+        record.data(&now);
         let told: Vec<HostCluster> = plain
             .iter()
             .filter(|cluster| now.iter().any(|kept| kept.at / size == cluster.get()))
             .copied()
             .collect();
+        recorded.extend(now);
         record.zones(zones.table(lsn, &told));
         active.checkpoint_lsn = lsn;
         active.write(metadata, record).await?;
@@ -116,7 +120,7 @@ pub(super) async fn commit<S: Storage>(
         }
     }
     data_journal.moved(&others, active.last);
-    data_journal.finish_commit(lsn, active.durable.next());
+    data_journal.finish_commit(data, lsn, active.durable.next());
     metadata.zones_listed().await?;
     ordered::discard(metadata, in_zones).await?;
     zones.release(&freed);

@@ -23,7 +23,9 @@ mod in_place;
 mod ring;
 mod setup;
 
+use super::data_journal::DataCommit;
 use super::ordered::{self, Ordered};
+use super::zones::CommitPoint;
 use super::{Durability, Metadata};
 use crate::readers::Readers;
 use crate::sabotage::{self, Sabotage};
@@ -146,15 +148,15 @@ impl Journal {
         let active = always(state.active.as_mut(), name, "a journal in use has an area")?;
         let point = zones.begin_commit(&metadata.sequence);
         if self.commit_embedded(active, metadata, point.lsn).await? {
-            zones.finish_commit(point.ended);
+            zones.finish_embedded_commit(point);
         } else {
             point.landed().await;
-            let too_much = self.commit_record(active, metadata, readers, point.lsn).await?;
-            if let Some(batch) = too_much {
-                Box::pin(self.deactivate_locked(state, metadata)).await?;
+            let too_much = self.commit_record(active, metadata, readers, &point).await?;
+            if let Some((batch, data)) = too_much {
+                Box::pin(self.deactivate_locked(state, metadata, Some(data))).await?;
                 Box::pin(ordered::finish(metadata, readers, batch, &[])).await?;
             }
-            zones.finish_commit(point.lsn);
+            zones.finish_commit(point);
         }
         if metadata.open_zone().await? {
             self.ask_for_record();
@@ -221,13 +223,14 @@ impl Journal {
         active: &mut Active,
         metadata: &Metadata<S>,
         readers: &Readers,
-        lsn: Lsn,
-    ) -> Result<Option<ClosedBatch>> {
+        point: &CommitPoint,
+    ) -> Result<Option<(ClosedBatch, DataCommit)>> {
+        let lsn = point.lsn;
         let Metadata { layer, tables, alloc, data_journal, zones, .. } = metadata;
         let batch = tables.begin_commit()?;
         let freed = alloc.freed_by(&batch.releases).await?;
         let closed = data_journal.begin_commit(lsn, &freed, metadata.cluster_size());
-        closed.landed().await;
+        closed.commit.landed().await;
         let asked = self.asked.swap(false, Ordering::SeqCst);
         let tells = batch.changes || !closed.kept.is_empty() || asked;
         let changed = tells || alloc.has_unstaged().await;
@@ -241,7 +244,7 @@ impl Journal {
             metadata.sync().await?;
             active.synced(written);
             metadata.log_durable();
-            data_journal.finish_plain_commit();
+            data_journal.finish_plain_commit(closed.commit);
             tables.finish_commit(batch);
             return Ok(None);
         }
@@ -253,12 +256,17 @@ impl Journal {
         if blocks > most_blocks(&active.ring) || active.ring.room(blocks).is_none() {
             // Too large for one record, or for the free part of the area.
             if zones.any() || metadata.log.as_ref().is_some_and(|log| log.is_begun()) {
-                let closed =
-                    in_place::Oversized { batch, freed, kept: closed.kept, plain: closed.plain };
-                Box::pin(in_place::commit(active, metadata, readers, closed, lsn)).await?;
+                let closed = in_place::Oversized {
+                    batch,
+                    freed,
+                    kept: closed.kept,
+                    plain: closed.plain,
+                    data: closed.commit,
+                };
+                Box::pin(in_place::commit(active, metadata, readers, closed, point)).await?;
                 return Ok(None);
             }
-            return Ok(Some(batch));
+            return Ok(Some((batch, closed.commit)));
         }
         alloc.publish(&batch.allocated).await?;
         let refcounts = alloc.stage(&batch.releases).await?;
@@ -275,7 +283,7 @@ impl Journal {
         active.checkpoint_lsn = lsn;
 
         metadata.log_durable();
-        data_journal.finish_commit(lsn, tail);
+        data_journal.finish_commit(closed.commit, lsn, tail);
         metadata.zones_listed().await?;
         let released = tables.finish_journaled(batch, &staged)?;
         if !released.clusters.is_empty() || !refcounts.replaced.is_empty() {
@@ -305,6 +313,7 @@ impl Journal {
         &self,
         state: &mut JournalState,
         metadata: &Metadata<S>,
+        commit: Option<DataCommit>,
     ) -> Result<()> {
         if state.active.is_none() {
             return Ok(());
@@ -320,7 +329,7 @@ impl Journal {
         state.active = None;
         self.due.store(usize::MAX, Ordering::Relaxed);
         metadata.alloc.end_journal().await;
-        metadata.data_journal.deactivate();
+        metadata.data_journal.deactivate(commit);
         loop {
             let kept = metadata.data_journal.unrecorded();
             if kept.is_empty() {
@@ -334,7 +343,7 @@ impl Journal {
     /// Takes the journal out of use, until the next commit unless it is [held](Self::hold). The image is then as after
     /// a commit without a journal.
     pub async fn deactivate<S: Storage>(&self, metadata: &Metadata<S>) -> Result<()> {
-        self.deactivate_locked(&mut *self.state.lock().await, metadata).await
+        self.deactivate_locked(&mut *self.state.lock().await, metadata, None).await
     }
 }
 

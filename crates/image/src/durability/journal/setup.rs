@@ -4,7 +4,7 @@ use super::{Active, Journal, JournalState, Ring};
 use crate::alloc::{TailCut, write_zeroes};
 use crate::durability::Metadata;
 use crate::ids;
-use crate::layer::Layer;
+use crate::layer::Qcow2Layer;
 use crate::{DiskError, Result};
 use isobath_qcow2::header::field;
 use isobath_qcow2::journal::{BLOCK, JournalExtension, MAX_AREA, MIN_AREA};
@@ -39,7 +39,7 @@ impl Journal {
             }
         }
         let Some(area) = state.area.clone() else {
-            data_journal.deactivate();
+            data_journal.deactivate(None);
             return Ok(());
         };
         // Refcounts that the last commit released.
@@ -102,9 +102,8 @@ impl Journal {
     }
 
     /// Refuses an image whose header has no room for a journal.
-    pub async fn refuse_without_room<S: Storage>(&self, layer: &Layer<S>) -> Result<()> {
-        let Some(qcow2) = layer.as_qcow2() else { return Ok(()) };
-        let size = qcow2.geometry.cluster_size();
+    pub async fn refuse_without_room<S: Storage>(&self, layer: &Qcow2Layer<S>) -> Result<()> {
+        let size = layer.qcow2().geometry.cluster_size();
         let anywhere = 1..1 + area_length(self.size, size) / size;
         match edits(layer, Some(&extension(&anywhere, size, 0, Lsn::default()))).await? {
             Ok(_) => Ok(()),
@@ -115,7 +114,7 @@ impl Journal {
     /// Deactivates the journal for good, and releases its area.
     pub async fn close<S: Storage>(&self, metadata: &Metadata<S>) -> Result<()> {
         let mut state = self.state.lock().await;
-        self.deactivate_locked(&mut state, metadata).await?;
+        self.deactivate_locked(&mut state, metadata, None).await?;
         let Some(area) = state.area.take() else { return Ok(()) };
         let Metadata { layer, alloc, .. } = metadata;
         let writes = edits(layer, None).await?.map_err(|error| layer.format_error(error))?;
@@ -144,39 +143,42 @@ fn extension(area: &Range<u64>, size: u64, id: u64, first_lsn: Lsn) -> JournalEx
 type Edits = std::result::Result<Vec<(usize, Vec<u8>)>, FormatError>;
 
 /// The writes, in order, that make the header point to a journal, or to none.
-async fn edits<S: Storage>(layer: &Layer<S>, journal: Option<&JournalExtension>) -> Result<Edits> {
-    let Some(qcow2) = layer.as_qcow2() else { return Ok(Ok(Vec::new())) };
-    let size = qcow2.geometry.cluster_size() as usize;
+async fn edits<S: Storage>(
+    layer: &Qcow2Layer<S>,
+    journal: Option<&JournalExtension>,
+) -> Result<Edits> {
+    let size = layer.qcow2().geometry.cluster_size() as usize;
     let cluster = layer.storage().read_at(0, IoBuf::zeroed(size)).await?;
     Ok(Header::edit_journal(&cluster, journal))
 }
 
 /// Makes changes of the header, each durable before the next.
-async fn write_header<S: Storage>(layer: &Layer<S>, writes: &[(usize, Vec<u8>)]) -> Result<()> {
+async fn write_header<S: Storage>(
+    layer: &Qcow2Layer<S>,
+    writes: &[(usize, Vec<u8>)],
+) -> Result<()> {
     let storage = layer.storage();
     for (at, bytes) in writes {
         storage.write_at(*at as u64, IoBuf::copy_of(bytes)).await?;
         storage.flush().await?;
     }
-    if let Some(qcow2) = layer.as_qcow2() {
-        let size = qcow2.geometry.cluster_size() as usize;
-        let cluster = storage.read_at(0, IoBuf::zeroed(size)).await?;
-        let header = Header::parse(&cluster).map_err(|error| layer.format_error(error))?;
-        qcow2.header.write().extensions = header.extensions;
-    }
+    let size = layer.qcow2().geometry.cluster_size() as usize;
+    let cluster = storage.read_at(0, IoBuf::zeroed(size)).await?;
+    let header = Header::parse(&cluster).map_err(|error| layer.format_error(error))?;
+    layer.qcow2().header.write().extensions = header.extensions;
     Ok(())
 }
 
 /// Clears the feature bit, durably.
-pub(super) async fn clear_bit<S: Storage>(layer: &Layer<S>) -> Result<()> {
+pub(super) async fn clear_bit<S: Storage>(layer: &Qcow2Layer<S>) -> Result<()> {
     set_bits(layer, |bits| bits.without(IncompatibleFeatures::JOURNAL)).await
 }
 
 async fn set_bits<S: Storage>(
-    layer: &Layer<S>,
+    layer: &Qcow2Layer<S>,
     change: impl Fn(IncompatibleFeatures) -> IncompatibleFeatures,
 ) -> Result<()> {
-    let Some(qcow2) = layer.as_qcow2() else { return Ok(()) };
+    let qcow2 = layer.qcow2();
     let bits = change(qcow2.header.read().incompatible);
     let bytes = IoBuf::copy_of(&bits.bits().to_be_bytes());
     layer.storage().write_at(field::INCOMPATIBLE_FEATURES as u64, bytes).await?;

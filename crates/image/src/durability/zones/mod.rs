@@ -51,6 +51,8 @@ const MOST_ZONES: u32 = 8;
 /// A guest that takes more clusters than this between two commits gains nothing from saving one write.
 const MOST_BETWEEN: u64 = 64;
 
+const TAKEN: &str = "a cluster that was taken lies in a zone";
+
 /// The zones of an image.
 pub struct Zones {
     /// `None` if nothing is embedded.
@@ -150,11 +152,12 @@ impl LeadAt {
 }
 
 /// The boundary of a commit: what it makes durable.
+#[must_use = "the commit is to be finished with it"]
 pub struct CommitPoint {
     /// The commit's LSN: higher ones are assigned after it began.
     pub lsn: Lsn,
     /// The lowest LSN of a write that had not ended when the commit began, or the commit's.
-    pub ended: Lsn,
+    ended: Lsn,
     flights: Arc<Flights>,
 }
 
@@ -251,8 +254,9 @@ impl Zones {
 
     /// Returns a taken cluster to which nothing was written.
     pub fn put_back(&self, taken: &Taken) {
-        if let Some(zone) = self.state.lock().zone(taken.host.get()) {
-            zone.put_back(taken.host.get(), taken.zeroed);
+        match self.state.lock().zone(taken.host.get()) {
+            Some(zone) => zone.put_back(taken.host.get(), taken.zeroed),
+            None => violated(TAKEN),
         }
     }
 
@@ -263,7 +267,7 @@ impl Zones {
         state.noted = state.noted.max(taken.durable_lsn);
         match state.zone(taken.host.get()) {
             Some(zone) => zone.set(taken.host.get(), Slot::Embedded(embedded)),
-            None => violated("a cluster that was taken lies in a zone"),
+            None => violated(TAKEN),
         }
     }
 
@@ -336,10 +340,32 @@ impl Zones {
         std::mem::take(&mut self.state.lock().noted)
     }
 
-    /// Everything with an LSN below `ended` is durable.
-    pub fn finish_commit(&self, ended: Lsn) {
+    /// A commit without a record is durable: everything that had ended when it began.
+    pub fn finish_embedded_commit(&self, point: CommitPoint) {
+        self.durable_below(point.ended);
+        drop(point);
+    }
+
+    /// A commit is durable: everything with a lower LSN.
+    pub fn finish_commit(&self, point: CommitPoint) {
+        self.all_durable(&point);
+        drop(point);
+    }
+
+    /// Everything with an LSN below that of a commit in progress is durable.
+    pub fn all_durable(&self, point: &CommitPoint) {
+        self.durable_below(point.lsn);
+    }
+
+    fn durable_below(&self, lsn: Lsn) {
         let mut state = self.state.lock();
-        state.durable_lsn = state.durable_lsn.max(ended);
+        if lsn < state.durable_lsn {
+            violated("what is durable stays durable");
+        }
+        if state.flights.lowest().is_some_and(|lowest| lowest < lsn) {
+            violated("a write that is not recorded is not durable");
+        }
+        state.durable_lsn = lsn;
     }
 
     /// Forgets the records of clusters that nothing refers to and nobody reads any more: their contents may change,

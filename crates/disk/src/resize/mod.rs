@@ -329,9 +329,8 @@ impl<H: Host> Disk<H> {
                         let releases = referenced(&geometry, &kind);
                         qcow2.check_releases(&releases)?;
                         let none = L2Entry::unallocated();
-                        let references =
-                            References { released: &releases, ..References::default() };
-                        tables.record(ClusterIndex::new(cluster), none, references);
+                        let references = References::to_nothing_new(&releases);
+                        tables.record(ClusterIndex::new(cluster), none, references)?;
                     }
                     // Its meaning is unknown: its space, if any, stays allocated.
                     Err(error) => {
