@@ -1,4 +1,4 @@
-//! What charts in SVG have in common: axes, their ticks, the place of a value, escaped text. No I/O.
+//! What SVG charts have in common: axes, ticks, the position of a value, and escaped text. No I/O.
 //!
 //! Elements have the classes `grid`, `axis`, `tick` (a tick's label) and `label` (an axis's name), which the
 //! chart's style sheet colours.
@@ -14,21 +14,21 @@ pub struct Axis {
     pub from: f64,
     /// The value at its end.
     pub to: f64,
-    /// Whether equal distances are equal ratios, for values above 0.
+    /// Whether the scale is logarithmic, for values above 0.
     pub logarithmic: bool,
     /// Values to mark, with their labels.
     pub ticks: Vec<(f64, String)>,
 }
 
 impl Axis {
-    /// The place of a value, from 0 at the start to 1 at the end.
+    /// The position of a value, from 0 at the start to 1 at the end.
     fn place(&self, value: f64) -> f64 {
         let scale = |value: f64| if self.logarithmic { value.max(1e-9).log10() } else { value };
         let (from, to) = (scale(self.from), scale(self.to));
         if to <= from { 0.5 } else { ((scale(value) - from) / (to - from)).clamp(0.0, 1.0) }
     }
 
-    /// From 0 to at least `most`, the last tick, with ticks at multiples of `step`.
+    /// An axis from 0 to at least `most`, with ticks at multiples of `step`; it ends at the last tick.
     pub fn stepped(label: &str, most: f64, step: f64, show: impl Fn(f64) -> String) -> Self {
         let steps = (most / step).ceil().max(1.0);
         let ticks = (0..=steps as u32).map(|at| f64::from(at) * step).map(|at| (at, show(at)));
@@ -36,17 +36,17 @@ impl Axis {
         Self { label, from: 0.0, to, logarithmic: false, ticks: ticks.collect() }
     }
 
-    /// From 0 to at least `most` things, in about four steps of whole numbers.
+    /// An axis from 0 to at least `most` for counts, in about four whole-number steps.
     pub fn counting(label: &str, most: f64, show: impl Fn(f64) -> String) -> Self {
         Self::stepped(label, most, nice_step((most.max(1.0) / 4.0).max(1.0)), show)
     }
 
-    /// From 0 to 100 %.
+    /// An axis from 0 to 100 %.
     pub fn shares(label: &str) -> Self {
         Self::stepped(label, 1.0, 0.25, |share| format!("{} %", share * 100.0))
     }
 
-    /// Powers of ten, on a logarithmic scale.
+    /// A logarithmic axis with ticks at powers of ten.
     pub fn powers(label: &str, from: f64, to: f64, show: impl Fn(f64) -> String) -> Self {
         let (first, last) = (from.log10().floor() as i32, to.log10().ceil() as i32);
         let ticks = (first..=last)
@@ -81,17 +81,17 @@ impl Frame {
         self.width - self.right
     }
 
-    /// The height of the x axis, from the top.
+    /// The position of the x axis, from the top.
     pub const fn floor(&self) -> f64 {
         self.height - self.bottom
     }
 
-    /// Where a value of the x axis is, from the left.
+    /// The position of a value on the x axis, from the left.
     pub fn x(&self, axis: &Axis, value: f64) -> f64 {
         self.left + axis.place(value) * (self.right_end() - self.left)
     }
 
-    /// Where a value of the y axis is, from the top.
+    /// The position of a value on the y axis, from the top.
     pub fn y(&self, axis: &Axis, value: f64) -> f64 {
         self.floor() - axis.place(value) * (self.floor() - self.top)
     }
@@ -113,7 +113,7 @@ impl Frame {
         }
         for (value, label) in &x.ticks {
             let at = self.x(x, *value);
-            // The label of the last tick must not leave the chart.
+            // The label of the last tick must stay within the chart.
             let last = at > right - 1.0;
             let (edge, anchor) = if last { (right + margin, "end") } else { (at, "middle") };
             let _ = write!(
@@ -140,14 +140,14 @@ impl Frame {
     }
 }
 
-/// The least of 1, 2 or 5 times a power of ten that is not below `least`, a value above 0.
+/// The smallest number that is 1, 2 or 5 times a power of ten and at least `least`, which must be above 0.
 pub fn nice_step(least: f64) -> f64 {
     let power = 10_f64.powf(least.log10().floor());
     let mut steps = [1.0, 2.0, 5.0, 10.0].into_iter().map(|factor| factor * power);
     steps.find(|&step| step >= least).unwrap_or(least)
 }
 
-/// Text as it stands in an element or in a quoted attribute of SVG or HTML.
+/// Escapes text for an element or a quoted attribute of SVG or HTML.
 pub fn escaped(text: &str) -> String {
     let mut escaped = String::with_capacity(text.len());
     for c in text.chars() {

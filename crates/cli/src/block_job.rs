@@ -1,4 +1,4 @@
-//! Block jobs that a command runs on images that nobody else uses.
+//! Runs block jobs of commands, on images that no other program uses.
 
 use crate::failure::Failure;
 use crate::workers::{self, Progress};
@@ -10,12 +10,12 @@ use std::cell::Cell;
 use std::future::Future;
 use std::sync::Arc;
 
-/// Options of a job that nothing throttles but a limit in bytes per second; 0: none.
+/// Options for a job without pacing, limited to `speed` bytes per second; 0 means no limit.
 pub(crate) fn options(name: &str, speed: u64) -> JobOptions {
     JobOptions { speed, pacing: Pacing::None, ..JobOptions::new(name) }
 }
 
-/// Runs a job to its end. A signal cancels it, which leaves a chain that reads as before.
+/// Runs a job to its end. A signal cancels it; the chain then reads as before.
 ///
 /// # Errors
 /// If the job cannot start, fails, or is cancelled.
@@ -35,7 +35,7 @@ pub(crate) async fn run<F: Future<Output = ()>>(
     });
     let interrupted = Cell::new(None);
     workers::until_signal(running, signals, |signal| {
-        // A job that is ending cannot be cancelled any more.
+        // A job that is ending can no longer be cancelled.
         if job.cancel(true).is_ok() {
             interrupted.set(Some(signal));
         }
@@ -46,7 +46,7 @@ pub(crate) async fn run<F: Future<Output = ()>>(
     match (error, signal) {
         (Some(error), _) => Err(Failure::new(error)),
         (None, Some(signal)) => {
-            let failure = Failure::new("interrupted; the disk reads as before");
+            let failure = Failure::new("interrupted; the disk's contents are unchanged");
             Err(failure.with_code(128 + signal as u8))
         }
         (None, None) => Ok(()),

@@ -5,9 +5,9 @@ use clap::ValueEnum;
 /// `--cache`: whether the host's page cache is used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Cache {
-    /// `O_DIRECT`
+    /// Bypass the page cache (`O_DIRECT`)
     None,
-    /// The page cache; a flush makes writes durable
+    /// Use the page cache; a flush makes writes durable
     Writeback,
 }
 
@@ -72,7 +72,7 @@ impl Discard {
     }
 }
 
-/// Checks `-i`: whether it is `native`, which needs direct I/O in QEMU. All I/O here is that of io_uring.
+/// Parses `-i`: whether it is `native`, which needs direct I/O in QEMU. Here, all I/O uses io_uring.
 pub(crate) fn is_native(mode: &str) -> Result<bool, String> {
     match mode {
         "native" => Ok(true),

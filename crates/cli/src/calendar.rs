@@ -1,8 +1,8 @@
-//! Moments in the local time zone.
+//! Times in the local time zone.
 
 use std::mem::MaybeUninit;
 
-/// The parts of a moment; `None` if the year has no number.
+/// The calendar fields of a time; `None` if its year is out of range.
 fn parts(seconds: i64) -> Option<libc::tm> {
     let seconds = seconds as libc::time_t;
     let mut parts = MaybeUninit::<libc::tm>::uninit();
@@ -13,7 +13,7 @@ fn parts(seconds: i64) -> Option<libc::tm> {
     }
 }
 
-/// A moment, in seconds since 1970, as `2026-01-31 23:59:59`.
+/// Formats a time, in seconds since 1970, as `2026-01-31 23:59:59`.
 pub(crate) fn shown(seconds: i64) -> String {
     let Some(parts) = parts(seconds) else { return seconds.to_string() };
     format!(
@@ -27,22 +27,22 @@ pub(crate) fn shown(seconds: i64) -> String {
     )
 }
 
-/// A part of the calendar.
+/// A calendar period.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Period {
     Hour,
     Day,
-    /// From Monday on.
+    /// Starts on Monday.
     Week,
     Month,
     Year,
 }
 
 impl Period {
-    /// The number of the period that has this moment; later periods have higher ones.
+    /// The number of the period that contains this time; later periods have higher numbers.
     pub(crate) fn of(self, seconds: i64) -> i64 {
         let Some(parts) = parts(seconds) else { return seconds };
-        // Seconds of local time since 1970, which began on a Thursday.
+        // Local time in seconds since 1970, which began on a Thursday.
         let local = seconds + parts.tm_gmtoff;
         let years = i64::from(parts.tm_year);
         match self {
@@ -61,7 +61,7 @@ mod tests {
 
     #[test]
     fn weeks_begin_on_mondays() {
-        // Noon of Sunday 2026-11-22 and of the Monday after it, wherever this runs: it is noon in one zone.
+        // Local noon of Sunday 2026-11-22 and of the Monday after it, in whatever time zone this runs.
         let noon = |days: i64| {
             let utc = days * 86400 + 43200;
             utc - parts(utc).unwrap().tm_gmtoff

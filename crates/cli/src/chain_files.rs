@@ -1,4 +1,4 @@
-//! The images of a chain, by their names.
+//! Finds the images of a chain by name.
 
 use crate::failure::Failure;
 use crate::options::printable;
@@ -8,8 +8,8 @@ use std::fs;
 use std::path::Path;
 use std::sync::Arc;
 
-/// The layer that `name` means: as the header of its overlay names it, relative to that overlay's directory, or as a
-/// path. `layers` go from the active one down.
+/// The layer called `name`: the name in its overlay's header, a path relative to that overlay's directory, or a path.
+/// `layers` starts with the active one.
 pub(crate) fn find<S: Storage>(layers: &[Arc<Layer<S>>], name: &str) -> Option<LayerIndex> {
     let index = |place: usize| u16::try_from(layers.len() - 1 - place).ok().map(LayerIndex::new);
     let named = |(overlay, layer): (&Arc<Layer<S>>, &Arc<Layer<S>>)| {
@@ -30,10 +30,10 @@ fn same_file(one: &Path, other: &Path) -> bool {
     }
 }
 
-/// As [`find`], for a layer that there must be.
+/// Like [`find`], but the layer must exist.
 ///
 /// # Errors
-/// QEMU's, if there is none.
+/// QEMU's, if there is no such layer.
 pub(crate) fn required<S: Storage>(
     layers: &[Arc<Layer<S>>],
     name: &str,

@@ -11,7 +11,7 @@ pub(crate) type Outcome = Result<u8, Failure>;
 /// Why a command failed: printed as `isobath: MESSAGE` on stderr.
 #[derive(Debug)]
 pub(crate) struct Failure {
-    /// What to print; `None` when nobody can read it or everything is printed already.
+    /// What to print; `None` if nobody can read it or everything has been printed.
     pub(crate) message: Option<String>,
     /// The exit code; qemu-img's is 1 unless a command says otherwise.
     pub(crate) code: u8,

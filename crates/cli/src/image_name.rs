@@ -1,6 +1,6 @@
 //! Images as the command line names them: a path, `file:PATH`, `json:{...}`, or with `--image-opts` QEMU's options.
 //!
-//! Only what the user types is read like this. A name in an image's header is a plain file name, or refused.
+//! Only names that the user types are parsed like this. A name in an image's header must be a plain file name.
 
 use crate::failure::Failure;
 use crate::options;
@@ -13,13 +13,13 @@ use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// What opening an image says of a snapshot that is not there.
+/// The reason for not opening an image that lacks the requested snapshot.
 pub(crate) const NO_SNAPSHOT: &str = "Can't find snapshot";
 
 /// How a command's images are named.
 #[derive(clap::Args, Clone, Debug, Default)]
 pub(crate) struct Naming {
-    /// The images are QEMU's options, such as driver=qcow2,file.filename=FILE, instead of file names
+    /// Treat image names as QEMU options, such as driver=qcow2,file.filename=FILE
     #[arg(long, alias = "source-image-opts")]
     pub(crate) image_opts: bool,
     #[command(flatten)]
@@ -31,13 +31,13 @@ pub(crate) struct Naming {
 /// The secret of encrypted images, where it is not named as in QEMU.
 #[derive(clap::Args, Clone, Debug, Default)]
 pub(crate) struct SecretFile {
-    /// The file with the secret of encrypted images, all of whose bytes count; /dev/fd/N is a descriptor
+    /// File with the secret of encrypted images: all of its bytes, including a final newline; /dev/fd/N is a descriptor
     #[arg(long, value_name = "FILE")]
     pub(crate) secret_file: Option<PathBuf>,
 }
 
 impl SecretFile {
-    /// The secrets of a chain: that of the file, for each image.
+    /// The secrets of a chain: the file's secret for each image.
     ///
     /// # Errors
     /// If the file cannot be read.
@@ -56,13 +56,13 @@ impl SecretFile {
 /// QEMU's objects that a command uses.
 #[derive(clap::Args, Clone, Debug, Default)]
 pub(crate) struct Objects {
-    /// An object, such as secret,id=NAME,file=FILE; may be given several times
+    /// Define an object, such as secret,id=NAME,file=FILE; can be repeated
     #[arg(long, value_name = "OBJECT", value_parser = object)]
     pub(crate) object: Vec<String>,
 }
 
 impl Objects {
-    /// The secret of an ID.
+    /// The secret with this ID.
     ///
     /// # Errors
     /// If there is none, or its value is not in a file or cannot be read.
@@ -96,8 +96,8 @@ fn file_of(description: &Description) -> Result<&str, String> {
     match &description.source {
         Source::File(file) => Ok(file),
         Source::Data(_) => Err(format!(
-            "the secret '{0}' is on the command line, where every user of this machine can read \
-             it; use secret,id={0},file=FILE",
+            "secret '{0}' is on the command line, where every user of this machine can read it; \
+             use secret,id={0},file=FILE",
             options::printable(&description.id)
         )),
     }
@@ -119,14 +119,14 @@ fn object(text: &str) -> Result<String, String> {
     describe(text).map(|_| text.to_owned())
 }
 
-/// An image that a command was given.
+/// An image given to a command.
 #[derive(Clone, Debug)]
 pub(crate) struct Image {
     /// As it was typed, for messages.
     shown: String,
     /// Its file.
     pub(crate) path: PathBuf,
-    /// The format that was named.
+    /// The format, if one was given.
     pub(crate) format: Option<ImageFormat>,
     direct: Option<bool>,
     read_only: bool,
@@ -136,7 +136,7 @@ pub(crate) struct Image {
 }
 
 impl Naming {
-    /// The image that `name` and the option for its format name.
+    /// The image described by `name` and the option for its format.
     ///
     /// # Errors
     /// If they cannot be used, in QEMU's words.
@@ -148,7 +148,7 @@ impl Naming {
         self.parse(name, format).map_err(failed)
     }
 
-    /// As [`image`](Self::image); the error is the reason alone.
+    /// Like [`image`](Self::image), but the error is only the reason.
     pub(crate) fn parse(&self, name: &Path, format: Option<ImageFormat>) -> Result<Image, String> {
         let shown = name.to_string_lossy().into_owned();
         let secrets = self.secret_file.load()?;
@@ -195,7 +195,7 @@ impl Naming {
         Ok(plain(name.to_owned(), format))
     }
 
-    /// The image that QEMU's options describe; `name` is its file, if it is not among them.
+    /// The image described by QEMU's options; `name` is its file, if the options do not name it.
     ///
     /// # Errors
     /// If they cannot be used, in QEMU's words.
@@ -212,7 +212,7 @@ impl Naming {
         self.described(Image { secrets, ..Image::plain(shown, PathBuf::new(), None) }, options)
     }
 
-    /// Where a new image is to be created: a path, or `file:PATH`.
+    /// Where to create a new image: a path, or `file:PATH`.
     ///
     /// # Errors
     /// If the name has another protocol's prefix.
@@ -234,7 +234,7 @@ impl Image {
         options.writable(true).backing(true)
     }
 
-    /// How to open it. `direct` is what the command's cache mode says, `locking` its option for locks.
+    /// How to open it. `direct` follows from the command's cache mode, `locking` from its option for locks.
     pub(crate) fn options(&self, direct: bool, locking: Locking) -> OpenOptions {
         let locking = if self.unlocked { Locking::Present } else { locking };
         OpenOptions::new()
@@ -245,18 +245,21 @@ impl Image {
             .secrets(self.secrets.clone())
     }
 
-    /// Sets the secret of the image, which was just made with it.
+    /// Sets the secret of the image, which was just created with it.
     pub(crate) fn set_secret(&mut self, secret: Arc<Secret>) {
         self.secrets.set(0, secret);
     }
 
-    /// As [`options`](Self::options), to write.
+    /// Like [`options`](Self::options), but for writing.
     ///
     /// # Errors
-    /// If the image was named read-only.
+    /// If the options for the image say read-only.
     pub(crate) fn writable(&self, direct: bool) -> Result<OpenOptions, Failure> {
         if self.read_only {
-            return Err(could_not_open(&self.shown, "it is to be opened read-only (read-only=on)"));
+            return Err(could_not_open(
+                &self.shown,
+                "its options make it read-only (read-only=on)",
+            ));
         }
         Ok(self.options(direct, Locking::Exclusive).writable(true))
     }
@@ -317,7 +320,7 @@ fn storage_reason(error: &StorageError) -> String {
     }
 }
 
-/// The protocol of a name, as QEMU splits it: what precedes a colon before any slash.
+/// The protocol of a name, as QEMU parses it: what precedes a colon, if that contains no slash.
 fn protocol(name: &str) -> Option<&str> {
     let (protocol, _) = name.split_once(':')?;
     (!protocol.contains('/')).then_some(protocol)
@@ -347,7 +350,7 @@ fn unknown_protocol(protocol: &str) -> String {
         "vvfat",
     ];
     if QEMUS.contains(&protocol) {
-        return format!("the protocol '{protocol}' is not supported; images are files or devices");
+        return format!("protocol '{protocol}' is not supported; use a file or a device");
     }
     format!("Unknown protocol '{protocol}'")
 }
@@ -375,7 +378,7 @@ fn flatten(prefix: &str, value: &Value, pairs: &mut Vec<(String, String)>) -> Re
 
 fn push(name: &str, value: String, pairs: &mut Vec<(String, String)>) -> Result<(), String> {
     if pairs.iter().any(|(other, _)| other == name) {
-        return Err(format!("the option '{name}' is given twice"));
+        return Err(format!("option '{name}' is given more than once"));
     }
     pairs.push((name.to_owned(), value));
     Ok(())
@@ -393,7 +396,7 @@ impl Naming {
             Some(pairs.swap_remove(at).1)
         };
         let mut driver = take("driver");
-        // A protocol alone: its node is a raw disk, unless the format is detected.
+        // With only a protocol, the disk is raw; without a driver, the format is detected.
         let mut prefix = "file.";
         if driver.as_deref().is_some_and(is_protocol) {
             prefix = "";
@@ -415,7 +418,7 @@ impl Naming {
         let name = name.or_else(|| take("filename"));
         let Some(name) = name else {
             let what = if take("file").is_some() {
-                "a node's name cannot be used here; name the file with file.filename"
+                "node names are not supported here; name the file with file.filename"
             } else {
                 "A block device must be specified for \"file\""
             };
@@ -436,7 +439,7 @@ impl Naming {
                     "off" => image.unlocked = true,
                     _ => return Err("Parameter 'locking' expects 'auto', 'on' or 'off'".into()),
                 },
-                // They say how QEMU is to work, not what the disk holds.
+                // These control how QEMU works, not what the disk holds.
                 "cache.no-flush" | "auto-read-only" | "lazy-refcounts" => {
                     on()?;
                 }
@@ -479,7 +482,7 @@ impl Naming {
         Ok(image)
     }
 
-    /// Takes an option of encryption for the image with `depth` others above it.
+    /// Applies an encryption option to the image with `depth` others above it.
     fn encryption(
         &self,
         image: &mut Image,
@@ -491,7 +494,7 @@ impl Naming {
             Some("key-secret") => image.secrets.set(depth, self.objects.secret(value)?),
             _ if value == "luks" => {}
             _ if value == "aes" => {
-                return Err("encryption of the format 'aes' is broken, and not supported".into());
+                return Err("'aes' encryption is broken and not supported".into());
             }
             _ => return Err(format!("Parameter 'format' does not accept value '{value}'")),
         }
@@ -504,14 +507,14 @@ fn is_encryption(option: &str) -> bool {
     matches!(option.trim_start_matches("backing."), "encrypt.key-secret" | "encrypt.format")
 }
 
-/// Whether a driver is for files and devices themselves.
+/// Whether a driver is a protocol, for files or devices.
 fn is_protocol(driver: &str) -> bool {
     matches!(driver, "file" | "host_device")
 }
 
 fn unknown_driver(driver: &str) -> String {
     match ImageFormat::from_name(driver) {
-        Some(_) => format!("the driver '{driver}' cannot be used here"),
+        Some(_) => format!("driver '{driver}' cannot be used here"),
         None => format!("Unknown driver '{}'", options::printable(driver)),
     }
 }
@@ -553,10 +556,10 @@ mod tests {
     fn what_cannot_be_used_is_refused() {
         for (name, image_opts, text) in [
             ("foo:bar", false, "Unknown protocol 'foo'"),
-            ("nbd:unix:/x", false, "the protocol 'nbd' is not supported"),
+            ("nbd:unix:/x", false, "protocol 'nbd' is not supported"),
             ("json:{x", false, "Could not parse the JSON options"),
             (r#"json:{"driver":"bogus","file.filename":"a"}"#, false, "Unknown driver 'bogus'"),
-            (r#"json:{"driver":"qcow2","file":"node"}"#, false, "a node's name cannot be used"),
+            (r#"json:{"driver":"qcow2","file":"node"}"#, false, "node names are not supported"),
             (r#"json:{"driver":"qcow2"}"#, false, "must be specified for \"file\""),
             (
                 r#"json:{"driver":"qcow2","file.filename":"a","bogus":1}"#,

@@ -1,4 +1,4 @@
-//! JSON as QEMU prints it: indented by four, with everything but ASCII escaped.
+//! JSON as QEMU prints it: indented by four spaces, with non-ASCII characters escaped.
 
 use serde::Serialize;
 use serde_json::ser::{Formatter, Serializer};
@@ -28,7 +28,7 @@ impl Qemu {
         writer.write_all(bracket.as_bytes())
     }
 
-    /// Empty arrays and objects, too, end on a line of their own.
+    /// Even empty arrays and objects end on a line of their own.
     fn end<W: ?Sized + Write>(&mut self, writer: &mut W, bracket: &str) -> io::Result<()> {
         self.depth -= 1;
         self.new_line(writer)?;

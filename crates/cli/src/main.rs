@@ -51,7 +51,7 @@ fn main() -> ExitCode {
 }
 
 fn run() -> ExitCode {
-    // Tests of this program break it, to verify that they notice.
+    // Tests inject defects into this program, to verify that they detect them.
     if cfg!(debug_assertions)
         && let Ok(defect) = std::env::var("ISOBATH_DEFECT")
         && let Some(defect) = Sabotage::from_name(&defect)
@@ -79,7 +79,7 @@ fn run() -> ExitCode {
             // qemu-img's code for a wrong command line is 1, clap's would be 2.
             return ExitCode::FAILURE;
         }
-        // Help and version, which were asked for, go to stdout; help that was not asked for to stderr.
+        // Requested help and versions go to stdout, unrequested help to stderr.
         Err(error) => match error.print() {
             _ if error.use_stderr() => return ExitCode::FAILURE,
             printed => return ended(printed.map_err(Failure::from).map(|()| 0)),
@@ -109,7 +109,7 @@ mod tests {
     use clap::{Arg, CommandFactory};
     use std::ffi::OsString;
 
-    /// What the program itself does with a command line before it runs the command.
+    /// Parses a command line as the program does before it runs the command.
     fn parse(words: &[String]) -> Result<Cli, clap::Error> {
         Cli::try_parse_from(program::command_line(words.iter().map(OsString::from)))
     }

@@ -21,12 +21,12 @@ pub(crate) fn tell(message: impl Display) {
     put(harmless(&format!("{message}\n"), false));
 }
 
-/// The same with the program's name in front.
+/// Like [`tell`], with the program's name in front.
 pub(crate) fn complain(message: impl Display) {
     tell(format_args!("{}: {message}", crate::program::name()));
 }
 
-/// From here on a thread writes to stderr, and nothing waits for it: messages beyond [`MOST_WAITING`] are dropped and
+/// From now on, a thread writes to stderr, and nothing waits for it: messages beyond [`MOST_WAITING`] are dropped and
 /// counted. For servers; call it after any fork.
 pub(crate) fn detach() {
     let mut state = lock();
@@ -51,7 +51,7 @@ pub(crate) fn settle() {
     }
 }
 
-/// Routes the whole program's log and the messages of panics through this module.
+/// Routes the program's log and panic messages through this module.
 pub(crate) fn take_over(filter: tracing_subscriber::EnvFilter) {
     let colours = io::stderr().is_terminal();
     tracing_subscriber::fmt()
@@ -61,7 +61,7 @@ pub(crate) fn take_over(filter: tracing_subscriber::EnvFilter) {
         .log_internal_errors(false)
         .init();
     panic::set_hook(Box::new(|panic| {
-        let name = thread::current().name().unwrap_or("without a name").to_owned();
+        let name = thread::current().name().unwrap_or("<unnamed>").to_owned();
         let trace = std::backtrace::Backtrace::capture();
         let trace = match trace.status() {
             std::backtrace::BacktraceStatus::Captured => format!("\n{trace}"),
@@ -112,9 +112,9 @@ struct Queue {
     bytes: usize,
     /// A message is being written.
     writing: bool,
-    /// Dropped messages.
+    /// Number of dropped messages.
     lost: u64,
-    /// The thread writes.
+    /// Only the thread writes.
     detached: bool,
 }
 
@@ -135,7 +135,7 @@ fn lock() -> MutexGuard<'static, Queue> {
 fn put(text: String) {
     let mut state = lock();
     if !state.detached {
-        // In order, so with the lock held.
+        // With the lock held, to keep the order.
         write_whole(&text);
         return;
     }
@@ -163,7 +163,7 @@ fn write_for_ever() {
         write_whole(&text);
         if lost > 0 {
             write_whole(&format!(
-                "isobath: {lost} messages were dropped: stderr was not read fast enough\n"
+                "isobath: dropped {lost} messages: stderr was not read fast enough\n"
             ));
         }
         state = lock();

@@ -15,7 +15,7 @@ pub(crate) enum OutputFormat {
     Json,
 }
 
-/// How to lock an image to read, by its option `-U`, `--force-share`.
+/// How to lock an image for reading, with or without `-U` (`--force-share`).
 pub(crate) fn locking(force_share: bool) -> Locking {
     if force_share { Locking::Present } else { Locking::Exclusive }
 }
@@ -39,7 +39,7 @@ pub(crate) fn snapshot(text: &str) -> Result<SnapshotChoice, String> {
 /// Parses a format by QEMU's name.
 pub(crate) fn format(name: &str) -> Result<ImageFormat, String> {
     ImageFormat::from_name(name).ok_or_else(|| {
-        format!("Unknown file format '{name}'\nSupported are {}", ImageFormat::names())
+        format!("Unknown file format '{name}'\nSupported formats: {}", ImageFormat::names())
     })
 }
 

@@ -1,14 +1,14 @@
-//! The name under which the program was started, and what it does then.
+//! The name under which the program was started, and what follows from it.
 //!
-//! Started as one of QEMU's programs in [`LINKS`] it takes that program's command line, so that a link replaces the
-//! program for scripts.
+//! Started under a name in [`LINKS`], it takes the command line of that QEMU program, so that a link can replace the
+//! program in scripts.
 
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use std::ffi::OsString;
 use std::path::Path;
 use std::sync::OnceLock;
 
-/// The names of links that are known.
+/// The link names that are recognized.
 pub(crate) const LINKS: [&str; 4] = ["qemu-img", "qemu-io", "qemu-nbd", "qemu-storage-daemon"];
 
 static NAME: OnceLock<&'static str> = OnceLock::new();
@@ -32,7 +32,7 @@ pub(crate) fn command_line(given: impl Iterator<Item = OsString>) -> Vec<OsStrin
             line.splice(..1, ["isobath".into(), link.into()]).for_each(drop);
         }
         _ => {
-            // How QEMU is to trace itself.
+            // QEMU's tracing options.
             while line.get(1).is_some_and(|option| option == "-T" || option == "--trace") {
                 line.drain(1..line.len().min(3));
             }
@@ -41,7 +41,7 @@ pub(crate) fn command_line(given: impl Iterator<Item = OsString>) -> Vec<OsStrin
     line
 }
 
-/// What `--version` prints, if it is asked for under QEMU's name: programs take the first number for QEMU's version.
+/// What `--version` prints, if given, under a QEMU program's name: callers take the first number for QEMU's version.
 pub(crate) fn version(line: &[OsString]) -> Option<String> {
     let place = if name() == "qemu-img" { 1 } else { 2 };
     let asked = line.get(place).is_some_and(|option| option == "-V" || option == "--version");
@@ -49,7 +49,7 @@ pub(crate) fn version(line: &[OsString]) -> Option<String> {
     Some(format!("{program} version 7.2.0 (isobath {})", env!("CARGO_PKG_VERSION")))
 }
 
-/// A wrong command line in one line, as qemu-img says it.
+/// Describes a wrong command line in one line, as qemu-img does.
 pub(crate) fn usage(error: &clap::Error, line: &[OsString]) -> String {
     let context = |kind| match error.get(kind) {
         Some(ContextValue::String(text)) => Some(text.as_str()),
@@ -57,7 +57,7 @@ pub(crate) fn usage(error: &clap::Error, line: &[OsString]) -> String {
         _ => None,
     };
     let argument = context(ContextKind::InvalidArg).unwrap_or_default();
-    // As it was typed, or else without the name of its value.
+    // As typed, or else without the name of its value.
     let last = line.last().and_then(|last| last.to_str()).filter(|last| last.starts_with('-'));
     let option = argument.split([' ', '=']).next().unwrap_or_default();
     let value = context(ContextKind::InvalidValue).unwrap_or_default();
@@ -77,7 +77,7 @@ pub(crate) fn usage(error: &clap::Error, line: &[OsString]) -> String {
             "--output must be used with human or json as argument.".into()
         }
         ErrorKind::ValueValidation => match std::error::Error::source(error) {
-            // Messages of QEMU's name what is wrong; those of a number's parser do not.
+            // QEMU's messages name what is wrong; those of number parsers do not.
             Some(reason) => match reason.to_string() {
                 reason if reason.starts_with(|c: char| c.is_uppercase() || c == '\'') => reason,
                 reason => format!("invalid value '{value}' for '{option}': {reason}"),
@@ -96,12 +96,14 @@ pub(crate) fn usage(error: &clap::Error, line: &[OsString]) -> String {
                 "Expecting one image file name".into()
             }
             Some(ContextValue::Strings(missing)) if missing.iter().all(|m| m.starts_with('-')) => {
-                format!("the options given require {} too", missing.join(", "))
+                format!("the given options also require {}", missing.join(", "))
             }
-            Some(ContextValue::Strings(missing)) => format!("missing {}", missing.join(", ")),
-            _ => "an argument is missing".into(),
+            Some(ContextValue::Strings(missing)) => {
+                format!("missing argument {}", missing.join(", "))
+            }
+            _ => "missing argument".into(),
         },
-        // Its first line, without the word before it.
+        // Its first line, without the prefix.
         _ => {
             let text = error.to_string();
             let first = text.lines().next().unwrap_or_default();

@@ -9,8 +9,8 @@ pub(crate) fn block_on<T>(work: impl AsyncFnOnce() -> Result<T, Failure>) -> Res
     descriptors::raise_limit();
     let executor = Executor::new(&Config::default()).map_err(|error| {
         Failure::new(format_args!(
-            "cannot use io_uring: {error}; it needs Linux 5.11 or later, and must not be disabled \
-             by kernel.io_uring_disabled or a container's seccomp profile"
+            "cannot use io_uring: {error}; it requires Linux 5.11 or later, and must not be \
+             disabled by kernel.io_uring_disabled or a container's seccomp profile"
         ))
     })?;
     executor.block_on(work())

@@ -50,11 +50,11 @@ pub(crate) fn parse(text: &str) -> Result<u64, String> {
 /// A disk's new size as the user gives it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum NewSize {
-    /// So many bytes.
+    /// This many bytes.
     To(u64),
-    /// So many bytes more.
+    /// This many bytes more.
     More(u64),
-    /// So many bytes less.
+    /// This many bytes less.
     Less(u64),
 }
 
@@ -62,7 +62,7 @@ impl NewSize {
     /// Parses a size, as [`parse`] does, with `+` or `-` in front if it is relative.
     ///
     /// # Errors
-    /// In QEMU's words, if it is none.
+    /// In QEMU's words, if it is not a size.
     pub(crate) fn parse(text: &str) -> Result<Self, String> {
         let (kind, number): (fn(u64) -> Self, _) = match text.split_at_checked(1) {
             Some(("+", number)) => (Self::More, number),
@@ -76,7 +76,7 @@ impl NewSize {
         })
     }
 
-    /// The size in bytes of a disk of `old` bytes; `None` if there is none such.
+    /// The new size in bytes of a disk of `old` bytes; `None` if it would be out of range or 0.
     pub(crate) fn of(self, old: u64) -> Option<u64> {
         let new = match self {
             Self::To(size) => Some(size),
@@ -87,7 +87,7 @@ impl NewSize {
     }
 }
 
-/// What is said of a number that is none, in QEMU's words.
+/// QEMU's message for text that is not a number.
 pub(crate) fn explained(what: &str) -> String {
     let program = crate::program::name();
     format!(
@@ -96,7 +96,7 @@ pub(crate) fn explained(what: &str) -> String {
     )
 }
 
-/// log2 of what a suffix stands for.
+/// The base-2 logarithm of a suffix's factor.
 fn shift(suffix: &str) -> Option<u32> {
     match suffix {
         "" | "b" | "B" => Some(0),

@@ -1,4 +1,4 @@
-//! Temporary overlays, for writes that no image keeps.
+//! Temporary overlays, for writes that are discarded in the end.
 
 use crate::failure::Failure;
 use crate::image_name::Image;
@@ -7,8 +7,8 @@ use isobath_storage::Locking;
 use isobath_storage::file::FileHost;
 use std::path::PathBuf;
 
-/// Creates and opens an overlay that nobody else sees: its name is gone once it is open. Returns the options that it
-/// was opened with, too.
+/// Creates and opens an overlay that nobody else sees: its file is unlinked once it is open. Also returns the options
+/// that it was opened with.
 pub(crate) async fn overlay(
     image: &Image,
     format: ImageFormat,
@@ -23,7 +23,11 @@ pub(crate) async fn overlay(
     };
     let file = tempfile::Builder::new().prefix("isobath-").suffix(".qcow2").tempfile_in(&directory);
     let file = file.map_err(|error| named("create a temporary file", error))?.into_temp_path();
-    let below = std::path::absolute(&image.path).map_err(|error| named("name a file", error))?;
+    let below = std::path::absolute(&image.path).map_err(|error| {
+        let cause = isobath_storage::cause(&error);
+        let path = image.path.display();
+        Failure::new(format_args!("cannot find the absolute path of '{path}': {cause}"))
+    })?;
     let mut new = NewDisk::overlay(below.display().to_string(), format.name()).index(false);
     new.size = Some(size);
     create(&FileHost, &file, &new).await?;

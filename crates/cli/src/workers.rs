@@ -56,7 +56,7 @@ pub(crate) fn panicked(error: JoinError) -> Failure {
     Failure::new("the work was cancelled")
 }
 
-/// Shows progress, as `qemu-img -p` does, until it is dropped; on a terminal also the estimated time left.
+/// Shows progress, as `qemu-img -p` does, until dropped; on a terminal, also the estimated time left.
 pub(crate) struct Progress {
     ticker: Option<JoinHandle<()>>,
 }
@@ -78,7 +78,7 @@ impl Progress {
         Self { ticker }
     }
 
-    /// Ends the line; with 100 % if all is done.
+    /// Ends the line, with 100 % if all is done.
     pub(crate) fn end(self, complete: bool) {
         if let Some(ticker) = &self.ticker {
             ticker.abort();
@@ -106,7 +106,7 @@ fn print(share: f64, elapsed: Duration) {
     let _ = write!(out, "{line}\r").and_then(|()| out.flush());
 }
 
-/// Waits for `work`; the first signal meanwhile is passed to `stop`; `work` is awaited even then.
+/// Waits for `work`. The first signal meanwhile is passed to `stop`; `work` is awaited even then.
 pub(crate) async fn until_signal<T>(
     work: impl Future<Output = T>,
     signals: &mut Signals,

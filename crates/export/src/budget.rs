@@ -1,16 +1,16 @@
-//! The limit on request data that all clients of a server together may keep in memory.
+//! Limits the request data that all clients of a server together may keep in memory.
 
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::task::{Context, Poll, Waker};
 
-/// Bytes guaranteed to each client whatever the others hold, so that requests of common sizes always proceed.
+/// Bytes guaranteed to each client regardless of what the others hold, so that requests of common sizes always proceed.
 pub(crate) const ASSURED: usize = 4 << 20;
-/// Beyond that, a client may hold the free bytes divided by this.
+/// Beyond that, a client may hold at most the free bytes divided by this.
 const PART: usize = 8;
 
-/// Bytes shared among clients. A client that does not receive its replies keeps what it holds. Since it gets only a
-/// part of the free bytes, there is always something left for the others.
+/// Bytes shared among clients. A client that does not receive its replies keeps what it holds, but since it gets only a
+/// part of the free bytes, there are always some left for the others.
 pub(crate) struct Budget {
     limit: usize,
     state: Mutex<Shares>,
@@ -24,11 +24,11 @@ struct Shares {
     waiting: BTreeMap<u64, Waker>,
 }
 
-/// The bytes that one client holds, which are released when dropped.
+/// The bytes that one client holds. They are released on drop.
 pub(crate) struct Share<'a> {
     budget: &'a Budget,
     held: usize,
-    /// The key under which it waits.
+    /// Its key in `Shares::waiting`, if it waits.
     key: Option<u64>,
 }
 
@@ -38,7 +38,7 @@ impl Budget {
         Self { limit, state: Mutex::default() }
     }
 
-    /// A client that holds nothing yet.
+    /// The share of a new client, which holds nothing yet.
     pub(crate) fn share(&self) -> Share<'_> {
         Share { budget: self, held: 0, key: None }
     }
@@ -87,7 +87,7 @@ impl Share<'_> {
     }
 }
 
-/// The part of this many bytes that exceeds the guaranteed bytes.
+/// How many of `held` bytes exceed the guaranteed bytes.
 fn beyond(held: usize) -> usize {
     held.saturating_sub(ASSURED)
 }

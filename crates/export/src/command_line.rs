@@ -1,22 +1,22 @@
-//! Quoting of words of command lines, to be pasted into a shell.
+//! Quotes words of command lines, for pasting into a shell.
 
 use isobath_qcow2::text::is_hidden;
 use std::borrow::Cow;
 use std::fmt::Write as _;
 use std::path::Path;
 
-/// The path in a form that is valid in every directory.
+/// The absolute path, which is valid in every directory.
 pub(crate) fn absolute(path: &Path) -> Cow<'_, Path> {
     std::path::absolute(path).map_or(Cow::Borrowed(path), Cow::Owned)
 }
 
-/// A path as a value among QEMU's options.
+/// A path as a value in a QEMU option.
 pub(crate) fn option_value(path: &Path) -> String {
     absolute(path).to_string_lossy().replace(',', ",,")
 }
 
-/// A word quoted for a shell. Control and misleading characters are written as bytes in a form that bash, zsh and a
-/// POSIX.1-2024 shell understand.
+/// A word quoted for a shell. Control characters and misleading characters are written as escaped bytes, in a form that
+/// bash, zsh and POSIX.1-2024 shells understand.
 pub(crate) fn quoted(word: &str) -> Cow<'_, str> {
     if word.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-._~/:,=+%@".contains(&byte)) {
         return Cow::Borrowed(word);
@@ -30,7 +30,7 @@ pub(crate) fn quoted(word: &str) -> Cow<'_, str> {
             '\'' | '\\' => text.extend(['\\', c]),
             _ if is_hidden(c) => {
                 for byte in c.encode_utf8(&mut [0; 4]).bytes() {
-                    // Three octal digits end by themselves, whatever follows.
+                    // An escape has at most three octal digits, so nothing that follows can extend it.
                     let _ = write!(text, "\\{byte:03o}");
                 }
             }

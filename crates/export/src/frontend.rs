@@ -1,7 +1,7 @@
-//! The interface of frontends: a protocol and its parameters, and disks exported by it.
+//! The common interface of all frontends: a protocol, its parameters, and the disks exported over it.
 //!
-//! A frontend is started once, with the threads that serve its clients; then disks are exported by it and removed
-//! again. The command line and QMP do both through this module alone, using the description in [`Protocol`].
+//! A frontend is started once, with the threads that serve its clients; disks are then exported over it and removed
+//! again. The command line and QMP do both only through this module, guided by the description in [`Protocol`].
 
 use isobath_disk::BlockDevice;
 use isobath_ring::Handle;
@@ -17,21 +17,21 @@ use std::sync::Arc;
 /// Why a frontend cannot be started, or cannot export a disk: a message for users.
 pub type FrontendError = Box<dyn Error + Send + Sync>;
 
-/// A future that serves until its end; it stays on its thread.
+/// A future that serves clients and completes when serving ends. It stays on its thread.
 pub type Serving = Pin<Box<dyn Future<Output = io::Result<()>>>>;
 
-/// A protocol's description, for starting it.
+/// The description of a protocol and its parameters.
 #[derive(Debug)]
 pub struct Protocol {
-    /// QEMU's name (`BlockExportType`).
+    /// Its name in QEMU (`BlockExportType`).
     pub name: &'static str,
-    /// All its exports share one server, at whose addresses clients choose among them. Otherwise each export has its
-    /// own server.
+    /// Whether all exports share one server, where clients choose among them. Otherwise each export has its own server.
     pub shared: bool,
-    /// A client continues when this process is killed and another replaces it, so completed writes must survive the
-    /// process.
+    /// Whether clients continue after this process is killed and another replaces it. Completed writes must then
+    /// survive a kill.
     pub clients_outlive: bool,
-    /// Where clients find it: addresses of the server if it is [shared](Self::shared), otherwise of an export.
+    /// Where clients find it: the server's addresses if it is [shared](Self::shared), otherwise the location of an
+    /// export.
     pub location: Parameter,
     /// The other parameters of an export.
     pub parameters: &'static [Parameter],
@@ -42,7 +42,7 @@ pub struct Protocol {
 pub struct Parameter {
     /// Its name in [`Settings`], and in `block-export-add`.
     pub name: &'static str,
-    /// The kind of its values.
+    /// The kind of value that it takes.
     pub takes: Takes,
     /// Whether `block-export-add` takes it.
     pub qmp: Presence,
@@ -50,7 +50,7 @@ pub struct Parameter {
     pub option: Option<CommandLineOption>,
 }
 
-/// The values of a [`Parameter`].
+/// The kind of value that a [`Parameter`] takes.
 #[derive(Clone, Copy, Debug)]
 pub enum Takes {
     /// Text.
@@ -59,15 +59,15 @@ pub enum Takes {
     Flag,
     /// A number from 0 to `most`.
     Number {
-        /// The largest.
+        /// The maximum.
         most: u64,
     },
     /// A number of bytes from 0 to `most`.
     Bytes {
-        /// The largest.
+        /// The maximum.
         most: u64,
     },
-    /// One of some words.
+    /// One of these words.
     Choice(&'static [&'static str]),
     /// A file.
     Path,
@@ -80,15 +80,15 @@ pub enum Takes {
 /// Whether `block-export-add` takes a [`Parameter`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Presence {
-    /// No.
+    /// It does not.
     Absent,
-    /// Yes.
+    /// It does.
     Optional,
-    /// Yes, and it must be given.
+    /// It does, and requires it.
     Required,
 }
 
-/// A [`Parameter`] on the command line.
+/// How a [`Parameter`] is given on the command line.
 #[derive(Debug)]
 pub struct CommandLineOption {
     /// The option's name after `--`.
@@ -121,7 +121,7 @@ pub enum Setting {
 #[error("'{0}' is missing")]
 pub struct Missing(&'static str);
 
-/// The settings of an export: values of the [parameters](Protocol::parameters), by name.
+/// The settings of an export: the values of its [parameters](Protocol::parameters), by name.
 #[derive(Debug, Default)]
 pub struct Settings(BTreeMap<&'static str, Setting>);
 
@@ -131,7 +131,7 @@ impl Settings {
         self.0.insert(parameter.name, value);
     }
 
-    /// A text or a choice, if it was given.
+    /// The value of a text or choice parameter, if it was given.
     pub(crate) fn text(&self, name: &str) -> Option<&str> {
         match self.0.get(name) {
             Some(Setting::Text(text)) => Some(text),
@@ -139,12 +139,12 @@ impl Settings {
         }
     }
 
-    /// A flag.
+    /// Whether a flag is set.
     pub(crate) fn flag(&self, name: &str) -> bool {
         matches!(self.0.get(name), Some(Setting::Flag(true)))
     }
 
-    /// A number, if it was given.
+    /// The value of a number parameter, if it was given.
     pub(crate) fn number(&self, name: &str) -> Option<u64> {
         match self.0.get(name) {
             Some(Setting::Number(number)) => Some(*number),
@@ -152,7 +152,7 @@ impl Settings {
         }
     }
 
-    /// A file.
+    /// Takes a file's path.
     pub(crate) fn take_path(&mut self, name: &'static str) -> Result<PathBuf, Missing> {
         match self.0.remove(name) {
             Some(Setting::Path(path)) => Ok(path),
@@ -160,7 +160,7 @@ impl Settings {
         }
     }
 
-    /// A listening socket.
+    /// Takes a listening socket.
     pub(crate) fn take_listener(&mut self, name: &'static str) -> Result<Listener, Missing> {
         match self.0.remove(name) {
             Some(Setting::Listener(listener)) => Ok(listener),
@@ -174,13 +174,13 @@ impl Settings {
 pub struct ExportedDisk<D> {
     /// The disk.
     pub device: Arc<D>,
-    /// Its name: the device, or the node of its active layer if it belongs to no device.
+    /// Its name: that of its device, or of its active layer's node if it belongs to no device.
     pub name: String,
-    /// The name by which it was chosen for the export.
+    /// The name by which it was selected for export.
     pub chosen_by: String,
-    /// Whether clients may write, if the disk can be written.
+    /// Whether clients may write, provided that the disk is writable.
     pub writable: bool,
-    /// Its images' files, which cannot be mount points.
+    /// Its image files, which cannot be used as mount points.
     pub images: Vec<PathBuf>,
 }
 
@@ -194,15 +194,15 @@ pub struct Start {
     pub listeners: Vec<Listener>,
 }
 
-/// A frontend that was started.
+/// A started frontend.
 ///
-/// Each frontend decides how many clients, requests and bytes it accepts at a time, and how long it waits for clients
-/// at its end, since protocols differ in how they make a client wait. Both must be bounded.
+/// Protocols differ in how they make a client wait. Each frontend therefore sets its own limits on concurrent clients,
+/// requests and bytes, and on how long it waits for clients when it shuts down. All of these must be bounded.
 pub trait Frontend<D: BlockDevice> {
-    /// Ready to export disks.
+    /// Starts a frontend, which can then export disks.
     ///
     /// # Errors
-    /// What is wrong with `start`.
+    /// `start` is invalid.
     fn start(start: Start) -> Result<Self, FrontendError>
     where
         Self: Sized;
@@ -210,56 +210,56 @@ pub trait Frontend<D: BlockDevice> {
     /// Its protocol.
     fn protocol(&self) -> &'static Protocol;
 
-    /// Fails if no disk at all can be exported.
+    /// Fails if the frontend cannot export any disk.
     ///
     /// # Errors
-    /// A [shared](Protocol::shared) server does not listen anywhere.
+    /// A [shared](Protocol::shared) server has no listeners.
     fn ready(&self) -> Result<(), FrontendError> {
         Ok(())
     }
 
-    /// Exports a disk. Clients can connect from then on, once [`Export::serving`] is polled.
+    /// Exports a disk. Clients can connect as soon as [`Export::serving`] is polled.
     ///
     /// # Errors
     /// A setting is missing or out of range, or the location cannot be used.
     fn export(&self, disk: ExportedDisk<D>, settings: Settings) -> Result<Export, FrontendError>;
 
-    /// Serves clients of a [shared](Protocol::shared) server, until [`stop`](Self::stop); one future for each listener.
-    /// Each ends when every connection has ended. Call it once.
+    /// Serves clients of a [shared](Protocol::shared) server until [`stop`](Self::stop). Returns one future per
+    /// listener; each completes once all connections have ended. Call this only once.
     fn serve(&self) -> Vec<Serving> {
         Vec::new()
     }
 
-    /// Ends a [shared](Protocol::shared) server and its exports: requests in flight are completed and answered.
+    /// Stops a [shared](Protocol::shared) server and its exports. Requests in flight are completed and answered.
     fn stop(&self) {}
 }
 
-/// A disk behind a frontend.
+/// An exported disk.
 pub struct Export {
-    /// Queries and ends it.
+    /// Queries and removes it.
     pub control: Box<dyn ExportControl>,
-    /// Serves it, and completes once it is removed and its last client has left: then nothing holds the disk. An export
-    /// of a [shared](Protocol::shared) server that ends with its server is not removed.
+    /// Serves it. Completes once it has been removed and its last client has left; nothing then holds the disk.
+    /// Stopping a [shared](Protocol::shared) server does not count as removing its exports.
     pub serving: Serving,
 }
 
-/// Queries and ends an [`Export`].
+/// Queries and removes an [`Export`].
 pub trait ExportControl {
-    /// The name by which clients choose it; `None` if they need none.
+    /// The name by which clients choose it; `None` if they need no name.
     fn name(&self) -> Option<&str> {
         None
     }
 
-    /// How many clients use it. `None` if that cannot be known, or if it was removed.
+    /// The number of clients that use it; `None` if that is unknown, or if it was removed.
     fn clients(&self) -> Option<usize>;
 
-    /// Accepts no further requests, completes those in flight, and ends. Removing it again has no effect.
+    /// Removes it: accepts no further requests, and completes those in flight. Removing it again has no effect.
     ///
     /// # Errors
     /// It has clients, and the mode is [`RemoveMode::Safe`].
     fn remove(&self, mode: RemoveMode) -> Result<(), RemoveError>;
 
-    /// What clients need to use it, for each of its locations.
+    /// Its locations, each with what clients need to use it.
     fn places(&self, shown: Shown) -> Vec<Place>;
 }
 
@@ -269,7 +269,7 @@ pub enum RemoveMode {
     /// Only if no client has chosen it.
     #[default]
     Safe,
-    /// No further requests of clients are accepted, those in flight are completed, and the clients are disconnected.
+    /// No further requests are accepted, those in flight are completed, and the clients are disconnected.
     Hard,
 }
 
@@ -278,28 +278,28 @@ pub enum RemoveMode {
 #[non_exhaustive]
 pub enum RemoveError {
     /// Clients use it.
-    #[error("it is in use by {0} clients")]
+    #[error("it is in use by {0} client(s)")]
     InUse(usize),
     /// The server no longer has it.
     #[error(transparent)]
     Gone(FrontendError),
 }
 
-/// How a disk is shown in command lines.
+/// How a disk appears in generated command lines.
 #[derive(Clone, Copy, Debug)]
 pub struct Shown {
-    /// The disk's number, which makes names generated for command lines unique.
+    /// The disk's number, which makes generated names unique.
     pub number: usize,
-    /// It is read-only.
+    /// Whether it is read-only.
     pub read_only: bool,
 }
 
 /// The location of an export.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Place {
-    /// Its address, for users.
+    /// Its address, as shown to users.
     pub name: String,
-    /// Options of QEMU, or commands, that use it, quoted for a shell.
+    /// QEMU options or commands that use it, quoted for a shell.
     pub uses: Vec<String>,
 }
 

@@ -1,7 +1,7 @@
-//! Frontends to a virtual disk: the protocols through which other programs access a
+//! Frontends for a virtual disk: the protocols through which other programs access a
 //! [`BlockDevice`](isobath_disk::BlockDevice).
 //!
-//! [`frontend`] is their common interface, [`registry`] the table of all frontends. Each can also be used by itself.
+//! [`frontend`] is their common interface, [`registry`] the table of all frontends. Each can also be used on its own.
 
 mod budget;
 mod command_line;

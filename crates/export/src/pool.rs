@@ -3,9 +3,9 @@
 use isobath_storage::IoBuf;
 use std::cell::{Cell, RefCell};
 
-/// Smallest size class in bytes; classes are its multiples by powers of two.
+/// The smallest size class in bytes. Each class is twice the size of the one before.
 const SMALLEST: usize = 4096;
-/// Number of classes: up to 32 MiB.
+/// Number of size classes; the largest is 32 MiB.
 const CLASSES: usize = 14;
 
 /// Free buffers of one thread, by size.

@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use std::io;
 use std::rc::Rc;
 
-/// The table: for each frontend its protocol and its type.
+/// The table: the protocol and the type of each frontend.
 macro_rules! frontends {
     ($($protocol:path => $frontend:ty),* $(,)?) => {
         /// The protocols, in the order in which they are started.
@@ -29,17 +29,17 @@ frontends! {
     fuse::PROTOCOL => fuse::FuseFrontend,
 }
 
-/// Every frontend, started.
+/// All frontends, started.
 pub struct Frontends<D: BlockDevice>(Vec<Rc<dyn Frontend<D>>>);
 
-/// Where clients of [shared](Protocol::shared) servers connect, by the protocols' names.
+/// Where clients of [shared](Protocol::shared) servers connect, by protocol name.
 pub type Listeners = BTreeMap<&'static str, Vec<Listener>>;
 
 impl<D: BlockDevice> Frontends<D> {
-    /// Starts all of them. Clients are served by `workers`, or on this thread if there are none.
+    /// Starts all frontends. Clients are served by `workers`, or on this thread if there are none.
     ///
     /// # Errors
-    /// One cannot be started.
+    /// A frontend cannot be started.
     pub fn start(workers: &[Handle], mut listeners: Listeners) -> Result<Self, FrontendError> {
         let start = |protocol: &Protocol| Start {
             workers: workers.to_vec(),
@@ -48,23 +48,23 @@ impl<D: BlockDevice> Frontends<D> {
         start_all(start).map(Self)
     }
 
-    /// All of them, in the order of [`PROTOCOLS`].
+    /// All frontends, in the order of [`PROTOCOLS`].
     pub fn iter(&self) -> impl Iterator<Item = &dyn Frontend<D>> {
         self.0.iter().map(|frontend| &**frontend)
     }
 
-    /// The frontend of a protocol, by name.
+    /// The frontend of the protocol with this name.
     pub fn of(&self, protocol: &str) -> Option<&dyn Frontend<D>> {
         self.iter().find(|frontend| frontend.protocol().name == protocol)
     }
 
-    /// Serves clients of the [shared](Protocol::shared) servers, until [`stop`](Self::stop), each listener by a task on
-    /// this thread. Call it once.
+    /// Serves clients of the [shared](Protocol::shared) servers until [`stop`](Self::stop), with one task per listener
+    /// on this thread. Call this only once.
     pub fn serve(&self) -> Vec<JoinHandle<io::Result<()>>> {
         self.iter().flat_map(Frontend::serve).map(spawn).collect()
     }
 
-    /// Ends the [shared](Protocol::shared) servers, with their exports.
+    /// Stops the [shared](Protocol::shared) servers and their exports.
     pub fn stop(&self) {
         self.iter().for_each(Frontend::stop);
     }

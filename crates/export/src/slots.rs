@@ -1,4 +1,4 @@
-//! Many futures of one type in one task, without an allocation for each.
+//! Runs many futures of one type in one task, without an allocation for each.
 
 use parking_lot::Mutex;
 use std::future::Future;
@@ -7,15 +7,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll, Wake, Waker};
 
-/// How often futures that other futures woke are polled before the task yields.
+/// How many rounds of woken futures are polled before the task yields.
 const ROUNDS: usize = 16;
 
-/// A set of running futures. The next future reuses a slot's memory, and only futures that were woken are polled.
+/// A set of running futures. The slot of a finished future is reused, and only futures that were woken are polled.
 pub(crate) struct Slots<F> {
     places: Vec<Slot<F>>,
     free: Vec<usize>,
     woken: Arc<Woken>,
-    /// The list being processed, kept for its memory.
+    /// The list being processed, kept to reuse its memory.
     batch: Vec<usize>,
 }
 
@@ -73,7 +73,7 @@ impl<F: Future<Output = ()>> Slots<F> {
         self.free.len() == self.places.len()
     }
 
-    /// Polls a new future once, and keeps it if it has to wait.
+    /// Polls a new future once, and keeps it if it is pending.
     pub(crate) fn start(&mut self, future: F) {
         let index = if let Some(index) = self.free.pop() {
             index
@@ -91,8 +91,8 @@ impl<F: Future<Output = ()>> Slots<F> {
         self.poll_slot(index);
     }
 
-    /// Polls the futures that were woken, and arranges for the calling task to be woken when more are. If they keep
-    /// waking each other, it yields to the thread's other tasks, which they may be waiting for.
+    /// Polls the futures that were woken, and arranges for the calling task to be woken when more are. If futures keep
+    /// waking each other, yields to the thread's other tasks, which they may be waiting for.
     pub(crate) fn poll(&mut self, cx: &mut Context<'_>) {
         for _ in 0..ROUNDS {
             let mut batch = std::mem::take(&mut self.batch);

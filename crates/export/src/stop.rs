@@ -1,4 +1,4 @@
-//! The order to stop, given once and seen by every session on every thread.
+//! A request to stop, made once and seen by every session on every thread.
 
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
@@ -7,7 +7,7 @@ use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll, Waker};
 
-/// A stop order.
+/// A stop request.
 #[derive(Default)]
 pub(crate) struct Stop {
     requested: AtomicBool,
@@ -20,14 +20,14 @@ struct Waiters {
     waiting: BTreeMap<u64, Waker>,
 }
 
-/// Waits for the order; a future from [`Stop::requested`].
+/// A future that waits for the request; see [`Stop::requested`].
 pub(crate) struct Requested<'a> {
     stop: &'a Stop,
     key: Option<u64>,
 }
 
 impl Stop {
-    /// Gives the order.
+    /// Makes the request.
     pub(crate) fn request(&self) {
         let waiting = {
             let mut state = self.state.lock();
@@ -37,12 +37,12 @@ impl Stop {
         waiting.into_values().for_each(Waker::wake);
     }
 
-    /// Whether the order was given.
+    /// Whether the request was made.
     pub(crate) fn is_requested(&self) -> bool {
         self.requested.load(Ordering::Acquire)
     }
 
-    /// Waits for the order.
+    /// Waits for the request.
     pub(crate) fn requested(&self) -> Requested<'_> {
         Requested { stop: self, key: None }
     }

@@ -1,4 +1,4 @@
-//! A whole chain: its files, written several at a time.
+//! Writing a whole chain, several files at a time.
 
 use crate::error::GenerateError;
 use crate::image::{self, Failed};
@@ -10,15 +10,15 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 
-/// Writes a chain's images into a directory, which is new or empty, on as many threads as there are
-/// processors, and gives the active layer's path.
+/// Writes a chain's images to a new or empty directory, on as many threads as there are processors, and returns the
+/// active layer's path.
 ///
-/// Each file has a name that ends in `.partial` until it is whole, and the active layer's file gets
-/// its own name last. On failure everything is removed again.
+/// Each file has a name that ends in `.partial` until it is complete; the active layer's file is renamed last. On
+/// failure, everything is removed again.
 ///
 /// # Errors
-/// If the directory has something in it, a file cannot be written, a layer has more clusters than an
-/// image can count, or the work was stopped.
+/// If the directory is not empty, a file cannot be written, a layer has more clusters than an image can count, or the
+/// work was stopped.
 pub fn generate(
     chain: &Chain,
     ownership: &Ownership,
@@ -26,21 +26,22 @@ pub fn generate(
     progress: &Progress,
 ) -> Result<PathBuf, GenerateError> {
     chain.geometry()?;
-    // Locked until the end.
+    // The directory stays locked until the end.
     let (made, _lock) = prepare(directory)?;
     let work = Work { chain, ownership, directory, progress, next: AtomicU32::new(0) };
     let result = work.run();
     if result.is_err() {
         work.remove();
         if made {
-            // What else is in it is not ours to remove.
+            // Other files in it are not ours to remove.
             let _ = fs::remove_dir(directory);
         }
     }
     result
 }
 
-/// Makes the directory unless it is there and empty, and locks it against other runs; says whether it was made.
+/// Creates the directory unless it exists and is empty, and locks it against other runs. Returns whether it was
+/// created, and the lock.
 fn prepare(directory: &Path) -> Result<(bool, File), GenerateError> {
     let made = match fs::create_dir(directory) {
         Ok(()) => true,
@@ -127,7 +128,7 @@ impl Work<'_> {
         if layer + 1 < self.chain.layers { self.publish(layer) } else { Ok(()) }
     }
 
-    /// Gives a whole file its name.
+    /// Gives a complete file its final name.
     fn publish(&self, layer: u32) -> Result<(), GenerateError> {
         let partial = self.partial(layer);
         fs::rename(&partial, self.path(layer)).map_err(|error| failed("rename", &partial, error))
@@ -141,7 +142,7 @@ impl Work<'_> {
         self.directory.join(self.chain.file_name(layer) + ".partial")
     }
 
-    /// Removes what was written; the cause of it is told, not what cannot be removed either.
+    /// Removes what was written. Errors are ignored: the failure that led here is reported instead.
     fn remove(&self) {
         for layer in 0..self.next.load(Ordering::Relaxed).min(self.chain.layers) {
             let _ = fs::remove_file(self.partial(layer));
@@ -150,7 +151,7 @@ impl Work<'_> {
     }
 }
 
-/// Of two threads' results the one that says why both ended.
+/// Of two threads' results, the one that explains why both ended.
 fn first_cause(
     one: Result<(), GenerateError>,
     other: Result<(), GenerateError>,

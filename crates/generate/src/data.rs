@@ -1,4 +1,4 @@
-//! What the clusters hold.
+//! What the clusters contain.
 
 use isobath_qcow2::GuestOffset;
 use rand::rngs::Xoshiro256PlusPlus;
@@ -8,7 +8,7 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
-/// What the clusters hold.
+/// What the clusters contain.
 #[derive(Clone, Debug)]
 pub enum Data {
     /// Random bytes.
@@ -17,19 +17,19 @@ pub enum Data {
     Zero,
     /// Each sector of 512 bytes says which layer wrote it and where; see [`pattern`].
     Pattern,
-    /// What a raw disk image holds there; zeroes past its end.
+    /// The bytes of a raw disk image at the same offset; zeroes past its end.
     Raw(Arc<File>),
 }
 
-/// Bytes of a sector of [`Data::Pattern`].
+/// The size of a sector of [`Data::Pattern`] in bytes.
 pub const PATTERN_BYTES: usize = 512;
 
 const LINE: usize = 64;
 const DIGITS: usize = 16;
 
 /// The sector of [`Data::Pattern`] that `layer` has at a guest offset: eight times the line
-/// `isobath layer LAYER offset 0xOFFSET`, the layer in decimal with at least five digits, the offset
-/// in hexadecimal with sixteen, with spaces to 63 bytes and a newline.
+/// `isobath layer LAYER offset 0xOFFSET`, padded with spaces to 63 bytes and followed by a newline. The layer is in
+/// decimal with at least five digits, the offset in hexadecimal with sixteen.
 pub fn pattern(layer: u32, offset: GuestOffset) -> [u8; PATTERN_BYTES] {
     let line = line(layer, offset);
     let mut sector = [0; PATTERN_BYTES];
@@ -42,7 +42,7 @@ pub fn pattern(layer: u32, offset: GuestOffset) -> [u8; PATTERN_BYTES] {
 fn line(layer: u32, offset: GuestOffset) -> [u8; LINE] {
     let mut line = [b' '; LINE];
     let text = format!("isobath layer {layer:05} offset 0x{:016x}", offset.get());
-    // 14 + 10 + 8 + 2 + 16 bytes at most.
+    // At most 14 + 10 + 8 + 2 + 16 bytes.
     for (place, byte) in line.iter_mut().zip(text.bytes()) {
         *place = byte;
     }
@@ -50,7 +50,7 @@ fn line(layer: u32, offset: GuestOffset) -> [u8; LINE] {
     line
 }
 
-/// Makes the contents of one layer's clusters, in ascending order of guest offset.
+/// Generates the contents of one layer's clusters, in ascending order of guest offset.
 pub(crate) struct Filler {
     data: Data,
     random: Xoshiro256PlusPlus,
@@ -61,7 +61,7 @@ pub(crate) struct Filler {
 
 impl Filler {
     pub(crate) fn new(data: Data, seed: u64, layer: u32) -> Self {
-        // The seed's first number stands for it, so that the next seed's layers are not this one's.
+        // The layer is added to the seed's first number, not to the seed: otherwise, adjacent seeds would share layers.
         let mut random = Xoshiro256PlusPlus::seed_from_u64(seed);
         let salt = random.next_u64();
         let random = Xoshiro256PlusPlus::seed_from_u64(salt.wrapping_add(layer.into()));
@@ -93,7 +93,7 @@ impl Filler {
     }
 }
 
-/// Reads from `offset` on into `bytes`, with zeroes from the file's end on.
+/// Fills `bytes` with the file's bytes from `offset` on, and with zeroes past its end.
 fn read(file: &File, offset: u64, bytes: &mut [u8]) -> io::Result<()> {
     let mut done = 0;
     while done < bytes.len() {
@@ -145,7 +145,7 @@ mod tests {
         assert_eq!(cluster(1, 1), cluster(1, 1));
         assert_ne!(cluster(1, 1), cluster(1, 2));
         assert_ne!(cluster(1, 1), cluster(2, 1));
-        // Neighbouring seeds and layers do not meet.
+        // Neighbouring seeds and layers do not coincide.
         assert_ne!(cluster(1, 2), cluster(2, 1));
     }
 }

@@ -1,5 +1,4 @@
-//! One layer's file: header, refcount table, refcount blocks, L1 table, L2 tables, guest clusters,
-//! each after the other.
+//! One layer's file: header, refcount table, refcount blocks, L1 table, L2 tables and guest clusters, in this order.
 
 use crate::data::{Data, Filler};
 use crate::error::GenerateError;
@@ -13,7 +12,7 @@ use isobath_qcow2::{
 use std::fs::File;
 use std::io;
 
-/// How many clusters each part of the file takes.
+/// The number of clusters in each part of the file.
 struct Layout {
     geometry: Geometry,
     refcount_table: u64,
@@ -77,7 +76,8 @@ impl Layout {
         HostOffset::new(cluster << self.geometry.cluster_bits())
     }
 
-    /// The entries of a table in its cluster `number`, with their places there, of `count` in all.
+    /// The entries in cluster `number` of a table with `count` entries: each one's index in that cluster, and its
+    /// number.
     fn entries(&self, number: u64, count: u64) -> impl Iterator<Item = (usize, u64)> + use<> {
         let each = self.geometry.cluster_size() / 8;
         let first = number * each;
@@ -178,14 +178,14 @@ fn header(chain: &Chain, layout: &Layout, backing: Option<String>) -> Result<Hea
     Ok(header)
 }
 
-/// Takes the answer to an entry that was put where the layout has room for it.
+/// Checks that an entry was written; the layout has room for it.
 fn put(done: Option<()>) {
     debug_assert!(done.is_some(), "the entry is inside its table");
 }
 
 /// Why a layer was not written.
 pub(crate) enum Failed {
-    /// The file.
+    /// The file could not be written.
     Io(io::Error),
     /// Anything else.
     Other(GenerateError),

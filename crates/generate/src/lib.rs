@@ -1,11 +1,11 @@
 //! Backing chains of qcow2 images for tests and measurements.
 //!
-//! A [`Chain`] says what the disk is like: its size, how many layers, and what their clusters hold.
-//! [`Ownership`] says which layer has which guest clusters: drawn by a [`Distribution`], or taken
-//! from a [`trace`]. [`generate`] writes one qcow2 file a layer, each laid out at once by an encoder,
-//! several at a time. Nothing is flushed to the disk.
+//! A [`Chain`] describes the disk: its size, the number of layers, and what their clusters contain. [`Ownership`]
+//! determines which layer has which guest clusters: drawn from a [`Distribution`], or taken from a [`trace`].
+//! [`generate`] writes one qcow2 file per layer, several at a time, each encoded in one pass. Nothing is flushed to the
+//! disk.
 //!
-//! The same chain and ownership give the same files, to the byte.
+//! The same chain and ownership give identical files, byte for byte.
 
 mod chain;
 mod data;

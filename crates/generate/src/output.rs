@@ -1,14 +1,14 @@
-//! A file written from its start to its end, cluster by cluster, with holes where it is zero.
+//! A file written sequentially, cluster by cluster, with holes for zeroes.
 
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 
-/// How much is gathered for one write, in bytes, unless a cluster is larger.
+/// The maximum number of bytes gathered for one write, unless a cluster is larger.
 const GATHERED: usize = 4 << 20;
-/// Zeroes of this many bytes and alignment become a hole.
+/// Aligned blocks of this many zero bytes become holes.
 const HOLE: usize = 32 << 10;
-/// What is written begins and ends at a multiple of this many bytes.
+/// Writes begin and end at multiples of this many bytes.
 const PAGE: usize = 4 << 10;
 static ZEROES: [u8; HOLE] = [0; HOLE];
 
@@ -16,9 +16,9 @@ static ZEROES: [u8; HOLE] = [0; HOLE];
 pub(crate) struct Output<'a> {
     file: &'a File,
     cluster_size: usize,
-    /// Kept from file to file.
+    /// Reused from file to file.
     buffer: &'a mut Vec<u8>,
-    /// Where the buffer's bytes belong in the file.
+    /// The offset of the buffer's bytes in the file.
     start: u64,
 }
 
@@ -39,14 +39,14 @@ impl<'a> Output<'a> {
         Ok(&mut self.buffer[place..])
     }
 
-    /// Leaves the next `clusters` zero.
+    /// Leaves the next `clusters` clusters zero.
     pub(crate) fn skip(&mut self, clusters: u64) -> io::Result<()> {
         self.write()?;
         self.start += clusters * self.cluster_size as u64;
         Ok(())
     }
 
-    /// Writes what is gathered, and gives the file its length.
+    /// Writes the gathered bytes, and sets the file's length.
     pub(crate) fn end(mut self) -> io::Result<()> {
         self.write()?;
         self.file.set_len(self.start)
@@ -70,7 +70,7 @@ impl<'a> Output<'a> {
         Ok(())
     }
 
-    /// Writes bytes `first..end` of the buffer without the pages of zeroes around them.
+    /// Writes bytes `first..end` of the buffer without leading and trailing pages of zeroes.
     fn write_run(&self, mut first: usize, mut end: usize) -> io::Result<()> {
         let zero = |bytes: &[u8]| *bytes == ZEROES[..bytes.len()];
         while end - first > PAGE && zero(&self.buffer[first..first + PAGE]) {

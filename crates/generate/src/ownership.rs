@@ -10,10 +10,10 @@ use std::str::FromStr;
 /// How owners of clusters are drawn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Distribution {
-    /// Each layer is as likely as any other.
+    /// All layers are equally likely.
     Uniform,
-    /// A few layers own most: the layer at rank `r`, from 1, is drawn in proportion to `1 / r`. The
-    /// seed says which layer has which rank.
+    /// A few layers own most clusters: the layer of rank `r`, from 1, is drawn with a probability proportional to
+    /// `1 / r`. The seed determines which layer has which rank.
     Zipf,
     /// Layer `i` of `n` owns the `i`-th of `n` equal parts of the disk.
     Sequential,
@@ -29,7 +29,7 @@ impl Fill {
     /// A share.
     ///
     /// # Errors
-    /// If it is below 0, above 1 or no number.
+    /// If it is below 0, above 1 or not a number.
     pub fn new(share: f64) -> Result<Self, GenerateError> {
         if (0.0..=1.0).contains(&share) {
             Ok(Self(share))
@@ -38,7 +38,7 @@ impl Fill {
         }
     }
 
-    /// The nearest whole number of clusters, of `all`.
+    /// This share of `all` clusters, rounded to the nearest whole number.
     fn of(self, all: u64) -> u64 {
         ((all as f64 * self.0).round() as u64).min(all)
     }
@@ -70,7 +70,7 @@ impl Ownership {
     /// Fills a share of the disk's clusters, chosen at random, each in exactly one layer.
     ///
     /// # Errors
-    /// If the chain has no layers or no size, or memory does not suffice: 8 bytes a filled cluster.
+    /// If the chain has no layers or no size, or there is not enough memory: 8 bytes per filled cluster.
     pub fn draw(
         chain: &Chain,
         fill: Fill,
@@ -88,8 +88,8 @@ impl Ownership {
                 if wanted == 0 {
                     return None;
                 }
-                // A cluster is chosen with the probability that leaves every choice of the rest as
-                // likely as any other. The last ones are certain once as many are wanted as there are.
+                // Selection sampling: a cluster is chosen with probability `wanted / (all - next)`, so that every
+                // subset is equally likely. Once as many are wanted as are left, all of them are chosen.
                 while below(&mut random, all - next) >= wanted {
                     next += 1;
                 }
@@ -111,8 +111,8 @@ impl Ownership {
         Self::collect(layers, pairs.len() as u64, || pairs.iter().copied())
     }
 
-    /// Sorts `count` pairs by their layer; within a layer they keep their order. `pairs` is called
-    /// twice and must give the same both times.
+    /// Sorts `count` pairs by their layer; within a layer they keep their order. `pairs` is called twice and must yield
+    /// the same pairs both times.
     fn collect<I>(layers: u32, count: u64, pairs: impl Fn() -> I) -> Result<Self, GenerateError>
     where
         I: Iterator<Item = (u32, ClusterIndex)>,
@@ -120,7 +120,7 @@ impl Ownership {
         let no_memory = |_| GenerateError::Memory(count);
         let mut starts = Vec::new();
         starts.try_reserve_exact(layers as usize + 2).map_err(no_memory)?;
-        // One place further on, so that filling in moves each start to where it belongs.
+        // Counts are kept one entry further on: filling in the clusters moves each start to where it belongs.
         starts.resize(layers as usize + 2, 0usize);
         for (layer, _) in pairs() {
             starts[layer as usize + 2] += 1;
@@ -140,12 +140,12 @@ impl Ownership {
         Ok(Self { starts, clusters })
     }
 
-    /// The layers.
+    /// The number of layers.
     pub fn layers(&self) -> u32 {
         self.starts.len() as u32 - 1
     }
 
-    /// The clusters of one layer; none where there is no such layer.
+    /// The clusters of one layer; empty if there is no such layer.
     pub fn clusters_of(&self, layer: u32) -> &[ClusterIndex] {
         match self.starts.get(layer as usize..layer as usize + 2) {
             Some(&[start, end]) => &self.clusters[start..end],
@@ -153,7 +153,7 @@ impl Ownership {
         }
     }
 
-    /// The clusters of all layers together.
+    /// The number of clusters of all layers together.
     pub fn total(&self) -> u64 {
         self.clusters.len() as u64
     }
@@ -162,7 +162,7 @@ impl Ownership {
 /// Draws owners.
 enum Owner {
     Uniform(u64),
-    /// For each rank the sum of the weights up to and including it, and the layer at that rank.
+    /// For each rank, the sum of the weights up to and including it, and the layer of that rank.
     Zipf(Vec<f64>, Vec<u32>),
     Sequential(u64, u64),
 }
@@ -206,7 +206,7 @@ impl Owner {
     }
 }
 
-/// A number below `limit`, each as likely as any other but for one part in 2^64 divided by `limit`.
+/// A random number below `limit`, uniform but for one part in 2^64 / `limit`.
 fn below(random: &mut Xoshiro256PlusPlus, limit: u64) -> u64 {
     ((u128::from(random.next_u64()) * u128::from(limit)) >> 64) as u64
 }

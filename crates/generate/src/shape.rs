@@ -1,20 +1,20 @@
-//! What a chain is like, and how far the work on it is.
+//! The description of a chain, and the progress of the work on it.
 
 use crate::data::Data;
 use crate::error::GenerateError;
 use isobath_qcow2::{Geometry, NewImage};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-/// What a chain is like, but for who owns which cluster.
+/// The description of a chain, except for which layer owns which cluster.
 #[derive(Clone, Debug)]
 pub struct Chain {
-    /// The layers, at least 1.
+    /// The number of layers, at least 1.
     pub layers: u32,
-    /// The disk's size in bytes, a multiple of 512 and at least that.
+    /// The disk's size in bytes, a multiple of 512 and at least 512.
     pub size: u64,
     /// Base-2 logarithm of the cluster size, 9 to 21.
     pub cluster_bits: u32,
-    /// What the clusters hold.
+    /// What the clusters contain.
     pub data: Data,
     /// The seed of everything that is random.
     pub seed: u64,
@@ -24,7 +24,7 @@ impl Chain {
     /// The geometry of every image.
     ///
     /// # Errors
-    /// If there are no layers, or the format cannot hold such a disk.
+    /// If there are no layers, or the format does not support such a disk.
     pub fn geometry(&self) -> Result<Geometry, GenerateError> {
         if self.layers == 0 {
             return Err(GenerateError::NoLayers);
@@ -36,15 +36,15 @@ impl Chain {
         Ok(image.plan()?.header().geometry()?)
     }
 
-    /// The file name of a layer, from the base at 0: `layer-00000.qcow2`, with more digits where the
-    /// chain has more layers than five can count.
+    /// The file name of a layer, counted from 0, the base: `layer-00000.qcow2`, with more digits if five are too few
+    /// for the chain.
     pub fn file_name(&self, layer: u32) -> String {
         let digits = self.layers.saturating_sub(1).to_string().len().max(5);
         format!("layer-{layer:0digits$}.qcow2")
     }
 }
 
-/// How far the work is, for another thread to look at and to stop.
+/// The progress of the work, which another thread can watch and stop.
 #[derive(Debug, Default)]
 pub struct Progress {
     done: AtomicU64,
@@ -52,7 +52,7 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// The clusters written so far, of [`Ownership::total`](crate::Ownership::total).
+    /// The number of clusters written so far, out of [`Ownership::total`](crate::Ownership::total).
     pub fn clusters(&self) -> u64 {
         self.done.load(Ordering::Relaxed)
     }

@@ -1,9 +1,9 @@
 //! Ownership from a trace of writes.
 //!
-//! A trace is text with one write a line: `LAYER GUEST_OFFSET LENGTH`, separated by spaces or tabs.
-//! Layers count from the base at 0. Offsets and lengths are bytes, in decimal or with `0x` in
-//! hexadecimal. The layer gets every cluster that the write touches, and a cluster may be written in
-//! several layers. Blank lines and what follows a `#` are left out.
+//! A trace is text with one write per line: `LAYER GUEST_OFFSET LENGTH`, separated by spaces or tabs. Layers are
+//! numbered from 0, the base. Offsets and lengths are in bytes, in decimal, or in hexadecimal with `0x`. The layer gets
+//! every cluster that the write touches, and a cluster may be written in several layers. Blank lines, and everything
+//! after a `#`, are ignored.
 
 use crate::error::GenerateError;
 use crate::ownership::Ownership;
@@ -17,8 +17,8 @@ const MAX_LINE: usize = 4096;
 /// Reads a trace for a chain.
 ///
 /// # Errors
-/// If a line is no write, names a layer that the chain does not have or reaches past the disk's end,
-/// with the line's number; if the trace cannot be read, or does not fit memory.
+/// If a line is not a write, names a layer that the chain does not have, or extends past the end of the disk; the error
+/// has the line's number. If the trace cannot be read, or does not fit in memory.
 pub fn read(chain: &Chain, trace: impl BufRead) -> Result<Ownership, GenerateError> {
     let geometry = chain.geometry()?;
     let mut pairs = Vec::new();
@@ -33,9 +33,9 @@ pub fn read(chain: &Chain, trace: impl BufRead) -> Result<Ownership, GenerateErr
             break;
         }
         if length == MAX_LINE && bytes.last() != Some(&b'\n') {
-            return Err(bad(format!("is longer than {MAX_LINE} bytes")));
+            return Err(bad(format!("longer than {MAX_LINE} bytes")));
         }
-        let text = std::str::from_utf8(&bytes).map_err(|_| bad("is not text".into()))?;
+        let text = std::str::from_utf8(&bytes).map_err(|_| bad("not valid UTF-8".into()))?;
         let Some((layer, offset, length)) = parse(text).map_err(bad)? else { continue };
         if layer >= chain.layers.into() {
             let last = chain.layers - 1;
@@ -56,7 +56,7 @@ pub fn read(chain: &Chain, trace: impl BufRead) -> Result<Ownership, GenerateErr
     Ownership::from_pairs(chain.layers, pairs)
 }
 
-/// The layer, offset and length of a line; `None` of one that says nothing.
+/// The layer, offset and length of a line; `None` if it is blank or a comment.
 fn parse(line: &str) -> Result<Option<(u64, u64, u64)>, String> {
     let line = line.split_once('#').map_or(line, |(before, _)| before);
     let words: Vec<_> = line.split_ascii_whitespace().collect();

@@ -10,10 +10,10 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// The longest reply accepted: that of a disk with many thousands of layers.
+/// The longest reply accepted, enough for a disk with many thousands of layers.
 const LONGEST: usize = 256 << 20;
 
-/// Why a command has no result.
+/// Why a command failed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ClientError {
@@ -40,13 +40,13 @@ pub enum ClientError {
     Refused {
         /// The error's class, such as `DeviceNotFound`.
         class: String,
-        /// The server's text.
+        /// The server's message.
         description: String,
     },
 }
 
 impl ClientError {
-    /// Whether the server refused the command with an error of a class.
+    /// Whether the server refused the command with an error of this class.
     pub fn is_of(&self, wanted: &str) -> bool {
         matches!(self, Self::Refused { class, .. } if class == wanted)
     }
@@ -71,7 +71,7 @@ pub enum Address {
 }
 
 impl Address {
-    /// Reads `unix:PATH`, `HOST:PORT`, or the path of a socket file.
+    /// Parses `unix:PATH`, `HOST:PORT`, or the path of a socket file.
     pub fn parse(text: &str) -> Self {
         if let Some(path) = text.strip_prefix("unix:") {
             return Self::Unix(path.into());
@@ -113,11 +113,10 @@ impl Socket {
     }
 }
 
-/// The most levels of nesting received: `query-block` nests the first hundred images of a chain. The parser accepts
-/// 127.
+/// The deepest nesting accepted: `query-block` nests the first hundred images of a chain. The parser accepts 127.
 const DEEPEST: usize = 120;
 
-/// A session with a server, of Isobath or of QEMU.
+/// A session with an Isobath or QEMU server.
 pub struct Client {
     socket: Socket,
     splitter: Splitter,
@@ -128,7 +127,7 @@ pub struct Client {
 }
 
 impl Client {
-    /// Connects and negotiates.
+    /// Connects and negotiates capabilities.
     ///
     /// # Errors
     /// Nothing listens there, or it is not a QMP server.
@@ -146,7 +145,7 @@ impl Client {
         let greeting = client.receive(None)?.unwrap_or_default();
         if greeting.get("QMP").is_none() {
             return Err(ClientError::NotQmp(format!(
-                "its greeting is {}",
+                "unexpected greeting {}",
                 Value::Object(greeting)
             )));
         }
@@ -160,12 +159,12 @@ impl Client {
             .map_err(|error| ClientError::Connect { address: path.display().to_string(), error })
     }
 
-    /// The id of the process that listens at the server's socket file, as this process sees it.
+    /// The ID of the process that listens on the server's socket file, in this process's PID namespace.
     pub fn server(&self) -> Option<u32> {
         let Socket::Unix(stream) = &self.socket else { return None };
         let mut peer = libc::ucred { pid: 0, uid: 0, gid: 0 };
         let mut length = size_of::<libc::ucred>() as libc::socklen_t;
-        // SAFETY: there is room for the answer, of the length given.
+        // SAFETY: `peer` has room for `length` bytes.
         let asked = unsafe {
             libc::getsockopt(
                 stream.as_raw_fd(),
@@ -175,7 +174,7 @@ impl Client {
                 &raw mut length,
             )
         };
-        // In another namespace it is 0.
+        // 0 for a process in another namespace.
         if asked == 0 { u32::try_from(peer.pid).ok().filter(|id| *id != 0) } else { None }
     }
 
@@ -183,7 +182,7 @@ impl Client {
     /// [`event`](Self::event).
     ///
     /// # Errors
-    /// The server refuses it, or closed the connection.
+    /// The server refused it or closed the connection.
     pub fn execute(&mut self, command: &str, arguments: Value) -> Result<Value, ClientError> {
         self.next_id += 1;
         let id = Value::from(self.next_id);
@@ -200,13 +199,13 @@ impl Client {
                 self.events.push_back(to_event(message));
             } else if message.get("id") != Some(&id) {
                 let message = Value::Object(message);
-                return Err(ClientError::NotQmp(format!("it replied {message}")));
+                return Err(ClientError::NotQmp(format!("unexpected reply {message}")));
             } else if let Some(value) = message.shift_remove("return") {
                 return Ok(value);
             } else {
                 let text = |key: &str| {
                     let value = message.get("error").and_then(|error| error.get(key));
-                    value.and_then(Value::as_str).unwrap_or("no error is given").to_owned()
+                    value.and_then(Value::as_str).unwrap_or("unknown error").to_owned()
                 };
                 return Err(ClientError::Refused {
                     class: text("class"),
@@ -254,7 +253,7 @@ impl Client {
                 let text = value.map_err(|error| not_qmp(&error))?;
                 return match json::parse(&text).map_err(|error| not_qmp(&error))? {
                     Value::Object(message) => Ok(Some(message)),
-                    other => Err(ClientError::NotQmp(format!("it sent {other}"))),
+                    other => Err(ClientError::NotQmp(format!("unexpected message {other}"))),
                 };
             }
             let mut buf = vec![0; 64 << 10];

@@ -1,9 +1,9 @@
-//! Encryption headers in QEMU's form.
+//! Encryption headers in QEMU's format.
 
 use isobath_disk::encryption::Info;
 use serde_json::{Map, Value, json};
 
-/// QEMU's `QCryptoBlockInfoLUKS`, in its order.
+/// QEMU's `QCryptoBlockInfoLUKS`, in QEMU's order.
 pub fn info(header: &Info) -> Value {
     let slots = header.slots.iter().map(|slot| {
         if slot.active {

@@ -3,14 +3,14 @@
 use serde_json::{Value, json};
 use std::fmt;
 
-/// QMP's error classes (`QapiErrorClass`). Programs may rely on them, and on nothing in the text.
+/// QMP's error classes (`QapiErrorClass`). Programs may rely on them, but not on the text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ErrorClass {
     /// Any failure without a class of its own.
     GenericError,
     /// The command is unknown, or not allowed in the current mode of the session.
     CommandNotFound,
-    /// A device is not in the state that the command needs: there is no such block job.
+    /// A device is not in the state that the command needs: it has no such block job.
     DeviceNotActive,
     /// There is no such device.
     DeviceNotFound,
@@ -34,9 +34,9 @@ impl ErrorClass {
 /// A failed command's reply: a class for programs, a text for users.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct QmpError {
-    /// What kind of failure it is.
+    /// The kind of failure.
     pub class: ErrorClass,
-    /// What went wrong, in words.
+    /// What went wrong, for users.
     pub description: String,
 }
 
@@ -46,7 +46,7 @@ impl QmpError {
         Self::of(ErrorClass::GenericError, description)
     }
 
-    /// A failure of a class.
+    /// A failure of this class.
     pub fn of(class: ErrorClass, description: impl fmt::Display) -> Self {
         Self { class, description: description.to_string() }
     }

@@ -1,4 +1,4 @@
-//! Secrets, as QEMU's objects of the type `secret` describe them.
+//! Secrets, as described by QEMU's `secret` objects.
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
@@ -7,7 +7,7 @@ use std::fs::File;
 use std::io::Read;
 use zeroize::Zeroizing;
 
-/// Where the value of a secret is.
+/// Where a secret's value comes from.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Source {
     /// The contents of a file, which may be a descriptor (`/dev/fd/N`).
@@ -21,17 +21,17 @@ pub enum Source {
 pub struct Description {
     /// The object's ID.
     pub id: String,
-    /// Where its value is.
+    /// Where its value comes from.
     pub source: Source,
-    /// The value is in base64.
+    /// Whether the value is base64-encoded.
     pub base64: bool,
 }
 
 impl Description {
-    /// The properties by their names.
+    /// A description from pairs of property names and values.
     ///
     /// # Errors
-    /// If one is missing, unknown or not supported, in QEMU's words.
+    /// If a property is missing, unknown or not supported, in QEMU's wording.
     pub fn of<'a>(pairs: impl Iterator<Item = (&'a str, &'a str)>) -> Result<Self, String> {
         let (mut id, mut file, mut data, mut base64) = (None, None, None, false);
         for (name, value) in pairs {
@@ -52,7 +52,7 @@ impl Description {
                 }
                 "keyid" | "iv" => {
                     return Err(format!(
-                        "'{name}' is not supported: a secret is not encrypted with another one"
+                        "'{name}' is not supported; a secret cannot be encrypted with another one"
                     ));
                 }
                 _ => return Err(format!("Parameter '{name}' is unexpected")),
@@ -68,7 +68,7 @@ impl Description {
         Ok(Self { id, source, base64 })
     }
 
-    /// The value. Reading a file may take long.
+    /// Loads the value. Reading a file may take a long time.
     ///
     /// # Errors
     /// If the file cannot be read, or the value is not base64 or too long.
@@ -78,7 +78,7 @@ impl Description {
             Source::Data(text) => Zeroizing::new(text.as_bytes().to_vec()),
         };
         let bytes = if self.base64 {
-            // As QEMU, which ignores what is between the digits.
+            // Like QEMU, ignore whitespace between the digits.
             let digits: Zeroizing<Vec<u8>> = Zeroizing::new(
                 bytes.iter().copied().filter(|b| !b.is_ascii_whitespace()).collect(),
             );
@@ -91,14 +91,14 @@ impl Description {
     }
 }
 
-/// The contents of a file that is not too long for a secret.
+/// A file's contents, truncated if they are too long for a secret.
 fn read(name: &str) -> Result<Zeroizing<Vec<u8>>, String> {
-    // In base64 it is longer.
+    // Base64 is longer than the secret.
     let most = 2 * MAX_SECRET;
     let failed = |error: std::io::Error| {
         format!("Unable to read {name}: {}", isobath_storage::cause(&error))
     };
-    // It does not grow, which would leave copies.
+    // Reserve enough: growing would leave copies in memory.
     let mut bytes = Zeroizing::new(Vec::with_capacity(most + 1));
     let file = File::open(name).map_err(failed)?;
     file.take(most as u64 + 1).read_to_end(&mut bytes).map_err(failed)?;

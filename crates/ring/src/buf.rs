@@ -11,11 +11,11 @@ use std::sync::Arc;
 /// a page.
 pub const ALIGNMENT: usize = 4096;
 
-/// An owned run of bytes whose address never changes.
+/// An owned byte buffer whose address never changes.
 ///
-/// The kernel may hold the address while an operation is in flight, so the bytes belong to the operation until it gives
-/// the buffer back. A buffer can be split in two and joined again without copying; no two buffers ever cover the same
-/// byte, except for memory [shared](Self::shared) with a guest, which may change it at any time.
+/// The kernel may hold the address while an operation is in flight, so the bytes belong to the operation until it
+/// returns the buffer. A buffer can be split in two and joined again without copying. No two buffers overlap, except in
+/// memory [shared](Self::shared) with a guest, which may change it at any time.
 pub struct IoBuf {
     start: NonNull<u8>,
     length: usize,
@@ -25,8 +25,8 @@ pub struct IoBuf {
     owner: Option<Arc<dyn Any + Send + Sync>>,
 }
 
-// SAFETY: an `IoBuf` is the only access to its bytes (no two cover the same one), and the owner that
-// keeps them alive is itself `Send + Sync`.
+// SAFETY: an `IoBuf` has exclusive access to its bytes (no two overlap), and the owner that keeps them alive is itself
+// `Send + Sync`.
 unsafe impl Send for IoBuf {}
 // SAFETY: shared access gives only `&[u8]`.
 unsafe impl Sync for IoBuf {}
@@ -63,7 +63,7 @@ impl IoBuf {
         let Ok(layout) = Layout::from_size_align(length, ALIGNMENT) else {
             handle_alloc_error(Layout::new::<u8>())
         };
-        // SAFETY: the layout has a size above zero.
+        // SAFETY: the layout's size is not zero.
         let memory = unsafe { alloc_zeroed(layout) };
         let Some(start) = NonNull::new(memory) else { handle_alloc_error(layout) };
         Self { start, length, shared: false, owner: Some(Arc::new(Region { start, layout })) }
@@ -91,8 +91,8 @@ impl IoBuf {
 
     /// A buffer over memory that others may read and write at any time, such as a guest's.
     ///
-    /// Such a buffer may be passed to the kernel. Code that reads the bytes and relies on them not to change must make
-    /// a [`stable`](Self::stable) copy first.
+    /// Such a buffer may be passed to the kernel. Code that reads the bytes and relies on them not changing must first
+    /// make a [`stable`](Self::stable) copy.
     ///
     /// # Safety
     /// `start` must be valid for reads and writes of `length` bytes for as long as `owner` lives. No Rust
@@ -126,8 +126,8 @@ impl IoBuf {
     /// # Panics
     /// If the lengths differ.
     pub fn copy_to(&self, target: &mut [u8]) {
-        assert_eq!(target.len(), self.length, "the lengths of a copy");
-        // SAFETY: both are valid for `length` bytes, and nobody else has the target's memory.
+        assert_eq!(target.len(), self.length, "source and target lengths differ");
+        // SAFETY: both are valid for `length` bytes, and the target is borrowed exclusively.
         unsafe {
             std::ptr::copy_nonoverlapping(self.start.as_ptr(), target.as_mut_ptr(), self.length);
         };
@@ -143,13 +143,13 @@ impl IoBuf {
         self.length == 0
     }
 
-    /// Splits after `at` bytes: `self` keeps the bytes from `at` on, the first `at` are returned.
+    /// Splits after `at` bytes: returns the first `at`; `self` keeps the rest.
     ///
     /// # Panics
     /// If `at` is beyond the end.
     #[must_use = "the first part is returned"]
     pub fn split_to(&mut self, at: usize) -> Self {
-        assert!(at <= self.length, "split at {at} of {} bytes", self.length);
+        assert!(at <= self.length, "cannot split {} bytes at {at}", self.length);
         let first = Self { length: at, owner: self.owner.clone(), ..*self };
         // SAFETY: `at` is within the buffer or at its end.
         self.start = unsafe { self.start.add(at) };
@@ -157,7 +157,7 @@ impl IoBuf {
         first
     }
 
-    /// Joins the part that followed this one before a [`split_to`](Self::split_to).
+    /// Rejoins the part that followed this one before a [`split_to`](Self::split_to).
     ///
     /// # Panics
     /// If `next` is not the adjacent part of the same memory.
@@ -235,7 +235,7 @@ mod tests {
     fn a_stable_copy_does_not_change_with_shared_memory() {
         let mut memory = [1_u8; 8];
         let start = NonNull::from(&mut memory).cast();
-        // SAFETY: the memory lives to the end of the test, which touches it by `start` alone.
+        // SAFETY: the memory lives until the end of the test, which accesses it only through `start`.
         let mut shared = unsafe { IoBuf::shared(start, 8, Arc::new(())) };
         let first = shared.split_to(3);
         let address = shared.as_ptr();

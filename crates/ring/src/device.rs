@@ -6,9 +6,9 @@ use std::io::{self, IoSlice};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-/// A device from which whole messages are read, and to which they are written.
+/// A device on which each read or write transfers one whole message.
 ///
-/// Reads and writes are plain system calls, which must not wait: the device must be in non-blocking mode. The call
+/// Reads and writes are plain system calls that must not block, so the device must be in non-blocking mode. The call
 /// itself copies the message, so the ring would save nothing. Only the wait for the next message uses the ring.
 #[derive(Debug)]
 pub struct Device {
@@ -29,9 +29,9 @@ impl AsFd for Device {
 }
 
 impl Device {
-    /// Waits until there is something to read, or the device has failed. If several wait for one source of messages, on
-    /// any threads and descriptors, each message wakes one of them, which must then read. If its future is dropped
-    /// instead, the others may miss the message.
+    /// Waits until there is something to read, or the device has failed. If several tasks wait for one source of
+    /// messages, on any threads and descriptors, each message wakes one of them, which must then read it. If its future
+    /// is dropped instead, the others may miss the message.
     ///
     /// # Errors
     /// The device cannot be polled.
@@ -52,7 +52,7 @@ impl Device {
     /// Reads one message into `buf`, and returns its length.
     ///
     /// # Errors
-    /// `WouldBlock` if there is none; other errors of the device.
+    /// `WouldBlock` if there is none; other errors from the device.
     pub fn read(&self, buf: &mut [u8]) -> io::Result<usize> {
         // SAFETY: the descriptor is open, and the buffer has room for its length.
         let count =
@@ -60,13 +60,13 @@ impl Device {
         usize::try_from(count).map_err(|_| io::Error::last_os_error())
     }
 
-    /// Writes one message in parts, at most 1024, and tells how many bytes were taken.
+    /// Writes one message from at most 1024 parts, and returns the number of bytes taken.
     ///
     /// # Errors
-    /// Whatever the device says.
+    /// Errors from the device.
     pub fn write(&self, parts: &[IoSlice<'_>]) -> io::Result<usize> {
         let (first, count) = (parts.as_ptr().cast(), parts.len() as i32);
-        // SAFETY: the descriptor is open; an `IoSlice` is laid out as an iovec, and its bytes live.
+        // SAFETY: the descriptor is open; an `IoSlice` has the layout of an iovec, and its bytes are valid.
         let count = unsafe { libc::writev(self.file.as_raw_fd(), first, count) };
         usize::try_from(count).map_err(|_| io::Error::last_os_error())
     }

@@ -11,10 +11,10 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
-/// Bytes of an eventfd's count.
+/// The size of an eventfd's count, in bytes.
 const COUNT: usize = 8;
 
-/// An eventfd that one task waits for repeatedly.
+/// An eventfd that one task waits on repeatedly.
 ///
 /// A wait costs one operation and, after the first, no allocation. All waits must be on one thread.
 pub struct Event {
@@ -26,9 +26,9 @@ enum Wait {
     Idle(IoBuf),
     /// Reads the count.
     Reading(Op),
-    /// The file does not allow a read to wait, so its readiness is awaited first.
+    /// The file is non-blocking, so its readiness is awaited first.
     Waiting(Op, IoBuf),
-    /// An operation lost its buffer, which a ring never does.
+    /// An operation lost its buffer, which never happens on a ring.
     Lost,
 }
 
@@ -45,11 +45,11 @@ impl AsFd for Event {
 }
 
 impl Event {
-    /// Takes the count, once it is not 0. The wait continues between calls, until there is a count or the `Event` is
+    /// Reads the count once it is not 0. The wait continues between calls, until there is a count or the `Event` is
     /// dropped.
     ///
     /// # Errors
-    /// The file cannot be read; `InvalidData` if it returns something other than a count, which no eventfd does.
+    /// The file cannot be read; `InvalidData` if it returns anything but a count, which no eventfd does.
     ///
     /// # Panics
     /// Outside [`Executor::block_on`](crate::Executor::block_on).
@@ -126,7 +126,7 @@ mod tests {
         // SAFETY: a plain system call.
         let fd = unsafe { libc::eventfd(0, flags) };
         assert!(fd >= 0);
-        // SAFETY: made just now, for this owner.
+        // SAFETY: just created, with no other owner.
         let file = unsafe { OwnedFd::from_raw_fd(fd) };
         (File::from(file.try_clone().unwrap()), Event::from(file))
     }

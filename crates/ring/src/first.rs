@@ -1,10 +1,10 @@
-//! Two futures, of which the first to end counts.
+//! Racing two futures.
 
 use std::future::{Future, poll_fn};
 use std::pin::pin;
 use std::task::Poll;
 
-/// The output of whichever future ends first, of `one` if both do; the other is dropped.
+/// The output of the future that completes first (`one` if both are ready); the other is dropped.
 pub async fn first<O>(one: impl Future<Output = O>, other: impl Future<Output = O>) -> O {
     let (mut one, mut other) = (pin!(one), pin!(other));
     poll_fn(|cx| match one.as_mut().poll(cx) {

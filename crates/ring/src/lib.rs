@@ -1,23 +1,23 @@
 //! A single-threaded executor on io_uring.
 //!
-//! Each thread that does I/O runs one [`Executor`] with a ring of its own; nothing is shared between
-//! rings but a mailbox through which other threads wake tasks and send work ([`Handle`]). Tasks are
-//! not `Send`: a task, its operations and their buffers stay on one thread.
+//! Each thread that does I/O runs one [`Executor`] with its own ring. Rings share nothing; other threads wake an
+//! executor's tasks and send it work through a mailbox ([`Handle`]). Tasks are not `Send`: a task, its operations and
+//! their buffers stay on one thread.
 //!
-//! - An operation's buffers belong to the ring until its completion arrives. A dropped future leaves
-//!   them there, so the kernel never writes into freed memory; operations that could wait without end
-//!   (receive, accept, poll, connect, send) are cancelled as well.
+//! - An operation's buffers belong to the ring until its completion arrives. A dropped future leaves them there, so the
+//!   kernel never writes into freed memory; operations that could wait forever (receive, accept, poll, connect, send)
+//!   are also cancelled.
 //! - Submissions are batched: they go to the kernel when nothing else can run, or every
 //!   [`Config::batch`] entries.
-//! - Operations that do not fit into the queues wait here or, once completed, in the kernel (`FEAT_NODROP`), so none is
-//!   refused or lost.
-//! - [`Executor::block_on`] returns only when no dropped operation is in flight any more, and dropping
-//!   the executor ends every task and waits for every operation.
+//! - Operations that do not fit into the submission queue wait in a backlog, and completions that do not fit into
+//!   theirs wait in the kernel (`IORING_FEAT_NODROP`), so none is refused or lost.
+//! - [`Executor::block_on`] returns only once no dropped operation is in flight. Dropping the executor ends every task
+//!   and waits for every operation.
 //!
-//! A panic in a task ends only that task: its [`JoinHandle`] reports it, or the log if there is no handle. A panic in
-//! the future given to `block_on` unwinds through it.
+//! A panic in a task ends only that task: its [`JoinHandle`] reports it or, if dropped, the log does. A panic in the
+//! future passed to `block_on` unwinds through it.
 //!
-//! Files are handled by the crates above: they start [operations](ops) on descriptors, and pass ownership of buffers
+//! Higher-level crates handle files: they start [operations](ops) on descriptors and pass ownership of buffers
 //! ([`IoBuf`]).
 
 pub mod buf;

@@ -15,9 +15,9 @@ use std::time::Duration;
 /// How long to wait before the next `accept` while descriptors or memory are short.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// A listening socket: unix or TCP.
+/// A listening socket: Unix or TCP.
 ///
-/// It may be created on one thread and used on another. A unix socket's file is removed with it.
+/// It may be created on one thread and used on another. A Unix socket's file is removed when it is dropped.
 #[derive(Debug)]
 pub struct Listener {
     socket: Arc<OwnedFd>,
@@ -29,15 +29,15 @@ pub struct Listener {
 pub enum Address {
     /// A socket file.
     Unix(PathBuf),
-    /// A TCP address; the port is the one really bound.
+    /// A TCP address, with the port actually bound.
     Tcp(SocketAddr),
 }
 
 impl Listener {
-    /// Listens on a socket file. A stale one of a program that has ended is replaced.
+    /// Listens on a socket file. A stale one, left by a program that has ended, is replaced.
     ///
     /// # Errors
-    /// `EADDRINUSE` if a program listens there or the path is not a socket; and errors of the file system.
+    /// `EADDRINUSE` if a program listens there or the path is not a socket; file system errors.
     pub fn bind_unix(path: &Path) -> io::Result<Self> {
         let listener = match UnixListener::bind(path) {
             Err(error) if error.kind() == io::ErrorKind::AddrInUse && is_stale(path) => {
@@ -51,7 +51,7 @@ impl Listener {
         Ok(Self { socket: Arc::new(listener.into()), address })
     }
 
-    /// Listens on a TCP address; port 0 takes a free one.
+    /// Listens on a TCP address; port 0 picks a free one.
     ///
     /// # Errors
     /// As `bind(2)` and `listen(2)`.
@@ -62,12 +62,12 @@ impl Listener {
         Ok(Self { socket: Arc::new(listener.into()), address })
     }
 
-    /// Where it listens.
+    /// The address it listens on.
     pub fn address(&self) -> &Address {
         &self.address
     }
 
-    /// Waits for a connection. TCP connections get `TCP_NODELAY`. Dropping the future loses none.
+    /// Waits for a connection. TCP connections get `TCP_NODELAY`. Dropping the future loses no connection.
     ///
     /// # Errors
     /// As `accept(2)`. After `ECONNABORTED` or a lack of descriptors (`EMFILE`, `ENFILE`) the next call may succeed.
@@ -77,8 +77,8 @@ impl Listener {
     pub async fn accept(&self) -> io::Result<Stream> {
         let local = required();
         loop {
-            // Poll first and then accept: a cancelled IORING_OP_ACCEPT can swallow the wake-up of the next one, since
-            // the kernel wakes a single waiter for a connection.
+            // Polls instead of using IORING_OP_ACCEPT: a cancelled one can swallow the next one's wake-up, since the
+            // kernel wakes only one waiter per connection.
             match socket2::SockRef::from(&self.socket).accept() {
                 Ok((socket, _)) => {
                     let stream = Stream::from(OwnedFd::from(socket));
@@ -98,11 +98,11 @@ impl Listener {
     }
 }
 
-/// Waits until `accept` is worth another try after it has failed with `error`: no time if the connection was aborted
-/// or a signal came, 100 ms while descriptors or memory are short, of which `short` is told first.
+/// Waits until `accept` is worth retrying after it failed with `error`: not at all if the connection was aborted or a
+/// signal arrived; 100 ms if descriptors or memory are short, after calling `short`.
 ///
 /// # Errors
-/// `error`, if it is any other.
+/// Returns any other `error`.
 ///
 /// # Panics
 /// Outside [`Executor::block_on`](crate::Executor::block_on).
@@ -135,7 +135,7 @@ impl Drop for Listener {
     }
 }
 
-/// Whether a socket file exists and nobody listens on it.
+/// Whether a socket file exists and nothing listens on it.
 fn is_stale(path: &Path) -> bool {
     let socket = fs::symlink_metadata(path).is_ok_and(|meta| meta.file_type().is_socket());
     socket
@@ -149,16 +149,15 @@ fn is_transient(error: &io::Error) -> bool {
 
 /// A connected socket.
 ///
-/// Clones are the same connection, so that one task may receive while another sends; two sends at a
-/// time would mix their bytes. It may move between threads; each operation runs on the ring of
-/// the thread that polls it.
+/// Clones share the connection, so that one task may receive while another sends; concurrent sends would mix their
+/// bytes. It may move between threads; each operation runs on the ring of the thread that polls it.
 #[derive(Clone, Debug)]
 pub struct Stream {
     socket: Arc<OwnedFd>,
 }
 
 impl From<OwnedFd> for Stream {
-    /// Takes over a connected stream socket, for example of a `std` `UnixStream`.
+    /// Takes over a connected stream socket, such as a `std` `UnixStream`'s.
     ///
     /// It is set to blocking mode: in non-blocking mode the ring would not wait for data.
     fn from(socket: OwnedFd) -> Self {
@@ -182,7 +181,7 @@ impl Stream {
     /// As `connect(2)`.
     ///
     /// # Panics
-    /// Outside [`Executor::block_on`](crate::Executor::block_on), as every operation here.
+    /// Outside [`Executor::block_on`](crate::Executor::block_on), like every operation here.
     pub async fn connect_unix(path: &Path) -> io::Result<Self> {
         Self::connect(socket2::Domain::UNIX, socket2::SockAddr::unix(path)?).await
     }
@@ -204,8 +203,8 @@ impl Stream {
         Ok(stream)
     }
 
-    /// Waits for data and receives available bytes, up to the buffer's length. 0 bytes mean that the peer has ended its
-    /// side (or that the buffer is empty).
+    /// Waits for data and receives available bytes, up to the buffer's length. 0 bytes means that the peer has shut
+    /// down its side (or that the buffer is empty).
     ///
     /// Dropping the future cancels it; data that arrives at that moment is lost, so the stream can then only be closed.
     pub async fn recv(&self, buf: IoBuf) -> (io::Result<usize>, IoBuf) {
@@ -226,7 +225,7 @@ impl Stream {
         }
     }
 
-    /// Fills the whole buffer. Returns `UnexpectedEof` if the peer ends its side first.
+    /// Fills the whole buffer. Returns `UnexpectedEof` if the peer shuts down its side first.
     pub async fn recv_exact(&self, mut buf: IoBuf) -> (io::Result<()>, IoBuf) {
         let mut done = 0;
         while done < buf.len() {
@@ -241,7 +240,7 @@ impl Stream {
         (Ok(()), buf)
     }
 
-    /// Sends the whole buffer. A peer that is gone is an error (`EPIPE`), not a signal.
+    /// Sends the whole buffer. If the peer is gone, it fails with `EPIPE` and raises no signal.
     ///
     /// Dropping the future cancels it; how much was sent is then unknown.
     pub async fn send_all(&self, mut buf: IoBuf) -> (io::Result<()>, IoBuf) {
@@ -259,7 +258,7 @@ impl Stream {
         (Ok(()), buf)
     }
 
-    /// Sends all buffers one after another, as one message where possible; otherwise as
+    /// Sends all buffers in order, with one `sendmsg` where possible. In other respects like
     /// [`send_all`](Self::send_all).
     pub async fn send_vectored(&self, bufs: Vec<IoBuf>) -> (io::Result<()>, Vec<IoBuf>) {
         let local = required();
@@ -277,10 +276,10 @@ impl Stream {
         (Ok(()), local.reuse(vectored))
     }
 
-    /// Ends one or both directions; receivers and senders in flight then end as well.
+    /// Shuts down one or both directions, which also ends receives and sends in flight.
     ///
     /// # Errors
-    /// As `shutdown(2)`: `ENOTCONN` if the peer has ended both already.
+    /// As `shutdown(2)`: `ENOTCONN` if the peer has already shut down both.
     pub fn shutdown(&self, how: Shutdown) -> io::Result<()> {
         self.reference().shutdown(how)
     }
@@ -290,7 +289,7 @@ impl Stream {
     }
 }
 
-/// A descriptor whose readiness can be awaited: an eventfd, a pipe.
+/// A descriptor whose readiness can be awaited, such as an eventfd or a pipe.
 #[derive(Clone, Debug)]
 pub struct Readiness {
     file: Arc<OwnedFd>,
@@ -314,7 +313,7 @@ impl Readiness {
         self.file.as_raw_fd()
     }
 
-    /// Waits until one of `events` (`libc::POLLIN` and so on) holds, and returns those that do.
+    /// Waits until any of `events` (`libc::POLLIN` and so on) is ready, and returns those that are.
     ///
     /// # Errors
     /// The descriptor cannot be polled.

@@ -9,13 +9,13 @@ use std::ptr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI32, Ordering};
 
-/// Where the handler writes the numbers of signals; -1 while no [`Signals`] exists.
+/// The pipe to which the handler writes signal numbers; -1 while no [`Signals`] exists.
 static PIPE: AtomicI32 = AtomicI32::new(-1);
 
 extern "C" fn handler(signal: libc::c_int) {
     let number = signal as u8;
-    // SAFETY: `errno` is this thread's; `write` is safe in a handler and `number` lives on its stack. The pipe never
-    // blocks: when it is full, enough signals are pending.
+    // SAFETY: `errno` is thread-local; `write` is async-signal-safe, and `number` is on the stack. The pipe is
+    // non-blocking: when it is full, enough signals are pending.
     unsafe {
         let errno = libc::__errno_location();
         let saved = *errno;
@@ -24,7 +24,7 @@ extern "C" fn handler(signal: libc::c_int) {
     }
 }
 
-/// Receives signals of this process instead of their default actions, until it is dropped.
+/// Receives this process's signals in place of their default actions, until dropped.
 ///
 /// Only one may exist in a process at a time.
 pub struct Signals {
@@ -41,7 +41,7 @@ impl Signals {
         let mut ends = [-1; 2];
         // SAFETY: `ends` has room for two descriptors.
         check(unsafe { libc::pipe2(ends.as_mut_ptr(), libc::O_CLOEXEC | libc::O_NONBLOCK) })?;
-        // SAFETY: both descriptors were made just now.
+        // SAFETY: both descriptors were just created.
         let [read, write] = ends.map(|end| unsafe { OwnedFd::from_raw_fd(end) });
         let free = PIPE.compare_exchange(-1, write.as_raw_fd(), Ordering::SeqCst, Ordering::SeqCst);
         if free.is_err() {
@@ -56,7 +56,7 @@ impl Signals {
         Ok(taken)
     }
 
-    /// Waits for the next signal and returns its number. Dropping the future loses none.
+    /// Waits for the next signal and returns its number. Dropping the future loses no signal.
     ///
     /// # Errors
     /// The ring is out of resources.
@@ -83,14 +83,14 @@ impl Drop for Signals {
             unsafe { libc::sigaction(*signal, action, ptr::null_mut()) };
         }
         let pipe = PIPE.swap(-1, Ordering::SeqCst);
-        // SAFETY: `new` left this descriptor to PIPE alone.
+        // SAFETY: `new` left PIPE as this descriptor's only owner.
         drop(unsafe { OwnedFd::from_raw_fd(pipe) });
     }
 }
 
 fn catch(signal: i32) -> io::Result<libc::sigaction> {
     let mut old = MaybeUninit::<libc::sigaction>::zeroed();
-    // SAFETY: an action of zeroes is valid; the handler does only what a handler may.
+    // SAFETY: a zeroed action is valid; the handler is async-signal-safe.
     unsafe {
         let mut action: libc::sigaction = std::mem::zeroed();
         action.sa_sigaction = handler as *const () as usize;

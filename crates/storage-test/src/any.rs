@@ -1,7 +1,7 @@
 //! One type for every host.
 //!
-//! The engine is generic over its host, and a test program that uses five kinds of hosts compiles it five times. With
-//! [`AnyHost`] it compiles it once; each operation then costs an allocation and an indirect call.
+//! The engine is generic over its host, so a test program that uses five kinds of hosts compiles it five times. With
+//! [`AnyHost`] it is compiled once; each operation then costs an allocation and an indirect call.
 
 use isobath_storage::{
     Allocation, BoxFuture, Capabilities, Extensions, Host, Identity, IoBuf, OpenMode, Reflink,
@@ -15,9 +15,9 @@ use std::sync::Arc;
 #[derive(Clone)]
 pub struct AnyHost(Arc<dyn DynHost>);
 
-/// Hosts of which copies are [`AnyHost`]s.
+/// Hosts that can be cloned into an [`AnyHost`].
 pub trait ToAny: Host {
-    /// A copy whose type is forgotten.
+    /// A type-erased copy.
     fn any(&self) -> AnyHost;
 }
 
@@ -30,7 +30,7 @@ impl<H: Host + Clone> ToAny for H {
 /// An open file of any host.
 pub struct AnyFile(Box<dyn DynFile>);
 
-/// A host or a file whose type is known.
+/// A host or a file of a known type.
 struct Typed<T>(T);
 
 trait DynHost: Send + Sync {

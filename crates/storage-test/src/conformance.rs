@@ -207,7 +207,7 @@ async fn holes(file: &impl Storage) {
     file.set_len(0).await.unwrap();
 }
 
-/// Writes that share blocks, all in flight at once: each keeps its bytes.
+/// Concurrent writes that share blocks: none overwrites another's bytes.
 async fn overlap(file: &impl Storage) {
     let mut writes: Vec<_> = (0..200_u64)
         .map(|n| {

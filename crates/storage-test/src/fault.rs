@@ -20,16 +20,16 @@ pub struct Fault {
     pub file: Option<PathBuf>,
     /// How many such operations succeed first.
     pub after: u64,
-    /// How many fail then; `u64::MAX` for all that follow.
+    /// How many fail after that; `u64::MAX` for all.
     pub times: u64,
-    /// The error number with which they fail, `libc::EIO` for example.
+    /// The error number with which they fail, such as `libc::EIO`.
     pub errno: i32,
-    /// How many bytes of a failing write reach the file nevertheless.
+    /// How many bytes of a failing write still reach the file.
     pub torn: usize,
 }
 
 impl Fault {
-    /// A fault of one operation on any file, with `EIO`, after `after` successes.
+    /// A single failure of an operation on any file, with `EIO`, after `after` successes.
     pub fn new(operation: Operation, after: u64) -> Self {
         Self { operation, file: None, after, times: 1, errno: libc::EIO, torn: 0 }
     }
@@ -57,7 +57,7 @@ impl Fault {
 struct Schedule {
     /// Each fault, and the number of matching operations so far.
     faults: Vec<(Fault, u64)>,
-    /// The generator of delays; 0 for none.
+    /// The state of the generator of delays; 0 for no delays.
     delays: u64,
     injected: u64,
 }
@@ -82,13 +82,13 @@ impl Plan {
         self.0.lock().faults.clear();
     }
 
-    /// Makes each operation yield 0 to 3 times, derived from `seed`, before it starts, so that concurrent operations
+    /// Makes each operation yield 0 to 3 times before it starts, at random from `seed`, so that concurrent operations
     /// end in a different order.
     pub fn delay(&self, seed: u64) {
         self.0.lock().delays = seed | 1;
     }
 
-    /// The number of faults that have happened.
+    /// The number of faults injected so far.
     pub fn injected(&self) -> u64 {
         self.0.lock().injected
     }
@@ -150,7 +150,7 @@ impl Plan {
     }
 }
 
-/// The next number of a xorshift generator.
+/// The next number from a xorshift generator.
 fn random(mut state: u64) -> u64 {
     state ^= state << 13;
     state ^= state >> 7;

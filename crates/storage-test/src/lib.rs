@@ -1,8 +1,8 @@
 //! Hosts for tests and measurements.
 //!
 //! [`any`] is one type for all hosts. The others wrap another [`Host`](isobath_storage::Host): they make operations
-//! fail ([`fault`]), record changes of files ([`recorder`]), or simulate the speed of a slower disk ([`slow`]). All of
-//! those are hooks in one [wrapping host](pass_through). [`conformance`] checks what every host must do.
+//! fail ([`fault`]), record changes to files ([`recorder`]), or simulate the speed of a slower disk ([`slow`]). All of
+//! these are hooks in one [wrapping host](pass_through). [`conformance`] checks what every host must do.
 
 pub mod any;
 pub mod conformance;
@@ -14,7 +14,7 @@ pub mod slow;
 use std::future::poll_fn;
 use std::task::Poll;
 
-/// Lets other tasks have so many turns.
+/// Yields to other tasks this many times.
 pub async fn give_way(mut turns: u64) {
     poll_fn(|context| {
         if turns == 0 {

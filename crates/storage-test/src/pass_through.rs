@@ -32,7 +32,7 @@ pub enum Request<'a> {
     Write {
         /// Where.
         offset: u64,
-        /// What.
+        /// The data.
         bufs: &'a [IoBuf],
     },
     /// [`Storage::write_zeroes`].
@@ -53,7 +53,7 @@ pub enum Request<'a> {
     Flush,
     /// [`Storage::set_len`].
     SetLength(u64),
-    /// Operations without changes: [`Storage::len`], [`Storage::allocation`] and [`Stamps`].
+    /// Operations that change nothing: [`Storage::len`], [`Storage::allocation`] and [`Stamps`].
     Query,
     /// [`Reflink::clone_range`].
     Clone {
@@ -73,8 +73,8 @@ pub trait Hooks: Send + Sync + 'static {
     /// State kept from the beginning of an operation to its end.
     type Begun;
 
-    /// Called before an operation of `file`, the wrapped one. An error becomes the operation's: it is not executed, and
-    /// [`end`](Self::end) is not called.
+    /// Called before an operation on `file`, the wrapped file. On an error, the operation fails with it and is not
+    /// executed, and [`end`](Self::end) is not called.
     fn begin(
         &self,
         file: &impl Storage,
@@ -103,7 +103,7 @@ pub trait HostHooks: Send + Sync + 'static {
     /// State kept from the beginning of an operation to its end.
     type Begun;
 
-    /// Called before an operation. An error becomes the operation's: it is not executed.
+    /// Called before an operation. On an error, the operation fails with it and is not executed.
     fn begin(&self, request: HostRequest, name: &Path)
     -> impl Future<Output = Result<Self::Begun>>;
 

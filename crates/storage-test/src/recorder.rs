@@ -1,8 +1,8 @@
 //! A record of every change to files, for replaying crashes.
 //!
-//! A [`RecorderHost`] wraps another host and records, in order of completion, each change that its files complete. A
-//! crash keeps flushed changes and any selection of later ones, whole or torn; [`Record::replay`] builds the files that
-//! it leaves.
+//! A [`RecorderHost`] wraps another host and records each completed change to its files, in order of completion. A
+//! crash keeps flushed changes and any subset of later ones, whole or torn; [`Record::replay`] builds the files that it
+//! leaves.
 
 use crate::pass_through::{Hooks, HostHooks, HostRequest, PassThrough, Request};
 use isobath_storage::memory::MemoryHost;
@@ -12,13 +12,13 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
-/// The most bytes of a cloned range in one entry.
+/// The maximum number of bytes of a cloned range in one entry.
 const CLONED: u64 = 1 << 20;
 
 /// One change, completed by the wrapped storage.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Change {
-    /// The file was created, or emptied.
+    /// The file was created, or truncated to 0 bytes.
     Create,
     /// The file was removed.
     Remove,
@@ -44,7 +44,8 @@ pub struct Entry {
     pub file: Arc<Path>,
     /// The change.
     pub change: Change,
-    /// The length of the record when it was submitted: from there on the file may contain it, in full or in part.
+    /// The length of the record when the change was submitted: from then on the file may contain it, in full or in
+    /// part.
     pub asked: usize,
 }
 
@@ -55,11 +56,11 @@ pub enum Fate {
     Kept,
     /// It did not.
     Lost,
-    /// Only this many bytes of a write reached it; any other change is kept.
+    /// Only this many bytes of a write reached the disk; changes of other kinds are kept.
     Torn(usize),
 }
 
-/// The changes of a host's files so far. Clones share them.
+/// The changes to a host's files so far. Clones share them.
 #[derive(Clone, Default)]
 pub struct Record(Arc<Mutex<Vec<Entry>>>);
 
@@ -83,8 +84,8 @@ impl Record {
         self.0.lock().push(Entry { file: file.clone(), change, asked });
     }
 
-    /// Which of the first `end` entries are durable: those that a later flush of their file, itself
-    /// among the first `end`, covers; and creations and removals.
+    /// Which of the first `end` entries are durable: creations, removals, and those covered by a later flush of their
+    /// file that is itself among the first `end`.
     pub fn durable(&self, end: usize) -> Vec<bool> {
         let entries = self.0.lock();
         let entries = &entries[..end.min(entries.len())];
@@ -102,11 +103,11 @@ impl Record {
         durable
     }
 
-    /// The files after a crash that comes when `end` entries are complete: `base` with all durable
-    /// entries applied, and the others as `fate` says of each (index and entry).
+    /// The files after a crash once `end` entries are complete: `base` with all durable entries applied, and the others
+    /// as `fate` decides for each (given its index and the entry).
     ///
     /// # Errors
-    /// The files cannot be changed that way: `base` is not what the record started from.
+    /// The changes cannot be applied: `base` is not what the record started from.
     pub async fn replay(
         &self,
         base: &MemoryHost,
@@ -153,7 +154,7 @@ async fn apply(file: &impl Storage, change: &Change, fate: Fate) -> Result<()> {
 /// A host whose changes are recorded.
 pub type RecorderHost<H> = PassThrough<H, Recorder>;
 
-/// Records changes of files.
+/// Records changes to files.
 #[derive(Clone, Default)]
 pub struct Recorder {
     record: Record,
@@ -166,8 +167,8 @@ impl<H: Host> RecorderHost<H> {
         Self::around(inner, Recorder::default())
     }
 
-    /// Makes its files report this [`Capabilities::atomic_write`], whatever the host's files report: for callers that
-    /// tear recorded changes into such pieces.
+    /// Makes its files report this [`Capabilities::atomic_write`], whatever the wrapped host's files report, for
+    /// callers that tear recorded changes into pieces of this size.
     #[must_use]
     pub fn promising(mut self, atomic_write: u64) -> Self {
         self.hooks_mut().atomic_write = Some(atomic_write);
@@ -202,7 +203,7 @@ impl HostHooks for Recorder {
     }
 }
 
-/// Records changes of a file.
+/// Records changes to a file.
 pub struct FileRecorder {
     name: Arc<Path>,
     recorder: Recorder,
@@ -231,7 +232,7 @@ impl Hooks for FileRecorder {
             Some(Request::Discard { offset, length }) => Change::Discard(offset..offset + length),
             Some(Request::Flush | Request::Retire) => Change::Flush { started: asked },
             Some(Request::SetLength(length)) => Change::SetLength(length),
-            // Recorded as the writes that it saves.
+            // Recorded as the writes that it replaces.
             Some(Request::Clone { offset, length }) => {
                 let mut done = 0;
                 while done < length {

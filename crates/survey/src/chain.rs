@@ -9,9 +9,9 @@ use serde::{Serialize, Serializer};
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-/// The hidden bytes in a chain's own layers that alone justify merging.
+/// How many hidden bytes in a chain's own layers justify merging, whatever its length.
 pub(crate) const MERGE_GAIN: u64 = 1 << 30;
-/// A chain is worth an index if it has more layers than two batches of reads resolve.
+/// Longer chains are worth an index: two batches of reads resolve only this many layers.
 pub(crate) const INDEX_ABOVE: u32 = 12;
 
 /// What to do about a chain.
@@ -28,10 +28,10 @@ pub enum Advice {
 }
 
 impl Advice {
-    /// All of them.
+    /// Every variant.
     pub const ALL: [Self; 4] = [Self::Repair, Self::Merge, Self::Index, Self::Leave];
 
-    /// A word for programs and users.
+    /// The name, for programs and users.
     pub fn word(self) -> &'static str {
         match self {
             Self::Repair => "repair",
@@ -54,7 +54,7 @@ pub(crate) struct Sums {
     held: u64,
     qemu_memory: u64,
     oldest: i64,
-    /// L2 tables that a cold slice needs, on average.
+    /// The average number of L2 tables that a cold slice needs.
     tables: f32,
     unit_bits: u8,
     cut: bool,
@@ -68,7 +68,7 @@ pub(crate) fn sums(fleet: &Fleet, links: &Links, counted: Option<&Counted>) -> V
         let image = fleet.image(number);
         let Some(parent) = below(fleet, number) else { continue };
         let base = if image.flags.has(Flags::RAW_BACKING) {
-            // Only its existence counts.
+            // It is read as raw: its tables are not looked up, and its own chain does not count.
             Sums { tables: 0.0, unit_bits: u8::MAX, cut: false, ..own(parent) }
         } else {
             sums.get(parent as usize).copied().unwrap_or_default()
@@ -107,24 +107,24 @@ fn own_sums(image: &Image, number: u32, counted: Option<&Counted>) -> Sums {
     }
 }
 
-/// A chain, by its active image.
+/// A chain, identified by its active image.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct ChainRow {
     /// The active image's name; see [`exact`].
     pub image: String,
-    /// Files, from the active image to the base.
+    /// The number of files from the active image to the base.
     pub length: u32,
-    /// Whether the chain is complete; otherwise it may be longer.
+    /// Whether the chain is complete; an incomplete one may be longer.
     pub whole: bool,
     /// The disk's size in bytes.
     pub disk_bytes: u64,
-    /// Bytes that the chain's files use.
+    /// Bytes that the chain's files occupy.
     pub held_bytes: u64,
-    /// Files used by this chain alone.
+    /// The number of files that only this chain uses.
     pub own_files: u32,
-    /// Bytes that those take.
+    /// Bytes that those files occupy.
     pub own_bytes: u64,
-    /// Bytes in clusters of its files that no disk can see, if they were counted.
+    /// Bytes of clusters in its files that no disk can see, if they were counted.
     pub hidden_bytes: Option<u64>,
     /// Creation time of the active image, in seconds since 1970.
     pub newest: i64,
@@ -132,33 +132,33 @@ pub struct ChainRow {
     pub oldest: i64,
     /// Whether the active image has a direct-access index, valid or not.
     pub indexed: bool,
-    /// Microseconds of a cold look-up in QEMU; see [`cost`].
+    /// The time of a cold lookup in QEMU, in microseconds; see [`cost`].
     pub qemu_cold_us: f64,
-    /// Microseconds of a warm look-up in QEMU, in the base.
+    /// The time of a warm lookup in QEMU, for data in the base, in microseconds.
     pub qemu_warm_us: f64,
-    /// Microseconds of a cold look-up here.
+    /// The time of a cold lookup in Isobath, in microseconds.
     pub isobath_cold_us: f64,
-    /// Microseconds of a cold look-up here through an index.
+    /// The time of a cold lookup in Isobath through an index, in microseconds.
     pub indexed_cold_us: f64,
-    /// Bytes of memory in QEMU.
+    /// Memory in QEMU, in bytes.
     pub qemu_memory_bytes: u64,
-    /// Bytes of memory here.
+    /// Memory in Isobath, in bytes.
     pub isobath_memory_bytes: u64,
     /// What to do about it.
     pub advice: Advice,
-    /// Its length after that.
+    /// Its length after following the advice.
     pub length_after: u32,
 }
 
 /// The sort key for lists of chains, largest first.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum SortBy {
-    /// Files
+    /// The number of files
     #[default]
     Length,
     /// Memory in QEMU
     Memory,
-    /// Bytes of the chain's files
+    /// Bytes that the chain's files occupy
     Held,
     /// Bytes that no disk can see
     Hidden,
@@ -170,14 +170,14 @@ impl Survey {
         self.links.active.iter().map(|&number| self.row(number))
     }
 
-    /// How many chains there are.
+    /// The number of chains.
     pub fn chain_count(&self) -> usize {
         self.links.active.len()
     }
 
-    /// The first `count` chains by `sort`, and then by name.
+    /// The first `count` chains, ordered by `sort` and then by name.
     pub fn top(&self, count: usize, sort: SortBy) -> Vec<ChainRow> {
-        // The smallest of those kept is on top, to be replaced.
+        // The lowest-ranked chain kept is on top, the first to be replaced.
         let mut kept: BinaryHeap<Reverse<Ranked>> = BinaryHeap::new();
         for &number in &self.links.active {
             let value = self.value(number, sort);
@@ -223,7 +223,7 @@ impl Survey {
         !self.sums_of(active).cut
     }
 
-    /// What to do about a chain, and its length after that.
+    /// What to do about a chain, and its length after following the advice.
     pub(crate) fn advice(&self, active: u32) -> (Advice, u32) {
         let length = self.length_of(active);
         if !self.is_whole(active) {
@@ -241,7 +241,7 @@ impl Survey {
         (Advice::Leave, length)
     }
 
-    /// The files that only this chain uses.
+    /// Sums over the files that only this chain uses.
     fn own(&self, active: u32) -> Own {
         let mut own = Own::default();
         for number in chain(&self.fleet, &self.links, active) {
@@ -295,15 +295,15 @@ impl Survey {
     }
 }
 
-/// A chain by its sort key, its name (the first in order ranks highest) and its number.
+/// A chain's sort key, name (the first in byte order ranks highest) and number.
 type Ranked = (u64, Reverse<Vec<u8>>, u32);
 
-/// Sums over the files that one chain alone uses.
+/// Sums over the files that only one chain uses.
 #[derive(Default)]
 struct Own {
     files: u32,
     held: u64,
-    /// Without the active image.
+    /// As `held`, but without the active image.
     held_below: u64,
     hidden: u64,
 }

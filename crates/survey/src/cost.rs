@@ -1,29 +1,30 @@
-//! The cost of a chain by its length.
+//! The cost of a chain as a function of its length.
 //!
-//! QEMU, by equation (1) of the paper, `Y = [Hit x T_M + Miss x (T_D + T_L + T_F) + UnAl x T_F] x N`: a chain of `N`
-//! files is walked file by file. A *cold* lookup misses in each of them; a *warm* one finds a cached but unallocated
-//! entry in all but the last (`UnAl = (N-1)/N`, `Hit = 1/N`). Both are for data in the base, the deepest case.
+//! QEMU walks a chain of `N` files file by file. By equation (1) of the paper that costs
+//! `Y = [Hit x T_M + Miss x (T_D + T_L + T_F) + UnAl x T_F] x N`. A *cold* lookup misses in each file; a *warm* one
+//! finds a cached but unallocated entry in all but the last (`UnAl = (N-1)/N`, `Hit = 1/N`). Both are for data in the
+//! base, the deepest case.
 //!
-//! Isobath resolves a slice of the map at the first access: the L2 tables of all layers that have one there are read in
-//! batches, first 4 and then doubling up to 128, all reads of a batch concurrently, so a batch costs one `T_D + T_L +
-//! T_F`, and merging a table costs `T_F`. With a direct-access index it is one read. A warm lookup is `T_M` at any
-//! depth.
+//! Isobath resolves a slice of the map at the first access. It reads the L2 tables of all layers that have one there in
+//! batches, first of 4 and then doubling up to 128. The reads of a batch are concurrent, so a batch costs one
+//! `T_D + T_L + T_F`; merging a table costs `T_F`. With a direct-access index, one read suffices. A warm lookup costs
+//! `T_M` at any depth.
 
-/// Access to memory, in nanoseconds (`T_M`).
+/// The time of a memory access, in nanoseconds (`T_M`).
 pub const T_M: f64 = 100.0;
-/// Access to the disk, in nanoseconds (`T_D`).
+/// The time of a disk access, in nanoseconds (`T_D`).
 pub const T_D: f64 = 80_000.0;
-/// All layers of software and network, in nanoseconds (`T_L`).
+/// The time of all software and network layers, in nanoseconds (`T_L`).
 pub const T_L: f64 = 5_000.0;
-/// The software alone, in nanoseconds (`T_F`).
+/// The time of the software alone, in nanoseconds (`T_F`).
 pub const T_F: f64 = 1_000.0;
 
 /// The length at which the paper's provider merges layers.
 pub const STREAMING_THRESHOLD: u32 = 30;
 
-/// The size that QEMU's L2 table cache may reach, in bytes per layer (`l2-cache-size`).
+/// The maximum size of QEMU's L2 table cache, in bytes per layer (`l2-cache-size`).
 pub const QEMU_L2_CACHE: u64 = 32 << 20;
-/// QEMU's further memory per layer, in bytes; measured with 7.2 and chains of 500 and 1,000.
+/// QEMU's other memory per layer, in bytes; measured with QEMU 7.2 and chains of 500 and 1,000 layers.
 pub const QEMU_LAYER: u64 = 256 << 10;
 /// Isobath's memory per open layer besides its L1 table, in bytes.
 pub const OUR_LAYER: u64 = 8 << 10;
@@ -31,35 +32,36 @@ pub const OUR_LAYER: u64 = 8 << 10;
 /// The number of layers whose tables are read in the first batch, and the maximum in one batch.
 const BATCHES: (u64, u64) = (4, 128);
 
-/// Nanoseconds of one lookup, by equation (1).
+/// The time of one lookup by equation (1), in nanoseconds.
 pub fn equation_1(hit: f64, miss: f64, unallocated: f64, length: u32) -> f64 {
     (hit * T_M + miss * (T_D + T_L + T_F) + unallocated * T_F) * f64::from(length)
 }
 
-/// Nanoseconds of a cold lookup in QEMU: a miss in every file.
+/// The time of a cold lookup in QEMU, in nanoseconds: a miss in every file.
 pub fn qemu_cold(length: u32) -> f64 {
     equation_1(0.0, 1.0, 0.0, length)
 }
 
-/// Nanoseconds of a warm lookup in QEMU: a hit in the last file, none in those above it.
+/// The time of a warm lookup in QEMU, in nanoseconds: a hit in the last file, an unallocated entry in each file above
+/// it.
 pub fn qemu_warm(length: u32) -> f64 {
     let length = length.max(1);
     let hit = 1.0 / f64::from(length);
     equation_1(hit, 0.0, 1.0 - hit, length)
 }
 
-/// Nanoseconds of a cold lookup in Isobath if `tables` layers have an L2 table.
+/// The time of a cold lookup in Isobath if `tables` layers have an L2 table, in nanoseconds.
 pub fn our_cold(tables: f64) -> f64 {
     let tables = tables.max(0.0);
     f64::from(batches(tables.ceil() as u64)) * (T_D + T_L + T_F) + tables * T_F + T_M
 }
 
-/// Nanoseconds of a cold lookup in Isobath through an index: one read at any depth.
+/// The time of a cold lookup in Isobath through an index, in nanoseconds: one read at any depth.
 pub fn indexed_cold() -> f64 {
     T_D + T_L + T_F + T_M
 }
 
-/// Nanoseconds of a warm lookup in Isobath, at any depth.
+/// The time of a warm lookup in Isobath at any depth, in nanoseconds.
 pub fn our_warm() -> f64 {
     T_M
 }
@@ -80,12 +82,12 @@ pub fn batches(mut tables: u64) -> u32 {
     rounds
 }
 
-/// QEMU's memory in bytes for a layer whose L2 entries are all in use: `l2_bytes` of tables.
+/// QEMU's memory, in bytes, for a layer whose L2 entries, `l2_bytes` of tables, are all in use.
 pub fn qemu_layer_memory(l2_bytes: u64) -> u64 {
     QEMU_LAYER + l2_bytes.min(QEMU_L2_CACHE)
 }
 
-/// Isobath's memory in bytes for the whole map of a chain: 8 per unit of `unit` bytes, and some per layer.
+/// Isobath's memory, in bytes, for the whole map of a chain: 8 per unit of `unit` bytes, plus [`OUR_LAYER`] per layer.
 pub fn our_memory(disk: u64, unit: u64, length: u32) -> u64 {
     let map = disk.div_ceil(unit.max(1)).saturating_mul(8);
     map.saturating_add(u64::from(length) * OUR_LAYER)
@@ -117,7 +119,7 @@ mod tests {
 
     #[test]
     fn memory_is_near_what_was_measured() {
-        // Figures of QEMU 7.2 over a 4 GiB disk: 384 MB at 500 layers, 749 MB at 1,000.
+        // Measured with QEMU 7.2 on a 4 GiB disk: 384 MB at 500 layers, 749 MB at 1,000.
         let layer = qemu_layer_memory((4 << 30) / 65536 * 8);
         for (layers, measured) in [(500, 384_000_000), (1000, 749_000_000)] {
             let modelled = layer * layers;

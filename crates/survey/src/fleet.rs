@@ -1,4 +1,4 @@
-//! The record of every image, in a few bytes each.
+//! The records of all images, a few bytes each.
 
 use crate::probe::{Facts, Id, Kind};
 use crate::problem::Problems;
@@ -8,7 +8,7 @@ use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
-/// No image: the parent of one without a backing file.
+/// No image: the `parent` of an image without a backing file.
 pub(crate) const NONE: u32 = u32::MAX;
 
 /// Flags of an image.
@@ -18,7 +18,7 @@ pub(crate) struct Flags(u16);
 impl Flags {
     /// Not a qcow2 image: the end of a chain.
     pub(crate) const RAW: Self = Self(1);
-    /// Found by a name in a header, outside the surveyed directories.
+    /// Outside the surveyed directories, found through a name in a header.
     pub(crate) const OUTSIDE: Self = Self(1 << 1);
     /// Its backing file is treated as raw whatever it contains.
     pub(crate) const RAW_BACKING: Self = Self(1 << 2);
@@ -26,7 +26,7 @@ impl Flags {
     pub(crate) const QCOW2_BACKING: Self = Self(1 << 3);
     /// It has a backing file that could not be followed, or is part of a loop.
     pub(crate) const CUT: Self = Self(1 << 4);
-    /// It starts like qcow2, but its header is unusable.
+    /// It begins like a qcow2 image, but its header is unusable.
     pub(crate) const BROKEN: Self = Self(1 << 5);
     /// Its header refers to a direct-access index.
     pub(crate) const INDEXED: Self = Self(1 << 6);
@@ -40,7 +40,7 @@ impl Flags {
     pub(crate) const EXTENDED_L2: Self = Self(1 << 10);
     /// Its birth time is unknown; the last write is used instead.
     pub(crate) const NO_BIRTH: Self = Self(1 << 11);
-    /// It begins as an image of a format other than qcow2.
+    /// It begins like an image in a format that is not supported.
     pub(crate) const FOREIGN: Self = Self(1 << 12);
 
     pub(crate) fn has(self, other: Self) -> bool {
@@ -54,7 +54,7 @@ impl Flags {
     }
 }
 
-/// An image, or a base of another format: 72 bytes, and its file's name.
+/// An image, or a base of another format: 72 bytes plus its file's name.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Image {
     inode: u64,
@@ -62,7 +62,7 @@ pub(crate) struct Image {
     backing_inode: u64,
     /// The disk's size in bytes.
     pub(crate) disk: u64,
-    /// Bytes that the file takes.
+    /// Bytes that the file occupies.
     pub(crate) held: u64,
     /// Seconds since 1970.
     pub(crate) born: i64,
@@ -78,7 +78,7 @@ pub(crate) struct Image {
     has_backing: bool,
 }
 
-/// The images, with their names in one arena and their directories once each.
+/// The images, with their names in one arena and each directory stored once.
 #[derive(Debug, Default)]
 pub(crate) struct Fleet {
     images: Vec<Image>,
@@ -177,7 +177,7 @@ impl Fleet {
         Some(number)
     }
 
-    /// Frees the memory that only adding needs.
+    /// Frees the memory that is only needed for adding images.
     pub(crate) fn settle(&mut self) {
         self.directory_numbers = FxHashMap::default();
         self.images.shrink_to_fit();
@@ -189,7 +189,7 @@ impl Fleet {
         self.images.len()
     }
 
-    /// An image; this fleet assigns the numbers, so it exists.
+    /// An image. It exists, since the fleet assigned the number.
     #[allow(clippy::indexing_slicing, reason = "numbers come from `add` and are never taken back")]
     pub(crate) fn image(&self, number: u32) -> &Image {
         &self.images[number as usize]
@@ -200,7 +200,7 @@ impl Fleet {
         &mut self.images[number as usize]
     }
 
-    /// The numbers of all images that count.
+    /// The numbers of all images except duplicates.
     pub(crate) fn numbers(&self) -> impl Iterator<Item = u32> + '_ {
         self.images
             .iter()
@@ -209,7 +209,7 @@ impl Fleet {
             .map(|(_, number)| number)
     }
 
-    /// The numbers of all images.
+    /// The numbers of all images, including duplicates.
     pub(crate) fn all_numbers(&self) -> std::ops::Range<u32> {
         0..self.images.len() as u32
     }
@@ -219,7 +219,7 @@ impl Fleet {
         Id { device: self.device_of(image.device), inode: image.inode }
     }
 
-    /// The file that the image's header names, if that was found.
+    /// The backing file that the image's header names, if it was found.
     pub(crate) fn backing_id(&self, number: u32) -> Option<Id> {
         let image = self.image(number);
         image.has_backing.then(|| Id {

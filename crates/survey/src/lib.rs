@@ -1,13 +1,12 @@
 //! Surveys a fleet of backing chains: how long they are, how often snapshots are taken, what they cost, and which
 //! should be merged.
 //!
-//! [`survey`] walks directories and reads headers; nothing is written and no image lock is taken. For every image 72
-//! bytes and its file's name are kept, and some 60 bytes more once images are linked into chains; directories' names
-//! are kept once. [`Report`] summarizes it, [`render`] prints it.
+//! [`survey`] walks directories and reads headers; it writes nothing and takes no image locks. It keeps 72 bytes and a
+//! file name per image, and some 60 bytes more once images are linked into chains; each directory's name is kept once.
+//! [`Report`] summarizes the survey, [`render`] prints it.
 //!
-//! The measures are those of section III of "SVD: A Scalable Virtual Disk" (chain lengths over
-//! chains and over files, the longest chain over time, the time between snapshots) and its cost
-//! model, equation (1); see [`cost`].
+//! The metrics are those of section III of "SVD: A Scalable Virtual Disk" (chain lengths over chains and over files,
+//! the longest chain over time, the time between snapshots) and its cost model, equation (1); see [`cost`].
 
 mod chain;
 mod clusters;
@@ -65,11 +64,11 @@ impl Default for Options {
 /// The current phase.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Phase {
-    /// Directories are read.
+    /// Reading directories.
     Walking,
-    /// Images are linked into chains.
+    /// Linking images into chains.
     Linking,
-    /// Tables are read.
+    /// Reading tables.
     Counting,
 }
 
@@ -108,7 +107,7 @@ impl Progress {
         }
     }
 
-    /// Directories read, files looked at, images found.
+    /// Directories read, files examined, images found.
     pub fn walked(&self) -> (u64, u64, u64) {
         let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         (load(&self.directories), load(&self.files), load(&self.images))
@@ -162,11 +161,11 @@ pub struct Survey {
     interrupted: bool,
 }
 
-/// Surveys every qcow2 image below the paths, which may be files too.
+/// Surveys every qcow2 image under the paths, which may be directories or files.
 ///
 /// # Errors
-/// If a path cannot be accessed, or is neither a directory nor a regular file. Problems below them are listed in the
-/// [`Report`].
+/// If a path cannot be accessed, or is neither a directory nor a regular file. Problems below the paths are listed in
+/// the [`Report`].
 pub fn survey(
     paths: &[PathBuf],
     options: &Options,

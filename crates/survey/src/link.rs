@@ -13,15 +13,15 @@ use std::path::{Path, PathBuf};
 /// The positions of a fleet's images in their chains.
 #[derive(Debug)]
 pub(crate) struct Links {
-    /// The number of images whose backing file this one is, one entry per image.
+    /// The number of overlays of each image.
     pub(crate) children: Vec<u32>,
-    /// Files from this one down to its base, itself included.
+    /// The number of files from each image down to its base, both included.
     pub(crate) depth: Vec<u32>,
-    /// The length of the longest chain that an image belongs to.
+    /// The length of the longest chain that each image belongs to.
     pub(crate) longest: Vec<u32>,
     /// Active images, which are not the backing file of any other image.
     pub(crate) active: Vec<u32>,
-    /// Every image after all those that it is a backing file of, without those in loops.
+    /// All images except those in loops, each after all of its overlays.
     pub(crate) top_down: Vec<u32>,
     /// Images in loops.
     pub(crate) in_loops: u64,
@@ -36,7 +36,7 @@ pub(crate) fn link(
 ) -> Links {
     let mut known = by_id(fleet);
     let roots: Vec<PathBuf> = roots.iter().filter_map(|root| fs::canonicalize(root).ok()).collect();
-    // Grows as long as names lead to files that are not among the images yet.
+    // Grows, as the fleet does, while names lead to files that are not in the fleet yet.
     let mut extra: FxHashMap<Id, u32> = FxHashMap::default();
     let mut number = 0;
     while (number as usize) < fleet.len() {
@@ -66,7 +66,7 @@ pub(crate) fn link(
     links
 }
 
-/// The images by identity; if a file has several names, the first counts.
+/// The images, sorted by identity. If a file has several names, only the first in byte order counts.
 fn by_id(fleet: &mut Fleet) -> Vec<u32> {
     let mut order: Vec<u32> = fleet.all_numbers().collect();
     order.sort_unstable_by_key(|&number| fleet.id(number));
@@ -160,12 +160,12 @@ fn attach(fleet: &mut Fleet, image: u32, parent: u32) {
     fleet.problems.add(&fleet.path_bytes(image), trouble, name::exact(&path));
 }
 
-/// The next image of the chain below; a backing file that is treated as raw ends the chain.
+/// The next image down the chain. A backing file that is treated as raw ends the chain.
 pub(crate) fn below(fleet: &Fleet, number: u32) -> Option<u32> {
     Some(fleet.image(number).parent).filter(|&parent| parent != NONE)
 }
 
-/// Depths, lengths and the active images.
+/// Computes depths and lengths, and finds the active images.
 fn measure(fleet: &mut Fleet) -> Links {
     let count = fleet.len();
     let mut children = vec![0_u32; count];
@@ -199,7 +199,7 @@ fn measure(fleet: &mut Fleet) -> Links {
         let Some(parent) = below(fleet, number) else { continue };
         let reach = at(&longest, number);
         if let Some(longest) = longest.get_mut(parent as usize) {
-            // A base's own depth is not the length of a chain that has others above it.
+            // A base's own depth is not the length of a chain with other images above it.
             *longest = reach.max(*longest);
         }
         if let Some(waiting) = waiting.get_mut(parent as usize) {
@@ -213,7 +213,7 @@ fn measure(fleet: &mut Fleet) -> Links {
     Links { children, depth, longest, active, top_down, in_loops }
 }
 
-/// The number of each image's files down to its base, and the loops.
+/// The number of files from each image down to its base, and the loops.
 fn depths(fleet: &Fleet) -> (Vec<u32>, Vec<Vec<u32>>) {
     const UNKNOWN: u32 = 0;
     const ON_THE_WAY: u32 = u32::MAX;
@@ -265,7 +265,7 @@ fn set(list: &mut [u32], number: u32, value: u32) {
     }
 }
 
-/// The files of an image's chain, from itself to the base.
+/// The files of an image's chain, from the image to the base.
 pub(crate) fn chain<'a>(
     fleet: &'a Fleet,
     links: &Links,

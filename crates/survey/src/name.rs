@@ -1,4 +1,4 @@
-//! File names: the interpretation of names in headers, and the display of names.
+//! File names: resolving names in headers, and displaying names.
 
 use isobath_qcow2::text::is_hidden;
 use std::fmt::Write as _;
@@ -9,14 +9,14 @@ use std::path::{Path, PathBuf};
 pub(crate) enum Refused {
     /// It begins with `json:`.
     Json,
-    /// It begins with a protocol, such as `nbd:`.
+    /// It has a protocol prefix, such as `nbd:`.
     Protocol,
-    /// It holds a NUL byte, or is empty.
+    /// It contains a NUL byte, or is empty.
     NoFileName,
 }
 
-/// The path that a backing file's name in the header of `referrer` stands for: relative names are relative to the
-/// referrer's directory, and only plain names are followed (a `file:` prefix is allowed).
+/// Resolves a backing file's name in the header of `referrer` to a path. Relative names are relative to the referrer's
+/// directory; only plain names are followed (a `file:` prefix is allowed).
 pub(crate) fn resolve(referrer: &Path, name: &str) -> Result<PathBuf, Refused> {
     if name.contains('\0') {
         return Err(Refused::NoFileName);
@@ -32,8 +32,8 @@ pub(crate) fn resolve(referrer: &Path, name: &str) -> Result<PathBuf, Refused> {
     }
 }
 
-/// A file name for programs: unchanged except for bytes that are not UTF-8 (`\xff`) and backslashes (`\\`), so that it
-/// can be parsed.
+/// A file name for programs: only bytes that are not UTF-8 (`\xff`) and backslashes (`\\`) are escaped, so that it can
+/// be parsed.
 pub fn exact(name: &[u8]) -> String {
     escaped(name, |_| false)
 }
@@ -57,7 +57,7 @@ fn escaped(name: &[u8], unsafe_to_show: impl Fn(char) -> bool) -> String {
             }
         }
         for byte in chunk.invalid() {
-            // Writing to a string does not fail.
+            // Writing to a string cannot fail.
             let _ = write!(text, "\\x{byte:02x}");
         }
     }

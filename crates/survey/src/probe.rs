@@ -1,4 +1,4 @@
-//! Probing one file: its kind and its header. Only reads, without locks.
+//! Probing one file for its kind and its header. Only reads, and takes no locks.
 
 use crate::name::{self, Refused};
 use crate::problem::Trouble;
@@ -12,7 +12,7 @@ use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::UNIX_EPOCH;
 
-/// Bytes of a file read first. Nearly every header, with the backing file's name, fits.
+/// The number of bytes read first. Nearly every header fits, including the backing file's name.
 const START: usize = 4096;
 /// The position of `crypt_method` in a header.
 const CRYPT_METHOD: std::ops::Range<usize> = 32..36;
@@ -34,13 +34,13 @@ impl Id {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Facts {
     pub(crate) id: Id,
-    /// Bytes from start to end.
+    /// The length in bytes.
     pub(crate) length: u64,
-    /// Bytes of space that the file takes.
+    /// Bytes that the file occupies.
     pub(crate) held: u64,
-    /// Seconds since 1970: when the file was created, if the file system records it.
+    /// When the file was created, in seconds since 1970, if the file system records it.
     pub(crate) born: Option<i64>,
-    /// Seconds since 1970: when it was last written.
+    /// When it was last written, in seconds since 1970.
     pub(crate) modified: i64,
 }
 
@@ -96,14 +96,14 @@ pub(crate) enum Kind {
     /// It does not begin like a qcow2 image: a raw image, or one of another format.
     Other(Option<Foreign>),
     Qcow2(Box<Summary>),
-    /// It begins like one, but its header is unusable.
+    /// It begins like a qcow2 image, but its header is unusable.
     Broken(FormatError),
 }
 
-/// Opens a file for reading in a way that changes nothing and never waits.
+/// Opens a file for reading; changes nothing and never blocks.
 ///
 /// # Errors
-/// Where it cannot be opened, or is no regular file.
+/// If it cannot be opened, or is not a regular file.
 pub(crate) fn open(path: &Path, follow_link: bool) -> io::Result<(File, Metadata)> {
     let link = if follow_link { 0 } else { libc::O_NOFOLLOW };
     let with = |extra: i32| {
@@ -111,7 +111,7 @@ pub(crate) fn open(path: &Path, follow_link: bool) -> io::Result<(File, Metadata
         options.read(true).custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY | link | extra);
         options.open(path)
     };
-    // Only a file's owner may prevent an update of its access time.
+    // Only a file's owner may suppress the update of its access time.
     let file = match with(libc::O_NOATIME) {
         Err(error) if error.raw_os_error() == Some(libc::EPERM) => with(0)?,
         other => other?,
@@ -123,7 +123,7 @@ pub(crate) fn open(path: &Path, follow_link: bool) -> io::Result<(File, Metadata
     Ok((file, data))
 }
 
-/// Opens and examines a file. It must be known to be a regular one: opening a device can have side effects.
+/// Opens and examines a file. The caller must know that it is a regular file: opening a device can have side effects.
 pub(crate) fn look(path: &Path, follow_link: bool) -> io::Result<(Facts, Kind)> {
     let (file, data) = open(path, follow_link)?;
     Ok((Facts::of(&data), header(&file, path, data.len())?))

@@ -16,7 +16,7 @@ macro_rules! troubles {
             /// Every kind.
             pub const ALL: &[Self] = &[$(Self::$name,)*];
 
-            /// A word for programs.
+            /// The name for programs.
             pub fn word(self) -> &'static str {
                 match self { $(Self::$name => $word,)* }
             }
@@ -35,34 +35,34 @@ troubles! {
     /// The images' backing files form a loop.
     Loop = "loop", "its backing chain has a loop";
     /// The symbolic links form a loop.
-    LinkLoop = "link-loop", "its backing file's name is a loop of symbolic links";
+    LinkLoop = "link-loop", "its backing file's name leads to a loop of symbolic links";
     /// No permission to read the backing file.
     BackingDenied = "backing-denied", "no permission to read its backing file";
     /// The backing file cannot be read for another reason.
     BackingUnreadable = "backing-unreadable", "its backing file cannot be read";
     /// The backing file is a FIFO, a socket, a directory or a character device.
-    NoRegularFile = "not-a-file", "its backing file is a FIFO, a socket, a directory or a terminal";
+    NoRegularFile = "not-a-file", "its backing file is a FIFO, a socket, a directory or a character device";
     /// The backing file is a block device, which is not opened.
     Device = "device", "its backing file is a block device, which is not read";
     /// The name begins with `json:`.
     Json = "json", "its backing file's name is a 'json:' description, which is not followed";
-    /// The name begins with a protocol.
+    /// The name has a protocol prefix.
     Protocol = "protocol", "its backing file's name has a protocol prefix, which is not followed";
-    /// The name holds a NUL byte or is empty.
+    /// The name contains a NUL byte or is empty.
     NoFileName = "no-file-name", "its backing file's name is not a file name";
     /// The header says that the backing file is qcow2, but it is not.
-    NotQcow2 = "not-qcow2", "its backing file is not qcow2, although its format is given as qcow2";
-    /// The header names no format of the backing file, which is an image of a format not supported.
+    NotQcow2 = "not-qcow2", "its backing file is not qcow2, although the header says so";
+    /// The header names no format for the backing file, which is an image in a format that is not supported.
     Foreign = "foreign", "its backing file is an image in a format that is not supported";
-    /// It begins as a qcow2 image, but its header cannot be used.
+    /// It begins like a qcow2 image, but its header is unusable.
     BadHeader = "bad-header", "its header is corrupt or not supported";
     /// No permission to read the image or a directory.
     Denied = "denied", "no permission to read it";
     /// The image, or a directory, cannot be read for another reason.
     Unreadable = "unreadable", "it cannot be read";
-    /// Its tables are corrupt or cannot be read; found only where clusters are counted.
+    /// Its tables are corrupt or cannot be read; found only if clusters are counted.
     BadTables = "bad-tables", "its tables are corrupt or cannot be read";
-    /// The tree is too large for its clusters to be counted.
+    /// The tree of images is too large for its clusters to be counted.
     TooLarge = "too-large", "the disk has too many clusters to count";
 }
 
@@ -93,21 +93,21 @@ impl Trouble {
     }
 }
 
-/// A problem, and its place.
+/// A problem and where it was found.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Problem {
     /// The file's name, as bytes.
     pub image: Vec<u8>,
     /// What is wrong.
     pub trouble: Trouble,
-    /// More about it: the name that is not followed, or the system's or the format's message.
+    /// Details: the name that is not followed, or the error message of the system or of the format.
     pub detail: String,
 }
 
-/// The most problems kept in full; further ones are only counted.
+/// The maximum number of problems kept in full; further ones are only counted.
 pub const MAX_PROBLEMS: usize = 10_000;
 
-/// Problems by kind, and the first of them.
+/// The number of problems of each kind, and the first problems in full.
 #[derive(Clone, Debug, Default)]
 pub struct Problems {
     counts: std::collections::BTreeMap<Trouble, u64>,
@@ -134,17 +134,17 @@ impl Problems {
         self.kept.sort();
     }
 
-    /// How many there are of each kind.
+    /// The number of problems of each kind.
     pub fn counts(&self) -> impl Iterator<Item = (Trouble, u64)> {
         self.counts.iter().map(|(trouble, count)| (*trouble, *count))
     }
 
-    /// How many there are.
+    /// The total number of problems.
     pub fn total(&self) -> u64 {
         self.counts.values().sum()
     }
 
-    /// The first [`MAX_PROBLEMS`], by name.
+    /// The first [`MAX_PROBLEMS`] problems, sorted by file name.
     pub fn list(&self) -> &[Problem] {
         &self.kept
     }

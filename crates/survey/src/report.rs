@@ -15,7 +15,7 @@ use std::sync::atomic::Ordering::Relaxed;
 pub struct Counts {
     /// Directories read.
     pub directories: u64,
-    /// Regular files looked at.
+    /// Regular files examined.
     pub files: u64,
     /// qcow2 images with a usable header, each counted once.
     pub images: u64,
@@ -27,7 +27,7 @@ pub struct Counts {
     pub shared: u64,
     /// Bases that are not qcow2.
     pub raw_bases: u64,
-    /// Files found by a name in a header, outside the paths surveyed.
+    /// Files outside the paths surveyed, found through a name in a header.
     pub outside: u64,
     /// Incomplete chains.
     pub incomplete: u64,
@@ -39,7 +39,7 @@ pub struct Counts {
     pub encrypted: u64,
     /// Images whose header refers to a direct-access index.
     pub indexed: u64,
-    /// Further names of counted files.
+    /// Additional names of files already counted.
     pub other_names: u64,
     /// Files whose birth time is unknown or not used.
     pub without_birth: u64,
@@ -47,7 +47,7 @@ pub struct Counts {
     pub symbolic_links: u64,
     /// FIFOs, sockets and devices, which are not opened.
     pub special_files: u64,
-    /// Other file systems, if those were not entered.
+    /// Other file systems that were not entered.
     pub other_file_systems: u64,
 }
 
@@ -82,18 +82,18 @@ impl Counts {
     }
 }
 
-/// Bytes that files take.
+/// Bytes that files occupy.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Held {
     /// The total size of the disks.
     pub disk_bytes: u64,
-    /// All files in chains, each once.
+    /// All files in chains, each counted once.
     pub held_bytes: u64,
     /// The active images.
     pub active_bytes: u64,
     /// The layers below them.
     pub lower_bytes: u64,
-    /// Those of the lower layers that several images use.
+    /// The lower layers that several images use.
     pub shared_bytes: u64,
 }
 
@@ -102,22 +102,22 @@ pub struct Held {
 pub struct Clusters {
     /// Images whose tables were read.
     pub images: u64,
-    /// Bytes of host clusters that tables name.
+    /// Bytes of host clusters that tables refer to.
     pub data_bytes: u64,
-    /// Those of them that no disk can see: at least this many.
+    /// Those of them that no disk can see; a lower bound.
     pub hidden_bytes: u64,
 }
 
-/// The summary of a survey. Times are seconds since 1970, spans are seconds.
+/// The summary of a survey. Times are in seconds since 1970, spans in seconds.
 #[derive(Clone, Debug)]
 pub struct Report {
     /// The paths surveyed.
     pub paths: Vec<String>,
-    /// When.
+    /// When the survey was taken.
     pub taken_at: i64,
     /// How long it took, in seconds.
     pub seconds: f64,
-    /// It was interrupted: these are partial results.
+    /// Whether it was interrupted; the results are then partial.
     pub interrupted: bool,
     /// What was found.
     pub counts: Counts,
@@ -127,28 +127,28 @@ pub struct Report {
     pub held: Held,
     /// The counts from tables, if they were read.
     pub clusters: Option<Clusters>,
-    /// The time from a layer's creation to that of the layer above it. Clones are left out: several overlays of one
-    /// layer.
+    /// The time between the creation of a layer and of the layer above it. Clones, several overlays of one layer, are
+    /// left out.
     pub intervals: Spread,
     /// The ages of backing files.
     pub ages: Spread,
-    /// Layers that are older than the one below them, which do not result from snapshots.
+    /// Layers that are older than the one below them; they do not result from snapshots.
     pub out_of_order: u64,
     /// Overlays of files with several overlays.
     pub clones: u64,
     /// When overlays were created.
     pub made: Timeline,
-    /// When the longest existing chain grew, and its length then.
+    /// The times at which the longest existing chain grew, each with the length reached.
     pub longest: Vec<(i64, u32)>,
     /// The length from which merging is advised.
     pub merge_at: u32,
-    /// Chains by what to do about them.
+    /// The number of chains for each advice.
     pub advice: Vec<(Advice, u64)>,
     /// Files that the advised merges would remove.
     pub files_merged: u64,
     /// Memory of all chains in QEMU, in bytes.
     pub qemu_memory_bytes: u64,
-    /// Memory of all chains here, in bytes.
+    /// Memory of all chains in Isobath, in bytes.
     pub isobath_memory_bytes: u64,
     /// The problems.
     pub problems: Problems,
@@ -219,7 +219,7 @@ impl Survey {
         Some(sum)
     }
 
-    /// The growth of the longest chain, from existing files by their creation time.
+    /// The growth of the longest chain, derived from the creation times of existing files.
     fn growth(&self) -> Vec<(i64, u32)> {
         let mut made: Vec<(i64, u32)> = self
             .links

@@ -27,7 +27,7 @@ pub struct Lengths {
     pub longest: u32,
     /// The mean over chains.
     pub mean: f64,
-    /// Every length that occurs, in order.
+    /// Every length that occurs, in ascending order.
     pub shares: Vec<LengthShare>,
 }
 
@@ -68,7 +68,7 @@ impl Lengths {
         }
     }
 
-    /// Of all chains and of all files, the shares in chains of `length` or shorter; 0 to 1.
+    /// The shares (0 to 1) of all chains, and of all files, that are in chains of at most `length` files.
     pub fn up_to(&self, length: u32) -> (f64, f64) {
         let sum = |of: fn(&LengthShare) -> u64, most: u32| -> u64 {
             self.shares.iter().filter(|share| share.length <= most).map(of).sum()
@@ -81,7 +81,7 @@ impl Lengths {
     }
 }
 
-/// Natural bounds, in seconds, with their names.
+/// Common time spans, in seconds, with their names.
 pub(crate) const SPANS: [(u32, &str); 6] = [
     (60, "a minute"),
     (3600, "an hour"),
@@ -91,7 +91,7 @@ pub(crate) const SPANS: [(u32, &str); 6] = [
     (365 * 86_400, "a year"),
 ];
 
-/// The number of points kept of a distribution.
+/// The maximum number of points kept of a distribution.
 const POINTS: usize = 200;
 
 /// The distribution of time spans, in seconds.
@@ -101,17 +101,17 @@ pub struct Spread {
     pub count: u64,
     /// The smallest.
     pub least: u32,
-    /// A tenth is not larger.
+    /// The 10th percentile.
     pub p10: u32,
     /// The median.
     pub median: u32,
-    /// Nine tenths are not larger.
+    /// The 90th percentile.
     pub p90: u32,
     /// The largest.
     pub most: u32,
     /// How many are at most a minute, an hour, a day, a week, 30 days, a year.
     pub at_most: [u64; 6],
-    /// The cumulative distribution: a span and the share (0 to 1) of those that are not longer.
+    /// The cumulative distribution: spans, each with the share (0 to 1) of spans that are not longer.
     pub cdf: Vec<(u32, f64)>,
 }
 
@@ -127,7 +127,7 @@ impl Spread {
         for step in 1..=POINTS.min(count) {
             let index = (count * step).div_ceil(POINTS.min(count)) - 1;
             let Some(&span) = spans.get(index) else { break };
-            // Equal spans are all below the point.
+            // Spans equal to this one count too.
             let share = spans.partition_point(|&one| one <= span) as f64 / count as f64;
             if cdf.last().is_none_or(|last| last.0 != span) {
                 cdf.push((span, (share * 1e6).round() / 1e6));
@@ -155,13 +155,13 @@ pub struct Bin {
     pub count: u64,
 }
 
-/// The most bins of a timeline.
+/// The maximum number of bins of a timeline.
 const BINS: i64 = 60;
 
-/// Creation times.
+/// A histogram of creation times.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Timeline {
-    /// Seconds of a bin.
+    /// The width of a bin, in seconds.
     pub step: i64,
     /// The bins, without gaps.
     pub bins: Vec<Bin>,

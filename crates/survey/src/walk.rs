@@ -15,9 +15,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::thread;
 
-/// File names passed on together.
+/// The number of file names in one task.
 const BATCH: usize = 128;
-/// The most waiting tasks; beyond that, the thread that finds files probes them itself.
+/// The maximum number of waiting tasks; beyond it, the thread that finds files probes them itself.
 const MAX_WAITING: usize = 1024;
 
 enum Task {
@@ -28,7 +28,7 @@ enum Task {
 
 struct Queue {
     tasks: Vec<Task>,
-    /// Threads at work, which may still add tasks.
+    /// The number of working threads, which may still add tasks.
     busy: usize,
 }
 
@@ -101,7 +101,7 @@ impl Walk<'_> {
     /// Adds a task, or returns it if too many are waiting.
     fn hand_on(&self, task: Task) -> Option<Task> {
         let mut queue = self.queue.lock();
-        // Directories are on top of the stack, and there are few compared with files.
+        // Directories are always accepted: they are on top of the stack, and few compared with files.
         if queue.tasks.len() >= MAX_WAITING && matches!(task, Task::Files { .. }) {
             return Some(task);
         }
@@ -208,7 +208,7 @@ impl Walk<'_> {
                 fleet.problems.add(path, trouble, detail);
             }
             if fleet.add(&seen, self.options.births).is_none() {
-                fleet.problems.add(path, Trouble::Unreadable, "there are too many images");
+                fleet.problems.add(path, Trouble::Unreadable, "too many images");
             }
         }
     }

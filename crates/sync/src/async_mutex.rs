@@ -1,4 +1,4 @@
-//! A lock that may be held while a task waits.
+//! A mutex that can be held across await points.
 
 #[cfg(loom)]
 use super::Cell;
@@ -7,8 +7,7 @@ use std::cell::UnsafeCell;
 use std::fmt;
 use std::ops::{Deref, DerefMut};
 
-/// A lock that may be held while a task waits for something else. Tasks get it in the order in which they asked: see
-/// [`Semaphore`].
+/// A mutex that can be held across await points. Tasks acquire it in the order they asked: see [`Semaphore`].
 pub struct AsyncMutex<T> {
     turn: Semaphore,
     #[cfg(loom)]
@@ -16,13 +15,13 @@ pub struct AsyncMutex<T> {
     value: UnsafeCell<T>,
 }
 
-// SAFETY: the value is used only by who holds the semaphore's one permit, so by one thread at a time.
+// SAFETY: only the holder of the semaphore's one permit accesses the value, so one thread at a time does.
 unsafe impl<T: Send> Send for AsyncMutex<T> {}
-// SAFETY: as above; a shared lock gives away no more than the value from thread to thread.
+// SAFETY: as above; sharing the mutex only passes the value from thread to thread.
 unsafe impl<T: Send> Sync for AsyncMutex<T> {}
 
 impl<T> AsyncMutex<T> {
-    /// An unlocked lock.
+    /// An unlocked mutex.
     pub fn new(value: T) -> Self {
         Self {
             turn: Semaphore::new(1),
@@ -53,8 +52,8 @@ impl<T> fmt::Debug for AsyncMutex<T> {
     }
 }
 
-/// A held [`AsyncMutex`].
-#[must_use = "dropped, it unlocks"]
+/// The guard of a locked [`AsyncMutex`].
+#[must_use = "if unused, the mutex is unlocked immediately"]
 pub struct AsyncMutexGuard<'a, T> {
     mutex: &'a AsyncMutex<T>,
     _turn: Permits<'a>,
@@ -68,7 +67,7 @@ impl<T> Deref for AsyncMutexGuard<'_, T> {
 
     #[inline]
     fn deref(&self) -> &T {
-        // SAFETY: this has the lock, so no other access exists but through this guard.
+        // SAFETY: this guard holds the lock, so the value is accessed only through it.
         unsafe { &*self.mutex.value.get() }
     }
 }
@@ -76,7 +75,7 @@ impl<T> Deref for AsyncMutexGuard<'_, T> {
 impl<T> DerefMut for AsyncMutexGuard<'_, T> {
     #[inline]
     fn deref_mut(&mut self) -> &mut T {
-        // SAFETY: this has the lock and is borrowed mutably, so no other access exists.
+        // SAFETY: this guard holds the lock and is borrowed mutably, so no other access exists.
         unsafe { &mut *self.mutex.value.get() }
     }
 }
@@ -152,7 +151,7 @@ mod interleavings {
         *wait(mutex.lock()) += 1;
     }
 
-    /// Asks for the lock once, and gives up if it has to wait.
+    /// Polls for the lock once, and gives up if it would have to wait.
     fn give_up(mutex: &AsyncMutex<u8>) {
         let mut lock = pin!(mutex.lock());
         if let Poll::Ready(mut value) = lock.as_mut().poll(&mut Context::from_waker(Waker::noop()))

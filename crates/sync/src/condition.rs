@@ -3,20 +3,20 @@
 use super::atomic::{AtomicUsize, Ordering};
 use event_listener::Event;
 
-/// Waits for a condition on shared state, such as that a counter is 0. Code that makes it true must then call
+/// Waits for a condition on shared state, such as a counter being 0. Code that makes it true must then call
 /// [`changed`](Self::changed).
 ///
-/// The state must be protected by a lock, or consist of atomics that are changed and read with `SeqCst`: then no change
-/// is missed between a check and the following wait.
+/// The state must be protected by a lock, or consist of atomics accessed with `SeqCst`, so that no change is missed
+/// between a check and the following wait.
 #[derive(Debug, Default)]
 pub struct Condition {
     changed: Event,
 }
 
 impl Condition {
-    /// Waits until `holds` is true, which is checked at least once, and again after each [`changed`](Self::changed).
+    /// Waits until `holds` returns true. It is checked at least once, and again after each [`changed`](Self::changed).
     pub async fn until(&self, holds: impl Fn() -> bool) {
-        // The first check allocates nothing. The second is for changes before this listened.
+        // The first check allocates nothing. The second catches changes made before `listen`.
         while !holds() {
             let changed = self.changed.listen();
             if holds() {
@@ -35,7 +35,7 @@ impl Condition {
 
 /// Counts operations in progress, and waits until there are none.
 ///
-/// Others may begin meanwhile: the caller must prevent that, or wait for them too.
+/// New ones may begin meanwhile: the caller must prevent that, or accept waiting for them too.
 #[derive(Debug, Default)]
 pub struct WaitGroup {
     count: AtomicUsize,
@@ -43,24 +43,24 @@ pub struct WaitGroup {
 }
 
 impl WaitGroup {
-    /// Starts one more.
+    /// Records the start of an operation.
     pub fn begin(&self) {
         self.count.fetch_add(1, Ordering::SeqCst);
     }
 
-    /// Ends one that [began](Self::begin).
+    /// Records the end of an operation that [began](Self::begin).
     pub fn end(&self) {
         if self.count.fetch_sub(1, Ordering::SeqCst) == 1 {
             self.empty.changed();
         }
     }
 
-    /// Whether there are none in progress.
+    /// Whether no operations are in progress.
     pub fn is_empty(&self) -> bool {
         self.count.load(Ordering::SeqCst) == 0
     }
 
-    /// Waits for a moment at which there are none in progress.
+    /// Waits for a moment at which no operations are in progress.
     pub async fn ended(&self) {
         self.empty.until(|| self.is_empty()).await;
     }
@@ -96,7 +96,7 @@ mod interleavings {
 
     struct Work {
         group: WaitGroup,
-        /// The data written by two operations that began before everything else.
+        /// The data written by the two operations, which began before everything else.
         data: [Cell<u8>; 2],
     }
 

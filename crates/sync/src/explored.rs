@@ -6,11 +6,11 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, PoisonError};
 use std::time::Instant;
 
-/// As `parking_lot`'s.
+/// Like `parking_lot`'s.
 #[derive(Debug, Default)]
 pub struct Mutex<T>(sync::Mutex<T>);
 
-/// As `parking_lot`'s.
+/// Like `parking_lot`'s.
 pub type MutexGuard<'a, T> = sync::MutexGuard<'a, T>;
 
 impl<T> Mutex<T> {
@@ -25,7 +25,7 @@ impl<T> Mutex<T> {
     }
 }
 
-/// As `parking_lot`'s.
+/// Like `parking_lot`'s.
 #[derive(Debug, Default)]
 pub struct RwLock<T>(sync::RwLock<T>);
 
@@ -47,10 +47,10 @@ impl<T> RwLock<T> {
 }
 
 pub mod atomic {
-    //! As the standard library's.
+    //! Like the standard library's.
     //!
     //! loom treats a sequentially consistent access as acquire and release, but supports sequentially consistent
-    //! fences: each such access is put between two.
+    //! fences, so each such access is put between two.
 
     pub use loom::sync::atomic::{Ordering, fence};
 
@@ -66,7 +66,7 @@ pub mod atomic {
 
     macro_rules! number {
         ($name:ident, $of:ty) => {
-            /// As the standard library's.
+            /// Like the standard library's.
             #[derive(Debug, Default)]
             pub struct $name(loom::sync::atomic::$name);
 
@@ -86,7 +86,7 @@ pub mod atomic {
                     between_fences(order, || self.0.store(value, order));
                 }
 
-                /// Sets the value if it is `current`; returns the one before, as an error if it is another.
+                /// Sets the value if it is `current`; returns the previous one, as an error if it differs.
                 pub fn compare_exchange(
                     &self,
                     current: $of,
@@ -99,7 +99,7 @@ pub mod atomic {
                     })
                 }
 
-                /// Sets the value; returns the one before.
+                /// Sets the value; returns the previous one.
                 pub fn swap(&self, value: $of, order: Ordering) -> $of {
                     between_fences(order, || self.0.swap(value, order))
                 }
@@ -109,17 +109,17 @@ pub mod atomic {
             number!($name, $of);
 
             impl $name {
-                /// Adds; returns the value before.
+                /// Adds; returns the previous value.
                 pub fn fetch_add(&self, value: $of, order: Ordering) -> $of {
                     between_fences(order, || self.0.fetch_add(value, order))
                 }
 
-                /// Subtracts; returns the value before.
+                /// Subtracts; returns the previous value.
                 pub fn fetch_sub(&self, value: $of, order: Ordering) -> $of {
                     between_fences(order, || self.0.fetch_sub(value, order))
                 }
 
-                /// Raises the value if it is lower; returns the value before.
+                /// Raises the value if it is lower; returns the previous value.
                 pub fn fetch_max(&self, value: $of, order: Ordering) -> $of {
                     between_fences(order, || self.0.fetch_max(value, order))
                 }
@@ -138,7 +138,7 @@ pub mod atomic {
 #[derive(Debug, Default)]
 pub struct Cell<T>(loom::cell::UnsafeCell<T>);
 
-// SAFETY: loom ends the program at the first access that is not ordered with another one.
+// SAFETY: loom ends the program at the first data race.
 unsafe impl<T: Send> Sync for Cell<T> {}
 
 impl<T: Copy> Cell<T> {
@@ -160,14 +160,14 @@ impl<T: Copy> Cell<T> {
     }
 }
 
-/// Runs a future to its end on this thread of a small program.
+/// Runs a future to completion on this loom thread.
 pub fn wait<F: Future>(future: F) -> F::Output {
     loom::future::block_on(future)
 }
 
-/// Runs `tasks`, each on a thread of its own, over a new `start()`, then `end`: in every possible order, except those
-/// with more than `preemptions` switches away from a thread that could continue. Prints the number of orders. A panic,
-/// an endless wait, or two unordered accesses to a [`Cell`] end it.
+/// Runs `tasks`, each on its own thread, over a new `start()`, then `end`: in every possible order with at most
+/// `preemptions` switches away from a thread that could continue. Prints the number of orders. A panic, a deadlock, or
+/// a data race on a [`Cell`] ends it.
 ///
 /// `ISOBATH_PREEMPTIONS` overrides the bound; `all` removes it.
 pub fn explore<S: Send + Sync + 'static>(
@@ -179,13 +179,13 @@ pub fn explore<S: Send + Sync + 'static>(
 ) {
     let bound = match std::env::var("ISOBATH_PREEMPTIONS") {
         Ok(all) if all == "all" => None,
-        Ok(number) => Some(number.parse().expect("ISOBATH_PREEMPTIONS is a number or `all`")),
+        Ok(number) => Some(number.parse().expect("ISOBATH_PREEMPTIONS must be a number or `all`")),
         Err(_) => Some(preemptions),
     };
     explore_within(name, bound, start, tasks, end);
 }
 
-/// As [`explore`], with this bound regardless of `ISOBATH_PREEMPTIONS`: for bugs that only this many preemptions show.
+/// Like [`explore`], but ignores `ISOBATH_PREEMPTIONS`: for bugs that show only with this many preemptions.
 pub fn explore_within<S: Send + Sync + 'static>(
     name: &str,
     bound: Option<usize>,
@@ -202,7 +202,7 @@ pub fn explore_within<S: Send + Sync + 'static>(
     model.check(move || {
         count.fetch_add(1, Relaxed);
         let state = Arc::new(start());
-        // The last one runs on the first thread: loom has room for five.
+        // The last one runs on the main thread: loom supports at most five.
         let (last, others) = tasks.split_last().expect("something to run");
         let threads: Vec<_> = others
             .iter()

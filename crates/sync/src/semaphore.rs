@@ -1,4 +1,4 @@
-//! Permits and locks that tasks wait for, first come, first served.
+//! A semaphore for tasks: first come, first served.
 
 use super::Mutex;
 use super::atomic::{AtomicUsize, Ordering};
@@ -7,25 +7,25 @@ use std::future::Future;
 use std::pin::Pin;
 use std::task::{Context, Poll, Waker};
 
-/// The bit of [`Semaphore::state`] that says that tasks wait. The number of permits is above it.
+/// The bit of [`Semaphore::state`] that is set while tasks wait. The number of permits is above it.
 const WAITED_FOR: usize = 1;
 /// One permit in [`Semaphore::state`].
 const PERMIT: usize = 2;
 
-/// A number of permits, which tasks take and give back.
+/// A counting semaphore: tasks take permits and return them.
 ///
-/// A permit that becomes free goes to the task that has waited longest; none that comes later takes it in between. So
-/// the order depends on nothing but the order of calls: not on how long a task waited, nor on how fast the processor
-/// is. A task that wants many permits holds up those behind it until it has them.
+/// A permit that becomes free goes to the task that has waited longest; later ones cannot overtake it. So the order
+/// depends only on the order of calls, not on timing. A task that wants many permits holds up those behind it until it
+/// has them.
 #[derive(Debug)]
 pub struct Semaphore {
-    /// The permits that nobody holds, times [`PERMIT`], and [`WAITED_FOR`]. While that bit is set, only who holds
-    /// `waiting` changes this.
+    /// The free permits, times [`PERMIT`], and [`WAITED_FOR`]. While that bit is set, only the holder of `waiting`
+    /// changes this.
     state: AtomicUsize,
     waiting: Mutex<Queue>,
 }
 
-/// The tasks that wait, in the order in which they came.
+/// The waiting tasks, in order of arrival.
 #[derive(Debug, Default)]
 struct Queue {
     /// By ascending `turn`.
@@ -47,7 +47,7 @@ impl Queue {
 }
 
 impl Semaphore {
-    /// A semaphore of this many permits.
+    /// A semaphore with this many permits.
     pub fn new(permits: usize) -> Self {
         Self { state: AtomicUsize::new(permits * PERMIT), waiting: Mutex::default() }
     }
@@ -57,7 +57,7 @@ impl Semaphore {
         self.acquire_many(1).await
     }
 
-    /// Waits for this many permits. If the semaphore has fewer, this never ends.
+    /// Waits for this many permits. If the semaphore has fewer, this never completes.
     pub async fn acquire_many(&self, count: usize) -> Permits<'_> {
         if !self.take(count) {
             Wait { semaphore: self, count, turn: None }.await;
@@ -65,7 +65,7 @@ impl Semaphore {
         Permits { semaphore: self, count }
     }
 
-    /// Takes permits if there are enough and nobody waits.
+    /// Takes permits if there are enough and no task waits.
     #[inline]
     fn take(&self, count: usize) -> bool {
         let mut state = self.state.load(Ordering::Relaxed);
@@ -79,7 +79,7 @@ impl Semaphore {
         false
     }
 
-    /// Takes permits, or enters the queue. Returns the turn of who has to wait.
+    /// Takes permits, or enters the queue and returns the turn.
     fn take_or_enter(&self, count: usize, waker: &Waker) -> Option<u64> {
         let mut queue = self.waiting.lock();
         let mut state = self.state.load(Ordering::Relaxed);
@@ -114,14 +114,14 @@ impl Semaphore {
 
     #[cold]
     fn release_to_waiting(&self, count: usize) {
-        // Whoever waited may be gone by now: then this is an addition like any other.
+        // The waiting tasks may be gone by now; this is then an ordinary addition.
         let queue = self.waiting.lock();
         self.state.fetch_add(count * PERMIT, Ordering::AcqRel);
         drop(queue);
         self.grant();
     }
 
-    /// Gives the free permits to those who have waited longest.
+    /// Gives the free permits to the tasks that have waited longest.
     fn grant(&self) {
         while let Some(waker) = self.grant_next() {
             waker.wake();
@@ -131,7 +131,7 @@ impl Semaphore {
     fn grant_next(&self) -> Option<Waker> {
         let mut queue = self.waiting.lock();
         let count = queue.tasks.front()?.count;
-        // Somebody waits, so nobody else changes the state.
+        // A task waits, so only the holder of `waiting` changes the state.
         let state = self.state.load(Ordering::Acquire);
         if state < count * PERMIT {
             return None;
@@ -142,7 +142,7 @@ impl Semaphore {
         waiter.map(|waiter| waiter.waker)
     }
 
-    /// Leaves the queue. Who no longer was there has got its permits, and gives them back.
+    /// Leaves the queue. A task no longer in it has been granted its permits, which are returned.
     fn leave(&self, turn: u64, count: usize) {
         let mut queue = self.waiting.lock();
         let Some(place) = queue.find(turn) else {
@@ -154,7 +154,7 @@ impl Semaphore {
             self.state.fetch_sub(WAITED_FOR, Ordering::AcqRel);
         }
         drop(queue);
-        // Those behind it may want fewer.
+        // Tasks behind it may want fewer.
         self.grant();
     }
 }
@@ -163,7 +163,7 @@ impl Semaphore {
 struct Wait<'a> {
     semaphore: &'a Semaphore,
     count: usize,
-    /// Since this is in the queue.
+    /// Set once this is in the queue.
     turn: Option<u64>,
 }
 
@@ -195,9 +195,9 @@ impl Drop for Wait<'_> {
     }
 }
 
-/// Permits of a [`Semaphore`], given back when dropped.
+/// Permits of a [`Semaphore`], returned when dropped.
 #[derive(Debug)]
-#[must_use = "dropped, they are given back"]
+#[must_use = "if unused, the permits are returned immediately"]
 pub struct Permits<'a> {
     semaphore: &'a Semaphore,
     count: usize,
@@ -259,7 +259,7 @@ mod tests {
             let mut granted = pin!(semaphore.acquire());
             assert!(poll(granted.as_mut()).is_pending());
             drop(permit);
-            // It has the permit, and is dropped before it knows.
+            // It is granted the permit, and dropped before it is polled again.
         }
         drop(small);
         drop(ready(pin!(semaphore.acquire_many(2))));

@@ -1,6 +1,6 @@
-//! Comparisons of whole disks, which tests that are compiled without optimisation would make byte by byte, and slowly.
+//! Fast comparisons of whole disks: in tests compiled without optimisation, a loop over single bytes is slow.
 
-/// Where the two differ first; the end of the shorter one, if one is the beginning of the other.
+/// The position of the first difference; the length of the shorter one if it is a prefix of the other.
 pub fn first_difference(one: &[u8], other: &[u8]) -> Option<usize> {
     if one == other {
         return None;
@@ -9,7 +9,7 @@ pub fn first_difference(one: &[u8], other: &[u8]) -> Option<usize> {
     Some(differ.unwrap_or(one.len().min(other.len())))
 }
 
-/// Where the first byte is that is not `byte`.
+/// The position of the first byte that is not `byte`.
 pub fn first_other_than(byte: u8, bytes: &[u8]) -> Option<usize> {
     const PART: usize = 4096;
     let expected = [byte; PART];

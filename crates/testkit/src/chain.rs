@@ -14,16 +14,15 @@ pub trait Writer: Debug {
     /// Its name, for messages and pictures.
     fn name(&self) -> &str;
 
-    /// Makes a qcow2 image of `size` bytes over the backing file and its format, if any; `options`
-    /// as for `qemu-img create -o`, or empty.
+    /// Creates a qcow2 image of `size` bytes over a backing file of the given format, if any; `options` as for
+    /// `qemu-img create -o`, or empty.
     fn create(&self, image: &Path, size: u64, backing: Option<(&Path, &str)>, options: &str);
 
     /// Opens the qcow2 image, executes the operations in order, and closes it.
     fn apply(&self, image: &Path, ops: &[Op]);
 }
 
-/// A [`Writer`] made of commands that understand what `qemu-img create`, `qemu-img resize` and
-/// `qemu-io -c` do.
+/// A [`Writer`] that runs commands with the syntax of `qemu-img create`, `qemu-img resize` and `qemu-io -c`.
 #[derive(Clone, Debug)]
 pub struct Commands {
     name: String,
@@ -73,7 +72,7 @@ impl Writer for Commands {
 
     #[track_caller]
     fn apply(&self, image: &Path, ops: &[Op]) {
-        // A resize ends a run of commands; command lines have a limit.
+        // A resize ends a run of commands, and the length of a command line is limited.
         for part in ops.split_inclusive(|op| op.io_command().is_none()) {
             for commands in part.chunks(1000) {
                 let mut arguments = self.io[1..].to_vec();
@@ -112,12 +111,12 @@ pub struct Layer {
     pub path: PathBuf,
     /// Its format, `qcow2` or `raw`.
     pub format: String,
-    /// Who made it.
+    /// The name of the writer that created it.
     pub writer: String,
 }
 
 impl Chain {
-    /// A chain without layers for a disk of `size` bytes, whose files are to be in `directory`.
+    /// A chain without layers for a disk of `size` bytes, whose files will be in `directory`.
     pub fn new(directory: &Path, size: u64) -> Self {
         let directory = directory.to_owned();
         Self { directory, layers: Vec::new(), model: Model::new(size) }
@@ -131,7 +130,7 @@ impl Chain {
         Self { directory: directory.to_owned(), layers: vec![base], model }
     }
 
-    /// Adds a layer: `writer` makes it, over the layer that was active, and carries out `ops`.
+    /// Adds a layer: `writer` creates it over the active layer and executes `ops` on it.
     #[track_caller]
     pub fn add(&mut self, writer: &dyn Writer, options: &str, ops: &[Op]) {
         let path = self.directory.join(format!("layer{}.qcow2", self.layers.len()));
@@ -142,8 +141,8 @@ impl Chain {
         self.apply(writer, ops);
     }
 
-    /// Adds `count` layers by the writers in turn; `plan` returns, for each layer number, its options and the
-    /// operations to write into it.
+    /// Adds `count` layers, created by the writers in turn; `plan` returns, for each layer number, its options and the
+    /// operations to execute on it.
     #[track_caller]
     pub fn alternate(
         &mut self,
@@ -190,8 +189,8 @@ impl Chain {
         &mut self.model
     }
 
-    /// Fails the test unless QEMU finds every qcow2 layer clean, and the disk matches the model; the contents of
-    /// discarded ranges must not change from then on.
+    /// Fails the test unless QEMU finds every qcow2 layer clean, and the disk matches the model; from then on, the
+    /// contents of discarded ranges must not change.
     #[track_caller]
     pub fn verify(&mut self) {
         self.assert_clean();

@@ -14,7 +14,7 @@ use std::thread;
 use std::time::Duration;
 use tempfile::TempDir;
 
-/// The longest wait for a reply or an event.
+/// The maximum time to wait for a reply or an event.
 const PATIENCE: Duration = Duration::from_mins(2);
 
 /// The daemon, with a QMP session.
@@ -33,13 +33,13 @@ impl Default for Daemon {
 }
 
 impl Daemon {
-    /// Starts a daemon, and an NBD server in it.
+    /// Starts a daemon with an NBD server.
     #[track_caller]
     pub fn start() -> Self {
         Self::start_in(Path::new("."))
     }
 
-    /// Starts a daemon that works in this directory: relative names of images and of their data files begin there.
+    /// Starts a daemon with this working directory: relative names of images and of their data files start there.
     #[track_caller]
     pub fn start_in(work: &Path) -> Self {
         let directory = tempfile::tempdir().expect("a temporary directory");
@@ -75,19 +75,19 @@ impl Daemon {
     fn line(&mut self) -> Value {
         let mut line = String::new();
         let read = self.session.read_line(&mut line).is_ok_and(|length| length > 0);
-        assert!(read, "the storage daemon says no more\n{}", self.server.log());
+        assert!(read, "the storage daemon sent no more output\n{}", self.server.log());
         serde_json::from_str(&line).unwrap_or_else(|error| panic!("not JSON: {error}: {line}"))
     }
 
-    /// Carries a command out.
+    /// Executes a command.
     ///
     /// # Errors
-    /// What the daemon says where it refuses.
+    /// The daemon's message if it rejects the command.
     #[track_caller]
     pub fn execute(&mut self, command: &str, arguments: &Value) -> Result<Value, String> {
         let line = json!({"execute": command, "arguments": arguments});
         let sent = writeln!(self.session.get_mut(), "{line}");
-        assert!(sent.is_ok(), "the storage daemon takes no commands\n{}", self.server.log());
+        assert!(sent.is_ok(), "the storage daemon accepts no commands\n{}", self.server.log());
         loop {
             let mut answer = self.line();
             if answer.get("event").is_some() {
@@ -106,7 +106,7 @@ impl Daemon {
         self.execute(command, arguments).unwrap_or_else(|error| panic!("{error}"))
     }
 
-    /// Waits for an event that `wanted` is true for; those before it are forgotten.
+    /// Waits for an event for which `wanted` returns true, and discards those before it.
     #[track_caller]
     pub fn wait(&mut self, wanted: impl Fn(&Value) -> bool) -> Value {
         loop {
@@ -120,7 +120,7 @@ impl Daemon {
         }
     }
 
-    /// Opens a node of the given options, under a name.
+    /// Opens a node with the given options under this name.
     #[track_caller]
     pub fn open(&mut self, node: &str, mut options: Value) {
         options["node-name"] = node.into();
@@ -164,13 +164,13 @@ impl Daemon {
         let _ = self.wait(gone);
     }
 
-    /// A connection to an export.
+    /// Connects to an export.
     #[track_caller]
     pub fn connect(&self, node: &str) -> Nbd {
         Nbd::connect(&self.socket(), node).unwrap_or_else(|error| panic!("{node}: {error}"))
     }
 
-    /// The nodes of images: name and file of each.
+    /// The name and file of each image node.
     #[track_caller]
     pub fn nodes(&mut self) -> Vec<(String, PathBuf)> {
         let nodes = self.ok("query-named-block-nodes", &json!({"flat": true}));

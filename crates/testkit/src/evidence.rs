@@ -1,5 +1,5 @@
-//! What a campaign did, as a line of the file that `ISOBATH_EVIDENCE` names: `scripts/evidence` writes it, and makes
-//! `docs/campaigns.md` of all lines.
+//! Records what a campaign did as a line of the file that `ISOBATH_EVIDENCE` names. `scripts/evidence` writes the line,
+//! and generates `docs/campaigns.md` from all lines.
 
 use crate::tools::workspace;
 use std::env;
@@ -7,7 +7,7 @@ use std::io;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
-/// The beginning of a run that is to be recorded.
+/// The start of a run that is to be recorded.
 #[derive(Clone, Debug)]
 pub struct Evidence {
     file: PathBuf,
@@ -25,11 +25,11 @@ pub struct Run<'a> {
     pub mode: &'a str,
     /// How much passed, in the campaign's unit.
     pub count: u64,
-    /// More numbers, each with what it counts.
+    /// Additional numbers, each with what it counts.
     pub also: &'a [(&'a str, u64)],
-    /// The seeds, in words.
+    /// A description of the seeds.
     pub seeds: String,
-    /// If the run failed, the reason: its first line is recorded.
+    /// The reason if the run failed; only its first line is recorded.
     pub failure: Option<String>,
     /// How long the run took.
     pub seconds: f64,
@@ -38,7 +38,7 @@ pub struct Run<'a> {
 }
 
 impl Evidence {
-    /// Notes which sources a run begins with, if `ISOBATH_EVIDENCE` is set.
+    /// Records which sources a run starts with, if `ISOBATH_EVIDENCE` is set.
     ///
     /// # Errors
     /// The script cannot be run, or fails.
@@ -59,7 +59,7 @@ impl Evidence {
     /// Adds a line for a run that has ended.
     ///
     /// # Errors
-    /// The script cannot be run, or fails, as it does if it does not know the campaign.
+    /// The script cannot be run, or fails, for example because it does not know the campaign.
     pub fn add(&self, run: &Run<'_>) -> io::Result<()> {
         let mut fields = vec![
             format!("campaign={}", run.campaign),

@@ -11,15 +11,14 @@ use std::path::Path;
 /// The block size of the file systems made here.
 const BLOCK: u64 = 4096;
 
-/// Makes a raw file of `size` bytes with an empty ext4.
+/// Creates a raw file of `size` bytes with an empty ext4 file system.
 #[track_caller]
 pub fn make_ext4(raw: &Path, size: u64) {
     make_ext4_from(raw, size, None);
 }
 
-/// Makes a raw file of `size` bytes (16 MiB or more) with an ext4 from which a guest can run:
-/// busybox, its commands as links, the directories to mount on, and `files`, each with its name
-/// and content, in `/data`.
+/// Creates a raw file of `size` bytes (at least 16 MiB) with an ext4 file system from which a guest can run: busybox,
+/// its commands as links, the mount points, and `files`, each a name and its content, in `/data`.
 #[track_caller]
 pub fn make_root(raw: &Path, size: u64, files: &[(&str, &[u8])]) {
     let tree = tempfile::tempdir().expect("a temporary directory");
@@ -40,8 +39,8 @@ pub fn make_root(raw: &Path, size: u64, files: &[(&str, &[u8])]) {
     make_ext4_from(raw, size, Some(root));
 }
 
-/// Fails the test unless `e2fsck -fn` finds nothing wrong on a disk. It fails if there is a journal to replay: the
-/// guest must have unmounted, or remounted read-only.
+/// Fails the test unless `e2fsck -fn` finds the file system on a disk clean. A journal to replay is a failure too: the
+/// guest must have unmounted the file system, or remounted it read-only.
 #[track_caller]
 pub fn assert_ext4_clean(image: &Path, format: &str) {
     let directory = tempfile::tempdir().expect("a temporary directory");
@@ -50,8 +49,8 @@ pub fn assert_ext4_clean(image: &Path, format: &str) {
     let _ = run_program(tools::require("e2fsck"), args!["-f", "-n", raw]).ok();
 }
 
-/// The place of a file's bytes on a raw ext4 created by this module: runs of (offset, length in bytes), in the file's
-/// order, whole blocks.
+/// Where a file's bytes are on a raw ext4 file system created by this module: runs of whole blocks as (offset, length)
+/// in bytes, in file order.
 #[track_caller]
 pub fn file_runs(raw: &Path, name: &str) -> Vec<(u64, u64)> {
     let request = format!("blocks {name}");
@@ -68,7 +67,7 @@ pub fn file_runs(raw: &Path, name: &str) -> Vec<(u64, u64)> {
     runs
 }
 
-/// Copies a file out of the ext4 on a disk.
+/// Copies a file out of the ext4 file system on a disk.
 #[track_caller]
 pub fn read_ext4_file(image: &Path, format: &str, name: &str, to: &Path) {
     let directory = tempfile::tempdir().expect("a temporary directory");

@@ -1,21 +1,21 @@
 //! Test support: QEMU as oracle, real guests, chains of images, and a model of their contents.
 //!
 //! For tests, benchmarks and the demo; no part of the program depends on it. Everything here panics if a test should
-//! fail, with a message that contains the command and its output. A program that is not installed is a failure that
-//! names its package ([`tools::require`]), never a skip.
+//! fail, with a message that contains the command and its output. A missing program fails the test and names the
+//! package to install ([`tools::require`]); no test is skipped.
 //!
-//! * [`tools`] finds programs, [`process`] runs them, [`qemu`] runs QEMU's and judges images by them.
-//! * [`daemon`] is a `qemu-storage-daemon` for any number of images, [`nbd`] a client of NBD servers.
-//! * [`ops`] are the operations of a test, [`model`] gives the contents of an image after them, [`bytes`] compares
-//!   these, [`chain`] makes backing chains with them by any mixture of programs.
-//! * [`guest`] boots a Linux kernel on a disk and runs a script there, [`fs`] makes and checks the
-//!   file systems for it, [`scenario`] is a guest's root disk on a long chain.
-//! * [`fuse`] knows the errors of a FUSE server's end.
+//! * [`tools`] finds programs, [`process`] runs them, [`qemu`] runs QEMU's and checks images with them.
+//! * [`daemon`] is a `qemu-storage-daemon` for any number of images, [`nbd`] is an NBD client.
+//! * [`ops`] are the operations of a test, [`model`] predicts the contents of an image after them, [`bytes`] compares
+//!   contents, [`chain`] builds backing chains by running operations with any mixture of programs.
+//! * [`guest`] boots a Linux kernel on a disk and runs a script there, [`fs`] creates and checks the file systems for
+//!   it, [`scenario`] is a guest's root disk on a long chain.
+//! * [`fuse`] recognizes the errors that follow the end of a FUSE server.
 //! * [`seed`] makes random tests repeatable, [`evidence`] records what a campaign of them did.
 //!
-//! The environment: `ISOBATH_SEED` repeats a random test, `ISOBATH_QEMU_DIR` chooses another QEMU
-//! (`scripts/qemu10` unpacks one), `ISOBATH_GUEST_DIR` another kernel than `target/guest`,
-//! `ISOBATH_GUEST_ACCEL` another accelerator than `tcg`; `ISOBATH_EVIDENCE` names the file of campaigns' results.
+//! Environment variables: `ISOBATH_SEED` repeats a random test, `ISOBATH_QEMU_DIR` chooses another QEMU
+//! (`scripts/qemu10` unpacks one), `ISOBATH_GUEST_DIR` another kernel than `target/guest`, `ISOBATH_GUEST_ACCEL`
+//! another accelerator than `tcg`; `ISOBATH_EVIDENCE` names the file for the results of campaigns.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by a panic")]
 
@@ -41,7 +41,7 @@ use std::hash::{DefaultHasher, Hasher};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Waits until `condition` holds; `what` is what is waited for.
+/// Waits until `condition` holds; `what` describes it in the failure message.
 ///
 /// # Panics
 /// If it does not hold within [`PATIENCE`].
@@ -50,7 +50,7 @@ pub fn until(what: &str, mut condition: impl FnMut() -> bool) {
     until_some(what, || condition().then_some(()));
 }
 
-/// Waits until `look` finds something; `what` is what is waited for.
+/// Waits until `look` finds something; `what` describes it in the failure message.
 ///
 /// # Panics
 /// If it does not find anything within [`PATIENCE`].
@@ -66,7 +66,7 @@ pub fn until_some<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
     }
 }
 
-/// A number that stands for bytes in a message, which would be too long with them.
+/// A hash that stands for bytes in a message that would be too long with them.
 pub fn digest(bytes: &[u8]) -> u64 {
     let mut hasher = DefaultHasher::new();
     hasher.write(bytes);

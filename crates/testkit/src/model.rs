@@ -7,9 +7,9 @@ use std::fmt;
 
 const PAGE: usize = 64 << 10;
 
-/// A disk's bytes, kept sparsely.
+/// A disk's bytes, stored sparsely.
 ///
-/// A discarded byte may read as before or as zero until it is written again or until [`adopt`](Model::adopt) takes over
+/// A discarded byte may read as before or as zero until it is written again or until [`adopt`](Model::adopt) accepts
 /// the value read; from then on it must not change.
 #[derive(Clone, Debug, Default)]
 pub struct Model {
@@ -20,7 +20,7 @@ pub struct Model {
 #[derive(Clone, Debug)]
 struct Page {
     bytes: Vec<u8>,
-    /// The bytes that may also be zero; empty if there are none.
+    /// Marks the bytes that may also read as zero; empty if there are none.
     loose: Vec<bool>,
 }
 
@@ -36,7 +36,7 @@ pub enum Mismatch {
     },
     /// A byte differs.
     Byte {
-        /// Where, in bytes.
+        /// Its offset in bytes.
         offset: u64,
         /// The model's byte.
         expected: u8,
@@ -93,7 +93,7 @@ impl Model {
         self.size
     }
 
-    /// Applies the operation. Panics if it reaches past the end of the disk.
+    /// Applies the operation. Panics if it extends past the end of the disk.
     pub fn apply(&mut self, op: &Op) {
         match *op {
             Op::Write { offset, length, pattern } => self.fill(offset, length, pattern),
@@ -148,7 +148,7 @@ impl Model {
         self.size = size;
     }
 
-    /// The model's bytes of a range, with the old values of discarded ones.
+    /// The model's bytes in a range, with the old values of discarded bytes.
     pub fn read(&self, offset: u64, length: usize) -> Vec<u8> {
         let mut bytes = vec![0; length];
         let mut rest = bytes.as_mut_slice();
@@ -165,7 +165,7 @@ impl Model {
     /// Compares the whole disk.
     ///
     /// # Errors
-    /// Names the first difference.
+    /// The first difference.
     pub fn check(&self, actual: &[u8]) -> Result<(), Mismatch> {
         if actual.len() as u64 != self.size {
             return Err(Mismatch::Size { expected: self.size, actual: actual.len() as u64 });
@@ -176,7 +176,7 @@ impl Model {
     /// Compares bytes read at `offset`.
     ///
     /// # Errors
-    /// Names the first difference.
+    /// The first difference.
     pub fn check_range(&self, offset: u64, actual: &[u8]) -> Result<(), Mismatch> {
         let mut first = None;
         let mut count = 0;
@@ -210,13 +210,13 @@ impl Model {
     /// Compares the whole disk, and adopts its values of discarded bytes.
     ///
     /// # Errors
-    /// Names the first difference; the model is then unchanged.
+    /// The first difference; the model is then unchanged.
     pub fn adopt(&mut self, actual: &[u8]) -> Result<(), Mismatch> {
         self.check(actual)?;
-        // What was not discarded is the same already.
+        // Bytes that were not discarded are equal already.
         for (index, page) in self.pages.iter_mut().filter(|(_, page)| !page.loose.is_empty()) {
             let start = *index as usize * PAGE;
-            // A disk that has shrunk ends before.
+            // A disk that has shrunk may end before the page does.
             let part = actual.get(start..actual.len().min(start + PAGE)).unwrap_or_default();
             page.bytes[..part.len()].copy_from_slice(part);
             page.loose = Vec::new();
@@ -224,7 +224,7 @@ impl Model {
         Ok(())
     }
 
-    /// The pages a range touches, each with the part of it.
+    /// The pages that a range touches, each with the start and end of the range within it.
     fn parts(&self, offset: u64, length: u64) -> impl Iterator<Item = (u64, usize, usize)> + use<> {
         let end = offset.checked_add(length).filter(|end| *end <= self.size);
         let Some(end) = end else {

@@ -43,7 +43,7 @@ pub enum Request<'a> {
         offset: u64,
         /// The bytes.
         data: &'a [u8],
-        /// The reply comes when it is durable.
+        /// Whether the reply is sent only when the data is durable.
         fua: bool,
     },
     /// Writes zeroes.
@@ -62,11 +62,11 @@ pub enum Request<'a> {
         /// How long it is.
         length: u32,
     },
-    /// Makes everything completed durable.
+    /// Makes all completed writes durable.
     Flush,
 }
 
-/// Without the bytes of a write, which nobody could read.
+/// Omits the bytes of a write, which would be unreadable.
 impl fmt::Debug for Request<'_> {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         match *self {
@@ -123,7 +123,7 @@ pub type Run = (u64, u32);
 pub struct Nbd {
     stream: BufReader<UnixStream>,
     size: u64,
-    /// The ids of the requested metadata contexts, in that order.
+    /// The ids of the requested metadata contexts, in the order of the request.
     contexts: Vec<u32>,
 }
 
@@ -131,7 +131,7 @@ impl Nbd {
     /// Connects to an export.
     ///
     /// # Errors
-    /// As the socket's. A server that refuses has closed it.
+    /// If the socket fails; a server that rejects the export closes it.
     pub fn connect(socket: &Path, export: &str) -> io::Result<Self> {
         let mut stream = Self::greeted(socket)?;
         let option = option(EXPORT_NAME, export.as_bytes());
@@ -144,7 +144,7 @@ impl Nbd {
     /// Connects for block status in metadata contexts, all of which the server must support.
     ///
     /// # Errors
-    /// As [`connect`](Self::connect); or the server refuses, or lacks a context.
+    /// As [`connect`](Self::connect); or if the server refuses, or lacks a context.
     pub fn connect_with(socket: &Path, export: &str, contexts: &[String]) -> io::Result<Self> {
         let mut stream = Self::greeted(socket)?;
         stream.get_mut().write_all(&option(STRUCTURED, &[]))?;
@@ -186,11 +186,11 @@ impl Nbd {
         self.size
     }
 
-    /// Sends all requests at once, and waits for the replies. Returns the bytes of the reads, in the order of the
-    /// requests, and nothing for others.
+    /// Sends all requests at once, and waits for the replies. Returns one buffer per request, in order: the bytes of a
+    /// read, nothing for other requests.
     ///
     /// # Errors
-    /// As the socket's; `Other` if the server replies with an error.
+    /// If the socket fails; `Other` if the server replies with an error.
     pub fn submit(&mut self, requests: &[Request<'_>]) -> io::Result<Vec<Vec<u8>>> {
         let mut bytes = Vec::new();
         let mut awaited = 0;
@@ -236,7 +236,7 @@ impl Nbd {
     /// Writes, and waits for the reply.
     ///
     /// # Errors
-    /// As [`submit`](Self::submit); so for the others.
+    /// See [`submit`](Self::submit).
     pub fn write(&mut self, offset: u64, data: &[u8]) -> io::Result<()> {
         self.submit(&[Request::Write { offset, data, fua: false }]).map(drop)
     }
@@ -294,7 +294,7 @@ impl Nbd {
             if next == u64::MAX || next == at {
                 return Err(broken("no block status"));
             }
-            // Contexts may describe parts of different lengths.
+            // Contexts may describe ranges of different lengths.
             for runs in &mut runs {
                 cut(runs, next);
             }
@@ -303,11 +303,11 @@ impl Nbd {
         Ok(runs)
     }
 
-    /// Takes the runs of one context; returns their total length.
+    /// Appends the runs of one context; returns their total length.
     fn take(&self, data: &[u8], runs: &mut [Vec<Run>]) -> io::Result<u64> {
         let word = |bytes: &[u8]| u32::from_be_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
         if data.len() < 12 || data.len() % 8 != 4 {
-            return Err(broken("a block status of a strange length"));
+            return Err(broken("a block status of unexpected length"));
         }
         let context = self.contexts.iter().position(|context| *context == word(data));
         let runs = &mut runs[context.ok_or_else(|| broken("an unknown context"))?];

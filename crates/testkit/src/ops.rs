@@ -41,7 +41,7 @@ pub enum Op {
 }
 
 impl Op {
-    /// The command for `qemu-io -c`; `None` for a resize, which is `qemu-img`'s.
+    /// The command for `qemu-io -c`; `None` for a resize, which `qemu-img` does.
     pub fn io_command(&self) -> Option<String> {
         match *self {
             Self::Resize { .. } => None,
@@ -76,8 +76,7 @@ pub struct Shape {
     pub size: u64,
     /// The length of the longest operation in bytes, at least 1.
     pub longest: u64,
-    /// A size in bytes, such as the cluster size, around whose multiples half of the operations
-    /// start or end; at least 1.
+    /// A size in bytes, such as the cluster size, at least 1. Half of the operations start or end near its multiples.
     pub unit: u64,
 }
 

@@ -1,4 +1,4 @@
-//! Running programs: to their end, or as servers beside a test.
+//! Running programs, to completion or as servers alongside a test.
 
 use std::ffi::OsStr;
 use std::fmt::Write as _;
@@ -9,10 +9,10 @@ use std::thread;
 use std::time::{Duration, Instant};
 use tempfile::NamedTempFile;
 
-/// A program that runs longer than this hangs: it is killed, and the test fails.
+/// A program that runs longer than this is considered hung: it is killed, and the test fails.
 pub const PATIENCE: Duration = Duration::from_mins(5);
 
-/// A command that has run to its end.
+/// A command that has run to completion.
 #[derive(Clone, Debug)]
 pub struct Finished {
     /// The command line, for messages.
@@ -26,21 +26,21 @@ pub struct Finished {
 }
 
 impl Finished {
-    /// The exit code; -1 after a signal.
+    /// The exit code; -1 if a signal ended the program.
     pub fn code(&self) -> i32 {
         self.status.code().unwrap_or(-1)
     }
 
     /// Fails the test unless the exit code is 0.
     #[track_caller]
-    #[must_use = "the output is there to be looked at; `let _ =` says otherwise"]
+    #[must_use = "examine the output, or discard it with `let _ =`"]
     pub fn ok(self) -> Self {
         self.exits(0)
     }
 
-    /// Fails the test unless the exit code is this.
+    /// Fails the test unless the exit code is `code`.
     #[track_caller]
-    #[must_use = "the output is there to be looked at; `let _ =` says otherwise"]
+    #[must_use = "examine the output, or discard it with `let _ =`"]
     pub fn exits(self, code: i32) -> Self {
         assert!(self.status.code() == Some(code), "expected exit code {code}\n{}", self.report());
         self
@@ -70,7 +70,7 @@ impl Finished {
     }
 }
 
-/// Runs a command to its end, with an empty standard input.
+/// Runs a command to completion, with an empty standard input.
 #[track_caller]
 pub fn run(command: &mut Command) -> Finished {
     let mut running = Running::start(command);
@@ -78,7 +78,7 @@ pub fn run(command: &mut Command) -> Finished {
     running.finished(status)
 }
 
-/// Runs a program with arguments to its end; see [`run`] and [`args!`](crate::args).
+/// Runs a program with arguments to completion; see [`run`] and [`args!`](crate::args).
 #[track_caller]
 pub fn run_program<P, I>(program: P, arguments: I) -> Finished
 where
@@ -100,14 +100,14 @@ pub enum Ready<'a> {
     Line(&'a str),
 }
 
-/// A server that runs beside a test, and is killed when dropped.
+/// A server that runs alongside a test, and is killed when dropped.
 #[derive(Debug)]
 pub struct Server {
     running: Running,
 }
 
 impl Server {
-    /// Starts the server and waits until it is ready; fails the test if it ends before.
+    /// Starts the server and waits until it is ready; fails the test if it ends first.
     #[track_caller]
     pub fn start(command: &mut Command, ready: Ready<'_>) -> Self {
         Self::try_start(command, ready).unwrap_or_else(|ended| {
@@ -115,8 +115,8 @@ impl Server {
         })
     }
 
-    /// As [`start`](Self::start), of a server that follows a killed one. It is started again if it was refused because
-    /// of a lock: the kernel ends a killed process's rings, and with them its locks, a moment after the process.
+    /// As [`start`](Self::start), for a server that follows a killed one. Tries again if a lock prevents the start: the
+    /// kernel releases a killed process's rings, and with them its locks, a moment after the process ends.
     #[track_caller]
     pub fn start_after_kill(command: &mut Command, ready: Ready<'_>) -> Self {
         let deadline = Instant::now() + PATIENCE;
@@ -184,8 +184,8 @@ impl Server {
         self.finish()
     }
 
-    /// As [`stop`](Self::stop), of a server of QEMU's: the signal is sent until it has ended. QEMU's programs miss one
-    /// that comes just before they wait for requests.
+    /// As [`stop`](Self::stop), for a QEMU server: repeats the signal until the server has ended. QEMU's programs miss
+    /// a signal that arrives just before they wait for requests.
     #[track_caller]
     pub fn stop_qemu(mut self) -> Finished {
         let deadline = Instant::now() + PATIENCE;
@@ -220,8 +220,7 @@ impl Server {
     }
 }
 
-/// A child whose output goes to files, so that a surviving child of its own (a daemon) does not delay the end of a
-/// pipe.
+/// A child whose output goes to files: a child of its own that outlives it (a daemon) would keep a pipe open.
 #[derive(Debug)]
 pub(crate) struct Running {
     pub(crate) child: Child,
@@ -260,12 +259,12 @@ impl Running {
 
     #[track_caller]
     pub(crate) fn signal(&self, signal: i32) {
-        // SAFETY: kill takes two integers; the child is not reaped yet, so the id is still its own.
+        // SAFETY: kill takes two integers; the child has not been reaped, so the id is still its own.
         let result = unsafe { libc::kill(self.child.id() as libc::pid_t, signal) };
         assert!(result == 0, "cannot signal {}", self.command);
     }
 
-    /// Waits for the end; fails the test, with the output so far, if that takes too long.
+    /// Waits for the child to end; fails the test, with the output so far, if that takes too long.
     #[track_caller]
     pub(crate) fn wait(&mut self, patience: Duration) -> ExitStatus {
         if let Some(status) = self.wait_for(patience) {
@@ -275,7 +274,7 @@ impl Running {
         panic!("killed: ran for more than {patience:?}\n{}", self.finished(status).report());
     }
 
-    /// Waits for the end for this long.
+    /// Waits at most this long for the child to end.
     pub(crate) fn wait_for(&mut self, patience: Duration) -> Option<ExitStatus> {
         let deadline = Instant::now() + patience;
         let mut pause = Duration::from_micros(100);
@@ -291,7 +290,7 @@ impl Running {
         }
     }
 
-    /// Kills the child if it still runs.
+    /// Kills the child if it is still running.
     pub(crate) fn end(&mut self) -> ExitStatus {
         let _ = self.child.kill();
         self.child.wait().expect("wait for a killed child")

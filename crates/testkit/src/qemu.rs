@@ -10,12 +10,16 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// The path of one of QEMU's programs: in `ISOBATH_QEMU_DIR` where that is set, else in `PATH`.
+/// The path of one of QEMU's programs: in `ISOBATH_QEMU_DIR` if that is set, else in `PATH`.
 #[track_caller]
 pub fn program(name: &str) -> PathBuf {
     let Some(directory) = env::var_os("ISOBATH_QEMU_DIR") else { return tools::require(name) };
     let path = Path::new(&directory).join(name);
-    assert!(path.exists(), "ISOBATH_QEMU_DIR: there is no {}; run scripts/qemu10", path.display());
+    assert!(
+        path.exists(),
+        "ISOBATH_QEMU_DIR: {} does not exist; run scripts/qemu10",
+        path.display()
+    );
     path
 }
 
@@ -41,14 +45,14 @@ where
     run(Command::new(program("qemu-img")).args(arguments))
 }
 
-/// Runs a program of QEMU that may make an encrypted image.
+/// Runs a QEMU program that may create an encrypted image.
 ///
-/// To choose how often a passphrase is hashed, QEMU divides by the processor time that it has used, and gives up where
-/// the kernel has not counted any yet, as some machines do not in the first milliseconds: then the command is repeated.
+/// To choose the number of hash iterations for a passphrase, QEMU divides by the CPU time that it has used, and gives
+/// up if that is still 0, as it can be in the first milliseconds on some machines. The command is then repeated.
 ///
 /// # Panics
 ///
-/// If it never succeeds.
+/// If QEMU gives up every time.
 #[track_caller]
 pub fn run(command: &mut Command) -> Finished {
     for _ in 0..1000 {
@@ -71,7 +75,7 @@ pub fn io<S: AsRef<OsStr>>(image: &Path, format: &str, commands: &[S]) -> Finish
     run_program(program("qemu-io"), arguments)
 }
 
-/// Makes an image of `size` bytes; `options` as for `qemu-img create -o`, or empty.
+/// Creates an image of `size` bytes; `options` as for `qemu-img create -o`, or empty.
 #[track_caller]
 pub fn create(image: &Path, format: &str, size: u64, options: &str) {
     let mut arguments = args!["create", "-q", "-f", format];
@@ -82,7 +86,7 @@ pub fn create(image: &Path, format: &str, size: u64, options: &str) {
     let _ = img(arguments).ok();
 }
 
-/// Makes a qcow2 overlay over `backing`, of its size.
+/// Creates a qcow2 overlay over `backing`, of the same size.
 #[track_caller]
 pub fn create_overlay(image: &Path, backing: &Path, backing_format: &str, options: &str) {
     let mut arguments = args!["create", "-q", "-f", "qcow2", "-b", backing, "-F", backing_format];
@@ -105,7 +109,7 @@ pub fn map(image: &Path) -> Value {
     img(args!["map", "--output=json", image]).ok().json()
 }
 
-/// Runs `qemu-img check` on one layer: 0 is clean, 2 corrupt, 3 leaking.
+/// Runs `qemu-img check` on one layer. Exit codes: 0 if it is clean, 2 if corrupt, 3 if it has leaks.
 #[track_caller]
 pub fn check(image: &Path) -> Finished {
     img(args!["check", "-f", "qcow2", "--output=json", image])
@@ -138,9 +142,9 @@ pub fn to_raw(image: &Path, format: &str, raw: &Path) {
     let _ = img(args!["convert", "-f", format, "-O", "raw", image, raw]).ok();
 }
 
-/// Serves an image by `qemu-nbd` on a unix socket, to any number of clients until stopped.
+/// Serves an image with `qemu-nbd` on a unix socket, to any number of clients until stopped.
 ///
-/// `options` are more arguments, such as `--export-name` or `--read-only`.
+/// `options` are additional arguments, such as `--export-name` or `--read-only`.
 #[track_caller]
 pub fn nbd(image: &Path, format: &str, socket: &Path, options: &[&str]) -> Server {
     let mut command = Command::new(program("qemu-nbd"));

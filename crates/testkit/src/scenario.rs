@@ -1,9 +1,9 @@
-//! A guest's root disk on a chain: the engine's job from end to end, for tests and the demo.
+//! A guest's root disk on a chain: the engine's work from end to end, for tests and the demo.
 //!
-//! The base is an ext4 with busybox and a file of random bytes, `/data/field`. Every layer above
-//! overwrites parts of that file, and of nothing else, so that its content is spread over the whole
-//! chain while the file system stays sound. The guest boots from the active layer, reads the field
-//! as its files' checksums, and writes with fsync; [`RootChain::check`] judges what is left.
+//! The base is an ext4 file system with busybox and a file of random bytes, `/data/field`. Every layer above overwrites
+//! parts of that file and nothing else, so that its content is spread over the whole chain while the file system stays
+//! intact. The guest boots from the active layer, checksums the field and a file that it writes with fsync;
+//! [`RootChain::check`] verifies the result.
 
 use crate::args;
 use crate::chain::{Chain, Writer};
@@ -30,8 +30,8 @@ pub struct RootChain {
 }
 
 impl RootChain {
-    /// Makes a chain of `layers` in `directory`: a base by `qemu-img convert`, and layers by the
-    /// writers in turn.
+    /// Creates a chain of `layers` layers in `directory`: the base with `qemu-img convert`, the others with the writers
+    /// in turn.
     #[track_caller]
     pub fn make(directory: &Path, layers: usize, writers: &[&dyn Writer], seed: &Seed) -> Self {
         let mut rng = seed.rng();
@@ -94,14 +94,14 @@ impl RootChain {
         let count = self.chain.layers().len();
         vec![
             format!("the guest read {FIELD} bytes from {count} layers as they were written"),
-            "what it wrote with fsync is on the disk, read by QEMU".to_owned(),
+            "the data it wrote with fsync is on the disk, as read by QEMU".to_owned(),
             format!("qemu-img check: all {count} layers are clean"),
             "e2fsck -fn: the file system is clean".to_owned(),
         ]
     }
 
-    /// The chain as lines of text, the base first: file, writer, size, and where in `/data/field`,
-    /// drawn `width` characters wide, a layer decides what is read.
+    /// The chain as lines of text, the base first: file, writer, size, and a bar of `width` characters that marks the
+    /// parts of `/data/field` that are read from the layer.
     #[track_caller]
     pub fn picture(&self, width: usize) -> String {
         let layers = self.chain.layers();
@@ -130,14 +130,14 @@ impl RootChain {
             .collect()
     }
 
-    /// The bytes that `/data/field` must have.
+    /// The expected bytes of `/data/field`.
     fn field(&self) -> Vec<u8> {
         let model: &Model = self.chain.model();
         let read = |(offset, length): &(u64, u64)| model.read(*offset, *length as usize);
         self.runs.iter().flat_map(read).collect()
     }
 
-    /// A write within the field.
+    /// A random write within the field.
     fn op<R: Rng>(&self, rng: &mut R) -> Op {
         let (start, space) = self.runs[rng.random_range(0..self.runs.len())];
         let at = rng.random_range(0..space);

@@ -24,7 +24,7 @@ impl Seed {
         Self::from(value.unwrap_or_else(|error| panic!("ISOBATH_SEED={text}: {error}")))
     }
 
-    /// The number.
+    /// The seed's value.
     pub fn value(&self) -> u64 {
         self.value
     }

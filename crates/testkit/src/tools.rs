@@ -4,7 +4,7 @@ use std::env;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
-/// Programs and the Debian or Ubuntu packages that have them; the same as in `scripts/setup`.
+/// Programs and the Debian or Ubuntu packages that contain them, as in `scripts/setup`.
 const PACKAGES: &[(&str, &str)] = &[
     ("qemu-img", "qemu-utils"),
     ("qemu-io", "qemu-utils"),

@@ -11,10 +11,10 @@ use std::io::Write;
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// Change options of an image that exists
+/// Change options of an existing image
 ///
-/// Its data stays where it is. A downgrade to compat=0.10 writes zeroes where a backing file would otherwise show, and
-/// drops the persistent bitmaps.
+/// Data is not moved. A downgrade to compat=0.10 writes zeroes where the backing file would otherwise show through, and
+/// removes the persistent bitmaps.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Options as NAME=VALUE, separated by commas; '-o help' lists them
@@ -27,7 +27,7 @@ pub(crate) struct Args {
     #[arg(short = 't', long = "cache", value_name = "MODE", default_value = "writeback")]
     #[arg(value_parser = CacheMode::parse)]
     cache: CacheMode,
-    /// Also do what may make the data unreadable, such as erasing the last key
+    /// Allow changes that may make the data unreadable, such as erasing the last key
     #[arg(long)]
     force: bool,
     /// Show progress
@@ -62,7 +62,7 @@ const HELP: &[(&str, &str)] = &[
     ("size=<size>", "Virtual disk size"),
 ];
 
-/// What the options ask for.
+/// The requested changes.
 #[derive(Default)]
 struct Wanted {
     amend: Amend,
@@ -72,7 +72,7 @@ struct Wanted {
     keys: Option<Keys>,
 }
 
-/// The options of encryption.
+/// The encryption options.
 #[derive(Default)]
 struct Keys {
     state: Option<String>,
@@ -208,7 +208,7 @@ async fn change(args: &Args, image: &Image, wanted: Wanted) -> Result<(), Failur
     let Some((top, header)) = top else { return Err(not_supported()) };
     {
         let wanted = (wanted.backing_file.as_deref(), wanted.backing_format.as_deref());
-        // As in QEMU, what is not given is not as it is.
+        // As in QEMU, an option that is not given counts as none, not as unchanged.
         let present = (header.backing_file.as_deref(), header.backing_format());
         if wanted != (None, None) && wanted != present {
             return Err(Failure::new(
@@ -216,12 +216,12 @@ async fn change(args: &Args, image: &Image, wanted: Wanted) -> Result<(), Failur
             ));
         }
     }
-    // Each step opens the image. What one has seen or done, the next relies on: that there are no zero clusters, say.
-    // So the disk keeps others from writing until the end.
+    // Each step opens the image, and relies on what an earlier one saw or did, such as that there are no zero clusters.
+    // So `disk` keeps other programs from writing until the end.
     top.admit_writer(true).await.map_err(|error| image.failed(&error))?;
     let last =
         Amend { version: wanted.amend.version.filter(|version| *version < 3), ..Amend::default() };
-    // Refused before anything is done.
+    // Refuse before changing anything.
     isobath_disk::check_amend(&FileHost, &image.path, &options, &wanted.amend)
         .await
         .map_err(failed)?;

@@ -16,30 +16,30 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Measure how fast requests of one size are served
+/// Benchmark an image with requests of one size
 ///
-/// With -w the disk's contents are overwritten.
+/// With -w, the disk's contents are overwritten.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// The number of requests
+    /// Number of requests
     #[arg(short, long, value_name = "COUNT", default_value = "75000", value_parser = count)]
     count: u64,
-    /// How many requests are in flight at once
+    /// Number of requests in flight at once
     #[arg(short, long, value_name = "DEPTH", default_value = "64", value_parser = depth)]
     depth: u64,
     /// The image's format [default: detected]
     #[arg(short, long, value_name = "FMT", value_parser = options::format)]
     format: Option<ImageFormat>,
-    /// With -w: flush after this many requests; 0 never
+    /// With -w: flush after this many requests; 0 for never
     #[arg(long, value_name = "COUNT", default_value = "0", value_parser = interval)]
     flush_interval: u64,
-    /// The host's interface: threads, native or io_uring (io_uring is always used)
+    /// I/O interface: threads, native or io_uring; accepted for compatibility, io_uring is always used
     #[arg(short = 'i', long, value_name = "AIO", value_parser = aio)]
     aio: Option<String>,
-    /// The same as -i native
+    /// Same as -i native
     #[arg(short = 'n', long = "native")]
     native: bool,
-    /// With --flush-interval: do not wait for the requests in flight before a flush
+    /// With --flush-interval: do not wait for requests in flight before a flush
     #[arg(long)]
     no_drain: bool,
     /// The guest offset of the first request
@@ -51,10 +51,10 @@ pub(crate) struct Args {
     /// Print only errors
     #[arg(short, long)]
     quiet: bool,
-    /// The size of a request in bytes
+    /// Size of a request in bytes
     #[arg(short = 's', long, value_name = "SIZE", default_value = "4k", value_parser = buffer)]
     buffer_size: u64,
-    /// The distance from a request to the next in bytes [default: the size of a request]
+    /// Distance between the starts of consecutive requests in bytes [default: the size of a request]
     #[arg(short = 'S', long, value_name = "STEP", default_value = "0", value_parser = step)]
     step_size: u64,
     /// Cache mode for the image
@@ -190,7 +190,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         if let Some(error) = failed {
             out.flush()?;
             if args.write {
-                // Leaves no leaked clusters; that the request failed is worse than whatever this says.
+                // Avoids leaked clusters; an error here matters less than the failed request.
                 let _ = disk.close().await;
             }
             return Err(Failure::new(format_args!("Failed request: {}", reason(&error))));
@@ -207,10 +207,10 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     Ok(0)
 }
 
-/// What the tasks share.
+/// State shared by the tasks.
 struct Load {
     disk: Arc<Disk<FileHost>>,
-    /// The byte to write, or to read.
+    /// The byte to write; `None` to read.
     write: Option<u8>,
     size: u64,
     step: u64,
@@ -231,7 +231,7 @@ impl Load {
         while let Some(left) = self.left.get().checked_sub(1) {
             self.left.set(left);
             let at = self.at.get();
-            // As in QEMU, requests start again at the beginning.
+            // As in QEMU, requests wrap around at the end of the disk.
             self.at.set((at + self.step) % self.disk.size().max(1));
             self.sent.set(self.sent.get() + 1);
             let flushes = self.interval > 0 && self.sent.get().is_multiple_of(self.interval);

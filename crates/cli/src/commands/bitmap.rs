@@ -13,40 +13,40 @@ use std::path::{Path, PathBuf};
 
 /// Add, remove and change an image's persistent bitmaps
 ///
-/// What the options name is done in their order, and becomes durable together.
+/// The actions are carried out in the order given, and become durable together.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     #[command(flatten)]
     actions: Actions,
-    /// With --merge: the image whose bitmap is merged [default: the same image]
+    /// With --merge: the image to merge the bitmap from [default: the same image]
     #[arg(short, long = "source-file", value_name = "FILE")]
     base: Option<PathBuf>,
-    /// The format of the image whose bitmap is merged [default: detected]
+    /// The format of the image to merge the bitmap from [default: detected]
     #[arg(short = 'F', long = "source-format", value_name = "FMT", value_parser = options::format)]
     base_format: Option<ImageFormat>,
     /// The image's format [default: detected]
     #[arg(short, long, value_name = "FMT", value_parser = options::format)]
     format: Option<ImageFormat>,
-    /// With --add: the bytes that a bit stands for, a power of two [default: the cluster size, at most 64k]
+    /// With --add: number of bytes per bit, a power of two [default: the cluster size, at most 64k]
     #[arg(short, long, value_name = "SIZE", value_parser = size::parse)]
     granularity: Option<u64>,
     #[command(flatten)]
     naming: Naming,
-    /// The image, and the bitmap's name
+    /// The image and the bitmap's name
     #[arg(value_name = "IMAGE BITMAP")]
     names: Vec<OsString>,
 }
 
-/// The options that name actions: name, help.
+/// The options for actions: name, help.
 const ACTIONS: [(&str, &str); 5] = [
     ("add", "Add the bitmap"),
     ("remove", "Remove the bitmap"),
     ("clear", "Clear the bitmap"),
-    ("enable", "Enable the bitmap: writers record their writes in it"),
+    ("enable", "Enable the bitmap: writes are recorded in it"),
     ("disable", "Disable the bitmap"),
 ];
 
-/// What is to be done, in the order in which it was given.
+/// The actions, in the order given.
 struct Actions(Vec<Action>);
 
 enum Action {
@@ -67,7 +67,7 @@ impl clap::Args for Actions {
                 .action(ArgAction::Append)
         });
         let merge = Arg::new("merge").long("merge").value_name("BITMAP").action(ArgAction::Append);
-        command.args(plain).arg(merge.help("Set the bits of another bitmap, too"))
+        command.args(plain).arg(merge.help("Merge another bitmap into the bitmap"))
     }
 
     fn augment_args_for_update(command: Command) -> Command {
@@ -124,7 +124,7 @@ pub(crate) fn run(args: &Args, _out: &mut dyn Write) -> Outcome {
     if args.base.is_some() && !is("merge") {
         return Err(Failure::new("Merge bitmap source file only supported with --merge"));
     }
-    let bitmap = bitmap.to_str().ok_or_else(|| Failure::new("Bitmap names are text in UTF-8"))?;
+    let bitmap = bitmap.to_str().ok_or_else(|| Failure::new("Bitmap name is not valid UTF-8"))?;
     let image = args.naming.image(Path::new(image), args.format)?;
     let base = args.base.as_deref().map(|base| Naming::default().image(base, args.base_format));
     let base = base.transpose()?;

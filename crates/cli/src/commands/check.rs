@@ -15,7 +15,7 @@ use serde_json::{Map, Value, json};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
-/// Check an image for errors, and repair it
+/// Check an image for errors and repair it
 ///
 /// Checks only the image itself, not its backing files. Errors found are printed to stderr.
 ///
@@ -29,7 +29,7 @@ pub(crate) struct Args {
     /// Output format
     #[arg(long, value_name = "FMT", default_value = "human")]
     output: OutputFormat,
-    /// Repair the image: leaks frees clusters to which nothing refers, all repairs whatever needs no guessing
+    /// Repair the image: 'leaks' frees unreferenced clusters, 'all' repairs everything that needs no guessing
     #[arg(short, long, value_name = "WHAT", value_parser = what)]
     repair: Option<Repair>,
     /// Print only the errors found
@@ -103,7 +103,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
 }
 
 /// Keeps other programs from writing to an image between its repair and the second check. `None` if it cannot be
-/// opened: then neither can be done, and says why.
+/// opened: the repair then fails, too, and says why.
 ///
 /// # Errors
 /// If another program writes to it.
@@ -175,7 +175,7 @@ fn print(out: &mut dyn Write, report: &CheckReport) -> io::Result<()> {
     Ok(())
 }
 
-/// The object that `qemu-img check --output=json` prints: numbers above 0, in its order.
+/// The object that `qemu-img check --output=json` prints, in its order; zeroes other than `check-errors` are omitted.
 fn to_json(image: &Path, report: &CheckReport) -> Value {
     let number = |number: u64| (number > 0).then(|| json!(number));
     let pairs = [

@@ -16,14 +16,14 @@ use std::path::PathBuf;
 /// Commit an image's data to its backing file
 ///
 /// The backing file grows if it is smaller than the disk; a larger one keeps its size. Then the image is emptied. With
-/// a base further down, the data of all images above it is committed in one pass, and the image is left as it is: the
-/// images between are no longer valid.
+/// a base further down the chain, the data of all images above it is committed in one pass, and the image is not
+/// emptied; the images in between become invalid.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// The image's format [default: detected]
     #[arg(short, long, value_name = "FMT", value_parser = options::format)]
     format: Option<ImageFormat>,
-    /// The image of the backing chain to commit to [default: the backing file]
+    /// The image in the backing chain to commit to [default: the backing file]
     #[arg(short, long, value_name = "BASE")]
     base: Option<String>,
     /// Do not empty the image
@@ -33,7 +33,7 @@ pub(crate) struct Args {
     #[arg(short = 't', long = "cache", value_name = "MODE", default_value = "writeback")]
     #[arg(value_parser = CacheMode::parse)]
     cache: CacheMode,
-    /// Limit the copying to this many bytes per second
+    /// Speed limit in bytes per second
     #[arg(short, long, value_name = "RATE", value_parser = size::parse)]
     rate: Option<u64>,
     /// Show progress
@@ -75,7 +75,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         let run = block_job::run(started, &mut signals, args.progress && !args.quiet);
         let mut done = Box::pin(run).await;
         if done.is_ok() && args.base.is_none() && !args.drop {
-            // The image is open, and locked, since before the copying: nobody has written to it.
+            // The image has been open and locked since before the copying: nobody else has written to it.
             if sabotage::is(Sabotage::EmptiedLater) {
                 live.close().await?;
                 drop((layers, live));

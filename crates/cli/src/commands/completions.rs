@@ -11,7 +11,7 @@ use std::io::Write;
 /// For bash: `isobath completions bash > /etc/bash_completion.d/isobath`
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// The shell to complete for
+    /// The shell to generate the script for
     shell: Shell,
 }
 

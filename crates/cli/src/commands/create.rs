@@ -71,7 +71,7 @@ const HELP: &[(&str, &str)] = &[
     ("size=<size>", "Virtual disk size"),
 ];
 
-/// The options of encryption, in QEMU's order.
+/// The encryption options, in QEMU's order.
 const ENCRYPTION: &[&str] = &[
     "encrypt.format",
     "encrypt.key-secret",
@@ -130,7 +130,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
             let text = match &error {
                 DiskError::Backing { source, .. } => {
                     let cause = match &**source {
-                        // They name the image.
+                        // These errors name the image themselves.
                         source @ (DiskError::Format { .. } | DiskError::Refused { .. }) => {
                             source.to_string()
                         }
@@ -172,7 +172,7 @@ fn is_encryption(new: &NewDisk, name: &str) -> bool {
     new.format == ImageFormat::Qcow2 && name.starts_with("encrypt.")
 }
 
-/// How the options of `-o` say that the image is encrypted.
+/// The encryption that the options of `-o` request, if any.
 ///
 /// # Errors
 /// If they cannot be used, in QEMU's words.
@@ -215,7 +215,7 @@ pub(crate) fn encryption(
         Some("luks") => {}
         Some("aes") => {
             return Err(
-                "Parameter 'encrypt.format': 'aes' is broken, and not supported; use luks".into()
+                "Parameter 'encrypt.format': 'aes' is broken and not supported; use luks".into()
             );
         }
         Some(other) => return Err(format!("Parameter 'format' does not accept value '{other}'")),
@@ -268,8 +268,8 @@ fn apply(new: &mut NewDisk, name: &str, value: &str) -> Result<(), String> {
         "encryption" if !options::on_off(name, value)? => {}
         "encryption" => {
             return Err(format!(
-                "Parameter '{name}': encryption of the format 'aes' is broken, and not supported; \
-                 use encrypt.format=luks"
+                "Parameter '{name}': 'aes' encryption is broken and not supported; use \
+                 encrypt.format=luks"
             ));
         }
         _ => return Err(format!("Invalid parameter '{name}'")),

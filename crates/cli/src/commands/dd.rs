@@ -11,14 +11,14 @@ use std::io::Write;
 use std::ops::Range;
 use std::path::Path;
 
-/// Bytes read at once, if blocks are smaller.
+/// Maximum bytes per read, whatever the block size.
 const CHUNK: u64 = 2 << 20;
-/// Guest bytes whose status is queried at once, and the most runs of it.
+/// Maximum guest bytes and runs per block status query.
 const WINDOW: (u64, usize) = (1 << 30, 4096);
 
-/// Copy a part of a disk to a new image
+/// Copy part of a disk to a new image
 ///
-/// The new disk has the blocks that are copied, up to the end of the input.
+/// The new disk consists of the copied blocks, up to the end of the input.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// The input's format [default: detected]

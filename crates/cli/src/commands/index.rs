@@ -13,9 +13,9 @@ use std::rc::Rc;
 
 /// Write an image's direct-access index of the layers below it
 ///
-/// With an index, opening a chain and first accesses cost the same at any depth. `create -b` writes one automatically;
-/// this command adds one to chains made by other programs, and replaces one that is out of date. The image must not be
-/// in use. QEMU reads and writes images with an index as before.
+/// With an index, opening a chain and accessing data for the first time cost the same at any depth. 'create -b' writes
+/// one automatically; this command adds one to chains created by other programs, and replaces one that is out of date.
+/// The image must not be in use. QEMU reads and writes images with an index as usual.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Remove the index
@@ -53,7 +53,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
             let dropped = disk.drop_index().await?;
             disk.close().await?;
             if !args.quiet {
-                let what = if dropped { "Index removed." } else { "There was no index." };
+                let what = if dropped { "Index removed." } else { "The image has no index." };
                 writeln!(out, "{what}")?;
             }
             return Ok(0);

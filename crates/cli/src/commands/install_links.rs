@@ -7,32 +7,33 @@ use std::os::unix::fs::symlink;
 use std::path::PathBuf;
 use std::{env, fs, io};
 
-/// Make links named qemu-img, qemu-io, qemu-nbd and qemu-storage-daemon to this program
+/// Create links named qemu-img, qemu-io, qemu-nbd and qemu-storage-daemon to this program
 ///
-/// Started by such a link, it takes that program's command line. Put the directory in front of PATH to use Isobath in
-/// scripts written for QEMU's programs.
+/// Started through such a link, it accepts that program's command line. Put the directory first in PATH to use Isobath
+/// in scripts written for QEMU's programs.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Replace files of these names
+    /// Replace existing files with these names
     #[arg(long)]
     force: bool,
-    /// The directory for the links
+    /// The directory to create the links in
     directory: PathBuf,
 }
 
 pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
-    let program = env::current_exe()
-        .map_err(|error| Failure::new(format_args!("cannot find this program's file: {error}")))?;
+    let program = env::current_exe().map_err(|error| {
+        Failure::new(format_args!("cannot find this program's executable: {error}"))
+    })?;
     for name in LINKS {
         let link = args.directory.join(name);
         let failed = |error: &io::Error| {
-            Failure::new(format_args!("cannot make the link '{}': {error}", link.display()))
+            Failure::new(format_args!("cannot create the link '{}': {error}", link.display()))
         };
         let present = fs::read_link(&link).ok();
         if present.as_ref() == Some(&program) {
             continue;
         }
-        // A link to another place of this program may be replaced; a file may be QEMU's own.
+        // It may be a link to another copy of this program, or QEMU's own file.
         if args.force {
             match fs::remove_file(&link) {
                 Err(error) if error.kind() != io::ErrorKind::NotFound => {
@@ -44,7 +45,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         match symlink(&program, &link) {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
                 return Err(Failure::new(format_args!(
-                    "'{}' exists; replace it with --force, or choose another directory",
+                    "'{}' already exists; replace it with --force, or choose another directory",
                     link.display()
                 )));
             }

@@ -80,7 +80,7 @@ async fn json(
         }
     };
     if range.is_empty() {
-        // qemu-img describes an empty range by one entry.
+        // qemu-img describes an empty range with one entry.
         print(&MapEntry {
             start,
             length: 0,
@@ -129,7 +129,7 @@ async fn human(
         disk.chain_map(range, &mut print).await?;
     }
     if let Some(start) = result? {
-        // Reading reports what is wrong with an invalid table.
+        // If a table is invalid, reading reports why.
         disk.read(start, IoBuf::zeroed(1)).await?;
         return Err(Failure::new("File contains external, encrypted or compressed clusters."));
     }

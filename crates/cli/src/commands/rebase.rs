@@ -21,24 +21,24 @@ const TASKS: usize = 8;
 
 /// Change an image's backing file
 ///
-/// The disk reads as before: what the old and the new backing file have in common is found from their tables, the rest
-/// is compared, and what differs is copied to the image first. With -u, only the name in the header changes, which is
-/// for a backing file that was moved.
+/// The disk's contents do not change: data that differs between the old and the new backing file is first copied to the
+/// image. What the two share is found from their tables; only the rest is read and compared. With -u, only the name in
+/// the header changes, as for a backing file that was moved.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// The image's format [default: detected]
     #[arg(short, long, value_name = "FMT", value_parser = options::format)]
     format: Option<ImageFormat>,
-    /// The new backing file; an empty name leaves the image without one
+    /// The new backing file; an empty name removes the backing file
     #[arg(short, long = "backing", value_name = "FILE")]
     backing_file: Option<String>,
     /// The new backing file's format
     #[arg(short = 'F', long, value_name = "FMT")]
     backing_format: Option<String>,
-    /// Change only the name, without looking at either backing file
+    /// Change only the name in the header, without opening either backing file
     #[arg(short, long = "backing-unsafe")]
     unsafe_mode: bool,
-    /// Compress what is copied
+    /// Compress the copied data
     #[arg(short, long)]
     compress: bool,
     /// Cache mode for the image
@@ -77,7 +77,7 @@ pub(crate) fn run(args: &Args, _out: &mut dyn Write) -> Outcome {
     let backing = match (name, &args.backing_format) {
         ("", _) => None,
         (name, Some(format)) => Some((name, format.as_str())),
-        // Whoever guesses the format of a raw disk lets its guest choose what is opened.
+        // Guessing the format would let the guest of a raw disk choose what is opened.
         (name, None) => {
             let path = FileHost.resolve(&args.image, name);
             if let Err(error) = std::fs::metadata(&path) {
@@ -130,24 +130,24 @@ pub(crate) fn run(args: &Args, _out: &mut dyn Write) -> Outcome {
     Ok(0)
 }
 
-/// The file that a header's name for the new backing file stands for.
+/// The file that the new backing file's name, as stored in the header, refers to.
 fn file_of(args: &Args, name: &str) -> Result<PathBuf, Failure> {
     let plain = plain_file_name(&args.image, "new backing file", name);
     Ok(FileHost.resolve(&args.image, plain?))
 }
 
-/// Refuses a chain in which the image would lie below itself.
+/// Refuses a new backing file whose chain contains the image.
 async fn refuse_loop(disk: &Disk<FileHost>, below: &Path, format: &str) -> Result<(), Failure> {
     let format = options::format(format).map_err(Failure::new)?;
     let look =
         OpenOptions::new().format(format).locking(Locking::Unlocked).secrets(Secrets::unneeded());
-    // What cannot be opened now may still be moved to its place.
+    // A file that cannot be opened now may still be moved to its place.
     let Ok(chain) = Disk::open(FileHost, below, &look).await else { return Ok(()) };
     let own = disk.layers().next().map(|layer| layer.storage().id());
     if chain.layers().any(|layer| Some(layer.storage().id()) == own) {
         return Err(new_backing(
             &below.to_string_lossy(),
-            "it is the image itself, or has the image as a backing file",
+            "it is the image itself, or has the image in its backing chain",
         ));
     }
     Ok(())
@@ -202,7 +202,7 @@ async fn copy(
     match (failed, interrupted.get()) {
         (Some(error), _) => Err(error.into()),
         (None, Some(signal)) => {
-            let failure = Failure::new("interrupted; the old backing file stays");
+            let failure = Failure::new("interrupted; the image keeps its old backing file");
             Err(failure.with_code(128 + signal as u8))
         }
         (None, None) => Ok(()),

@@ -17,7 +17,7 @@ pub(crate) struct Args {
     /// The image's format [default: detected]
     #[arg(short, long, value_name = "FMT", value_parser = options::format)]
     format: Option<ImageFormat>,
-    /// Preallocation of the new part: off, metadata, falloc or full
+    /// Preallocation of the added space: off, metadata, falloc or full
     #[arg(long, value_name = "MODE", default_value = "off", value_parser = preallocation)]
     preallocation: Preallocation,
     /// Allow the disk to shrink, which deletes all data past its new end

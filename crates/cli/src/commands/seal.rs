@@ -8,7 +8,7 @@ use isobath_storage::file::FileHost;
 use std::io::Write;
 use std::path::PathBuf;
 
-/// Recover images that were not closed, and make them plain qcow2 images
+/// Recover images that were not closed, and turn them into plain qcow2 images
 ///
 /// Replays what a crashed or killed server left in their journals and, after 'serve --metadata embedded', in their
 /// data. Images that were closed are left unchanged. Afterwards other programs can use the images.

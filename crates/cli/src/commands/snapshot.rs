@@ -20,7 +20,7 @@ pub(crate) struct Args {
     /// Take a snapshot of the disk
     #[arg(short, long, value_name = "NAME")]
     create: Option<String>,
-    /// Make the disk what it was when the snapshot was taken
+    /// Revert the disk to a snapshot
     #[arg(short, long, value_name = "SNAPSHOT")]
     apply: Option<String>,
     /// Delete a snapshot
@@ -56,7 +56,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         return Ok(0);
     }
     if args.force_share {
-        return Err(Failure::new("--force-share cannot be combined with a change of the image"));
+        return Err(Failure::new("--force-share cannot be used when the image is changed"));
     }
     let options = image.writable(false)?;
     let (host, image) = (&FileHost, &image.path);

@@ -18,14 +18,14 @@ impl Daemon {
     /// Call it while there is only one thread.
     ///
     /// # Errors
-    /// As `pipe2(2)`, `fork(2)`.
+    /// Those of `pipe2(2)` and `fork(2)`.
     pub(crate) fn start() -> io::Result<Self> {
         let mut ends = [-1; 2];
         // SAFETY: `ends` has room for two descriptors.
         if unsafe { libc::pipe2(ends.as_mut_ptr(), libc::O_CLOEXEC) } < 0 {
             return Err(io::Error::last_os_error());
         }
-        // SAFETY: both descriptors were made just now.
+        // SAFETY: both descriptors were just created.
         let [read, write] = ends.map(|end| File::from(unsafe { OwnedFd::from_raw_fd(end) }));
         // SAFETY: there is no other thread, so the child may continue like any process.
         match unsafe { libc::fork() } {

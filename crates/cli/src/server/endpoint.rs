@@ -30,7 +30,7 @@ impl FromStr for Endpoint {
     fn from_str(text: &str) -> Result<Self, String> {
         if let Some(path) = text.strip_prefix("unix:") {
             return if path.is_empty() {
-                Err("the socket's path is missing after 'unix:'".into())
+                Err("missing socket path after 'unix:'".into())
             } else {
                 Ok(Self::Unix(path.into()))
             };
@@ -39,15 +39,15 @@ impl FromStr for Endpoint {
             port.parse::<u16>().map_err(|_| format!("'{port}' is not a port (0 to 65535)"))
         };
         let (host, port) = if let Some(rest) = text.strip_prefix('[') {
-            let (host, rest) = rest.split_once(']').ok_or("']' is missing after '['")?;
+            let (host, rest) = rest.split_once(']').ok_or("missing ']' after '['")?;
             match rest.strip_prefix(':') {
                 Some(port) => (host, number(port)?),
                 None if rest.is_empty() => (host, PORT),
-                None => return Err(format!("'{rest}' is not ':PORT'")),
+                None => return Err(format!("expected ':PORT' after ']', not '{rest}'")),
             }
         } else if let Some((host, port)) = text.rsplit_once(':') {
             if host.contains(':') {
-                return Err("an IPv6 address is written in brackets: [::1]:10809".into());
+                return Err("write IPv6 addresses in brackets, as in [::1]:10809".into());
             }
             (host, number(port)?)
         } else if !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit()) {
@@ -60,7 +60,7 @@ impl FromStr for Endpoint {
             return Ok(Self::Tcp { host, port });
         }
         if host.contains('/') {
-            return Err("a socket file is written as unix:PATH".into());
+            return Err("write a socket file as unix:PATH".into());
         }
         Ok(Self::Tcp { host: host.to_owned(), port })
     }

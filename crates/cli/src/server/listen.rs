@@ -6,8 +6,8 @@ use isobath_ring::net::Listener;
 use std::time::{Duration, Instant};
 use std::{io, thread};
 
-/// How long to wait for an address in use: a killed server that others look at, on a busy machine, may take seconds to
-/// go.
+/// How long to wait for an address in use: on a busy machine, a killed server that others inspect may take seconds to
+/// disappear.
 const BIND_PATIENCE: Duration = Duration::from_secs(5);
 
 /// Binds the endpoints of an option.
@@ -29,7 +29,7 @@ pub(crate) fn listen(endpoints: &[Endpoint], option: &str) -> Result<Vec<Listene
 pub(crate) fn bind(endpoint: &Endpoint, option: &str) -> Result<Listener, Failure> {
     bind_soon(endpoint).map_err(|error| {
         let hint = if error.kind() == io::ErrorKind::AddrInUse {
-            format!("; another program listens there already, choose another address with {option}")
+            format!("; another program already listens there; choose another address with {option}")
         } else {
             String::new()
         };

@@ -40,7 +40,7 @@ impl PidFile {
     }
 }
 
-/// The file that an option names.
+/// Creates the PID file that an option names.
 pub(crate) fn create(path: &Path) -> Result<PidFile, Failure> {
     PidFile::create(path).map_err(|error| {
         let reason = if error.kind() == io::ErrorKind::ResourceBusy {
@@ -48,7 +48,7 @@ pub(crate) fn create(path: &Path) -> Result<PidFile, Failure> {
         } else {
             error.to_string()
         };
-        Failure::new(format_args!("cannot write the pid file '{}': {reason}", path.display()))
+        Failure::new(format_args!("cannot write the PID file '{}': {reason}", path.display()))
     })
 }
 

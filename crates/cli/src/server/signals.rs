@@ -1,4 +1,4 @@
-//! Signals, which end the server.
+//! Signals that end the server.
 
 use crate::failure::Failure;
 use crate::messages;
@@ -9,7 +9,7 @@ use std::process;
 use std::task::Poll;
 use std::time::{Duration, Instant};
 
-/// For how long a repeated signal counts as the same one.
+/// How long a repeated signal counts as the same one.
 const REPEATED: Duration = Duration::from_secs(1);
 /// The signals that end the server.
 const SIGNALS: [i32; 3] = [libc::SIGTERM, libc::SIGINT, libc::SIGHUP];
@@ -29,9 +29,9 @@ pub(crate) fn end_at_the_second(mut signals: Signals, first: Option<i32>) {
             if !is_repeat(first, another, stopped.elapsed()) {
                 break;
             }
-            tracing::info!("the same signal was repeated, ignored");
+            tracing::info!("ignoring a repeated signal");
         }
-        tracing::warn!("second signal received, exiting at once");
+        tracing::warn!("second signal received, exiting immediately");
         messages::settle();
         process::exit(1);
     });
@@ -54,7 +54,7 @@ fn is_repeat(first: Option<i32>, another: i32, after: Duration) -> bool {
     first == Some(another) && after < REPEATED
 }
 
-/// Waits for whichever ends first; the output if that is `one`.
+/// Waits for whichever completes first; returns the output if that is `one`.
 pub(crate) async fn either<T>(
     one: impl Future<Output = T>,
     other: impl Future<Output = ()>,
@@ -67,7 +67,7 @@ pub(crate) async fn either<T>(
     .await
 }
 
-/// The output of `work`, unless a signal arrives before.
+/// The output of `work`, unless a signal arrives first.
 pub(crate) async fn unless_signalled<F: Future>(
     signals: &mut Signals,
     work: F,

@@ -8,7 +8,7 @@ use std::{io, thread};
 /// The default maximum number of threads.
 const THREADS: usize = 8;
 
-/// Starts the threads for clients; a single extra one would gain nothing over this thread.
+/// Starts the threads for clients. A count of 1 starts none: an extra thread would gain nothing over this one.
 pub(crate) fn start(wanted: Option<NonZeroUsize>) -> Result<Vec<Worker>, Failure> {
     let count = wanted.map_or_else(
         || thread::available_parallelism().map_or(1, NonZeroUsize::get).min(THREADS),

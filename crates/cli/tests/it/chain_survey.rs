@@ -31,7 +31,11 @@ fn every_form_goes_where_it_should() {
     let directory = fleet();
     let at = |name: &str| directory.path().join(name);
     let text = survey(directory.path(), &["fleet"]).ok();
-    assert!(text.text().contains("2 qcow2 images make 1 chains of 2 files"), "{}", text.report());
+    assert!(
+        text.text().contains("2 qcow2 images form 1 chains, 2 files in all"),
+        "{}",
+        text.report()
+    );
     assert!(text.text().contains("fleet/top\n") && text.stderr.is_empty(), "{}", text.report());
     let json = survey(directory.path(), &["fleet", "--output=json", "--bytes"]).ok().json();
     assert_eq!((&json["chains"][0]["length"], &json["interrupted"]), (&2.into(), &false.into()));
@@ -78,7 +82,7 @@ fn images_in_use_are_surveyed_and_left_as_they_are() {
     let before = stat();
     let one = |arguments: &[&str]| {
         let text = survey(directory.path(), arguments).ok().text();
-        assert!(text.contains("1 chains of 2 files"), "{text}");
+        assert!(text.contains("1 chains, 2 files in all"), "{text}");
     };
     one(&["fleet", "--bytes"]);
     assert_eq!(stat(), before, "not even the time of the last access");

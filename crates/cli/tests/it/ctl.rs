@@ -75,7 +75,7 @@ impl Controlled {
     /// Waits for the end of every job.
     #[track_caller]
     fn wait_for_jobs(&self) {
-        until("the end of every job", || self.ctl(&["jobs"]) == "There are no jobs.\n");
+        until("the end of every job", || self.ctl(&["jobs"]) == "No jobs.\n");
     }
 
     /// The files of the chain, the active image first.
@@ -218,7 +218,7 @@ fn a_job_of_a_killed_server_is_known_to_the_next_one() {
     served.serve("vm", &[]);
     assert!(served.ctl(&["jobs"]).contains("interrupted"));
     let _ = served.ctl(&["dismiss", "vm"]);
-    assert_eq!(served.ctl(&["jobs"]), "There are no jobs.\n");
+    assert_eq!(served.ctl(&["jobs"]), "No jobs.\n");
     assert!(!served.path("vm.isobath-job.json").exists());
     served.quit("vm");
 }

@@ -155,7 +155,7 @@ fn a_directory_that_a_chain_is_being_generated_in_is_not_filled_by_another_run()
     let generate = args!["chain", "generate", directory.path(), "--layers", "2", "--size", "1M"];
     let generate = || isobath(Path::new("/"), &generate);
     let refused = generate().exits(1);
-    assert!(refused.stderr.contains("name a new or an empty directory"), "{}", refused.report());
+    assert!(refused.stderr.contains("choose a new or empty directory"), "{}", refused.report());
     assert!(files(directory.path()).is_empty());
     drop(held);
     let _ = generate().ok();

@@ -265,7 +265,7 @@ fn a_daemon_is_ready_when_the_command_returns() {
     let other = directory.path().join("other.qcow2");
     qemu::create(&other, "qcow2", MIB, "");
     let held = start(&other, "0").exits(1);
-    assert!(held.stderr.contains("pid file"), "{}", held.report());
+    assert!(held.stderr.contains("PID file"), "{}", held.report());
     assert!(held.stderr.contains("another process has locked it"), "{}", held.report());
     let taken = start(&other, &address).exits(1);
     assert!(taken.stderr.contains("cannot listen"), "{}", taken.report());
@@ -315,7 +315,7 @@ fn what_cannot_be_served_is_refused() {
         args!["--format", "raw", "--export-name", "a", "--export-name", "b", path("raw")],
         "2 export names",
     );
-    refused(args!["--format", "raw", "--pid-file", path("no/pid"), path("raw")], "pid file");
+    refused(args!["--format", "raw", "--pid-file", path("no/pid"), path("raw")], "PID file");
     refused(args!["--backing-dir", ".", path("raw")], "--untrusted");
 
     let far = path("far");

@@ -1,4 +1,4 @@
-//! A descriptor of `/dev/fuse`: messages in, replies out.
+//! A `/dev/fuse` descriptor: receives messages and sends replies.
 
 use super::memory::Memory;
 use super::request::{Malformed, Message, Request, WRITE_HEAD};
@@ -11,7 +11,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use zerocopy::IntoBytes;
 
-/// The kernel's frontend for FUSE servers.
+/// The kernel's device for FUSE servers.
 pub(super) const DEVICE: &str = "/dev/fuse";
 /// Longest payload of a write in bytes.
 pub(super) const MAX_WRITE: usize = 1 << 20;
@@ -28,7 +28,7 @@ pub(super) fn open_device() -> io::Result<OwnedFd> {
     Ok(file.into())
 }
 
-/// Another descriptor for a connection.
+/// Opens another descriptor for a connection.
 pub(super) fn clone_device(connection: &OwnedFd) -> io::Result<OwnedFd> {
     let fresh = open_device()?;
     let number = connection.as_raw_fd() as u32;
@@ -60,11 +60,11 @@ impl Payload {
     }
 }
 
-/// Why there is no message.
+/// Why no message was received.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum NoMessage {
     /// No message is waiting.
-    #[error("no request waits")]
+    #[error("no request is waiting")]
     Empty,
     /// The file system was unmounted, or the connection aborted.
     #[error("the kernel closed the connection")]
@@ -80,12 +80,12 @@ impl Channel {
         Self { device: Device::from(device), memory: Memory::new(PAYLOAD + MAX_WRITE) }
     }
 
-    /// Waits until a message may be there, or the connection has ended.
+    /// Waits until a message may be available, or the connection has ended.
     pub(super) async fn readable(&self) -> io::Result<()> {
         self.device.readable().await
     }
 
-    /// Takes a message; a write with its payload.
+    /// Receives a message; a write comes with its payload.
     pub(super) fn receive(&self) -> Result<(Message, Option<Payload>), NoMessage> {
         let mut buf = self.memory.take().map_err(NoMessage::Io)?;
         let message = self.read(&mut buf);
@@ -111,7 +111,7 @@ impl Channel {
                     // ENOENT: the request was cancelled while it was read.
                     Some(libc::EINTR | libc::ENOENT) => {}
                     Some(libc::EAGAIN) => return Err(NoMessage::Empty),
-                    // ECONNABORTED: it was unmounted while a request was on its way.
+                    // ECONNABORTED: it was unmounted while a request was being read.
                     Some(libc::ENODEV | libc::ECONNABORTED) => return Err(NoMessage::Ended),
                     _ => return Err(NoMessage::Io(error)),
                 },
@@ -148,10 +148,10 @@ impl Channel {
                 Ok(_) => return,
                 Err(error) => match error.raw_os_error() {
                     Some(libc::EINTR) => {}
-                    // The requester is gone, or the whole connection is; reads report both.
+                    // The requester or the whole connection is gone; reads report both.
                     Some(libc::ENOENT | libc::ENODEV | libc::ECONNABORTED) => return,
                     _ => {
-                        tracing::error!(unique, length, %error, "the kernel refused a FUSE reply");
+                        tracing::error!(unique, length, %error, "the kernel rejected a FUSE reply");
                         return;
                     }
                 },

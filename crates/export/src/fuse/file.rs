@@ -11,14 +11,14 @@ pub(super) const SECTOR: u64 = 512;
 const BLOCK: u32 = 4096;
 /// The permission bits that `chmod` may set.
 const PERMISSIONS: u32 = 0o777;
-/// Those that allow writing.
+/// The permission bits that allow writing.
 const WRITABLE: u32 = 0o222;
 
-/// The file's attributes besides its contents and size.
+/// The file's attributes other than its size.
 pub(super) struct Inode {
     read_only: bool,
     state: Mutex<Attributes>,
-    /// Something was written since the state's `mtime`.
+    /// Whether anything was written since `state.modified`.
     changed: AtomicBool,
 }
 
@@ -37,7 +37,7 @@ fn now() -> Duration {
 }
 
 impl Inode {
-    /// A file that only its owner may use; it belongs to this process's user and group.
+    /// A file that belongs to this process's user and group, and that only its owner may use.
     pub(super) fn new(read_only: bool) -> Self {
         // SAFETY: these calls cannot fail.
         let (uid, gid) = unsafe { (libc::geteuid(), libc::getegid()) };
@@ -47,14 +47,14 @@ impl Inode {
         Self { read_only, state: Mutex::new(state), changed: AtomicBool::new(false) }
     }
 
-    /// Notes that the contents change.
+    /// Marks the contents as changed.
     pub(super) fn touch(&self) {
         if !self.changed.load(Ordering::Relaxed) {
             self.changed.store(true, Ordering::Relaxed);
         }
     }
 
-    /// What `stat` shows while the disk has `size` bytes.
+    /// What `stat` shows for a disk of `size` bytes.
     pub(super) fn attributes(&self, size: u64) -> Attr {
         let mut state = self.state.lock();
         if self.changed.swap(false, Ordering::Relaxed) {
@@ -81,7 +81,7 @@ impl Inode {
         }
     }
 
-    /// Changes the owner and the permissions as `wanted` says; times are not changed.
+    /// Sets the owner and the permissions from `wanted`; the times in it are ignored.
     ///
     /// # Errors
     /// `EROFS` for write permission on a read-only file.
@@ -106,9 +106,9 @@ impl Inode {
     }
 }
 
-/// The space that the file is reported to take, in units of 512 bytes. The actual number cannot be determined without
-/// examining the whole disk. One unit less than the size makes `cp` and `tar` query the holes, which are reported
-/// exactly; with 0 they would assume that the file is one hole.
+/// The number of 512-byte blocks that the file is reported to occupy. The actual number cannot be determined without
+/// examining the whole disk. One block less than the size makes `cp` and `tar` query the holes, which are reported
+/// exactly; with 0, they would assume that the whole file is a hole.
 fn blocks(size: u64) -> u64 {
     match size / SECTOR {
         0 => u64::from(size > 0),
@@ -117,7 +117,7 @@ fn blocks(size: u64) -> u64 {
     }
 }
 
-/// What `statfs` shows while the disk has `size` bytes: a file system that is full.
+/// What `statfs` shows for a disk of `size` bytes: a full file system.
 pub(super) fn statfs(size: u64) -> StatfsOut {
     StatfsOut {
         blocks: size.div_ceil(u64::from(BLOCK)),

@@ -11,7 +11,7 @@ use isobath_ring::Handle;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// FUSE, with its parameters.
+/// The FUSE protocol and its parameters.
 pub const PROTOCOL: Protocol = Protocol {
     name: "fuse",
     shared: false,
@@ -55,7 +55,7 @@ pub const PROTOCOL: Protocol = Protocol {
     ],
 };
 
-/// Exports as files.
+/// Exports disks as files.
 pub struct FuseFrontend {
     workers: Vec<Handle>,
 }
@@ -82,8 +82,8 @@ impl<D: BlockDevice> Frontend<D> for FuseFrontend {
                 .any(|image| image.canonicalize().is_ok_and(|image| image == covered))
         {
             return Err(format!(
-                "'{}' is an image of the disk itself, which could not be reopened below the mount; \
-                 create an empty file and mount on that",
+                "'{}' is an image of the disk itself, which could not be reopened under the mount; \
+                 create an empty file and mount on that instead",
                 path.display()
             )
             .into());
@@ -115,7 +115,7 @@ impl<D: BlockDevice> ExportControl for Control<D> {
         None
     }
 
-    /// A file in use is unmounted too, in either mode, as in QEMU: it is unknown who has it open.
+    /// In either mode, unmounts the file even if it is in use, as in QEMU: who has it open is unknown.
     fn remove(&self, _: RemoveMode) -> Result<(), RemoveError> {
         self.mount.stop();
         Ok(())

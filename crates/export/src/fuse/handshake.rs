@@ -1,13 +1,13 @@
-//! What kernel and server agree on before the first request.
+//! What the kernel and the server agree on before the first request.
 
 use super::channel::MAX_WRITE;
 use super::wire::{InitIn, InitOut, LEAST_MINOR, MAJOR, MINOR, init_flag};
 
-/// Asynchronous requests at a time, such as those of a loop device with direct I/O.
+/// Maximum number of concurrent asynchronous requests, such as those of a loop device with direct I/O.
 const MAX_BACKGROUND: u16 = 256;
-/// From this number of them on, the kernel delays writeback.
+/// The number of asynchronous requests at which the kernel starts to delay writeback.
 const CONGESTION: u16 = 192;
-/// Most pages of a request: as many as the longest write has.
+/// Maximum number of pages in a request: those of the longest write.
 const MAX_PAGES: u16 = (MAX_WRITE / 4096) as u16;
 
 /// The features used if the kernel supports them.
@@ -24,10 +24,10 @@ pub(super) struct TooOld {
     pub(super) minor: u32,
 }
 
-/// The answer to the kernel's `INIT`.
+/// The reply to the kernel's `INIT`.
 ///
 /// # Errors
-/// If the kernel is too old, or of a later major version, which would have to try again with this one.
+/// If the kernel is too old, or has a later major version and would have to retry with this one.
 pub(super) fn agree(kernel: &InitIn) -> Result<InitOut, TooOld> {
     let InitIn { major, minor, max_readahead, flags } = *kernel;
     if major != MAJOR || minor < LEAST_MINOR {

@@ -10,22 +10,22 @@ use std::path::Path;
 use std::process::{Command, Output, Stdio};
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
-/// The program's name, looked for in `PATH`.
+/// The program's name, searched for in `PATH`.
 pub(super) const PROGRAM: &str = "fusermount3";
-/// The variable by which the program is told the number of its socket.
+/// The environment variable with the descriptor number of the program's socket.
 const SOCKET: &str = "_FUSE_COMMFD";
 
-/// Makes the helper mount, and returns the connection. `options` are those of its `-o`.
+/// Mounts through the helper, and returns the connection. `options` is the value of its `-o`.
 ///
 /// # Errors
-/// `NotFound` if there is no helper; its message if it fails.
+/// `NotFound` if there is no helper; its error message if it fails.
 pub(super) fn mount(path: &Path, options: &str) -> io::Result<OwnedFd> {
     let (ours, theirs) = UnixStream::pair()?;
     let number = theirs.as_raw_fd();
     let mut command = Command::new(PROGRAM);
     command.arg("-o").arg(options).arg("--").arg(path).env(SOCKET, number.to_string());
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
-    // SAFETY: the closure runs in the child before it becomes the helper, and only makes a system call.
+    // SAFETY: the closure runs in the child before `exec`, and only makes a system call.
     unsafe {
         command.pre_exec(move || match libc::fcntl(number, libc::F_SETFD, 0) {
             0 => Ok(()),
@@ -46,7 +46,7 @@ pub(super) fn mount(path: &Path, options: &str) -> io::Result<OwnedFd> {
     }
 }
 
-/// Makes the helper unmount, now or when the file is no longer in use.
+/// Unmounts through the helper, now or when the file is no longer in use.
 pub(super) fn unmount(path: &Path) -> io::Result<()> {
     let arguments = ["-u", "-z", "-q", "--"].map(OsString::from);
     let output = Command::new(PROGRAM).args(arguments).arg(path).output()?;
@@ -56,7 +56,7 @@ pub(super) fn unmount(path: &Path) -> io::Result<()> {
 fn failure(output: &Output) -> io::Error {
     let said = String::from_utf8_lossy(&output.stderr);
     match said.trim() {
-        "" => io::Error::other(format!("{} without an error message", output.status)),
+        "" => io::Error::other(format!("{} (no error message)", output.status)),
         said => io::Error::other(said.to_owned()),
     }
 }
@@ -73,5 +73,5 @@ fn prepare(device: &OwnedFd) -> io::Result<()> {
         return Ok(());
     }
     let error = io::Error::last_os_error();
-    Err(io::Error::new(error.kind(), format!("cannot use the helper's {DEVICE}: {error}")))
+    Err(io::Error::new(error.kind(), format!("cannot set up the helper's {DEVICE}: {error}")))
 }

@@ -1,4 +1,4 @@
-//! Memory for messages: address space for the longest one, pages only for the part that was used.
+//! Memory for messages: each buffer has address space for the longest one, but pages only for the part that was used.
 
 use isobath_storage::IoBuf;
 use std::cell::RefCell;
@@ -6,9 +6,9 @@ use std::io;
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 
-/// Buffers of which more than this many bytes were used are not kept...
+/// Buffers of which more than this many bytes were used are not kept for reuse...
 const SMALL: usize = 64 << 10;
-/// ...except for this many.
+/// ...except for this many of them.
 const LARGE: usize = 32;
 
 /// Free buffers of one length.
@@ -24,10 +24,10 @@ impl Memory {
         Self { length, small: RefCell::default(), large: RefCell::default() }
     }
 
-    /// A buffer with arbitrary contents, at the start of a page.
+    /// A page-aligned buffer with arbitrary contents.
     ///
     /// # Errors
-    /// There is no memory.
+    /// There is not enough memory.
     pub(super) fn take(&self) -> io::Result<IoBuf> {
         let kept = self.small.borrow_mut().pop().or_else(|| self.large.borrow_mut().pop());
         kept.map_or_else(|| map(self.length), Ok)
@@ -52,7 +52,7 @@ struct Pages {
     length: usize,
 }
 
-// SAFETY: the pages are only unmapped through this, by whichever thread.
+// SAFETY: this is only used to unmap the pages, which any thread may do.
 unsafe impl Send for Pages {}
 // SAFETY: as above; it has no methods.
 unsafe impl Sync for Pages {}
@@ -64,20 +64,20 @@ impl Drop for Pages {
     }
 }
 
-/// A buffer of zeroes that has no memory until it is used.
+/// A buffer of zeroes whose pages are allocated on first use.
 fn map(length: usize) -> io::Result<IoBuf> {
     let access = libc::PROT_READ | libc::PROT_WRITE;
     let kind = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
-    // SAFETY: a new mapping, wherever there is room.
+    // SAFETY: a new mapping at an address of the kernel's choice touches no other memory.
     let start = unsafe { libc::mmap(ptr::null_mut(), length, access, kind, -1, 0) };
     let (false, Some(start)) = (start == libc::MAP_FAILED, NonNull::new(start.cast::<u8>())) else {
         return Err(io::Error::last_os_error());
     };
-    // A huge page would be memory for all of it. Whether that can be switched off does not matter.
+    // Huge pages would allocate memory for the whole buffer. Failure to disable them does no harm.
     // SAFETY: the pages were mapped just now.
     unsafe { libc::madvise(start.as_ptr().cast(), length, libc::MADV_NOHUGEPAGE) };
     let pages = Arc::new(Pages { start, length });
-    // SAFETY: the pages live as long as their owner, and nobody else knows of them.
+    // SAFETY: the pages live as long as their owner, and nothing else refers to them.
     Ok(unsafe { IoBuf::from_owner(start, length, pages) })
 }
 

@@ -23,7 +23,7 @@ use std::task::Poll;
 use std::thread;
 use zerocopy::IntoBytes;
 
-/// How long to wait for the kernel's first message, in milliseconds. It is already there when a mount returns.
+/// How long to wait for the kernel's first message, in milliseconds. It is already available once the file is mounted.
 const GREETING: i32 = 10_000;
 
 /// Which other users may access the file, as far as its permissions allow; QEMU's `FuseExportAllowOther`.
@@ -33,7 +33,7 @@ pub enum AllowOther {
     Off,
     /// Everyone.
     On,
-    /// Everyone, or nobody else if the system does not permit that.
+    /// Everyone if the system permits it, otherwise only the user who mounts it.
     #[default]
     Auto,
 }
@@ -41,9 +41,9 @@ pub enum AllowOther {
 /// Options of the file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Options {
-    /// It is writable, if the disk is.
+    /// Whether it is writable, provided that the disk is.
     pub writable: bool,
-    /// Writing past its end, `truncate` and `fallocate` make the disk larger.
+    /// Whether writes past its end, `truncate` and `fallocate` grow the disk.
     pub growable: bool,
     /// Who else may use it.
     pub allow_other: AllowOther,
@@ -54,14 +54,14 @@ pub struct Mount<D> {
     export: Export<D>,
     place: Mutex<Place>,
     stop: Stop,
-    /// The connection, until it is served.
+    /// The connection, until `serve` takes it.
     connection: Mutex<Option<OwnedFd>>,
 }
 
 impl<D: BlockDevice> Mount<D> {
-    /// Mounts a disk on an existing file. Whoever opens it waits for [`serve`](Self::serve).
+    /// Mounts a disk on an existing file. Programs that open it wait for [`serve`](Self::serve).
     ///
-    /// A stale mount left on the file by a server that is gone is removed.
+    /// A stale mount left on the file by a server that no longer runs is removed.
     ///
     /// # Errors
     /// See [`MountError`].
@@ -79,14 +79,14 @@ impl<D: BlockDevice> Mount<D> {
         Ok(Arc::new(Self { export, place: Mutex::new(place), stop: Stop::default(), connection }))
     }
 
-    /// Serves until [`stop`](Self::stop), or until somebody unmounts the file. Then completes the requests in flight,
+    /// Serves until [`stop`](Self::stop), or until the file is unmounted. Then completes the requests in flight,
     /// unmounts, and returns. Programs that still have the file open get `ENOTCONN`.
     ///
-    /// Requests are spread over `workers`, or stay on this thread if there are none. Dropping the future unmounts at
-    /// once; requests in flight then get no reply.
+    /// Requests are spread over `workers`, or stay on this thread if there are none. Dropping the future unmounts
+    /// immediately; requests in flight then get no reply.
     ///
     /// # Errors
-    /// If the connection fails, or a worker ends. `EBUSY` if it was served before.
+    /// If the connection fails, or a worker ends. `EBUSY` if this was called before.
     pub async fn serve(self: &Arc<Self>, workers: &[Handle]) -> io::Result<()> {
         let Some(connection) = self.connection.lock().take() else {
             return Err(io::Error::from_raw_os_error(libc::EBUSY));
@@ -126,31 +126,31 @@ impl<D: BlockDevice> Mount<D> {
         .await
     }
 
-    /// Tells the kernel every new size after `known`. The kernel queries the size when a program queries or opens the
-    /// file, but truncates asynchronous direct reads at the size that it learned last.
+    /// Notifies the kernel of every size change after `known`. The kernel queries the size when a program queries or
+    /// opens the file, but truncates asynchronous direct reads to the last size that it learned.
     async fn follow(&self, mut known: u64) -> Infallible {
         let path = self.place.lock().path().to_owned();
         loop {
             self.export.device.resized(known).await;
             known = self.export.device.size();
             let path = path.clone();
-            // On a thread of its own, since the call waits for a reply from this one.
+            // On a separate thread, since the call waits for a reply from this one.
             let asked = thread::Builder::new().name("fuse-size".into()).spawn(move || {
                 let _ = fs::metadata(path);
             });
             if let Err(error) = asked {
-                tracing::warn!(%error, "cannot notify the kernel of a new size");
+                tracing::warn!(%error, "cannot notify the kernel of the disk's new size");
             }
         }
     }
 
-    /// Handles the end of a worker. No worker continues without the others.
+    /// Handles the end of a worker. If it failed, the others stop too.
     fn told(&self, done: Result<io::Result<()>, JoinError>) -> io::Result<()> {
         let done = done.unwrap_or_else(|error| Err(io::Error::other(error.to_string())));
         done.inspect_err(|_| self.stop.request())
     }
 
-    /// Serves one channel, and ends the others when this one ends.
+    /// Serves one channel, and stops the others when this one ends.
     async fn work(&self, channel: &Channel) -> io::Result<()> {
         let _ending = Ending(&self.stop);
         match work(&self.export, channel, &self.stop).await {
@@ -162,8 +162,8 @@ impl<D: BlockDevice> Mount<D> {
         }
     }
 
-    /// Ends [`serve`](Self::serve), which then unmounts the file; without it unmounts here. May be called
-    /// from any thread, and more than once.
+    /// Stops [`serve`](Self::serve), which then unmounts the file; if that was never called, unmounts it here. May be
+    /// called from any thread, and more than once.
     pub fn stop(&self) {
         self.stop.request();
         let connection = self.connection.lock();
@@ -173,7 +173,7 @@ impl<D: BlockDevice> Mount<D> {
     }
 }
 
-/// Ends all workers when dropped.
+/// Stops all workers when dropped.
 struct Ending<'a>(&'a Stop);
 
 impl Drop for Ending<'_> {
@@ -182,7 +182,7 @@ impl Drop for Ending<'_> {
     }
 }
 
-/// Unmounts when dropped, whether the workers have ended or not.
+/// Unmounts when dropped, even if workers are still running.
 struct Unmounting<'a, D: BlockDevice>(&'a Mount<D>);
 
 impl<D: BlockDevice> Drop for Unmounting<'_, D> {
@@ -196,7 +196,7 @@ impl<D: BlockDevice> Drop for Unmounting<'_, D> {
 fn greet(path: &Path, connection: &OwnedFd) -> Result<(), MountError> {
     let failed = |source| MountError::Io { path: path.to_owned(), source };
     let mut poll = libc::pollfd { fd: connection.as_raw_fd(), events: libc::POLLIN, revents: 0 };
-    // SAFETY: one description is read and written.
+    // SAFETY: the call reads and writes one valid `pollfd`.
     if unsafe { libc::poll(&raw mut poll, 1, GREETING) } < 0 {
         return Err(failed(io::Error::last_os_error()));
     }
@@ -206,7 +206,7 @@ fn greet(path: &Path, connection: &OwnedFd) -> Result<(), MountError> {
         error => failed(io::Error::other(error)),
     })?;
     let Message { unique, request: Request::Init(kernel) } = message else {
-        return Err(failed(io::Error::other("the kernel's first message is not INIT")));
+        return Err(failed(io::Error::other("the kernel's first message was not INIT")));
     };
     match agree(&kernel) {
         Ok(agreed) => {

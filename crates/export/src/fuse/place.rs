@@ -14,10 +14,10 @@ use std::path::{Path, PathBuf};
 
 /// What `mount` and `/proc/mounts` show as the source.
 const SOURCE: &str = "isobath";
-/// The most dead mounts that are cleared from one path.
+/// Maximum number of dead mounts to remove from one path.
 const MOST_DEAD: usize = 16;
 
-/// The mounts that this process serves. Querying the attributes of one of them could make the process wait for itself.
+/// The mounts that this process serves. Querying the attributes of one of them could deadlock.
 static OWN: Mutex<Vec<Device>> = Mutex::new(Vec::new());
 
 /// The device number of a mount; each FUSE connection has its own.
@@ -34,7 +34,7 @@ pub enum MountError {
     /// The mount point is not a regular file.
     #[error(
         "the mount point '{0}' is not a regular file; the disk appears as a file, so create an \
-         empty file and mount on that"
+         empty file and mount on that instead"
     )]
     NotAFile(PathBuf),
     /// Something is already mounted there.
@@ -51,7 +51,7 @@ pub enum MountError {
         /// The kernel's error.
         source: io::Error,
     },
-    /// Neither this process nor the helper may mount.
+    /// Neither this process nor the helper is permitted to mount.
     #[error(
         "no permission to mount on '{path}', and the helper fusermount3 failed: {source}; \
          run as root (CAP_SYS_ADMIN), or install fusermount3 (package fuse3)"
@@ -64,8 +64,8 @@ pub enum MountError {
     },
     /// The kernel's protocol version is not supported.
     #[error(
-        "cannot mount '{path}': this kernel has FUSE {major}.{minor}, but 7.31 or a later 7.x is \
-         needed (Linux 5.4)"
+        "cannot mount '{path}': this kernel supports FUSE {major}.{minor}, but 7.31 or a later 7.x \
+         is required (Linux 5.4)"
     )]
     Kernel {
         /// The mount point.
@@ -75,12 +75,12 @@ pub enum MountError {
         /// The kernel's minor version.
         minor: u32,
     },
-    /// Anything else that went wrong.
+    /// Any other error.
     #[error("cannot mount '{path}': {source}")]
     Io {
         /// The mount point.
         path: PathBuf,
-        /// What went wrong.
+        /// The error.
         source: io::Error,
     },
 }
@@ -173,14 +173,14 @@ fn look(path: &Path) -> io::Result<Seen> {
     let name = CString::new(path.as_os_str().as_bytes())?;
     let mut space = MaybeUninit::<libc::statx>::zeroed();
     let flags = libc::AT_STATX_DONT_SYNC | libc::AT_NO_AUTOMOUNT;
-    // SAFETY: the name ends in a zero, and there is room for the answer.
+    // SAFETY: the name is NUL-terminated, and there is room for the result.
     let result = unsafe {
         libc::statx(libc::AT_FDCWD, name.as_ptr(), flags, libc::STATX_TYPE, space.as_mut_ptr())
     };
     if result < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: zeroes are valid, and the call has filled in what it knows.
+    // SAFETY: a zeroed `statx` is valid, and the call has filled in the fields that it supports.
     let answer = unsafe { space.assume_init() };
     Ok(Seen {
         device: Device(answer.stx_dev_major, answer.stx_dev_minor),
@@ -189,7 +189,7 @@ fn look(path: &Path) -> io::Result<Seen> {
     })
 }
 
-/// Checks that a path is a file on which nothing is mounted; removes dead mounts.
+/// Removes dead mounts from a path, and checks that it is a file with nothing mounted on it.
 fn check(path: &Path) -> Result<PathBuf, MountError> {
     let failed = |source: io::Error| match source.kind() {
         io::ErrorKind::NotFound => MountError::NotFound(path.to_owned()),
@@ -205,7 +205,7 @@ fn check(path: &Path) -> Result<PathBuf, MountError> {
             return Ok(path);
         }
         let own = OWN.lock().contains(&seen.device);
-        // ECONNABORTED: it died during the query.
+        // ECONNABORTED: the mount died during the query.
         let dead = |error: io::Error| {
             matches!(error.raw_os_error(), Some(libc::ENOTCONN | libc::ECONNABORTED))
         };
@@ -213,13 +213,13 @@ fn check(path: &Path) -> Result<PathBuf, MountError> {
             return Err(MountError::Busy(path));
         }
         let shown = isobath_storage::shown(&path);
-        tracing::info!(path = %shown, "removed the stale mount of a server that is gone");
+        tracing::info!(path = %shown, "removed a stale mount left by a server that no longer runs");
         detach(&path, 0).map_err(failed)?;
     }
     Err(MountError::Busy(path))
 }
 
-/// The path without links, resolved without accessing the file itself, which may be a dead mount.
+/// The path with symbolic links resolved, even if the file is a dead mount and cannot be accessed.
 fn resolve(path: &Path) -> io::Result<PathBuf> {
     match path.canonicalize() {
         Err(error) if error.raw_os_error() == Some(libc::ENOTCONN) => {
@@ -254,7 +254,7 @@ fn mount_directly(
     let options = CString::new(options)?;
     let read_only = if read_only { libc::MS_RDONLY } else { 0 };
     let flags = libc::MS_NOSUID | libc::MS_NODEV | libc::MS_NOEXEC | read_only;
-    // SAFETY: all strings end in a zero and live until the call returns.
+    // SAFETY: all strings are NUL-terminated and outlive the call.
     let result = unsafe {
         libc::mount(source.as_ptr(), target.as_ptr(), kind.as_ptr(), flags, options.as_ptr().cast())
     };
@@ -270,7 +270,7 @@ fn mount_by_helper(path: &Path, read_only: bool, allow: AllowOther) -> io::Resul
     match allow {
         AllowOther::Off => helper::mount(path, &options),
         AllowOther::On => helper::mount(path, &for_others),
-        // Users may not be permitted to give others access (/etc/fuse.conf).
+        // /etc/fuse.conf may forbid users to give others access.
         AllowOther::Auto => helper::mount(path, &for_others).or_else(|error| match error.kind() {
             io::ErrorKind::NotFound => Err(error),
             _ => helper::mount(path, &options),
@@ -278,11 +278,11 @@ fn mount_by_helper(path: &Path, read_only: bool, allow: AllowOther) -> io::Resul
     }
 }
 
-/// Unmounts, with further flags of `umount2(2)` if this process has the privilege.
+/// Unmounts, with additional `umount2(2)` flags if this process has the privilege.
 fn detach(path: &Path, flags: i32) -> io::Result<()> {
     let name = CString::new(path.as_os_str().as_bytes())?;
     let flags = flags | libc::MNT_DETACH | libc::UMOUNT_NOFOLLOW;
-    // SAFETY: the name ends in a zero.
+    // SAFETY: the name is NUL-terminated.
     if unsafe { libc::umount2(name.as_ptr(), flags) } == 0 {
         return Ok(());
     }

@@ -1,17 +1,17 @@
-//! Requests of the kernel: parsing and checking.
+//! Requests from the kernel: parsing and checking.
 
 use super::wire::{FallocateIn, InHeader, InitIn, LseekIn, SetattrIn, TransferIn, opcode};
 use zerocopy::FromBytes;
 
-/// A message of the kernel.
+/// A message from the kernel.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Message {
-    /// The kernel's id of the request, which the reply repeats.
+    /// The kernel's ID of the request, repeated in the reply.
     pub(crate) unique: u64,
     pub(crate) request: Request,
 }
 
-/// A request of the kernel.
+/// A request from the kernel.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Request {
     Init(InitIn),
@@ -22,7 +22,7 @@ pub(crate) enum Request {
         offset: u64,
         length: u32,
     },
-    /// The payload follows, as many bytes as `length` says.
+    /// `length` bytes of payload follow.
     Write {
         offset: u64,
         length: u32,
@@ -41,7 +41,7 @@ pub(crate) enum Request {
         whence: i32,
     },
     Statfs,
-    /// Answered with success, without any action.
+    /// Acknowledged without any action.
     Release,
     /// Not answered.
     Forget,
@@ -51,7 +51,7 @@ pub(crate) enum Request {
 
 /// An inconsistent message. Nothing after it can be trusted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("a FUSE message of {got} bytes with opcode {opcode} claims a length of {said}")]
+#[error("malformed FUSE message with opcode {opcode}: received {got} bytes, header says {said}")]
 pub(crate) struct Malformed {
     opcode: u32,
     said: u32,
@@ -65,7 +65,7 @@ impl Message {
     /// Parses a message from the kernel.
     ///
     /// # Errors
-    /// If it is shorter than its kind must be, or of another length than it says.
+    /// If it is too short for its kind, or its length differs from the one in its header.
     pub(crate) fn parse(bytes: &[u8]) -> Result<Self, Malformed> {
         let short = Malformed { opcode: 0, said: 0, got: bytes.len() };
         let (header, body) = InHeader::read_from_prefix(bytes).map_err(|_| short)?;

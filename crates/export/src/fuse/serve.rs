@@ -11,7 +11,7 @@ use std::cell::Cell;
 use std::sync::Arc;
 use zerocopy::{Immutable, IntoBytes};
 
-/// Runs queried at once when searching for a hole or data.
+/// Number of runs to query at a time when searching for a hole or data.
 const RUNS: usize = 256;
 
 /// The export, shared by all threads.
@@ -27,7 +27,7 @@ pub(super) struct Service<'a, D> {
     pub(super) export: &'a Export<D>,
     pub(super) channel: &'a Channel,
     pub(super) pool: &'a Pool,
-    /// Requests under way.
+    /// Number of requests in flight.
     pub(super) running: &'a Cell<usize>,
 }
 
@@ -50,7 +50,7 @@ impl Refusal {
     fn errno(&self) -> i32 {
         match self {
             Self::Request(errno) => *errno,
-            // Only if the disk shrank meanwhile, since requests are truncated to its size.
+            // Only if the disk has shrunk in the meantime: requests are truncated to its size.
             Self::Disk(DiskError::OutOfRange { .. }) => libc::EIO,
             Self::Disk(error) => error.errno(),
         }
@@ -92,7 +92,7 @@ impl<D: BlockDevice> Service<'_, D> {
             Request::Statfs => self.answer(message, Ok(statfs(self.size()))),
             Request::Release => self.answer(message, Ok(())),
             Request::Forget => {}
-            // The first message of a connection, and no other, is INIT.
+            // Only the first message of a connection is INIT.
             Request::Init(_) => self.channel.fail(unique, libc::EIO),
             Request::Unknown => self.channel.fail(unique, libc::ENOSYS),
         }
@@ -119,7 +119,7 @@ impl<D: BlockDevice> Service<'_, D> {
     }
 
     fn attributes(&self) -> AttrOut {
-        // The kernel must not cache it: others may change the disk's size.
+        // The kernel must not cache the attributes: others may change the disk's size.
         let attr = self.export.inode.attributes(self.size());
         AttrOut { attr_valid: 0, attr_valid_nsec: 0, dummy: 0, attr }
     }
@@ -143,7 +143,7 @@ impl<D: BlockDevice> Service<'_, D> {
         Ok(())
     }
 
-    /// Writes up to the end of the disk, after growing it if possible, and returns the number of bytes.
+    /// Writes up to the end of the disk, after growing it if possible, and returns the number of bytes written.
     async fn write(&self, offset: u64, payload: Option<Payload>, durable: bool) -> Outcome<u32> {
         self.writable()?;
         let Some(mut payload) = payload else { return Err(Refusal::Request(libc::EIO)) };
@@ -171,7 +171,7 @@ impl<D: BlockDevice> Service<'_, D> {
         self.writable()?;
         let end = offset.checked_add(length).ok_or(Refusal::Request(libc::EFBIG))?;
         let may_unmap = match mode {
-            // A disk gets space when it is written to, and nothing needs to be reserved.
+            // Space is allocated on write; nothing needs to be reserved.
             FALLOC_FL_KEEP_SIZE => return Ok(()),
             0 => return self.grow_for(end).await,
             PUNCH => true,
@@ -213,11 +213,11 @@ impl<D: BlockDevice> Service<'_, D> {
                 at = at.saturating_add(run.length);
             }
             if at == before {
-                tracing::error!(offset, "the disk returned no extent");
+                tracing::error!(offset, "the disk returned no extents");
                 return Err(Refusal::Request(libc::EIO));
             }
         }
-        // The end counts as a hole.
+        // The end of the file counts as a hole.
         if for_data { Err(Refusal::Request(libc::ENXIO)) } else { Ok(size) }
     }
 
@@ -226,7 +226,7 @@ impl<D: BlockDevice> Service<'_, D> {
             self.writable()?;
             let (old, new) = (self.size(), wanted.size);
             if new < old {
-                // Data on a disk must not be deleted as a side effect, as opening it with O_TRUNC would.
+                // Opening the file with O_TRUNC must not delete the disk's data as a side effect.
                 return Err(Refusal::Request(libc::EPERM));
             }
             if new > old && !self.export.growable {
@@ -241,7 +241,7 @@ impl<D: BlockDevice> Service<'_, D> {
         if self.export.read_only { Err(Refusal::Request(libc::EROFS)) } else { Ok(()) }
     }
 
-    /// How much of a range to be written is within the disk, after growing it if that is allowed.
+    /// How many bytes of a write are within the disk, after growing it if that is allowed.
     async fn reach(&self, offset: u64, length: u64) -> Outcome<u64> {
         let end = offset.checked_add(length).ok_or(Refusal::Request(libc::EFBIG))?;
         let size = self.size();
@@ -265,7 +265,7 @@ impl<D: BlockDevice> Service<'_, D> {
         }
         let size = end.checked_next_multiple_of(SECTOR).ok_or(Refusal::Request(libc::EFBIG))?;
         match self.export.device.grow(size).await {
-            // The image allows no such size.
+            // The image does not allow this size.
             Err(error @ (DiskError::Refused { .. } | DiskError::Unsupported(_))) => {
                 tracing::warn!(size, %error, "cannot grow the disk");
                 Err(Refusal::Request(libc::EFBIG))

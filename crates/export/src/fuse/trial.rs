@@ -17,7 +17,7 @@ use std::sync::Arc;
 /// Bytes of free buffers for reads.
 const POOL_BYTES: usize = 4 << 20;
 
-/// Bytes of a reply at most.
+/// Maximum length of a reply in bytes.
 const MOST: usize = 64 << 10;
 
 /// A disk served to the caller, one message after another, over a socket that preserves message boundaries like
@@ -30,22 +30,22 @@ pub struct Trial<D> {
     running: Cell<usize>,
 }
 
-/// The result of a message.
+/// The result of sending a message.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Answer {
-    /// The message is inconsistent: a server ends here.
+    /// The message is inconsistent; a server would end here.
     Malformed,
-    /// Nothing is sent back.
+    /// No reply.
     Silence,
     /// A reply.
     Reply(Vec<u8>),
 }
 
 impl<D: BlockDevice> Trial<D> {
-    /// A server of `device`; who else may use the file does not matter here.
+    /// A server for `device`. [`Options::allow_other`] is ignored.
     ///
     /// # Errors
-    /// If there are no sockets.
+    /// If the sockets cannot be created.
     pub fn new(device: Arc<D>, options: Options) -> io::Result<Self> {
         let Options { writable, growable, allow_other: _ } = options;
         let read_only = !writable || device.is_read_only();
@@ -55,7 +55,7 @@ impl<D: BlockDevice> Trial<D> {
         if unsafe { libc::socketpair(libc::AF_UNIX, kind, 0, ends.as_mut_ptr()) } < 0 {
             return Err(io::Error::last_os_error());
         }
-        // SAFETY: both were made just now, for these owners.
+        // SAFETY: both descriptors were just created, and have no other owner.
         let [served, caller] = ends.map(|end| unsafe { OwnedFd::from_raw_fd(end) });
         let growable = growable && !read_only;
         let export = Export { device, inode: Inode::new(read_only), read_only, growable };
@@ -66,12 +66,12 @@ impl<D: BlockDevice> Trial<D> {
     /// Sends a message as the kernel would, and returns the result.
     ///
     /// # Errors
-    /// If the message is longer than the socket takes.
+    /// If the message is longer than the socket accepts.
     ///
     /// # Panics
-    /// If a request does not end with at most one reply.
+    /// If a request does not complete, or gets more than one reply.
     pub fn send(&self, message: &[u8]) -> io::Result<Answer> {
-        // SAFETY: the descriptor is open, and the message lives.
+        // SAFETY: the descriptor is open, and the pointer and the length are those of `message`.
         let sent = unsafe {
             libc::send(self.caller.as_raw_fd(), message.as_ptr().cast(), message.len(), 0)
         };
@@ -102,7 +102,7 @@ impl<D: BlockDevice> Trial<D> {
 
     fn receive(&self) -> Option<Vec<u8>> {
         let mut buf = vec![0; MOST];
-        // SAFETY: the descriptor is open, and the buffer has room for its length.
+        // SAFETY: the descriptor is open, and the pointer and the length are those of `buf`.
         let count = unsafe {
             libc::recv(self.caller.as_raw_fd(), buf.as_mut_ptr().cast(), buf.len(), libc::MSG_TRUNC)
         };

@@ -5,13 +5,13 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 /// The protocol's major version.
 pub(crate) const MAJOR: u32 = 7;
-/// The minor version up to which this implementation knows the protocol.
+/// The latest minor version that this implementation knows.
 pub(crate) const MINOR: u32 = 38;
-/// The minimum minor version of a kernel: Linux 5.4. The executor needs a later one anyway.
+/// The minimum minor version of the kernel, that of Linux 5.4. The executor needs a later kernel anyway.
 pub(crate) const LEAST_MINOR: u32 = 31;
-/// The number of the only file.
+/// The inode number of the only file.
 pub(crate) const ROOT: u64 = 1;
-/// `FUSE_DEV_IOC_CLONE`: makes a new descriptor another channel of the connection of an existing one.
+/// `FUSE_DEV_IOC_CLONE`: attaches a new descriptor to the connection of an existing one.
 pub(crate) const IOCTL_CLONE: u64 = 0x8004_e500;
 
 /// Kinds of requests.
@@ -34,11 +34,11 @@ pub(crate) mod opcode {
 
 /// Flags negotiated by `INIT`.
 pub(crate) mod init_flag {
-    /// Several reads of one file at a time.
+    /// Concurrent reads of one file.
     pub(crate) const ASYNC_READ: u32 = 1 << 0;
     /// Writes of more than a page.
     pub(crate) const BIG_WRITES: u32 = 1 << 5;
-    /// Direct I/O of asynchronous callers is asynchronous.
+    /// Asynchronous direct I/O is submitted asynchronously.
     pub(crate) const ASYNC_DIO: u32 = 1 << 15;
     /// The server sets the maximum number of pages of a request.
     pub(crate) const MAX_PAGES: u32 = 1 << 22;
@@ -50,7 +50,7 @@ pub(crate) mod init_flag {
 pub(crate) mod open_flag {
     /// Reads and writes bypass the page cache.
     pub(crate) const DIRECT_IO: u32 = 1 << 0;
-    /// Writes need not wait for one another.
+    /// Direct writes may run in parallel.
     pub(crate) const PARALLEL_DIRECT_WRITES: u32 = 1 << 6;
 }
 
@@ -62,14 +62,14 @@ pub(crate) mod set {
     pub(crate) const SIZE: u32 = 1 << 3;
 }
 
-/// Before every request.
+/// The header of every request.
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub(crate) struct InHeader {
     /// Length of the whole message in bytes.
     pub(crate) len: u32,
     pub(crate) opcode: u32,
-    /// The kernel's name for the request, repeated in the reply.
+    /// The kernel's ID of the request, repeated in the reply.
     pub(crate) unique: u64,
     pub(crate) nodeid: u64,
     pub(crate) uid: u32,
@@ -79,7 +79,7 @@ pub(crate) struct InHeader {
     pub(crate) padding: u16,
 }
 
-/// Before every reply.
+/// The header of every reply.
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub(crate) struct OutHeader {
@@ -106,14 +106,14 @@ pub(crate) struct InitOut {
     pub(crate) minor: u32,
     pub(crate) max_readahead: u32,
     pub(crate) flags: u32,
-    /// Asynchronous requests at a time.
+    /// Maximum number of concurrent asynchronous requests.
     pub(crate) max_background: u16,
     pub(crate) congestion_threshold: u16,
     /// Longest payload of a write in bytes.
     pub(crate) max_write: u32,
     /// Granularity of times in nanoseconds.
     pub(crate) time_gran: u32,
-    /// Most pages of a request.
+    /// Maximum number of pages in a request.
     pub(crate) max_pages: u16,
     pub(crate) map_alignment: u16,
     pub(crate) flags2: u32,
@@ -146,7 +146,7 @@ pub(crate) struct TransferIn {
     pub(crate) size: u32,
     pub(crate) transfer_flags: u32,
     pub(crate) lock_owner: u64,
-    /// The open file's flags, as of `open(2)`.
+    /// The open file's flags, as in `open(2)`.
     pub(crate) flags: u32,
     pub(crate) padding: u32,
 }
@@ -157,7 +157,7 @@ pub(crate) struct FallocateIn {
     pub(crate) fh: u64,
     pub(crate) offset: u64,
     pub(crate) length: u64,
-    /// As of `fallocate(2)`.
+    /// As in `fallocate(2)`.
     pub(crate) mode: u32,
     pub(crate) padding: u32,
 }
@@ -167,7 +167,7 @@ pub(crate) struct FallocateIn {
 pub(crate) struct LseekIn {
     pub(crate) fh: u64,
     pub(crate) offset: u64,
-    /// `SEEK_DATA` or `SEEK_HOLE`; the kernel carries out the others itself.
+    /// `SEEK_DATA` or `SEEK_HOLE`; the kernel handles the others itself.
     pub(crate) whence: u32,
     pub(crate) padding: u32,
 }
@@ -196,7 +196,7 @@ pub(crate) struct Attr {
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub(crate) struct AttrOut {
-    /// For how many seconds the kernel may cache the attributes.
+    /// How long the kernel may cache the attributes, in seconds.
     pub(crate) attr_valid: u64,
     pub(crate) attr_valid_nsec: u32,
     pub(crate) dummy: u32,

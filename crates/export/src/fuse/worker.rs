@@ -13,16 +13,17 @@ use std::io;
 use std::pin::pin;
 use std::task::Poll;
 
-/// Bytes of free buffers for reads that a thread keeps.
+/// Bytes of free read buffers that a thread keeps.
 const POOL_BYTES: usize = 16 << 20;
-/// The most requests in flight per thread; further ones wait in the kernel.
+/// Maximum number of requests in flight per thread; further ones wait in the kernel.
 const MOST: usize = 256;
-/// Requests received before those started are submitted to the ring.
+/// Number of requests to receive before those started are submitted to the ring.
 const BURST: usize = 16;
 
-/// Consecutive wake-ups with one message each, after which the thread no longer looks for a second one...
+/// After this many consecutive wake-ups with one message each, the thread no longer looks for a second one, since
+/// looking in vain costs a system call...
 const LONE: u32 = 4;
-/// ...except once in this many times, since looking in vain costs a system call.
+/// ...except once in this many wake-ups.
 const LOOK: u32 = 16;
 
 /// Serves a channel until the kernel ends the connection or `stop` is requested; then waits for the requests in flight.

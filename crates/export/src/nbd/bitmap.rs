@@ -2,19 +2,19 @@
 
 use std::ops::Range;
 
-/// The most bitmaps of an export.
+/// Maximum number of bitmaps of an export.
 pub const MAX_BITMAPS: usize = 62;
 
-/// A bitmap that does not change.
+/// An immutable bitmap.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ExportedBitmap {
     name: String,
-    /// The dirty ranges in bytes, in order, none next to another.
+    /// The dirty ranges in bytes, in order, with adjacent ones merged.
     dirty: Vec<Range<u64>>,
 }
 
 impl ExportedBitmap {
-    /// A bitmap of this name, whose bits are set in `dirty`, in order.
+    /// A bitmap of this name whose bits are set in the ranges `dirty`, which must be in order.
     pub fn new(name: impl Into<String>, dirty: impl IntoIterator<Item = Range<u64>>) -> Self {
         let mut merged: Vec<Range<u64>> = Vec::new();
         for range in dirty.into_iter().filter(|range| !range.is_empty()) {
@@ -31,8 +31,8 @@ impl ExportedBitmap {
         format!("qemu:dirty-bitmap:{}", self.name)
     }
 
-    /// The extents of a range, `(length, flags)` as in `BLOCK_STATUS`: at most `most`, which may end before the range
-    /// does.
+    /// The extents of a range as `(length, flags)`, as in `BLOCK_STATUS`. There are at most `most`, which may end
+    /// before the range does.
     pub fn extents(&self, offset: u64, length: u32, most: usize) -> Vec<(u32, u32)> {
         let end = offset + u64::from(length);
         let mut extents = Vec::new();
@@ -41,7 +41,7 @@ impl ExportedBitmap {
         let mut ranges = self.dirty.iter().skip(first);
         while at < end && extents.len() < most {
             let (start, stop) = ranges.next().map_or((end, end), |range| (range.start, range.end));
-            // Both fit, since the range does.
+            // Both lengths fit into 32 bits, since the range's does.
             if at < start {
                 extents.push(((start.min(end) - at) as u32, 0));
                 at = start.min(end);

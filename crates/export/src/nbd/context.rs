@@ -10,12 +10,12 @@ pub enum Context {
     Allocation,
     /// `qemu:allocation-depth`: which layer of the chain holds the range.
     Depth,
-    /// `qemu:dirty-bitmap:NAME`: the bitmap of that number.
+    /// `qemu:dirty-bitmap:NAME`: the bitmap with this index.
     Bitmap(u8),
 }
 
 impl Context {
-    /// The number by which replies refer to the context.
+    /// The ID by which replies refer to the context.
     pub const fn id(self) -> u32 {
         match self {
             Self::Allocation => 0,
@@ -34,9 +34,9 @@ impl Context {
 
     /// The flags of a run in this context.
     ///
-    /// In `base:allocation` everything that reads as zeroes without data is a hole, as in QEMU. In
-    /// `qemu:allocation-depth` 0 means allocated nowhere, 1 in the active layer, 2 in its backing file, and so on. A
-    /// bitmap's flags do not depend on runs.
+    /// In `base:allocation`, everything that reads as zeroes without data is a hole, as in QEMU. In
+    /// `qemu:allocation-depth`, 0 means not allocated, 1 allocated in the active layer, 2 in its backing file, and so
+    /// on. A bitmap's flags do not depend on runs.
     pub fn flags(self, run: &BlockStatus) -> u32 {
         match self {
             Self::Allocation => {
@@ -50,13 +50,13 @@ impl Context {
     }
 }
 
-/// Whether a query of `SET_META_CONTEXT` selects the context of this name: only its full name does.
+/// Whether a `SET_META_CONTEXT` query selects the context of this name. Only the full name does.
 pub fn is_selected(name: &str, query: &[u8]) -> bool {
     query == name.as_bytes()
 }
 
-/// Whether a query of `LIST_META_CONTEXT` lists the context of this name: its full name does, and so does what it
-/// begins with, up to a colon.
+/// Whether a `LIST_META_CONTEXT` query lists the context of this name. The full name does, and so does any prefix that
+/// ends in a colon.
 pub fn is_listed(name: &str, query: &[u8]) -> bool {
     is_selected(name, query) || (query.ends_with(b":") && name.as_bytes().starts_with(query))
 }
@@ -76,7 +76,7 @@ impl Contexts {
         self.0 & (1 << context.id()) != 0
     }
 
-    /// Whether none is selected.
+    /// Whether no context is selected.
     pub const fn is_empty(self) -> bool {
         self.0 == 0
     }
@@ -87,8 +87,8 @@ impl Contexts {
     }
 }
 
-/// Turns runs into the extents of one context: `(length, flags)`, neighbours with equal flags
-/// joined, cut to `length` bytes in all and to the first extent if `one`.
+/// Converts runs into the extents of one context, as `(length, flags)`. Neighbours with equal flags are merged. The
+/// result covers at most `length` bytes in total, and only the first extent if `one`.
 pub fn extents(context: Context, runs: &[BlockStatus], length: u32, one: bool) -> Vec<(u32, u32)> {
     let mut left = length;
     let mut extents: Vec<(u32, u32)> = Vec::with_capacity(if one { 1 } else { runs.len() });

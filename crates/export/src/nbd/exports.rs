@@ -10,12 +10,12 @@ use isobath_disk::BlockDevice;
 use parking_lot::Mutex;
 use std::sync::Arc;
 
-/// A disk under a name.
+/// A disk exported under a name.
 #[derive(Debug)]
 pub struct Export<D> {
     /// The name by which clients select it, at most 4096 bytes. The empty name also selects a server's first export.
     pub name: String,
-    /// A description for people, at most 4096 bytes; may be empty.
+    /// A human-readable description, at most 4096 bytes; may be empty.
     pub description: String,
     /// Whether writes are refused even if the disk is writable.
     pub read_only: bool,
@@ -84,19 +84,19 @@ pub struct ExportState {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ExportError {
-    /// There is one of that name.
+    /// There is already an export of that name.
     #[error("an export named '{0}' already exists; names must be unique")]
     DuplicateName(String),
     /// A name or description is too long.
-    #[error("the {field} of an export has {length} bytes; the NBD protocol allows {MAX_STRING}")]
+    #[error("the export's {field} is {length} bytes long; the NBD protocol allows {MAX_STRING}")]
     TooLong {
         /// `name`, `description` or `metadata context`.
         field: &'static str,
         /// Its length in bytes.
         length: usize,
     },
-    /// There are more bitmaps than can be told apart.
-    #[error("{0} bitmaps are exported; at most {MAX_BITMAPS} are possible")]
+    /// There are more than [`MAX_BITMAPS`] bitmaps.
+    #[error("cannot export {0} bitmaps; the maximum is {MAX_BITMAPS}")]
     TooManyBitmaps(usize),
     /// The server has been told to stop.
     #[error("the server is shutting down")]
@@ -107,12 +107,12 @@ pub enum ExportError {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum RemoveError {
-    /// There is none of that name.
-    #[error("no export is named '{0}'")]
+    /// There is no export of that name.
+    #[error("there is no export named '{0}'")]
     NotFound(String),
     /// Clients have chosen it.
     #[error(
-        "export '{name}' is in use by {clients} clients; disconnect them, or remove it with mode 'hard'"
+        "export '{name}' is in use by {clients} client(s); disconnect them, or remove it with mode 'hard'"
     )]
     InUse {
         /// Its name.
@@ -122,7 +122,7 @@ pub enum RemoveError {
     },
 }
 
-/// One export, its clients, and the stop order for them.
+/// One export, its clients, and the stop request for them.
 pub(crate) struct Entry<D> {
     pub(crate) export: Export<D>,
     pub(crate) stop: Stop,
@@ -132,7 +132,7 @@ pub(crate) struct Entry<D> {
 /// A client that has chosen an export.
 pub(crate) struct Client<D> {
     pub(crate) entry: Arc<Entry<D>>,
-    /// Dropped last: when the removal of the export is reported, the disk is no longer held.
+    /// Dropped last, so that the disk is no longer held when the export's removal is reported.
     _counted: Guard,
 }
 
@@ -143,7 +143,7 @@ impl<D> Entry<D> {
         Some(Client { entry: self, _counted: counted })
     }
 
-    /// Admits no more clients, and drops the disk here.
+    /// Stops the clients, and drops the disk here.
     fn end(self: Arc<Self>, last: Guard) {
         self.stop.request();
         drop(self);
@@ -201,7 +201,7 @@ impl<D: BlockDevice> Exports<D> {
         Ok(gone)
     }
 
-    /// Removes all of them, and prevents more from being added.
+    /// Removes all exports, and prevents more from being added.
     pub(crate) fn end(&self) {
         let entries = {
             let mut state = self.state.lock();
@@ -215,9 +215,9 @@ impl<D: BlockDevice> Exports<D> {
         }
     }
 
-    /// Passes `look` the current exports as handshakes describe them, and chooses the one whose index it returns.
+    /// Passes `look` the current exports as the handshake describes them, and chooses the one whose index it returns.
     ///
-    /// All of it is one step, so that the disk is never still held here after the removal of its export was reported.
+    /// This is one atomic step, so that the disk is never still held here after its export's removal was reported.
     pub(crate) fn choose<R>(
         &self,
         look: impl FnOnce(&[ExportInfo]) -> (R, Option<usize>),
@@ -230,7 +230,7 @@ impl<D: BlockDevice> Exports<D> {
         (result, entry.and_then(Entry::choose))
     }
 
-    /// How many clients have chosen the export of a name.
+    /// How many clients have chosen the export of this name.
     pub(crate) fn clients(&self, name: &str) -> Option<usize> {
         let state = self.state.lock();
         let entry = state.entries.iter().find(|entry| entry.export.name == name);

@@ -15,7 +15,7 @@ use std::cell::RefCell;
 use std::rc::Rc;
 use std::sync::Arc;
 
-/// NBD, with its parameters.
+/// The NBD protocol and its parameters.
 pub const PROTOCOL: Protocol = Protocol {
     name: "nbd",
     shared: true,
@@ -41,7 +41,7 @@ pub const PROTOCOL: Protocol = Protocol {
             qmp: Presence::Optional,
             option: None,
         },
-        // Clients are always offered `qemu:allocation-depth`, so this changes nothing.
+        // Clients are always offered `qemu:allocation-depth`, so this has no effect.
         Parameter {
             name: "allocation-depth",
             takes: Takes::Flag,
@@ -140,7 +140,7 @@ impl<D: BlockDevice> ExportControl for Control<D> {
     }
 
     fn clients(&self) -> Option<usize> {
-        // Another export may have the name of a removed one.
+        // Another export may have taken the name of a removed one.
         if self.removed.is_requested() { None } else { self.server.clients(&self.name) }
     }
 

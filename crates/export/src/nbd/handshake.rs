@@ -1,7 +1,7 @@
 //! The handshake: fixed newstyle negotiation as a state machine without I/O.
 //!
-//! Pass the client's input to [`Handshake::advance`]; it consumes whole messages, appends the output to send, and says
-//! when the transmission phase begins.
+//! Pass the client's input to [`Handshake::advance`]; it consumes whole messages, appends the output to send, and
+//! reports when the transmission phase begins.
 
 use super::bitmap::ExportedBitmap;
 use super::context::{Context, Contexts, is_listed, is_selected};
@@ -13,12 +13,12 @@ use super::wire::{
 use std::borrow::Cow;
 use std::sync::Arc;
 
-/// Longest data of an option that is read, in bytes. Longer data are skipped and refused.
+/// Maximum length of option data that is read, in bytes. An option with more is refused and its data skipped.
 pub const MAX_OPTION: usize = 64 << 10;
-/// Longest data of an option that is skipped, in bytes. Beyond it the session ends.
+/// Maximum length of option data that is skipped, in bytes. An option with more ends the session.
 pub const MAX_SKIP: u32 = 32 << 20;
 
-/// Once this many bytes wait to be sent, no further option is handled before they are.
+/// While more than this many bytes wait to be sent, no further option is handled.
 const MAX_OUTPUT: usize = 64 << 10;
 const OPTION_HEADER: usize = 16;
 const CLIENT_FLAGS: usize = 4;
@@ -28,13 +28,13 @@ const CLIENT_FLAGS: usize = 4;
 pub struct ExportInfo {
     /// The name by which clients choose the export.
     pub name: String,
-    /// A description for people; may be empty.
+    /// A human-readable description; may be empty.
     pub description: String,
     /// Size in bytes.
     pub size: u64,
     /// Whether writes are refused.
     pub read_only: bool,
-    /// The size in bytes to which requests are best aligned.
+    /// The preferred alignment of requests in bytes.
     pub preferred_block: u32,
     /// Whether `qemu:allocation-depth` is offered.
     pub allocation_depth: bool,
@@ -83,7 +83,7 @@ impl ExportInfo {
 /// What the client and the server agreed on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Agreement {
-    /// Index of the chosen export, among those passed last.
+    /// Index of the chosen export, among those last passed to [`Handshake::advance`].
     pub export: usize,
     /// Whether replies are structured.
     pub structured: bool,
@@ -102,7 +102,7 @@ pub enum Outcome {
     Transmission(Agreement),
 }
 
-/// The result of one call of [`Handshake::advance`].
+/// The result of one call to [`Handshake::advance`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Step {
     /// Bytes of input consumed; the rest must be passed again, followed by more.
@@ -111,29 +111,29 @@ pub struct Step {
     pub outcome: Outcome,
 }
 
-/// A violation by the client that ends the session at once.
+/// A protocol violation by the client, which ends the session immediately.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Violation {
     /// Client flags that were not offered.
-    #[error("client flags {0:#x} were not offered")]
+    #[error("the client set flags that were not offered: {0:#x}")]
     ClientFlags(u32),
     /// An option without the option magic.
-    #[error("option magic is {0:#018x}, not {OPTION_MAGIC:#018x}")]
+    #[error("wrong option magic: {0:#018x} instead of {OPTION_MAGIC:#018x}")]
     OptionMagic(u64),
     /// An option that needs fixed newstyle from a client that did not ask for it.
-    #[error("option {0} from a client without fixed newstyle")]
+    #[error("the client sent option {0} without negotiating fixed newstyle")]
     NotFixed(u32),
-    /// An option longer than can be skipped.
-    #[error("option {option} has {length} bytes of data, more than {MAX_SKIP}")]
+    /// An option too long to be skipped.
+    #[error("option {option} has {length} bytes of data, which is too long")]
     OptionTooLong {
         /// The option.
         option: u32,
         /// Its length in bytes.
         length: u32,
     },
-    /// `EXPORT_NAME` for an export that does not exist; the protocol has no other answer.
-    #[error("no export is named '{0}'")]
+    /// `EXPORT_NAME` for an export that does not exist; the protocol has no error reply for it.
+    #[error("there is no export named '{0}'")]
     NoSuchExport(String),
 }
 
@@ -144,21 +144,21 @@ pub struct Handshake {
     fixed: bool,
     no_zeroes: bool,
     structured: bool,
-    /// The export for which contexts were selected, and which.
+    /// The export for which contexts were selected, and the selected contexts.
     selected: Option<(String, Contexts)>,
-    /// Bytes of refused option data still to come.
+    /// Number of bytes of refused option data still to be skipped.
     skip: u32,
 }
 
-/// Why an option is refused: an error type and a message for people.
+/// Why an option is refused: an error type and a human-readable message.
 type Refusal = (u32, &'static str);
 
-const MALFORMED: Refusal = (option_reply::ERR_INVALID, "the option's data are malformed");
+const MALFORMED: Refusal = (option_reply::ERR_INVALID, "the option's data is malformed");
 const NO_DATA: Refusal = (option_reply::ERR_INVALID, "the option takes no data");
-const UNKNOWN: Refusal = (option_reply::ERR_UNKNOWN, "no export has this name");
+const UNKNOWN: Refusal = (option_reply::ERR_UNKNOWN, "there is no export with this name");
 const UNSTRUCTURED: Refusal =
-    (option_reply::ERR_INVALID, "metadata contexts need structured replies");
-const TOO_LONG: Refusal = (option_reply::ERR_TOO_BIG, "the option's data are too long");
+    (option_reply::ERR_INVALID, "metadata contexts require structured replies");
+const TOO_LONG: Refusal = (option_reply::ERR_TOO_BIG, "the option's data is too long");
 const NAME_TOO_LONG: Refusal = (option_reply::ERR_TOO_BIG, "a name is longer than 4096 bytes");
 const UNSUPPORTED: Refusal = (option_reply::ERR_UNSUP, "this server does not support the option");
 
@@ -177,9 +177,9 @@ impl Handshake {
     ///
     /// The exports may differ from those in the last call.
     ///
-    /// Input that stops within a message is left unconsumed. A message is at most [`MAX_OPTION`] and a header long, so
-    /// a buffer of that size always makes progress. Some messages may be left for the next call if there is much
-    /// output.
+    /// Input that ends within a message is left unconsumed. A message is at most [`MAX_OPTION`] bytes and a header
+    /// long, so a buffer of that size always makes progress. If there is much output, some messages may be left for the
+    /// next call.
     ///
     /// # Errors
     /// A violation after which the session must be closed without a reply.
@@ -268,7 +268,7 @@ impl Handshake {
         Ok(Some(Outcome::More))
     }
 
-    /// A failed or refused selection of contexts leaves none selected.
+    /// Clears the selected contexts if this option selects new ones: if it fails or is refused, none remain selected.
     fn forget(&mut self, kind: u32) {
         if kind == option::SET_META_CONTEXT {
             self.selected = None;
@@ -436,7 +436,7 @@ impl Handshake {
     }
 }
 
-/// Finds an export by name; the empty name is the first one's.
+/// Finds an export by name. The empty name also selects the first one.
 fn find<'a>(exports: &'a [ExportInfo], name: &[u8]) -> Option<(usize, &'a ExportInfo)> {
     let named = exports.iter().enumerate().find(|(_, export)| export.name.as_bytes() == name);
     named.or_else(|| exports.first().filter(|_| name.is_empty()).map(|first| (0, first)))

@@ -52,7 +52,7 @@ fn greeted() -> Handshake {
     handshake
 }
 
-/// Sends one option and gives the outcome and the replies as (type, payload).
+/// Sends one option and returns the outcome and the replies as (type, payload).
 fn send(handshake: &mut Handshake, kind: u32, data: &[u8]) -> (Outcome, Vec<(u32, Vec<u8>)>) {
     let input = option_bytes(kind, data);
     let mut output = Vec::new();
@@ -329,7 +329,7 @@ fn parts() -> impl Strategy<Value = Vec<Part>> {
     prop::collection::vec(prop_oneof![6 => valid, 2 => noisy, 1 => noise], 0..8)
 }
 
-/// Runs a whole conversation in the given pieces: replies and how it ended.
+/// Runs a whole conversation in pieces of these lengths, and returns the replies and how it ended.
 fn converse(input: &[u8], pieces: &[usize]) -> (Vec<u8>, String) {
     let mut handshake = Handshake::default();
     let mut output = Vec::new();

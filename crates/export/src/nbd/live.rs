@@ -1,7 +1,7 @@
-//! Counting of connections, and of clients of an export.
+//! Counts connections, and clients of an export.
 //!
-//! A [`WaitGroup`](isobath_sync::WaitGroup) is not enough: admission depends on the count, and on whether it is closed,
-//! so all of it is one step under a lock.
+//! A [`WaitGroup`](isobath_sync::WaitGroup) is not enough: admission depends on the count and on whether the counter is
+//! closed, so it must be one step under a lock.
 
 use parking_lot::Mutex;
 use std::future::{Future, poll_fn};
@@ -18,9 +18,9 @@ pub(crate) struct Live {
 #[derive(Default)]
 struct Connections {
     count: usize,
-    /// One was admitted at some time.
+    /// Whether any was ever admitted.
     used: bool,
-    /// No more are admitted.
+    /// Whether no more are admitted.
     closed: bool,
     waiting: Vec<Waker>,
 }
@@ -33,7 +33,7 @@ impl Connections {
     }
 }
 
-/// One connection or client, which is counted until this is dropped.
+/// One connection or client, counted until this is dropped.
 pub(crate) struct Guard(Arc<Live>);
 
 /// Waits until an export has been removed and its last client has left; then the server no longer holds the disk. May
@@ -69,8 +69,8 @@ impl Live {
         self.state.lock().count
     }
 
-    /// Closes the counter and counts one last guard, which stands for the end of the others; or returns their number if
-    /// there are more than `allowed`.
+    /// Closes the counter and returns one last guard, counted as well, for the caller to hold while it ends the others.
+    /// Fails with the count if it is more than `allowed`.
     pub(crate) fn close(self: &Arc<Self>, allowed: usize) -> Result<Guard, usize> {
         let mut state = self.state.lock();
         if state.count > allowed {
@@ -81,22 +81,22 @@ impl Live {
         Ok(Guard(self.clone()))
     }
 
-    /// Waits until the counter is closed and the last one has left.
+    /// Waits until the counter is closed and the count is 0.
     pub(crate) fn gone(self: Arc<Self>) -> Gone {
         Gone(self)
     }
 
-    /// Waits until there is none.
+    /// Waits until the count is 0.
     pub(crate) fn empty(&self) -> impl Future<Output = ()> {
         self.until(|state| state.count == 0)
     }
 
-    /// Waits until there are fewer than `limit`.
+    /// Waits until the count is below `limit`.
     pub(crate) fn below(&self, limit: usize) -> impl Future<Output = ()> {
         self.until(move |state| state.count < limit)
     }
 
-    /// Waits until there was one, and is none any more.
+    /// Waits until at least one was admitted and the count is 0.
     pub(crate) fn left(&self) -> impl Future<Output = ()> {
         self.until(|state| state.used && state.count == 0)
     }

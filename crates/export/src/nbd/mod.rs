@@ -1,9 +1,9 @@
 //! NBD, the network block device protocol: a server for any
 //! [`BlockDevice`](isobath_disk::BlockDevice).
 //!
-//! It speaks fixed newstyle with simple and structured replies, and describes its exports by the
-//! metadata contexts `base:allocation` and `qemu:allocation-depth`. TLS and extended headers are
-//! refused as not supported. Exports may be added and removed while it serves.
+//! It speaks fixed newstyle with simple and structured replies, and describes its exports with the metadata contexts
+//! `base:allocation` and `qemu:allocation-depth`. TLS and extended headers are refused as unsupported. Exports can be
+//! added and removed while it serves.
 //!
 //! ```no_run
 //! # use isobath_disk::BlockDevice;
@@ -24,7 +24,7 @@
 //! };
 //! let server = Arc::new(Server::new(vec![export], Limits::default())?);
 //! let listener = Listener::bind_unix(Path::new("/run/disk.sock"))?;
-//! // Connections are spread over these threads; without any they share the accepting one.
+//! // Connections are spread over these threads; without any, they share the accepting one.
 //! let workers = [Worker::start("nbd-0", &Config::default())?];
 //! let handles = workers.each_ref().map(|worker| worker.handle().clone());
 //!

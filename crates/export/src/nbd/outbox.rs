@@ -4,10 +4,10 @@ use crate::pool::{Pool, Pooled};
 use isobath_storage::IoBuf;
 use std::collections::VecDeque;
 
-/// Headers are cut from blocks of this many bytes.
+/// Headers are allocated from blocks of this many bytes.
 const HEADER_BLOCK: usize = 16 << 10;
-/// A batch is full once it has this many buffers; one more reply keeps it below the kernel's
-/// `IOV_MAX` of 1024.
+/// A batch is full once it has this many buffers. The reply that fills it still keeps it below the kernel's `IOV_MAX`
+/// of 1024.
 const FULL_PIECES: usize = 1000;
 /// A batch is full once it has this many bytes.
 const FULL_BYTES: usize = 1 << 20;
@@ -16,11 +16,11 @@ const FULL_BYTES: usize = 1 << 20;
 pub(crate) struct Outbox {
     full: VecDeque<Batch>,
     last: Batch,
-    /// Emptied batches, kept for their memory.
+    /// Empty batches, kept to reuse their memory.
     spare: Vec<Batch>,
     /// The free part of the current header block.
     headers: IoBuf,
-    /// Bytes that wait to be sent.
+    /// Number of bytes waiting to be sent.
     queued: usize,
     /// Whether the last buffer of `last` ends where `headers` begins.
     adjacent: bool,
@@ -31,7 +31,7 @@ pub(crate) struct Outbox {
 pub(crate) struct Batch {
     /// The buffers to send.
     pub(crate) bufs: Vec<IoBuf>,
-    /// For each buffer of the pool in `bufs`: its index, and the rest of its memory.
+    /// For each buffer in `bufs` that belongs to the pool: its index, and the rest of its memory.
     pooled: Vec<(usize, IoBuf)>,
     length: usize,
     /// The number of replies.
@@ -102,7 +102,7 @@ impl Outbox {
         Some(batch)
     }
 
-    /// Bytes that wait to be sent.
+    /// Number of bytes waiting to be sent.
     pub(crate) const fn queued(&self) -> usize {
         self.queued
     }

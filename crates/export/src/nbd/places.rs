@@ -46,7 +46,7 @@ fn uri(address: &Address, name: &str) -> String {
     }
 }
 
-/// An address as a client on this machine reaches it: `0.0.0.0` and `::` listen everywhere.
+/// An address at which a client on this machine reaches the server: `0.0.0.0` and `::` stand for all addresses.
 fn reachable(address: SocketAddr) -> SocketAddr {
     let mut address = address;
     if address.ip().is_unspecified() {
@@ -58,7 +58,7 @@ fn reachable(address: SocketAddr) -> SocketAddr {
     address
 }
 
-/// Bytes as a part of a URI; `also` need no encoding either.
+/// Percent-encodes bytes for a URI, except unreserved characters and those in `also`.
 fn percent_encoded(bytes: &[u8], also: &[u8]) -> String {
     let mut text = String::new();
     for byte in bytes {

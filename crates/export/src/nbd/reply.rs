@@ -6,7 +6,7 @@ use super::wire::{NbdError, SIMPLE_REPLY_MAGIC, STRUCTURED_REPLY_MAGIC, chunk};
 pub const SIMPLE_SIZE: usize = 16;
 /// Length of a structured chunk's header in bytes.
 pub const CHUNK_SIZE: usize = 20;
-/// Length of what precedes the data in the longer form of a read's reply, in bytes.
+/// Length of what precedes the data in a structured reply to a read, in bytes.
 pub const READ_SIZE: usize = CHUNK_SIZE + 8;
 
 /// A simple reply; a read's data follows it.
@@ -29,7 +29,7 @@ pub fn chunk_header(cookie: u64, flags: u16, kind: u16, length: u32) -> [u8; CHU
     header
 }
 
-/// The header before the `length` bytes (at least 1) of a whole read in a structured reply.
+/// The header of a structured reply to a read, before all its `length` bytes (at least 1) of data.
 pub fn read_header(cookie: u64, offset: u64, length: u32) -> [u8; READ_SIZE] {
     let mut header = [0; READ_SIZE];
     let chunk = chunk_header(cookie, chunk::FLAG_DONE, chunk::OFFSET_DATA, length + 8);
@@ -43,7 +43,7 @@ pub fn empty_read(cookie: u64) -> [u8; CHUNK_SIZE] {
     chunk_header(cookie, chunk::FLAG_DONE, chunk::NONE, 0)
 }
 
-/// A whole structured reply that reports an error, with a message for people.
+/// A complete structured reply that reports an error, with a human-readable message.
 pub fn structured_error(cookie: u64, error: NbdError, message: &str) -> Vec<u8> {
     let message = &message.as_bytes()[..message.len().min(super::wire::MAX_STRING)];
     let length = message.len() as u16;

@@ -11,7 +11,7 @@ pub struct Request {
     pub flags: u16,
     /// Command number.
     pub command: u16,
-    /// The client's id of the request, which the reply repeats.
+    /// The client's ID of the request, repeated in the reply.
     pub cookie: u64,
     /// First byte of the range.
     pub offset: u64,
@@ -19,9 +19,9 @@ pub struct Request {
     pub length: u32,
 }
 
-/// A request did not begin with the request magic: the stream can no longer be understood.
+/// A request did not begin with the request magic: the stream can no longer be parsed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("request magic is {0:#010x}, not {REQUEST_MAGIC:#010x}")]
+#[error("wrong request magic: {0:#010x} instead of {REQUEST_MAGIC:#010x}")]
 pub struct BadMagic(pub u32);
 
 /// The properties of a connection that apply to every request.
@@ -56,7 +56,7 @@ pub enum Command {
         /// Reply only once the data is durable.
         fua: bool,
     },
-    /// End the session once everything before it is done.
+    /// End the session once all earlier requests are done.
     Disconnect,
     /// Make completed writes durable.
     Flush,
@@ -93,7 +93,7 @@ pub enum Command {
         offset: u64,
         /// Bytes to describe, at least 1.
         length: u32,
-        /// Only the first extent is wanted.
+        /// Describe only the first extent.
         one: bool,
     },
 }

@@ -11,7 +11,7 @@ use isobath_disk::{BlockDevice, DiskError};
 
 /// Bytes read at a time for `CACHE`.
 const CACHE_STEP: u32 = 1 << 20;
-/// The most extents asked of the device for one `BLOCK_STATUS`, and for one with `REQ_ONE`.
+/// Maximum number of extents to query for one `BLOCK_STATUS`, and for one with `REQ_ONE`.
 const MAX_RUNS: (usize, usize) = (4096, 64);
 
 impl<D: BlockDevice, T: Transport> Session<'_, D, T> {
@@ -99,7 +99,7 @@ impl<D: BlockDevice, T: Transport> Session<'_, D, T> {
         Ok(())
     }
 
-    /// Reads the range and drops the data. Ending early loses nothing.
+    /// Reads the range and drops the data. Stopping early does no harm.
     async fn serve_cache(&self, mut offset: u64, mut length: u32) -> Result<(), DiskError> {
         while length > 0 && !self.stop.is_requested() && !self.is_broken() {
             let step = length.min(CACHE_STEP);
@@ -131,7 +131,7 @@ impl<D: BlockDevice, T: Transport> Session<'_, D, T> {
         if let Some(runs) = &runs
             && runs.first().is_none_or(|run| run.length == 0)
         {
-            tracing::error!(offset, length, "the disk returned no extent");
+            tracing::error!(offset, length, "the disk returned no extents");
             return self.fail(ticket, NbdError::Io);
         }
         let mut chunks = Vec::new();
@@ -140,7 +140,7 @@ impl<D: BlockDevice, T: Transport> Session<'_, D, T> {
             let extents = match context {
                 Context::Bitmap(number) => {
                     let Some(bitmap) = self.bitmaps.get(usize::from(number)) else {
-                        tracing::error!(number, "a client selected a bitmap that is not there");
+                        tracing::error!(number, "a client selected a bitmap that does not exist");
                         return self.fail(ticket, NbdError::Io);
                     };
                     bitmap.extents(offset, length, if one { 1 } else { MAX_RUNS.0 })

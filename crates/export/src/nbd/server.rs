@@ -27,7 +27,7 @@ use std::time::Duration;
 const MEMORY: usize = 512 << 20;
 /// Bytes of free buffers that a thread keeps for its sessions.
 const POOL_BYTES: usize = 32 << 20;
-/// The interval at which to check whether the last replies have arrived.
+/// How often to check whether the last replies have arrived.
 const DELIVERY_PAUSE: Duration = Duration::from_millis(2);
 
 thread_local! {
@@ -37,24 +37,24 @@ thread_local! {
 /// Limits for clients.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Concurrent connections, over all listeners.
+    /// Maximum number of concurrent connections, over all listeners.
     pub connections: usize,
-    /// What becomes of further ones.
+    /// What happens to further connections.
     pub when_full: WhenFull,
-    /// What one connection may have in flight. Once it is reached, no more is received from it until replies are sent.
-    /// All connections together may have 512 MiB, of which each may hold an eighth of the free part, in addition to 4
-    /// MiB each.
+    /// What one connection may have in flight. At the limit, nothing more is received from it until replies are sent.
+    /// In addition to 4 MiB each, all connections together may have 512 MiB in flight, and each may hold an eighth of
+    /// what is free.
     pub in_flight: InFlight,
     /// How long a handshake may take.
     pub handshake: Duration,
-    /// How long, after [`Server::stop`], a client may take to receive its last replies.
+    /// How long a client may take to receive its last replies after [`Server::stop`].
     pub drain: Duration,
 }
 
-/// What becomes of connections beyond [`Limits::connections`].
+/// What happens to connections beyond [`Limits::connections`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum WhenFull {
-    /// They are closed at once.
+    /// They are closed immediately.
     #[default]
     Close,
     /// They wait to be accepted until another one ends.
@@ -74,21 +74,21 @@ impl Default for Limits {
     }
 }
 
-/// Why a server cannot be set up.
+/// Why a server cannot be created.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ServerError {
     /// An export cannot be added.
     #[error(transparent)]
     Export(#[from] ExportError),
-    /// A limit of 0, under which no request could ever be served.
-    #[error("the limit of {0} is 0; it must be at least 1")]
+    /// A limit is 0, so that no request could ever be served.
+    #[error("the limit on {0} is 0; it must be at least 1")]
     ZeroLimit(&'static str),
 }
 
 /// An NBD server for any number of disks.
 ///
-/// It may be shared between threads. See the [module](super) for an example.
+/// It can be shared between threads. See the [module](super) for an example.
 pub struct Server<D> {
     exports: Exports<D>,
     limits: Limits,
@@ -103,7 +103,7 @@ impl<D: BlockDevice> Server<D> {
     /// A server for `exports`; the first is the default one. There may be none yet.
     ///
     /// # Errors
-    /// If two exports have one name, a string is too long, or a limit is 0.
+    /// If two exports have the same name, a string is too long, or a limit is 0.
     pub fn new(exports: Vec<Export<D>>, limits: Limits) -> Result<Self, ServerError> {
         for (limit, value) in
             [("connections", limits.connections), ("requests in flight", limits.in_flight.requests)]
@@ -130,26 +130,26 @@ impl<D: BlockDevice> Server<D> {
     /// removed, by [`remove`](Self::remove) or [`stop`](Self::stop), and its last client has left.
     ///
     /// # Errors
-    /// If there is one of that name, a string is too long, or the server stops.
+    /// If there is already an export of that name, a string is too long, or the server is stopping.
     pub fn add(&self, export: Export<D>) -> Result<Gone, ExportError> {
         self.exports.add(export)
     }
 
-    /// Removes an export. No client can choose it any more, and the next export becomes the default one if it was the
-    /// first. The returned future waits until its last client has left.
+    /// Removes an export. Clients can no longer choose it; if it was the first, the next export becomes the default
+    /// one. The returned future waits until its last client has left.
     ///
     /// # Errors
-    /// If there is none of that name, or it has clients and the mode is [`RemoveMode::Safe`].
+    /// If there is no export of that name, or it has clients and the mode is [`RemoveMode::Safe`].
     pub fn remove(&self, name: &str, mode: RemoveMode) -> Result<Gone, RemoveError> {
         self.exports.remove(name, mode)
     }
 
-    /// The exports as they are now, the default one first. There is none once the server stops.
+    /// The current exports, the default one first. There are none once the server is stopping.
     pub fn exports(&self) -> Vec<ExportState> {
         self.exports.states()
     }
 
-    /// How many clients have chosen the export of a name; none if there is no such export.
+    /// How many clients have chosen the export of this name; `None` if there is no such export.
     pub fn clients(&self, name: &str) -> Option<usize> {
         self.exports.clients(name)
     }
@@ -159,23 +159,23 @@ impl<D: BlockDevice> Server<D> {
         self.live.count()
     }
 
-    /// Waits until a client had chosen an export, and none is connected any more.
+    /// Waits until some client has chosen an export, and no client is connected any longer.
     pub async fn left(&self) {
         self.chosen.left().await;
         self.live.empty().await;
     }
 
-    /// Shuts the server down: no client is accepted any more, every export is removed, and each connection reads no
-    /// further request, completes those in flight, and closes. [`serve`](Self::serve) returns after that. May be called
-    /// from any thread, and more than once.
+    /// Shuts the server down: no more clients are accepted, every export is removed, and each connection reads no
+    /// further request, completes those in flight, and closes. [`serve`](Self::serve) then returns. May be called from
+    /// any thread, and more than once.
     pub fn stop(&self) {
         self.stop.request();
         self.exports.end();
     }
 
-    /// Accepts clients until [`stop`](Self::stop), and returns once every connection of the server
-    /// has ended. Connections are given to `workers` in turn, or stay on this thread if there are
-    /// none. Several listeners may be served at the same time.
+    /// Accepts clients until [`stop`](Self::stop), and returns once every connection of the server has ended.
+    /// Connections are assigned to `workers` in turn, or stay on this thread if there are none. Several listeners may
+    /// be served at the same time.
     ///
     /// # Errors
     /// If the listener fails. Connections continue; call `stop` to end them.
@@ -183,7 +183,10 @@ impl<D: BlockDevice> Server<D> {
         let mut turn = workers.iter().cycle();
         while let Some(stream) = self.accept(&listener).await? {
             let Some(guard) = self.live.enter(self.limits.connections) else {
-                tracing::warn!(limit = self.limits.connections, "too many connections; closed one");
+                tracing::warn!(
+                    limit = self.limits.connections,
+                    "too many connections; closing a new connection"
+                );
                 continue;
             };
             let server = self.clone();
@@ -240,14 +243,14 @@ impl<D: BlockDevice> Server<D> {
         .await
     }
 
-    /// Serves one client over a connected socket, from the greeting to the end, under the time
-    /// limits. The connection is not counted.
+    /// Serves one client over a connected socket, from the greeting to the end, with time limits. The connection is not
+    /// counted.
     pub async fn connection(&self, stream: &Stream) {
         let handshake = timeout(self.limits.handshake, negotiate(stream, &self.exports));
         let result = match self.unless_stopped(handshake).await {
             None => return,
             Some(Err(_)) => {
-                tracing::warn!(limit = ?self.limits.handshake, "a handshake took too long");
+                tracing::warn!(limit = ?self.limits.handshake, "a client's handshake timed out");
                 return;
             }
             Some(Ok(Ok(None))) => Ok(()),
@@ -269,12 +272,12 @@ impl<D: BlockDevice> Server<D> {
         self.deliver(stream).await;
         match result {
             Ok(()) => tracing::debug!("a client disconnected"),
-            Err(error) => tracing::info!(%error, "a connection ended"),
+            Err(error) => tracing::info!(%error, "a connection ended with an error"),
         }
     }
 
-    /// Waits until the peer's kernel has the last replies: closing a TCP socket with unread input discards pending
-    /// output.
+    /// Waits until the peer's kernel has received the last replies: closing a TCP socket with unread input discards
+    /// pending output.
     async fn deliver(&self, stream: &Stream) {
         let is_unix = |address: socket2::SockAddr| address.is_unix();
         if socket2::SockRef::from(stream).local_addr().is_ok_and(is_unix) {
@@ -291,7 +294,7 @@ impl<D: BlockDevice> Server<D> {
     /// Serves one client over any transport, from the greeting to the end, without time limits.
     ///
     /// # Errors
-    /// If the client breaks the protocol or the transport fails.
+    /// If the client violates the protocol or the transport fails.
     pub async fn session<T: Transport>(&self, transport: &T) -> Result<(), SessionError> {
         match negotiate(transport, &self.exports).await? {
             Some(Negotiated { agreement, client, window }) => {
@@ -327,7 +330,7 @@ fn unsent(stream: &Stream) -> i32 {
 impl Transport for Stream {
     fn is_gone(&self) -> bool {
         let mut poll = libc::pollfd { fd: self.as_fd().as_raw_fd(), events: 0, revents: 0 };
-        // SAFETY: one valid structure, and no waiting.
+        // SAFETY: the call reads and writes one valid `pollfd`.
         let found = unsafe { libc::poll(&raw mut poll, 1, 0) };
         found == 1 && poll.revents & (libc::POLLHUP | libc::POLLERR) != 0
     }

@@ -19,18 +19,18 @@ use std::io;
 use std::pin::pin;
 use std::task::Poll;
 
-/// Payloads up to this length in bytes go through the window.
+/// Payloads up to this length in bytes are received through the window.
 const SMALL_PAYLOAD: usize = 32 << 10;
-/// If more bytes than this wait to be sent, no request is started: the disk is faster than the client, and data read
-/// just in time is still in the processor's cache when it is sent.
+/// While this many bytes or more wait to be sent, no request is started: the disk is faster than the client, and data
+/// read just in time is still in the processor's cache when it is sent.
 const MAX_QUEUED: usize = 2 << 20;
 
 /// How much a session may have in flight: received and not yet answered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InFlight {
-    /// Requests, at least 1.
+    /// Number of requests, at least 1.
     pub requests: usize,
-    /// Bytes of the reads and writes among them. A single larger request is admitted alone.
+    /// Number of bytes of the reads and writes among them. A larger request is admitted if it is the only one.
     pub bytes: usize,
 }
 
@@ -38,7 +38,7 @@ pub struct InFlight {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SessionError {
-    /// The client broke the rules of the handshake.
+    /// The client violated the handshake protocol.
     #[error(transparent)]
     Violation(#[from] Violation),
     /// The client sent something that is not a request.
@@ -47,16 +47,16 @@ pub enum SessionError {
     /// The connection failed.
     #[error("the connection failed: {0}")]
     Io(#[from] io::Error),
-    /// The client went away in the middle of a message.
+    /// The client disconnected in the middle of a message.
     #[error("the client disconnected in the middle of a message")]
     Truncated,
 }
 
-/// Why no more requests are taken.
+/// Why no more requests are received.
 enum End {
     /// The client requested it, or closed its side between requests.
     Closed,
-    /// The server stops, or replies can no longer be sent.
+    /// The server is stopping, or replies can no longer be sent.
     Stopped,
     Failed(SessionError),
 }
@@ -67,7 +67,7 @@ impl<E: Into<SessionError>> From<E> for End {
     }
 }
 
-/// A connection whose handshake is done, and the input received after it.
+/// A connection whose handshake is complete, and the input received after it.
 pub(crate) struct Negotiated<D> {
     /// The negotiated settings.
     pub(crate) agreement: Agreement,
@@ -76,10 +76,10 @@ pub(crate) struct Negotiated<D> {
     pub(crate) window: Window,
 }
 
-/// Performs the handshake. `None` if the client ended it, or left before it had chosen an export.
+/// Performs the handshake. Returns `None` if the client ended it, or left before choosing an export.
 ///
 /// # Errors
-/// If the client broke the rules, or the connection failed.
+/// If the client violated the protocol, or the connection failed.
 pub(crate) async fn negotiate<D: BlockDevice, T: Transport>(
     transport: &T,
     exports: &Exports<D>,
@@ -127,7 +127,7 @@ pub(crate) async fn negotiate<D: BlockDevice, T: Transport>(
 pub(crate) struct Session<'a, D, T> {
     pub(crate) device: &'a D,
     pub(crate) bitmaps: &'a [ExportedBitmap],
-    /// Writes are refused even if the device takes them.
+    /// Whether writes are refused even if the device accepts them.
     read_only: bool,
     transport: &'a T,
     pub(crate) agreement: Agreement,
@@ -143,7 +143,7 @@ pub(crate) struct Session<'a, D, T> {
     sends: Cell<u64>,
     /// Why sending has failed.
     broken: RefCell<Option<io::Error>>,
-    /// The client has disconnected: replies are dropped, and nothing more is read.
+    /// Whether the client has disconnected: replies are then dropped, and nothing more is read.
     gone: Cell<bool>,
 }
 
@@ -162,7 +162,7 @@ async fn give_way() {
     .await;
 }
 
-/// A request in flight: the information that the reply needs.
+/// A request in flight: what is needed for its reply.
 #[derive(Clone, Copy)]
 pub(crate) struct Ticket {
     pub(crate) cookie: u64,
@@ -197,8 +197,8 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
         }
     }
 
-    /// Serves requests until the client leaves, breaks the protocol, or the server stops; then waits for the requests
-    /// in flight, and sends the replies if possible. If not, reads in flight are cancelled.
+    /// Serves requests until the client leaves or violates the protocol, or the server stops. Then waits for the
+    /// requests in flight and sends the replies if possible; if not, cancels the reads in flight.
     pub(crate) async fn run(&self, mut window: Window) -> Result<(), SessionError> {
         let slots = RefCell::new(Slots::new());
         let start = |ticket: Ticket, command: Command, payload: Option<Pooled>| {
@@ -373,7 +373,7 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
         Ok(())
     }
 
-    /// Whether nothing can be sent to the client any more.
+    /// Whether nothing can be sent to the client any longer.
     pub(crate) fn is_broken(&self) -> bool {
         self.gone.get()
     }
@@ -394,8 +394,8 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
         self.release(1, ticket.reserved);
     }
 
-    /// Waits until one more request with `bytes` bytes may be in flight. The task is polled again
-    /// whenever a send has made room.
+    /// Waits until one more request of `bytes` bytes may be in flight. The task is polled again whenever a send has
+    /// made room.
     async fn reserve(&self, bytes: usize) -> Result<(), End> {
         poll_fn(|cx| {
             let (requests, held) = (self.requests.get(), self.bytes.get());
@@ -422,7 +422,7 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
         self.share.borrow_mut().give(bytes);
     }
 
-    /// Sends replies as they accumulate. Ends only when sending fails; replies are dropped from then on.
+    /// Sends replies as they accumulate. Never completes; once sending has failed, replies are dropped.
     async fn write(&self) {
         loop {
             let batch =

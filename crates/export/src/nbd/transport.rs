@@ -8,12 +8,12 @@ use std::io;
 ///
 /// At most one receive and one send are in flight at a time. A dropped future may lose its buffers and received data.
 pub trait Transport {
-    /// Receives what has arrived, at least one byte, into `buf[from..]`, which is not empty. The
-    /// count is 0 once the client has ended its side.
+    /// Receives what has arrived, at least one byte, into `buf[from..]`, which must not be empty. The count is 0 once
+    /// the client has closed its side.
     fn receive(&self, buf: IoBuf, from: usize) -> impl Future<Output = (io::Result<usize>, IoBuf)>;
 
-    /// Whether the client is known to be gone, so that nothing can be sent to it. A client that has only closed its
-    /// side may still receive.
+    /// Whether the client is known to have disconnected, so that nothing can be sent to it. A client that has only
+    /// closed its side may still receive.
     fn is_gone(&self) -> bool {
         false
     }

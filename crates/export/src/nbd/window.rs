@@ -7,10 +7,11 @@ use std::io;
 
 /// Size of the window in bytes.
 pub(crate) const WINDOW: usize = 128 << 10;
-/// How much of the window is used while large writes arrive, so that their payload is received in place and not copied.
+/// How many bytes of the window are used while large writes arrive, so that their payload is received in place and not
+/// copied.
 pub(crate) const NARROW: usize = 4 << 10;
 
-/// Input received and not yet used.
+/// Input received but not yet consumed.
 pub(crate) struct Window {
     buf: IoBuf,
     start: usize,
@@ -33,7 +34,7 @@ impl Window {
         count
     }
 
-    /// Receives after the unread bytes, keeping at most `size` bytes in total. Returns how many were received.
+    /// Receives more input after the unread bytes, for at most `size` bytes in total. Returns how many were received.
     pub(crate) async fn fill<T: Transport>(
         &mut self,
         transport: &T,

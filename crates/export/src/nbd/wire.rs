@@ -14,9 +14,9 @@ pub const SIMPLE_REPLY_MAGIC: u32 = 0x6744_6698;
 /// Magic of a structured reply chunk.
 pub const STRUCTURED_REPLY_MAGIC: u32 = 0x668e_33ef;
 
-/// Longest string of the protocol in bytes: export names, descriptions, queries.
+/// Maximum length of a string in bytes: export names, descriptions, queries.
 pub const MAX_STRING: usize = 4096;
-/// Longest payload of a read or write in bytes, advertised as the maximum block size.
+/// Maximum payload of a read or write in bytes, advertised as the maximum block size.
 pub const MAX_PAYLOAD: u32 = 32 << 20;
 
 /// Handshake flags of the server, and client flags, which have the same bits.
@@ -65,11 +65,11 @@ pub mod option_reply {
     pub const ERROR: u32 = 1 << 31;
     /// The option is unknown.
     pub const ERR_UNSUP: u32 = ERROR + 1;
-    /// The option's data make no sense.
+    /// The option's data is invalid.
     pub const ERR_INVALID: u32 = ERROR + 3;
     /// No export has this name.
     pub const ERR_UNKNOWN: u32 = ERROR + 6;
-    /// The option's data are too long.
+    /// The option's data is too long.
     pub const ERR_TOO_BIG: u32 = ERROR + 9;
 }
 
@@ -79,7 +79,7 @@ pub mod info {
     pub const EXPORT: u16 = 0;
     /// The export's own name.
     pub const NAME: u16 = 1;
-    /// A description for people.
+    /// A human-readable description.
     pub const DESCRIPTION: u16 = 2;
     /// Minimum, preferred and maximum block size.
     pub const BLOCK_SIZE: u16 = 3;
@@ -91,21 +91,21 @@ pub mod transmission_flag {
     pub const HAS_FLAGS: u16 = 1 << 0;
     /// Writes are refused.
     pub const READ_ONLY: u16 = 1 << 1;
-    /// `FLUSH` works.
+    /// `FLUSH` is supported.
     pub const SEND_FLUSH: u16 = 1 << 2;
-    /// The FUA command flag works.
+    /// The FUA command flag is supported.
     pub const SEND_FUA: u16 = 1 << 3;
-    /// `TRIM` works.
+    /// `TRIM` is supported.
     pub const SEND_TRIM: u16 = 1 << 5;
-    /// `WRITE_ZEROES` works.
+    /// `WRITE_ZEROES` is supported.
     pub const SEND_WRITE_ZEROES: u16 = 1 << 6;
-    /// The DF command flag works.
+    /// The DF command flag is supported.
     pub const SEND_DF: u16 = 1 << 7;
     /// Connections to this export are coherent with one another.
     pub const CAN_MULTI_CONN: u16 = 1 << 8;
-    /// `CACHE` works.
+    /// `CACHE` is supported.
     pub const SEND_CACHE: u16 = 1 << 10;
-    /// The `FAST_ZERO` command flag works.
+    /// The `FAST_ZERO` command flag is supported.
     pub const SEND_FAST_ZERO: u16 = 1 << 11;
 }
 
@@ -147,7 +147,7 @@ pub mod command_flag {
 pub mod chunk {
     /// Flag: the last chunk of a reply.
     pub const FLAG_DONE: u16 = 1 << 0;
-    /// Nothing more.
+    /// No payload.
     pub const NONE: u16 = 0;
     /// Data and its offset.
     pub const OFFSET_DATA: u16 = 1;
@@ -171,20 +171,20 @@ pub mod state {
 pub enum NbdError {
     /// `EPERM`: a write to a read-only export.
     Perm = 1,
-    /// `EIO`: the storage below failed.
+    /// `EIO`: the underlying storage failed.
     Io = 5,
-    /// `EINVAL`: the request makes no sense.
+    /// `EINVAL`: the request is invalid.
     Invalid = 22,
     /// `ENOSPC`: no space, or a write past the end of the export.
     NoSpace = 28,
     /// `EOVERFLOW`: the request is longer than [`MAX_PAYLOAD`].
     Overflow = 75,
-    /// `ENOTSUP`: not possible (a fast zero that would be slow).
+    /// `ENOTSUP`: not supported (a fast zero that would be slow).
     NotSupported = 95,
 }
 
 impl NbdError {
-    /// The error for a host error number. Those unknown to the protocol become `EIO`.
+    /// The error for a host error number. Numbers unknown to the protocol become `EIO`.
     pub fn from_errno(errno: i32) -> Self {
         match errno {
             libc::EPERM | libc::EROFS | libc::EACCES => Self::Perm,
@@ -199,9 +199,9 @@ impl NbdError {
     pub const fn message(self) -> &'static str {
         match self {
             Self::Perm => "the export is read-only",
-            Self::Io => "the storage below the export failed; the server's log has the cause",
+            Self::Io => "the export's storage failed; see the server's log for the cause",
             Self::Invalid => "the request is not valid for this export",
-            Self::NoSpace => "no space is left, or the request reaches past the end of the export",
+            Self::NoSpace => "no space is left, or the request extends past the end of the export",
             Self::Overflow => "the request is longer than 32 MiB",
             Self::NotSupported => "the operation would not be faster than writing zeroes",
         }

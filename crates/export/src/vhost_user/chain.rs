@@ -1,4 +1,4 @@
-//! Chains of descriptors: the memory of a request.
+//! Descriptor chains: the memory of a request.
 
 use super::memory::Memory;
 use super::ring::{DESCRIPTOR, Descriptor, INDIRECT, MAX_SIZE, NEXT, Ring, WRITE};
@@ -14,23 +14,23 @@ pub(crate) struct Segment {
 /// An error in a chain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum ChainError {
-    #[error("its descriptors form a loop or are too many")]
+    #[error("the descriptor chain is too long or contains a loop")]
     TooLong,
-    #[error("it continues with descriptor {0}, which does not exist")]
+    #[error("the chain refers to descriptor {0}, which does not exist")]
     NoDescriptor(u16),
-    #[error("its indirect table is not allowed here")]
+    #[error("an indirect descriptor table is not allowed here")]
     Indirect,
-    #[error("its indirect table is outside the guest's memory or has a wrong length")]
+    #[error("the indirect table is outside the guest's memory or has an invalid length")]
     Table,
-    #[error("a part of it is outside the guest's memory")]
+    #[error("a buffer is outside the guest's memory")]
     Outside,
-    #[error("it has a device-readable descriptor after a device-writable one")]
+    #[error("a device-readable descriptor follows a device-writable one")]
     Order,
-    #[error("it is shorter than a request")]
+    #[error("the request is shorter than its header")]
     Short,
 }
 
-/// The memory of a chain, which is reused.
+/// The memory of a chain. The lists are reused for the next chain.
 #[derive(Default)]
 pub(crate) struct Chain {
     /// The device-readable memory, in order, with adjacent pieces merged.
@@ -116,7 +116,7 @@ impl Chain {
         let (mut address, mut left) = (descriptor.address, descriptor.length as usize);
         while left > 0 {
             let Some((start, rest)) = memory.guest(address) else {
-                // Everything before is useless now; a status byte may still follow.
+                // The memory so far is no longer needed; a status byte may still follow.
                 list.clear();
                 self.fault = Some(ChainError::Outside);
                 return Ok(());
@@ -141,7 +141,7 @@ impl Chain {
         Some(status)
     }
 
-    /// Copies and removes the first device-readable bytes.
+    /// Copies and removes the first `N` device-readable bytes.
     pub(crate) fn take_header<const N: usize>(&mut self) -> Option<[u8; N]> {
         let mut header = [0; N];
         let (mut filled, mut used) = (0, 0);
@@ -178,7 +178,7 @@ fn push(list: &mut Vec<Segment>, new: Segment) {
     list.push(new);
 }
 
-/// The bytes of all segments.
+/// The total length of the segments in bytes.
 pub(crate) fn total(segments: &[Segment]) -> usize {
     segments.iter().fold(0, |sum: usize, segment| sum.saturating_add(segment.length))
 }

@@ -11,11 +11,12 @@ use virtio_bindings::bindings::virtio_ring::{
     VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC,
 };
 
-/// Bytes of a sector, virtio's unit whatever the block size is.
+/// Bytes per sector, virtio's unit regardless of the block size.
 pub(crate) const SECTOR: u64 = 512;
-/// Ranges in one discard or write of zeroes.
+/// Maximum number of ranges in one discard or write-zeroes request.
 pub(crate) const MAX_RANGES: usize = 16;
-/// Segments in a request: as many as fit into QEMU's default queue of 128 without indirect descriptors.
+/// Maximum number of segments in a request: as many as fit into QEMU's default queue of 128 without indirect
+/// descriptors.
 const MAX_SEGMENTS: u32 = 126;
 /// The physical block size reported to guests, in bytes.
 const PHYSICAL_BLOCK: u32 = 4096;
@@ -55,13 +56,13 @@ pub(crate) fn features<D: BlockDevice>(device: &D, options: &Options) -> u64 {
     by_kind.iter().fold(always.iter().fold(PROTOCOL_FEATURES, bits), bits)
 }
 
-/// The configuration space of a device whose size is `size` bytes.
+/// The configuration space of a device of `size` bytes.
 pub(crate) fn space<D: BlockDevice>(device: &D, options: &Options, size: u64) -> [u8; LENGTH] {
     let block = options.logical_block_size;
     let physical = PHYSICAL_BLOCK.max(block) / block;
     let optimal = (device.preferred_block() / block).max(physical);
     let alignment = (device.preferred_block() / SECTOR as u32).max(block / SECTOR as u32);
-    // Ranges of a whole number of blocks, as large as the count of sectors allows.
+    // The maximum number of sectors in a range: a whole number of blocks, as many as 32 bits allow.
     let most = u32::MAX / (block / SECTOR as u32) * (block / SECTOR as u32);
     let ranges = MAX_RANGES as u32;
     let mut space = [0; LENGTH];

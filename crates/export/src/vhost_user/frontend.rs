@@ -16,7 +16,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// vhost-user-blk, with its parameters.
+/// The vhost-user-blk protocol and its parameters.
 pub const PROTOCOL: Protocol = Protocol {
     name: "vhost-user-blk",
     shared: false,
@@ -49,7 +49,7 @@ pub const PROTOCOL: Protocol = Protocol {
                 flag: "queues",
                 value_name: "N",
                 help: "With --vhost-user-blk: maximum number of queues",
-                // Machines use one per processor, and a queue is started only when it is used.
+                // Virtual machines use one queue per processor, and a queue is started only when it is used.
                 default: Some("64"),
             }),
         },
@@ -68,7 +68,7 @@ pub const PROTOCOL: Protocol = Protocol {
     ],
 };
 
-/// Exports by vhost-user-blk.
+/// Exports disks over vhost-user-blk.
 pub struct VhostUserFrontend {
     workers: Vec<Handle>,
 }
@@ -90,7 +90,7 @@ impl<D: BlockDevice> Frontend<D> for VhostUserFrontend {
         let listener = settings.take_listener("addr")?;
         let Address::Unix(path) = listener.address().clone() else {
             return Err(
-                "vhost-user-blk takes a socket file, since descriptors are passed over it".into()
+                "vhost-user-blk requires a Unix socket, since it passes file descriptors".into()
             );
         };
         let mut options =
@@ -110,7 +110,7 @@ impl<D: BlockDevice> Frontend<D> for VhostUserFrontend {
         let workers = self.workers.clone();
         let serving = async move {
             let result = server.serve(UnixListener::from(accepting), &workers).await;
-            // The socket's file goes with it.
+            // This also removes the socket file.
             drop(listener);
             result
         };

@@ -1,8 +1,8 @@
-//! The list of requests in flight that the client keeps for the server, so that a server that replaces another, however
-//! that ended, loses no request (vhost-user: "Inflight I/O tracking", split virtqueues).
+//! The list of requests in flight that the client keeps for the server, so that a replacement server loses no request,
+//! however the last one ended (vhost-user: "Inflight I/O tracking", split virtqueues).
 //!
-//! The order of stores is the specification's. Memory shared with another process keeps every store made before the
-//! process was killed, so nothing more than that order is needed.
+//! Stores are made in the order that the specification requires. Shared memory keeps every store made before a process
+//! is killed, so that order is all that is needed.
 
 use super::memory::Mapping;
 use super::ring::{MAX_SIZE, RingError};
@@ -14,7 +14,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU64, Ordering};
 
-/// Bytes of `QueueRegionSplit` without its entries, and of an entry (`DescStateSplit`).
+/// Sizes in bytes of `QueueRegionSplit` without its entries, and of an entry (`DescStateSplit`).
 const HEADER: usize = 16;
 const ENTRY: usize = 16;
 /// Offsets in the header; `features` is at 0.
@@ -29,7 +29,7 @@ const COUNTER: usize = 8;
 
 /// The version of the format.
 const CURRENT: u16 = 1;
-/// Queues' parts are aligned to this, so that no two share a cache line.
+/// The part of each queue is aligned to this many bytes, so that no two share a cache line.
 const ALIGNMENT: usize = 64;
 const NAME: &CStr = c"isobath-inflight";
 
@@ -44,22 +44,22 @@ fn part_length(size: u16) -> usize {
     (HEADER + ENTRY * usize::from(size)).next_multiple_of(ALIGNMENT)
 }
 
-/// Length in bytes of the memory for queues of a size.
+/// Length in bytes of the memory for `queues` queues of `size` entries.
 pub(crate) fn length(queues: u16, size: u16) -> u64 {
     part_length(size) as u64 * u64::from(queues)
 }
 
-/// A file with a new, empty list for this many queues of a size.
+/// Creates a file with a new, empty list for `queues` queues of `size` entries.
 ///
 /// # Errors
-/// There is no memory, or the size is not valid for a queue.
+/// There is not enough memory, or the size is not valid for a queue.
 pub(crate) fn create(queues: u16, size: u16) -> io::Result<File> {
     // SAFETY: the name ends with a zero byte.
     let fd = unsafe { libc::memfd_create(NAME.as_ptr(), libc::MFD_CLOEXEC) };
     if fd < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: the descriptor was made just now, for this owner.
+    // SAFETY: the descriptor was just created, and has no other owner.
     let file = File::from(unsafe { OwnedFd::from_raw_fd(fd) });
     file.set_len(length(queues, size))?;
     let region = Arc::new(Region::new(&file, 0, length(queues, size), queues, size)?);
@@ -83,15 +83,17 @@ impl Region {
     ) -> io::Result<Self> {
         let invalid = |text: &str| io::Error::new(io::ErrorKind::InvalidInput, text);
         if queues == 0 || size == 0 || size > MAX_SIZE {
-            return Err(invalid("a list of requests in flight for no queue"));
+            return Err(invalid(
+                "the list of requests in flight has no queues or an invalid queue size",
+            ));
         }
         let length = length(queues, size);
         if given < length {
-            return Err(invalid("a list of requests in flight that is too short"));
+            return Err(invalid("the list of requests in flight is too short"));
         }
         let mapping = Mapping::new(file, offset, length)?;
         if !mapping.start().cast::<u64>().is_aligned() {
-            return Err(invalid("a list of requests in flight that is not aligned"));
+            return Err(invalid("the list of requests in flight is not aligned"));
         }
         Ok(Self { mapping, queues, size })
     }
@@ -102,7 +104,7 @@ impl Region {
     /// There is no such queue, or its size or version differs.
     pub(crate) fn queue(self: &Arc<Self>, queue: u16) -> Result<InFlight, RingError> {
         if queue >= self.queues {
-            return Err(RingError::Inflight("it has fewer queues"));
+            return Err(RingError::Inflight("it has too few queues"));
         }
         // SAFETY: the mapping has a part for each of the queues.
         let start =
@@ -123,7 +125,7 @@ impl Region {
                 version.store(CURRENT, Ordering::Release);
             }
             (CURRENT, size) if size == self.size => {}
-            (CURRENT, _) => return Err(RingError::Inflight("its size differs")),
+            (CURRENT, _) => return Err(RingError::Inflight("its queue size differs")),
             _ => return Err(RingError::Inflight("its version is unknown")),
         }
         Ok(list)
@@ -136,7 +138,7 @@ pub(crate) struct InFlight {
     size: u16,
     counter: u64,
     _region: Arc<Region>,
-    /// The number of stores after which nothing more is stored, as after a kill.
+    /// The number of stores still made. Later ones are dropped, as after a kill.
     #[cfg(test)]
     stores_left: std::cell::Cell<usize>,
 }
@@ -190,7 +192,7 @@ impl InFlight {
         }
     }
 
-    /// Notes that a request was taken from the available ring.
+    /// Records that a request was taken from the available ring.
     pub(crate) fn begin(&mut self, head: u16) {
         let Some(entry) = self.entry(head) else { return };
         if self.alive() {
@@ -202,7 +204,7 @@ impl InFlight {
         }
     }
 
-    /// Notes that a batch of requests has ended. `publish` shows them to the driver and returns the new used index.
+    /// Records that a batch of requests has ended. `publish` shows them to the driver and returns the new used index.
     pub(crate) fn end(
         &mut self,
         heads: impl Iterator<Item = u16> + Clone,
@@ -231,7 +233,7 @@ impl InFlight {
     pub(crate) fn recover(&mut self, used: u16) -> Vec<u16> {
         let missed = used.wrapping_sub(self.half(USED_INDEX).load(Ordering::Acquire));
         let mut head = self.half(LAST_BATCH_HEAD).load(Ordering::Acquire);
-        // No batch is larger than the queue: a greater distance means that the ring is a new one.
+        // No batch is larger than the queue: a greater distance means that the ring is new.
         for _ in 0..missed.min(self.size) {
             let Some(entry) = self.entry(head) else { break };
             self.mark(entry).store(0, Ordering::Release);
@@ -280,7 +282,7 @@ mod tests {
         second.begin(1);
         assert_eq!(list(&region).recover(1), [5, 7, 0, 1]);
         assert!(region.queue(0).unwrap().recover(0).is_empty());
-        // A new ring, whose index starts again, has nothing in flight of the old one's last batch.
+        // A new ring, whose index starts over, has nothing in flight from the old ring's last batch.
         let mut third = list(&region);
         third.end([5, 7, 0, 1].into_iter(), || 5);
         assert!(list(&region).recover(0).is_empty());
@@ -321,8 +323,8 @@ mod tests {
             let region = region();
             let (taken, used, killed) = run_and_die(&region, stores);
             let back = list(&region).recover(used.len() as u16);
-            // The driver knows of requests that were taken and not used. Those that are not in the list
-            // come after those that are: the next server takes them from the available ring again.
+            // The driver knows of requests that were taken but not used. Those missing from the list come after those
+            // in it: the next server takes them from the available ring again.
             let mut known = taken.clone();
             for head in &used {
                 let place = known.iter().position(|known| known == head).unwrap();

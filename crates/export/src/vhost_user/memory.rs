@@ -7,7 +7,7 @@ use std::os::unix::fs::MetadataExt;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-/// The most regions that a client may share at a time.
+/// Maximum number of regions that a client may share at a time.
 pub(crate) const MAX_REGIONS: usize = 509;
 
 /// A region's location, as sent by the client (vhost-user: "Memory region description").
@@ -17,14 +17,14 @@ pub(crate) struct RegionAt {
     pub(crate) guest: u64,
     /// Length in bytes.
     pub(crate) size: u64,
-    /// Address in the client's process, which rings' addresses refer to.
+    /// Address in the client's process, as used in ring addresses.
     pub(crate) user: u64,
     /// Offset in the file.
     pub(crate) offset: u64,
 }
 
 impl RegionAt {
-    /// Whether none of its addresses and offsets overflows.
+    /// Whether it is not empty, and none of its addresses and offsets overflows.
     fn is_sound(&self) -> bool {
         let ends = |start: u64| start.checked_add(self.size).is_some();
         self.size > 0 && ends(self.guest) && ends(self.user) && ends(self.offset)
@@ -34,7 +34,7 @@ impl RegionAt {
 /// A part of a file, mapped shared for reading and writing.
 #[derive(Debug)]
 pub(crate) struct Mapping {
-    /// What `mmap` returned, and its length.
+    /// The address that `mmap` returned, and the length mapped.
     base: NonNull<u8>,
     mapped: usize,
     /// Bytes of the mapping before the requested range.
@@ -42,9 +42,9 @@ pub(crate) struct Mapping {
     length: usize,
 }
 
-// SAFETY: a mapping is memory of the whole process; whoever uses its addresses answers for how.
+// SAFETY: a mapping belongs to the whole process; whoever uses its addresses is responsible for how.
 unsafe impl Send for Mapping {}
-// SAFETY: as above; the methods only tell addresses.
+// SAFETY: as above; the methods only return addresses and lengths.
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
@@ -56,11 +56,12 @@ impl Mapping {
         let invalid = |text: &str| io::Error::new(io::ErrorKind::InvalidInput, text);
         let data = file.metadata()?;
         let end = offset.checked_add(length).filter(|end| length > 0 && *end <= data.size());
-        let end = end.ok_or_else(|| invalid("a mapping past the end of its file"))?;
-        // For hugetlbfs the block is the huge page, to which offsets and lengths must be aligned.
+        let end =
+            end.ok_or_else(|| invalid("the mapping is empty or extends past the end of its file"))?;
+        // On hugetlbfs, the block is the huge page, to which offsets and lengths must be aligned.
         let block = data.blksize().max(4096);
         if !block.is_power_of_two() {
-            return Err(invalid("a file whose block size is not a power of two"));
+            return Err(invalid("the file's block size is not a power of two"));
         }
         let start = offset & !(block - 1);
         let (lead, length) = ((offset - start) as usize, length as usize);
@@ -68,8 +69,8 @@ impl Mapping {
             .ok()
             .and_then(|size| size.checked_next_multiple_of(block as usize))
             .filter(|size| isize::try_from(*size).is_ok())
-            .ok_or_else(|| invalid("a mapping that is too large"))?;
-        let start = libc::off_t::try_from(start).map_err(|_| invalid("an offset too large"))?;
+            .ok_or_else(|| invalid("the mapping is too large"))?;
+        let start = libc::off_t::try_from(start).map_err(|_| invalid("the offset is too large"))?;
         let (access, flags) =
             (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED | libc::MAP_NORESERVE);
         // SAFETY: a new mapping at an address of the kernel's choice touches no other memory.
@@ -79,7 +80,8 @@ impl Mapping {
         if base == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());
         }
-        let base = NonNull::new(base.cast()).ok_or_else(|| invalid("a mapping at address 0"))?;
+        let base =
+            NonNull::new(base.cast()).ok_or_else(|| invalid("the file was mapped at address 0"))?;
         Ok(Self { base, mapped, lead, length })
     }
 
@@ -89,7 +91,7 @@ impl Mapping {
         unsafe { self.base.add(self.lead) }
     }
 
-    /// Bytes that may be used from the start on.
+    /// Number of bytes that may be used from the start on.
     pub(crate) fn len(&self) -> usize {
         self.length
     }
@@ -97,7 +99,7 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: the mapping was made by `new`, and whoever used its memory held it.
+        // SAFETY: the mapping was made by `new`, and all users of its memory, which hold it, are gone.
         unsafe { libc::munmap(self.base.as_ptr().cast(), self.mapped) };
     }
 }
@@ -108,10 +110,10 @@ struct Region {
     mapping: Arc<Mapping>,
 }
 
-/// A guest's memory at one time. It is immutable: every change of the table creates a new one.
+/// A guest's memory at one point in time. It is immutable: every change to the memory table creates a new one.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Memory {
-    /// By guest address, without overlaps.
+    /// Sorted by guest address, without overlaps.
     regions: Vec<Region>,
 }
 
@@ -119,11 +121,11 @@ impl Memory {
     /// Maps a region and adds it.
     ///
     /// # Errors
-    /// It overlaps another, is not entirely within its file, or there are too many.
+    /// It overlaps another region, is not entirely within its file, or there are too many.
     pub(crate) fn with(&self, at: RegionAt, file: &File) -> io::Result<Self> {
         let invalid = |text: &str| io::Error::new(io::ErrorKind::InvalidInput, text);
         if !at.is_sound() {
-            return Err(invalid("a memory region whose addresses overflow"));
+            return Err(invalid("the memory region's addresses overflow"));
         }
         if self.regions.len() >= MAX_REGIONS {
             return Err(invalid("too many memory regions"));
@@ -133,7 +135,7 @@ impl Memory {
         };
         for Region { at: old, .. } in &self.regions {
             if overlaps(at.guest, old.guest, old.size) || overlaps(at.user, old.user, old.size) {
-                return Err(invalid("memory regions that overlap"));
+                return Err(invalid("memory regions overlap"));
             }
         }
         let mapping = Arc::new(Mapping::new(file, at.offset, at.size)?);
@@ -143,7 +145,7 @@ impl Memory {
         Ok(Self { regions })
     }
 
-    /// Removes a region. Its offset in the file does not matter, as the specification says.
+    /// Removes a region. Its offset in the file is ignored, as the specification says.
     pub(crate) fn without(&self, at: RegionAt) -> Option<Self> {
         let is_it = |region: &Region| {
             (region.at.guest, region.at.size, region.at.user) == (at.guest, at.size, at.user)
@@ -166,7 +168,7 @@ impl Memory {
         self.guest(address).filter(|(_, rest)| *rest >= length).map(|(start, _)| start)
     }
 
-    /// The address in this process of `length` bytes at an address of the client's process, if they are contiguous.
+    /// The address in this process of `length` bytes at an address in the client's process, if they are contiguous.
     pub(crate) fn user_piece(&self, address: u64, length: usize) -> Option<NonNull<u8>> {
         let found = |region: &Region| {
             let distance = address.checked_sub(region.at.user)?;
@@ -180,7 +182,7 @@ impl Memory {
 impl Region {
     fn at_distance(&self, distance: u64) -> Option<(NonNull<u8>, usize)> {
         let rest = self.at.size.checked_sub(distance).filter(|rest| *rest > 0)?;
-        // SAFETY: the mapping has `size` bytes, of which `distance` are passed over.
+        // SAFETY: the mapping has `size` bytes, which is more than `distance`.
         Some((unsafe { self.mapping.start().add(distance as usize) }, rest as usize))
     }
 }

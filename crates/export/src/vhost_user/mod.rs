@@ -1,9 +1,9 @@
-//! vhost-user-blk: the disk of a virtual machine, by memory shared with it.
+//! vhost-user-blk: a virtual machine's disk, accessed through memory shared with it.
 //!
 //! The client is a virtual machine monitor (QEMU, Cloud Hypervisor) or a library (libblkio); its guest's requests
 //! arrive in rings in its memory, and data is transferred between that memory and the disk without being copied. Rings
-//! are split virtqueues with indirect descriptors and event indices. The server may be stopped, or even killed, and
-//! replaced by another while the guest runs: requests in flight are in a list that the client keeps.
+//! are split virtqueues with indirect descriptors and event indices. The server can be stopped, or even killed, and
+//! replaced while the guest runs: the client keeps a list of the requests in flight.
 //!
 //! ```no_run
 //! # use isobath_disk::BlockDevice;
@@ -15,7 +15,7 @@
 //! # fn serve<D: BlockDevice>(device: Arc<D>) -> Result<(), Box<dyn std::error::Error>> {
 //! let server = Server::new(device, Options::default())?;
 //! let listener = UnixListener::bind("/run/disk.sock")?;
-//! // Queues are spread over these threads; without any they share the accepting one.
+//! // Queues are spread over these threads; without any, they share the accepting one.
 //! let workers = [Worker::start("vring-0", &Config::default())?];
 //! let handles = workers.each_ref().map(|worker| worker.handle().clone());
 //! Executor::new(&Config::default())?.block_on(server.serve(listener, &handles))?;

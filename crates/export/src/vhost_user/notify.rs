@@ -1,12 +1,12 @@
-//! The eventfds by which the two sides wake each other.
+//! The eventfds with which the two sides wake each other.
 
 use parking_lot::Mutex;
 use std::fs;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 
-/// Fails unless a descriptor from a client is an eventfd: others could block their user, or be ready forever. If there
-/// is no `/proc`, it is trusted.
+/// Fails unless a descriptor from a client is an eventfd: other files could block, or be ready forever. Without
+/// `/proc`, the descriptor is trusted.
 pub(crate) fn check_eventfd(file: &OwnedFd) -> io::Result<()> {
     match fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd())) {
         Ok(name) if name.as_os_str() != "anon_inode:[eventfd]" => Err(io::Error::new(
@@ -17,7 +17,7 @@ pub(crate) fn check_eventfd(file: &OwnedFd) -> io::Result<()> {
     }
 }
 
-/// A client's eventfd that interrupts a guest, which may be exchanged while it is in use.
+/// A client's eventfd that interrupts a guest. It may be replaced while in use.
 #[derive(Default)]
 pub(crate) struct Notifier {
     target: Mutex<Option<Target>>,
@@ -25,7 +25,7 @@ pub(crate) struct Notifier {
 
 struct Target {
     file: OwnedFd,
-    /// A write does not block when the count is at its maximum.
+    /// Whether a write does not block when the count is at its maximum.
     nonblocking: bool,
 }
 
@@ -40,12 +40,12 @@ impl Notifier {
         *self.target.lock() = target;
     }
 
-    /// Adds 1 to the count, unless it is at its maximum: then the other side has been notified often enough.
+    /// Adds 1 to the count, unless it is at its maximum: the other side has then been notified often enough.
     pub(crate) fn notify(&self) {
         let target = self.target.lock();
         let Some(Target { file, nonblocking }) = &*target else { return };
         let mut poll = libc::pollfd { fd: file.as_raw_fd(), events: libc::POLLOUT, revents: 0 };
-        // SAFETY: one entry, which is alive.
+        // SAFETY: the call reads and writes one valid `pollfd`.
         if !nonblocking && unsafe { libc::poll(&raw mut poll, 1, 0) } != 1 {
             return;
         }

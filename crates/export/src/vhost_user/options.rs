@@ -3,7 +3,7 @@
 use super::ring;
 use std::time::Duration;
 
-/// The most queues: the protocol has one byte for their number.
+/// Maximum number of queues: the protocol has one byte for a queue's index.
 pub const MAX_QUEUES: u16 = 256;
 
 /// How a disk is presented to guests.
@@ -11,19 +11,19 @@ pub const MAX_QUEUES: u16 = 256;
 pub struct Options {
     /// The disk's serial number for the guest: up to 20 bytes of ASCII.
     pub serial: String,
-    /// Writes are accepted, unless the device itself is read-only.
+    /// Whether writes are accepted, unless the device itself is read-only.
     pub writable: bool,
-    /// Writes are durable when they complete, even for guests that flush when they need it. A guest then loses nothing
-    /// even if the server is killed, whatever the image; every write costs a flush.
+    /// Whether writes are durable when they complete, even for guests that flush by themselves. With any image, no
+    /// completed write is then lost if the server is killed; every write costs a flush.
     pub write_through: bool,
     /// How many queues a guest may use, 1 to [`MAX_QUEUES`].
     pub queues: u16,
-    /// Largest number of descriptors in a queue, a power of two from 2 to 1024.
+    /// Maximum number of descriptors in a queue, a power of two from 2 to 1024.
     pub queue_size: u16,
     /// The block size that the guest sees, in bytes: a power of two from 512 to 4096.
     pub logical_block_size: u32,
-    /// The longest time for which a queue without requests looks for new ones before it sleeps. The time adapts to the
-    /// guest, and is 0 for one with few requests. Polling keeps a thread busy.
+    /// The longest time for which an idle queue polls for requests before it sleeps. The actual time adapts to the
+    /// guest, and is 0 for a guest with few requests. Polling keeps a thread busy.
     pub poll: Duration,
 }
 
@@ -46,11 +46,11 @@ impl Default for Options {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum OptionsError {
-    /// The serial number does not fit.
-    #[error("the serial number {0:?} is not ASCII of at most 20 characters")]
+    /// The serial number is too long, or not printable ASCII.
+    #[error("the serial number {0:?} is not at most 20 printable ASCII characters")]
     Serial(String),
     /// The number of queues is out of range.
-    #[error("the number of queues is {0}; it must be 1 to {MAX_QUEUES}")]
+    #[error("the number of queues is {0}; it must be from 1 to {MAX_QUEUES}")]
     Queues(u16),
     /// The size of queues is invalid.
     #[error("the queue size {0} is not a power of two from 2 to 1024")]

@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 
 /// Bytes of free buffers that a thread keeps for its queues.
 const POOL_BYTES: usize = 16 << 20;
-/// How often a queue looks for more requests before it yields to the thread's other tasks.
+/// How many times a queue looks for more requests before it yields to the thread's other tasks.
 const ROUNDS: usize = 8;
 /// The shortest time for which polling for requests is worthwhile.
 const LEAST_LOOK: Duration = Duration::from_micros(4);
@@ -53,7 +53,7 @@ pub(crate) async fn run<D: BlockDevice>(setup: Setup<D>) -> u16 {
     let Setup { ring, in_flight, .. } = setup;
     let context = Rc::new(Context {
         device: setup.device,
-        // A separate reference count, which no other thread changes.
+        // A separate reference count that no other thread changes.
         owner: Arc::new(ring.memory().clone()),
         pool: POOL.with(Rc::clone),
         serial: setup.serial,
@@ -94,13 +94,13 @@ struct Queue<D, F, S> {
     slots: Slots<F>,
     serve: S,
     chain: Chain,
-    /// Requests taken and not yet put into the used ring.
+    /// Number of requests taken but not yet put into the used ring.
     open: usize,
     kick: Event,
     call: Arc<Notifier>,
     error: Arc<Notifier>,
     look: Look,
-    /// The ring was invalid; nothing more is taken from it.
+    /// Whether the ring was invalid; nothing more is then taken from it.
     broken: bool,
 }
 
@@ -110,7 +110,7 @@ where
     F: Future<Output = ()>,
     S: Fn(Rc<Context<D>>, Job) -> F,
 {
-    /// Starts the requests that another server left, and continues where it stopped.
+    /// Starts the requests that the last server left in flight, and continues where it stopped.
     fn recover(&mut self) {
         let Some(list) = &mut self.list else { return };
         if list.size() < self.ring.size() {
@@ -120,18 +120,18 @@ where
         let used = self.ring.used_index();
         let heads = list.recover(used);
         if heads.iter().any(|head| *head >= self.ring.size()) {
-            self.give_up(RingError::Inflight("it has requests that the ring cannot have"));
+            self.give_up(RingError::Inflight("it refers to descriptors that do not exist"));
             return;
         }
         if !heads.is_empty() {
             tracing::info!(
                 queue = self.context.queue,
                 requests = heads.len(),
-                "resubmitting requests that were in flight when the last server ended"
+                "resubmitting requests that were in flight when the previous server ended"
             );
         }
-        // Entries are used or in the list, or were not taken: a client that lost its last server does not know its
-        // position.
+        // Every available entry is used, in the list, or not yet taken. This gives the position, which a client that
+        // lost its last server does not know.
         self.ring.set_next_available(used.wrapping_add(heads.len() as u16));
         for head in heads {
             self.begin(head);
@@ -160,10 +160,10 @@ where
         Poll::Pending
     }
 
-    /// Takes available requests, or arranges to be woken when there are some.
+    /// Takes available requests, or arranges to be woken when there are any.
     fn fetch(&mut self, cx: &mut task::Context<'_>) -> Result<Poll<()>, RingError> {
         let mut taken = false;
-        // A driver cannot have more requests open than there are descriptors.
+        // A driver cannot have more requests in flight than there are descriptors.
         while self.open < usize::from(self.ring.size()) {
             let Some(head) = self.ring.take()? else { break };
             taken = true;
@@ -232,22 +232,22 @@ where
     }
 
     fn give_up(&mut self, error: RingError) {
-        tracing::warn!(queue = self.context.queue, %error, "a guest's queue is stopped");
+        tracing::warn!(queue = self.context.queue, %error, "stopping a guest's queue");
         self.broken = true;
         self.error.notify();
     }
 }
 
-/// How long to look for requests before sleeping.
+/// How long to poll for requests before sleeping.
 struct Look {
     most: Duration,
     now: Duration,
-    /// Since when there has been nothing to do.
+    /// When the queue became idle.
     since: Option<Instant>,
 }
 
 impl Look {
-    /// There are requests: the time that it took determines how long to poll from now on.
+    /// Requests were found: the time that it took determines how long to poll from now on.
     fn found(&mut self) {
         if let Some(since) = self.since.take() {
             self.found_after(since.elapsed());
@@ -265,7 +265,7 @@ impl Look {
         }
     }
 
-    /// There are no requests: returns whether to continue polling.
+    /// No requests were found: returns whether to continue polling.
     fn goes_on(&mut self) -> bool {
         if self.most.is_zero() {
             return false;

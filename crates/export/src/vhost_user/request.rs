@@ -1,4 +1,4 @@
-//! Requests of a guest: parsing and executing them (virtio 1.2, section 5.2.6).
+//! Guest requests: parsing and executing them (virtio 1.2, section 5.2.6).
 
 use super::chain::{Chain, Segment, total};
 use super::config::{MAX_RANGES, SECTOR};
@@ -22,8 +22,8 @@ use virtio_bindings::bindings::virtio_blk::{
 
 /// Bytes of a serial number (`VIRTIO_BLK_ID_BYTES`).
 pub(crate) const ID_BYTES: usize = 20;
-/// Segments of at least this many bytes, on average, go to the device one by one; smaller ones are copied, which costs
-/// less than a request for each, and keeps the request in one piece for the device.
+/// Segments of at least this many bytes on average are passed to the device one by one. Smaller ones are copied, which
+/// costs less than a request for each and keeps the request in one piece for the device.
 const DIRECT: usize = 64 << 10;
 /// Bytes copied at a time.
 const COPY: usize = 1 << 20;
@@ -40,7 +40,7 @@ pub(crate) struct Context<D> {
     pub(crate) pool: Rc<Pool>,
     pub(crate) serial: [u8; ID_BYTES],
     pub(crate) read_only: bool,
-    /// A write is durable before it completes.
+    /// Whether writes are made durable before they complete.
     pub(crate) write_through: bool,
     /// Requests that have ended, for the used ring.
     pub(crate) done: RefCell<Vec<Done>>,
@@ -98,7 +98,7 @@ impl<D: BlockDevice> Context<D> {
     /// Turns a chain into a job; a request that needs nothing from the device is completed at once.
     pub(crate) fn accept(&self, chain: &mut Chain, head: u16) -> Option<Job> {
         let Some(status) = chain.take_status() else {
-            self.complain(&"a request without a status byte");
+            self.complain(&"the request has no status byte");
             self.done.borrow_mut().push(Done { head, written: 0 });
             return None;
         };
@@ -133,7 +133,7 @@ impl<D: BlockDevice> Context<D> {
         let changes =
             matches!(kind, VIRTIO_BLK_T_OUT | VIRTIO_BLK_T_DISCARD | VIRTIO_BLK_T_WRITE_ZEROES);
         if changes && self.read_only {
-            return Err(refuse(&"a write to a read-only disk"));
+            return Err(refuse(&"the disk is read-only"));
         }
         match kind {
             VIRTIO_BLK_T_IN | VIRTIO_BLK_T_OUT => {
@@ -144,10 +144,12 @@ impl<D: BlockDevice> Context<D> {
                 };
                 let length = total(list) as u64;
                 if !other.is_empty() || !length.is_multiple_of(SECTOR) {
-                    return Err(refuse(&"a request with memory of a wrong kind or length"));
+                    return Err(refuse(
+                        &"the request has buffers of the wrong direction or length",
+                    ));
                 }
                 let Some(offset) = self.offset(sector, length) else {
-                    return Err(refuse(&"a request past the end of the disk"));
+                    return Err(refuse(&"the request extends past the end of the disk"));
                 };
                 Ok(match (changes, list.as_slice()) {
                     (_, []) => return Err(Answer::of(OK)),
@@ -175,7 +177,7 @@ impl<D: BlockDevice> Context<D> {
         }
     }
 
-    /// The offset of a range in bytes, if it is on the disk.
+    /// The offset of a range in bytes, if the range is within the disk.
     fn offset(&self, sector: u64, length: u64) -> Option<u64> {
         let offset = sector.checked_mul(SECTOR)?;
         let end = offset.checked_add(length)?;
@@ -197,7 +199,7 @@ impl<D: BlockDevice> Context<D> {
         let length = total(&chain.readable);
         let count = length / 16;
         if count == 0 || count > MAX_RANGES || !length.is_multiple_of(16) {
-            self.complain(&"a list of ranges of a wrong length");
+            self.complain(&"the list of ranges has an invalid length");
             return Err(Answer::of(ERROR));
         }
         let mut ranges = Vec::with_capacity(count);
@@ -211,7 +213,7 @@ impl<D: BlockDevice> Context<D> {
             }
             let length = u64::from(sectors) * SECTOR;
             let Some(offset) = self.offset(sector, length) else {
-                self.complain(&"a range past the end of the disk");
+                self.complain(&"a range extends past the end of the disk");
                 return Err(Answer::of(ERROR));
             };
             ranges.push(Range { offset, length, may_unmap: unmap });
@@ -219,7 +221,7 @@ impl<D: BlockDevice> Context<D> {
         Ok(ranges)
     }
 
-    /// Executes a job, and notes its completion.
+    /// Executes a job, and records its completion.
     pub(crate) async fn serve(self: Rc<Self>, job: Job) {
         let Job { head, status, action } = job;
         let result = self.perform(action).await;
@@ -234,10 +236,10 @@ impl<D: BlockDevice> Context<D> {
         self.answer(head, status, answer);
     }
 
-    /// Executes it, and returns the number of bytes written to the guest's memory.
+    /// Executes an action, and returns the number of bytes written to the guest's memory.
     ///
-    /// A future is moved into its slot when it starts. To keep the frequent case small, a read of one piece, the others
-    /// are boxed.
+    /// A future is moved into its slot when it starts. To keep it small in the most frequent case, a read into one
+    /// piece, the other cases are boxed.
     async fn perform(&self, action: Action) -> Result<u32> {
         match action {
             Action::Read { offset, segment } => {
@@ -285,8 +287,8 @@ impl<D: BlockDevice> Context<D> {
     }
 
     fn buffer(&self, Segment { start, length }: Segment) -> IoBuf {
-        // SAFETY: the segment is in the guest's memory, which `owner` keeps mapped; no reference of this
-        // process covers it but those that the engine makes of this buffer.
+        // SAFETY: the segment is in the guest's memory, which `owner` keeps mapped; in this process, only references
+        // that the engine makes from this buffer cover it.
         unsafe { IoBuf::shared(start, length, self.owner.clone()) }
     }
 
@@ -306,7 +308,7 @@ impl<D: BlockDevice> Context<D> {
             let mut from = data.get(..step).ok_or(DiskError::Closed)?;
             while let Some(piece) = pieces.next(from.len()) {
                 let (now, rest) = from.split_at(piece.length);
-                // SAFETY: the piece is in the guest's memory, and the pool's is apart from it.
+                // SAFETY: the piece is in the guest's memory, which does not overlap the pool's.
                 unsafe {
                     piece.start.copy_from_nonoverlapping(NonNull::from(now).cast(), now.len());
                 }
@@ -369,7 +371,7 @@ impl Answer {
     }
 }
 
-/// Whether the device gets the segments as they are.
+/// Whether the segments are passed to the device without copying.
 fn goes_direct(segments: &[Segment]) -> bool {
     let aligned = |segment: &Segment| segment.length.is_multiple_of(SECTOR as usize);
     total(segments) / segments.len().max(1) >= DIRECT && segments.iter().all(aligned)
@@ -383,7 +385,7 @@ fn with_offsets(mut offset: u64, segments: &[Segment]) -> impl Iterator<Item = (
     })
 }
 
-/// Runs futures concurrently to their ends; returns the first error.
+/// Runs futures concurrently to completion; returns the first error.
 async fn all<F: Future<Output = Result<()>>>(futures: impl Iterator<Item = F>) -> Result<()> {
     let mut open: Vec<Option<Pin<Box<F>>>> = futures.map(|future| Some(Box::pin(future))).collect();
     let mut result = Ok(());
@@ -407,7 +409,7 @@ async fn all<F: Future<Output = Result<()>>>(futures: impl Iterator<Item = F>) -
     result
 }
 
-/// Goes through segments in pieces.
+/// Splits segments into pieces.
 struct Pieces<'a> {
     segments: std::slice::Iter<'a, Segment>,
     now: Option<Segment>,
@@ -418,7 +420,7 @@ impl<'a> Pieces<'a> {
         Self { segments: segments.iter(), now: None }
     }
 
-    /// The next piece of at most `most` bytes; none if that is 0, or at the end.
+    /// The next piece of at most `most` bytes; `None` if that is 0, or at the end.
     fn next(&mut self, most: usize) -> Option<Segment> {
         if most == 0 {
             return None;

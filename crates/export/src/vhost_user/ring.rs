@@ -15,12 +15,12 @@ pub(crate) const INDIRECT: u16 = 4;
 /// `VRING_AVAIL_F_NO_INTERRUPT` and `VRING_USED_F_NO_NOTIFY`.
 const QUIET: u16 = 1;
 
-/// Bytes of a descriptor.
+/// Size of a descriptor in bytes.
 pub(crate) const DESCRIPTOR: usize = 16;
-/// Largest size of a queue, and most descriptors in an indirect table.
+/// Maximum size of a queue, and maximum number of descriptors in an indirect table.
 pub(crate) const MAX_SIZE: u16 = 1024;
 
-/// A descriptor, copied.
+/// A copy of a descriptor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Descriptor {
     pub(crate) address: u64,
@@ -39,7 +39,7 @@ impl Descriptor {
         if place.cast::<u64>().is_aligned() {
             let words = place.cast::<u64>();
             let (low, high) = bytes.split_at_mut(8);
-            // SAFETY: both words are readable and aligned. Each is read once, whoever changes it.
+            // SAFETY: both words are readable and aligned. Each is read only once, even if it changes concurrently.
             unsafe {
                 low.copy_from_slice(&words.read_volatile().to_ne_bytes());
                 high.copy_from_slice(&words.add(1).read_volatile().to_ne_bytes());
@@ -60,7 +60,7 @@ impl Descriptor {
     }
 }
 
-/// Where a ring's parts are, by addresses of the client's process.
+/// Where a ring's parts are, as addresses in the client's process.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Addresses {
     pub(crate) descriptors: u64,
@@ -71,15 +71,15 @@ pub(crate) struct Addresses {
 /// Why a ring cannot be used, or can no longer be used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum RingError {
-    #[error("its size {0} is not a power of two up to {MAX_SIZE}")]
+    #[error("the ring size {0} is not a power of two up to {MAX_SIZE}")]
     Size(u32),
-    #[error("its {0} is outside the guest's memory, or not aligned")]
+    #[error("the {0} is outside the guest's memory or not aligned")]
     Place(&'static str),
-    #[error("the available index {available} is too far ahead of {next}")]
+    #[error("the available index {available} is too far ahead of the next entry {next}")]
     TooFar { available: u16, next: u16 },
     #[error("descriptor {0} does not exist")]
     NoDescriptor(u16),
-    #[error("the list of requests in flight does not fit it: {0}")]
+    #[error("the list of requests in flight does not match the ring: {0}")]
     Inflight(&'static str),
 }
 
@@ -91,7 +91,7 @@ pub(crate) struct Ring {
     used: NonNull<u8>,
     /// Index of the next available entry to take.
     next_available: u16,
-    /// Available index as last seen.
+    /// The available index last read.
     seen: u16,
     next_used: u16,
     event_index: bool,
@@ -190,7 +190,7 @@ impl Ring {
     /// Takes the next available entry: the head of a chain.
     ///
     /// # Errors
-    /// The driver's index is further ahead than there are entries, or the entry is not a descriptor.
+    /// The driver's index is ahead by more than the number of entries, or the entry is not a descriptor.
     pub(crate) fn take(&mut self) -> Result<Option<u16>, RingError> {
         if self.next_available == self.seen && !self.look()? {
             return Ok(None);
@@ -204,7 +204,7 @@ impl Ring {
         Ok(Some(head))
     }
 
-    /// Whether there are available entries, by the driver's current index.
+    /// Whether there are available entries, according to the driver's current index.
     ///
     /// # Errors
     /// As [`take`](Self::take).
@@ -243,7 +243,7 @@ impl Ring {
         self.next_used
     }
 
-    /// Whether the driver wants a notification of what was published since the last one (2.7.7).
+    /// Whether the driver wants to be notified of the chains published since the last notification (2.7.7).
     pub(crate) fn needs_notification(&mut self) -> bool {
         fence(Ordering::SeqCst);
         if !self.event_index {
@@ -255,7 +255,7 @@ impl Ring {
         notified.is_none_or(|notified| crosses(wanted, self.next_used, notified))
     }
 
-    /// Asks the driver to notify of new entries, and returns whether there are some already (2.7.10).
+    /// Asks the driver for notifications of new entries, and returns whether there are any already (2.7.10).
     ///
     /// # Errors
     /// As [`take`](Self::take).
@@ -270,7 +270,7 @@ impl Ring {
         self.look()
     }
 
-    /// Asks the driver not to notify. With an event index that happens automatically, until the next
+    /// Asks the driver not to send notifications. With event indices this happens automatically, until the next
     /// [`listen`](Self::listen).
     pub(crate) fn hush(&mut self) {
         if !self.event_index {
@@ -304,7 +304,7 @@ mod tests {
 
     fn put(memory: &Memory, address: u64, value: u16) {
         let place = memory.guest_piece(address, 2).unwrap();
-        // SAFETY: mapped, and nobody else uses it now.
+        // SAFETY: mapped, and nothing else accesses it now.
         unsafe { place.cast::<u16>().write_volatile(value) };
     }
 

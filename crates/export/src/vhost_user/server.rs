@@ -17,7 +17,7 @@ use std::task::Poll;
 
 /// A vhost-user-blk server for one disk.
 ///
-/// It may be shared between threads. See the [module](super) for an example.
+/// It can be shared between threads. See the [module](super) for an example.
 pub struct Server<D> {
     pub(crate) device: Arc<D>,
     pub(crate) options: Options,
@@ -36,16 +36,16 @@ impl<D: BlockDevice> Server<D> {
         Ok(Arc::new(Self { device, options, stop: Stop::default(), connected }))
     }
 
-    /// Serves clients, one after another, until [`stop`](Self::stop); the next one waits until the last
-    /// has gone. Queues are given to `workers` in turn, or stay on this thread if there are none.
+    /// Serves clients, one after another, until [`stop`](Self::stop); the next one waits until the current one has
+    /// left. Queues are assigned to `workers` in turn, or stay on this thread if there are none.
     ///
-    /// The socket's file, if it has one, stays where it is.
+    /// The socket file, if there is one, is not removed.
     ///
     /// # Errors
     /// The listener fails.
     ///
     /// # Panics
-    /// Outside [`Executor::block_on`](isobath_ring::Executor::block_on).
+    /// If called outside [`Executor::block_on`](isobath_ring::Executor::block_on).
     pub async fn serve(
         self: &Arc<Self>,
         listener: UnixListener,
@@ -67,7 +67,7 @@ impl<D: BlockDevice> Server<D> {
                 }
                 Err(error) => {
                     let recovered = after_failed_accept(error, |error| {
-                        tracing::warn!(%error, "a client has to wait");
+                        tracing::warn!(%error, "cannot accept a connection; retrying");
                     });
                     self.unless_stopped(recovered).await.transpose()?;
                 }
@@ -76,8 +76,8 @@ impl<D: BlockDevice> Server<D> {
         Ok(())
     }
 
-    /// Shuts the server down: requests in flight are completed and shown to the guest, the queues stopped, and the
-    /// connection closed. [`serve`](Self::serve) returns after that. May be called from any thread, and more than once.
+    /// Shuts the server down: requests in flight are completed and shown to the guest, the queues are stopped, and the
+    /// connection is closed. [`serve`](Self::serve) then returns. May be called from any thread, and more than once.
     pub fn stop(&self) {
         self.stop.request();
     }

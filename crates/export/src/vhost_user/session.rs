@@ -33,7 +33,7 @@ const OFFERED: u64 = protocol::MQ
     | protocol::RESET_DEVICE
     | protocol::CONFIGURE_MEM_SLOTS
     | protocol::STATUS;
-/// In a message with a queue's descriptor: the queue's number, and the flag for no descriptor.
+/// In a message with a queue's descriptor: the mask of the queue's index, and the flag for no descriptor.
 const VRING_INDEX: u64 = 0xff;
 const NO_DESCRIPTOR: u64 = 1 << 8;
 
@@ -70,7 +70,7 @@ pub(crate) struct Session<'a, D> {
     in_flight: Option<Arc<Region>>,
     /// The channel on which the client is notified of changes.
     channel: Option<Connection>,
-    /// The size that the client knows.
+    /// The disk's size that the client knows.
     told_size: u64,
     status: u8,
 }
@@ -91,9 +91,9 @@ impl<'a, D: BlockDevice> Session<'a, D> {
         }
     }
 
-    /// Serves the client until it leaves or the server stops. All requests have ended then.
+    /// Serves the client until it leaves or the server stops. All requests have then ended.
     pub(crate) async fn run(mut self, socket: UnixStream) {
-        tracing::info!("a client has connected");
+        tracing::info!("a client connected");
         let mut connection = Connection::from(socket);
         loop {
             let ended = match self.next(&mut connection).await {
@@ -111,7 +111,7 @@ impl<'a, D: BlockDevice> Session<'a, D> {
                 Ok(false) => {}
                 Ok(true) => break,
                 Err(error) => {
-                    tracing::warn!(%error, "a client was disconnected");
+                    tracing::warn!(%error, "disconnecting the client");
                     break;
                 }
             }
@@ -158,7 +158,7 @@ impl<'a, D: BlockDevice> Session<'a, D> {
             }
         };
         if let Some(error) = refusal {
-            tracing::warn!(code, %error, "a client's message is refused");
+            tracing::warn!(code, %error, "rejected a client's message");
         }
         connection.reply(code, &body, file.as_ref()).await
     }
@@ -176,7 +176,7 @@ impl<'a, D: BlockDevice> Session<'a, D> {
             code::SET_PROTOCOL_FEATURES => {
                 let features: u64 = message.read()?;
                 if features & !OFFERED != 0 {
-                    return Err(invalid("protocol features that were not offered"));
+                    return Err(invalid("protocol features were set that were not offered"));
                 }
                 self.protocol_features = features;
                 Ok(Reply::Done)
@@ -193,8 +193,7 @@ impl<'a, D: BlockDevice> Session<'a, D> {
             code::REM_MEM_REG => {
                 let (_, region): (u64, MemoryRegion) = single_region(&message)?;
                 let memory = self.memory.without(region.into());
-                let memory =
-                    memory.ok_or_else(|| invalid("a memory region that does not exist"))?;
+                let memory = memory.ok_or_else(|| invalid("the memory region does not exist"))?;
                 self.change_memory(memory).await
             }
             code::GET_CONFIG => self.get_config(&message),
@@ -208,8 +207,8 @@ impl<'a, D: BlockDevice> Session<'a, D> {
             code::SET_INFLIGHT_FD => self.set_in_flight(message),
             code::SET_STATUS => {
                 let status: u64 = message.read()?;
-                self.status =
-                    u8::try_from(status).map_err(|_| invalid("a status larger than a byte"))?;
+                self.status = u8::try_from(status)
+                    .map_err(|_| invalid("the status does not fit in a byte"))?;
                 if self.status == 0 {
                     self.reset().await;
                 }
@@ -224,7 +223,7 @@ impl<'a, D: BlockDevice> Session<'a, D> {
             code::SET_VRING_KICK | code::SET_VRING_CALL | code::SET_VRING_ERR => {
                 self.set_notifier(message).await
             }
-            _ => Err(invalid("an unknown message")),
+            _ => Err(invalid("unknown message type")),
         }
     }
 
@@ -234,13 +233,13 @@ impl<'a, D: BlockDevice> Session<'a, D> {
 
     async fn set_features(&mut self, features: u64) -> io::Result<Reply> {
         if features & !self.offered() != 0 {
-            return Err(invalid("features that were not offered"));
+            return Err(invalid("features were set that were not offered"));
         }
         if features == self.features {
             return Ok(Reply::Done);
         }
         let running = self.pause().await;
-        // Without protocol features, queues cannot be enabled: they always are.
+        // Without protocol features, queues are always enabled.
         let was = self.features & PROTOCOL_FEATURES != 0;
         let is = features & PROTOCOL_FEATURES != 0;
         if is != was {
@@ -254,12 +253,12 @@ impl<'a, D: BlockDevice> Session<'a, D> {
         let files = std::mem::take(&mut message.files);
         let ([count, _], mut rest): ([u32; 2], _) = message.read_prefix()?;
         if count as usize != files.len() {
-            return Err(invalid("a memory table with a wrong number of descriptors"));
+            return Err(invalid("the memory table has the wrong number of file descriptors"));
         }
         let mut memory = Memory::default();
         for file in files {
             let (region, next) = zerocopy::FromBytes::read_from_prefix(rest)
-                .map_err(|_| invalid("a memory table that is too short"))?;
+                .map_err(|_| invalid("the memory table is too short"))?;
             let region: MemoryRegion = region;
             rest = next;
             memory = memory.with(region.into(), &File::from(file))?;
@@ -278,7 +277,7 @@ impl<'a, D: BlockDevice> Session<'a, D> {
         let most = MAX_BODY - size_of::<ConfigPart>();
         let end = part.offset.checked_add(part.size).map_or(usize::MAX, |end| end as usize);
         if end > most || payload.len() != part.size as usize {
-            // A body without bytes is an error.
+            // A reply without configuration bytes signals an error.
             return Ok(Reply::Body(ConfigPart { size: 0, ..part }.as_bytes().to_vec()));
         }
         self.told_size = self.server.device.size();
@@ -306,7 +305,7 @@ impl<'a, D: BlockDevice> Session<'a, D> {
         let asked = in_flight_area(&mut message)?;
         let options = &self.server.options;
         if asked.queues > options.queues || asked.queue_size > options.queue_size {
-            return Err(invalid("a list of requests in flight for too many or too large queues"));
+            return Err(invalid("the list of requests in flight has too many or too large queues"));
         }
         let file = inflight::create(asked.queues, asked.queue_size)?;
         let length = inflight::length(asked.queues, asked.queue_size);
@@ -318,7 +317,9 @@ impl<'a, D: BlockDevice> Session<'a, D> {
         let file = File::from(message.file()?);
         let area = in_flight_area(&mut message)?;
         if self.vrings.iter().any(Vring::is_running) {
-            return Err(invalid("a second list of requests in flight while queues run"));
+            return Err(invalid(
+                "the list of requests in flight cannot be replaced while queues run",
+            ));
         }
         let region = Region::new(&file, area.offset, area.length, area.queues, area.queue_size)?;
         self.in_flight = Some(Arc::new(region));
@@ -326,7 +327,7 @@ impl<'a, D: BlockDevice> Session<'a, D> {
     }
 
     fn vring(&mut self, index: u32) -> io::Result<&mut Vring> {
-        self.vrings.get_mut(index as usize).ok_or_else(|| invalid("a queue that does not exist"))
+        self.vrings.get_mut(index as usize).ok_or_else(|| invalid("the queue does not exist"))
     }
 
     async fn set_vring(&mut self, code: u32, state: VringState) -> io::Result<Reply> {
@@ -342,21 +343,21 @@ impl<'a, D: BlockDevice> Session<'a, D> {
             }
             code::SET_VRING_ENABLE => {
                 if value > 1 {
-                    return Err(invalid("an enable value other than 0 or 1"));
+                    return Err(invalid("the enable value is neither 0 nor 1"));
                 }
                 vring.enabled = value == 1;
                 if value == 0 {
                     vring.stop().await;
                 }
             }
-            _ if vring.is_running() => return Err(invalid("a change to a running queue")),
+            _ if vring.is_running() => return Err(invalid("a running queue cannot be changed")),
             code::SET_VRING_NUM if value > most || !value.is_power_of_two() => {
-                return Err(invalid("a queue size that was not offered"));
+                return Err(invalid("the queue size is too large or not a power of two"));
             }
             code::SET_VRING_NUM => vring.size = value,
             _ => {
-                vring.base =
-                    u16::try_from(value).map_err(|_| invalid("an index of more than 16 bits"))?;
+                vring.base = u16::try_from(value)
+                    .map_err(|_| invalid("the index does not fit in 16 bits"))?;
             }
         }
         self.start(index as usize)
@@ -364,7 +365,7 @@ impl<'a, D: BlockDevice> Session<'a, D> {
 
     async fn set_addresses(&mut self, at: VringAddress) -> io::Result<Reply> {
         if at.flags != 0 {
-            return Err(invalid("a log of used rings, which was not offered"));
+            return Err(invalid("logging of the used ring was not offered"));
         }
         let vring = self.vring(at.index)?;
         vring.stop().await;
@@ -382,7 +383,7 @@ impl<'a, D: BlockDevice> Session<'a, D> {
         match message.code {
             code::SET_VRING_KICK => {
                 let file: Option<OwnedFd> = file;
-                let kick = file.ok_or_else(|| invalid("a queue without a kick eventfd"))?;
+                let kick = file.ok_or_else(|| invalid("the queue has no kick eventfd"))?;
                 vring.stop().await;
                 vring.kick = Some(kick);
                 return self.start(index as usize);
@@ -399,7 +400,7 @@ impl<'a, D: BlockDevice> Session<'a, D> {
         Ok(Reply::Done)
     }
 
-    /// Starts a queue if everything that it needs is there.
+    /// Starts a queue if it is ready.
     fn start(&mut self, index: usize) -> io::Result<Reply> {
         let common = self.common();
         let Some(vring) = self.vrings.get_mut(index) else { return Ok(Reply::Done) };
@@ -427,7 +428,7 @@ impl<'a, D: BlockDevice> Session<'a, D> {
         }
     }
 
-    /// Stops the running queues, and returns which these are.
+    /// Stops the running queues, and returns their indices.
     async fn pause(&mut self) -> Vec<usize> {
         let vrings = self.vrings.iter().enumerate();
         let running = vrings.filter(|(_, vring)| vring.is_running()).map(|(at, _)| at).collect();
@@ -465,11 +466,11 @@ impl From<MemoryRegion> for RegionAt {
     }
 }
 
-/// The region of a message about one: it follows 8 bytes of padding.
+/// The region in a message about a single one; it follows 8 bytes of padding.
 fn single_region(message: &Message) -> io::Result<(u64, MemoryRegion)> {
     let (padding, rest) = message.read_prefix()?;
     let region = zerocopy::FromBytes::read_from_bytes(rest);
-    Ok((padding, region.map_err(|_| invalid("a memory region of a wrong length"))?))
+    Ok((padding, region.map_err(|_| invalid("the memory region has the wrong length"))?))
 }
 
 /// A client's description of the list of requests in flight; some clients omit the padding.

@@ -34,7 +34,7 @@ pub(crate) struct Vring {
     pub(crate) addresses: Addresses,
     /// Index of the next available entry.
     pub(crate) base: u16,
-    /// Its presence means that the queue is started.
+    /// The queue is started once this is set.
     pub(crate) kick: Option<OwnedFd>,
     pub(crate) call: Arc<Notifier>,
     pub(crate) error: Arc<Notifier>,
@@ -67,7 +67,7 @@ impl Vring {
         self.running.is_some()
     }
 
-    /// Whether everything that it needs is there.
+    /// Whether it has everything that it needs to start, and is not running.
     pub(crate) fn is_ready(&self) -> bool {
         self.enabled && self.kick.is_some() && self.running.is_none()
     }
@@ -75,13 +75,13 @@ impl Vring {
     /// Starts the queue's task.
     ///
     /// # Errors
-    /// Its ring is not in the memory.
+    /// The ring is invalid, or not within the guest's memory.
     pub(crate) fn start<D: BlockDevice>(
         &mut self,
         common: &Common<D>,
         in_flight: Option<InFlight>,
     ) -> io::Result<()> {
-        let kick = self.kick.as_ref().ok_or_else(|| invalid("a queue without kicks"))?;
+        let kick = self.kick.as_ref().ok_or_else(|| invalid("the queue has no kick eventfd"))?;
         let memory = common.memory.clone();
         let ring = Ring::new(memory, self.size, &self.addresses, self.base, common.event_index)
             .map_err(io::Error::other)?;
@@ -118,7 +118,9 @@ impl Vring {
         let Some(running) = self.running.take() else { return };
         match running.ended.await {
             Ok(base) => self.base = base,
-            Err(error) => tracing::error!(queue = self.index, %error, "a queue ended by itself"),
+            Err(error) => {
+                tracing::error!(queue = self.index, %error, "a queue terminated unexpectedly");
+            }
         }
     }
 }

@@ -11,20 +11,20 @@ use std::os::unix::net::UnixStream;
 use std::ptr;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-/// Bytes of a header.
+/// Length of a header in bytes.
 const HEADER: usize = 12;
-/// The longest body that any message has: a memory table, or a configuration space with its header.
+/// Maximum length of a body in bytes: the longest are memory tables and configuration spaces with their header.
 pub(crate) const MAX_BODY: usize = 4096;
-/// The most descriptors that come with a message.
+/// Maximum number of descriptors in a message.
 const MAX_FILES: usize = 32;
 
-/// Header flags: the version, a reply, a reply wanted.
+/// Header flags: the version, a reply, a reply required.
 const VERSION_MASK: u32 = 3;
 const VERSION: u32 = 1;
 const REPLY: u32 = 1 << 2;
 const NEED_REPLY: u32 = 1 << 3;
 
-/// The requests of clients, by the numbers of the specification.
+/// The requests of clients, as numbered in the specification.
 pub(crate) mod code {
     pub(crate) const GET_FEATURES: u32 = 1;
     pub(crate) const SET_FEATURES: u32 = 2;
@@ -58,7 +58,7 @@ pub(crate) mod code {
     pub(crate) const BACKEND_CONFIG_CHANGE: u32 = 2;
 }
 
-/// Bits of the protocol features.
+/// Protocol feature bits.
 pub(crate) mod protocol {
     pub(crate) const MQ: u64 = 1 << 0;
     pub(crate) const REPLY_ACK: u64 = 1 << 3;
@@ -124,7 +124,7 @@ pub(crate) struct InFlightArea {
 #[derive(Debug)]
 pub(crate) struct Message {
     pub(crate) code: u32,
-    /// The client waits for a reply, if that was negotiated.
+    /// Whether the client waits for a reply, if `REPLY_ACK` was negotiated.
     pub(crate) needs_reply: bool,
     pub(crate) body: Vec<u8>,
     pub(crate) files: Vec<OwnedFd>,
@@ -133,19 +133,19 @@ pub(crate) struct Message {
 impl Message {
     /// The body, if it is exactly a `T`.
     pub(crate) fn read<T: FromBytes>(&self) -> io::Result<T> {
-        T::read_from_bytes(&self.body).map_err(|_| invalid("a message of a wrong length"))
+        T::read_from_bytes(&self.body).map_err(|_| invalid("the message has the wrong length"))
     }
 
-    /// The `T` at the body's start, if there is one, and the rest.
+    /// The `T` at the start of the body, if there is one, and the rest.
     pub(crate) fn read_prefix<T: FromBytes>(&self) -> io::Result<(T, &[u8])> {
-        T::read_from_prefix(&self.body).map_err(|_| invalid("a message that is too short"))
+        T::read_from_prefix(&self.body).map_err(|_| invalid("the message is too short"))
     }
 
-    /// The only descriptor that came with it.
+    /// Takes the descriptor that came with it, which must be the only one.
     pub(crate) fn file(&mut self) -> io::Result<OwnedFd> {
         match (self.files.pop(), self.files.is_empty()) {
             (Some(file), true) => Ok(file),
-            _ => Err(invalid("a message with a wrong number of descriptors")),
+            _ => Err(invalid("the message has the wrong number of file descriptors")),
         }
     }
 }
@@ -160,7 +160,7 @@ pub(crate) struct Connection {
     header: [u8; HEADER],
     body: Vec<u8>,
     files: Vec<OwnedFd>,
-    /// Bytes received of the header and, after it, of the body.
+    /// Number of bytes received of the header and the body that follows it.
     filled: usize,
 }
 
@@ -183,7 +183,7 @@ impl From<OwnedFd> for Connection {
 }
 
 impl Connection {
-    /// Waits for a message; `None` at the connection's end. Dropping the future loses nothing.
+    /// Receives a message; `None` at the end of the connection. Dropping the future loses no data.
     ///
     /// # Errors
     /// The input is not a message, or the connection has failed.
@@ -281,10 +281,10 @@ impl Connection {
     }
 }
 
-/// Room for control messages with descriptors, aligned as the kernel needs it.
+/// Room for control messages with descriptors, aligned as the kernel requires.
 type Control = [MaybeUninit<u64>; 24];
 
-/// Receives available bytes, at most `space`, and the descriptors that come with them.
+/// Receives the available bytes that fit into `space`, and the descriptors that come with them.
 fn receive(socket: i32, space: &mut [u8], files: &mut Vec<OwnedFd>) -> io::Result<usize> {
     let mut vector = libc::iovec { iov_base: space.as_mut_ptr().cast(), iov_len: space.len() };
     let mut control: Control = [MaybeUninit::uninit(); 24];
@@ -299,8 +299,8 @@ fn receive(socket: i32, space: &mut [u8], files: &mut Vec<OwnedFd>) -> io::Resul
         libc::recvmsg(socket, &raw mut header, libc::MSG_DONTWAIT | libc::MSG_CMSG_CLOEXEC)
     };
     let count = usize::try_from(count).map_err(|_| io::Error::last_os_error())?;
-    // SAFETY: the kernel has filled the control messages that the header now describes; each one's data
-    // are as long as it says.
+    // SAFETY: the kernel has filled in the control messages that the header now describes; the data of each is as long
+    // as it says.
     unsafe {
         let mut message = libc::CMSG_FIRSTHDR(&raw const header);
         while let Some(one) = message.as_ref() {
@@ -316,12 +316,12 @@ fn receive(socket: i32, space: &mut [u8], files: &mut Vec<OwnedFd>) -> io::Resul
         }
     }
     if header.msg_flags & libc::MSG_CTRUNC != 0 || files.len() > MAX_FILES {
-        return Err(invalid("a message with too many descriptors"));
+        return Err(invalid("the message has too many file descriptors"));
     }
     Ok(count)
 }
 
-/// Sends as much as the socket accepts now, with a descriptor.
+/// Sends as many bytes as the socket accepts now, with a descriptor if there is one.
 fn send(socket: i32, bytes: &[u8], file: Option<&File>) -> io::Result<usize> {
     let mut vector =
         libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() };
@@ -332,8 +332,8 @@ fn send(socket: i32, bytes: &[u8], file: Option<&File>) -> io::Result<usize> {
     header.msg_iovlen = 1;
     if let Some(file) = file {
         header.msg_control = control.as_mut_ptr().cast();
-        // SAFETY: the room is aligned and enough for one message with one descriptor, which is written
-        // whole, its padding left out of what the kernel reads.
+        // SAFETY: the buffer is aligned and large enough for one control message with one descriptor. The message is
+        // written completely; the kernel does not read its padding.
         unsafe {
             header.msg_controllen = libc::CMSG_SPACE(size_of::<i32>() as u32) as usize;
             ptr::write_bytes(header.msg_control.cast::<u8>(), 0, header.msg_controllen);

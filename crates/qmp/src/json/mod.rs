@@ -1,7 +1,7 @@
 //! JSON as in QMP: consecutive values, with or without whitespace between them.
 //!
 //! A peer's input is first split into values ([`Splitter`], which bounds their size and nesting), and each is then
-//! parsed by `serde_json`, with duplicate keys refused ([`parse`]).
+//! parsed by `serde_json`, with duplicate keys rejected ([`parse`]).
 
 mod print;
 mod split;

@@ -5,7 +5,7 @@ use serde_json::Value;
 use serde_json::ser::{Formatter, Serializer};
 use std::io::{self, Write};
 
-/// The text of a value, in ASCII and on one line, and a line's end (`\r\n`, as QEMU sends).
+/// A value as ASCII text on one line, ending in `\r\n` as QEMU's lines do.
 pub fn to_line(value: &Value) -> Vec<u8> {
     let mut text = Vec::new();
     // Writing a Value to memory cannot fail: its keys are strings.

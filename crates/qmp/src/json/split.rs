@@ -5,12 +5,12 @@
 pub struct Limits {
     /// Bytes of one value.
     pub bytes: usize,
-    /// How deep objects and arrays may nest; at most 120, since `serde_json` ends at 128.
+    /// How deep objects and arrays may nest; at most 120, since `serde_json` stops at 128.
     pub depth: usize,
 }
 
 impl Default for Limits {
-    /// 1 MiB and 100 levels; QEMU has 64 MiB and 1,024.
+    /// 1 MiB and 100 levels; QEMU allows 64 MiB and 1,024.
     fn default() -> Self {
         Self { bytes: 1 << 20, depth: 100 }
     }
@@ -28,10 +28,10 @@ pub enum SplitError {
     /// A closing bracket where none is open, or a comma or colon between values.
     #[error("JSON parse error, expecting value")]
     NoValue,
-    /// A byte that begins no value.
+    /// A byte that cannot begin a value.
     #[error("JSON parse error, stray '{0}'")]
     Stray(char),
-    /// A byte 0xFF, with which a client asks to forget what it has sent so far.
+    /// A byte 0xFF, by which a client discards the value sent so far.
     #[error("JSON parse error, the client aborted the value")]
     Reset,
 }
@@ -42,20 +42,20 @@ enum Position {
     Between,
     /// In an object or array.
     Nested,
-    /// In a number or keyword outside of any object.
+    /// In a number or keyword outside any object.
     Word,
-    /// In a string that ends with the byte.
+    /// In a string that ends with this quote.
     String(u8),
     /// After a backslash in such a string.
     Escape(u8),
-    /// In a value that was refused, up to the next newline or byte 0xFF.
+    /// In a rejected value, up to the next newline or byte 0xFF.
     Skipping,
 }
 
 /// Accepts bytes as they arrive, and returns values, each as JSON text.
 ///
-/// Strings in single quotes, which QEMU accepts too, are converted to double quotes. Otherwise the contents between the
-/// brackets are not examined.
+/// Strings in single quotes, which QEMU accepts too, are converted to double quotes. Apart from that, the contents
+/// between the brackets are not examined.
 #[derive(Debug)]
 pub struct Splitter {
     limits: Limits,
@@ -70,7 +70,7 @@ impl Splitter {
         Self { limits, state: Position::Between, depth: 0, value: Vec::new() }
     }
 
-    /// Consumes bytes from the front of `input` until a value is complete or refused; `None` once all are consumed.
+    /// Consumes bytes from the front of `input` until a value is complete or rejected; `None` once all are consumed.
     pub fn next(&mut self, input: &mut &[u8]) -> Option<Result<Vec<u8>, SplitError>> {
         while let Some((&byte, rest)) = input.split_first() {
             if self.state == Position::Word && !is_word(byte) {

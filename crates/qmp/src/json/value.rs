@@ -4,10 +4,10 @@ use serde::de::{Deserialize, Deserializer, Error, MapAccess, SeqAccess, Visitor}
 use serde_json::{Map, Number, Value};
 use std::fmt;
 
-/// Parses a value and refuses objects with duplicate keys, which readers could interpret differently.
+/// Parses a value, rejecting objects with duplicate keys, which readers could interpret differently.
 ///
 /// # Errors
-/// A text in the form of QEMU's, `JSON parse error, ...`.
+/// A message in QEMU's form, `JSON parse error, ...`.
 pub fn parse(text: &[u8]) -> Result<Value, String> {
     serde_json::from_slice(text)
         .map(|Strict(value)| value)

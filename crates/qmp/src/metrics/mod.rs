@@ -1,6 +1,6 @@
 //! Prometheus metrics, over HTTP.
 //!
-//! `GET /metrics` returns them in Prometheus' text format 0.0.4. A connection is for one request.
+//! `GET /metrics` returns them in Prometheus text format 0.0.4. Each connection serves one request.
 
 mod text;
 
@@ -50,7 +50,7 @@ pub async fn serve<H: Host + Clone>(
         let (counted, server) = (Counted(connections.clone()), server.clone());
         drop(spawn(async move {
             if timeout(PATIENCE, answer(&stream, &server)).await.is_err() {
-                tracing::debug!("a request for metrics took too long");
+                tracing::debug!("a metrics request timed out");
             }
             drop(counted);
         }));

@@ -44,7 +44,7 @@ pub(super) fn metrics<H: Host + Clone>(server: &Server<Monitor<H>>) -> String {
     text.family("isobath_host_syncs_total", "counter", "fdatasync calls for all images.");
     text.sample("isobath_host_syncs_total", &[], file::syncs());
     monitor_metrics(&mut text, monitor);
-    text.family("isobath_qmp_clients", "gauge", "Clients of the control sockets.");
+    text.family("isobath_qmp_clients", "gauge", "Clients connected to the control sockets.");
     text.sample("isobath_qmp_clients", &[], server.sessions());
     text.0
 }
@@ -66,7 +66,7 @@ fn requests<H: Host>(text: &mut Text, drives: &Drives<H>) {
     };
     counter("isobath_requests_total", "Requests that succeeded.", |stats| stats.requests);
     counter("isobath_requests_failed_total", "Requests that failed.", |stats| stats.failed);
-    counter("isobath_request_bytes_total", "Bytes of requests that succeeded.", |stats| {
+    counter("isobath_request_bytes_total", "Bytes in requests that succeeded.", |stats| {
         stats.bytes
     });
     let name = "isobath_request_seconds";
@@ -101,15 +101,13 @@ fn gauges<H: Host>(text: &mut Text, drives: &Drives<H>) {
     gauge("isobath_requests_in_flight", "Requests in flight.", &|drive| {
         drive.disk().io_stats().in_flight.into()
     });
-    gauge("isobath_disk_size_bytes", "The disk's size.", &|drive| drive.disk().size());
-    gauge("isobath_chain_layers", "Layers of the chain.", &|drive| drive.disk().depth() as u64);
-    gauge(
-        "isobath_chain_indexed_layers",
-        "Layers that a direct-access index describes.",
-        &|drive| drive.disk().indexed_layers() as u64,
-    );
-    gauge("isobath_map_bytes", "Memory of the map.", &|drive| drive.disk().map_stats().bytes);
-    gauge("isobath_map_budget_bytes", "The map's memory limit.", &|drive| {
+    gauge("isobath_disk_size_bytes", "Size of the disk.", &|drive| drive.disk().size());
+    gauge("isobath_chain_layers", "Layers in the chain.", &|drive| drive.disk().depth() as u64);
+    gauge("isobath_chain_indexed_layers", "Layers covered by a direct-access index.", &|drive| {
+        drive.disk().indexed_layers() as u64
+    });
+    gauge("isobath_map_bytes", "Memory used by the map.", &|drive| drive.disk().map_stats().bytes);
+    gauge("isobath_map_budget_bytes", "Memory limit of the map.", &|drive| {
         drive.disk().map_stats().budget
     });
 }

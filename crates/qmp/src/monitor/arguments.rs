@@ -1,11 +1,11 @@
-//! Arguments that the schema has checked already.
+//! Arguments already checked against the schema.
 
 use serde_json::{Map, Value};
 
 /// A command's arguments.
 pub(super) type Arguments = Map<String, Value>;
 
-/// A string, or the empty one if it is missing.
+/// A string; empty if missing.
 pub(super) fn text<'a>(arguments: &'a Arguments, name: &str) -> &'a str {
     optional_text(arguments, name).unwrap_or("")
 }
@@ -26,8 +26,8 @@ pub(super) fn number(arguments: &Arguments, name: &str) -> Option<f64> {
     arguments.get(name).and_then(Value::as_f64)
 }
 
-/// Whether a name can be a node's or a job's (QEMU's `id_wellformed`): a letter, then letters, digits
-/// and `-._`, not too many.
+/// Whether a name is a valid identifier (QEMU's `id_wellformed`): a letter, then letters, digits and `-._`, at most
+/// `longest` bytes in all.
 pub(super) fn is_well_formed(name: &str, longest: usize) -> bool {
     let mut bytes = name.bytes();
     bytes.next().is_some_and(|first| first.is_ascii_alphabetic())

@@ -15,7 +15,7 @@ struct Protocol {
     path: PathBuf,
     /// The options of the node that it refers to.
     options: Arguments,
-    /// That node, if it was added before.
+    /// That node's name, if it was added before.
     node: Option<String>,
 }
 
@@ -46,7 +46,7 @@ impl<H: Host + Clone> Monitor<H> {
             Some(Value::Null) => false,
             Some(_) => {
                 return Err(QmpError::new(
-                    "'backing' can be null, or left out to open the chain that the image names",
+                    "'backing' must be null, or omitted to open the chain that the image names",
                 ));
             }
         };
@@ -131,7 +131,7 @@ impl<H: Host + Clone> Monitor<H> {
             return in_use("it is part of a backing chain");
         }
         if !found.drive.device().is_empty() {
-            return in_use(&format!("it is in the device '{}'", found.drive.device()));
+            return in_use(&format!("it is used by device '{}'", found.drive.device()));
         }
         if let Some(export) = self.export_of(&found.drive) {
             return in_use(&format!("it is exported as '{export}'"));
@@ -165,7 +165,7 @@ impl<H: Host + Clone> Monitor<H> {
         disk.resize(size, Preallocation::Off, shrink).await.map_err(QmpError::new)
     }
 
-    /// Forgets the names of files that are no longer part of any disk, since another file may get their numbers.
+    /// Forgets the names of files that are no longer part of any disk, since other files may reuse their IDs.
     pub(super) fn prune_names(&self) {
         let drives = self.drives();
         let files = drives.iter().flat_map(|drive| drive.files());

@@ -25,12 +25,12 @@ impl<H: Host> Drive<H> {
         Self { device: device.into(), disk, upkeep, added: false, taken }
     }
 
-    /// A disk that was added, in no device.
+    /// A disk that was added, without a device.
     pub(super) fn added(disk: Arc<LiveDisk<H>>) -> Self {
         let kept = disk.clone();
         let upkeep = spawn(async move {
             if let Err(error) = kept.upkeep().await {
-                tracing::warn!(%error, "upkeep ended");
+                tracing::warn!(%error, "background upkeep ended");
             }
         });
         let upkeep = RefCell::new(Some(upkeep));

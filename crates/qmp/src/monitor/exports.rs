@@ -20,7 +20,7 @@ use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
 
-/// The longest id of an export.
+/// The longest export id.
 const LONGEST: usize = 255;
 
 /// An export as QMP knows it.
@@ -28,7 +28,7 @@ pub(super) struct ExportEntry {
     id: String,
     protocol: &'static Protocol,
     control: Box<dyn ExportControl>,
-    /// The device that it serves, or the node at the time when it was added.
+    /// The device that it serves, or the node at the time it was added.
     of: Of,
     ending: Cell<bool>,
     /// Serves it, removes it from the list, and sends the event.
@@ -37,7 +37,7 @@ pub(super) struct ExportEntry {
 
 enum Of {
     Device(String),
-    /// The index is that of a disk's address.
+    /// A node, by its disk's address.
     Node(usize),
 }
 
@@ -77,7 +77,7 @@ impl ExportList {
         self.removed.notify(usize::MAX);
     }
 
-    /// Waits until there is none with its own server.
+    /// Waits until no export has its own server.
     async fn without_own_servers(&self) {
         loop {
             let removed = self.removed.listen();
@@ -88,22 +88,22 @@ impl ExportList {
         }
     }
 
-    /// Ends all exports with their own servers. No more events are sent for the others: they end with their server.
+    /// Stops exports with their own server; shared ones end, without events, with theirs.
     fn stop_own_servers(&self) {
         for export in &*self.entries.borrow() {
             if export.protocol.shared {
                 export.serving.abort();
             } else if let Err(error) = export.control.remove(RemoveMode::Hard) {
-                tracing::error!(%error, id = export.id, "an export does not end");
+                tracing::error!(%error, id = export.id, "cannot stop an export");
             }
         }
     }
 }
 
 impl<H: Host + Clone> Monitor<H> {
-    /// Exports a disk by a frontend, under an id, until that is deleted, the frontend ends by itself, or the
+    /// Exports a disk through a frontend, under an id, until the export is deleted, the frontend ends by itself, or the
     /// monitor [ends](Self::end); if the frontend's server is [shared](Protocol::shared), until that is stopped.
-    /// Clients may write if the disk can be written.
+    /// Clients may write if the disk is writable.
     ///
     /// # Errors
     /// If the id is in use, or the frontend rejects the disk or a setting.
@@ -155,7 +155,7 @@ impl<H: Host + Clone> Monitor<H> {
         Ok(())
     }
 
-    /// The locations of a disk, for all its exports.
+    /// The locations of all exports of a disk.
     pub fn places(&self, drive: &Drive<H>, shown: Shown) -> Vec<Place> {
         let exports = self.exports.entries.borrow();
         let own = exports.iter().filter(|export| export.is_of(drive));
@@ -207,7 +207,7 @@ impl<H: Host + Clone> Monitor<H> {
         exports.iter().find(|export| export.is_of(drive)).map(|export| export.id.clone())
     }
 
-    /// Refuses an id that is in use by an export.
+    /// Rejects an id that an export already uses.
     fn check_unused(&self, id: &str) -> Result<()> {
         if self.exports.entries.borrow().iter().any(|export| export.id == id) {
             return Err(QmpError::new(format_args!("Block export id '{id}' is already in use")));
@@ -256,7 +256,7 @@ impl<H: Host + Clone> Monitor<H> {
         let mode = if hard { RemoveMode::Hard } else { RemoveMode::Safe };
         export.control.remove(mode).map_err(|error| match error {
             RemoveError::InUse(clients) => QmpError::new(format_args!(
-                "export '{id}' still in use by {clients} clients; mode 'hard' disconnects them"
+                "export '{id}' still in use by {clients} client(s); mode 'hard' disconnects them"
             )),
             error => QmpError::new(error),
         })?;
@@ -265,7 +265,7 @@ impl<H: Host + Clone> Monitor<H> {
     }
 }
 
-/// The settings of a protocol's parameters in the arguments of `block-export-add`. Sockets are bound last, when
+/// The settings of a protocol's parameters, from the arguments of `block-export-add`. Sockets are bound last, once
 /// everything else is known to be valid.
 fn settings(protocol: &Protocol, arguments: &Arguments) -> Result<Settings> {
     let mut settings = Settings::default();

@@ -1,4 +1,4 @@
-//! Descriptions of images in QEMU's form.
+//! Descriptions of images in QEMU's format.
 
 use isobath_disk::{ImageFormat, Layer, encryption};
 use isobath_qcow2::{AutoclearFeatures, CompatibleFeatures, Header, IncompatibleFeatures};
@@ -68,7 +68,7 @@ fn qcow2_data(header: &Header, refcount_bits: u32, extended_l2: bool) -> Value {
     Value::Object(data)
 }
 
-/// The data from which a node is described.
+/// The data that describes a node.
 pub(super) struct Node<'a, H: Host> {
     pub(super) host: &'a H,
     pub(super) name: String,
@@ -77,7 +77,7 @@ pub(super) struct Node<'a, H: Host> {
     pub(super) depth: usize,
     pub(super) read_only: bool,
     pub(super) direct: bool,
-    /// The number of images below that are described as well.
+    /// The number of images below it that are also described.
     pub(super) images: usize,
 }
 
@@ -114,7 +114,7 @@ pub(super) async fn device_info<H: Host>(node: Node<'_, H>) -> Value {
     info
 }
 
-/// The format of a QMP driver, where images are opened with it.
+/// The image format that a QMP driver opens, if any.
 pub(super) fn format_of(driver: &str) -> Option<ImageFormat> {
     ImageFormat::from_name(driver)
 }

@@ -82,7 +82,7 @@ impl<H: Host + Clone> Monitor<H> {
         all.into()
     }
 
-    /// The activity of jobs and their guests over time: first the last ones that are gone, then the current ones.
+    /// The activity of jobs and their guests over time: first the most recent that are gone, then the current ones.
     pub(super) fn query_job_records(&self) -> Value {
         let jobs = self.jobs.borrow();
         let gone = self.records.borrow().clone();

@@ -35,7 +35,7 @@ pub(super) struct Started<H: Host> {
     /// The disk that a mirror writes to.
     pub(super) target: Option<Rc<Drive<H>>>,
     pub(super) request: Request,
-    /// Its user paused it.
+    /// A user paused it.
     pub(super) paused: Cell<bool>,
     /// It was cancelled.
     cancelled: Cell<bool>,
@@ -53,7 +53,7 @@ impl<H: Host> Started<H> {
 #[derive(Default)]
 pub(super) struct EventQueue {
     queued: Mutex<VecDeque<QueuedEvent>>,
-    /// Requests that failed, by their disk's address.
+    /// Requests that failed, with their disks' addresses.
     failed: Mutex<VecDeque<(usize, IoFailure)>>,
     more: Event,
 }
@@ -179,15 +179,15 @@ impl<H: Host + Clone> Monitor<H> {
         check_root(&target)?;
         let refuse = |text: String| Err(QmpError::new(text));
         if optional_text(arguments, "copy-mode") == Some("write-blocking") {
-            return refuse("copy-mode 'write-blocking' is not supported; 'background' is".into());
+            return refuse("copy-mode 'write-blocking' is not supported; use 'background'".into());
         }
         if let Some(replaced) = optional_text(arguments, "replaces")
             && replaced != self.root_name(&found.drive)
         {
-            return refuse(format!("'{replaced}' cannot be replaced; the root node can"));
+            return refuse(format!("'{replaced}' cannot be replaced; only the root node can"));
         }
         if !target.drive.device().is_empty() {
-            return refuse(format!("Node '{name}' is in the device '{}'", target.drive.device()));
+            return refuse(format!("Node '{name}' is used by device '{}'", target.drive.device()));
         }
         if let Some(export) = self.export_of(&target.drive) {
             return refuse(format!("Node '{name}' is exported as '{export}'"));
@@ -296,7 +296,7 @@ impl<H: Host + Clone> Monitor<H> {
         self.jobs.borrow().iter().find(|started| started.job.id() == id).cloned()
     }
 
-    /// Refuses if a job uses the disk.
+    /// Fails if a job uses the disk.
     pub(super) fn check_no_job(&self, drive: &Drive<H>) -> Result<()> {
         let jobs = self.jobs.borrow();
         let busy = jobs.iter().find(|started| {
@@ -339,7 +339,7 @@ impl<H: Host + Clone> Monitor<H> {
         Ok(at.and_then(|at| layers.get(at + 1).map(Arc::clone)))
     }
 
-    /// The layer whose node an argument names, not above the one at `from`.
+    /// The layer whose node an argument names, at depth `from` or deeper.
     fn layer_of_node(
         &self,
         found: &Found<H>,
@@ -358,8 +358,8 @@ impl<H: Host + Clone> Monitor<H> {
         Ok(Some(named.layer))
     }
 
-    /// The layer whose image has this name, not above the one at `from`: by its path, or by its name in the header of
-    /// the layer above.
+    /// The layer whose image has this name, at depth `from` or deeper: by its path, or by its name in the header of the
+    /// layer above.
     pub(super) fn layer_of_file(
         &self,
         found: &Found<H>,
@@ -497,7 +497,7 @@ impl<H: Host + Clone> Monitor<H> {
         }
     }
 
-    /// A job has ended: it need not be restarted, unless the end of the server ended it.
+    /// Handles the end of a job: it need not be restarted, unless it ended because the server did.
     fn ended(&self, id: &str, well: bool) {
         let Some(started) = self.find_job(id) else { return };
         if well || !self.ending.get() {
@@ -513,7 +513,7 @@ impl<H: Host + Clone> Monitor<H> {
         }
     }
 
-    /// Cancels every job and waits for its end.
+    /// Cancels every job and waits for it to end.
     pub(super) async fn end_jobs(&self) {
         let jobs = self.jobs.borrow().clone();
         for started in &jobs {

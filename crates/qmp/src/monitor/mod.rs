@@ -1,7 +1,7 @@
 //! The objects that commands act on: the served disks, their jobs and exports.
 //!
 //! Commands that change something are executed one at a time, in order of arrival, as in QEMU. Jobs run as tasks on the
-//! thread of the monitor. Their events are sent before the reply to the command that caused them.
+//! monitor's thread. Their events are sent before the reply to the command that caused them.
 
 mod arguments;
 mod blockdev;
@@ -47,7 +47,7 @@ type Result<T> = std::result::Result<T, QmpError>;
 /// Executes QMP commands on live disks.
 pub struct Monitor<H: Host> {
     host: H,
-    /// How `blockdev-add` opens images, except for settings in its arguments.
+    /// How `blockdev-add` opens images, unless its arguments say otherwise.
     options: OpenOptions,
     drives: RefCell<Vec<Rc<Drive<H>>>>,
     /// Nodes of the driver `file` that were added and that no image uses yet.
@@ -79,8 +79,8 @@ struct FileNode {
 }
 
 impl<H: Host + Clone> Monitor<H> {
-    /// A monitor of `drives`, none of which is exported yet. Requests of jobs that an earlier server was running are
-    /// found beside the images.
+    /// A monitor of `drives`, none of which is exported yet. It finds, beside the images, the requests of jobs that an
+    /// earlier server was running.
     pub fn new(
         host: H,
         options: OpenOptions,
@@ -153,9 +153,9 @@ impl<H: Host + Clone> Monitor<H> {
         }
     }
 
-    /// Ends what this monitor runs: tells clients, cancels jobs, which can be started again later, closes the exports
-    /// with their own servers, and the disks that were added by `blockdev-add`. Shared servers, and the disks given to
-    /// [`new`](Self::new), are left to the caller.
+    /// Shuts down: notifies clients, cancels jobs (which can be restarted later), and closes the exports with their own
+    /// servers and the disks added by `blockdev-add`. Shared servers, and the disks passed to [`new`](Self::new), are
+    /// left to the caller.
     pub async fn end(&self) {
         self.ending.set(true);
         let reason = if self.quit.get() { "host-qmp-quit" } else { "host-signal" };

@@ -1,4 +1,4 @@
-//! Node names: one for each layer, kept by the layer's file.
+//! Node names: one for each layer, keyed by the layer's file.
 
 use super::arguments::is_well_formed;
 use super::{Drive, Monitor, Result};
@@ -34,7 +34,7 @@ impl Names {
         self.names.insert(file, name.to_owned());
     }
 
-    /// Forgets all others.
+    /// Forgets the names of all other files.
     pub(super) fn keep(&mut self, files: &HashSet<FileId>) {
         self.names.retain(|file, _| files.contains(file));
     }
@@ -87,7 +87,7 @@ impl<H: Host + Clone> Monitor<H> {
         self.names.borrow().file_of(name)
     }
 
-    /// The layer that is in a file.
+    /// The layer stored in a file.
     pub(super) fn find_file(&self, file: FileId) -> Option<Found<H>> {
         self.drives.borrow().iter().find_map(|drive| {
             let layers = drive.layers();
@@ -97,7 +97,7 @@ impl<H: Host + Clone> Monitor<H> {
         })
     }
 
-    /// A node by a device's name or its own, either of which may be empty (QEMU's `bdrv_lookup_bs`).
+    /// Finds a node by a device's name or its own, either of which may be empty (QEMU's `bdrv_lookup_bs`).
     pub(super) fn look_up(&self, device: &str, node: &str) -> Result<Found<H>> {
         let found = self.find_device(device).and_then(|drive| {
             let layer = drive.layers().first().map(Arc::clone)?;
@@ -109,7 +109,7 @@ impl<H: Host + Clone> Monitor<H> {
         })
     }
 
-    /// Whether a node can be given a name.
+    /// Checks that a node can be given this name.
     pub(super) fn check_new_name(&self, name: &str) -> Result<()> {
         if !is_well_formed(name, LONGEST) {
             return Err(QmpError::new(format_args!("Invalid node-name: '{name}'")));

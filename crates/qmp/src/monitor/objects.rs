@@ -1,4 +1,4 @@
-//! Objects that are no nodes: the secrets of encrypted images.
+//! Objects that are not nodes: the secrets of encrypted images.
 
 use super::arguments::{Arguments, is_well_formed, text};
 use super::{Monitor, Result};
@@ -26,9 +26,9 @@ impl<H: Host + Clone> Monitor<H> {
                 "attempt to add duplicate property '{id}' to object (type 'container')"
             )));
         }
-        // A descriptor may have nothing to read yet.
+        // Reading may block: a descriptor may have no data yet.
         let secret = on_thread(move || description.load()).await;
-        let secret = secret.ok_or_else(|| QmpError::new("the secret cannot be read"))?;
+        let secret = secret.ok_or_else(|| QmpError::new("cannot read the secret"))?;
         let secret = Arc::new(secret.map_err(QmpError::new)?);
         self.secrets.borrow_mut().insert(id, secret);
         Ok(())
@@ -46,7 +46,7 @@ impl<H: Host + Clone> Monitor<H> {
         secret.ok_or_else(|| QmpError::new(format_args!("No secret with id '{id}'")))
     }
 
-    /// The secrets that a node's `encrypt` names, or else those of the server.
+    /// The server's secrets; if `encrypt` names one, it replaces that of the active image.
     pub(super) fn secrets_for(&self, encryption: Option<&Value>) -> Result<Secrets> {
         let named = encryption.and_then(|value| value.get("key-secret")).and_then(Value::as_str);
         let mut secrets = self.options.secrets.clone();

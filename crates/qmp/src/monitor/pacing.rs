@@ -10,7 +10,7 @@ use std::time::Duration;
 /// The longest time that may be requested, in seconds: some 300 years.
 const LONGEST_TIME: f64 = 1e10;
 
-/// How a job is throttled for guest I/O.
+/// How a job is throttled in favour of guest I/O.
 pub(super) fn pacing(arguments: &Arguments) -> Result<Pacing> {
     let refuse = |text: &str| Err(QmpError::new(text));
     let positive = |name: &str, most: f64| match number(arguments, name) {
@@ -25,17 +25,17 @@ pub(super) fn pacing(arguments: &Arguments) -> Result<Pacing> {
     let pause_time = positive("pause-time", LONGEST_TIME)?.map(Duration::from_secs_f64);
     let mode = match (optional_text(arguments, "pacing"), flag(arguments, "adaptive-stream")) {
         (Some("adaptive" | "none"), Some(true)) => {
-            return refuse("'adaptive-stream' is pacing 'threshold', and another one is given");
+            return refuse("'adaptive-stream' requires 'pacing': 'threshold'");
         }
         (None, Some(true)) => "threshold",
         (Some(mode), _) => mode,
         (None, _) => "adaptive",
     };
     if mode != "threshold" && (threshold.is_some() || pause_time.is_some()) {
-        return refuse("'adaptive-threshold' and 'pause-time' are for 'adaptive-stream': true");
+        return refuse("'adaptive-threshold' and 'pause-time' require 'pacing': 'threshold'");
     }
     if mode != "adaptive" && (deadline.is_some() || max_impact.is_some()) {
-        return refuse("'deadline' and 'max-impact' are for pacing 'adaptive'");
+        return refuse("'deadline' and 'max-impact' require 'pacing': 'adaptive'");
     }
     Ok(match (mode, Pacing::threshold()) {
         ("none", _) => Pacing::None,
@@ -49,7 +49,7 @@ pub(super) fn pacing(arguments: &Arguments) -> Result<Pacing> {
     })
 }
 
-/// How a job handles errors. A mirror has two arguments for that, but one behaviour.
+/// How a job handles errors. A mirror has two arguments for this, but only one behaviour.
 pub(super) fn on_error(arguments: &Arguments) -> Result<OnError> {
     let named = |name: &str| optional_text(arguments, name);
     let (source, target) = (named("on-source-error"), named("on-target-error"));

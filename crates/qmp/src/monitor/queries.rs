@@ -8,8 +8,8 @@ use isobath_disk::live::LATENCY_BUCKETS;
 use isobath_storage::{Host, file};
 use serde_json::{Value, json};
 
-/// The most images described below a node, and in one reply: a client's parser may have a nesting limit, and a reply
-/// that describes each of n nodes with all of its images would grow with the square of n.
+/// The maximum number of images described below a node, and in one reply: a client's parser may limit nesting, and a
+/// reply that describes all images of each of n nodes would grow with the square of n.
 const NESTED: usize = 100;
 const NESTED_IN_ALL: usize = 10_000;
 
@@ -140,7 +140,7 @@ impl<H: Host + Clone> Monitor<H> {
     }
 }
 
-/// QEMU's `BlockLatencyHistogramInfo`: boundaries in nanoseconds, and one more bin than there are boundaries.
+/// QEMU's `BlockLatencyHistogramInfo`: boundaries in nanoseconds, and one more bin than boundaries.
 fn histogram(stats: &RequestStats) -> Value {
     let boundaries: Vec<u64> = (0..LATENCY_BUCKETS - 1).map(|n| 1000 << n).collect();
     json!({"boundaries": boundaries, "bins": stats.histogram})

@@ -19,9 +19,9 @@ use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::sync::Arc;
 
-/// The suffix of the file's name after the image's.
+/// The suffix that the file's name adds to the image's.
 const SUFFIX: &str = ".isobath-job.json";
-/// The longest such file.
+/// The maximum length of such a file, in bytes.
 const LONGEST: u64 = 64 << 10;
 
 /// A job's request.
@@ -101,7 +101,7 @@ impl Request {
             && error.kind() != io::ErrorKind::NotFound
         {
             let file = file.display();
-            tracing::warn!(%file, %error, "cannot remove a job's request");
+            tracing::warn!(%file, %error, "cannot remove a job's saved request");
         }
     }
 
@@ -128,10 +128,10 @@ impl Request {
         let opened = fs::File::open(&file).map_err(|error| error.to_string())?;
         opened.take(LONGEST + 1).read_to_end(&mut content).map_err(|error| error.to_string())?;
         if content.len() as u64 > LONGEST {
-            return Err(format!("it is longer than {LONGEST} bytes"));
+            return Err(format!("the file is longer than {LONGEST} bytes"));
         }
         let content = json::parse(&content)?;
-        let content = content.as_object().ok_or("it is not an object")?;
+        let content = content.as_object().ok_or("the file is not a JSON object")?;
         let command = match text(content, "command") {
             "block-stream" => "block-stream",
             "block-commit" => "block-commit",
@@ -186,7 +186,7 @@ pub(super) fn interrupted<H: Host>(drive: &Drive<H>) -> Vec<Request> {
             }
             Err(error) => {
                 let file = file.display();
-                tracing::warn!(%file, error, "cannot use a job's request");
+                tracing::warn!(%file, error, "cannot use a job's saved request");
             }
         }
     }
@@ -198,7 +198,7 @@ impl<H: Host + Clone> Monitor<H> {
         let id = text(arguments, "id");
         let interrupted = self.interrupted.borrow();
         let found = interrupted.iter().find(|request| request.id == id);
-        found.cloned().ok_or_else(|| QmpError::new(format_args!("No job '{id}' was interrupted")))
+        found.cloned().ok_or_else(|| QmpError::new(format_args!("No interrupted job '{id}'")))
     }
 
     pub(super) fn restart_job(&self, arguments: &Arguments) -> Result<()> {

@@ -29,7 +29,7 @@ impl<H: Host + Clone> Monitor<H> {
         let format = optional_text(arguments, "format").unwrap_or("qcow2");
         if format != "qcow2" {
             return Err(QmpError::new(format_args!(
-                "an overlay of format '{format}' cannot be used; qcow2 can"
+                "overlay format '{format}' is not supported; use 'qcow2'"
             )));
         }
         let path = PathBuf::from(text(arguments, "snapshot-file"));
@@ -53,7 +53,7 @@ impl<H: Host + Clone> Monitor<H> {
         check_root(&found)?;
         if overlay.depth > 0 || !overlay.drive.device().is_empty() {
             return Err(QmpError::new(format_args!(
-                "The overlay '{name}' is already in use; add one with blockdev-add, 'backing': null"
+                "The overlay '{name}' is already in use; add another with blockdev-add, 'backing': null"
             )));
         }
         if Rc::ptr_eq(&overlay.drive, &found.drive) {
@@ -97,17 +97,19 @@ impl<H: Host + Clone> Monitor<H> {
                 }
                 self.drives.borrow_mut().push(Rc::new(drive));
             }
-            Err(error) => tracing::warn!(node = name, %error, "a node is gone"),
+            Err(error) => {
+                tracing::warn!(node = name, %error, "cannot reopen a node after a failed snapshot");
+            }
         }
     }
 
-    /// Supports only a single snapshot: a change of several disks in one step is not supported.
+    /// Supports only a single snapshot: several disks cannot be changed atomically.
     pub(super) async fn transaction(&self, arguments: &Arguments) -> Result<()> {
         let actions = arguments.get("actions").and_then(Value::as_array);
         let actions = actions.map_or(&[][..], Vec::as_slice);
         if actions.len() > 1 {
             return Err(QmpError::new(format_args!(
-                "A transaction of {} actions is not supported; one is",
+                "A transaction of {} actions is not supported; use a single action",
                 actions.len()
             )));
         }
@@ -125,7 +127,7 @@ impl<H: Host + Clone> Monitor<H> {
     }
 }
 
-/// Refuses a node that is below another.
+/// Rejects a node that is below another.
 pub(super) fn check_root<H: Host>(found: &Found<H>) -> Result<()> {
     if found.depth == 0 { Ok(()) } else { Err(QmpError::new("Need a root block node")) }
 }

@@ -1,4 +1,4 @@
-//! Checking the type of a value, with QEMU's messages.
+//! Checking the types of values, with QEMU's messages.
 
 use super::{Object, Type, below};
 use crate::error::QmpError;
@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 /// Checks a command's arguments, or its result.
 ///
 /// # Errors
-/// Names what is missing, has another type, or is unexpected, by its path (`actions[0].type`), with QEMU's wording.
+/// Names what is missing, has the wrong type or is unexpected, by its path (`actions[0].type`), in QEMU's wording.
 pub fn check(object: &Object, value: &Map<String, Value>) -> Result<(), QmpError> {
     check_object(object, value, "")
 }

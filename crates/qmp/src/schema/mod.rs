@@ -1,4 +1,4 @@
-//! The arguments and results of commands, in one table that checks arguments and answers `query-qmp-schema`.
+//! The arguments and results of commands, in one table, used to check arguments and to answer `query-qmp-schema`.
 //!
 //! The types are those of QEMU's QAPI: arguments accepted here are accepted by QEMU as well, unless their documentation
 //! says that they are Isobath's own.
@@ -16,7 +16,7 @@ pub use text::from_text;
 pub enum Type {
     /// A string.
     Str,
-    /// A signed integer of 64 bits.
+    /// A signed 64-bit integer.
     Int,
     /// An integer from 0 to 2^64 - 1.
     Size,
@@ -32,7 +32,7 @@ pub enum Type {
     Enum(&'static [&'static str]),
     /// An object.
     Object(&'static Object),
-    /// A value of one of several types, which JSON's own types tell apart.
+    /// A value of one of several types, distinguished by their JSON types.
     Alternate(&'static Alternate),
     /// An array.
     List(&'static Type),
@@ -43,7 +43,7 @@ pub enum Type {
 pub struct Object {
     /// Members that every such object may have.
     pub members: &'static [Member],
-    /// Further members by the value of one of them.
+    /// Further members, depending on the value of one of them.
     pub variants: Option<Variants>,
 }
 
@@ -120,7 +120,7 @@ impl Schema {
 /// An object without members.
 pub static EMPTY: Object = object(&[]);
 
-/// An object's type without variants.
+/// An object type without variants.
 pub const fn object(members: &'static [Member]) -> Object {
     Object { members, variants: None }
 }

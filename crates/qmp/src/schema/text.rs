@@ -1,15 +1,14 @@
-//! Arguments written as text, `NAME=VALUE` with dots between the names of nested objects, as on QEMU's command lines.
+//! Arguments written as text: `NAME=VALUE`, with dots between the names of nested objects, as on QEMU's command line.
 
 use super::{Object, Type};
 use crate::error::QmpError;
 use serde_json::{Map, Value};
 
-/// The arguments that pairs of names and values describe; of a repeated name the last value counts. What the pairs do
-/// not say by themselves, such as whether `1` is a number, follows from the object's type; [`check`](super::check())
-/// has the last word.
+/// Arguments from pairs of names and values; if a name is repeated, the last value counts. The object's type resolves
+/// what the pairs leave open, such as whether `1` is a number. The result still needs a [`check`](super::check()).
 ///
 /// # Errors
-/// Names what has no value of its type.
+/// Names the argument whose value does not match its type.
 pub fn from_text(
     object: &Object,
     pairs: &[(String, String)],
@@ -96,7 +95,7 @@ fn typed(ty: Type, value: &mut Value, path: &str) -> Result<(), QmpError> {
     Ok(())
 }
 
-/// A number of bytes, with a suffix of a power of 1,024.
+/// A number of bytes, with an optional suffix for a power of 1,024.
 fn size(text: &str) -> Option<u64> {
     let (digits, shift) = match text.as_bytes().last()? {
         b'k' | b'K' => (&text[..text.len() - 1], 10),

@@ -14,7 +14,7 @@ pub struct Events {
 }
 
 impl Events {
-    /// Sends an event to every client that has finished its negotiation.
+    /// Sends an event to every client that has completed capabilities negotiation.
     pub fn emit(&self, event: &str, data: Value) {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let (seconds, microseconds) = (now.as_secs(), now.subsec_micros());

@@ -1,10 +1,10 @@
-//! The server's side of QMP: sessions, capabilities, events.
+//! The server side of QMP: sessions, capabilities, events.
 //!
 //! Everything runs as tasks of one thread's [ring](isobath_ring). A session executes one request after
 //! another; sessions run concurrently.
 //!
-//! Bounds: see [`Limits`]. A client that sends more than it reads is not read from until it has taken
-//! its replies; one that does not read its events is disconnected. Neither blocks the others.
+//! For bounds, see [`Limits`]. If a client sends more than it reads, the server stops reading from it until it has
+//! taken its replies; a client that does not read its events is disconnected. Neither blocks other clients.
 
 mod events;
 mod outbox;
@@ -27,9 +27,9 @@ use std::io;
 use std::rc::Rc;
 use std::time::Duration;
 
-/// What carries out the commands.
+/// Executes the commands.
 pub trait Service: 'static {
-    /// The commands and events. The server executes those of [`CONTROL`].
+    /// The commands and events. The server itself executes those in [`CONTROL`].
     fn schema(&self) -> &'static Schema;
 
     /// Executes a command whose arguments have been checked against the schema.
@@ -47,11 +47,11 @@ pub struct Limits {
     pub sessions: usize,
     /// The longest and deepest request.
     pub request: json::Limits,
-    /// Bytes of replies that may wait for a client before no further request from it is accepted.
+    /// Bytes of replies that may wait for a client before the server stops accepting its requests.
     pub replies: usize,
     /// Bytes of replies and events that may wait for a client before it is disconnected.
     pub events: usize,
-    /// How long, at the end, a client may take to receive its last replies.
+    /// How long a client may take to receive its last replies when its session ends.
     pub drain: Duration,
 }
 
@@ -88,7 +88,7 @@ impl<S: Service> Server<S> {
         Rc::new(Self { service, events, limits, stopping, sessions, changed: Event::new() })
     }
 
-    /// What carries out the commands.
+    /// The service that executes the commands.
     pub fn service(&self) -> &S {
         &self.service
     }
@@ -98,8 +98,8 @@ impl<S: Service> Server<S> {
         self.sessions.get()
     }
 
-    /// Ends the server: no more clients are accepted; sessions finish the request in progress, send pending output, and
-    /// close.
+    /// Stops the server: no more clients are accepted; sessions finish the request in progress, send pending output,
+    /// and close.
     pub fn stop(&self) {
         self.stopping.set(true);
         self.changed.notify(usize::MAX);
@@ -135,17 +135,20 @@ impl<S: Service> Server<S> {
         }
     }
 
-    /// Starts a session with a client that is connected already.
+    /// Starts a session with an already connected client.
     pub fn begin(self: &Rc<Self>, stream: Stream) {
         if self.sessions.get() >= self.limits.sessions {
-            tracing::warn!(limit = self.limits.sessions, "too many QMP clients; closed one");
+            tracing::warn!(
+                limit = self.limits.sessions,
+                "too many QMP clients; closing a new connection"
+            );
             return;
         }
         self.sessions.set(self.sessions.get() + 1);
         let counted = Counted(self.clone());
         drop(spawn(async move {
             let outbox = Outbox::new(stream, counted.0.limits.events);
-            // Even if a command panics, its client is not left waiting.
+            // Disconnects the client even if a command panics.
             let connected = Connected(outbox.clone());
             Session::new(&counted.0, &outbox).run().await;
             drop(connected);
@@ -166,7 +169,7 @@ impl<S: Service> Server<S> {
         first(async { Some(future.await) }, stopped).await
     }
 
-    /// Executes a command of [`CONTROL`], or passes it to the service.
+    /// Executes a command in [`CONTROL`], or passes it to the service.
     async fn execute(
         &self,
         command: &'static Command,
@@ -175,7 +178,7 @@ impl<S: Service> Server<S> {
         match command.name {
             "qmp_capabilities" => match arguments.get("enable").and_then(Value::as_array) {
                 Some(wanted) if !wanted.is_empty() => {
-                    Err(QmpError::new("Capability 'oob' is not available; enable none"))
+                    Err(QmpError::new("Capability 'oob' is not available"))
                 }
                 _ => Ok(json!({})),
             },

@@ -52,8 +52,7 @@ impl Outbox {
         if self.queued().saturating_add(line.len()) > self.limit && !self.broken.get() {
             tracing::warn!(
                 waiting = self.queued(),
-                "a QMP client does not read its replies; \
-                                                     disconnecting it"
+                "a QMP client does not read its replies; disconnecting it"
             );
             self.cut();
         }
@@ -82,7 +81,7 @@ impl Outbox {
         self.waiting.borrow().len() + self.sending.get()
     }
 
-    /// Waits until no more than `bytes` wait to be sent, or nothing can be sent any more.
+    /// Waits until at most `bytes` wait to be sent, or sending has failed.
     pub(super) async fn below(&self, bytes: usize) {
         loop {
             let changed = self.changed.listen();
@@ -93,7 +92,7 @@ impl Outbox {
         }
     }
 
-    /// Sends everything that is added, until [`finish`](Self::finish) was called and all is sent.
+    /// Sends everything that is added, until [`finish`](Self::finish) is called and everything is sent.
     pub(super) async fn send(&self) {
         while !self.broken.get() {
             let changed = self.changed.listen();

@@ -1,4 +1,4 @@
-//! Commands and events of exports, and of the server's end.
+//! Commands and events of exports, and of server shutdown.
 
 use crate::schema::{Command, EMPTY, Member, Object, Type, Variants, object, opt, req};
 use isobath_export::frontend::{Parameter, Presence, Protocol, Takes};
@@ -6,7 +6,7 @@ use isobath_export::registry::PROTOCOLS;
 
 /// The number of frontends.
 const COUNT: usize = PROTOCOLS.len();
-/// The most parameters of a frontend, including its location.
+/// The maximum number of parameters of a frontend, including its location.
 const MOST: usize = 8;
 
 static UNIX: Object = object(&[req("path", Type::Str)]);

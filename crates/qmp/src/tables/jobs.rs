@@ -25,13 +25,13 @@ const IO_STATUS: Type = Type::Enum(&["ok", "failed", "nospace"]);
 const ON_ERROR: Type = Type::Enum(&["report", "ignore", "enospc", "stop", "auto"]);
 const MODE: Type = Type::Enum(&["adaptive", "threshold", "none"]);
 
-/// The arguments for throttling a job for guest I/O; Isobath's own.
+/// The arguments for throttling a job in favour of guest I/O; Isobath's own.
 pub static PACING: &[&str] =
     &["pacing", "deadline", "max-impact", "adaptive-stream", "adaptive-threshold", "pause-time"];
 
-/// `pacing`: the mode. `deadline`: seconds. `max-impact`: percent of the guest's bandwidth.
-/// `adaptive-stream`: the dissertation's mode; `adaptive-threshold`: a share of the mean throughput up
-/// to 1, or bytes per second; `pause-time`: seconds.
+/// `pacing`: the mode. `deadline`: seconds. `max-impact`: percent of the guest's bandwidth. `adaptive-stream`: the
+/// dissertation's mode; `adaptive-threshold`: up to 1, a share of the mean throughput; above, bytes per second;
+/// `pause-time`: seconds.
 const fn pacing(index: usize) -> Member {
     match index {
         0 => opt("pacing", MODE),
@@ -43,7 +43,7 @@ const fn pacing(index: usize) -> Member {
     }
 }
 
-/// The arguments that start a job: its own, and those of every job.
+/// The arguments of a command that starts a job: its own, and those common to all jobs.
 macro_rules! job {
     ([$($own:expr),* $(,)?]) => {
         object(&[

@@ -1,14 +1,14 @@
-//! What wakes an executor that waits in the kernel.
+//! Wakes an executor that waits in the kernel.
 
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 
 static ONE: u64 = 1;
 
-/// An eventfd that the executor's ring always reads.
+/// An eventfd on which the executor's ring always has a read pending.
 pub(super) struct Bell {
     eventfd: OwnedFd,
-    /// When thread interleavings are explored, no thread may wait in the kernel: they wait for this.
+    /// Under loom, no thread may wait in the kernel; threads wait for this instead.
     #[cfg(loom)]
     rung: (loom::sync::Mutex<bool>, loom::sync::Condvar),
 }
@@ -21,7 +21,7 @@ impl Bell {
             return Err(io::Error::last_os_error());
         }
         Ok(Self {
-            // SAFETY: the descriptor was made just now, for this owner.
+            // SAFETY: the descriptor was just created and has no other owner.
             eventfd: unsafe { OwnedFd::from_raw_fd(fd) },
             #[cfg(loom)]
             rung: (loom::sync::Mutex::new(false), loom::sync::Condvar::new()),
@@ -45,7 +45,7 @@ impl Bell {
         self.eventfd.as_raw_fd()
     }
 
-    /// Waits until the kernel has something to read.
+    /// Waits until the eventfd is readable.
     #[cfg(loom)]
     pub(super) fn wait(&self) {
         let (rung, changed) = &self.rung;

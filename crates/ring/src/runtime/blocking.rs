@@ -7,8 +7,8 @@ use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::thread;
 
-/// Runs `call` without blocking this thread's tasks: on a thread of its own inside an executor, in place elsewhere. It
-/// is meant for rare calls.
+/// Runs `call` without blocking this thread's tasks: on its own thread inside an executor, in place elsewhere. Meant
+/// for rare calls.
 ///
 /// # Errors
 /// Those of the call, or if no thread can be started.

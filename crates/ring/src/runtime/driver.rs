@@ -13,18 +13,18 @@ use std::time::Duration;
 
 /// `user_data` of a cancellation, whose result nobody needs.
 const CANCEL: u64 = u64::MAX;
-/// `user_data` of the read that wake-ups from other threads end.
+/// `user_data` of the read that wake-ups from other threads complete.
 pub(super) const WAKE: u64 = u64::MAX - 1;
 
 /// Completions taken from the queue at a time.
 const REAP: usize = 64;
 
-/// How an operation whose future is dropped ends.
+/// What happens to an operation whose future is dropped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Abandon {
-    /// It runs to its end: file I/O, which ends soon.
+    /// It runs to completion: file I/O, which completes soon.
     Finish,
-    /// It is cancelled, since it could wait without end.
+    /// It is cancelled, since it could wait forever.
     Cancel,
 }
 
@@ -40,8 +40,7 @@ struct Slot {
     state: Operation,
     abandon: Abandon,
     keep: Keep,
-    /// Keeps the descriptor from being closed, and its number from being given to another file,
-    /// before the kernel has taken the entry.
+    /// Keeps the descriptor open, and its number from being reused, until the kernel has taken the entry.
     lease: Option<Lease>,
 }
 
@@ -53,7 +52,7 @@ pub(super) enum Wait {
     For(Duration),
 }
 
-/// Names an operation in flight.
+/// Identifies an operation in flight.
 #[derive(Clone, Copy)]
 pub(super) struct Key(u32);
 
@@ -95,8 +94,8 @@ impl Driver {
     /// Puts an operation into the ring.
     ///
     /// # Safety
-    /// The memory that `entry` points to must stay valid, and be left alone, for as long as `keep`
-    /// lives; `lease` must keep its descriptor open.
+    /// The memory that `entry` points to must stay valid, and not be accessed otherwise, for as long as `keep` lives;
+    /// `lease` must keep its descriptor open.
     pub(super) unsafe fn start(
         &self,
         entry: squeue::Entry,
@@ -123,7 +122,7 @@ impl Driver {
         Key(key as u32)
     }
 
-    /// Starts the read of `word` that a wake-up ends.
+    /// Starts the read into `word` that a wake-up completes.
     ///
     /// # Safety
     /// `word` must be valid until the read's completion, which [`drain`](Self::drain) waits for.
@@ -243,7 +242,12 @@ impl Driver {
         let (key, serial) = ((user_data as u32) as usize, (user_data >> 32) as u32);
         let mut slots = self.slots.borrow_mut();
         let Some(slot) = slots.get_mut(key).filter(|slot| slot.serial == serial) else {
-            tracing::error!(key, serial, result, "io_uring completed an operation never started");
+            tracing::error!(
+                key,
+                serial,
+                result,
+                "io_uring completed an operation that was never started"
+            );
             return;
         };
         let lease = slot.lease.take();
@@ -275,7 +279,7 @@ impl Driver {
         }
     }
 
-    /// The result and the kept resources of an operation, once it is done; the key is then void.
+    /// The result and the kept resources of an operation, once it is done; the key is then invalid.
     pub(super) fn poll(&self, key: Key, waker: &Waker) -> Option<(i32, Keep)> {
         let mut slots = self.slots.borrow_mut();
         let slot = slots.get_mut(key.0 as usize)?;
@@ -295,7 +299,7 @@ impl Driver {
         }
     }
 
-    /// Notes that an operation's future was dropped before its end was seen; the key is then void.
+    /// Notes that an operation's future was dropped before its result was returned; the key is then invalid.
     pub(super) fn abandon(&self, key: Key) {
         let index = key.0 as usize;
         let mut slots = self.slots.borrow_mut();
@@ -324,7 +328,7 @@ impl Driver {
         self.push(opcode::AsyncCancel::new(target).build().user_data(CANCEL));
     }
 
-    /// Whether operations fail because this is [drained](Self::drain).
+    /// Whether this has been [drained](Self::drain), so that operations fail.
     pub(super) fn is_closed(&self) -> bool {
         self.closed.get()
     }
@@ -334,8 +338,8 @@ impl Driver {
         self.orphans.get() > 0
     }
 
-    /// Ends every operation: cancels what could wait without end and waits for the rest. Operations
-    /// started from now on fail with `ECANCELED`.
+    /// Ends every operation: cancels those that could wait forever and waits for the rest. Operations started from now
+    /// on fail with `ECANCELED`.
     pub(super) fn drain(&self) {
         self.closed.set(true);
         self.cancel(WAKE);
@@ -357,7 +361,7 @@ impl Driver {
     }
 }
 
-/// Checks for errors of `io_uring_enter` that the next turn resolves; after any other the ring is unusable.
+/// Ignores errors of `io_uring_enter` that the next turn resolves; panics on others, after which the ring is unusable.
 fn check(error: &io::Error) {
     match error.raw_os_error() {
         Some(libc::EAGAIN | libc::EBUSY | libc::EINTR | libc::ETIME) => {}
@@ -365,7 +369,7 @@ fn check(error: &io::Error) {
     }
 }
 
-/// Flags by the kernel that introduced them: 5.19, 6.0 (and 6.1, which they need to be useful).
+/// Flags by the kernel that introduced them: 5.19; 6.0 and 6.1 (useful only together).
 const FLAGS: [fn(&mut io_uring::Builder); 2] = [
     |builder| {
         builder.setup_submit_all().setup_coop_taskrun().setup_taskrun_flag();
@@ -397,7 +401,7 @@ fn check_features(ring: IoUring) -> io::Result<IoUring> {
     if have.is_feature_nodrop() && have.is_feature_ext_arg() && have.is_feature_fast_poll() {
         return Ok(ring);
     }
-    let text = "this kernel's io_uring is too old; Linux 5.11 or later is needed";
+    let text = "this kernel's io_uring is too old; Linux 5.11 or later is required";
     Err(io::Error::new(io::ErrorKind::Unsupported, text))
 }
 
@@ -406,8 +410,8 @@ fn explain(error: &io::Error) -> io::Error {
         Some(libc::EPERM | libc::EACCES) => {
             "; sysctl kernel.io_uring_disabled or a seccomp filter forbids it"
         }
-        Some(libc::ENOSYS) => "; Linux 5.11 or later is needed",
-        Some(libc::ENOMEM) => "; the limit of locked memory (ulimit -l) may be too low",
+        Some(libc::ENOSYS) => "; Linux 5.11 or later is required",
+        Some(libc::ENOMEM) => "; the limit on locked memory (ulimit -l) may be too low",
         _ => "",
     };
     io::Error::new(error.kind(), format!("cannot set up io_uring: {error}{hint}"))

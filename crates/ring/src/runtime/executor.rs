@@ -16,8 +16,8 @@ use std::task::{Context, Poll, Wake, Waker};
 /// Sizes of an executor's ring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Config {
-    /// Entries of the submission queue, rounded up to a power of two; the completion queue has four
-    /// times as many. The number of operations in flight is not limited by them.
+    /// Entries of the submission queue, rounded up to a power of two; the completion queue has four times as many. They
+    /// do not limit the number of operations in flight.
     pub entries: u32,
     /// Entries after which the queue is submitted even if more could be added.
     pub batch: usize,
@@ -58,14 +58,14 @@ impl Executor {
         self.local.spawn(future)
     }
 
-    /// Runs a future to its end, and tasks concurrently. When it returns, no operation of a dropped future is in
-    /// flight; tasks that have not ended wait for the next `block_on` or for the executor's end.
+    /// Runs a future to completion, and tasks concurrently. When it returns, no operation of a dropped future is in
+    /// flight; unfinished tasks wait for the next `block_on` or for the executor's end.
     ///
     /// # Panics
     /// If the future panics; or inside another `block_on` on this thread.
     pub fn block_on<F: Future>(&self, future: F) -> F::Output {
         let Some(entered) = self.local.enter() else {
-            panic!("Executor::block_on inside another one on this thread");
+            panic!("Executor::block_on called inside another block_on on this thread");
         };
         let main =
             Arc::new(Main { woken: AtomicBool::new(true), remote: self.local.remote.clone() });
@@ -89,7 +89,7 @@ impl Executor {
 }
 
 impl Drop for Executor {
-    /// Ends every task, cancels operations that could wait without end, and waits for the others.
+    /// Ends every task, cancels operations that could wait forever, and waits for the others.
     fn drop(&mut self) {
         // If this panics the ring and all buffers in it stay allocated, which is safe.
         self.local.close();

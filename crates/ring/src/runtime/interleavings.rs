@@ -85,7 +85,7 @@ fn a_task_is_woken_by_two_threads() {
     explore("Executor, a task woken by two threads", 2, two, tasks, |_| ());
 }
 
-/// An executor's handle, and the end of its future.
+/// An executor's handle, and the value that ends its future.
 struct Served {
     handle: Sent<Handle>,
     end: Sent<u8>,

@@ -14,8 +14,8 @@ use std::io;
 use std::rc::Rc;
 use std::sync::Arc;
 
-/// Bytes that tasks may transfer immediately in a turn of the executor. Each call counts as additional bytes, which
-/// limits the number of calls.
+/// Bytes that tasks may transfer without waiting in one turn of the executor. Each call counts as additional bytes,
+/// which limits the number of calls.
 const AT_ONCE: usize = 8 << 20;
 const AT_ONCE_CALLS: usize = 256;
 
@@ -34,8 +34,8 @@ pub fn current() -> Option<Rc<Local>> {
     CURRENT.try_with(|current| current.borrow().clone()).ok().flatten()
 }
 
-/// Whether a task may continue after `bytes` more bytes of work done immediately, without waiting. After a certain
-/// amount it may not, so that the executor's other tasks get their turn. Always `true` outside `block_on`.
+/// Whether a task may continue after `bytes` more bytes of work done without waiting. Once the turn's budget is spent
+/// it may not, so that the executor's other tasks get their turn. Always `true` outside `block_on`.
 pub fn may_go_on(bytes: usize) -> bool {
     let may = CURRENT.try_with(|current| {
         current.borrow().as_ref().is_none_or(|local| {
@@ -75,7 +75,7 @@ pub(super) fn is_current(remote: &Remote) -> bool {
     current().is_some_and(|local| std::ptr::eq(&raw const *local.remote, remote))
 }
 
-/// Makes an executor the thread's current one until it is dropped.
+/// Makes an executor the thread's current one until dropped.
 pub(super) struct Entered(());
 
 impl Drop for Entered {
@@ -118,13 +118,13 @@ impl Local {
         Ok(local)
     }
 
-    /// Whether the executor has ended, so that operations fail with `ECANCELED`. Otherwise only the kernel cancels one
-    /// whose future is still there: when it ends the process.
+    /// Whether the executor has ended, so that operations fail with `ECANCELED`. Otherwise, an operation whose future
+    /// still exists is cancelled only by the kernel, when it ends the process.
     pub fn has_ended(&self) -> bool {
         self.driver.is_closed()
     }
 
-    /// Starts the read that a wake-up from another thread ends.
+    /// Starts the read that a wake-up from another thread completes.
     fn listen(&self) {
         // SAFETY: `word` lives as long as the driver, which is drained before both are freed, and
         // nothing here reads or writes it.
@@ -133,7 +133,7 @@ impl Local {
         }
     }
 
-    /// Makes this the thread's current executor; `None` if another one is.
+    /// Makes this the thread's current executor; `None` if there already is one.
     pub(super) fn enter(self: &Rc<Self>) -> Option<Entered> {
         CURRENT
             .try_with(|current| {
@@ -171,7 +171,7 @@ impl Local {
         drop(task);
     }
 
-    /// Runs what is ready, then takes completions; waits for one if nothing is ready and `busy` returns `true`.
+    /// Runs what is ready, then takes completions; waits for one if nothing is ready and `busy` returns `false`.
     pub(super) fn turn(self: &Rc<Self>, busy: impl Fn() -> bool) {
         self.take_mail();
         self.at_once.set(AT_ONCE);

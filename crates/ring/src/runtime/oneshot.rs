@@ -1,4 +1,4 @@
-//! One value from one thread to another.
+//! A channel for one value from one thread to another.
 
 use isobath_sync::Mutex;
 use std::sync::Arc;

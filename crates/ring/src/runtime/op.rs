@@ -12,13 +12,13 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
-/// The most buffers in one vectored operation (`IOV_MAX`).
+/// The maximum number of buffers in one vectored operation (`IOV_MAX`).
 const MAX_VECTORS: usize = 1024;
 
-/// The most bytes requested in one operation.
+/// The maximum number of bytes requested in one operation.
 pub(crate) const MAX_BYTES: usize = 1 << 30;
 
-/// Several buffers for one operation, with the kernel's description of them.
+/// Several buffers for one operation, with their description for the kernel.
 pub struct Vectored {
     bufs: Vec<IoBuf>,
     iovecs: Vec<libc::iovec>,
@@ -60,12 +60,12 @@ impl Vectored {
         total
     }
 
-    /// The buffers back.
+    /// Returns the buffers.
     pub fn into_bufs(self) -> Vec<IoBuf> {
         self.bufs
     }
 
-    /// The description made last.
+    /// The latest description.
     pub fn iovecs(&self) -> &[libc::iovec] {
         &self.iovecs
     }
@@ -74,7 +74,7 @@ impl Vectored {
 /// What an operation in flight keeps alive besides its memory: its file, or a guard that holds the file.
 pub type Lease = Arc<dyn Held>;
 
-/// Something kept alive by operations, which is notified of those whose futures were dropped early.
+/// Something that operations keep alive. It is notified of those whose futures are dropped early.
 pub trait Held: Send + Sync {
     /// The future of an operation in flight was dropped.
     fn orphaned(&self) {}
@@ -92,11 +92,11 @@ pub(crate) enum Keep {
     Nothing,
     Buf(IoBuf),
     Vectored(Box<Vectored>),
-    /// Never read here, only by the kernel.
+    /// Read only by the kernel.
     Address(#[expect(dead_code)] Box<socket2::SockAddr>),
 }
 
-/// An operation in flight. If it is dropped before its end, its resources stay with the ring.
+/// An operation in flight. If it is dropped before it completes, its resources stay with the ring.
 pub(crate) struct Op {
     local: Rc<Local>,
     key: Option<Key>,
@@ -107,7 +107,7 @@ impl Future for Op {
 
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
         let Some(key) = self.key else {
-            panic!("an operation was polled after its end");
+            panic!("an operation was polled after completion");
         };
         let Some((result, keep)) = self.local.driver.poll(key, context.waker()) else {
             return Poll::Pending;
@@ -178,7 +178,7 @@ pub mod ops {
     use io_uring::{opcode, types};
     use std::os::fd::AsRawFd;
 
-    /// An operation's result, and the buffer back.
+    /// An operation's result, and its buffer.
     pub type Transfer<B = IoBuf> = (io::Result<usize>, B);
 
     fn fd(file: &Arc<OwnedFd>) -> types::Fd {
@@ -201,7 +201,7 @@ pub mod ops {
         (result.map(|count| count as usize), vectored)
     }
 
-    /// Reads at `offset` of a file into `buf[from..]`.
+    /// Reads from a file at `offset` into `buf[from..]`.
     pub async fn read(
         local: &Rc<Local>,
         file: &Arc<OwnedFd>,
@@ -217,7 +217,7 @@ pub mod ops {
         buf_back(unsafe { local.op(entry, Keep::Buf(buf), lease.clone(), Abandon::Finish) }.await)
     }
 
-    /// Writes `buf[from..]` at `offset` of a file.
+    /// Writes `buf[from..]` to a file at `offset`.
     pub async fn write(
         local: &Rc<Local>,
         file: &Arc<OwnedFd>,
@@ -233,7 +233,7 @@ pub mod ops {
         buf_back(unsafe { local.op(entry, Keep::Buf(buf), lease.clone(), Abandon::Finish) }.await)
     }
 
-    /// Writes the buffers of `vectored` at `offset` of a file.
+    /// Writes the buffers of `vectored` to a file at `offset`.
     pub async fn writev(
         local: &Rc<Local>,
         file: &Arc<OwnedFd>,
@@ -243,7 +243,7 @@ pub mod ops {
     ) -> Transfer<Box<Vectored>> {
         let (iovecs, count) = (vectored.iovecs.as_ptr(), vectored.iovecs.len() as u32);
         let entry = opcode::Writev::new(fd(file), iovecs, count).offset(offset).build();
-        // SAFETY: the entry points to the description, and that to buffers, which the operation keeps.
+        // SAFETY: the entry points to the description, which points to buffers; the operation keeps both.
         let op =
             unsafe { local.op(entry, Keep::Vectored(vectored), lease.clone(), Abandon::Finish) };
         vectored_back(op.await)
@@ -262,7 +262,7 @@ pub mod ops {
     /// `fallocate(2)`.
     ///
     /// # Errors
-    /// As the system call's.
+    /// Those of the system call.
     pub async fn fallocate(
         local: &Rc<Local>,
         file: &Arc<OwnedFd>,
@@ -291,7 +291,7 @@ pub mod ops {
         op.await.0.map(drop)
     }
 
-    /// Receives available bytes, at least one, into `buf[from..]`; 0 means that the peer has ended its side.
+    /// Receives available bytes, at least one, into `buf[from..]`; 0 means that the peer has shut down its side.
     pub(crate) async fn recv(
         local: &Rc<Local>,
         socket: &Arc<OwnedFd>,
@@ -328,14 +328,13 @@ pub mod ops {
     ) -> Transfer<Box<Vectored>> {
         let entry = opcode::SendMsg::new(fd(socket), &raw const vectored.header);
         let entry = entry.flags(SEND_FLAGS as u32).build();
-        // SAFETY: the entry points to the boxed description, and that to buffers, which the
-        // operation keeps.
+        // SAFETY: the entry points to the boxed description, which points to buffers; the operation keeps both.
         let op =
             unsafe { local.op(entry, Keep::Vectored(vectored), socket.clone(), Abandon::Cancel) };
         vectored_back(op.await)
     }
 
-    /// Waits until one of `events` (`POLLIN` and so on) holds, and returns which.
+    /// Waits until any of `events` (`POLLIN` and so on) is ready, and returns those that are.
     pub(crate) async fn poll(
         local: &Rc<Local>,
         file: &Arc<OwnedFd>,
@@ -344,14 +343,14 @@ pub mod ops {
         start_poll(local, file, events).await.0
     }
 
-    /// As [`poll`], as an operation that can be kept.
+    /// Like [`poll`], but returns the operation itself.
     pub(crate) fn start_poll(local: &Rc<Local>, file: &Arc<OwnedFd>, events: u32) -> Op {
         let entry = opcode::PollAdd::new(fd(file), events).build();
         // SAFETY: the entry points to no memory.
         unsafe { local.op(entry, Keep::Nothing, file.clone(), Abandon::Cancel) }
     }
 
-    /// Reads an eventfd's count into `buf`, once there is one.
+    /// Reads an eventfd's count into `buf`, once it is not 0.
     pub(crate) fn read_count(local: &Rc<Local>, file: &Arc<OwnedFd>, mut buf: IoBuf) -> Op {
         let entry = opcode::Read::new(fd(file), buf.as_mut_ptr(), length(&buf, 0)).build();
         // SAFETY: the entry points into `buf`, which the operation keeps.

@@ -23,7 +23,7 @@ pub(super) struct Mail {
 #[derive(Default)]
 struct Mailbox {
     mail: Mail,
-    /// The executor waits in the kernel, or is about to, and only the bell wakes it.
+    /// The executor waits in the kernel, or is about to, so only the bell wakes it.
     sleeping: bool,
     closed: bool,
 }
@@ -55,7 +55,7 @@ impl Remote {
         None
     }
 
-    /// Makes the executor run a task. The task is dropped if the executor has ended; its future is then gone already.
+    /// Makes the executor run a task. The task is dropped if the executor has ended; its future is already gone then.
     pub(super) fn schedule(&self, task: Arc<dyn Run>) {
         drop(self.post(task, |mail, task| mail.tasks.push(task)));
     }
@@ -125,7 +125,7 @@ impl Handle {
     }
 }
 
-/// The result of a task on another thread; a future. Dropping it leaves the task running.
+/// A future for the result of a task on another thread. Dropping it leaves the task running.
 pub struct RemoteJoin<T> {
     receiver: oneshot::Receiver<Result<T, JoinError>>,
 }
@@ -135,10 +135,10 @@ impl<T> RemoteJoin<T> {
         Self { receiver }
     }
 
-    /// Blocks the thread until the result is there.
+    /// Blocks the thread until the result is available.
     ///
     /// # Errors
-    /// As the future: the task panicked, or its executor ended first.
+    /// The task panicked, or its executor ended first.
     ///
     /// # Panics
     /// Inside [`Executor::block_on`](super::Executor::block_on), which would wait for itself.

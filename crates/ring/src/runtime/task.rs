@@ -35,7 +35,7 @@ impl JoinError {
     /// Resumes the task's panic here.
     ///
     /// # Panics
-    /// Always: with the task's panic, or saying that the task was aborted.
+    /// Always: with the task's panic, or with a message that the task was aborted.
     pub fn resume(self) -> ! {
         match self.panic {
             Some(payload) => std::panic::resume_unwind(payload),
@@ -49,7 +49,7 @@ impl JoinError {
             .downcast_ref::<&str>()
             .copied()
             .or_else(|| payload.downcast_ref::<String>().map(String::as_str))
-            .unwrap_or("of another type than text")
+            .unwrap_or("(no message)")
     }
 }
 
@@ -72,9 +72,9 @@ impl std::error::Error for JoinError {}
 
 /// What an executor does with a task.
 pub(super) trait Run: Send + Sync {
-    /// Polls the task. Called by the owning thread only, never while it runs.
+    /// Polls the task. Called only by the owning thread, never while the task runs.
     fn run(self: Arc<Self>);
-    /// Drops the task's future. Called by the owning thread only, never while it runs.
+    /// Drops the task's future. Called only by the owning thread, never while the task runs.
     fn end(self: Arc<Self>);
 }
 
@@ -87,7 +87,7 @@ struct Outcome<T> {
     waker: Option<Waker>,
 }
 
-/// A task in one allocation. All but the atomics is touched by the owning thread alone.
+/// A task, in one allocation. Only the owning thread touches anything but the atomics.
 pub(super) struct Task<F: Future> {
     remote: Arc<Remote>,
     /// The task is in a run queue or a mailbox.
@@ -100,11 +100,10 @@ pub(super) struct Task<F: Future> {
     outcome: UnsafeCell<Outcome<F::Output>>,
 }
 
-// SAFETY: other threads only wake a task or hold a reference to it: they touch the atomics, `remote`
-// and the reference count. The future is polled by the owning thread, and dropped by it before the
-// executor gives up its own reference; the result is taken or dropped by the owning thread, since it
-// is stored only while a `JoinHandle`, which is not `Send`, waits for it. So whichever thread frees
-// the allocation finds neither in it.
+// SAFETY: other threads only wake a task or hold a reference to it: they touch only the atomics, `remote` and the
+// reference count. The future is polled by the owning thread, and dropped by it before the executor gives up its own
+// reference; the result is taken or dropped by the owning thread, since it is stored only while a `JoinHandle`, which
+// is not `Send`, waits for it. So neither is left when some thread frees the allocation.
 unsafe impl<F: Future> Send for Task<F> {}
 // SAFETY: as above.
 unsafe impl<F: Future> Sync for Task<F> {}
@@ -135,7 +134,7 @@ impl<F: Future> Task<F> {
         change(unsafe { &mut *self.outcome.get() })
     }
 
-    /// Drops the future and leaves the result.
+    /// Drops the future and stores the result.
     fn finish(&self, result: Result<F::Output, JoinError>) {
         // SAFETY: called by `run` and `end`, which never run concurrently.
         let future = unsafe { &mut *self.future.get() };
@@ -189,7 +188,7 @@ where
 {
     fn run(self: Arc<Self>) {
         self.queued.swap(false, Ordering::AcqRel);
-        // SAFETY: called by the owning thread, never while it runs, so this is the only borrow.
+        // SAFETY: called by the owning thread, never while the task runs, so this is the only borrow.
         let Some(future) = (unsafe { &mut *self.future.get() }) else { return };
         let result = if self.aborted.load(Ordering::Relaxed) {
             Err(JoinError::aborted())
@@ -262,7 +261,7 @@ where
     }
 }
 
-/// The result of a task on this thread; a future. Dropping it leaves the task running.
+/// A future for the result of a task on this thread. Dropping it leaves the task running.
 pub struct JoinHandle<T> {
     task: Arc<dyn Join<T>>,
 }
@@ -318,7 +317,7 @@ mod tests {
         }
     }
 
-    // Without a ring, so that miri can run these.
+    // Without a ring, so that Miri can run these.
     #[test]
     fn a_task_that_another_thread_wakes_ends_on_its_own() {
         let remote = Arc::new(Remote::new().unwrap());

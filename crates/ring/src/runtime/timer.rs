@@ -1,4 +1,4 @@
-//! Waiting for a time.
+//! Timers.
 
 use super::local::{self, Local};
 use std::cell::{Cell, RefCell};
@@ -11,7 +11,7 @@ use std::rc::Rc;
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
-/// The timers of one executor, in the order in which they end.
+/// The timers of one executor, in order of expiry.
 #[derive(Default)]
 pub(super) struct Timers {
     waiting: RefCell<BTreeMap<(Instant, u64), Waker>>,
@@ -82,29 +82,29 @@ impl Drop for Sleep {
     }
 }
 
-/// Waits for `duration`. Dropping the future forgets the timer.
+/// Waits for `duration`. Dropping the future removes the timer.
 ///
 /// # Panics
 /// When polled outside [`Executor::block_on`](super::Executor::block_on).
 pub fn sleep(duration: Duration) -> Sleep {
     let now = Instant::now();
-    // A time past the end of the clock is treated as never.
+    // A time beyond the clock's range is treated as never.
     let never = Duration::from_hours(100 * 365 * 24);
     sleep_until(now.checked_add(duration).unwrap_or(now + never))
 }
 
-/// Waits until `deadline`; as [`sleep`].
+/// Waits until `deadline`. In other respects like [`sleep`].
 pub fn sleep_until(deadline: Instant) -> Sleep {
     Sleep { deadline, registered: None }
 }
 
-/// The time of a [`timeout`] has expired.
+/// A [`timeout`] has expired.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Elapsed;
 
 impl fmt::Display for Elapsed {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("the time is over")
+        f.write_str("timed out")
     }
 }
 
@@ -116,10 +116,10 @@ impl From<Elapsed> for io::Error {
     }
 }
 
-/// Gives a future `duration` to end, and drops it then.
+/// Waits for a future for up to `duration`, then drops it.
 ///
 /// # Errors
-/// [`Elapsed`] if it has not ended in time.
+/// [`Elapsed`] if it does not complete in time.
 pub async fn timeout<F: Future>(duration: Duration, future: F) -> Result<F::Output, Elapsed> {
     let mut future = pin!(future);
     let mut sleep = pin!(sleep(duration));

@@ -14,14 +14,14 @@ impl Wake for Unpark {
     }
 }
 
-/// Runs one future to its end, parking the thread while it waits. Files then work without
-/// a ring: in memory, or with blocking system calls.
+/// Runs a future to completion, parking the thread while it waits. Files then work without a ring: in memory, or with
+/// blocking system calls.
 ///
 /// # Panics
 /// Inside [`Executor::block_on`](crate::Executor::block_on): the future's operations would go to
 /// that executor, which could not run.
 pub fn block_on<F: Future>(future: F) -> F::Output {
-    assert!(!super::is_running(), "block_on inside an executor would wait for itself");
+    assert!(!super::is_running(), "block_on inside an executor would deadlock");
     let mut future = pin!(future);
     let waker = Waker::from(Arc::new(Unpark(std::thread::current())));
     let mut context = Context::from_waker(&waker);

@@ -8,10 +8,10 @@ use std::io;
 use std::sync::mpsc;
 use std::thread::{self, JoinHandle};
 
-/// A thread with an executor of its own, to which [`Handle::spawn_with`] gives work.
+/// A thread with its own executor, to which [`Handle::spawn_with`] gives work.
 ///
-/// Dropping it stops the executor: its tasks are dropped, its operations ended, the thread joined. Work that must be
-/// completed must be awaited first.
+/// Dropping it stops the executor, drops its tasks, ends its operations, and joins the thread. Work that must complete
+/// must be awaited first.
 pub struct Worker {
     handle: Handle,
     /// Dropping it ends the executor's main future.
@@ -20,7 +20,7 @@ pub struct Worker {
 }
 
 impl Worker {
-    /// Starts a thread named `name` (at most 15 bytes show) and its executor.
+    /// Starts a thread named `name` (at most 15 bytes are shown) and its executor.
     ///
     /// # Errors
     /// As [`Executor::new`], or if no thread can be started.
@@ -39,7 +39,7 @@ impl Worker {
                 }
             })?;
         let handle =
-            started.recv().map_err(|_| io::Error::other("the thread ended immediately"))??;
+            started.recv().map_err(|_| io::Error::other("the thread ended during startup"))??;
         Ok(Self { handle, stop: Some(stop), thread: Some(thread) })
     }
 

@@ -6,27 +6,28 @@ use std::time::Duration;
 
 /// The mechanics and the cache of a disk.
 ///
-/// A move to another track takes [`settle`](Self::settle), and [`stroke`](Self::stroke) times the square root of the
-/// distance's part of the [`span`](Self::span). Then the disk rotates until the first byte is below the head: a request
-/// that continues where the last one ended but comes late waits for nearly a whole rotation, as does every individually
-/// flushed write of a log. A read that continues where the last request ended does not wait, since disks read ahead.
+/// A seek to another track takes [`settle`](Self::settle), plus [`stroke`](Self::stroke) times the square root of the
+/// distance as a fraction of the [`span`](Self::span). Then the disk rotates until the first byte is under the head: a
+/// request that continues where the last one ended but arrives late waits for nearly a whole rotation, as does every
+/// individually flushed write of a log. A read that continues where the last request ended does not wait, since disks
+/// read ahead.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mechanics {
-    /// The least time to another track.
+    /// The minimum time of a seek to another track.
     pub settle: Duration,
-    /// The additional time from one end to the other.
+    /// The additional time of a seek from one end to the other.
     pub stroke: Duration,
-    /// The time of one turn.
+    /// The time of one rotation.
     pub turn: Duration,
     /// Bytes from one end to the other; larger distances cost no more.
     pub span: u64,
-    /// Bytes that the write cache takes. It is written out, in the order of positions, by a flush and when it is full;
+    /// The size of the write cache in bytes. It is written out, in order of position, by a flush and when it is full;
     /// until then a write costs only its latency.
     pub cache: u64,
 }
 
 impl Mechanics {
-    /// A desktop disk of 320 GB: 7,200 turns a minute, 8.9 ms for a third of the way, 8 MiB of cache.
+    /// A desktop disk of 320 GB: 7,200 rpm, a seek of 8.9 ms for a third of the span, 8 MiB of cache.
     pub const DESKTOP: Self = Self {
         settle: Duration::from_micros(800),
         stroke: Duration::from_millis(14),
@@ -35,7 +36,7 @@ impl Mechanics {
         cache: 8 << 20,
     };
 
-    /// The time to another track that is `distance` bytes away.
+    /// The time of a seek to another track that is `distance` bytes away.
     fn seek(&self, distance: u64) -> Duration {
         let part = (u128::from(distance.min(self.span)) << 40) / u128::from(self.span.max(1));
         self.settle.saturating_add(nanoseconds((self.stroke.as_nanos() * part.isqrt()) >> 20))
@@ -48,11 +49,11 @@ pub(super) struct Arm {
     mechanics: Mechanics,
     /// Bytes per second.
     bandwidth: u64,
-    /// The place behind the last byte that passed below the head.
+    /// The position after the last byte that passed under the head.
     place: u64,
-    /// When that was.
+    /// When that byte had passed.
     left: Duration,
-    /// Places in the cache, by their begin.
+    /// The ranges in the cache: their ends, by their starts.
     dirty: BTreeMap<u64, u64>,
     dirty_bytes: u64,
 }
@@ -63,19 +64,20 @@ impl Arm {
         Self { mechanics, bandwidth, place: 0, left, dirty, dirty_bytes: 0 }
     }
 
-    /// Reads; returns when the last byte has passed.
+    /// Reads a range; returns the time at which the last byte has passed.
     pub(super) fn read(&mut self, now: Duration, places: Range<u64>) -> Duration {
         let start = if places.start == self.place { now } else { self.reach(now, places.start) };
         self.pass(start, places)
     }
 
-    /// Takes a write into the cache; returns when it is there.
+    /// Adds a write to the cache; returns the time at which it is there.
     pub(super) fn write(&mut self, now: Duration, places: Range<u64>) -> Duration {
         self.remember(places);
         if self.dirty_bytes > self.mechanics.cache { self.write_out(now) } else { now }
     }
 
-    /// Empties the cache, upwards from where the arm is and then from the lowest place; returns when that is done.
+    /// Writes out the cache, upwards from the arm's position and then from the lowest one; returns the time at which
+    /// that is done.
     pub(super) fn write_out(&mut self, now: Duration) -> Duration {
         let mut below = std::mem::take(&mut self.dirty);
         let above = below.split_off(&self.place);
@@ -86,7 +88,7 @@ impl Arm {
         })
     }
 
-    /// Adds positions to the cache, merged with adjacent ones.
+    /// Adds a range to the cache, merged with adjacent and overlapping ones.
     fn remember(&mut self, places: Range<u64>) {
         let Range { mut start, mut end } = places;
         while let Some((&other, &other_end)) = self.dirty.range(..=end).next_back()
@@ -101,7 +103,7 @@ impl Arm {
         self.dirty_bytes += end - start;
     }
 
-    /// When a place is below the head.
+    /// The time at which a position is under the head.
     fn reach(&self, now: Duration, place: u64) -> Duration {
         if place == self.place && now <= self.left {
             return now;
@@ -119,7 +121,7 @@ impl Arm {
         arrived.saturating_add(nanoseconds(wait))
     }
 
-    /// Passes positions below the head, from `start` on; returns when the last has.
+    /// Passes a range under the head, from `start` on; returns the time at which its last byte has passed.
     fn pass(&mut self, start: Duration, places: Range<u64>) -> Duration {
         self.place = places.end;
         self.left = start.saturating_add(transfer(places.end - places.start, self.bandwidth));
@@ -127,7 +129,7 @@ impl Arm {
     }
 }
 
-/// How long bytes take.
+/// The time to transfer this many bytes.
 pub(super) fn transfer(bytes: u64, bandwidth: u64) -> Duration {
     nanoseconds(u128::from(bytes) * 1_000_000_000 / u128::from(bandwidth.max(1)))
 }
@@ -143,7 +145,7 @@ mod tests {
     const MS: Duration = Duration::from_millis(1);
     const MB: u64 = 1_000_000;
 
-    /// Turns in 10 ms, in which a megabyte passes; a seek takes 1 ms, and 10 ms more across its 400 MB.
+    /// Rotates in 10 ms, in which a megabyte passes; a seek takes 1 ms, plus 10 ms across all of its 400 MB.
     fn arm() -> Arm {
         let mechanics =
             Mechanics { settle: MS, stroke: 10 * MS, turn: 10 * MS, span: 400 * MB, cache: 8 * MB };

@@ -10,17 +10,17 @@ use std::ops::Range;
 
 /// The properties of an L2 entry that counting needs.
 pub(super) struct Cluster {
-    /// First guest byte.
+    /// The first guest byte.
     guest: u64,
-    /// Guest bytes.
+    /// The number of guest bytes.
     length: u64,
-    /// Base-2 logarithm of the bytes that a bit of `allocated` stands for.
+    /// The base-2 logarithm of the number of bytes that a bit of `allocated` stands for.
     bits: u32,
-    /// The parts that are allocated here, zeroes among them.
+    /// The parts that are allocated here, including zeroes.
     allocated: u32,
-    /// Bytes that it takes in the file.
+    /// Bytes that it occupies in the file.
     pub(super) bytes: u64,
-    /// Nothing else in the file uses them.
+    /// Whether nothing else in the file uses those bytes.
     pub(super) exclusive: bool,
 }
 
@@ -30,7 +30,7 @@ impl Cluster {
         self.guest >> unit_bits..self.guest.saturating_add(self.length) >> unit_bits
     }
 
-    /// Those that it hides from the image below.
+    /// The units that it hides in the image below.
     pub(super) fn own_units(&self, unit_bits: u32) -> impl Iterator<Item = u64> {
         let (bits, allocated, start) = (self.bits, self.allocated, self.guest);
         self.units(unit_bits).filter(move |unit| {
@@ -61,8 +61,8 @@ impl From<io::Error> for Error {
     }
 }
 
-/// Passes every allocated cluster of the image's disk to `each`; returns the number of L2 tables. An invalid entry is
-/// skipped, and the call returns an error at the end.
+/// Passes every allocated cluster of the image's disk to `each`; returns the number of L2 tables. Invalid entries are
+/// skipped, and then reported as an error at the end.
 pub(super) fn read(
     fleet: &Fleet,
     number: u32,
@@ -98,7 +98,7 @@ fn walk(
     if probe::read_up_to(file, summary.l1_offset, &mut l1)?.len() as u64 != wanted {
         return Err(Error::Corrupt("the L1 table extends past the end of the file".into()));
     }
-    // There cannot be more tables than the file has room for, however often an L1 table names one.
+    // There cannot be more tables than fit in the file, however often an L1 table refers to one.
     let most = length / geometry.cluster_size();
     let mut tables = 0_u32;
     let mut wrong = None;

@@ -20,7 +20,7 @@ fn place(unit: u64) -> (usize, usize, u64) {
 }
 
 impl Wanted {
-    /// Units 0 to `units`.
+    /// All units below `units`.
     pub(super) fn everything(units: u64) -> Self {
         let mut chunks = Vec::new();
         chunks.resize_with((units / CHUNK) as usize, || Chunk::All);
@@ -57,7 +57,7 @@ impl Wanted {
         }
     }
 
-    /// Removes everything from `units` on.
+    /// Removes all units from `units` on.
     pub(super) fn cut(&mut self, units: u64) {
         let chunks = units.div_ceil(CHUNK);
         self.chunks.truncate(usize::try_from(chunks).unwrap_or(usize::MAX));

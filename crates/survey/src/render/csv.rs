@@ -4,7 +4,7 @@ use super::format::rfc3339;
 use crate::{ChainRow, Survey};
 use std::io::{self, Write};
 
-/// The columns, and a chain's values in them.
+/// A column's name, and how to get its value for a chain.
 type Column = (&'static str, fn(&ChainRow) -> String);
 
 const COLUMNS: &[Column] = &[
@@ -29,10 +29,10 @@ const COLUMNS: &[Column] = &[
     ("length_after", |row| row.length_after.to_string()),
 ];
 
-/// Every chain on a line of its own, after a line of column names.
+/// One line per chain, after a line of column names.
 ///
 /// # Errors
-/// Those of `out`.
+/// If writing to `out` fails.
 pub fn csv(survey: &Survey, out: &mut dyn Write) -> io::Result<()> {
     let mut writer = csv::Writer::from_writer(out);
     writer.write_record(COLUMNS.iter().map(|(name, _)| name))?;

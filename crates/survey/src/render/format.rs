@@ -2,7 +2,7 @@
 
 use chrono::{DateTime, Utc};
 
-/// A whole number, in groups of three digits.
+/// A whole number, with its digits in groups of three.
 pub(super) fn number(value: u64) -> String {
     let digits = value.to_string();
     let mut text = String::with_capacity(digits.len() * 4 / 3);
@@ -50,7 +50,7 @@ pub(super) fn microseconds(value: f64) -> String {
     if value < 1000.0 { format!("{value:.1} µs") } else { format!("{:.2} ms", value / 1000.0) }
 }
 
-/// A share, given from 0 to 1.
+/// A share (0 to 1) as a percentage.
 pub(super) fn percent(share: f64) -> String {
     format!("{:.1} %", share * 100.0)
 }
@@ -65,7 +65,7 @@ pub(super) fn time(seconds: i64) -> String {
     moment(seconds, "%Y-%m-%d %H:%M UTC")
 }
 
-/// A time as in RFC 3339.
+/// A time in RFC 3339 format.
 pub(super) fn rfc3339(seconds: i64) -> String {
     moment(seconds, "%Y-%m-%dT%H:%M:%SZ")
 }

@@ -5,8 +5,8 @@ use super::format::rfc3339;
 use crate::{Report, Survey, cost, exact};
 use serde_json::{Map, Value, json};
 
-/// The summary, the first chains and the problems. Times are seconds since 1970 and, where the name
-/// says so, RFC 3339.
+/// The summary, the first chains and the problems. Times are in seconds since 1970, except `taken-at`, which is in RFC
+/// 3339 format.
 pub fn json(survey: &Survey, report: &Report, listing: Listing) -> Value {
     let counts_of_problems: Map<String, Value> = report
         .problems

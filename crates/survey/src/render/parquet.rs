@@ -10,10 +10,10 @@ use parquet::schema::types::Type;
 use std::io::{self, Write};
 use std::sync::Arc;
 
-/// Chains in a row group.
+/// The number of chains in a row group.
 const GROUP: usize = 100_000;
 
-/// What a chain has in a column.
+/// A column's type, and how to get its value for a chain.
 #[derive(Clone, Copy)]
 enum Column {
     Text(fn(&ChainRow) -> &str),
@@ -46,10 +46,10 @@ const COLUMNS: &[(&str, Column)] = &[
     ("length_after", Column::Number(|row| row.length_after.into())),
 ];
 
-/// Every chain, a row each; columns as in the CSV, times as timestamps in UTC.
+/// One row per chain, with the same columns as the CSV; times are timestamps in UTC.
 ///
 /// # Errors
-/// Those of `out`.
+/// If writing to `out` fails.
 pub fn parquet(survey: &Survey, out: &mut (dyn Write + Send)) -> io::Result<()> {
     write(survey, out).map_err(|error| match error {
         ParquetError::External(error) => io::Error::other(error),

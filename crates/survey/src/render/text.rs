@@ -7,13 +7,13 @@ use std::io::{self, Write};
 
 /// Lengths for which the cumulative share of chains is printed.
 const STEPS: [u32; 9] = [1, 2, 5, 10, 20, 30, 100, 300, 1000];
-/// Problems that are listed individually.
+/// The number of problems that are listed individually.
 const PROBLEMS: usize = 20;
 
 /// The summary, the first chains and the first problems.
 ///
 /// # Errors
-/// Those of `out`.
+/// If writing to `out` fails.
 pub fn text(
     survey: &Survey,
     report: &Report,
@@ -46,7 +46,7 @@ fn found(report: &Report, out: &mut dyn Write) -> io::Result<()> {
     }
     writeln!(
         out,
-        "{} qcow2 images make {} chains of {} files",
+        "{} qcow2 images form {} chains, {} files in all",
         number(counts.images),
         number(counts.chains),
         number(counts.files_in_chains),
@@ -75,7 +75,7 @@ fn lengths(report: &Report, out: &mut dyn Write) -> io::Result<()> {
     let lengths = &report.lengths;
     writeln!(
         out,
-        "\nChain length: median {}, mean {:.1}, 90 % up to {}, 99 % up to {}, longest {}",
+        "\nChain length: median {}, mean {:.1}, 90th percentile {}, 99th percentile {}, longest {}",
         lengths.median, lengths.mean, lengths.p90, lengths.p99, lengths.longest,
     )?;
     writeln!(out, "{:>12} {:>10} {:>10}", "length", "of chains", "of files")?;
@@ -96,7 +96,8 @@ fn snapshots(report: &Report, out: &mut dyn Write) -> io::Result<()> {
         };
         writeln!(
             out,
-            "\nTime between layers: median {}, a tenth up to {}; within an hour {}, a day {}, a week {}",
+            "\nTime between layers: median {}, 10th percentile {}; within an hour {}, a day {}, a \
+             week {}",
             span(intervals.median),
             span(intervals.p10),
             share(1),
@@ -139,7 +140,7 @@ fn held(report: &Report, out: &mut dyn Write) -> io::Result<()> {
     let held = &report.held;
     writeln!(
         out,
-        "\nFiles hold {} for disks of {}: active images {}, layers below {} ({} of them shared)",
+        "\nFiles hold {} for disks of {}: active images {}, layers below {} ({} shared)",
         bytes(held.held_bytes),
         bytes(held.disk_bytes),
         bytes(held.active_bytes),
@@ -149,7 +150,7 @@ fn held(report: &Report, out: &mut dyn Write) -> io::Result<()> {
     match &report.clusters {
         Some(clusters) => writeln!(
             out,
-            "No disk can see at least {} of the {} in clusters ({} images counted)",
+            "At least {} of the {} in clusters is hidden from every disk ({} images counted)",
             bytes(clusters.hidden_bytes),
             bytes(clusters.data_bytes),
             number(clusters.images),

@@ -36,7 +36,7 @@ fn text_obeys_nobody() {
     assert!(text.contains("/a, \"b\"\\u{a}c\n"), "{text}");
     assert!(text.contains("/\\xff\\u{1b}[31m\\\\\n"), "{text}");
     assert!(text.contains("its backing file is missing (gone\\u{202e})"), "{text}");
-    assert!(text.contains("4 qcow2 images make 3 chains of 4 files\n"), "{text}");
+    assert!(text.contains("4 qcow2 images form 3 chains, 4 files in all\n"), "{text}");
     assert!(text.contains("<= 2    100.0 %    100.0 %"), "{text}");
 }
 
@@ -47,7 +47,7 @@ fn an_empty_fleet_is_no_error() {
     let report = survey.report();
     let mut out = Vec::new();
     render::text(&survey, &report, LISTING, &mut out).unwrap();
-    assert!(String::from_utf8(out).unwrap().contains("0 qcow2 images make 0 chains"));
+    assert!(String::from_utf8(out).unwrap().contains("0 qcow2 images form 0 chains"));
     assert!(render::html(&survey, &report, LISTING).contains("Nothing to show."));
     let mut out = Vec::new();
     render::parquet(&survey, &mut out).unwrap();

@@ -4,7 +4,7 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
-/// Files for a guest's first root directory.
+/// Files for a guest's initial root directory.
 #[derive(Debug, Default)]
 pub(super) struct Initramfs {
     archive: Vec<u8>,
@@ -13,8 +13,7 @@ pub(super) struct Initramfs {
 }
 
 impl Initramfs {
-    /// Adds a file with its content and the directories above it. `path` is absolute; one that is
-    /// there already stays as it is.
+    /// Adds a file and the directories above it. `path` is absolute; an existing file is left unchanged.
     pub(super) fn file(&mut self, path: &Path, content: &[u8], mode: u32) {
         let path = path.to_str().expect("a path in UTF-8").trim_start_matches('/');
         for (end, _) in path.match_indices('/') {
@@ -25,7 +24,7 @@ impl Initramfs {
         }
     }
 
-    /// Adds a directory, whose parent is there.
+    /// Adds a directory in an existing directory.
     pub(super) fn directory(&mut self, path: &str) {
         if self.names.insert(path.to_owned()) {
             self.entry(path, 0o040_755, (0, 0), &[]);
@@ -48,8 +47,8 @@ impl Initramfs {
     fn entry(&mut self, name: &str, mode: u32, device: (u32, u32), content: &[u8]) {
         self.inodes += 1;
         let length = u32::try_from(content.len()).expect("a file below 4 GiB");
-        // inode, mode, uid, gid, links, mtime, size, device, device node's number, name with its
-        // zero byte, checksum (none in this format).
+        // Inode, mode, uid, gid, links, mtime, size, device, device node's number, length of the name with its NUL
+        // byte, checksum (none in this format).
         let name_length = name.len() as u32 + 1;
         let (major, minor) = device;
         let fields = [self.inodes, mode, 0, 0, 1, 0, length, 0, 0, major, minor, name_length, 0];

@@ -3,7 +3,7 @@
 //!
 //! The kernel and its modules are in `target/guest`, where `scripts/setup` puts them. The guest runs
 //! from an initramfs with busybox, or with [`Guest::root`] from one of its disks. It needs no
-//! network and no acceleration, and boots in some three seconds.
+//! network and no acceleration, and boots in about three seconds.
 //!
 //! ```no_run
 //! use isobath_testkit::guest::Guest;
@@ -14,8 +14,8 @@
 //! ```
 //!
 //! The script is busybox's `sh`, with `set -eu`. It has `/proc`, `/sys`, `/dev`, an empty `/mnt`, and
-//! a `/tmp` in memory; the disks are `/dev/vda`, `/dev/vdb` and so on, in the order given. What it
-//! writes is [`Done::output`]; its exit status is the guest's.
+//! a `/tmp` in memory; the disks are `/dev/vda`, `/dev/vdb` and so on, in the order given. Its output is
+//! [`Done::output`]; its exit status is the guest's.
 
 mod initramfs;
 mod vhost_user;
@@ -46,7 +46,7 @@ pub struct Guest {
     arguments: Vec<OsString>,
     disks: usize,
     memory: u32,
-    /// The memory is a file that others may map.
+    /// Whether the memory is a file that other processes may map.
     shared_memory: bool,
     root: bool,
     patience: Duration,
@@ -65,7 +65,7 @@ pub struct Done {
 }
 
 impl Done {
-    /// The values of the output's lines `NAME=VALUE`, in order.
+    /// The values of the output's `NAME=VALUE` lines, in order.
     pub fn values(&self, name: &str) -> Vec<&str> {
         let value = |line| str::strip_prefix(line, name)?.strip_prefix('=');
         self.output.lines().filter_map(value).collect()
@@ -106,7 +106,8 @@ impl Guest {
         }
     }
 
-    /// Gives the guest a disk by QEMU's `-drive`, without `if` and `id`: `file=disk.img,format=raw`.
+    /// Gives the guest a disk with QEMU's `-drive`; `spec` is without `if` and `id`, such as
+    /// `file=disk.img,format=raw`.
     #[must_use]
     pub fn drive(mut self, spec: &str) -> Self {
         let id = format!("disk{}", self.disks);
@@ -114,7 +115,7 @@ impl Guest {
         self.virtio_disk(&id)
     }
 
-    /// Gives the guest a disk by QEMU's `-blockdev`; the node's name is set here.
+    /// Gives the guest a disk with QEMU's `-blockdev`; the node's name is set here.
     #[must_use]
     pub fn blockdev(mut self, mut node: serde_json::Value) -> Self {
         let id = format!("disk{}", self.disks);
@@ -134,29 +135,29 @@ impl Guest {
         }))
     }
 
-    /// More arguments for QEMU, such as the `-chardev` and `-device` of a vhost-user disk.
+    /// Adds arguments for QEMU, such as the `-chardev` and `-device` of a vhost-user disk.
     #[must_use]
     pub fn arguments<I: IntoIterator<Item: Into<OsString>>>(mut self, arguments: I) -> Self {
         self.arguments.extend(arguments.into_iter().map(Into::into));
         self
     }
 
-    /// The guest's memory in MiB.
+    /// Sets the guest's memory in MiB.
     #[must_use]
     pub fn memory(mut self, mebibytes: u32) -> Self {
         self.memory = mebibytes;
         self
     }
 
-    /// Runs the script with the first disk, an ext4 as from [`fs::make_root`](crate::fs::make_root),
-    /// as the root file system. It is remounted read-only at the end.
+    /// Runs the script with the first disk, an ext4 file system as made by [`fs::make_root`](crate::fs::make_root), as
+    /// the root file system. It is remounted read-only at the end.
     #[must_use]
     pub fn root(mut self) -> Self {
         self.root = true;
         self
     }
 
-    /// How long the guest may take until it is killed and the test fails.
+    /// Sets how long the guest may take before it is killed and the test fails.
     #[must_use]
     pub fn patience(mut self, patience: Duration) -> Self {
         self.patience = patience;
@@ -185,8 +186,8 @@ impl Guest {
         self
     }
 
-    /// Boots the guest, runs the script, and waits until it has powered off. Fails the test, with
-    /// the console's text, unless the script exits with 0.
+    /// Boots the guest, runs the script, and waits until it has powered off. Fails the test, with the console output,
+    /// unless the script exits with 0.
     #[track_caller]
     pub fn run(self, script: &str) -> Done {
         let done = self.spawn(script).wait();
@@ -231,8 +232,8 @@ impl Guest {
     }
 }
 
-/// Lines of a script that say "go", and repeat a command until a line [is typed](RunningGuest::type_line): it goes on
-/// for as long as the test needs it to.
+/// Script lines that print "go" and repeat a command until a line [is typed](RunningGuest::type_line): it runs for as
+/// long as the test needs.
 pub fn until_a_line(command: &str) -> String {
     format!(
         "exec 3<&0
@@ -271,7 +272,7 @@ impl RunningGuest {
         });
     }
 
-    /// Types a line on the console once the script runs, which receives it with `read`.
+    /// Types a line on the console once the script is running; the script receives it with `read`.
     #[track_caller]
     pub fn type_line(&mut self, line: &str) {
         // Input before the kernel's console driver is up is lost.
@@ -318,14 +319,14 @@ impl RunningGuest {
     }
 }
 
-/// Where the kernel is.
+/// The directory of the kernel and its modules.
 #[track_caller]
 fn kernel_directory() -> PathBuf {
     let directory = env::var_os("ISOBATH_GUEST_DIR")
         .map_or_else(|| tools::workspace().join("target/guest"), PathBuf::from);
     assert!(
         directory.join("modules.list").exists(),
-        "there is no kernel for the guest in {}: run scripts/setup",
+        "no kernel for the guest in {}: run scripts/setup",
         directory.display()
     );
     directory
@@ -342,7 +343,7 @@ fn script_output(console: &str) -> String {
     lines.take_while(|line| !line.starts_with(EXIT)).flat_map(|line| [line, "\n"]).collect()
 }
 
-/// The guest's first program.
+/// The guest's init script.
 fn init(root: bool) -> String {
     let run =
         format!("echo; echo {BEGIN}; sh /run/script; status=$?; echo; echo \"{EXIT}$status\"");

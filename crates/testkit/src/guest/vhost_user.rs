@@ -1,11 +1,11 @@
-//! Disks by vhost-user-blk.
+//! Disks over vhost-user-blk.
 
 use super::Guest;
 use std::path::Path;
 
 impl Guest {
     /// Connects the guest, sharing all of its memory, to the vhost-user-blk server on a unix socket. QEMU reconnects
-    /// when the server ends and another listens there. Call it after [`memory`](Self::memory).
+    /// when the server ends and another one listens there. Call it after [`memory`](Self::memory).
     #[must_use]
     pub fn vhost_user(mut self, socket: &Path, queues: u16) -> Self {
         let disk = self.disks;

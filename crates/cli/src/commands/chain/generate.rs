@@ -13,7 +13,7 @@ use std::io::{BufReader, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Make a whole backing chain of qcow2 images
+/// Generate a backing chain of qcow2 images
 ///
 /// The layers are layer-00000.qcow2 (the base), layer-00001.qcow2 and so on. The last one is the active layer; its path
 /// is printed. The same options always produce the same bytes.
@@ -39,13 +39,13 @@ pub(crate) struct Args {
     /// raw:FILE to spread a raw disk image over the layers
     #[arg(long, value_name = "WHAT", default_value = "random", value_parser = contents)]
     data: Contents,
-    /// The seed for everything random
+    /// Seed of the random number generator
     #[arg(long, value_name = "N", default_value = "0")]
     seed: u64,
     /// Write the direct-access index to the active layer, as 'isobath index' does
     #[arg(long)]
     indexed: bool,
-    /// Write no index, like a chain made by QEMU (the default)
+    /// Write no index, as in a chain created by QEMU (the default)
     #[arg(long, conflicts_with = "indexed")]
     plain: bool,
     /// Show progress

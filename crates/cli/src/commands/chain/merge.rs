@@ -1,4 +1,4 @@
-//! `isobath chain merge`, `flatten` and `delete`: fewer layers, and every disk reads as before.
+//! `isobath chain merge`, `flatten` and `delete`: shorten chains without changing the contents of any disk.
 
 use super::unfinished::{self, Unfinished};
 use super::users::{Doomed, Users, directories, header, identity};
@@ -18,7 +18,7 @@ use std::sync::Arc;
 /// Options of every command that merges.
 #[derive(clap::Args)]
 pub(super) struct Shared {
-    /// Limit the copying to this many bytes per second
+    /// Speed limit in bytes per second
     #[arg(short, value_name = "RATE", value_parser = size::parse)]
     pub(super) rate: Option<u64>,
     /// Show progress
@@ -27,7 +27,7 @@ pub(super) struct Shared {
     /// Print only errors
     #[arg(short, long)]
     pub(super) quiet: bool,
-    /// Merge although the image has internal snapshots, which then read differently
+    /// Merge even if the image has internal snapshots, whose contents then change
     #[arg(long)]
     pub(super) change_snapshots: bool,
     #[command(flatten)]
@@ -36,7 +36,7 @@ pub(super) struct Shared {
 
 /// Merge all backing files into an image
 ///
-/// The image needs no backing file afterwards. The former ones are left as they are.
+/// Afterwards the image needs no backing file. The former backing files are left unchanged.
 #[derive(clap::Args)]
 pub(crate) struct FlattenArgs {
     #[command(flatten)]
@@ -45,26 +45,26 @@ pub(crate) struct FlattenArgs {
     image: PathBuf,
 }
 
-/// Merge consecutive layers into the uppermost of them
+/// Merge consecutive layers into the topmost one
 ///
-/// The images from FROM up to TO become one, in TO: it takes the data of the others, and FROM's backing file becomes
-/// its own. Every overlay of TO reads as before. The other images are left as they are; images that need them still
-/// work.
+/// The data of the images from FROM up to TO is merged into TO, and FROM's backing file becomes that of TO. The
+/// contents of TO and of its overlays do not change. The other images are left unchanged, and images that need them
+/// still work.
 #[derive(clap::Args)]
 pub(crate) struct MergeArgs {
     #[command(flatten)]
     shared: Shared,
     /// The lowest image to merge, a backing file of TO
     from: String,
-    /// The image that takes the data
+    /// The image to merge into
     to: PathBuf,
 }
 
 /// Remove one layer from a chain
 ///
-/// What the layer holds and its overlay needs moves into the overlay, whose backing file becomes that of the layer.
-/// The layer's file is deleted, unless another image needs it that lies in the directories of the chain or below. A
-/// layer that another program has open is refused.
+/// The layer's data that its overlay needs moves into the overlay, and the layer's backing file becomes that of the
+/// overlay. The layer's file is deleted, unless another image in or below the chain's directories needs it. A layer
+/// that another program has open is refused.
 #[derive(clap::Args)]
 pub(crate) struct DeleteArgs {
     #[command(flatten)]
@@ -72,10 +72,10 @@ pub(crate) struct DeleteArgs {
     /// Keep the layer's file
     #[arg(long)]
     keep: bool,
-    /// Another directory with images that may need the layer, in it or below; can be repeated
+    /// Another directory to search, with all directories below it, for images that need the layer; can be repeated
     #[arg(long, value_name = "DIR")]
     search: Vec<PathBuf>,
-    /// The chain's active image, or any above the layer
+    /// The chain's active image, or any image above the layer
     image: PathBuf,
     /// The layer to remove
     layer: String,
@@ -104,7 +104,7 @@ pub(crate) fn delete(args: &DeleteArgs, out: &mut dyn Write) -> Outcome {
     }
 }
 
-/// Removes the layer. Returns its file, unless that is to stay, and an image that needs it.
+/// Removes the layer. Returns its file, unless `--keep` is given, and an image that needs the file, if any.
 async fn removed(args: &DeleteArgs) -> Result<Option<(PathBuf, Option<PathBuf>)>, Failure> {
     let look = OpenOptions::new().locking(Locking::Unlocked).secrets(Secrets::unneeded());
     let disk = Disk::open(FileHost, &args.image, &look).await?;
@@ -124,7 +124,7 @@ async fn removed(args: &DeleteArgs) -> Result<Option<(PathBuf, Option<PathBuf>)>
     let place = chain_files::required(&layers, &args.layer, &args.image)?;
     let (Ok(overlay), Ok(layer)) = (disk.layer(place.above()), disk.layer(place)) else {
         return Err(Failure::new(format_args!(
-            "'{}' is the active image: no overlay could take its data; use 'isobath commit'",
+            "'{}' is the active image: it has no overlay to take its data; use 'isobath commit'",
             printable(&args.layer)
         )));
     };
@@ -146,7 +146,7 @@ async fn removed(args: &DeleteArgs) -> Result<Option<(PathBuf, Option<PathBuf>)>
         Box::pin(merge_into(&overlay, Some(&name), &args.shared)).await?;
         return Ok(None);
     }
-    // Nothing has changed yet if it cannot be told who needs the file, or it is in use.
+    // Fail before changing anything if it is unknown who needs the file, or the file is in use.
     Users::find(&directories)?;
     let doomed = vec![Doomed::lock(&layer).await?];
     let merged = Box::pin(merge_away(doomed, format, &overlay, &args.shared)).await?;
@@ -161,7 +161,7 @@ async fn removed(args: &DeleteArgs) -> Result<Option<(PathBuf, Option<PathBuf>)>
     Ok(Some((layer, user)))
 }
 
-/// The layer, if a killed command has left its file.
+/// The layer, if a killed command left its file behind.
 fn left(args: &DeleteArgs, chain: &[PathBuf]) -> Option<Unfinished> {
     let named = Path::new(&args.layer);
     let beside = chain.iter().filter_map(|image| Some(image.parent()?.join(named)));
@@ -183,7 +183,7 @@ pub(super) async fn chain_of(image: &Path) -> Result<Vec<PathBuf>, Failure> {
     Ok(disk.layers().map(|one| one.name().to_owned()).collect())
 }
 
-/// Moves what the layers from `from` on hold into `image`, above them; without `from`, all of them.
+/// Merges the layers from `from` up into `image` above them; without `from`, all layers below it.
 async fn merge_into(image: &Path, from: Option<&str>, args: &Shared) -> Result<(), Failure> {
     let mut signals = Signals::new(&[libc::SIGINT, libc::SIGTERM])?;
     let (live, base) = open(image, from, args).await?;
@@ -194,16 +194,16 @@ async fn merge_into(image: &Path, from: Option<&str>, args: &Shared) -> Result<(
 
 /// Layers that were merged.
 pub(super) struct Merged {
-    /// The disk of the image that has taken their data. It is closed, and keeps its locks.
+    /// The disk of the image that took their data. It is closed, but keeps its locks.
     pub(super) overlay: Arc<LiveDisk<FileHost>>,
-    /// Their files, which are locked; or why one is to stay.
+    /// Their files, locked; or why one must stay.
     pub(super) layers: Vec<Result<Doomed, Failure>>,
 }
 
-/// Moves what the layers hold, of which the lowest is the first, into the image above them.
+/// Merges `layers`, the lowest first, into the image above them.
 ///
 /// # Errors
-/// If they are not the layers just below the image; if they cannot be merged.
+/// If they are not the layers directly below the image, or cannot be merged.
 pub(super) async fn merge_away(
     layers: Vec<Doomed>,
     format: ImageFormat,
@@ -222,7 +222,8 @@ pub(super) async fn merge_away(
     if !below.eq(readable.iter().rev().map(Doomed::id)) {
         overlay.close().await?;
         return Err(Failure::new(format_args!(
-            "another program has changed the chain of '{}': its layers are not those that were to be merged",
+            "another program has changed the chain of '{}': its layers are no longer those to be \
+             merged",
             image.display()
         )));
     }
@@ -232,7 +233,7 @@ pub(super) async fn merge_away(
     let done = run(&overlay, base, args, &mut signals).await;
     let closed = overlay.close().await;
     if let Err(failure) = done.and(closed.map_err(Failure::from)) {
-        // The notes of those that are in the chain no more tell the next command.
+        // Layers that are no longer in the chain keep their notes, for the next command.
         if let Ok(chain) = chain_of(image).await {
             let chain: Vec<_> = chain.iter().filter_map(|file| identity(file).ok()).collect();
             let is_left =
@@ -248,7 +249,7 @@ pub(super) async fn merge_away(
     Ok(Merged { overlay, layers: locked })
 }
 
-/// Opens a chain to merge the layers from `from` on. Returns the file below them, too.
+/// Opens a chain to merge its layers from `from` up. Also returns the file below them.
 async fn open(
     image: &Path,
     from: Option<&str>,
@@ -260,7 +261,7 @@ async fn open(
     let layers = live.layers();
     let found = chain_files::required(&layers, from, image).and_then(|from| {
         if usize::from(from.get()) + 1 == layers.len() {
-            return Err(Failure::new("the images to merge are one and the same"));
+            return Err(Failure::new("the two images are the same"));
         }
         Ok(from)
     });
@@ -271,12 +272,12 @@ async fn open(
             return Err(failure);
         }
     };
-    // They are listed from above.
+    // The active layer comes first.
     let below = layers.get(layers.len() - from).map(|layer| layer.storage().id());
     Ok((live, below))
 }
 
-/// Merges all layers above `base`, without it all of them.
+/// Merges all layers above `base`; without it, all layers.
 async fn run(
     live: &Arc<LiveDisk<FileHost>>,
     base: Option<FileId>,

@@ -20,17 +20,17 @@ use std::time::Duration;
 /// The exit code after a signal, once partial results are printed.
 const INTERRUPTED: u8 = 130;
 
-/// Survey a fleet: how long its chains are, how often snapshots are taken, what they cost
+/// Survey a fleet of images: chain lengths, snapshot frequency and costs
 ///
-/// Looks at every qcow2 image below the given paths and follows their backing files. Reads only headers unless --bytes
-/// is given, writes nothing to images and takes no locks. Exit codes: 0 the survey is complete, even if some images are
+/// Examines every qcow2 image below the given paths and follows its backing files. Reads only headers unless --bytes is
+/// given, writes nothing to images and takes no locks. Exit codes: 0 the survey is complete, even if some images are
 /// damaged; 1 the survey failed; 130 it was interrupted, and partial results were printed.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Directories and images to survey
     #[arg(required = true, value_name = "PATH")]
     paths: Vec<PathBuf>,
-    /// Also read the L1 and L2 tables, to count bytes that no disk can see any more
+    /// Also read the L1 and L2 tables, to count bytes that no disk can see
     #[arg(long)]
     bytes: bool,
     /// Output format; csv and parquet list every chain
@@ -42,7 +42,7 @@ pub(crate) struct Args {
     /// Also write an HTML page with charts to this file
     #[arg(long, value_name = "FILE")]
     html: Option<PathBuf>,
-    /// How many chains to list
+    /// Number of chains to list
     #[arg(long, value_name = "N", default_value_t = 20)]
     top: usize,
     /// Sort the listed chains by this, largest first
@@ -52,8 +52,8 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", default_value_t = cost::STREAMING_THRESHOLD,
           value_parser = clap::value_parser!(u32).range(2..))]
     merge_at: u32,
-    /// What dates a snapshot: the file's birth time (or last write, where the file system records no birth time), or
-    /// its last write
+    /// How to date a snapshot: by the file's birth time (or last write, where the file system records no birth time),
+    /// or by its last write
     #[arg(long, value_name = "WHAT", default_value = "birth")]
     times: Times,
     /// Do not cross file system boundaries
@@ -62,14 +62,14 @@ pub(crate) struct Args {
     /// Number of reader threads
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     threads: Option<u16>,
-    /// Show no progress
+    /// Do not show progress
     #[arg(short, long)]
     quiet: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Output {
-    /// Tables, for people
+    /// Human-readable tables
     Human,
     /// JSON
     Json,
@@ -83,11 +83,11 @@ enum Output {
 enum Sort {
     /// Number of files in the chain
     Length,
-    /// Memory that QEMU uses for the chain
+    /// Memory QEMU uses for the chain
     Memory,
     /// Bytes the chain's files use
     Held,
-    /// Bytes that no disk can see; needs --bytes
+    /// Bytes that no disk can see; requires --bytes
     Hidden,
 }
 
@@ -103,11 +103,11 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     let to_terminal = args.file.is_none() && io::stdout().is_terminal();
     if args.output == Output::Parquet && to_terminal {
         return Err(Failure::new(
-            "refusing to write Parquet to a terminal; name a file with --file",
+            "refusing to write Parquet to a terminal; use --file to write to a file",
         ));
     }
     if args.sort == Sort::Hidden && !args.bytes {
-        return Err(Failure::new("--sort hidden needs --bytes, which counts hidden bytes"));
+        return Err(Failure::new("--sort hidden requires --bytes, which counts hidden bytes"));
     }
     let surveyed = watched(args)?;
     let report = surveyed.report();
@@ -193,7 +193,7 @@ fn watched(args: &Args) -> Result<Survey, Failure> {
 }
 
 fn bar(quiet: bool) -> ProgressBar {
-    // On stderr, and hidden where stderr is not a terminal.
+    // On stderr, and hidden if stderr is not a terminal.
     let target =
         if quiet { ProgressDrawTarget::hidden() } else { ProgressDrawTarget::stderr_with_hz(5) };
     let bar = ProgressBar::with_draw_target(None, target);
@@ -209,7 +209,7 @@ fn show(bar: &ProgressBar, progress: &Progress) {
     bar.set_message(match progress.phase() {
         Phase::Walking => found,
         Phase::Linking => format!("{found}; linking chains"),
-        Phase::Counting => format!("{found}; counted clusters of {}", progress.counted()),
+        Phase::Counting => format!("{found}; clusters of {} counted", progress.counted()),
     });
     bar.tick();
 }
@@ -230,7 +230,7 @@ fn to_file(
     })
 }
 
-/// Refuses to overwrite an image: among so many image names, a misplaced one must do no harm.
+/// Refuses to overwrite an image: a misplaced image name among the arguments must do no harm.
 fn refuse_image(path: &Path) -> io::Result<()> {
     let mut start = [0; 8];
     let is_file = path.metadata().is_ok_and(|data| data.is_file());

@@ -1,9 +1,9 @@
-//! Layers whose file is to be deleted once an overlay has what they hold: a command that was killed in between, run
-//! again, finishes it.
+//! Layers that were merged, but whose files were not deleted because the command was killed. Running it again deletes
+//! them.
 //!
-//! The evidence is an extended attribute of the layer's file. It says which overlay takes the data, and which file it
-//! belongs to, with its size and the time of its last write: a copy, or a file that was written since, has none. That
-//! the layer may go is then proved by comparing what the overlay reads.
+//! The evidence is a note in an extended attribute of the layer's file. It says which overlay takes the data, and
+//! identifies the file, its size and the time of its last write, so that a copy, or a file written to since, has no
+//! valid note. Comparing what the overlay reads then proves that the layer can be deleted.
 
 use super::users::{Doomed, Users, directories, identity};
 use crate::failure::Failure;
@@ -18,13 +18,13 @@ use std::path::{Path, PathBuf};
 
 const ATTRIBUTE: &str = "user.isobath.merge";
 
-/// Guest bytes whose status is asked for at once, and that are read at once.
+/// Maximum guest bytes per block status query and per read, and maximum runs per query.
 const WINDOW: u64 = 1 << 30;
 const CHUNK: u64 = 1 << 20;
 const RUNS: usize = 4096;
 
-/// Notes at the layer's file that its data goes to the overlay, durably. Where files have no such attributes, a command
-/// that is killed leaves the file.
+/// Durably notes in the layer's file that the overlay takes its data. Without extended attributes, a killed command
+/// leaves the file behind.
 pub(super) fn note(layer: &Path, format: ImageFormat, overlay: &Path) {
     let noted = || {
         let (own, above) = (fingerprint(layer)?, of_overlay(overlay)?);
@@ -34,17 +34,17 @@ pub(super) fn note(layer: &Path, format: ImageFormat, overlay: &Path) {
     };
     if let Err(error) = noted() {
         let (layer, error): (_, std::io::Error) = (layer.display(), error);
-        tracing::debug!("'{layer}' does not say that it is being merged: {error}");
+        tracing::debug!("cannot record in '{layer}' that it is being merged: {error}");
     }
 }
 
-/// Takes the note back: the file stays.
+/// Removes the note: the file stays.
 pub(super) fn forget(layer: &Path) {
     // There may be none.
     let _ = removexattr(layer, ATTRIBUTE);
 }
 
-/// What tells the file, as it is, from others, and from what it becomes if it is written.
+/// Identifies the file in its current state: it differs for other files, and for this file after a write.
 pub(super) fn fingerprint(layer: &Path) -> std::io::Result<String> {
     let file = fs::metadata(layer)?;
     let written = (file.mtime(), file.mtime_nsec());
@@ -55,7 +55,7 @@ fn of_overlay(overlay: &Path) -> std::io::Result<String> {
     identity(overlay).map(|(device, inode)| format!("{device}:{inode}"))
 }
 
-/// A file that an image of a chain has taken the data of.
+/// The file of a layer whose data an image of a chain has taken.
 pub(super) struct Unfinished {
     pub(super) layer: PathBuf,
     format: ImageFormat,
@@ -63,7 +63,7 @@ pub(super) struct Unfinished {
 }
 
 impl Unfinished {
-    /// The file, if its note is its own and names one of these images, and it is none of them, and has no other name.
+    /// The file, if its note is valid and names an image of `chain`, and it is not in `chain` and has no other link.
     pub(super) fn of(layer: &Path, chain: &[PathBuf]) -> Option<Self> {
         let mut value = [0; 256];
         let length = getxattr(layer, ATTRIBUTE, &mut value).ok()?;
@@ -83,11 +83,10 @@ impl Unfinished {
         Some(Self { layer: layer.to_owned(), format, overlay })
     }
 
-    /// Deletes the file, or returns an image that needs it. `search` are other directories with images.
+    /// Deletes the file, or returns an image that needs it. `search` lists other directories with images.
     ///
     /// # Errors
-    /// If the overlay lacks something that the layer has, the layer has internal snapshots, or a program uses one of
-    /// them.
+    /// If the overlay lacks some of the layer's data, the layer has internal snapshots, or a program uses one of them.
     pub(super) async fn finish(
         &self,
         chain: &[PathBuf],
@@ -108,13 +107,14 @@ impl Unfinished {
         let layer = Disk::open(FileHost, &self.layer, &options).await?;
         let trusted = sabotage::is(Sabotage::TrustedNote);
         if !trusted && !has_all_of(&overlay, &layer).await? {
-            let overlay = self.overlay.display();
+            let (overlay, layer) = (self.overlay.display(), self.layer.display());
             return Err(kept(&format_args!(
-                "'{overlay}' does not have all of its data; delete it by hand if it is not needed"
+                "'{overlay}' lacks some of the layer's data; delete '{layer}' manually if it is \
+                 not needed"
             )));
         }
         layer.close().await?;
-        // That the overlay has another backing file may not be durable yet.
+        // The change of the overlay's backing file may not be durable yet.
         for file in overlay.layers().take(1).flat_map(|layer| layer.files()) {
             file.flush().await?;
         }
@@ -126,13 +126,13 @@ impl Unfinished {
     }
 }
 
-/// Whether the image reads as it would above the layer.
+/// Whether the image reads as it would with the layer below it.
 async fn has_all_of(image: &Disk<FileHost>, layer: &Disk<FileHost>) -> Result<bool, Failure> {
     let mut at = 0;
     while at < image.size() {
         let length = WINDOW.min(image.size() - at);
         for run in image.block_status(at, length, RUNS).await? {
-            // What the image itself has hides the layer.
+            // The image's own data hides the layer.
             if run.depth > 0 && !reads_alike(image, layer, at, run).await? {
                 return Ok(false);
             }
@@ -168,7 +168,7 @@ async fn reads_alike(
         }
         at += length;
     }
-    // Behind the layer's end are zeroes.
+    // Past its end, the layer reads as zeroes.
     while at < end && !run.zero {
         let length = (end - at).min(CHUNK);
         let found = image.read(at, IoBuf::zeroed(length as usize)).await?;
@@ -180,7 +180,7 @@ async fn reads_alike(
     Ok(true)
 }
 
-/// The file and the offset in it where plain data lies.
+/// The file that holds plain data, and the offset in it.
 fn place(disk: &Disk<FileHost>, run: &BlockStatus) -> Option<((u64, u64), u64)> {
     let (depth, host) = run.host?;
     let layer = disk.layers().nth(depth as usize)?;

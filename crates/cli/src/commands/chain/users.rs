@@ -1,4 +1,4 @@
-//! Which images need a file.
+//! Finds the images that need a file.
 
 use super::unfinished;
 use crate::failure::Failure;
@@ -13,7 +13,7 @@ use std::io::{ErrorKind, Read};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-/// The most of an image that its header and the names in it take.
+/// Maximum bytes of an image's header and the names in it.
 const HEADER: u64 = 2 << 20;
 
 /// A file's device and inode number.
@@ -31,7 +31,7 @@ impl Users {
     /// Reads the images in these directories, and in all directories below them.
     ///
     /// # Errors
-    /// If a directory or an image cannot be read: it is unknown then what it needs.
+    /// If a directory or an image cannot be read: what it needs is then unknown.
     pub(super) fn find(directories: &[PathBuf]) -> Result<Self, Failure> {
         let mut found = Self::default();
         each_file(directories, |image| found.add(image))?;
@@ -40,7 +40,7 @@ impl Users {
 
     fn add(&mut self, image: &Path) -> Result<(), Failure> {
         for (field, name) in names(image)? {
-            // What names no file for `open` may name one for QEMU.
+            // A name that `open` refuses may refer to a file for QEMU.
             let plain = plain_file_name(image, field, &name);
             let plain = plain.map_err(|error| unreadable(image, &error))?;
             let plain = if sabotage::is(Sabotage::PlainNames) { &name } else { plain };
@@ -108,8 +108,8 @@ pub(super) fn each_file(
     Ok(())
 }
 
-/// Where the images that need a chain's files are looked for: the directories of its files, also of those that links
-/// stand for, and these.
+/// The directories to search for images that need a chain's files: those of the files and of the targets of their
+/// symbolic links, and `others`.
 pub(super) fn directories<'a>(
     files: impl Iterator<Item = &'a Path>,
     others: &[PathBuf],
@@ -122,9 +122,9 @@ pub(super) fn directories<'a>(
     files.flat_map(of).chain(others.iter().cloned()).collect()
 }
 
-/// A layer's file that is to be deleted. From when it is locked until this is dropped, no other program can write to
-/// it; and while it is locked, none that takes locks has it open, by whatever name or through whatever overlay, and
-/// none can open it or name it in a new overlay. QEMU's `create -b` takes none.
+/// A layer's file that is to be deleted. From the first lock until this is dropped, no other program can write to it.
+/// While it is locked, no program that takes locks has it open, under any name or through any overlay, or can open it
+/// or name it in a new overlay. QEMU's `create -b` takes none.
 pub(super) struct Doomed {
     path: PathBuf,
     locked: FileStorage,
@@ -134,11 +134,11 @@ impl Doomed {
     /// Locks the file.
     ///
     /// # Errors
-    /// If another program uses it; if it cannot be opened for writing, which the locks need; if its name is a symbolic
-    /// link to another directory; if it has internal snapshots.
+    /// If another program uses it; it cannot be opened for writing, which the locks require; its name is a symbolic
+    /// link to another directory; or it has internal snapshots.
     pub(super) async fn lock(path: &Path) -> Result<Self, Failure> {
         let locked = open(path).await?;
-        // Others may use what it stands for, by links of their own, which are not searched for.
+        // Others may use a link's target by links of their own, which are not searched for.
         let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
         let directory = fs::canonicalize(parent.unwrap_or(Path::new(".")));
         let directory = directory.map_err(|error| kept(path, &error))?;
@@ -165,7 +165,7 @@ impl Doomed {
         self.locked.id()
     }
 
-    /// Lets readers in, as for a merge of the layer, but still no writer of another program.
+    /// Admits readers, as for a merge of the layer, but still no writers of other programs.
     ///
     /// # Errors
     /// If the storage fails.
@@ -178,7 +178,7 @@ impl Doomed {
     /// Locks the file again.
     ///
     /// # Errors
-    /// If another program uses it; or its name stands for another file now.
+    /// If another program uses it, or its name now refers to another file.
     pub(super) async fn lock_again(self) -> Result<Self, Failure> {
         let locked = open(&self.path).await?;
         if locked.id() != self.locked.id() {
@@ -188,10 +188,10 @@ impl Doomed {
     }
 
     /// Deletes the file, and its name if that is a symbolic link; or returns an image that needs it, other than
-    /// `overlay`. The users were found while it was locked.
+    /// `overlay`. `users` must have been found while the file was locked.
     ///
     /// # Errors
-    /// If it cannot be deleted, or its name stands for another file now.
+    /// If it cannot be deleted, or its name now refers to another file.
     pub(super) fn delete(
         self,
         users: &Users,
@@ -205,7 +205,7 @@ impl Doomed {
         if now != (locked.device, locked.inode) {
             return Err(failed(&"another program has replaced it"));
         }
-        // One that is gone was merged, too.
+        // An image that is gone was merged, too.
         let needs = |user: &&PathBuf| match identity(user) {
             Ok(id) => Some(id) != overlay,
             Err(error) => error.kind() != ErrorKind::NotFound,
@@ -233,10 +233,10 @@ async fn open(path: &Path) -> Result<FileStorage, Failure> {
 }
 
 fn kept(path: &Path, error: &dyn std::fmt::Display) -> Failure {
-    Failure::new(format_args!("'{}' may be in use elsewhere, and is kept: {error}", path.display()))
+    Failure::new(format_args!("'{}' may be in use elsewhere and is kept: {error}", path.display()))
 }
 
-/// The files that a qcow2 image names, each with what it is.
+/// The file names in a qcow2 image's header, each with its role.
 fn names(image: &Path) -> Result<Vec<(&'static str, String)>, Failure> {
     let Some(header) = header(image)? else { return Ok(Vec::new()) };
     let data_file = header.data_file().map(|name| ("data file", name.to_owned()));
@@ -244,7 +244,7 @@ fn names(image: &Path) -> Result<Vec<(&'static str, String)>, Failure> {
     Ok(backing_file.into_iter().chain(data_file).collect())
 }
 
-/// The header of a qcow2 image; `None` if it is none.
+/// The header of a qcow2 image; `None` for other files.
 pub(super) fn header(image: &Path) -> Result<Option<Header>, Failure> {
     let read = || {
         let mut bytes = Vec::new();
@@ -266,7 +266,7 @@ pub(super) fn header(image: &Path) -> Result<Option<Header>, Failure> {
 
 fn unreadable(path: &Path, error: &dyn std::fmt::Display) -> Failure {
     Failure::new(format_args!(
-        "cannot tell whether '{}' needs the layer's file, which is kept: {error}",
+        "cannot read '{}', which may need the layer; the layer's file is kept: {error}",
         path.display()
     ))
 }

@@ -1,4 +1,4 @@
-//! Targets in formats of other programs: written from the start of the disk to its end.
+//! Targets in other programs' formats, written from the start of the disk to its end.
 
 use super::Args;
 use crate::failure::{Failure, Outcome};
@@ -23,12 +23,12 @@ const WINDOW: u64 = 8 << 20;
 const VMDK_HELP: &str = "Supported vmdk options:
   adapter_type=ADAPTER   - ide, lsilogic, buslogic or legacyESX
   hwversion=VERSION      - Version of VMware's virtual hardware, 4 or greater
-  subformat=NAME         - streamOptimized; other subformats are only read
+  subformat=NAME         - streamOptimized; other subformats are read-only
 ";
 
 const VHDX_HELP: &str = "Supported vhdx options:
   block_size=SIZE        - Block size, a power of two from 1M to 256M
-  subformat=NAME         - dynamic; fixed images are only read
+  subformat=NAME         - dynamic; fixed images are read-only
 ";
 
 /// Prints the options of a format.
@@ -44,20 +44,20 @@ pub(super) fn help(format: Format, out: &mut dyn Write) -> Outcome {
 
 fn only_read(format: Format) -> Failure {
     Failure::new(format_args!(
-        "Format driver '{}' does not support image creation; supported are qcow2, raw, vmdk and \
-         vhdx",
+        "Format driver '{}' does not support image creation; supported formats are qcow2, raw, \
+         vmdk and vhdx",
         format.name()
     ))
 }
 
-/// Refuses options that do not go with such a target.
+/// Refuses options that such a target does not support.
 pub(super) fn check(args: &Args, format: Format) -> Result<(), Failure> {
     if !matches!(format, Format::Vmdk | Format::Vhdx) {
         return Err(only_read(format));
     }
     let name = format.name();
     let refused = [
-        (args.no_create, "-n cannot be used: images in this format are only written as a whole"),
+        (args.no_create, "-n not supported"),
         (args.backing_file.is_some(), "Backing file not supported"),
         (args.backing_format.is_some(), "Backing file format not supported"),
         (args.compress && format != Format::Vmdk, "Compression not supported"),
@@ -72,7 +72,7 @@ pub(super) fn check(args: &Args, format: Format) -> Result<(), Failure> {
     }
 }
 
-/// What to make.
+/// The options of the new image.
 pub(super) enum Options {
     Vmdk(VmdkOptions),
     Vhdx(VhdxOptions),
@@ -96,7 +96,7 @@ fn not_accepted(name: &str, value: &str) -> Failure {
 
 fn vmdk(pairs: &[(String, String)]) -> Result<Options, Failure> {
     let ids = RandomState::new();
-    // All ones would mean that there is no content.
+    // All ones would stand for no parent.
     let content_id = ids.hash_one("content") as u32 & 0x7fff_ffff;
     let mut new = VmdkOptions { content_id, adapter: "ide", hardware_version: 4 };
     let mut subformat = None;
@@ -118,10 +118,10 @@ fn vmdk(pairs: &[(String, String)]) -> Result<Options, Failure> {
     match subformat {
         Some("streamOptimized") => Ok(Options::Vmdk(new)),
         Some(other) => Err(Failure::new(format_args!(
-            "subformat '{other}' of vmdk is only read; use -o subformat=streamOptimized"
+            "vmdk subformat '{other}' is read-only; use -o subformat=streamOptimized"
         ))),
         None => Err(Failure::new(
-            "subformat 'monolithicSparse' of vmdk, the default, is only read; use \
+            "vmdk subformat 'monolithicSparse', the default, is read-only; use \
              -o subformat=streamOptimized",
         )),
     }
@@ -136,7 +136,7 @@ fn vhdx(pairs: &[(String, String)]) -> Result<Options, Failure> {
             ("subformat", "dynamic") => {}
             ("subformat", other) => {
                 return Err(Failure::new(format_args!(
-                    "subformat '{other}' of vhdx is only read; use -o subformat=dynamic"
+                    "vhdx subformat '{other}' is read-only; use -o subformat=dynamic"
                 )));
             }
             ("block_size", text) => {
@@ -160,7 +160,7 @@ pub(super) async fn convert(
 ) -> Outcome {
     if name.exists() && !name.is_file() {
         return Err(Failure::new(format_args!(
-            "'{}' is not a regular file; an image in this format can only be written to one",
+            "'{}' is not a regular file; images in this format must be regular files",
             name.display()
         )));
     }
@@ -169,7 +169,7 @@ pub(super) async fn convert(
     let file = Arc::new(FileHost.create(name, mode).await?);
     // Its locks are held until the end.
     let kept = Arc::clone(&file);
-    // A link stays, whatever happens to the file.
+    // A symbolic link stays, whatever happens to the file.
     let real = FileHost.canonical(name)?;
     let done = Rc::new(Cell::new(0));
     let interrupted = Cell::new(None);

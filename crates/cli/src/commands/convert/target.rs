@@ -16,7 +16,7 @@ pub(super) struct Target {
     pub(super) disk: Arc<Disk<FileHost>>,
     /// Only the source's active layer is copied.
     pub(super) shares_backing: bool,
-    /// Its files, if they were created for it. They are kept until the disk is closed, and have their locks.
+    /// Its files, if they were created for it. They are held, with their locks, until the disk is closed.
     made: Option<Created<'static, FileHost>>,
 }
 
@@ -77,7 +77,7 @@ impl Target {
     /// The file that holds the target's data.
     pub(super) fn storage(&self) -> &impl Storage {
         let mut layers = self.disk.layers();
-        // A disk has a layer.
+        // A disk has at least one layer.
         layers.next().map_or_else(|| unreachable!(), |layer| &**layer.data())
     }
 
@@ -92,7 +92,7 @@ impl Target {
         }
     }
 
-    /// Lets this process open the copied image once more; nobody else can have written to it.
+    /// Lets this process open the copied image again; no other program can write to it in between.
     pub(super) async fn let_in(&self) -> Result<(), Failure> {
         for layer in self.disk.layers().take(1) {
             layer.retire().await?;
@@ -102,7 +102,7 @@ impl Target {
     }
 }
 
-/// Fails if the target is one of the files to copy, under whatever name.
+/// Fails if the target is one of the files to copy, under any name.
 pub(crate) async fn refuse_source(
     name: &Path,
     sources: &[Arc<Disk<FileHost>>],
@@ -116,7 +116,7 @@ pub(crate) async fn refuse_source(
     };
     if layers.any(|layer| ids(layer).contains(&file.id())) {
         return Err(Failure::new(format_args!(
-            "the target '{}' is one of the images to copy, or part of their chains",
+            "the target '{}' is one of the images to copy, or in their backing chains",
             name.display()
         )));
     }

@@ -34,7 +34,8 @@ impl Snapshot {
         let file = self.file.to_str().unwrap_or_default();
         if self.disk.is_none() && session.devices()?.iter().any(|device| device == file) {
             return Err(Failure::usage(format_args!(
-                "'{file}' is a disk; the new active image is missing. If it is to be named so, write './{file}'"
+                "'{file}' is a disk, and the new active image is missing; to give the image that \
+                 name, write './{file}'"
             )));
         }
         let mode = if self.existing { "existing" } else { "absolute-paths" };
@@ -49,13 +50,13 @@ impl Snapshot {
     }
 }
 
-/// The server may run in another directory.
+/// The absolute path, since the server may run in another directory.
 pub(super) fn absolute(path: &Path) -> Result<Value, Failure> {
     let path = std::path::absolute(path)
         .map_err(|error| Failure::new(error).context(format_args!("'{}'", path.display())))?;
     let name = path.to_str().ok_or_else(|| {
         let path = path.display();
-        Failure::new(format_args!("cannot send '{path}' as JSON: the path is not UTF-8"))
+        Failure::new(format_args!("cannot send '{path}' as JSON: the path is not valid UTF-8"))
     })?;
     Ok(name.into())
 }
@@ -69,7 +70,7 @@ pub(super) struct Resize {
     /// Allow the disk to shrink, which deletes all data past its new end
     #[arg(long)]
     shrink: bool,
-    /// The new size, such as 20G; with + or - in front, relative to the current size (-- before -4G)
+    /// The new size, such as 20G; with + or - in front, relative to the current size (write -- before -4G)
     #[arg(value_parser = NewSize::parse)]
     size: NewSize,
 }
@@ -143,7 +144,7 @@ impl Events {
 pub(super) struct Query {
     /// The command's name
     command: String,
-    /// Arguments: NAME=VALUE, where VALUE is JSON or else a string, or a JSON object
+    /// Arguments: NAME=VALUE, where VALUE is JSON or a plain string, or a JSON object
     #[arg(value_name = "NAME=VALUE|JSON")]
     arguments: Vec<String>,
 }

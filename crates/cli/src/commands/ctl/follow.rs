@@ -38,7 +38,7 @@ pub(super) fn follow(session: &mut Session<'_>, id: &str, readiness: Readiness) 
     let begin = Instant::now();
     let mut shown = Shown::default();
     let mut look = begin;
-    // When the job was first not found: its last event may still come.
+    // When the job was first missing: its last event may still arrive.
     let mut gone = None;
     let mut told_to_complete = false;
     let ending = loop {
@@ -59,7 +59,7 @@ pub(super) fn follow(session: &mut Session<'_>, id: &str, readiness: Readiness) 
                     Readiness::Complete if told_to_complete => {}
                     Readiness::Complete => {
                         told_to_complete = true;
-                        // It may have ended just now.
+                        // It may have just ended.
                         let _ = session.client.execute("job-complete", json!({"id": id}));
                     }
                     Readiness::Leave => break Ending::Ready,
@@ -140,7 +140,7 @@ enum Ending {
     Gone,
 }
 
-/// What is known of the job.
+/// What is known about the job.
 #[derive(Default)]
 struct Shown {
     copied: Option<u64>,

@@ -39,7 +39,7 @@ impl VerbOfJob {
             Verb::Cancel => {
                 let arguments = json!({"device": self.job, "force": self.force});
                 match session.client.execute("block-job-cancel", arguments) {
-                    // A paused job is cancelled too: that is what was asked for.
+                    // Cancel even a paused job, as requested.
                     Err(ClientError::Refused { description, .. })
                         if description.contains("is currently paused") =>
                     {

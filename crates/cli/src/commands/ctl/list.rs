@@ -77,7 +77,7 @@ fn list(session: &mut Session<'_>) -> Result<String, Failure> {
         row.push(format!("interrupted; to restart it: 'isobath ctl {address} resume {id}'"));
         rows.push(row);
     }
-    Ok(if rows.len() == 1 { "There are no jobs.\n".to_owned() } else { table(&rows) })
+    Ok(if rows.len() == 1 { "No jobs.\n".to_owned() } else { table(&rows) })
 }
 
 fn plot(session: &mut Session<'_>, job: Option<&str>, file: &Path) -> Outcome {
@@ -98,7 +98,7 @@ fn plot(session: &mut Session<'_>, job: Option<&str>, file: &Path) -> Outcome {
     let chosen = chosen.ok_or_else(|| Failure::new("no record of this job"))?;
     let record = chosen.get("record").cloned().unwrap_or_default();
     let record: JobRecord = serde_json::from_value(record)
-        .map_err(|error| Failure::new(error).context("the server's record"))?;
+        .map_err(|error| Failure::new(error).context("invalid record from the server"))?;
     let title = format!("{} {}", text(chosen, "type"), text(chosen, "id"));
     let html = file.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("html"));
     let drawn = if html { plot_html(&record, &title) } else { plot_svg(&record, &title) };

@@ -23,7 +23,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Control a running server: snapshots, jobs, statistics
 ///
-/// Talks QMP to 'isobath serve --qmp SOCKET', or to QEMU for commands that both have. If the server has several disks,
+/// Speaks QMP to 'isobath serve --qmp SOCKET', or to QEMU for commands that both have. If the server has several disks,
 /// DISK selects one.
 #[derive(clap::Args)]
 pub(crate) struct Args {
@@ -46,9 +46,9 @@ enum Command {
     Pause(VerbOfJob),
     /// Resume a paused job, or restart one interrupted when an earlier server ended
     Resume(VerbOfJob),
-    /// Cancel a job; the chain stays unchanged
+    /// Cancel a job, leaving the chain unchanged
     Cancel(VerbOfJob),
-    /// Complete a job that is ready, which changes the chain
+    /// Complete a ready job, which changes the chain
     Complete(VerbOfJob),
     /// Finalize a pending job, which changes the chain
     Finalize(VerbOfJob),
@@ -115,7 +115,7 @@ impl ServedLayer {
 }
 
 impl<'a> Session<'a> {
-    /// Connects to a server: a socket file, or HOST:PORT.
+    /// Connects to the server at `address`: a socket file, or HOST:PORT.
     pub(super) fn connect(address: &str, out: &'a mut dyn Write) -> Result<Self, Failure> {
         let client = Client::connect(&Address::parse(address)).map_err(Failure::new)?;
         Ok(Self { client, address: address.to_owned(), out })
@@ -123,7 +123,7 @@ impl<'a> Session<'a> {
 }
 
 impl Session<'_> {
-    /// The server's process, if it is on this machine.
+    /// The server's process ID, if it is on this machine.
     pub(super) fn server(&self) -> Option<u32> {
         self.client.server()
     }
@@ -147,7 +147,7 @@ impl Session<'_> {
         Ok(layers.take(depth + 1).map(layer).collect())
     }
 
-    /// Merges the layers from above `base` into the one of the node `device`, and shows the progress.
+    /// Merges the layers above `base` into the layer of the node `device`, and shows the progress.
     pub(super) fn stream(
         &mut self,
         device: &str,
@@ -172,7 +172,7 @@ impl Session<'_> {
         self.client.execute(command, arguments).map_err(Failure::new)
     }
 
-    /// As [`ask`](Self::ask), but `None` where the server, such as QEMU, has no such command.
+    /// Like [`ask`](Self::ask), but returns `None` if the server, such as QEMU, does not have the command.
     fn ask_isobath(&mut self, command: &str, arguments: Value) -> Result<Option<Value>, Failure> {
         match self.client.execute(command, arguments) {
             Ok(value) => Ok(Some(value)),
@@ -189,7 +189,7 @@ impl Session<'_> {
         let names = self.devices()?;
         match &names[..] {
             [only] => Ok(only.clone()),
-            [] => Err(Failure::new("the server has no disk in a device; name a node instead")),
+            [] => Err(Failure::new("the server has no named disk; name a node instead")),
             _ => Err(Failure::new(format_args!(
                 "the server has several disks; name one of: {}",
                 names.join(", ")
@@ -210,7 +210,7 @@ impl Session<'_> {
         let image = block.and_then(|block| block.get("inserted")?.get("image"));
         image.and_then(|image| image.get("virtual-size")?.as_u64()).ok_or_else(|| {
             Failure::new(format_args!(
-                "the server does not tell the size of '{device}'; give the new size itself"
+                "the server does not report the size of '{device}'; give an absolute size"
             ))
         })
     }
@@ -242,7 +242,7 @@ fn arguments<const N: usize>(pairs: [(&str, Option<Value>); N]) -> Value {
     Value::Object(pairs.collect::<Map<_, _>>())
 }
 
-/// Becomes true on SIGINT or SIGTERM.
+/// Becomes true on SIGINT, SIGTERM or SIGHUP.
 fn interrupted() -> Result<Arc<AtomicBool>, Failure> {
     let flag = Arc::new(AtomicBool::new(false));
     for signal in [libc::SIGINT, libc::SIGTERM, libc::SIGHUP] {

@@ -1,5 +1,5 @@
-//! Plots of a job record: the guest's bandwidth over time, in the manner of the dissertation's
-//! figures 4.5 to 4.7, with the times that the job ran shaded, and snapshots as lines.
+//! Plots of a job record: the guest's bandwidth over time, in the style of the dissertation's figures 4.5 to 4.7, with
+//! shading while the job ran, and snapshots as lines.
 
 use isobath_charts::{Axis, Frame, escaped, nice_step};
 use isobath_jobs::record::{JobRecord, JobSample};
@@ -94,8 +94,8 @@ pub(super) fn plot_html(record: &JobRecord, title: &str) -> String {
          color: #1b2330; font: 15px/1.5 system-ui, 'Noto Sans', 'Liberation Sans', sans-serif; }} \
          @media (prefers-color-scheme: dark) {{ body {{ background: #10141a; color: #e6eaf0; }} }} \
          svg {{ width: 100%; height: auto; }}</style>\n<body>\n{}\
-         <p>The job took {:.1} s, of which it ran {:.1} s. The guest moved {:.1} MB/s in the mean, \
-         the job {:.1} MB/s.</p>\n</body>\n</html>\n",
+         <p>The job took {:.1} s and was running for {:.1} s of that. On average, the guest \
+         transferred {:.1} MB/s and the job {:.1} MB/s.</p>\n</body>\n</html>\n",
         escaped(title),
         plot_svg(record, title),
         record.seconds,
@@ -105,7 +105,7 @@ pub(super) fn plot_html(record: &JobRecord, title: &str) -> String {
     )
 }
 
-/// As many samples as are visible, each with its start in seconds: means of adjacent samples.
+/// As many samples as are visible, as means of adjacent ones, each with its start in seconds.
 fn thinned(record: &JobRecord) -> Vec<(f64, JobSample)> {
     let each = record.samples.len().div_ceil(POINTS).max(1);
     let mean = |(number, group): (usize, &[JobSample])| {
@@ -122,7 +122,7 @@ fn thinned(record: &JobRecord) -> Vec<(f64, JobSample)> {
     record.samples.chunks(each).enumerate().map(mean).collect()
 }
 
-/// Shades the times when the job ran, darker the larger the part of each that it ran.
+/// Shades the times when the job ran: the larger its share of a sample, the darker.
 fn shades(svg: &mut String, axes: &Axes, samples: &[(f64, JobSample)]) {
     let shade = |sample: &JobSample| (sample.running.clamp(0.0, 1.0) * SHADES).ceil() as u32;
     let mut rest = samples;
@@ -145,7 +145,7 @@ fn shades(svg: &mut String, axes: &Axes, samples: &[(f64, JobSample)]) {
     }
 }
 
-/// A line whose values hold for their whole samples.
+/// A step line: each value holds for its whole sample.
 fn line(
     svg: &mut String,
     axes: &Axes,
@@ -179,7 +179,7 @@ fn legend(svg: &mut String, snapshots: bool) {
     entry(&stroke("guest"), "Guest");
     entry(&stroke("job"), "Job");
     let shade = "<rect class=\"shade\" y=\"-6\" width=\"20\" height=\"12\" opacity=\"0.4\"/>";
-    entry(shade, "Job is running");
+    entry(shade, "Job running");
     if snapshots {
         entry("<path class=\"snapshot\" d=\"M10 -8V8\"/>", "Snapshot");
     }

@@ -22,8 +22,8 @@ struct Common {
     /// Limit the job's impact on the guest's bandwidth to this many percent
     #[arg(long, value_name = "PERCENT")]
     max_impact: Option<f64>,
-    /// How to throttle the job for guest I/O: 'adaptive' copies while the guest is idle and little otherwise, 'none'
-    /// does not throttle, like QEMU's jobs, 'threshold' pauses while the guest is busier than a threshold
+    /// How to throttle the job for guest I/O: 'adaptive' copies mostly while the guest is idle, 'none' does not
+    /// throttle, like QEMU's jobs, 'threshold' pauses while the guest is busier than a threshold
     #[arg(long, value_name = "MODE", value_parser = ["adaptive", "threshold", "none"])]
     pacing: Option<String>,
     /// With 'threshold': the threshold, as a share of the guest's mean bandwidth (up to 1), or in bytes per second
@@ -34,7 +34,7 @@ struct Common {
     pause_time: Option<f64>,
     /// On an I/O error: 'report' fails the job, 'stop' pauses it, 'enospc' pauses it when there is no space left and
     /// fails it otherwise, 'ignore' continues
-    #[arg(long, value_name = "WAY", value_parser = ["report", "stop", "enospc", "ignore"])]
+    #[arg(long, value_name = "ACTION", value_parser = ["report", "stop", "enospc", "ignore"])]
     on_error: Option<String>,
     /// Return as soon as the job has started
     #[arg(long)]
@@ -116,7 +116,7 @@ pub(super) struct Stream {
     /// Backing file name to store in the overlay's header instead of the base's path
     #[arg(long, value_name = "NAME")]
     backing_file: Option<String>,
-    /// Merge although the active image has internal snapshots, which then read differently
+    /// Merge even if the active image has internal snapshots, whose contents then change
     #[arg(long)]
     change_snapshots: bool,
     #[command(flatten)]
@@ -144,7 +144,7 @@ impl Stream {
 /// Copy data from overlays into a backing file and remove them from the chain (block-commit)
 ///
 /// Shows progress until the job ends. Ctrl-C leaves the job running. If the top is the active image, the base becomes
-/// the active image in the end.
+/// the active image at the end.
 #[derive(clap::Args)]
 pub(super) struct Commit {
     /// The backing file to copy into [default: the chain's base]

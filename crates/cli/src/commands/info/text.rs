@@ -1,4 +1,4 @@
-//! Image information as text, in `qemu-img info`'s form.
+//! Image information as text, in the format of `qemu-img info`.
 
 use crate::calendar;
 use crate::options::printable;
@@ -42,7 +42,7 @@ pub(super) fn print(out: &mut dyn Write, info: &ImageInfo) -> io::Result<()> {
     Ok(())
 }
 
-/// Prints what is specific to qcow2 images.
+/// Prints the qcow2-specific information.
 pub(crate) fn print_qcow2(out: &mut dyn Write, qcow2: &Qcow2Info) -> io::Result<()> {
     let v3 = qcow2.version >= 3;
     writeln!(out, "Format specific information:")?;

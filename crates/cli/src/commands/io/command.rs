@@ -35,7 +35,7 @@ const fn anytime(command: Command) -> Command {
 }
 
 const COMMANDS: &[Command] = &[
-    anytime(command("abort", "", (0, Some(0)), "", "", "end the process as a crash would")),
+    anytime(command("abort", "", (0, Some(0)), "", "", "end the process, as in a crash")),
     command("aio_flush", "", (0, Some(0)), "", "", "wait for all asynchronous requests"),
     command(
         "aio_read",
@@ -115,7 +115,7 @@ const COMMANDS: &[Command] = &[
         (0, None),
         "c:o:rw",
         "[(-r|-w)] [-c cache] [-o options]",
-        "change how the image is open",
+        "change how the image is opened",
     ),
     command(
         "resume",
@@ -166,17 +166,14 @@ const LETTERS: &[(char, &str)] = &[
     ('c', "write compressed clusters"),
     ('C', "machine-readable statistics: bytes,requests,time,bytes/s,requests/s"),
     ('f', "make the write durable before it completes (FUA)"),
-    ('l', "how many bytes to verify (with -P)"),
-    ('m', "preallocation of the new part: off, metadata, falloc or full"),
-    ('b', "use the state of a virtual machine, not the disk; images have none here"),
-    ('i', "only count the request as an invalid one"),
+    ('l', "number of bytes to verify (with -P)"),
+    ('m', "preallocation of the added space: off, metadata, falloc or full"),
+    ('b', "use the virtual machine state, not the disk; not supported"),
+    ('i', "only count the request as invalid"),
     ('n', "do not fall back to writing zeroes as data (with -z)"),
     ('P', "the byte to write (205 by default) or to verify"),
-    ('q', "no statistics"),
-    (
-        's',
-        "write: a file to take the bytes from; read: offset at which to start verifying (with -P)",
-    ),
+    ('q', "do not print statistics"),
+    ('s', "write: file to take the data from; read: offset at which to start verifying (with -P)"),
     ('u', "allow unmapping (with -z)"),
     ('v', "dump the data read"),
     ('z', "write zeroes"),
@@ -187,8 +184,8 @@ const OF_OPEN: &[(char, &str)] = &[
     ('C', "copy what is read from backing files into the image"),
     ('d', "discards: ignore (off) or unmap (on)"),
     ('i', "accepted for compatibility: threads, native or io_uring"),
-    ('k', "accepted for compatibility: short for -i native"),
-    ('n', "bypass the page cache, short for -t none"),
+    ('k', "accepted for compatibility; short for -i native"),
+    ('n', "bypass the page cache; short for -t none"),
     ('o', "QEMU's options for the image, such as driver=raw"),
     ('r', "open the image read-only"),
     ('s', "write to a temporary overlay instead of the image"),

@@ -27,7 +27,7 @@ use std::path::PathBuf;
 /// them. The exit code is 1 if a command failed.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// A command to run; may be given several times
+    /// A command to run; can be repeated
     #[arg(short, long = "cmd", value_name = "CMD")]
     command: Vec<String>,
     /// The image's format [default: detected]
@@ -48,7 +48,7 @@ pub(crate) struct Args {
     /// Copy what is read from backing files into the image
     #[arg(short = 'C', long)]
     copy_on_read: bool,
-    /// Accepted for compatibility
+    /// Accepted for compatibility; has no effect
     #[arg(short, long)]
     misalign: bool,
     /// Accepted for compatibility; short for -i native
@@ -68,7 +68,7 @@ pub(crate) struct Args {
     /// Read the image even while another program writes to it; requires -r
     #[arg(short = 'U', long)]
     force_share: bool,
-    /// Accepted for compatibility
+    /// Accepted for compatibility; has no effect
     #[arg(short = 'T', long, value_name = "TRACE")]
     trace: Option<String>,
     #[command(flatten)]
@@ -129,13 +129,13 @@ async fn carry_out(session: &mut Session<'_>, commands: &[String]) -> Result<(),
     Ok(())
 }
 
-/// Takes commands from standard input while asynchronous requests are in flight.
+/// Runs commands from standard input, while asynchronous requests are in flight.
 async fn interact(session: &mut Session<'_>) -> Result<(), Failure> {
     let input_error =
         |error: io::Error| Failure::new(format_args!("cannot read standard input: {error}"));
     let stdin = io::stdin();
     let prompt = match program::name() {
-        // As qemu-io, also for a pipe.
+        // Like qemu-io, even if standard input is a pipe.
         "qemu-io" => "qemu-io> ",
         _ if stdin.is_terminal() => "isobath> ",
         _ => "",

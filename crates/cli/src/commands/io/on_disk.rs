@@ -145,7 +145,7 @@ fn info(opened: &Opened) -> String {
     let format = layer.map_or(ImageFormat::Raw, |layer| layer.format()).name();
     let header = layer.and_then(|layer| layer.header());
     let geometry = header.as_ref().and_then(|header| header.geometry().ok());
-    // Behind the disk, from the next L1 entry on, lies the state of virtual machines.
+    // The VM state lies past the end of the disk, from the next L1 entry on.
     let (cluster, state) = geometry.map_or((0, 0), |geometry| {
         let entries = geometry.l1_size_for(opened.disk.size());
         (geometry.cluster_size(), entries.saturating_mul(geometry.l1_entry_span()))
@@ -156,7 +156,7 @@ fn info(opened: &Opened) -> String {
             .into_bytes();
     if let (Some(header), Some(geometry)) = (header, geometry) {
         let qcow2 = Qcow2Info { index: None, journal: false, ..Qcow2Info::of(&header, &geometry) };
-        // A vector takes all that is written to it.
+        // Writing to a vector cannot fail.
         let _ = print_qcow2(&mut out, &qcow2);
     }
     String::from_utf8_lossy(&out).into_owned()

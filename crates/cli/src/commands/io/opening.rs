@@ -1,4 +1,4 @@
-//! How an image is opened, and opened anew.
+//! Opening and reopening images.
 
 use crate::cache::{CacheMode, Discard};
 use crate::failure::Failure;
@@ -20,7 +20,7 @@ pub(super) struct Opening {
     pub(super) read_only: bool,
     pub(super) cache: CacheMode,
     pub(super) discard: Discard,
-    /// As `-i native`.
+    /// Set by `-i native`.
     pub(super) native: bool,
     pub(super) copy_on_read: bool,
     /// Writes go to a temporary overlay.
@@ -36,7 +36,7 @@ pub(super) struct Opened {
     opening: Opening,
 }
 
-/// A failure to open the image that was typed like this, for this reason.
+/// A failure to open the image that was typed as `shown`.
 pub(super) fn cannot_open(shown: Option<&str>, reason: impl Display) -> Failure {
     match shown {
         Some(name) => Failure::new(format_args!("can't open device {}: {reason}", printable(name))),
@@ -109,11 +109,11 @@ impl Opened {
         &self.opening
     }
 
-    /// Uses the image as `opening` says from now on. Where the files must be opened anew for that and cannot, they are
-    /// opened as before; the image is closed if that fails too.
+    /// Applies `opening` to the image. If the files must be reopened for that and cannot be, they are opened as before;
+    /// if that fails too, the image is closed.
     ///
     /// # Errors
-    /// Why it cannot be used like that; with the image as before, or `None` if it is closed.
+    /// The reason, with the image as before, or `None` if it is closed.
     pub(super) async fn reopen(self, opening: Opening) -> Result<Self, (Failure, Option<Self>)> {
         let before = self.opening;
         let same_files = opening.read_only == before.read_only

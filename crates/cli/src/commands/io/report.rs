@@ -55,7 +55,7 @@ pub(super) fn amount(bytes: f64) -> String {
     format!("{} {unit}", whole.map_or(number.as_str(), |(whole, _)| whole))
 }
 
-/// A time: `00.01 sec`, and from a minute on, or if `full`, `0:01:00.01`.
+/// Formats a time: `00.01 sec`; from one minute, or if `full`, `0:01:00.01`.
 fn duration(time: Duration, full: bool) -> String {
     let seconds = time.as_secs();
     let hundredths = time.subsec_millis() / 10;
@@ -67,7 +67,7 @@ fn duration(time: Duration, full: bool) -> String {
     }
 }
 
-/// The bytes in hexadecimal and ASCII, 16 a line; `offset` is that of the first.
+/// The bytes in hexadecimal and ASCII, 16 per line; `offset` is that of the first byte.
 pub(super) fn dump(offset: u64, bytes: &[u8]) -> String {
     let mut text = String::with_capacity(bytes.len() * 5);
     for (line, at) in bytes.chunks(16).zip((offset..).step_by(16)) {

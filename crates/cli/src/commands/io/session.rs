@@ -24,7 +24,7 @@ pub(super) enum Next {
     Quit,
 }
 
-/// Commands on one disk after another.
+/// A session of commands, on one disk at a time.
 pub(super) struct Session<'a> {
     naming: &'a Naming,
     opened: Option<Rc<Opened>>,
@@ -56,7 +56,7 @@ impl<'a> Session<'a> {
         Ok(())
     }
 
-    /// Prints text, after the output of asynchronous requests completed before.
+    /// Prints text, after the output of asynchronous requests that have completed.
     pub(super) fn print(&mut self, text: &str) -> Result<(), Failure> {
         let reports = std::mem::take(&mut *self.reports.borrow_mut());
         self.out.write_all(reports.as_bytes())?;
@@ -219,7 +219,7 @@ impl<'a> Session<'a> {
         Ok(Ended::good(String::new()))
     }
 
-    /// The open image, once no asynchronous request uses it any more.
+    /// Takes the open image, once no asynchronous request uses it.
     async fn take(&mut self) -> Result<Option<Opened>, Failure> {
         self.wait().await?;
         Ok(self.opened.take().and_then(Rc::into_inner))
@@ -275,7 +275,7 @@ impl<'a> Session<'a> {
     }
 }
 
-/// qemu-io's message, after the program's name.
+/// qemu-io's message, prefixed with the program's name.
 fn complaint(message: impl std::fmt::Display) -> Refusal {
     Refusal::Complaint(format!("{}: {message}", crate::program::name()))
 }
@@ -284,7 +284,7 @@ fn refused(failure: Failure) -> Refusal {
     complaint(failure.message.unwrap_or_default())
 }
 
-/// A command on requests that only QEMU's blkdebug can stop.
+/// The result of a command that requires QEMU's blkdebug.
 fn not_supported(what: &str) -> Ended {
     Ended::bad(format!("{what}: Operation not supported\n"))
 }

@@ -10,7 +10,7 @@ use std::io::{self, Read as _};
 use std::ops::Range;
 use std::time::Instant;
 
-/// The most bytes of one request; QEMU's limit.
+/// Maximum bytes of one request; QEMU's limit.
 pub(super) const MOST: u64 = (1 << 31) - 512;
 /// Bytes copied at once by copy-on-read.
 const COPY_AT_ONCE: u64 = 4 << 20;
@@ -28,7 +28,7 @@ pub(super) enum Form {
     Asynchronous,
 }
 
-/// Why a request is not started.
+/// Why a request was not started.
 pub(super) enum Refusal {
     /// Wrong usage.
     Usage,
@@ -48,7 +48,7 @@ impl From<String> for Refusal {
 pub(super) struct Ended {
     /// What to print.
     pub(super) text: String,
-    /// The whole reason of a failure, for stderr.
+    /// The full reason for a failure, for stderr.
     pub(super) reason: Option<String>,
     /// Whether the request succeeded.
     pub(super) good: bool,
@@ -106,7 +106,7 @@ impl Ended {
     }
 }
 
-/// A failed request: the line on stdout is qemu-io's; after it, stderr has the whole reason.
+/// A failed request: qemu-io's line for stdout, and the full reason for stderr after it.
 pub(super) fn failed(what: &str, fault: impl Into<Fault>) -> Ended {
     let (errno, reason) = match fault.into() {
         Fault::Errno(errno) => (errno, None),
@@ -152,11 +152,11 @@ fn range_of(words: &Words<'_>, form: Form, limit: Option<&str>) -> Result<(u64, 
     Ok((offset, total))
 }
 
-/// A read to be made.
+/// A read to perform.
 pub(super) struct Read {
     offset: u64,
     length: u64,
-    /// The byte expected, and where.
+    /// The expected byte, and the range to verify.
     verify: Option<(u8, Range<usize>)>,
     dump: bool,
     style: Style,
@@ -183,7 +183,7 @@ impl Read {
         Ok(Self { offset, length, verify, dump, style, form, unsupported: words.has('b') })
     }
 
-    /// Makes the read.
+    /// Performs the read.
     pub(super) async fn run(self, opened: &Opened) -> Ended {
         let disk = &opened.disk;
         let Self { offset, length, .. } = self;
@@ -219,7 +219,7 @@ impl Read {
     }
 }
 
-/// Copies the clusters of a range that only lower layers have into the active layer.
+/// Copies the clusters of a range that are only in lower layers to the active layer.
 async fn copy_up<H: Host>(disk: &Disk<H>, offset: u64, length: u64) -> Result<(), DiskError> {
     let Some(qcow2) = disk.active_qcow2() else { return Ok(()) };
     let cluster = qcow2.geometry.cluster_size();
@@ -236,7 +236,7 @@ async fn copy_up<H: Host>(disk: &Disk<H>, offset: u64, length: u64) -> Result<()
     Ok(())
 }
 
-/// A write to be made.
+/// A write to perform.
 pub(super) struct Write {
     offset: u64,
     length: u64,
@@ -307,7 +307,7 @@ impl Write {
         Ok(Self { offset, length, source, durable, style, form, unsupported })
     }
 
-    /// Makes the write.
+    /// Performs the write.
     pub(super) async fn run(self, opened: &Opened) -> Ended {
         let Self { offset, length, .. } = self;
         let name = match self.form {

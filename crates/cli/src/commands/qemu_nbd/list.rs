@@ -1,6 +1,6 @@
 //! `qemu-nbd --list`: asks a server for its exports.
 //!
-//! The server is not trusted: strings, lists and the time that it takes are limited.
+//! The server is not trusted: the sizes of strings and lists, and the total time, are limited.
 
 use crate::failure::Failure;
 use crate::options::printable;
@@ -14,11 +14,11 @@ use std::net::TcpStream;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
-/// The longest that a server may take.
+/// The time limit for the server.
 const PATIENCE: Duration = Duration::from_secs(30);
-/// The longest data of a reply, in bytes.
+/// Maximum length of a reply's data, in bytes.
 const MOST_DATA: usize = 4 + 2 * MAX_STRING;
-/// The most replies to one option.
+/// Maximum number of replies to one option.
 const MOST_REPLIES: usize = 16_384;
 
 /// Transmission flags by bit.
@@ -56,14 +56,14 @@ type Asked<T> = Result<T, Refused>;
 /// A reply's type and data.
 type Reply = (u32, Vec<u8>);
 
-/// An export that a server told of.
+/// An export that the server listed.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Listed {
     name: String,
     description: String,
     /// Its size and transmission flags.
     export: Option<(u64, u16)>,
-    /// Minimum, optimum and maximum of a request's size.
+    /// Minimum, preferred and maximum block size.
     blocks: Option<(u32, u32, u32)>,
     contexts: Vec<String>,
 }
@@ -83,7 +83,7 @@ pub(super) fn print(endpoint: &Endpoint, out: &mut dyn Write) -> Result<(), Fail
             Failure::new(format_args!("the server at {endpoint} closed the connection"))
         }
         Refused::Io(error) => Failure::new(format_args!(
-            "cannot ask the server at {endpoint}: {}",
+            "cannot query the server at {endpoint}: {}",
             isobath_storage::cause(&error)
         )),
         Refused::Said(text) => Failure::new(format_args!("the server at {endpoint}: {text}")),
@@ -97,7 +97,7 @@ fn cannot_connect(name: &str, error: &io::Error) -> Failure {
     Failure::new(format_args!("Failed to connect to '{}': {cause}", printable(name)))
 }
 
-/// What qemu-nbd prints of exports.
+/// Describes exports as qemu-nbd does.
 fn text(exports: &[Listed]) -> String {
     let mut lines = vec![format!("exports available: {}", exports.len())];
     for export in exports {
@@ -125,7 +125,7 @@ fn text(exports: &[Listed]) -> String {
     lines.join("\n")
 }
 
-/// A stream on which everything together may take [`PATIENCE`].
+/// A stream whose use is limited to [`PATIENCE`] in total.
 struct Timed<S> {
     stream: S,
     limit: fn(&S, Option<Duration>) -> io::Result<()>,
@@ -174,13 +174,11 @@ impl<S: Read + Write> Timed<S> {
     fn reply(&mut self, option: u32) -> Asked<Reply> {
         let magic = u64::from_be_bytes(self.number()?);
         if magic != OPTION_REPLY_MAGIC {
-            return Err(Refused::Said(format!("the magic of a reply is {magic:#018x}")));
+            return Err(Refused::Said(format!("a reply has the wrong magic, {magic:#018x}")));
         }
         let answered = u32::from_be_bytes(self.number()?);
         if answered != option {
-            return Err(Refused::Said(format!(
-                "option {answered} is answered instead of {option}"
-            )));
+            return Err(Refused::Said(format!("a reply to option {answered} instead of {option}")));
         }
         let kind = u32::from_be_bytes(self.number()?);
         let length = u32::from_be_bytes(self.number()?) as usize;
@@ -232,7 +230,7 @@ fn string(bytes: &[u8]) -> Asked<String> {
 fn exports<S: Read + Write>(mut server: Timed<S>) -> Asked<Vec<Listed>> {
     let magics = [u64::from_be_bytes(server.number()?), u64::from_be_bytes(server.number()?)];
     if magics != [GREETING_MAGIC, OPTION_MAGIC] {
-        return Err(Refused::Said("it is no NBD server that can list exports".into()));
+        return Err(Refused::Said("it is not an NBD server that can list exports".into()));
     }
     let flags = u16::from_be_bytes(server.number()?);
     if flags & handshake_flag::FIXED_NEWSTYLE == 0 {
@@ -290,7 +288,7 @@ fn exports<S: Read + Write>(mut server: Timed<S>) -> Asked<Vec<Listed>> {
 mod tests {
     use super::*;
 
-    /// What a server sends, whatever it is asked.
+    /// A server that sends these bytes, whatever it is asked.
     struct Sent(io::Cursor<Vec<u8>>);
 
     impl Read for Sent {

@@ -1,4 +1,4 @@
-//! `qemu-nbd`: one image over NBD, with that program's command line.
+//! `qemu-nbd`: serves one image over NBD, with that program's command line.
 
 mod list;
 mod view;
@@ -27,9 +27,9 @@ use view::{DetectZeroes, View};
 
 /// Serve an image over NBD, with qemu-nbd's options
 ///
-/// Ends when the last client that used the image disconnects, unless --persistent is given, or when a signal arrives.
-/// There is neither authentication nor encryption: without --socket or --bind, everyone who can reach this host can
-/// connect. 'isobath serve' has more of everything.
+/// Exits when the last client that used the image disconnects, unless --persistent is given, or when a signal arrives.
+/// Connections are neither authenticated nor encrypted: without --socket or --bind, anyone who can reach this host can
+/// connect. 'isobath serve' has more features.
 #[derive(clap::Args)]
 #[allow(clippy::doc_markdown)]
 pub(crate) struct Args {
@@ -45,7 +45,7 @@ pub(crate) struct Args {
     /// The socket file to listen on, or to connect to
     #[arg(short = 'k', long, value_name = "PATH")]
     socket: Option<PathBuf>,
-    /// The most clients at a time, 0 for any number; others wait
+    /// Maximum number of clients at a time, 0 for no limit; others wait
     #[arg(short = 'e', long, value_name = "NUM", default_value_t = 1)]
     shared: usize,
     /// Continue when the last client disconnects
@@ -63,10 +63,10 @@ pub(crate) struct Args {
     /// Write the process ID to this file once clients can connect
     #[arg(long, value_name = "PATH")]
     pid_file: Option<PathBuf>,
-    /// Expose the image from this byte on
+    /// Serve the image from this byte offset on
     #[arg(short, long, value_name = "OFFSET", value_parser = size::parse, default_value = "0")]
     offset: u64,
-    /// The image's format [default: detected]. Required for raw images unless they are only read
+    /// The image's format [default: detected]. Required for raw images unless they are served read-only
     #[arg(short, long, value_name = "FORMAT", value_parser = options::format)]
     format: Option<ImageFormat>,
     /// Refuse writes
@@ -78,13 +78,13 @@ pub(crate) struct Args {
     /// Serve an internal snapshot, by ID or name or as snapshot.id=ID,snapshot.name=NAME; read-only
     #[arg(short, long, value_name = "SNAPSHOT", value_parser = options::snapshot)]
     load_snapshot: Option<SnapshotChoice>,
-    /// Cache mode none
+    /// Same as --cache=none
     #[arg(short, long, conflicts_with = "cache")]
     nocache: bool,
     /// Cache mode: none, writeback, writethrough, directsync or unsafe
     #[arg(long, value_name = "MODE", default_value = "writeback", value_parser = CacheMode::parse)]
     cache: CacheMode,
-    /// Asynchronous I/O mode; all I/O is that of io_uring
+    /// Asynchronous I/O mode; accepted for compatibility, io_uring is always used
     #[arg(long, value_name = "MODE", value_parser = is_native)]
     aio: Option<bool>,
     /// Whether discards reach the image: ignore or unmap
@@ -96,11 +96,11 @@ pub(crate) struct Args {
     /// Offer the metadata context qemu:allocation-depth: which layer of the chain has the data
     #[arg(short = 'A', long)]
     allocation_depth: bool,
-    /// Offer a persistent bitmap of the image or of one below as the metadata context qemu:dirty-bitmap:NAME; may be
-    /// given several times
+    /// Offer a persistent bitmap of the image or of a backing file as the metadata context qemu:dirty-bitmap:NAME; can
+    /// be repeated
     #[arg(short = 'B', long, value_name = "NAME")]
     bitmap: Vec<String>,
-    /// Accepted, and has no effect
+    /// Accepted for compatibility; has no effect
     #[arg(short, long)]
     verbose: bool,
     #[command(flatten)]
@@ -226,7 +226,7 @@ impl Args {
         Ok(())
     }
 
-    /// Whether clients cannot write.
+    /// Whether writes are refused.
     fn is_read_only(&self) -> bool {
         self.read_only || self.load_snapshot.is_some()
     }
@@ -279,16 +279,16 @@ impl Args {
         live.close().await?;
         let (disk, options) =
             temporary::overlay(image, format, size, direct, Locking::Exclusive).await?;
-        // Until now it has kept writers out, so the overlay fits.
+        // It has kept writers out until now, so the overlay matches the image.
         drop(live);
         Ok(LiveDisk::new(disk, &options, Arc::new(SystemClock::default())))
     }
 
-    /// The bitmaps to offer, each from the highest layer that has one of its name.
+    /// The bitmaps to offer, each from the highest layer that has a bitmap of that name.
     async fn bitmaps(&self, disk: &LiveDisk<FileHost>) -> Result<Vec<ExportedBitmap>, Failure> {
         let mut bitmaps = Vec::new();
         let layers = disk.layers();
-        // The temporary overlay's file has no name any more.
+        // The temporary overlay's file no longer has a name.
         let named = || layers.iter().skip(usize::from(self.is_overlaid()));
         let look = InfoOptions { locking: Locking::Unlocked, ..InfoOptions::default() };
         // In qemu-nbd's order.
@@ -309,8 +309,8 @@ impl Args {
             let is_active = layers.first().is_some_and(|active| Arc::ptr_eq(active, layer));
             if bitmap.auto && is_active && !disk.is_read_only() {
                 return Err(Failure::new(format_args!(
-                    "Bitmap '{name}' is enabled, and would not stay true of a disk that clients \
-                     write to; use --read-only, or disable it with 'isobath bitmap --disable'"
+                    "Bitmap '{name}' is enabled, and would become stale when clients write to the \
+                     disk; use --read-only, or disable it with 'isobath bitmap --disable'"
                 )));
             }
             let options = OpenOptions::new().locking(Locking::Unlocked).format(ImageFormat::Qcow2);
@@ -323,7 +323,7 @@ impl Args {
         Ok(bitmaps)
     }
 
-    /// Serves the image until nobody uses it any more, or a signal arrives.
+    /// Serves the image until it is no longer used, or a signal arrives.
     async fn serve(
         &self,
         image: &Image,

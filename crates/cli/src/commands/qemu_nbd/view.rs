@@ -1,4 +1,4 @@
-//! A disk as the options of `qemu-nbd` show it.
+//! A disk as exposed by the options of `qemu-nbd`.
 
 use crate::cache::CacheMode;
 use isobath_disk::copy::is_zero;
@@ -7,14 +7,14 @@ use isobath_storage::IoBuf;
 use isobath_storage::file::FileHost;
 use std::sync::Arc;
 
-/// What becomes of writes of zeroes.
+/// What to do with writes of zeroes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum DetectZeroes {
-    /// They are written.
+    /// Write them as data.
     Off,
-    /// They are zero-writes that keep their space.
+    /// Turn them into zero-writes that keep their space.
     On,
-    /// They are zero-writes that may release it.
+    /// Turn them into zero-writes that may release their space.
     Unmap,
 }
 

@@ -16,7 +16,7 @@ use std::rc::Rc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long standard output may take at the end.
+/// How long to wait for standard output at the end.
 const PATIENCE: Duration = Duration::from_secs(2);
 
 /// A channel.
@@ -32,7 +32,7 @@ enum Kind {
 
 type Pairs = Vec<(String, String)>;
 
-/// The last value of a name.
+/// The last value given for a name.
 fn value<'a>(pairs: &'a Pairs, name: &str) -> Option<&'a str> {
     pairs.iter().rev().find(|(other, _)| other == name).map(|(_, value)| value.as_str())
 }
@@ -63,8 +63,8 @@ pub(super) fn nbd_address(text: &str) -> Result<Endpoint, Failure> {
         .map_err(|failure| failure.context("--nbd-server"))?;
     if value(&pairs, "max-connections").is_some_and(|most| most != "0") {
         return Err(Failure::new(
-            "--nbd-server: 'max-connections' other than 0 is not supported; 128 clients are \
-             served at a time",
+            "--nbd-server: only max-connections=0 is supported; up to 128 clients are served at a \
+             time",
         ));
     }
     let address = match required(&pairs, "addr.type")? {
@@ -142,7 +142,7 @@ impl Monitors {
             only(&monitor, &["chardev", "mode", "pretty", "id"])
                 .map_err(|failure| failure.context("--monitor"))?;
             if value(&monitor, "mode").is_some_and(|mode| mode != "control") {
-                return Err(Failure::new("--monitor: only QMP is served (mode=control)"));
+                return Err(Failure::new("--monitor: only QMP (mode=control) is supported"));
             }
             let id = required(&monitor, "chardev")?;
             let Some(chardev) = chardevs.iter().find(|chardev| chardev.id == id) else {
@@ -187,15 +187,15 @@ pub(super) struct Controlling {
 }
 
 impl Controlling {
-    /// Waits until the last session of a server that stops has ended.
+    /// Waits until the last session has ended, after the server was told to stop.
     pub(super) async fn ended(self, control: &Daemons) {
         for ended in self.listening {
             if let Err(panicked) = ended.await {
                 panicked.resume();
             }
         }
-        // This thread is needed to close the session's socket, at whose end the output ends. The server bounds how long
-        // a session may take; nobody may read the output.
+        // Closing the session's socket, which ends the output, needs this thread. The server limits how long a session
+        // may take; the output may have no reader.
         let until = Instant::now() + PATIENCE;
         let writes = || self.output.as_ref().is_some_and(|output| !output.is_finished());
         while control.sessions() > 0 || (writes() && Instant::now() < until) {
@@ -204,11 +204,11 @@ impl Controlling {
     }
 }
 
-/// A stream whose other end threads join to standard input and output. At the end of the input the daemon goes on.
+/// A stream that threads connect to standard input and output. The daemon keeps running after the end of the input.
 fn stdio() -> io::Result<(Stream, thread::JoinHandle<()>)> {
     let (ours, theirs) = UnixStream::pair()?;
     let (mut input, mut output) = (theirs.try_clone()?, theirs);
-    // The program's own handle is locked for as long as its command runs.
+    // The program's own handle stays locked while its command runs.
     let mut stdout = File::from(io::stdout().as_fd().try_clone_to_owned()?);
     thread::Builder::new().name("stdin".into()).spawn(move || {
         let _ = copy(&mut io::stdin().lock(), &mut input);
@@ -220,8 +220,8 @@ fn stdio() -> io::Result<(Stream, thread::JoinHandle<()>)> {
     Ok((Stream::from(OwnedFd::from(ours)), output))
 }
 
-/// As `io::copy`, which uses `splice(2)`: that keeps a pipe locked while it waits for input, and nobody can read what
-/// is in it.
+/// Like `io::copy`, but without `splice(2)`, which keeps a pipe locked while it waits for input, so that nobody can
+/// read what is in it.
 fn copy(from: &mut impl Read, to: &mut impl Write) -> io::Result<()> {
     let mut buf = vec![0; 64 << 10];
     loop {

@@ -24,29 +24,29 @@ use std::rc::Rc;
 
 type Daemons = qmp::Server<Monitor<FileHost>>;
 
-/// Serve images by their nodes and exports, with qemu-storage-daemon's options
+/// Serve images with qemu-storage-daemon's options
 ///
-/// Runs until a signal arrives or a QMP client sends 'quit'; then exports end first, and the images are flushed and
-/// closed. There is neither authentication nor encryption.
+/// Runs until a signal arrives or a QMP client sends 'quit'; then the exports are shut down, and the images are flushed
+/// and closed. Connections are neither authenticated nor encrypted.
 #[derive(clap::Args)]
 #[allow(clippy::doc_markdown)]
 pub(crate) struct Args {
-    /// Add a node: QMP's arguments of blockdev-add, as JSON or as NAME=VALUE,...; may be given several times
+    /// Add a node: the arguments of QMP's blockdev-add, as JSON or NAME=VALUE,...; can be repeated
     #[arg(long, value_name = "[driver=]DRIVER,node-name=NAME,...")]
     blockdev: Vec<String>,
-    /// Describe a channel for --monitor: a socket to listen on, or standard input and output
+    /// Define a channel for --monitor: a socket to listen on, or standard input and output
     #[arg(long, value_name = "socket,id=ID,path=PATH,server=on|stdio,id=ID")]
     chardev: Vec<String>,
-    /// Serve QMP on a channel; may be given several times
+    /// Serve QMP on a channel; can be repeated
     #[arg(long, value_name = "[chardev=]ID")]
     monitor: Vec<String>,
-    /// Serve NBD on an address
+    /// Serve NBD at this address
     #[arg(
         long,
         value_name = "addr.type=unix,addr.path=PATH|addr.type=inet,addr.host=HOST,addr.port=PORT"
     )]
     nbd_server: Option<String>,
-    /// Add an export: QMP's arguments of block-export-add, as JSON or as NAME=VALUE,...; may be given several times
+    /// Add an export: the arguments of QMP's block-export-add, as JSON or NAME=VALUE,...; can be repeated
     #[arg(long, value_name = "[type=]nbd|vhost-user-blk|fuse,id=ID,node-name=NAME,...")]
     export: Vec<String>,
     /// Write the process ID to this file once clients can connect
@@ -55,14 +55,14 @@ pub(crate) struct Args {
     /// Run in the background; the command returns once clients can connect
     #[arg(long)]
     daemonize: bool,
-    /// Accepted, and has no effect
+    /// Accepted for compatibility; has no effect
     #[arg(short = 'T', long, value_name = "EVENTS")]
     trace: Vec<String>,
     #[command(flatten)]
     objects: Objects,
 }
 
-/// The pairs of an option's value; `implied` is the name of a first value without one.
+/// Splits an option's value into pairs; `implied` is the name of a first value without one.
 fn pairs(text: &str, implied: &str) -> Vec<(String, String)> {
     let first = text.split(',').next().unwrap_or_default();
     let text = if implied.is_empty() || first.contains('=') {
@@ -73,7 +73,7 @@ fn pairs(text: &str, implied: &str) -> Vec<(String, String)> {
     options::parse(&[text])
 }
 
-/// The arguments of a QMP command, in an option's value.
+/// Parses an option's value as the arguments of a QMP command.
 fn arguments(object: &Object, text: &str, implied: &str) -> Result<Map<String, Value>, String> {
     let map = if text.starts_with('{') {
         serde_json::from_str(text).map_err(|error| format!("JSON parse error, {error}"))?
@@ -92,12 +92,12 @@ pub(crate) fn run(args: &Args, _: &mut dyn Write) -> Outcome {
         None => None,
         Some(Ok(daemon)) => Some(daemon),
         Some(Err(error)) => {
-            return Err(Failure::new(error).context("cannot go into the background"));
+            return Err(Failure::new(error).context("cannot run in the background"));
         }
     };
     messages::detach();
     runtime::block_on(async || {
-        // Who sees a socket may send a signal.
+        // Before any socket exists, since whoever sees one may send a signal.
         let signals = signals::receive()?;
         let mut listeners = Listeners::new();
         if let Some(endpoint) = &nbd {
@@ -144,7 +144,7 @@ impl Args {
                 Err(panicked) => panicked.resume(),
             }
         }
-        // No client is left that could write.
+        // No client that could write is left.
         control.service().end().await;
         control.stop();
         if let Some(controlling) = controlling {

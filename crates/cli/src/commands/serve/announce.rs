@@ -19,7 +19,7 @@ struct Announcement<'a> {
 }
 
 impl Announcement<'_> {
-    /// The export in one line, and below it, for each location, its name and the options or the command that use it.
+    /// One line for the export, then for each location its name and the options or the command to use it.
     fn text(&self, places: &[Place]) -> String {
         let mode = if self.read_only { "read-only" } else { "read-write" };
         let plural = if self.layers == 1 { "" } else { "s" };

@@ -16,32 +16,32 @@ use isobath_storage_test::slow::SlowDisk;
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
-/// Serve images to virtual machines and other clients: over NBD, over vhost-user-blk, as files
+/// Serve images to virtual machines and other clients over NBD, over vhost-user-blk or as files
 ///
 /// Once clients can connect, prints each export's address and the QEMU options to use it. After that it only logs to
 /// stderr. SIGTERM, SIGINT or SIGHUP shuts it down: requests in flight are completed, and the images are flushed and
-/// closed. A second signal ends it at once, like a crash: flushed data is not lost. The same signal repeated within a
-/// second does not count as a second one.
+/// closed. A second signal ends it immediately, like a crash: flushed data is not lost. The same signal repeated within
+/// a second is ignored.
 ///
-/// There is neither authentication nor encryption: whoever can connect can read the disk and, unless --read-only is
-/// given, write to it. Restrict access to a Unix socket by the permissions of its directory.
+/// Connections are neither authenticated nor encrypted: anyone who can connect can read the disk and, unless
+/// --read-only is given, write to it. Restrict access to a Unix socket with the permissions of its directory.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     #[command(flatten)]
     pub(super) frontends: FrontendArgs,
     /// Listen for QMP connections, from 'isobath ctl' and other management programs, on a socket file or a TCP port (of
-    /// the loopback interface unless HOST is given); may be given several times
+    /// the loopback interface unless HOST is given); can be repeated
     #[arg(long, value_name = "unix:PATH|HOST:PORT")]
     pub(super) qmp: Vec<Endpoint>,
     /// Serve Prometheus metrics over HTTP at /metrics, on a socket file or a TCP port (of the loopback interface unless
-    /// HOST is given); may be given several times
+    /// HOST is given); can be repeated
     #[arg(long, value_name = "[HOST:]PORT|unix:PATH")]
     pub(super) metrics: Vec<Endpoint>,
     /// The export's name; with several images, repeat the option, one per image in order [default: the image's file
     /// name without its extension]. The empty name also selects the first export
     #[arg(long, value_name = "NAME")]
     pub(super) export_name: Vec<String>,
-    /// Refuse writes, and allow other programs to read the images meanwhile
+    /// Refuse writes, and let other programs read the images meanwhile
     #[arg(short, long)]
     pub(super) read_only: bool,
     /// Serve an internal snapshot of the images, by ID or name, instead of their current state; read-only
@@ -52,10 +52,10 @@ pub(crate) struct Args {
     /// Cache mode for the images and their backing files
     #[arg(long, value_name = "MODE", default_value = "writeback")]
     pub(super) cache: Cache,
-    /// How metadata changes reach an image. 'journal': one sync per flush; other programs refuse an image that was not
-    /// closed until 'isobath seal' recovers it. 'embedded': like 'journal', but mappings are stored in data that
-    /// compresses, without further writes. 'ordered': two syncs per flush; the image stays usable by other programs.
-    /// 'auto': enables the journal after a few flushes
+    /// How metadata changes reach an image. 'journal': one sync per flush; after a crash, other programs refuse the
+    /// image until 'isobath seal' recovers it. 'embedded': like 'journal', but mappings are stored in compressible
+    /// data, without extra writes. 'ordered': two syncs per flush; the image stays usable by other programs. 'auto':
+    /// enables the journal after a few flushes
     #[arg(long, value_name = "MODE", default_value = "auto", value_parser = metadata)]
     pub(super) metadata: MetadataMode,
     /// With 'embedded': maximum number of zones in use, each of --zone-size; closing and recovering an image takes time
@@ -75,8 +75,7 @@ pub(crate) struct Args {
     /// file's format
     #[arg(long)]
     pub(super) untrusted: bool,
-    /// A directory whose files an untrusted image may refer to; may be given several times [default: the image's own
-    /// directory]
+    /// A directory whose files an untrusted image may refer to; can be repeated [default: the image's own directory]
     #[arg(long, value_name = "DIR", requires = "untrusted")]
     pub(super) backing_dir: Vec<PathBuf>,
     /// Number of threads that serve clients; each client is served by one thread [default: one per CPU, at most 8]
@@ -117,11 +116,11 @@ impl Args {
     }
 }
 
-/// A name for each image: the given names, then the file names, numbered if they are equal.
+/// A name for each image: the given names, then the file names, numbered if they clash.
 fn export_names(images: &[PathBuf], given: &[String]) -> Result<Vec<String>, Failure> {
     if given.len() > images.len() {
         return Err(Failure::new(format_args!(
-            "{} export names are given for {} images; give --export-name at most once per image",
+            "{} export names for {} images; give --export-name at most once per image",
             given.len(),
             images.len()
         )));

@@ -1,4 +1,4 @@
-//! The servers besides the exports: control sockets and metrics.
+//! Servers other than exports: control sockets and metrics.
 
 use isobath_qmp::metrics;
 use isobath_qmp::monitor::Monitor;

@@ -66,7 +66,7 @@ fn trust(args: &Args, image: &Path) -> Result<Trust, Failure> {
     Ok(Trust::Within(directories.iter().map(canonical).collect::<Result<_, _>>()?))
 }
 
-/// How images that clients add are opened: like the first one, in the format that they specify.
+/// The options for images that clients add: like the first image's, but with the format that the client specifies.
 pub(super) fn options_of_added(args: &Args) -> Result<OpenOptions, Failure> {
     let trust = args.images.first().map_or(Ok(Trust::Full), |image| trust(args, image))?;
     Ok(options(args)?.format(None).snapshot(None).writable(true).trust(trust))

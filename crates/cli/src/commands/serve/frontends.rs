@@ -37,7 +37,7 @@ enum Value {
 }
 
 impl Value {
-    /// The setting for an export; a socket is bound now.
+    /// The setting for an export; binds a socket at once.
     fn setting(&self, option: &str) -> Result<Setting, Failure> {
         Ok(match self {
             Self::Text(text) => Setting::Text(text.clone()),
@@ -82,9 +82,9 @@ fn choice(words: &[&str], text: &str) -> Result<Value, String> {
 /// `unix:PATH`
 fn socket_file(text: &str) -> Result<Value, String> {
     match text.strip_prefix("unix:") {
-        Some("") => Err("the socket's path is missing after 'unix:'".into()),
+        Some("") => Err("missing socket path after 'unix:'".into()),
         Some(path) => Ok(Value::Endpoint(Endpoint::Unix(path.into()))),
-        None => Err("a socket file is written as unix:PATH".into()),
+        None => Err("write a socket file as unix:PATH".into()),
     }
 }
 
@@ -180,7 +180,7 @@ impl Given {
         format!("--{flag}")
     }
 
-    /// The settings of the export at `location`, or of one of a shared server.
+    /// The settings of the export at `location`; without one, of an export of a shared server.
     fn settings(&self, location: Option<&Value>) -> Result<Settings, Failure> {
         let mut settings = Settings::default();
         for (parameter, value) in &self.others {
@@ -194,18 +194,18 @@ impl Given {
 }
 
 impl FrontendArgs {
-    /// The requested frontends whose exports have their own servers, and so serve one image each.
+    /// The requested frontends that run one server per export, so that each serves one image.
     fn own_servers(&self) -> impl Iterator<Item = &Given> {
         self.0.iter().filter(|given| !given.protocol.shared)
     }
 
-    /// Whether a client of an image, by its number, continues when this server is killed and restarted.
+    /// Whether clients of the image with this number continue when this server is killed and restarted.
     pub(super) fn outlives(&self, image: usize) -> bool {
         let mut given = self.own_servers().filter(|given| given.protocol.clients_outlive);
         given.any(|given| image < given.locations.len())
     }
 
-    /// Refuses more frontends than there are images.
+    /// Refuses more exports of a frontend than there are images.
     pub(super) fn check(&self, images: usize) -> Result<(), Failure> {
         for given in self.own_servers() {
             let (option, count) = (given.option(), given.locations.len());
@@ -232,7 +232,7 @@ impl FrontendArgs {
         Ok(listeners)
     }
 
-    /// Exports the monitor's disks: all of them by shared servers that listen, and one by one by the others.
+    /// Exports the monitor's disks: all through shared servers that listen, and one per location through the others.
     pub(super) fn export<H: Host + Clone>(
         &self,
         monitor: &Monitor<H>,

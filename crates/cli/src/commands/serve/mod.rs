@@ -37,7 +37,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         None => None,
         Some(Ok(daemon)) => Some(daemon),
         Some(Err(error)) => {
-            return Err(Failure::new(error).context("cannot go into the background"));
+            return Err(Failure::new(error).context("cannot run in the background"));
         }
     };
     messages::detach();
@@ -69,7 +69,7 @@ async fn run_on<H: Host + Clone>(
     served.and(closed).map(|()| 0)
 }
 
-/// Serves the disks until a signal arrives, or until no client can reach them any more.
+/// Serves the disks until a signal arrives, or until clients can no longer reach them.
 async fn serve<H: Host + Clone>(
     host: H,
     args: &Args,
@@ -142,8 +142,8 @@ fn stop_when_told<H: Host + Clone>(
     })
 }
 
-/// Waits until the shared servers, whose listeners are `listening`, have ended. If there are none, waits until `told`
-/// has ended, or until the last export is closed unless QMP clients may add others.
+/// Waits for all listeners of shared servers. Without any, waits for `told`, or for the last export to close if QMP
+/// clients cannot add one.
 async fn until_ended<H: Host + Clone>(
     monitor: &Monitor<H>,
     listening: Vec<JoinHandle<io::Result<()>>>,

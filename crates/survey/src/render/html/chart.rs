@@ -11,9 +11,9 @@ const FRAME: Frame =
 pub(super) enum Shape {
     /// Straight lines.
     Line,
-    /// A value holds until the next.
+    /// Each value holds until the next point.
     Steps,
-    /// As steps, from zero up to the first: a cumulative distribution.
+    /// As `Steps`, but rising from zero to the first point: a cumulative distribution.
     Cumulative,
     /// A bar from each point to the next.
     Bars,
@@ -34,7 +34,7 @@ pub(super) struct Chart {
     pub(super) x: Axis,
     pub(super) y: Axis,
     pub(super) series: Vec<Series>,
-    /// A vertical line at this `x`, with its name.
+    /// A vertical line at this `x`, with its label.
     pub(super) mark: Option<(f64, String)>,
 }
 

@@ -101,7 +101,7 @@ fn intervals(report: &Report) -> Chart {
         title: "Time between layers, and age of backing files".into(),
         note:
             "Cumulative. A layer's interval starts when the file below it was created; overlays of \
-             shared files are left out."
+             shared files are not included."
                 .into(),
         x: Axis {
             label: "time".into(),
@@ -206,7 +206,7 @@ fn memory(report: &Report) -> Chart {
     };
     let longest = lengths.last().copied().unwrap_or(100);
     let (least, most) = (ours(1).min(qemu(1)) as f64, qemu(longest).max(ours(longest)) as f64);
-    // Powers of two, a factor of four apart: KiB to PiB.
+    // Powers of two, each four times the previous one: KiB to PiB.
     let powers = (0..22).map(|step| 1024.0 * 4_f64.powi(step));
     let from = powers.clone().take_while(|&at| at <= least).last().unwrap_or(1024.0);
     let to = powers.clone().find(|&at| at >= most).unwrap_or(most);
@@ -215,7 +215,7 @@ fn memory(report: &Report) -> Chart {
         id: "memory",
         title: "Memory by chain length".into(),
         note: format!(
-            "By the model below, at most: for a disk of {}, the mean here, and clusters of 64 KiB.",
+            "Maximum, by the model below, for a disk of {}, the mean here, and clusters of 64 KiB.",
             bytes(disk)
         ),
         x: Axis::powers("files in a chain", 1.0, f64::from(longest), |value| number(value as u64)),
@@ -233,7 +233,7 @@ fn memory(report: &Report) -> Chart {
     }
 }
 
-/// Lengths at which a model is drawn.
+/// The chain lengths at which a model is plotted.
 fn steps(report: &Report) -> Vec<u32> {
     let longest = report.lengths.longest.max(100);
     (0..120)
@@ -254,7 +254,7 @@ fn time_axis(from: i64, to: i64) -> Axis {
     let ticks = (0..=4).map(|quarter| {
         let at = from.saturating_add(length / 4 * quarter);
         let label = if length < 3 * 86_400 {
-            // The date is at the first mark, and in the description of each point.
+            // The date is shown only at the first tick, and in the description of each point.
             time(at).get(if quarter == 0 { 0..16 } else { 11..16 }).unwrap_or_default().to_owned()
         } else {
             date(at)

@@ -10,7 +10,7 @@ use crate::{Advice, ChainRow, Report, SortBy, Survey, cost};
 use isobath_charts::escaped;
 use std::fmt::Write as _;
 
-/// Problems that are listed individually.
+/// The number of problems that are listed individually.
 const PROBLEMS: usize = 1000;
 
 /// All tables of a survey.
@@ -22,7 +22,7 @@ pub(super) fn all(survey: &Survey, report: &Report, listing: Listing, page: &mut
     model(page);
 }
 
-/// Begins a table that can be sorted by each column; a column is its heading and whether it has numbers.
+/// Begins a table that can be sorted by any column. A column is given by its heading and whether it is numeric.
 fn begin(page: &mut String, id: &str, columns: &[(&str, bool)]) {
     let _ = write!(page, "<div class=\"scroll\"><table id=\"{id}\"><thead><tr>");
     for (column, numbers) in columns {
@@ -36,14 +36,14 @@ fn end(page: &mut String) {
     page.push_str("</tbody></table></div>\n");
 }
 
-/// A number's cell, with its displayed text.
+/// A numeric cell with the text to display.
 fn cell(page: &mut String, value: f64, told: &str) {
     let _ = write!(page, "<td class=\"n\" data-value=\"{value}\">{}</td>", escaped(told));
 }
 
 fn chains(survey: &Survey, listing: Listing, page: &mut String) {
     let mut rows = survey.top(listing.count, listing.sort);
-    // The costliest are included too, whatever the sort key is.
+    // The costliest chains are included too, whatever the sort key.
     for sort in [SortBy::Length, SortBy::Memory, SortBy::Held, SortBy::Hidden] {
         let more: Vec<ChainRow> = survey.top(listing.count, sort);
         let known: std::collections::HashSet<String> =
@@ -162,9 +162,9 @@ fn intervals(report: &Report, page: &mut String) {
     end(page);
     let _ = write!(
         page,
-        "<p>{} layers were created on top of another one. Left out: {} overlays of shared files, \
-         {} layers that \
-         are older than the one below. {} files are dated by their last write.</p>\n</section>\n",
+        "<p>{} layers were created on top of another one. Not included: {} overlays of shared \
+         files, {} layers older than the one below. {} files are dated by their last write.</p>\n\
+         </section>\n",
         number(intervals.count),
         number(report.clones),
         number(report.out_of_order),
@@ -212,8 +212,8 @@ fn model(page: &mut String) {
          table there, read in batches of 4, 8, … 128 at once; a batch costs \
          T<sub>D</sub> + T<sub>L</sub> + T<sub>F</sub>, a table T<sub>F</sub>. Through an index it is \
          one read. Warm: T<sub>M</sub> at any depth.</p>\n\
-         <p>Memory at most: QEMU {} a layer, and its L2 entries up to {}; isobath 8 bytes a cluster \
-         of the disk, and {} a layer.</p>\n</section>\n",
+         <p>Maximum memory: QEMU {} per layer, and its L2 entries up to {}; isobath 8 bytes per \
+         cluster of the disk, and {} per layer.</p>\n</section>\n",
         microseconds(cost::T_M),
         microseconds(cost::T_D),
         microseconds(cost::T_L),

@@ -1,4 +1,4 @@
-//! A chain that a server uses: it merges the layers.
+//! A chain in use by a server, which merges the layers.
 
 use crate::commands::chain::merge::Shared;
 use crate::commands::chain::users::{Users, identity};
@@ -15,12 +15,12 @@ use std::{env, fs};
 pub(super) struct Served<'a> {
     session: Session<'a>,
     device: String,
-    /// The base is the first.
+    /// The base comes first.
     layers: Vec<ServedLayer>,
 }
 
 impl<'a> Served<'a> {
-    /// Asks the server at `address` for its only disk or the one called `disk`.
+    /// Queries the server at `address` for the disk called `disk`, or for its only disk.
     pub(super) fn find(
         address: &str,
         disk: Option<&str>,
@@ -36,7 +36,7 @@ impl<'a> Served<'a> {
     /// The chain's files, the base first, as this program names them.
     ///
     /// # Errors
-    /// If that cannot be told, or these are not the server's.
+    /// If a name cannot be resolved, or the files are not the server's.
     pub(super) fn files(&self) -> Result<Vec<PathBuf>, Failure> {
         let files = self.layers.iter().map(|layer| self.named_here(layer.file()));
         let files = files.collect::<Result<Vec<_>, Failure>>()?;
@@ -64,7 +64,7 @@ impl<'a> Served<'a> {
         Ok(files)
     }
 
-    /// A file that the server names relative to its working directory.
+    /// Resolves the server's name of a file, which may be relative to the server's working directory.
     fn named_here(&self, file: &str) -> Result<PathBuf, Failure> {
         let path = PathBuf::from(file);
         if path.is_absolute() {
@@ -74,8 +74,9 @@ impl<'a> Served<'a> {
         let there = server.and_then(|id| fs::read_link(format!("/proc/{id}/cwd")).ok());
         let Some(there) = there else {
             return Err(Failure::new(format_args!(
-                "the server names '{file}' relative to its working directory, which cannot be found out from here; \
-                 run this as its user on its machine, over its socket file, or start it with an absolute name"
+                "the server names '{file}' relative to its working directory, which cannot be determined from here; \
+                 run this command as the server's user on its machine over its socket file, or start the server with \
+                 an absolute path"
             )));
         };
         let here = env::current_dir().is_ok_and(|here| here == there);
@@ -86,7 +87,7 @@ impl<'a> Served<'a> {
         Ok(self.session.out.write_all(text.as_bytes())?)
     }
 
-    /// Merges the layers from `first` up to `target` into that.
+    /// Merges the layers from `first` to `target` into `target`.
     pub(super) fn merge(
         &mut self,
         first: usize,
@@ -95,7 +96,7 @@ impl<'a> Served<'a> {
     ) -> Result<(), Failure> {
         let base = first.checked_sub(1).and_then(|below| self.layers.get(below));
         let node = self.layers.get(target).map(ServedLayer::node);
-        // The active image may have got a snapshot meanwhile, and be a node below the device now.
+        // After a snapshot taken meanwhile, the former active image is a node below the device.
         let device = node.unwrap_or(&self.device);
         self.session.stream(device, base, args.rate, args.change_snapshots)?;
         Ok(())

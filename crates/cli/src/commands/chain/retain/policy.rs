@@ -3,7 +3,7 @@
 use crate::calendar::Period;
 use std::str::FromStr;
 
-/// How many of the snapshots of an age are kept.
+/// How many snapshots of an age are kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Frequency {
     All,
@@ -11,7 +11,7 @@ enum Frequency {
     Each(Period),
 }
 
-/// Snapshots up to an age, and how many of them are kept.
+/// How many of the snapshots up to an age are kept.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Rule {
     /// The rule as it was typed.
@@ -21,7 +21,7 @@ struct Rule {
     frequency: Frequency,
 }
 
-/// `--keep`: rules for ages that grow. Older snapshots are not kept.
+/// `--keep`: rules in order of increasing age. Snapshots older than the last age are not kept.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Policy(Vec<Rule>);
 
@@ -43,13 +43,14 @@ impl FromStr for Policy {
                 "yearly" => Frequency::Each(Period::Year),
                 _ => {
                     return Err(format!(
-                        "'{frequency}' is not a frequency: all, hourly, daily, weekly, monthly, yearly"
+                        "'{frequency}' is not a frequency; expected all, hourly, daily, weekly, \
+                         monthly or yearly"
                     ));
                 }
             };
             let age = seconds(age)?;
             if rules.last().is_some_and(|last| last.age >= age) {
-                return Err(format!("'{rule}' must be of a greater age than the rule before it"));
+                return Err(format!("'{rule}' must have a greater age than the rule before it"));
             }
             rules.push(Rule { text: rule.to_owned(), age, frequency });
         }
@@ -57,7 +58,7 @@ impl FromStr for Policy {
     }
 }
 
-/// An age: a number of hours, days, weeks, months (of 31 days) or years (of 366), or `forever`.
+/// Parses an age: a number of hours, days, weeks, months (of 31 days) or years (of 366), or `forever`.
 fn seconds(text: &str) -> Result<i64, String> {
     if text == "forever" {
         return Ok(i64::MAX);
@@ -77,11 +78,11 @@ fn seconds(text: &str) -> Result<i64, String> {
 }
 
 impl Policy {
-    /// The rule by which each snapshot is kept, if it is: `taken` are their moments, from the oldest on, in seconds.
-    /// The last `newest` ones are kept in any case.
+    /// The rule that keeps each snapshot, or `None`. `taken` are their times in seconds, the oldest first. The last
+    /// `newest` ones are always kept.
     pub(super) fn keeps(&self, taken: &[i64], now: i64, newest: usize) -> Vec<Option<String>> {
         let rule_of = |moment: i64| {
-            // A clock that was set back makes no snapshot older.
+            // A snapshot dated in the future, because the clock was set back, has age 0.
             let age = now.saturating_sub(moment).max(0);
             self.0.iter().find(|rule| age <= rule.age)
         };
@@ -128,13 +129,13 @@ mod tests {
 
     #[test]
     fn the_last_of_each_period_is_kept() {
-        // A snapshot each 6 hours over 10 days, the oldest first.
+        // A snapshot every 6 hours over 10 days, the oldest first.
         let ages: Vec<i64> = (0..40).rev().map(|n| n * 6 * HOUR).collect();
         assert_eq!(kept("24h:all", &ages, 0), [35, 36, 37, 38, 39]);
         let daily = kept("24h:all,30d:daily", &ages, 0);
         assert!((13..=15).contains(&daily.len()), "{daily:?}");
         assert!(daily.ends_with(&[35, 36, 37, 38, 39]), "{daily:?}");
-        // Of older days one each: they lie 24 hours apart.
+        // One snapshot for each older day; they are 24 hours apart.
         assert!(daily[1..daily.len() - 6].windows(2).all(|two| two[1] - two[0] == 4), "{daily:?}");
         assert_eq!(kept("forever:all", &ages, 0).len(), 40);
         assert_eq!(kept("1h:all", &ages, 0), [39]);
@@ -155,7 +156,7 @@ mod tests {
             ("24:all", "is not an age"),
             ("-1h:all", "is not an age"),
             (":all", "is not an age"),
-            ("1d:all,24h:daily", "must be of a greater age"),
+            ("1d:all,24h:daily", "must have a greater age"),
         ] {
             let error = text.parse::<Policy>().unwrap_err();
             assert!(error.contains(reason), "{text}: {error}");

@@ -426,7 +426,7 @@ impl Tree {
         } else if self.nodes.values().any(|node| node.form == Form::Json && node.below.is_some())
             && !keep
         {
-            Some(("refused: unknown names", "cannot tell whether"))
+            Some(("refused: unknown names", "which may need the layer"))
         } else if self.in_use(layer) && !keep {
             Some(("refused: the layer is in use", "lock"))
         } else {

@@ -1,10 +1,10 @@
 //! Counting clusters that no disk can see, from the L1 and L2 tables.
 //!
-//! A tree of images is traversed from its active images down. The wanted part of an image is the union, over its
-//! overlays, of each overlay's wanted part that is not allocated in it; an active image is wanted entirely. A cluster
-//! of which nothing is wanted is *hidden*: some image above has it in every chain that uses the file. Hidden clusters
-//! are counted conservatively: not if an image has internal snapshots or a data file, and not in bases that are not
-//! qcow2; tables that cannot be read hide nothing.
+//! A tree of images is traversed from its active images down. An active image is wanted entirely. The wanted part of
+//! any other image is the union, over its overlays, of the part that is wanted in the overlay but not allocated there.
+//! A cluster of which nothing is wanted is *hidden*: in every chain that uses the file, some image above has allocated
+//! it. Hidden clusters are counted conservatively: none in images with internal snapshots or a data file, and none in
+//! bases that are not qcow2; tables that cannot be read hide nothing.
 
 mod tables;
 mod wanted;
@@ -18,19 +18,19 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::thread;
 use wanted::Wanted;
 
-/// The most units of a disk that are counted: 512 TiB in units of 64 KiB.
+/// The maximum number of units of a disk to count: 512 TiB in units of 64 KiB.
 const MAX_UNITS: u64 = 1 << 33;
 
 /// The counts of an image.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Own {
-    /// Bytes of host clusters that its L2 tables name.
+    /// Bytes of host clusters that its L2 tables refer to.
     pub(crate) data: u64,
     /// Those of them that no disk can see.
     pub(crate) hidden: u64,
-    /// L2 tables.
+    /// The number of L2 tables.
     pub(crate) tables: u32,
-    /// Its tables were read, to the end.
+    /// Whether its tables were read to the end.
     pub(crate) counted: bool,
 }
 
@@ -46,11 +46,11 @@ impl Counted {
     }
 }
 
-/// The overlays of every image, side by side.
+/// The overlays of every image, in one list.
 struct Children {
     starts: Vec<u32>,
     list: Vec<u32>,
-    /// Sets of wanted units that are needed at once for an image and all above it.
+    /// For each image, the number of wanted sets needed at a time to count it and all images above it.
     needs: Vec<u8>,
 }
 
@@ -75,7 +75,7 @@ impl Children {
             }
         }
         let mut children = Self { starts, list, needs: vec![1; fleet.len()] };
-        // The image that needs most first: while it is counted, nothing of its siblings is kept.
+        // The image that needs the most sets comes first: while it is counted, no set of a sibling is kept.
         for &number in &links.top_down {
             let (from, to) = children.range(number);
             let needs = |number: &u32| children.needs.get(*number as usize).copied().unwrap_or(1);
@@ -107,7 +107,7 @@ impl Children {
     }
 }
 
-/// Counts the clusters of every tree, trees in parallel.
+/// Counts the clusters of all trees in parallel.
 pub(crate) fn count(
     fleet: &mut Fleet,
     links: &Links,
@@ -204,7 +204,7 @@ impl Tree<'_> {
         }
     }
 
-    /// The smallest unit of a tree's images, as a power of two, and the units of its largest disk.
+    /// The base-2 logarithm of the smallest unit of a tree's images, and the number of such units in its largest disk.
     fn size(&self, root: u32) -> Option<(u32, u64)> {
         let mut waiting = vec![root];
         let (mut bits, mut disk) = (u32::MAX, 0);
@@ -220,7 +220,8 @@ impl Tree<'_> {
         (bits != u32::MAX).then(|| (bits, disk.div_ceil(1 << bits)))
     }
 
-    /// Counts an image with this wanted part; returns the wanted part of the one below.
+    /// Counts the clusters of an image, given its wanted part (`None` if it is active); returns the wanted part of the
+    /// image below.
     fn image(&mut self, number: u32, wanted: Option<Wanted>, unit_bits: u32) -> Wanted {
         let image = self.fleet.image(number);
         let units = image.disk.div_ceil(1 << unit_bits).min(MAX_UNITS);
@@ -267,7 +268,7 @@ impl Tree<'_> {
         self.progress.counted.fetch_add(1, Relaxed);
         self.own.push((number, own));
         if image.flags.has(Flags::RAW_BACKING) {
-            // The image below is counted by itself.
+            // The image below is counted on its own.
             wanted = Wanted::everything(0);
         }
         wanted

@@ -1,7 +1,7 @@
-//! A survey as one HTML page that loads nothing from elsewhere.
+//! A survey as one self-contained HTML page.
 //!
-//! Names in it are untrusted: all text is escaped, and the page's policy allows only its own script, which has a random
-//! nonce.
+//! File names are untrusted: all text is escaped, and the page's content security policy allows only its own script,
+//! which has a random nonce.
 
 mod chart;
 mod charts;
@@ -15,16 +15,16 @@ use std::collections::hash_map::RandomState;
 use std::fmt::Write as _;
 use std::hash::{BuildHasher, Hasher};
 
-const STYLE: &str = include_str!("html/page.css");
-const SCRIPT: &str = include_str!("html/page.js");
+const STYLE: &str = include_str!("page.css");
+const SCRIPT: &str = include_str!("page.js");
 
-/// The page.
+/// Renders the page.
 pub fn html(survey: &Survey, report: &Report, listing: Listing) -> String {
     let nonce = nonce();
     let mut page = String::new();
     let paths: Vec<String> =
         report.paths.iter().map(|path| escaped(&super::text::for_people(path))).collect();
-    // Writing to a string does not fail, here and below.
+    // Writing to a string cannot fail, here and below.
     let _ = write!(
         page,
         "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
@@ -61,7 +61,7 @@ pub fn html(survey: &Survey, report: &Report, listing: Listing) -> String {
     page
 }
 
-/// An unpredictable number, which cannot occur in a file name.
+/// An unpredictable number, so that no file name can contain it.
 fn nonce() -> String {
     let random = || RandomState::new().build_hasher().finish();
     format!("{:016x}{:016x}", random(), random())
@@ -92,7 +92,7 @@ fn tiles(report: &Report, page: &mut String) {
     tile(
         &number(lengths.longest.into()),
         "longest chain",
-        &format!("median {}, 99 % up to {}", lengths.median, lengths.p99),
+        &format!("median {}, 99th percentile {}", lengths.median, lengths.p99),
     );
     let share = |part: u64, of: u64| if of == 0 { 0.0 } else { part as f64 / of as f64 * 100.0 };
     tile(

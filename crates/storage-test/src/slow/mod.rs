@@ -1,21 +1,21 @@
 //! A host whose files share the timing of one slow disk.
 //!
-//! Over a fast file system this gives jobs and guests a disk to contend for, which behaves the same on every machine. A
-//! request is executed at once by the host below, and its future ends when the simulated disk would have completed it:
+//! On a fast file system, this gives jobs and guests a disk to contend for that behaves the same on every machine. The
+//! wrapped host executes a request at once, and its future completes when the simulated disk would have completed it:
 //!
-//! - At most [`depth`](SlowDisk::depth) requests are in the disk; the others wait in order of arrival.
-//! - The bytes of one request after another are transferred at the disk's [`bandwidth`](SlowDisk::bandwidth).
-//! - A request ends [`latency`](SlowDisk::latency) after its bytes were transferred; meanwhile others are transferred.
+//! - At most [`depth`](SlowDisk::depth) requests are in the disk at a time; the others wait in order of arrival.
+//! - The bytes of requests are transferred one request after another, at the disk's [`bandwidth`](SlowDisk::bandwidth).
+//! - A request ends [`latency`](SlowDisk::latency) after its transfer, while others are transferred.
 //! - A flush blocks all other transfers for the time that it [costs](SlowDisk::flush).
 //! - A [rotating](SlowDisk::mechanics) disk must be positioned first, and has a write cache: data written since the
 //!   last flush is transferred by the next one.
 //!
-//! Its files are placed one after the other. Zeroes, discards, clones and changes of length are requests without bytes,
-//! so a file gains nothing from space that was written before. Queries are free, and reads are not cached. With each
-//! flush a trace event reports what the disk was sent so far.
+//! Files are placed one after another. Zero-writes, discards, clones and changes of length are requests without bytes,
+//! so a file gains nothing from space that was written before. Queries are free, and reads are not cached. At each
+//! flush, a trace event reports the requests sent to the disk so far.
 //!
-//! If the real disk is slower than the simulated one, its own times show. Waiting needs the timers of an
-//! [`Executor`](isobath_ring::Executor); elsewhere it blocks the thread.
+//! If the real disk is slower than the simulated one, its own timing shows. Waiting uses the timers of an
+//! [`Executor`](isobath_ring::Executor); outside of one it blocks the thread.
 
 mod mechanics;
 
@@ -40,9 +40,9 @@ const APART: u64 = 64 << 30;
 pub struct SlowDisk {
     /// Bytes per second, reads and writes together.
     pub bandwidth: NonZeroU64,
-    /// Each request's fixed time.
+    /// The fixed time of each request.
     pub latency: Duration,
-    /// Requests in the disk at a time.
+    /// The maximum number of requests in the disk at a time.
     pub depth: NonZeroUsize,
     /// How long a flush keeps the disk busy, besides its latency.
     pub flush: Duration,
@@ -56,11 +56,11 @@ enum Job {
     Read(Range<u64>),
     Write(Range<u64>),
     Flush,
-    /// Without bytes.
+    /// A request without bytes.
     Other,
 }
 
-/// Counts of what a disk was sent so far.
+/// Counts of the requests sent to a disk so far.
 #[derive(Default)]
 struct Counts {
     reads: u64,
@@ -99,11 +99,11 @@ struct Schedule {
     disk: SlowDisk,
     arm: Option<Arm>,
     counts: Counts,
-    /// Where files begin.
+    /// Where each file begins.
     begins: HashMap<FileId, u64>,
     /// When the bytes of every request so far have been transferred.
     free: Duration,
-    /// When the requests in the disk end, the last `depth` of them.
+    /// When the requests in the disk end; at most the last `depth` of them.
     ends: VecDeque<Duration>,
 }
 
@@ -119,13 +119,13 @@ impl Schedule {
         }
     }
 
-    /// Where a file begins: after those opened before.
+    /// Where a file begins: after the files opened before it.
     fn begin(&mut self, file: FileId) -> u64 {
         let next = (self.begins.len() as u64).saturating_mul(APART);
         *self.begins.entry(file).or_insert(next)
     }
 
-    /// Accepts a request; returns when it ends.
+    /// Accepts a request; returns the time at which it ends.
     fn submit(&mut self, now: Duration, request: Job) -> Duration {
         self.counts.add(&request);
         let mut start = now.max(self.free);
@@ -141,7 +141,7 @@ impl Schedule {
         end
     }
 
-    /// When the disk is free again after a request.
+    /// The time at which the disk is free again after a request.
     fn carry_out(&mut self, start: Duration, request: Job) -> Duration {
         match (request, &mut self.arm) {
             (Job::Read(places), Some(arm)) => arm.read(start, places),
@@ -169,7 +169,7 @@ pub struct Device {
 }
 
 impl Device {
-    /// Queues a request and returns when it ends.
+    /// Queues a request; returns the time at which it ends.
     fn submit(&self, job: Job) -> Instant {
         let end = self.schedule.lock().submit(self.began.elapsed(), job);
         let never = Duration::from_hours(24 * 365);
@@ -211,13 +211,13 @@ impl HostHooks for Device {
 
 /// The position of a file on a simulated disk.
 pub struct Place {
-    /// Its first byte's place on the disk.
+    /// The position of its first byte on the disk.
     begin: u64,
     disk: Device,
 }
 
 impl Place {
-    /// The places of bytes on the disk.
+    /// The positions of the file's bytes on the disk.
     fn places(&self, offset: u64, length: u64) -> Range<u64> {
         let start = self.begin.saturating_add(offset);
         start..start.saturating_add(length)
@@ -225,7 +225,7 @@ impl Place {
 }
 
 impl Hooks for Place {
-    /// When the request ends, if it is one of the disk's.
+    /// When the request ends; `None` if it does not reach the disk.
     type Begun = Option<Instant>;
 
     async fn begin(&self, _file: &impl Storage, request: Request<'_>) -> Result<Option<Instant>> {
@@ -268,7 +268,7 @@ mod tests {
 
     const MS: Duration = Duration::from_millis(1);
 
-    /// A mebibyte takes 10 ms, a request 2 ms more.
+    /// A mebibyte takes 10 ms, each request 2 ms more.
     fn disk(depth: usize) -> Schedule {
         Schedule::new(SlowDisk {
             bandwidth: NonZeroU64::new(100 << 20).unwrap(),

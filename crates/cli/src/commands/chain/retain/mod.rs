@@ -22,32 +22,32 @@ use std::{iter, mem};
 
 /// Remove the snapshots of a chain that a policy does not keep
 ///
-/// Prints what would be done; --apply does it. A snapshot is a layer below the active image: the disk as it was when
-/// the layer's overlay was created. Removing one merges its layer into the next one above that is kept, or into the
-/// active image, and deletes its file. The base always stays, and so does every layer that another image needs, with
-/// all layers below it; such images are searched in the directories of the chain and of --search, and below. The
-/// command may be interrupted at any time: the chain reads as before, and the next run goes on.
+/// Prints a plan; --apply carries it out. A snapshot is a layer below the active image: the disk as it was when the
+/// layer's overlay was created. Removing one merges its layer into the next one above that is kept, or into the active
+/// image, and deletes its file. The base always stays, and so does every layer that another image needs, with all
+/// layers below it; such images are searched for in and below the directories of the chain and of --search. The command
+/// can be interrupted at any time: the disk's contents do not change, and the next run continues.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Which snapshots to keep: AGE:FREQUENCY,... for growing ages, such as 24h:all,30d:daily,1y:monthly. Ages are
-    /// hours, days, weeks, months, years (h, d, w, m, y) or 'forever'; of each hour, day, week, month or year the last
-    /// snapshot is kept. Older snapshots are removed
+    /// Which snapshots to keep: AGE:FREQUENCY,... in order of increasing age, such as 24h:all,30d:daily,1y:monthly.
+    /// Ages are in hours, days, weeks, months or years (h, d, w, m, y), or 'forever'; the last snapshot of each hour,
+    /// day, week, month or year is kept. Snapshots older than the last age are removed
     #[arg(long, value_name = "POLICY")]
     keep: Option<Policy>,
-    /// Keep this many of the newest snapshots, whatever their age
+    /// Keep this many of the newest snapshots, regardless of age
     #[arg(long, value_name = "N", default_value_t = 0)]
     keep_last: usize,
-    /// Carry the plan out
+    /// Carry out the plan
     #[arg(long)]
     apply: bool,
-    /// What dates a snapshot: the birth of the overlay's file (or the layer's last write, where the file system records
-    /// no birth time), or the layer's last write
+    /// How to date a snapshot: by the birth of the overlay's file (or the layer's last write, where the file system
+    /// records no birth time), or by the layer's last write
     #[arg(long, value_name = "WHAT", default_value = "birth")]
     times: Times,
-    /// Another directory with images that may need the layers, in it or below; can be repeated
+    /// Another directory to search, with all directories below it, for images that need the layers; can be repeated
     #[arg(long, value_name = "DIR")]
     search: Vec<PathBuf>,
-    /// The chain is in use by the server with this QMP address, a socket file or HOST:PORT, which merges its layers
+    /// QMP address of the server that has the chain open, a socket file or HOST:PORT; the server merges the layers
     #[arg(long, value_name = "SOCKET")]
     qmp: Option<String>,
     /// With --qmp: the disk's name [default: the disk with IMAGE, or the only one]
@@ -59,7 +59,7 @@ pub(crate) struct Args {
     image: Option<PathBuf>,
 }
 
-/// Layers that are merged at once. Each keeps a descriptor.
+/// Maximum number of layers merged at once. Each needs a file descriptor.
 const MOST_AT_ONCE: usize = 32;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -79,10 +79,10 @@ enum Fate {
     Merged(usize),
 }
 
-/// A layer, the base being the first.
+/// A layer of a [`Plan`], in which the base comes first.
 struct Planned {
     file: PathBuf,
-    /// In seconds since 1970; the active image has no such moment.
+    /// When the snapshot was taken, in seconds since 1970; `None` for the active image.
     taken: Option<i64>,
     allocated: u64,
     fate: Fate,
@@ -90,14 +90,14 @@ struct Planned {
 
 struct Plan(Vec<Planned>);
 
-/// Layers that are merged into one above them.
+/// Layers to merge into one above them.
 struct Merge {
     layers: Range<usize>,
     target: usize,
 }
 
 impl Merge {
-    /// The same in steps that are small enough to keep all files open, the highest layers first.
+    /// Splits the merge into batches that are small enough to keep all files open, the highest layers first.
     fn batches(&self) -> impl Iterator<Item = Self> {
         let (mut end, first, target) = (self.layers.end, self.layers.start, self.target);
         iter::from_fn(move || {
@@ -110,7 +110,7 @@ impl Merge {
 
 pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     if args.keep.is_none() && args.keep_last == 0 {
-        return Err(Failure::usage("Which snapshots to keep? Give --keep or --keep-last"));
+        return Err(Failure::usage("Must specify which snapshots to keep (--keep or --keep-last)"));
     }
     let (mut place, files) = match (&args.qmp, &args.image) {
         (Some(address), _) => {
@@ -152,14 +152,13 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         plan.renew_index()?;
     }
     if !args.shared.quiet {
-        let but = if whole { "" } else { ", but for files that stay" };
+        let but = if whole { "" } else { ", except for files that stay" };
         place.print(&format!("The plan was carried out{but}.\n"))?;
     }
     Ok(u8::from(!whole))
 }
 
-/// Names the files of layers that may have been merged by a command that was killed before it deleted them. Returns
-/// whether there are none.
+/// Reports files of layers that a killed command may have merged but not deleted. Returns whether there are none.
 fn leftovers(chain: &[PathBuf], search: &[PathBuf]) -> Result<bool, Failure> {
     let Some(active) = chain.last() else { return Ok(true) };
     let mut none = true;
@@ -178,11 +177,11 @@ fn leftovers(chain: &[PathBuf], search: &[PathBuf]) -> Result<bool, Failure> {
     Ok(none)
 }
 
-/// Who changes the chain.
+/// What changes the chain.
 enum Place<'a> {
     /// The server that uses it.
     Server(online::Served<'a>),
-    /// This program; with its output.
+    /// This program, with its output.
     Here(&'a mut dyn Write),
 }
 
@@ -212,7 +211,7 @@ fn since_1970(time: SystemTime) -> i64 {
 }
 
 impl Plan {
-    /// Reads what there is to know of the files, and decides.
+    /// Examines the files, and decides the fate of each layer.
     fn make(args: &Args, files: &[PathBuf]) -> Result<Self, Failure> {
         let active = files.len().saturating_sub(1);
         let users = Users::find(&directories(files.iter().map(PathBuf::as_path), &args.search))?;
@@ -268,7 +267,7 @@ impl Plan {
                 }
                 (_, Some(Some(rule))) => Fate::Stays(format!("kept: {rule}")),
                 _ if with_snapshots.get(target) == Some(&true) && !args.shared.change_snapshots => {
-                    Fate::Stays("stays: internal snapshots of the layer above read it".into())
+                    Fate::Stays("stays: internal snapshots of the layer above need it".into())
                 }
                 _ => Fate::Merged(target),
             };
@@ -299,7 +298,7 @@ impl Plan {
         self.0.get(number).map_or(Path::new(""), |layer| &layer.file)
     }
 
-    /// Tables of layers, for people.
+    /// A table of the layers, for people.
     fn describe(&self) -> String {
         let mut text = format!("{:<20} {:>10}  {:<28} {}\n", "TAKEN", "ON DISK", "WHAT", "LAYER");
         for layer in self.0.iter().rev() {
@@ -319,10 +318,11 @@ impl Plan {
         let count = self.0.iter().filter(removed).count();
         let bytes = self.0.iter().filter(removed).map(|layer| layer.allocated).sum();
         let _ = match count {
-            0 => writeln!(text, "No layer is to be removed."),
+            0 => writeln!(text, "No layers to remove."),
             _ => writeln!(
                 text,
-                "{count} of {} layers are to be removed. Their files take {}; what no layer above hides moves up.",
+                "{count} of {} layers to remove. Their files use {}; data that no layer above \
+                 hides moves up.",
                 self.0.len(),
                 size::human(bytes)
             ),
@@ -346,7 +346,7 @@ impl Plan {
         let before = fs::metadata(to).and_then(|metadata| metadata.modified());
         let merged = merge_away(doomed, ImageFormat::Qcow2, to, &args.shared).await?;
         if args.times == Times::Modified && merge.target + 1 < self.0.len() {
-            // The next run must find the snapshot as old as it is. The image is still locked.
+            // Restore the mtime, so that the next run sees the snapshot's true age. The image is still locked.
             let dated = before.and_then(|before| {
                 let times = FileTimes::new().set_modified(before);
                 File::options().write(true).open(to)?.set_times(times)
@@ -358,13 +358,13 @@ impl Plan {
         Ok(whole)
     }
 
-    /// What tells the layers' files from others, and from what they are after they are written.
+    /// The [fingerprints](unfinished::fingerprint) of the layers' files.
     fn fingerprints(&self, merge: &Merge) -> Vec<Option<String>> {
         let numbers = merge.layers.clone();
         numbers.map(|number| unfinished::fingerprint(self.file(number)).ok()).collect()
     }
 
-    /// Deletes the files of layers that a server has merged, if they are as they were before.
+    /// Deletes the files of layers that a server has merged, if they are unchanged.
     async fn remove_merged(
         &self,
         merge: &Merge,
@@ -388,8 +388,8 @@ impl Plan {
         self.delete(merge, locked, search)
     }
 
-    /// Deletes the locked files of layers that were merged, but for one that is in use, or that an image needs that is
-    /// newer than the plan: then those below it stay too. Returns whether all were deleted.
+    /// Deletes the locked files of merged layers. A file that is in use, or needed by an image newer than the plan,
+    /// stays, and so do those below it. Returns whether all were deleted.
     fn delete(
         &self,
         merge: &Merge,
@@ -398,7 +398,7 @@ impl Plan {
     ) -> Result<bool, Failure> {
         let files = self.0.iter().map(|layer| layer.file.as_path());
         let users = Users::find(&directories(files, search))?;
-        // From above, so that a file that is needed keeps those below it.
+        // From the highest down, so that a needed file keeps those below it.
         for (number, doomed) in merge.layers.clone().zip(locked).rev() {
             let overlay = (number + 1 < merge.target).then(|| self.file(number + 1));
             let own = overlay.and_then(|overlay| identity(overlay).ok());
@@ -417,7 +417,7 @@ impl Plan {
         Ok(true)
     }
 
-    /// Writes the active image's index anew, if it has one: it describes layers that are gone.
+    /// Rewrites the active image's index, if it has one, since it describes layers that are gone.
     fn renew_index(&self) -> Result<(), Failure> {
         let Some(active) = self.0.last() else { return Ok(()) };
         runtime::block_on(async || {

@@ -54,31 +54,31 @@ pub(crate) struct Args {
     /// Number of chunks to copy at once, 1 to 16
     #[arg(short = 'm', long = "parallel", value_name = "N", default_value = "8", value_parser = tasks)]
     tasks: usize,
-    /// Consecutive zero bytes that are not written as data; 0 writes everything
+    /// Minimum number of consecutive zero bytes that are not written as data; 0 writes everything
     #[arg(short = 'S', long = "sparse-size", value_name = "SIZE", value_parser = sparse)]
     sparse: Option<u64>,
-    /// Do not create the target: it exists and is large enough
+    /// Do not create the target; it must exist and be large enough
     #[arg(short = 'n', long)]
     no_create: bool,
     /// Assume that the existing target reads as zeroes
     #[arg(long)]
     target_is_zero: bool,
-    /// The target, which exists, is QEMU's options instead of a file name
+    /// Treat the target's name as QEMU options; requires -n
     #[arg(long)]
     target_image_opts: bool,
-    /// Copy the persistent bitmaps, too
+    /// Also copy the persistent bitmaps
     #[arg(long)]
     bitmaps: bool,
-    /// With --bitmaps: leave out bitmaps that are inconsistent
+    /// With --bitmaps: skip inconsistent bitmaps
     #[arg(long)]
     skip_broken_bitmaps: bool,
-    /// Copy what cannot be read as zeroes, with a warning, and go on
+    /// Write zeroes for data that cannot be read, with a warning, and continue
     #[arg(long)]
     salvage: bool,
-    /// Let the host copy (it always shares or copies what it can; for compatibility)
+    /// Accepted for compatibility: the host always shares or copies what it can
     #[arg(short = 'C', long = "copy-range-offloading")]
     copy_offloading: bool,
-    /// Limit the copying to this many bytes per second
+    /// Speed limit in bytes per second
     #[arg(short, long, value_name = "RATE", value_parser = rate)]
     rate: Option<u64>,
     /// Cache mode for the target
@@ -112,7 +112,7 @@ impl Args {
         self.output_format.unwrap_or(ImageFormat::Raw)
     }
 
-    /// Refuses options that exclude each other, in QEMU's words.
+    /// Refuses conflicting options, in QEMU's words.
     fn check(&self) -> Result<(), Failure> {
         let has =
             |wrong: bool, message: &str| if wrong { Err(Failure::new(message)) } else { Ok(()) };

@@ -1,4 +1,4 @@
-//! Printing a survey: as text, JSON, CSV, Parquet, or a page for a browser.
+//! Printing a survey as text, JSON, CSV, Parquet or an HTML page.
 
 mod csv;
 mod format;
