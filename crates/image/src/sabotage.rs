@@ -52,6 +52,8 @@ sabotages! {
     EarlyRelease => "early-release",
     /// A commit in place erases clusters whose embedded mappings a recovery would still find.
     EarlyErase => "early-erase",
+    /// A commit does not say that a mapping embedded since it began, whose cluster it frees, does not count.
+    NewerLeads => "newer-leads",
     /// New refcount blocks are listed without waiting for those that count them.
     ListedAtOnce => "listed-at-once",
     /// A record does not revoke earlier records' changes to clusters that it frees.

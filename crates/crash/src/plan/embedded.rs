@@ -6,7 +6,7 @@ use rand::RngExt;
 use rand::rngs::SmallRng;
 
 /// The number of patterns.
-pub(super) const PATTERNS: u32 = 9;
+pub(super) const PATTERNS: u32 = 10;
 
 /// Bytes of a lead block.
 const LEAD: u64 = 4096;
@@ -188,6 +188,25 @@ impl Disk {
                     ]
                 });
                 vec![task.collect()]
+            }
+            // First writes beside flushes, and others whose clusters go at once: in a commit that began before
+            // them, and waits for the first.
+            8 => {
+                let (even, odd) = (|n: u64| cluster(2 * n), |n: u64| cluster(2 * n + 1));
+                let first = (0..times * 3).map(|n| write(even(n), LEAD, None)).collect();
+                let mut tasks = vec![first, vec![flush; times as usize * 3]];
+                for task in 0..2 {
+                    let gone = (0..times * 3).flat_map(|n| {
+                        let (offset, length) = self.clipped(odd(task * 3 + n % 3), self.cluster);
+                        let end = match n % 3 {
+                            0 => Request::Discard(offset, length),
+                            may_unmap => Request::Zero(offset, length, may_unmap == 1),
+                        };
+                        [write(offset, LEAD, Some(Sort::Text)), end]
+                    });
+                    tasks.push(gone.collect());
+                }
+                tasks
             }
             // Appends of whole clusters, each flushed.
             _ => {

@@ -119,6 +119,7 @@ found! {
     no_new_log: server(NoNewLog, "journal", "kills", 4, 389);
     shared_old_data: server(SharedOldData, "journal", "reflinks", 4, 497);
     hidden_left_out: server(HiddenLeftOut, "ordered", "commits", 1, 445);
+    newer_leads: disk(NewerLeads, "embedded", "embedded", 1, 867);
     lost_place: disk(LostPlace, "ordered", "any", 1, 2);
     unflushed_rebase: commands(UnflushedRebase, "chain", 225);
     no_dirty_bit: commands(NoDirtyBit, "any", 113);

@@ -76,6 +76,7 @@ pub(super) async fn commit<S: Storage>(
     }
     alloc.begin_journal().await;
 
+    zones.leave_out(lsn, &freed);
     let mut leads = leads.as_slice();
     // In records, but not in place.
     let mut recorded: Vec<JournaledWrite> = Vec::new();

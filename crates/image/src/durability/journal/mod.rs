@@ -277,6 +277,7 @@ impl Journal {
         record.refcounts(&refcounts);
         record.data(&closed.kept);
         record.add_checksums(&**layer.data(), checksums).await?;
+        zones.leave_out(lsn, &freed);
         record.zones(zones.table(lsn, &closed.plain));
         active.write(metadata, record).await?;
         active.synced(written);

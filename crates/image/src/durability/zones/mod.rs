@@ -32,6 +32,7 @@ use crate::alloc::Growth;
 use crate::ids;
 use crate::lsn::LogSequence;
 use crate::range_lock::RangeLocks;
+use crate::sabotage::{self, Sabotage};
 use crate::violated;
 use flight::{Flight, Flights};
 use isobath_qcow2::embedded::{LEAD, Mapping, ZoneId};
@@ -379,8 +380,35 @@ impl Zones {
         if !self.any() {
             return true;
         }
-        let state = self.state.lock();
-        !matches!(state.slot(cluster.get()), Some((_, Slot::Left(lsn))) if lsn >= state.listed)
+        let mut state = self.state.lock();
+        let listed = state.listed;
+        let Some(zone) = state.zone(cluster.get()) else { return true };
+        match zone.slot(cluster.get()) {
+            Some(Slot::Left(lsn)) => lsn < listed || zone.is_marked(cluster.get()),
+            _ => true,
+        }
+    }
+
+    /// Called before the [`table`](Self::table) of commit `lsn`, which frees these clusters. It has closed changes made
+    /// after it began, so a cluster that it frees may have a mapping with a higher LSN. A recovery would take that for
+    /// newer than the commit: the lead block is listed as plain.
+    pub fn leave_out(&self, lsn: Lsn, freed: &[HostCluster]) {
+        if !self.any() || sabotage::is(Sabotage::NewerLeads) {
+            return;
+        }
+        let mut state = self.state.lock();
+        for cluster in freed {
+            let Some(zone) = state.zone(cluster.get()) else { continue };
+            let newer = match zone.slot(cluster.get()) {
+                Some(Slot::Embedded(embedded)) => embedded.lsn >= lsn,
+                // Its write failed, and may have left a mapping.
+                Some(Slot::Taken) => true,
+                _ => false,
+            };
+            if newer {
+                zone.mark(cluster.get());
+            }
+        }
     }
 
     /// Frees clusters that nothing refers to any more.
@@ -522,3 +550,61 @@ impl Zones {
 
 /// Bytes prepared in a new zone before the rate of growth is known.
 const FIRST_STEP: u64 = 1 << 20;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use isobath_qcow2::NewImage;
+    use isobath_qcow2::embedded::Span;
+
+    /// Zones with a cluster whose mapping has an LSN above that of a commit in progress, which frees it.
+    fn freed_by_a_commit() -> (Zones, CommitPoint, HostCluster) {
+        let geometry = NewImage::new(1 << 30).plan().unwrap().header().geometry().unwrap();
+        let zones = Zones::new(None, None, &geometry);
+        let sequence = LogSequence::default();
+        zones.open(&(100..104), true, true);
+        assert!(zones.table(Lsn::default(), &[]).is_some());
+        assert!(zones.listed().is_empty());
+        let point = zones.begin_commit(&sequence);
+        let taken = zones.take(&sequence).unwrap();
+        let (host, lsn) = (taken.host, taken.lsn);
+        assert!(lsn > point.lsn);
+        zones.written(&taken, Embedded { cluster: 7, lsn, span: Span::Sector, rest: None });
+        (zones, point, host)
+    }
+
+    #[test]
+    fn a_mapping_newer_than_the_commit_that_frees_its_cluster_does_not_count() {
+        let (zones, point, host) = freed_by_a_commit();
+        zones.leave_out(point.lsn, &[host]);
+        let table = zones.table(point.lsn, &[]).unwrap();
+        assert_eq!(table.zones[0].plain, [1]);
+        zones.listed();
+        zones.forget(&[host]);
+        assert!(zones.may_erase(host));
+        zones.release(&[host]);
+        // It is not used for another.
+        let next = zones.take(&LogSequence::default()).unwrap();
+        assert_ne!(next.host, host);
+    }
+
+    #[test]
+    fn what_a_recovery_would_find_is_not_erased() {
+        let (zones, point, host) = freed_by_a_commit();
+        assert_eq!(zones.table(point.lsn, &[]).unwrap().zones[0].plain, [0]);
+        zones.listed();
+        zones.forget(&[host]);
+        assert!(!zones.may_erase(host));
+    }
+
+    #[test]
+    fn an_older_mapping_is_in_the_record_and_its_cluster_is_used_again() {
+        let (zones, _, host) = freed_by_a_commit();
+        let later = Lsn::new(50);
+        zones.leave_out(later, &[host]);
+        assert_eq!(zones.table(later, &[]).unwrap().zones[0].plain, [0]);
+        zones.listed();
+        zones.forget(&[host]);
+        assert!(zones.may_erase(host));
+    }
+}

@@ -146,6 +146,11 @@ impl Zone {
         self.plain[place / 8] |= 1 << (place % 8);
     }
 
+    /// Whether the next record lists the lead block of a host cluster as plain.
+    pub(super) fn is_marked(&self, cluster: u64) -> bool {
+        self.is_plain((cluster - self.start) as usize)
+    }
+
     fn is_plain(&self, place: usize) -> bool {
         self.plain[place / 8] >> (place % 8) & 1 == 1
     }
