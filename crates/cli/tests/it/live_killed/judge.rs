@@ -67,6 +67,8 @@ impl Field {
         if let (Err(error), Some(Unsure::Complete(base))) = (&judged, unsure) {
             // Then the base has taken the disk's place.
             let error = error.clone();
+            // A mirror's target was not in the chain before.
+            self.recover(&base)?;
             now = self.read(&base)?;
             judged = judge(&self.before, logs, flushed(killed), &now);
             judged = judged.map_err(|other| format!("{error}; in the base: {other}"));
