@@ -4,6 +4,7 @@ use super::SIZE;
 use super::field::{Expected, Field, OTHER, Task, Unsure, promised};
 use crate::live::load::{Log, Stamps, judge};
 use crate::live::{ISOBATH, Live};
+use isobath_qcow2::Header;
 use isobath_testkit::process::{Finished, run_program};
 use isobath_testkit::{args, qemu, until_some};
 use rand::RngExt;
@@ -100,7 +101,11 @@ impl Field {
         if !path.exists() {
             return None;
         }
-        let done = qemu::img(args!["info", "-U", "--output=json", path]);
+        let done = qemu::img(args!["info", "-U", "--output=json", &path]);
+        if done.stderr.contains("isobath check -r all") {
+            // It was in use: QEMU does not open an image with a journal.
+            return Header::parse(&fs::read(path).ok()?).ok()?.backing_file;
+        }
         let info = (done.code() == 0).then(|| done.json())?;
         info["backing-filename"].as_str().map(str::to_owned)
     }
